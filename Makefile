@@ -87,6 +87,7 @@ docs: install
 	$(PY) tools/config.py errors
 	$(PY) tools/config.py zoo
 	$(PY) tools/config.py commands
+	$(PY) tools/config.py python
 
 site: install
 	$(PY) -m mkdocs --version >/dev/null 2>&1 || $(PY) -m pip install --quiet --disable-pip-version-check -e ".[docs]"

@@ -40,7 +40,11 @@ setup(
     python_requires=">=3.10",
     cmdclass={"build_py": BuildWithConfigs},
     packages=find_packages(include=["ppdist", "ppdist.*"]),
-    package_data={"ppdist.report": ["templates/*"], "ppdist.models": ["zoo.yml"]},
+    package_data={
+        "ppdist": ["py.typed"],
+        "ppdist.report": ["templates/*"],
+        "ppdist.models": ["zoo.yml"],
+    },
     install_requires=[
         "argcomplete>=3.3",  # ppdist completion
         "numpy>=1.26",
@@ -69,6 +73,7 @@ setup(
         "swanlab": ["swanlab>=0.10"],
         "monitoring": ["prometheus-client>=0.20", "nvidia-ml-py>=12.535"],  # --metrics_port
         "docs": ["mkdocs-material>=9.5"],  # make site
+        "track": ["trackers>=2.6"],  # ppdist predict --track; brings supervision and opencv-python
         "tune": ["optuna>=4.4"],  # tools/tune.py
         "serving": [  # deploy/serving
             "fastapi>=0.121",

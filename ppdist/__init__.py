@@ -1,3 +1,81 @@
-"""ppdist: distributed object-detector training on PaddlePaddle fleet (see docs/architecture.md)."""
+"""ppdist: distributed object-detector training on PaddlePaddle fleet (see docs/python.md).
+
+The names of `__all__` are imported when they are asked for, so `import ppdist` costs nothing.
+"""
+
+import importlib
+import sys
+from types import ModuleType
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from ppdist.api import Detector, evaluate, export, train
+    from ppdist.common.writers import MetricWriter
+    from ppdist.config import load_config
+    from ppdist.config.plugins import (
+        register_backbone,
+        register_dataset,
+        register_detector,
+        register_tracker,
+    )
+    from ppdist.engine.callbacks import Callback
+    from ppdist.predict.detections import Detections
 
 __version__ = "0.1.0"
+__all__ = [
+    "Callback",
+    "Detections",
+    "Detector",
+    "MetricWriter",
+    "__version__",
+    "evaluate",
+    "export",
+    "load_config",
+    "register_backbone",
+    "register_dataset",
+    "register_detector",
+    "register_tracker",
+    "train",
+]
+_HOMES = {
+    "Callback": "ppdist.engine.callbacks",
+    "Detections": "ppdist.predict.detections",
+    "Detector": "ppdist.api",
+    "MetricWriter": "ppdist.common.writers",
+    "evaluate": "ppdist.api",
+    "load_config": "ppdist.config",
+    "register_backbone": "ppdist.config.plugins",
+    "register_dataset": "ppdist.config.plugins",
+    "register_detector": "ppdist.config.plugins",
+    "register_tracker": "ppdist.config.plugins",
+    "train": "ppdist.api",
+}  # `export` is below: the folder of that name is called like the function
+
+
+def __getattr__(name: str) -> Any:
+    if name == "export":
+        return importlib.import_module("ppdist.export")
+    if name not in _HOMES:
+        raise AttributeError(f"module 'ppdist' has no attribute {name!r}")
+    return getattr(importlib.import_module(_HOMES[name]), name)
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})
+
+
+class _Export(ModuleType):
+    """The folder `ppdist.export`, which is called as the function that users know."""
+
+    def __call__(self, *args: Any, **options: Any) -> Any:
+        return importlib.import_module("ppdist.api").export(*args, **options)
+
+
+class _Package(ModuleType):
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name == "export" and type(value) is ModuleType:  # just imported
+            value.__class__ = _Export
+        super().__setattr__(name, value)
+
+
+sys.modules[__name__].__class__ = _Package

@@ -76,6 +76,12 @@ def test_page_of_commands_is_up_to_date():
     assert page == config.commands_text(), "run `ppdist config commands`"
 
 
+@pytest.mark.skipif(sys.version_info[:2] != (3, 11), reason="signatures are shown otherwise")
+def test_page_of_python_is_up_to_date():
+    page = (ROOT / "docs" / "python.md").read_text(encoding="utf-8")
+    assert page == config.python_text(), "run `ppdist config python`"
+
+
 def test_page_of_published_weights_is_up_to_date():
     page = (ROOT / "docs" / "model_zoo.md").read_text(encoding="utf-8")
     assert page == config.zoo_text(), "run `ppdist config zoo`"

@@ -1,4 +1,6 @@
-"""Runs a model that tools/export.py wrote.  Nothing of ppdist is needed, and this file is enough:
+"""Runs a model that `ppdist export` wrote, without ppdist.
+
+This file is enough:
 
     predictor = Predictor("export")                       # the folder that holds infer.yml
     for rows in predictor([image]):                       # images: uint8 RGB [H, W, 3], any size
@@ -8,6 +10,10 @@ It takes numpy, opencv-python-headless, and one of onnxruntime and paddlepaddle.
 beside it, it is a command, too:
 
     python predictor.py --model DIR --source IMAGE|DIR|VIDEO --out DIR
+
+ppdist itself puts images through it, also to models that are not exported, so this file imports
+nothing of ppdist, and stands in `deploy/python/predictor.py` and, as `ppdist/export/standalone.py`,
+in the package, letter for letter (`tests/test_architecture.py`): change both.
 """
 
 import importlib.util
@@ -16,7 +22,7 @@ import math
 import runpy
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, Protocol
 
 import cv2
 import numpy as np
@@ -28,6 +34,13 @@ _PACKAGES = {"onnx": "onnxruntime", "paddle": "paddle"}  # in the order they are
 
 class PredictorError(ValueError):
     """What a user can mend: the message says where, what was found and what to do."""
+
+
+class Graph(Protocol):
+    """What computes the outputs of a model."""
+
+    def run(self, batch_B3HW: np.ndarray) -> tuple[np.ndarray, ...]:
+        """Args: float32, as `Predictor.prepare` makes it.  Returns: all outputs, in order."""
 
 
 class Predictor:
@@ -44,7 +57,7 @@ class Predictor:
 
     Attributes:
         spec: the content of infer.yml.
-        backend: what runs it, "onnx" or "paddle".
+        backend: what runs it, "onnx" or "paddle"; "" of `of_graph`.
         class_names: of class 0, 1, ...
     """
 
@@ -68,8 +81,19 @@ class Predictor:
             if not file.is_file():
                 raise PredictorError(f"{file}: named by {SPEC_FILE} but not there; export again")
         open_graph = _OnnxGraph if self.backend == "onnx" else _PaddleGraph
-        self._graph = open_graph(files, threads, device)
+        self._graph: Graph = open_graph(files, threads, device)
         self._nms_in_graph: bool = part["nms_in_graph"]
+
+    @classmethod
+    def of_graph(cls, spec: dict[str, Any], graph: Graph, nms_in_graph: bool) -> "Predictor":
+        """With a graph that is open already, by whatever runs it.
+
+        Args: spec: the content of infer.yml.  nms_in_graph: its outputs are rows and counts.
+        """
+        self = cls.__new__(cls)
+        self.spec, self.backend, self.class_names = spec, "", tuple(spec["class_names"])
+        self._graph, self._nms_in_graph = graph, nms_in_graph
+        return self
 
     def __call__(self, images: Sequence[np.ndarray]) -> list[np.ndarray]:
         """What the model finds in images, all of them as one batch.

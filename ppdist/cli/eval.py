@@ -50,22 +50,17 @@ def main() -> int:
     from ppdist.common.files import make_folder, make_parent, write_json
     from ppdist.common.logging import step_of
     from ppdist.config import load_config
-    from ppdist.data.datasets.build import read_split
-    from ppdist.data.types import DetectionSet
     from ppdist.distributed import comm
-    from ppdist.engine.build import build_evaluator, build_model, speed_up_cpu
+    from ppdist.engine.run import prepare_evaluation
     from ppdist.models.model_card import config_of_weights, read_card_or_warn
-    from ppdist.models.weights import load_all_weights
-    from ppdist.models.zoo import fetch_on_all_ranks
 
     if arguments.config:
         config = load_config(arguments.config, arguments.override)
     else:
         config = config_of_weights(arguments.weights, arguments.override, needs_data=True)
     comm.init(config.device, config.distributed)
-    model = build_model(config)
 
-    def load() -> DetectionSet:
+    def prepare() -> None:
         for file in (arguments.json, arguments.save_detections):
             if file and comm.is_main():
                 make_parent(file)  # not only when the work is done
@@ -73,21 +68,17 @@ def main() -> int:
             if folder and comm.is_main():
                 make_folder(folder)
         read_card_or_warn(arguments.weights, process.warn if comm.is_main() else lambda _: None)
-        load_all_weights(model, Path(arguments.weights))
-        return read_split(config.data, "val", config.model.num_classes)
 
-    pictures = config.log.images if arguments.vdl else 0
-    fetch_on_all_ranks(arguments.weights)
-    dataset = comm.run_on_all_ranks(load)
-    if dataset.limited and comm.is_main():
-        process.say(f"ppdist: {dataset.limited}")
-    evaluator = build_evaluator(config, dataset, model, pictures)
-    slow = speed_up_cpu(config, [model])
-    if slow and comm.is_main():
-        process.say(f"ppdist: {slow}")
+    ready = prepare_evaluation(
+        config, Path(arguments.weights),
+        pictures=config.log.images if arguments.vdl else 0, prepare=prepare,
+    )  # fmt: skip
+    evaluator, dataset = ready.evaluator, ready.dataset
+    for note in ready.notes if comm.is_main() else ():
+        process.say(f"ppdist: {note}")
     if bound:
         require_metric(bound[0], evaluator.metrics)
-    found: Any = evaluator.predict(model)  # boxes, or a ranking: as the evaluator takes them
+    found: Any = evaluator.predict(ready.model)  # boxes, or a ranking: as the evaluator takes them
 
     def report() -> dict[str, float]:
         metrics = evaluator.measure(found)

@@ -16,14 +16,10 @@ from typing import TYPE_CHECKING
 from ppdist.cli import OR_OF_WEIGHTS, add_config
 from ppdist.common import errors, process
 from ppdist.common.arguments import at_least, described
+from ppdist.config.export import CALIBRATION, ExportOptions
 
 if TYPE_CHECKING:
-    from ppdist.config import ExperimentConfig
-    from ppdist.export.export import ExportReport, Format, Pictures
-    from ppdist.export.spec import InferenceSpec
-
-SAMPLES = 20  # validation images that take part in the check, when they are there
-CALIBRATION = 64  # training images
+    from ppdist.export.export import ExportReport, Format
 
 
 def parse() -> argparse.Namespace:
@@ -61,18 +57,9 @@ def main() -> int:
     from ppdist.data.datasets.annotations import read_names
     from ppdist.distributed import comm
     from ppdist.engine.build import build_model
-    from ppdist.export.export import (
-        Pictures,
-        export_classifier,
-        export_detector,
-        readable,
-    )
+    from ppdist.export.run import export_model
     from ppdist.export.spec import describe, validation_set
-    from ppdist.models.model_card import (
-        config_of_weights,
-        normalisation_of,
-        read_card_or_warn,
-    )
+    from ppdist.models.model_card import config_of_weights, read_card_or_warn
     from ppdist.models.weights import load_all_weights
 
     formats = formats_of(arguments)
@@ -98,23 +85,17 @@ def main() -> int:
     spec = describe(config, dataset, card)
     if arguments.class_names:
         spec = spec.model_copy(update={"class_names": read_names(arguments.class_names)})
-    takes = {
-        "dynamic_batch": not arguments.fixed_batch,
-        "dynamic_size": not arguments.fixed_size,
-        "normalised": normalisation_of(model) if arguments.normalised_input else None,
-    }
-    spec = spec.model_copy(update={"input": spec.input.model_copy(update=takes)})
-    records = readable(dataset.records, SAMPLES, process.warn) if dataset else []
-    samples = list(Pictures(records, spec))
-    calibration = calibration_of(config, arguments, spec) if arguments.int8 else ()
-    if spec.task == "classify":
-        report = export_classifier(model, arguments.out, spec, formats, samples, calibration)
-    else:
-        sampled = arguments.accuracy
-        report = export_detector(
-            model, arguments.out, spec, formats, not arguments.without_nms, samples, calibration,
-            None if sampled == 0 else dataset, sampled,
-        )  # fmt: skip
+    options = ExportOptions(
+        formats=tuple(formats),
+        nms=not arguments.without_nms,
+        fixed_batch=arguments.fixed_batch,
+        fixed_size=arguments.fixed_size,
+        normalised_input=arguments.normalised_input,
+        int8=arguments.int8,
+        calibration=arguments.calibration or CALIBRATION,
+        accuracy=arguments.accuracy,
+    )
+    report = export_model(config, model, spec, dataset, arguments.out, options, process.warn)
     tell(report)
     return 0
 
@@ -162,26 +143,6 @@ def tell(report: "ExportReport") -> None:
     if spec.earlier:
         print(f"{', '.join(spec.earlier)}: left as an earlier export wrote it")
     print(f"{report.directory}: {report.megabytes:.1f} MB, {report.seconds:.0f} s; read infer.yml")
-
-
-def calibration_of(
-    config: "ExperimentConfig", arguments: argparse.Namespace, spec: "InferenceSpec"
-) -> "Pictures":
-    """Of the training split: what is measured on the other must not be tuned on it."""
-    from ppdist.data.datasets.build import read_split
-    from ppdist.export.export import Pictures, readable, spread
-
-    dataset = read_split(config.data, "train", config.model.num_classes)
-    if dataset.limited:
-        process.say(f"ppdist: calibration: {dataset.limited}")
-    records = readable(spread(dataset.records), arguments.calibration or CALIBRATION, process.warn)
-    if not records:
-        raise errors.DataError(
-            "no image of the training set is readable",
-            code="no_good_image",
-            where=f"--int8: {dataset.source}",
-        )
-    return Pictures(records, spec)
 
 
 def stop(number: int, frame: object) -> None:

@@ -1,26 +1,35 @@
-"""Finds objects in images and videos.
+"""Finds objects in images, videos and cameras.
 
-tools/infer.py [-c cfg.yml] -w WEIGHTS --source X --out DIR
+ppdist predict [-c cfg.yml] -w WEIGHTS --source X [X ...] --out DIR
 
 Without -c the configuration is the one in the checkpoint or its model card.
 With `--model DIR` instead of -w an exported model runs, in Paddle Inference or ONNX Runtime;
 all give the same boxes.  DIR gets every picture with its boxes drawn, and detections.json: a COCO
 data set of what was found (`annotations` is also a COCO result list).  A classifier draws its five
-surest classes instead, and writes them to classes.json.
+surest classes instead, and writes them to classes.json.  Of a camera or a stream, Ctrl-C ends the
+recording; what was found is written.
 """
 
 import argparse
+import itertools
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any
 
 from ppdist.cli import OR_OF_WEIGHTS, add_config
 from ppdist.common import errors, process
-from ppdist.common.arguments import described
+from ppdist.common.arguments import at_least, described
 
 if TYPE_CHECKING:
-    from ppdist.export.predictor import Report
+    from ppdist.predict.detections import Detection
+    from ppdist.predict.model import LoadedModel, Predict
+    from ppdist.predict.results import Results
+    from ppdist.predict.sources import Frame, Source
 
 THRESHOLD = 0.5
+FORMATS = ("coco", "yolo", "voc", "csv", "crops")
+_BATCH, _OVERLAP, _SMALLEST_SLICE = 8, 0.2, 32
 
 
 def parse() -> argparse.Namespace:
@@ -33,56 +42,194 @@ def parse() -> argparse.Namespace:
                         help="what runs --model (default: paddle where DIR has it)")  # fmt: skip
     parser.add_argument("--int8", action="store_true", help="--model: its quantised ONNX file")
     parser.add_argument("--threads", type=int, help="CPU threads of --model (default: 1)")
-    parser.add_argument("--source", required=True, type=Path, metavar="IMAGE|DIR|VIDEO",
-                        help="input image, folder (searched recursively) or video")  # fmt: skip
+    parser.add_argument("--source", required=True, nargs="+", metavar="X",
+                        help="image, video, folder (searched recursively), pattern (quoted: "
+                        "'a/**/*.jpg'), http(s) or rtsp address, number of a camera, or - for an "
+                        "image on standard input")  # fmt: skip
     parser.add_argument("--out", required=True, type=Path, metavar="DIR", help="where to write")
     parser.add_argument("--threshold", type=float,
                         help="confidence threshold, 0..1 "
                         f"(default: {THRESHOLD})")  # fmt: skip
+    parser.add_argument("--format", default="coco", metavar="LIST",
+                        help="of coco, yolo (labels/, with scores), voc (annotations/), csv, crops "
+                        "(crops/CLASS/): what is written; coco always is")  # fmt: skip
+    parser.add_argument("--no-pictures", action="store_true", help="draw nothing, which is faster")
+    parser.add_argument("--batch", type=at_least(1), default=_BATCH, metavar="N",
+                        help=f"images at once (default: {_BATCH}; of cameras and streams "
+                        "1)")  # fmt: skip
+    parser.add_argument("--slice", type=at_least(_SMALLEST_SLICE), metavar="PIXELS",
+                        help="also look at overlapping squares of this side, for small objects in "
+                        "large images")  # fmt: skip
+    parser.add_argument("--overlap", type=float, metavar="PART",
+                        help=f"of these squares, 0..1 (default: {_OVERLAP})")  # fmt: skip
+    parser.add_argument("--track", action="store_true",
+                        help="follow objects through the frames of videos (ByteTrack); needs "
+                        "ppdist[track]")  # fmt: skip
     return parser.parse_args()
 
 
 def main() -> int:
     arguments = parse()
+    formats = formats_of(arguments)
+    require_sense(arguments)
     from ppdist.common.files import make_folder
-    from ppdist.export.predictor import (
-        find_sources,
+    from ppdist.predict.model import predictions
+    from ppdist.predict.results import (
+        FOLDERS,
+        Classes,
+        Objects,
+        Pictures,
         picture_names,
         require_no_foreign_pictures,
         require_own_folder,
     )
+    from ppdist.predict.sources import expand, frames_of, root_of
+    from ppdist.predict.tracking import require_tracker
 
+    for root in map(root_of, arguments.source):
+        if root is not None:
+            require_own_folder(arguments.out, root)
+    sources = expand(arguments.source, leave_out=arguments.out)
+    names = [source.name for source in sources]
+    films = [source.name for source in sources if source.is_video]
+    pictures = [] if arguments.no_pictures else picture_names(names, films)
+    folders = [FOLDERS[kind] for kind in formats if kind in FOLDERS]
+    require_no_foreign_pictures(arguments.out, [*pictures, *folders])
+    if arguments.track:
+        require_tracker()
+    model = of_weights(arguments) if arguments.model is None else of_export(arguments)
+    spec = model.spec
+    if spec.task == "classify":
+        require_boxes_unasked(arguments, formats)
+    make_folder(arguments.out)
+    drawn = Pictures(arguments.out, dict(zip(names, pictures)))
+    unreadable: list[str] = []
+
+    def complain(reason: str) -> None:
+        unreadable.append(reason)
+        process.warn(f"{reason}; skipped")
+
+    def frames() -> Iterator["Frame"]:
+        for source in sources:
+            yield from frames_of(source, complain)
+
+    live = any(is_live(source) for source in sources)
+    predict = with_slices(model, arguments)
+    found = predictions(predict, frames(), 1 if live else arguments.batch)
+    results: Results
+    if spec.task == "classify":
+        results = Classes(arguments.out, spec, drawn)
+    else:
+        results = Objects(arguments.out, spec, drawn, formats)
+    add, tell = noting(results, arguments)
+    with suppress(*([KeyboardInterrupt] if live else [])):
+        for name, pairs in itertools.groupby(found, key=lambda pair: pair[0].name):
+            said = tell([add(frame, rows) for frame, rows in pairs])
+            print(process.printable(f"{name}: {said}"), flush=True)
+    if unreadable:
+        process.warn(f"{len(unreadable)} of {len(sources)} files could not be read")
+    if not results.images:
+        raise errors.DataError(
+            "no image or video there could be read",
+            code="no_good_image",
+            where=" ".join(arguments.source),
+        )
+    written = results.write()
+    print(f"{results.total()}; {'' if not pictures else 'pictures and '}{written.name} in "
+          f"{arguments.out}")  # fmt: skip
+    return 0
+
+
+def noting(
+    results: "Results", arguments: argparse.Namespace
+) -> "tuple[Callable[[Frame, Any], Any], Callable[[list[Any]], str]]":
+    """What notes what was found in a frame, and what puts notes into words."""
+    from ppdist.predict.model import detections
+    from ppdist.predict.results import Classes, Objects
+    from ppdist.predict.tracking import Tracker
+
+    if isinstance(results, Classes):
+        return results.add, results.said
+    assert isinstance(results, Objects)
+    threshold = THRESHOLD if arguments.threshold is None else arguments.threshold
+    followed: dict[str, Tracker] = {}  # the one video that is being looked at
+
+    def add(frame: "Frame", rows_R6: Any) -> "list[Detection]":
+        found = detections(frame, rows_R6[rows_R6[:, 1] >= threshold], results.spec)
+        if arguments.track and frame.index is not None:
+            if frame.name not in followed:
+                followed.clear()
+                followed[frame.name] = Tracker(frame.rate, threshold)
+            found = followed[frame.name].update(found)
+        results.add(frame, found)
+        return list(found)
+
+    return add, results.said
+
+
+def is_live(source: "Source") -> bool:
+    """Whether it has no end: a camera or a stream."""
+    return isinstance(source.place, int) or (
+        isinstance(source.place, str) and source.is_video and not source.place.startswith("http")
+    )
+
+
+def with_slices(model: "LoadedModel", arguments: argparse.Namespace) -> "Predict":
+    if not arguments.slice:
+        return model
+    from ppdist.predict.slicing import sliced
+
+    overlap = _OVERLAP if arguments.overlap is None else arguments.overlap
+    return sliced(model, arguments.slice, overlap, arguments.batch)
+
+
+def formats_of(arguments: argparse.Namespace) -> Sequence[str]:
+    wanted = [word.strip() for word in arguments.format.split(",")]
+    for word in wanted:
+        if word not in FORMATS:
+            raise errors.ConfigError(
+                f"{word!r}: expected one of {', '.join(FORMATS)}",
+                code="option_invalid",
+                where="--format",
+            )
+    return wanted
+
+
+def require_sense(arguments: argparse.Namespace) -> None:
+    """Raises: ConfigError: options that make no sense, alone or together."""
     if arguments.threshold is not None and not 0 <= arguments.threshold <= 1:
         raise errors.ConfigError(
             "expected 0..1", code="option_invalid", where=f"--threshold {arguments.threshold:g}"
         )
-    require_own_folder(arguments.out, arguments.source)
-    sources = find_sources(arguments.source, leave_out=arguments.out)
-    root = arguments.source if arguments.source.is_dir() else arguments.source.parent
-    names = [str(file.relative_to(root)) for file in sources]
-    pictures = picture_names(names)
-    require_no_foreign_pictures(arguments.out, pictures)
-    report = of_config(arguments) if arguments.model is None else of_export(arguments)
-    make_folder(arguments.out)
-    for file, name, picture in zip(sources, names, pictures):
-        said = report.look_at(file, name, picture)
-        if said:
-            print(process.printable(f"{name}: {said}"))
-    if report.unreadable:
-        process.warn(f"{report.unreadable} of {len(sources)} files could not be read")
-    if not report.images:
-        raise errors.DataError(
-            "no image or video there could be read",
-            code="no_good_image",
-            where=str(arguments.source),
+    if arguments.overlap is not None and not arguments.slice:
+        raise errors.ConfigError(
+            "--overlap is for --slice", code="option_missing", fix="add it or leave both out"
         )
-    written = report.write()
-    print(f"{report.total()}; pictures and {written.name} in {arguments.out}")
-    return 0
+    if arguments.overlap is not None and not 0 <= arguments.overlap < 1:
+        raise errors.ConfigError(
+            "expected 0 to below 1", code="option_invalid", where=f"--overlap {arguments.overlap:g}"
+        )
 
 
-def of_config(arguments: argparse.Namespace) -> "Report":
-    """What to do with the answers of the eager model."""
+def require_boxes_unasked(arguments: argparse.Namespace, formats: Sequence[str]) -> None:
+    """Raises: ConfigError: what is for boxes is asked of a classifier."""
+    asked = {
+        "--threshold": arguments.threshold is not None,
+        "--slice": bool(arguments.slice),
+        "--track": arguments.track,
+        f"--format {arguments.format}": bool({*formats} - {"coco"}),
+    }
+    for option, there in asked.items():
+        if there:
+            raise errors.ConfigError(
+                f"{option} is for boxes, and a classifier has none",
+                code="options_conflict",
+                fix="leave it out",
+            )
+
+
+def of_weights(arguments: argparse.Namespace) -> "LoadedModel":
+    """The eager model."""
     if not arguments.weights:
         raise errors.ConfigError(
             "give -w WEIGHTS, or --model DIR (an export)", code="option_missing"
@@ -99,40 +246,22 @@ def of_config(arguments: argparse.Namespace) -> "Report":
         )
     from ppdist.config import load_config
     from ppdist.distributed import comm
-    from ppdist.engine.build import build_model
-    from ppdist.export.predictor import (
-        Classes,
-        EagerClassifier,
-        EagerPredictor,
-        Objects,
-    )
-    from ppdist.export.spec import describe, validation_set
-    from ppdist.models.model_card import config_of_weights, read_card_or_warn
-    from ppdist.models.weights import load_all_weights
+    from ppdist.models.model_card import config_of_weights
+    from ppdist.predict.model import load_weights
 
     if arguments.config:
         config = load_config(arguments.config, arguments.override)
     else:
         config = config_of_weights(arguments.weights, arguments.override)
-    threshold = threshold_of(arguments, config.model.task)
+    if config.model.task == "classify":
+        require_boxes_unasked(arguments, formats_of(arguments))
     comm.init(config.device, config.distributed)
-    model = build_model(config)
-    card = read_card_or_warn(arguments.weights, process.warn)
-    load_all_weights(model, Path(arguments.weights))
-    model.fuse()
-    known = card is not None and len(card.class_names) == config.model.num_classes
-    alone = known and not arguments.config  # of the data only the names would be needed
-    dataset = None if alone else validation_set(config, process.warn, card)
-    spec = describe(config, dataset, card)
-    if spec.task == "classify":
-        return Classes(arguments.out, spec, EagerClassifier(model), process.warn)
-    return Objects(
-        arguments.out, spec, EagerPredictor(model, config.suppression), threshold, process.warn
-    )
+    alone = not arguments.config
+    return load_weights(config, Path(arguments.weights), process.warn, names_alone=alone)
 
 
-def of_export(arguments: argparse.Namespace) -> "Report":
-    """What to do with the answers of an exported model."""
+def of_export(arguments: argparse.Namespace) -> "LoadedModel":
+    """The exported model."""
     if arguments.config or arguments.weights or arguments.override:
         raise errors.ConfigError(
             "--model takes everything from its infer.yml",
@@ -148,32 +277,11 @@ def of_export(arguments: argparse.Namespace) -> "Report":
         raise errors.ConfigError(
             "--int8 is an ONNX file: leave out --backend paddle", code="options_conflict"
         )
-    from ppdist.config.runtime import RuntimeOptions
-    from ppdist.distributed import device
-    from ppdist.export.predictor import Classes, ExportedClassifier, ExportedPredictor, Objects
     from ppdist.export.spec import read_spec
+    from ppdist.predict.model import load_export, runtime_of
 
-    directory, out = arguments.model, arguments.out
-    spec = read_spec(directory)
-    threshold = threshold_of(arguments, spec.task)
-    only_onnx = arguments.int8 or spec.paddle is None
-    backend: Literal["paddle", "onnx"] = arguments.backend or ("onnx" if only_onnx else "paddle")
-    options = RuntimeOptions(
-        backend=backend,
-        device="gpu" if backend == "paddle" and "gpu" in device.accelerators() else "cpu",
-        precision="int8" if arguments.int8 else "float32",
-        threads=threads,
-    )
+    spec = read_spec(arguments.model)
     if spec.task == "classify":
-        return Classes(out, spec, ExportedClassifier(directory, options), process.warn)
-    return Objects(out, spec, ExportedPredictor(directory, options), threshold, process.warn)
-
-
-def threshold_of(arguments: argparse.Namespace, task: str) -> float:
-    if task == "classify" and arguments.threshold is not None:
-        raise errors.ConfigError(
-            "--threshold is for boxes, and a classifier has none",
-            code="options_conflict",
-            fix="leave it out",
-        )
-    return THRESHOLD if arguments.threshold is None else arguments.threshold
+        require_boxes_unasked(arguments, formats_of(arguments))
+    options = runtime_of(spec, arguments.backend, threads, arguments.int8)
+    return load_export(arguments.model, options)

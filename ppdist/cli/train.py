@@ -15,19 +15,15 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ppdist.cli import add_config, command_line
-from ppdist.common import process
 from ppdist.common.arguments import at_least, described
 from ppdist.common.errors import ConfigError
 from ppdist.common.limits import require_limits
 from ppdist.common.signals import hold_signals
 
 if TYPE_CHECKING:
-    from ppdist.config import ExperimentConfig
-    from ppdist.engine.build import Experiment
+    from ppdist.common.logging import RunLog
     from ppdist.engine.callbacks import Callback
     from ppdist.engine.recipe import Recipe
-
-_DRAWING_SECONDS = 600.0  # some ten are usual
 
 
 def parse() -> argparse.Namespace:
@@ -134,10 +130,9 @@ def train(arguments: argparse.Namespace, callbacks: Sequence["Callback"] = ()) -
     """
     hold_signals()  # as the doors have done already
     require_limits()
-    from ppdist.common.logging import commands
     from ppdist.config import load_config
-    from ppdist.distributed import comm, heartbeat
-    from ppdist.engine.build import build_training
+    from ppdist.distributed import comm
+    from ppdist.engine.run import run_training
     from ppdist.engine.state import AUTO
     from ppdist.engine.trainer import until_first_step
     from ppdist.launch.cli import started_by_stock_launcher
@@ -146,40 +141,26 @@ def train(arguments: argparse.Namespace, callbacks: Sequence["Callback"] = ()) -
     recipe = _fitted(arguments) if arguments.data else None
     config = recipe.config if recipe else load_config(arguments.config, arguments.override)
     output_dir = Path(config.output_dir or f"output/{Path(arguments.config).stem}")
-    comm.init(config.device, config.distributed)
-    heartbeat.tell_run(output_dir)
-    if recipe and comm.is_main():
-        _show(recipe)
+
+    def begin(log: "RunLog") -> None:
+        if recipe:
+            log.info(comm.run_on_main(lambda: _write(recipe, output_dir, arguments.eval)))
+        notice = started_by_stock_launcher()
+        if notice:
+            log.warning(notice)
+
     word = arguments.resume
-    experiment = build_training(
+    return run_training(
         config,
-        output_dir=output_dir,
+        output_dir,
         evaluate=arguments.eval,
         resume=word if word in (None, AUTO) else Path(word or output_dir),
         command=command_line(),
         resume_changed=arguments.resume_changed,
         callbacks=callbacks,
+        joined=lambda: _show(recipe) if recipe and comm.is_main() else None,
+        begin=begin,
     )
-    with experiment.log:
-        if recipe:
-            told = comm.run_on_main(lambda: _write(recipe, output_dir, arguments.eval))
-            experiment.log.info(told)
-        notice = started_by_stock_launcher()
-        if notice:
-            experiment.log.warning(notice)
-        status = experiment.trainer.fit()
-        if comm.is_main() and status == 0:  # whoever asked to stop kills what does not end in time
-            failed = process.apart(lambda: _draw(output_dir, experiment, config), _DRAWING_SECONDS)
-            if failed:
-                experiment.log.warning(
-                    f"the training is complete, its pictures in {output_dir / 'plots'} are not "
-                    f"({failed}); again: {commands(output_dir)[0]}"
-                )
-        try:
-            experiment.log.run_summary()
-        except Exception as error:  # no table is worth a run that is complete
-            experiment.log.warn_once("the summary", error)
-        return status
 
 
 def _fitted(arguments: argparse.Namespace) -> "Recipe":
@@ -224,17 +205,6 @@ def _write(recipe: "Recipe", output_dir: Path, evaluate: bool) -> str:
         replace_file(file, content)
     again = f"ppdist train -c {file}{' --eval' if evaluate else ''}"
     return f"wrote {file}, a configuration to edit; `{again}` is this run"
-
-
-def _draw(output_dir: Path, experiment: "Experiment", config: "ExperimentConfig") -> None:
-    """Pictures of the run and of its sets; a decoder may die of an image in them."""
-    import cv2
-
-    from ppdist.viz.run_plots import draw_labels, draw_run
-
-    cv2.setNumThreads(0)  # its threads are not in a copy of the process
-    draw_run(output_dir)
-    draw_labels(output_dir, experiment.sets, config.data, config.model.image_size)
 
 
 def main() -> int:

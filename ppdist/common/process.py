@@ -54,6 +54,14 @@ _CONTROLS = re.compile(
 )
 
 
+def quiet_paddle() -> None:
+    """Leaves out what Paddle says about itself; called before it is imported."""
+    for noise in _PADDLE_NOISE:
+        warnings.filterwarnings("ignore", message=noise)
+    if "GLOG_v" not in os.environ:  # who debugs Paddle wants all it says
+        os.environ.setdefault("GLOG_minloglevel", "2")  # errors; its C++ warnings are no advice
+
+
 def run(main: Callable[[], int | None]) -> NoReturn:
     """Runs a tool's main and turns how it ended into the documented exit code.
 
@@ -63,10 +71,7 @@ def run(main: Callable[[], int | None]) -> NoReturn:
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):  # names of files may hold bytes of any encoding
             stream.reconfigure(errors="backslashreplace")
-    for noise in _PADDLE_NOISE:
-        warnings.filterwarnings("ignore", message=noise)
-    if "GLOG_v" not in os.environ:  # who debugs Paddle wants all it says
-        os.environ.setdefault("GLOG_minloglevel", "2")  # errors; its C++ warnings are no advice
+    quiet_paddle()
     code, failure = 0, Failure("", "", "")
     try:
         with _plain_log():

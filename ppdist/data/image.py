@@ -80,6 +80,17 @@ def read_image(
     return image_HW3
 
 
+def decode_image(content: bytes, name: str) -> np.ndarray:
+    """The image in these bytes of a file, as `read_image` gives it.
+
+    Raises: DataError: not an image, damaged, cut short, or of more than MOST_PIXELS.
+    """
+    found = damage(content)
+    if found is not None:
+        raise DataError(found.text, code=found.code, where=name)
+    return _decode(name, content)
+
+
 def reduction(scale: float) -> int:
     """1, 2, 4 or 8: how far an image may be reduced that is to be shown at `scale` of its size."""
     return next((factor for factor in (8, 4, 2) if factor * scale <= 1), 1)

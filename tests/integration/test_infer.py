@@ -16,17 +16,16 @@ from ppdist.common.process import printable
 from ppdist.config import load_config
 from ppdist.config.model import PPYOLOEConfig
 from ppdist.data.datasets.synthetic import make_shapes
-from ppdist.export.predictor import (
-    PictureWriter,
-    find_sources,
-    frames_of,
+from ppdist.export.spec import describe, read_spec, validation_set
+from ppdist.models.ppyoloe import PPYOLOE
+from ppdist.models.weights import load_all_weights
+from ppdist.predict.results import (
+    Pictures,
     picture_names,
     require_no_foreign_pictures,
     require_own_folder,
 )
-from ppdist.export.spec import describe, read_spec, validation_set
-from ppdist.models.ppyoloe import PPYOLOE
-from ppdist.models.weights import load_all_weights
+from ppdist.predict.sources import Frame, Source, find_sources, frames_of
 from tests.forked import run_tool
 from tests.media import assert_usable_by_pycocotools, write_video
 from tests.unit.export.tiny import tiny_model
@@ -286,13 +285,14 @@ def test_non_utf8_name_is_read_written_and_printed(tmp_path: Path) -> None:
     except OSError:
         pytest.skip("this file system wants UTF-8")
     image_HW3 = np.zeros((20, 30, 3), np.uint8)
-    with PictureWriter(source, source) as writer:
-        writer.write(image_HW3)
-    (frame,) = frames_of(source, source.name, pytest.fail)
+    Pictures(tmp_path, {source.name: source.name}).write(
+        Frame(source.name, None, image_HW3), image_HW3
+    )
+    (frame,) = frames_of(Source(source, source.name), pytest.fail)
     assert np.array_equal(frame.image_HW3, image_HW3)
     assert printable(source.name) == r"caf\udce9.png"
     film, reports = source.with_suffix(".mp4"), []
-    assert list(frames_of(film, "film", reports.append)) == []
+    assert list(frames_of(Source(film, "film"), reports.append)) == []
     assert reports == [f"{film}: OpenCV wants UTF-8 in a video's path; rename it"]
 
 
@@ -307,13 +307,12 @@ def test_no_two_pictures_have_one_name() -> None:
 def test_a_video_without_frames_is_reported(tmp_path: Path) -> None:
     (tmp_path / "empty.mp4").write_bytes(b"")
     reports: list[str] = []
-    assert list(frames_of(tmp_path / "empty.mp4", "empty.mp4", reports.append)) == []
+    assert list(frames_of(Source(tmp_path / "empty.mp4", "empty.mp4"), reports.append)) == []
     assert reports == [f"{tmp_path}/empty.mp4: no frame of this video can be read"]
 
 
 def test_png_round_trip_keeps_pixels_and_colours(tmp_path: Path) -> None:
     image_HW3 = np.random.default_rng(0).integers(0, 256, (20, 30, 3)).astype(np.uint8)
-    with PictureWriter(Path("x.png"), tmp_path / "deep" / "x.png") as writer:
-        writer.write(image_HW3)
-    (frame,) = frames_of(tmp_path / "deep" / "x.png", "x.png", pytest.fail)
+    Pictures(tmp_path, {"x": "deep/x.png"}).write(Frame("x", None, image_HW3), image_HW3)
+    (frame,) = frames_of(Source(tmp_path / "deep" / "x.png", "x.png"), pytest.fail)
     assert np.array_equal(frame.image_HW3, image_HW3) and frame.index is None

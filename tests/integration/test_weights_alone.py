@@ -62,7 +62,7 @@ def call(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
 def test_a_checkpoint_is_evaluated_by_its_own_config(trained, call) -> None:
     alone, warned = call(eval, "-w", trained)
     given, _ = call(eval, "-c", trained / "cfg.yml", "-w", trained)
-    assert json.loads(alone) == json.loads(given) and warned.count(AGPL) == 1
+    assert "mAP" in alone and alone == given and warned.count(AGPL) == 1
 
 
 def test_a_converted_file_predicts_with_its_card(trained, call, tmp_path) -> None:
@@ -94,7 +94,7 @@ def test_a_file_does_not_know_where_data_are(trained, call, tmp_path) -> None:
               for part in ("train", "val"))]  # fmt: skip
     alone, _ = call(eval, "-w", file, "-o", *data)
     given, _ = call(eval, "-w", trained)
-    assert json.loads(alone) == json.loads(given)
+    assert "mAP" in alone and alone == given
 
 
 def test_weights_without_a_card_need_a_config(trained, call, tmp_path) -> None:

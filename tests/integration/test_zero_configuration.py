@@ -11,6 +11,7 @@ import yaml
 
 from ppdist.cli import train
 from ppdist.common.errors import ConfigError
+from ppdist.engine import run as engine_run
 from ppdist.engine.recipe import Recipe
 from tests.forked import run_on_two_ranks, succeeded
 
@@ -90,7 +91,7 @@ def losses(folder: Path) -> list[object]:
 
 def run(monkeypatch: pytest.MonkeyPatch, *words: object) -> None:
     """The command in this process, without its pictures."""
-    monkeypatch.setattr(train, "_draw", lambda *_: None)
+    monkeypatch.setattr(engine_run, "_draw", lambda *_: None)
     monkeypatch.setattr(sys, "argv", ["ppdist train", *map(str, words)])
     assert train.main() == 0
 

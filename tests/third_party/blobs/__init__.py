@@ -4,7 +4,7 @@ Here and in keys.py nothing imports Paddle, so that configurations are read with
 """
 
 from blobs.keys import BlobsConfig, BlobsLossConfig, BlobsSetConfig, LinesConfig
-from ppdist.config.plugins import (
+from ppdist import (
     register_backbone,
     register_dataset,
     register_detector,

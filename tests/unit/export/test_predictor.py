@@ -268,14 +268,3 @@ def test_the_tool_measures_an_export_without_a_config(
     assert ended.value.code == 0, printed.err
     result = json.loads(printed.out)["result"]
     assert result["predictors"]["Paddle Inference"]["ratio"] == 1
-
-
-def test_objects_hold_corner_and_sides_as_coco_does(tmp_path: Path) -> None:
-    image = np.zeros((120, 60, 3), np.uint8)
-    rows_R6 = np.array([[1, 0.5, 16, 24, 48, 48], [0, 0.2, 0, 0, 9, 9]], np.float32)
-    found = runtime.Objects(tmp_path, tiny_spec(), lambda images: [rows_R6], 0.3, pytest.fail)
-    cv2.imwrite(str(tmp_path / "a.png"), image)
-    found.look_at(tmp_path / "a.png", "a.png", "drawn.png")
-    (one,) = found.content()["annotations"]
-    # The input is 64 x 96, the image 120 x 60, stretched: x 60 / 96, y 120 / 64.
-    assert (one["bbox"], one["area"], one["category_id"]) == ([10, 45, 20, 45], 900, 2)

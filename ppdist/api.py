@@ -1,0 +1,575 @@
+"""ppdist in Python: Detector, train, evaluate, export.
+
+    from ppdist import Detector
+
+    detector = Detector("output/my_run")            # or weights, or an export
+    found = detector("bus.jpg")                     # Detections: "4 person, 1 bus"
+    for found in detector("photos/"): ...           # folders, globs, videos: one after the other
+    better = detector.train(data="data.yml", epochs=20)
+    better.evaluate()["mAP"], better.export("exported")
+
+Stable are the names of `ppdist.__all__` with what their docstrings say, and the keys of
+configurations; everything below may move.  docs/python.md is made of these docstrings.
+"""
+
+import signal
+import sys
+import threading
+import warnings
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias, overload
+
+import numpy as np
+from PIL import Image
+
+from ppdist.common.errors import ConfigError, DataError, UserError
+from ppdist.common.process import STOP_SIGNALS, quiet_paddle
+from ppdist.config import ExperimentConfig, load_config
+from ppdist.config.base import parse_plain
+from ppdist.config.export import ExportOptions
+from ppdist.config.migration import is_data_yaml
+from ppdist.config.yaml import Reader
+from ppdist.predict.detections import Detections
+from ppdist.predict.sources import Frame, Source, as_image, expand, frames_of, is_many, read_source
+
+if TYPE_CHECKING:
+    from ppdist.engine.callbacks import Callback
+    from ppdist.predict.model import LoadedModel, Predict
+
+Picture: TypeAlias = np.ndarray | Image.Image  # uint8 RGB [H, W, 3], or Pillow's
+Place: TypeAlias = str | Path
+Config: TypeAlias = Place | ExperimentConfig
+
+
+class Detector:
+    """A detector with its weights, ready for images, training and export.
+
+    Args:
+        weights: a checkpoint, a run's output_dir (its best), an export's folder or its ONNX file,
+            a .pt of YOLOv5, .pdparams, .safetensors or .npz, or the name of published weights
+            (docs/model_zoo.md), which are downloaded.
+        config: of the weights, a file or the name of a shipped one, where they do not say which
+            model they are of (.pdparams).
+        device: auto (an accelerator where Paddle has one), cpu, gpu, ...
+        backend: of an export: paddle or onnx; None: Paddle Inference where it has that.
+        threads: CPU threads of an export.
+    Raises: UserError: no such weights, damaged, or of another model.
+
+    Attributes:
+        names: of class 0, 1, ...
+    """
+
+    def __init__(
+        self,
+        weights: Place,
+        *,
+        config: Config | None = None,
+        device: str = "auto",
+        backend: Literal["paddle", "onnx"] | None = None,
+        threads: int = 1,
+    ) -> None:
+        quiet_paddle()
+        from ppdist.predict.model import export_folder, load_export, require_task, runtime_of
+
+        self.weights = _weights_file(weights)
+        self._given, self._device = config, device
+        self._config: ExperimentConfig | None = None
+        self._folder = export_folder(self.weights) if config is None else None
+        self._model: LoadedModel
+        if self._folder is not None:
+            from ppdist.export.spec import read_spec
+
+            is_onnx = self.weights.suffix.lower() == ".onnx"
+            options = runtime_of(
+                read_spec(self._folder),
+                backend or ("onnx" if is_onnx else None),
+                threads,
+                int8=self.weights.name.endswith("_int8.onnx"),
+                wanted_device=device,
+            )
+            self._model = load_export(self._folder, options)
+        else:
+            if backend is not None:
+                raise ConfigError(
+                    "backend is for exports; these are weights",
+                    code="options_conflict",
+                    where=str(weights),
+                )
+            self._model = self._load()
+        require_task(self._model.spec, "detect", str(weights))
+        self.names: tuple[str, ...] = self._model.spec.class_names
+
+    def __repr__(self) -> str:
+        height, width = self._model.spec.input.size
+        return f"<Detector {self.weights}: {len(self.names)} classes, {height}x{width}>"
+
+    @overload
+    def __call__(
+        self, source: Picture, *, threshold: float = ..., iou_threshold: float | None = ...,
+        batch: int = ..., slice: int | None = ..., overlap: float = ...,
+    ) -> Detections: ...  # fmt: skip
+
+    @overload
+    def __call__(
+        self, source: list[Any] | tuple[Any, ...], *, threshold: float = ...,
+        iou_threshold: float | None = ..., batch: int = ..., slice: int | None = ...,
+        overlap: float = ...,
+    ) -> list[Detections]: ...  # fmt: skip
+
+    @overload
+    def __call__(
+        self, source: Iterator[Any] | int, *, threshold: float = ...,
+        iou_threshold: float | None = ..., batch: int = ..., slice: int | None = ...,
+        overlap: float = ...,
+    ) -> Iterator[Detections]: ...  # fmt: skip
+
+    @overload
+    def __call__(
+        self, source: Place, *, threshold: float = ..., iou_threshold: float | None = ...,
+        batch: int = ..., slice: int | None = ..., overlap: float = ...,
+    ) -> Any: ...  # fmt: skip
+
+    def __call__(
+        self,
+        source: Picture | Place | int | Iterable[Any],
+        *,
+        threshold: float = 0.5,
+        iou_threshold: float | None = None,
+        batch: int = 8,
+        slice: int | None = None,
+        overlap: float = 0.2,
+    ) -> Any:
+        """Finds objects.
+
+        Args:
+            source: one image gives Detections: uint8 RGB [H, W, 3] (not OpenCV's BGR), a picture of
+                Pillow, a file, or an http(s) address.  A list or tuple of these gives a list.
+                What may hold many gives an iterator, which works as it is read: a folder (searched
+                to its depth), a pattern (`photos/*.jpg`), a video, an rtsp address, the number of a
+                camera, or an iterator of images.
+            threshold: lowest score of a box, 0..1.
+            iou_threshold: of the suppression; None: as trained, and always so of an export.
+            batch: images at once; of a camera or a stream one.
+            slice: also look at overlapping squares of so many pixels, for small objects.
+            overlap: of these squares, part of their side.
+        Raises: DataError: an image cannot be read.  Of a folder or pattern such files are skipped
+            with a warning.
+        """
+        if not 0 <= threshold <= 1:
+            raise ConfigError(
+                "expected 0..1", code="option_invalid", where=f"threshold={threshold:g}"
+            )
+        predict = self._predict(iou_threshold, slice, overlap, batch)
+        if isinstance(source, np.ndarray | Image.Image):
+            frames = iter([Frame("", None, as_image(source))])
+        elif isinstance(source, str | Path | int):
+            if is_many(source):
+                found = expand([source])
+                live = any(
+                    isinstance(each.place, int) or "://" in f"{each.place}" for each in found
+                )
+                return self._detect(predict, _frames(found), threshold, 1 if live else batch)
+            frames = iter([Frame(str(source), None, read_source(source))])
+        else:
+            frames = (_frame(each, at) for at, each in enumerate(source))
+            if not isinstance(source, Iterator):
+                return list(self._detect(predict, frames, threshold, batch))
+            return self._detect(predict, frames, threshold, batch)
+        return next(self._detect(predict, frames, threshold, 1))
+
+    def train(
+        self,
+        data: Config | Mapping[str, Any] | None = None,
+        *,
+        epochs: float | None = None,
+        batch: int | None = None,
+        output_dir: Place | None = None,
+        recipe: str | None = None,
+        overrides: Sequence[str] = (),
+        evaluate: bool = True,
+        callbacks: Sequence["Callback"] = (),
+    ) -> "Detector":
+        """Trains on from these weights, in this process; the detector itself stays as it is.
+
+        Classes whose names agree keep what they know.  On several cards use `fleetrun`.
+
+        Args:
+            data: a data.yaml (ultralytics, Roboflow) or a folder with COCO's JSON, Pascal VOC's XML
+                or YOLO's labels; a configuration, or its `data` section; None: the data of the
+                weights' own training.
+            batch: images on this card.
+            output_dir: of the run; None: `output/<name of the data>`.
+            recipe: a shipped one whose learning rate and the like are fitted to a data.yaml or a
+                folder, as `ppdist train DATA --model RECIPE` does; None: the settings of the
+                weights' own training.
+            overrides: more keys of the configuration, such as "optimizer.lr=0.001".
+            evaluate: on the validation split, and keep the best.
+            callbacks: see `ppdist.Callback`.
+        Returns: the detector with the best weights of the run.
+        Raises: UserError: data or configuration are wrong, or the run was stopped.
+        """
+        if recipe is None:
+            config = self._fine_tuning(data, epochs, batch, output_dir, overrides)
+        else:
+            config = self._fitted(recipe, data, epochs, batch, output_dir, overrides)
+        run = train(config, evaluate=evaluate, callbacks=callbacks)
+        return Detector(run, device=self._device)
+
+    def evaluate(self, data: Config | Mapping[str, Any] | None = None) -> dict[str, float]:
+        """Measures the weights on the validation split: mAP, mAP50, ...
+
+        Args: data: see `train`.
+        Raises: ConfigError: an export, whose accuracy infer.yml tells; DataError: data are wrong.
+        """
+        return evaluate(self.weights, config=self._with_data(data))
+
+    def export(
+        self,
+        out: Place,
+        *,
+        formats: Sequence[Literal["paddle", "onnx"]] = ("paddle",),
+        **options: Any,
+    ) -> Path:
+        """Writes the model for deployment; see `ppdist.export`."""
+        return export(self.weights, out, config=self._own_config(), formats=formats, **options)
+
+    def _load(self) -> "LoadedModel":
+        from ppdist.distributed import device
+        from ppdist.predict.model import load_weights
+
+        self._config = config_for(self.weights, self._given)
+        device.choose(self._config.device if self._device == "auto" else self._device)
+        alone = self._given is None
+        return load_weights(self._config, self.weights, _warn, names_alone=alone)
+
+    def _own_config(self) -> ExperimentConfig:
+        if self._config is None:
+            raise ConfigError(
+                "an export cannot be trained, evaluated or exported again",
+                code="export_not_weights",
+                where=str(self.weights),
+                fix="open the weights that it was made of",
+            )
+        return self._config
+
+    def _with_data(self, data: Config | Mapping[str, Any] | None) -> ExperimentConfig:
+        config = self._own_config()
+        return config if data is None else with_data(config, data)
+
+    def _fine_tuning(
+        self,
+        data: Config | Mapping[str, Any] | None,
+        epochs: float | None,
+        batch: int | None,
+        output_dir: Place | None,
+        overrides: Sequence[str],
+    ) -> ExperimentConfig:
+        config = self._with_data(data)
+        out = output_dir or f"output/{Path(config.data.root).resolve().name}"
+        items = [f"model.pretrained={self.weights}", f"output_dir={out}"]
+        items += [] if epochs is None else [f"train.epochs={epochs:g}"]
+        items += [] if batch is None else [f"train.batch_size_per_card={batch}"]
+        return changed(config, [*items, *overrides])
+
+    def _fitted(
+        self,
+        recipe: str,
+        data: Config | Mapping[str, Any] | None,
+        epochs: float | None,
+        batch: int | None,
+        output_dir: Place | None,
+        overrides: Sequence[str],
+    ) -> ExperimentConfig:
+        if not isinstance(data, str | Path) or not _is_layout(data):
+            raise ConfigError(
+                "a recipe is fitted to a data.yaml or a folder",
+                code="options_conflict",
+                where=f"recipe={recipe!r}",
+                fix="give data= as one, or leave recipe out",
+            )
+        from ppdist.data.datasets.layout import find_layout
+        from ppdist.distributed import comm
+        from ppdist.engine.recipe import Wishes, fit_recipe
+
+        self._own_config()  # of an export there is none
+        size = self._model.spec.input.size
+        wishes = Wishes(recipe, epochs, batch, str(self.weights), size)
+        items = [] if output_dir is None else [f"output_dir={output_dir}"]
+        layout = find_layout(str(data))
+        return fit_recipe(layout, wishes, [*items, *overrides], comm.world_size()).config
+
+    def _predict(
+        self, iou_threshold: float | None, slice: int | None, overlap: float, batch: int
+    ) -> "Predict":
+        from ppdist.predict.model import with_iou
+        from ppdist.predict.slicing import sliced
+
+        for name, value, least in (("batch", batch, 1), ("slice", slice, 32)):
+            if value is not None and value < least:
+                raise ConfigError(
+                    f"expected {least} or more", code="option_invalid", where=f"{name}={value}"
+                )
+        if not 0 <= overlap < 1:
+            raise ConfigError(
+                "expected 0 to below 1", code="option_invalid", where=f"overlap={overlap:g}"
+            )
+        predict: Predict = self._model
+        if iou_threshold is not None:
+            predict = with_iou(self._model, iou_threshold)
+        return sliced(predict, slice, overlap, batch) if slice else predict
+
+    def _detect(
+        self, predict: "Predict", frames: Iterator[Frame], threshold: float, batch: int
+    ) -> Iterator[Detections]:
+        from ppdist.predict.model import detections, predictions
+
+        for frame, rows_R6 in predictions(predict, frames, batch):
+            yield detections(frame, rows_R6[rows_R6[:, 1] >= threshold], self._model.spec)
+
+
+def _frames(found: Sequence[Source]) -> Iterator[Frame]:
+    for each in found:
+        source = Source(each.place, str(each.place))  # users look for the path they can open
+        yield from frames_of(source, lambda reason: _warn(f"{reason}; skipped"))
+
+
+def _frame(given: Any, position: int) -> Frame:
+    if isinstance(given, str | Path):
+        if is_many(given):
+            raise DataError(
+                "an item of a list is one image",
+                code="source_of_many",
+                where=str(given),
+                fix="give the folder, pattern or video alone",
+            )
+        return Frame(str(given), None, read_source(given))
+    return Frame(f"{position}", None, as_image(given))
+
+
+def train(
+    config: Config,
+    overrides: Sequence[str] = (),
+    *,
+    evaluate: bool = True,
+    resume: Place | Literal["auto"] | None = None,
+    callbacks: Sequence["Callback"] = (),
+) -> Path:
+    """Trains in this process, as `ppdist train` does.
+
+    On several cards write a program that calls it, and start that by `fleetrun`.
+
+    Args:
+        config: a file, the name of a shipped one, or what `load_config` gives.
+        overrides: `key.path=value`, as after -o.
+        evaluate: on the validation split during training, and keep the best.
+        resume: a checkpoint or an output_dir; "auto": that of this run, where there is one.
+        callbacks: called in this order at the moments of the training.
+    Returns: the run's output_dir; `Detector(output_dir)` opens its best weights.
+    Raises: UserError: data, weights or configuration are wrong, or a signal has stopped the run
+        after a checkpoint (code `training_stopped`).
+    """
+    quiet_paddle()
+    settled = _settled(config, overrides)
+    with _signals_given_back():
+        from ppdist.engine.run import run_training
+        from ppdist.engine.state import AUTO
+
+        output_dir = Path(settled.output_dir or "output/run")
+        status = run_training(
+            settled,
+            output_dir,
+            evaluate=evaluate,
+            resume=resume if resume in (None, AUTO) else Path(resume),
+            command=sys.argv,
+            callbacks=callbacks,
+        )
+    if status:
+        raise UserError(
+            "the training was stopped by a signal, after a checkpoint",
+            code="training_stopped",
+            where=str(output_dir),
+            fix="train(config, resume=output_dir) continues from there",
+        )
+    return output_dir
+
+
+def evaluate(
+    weights: Place, *, config: Config | None = None, overrides: Sequence[str] = ()
+) -> dict[str, float]:
+    """Measures weights on the validation split, as `ppdist eval` does: mAP, mAP50, ...
+
+    Args:
+        weights: see `Detector`.
+        config: see `train`; None: what the weights say of themselves.
+        overrides: `key.path=value`, as after -o.
+    Raises: UserError: weights, data or configuration are wrong.
+    """
+    quiet_paddle()
+    file = _weights_file(weights)
+    settled = changed(config_for(file, config), overrides)
+    from ppdist.distributed import comm
+    from ppdist.engine.run import prepare_evaluation
+
+    with _signals_given_back():
+        comm.init(settled.device, settled.distributed)
+        ready = prepare_evaluation(settled, file)
+        for note in ready.notes:
+            _warn(note)
+        found: Any = ready.evaluator.predict(ready.model)
+        return comm.run_on_main(lambda: ready.evaluator.measure(found))
+
+
+def export(
+    weights: Place,
+    out: Place,
+    *,
+    config: Config | None = None,
+    formats: Sequence[Literal["paddle", "onnx"]] = ("paddle",),
+    **options: Any,
+) -> Path:
+    """Writes a model for deployment, as `ppdist export` does, checked against the weights.
+
+    Args:
+        weights: see `Detector`.
+        out: a folder, new or of an earlier export.
+        config: see `evaluate`.
+        formats: paddle (Paddle Inference), onnx.
+        options: nms=False (end with scores and boxes of all predictions), fixed_batch, fixed_size,
+            normalised_input, int8 (True or False), calibration and accuracy (numbers of images:
+            accuracy=0 measures no mAP).
+    Returns: the folder; `Detector(out)` opens it.
+    Raises: ExportError: the model cannot be exported, or a file does not compute what it does.
+    """
+    quiet_paddle()
+    file = _weights_file(weights)
+    settled = config_for(file, config)
+    chosen = parse_plain({**options, "formats": list(formats)}, "export()", (), ExportOptions)
+    from ppdist.engine.build import build_model
+    from ppdist.export.run import export_model
+    from ppdist.export.spec import describe, validation_set
+    from ppdist.models.model_card import read_card_or_warn
+    from ppdist.models.weights import load_all_weights
+
+    with _on_cpu():
+        model = build_model(settled)
+        card = read_card_or_warn(file, _warn)
+        load_all_weights(model, file)
+        dataset = validation_set(settled, _warn, card)
+        spec = describe(settled, dataset, card)
+        return export_model(settled, model, spec, dataset, Path(out), chosen, _warn).directory
+
+
+# --- configurations -------------------------------------------------------------------------------
+
+
+def _settled(config: Config, overrides: Sequence[str]) -> ExperimentConfig:
+    if isinstance(config, ExperimentConfig):
+        return changed(config, overrides)
+    return load_config(config, overrides)
+
+
+def config_for(weights: Path, config: Config | None) -> ExperimentConfig:
+    """The configuration given, or the one that the weights bring along."""
+    if config is None:
+        from ppdist.models.model_card import config_of_weights
+
+        return config_of_weights(weights)
+    return _settled(config, ())
+
+
+def changed(config: ExperimentConfig, overrides: Sequence[str]) -> ExperimentConfig:
+    """The configuration with other values, checked again."""
+    if not overrides:
+        return config
+    return parse_plain(config.model_dump(mode="json"), "config", overrides, ExperimentConfig)
+
+
+def with_data(config: ExperimentConfig, data: Config | Mapping[str, Any]) -> ExperimentConfig:
+    """The configuration with other data, and the number of classes that these have.
+
+    Raises: ConfigError: no `data` section; DataError: the training split cannot be read.
+    """
+    from ppdist.data.datasets.build import read_split
+
+    tree = config.model_dump(mode="json")
+    tree["data"] = {"resize": config.data.resize, **_data_section(data)}  # resize is the model's
+    tree["model"]["num_classes"] = 1
+    section = parse_plain(tree, "data", (), ExperimentConfig).data
+    tree["model"]["num_classes"] = len(read_split(section, "train").class_names)
+    return parse_plain(tree, "data", (), ExperimentConfig)
+
+
+def _data_section(data: Config | Mapping[str, Any]) -> Mapping[str, Any]:
+    """The one place that says what `data=` may be."""
+    if isinstance(data, Mapping):
+        return data
+    if isinstance(data, ExperimentConfig):
+        return data.data.model_dump(mode="json")
+    if not _is_layout(data):
+        return load_config(data).data.model_dump(mode="json")
+    from ppdist.data.datasets.layout import VAL_FRACTION, find_layout
+
+    layout = find_layout(str(data))
+    section: dict[str, Any] = {"format": layout.format, "root": str(layout.root)}
+    section |= {"train": layout.train.model_dump(mode="json")}
+    if layout.val is None:
+        section |= {"val_fraction": VAL_FRACTION}
+    else:
+        section |= {"val": layout.val.model_dump(mode="json")}
+    return {**section, "class_names": list(layout.class_names)}
+
+
+def _is_layout(data: Place) -> bool:
+    """Whether a path is a data set as it comes, not a configuration."""
+    path = Path(data)
+    return path.is_dir() or (path.is_file() and is_data_yaml(Reader().read_alone(str(path))))
+
+
+def _weights_file(weights: Place) -> Path:
+    """The one place that says what weights may be called."""
+    from ppdist.models.weights import checkpoint_of
+
+    return checkpoint_of(Path(weights))
+
+
+# --- this process ---------------------------------------------------------------------------------
+
+
+@contextmanager
+def _signals_given_back() -> Iterator[None]:
+    """What a training listens to is its caller's again afterwards.
+
+    Raises: ConfigError: not the main thread, where Python hears no signal.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        raise ConfigError(
+            "training and evaluation listen to signals, which only the main thread can",
+            code="not_main_thread",
+            fix="call it from there, or start a process",
+        )
+    before = {number: signal.getsignal(number) for number in STOP_SIGNALS}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            if handler is not None:  # None: not Python's
+                signal.signal(number, handler)
+
+
+@contextmanager
+def _on_cpu() -> Iterator[None]:
+    """Files are the same, and checked without a card's TF32."""
+    from ppdist.distributed import device
+
+    before = device.kind()
+    device.choose("cpu")
+    try:
+        yield
+    finally:
+        device.choose(before)
+
+
+def _warn(text: str) -> None:
+    warnings.warn(text, stacklevel=2)

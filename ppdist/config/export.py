@@ -1,0 +1,48 @@
+"""ExportOptions: what an export writes, and how it is checked."""
+
+from typing import Literal
+
+from pydantic import Field, model_validator
+
+from ppdist.config.base import Section
+
+CALIBRATION = 64  # images
+
+
+class ExportOptions(Section):
+    """What an export writes, and how it is checked."""
+
+    formats: tuple[Literal["paddle", "onnx"], ...] = Field(
+        default=("paddle",), min_length=1, description="paddle: Paddle Inference; onnx: ONNX"
+    )
+    nms: bool = Field(
+        default=True, description="of a detector: the graph ends with its suppression"
+    )
+    fixed_batch: bool = Field(default=False, description="the graph takes one image only")
+    fixed_size: bool = Field(default=False, description="the graph takes model.image_size only")
+    normalised_input: bool = Field(
+        default=False,
+        description="the graph takes (x / 255 - mean) / std instead of pixels x; infer.yml has the "
+        "numbers",
+    )
+    int8: bool = Field(
+        default=False,
+        description="the ONNX model in 8-bit integers, too; needs the training images",
+    )
+    calibration: int = Field(
+        default=CALIBRATION,
+        ge=1,
+        description="training images that tell int8 what numbers occur",
+    )
+    accuracy: int | None = Field(
+        default=None,
+        ge=0,
+        description="validation images that tell mAP before and after, for infer.yml; null: 100, "
+        "where that takes seconds; 0: none",
+    )
+
+    @model_validator(mode="after")
+    def _exist_together(self) -> "ExportOptions":
+        if self.int8 and "onnx" not in self.formats:
+            raise ValueError("int8 is a form of the ONNX model: add onnx to formats")
+        return self

@@ -1,0 +1,123 @@
+"""Runs: one training, or one evaluation of weights, from its config."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from ppdist.common import process
+from ppdist.common.logging import RunLog, commands
+from ppdist.config import ExperimentConfig
+from ppdist.data.datasets.build import read_split
+from ppdist.data.types import DetectionSet
+from ppdist.distributed import comm, heartbeat
+from ppdist.engine.build import (
+    Experiment,
+    build_evaluator,
+    build_model,
+    build_training,
+    speed_up_cpu,
+)
+from ppdist.engine.callbacks import Callback
+from ppdist.engine.evaluator import ClassificationEvaluator, Evaluator
+from ppdist.models.base import ImageModel
+from ppdist.models.weights import load_all_weights
+from ppdist.models.zoo import fetch_on_all_ranks
+from ppdist.viz.run_plots import draw_labels, draw_run
+
+_DRAWING_SECONDS = 600.0  # some ten are usual
+
+
+def run_training(
+    config: ExperimentConfig,
+    output_dir: Path,
+    *,
+    evaluate: bool,
+    resume: Path | str | None,
+    command: list[str],
+    resume_changed: bool = False,
+    callbacks: Sequence[Callback] = (),
+    joined: Callable[[], object] = lambda: None,
+    begin: Callable[[RunLog], object] = lambda log: None,
+) -> int:
+    """Trains on this rank, draws the pictures of the run; returns the exit code.  Collective.
+
+    Args:
+        joined: called once the ranks have joined.
+        begin: called with the log, before the first step; for the others see `build_training`.
+    Raises: UserError: data, weights, checkpoint or configuration are wrong.
+    """
+    comm.init(config.device, config.distributed)
+    heartbeat.tell_run(output_dir)
+    joined()
+    experiment = build_training(
+        config,
+        output_dir=output_dir,
+        evaluate=evaluate,
+        resume=resume,
+        command=command,
+        resume_changed=resume_changed,
+        callbacks=callbacks,
+    )
+    with experiment.log:
+        begin(experiment.log)
+        status = experiment.trainer.fit()
+        if comm.is_main() and status == 0:  # whoever asked to stop kills what does not end in time
+            failed = process.apart(lambda: _draw(output_dir, experiment, config), _DRAWING_SECONDS)
+            if failed:
+                experiment.log.warning(
+                    f"the training is complete, its pictures in {output_dir / 'plots'} are not "
+                    f"({failed}); again: {commands(output_dir)[0]}"
+                )
+        try:
+            experiment.log.run_summary()
+        except Exception as error:  # no table is worth a run that is complete
+            experiment.log.warn_once("the summary", error)
+        return status
+
+
+def _draw(output_dir: Path, experiment: Experiment, config: ExperimentConfig) -> None:
+    """Pictures of the run and of its sets; a decoder may die of an image in them."""
+    import cv2
+
+    cv2.setNumThreads(0)  # its threads are not in a copy of the process
+    draw_run(output_dir)
+    draw_labels(output_dir, experiment.sets, config.data, config.model.image_size)
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """Weights and a validation split, ready: `evaluator.measure(evaluator.predict(model))`."""
+
+    model: ImageModel
+    dataset: DetectionSet
+    evaluator: Evaluator | ClassificationEvaluator
+    notes: tuple[str, ...]  # for the user
+
+
+def prepare_evaluation(
+    config: ExperimentConfig,
+    weights: Path,
+    *,
+    pictures: int = 0,
+    prepare: Callable[[], None] = lambda: None,
+) -> Evaluation:
+    """Everything to evaluate weights, after `comm.init`.  Collective.
+
+    Args:
+        pictures: how many images the evaluator draws.
+        prepare: done on every rank before weights and data are read, and may fail.
+    Raises: UserError: weights or data are wrong.
+    """
+    model = build_model(config)
+
+    def load() -> DetectionSet:
+        prepare()
+        load_all_weights(model, weights)
+        return read_split(config.data, "val", config.model.num_classes)
+
+    fetch_on_all_ranks(weights)
+    dataset = comm.run_on_all_ranks(load)
+    evaluator = build_evaluator(config, dataset, model, pictures)
+    slow = speed_up_cpu(config, [model])
+    notes = tuple(note for note in (dataset.limited, slow) if note)
+    return Evaluation(model, dataset, evaluator, notes)

@@ -1,0 +1,76 @@
+"""Export run: one model, checked on the data of its config."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+from ppdist.common.errors import DataError
+from ppdist.config import ExperimentConfig
+from ppdist.config.export import ExportOptions
+from ppdist.data.datasets.build import read_split
+from ppdist.data.types import DetectionSet
+from ppdist.export.export import (
+    ExportReport,
+    Pictures,
+    export_classifier,
+    export_detector,
+    readable,
+    spread,
+)
+from ppdist.export.spec import InferenceSpec
+from ppdist.models.base import Detector, ImageModel
+from ppdist.models.model_card import normalisation_of
+
+SAMPLES = 20  # validation images that take part in the check, when they are there
+
+
+def export_model(
+    config: ExperimentConfig,
+    model: ImageModel,
+    spec: InferenceSpec,
+    dataset: DetectionSet | None,
+    out: Path,
+    options: ExportOptions,
+    warn: Callable[[str], None],
+) -> ExportReport:
+    """Writes a folder with the model and its infer.yml; see `export_detector`.
+
+    Args:
+        spec: as `describe` makes it.
+        dataset: of the validation split; None: not at hand, the check takes generated pictures.
+        warn: told of images that cannot be read, and how far a training split is limited.
+    Raises: ExportError: the model cannot be exported, or a file does not compute what it does.
+        DataError: int8 without a readable training image.
+    """
+    takes = {
+        "dynamic_batch": not options.fixed_batch,
+        "dynamic_size": not options.fixed_size,
+        "normalised": normalisation_of(model) if options.normalised_input else None,
+    }
+    spec = spec.model_copy(update={"input": spec.input.model_copy(update=takes)})
+    records = readable(dataset.records, SAMPLES, warn) if dataset else []
+    samples = list(Pictures(records, spec))
+    calibration = _calibration(config, options.calibration, spec, warn) if options.int8 else ()
+    if spec.task == "classify":
+        return export_classifier(model, out, spec, options.formats, samples, calibration)
+    assert isinstance(model, Detector)
+    return export_detector(
+        model, out, spec, options.formats, options.nms, samples, calibration,
+        None if options.accuracy == 0 else dataset, options.accuracy,
+    )  # fmt: skip
+
+
+def _calibration(
+    config: ExperimentConfig, count: int, spec: InferenceSpec, warn: Callable[[str], None]
+) -> Pictures:
+    """Of the training split: what is measured on the other must not be tuned on it."""
+    dataset = read_split(config.data, "train", config.model.num_classes)
+    if dataset.limited:
+        warn(f"calibration: {dataset.limited}")
+    records = readable(spread(dataset.records), count, warn)
+    if not records:
+        raise DataError(
+            "no image of the training set is readable",
+            code="no_good_image",
+            where=f"--int8: {dataset.source}",
+        )
+    return Pictures(records, spec)

@@ -1,0 +1,408 @@
+"""Runs a model that `ppdist export` wrote, without ppdist.
+
+This file is enough:
+
+    predictor = Predictor("export")                       # the folder that holds infer.yml
+    for rows in predictor([image]):                       # images: uint8 RGB [H, W, 3], any size
+        for label, score, x1, y1, x2, y2 in rows: ...     # pixels of that image, best first
+
+It takes numpy, opencv-python-headless, and one of onnxruntime and paddlepaddle.  With the files
+beside it, it is a command, too:
+
+    python predictor.py --model DIR --source IMAGE|DIR|VIDEO --out DIR
+
+ppdist itself puts images through it, also to models that are not exported, so this file imports
+nothing of ppdist, and stands in `deploy/python/predictor.py` and, as `ppdist/export/standalone.py`,
+in the package, letter for letter (`tests/test_architecture.py`): change both.
+"""
+
+import importlib.util
+import json
+import math
+import runpy
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Literal, NamedTuple, Protocol
+
+import cv2
+import numpy as np
+
+SPEC_FILE = "infer.yml"
+_INTERPOLATIONS = {"cubic": cv2.INTER_CUBIC, "linear": cv2.INTER_LINEAR}
+_PACKAGES = {"onnx": "onnxruntime", "paddle": "paddle"}  # in the order they are tried
+
+
+class PredictorError(ValueError):
+    """What a user can mend: the message says where, what was found and what to do."""
+
+
+class Graph(Protocol):
+    """What computes the outputs of a model."""
+
+    def run(self, batch_B3HW: np.ndarray) -> tuple[np.ndarray, ...]:
+        """Args: float32, as `Predictor.prepare` makes it.  Returns: all outputs, in order."""
+
+
+class Predictor:
+    """An exported detector or classifier.  One thread at a time may call it.
+
+    Args:
+        directory: holds infer.yml and the files it names.
+        backend: auto takes ONNX Runtime where the export has an ONNX model and the package is
+            installed, else Paddle Inference.
+        threads: of one prediction on the CPU.
+        device: gpu needs a CUDA build of the package (onnxruntime-gpu, paddlepaddle-gpu).
+        int8: the quantised ONNX model of the export instead of the float32 one.
+    Raises: PredictorError: no usable model there, or nothing installed that runs it.
+
+    Attributes:
+        spec: the content of infer.yml.
+        backend: what runs it, "onnx" or "paddle"; "" of `of_graph`.
+        class_names: of class 0, 1, ...
+    """
+
+    def __init__(
+        self,
+        directory: str | Path,
+        backend: Literal["auto", "paddle", "onnx"] = "auto",
+        threads: int = 1,
+        device: Literal["cpu", "gpu"] = "cpu",
+        int8: bool = False,
+    ) -> None:
+        if threads < 1:
+            raise PredictorError(f"threads {threads}: expected 1 or more")
+        directory = Path(directory)
+        self.spec = read_spec(directory)
+        self.backend = _chosen(directory, self.spec, backend, device, int8)
+        self.class_names: tuple[str, ...] = tuple(self.spec["class_names"])
+        part = self.spec["onnx_int8" if int8 else self.backend]
+        files = [directory / name for name in part["files"]]
+        for file in files:
+            if not file.is_file():
+                raise PredictorError(f"{file}: named by {SPEC_FILE} but not there; export again")
+        open_graph = _OnnxGraph if self.backend == "onnx" else _PaddleGraph
+        self._graph: Graph = open_graph(files, threads, device)
+        self._nms_in_graph: bool = part["nms_in_graph"]
+
+    @classmethod
+    def of_graph(cls, spec: dict[str, Any], graph: Graph, nms_in_graph: bool) -> "Predictor":
+        """With a graph that is open already, by whatever runs it.
+
+        Args: spec: the content of infer.yml.  nms_in_graph: its outputs are rows and counts.
+        """
+        self = cls.__new__(cls)
+        self.spec, self.backend, self.class_names = spec, "", tuple(spec["class_names"])
+        self._graph, self._nms_in_graph = graph, nms_in_graph
+        return self
+
+    def __call__(self, images: Sequence[np.ndarray]) -> list[np.ndarray]:
+        """What the model finds in images, all of them as one batch.
+
+        Args: images: uint8 RGB [H, W, 3], upright, each of any size.
+        Returns: for each image float32 rows [R, 6] of class, score, x1, y1, x2, y2 in its pixels
+            and inside it, best first; of a classifier the probabilities [C].
+        Raises: PredictorError: an argument is no such image, or the runtime fails.
+        """
+        if not len(images):
+            return []
+        batch_B3HW = self.prepare(images)
+        sizes = [(image.shape[0], image.shape[1]) for image in images]
+        return self.finish(self.run(batch_B3HW), sizes)
+
+    def prepare(self, images: Sequence[np.ndarray]) -> np.ndarray:
+        """The images as the graph takes them: float32 [B, 3, H, W]."""
+        description = self.spec["input"]
+        height, width = description["size"]
+        batch_B3HW = np.empty((len(images), 3, height, width), np.float32)
+        for position, image_HW3 in enumerate(images):
+            _require_image(image_HW3, position)
+            fitted_HW3 = fit(image_HW3, (height, width), self.spec["resize"])
+            for channel_HW, plane_HW in zip(batch_B3HW[position], cv2.split(fitted_HW3)):
+                channel_HW[:] = plane_HW
+        if description.get("normalised"):
+            mean_311, std_311 = (
+                np.array(description["normalised"][key], np.float32).reshape(3, 1, 1)
+                for key in ("mean", "std")
+            )
+            batch_B3HW /= 255
+            batch_B3HW -= mean_311
+            batch_B3HW /= std_311
+        return batch_B3HW
+
+    def run(self, batch_B3HW: np.ndarray) -> tuple[np.ndarray, ...]:
+        """The outputs of the graph; one whose batch is fixed is run image by image."""
+        if self.spec["input"]["dynamic_batch"] or len(batch_B3HW) == 1:
+            return self._graph.run(batch_B3HW)
+        each = [self._graph.run(batch_B3HW[at : at + 1]) for at in range(len(batch_B3HW))]
+        return tuple(np.concatenate(parts) for parts in zip(*each))
+
+    def finish(
+        self, outputs: Sequence[np.ndarray], sizes: Sequence[tuple[int, int]]
+    ) -> list[np.ndarray]:
+        """What `__call__` returns, from the outputs of the graph.
+
+        Args: sizes: height and width of each image.
+        """
+        if self.spec["task"] == "classify":
+            return list(outputs[0])
+        if self._nms_in_graph:
+            rows_R6, count_B = outputs
+            found = np.split(rows_R6.reshape(-1, 6), np.cumsum(count_B)[:-1])
+        else:
+            nms = self.spec["nms"]
+            found = [suppress(scores, boxes, nms) for scores, boxes in zip(*outputs)]
+        return [self._in_image(rows_R6, size) for rows_R6, size in zip(found, sizes)]
+
+    def _in_image(self, rows_R6: np.ndarray, size: tuple[int, int]) -> np.ndarray:
+        """Rows in input pixels -> in pixels of the image of that height and width, best first."""
+        rows_R6 = rows_R6[np.argsort(-rows_R6[:, 1], kind="stable")]  # a copy
+        height, width = size
+        place = placed(size, self.spec["input"]["size"], self.spec["resize"]["mode"])
+        axes = (([2, 4], place.left, place.wide, width), ([3, 5], place.top, place.tall, height))
+        for columns, start, extent, original in axes:
+            moved = (rows_R6[:, columns] - start) * (original / extent)
+            rows_R6[:, columns] = moved.clip(0, original)
+        return rows_R6
+
+
+class Place(NamedTuple):
+    """Where an image lies in the input, in its pixels."""
+
+    left: int
+    top: int
+    wide: int
+    tall: int
+
+
+def placed(size: tuple[int, int], input_size: tuple[int, int], mode: str) -> Place:
+    """Where an image of a height and width lies in an input of another.
+
+    Args: mode: stretch or letterbox; infer.yml has the formulas.
+    """
+    if mode == "stretch":
+        return Place(0, 0, input_size[1], input_size[0])
+    scale = min(input_size[0] / size[0], input_size[1] / size[1])
+    tall, wide = (
+        max(1, min(room, math.floor(side * scale + 0.5))) for room, side in zip(input_size, size)
+    )
+    return Place((input_size[1] - wide) // 2, (input_size[0] - tall) // 2, wide, tall)
+
+
+def fit(image_HW3: np.ndarray, size: tuple[int, int], resize: dict[str, Any]) -> np.ndarray:
+    """An image brought to the height and width of the input, as training's evaluation does."""
+    interpolation = _INTERPOLATIONS[resize["interpolation"]]
+    height, width = size
+    if resize["mode"] == "centre_crop":
+        return _resized(_centre(image_HW3, size), (width, height), interpolation)
+    place = placed((image_HW3.shape[0], image_HW3.shape[1]), size, resize["mode"])
+    fitted_HW3 = _resized(image_HW3, (place.wide, place.tall), interpolation)
+    if (place.wide, place.tall) == (width, height):
+        return fitted_HW3
+    below, beside = height - place.top - place.tall, width - place.left - place.wide
+    return cv2.copyMakeBorder(
+        fitted_HW3, place.top, below, place.left, beside, cv2.BORDER_CONSTANT, value=resize["fill"]
+    )
+
+
+def _resized(image_HW3: np.ndarray, size_wh: tuple[int, int], interpolation: int) -> np.ndarray:
+    if (image_HW3.shape[1], image_HW3.shape[0]) == size_wh:
+        return image_HW3
+    return cv2.resize(image_HW3, size_wh, interpolation=interpolation)
+
+
+def _centre(image_HW3: np.ndarray, size: tuple[int, int]) -> np.ndarray:
+    """The largest centred part of the shape of `size` (height, width)."""
+    sides = image_HW3.shape[:2]
+    scale = min(sides[0] / size[0], sides[1] / size[1])
+    tall, wide = (
+        min(side, max(1, math.floor(part * scale + 0.5))) for side, part in zip(sides, size)
+    )
+    top, left = (sides[0] - tall) // 2, (sides[1] - wide) // 2
+    return image_HW3[top : top + tall, left : left + wide]
+
+
+def suppress(scores_NC: np.ndarray, boxes_N4: np.ndarray, nms: dict[str, Any]) -> np.ndarray:
+    """Class-wise non-maximum suppression of one image, as the graphs that contain it do.
+
+    A prediction counts for every class whose score is above `score_threshold` (with `multi_label`
+    off: for its best only); of each class the best `candidates` compete; one whose IoU with a
+    better kept one of its class is above `iou_threshold` goes; the best `keep` of all stay.  With
+    null for `iou_threshold` none goes for another, and `candidates` means nothing.
+
+    Returns: rows_R6, float32: class, score, x1, y1, x2, y2; best first, of equals the lower class.
+    """
+    if not nms["multi_label"]:
+        best_N = scores_NC.argmax(axis=1)
+        only_N1 = np.take_along_axis(scores_NC, best_N[:, None], axis=1)
+        scores_NC = np.where(np.arange(scores_NC.shape[1]) == best_N[:, None], only_N1, 0)
+    index_P, labels_P = np.nonzero(scores_NC > nms["score_threshold"])
+    scores_P = scores_NC[index_P, labels_P]
+    if nms["iou_threshold"] is None:
+        best = np.lexsort((index_P, labels_P, -scores_P))[: nms["keep"]]
+        columns = [labels_P[best], scores_P[best], boxes_N4[index_P[best]]]
+        return np.column_stack(columns).astype(np.float32)
+    order_P = np.lexsort((index_P, -scores_P, labels_P))  # class after class, each best first
+    place_P = np.arange(len(order_P)) - np.searchsorted(labels_P[order_P], labels_P[order_P])
+    order_P = order_P[place_P < nms["candidates"]]
+    labels_P, scores_P, boxes_P4 = labels_P[order_P], scores_P[order_P], boxes_N4[index_P[order_P]]
+    kept = _kept(boxes_P4, labels_P, scores_P, nms["iou_threshold"], nms["keep"])
+    return np.column_stack([labels_P[kept], scores_P[kept], boxes_P4[kept]]).astype(np.float32)
+
+
+def _kept(
+    boxes_P4: np.ndarray, labels_P: np.ndarray, scores_P: np.ndarray, threshold: float, most: int
+) -> list[int]:
+    """Which predictions, class after class and each best first, stay; best first of all."""
+    x1_P, y1_P, x2_P, y2_P = np.ascontiguousarray(boxes_P4.T)
+    area_P = np.maximum(x2_P - x1_P, 0) * np.maximum(y2_P - y1_P, 0)
+    ends_P = np.searchsorted(labels_P, labels_P, side="right")
+    beaten_P = np.zeros(len(labels_P), bool)
+    kept: list[int] = []
+    with np.errstate(invalid="ignore", divide="ignore"):
+        for best in np.argsort(-scores_P, kind="stable").tolist():
+            if beaten_P[best]:
+                continue
+            kept.append(best)
+            if len(kept) == most:
+                break
+            rest = slice(best + 1, ends_P[best])
+            wide = np.minimum(x2_P[rest], x2_P[best]) - np.maximum(x1_P[rest], x1_P[best])
+            tall = np.minimum(y2_P[rest], y2_P[best]) - np.maximum(y1_P[rest], y1_P[best])
+            inter = wide * tall
+            iou = inter / (area_P[best] + area_P[rest] - inter)
+            # Two boxes without an area at one place have no IoU, and one goes.
+            beaten_P[rest] |= ~((iou <= threshold) | (wide < 0) | (tall < 0))
+    return kept
+
+
+class _OnnxGraph:
+    """An ONNX file in ONNX Runtime; gives its outputs in order."""
+
+    def __init__(self, files: Sequence[Path], threads: int, device: str) -> None:
+        import onnxruntime
+
+        options = onnxruntime.SessionOptions()
+        options.log_severity_level = 3  # its warnings about unused constants are noise here
+        options.intra_op_num_threads = threads
+        kind = "CUDAExecutionProvider" if device == "gpu" else "CPUExecutionProvider"
+        try:
+            self._session = onnxruntime.InferenceSession(str(files[0]), options, providers=[kind])
+        except Exception as error:  # its exceptions share no narrower base
+            raise PredictorError(f"{files[0]}: ONNX Runtime cannot load it: {error}") from error
+        if kind not in self._session.get_providers():  # it would go on with the CPU
+            raise PredictorError("device gpu: ONNX Runtime finds no usable card; see its message")
+        self._name = self._session.get_inputs()[0].name
+
+    def run(self, batch_B3HW: np.ndarray) -> tuple[np.ndarray, ...]:
+        try:
+            return tuple(self._session.run(None, {self._name: batch_B3HW}))
+        except Exception as error:
+            raise PredictorError(f"ONNX Runtime cannot run this model: {error}") from error
+
+
+class _PaddleGraph:
+    """A saved program and its weights in Paddle Inference; gives its outputs in order."""
+
+    def __init__(self, files: Sequence[Path], threads: int, device: str) -> None:
+        from paddle import inference
+
+        try:
+            config = inference.Config(*map(str, files))
+            config.disable_glog_info()
+            if device == "gpu":
+                config.enable_use_gpu(256, 0)  # MiB at the start, of card 0
+            else:
+                config.disable_gpu()
+                config.set_cpu_math_library_num_threads(threads)
+                config.enable_onednn()
+            self._predictor = inference.create_predictor(config)
+        except (RuntimeError, ValueError, OSError) as error:
+            raise PredictorError(f"{files[0]}: Paddle cannot load it: {error}") from error
+        self._names = self._predictor.get_output_names()
+
+    def run(self, batch_B3HW: np.ndarray) -> tuple[np.ndarray, ...]:
+        handle = self._predictor.get_input_handle(self._predictor.get_input_names()[0])
+        handle.reshape(batch_B3HW.shape)
+        handle.copy_from_cpu(batch_B3HW)
+        try:
+            self._predictor.run()
+        except (RuntimeError, ValueError, IndexError, OSError) as error:
+            raise PredictorError(f"Paddle Inference cannot run this model: {error}") from error
+        return tuple(self._predictor.get_output_handle(name).copy_to_cpu() for name in self._names)
+
+
+def read_spec(directory: Path) -> dict[str, Any]:
+    """The content of DIR/infer.yml.  Raises: PredictorError: not there, or not ours."""
+    file = directory / SPEC_FILE
+    try:
+        spec = json.loads(file.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise PredictorError(
+            f"{file}: {error.strerror}; expected the folder of an exported model, "
+            "which tools/export.py makes"
+        ) from error
+    except ValueError as error:
+        raise PredictorError(
+            f"{file}: not JSON ({error}); an export of an older version? export again"
+        ) from error
+    version = spec.get("version") if isinstance(spec, dict) else None
+    if version != 1:
+        raise PredictorError(f"{file}: version {version}; this program knows version 1")
+    missing = {"task", "input", "resize", "class_names", "category_ids"} - set(spec)
+    if spec.get("task") == "detect" and not spec.get("nms"):
+        missing.add("nms")
+    if missing:
+        raise PredictorError(f"{file}: {', '.join(sorted(missing))} missing; export again")
+    return spec
+
+
+def _chosen(directory: Path, spec: dict[str, Any], backend: str, device: str, int8: bool) -> str:
+    """The backend that is asked for, or the first that works."""
+    if backend not in ("auto", *_PACKAGES):
+        raise PredictorError(f"backend {backend!r}: expected auto, paddle or onnx")
+    if device not in ("cpu", "gpu"):
+        raise PredictorError(f"device {device!r}: expected cpu or gpu")
+    reasons = []
+    for name in _PACKAGES if backend == "auto" else (backend,):
+        reason = _unusable(name, spec, device, int8)
+        if reason is None:
+            return name
+        reasons.append(reason)
+    raise PredictorError(f"{directory}: {'; '.join(reasons)}")
+
+
+def _unusable(name: str, spec: dict[str, Any], device: str, int8: bool) -> str | None:
+    """Why a backend cannot run an export on a device; None: it can."""
+    if int8 and name == "paddle":
+        return "an int8 model runs in ONNX Runtime only"
+    if int8 and not spec.get("onnx_int8"):
+        return "holds no int8 model; export with --format onnx --int8"
+    if not int8 and not spec.get(name):
+        return f"holds no {name} model; export with --format {name}"
+    package = _PACKAGES[name]
+    if importlib.util.find_spec(package) is None:
+        wheel = "paddlepaddle" if package == "paddle" else package
+        return f"its {name} model needs {package}, which is not installed: pip install {wheel}"
+    if device == "gpu" and not _has_gpu(package):
+        return f"device gpu: the {package} that is installed is a build for the CPU"
+    return None
+
+
+def _has_gpu(package: str) -> bool:
+    module = importlib.import_module(package)
+    if package == "paddle":
+        return bool(module.is_compiled_with_cuda())
+    return "CUDAExecutionProvider" in module.get_available_providers()
+
+
+def _require_image(image_HW3: np.ndarray, position: int) -> None:
+    shape: tuple[int, ...] = getattr(image_HW3, "shape", ())
+    kind = getattr(image_HW3, "dtype", type(image_HW3).__name__)
+    if kind != np.uint8 or len(shape) != 3 or shape[2] != 3 or not all(shape):
+        raise PredictorError(
+            f"image {position}: {kind} {list(shape)}; expected uint8 [height, width, 3], RGB"
+        )
+
+
+if __name__ == "__main__":  # command.py imports this module: run it as a program, beside this one
+    runpy.run_path(str(Path(__file__).with_name("command.py")), run_name="__main__")

@@ -1,0 +1,230 @@
+"""Detections: what was found in one image, for Python and for files.
+
+found = detector("bus.jpg")
+str(found)                                     "4 person, 1 bus"
+found.boxes_xyxy, found.scores, found.class_ids, found.names
+found.plot(), found.save("out.jpg")            with its boxes drawn
+found.to_coco(), .to_yolo(), .to_voc()         as the formats have them
+found.to_supervision(), .to_pandas()           as other libraries take them
+"""
+
+import xml.etree.ElementTree as ElementTree
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import cv2
+import numpy as np
+
+from ppdist.common.errors import ConfigError, DataError
+from ppdist.common.files import make_parent, writing
+from ppdist.viz.draw import PALETTE, draw_boxes, draw_labelled, readable
+
+
+class Detection(NamedTuple):
+    """One object.
+
+    box_xyxy: in pixels of the image.  score: 0..1.  name: of its class.  track_id: of the object
+    through the frames of a video; None: it is not followed.
+    """
+
+    box_xyxy: tuple[float, float, float, float]
+    score: float
+    class_id: int
+    name: str
+    track_id: int | None = None
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class Detections:
+    """What was found in one image, best first.
+
+    Attributes:
+        boxes_xyxy: float32 [N, 4], left, top, right, bottom in pixels of the image, inside it.
+        scores: float32 [N], 0..1.
+        class_ids: int64 [N], from 0.
+        names: of class 0, 1, ...: `names[class_ids[i]]`.
+        image: uint8 RGB [H, W, 3], upright.
+        source: the file, address or position that it came from; "" where unknown.
+        category_ids: what a COCO result calls class 0, 1, ...
+        frame: number in a video from 0; None: an image.
+        track_ids: int64 [N], -1: not followed yet; None: nobody follows.
+    """
+
+    boxes_xyxy: np.ndarray
+    scores: np.ndarray
+    class_ids: np.ndarray
+    names: tuple[str, ...]
+    image: np.ndarray
+    source: str = ""
+    category_ids: tuple[int, ...] = field(default=())
+    frame: int | None = None
+    track_ids: np.ndarray | None = None
+
+    def __len__(self) -> int:
+        return len(self.scores)
+
+    def __iter__(self) -> Iterator[Detection]:
+        ids = [-1] * len(self) if self.track_ids is None else self.track_ids.tolist()
+        tracks = (None if track < 0 else track for track in ids)
+        rows = zip(self.boxes_xyxy.tolist(), self.scores.tolist(), self.class_ids.tolist(), tracks)
+        for (x1, y1, x2, y2), score, label, track in rows:
+            yield Detection((x1, y1, x2, y2), score, label, self.names[label], track)
+
+    def __str__(self) -> str:
+        """Such as "4 person, 1 bus"; the commonest class first."""
+        return counted(self.names[label] for label in self.class_ids.tolist())
+
+    def __repr__(self) -> str:
+        where = f" {self.source}" if self.source else ""
+        at = "" if self.frame is None else f" frame {self.frame}"
+        return f"<Detections{where}{at}: {self}>"
+
+    def plot(self) -> np.ndarray:
+        """The image with every box drawn, uint8 RGB; one of fewer than 480 pixels is enlarged."""
+        if self.track_ids is not None:
+            return _draw_tracks(self)
+        return draw_boxes(self.image, self.boxes_xyxy, self.class_ids, self.names, self.scores)
+
+    def save(self, path: str | Path) -> Path:
+        """Writes `plot()` to a file; its suffix says the format.  A file there is replaced.
+
+        Raises: DataError: OpenCV writes no such format; UserError: it cannot be written.
+        """
+        path = Path(path)
+        write_picture(path, self.plot())
+        return path
+
+    def to_coco(self, image_id: int = 1) -> list[dict[str, Any]]:
+        """As COCO results: `category_id`, `bbox` [left, top, width, height] in pixels, `score`."""
+        ids = self.category_ids or tuple(range(1, len(self.names) + 1))
+        found = []
+        for one in self:
+            x1, y1, x2, y2 = one.box_xyxy
+            box = [round(value, 2) for value in (x1, y1, x2 - x1, y2 - y1)]
+            entry = {"image_id": image_id, "category_id": ids[one.class_id], "bbox": box}
+            entry |= {"score": round(one.score, 5)}
+            if one.track_id is not None:
+                entry["track_id"] = one.track_id
+            found.append(entry)
+        return found
+
+    def to_yolo(self, scores: bool = False) -> str:
+        """As a YOLO label file: `class x_centre y_centre width height` per line, 0..1.
+
+        Args: scores: a sixth column, which is no part of a label for training.
+        """
+        height, width = self.image.shape[:2]
+        lines = []
+        for one in self:
+            x1, y1, x2, y2 = one.box_xyxy
+            centre = (x1 + x2) / 2 / width, (y1 + y2) / 2 / height
+            sides = (x2 - x1) / width, (y2 - y1) / height
+            columns = [f"{part:.6f}" for part in (*centre, *sides)]
+            columns += [f"{one.score:.5f}"] if scores else []
+            lines.append(f"{one.class_id} {' '.join(columns)}\n")
+        return "".join(lines)
+
+    def to_voc(self) -> str:
+        """As Pascal VOC's XML: corners counted from 1, whole pixels; `score` beside them."""
+        height, width, depth = self.image.shape
+        root = ElementTree.Element("annotation")
+        ElementTree.SubElement(root, "filename").text = _xml(Path(self.source).name)
+        size = ElementTree.SubElement(root, "size")
+        for tag, value in (("width", width), ("height", height), ("depth", depth)):
+            ElementTree.SubElement(size, tag).text = str(value)
+        for one in self:
+            item = ElementTree.SubElement(root, "object")
+            ElementTree.SubElement(item, "name").text = _xml(one.name)
+            ElementTree.SubElement(item, "score").text = f"{one.score:.5f}"
+            box = ElementTree.SubElement(item, "bndbox")
+            x1, y1, x2, y2 = one.box_xyxy
+            # VOC's pixels are counted from 1, its last one belongs to the box.
+            corners = (round(x1) + 1, round(y1) + 1, round(x2), round(y2))
+            for tag, corner in zip(("xmin", "ymin", "xmax", "ymax"), corners):
+                ElementTree.SubElement(box, tag).text = str(corner)
+        ElementTree.indent(root)
+        return ElementTree.tostring(root, encoding="unicode") + "\n"
+
+    def to_supervision(self) -> Any:
+        """As `supervision.Detections`.  Raises: ConfigError: that package is not installed."""
+        try:
+            import supervision
+        except ImportError as error:
+            raise _missing("supervision") from error
+        return supervision.Detections(
+            xyxy=self.boxes_xyxy,
+            confidence=self.scores,
+            class_id=self.class_ids,
+            tracker_id=self.track_ids,
+            data={"class_name": np.array([one.name for one in self], dtype=str)},
+        )
+
+    def to_pandas(self) -> Any:
+        """As a `pandas.DataFrame`: x1, y1, x2, y2, score, class_id, name, one row an object.
+
+        Raises: ConfigError: that package is not installed.
+        """
+        try:
+            import pandas
+        except ImportError as error:
+            raise _missing("pandas") from error
+        columns: dict[str, Any] = dict(zip(("x1", "y1", "x2", "y2"), self.boxes_xyxy.T))
+        columns |= {"score": self.scores, "class_id": self.class_ids}
+        columns["name"] = [one.name for one in self]
+        if self.track_ids is not None:
+            columns["track_id"] = self.track_ids
+        return pandas.DataFrame(columns)
+
+
+def counted(names: Iterable[str]) -> str:
+    """Such as "4 person, 1 bus", of equal numbers the first met; "nothing" of none."""
+    return ", ".join(f"{n} {name}" for name, n in Counter(names).most_common()) or "nothing"
+
+
+def write_picture(path: Path, image_HW3: np.ndarray) -> None:
+    """Writes a uint8 RGB image in the format of the suffix.
+
+    Raises: DataError: OpenCV writes no such format; UserError: it cannot be written.
+    """
+    image_bgr = cv2.cvtColor(image_HW3, cv2.COLOR_RGB2BGR)
+    try:
+        # cv2.imwrite crashes on a name that is not UTF-8.
+        done, content = cv2.imencode(path.suffix, image_bgr)
+    except cv2.error:
+        done = False
+    if not done:
+        raise DataError("this format cannot hold the image", code="picture_format", where=str(path))
+    make_parent(path)
+    with writing(path):
+        path.write_bytes(content.tobytes())
+
+
+def _draw_tracks(found: Detections) -> np.ndarray:
+    """Boxes named `person #3`, in the colour of the object."""
+    objects = list(found)[::-1]  # the surest on top
+    boxes_N4 = found.boxes_xyxy[::-1]
+    texts, colours = [], []
+    for one in objects:
+        track = "" if one.track_id is None else f" #{one.track_id}"
+        texts.append(f"{readable(one.name, one.class_id)}{track} {one.score:.2f}")
+        place = one.class_id if one.track_id is None else one.track_id
+        colours.append(PALETTE[place % len(PALETTE)])
+    return draw_labelled(found.image, boxes_N4, texts, colours)
+
+
+def _xml(text: str) -> str:
+    """Without what no XML can hold."""
+    return "".join(
+        each if each >= " " and not "\ud800" <= each < "\ue000" else "?" for each in text
+    )
+
+
+def _missing(package: str) -> ConfigError:
+    return ConfigError(
+        f"needs the package {package}, which is not installed",
+        code="package_missing",
+        fix=f"pip install {package}",
+    )

@@ -1,0 +1,218 @@
+"""Loaded models: weights or exports, ready for images of any size.
+
+    model = load_weights(config, weights)  or  load_export(directory, options)
+    for rows_R6 in model(images):          # class, score, x1, y1, x2, y2 in pixels of each image
+    for probabilities_C in model(images):  # of a classifier
+
+Preprocessing and mapping back are those of deploy/python (ppdist/export/standalone.py), whatever
+computes the outputs.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import islice
+from pathlib import Path
+from typing import Literal
+
+import numpy as np
+import paddle
+
+from ppdist.common.errors import ConfigError, ExportError
+from ppdist.config import ExperimentConfig
+from ppdist.config.evaluate import NMSConfig
+from ppdist.config.runtime import RuntimeOptions
+from ppdist.distributed import device
+from ppdist.engine.build import build_model
+from ppdist.export.predictor import Graph, open_exported
+from ppdist.export.spec import SPEC_FILE, InferenceSpec, describe, read_spec, validation_set
+from ppdist.export.standalone import Predictor, PredictorError
+from ppdist.losses.nms import multiclass_nms
+from ppdist.models.base import ImageModel
+from ppdist.models.model_card import read_card_or_warn
+from ppdist.models.weights import load_all_weights
+from ppdist.predict.detections import Detections
+from ppdist.predict.sources import Frame
+
+Backend = Literal["paddle", "onnx"]
+Predict = Callable[[Sequence[np.ndarray]], list[np.ndarray]]  # see LoadedModel.__call__
+
+
+class EagerGraph:
+    """A dygraph model as a graph: put into eval mode, with its suppression at the end.
+
+    nms: of a detector; may be replaced between calls.
+    """
+
+    def __init__(self, model: ImageModel, nms: NMSConfig | None) -> None:
+        self.model, self.nms = model, nms
+        model.eval()
+
+    @paddle.no_grad()
+    def run(self, batch_B3HW: np.ndarray) -> tuple[np.ndarray, ...]:
+        found = self.model.predict(paddle.to_tensor(batch_B3HW))
+        if self.nms is None:
+            return (found.numpy(),)
+        scores_BNC, boxes_BN4 = found
+        rows_R6, count_B = multiclass_nms(scores_BNC, boxes_BN4, self.nms)
+        return rows_R6.numpy(), count_B.numpy()
+
+
+class RuntimeGraph:
+    """An exported graph in its runtime."""
+
+    def __init__(self, graph: Graph) -> None:
+        self._graph = graph
+
+    def run(self, batch_B3HW: np.ndarray) -> tuple[np.ndarray, ...]:
+        return self._graph(batch_B3HW)
+
+
+@dataclass(frozen=True)
+class LoadedModel:
+    """A detector or classifier with its weights, and all it needs to use them.
+
+    spec: names, sizes, thresholds.  graph: what computes its outputs.  predictor: what puts images
+    through it.
+    """
+
+    spec: InferenceSpec
+    graph: EagerGraph | RuntimeGraph
+    predictor: Predictor
+
+    def __call__(self, images: Sequence[np.ndarray]) -> list[np.ndarray]:
+        """What the model finds in images, all of them as one batch.
+
+        Args: images: uint8 RGB [H, W, 3], upright, each of any size.
+        Returns: for each image float32 rows_R6 (class, score, x1, y1, x2, y2 in its pixels and
+            inside it), best first; of a classifier probabilities_C.
+        Raises: ExportError: the runtime fails.
+        """
+        try:
+            return self.predictor(images)
+        except PredictorError as error:
+            raise ExportError(str(error), code="runtime_failed") from error
+
+
+def load_weights(
+    config: ExperimentConfig,
+    weights: Path,
+    warn: Callable[[str], None],
+    *,
+    names_alone: bool = False,
+) -> LoadedModel:
+    """A model of a config with weights, fused, on the device that was chosen before.
+
+    Args:
+        weights: see `models.weights.load_weights`.
+        warn: told where class names are made up, and of a licence that reaches further.
+        names_alone: where the weights name their classes, data are not looked at.
+    Raises: WeightsError: they do not fit; ConfigError: names do not fit the model.
+    """
+    model = build_model(config)
+    card = read_card_or_warn(weights, warn)
+    load_all_weights(model, weights)
+    model.fuse()
+    known = card is not None and len(card.class_names) == config.model.num_classes
+    dataset = None if names_alone and known else validation_set(config, warn, card)
+    spec = describe(config, dataset, card)
+    return _loaded(spec, EagerGraph(model, spec.nms), spec.nms is not None)
+
+
+def load_export(directory: Path, options: RuntimeOptions | None = None) -> LoadedModel:
+    """An exported model.
+
+    Args: options: which of its files, and how it runs; None: what is there, Paddle's first.
+    Raises: ExportError: no exported model there, or not the one of these options.
+    """
+    spec = read_spec(directory)
+    options = options or runtime_of(spec)
+    spec, form, graph = open_exported(directory, spec.task, options)
+    return _loaded(spec, RuntimeGraph(graph), form.nms_in_graph)
+
+
+def runtime_of(
+    spec: InferenceSpec,
+    backend: Backend | None = None,
+    threads: int = 1,
+    int8: bool = False,
+    wanted_device: str = "auto",
+) -> RuntimeOptions:
+    """How an export is run where nothing more is said: Paddle where it can, on a card if there."""
+    only_onnx = int8 or spec.paddle is None
+    chosen: Backend = backend or ("onnx" if only_onnx else "paddle")
+    card = wanted_device != "cpu" and chosen == "paddle" and "gpu" in device.accelerators()
+    return RuntimeOptions(
+        backend=chosen,
+        device="gpu" if card else "cpu",
+        precision="int8" if int8 else "float32",
+        threads=threads,
+    )
+
+
+def export_folder(path: Path) -> Path | None:
+    """The folder of an export that a path means: itself, or that of a file of it; None: none."""
+    if path.is_dir():
+        return path if (path / SPEC_FILE).is_file() else None
+    beside = path.suffix.lower() in (".onnx", ".pdiparams", ".pdmodel", ".json", ".yml")
+    return path.parent if beside and (path.parent / SPEC_FILE).is_file() else None
+
+
+def with_iou(model: LoadedModel, iou_threshold: float) -> Predict:
+    """A model of weights with another suppression.
+
+    Raises: ConfigError: an export, whose suppression is made, or a model that needs none.
+    """
+    graph, nms = model.graph, model.spec.nms
+    if not isinstance(graph, EagerGraph) or nms is None or nms.iou_threshold is None:
+        raise ConfigError(
+            "the suppression of an export is fixed, and some models have none",
+            code="options_conflict",
+            where=f"iou_threshold={iou_threshold:g}",
+            fix="leave it out, or open the weights",
+        )
+    if not 0 <= iou_threshold <= 1:
+        raise ConfigError(
+            "expected 0..1", code="option_invalid", where=f"iou_threshold={iou_threshold:g}"
+        )
+    other = nms.model_copy(update={"iou_threshold": iou_threshold})
+    return _loaded(model.spec, EagerGraph(graph.model, other), True)
+
+
+def _loaded(
+    spec: InferenceSpec, graph: EagerGraph | RuntimeGraph, nms_in_graph: bool
+) -> LoadedModel:
+    predictor = Predictor.of_graph(spec.model_dump(mode="json"), graph, nms_in_graph)
+    return LoadedModel(spec, graph, predictor)
+
+
+def require_task(spec: InferenceSpec, task: str, where: str) -> None:
+    """Raises: ConfigError: the model does something else."""
+    if spec.task != task:
+        raise ConfigError(
+            f"a model to {spec.task}, and this is to {task}",
+            code="model_of_other_task",
+            where=where,
+            fix="a classifier is used by `ppdist predict`",
+        )
+
+
+def predictions(
+    predict: Predict, frames: Iterator[Frame], batch: int
+) -> Iterator[tuple[Frame, np.ndarray]]:
+    """Each frame with what the model finds in it, so many at once, the last ones fewer."""
+    while group := list(islice(frames, batch)):
+        yield from zip(group, predict([frame.image_HW3 for frame in group]))
+
+
+def detections(frame: Frame, rows_R6: np.ndarray, spec: InferenceSpec) -> Detections:
+    """Rows of one image as Detections, in their order."""
+    return Detections(
+        boxes_xyxy=np.ascontiguousarray(rows_R6[:, 2:], np.float32),
+        scores=np.ascontiguousarray(rows_R6[:, 1], np.float32),
+        class_ids=rows_R6[:, 0].astype(np.int64),
+        names=spec.class_names,
+        image=frame.image_HW3,
+        source=frame.name,
+        category_ids=spec.category_ids,
+        frame=frame.index,
+    )

@@ -1,0 +1,292 @@
+"""Result files: JSON, labels, tables, crops, and pictures with boxes drawn."""
+
+import csv
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+import cv2
+import numpy as np
+
+from ppdist.common.errors import ConfigError, DataError
+from ppdist.common.files import make_parent, write_json, writing
+from ppdist.export.spec import InferenceSpec
+from ppdist.metrics.classification import best_classes, rank
+from ppdist.predict.detections import Detection, Detections, counted, write_picture
+from ppdist.predict.sources import Frame, is_video, video_path
+from ppdist.viz.draw import draw_classes
+
+FOLDERS = {"yolo": "labels", "voc": "annotations", "crops": "crops"}  # below the results
+FILES = {"detect": "detections.json", "classify": "classes.json"}  # by task
+_COLUMNS = ("file_name", "frame", "class", "score", "x1", "y1", "x2", "y2")
+_NOT_UTF8 = "backslashreplace"  # of names: to JSON the same name
+
+
+def require_own_folder(out: Path, source: Path) -> None:
+    """Raises: ConfigError: pictures written to `out` would replace those of `source`, or those
+    already in it would pass for results and not be looked at."""
+    folder = (source if source.is_dir() else source.parent).resolve()
+    above = folder.parents if source.is_dir() else ()
+    if out.resolve() in (folder, *above):
+        raise ConfigError(
+            "the pictures of --source are there, or below, and could be overwritten",
+            code="out_holds_source",
+            where=f"--out {out}",
+            fix="choose another folder",
+        )
+    inside = source.is_dir() and source.resolve() in out.resolve().parents
+    if inside and not _holds_results(out) and out.is_dir() and any(out.iterdir()):
+        raise ConfigError(
+            "lies in --source and holds files that are no results of this tool",
+            code="out_not_ours",
+            where=f"--out {out}",
+            fix="choose another folder, or empty it",
+        )
+
+
+def require_no_foreign_pictures(out: Path, pictures: Iterable[str]) -> None:
+    """Raises: ConfigError: one of these is in `out` already, where no run of this tool ended."""
+    taken = [] if _holds_results(out) else [name for name in pictures if (out / name).exists()]
+    if taken:
+        raise ConfigError(
+            f"is there already, one of {len(taken)}, and is no result of this tool",
+            code="out_not_ours",
+            where=str(out / taken[0]),
+            fix="choose another --out, or move it away",
+        )
+
+
+def _holds_results(out: Path) -> bool:
+    return any((out / name).is_file() for name in FILES.values())
+
+
+def picture_names(names: Sequence[str], films: Iterable[str] = ()) -> list[str]:
+    """What the pictures of some sources are called, no two alike: videos become .mp4.
+
+    Args: films: those of `names` that are videos, whatever they are called.
+    """
+    taken, films = set(names), set(films)
+    result = []
+    for name in names:
+        chosen = name
+        if (is_video(name) or name in films) and not name.endswith(".mp4"):
+            chosen = str(Path(name).with_suffix(".mp4"))
+            while chosen in taken:
+                name = chosen = f"{name}.mp4"
+            taken.add(chosen)
+        result.append(chosen)
+    return result
+
+
+class Pictures:
+    """The pictures that are written: an image as it is called, all frames of a video as one.
+
+    Nothing is created when nothing is written.  Raises: UserError: the disk or OpenCV refused.
+
+    Args:
+        out: where they go.
+        names: by the name of a source: of its picture, see `picture_names`; without it none is.
+    """
+
+    def __init__(self, out: Path, names: dict[str, str]) -> None:
+        self._out, self._names = out, names
+        self._video: cv2.VideoWriter | None = None
+        self._film = ""  # the name of the source whose video is open
+
+    def wants(self, frame: Frame) -> bool:
+        """Whether a picture is written of it."""
+        return frame.name in self._names
+
+    def write(self, frame: Frame, drawn_HW3: np.ndarray) -> None:
+        """Args: drawn_HW3: uint8 RGB; of a video all have one size."""
+        if frame.name != self._film:
+            self.close()
+        file = self._out / self._names[frame.name]
+        if frame.index is None:
+            write_picture(file, drawn_HW3)
+            return
+        if self._video is None:
+            self._film, self._video = frame.name, _open_video(file, drawn_HW3, frame.rate)
+        self._video.write(cv2.cvtColor(drawn_HW3, cv2.COLOR_RGB2BGR))
+
+    def close(self) -> None:
+        """Ends the video that is open."""
+        if self._video is not None:
+            self._video.release()
+        self._video, self._film = None, ""
+
+
+def _open_video(file: Path, first_HW3: np.ndarray, rate: float) -> cv2.VideoWriter:
+    height, width = first_HW3.shape[:2]
+    make_parent(file)
+    codec = cv2.VideoWriter.fourcc(*"mp4v")
+    video = cv2.VideoWriter(video_path(file), codec, rate, (width, height))
+    if not video.isOpened():
+        raise DataError("this OpenCV cannot write videos", code="video_unwritable", where=str(file))
+    return video
+
+
+class Results:
+    """What was found so far; `add` each picture in order, then `write`.
+
+    Attributes: images: of the JSON file.
+    """
+
+    def __init__(self, out: Path, spec: InferenceSpec, pictures: Pictures) -> None:
+        self.out, self.spec, self.pictures = out, spec, pictures
+        self.images: list[dict[str, Any]] = []
+
+    def write(self) -> Path:
+        """Ends the last video; writes the JSON file.  Raises: UserError: it cannot be written."""
+        self.pictures.close()
+        file = self.out / FILES[self.spec.task]
+        write_json(file, self.content())
+        return file
+
+    def total(self) -> str:
+        """What was found in all, in a few words."""
+        raise NotImplementedError
+
+    def content(self) -> dict[str, Any]:
+        """Of the JSON file."""
+        pairs = zip(self.spec.category_ids, self.spec.class_names)
+        categories = [{"id": number, "name": name} for number, name in pairs]
+        return {"images": self.images, "categories": categories}
+
+    def note(self, frame: Frame) -> dict[str, Any]:
+        """The entry of a picture in the JSON file."""
+        height, width = frame.image_HW3.shape[:2]
+        image: dict[str, Any] = {"id": len(self.images) + 1, "file_name": frame.name}
+        if frame.index is not None:
+            image["frame"] = frame.index
+        self.images.append({**image, "width": width, "height": height})
+        return self.images[-1]
+
+
+class Objects(Results):
+    """Of a detector.
+
+    Args: formats: of yolo, voc, csv, crops; COCO's JSON is always written.
+    """
+
+    def __init__(
+        self, out: Path, spec: InferenceSpec, pictures: Pictures, formats: Sequence[str] = ()
+    ) -> None:
+        super().__init__(out, spec, pictures)
+        self._formats = formats
+        self._annotations: list[dict[str, Any]] = []
+        self._taken: set[Path] = set()
+
+    def add(self, frame: Frame, found: Detections) -> None:
+        """Notes what was found, and writes it in each format."""
+        image = self.note(frame)
+        for entry, one in zip(found.to_coco(image["id"]), found):
+            x1, y1, x2, y2 = one.box_xyxy
+            rest = {"area": round((x2 - x1) * (y2 - y1), 2), "iscrowd": 0}
+            self._annotations.append({"id": len(self._annotations) + 1, **entry, **rest})
+        if self.pictures.wants(frame):
+            self.pictures.write(frame, found.plot())
+        if "yolo" in self._formats:
+            self._write_text(self._file(frame, "yolo", ".txt"), found.to_yolo(scores=True))
+        if "voc" in self._formats:
+            self._write_text(self._file(frame, "voc", ".xml"), found.to_voc())
+        if "crops" in self._formats:
+            self._write_crops(frame, found)
+
+    def said(self, frames: Sequence[Sequence[Detection]]) -> str:
+        """What was found in one image, or in all frames of a video, in a few words."""
+        objects = [one for frame in frames for one in frame]
+        if len(frames) == 1:
+            return counted(one.name for one in objects)
+        tracks = {one.track_id: one.name for one in objects if one.track_id is not None}
+        if not tracks:
+            return f"{counted(one.name for one in objects)} in {len(frames)} frames"
+        return f"{counted(tracks.values())} followed through {len(frames)} frames"
+
+    def write(self) -> Path:
+        if "csv" in self._formats:
+            self._write_table(self.out / "detections.csv")
+        if "yolo" in self._formats:
+            names = "".join(f"{name}\n" for name in self.spec.class_names)
+            self._write_text(self.out / FOLDERS["yolo"] / "classes.txt", names)
+        return super().write()
+
+    def total(self) -> str:
+        return f"{len(self._annotations)} objects in {len(self.images)} images"
+
+    def content(self) -> dict[str, Any]:
+        return {**super().content(), "annotations": self._annotations}
+
+    def _file(self, frame: Frame, kind: str, suffix: str) -> Path:
+        """Of a frame, no two alike: `labels/a.txt`, of a video `labels/a_12.txt`."""
+        name = Path(frame.name)
+        stem = name.with_suffix("") if frame.index is None else f"{name}_{frame.index}"
+        chosen = self.out / FOLDERS[kind] / f"{stem}{suffix}"
+        if chosen in self._taken:  # a.jpg beside a.png
+            chosen = self.out / FOLDERS[kind] / f"{name}{suffix}"
+        self._taken.add(chosen)
+        return chosen
+
+    def _write_text(self, file: Path, text: str) -> None:
+        make_parent(file)
+        with writing(file):
+            file.write_text(text, encoding="utf-8", errors=_NOT_UTF8)
+
+    def _write_crops(self, frame: Frame, found: Detections) -> None:
+        height, width = frame.image_HW3.shape[:2]
+        for number, one in enumerate(found):
+            x1, y1, x2, y2 = one.box_xyxy
+            left, top = max(0, int(x1)), max(0, int(y1))
+            right, bottom = min(width, int(np.ceil(x2))), min(height, int(np.ceil(y2)))
+            if right <= left or bottom <= top:
+                continue
+            name = Path(frame.name)
+            at = "" if frame.index is None else f"_{frame.index}"
+            file = name.with_name(f"{name.name}{at}_{number}.jpg")
+            folder = self.out / FOLDERS["crops"] / folder_name(one.name, one.class_id)
+            write_picture(folder / file, frame.image_HW3[top:bottom, left:right])
+
+    def _write_table(self, file: Path) -> None:
+        names = dict(zip(self.spec.category_ids, self.spec.class_names))
+        images = {image["id"]: image for image in self.images}
+        with writing(file), file.open("w", encoding="utf-8", errors=_NOT_UTF8, newline="") as text:
+            writer = csv.writer(text)
+            writer.writerow(_COLUMNS)
+            for one in self._annotations:
+                image, (left, top, width, height) = images[one["image_id"]], one["bbox"]
+                box = (left, top, round(left + width, 2), round(top + height, 2))
+                where = image["file_name"], image.get("frame", "")
+                writer.writerow([*where, names[one["category_id"]], one["score"], *box])
+
+
+def folder_name(name: str, label: int) -> str:
+    """A class's name as that of a folder, which leads nowhere else."""
+    safe = "".join(each if each.isalnum() or each in " -_+()" else "_" for each in name).strip()
+    return safe[:100] or f"class {label}"
+
+
+class Classes(Results):
+    """Of a classifier."""
+
+    def add(self, frame: Frame, probabilities_C: np.ndarray) -> dict[str, Any]:
+        """Notes and draws the five surest classes; returns the entry of the JSON file."""
+        image, names = self.note(frame), self.spec.class_names
+        ranking = rank(probabilities_C[None], np.zeros(1, np.int64), np.zeros(1, np.int64))
+        labels_K, scores_K = ranking.labels_NK[0], ranking.scores_NK[0]
+        image["best"] = best_classes(labels_K, scores_K, names)
+        if self.pictures.wants(frame):
+            drawn = draw_classes(frame.image_HW3, labels_K, names, scores_K)
+            self.pictures.write(frame, drawn)
+        return image
+
+    def said(self, images: Sequence[dict[str, Any]]) -> str:
+        """What one image shows, or all frames of a video, in a few words."""
+        if len(images) == 1:
+            return ", ".join(f"{kind['name']} {kind['score']:.2f}" for kind in images[0]["best"])
+        first = Counter(image["best"][0]["name"] for image in images)
+        told = ", ".join(f"{name} in {number}" for name, number in first.most_common(5))
+        return f"of {len(images)} frames {told}"
+
+    def total(self) -> str:
+        return f"the class of {len(self.images)} images"

@@ -1,0 +1,316 @@
+"""Sources of images: files, folders, globs, addresses, videos, cameras.
+
+expand            words of a user -> Source, each with a name of its own
+frames_of         Source -> Frame, Frame, ...
+as_image          what Python holds (numpy, Pillow) -> uint8 RGB
+"""
+
+import glob
+import sys
+import urllib.parse
+import urllib.request
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import cv2
+import numpy as np
+from PIL import Image, ImageOps
+
+from ppdist.common.errors import DataError
+from ppdist.data.decoder import MOST_PIXELS
+from ppdist.data.image import IMAGE_SUFFIXES, decode_image, read_image
+
+VIDEO_SUFFIXES = (".mp4", ".avi", ".mov", ".mkv", ".webm", ".m4v", ".mpg", ".mpeg")
+STDIN = "-"
+_KNOWN = IMAGE_SUFFIXES + VIDEO_SUFFIXES
+_LIVE = ("rtsp://", "rtsps://", "rtmp://", "rtp://", "udp://", "tcp://")
+_WEB = ("http://", "https://")
+_MOST_BYTES = 1 << 28  # of an image that is not on this disk
+_TIMEOUT_SECONDS = 30.0
+_USUAL_RATE = 25.0  # of a video or camera that names none
+
+
+@dataclass(frozen=True)
+class Source:
+    """One thing to look at.
+
+    place: a file, an address, the number of a camera, or STDIN.
+    name: relative to the folder that was given; what results call it.
+    """
+
+    place: Path | str | int
+    name: str
+
+    @property
+    def is_video(self) -> bool:
+        """Whether it has frames: a video, a camera or a stream."""
+        return is_video(self.place)
+
+
+@dataclass(frozen=True)
+class Frame:
+    """One picture to look at."""
+
+    name: str  # of its source; the frames of a video share it
+    index: int | None  # frame number in a video from 0, None for an image
+    image_HW3: np.ndarray  # uint8 RGB
+    rate: float = 0.0  # frames a second of the video; of an image 0
+
+
+def is_video(place: Path | str | int) -> bool:
+    """Whether a place has frames: a video by its suffix, a camera, a stream."""
+    if isinstance(place, int):
+        return True
+    text = str(place)
+    if text.startswith(_LIVE):
+        return True
+    path = urllib.parse.urlsplit(text).path if text.startswith(_WEB) else text
+    return Path(path).suffix.lower() in VIDEO_SUFFIXES
+
+
+def is_many(place: Path | str | int) -> bool:
+    """Whether a place may hold several pictures: whatever is not one image."""
+    if isinstance(place, str) and (place == STDIN or place.startswith(_WEB)):
+        return is_video(place)
+    return is_video(place) or Path(str(place)).is_dir() or _is_pattern(place)
+
+
+def expand(words: Sequence[Path | str | int], leave_out: Path | None = None) -> list[Source]:
+    """What paths, globs, addresses and cameras stand for, in order, no two of one name.
+
+    Args:
+        words: file, folder (searched to its depth), pattern such as `a/**/*.jpg`, address (http,
+            https: an image, or a video by its suffix; rtsp and its like), number of a camera, or
+            STDIN for an image on standard input.
+        leave_out: a folder whose files do not count (where results are written).
+    Raises: DataError: one of them does not exist, or holds nothing to look at.
+    """
+    found: list[Source] = []
+    for word in words:
+        found += _expand(word, leave_out)
+    if len(words) == 1:
+        return found
+    taken: set[str] = set()
+    result, seen = [], set()
+    for source in found:
+        key = source.place.resolve() if isinstance(source.place, Path) else source.place
+        if key in seen:  # a folder, and a file in it
+            continue
+        seen.add(key)
+        result.append(Source(source.place, _free(source.name, taken)))
+    return result
+
+
+def root_of(word: Path | str | int) -> Path | None:
+    """The file, or the folder that a folder or pattern is searched from; None: none is."""
+    if _is_pattern(word):
+        parts = Path(str(word)).parts
+        return Path(*parts[: _magic_part(parts)])
+    path = Path(str(word))
+    return path if path.exists() else None
+
+
+def _magic_part(parts: Sequence[str]) -> int:
+    return next(at for at, part in enumerate(parts) if glob.has_magic(part))
+
+
+def _expand(word: Path | str | int, leave_out: Path | None) -> list[Source]:
+    text = str(word)
+    if isinstance(word, int) or (text.isdecimal() and not Path(text).exists()):
+        return [Source(int(text), f"camera{int(text)}")]
+    if text == STDIN:
+        return [Source(STDIN, "stdin.jpg")]
+    if text.startswith((*_LIVE, *_WEB)):
+        return [Source(text, _name_of_address(text))]
+    if _is_pattern(word):
+        matches = sorted(Path(each) for each in glob.glob(text, recursive=True))
+        chosen = [each for each in matches if _is_picture(each, leave_out)]
+        if not chosen:
+            raise DataError("no image or video matches", code="no_images", where=text)
+        plain = _magic_part(Path(text).parts)
+        return [Source(each, str(Path(*each.parts[plain:]))) for each in chosen]
+    path = Path(word)
+    root = path if path.is_dir() else path.parent
+    return [Source(file, str(file.relative_to(root))) for file in find_sources(path, leave_out)]
+
+
+def _is_pattern(word: Path | str | int) -> bool:
+    text = str(word)
+    return glob.has_magic(text) and not Path(text).exists() and not text.startswith((*_LIVE, *_WEB))
+
+
+def _name_of_address(text: str) -> str:
+    """A file name that an address suggests; never one of a folder above."""
+    parts = urllib.parse.urlsplit(text)
+    name = Path(urllib.parse.unquote(parts.path)).name or parts.hostname or "address"
+    name = "".join(each for each in name if each.isprintable() and each not in '\\:*?"<>|')
+    name = name.lstrip(".") or "address"
+    return name if Path(name).suffix.lower() in _KNOWN or is_video(text) else f"{name}.jpg"
+
+
+def _free(name: str, taken: set[str]) -> str:
+    """The name, or one like it that no other source has: `a.jpg`, `a_2.jpg`, ..."""
+    path, chosen, number = Path(name), name, 1
+    while chosen in taken:
+        number += 1
+        chosen = str(path.with_name(f"{path.stem}_{number}{path.suffix}"))
+    taken.add(chosen)
+    return chosen
+
+
+def find_sources(source: Path, leave_out: Path | None = None) -> list[Path]:
+    """The images and videos a path stands for: itself, or all below it, in name order.
+
+    Args:
+        leave_out: a folder whose files do not count (where results are written).
+    Raises: DataError: the path does not exist, or there is nothing to look at.
+    """
+    if source.is_file():
+        if source.suffix.lower() not in _KNOWN:
+            raise DataError(
+                f"neither an image nor a video ({_listed()})",
+                code="not_a_picture",
+                where=str(source),
+            )
+        return [source]
+    if not source.is_dir():
+        raise DataError(
+            "no such image, folder or video", code="source_not_found", where=str(source)
+        )
+    found = [file for file in sorted(source.rglob("*")) if _is_picture(file, leave_out)]
+    if not found:
+        raise DataError(
+            f"no image or video in this folder ({_listed()})", code="no_images", where=str(source)
+        )
+    return found
+
+
+def _is_picture(file: Path, leave_out: Path | None) -> bool:
+    return (
+        file.suffix.lower() in _KNOWN
+        and not file.name.startswith(".")  # ._a.jpg of macOS is no image
+        and file.is_file()
+        and (leave_out is None or leave_out.resolve() not in file.resolve().parents)
+    )
+
+
+def _listed() -> str:
+    return " ".join(sorted(_KNOWN))
+
+
+# --- sources to frames ----------------------------------------------------------------------------
+
+
+def frames_of(source: Source, report: Callable[[str], None]) -> Iterator[Frame]:
+    """The picture of an image, or each frame of a video; what cannot be read is reported."""
+    try:
+        if source.is_video:
+            yield from _video_frames(source)
+        else:
+            yield Frame(source.name, None, read_source(source.place))
+    except DataError as error:
+        report(str(error))
+
+
+def read_source(place: Path | str | int) -> np.ndarray:
+    """One image, of a file, an address or standard input, as uint8 RGB [H, W, 3].
+
+    Raises: DataError: it cannot be had, is no image, damaged, or too large.
+    """
+    text = str(place)
+    if text == STDIN:
+        return decode_image(_bounded(sys.stdin.buffer.read(_MOST_BYTES + 1), "stdin"), "stdin")
+    if text.startswith(_WEB):
+        return decode_image(_download(text), text)
+    return read_image(Path(text))
+
+
+def _download(address: str) -> bytes:
+    """An image's bytes.  Raises: DataError: it cannot be had, or is too large."""
+    request = urllib.request.Request(address, headers={"User-Agent": "ppdist"})
+    try:
+        with urllib.request.urlopen(request, timeout=_TIMEOUT_SECONDS) as answer:
+            content = answer.read(_MOST_BYTES + 1)
+    except (OSError, ValueError) as error:  # URLError is an OSError
+        reason = getattr(error, "reason", None) or error
+        raise DataError(
+            f"cannot be downloaded: {reason}", code="image_unreachable", where=address
+        ) from error
+    return _bounded(content, address)
+
+
+def _bounded(content: bytes, where: str) -> bytes:
+    if len(content) > _MOST_BYTES:
+        raise DataError(
+            f"more than {_MOST_BYTES} bytes, which no image takes that is read from there",
+            code="image_unreadable",
+            where=where,
+        )
+    return content
+
+
+def _video_frames(source: Source) -> Iterator[Frame]:
+    """Raises: DataError: not one frame can be read."""
+    place = source.place
+    capture = cv2.VideoCapture(place if isinstance(place, int) else video_path(place))
+    rate = capture.get(cv2.CAP_PROP_FPS) or _USUAL_RATE
+    index = 0
+    try:
+        while True:
+            there, frame_bgr = capture.read()
+            if not there:
+                break
+            yield Frame(source.name, index, cv2.cvtColor(frame_bgr, cv2.COLOR_BGR2RGB), rate)
+            index += 1
+    finally:
+        capture.release()
+    if index == 0:
+        kind = "video" if isinstance(place, Path) else "camera or stream"
+        where = source.name if isinstance(place, int) else str(place)
+        raise DataError(
+            f"no frame of this {kind} can be read", code="video_unreadable", where=where
+        )
+
+
+def video_path(file: Path | str) -> str:
+    """A path as OpenCV takes one of a video.  Raises: DataError: not UTF-8, which crashes it."""
+    try:
+        return str(file).encode().decode()
+    except UnicodeEncodeError as error:
+        raise DataError(
+            "OpenCV wants UTF-8 in a video's path",
+            code="path_not_utf8",
+            where=str(file),
+            fix="rename it",
+        ) from error
+
+
+def as_image(given: Any) -> np.ndarray:
+    """What Python holds as uint8 RGB [H, W, 3]: numpy as it is, Pillow turned upright.
+
+    Raises: DataError: neither, or an array of another shape or type.
+    """
+    if isinstance(given, Image.Image):
+        if given.width * given.height > MOST_PIXELS:
+            raise DataError(
+                f"{given.width}x{given.height} pixels, more than {MOST_PIXELS}",
+                code="image_unreadable",
+                fix="cut it into tiles",
+            )
+        return np.array(ImageOps.exif_transpose(given).convert("RGB"))
+    if isinstance(given, np.ndarray):
+        if given.dtype == np.uint8 and given.ndim == 3 and given.shape[2] == 3 and given.size:
+            return given
+        raise DataError(
+            f"an array of {given.dtype} {list(given.shape)}; expected uint8 [height, width, 3], "
+            "RGB",
+            code="image_array",
+            fix="of OpenCV's BGR: image[:, :, ::-1]; of one channel: cv2.cvtColor",
+        )
+    raise DataError(
+        f"{type(given).__name__} is no image; expected a path, an address, uint8 RGB [H, W, 3] or "
+        "a picture of Pillow",
+        code="image_array",
+    )

@@ -1,0 +1,296 @@
+"""ppdist in Python: three lines from weights to boxes, and what the package promises."""
+
+import os
+import shutil
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import cv2
+import numpy as np
+import pytest
+from PIL import Image
+
+import ppdist
+from ppdist import Detections, Detector, load_config
+from ppdist.common.errors import ConfigError, DataError, WeightsError
+from ppdist.data.datasets.synthetic import make_shapes
+from ppdist.data.image import read_image
+from ppdist.export.predictor import EagerPredictor, detect
+from ppdist.models.model_card import CARD_NOTE, card_of
+from ppdist.models.weights import load_all_weights, write_arrays
+from tests.media import write_video
+from tests.unit.export.tiny import NMS, exported_classifier, exported_detector, tiny_model
+
+REPOSITORY = Path(__file__).resolve().parents[2]
+CONFIG = """
+data:
+  root: {root}
+  train: {{images: images, annotations: annotations/instances_train.json}}
+  val: {{images: images, annotations: annotations/instances_val.json}}
+  workers: 0
+model: {{name: ppyoloe, width_multiple: 0.125, depth_multiple: 0.33, num_classes: 3,
+         image_size: [64, 96]}}
+nms: {{score_threshold: 0.3}}
+train: {{cpu_convolutions: plain}}
+"""
+
+
+@pytest.fixture(scope="module")
+def project(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """cfg.yml, data/ and photos/; w.npz without a card, carded.npz with one."""
+    folder = tmp_path_factory.mktemp("project")
+    make_shapes(folder / "data", train=4, val=2, size=128)
+    (folder / "cfg.yml").write_text(CONFIG.format(root=folder / "data"), encoding="utf-8")
+    model = tiny_model()
+    arrays = {key: value.numpy() for key, value in model.state_dict().items()}
+    write_arrays(folder / "w.npz", arrays)
+    card = card_of(load_config(folder / "cfg.yml"), model, ("disc", "box", "wedge"), (4, 5, 6))
+    write_arrays(folder / "carded.npz", arrays, {CARD_NOTE: card.text()})
+    (folder / "photos").mkdir()
+    for number, file in enumerate(sorted((folder / "data/images/val").iterdir())):
+        shutil.copy(file, folder / "photos" / f"{number}.jpg")
+    return folder
+
+
+@pytest.fixture(scope="module")
+def detector(project: Path) -> Detector:
+    return Detector(project / "carded.npz")
+
+
+def assert_same(one: Detections, other: Detections, pixels: float = 1e-3) -> None:
+    assert len(one) == len(other) > 0 and one.class_ids.tolist() == other.class_ids.tolist()
+    assert np.allclose(one.boxes_xyxy, other.boxes_xyxy, atol=pixels)
+    assert np.allclose(one.scores, other.scores, atol=1e-4)
+
+
+def test_weights_with_a_card_need_nothing_else(project: Path, detector: Detector) -> None:
+    assert detector.names == ("disc", "box", "wedge")
+    found = detector(project / "photos/0.jpg", threshold=0.35)
+    assert found.source.endswith("0.jpg") and found.boxes_xyxy.dtype == np.float32
+    assert found.to_coco()[0]["category_id"] in (4, 5, 6)
+    model = tiny_model()
+    load_all_weights(model, project / "w.npz")
+    rows_R6 = detect(EagerPredictor(model, NMS), found.image, (64, 96))
+    rows_R6 = rows_R6[rows_R6[:, 1] >= 0.35]
+    assert np.allclose(found.boxes_xyxy, rows_R6[:, 2:], atol=0.05)
+    assert np.allclose(found.scores, rows_R6[:, 1], atol=1e-4) and len(found) > 0
+
+
+def test_weights_without_a_card_need_a_config(project: Path) -> None:
+    with pytest.raises(WeightsError) as error:
+        Detector(project / "w.npz")
+    assert error.value.code == "weights_without_card"
+    assert Detector(project / "w.npz", config=project / "cfg.yml").names[0] == "circle"
+
+
+def test_published_weights_have_names(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setenv("PPDIST_OFFLINE", "1")
+    with pytest.raises(WeightsError, match="yolov5n") as error:
+        Detector("yolov5n_coco")
+    assert error.value.code == "weights_offline"
+
+
+def test_every_kind_of_image_gives_the_same_boxes(project: Path, detector: Detector) -> None:
+    file = project / "photos" / "0.jpg"
+    image_HW3 = read_image(file)
+    first = detector(str(file), threshold=0.35)
+    for source in (image_HW3, Image.fromarray(image_HW3), file):
+        assert_same(detector(source, threshold=0.35), first)
+    assert detector(image_HW3).source == "" and first.image.shape == image_HW3.shape
+    with pytest.raises(DataError) as error:
+        detector(image_HW3.astype(np.float32))
+    assert error.value.code == "image_array"
+
+
+def test_lists_folders_and_iterators_are_batched(project: Path, detector: Detector) -> None:
+    files = sorted((project / "photos").iterdir())
+    alone = [detector(file, threshold=0.35) for file in files]
+    listed = detector(files, threshold=0.35, batch=2)
+    assert isinstance(listed, list)
+    folder = detector(project / "photos", threshold=0.35)
+    pattern = detector(str(project / "photos" / "*.jpg"), threshold=0.35)
+    lazy = detector((read_image(file) for file in files), threshold=0.35, batch=1)
+    for several in (listed, folder, pattern, lazy):
+        for one, other in zip(several, alone, strict=True):
+            assert_same(one, other)
+    assert detector([]) == []
+    with pytest.raises(DataError) as error:
+        detector([project / "photos"])
+    assert error.value.code == "source_of_many"
+
+
+def test_an_iterator_is_read_as_it_is_used(detector: Detector) -> None:
+    taken = []
+
+    def frames():
+        for number in range(5):
+            taken.append(number)
+            yield np.zeros((32, 32, 3), np.uint8)
+
+    found = detector(frames(), batch=2)
+    assert taken == [] and next(found).source == "0" and taken == [0, 1]
+
+
+def test_damaged_files_of_a_folder_are_skipped(
+    project: Path, detector: Detector, tmp_path: Path
+) -> None:
+    shutil.copy(project / "photos/0.jpg", tmp_path / "b.jpg")
+    (tmp_path / "a.jpg").write_bytes(b"nothing")
+    with pytest.warns(UserWarning, match=r"a\.jpg: .*skipped"):
+        (found,) = detector(tmp_path)
+    assert found.source == str(tmp_path / "b.jpg")
+    with pytest.raises(DataError):
+        detector(tmp_path / "a.jpg")
+
+
+def test_a_video_gives_its_frames(detector: Detector, tmp_path: Path) -> None:
+    write_video(tmp_path / "film.avi", 3)
+    assert [found.frame for found in detector(tmp_path / "film.avi")] == [0, 1, 2]
+
+
+def test_thresholds_and_slices_are_arguments(project: Path, detector: Detector) -> None:
+    image_HW3 = read_image(project / "photos/0.jpg")
+    most = detector(image_HW3, threshold=0.3)
+    assert len(detector(image_HW3, threshold=0.3, iou_threshold=0.05)) < len(most)
+    assert_same(detector(image_HW3, threshold=0.3), most)  # of the next call it is not
+    large_HW3 = cv2.resize(image_HW3, (256, 256))
+    sliced = detector(large_HW3, threshold=0.3, slice=128)
+    assert sliced.boxes_xyxy.max() <= 256 and (np.diff(sliced.scores) <= 0).all()
+    for options in ({"threshold": 2}, {"batch": 0}, {"slice": 8}, {"slice": 99, "overlap": 1}):
+        with pytest.raises(ConfigError) as error:
+            detector(image_HW3, **options)
+        assert error.value.code == "option_invalid"
+
+
+def test_an_export_finds_what_its_weights_find(
+    project: Path, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    folder = exported_detector(tmp_path_factory)
+    exported = Detector(folder)
+    weights = Detector(project / "w.npz", config=project / "cfg.yml")
+    file = project / "photos/0.jpg"
+    assert_same(exported(file, threshold=0.35), weights(file, threshold=0.35), 0.1)
+    assert exported.names == ("red", "green", "blue")
+    if (folder / "model.onnx").is_file():
+        by_onnx = Detector(folder / "model.onnx")
+        assert_same(by_onnx(file, threshold=0.35), exported(file, threshold=0.35), 0.1)
+    for call in (exported.evaluate, lambda: exported.export("x"), lambda: exported.train()):
+        with pytest.raises(ConfigError) as error:
+            call()
+        assert error.value.code == "export_not_weights"
+    with pytest.raises(ConfigError) as error:
+        exported(file, iou_threshold=0.5)
+    assert error.value.code == "options_conflict"
+
+
+def test_a_classifier_is_no_detector(tmp_path_factory: pytest.TempPathFactory) -> None:
+    with pytest.raises(ConfigError) as error:
+        Detector(exported_classifier(tmp_path_factory))
+    assert error.value.code == "model_of_other_task"
+
+
+def test_evaluation_takes_weights_alone(project: Path, detector: Detector) -> None:
+    config = load_config(project / "cfg.yml")
+    expected = ppdist.evaluate(project / "w.npz", config=config)
+    assert {"mAP", "mAP50"} <= set(expected)
+    data = config.data.model_dump(mode="json", exclude={"class_names"})
+    got = detector.evaluate(data)
+    assert got["mAP"] == pytest.approx(expected["mAP"], abs=1e-6)
+
+
+def test_training_needs_the_main_thread(project: Path) -> None:
+    raised: list[BaseException] = []
+
+    def work() -> None:
+        try:
+            ppdist.train(project / "cfg.yml")
+        except ConfigError as error:
+            raised.append(error)
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    thread.join()
+    assert [error.code for error in raised] == ["not_main_thread"]
+
+
+@pytest.mark.slow
+def test_a_detector_trains_on_and_exports(
+    project: Path, detector: Detector, tmp_path: Path
+) -> None:
+    import signal
+
+    before = signal.getsignal(signal.SIGINT)
+    better = detector.train(
+        data=project / "cfg.yml", epochs=2, batch=2, output_dir=tmp_path / "run",
+        overrides=["optimizer.lr=0.0001"],
+    )  # fmt: skip
+    assert signal.getsignal(signal.SIGINT) == before
+    assert better.weights.parent == tmp_path / "run" / "checkpoints"
+    assert better.names == ("circle", "square", "triangle")
+    assert Detector(tmp_path / "run").names == better.names
+    assert "mAP" in better.evaluate()
+    exported = Detector(better.export(tmp_path / "exported", accuracy=0, fixed_batch=True))
+    files = sorted((project / "photos").iterdir())
+    for one, other in zip(exported(files, threshold=0.05), better(files, threshold=0.05)):
+        assert np.allclose(one.boxes_xyxy, other.boxes_xyxy, atol=0.1)
+
+
+def test_names_of_the_package_are_those_promised() -> None:
+    for name in ppdist.__all__:
+        assert getattr(ppdist, name) is not None and name in dir(ppdist)
+    assert callable(ppdist.export) and ppdist.export.__name__ == "ppdist.export"
+    with pytest.raises(AttributeError):
+        ppdist.nothing  # noqa: B018
+
+
+USER_SCRIPT = """
+from ppdist import Callback, Detections, Detector, MetricWriter
+from ppdist import evaluate, export, load_config, train
+import numpy as np
+
+detector = Detector("run", device="cpu")
+one: Detections = detector(np.zeros((4, 4, 3), np.uint8), threshold=0.4)
+many: list[Detections] = detector(["a.jpg", "b.jpg"], batch=2)
+for found in detector("photos/"):
+    print(found)
+print(one.boxes_xyxy.shape, [item.name for item in one], many[0].to_coco(), detector.names)
+run = train(load_config("ppyoloe_plus_s"), ["train.epochs=1"], callbacks=[Callback()])
+print(evaluate(run)["mAP"], export(run, "out", formats=["onnx"]).name, one.save("a.png"))
+writer: MetricWriter | None = None
+wrong: int = detector.names
+"""
+
+
+@pytest.mark.slow
+def test_a_users_script_passes_strict_mypy(tmp_path: Path) -> None:
+    """Against the wheel, in an environment that shares the other packages."""
+    pytest.importorskip("mypy", reason="needs mypy")
+    run = {"check": True, "capture_output": True, "text": True, "timeout": 300, "cwd": tmp_path}
+    source = tmp_path / "source"
+    shutil.copytree(
+        REPOSITORY, source,
+        ignore=lambda folder, names: {
+            name for name in names
+            if name in (".git", ".venv", "output", "shared", "build", "tests") or ".egg" in name
+        },
+    )  # fmt: skip
+    pip = [sys.executable, "-m", "pip", "--disable-pip-version-check"]
+    wheel = [*pip, "wheel", "--no-deps", "--no-build-isolation", "-w", tmp_path / "w", source]
+    subprocess.run(wheel, **run)
+    (built,) = (tmp_path / "w").glob("*.whl")
+    installed = tmp_path / "installed"
+    subprocess.run([*pip, "install", "--no-deps", "--target", installed, built], **run)
+    assert (installed / "ppdist" / "py.typed").is_file()
+    (tmp_path / "script.py").write_text(USER_SCRIPT, encoding="utf-8")
+    shared = [path for path in sys.path if path and Path(path) != REPOSITORY]
+    done = subprocess.run(
+        [sys.executable, "-m", "mypy", "--strict", "script.py"],
+        **{**run, "check": False}, env={**os.environ, "MYPYPATH": "", "PYTHONPATH": os.pathsep.join(
+            [str(installed), *shared])},
+    )  # fmt: skip
+    lines = [line for line in done.stdout.splitlines() if ": error:" in line]
+    assert len(lines) == 1, done.stdout
+    assert "script.py:15" in lines[0] and "[assignment]" in lines[0], done.stdout

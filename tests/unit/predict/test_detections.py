@@ -1,0 +1,68 @@
+"""Detections in Python: words, formats, other libraries."""
+
+import xml.etree.ElementTree as ElementTree
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from ppdist.common.errors import DataError
+from ppdist.data.image import read_image
+from ppdist.predict.detections import Detections
+
+NAMES = ("person", "bus", "\u4eba & <x>\x07")
+
+
+@pytest.fixture
+def found() -> Detections:
+    boxes = [[10, 20, 50, 60], [0.25, 0, 100, 40], [1, 2, 3, 4]]
+    return Detections(
+        np.array(boxes, np.float32), np.array([0.9, 0.5, 0.25], np.float32), np.array([0, 2, 0]),
+        NAMES, np.full((80, 100, 3), 90, np.uint8), "a/bus.jpg", (7, 8, 9),
+    )  # fmt: skip
+
+
+def test_words_and_items(found: Detections) -> None:
+    assert str(found) == "2 person, 1 \u4eba & <x>\x07" and len(found) == 3
+    assert repr(found).startswith("<Detections a/bus.jpg: 2 person")
+    first = next(iter(found))
+    assert first.box_xyxy == (10, 20, 50, 60) and (first.class_id, first.name) == (0, "person")
+    nothing = Detections(
+        np.zeros((0, 4), np.float32), np.zeros(0), np.zeros(0, int), NAMES, found.image
+    )
+    assert str(nothing) == "nothing" and not nothing and nothing.to_coco() == []
+    assert (nothing.plot() == 90).all() and nothing.to_yolo() == ""
+
+
+def test_coco_yolo_and_voc_say_the_same_box(found: Detections) -> None:
+    first = found.to_coco(5)[0]
+    assert first == {"image_id": 5, "category_id": 7, "bbox": [10, 20, 40, 40], "score": 0.9}
+    label, x, y, width, height = found.to_yolo().splitlines()[0].split()
+    assert (label, *map(float, (x, y, width, height))) == ("0", 0.3, 0.5, 0.4, 0.5)
+    assert found.to_yolo(scores=True).split()[5] == "0.90000"
+    root = ElementTree.fromstring(found.to_voc())
+    corners = [each.text for each in root.find("object/bndbox")]
+    assert corners == ["11", "21", "50", "60"]
+    assert root.findall("object/name")[1].text == "\u4eba & <x>?"
+    assert (root.findtext("filename"), root.findtext("size/width")) == ("bus.jpg", "100")
+
+
+def test_a_saved_picture_has_the_boxes(found: Detections, tmp_path: Path) -> None:
+    saved = read_image(found.save(tmp_path / "new" / "a.png"))
+    assert np.array_equal(saved, found.plot()) and (saved != 90).any()
+    with pytest.raises(DataError) as error:
+        found.save(tmp_path / "a.xyz")
+    assert error.value.code == "picture_format"
+
+
+def test_supervision_takes_them(found: Detections) -> None:
+    pytest.importorskip("supervision", reason="needs supervision")
+    theirs = found.to_supervision()
+    assert np.array_equal(theirs.xyxy, found.boxes_xyxy) and len(theirs) == 3
+    assert list(theirs["class_name"]) == [one.name for one in found]
+
+
+def test_pandas_takes_them(found: Detections) -> None:
+    pytest.importorskip("pandas", reason="needs pandas")
+    table = found.to_pandas()
+    assert list(table["name"]) == [one.name for one in found] and table["x2"][0] == 50

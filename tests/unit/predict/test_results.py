@@ -1,0 +1,66 @@
+"""Results as files: COCO, YOLO, VOC, tables and crops."""
+
+import csv
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from ppdist.predict.detections import Detections
+from ppdist.predict.results import Objects, Pictures, folder_name
+from ppdist.predict.sources import Frame
+from tests.unit.export.tiny import tiny_spec
+
+IMAGE = np.zeros((120, 60, 3), np.uint8)
+
+
+def found_in(image_HW3: np.ndarray, source: str) -> Detections:
+    return Detections(
+        np.array([[10, 45, 30, 90], [0, 0, 9.25, 9]], np.float32),
+        np.array([0.5, 0.25], np.float32), np.array([1, 0]),
+        ("red", "green", "blue"), image_HW3, source, (1, 2, 3),
+    )  # fmt: skip
+
+
+def test_every_format_holds_the_same_objects(tmp_path: Path) -> None:
+    formats = ("yolo", "voc", "csv", "crops")
+    results = Objects(tmp_path, tiny_spec(), Pictures(tmp_path, {"a.jpg": "a.jpg"}), formats)
+    for name in ("a.jpg", "a.png", "deep/film.mp4"):
+        index = 3 if name.endswith("mp4") else None
+        results.add(Frame(name, index, IMAGE, 25), found_in(IMAGE, name))
+    results.write()
+    written = {str(file.relative_to(tmp_path)) for file in tmp_path.rglob("*.*")}
+    assert written == {
+        "detections.json", "detections.csv", "a.jpg", "labels/classes.txt",
+        "labels/a.txt", "labels/a.png.txt", "labels/deep/film.mp4_3.txt",
+        "annotations/a.xml", "annotations/a.png.xml", "annotations/deep/film.mp4_3.xml",
+        *(f"crops/{kind}/{name}_{at}.jpg" for kind, at in (("green", 0), ("red", 1))
+          for name in ("a.jpg", "a.png", "deep/film.mp4_3")),
+    }  # fmt: skip
+    one = results.content()["annotations"][0]
+    assert (one["bbox"], one["area"], one["category_id"]) == ([10, 45, 20, 45], 900, 2)
+    with (tmp_path / "detections.csv").open(encoding="utf-8") as file:
+        rows = list(csv.DictReader(file))
+    assert [float(rows[0][key]) for key in ("x1", "y1", "x2", "y2")] == [10, 45, 30, 90]
+    assert rows[4]["frame"] == "3" and rows[4]["class"] == "green"
+    assert results.total() == "6 objects in 3 images"
+
+
+def test_the_line_counts_by_class(tmp_path: Path) -> None:
+    results = Objects(tmp_path, tiny_spec(), Pictures(tmp_path, {}))
+    seen = list(found_in(IMAGE, "a"))
+    assert results.said([seen]) == "1 green, 1 red" and results.said([[]]) == "nothing"
+    assert results.said([seen, [], seen[:1]]) == "2 green, 1 red in 3 frames"
+    tracked = [one._replace(track_id=at) for at, one in enumerate(seen)]
+    assert results.said([tracked, tracked]) == "1 green, 1 red followed through 2 frames"
+
+
+@pytest.mark.parametrize("name", ["../../etc", "/a", "..", "", "a\0b", "a/b"])
+def test_a_class_leads_to_no_other_folder(name: str) -> None:
+    assert Path(folder_name(name, 3)).parts in (
+        ("______etc",),
+        ("_a",),
+        ("__",),
+        ("class 3",),
+        ("a_b",),
+    )

@@ -1,0 +1,110 @@
+"""Sources: paths, patterns, addresses, arrays; what is no image is told."""
+
+import http.server
+import io
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from ppdist.common.errors import DataError
+from ppdist.predict import sources
+from ppdist.predict.sources import Source, as_image, expand, is_many, read_source
+from tests.media import picture
+
+
+@pytest.fixture
+def photos(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    for name in ("p/a.jpg", "p/deep/b.png", "q/a.jpg", "p/notes.txt", "q/[1].jpg"):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).touch()
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def names_of(*words: str | int) -> list[str]:
+    return [source.name for source in expand(words)]
+
+
+def test_folders_patterns_and_files_have_names_apart(photos: Path) -> None:
+    assert names_of("p") == ["a.jpg", "deep/b.png"]
+    assert names_of("p/**/*.png", "p/*.jpg") == ["deep/b.png", "a.jpg"]
+    assert names_of("p", "q/a.jpg") == ["a.jpg", "deep/b.png", "a_2.jpg"]
+    assert names_of("p", "p/a.jpg") == ["a.jpg", "deep/b.png"]  # once
+    assert names_of("q/[1].jpg") == ["[1].jpg"]  # a file of that name, no pattern
+
+
+def test_addresses_and_cameras_have_safe_names(photos: Path) -> None:
+    assert names_of(0, "1") == ["camera0", "camera1"]
+    assert names_of("https://x.org/a/%2e%2e%2fevil.jpg?b=/c") == ["evil.jpg"]
+    assert names_of("http://x.org") == ["x.org.jpg"] and names_of("-") == ["stdin.jpg"]
+    assert names_of("rtsp://x.org:8/live") == ["live"]
+    assert is_many("rtsp://x/y") and is_many("p") and is_many(0) and is_many("p/*.jpg")
+    assert not is_many("p/a.jpg") and not is_many("https://x.org/a.jpg")
+
+
+@pytest.mark.parametrize(
+    ("word", "code"),
+    [("p/*.gif", "no_images"), ("nowhere", "source_not_found"), ("p/notes.txt", "not_a_picture")],
+)
+def test_a_source_with_nothing_is_told(photos: Path, word: str, code: str) -> None:
+    with pytest.raises(DataError) as error:
+        expand([word])
+    assert error.value.code == code
+
+
+@pytest.fixture
+def server() -> Iterator[str]:
+    """An address that has a picture, a long file and nothing else."""
+    content = io.BytesIO()
+    Image.fromarray(picture(20, 30)).save(content, "PNG")
+
+    class Handler(http.server.BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            found = {"/a.png": content.getvalue(), "/long": b"x" * 5000}.get(self.path)
+            self.send_response(200 if found else 404)
+            self.end_headers()
+            self.wfile.write(found or b"")
+
+        def log_message(self, *_: object) -> None:
+            pass
+
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler) as made:
+        threading.Thread(target=made.serve_forever, args=(0.01,), daemon=True).start()
+        yield f"http://127.0.0.1:{made.server_port}"
+        made.shutdown()
+
+
+def test_an_address_is_read_and_bounded(server: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert np.array_equal(read_source(f"{server}/a.png"), picture(20, 30))
+    monkeypatch.setattr(sources, "_MOST_BYTES", 1000)
+    codes = []
+    for address in (f"{server}/long", f"{server}/gone", "http://127.0.0.1:1/a.jpg"):
+        with pytest.raises(DataError) as error:
+            read_source(address)
+        codes.append(error.value.code)
+    assert codes == ["image_unreadable", "image_unreachable", "image_unreachable"]
+
+
+def test_a_picture_of_pillow_is_turned_upright() -> None:
+    exif, content = Image.Exif(), io.BytesIO()
+    exif[0x0112] = 6  # lies on its side
+    Image.fromarray(picture(16, 24)).save(content, "PNG", exif=exif)
+    assert as_image(Image.open(content)).shape == (24, 16, 3)
+    assert as_image(Image.new("L", (5, 4))).shape == (4, 5, 3)
+
+
+@pytest.mark.parametrize("given", [np.zeros((4, 4)), np.zeros((4, 4, 4), np.uint8), None, 1.5])
+def test_what_is_no_image_is_told(given: object) -> None:
+    with pytest.raises(DataError) as error:
+        as_image(given)
+    assert error.value.code == "image_array"
+
+
+def test_a_camera_that_is_not_there_is_reported() -> None:
+    reports: list[str] = []
+    assert list(sources.frames_of(Source("rtsp://127.0.0.1:1/x", "x"), reports.append)) == []
+    assert len(reports) == 1 and "no frame of this camera or stream" in reports[0]
