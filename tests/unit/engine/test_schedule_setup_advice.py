@@ -16,6 +16,7 @@ SIZES = {
     "imagenet": 1_281_167,
     "objects365": 1_742_289,
     "voc": 16_551,
+    "fine_tune": 160,
 }
 PPYOLOE = "ppyoloe/ppyoloe_crn_s_300e_coco"
 YOLOV5 = "yolov5/yolov5s_300e_coco"
