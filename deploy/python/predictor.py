@@ -339,7 +339,7 @@ def read_spec(directory: Path) -> dict[str, Any]:
     except OSError as error:
         raise PredictorError(
             f"{file}: {error.strerror}; expected the folder of an exported model, "
-            "which tools/export.py makes"
+            "which ppdist export makes"
         ) from error
     except ValueError as error:
         raise PredictorError(

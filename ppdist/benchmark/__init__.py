@@ -6,5 +6,5 @@
     scaling      training and evaluation on several numbers of processes
     interleaved  groups of processes in time slices, so that all meet the same machine
 
-Every function returns plain data for JSON; tools/benchmark.py prints it.
+Every function returns plain data for JSON; ppdist benchmark prints it.
 """

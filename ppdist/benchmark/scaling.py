@@ -1,7 +1,7 @@
 """Scaling: training and evaluation on several numbers of processes.
 
 What training loses goes to the machine, to communication and to waiting.  Every measurement is a
-run of tools/benchmark.py.
+run of ppdist benchmark.
 """
 
 import json
@@ -40,7 +40,7 @@ def measure_scaling(
 
     Args:
         launcher: command of fleetrun without its options.
-        script: `tools/benchmark.py train ...` without --json.
+        script: `ppdist benchmark train ...` without --json.
         slice_seconds: of a time slice.
     Returns: for each count images_per_second of all ranks, speed_up and efficiency against the
         first count, medians of rounds; for more processes than one also `_communication`.  On CPU
@@ -151,7 +151,7 @@ def compare_counts(
 
     Args:
         launcher: command of fleetrun without its options.
-        script: `tools/benchmark.py eval ...` without --json.
+        script: `ppdist benchmark eval ...` without --json.
     Returns: for each count the seconds of every round and their median, `of_first`: the median over
         rounds of its seconds as a part of the first count's, the last round's `parts`; and whether
         all `metrics` (but for losses, which are sums in another order) were the same to the last

@@ -1,6 +1,6 @@
 """Measured speed of training steps and evaluations, by part.
 
-Steps are those of the trainer, on its own batches, built as `tools/train.py` builds them.  Two
+Steps are those of the trainer, on its own batches, built as `ppdist train` builds them.  Two
 variants are compared in one process with their steps interleaved (A B, B A, ...), because on a
 shared machine two separate runs differ by more than most changes do; the ratio of neighbours does
 not.

@@ -1,6 +1,6 @@
 """Measures training, loading, evaluation and inference speed; JSON on stdout.
 
-tools/benchmark.py WHAT -c cfg.yml [-o k=v ...]
+ppdist benchmark WHAT -c cfg.yml [-o k=v ...]
 
   train    img/s, the step split into its parts and, under fleetrun, what a rank sends over TCP in
            a step (nothing between ranks of one CPU host: they share memory).  `--vs k=v ...` adds

@@ -1,6 +1,6 @@
 """Converts weights.
 
-tools/convert.py [-c cfg.yml] -w IN --out OUT [--keys ours|official]
+ppdist convert [-c cfg.yml] -w IN --out OUT [--keys ours|official]
 
 Without -c the configuration is the one in the checkpoint or its model card.
 IN is whatever loads into the model of the config: .pdparams, .pdema, .pt, .pth, .ckpt,

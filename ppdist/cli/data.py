@@ -1,13 +1,13 @@
 """Checks, shows, converts and splits data sets of detection or classification.
 
-tools/data.py check -c cfg.yml [--fast] [--json F] [--fix DIR]   what is wrong with both splits?
-tools/data.py stats -c cfg.yml [--json F] [--plots DIR]          classes, box sizes, positions
-tools/data.py show -c cfg.yml --out F.png [--eval] [--epoch N]   samples as the model sees them
-tools/data.py convert --to coco|voc|yolo --out DIR SOURCE        the same set in another format
-tools/data.py split --parts train=0.8 val=0.2 SOURCE             divide one split, by classes
-tools/data.py split --folds 5 SOURCE                             for cross-validation
-tools/data.py anchors -c cfg.yml                                 anchors fitted to the training set
-tools/data.py synthetic --out DIR [--train N] [--val N]          a small made-up set, COCO format
+ppdist data check -c cfg.yml [--fast] [--json F] [--fix DIR]   what is wrong with both splits?
+ppdist data stats -c cfg.yml [--json F] [--plots DIR]          classes, box sizes, positions
+ppdist data show -c cfg.yml --out F.png [--eval] [--epoch N]   samples as the model sees them
+ppdist data convert --to coco|voc|yolo --out DIR SOURCE        the same set in another format
+ppdist data split --parts train=0.8 val=0.2 SOURCE             divide one split, by classes
+ppdist data split --folds 5 SOURCE                             for cross-validation
+ppdist data anchors -c cfg.yml                                 anchors fitted to the training set
+ppdist data synthetic --out DIR [--train N] [--val N]          a small made-up set, COCO format
 
 SOURCE: -c cfg.yml, or --format F --root DIR --annotations FILE [--images DIR] [--names A B ...].
 With -c also -o KEY=VALUE ...

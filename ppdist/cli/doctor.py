@@ -1,6 +1,6 @@
 """Checks hosts, cluster and data before a run:
 
-tools/doctor.py [--ips A,B] [-c cfg.yml [-o k=v ...]]
+ppdist doctor [--ips A,B] [-c cfg.yml [-o k=v ...]]
 
 One line each: OK, WARN (it may work) or FAIL (it will not), with what to do.  Where there is more
 than one process it then starts them as fleetrun would, compares their code, configuration and data,

@@ -1,6 +1,6 @@
 """Fuses detections or averages weights of several models.
 
-tools/ensemble.py fuse|average ...
+ppdist ensemble fuse|average ...
 
 fuse: the boxes of several models, input sizes and mirrored images, or of saved detections, become
 one set of boxes.  average: checkpoints of one architecture become one set of weights.  Both are

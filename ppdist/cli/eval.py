@@ -1,6 +1,6 @@
 """Evaluates weights on the validation split.
 
-tools/eval.py [-c cfg.yml] -w WEIGHTS [--out DIR]
+ppdist eval [-c cfg.yml] -w WEIGHTS [--out DIR]
 
 Without -c the configuration is the one in the checkpoint.
 Sharded over the ranks of fleetrun; the numbers are the same on any number of ranks.

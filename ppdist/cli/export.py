@@ -1,6 +1,6 @@
 """Exports weights for deployment.
 
-tools/export.py [-c cfg.yml] -w WEIGHTS --out DIR [--format ...]
+ppdist export [-c cfg.yml] -w WEIGHTS --out DIR [--format ...]
 
 Without -c the configuration is the one in the checkpoint or its model card.
 DIR gets model.json and model.pdiparams (Paddle Inference), model.onnx where asked, and infer.yml,

@@ -6,7 +6,7 @@ Needs no Paddle.
   fit       the numbers of a step from measured rows
   backtest  the model against published measurements; exits 1 where it does not hold
 
-Measure what you can (tools/benchmark.py train|scaling|loader|eval --json FILE, tools/doctor.py
+Measure what you can (ppdist benchmark train|scaling|loader|eval --json FILE, ppdist doctor
 --json FILE); every number that was assumed is listed.  Accuracy is not predicted.
 docs/planning.md explains the model.
 """

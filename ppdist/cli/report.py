@@ -1,9 +1,9 @@
 """Writes an HTML report of one run, or a comparison of several.
 
-tools/report.py RUN... [--out FILE]
+ppdist report RUN... [--out FILE]
 
 RUN is the output_dir of a training, also of one that goes on or was killed, or the --out folder
-of tools/eval.py.  The page holds all it shows, pictures too, and loads nothing.  Of several runs
+of ppdist eval.  The page holds all it shows, pictures too, and loads nothing.  Of several runs
 those that differ only in their seed are grouped.
 """
 

@@ -2,7 +2,7 @@
 
 ppdist train DATA --model ppyoloe_plus_s [--epochs 100] [--batch 32] [--weights NAME|FILE] [--eval]
 ppdist train -c cfg.yml [--eval] [-o k=v]
-fleetrun --nproc_per_node 2 tools/train.py -c cfg.yml [--eval] [-o k=v]
+fleetrun --nproc_per_node 2 ppdist train -c cfg.yml [--eval] [-o k=v]
 
 DATA: a data.yaml (ultralytics, Roboflow), or a folder with COCO's JSON, Pascal VOC's XML or YOLO's
 labels.  Everything else is decided, shown, and written to the output_dir as a configuration.

@@ -1,10 +1,10 @@
 """Runs hyper-parameter searches and ablation studies:
 
-python tools/tune.py run -c configs/studies/x.yml --out DIR [--workers 2] [-o key=value ...]
+ppdist tune run -c configs/studies/x.yml --out DIR [--workers 2] [-o key=value ...]
     makes the trials that are left; stopped or killed, the same command goes on.  The same command
     in another terminal, or on another machine that shares DIR, takes its part
-python tools/tune.py show DIR                     what came out so far, the best first
-python tools/tune.py table DIR|FILE.jsonl ...     the table of variants; --document FILE.md
+ppdist tune show DIR                     what came out so far, the best first
+ppdist tune table DIR|FILE.jsonl ...     the table of variants; --document FILE.md
                                                   puts it between the markers there
 """
 
@@ -108,7 +108,7 @@ def require_optuna() -> None:
         import optuna  # noqa: F401
     except ModuleNotFoundError as error:
         raise errors.ConfigError(
-            "tools/tune.py run needs Optuna: pip install 'ppdist[tune]'", code="package_missing"
+            "ppdist tune run needs Optuna: pip install 'ppdist[tune]'", code="package_missing"
         ) from error
 
 

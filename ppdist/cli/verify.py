@@ -1,15 +1,15 @@
 """Verifies cards, equivalence, parity, metrics and exports:
 
-  tools/verify.py accelerator [-c cfg.yml] [--out DIR]     this machine's cards train as they should
-  tools/verify.py equivalence -c cfg.yml [-o k=v ...]      many ranks train like one
-  tools/verify.py parity --reference DIR                   our numbers against the original's
-  tools/verify.py coco --reference DIR                     COCO's own example of its metrics
-  tools/verify.py export [--models NAME ...] [--weights NAME=DIR ...] [--images DIR]
+  ppdist verify accelerator [-c cfg.yml] [--out DIR]     this machine's cards train as they should
+  ppdist verify equivalence -c cfg.yml [-o k=v ...]      many ranks train like one
+  ppdist verify parity --reference DIR                   our numbers against the original's
+  ppdist verify coco --reference DIR                     COCO's own example of its metrics
+  ppdist verify export [--models NAME ...] [--weights NAME=DIR ...] [--images DIR]
                                                            exported files against eager
-  tools/verify.py zoo [NAME | FILE | DIR ...] [-o k=v ...] published weights: list, or their AP
+  ppdist verify zoo [NAME | FILE | DIR ...] [-o k=v ...] published weights: list, or their AP
 
 accelerator is one command of proof for whoever has cards; it takes less than 30 minutes, on those
-that fleetrun gives it (`fleetrun --selected_gpus 0-7 tools/verify.py accelerator`) or on one.  Its
+that fleetrun gives it (`fleetrun --selected_gpus 0-7 ppdist verify accelerator`) or on one.  Its
 parts: kernels against numpy, losses and gradients of a batch against the CPU, training in float32,
 AMP in bfloat16 and float16 against that, N cards like one with a partial last step, images a second
 on 1, 2, 4, ... cards, peaks of memory, and a resumed run against one that was not interrupted.
@@ -17,7 +17,7 @@ Each says PASS, FAIL, or NOT RUN and why.  Without -c it trains a small model on
 makes.  --out gets accelerator.json, accelerator.md and the logs; exit code 1 when a part failed.
 
 equivalence trains some steps on the user's own configuration and data, on as many ranks as fleetrun
-starts of it (`fleetrun --ips A,B tools/verify.py equivalence -c ...`) or, without a launcher, on 1
+starts of it (`fleetrun --ips A,B ppdist verify equivalence -c ...`) or, without a launcher, on 1
 and 2 (--processes) of this machine; then the same on one rank alone.  A table shows how far losses,
 gradient norms and weights are off, beside how far rounding alone carries such a run, and says
 INCONCLUSIVE where that is too far to tell right from wrong.  With train.sync_bn the one rank needs
@@ -30,7 +30,7 @@ shows the largest error of each group beside its tolerance.
 coco evaluates the example of the COCO API and shows its 12 numbers beside the published ones and,
 where it is installed, those of pycocotools.
 
-export writes models in every form tools/export.py knows, opens each file as its user would, and
+export writes models in every form ppdist export knows, opens each file as its user would, and
 compares scores and boxes on 20 images, of trained weights (DIR: the output_dir of a run) mAP on its
 validation set, too.  --document replaces the table in a Markdown file
 (docs/dev/export_matrix.md has one).

@@ -764,7 +764,7 @@ def _places(output_dir: Path) -> list[tuple[str, str, str]]:
 
 def commands(output_dir: Path) -> list[str]:
     """What shows the run, ready to be copied."""
-    found = [f"python tools/report.py {output_dir}"]
+    found = [f"ppdist report {output_dir}"]
     if (output_dir / "vdl").exists():
         folder = output_dir / "vdl"
         found.append(f"visualdl --logdir {folder} --language en --disable-telemetry")

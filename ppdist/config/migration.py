@@ -43,7 +43,7 @@ class Equivalent(NamedTuple):
 
 
 _PER_CARD = "images per card, not of all"
-_CARDS = "`fleetrun --selected_gpus {} tools/train.py ...`; on one process: -o device=gpu or cpu"
+_CARDS = "`fleetrun --selected_gpus {} ppdist train ...`; on one process: -o device=gpu or cpu"
 _FIRST = "train DATA --model NAME"
 _SIZE = "one number is a square"
 

@@ -16,7 +16,7 @@ What the disk has no room for, even in place of older ones, goes to `checkpoint.
 
 A directory appears under its name only when everything in it is on disk (written beside, fsync,
 rename), and is renamed before it is deleted, so whenever a process is killed, the checkpoints are
-whole and the links point at one.  Nothing here is pickled; tools/convert.py makes a .pdparams of a
+whole and the links point at one.  Nothing here is pickled; ppdist convert makes a .pdparams of a
 checkpoint for programs that read nothing else.
 
 One thread of rank 0 (`CheckpointWriter`) writes them while training continues.  Storage that is

@@ -211,7 +211,7 @@ class Blocklist:
             code="too_many_bad_images",
             where=f"{self._dataset.source}",
             fix=(
-                "`tools/data.py check` lists all, its --fix writes a set without them; or raise "
+                "`ppdist data check` lists all, its --fix writes a set without them; or raise "
                 f"the limit:\n{lines}"
             ),
         )

@@ -29,7 +29,7 @@ _EXPECTED = (
 )
 
 
-# Saved detections: COCO result lists, sets of tools/infer.py.
+# Saved detections: COCO result lists, sets of ppdist predict.
 
 
 @dataclass(frozen=True)
@@ -69,8 +69,8 @@ def read_saved(path: Path) -> Saved:
         }
     if not isinstance(entries, list):
         raise DataError(
-            "expected a list of detections as tools/eval.py --save-detections and "
-            "tools/infer.py write it",
+            "expected a list of detections as ppdist eval --save-detections and "
+            "ppdist predict write it",
             code="not_detections",
             where=str(path),
         )

@@ -1093,7 +1093,7 @@ _MOST_ANSWERS = 4  # at one look, of a few hundredths of a second each
 _CLOSE_SECONDS = 3.0
 _NO_CAUSE = (
     "No host knows a cause, each lost another one: a rank made no progress, or the network between "
-    "the hosts broke (firewall, interface, cable); see the logs of all hosts, and tools/doctor.py "
+    "the hosts broke (firewall, interface, cable); see the logs of all hosts, and ppdist doctor "
     "--ips"
 )
 _MESSAGE_LIMIT = 12_000  # characters that other hosts get to read

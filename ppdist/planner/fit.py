@@ -1,6 +1,6 @@
 """The numbers of a step, fitted to rows that were measured.
 
-Rows and rates come from the JSON of tools/benchmark.py and tools/doctor.py, or are typed in.
+Rows and rates come from the JSON of ppdist benchmark and ppdist doctor, or are typed in.
 """
 
 import json
@@ -232,7 +232,7 @@ class Measured:
 
 
 def read_benchmarks(paths: Sequence[Path]) -> Measured:
-    """Reads reports of `tools/benchmark.py train|scaling|loader|eval`, in any number.
+    """Reads reports of `ppdist benchmark train|scaling|loader|eval`, in any number.
 
     Raises: ConfigError: a file is none of these.
     """
@@ -257,7 +257,7 @@ def read_benchmarks(paths: Sequence[Path]) -> Measured:
             else:
                 raise ConfigError(
                     f"found {what!r}, expected train, scaling, loader or eval: a file of "
-                    "tools/benchmark.py train --json FILE",
+                    "ppdist benchmark train --json FILE",
                     code="not_a_benchmark",
                     where=f"{path}: what",
                 )
@@ -265,7 +265,7 @@ def read_benchmarks(paths: Sequence[Path]) -> Measured:
             if isinstance(error, ConfigError):
                 raise
             raise ConfigError(
-                f"is not a report of tools/benchmark.py {what}: {error!r}",
+                f"is not a report of ppdist benchmark {what}: {error!r}",
                 code="not_a_benchmark",
                 where=str(path),
                 fix="write it again with this version",
@@ -292,7 +292,7 @@ def _add_row(measured: Measured, result: Any, machine: Any, ranks: int, rate: fl
 
 
 def read_links(path: Path) -> tuple[Link | None, Link | None]:
-    """The links that tools/doctor.py measured: inside a host, and between hosts.
+    """The links that ppdist doctor measured: inside a host, and between hosts.
 
     That of the all-reduce is the slowest a ring met, so on several hosts it lies between them; the
     one inside is then the median of the pairs of ranks of one host.  None: not measured.
@@ -314,7 +314,7 @@ def read_links(path: Path) -> tuple[Link | None, Link | None]:
         return inside, ring
     except (KeyError, TypeError, ValueError) as error:
         raise ConfigError(
-            f"is not a report of tools/doctor.py --json FILE on two ranks or more: {error!r}; "
+            f"is not a report of ppdist doctor --json FILE on two ranks or more: {error!r}; "
             "expected hosts, links, latency_seconds and bandwidth_bytes_per_second",
             code="not_a_doctor_report",
             where=str(path),

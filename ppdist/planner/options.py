@@ -22,7 +22,7 @@ from ppdist.planner.fit import (
 from ppdist.planner.what_if import Cluster, Job, Link
 
 # What is assumed of cards where nothing says it; each use is listed with its source.
-_JITTER, _PARALLEL_MS = 0.096, 12.2  # `tools/plan.py backtest` fits these to YOLOv5l
+_JITTER, _PARALLEL_MS = 0.096, 12.2  # `ppdist plan backtest` fits these to YOLOv5l
 _INSIDE_GBYTES = 200.0  # NVLink of an A100 host
 # A small all-reduce on a GPU takes some 15 us among 8 cards and 60 us across 4 hosts, which is 6
 # and 4 hops.
@@ -88,7 +88,7 @@ def add_rows(parser: argparse.ArgumentParser) -> None:
     """What the step was measured to take."""
     group = parser.add_argument_group("the step, measured (one of the two, any number of each)")
     group.add_argument("--benchmark", type=Path, nargs="+", default=[], metavar="FILE",
-                       help="JSON of tools/benchmark.py train, scaling, loader, eval")  # fmt: skip
+                       help="JSON of ppdist benchmark train, scaling, loader, eval")  # fmt: skip
     group.add_argument("--rows", type=row, nargs="+", default=[], metavar="CARDSxBATCH=MS",
                        help="milliseconds of a step on so many cards with so many images each, "
                        "such as 1x16=169 2x16=192; rows fill one host after another")  # fmt: skip
@@ -100,7 +100,7 @@ def add_cluster(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--cards", type=hosts_and_cards, required=True, metavar="HOSTSxCARDS",
                        help="such as 4x8; 8 is one host of 8")  # fmt: skip
     group.add_argument("--doctor", type=Path, metavar="FILE",
-                       help="JSON of tools/doctor.py: the link it measured")  # fmt: skip
+                       help="JSON of ppdist doctor: the link it measured")  # fmt: skip
     group.add_argument("--link-gbits", type=positive, help="between hosts, Gb/s")
     group.add_argument("--link-us", type=number, help="of a hop between hosts, microseconds")
     group.add_argument("--inside-gbytes", type=positive,
@@ -176,7 +176,7 @@ def _all_rows(measured: Measured, rows: Sequence[Row]) -> list[Row]:
             "no step was measured",
             code="option_missing",
             fix=(
-                "give --benchmark FILE (tools/benchmark.py train -c cfg.yml --json FILE), or "
+                "give --benchmark FILE (ppdist benchmark train -c cfg.yml --json FILE), or "
                 "--rows 1xBATCH=MILLISECONDS"
             ),
         )
@@ -190,7 +190,7 @@ def _cluster(arguments: argparse.Namespace, measured: Measured, assumed: list[st
     if hosts > 1 and not across and not arguments.link_gbits:
         raise ConfigError(
             "how fast is the link between the hosts? Give --link-gbits, or --doctor FILE of "
-            "tools/doctor.py on two hosts or more",
+            "ppdist doctor on two hosts or more",
             code="option_missing",
             where=f"--cards {hosts}x{cards}",
         )
@@ -226,8 +226,8 @@ def _inside(arguments: argparse.Namespace, measured: Measured, assumed: list[str
     if asked and not measured.hides_network and not given[0]:
         raise ConfigError(
             "the rows were measured on CPUs, none of them on several: how fast is the link "
-            "inside a host? Give --doctor FILE of tools/doctor.py, a report of "
-            "tools/benchmark.py on two processes, or --inside-gbytes and --inside-us",
+            "inside a host? Give --doctor FILE of ppdist doctor, a report of "
+            "ppdist benchmark on two processes, or --inside-gbytes and --inside-us",
             code="option_missing",
             where=f"--cards {hosts}x{cards}",
         )
@@ -346,7 +346,7 @@ def _missing(job: Job, fitted: Fit, cluster: Cluster) -> list[str]:
     if not (job.evaluation_images and job.evaluation_rate) and job.images:
         missing.append("evaluation: --eval-images and --eval-rate")
     if not (job.card_input or job.host_input or job.total_input):
-        missing.append("waiting for images: --card-input, or tools/benchmark.py loader --json")
+        missing.append("waiting for images: --card-input, or ppdist benchmark loader --json")
     if cluster.size > 1 and not job.parameters:
         missing.append("the network: --parameters, in millions")
     if job.batch != fitted.rows[0].batch and "fixed" not in fitted.parameters:

@@ -315,7 +315,7 @@ def show(run: Run) -> OneRun:
 def status_of(run: Run) -> tuple[str, str]:
     """How the run stands: a word, and what it means."""
     if run.alone_evaluated:
-        return "evaluated", "by tools/eval.py"
+        return "evaluated", "by ppdist eval"
     of = f" of {run.total_steps}" if run.total_steps else ""
     if run.running:
         return "running", f"step {run.steps}{of}"

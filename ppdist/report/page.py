@@ -130,9 +130,9 @@ def _commands(run: Run) -> list[tuple[str, str]]:
         commands.append(("all curves", f"visualdl --logdir {folder}/vdl"))
     if (run.folder / "checkpoints" / "best").exists():
         weights = f"-c {folder}/config.yml -w {folder}/checkpoints/best"
-        commands.append(("evaluate the best weights", f"tools/eval.py {weights}"))
+        commands.append(("evaluate the best weights", f"ppdist eval {weights}"))
         commands.append(
-            ("look at predictions", f"tools/infer.py {weights} --source IMAGES --out DIR")
+            ("look at predictions", f"ppdist predict {weights} --source IMAGES --out DIR")
         )
     return commands
 

@@ -316,7 +316,7 @@ def read_run(folder: Path) -> Run:
         run.evaluation, problems = read_evaluation(found)
         run.problems += [f"evaluation.json: {problem}" for problem in problems]
     _read_log(run)
-    if not run.alone_evaluated:  # tools/eval.py leaves no more
+    if not run.alone_evaluated:  # ppdist eval leaves no more
         run.problems += [f"{name} is not there" for name in run.missing]
     run.running = files.is_held(folder)
     return run
@@ -334,7 +334,7 @@ def require_run(folder: Path) -> None:
     if not any((folder / name).is_file() for name in known):
         raise UserError(
             f"no run: it holds none of {', '.join(known)}; expected the output_dir of a "
-            "training, or the --out folder of tools/eval.py",
+            "training, or the --out folder of ppdist eval",
             code="run_not_found",
             where=str(folder),
         )

@@ -166,7 +166,7 @@ def read_rows(source: Path) -> list[dict[str, Any]]:
                 raise ValueError(f"{', '.join(absent)} is not in it")
         except (ValueError, KeyError, TypeError) as error:
             raise ConfigError(
-                f"not a row of tools/tune.py: {error}",
+                f"not a row of ppdist tune: {error}",
                 code="not_a_study_row",
                 where=f"{file}:{number}",
             ) from error

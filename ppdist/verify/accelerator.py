@@ -525,7 +525,7 @@ class Runs:
     def benchmark(
         self, name: str, steps: int, *overrides: str, count: int = 0, warmup: int = 0
     ) -> tuple[Report, list[str]]:
-        """What `tools/benchmark.py train` measured, its only variant's numbers with the rest."""
+        """What `ppdist benchmark train` measured, its only variant's numbers with the rest."""
         words = ["benchmark", "train", "--steps", str(steps), "--warmup", str(warmup)]
         report, problems = self.measure(name, words, overrides, count=count)
         if report is None or problems:
@@ -674,7 +674,7 @@ def judge_training(
 
 
 def cards_like_one(runs: Runs) -> Found:
-    """`tools/verify.py equivalence` over epochs whose last step is a part of one.  Collective."""
+    """`ppdist verify equivalence` over epochs whose last step is a part of one.  Collective."""
     if comm.world_size() == 1:
         return Found(not_run="one rank only")
     total = _images_of_step(runs.config)

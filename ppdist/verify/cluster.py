@@ -1,6 +1,6 @@
 """Measured speed of a cluster: computing, all-reduce, each link.
 
-What `tools/doctor.py` runs on every rank.  All ranks compute and sum at once, as in training; the
+What `ppdist doctor` runs on every rank.  All ranks compute and sum at once, as in training; the
 links are measured one after the other, so that none waits for another's traffic.  The paths of a
 GPU were not run on one.
 """

@@ -30,7 +30,7 @@ schedule: {{warmup_epochs: 0}}
 
 
 def train(folder: str) -> int:
-    """tools/train.py, whose drawing kills its process; its exit code."""
+    """ppdist train, whose drawing kills its process; its exit code."""
     from ppdist.viz import run_plots
 
     run_plots.draw_run = lambda folder: os.kill(os.getpid(), signal.SIGSEGV)  # type: ignore
@@ -53,6 +53,6 @@ def test_deadly_images_and_pictures_cost_no_run(tmp_path: Path) -> None:
     log = (tmp_path / "out" / "train.log").read_text(encoding="utf-8")
     assert f"{names[1]}: not a file" in log
     assert "the training is complete, its pictures in" in log and "(killed by SIGSEGV)" in log
-    assert f"again: python tools/report.py {tmp_path / 'out'}" in log
+    assert f"again: ppdist report {tmp_path / 'out'}" in log
     succeeded(run_tool("report", tmp_path / "out"))
     assert (tmp_path / "out" / "plots" / "worst.jpg").is_file()

@@ -1,4 +1,4 @@
-"""tools/plan.py as a user runs it: without Paddle, in words, with every assumption."""
+"""ppdist plan as a user runs it: without Paddle, in words, with every assumption."""
 
 import json
 import runpy
@@ -98,7 +98,7 @@ def test_default_jitter_and_cost_are_validation_fit():
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--cards", "8"], "no step was measured; give --benchmark FILE (tools/benchmark.py train"),
+        (["--cards", "8"], "no step was measured; give --benchmark FILE (ppdist benchmark train"),
         (["--cards", "4x8", "--rows", "1x8=250"],
          "--cards 4x8: how fast is the link between the hosts? Give --link-gbits, or --doctor"),
         (["--cards", "4by8"], "expected HOSTSxCARDS such as 4x8, or a number of cards, found"),

@@ -167,7 +167,7 @@ KINDS: dict[str, Kind] = {
 
 
 _LOGGER = logging.getLogger("ppdist.data")
-CLEAN_COPY = "`tools/data.py check --fix DIR` writes a copy of the set without it"
+CLEAN_COPY = "`ppdist data check --fix DIR` writes a copy of the set without it"
 
 
 class Strictly:

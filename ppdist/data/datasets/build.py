@@ -410,7 +410,7 @@ def same_sets(config: DataConfig) -> str:
         return ""
     return (
         f"{', '.join(train[0])}: both data.train and data.val: scores say how well training images "
-        f"are remembered, nothing about others; `tools/data.py split` divides a set"
+        f"are remembered, nothing about others; `ppdist data split` divides a set"
     )
 
 

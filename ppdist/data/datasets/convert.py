@@ -655,7 +655,7 @@ def _texts(
             f"line",
             code="list_not_divisible",
             where=named,
-            fix="`tools/data.py check` says what is wrong with it",
+            fix="`ppdist data check` says what is wrong with it",
         )
     texts = [[line for line, of in zip(lines, part_N) if of in parts] for parts in wanted]
     return [header + "\n".join(text) + "\n" for text in texts]

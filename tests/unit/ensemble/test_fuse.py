@@ -203,7 +203,7 @@ def test_an_entry_that_is_no_detection_is_named(entry, tmp_path: Path) -> None:
 def test_files_without_detections_are_refused(tmp_path: Path) -> None:
     (tmp_path / "a.json").write_text('{"info": 1}')
     with pytest.raises(
-        DataError, match=r"a.json: expected a list of detections as tools/eval.py"
+        DataError, match=r"a.json: expected a list of detections as ppdist eval"
     ) as error:
         read_saved(tmp_path / "a.json")
     assert error.value.code == "not_detections"

@@ -110,7 +110,7 @@ def test_files_that_are_no_benchmark_are_named(tmp_path):
     assert error.value.code == "not_a_benchmark"
     torn = write(tmp_path, "torn", "train", {"variants": {}})
     with pytest.raises(
-        ConfigError, match=r"torn.json: is not a report of tools/benchmark.py train"
+        ConfigError, match=r"torn.json: is not a report of ppdist benchmark train"
     ) as error:
         read_benchmarks([torn])
     assert error.value.code == "not_a_benchmark"
@@ -143,7 +143,7 @@ def test_a_doctor_report_gives_links(tmp_path):
         assert read_links(path) == expected
     path.write_text(json.dumps({"latency_seconds": None, "bandwidth_bytes_per_second": None}))
     with pytest.raises(
-        ConfigError, match=r"doctor.json: is not a report of tools/doctor.py"
+        ConfigError, match=r"doctor.json: is not a report of ppdist doctor"
     ) as error:
         read_links(path)
     assert error.value.code == "not_a_doctor_report"

@@ -189,7 +189,7 @@ def test_one_file_is_enough_for_a_page(name: str, tmp_path: Path) -> None:
     assert len(missing) == (0 if name == "evaluation.json" else 4)
     assert all("is not there" in each for each in missing)
     text, _ = made(tmp_path / "page.html", run)
-    assert ("by tools/eval.py" in text) == (name == "evaluation.json")
+    assert ("by ppdist eval" in text) == (name == "evaluation.json")
 
 
 def test_a_folder_without_a_run_is_the_users_error(tmp_path: Path) -> None:
