@@ -51,3 +51,40 @@ def test_own_callback_sees_every_step_on_two_ranks(data, tmp_path):
     for rank in (0, 1):
         file = tmp_path / "out" / f"slowest_steps_{rank}.json"
         assert {row["step"] for row in json.loads(file.read_text(encoding="utf-8"))} == {1, 2}
+
+
+@pytest.mark.slow
+def test_own_format_is_trained_on(data, tmp_path):
+    annotations = json.loads((data / "annotations/instances_train.json").read_text("utf-8"))
+    images = {image["id"]: image for image in annotations["images"]}
+    names = {kind["id"]: kind["name"] for kind in annotations["categories"]}
+    with (tmp_path / "boxes.csv").open("w", encoding="utf-8") as file:
+        for each in annotations["annotations"]:
+            image, (x, y, width, height) = images[each["image_id"]], each["bbox"]
+            row = [image["file_name"], image["width"], image["height"]]
+            row += [names[each["category_id"]], x, y, x + width, y + height]
+            file.write(",".join(map(str, row)) + "\n")
+    part = f"{{images: {data}/images, annotations: {tmp_path}/boxes.csv}}"
+    classes = f"[{', '.join(names.values())}]"
+    (tmp_path / "mine.yml").write_text(
+        "_BASE_: demo\ndata:\n  format: boxes_csv\n"
+        f"  class_names: {classes}\n  train: {part}\n  val: {part}\n  root: /\n",
+        encoding="utf-8",
+    )
+    script = str(ROOT / "examples" / "own_dataset.py")
+    run(sys.executable, script, "-c", "mine.yml", "-o", "output_dir=out", *SMALL, folder=tmp_path)
+    assert (tmp_path / "out" / "checkpoints" / "last").exists()
+
+
+@pytest.mark.slow
+def test_notebook_runs_from_its_first_cell_to_its_last(tmp_path):
+    notebook = json.loads((ROOT / "examples" / "demo.ipynb").read_text(encoding="utf-8"))
+    cells = ["".join(each["source"]) for each in notebook["cells"] if each["cell_type"] == "code"]
+    assert not any(each["outputs"] for each in notebook["cells"] if each["cell_type"] == "code")
+    program = "\n".join(cells)
+    for shown, small in (("EPOCHS = 16", "EPOCHS = 1"), ("train=320, val=80", "train=6, val=3")):
+        assert shown in program
+        program = program.replace(shown, small)
+    (tmp_path / "demo.py").write_text(program, encoding="utf-8")
+    run(sys.executable, "demo.py", folder=tmp_path)
+    assert (tmp_path / "exported" / "infer.yml").is_file()
