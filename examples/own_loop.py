@@ -13,7 +13,7 @@ from ppdist.config import load_config
 from ppdist.data.datasets.build import read_split
 from ppdist.data.loader import TrainLoader
 from ppdist.data.sampler import TrainSampler
-from ppdist.engine.build import LOSSES, build_evaluator, build_model
+from ppdist.engine.build import build_evaluator, build_model, loss_of
 
 
 def main() -> None:
@@ -35,17 +35,17 @@ def main() -> None:
     loader = TrainLoader(train_set, config.data, sampler, seed=config.seed)
 
     model = build_model(config)
-    loss_of = LOSSES[config.model.name].build(config.loss, model, steps_per_epoch)
+    criterion = loss_of(config.model.name).build(config.loss, model, steps_per_epoch)
     rate = paddle.optimizer.lr.CosineAnnealingDecay(config.optimizer.lr, steps)
     optimizer = paddle.optimizer.AdamW(rate, parameters=model.parameters(), weight_decay=0.05)
 
     model.train()
     for step, batch in enumerate(loader):
-        loss_of.prepare(model, step)
+        criterion.prepare(model, step)
         targets = batch.boxes_BM4, batch.labels_BM, batch.mask_BM
         size = batch.images_B3HW.shape[2:]
-        totals = loss_of.counts(*targets, size)
-        output = loss_of(model(model.normalize(batch.images_B3HW)), *targets, step, totals)
+        totals = criterion.counts(*targets, size)
+        output = criterion(model(model.normalize(batch.images_B3HW)), *targets, step, totals)
         loss = output.total / paddle.clip(output.normalizer, min=1.0)  # a loss is a sum
         if output.apart is not None:
             loss = loss + output.apart.total / paddle.clip(output.apart.normalizer, min=1.0)

@@ -408,7 +408,7 @@ def evaluate(
     """
     quiet_paddle()
     file = _weights_file(weights)
-    settled = changed(config_for(file, config), overrides)
+    settled = config_for(file, config, overrides, needs_data=True)
     from ppdist.distributed import comm
     from ppdist.engine.run import prepare_evaluation
 
@@ -470,13 +470,18 @@ def _settled(config: Config, overrides: Sequence[str]) -> ExperimentConfig:
     return load_config(config, overrides)
 
 
-def config_for(weights: Path, config: Config | None) -> ExperimentConfig:
+def config_for(
+    weights: Path,
+    config: Config | None,
+    overrides: Sequence[str] = (),
+    needs_data: bool = False,
+) -> ExperimentConfig:
     """The configuration given, or the one that the weights bring along."""
     if config is None:
         from ppdist.models.model_card import config_of_weights
 
-        return config_of_weights(weights)
-    return _settled(config, ())
+        return config_of_weights(weights, overrides, needs_data=needs_data)
+    return _settled(config, overrides)
 
 
 def changed(config: ExperimentConfig, overrides: Sequence[str]) -> ExperimentConfig:

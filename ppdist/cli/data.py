@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 
 from ppdist.cli import add_config
@@ -463,7 +464,7 @@ def synthetic(arguments: argparse.Namespace) -> int:
 def table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> None:
     drawn = Table(*header)
     for row in rows:
-        drawn.add_row(*row)
+        drawn.add_row(*map(escape, row))
     Console().print(drawn)
 
 

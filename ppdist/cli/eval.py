@@ -84,7 +84,6 @@ def main() -> int:
         metrics = evaluator.measure(found)
         step = step_of(Path(arguments.weights))
         analysis = evaluator.analyse(found, step) if arguments.out or arguments.vdl else {}
-        show(metrics, len(dataset.records))
         if arguments.json:
             on = {"images": len(dataset.records), "limit": config.data.val.limit}
             write_json(arguments.json, {**metrics, **on})
@@ -94,6 +93,7 @@ def main() -> int:
             write_out(arguments.out, analysis, evaluator, found, config.data)
         if arguments.vdl:
             write_vdl(arguments.vdl, metrics, analysis, evaluator.pictures)
+        show(metrics, len(dataset.records))
         return metrics
 
     metrics = comm.run_on_main(report)
@@ -108,6 +108,7 @@ def show(metrics: Mapping[str, float], images: int) -> None:
     Args: metrics: -1 where there is no such object, which is shown as a dash.
     """
     from rich.console import Console
+    from rich.markup import escape
     from rich.table import Table
 
     def shown(value: float) -> str:
@@ -121,7 +122,7 @@ def show(metrics: Mapping[str, float], images: int) -> None:
         if not slash:
             table.add_row(name, shown(value))
         elif kind == "AP":
-            classes.add_row(of, shown(value))
+            classes.add_row(escape(process.printable(of)), shown(value))
     console.print(table)
     if classes.rows:
         console.print(classes)

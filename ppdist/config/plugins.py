@@ -136,7 +136,7 @@ def load(target: str) -> Any:
     module, _, name = target.partition(":")
     try:
         return reduce(getattr, name.split("."), importlib.import_module(module))
-    except Exception as error:  # another's code runs when it is imported
+    except (Exception, SystemExit) as error:  # another's code runs when it is imported
         raise ConfigError(
             f"registered as {target}, cannot be imported: {type(error).__name__}: {error}",
             code="plugin_failed",
@@ -248,7 +248,7 @@ def load_installed() -> tuple[Broken, ...]:
             continue
         try:
             point.load()()
-        except Exception as error:  # another's code
+        except (Exception, SystemExit) as error:  # another's code
             package = f"{point.dist.name} {point.dist.version}" if point.dist else point.value
             broken.append(Broken(point.name, package, f"{type(error).__name__}: {error}"))
     return tuple(broken)

@@ -42,7 +42,7 @@ def find_config(path: str) -> str:
 
     Args: path: what was typed where a config is asked for.
     """
-    if os.path.exists(path):
+    if os.path.exists(path) and not os.path.isdir(path):
         return path
     words = path.removesuffix(".yml").removeprefix(f"{_CLONE_FOLDER}/")
     if "/" in words:

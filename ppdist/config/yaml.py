@@ -214,7 +214,7 @@ class Reader:
         merged = Node({}, start, start)
         for base in self._base_names(bases):
             beside = os.path.normpath(os.path.join(os.path.dirname(path), str(base.value)))
-            base_path = beside if os.path.exists(beside) else find_config(str(base.value))
+            base_path = beside if os.path.isfile(beside) else find_config(str(base.value))
             if base_path == base.value:  # no file and no name
                 base_path = beside
             merged = merge(merged, self.read_file(base_path, (*opened, real), base.place))

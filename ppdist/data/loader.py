@@ -10,9 +10,6 @@ whoever is done first.  Images cross processes as uint8.
 Where the storage of images is away, a worker waits for it and its rank says so, once; what stays
 away ends the iteration with a blank batch, with which the rank still reaches its collectives.
 
-Where the storage of images is away, a worker waits for it and its rank says so, once; what stays
-away ends the iteration with a blank batch, with which the rank still reaches its collectives.
-
 A worker that dies, or is busy with one image for too long, is killed and replaced, and its
 unfinished batches are rebuilt: a batch is a function of its keys, so none is lost, doubled or
 different.  A record that two workers in a row were reading when they died goes to the blocklist.
@@ -519,7 +516,7 @@ class WorkerPool:
         # Shared: all workers see at once what none of them may open any more.
         samples.blocklist_N = _shared(len(samples), np.uint8)
         in_a_hurry, samples.hurry = samples.hurry, _shared(1, np.uint8)
-        samples.hurry[:] = in_a_hurry
+        samples.hurry |= in_a_hurry  # a stop may come between the two
         self._workers: list[Worker] = []
         self._end = weakref.finalize(self, _end_workers, self._workers, os.getpid())  # also at exit
         try:

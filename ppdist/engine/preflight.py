@@ -33,6 +33,7 @@ from ppdist.distributed import comm, device
 from ppdist.distributed.agreement import Facts, require_agreement
 from ppdist.distributed.store import interfaces
 from ppdist.models.weights import checkpoint_of, digest_of_weights
+from ppdist.models.zoo import is_name
 
 _SUM_SECONDS = 60.0  # gloo itself gives up after 30
 _GIB = 1 << 30
@@ -99,8 +100,10 @@ def wait_for_inputs(config: Any, *, evaluate: bool, anew: bool) -> None:
     """
     root = Path(config.data.root)
     splits = [config.data.train, config.data.val][: 1 + evaluate]
-    paths = [root / name for each in splits for name in (each.images, each.annotations) if name]
-    if anew and config.model.pretrained:
+    paths = [
+        root / name for each in splits for name in (*each.image_folders, *each.annotation_files)
+    ]
+    if anew and config.model.pretrained and not is_name(config.model.pretrained):
         paths.append(Path(config.model.pretrained))
     if config.distill is not None:
         paths.append(Path(config.distill.teacher))

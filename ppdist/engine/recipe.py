@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 from ppdist.common.errors import ConfigError
+from ppdist.common.process import printable
 from ppdist.config import ExperimentConfig
 from ppdist.config.base import parse_tree
 from ppdist.config.shipped import near, recipes, short_names
@@ -112,7 +113,9 @@ def fit_recipe(layout: Layout, wishes: Wishes, overrides: Sequence[str], world: 
         *given,
         *((what, "", reason) for what, reason in layout.notes),
     ]
-    return Recipe(config, _text(name, chosen, rows), tuple(rows))
+    # Names come out of files of strangers; a line end would end the comment that holds them.
+    told = [(_line(what), _line(value), _line(why)) for what, value, why in rows]
+    return Recipe(config, _text(name, chosen, told), tuple(told))
 
 
 def _with_typed(wishes: Wishes, typed: Node) -> Wishes:
@@ -293,6 +296,10 @@ def _row(choice: Choice, chosen: Any) -> tuple[str, str, str]:
         value = value[part]
     text = f"{value:g}" if isinstance(value, float) else str(value)
     return choice.key, text if len(text) <= 60 else f"{text[:57]}...", choice.why
+
+
+def _line(text: str) -> str:
+    return " ".join(printable(text).split())
 
 
 def _text(name: str, chosen: dict[str, Any], rows: Sequence[tuple[str, str, str]]) -> str:

@@ -6,6 +6,7 @@ as_image          what Python holds (numpy, Pillow) -> uint8 RGB
 """
 
 import glob
+import http.client
 import sys
 import urllib.parse
 import urllib.request
@@ -229,11 +230,12 @@ def read_source(place: Path | str | int) -> np.ndarray:
 
 def _download(address: str) -> bytes:
     """An image's bytes.  Raises: DataError: it cannot be had, or is too large."""
-    request = urllib.request.Request(address, headers={"User-Agent": "ppdist"})
+    quoted = urllib.parse.quote(address, safe="/:?#[]@!$&'()*+,;=%~")  # blanks, other letters
+    request = urllib.request.Request(quoted, headers={"User-Agent": "ppdist"})
     try:
         with urllib.request.urlopen(request, timeout=_TIMEOUT_SECONDS) as answer:
             content = answer.read(_MOST_BYTES + 1)
-    except (OSError, ValueError) as error:  # URLError is an OSError
+    except (OSError, ValueError, http.client.HTTPException) as error:  # URLError is an OSError
         reason = getattr(error, "reason", None) or error
         raise DataError(
             f"cannot be downloaded: {reason}", code="image_unreachable", where=address

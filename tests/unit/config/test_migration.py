@@ -95,7 +95,7 @@ def test_file_of_another_trainer_is_one_message(tmp_path, text, code, said):
         ("-c x.yml -r x/10", "-r x/10: an option of PaddleDetection; write `--resume x/10`"),
         ("-c x.yml --resume last.pt", "cannot be resumed: write `--weights last.pt`"),
         ("-c x.yml --slim_config s.yml --use_vdl=true", "write `-o log.visualdl=true`"),
-        ("data=coco.yaml imgsz=640 epochs=3 device=0,1", "`fleetrun --selected_gpus 0,1 tools/tr"),
+        ("data=coco.yaml imgsz=640 epochs=3 device=0,1", "`fleetrun --selected_gpus 0,1 ppdist tr"),
         ("data=coco.yaml batch=8", "batch=8: an option of ultralytics; write `--batch 8`"),
         ("model=yolov8n.pt", "write `DATA --model yolov8n.pt`"),
         ("d.yaml lr0=0.01", "write `-o optimizer.lr=0.01`"),

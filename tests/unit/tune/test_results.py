@@ -119,6 +119,6 @@ def test_a_file_that_is_no_study_is_named(tmp_path: Path) -> None:
         read_rows(tmp_path)
     assert error.value.code == "study_not_found"
     (tmp_path / "x.jsonl").write_text('{"a": 1}\n', encoding="utf-8")
-    with pytest.raises(ConfigError, match=r"x\.jsonl:1: not a row of tools/tune\.py") as error:
+    with pytest.raises(ConfigError, match=r"x\.jsonl:1: not a row of ppdist tune") as error:
         read_rows(tmp_path / "x.jsonl")
     assert error.value.code == "not_a_study_row"
