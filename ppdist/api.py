@@ -28,6 +28,7 @@ from ppdist.common.errors import ConfigError, DataError, UserError
 from ppdist.common.process import STOP_SIGNALS, quiet_paddle
 from ppdist.config import ExperimentConfig, load_config
 from ppdist.config.base import parse_plain
+from ppdist.config.data import DataConfig
 from ppdist.config.export import ExportOptions
 from ppdist.config.migration import is_data_yaml
 from ppdist.config.yaml import Reader
@@ -491,15 +492,22 @@ def changed(config: ExperimentConfig, overrides: Sequence[str]) -> ExperimentCon
     return parse_plain(config.model_dump(mode="json"), "config", overrides, ExperimentConfig)
 
 
+_OF_A_SET = {"format", "root", "train", "val", "val_fraction", "class_names"}  # keys of `data`
+
+
 def with_data(config: ExperimentConfig, data: Config | Mapping[str, Any]) -> ExperimentConfig:
     """The configuration with other data, and the number of classes that these have.
+
+    How images are read and augmented stays, where a set or a section does not say it; `resize` is
+    the model's in any case.
 
     Raises: ConfigError: no `data` section; DataError: the training split cannot be read.
     """
     from ppdist.data.datasets.build import read_split
 
     tree = config.model_dump(mode="json")
-    tree["data"] = {"resize": config.data.resize, **_data_section(data)}  # resize is the model's
+    kept = {key: tree["data"][key] for key in DataConfig.model_fields if key not in _OF_A_SET}
+    tree["data"] = {**kept, **_data_section(data), "resize": config.data.resize}
     tree["model"]["num_classes"] = 1
     section = parse_plain(tree, "data", (), ExperimentConfig).data
     tree["model"]["num_classes"] = len(read_split(section, "train").class_names)

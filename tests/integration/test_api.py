@@ -14,6 +14,7 @@ from PIL import Image
 
 import ppdist
 from ppdist import Detections, Detector, load_config
+from ppdist.api import with_data
 from ppdist.common.errors import ConfigError, DataError, WeightsError
 from ppdist.data.datasets.synthetic import make_shapes
 from ppdist.data.image import read_image
@@ -236,6 +237,14 @@ def test_a_detector_trains_on_and_exports(
     files = sorted((project / "photos").iterdir())
     for one, other in zip(exported(files, threshold=0.05), better(files, threshold=0.05)):
         assert np.allclose(one.boxes_xyxy, other.boxes_xyxy, atol=0.1)
+
+
+def test_other_data_keep_how_images_are_augmented(project: Path) -> None:
+    config = load_config(project / "cfg.yml", ["data.augment.mosaic=0.5", "data.resize=letterbox"])
+    named = with_data(config, project / "data")  # a folder says nothing of augmentation
+    assert named.data.augment == config.data.augment and named.data.resize == "letterbox"
+    section = {**config.data.model_dump(mode="json"), "resize": "stretch"}
+    assert with_data(config, section).data.resize == "letterbox", "that of the weights"
 
 
 def test_names_of_the_package_are_those_promised() -> None:
