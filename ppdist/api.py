@@ -168,9 +168,7 @@ class Detector:
         elif isinstance(source, str | Path | int):
             if is_many(source):
                 found = expand([source])
-                live = any(
-                    isinstance(each.place, int) or "://" in f"{each.place}" for each in found
-                )
+                live = any(each.is_live for each in found)
                 return self._detect(predict, _frames(found), threshold, 1 if live else batch)
             frames = iter([Frame(str(source), None, read_source(source))])
         else:
@@ -447,19 +445,13 @@ def export(
     file = _weights_file(weights)
     settled = config_for(file, config)
     chosen = parse_plain({**options, "formats": list(formats)}, "export()", (), ExportOptions)
+    from ppdist.distributed import device
     from ppdist.engine.build import build_model
-    from ppdist.export.run import export_model
-    from ppdist.export.spec import describe, validation_set
-    from ppdist.models.model_card import read_card_or_warn
-    from ppdist.models.weights import load_all_weights
+    from ppdist.export.run import export_weights
 
-    with _on_cpu():
+    with device.on_cpu():  # files are the same, and checked without a card's TF32
         model = build_model(settled)
-        card = read_card_or_warn(file, _warn)
-        load_all_weights(model, file)
-        dataset = validation_set(settled, _warn, card)
-        spec = describe(settled, dataset, card)
-        return export_model(settled, model, spec, dataset, Path(out), chosen, _warn).directory
+        return export_weights(settled, model, file, Path(out), chosen, _warn).directory
 
 
 # --- configurations -------------------------------------------------------------------------------
@@ -522,16 +514,9 @@ def _data_section(data: Config | Mapping[str, Any]) -> Mapping[str, Any]:
         return data.data.model_dump(mode="json")
     if not _is_layout(data):
         return load_config(data).data.model_dump(mode="json")
-    from ppdist.data.datasets.layout import VAL_FRACTION, find_layout
+    from ppdist.data.datasets.layout import find_layout
 
-    layout = find_layout(str(data))
-    section: dict[str, Any] = {"format": layout.format, "root": str(layout.root)}
-    section |= {"train": layout.train.model_dump(mode="json")}
-    if layout.val is None:
-        section |= {"val_fraction": VAL_FRACTION}
-    else:
-        section |= {"val": layout.val.model_dump(mode="json")}
-    return {**section, "class_names": list(layout.class_names)}
+    return find_layout(str(data)).section()
 
 
 def _is_layout(data: Place) -> bool:
@@ -569,19 +554,6 @@ def _signals_given_back() -> Iterator[None]:
         for number, handler in before.items():
             if handler is not None:  # None: not Python's
                 signal.signal(number, handler)
-
-
-@contextmanager
-def _on_cpu() -> Iterator[None]:
-    """Files are the same, and checked without a card's TF32."""
-    from ppdist.distributed import device
-
-    before = device.kind()
-    device.choose("cpu")
-    try:
-        yield
-    finally:
-        device.choose(before)
 
 
 def _warn(text: str) -> None:

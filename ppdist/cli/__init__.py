@@ -14,10 +14,13 @@ import sys
 from collections.abc import Callable, Iterable
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from ppdist import __version__
 from ppdist.common import errors, process
+
+if TYPE_CHECKING:
+    from ppdist.config import ExperimentConfig
 
 COMMANDS = {
     "train": "train a detector or a classifier",
@@ -135,6 +138,20 @@ def add_config(
         "-o", "--override", nargs="+", action="extend", default=[],
         metavar="KEY=VALUE", help=override,
     )  # fmt: skip
+
+
+def config_of(arguments: argparse.Namespace, *, needs_data: bool = False) -> "ExperimentConfig":
+    """The configuration of -c, or the one that the weights of -w bring along, with -o.
+
+    Args: needs_data: see `config_of_weights`.
+    """
+    from ppdist.config import load_config
+
+    if arguments.config:
+        return load_config(arguments.config, arguments.override)
+    from ppdist.models.model_card import config_of_weights
+
+    return config_of_weights(arguments.weights, arguments.override, needs_data=needs_data)
 
 
 def command_line() -> list[str]:

@@ -12,7 +12,7 @@ takes the model card along: class names, preprocessing, licence.
 import argparse
 from pathlib import Path
 
-from ppdist.cli import OR_OF_WEIGHTS, add_config
+from ppdist.cli import OR_OF_WEIGHTS, add_config, config_of
 from ppdist.common import process
 from ppdist.common.arguments import described
 
@@ -30,14 +30,12 @@ def parse() -> argparse.Namespace:
 
 def main() -> int:
     arguments = parse()
-    from ppdist.config import load_config
     from ppdist.distributed import comm
     from ppdist.engine.build import build_model
     from ppdist.models.model_card import (
         CARD_NOTE,
         ModelCard,
         card_of,
-        config_of_weights,
         read_card_or_warn,
     )
     from ppdist.models.weights import (
@@ -52,10 +50,7 @@ def main() -> int:
     out: Path = arguments.out
     check_writable(out)
     weights = Path(arguments.weights)
-    if arguments.config:
-        config = load_config(arguments.config, arguments.override)
-    else:
-        config = config_of_weights(weights, arguments.override)
+    config = config_of(arguments)
     comm.init("cpu", config.distributed)
     model = build_model(config)
     card = read_card_or_warn(weights, process.warn) or ModelCard()

@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ppdist.cli import OR_OF_WEIGHTS, add_config
+from ppdist.cli import OR_OF_WEIGHTS, add_config, config_of
 from ppdist.common import errors, process
 from ppdist.common.arguments import described
 
@@ -49,15 +49,11 @@ def main() -> int:
     bound = read_bound(arguments.at_least)
     from ppdist.common.files import make_folder, make_parent, write_json
     from ppdist.common.logging import step_of
-    from ppdist.config import load_config
     from ppdist.distributed import comm
     from ppdist.engine.run import prepare_evaluation
-    from ppdist.models.model_card import config_of_weights, read_card_or_warn
+    from ppdist.models.model_card import read_card_or_warn
 
-    if arguments.config:
-        config = load_config(arguments.config, arguments.override)
-    else:
-        config = config_of_weights(arguments.weights, arguments.override, needs_data=True)
+    config = config_of(arguments, needs_data=True)
     comm.init(config.device, config.distributed)
 
     def prepare() -> None:

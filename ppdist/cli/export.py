@@ -13,7 +13,7 @@ import signal
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ppdist.cli import OR_OF_WEIGHTS, add_config
+from ppdist.cli import OR_OF_WEIGHTS, add_config, config_of
 from ppdist.common import errors, process
 from ppdist.common.arguments import at_least, described
 from ppdist.config.export import CALIBRATION, ExportOptions
@@ -53,20 +53,13 @@ def parse() -> argparse.Namespace:
 
 def main() -> int:
     arguments = parse()
-    from ppdist.config import load_config
     from ppdist.data.datasets.annotations import read_names
     from ppdist.distributed import comm
     from ppdist.engine.build import build_model
-    from ppdist.export.run import export_model
-    from ppdist.export.spec import describe, validation_set
-    from ppdist.models.model_card import config_of_weights, read_card_or_warn
-    from ppdist.models.weights import load_all_weights
+    from ppdist.export.run import export_weights
 
     formats = formats_of(arguments)
-    if arguments.config:
-        config = load_config(arguments.config, arguments.override)
-    else:
-        config = config_of_weights(arguments.weights, arguments.override)
+    config = config_of(arguments)
     if config.model.task == "classify" and (
         arguments.without_nms or arguments.accuracy is not None
     ):
@@ -78,13 +71,6 @@ def main() -> int:
     comm.init("cpu", config.distributed)  # files are the same, and checked without a card's TF32
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, stop)
-    model = build_model(config)
-    card = read_card_or_warn(arguments.weights, process.warn)
-    load_all_weights(model, Path(arguments.weights))
-    dataset = validation_set(config, process.warn, card)
-    spec = describe(config, dataset, card)
-    if arguments.class_names:
-        spec = spec.model_copy(update={"class_names": read_names(arguments.class_names)})
     options = ExportOptions(
         formats=tuple(formats),
         nms=not arguments.without_nms,
@@ -95,7 +81,11 @@ def main() -> int:
         calibration=arguments.calibration or CALIBRATION,
         accuracy=arguments.accuracy,
     )
-    report = export_model(config, model, spec, dataset, arguments.out, options, process.warn)
+    names = read_names(arguments.class_names) if arguments.class_names else ()
+    report = export_weights(
+        config, build_model(config), Path(arguments.weights), arguments.out, options,
+        process.warn, names,
+    )  # fmt: skip
     tell(report)
     return 0
 

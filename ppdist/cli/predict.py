@@ -17,7 +17,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ppdist.cli import OR_OF_WEIGHTS, add_config
+from ppdist.cli import OR_OF_WEIGHTS, add_config, config_of
 from ppdist.common import errors, process
 from ppdist.common.arguments import at_least, described
 
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from ppdist.predict.detections import Detection
     from ppdist.predict.model import LoadedModel, Predict
     from ppdist.predict.results import Results
-    from ppdist.predict.sources import Frame, Source
+    from ppdist.predict.sources import Frame
 
 THRESHOLD = 0.5
 FORMATS = ("coco", "yolo", "voc", "csv", "crops")
@@ -113,7 +113,7 @@ def main() -> int:
         for source in sources:
             yield from frames_of(source, complain)
 
-    live = any(is_live(source) for source in sources)
+    live = any(source.is_live for source in sources)
     predict = with_slices(model, arguments)
     found = predictions(predict, frames(), 1 if live else arguments.batch)
     results: Results
@@ -165,13 +165,6 @@ def noting(
         return list(found)
 
     return add, results.said
-
-
-def is_live(source: "Source") -> bool:
-    """Whether it has no end: a camera or a stream."""
-    return isinstance(source.place, int) or (
-        isinstance(source.place, str) and source.is_video and not source.place.startswith("http")
-    )
 
 
 def with_slices(model: "LoadedModel", arguments: argparse.Namespace) -> "Predict":
@@ -244,15 +237,10 @@ def of_weights(arguments: argparse.Namespace) -> "LoadedModel":
             code="options_conflict",
             fix="without it the environment variable OMP_NUM_THREADS counts",
         )
-    from ppdist.config import load_config
     from ppdist.distributed import comm
-    from ppdist.models.model_card import config_of_weights
     from ppdist.predict.model import load_weights
 
-    if arguments.config:
-        config = load_config(arguments.config, arguments.override)
-    else:
-        config = config_of_weights(arguments.weights, arguments.override)
+    config = config_of(arguments)
     if config.model.task == "classify":
         require_boxes_unasked(arguments, formats_of(arguments))
     comm.init(config.device, config.distributed)

@@ -47,7 +47,7 @@ def download(
     fix: str = "",
     say: Callable[[str], None] = _quiet,
     timeout: float = 30.0,
-) -> None:
+) -> str:
     """Fetches a file, unless it is there once this process may write; it appears whole.
 
     A cut, a silent server, and answers such as 503 are tried again, from where it stopped where the
@@ -60,12 +60,13 @@ def download(
         fix: what else the user can do, for messages.
         say: gets a line every few seconds.
         timeout: seconds without any byte that count as a cut.
+    Returns: the SHA-256 of the file, hexadecimal.
     Raises: UserError: refused, unreachable, of another content, or no room.
     """
     make_folder(file.parent)
     with _alone(file, say) as part:
         if file.exists():  # another process was faster
-            return
+            return sha256_of(file)
         resumed = _arrive(url, part, fix, say, timeout)
         found = sha256_of(part)
         if sha256 and found != sha256 and resumed:  # perhaps halves of two versions
@@ -84,6 +85,7 @@ def download(
         with writing(file):
             part.replace(file)
         _drop(part)
+    return found
 
 
 def sha256_of(file: Path) -> str:

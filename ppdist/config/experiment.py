@@ -21,7 +21,7 @@ from ppdist.config.plugins import find_names, names_of, open_section
 from ppdist.config.shipped import find_config
 from ppdist.config.train import EarlyStoppingConfig, TrainConfig
 from ppdist.config.validate import misfits
-from ppdist.config.yaml import Node, Problem, merge, node_of, problems_error
+from ppdist.config.yaml import Node, Place, Problem, merge, problems_error, tree_of
 
 
 class ExperimentConfig(Section):
@@ -128,7 +128,8 @@ def experiment_of(tree: Mapping[str, Any]) -> ExperimentConfig:
     Raises: pydantic.ValidationError: they do not; ConfigError: a plugin that they need fails.
     """
     problems: list[Problem] = []
-    schema = ExperimentConfig.opened(node_of(tree, "the configuration"), problems)
+    nodes = tree_of(dict(tree), Place("the configuration"))
+    schema = ExperimentConfig.opened(nodes, problems)
     if problems:
         raise problems_error(problems)
     opened = cast(type[ExperimentConfig], schema)

@@ -6,7 +6,7 @@ number, `010` is ten, and `yes`, `no`, `on`, `2024-01-01` are text.
 
 import os
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -155,16 +155,6 @@ _Dumper.add_representer(
 def dump(value: object) -> str:
     """YAML text of plain data: keys in their order, lists of scalars on one line."""
     return yaml.dump(value, Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=100)
-
-
-def node_of(value: Any, source: str) -> Node:
-    """Plain data as a tree whose only place is `source`."""
-    place = Place(source)
-    if isinstance(value, Mapping):
-        return Node({str(k): node_of(each, source) for k, each in value.items()}, place, place)
-    if isinstance(value, list | tuple):
-        return Node([node_of(each, source) for each in value], place, place)
-    return Node(value, place, place, str(value))
 
 
 def merge(base: Node, over: Node) -> Node:

@@ -16,7 +16,7 @@ from ppdist.common.errors import ConfigError
 from ppdist.common.process import printable
 from ppdist.config import ExperimentConfig
 from ppdist.config.base import parse_tree
-from ppdist.config.shipped import near, recipes, short_names
+from ppdist.config.shipped import find_config, near, recipes, short_names
 from ppdist.config.yaml import BASE_KEY, Node, Place, Reader, dump, merge, tree_of
 from ppdist.data.datasets.layout import VAL_FRACTION, Layout
 
@@ -132,20 +132,20 @@ def _with_typed(wishes: Wishes, typed: Node) -> Wishes:
 
 def _find(model: str) -> tuple[str, str]:
     """Name, as `_BASE_` has it, and file of a recipe."""
-    if model.endswith((".yml", ".yaml")) and os.path.isfile(model):
+    file = find_config(model)
+    shipped = {str(path): name for name, path in recipes().items()}
+    if file in shipped:
+        return shipped[file], file
+    if file == model and model.endswith((".yml", ".yaml")) and os.path.isfile(model):
         return os.path.abspath(model), model
-    words = Path(model).name.removesuffix(".yml")
-    name = short_names().get(words, words)
-    if name not in recipes():
-        close = near(model)
-        raise ConfigError(
-            f"no recipe is called so{f'; did you mean {close[0]}?' if close else ''}",
-            code="model_unknown",
-            where=f"--model {model}",
-            fix=f"expected {', '.join(close[1:] or [*short_names()][:4])}, or another of "
-            "`ppdist config list`",
-        )
-    return name, str(recipes()[name])
+    close = near(model)
+    raise ConfigError(
+        f"no recipe is called so{f'; did you mean {close[0]}?' if close else ''}",
+        code="model_unknown",
+        where=f"--model {model}",
+        fix=f"expected {', '.join(close[1:] or [*short_names()][:4])}, or another of "
+        "`ppdist config list`",
+    )
 
 
 def _short(name: str) -> str:
@@ -159,22 +159,12 @@ def _train_images(layout: Layout) -> int:
 
 
 def _data_choices(layout: Layout) -> list[Choice]:
-    choices = [
-        Choice("data.format", layout.format, ""),
-        Choice("data.root", str(layout.root), ""),
-        *_split_choices("data.train", layout.train.model_dump()),
+    held = layout.images - _train_images(layout)
+    why = f"no validation split: {held} images validate, by their file names; the others train"
+    return [
+        Choice(f"data.{key}", value, why if key == "val_fraction" else "")
+        for key, value in layout.section().items()
     ]
-    if layout.val is not None:
-        choices += _split_choices("data.val", layout.val.model_dump())
-    else:
-        held = layout.images - _train_images(layout)
-        why = f"no validation split: {held} images validate, by their file names; the others train"
-        choices.append(Choice("data.val_fraction", VAL_FRACTION, why))
-    return [*choices, Choice("data.class_names", list(layout.class_names), "")]
-
-
-def _split_choices(key: str, split: Mapping[str, Any]) -> list[Choice]:
-    return [Choice(f"{key}.{name}", split[name], "") for name in ("images", "annotations")]
 
 
 def _model_choices(layout: Layout, wishes: Wishes, base: Node) -> list[Choice]:

@@ -36,6 +36,7 @@ from ppdist.config.evaluate import NMSConfig
 from ppdist.config.runtime import RuntimeOptions
 from ppdist.data.image import read_image
 from ppdist.data.types import DetectionSet, ImageRecord
+from ppdist.distributed import device
 from ppdist.export.predictor import (
     EagerPredictor,
     ExportedPredictor,
@@ -180,7 +181,8 @@ def _export(
     names += _INT8_FILES if "onnx" in formats and calibration else []
     earlier = _require_free(directory, {SPEC_FILE, *names})
     spec = spec.model_copy(update={"earlier": tuple(sorted(earlier))})
-    with _on_cpu(), draft_of(directory) as draft:
+    # The check must not depend on a card's rounding.
+    with device.on_cpu(), draft_of(directory) as draft:
         images = check_images(spec.input, samples)
         _LOGGER.info("tracing the model; %d batches to compare its files on", len(images))
         cases = _Cases(
@@ -354,17 +356,6 @@ def _describe(
         max_score_error=agreement.score,
         max_box_error=agreement.box,
     )
-
-
-@contextmanager
-def _on_cpu() -> Iterator[None]:
-    """Tensors made inside are on the CPU: the check must not depend on a card's rounding."""
-    device = paddle.get_device()
-    paddle.set_device("cpu")
-    try:
-        yield
-    finally:
-        paddle.set_device(device)
 
 
 def _require_free(directory: Path, names: set[str]) -> set[str]:

@@ -1,4 +1,4 @@
-"""Export run: one model, checked on the data of its config."""
+"""Export run: weights, checked on the data of their config."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -7,7 +7,6 @@ from ppdist.common.errors import DataError
 from ppdist.config import ExperimentConfig
 from ppdist.config.export import ExportOptions
 from ppdist.data.datasets.build import read_split
-from ppdist.data.types import DetectionSet
 from ppdist.export.export import (
     ExportReport,
     Pictures,
@@ -16,31 +15,41 @@ from ppdist.export.export import (
     readable,
     spread,
 )
-from ppdist.export.spec import InferenceSpec
+from ppdist.export.spec import InferenceSpec, describe, validation_set
 from ppdist.models.base import Detector, ImageModel
-from ppdist.models.model_card import normalisation_of
+from ppdist.models.model_card import normalisation_of, read_card_or_warn
+from ppdist.models.weights import load_all_weights
 
 SAMPLES = 20  # validation images that take part in the check, when they are there
 
 
-def export_model(
+def export_weights(
     config: ExperimentConfig,
     model: ImageModel,
-    spec: InferenceSpec,
-    dataset: DetectionSet | None,
+    weights: Path,
     out: Path,
     options: ExportOptions,
     warn: Callable[[str], None],
+    class_names: tuple[str, ...] = (),
 ) -> ExportReport:
-    """Writes a folder with the model and its infer.yml; see `export_detector`.
+    """Writes a folder with the model of these weights and its infer.yml; see `export_detector`.
+
+    On the device that was chosen before, which should be the CPU.
 
     Args:
-        spec: as `describe` makes it.
-        dataset: of the validation split; None: not at hand, the check takes generated pictures.
-        warn: told of images that cannot be read, and how far a training split is limited.
+        model: of this config, which takes the weights.
+        warn: told of the weights' licence, of images that cannot be read, and how far a training
+            split is limited.
+        class_names: in place of those of the weights and the data; (): theirs.
     Raises: ExportError: the model cannot be exported, or a file does not compute what it does.
-        DataError: int8 without a readable training image.
+        DataError: int8 without a readable training image.  WeightsError: they do not fit.
     """
+    card = read_card_or_warn(weights, warn)
+    load_all_weights(model, weights)
+    dataset = validation_set(config, warn, card)
+    spec = describe(config, dataset, card)
+    if class_names:
+        spec = spec.model_copy(update={"class_names": class_names})
     takes = {
         "dynamic_batch": not options.fixed_batch,
         "dynamic_size": not options.fixed_size,

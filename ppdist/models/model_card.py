@@ -30,9 +30,9 @@ from ppdist.config.preprocess import NormalisationSection, ResizeSection, resize
 from ppdist.config.shipped import find_config
 from ppdist.models.base import ImageModel
 from ppdist.models.unpickle import Made, mapping, read_torch_content, shown
-from ppdist.models.weights import checkpoint_of, read_notes
+from ppdist.models.weights import checkpoint_of, read_notes, require_there
 from ppdist.models.yolov5 import DEPTH_WIDTH
-from ppdist.models.zoo import PublishedWeights, is_name, local_weights, published, similar_names
+from ppdist.models.zoo import PublishedWeights, is_name, local_weights, published
 
 CARD_FILE = "model_card.json"  # in a checkpoint
 CARD_NOTE = "model_card"  # in .safetensors, .npz and ONNX
@@ -189,13 +189,7 @@ def read_card(path: Path | str) -> ModelCard | None:
     Raises: WeightsError: no such file, damaged, or a card that is none.
     """
     entry, path = published(path), checkpoint_of(local_weights(path))
-    if not path.exists():
-        raise WeightsError(
-            "no such weight file or checkpoint directory",
-            code="weights_not_found",
-            where=str(path),
-            fix=similar_names(path),
-        )
+    require_there(path)
     if path.is_dir():
         if (path / "infer.yml").is_file():
             return _of_export(path / "infer.yml")

@@ -48,13 +48,8 @@ _MANIFEST = "manifest.json"
 _MOST_MANIFEST = 1 << 24  # bytes; ours have some hundreds
 
 
-def read_arrays(path: Path) -> dict[str, np.ndarray]:
-    """All arrays of a weight file or checkpoint directory, by key, as they are stored.
-
-    bfloat16, which numpy lacks, comes as its uint16 bit patterns; see `as_numbers`.
-
-    Raises: WeightsError: no such file, of an unknown kind, damaged, refused, or without arrays.
-    """
+def require_there(path: Path) -> None:
+    """Raises: WeightsError: there is no such file or folder."""
     if not path.exists():
         raise WeightsError(
             "no such weight file or checkpoint directory",
@@ -62,6 +57,16 @@ def read_arrays(path: Path) -> dict[str, np.ndarray]:
             where=str(path),
             fix=similar_names(path),
         )
+
+
+def read_arrays(path: Path) -> dict[str, np.ndarray]:
+    """All arrays of a weight file or checkpoint directory, by key, as they are stored.
+
+    bfloat16, which numpy lacks, comes as its uint16 bit patterns; see `as_numbers`.
+
+    Raises: WeightsError: no such file, of an unknown kind, damaged, refused, or without arrays.
+    """
+    require_there(path)
     if path.is_dir():
         return _read_checkpoint(checkpoint_of(path))
     ending = path.suffix.lower()

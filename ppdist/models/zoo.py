@@ -180,8 +180,10 @@ def local_weights(weights: Path | str) -> Path:
         )
     url = f"{mirror.rstrip('/')}/{entry.file}" if from_web else entry.url
     say(f"ppdist: downloading {entry.name} from {url}")
-    download(url, file, sha256=entry.sha256, fix=by_hand, say=lambda line: say(f"ppdist: {line}"))
-    _note(file, url, entry)
+    found = download(
+        url, file, sha256=entry.sha256, fix=by_hand, say=lambda line: say(f"ppdist: {line}")
+    )
+    _note(file, url, entry, found)
     return file
 
 
@@ -287,11 +289,11 @@ def _require_sum(file: Path, sha256: str | None) -> None:
         )
 
 
-def _note(file: Path, url: str, entry: PublishedWeights) -> None:
+def _note(file: Path, url: str, entry: PublishedWeights, sha256: str) -> None:
     """Keeps what has arrived from where, beside the file."""
-    note = {"name": entry.name, "url": url, "sha256": sha256_of(file)}
+    note = {"name": entry.name, "url": url, "sha256": sha256}
     note |= {"licence": entry.source.licence, "source": entry.source.home}
-    say(f"ppdist: {file}: SHA-256 {note['sha256']}")
+    say(f"ppdist: {file}: SHA-256 {sha256}")
     with suppress(OSError):  # of the weights nothing is missing
         replace_file(_note_of(file), json.dumps(note, indent=1).encode())
 

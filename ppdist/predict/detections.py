@@ -142,8 +142,8 @@ class Detections:
             box = ElementTree.SubElement(item, "bndbox")
             x1, y1, x2, y2 = one.box_xyxy
             # VOC's pixels are counted from 1, its last one belongs to the box.
-            corners = (round(x1) + 1, round(y1) + 1, round(x2), round(y2))
-            corners = (*corners[:2], max(corners[0], corners[2]), max(corners[1], corners[3]))
+            left, top = round(x1) + 1, round(y1) + 1
+            corners = left, top, max(left, round(x2)), max(top, round(y2))
             for tag, corner in zip(("xmin", "ymin", "xmax", "ymax"), corners):
                 ElementTree.SubElement(box, tag).text = str(corner)
         ElementTree.indent(root)

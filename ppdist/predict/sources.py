@@ -49,6 +49,13 @@ class Source:
         """Whether it has frames: a video, a camera or a stream."""
         return is_video(self.place)
 
+    @property
+    def is_live(self) -> bool:
+        """Whether it has no end: a camera or a stream."""
+        return isinstance(self.place, int) or (
+            isinstance(self.place, str) and self.place.startswith(_LIVE)
+        )
+
 
 @dataclass(frozen=True)
 class Frame:

@@ -23,6 +23,7 @@ from ppdist.models.model_card import CARD_NOTE, card_of
 from ppdist.models.weights import load_all_weights, write_arrays
 from tests.media import write_video
 from tests.unit.export.tiny import NMS, exported_classifier, exported_detector, tiny_model
+from tests.wheel import PIP, built_wheel
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 CONFIG = """
@@ -278,20 +279,9 @@ def test_a_users_script_passes_strict_mypy(tmp_path: Path) -> None:
     """Against the wheel, in an environment that shares the other packages."""
     pytest.importorskip("mypy", reason="needs mypy")
     run = {"check": True, "capture_output": True, "text": True, "timeout": 300, "cwd": tmp_path}
-    source = tmp_path / "source"
-    shutil.copytree(
-        REPOSITORY, source,
-        ignore=lambda folder, names: {
-            name for name in names
-            if name in (".git", ".venv", "output", "shared", "build", "tests") or ".egg" in name
-        },
-    )  # fmt: skip
-    pip = [sys.executable, "-m", "pip", "--disable-pip-version-check"]
-    wheel = [*pip, "wheel", "--no-deps", "--no-build-isolation", "-w", tmp_path / "w", source]
-    subprocess.run(wheel, **run)
-    (built,) = (tmp_path / "w").glob("*.whl")
     installed = tmp_path / "installed"
-    subprocess.run([*pip, "install", "--no-deps", "--target", installed, built], **run)
+    install = [*PIP, "install", "--no-deps", "--target", installed, built_wheel(tmp_path)]
+    subprocess.run(install, **run)
     assert (installed / "ppdist" / "py.typed").is_file()
     (tmp_path / "script.py").write_text(USER_SCRIPT, encoding="utf-8")
     shared = [path for path in sys.path if path and Path(path) != REPOSITORY]

@@ -2,14 +2,14 @@
 
 import json
 import subprocess
-import sys
 import sysconfig
 import venv
 from pathlib import Path
 
 import pytest
 
-from tests.forked import ROOT, run_tool, succeeded
+from tests.forked import run_tool, succeeded
+from tests.wheel import PIP, built_wheel
 
 pytestmark = pytest.mark.slow
 SMALL = ["data.workers=0", "train.batch_size_per_card=2"]
@@ -19,19 +19,10 @@ SMALL = ["data.workers=0", "train.batch_size_per_card=2"]
 def programs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """bin/ of an environment that has our wheel, and this one's packages but not this clone."""
     folder = tmp_path_factory.mktemp("installed")
-    clone = folder / "clone"  # setuptools leaves build/ and *.egg-info where it builds
-    for name in ("ppdist", "configs"):
-        succeeded(_run("cp", "-r", ROOT / name, _made(clone), folder=folder))
-    for name in ("setup.py", "pyproject.toml", "README.md", "MANIFEST.in", "LICENSE", "NOTICE"):
-        succeeded(_run("cp", ROOT / name, clone, folder=folder))
-    pip = [sys.executable, "-m", "pip", "--disable-pip-version-check"]
-    wheel = [*pip, "wheel", "--no-deps", "--no-build-isolation", "-q", "-w", folder, clone]
-    succeeded(_run(*wheel, folder=folder))
     home = folder / "venv"
     venv.create(home, with_pip=False)
-    (wheel_file,) = folder.glob("ppdist-*.whl")
-    install = [*pip, "--python", home / "bin" / "python", "install", "--no-deps", "-q", wheel_file]
-    succeeded(_run(*install, folder=folder))
+    install = [*PIP, "--python", home / "bin" / "python", "install", "--no-deps"]
+    succeeded(_run(*install, built_wheel(folder), folder=folder))
     (packages,) = home.glob("lib/python*/site-packages")
     shared = Path(sysconfig.get_path("purelib"))
     (packages / "shared.pth").write_text(f"{shared}\n", encoding="utf-8")
@@ -39,11 +30,6 @@ def programs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     found = succeeded(_run(home / "bin" / "python", "-c", where, folder=folder))
     assert Path(found.strip()).is_relative_to(packages)
     return home / "bin"
-
-
-def _made(folder: Path) -> Path:
-    folder.mkdir(exist_ok=True)
-    return folder
 
 
 def _run(*words: object, folder: Path) -> "subprocess.CompletedProcess[str]":

@@ -11,7 +11,7 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from ppdist.common.errors import ConfigError, DataError
 from ppdist.config.data import DataConfig, SplitConfig
@@ -56,6 +56,18 @@ class Layout:
     class_names: tuple[str, ...]
     images: int
     notes: tuple[tuple[str, str], ...] = ()
+
+    def section(self) -> dict[str, Any]:
+        """The keys of `data` that say all of this, as a configuration has them."""
+        splits = {"train": self.train} | ({} if self.val is None else {"val": self.val})
+        return {
+            "format": self.format,
+            "root": str(self.root),
+            **{key: each.model_dump(include={"images", "annotations"}, mode="json")
+               for key, each in splits.items()},
+            **({"val_fraction": VAL_FRACTION} if self.val is None else {}),
+            "class_names": list(self.class_names),
+        }  # fmt: skip
 
 
 def find_layout(source: str) -> Layout:
