@@ -167,6 +167,7 @@ def test_thresholds_and_slices_are_arguments(project: Path, detector: Detector) 
         assert error.value.code == "option_invalid"
 
 
+@pytest.mark.slow
 def test_an_export_finds_what_its_weights_find(
     project: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> None:

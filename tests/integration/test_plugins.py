@@ -11,6 +11,7 @@ from ppdist.data.datasets.synthetic import make_shapes
 from tests.distributed import run_on_ranks
 from tests.forked import ROOT, run_on_two_ranks, run_tool, succeeded
 
+pytestmark = pytest.mark.slow
 PACKAGES = Path(__file__).resolve().parents[1] / "third_party"
 CONFIG = """
 output_dir: {folder}/out
@@ -100,7 +101,6 @@ def test_without_the_package_the_names_are_unknown(project: Path) -> None:
     assert where in done.stderr
 
 
-@pytest.mark.slow
 def test_fleetrun_resumes_and_export_follows(project: Path) -> None:
     config, run = project / "cfg.yml", {"packages": PACKAGES}
     more = ("--resume", "--resume-changed", "-o", "train.epochs=4")
