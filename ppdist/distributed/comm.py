@@ -47,6 +47,7 @@ from ppdist.distributed.store import (
 )
 from ppdist.distributed.store import addresses as addresses
 from ppdist.distributed.store import alarm as alarm
+from ppdist.distributed.store import alive as alive
 from ppdist.distributed.store import all_gather_object as all_gather_object
 from ppdist.distributed.store import announce_arrival as announce_arrival
 from ppdist.distributed.store import barrier as barrier

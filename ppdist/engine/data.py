@@ -2,11 +2,11 @@
 
 import hashlib
 import itertools
+import logging
 import math
 import os
 import zlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -21,14 +21,15 @@ from ppdist.data.loader import TrainLoader
 from ppdist.data.sampler import TrainSampler, copies, difficulty, epoch_size
 from ppdist.data.transforms.pipeline import require_outlines
 from ppdist.data.types import Batch, DetectionSet, ImageRecord, Records
-from ppdist.data.validate import Checked, check_before_training
+from ppdist.data.validate import Checked, check_before_training, look_at_all
 from ppdist.distributed import comm
 from ppdist.distributed.agreement import equal_ranks
+from ppdist.distributed.progress import Progress
 from ppdist.engine.schedule_setup import ScheduleSetup
 from ppdist.engine.visualize import BatchPictures
 
+_LOGGER = logging.getLogger("ppdist.data")
 _COMPARED_IMAGES = 64  # of each set, by content; the others by the size of the file
-_THREADS = 16  # a network disk answers each request late, but many at once
 _SHOWN = 20  # images of the blocklist in a message
 ClassScores = Sequence[float | None]  # AP of each class; None where the set has no object of it
 
@@ -324,10 +325,16 @@ def _other_images(records: Records, top: str, count: int) -> tuple[int, str] | N
     Args: count: images whose content is compared, at equal distances; of the others their size is.
     """
     chosen_K = np.unique(len(records) * np.arange(count) // max(1, count))[: len(records)]
-    files = [*map(records.path, range(len(records)))], [*map(records.path, chosen_K)]
     reads = comm.local_rank() == 0
-    parts = [_of_files(size, paths) for size, paths in zip((_size, _content), files) if reads]
-    found_M = np.concatenate([*parts, np.zeros(0, np.int64)])  # M: N sizes, K contents
+    found_M = np.zeros(0, np.int64)  # M: N sizes, K contents
+    if reads:
+        progress = Progress(_LOGGER, "comparing images over hosts", len(records) + len(chosen_K))
+        found_M = np.concatenate(
+            [
+                look_at_all(lambda at: _size(records.path(at)), len(records), progress),
+                look_at_all(lambda k: _content(records.path(chosen_K[k])), len(chosen_K), progress),
+            ]
+        )
     whole = hashlib.blake2b(found_M.tobytes(), digest_size=16).hexdigest()
     wholes_W = comm.all_gather_object(whole if reads else None)
     groups = equal_ranks([each or wholes_W[0] for each in wholes_W])
@@ -349,16 +356,6 @@ def _other_images(records: Records, top: str, count: int) -> tuple[int, str] | N
         what = "of the same size, but other content"
         more = f" ({len(apart)} of {len(chosen_K)} images differ)" if len(apart) > 1 else ""
     return other, f"{records.path(first).removeprefix(top)}: {what}{more}"
-
-
-def _of_files(look: Callable[[str], int], paths: Sequence[str]) -> np.ndarray:
-    """What `look` gives for each file, int64, in the order of the paths."""
-    found_N = np.zeros(len(paths), np.int64)
-    with ThreadPoolExecutor(_THREADS) as pool:
-        shares = [paths[begin::_THREADS] for begin in range(_THREADS)]
-        for begin, found in enumerate(pool.map(lambda share: [*map(look, share)], shares)):
-            found_N[begin::_THREADS] = found
-    return found_N
 
 
 def _content(path: str) -> int:

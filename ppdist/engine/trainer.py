@@ -258,6 +258,8 @@ class Trainer:
     def _ask_to_stop(self) -> None:
         self.progress.stop = True  # every rank hears of it in the next step's tally
         self.feed.hurry()
+        if self.evaluator is not None:
+            self.evaluator.hurry()
 
     def _reason_to_end(self) -> str:
         """Why to end before the last step, the same on every rank; "": there is no reason."""
