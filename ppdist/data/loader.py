@@ -515,6 +515,7 @@ class WorkerPool:
         self._done: dict[int, tuple[Made, Worker, int]] = {}
         # Shared: all workers see at once what none of them may open any more.
         samples.blocklist_N = _shared(len(samples), np.uint8)
+        samples.waited = _shared(2, np.float64)
         in_a_hurry, samples.hurry = samples.hurry, _shared(1, np.uint8)
         samples.hurry |= in_a_hurry  # a stop may come between the two
         self._workers: list[Worker] = []

@@ -6,13 +6,14 @@ the ranks does not.
 
 import faulthandler
 import importlib.metadata
+import importlib.util
 import json
 import os
 import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -175,13 +176,27 @@ def digest_of_package() -> str:
 
 
 def _digests_of_plugins() -> Facts:
-    """Of the files of other packages whose parts are registered."""
+    """Of the files of other packages, or single modules, whose parts are registered."""
     return {
-        f"{name}/{path.relative_to(folder).as_posix()}": digest_of_file(path)
+        f"{name}/{path.relative_to(place).as_posix()}" if place != path else path.name: (
+            digest_of_file(path)
+        )
         for name in plugins.packages()
-        for folder in map(Path, getattr(sys.modules.get(name), "__path__", ()))
-        for path in sorted(folder.rglob("*.py"))
+        for place in _places_of(name)
+        for path in (sorted(place.rglob("*.py")) if place.is_dir() else [place])
     }
+
+
+def _places_of(name: str) -> list[Path]:
+    """The folders of a package, or the file of a module, imported or not; []: it is not found."""
+    spec = getattr(sys.modules.get(name), "__spec__", None)
+    with suppress(ImportError, ValueError):
+        spec = spec or importlib.util.find_spec(name)  # imports nothing
+    if spec is None:
+        return []
+    if spec.submodule_search_locations is not None:
+        return [*map(Path, spec.submodule_search_locations)]
+    return [Path(spec.origin)] if spec.has_location and spec.origin else []
 
 
 @cache

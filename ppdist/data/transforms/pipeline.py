@@ -14,7 +14,7 @@ import os
 import signal
 import time
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 
 import cv2
@@ -83,7 +83,10 @@ class Samples:
     Every image was there at the start (`check_files`).  So one that cannot be opened, with others
     of its folder that can, was deleted or damaged; where none can, their storage is away: it is
     waited for, and samples are what they would have been.  pause: waits so many seconds.  hurry:
-    uint8 [1], shared too: 1 once nobody has the time to wait for storage any more.
+    uint8 [1], shared too: 1 once nobody has the time to wait for storage any more.  waited: float64
+    [2], shared too: seconds waited of late, and until when (time.monotonic); time without a wait
+    takes off as much.  So storage that comes and goes never holds a step up for longer than storage
+    that stays away.
     """
 
     def __init__(
@@ -106,6 +109,7 @@ class Samples:
         self.awaited = np.full(2, NOTHING, np.int64)
         self.pause: Callable[[float], None] = time.sleep
         self.hurry = np.zeros(1, np.uint8)
+        self.waited = np.zeros(2)
         self.storage_seconds = storage_seconds
         self.beat = np.zeros(1)
         self.blocklist_N = np.zeros(len(dataset.records), np.uint8)
@@ -182,13 +186,16 @@ class Samples:
 
         Raises: DataError: the file cannot be read.  StorageError: storage stays away.
         """
-        left = pauses(self.storage_seconds)
+        left: Iterator[float] | None = None  # pauses, from the first failure on
+        began = owed = 0.0  # what was waited of late already
         tried = False  # since others of its folder were seen to be there
         while True:
             try:
                 self.reading[0], self.beat[0] = index, time.monotonic()
                 image_HW3 = self._pixels(index)
                 self.awaited[0] = NOTHING
+                if left is not None:
+                    self._note_wait(owed + time.monotonic() - began)
                 return image_HW3
             except DataError as error:
                 cause = error.__cause__
@@ -201,6 +208,9 @@ class Samples:
             tried = self._others_are_there(index)
             if tried:  # it may be back just now, and this image with it
                 continue
+            if left is None:
+                began, owed = time.monotonic(), self._waited_of_late()
+                left = pauses(self.storage_seconds - owed)
             pause = next(left, None)
             if pause is None or self.hurry[0]:
                 self.awaited[0] = NOTHING
@@ -216,6 +226,14 @@ class Samples:
             self.awaited[:] = index, cause.errno or errno.EIO
             self.pause(pause)
 
+    def _waited_of_late(self) -> float:
+        seconds, until = self.waited.tolist()
+        return max(0.0, seconds - (time.monotonic() - until))
+
+    def _note_wait(self, seconds: float) -> None:
+        """Args: seconds: waited of late; workers that wait at the same time count once."""
+        self.waited[:] = max(seconds, self._waited_of_late()), time.monotonic()
+
     def _others_are_there(self, index: int) -> bool:
         """Whether any of the next images of the same folder can be opened.
 
@@ -223,7 +241,8 @@ class Samples:
         """
         folder, count = os.path.dirname(self.path(index)), len(self)
         near = [(index + step) % count for step in range(1, min(count, _NEAR))]
-        near = [other for other in near if other not in self._dataset.unreadable]
+        unreadable = self._dataset.unreadable
+        near = [at for at in near if at not in unreadable and not self.blocklist_N[at]]
         paths = [self.path(other) for other in near]
         beside = [path for path in paths if os.path.dirname(path) == folder] or paths
         for path in beside[:_PROBED] or [folder]:

@@ -354,3 +354,21 @@ def test_a_restart_waits_for_what_was_read_before(tmp_path, monkeypatch, caplog)
     module.wait_for_inputs(config, evaluate=True, anew=True)
     assert weights.exists() and annotations.exists()
     assert len([each for each in caplog.records if each.levelname == "WARNING"]) == 1
+
+
+def test_plugins_are_compared_before_they_are_imported(tmp_path, monkeypatch):
+    """A package, imported or not, and one that is a single file."""
+    package = tmp_path / "plugged_package"
+    package.mkdir()
+    (package / "__init__.py").write_text("raise SystemExit")
+    (package / "part.py").write_text("")
+    (tmp_path / "plugged_file.py").write_text("raise SystemExit")
+    monkeypatch.syspath_prepend(tmp_path)
+    names = ["json", "plugged_file", "plugged_package", "plugged_nowhere"]
+    monkeypatch.setattr(module.plugins, "packages", lambda: names)
+    found = module.digests_of_code()
+    wanted = {"json/__init__.py", "plugged_file.py", "plugged_package/__init__.py"}
+    assert wanted | {"plugged_package/part.py"} <= found.keys()
+    (tmp_path / "plugged_file.py").write_text("# other")
+    assert module.digests_of_code()["plugged_file.py"] != found["plugged_file.py"]
+    assert not {"plugged_file", "plugged_package"} & sys.modules.keys()
