@@ -244,6 +244,7 @@ def of_weights(arguments: argparse.Namespace) -> "LoadedModel":
     if config.model.task == "classify":
         require_boxes_unasked(arguments, formats_of(arguments))
     comm.init(config.device, config.distributed)
+    comm.keep_freed_memory()
     alone = not arguments.config
     return load_weights(config, Path(arguments.weights), process.warn, names_alone=alone)
 

@@ -485,8 +485,11 @@ def build_evaluator(
 def speed_up_cpu(config: ExperimentConfig, models: list[ImageModel]) -> str:
     """Switches CPU convolutions to oneDNN where they equal Paddle's on every rank.  Collective.
 
+    Called once the data are read: from here on what is freed is kept for the next step.
+
     Returns: a warning where they do not; else "".
     """
+    comm.keep_freed_memory()
     if device.on_accelerator() or config.train.cpu_convolutions == "plain":
         return ""
     reason = self_check(models[0], 2 * models[0].size_multiple)

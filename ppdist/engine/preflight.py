@@ -38,7 +38,11 @@ from ppdist.models.zoo import is_name
 
 _SUM_SECONDS = 60.0  # gloo itself gives up after 30
 _GIB = 1 << 30
-_RANK_BYTES = 2 * _GIB  # processes of small models were measured to take 0.9 to 1.7
+# Measured, see docs/dev/memory_estimate.md: what a rank of the smallest model takes beyond what it
+# has by now (a larger one is estimated once it is built), and what a byte of annotations takes
+# while it is read.
+_RANK_BYTES = _GIB // 4
+_READING_FACTOR = 6.2
 _SHARED_BYTES = 1 * _GIB
 _DISK_BYTES = 5 * _GIB
 
@@ -84,7 +88,8 @@ def preflight(
     require_sum()
     hosts_W = comm.all_gather_object(comm.host())
     first_of_host = hosts_W.index(hosts_W[comm.rank()]) == comm.rank()
-    mine = list(resource_warnings(output_dir)) if first_of_host else []
+    size = annotation_bytes(config, evaluate) if first_of_host else 0
+    mine = list(resource_warnings(output_dir, size)) if first_of_host else []
     notices = [warning for host in comm.all_gather_object(mine) for warning in host]
     unknown = unknown_paddle(paddle.__version__)
     return [unknown, *notices] if unknown else notices
@@ -300,14 +305,35 @@ def within(seconds: float, what: str, absent: Callable[[], str] = lambda: "") ->
         timer.cancel()
 
 
-def resource_warnings(output_dir: Path) -> Iterator[str]:
-    """What may run out on this host; of the disk, rank 0 alone says so."""
+def annotation_bytes(config: Any, evaluate: bool) -> int:
+    """Of the files that a run reads; folders of many small ones, which take little, count nothing.
+
+    Args: config: ExperimentConfig.
+    """
+    splits = [config.data.train, config.data.val][: 1 + evaluate]
+    names = {name for each in splits for name in each.annotation_files}
+    size = 0
+    for name in names:
+        with suppress(OSError):  # whoever reads it says more
+            path = Path(config.data.root) / name
+            size += path.stat().st_size if path.is_file() else 0
+    return size
+
+
+def resource_warnings(output_dir: Path, annotations: int) -> Iterator[str]:
+    """What may run out on this host; of the disk, rank 0 alone says so.
+
+    Args: annotations: bytes of their files, which each rank reads.
+    """
     host, count = comm.host(), comm.local_size()
-    memory = available_memory()
-    if memory < count * _RANK_BYTES:
+    memory, reading = available_memory(), round(_READING_FACTOR * annotations)
+    needed = count * (_RANK_BYTES + reading)
+    if memory < needed:
         yield (
             f"host {host} has {memory / _GIB:.1f} GiB of memory left for {count} rank"
-            f"{'s' * (count > 1)}; use a smaller batch or fewer processes"
+            f"{'s' * (count > 1)}, which take {needed / _GIB:.1f} GiB at least: "
+            f"{count * reading / _GIB:.1f} to read {annotations / 1e6:.0f} MB of annotations, the "
+            f"rest for the smallest model; use fewer processes"
         )
     if device.on_accelerator() and count > 1:  # NCCL; our own data loader needs none of it
         free = free_disk("/dev/shm")

@@ -293,7 +293,7 @@ def test_a_paddle_that_was_not_run_is_a_warning(
         config = tiny_config(tmp_path)
         return preflight(config, output_dir=tmp_path, evaluate=False, resume=False)
 
-    monkeypatch.setattr(module, "resource_warnings", lambda folder: ["of this host"])
+    monkeypatch.setattr(module, "resource_warnings", lambda *arguments: ["of this host"])
     assert warned() == ["of this host"]
     monkeypatch.setattr(module.paddle, "__version__", "3.4.0")
     first, *others = warned()
@@ -325,8 +325,18 @@ def test_little_memory_and_a_full_disk_are_warnings(
     usage = shutil.disk_usage(tmp_path)
     monkeypatch.setattr(module, "available_memory", lambda: 1 << 30)
     monkeypatch.setattr(shutil, "disk_usage", lambda path: usage._replace(free=3 << 30))
-    memory, disk = module.resource_warnings(tmp_path / "not" / "there")
-    assert memory.startswith(f"host {HOST} has 1.0 GiB of memory left for 1 rank;")
+    memory, disk = module.resource_warnings(tmp_path / "not" / "there", 439_000_000)
+    told = (
+        f"host {HOST} has 1.0 GiB of memory left for 1 rank, which take 3.6 GiB at least: 3.4 to "
+    )
+    assert memory.startswith(f"{told}read 439 MB of annotations")
+    (only_the_disk,) = module.resource_warnings(tmp_path, 10_000_000)
+    assert only_the_disk.startswith("output_dir")
+    make_shapes(tmp_path, train=2, val=1, size=64, seed=0)
+    config, files = tiny_config(tmp_path, []), [*(tmp_path / "annotations").iterdir()]
+    sizes = {file.name: file.stat().st_size for file in files}
+    assert module.annotation_bytes(config, False) == sizes["instances_train.json"]
+    assert module.annotation_bytes(config, True) == sum(sizes.values())
     assert disk.startswith("output_dir: ") and "3.0 GiB free" in disk
 
 
