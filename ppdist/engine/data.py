@@ -62,7 +62,8 @@ def read_sets(config: DataConfig, num_classes: int, evaluate: bool) -> Checked:
         if dataset is not None:
             require_same_data(dataset, config)
     cores = max(1, int(available_cores()))  # rank 0 checks the images, the others wait
-    checked = check_before_training(config, train_set, val_set, workers=cores)
+    # Twice as many: half of the time a child waits for the disk, even for a local one.
+    checked = check_before_training(config, train_set, val_set, workers=2 * cores)
     same = same_sets(config) if evaluate else ""
     return checked._replace(lines=(*checked.lines, same)) if same else checked
 

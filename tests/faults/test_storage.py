@@ -58,7 +58,7 @@ def test_images_away_for_longer_cost_one_restart(
 def test_check_longer_than_the_timeout_ends_no_job(
     scenario: FaultScenario, tmp_path: Path, record_property
 ) -> None:
-    """16 at a time take 16 s, and the ranks wait 10 for one another; killed amid it, it goes on."""
+    """Looking at its files takes 16 s, 16 at a time; the ranks wait 10 s for one another."""
     make_shapes(tmp_path / "data", train=120, val=4, size=64, seed=0)
     overrides = [f"data.root={tmp_path / 'data'}", "distributed.timeout_seconds=10"]
     overrides += ["train.max_steps=2"]
@@ -70,4 +70,4 @@ def test_check_longer_than_the_timeout_ends_no_job(
         assert job.wait() == 0, job.text
     assert "data check: what has changed: " in job.text, job.text
     assert "data check: headers of 120 images" in job.text
-    record_property("figure", f"a check of {time.monotonic() - began:.0f} s, 10 s of patience")
+    record_property("figure", f"a check of {time.monotonic() - began:.0f} s, 10 s of timeout")
