@@ -30,10 +30,12 @@ from typing import Any, BinaryIO, NamedTuple
 import cv2
 from PIL import Image, TiffImagePlugin
 
+from ppdist.common import stores
 from ppdist.common.errors import DataError
-from ppdist.common.files import can_be_read, make_folder, open_file, user_cache, writing
+from ppdist.common.files import make_folder, user_cache, writing
 from ppdist.common.process import ends_with_this
 from ppdist.config.data import DataConfig
+from ppdist.data import storage
 from ppdist.data.datasets.annotations import (
     KINDS,
     Kind,
@@ -47,6 +49,7 @@ from ppdist.data.datasets.build import check_same_classes, read_raw, same_sets
 from ppdist.data.datasets.convert import Format, Images, convert
 from ppdist.data.decoder import Damage, damage
 from ppdist.data.image import is_image_name, read_header, read_image
+from ppdist.data.storage import can_be_read, open_file
 from ppdist.data.types import (
     DetectionSet,
     ImageRecord,
@@ -212,8 +215,30 @@ def _checked(
         ImageFile(str(image.path), (image.width, image.height) if image.width > 0 else None)
         for image in images
     ]
-    checks = check_images(files, decode=decode, workers=workers)
-    return [(file.path, found) for file, found in zip(files, checks)]
+    # A header is half of the way to an image in a store: there its listing has to do.
+    opened = [file for file in files if decode or not storage.is_remote(file.path)]
+    checks = iter(check_images(opened, decode=decode, workers=workers))
+    return [
+        (
+            file.path,
+            next(checks) if decode or not storage.is_remote(file.path) else check_listed(file.path),
+        )
+        for file in files
+    ]
+
+
+def check_listed(path: str) -> ImageCheck:
+    """What a store's listing says of an image, which is not opened: that it is there, not empty."""
+    try:
+        size, mark = storage.state_of(path)
+    except FileNotFoundError:
+        return ImageCheck(Damage("image_missing", "does not exist"), passing=True)
+    except OSError as error:
+        problem = Damage("image_unreadable", error.strerror or str(error))
+        return ImageCheck(problem, passing=True)
+    if not size and mark:
+        return ImageCheck(Damage("image_empty", "empty (0 bytes)"))
+    return ImageCheck(digest="" if storage.is_in_shard(path) else f"{size} {mark}")
 
 
 def _of_images(raw: RawSet, images: CheckedImages) -> Iterator[Issue]:
@@ -308,7 +333,8 @@ def _unlisted(config: DataConfig, splits: Mapping[str, ValidatedSplit]) -> dict[
     folders = {"train": config.train.image_folders, "val": config.val.image_folders}
     found: dict[str, list[Issue]] = {"train": [], "val": []}
     for split, name in ((split, name) for split, names in folders.items() for name in names):
-        for path in files_below(Path(config.root) / name):
+        folder = storage.folder_of(config.root, name)
+        for path in () if storage.is_remote(folder) else files_below(folder):
             if is_image_name(os.path.basename(path)) and place(path) not in listed:
                 listed.add(place(path))
                 what = f"not listed by {splits[split].raw.source}"
@@ -468,9 +494,17 @@ def _fingerprint(sets: Mapping[str, DetectionSet], decode: bool) -> str:
                 state = os.stat(record.path)
                 seen = f"{state.st_mtime_ns} {state.st_ctime_ns} {state.st_size}"
             except OSError:
-                seen = "absent"
+                seen = _elsewhere(record.path)
             summary.update(os.fsencode(f"\n{record.path}\0{record.width} {record.height} {seen}"))
     return summary.hexdigest()
+
+
+def _elsewhere(path: str) -> str:
+    """The state of an image that is no file on disk."""
+    try:
+        return f"{storage.state_of(path)}"
+    except OSError:
+        return "absent"
 
 
 def _kept_in(sets: Mapping[str, DetectionSet]) -> Path | None:
@@ -908,7 +942,7 @@ def check_image(path: str, size: tuple[int, int] | None, *, decode: bool) -> Ima
             all of it where these say that it cannot be used: the decoder has the last word.
     """
     try:
-        with open_file(path) as file:
+        with stores.patiently(lambda: open_file(path)) as file:
             return _check_content(file, path, size, decode)
     except FileNotFoundError:
         problem = Damage("image_missing", "does not exist")
@@ -922,7 +956,8 @@ def check_image(path: str, size: tuple[int, int] | None, *, decode: bool) -> Ima
 def _check_content(
     file: BinaryIO, path: str, size: tuple[int, int] | None, decode: bool
 ) -> ImageCheck:
-    length = os.fstat(file.fileno()).st_size
+    length = file.seek(0, os.SEEK_END)
+    file.seek(0)
     whole = decode or length <= _HEAD + _TAIL
     head = file.read() if whole else file.read(_HEAD)
     tail = b""
