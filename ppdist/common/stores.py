@@ -164,7 +164,8 @@ def fetch(
     if length is not None and len(content) > length:  # a server without ranges sends all
         content = content[begin:end]
     if length is not None and len(content) != length:
-        raise StoreAway(f"{len(content)} bytes came of {length}", url)
+        what = f"{len(content)} bytes came of {length}: it was replaced since the start"
+        raise OSError(errno.EINVAL, what, url)
     if cache is not None:
         cache.put(key, content)
     return content
@@ -358,6 +359,8 @@ def _answer(error: BaseException) -> tuple[int, str]:
             return int(status or 0), code if re.fullmatch(r"[A-Za-z]{1,40}", code) else ""
         for holder in (response, each):
             for attribute in ("status_code", "status", "code"):
+                if attribute == "code" and type(holder).__name__ != "HttpError":
+                    continue  # gcsfs has it; aiohttp calls a cut answer so, too
                 status = getattr(holder, attribute, None)
                 if isinstance(status, int) and 100 <= status < 600:
                     return status, ""
