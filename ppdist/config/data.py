@@ -4,8 +4,8 @@ from typing import Literal
 
 from pydantic import Field, model_validator
 
-from ppdist.config.augment import AugmentConfig
 from ppdist.common.stores import holds_credentials
+from ppdist.config.augment import AugmentConfig
 from ppdist.config.base import Section, Task
 
 Resize = Literal["stretch", "letterbox"]  # `data.resize`

@@ -171,7 +171,7 @@ def look_anew(folders: Iterable[str]) -> None:
 def absent_of(folder: str, names: Collection[str]) -> list[str] | None:
     """Which images of a store, or of a shard, are not there; None: the store cannot list.
 
-    Raises: OSError: FileNotFoundError where there is no such folder.
+    Raises: OSError: they cannot be listed.
     """
     through = place_in_shard(f"{folder}/{next(iter(names))}")
     if through is not None:
@@ -179,7 +179,10 @@ def absent_of(folder: str, names: Collection[str]) -> list[str] | None:
         return [
             name for name in names if index.find(through.shard, os.path.join(inner, name)) is None
         ]
-    listed = list_folder(folder)
+    try:
+        listed = list_folder(folder)
+    except FileNotFoundError:
+        return [*names]
     return None if listed is None else [name for name in names if name not in listed]
 
 

@@ -378,13 +378,12 @@ def _absent_in_store(folder: str, names: Sequence[str], source: str) -> set[str]
     """Raises: DataError: the store, or the index of the shards, does not answer."""
     try:
         absent = storage.absent_of(folder, names)
-    except FileNotFoundError:
-        absent = [*names]
     except OSError as error:
+        where = error.filename or folder
         raise DataError(
-            f"the images that {source} lists cannot be listed: {error.strerror or error}",
+            f"the images that {source} lists cannot be found: {error.strerror or error}",
             code="folder_unreadable",
-            where=folder,
+            where=f"{where}",
         ) from error
     return {os.path.join(folder, name) for name in absent or ()}
 
