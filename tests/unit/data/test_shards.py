@@ -26,7 +26,7 @@ _KEY = re.compile(r"^((?:.*/|)[^.]+)[.]([^/]*)$")  # WebDataset's own
 
 
 def sharded(root: Path, out: Path, shard_bytes: int = 12_000) -> DataConfig:
-    """The set of `write_coco`, in shards of a few images; its JSON and images where that has them."""
+    """The set of `write_coco` in shards of a few images, at the places it has there."""
     raw = read_raw(coco_config(root), "train", quietly)
     assert convert(raw, "coco", out, images="copy", split="train", shard_bytes=shard_bytes) == []
     (out / "annotations" / "instances_train.json").rename(out / "set.json")
@@ -166,7 +166,7 @@ def test_index_of_other_shards_is_noticed(pair, tmp_path):
     good = index.read_text()
     index.write_text(re.sub(r"^(001.jpg,[^,]*),\d+", r"\1,1024", good, flags=re.M))
     read_split(config, "train")
-    with pytest.raises(DataError, match="index.csv is of other shards") as caught:
+    with pytest.raises(DataError, match=r"index\.csv is of other shards") as caught:
         read_image(records[1].path)
     assert caught.value.code == "image_unreadable"
     assert read_image(records[0].path).shape == (48, 64, 3)

@@ -118,7 +118,7 @@ def test_what_fails_for_a_moment_is_neither_lost_nor_doubled(
     Sick(monkeypatch, AWAY, times=2, only="005")
     monkeypatch.setattr(files, "_FIRST_PAUSE_SECONDS", 0.01)
     with caplog.at_level(logging.INFO, "ppdist"):
-        ours = list(batches_of(of_store(f"{memory}/files", tmp_path)))
+        ours = list(batches_of(of_store(f"{memory}/files", tmp_path, workers=0)))
     assert_equal(ours, whole)
     assert not any(batch.bad_images for batch in ours)
     (line,) = [line for line in warnings_in(caplog) if "their storage is away" in line]
@@ -216,7 +216,7 @@ def test_formats_of_many_files_are_refused_in_a_store(form, memory, tmp_path):
 
 
 def test_layout_of_a_store_is_to_be_written_down():
-    with pytest.raises(DataError, match="set data.root to the address") as caught:
+    with pytest.raises(DataError, match=r"set data\.root to the address") as caught:
         find_layout("s3://bucket/data.yaml")
     assert caught.value.code == "data_not_found"
 
