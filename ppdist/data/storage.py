@@ -22,6 +22,7 @@ from ppdist.data.shards import (
     is_shard,
     open_member,
     place_in_shard,
+    read_member,
 )
 
 _GIB = 1 << 30
@@ -90,8 +91,10 @@ def read_file(path: str | Path, most_bytes: int) -> bytes:
         if not stores.is_remote(text):
             return files.read_file(text, most_bytes)
     except NotADirectoryError:
-        if place_in_shard(text) is None:
+        place = place_in_shard(text)
+        if place is None:
             raise
+        return read_member(place, most_bytes)
     with open_file(text) as file:
         content = file.read(most_bytes + 1)
     if len(content) > most_bytes:
