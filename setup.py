@@ -101,6 +101,8 @@ setup(
             "python-multipart>=0.0.27",
             "httpx>=0.27",
             "optuna>=4.4",
+            "s3fs>=2024.6",
+            "moto[server]>=5",  # an S3 server on loopback
             "mkdocs-material>=9.5",
             "setuptools>=70.1",  # builds the wheel that tests install
         ],

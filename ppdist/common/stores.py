@@ -9,7 +9,6 @@ loops and clients do not survive a fork, so each process opens its own at its fi
 
 import errno
 import hashlib
-import importlib
 import json
 import logging
 import os
@@ -290,7 +289,8 @@ def _filesystem(url: str) -> Any:
 
 def _opened(protocol: str, url: str) -> Any:
     try:
-        fsspec = importlib.import_module("fsspec")
+        import fsspec
+
         for library in ("botocore", "aiobotocore", "s3fs", "fsspec", "gcsfs"):
             logging.getLogger(library).setLevel(logging.ERROR)  # they say where keys were found
         options: dict[str, Any] = {"skip_instance_cache": True, "use_listings_cache": False}

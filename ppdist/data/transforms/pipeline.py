@@ -27,7 +27,7 @@ from ppdist.config.augment import AugmentConfig
 from ppdist.config.data import Resize
 from ppdist.data.cache import ImageCache
 from ppdist.data.image import read_image, reduction
-from ppdist.data.storage import can_be_read
+from ppdist.data.storage import can_be_read, is_remote
 from ppdist.data.transforms.color import augment_pixels, random_colours
 from ppdist.data.transforms.geometry import (
     MosaicCanvas,
@@ -196,7 +196,9 @@ class Samples:
                 cause = error.__cause__
                 # What a store says of the moment says nothing of the image.
                 passing = isinstance(cause, StoreAway)
-                if not passing and (tried or not is_outage(cause)):
+                # A store refuses everything once credentials have ended.
+                refused = isinstance(cause, PermissionError) and is_remote(self.path(index))
+                if not passing and (tried or not (is_outage(cause) or refused)):
                     self.awaited[0] = NOTHING
                     raise
                 why = error

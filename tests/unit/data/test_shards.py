@@ -19,21 +19,17 @@ from ppdist.data.image import read_header, read_image
 from ppdist.data.types import RawSet
 from ppdist.data.validate import check_before_training, validate
 from tests.unit.data.loaders import assert_equal, loader
-from tests.unit.data.sets import coco_config, coco_content, write_coco, write_images, write_json
+from tests.unit.data.sets import (
+    coco_config,
+    coco_content,
+    sharded,
+    write_coco,
+    write_images,
+    write_json,
+)
 from tests.unit.data.tool import run
 
 _KEY = re.compile(r"^((?:.*/|)[^.]+)[.]([^/]*)$")  # WebDataset's own
-
-
-def sharded(root: Path, out: Path, shard_bytes: int = 12_000) -> DataConfig:
-    """The set of `write_coco` in shards of a few images, at the places it has there."""
-    raw = read_raw(coco_config(root), "train", quietly)
-    assert convert(raw, "coco", out, images="copy", split="train", shard_bytes=shard_bytes) == []
-    (out / "annotations" / "instances_train.json").rename(out / "set.json")
-    (out / "images" / "train").rename(out / "shards")
-    (out / "images").rmdir()
-    (out / "shards").rename(out / "images")
-    return coco_config(out)
 
 
 @pytest.fixture(scope="module")

@@ -3,6 +3,7 @@
 import errno
 import logging
 import threading
+import time
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
@@ -25,8 +26,7 @@ from ppdist.data.types import ImagesAway
 from ppdist.data.validate import check_before_training, validate
 from ppdist.distributed import store as timeouts
 from tests.unit.data.loaders import assert_equal, loader, warnings_in
-from tests.unit.data.sets import coco_config, write_coco
-from tests.unit.data.test_shards import sharded
+from tests.unit.data.sets import coco_config, sharded, write_coco
 
 fsspec = pytest.importorskip("fsspec")
 COUNT = 13
@@ -138,11 +138,25 @@ def test_store_that_stays_away_gives_a_blank_batch(memory, tmp_path, monkeypatch
 @pytest.mark.parametrize("number", [errno.ENOENT, errno.EACCES])
 def test_image_refused_for_good_is_a_bad_one(number, memory, tmp_path, monkeypatch):
     failure = OSError(number, "refused", f"{memory}/files/images/005.jpg")
-    monkeypatch.setattr(files, "pauses", lambda seconds: pytest.fail("nothing is waited for"))
+    monkeypatch.setattr(time, "sleep", lambda seconds: pytest.fail("nothing is waited for"))
     Sick(monkeypatch, failure, times=10**9, only="005")
-    config = of_store(f"{memory}/files", tmp_path)
+    config = of_store(f"{memory}/files", tmp_path, workers=0)
     bad = {index for batch in batches_of(config) for index in batch.bad_images}
     assert bad == {5}
+
+
+def test_ended_credentials_are_storage_that_is_away(memory, tmp_path, monkeypatch):
+    monkeypatch.setattr(timeouts, "_timeout", 0.4)
+    config = of_store(f"{memory}/files", tmp_path, workers=0)
+    batches = batches_of(config)
+
+    def refuse(path, what, seconds=None, **arguments):
+        raise PermissionError(errno.EACCES, "the store refuses access (HTTP 403)", str(path))
+
+    monkeypatch.setattr(stores, "_ask", refuse)
+    with pytest.raises(ImagesAway) as caught:
+        list(batches)
+    assert caught.value.code == "storage_unreachable" and "HTTP 403" in str(caught.value)
 
 
 def test_missing_images_are_named_at_the_start(memory, tmp_path):
