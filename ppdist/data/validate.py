@@ -415,6 +415,8 @@ def _remembered(sets: Mapping[str, DetectionSet], *, decode: bool, workers: int)
         if not any(found.passing for images in checked.values() for _, found in images):
             _keep(kept, known | {"fingerprint": fingerprint})
     seconds, what = time.monotonic() - started, "pixels" if decode else "headers"
+    if not decode and any(storage.is_remote(d.records[0].path) for d in sets.values() if d.records):
+        what = "headers, in a store the listing alone,"
     _LOGGER.info("data check: %s of %d images in %.1f s%s", what, count, seconds, again)
     return known
 
