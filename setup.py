@@ -71,6 +71,7 @@ setup(
         "mlflow": ["mlflow-skinny>=3"],
         "clearml": ["clearml>=2"],
         "swanlab": ["swanlab>=0.10"],
+        "stores": ["fsspec>=2024.6", "s3fs>=2024.6"],  # data in s3://, gs://, http://, ...
         "monitoring": ["prometheus-client>=0.20", "nvidia-ml-py>=12.535"],  # --metrics_port
         "docs": ["mkdocs-material>=9.5"],  # make site
         "track": ["trackers>=2.6"],  # ppdist predict --track; brings supervision and opencv-python
@@ -100,6 +101,8 @@ setup(
             "python-multipart>=0.0.27",
             "httpx>=0.27",
             "optuna>=4.4",
+            "s3fs>=2024.6",
+            "moto[server]>=5",  # an S3 server on loopback
             "mkdocs-material>=9.5",
             "setuptools>=70.1",  # builds the wheel that tests install
         ],

@@ -150,10 +150,15 @@ def read_file(path: str | Path, most_bytes: int) -> bytes:
             content = b"".join(islice(blocks, most_bytes // _BLOCK_BYTES + 1))
             size = len(content)
         if size > most_bytes:
-            raise OSError(
-                errno.EFBIG, f"too large: {size} bytes, expected at most {most_bytes}", str(path)
-            )
+            raise too_large(size, most_bytes, path)
         return content
+
+
+def too_large(size: int, most_bytes: int, path: str | Path) -> OSError:
+    """What `read_file` raises of a file of so many bytes."""
+    return OSError(
+        errno.EFBIG, f"too large: {size} bytes, expected at most {most_bytes}", str(path)
+    )
 
 
 def digest_of_file(path: Path) -> str:

@@ -28,6 +28,7 @@ import numpy as np
 
 from ppdist.common.files import is_outage, user_cache
 from ppdist.common.machine import available_memory
+from ppdist.data import storage
 from ppdist.data.types import DetectionSet, Records
 from ppdist.distributed import comm
 
@@ -341,8 +342,7 @@ def _file(records: Records, reductions_N: np.ndarray, folder: str | Path | None)
     for index in range(len(records)):
         path = records.path(index)
         try:
-            found = os.stat(path)
-            version = f"{found.st_size} {found.st_mtime_ns}"
+            version = " ".join(map(str, storage.state_of(path)))
         except OSError:
             version = "absent"
         summary.update(os.fsencode(path) + b"\0" + version.encode() + b"\0")

@@ -15,7 +15,6 @@ import numpy as np
 from PIL import BmpImagePlugin, ExifTags, Image, JpegImagePlugin, TiffImagePlugin, WebPImagePlugin
 
 from ppdist.common.errors import DataError
-from ppdist.common.files import open_file, read_file
 from ppdist.data.decoder import (
     BMP,
     JPEG,
@@ -26,6 +25,7 @@ from ppdist.data.decoder import (
     damage,
     decode,
 )
+from ppdist.data.storage import open_file, read_file
 
 IMAGE_SUFFIXES = (".jpg", ".jpeg", ".png", ".bmp", ".webp", ".tif", ".tiff")
 # Flags are bits: of REDUCED_COLOR_2 those without IMREAD_COLOR say how far to reduce.

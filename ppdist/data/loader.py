@@ -18,6 +18,7 @@ The memory of the slots is anonymous and inherited: /dev/shm, which is small in 
 used.  A worker ends with its rank, however that one ends.
 """
 
+import errno
 import gc
 import itertools
 import logging
@@ -194,10 +195,11 @@ class _Outages:
         away = next((each.tolist() for each in awaited if each[0] != NOTHING), None)
         if away is not None and self._since is None:
             self._since = time.monotonic()
+            others = ", nor can others of its folder be read" * (away[1] != errno.EREMOTEIO)
             _LOGGER.warning(
-                "%s: %s, nor can others of its folder be read: their storage is away; waiting for "
-                "it for up to %.0f s",
-                self._samples.path(away[0]), os.strerror(away[1]), self._samples.storage_seconds,
+                "%s: %s%s: their storage is away; waiting for it for up to %.0f s",
+                self._samples.path(away[0]), os.strerror(away[1]), others,
+                self._samples.storage_seconds,
             )  # fmt: skip
         elif away is None and self._since is not None:
             seconds = time.monotonic() - self._since

@@ -33,11 +33,13 @@ import cv2
 import numpy as np
 from PIL import Image, TiffImagePlugin
 
+from ppdist.common import stores
 from ppdist.common.errors import DataError
-from ppdist.common.files import can_be_read, make_folder, open_file, user_cache, writing
+from ppdist.common.files import make_folder, user_cache, writing
 from ppdist.common.process import ends_with_this
 from ppdist.common.writers import append_whole
 from ppdist.config.data import DataConfig
+from ppdist.data import storage
 from ppdist.data.datasets.annotations import (
     KINDS,
     Kind,
@@ -51,6 +53,7 @@ from ppdist.data.datasets.build import check_same_classes, read_raw, same_sets
 from ppdist.data.datasets.convert import Format, Images, convert
 from ppdist.data.decoder import Damage, damage
 from ppdist.data.image import is_image_name, read_header, read_image
+from ppdist.data.storage import can_be_read, open_file
 from ppdist.data.types import (
     DetectionSet,
     Issue,
@@ -220,6 +223,20 @@ def _checked(images: Sequence[RawImage], *, decode: bool, workers: int) -> Check
     return [(file.path, found) for file, found in zip(files, checks)]
 
 
+def check_listed(path: str) -> ImageCheck:
+    """What a store's listing says of an image, which is not opened: that it is there, not empty."""
+    try:
+        size, mark = storage.state_of(path)
+    except FileNotFoundError:
+        return ImageCheck(Damage("image_missing", "does not exist"), passing=True)
+    except OSError as error:
+        problem = Damage("image_unreadable", error.strerror or str(error))
+        return ImageCheck(problem, passing=True)
+    if not size and mark:
+        return ImageCheck(Damage("image_empty", "empty (0 bytes)"))
+    return ImageCheck(digest="" if storage.is_in_shard(path) else f"{size} {mark}")
+
+
 def _of_images(raw: RawSet, images: CheckedImages) -> Iterator[Issue]:
     for image, (path, found) in zip(raw.images, images):
         if found.problem is not None:
@@ -312,7 +329,8 @@ def _unlisted(config: DataConfig, splits: Mapping[str, ValidatedSplit]) -> dict[
     folders = {"train": config.train.image_folders, "val": config.val.image_folders}
     found: dict[str, list[Issue]] = {"train": [], "val": []}
     for split, name in ((split, name) for split, names in folders.items() for name in names):
-        for path in files_below(Path(config.root) / name):
+        folder = storage.folder_of(config.root, name)
+        for path in () if storage.is_remote(folder) else files_below(folder):
             if is_image_name(os.path.basename(path)) and place(path) not in listed:
                 listed.add(place(path))
                 what = f"not listed by {splits[split].raw.source}"
@@ -402,6 +420,8 @@ def _remembered(sets: Mapping[str, DetectionSet], *, decode: bool, workers: int)
             _keep(kept, known | {"fingerprint": fingerprint})
             journal.remove()
     seconds, what = time.monotonic() - started, "pixels" if decode else "headers"
+    if not decode and any(storage.is_remote(d.records[0].path) for d in sets.values() if d.records):
+        what = "headers, in a store the listing alone,"
     _LOGGER.info("data check: %s of %d images in %.1f s%s", what, count, seconds, again)
     return known
 
@@ -559,7 +579,7 @@ def _keys(records: Records, decode: bool) -> np.ndarray:
             state = os.stat(path)
             seen = f"{state.st_mtime_ns} {state.st_ctime_ns} {state.st_size}"
         except OSError:
-            seen = "absent"
+            seen = _elsewhere(path)
         height, width = records.sizes_N2[at].tolist()
         content = start.copy()
         content.update(os.fsencode(f"{path}\0{width} {height} {seen}"))
@@ -567,6 +587,14 @@ def _keys(records: Records, decode: bool) -> np.ndarray:
 
     progress = Progress(_LOGGER, "data check: what has changed", len(records))
     return look_at_all(key, len(records), progress)
+
+
+def _elsewhere(path: str) -> str:
+    """The state of an image that is no file on disk."""
+    try:
+        return f"{storage.state_of(path)}"
+    except OSError:
+        return "absent"
 
 
 def _fingerprint(keys: Mapping[str, np.ndarray]) -> str:
@@ -608,12 +636,7 @@ class _Journal:
                 damaged = Damage(problem[0], str(problem[1])) if problem else None
                 self._keys.append(int(key))
                 self._checks.append(ImageCheck(damaged, tuple(notes), digest))
-            except (
-                ValueError,
-                TypeError,
-                IndexError,
-                RecursionError,
-            ):  # cut short, or odd
+            except (ValueError, TypeError, IndexError, RecursionError):  # cut short, or odd
                 continue
 
     def of(self, keys_N: np.ndarray) -> list[ImageCheck | None]:
@@ -957,9 +980,16 @@ def check_images(
         told: hears of each file that a child has checked; not of those that it was given up at.
     """
     checks: list[ImageCheck | None] = [None] * len(files)
-    waiting = deque(range(len(files)))
+    waiting: deque[int] = deque()
+    for position, file in enumerate(files):
+        # A header is half of the way to an image in a store: there its listing has to do.
+        if decode or not storage.is_remote(file.path):
+            waiting.append(position)
+        else:
+            checks[position] = found = check_listed(file.path)
+            told(position, found)
     crashes: Counter[int] = Counter()
-    children = [_Child(files, decode) for _ in range(min(max(workers, 1), -(-len(files) // 8)))]
+    children = [_Child(files, decode) for _ in range(min(max(workers, 1), -(-len(waiting) // 8)))]
     try:
         while any(child.busy for child in children) or waiting:
             for child in children:
@@ -1102,7 +1132,7 @@ def check_image(path: str, size: tuple[int, int] | None, *, decode: bool) -> Ima
             all of it where these say that it cannot be used: the decoder has the last word.
     """
     try:
-        with open_file(path) as file:
+        with stores.patiently(lambda: open_file(path)) as file:
             return _check_content(file, path, size, decode)
     except FileNotFoundError:
         problem = Damage("image_missing", "does not exist")
@@ -1116,7 +1146,8 @@ def check_image(path: str, size: tuple[int, int] | None, *, decode: bool) -> Ima
 def _check_content(
     file: BinaryIO, path: str, size: tuple[int, int] | None, decode: bool
 ) -> ImageCheck:
-    length = os.fstat(file.fileno()).st_size
+    length = file.seek(0, os.SEEK_END)
+    file.seek(0)
     whole = decode or length <= _HEAD + _TAIL
     head = file.read() if whole else file.read(_HEAD)
     tail = b""

@@ -16,6 +16,7 @@ from ppdist.common.errors import ConfigError, DataError
 from ppdist.common.files import digest_of_file
 from ppdist.common.machine import available_cores
 from ppdist.config.data import DataConfig, SamplingConfig
+from ppdist.data import storage
 from ppdist.data.datasets.build import check_same_classes, read_split, same_sets
 from ppdist.data.loader import TrainLoader
 from ppdist.data.sampler import TrainSampler, copies, difficulty, epoch_size
@@ -228,7 +229,7 @@ def require_same_data(dataset: DetectionSet, config: DataConfig) -> None:
     if comm.world_size() == 1:
         return
     records = Records.of(dataset.records)
-    top = os.path.join(os.path.abspath(config.root), "")
+    top = os.path.join(storage.absolute(config.root), "")
     differs = _other_records(dataset, records, config.root, top)
     if differs is None:
         count = len(records) if config.compare_images == "all" else _COMPARED_IMAGES
@@ -249,7 +250,7 @@ def require_same_data(dataset: DetectionSet, config: DataConfig) -> None:
 def fingerprint(dataset: DetectionSet, root: str) -> str:
     """A digest of a set: image names below `root`, sizes, order, objects."""
     records = Records.of(dataset.records)
-    top = os.path.join(os.path.abspath(root), "")
+    top = os.path.join(storage.absolute(root), "")
     content = hashlib.blake2b(digest_size=16)
     for index in range(len(records)):
         content.update(os.fsencode(records.path(index).removeprefix(top) + "\n"))
@@ -368,6 +369,6 @@ def _content(path: str) -> int:
 def _size(path: str) -> int:
     """Bytes of a file; -1 where there is none."""
     try:
-        return os.stat(path).st_size
+        return storage.state_of(path)[0]
     except OSError:  # whoever reads it reports why
         return -1

@@ -23,13 +23,15 @@ import numpy as np
 import paddle
 
 import ppdist
+from ppdist.common import stores
 from ppdist.common.errors import ConfigError, LaunchError
-from ppdist.common.files import can_be_read, digest_of_file, digest_of_text
+from ppdist.common.files import digest_of_file, digest_of_text
 from ppdist.common.machine import available_memory, free_disk
 from ppdist.common.process import unknown_paddle
 from ppdist.config import plugins
 from ppdist.config.base import flattened
 from ppdist.config.distributed import HOSTS_OWN_KEYS
+from ppdist.data import storage
 from ppdist.distributed import comm, device
 from ppdist.distributed.agreement import Facts, require_agreement
 from ppdist.distributed.store import interfaces
@@ -104,10 +106,11 @@ def wait_for_inputs(config: Any, *, evaluate: bool, anew: bool) -> None:
         anew: there is no checkpoint, so pretrained weights are read.
     Raises: StorageError, on every rank: it stays away on some host.
     """
-    root = Path(config.data.root)
     splits = [config.data.train, config.data.val][: 1 + evaluate]
     paths = [
-        root / name for each in splits for name in (*each.image_folders, *each.annotation_files)
+        storage.folder_of(config.data.root, name)
+        for each in splits
+        for name in (*each.image_folders, *each.annotation_files)
     ]
     if anew and config.model.pretrained and not is_name(config.model.pretrained):
         paths.append(Path(config.model.pretrained))
@@ -115,12 +118,17 @@ def wait_for_inputs(config: Any, *, evaluate: bool, anew: bool) -> None:
         paths.append(Path(config.distill.teacher))
 
     def away() -> str:
-        path = next((path for path in paths if not can_be_read(path)), None)
+        path = next((path for path in paths if not _is_there(path)), None)
         if path is None:
             return ""
         return f"{path}: cannot be read, though an earlier attempt of this job has read it"
 
     comm.run_on_all_ranks(lambda: comm.require_storage(away))
+
+
+def _is_there(path: Path) -> bool:
+    """Of a store it is enough that it answers: not every one has folders."""
+    return stores.answers(path) if stores.is_remote(path) else storage.can_be_read(path)
 
 
 def check_precision(config: Any) -> None:

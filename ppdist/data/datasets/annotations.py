@@ -20,6 +20,7 @@ import yaml
 
 from ppdist.common.errors import DataError
 from ppdist.common.files import read_file, writing
+from ppdist.data import storage
 from ppdist.data.types import (
     Box,
     Complain,
@@ -281,7 +282,7 @@ def _records(
             lost.append(str(image.path))
             continue
         yield ImageRecord(
-            path=os.path.abspath(image.path),
+            path=storage.absolute(image.path),
             image_id=image.image_id,
             width=image.width,
             height=image.height,
@@ -452,7 +453,7 @@ def inside_folder(folder: Path, name: str, where: str) -> Path:
         usable = False
     if not usable:
         raise DataError(f"{name!r} cannot be a file name", code="bad_file_name", where=where)
-    path = os.path.normpath(os.path.join(folder, name))
+    path = os.path.normpath(name if storage.is_remote(name) else os.path.join(folder, name))
     if not path.startswith(os.path.join(os.path.normpath(folder), "")):
         raise DataError(
             f"file name {name!r} leads out of {folder}", code="path_outside", where=where
@@ -469,7 +470,7 @@ def find_image(folder: Path, name: str, where: str, complain: Complain) -> Path 
     """
     try:
         path = inside_folder(folder, name, where)
-        if (name.isascii() and "\\" not in name) or os.path.isfile(path):
+        if (name.isascii() and "\\" not in name) or storage.is_remote(path) or os.path.isfile(path):
             return path
         for other in _other_spellings(name):
             elsewhere = inside_folder(folder, other, where)

@@ -19,6 +19,7 @@ import numpy as np
 from ppdist.common.errors import DataError
 from ppdist.config import plugins
 from ppdist.config.data import DataConfig, SplitConfig
+from ppdist.data import storage
 from ppdist.data.datasets.annotations import (
     Strictly,
     find_alike,
@@ -58,6 +59,7 @@ def read_split(
         whole: all images, whatever the split's `limit`, also those without a box to use.
     Raises: DataError: files missing or not of the format, boxes wrong, classes that do not fit.
     """
+    storage.use(config)
     _check_folder(config, split)
     limit = None if whole else _section(config, split).limit
     dataset = limited(_settled(config, split, masks, whole), limit, f"data.{split}.limit")
@@ -70,6 +72,7 @@ def read_split(
 
 def read_annotations(config: DataConfig, split: Split, num_classes: int) -> DetectionSet:
     """As `read_split`, but the images need not be there."""
+    storage.use(config)
     dataset = _settled(config, split, masks=False, whole=True)
     check_classes(dataset, num_classes)
     return dataset
@@ -84,6 +87,7 @@ def read_raw(config: DataConfig, split: Split, complain: Complain) -> RawSet:
         complain: gets what is wrong with parts of the files; if it returns, they are left out.
     Raises: DataError: a file is missing or as a whole not of the format.
     """
+    storage.use(config)
     _check_folder(config, split)
     if config.task == "classify":
         return _raw_of(_classified(config, split, complain))
@@ -93,7 +97,7 @@ def read_raw(config: DataConfig, split: Split, complain: Complain) -> RawSet:
 def _check_folder(config: DataConfig, split: Split) -> None:
     _, folders = _places(config, split)
     for images in folders:
-        if not images.is_dir():
+        if not (storage.is_remote(images) or images.is_dir()):
             raise DataError(
                 f"{images} is not a folder",
                 code="image_folder_missing",
@@ -103,15 +107,36 @@ def _check_folder(config: DataConfig, split: Split) -> None:
 
 def _places(config: DataConfig, split: Split) -> tuple[Path, tuple[Path, ...]]:
     """data.root, and the folders of a split's images: one, unless the format is YOLO."""
-    root = Path(config.root)
-    if not root.is_dir():
+    root = storage.folder_of(config.root)
+    folders = tuple(
+        storage.folder_of(config.root, name) for name in _section(config, split).image_folders
+    )
+    if any(map(storage.is_remote, (root, *folders))):
+        _require_few_files(config, split)
+    if not (storage.is_remote(root) or root.is_dir()):
         raise DataError(
             f"{root} is not a folder",
             code="data_root_missing",
             where="data.root",
             fix="set -o data.root=PATH",
         )
-    return root, tuple(root / name for name in _section(config, split).image_folders)
+    return root, folders
+
+
+_OF_STORES = ("coco", "csv")  # formats of one file a split
+
+
+def _require_few_files(config: DataConfig, split: Split) -> None:
+    """Raises: DataError: a format that reads a file for each image, or lists folders."""
+    if config.format in _OF_STORES or plugins.registered("dataset", config.format) is not None:
+        return
+    raise DataError(
+        f"data.format {config.format} reads many small files or lists folders, which is slow in an "
+        f"object store",
+        code="store_format",
+        where=f"data.{split}",
+        fix="convert it on a disk: `ppdist data convert --to coco --shards 256MB`, and upload that",
+    )
 
 
 def _section(config: DataConfig, split: Split) -> SplitConfig:
@@ -178,10 +203,10 @@ def _in_part(config: DataConfig, split: Split, paths: Sequence[str]) -> list[boo
     """
     if config.val_fraction is None:
         return [True] * len(paths)
-    top = os.path.join(os.path.abspath(config.root), "")
+    top = os.path.join(storage.absolute(config.root), "")
     digests = [
         hashlib.blake2b(
-            os.fsencode(f"{_SEED} {os.path.abspath(path).removeprefix(top)}"), digest_size=8
+            os.fsencode(f"{_SEED} {storage.absolute(path).removeprefix(top)}"), digest_size=8
         ).digest()
         for path in paths
     ]
@@ -198,15 +223,20 @@ def _annotation_files(config: DataConfig, split: Split) -> tuple[Path, tuple[Pat
 
     None of this split: they are found by its images.
     """
-    root = Path(config.root)
     for key, part in (("train", config.train), ("val", config.val)):
         if not part.annotation_files and config.format in _ANNOTATIONS:
             raise DataError(
                 f"data.{key}.annotations is missing: format {config.format} needs it",
                 code="missing_key",
             )
-    naming = root / (*config.train.annotation_files, *config.train.image_folders)[0]
-    found = tuple(root / name for name in _section(config, split).annotation_files)
+    first = (*config.train.annotation_files, *config.train.image_folders)[0]
+    naming = storage.folder_of(config.root, first)
+    if config.format == "csv":
+        naming = storage.local_copy(naming)
+    found = tuple(
+        storage.local_copy(storage.folder_of(config.root, name))
+        for name in _section(config, split).annotation_files
+    )
     for annotations in found:
         if not annotations.exists():
             raise DataError(
@@ -321,7 +351,11 @@ def check_files(dataset: DetectionSet) -> None:
         folder, name = os.path.split(record.path)
         wanted[folder].append(name)
     absent: set[str] = set()
+    storage.look_anew(wanted)
     for folder, names in wanted.items():
+        if storage.is_remote(folder) or storage.is_in_shard(folder):
+            absent |= _absent_in_store(folder, names, dataset.source)
+            continue
         is_link = _listing(folder, dataset.source)
         for name in names:
             path = os.path.join(folder, name)
@@ -338,6 +372,20 @@ def check_files(dataset: DetectionSet) -> None:
             where=dataset.source,
             fix="check data.root and the images folder",
         )
+
+
+def _absent_in_store(folder: str, names: Sequence[str], source: str) -> set[str]:
+    """Raises: DataError: the store, or the index of the shards, does not answer."""
+    try:
+        absent = storage.absent_of(folder, names)
+    except OSError as error:
+        where = error.filename or folder
+        raise DataError(
+            f"the images that {source} lists cannot be found: {error.strerror or error}",
+            code="folder_unreadable",
+            where=f"{where}",
+        ) from error
+    return {os.path.join(folder, name) for name in absent or ()}
 
 
 def _listing(folder: str, source: str) -> dict[str, bool]:
@@ -397,7 +445,7 @@ def same_sets(config: DataConfig) -> str:
     """Where training and validation are read from one place, a line that says so; else ""."""
     if config.val_fraction is not None:
         return ""
-    root = Path(config.root)
+    root = storage.folder_of(config.root)
     train, val = (
         [
             [os.path.realpath(root / name) for name in names]

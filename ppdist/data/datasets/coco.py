@@ -300,13 +300,20 @@ def _numbers(bbox: Any, where: str, image: str) -> list[float]:
         raise Malformed(Issue("annotation_line", what, image, where)) from error
 
 
-def write_coco(file: Path, raw: RawSet, names: Sequence[str]) -> list[str]:
-    """Writes a COCO file that `read_coco` reads as the same set.
+def write_coco(file: Path, content: Mapping[str, Any]) -> None:
+    """Writes what `coco_content` gave.
+
+    Raises: UserError: the file cannot be written, or is there already.
+    """
+    write_text(file, json.dumps(content, ensure_ascii=False, allow_nan=False))
+
+
+def coco_content(raw: RawSet, names: Sequence[str]) -> tuple[dict[str, Any], list[str]]:
+    """A COCO file that `read_coco` reads as the same set, for `json`.
 
     Args:
         names: of the images, relative to their folder.
-    Returns: what COCO could not hold, a line for each kind.
-    Raises: UserError: the file cannot be written, or is there already.
+    Returns: the content; what COCO could not hold, a line for each kind.
     """
     used = {
         identity
@@ -345,8 +352,8 @@ def write_coco(file: Path, raw: RawSet, names: Sequence[str]) -> list[str]:
             for extra, identity, name in zip(class_extras, raw.category_ids, raw.class_names)
         ],
     }
-    write_text(file, json.dumps(content, ensure_ascii=False, allow_nan=False))
-    return [f"{renumbered} objects: another has their id, numbered anew"] if renumbered else []
+    lines = [f"{renumbered} objects: another has their id, numbered anew"] if renumbered else []
+    return content, lines
 
 
 def _entry(

@@ -21,11 +21,13 @@ import cv2
 import numpy as np
 
 from ppdist.common.errors import DataError, StorageError
-from ppdist.common.files import can_be_read, is_outage, pauses
+from ppdist.common.files import is_outage, pauses
+from ppdist.common.stores import StoreAway
 from ppdist.config.augment import AugmentConfig
 from ppdist.config.data import Resize
 from ppdist.data.cache import ImageCache
 from ppdist.data.image import read_image, reduction
+from ppdist.data.storage import can_be_read, is_remote
 from ppdist.data.transforms.color import augment_pixels, random_colours
 from ppdist.data.transforms.geometry import (
     MosaicCanvas,
@@ -199,13 +201,17 @@ class Samples:
                 return image_HW3
             except DataError as error:
                 cause = error.__cause__
-                if tried or not is_outage(cause):
+                # What a store says of the moment says nothing of the image.
+                passing = isinstance(cause, StoreAway)
+                # A store refuses everything once credentials have ended.
+                refused = isinstance(cause, PermissionError) and is_remote(self.path(index))
+                if not passing and (tried or not (is_outage(cause) or refused)):
                     self.awaited[0] = NOTHING
                     raise
                 why = error
             finally:
                 self.reading[0] = NOTHING
-            tried = self._others_are_there(index)
+            tried = not passing and self._others_are_there(index)
             if tried:  # it may be back just now, and this image with it
                 continue
             if left is None:
@@ -214,14 +220,7 @@ class Samples:
             pause = next(left, None)
             if pause is None or self.hurry[0]:
                 self.awaited[0] = NOTHING
-                raise StorageError(
-                    f"{why.what}; nor can others of its folder be read, which were there at the "
-                    f"start: their storage is away, and was waited for ({self.storage_seconds:g} "
-                    f"s; see distributed.timeout_seconds)",
-                    code="storage_unreachable",
-                    where=self.path(index),
-                    fix="mount it again, and start with --resume; --max_restart does so by itself",
-                ) from why
+                raise self._away(index, why, passing) from why
             assert isinstance(cause, OSError)
             self.awaited[:] = index, cause.errno or errno.EIO
             self.pause(pause)
@@ -233,6 +232,17 @@ class Samples:
     def _note_wait(self, seconds: float) -> None:
         """Args: seconds: waited of late; workers that wait at the same time count once."""
         self.waited[:] = max(seconds, self._waited_of_late()), time.monotonic()
+
+    def _away(self, index: int, why: DataError, passing: bool) -> StorageError:
+        others = "nor can others of its folder be read, which were there at the start: "
+        again = "reach the store" if passing else "mount it"
+        return StorageError(
+            f"{why.what}; {others * (not passing)}their storage is away, and was waited for "
+            f"({self.storage_seconds:g} s; see distributed.timeout_seconds)",
+            code="storage_unreachable",
+            where=self.path(index),
+            fix=f"{again} again, and start with --resume; --max_restart does so by itself",
+        )
 
     def _others_are_there(self, index: int) -> bool:
         """Whether any of the next images of the same folder can be opened.
