@@ -39,8 +39,8 @@ def compare_loaders(
         seconds: of measuring for each.
         rounds: in so many turns.
     Returns: of `ours`, `ours_cached` where data.cache is set, `plain` and `torch`: medians over
-        rounds of images per second of CPU (of all its processes) and by the clock, and `times_plain`
-        and `times_torch`: the median ratio of the former, with the smallest and largest.
+        rounds of images per second of CPU (of all its processes) and by the clock, and
+        `times_plain`, `times_torch`: the median ratio of the former, with the smallest and largest.
     """
     variants = {"ours": config.model_copy(update={"cache": "none"})}
     if config.cache != "none":

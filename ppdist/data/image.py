@@ -113,9 +113,7 @@ def _content(path: str | Path) -> bytes:
         ) from error
 
 
-def _decode(
-    path: str | Path, content: bytes, reduced: int = 1, upright: bool = True
-) -> np.ndarray:
+def _decode(path: str | Path, content: bytes, reduced: int = 1, upright: bool = True) -> np.ndarray:
     try:
         image_HW3 = decode(content, reduced, upright)
     except cv2.error as error:

@@ -512,7 +512,12 @@ def covered(
         ends = int(low[0]), int(low[1]), int(high[0]), int(high[1])
     left, top, right, bottom = ends
     height, width = size[:2]
-    return _within(left, width), _within(top, height), _within(right, width), _within(bottom, height)
+    return (
+        _within(left, width),
+        _within(top, height),
+        _within(right, width),
+        _within(bottom, height),
+    )
 
 
 def _within(place: int, side: int) -> int:
