@@ -73,6 +73,7 @@ setup(
         "swanlab": ["swanlab>=0.10"],
         "stores": ["fsspec>=2024.6", "s3fs>=2024.6"],  # data in s3://, gs://, http://, ...
         "monitoring": ["prometheus-client>=0.20", "nvidia-ml-py>=12.535"],  # --metrics_port
+        "jpeg": ["simplejpeg>=1.9"],  # decodes JPEGs to the same pixels in less time
         "docs": ["mkdocs-material>=9.5"],  # make site
         "track": ["trackers>=2.6"],  # ppdist predict --track; brings supervision and opencv-python
         "tune": ["optuna>=4.4"],  # tools/tune.py
@@ -103,6 +104,7 @@ setup(
             "optuna>=4.4",
             "s3fs>=2024.6",
             "moto[server]>=5",  # an S3 server on loopback
+            "simplejpeg>=1.9",
             "mkdocs-material>=9.5",
             "setuptools>=70.1",  # builds the wheel that tests install
         ],

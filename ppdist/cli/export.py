@@ -87,6 +87,7 @@ def main() -> int:
         process.warn, names,
     )  # fmt: skip
     tell(report)
+    show_graph(Path(arguments.weights), report)
     return 0
 
 
@@ -133,6 +134,23 @@ def tell(report: "ExportReport") -> None:
     if spec.earlier:
         print(f"{', '.join(spec.earlier)}: left as an earlier export wrote it")
     print(f"{report.directory}: {report.megabytes:.1f} MB, {report.seconds:.0f} s; read infer.yml")
+
+
+def show_graph(weights: Path, report: "ExportReport") -> None:
+    """Puts the exported graph beside the curves of the run that the weights are from, if any."""
+    from ppdist.viz.graph import write_graph
+
+    weights = weights.resolve()
+    folders = [folder / "vdl" for folder in (weights, *weights.parents[:2])]
+    curves = next((folder for folder in folders if folder.is_dir()), None)
+    if report.spec.paddle is None or curves is None:
+        return
+    try:
+        write_graph(report.directory / "model.json", curves)
+    except (OSError, KeyError) as error:  # the export is whole without
+        process.warn(f"no graph for VisualDL in {curves}: {type(error).__name__}: {error}")
+    else:
+        print(f"its graph: visualdl --logdir {curves}, page GRAPHS")
 
 
 def stop(number: int, frame: object) -> None:

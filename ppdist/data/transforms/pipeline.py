@@ -60,6 +60,7 @@ from ppdist.data.types import (
     NOTHING,
     Arrays,
     DetectionSet,
+    ImageRecord,
     Made,
     Records,
     Sample,
@@ -121,6 +122,7 @@ class Samples:
             np.ones(len(dataset.records), np.uint8) if reductions_N is None else reductions_N
         )
         self._cache = cache
+        self._last: tuple[int, ImageRecord] | None = None
         self._problems: list[str] = []  # of this batch
         self._bad: dict[int, str] = {}
 
@@ -134,6 +136,12 @@ class Samples:
     def path(self, index: int) -> str:
         """Of the image of a record."""
         return self._dataset.records[index].path
+
+    def _record(self, index: int) -> ImageRecord:
+        """Kept until another one is asked for: making one costs 10 us, and more with outlines."""
+        if self._last is None or self._last[0] != index:
+            self._last = index, self._dataset.records[index]
+        return self._last[1]
 
     def batch(self, keys: Sequence[SampleKey], out: np.ndarray | None = None) -> Made:
         """Args: keys: all of one shape; out: uint8 [at least B*3*H*W], where the images go."""
@@ -167,7 +175,6 @@ class Samples:
 
         Raises: DataError: it cannot be read and data.bad_images is `error`.  StorageError.
         """
-        path = self.path(index)
         code, why = "image_unreadable", self._dataset.unreadable.get(index, "")
         if not why:
             code, why = _blocked(self.blocklist_N[index])
@@ -176,6 +183,7 @@ class Samples:
                 return self._pixels_once_there(index)
             except DataError as error:
                 code, why = error.code, error.what
+        path = self.path(index)
         if self._bad_images == "error":
             fix = "remove it, or set data.bad_images: skip"
             raise DataError(why, code=code, where=path, fix=fix)
@@ -265,7 +273,7 @@ class Samples:
         cached_HW3 = None if self._cache is None else self._cache.get(index)
         if cached_HW3 is not None:
             return cached_HW3
-        record = self._dataset.records[index]
+        record = self._record(index)
         size = (record.height, record.width) if record.height else None  # 0: not known
         image_HW3 = read_image(record.path, size, int(self._reductions_N[index]))
         if self._cache is not None:
@@ -449,13 +457,14 @@ class TrainSamples(Samples):
         for place, wanted in zip(order, [index, *others.tolist()]):
             slot = layout.slots[place]
             turn = random_turn(augment.rotate90, rng)
-            width, height = turned_sides(self._dataset.records[wanted], turn)
+            width, height = turned_sides(self._record(wanted), turn)
             matrix_33 = view_33 @ self._tile(slot, width, height, cell)
             if not canvas.shows(width, height, matrix_33):
                 used.append(wanted)  # and spare the time of decoding it
                 continue
             one = self._open(wanted, turn)
-            matrix_33 = view_33 @ self._tile(slot, one.width, one.height, cell)
+            if one.index != wanted:
+                matrix_33 = view_33 @ self._tile(slot, one.width, one.height, cell)
             everything = (0, 0, one.width, one.height)
             matrix_33 = canvas.draw(one.image_HW3, everything, matrix_33, one.reduced)
             canvas.note(one.boxes_M4, one.labels_M, matrix_33)
@@ -472,7 +481,7 @@ class TrainSamples(Samples):
         """The image at `index`, or the next good one, after so many quarter turns."""
         found, image_HW3 = self._next_good(index)
         reduced = int(self._reductions_N[found])
-        return Original.of(found, image_HW3, reduced, self._dataset.records[found], turn)
+        return Original.of(found, image_HW3, reduced, self._record(found), turn)
 
     def _next_good(self, index: int) -> tuple[int, np.ndarray]:
         """The image at `index`, reduced, or the next that can be read: a function of `index` alone.
