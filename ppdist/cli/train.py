@@ -9,6 +9,7 @@ labels.  Everything else is decided, shown, and written to the output_dir as a c
 """
 
 import argparse
+import gc
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -130,6 +131,7 @@ def train(arguments: argparse.Namespace, callbacks: Sequence["Callback"] = ()) -
     """
     hold_signals()  # as the doors have done already
     require_limits()
+    gc.disable()  # a million objects are made now, and stay
     from ppdist.config import load_config
     from ppdist.distributed import comm
     from ppdist.engine.run import run_training
@@ -137,6 +139,8 @@ def train(arguments: argparse.Namespace, callbacks: Sequence["Callback"] = ()) -
     from ppdist.engine.trainer import until_first_step
     from ppdist.launch.cli import started_by_stock_launcher
 
+    gc.freeze()  # no collection looks at them again, in workers neither
+    gc.enable()
     until_first_step()
     recipe = _fitted(arguments) if arguments.data else None
     config = recipe.config if recipe else load_config(arguments.config, arguments.override)
