@@ -131,7 +131,7 @@ def train(arguments: argparse.Namespace, callbacks: Sequence["Callback"] = ()) -
     """
     hold_signals()  # as the doors have done already
     require_limits()
-    gc.disable()  # a million objects are made now, and stay
+    import_engine()
     from ppdist.config import load_config
     from ppdist.distributed import comm
     from ppdist.engine.run import run_training
@@ -139,8 +139,6 @@ def train(arguments: argparse.Namespace, callbacks: Sequence["Callback"] = ()) -
     from ppdist.engine.trainer import until_first_step
     from ppdist.launch.cli import started_by_stock_launcher
 
-    gc.freeze()  # no collection looks at them again, in workers neither
-    gc.enable()
     until_first_step()
     recipe = _fitted(arguments) if arguments.data else None
     config = recipe.config if recipe else load_config(arguments.config, arguments.override)
@@ -165,6 +163,15 @@ def train(arguments: argparse.Namespace, callbacks: Sequence["Callback"] = ()) -
         joined=lambda: _show(recipe) if recipe and comm.is_main() else None,
         begin=begin,
     )
+
+
+def import_engine() -> None:
+    """Imports what a training needs: a million objects, which no collection looks at again."""
+    gc.disable()
+    import ppdist.engine.run
+
+    gc.freeze()
+    gc.enable()
 
 
 def _fitted(arguments: argparse.Namespace) -> "Recipe":
