@@ -68,14 +68,19 @@ def parse() -> argparse.Namespace:
         "--epochs", type=at_least(0), default=0, help="loader: so many for its memory"
     )
     parser.add_argument(
-        "--repeats", type=at_least(1), help="eval, startup (3), infer, scaling, checkpoint (5): how often"
+        "--repeats",
+        type=at_least(1),
+        help="eval, startup (3), infer, scaling, checkpoint (5): how often",
     )
     parser.add_argument("--batch", type=at_least(1), default=1, help="infer: images in one call")
     parser.add_argument(
         "--threads", type=at_least(1), default=1, help="infer: CPU threads of a prediction"
     )
     parser.add_argument(
-        "--processes", type=at_least(1), nargs="+", help="scaling, startup (1 2), eval: on so many each"
+        "--processes",
+        type=at_least(1),
+        nargs="+",
+        help="scaling, startup (1 2), eval: on so many each",
     )
     parser.add_argument(
         "--images", type=at_least(1), default=5000, help="coco: of the made-up set (5000)"

@@ -12,6 +12,7 @@ import argparse
 import gc
 import sys
 from collections.abc import Sequence
+from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -168,7 +169,7 @@ def train(arguments: argparse.Namespace, callbacks: Sequence["Callback"] = ()) -
 def import_engine() -> None:
     """Imports what a training needs: a million objects, which no collection looks at again."""
     gc.disable()
-    import ppdist.engine.run
+    import_module("ppdist.engine.run")
 
     gc.freeze()
     gc.enable()

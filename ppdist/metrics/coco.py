@@ -154,8 +154,9 @@ def write_detections(path: Path, dataset: DetectionSet, detections_R7: np.ndarra
     """Writes detections as a COCO result file: image_id, category_id, bbox xywh, score.
 
     Ids are those of the annotation file (`image_id`, `category_ids`), so any COCO tool can score
-    it; coordinates are original pixels, rounded to 1/1000, scores to 1/100,000.
-    Rows of a diverged model (not finite, say) are left out, as `evaluate_boxes` does.  The file appears whole or not at all.
+    it; coordinates are original pixels, rounded to 1/1000, scores to 1/100,000.  Rows of a diverged
+    model (not finite, say) are left out, as `evaluate_boxes` does.  The file appears whole or not
+    at all.
 
     Args:
         detections_R7: as in `evaluate_boxes`.
@@ -180,11 +181,13 @@ def _rows_as_json(dataset: DetectionSet, rows_R7: np.ndarray) -> bytes:
     records = dataset.records
     x_R, y_R = rows_R7[:, 3], rows_R7[:, 4]
     numbers = [x_R, y_R, rows_R7[:, 5] - x_R, rows_R7[:, 6] - y_R]
-    bbox = [part for each in numbers for part in (b", ", *_decimal(each, 3))][1:]
-    columns = [
+    bbox: list[bytes | np.ndarray] = []
+    for each in numbers:
+        bbox += [b", ", *_decimal(each, 3)]
+    columns: list[bytes | np.ndarray] = [
         b'{"image_id": ', _chosen(lambda place: records[place].image_id, rows_R7[:, 0]),
         b', "category_id": ', _chosen(dataset.category_ids.__getitem__, rows_R7[:, 1]),
-        b', "bbox": [', *bbox,
+        b', "bbox": [', *bbox[1:],
         b'], "score": ', *_decimal(rows_R7[:, 2], 5),
         b"}, ",
     ]  # fmt: skip
