@@ -10,9 +10,11 @@ labels.  Everything else is decided, shown, and written to the output_dir as a c
 
 import argparse
 import gc
+import shlex
 import sys
 from collections.abc import Sequence
 from importlib import import_module
+from itertools import chain, count
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -213,10 +215,16 @@ def _write(recipe: "Recipe", output_dir: Path, evaluate: bool) -> str:
     content = recipe.text.encode()
     with writing(file):
         if file.exists() and file.read_bytes() != content:  # perhaps edited by hand
-            file.replace(file.with_name(f"{FILE}.old"))
+            file.replace(_unused(file.with_name(f"{FILE}.old")))
         replace_file(file, content)
-    again = f"ppdist train -c {file}{' --eval' if evaluate else ''}"
+    again = shlex.join(["ppdist", "train", "-c", str(file), *(["--eval"] if evaluate else [])])
     return f"wrote {file}, a configuration to edit; `{again}` is this run"
+
+
+def _unused(file: Path) -> Path:
+    """The file, or the first of `file.2`, `file.3`, ... that is not there."""
+    names = chain([file.name], (f"{file.name}.{number}" for number in count(2)))
+    return next(each for each in map(file.with_name, names) if not each.exists())
 
 
 def main() -> int:
