@@ -17,6 +17,9 @@ ppdist benchmark WHAT -c cfg.yml [-o k=v ...]
   scaling  `train` through fleetrun on 1 and 2 (--processes) processes, and as many apart,
            interleaved in slices of 5 s (--seconds): efficiency, what the machine allows, exposed
            and hidden communication
+  startup  seconds and CPU seconds from the command to the end of the first training step, and their
+           parts, alone and through fleetrun on 2 (--processes) processes, in turns; what importing
+           takes by package
   coco     seconds of COCO's numbers on a made-up set (--images), beside pycocotools; no -c
   checkpoint
            how long a checkpoint blocks training, what writing it beside the steps takes, and what
@@ -65,14 +68,19 @@ def parse() -> argparse.Namespace:
         "--epochs", type=at_least(0), default=0, help="loader: so many for its memory"
     )
     parser.add_argument(
-        "--repeats", type=at_least(1), help="eval (3), infer, scaling, checkpoint (5): how often"
+        "--repeats",
+        type=at_least(1),
+        help="eval, startup (3), infer, scaling, checkpoint (5): how often",
     )
     parser.add_argument("--batch", type=at_least(1), default=1, help="infer: images in one call")
     parser.add_argument(
         "--threads", type=at_least(1), default=1, help="infer: CPU threads of a prediction"
     )
     parser.add_argument(
-        "--processes", type=at_least(1), nargs="+", help="scaling (1 2), eval: on so many each"
+        "--processes",
+        type=at_least(1),
+        nargs="+",
+        help="scaling, startup (1 2), eval: on so many each",
     )
     parser.add_argument(
         "--images", type=at_least(1), default=5000, help="coco: of the made-up set (5000)"
@@ -267,6 +275,21 @@ def checkpoint(arguments: argparse.Namespace, scratch: Path) -> dict[str, Any]:
     return measure_saving(config, saves=arguments.repeats or 5, scratch=scratch / "run")
 
 
+def startup(arguments: argparse.Namespace, scratch: Path) -> dict[str, Any]:
+    use_clone("benchmarks")
+    from benchmarks.startup import measure_startup
+
+    options = ["-c", arguments.config]
+    options += ["-o", *arguments.override] if arguments.override else []
+    return measure_startup(
+        [sys.executable, *script_of("launch")],
+        options,
+        counts=arguments.processes or [1, 2],
+        repeats=arguments.repeats or 3,
+        out=scratch / "startup",
+    )
+
+
 def coco(arguments: argparse.Namespace, scratch: Path) -> dict[str, Any]:
     use_clone("benchmarks")
     from benchmarks.coco import measure_coco
@@ -277,5 +300,5 @@ def coco(arguments: argparse.Namespace, scratch: Path) -> dict[str, Any]:
 
 MEASURES = {
     "train": train, "loader": loader, "eval": evaluation, "infer": inference, "scaling": scaling,
-    "checkpoint": checkpoint, "coco": coco,
+    "checkpoint": checkpoint, "startup": startup, "coco": coco,
 }  # fmt: skip

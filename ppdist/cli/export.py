@@ -45,7 +45,7 @@ def parse() -> argparse.Namespace:
                         f"({CALIBRATION})")  # fmt: skip
     parser.add_argument("--accuracy", type=at_least(0), metavar="N",
                         help="validation images that tell mAP before and after, for infer.yml "
-                        "(100, where that takes seconds; 0: none)")  # fmt: skip
+                        "(0: none)")  # fmt: skip
     parser.add_argument("--class-names", type=Path, metavar="FILE",
                         help="one name a line, where the data set is not at hand")  # fmt: skip
     return parser.parse_args()
@@ -79,7 +79,7 @@ def main() -> int:
         normalised_input=arguments.normalised_input,
         int8=arguments.int8,
         calibration=arguments.calibration or CALIBRATION,
-        accuracy=arguments.accuracy,
+        accuracy=arguments.accuracy or 0,
     )
     names = read_names(arguments.class_names) if arguments.class_names else ()
     report = export_weights(

@@ -75,12 +75,14 @@ def main() -> int:
     from ppdist.common.files import make_folder
     from ppdist.predict.model import predictions
     from ppdist.predict.results import (
+        FILES,
         FOLDERS,
+        TABLE,
         Classes,
         Objects,
         Pictures,
         picture_names,
-        require_no_foreign_pictures,
+        require_no_foreign_files,
         require_own_folder,
     )
     from ppdist.predict.sources import expand, frames_of, root_of
@@ -93,14 +95,16 @@ def main() -> int:
     names = [source.name for source in sources]
     films = [source.name for source in sources if source.is_video]
     pictures = [] if arguments.no_pictures else picture_names(names, films)
-    folders = [FOLDERS[kind] for kind in formats if kind in FOLDERS]
-    require_no_foreign_pictures(arguments.out, [*pictures, *folders])
+    places = {**FOLDERS, "csv": TABLE}
+    more = [places[kind] for kind in formats if kind in places]
+    require_no_foreign_files(arguments.out, [*pictures, *more])
     if arguments.track:
         require_tracker()
     model = of_weights(arguments) if arguments.model is None else of_export(arguments)
     spec = model.spec
     if spec.task == "classify":
         require_boxes_unasked(arguments, formats)
+    require_no_foreign_files(arguments.out, [FILES[spec.task]])
     make_folder(arguments.out)
     drawn = Pictures(arguments.out, dict(zip(names, pictures)))
     unreadable: list[str] = []
@@ -146,21 +150,17 @@ def noting(
     """What notes what was found in a frame, and what puts notes into words."""
     from ppdist.predict.model import detections
     from ppdist.predict.results import Classes, Objects
-    from ppdist.predict.tracking import Tracker
+    from ppdist.predict.tracking import following
 
     if isinstance(results, Classes):
         return results.add, results.said
     assert isinstance(results, Objects)
     threshold = THRESHOLD if arguments.threshold is None else arguments.threshold
-    followed: dict[str, Tracker] = {}  # the one video that is being looked at
+    follow = following(threshold) if arguments.track else lambda frame, found: found
 
     def add(frame: "Frame", rows_R6: Any) -> "list[Detection]":
         found = detections(frame, rows_R6[rows_R6[:, 1] >= threshold], results.spec)
-        if arguments.track and frame.index is not None:
-            if frame.name not in followed:
-                followed.clear()
-                followed[frame.name] = Tracker(frame.rate, threshold)
-            found = followed[frame.name].update(found)
+        found = follow(frame, found)
         results.add(frame, found)
         return list(found)
 

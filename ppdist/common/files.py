@@ -200,9 +200,16 @@ def write_json(path: Path, content: object, indent: int | None = None) -> None:
 
     Raises: UserError: it cannot be written.
     """
-    make_parent(path)
     text = json.dumps(content, ensure_ascii=False, indent=indent)
-    data = text.encode("utf-8", errors="backslashreplace")
+    write_whole(path, text.encode("utf-8", errors="backslashreplace"))
+
+
+def write_whole(path: Path, data: bytes) -> None:
+    """Writes a file, and its folder where that is missing; it appears whole or not at all.
+
+    Raises: UserError: it cannot be written.
+    """
+    make_parent(path)
     with writing(path):
         if path.exists() and not path.is_file():  # /dev/stdout: not to be replaced by a file
             path.write_bytes(data)

@@ -34,11 +34,10 @@ class ExportOptions(Section):
         ge=1,
         description="training images that tell int8 what numbers occur",
     )
-    accuracy: int | None = Field(
-        default=None,
+    accuracy: int = Field(
+        default=0,
         ge=0,
-        description="validation images that tell mAP before and after, for infer.yml; null: 100, "
-        "where that takes seconds; 0: none",
+        description="validation images that tell mAP before and after, for infer.yml; 0: none",
     )
 
     @model_validator(mode="after")

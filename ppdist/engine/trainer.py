@@ -95,7 +95,8 @@ class Trainer:
         Args:
             feed: this rank's micro-batches.
             evaluator: None: no evaluation during training.
-            evaluated_model: a second model that takes the averaged weights for evaluation.
+            evaluated_model: a second model that takes the averaged weights for evaluation; any
+                where there is no evaluator.
             seed: of what the model draws at random (dropout), together with step and rank.
             bad_steps_limit, check_weights_every: of `train` and of `distributed`.
             budget: of wall time; only rank 0 asks its clock.  None: there is no limit.

@@ -99,9 +99,13 @@ def _found(path: Path, source: str) -> Layout:
         what = f"is no folder and no data.yaml (looked in {Path.cwd()})"
         raise DataError(what, code="data_not_found", where=source, fix=_KINDS)
     for folder in _nested(path):
-        for file in sorted(folder.glob("*.y*ml")):
-            if _holds_data(file):
-                return _of_yaml(file)
+        files = [each for each in sorted(folder.glob("*.y*ml")) if _holds_data(each)]
+        if len(files) > 1:
+            what = f"holds several data files: {', '.join(each.name for each in files)}"
+            fix = f"name the one that is meant: {files[0]}, say"
+            raise DataError(what, code="split_ambiguous", where=str(folder), fix=fix)
+        if files:
+            return _of_yaml(files[0])
         for reader in (_of_coco, _of_voc, _of_yolo):
             layout = reader(folder)
             if layout is not None:

@@ -129,11 +129,8 @@ def test_accuracy_of_each_file_is_noted_beside_eager(
     assert spec.onnx.sample.mAP == pytest.approx(spec.onnx.sample.mAP_eager, abs=1e-3)
 
 
-def test_sample_has_time_limit_and_skips_unreadable(
-    tmp_path: Path, validation: DetectionSet
-) -> None:
+def test_sample_skips_unreadable(tmp_path: Path, validation: DetectionSet) -> None:
     eager = EagerPredictor(tiny_model(), NMS)
-    assert take_sample(validation, eager, tiny_spec(), seconds=0.0) is None
     sample = take_sample(validation, eager, tiny_spec(), count=1)
     assert sample is not None and len(sample.dataset.records) == 1
     gone = records(2, tmp_path)
