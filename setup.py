@@ -63,6 +63,7 @@ setup(
     extras_require={
         "cpu": ["paddlepaddle>=3.2.2"],  # of a newer one than README.md lists runs warn
         "onnx": ONNX,
+        "openvino": ["openvino>=2025.0"],  # runs ONNX files; see docs/deploy.md
         "tensorboard": [
             "tensorboardX>=2.6.4",
             "tensorboard>=2.16",
@@ -95,6 +96,7 @@ setup(
             "types-PyYAML",
             "tensorboardX>=2.6.4",
             *ONNX,
+            "openvino>=2025.0",
             "fastapi>=0.121",
             "starlette>=0.49.1",
             "uvicorn>=0.30",

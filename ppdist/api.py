@@ -50,15 +50,20 @@ class Detector:
     """A detector with its weights, ready for images, training and export.
 
     Args:
-        weights: a checkpoint, a run's output_dir (its best), an export's folder or its ONNX file,
+        weights: a checkpoint, a run's output_dir (its best), an export's folder, its ONNX file or
+            an .xml that OpenVINO made of it,
             a .pt of YOLOv5, .pdparams, .safetensors or .npz, or the name of published weights
             (docs/model_zoo.md), which are downloaded.
         config: of the weights, a file or the name of a shipped one, where they do not say which
             model they are of (.pdparams).
         device: auto (an accelerator where Paddle has one), cpu, gpu, ...; also of training and
             evaluation.
-        backend: of an export: paddle or onnx; None: Paddle Inference where it has that.
+        backend: of an export: paddle, onnx, openvino, or tensorrt (through ONNX Runtime on a card;
+            never run by us); None: on the CPU the fastest that is installed and that the export
+            was checked in (docs/deploy.md), on a card Paddle Inference.
         threads: CPU threads of an export (1); of weights OMP_NUM_THREADS decides.
+        precision: of an export in OpenVINO: bfloat16 is faster and less exact, on processors that
+            compute in it.
     Raises: UserError: no such weights, damaged, or of another model.
 
     Attributes:
@@ -71,11 +76,12 @@ class Detector:
         *,
         config: Config | None = None,
         device: str = "auto",
-        backend: Literal["paddle", "onnx"] | None = None,
+        backend: Literal["paddle", "onnx", "openvino", "tensorrt"] | None = None,
         threads: int | None = None,
+        precision: Literal["float32", "bfloat16"] = "float32",
     ) -> None:
         quiet_paddle()
-        from ppdist.predict.model import export_folder, load_export, require_task, runtime_of
+        from ppdist.predict.model import export_folder, load_export, require_task
 
         self.weights = _weights_file(weights)
         self._given, self._device = config, device
@@ -83,21 +89,11 @@ class Detector:
         self._folder = export_folder(self.weights) if config is None else None
         self._model: LoadedModel
         if self._folder is not None:
-            from ppdist.export.spec import read_spec
-
-            is_onnx = self.weights.suffix.lower() == ".onnx"
-            options = runtime_of(
-                read_spec(self._folder),
-                backend or ("onnx" if is_onnx else None),
-                threads or 1,
-                int8=self.weights.name.endswith("_int8.onnx"),
-                wanted_device=device,
-            )
-            self._model = load_export(self._folder, options)
+            self._model = load_export(self.weights, backend, threads or 1, precision, device)
         else:
-            if backend is not None or threads is not None:
+            if backend is not None or threads is not None or precision != "float32":
                 raise ConfigError(
-                    "backend and threads are for exports; these are weights",
+                    "backend, threads and precision are for exports; these are weights",
                     code="options_conflict",
                     where=str(weights),
                     fix="leave them out; of weights the variable OMP_NUM_THREADS sets threads",
@@ -239,7 +235,7 @@ class Detector:
         self,
         out: Place,
         *,
-        formats: Sequence[Literal["paddle", "onnx"]] = ("paddle",),
+        formats: Sequence[Literal["paddle", "onnx", "openvino"]] = ("paddle",),
         **options: Any,
     ) -> Path:
         """Writes the model for deployment; see `ppdist.export`."""
@@ -454,7 +450,7 @@ def export(
     out: Place,
     *,
     config: Config | None = None,
-    formats: Sequence[Literal["paddle", "onnx"]] = ("paddle",),
+    formats: Sequence[Literal["paddle", "onnx", "openvino"]] = ("paddle",),
     **options: Any,
 ) -> Path:
     """Writes a model for deployment, as `ppdist export` does, checked against the weights.
@@ -463,7 +459,8 @@ def export(
         weights: see `Detector`.
         out: a folder, new or of an earlier export.
         config: see `evaluate`.
-        formats: paddle (Paddle Inference), onnx.
+        formats: paddle (Paddle Inference), onnx, openvino (the ONNX model, which must compute the
+            same in OpenVINO).
         options: nms=False (end with scores and boxes of all predictions), fixed_batch, fixed_size,
             normalised_input, int8 (True or False), calibration and accuracy (numbers of images:
             accuracy=100 measures mAP before and after).

@@ -3,11 +3,11 @@
 ppdist predict [-c cfg.yml] -w WEIGHTS --source X [X ...] --out DIR
 
 Without -c the configuration is the one in the checkpoint or its model card.
-With `--model DIR` instead of -w an exported model runs, in Paddle Inference or ONNX Runtime;
-all give the same boxes.  DIR gets every picture with its boxes drawn, and detections.json: a COCO
-data set of what was found (`annotations` is also a COCO result list).  A classifier draws its five
-surest classes instead, and writes them to classes.json.  Of a camera or a stream, Ctrl-C ends the
-recording; what was found is written.
+With `--model DIR` instead of -w an exported model runs, in ONNX Runtime, OpenVINO or Paddle
+Inference; all give the same boxes.  --out gets every picture with its boxes drawn, and
+detections.json: a COCO data set of what was found (`annotations` is also a COCO result list).  A
+classifier draws its five surest classes instead, and writes them to classes.json.  Of a camera or a
+stream, Ctrl-C ends the recording; what was found is written.
 """
 
 import argparse
@@ -23,7 +23,7 @@ from ppdist.common.arguments import at_least, described
 
 if TYPE_CHECKING:
     from ppdist.predict.detections import Detection
-    from ppdist.predict.model import LoadedModel, Predict
+    from ppdist.predict.model import LoadedModel, Precision, Predict
     from ppdist.predict.results import Results
     from ppdist.predict.sources import Frame
 
@@ -37,9 +37,15 @@ def parse() -> argparse.Namespace:
     add_config(parser, required=False, config=OR_OF_WEIGHTS)
     parser.add_argument("-w", "--weights", help="weight file, checkpoint, or published name")
     parser.add_argument("--model", type=Path, metavar="DIR",
-                        help="an exported model, instead of -c and -w")  # fmt: skip
-    parser.add_argument("--backend", choices=["paddle", "onnx"],
-                        help="what runs --model (default: paddle where DIR has it)")  # fmt: skip
+                        help="an exported model, or the one file of it that is to run, instead of "
+                        "-c and -w")  # fmt: skip
+    parser.add_argument("--backend", choices=["paddle", "onnx", "openvino", "tensorrt"],
+                        help="what runs --model (default: on the CPU the fastest that is installed "
+                        "and that the export was checked in); tensorrt: through ONNX Runtime on a "
+                        "card, never run by us")  # fmt: skip
+    parser.add_argument("--bfloat16", action="store_true",
+                        help="--model: OpenVINO computes in it, faster and less exact, where the "
+                        "processor can")  # fmt: skip
     parser.add_argument("--int8", action="store_true", help="--model: its quantised ONNX file")
     parser.add_argument("--threads", type=int, help="CPU threads of --model (default: 1)")
     parser.add_argument("--source", required=True, nargs="+", metavar="X",
@@ -227,9 +233,10 @@ def of_weights(arguments: argparse.Namespace) -> "LoadedModel":
         raise errors.ConfigError(
             "give -w WEIGHTS, or --model DIR (an export)", code="option_missing"
         )
-    if arguments.backend or arguments.int8:
+    if arguments.backend or arguments.int8 or arguments.bfloat16:
         raise errors.ConfigError(
-            "--backend and --int8 are for --model, an exported model", code="options_conflict"
+            "--backend, --bfloat16 and --int8 are for --model, an exported model",
+            code="options_conflict",
         )
     if arguments.threads is not None:
         raise errors.ConfigError(
@@ -266,11 +273,14 @@ def of_export(arguments: argparse.Namespace) -> "LoadedModel":
         raise errors.ConfigError(
             "--int8 is an ONNX file: leave out --backend paddle", code="options_conflict"
         )
-    from ppdist.export.spec import read_spec
-    from ppdist.predict.model import load_export, runtime_of
+    if arguments.int8 and arguments.bfloat16:
+        raise errors.ConfigError("--int8 and --bfloat16: choose one", code="options_conflict")
+    from ppdist.predict.model import load_export
 
-    spec = read_spec(arguments.model)
-    if spec.task == "classify":
+    precision: Precision = "float32"
+    if arguments.int8 or arguments.bfloat16:
+        precision = "int8" if arguments.int8 else "bfloat16"
+    model = load_export(arguments.model, arguments.backend, threads, precision)
+    if model.spec.task == "classify":
         require_boxes_unasked(arguments, formats_of(arguments))
-    options = runtime_of(spec, arguments.backend, threads, arguments.int8)
-    return load_export(arguments.model, options)
+    return model

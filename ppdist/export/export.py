@@ -62,10 +62,12 @@ from ppdist.export.verify import (
     check_images,
     compare_kept,
     compare_raw,
+    compare_rows,
     eager_outputs,
     largest_of,
     load_graphs,
     load_onnx,
+    load_openvino,
     measure_raw,
     remembered,
 )
@@ -76,11 +78,12 @@ from ppdist.models.model_card import CARD_NOTE
 from ppdist.models.onednn.convert import plain_convolutions
 
 Model = TypeVar("Model", bound=ImageModel)
-Format = Literal["paddle", "onnx"]
-FORMATS: tuple[Format, ...] = ("paddle", "onnx")
+Format = Literal["paddle", "onnx", "openvino"]
+FORMATS: tuple[Format, ...] = ("paddle", "onnx", "openvino")
 _FILES: dict[Format, tuple[str, ...]] = {
     "paddle": ("model.json", "model.pdiparams"),
     "onnx": ("model.onnx",),
+    "openvino": ("model.onnx",),
 }
 _INT8_FILES = ("model_int8.onnx",)
 _GENERATED = 3  # of the images of a check at most, the first ones
@@ -174,6 +177,10 @@ def _export(
     sampled: int,
 ) -> ExportReport:
     start = time.monotonic()
+    needs_openvino = "openvino" in formats
+    if needs_openvino:
+        require_openvino()
+        formats = [name for name in ("paddle", "onnx") if name == "onnx" or name in formats]
     multiple = spec.input.model_copy(update={"size_multiple": model.size_multiple})
     spec = spec.model_copy(update={"input": multiple})
     _require_usable(model, spec)
@@ -201,11 +208,21 @@ def _export(
         if "onnx" in formats:
             _LOGGER.info("ONNX: converting, and comparing with the trained model")
             agreement["onnx"] = _write_onnx(scratch, draft, spec, cases, nms_in_graph)
+            if find_spec("openvino"):
+                _LOGGER.info("OpenVINO: comparing with the trained model")
+                with _openvino_wanted(needs_openvino):
+                    found = _in_openvino(scratch, draft, spec, cases, nms_in_graph)
+                    called = agreement["onnx"].output_names
+                    agreement["openvino"] = replace(found, output_names=called)
         spec = _complete(spec, agreement, nms_in_graph)
         if "onnx" in formats and calibration:
             _LOGGER.info("ONNX in 8-bit integers: calibrating")
             int8 = _write_int8(scratch, draft, spec, cases, calibration)
             spec = spec.model_copy(update={"onnx_int8": int8})
+            if "openvino" in agreement:
+                with _openvino_wanted(needs_openvino):
+                    int8 = _int8_in_openvino(scratch, draft, spec, cases)
+                    spec = spec.model_copy(update={"openvino_int8": int8})
         shutil.rmtree(scratch)
         write_spec(draft, spec)
         if validation is not None and spec.nms is not None:
@@ -276,6 +293,43 @@ def _write_onnx(
         return replace(agreement, output_names=kept)
     shutil.copy2(raw_file, file)
     return agreement
+
+
+@contextmanager
+def _openvino_wanted(needed: bool) -> Iterator[None]:
+    """What OpenVINO cannot do ends the export where it was asked for; else it is only said."""
+    try:
+        yield
+    except ExportError as error:
+        if needed:
+            raise
+        _LOGGER.warning("OpenVINO is left out: %s", error)
+
+
+def _in_openvino(
+    scratch: Path, draft: Path, spec: InferenceSpec, cases: _Cases, nms_in_graph: bool
+) -> Agreement:
+    """Checks the files of _write_onnx in OpenVINO; what is not for use on the first images only."""
+    raw = load_openvino(scratch / "model.onnx")
+    if spec.nms is None or not nms_in_graph:
+        return compare_raw(raw, cases.images, cases.expected)
+    few = slice(_GENERATED)
+    agreement = compare_raw(raw, cases.images[few], cases.expected[few])
+    kept = load_openvino(draft / "model.onnx")
+    return largest_of([agreement, compare_rows(kept, cases.images, cases.expected, spec.nms)])
+
+
+def _int8_in_openvino(
+    scratch: Path, draft: Path, spec: InferenceSpec, cases: _Cases
+) -> ModelFileSection:
+    """Checks the files of _write_int8 in OpenVINO, as there."""
+    assert spec.onnx_int8 is not None
+    raw = load_openvino(scratch / "model_int8.onnx")
+    off = measure_raw(raw, cases.images, cases.expected)
+    if spec.onnx_int8.nms_in_graph and spec.nms is not None:
+        compare_kept(load_openvino(draft / "model_int8.onnx"), raw, cases.images, spec.nms)
+    noted = {"max_score_error": off.score, "max_box_error": off.box}
+    return spec.onnx_int8.model_copy(update=noted)
 
 
 def _write_int8(
@@ -554,6 +608,16 @@ def require_onnx(int8: bool) -> None:
         )
 
 
+def require_openvino() -> None:
+    """Raises: ExportError: it is not installed."""
+    if find_spec("openvino") is None:
+        raise ExportError(
+            "a model for OpenVINO is checked in it, and it is not installed",
+            code="package_missing",
+            fix="pip install 'ppdist[openvino]', or take --format onnx, which it runs unchecked",
+        )
+
+
 def convert_to_onnx(directory: Path, file: Path, outputs: Sequence[str]) -> None:
     """Converts a graph that `save_graph` left.
 
@@ -757,15 +821,17 @@ def with_accuracy(directory: Path, spec: InferenceSpec, sample: Sample) -> Infer
         "paddle": RuntimeOptions(),
         "onnx": RuntimeOptions(backend="onnx"),
         "onnx_int8": RuntimeOptions(backend="onnx", precision="int8"),
+        "openvino": RuntimeOptions(backend="openvino"),
+        "openvino_int8": RuntimeOptions(backend="openvino", precision="int8"),
     }
-    sections = {"paddle": spec.paddle, "onnx": spec.onnx, "onnx_int8": spec.onnx_int8}
+    sections: dict[str, ModelFileSection | None] = {name: getattr(spec, name) for name in options}
     changed = {}
     for name, section in sections.items():
         if section is None:
             continue
         reached = precision_on(sample, ExportedPredictor(directory, options[name]), spec)
         found = SampleSection(images=len(sample.dataset.records), mAP_eager=sample.mAP, mAP=reached)
-        if name != "onnx_int8" and abs(reached - sample.mAP) > MAP_TOLERANCE:
+        if not name.endswith("int8") and abs(reached - sample.mAP) > MAP_TOLERANCE:
             raise ExportError(
                 f"mAP {reached:.4f} on {found.images} validation images, eager {sample.mAP:.4f}; "
                 "nothing was kept",

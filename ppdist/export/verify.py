@@ -18,7 +18,14 @@ from ppdist.common.machine import available_cores
 from ppdist.config.evaluate import NMSConfig
 from ppdist.config.runtime import RuntimeOptions
 from ppdist.data.boxes import box_iou
-from ppdist.export.predictor import Graph, OnnxGraph, PaddleGraph, split_rows, suppress
+from ppdist.export.predictor import (
+    Graph,
+    OnnxGraph,
+    OpenVinoGraph,
+    PaddleGraph,
+    split_rows,
+    suppress,
+)
 from ppdist.export.spec import InputSection
 from ppdist.models.base import ImageModel
 
@@ -145,6 +152,11 @@ def remembered(graphs: dict[str, Graph]) -> dict[str, Graph]:
     return {name: _Remembered(graph) for name, graph in graphs.items()}
 
 
+def load_openvino(file: Path) -> dict[str, Graph]:
+    """As load_graphs, of an ONNX file in OpenVINO."""
+    return {"OpenVINO": OpenVinoGraph(file, RuntimeOptions(backend="openvino"))}
+
+
 def compare_raw(
     graphs: dict[str, Graph], images: Sequence[np.ndarray], expected: Sequence[Raw]
 ) -> Agreement:
@@ -196,6 +208,25 @@ def compare_kept(
             outputs = _run(raw[backend], batch, backend)
             kept_differences(_run(graph, batch, backend), outputs, nms, backend)
     return graph.output_names
+
+
+def compare_rows(
+    kept: dict[str, Graph],
+    images: Sequence[np.ndarray],
+    expected: Sequence[Raw],
+    nms: NMSConfig,
+) -> Agreement:
+    """The rows of a graph with suppression against what the same suppression keeps of eager's.
+
+    Raises: ExportError: as compare_raw.
+    """
+    return largest_of(
+        [
+            kept_differences(_run(graph, batch, backend), true, nms, backend)
+            for backend, graph in kept.items()
+            for batch, true in zip(images, expected, strict=True)
+        ]
+    )
 
 
 def _run(graph: Graph, images_B3HW: np.ndarray, backend: str) -> tuple[np.ndarray, ...]:

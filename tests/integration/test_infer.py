@@ -149,7 +149,7 @@ def call_infer(monkeypatch: pytest.MonkeyPatch, *arguments: object) -> None:
         (["--source", "a.jpg", "--out", "o", "--model", "m", "--threads", "0"], ConfigError,
          "--threads 0: expected 1 or more"),
         (["--source", "a.jpg", "--out", "o", "-c", "c", "-w", "x", "--int8"], ConfigError,
-         "--backend and --int8 are for --model"),
+         "--backend, --bfloat16 and --int8 are for"),
         (["--source", "a.jpg", "--out", "o", "--model", "m", "--int8", "--backend", "paddle"],
          ConfigError, "--int8 is an ONNX file: leave out --backend paddle"),
         (["--source", ".", "--out", "theirs"], ConfigError, "--out theirs: lies in --source and"),

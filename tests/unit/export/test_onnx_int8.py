@@ -1,6 +1,7 @@
 """An ONNX model in 8-bit integers: what stays in float, what it still finds, what is noted."""
 
 from dataclasses import replace
+from importlib.util import find_spec
 from pathlib import Path
 
 import numpy as np
@@ -71,6 +72,7 @@ def test_int8_model_is_described_beside_float_model(exported: Path) -> None:
     assert spec.paddle is None and spec.onnx is not None and spec.onnx_int8 is not None
     assert spec.onnx_int8.files == ("model_int8.onnx",)
     assert spec.onnx_int8.outputs == spec.onnx.outputs
+    assert (spec.openvino_int8 is not None) == bool(find_spec("openvino"))
     assert spec.onnx_int8.max_score_error > spec.onnx.max_score_error
     files = [exported / section.files[0] for section in (spec.onnx_int8, spec.onnx)]
     assert files[0].stat().st_size < 0.7 * files[1].stat().st_size
