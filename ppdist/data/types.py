@@ -239,9 +239,7 @@ class Records(Sequence[ImageRecord]):
         boxes, labels, crowds, areas = columns
         counts_N = np.array([len(labels_M) for labels_M in labels], np.int64)
         of_objects = [
-            rings
-            for count, image in zip(counts_N, outlines)
-            for rings in (image or ((),) * count)
+            rings for count, image in zip(counts_N, outlines) for rings in (image or ((),) * count)
         ]
         self._take(
             {

@@ -244,7 +244,7 @@ def settle(
     annotated_N = np.bincount(columns.image_O, minlength=count)
     counts_N = np.bincount(columns.image_O[good.numbers_O], minlength=count)
     lost_N = (annotated_N > 0) & (counts_N == 0) & columns.size_known_N
-    lost = [] if whole else [columns.paths[index] for index in np.flatnonzero(lost_N)]
+    lost = [] if whole else [columns.paths[index] for index in np.flatnonzero(lost_N).tolist()]
     kept_N = ~lost_N if lost else np.ones(count, bool)
     paths = columns.paths if not lost else [p for p, keep in zip(columns.paths, kept_N) if keep]
     arrays = {
@@ -328,9 +328,7 @@ def _good_objects(columns: RawColumns, policy: "BoxPolicy", by_image_O: np.ndarr
         numbers_P = by_image_O[begin : begin + _AT_ONCE]
         sizes_P2 = columns.sizes_N2[columns.image_O[numbers_P]]
         boxes_P4, used_P = policy.apply(
-            columns.boxes_O4[numbers_P],
-            sizes_P2,
-            lambda place, numbers_P=numbers_P: columns.where(int(numbers_P[place])),
+            columns.boxes_O4[numbers_P], sizes_P2, numbers_P, columns.where
         )
         numbers_P = numbers_P[used_P]
         area_P, sides_P2 = columns.area_O[numbers_P], boxes_P4[:, 2:] - boxes_P4[:, :2]
@@ -370,14 +368,18 @@ class BoxPolicy:
         self._counts: Counter[str] = Counter()
 
     def apply(
-        self, boxes_P4: np.ndarray, sizes_P2: np.ndarray, where: Callable[[int], str]
+        self,
+        boxes_P4: np.ndarray,
+        sizes_P2: np.ndarray,
+        numbers_P: np.ndarray,
+        where: Callable[[int], str],
     ) -> tuple[np.ndarray, np.ndarray]:
         """The boxes to use, and which they are.
 
         Args:
             boxes_P4: float64 x1 y1 x2 y2, pixels.
             sizes_P2: (height, width) of the image of each, pixels.
-            where: names the annotation of box p in an error.
+            numbers_P, where: of the objects; names the annotation of one in an error.
         Returns: [U, 4] float64, inside their images; [P] bool.
         Raises: DataError: a box is bad and the policy is `error`.
         """
@@ -394,7 +396,7 @@ class BoxPolicy:
             raise DataError(
                 f"{box_text((x1, y1, x2, y2))} {_SAID[problem][0].format(width, height)}",
                 code=problem,
-                where=where(first),
+                where=where(int(numbers_P[first])),
                 fix="fix the file, or set data.bad_boxes: clip",
             )
         if self._policy == "clip":
@@ -472,7 +474,7 @@ def box_problems(boxes_P4: np.ndarray, sizes_P2: np.ndarray) -> np.ndarray:
 
 def _have_area(boxes_P4: np.ndarray) -> np.ndarray:
     boxes_P4 = _float32(boxes_P4)
-    return (boxes_P4[:, 2:] > boxes_P4[:, :2]).all(axis=1)
+    return np.all(boxes_P4[:, 2:] > boxes_P4[:, :2], axis=1)
 
 
 def cut_boxes(boxes_P4: np.ndarray, sizes_P2: np.ndarray) -> np.ndarray:
@@ -679,7 +681,7 @@ class Encodings:
         fitting, found = [*_GUESSES], False
         for file in self._files():
             try:
-                content = read_file(Path(file), _MOST_TEXT)
+                content = read_file(Path(file), MOST_TEXT)
             except OSError:  # whoever needs it says so
                 continue
             if not _decodes(content, "utf-8"):
@@ -707,7 +709,7 @@ def unread_twin(path: str | Path) -> str:
     return next(filter(os.path.isfile, twins), "")
 
 
-_MOST_TEXT = 1 << 34  # 16 GiB; the JSON of two million images has six
+MOST_TEXT = 1 << 34  # 16 GiB; the JSON of two million images has six
 _XML_ENCODING = re.compile(rb"""<\?xml[^>]{1,60}encoding=["']([\w.-]{1,20})["']""")
 
 
@@ -724,7 +726,7 @@ def read_text(
     Raises: DataError: absent, unreadable, or in another encoding.
     """
     try:
-        content = read_file(path, _MOST_TEXT)
+        content = read_file(path, MOST_TEXT)
     except OSError as error:
         raise DataError(
             error.strerror or str(error), code="file_unreadable", where=str(path)

@@ -27,12 +27,14 @@ from ppdist.data.datasets.annotations import (
     unread_twin,
 )
 from ppdist.data.datasets.coco import read_coco
+from ppdist.data.datasets.coco_stream import NotRead, read_coco_columns
 from ppdist.data.datasets.folder import read_csv, read_folder
 from ppdist.data.datasets.voc import read_voc
 from ppdist.data.datasets.yolo import read_yolo
 from ppdist.data.types import (
     Complain,
     DetectionSet,
+    RawColumns,
     RawImage,
     RawObject,
     RawSet,
@@ -123,12 +125,28 @@ def _settled(config: DataConfig, split: Split, masks: bool, whole: bool) -> Dete
     if config.task == "classify":
         dataset = _classified(config, split, strictly)
         return replace(dataset, notes=(*dataset.notes, *strictly.report()))
-    raw = _raw(config, split, strictly, everything=masks)
+    raw: RawSet | RawColumns | None = None
+    if config.format == "coco" and not masks:
+        raw = _columns(config, split, strictly)
+    if raw is None:
+        raw = _raw(config, split, strictly, everything=masks)
     notes = strictly.report()
     dataset = settle(raw, config.bad_boxes, masks=masks, notes=notes, whole=whole)
     if config.format == "coco":
         check_names(dataset, config.class_names)
     return dataset
+
+
+def _columns(config: DataConfig, split: Split, complain: Complain) -> RawColumns | None:
+    """A split of a COCO file that has no error; None, and no issue: `_raw` must read it."""
+    _, (images,) = _places(config, split)
+    _, (annotations,) = _annotation_files(config, split)
+    try:
+        columns = read_coco_columns(images, annotations, complain)
+    except NotRead:
+        return None
+    find_alike(columns.class_names, columns.source, complain)
+    return columns.of_images(_in_part(config, split, columns.paths))
 
 
 def _raw(config: DataConfig, split: Split, complain: Complain, *, everything: bool) -> RawSet:
