@@ -220,7 +220,12 @@ class Records(Sequence[ImageRecord]):
         image_ids_N: int64.
         counts_N: int64, objects of each image, crowds too.
         boxes_O4, labels_O, crowd_O, area_O: as in ImageRecord, image after image.
+    Attributes:
+        arrays: all of them by name, as they are written to a file.
+        file: path of the file that they are mapped from, "" for memory.
     """
+
+    file = ""
 
     def __init__(self, records: Iterable[ImageRecord]) -> None:
         """Better `Records.of`.  Raises: OverflowError: an image id does not fit 64 bits."""
@@ -277,9 +282,10 @@ class Records(Sequence[ImageRecord]):
         return records if isinstance(records, cls) else cls(records)
 
     @classmethod
-    def of_arrays(cls, arrays: Mapping[str, np.ndarray]) -> "Records":
+    def of_arrays(cls, arrays: Mapping[str, np.ndarray], file: str = "") -> "Records":
         """The records that have these `arrays`, which are not copied."""
         records = cls.__new__(cls)
+        records.file = file
         records._take(arrays)
         return records
 

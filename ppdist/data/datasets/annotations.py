@@ -609,6 +609,18 @@ def files_below(folder: str | os.PathLike[str]) -> Iterator[str]:
     files and folders are followed, without end in no case: a linked folder counts once, and only if
     it lies outside `folder` (inside, it is met by its own name) and not above it.
     """
+    for place, files in _folders_below(folder):
+        for file in files:
+            yield f"{place}{os.sep}{file}"
+
+
+def folders_below(folder: str | os.PathLike[str]) -> list[str]:
+    """Absolute paths of the folders, itself too, that `files_below` looks into."""
+    return [place for place, _ in _folders_below(folder)]
+
+
+def _folders_below(folder: str | os.PathLike[str]) -> Iterator[tuple[str, list[str]]]:
+    """Each with the names of its files."""
     start, top = os.path.abspath(folder), os.path.realpath(folder)
     seen: set[str] = set()
     for place, below, files in os.walk(start, followlinks=True):
@@ -619,9 +631,7 @@ def files_below(folder: str | os.PathLike[str]) -> Iterator[str]:
             continue
         seen.add(real)
         below[:] = sorted(name for name in below if not is_no_data(name))
-        for file in sorted(files):
-            if not is_no_data(file):
-                yield f"{place}{os.sep}{file}"
+        yield place, [file for file in sorted(files) if not is_no_data(file)]
 
 
 def is_no_data(name: str) -> bool:

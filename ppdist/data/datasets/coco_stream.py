@@ -1,4 +1,4 @@
-"""COCO JSON for training: read in pieces, into flat columns, without an object for each box.
+"""COCO JSON for training: read in pieces, into flat columns.
 
 `read_coco` needs 4 GB and half a minute for COCO's training set, most of it for outlines that
 training without masks has no use for.  Here the file passes through a buffer of a megabyte, and
@@ -56,7 +56,7 @@ def read_coco_columns(images: Path, annotations: Path, complain: Complain) -> Ra
                 elif key == "images":
                     listed.add(entries)
                 elif key == "categories":
-                    categories += entries
+                    categories += scanner.again() if scanner.again else entries
             if not scanner.seen.issuperset(NEEDED):
                 raise NotRead
             names = categories_in(categories, annotations, issues.append)

@@ -13,7 +13,7 @@ from ppdist.data.datasets.annotations import Strictly, settle
 from ppdist.data.datasets.coco import read_coco
 from ppdist.data.datasets.coco_stream import NotRead, read_coco_columns
 from ppdist.data.types import DetectionSet, Records
-from tests.unit.data.datasets.test_annotations_fuzz import mutated
+from tests.unit.data.corpus import mutated
 from tests.unit.data.sets import bccd, coco_config, coco_content
 
 BAD_BOXES = ("clip", "drop", "error")
