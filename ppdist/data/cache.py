@@ -231,8 +231,7 @@ def _of_first_on_host(begin: Callable[[], _Opened]) -> _Opened:
     """
     if comm.world_size() == 1:
         return begin()
-    hosts_W = comm.all_gather_large_object(_host())
-    first = hosts_W.index(hosts_W[comm.rank()])
+    first = first_on_host()
     own = comm.run_on_all_ranks(begin if first == comm.rank() else lambda: _NOTHING)
     process, descriptor, kept = comm.all_gather_large_object([os.getpid(), *own])[first]
     if first != comm.rank() and kept:
@@ -243,6 +242,12 @@ def _of_first_on_host(begin: Callable[[], _Opened]) -> _Opened:
             own = begin()
     comm.barrier()  # the first keeps it open until the others have it
     return own
+
+
+def first_on_host() -> int:
+    """The first rank whose open files this one can open.  Collective."""
+    hosts_W = comm.all_gather_object(_host())
+    return hosts_W.index(hosts_W[comm.rank()])
 
 
 def _host() -> str:

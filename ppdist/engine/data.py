@@ -17,6 +17,7 @@ from ppdist.common.files import digest_of_file
 from ppdist.common.machine import available_cores
 from ppdist.config.data import DataConfig, SamplingConfig
 from ppdist.data import storage
+from ppdist.data.datasets.annotation_cache import read_on_host
 from ppdist.data.datasets.build import check_same_classes, read_split, same_sets
 from ppdist.data.loader import TrainLoader
 from ppdist.data.sampler import TrainSampler, copies, difficulty, epoch_size
@@ -48,7 +49,7 @@ def read_sets(config: DataConfig, num_classes: int, evaluate: bool) -> Checked:
             fix="start with --eval, or set it to balanced",
         )
 
-    def read() -> tuple[DetectionSet, DetectionSet | None]:
+    def read() -> Sequence[DetectionSet | None]:
         masks = config.augment.copy_paste > 0
         train_set = read_split(config, "train", num_classes, masks=masks)
         require_outlines(train_set, config.augment)
@@ -58,7 +59,8 @@ def read_sets(config: DataConfig, num_classes: int, evaluate: bool) -> Checked:
         check_same_classes(train_set, val_set)
         return train_set, val_set
 
-    train_set, val_set = comm.run_on_all_ranks(read)
+    train_set, val_set = read_on_host(read)
+    assert train_set is not None
     for dataset in (train_set, val_set):
         if dataset is not None:
             require_same_data(dataset, config)

@@ -8,9 +8,10 @@ agree on their classes, and their images must be on disk.
 """
 
 import hashlib
+import logging
 import os
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -20,20 +21,25 @@ from ppdist.common.errors import DataError
 from ppdist.config import plugins
 from ppdist.config.data import DataConfig, SplitConfig
 from ppdist.data import storage
+from ppdist.data.datasets.annotation_cache import Read, Sources, kept_or_read
 from ppdist.data.datasets.annotations import (
+    NAME_FILES,
     Strictly,
     find_alike,
+    folders_below,
     listed,
     settle,
     unread_twin,
 )
 from ppdist.data.datasets.coco import read_coco
+from ppdist.data.datasets.coco_stream import NotRead, read_coco_columns
 from ppdist.data.datasets.folder import read_csv, read_folder
 from ppdist.data.datasets.voc import read_voc
-from ppdist.data.datasets.yolo import read_yolo
+from ppdist.data.datasets.yolo import label_folder, read_yolo
 from ppdist.data.types import (
     Complain,
     DetectionSet,
+    RawColumns,
     RawImage,
     RawObject,
     RawSet,
@@ -41,6 +47,8 @@ from ppdist.data.types import (
     Split,
     keyed_generator,
 )
+
+_LOGGER = logging.getLogger("ppdist.data")
 
 
 def read_split(
@@ -61,21 +69,58 @@ def read_split(
     """
     storage.use(config)
     _check_folder(config, split)
-    limit = None if whole else _section(config, split).limit
-    dataset = limited(_settled(config, split, masks, whole), limit, f"data.{split}.limit")
-    check_files(dataset)
-    if num_classes is not None:
-        check_classes(dataset, num_classes)
-        check_objects(dataset)
-    return dataset
+
+    def check(dataset: DetectionSet) -> None:
+        check_files(dataset)
+        if num_classes is not None:
+            check_classes(dataset, num_classes)
+            check_objects(dataset)
+
+    return _kept_or_read(config, split, masks, whole, check)
 
 
 def read_annotations(config: DataConfig, split: Split, num_classes: int) -> DetectionSet:
-    """As `read_split`, but the images need not be there."""
+    """As `read_split` with all images, but these need not be there."""
     storage.use(config)
-    dataset = _settled(config, split, masks=False, whole=True)
-    check_classes(dataset, num_classes)
-    return dataset
+
+    def check(dataset: DetectionSet) -> None:
+        check_classes(dataset, num_classes)
+
+    return _kept_or_read(config, split, False, True, check)
+
+
+def _kept_or_read(
+    config: DataConfig,
+    split: Split,
+    masks: bool,
+    whole: bool,
+    check: Callable[[DetectionSet], None],
+) -> DetectionSet:
+    """A split, from the cache where it is there as it would be read now.
+
+    Raises: DataError: the split cannot be read, or as `check`.
+    """
+    limit = None if whole else _section(config, split).limit
+
+    def read() -> Read:
+        found = _settled(config, split, masks, whole)
+        return found._replace(dataset=limited(found.dataset, limit, f"data.{split}.limit"))
+
+    fields = {"format", "train", "val", "val_fraction", "class_names", "bad_boxes"}
+    place = os.path.abspath(config.root), config.root
+    settings = [*place, config.model_dump(include=fields), split, masks, whole]
+    found, kept = kept_or_read(settings, read, anew=False)
+    if kept:
+        try:
+            check(found.dataset)
+        except DataError:  # said of what is there now
+            found, _ = kept_or_read(settings, read, anew=True)
+        else:
+            for line in found.said:
+                _LOGGER.warning(line)
+            return found.dataset
+    check(found.dataset)
+    return found.dataset
 
 
 def read_raw(config: DataConfig, split: Split, complain: Complain) -> RawSet:
@@ -143,17 +188,71 @@ def _section(config: DataConfig, split: Split) -> SplitConfig:
     return config.train if split == "train" else config.val
 
 
-def _settled(config: DataConfig, split: Split, masks: bool, whole: bool) -> DetectionSet:
+def _settled(config: DataConfig, split: Split, masks: bool, whole: bool) -> Read:
     strictly = Strictly()
     if config.task == "classify":
         dataset = _classified(config, split, strictly)
-        return replace(dataset, notes=(*dataset.notes, *strictly.report()))
-    raw = _raw(config, split, strictly, everything=masks)
+        said = strictly.report()
+        dataset = replace(dataset, notes=(*dataset.notes, *said))
+        return Read(dataset, said, _sources(config, split, ()))
+    raw: RawSet | RawColumns | None = None
+    if config.format == "coco" and not masks:
+        raw = _columns(config, split, strictly)
+    if raw is None:
+        raw = _raw(config, split, strictly, everything=masks)
     notes = strictly.report()
     dataset = settle(raw, config.bad_boxes, masks=masks, notes=notes, whole=whole)
     if config.format == "coco":
         check_names(dataset, config.class_names)
-    return dataset
+    images = raw.images if isinstance(raw, RawSet) else ()
+    return Read(dataset, dataset.notes, _sources(config, split, images))
+
+
+def _sources(config: DataConfig, split: Split, images: Sequence[RawImage]) -> Sources | None:
+    """What the result of a split depends on.
+
+    Args: images: of VOC and YOLO, whose files may lie anywhere.
+    Returns: None: nobody knows: a plugin does, or it is not on disk.
+    """
+    if plugins.registered("dataset", config.format) is not None:
+        return None
+    root, folders = _places(config, split)
+    if storage.is_remote(root) or storage.is_in_shard(root):
+        return None
+    naming, annotations = _annotation_files(config, split)
+    files = {naming, *annotations, *(root / name for name in NAME_FILES), *root.glob("*.y*ml")}
+    listings: set[str] = {str(root)}  # where names of classes may appear
+    contents: set[str] = set()
+    if config.format == "coco":
+        files, listings = {*annotations}, set()
+    elif config.format == "folder":
+        for folder in (*folders, naming):
+            listings.update(folders_below(folder))
+    elif config.format in ("voc", "yolo"):
+        of_labels = [*annotations, naming] if config.format == "voc" else [*annotations]
+        of_labels += [root / "Annotations"] if config.format == "voc" else []
+        for folder in (*folders, *of_labels):
+            contents.update(folders_below(folder))
+        contents.update(os.path.dirname(image.where) for image in images)
+        contents.update(os.path.dirname(image.path) for image in images)
+        if config.format == "yolo":
+            contents.update(str(label_folder(Path(place), root)) for place in [*contents])
+    files = {file for file in files if not file.is_dir()}
+    if any(storage.is_remote(file) or storage.is_in_shard(file) for file in files):
+        return None
+    return Sources(tuple(map(str, files)), tuple(sorted(contents)), tuple(sorted(listings)))
+
+
+def _columns(config: DataConfig, split: Split, complain: Complain) -> RawColumns | None:
+    """A split of a COCO file that has no error; None, and no issue: `_raw` must read it."""
+    _, (images,) = _places(config, split)
+    _, (annotations,) = _annotation_files(config, split)
+    try:
+        columns = read_coco_columns(images, annotations, complain)
+    except NotRead:
+        return None
+    find_alike(columns.class_names, columns.source, complain)
+    return columns.of_images(_in_part(config, split, columns.paths))
 
 
 def _raw(config: DataConfig, split: Split, complain: Complain, *, everything: bool) -> RawSet:
@@ -347,8 +446,9 @@ def check_files(dataset: DetectionSet) -> None:
     if not dataset.records:
         raise DataError("lists no image", code="no_images", where=dataset.source)
     wanted: defaultdict[str, list[str]] = defaultdict(list)
-    for record in dataset.records:
-        folder, name = os.path.split(record.path)
+    paths = Records.of(dataset.records).paths()
+    for path in paths:
+        folder, name = os.path.split(path)
         wanted[folder].append(name)
     absent: set[str] = set()
     storage.look_anew(wanted)
@@ -362,7 +462,7 @@ def check_files(dataset: DetectionSet) -> None:
             if name not in is_link or (is_link[name] and _leads_nowhere(path)):
                 absent.add(path)
     if absent:
-        first = [record.path for record in dataset.records if record.path in absent][:3]
+        first = [path for path in paths if path in absent][:3]
         twin = unread_twin(first[0])
         hint = f" (there is {os.path.basename(twin)}, a kind that is not read)" if twin else ""
         raise DataError(

@@ -63,8 +63,8 @@ def read_yolo(
     labels: list[Path] = []
     if not annotations or annotations[0].is_dir():
         for images in folders:
-            label_folder = annotations[0] if annotations else None
-            for path, label in _in_folder(root, images, label_folder, complain):
+            of_labels = annotations[0] if annotations else None
+            for path, label in _in_folder(root, images, of_labels, complain):
                 paths.append(path)
                 labels.append(label)
     else:
@@ -114,7 +114,7 @@ def _in_folder(
         return annotations / name.with_suffix(".txt")
 
     known_labels = [label_of(name) for name in (*below, *unread)]
-    _find_unused(annotations or _label_folder(images, root), known_labels, images, complain)
+    _find_unused(annotations or label_folder(images, root), known_labels, images, complain)
     return [(images / name, label_of(name)) for name in below]
 
 
@@ -141,11 +141,11 @@ def _find_unused(folder: Path, labels: Sequence[Path], images: Path, complain: C
 
 
 def _label_file(image: Path, root: Path) -> Path:
-    return _label_folder(image.parent, root) / f"{image.stem}.txt"
+    return label_folder(image.parent, root) / f"{image.stem}.txt"
 
 
-def _label_folder(images: Path, root: Path) -> Path:
-    """The last folder `images` below root becomes `labels`."""
+def label_folder(images: Path, root: Path) -> Path:
+    """Of the labels of a folder of images: the last `images` below root becomes `labels`."""
     below = os.path.relpath(images, root)  # with .. where images are elsewhere
     folders = [*Path(below).parts]
     if "images" in folders:
