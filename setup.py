@@ -52,6 +52,7 @@ setup(
         "opencv-python-headless>=4.11",
         "pyyaml>=6.0",
         "pydantic>=2.6",
+        "orjson>=3.10",  # COCO files of hundreds of megabytes
         "hotcoco>=1.3,<2",
         "safetensors>=0.6",
         "rich>=13",

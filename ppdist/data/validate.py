@@ -219,8 +219,36 @@ def _checked(images: Sequence[RawImage], *, decode: bool, workers: int) -> Check
         for image in images
     ]
     progress = Progress(_LOGGER, "data check", len(files))
-    checks = check_images(files, decode=decode, workers=workers, told=lambda *_: progress.add())
+    checks = look_at(files, decode=decode, workers=workers, told=lambda *_: progress.add())
     return [(file.path, found) for file, found in zip(files, checks)]
+
+
+def look_at(
+    files: Sequence[ImageFile],
+    *,
+    decode: bool,
+    workers: int,
+    told: Callable[[int, ImageCheck], object],
+) -> list[ImageCheck]:
+    """As `check_images`, but images in stores are not opened for their headers.
+
+    A header is half of the way to such an image: the store's listing has to do.
+    """
+    if decode or not any(storage.is_remote(file.path) for file in files):
+        return check_images(files, decode=decode, workers=workers, told=told)
+    near = [at for at, file in enumerate(files) if not storage.is_remote(file.path)]
+    opened = check_images(
+        [files[at] for at in near],
+        decode=decode,
+        workers=workers,
+        told=lambda number, found: told(near[number], found),
+    )
+    checks = dict(zip(near, opened))
+    for at, file in enumerate(files):
+        if at not in checks:
+            checks[at] = check_listed(file.path)
+            told(at, checks[at])
+    return [checks[at] for at in range(len(files))]
 
 
 def check_listed(path: str) -> ImageCheck:
@@ -456,7 +484,7 @@ class _Check:
             self._journal.add(int(self._keys_N[left[number]]), found)
 
         files = _Files(self._records, left)
-        checks = check_images(files, decode=self._decode, workers=self._workers, told=told)
+        checks = look_at(files, decode=self._decode, workers=self._workers, told=told)
         for at, found in zip(left, checks):
             self._checks_N[at] = found
         return [
@@ -980,16 +1008,9 @@ def check_images(
         told: hears of each file that a child has checked; not of those that it was given up at.
     """
     checks: list[ImageCheck | None] = [None] * len(files)
-    waiting: deque[int] = deque()
-    for position, file in enumerate(files):
-        # A header is half of the way to an image in a store: there its listing has to do.
-        if decode or not storage.is_remote(file.path):
-            waiting.append(position)
-        else:
-            checks[position] = found = check_listed(file.path)
-            told(position, found)
+    waiting = deque(range(len(files)))
     crashes: Counter[int] = Counter()
-    children = [_Child(files, decode) for _ in range(min(max(workers, 1), -(-len(waiting) // 8)))]
+    children = [_Child(files, decode) for _ in range(min(max(workers, 1), -(-len(files) // 8)))]
     try:
         while any(child.busy for child in children) or waiting:
             for child in children:

@@ -18,10 +18,10 @@ class Progress:
     def __init__(self, logger: logging.Logger, work: str, total: float, unit: str = "images"):
         """Args: work: what is done, for the log; total: how many of `unit` it has."""
         self._logger, self._work, self._total, self._unit = logger, work, total, unit
-        self._done = 0
+        self._done = 0.0
         self._began = self._reported = time.monotonic()
 
-    def add(self, count: int = 1) -> None:
+    def add(self, count: float = 1) -> None:
         """So many parts more are done."""
         alive()
         self._done += count
@@ -32,6 +32,6 @@ class Progress:
         rate = self._done / (now - self._began)
         left = max(0.0, self._total - self._done) / rate if rate else 0.0
         self._logger.info(
-            "%s: %d of %.0f %s, %.3g a second, ETA %s",
+            "%s: %.0f of %.0f %s, %.3g a second, ETA %s",
             self._work, self._done, self._total, self._unit, rate, duration(left),
         )  # fmt: skip

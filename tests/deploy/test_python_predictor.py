@@ -381,12 +381,16 @@ def test_its_modules_import_each_other_in_no_circle() -> None:
 
 def test_only_numpy_opencv_and_runtime_are_imported() -> None:
     beside = {file.stem for file in FOLDER.glob("*.py")}
-    allowed = beside | {"cv2", "numpy", "onnxruntime", "paddle"} | sys.stdlib_module_names
+    allowed = (
+        beside | {"cv2", "numpy", "onnxruntime", "paddle", "simplejpeg"} | sys.stdlib_module_names
+    )
     for file in FOLDER.glob("*.py"):
         assert imported(file) <= allowed, file
     wanted = [line for line in (FOLDER / "requirements.txt").read_text().splitlines() if line]
     named = {line.lstrip("# ").split(">=")[0] for line in wanted if ">=" in line}
-    assert named == {"numpy", "opencv-python-headless", "onnxruntime", "openvino", "paddlepaddle"}
+    assert named == {
+        "numpy", "opencv-python-headless", "onnxruntime", "openvino", "paddlepaddle", "simplejpeg",
+    }  # fmt: skip
 
 
 @needs_onnx

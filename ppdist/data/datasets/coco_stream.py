@@ -11,6 +11,8 @@ which knows the words: a file with errors pays for both.
 import codecs
 import gc
 import json
+import logging
+import os
 import re
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -28,7 +30,9 @@ from ppdist.data.datasets.annotations import MOST_TEXT, area_in, find_image, ins
 from ppdist.data.datasets.coco import NEEDED, categories_in, is_crowd, whole_number
 from ppdist.data.storage import open_file
 from ppdist.data.types import Complain, Issue, RawColumns
+from ppdist.distributed.progress import Progress
 
+_LOGGER = logging.getLogger("ppdist.data")
 _PIECE = 1 << 20  # bytes that are parsed at a time
 _LONGEST = 1 << 28  # bytes of one element of a list, or of a value that is no list
 _SPACE = re.compile(rb"[ \t\n\r]*")
@@ -48,7 +52,10 @@ def read_coco_columns(images: Path, annotations: Path, complain: Complain) -> Ra
     issues: list[Issue] = []
     try:
         with _no_collection(), open_file(annotations) as file:
-            scanner = _Scanner(file)
+            megabytes = file.seek(0, os.SEEK_END) / 1e6
+            file.seek(0)
+            progress = Progress(_LOGGER, f"reading {annotations}", megabytes, "MB")
+            scanner = _Scanner(file, progress)
             listed, objects, categories = _Images(images, annotations), _Objects(), []
             for key, entries in scanner.lists():
                 if key == "annotations":
@@ -83,8 +90,9 @@ def _no_collection() -> Iterator[None]:
 class _Scanner:
     """A JSON object in a file, whose values at the top are mostly long lists."""
 
-    def __init__(self, file: BinaryIO) -> None:
+    def __init__(self, file: BinaryIO, progress: Progress) -> None:
         self._file = file
+        self._progress = progress
         self._held = b""  # what was read and not used yet
         self._ended = False
         self._size = 0
@@ -133,6 +141,7 @@ class _Scanner:
             block = self._file.read(max(_PIECE, count - held))
             self._ended = not block
             self._size += len(block)
+            self._progress.add(len(block) / 1e6)
             if self._size > MOST_TEXT:
                 raise ValueError("too large")
             parts.append(block)

@@ -4,6 +4,7 @@ Files for segmentation have outlines, `class x1 y1 x2 y2 x3 y3 ...`; the box is 
 outline fills.  An outline has three points at least, so the two cannot be taken for each other.
 """
 
+import logging
 import os
 from collections.abc import Sequence
 from dataclasses import replace
@@ -26,7 +27,9 @@ from ppdist.data.datasets.annotations import (
 )
 from ppdist.data.image import image_size, is_image_name
 from ppdist.data.types import Box, Complain, Issue, RawImage, RawObject, RawSet
+from ppdist.distributed.progress import Progress
 
+_LOGGER = logging.getLogger("ppdist.data")
 _FEWEST_OUTLINE = 7  # numbers: the class and three points
 _OUTLINE_TOLERANCE = 1.0  # pixels by which an outline's extent may differ from its box
 
@@ -88,10 +91,10 @@ def read_yolo(
             code="label_files_missing",
             where=source,
         )
-    kept = [
-        _image(path, label, position, known, complain)
-        for position, (path, label) in enumerate(zip(paths, labels), start=1)
-    ]
+    progress, kept = Progress(_LOGGER, f"reading the labels of {source}", len(paths)), []
+    for position, (path, label) in enumerate(zip(paths, labels), start=1):
+        kept.append(_image(path, label, position, known, complain))
+        progress.add()
     find_repeats(kept, complain)
     _find_shared(kept, complain)
     return RawSet(kept, known, tuple(range(1, len(known) + 1)), source)
