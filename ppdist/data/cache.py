@@ -244,9 +244,12 @@ def _of_first_on_host(begin: Callable[[], _Opened]) -> _Opened:
     return own
 
 
-def first_on_host() -> int:
-    """The first rank whose open files this one can open.  Collective."""
-    hosts_W = comm.all_gather_object(_host())
+def first_on_host(place: str = "") -> int:
+    """The first rank whose open files this one can open.  Collective.
+
+    Args: place: only ranks that have the same one count.
+    """
+    hosts_W = comm.all_gather_object([_host(), place])
     return hosts_W.index(hosts_W[comm.rank()])
 
 

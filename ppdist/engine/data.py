@@ -59,7 +59,7 @@ def read_sets(config: DataConfig, num_classes: int, evaluate: bool) -> Checked:
         check_same_classes(train_set, val_set)
         return train_set, val_set
 
-    train_set, val_set = read_on_host(read)
+    train_set, val_set = read_on_host(read, storage.absolute(config.root))
     assert train_set is not None
     for dataset in (train_set, val_set):
         if dataset is not None:

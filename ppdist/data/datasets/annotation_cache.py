@@ -99,15 +99,16 @@ def kept_or_read(settings: object, read: Callable[[], Read], *, anew: bool) -> t
 
 
 def read_on_host(
-    read: Callable[[], Sequence[DetectionSet | None]],
+    read: Callable[[], Sequence[DetectionSet | None]], root: str
 ) -> Sequence[DetectionSet | None]:
     """Reads sets once a host: its first rank does, the others map what it has.  Collective.
 
+    Args: root: below which this rank has its files; only ranks with the same one share.
     Raises: whatever `read` raises, on every rank.
     """
     if comm.world_size() == 1:
         return read()
-    first = first_on_host()
+    first = first_on_host(root)
     reads = first == comm.rank()
     sets: Sequence[DetectionSet | None] = comm.run_on_all_ranks(read if reads else lambda: ())
     own = [_descriptor(dataset) for dataset in sets]

@@ -219,7 +219,9 @@ def _sources(config: DataConfig, split: Split, images: Sequence[RawImage]) -> So
     root, folders = _places(config, split)
     if storage.is_remote(root) or storage.is_in_shard(root):
         return None
-    naming, annotations = _annotation_files(config, split)
+    naming, annotations = root / config.train.image_folders[0], tuple[Path, ...]()
+    if config.format != "folder":
+        naming, annotations = _annotation_files(config, split)
     files = {naming, *annotations, *(root / name for name in NAME_FILES), *root.glob("*.y*ml")}
     listings: set[str] = {str(root)}  # where names of classes may appear
     contents: set[str] = set()
