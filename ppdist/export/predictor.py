@@ -25,7 +25,7 @@ from ppdist.config.runtime import RuntimeOptions
 from ppdist.data.transforms.classification import resize_centre
 from ppdist.data.transforms.geometry import fitted, resize_for_evaluation
 from ppdist.export.spec import SPEC_FILE, InferenceSpec, ModelFileSection, read_spec
-from ppdist.export.standalone import import_openvino
+from ppdist.export.standalone import openvino_core
 from ppdist.losses.nms import multiclass_nms
 from ppdist.metrics.classification import rank
 from ppdist.models.base import Detector, ImageModel
@@ -136,7 +136,7 @@ class OpenVinoGraph:
 
     def __init__(self, file: Path, options: RuntimeOptions) -> None:
         try:
-            openvino = import_openvino()
+            core = openvino_core()
         except ImportError as error:
             raise ExportError(
                 f"{file} is to run in OpenVINO, which is not installed",
@@ -145,15 +145,14 @@ class OpenVinoGraph:
             ) from error
         half = options.precision == "bfloat16"
         settings = {
-            "INFERENCE_PRECISION_HINT": "bf16"
-            if half
-            else "f32",  # its own default: bf16 where there is
+            # Its own choice would be bf16 where the processor has it.
+            "INFERENCE_PRECISION_HINT": "bf16" if half else "f32",
             "INFERENCE_NUM_THREADS": options.threads,
             "PERFORMANCE_HINT": "LATENCY",
             "ENABLE_CPU_PINNING": False,
         }
         try:
-            model = openvino.Core().compile_model(str(file), "CPU", settings)
+            model = core.compile_model(str(file), "CPU", settings)
         except RuntimeError as error:
             raise ExportError(
                 f"OpenVINO cannot load {file}: {error}", code="runtime_load_failed"
@@ -172,7 +171,7 @@ class OpenVinoGraph:
 
 def has_bfloat16() -> bool:
     """Whether OpenVINO, which must be installed, computes in bfloat16 on this processor."""
-    able = import_openvino().Core().get_property("CPU", "OPTIMIZATION_CAPABILITIES")
+    able = openvino_core().get_property("CPU", "OPTIMIZATION_CAPABILITIES")
     return "BF16" in able
 
 

@@ -16,6 +16,7 @@ nothing of ppdist, and stands in `deploy/python/predictor.py` and, as `ppdist/ex
 in the package, letter for letter (`tests/test_architecture.py`): change both.
 """
 
+import functools
 import importlib.util
 import json
 import math
@@ -359,6 +360,18 @@ def import_openvino() -> Any:
             sys.modules["openvino_telemetry"] = before
 
 
+@functools.cache
+def openvino_core() -> Any:
+    """The one `openvino.Core` of this process, which stays until it ends.
+
+    Each Core gives its thread a stack for signals and takes it away with the last model: with two,
+    of which the first ends first, the next signal that Python handles ends the process (SIGSEGV).
+
+    Raises: ImportError: OpenVINO is not installed.
+    """
+    return import_openvino().Core()
+
+
 class _OpenVinoGraph:
     """An ONNX file, or OpenVINO's own XML, in OpenVINO; gives its outputs in order.
 
@@ -366,7 +379,7 @@ class _OpenVinoGraph:
     """
 
     def __init__(self, files: Sequence[Path], threads: int, bfloat16: bool) -> None:
-        core = import_openvino().Core()
+        core = openvino_core()
         if bfloat16 and "BF16" not in core.get_property("CPU", "OPTIMIZATION_CAPABILITIES"):
             raise PredictorError(
                 "bfloat16: this processor has no instructions for it; leave it out"

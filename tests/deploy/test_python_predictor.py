@@ -3,6 +3,7 @@
 import ast
 import importlib.util
 import json
+import subprocess
 import sys
 from collections.abc import Callable
 from functools import partial
@@ -319,6 +320,21 @@ def test_auto_takes_the_fastest_that_was_checked(monkeypatch: pytest.MonkeyPatch
 
 
 @needs_openvino
+def test_signals_are_heard_after_models_of_openvino_end(exported: Exported) -> None:
+    code = (
+        "import gc, os, signal, sys; from predictor import Predictor\n"
+        "signal.signal(signal.SIGUSR1, lambda *_: print('heard'))\n"
+        "models = [Predictor(sys.argv[1], 'openvino') for _ in range(2)]\n"
+        "while models: del models[0]; gc.collect(); os.kill(os.getpid(), signal.SIGUSR1)\n"
+    )
+    command = [sys.executable, "-c", code, str(exported())]
+    ended = subprocess.run(
+        command, cwd=Path(predictor.__file__).parent, capture_output=True, text=True, timeout=600
+    )
+    assert (ended.returncode, ended.stdout) == (0, "heard\n" * 2), ended.stderr
+
+
+@needs_openvino
 def test_what_runs_the_model_is_told_and_xml_is_run(exported: Exported, tmp_path: Path) -> None:
     openvino = predictor.import_openvino()
     folder = exported()
@@ -326,8 +342,8 @@ def test_what_runs_the_model_is_told_and_xml_is_run(exported: Exported, tmp_path
     found = Predictor(folder, "openvino")
     assert found.runtime == "OpenVINO, float32, threads: 1"
     (tmp_path / "infer.yml").write_bytes((folder / "infer.yml").read_bytes())
-    openvino.save_model(openvino.Core().read_model(folder / "model.onnx"), tmp_path / "own.xml",
-                        compress_to_fp16=False)  # fmt: skip
+    read = predictor.openvino_core().read_model(folder / "model.onnx")
+    openvino.save_model(read, tmp_path / "own.xml", compress_to_fp16=False)
     images = [picture(64, 96), picture(33, 50)]
     for got_R6, expected_R6 in zip(Predictor(tmp_path / "own.xml")(images), found(images)):
         assert_same_rows(got_R6, expected_R6)

@@ -3,6 +3,7 @@
 import json
 import runpy
 import sys
+from importlib.util import find_spec
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -26,6 +27,7 @@ from ppdist.export.predictor import (
     OpenVinoGraph,
     PaddleGraph,
     graph_input,
+    has_bfloat16,
     prepare,
 )
 from ppdist.export.spec import InferenceSpec, read_spec, write_spec
@@ -186,6 +188,7 @@ def test_openvino_reports_a_broken_file_or_its_absence(
         OpenVinoGraph(file, RuntimeOptions(backend="openvino"))
     assert error.value.code == "runtime_load_failed"
     monkeypatch.setitem(sys.modules, "openvino", None)
+    monkeypatch.setattr("ppdist.export.predictor.openvino_core", import_openvino)
     with pytest.raises(ExportError, match=r"pip install 'ppdist\[openvino\]'") as error:
         OpenVinoGraph(file, RuntimeOptions(backend="openvino"))
     assert error.value.code == "package_missing"
@@ -278,6 +281,8 @@ def test_every_form_of_an_export_is_measured(model: PPYOLOE, exported: Path) -> 
         names.append(f"{names[-1]}, bfloat16")
     if spec.onnx is not None:
         names.append("ONNX Runtime")
+        if find_spec("openvino"):
+            names += ["OpenVINO", *["OpenVINO, bfloat16"] * has_bfloat16()]
     predictors = predictors_of(deployment_copy(model), exported, spec, threads=1)
     assert list(predictors) == names
     assert list(predictors_of(None, exported, spec, threads=1)) == names[1:]
