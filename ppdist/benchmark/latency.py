@@ -28,10 +28,10 @@ from ppdist.export.predictor import (
     ExportedPredictor,
     Predictor,
     detect,
-    has_bfloat16,
     prepare,
 )
 from ppdist.export.spec import InferenceSpec
+from ppdist.export.standalone import has_bfloat16
 from ppdist.export.verify import unexplained_rows
 from ppdist.models.base import Detector
 

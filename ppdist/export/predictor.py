@@ -25,7 +25,7 @@ from ppdist.config.runtime import RuntimeOptions
 from ppdist.data.transforms.classification import resize_centre
 from ppdist.data.transforms.geometry import fitted, resize_for_evaluation
 from ppdist.export.spec import SPEC_FILE, InferenceSpec, ModelFileSection, read_spec
-from ppdist.export.standalone import openvino_core
+from ppdist.export.standalone import compile_with_openvino, has_bfloat16
 from ppdist.losses.nms import multiclass_nms
 from ppdist.metrics.classification import rank
 from ppdist.models.base import Detector, ImageModel
@@ -129,30 +129,19 @@ class OnnxGraph:
 class OpenVinoGraph:
     """An ONNX file, or OpenVINO's own XML, in OpenVINO on the CPU.
 
-    Its threads are not bound to cores: several processes would share the same first ones.
-
     Raises: ExportError: OpenVINO is not installed, or refuses the file.
     """
 
     def __init__(self, file: Path, options: RuntimeOptions) -> None:
+        half = options.precision == "bfloat16"
         try:
-            core = openvino_core()
+            model = compile_with_openvino(file, options.threads, half)
         except ImportError as error:
             raise ExportError(
                 f"{file} is to run in OpenVINO, which is not installed",
                 code="package_missing",
                 fix="pip install 'ppdist[openvino]', or choose another backend",
             ) from error
-        half = options.precision == "bfloat16"
-        settings = {
-            # Its own choice would be bf16 where the processor has it.
-            "INFERENCE_PRECISION_HINT": "bf16" if half else "f32",
-            "INFERENCE_NUM_THREADS": options.threads,
-            "PERFORMANCE_HINT": "LATENCY",
-            "ENABLE_CPU_PINNING": False,
-        }
-        try:
-            model = core.compile_model(str(file), "CPU", settings)
         except RuntimeError as error:
             raise ExportError(
                 f"OpenVINO cannot load {file}: {error}", code="runtime_load_failed"
@@ -167,12 +156,6 @@ class OpenVinoGraph:
         images = np.ascontiguousarray(images_B3HW, dtype=np.float32)
         found = self._request.infer({0: images}, share_inputs=True)
         return tuple(found[place] for place in range(len(self.output_names)))
-
-
-def has_bfloat16() -> bool:
-    """Whether OpenVINO, which must be installed, computes in bfloat16 on this processor."""
-    able = openvino_core().get_property("CPU", "OPTIMIZATION_CAPABILITIES")
-    return "BF16" in able
 
 
 def _providers(options: RuntimeOptions) -> list[tuple[str, dict[str, Any]]]:

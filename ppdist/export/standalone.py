@@ -372,26 +372,37 @@ def openvino_core() -> Any:
     return import_openvino().Core()
 
 
-class _OpenVinoGraph:
-    """An ONNX file, or OpenVINO's own XML, in OpenVINO; gives its outputs in order.
+def has_bfloat16() -> bool:
+    """Whether OpenVINO, which must be installed, computes in bfloat16 on this processor."""
+    return "BF16" in openvino_core().get_property("CPU", "OPTIMIZATION_CAPABILITIES")
+
+
+def compile_with_openvino(file: Path, threads: int, bfloat16: bool) -> Any:
+    """An ONNX file, or OpenVINO's own XML, made ready to run on a CPU.
 
     Its threads are not bound to cores: several processes would share the same first ones.
+
+    Raises: ImportError: OpenVINO is not installed.  RuntimeError: it cannot load the file.
     """
+    settings = {
+        "INFERENCE_PRECISION_HINT": "bf16" if bfloat16 else "f32",  # its own: bf16 where it can
+        "INFERENCE_NUM_THREADS": threads,
+        "PERFORMANCE_HINT": "LATENCY",
+        "ENABLE_CPU_PINNING": False,
+    }
+    return openvino_core().compile_model(str(file), "CPU", settings)
+
+
+class _OpenVinoGraph:
+    """An ONNX file, or OpenVINO's own XML, in OpenVINO; gives its outputs in order."""
 
     def __init__(self, files: Sequence[Path], threads: int, bfloat16: bool) -> None:
-        core = openvino_core()
-        if bfloat16 and "BF16" not in core.get_property("CPU", "OPTIMIZATION_CAPABILITIES"):
+        if bfloat16 and not has_bfloat16():
             raise PredictorError(
                 "bfloat16: this processor has no instructions for it; leave it out"
             )
-        settings = {
-            "INFERENCE_PRECISION_HINT": "bf16" if bfloat16 else "f32",  # its own: bf16 where it can
-            "INFERENCE_NUM_THREADS": threads,
-            "PERFORMANCE_HINT": "LATENCY",
-            "ENABLE_CPU_PINNING": False,
-        }
         try:
-            model = core.compile_model(str(files[0]), "CPU", settings)
+            model = compile_with_openvino(files[0], threads, bfloat16)
         except RuntimeError as error:
             raise PredictorError(f"{files[0]}: OpenVINO cannot load it: {error}") from error
         self._request, self._outputs = model.create_infer_request(), range(len(model.outputs))

@@ -219,9 +219,7 @@ def _sources(config: DataConfig, split: Split, images: Sequence[RawImage]) -> So
     root, folders = _places(config, split)
     if storage.is_remote(root) or storage.is_in_shard(root):
         return None
-    naming, annotations = root / config.train.image_folders[0], tuple[Path, ...]()
-    if config.format != "folder":
-        naming, annotations = _annotation_files(config, split)
+    naming, annotations = _annotation_files(config, split)
     files = {naming, *annotations, *(root / name for name in NAME_FILES), *root.glob("*.y*ml")}
     listings: set[str] = {str(root)}  # where names of classes may appear
     contents: set[str] = set()
@@ -284,12 +282,11 @@ def _raw_of_ours(
 
 def _classified(config: DataConfig, split: Split, complain: Complain) -> DetectionSet:
     root, (images,) = _places(config, split)
+    naming, tables = _annotation_files(config, split)
     if config.format == "folder":
-        naming = root / config.train.image_folders[0]
         dataset = read_folder(root, images, config.class_names, naming_folder=naming)
     else:
-        naming, (table,) = _annotation_files(config, split)
-        dataset = read_csv(root, images, table, config.class_names, naming_table=naming)
+        dataset = read_csv(root, images, tables[0], config.class_names, naming_table=naming)
     find_alike(dataset.class_names, dataset.source, complain)
     kept = _in_part(config, split, [record.path for record in dataset.records])
     records = [each for each, keep in zip(dataset.records, kept) if keep]
@@ -324,6 +321,8 @@ def _annotation_files(config: DataConfig, split: Split) -> tuple[Path, tuple[Pat
 
     None of this split: they are found by its images.
     """
+    if config.format == "folder":  # of its images the folders name the classes
+        return storage.folder_of(config.root, config.train.image_folders[0]), ()
     for key, part in (("train", config.train), ("val", config.val)):
         if not part.annotation_files and config.format in _ANNOTATIONS:
             raise DataError(

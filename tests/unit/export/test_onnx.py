@@ -189,7 +189,7 @@ def test_onnx_without_nms_gives_scores_and_boxes(tmp_path: Path, converter: None
 def test_onnx_classifier_equals_eager_probabilities(tmp_path: Path, converter: None) -> None:
     model = tiny_classifier()
     report = export_classifier(model, tmp_path / "model", classifier_spec(), ("paddle", "onnx"))
-    assert set(report.agreement) - {"openvino"} == {"paddle", "onnx"}
+    assert set(report.agreement) == {"paddle", "onnx", *["openvino"] * bool(find_spec("openvino"))}
     assert all(found.box is None for found in report.agreement.values())
     images = pictures(3, 96, 64)
     (found_BC,) = OnnxGraph(report.directory / "model.onnx", ONNX)(images)

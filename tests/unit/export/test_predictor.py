@@ -27,11 +27,10 @@ from ppdist.export.predictor import (
     OpenVinoGraph,
     PaddleGraph,
     graph_input,
-    has_bfloat16,
     prepare,
 )
 from ppdist.export.spec import InferenceSpec, read_spec, write_spec
-from ppdist.export.standalone import import_openvino
+from ppdist.export.standalone import has_bfloat16, import_openvino
 from ppdist.models.ppyoloe import PPYOLOE
 from tests.unit.export.tiny import (
     FORMATS,
@@ -188,7 +187,7 @@ def test_openvino_reports_a_broken_file_or_its_absence(
         OpenVinoGraph(file, RuntimeOptions(backend="openvino"))
     assert error.value.code == "runtime_load_failed"
     monkeypatch.setitem(sys.modules, "openvino", None)
-    monkeypatch.setattr("ppdist.export.predictor.openvino_core", import_openvino)
+    monkeypatch.setattr("ppdist.export.standalone.openvino_core", import_openvino)
     with pytest.raises(ExportError, match=r"pip install 'ppdist\[openvino\]'") as error:
         OpenVinoGraph(file, RuntimeOptions(backend="openvino"))
     assert error.value.code == "package_missing"
@@ -206,8 +205,8 @@ def test_openvino_computes_in_what_was_asked_for(exported: Path, caplog: Any) ->
 
     assert compiled("float32") == openvino.Type.f32
     with caplog.at_level("WARNING", logger="ppdist"):
-        assert (compiled("bfloat16") == openvino.Type.bf16) == runtime.has_bfloat16()
-    assert ("no bfloat16" in caplog.text) != runtime.has_bfloat16()
+        assert (compiled("bfloat16") == openvino.Type.bf16) == has_bfloat16()
+    assert ("no bfloat16" in caplog.text) != has_bfloat16()
 
 
 def test_without_onnx_runtime_the_package_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
