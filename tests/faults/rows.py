@@ -231,7 +231,7 @@ ROWS = (
          "test_rank_that_shows_life_is_waited_for_and_hung_one_not",
          "tests/unit/data/test_validate_before_training.py::"
          "test_a_check_that_was_broken_off_goes_on")),
-    Row(44, "the kept annotations are damaged, cut short, stale, half written, or cannot be written",
+    Row(44, "kept annotations are damaged, cut short, stale, half written, or cannot be written",
         "they are read again, and kept where there is room; one line says so",
         tuple(ANNOTATIONS + name for name in (
             "test_damaged_cache_is_read_again_and_said",

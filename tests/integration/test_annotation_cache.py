@@ -17,10 +17,10 @@ from unittest.mock import patch
 
 import pytest
 
-from ppdist.config.data import DataConfig
 from ppdist.data.datasets import annotation_cache, build
+from ppdist.data.datasets.annotation_cache import Read
 from ppdist.data.datasets.synthetic import make_shapes
-from ppdist.data.types import Batch, DetectionSet, Records, Split
+from ppdist.data.types import Batch, DetectionSet, Records
 from ppdist.data.validate import Checked
 from ppdist.distributed import comm
 from ppdist.engine import build as engine_build
@@ -40,12 +40,13 @@ def start(way: str, folder: Path) -> dict[str, Any]:
     """Reads the data, trains and evaluates; what this rank saw of it."""
     from tests.unit.engine.runs import run_to_end
 
-    reads, sets, samples = [], [], hashlib.blake2b()
-    read_split, read_sets, batches = data.read_split, data.read_sets, data.Feed.batches
+    sets, were_kept, samples = [], [], hashlib.blake2b()
+    kept_or_read, read_sets, batches = build.kept_or_read, data.read_sets, data.Feed.batches
 
-    def counted(config: DataConfig, split: Split, *words: Any, **options: Any) -> DetectionSet:
-        reads.append(split)
-        return read_split(config, split, *words, **options)
+    def counted(*words: Any, **options: Any) -> tuple[Read, bool]:
+        found, kept = kept_or_read(*words, **options)
+        were_kept.append(kept)
+        return found, kept
 
     def taken(*words: Any) -> Checked:
         checked = read_sets(*words)
@@ -63,7 +64,7 @@ def start(way: str, folder: Path) -> dict[str, Any]:
         def put(place: object, name: str, value: object) -> None:
             changed.enter_context(patch.object(place, name, value))
 
-        put(data, "read_split", counted)
+        put(build, "kept_or_read", counted)
         put(engine_build, "read_sets", taken)
         put(data.Feed, "batches", watched)
         put(annotation_cache, "_SETTLED_SECONDS", -60.0)
@@ -73,8 +74,7 @@ def start(way: str, folder: Path) -> dict[str, Any]:
             put(build, "_columns", lambda *words: None)
         run_to_end(folder / "data", folder / way, *OVERRIDES, evaluate=True)
     return {
-        "reads": reads,
-        "files": [Records.of(each.records).file != "" for each in sets],
+        "kept": were_kept,
         "records": [digest(each) for each in sets],
         "samples": samples.hexdigest(),
         "losses": losses(folder / way),
@@ -114,9 +114,8 @@ def test_annotations_read_once_a_host_train_the_same(ranks: int, tmp_path: Path)
             expected, found = (
                 json.loads((tmp_path / f"{each}-{rank}.json").read_text()) for each in ("each", way)
             )
-            reads = way == "each" or rank == 0
-            assert found["reads"] == (["train", "val"] if reads else []), (rank, way)
-            assert found["files"] == [way in ("first", "second")] * 2, (rank, way)
+            reads = 2 if way == "each" or rank == 0 else 0  # train and val
+            assert found["kept"] == [way == "second"] * reads, (rank, way)
             for what in ("records", "samples", "losses"):
                 assert found[what] == expected[what], (rank, way, what)
             assert len(found["losses"]) == 5
