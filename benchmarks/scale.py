@@ -39,7 +39,8 @@ SIZES = {
 _SIDES = (640, 480)
 _IN_A_FOLDER = 10_000  # images
 _AT_ONCE = 10_000  # objects that are written at a time
-_SAMPLES_PER_SECOND = 20  # each takes 10 ms of a core
+_SAMPLE_SECONDS = 0.05  # between two, each of which takes 10 ms of a core, more of much memory
+_SAMPLING = 0.2  # share of a core
 
 
 def make(size: Size, folder: Path) -> Path:
@@ -170,9 +171,12 @@ class _Memory:
         self._thread.start()
 
     def _sample(self) -> None:
-        while not self._ended.wait(1 / _SAMPLES_PER_SECOND):
+        pause = _SAMPLE_SECONDS
+        while not self._ended.wait(pause):
+            before = self.cpu_seconds
             self._most = max(self._most, _pss_mb())
             self.cpu_seconds = time.thread_time()
+            pause = max(_SAMPLE_SECONDS, (self.cpu_seconds - before) / _SAMPLING)
 
     def end(self) -> dict[str, float]:
         self._ended.set()
