@@ -320,10 +320,16 @@ class Records(Sequence[ImageRecord]):
         begin, end = self._path_ends[index : index + 2].tolist()
         return os.fsdecode(self._paths[begin:end].tobytes())
 
-    def paths(self) -> list[str]:
-        """The path of every image, a hundred times as fast as one after another."""
-        whole, ends_N = self._paths.tobytes(), self._path_ends.tolist()
-        return [os.fsdecode(whole[begin:end]) for begin, end in pairwise(ends_N)]
+    def paths(self, begin: int = 0, end: int | None = None) -> list[str]:
+        """The paths of images [begin, end), a hundred times as fast as one after another."""
+        end = len(self) if end is None else min(end, len(self))
+        ends_N = self._path_ends[begin : end + 1]
+        whole = self._paths[ends_N[0] : ends_N[-1]].tobytes()
+        places = pairwise((ends_N - ends_N[0]).tolist())
+        text = os.fsdecode(whole)
+        if len(text) == len(whole):  # each byte is a character
+            return [text[first:last] for first, last in places]
+        return [os.fsdecode(whole[first:last]) for first, last in places]
 
     def _outlines(self, begin: int, end: int) -> tuple[tuple[np.ndarray, ...], ...]:
         """Of the objects from `begin` to before `end`."""

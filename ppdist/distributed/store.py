@@ -44,6 +44,7 @@ from ppdist.distributed import heartbeat, paddle_api
 AllGatherObject = Callable[[Any], list[Any]]  # gives what every rank gave to it, in rank order
 _LOGGER = logging.getLogger("ppdist")
 _POLL_SECONDS = 0.02
+_LONG_POLL_SECONDS, _POLLS = 0.2, 100  # a wait that lasts is looked at less often
 _LINGER_SECONDS = 10.0  # rank 0 holds the store: at most so long it stays for the others to read it
 _SIGN_SECONDS = 5.0  # between two signs of life at the store, and two looks for them
 _SIGNS = "ppdist/alive"
@@ -354,7 +355,7 @@ class _Timeout:
     """
 
     def __init__(self) -> None:
-        self._since = self._looked = time.monotonic()
+        self._began = self._since = self._looked = time.monotonic()
         self._signs: int | None = None  # seen so far, by all ranks; None: not looked yet
 
     def sleep(self, missing: Callable[[], str]) -> None:
@@ -371,7 +372,7 @@ class _Timeout:
                 f"rank {rank()} waited {_timeout:g} s (distributed.timeout_seconds): {missing()}",
                 code="rank_timeout",
             )
-        time.sleep(_POLL_SECONDS)
+        time.sleep(max(_POLL_SECONDS, min((now - self._began) / _POLLS, _LONG_POLL_SECONDS)))
 
 
 def _store() -> Any:

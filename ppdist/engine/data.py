@@ -32,6 +32,7 @@ from ppdist.engine.visualize import BatchPictures
 
 _LOGGER = logging.getLogger("ppdist.data")
 _COMPARED_IMAGES = 64  # of each set, by content; the others by the size of the file
+_PATHS_AT_ONCE = 10_000  # of millions, which as a list would take hundreds of megabytes
 _SHOWN = 20  # images of the blocklist in a message
 ClassScores = Sequence[float | None]  # AP of each class; None where the set has no object of it
 
@@ -254,11 +255,13 @@ def fingerprint(dataset: DetectionSet, root: str) -> str:
     records = Records.of(dataset.records)
     top = os.path.join(storage.absolute(root), "")
     content = hashlib.blake2b(digest_size=16)
-    for index in range(len(records)):
-        content.update(os.fsencode(records.path(index).removeprefix(top) + "\n"))
+    for begin in range(0, len(records), _PATHS_AT_ONCE):
+        paths = records.paths(begin, begin + _PATHS_AT_ONCE)
+        names = "".join(path.removeprefix(top) + "\n" for path in paths)
+        content.update(os.fsencode(names))
     columns = records.sizes_N2, records.counts_N, records.boxes_O4, records.labels_O
     for column in (*columns, records.crowd_O):
-        content.update(np.ascontiguousarray(column).tobytes())
+        content.update(np.ascontiguousarray(column).reshape(-1).view(np.uint8).data)  # no copy
     return content.hexdigest()
 
 
@@ -324,10 +327,12 @@ def _columns(record: ImageRecord) -> dict[str, str]:
 def _other_images(records: Records, top: str, count: int) -> tuple[int, str] | None:
     """A rank with other image files than rank 0, and where they first differ.  Collective.
 
-    The first rank of each host reads them.
+    The first rank of each host reads them; a host alone has none to compare.
 
     Args: count: images whose content is compared, at equal distances; of the others their size is.
     """
+    if comm.local_size() == comm.world_size():
+        return None
     chosen_K = np.unique(len(records) * np.arange(count) // max(1, count))[: len(records)]
     reads = comm.local_rank() == 0
     found_M = np.zeros(0, np.int64)  # M: N sizes, K contents

@@ -23,6 +23,7 @@ WATCH = "tests/unit/launch/test_watchdog.py::"
 SUPERVISION = "tests/unit/launch/test_supervisor.py::"
 OUTAGES = "tests/unit/data/test_loader_outages.py::"
 OUTLETS = "tests/unit/common/test_writers_failures.py::"
+ANNOTATIONS = "tests/unit/data/datasets/test_annotation_cache.py::"
 
 
 @dataclass(frozen=True)
@@ -230,4 +231,14 @@ ROWS = (
          "test_rank_that_shows_life_is_waited_for_and_hung_one_not",
          "tests/unit/data/test_validate_before_training.py::"
          "test_a_check_that_was_broken_off_goes_on")),
+    Row(44, "kept annotations are damaged, cut short, stale, half written, or cannot be written",
+        "they are read again, and kept where there is room; one line says so",
+        tuple(ANNOTATIONS + name for name in (
+            "test_damaged_cache_is_read_again_and_said",
+            "test_changed_content_is_read_again_even_with_its_old_times",
+            "test_one_changed_file_of_many_is_noticed",
+            "test_what_a_killed_writer_left_is_no_cache_and_goes",
+            "test_full_disk_leaves_no_half_of_a_file",
+            "test_cache_that_cannot_be_written_is_done_without",
+            "test_rank_that_cannot_map_them_reads_them_itself"))),
 )  # fmt: skip

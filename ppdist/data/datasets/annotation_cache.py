@@ -24,6 +24,7 @@ import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
+from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -43,6 +44,7 @@ _PLACES = 64  # bytes: where an array may begin
 _SHORT_SECONDS = 0.5  # a set that is read sooner is not worth a file
 _SETTLED_SECONDS = 2.0  # after so long a change of a file changes its times, too
 _MOST_BYTES, _MOST_SECONDS = 16 << 30, 90 * 86400  # of all such files; since one was last used
+_DRAFT_SECONDS = 3600  # since one was last written to: whoever began it has ended
 _THREADS = 16  # a network disk answers each request late, but many at once
 _BLOCK_BYTES = 1 << 20
 
@@ -92,10 +94,17 @@ def kept_or_read(settings: object, read: Callable[[], Read], *, anew: bool) -> t
         _write(file, found, state)
         dataset = _open(os.open(file, os.O_RDONLY | os.O_NOFOLLOW), str(file)).dataset
     except (OSError, ValueError) as error:
-        _LOGGER.warning("annotations are not kept for the next start: %s", error)
+        why = getattr(error, "strerror", None) or error
+        _say_once(f"{file.parent}: annotations are not kept for the next start: {why}")
         return found, False
     _clean(file)
     return found._replace(dataset=dataset), False
+
+
+@cache
+def _say_once(text: str) -> None:
+    """A warning, which training and validation set have in common."""
+    _LOGGER.warning(text)
 
 
 def read_on_host(
@@ -375,11 +384,12 @@ def _open(descriptor: int, file: str, *, compare: bool = True) -> _Opened:
 
 
 def _clean(file: Path) -> None:
-    """Removes such files as nobody has used for long, and the oldest of too many."""
+    """Removes what nobody has used for long, the oldest of too many, and what was broken off."""
     now, held = time.time(), 0
     for other, state in _by_last_use(file.parent):
         held += state.st_size
-        if other != file and (held > _MOST_BYTES or now - state.st_mtime > _MOST_SECONDS):
+        most = _DRAFT_SECONDS if other.name.startswith(".") else _MOST_SECONDS
+        if other != file and (held > _MOST_BYTES or now - state.st_mtime > most):
             with suppress(OSError):
                 other.unlink()
 

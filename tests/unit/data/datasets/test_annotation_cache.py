@@ -1,7 +1,10 @@
 """Annotations kept for the next start: the same set, or read again where anything has changed."""
 
+import errno
 import logging
 import os
+import time
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -24,6 +27,7 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     monkeypatch.setattr(annotation_cache, "_SHORT_SECONDS", 0.0)
     monkeypatch.setattr(annotation_cache, "_SETTLED_SECONDS", -60.0)
+    annotation_cache._say_once.cache_clear()
     return tmp_path / "cache" / "ppdist"
 
 
@@ -137,7 +141,7 @@ def test_one_changed_file_of_many_is_noticed(cache: Path, tmp_path: Path, form: 
     assert sum(counts[0]) == sum(counts[1]) + 1
 
 
-@pytest.mark.parametrize("harm", ["byte", "half", "nothing", "other"])
+@pytest.mark.parametrize("harm", ["byte", "half", "head", "nothing", "other"])
 def test_damaged_cache_is_read_again_and_said(
     cache: Path, tmp_path: Path, harm: str, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -148,6 +152,7 @@ def test_damaged_cache_is_read_again_and_said(
     harmed = {
         "byte": content[:-70] + bytes([content[-70] ^ 1]) + content[-69:],
         "half": content[: len(content) // 2],
+        "head": content[:30],
         "nothing": b"",
         "other": b"{}" * 100,
     }[harm]
@@ -166,9 +171,87 @@ def test_cache_that_cannot_be_written_is_done_without(
     config = write_coco(tmp_path / "set")
     cache.parent.write_text("a file where a folder should be")
     caplog.set_level(logging.WARNING, "ppdist.data")
+    assert not is_kept(read_split(config, "train"), read_split(config, "val"))
+    (line,) = caplog.messages  # both splits
+    assert line.startswith(f"{cache}: annotations are not kept for the next start: ")
+
+
+def test_full_disk_leaves_no_half_of_a_file(
+    cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    put = annotation_cache._put
+
+    def full(write: Callable[[bytes], object], *words: object) -> None:
+        write(bytes(1000))
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    config = write_coco(tmp_path / "set")
+    monkeypatch.setattr(annotation_cache, "_put", full)
+    caplog.set_level(logging.WARNING, "ppdist.data")
     first, again = read_twice(config)
-    assert not is_kept(first, again)
-    assert all("annotations are not kept for the next start" in line for line in caplog.messages)
+    assert not is_kept(first, again) and not [*cache.iterdir()]
+    (line,) = caplog.messages
+    assert "No space left on device" in line
+    monkeypatch.setattr(annotation_cache, "_put", put)
+    first, again = read_twice(config)
+    assert is_kept(first, again)
+
+
+def test_what_a_killed_writer_left_is_no_cache_and_goes(cache: Path, tmp_path: Path) -> None:
+    config = write_coco(tmp_path / "set")
+    first = read_split(config, "train")
+    (file,) = cache.glob("annotations-*.bin")
+    whole = file.read_bytes()
+    file.unlink()
+    drafts = [cache / f".{file.stem}-{name}" for name in ("killed", "written")]
+    for draft in drafts:
+        draft.write_bytes(whole[:-100])
+    past = time.time() - 7200
+    os.utime(drafts[0], (past, past))
+    again = read_split(config, "train")
+    assert not drafts[0].exists() and drafts[1].exists()  # another process may be writing it
+    assert is_kept(first, again) and file.read_bytes() == whole
+
+
+def of_first_rank(
+    monkeypatch: pytest.MonkeyPatch, told: list[object], own: DetectionSet
+) -> DetectionSet | None:
+    """What rank 1 has after reading: what rank 0 told it of, or its own."""
+    comm = annotation_cache.comm
+    monkeypatch.setattr(comm, "rank", lambda: 1)
+    monkeypatch.setattr(comm, "world_size", lambda: 2)
+    monkeypatch.setattr(comm, "run_on_all_ranks", lambda work: work())
+    monkeypatch.setattr(comm, "all_gather_object", lambda value: [told, value])
+    monkeypatch.setattr(annotation_cache, "first_on_host", lambda root: 0)
+    (taken,) = annotation_cache.read_on_host(lambda: [own], "root")
+    return taken
+
+
+def test_ranks_of_a_host_map_what_one_has_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    dataset = read_split(write_coco(tmp_path / "set"), "train")
+    descriptor = annotation_cache._descriptor(dataset)
+    assert descriptor is not None and descriptor >= 0
+    other = replace(dataset, source="read again")
+    taken = of_first_rank(monkeypatch, [os.getpid(), [descriptor]], other)
+    os.close(descriptor)
+    assert taken is not None and taken.source == dataset.source
+    assert not is_kept(dataset, taken)  # equal, and in no file
+
+
+def test_rank_that_cannot_map_them_reads_them_itself(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def refused(name: str) -> int:
+        raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+
+    dataset = read_split(write_coco(tmp_path / "set"), "train")
+    monkeypatch.setattr(os, "memfd_create", refused)
+    caplog.set_level(logging.WARNING, "ppdist.data")
+    told = [os.getpid(), [annotation_cache._descriptor(dataset)]]
+    assert of_first_rank(monkeypatch, told, dataset) is dataset
+    assert len(caplog.messages) == 2 and all("not shared" in line for line in caplog.messages)
 
 
 def test_check_that_fails_on_what_was_kept_looks_anew(cache: Path, tmp_path: Path) -> None:
