@@ -63,3 +63,10 @@ def on_page_content(html: str, page: Page, config: MkDocsConfig, files: Files) -
         return INSIDE.sub(r"\g<0><wbr>", word) if len(word) > 12 else word
 
     return CODE.sub(lambda code: f"<code>{WORD.sub(breakable, code[1])}</code>", html)
+
+
+def _in_repository(uri: str) -> str:
+    """Where the text of a page stands: "docs/data.md"."""
+    if uri == "index.md":
+        return "README.md"
+    return uri if uri in BESIDE or uri.startswith("deploy/") else f"docs/{uri}"
