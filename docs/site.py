@@ -58,7 +58,7 @@ def on_page_content(html: str, page: Page, config: MkDocsConfig, files: Files) -
 
     def breakable(found: re.Match[str]) -> str:
         word = found[0]
-        if word.startswith("-"):
+        if word.startswith("-") or re.fullmatch(r"[\d,-]+", word):  # --selected_gpus 0-7
             return f'<span class="option">{word}</span>'
         return INSIDE.sub(r"\g<0><wbr>", word) if len(word) > 12 else word
 
