@@ -92,7 +92,7 @@ docs: install
 site: install
 	$(PY) -m mkdocs --version >/dev/null 2>&1 || $(PY) -m pip install --quiet --disable-pip-version-check -e ".[docs]"
 	NO_MKDOCS_2_WARNING=1 $(PY) -m mkdocs build --strict --quiet
-	@echo "open output/site/index.html"
+	@echo "open output/site/index.html; its search needs a server: python3 -m http.server -d output/site"
 
 clean:
 	rm -rf $(VENV) build *.egg-info .pytest_cache .mypy_cache .ruff_cache

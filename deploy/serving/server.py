@@ -21,6 +21,7 @@ import sys
 import threading
 import time
 import traceback
+import warnings
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
@@ -36,6 +37,7 @@ if __name__ == "__main__":
 import h11  # noqa: E402
 import uvicorn  # noqa: E402
 from fastapi import FastAPI, Request  # noqa: E402
+from fastapi.openapi.docs import get_swagger_ui_html  # noqa: E402
 from fastapi.responses import HTMLResponse, JSONResponse, PlainTextResponse  # noqa: E402
 from prometheus_client import generate_latest  # noqa: E402
 from starlette.exceptions import HTTPException  # noqa: E402
@@ -104,13 +106,20 @@ _DETECT = {  # of the body, which `detect` reads itself, and of what comes back
 }
 
 
+# /docs loads Swagger UI from a CDN, which puts itself in the place of what stands here.
+_SWAGGER = '<div id="swagger-ui">'
+_WITHOUT_SWAGGER = (
+    "<p>This page is Swagger UI from cdn.jsdelivr.net. Where that is not reached, read "
+    '<a href="openapi.json">openapi.json</a> and deploy/serving/README.md.</p>'
+)
+
+
 def make_app(service: Service, token: str | None = None) -> FastAPI:
     """The routes.  Nothing in a request names a file or an address that is opened.
 
     Args: token: what /detect and /metrics ask for; the others show nothing worth hiding.
     """
-    # /docs loads Swagger UI from a CDN; who must not reach one has /openapi.json.
-    app = FastAPI(title="ppdist serving", description=_DESCRIPTION, redoc_url=None)
+    app = FastAPI(title="ppdist serving", description=_DESCRIPTION, docs_url=None, redoc_url=None)
     page, page_headers = _page()
 
     def require_token(request: Request) -> None:
@@ -120,6 +129,11 @@ def make_app(service: Service, token: str | None = None) -> FastAPI:
         )
         if token is not None and (kind.lower() != "bearer" or not matches):
             raise Refused(401, "send the header: Authorization: Bearer TOKEN")
+
+    @app.get("/docs", include_in_schema=False)
+    def docs() -> HTMLResponse:
+        page = get_swagger_ui_html(openapi_url="openapi.json", title=app.title)
+        return HTMLResponse(page.body.decode().replace(_SWAGGER, _SWAGGER + _WITHOUT_SWAGGER))
 
     @app.post("/detect", openapi_extra=_DETECT)
     async def detect(request: Request) -> JSONResponse:
@@ -353,7 +367,7 @@ def parse() -> argparse.Namespace:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     add = parser.add_argument
-    add("--model", required=True, type=Path, metavar="DIR", help="what tools/export.py made")
+    add("--model", required=True, type=Path, metavar="DIR", help="what `ppdist export` made")
     add("--backend", choices=("auto", "onnx", "openvino", "paddle", "tensorrt"), default="auto",
         help="default: the fastest that is installed and that the export was checked in; tensorrt: "
         "through ONNX Runtime on a card, never run by us")  # fmt: skip
@@ -380,7 +394,7 @@ def parse() -> argparse.Namespace:
     }
     for name, text in named.items():
         default = getattr(usual, name.replace("-", "_"))
-        add(f"--{name}", type=type(default), default=default, help=f"{text} (default: {default:g})")
+        add(f"--{name}", type=type(default), default=default, help=f"{text} (default: {default:,})")
     return parser.parse_args()
 
 
@@ -407,6 +421,7 @@ def read_token(file: Path | None) -> str | None:
 
 def main() -> int:
     arguments = parse()
+    warnings.filterwarnings("ignore", message="No ccache found")  # Paddle's, about itself
     try:
         limits, token = checked_limits(arguments), read_token(arguments.token_file)
     except (ValueError, OSError) as error:

@@ -30,7 +30,7 @@ COMMANDS = {
     "export": "export weights to Paddle Inference and ONNX",
     "convert": "convert weights between formats",
     "data": "check, count, show, convert and split data sets",
-    "config": "show a resolved configuration; regenerate docs and schema",
+    "config": "list, show and copy configurations",
     "doctor": "check hosts, cluster and data before a run",
     "report": "write one run, or several, as an HTML page",
     "tune": "search hyper-parameters, run studies",

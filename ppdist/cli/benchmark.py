@@ -51,7 +51,8 @@ def parse() -> argparse.Namespace:
     add_config(parser, required=False)
     parser.add_argument("-w", "--weights", help="weights for eval and infer; none: fresh ones")
     parser.add_argument("--model", type=Path, metavar="DIR", help="infer: an exported model")
-    parser.add_argument("--backend", nargs="+", default=[], choices=("paddle", "onnx", "openvino"),
+    parser.add_argument("--backend", nargs="+", default=[], metavar="NAME",
+                        choices=("paddle", "onnx", "openvino"),
                         help="infer: what runs the export (default: all)")  # fmt: skip
     parser.add_argument("--vs", nargs="+", action="extend", default=[], metavar="KEY=VALUE",
                         help="train: further overrides that make the second variant")  # fmt: skip

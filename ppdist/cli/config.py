@@ -12,6 +12,7 @@ import io
 import json
 import os
 import re
+import shlex
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import redirect_stdout, suppress
@@ -31,6 +32,7 @@ from ppdist.config.shipped import find_config, folder, near, recipes, short_name
 
 _SUBCOMMANDS = re.compile(r"\{([\w,-]+)\} \.\.\.")  # at the end of a usage
 _EXPERIMENT = re.compile(r"^config: *(\S+\.yml)$", re.MULTILINE)
+_OWN_COMMAND = re.compile(r"tools/train\.py -c configs/\S+")  # in the head of a shipped one
 _BASES = re.compile(r"^_BASE_:(.*)$", re.MULTILINE)  # on one line in all that ship
 
 
@@ -54,7 +56,8 @@ def main() -> None:
     elif args.command == "show":
         print(dump_yaml(load_config(args.config, args.override)), end="")
     elif args.command == "copy":
-        print(f"wrote {copied(args.name, args.file)}")
+        file = copied(args.name, args.file)
+        print(f"wrote {file}; edit it, then: {_use_of(file)}")
     else:
         target, text_of = GENERATED[args.command]
         out = args.out or require_clone(str(target.parent)) / target.name
@@ -109,11 +112,21 @@ def copied(name: str, file: Path | None) -> Path:
     for part in [*parts, *([experiment[1]] if experiment else [])]:
         shipped = (source.parent / part).resolve().relative_to(folder().resolve())
         text = text.replace(part, shipped.as_posix())
+    text = _OWN_COMMAND.sub(f"ppdist train -c {shlex.quote(str(target))}", text)
     text = text.replace("$schema=../schema.json", f"$schema={folder() / 'schema.json'}")
     make_parent(target)
     with writing(target):
         target.write_text(text, encoding="utf-8")
     return target
+
+
+def _use_of(file: Path) -> str:
+    """The command that a copied config or study is for."""
+    if _EXPERIMENT.search(file.read_text(encoding="utf-8")):
+        return shlex.join(
+            ["ppdist", "tune", "run", "-c", str(file), "--out", f"output/{file.stem}"]
+        )
+    return shlex.join(["ppdist", "train", "-c", str(file), "--eval"])
 
 
 def schema_text() -> str:

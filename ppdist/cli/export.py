@@ -154,7 +154,9 @@ def show_graph(weights: Path, report: "ExportReport") -> None:
     except (OSError, KeyError) as error:  # the export is whole without
         process.warn(f"no graph for VisualDL in {curves}: {type(error).__name__}: {error}")
     else:
-        print(f"its graph: visualdl --logdir {curves}, page GRAPHS")
+        print(
+            f"its graph: visualdl --logdir {curves} --language en --disable-telemetry, page GRAPHS"
+        )
 
 
 def stop(number: int, frame: object) -> None:

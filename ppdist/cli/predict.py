@@ -105,6 +105,7 @@ def main() -> int:
     more = [places[kind] for kind in formats if kind in places]
     require_no_foreign_files(arguments.out, [*pictures, *more])
     if arguments.track:
+        require_films(arguments, films)
         require_tracker()
     model = of_weights(arguments) if arguments.model is None else of_export(arguments)
     spec = model.spec
@@ -207,6 +208,17 @@ def require_sense(arguments: argparse.Namespace) -> None:
     if arguments.overlap is not None and not 0 <= arguments.overlap < 1:
         raise errors.ConfigError(
             "expected 0 to below 1", code="option_invalid", where=f"--overlap {arguments.overlap:g}"
+        )
+
+
+def require_films(arguments: argparse.Namespace, films: Sequence[str]) -> None:
+    """Raises: ConfigError: there is nothing to follow objects through."""
+    if not films:
+        raise errors.ConfigError(
+            "--track follows objects through the frames of a video; none is in --source",
+            code="options_conflict",
+            where=" ".join(arguments.source),
+            fix="leave it out, or make a video of the images: ffmpeg -i a/%05d.jpg a.mp4, say",
         )
 
 

@@ -145,10 +145,11 @@ def train(arguments: argparse.Namespace, callbacks: Sequence["Callback"] = ()) -
     recipe = _fitted(arguments) if arguments.data else None
     config = recipe.config if recipe else load_config(arguments.config, arguments.override)
     output_dir = Path(config.output_dir or f"output/{Path(arguments.config).stem}")
+    before = {*output_dir.glob(_ASIDE)}
 
     def begin(log: "RunLog") -> None:
         if recipe:
-            log.info(comm.run_on_main(lambda: _write(recipe, output_dir, arguments.eval)))
+            log.info(comm.run_on_main(lambda: _write(recipe, output_dir, before, arguments.eval)))
         notice = started_by_stock_launcher()
         if notice:
             log.warning(notice)
@@ -205,14 +206,25 @@ def _show(recipe: "Recipe") -> None:
     Console(stderr=True, width=None if sys.stderr.isatty() else 120).print(table)
 
 
-def _write(recipe: "Recipe", output_dir: Path, evaluate: bool) -> str:
-    """Writes the configuration beside its run; returns a line that says so."""
+_ASIDE = "old-*"  # in output_dir: earlier runs
+
+
+def _write(recipe: "Recipe", output_dir: Path, before: set[Path], evaluate: bool) -> str:
+    """Writes the configuration beside its run; returns a line that says so.
+
+    An earlier one goes with its run, where that was moved aside; else an edited one is kept here.
+
+    Args: before: the earlier runs in output_dir when this one started.
+    """
     from ppdist.common.files import replace_file, writing
     from ppdist.engine.recipe import FILE
 
     file = output_dir / FILE
     content = recipe.text.encode()
     with writing(file):
+        if file.exists():
+            for moved in {*output_dir.glob(_ASIDE)} - before:
+                file.replace(moved / FILE)
         if file.exists() and file.read_bytes() != content:  # perhaps edited by hand
             file.replace(_unused(file.with_name(f"{FILE}.old")))
         replace_file(file, content)

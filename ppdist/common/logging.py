@@ -14,6 +14,7 @@ import json
 import logging
 import logging.handlers
 import math
+import shlex
 import sys
 import time
 from collections import deque
@@ -764,12 +765,12 @@ def _places(output_dir: Path) -> list[tuple[str, str, str]]:
 
 def commands(output_dir: Path) -> list[str]:
     """What shows the run, ready to be copied."""
-    found = [f"ppdist report {output_dir}"]
+    found = [f"ppdist report {shlex.quote(str(output_dir))}"]
     if (output_dir / "vdl").exists():
-        folder = output_dir / "vdl"
+        folder = shlex.quote(str(output_dir / "vdl"))
         found.append(f"visualdl --logdir {folder} --language en --disable-telemetry")
     if (output_dir / "tensorboard").exists():
-        found.append(f"tensorboard --logdir {output_dir / 'tensorboard'}")
+        found.append(f"tensorboard --logdir {shlex.quote(str(output_dir / 'tensorboard'))}")
     return found
 
 

@@ -4,6 +4,7 @@ Scalars follow the core schema of YAML 1.2, plus the exponent form everybody wri
 number, `010` is ten, and `yes`, `no`, `on`, `2024-01-01` are text.
 """
 
+import json
 import os
 import re
 from collections.abc import Iterator, Sequence
@@ -277,6 +278,10 @@ class Reader:
             return None
         try:
             root = self._compose(text, place.source)
+            plain = root is None or (isinstance(root, yaml.ScalarNode) and root.style is None)
+            if plain and text[0 if root is None else root.end_mark.index :].strip():
+                # A shell has no comments there: `-o data.root=my #1 set` means all of it.
+                root = self._compose(json.dumps(text.strip(), ensure_ascii=False), place.source)
         except ConfigError:
             message = (
                 f"{dotted}: {text!r} is not a YAML value; to give it as text, quote it twice: "

@@ -21,6 +21,7 @@ from ppdist.config.yaml import BASE_KEY, Node, Place, Reader, dump, merge, tree_
 from ppdist.data.datasets.layout import VAL_FRACTION, Layout
 
 FILE = "recipe.yml"  # in output_dir
+_COMMON = ("yolov5n", "yolov5s", "ppyoloe_plus_s", "ppyoloe_plus_m")  # recipes to name first
 # Below so many training images a recipe for COCO is changed: 5 % of COCO, half of VOC 2007 + 2012.
 _FEW_IMAGES = 8000
 # Training from scratch saw 12,000 (PP-YOLOE) to 31,000 images (YOLOv5) of the 205 of BCCD until it
@@ -140,11 +141,11 @@ def _find(model: str) -> tuple[str, str]:
         return os.path.abspath(model), model
     close = near(model)
     raise ConfigError(
-        f"no recipe is called so{f'; did you mean {close[0]}?' if close else ''}",
+        ("no such file" if model.endswith((".yml", ".yaml")) else "no recipe is called so")
+        + (f"; did you mean {close[0]}?" if close else ""),
         code="model_unknown",
         where=f"--model {model}",
-        fix=f"expected {', '.join(close[1:] or [*short_names()][:4])}, or another of "
-        "`ppdist config list`",
+        fix=f"expected {', '.join(close[1:] or _COMMON)}, or another of `ppdist config list`",
     )
 
 

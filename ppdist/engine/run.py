@@ -66,7 +66,7 @@ def run_training(
             if failed:
                 experiment.log.warning(
                     f"the training is complete, its pictures in {output_dir / 'plots'} are not "
-                    f"({failed}); again: {commands(output_dir)[0]}"
+                    f"({failed}); to draw them: {commands(output_dir)[0]}"
                 )
         try:
             experiment.log.run_summary()

@@ -106,14 +106,19 @@ class ScheduleSetup:
 
     def facts(self) -> Iterator[Fact]:
         """Everything derived, in the order of the table.  The keys are those of metrics.jsonl."""
-        yield Fact("ranks", self.world, "ranks", f"{self.world}", "processes that fleetrun started")
+        why = (
+            "processes that fleetrun started"
+            if self.world > 1
+            else "one process, no launcher needed"
+        )
+        yield Fact("ranks", self.world, "ranks", f"{self.world}", why)
         yield Fact(
             "total_batch",
             self.total_batch,
             "total batch",
             f"{self.total_batch}",
-            f"{self.world} ranks x {self.batch_size_per_card} images x "
-            f"{self.accumulate_steps} micro-steps",
+            f"{_counted(self.world, 'rank')} x {_counted(self.batch_size_per_card, 'image')} x "
+            f"{_counted(self.accumulate_steps, 'micro-step')}",
         )
         given = self.optimizer.reference_batch_size is not None
         yield Fact(
@@ -209,6 +214,10 @@ class ScheduleSetup:
         if warm == self.schedule_steps // 2:
             return ", at most half the run"
         return f", at least {least} steps" if warm == least > 0 else ""
+
+
+def _counted(number: int, what: str) -> str:
+    return f"{number} {what}{'s' * (number != 1)}"
 
 
 def set_up_schedule(

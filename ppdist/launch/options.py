@@ -7,6 +7,7 @@ the ranks only where that is needed for one of its own options (`Options.needs_p
 
 import difflib
 import re
+import textwrap
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -221,14 +222,21 @@ def help_text() -> str:
     """What `fleetrun --help` prints."""
     lines = [USAGE, "options:"]
     for option in _OURS:
-        lines.append(f"  {', '.join(option.names)} {option.metavar}\n      {option.help}")
-    names = ", ".join(name for option in _PADDLES for name in option.names)
+        lines.append(f"  {', '.join(option.names)} {option.metavar}")
+        lines.append(_wrapped(option.help, "      "))
+    lines.append("\nPaddle's launcher also takes, and gets unchanged:")
+    lines.append(_wrapped(", ".join(name for each in _PADDLES for name in each.names), "  "))
     lines.append(
-        f"\nPaddle's launcher also takes, and gets unchanged:\n  {names}\n"
-        "With one of them, but job_id and log_level, or with --master it starts the ranks, which "
+        "With one of them, but job_id and log_level, or with --master it starts the ranks, which\n"
         "takes a second and 300 MB more."
     )
     return "\n".join(lines)
+
+
+def _wrapped(text: str, indent: str) -> str:
+    """In lines of a usual terminal; no option is broken."""
+    return textwrap.fill(text, 96, initial_indent=indent, subsequent_indent=indent,
+                         break_on_hyphens=False)  # fmt: skip
 
 
 def refuse_stale_environment(environment: Mapping[str, str]) -> None:

@@ -238,7 +238,8 @@ class Objects(Results):
         return super().write()
 
     def total(self) -> str:
-        return f"{len(self._annotations)} objects in {len(self.images)} images"
+        found, seen = len(self._annotations), len(self.images)
+        return f"{found} object{'s' * (found != 1)} in {seen} image{'s' * (seen != 1)}"
 
     def files(self) -> Iterator[str]:
         yield from super().files()
@@ -321,4 +322,4 @@ class Classes(Results):
         return f"of {len(images)} frames {told}"
 
     def total(self) -> str:
-        return f"the class of {len(self.images)} images"
+        return f"the class of {len(self.images)} image{'s' * (len(self.images) != 1)}"

@@ -207,7 +207,11 @@ def find_sources(source: Path, leave_out: Path | None = None) -> list[Path]:
         raise DataError(
             "no such image, folder or video", code="source_not_found", where=str(source)
         )
-    found = [file for file in sorted(source.rglob("*")) if _is_picture(file, leave_out)]
+    found = [
+        file
+        for file in sorted(source.rglob("*"))
+        if _is_picture(file, leave_out) and not _is_hidden(file.relative_to(source))
+    ]
     if not found:
         raise DataError(
             f"no image or video in this folder ({_listed()})", code="no_images", where=str(source)
@@ -218,10 +222,14 @@ def find_sources(source: Path, leave_out: Path | None = None) -> list[Path]:
 def _is_picture(file: Path, leave_out: Path | None) -> bool:
     return (
         file.suffix.lower() in _KNOWN
-        and not file.name.startswith(".")  # ._a.jpg of macOS is no image
         and file.is_file()
         and (leave_out is None or leave_out.resolve() not in file.resolve().parents)
     )
+
+
+def _is_hidden(file: Path) -> bool:
+    """What programs put there for themselves: ._a.jpg of macOS, .ipynb_checkpoints/a.jpg."""
+    return any(part.startswith(".") for part in file.parts)
 
 
 def _listed() -> str:

@@ -15,7 +15,8 @@ WIDTH, HEIGHT = 480, 280
 LEFT, RIGHT, TOP, BOTTOM = 64, 12, 10, 38  # room for the numbers of the axes
 _MOST_POINTS = 400  # of a curve: more than it has pixels
 _MOST_MARKED = 120  # so few in a picture are shown as points, too
-COLOURS = 8  # of style.css
+COLOURS = 8  # of page.css, as ppdist/viz has them
+INK = 8  # the colour of text: for means and references
 _TINY = 1e-300  # below it numbers lose their digits
 _SPIKE = 4  # times the range of nearly all values: what lies beyond is cut off
 
@@ -27,7 +28,7 @@ class Series:
     """One curve.
 
     Attributes:
-        colour: of style.css; any number, they repeat.
+        colour: of page.css.
         dashed: as a second mark beside the colour.
         group: what the legend calls it, together with others of the same; "": its name.
     """
@@ -76,6 +77,7 @@ def chart(
     x_limits: tuple[float, float] | None = None,
     y_limits: tuple[float, float] | None = None,
     from_zero: bool = False,
+    whole: bool = False,
     note: str = "",
 ) -> Chart | None:
     """Lays out curves; None where there is nothing to draw.
@@ -83,6 +85,7 @@ def chart(
     Args:
         x_limits, y_limits: of the axes, in units of the data; None: from the data.
         from_zero: the y axis begins at 0.
+        whole: no value is cut off, however far it lies from the others.
     """
     thin = [replace(each, points=thinned(each.points)) for each in series]
     shown = [each for each in thin if any(y is not None for _, y in each.points)]
@@ -92,7 +95,7 @@ def chart(
     cut = 0
     if y_limits is None:
         heights = [[y for _, y in each.points if y is not None] for each in shown]
-        y_limits, cut = _limits(heights, from_zero)
+        y_limits, cut = _limits(heights, from_zero, whole)
     y_low, y_high = y_limits
     if cut:
         values = "value lies" if cut == 1 else "values lie"
@@ -122,7 +125,7 @@ def chart(
 
 
 def _line(series: Series, at: Any, marked: bool) -> Line:
-    style = f"c{series.colour % COLOURS}" + " dashed" * series.dashed
+    style = f"c{series.colour}" + " dashed" * series.dashed
     path, marks, begun = [], [], False
     for x, y in series.points:
         if y is None:
@@ -176,14 +179,16 @@ def _span(values: Sequence[float]) -> tuple[float, float]:
     return low - room, high + room
 
 
-def _limits(curves: Sequence[Sequence[float]], from_zero: bool) -> tuple[tuple[float, float], int]:
+def _limits(
+    curves: Sequence[Sequence[float]], from_zero: bool, whole: bool
+) -> tuple[tuple[float, float], int]:
     """A y axis, and how many values lie beyond it: the first losses may be a hundred times the
     others, which would be a line on the floor."""
     ordered = [sorted(values) for values in curves]
     low, most = min(values[0] for values in ordered), max(values[-1] for values in ordered)
     low = 0.0 if from_zero and low >= 0 else low
     usual = max(values[math.floor(0.97 * (len(values) - 1))] for values in ordered)
-    if usual > low and most - low > _SPIKE * (usual - low):
+    if not whole and usual > low and most - low > _SPIKE * (usual - low):
         near = low + _SPIKE * (usual - low)
         most = max(value for values in ordered for value in values if value <= near)
     low, high = _span([low, most])

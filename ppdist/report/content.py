@@ -17,12 +17,13 @@ from pathlib import Path
 from typing import Any
 
 from ppdist.common.logging import duration
-from ppdist.report.charts import COLOURS, Chart, Point, Series, chart
+from ppdist.report.charts import COLOURS, INK, Chart, Point, Series, chart
 from ppdist.report.run import ClassRow, Confusion, Evaluation, Numbers, Picture, Run, written
 
 # An evaluation.
 
 _MOST_CURVES = 7  # classes with a curve of their own, beside the mean
+_CLASS_COLOURS = (1, 5, 2, 7, 0, 3, 4, 6)  # of page.css, in the order of ppdist/viz's PALETTE
 _MOST_CELLS = 40  # classes of a confusion matrix that is drawn
 _MOST_NUMBERED = 16  # classes of one whose cells have room for a number
 _MOST_PAIRS = 15
@@ -125,6 +126,8 @@ def _class_charts(found: Evaluation, names: Sequence[str]) -> Iterator[Chart | N
     own = [label if 0 <= label < len(objects) else -1 for label in curves.curve_classes]
     weight = [objects[label] if label >= 0 else 0 for label in own]
     order = sorted(range(len(own)), key=lambda place: (-weight[place], place))[:_MOST_CURVES]
+    drawn = {place: curves.curve_classes[place] for place in order}
+    colours = _colours_of_classes([*drawn.values()])
     x_T, x_R = curves.confidence_T, curves.recall_R
     for title, x, rows, mean in (
         ("precision over recall", x_R, curves.precision_CR, curves.mean_precision_R),
@@ -133,13 +136,23 @@ def _class_charts(found: Evaluation, names: Sequence[str]) -> Iterator[Chart | N
         ("recall over confidence", x_T, curves.recall_CT, curves.mean_recall_T),
     ):
         series = [
-            Series(_named(names, curves.curve_classes[place]), list(zip(x, rows[place])), number)
-            for number, place in enumerate(order, start=1)
+            Series(_named(names, label), list(zip(x, rows[place])), colours[label])
+            for place, label in drawn.items()
         ]
         if len(own) != 1:
-            series.insert(0, Series("mean of the classes", list(zip(x, mean)), 0))
+            series.insert(0, Series("mean of the classes", list(zip(x, mean)), INK))
         x_label = title.split()[-1]
         yield chart(title, series, x_label=x_label, x_limits=(0.0, 1.0), y_limits=(0.0, 1.02))
+
+
+def _colours_of_classes(labels: Sequence[int]) -> dict[int, int]:
+    """Those of their boxes in pictures (ppdist/viz), where these tell the classes apart."""
+    own = {label: _CLASS_COLOURS[label % COLOURS] for label in labels}
+    return (
+        own
+        if len({*own.values()}) == len(own)
+        else {label: colour for colour, label in enumerate(labels)}
+    )
 
 
 def _named(names: Sequence[str], label: int) -> str:
@@ -160,7 +173,7 @@ def _calibration(found: Evaluation) -> Chart | None:
     error = bins.expected_error
     return chart(
         "calibration: share that is right over confidence",
-        [Series("ideal", [(0.0, 0.0), (1.0, 1.0)], 7, True), Series("detections", points, 0)],
+        [Series("ideal", [(0.0, 0.0), (1.0, 1.0)], INK, True), Series("detections", points, 0)],
         x_label="confidence",
         x_limits=(0.0, 1.0),
         y_limits=(0.0, 1.02),
@@ -185,7 +198,7 @@ def _metrics(found: Evaluation) -> Table | None:
 
 
 _CLASS_COLUMNS = {
-    "top1": "top 1", "top5": "top 5",
+    "top1": "top1", "top5": "top5",
     "AP": "AP", "AP50": "AP50", "AP75": "AP75", "AP_small": "small", "AP_medium": "medium",
     "AP_large": "large", "AR100": "AR100", "precision": "P", "recall": "R", "f1": "F1",
     "VOC_11_point": "VOC 11", "VOC_area": "VOC area",
@@ -234,7 +247,7 @@ def _matrix(found: Confusion | None, names: Sequence[str]) -> tuple[Matrix | Non
     ]
     wrong = sorted((each for each in cells if each.row != each.column), key=lambda c: -c.count)
     rows = [[labels[c.row], labels[c.column], c.count, c.share] for c in wrong[:_MOST_PAIRS]]
-    pairs = Table(["truth", "prediction", "times", "of the truth"], rows) if rows else None
+    pairs = Table(["true", "predicted", "times", "of the true"], rows) if rows else None
     if size > _MOST_CELLS + 1:
         return None, pairs
     return Matrix(labels, cells, size <= _MOST_NUMBERED + 1), pairs
@@ -265,14 +278,9 @@ def _errors(found: Evaluation) -> Table | None:
 
 # One run.
 
-_PARTS_OF_EVALUATION = {  # key of a record -> name of the curve, colour of style.css
-    "mAP": ("mAP 0.50:0.95", 0),
-    "mAP50": ("mAP 0.50", 1),
-    "mAP75": ("mAP 0.75", 2),
-    "top1": ("top 1", 0),
-    "top5": ("top 5", 1),
-}
-_PARTS_OF_F1 = {"precision": ("precision", 0), "recall": ("recall", 1), "f1": ("F1", 2)}
+# Keys of a record, which name their curves here, in plots/ and in VisualDL -> colour of page.css.
+_PARTS_OF_EVALUATION = {"mAP": 0, "mAP50": 1, "mAP75": 2, "top1": 0, "top5": 1}
+_PARTS_OF_F1 = {"precision": 0, "recall": 1, "f1": 2}
 _PLACES = (("step", ".0f"), ("epoch", ".1f"))
 _SLOW = 1.1  # times the median
 _MOST_RANKS = 8  # with a curve each; of more the fastest, the median, the slowest
@@ -362,12 +370,12 @@ def _tiles(run: Run) -> Iterator[Tile]:
         yield Tile(
             "images per second",
             f"{speed:,.0f}" if speed >= 100 else f"{speed:.1f}",
-            f"median, {ranks} ranks" * bool(ranks),
+            f"median, {ranks} {'rank' if ranks == '1' else 'ranks'}" * bool(ranks),
         )
     seconds = seconds_of(run)
     if seconds:
         waiting = _waiting(run.train)
-        waits = f"{waiting:.1%} of a step waits for data" if waiting is not None else ""
+        waits = f"{waiting:.1%} of a step waits for images" if waiting is not None else ""
         yield Tile("time", duration(seconds), waits)
 
 
@@ -406,12 +414,13 @@ def _course(run: Run) -> list[Chart]:
     losses = []  # each part in one colour: training, and validation dashed
     for colour, key in enumerate(parts):
         name, measured = key.removeprefix("loss_"), f"val_{key}"
+        colour %= COLOURS
         losses.append(series(run.train, key, name, colour))
         losses.append(series(run.evaluations, measured, f"{name}, validation", colour, True))
     whole = [series(run.train, "loss", "training", 0)]
-    whole.append(series(run.evaluations, "val_loss", "validation", 1))
+    whole.append(series(run.evaluations, "val_loss", "validation", 3))
     scores, f1 = (
-        [series(run.evaluations, key, *look) for key, look in keys.items()]
+        [series(run.evaluations, key, key, colour) for key, colour in keys.items()]
         for keys in (_PARTS_OF_EVALUATION, _PARTS_OF_F1)
     )
     rate = [series(run.train, "lr", "learning rate", 0)]
@@ -419,8 +428,8 @@ def _course(run: Run) -> list[Chart]:
     charts = [
         chart("loss", whole, x_label=x),
         chart("parts of the loss", losses, x_label=x),
-        chart("scores on the validation set", scores, x_label=x),
-        chart("precision, recall, F1 at the best confidence", f1, x_label=x),
+        chart("scores on the validation set", scores, x_label=x, whole=True),
+        chart("at the confidence of the best F1", f1, x_label=x, whole=True),
         chart("learning rate", rate, x_label=x, from_zero=True),
         chart("gradient norm", norm, x_label=x, from_zero=True),
     ]
@@ -432,14 +441,14 @@ def _over(run: Run, key: str) -> list[Point]:
 
 
 def _throughput(run: Run) -> Chart | None:
-    series = [Series("images per second", _over(run, "images_per_second"), 2)]
-    return chart("images per second", series, x_label="step", from_zero=True)
+    series = [Series("images per second", _over(run, "images_per_second"), 0)]
+    return chart("images per second, all ranks", series, x_label="step", from_zero=True)
 
 
 def _seconds(run: Run) -> Chart | None:
     series = [
-        Series("a step", _over(run, "step_seconds"), 0),
-        Series("waiting for data", _over(run, "data_seconds"), 1),
+        Series("whole step", _over(run, "step_seconds"), 0),
+        Series("waiting for images", _over(run, "data_seconds"), 1),
     ]
     return chart("step time, s", series, x_label="step", from_zero=True)
 
@@ -447,7 +456,7 @@ def _seconds(run: Run) -> Chart | None:
 def _of_ranks(run: Run) -> Iterator[Chart | None]:
     for key, what in (
         ("rank_own_seconds", "a step's own work"),
-        ("rank_data_seconds", "waiting for data"),
+        ("rank_data_seconds", "waiting for images"),
     ):
         lists = _of_present_ranks(run, key)
         ranks = len(lists[-1][1]) if lists else 0
@@ -526,7 +535,7 @@ _SEED_AT_END = re.compile(r"[-_. ]*(?:s|seed)?[-_. ]*$", re.IGNORECASE)
 
 @dataclass(frozen=True)
 class Group:
-    """Runs of one experiment; `colour` as in style.css, beyond the eighth dashed."""
+    """Runs of one experiment; `colour` as in page.css, beyond the eighth dashed."""
 
     name: str
     runs: list[Run]
@@ -690,10 +699,11 @@ def _courses(groups: Sequence[Group]) -> list[Chart]:
             series.append(Series(run.name, points, group.colour, group.dashed, group.name))
         return chart(title, series, x_label=x, **limits)
 
+    scores = dict.fromkeys([metric, "mAP", "mAP50", "f1"])
     charts = [
         over("training loss", "loss"),
         over("validation loss", "val_loss", True),
-        *(over(key, key, True) for key in dict.fromkeys([metric, "mAP", "mAP50", "f1"])),
+        *(over(key, key, True, whole=True) for key in scores),
         over("learning rate", "lr", from_zero=True),
         over("gradient norm", "gradient_norm", from_zero=True),
         over("images per second", "images_per_second", from_zero=True),

@@ -8,6 +8,7 @@ be read, but not run.
 import base64
 import hashlib
 import io
+import re
 import shlex
 import time
 from collections.abc import Sequence
@@ -16,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
-from markupsafe import Markup
+from markupsafe import Markup, escape
 from PIL import Image
 
 from ppdist.common.files import make_parent, writing
@@ -127,7 +128,9 @@ def _commands(run: Run) -> list[tuple[str, str]]:
     folder = shlex.quote(str(run.folder))
     commands = []
     if (run.folder / "vdl").is_dir():
-        commands.append(("all curves", f"visualdl --logdir {folder}/vdl"))
+        commands.append(
+            ("all curves", f"visualdl --logdir {folder}/vdl --language en --disable-telemetry")
+        )
     if (run.folder / "checkpoints" / "best").exists():
         weights = f"-c {folder}/config.yml -w {folder}/checkpoints/best"
         commands.append(("evaluate the best weights", f"ppdist eval {weights}"))
@@ -191,7 +194,12 @@ def _render(template: str, **content: Any) -> str:
         lstrip_blocks=True,
         finalize=_shown,
     )
-    environment.filters |= {"number": number, "duration": duration, "clock": clock}
+    environment.filters |= {
+        "breakable": breakable,
+        "number": number,
+        "duration": duration,
+        "clock": clock,
+    }
     environment.globals |= {
         "style": Markup(style), "style_hash": _digest(style),
         "script": Markup(script), "script_hash": _digest(script),
@@ -216,6 +224,11 @@ def number(value: object) -> str:
     if isinstance(value, float):
         return f"{value:.3f}" if abs(value) < 1000 else f"{value:,.0f}"
     return f"{value:,}" if isinstance(value, int) else str(value)
+
+
+def breakable(name: object) -> Markup:
+    """A key that a narrow column breaks after its dots and underscores."""
+    return Markup(re.sub(r"([._/])(?=\w)", r"\1<wbr>", str(escape(printable(str(name))))))
 
 
 def clock(seconds: float) -> str:

@@ -34,9 +34,11 @@ from ppdist.viz.draw import (
     GREEN,
     GREY,
     ORANGE,
+    PALETTE,
     PURPLE,
     SKY_BLUE,
     VERMILION,
+    YELLOW,
     Colour,
     caption,
     draw_labelled,
@@ -51,6 +53,10 @@ COLOURS = tuple(
     for colour in (BLUE, ORANGE, GREEN, VERMILION, PURPLE, SKY_BLUE, GREY)
 )
 DASHES = ("-", "--", ":", "-.")  # where there are more lines than colours
+# Curves of a class have the colour of its boxes (draw.PALETTE), but a yellow for white paper.
+CLASS_COLOURS = tuple(
+    "#b3a600" if colour == YELLOW else "#{:02x}{:02x}{:02x}".format(*colour) for colour in PALETTE
+)
 MARKERS = "os^"
 MAP = "Blues"  # one hue, so all eyes see the same; more is darker
 _DOTS = 110  # per inch
@@ -140,7 +146,7 @@ def class_curves(evaluation: Mapping[str, Any], plot: str) -> Figure | None:
     figure = Figure(figsize=(9, 5.6), layout="constrained")
     axes = figure.subplots()
     names = [_class_label(evaluation, label, score) for label in curves["curve_classes"]]
-    _class_lines(axes, at_X, value_CX, names)
+    _class_lines(axes, at_X, value_CX, names, curves["curve_classes"])
     _mean_line(axes, at_X, _numbers(curves[mean]), evaluation.get("metrics") or {}, score)
     axes.set(xlabel=labels[0], ylabel=labels[1], xlim=(0, 1), ylim=(0, 1.01))
     axes.set_title(f"{labels[1]} over {labels[0]}, IoU 0.5")
@@ -149,15 +155,25 @@ def class_curves(evaluation: Mapping[str, Any], plot: str) -> Figure | None:
     return figure
 
 
-def _class_lines(axes: Axes, at_X: np.ndarray, value_CX: np.ndarray, names: Sequence[str]) -> None:
+def _class_lines(
+    axes: Axes,
+    at_X: np.ndarray,
+    value_CX: np.ndarray,
+    names: Sequence[str],
+    labels: Sequence[int],
+) -> None:
     known_C = np.isfinite(value_CX).any(1)
     if known_C.sum() > _MOST_NAMED_CURVES:
         axes.plot(at_X, value_CX[known_C].T, color="0.7", linewidth=0.6, alpha=0.7)
         axes.plot([], [], color="0.7", label=f"{known_C.sum()} classes")
         return
-    for position, index in enumerate(np.flatnonzero(known_C).tolist()):
-        colour = COLOURS[position % len(COLOURS)]
-        dashes = DASHES[position // len(COLOURS)]
+    indices = np.flatnonzero(known_C).tolist()
+    looks = [labels[index] for index in indices]
+    if max(looks, default=0) >= len(CLASS_COLOURS) * len(DASHES):  # few of very many classes
+        looks = [*range(len(indices))]
+    for index, look in zip(indices, looks):
+        colour = CLASS_COLOURS[look % len(CLASS_COLOURS)]
+        dashes = DASHES[look // len(CLASS_COLOURS)]
         axes.plot(at_X, value_CX[index], dashes, color=colour, linewidth=1.4, label=names[index])
 
 
@@ -661,14 +677,6 @@ def _short(value: float) -> str:
 _MOST_SCORE_BARS = 100
 # What is drawn of a class: a bar, and where there is one a point.
 _DETECTED, _CLASSIFIED = ("AP", "AP50"), ("top1", "top5")
-_ERROR_TYPES = {
-    "correct": "correct",
-    "localisation": "badly placed",
-    "class": "another class",
-    "duplicate": "found twice",
-    "background": "background",
-    "missed": "missed",
-}
 
 
 def per_class_scores(evaluation: Mapping[str, Any]) -> Figure | None:
@@ -756,9 +764,8 @@ def errors(evaluation: Mapping[str, Any]) -> Figure | None:
     for axes, values, text in zip(
         figure.subplots(1, 2), (found["counts"], gains), ("{:.0f}", "+{:.3f}")
     ):
-        names = [_ERROR_TYPES.get(kind, kind) for kind in values]
         colours = [COLOURS[2] if kind == "correct" else COLOURS[3] for kind in values]
-        bars = axes.barh(names, list(values.values()), 0.7, color=colours)
+        bars = axes.barh([*values], list(values.values()), 0.7, color=colours)
         axes.bar_label(bars, [text.format(value) for value in values.values()], padding=3)
         axes.invert_yaxis()
         axes.set_xlim(0, 1.18 * max(1e-9, *values.values()) if values else 1)

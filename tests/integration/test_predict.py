@@ -124,6 +124,14 @@ def test_slices_of_a_large_image(
     assert counts[1] > counts[0]
 
 
+def test_track_without_a_video_is_refused(
+    project: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with pytest.raises(ConfigError, match="frames of a video; none is in --source") as error:
+        run(monkeypatch, project, "--source", project / "one", "--out", tmp_path / "o", "--track")
+    assert error.value.code == "options_conflict"
+
+
 def test_tracks_go_through_a_video(
     project: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
 ) -> None:

@@ -30,7 +30,7 @@ import yaml
 
 from ppdist.common import stores
 from ppdist.common.errors import ConfigError, DataError, UserError
-from ppdist.common.files import make_folder, make_parent, writing
+from ppdist.common.files import make_folder, make_parent, replace_file, writing
 from ppdist.config.data import DataConfig
 from ppdist.data import storage
 from ppdist.data.datasets.annotations import (
@@ -92,7 +92,7 @@ def convert(
     names = _new_names(raw, folder, lines, by_key=form != "coco" or shard_bytes is not None)
     make_folder(out)
     if form != "coco":
-        _write_classes(raw, form, out)
+        _write_classes(raw, form, out, split)
         _say_what_is_lost(raw, form, lines)
     file = out / _annotation_file(form, split)
     if shard_bytes is not None:
@@ -369,7 +369,7 @@ def _named(part: str) -> str:
     return "_" if bare in ("", ".", "..") else bare
 
 
-def _write_classes(raw: RawSet, form: Format, out: Path) -> None:
+def _write_classes(raw: RawSet, form: Format, out: Path, split: str) -> None:
     known = class_names(out, ())
     if known and known != raw.class_names:
         raise DataError(
@@ -379,14 +379,23 @@ def _write_classes(raw: RawSet, form: Format, out: Path) -> None:
             where=str(out),
             fix="choose a new folder",
         )
-    if known:
-        return
-    if form == "voc":
+    if form == "voc" and not known:
         write_text(out / "label_list.txt", "".join(f"{name}\n" for name in raw.class_names))
-        return
-    content = {"path": ".", "train": "train.txt", "val": "val.txt", "names": [*raw.class_names]}
-    text = yaml.safe_dump(content, sort_keys=False, allow_unicode=True)
-    write_text(out / "data.yaml", text)
+    elif form == "yolo":
+        there = [each for each in ("train", "val") if (out / f"{each}.txt").exists()]
+        file, before = out / "data.yaml", _data_yaml(raw, there)
+        if not known:
+            write_text(file, _data_yaml(raw, [split]))
+        elif file.is_file() and file.read_text(encoding="utf-8") == before:  # of another split
+            with writing(file):
+                replace_file(file, _data_yaml(raw, [*there, split]).encode())
+
+
+def _data_yaml(raw: RawSet, splits: Sequence[str]) -> str:
+    """What ultralytics reads a set by; it names no split that is not there."""
+    lists = {split: f"{split}.txt" for split in splits}
+    content = {"path": ".", **lists, "names": [*raw.class_names]}
+    return yaml.safe_dump(content, sort_keys=False, allow_unicode=True)
 
 
 def _say_what_is_lost(raw: RawSet, form: Format, lines: list[str]) -> None:

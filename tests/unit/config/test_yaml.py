@@ -158,6 +158,8 @@ def test_override_values_are_yaml_without_quotes(folder: Path) -> None:
     assert isinstance(config.model, YoloX) and config.model.image_size == (256, 320)
     assert (config.data.root, config.output_dir) == ("../x=y", "2024")
     assert config.train.epochs == 3 and config.train.clip_norm is None
+    config = parse(GOOD, "data.root=/my #1 set", "output_dir=#2")  # a shell has no comments there
+    assert (config.data.root, config.output_dir) == ("/my #1 set", "#2")
 
 
 def test_base_files_merge_mappings_and_replace_lists(folder: Path) -> None:

@@ -101,6 +101,7 @@ def test_training_sizes_follow_the_image_size():
             "model_unknown",
             "--model yolov8n: no recipe is called so; did you mean",
         ),
+        ("gone.yml", "model_unknown", "no such file; expected yolov5n, "),
         ("yolov5s_cls_imagenet", "model_without_boxes", "choose a detector"),
     ],
 )

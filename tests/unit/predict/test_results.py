@@ -56,6 +56,7 @@ def test_a_later_run_owns_what_the_first_has_written(tmp_path: Path) -> None:
         results = Objects(tmp_path, tiny_spec(), Pictures(tmp_path, {name: name}))
         results.add(Frame(name, None, IMAGE), found_in(IMAGE, name))
         results.write()
+    assert results.total() == "2 objects in 1 image"
     assert own_results(tmp_path) == {"a.jpg", "b.jpg", "detections.json"}
     for text in ("", "[]", '{"info": []}', '{"info": {"description": "COCO 2017"}}'):
         (tmp_path / "detections.json").write_text(text)

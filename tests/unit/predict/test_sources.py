@@ -18,7 +18,8 @@ from tests.media import picture
 
 @pytest.fixture
 def photos(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    for name in ("p/a.jpg", "p/deep/b.png", "q/a.jpg", "p/notes.txt", "q/[1].jpg"):
+    for name in ("p/a.jpg", "p/deep/b.png", "q/a.jpg", "p/notes.txt", "q/[1].jpg",
+                 "p/.ipynb_checkpoints/a-checkpoint.jpg", "p/._a.jpg"):  # fmt: skip
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).touch()
     monkeypatch.chdir(tmp_path)

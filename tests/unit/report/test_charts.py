@@ -2,10 +2,26 @@
 
 import math
 import random
+import re
+from pathlib import Path
 
 import pytest
 
-from ppdist.report.charts import BOTTOM, HEIGHT, LEFT, RIGHT, WIDTH, Series, chart, thinned, ticks
+from ppdist.report import charts
+from ppdist.report.charts import (
+    BOTTOM,
+    COLOURS,
+    HEIGHT,
+    LEFT,
+    RIGHT,
+    WIDTH,
+    Series,
+    chart,
+    thinned,
+    ticks,
+)
+from ppdist.report.content import _CLASS_COLOURS
+from ppdist.viz import plots
 
 
 @pytest.mark.parametrize("seed", range(20))
@@ -58,6 +74,21 @@ def test_a_high_first_loss_flattens_no_curve() -> None:
     drawn = chart("a", [Series("s", [(0, 500.0), *points])])
     assert drawn is not None and drawn.note == "1 value lies above the chart"
     assert float(drawn.y_ticks[-1][1]) <= 4
+
+
+def test_scores_are_never_cut_off() -> None:
+    scores = Series("mAP50", [(0, 0.02), (1, 0.03), (2, 0.45)])
+    assert chart("a", [scores]).note  # type: ignore[union-attr]  # the rule for losses
+    drawn = chart("a", [scores], whole=True)
+    assert drawn is not None and not drawn.note and float(drawn.y_ticks[-1][1]) >= 0.4
+
+
+def test_page_and_plots_have_the_same_colours() -> None:
+    style = (Path(charts.__file__).parent / "templates" / "page.css").read_text()
+    light = style[: style.index("}")]
+    page = [re.search(rf"--c{number}: (#\w+);", light)[1] for number in range(COLOURS)]  # type: ignore[index]
+    assert page[: len(plots.COLOURS)] == [*plots.COLOURS]
+    assert tuple(page[number] for number in _CLASS_COLOURS) == plots.CLASS_COLOURS
 
 
 @pytest.mark.parametrize(

@@ -58,7 +58,7 @@ def test_a_run_shows_the_ranks_it_has_now(tmp_path: Path) -> None:
     text = json.dumps(alone) + "\n" + (run / "metrics.jsonl").read_text(encoding="utf-8")
     (run / "metrics.jsonl").write_text(text, encoding="utf-8")
     page = show(read_run(run))
-    assert "seconds of each rank: waiting for data" in [each.title for each in page.speed]
+    assert "seconds of each rank: waiting for images" in [each.title for each in page.speed]
     assert "rank 1 1.50x" in page.slow_ranks
 
 

@@ -351,3 +351,11 @@ def test_the_real_set_says_the_same_in_all_formats(tmp_path, own, first, second)
         assert ours.path.resolve() == theirs.path.resolve()
         assert [t.label for t in ours.objects] == [t.label for t in theirs.objects]
     np.testing.assert_allclose(*boxes, atol=1e-3)
+
+
+def test_data_yaml_names_the_splits_that_are_there(tmp_path):
+    raw = plain_set(tmp_path / "here", 3)
+    for expected in ({"train": "train.txt"}, {"train": "train.txt", "val": "val.txt"}):
+        convert(raw, "yolo", tmp_path / "out", images="copy", split=[*expected][-1])
+        found = yaml.safe_load((tmp_path / "out" / "data.yaml").read_text())
+        assert {key: found.get(key) for key in ("train", "val") if key in found} == expected
