@@ -6,7 +6,7 @@ of the plain layer it derives from, so that a built layer can be switched by its
 What oneDNN has no kernel for, other dtypes and other kinds of batch norm run as they always did.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import lru_cache
 from typing import Any
 
@@ -16,7 +16,8 @@ from paddle.autograd import PyLayer
 
 from ppdist.distributed import paddle_api
 from ppdist.models.layers import ConvBNLayer, RepConv
-from ppdist.models.onednn import ops
+from ppdist.models.onednn import ops, precision
+from ppdist.models.onednn.precision import Kernels
 
 _CACHED_SHAPES = 4096  # kinds of convolution x image sizes x batch sizes
 
@@ -24,19 +25,22 @@ _CACHED_SHAPES = 4096  # kinds of convolution x image sizes x batch sizes
 class _Unit:
     """The kernels of one convolution, and those of what may follow it in its layout."""
 
-    def __init__(self, convolution: ops.Convolution) -> None:
+    def __init__(self, kernels: Kernels, convolution: ops.Convolution) -> None:
         self.conv = convolution
+        self.between = kernels.between
+        self._kernels = kernels
+        self.sum_x, self.sum_y = kernels.sum(convolution.x), kernels.sum(convolution.y)
         self._norms: dict[float, ops.BatchNorm] = {}
         self._activations: dict[str, ops.Activation] = {}
 
     def norm(self, epsilon: float) -> ops.BatchNorm:
         if epsilon not in self._norms:
-            self._norms[epsilon] = ops.BatchNorm(self.conv.y, epsilon)
+            self._norms[epsilon] = self._kernels.batch_norm(self.conv.y, epsilon)
         return self._norms[epsilon]
 
     def activation(self, name: str) -> ops.Activation:
         if name not in self._activations:
-            self._activations[name] = ops.Activation(name, self.conv.y)
+            self._activations[name] = self._kernels.activation(name, self.conv.y)
         return self._activations[name]
 
 
@@ -49,26 +53,29 @@ def _pair(value: Any) -> tuple[int, int] | None:
 
 
 @lru_cache(_CACHED_SHAPES)
-def _make_unit(*key: Any) -> _Unit | None:
+def _make_unit(kernels: Kernels, *key: Any) -> _Unit | None:
     """Layers of one kind share their kernels; None: oneDNN cannot."""
+    precisions = {"dtype": kernels.dtype, "between": kernels.between}
     try:
-        return _Unit(ops.Convolution(*key))
+        return _Unit(kernels, kernels.convolution(*key, **precisions))
     except ops.OneDNNError:
         return None
 
 
 def _unit(conv: nn.Conv2D, x: Tensor) -> _Unit | None:
-    """Kernels for this layer and this input; None: run the plain layer."""
+    """Kernels for this layer and this input, which has the precision between layers; None: run the
+    plain layer."""
+    kernels = precision.current()
     made = paddle_api.conv_settings(conv)
     if made is None:
         return None
     stride, padding, dilation = _pair(made.stride), _pair(made.padding), _pair(made.dilation)
-    if stride is None or padding is None or dilation is None or x.dtype != paddle.float32:
+    if stride is None or padding is None or dilation is None or _name(x) != kernels.between:
         return None
     if made.data_format != "NCHW" or made.padding_mode != "zeros" or 0 in x.shape:
         return None
     return _make_unit(
-        tuple(x.shape), tuple(conv.weight.shape), stride, padding, dilation, made.groups,
+        kernels, tuple(x.shape), tuple(conv.weight.shape), stride, padding, dilation, made.groups,
         conv.bias is not None,
     )  # fmt: skip
 
@@ -95,7 +102,29 @@ def _only(gradients: Sequence[Tensor | None], needs: Sequence[bool]) -> tuple[Te
     return tuple(g if need else None for g, need in zip(gradients, needs, strict=True))
 
 
-def _contiguous(x: Tensor) -> Tensor:
+def _name(x: Tensor) -> str:
+    """float32, bfloat16, ..."""
+    return str(x.dtype).removeprefix("paddle.")
+
+
+def _between(x: Tensor) -> Tensor:
+    """In the precision between layers."""
+    between = precision.current().between
+    return x.astype(between) if between != "float32" and x.dtype == paddle.float32 else x
+
+
+def _paddles_own(forward: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
+    """A layer that oneDNN does not compute as a whole: float32 where Paddle has nothing else."""
+    if precision.current().between == "float32":
+        return forward(x)
+    with precision.compute_in(precision.current().at("O1")):
+        y = forward(x.astype("float32"))
+    return _between(y)
+
+
+def _contiguous(x: Tensor, unit: _Unit) -> Tensor:
+    """As `x_in` and `y_in` read it."""
+    x = x if _name(x) == unit.between else x.astype(unit.between)  # a gradient may be another's
     return x if x.is_contiguous() else x.contiguous()
 
 
@@ -105,7 +134,7 @@ class _Convolve(PyLayer):
     @staticmethod
     def forward(ctx, x_BCHW, weight, bias, unit, needs):
         conv = unit.conv
-        x = conv.x_in(_contiguous(x_BCHW))
+        x = conv.x_in(_contiguous(x_BCHW, unit))
         ctx.save_for_backward(weight)
         ctx.kept = unit, x, needs
         return conv.y_out.to_tensor(conv.forward(x, weight, bias))
@@ -115,7 +144,7 @@ class _Convolve(PyLayer):
         (weight,) = ctx.saved_tensor()
         unit, x, needs = ctx.kept
         conv = unit.conv
-        dy = conv.y_in(_contiguous(dy_BOHW))
+        dy = conv.y_in(_contiguous(dy_BOHW, unit))
         dw, db = conv.weight_gradient(x, dy)
         dx = conv.x_out.to_tensor(conv.data_gradient(dy, weight)) if needs[0] else None
         return _only((dx, dw, db) if conv.has_bias else (dx, dw), needs)
@@ -125,9 +154,10 @@ class OneDNNConv2D(nn.Conv2D):
     """nn.Conv2D on oneDNN."""
 
     def forward(self, x: Tensor) -> Tensor:
+        x = _between(x)
         unit = _unit(self, x)
         if unit is None:
-            return super().forward(x)
+            return _paddles_own(super().forward, x)
         inputs = (x, self.weight, self.bias)
         return _Convolve.apply(*inputs, unit, _needs(*inputs))
 
@@ -150,10 +180,10 @@ class _Branch:
         paddle.assign(keep * var_O + (1 - keep) * self.var_O, var_O)
         return out
 
-    def infer(self, x: Tensor, weight: Tensor) -> Tensor:
+    def infer(self, x: Tensor, weight: Tensor, gamma_O: Tensor, beta_O: Tensor) -> Tensor:
         """Buffers in the convolution's layouts; running statistics, nothing kept."""
-        z, norm = self.unit.conv.forward(x, weight, None), self.norm
-        return self.bn.infer(z, norm.weight, norm.bias, *paddle_api.running_statistics(norm))
+        z = self.unit.conv.forward(x, weight, None)
+        return self.bn.infer(z, gamma_O, beta_O, *paddle_api.running_statistics(self.norm))
 
     def backward(
         self, x: Tensor, dy: Tensor, weight: Tensor, gamma_O: Tensor, needs_dx: bool
@@ -171,7 +201,7 @@ class _ConvolveNormalize(PyLayer):
     @staticmethod
     def forward(ctx, x_BCHW, weight, gamma_O, beta_O, branch, activation, needs):
         conv = branch.unit.conv
-        x = conv.x_in(_contiguous(x_BCHW))
+        x = conv.x_in(_contiguous(x_BCHW, branch.unit))
         normal = branch.forward(x, weight, gamma_O, beta_O)
         ctx.save_for_backward(weight, gamma_O)
         if activation is None:
@@ -186,7 +216,7 @@ class _ConvolveNormalize(PyLayer):
         weight, gamma_O = ctx.saved_tensor()
         branch, x, normal, activate, needs = ctx.kept
         conv = branch.unit.conv
-        dy = conv.y_in(_contiguous(dy_BOHW))
+        dy = conv.y_in(_contiguous(dy_BOHW, branch.unit))
         if activate is not None:
             dy = activate.gradient(normal, dy)
         dx, *rest = branch.backward(x, dy, weight, gamma_O, needs[0])
@@ -197,15 +227,17 @@ class OneDNNConvBNLayer(ConvBNLayer):
     """ConvBNLayer on oneDNN.  Synchronised or frozen batch norm runs as it is."""
 
     def forward(self, x: Tensor) -> Tensor:
+        x = _between(x)
         if not isinstance(self.bn, nn.BatchNorm2D):  # folded
-            return super().forward(x)
+            return _paddles_own(super().forward, x)
         inputs = (x, self.conv.weight, self.bn.weight, self.bn.bias)
         constants = _by_constants(self.bn, inputs)
         unit = _unit(self.conv, x) if constants or _by_batch(self.bn) else None
         if unit is None:
-            return super().forward(x)
+            return _paddles_own(super().forward, x)
         if constants:
-            y = _Branch(unit, self.bn).infer(unit.conv.x_in(_contiguous(x)), self.conv.weight)
+            x = unit.conv.x_in(_contiguous(x, unit))
+            y = _Branch(unit, self.bn).infer(x, self.conv.weight, self.bn.weight, self.bn.bias)
             if self.activation is not None:
                 y = unit.activation(self.activation).forward(y)
             return unit.conv.y_out.to_tensor(y)
@@ -215,41 +247,53 @@ class OneDNNConvBNLayer(ConvBNLayer):
 
 
 class _TwoBranches(PyLayer):
-    """activation(bn3(conv3x3(x)) + alpha * bn1(conv1x1(x))); both share their layouts."""
+    """activation(bn3(conv3x3(x)) + alpha * bn1(conv1x1(x))); both share their layouts.
+
+    alpha scales gamma1 and beta1 instead of a map, and its gradient is that of these two:
+    d alpha = sum(gamma1 * d(alpha gamma1) + beta1 * d(alpha beta1)).
+    """
 
     @staticmethod
     def forward(ctx, x_BCHW, w3, gamma3_O, beta3_O, w1, gamma1_O, beta1_O, alpha, *rest):
         wide, side, activation, needs = rest
         conv, activate = wide.unit.conv, wide.unit.activation(activation)
-        x = conv.x_in(_contiguous(x_BCHW))
+        x = conv.x_in(_contiguous(x_BCHW, wide.unit))
         total = wide.forward(x, w3, gamma3_O, beta3_O)
-        addend = side.forward(x, w1, gamma1_O, beta1_O)
-        total = total.add_(addend if alpha is None else alpha * addend)
-        ctx.save_for_backward(w3, gamma3_O, w1, gamma1_O)
-        ctx.kept = wide, side, x, total, alpha, None if alpha is None else addend, activate, needs
+        scaled_gamma1_O = _scaled(gamma1_O, alpha)
+        addend = side.forward(x, w1, scaled_gamma1_O, _scaled(beta1_O, alpha))
+        total = wide.unit.sum_y(total, addend)
+        ctx.save_for_backward(w3, gamma3_O, w1, gamma1_O, beta1_O)
+        ctx.kept = wide, side, x, total, alpha, scaled_gamma1_O, activate, needs
         return conv.y_out.to_tensor(activate.forward(total))
 
     @staticmethod
     def backward(ctx, dy_BOHW):
-        w3, gamma3_O, w1, gamma1_O = ctx.saved_tensor()
-        wide, side, x, total, alpha, addend, activate, needs = ctx.kept
+        w3, gamma3_O, w1, gamma1_O, beta1_O = ctx.saved_tensor()
+        wide, side, x, total, alpha, scaled_gamma1_O, activate, needs = ctx.kept
         conv = wide.unit.conv
-        dtotal = activate.gradient(total, conv.y_in(_contiguous(dy_BOHW)))
+        dtotal = activate.gradient(total, conv.y_in(_contiguous(dy_BOHW, wide.unit)))
         dx, *rest3 = wide.backward(x, dtotal, w3, gamma3_O, needs[0])
-        dside = dtotal if alpha is None else alpha * dtotal
-        dx_side, *rest1 = side.backward(x, dside, w1, gamma1_O, needs[0])
+        dx_side, dw1, dgamma1_O, dbeta1_O = side.backward(x, dtotal, w1, scaled_gamma1_O, needs[0])
         if needs[0]:
-            dx = conv.x_out.to_tensor(dx.add_(dx_side))
-        dalpha = [] if alpha is None else [paddle.dot(dtotal, addend).reshape([1])]
+            dx = conv.x_out.to_tensor(wide.unit.sum_x(dx, dx_side))
+        dalpha = []
+        if alpha is not None:
+            dalpha = [(gamma1_O * dgamma1_O + beta1_O * dbeta1_O).sum().reshape([1])]
+        rest1 = dw1, _scaled(dgamma1_O, alpha), _scaled(dbeta1_O, alpha)
         return _only((dx, *rest3, *rest1, *dalpha), needs)
+
+
+def _scaled(values: Tensor, alpha: Tensor | None) -> Tensor:
+    return values if alpha is None else alpha * values
 
 
 class OneDNNRepConv(RepConv):
     """RepConv on oneDNN; fused for deployment it is one nn.Conv2D."""
 
     def forward(self, x: Tensor) -> Tensor:
+        x = _between(x)
         if self.conv is not None:
-            return super().forward(x)
+            return _paddles_own(super().forward, x)
         parameters = [
             p
             for layer in (self.conv1, self.conv2)
@@ -259,7 +303,7 @@ class OneDNNRepConv(RepConv):
         constants = all(_by_constants(layer.bn, inputs) for layer in (self.conv1, self.conv2))
         branches = self._branches(x, constants)
         if branches is None:
-            return super().forward(x)
+            return _paddles_own(super().forward, x)
         if constants:
             return self._infer(x, *branches)
         return _TwoBranches.apply(*inputs, *branches, self.activation, _needs(*inputs))
@@ -274,11 +318,12 @@ class OneDNNRepConv(RepConv):
         return [_Branch(u, layer.bn) for u, layer in zip(units, layers, strict=True) if u]
 
     def _infer(self, x: Tensor, wide: _Branch, side: _Branch) -> Tensor:
-        conv = wide.unit.conv
-        x = conv.x_in(_contiguous(x))
-        addend = side.infer(x, self.conv2.conv.weight)
-        addend = addend if self.alpha is None else self.alpha * addend
-        total = wide.infer(x, self.conv1.conv.weight).add_(addend)
+        conv, first, second = wide.unit.conv, self.conv1, self.conv2
+        x = conv.x_in(_contiguous(x, wide.unit))
+        scaled = (_scaled(each, self.alpha) for each in (second.bn.weight, second.bn.bias))
+        addend = side.infer(x, second.conv.weight, *scaled)
+        total = wide.infer(x, first.conv.weight, first.bn.weight, first.bn.bias)
+        total = wide.unit.sum_y(total, addend)
         return conv.y_out.to_tensor(wide.unit.activation(self.activation).forward(total))
 
 

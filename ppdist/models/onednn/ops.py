@@ -5,8 +5,9 @@ same wheel carries oneDNN (libdnnl), whose kernels do 5-8 times that on one core
 Dygraph has no way to them, so this module is one: descriptors, layouts ("reorders") and the four
 primitives a convolutional detector needs.  `layers.py` builds layers from them.
 
-A *buffer* here is a flat float32 Paddle tensor holding an activation in whatever layout its
-descriptor says (oneDNN likes channels in blocks of 16, zero padded); Paddle's allocator owns it.
+A *buffer* here is a flat Paddle tensor, float32 or bfloat16, holding an activation in whatever
+layout its descriptor says (oneDNN likes channels in blocks of 16, zero padded); Paddle's allocator
+owns it.
 Kernels use OMP_NUM_THREADS threads, and one where it is unset (Paddle sees to that; fleetrun sets
 cores / processes).  Nothing is loaded before `Library()` is made; `OSError` there means: no such
 library, stay eager.
@@ -27,7 +28,9 @@ from paddle import Tensor
 from ppdist.models.layers import LEAKY_SLOPE
 
 _MAX_DIMS = 12
-_CPU, _IN_ORDER, _F32, _ANY = 1, 1, 3, 1
+_CPU, _IN_ORDER, _ANY = 1, 1, 1
+_DATA_TYPES = {"float32": 3, "bfloat16": 2}
+_BYTES = {"float32": 4, "bfloat16": 2}
 _FORWARD_TRAINING, _FORWARD_INFERENCE, _BACKWARD = 64, 96, 128
 _CONVOLUTION_DIRECT = 0x1
 # By the value of `model.activation`: eltwise algorithm, alpha, beta.
@@ -45,6 +48,7 @@ _Q_SRC, _Q_DIFF_SRC, _Q_WEIGHTS, _Q_DIFF_WEIGHTS, _Q_DST, _Q_DIFF_DST = range(12
 # Execution arguments.
 _SRC, _DST, _WEIGHTS, _BIAS, _MEAN, _VARIANCE, _A_SCALE, _A_SHIFT = 1, 17, 33, 41, 49, 50, 51, 52
 _D_SRC, _D_DST, _D_WEIGHTS, _D_BIAS, _D_SCALE, _D_SHIFT = 129, 145, 161, 169, 255, 256
+_SUMMANDS = 1024
 
 
 class OneDNNError(RuntimeError):
@@ -109,43 +113,44 @@ def library() -> Library:
 
 
 class Descriptor:
-    """Shape and layout of a float32 tensor.  Kept for the life of the process."""
+    """Shape, layout and dtype of a tensor.  Kept for the life of the process."""
 
-    def __init__(self, handle: c_void_p, shape: Sequence[int]) -> None:
+    def __init__(self, handle: c_void_p, shape: Sequence[int], dtype: str = "float32") -> None:
         self.handle = handle
         self.shape = list(shape)
-        self.count = library().c.dnnl_memory_desc_get_size(handle) // 4
+        self.dtype = dtype
+        self.count = library().c.dnnl_memory_desc_get_size(handle) // _BYTES[dtype]
 
     def equals(self, other: "Descriptor") -> bool:
         return bool(library().c.dnnl_memory_desc_equal(self.handle, other.handle))
 
     def empty(self) -> Tensor:
         """A new uninitialised buffer of this layout."""
-        return paddle.empty([self.count], dtype="float32")
+        return paddle.empty([self.count], dtype=self.dtype)
 
 
 def _dims(values: Sequence[int]) -> ctypes.Array[c_int64]:
     return (c_int64 * _MAX_DIMS)(*values)
 
 
-def plain(shape: Sequence[int]) -> Descriptor:
+def plain(shape: Sequence[int], dtype: str = "float32") -> Descriptor:
     """Row-major: the layout of every contiguous Paddle tensor."""
     strides = [1] * len(shape)
     for axis in range(len(shape) - 2, -1, -1):
         strides[axis] = strides[axis + 1] * shape[axis + 1]
     lib, handle = library(), c_void_p()
     status = lib.c.dnnl_memory_desc_create_with_strides(
-        byref(handle), len(shape), _dims(shape), _F32, _dims(strides)
+        byref(handle), len(shape), _dims(shape), _DATA_TYPES[dtype], _dims(strides)
     )
     lib.check(status, f"descriptor {list(shape)}")
-    return Descriptor(handle, shape)
+    return Descriptor(handle, shape, dtype)
 
 
-def _any(shape: Sequence[int]) -> c_void_p:
+def _any(shape: Sequence[int], dtype: str = "float32") -> c_void_p:
     """A descriptor that lets the primitive choose the layout."""
     lib, handle = library(), c_void_p()
     status = lib.c.dnnl_memory_desc_create_with_tag(
-        byref(handle), len(shape), _dims(shape), _F32, _ANY
+        byref(handle), len(shape), _dims(shape), _DATA_TYPES[dtype], _ANY
     )
     lib.check(status, f"descriptor {list(shape)}")
     return handle
@@ -181,13 +186,15 @@ class _Primitive:
         lib.check(status, "execute")
 
 
-def _layout(description: c_void_p, what: int, shape: Sequence[int]) -> Descriptor:
+def _layout(
+    description: c_void_p, what: int, shape: Sequence[int], dtype: str = "float32"
+) -> Descriptor:
     handle = library().c.dnnl_primitive_desc_query_md(description, what, 0)
-    return Descriptor(c_void_p(handle), shape)
+    return Descriptor(c_void_p(handle), shape, dtype)
 
 
 class Reorder:
-    """Copies between two layouts of one shape; no copy at all where they are equal."""
+    """Copies between two layouts or dtypes of one shape; no copy at all where they are equal."""
 
     def __init__(self, source: Descriptor, target: Descriptor) -> None:
         self.target = target
@@ -209,7 +216,7 @@ class Reorder:
         """The same as a tensor with its shape (for a plain target)."""
         if self.primitive is None:
             return buffer.reshape(self.target.shape)
-        return self._copy(buffer, paddle.empty(self.target.shape, dtype="float32"))
+        return self._copy(buffer, paddle.empty(self.target.shape, dtype=self.target.dtype))
 
     def _copy(self, buffer: Tensor, out: Tensor) -> Tensor:
         assert self.primitive is not None
@@ -232,19 +239,24 @@ def _output_shape(
 class Convolution:
     """The three kernels of a 2-D convolution of one shape; plain tensors are reordered around them.
 
-    Args: x_shape [B, C, H, W]; w_shape [O, C / groups, kh, kw]; stride, padding, dilation [y, x].
+    Args: x_shape [B, C, H, W]; w_shape [O, C / groups, kh, kw]; stride, padding, dilation [y, x];
+        dtype: of buffers; products of bfloat16 are summed in float32, and parameters and their
+        gradients are float32 in any case.
+        between: of the plain tensors at both ends.
     Raises: OneDNNError: oneDNN has no kernel for it.
     """
 
     def __init__(
         self, x_shape: Sequence[int], w_shape: Sequence[int], stride: Sequence[int],
         padding: Sequence[int], dilation: Sequence[int], groups: int, has_bias: bool,
+        dtype: str = "float32", between: str = "float32",
     ) -> None:  # fmt: skip
         y_shape = _output_shape(x_shape, w_shape, stride, padding, dilation)
         grouped = list(w_shape) if groups == 1 else [groups, w_shape[0] // groups, *w_shape[1:]]
         self.w_shape, self.has_bias = list(w_shape), has_bias
         bias = plain([w_shape[0]])
-        x_any, w_any, y_any = _any(x_shape), _any(grouped), _any(y_shape)
+        x_any, w_any, y_any = _any(x_shape, dtype), _any(grouped, dtype), _any(y_shape, dtype)
+        dw_any = _any(grouped)
         bias_handle = bias.handle if has_bias else None
         pads = _dims(padding)
         window = (_dims(stride), _dims([d - 1 for d in dilation]), pads, pads)
@@ -262,21 +274,23 @@ class Convolution:
         lib.check(status, "convolution, gradient of data")
         status = lib.c.dnnl_convolution_backward_weights_primitive_desc_create(
             byref(to_weight), lib.engine, _CONVOLUTION_DIRECT,
-            x_any, w_any, bias_handle, y_any, *window, forward, None,
+            x_any, dw_any, bias_handle, y_any, *window, forward, None,
         )  # fmt: skip
         lib.check(status, "convolution, gradient of weights")
 
-        self.x, self.y = _layout(forward, _Q_SRC, x_shape), _layout(forward, _Q_DST, y_shape)
-        w_forward = _layout(forward, _Q_WEIGHTS, grouped)
+        self.x = _layout(forward, _Q_SRC, x_shape, dtype)
+        self.y = _layout(forward, _Q_DST, y_shape, dtype)
+        w_forward = _layout(forward, _Q_WEIGHTS, grouped, dtype)
         self._forward = _Primitive(
             forward,
             [(_SRC, self.x), (_WEIGHTS, w_forward), (_DST, self.y)] + [(_BIAS, bias)] * has_bias,
         )
-        w_data, dx = _layout(to_data, _Q_WEIGHTS, grouped), _layout(to_data, _Q_DIFF_SRC, x_shape)
-        dy_data = _layout(to_data, _Q_DIFF_DST, y_shape)
+        w_data = _layout(to_data, _Q_WEIGHTS, grouped, dtype)
+        dx = _layout(to_data, _Q_DIFF_SRC, x_shape, dtype)
+        dy_data = _layout(to_data, _Q_DIFF_DST, y_shape, dtype)
         self._data = _Primitive(to_data, [(_D_DST, dy_data), (_WEIGHTS, w_data), (_D_SRC, dx)])
-        x_weight = _layout(to_weight, _Q_SRC, x_shape)
-        dy_weight = _layout(to_weight, _Q_DIFF_DST, y_shape)
+        x_weight = _layout(to_weight, _Q_SRC, x_shape, dtype)
+        dy_weight = _layout(to_weight, _Q_DIFF_DST, y_shape, dtype)
         dw = _layout(to_weight, _Q_DIFF_WEIGHTS, grouped)
         self._weight = _Primitive(
             to_weight,
@@ -284,7 +298,7 @@ class Convolution:
             + [(_D_BIAS, bias)] * has_bias,
         )
         self._bias, self._dw = bias, dw
-        x_plain, w_plain, y_plain = plain(x_shape), plain(grouped), plain(y_shape)
+        x_plain, w_plain, y_plain = plain(x_shape, between), plain(grouped), plain(y_shape, between)
         self.x_in, self.x_out = Reorder(x_plain, self.x), Reorder(self.x, x_plain)
         self.y_in, self.y_out = Reorder(y_plain, self.y), Reorder(self.y, y_plain)
         self._w_in, self._w_data_in = Reorder(w_plain, w_forward), Reorder(w_plain, w_data)
@@ -396,3 +410,27 @@ class Activation:
         dx = self.layout.empty()
         self._back.run(x, dy, dx)
         return dx
+
+
+class Sum:
+    """The sum of two buffers of a given layout."""
+
+    def __init__(self, layout: Descriptor) -> None:
+        self._primitive: _Primitive | None = None
+        if layout.dtype == "float32":
+            return  # Paddle's own, in place; it has none for bfloat16
+        lib, description = library(), c_void_p()
+        sources = (c_void_p * 2)(layout.handle, layout.handle)
+        status = lib.c.dnnl_sum_primitive_desc_create(
+            byref(description), lib.engine, layout.handle, 2, (c_float * 2)(1.0, 1.0), sources, None
+        )
+        lib.check(status, "sum")
+        arguments = [(_SUMMANDS, layout), (_SUMMANDS + 1, layout), (_DST, layout)]
+        self._primitive = _Primitive(description, arguments)
+
+    def __call__(self, first: Tensor, second: Tensor) -> Tensor:
+        """`first`, which then holds the sum."""
+        if self._primitive is None:
+            return first.add_(second)
+        self._primitive.run(first, second, first)
+        return first
