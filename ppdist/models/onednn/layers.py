@@ -1,9 +1,10 @@
 """Layers on oneDNN's CPU kernels, one for each plain layer.
 
-`ConvBNLayer` and `RepConv` stay in oneDNN's own layout from the convolution through batch norm and
-activation; any other `nn.Conv2D` is converted at its two ends.  Each class only changes `forward`
-of the plain layer it derives from, so that a built layer can be switched by its class (convert.py).
-What oneDNN has no kernel for, other dtypes and other kinds of batch norm run as they always did.
+Every layer takes feature maps in Paddle's layout or in oneDNN's (feature_maps.py).  `ConvBNLayer`
+and `RepConv` give theirs in oneDNN's where `keeps_layout` says that all who get it take it; any other
+`nn.Conv2D` gives Paddle's.  Each class only changes `forward` of the plain layer it derives from, so
+that a built layer can be switched by its class (convert.py).  What oneDNN has no kernel for, other
+dtypes and other kinds of batch norm run as they always did.
 """
 
 from collections.abc import Sequence
@@ -17,8 +18,7 @@ from paddle.autograd import PyLayer
 from ppdist.distributed import paddle_api
 from ppdist.models.layers import ConvBNLayer, RepConv
 from ppdist.models.onednn import ops
-
-_CACHED_SHAPES = 4096  # kinds of convolution x image sizes x batch sizes
+from ppdist.models.onednn.feature_maps import CACHED_SHAPES, contiguous, layout_of, to_plain
 
 
 class _Unit:
@@ -48,7 +48,7 @@ def _pair(value: Any) -> tuple[int, int] | None:
     return None
 
 
-@lru_cache(_CACHED_SHAPES)
+@lru_cache(CACHED_SHAPES)
 def _make_unit(*key: Any) -> _Unit | None:
     """Layers of one kind share their kernels; None: oneDNN cannot."""
     try:
@@ -57,7 +57,7 @@ def _make_unit(*key: Any) -> _Unit | None:
         return None
 
 
-def _unit(conv: nn.Conv2D, x: Tensor) -> _Unit | None:
+def _unit(conv: nn.Conv2D, x: Tensor, keeps_layout: bool = False) -> _Unit | None:
     """Kernels for this layer and this input; None: run the plain layer."""
     made = paddle_api.conv_settings(conv)
     if made is None:
@@ -67,9 +67,10 @@ def _unit(conv: nn.Conv2D, x: Tensor) -> _Unit | None:
         return None
     if made.data_format != "NCHW" or made.padding_mode != "zeros" or 0 in x.shape:
         return None
+    given = layout_of(x)
     return _make_unit(
-        tuple(x.shape), tuple(conv.weight.shape), stride, padding, dilation, made.groups,
-        conv.bias is not None,
+        tuple(given.shape), tuple(conv.weight.shape), stride, padding, dilation, made.groups,
+        conv.bias is not None, given.block, keeps_layout,
     )  # fmt: skip
 
 
@@ -95,29 +96,25 @@ def _only(gradients: Sequence[Tensor | None], needs: Sequence[bool]) -> tuple[Te
     return tuple(g if need else None for g, need in zip(gradients, needs, strict=True))
 
 
-def _contiguous(x: Tensor) -> Tensor:
-    return x if x.is_contiguous() else x.contiguous()
-
-
 class _Convolve(PyLayer):
-    """Convolution of plain tensors."""
+    """Convolution with or without bias."""
 
     @staticmethod
-    def forward(ctx, x_BCHW, weight, bias, unit, needs):
+    def forward(ctx, x_given, weight, bias, unit, needs):
         conv = unit.conv
-        x = conv.x_in(_contiguous(x_BCHW))
+        x = conv.x_in(contiguous(x_given))
         ctx.save_for_backward(weight)
         ctx.kept = unit, x, needs
-        return conv.y_out.to_tensor(conv.forward(x, weight, bias))
+        return conv.y_out(conv.forward(x, weight, bias))
 
     @staticmethod
-    def backward(ctx, dy_BOHW):
+    def backward(ctx, dy_given):
         (weight,) = ctx.saved_tensor()
         unit, x, needs = ctx.kept
         conv = unit.conv
-        dy = conv.y_in(_contiguous(dy_BOHW))
+        dy = conv.y_in(contiguous(dy_given))
         dw, db = conv.weight_gradient(x, dy)
-        dx = conv.x_out.to_tensor(conv.data_gradient(dy, weight)) if needs[0] else None
+        dx = conv.data_gradient(dy, weight) if needs[0] else None
         return _only((dx, dw, db) if conv.has_bias else (dx, dw), needs)
 
 
@@ -127,7 +124,7 @@ class OneDNNConv2D(nn.Conv2D):
     def forward(self, x: Tensor) -> Tensor:
         unit = _unit(self, x)
         if unit is None:
-            return super().forward(x)
+            return super().forward(to_plain(x))
         inputs = (x, self.weight, self.bias)
         return _Convolve.apply(*inputs, unit, _needs(*inputs))
 
@@ -169,46 +166,54 @@ class _ConvolveNormalize(PyLayer):
     """activation(batch_norm(conv(x))), or without the activation (None)."""
 
     @staticmethod
-    def forward(ctx, x_BCHW, weight, gamma_O, beta_O, branch, activation, needs):
+    def forward(ctx, x_given, weight, gamma_O, beta_O, branch, activation, needs):
         conv = branch.unit.conv
-        x = conv.x_in(_contiguous(x_BCHW))
+        x = conv.x_in(contiguous(x_given))
         normal = branch.forward(x, weight, gamma_O, beta_O)
         ctx.save_for_backward(weight, gamma_O)
         if activation is None:
             ctx.kept = branch, x, None, None, needs
-            return conv.y_out.to_tensor(normal)
+            return conv.y_out(normal)
         activate = branch.unit.activation(activation)
         ctx.kept = branch, x, normal, activate, needs
-        return conv.y_out.to_tensor(activate.forward(normal))
+        return conv.y_out(activate.forward(normal))
 
     @staticmethod
-    def backward(ctx, dy_BOHW):
+    def backward(ctx, dy_given):
         weight, gamma_O = ctx.saved_tensor()
         branch, x, normal, activate, needs = ctx.kept
         conv = branch.unit.conv
-        dy = conv.y_in(_contiguous(dy_BOHW))
+        dy = conv.y_in(contiguous(dy_given))
         if activate is not None:
             dy = activate.gradient(normal, dy)
         dx, *rest = branch.backward(x, dy, weight, gamma_O, needs[0])
-        return _only((None if dx is None else conv.x_out.to_tensor(dx), *rest), needs)
+        return _only((dx, *rest), needs)
 
 
 class OneDNNConvBNLayer(ConvBNLayer):
-    """ConvBNLayer on oneDNN.  Synchronised or frozen batch norm runs as it is."""
+    """ConvBNLayer on oneDNN.  Synchronised or frozen batch norm runs as it is.
+
+    Attributes:
+        keeps_layout: the result is in oneDNN's layout, where it has a name.
+    """
+
+    keeps_layout = False
 
     def forward(self, x: Tensor) -> Tensor:
         if not isinstance(self.bn, nn.BatchNorm2D):  # folded
             return super().forward(x)
         inputs = (x, self.conv.weight, self.bn.weight, self.bn.bias)
         constants = _by_constants(self.bn, inputs)
-        unit = _unit(self.conv, x) if constants or _by_batch(self.bn) else None
+        unit = None
+        if constants or _by_batch(self.bn):
+            unit = _unit(self.conv, x, self.keeps_layout)
         if unit is None:
             return super().forward(x)
         if constants:
-            y = _Branch(unit, self.bn).infer(unit.conv.x_in(_contiguous(x)), self.conv.weight)
+            y = _Branch(unit, self.bn).infer(unit.conv.x_in(contiguous(x)), self.conv.weight)
             if self.activation is not None:
                 y = unit.activation(self.activation).forward(y)
-            return unit.conv.y_out.to_tensor(y)
+            return unit.conv.y_out(y)
         return _ConvolveNormalize.apply(
             *inputs, _Branch(unit, self.bn), self.activation, _needs(*inputs)
         )
@@ -218,34 +223,42 @@ class _TwoBranches(PyLayer):
     """activation(bn3(conv3x3(x)) + alpha * bn1(conv1x1(x))); both share their layouts."""
 
     @staticmethod
-    def forward(ctx, x_BCHW, w3, gamma3_O, beta3_O, w1, gamma1_O, beta1_O, alpha, *rest):
+    def forward(ctx, x_given, w3, gamma3_O, beta3_O, w1, gamma1_O, beta1_O, alpha, *rest):
         wide, side, activation, needs = rest
         conv, activate = wide.unit.conv, wide.unit.activation(activation)
-        x = conv.x_in(_contiguous(x_BCHW))
+        x = conv.x_in(contiguous(x_given))
         total = wide.forward(x, w3, gamma3_O, beta3_O)
         addend = side.forward(x, w1, gamma1_O, beta1_O)
         total = total.add_(addend if alpha is None else alpha * addend)
         ctx.save_for_backward(w3, gamma3_O, w1, gamma1_O)
         ctx.kept = wide, side, x, total, alpha, None if alpha is None else addend, activate, needs
-        return conv.y_out.to_tensor(activate.forward(total))
+        return conv.y_out(activate.forward(total))
 
     @staticmethod
-    def backward(ctx, dy_BOHW):
+    def backward(ctx, dy_given):
         w3, gamma3_O, w1, gamma1_O = ctx.saved_tensor()
         wide, side, x, total, alpha, addend, activate, needs = ctx.kept
         conv = wide.unit.conv
-        dtotal = activate.gradient(total, conv.y_in(_contiguous(dy_BOHW)))
+        dtotal = activate.gradient(total, conv.y_in(contiguous(dy_given)))
         dx, *rest3 = wide.backward(x, dtotal, w3, gamma3_O, needs[0])
         dside = dtotal if alpha is None else alpha * dtotal
         dx_side, *rest1 = side.backward(x, dside, w1, gamma1_O, needs[0])
         if needs[0]:
-            dx = conv.x_out.to_tensor(dx.add_(dx_side))
-        dalpha = [] if alpha is None else [paddle.dot(dtotal, addend).reshape([1])]
+            dx = dx.add_(dx_side)
+        dalpha = []
+        if alpha is not None:
+            dalpha = [paddle.dot(dtotal.flatten(), addend.flatten()).reshape([1])]
         return _only((dx, *rest3, *rest1, *dalpha), needs)
 
 
 class OneDNNRepConv(RepConv):
-    """RepConv on oneDNN; fused for deployment it is one nn.Conv2D."""
+    """RepConv on oneDNN; fused for deployment it is one nn.Conv2D.
+
+    Attributes:
+        keeps_layout: the result is in oneDNN's layout, where it has a name.
+    """
+
+    keeps_layout = False
 
     def forward(self, x: Tensor) -> Tensor:
         if self.conv is not None:
@@ -268,18 +281,18 @@ class OneDNNRepConv(RepConv):
         layers = (self.conv1, self.conv2)
         if not constants and not all(_by_batch(layer.bn) for layer in layers):
             return None
-        units = [_unit(layer.conv, x) for layer in layers]
+        units = [_unit(layer.conv, x, self.keeps_layout) for layer in layers]
         if units[0] is None or units[1] is None or not _same_layouts(units[0], units[1]):
             return None
         return [_Branch(u, layer.bn) for u, layer in zip(units, layers, strict=True) if u]
 
     def _infer(self, x: Tensor, wide: _Branch, side: _Branch) -> Tensor:
         conv = wide.unit.conv
-        x = conv.x_in(_contiguous(x))
+        x = conv.x_in(contiguous(x))
         addend = side.infer(x, self.conv2.conv.weight)
         addend = addend if self.alpha is None else self.alpha * addend
         total = wide.infer(x, self.conv1.conv.weight).add_(addend)
-        return conv.y_out.to_tensor(wide.unit.activation(self.activation).forward(total))
+        return conv.y_out(wide.unit.activation(self.activation).forward(total))
 
 
 def _same_layouts(a: _Unit, b: _Unit) -> bool:

@@ -13,7 +13,7 @@ from ppdist.models.layers import (
     ConvBNLayer,
     EffectiveSELayer,
     RepConv,
-    upsample2x,
+
 )
 
 
