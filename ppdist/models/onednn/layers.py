@@ -153,11 +153,19 @@ class _Branch:
         return self.bn.infer(z, norm.weight, norm.bias, *paddle_api.running_statistics(norm))
 
     def backward(
-        self, x: Tensor, dy: Tensor, weight: Tensor, gamma_O: Tensor, needs_dx: bool
+        self,
+        x: Tensor,
+        dy: Tensor,
+        weight: Tensor,
+        gamma_O: Tensor,
+        needs_dx: bool,
+        in_place: bool,
     ) -> tuple[Tensor | None, Tensor, Tensor, Tensor]:
-        """dx (a buffer), dweight, dgamma, dbeta."""
+        """dx (as x was given), dweight, dgamma, dbeta.  Args: in_place: nobody else needs dy."""
         conv = self.unit.conv
-        dz, dgamma_O, dbeta_O = self.bn.gradient(self.z, gamma_O, self.mean_O, self.var_O, dy)
+        dz, dgamma_O, dbeta_O = self.bn.gradient(
+            self.z, gamma_O, self.mean_O, self.var_O, dy, in_place
+        )
         dweight, _ = conv.weight_gradient(x, dz)
         return conv.data_gradient(dz, weight) if needs_dx else None, dweight, dgamma_O, dbeta_O
 
@@ -186,7 +194,7 @@ class _ConvolveNormalize(PyLayer):
         dy = conv.y_in(contiguous(dy_given))
         if activate is not None:
             dy = activate.gradient(normal, dy)
-        dx, *rest = branch.backward(x, dy, weight, gamma_O, needs[0])
+        dx, *rest = branch.backward(x, dy, weight, gamma_O, needs[0], dy is not dy_given)
         return _only((dx, *rest), needs)
 
 
@@ -240,9 +248,9 @@ class _TwoBranches(PyLayer):
         wide, side, x, total, alpha, addend, activate, needs = ctx.kept
         conv = wide.unit.conv
         dtotal = activate.gradient(total, conv.y_in(contiguous(dy_given)))
-        dx, *rest3 = wide.backward(x, dtotal, w3, gamma3_O, needs[0])
+        dx, *rest3 = wide.backward(x, dtotal, w3, gamma3_O, needs[0], False)
         dside = dtotal if alpha is None else alpha * dtotal
-        dx_side, *rest1 = side.backward(x, dside, w1, gamma1_O, needs[0])
+        dx_side, *rest1 = side.backward(x, dside, w1, gamma1_O, needs[0], True)
         if needs[0]:
             dx = dx.add_(dx_side)
         dalpha = []

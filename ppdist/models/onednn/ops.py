@@ -45,6 +45,7 @@ _ELTWISE = {
 }
 _GLOBAL_STATS, _SCALE, _SHIFT = 1, 2, 4
 # What a primitive descriptor is asked for.
+_Q_IMPLEMENTATION = 8
 _Q_SRC, _Q_DIFF_SRC, _Q_WEIGHTS, _Q_DIFF_WEIGHTS, _Q_DST, _Q_DIFF_DST, _Q_WORKSPACE = range(
     129, 136
 )
@@ -234,6 +235,13 @@ def _layout(description: c_void_p, what: int, shape: Sequence[int]) -> Descripto
     return _named(Descriptor(c_void_p(handle), shape))
 
 
+def _is_compiled(description: c_void_p) -> bool:
+    """Whether its kernel is made for this processor, and none of the general and slow ones."""
+    name = c_char_p()
+    library().c.dnnl_primitive_desc_query(description, _Q_IMPLEMENTATION, 0, byref(name))
+    return (name.value or b"").startswith((b"jit", b"brg"))
+
+
 class Reorder:
     """Copies between two layouts of one shape; no copy at all where they are equal."""
 
@@ -303,10 +311,15 @@ class Convolution:
             x_any, w_any, bias_handle, y_any, *window, None,
         )  # fmt: skip
         lib.check(status, "convolution")
-        status = lib.c.dnnl_convolution_backward_data_primitive_desc_create(
-            byref(to_data), lib.engine, _CONVOLUTION_DIRECT,
-            x_any, w_any, y_any, *window, forward, None,
-        )  # fmt: skip
+        self.x, self.y = _layout(forward, _Q_SRC, x_shape), _layout(forward, _Q_DST, y_shape)
+        # In the layouts of the forward kernel, which spares two reorders; in those that the kernel
+        # likes best where only a slow one takes these.
+        for x, y in ((self.x.handle, self.y.handle), (x_any, y_any)):
+            status = lib.c.dnnl_convolution_backward_data_primitive_desc_create(
+                byref(to_data), lib.engine, _CONVOLUTION_DIRECT, x, w_any, y, *window, forward, None
+            )
+            if status == 0 and _is_compiled(to_data):
+                break
         lib.check(status, "convolution, gradient of data")
         status = lib.c.dnnl_convolution_backward_weights_primitive_desc_create(
             byref(to_weight), lib.engine, _CONVOLUTION_DIRECT,
@@ -314,7 +327,6 @@ class Convolution:
         )  # fmt: skip
         lib.check(status, "convolution, gradient of weights")
 
-        self.x, self.y = _layout(forward, _Q_SRC, x_shape), _layout(forward, _Q_DST, y_shape)
         w_forward = _layout(forward, _Q_WEIGHTS, grouped)
         self._forward = _Primitive(
             forward,
@@ -408,10 +420,11 @@ class BatchNorm:
         return y
 
     def gradient(
-        self, x: Tensor, scale: Tensor, mean: Tensor, variance: Tensor, dy: Tensor
+        self, x: Tensor, scale: Tensor, mean: Tensor, variance: Tensor, dy: Tensor, in_place: bool
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """(dx, dscale_C, dshift_C) of `train`."""
-        dx, dscale, dshift = self.layout.empty(), self.channels.empty(), self.channels.empty()
+        """(dx, dscale_C, dshift_C) of `train`.  Args: in_place: dx may take the place of dy."""
+        dx = dy if in_place else self.layout.empty()
+        dscale, dshift = self.channels.empty(), self.channels.empty()
         self._back.run(x, scale, mean, variance, dy, dx, dscale, dshift)
         return dx, dscale, dshift
 
