@@ -3,7 +3,7 @@
 What a processor's instructions do: operands are bfloat16, products exact, sums float32, and the
 result is rounded to bfloat16 once (to nearest, ties to even).  Buffers hold bfloat16 here as there,
 in the layouts of float32; so that layers, autograd, checkpoints and the exchange between ranks are
-those of a run on a processor with bfloat16, and only these four classes are others.
+those of a run on a processor with bfloat16, and only these classes are others.
 """
 
 import paddle
@@ -20,26 +20,26 @@ def rounded(x):
     return x.astype("bfloat16")
 
 
-class Reorder:
-    """`ops.Reorder` to or from bfloat16 buffers."""
-
-    def __init__(self, reorder, dtype):
-        self.reorder, self.dtype = reorder, dtype
-
-    def __call__(self, buffer):
-        return self.reorder(wide(buffer)).astype(self.dtype)
-
-    def to_tensor(self, buffer):
-        return self.reorder.to_tensor(wide(buffer)).astype(self.dtype)
-
-
 class Convolution:
-    def __init__(self, *shapes_and_settings, dtype, between):
+    def __init__(self, *shapes_and_settings):
+        *settings, dtype, x_dtype, y_dtype = shapes_and_settings
         assert dtype == "bfloat16"
-        self.inner = inner = ops.Convolution(*shapes_and_settings)
+        self.inner = inner = ops.Convolution(*settings)
         self.x, self.y, self.has_bias = inner.x, inner.y, inner.has_bias
-        self.x_in, self.y_in = Reorder(inner.x_in, dtype), Reorder(inner.y_in, dtype)
-        self.x_out, self.y_out = Reorder(inner.x_out, between), Reorder(inner.y_out, between)
+        shapes = [(tuple(each.shape), each.block) for each in (inner.x_given, inner.y_given)]
+        self.x_given, self.y_given = (
+            ops.layout(*shapes[0], x_dtype),
+            ops.layout(*shapes[1], y_dtype),
+        )
+
+    def x_in(self, x):
+        return rounded(self.inner.x_in(wide(x)))
+
+    def y_in(self, dy):
+        return rounded(self.inner.y_in(wide(dy)))
+
+    def y_out(self, y):
+        return self.inner.y_out(wide(y)).astype(self.y_given.dtype)
 
     def forward(self, x, weight, bias):
         return rounded(self.inner.forward(wide(x), wide(rounded(weight)), bias))
@@ -48,7 +48,8 @@ class Convolution:
         return self.inner.weight_gradient(wide(x), wide(dy))
 
     def data_gradient(self, dy, weight):
-        return rounded(self.inner.data_gradient(wide(dy), wide(rounded(weight))))
+        dx = self.inner.data_gradient(wide(dy), wide(rounded(weight)))
+        return rounded(dx).astype(self.x_given.dtype)
 
 
 class BatchNorm:
@@ -62,8 +63,8 @@ class BatchNorm:
     def infer(self, x, *others):
         return rounded(self.inner.infer(wide(x), *others))
 
-    def gradient(self, x, scale, mean, variance, dy):
-        dx, dscale, dshift = self.inner.gradient(wide(x), scale, mean, variance, wide(dy))
+    def gradient(self, x, scale, mean, variance, dy, in_place):
+        dx, dscale, dshift = self.inner.gradient(wide(x), scale, mean, variance, wide(dy), in_place)
         return rounded(dx), dscale, dshift
 
 
@@ -86,4 +87,34 @@ class Sum:
         return paddle.add_n([first, second])
 
 
-EMULATED = Kernels("bfloat16", "float32", Convolution, BatchNorm, Activation, Sum)
+def float32(layout):
+    """The same layout of float32."""
+    return ops.layout(tuple(layout.shape), layout.block)
+
+
+class MaxPool:
+    def __init__(self, layout, size):
+        self.inner, self.layout = ops.MaxPool(float32(layout), size), layout
+
+    def forward(self, x):
+        y, chosen = self.inner.forward(wide(x))
+        return y.astype(self.layout.dtype), chosen
+
+    def gradient(self, dy, chosen):
+        return self.inner.gradient(wide(dy), chosen).astype(self.layout.dtype)
+
+
+class Upsample:
+    def __init__(self, x, y):
+        self.inner, self.y = ops.Upsample(float32(x), float32(y)), y
+
+    def forward(self, x):
+        return self.inner.forward(wide(x)).astype(self.y.dtype)
+
+    def gradient(self, dy):
+        return self.inner.gradient(wide(dy)).astype(self.y.dtype)
+
+
+EMULATED = Kernels(
+    "bfloat16", "float32", Convolution, BatchNorm, Activation, Sum, MaxPool, Upsample
+)

@@ -5,6 +5,9 @@ parameters, buffers and state-dict keys stay the same objects; `plain_convolutio
 it back (before export).  The values are those of the plain layers up to the order of float32 sums;
 `self_check(model)` holds both against each other on this machine, and training stays eager when
 they differ.
+
+Between layers of ours feature maps stay in oneDNN's layout (feature_maps.py); layers that this file
+does not know get them in Paddle's.
 """
 
 from collections.abc import Callable, Iterator
@@ -16,6 +19,8 @@ import paddle
 from paddle import Tensor, nn
 
 from ppdist.distributed import paddle_api
+from ppdist.models import backbones, layers, ppyoloe, yolov5
+from ppdist.models.base import ImageModel
 from ppdist.models.layers import ConvBNLayer, RepConv
 from ppdist.models.onednn import ops
 from ppdist.models.onednn.layers import OneDNNConv2D, OneDNNConvBNLayer, OneDNNRepConv
@@ -35,6 +40,20 @@ _FAST: dict[type[nn.Layer], type[nn.Layer]] = {
     nn.Conv2D: OneDNNConv2D, ConvBNLayer: OneDNNConvBNLayer, RepConv: OneDNNRepConv,
 }  # fmt: skip
 _PLAIN = {fast: plain for plain, fast in _FAST.items()}
+# What does nothing with feature maps but give them to others of these, to convolutions or to the
+# functions of feature_maps.py.  These very classes: one that derives from them may do more.
+_TAKES_LAYOUTS: frozenset[type[nn.Layer]] = frozenset(
+    {
+        *(layers.RepBlock, layers.EffectiveSELayer, layers.SPP),
+        *(layers.Bottleneck, layers.C3, layers.SPPF),
+        *(backbones.Stem, backbones.CSPResStage, backbones.CSPRepResNet, backbones.CSPDarknet),
+        *(yolov5.YOLOv5Neck, yolov5.YOLOv5Head, yolov5.ClassifierHead),
+        *(yolov5.YOLOv5, yolov5.YOLOv5Classifier),
+        *(ppyoloe.NeckStage, ppyoloe.CustomCSPPAN, ppyoloe.CoarseFirstNeck, ppyoloe.ESEAttn),
+        *(ppyoloe.PPYOLOEHead, ppyoloe.AuxHead, ppyoloe.PPYOLOE),
+        *(nn.Sequential, nn.LayerList),
+    }
+)
 
 
 def use_onednn_convolutions(model: nn.Layer) -> int:
@@ -45,7 +64,9 @@ def use_onednn_convolutions(model: nn.Layer) -> int:
     Raises: OSError, onednn.OneDNNError: there is no usable library; `self_check` says so before.
     """
     ops.library()
-    return _change_classes(model, _FAST)
+    count = _change_classes(model, _FAST)
+    _keep_layouts(model, isinstance(model, ImageModel))
+    return count
 
 
 def plain_convolutions(model: nn.Layer) -> int:
@@ -60,6 +81,18 @@ def _change_classes(model: nn.Layer, classes: dict[type[nn.Layer], type[nn.Layer
             layer.__class__ = classes[type(layer)]
             count += isinstance(layer, nn.Conv2D)
     return count
+
+
+def _keep_layouts(layer: nn.Layer, inside: bool) -> None:
+    """Lets convolutions keep oneDNN's layout where all who get their results take it.
+
+    Args: inside: all layers around this one are of those.
+    """
+    if isinstance(layer, (OneDNNConvBNLayer, OneDNNRepConv)):
+        layer.keeps_layout = inside
+    takes = inside and type(layer) in _TAKES_LAYOUTS
+    for part in layer.children():
+        _keep_layouts(part, takes)
 
 
 def self_check(model: nn.Layer, size: int = 64, kernels: Kernels = FLOAT32) -> str | None:

@@ -9,7 +9,10 @@ and the statistics of batch norm are float32: no other weights have to be kept, 
 What is between layers follows the level of AMP:
 
     O1: tensors between layers are float32, and so is what other operators do with them
-    O2: they are bfloat16, half the bytes; sums, concatenation and pooling in bfloat16, too
+    O2: they are bfloat16, half the bytes, and sums, concatenation, max pooling and upsampling
+        take and give that (feature_maps.py); mean pooling and its gates compute in float32
+
+Plain convolutions, which predict or feed a gate, give float32 at both levels.
 """
 
 from collections.abc import Callable, Iterator
@@ -26,8 +29,9 @@ class Kernels:
 
     Attributes:
         dtype: of buffers.
-        between: of the tensors that layers take and give.
-        convolution, batch_norm, activation, sum: what does the work of these classes of ops.py.
+        between: of the feature maps that layers with batch norm give.
+        convolution, batch_norm, activation, sum, max_pool, upsample: what does the work of these
+            classes of ops.py.
         missing: says why this machine cannot; "" where it can.
     """
 
@@ -37,7 +41,13 @@ class Kernels:
     batch_norm: Callable[..., ops.BatchNorm] = ops.BatchNorm
     activation: Callable[..., ops.Activation] = ops.Activation
     sum: Callable[..., ops.Sum] = ops.Sum
+    max_pool: Callable[..., ops.MaxPool] = ops.MaxPool
+    upsample: Callable[..., ops.Upsample] = ops.Upsample
     missing: Callable[[], str] = lambda: ""
+
+    def take(self, dtype: str) -> bool:
+        """Whether layers compute feature maps of this dtype."""
+        return dtype in ("float32", self.dtype)
 
     def at(self, level: str) -> "Kernels":
         """These at a level of AMP, O1 or O2."""
@@ -56,6 +66,7 @@ def missing_bfloat16() -> str:
         conv = ops.Convolution(
             (1, 16, 8, 8), (16, 16, 3, 3), (1, 1), (1, 1), (1, 1), 1, False, dtype="bfloat16"
         )
+        ops.MaxPool(conv.y, 5)
         ops.BatchNorm(conv.y, 1e-5)
         ops.Activation("silu", conv.y)
     except (OSError, ops.OneDNNError) as error:
