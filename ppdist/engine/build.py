@@ -13,6 +13,7 @@ from ppdist import models
 from ppdist.common import files
 from ppdist.common.errors import ConfigError, UserError
 from ppdist.common.logging import RunLog
+from ppdist.common.machine import available_cores, given_threads
 from ppdist.common.trackers import TRACKERS
 from ppdist.config import ExperimentConfig, plugins
 from ppdist.config.base import dump_yaml
@@ -22,7 +23,7 @@ from ppdist.data.datasets.build import limits
 from ppdist.data.loader import EvalLoader
 from ppdist.data.statistics import refit, sizes_in_input
 from ppdist.data.types import DetectionSet
-from ppdist.distributed import comm, device
+from ppdist.distributed import comm, device, paddle_api
 from ppdist.distributed.device_options import set_device_options
 from ppdist.engine.auto_batch import Estimate, estimate, log_estimate, settle_batch
 from ppdist.engine.callbacks import Callback
@@ -483,11 +484,17 @@ def build_evaluator(
 
 
 def speed_up_cpu(config: ExperimentConfig, models: list[ImageModel]) -> str:
-    """Switches CPU convolutions to oneDNN where they equal Paddle's on every rank.  Collective.
+    """Shares the cores of this host among its ranks, where OMP_NUM_THREADS does not say how many
+    each has, and switches CPU convolutions to oneDNN where they equal Paddle's on every rank.
+    Collective.
 
     Returns: a warning where they do not; else "".
     """
-    if device.on_accelerator() or config.train.cpu_convolutions == "plain":
+    if device.on_accelerator():
+        return ""
+    if given_threads() is None:
+        paddle_api.set_num_threads(max(1, int(available_cores() / comm.local_size())))
+    if config.train.cpu_convolutions == "plain":
         return ""
     reason = self_check(models[0], 2 * models[0].size_multiple)
     comm.barrier()  # a slow machine may need longer than the timeout of a collective
