@@ -77,7 +77,8 @@ class TrainConfig(Section):
         gt=0,
         description="Wall clock of one start of the command, restarts by fleetrun included: the "
         "run ends cleanly before it is over, with an evaluation and a checkpoint, wherever it is; "
-        "--resume continues, for as many hours again. The schedule still spans epochs: choose "
+        "--resume continues, for as many hours again. A restart that finds no time left makes no "
+        "step. Trackers are waited for within it. The schedule still spans epochs: choose "
         "epochs that fit, or the rate has not fallen when the time is over. null: no limit.",
     )
     phases_for_epochs: float | None = Field(
