@@ -52,6 +52,7 @@ setup(
         "opencv-python-headless>=4.11",
         "pyyaml>=6.0",
         "pydantic>=2.6",
+        "orjson>=3.10",  # COCO files of hundreds of megabytes
         "hotcoco>=1.3,<2",
         "safetensors>=0.6",
         "rich>=13",
@@ -63,6 +64,7 @@ setup(
     extras_require={
         "cpu": ["paddlepaddle>=3.2.2"],  # of a newer one than README.md lists runs warn
         "onnx": ONNX,
+        "openvino": ["openvino>=2025.0"],  # runs ONNX files; see docs/deploy.md
         "tensorboard": [
             "tensorboardX>=2.6.4",
             "tensorboard>=2.16",
@@ -71,7 +73,9 @@ setup(
         "mlflow": ["mlflow-skinny>=3"],
         "clearml": ["clearml>=2"],
         "swanlab": ["swanlab>=0.10"],
+        "stores": ["fsspec>=2024.6", "s3fs>=2024.6"],  # data in s3://, gs://, http://, ...
         "monitoring": ["prometheus-client>=0.20", "nvidia-ml-py>=12.535"],  # --metrics_port
+        "jpeg": ["simplejpeg>=1.9"],  # decodes JPEGs to the same pixels in less time
         "docs": ["mkdocs-material>=9.5"],  # make site
         "track": ["trackers>=2.6"],  # ppdist predict --track; brings supervision and opencv-python
         "tune": ["optuna>=4.4"],  # tools/tune.py
@@ -93,6 +97,7 @@ setup(
             "types-PyYAML",
             "tensorboardX>=2.6.4",
             *ONNX,
+            "openvino>=2025.0",
             "fastapi>=0.121",
             "starlette>=0.49.1",
             "uvicorn>=0.30",
@@ -100,6 +105,9 @@ setup(
             "python-multipart>=0.0.27",
             "httpx>=0.27",
             "optuna>=4.4",
+            "s3fs>=2024.6",
+            "moto[server]>=5",  # an S3 server on loopback
+            "simplejpeg>=1.9",
             "mkdocs-material>=9.5",
             "setuptools>=70.1",  # builds the wheel that tests install
         ],

@@ -12,12 +12,14 @@ Stable are the names of `ppdist.__all__` with what their docstrings say, and the
 configurations; everything below may move.  docs/python.md is made of these docstrings.
 """
 
+import json
 import signal
 import sys
 import threading
 import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias, overload
 
@@ -48,14 +50,20 @@ class Detector:
     """A detector with its weights, ready for images, training and export.
 
     Args:
-        weights: a checkpoint, a run's output_dir (its best), an export's folder or its ONNX file,
+        weights: a checkpoint, a run's output_dir (its best), an export's folder, its ONNX file or
+            an .xml that OpenVINO made of it,
             a .pt of YOLOv5, .pdparams, .safetensors or .npz, or the name of published weights
             (docs/model_zoo.md), which are downloaded.
         config: of the weights, a file or the name of a shipped one, where they do not say which
             model they are of (.pdparams).
-        device: auto (an accelerator where Paddle has one), cpu, gpu, ...
-        backend: of an export: paddle or onnx; None: Paddle Inference where it has that.
-        threads: CPU threads of an export.
+        device: auto (an accelerator where Paddle has one), cpu, gpu, ...; also of training and
+            evaluation.
+        backend: of an export: paddle, onnx, openvino, or tensorrt (through ONNX Runtime on a card;
+            never run by us); None: on the CPU the fastest that is installed and that the export
+            was checked in (docs/deploy.md), on a card Paddle Inference.
+        threads: CPU threads of an export (1); of weights OMP_NUM_THREADS decides.
+        precision: of an export in OpenVINO: bfloat16 is faster and less exact, on processors that
+            compute in it.
     Raises: UserError: no such weights, damaged, or of another model.
 
     Attributes:
@@ -68,11 +76,12 @@ class Detector:
         *,
         config: Config | None = None,
         device: str = "auto",
-        backend: Literal["paddle", "onnx"] | None = None,
-        threads: int = 1,
+        backend: Literal["paddle", "onnx", "openvino", "tensorrt"] | None = None,
+        threads: int | None = None,
+        precision: Literal["float32", "bfloat16"] = "float32",
     ) -> None:
         quiet_paddle()
-        from ppdist.predict.model import export_folder, load_export, require_task, runtime_of
+        from ppdist.predict.model import export_folder, load_export, require_task
 
         self.weights = _weights_file(weights)
         self._given, self._device = config, device
@@ -80,23 +89,14 @@ class Detector:
         self._folder = export_folder(self.weights) if config is None else None
         self._model: LoadedModel
         if self._folder is not None:
-            from ppdist.export.spec import read_spec
-
-            is_onnx = self.weights.suffix.lower() == ".onnx"
-            options = runtime_of(
-                read_spec(self._folder),
-                backend or ("onnx" if is_onnx else None),
-                threads,
-                int8=self.weights.name.endswith("_int8.onnx"),
-                wanted_device=device,
-            )
-            self._model = load_export(self._folder, options)
+            self._model = load_export(self.weights, backend, threads or 1, precision, device)
         else:
-            if backend is not None:
+            if backend is not None or threads is not None or precision != "float32":
                 raise ConfigError(
-                    "backend is for exports; these are weights",
+                    "backend, threads and precision are for exports; these are weights",
                     code="options_conflict",
                     where=str(weights),
+                    fix="leave them out; of weights the variable OMP_NUM_THREADS sets threads",
                 )
             self._model = self._load()
         require_task(self._model.spec, "detect", str(weights))
@@ -109,27 +109,27 @@ class Detector:
     @overload
     def __call__(
         self, source: Picture, *, threshold: float = ..., iou_threshold: float | None = ...,
-        batch: int = ..., slice: int | None = ..., overlap: float = ...,
+        batch: int = ..., slice: int | None = ..., overlap: float = ..., track: bool = ...,
     ) -> Detections: ...  # fmt: skip
 
     @overload
     def __call__(
         self, source: list[Any] | tuple[Any, ...], *, threshold: float = ...,
         iou_threshold: float | None = ..., batch: int = ..., slice: int | None = ...,
-        overlap: float = ...,
+        overlap: float = ..., track: bool = ...,
     ) -> list[Detections]: ...  # fmt: skip
 
     @overload
     def __call__(
         self, source: Iterator[Any] | int, *, threshold: float = ...,
         iou_threshold: float | None = ..., batch: int = ..., slice: int | None = ...,
-        overlap: float = ...,
+        overlap: float = ..., track: bool = ...,
     ) -> Iterator[Detections]: ...  # fmt: skip
 
     @overload
     def __call__(
         self, source: Place, *, threshold: float = ..., iou_threshold: float | None = ...,
-        batch: int = ..., slice: int | None = ..., overlap: float = ...,
+        batch: int = ..., slice: int | None = ..., overlap: float = ..., track: bool = ...,
     ) -> Any: ...  # fmt: skip
 
     def __call__(
@@ -141,6 +141,7 @@ class Detector:
         batch: int = 8,
         slice: int | None = None,
         overlap: float = 0.2,
+        track: bool = False,
     ) -> Any:
         """Finds objects.
 
@@ -155,6 +156,8 @@ class Detector:
             batch: images at once; of a camera or a stream one.
             slice: also look at overlapping squares of so many pixels, for small objects.
             overlap: of these squares, part of their side.
+            track: follow objects through the frames of each video, by `Detections.track_ids`
+                (ByteTrack, needs ppdist[track]); the images of an iterator are frames of one.
         Raises: DataError: an image cannot be read.  Of a folder or pattern such files are skipped
             with a warning.
         """
@@ -169,14 +172,17 @@ class Detector:
             if is_many(source):
                 found = expand([source])
                 live = any(each.is_live for each in found)
-                return self._detect(predict, _frames(found), threshold, 1 if live else batch)
+                return self._detect(predict, _frames(found), threshold, 1 if live else batch, track)
             frames = iter([Frame(str(source), None, read_source(source))])
         else:
             frames = (_frame(each, at) for at, each in enumerate(source))
             if not isinstance(source, Iterator):
-                return list(self._detect(predict, frames, threshold, batch))
-            return self._detect(predict, frames, threshold, batch)
-        return next(self._detect(predict, frames, threshold, 1))
+                return list(self._detect(predict, frames, threshold, batch, track))
+            if track:
+                numbered = enumerate(frames)
+                frames = (replace(each, name="frames", index=at) for at, each in numbered)
+            return self._detect(predict, frames, threshold, batch, track)
+        return next(self._detect(predict, frames, threshold, 1, track))
 
     def train(
         self,
@@ -199,7 +205,8 @@ class Detector:
                 or YOLO's labels; a configuration, or its `data` section; None: the data of the
                 weights' own training.
             batch: images on this card.
-            output_dir: of the run; None: `output/<name of the data>`.
+            output_dir: of the run; None: `output/<name of the data>`, or the first of
+                `...-2`, `...-3` that is free.
             recipe: a shipped one whose learning rate and the like are fitted to a data.yaml or a
                 folder, as `ppdist train DATA --model RECIPE` does; None: the settings of the
                 weights' own training.
@@ -228,7 +235,7 @@ class Detector:
         self,
         out: Place,
         *,
-        formats: Sequence[Literal["paddle", "onnx"]] = ("paddle",),
+        formats: Sequence[Literal["paddle", "onnx", "openvino"]] = ("paddle",),
         **options: Any,
     ) -> Path:
         """Writes the model for deployment; see `ppdist.export`."""
@@ -239,7 +246,9 @@ class Detector:
         from ppdist.predict.model import load_weights
 
         self._config = config_for(self.weights, self._given)
-        device.choose(self._config.device if self._device == "auto" else self._device)
+        if self._device != "auto":  # for training and evaluation, too
+            self._config = changed(self._config, [_item("device", self._device)])
+        device.choose(self._config.device)
         alone = self._given is None
         return load_weights(self._config, self.weights, _warn, names_alone=alone)
 
@@ -266,8 +275,8 @@ class Detector:
         overrides: Sequence[str],
     ) -> ExperimentConfig:
         config = self._with_data(data)
-        out = output_dir or f"output/{Path(config.data.root).resolve().name}"
-        items = [f"model.pretrained={self.weights}", f"output_dir={out}"]
+        out = output_dir or _free_folder(f"output/{Path(config.data.root).resolve().name}")
+        items = [_item("model.pretrained", str(self.weights)), _item("output_dir", str(out))]
         items += [] if epochs is None else [f"train.epochs={epochs:g}"]
         items += [] if batch is None else [f"train.batch_size_per_card={batch}"]
         return changed(config, [*items, *overrides])
@@ -295,9 +304,14 @@ class Detector:
         self._own_config()  # of an export there is none
         size = self._model.spec.input.size
         wishes = Wishes(recipe, epochs, batch, str(self.weights), size)
-        items = [] if output_dir is None else [f"output_dir={output_dir}"]
+        items = [] if output_dir is None else [_item("output_dir", str(output_dir))]
+        items += [] if self._device == "auto" else [_item("device", self._device)]
         layout = find_layout(str(data))
-        return fit_recipe(layout, wishes, [*items, *overrides], comm.world_size()).config
+        config = fit_recipe(layout, wishes, [*items, *overrides], comm.world_size()).config
+        if output_dir is not None or any(item.startswith("output_dir=") for item in overrides):
+            return config
+        assert config.output_dir is not None  # a recipe has one
+        return changed(config, [_item("output_dir", _free_folder(config.output_dir))])
 
     def _predict(
         self, iou_threshold: float | None, slice: int | None, overlap: float, batch: int
@@ -320,12 +334,20 @@ class Detector:
         return sliced(predict, slice, overlap, batch) if slice else predict
 
     def _detect(
-        self, predict: "Predict", frames: Iterator[Frame], threshold: float, batch: int
+        self,
+        predict: "Predict",
+        frames: Iterator[Frame],
+        threshold: float,
+        batch: int,
+        track: bool,
     ) -> Iterator[Detections]:
         from ppdist.predict.model import detections, predictions
+        from ppdist.predict.tracking import following
 
+        follow = following(threshold) if track else lambda frame, found: found
         for frame, rows_R6 in predictions(predict, frames, batch):
-            yield detections(frame, rows_R6[rows_R6[:, 1] >= threshold], self._model.spec)
+            found = detections(frame, rows_R6[rows_R6[:, 1] >= threshold], self._model.spec)
+            yield follow(frame, found)
 
 
 def _frames(found: Sequence[Source]) -> Iterator[Frame]:
@@ -364,6 +386,8 @@ def train(
         overrides: `key.path=value`, as after -o.
         evaluate: on the validation split during training, and keep the best.
         resume: a checkpoint or an output_dir; "auto": that of this run, where there is one.
+            Without it a run that is not told where to write takes output/run, or the first of
+            output/run-2, output/run-3 that is free.
         callbacks: called in this order at the moments of the training.
     Returns: the run's output_dir; `Detector(output_dir)` opens its best weights.
     Raises: UserError: data, weights or configuration are wrong, or a signal has stopped the run
@@ -375,7 +399,8 @@ def train(
         from ppdist.engine.run import run_training
         from ppdist.engine.state import AUTO
 
-        output_dir = Path(settled.output_dir or "output/run")
+        free = _free_folder if resume is None else str
+        output_dir = Path(settled.output_dir or free("output/run"))
         status = run_training(
             settled,
             output_dir,
@@ -425,7 +450,7 @@ def export(
     out: Place,
     *,
     config: Config | None = None,
-    formats: Sequence[Literal["paddle", "onnx"]] = ("paddle",),
+    formats: Sequence[Literal["paddle", "onnx", "openvino"]] = ("paddle",),
     **options: Any,
 ) -> Path:
     """Writes a model for deployment, as `ppdist export` does, checked against the weights.
@@ -434,10 +459,11 @@ def export(
         weights: see `Detector`.
         out: a folder, new or of an earlier export.
         config: see `evaluate`.
-        formats: paddle (Paddle Inference), onnx.
+        formats: paddle (Paddle Inference), onnx, openvino (the ONNX model, which must compute the
+            same in OpenVINO).
         options: nms=False (end with scores and boxes of all predictions), fixed_batch, fixed_size,
             normalised_input, int8 (True or False), calibration and accuracy (numbers of images:
-            accuracy=0 measures no mAP).
+            accuracy=100 measures mAP before and after).
     Returns: the folder; `Detector(out)` opens it.
     Raises: ExportError: the model cannot be exported, or a file does not compute what it does.
     """
@@ -482,6 +508,29 @@ def changed(config: ExperimentConfig, overrides: Sequence[str]) -> ExperimentCon
     if not overrides:
         return config
     return parse_plain(config.model_dump(mode="json"), "config", overrides, ExperimentConfig)
+
+
+def _item(key: str, value: str) -> str:
+    """A value as it is, whatever it would mean in YAML (`a #b`, `2024`), as an item of -o."""
+    return f"{key}={json.dumps(value, ensure_ascii=False)}"
+
+
+def _free_folder(name: str) -> str:
+    """The folder, or the first of `name-2`, `name-3`, ... in which no run has written.  Collective.
+
+    A job that fleetrun starts anew goes on in the one that it had.
+    """
+    from ppdist.distributed import comm
+
+    def find() -> str:
+        before, chosen, number = name, name, 1
+        while Path(chosen).exists():
+            number += 1
+            before, chosen = chosen, f"{name}-{number}"
+        return before if comm.was_restarted() else chosen
+
+    found: str = comm.run_on_main(find)
+    return found
 
 
 _OF_A_SET = {"format", "root", "train", "val", "val_fraction", "class_names"}  # keys of `data`

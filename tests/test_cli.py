@@ -14,6 +14,7 @@ from ppdist.cli import config
 from ppdist.common.errors import ConfigError
 from ppdist.config import load_config
 from ppdist.config.shipped import recipes
+from ppdist.config.study import load_study
 from tests.forked import ROOT
 
 DOORS = {"infer": "predict"}  # tools/NAME.py -> command, where they differ
@@ -90,6 +91,14 @@ def test_page_of_published_weights_is_up_to_date():
 def test_every_config_that_ships_says_what_it_is():
     lines = config.listing().splitlines()
     assert len(lines) == len(recipes()) and all(re.search(r"  \S.+", line) for line in lines)
+
+
+def test_copy_of_a_shipped_study_means_the_same(monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    copy = config.copied("proof", None)
+    assert copy == Path("proof.yml")
+    found, shipped = load_study(copy), load_study("proof")
+    assert load_config(found.config) == load_config(shipped.config)
 
 
 @pytest.mark.parametrize("name", ["yolov5n", "bccd_best"])

@@ -39,11 +39,14 @@ def parse() -> argparse.Namespace:
     add("--out", required=True, type=Path, metavar="DIR", help="where to write")
     add("--threshold", type=float,
         help=f"lowest score of a box that counts, 0..1 (default: {THRESHOLD})")  # fmt: skip
-    add("--backend", default="auto", choices=("auto", "onnx", "paddle"),
-        help="what runs the model (default: ONNX Runtime where it can, else Paddle)")  # fmt: skip
+    add("--backend", default="auto", choices=("auto", "onnx", "openvino", "paddle", "tensorrt"),
+        help="what runs the model (default: the fastest that is installed and that the export was "
+        "checked in); tensorrt: through ONNX Runtime on a card, never run by us")  # fmt: skip
     add("--device", default="cpu", choices=("cpu", "gpu"))
     add("--threads", type=int, default=1, help="CPU threads of one prediction (default: 1)")
     add("--int8", action="store_true", help="the quantised model of the export")
+    add("--bfloat16", action="store_true",
+        help="OpenVINO computes in it, where the processor can; less exact")  # fmt: skip
     add("--batch", type=int, default=1, help="images at once (default: 1)")
     add("--csv", action="store_true", help="write what was found as a table, too")
     add("--no-pictures", action="store_true", help="draw nothing, which is faster")
@@ -78,8 +81,10 @@ def run(arguments: argparse.Namespace) -> int:
     pictures = {} if arguments.no_pictures else picture_names(names)
     require_no_foreign_pictures(out, pictures.values())
     predictor = Predictor(
-        arguments.model, arguments.backend, arguments.threads, arguments.device, arguments.int8
-    )
+        arguments.model, arguments.backend, arguments.threads, arguments.device, arguments.int8,
+        arguments.bfloat16,
+    )  # fmt: skip
+    say(f"predictor: {predictor.runtime}", sys.stderr)
     if arguments.threshold is not None and predictor.spec["task"] == "classify":
         raise PredictorError("--threshold is for boxes, and a classifier has none; leave it out")
     threshold = THRESHOLD if arguments.threshold is None else arguments.threshold

@@ -354,9 +354,13 @@ def parse() -> argparse.Namespace:
     )
     add = parser.add_argument
     add("--model", required=True, type=Path, metavar="DIR", help="what tools/export.py made")
-    add("--backend", choices=("auto", "onnx", "paddle"), default="auto")
+    add("--backend", choices=("auto", "onnx", "openvino", "paddle", "tensorrt"), default="auto",
+        help="default: the fastest that is installed and that the export was checked in; tensorrt: "
+        "through ONNX Runtime on a card, never run by us")  # fmt: skip
     add("--device", choices=("cpu", "gpu"), default="cpu")
     add("--int8", action="store_true", help="the quantised ONNX model of the export")
+    add("--bfloat16", action="store_true",
+        help="OpenVINO computes in it, where the processor can; less exact")  # fmt: skip
     add("--threads", type=int, default=1, help="of the model on the CPU (default: 1)")
     add("--host", default="127.0.0.1", help="0.0.0.0: all interfaces (default: 127.0.0.1)")
     add("--port", type=int, default=8000)
@@ -415,13 +419,16 @@ def main() -> int:
     def load() -> Model:
         from predictor import Predictor
 
-        return Predictor(
+        predictor = Predictor(
             arguments.model,
             arguments.backend,
             threads=arguments.threads,
             device=arguments.device,
             int8=arguments.int8,
+            bfloat16=arguments.bfloat16,
         )
+        print(f"serving: the model runs in {predictor.runtime}", file=sys.stderr, flush=True)
+        return predictor
 
     return serve(load, limits, arguments.host, arguments.port, token)
 

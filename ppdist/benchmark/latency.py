@@ -6,7 +6,7 @@ changes its speed within minutes; the ratios within a round do not.
 
 import math
 import time
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from importlib.util import find_spec
 from pathlib import Path
@@ -17,14 +17,21 @@ import numpy as np
 
 from ppdist.common.errors import DataError
 from ppdist.config.data import Resize
-from ppdist.config.runtime import RuntimeOptions
+from ppdist.config.runtime import Backend, RuntimeOptions
 from ppdist.data.datasets.synthetic import scene
 from ppdist.data.image import read_image
 from ppdist.data.types import DetectionSet
 from ppdist.distributed import paddle_api
-from ppdist.export.export import Format
-from ppdist.export.predictor import EagerPredictor, ExportedPredictor, Predictor, detect, prepare
+from ppdist.export.export import FORMATS, Format
+from ppdist.export.predictor import (
+    EagerPredictor,
+    ExportedPredictor,
+    Predictor,
+    detect,
+    prepare,
+)
 from ppdist.export.spec import InferenceSpec
+from ppdist.export.standalone import has_bfloat16
 from ppdist.export.verify import unexplained_rows
 from ppdist.models.base import Detector
 
@@ -38,7 +45,9 @@ _PAUSE_SECONDS = 0.3  # before them: threads of the predictor before wait awake 
 def formats_here() -> tuple[Format, ...]:
     """What can be exported with the packages that are installed."""
     onnx = all(find_spec(name) for name in ("paddle2onnx", "onnxruntime"))
-    return ("paddle", "onnx") if onnx else ("paddle",)
+    if not onnx:
+        return ("paddle",)
+    return FORMATS if find_spec("openvino") else ("paddle", "onnx")
 
 
 def pictures_of(dataset: DetectionSet | None) -> list[np.ndarray]:
@@ -63,13 +72,28 @@ def pictures_of(dataset: DetectionSet | None) -> list[np.ndarray]:
 
 
 def predictors_of(
-    model: Detector | None, directory: Path, spec: InferenceSpec, threads: int
+    model: Detector | None,
+    directory: Path,
+    spec: InferenceSpec,
+    threads: int,
+    backends: Collection[Backend] = (),
 ) -> dict[str, Predictor]:
-    """What can predict here, by name: the model as it is, and all that an export holds."""
+    """What can predict here, by name: the model as it is, and all that an export holds.
+
+    Args: backends: of these only; (): of all.
+    """
     predictors: dict[str, Predictor] = {}
     if model is not None:
         assert spec.nms is not None
         predictors["eager"] = EagerPredictor(model, spec.nms)
+    for name, options in _ways(spec, threads):
+        if not backends or options.backend in backends:
+            predictors[name] = ExportedPredictor(directory, options)
+    return predictors
+
+
+def _ways(spec: InferenceSpec, threads: int) -> list[tuple[str, RuntimeOptions]]:
+    """Of running what an export holds, with the packages that are installed."""
     ways = []
     if spec.paddle is not None:
         ways.append(("Paddle Inference", RuntimeOptions(onednn=False, threads=threads)))
@@ -77,14 +101,20 @@ def predictors_of(
         if paddle_api.has_fast_bfloat16():
             half = RuntimeOptions(precision="bfloat16", threads=threads)
             ways.append(("Paddle Inference, oneDNN, bfloat16", half))
-    if spec.onnx is not None and find_spec("onnxruntime"):
-        ways.append(("ONNX Runtime", RuntimeOptions(backend="onnx", threads=threads)))
-    if spec.onnx_int8 is not None and find_spec("onnxruntime"):
-        eighths = RuntimeOptions(backend="onnx", precision="int8", threads=threads)
-        ways.append(("ONNX Runtime, int8", eighths))
-    for name, options in ways:
-        predictors[name] = ExportedPredictor(directory, options)
-    return predictors
+    runtimes: list[tuple[str, Backend, bool]] = [
+        ("ONNX Runtime", "onnx", bool(find_spec("onnxruntime"))),
+        ("OpenVINO", "openvino", bool(find_spec("openvino"))),
+    ]
+    for name, backend, is_there in runtimes:
+        if spec.onnx is not None and is_there:
+            ways.append((name, RuntimeOptions(backend=backend, threads=threads)))
+            if backend == "openvino" and has_bfloat16():
+                half = RuntimeOptions(backend=backend, precision="bfloat16", threads=threads)
+                ways.append((f"{name}, bfloat16", half))
+        if spec.onnx_int8 is not None and is_there:
+            eighths = RuntimeOptions(backend=backend, precision="int8", threads=threads)
+            ways.append((f"{name}, int8", eighths))
+    return ways
 
 
 def measure_predictors(
@@ -104,8 +134,10 @@ def measure_predictors(
         threads: of the eager model, too.
         rounds: of calls; every round has other images.
     Returns: for each predictor `median_ms` and `p95_ms` of all calls that count, `first_ms` (it
-        compiles), `images_per_second`, and against the first: `ratio`, the median over rounds of
-        its time as a part of the first's; `boxes` of all rounds and how many of both have no equal
+        compiles), `cpu_ms`, the median over rounds of what all its threads take for a call, and
+        `images_per_second`; against the first: `ratio`, the median over rounds of its time as a
+        part of the first's, with the middle half of them as `ratio_quartiles`, and `cpu_ratio`,
+        likewise; `boxes` of all rounds and how many of both have no equal
         among the other's (`boxes_differing`; within the tolerances of an export's check, so not
         of forms in fewer bits).
         Beside them, of one image: `prepare_ms`, and `detect_other_ms`, what finding the objects of
@@ -129,6 +161,8 @@ def measure_predictors(
         report[name] = each.report(batch)
         ratios = [ours / base for ours, base in zip(each.rounds, first.rounds)]
         report[name]["ratio"] = median(ratios)
+        report[name]["ratio_quartiles"] = np.quantile(ratios, [0.25, 0.75]).tolist()
+        report[name]["cpu_ratio"] = median(ours / base for ours, base in zip(each.cpu, first.cpu))
         if not name.endswith(FEWER_BITS):
             pairs = zip(each.found, first.found)
             differing = sum(unexplained_rows(*pair, spec.nms) for pair in pairs)
@@ -152,19 +186,23 @@ class _Calls:
     first: float = math.nan
     calls: list[float] = field(default_factory=list)
     rounds: list[float] = field(default_factory=list)
+    cpu: list[float] = field(default_factory=list)
     found: list[np.ndarray] = field(default_factory=list)
 
     def take(self, images_B3HW: np.ndarray) -> None:
         time.sleep(_PAUSE_SECONDS)
-        milliseconds = []
+        milliseconds: list[float] = []
+        cpu: list[float] = []
         for _ in range(1 + _CALLS):
-            started = time.perf_counter()
+            cpu_started, started = time.process_time(), time.perf_counter()
             rows = self.predict(images_B3HW)
             milliseconds.append(_since(started))
+            cpu.append(1000 * (time.process_time() - cpu_started))
         if not self.calls:
             self.first = milliseconds[0]
         self.calls += milliseconds[1:]
         self.rounds.append(median(milliseconds[1:]))
+        self.cpu.append(median(cpu[1:]))
         self.found += rows
 
     def report(self, batch: int) -> Report:
@@ -173,6 +211,7 @@ class _Calls:
             "median_ms": middle,
             "p95_ms": float(np.quantile(self.calls, 0.95)),
             "first_ms": self.first,
+            "cpu_ms": median(self.cpu),
             "images_per_second": 1000 * batch / middle,
             "boxes": sum(map(len, self.found)),
         }

@@ -46,7 +46,8 @@ def measure_loading(
             set (its first epoch is not counted), a straightforward pipeline.
         epochs: so many follow, with the memory of all workers after each.
     Returns: of the loader, and of it `without_cache`, images_per_second over all workers, per
-        worker and per second of a worker's CPU; `workers` (0: this process); `straightforward`
+        worker and per second of CPU, the workers' and this process's; `workers` (0: this process);
+        `straightforward`
         and `times_straightforward`, the ratio of rates by clock and by CPU, of one worker and one
         process; `memory`, see `memory_of`, as lists over epochs.
     """
@@ -55,11 +56,11 @@ def measure_loading(
         variants["without_cache"] = config.model_copy(update={"cache": "none"})
     with ExitStack() as stack:
         running = {
-            name: stack.enter_context(closing(_Loading(dataset, one, image_size, batch_size)))
+            name: stack.enter_context(closing(Loading(dataset, one, image_size, batch_size)))
             for name, one in variants.items()
         }
         running["with"].one_epoch()  # what is kept is there then, and all code has run once
-        plain = _Straightforward(dataset, image_size, batch_size)
+        plain = Straightforward(dataset, image_size, batch_size)
         for _ in range(_ROUNDS):
             for one in (plain, *running.values()):
                 one.measure(seconds / _ROUNDS)
@@ -78,7 +79,7 @@ def measure_loading(
     return report
 
 
-class _Timed:
+class Timed:
     """Images, seconds and CPU seconds so far; one process's share of them are the rates."""
 
     processes = 1
@@ -108,7 +109,7 @@ class _Timed:
         return self.images / max(self.cpu_seconds, 1 / _TICKS)
 
 
-class _Loading(_Timed):
+class Loading(Timed):
     """A training loader that runs."""
 
     def __init__(
@@ -127,11 +128,11 @@ class _Loading(_Timed):
             end_step=_ENDLESS,
             sizes=[size],
         )
-        before = _children()
+        before = children()
         self._loader = TrainLoader(dataset, config, sampler, seed=0, epochs=_ENDLESS)
         self._batches: Iterator[Batch] = iter(self._loader)
         next(self._batches)
-        self._workers = sorted(_children() - before)
+        self._workers = sorted(children() - before)
         self.processes = max(1, len(self._workers))
 
     def close(self) -> None:
@@ -146,7 +147,7 @@ class _Loading(_Timed):
         return int(next(self._batches).images_B3HW.shape[0])
 
     def _cpu(self) -> float:
-        return sum(map(_cpu_seconds, self._workers)) if self._workers else time.process_time()
+        return cpu_of(self._workers)
 
     def one_epoch(self) -> Report:
         """Runs so many images, and returns the memory they left in use."""
@@ -165,28 +166,30 @@ class _Loading(_Timed):
         }
 
 
-class _Straightforward(_Timed):
+class Straightforward(Timed):
     """Mosaic, affine, HSV and flip as one writes them down first, in this process: the whole
     images are decoded and put into a canvas of twice the size, which is then transformed; float32
     goes out.  Boxes, which ours carries along, are left out.  One thread, as our workers.
     """
 
-    def __init__(self, dataset: DetectionSet, size: tuple[int, int], batch_size: int) -> None:
+    def __init__(
+        self, dataset: DetectionSet, size: tuple[int, int], batch_size: int, seed: int = 0
+    ) -> None:
         super().__init__()
         records = Records.of(dataset.records)
         self._paths = [records.path(index) for index in range(len(records))]
         self._height, self._width = size
         self._batch_size = batch_size
-        self._rng = np.random.default_rng(0)
+        self._rng = np.random.default_rng(seed)
 
     def measure(self, seconds: float) -> None:
         cv2.setNumThreads(0)
         self.run(self._next, time.process_time, seconds)
 
     def _next(self) -> int:
-        return len(np.stack([self._sample() for _ in range(self._batch_size)]))
+        return len(np.stack([self.sample() for _ in range(self._batch_size)]))
 
-    def _sample(self) -> np.ndarray:
+    def sample(self) -> np.ndarray:
         """float32 RGB [3, H, W] in [0, 1]."""
         rng, height, width = self._rng, self._height, self._width
         centre_y, centre_x = (int(side * rng.uniform(0.5, 1.5)) for side in (height, width))
@@ -240,7 +243,7 @@ def memory_of(processes: Sequence[int]) -> Report:
     return {f"{name}_mb": kib * 1024 / _MIB for name, kib in totals.items()}
 
 
-def _children() -> set[int]:
+def children() -> set[int]:
     """Processes that this one started."""
     found = set()
     for folder in Path("/proc").iterdir():
@@ -251,7 +254,7 @@ def _children() -> set[int]:
     return found
 
 
-def _cpu_seconds(process: int) -> float:
-    """CPU time of a process so far; 0 once it has ended."""
-    stat = process_stat(process)
-    return 0.0 if stat is None else stat.cpu_seconds
+def cpu_of(workers: Sequence[int]) -> float:
+    """CPU time so far of this process and of those workers that have not ended."""
+    stats = [process_stat(worker) for worker in workers]
+    return time.process_time() + sum(stat.cpu_seconds for stat in stats if stat is not None)

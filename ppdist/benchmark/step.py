@@ -34,6 +34,7 @@ from ppdist.engine.build import (
     loss_of,
     speed_up_cpu,
 )
+from ppdist.engine.data import Feed
 from ppdist.engine.evaluator import Evaluator
 from ppdist.engine.train_step import Clock, TrainStep
 from ppdist.engine.trainer import Trainer
@@ -86,7 +87,8 @@ class _Variant:
 
     def step(self) -> None:
         """One optimizer step of the run, timed; a GPU is waited for at the end of every part."""
-        derived, number = self.trainer.derived, len(self.wall)
+        derived = self.trainer.derived
+        number = len(self.wall) % derived.total_steps  # see _endless
         wall, cpu = time.perf_counter(), time.process_time()
         paused = wait_for_slice()
         sent = store.sent_bytes()
@@ -198,7 +200,13 @@ def _start(name: str, config: ExperimentConfig, folder: Path) -> _Variant:
         experiment.log.close()
     trainer = experiment.trainer
     every = trainer.train_step.grad_sync.every
-    return _Variant(name, trainer, trainer.feed.batches(0, None), every)
+    return _Variant(name, trainer, _endless(trainer.feed), every)
+
+
+def _endless(feed: Feed) -> Iterator[Batch]:
+    """The batches of the run, again from the first where more steps are measured than it has."""
+    while True:
+        yield from feed.batches(0, None)
 
 
 def _compare(first: _Variant, other: _Variant, warmup: int) -> Report:

@@ -11,12 +11,17 @@ ppdist benchmark WHAT -c cfg.yml [-o k=v ...]
   eval     seconds and img/s of evaluating the validation split, and where they go;
            `--processes 1 2` does it through fleetrun on so many, interleaved, and compares
   infer    milliseconds of one call, interleaved on validation images, drawn ones where none are at
-           hand: eager, and exported in Paddle Inference with and without oneDNN and in ONNX
-           Runtime; `--model DIR` measures that export instead of one made here, beside eager
-           with -c and -w
+           hand: eager, and exported in Paddle Inference with and without oneDNN, in ONNX
+           Runtime and in OpenVINO (`--backend` names some of them); `--model DIR` measures that
+           export instead of one made here, beside eager with -c and -w
   scaling  `train` through fleetrun on 1 and 2 (--processes) processes, and as many apart,
            interleaved in slices of 5 s (--seconds): efficiency, what the machine allows, exposed
            and hidden communication
+  startup  seconds and CPU seconds from the command to the end of the first training step, and their
+           parts, alone and through fleetrun on 2 (--processes) processes, in turns; what importing
+           takes by package
+  runtimes the same for four models of 640 pixels, with 1 and 2 threads, and the mAP that each
+           runtime reaches, on a set that they learn by heart before (--steps); no -c
   coco     seconds of COCO's numbers on a made-up set (--images), beside pycocotools; no -c
   checkpoint
            how long a checkpoint blocks training, what writing it beside the steps takes, and what
@@ -46,12 +51,14 @@ def parse() -> argparse.Namespace:
     add_config(parser, required=False)
     parser.add_argument("-w", "--weights", help="weights for eval and infer; none: fresh ones")
     parser.add_argument("--model", type=Path, metavar="DIR", help="infer: an exported model")
+    parser.add_argument("--backend", nargs="+", default=[], choices=("paddle", "onnx", "openvino"),
+                        help="infer: what runs the export (default: all)")  # fmt: skip
     parser.add_argument("--vs", nargs="+", action="extend", default=[], metavar="KEY=VALUE",
                         help="train: further overrides that make the second variant")  # fmt: skip
     parser.add_argument("--synthetic", type=at_least(1), nargs="?", const=64, metavar="IMAGES",
                         help="measure on data it draws itself (default: 64 images)")  # fmt: skip
     parser.add_argument(
-        "--steps", type=at_least(1), default=10, help="train, scaling: steps measured"
+        "--steps", type=at_least(1), help="train, scaling (10): measured; runtimes (200): learned"
     )
     parser.add_argument(
         "--warmup", type=at_least(0), default=2, help="steps before that, not counted"
@@ -65,21 +72,27 @@ def parse() -> argparse.Namespace:
         "--epochs", type=at_least(0), default=0, help="loader: so many for its memory"
     )
     parser.add_argument(
-        "--repeats", type=at_least(1), help="eval (3), infer, scaling, checkpoint (5): how often"
+        "--repeats",
+        type=at_least(1),
+        help="eval, startup (3), infer, scaling, checkpoint (5): how often",
     )
     parser.add_argument("--batch", type=at_least(1), default=1, help="infer: images in one call")
     parser.add_argument(
         "--threads", type=at_least(1), default=1, help="infer: CPU threads of a prediction"
     )
     parser.add_argument(
-        "--processes", type=at_least(1), nargs="+", help="scaling (1 2), eval: on so many each"
+        "--processes",
+        type=at_least(1),
+        nargs="+",
+        help="scaling, startup (1 2), eval: on so many each",
     )
     parser.add_argument(
         "--images", type=at_least(1), default=5000, help="coco: of the made-up set (5000)"
     )
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the JSON here as well")
     arguments = parser.parse_args()
-    without = arguments.what == "coco" or (arguments.what == "infer" and arguments.model)
+    without = arguments.what in ("coco", "runtimes")
+    without = without or (arguments.what == "infer" and arguments.model)
     if not arguments.config and not without:
         parser.error("the following arguments are required: -c/--config")
     if not arguments.config and (arguments.weights or arguments.override or arguments.synthetic):
@@ -160,7 +173,7 @@ def train(arguments: argparse.Namespace, scratch: Path) -> dict[str, Any]:
     if arguments.vs:
         variants[" ".join(arguments.vs)] = load(arguments, *arguments.vs)
     return measure_training(
-        variants, steps=arguments.steps, warmup=arguments.warmup, scratch=scratch
+        variants, steps=arguments.steps or 10, warmup=arguments.warmup, scratch=scratch
     )
 
 
@@ -223,7 +236,7 @@ def inference(arguments: argparse.Namespace, scratch: Path) -> dict[str, Any]:
         export_detector(model, directory, describe(config, dataset), formats_here())
     spec = read_spec(directory)
     return measure_predictors(
-        predictors_of(model, directory, spec, arguments.threads),
+        predictors_of(model, directory, spec, arguments.threads, arguments.backend),
         spec,
         pictures_of(dataset),
         batch=arguments.batch,
@@ -247,7 +260,7 @@ def scaling(arguments: argparse.Namespace, scratch: Path) -> dict[str, Any]:
 
     launcher = [sys.executable, *script_of("launch")]
     script = [*script_of("benchmark"), "train", "-c", arguments.config]
-    script += ["--steps", str(arguments.steps), "--warmup", str(arguments.warmup)]
+    script += ["--steps", str(arguments.steps or 10), "--warmup", str(arguments.warmup)]
     if arguments.override:
         script += ["-o", *arguments.override]
     return measure_scaling(
@@ -267,6 +280,21 @@ def checkpoint(arguments: argparse.Namespace, scratch: Path) -> dict[str, Any]:
     return measure_saving(config, saves=arguments.repeats or 5, scratch=scratch / "run")
 
 
+def startup(arguments: argparse.Namespace, scratch: Path) -> dict[str, Any]:
+    use_clone("benchmarks")
+    from benchmarks.startup import measure_startup
+
+    options = ["-c", arguments.config]
+    options += ["-o", *arguments.override] if arguments.override else []
+    return measure_startup(
+        [sys.executable, *script_of("launch")],
+        options,
+        counts=arguments.processes or [1, 2],
+        repeats=arguments.repeats or 3,
+        out=scratch / "startup",
+    )
+
+
 def coco(arguments: argparse.Namespace, scratch: Path) -> dict[str, Any]:
     use_clone("benchmarks")
     from benchmarks.coco import measure_coco
@@ -275,7 +303,14 @@ def coco(arguments: argparse.Namespace, scratch: Path) -> dict[str, Any]:
     return measure_coco(images=arguments.images, detections=100, classes=80, repeats=repeats)
 
 
+def runtimes(arguments: argparse.Namespace, scratch: Path) -> dict[str, Any]:
+    use_clone("benchmarks")
+    from benchmarks.inference import measure_runtimes
+
+    return measure_runtimes(scratch, steps=arguments.steps or 200, rounds=arguments.repeats or 10)
+
+
 MEASURES = {
     "train": train, "loader": loader, "eval": evaluation, "infer": inference, "scaling": scaling,
-    "checkpoint": checkpoint, "coco": coco,
+    "checkpoint": checkpoint, "startup": startup, "coco": coco, "runtimes": runtimes,
 }  # fmt: skip

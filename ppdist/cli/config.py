@@ -30,6 +30,7 @@ from ppdist.config.schema import json_schema, markdown
 from ppdist.config.shipped import find_config, folder, near, recipes, short_names
 
 _SUBCOMMANDS = re.compile(r"\{([\w,-]+)\} \.\.\.")  # at the end of a usage
+_EXPERIMENT = re.compile(r"^config: *(\S+\.yml)$", re.MULTILINE)
 _BASES = re.compile(r"^_BASE_:(.*)$", re.MULTILINE)  # on one line in all that ship
 
 
@@ -41,7 +42,9 @@ def main() -> None:
     add_config(show, required=True)
     copy = commands.add_parser("copy", help="write a shipped config where it can be edited")
     copy.add_argument("name", help="as `ppdist config list` has it")
-    copy.add_argument("file", nargs="?", type=Path, help="default: NAME.yml in this folder")
+    copy.add_argument(
+        "file", nargs="?", type=Path, help="default: in this folder, called as the shipped file"
+    )
     for name, (target, _) in GENERATED.items():
         command = commands.add_parser(name, help=f"regenerate {target}")
         command.add_argument("--out", type=Path, help="write there instead")
@@ -101,7 +104,9 @@ def copied(name: str, file: Path | None) -> Path:
         )
     text = source.read_text(encoding="utf-8")
     bases = _BASES.search(text)
-    for part in re.findall(r"[\w./]+\.yml", bases[1] if bases else ""):
+    experiment = _EXPERIMENT.search(text)  # of a study
+    parts = re.findall(r"[\w./]+\.yml", bases[1] if bases else "")
+    for part in [*parts, *([experiment[1]] if experiment else [])]:
         shipped = (source.parent / part).resolve().relative_to(folder().resolve())
         text = text.replace(part, shipped.as_posix())
     text = text.replace("$schema=../schema.json", f"$schema={folder() / 'schema.json'}")
@@ -352,7 +357,7 @@ def zoo_text() -> str:
     """docs/model_zoo.md."""
     from ppdist.verify.zoo import page
 
-    return page()
+    return page(json.loads((CLONE / "benchmarks" / "runtimes.json").read_text(encoding="utf-8")))
 
 
 GENERATED: dict[str, tuple[Path, Callable[[], str]]] = {

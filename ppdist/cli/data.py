@@ -4,6 +4,7 @@ ppdist data check -c cfg.yml [--fast] [--json F] [--fix DIR]   what is wrong wit
 ppdist data stats -c cfg.yml [--json F] [--plots DIR]          classes, box sizes, positions
 ppdist data show -c cfg.yml --out F.png [--eval] [--epoch N]   samples as the model sees them
 ppdist data convert --to coco|voc|yolo --out DIR SOURCE        the same set in another format
+ppdist data convert --to coco --shards 256MB --out DIR SOURCE  images in tar shards, for stores
 ppdist data split --parts train=0.8 val=0.2 SOURCE             divide one split, by classes
 ppdist data split --folds 5 SOURCE                             for cross-validation
 ppdist data anchors -c cfg.yml                                 anchors fitted to the training set
@@ -26,7 +27,8 @@ from rich.table import Table
 
 from ppdist.cli import add_config
 from ppdist.common import errors, process
-from ppdist.common.arguments import at_least, described
+from ppdist.common.arguments import at_least, byte_count, described
+from ppdist.common.stores import is_remote
 
 if TYPE_CHECKING:
     from ppdist.config import ExperimentConfig
@@ -70,6 +72,8 @@ def parse() -> argparse.Namespace:
     convert.add_argument("--to", required=True, choices=("coco", "voc", "yolo"),
                          help="the format to write")  # fmt: skip
     convert.add_argument("--out", type=Path, required=True, metavar="DIR", help="data.root to be")
+    convert.add_argument("--shards", type=byte_count, metavar="SIZE",
+                         help="images in tar shards of that size, 256MB")  # fmt: skip
     for command in (check, convert):
         command.add_argument("--image-files", default="copy", choices=("copy", "link", "none"),
                              help="in what is written: copies (the default), links, or paths as "
@@ -154,7 +158,7 @@ def source_of(arguments: argparse.Namespace) -> "DataConfig":
             f"--annotations is missing: format {arguments.format} needs it", code="option_missing"
         )
     root = "." if arguments.root is None else arguments.root
-    if not Path(root).is_dir():
+    if not (is_remote(root) or Path(root).is_dir()):
         raise errors.ConfigError(
             "is not a folder", code="folder_not_found", where=f"--root {root}", fix="set --root DIR"
         )
@@ -242,12 +246,20 @@ def convert(arguments: argparse.Namespace) -> int:
     from ppdist.data.types import RawSet
 
     config, kind, files = source_of(arguments), arguments.to, arguments.image_files
+    if arguments.shards and (kind != "coco" or files != "copy"):
+        raise errors.ConfigError(
+            "--shards goes with --to coco and copies of the images: COCO's JSON keeps every "
+            "annotation, and one file is fast in any store",
+            code="options_conflict",
+        )
     strictly = Strictly()
     splits = SPLITS if arguments.config else SPLITS[:1]
     raws: dict[str, RawSet] = {split: read_raw(config, split, strictly) for split in splits}
     strictly.report()
     for split, raw in raws.items():
-        lines = write(raw, kind, arguments.out, images=files, split=split)
+        lines = write(
+            raw, kind, arguments.out, images=files, split=split, shard_bytes=arguments.shards
+        )
         objects = sum(len(image.objects) for image in raw.images)
         print(f"{split}: {raw.source}: {len(raw.images)} images, {objects} objects")
         print("".join(f"  lost or changed: {line}\n" for line in lines), end="")

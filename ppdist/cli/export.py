@@ -28,7 +28,9 @@ def parse() -> argparse.Namespace:
     parser.add_argument("-w", "--weights", required=True, help="weight file or checkpoint")
     parser.add_argument("--out", required=True, type=Path, metavar="DIR", help="where to write")
     parser.add_argument("--format", default="paddle", metavar="LIST",
-                        help="paddle, onnx, or paddle,onnx (default: paddle)")  # fmt: skip
+                        help="of paddle, onnx, openvino (default: paddle); onnx is also tried in "
+                        "OpenVINO where that is installed; openvino: the same file, and an "
+                        "error where it does not compute the same there")  # fmt: skip
     parser.add_argument("--without-nms", action="store_true",
                         help="end with scores and boxes of all predictions")  # fmt: skip
     parser.add_argument("--fixed-batch", action="store_true", help="the graph takes one image only")
@@ -45,7 +47,7 @@ def parse() -> argparse.Namespace:
                         f"({CALIBRATION})")  # fmt: skip
     parser.add_argument("--accuracy", type=at_least(0), metavar="N",
                         help="validation images that tell mAP before and after, for infer.yml "
-                        "(100, where that takes seconds; 0: none)")  # fmt: skip
+                        "(0: none)")  # fmt: skip
     parser.add_argument("--class-names", type=Path, metavar="FILE",
                         help="one name a line, where the data set is not at hand")  # fmt: skip
     return parser.parse_args()
@@ -79,7 +81,7 @@ def main() -> int:
         normalised_input=arguments.normalised_input,
         int8=arguments.int8,
         calibration=arguments.calibration or CALIBRATION,
-        accuracy=arguments.accuracy,
+        accuracy=arguments.accuracy or 0,
     )
     names = read_names(arguments.class_names) if arguments.class_names else ()
     report = export_weights(
@@ -87,6 +89,7 @@ def main() -> int:
         process.warn, names,
     )  # fmt: skip
     tell(report)
+    show_graph(Path(arguments.weights), report)
     return 0
 
 
@@ -101,7 +104,7 @@ def formats_of(arguments: argparse.Namespace) -> "list[Format]":
             code="option_invalid",
             where="--format",
         )
-    if arguments.int8 and "onnx" not in wanted:
+    if arguments.int8 and not {"onnx", "openvino"} & {*wanted}:
         raise errors.ConfigError(
             "--int8 is a form of the ONNX model", code="option_missing", fix="add --format onnx"
         )
@@ -117,7 +120,9 @@ def tell(report: "ExportReport") -> None:
     sections = {
         "paddle: equals eager": spec.paddle,
         "onnx: equals eager": spec.onnx,
+        "openvino (the ONNX file): equals eager": spec.openvino,
         "onnx int8: near eager": spec.onnx_int8,
+        "openvino (the ONNX file) int8: near eager": spec.openvino_int8,
     }
     for name, section in sections.items():
         if section is None:
@@ -133,6 +138,23 @@ def tell(report: "ExportReport") -> None:
     if spec.earlier:
         print(f"{', '.join(spec.earlier)}: left as an earlier export wrote it")
     print(f"{report.directory}: {report.megabytes:.1f} MB, {report.seconds:.0f} s; read infer.yml")
+
+
+def show_graph(weights: Path, report: "ExportReport") -> None:
+    """Puts the exported graph beside the curves of the run that the weights are from, if any."""
+    from ppdist.viz.graph import write_graph
+
+    weights = weights.resolve()
+    folders = [folder / "vdl" for folder in (weights, *weights.parents[:2])]
+    curves = next((folder for folder in folders if folder.is_dir()), None)
+    if report.spec.paddle is None or curves is None:
+        return
+    try:
+        write_graph(report.directory / "model.json", curves)
+    except (OSError, KeyError) as error:  # the export is whole without
+        process.warn(f"no graph for VisualDL in {curves}: {type(error).__name__}: {error}")
+    else:
+        print(f"its graph: visualdl --logdir {curves}, page GRAPHS")
 
 
 def stop(number: int, frame: object) -> None:

@@ -3,11 +3,11 @@
 ppdist predict [-c cfg.yml] -w WEIGHTS --source X [X ...] --out DIR
 
 Without -c the configuration is the one in the checkpoint or its model card.
-With `--model DIR` instead of -w an exported model runs, in Paddle Inference or ONNX Runtime;
-all give the same boxes.  DIR gets every picture with its boxes drawn, and detections.json: a COCO
-data set of what was found (`annotations` is also a COCO result list).  A classifier draws its five
-surest classes instead, and writes them to classes.json.  Of a camera or a stream, Ctrl-C ends the
-recording; what was found is written.
+With `--model DIR` instead of -w an exported model runs, in ONNX Runtime, OpenVINO or Paddle
+Inference; all give the same boxes.  --out gets every picture with its boxes drawn, and
+detections.json: a COCO data set of what was found (`annotations` is also a COCO result list).  A
+classifier draws its five surest classes instead, and writes them to classes.json.  Of a camera or a
+stream, Ctrl-C ends the recording; what was found is written.
 """
 
 import argparse
@@ -23,7 +23,7 @@ from ppdist.common.arguments import at_least, described
 
 if TYPE_CHECKING:
     from ppdist.predict.detections import Detection
-    from ppdist.predict.model import LoadedModel, Predict
+    from ppdist.predict.model import LoadedModel, Precision, Predict
     from ppdist.predict.results import Results
     from ppdist.predict.sources import Frame
 
@@ -37,9 +37,15 @@ def parse() -> argparse.Namespace:
     add_config(parser, required=False, config=OR_OF_WEIGHTS)
     parser.add_argument("-w", "--weights", help="weight file, checkpoint, or published name")
     parser.add_argument("--model", type=Path, metavar="DIR",
-                        help="an exported model, instead of -c and -w")  # fmt: skip
-    parser.add_argument("--backend", choices=["paddle", "onnx"],
-                        help="what runs --model (default: paddle where DIR has it)")  # fmt: skip
+                        help="an exported model, or the one file of it that is to run, instead of "
+                        "-c and -w")  # fmt: skip
+    parser.add_argument("--backend", choices=["paddle", "onnx", "openvino", "tensorrt"],
+                        help="what runs --model (default: on the CPU the fastest that is installed "
+                        "and that the export was checked in); tensorrt: through ONNX Runtime on a "
+                        "card, never run by us")  # fmt: skip
+    parser.add_argument("--bfloat16", action="store_true",
+                        help="--model: OpenVINO computes in it, faster and less exact, where the "
+                        "processor can")  # fmt: skip
     parser.add_argument("--int8", action="store_true", help="--model: its quantised ONNX file")
     parser.add_argument("--threads", type=int, help="CPU threads of --model (default: 1)")
     parser.add_argument("--source", required=True, nargs="+", metavar="X",
@@ -75,12 +81,14 @@ def main() -> int:
     from ppdist.common.files import make_folder
     from ppdist.predict.model import predictions
     from ppdist.predict.results import (
+        FILES,
         FOLDERS,
+        TABLE,
         Classes,
         Objects,
         Pictures,
         picture_names,
-        require_no_foreign_pictures,
+        require_no_foreign_files,
         require_own_folder,
     )
     from ppdist.predict.sources import expand, frames_of, root_of
@@ -93,14 +101,16 @@ def main() -> int:
     names = [source.name for source in sources]
     films = [source.name for source in sources if source.is_video]
     pictures = [] if arguments.no_pictures else picture_names(names, films)
-    folders = [FOLDERS[kind] for kind in formats if kind in FOLDERS]
-    require_no_foreign_pictures(arguments.out, [*pictures, *folders])
+    places = {**FOLDERS, "csv": TABLE}
+    more = [places[kind] for kind in formats if kind in places]
+    require_no_foreign_files(arguments.out, [*pictures, *more])
     if arguments.track:
         require_tracker()
     model = of_weights(arguments) if arguments.model is None else of_export(arguments)
     spec = model.spec
     if spec.task == "classify":
         require_boxes_unasked(arguments, formats)
+    require_no_foreign_files(arguments.out, [FILES[spec.task]])
     make_folder(arguments.out)
     drawn = Pictures(arguments.out, dict(zip(names, pictures)))
     unreadable: list[str] = []
@@ -146,21 +156,17 @@ def noting(
     """What notes what was found in a frame, and what puts notes into words."""
     from ppdist.predict.model import detections
     from ppdist.predict.results import Classes, Objects
-    from ppdist.predict.tracking import Tracker
+    from ppdist.predict.tracking import following
 
     if isinstance(results, Classes):
         return results.add, results.said
     assert isinstance(results, Objects)
     threshold = THRESHOLD if arguments.threshold is None else arguments.threshold
-    followed: dict[str, Tracker] = {}  # the one video that is being looked at
+    follow = following(threshold) if arguments.track else lambda frame, found: found
 
     def add(frame: "Frame", rows_R6: Any) -> "list[Detection]":
         found = detections(frame, rows_R6[rows_R6[:, 1] >= threshold], results.spec)
-        if arguments.track and frame.index is not None:
-            if frame.name not in followed:
-                followed.clear()
-                followed[frame.name] = Tracker(frame.rate, threshold)
-            found = followed[frame.name].update(found)
+        found = follow(frame, found)
         results.add(frame, found)
         return list(found)
 
@@ -227,9 +233,10 @@ def of_weights(arguments: argparse.Namespace) -> "LoadedModel":
         raise errors.ConfigError(
             "give -w WEIGHTS, or --model DIR (an export)", code="option_missing"
         )
-    if arguments.backend or arguments.int8:
+    if arguments.backend or arguments.int8 or arguments.bfloat16:
         raise errors.ConfigError(
-            "--backend and --int8 are for --model, an exported model", code="options_conflict"
+            "--backend, --bfloat16 and --int8 are for --model, an exported model",
+            code="options_conflict",
         )
     if arguments.threads is not None:
         raise errors.ConfigError(
@@ -244,6 +251,7 @@ def of_weights(arguments: argparse.Namespace) -> "LoadedModel":
     if config.model.task == "classify":
         require_boxes_unasked(arguments, formats_of(arguments))
     comm.init(config.device, config.distributed)
+    comm.keep_freed_memory()
     alone = not arguments.config
     return load_weights(config, Path(arguments.weights), process.warn, names_alone=alone)
 
@@ -265,11 +273,14 @@ def of_export(arguments: argparse.Namespace) -> "LoadedModel":
         raise errors.ConfigError(
             "--int8 is an ONNX file: leave out --backend paddle", code="options_conflict"
         )
-    from ppdist.export.spec import read_spec
-    from ppdist.predict.model import load_export, runtime_of
+    if arguments.int8 and arguments.bfloat16:
+        raise errors.ConfigError("--int8 and --bfloat16: choose one", code="options_conflict")
+    from ppdist.predict.model import load_export
 
-    spec = read_spec(arguments.model)
-    if spec.task == "classify":
+    precision: Precision = "float32"
+    if arguments.int8 or arguments.bfloat16:
+        precision = "int8" if arguments.int8 else "bfloat16"
+    model = load_export(arguments.model, arguments.backend, threads, precision)
+    if model.spec.task == "classify":
         require_boxes_unasked(arguments, formats_of(arguments))
-    options = runtime_of(spec, arguments.backend, threads, arguments.int8)
-    return load_export(arguments.model, options)
+    return model

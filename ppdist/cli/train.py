@@ -9,8 +9,11 @@ labels.  Everything else is decided, shown, and written to the output_dir as a c
 """
 
 import argparse
+import gc
+import shlex
 import sys
 from collections.abc import Sequence
+from itertools import chain, count
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -130,6 +133,7 @@ def train(arguments: argparse.Namespace, callbacks: Sequence["Callback"] = ()) -
     """
     hold_signals()  # as the doors have done already
     require_limits()
+    import_engine()
     from ppdist.config import load_config
     from ppdist.distributed import comm
     from ppdist.engine.run import run_training
@@ -161,6 +165,15 @@ def train(arguments: argparse.Namespace, callbacks: Sequence["Callback"] = ()) -
         joined=lambda: _show(recipe) if recipe and comm.is_main() else None,
         begin=begin,
     )
+
+
+def import_engine() -> None:
+    """Imports what a training needs: a million objects, which no collection looks at again."""
+    gc.disable()
+    import ppdist.engine.run  # noqa: F401
+
+    gc.freeze()
+    gc.enable()
 
 
 def _fitted(arguments: argparse.Namespace) -> "Recipe":
@@ -201,10 +214,16 @@ def _write(recipe: "Recipe", output_dir: Path, evaluate: bool) -> str:
     content = recipe.text.encode()
     with writing(file):
         if file.exists() and file.read_bytes() != content:  # perhaps edited by hand
-            file.replace(file.with_name(f"{FILE}.old"))
+            file.replace(_unused(file.with_name(f"{FILE}.old")))
         replace_file(file, content)
-    again = f"ppdist train -c {file}{' --eval' if evaluate else ''}"
+    again = shlex.join(["ppdist", "train", "-c", str(file), *(["--eval"] if evaluate else [])])
     return f"wrote {file}, a configuration to edit; `{again}` is this run"
+
+
+def _unused(file: Path) -> Path:
+    """The file, or the first of `file.2`, `file.3`, ... that is not there."""
+    names = chain([file.name], (f"{file.name}.{number}" for number in count(2)))
+    return next(each for each in map(file.with_name, names) if not each.exists())
 
 
 def main() -> int:

@@ -2,6 +2,7 @@
 
 import argparse
 import os
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -32,6 +33,18 @@ def time_in(unit: str) -> Callable[[str], float]:
         return found
 
     return number
+
+
+_UNITS = {"KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
+
+
+def byte_count(text: str) -> int:
+    """For `type=` of an option: 256MB or 1GiB, in bytes."""
+    found = re.fullmatch(r"(\d+(?:\.\d+)?) ?([KMG]i?B)", text, re.IGNORECASE)
+    count = int(float(found[1]) * _UNITS[found[2].upper()]) if found else 0
+    if count < 1:
+        raise argparse.ArgumentTypeError(f"expected a size such as 256MB or 1GiB, found {text!r}")
+    return count
 
 
 class Parser(argparse.ArgumentParser):

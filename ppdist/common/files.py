@@ -150,10 +150,15 @@ def read_file(path: str | Path, most_bytes: int) -> bytes:
             content = b"".join(islice(blocks, most_bytes // _BLOCK_BYTES + 1))
             size = len(content)
         if size > most_bytes:
-            raise OSError(
-                errno.EFBIG, f"too large: {size} bytes, expected at most {most_bytes}", str(path)
-            )
+            raise too_large(size, most_bytes, path)
         return content
+
+
+def too_large(size: int, most_bytes: int, path: str | Path) -> OSError:
+    """What `read_file` raises of a file of so many bytes."""
+    return OSError(
+        errno.EFBIG, f"too large: {size} bytes, expected at most {most_bytes}", str(path)
+    )
 
 
 def digest_of_file(path: Path) -> str:
@@ -195,9 +200,16 @@ def write_json(path: Path, content: object, indent: int | None = None) -> None:
 
     Raises: UserError: it cannot be written.
     """
-    make_parent(path)
     text = json.dumps(content, ensure_ascii=False, indent=indent)
-    data = text.encode("utf-8", errors="backslashreplace")
+    write_whole(path, text.encode("utf-8", errors="backslashreplace"))
+
+
+def write_whole(path: Path, data: bytes) -> None:
+    """Writes a file, and its folder where that is missing; it appears whole or not at all.
+
+    Raises: UserError: it cannot be written.
+    """
+    make_parent(path)
     with writing(path):
         if path.exists() and not path.is_file():  # /dev/stdout: not to be replaced by a file
             path.write_bytes(data)

@@ -245,10 +245,10 @@ class RunLog:
             for command in commands(self._output_dir):  # a table would break them
                 self.info(f"look at it: {command}")
 
-    def hurry(self) -> None:
-        """`close` shall not wait for trackers: who stopped the run does not."""
+    def hurry(self, seconds: float = 0.0) -> None:
+        """`close` shall wait for trackers so long at most: who stopped the run does not."""
         for tracker in self._trackers:
-            tracker.hurry()
+            tracker.hurry(seconds)
 
     def close(self) -> None:
         """Closes the files and gives the logger back as it was; the second call does nothing."""

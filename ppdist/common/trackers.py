@@ -11,6 +11,7 @@ warning; the run goes on.
 
 import importlib
 import json
+import math
 import os
 import pickle
 import queue
@@ -20,7 +21,9 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Mapping
+import traceback
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import reduce
 from importlib.util import find_spec
@@ -37,6 +40,7 @@ _MOST_BYTES = 1 << 26  # that wait for a tracker; some hundred images
 _HUNG_SECONDS = 300.0  # in which a tracker takes nothing
 _CLOSE_SECONDS = 60.0  # for what is left at the end of a run
 _HURRIED_SECONDS = 5.0  # the same, where a signal ends the run: who sent it waits some 30
+_LAST_WORDS_SECONDS = 1.0
 _ERROR_FILE, _LOG_FILE, _ID_FILE = "error.txt", "log.txt", "run.json"
 
 
@@ -94,7 +98,8 @@ class TrackerProcess(MetricWriter):
                 command, stdin=subprocess.PIPE, stdout=output, stderr=output, env=environment,
                 start_new_session=True,
             )  # fmt: skip
-        self._seconds = _CLOSE_SECONDS
+        self._latest = math.inf  # when to be closed, by time.monotonic()
+        self._closes: float | None = None  # when it was asked to
         self._off = False
         self._lock = threading.Lock()
         self._waiting: queue.SimpleQueue[bytes] = queue.SimpleQueue()
@@ -123,24 +128,31 @@ class TrackerProcess(MetricWriter):
     def rollback(self, step: int) -> None:
         self._put(("rollback", (step,)))
 
-    def hurry(self) -> None:
-        """`close` shall not wait long."""
-        self._seconds = _HURRIED_SECONDS
+    def hurry(self, seconds: float = 0.0) -> None:
+        """`close` shall not wait beyond so many seconds from now, or some seconds from its call."""
+        self._latest = time.monotonic() + seconds
+
+    def end(self) -> None:
+        if not self._off and self._closes is None:
+            self._put(("close", ()))
+            self._closes = time.monotonic()
 
     def close(self) -> None:
-        """Waits until all is written, for a minute at most."""
-        if self._off:
+        """Waits until all is written, for a minute at most since `end`."""
+        self.end()
+        if self._off or self._closes is None:
             return
-        self._put(("close", ()))
         self._off = True
+        hurried = max(self._latest, self._closes + _HURRIED_SECONDS)
+        last = min(self._closes + _CLOSE_SECONDS, hurried)
         try:
-            code = self._process.wait(self._seconds)
+            code = self._process.wait(max(0.0, last - time.monotonic()))
         except subprocess.TimeoutExpired:
             self._process.kill()
             self._process.wait()
             raise RuntimeError(
-                f"it had not taken everything {self._seconds:g} s after the end and was stopped; "
-                f"see {self._folder / _LOG_FILE}"
+                f"it had not taken everything {last - self._closes:.2g} s after the end and was "
+                f"stopped; see {self._folder / _LOG_FILE}"
             ) from None
         if code:
             raise RuntimeError(self._why())
@@ -199,6 +211,11 @@ def main() -> None:
         signal.signal(number, signal.SIG_IGN)
     messages = sys.stdin.buffer
     target, run = pickle.load(messages)
+    with _masked_output():
+        _serve(messages, target, run)
+
+
+def _serve(messages: Any, target: str, run: TrackedRun) -> None:
     try:
         module, _, name = target.partition(":")
         kind: Any = reduce(getattr, name.split("."), importlib.import_module(module))
@@ -213,8 +230,52 @@ def main() -> None:
                 signal.alarm(round(_CLOSE_SECONDS))
             getattr(writer, method)(*arguments)
     except Exception as error:
-        (run.folder / _ERROR_FILE).write_text(f"{type(error).__name__}: {error}", encoding="utf-8")
-        raise
+        traceback.print_exc()
+        why = without_secrets(f"{type(error).__name__}: {error}")
+        (run.folder / _ERROR_FILE).write_text(why, encoding="utf-8")
+        sys.exit(1)
+
+
+_SECRET_NAME = re.compile("KEY|TOKEN|SECRET|PASSW|CREDENTIAL", re.IGNORECASE)
+_SHORTEST_SECRET = 6  # characters; what is shorter would mask ordinary words
+_LOGIN = re.compile(r"(?<=://)[^/\s@]+@")
+
+
+def without_secrets(text: str) -> str:
+    """A text without logins in addresses, and without values of variables that name secrets."""
+    text = _LOGIN.sub("***@", text)
+    found = {value for name, value in os.environ.items() if _SECRET_NAME.search(name)}
+    for value in sorted(found, key=len, reverse=True):
+        if len(value) >= _SHORTEST_SECRET:
+            text = text.replace(value, "***")
+    return text
+
+
+@contextmanager
+def _masked_output() -> Iterator[None]:
+    """What this process prints inside, natively too, goes to its stdout without secrets."""
+    log, (ours, theirs) = os.dup(1), os.pipe()
+    for number in (1, 2):
+        os.dup2(theirs, number)
+    os.close(theirs)
+
+    def copy() -> None:
+        with open(ours, "rb") as lines:
+            for line in lines:
+                masked = without_secrets(os.fsdecode(line))
+                with suppress(OSError):  # a full disk: who prints must not wait for it
+                    os.write(log, os.fsencode(masked))
+
+    thread = threading.Thread(target=copy, daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        for stream in (sys.stdout, sys.stderr):
+            stream.flush()
+        for number in (1, 2):
+            os.dup2(log, number)
+        thread.join(_LAST_WORDS_SECONDS)  # a child of it may keep its end open
 
 
 def require_tracker(name: str) -> None:

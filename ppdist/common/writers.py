@@ -101,6 +101,9 @@ class MetricWriter:
     def rollback(self, step: int) -> None:
         """Drops the points after a step, because they are made again."""
 
+    def end(self) -> None:
+        """Nothing more comes but `close`; must not wait."""
+
     def close(self) -> None:
         """Writes what is left."""
 
@@ -242,7 +245,8 @@ class MetricWriters:
         self._each(lambda writer: writer.rollback(step))
 
     def close(self) -> None:
-        """The second call does nothing."""
+        """The second call does nothing; those that have to be waited for end at the same time."""
+        self._each(lambda writer: writer.end())
         self._each(lambda writer: writer.close())
         self._writers = {}
 

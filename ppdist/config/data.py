@@ -4,6 +4,7 @@ from typing import Literal
 
 from pydantic import Field, model_validator
 
+from ppdist.common.stores import holds_credentials
 from ppdist.config.augment import AugmentConfig
 from ppdist.config.base import Section, Task
 
@@ -15,8 +16,9 @@ class SplitConfig(Section):
 
     images: str | tuple[str, ...] = Field(
         default="images",
-        description="Folder of the images, relative to data.root; folder: it holds one folder "
-        "per class. yolo: also a list of folders.",
+        description="Folder of the images, relative to data.root, or in an object store (as "
+        "data.root); tar shards are folders in it. folder: it holds one folder per class. yolo: "
+        "also a list of folders.",
     )
     annotations: str | tuple[str, ...] = Field(
         default="",
@@ -75,7 +77,10 @@ class DataConfig(Section):
         description="Boxes: COCO JSON, Pascal VOC XML, YOLO text files. Classes of whole images, "
         "for a classifier: a folder per class, a CSV file.",
     )
-    root: str = Field(description="Folder that everything below is relative to.")
+    root: str = Field(
+        description="Folder that everything below is relative to; format coco or csv: also in an "
+        "object store (s3://bucket/folder, gs://, hf://, http://).",
+    )
     train: SplitConfig = Field(description="The training split.")
     val: SplitConfig = Field(description="The validation split.")
     val_fraction: float | None = Field(
@@ -148,7 +153,15 @@ class DataConfig(Section):
     )
     cache_dir: str | None = Field(
         default=None,
-        description="Folder of data.cache: disk. null: ppdist in $XDG_CACHE_HOME or ~/.cache.",
+        description="Folder of data.cache: disk, and of what is fetched from an object store. "
+        "null: ppdist in $XDG_CACHE_HOME or ~/.cache.",
+    )
+    store_cache_gib: float = Field(
+        default=20.0,
+        ge=0,
+        description="Where images lie in an object store: so many GiB of them are kept in "
+        "data.cache_dir as they came, the least recently used go first; shared by the workers and "
+        "ranks of a host. 0: none are kept.",
     )
     sampling: SamplingConfig = Field(
         default=SamplingConfig(), description="How often each training image comes in an epoch."
@@ -156,6 +169,22 @@ class DataConfig(Section):
     augment: AugmentConfig = Field(
         default=AugmentConfig(), description="Random changes of training images."
     )
+
+    @model_validator(mode="after")
+    def _addresses_are_public(self) -> "DataConfig":
+        for key, address in (
+            ("root", self.root),
+            *(("train.images", each) for each in self.train.image_folders),
+            *(("val.images", each) for each in self.val.image_folders),
+            *(("train.annotations", each) for each in self.train.annotation_files),
+            *(("val.annotations", each) for each in self.val.annotation_files),
+        ):
+            if holds_credentials(address):
+                raise ValueError(
+                    f"{key}: an address with a password or a signature in it, which logs and saved "
+                    f"configurations would show; give credentials by the environment (docs/data.md)"
+                )
+        return self
 
     @model_validator(mode="after")
     def _splits_fit(self) -> "DataConfig":

@@ -69,7 +69,8 @@ class DistributedConfig(Section):
         default=1800.0,
         gt=0,
         description="How long a rank waits for the others before it ends with an error, in "
-        "seconds: at an evaluation or a checkpoint, on one host without GPUs at every sum, in NCCL "
+        "seconds: at an evaluation or a checkpoint (from the last progress of work that says it: "
+        "the data check, an evaluation), on one host without GPUs at every sum, in NCCL "
         "(PADDLE_PG_TIMEOUT; not run on a GPU). (gloo, which sums between hosts, gives up after "
         "30 s, which cannot be configured in Paddle.) Storage that is away is waited for half as "
         "long; between hosts and within a step 15 s with gloo, else hang_seconds.",

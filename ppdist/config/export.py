@@ -12,8 +12,11 @@ CALIBRATION = 64  # images
 class ExportOptions(Section):
     """What an export writes, and how it is checked."""
 
-    formats: tuple[Literal["paddle", "onnx"], ...] = Field(
-        default=("paddle",), min_length=1, description="paddle: Paddle Inference; onnx: ONNX"
+    formats: tuple[Literal["paddle", "onnx", "openvino"], ...] = Field(
+        default=("paddle",),
+        min_length=1,
+        description="paddle: Paddle Inference; onnx: ONNX, tried in OpenVINO where that is "
+        "installed; openvino: ONNX, which must compute the same in OpenVINO",
     )
     nms: bool = Field(
         default=True, description="of a detector: the graph ends with its suppression"
@@ -34,15 +37,14 @@ class ExportOptions(Section):
         ge=1,
         description="training images that tell int8 what numbers occur",
     )
-    accuracy: int | None = Field(
-        default=None,
+    accuracy: int = Field(
+        default=0,
         ge=0,
-        description="validation images that tell mAP before and after, for infer.yml; null: 100, "
-        "where that takes seconds; 0: none",
+        description="validation images that tell mAP before and after, for infer.yml; 0: none",
     )
 
     @model_validator(mode="after")
     def _exist_together(self) -> "ExportOptions":
-        if self.int8 and "onnx" not in self.formats:
+        if self.int8 and not {"onnx", "openvino"} & {*self.formats}:
             raise ValueError("int8 is a form of the ONNX model: add onnx to formats")
         return self

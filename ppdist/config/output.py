@@ -2,7 +2,7 @@
 
 from typing import Annotated, Literal
 
-from pydantic import Field
+from pydantic import Field, field_validator
 
 from ppdist.config.base import Section
 
@@ -54,9 +54,21 @@ class MLflowConfig(TrackerConfig):
     name: Literal["mlflow"] = Field(default="mlflow", description="the tracker")
     tracking_uri: str | None = Field(
         default=None,
-        description="server or folder; null: MLFLOW_TRACKING_URI, else the folder "
+        description="server or folder, without a login, which MLFLOW_TRACKING_USERNAME and "
+        "MLFLOW_TRACKING_PASSWORD say; null: MLFLOW_TRACKING_URI, else the folder "
         "output_dir/trackers/mlflow/mlruns",
     )
+
+    @field_validator("tracking_uri")
+    @classmethod
+    def _without_login(cls, address: str | None) -> str | None:
+        """The configuration is written to files, and into each checkpoint."""
+        if address and "@" in address.partition("://")[2].partition("/")[0]:
+            raise ValueError(
+                "it holds a login, and would be written to config.yml and each checkpoint: give "
+                "it in MLFLOW_TRACKING_USERNAME and MLFLOW_TRACKING_PASSWORD instead"
+            )
+        return address
 
 
 class ClearMLConfig(TrackerConfig):

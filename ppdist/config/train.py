@@ -17,9 +17,9 @@ class AmpConfig(Section):
         "flags of /proc/cpuinfo; without, the run ends with a message.",
     )
     dtype: Literal["float16", "bfloat16"] = Field(
-        default="bfloat16",
-        description="bfloat16 has the range of float32; float16 needs loss scaling (done), and a "
-        "GPU.",
+        default="float16",
+        description="float16 needs loss scaling (done) and a GPU; bfloat16 has the range of float32, "
+        "and is the one that a CPU computes.",
     )
     level: Literal["O1", "O2"] = Field(
         default="O1",
@@ -86,7 +86,8 @@ class TrainConfig(Section):
         gt=0,
         description="Wall clock of one start of the command, restarts by fleetrun included: the "
         "run ends cleanly before it is over, with an evaluation and a checkpoint, wherever it is; "
-        "--resume continues, for as many hours again. The schedule still spans epochs: choose "
+        "--resume continues, for as many hours again. A restart that finds no time left makes no "
+        "step. Trackers are waited for within it. The schedule still spans epochs: choose "
         "epochs that fit, or the rate has not fallen when the time is over. null: no limit.",
     )
     phases_for_epochs: float | None = Field(

@@ -192,6 +192,17 @@ def surprises(config: Any, begins: bool) -> Iterator[str]:
                 f"optimizer.layer_decay: {config.optimizer.layer_decay:g} slows down the layers "
                 f"near the image, which are randomly initialised; {remedy}"
             )
+    sizes, own = config.train.multi_scale, config.model.image_size
+    areas = [height * width for height, width in sizes]
+    if areas and not min(areas) <= own[0] * own[1] <= max(areas):
+        least, most = (
+            "{}x{}".format(*of(sizes, key=lambda size: size[0] * size[1])) for of in (min, max)
+        )
+        yield (
+            f"train.multi_scale trains on images of {least} to {most} pixels, model.image_size: "
+            f"{own[0]}x{own[1]} evaluates on others; set train.multi_scale to sizes around it, or "
+            "to []"
+        )
     yield from _of_augmentation(config)
 
 

@@ -28,6 +28,7 @@ import numpy as np
 
 from ppdist.common.files import is_outage, user_cache
 from ppdist.common.machine import available_memory
+from ppdist.data import storage
 from ppdist.data.types import DetectionSet, Records
 from ppdist.distributed import comm
 
@@ -230,8 +231,7 @@ def _of_first_on_host(begin: Callable[[], _Opened]) -> _Opened:
     """
     if comm.world_size() == 1:
         return begin()
-    hosts_W = comm.all_gather_large_object(_host())
-    first = hosts_W.index(hosts_W[comm.rank()])
+    first = first_on_host()
     own = comm.run_on_all_ranks(begin if first == comm.rank() else lambda: _NOTHING)
     process, descriptor, kept = comm.all_gather_large_object([os.getpid(), *own])[first]
     if first != comm.rank() and kept:
@@ -242,6 +242,15 @@ def _of_first_on_host(begin: Callable[[], _Opened]) -> _Opened:
             own = begin()
     comm.barrier()  # the first keeps it open until the others have it
     return own
+
+
+def first_on_host(place: str = "") -> int:
+    """The first rank whose open files this one can open.  Collective.
+
+    Args: place: only ranks that have the same one count.
+    """
+    hosts_W = comm.all_gather_object([_host(), place])
+    return hosts_W.index(hosts_W[comm.rank()])
 
 
 def _host() -> str:
@@ -341,8 +350,7 @@ def _file(records: Records, reductions_N: np.ndarray, folder: str | Path | None)
     for index in range(len(records)):
         path = records.path(index)
         try:
-            found = os.stat(path)
-            version = f"{found.st_size} {found.st_mtime_ns}"
+            version = " ".join(map(str, storage.state_of(path)))
         except OSError:
             version = "absent"
         summary.update(os.fsencode(path) + b"\0" + version.encode() + b"\0")

@@ -15,7 +15,6 @@ import numpy as np
 from PIL import BmpImagePlugin, ExifTags, Image, JpegImagePlugin, TiffImagePlugin, WebPImagePlugin
 
 from ppdist.common.errors import DataError
-from ppdist.common.files import open_file, read_file
 from ppdist.data.decoder import (
     BMP,
     JPEG,
@@ -26,14 +25,9 @@ from ppdist.data.decoder import (
     damage,
     decode,
 )
+from ppdist.data.storage import open_file, read_file
 
 IMAGE_SUFFIXES = (".jpg", ".jpeg", ".png", ".bmp", ".webp", ".tif", ".tiff")
-# Flags are bits: of REDUCED_COLOR_2 those without IMREAD_COLOR say how far to reduce.
-_REDUCED = {
-    2: cv2.IMREAD_REDUCED_COLOR_2 & ~cv2.IMREAD_COLOR,
-    4: cv2.IMREAD_REDUCED_COLOR_4 & ~cv2.IMREAD_COLOR,
-    8: cv2.IMREAD_REDUCED_COLOR_8 & ~cv2.IMREAD_COLOR,
-}
 
 
 def is_image_name(name: str) -> bool:
@@ -61,12 +55,12 @@ def read_image(
     if found is not None:
         raise DataError(found.text, code=found.code, where=str(path))
     if reduced > 1 and content.startswith(JPEG) and not _turns_unnoticed(size, reduced):
-        image_HW3 = _decode(path, content, _REDUCED[reduced])
+        image_HW3 = _decode(path, content, reduced)
         if size is None or image_HW3.shape[:2] == _reduced_size(size, reduced):
             return image_HW3
     image_HW3 = _decode(path, content)
     if size is not None and image_HW3.shape[:2] != size:
-        image_HW3 = _decode(path, content, cv2.IMREAD_IGNORE_ORIENTATION)
+        image_HW3 = _decode(path, content, upright=False)
     height, width = image_HW3.shape[:2]
     if size is not None and (height, width) != size:
         raise DataError(
@@ -119,9 +113,9 @@ def _content(path: str | Path) -> bytes:
         ) from error
 
 
-def _decode(path: str | Path, content: bytes, flags: int = 0) -> np.ndarray:
+def _decode(path: str | Path, content: bytes, reduced: int = 1, upright: bool = True) -> np.ndarray:
     try:
-        image_HW3 = decode(content, flags)
+        image_HW3 = decode(content, reduced, upright)
     except cv2.error as error:
         raise DataError(
             f"OpenCV cannot decode it: {error.err}", code="image_unreadable", where=str(path)

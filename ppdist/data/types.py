@@ -11,7 +11,7 @@ the first; a check collects them all, and the reader goes on without the part it
 
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import chain, pairwise
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, overload
@@ -103,6 +103,83 @@ class RawSet:
     class_extras: tuple[Mapping[str, Any], ...] = ()
 
 
+@dataclass(slots=True)
+class RawColumns:
+    """A split as its files say it, without an object in Python for each box.
+
+    paths: of the N images, as RawImage has them; image_ids_N, sizes_N2 (height, width; pixels):
+    int64.  size_known_N: as in RawImage.
+    Of the O objects, in any order: image_O, the position of its image, boxes_O4 and area_O (NaN:
+    none) float64, labels_O int64, crowd_O bool: all as in RawObject.  where: of an object, for
+    messages.  outlines: the rings of each object; None: nobody wants them.
+    class_names, category_ids, source: as in DetectionSet.
+    """
+
+    paths: Sequence[str]
+    image_ids_N: np.ndarray
+    sizes_N2: np.ndarray
+    size_known_N: np.ndarray
+    image_O: np.ndarray
+    boxes_O4: np.ndarray
+    labels_O: np.ndarray
+    crowd_O: np.ndarray
+    area_O: np.ndarray
+    where: Callable[[int], str]
+    outlines: Sequence[tuple[np.ndarray, ...]] | None
+    class_names: tuple[str, ...]
+    category_ids: tuple[int, ...]
+    source: str
+
+    @classmethod
+    def of(cls, raw: RawSet, *, masks: bool) -> "RawColumns":
+        """Args: masks: whether anybody wants outlines."""
+        images = raw.images
+        things = [thing for image in images for thing in image.objects]
+        return cls(
+            paths=[str(image.path) for image in images],
+            image_ids_N=np.array([image.image_id for image in images], np.int64),
+            sizes_N2=_rows([(image.height, image.width) for image in images], 2, np.int64),
+            size_known_N=np.array([image.size_known for image in images], bool),
+            image_O=np.repeat(np.arange(len(images)), [len(image.objects) for image in images]),
+            boxes_O4=_rows([thing.box for thing in things], 4, np.float64),
+            labels_O=np.array([thing.label for thing in things], np.int64),
+            crowd_O=np.array([thing.crowd for thing in things], bool),
+            area_O=np.array([thing.area for thing in things], np.float64),
+            where=lambda number: things[number].where,
+            outlines=[thing.polygons for thing in things] if masks else None,
+            class_names=raw.class_names,
+            category_ids=raw.category_ids,
+            source=raw.source,
+        )
+
+    def of_images(self, kept: Sequence[bool]) -> "RawColumns":
+        """Those of some images alone."""
+        kept_N = np.array(kept, bool)
+        if kept_N.all():
+            return self
+        kept_O = np.flatnonzero(kept_N[self.image_O])
+        place_N, numbers = np.cumsum(kept_N) - 1, kept_O.tolist()
+        whole = self
+        return replace(
+            self,
+            paths=[path for path, keep in zip(self.paths, kept) if keep],
+            image_ids_N=self.image_ids_N[kept_N],
+            sizes_N2=self.sizes_N2[kept_N],
+            size_known_N=self.size_known_N[kept_N],
+            image_O=place_N[self.image_O[kept_O]],
+            boxes_O4=self.boxes_O4[kept_O],
+            labels_O=self.labels_O[kept_O],
+            crowd_O=self.crowd_O[kept_O],
+            area_O=self.area_O[kept_O],
+            where=lambda number: whole.where(numbers[number]),
+            outlines=self.outlines and [self.outlines[number] for number in numbers],
+        )
+
+
+def _rows(rows: Sequence[Sequence[float]], width: int, kind: type) -> np.ndarray:
+    return np.array(rows, kind).reshape(-1, width)
+
+
 @dataclass(frozen=True, slots=True)
 class ImageRecord:
     """One annotated image.
@@ -131,7 +208,8 @@ class Records(Sequence[ImageRecord]):
     A handful of flat arrays that looks like a list; item n is made in microseconds.  Workers are
     forked from the rank and see its memory until somebody writes to it.  Reading a Python object
     writes to it: its reference count.  So a list of a million small arrays is copied into every
-    worker, page by page, within an epoch; twelve large ones never are.
+    worker, page by page, within an epoch; twelve large ones never are.  The ranks of a host may
+    have them all in one file (datasets/annotation_cache.py).
 
         image n owns objects object_ends[n]..object_ends[n + 1], object m owns rings
         ring_ends[m]..ring_ends[m + 1] of its outline, ring r points
@@ -142,50 +220,58 @@ class Records(Sequence[ImageRecord]):
         image_ids_N: int64.
         counts_N: int64, objects of each image, crowds too.
         boxes_O4, labels_O, crowd_O, area_O: as in ImageRecord, image after image.
+    Attributes:
+        arrays: all of them by name, as they are written to a file.
+        file: path of the file that they are mapped from, "" for memory.
     """
+
+    file = ""
 
     def __init__(self, records: Iterable[ImageRecord]) -> None:
         """Better `Records.of`.  Raises: OverflowError: an image id does not fit 64 bits."""
-        paths: list[bytes] = []
+        paths: list[str] = []
         columns: tuple[list[np.ndarray], ...] = ([], [], [], [])
         outlines: list[tuple[tuple[np.ndarray, ...], ...]] = []
         numbers: list[tuple[int, int, int]] = []
         for one in records:
-            paths.append(os.fsencode(one.path))
+            paths.append(one.path)
             numbers.append((one.image_id, one.height, one.width))
             arrays = one.boxes_M4, one.labels_M, one.crowd_M, one.area_M
             for column, array in zip(columns, arrays):
                 column.append(array)
             outlines.append(one.polygons_M)
         number_N3 = np.array(numbers, np.int64).reshape(-1, 3)
-        self.image_ids_N = _fixed(number_N3[:, 0])
-        self.sizes_N2 = _fixed(number_N3[:, 1:])
         boxes, labels, crowds, areas = columns
-        self.counts_N = _fixed(np.array([len(labels_M) for labels_M in labels], np.int64))
-        self.boxes_O4 = _joined(boxes, np.zeros((0, 4), np.float32))
-        self.labels_O = _joined(labels, np.zeros(0, np.int64))
-        self.crowd_O = _joined(crowds, np.zeros(0, bool))
-        self.area_O = _joined(areas, np.zeros(0, np.float32))
-        self._object_ends = _ends(self.counts_N)
-        self._paths = b"".join(paths)
-        self._path_ends = _ends([len(path) for path in paths])
-        self._keep_outlines(outlines)
+        counts_N = np.array([len(labels_M) for labels_M in labels], np.int64)
+        of_objects = [
+            rings for count, image in zip(counts_N, outlines) for rings in (image or ((),) * count)
+        ]
+        self._take(
+            {
+                **packed_paths(paths),
+                "image_ids_N": number_N3[:, 0],
+                "sizes_N2": number_N3[:, 1:],
+                "counts_N": counts_N,
+                "object_ends": ends(counts_N),
+                "boxes_O4": _joined(boxes, np.zeros((0, 4), np.float32)),
+                "labels_O": _joined(labels, np.zeros(0, np.int64)),
+                "crowd_O": _joined(crowds, np.zeros(0, bool)),
+                "area_O": _joined(areas, np.zeros(0, np.float32)),
+                **(packed_outlines(of_objects) if any(outlines) else {}),
+            }
+        )
 
-    def _keep_outlines(self, outlines: list[tuple[tuple[np.ndarray, ...], ...]]) -> None:
-        """Args: outlines: of each image; as a whole empty where it has no masks."""
-        self._has_outlines = any(outlines)
-        if self._has_outlines:
-            of_objects = [
-                rings
-                for count, image in zip(self.counts_N, outlines)
-                for rings in (image or ((),) * count)
-            ]
-        else:
-            of_objects = []
-        rings = list(chain.from_iterable(of_objects))
-        self._points_Q2 = _joined(rings, np.zeros((0, 2), np.float32))
-        self._point_ends = _ends([len(ring) for ring in rings])
-        self._ring_ends = _ends([len(rings) for rings in of_objects])
+    def _take(self, arrays: Mapping[str, np.ndarray]) -> None:
+        self.arrays = {name: _fixed(array) for name, array in arrays.items()}
+        self.image_ids_N = self.arrays["image_ids_N"]
+        self.sizes_N2 = self.arrays["sizes_N2"]
+        self.boxes_O4 = self.arrays["boxes_O4"]
+        self.labels_O = self.arrays["labels_O"]
+        self.crowd_O = self.arrays["crowd_O"]
+        self.area_O = self.arrays["area_O"]
+        self.counts_N, self._object_ends = self.arrays["counts_N"], self.arrays["object_ends"]
+        self._paths, self._path_ends = self.arrays["paths"], self.arrays["path_ends"]
+        self._has_outlines = "points_Q2" in self.arrays
 
     @classmethod
     def of(cls, records: Iterable[ImageRecord]) -> "Records":
@@ -194,6 +280,14 @@ class Records(Sequence[ImageRecord]):
         Give a generator where the records are needed in no other form.
         """
         return records if isinstance(records, cls) else cls(records)
+
+    @classmethod
+    def of_arrays(cls, arrays: Mapping[str, np.ndarray], file: str = "") -> "Records":
+        """The records that have these `arrays`, which are not copied."""
+        records = cls.__new__(cls)
+        records.file = file
+        records._take(arrays)
+        return records
 
     def __len__(self) -> int:
         return len(self.counts_N)
@@ -224,19 +318,41 @@ class Records(Sequence[ImageRecord]):
     def path(self, index: int) -> str:
         """The path of image `index` in [0, N), without the rest of its record."""
         begin, end = self._path_ends[index : index + 2].tolist()
-        return os.fsdecode(self._paths[begin:end])
+        return os.fsdecode(self._paths[begin:end].tobytes())
+
+    def paths(self) -> list[str]:
+        """The path of every image, a hundred times as fast as one after another."""
+        whole, ends_N = self._paths.tobytes(), self._path_ends.tolist()
+        return [os.fsdecode(whole[begin:end]) for begin, end in pairwise(ends_N)]
 
     def _outlines(self, begin: int, end: int) -> tuple[tuple[np.ndarray, ...], ...]:
         """Of the objects from `begin` to before `end`."""
-        ring_ends = self._ring_ends[begin : end + 1].tolist()
+        ring_ends = self.arrays["ring_ends"][begin : end + 1].tolist()
         return tuple(
             tuple(self._ring(number) for number in range(first, last))
             for first, last in pairwise(ring_ends)
         )
 
     def _ring(self, number: int) -> np.ndarray:
-        begin, end = self._point_ends[number : number + 2].tolist()
-        return self._points_Q2[begin:end]
+        begin, end = self.arrays["point_ends"][number : number + 2].tolist()
+        return self.arrays["points_Q2"][begin:end]
+
+
+def packed_paths(paths: Sequence[str]) -> dict[str, np.ndarray]:
+    """Of `Records.arrays`: the bytes of all paths, one after another, and where each ends."""
+    encoded = [os.fsencode(path) for path in paths]
+    whole = np.frombuffer(b"".join(encoded), np.uint8)
+    return {"paths": whole, "path_ends": ends([len(path) for path in encoded])}
+
+
+def packed_outlines(outlines: Sequence[tuple[np.ndarray, ...]]) -> dict[str, np.ndarray]:
+    """Of `Records.arrays`.  Args: outlines: the rings of each of the O objects, float32 [K, 2]."""
+    rings = list(chain.from_iterable(outlines))
+    return {
+        "points_Q2": _joined(rings, np.zeros((0, 2), np.float32)),
+        "point_ends": ends([len(ring) for ring in rings]),
+        "ring_ends": ends([len(rings) for rings in outlines]),
+    }
 
 
 def _fixed(array: np.ndarray) -> np.ndarray:
@@ -248,12 +364,12 @@ def _fixed(array: np.ndarray) -> np.ndarray:
 
 def _joined(parts: list[np.ndarray], empty: np.ndarray) -> np.ndarray:
     """Args: empty: what comes of no parts; it says shape and type."""
-    return _fixed(np.concatenate([empty, *parts]).astype(empty.dtype, copy=False))
+    return np.concatenate([empty, *parts]).astype(empty.dtype, copy=False)
 
 
-def _ends(counts: Sequence[int] | np.ndarray) -> np.ndarray:
+def ends(counts: Sequence[int] | np.ndarray) -> np.ndarray:
     """[0, counts[0], counts[0] + counts[1], ...], int64."""
-    return _fixed(np.concatenate([[0], np.cumsum(counts, dtype=np.int64)]).astype(np.int64))
+    return np.concatenate([[0], np.cumsum(counts, dtype=np.int64)]).astype(np.int64)
 
 
 @dataclass(frozen=True)

@@ -8,6 +8,7 @@ and its file is named.
 """
 
 import hashlib
+import io
 import json
 import logging
 import multiprocessing
@@ -20,20 +21,25 @@ import time
 import warnings
 from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from functools import cache
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
-from typing import Any, BinaryIO, NamedTuple
+from typing import Any, BinaryIO, NamedTuple, overload
 
 import cv2
+import numpy as np
 from PIL import Image, TiffImagePlugin
 
+from ppdist.common import stores
 from ppdist.common.errors import DataError
-from ppdist.common.files import can_be_read, make_folder, open_file, user_cache, writing
+from ppdist.common.files import make_folder, user_cache, writing
 from ppdist.common.process import ends_with_this
+from ppdist.common.writers import append_whole
 from ppdist.config.data import DataConfig
+from ppdist.data import storage
 from ppdist.data.datasets.annotations import (
     KINDS,
     Kind,
@@ -47,16 +53,18 @@ from ppdist.data.datasets.build import check_same_classes, read_raw, same_sets
 from ppdist.data.datasets.convert import Format, Images, convert
 from ppdist.data.decoder import Damage, damage
 from ppdist.data.image import is_image_name, read_header, read_image
+from ppdist.data.storage import can_be_read, open_file
 from ppdist.data.types import (
     DetectionSet,
-    ImageRecord,
     Issue,
     RawImage,
     RawObject,
     RawSet,
+    Records,
     Split,
 )
 from ppdist.distributed import comm
+from ppdist.distributed.progress import Progress
 
 _LOGGER = logging.getLogger("ppdist.data")
 _SPLITS: tuple[Split, ...] = ("train", "val")
@@ -205,15 +213,56 @@ def validate(config: DataConfig, *, decode: bool, workers: int) -> Report:
     return Report(splits, decode)
 
 
-def _checked(
-    images: Iterable[RawImage | ImageRecord], *, decode: bool, workers: int
-) -> CheckedImages:
+def _checked(images: Sequence[RawImage], *, decode: bool, workers: int) -> CheckedImages:
     files = [
         ImageFile(str(image.path), (image.width, image.height) if image.width > 0 else None)
         for image in images
     ]
-    checks = check_images(files, decode=decode, workers=workers)
+    progress = Progress(_LOGGER, "data check", len(files))
+    checks = look_at(files, decode=decode, workers=workers, told=lambda *_: progress.add())
     return [(file.path, found) for file, found in zip(files, checks)]
+
+
+def look_at(
+    files: Sequence[ImageFile],
+    *,
+    decode: bool,
+    workers: int,
+    told: Callable[[int, ImageCheck], object],
+) -> list[ImageCheck]:
+    """As `check_images`, but images in stores are not opened for their headers.
+
+    A header is half of the way to such an image: the store's listing has to do.
+    """
+    if decode or not any(storage.is_remote(file.path) for file in files):
+        return check_images(files, decode=decode, workers=workers, told=told)
+    near = [at for at, file in enumerate(files) if not storage.is_remote(file.path)]
+    opened = check_images(
+        [files[at] for at in near],
+        decode=decode,
+        workers=workers,
+        told=lambda number, found: told(near[number], found),
+    )
+    checks = dict(zip(near, opened))
+    for at, file in enumerate(files):
+        if at not in checks:
+            checks[at] = check_listed(file.path)
+            told(at, checks[at])
+    return [checks[at] for at in range(len(files))]
+
+
+def check_listed(path: str) -> ImageCheck:
+    """What a store's listing says of an image, which is not opened: that it is there, not empty."""
+    try:
+        size, mark = storage.state_of(path)
+    except FileNotFoundError:
+        return ImageCheck(Damage("image_missing", "does not exist"), passing=True)
+    except OSError as error:
+        problem = Damage("image_unreadable", error.strerror or str(error))
+        return ImageCheck(problem, passing=True)
+    if not size and mark:
+        return ImageCheck(Damage("image_empty", "empty (0 bytes)"))
+    return ImageCheck(digest="" if storage.is_in_shard(path) else f"{size} {mark}")
 
 
 def _of_images(raw: RawSet, images: CheckedImages) -> Iterator[Issue]:
@@ -308,7 +357,8 @@ def _unlisted(config: DataConfig, splits: Mapping[str, ValidatedSplit]) -> dict[
     folders = {"train": config.train.image_folders, "val": config.val.image_folders}
     found: dict[str, list[Issue]] = {"train": [], "val": []}
     for split, name in ((split, name) for split, names in folders.items() for name in names):
-        for path in files_below(Path(config.root) / name):
+        folder = storage.folder_of(config.root, name)
+        for path in () if storage.is_remote(folder) else files_below(folder):
             if is_image_name(os.path.basename(path)) and place(path) not in listed:
                 listed.add(place(path))
                 what = f"not listed by {splits[split].raw.source}"
@@ -333,8 +383,9 @@ def check_before_training(
 ) -> Checked:
     """Checks the images of both splits as `data.check_images` says.  Collective.
 
-    Rank 0 checks and all ranks get its result, so all leave out the same images.  The result is
-    kept in $XDG_CACHE_HOME or ~/.cache: the next start compares only the files' times and sizes.
+    Rank 0 checks and all ranks get its result, so all leave out the same images; however long that
+    takes, they wait while it gets on.  The result is kept in $XDG_CACHE_HOME or ~/.cache: the next
+    start compares only the files' times and sizes, and one that was broken off goes on.
 
     Args:
         workers: child processes that check images.
@@ -370,56 +421,125 @@ def _remembered(sets: Mapping[str, DetectionSet], *, decode: bool, workers: int)
     Returns: {"bad": split -> [position, why, kind] each, "lines": for the log}.
     """
     started = time.monotonic()
-    fingerprint = _fingerprint(sets, decode)
+    records = {split: Records.of(dataset.records) for split, dataset in sets.items()}
+    keys = {split: _keys(each, decode) for split, each in records.items()}
+    fingerprint = _fingerprint(keys)
     kept = _kept_in(sets)
     known = _load(kept, fingerprint, [*sets])
-    count = sum(len(dataset.records) for dataset in sets.values())
+    count = sum(map(len, records.values()))
     again = " (unchanged since the last check)" if known else ""
     if known is None:
-        checked = {
-            split: _checked(dataset.records, decode=decode, workers=workers)
-            for split, dataset in sets.items()
+        journal = _Journal(kept and kept.with_suffix(".part"))
+        checks = {
+            split: _Check(each, keys[split], journal, decode=decode, workers=workers)
+            for split, each in records.items()
         }
-        if comm.was_restarted():
-            checked = {
-                split: _once_there(sets[split].records, images, decode=decode, workers=workers)
-                for split, images in checked.items()
-            }
+        earlier = sum(check.known for check in checks.values())
+        if earlier:
+            again = f" ({earlier} of them known from a check that was broken off)"
+        try:
+            checked = {split: check.run() for split, check in checks.items()}
+            if comm.was_restarted():
+                checked = {split: check.once_there() for split, check in checks.items()}
+        finally:
+            journal.write()
         known = _outcome(sets, checked)
         if not any(found.passing for images in checked.values() for _, found in images):
             _keep(kept, known | {"fingerprint": fingerprint})
+            journal.remove()
     seconds, what = time.monotonic() - started, "pixels" if decode else "headers"
+    if not decode and any(storage.is_remote(d.records[0].path) for d in sets.values() if d.records):
+        what = "headers, in a store the listing alone,"
     _LOGGER.info("data check: %s of %d images in %.1f s%s", what, count, seconds, again)
     return known
 
 
-def _once_there(
-    records: Sequence[ImageRecord], images: CheckedImages, *, decode: bool, workers: int
-) -> CheckedImages:
-    """Checks anew what could not be opened; where storage is away, once it is back.
+class _Check:
+    """Of the images of one split, before training.
 
-    For a job that was started anew: its images were there before.
-    Raises: StorageError: it stays away.
+    Attributes: known: how many were checked at an earlier start.
     """
-    failed = [number for number, (_, found) in enumerate(images) if found.passing]
-    if not failed:
-        return images
-    folder_of = [os.path.dirname(path) for path, _ in images]
 
-    def away() -> str:
-        """A file is away with its storage where none of the first of its folder can be read."""
-        for folder in dict.fromkeys(folder_of[number] for number in failed):
-            inside = [path for (path, _), place in zip(images, folder_of) if place == folder]
-            if not inside[1:]:  # it is alone there: any others of the set, or the folder
-                inside = [path for path, _ in images] if images[1:] else [folder]
-            if not any(map(can_be_read, inside[:_PROBED])):
-                return f"{inside[0]}: cannot be read, though an earlier attempt of this job has"
-        return ""
+    def __init__(
+        self,
+        records: Records,
+        keys_N: np.ndarray,
+        journal: "_Journal",
+        *,
+        decode: bool,
+        workers: int,
+    ) -> None:
+        self._records, self._keys_N, self._journal = records, keys_N, journal
+        self._decode, self._workers = decode, workers
+        self._checks_N = journal.of(keys_N)
+        self.known = sum(found is not None for found in self._checks_N)
 
-    comm.require_storage(away)
-    again = _checked([records[number] for number in failed], decode=decode, workers=workers)
-    anew = dict(zip(failed, again))
-    return [anew.get(number, image) for number, image in enumerate(images)]
+    def run(self) -> CheckedImages:
+        """All images but those that are known."""
+        left = [at for at, found in enumerate(self._checks_N) if found is None]
+        progress = Progress(_LOGGER, "data check", len(left))
+
+        def told(number: int, found: ImageCheck) -> None:
+            progress.add()
+            self._journal.add(int(self._keys_N[left[number]]), found)
+
+        files = _Files(self._records, left)
+        checks = look_at(files, decode=self._decode, workers=self._workers, told=told)
+        for at, found in zip(left, checks):
+            self._checks_N[at] = found
+        return [
+            (self._records.path(at), found)
+            for at, found in enumerate(self._checks_N)
+            if found is not None
+        ]
+
+    def once_there(self) -> CheckedImages:
+        """Checks anew what could not be opened; where storage is away, once it is back.
+
+        For a job that was started anew: its images were there before.
+        Raises: StorageError: it stays away.
+        """
+        failed = [at for at, found in enumerate(self._checks_N) if found and found.passing]
+        path = self._records.path
+        folder_of = [os.path.dirname(path(at)) for at in range(len(self._records))]
+
+        def away() -> str:
+            """A file is away with its storage where none of the first of its folder can be read."""
+            for folder in dict.fromkeys(folder_of[at] for at in failed):
+                inside = [path(at) for at, place in enumerate(folder_of) if place == folder]
+                if not inside[1:]:  # it is alone there: any others of the set, or the folder
+                    others = [path(at) for at in range(min(len(folder_of), _PROBED))]
+                    inside = others if others[1:] else [folder]
+                if not any(map(can_be_read, inside[:_PROBED])):
+                    return f"{inside[0]}: cannot be read, though an earlier attempt of this job has"
+            return ""
+
+        if failed:
+            comm.require_storage(away)
+            for at in failed:
+                self._checks_N[at] = None
+        return self.run()
+
+
+class _Files(Sequence[ImageFile]):
+    """Some images of a set, each made when it is asked for: a list of a million takes 0.5 GB."""
+
+    def __init__(self, records: Records, positions: Sequence[int]) -> None:
+        self._records, self._positions = records, positions
+
+    def __len__(self) -> int:
+        return len(self._positions)
+
+    @overload
+    def __getitem__(self, index: int) -> ImageFile: ...
+    @overload
+    def __getitem__(self, index: slice) -> Sequence[ImageFile]: ...
+    def __getitem__(self, index: int | slice) -> ImageFile | Sequence[ImageFile]:
+        if isinstance(index, slice):
+            return _Files(self._records, self._positions[index])
+        at = self._positions[index]
+        height, width = self._records.sizes_N2[at].tolist()
+        return ImageFile(self._records.path(at), (width, height) if width > 0 else None)
 
 
 def _outcome(
@@ -452,25 +572,142 @@ def _outcome(
 
 
 _PROBED = 8  # images of a folder that are opened to see whether its storage is there
-_VERSION = 3  # of the kept result: raise it when a check of an image finds more
+_VERSION = 4  # of the kept result: raise it when a check of an image finds more
+_STAT_THREADS = 16  # a network disk answers each request late, but many at once
+_STATS_AT_ONCE = 64  # of a thread
 
 
-def _fingerprint(sets: Mapping[str, DetectionSet], decode: bool) -> str:
-    """Of everything that the outcome depends on.
+def look_at_all(look: Callable[[int], int], count: int, progress: Progress) -> np.ndarray:
+    """look(0), look(1), ..., each int64, by threads: for requests that a disk answers late."""
+    found_N = np.zeros(count, np.int64)
+    at_once = min(max(count // (8 * _STAT_THREADS), 1), _STATS_AT_ONCE)
 
-    That is annotated sizes, and each file's size and times (of its inode: new permissions).
+    def look_at_some(begin: int) -> int:
+        some = range(begin, min(count, begin + at_once))
+        found_N[begin : some.stop] = [*map(look, some)]
+        return len(some)
+
+    with ThreadPoolExecutor(_STAT_THREADS) as pool:
+        for done in pool.map(look_at_some, range(0, count, at_once)):
+            progress.add(done)
+    return found_N
+
+
+def _keys(records: Records, decode: bool) -> np.ndarray:
+    """Int64 [N]: of all that the check of each image depends on.
+
+    That is its path, its annotated size, and the file's size and times (of its inode: new
+    permissions).
     """
-    summary = hashlib.blake2b(f"{_VERSION} {decode}".encode(), digest_size=16)
-    for split, dataset in sets.items():
-        summary.update(f"\n{split}".encode())
-        for record in dataset.records:
-            try:
-                state = os.stat(record.path)
-                seen = f"{state.st_mtime_ns} {state.st_ctime_ns} {state.st_size}"
-            except OSError:
-                seen = "absent"
-            summary.update(os.fsencode(f"\n{record.path}\0{record.width} {record.height} {seen}"))
+    start = hashlib.blake2b(f"{_VERSION} {decode}".encode(), digest_size=8)
+
+    def key(at: int) -> int:
+        path = records.path(at)
+        try:
+            state = os.stat(path)
+            seen = f"{state.st_mtime_ns} {state.st_ctime_ns} {state.st_size}"
+        except OSError:
+            seen = _elsewhere(path)
+        height, width = records.sizes_N2[at].tolist()
+        content = start.copy()
+        content.update(os.fsencode(f"{path}\0{width} {height} {seen}"))
+        return int.from_bytes(content.digest(), "little", signed=True)
+
+    progress = Progress(_LOGGER, "data check: what has changed", len(records))
+    return look_at_all(key, len(records), progress)
+
+
+def _elsewhere(path: str) -> str:
+    """The state of an image that is no file on disk."""
+    try:
+        return f"{storage.state_of(path)}"
+    except OSError:
+        return "absent"
+
+
+def _fingerprint(keys: Mapping[str, np.ndarray]) -> str:
+    """Of everything that the outcome depends on."""
+    summary = hashlib.blake2b(digest_size=16)
+    for split, keys_N in keys.items():
+        summary.update(f"\n{split}".encode() + keys_N.tobytes())
     return summary.hexdigest()
+
+
+_JOURNAL_SECONDS = 10.0  # of checks that a kill may cost
+
+
+class _Journal:
+    """Checks of single images, in a file, of which a check that was broken off goes on.
+
+    A line of JSON each, appended many at a time; one that a kill has cut short does not count.
+    """
+
+    def __init__(self, file: Path | None) -> None:
+        """Args: file: None: nothing is kept."""
+        self._file = file
+        self._lines: list[str] = []
+        self._written = time.monotonic()
+        self._keys: list[int] = []
+        self._checks: list[ImageCheck] = []
+        with suppress(OSError):
+            if file is not None:
+                with open_file(file) as lines:
+                    self._read(lines)
+
+    def _read(self, lines: Iterable[bytes]) -> None:
+        for line in lines:
+            try:
+                key, digest, notes, *problem = json.loads(line)
+                known = all(kind in KINDS for kind in [*notes, *problem[:1]])
+                if not known or not isinstance(digest, str) or not -(2**63) <= key < 2**63:
+                    continue
+                damaged = Damage(problem[0], str(problem[1])) if problem else None
+                self._keys.append(int(key))
+                self._checks.append(ImageCheck(damaged, tuple(notes), digest))
+            except (ValueError, TypeError, IndexError, RecursionError):  # cut short, or odd
+                continue
+
+    def of(self, keys_N: np.ndarray) -> list[ImageCheck | None]:
+        """What is known of each key; None: nothing."""
+        if not self._keys:
+            return [None] * len(keys_N)
+        known_K = np.array(self._keys, np.int64)
+        order_K = np.argsort(known_K, kind="stable")
+        place_N = np.searchsorted(known_K, keys_N, sorter=order_K)
+        at_N = order_K[np.minimum(place_N, len(order_K) - 1)]
+        return [
+            self._checks[at] if there else None
+            for at, there in zip(at_N.tolist(), (known_K[at_N] == keys_N).tolist())
+        ]
+
+    def add(self, key: int, found: ImageCheck) -> None:
+        """Keeps a check, unless its problem may pass; on disk some seconds later."""
+        if self._file is None or found.passing:
+            return
+        problem = found.problem or ()
+        self._lines.append(json.dumps([key, found.digest, found.notes, *problem]))
+        if time.monotonic() - self._written >= _JOURNAL_SECONDS:
+            self.write()
+
+    def write(self) -> None:
+        """Appends what is not on disk yet; where that fails, nothing is kept from here on."""
+        self._written = time.monotonic()
+        if self._file is None or not self._lines:
+            return
+        try:
+            self._file.parent.mkdir(parents=True, exist_ok=True)
+            with io.FileIO(self._file, "ab") as file:  # after a line that was cut short
+                append_whole(file, "".join(f"\n{line}" for line in self._lines).encode("ascii"))
+        except OSError as error:
+            _LOGGER.info("data check: not kept for the next time: %s", error)
+            self._file = None
+        self._lines = []
+
+    def remove(self) -> None:
+        """The whole outcome is kept."""
+        if self._file is not None:
+            with suppress(OSError):
+                self._file.unlink(missing_ok=True)
 
 
 def _kept_in(sets: Mapping[str, DetectionSet]) -> Path | None:
@@ -753,7 +990,12 @@ _TRIES = 2  # a child that dies once may have been another's victim (out of memo
 
 
 def check_images(
-    files: Sequence[ImageFile], *, decode: bool, workers: int, timeout: float = 60.0
+    files: Sequence[ImageFile],
+    *,
+    decode: bool,
+    workers: int,
+    timeout: float = 60.0,
+    told: Callable[[int, ImageCheck], object] = lambda at, found: None,
 ) -> list[ImageCheck]:
     """An ImageCheck of each file, in their order.
 
@@ -763,6 +1005,7 @@ def check_images(
         decode: see `check_image`.
         workers: child processes, at least 1.
         timeout: seconds after which a child that is at one file counts as hung.
+        told: hears of each file that a child has checked; not of those that it was given up at.
     """
     checks: list[ImageCheck | None] = [None] * len(files)
     waiting = deque(range(len(files)))
@@ -772,7 +1015,9 @@ def check_images(
         while any(child.busy for child in children) or waiting:
             for child in children:
                 child.give(waiting)
-            _collect(children, checks, timeout)
+            for position, found in _answers(children, timeout):
+                checks[position] = found
+                told(position, found)
             for number, child in enumerate(children):
                 if child.ended is None:
                     continue
@@ -839,14 +1084,14 @@ class _Child:
         self.pipe.close()
 
 
-def _collect(children: list[_Child], checks: list[ImageCheck | None], timeout: float) -> None:
+def _answers(children: list[_Child], timeout: float) -> Iterator[tuple[int, ImageCheck]]:
     """Takes what the children have to say, or notes that one has been silent for too long."""
     ready = wait([child.pipe for child in children if child.busy], min(timeout, 1.0))
     for child in children:
         if child.pipe in ready:
             answer = child.take()
             if answer is not None:
-                checks[answer[0]] = answer[1]
+                yield answer
         elif child.busy and time.monotonic() - child.since > timeout:
             child.ended = Damage("image_hangs_decoder", f"not decoded after {timeout:g} s")
 
@@ -908,7 +1153,7 @@ def check_image(path: str, size: tuple[int, int] | None, *, decode: bool) -> Ima
             all of it where these say that it cannot be used: the decoder has the last word.
     """
     try:
-        with open_file(path) as file:
+        with stores.patiently(lambda: open_file(path)) as file:
             return _check_content(file, path, size, decode)
     except FileNotFoundError:
         problem = Damage("image_missing", "does not exist")
@@ -922,7 +1167,8 @@ def check_image(path: str, size: tuple[int, int] | None, *, decode: bool) -> Ima
 def _check_content(
     file: BinaryIO, path: str, size: tuple[int, int] | None, decode: bool
 ) -> ImageCheck:
-    length = os.fstat(file.fileno()).st_size
+    length = file.seek(0, os.SEEK_END)
+    file.seek(0)
     whole = decode or length <= _HEAD + _TAIL
     head = file.read() if whole else file.read(_HEAD)
     tail = b""

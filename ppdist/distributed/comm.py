@@ -47,6 +47,7 @@ from ppdist.distributed.store import (
 )
 from ppdist.distributed.store import addresses as addresses
 from ppdist.distributed.store import alarm as alarm
+from ppdist.distributed.store import alive as alive
 from ppdist.distributed.store import all_gather_object as all_gather_object
 from ppdist.distributed.store import announce_arrival as announce_arrival
 from ppdist.distributed.store import barrier as barrier
@@ -88,8 +89,6 @@ def init(wanted: str, config: DistributedConfig) -> None:
         # "FatalError", and Python's does not run while Paddle waits for other ranks.
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
     kind = run_on_all_ranks(lambda: device.choose(wanted))
-    if kind == device.CPU:
-        keep_freed_memory()
     if world_size() > 1:
         settings = {f"distributed.{key}": f"{value}" for key, value in config.model_dump().items()}
         require_agreement({"start": {"device": kind} | settings})
@@ -172,16 +171,19 @@ _PAD_BYTES = 64 << 20
 
 
 def keep_freed_memory() -> None:
-    """From here on what tensors leave is given to the next ones instead of to the system.
+    """On the CPU, from here on what tensors leave is given to the next ones, not to the system.
 
     Every step frees what it has allocated.  By default glibc returns most of it, and the kernel
     has to zero and map the same pages again, page fault by page fault, in the next step.  The
-    process keeps the size of its largest step, which the next step needs anyway.
+    process keeps the size of its largest step, which the next step needs anyway.  What reading the
+    data has left goes back to the system first: call it once they are read.
     """
-    if sys.platform != "linux":
+    if sys.platform != "linux" or device.on_accelerator():
         return
-    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)  # musl has none
+    library = ctypes.CDLL(None)
+    mallopt = getattr(library, "mallopt", None)  # musl has none
     if mallopt is not None:
+        library.malloc_trim(0)
         mallopt(_M_MMAP_MAX, 0)
         mallopt(_M_TRIM_THRESHOLD, ctypes.c_int(-1))
         mallopt(_M_TOP_PAD, _PAD_BYTES)

@@ -45,10 +45,13 @@ AllGatherObject = Callable[[Any], list[Any]]  # gives what every rank gave to it
 _LOGGER = logging.getLogger("ppdist")
 _POLL_SECONDS = 0.02
 _LINGER_SECONDS = 10.0  # rank 0 holds the store: at most so long it stays for the others to read it
+_SIGN_SECONDS = 5.0  # between two signs of life at the store, and two looks for them
+_SIGNS = "ppdist/alive"
 _barriers = itertools.count()  # every rank counts the same barriers, so the numbers agree
 _timeout = 1800.0
 _reached = False  # the store, by this process
 _hastened = False  # its connections
+_signed = -math.inf  # when this rank last gave a sign of life at the store
 
 
 def rank() -> int:
@@ -120,6 +123,24 @@ def set_timeout(seconds: float) -> None:
     os.environ["PADDLE_PG_TIMEOUT"] = f"{math.ceil(seconds * 1000)}"  # Paddle reads it as they join
 
 
+def alive() -> None:
+    """Says that this rank gets on with something long, to fleetrun and to ranks that wait for it.
+
+    These wait for distributed.timeout_seconds from its last sign of life on.  So call it, in the
+    main thread, when a part of the work is done, and never while nothing happens: a rank that
+    hangs has to be found.  Local; a microsecond, and a request at the store every few seconds.
+    """
+    global _signed
+    heartbeat.alive()
+    if world_size() > 1 and time.monotonic() - _signed >= _sign_seconds():
+        _signed = time.monotonic()
+        _store().add(_SIGNS, 1)
+
+
+def _sign_seconds() -> float:
+    return min(_SIGN_SECONDS, _timeout / 10)
+
+
 def storage_seconds() -> float:
     """How long a rank waits for storage that is away: half as long as the others wait for it."""
     return _timeout / 2
@@ -189,8 +210,8 @@ def barrier() -> None:
 def run_on_main(work: Callable[[], Any]) -> Any:
     """Runs `work` on rank 0 and returns its result on every rank.  Collective.
 
-    The others wait at the store, not in a collective, so the work may take
-    longer than gloo's 30 s.
+    The others wait at the store, not in a collective, so the work may take longer than gloo's 30 s;
+    and longer than distributed.timeout_seconds where it calls `alive` (or adds to a Progress).
 
     Args:
         work: takes nothing; its result must survive JSON.
@@ -215,10 +236,10 @@ def run_on_main(work: Callable[[], Any]) -> Any:
             store.set(f"{key}/result", text)
             store.add(f"{key}/done", 1)
             _leave(key)
-    deadline = time.monotonic() + _timeout
+    timeout = _Timeout()
     with heartbeat.Waiting(f"barrier {key}"):
         while store.add(f"{key}/done", 0) == 0:
-            _sleep_until(deadline, lambda: "rank 0 did not finish its work")
+            timeout.sleep(lambda: "rank 0 did not finish its work")
     outcome = json.loads(bytes(store.get(f"{key}/result")).decode())
     _leave(key)
     if "failure" in outcome:
@@ -295,12 +316,12 @@ def _arrive(key: str) -> None:
     """Waits, up to the configured timeout, until every rank has called it with this key."""
     global _hastened
     store = _store()
-    deadline = time.monotonic() + _timeout
+    timeout = _Timeout()
     with heartbeat.Waiting(f"barrier {key}"):
         store.add(f"{key}/{rank()}/here", 1)
         arrived = store.add(f"{key}/arrived", 1)
         while arrived < world_size():
-            _sleep_until(deadline, lambda: f"{_absent(key, '/here')} did not arrive")
+            timeout.sleep(lambda: f"{_absent(key, '/here')} did not arrive")
             arrived = store.add(f"{key}/arrived", 0)
     if not _hastened:  # All ranks are connected now: rank 0 has their connections, too.
         send_at_once()
@@ -326,13 +347,31 @@ def _leave(key: str) -> None:
         left = store.add(f"{key}/left", 0)
 
 
-def _sleep_until(deadline: float, missing: Callable[[], str]) -> None:
-    if time.monotonic() > deadline:
-        raise RankError(
-            f"rank {rank()} waited {_timeout:g} s (distributed.timeout_seconds): {missing()}",
-            code="rank_timeout",
-        )
-    time.sleep(_POLL_SECONDS)
+class _Timeout:
+    """Of a rank that waits for others: it begins anew with each sign of life; see `alive`.
+
+    Any rank's sign counts.  Who waits gives none, so ranks that wait for one another time out.
+    """
+
+    def __init__(self) -> None:
+        self._since = self._looked = time.monotonic()
+        self._signs: int | None = None  # seen so far, by all ranks; None: not looked yet
+
+    def sleep(self, missing: Callable[[], str]) -> None:
+        """A moment.  Raises: RankError: that was long enough; `missing` says who did not come."""
+        now = time.monotonic()
+        if now - self._looked >= _sign_seconds():
+            signs = _store().add(_SIGNS, 0)
+            if self._signs is not None and signs != self._signs:
+                self._since = now
+                heartbeat.alive()  # else fleetrun would end a host whose ranks all wait
+            self._looked, self._signs = now, signs
+        if now - self._since > _timeout:
+            raise RankError(
+                f"rank {rank()} waited {_timeout:g} s (distributed.timeout_seconds): {missing()}",
+                code="rank_timeout",
+            )
+        time.sleep(_POLL_SECONDS)
 
 
 def _store() -> Any:
@@ -362,9 +401,9 @@ def _require_same_job(store: Any) -> None:
         store.set("ppdist/job", job)
         store.add("ppdist/job/said", 1)
         return
-    deadline = time.monotonic() + _timeout
+    timeout = _Timeout()
     while store.add("ppdist/job/said", 0) == 0:
-        _sleep_until(deadline, lambda: "rank 0 did not say which job it belongs to")
+        timeout.sleep(lambda: "rank 0 did not say which job it belongs to")
     if bytes(store.get("ppdist/job")).decode() != job:
         raise LaunchError(
             f"rank {rank()} (host {host()}, process {os.getpid()}) found another job at "

@@ -451,8 +451,12 @@ def log_estimate(make: Callable[[], Estimate], log: RunLog) -> None:
     """
     try:
         expected = make()
-        line = expected.line(device.on_accelerator())
-        own = list(shortages(expected, free_memory(comm.local_size())))
+        free = free_memory(comm.local_size())
+        line = (
+            f"{expected.line(device.on_accelerator())}; with its data read a rank takes "
+            f"{shown(process_memory()['VmRSS'])}, and {shown(free[HOST])} are left for each"
+        )
+        own = list(shortages(expected, free))
     except Exception as error:  # no estimate is worth a run
         line, own = "", [f"rank {comm.rank()} cannot estimate the memory of a step: {error!r}"]
     warnings_W = comm.all_gather_object(own)

@@ -13,6 +13,7 @@ from ppdist import models
 from ppdist.common import files
 from ppdist.common.errors import ConfigError, UserError
 from ppdist.common.logging import RunLog
+from ppdist.common.machine import available_cores, given_threads
 from ppdist.common.trackers import TRACKERS
 from ppdist.config import ExperimentConfig, plugins
 from ppdist.config.base import dump_yaml
@@ -22,13 +23,14 @@ from ppdist.data.datasets.build import limits
 from ppdist.data.loader import EvalLoader
 from ppdist.data.statistics import refit, sizes_in_input
 from ppdist.data.types import DetectionSet
-from ppdist.distributed import comm, device
+from ppdist.distributed import comm, device, paddle_api
 from ppdist.distributed.device_options import set_device_options
 from ppdist.engine.auto_batch import Estimate, estimate, log_estimate, settle_batch
 from ppdist.engine.callbacks import Callback
 from ppdist.engine.data import Blocklist, Feed, images_of_epoch, read_sets
 from ppdist.engine.distillation import build_distillation
 from ppdist.engine.evaluator import ClassificationEvaluator, Evaluator, ValidationLoss
+from ppdist.engine.kernel_check import check_once
 from ppdist.engine.monitor import ImageWatch
 from ppdist.engine.preflight import keep_sources, preflight, wait_for_inputs
 from ppdist.engine.schedule_setup import (
@@ -288,7 +290,7 @@ def _build_trainer(
     """The trainer of a model that has its weights; every rank builds one."""
     train_set, val_set = both
     log_estimate(lambda: _estimate(config, derived, model), log)
-    evaluated_model = build_model(config)
+    evaluated_model = model if val_set is None else build_model(config)
     slow = speed_up_cpu(config, [model, evaluated_model])
     if slow:
         log.warning(slow)
@@ -499,13 +501,24 @@ def build_evaluator(
 
 
 def speed_up_cpu(config: ExperimentConfig, models: list[ImageModel]) -> str:
-    """Switches CPU convolutions to oneDNN where they equal Paddle's on every rank.  Collective.
+    """Shares the cores of this host among its ranks, where OMP_NUM_THREADS does not say how many
+    each has, and switches CPU convolutions to oneDNN where they equal Paddle's on every rank.
+    Collective.
+
+    Called once the data are read: from here on what is freed is kept for the next step.
 
     Returns: a warning where they do not; else "".
     """
-    if device.on_accelerator() or config.train.cpu_convolutions == "plain":
+    comm.keep_freed_memory()
+    if device.on_accelerator():
         return ""
-    reason = self_check(models[0], 2 * models[0].size_multiple)
+    if given_threads() is None:
+        paddle_api.set_num_threads(max(1, int(available_cores() / comm.local_size())))
+    if config.train.cpu_convolutions == "plain":
+        return ""
+    model, size = models[0], 2 * models[0].size_multiple
+    facts = [config.model.model_dump(mode="json"), size]
+    reason = check_once(lambda: self_check(model, size), facts)
     comm.barrier()  # a slow machine may need longer than the timeout of a collective
     failures = comm.all_reduce_sum(paddle.to_tensor([float(reason is not None)]))
     if failures.item() > 0:

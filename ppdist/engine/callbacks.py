@@ -15,7 +15,8 @@ class TrainingRun:
     """What a callback can reach of the run that begins.
 
     Attributes:
-        evaluated_model: the second model, which takes the averaged weights for evaluation.
+        evaluated_model: takes the averaged weights for evaluation: a second model, or, where
+            nothing is evaluated, the trained one.
         output_dir: of the run.
         done_steps: optimizer steps before this start; 0, or those of the checkpoint it resumes.
         total_steps: optimizer steps of the whole run.

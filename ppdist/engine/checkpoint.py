@@ -509,6 +509,11 @@ def newest_valid(folder: Path) -> tuple[Checkpoint | None, list[str]]:
     return None, reasons
 
 
+def newest_step(*folders: Path) -> int:
+    """Of the checkpoints in these folders, valid or not; 0: there are none."""
+    return next(map(_step_of, _steps(*folders)), 0)
+
+
 def holds_any(*folders: Path) -> bool:
     """Whether there are checkpoints, valid or not."""
     return bool(_steps(*folders))

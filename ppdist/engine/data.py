@@ -2,11 +2,11 @@
 
 import hashlib
 import itertools
+import logging
 import math
 import os
 import zlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -16,19 +16,22 @@ from ppdist.common.errors import ConfigError, DataError
 from ppdist.common.files import digest_of_file
 from ppdist.common.machine import available_cores
 from ppdist.config.data import DataConfig, SamplingConfig
+from ppdist.data import storage
+from ppdist.data.datasets.annotation_cache import read_on_host
 from ppdist.data.datasets.build import check_same_classes, read_split, same_sets
 from ppdist.data.loader import TrainLoader
 from ppdist.data.sampler import TrainSampler, copies, difficulty, epoch_size
 from ppdist.data.transforms.pipeline import require_outlines
 from ppdist.data.types import Batch, DetectionSet, ImageRecord, Records
-from ppdist.data.validate import Checked, check_before_training
+from ppdist.data.validate import Checked, check_before_training, look_at_all
 from ppdist.distributed import comm
 from ppdist.distributed.agreement import equal_ranks
+from ppdist.distributed.progress import Progress
 from ppdist.engine.schedule_setup import ScheduleSetup
 from ppdist.engine.visualize import BatchPictures
 
+_LOGGER = logging.getLogger("ppdist.data")
 _COMPARED_IMAGES = 64  # of each set, by content; the others by the size of the file
-_THREADS = 16  # a network disk answers each request late, but many at once
 _SHOWN = 20  # images of the blocklist in a message
 ClassScores = Sequence[float | None]  # AP of each class; None where the set has no object of it
 
@@ -46,7 +49,7 @@ def read_sets(config: DataConfig, num_classes: int, evaluate: bool) -> Checked:
             fix="start with --eval, or set it to balanced",
         )
 
-    def read() -> tuple[DetectionSet, DetectionSet | None]:
+    def read() -> Sequence[DetectionSet | None]:
         masks = config.augment.copy_paste > 0
         train_set = read_split(config, "train", num_classes, masks=masks)
         require_outlines(train_set, config.augment)
@@ -56,12 +59,14 @@ def read_sets(config: DataConfig, num_classes: int, evaluate: bool) -> Checked:
         check_same_classes(train_set, val_set)
         return train_set, val_set
 
-    train_set, val_set = comm.run_on_all_ranks(read)
+    train_set, val_set = read_on_host(read, storage.absolute(config.root))
+    assert train_set is not None
     for dataset in (train_set, val_set):
         if dataset is not None:
             require_same_data(dataset, config)
     cores = max(1, int(available_cores()))  # rank 0 checks the images, the others wait
-    checked = check_before_training(config, train_set, val_set, workers=cores)
+    # Twice as many: half of the time a child waits for the disk, even for a local one.
+    checked = check_before_training(config, train_set, val_set, workers=2 * cores)
     same = same_sets(config) if evaluate else ""
     return checked._replace(lines=(*checked.lines, same)) if same else checked
 
@@ -226,7 +231,7 @@ def require_same_data(dataset: DetectionSet, config: DataConfig) -> None:
     if comm.world_size() == 1:
         return
     records = Records.of(dataset.records)
-    top = os.path.join(os.path.abspath(config.root), "")
+    top = os.path.join(storage.absolute(config.root), "")
     differs = _other_records(dataset, records, config.root, top)
     if differs is None:
         count = len(records) if config.compare_images == "all" else _COMPARED_IMAGES
@@ -247,7 +252,7 @@ def require_same_data(dataset: DetectionSet, config: DataConfig) -> None:
 def fingerprint(dataset: DetectionSet, root: str) -> str:
     """A digest of a set: image names below `root`, sizes, order, objects."""
     records = Records.of(dataset.records)
-    top = os.path.join(os.path.abspath(root), "")
+    top = os.path.join(storage.absolute(root), "")
     content = hashlib.blake2b(digest_size=16)
     for index in range(len(records)):
         content.update(os.fsencode(records.path(index).removeprefix(top) + "\n"))
@@ -324,10 +329,16 @@ def _other_images(records: Records, top: str, count: int) -> tuple[int, str] | N
     Args: count: images whose content is compared, at equal distances; of the others their size is.
     """
     chosen_K = np.unique(len(records) * np.arange(count) // max(1, count))[: len(records)]
-    files = [*map(records.path, range(len(records)))], [*map(records.path, chosen_K)]
     reads = comm.local_rank() == 0
-    parts = [_of_files(size, paths) for size, paths in zip((_size, _content), files) if reads]
-    found_M = np.concatenate([*parts, np.zeros(0, np.int64)])  # M: N sizes, K contents
+    found_M = np.zeros(0, np.int64)  # M: N sizes, K contents
+    if reads:
+        progress = Progress(_LOGGER, "comparing images over hosts", len(records) + len(chosen_K))
+        found_M = np.concatenate(
+            [
+                look_at_all(lambda at: _size(records.path(at)), len(records), progress),
+                look_at_all(lambda k: _content(records.path(chosen_K[k])), len(chosen_K), progress),
+            ]
+        )
     whole = hashlib.blake2b(found_M.tobytes(), digest_size=16).hexdigest()
     wholes_W = comm.all_gather_object(whole if reads else None)
     groups = equal_ranks([each or wholes_W[0] for each in wholes_W])
@@ -351,16 +362,6 @@ def _other_images(records: Records, top: str, count: int) -> tuple[int, str] | N
     return other, f"{records.path(first).removeprefix(top)}: {what}{more}"
 
 
-def _of_files(look: Callable[[str], int], paths: Sequence[str]) -> np.ndarray:
-    """What `look` gives for each file, int64, in the order of the paths."""
-    found_N = np.zeros(len(paths), np.int64)
-    with ThreadPoolExecutor(_THREADS) as pool:
-        shares = [paths[begin::_THREADS] for begin in range(_THREADS)]
-        for begin, found in enumerate(pool.map(lambda share: [*map(look, share)], shares)):
-            found_N[begin::_THREADS] = found
-    return found_N
-
-
 def _content(path: str) -> int:
     """A fingerprint of a file's content, or of why it cannot be read."""
     mark = hashlib.blake2b(digest_of_file(Path(path)).encode(), digest_size=8).digest()
@@ -370,6 +371,6 @@ def _content(path: str) -> int:
 def _size(path: str) -> int:
     """Bytes of a file; -1 where there is none."""
     try:
-        return os.stat(path).st_size
+        return storage.state_of(path)[0]
     except OSError:  # whoever reads it reports why
         return -1

@@ -8,20 +8,20 @@ each other as long as `distributed.timeout_seconds` allows.
 import logging
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, Protocol, TypeVar
 
 import numpy as np
 import paddle
 
-from ppdist.common.logging import duration
 from ppdist.config.evaluate import CLASSIFICATION_METRICS, DETECTION_METRICS, NMSConfig
 from ppdist.data.loader import EvalLoader
 from ppdist.data.types import Batch, DetectionSet, SampleKey
-from ppdist.distributed import comm, heartbeat
+from ppdist.distributed import comm
 from ppdist.distributed.comm import evaluate_on_all_ranks
+from ppdist.distributed.progress import Progress
 from ppdist.engine.train_step import Clock
 from ppdist.losses.base import Loss
 from ppdist.losses.nms import multiclass_nms
@@ -39,7 +39,6 @@ from ppdist.models.base import Detector, ImageModel
 from ppdist.viz.draw import draw_boxes, draw_classes, side_by_side
 
 _LOGGER = logging.getLogger("ppdist")
-_REPORT_SECONDS = 30.0
 _DRAWN_SCORE = 0.3  # predictions that are less sure are not drawn
 _SEEN = -1  # in place of a class: the row only says that its rank has seen the image
 _STOPPED = -1  # in place of the position of an image: the rank was asked to stop
@@ -51,6 +50,14 @@ class EvaluationStopped(Exception):
 
 def _never() -> bool:
     return False
+
+
+class Batches(Protocol):
+    """What an evaluation runs over: an EvalLoader, or what looks like one."""
+
+    def __iter__(self) -> Iterator[Batch]: ...
+
+    def hurry(self) -> None: ...
 
 
 class ValidationLoss:
@@ -149,7 +156,7 @@ class DatasetEvaluator(ABC, Generic[Found]):
     def __init__(
         self,
         dataset: DetectionSet,
-        loader: Iterable[Batch],
+        loader: Batches,
         *,
         max_pictures: int = 0,
         loss: ValidationLoss | None = None,
@@ -203,6 +210,10 @@ class DatasetEvaluator(ABC, Generic[Found]):
         self.clock.lap("ranks")
         return metrics
 
+    def hurry(self) -> None:
+        """The run is to end soon: images that are away now are not waited for.  Local."""
+        self._loader.hurry()
+
     def predict(self, model: ImageModel, stopped: Callable[[], bool] = _never) -> Found:
         """What the model finds in the whole set, all of it on every rank.  Collective.
 
@@ -254,7 +265,8 @@ class DatasetEvaluator(ABC, Generic[Found]):
         nothing = self._no_rows()
         rows = [nothing]
         self.pictures = []
-        progress = _Progress(len(self._dataset.records))
+        share = len(self._dataset.records) / comm.world_size()
+        progress = Progress(_LOGGER, "evaluation", share)
         with in_eval_mode(model):
             for batch in self._loader:
                 self.clock.lap("images")
@@ -310,7 +322,7 @@ class Evaluator(DatasetEvaluator[np.ndarray]):
     def __init__(
         self,
         dataset: DetectionSet,
-        loader: Iterable[Batch],
+        loader: Batches,
         nms: NMSConfig,
         *,
         max_pictures: int = 0,
@@ -506,22 +518,3 @@ def in_eval_mode(model: paddle.nn.Layer) -> Iterator[None]:
     finally:
         for layer, training in modes:
             layer.training = training
-
-
-class _Progress:
-    """Logs now and then how many of its images a rank has evaluated."""
-
-    def __init__(self, images: int) -> None:
-        """Args: images: of the whole set, over all ranks."""
-        self._share = images / comm.world_size()
-        self._done = 0
-        self._began = self._reported = time.monotonic()
-
-    def add(self, images: int) -> None:
-        heartbeat.alive()
-        self._done += images
-        now = time.monotonic()
-        if now - self._reported > _REPORT_SECONDS:
-            self._reported = now
-            left = (now - self._began) / max(1, self._done) * max(0.0, self._share - self._done)
-            _LOGGER.info(f"evaluated {self._done}/{self._share:.0f} images, ETA {duration(left)}")

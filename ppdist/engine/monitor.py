@@ -1,7 +1,6 @@
 """Built-in callbacks: metrics, epoch lines, evaluations, heartbeat, stragglers."""
 
 import logging
-import os
 import resource
 import threading
 import time
@@ -16,6 +15,7 @@ from paddle import nn
 
 from ppdist.common.files import write_json
 from ppdist.common.logging import RunLog, duration
+from ppdist.data import storage
 from ppdist.data.types import DetectionSet, Records
 from ppdist.distributed import comm, device, heartbeat
 from ppdist.engine.callbacks import Callback, StepSeconds, TrainingRun
@@ -303,12 +303,12 @@ class ImageWatch(Callback):
 
 
 def _state(path: str) -> tuple[int, int]:
-    """Time (nanoseconds) and bytes of a file; (-1, -1): not to be had now."""
+    """Mark (time in nanoseconds) and bytes of a file; (-1, -1): not to be had now."""
     try:
-        status = os.stat(path)
+        size, mark = storage.state_of(path)
     except OSError:  # whoever reads it says so
         return -1, -1
-    return status.st_mtime_ns, status.st_size
+    return mark, size
 
 
 class EvaluationLogger(Callback):

@@ -6,13 +6,14 @@ the ranks does not.
 
 import faulthandler
 import importlib.metadata
+import importlib.util
 import json
 import os
 import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -22,13 +23,15 @@ import numpy as np
 import paddle
 
 import ppdist
+from ppdist.common import stores
 from ppdist.common.errors import ConfigError, LaunchError
-from ppdist.common.files import can_be_read, digest_of_file, digest_of_text
+from ppdist.common.files import digest_of_file, digest_of_text
 from ppdist.common.machine import available_memory, free_disk
 from ppdist.common.process import unknown_paddle
 from ppdist.config import plugins
 from ppdist.config.base import flattened
 from ppdist.config.distributed import HOSTS_OWN_KEYS
+from ppdist.data import storage
 from ppdist.distributed import comm, device
 from ppdist.distributed.agreement import Facts, require_agreement
 from ppdist.distributed.store import interfaces
@@ -38,7 +41,11 @@ from ppdist.models.zoo import is_name
 
 _SUM_SECONDS = 60.0  # gloo itself gives up after 30
 _GIB = 1 << 30
-_RANK_BYTES = 2 * _GIB  # processes of small models were measured to take 0.9 to 1.7
+# Measured, see docs/dev/memory_estimate.md: what a rank of the smallest model takes beyond what it
+# has by now (a larger one is estimated once it is built), and what a byte of annotations takes
+# while it is read.
+_RANK_BYTES = _GIB // 4
+_READING_FACTOR = 6.2
 _SHARED_BYTES = 1 * _GIB
 _DISK_BYTES = 5 * _GIB
 
@@ -86,7 +93,8 @@ def preflight(
     require_sum()
     hosts_W = comm.all_gather_object(comm.host())
     first_of_host = hosts_W.index(hosts_W[comm.rank()]) == comm.rank()
-    mine = list(resource_warnings(output_dir)) if first_of_host else []
+    size = annotation_bytes(config, evaluate) if first_of_host else 0
+    mine = list(resource_warnings(output_dir, size)) if first_of_host else []
     notices = [warning for host in comm.all_gather_object(mine) for warning in host]
     unknown = unknown_paddle(paddle.__version__)
     return [unknown, *notices] if unknown else notices
@@ -101,10 +109,11 @@ def wait_for_inputs(config: Any, *, evaluate: bool, anew: bool) -> None:
         anew: there is no checkpoint, so pretrained weights are read.
     Raises: StorageError, on every rank: it stays away on some host.
     """
-    root = Path(config.data.root)
     splits = [config.data.train, config.data.val][: 1 + evaluate]
     paths = [
-        root / name for each in splits for name in (*each.image_folders, *each.annotation_files)
+        storage.folder_of(config.data.root, name)
+        for each in splits
+        for name in (*each.image_folders, *each.annotation_files)
     ]
     if anew and config.model.pretrained and not is_name(config.model.pretrained):
         paths.append(Path(config.model.pretrained))
@@ -112,12 +121,17 @@ def wait_for_inputs(config: Any, *, evaluate: bool, anew: bool) -> None:
         paths.append(Path(config.distill.teacher))
 
     def away() -> str:
-        path = next((path for path in paths if not can_be_read(path)), None)
+        path = next((path for path in paths if not _is_there(path)), None)
         if path is None:
             return ""
         return f"{path}: cannot be read, though an earlier attempt of this job has read it"
 
     comm.run_on_all_ranks(lambda: comm.require_storage(away))
+
+
+def _is_there(path: Path) -> bool:
+    """Of a store it is enough that it answers: not every one has folders."""
+    return stores.answers(path) if stores.is_remote(path) else storage.can_be_read(path)
 
 
 def check_precision(config: Any, kernels: Kernels = BFLOAT16) -> None:
@@ -205,13 +219,27 @@ def digest_of_package() -> str:
 
 
 def _digests_of_plugins() -> Facts:
-    """Of the files of other packages whose parts are registered."""
+    """Of the files of other packages, or single modules, whose parts are registered."""
     return {
-        f"{name}/{path.relative_to(folder).as_posix()}": digest_of_file(path)
+        f"{name}/{path.relative_to(place).as_posix()}" if place != path else path.name: (
+            digest_of_file(path)
+        )
         for name in plugins.packages()
-        for folder in map(Path, getattr(sys.modules.get(name), "__path__", ()))
-        for path in sorted(folder.rglob("*.py"))
+        for place in _places_of(name)
+        for path in (sorted(place.rglob("*.py")) if place.is_dir() else [place])
     }
+
+
+def _places_of(name: str) -> list[Path]:
+    """The folders of a package, or the file of a module, imported or not; []: it is not found."""
+    spec = getattr(sys.modules.get(name), "__spec__", None)
+    with suppress(ImportError, ValueError):
+        spec = spec or importlib.util.find_spec(name)  # imports nothing
+    if spec is None:
+        return []
+    if spec.submodule_search_locations is not None:
+        return [*map(Path, spec.submodule_search_locations)]
+    return [Path(spec.origin)] if spec.has_location and spec.origin else []
 
 
 @cache
@@ -315,14 +343,35 @@ def within(seconds: float, what: str, absent: Callable[[], str] = lambda: "") ->
         timer.cancel()
 
 
-def resource_warnings(output_dir: Path) -> Iterator[str]:
-    """What may run out on this host; of the disk, rank 0 alone says so."""
+def annotation_bytes(config: Any, evaluate: bool) -> int:
+    """Of the files that a run reads; folders of many small ones, which take little, count nothing.
+
+    Args: config: ExperimentConfig.
+    """
+    splits = [config.data.train, config.data.val][: 1 + evaluate]
+    names = {name for each in splits for name in each.annotation_files}
+    size = 0
+    for name in names:
+        with suppress(OSError):  # whoever reads it says more
+            path = Path(config.data.root) / name
+            size += path.stat().st_size if path.is_file() else 0
+    return size
+
+
+def resource_warnings(output_dir: Path, annotations: int) -> Iterator[str]:
+    """What may run out on this host; of the disk, rank 0 alone says so.
+
+    Args: annotations: bytes of their files, which each rank reads.
+    """
     host, count = comm.host(), comm.local_size()
-    memory = available_memory()
-    if memory < count * _RANK_BYTES:
+    memory, reading = available_memory(), round(_READING_FACTOR * annotations)
+    needed = count * (_RANK_BYTES + reading)
+    if memory < needed:
         yield (
             f"host {host} has {memory / _GIB:.1f} GiB of memory left for {count} rank"
-            f"{'s' * (count > 1)}; use a smaller batch or fewer processes"
+            f"{'s' * (count > 1)}, which take {needed / _GIB:.1f} GiB at least: "
+            f"{count * reading / _GIB:.1f} to read {annotations / 1e6:.0f} MB of annotations, the "
+            f"rest for the smallest model; use fewer processes"
         )
     if device.on_accelerator() and count > 1:  # NCCL; our own data loader needs none of it
         free = free_disk("/dev/shm")

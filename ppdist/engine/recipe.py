@@ -201,6 +201,13 @@ def _model_choices(layout: Layout, wishes: Wishes, base: Node) -> list[Choice]:
 def _run_choices(images: int, wishes: Wishes, base: Node, world: int) -> list[Choice]:
     few = images < _FEW_IMAGES
     written = _value(base, "train.epochs")
+    if not isinstance(written, int | float):
+        raise ConfigError(
+            "does not say train.epochs, of which its warm-up and the like are shares",
+            code="model_without_epochs",
+            where=f"--model {wishes.model}",
+            fix="write it there: the passes over COCO, say, that its other numbers were chosen for",
+        )
     tuning = bool(wishes.weights) or bool(_value(base, "model.pretrained"))
     epochs, why = _epochs(images, wishes, float(written), tuning)
     choices = [Choice("train.epochs", epochs, why)]

@@ -489,7 +489,7 @@ def find_start(asked: Path | str | None, output_dir: Path, config: Any, changed:
 
     def look() -> dict[str, Any] | None:
         found, skipped = _of_job(job, folders)
-        if found is None and note is not None and note.saved:
+        if note is not None and _lacks(note, found, folders):
             found, skipped = _wait_for(note, folders, config.distributed.timeout_seconds / 2)
         if found is None and asked is not None and (asked != AUTO or holds_any(*folders)):
             found, skipped = _asked_for(output_dir if asked == AUTO else Path(asked), folders)
@@ -569,11 +569,20 @@ def _of_job(run: str | None, folders: Sequence[Path]) -> tuple[Checkpoint | None
     return (checkpoint, reasons) if of is not None and of.id == run else (None, [])
 
 
+def _lacks(note: "JobNote", found: Checkpoint | None, folders: Sequence[Path]) -> bool:
+    """Whether the newest checkpoint that a job has written is not there, not even damaged: it may
+    be on another disk than the one that was found."""
+    if found is not None and found.state["step"] >= note.saved:
+        return False
+    return note.saved > 0 and not any(path_of(each, note.saved).is_dir() for each in folders)
+
+
 def _wait_for(
     note: "JobNote", folders: Sequence[Path], seconds: float
 ) -> tuple[Checkpoint, list[str]]:
     """The newest valid checkpoint of a job that has written some: a file system may come late.
 
+    Returns: an older one where the newest does not appear in so many seconds.
     Raises: CheckpointError: none appears.
     """
     expected = f"the checkpoint of step {note.saved} that an earlier attempt of this job wrote"
@@ -584,11 +593,13 @@ def _wait_for(
     def away() -> str:
         nonlocal found, skipped
         found, skipped = _of_job(note.id, folders)
-        return "" if found else f"{where}: {expected} is not there"
+        return f"{where}: {expected} is not there" if _lacks(note, found, folders) else ""
 
-    comm.wait_for_storage(away, seconds)
+    still_away = comm.wait_for_storage(away, seconds)
     if found is not None:
-        return found, skipped
+        late = f"of step {note.saved} in {where}, which an earlier attempt of this job wrote: it "
+        late += f"is not there after {seconds:.0f} s"
+        return found, [*skipped, *([late] if still_away else [])]
     raise CheckpointError(
         f"{expected} is not there, nor any other of its run, after {seconds:.0f} s",
         code="checkpoint_unreachable",

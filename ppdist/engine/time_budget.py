@@ -35,6 +35,10 @@ class TimeBudget:
         """Seconds since the start."""
         return self._clock() - self._began
 
+    def left(self) -> float:
+        """Seconds until the end, below 0 after it."""
+        return 3600 * self.hours - self.elapsed()
+
     def is_over(self, closing_seconds: float) -> bool:
         """Whether the run has to end now to end in time.
 

@@ -27,7 +27,13 @@ from ppdist.config.train import EarlyStoppingConfig
 from ppdist.data.types import Batch
 from ppdist.distributed import comm, heartbeat
 from ppdist.engine.callbacks import Callback, TrainingRun
-from ppdist.engine.checkpoint import CheckpointWriter, folders_of, room_warning, set_aside
+from ppdist.engine.checkpoint import (
+    CheckpointWriter,
+    folders_of,
+    newest_step,
+    room_warning,
+    set_aside,
+)
 from ppdist.engine.data import Blocklist, Feed
 from ppdist.engine.early_stopping import EarlyStopping, LossCurves
 from ppdist.engine.evaluator import ClassificationEvaluator, EvaluationStopped, Evaluator
@@ -89,7 +95,8 @@ class Trainer:
         Args:
             feed: this rank's micro-batches.
             evaluator: None: no evaluation during training.
-            evaluated_model: a second model that takes the averaged weights for evaluation.
+            evaluated_model: a second model that takes the averaged weights for evaluation; any
+                where there is no evaluator.
             seed: of what the model draws at random (dropout), together with step and rank.
             bad_steps_limit, check_weights_every: of `train` and of `distributed`.
             budget: of wall time; only rank 0 asks its clock.  None: there is no limit.
@@ -147,12 +154,15 @@ class Trainer:
             saved = self._saves_before_end()
             stopping = any(comm.all_gather_object(self.progress.stop))
             if not (saved and stopping):
+                self.log.hurry()  # a restart waits for the end of this attempt
                 raise
         return self._stopped()
 
     def _fit(self) -> int:
         progress, total = self.progress, self.derived.total_steps
         self._begin()
+        if progress.step and self._time_is_up_already():
+            return self._out_of_time()
         if self._missed_an_evaluation() and not self._evaluate():
             return self._stopped()
         snapshot = capture_state(self.train_step, progress, self.derived)
@@ -255,9 +265,18 @@ class Trainer:
         )
         self._each(lambda callback: callback.on_train_begin(run))
 
+    def _time_is_up_already(self) -> bool:
+        """Whether `train.hours` leave no time for a step, where a run resumes.  Collective."""
+        budget = self.budget
+        if budget is None or self.progress.step == self.derived.total_steps:
+            return False
+        return bool(comm.run_on_main(lambda: budget.is_over(self.log.closing_seconds())))
+
     def _ask_to_stop(self) -> None:
         self.progress.stop = True  # every rank hears of it in the next step's tally
         self.feed.hurry()
+        if self.evaluator is not None:
+            self.evaluator.hurry()
 
     def _reason_to_end(self) -> str:
         """Why to end before the last step, the same on every rank; "": there is no reason."""
@@ -290,6 +309,8 @@ class Trainer:
         progress = self.progress
         self._save()
         self._finish_saving()
+        if self.budget is not None:
+            self.log.hurry(self.budget.left())
         heartbeat.beat("end", progress.step)
         self.log.metrics({"step": progress.step, "finished": reason})
         self._each(lambda callback: callback.on_train_end(progress.step, reason))
@@ -393,7 +414,8 @@ class Trainer:
                 folders = (self.folder, *self.writer.others)
                 asides = [set_aside(folder, self.progress.step) for folder in folders]
                 self._mend_links()
-            except (CheckpointError, OSError) as error:
+                note_saved(newest_step(*folders))  # a restart would wait for one that was moved
+            except (CheckpointError, OSError, ValueError) as error:
                 return f"{error}; they hold steps that this run makes again"
             where = " and ".join(str(aside) for aside in asides if aside)
             return f"checkpoints beyond step {self.progress.step} are now in {where}" * bool(where)

@@ -1,6 +1,6 @@
 """Predictors: eager and exported models on images.
 
-    outputs = graph(images_B3HW)                          PaddleGraph, OnnxGraph: a file as it is
+    outputs = graph(images_B3HW)                          PaddleGraph, OnnxGraph, OpenVinoGraph
     rows_R6, ... = predict(images_B3HW)                   EagerPredictor, ExportedPredictor
     probabilities_BC = predict(images_B3HW)               EagerClassifier, ExportedClassifier
     rows_R6 = detect(predict, image_HW3, size)            an image of any size, boxes in its pixels
@@ -10,6 +10,7 @@ ppdist/predict/ puts files, videos and cameras through them.
 docs/dev/performance.md says what each option of the runtimes brought.
 """
 
+import logging
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Literal, Protocol
@@ -24,11 +25,13 @@ from ppdist.config.runtime import RuntimeOptions
 from ppdist.data.transforms.classification import resize_centre
 from ppdist.data.transforms.geometry import fitted, resize_for_evaluation
 from ppdist.export.spec import SPEC_FILE, InferenceSpec, ModelFileSection, read_spec
+from ppdist.export.standalone import compile_with_openvino, has_bfloat16
 from ppdist.losses.nms import multiclass_nms
 from ppdist.metrics.classification import rank
 from ppdist.models.base import Detector, ImageModel
 
 DEFAULT = RuntimeOptions()
+_LOGGER = logging.getLogger("ppdist")
 
 
 # --- graphs: one saved model in its runtime -------------------------------------------------------
@@ -97,10 +100,11 @@ class OnnxGraph:
         providers = _providers(options)
         wanted, there = providers[0][0], onnxruntime.get_available_providers()
         if wanted not in there:
+            needs = " and TensorRT's libraries" if options.backend == "tensorrt" else ""
             raise ExportError(
                 f"this ONNX Runtime has no {wanted}, only {', '.join(there)}",
                 code="package_build",
-                fix="on a card it takes onnxruntime-gpu, which replaces onnxruntime",
+                fix=f"on a card it takes onnxruntime-gpu, which replaces onnxruntime{needs}",
             )
         settings = onnxruntime.SessionOptions()
         settings.log_severity_level = 3  # its warnings about unused constants are noise here
@@ -122,12 +126,44 @@ class OnnxGraph:
         return tuple(self._session.run(None, {self.input_name: images}))
 
 
+class OpenVinoGraph:
+    """An ONNX file, or OpenVINO's own XML, in OpenVINO on the CPU.
+
+    Raises: ExportError: OpenVINO is not installed, or refuses the file.
+    """
+
+    def __init__(self, file: Path, options: RuntimeOptions) -> None:
+        half = options.precision == "bfloat16"
+        try:
+            model = compile_with_openvino(file, options.threads, half)
+        except ImportError as error:
+            raise ExportError(
+                f"{file} is to run in OpenVINO, which is not installed",
+                code="package_missing",
+                fix="pip install 'ppdist[openvino]', or choose another backend",
+            ) from error
+        except RuntimeError as error:
+            raise ExportError(
+                f"OpenVINO cannot load {file}: {error}", code="runtime_load_failed"
+            ) from error
+        if half and not has_bfloat16():
+            _LOGGER.warning("this processor has no bfloat16: OpenVINO computes in float32")
+        self._request = model.create_infer_request()
+        self.input_name = model.input(0).get_any_name()
+        self.output_names = tuple(output.get_any_name() for output in model.outputs)
+
+    def __call__(self, images_B3HW: np.ndarray) -> tuple[np.ndarray, ...]:
+        images = np.ascontiguousarray(images_B3HW, dtype=np.float32)
+        found = self._request.infer({0: images}, share_inputs=True)
+        return tuple(found[place] for place in range(len(self.output_names)))
+
+
 def _providers(options: RuntimeOptions) -> list[tuple[str, dict[str, Any]]]:
     """Of kernels, the preferred one first."""
     providers: list[tuple[str, dict[str, Any]]] = [("CPUExecutionProvider", {})]
-    if options.device == "gpu":
+    if options.device == "gpu":  # also of TensorRT, for what it has no kernel for
         providers.insert(0, ("CUDAExecutionProvider", {}))
-    if options.tensorrt:
+    if options.backend == "tensorrt":
         half = options.precision == "float16"
         providers.insert(0, ("TensorrtExecutionProvider", {"trt_fp16_enable": half}))
     return providers
@@ -205,10 +241,15 @@ class ExportedClassifier:
 
 
 def open_exported(
-    directory: Path, task: Literal["detect", "classify"], options: RuntimeOptions
+    directory: Path,
+    task: Literal["detect", "classify"],
+    options: RuntimeOptions,
+    file: Path | None = None,
 ) -> tuple[InferenceSpec, ModelFileSection, Graph]:
     """The description of an export, and of it the file that runs with these options, ready to.
 
+    Args: file: OpenVINO's own form of the ONNX model, which infer.yml does not name; None: one
+        that it names.
     Raises: ExportError: no exported model there, of another task, without that file, or the
         runtime refuses it.
     """
@@ -220,11 +261,12 @@ def open_exported(
             where=str(directory),
             fix="take another export",
         )
+    int8 = options.precision == "int8"
     form, name, remedy = {
-        ("paddle", False): (spec.paddle, "Paddle", "--format paddle"),
-        ("onnx", False): (spec.onnx, "ONNX", "--format onnx"),
-        ("onnx", True): (spec.onnx_int8, "int8 ONNX", "--format onnx --int8"),
-    }[options.backend, options.precision == "int8"]
+        "paddle": (spec.paddle, "Paddle", "--format paddle"),
+        "onnx": (spec.onnx, "ONNX", "--format onnx"),
+        "onnx_int8": (spec.onnx_int8, "int8 ONNX", "--format onnx --int8"),
+    }["paddle" if options.backend == "paddle" else "onnx_int8" if int8 else "onnx"]
     if form is None:
         raise ExportError(
             f"holds no {name} model",
@@ -233,17 +275,18 @@ def open_exported(
             fix=f"export with {remedy}",
         )
     files = [directory / name for name in form.files]
-    for file in files:
-        if not file.is_file():
+    for each in files if file is None else ():
+        if not each.is_file():
             raise ExportError(
                 f"named by {SPEC_FILE} but not there",
                 code="export_incomplete",
-                where=str(file),
+                where=str(each),
                 fix="export again",
             )
-    if options.backend == "onnx":
-        return spec, form, OnnxGraph(files[0], options)
-    return spec, form, PaddleGraph(files[0], files[1], options)
+    if options.backend == "paddle":
+        return spec, form, PaddleGraph(files[0], files[1], options)
+    open_graph = OpenVinoGraph if options.backend == "openvino" else OnnxGraph
+    return spec, form, open_graph(file or files[0], options)
 
 
 def graph_input(images_B3HW: np.ndarray, spec: InferenceSpec) -> np.ndarray:

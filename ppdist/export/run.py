@@ -20,7 +20,7 @@ from ppdist.models.base import Detector, ImageModel
 from ppdist.models.model_card import normalisation_of, read_card_or_warn
 from ppdist.models.weights import load_all_weights
 
-SAMPLES = 20  # validation images that take part in the check, when they are there
+SAMPLES = 2  # validation images that take part in the check, when they are there
 
 
 def export_weights(
@@ -64,7 +64,7 @@ def export_weights(
     assert isinstance(model, Detector)
     return export_detector(
         model, out, spec, options.formats, options.nms, samples, calibration,
-        None if options.accuracy == 0 else dataset, options.accuracy,
+        dataset if options.accuracy else None, options.accuracy,
     )  # fmt: skip
 
 

@@ -122,6 +122,16 @@ class InferenceSpec(Section):
     onnx_int8: ModelFileSection | None = Field(
         default=None, description="For ONNX runtimes, in 8-bit integers; see its sample."
     )
+    openvino: ModelFileSection | None = Field(
+        default=None,
+        description="The ONNX model in OpenVINO, where the export found that it computes the same "
+        "there; `auto` takes OpenVINO only then.",
+    )
+    openvino_int8: ModelFileSection | None = Field(
+        default=None,
+        description="Likewise, of the one in 8-bit integers, on the processor that exported; "
+        "`auto` never takes it.",
+    )
     earlier: tuple[str, ...] = Field(
         default=(),
         description="Files of earlier exports that lie here still. They hold other models: "

@@ -6,8 +6,8 @@ This file is enough:
     for rows in predictor([image]):                       # images: uint8 RGB [H, W, 3], any size
         for label, score, x1, y1, x2, y2 in rows: ...     # pixels of that image, best first
 
-It takes numpy, opencv-python-headless, and one of onnxruntime and paddlepaddle.  With the files
-beside it, it is a command, too:
+It takes numpy, opencv-python-headless, and one of onnxruntime, openvino and paddlepaddle.  With the
+files beside it, it is a command, too:
 
     python predictor.py --model DIR --source IMAGE|DIR|VIDEO --out DIR
 
@@ -16,10 +16,12 @@ nothing of ppdist, and stands in `deploy/python/predictor.py` and, as `ppdist/ex
 in the package, letter for letter (`tests/test_architecture.py`): change both.
 """
 
+import functools
 import importlib.util
 import json
 import math
 import runpy
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, Protocol
@@ -29,7 +31,19 @@ import numpy as np
 
 SPEC_FILE = "infer.yml"
 _INTERPOLATIONS = {"cubic": cv2.INTER_CUBIC, "linear": cv2.INTER_LINEAR}
-_PACKAGES = {"onnx": "onnxruntime", "paddle": "paddle"}  # in the order they are tried
+_PACKAGES = {
+    "openvino": "openvino", "onnx": "onnxruntime", "tensorrt": "onnxruntime", "paddle": "paddle"
+}  # fmt: skip
+RUNTIMES = {
+    "openvino": "OpenVINO", "onnx": "ONNX Runtime", "tensorrt": "TensorRT through ONNX Runtime",
+    "paddle": "Paddle Inference",
+}  # fmt: skip
+_ON_CPU = {  # what auto tries, of kinds of numbers, the fastest first
+    "float32": ("onnx", "openvino", "paddle"),
+    "int8": ("onnx",),  # without VNNI OpenVINO's sums of 8-bit products saturate
+    "bfloat16": ("openvino",),
+}
+Backend = Literal["auto", "paddle", "onnx", "openvino", "tensorrt"]
 
 
 class PredictorError(ValueError):
@@ -47,41 +61,60 @@ class Predictor:
     """An exported detector or classifier.  One thread at a time may call it.
 
     Args:
-        directory: holds infer.yml and the files it names.
-        backend: auto takes ONNX Runtime where the export has an ONNX model and the package is
-            installed, else Paddle Inference.
+        directory: holds infer.yml and the files it names; or there an .xml that OpenVINO made of
+            the ONNX model.
+        backend: auto takes the fastest that is installed and that the export was checked in, see
+            `chosen_backend`; tensorrt (ONNX Runtime on a card) was never run by us.
         threads: of one prediction on the CPU.
         device: gpu needs a CUDA build of the package (onnxruntime-gpu, paddlepaddle-gpu).
         int8: the quantised ONNX model of the export instead of the float32 one.
+        bfloat16: OpenVINO computes in it; faster, less exact, and only where the processor can.
     Raises: PredictorError: no usable model there, or nothing installed that runs it.
 
     Attributes:
         spec: the content of infer.yml.
-        backend: what runs it, "onnx" or "paddle"; "" of `of_graph`.
+        backend: what runs it: onnx, openvino, paddle or tensorrt; "" of `of_graph`.
+        runtime: the same in words, with what it computes in and on how many threads.
         class_names: of class 0, 1, ...
     """
 
     def __init__(
         self,
         directory: str | Path,
-        backend: Literal["auto", "paddle", "onnx"] = "auto",
+        backend: Backend = "auto",
         threads: int = 1,
         device: Literal["cpu", "gpu"] = "cpu",
         int8: bool = False,
+        bfloat16: bool = False,
     ) -> None:
         if threads < 1:
             raise PredictorError(f"threads {threads}: expected 1 or more")
-        directory = Path(directory)
+        directory, file = Path(directory), None
+        if directory.suffix.lower() == ".xml" and backend in ("auto", "openvino"):
+            directory, file, backend = directory.parent, directory, "openvino"
         self.spec = read_spec(directory)
-        self.backend = _chosen(directory, self.spec, backend, device, int8)
+        kind = "bfloat16" if bfloat16 else "int8" if int8 else "float32"
+        if bfloat16 and int8:
+            raise PredictorError("int8 and bfloat16: choose one")
+        try:
+            self.backend = chosen_backend(self.spec, backend, device, kind)
+        except PredictorError as error:
+            raise PredictorError(f"{directory}: {error}") from None
         self.class_names: tuple[str, ...] = tuple(self.spec["class_names"])
-        part = self.spec["onnx_int8" if int8 else self.backend]
-        files = [directory / name for name in part["files"]]
-        for file in files:
-            if not file.is_file():
-                raise PredictorError(f"{file}: named by {SPEC_FILE} but not there; export again")
-        open_graph = _OnnxGraph if self.backend == "onnx" else _PaddleGraph
-        self._graph: Graph = open_graph(files, threads, device)
+        part = self.spec[_part(self.backend, int8)]
+        files = [directory / name for name in part["files"]] if file is None else [file]
+        for each in files:
+            if not each.is_file():
+                raise PredictorError(f"{each}: named by {SPEC_FILE} but not there; export again")
+        self._graph: Graph
+        if self.backend == "paddle":
+            self._graph = _PaddleGraph(files, threads, device)
+        elif self.backend == "openvino":
+            self._graph = _OpenVinoGraph(files, threads, bfloat16)
+        else:
+            self._graph = _OnnxGraph(files, threads, _PROVIDERS[self.backend, device])
+        where = "on the card" if device == "gpu" else f"threads: {threads}"
+        self.runtime = f"{RUNTIMES[self.backend]}, {kind}, {where}"
         self._nms_in_graph: bool = part["nms_in_graph"]
 
     @classmethod
@@ -92,6 +125,7 @@ class Predictor:
         """
         self = cls.__new__(cls)
         self.spec, self.backend, self.class_names = spec, "", tuple(spec["class_names"])
+        self.runtime = ""
         self._graph, self._nms_in_graph = graph, nms_in_graph
         return self
 
@@ -275,21 +309,29 @@ def _kept(
     return kept
 
 
+_PROVIDERS = {  # the preferred one first
+    ("onnx", "cpu"): ["CPUExecutionProvider"],
+    ("onnx", "gpu"): ["CUDAExecutionProvider"],
+    ("tensorrt", "gpu"): ["TensorrtExecutionProvider", "CUDAExecutionProvider"],
+}
+
+
 class _OnnxGraph:
     """An ONNX file in ONNX Runtime; gives its outputs in order."""
 
-    def __init__(self, files: Sequence[Path], threads: int, device: str) -> None:
+    def __init__(self, files: Sequence[Path], threads: int, providers: Sequence[str]) -> None:
         import onnxruntime
 
         options = onnxruntime.SessionOptions()
         options.log_severity_level = 3  # its warnings about unused constants are noise here
         options.intra_op_num_threads = threads
-        kind = "CUDAExecutionProvider" if device == "gpu" else "CPUExecutionProvider"
         try:
-            self._session = onnxruntime.InferenceSession(str(files[0]), options, providers=[kind])
+            self._session = onnxruntime.InferenceSession(
+                str(files[0]), options, providers=list(providers)
+            )
         except Exception as error:  # its exceptions share no narrower base
             raise PredictorError(f"{files[0]}: ONNX Runtime cannot load it: {error}") from error
-        if kind not in self._session.get_providers():  # it would go on with the CPU
+        if providers[0] not in self._session.get_providers():  # it would go on with the CPU
             raise PredictorError("device gpu: ONNX Runtime finds no usable card; see its message")
         self._name = self._session.get_inputs()[0].name
 
@@ -298,6 +340,79 @@ class _OnnxGraph:
             return tuple(self._session.run(None, {self._name: batch_B3HW}))
         except Exception as error:
             raise PredictorError(f"ONNX Runtime cannot run this model: {error}") from error
+
+
+def import_openvino() -> Any:
+    """The package openvino, kept from reporting its import to Google Analytics.
+
+    It would do so by itself, by a child process, and leave a file in the home folder.  Without
+    openvino_telemetry, which is optional to it, it does neither.
+
+    Raises: ImportError: it is not installed.
+    """
+    before = sys.modules.get("openvino_telemetry")
+    sys.modules["openvino_telemetry"] = None  # type: ignore[assignment]
+    try:
+        return importlib.import_module("openvino")
+    finally:
+        del sys.modules["openvino_telemetry"]
+        if before is not None:
+            sys.modules["openvino_telemetry"] = before
+
+
+@functools.cache
+def openvino_core() -> Any:
+    """The one `openvino.Core` of this process, which stays until it ends.
+
+    Each Core gives its thread a stack for signals and takes it away with the last model: with two,
+    of which the first ends first, the next signal that Python handles ends the process (SIGSEGV).
+
+    Raises: ImportError: OpenVINO is not installed.
+    """
+    return import_openvino().Core()
+
+
+def has_bfloat16() -> bool:
+    """Whether OpenVINO, which must be installed, computes in bfloat16 on this processor."""
+    return "BF16" in openvino_core().get_property("CPU", "OPTIMIZATION_CAPABILITIES")
+
+
+def compile_with_openvino(file: Path, threads: int, bfloat16: bool) -> Any:
+    """An ONNX file, or OpenVINO's own XML, made ready to run on a CPU.
+
+    Its threads are not bound to cores: several processes would share the same first ones.
+
+    Raises: ImportError: OpenVINO is not installed.  RuntimeError: it cannot load the file.
+    """
+    settings = {
+        "INFERENCE_PRECISION_HINT": "bf16" if bfloat16 else "f32",  # its own: bf16 where it can
+        "INFERENCE_NUM_THREADS": threads,
+        "PERFORMANCE_HINT": "LATENCY",
+        "ENABLE_CPU_PINNING": False,
+    }
+    return openvino_core().compile_model(str(file), "CPU", settings)
+
+
+class _OpenVinoGraph:
+    """An ONNX file, or OpenVINO's own XML, in OpenVINO; gives its outputs in order."""
+
+    def __init__(self, files: Sequence[Path], threads: int, bfloat16: bool) -> None:
+        if bfloat16 and not has_bfloat16():
+            raise PredictorError(
+                "bfloat16: this processor has no instructions for it; leave it out"
+            )
+        try:
+            model = compile_with_openvino(files[0], threads, bfloat16)
+        except RuntimeError as error:
+            raise PredictorError(f"{files[0]}: OpenVINO cannot load it: {error}") from error
+        self._request, self._outputs = model.create_infer_request(), range(len(model.outputs))
+
+    def run(self, batch_B3HW: np.ndarray) -> tuple[np.ndarray, ...]:
+        try:
+            found = self._request.infer({0: batch_B3HW}, share_inputs=True)
+        except RuntimeError as error:
+            raise PredictorError(f"OpenVINO cannot run this model: {error}") from error
+        return tuple(found[place] for place in self._outputs)
 
 
 class _PaddleGraph:
@@ -356,43 +471,72 @@ def read_spec(directory: Path) -> dict[str, Any]:
     return spec
 
 
-def _chosen(directory: Path, spec: dict[str, Any], backend: str, device: str, int8: bool) -> str:
-    """The backend that is asked for, or the first that works."""
+def chosen_backend(spec: dict[str, Any], backend: str, device: str, kind: str) -> str:
+    """The backend that is asked for, or of those that are installed and checked the fastest.
+
+    Checked: when it was exported the outputs were compared with the model's.  Those of Paddle and
+    of ONNX Runtime always are; of OpenVINO where infer.yml has a section `openvino`.  Fastest: in
+    the measurements of docs/dev/performance.md, Predicting.
+
+    Args:
+        spec: the content of infer.yml.
+        backend: auto, or one that must be taken.
+        kind: of numbers: float32, bfloat16 or int8.
+    Raises: PredictorError: nothing that is installed runs it so; says why.
+    """
     if backend not in ("auto", *_PACKAGES):
-        raise PredictorError(f"backend {backend!r}: expected auto, paddle or onnx")
+        raise PredictorError(f"backend {backend!r}: expected auto, {', '.join(_PACKAGES)}")
     if device not in ("cpu", "gpu"):
         raise PredictorError(f"device {device!r}: expected cpu or gpu")
+    candidates: Sequence[str] = (backend,)
+    if backend == "auto":
+        candidates = ("onnx", "paddle") if device == "gpu" else _ON_CPU[kind]
     reasons = []
-    for name in _PACKAGES if backend == "auto" else (backend,):
-        reason = _unusable(name, spec, device, int8)
+    for name in candidates:
+        reason = _unusable(name, spec, device, kind)
+        is_checked = name != "openvino" or kind != "float32" or spec.get("openvino")
+        if reason is None and backend == "auto" and not is_checked:
+            reason = "was not checked in OpenVINO: export where it is installed, or ask for it"
         if reason is None:
             return name
         reasons.append(reason)
-    raise PredictorError(f"{directory}: {'; '.join(reasons)}")
+    raise PredictorError("; ".join(dict.fromkeys(reasons)))
 
 
-def _unusable(name: str, spec: dict[str, Any], device: str, int8: bool) -> str | None:
+def _part(backend: str, int8: bool) -> str:
+    """The section of infer.yml with the files that a backend runs."""
+    return "paddle" if backend == "paddle" else "onnx_int8" if int8 else "onnx"
+
+
+def _unusable(name: str, spec: dict[str, Any], device: str, kind: str) -> str | None:
     """Why a backend cannot run an export on a device; None: it can."""
-    if int8 and name == "paddle":
-        return "an int8 model runs in ONNX Runtime only"
-    if int8 and not spec.get("onnx_int8"):
-        return "holds no int8 model; export with --format onnx --int8"
-    if not int8 and not spec.get(name):
-        return f"holds no {name} model; export with --format {name}"
+    if kind == "int8" and name in ("paddle", "tensorrt"):
+        return "an int8 model runs in ONNX Runtime or OpenVINO only"
+    if kind == "bfloat16" and name != "openvino":
+        return "bfloat16 is for OpenVINO"
+    if name == "openvino" and device == "gpu":
+        return "OpenVINO runs on the CPU only"
+    if name == "tensorrt" and device == "cpu":
+        return "TensorRT needs device gpu"
+    if not spec.get(_part(name, kind == "int8")):
+        form = "paddle" if name == "paddle" else "onnx"
+        wanted, more = ("int8", " --int8") if kind == "int8" else (form, "")
+        return f"holds no {wanted} model; export with --format {form}{more}"
     package = _PACKAGES[name]
     if importlib.util.find_spec(package) is None:
         wheel = "paddlepaddle" if package == "paddle" else package
         return f"its {name} model needs {package}, which is not installed: pip install {wheel}"
-    if device == "gpu" and not _has_gpu(package):
-        return f"device gpu: the {package} that is installed is a build for the CPU"
+    if device == "gpu" and not _has_gpu(name):
+        built = "without TensorRT" if name == "tensorrt" else "for the CPU"
+        return f"device gpu: the {package} that is installed is a build {built}"
     return None
 
 
-def _has_gpu(package: str) -> bool:
-    module = importlib.import_module(package)
-    if package == "paddle":
+def _has_gpu(name: str) -> bool:
+    module = importlib.import_module(_PACKAGES[name])
+    if name == "paddle":
         return bool(module.is_compiled_with_cuda())
-    return "CUDAExecutionProvider" in module.get_available_providers()
+    return _PROVIDERS[name, "gpu"][0] in module.get_available_providers()
 
 
 def _require_image(image_HW3: np.ndarray, position: int) -> None:

@@ -14,10 +14,18 @@ import numpy as np
 import paddle
 
 from ppdist.common.errors import ExportError
+from ppdist.common.machine import available_cores
 from ppdist.config.evaluate import NMSConfig
 from ppdist.config.runtime import RuntimeOptions
 from ppdist.data.boxes import box_iou
-from ppdist.export.predictor import Graph, OnnxGraph, PaddleGraph, split_rows, suppress
+from ppdist.export.predictor import (
+    Graph,
+    OnnxGraph,
+    OpenVinoGraph,
+    PaddleGraph,
+    split_rows,
+    suppress,
+)
 from ppdist.export.spec import InputSection
 from ppdist.models.base import ImageModel
 
@@ -26,10 +34,8 @@ BOX_TOLERANCE = 0.05  # pixels, of a box with sides up to
 _LARGE_BOX = 500.0  # pixels; of a larger one in proportion
 _SCORE_TIE = 2 * SCORE_TOLERANCE  # of two scores, each off by the tolerance
 _IOU_TIE = 1e-3
-_BACKENDS = (
-    ("Paddle Inference with oneDNN", True),
-    ("Paddle Inference without oneDNN", False),
-)
+PLAIN = "Paddle Inference without oneDNN"
+_BACKENDS = (("Paddle Inference with oneDNN", True), (PLAIN, False))
 _PADDLE_ERRORS = (RuntimeError, ValueError, IndexError, OSError)
 Raw = tuple[np.ndarray, ...]  # scores_BNC and boxes_BN4, or probabilities_BC alone
 
@@ -108,7 +114,7 @@ def load_graphs(directory: Path) -> dict[str, Graph]:
     graphs: dict[str, Graph] = {}
     for backend, onednn in _BACKENDS:
         try:
-            graphs[backend] = PaddleGraph(*files, RuntimeOptions(onednn=onednn))
+            graphs[backend] = PaddleGraph(*files, RuntimeOptions(onednn=onednn, threads=_cores()))
         except _PADDLE_ERRORS as error:
             raise ExportError(
                 f"{backend} cannot load the exported model: {error}", code="runtime_load_failed"
@@ -118,7 +124,37 @@ def load_graphs(directory: Path) -> dict[str, Graph]:
 
 def load_onnx(file: Path) -> dict[str, Graph]:
     """As load_graphs, of an ONNX file."""
-    return {"ONNX Runtime": OnnxGraph(file, RuntimeOptions(backend="onnx"))}
+    options = RuntimeOptions(backend="onnx", threads=_cores(), spinning=False)
+    return {"ONNX Runtime": OnnxGraph(file, options)}
+
+
+def _cores() -> int:
+    return max(1, int(available_cores()))
+
+
+class _Remembered:
+    """A graph that computes each batch once, for checks that look at the same ones."""
+
+    def __init__(self, graph: Graph) -> None:
+        self._graph, self._known = graph, list[tuple[np.ndarray, tuple[np.ndarray, ...]]]()
+        self.output_names = graph.output_names
+
+    def __call__(self, images_B3HW: np.ndarray) -> tuple[np.ndarray, ...]:
+        for batch, outputs in self._known:
+            if batch is images_B3HW:
+                return outputs
+        self._known.append((images_B3HW, self._graph(images_B3HW)))
+        return self._known[-1][1]
+
+
+def remembered(graphs: dict[str, Graph]) -> dict[str, Graph]:
+    """The same graphs, which compute each batch once."""
+    return {name: _Remembered(graph) for name, graph in graphs.items()}
+
+
+def load_openvino(file: Path) -> dict[str, Graph]:
+    """As load_graphs, of an ONNX file in OpenVINO."""
+    return {"OpenVINO": OpenVinoGraph(file, RuntimeOptions(backend="openvino"))}
 
 
 def compare_raw(
@@ -172,6 +208,25 @@ def compare_kept(
             outputs = _run(raw[backend], batch, backend)
             kept_differences(_run(graph, batch, backend), outputs, nms, backend)
     return graph.output_names
+
+
+def compare_rows(
+    kept: dict[str, Graph],
+    images: Sequence[np.ndarray],
+    expected: Sequence[Raw],
+    nms: NMSConfig,
+) -> Agreement:
+    """The rows of a graph with suppression against what the same suppression keeps of eager's.
+
+    Raises: ExportError: as compare_raw.
+    """
+    return largest_of(
+        [
+            kept_differences(_run(graph, batch, backend), true, nms, backend)
+            for backend, graph in kept.items()
+            for batch, true in zip(images, expected, strict=True)
+        ]
+    )
 
 
 def _run(graph: Graph, images_B3HW: np.ndarray, backend: str) -> tuple[np.ndarray, ...]:

@@ -1363,9 +1363,11 @@ class ControlChannel:
                 self._callers.append(Connection(self._listener.accept()[0]))
         answered = 0
         for caller in list(self._callers):
+            if answered == _MOST_ANSWERS:
+                break  # the others have their turn at the next looks
             messages = caller.receive()
             late = time.monotonic() - caller.opened > _HANDSHAKE_SECONDS
-            if messages and answered < _MOST_ANSWERS:
+            if messages:
                 answered += self._refuse(caller, messages[0])
             if messages or late or caller.closed is not None:
                 self._callers.remove(caller)

@@ -127,18 +127,26 @@ def started_by(
 
     Args: variable: that holds the folder; JOB_DIR_VARIABLE for that of all attempts.
     """
-    marks = {f"{variable}={folder}".encode()}
-    if rank is not None:
-        marks.add(f"PADDLE_TRAINER_ID={rank}".encode())
+    mark = f"{variable}=".encode()
+    of_rank = None if rank is None else f"PADDLE_TRAINER_ID={rank}".encode()
     found = []
     for place in Path("/proc").glob("[0-9]*"):
         try:
             variables = (place / "environ").read_bytes().split(b"\0")
         except OSError:  # it ended, or is another user's
             continue
-        if marks <= set(variables) and int(place.name) != os.getpid():
+        told = [each.removeprefix(mark) for each in variables if each.startswith(mark)]
+        same = any(_is_same_folder(os.fsdecode(each), folder) for each in told)
+        if same and (of_rank is None or of_rank in variables) and int(place.name) != os.getpid():
             found.append(int(place.name))
     return found
+
+
+def _is_same_folder(path: str, folder: Path) -> bool:
+    """Also where one of them was named through a link, as TMPDIR may be."""
+    if os.path.basename(path) != folder.name:
+        return False
+    return path == f"{folder}" or os.path.realpath(path) == os.path.realpath(folder)
 
 
 def begin_report(folder: Path, rank: int, local: int, child: int = 0) -> None:

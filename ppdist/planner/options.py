@@ -27,6 +27,9 @@ _INSIDE_GBYTES = 200.0  # NVLink of an A100 host
 # A small all-reduce on a GPU takes some 15 us among 8 cards and 60 us across 4 hosts, which is 6
 # and 4 hops.
 _INSIDE_US, _ACROSS_US = 2.5, 15.0
+# From the command to the first step, without images and for each; docs/dev/planning.md has how
+# they were measured.
+_STARTUP_SECONDS, _STARTUP_IMAGE_MS = 8.0, 0.84
 _MISSED = 0.005  # of a row's seconds: worth saying
 
 
@@ -141,7 +144,8 @@ def add_job(parser: argparse.ArgumentParser) -> None:
     run.add_argument("--eval-every", type=at_least(1), default=1, help="epochs")
     run.add_argument("--eval-on-one", action="store_true", help="the other cards wait meanwhile")
     run.add_argument("--scoring-seconds", type=number, help="of an evaluation, on one rank")
-    run.add_argument("--startup-seconds", type=number, default=0.0, help="until the first step")
+    run.add_argument("--startup-seconds", type=number, help="from the command to the first step "
+                     "(measured constants, by the images)")  # fmt: skip
 
 
 def question(arguments: argparse.Namespace) -> Question:
@@ -309,7 +313,17 @@ def _job(
         if cluster.size > 1 and overlap:
             assumed.append("the network hides behind 90 % of the backward pass: --overlap")
     parameters = arguments.parameters * 1e6 if arguments.parameters else measured.parameters
-    scoring = arguments.scoring_seconds
+    scoring, startup = arguments.scoring_seconds, arguments.startup_seconds
+    if startup is None:
+        startup = 0.0
+        if arguments.images and arguments.epochs:
+            images = arguments.images + arguments.eval_images
+            startup = _STARTUP_SECONDS + images * _STARTUP_IMAGE_MS / 1000
+            assumed.append(
+                f"start-up {startup:.0f} s: {_STARTUP_SECONDS:g} s, and {_STARTUP_IMAGE_MS:g} ms "
+                "an image to read annotations like COCO's and look at headers, as on two cores "
+                "with a local disk: --startup-seconds"
+            )
     return Job(
         fixed_seconds=0.0,
         image_seconds=0.0,
@@ -332,7 +346,7 @@ def _job(
         scoring_seconds=measured.scoring_seconds if scoring is None else scoring,
         evaluate_every=arguments.eval_every,
         sharded_evaluation=not arguments.eval_on_one,
-        startup_seconds=arguments.startup_seconds,
+        startup_seconds=startup,
     )
 
 

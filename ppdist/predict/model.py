@@ -1,6 +1,6 @@
 """Loaded models: weights or exports, ready for images of any size.
 
-    model = load_weights(config, weights)  or  load_export(directory, options)
+    model = load_weights(config, weights)  or  load_export(directory)
     for rows_R6 in model(images):          # class, score, x1, y1, x2, y2 in pixels of each image
     for probabilities_C in model(images):  # of a classifier
 
@@ -8,11 +8,12 @@ Preprocessing and mapping back are those of deploy/python (ppdist/export/standal
 computes the outputs.
 """
 
+import logging
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
-from typing import Literal
+from typing import Literal, cast, get_args
 
 import numpy as np
 import paddle
@@ -20,12 +21,12 @@ import paddle
 from ppdist.common.errors import ConfigError, ExportError
 from ppdist.config import ExperimentConfig
 from ppdist.config.evaluate import NMSConfig
-from ppdist.config.runtime import RuntimeOptions
+from ppdist.config.runtime import Backend, RuntimeOptions
 from ppdist.distributed import device
 from ppdist.engine.build import build_model
 from ppdist.export.predictor import Graph, open_exported
 from ppdist.export.spec import SPEC_FILE, InferenceSpec, describe, read_spec, validation_set
-from ppdist.export.standalone import Predictor, PredictorError
+from ppdist.export.standalone import RUNTIMES, Predictor, PredictorError, chosen_backend
 from ppdist.losses.nms import multiclass_nms
 from ppdist.models.base import ImageModel
 from ppdist.models.model_card import read_card_or_warn
@@ -33,7 +34,8 @@ from ppdist.models.weights import load_all_weights
 from ppdist.predict.detections import Detections
 from ppdist.predict.sources import Frame
 
-Backend = Literal["paddle", "onnx"]
+Precision = Literal["float32", "bfloat16", "int8"]
+_LOGGER = logging.getLogger("ppdist")
 Predict = Callable[[Sequence[np.ndarray]], list[np.ndarray]]  # see LoadedModel.__call__
 
 
@@ -118,33 +120,72 @@ def load_weights(
     return _loaded(spec, EagerGraph(model, spec.nms), spec.nms is not None)
 
 
-def load_export(directory: Path, options: RuntimeOptions | None = None) -> LoadedModel:
-    """An exported model.
+def load_export(
+    path: Path,
+    backend: Backend | None = None,
+    threads: int = 1,
+    precision: Precision = "float32",
+    wanted_device: str = "auto",
+) -> LoadedModel:
+    """An exported model; the log says what runs it.
 
-    Args: options: which of its files, and how it runs; None: what is there, Paddle's first.
+    Args:
+        path: of its folder; or of a file there, which is then run: Paddle's, .onnx, _int8.onnx, or
+            an .xml that OpenVINO made of the ONNX model.
+        backend: None: on a card Paddle, else the fastest here that the export was checked in
+            (`standalone.chosen_backend`).
+        threads: CPU threads of one prediction.
     Raises: ExportError: no exported model there, or not the one of these options.
+        ConfigError: options that do not go together.
     """
+    directory = path if path.is_dir() else path.parent
+    suffix = "" if path.is_dir() else path.suffix.lower()
+    xml = path if suffix == ".xml" else None
+    if path.name.endswith("_int8.onnx"):
+        precision = "int8"
+    elif xml is not None:
+        backend = backend or "openvino"
+    elif suffix in (".pdiparams", ".pdmodel", ".json"):
+        backend = backend or "paddle"
     spec = read_spec(directory)
-    options = options or runtime_of(spec)
-    spec, form, graph = open_exported(directory, spec.task, options)
+    able = spec.model_copy(update={"paddle": None}) if suffix == ".onnx" else spec
+    options = runtime_of(able, backend, threads, precision, wanted_device)
+    if xml is not None and options.backend != "openvino":
+        raise ConfigError("OpenVINO alone runs this", code="options_conflict", where=str(xml))
+    spec, form, graph = open_exported(directory, spec.task, options, xml)
+    where = "on the card" if options.device == "gpu" else f"threads: {threads}"
+    _LOGGER.info("%s runs in %s, %s, %s", path, RUNTIMES[options.backend], precision, where)
     return _loaded(spec, RuntimeGraph(graph), form.nms_in_graph)
 
 
 def runtime_of(
     spec: InferenceSpec,
-    backend: Backend | None = None,
-    threads: int = 1,
-    int8: bool = False,
-    wanted_device: str = "auto",
+    backend: Backend | None,
+    threads: int,
+    precision: Precision,
+    wanted_device: str,
 ) -> RuntimeOptions:
-    """How an export is run where nothing more is said: Paddle where it can, on a card if there."""
-    only_onnx = int8 or spec.paddle is None
-    chosen: Backend = backend or ("onnx" if only_onnx else "paddle")
-    card = wanted_device != "cpu" and chosen == "paddle" and "gpu" in device.accelerators()
+    """How an export is run; see `load_export`."""
+    card = wanted_device != "cpu" and precision == "float32" and "gpu" in device.accelerators()
+    if backend is None and card and spec.paddle is not None:
+        backend = "paddle"
+    if backend is None:
+        try:
+            chosen = chosen_backend(spec.model_dump(mode="json"), "auto", "cpu", precision)
+        except PredictorError as error:
+            raise ExportError(str(error), code="export_lacks_format") from None
+        backend = cast(Backend, chosen)
+    on_card = backend == "tensorrt" or (card and backend == "paddle")
+    able = {"float32": get_args(Backend), "bfloat16": ("openvino",), "int8": ("onnx", "openvino")}
+    if backend not in able[precision]:
+        raise ConfigError(
+            f"{precision} is for {' and '.join(able[precision])}, not for {backend}",
+            code="options_conflict",
+        )
     return RuntimeOptions(
-        backend=chosen,
-        device="gpu" if card else "cpu",
-        precision="int8" if int8 else "float32",
+        backend=backend,
+        device="gpu" if on_card else "cpu",
+        precision=precision,
         threads=threads,
     )
 
@@ -153,7 +194,7 @@ def export_folder(path: Path) -> Path | None:
     """The folder of an export that a path means: itself, or that of a file of it; None: none."""
     if path.is_dir():
         return path if (path / SPEC_FILE).is_file() else None
-    beside = path.suffix.lower() in (".onnx", ".pdiparams", ".pdmodel", ".json", ".yml")
+    beside = path.suffix.lower() in (".onnx", ".xml", ".pdiparams", ".pdmodel", ".json", ".yml")
     return path.parent if beside and (path.parent / SPEC_FILE).is_file() else None
 
 

@@ -1,8 +1,9 @@
 """Result files: JSON, labels, tables, crops, and pictures with boxes drawn."""
 
 import csv
+import json
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,9 @@ from ppdist.viz.draw import draw_classes
 
 FOLDERS = {"yolo": "labels", "voc": "annotations", "crops": "crops"}  # below the results
 FILES = {"detect": "detections.json", "classify": "classes.json"}  # by task
-_COLUMNS = ("file_name", "frame", "class", "score", "x1", "y1", "x2", "y2")
+TABLE = "detections.csv"
+_COLUMNS = ("file_name", "frame", "class", "score", "x1", "y1", "x2", "y2", "track_id")
+_MADE_BY = "found by ppdist predict"  # how a later run knows its own results
 _NOT_UTF8 = "backslashreplace"  # of names: to JSON the same name
 
 
@@ -36,7 +39,7 @@ def require_own_folder(out: Path, source: Path) -> None:
             fix="choose another folder",
         )
     inside = source.is_dir() and source.resolve() in out.resolve().parents
-    if inside and not _holds_results(out) and out.is_dir() and any(out.iterdir()):
+    if inside and not own_results(out) and out.is_dir() and any(out.iterdir()):
         raise ConfigError(
             "lies in --source and holds files that are no results of this tool",
             code="out_not_ours",
@@ -45,9 +48,11 @@ def require_own_folder(out: Path, source: Path) -> None:
         )
 
 
-def require_no_foreign_pictures(out: Path, pictures: Iterable[str]) -> None:
-    """Raises: ConfigError: one of these is in `out` already, where no run of this tool ended."""
-    taken = [] if _holds_results(out) else [name for name in pictures if (out / name).exists()]
+def require_no_foreign_files(out: Path, names: Iterable[str]) -> None:
+    """Raises: ConfigError: one of these is in `out` already, and no run of this tool wrote it."""
+    there = [name for name in names if (out / name).exists()]
+    own = own_results(out) if there else set()
+    taken = [name for name in there if name not in own]
     if taken:
         raise ConfigError(
             f"is there already, one of {len(taken)}, and is no result of this tool",
@@ -57,8 +62,17 @@ def require_no_foreign_pictures(out: Path, pictures: Iterable[str]) -> None:
         )
 
 
-def _holds_results(out: Path) -> bool:
-    return any((out / name).is_file() for name in FILES.values())
+def own_results(out: Path) -> set[str]:
+    """Files and folders in `out` that runs of this tool have written, as its JSON says."""
+    own: set[str] = set()
+    for name in FILES.values():
+        try:
+            info = json.loads((out / name).read_bytes())["info"]
+            if info["description"] == _MADE_BY:
+                own |= {name, *info["files"]}
+        except (OSError, ValueError, LookupError, TypeError, RecursionError):
+            continue  # absent, or somebody else's
+    return own
 
 
 def picture_names(names: Sequence[str], films: Iterable[str] = ()) -> list[str]:
@@ -93,6 +107,11 @@ class Pictures:
         self._out, self._names = out, names
         self._video: cv2.VideoWriter | None = None
         self._film = ""  # the name of the source whose video is open
+
+    @property
+    def files(self) -> Iterable[str]:
+        """What is written, relative to the folder."""
+        return self._names.values()
 
     def wants(self, frame: Frame) -> bool:
         """Whether a picture is written of it."""
@@ -141,12 +160,18 @@ class Results:
         """Ends the last video; writes the JSON file.  Raises: UserError: it cannot be written."""
         self.pictures.close()
         file = self.out / FILES[self.spec.task]
-        write_json(file, self.content())
+        files = sorted({*own_results(self.out), *self.files()})
+        write_json(file, {"info": {"description": _MADE_BY, "files": files}, **self.content()})
         return file
 
     def total(self) -> str:
         """What was found in all, in a few words."""
         raise NotImplementedError
+
+    def files(self) -> Iterator[str]:
+        """What is written, relative to the folder: files, and folders whose files are."""
+        yield FILES[self.spec.task]
+        yield from self.pictures.files
 
     def content(self) -> dict[str, Any]:
         """Of the JSON file."""
@@ -206,7 +231,7 @@ class Objects(Results):
 
     def write(self) -> Path:
         if "csv" in self._formats:
-            self._write_table(self.out / "detections.csv")
+            self._write_table(self.out / TABLE)
         if "yolo" in self._formats:
             names = "".join(f"{name}\n" for name in self.spec.class_names)
             self._write_text(self.out / FOLDERS["yolo"] / "classes.txt", names)
@@ -214,6 +239,12 @@ class Objects(Results):
 
     def total(self) -> str:
         return f"{len(self._annotations)} objects in {len(self.images)} images"
+
+    def files(self) -> Iterator[str]:
+        yield from super().files()
+        yield from (
+            name for kind, name in {**FOLDERS, "csv": TABLE}.items() if kind in self._formats
+        )
 
     def content(self) -> dict[str, Any]:
         return {**super().content(), "annotations": self._annotations}
@@ -257,7 +288,8 @@ class Objects(Results):
                 image, (left, top, width, height) = images[one["image_id"]], one["bbox"]
                 box = (left, top, round(left + width, 2), round(top + height, 2))
                 where = image["file_name"], image.get("frame", "")
-                writer.writerow([*where, names[one["category_id"]], one["score"], *box])
+                track = one.get("track_id", "")
+                writer.writerow([*where, names[one["category_id"]], one["score"], *box, track])
 
 
 def folder_name(name: str, label: int) -> str:

@@ -11,6 +11,7 @@ import sys
 import urllib.parse
 import urllib.request
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -79,10 +80,14 @@ def is_video(place: Path | str | int) -> bool:
 
 
 def is_many(place: Path | str | int) -> bool:
-    """Whether a place may hold several pictures: whatever is not one image."""
+    """Whether a place may hold several pictures: whatever is not one image.
+
+    Raises: DataError: it may not be read.
+    """
     if isinstance(place, str) and (place == STDIN or place.startswith(_WEB)):
         return is_video(place)
-    return is_video(place) or Path(str(place)).is_dir() or _is_pattern(place)
+    with _allowed(place):
+        return is_video(place) or Path(str(place)).is_dir() or _is_pattern(place)
 
 
 def expand(words: Sequence[Path | str | int], leave_out: Path | None = None) -> list[Source]:
@@ -93,11 +98,12 @@ def expand(words: Sequence[Path | str | int], leave_out: Path | None = None) -> 
             https: an image, or a video by its suffix; rtsp and its like), number of a camera, or
             STDIN for an image on standard input.
         leave_out: a folder whose files do not count (where results are written).
-    Raises: DataError: one of them does not exist, or holds nothing to look at.
+    Raises: DataError: one of them does not exist, may not be read, or holds nothing to look at.
     """
     found: list[Source] = []
     for word in words:
-        found += _expand(word, leave_out)
+        with _allowed(word):
+            found += _expand(word, leave_out)
     if len(words) == 1:
         return found
     taken: set[str] = set()
@@ -112,12 +118,26 @@ def expand(words: Sequence[Path | str | int], leave_out: Path | None = None) -> 
 
 
 def root_of(word: Path | str | int) -> Path | None:
-    """The file, or the folder that a folder or pattern is searched from; None: none is."""
-    if _is_pattern(word):
-        parts = Path(str(word)).parts
-        return Path(*parts[: _magic_part(parts)])
-    path = Path(str(word))
-    return path if path.exists() else None
+    """The file, or the folder that a folder or pattern is searched from; None: none is.
+
+    Raises: DataError: it may not be read.
+    """
+    with _allowed(word):
+        if _is_pattern(word):
+            parts = Path(str(word)).parts
+            return Path(*parts[: _magic_part(parts)])
+        path = Path(str(word))
+        return path if path.exists() else None
+
+
+@contextmanager
+def _allowed(word: Path | str | int) -> Iterator[None]:
+    """Raises: DataError: the system refuses what is asked about a place."""
+    try:
+        yield
+    except OSError as error:
+        what, where = error.strerror or str(error), str(error.filename or word)
+        raise DataError(what, code="folder_unreadable", where=where) from error
 
 
 def _magic_part(parts: Sequence[str]) -> int:

@@ -4,6 +4,7 @@ ByteTrack: Zhang et al. 2022, arXiv:2110.06864.
 """
 
 import importlib.util
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -11,6 +12,7 @@ import numpy as np
 
 from ppdist.common.errors import ConfigError
 from ppdist.predict.detections import Detections
+from ppdist.predict.sources import Frame
 
 _USUAL_RATE = 25.0
 _SURE = 0.5  # score of a box that begins a track, at most; see Tracker
@@ -24,6 +26,26 @@ def require_tracker() -> None:
             code="package_missing",
             fix="pip install 'ppdist[track]'",
         )
+
+
+def following(threshold: float) -> Callable[[Frame, Detections], Detections]:
+    """What follows the objects of videos, one video after the other; images stay as they are.
+
+    Args: threshold: lowest score of the boxes it gets.
+    Raises: ConfigError: the package is not installed.
+    """
+    require_tracker()
+    current: dict[str, Tracker] = {}  # of the one video that is being looked at
+
+    def follow(frame: Frame, found: Detections) -> Detections:
+        if frame.index is None:
+            return found
+        if frame.name not in current:
+            current.clear()
+            current[frame.name] = Tracker(frame.rate, threshold)
+        return current[frame.name].update(found)
+
+    return follow
 
 
 class Tracker:

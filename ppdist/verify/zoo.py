@@ -4,7 +4,7 @@ Each file is evaluated as its publisher did (models/zoo.yml has the protocols), 
 the program: our layers, resizing, suppression and metrics against theirs.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -186,7 +186,7 @@ A name stands wherever a weight file may. A file or folder of that name in the w
 wins.
 
 **ppdist ships no weights, and no address below was ever reached from where ppdist is developed.**
-Addresses and figures were read in their publishers' documents; nothing here was measured by us.
+Addresses and figures were read in their publishers' documents; only `ms` is ours.
 No publisher names a SHA-256, so of a first download only the length is checked. Its SHA-256 is
 printed, kept beside the file, and checked whenever the file is used.
 
@@ -210,9 +210,33 @@ printed, kept beside the file, and checked whenever the file is used.
 """
 
 
-def page() -> str:
-    """docs/model_zoo.md."""
-    parts = [_HEAD]
+def _latency(found: Mapping[str, Any] | None) -> str:
+    if found is None:
+        return "-"
+    shown = ("ONNX Runtime", "OpenVINO", "Paddle Inference, oneDNN")
+    predictors = found["threads 2"]["predictors"]
+    return " / ".join(f"{predictors[name]['median_ms']:.0f}" for name in shown)
+
+
+def page(measured: Mapping[str, Any]) -> str:
+    """docs/model_zoo.md.
+
+    Args: measured: what `ppdist benchmark runtimes --json` wrote.
+    """
+    found, machine = measured["result"], measured["machine"]
+    runtimes = ", ".join(f"{name} {version}" for name, version in found["versions"].items())
+    parts = [
+        _HEAD,
+        f"""
+## Latency
+
+`ms` is ours: ONNX Runtime / OpenVINO / Paddle Inference, float32, two threads, one image of 640
+pixels each way, in pixels and out boxes. Medians of
+`{found["command"]}` on {machine["cores"]} cores
+({machine["processor"]}; {runtimes}), of models of our
+own training with 80 classes. A dash: not measured. [More](dev/performance.md#predicting).
+""",
+    ]
     by_source: dict[Source, list[PublishedWeights]] = {}
     for entry in zoo().values():
         by_source.setdefault(entry.source, []).append(entry)
@@ -221,8 +245,8 @@ def page() -> str:
             f"\n## {source.home.removeprefix('https://github.com/')}\n\n"
             f"Licence: {source.licence} ({source.remark}). Source: <{source.home}>,\n"
             f"{source.documents}.\n\n"
-            "| name | parameters, M | file, MiB | published | protocol | fits `-c` |\n"
-            "|---|---|---|---|---|---|\n"
+            "| name | parameters, M | file, MiB | published | protocol | ms | fits `-c` |\n"
+            "|---|---|---|---|---|---|---|\n"
         )
         for entry in entries:
             fits = " ".join([f"`{entry.config}`", *(f"`-o {item}`" for item in entry.overrides)])
@@ -232,6 +256,7 @@ def page() -> str:
                 _number(entry.mebibytes),
                 _figure(entry),
                 entry.protocol.name if entry.protocol else "-",
+                _latency(found.get(entry.config)),
                 fits,
             )
             parts.append(f"| {' | '.join(cells)} |\n")

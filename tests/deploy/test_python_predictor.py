@@ -3,6 +3,7 @@
 import ast
 import importlib.util
 import json
+import subprocess
 import sys
 from collections.abc import Callable
 from functools import partial
@@ -14,6 +15,8 @@ import numpy as np
 import paddle
 import pytest
 
+from ppdist import Detector
+from ppdist.common.errors import ConfigError
 from ppdist.config.evaluate import NMSConfig
 from ppdist.config.preprocess import resize_section
 from ppdist.data.image import read_image
@@ -56,7 +59,14 @@ SHAPES = ((64, 96), (40, 200), (200, 40), (33, 50), (70, 100), (1, 7))
 needs_onnx = pytest.mark.skipif(
     "onnx" not in FORMATS, reason="needs paddle2onnx and onnxruntime: pip install 'ppdist[onnx]'"
 )
-BACKENDS = ["paddle", pytest.param("onnx", marks=needs_onnx)]
+needs_openvino = pytest.mark.skipif(
+    "openvino" not in FORMATS, reason="pip install 'ppdist[onnx,openvino]'"
+)
+BACKENDS = [
+    "paddle",
+    pytest.param("onnx", marks=needs_onnx),
+    pytest.param("openvino", marks=needs_openvino),
+]
 Exported = Callable[..., Path]
 
 
@@ -259,16 +269,21 @@ def test_export_without_requested_model_is_named(tmp_path: Path) -> None:
         Predictor(tmp_path, "onnx")
     with pytest.raises(PredictorError, match=r"holds no onnx model; .*; holds no paddle model; "):
         Predictor(tmp_path)
-    with pytest.raises(PredictorError, match=r"holds no int8 model; export with .*; an int8"):
+    with pytest.raises(PredictorError, match=r"holds no int8 model; export with"):
         Predictor(tmp_path, int8=True)
 
 
 @pytest.mark.parametrize(
     ("choice", "message"),
     [
-        ({"backend": "tflite"}, "backend 'tflite': expected auto, paddle or onnx"),
+        ({"backend": "tflite"}, "backend 'tflite': expected auto, openvino, onnx, "),
         ({"device": "tpu"}, "device 'tpu': expected cpu or gpu"),
-        ({"backend": "paddle", "int8": True}, "an int8 model runs in ONNX Runtime only"),
+        ({"backend": "paddle", "int8": True}, "an int8 model runs in ONNX Runtime or"),
+        ({"backend": "tensorrt"}, "TensorRT needs device gpu"),
+        ({"backend": "tensorrt", "device": "gpu"}, "is a build without TensorRT"),
+        ({"backend": "openvino", "device": "gpu"}, "OpenVINO runs on the CPU only"),
+        ({"backend": "onnx", "bfloat16": True}, "bfloat16 is for OpenVINO"),
+        ({"int8": True, "bfloat16": True}, "int8 and bfloat16: choose one"),
     ],
 )
 def test_a_runtime_that_there_is_not_is_named(
@@ -276,6 +291,68 @@ def test_a_runtime_that_there_is_not_is_named(
 ) -> None:
     with pytest.raises(PredictorError, match=message):
         Predictor(exported(), **choice)
+
+
+def test_auto_takes_the_fastest_that_was_checked(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its order is that of docs/dev/performance.md."""
+    there = {"onnxruntime", "openvino", "paddle"}
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: name if name in there else None)
+    names = ("paddle", "onnx", "onnx_int8", "openvino", "openvino_int8")
+    spec: dict[str, Any] = {name: {"files": [name]} for name in names}
+
+    def chosen(kind: str = "float32", backend: str = "auto") -> str:
+        return predictor.chosen_backend(spec, backend, "cpu", kind)
+
+    assert [chosen(kind) for kind in ("float32", "int8", "bfloat16")] == [
+        "onnx", "onnx", "openvino",
+    ]  # fmt: skip
+    there.remove("onnxruntime")
+    assert chosen() == "openvino"
+    spec["openvino"] = None
+    assert chosen() == "paddle"
+    assert chosen(backend="openvino") == "openvino"  # unchecked, as it was asked for
+    there.remove("paddle")
+    with pytest.raises(PredictorError, match="was not checked in OpenVINO: export where it is"):
+        chosen()
+    assert chosen("int8", "openvino") == "openvino"
+    with pytest.raises(PredictorError, match="pip install onnxruntime"):
+        chosen("int8")
+
+
+@needs_openvino
+def test_signals_are_heard_after_models_of_openvino_end(exported: Exported) -> None:
+    code = (
+        "import gc, os, signal, sys; from predictor import Predictor\n"
+        "signal.signal(signal.SIGUSR1, lambda *_: print('heard'))\n"
+        "models = [Predictor(sys.argv[1], 'openvino') for _ in range(2)]\n"
+        "while models: del models[0]; gc.collect(); os.kill(os.getpid(), signal.SIGUSR1)\n"
+    )
+    command = [sys.executable, "-c", code, str(exported())]
+    ended = subprocess.run(
+        command, cwd=Path(predictor.__file__).parent, capture_output=True, text=True, timeout=600
+    )
+    assert (ended.returncode, ended.stdout) == (0, "heard\n" * 2), ended.stderr
+
+
+@needs_openvino
+def test_what_runs_the_model_is_told_and_xml_is_run(exported: Exported, tmp_path: Path) -> None:
+    openvino = predictor.import_openvino()
+    folder = exported()
+    assert Predictor(folder, threads=2).runtime == "ONNX Runtime, float32, threads: 2"
+    found = Predictor(folder, "openvino")
+    assert found.runtime == "OpenVINO, float32, threads: 1"
+    (tmp_path / "infer.yml").write_bytes((folder / "infer.yml").read_bytes())
+    read = predictor.openvino_core().read_model(folder / "model.onnx")
+    openvino.save_model(read, tmp_path / "own.xml", compress_to_fp16=False)
+    images = [picture(64, 96), picture(33, 50)]
+    for got_R6, expected_R6 in zip(Predictor(tmp_path / "own.xml")(images), found(images)):
+        assert_same_rows(got_R6, expected_R6)
+    detected = Detector(tmp_path / "own.xml")(images[0], threshold=0.0)
+    assert len(detected) == len(found(images[:1])[0]) > 0
+    with pytest.raises(ConfigError, match="OpenVINO alone runs this"):
+        Detector(tmp_path / "own.xml", backend="onnx")
+    with pytest.raises(PredictorError, match=r"gone\.xml"):
+        Predictor(tmp_path / "gone.xml")
 
 
 def test_a_package_that_is_not_installed_is_named(
@@ -320,12 +397,16 @@ def test_its_modules_import_each_other_in_no_circle() -> None:
 
 def test_only_numpy_opencv_and_runtime_are_imported() -> None:
     beside = {file.stem for file in FOLDER.glob("*.py")}
-    allowed = beside | {"cv2", "numpy", "onnxruntime", "paddle"} | sys.stdlib_module_names
+    allowed = (
+        beside | {"cv2", "numpy", "onnxruntime", "paddle", "simplejpeg"} | sys.stdlib_module_names
+    )
     for file in FOLDER.glob("*.py"):
         assert imported(file) <= allowed, file
     wanted = [line for line in (FOLDER / "requirements.txt").read_text().splitlines() if line]
     named = {line.lstrip("# ").split(">=")[0] for line in wanted if ">=" in line}
-    assert named == {"numpy", "opencv-python-headless", "onnxruntime", "paddlepaddle"}
+    assert named == {
+        "numpy", "opencv-python-headless", "onnxruntime", "openvino", "paddlepaddle", "simplejpeg",
+    }  # fmt: skip
 
 
 @needs_onnx

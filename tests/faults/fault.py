@@ -65,6 +65,11 @@ KINDS = {
     "storage-error": Kind(
         "images answer ESTALE for VALUE seconds, to its data workers too", 2, "positive"
     ),
+    "slow-stat": Kind(
+        "each look at an image's size and times takes VALUE seconds, from the start of its process",
+        1,
+        "positive",
+    ),
     "eval-error": Kind("raises RuntimeError in the next evaluation"),
 }
 

@@ -43,6 +43,9 @@ class FaultInjector(Callback):
         self._pending: list[Fault] = []
         self._pause_seconds = 0.0  # before each step
         self._hooks: list[list[Any]] = []  # for how many more steps each stays, and itself
+        for fault in planned:  # before the data are read
+            if fault.kind == "slow-stat" and fault.rank == comm.rank():
+                _slow_stat(fault.value)
 
     def on_train_begin(self, run: TrainingRun) -> None:
         """A run that begins anew, and was not restarted by fleetrun, forgets what struck before.
@@ -142,6 +145,17 @@ class FaultInjector(Callback):
         array = np.array(largest.astype("float32").numpy())
         array.view(np.int32).ravel()[0] ^= _MANTISSA_BIT
         paddle.assign(paddle.to_tensor(array).astype(largest.dtype), largest)
+
+
+def _slow_stat(seconds: float) -> None:
+    stat = os.stat
+
+    def slow(path: Any, **options: Any) -> os.stat_result:
+        if isinstance(path, str) and is_image_name(os.path.basename(path)):
+            time.sleep(seconds)
+        return stat(path, **options)
+
+    vars(os)["stat"] = slow
 
 
 def _kill() -> None:
@@ -246,5 +260,6 @@ _ACTIONS: dict[str, Callable[[FaultInjector, Fault], None]] = {
     "loader-hang": _to_a_worker(signal.SIGSTOP),
     "disk-full": _fill_disk,
     "storage-error": FaultInjector._storage_error,
+    "slow-stat": lambda injector, fault: None,  # since the start
     "eval-error": FaultInjector._eval_error,
 }

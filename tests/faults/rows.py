@@ -211,6 +211,11 @@ ROWS = (
          "tests/unit/engine/test_trainer_outages.py::"
          "test_work_is_saved_before_images_end_a_run",
          "tests/unit/engine/test_trainer_outages.py::test_a_stop_does_not_wait_for_storage",
+         "tests/unit/engine/test_trainer_outages.py::"
+         "test_a_stop_amid_an_evaluation_does_not_wait_for_storage",
+         OUTAGES + "test_storage_that_comes_and_goes_is_one_outage",
+         "tests/unit/engine/test_state_resume.py::"
+         "test_newer_checkpoint_on_a_disk_that_is_away_is_waited_for",
          "tests/unit/engine/test_preflight.py::test_a_restart_waits_for_what_was_read_before",
          "tests/unit/data/test_validate_before_training.py::"
          "test_check_of_a_restart_waits_for_its_images")),
@@ -218,4 +223,11 @@ ROWS = (
         "fleetrun that no honest program writes",
         "read, or refused with a code: no crash, no hang, no code of theirs runs",
         ("tests/faults/test_fuzz.py::test_changed_files_are_read_or_refused",)),
+    Row(43, "the data check takes longer than the ranks wait for one another, or is killed amid it",
+        "they wait while it gets on, and a next start continues it",
+        (STORAGE + "test_check_longer_than_the_timeout_ends_no_job",
+         "tests/unit/distributed/test_store_barriers.py::"
+         "test_rank_that_shows_life_is_waited_for_and_hung_one_not",
+         "tests/unit/data/test_validate_before_training.py::"
+         "test_a_check_that_was_broken_off_goes_on")),
 )  # fmt: skip

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from ppdist.data.datasets.synthetic import make_shapes
 from tests.faults.scenario import FaultScenario, Job, first_difference
 
 pytestmark = pytest.mark.slow
@@ -52,3 +53,20 @@ def test_images_away_for_longer_cost_one_restart(
     assert job.text.count("steps per epoch") == 2, job.text  # attempts
     assert "instances_train" not in job.text and "data.root" not in job.text  # no user's mistake
     record_property("figure", "1 restart, 0 steps made again")
+
+
+def test_check_longer_than_the_timeout_ends_no_job(
+    scenario: FaultScenario, tmp_path: Path, record_property
+) -> None:
+    """Looking at its files takes 16 s, 16 at a time; the ranks wait 10 s for one another."""
+    make_shapes(tmp_path / "data", train=120, val=4, size=64, seed=0)
+    overrides = [f"data.root={tmp_path / 'data'}", "distributed.timeout_seconds=10"]
+    overrides += ["train.max_steps=2"]
+    with scenario.job(
+        "slow-check", "slow-stat=2@rank0:step1", overrides=overrides,
+        variables={"XDG_CACHE_HOME": str(tmp_path / "cache")},
+    ) as job:  # fmt: skip
+        assert job.wait() == 0, job.text
+    assert "data check: what has changed: " in job.text, job.text
+    (line,) = [each for each in job.text.splitlines() if "headers of 120 images in" in each]
+    record_property("figure", f"a check of {line.rpartition(' in ')[2]}, a timeout of 10 s")

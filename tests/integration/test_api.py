@@ -16,6 +16,7 @@ import ppdist
 from ppdist import Detections, Detector, load_config
 from ppdist.api import with_data
 from ppdist.common.errors import ConfigError, DataError, WeightsError
+from ppdist.config import ExperimentConfig
 from ppdist.data.datasets.synthetic import make_shapes
 from ppdist.data.image import read_image
 from ppdist.export.predictor import EagerPredictor, detect
@@ -239,6 +240,43 @@ def test_a_detector_trains_on_and_exports(
     files = sorted((project / "photos").iterdir())
     for one, other in zip(exported(files, threshold=0.05), better(files, threshold=0.05)):
         assert np.allclose(one.boxes_xyxy, other.boxes_xyxy, atol=0.1)
+
+
+def test_what_is_said_to_a_detector_reaches_its_training(
+    project: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    weights = tmp_path / "a: b #1.npz"  # which means something else in YAML
+    shutil.copy(project / "carded.npz", weights)
+    detector = Detector(weights, device="cpu")
+    seen: list[ExperimentConfig] = []
+
+    def train(config: ExperimentConfig, **_: object) -> Path:
+        seen.append(config)
+        Path(config.output_dir or "").mkdir(parents=True)
+        return weights
+
+    monkeypatch.setattr("ppdist.api.train", train)
+    monkeypatch.chdir(tmp_path)
+    for _ in range(2):
+        detector.train(data=project / "cfg.yml")
+    detector.train(data=project / "cfg.yml", output_dir="my run: 2 #x")
+    assert [each.output_dir for each in seen] == ["output/data", "output/data-2", "my run: 2 #x"]
+    assert {each.model.pretrained for each in seen} == {str(weights)}
+    assert {each.device for each in seen} == {"cpu"}
+    with pytest.raises(ConfigError) as error:
+        Detector(weights, threads=2)
+    assert error.value.code == "options_conflict"
+
+
+def test_frames_are_followed(
+    project: Path, detector: Detector, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("trackers", reason="needs trackers: pip install 'ppdist[track]'")
+    image = np.array(Image.open(sorted((project / "photos").iterdir())[0]))
+    found = [*detector((image for _ in range(3)), track=True, threshold=0.05)]
+    assert [each.frame for each in found] == [0, 1, 2]
+    assert all(each.track_ids is not None for each in found)
+    assert detector(image, track=True, threshold=0.05).track_ids is None
 
 
 def test_other_data_keep_how_images_are_augmented(project: Path) -> None:

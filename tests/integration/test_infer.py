@@ -22,7 +22,7 @@ from ppdist.models.weights import load_all_weights
 from ppdist.predict.results import (
     Pictures,
     picture_names,
-    require_no_foreign_pictures,
+    require_no_foreign_files,
     require_own_folder,
 )
 from ppdist.predict.sources import Frame, Source, find_sources, frames_of
@@ -149,7 +149,7 @@ def call_infer(monkeypatch: pytest.MonkeyPatch, *arguments: object) -> None:
         (["--source", "a.jpg", "--out", "o", "--model", "m", "--threads", "0"], ConfigError,
          "--threads 0: expected 1 or more"),
         (["--source", "a.jpg", "--out", "o", "-c", "c", "-w", "x", "--int8"], ConfigError,
-         "--backend and --int8 are for --model"),
+         "--backend, --bfloat16 and --int8 are for"),
         (["--source", "a.jpg", "--out", "o", "--model", "m", "--int8", "--backend", "paddle"],
          ConfigError, "--int8 is an ONNX file: leave out --backend paddle"),
         (["--source", ".", "--out", "theirs"], ConfigError, "--out theirs: lies in --source and"),
@@ -195,6 +195,9 @@ def test_results_that_cannot_be_written_are_one_message(
     assert str(error.value) == "/dev/null/x: cannot be written: Not a directory"
 
 
+OURS = '{"info": {"description": "found by ppdist predict", "files": ["more/one.jpg"]}}'
+
+
 def test_results_folder_must_hold_no_foreign_files(tmp_path: Path) -> None:
     out = tmp_path / "out"
     require_own_folder(out, tmp_path)
@@ -203,7 +206,7 @@ def test_results_folder_must_hold_no_foreign_files(tmp_path: Path) -> None:
         require_own_folder(out, tmp_path)
     assert error.value.code == "out_not_ours"
     require_own_folder(out, tmp_path / "a.jpg")  # of which no picture can be in there
-    (out / "detections.json").touch()
+    (out / "detections.json").write_text(OURS)
     require_own_folder(out, tmp_path)
     for taken in (out, tmp_path):
         with pytest.raises(ConfigError, match="could be overwritten") as error:
@@ -213,15 +216,21 @@ def test_results_folder_must_hold_no_foreign_files(tmp_path: Path) -> None:
 
 def test_a_strangers_picture_is_not_replaced(tmp_path: Path) -> None:
     out = tmp_path / "album"
-    require_no_foreign_pictures(out, ["one.jpg"])
+    require_no_foreign_files(out, ["one.jpg"])
     (out / "more").mkdir(parents=True)
     (out / "more" / "one.jpg").write_text("a holiday", encoding="utf-8")
-    require_no_foreign_pictures(out, ["one.jpg"])
+    require_no_foreign_files(out, ["one.jpg"])
     with pytest.raises(ConfigError, match="is no result of this tool") as error:
-        require_no_foreign_pictures(out, ["zero.jpg", "more/one.jpg"])
+        require_no_foreign_files(out, ["zero.jpg", "more/one.jpg"])
     assert error.value.code == "out_not_ours"
-    (out / "detections.json").touch()
-    require_no_foreign_pictures(out, ["more/one.jpg"])
+    (out / "detections.json").write_text('{"images": [], "annotations": []}')  # somebody else's
+    with pytest.raises(ConfigError):
+        require_no_foreign_files(out, ["more/one.jpg"])
+    (out / "detections.json").write_text(OURS)
+    require_no_foreign_files(out, ["more/one.jpg", "detections.json"])
+    (out / "two.jpg").touch()  # put there since
+    with pytest.raises(ConfigError, match=r"two\.jpg"):
+        require_no_foreign_files(out, ["more/one.jpg", "two.jpg"])
 
 
 def test_weights_of_another_class_count_are_refused(project: Path) -> None:

@@ -53,7 +53,7 @@ def test_plan_names_hours_limit_help_and_assumptions(monkeypatch, capsys, tmp_pa
     last = report["predictions"][-1]
     assert last["limit"] == "stragglers" and last["total_batch"] == 256
     assert last["gpu_hours"] == pytest.approx(32 * last["hours"])
-    assert report["what_ifs"][0]["hours"] < last["hours"] and len(report["assumed"]) == 5
+    assert report["what_ifs"][0]["hours"] < last["hours"] and len(report["assumed"]) == 6
 
 
 def test_no_images_and_epochs_predicts_speed_only(monkeypatch, capsys, tmp_path):

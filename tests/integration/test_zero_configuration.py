@@ -123,6 +123,12 @@ def test_edited_recipe_is_kept_beside(tmp_path):
     told = train._write(recipe, tmp_path, evaluate=False)
     assert (tmp_path / "recipe.yml").read_text() == "seed: 1\n"
     assert (tmp_path / "recipe.yml.old").read_text() == "seed: 2\n"
+    (tmp_path / "recipe.yml").write_text("seed: 3\n")
+    train._write(recipe, tmp_path, evaluate=False)
+    old = [(tmp_path / f"recipe.yml.old{more}").read_text() for more in ("", ".2")]
+    assert old == ["seed: 2\n", "seed: 3\n"]
+    (tmp_path / "a b").mkdir()
+    assert f"-c '{tmp_path}/a b/recipe.yml' --eval`" in train._write(recipe, tmp_path / "a b", True)
     assert told.endswith(f"`ppdist train -c {tmp_path / 'recipe.yml'}` is this run")
 
 

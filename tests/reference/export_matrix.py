@@ -8,6 +8,7 @@ with those of eager.  Of trained weights COCO's mAP on the whole validation set,
 import tempfile
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
+from importlib.util import find_spec
 from pathlib import Path
 from typing import NamedTuple
 
@@ -16,7 +17,6 @@ import numpy as np
 from ppdist.common.errors import ConfigError, ExportError
 from ppdist.config.runtime import RuntimeOptions
 from ppdist.export.export import (
-    FORMATS,
     Format,
     deployment_copy,
     export_classifier,
@@ -97,9 +97,11 @@ class Row:
 
 
 # What runs each file; of several the worst counts, and the first gives mAP.
+_FILES: tuple[Format, ...] = ("paddle", "onnx")
+_OPENVINO = (RuntimeOptions(backend="openvino"),) if find_spec("openvino") else ()
 _RUNTIMES = {
     "paddle": (RuntimeOptions(), RuntimeOptions(onednn=False)),
-    "onnx": (RuntimeOptions(backend="onnx"),),
+    "onnx": (RuntimeOptions(backend="onnx"), *_OPENVINO),
 }
 
 
@@ -116,7 +118,7 @@ def measure(subject: Subject) -> Iterator[Row]:
             except ExportError as error:
                 yield Row(subject.name, "all", form.name, subject.weights, error=str(error))
                 continue
-            for name in FORMATS:
+            for name in _FILES:
                 try:
                     yield _row(subject, name, form, directory)
                 except ExportError as error:
@@ -137,10 +139,10 @@ def _export(
     spec = subject.spec.model_copy(update=changed)
     if isinstance(subject.model, Detector):
         export_detector(
-            subject.model, directory, spec, FORMATS, form.nms_in_graph, calibration=calibration
+            subject.model, directory, spec, _FILES, form.nms_in_graph, calibration=calibration
         )
     else:
-        export_classifier(subject.model, directory, spec, FORMATS, calibration=calibration)
+        export_classifier(subject.model, directory, spec, _FILES, calibration=calibration)
 
 
 def _row(subject: Subject, name: Format, form: Form, directory: Path) -> Row:

@@ -2,7 +2,6 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from math import inf
 from pathlib import Path
 
 import numpy as np
@@ -101,7 +100,7 @@ def trained(
     calibration: Sequence[np.ndarray] = ()
     if dataset is not None and spec.nms is not None:
         eager = EagerPredictor(deployment_copy(model), spec.nms)
-        sample = take_sample(dataset, eager, spec, len(dataset.records), seconds=inf)
+        sample = take_sample(dataset, eager, spec, len(dataset.records))
         records = spread(read_split(config.data, "train").records)
         calibration = Pictures(readable(records, CALIBRATION, warn), spec)
     images_N3HW = np.stack([prepared(image, spec) for image in images])

@@ -20,15 +20,19 @@ import yaml
 
 from ppdist.common.errors import DataError
 from ppdist.common.files import read_file, writing
+from ppdist.data import storage
 from ppdist.data.types import (
     Box,
     Complain,
     DetectionSet,
-    ImageRecord,
     Issue,
+    RawColumns,
     RawImage,
     RawSet,
     Records,
+    ends,
+    packed_outlines,
+    packed_paths,
 )
 
 Severity = Literal["error", "warning", "note"]
@@ -215,7 +219,7 @@ def listed(names: Sequence[str], most: int = 10) -> str:
 
 
 def settle(
-    raw: RawSet,
+    raw: RawSet | RawColumns,
     bad_boxes: str,
     *,
     masks: bool = False,
@@ -233,64 +237,110 @@ def settle(
         whole: keep all images.
     Raises: DataError: a bad box where the policy is `error`, not one good box in images with boxes.
     """
-    policy, lost = BoxPolicy(bad_boxes, raw.source), list[str]()
-    records = Records.of(_records(raw.images, policy, masks, None if whole else lost))
-    notes = (*notes, *policy.report(), *_say_lost(raw, lost))
-    return DetectionSet(records, raw.class_names, raw.category_ids, raw.source, notes)
+    columns = RawColumns.of(raw, masks=masks) if isinstance(raw, RawSet) else raw
+    policy = BoxPolicy(bad_boxes, columns.source)
+    by_image_O = columns.image_O.argsort(kind="stable")
+    good = _good_objects(columns, policy, by_image_O)
+    count = len(columns.paths)
+    annotated_N = np.bincount(columns.image_O, minlength=count)
+    counts_N = np.bincount(columns.image_O[good.numbers_O], minlength=count)
+    lost_N = (annotated_N > 0) & (counts_N == 0) & columns.size_known_N
+    lost = [] if whole else [columns.paths[index] for index in np.flatnonzero(lost_N).tolist()]
+    kept_N = ~lost_N if lost else np.ones(count, bool)
+    paths = columns.paths if not lost else [p for p, keep in zip(columns.paths, kept_N) if keep]
+    arrays = {
+        **packed_paths(absolute_paths(paths)),
+        "image_ids_N": columns.image_ids_N[kept_N],
+        "sizes_N2": columns.sizes_N2[kept_N],
+        "counts_N": counts_N[kept_N],
+        "object_ends": ends(counts_N[kept_N]),
+        "boxes_O4": good.boxes_O4,
+        "labels_O": columns.labels_O[good.numbers_O],
+        "crowd_O": columns.crowd_O[good.numbers_O],
+        "area_O": good.area_O,
+    }
+    if masks and columns.outlines is not None:
+        outlines = [
+            tuple(part_K2.astype(np.float32) for part_K2 in columns.outlines[number])
+            for number in good.numbers_O.tolist()
+        ]
+        arrays |= packed_outlines(outlines) if outlines else {}
+    said = _say_lost(columns, lost, int((annotated_N == 0).sum()))
+    notes = (*notes, *policy.report(), *said)
+    records = Records.of_arrays(arrays)
+    return DetectionSet(records, columns.class_names, columns.category_ids, columns.source, notes)
 
 
-def _say_lost(raw: RawSet, lost: Sequence[str]) -> tuple[str, ...]:
+def absolute_paths(paths: Iterable[str]) -> list[str]:
+    """`storage.absolute` of each.
+
+    A million images lie in few folders, so that each folder is looked at once.
+    """
+    known: dict[str, str] = {}
+    result = []
+    for path in paths:
+        folder, _, name = path.rpartition(os.sep)
+        if not folder or name in ("", os.curdir, os.pardir):
+            result.append(storage.absolute(path))
+        else:
+            if folder not in known:
+                known[folder] = os.path.join(storage.absolute(folder), "")
+            result.append(known[folder] + name)
+    return result
+
+
+def _say_lost(columns: RawColumns, lost: Sequence[str], background: int) -> tuple[str, ...]:
     """Logs what became of images without a good box and returns it; background counts apart."""
     if not lost:
         return ()
-    background = sum(not image.objects for image in raw.images)
+    count = len(columns.paths)
     line = (
-        f"{raw.source}: {len(lost)} of {len(raw.images)} images are left out, because none of "
+        f"{columns.source}: {len(lost)} of {count} images are left out, because none of "
         f"their boxes can be used: {listed(lost, 3)} ({background} images are annotated to show "
         f"no object, and stay as background)"
     )
-    if len(lost) == len(raw.images):
+    if len(lost) == count:
         raise DataError(
             f"not one box of its {len(lost)} images can be used, first {lost[0]}",
             code="objects_missing",
-            where=raw.source,
+            where=columns.source,
         )
     _LOGGER.warning(line)
     return (line,)
 
 
-def _records(
-    images: Sequence[RawImage], policy: "BoxPolicy", masks: bool, lost: list[str] | None
-) -> Iterator[ImageRecord]:
-    """Args: lost: gets the images that lose all of their boxes; None: they are kept."""
-    for image in images:
-        boxes, labels, crowd, areas, polygons = [], [], [], [], []
-        for thing in image.objects:
-            box = policy.apply(thing.box, image.width, image.height, thing.where)
-            if box is None:
-                continue
-            boxes.append(box)
-            labels.append(thing.label)
-            crowd.append(thing.crowd)
-            # Files that leave the area open write none, 0, or what their swapped corners gave.
-            known = thing.area is not None and 0 < thing.area < math.inf
-            areas.append(thing.area if known else (box[2] - box[0]) * (box[3] - box[1]))
-            if masks:
-                polygons.append(tuple(part_K2.astype(np.float32) for part_K2 in thing.polygons))
-        if lost is not None and image.objects and not boxes and image.size_known:
-            lost.append(str(image.path))
-            continue
-        yield ImageRecord(
-            path=os.path.abspath(image.path),
-            image_id=image.image_id,
-            width=image.width,
-            height=image.height,
-            boxes_M4=np.array(boxes, np.float32).reshape(-1, 4),
-            labels_M=np.array(labels, np.int64),
-            crowd_M=np.array(crowd, bool),
-            area_M=np.array(areas, np.float32),
-            polygons_M=tuple(polygons),
+class _Good(NamedTuple):
+    """numbers_O: of the objects that are used, image after image; boxes_O4, area_O: float32."""
+
+    numbers_O: np.ndarray
+    boxes_O4: np.ndarray
+    area_O: np.ndarray
+
+
+_AT_ONCE = 1 << 18  # objects: what they need in between is small beside what is kept of a set
+
+
+def _good_objects(columns: RawColumns, policy: "BoxPolicy", by_image_O: np.ndarray) -> _Good:
+    """Args: by_image_O: the numbers of all objects, image after image."""
+    parts = [_Good(by_image_O[:0], np.zeros((0, 4), np.float32), np.zeros(0, np.float32))]
+    for begin in range(0, len(by_image_O), _AT_ONCE):
+        numbers_P = by_image_O[begin : begin + _AT_ONCE]
+        sizes_P2 = columns.sizes_N2[columns.image_O[numbers_P]]
+        boxes_P4, used_P = policy.apply(
+            columns.boxes_O4[numbers_P], sizes_P2, numbers_P, columns.where
         )
+        numbers_P = numbers_P[used_P]
+        area_P, sides_P2 = columns.area_O[numbers_P], boxes_P4[:, 2:] - boxes_P4[:, :2]
+        # Files that leave the area open write none, 0, or what their swapped corners gave.
+        known_P = (area_P > 0) & (area_P < math.inf)
+        area_P = np.where(known_P, area_P, sides_P2[:, 0] * sides_P2[:, 1])
+        parts.append(_Good(numbers_P, _float32(boxes_P4), _float32(area_P)))
+    return _Good(*(np.concatenate(column) for column in zip(*parts)))
+
+
+def _float32(values: np.ndarray) -> np.ndarray:
+    with np.errstate(over="ignore"):  # what no float32 holds is infinite there
+        return values.astype(np.float32)
 
 
 _SAID = {  # of a bad box: to who asked to stop there, and where they are counted
@@ -316,36 +366,56 @@ class BoxPolicy:
         self._boxes = 0
         self._counts: Counter[str] = Counter()
 
-    def apply(self, box: Box, width: int, height: int, where: str) -> Box | None:
-        """The box (x1, y1, x2, y2) to use, in pixels inside the image, or None to drop it.
+    def apply(
+        self,
+        boxes_P4: np.ndarray,
+        sizes_P2: np.ndarray,
+        numbers_P: np.ndarray,
+        where: Callable[[int], str],
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """The boxes to use, and which they are.
 
         Args:
-            where: names the annotation in an error.
-        Raises: DataError: the box is bad and the policy is `error`.
+            boxes_P4: float64 x1 y1 x2 y2, pixels.
+            sizes_P2: (height, width) of the image of each, pixels.
+            numbers_P, where: of the objects; names the annotation of one in an error.
+        Returns: [U, 4] float64, inside their images; [P] bool.
+        Raises: DataError: a box is bad and the policy is `error`.
         """
-        self._boxes += 1
-        problem = box_problem(box, width, height)
-        if problem is not None and self._policy == "error":
+        self._boxes += len(boxes_P4)
+        problem_P = box_problems(boxes_P4, sizes_P2)
+        bad = np.flatnonzero(problem_P)
+        if not len(bad):
+            return cut_boxes(boxes_P4, sizes_P2), problem_P == 0
+        if self._policy == "error":
+            first = int(bad[0])
+            x1, y1, x2, y2 = boxes_P4[first].tolist()
+            height, width = sizes_P2[first].tolist()
+            problem = _PROBLEMS[problem_P[first]]
             raise DataError(
-                f"{box_text(box)} {_SAID[problem][0].format(width, height)}",
+                f"{box_text((x1, y1, x2, y2))} {_SAID[problem][0].format(width, height)}",
                 code=problem,
-                where=where,
+                where=where(int(numbers_P[first])),
                 fix="fix the file, or set data.bad_boxes: clip",
             )
-        clips = self._policy == "clip"
-        if clips and problem == "box_swapped":
-            self._count("put in order", problem)
-            box = box_in_order(box)
-            problem = box_problem(box, width, height)
-        if clips and problem == "box_sticking_out":
-            self._count("clipped", problem)
-        elif problem is not None:
-            self._count("dropped", problem)
-            return None
-        return cut_box(box, width, height)
+        if self._policy == "clip":
+            boxes_P4 = boxes_P4.copy()
+            swapped = bad[problem_P[bad] == _PROBLEMS.index("box_swapped")]
+            self._count("put in order", "box_swapped", len(swapped))
+            boxes_P4[swapped] = boxes_in_order(boxes_P4[swapped])
+            problem_P[swapped] = box_problems(boxes_P4[swapped], sizes_P2[swapped])
+            out_P = problem_P == _PROBLEMS.index("box_sticking_out")
+            self._count("clipped", "box_sticking_out", int(out_P.sum()))
+            problem_P[out_P] = 0
+        for number, count in enumerate(np.bincount(problem_P).tolist()):
+            if number:
+                self._count("dropped", _PROBLEMS[number], count)
+        used_P = problem_P == 0
+        return cut_boxes(boxes_P4[used_P], sizes_P2[used_P]), used_P
 
-    def _count(self, done: str, problem: str) -> None:
-        self._counts[f"{done} ({_SAID[problem][1]})"] += 1
+    def _count(self, done: str, problem: str, boxes: int) -> None:
+        if boxes:
+            self._counts[f"{done} ({_SAID[problem][1]})"] += boxes
 
     def report(self) -> tuple[str, ...]:
         """Logs one line for the whole split and returns it; nothing where all boxes were good."""
@@ -379,6 +449,45 @@ def box_problem(box: Box, width: int, height: int) -> str | None:
     if max(abs(given - kept) for given, kept in zip(box, cut)) > _ROUNDING:
         return "box_sticking_out"
     return None
+
+
+_PROBLEMS = ("", *_SAID)  # 0: none; the first of them that fits is what is wrong with a box
+
+
+def box_problems(boxes_P4: np.ndarray, sizes_P2: np.ndarray) -> np.ndarray:
+    """`box_problem` of many boxes: [P] int64, positions in _PROBLEMS.
+
+    Args: as `BoxPolicy.apply`.
+    """
+    with np.errstate(invalid="ignore"):
+        cut_P4 = cut_boxes(boxes_P4, sizes_P2)
+        wrong_5P = (
+            ~np.isfinite(boxes_P4).all(axis=1),
+            (boxes_P4[:, 2:] < boxes_P4[:, :2]).any(axis=1),
+            ~_have_area(boxes_P4),
+            ~_have_area(cut_P4),
+            (np.abs(boxes_P4 - cut_P4) > _ROUNDING).any(axis=1),
+        )
+    return np.select(wrong_5P, range(1, len(_PROBLEMS)), 0)
+
+
+def _have_area(boxes_P4: np.ndarray) -> np.ndarray:
+    boxes_P4 = _float32(boxes_P4)
+    return np.all(boxes_P4[:, 2:] > boxes_P4[:, :2], axis=1)
+
+
+def cut_boxes(boxes_P4: np.ndarray, sizes_P2: np.ndarray) -> np.ndarray:
+    """`cut_box` of many boxes.  Args: as `BoxPolicy.apply`."""
+    most_P4 = sizes_P2[:, [1, 0, 1, 0]]
+    low_P4 = np.where(boxes_P4 < 0, 0.0, boxes_P4)  # as min and max do it, down to the sign of 0
+    return np.where(most_P4 < low_P4, most_P4, low_P4)
+
+
+def boxes_in_order(boxes_P4: np.ndarray) -> np.ndarray:
+    """`box_in_order` of many boxes."""
+    first_P2, last_P2 = boxes_P4[:, :2], boxes_P4[:, 2:]
+    low_P2 = np.where(last_P2 < first_P2, last_P2, first_P2)
+    return np.concatenate([low_P2, np.where(last_P2 > first_P2, last_P2, first_P2)], axis=1)
 
 
 def box_text(box: Box) -> str:
@@ -452,7 +561,7 @@ def inside_folder(folder: Path, name: str, where: str) -> Path:
         usable = False
     if not usable:
         raise DataError(f"{name!r} cannot be a file name", code="bad_file_name", where=where)
-    path = os.path.normpath(os.path.join(folder, name))
+    path = os.path.normpath(name if storage.is_remote(name) else os.path.join(folder, name))
     if not path.startswith(os.path.join(os.path.normpath(folder), "")):
         raise DataError(
             f"file name {name!r} leads out of {folder}", code="path_outside", where=where
@@ -469,7 +578,7 @@ def find_image(folder: Path, name: str, where: str, complain: Complain) -> Path 
     """
     try:
         path = inside_folder(folder, name, where)
-        if (name.isascii() and "\\" not in name) or os.path.isfile(path):
+        if (name.isascii() and "\\" not in name) or storage.is_remote(path) or os.path.isfile(path):
             return path
         for other in _other_spellings(name):
             elsewhere = inside_folder(folder, other, where)
@@ -499,6 +608,18 @@ def files_below(folder: str | os.PathLike[str]) -> Iterator[str]:
     files and folders are followed, without end in no case: a linked folder counts once, and only if
     it lies outside `folder` (inside, it is met by its own name) and not above it.
     """
+    for place, files in _folders_below(folder):
+        for file in files:
+            yield f"{place}{os.sep}{file}"
+
+
+def folders_below(folder: str | os.PathLike[str]) -> list[str]:
+    """Absolute paths of the folders, itself too, that `files_below` looks into."""
+    return [place for place, _ in _folders_below(folder)]
+
+
+def _folders_below(folder: str | os.PathLike[str]) -> Iterator[tuple[str, list[str]]]:
+    """Each with the names of its files."""
     start, top = os.path.abspath(folder), os.path.realpath(folder)
     seen: set[str] = set()
     for place, below, files in os.walk(start, followlinks=True):
@@ -509,9 +630,7 @@ def files_below(folder: str | os.PathLike[str]) -> Iterator[str]:
             continue
         seen.add(real)
         below[:] = sorted(name for name in below if not is_no_data(name))
-        for file in sorted(files):
-            if not is_no_data(file):
-                yield f"{place}{os.sep}{file}"
+        yield place, [file for file in sorted(files) if not is_no_data(file)]
 
 
 def is_no_data(name: str) -> bool:
@@ -571,7 +690,7 @@ class Encodings:
         fitting, found = [*_GUESSES], False
         for file in self._files():
             try:
-                content = read_file(Path(file), _MOST_TEXT)
+                content = read_file(Path(file), MOST_TEXT)
             except OSError:  # whoever needs it says so
                 continue
             if not _decodes(content, "utf-8"):
@@ -599,7 +718,7 @@ def unread_twin(path: str | Path) -> str:
     return next(filter(os.path.isfile, twins), "")
 
 
-_MOST_TEXT = 1 << 34  # 16 GiB; the JSON of two million images has six
+MOST_TEXT = 1 << 34  # 16 GiB; the JSON of two million images has six
 _XML_ENCODING = re.compile(rb"""<\?xml[^>]{1,60}encoding=["']([\w.-]{1,20})["']""")
 
 
@@ -616,7 +735,7 @@ def read_text(
     Raises: DataError: absent, unreadable, or in another encoding.
     """
     try:
-        content = read_file(path, _MOST_TEXT)
+        content = read_file(path, MOST_TEXT)
     except OSError as error:
         raise DataError(
             error.strerror or str(error), code="file_unreadable", where=str(path)

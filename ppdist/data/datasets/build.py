@@ -8,9 +8,10 @@ agree on their classes, and their images must be on disk.
 """
 
 import hashlib
+import logging
 import os
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -19,20 +20,26 @@ import numpy as np
 from ppdist.common.errors import DataError
 from ppdist.config import plugins
 from ppdist.config.data import DataConfig, SplitConfig
+from ppdist.data import storage
+from ppdist.data.datasets.annotation_cache import Read, Sources, kept_or_read
 from ppdist.data.datasets.annotations import (
+    NAME_FILES,
     Strictly,
     find_alike,
+    folders_below,
     listed,
     settle,
     unread_twin,
 )
 from ppdist.data.datasets.coco import read_coco
+from ppdist.data.datasets.coco_stream import NotRead, read_coco_columns
 from ppdist.data.datasets.folder import read_csv, read_folder
 from ppdist.data.datasets.voc import read_voc
-from ppdist.data.datasets.yolo import read_yolo
+from ppdist.data.datasets.yolo import label_folder, read_yolo
 from ppdist.data.types import (
     Complain,
     DetectionSet,
+    RawColumns,
     RawImage,
     RawObject,
     RawSet,
@@ -40,6 +47,8 @@ from ppdist.data.types import (
     Split,
     keyed_generator,
 )
+
+_LOGGER = logging.getLogger("ppdist.data")
 
 
 def read_split(
@@ -58,21 +67,60 @@ def read_split(
         whole: all images, whatever the split's `limit`, also those without a box to use.
     Raises: DataError: files missing or not of the format, boxes wrong, classes that do not fit.
     """
+    storage.use(config)
     _check_folder(config, split)
-    limit = None if whole else _section(config, split).limit
-    dataset = limited(_settled(config, split, masks, whole), limit, f"data.{split}.limit")
-    check_files(dataset)
-    if num_classes is not None:
-        check_classes(dataset, num_classes)
-        check_objects(dataset)
-    return dataset
+
+    def check(dataset: DetectionSet) -> None:
+        check_files(dataset)
+        if num_classes is not None:
+            check_classes(dataset, num_classes)
+            check_objects(dataset)
+
+    return _kept_or_read(config, split, masks, whole, check)
 
 
 def read_annotations(config: DataConfig, split: Split, num_classes: int) -> DetectionSet:
-    """As `read_split`, but the images need not be there."""
-    dataset = _settled(config, split, masks=False, whole=True)
-    check_classes(dataset, num_classes)
-    return dataset
+    """As `read_split` with all images, but these need not be there."""
+    storage.use(config)
+
+    def check(dataset: DetectionSet) -> None:
+        check_classes(dataset, num_classes)
+
+    return _kept_or_read(config, split, False, True, check)
+
+
+def _kept_or_read(
+    config: DataConfig,
+    split: Split,
+    masks: bool,
+    whole: bool,
+    check: Callable[[DetectionSet], None],
+) -> DetectionSet:
+    """A split, from the cache where it is there as it would be read now.
+
+    Raises: DataError: the split cannot be read, or as `check`.
+    """
+    limit = None if whole else _section(config, split).limit
+
+    def read() -> Read:
+        found = _settled(config, split, masks, whole)
+        return found._replace(dataset=limited(found.dataset, limit, f"data.{split}.limit"))
+
+    fields = {"format", "train", "val", "val_fraction", "class_names", "bad_boxes"}
+    place = os.path.abspath(config.root), config.root
+    settings = [*place, config.model_dump(include=fields), split, masks, whole]
+    found, kept = kept_or_read(settings, read, anew=False)
+    if kept:
+        try:
+            check(found.dataset)
+        except DataError:  # said of what is there now
+            found, _ = kept_or_read(settings, read, anew=True)
+        else:
+            for line in found.said:
+                _LOGGER.warning(line)
+            return found.dataset
+    check(found.dataset)
+    return found.dataset
 
 
 def read_raw(config: DataConfig, split: Split, complain: Complain) -> RawSet:
@@ -84,6 +132,7 @@ def read_raw(config: DataConfig, split: Split, complain: Complain) -> RawSet:
         complain: gets what is wrong with parts of the files; if it returns, they are left out.
     Raises: DataError: a file is missing or as a whole not of the format.
     """
+    storage.use(config)
     _check_folder(config, split)
     if config.task == "classify":
         return _raw_of(_classified(config, split, complain))
@@ -93,7 +142,7 @@ def read_raw(config: DataConfig, split: Split, complain: Complain) -> RawSet:
 def _check_folder(config: DataConfig, split: Split) -> None:
     _, folders = _places(config, split)
     for images in folders:
-        if not images.is_dir():
+        if not (storage.is_remote(images) or images.is_dir()):
             raise DataError(
                 f"{images} is not a folder",
                 code="image_folder_missing",
@@ -103,32 +152,107 @@ def _check_folder(config: DataConfig, split: Split) -> None:
 
 def _places(config: DataConfig, split: Split) -> tuple[Path, tuple[Path, ...]]:
     """data.root, and the folders of a split's images: one, unless the format is YOLO."""
-    root = Path(config.root)
-    if not root.is_dir():
+    root = storage.folder_of(config.root)
+    folders = tuple(
+        storage.folder_of(config.root, name) for name in _section(config, split).image_folders
+    )
+    if any(map(storage.is_remote, (root, *folders))):
+        _require_few_files(config, split)
+    if not (storage.is_remote(root) or root.is_dir()):
         raise DataError(
             f"{root} is not a folder",
             code="data_root_missing",
             where="data.root",
             fix="set -o data.root=PATH",
         )
-    return root, tuple(root / name for name in _section(config, split).image_folders)
+    return root, folders
+
+
+_OF_STORES = ("coco", "csv")  # formats of one file a split
+
+
+def _require_few_files(config: DataConfig, split: Split) -> None:
+    """Raises: DataError: a format that reads a file for each image, or lists folders."""
+    if config.format in _OF_STORES or plugins.registered("dataset", config.format) is not None:
+        return
+    raise DataError(
+        f"data.format {config.format} reads many small files or lists folders, which is slow in an "
+        f"object store",
+        code="store_format",
+        where=f"data.{split}",
+        fix="convert it on a disk: `ppdist data convert --to coco --shards 256MB`, and upload that",
+    )
 
 
 def _section(config: DataConfig, split: Split) -> SplitConfig:
     return config.train if split == "train" else config.val
 
 
-def _settled(config: DataConfig, split: Split, masks: bool, whole: bool) -> DetectionSet:
+def _settled(config: DataConfig, split: Split, masks: bool, whole: bool) -> Read:
     strictly = Strictly()
     if config.task == "classify":
         dataset = _classified(config, split, strictly)
-        return replace(dataset, notes=(*dataset.notes, *strictly.report()))
-    raw = _raw(config, split, strictly, everything=masks)
+        said = strictly.report()
+        dataset = replace(dataset, notes=(*dataset.notes, *said))
+        return Read(dataset, said, _sources(config, split, ()))
+    raw: RawSet | RawColumns | None = None
+    if config.format == "coco" and not masks:
+        raw = _columns(config, split, strictly)
+    if raw is None:
+        raw = _raw(config, split, strictly, everything=masks)
     notes = strictly.report()
     dataset = settle(raw, config.bad_boxes, masks=masks, notes=notes, whole=whole)
     if config.format == "coco":
         check_names(dataset, config.class_names)
-    return dataset
+    images = raw.images if isinstance(raw, RawSet) else ()
+    return Read(dataset, dataset.notes, _sources(config, split, images))
+
+
+def _sources(config: DataConfig, split: Split, images: Sequence[RawImage]) -> Sources | None:
+    """What the result of a split depends on.
+
+    Args: images: of VOC and YOLO, whose files may lie anywhere.
+    Returns: None: nobody knows: a plugin does, or it is not on disk.
+    """
+    if plugins.registered("dataset", config.format) is not None:
+        return None
+    root, folders = _places(config, split)
+    if storage.is_remote(root) or storage.is_in_shard(root):
+        return None
+    naming, annotations = _annotation_files(config, split)
+    files = {naming, *annotations, *(root / name for name in NAME_FILES), *root.glob("*.y*ml")}
+    listings: set[str] = {str(root)}  # where names of classes may appear
+    contents: set[str] = set()
+    if config.format == "coco":
+        files, listings = {*annotations}, set()
+    elif config.format == "folder":
+        for folder in (*folders, naming):
+            listings.update(folders_below(folder))
+    elif config.format in ("voc", "yolo"):
+        of_labels = [*annotations, naming] if config.format == "voc" else [*annotations]
+        of_labels += [root / "Annotations"] if config.format == "voc" else []
+        for folder in (*folders, *of_labels):
+            contents.update(folders_below(folder))
+        contents.update(os.path.dirname(image.where) for image in images)
+        contents.update(os.path.dirname(image.path) for image in images)
+        if config.format == "yolo":
+            contents.update(str(label_folder(Path(place), root)) for place in [*contents])
+    files = {file for file in files if not file.is_dir()}
+    if any(storage.is_remote(file) or storage.is_in_shard(file) for file in files):
+        return None
+    return Sources(tuple(map(str, files)), tuple(sorted(contents)), tuple(sorted(listings)))
+
+
+def _columns(config: DataConfig, split: Split, complain: Complain) -> RawColumns | None:
+    """A split of a COCO file that has no error; None, and no issue: `_raw` must read it."""
+    _, (images,) = _places(config, split)
+    _, (annotations,) = _annotation_files(config, split)
+    try:
+        columns = read_coco_columns(images, annotations, complain)
+    except NotRead:
+        return None
+    find_alike(columns.class_names, columns.source, complain)
+    return columns.of_images(_in_part(config, split, columns.paths))
 
 
 def _raw(config: DataConfig, split: Split, complain: Complain, *, everything: bool) -> RawSet:
@@ -158,12 +282,11 @@ def _raw_of_ours(
 
 def _classified(config: DataConfig, split: Split, complain: Complain) -> DetectionSet:
     root, (images,) = _places(config, split)
+    naming, tables = _annotation_files(config, split)
     if config.format == "folder":
-        naming = root / config.train.image_folders[0]
         dataset = read_folder(root, images, config.class_names, naming_folder=naming)
     else:
-        naming, (table,) = _annotation_files(config, split)
-        dataset = read_csv(root, images, table, config.class_names, naming_table=naming)
+        dataset = read_csv(root, images, tables[0], config.class_names, naming_table=naming)
     find_alike(dataset.class_names, dataset.source, complain)
     kept = _in_part(config, split, [record.path for record in dataset.records])
     records = [each for each, keep in zip(dataset.records, kept) if keep]
@@ -178,10 +301,10 @@ def _in_part(config: DataConfig, split: Split, paths: Sequence[str]) -> list[boo
     """
     if config.val_fraction is None:
         return [True] * len(paths)
-    top = os.path.join(os.path.abspath(config.root), "")
+    top = os.path.join(storage.absolute(config.root), "")
     digests = [
         hashlib.blake2b(
-            os.fsencode(f"{_SEED} {os.path.abspath(path).removeprefix(top)}"), digest_size=8
+            os.fsencode(f"{_SEED} {storage.absolute(path).removeprefix(top)}"), digest_size=8
         ).digest()
         for path in paths
     ]
@@ -198,15 +321,22 @@ def _annotation_files(config: DataConfig, split: Split) -> tuple[Path, tuple[Pat
 
     None of this split: they are found by its images.
     """
-    root = Path(config.root)
+    if config.format == "folder":  # of its images the folders name the classes
+        return storage.folder_of(config.root, config.train.image_folders[0]), ()
     for key, part in (("train", config.train), ("val", config.val)):
         if not part.annotation_files and config.format in _ANNOTATIONS:
             raise DataError(
                 f"data.{key}.annotations is missing: format {config.format} needs it",
                 code="missing_key",
             )
-    naming = root / (*config.train.annotation_files, *config.train.image_folders)[0]
-    found = tuple(root / name for name in _section(config, split).annotation_files)
+    first = (*config.train.annotation_files, *config.train.image_folders)[0]
+    naming = storage.folder_of(config.root, first)
+    if config.format == "csv":
+        naming = storage.local_copy(naming)
+    found = tuple(
+        storage.local_copy(storage.folder_of(config.root, name))
+        for name in _section(config, split).annotation_files
+    )
     for annotations in found:
         if not annotations.exists():
             raise DataError(
@@ -317,18 +447,23 @@ def check_files(dataset: DetectionSet) -> None:
     if not dataset.records:
         raise DataError("lists no image", code="no_images", where=dataset.source)
     wanted: defaultdict[str, list[str]] = defaultdict(list)
-    for record in dataset.records:
-        folder, name = os.path.split(record.path)
+    paths = Records.of(dataset.records).paths()
+    for path in paths:
+        folder, name = os.path.split(path)
         wanted[folder].append(name)
     absent: set[str] = set()
+    storage.look_anew(wanted)
     for folder, names in wanted.items():
+        if storage.is_remote(folder) or storage.is_in_shard(folder):
+            absent |= _absent_in_store(folder, names, dataset.source)
+            continue
         is_link = _listing(folder, dataset.source)
         for name in names:
             path = os.path.join(folder, name)
             if name not in is_link or (is_link[name] and _leads_nowhere(path)):
                 absent.add(path)
     if absent:
-        first = [record.path for record in dataset.records if record.path in absent][:3]
+        first = [path for path in paths if path in absent][:3]
         twin = unread_twin(first[0])
         hint = f" (there is {os.path.basename(twin)}, a kind that is not read)" if twin else ""
         raise DataError(
@@ -338,6 +473,20 @@ def check_files(dataset: DetectionSet) -> None:
             where=dataset.source,
             fix="check data.root and the images folder",
         )
+
+
+def _absent_in_store(folder: str, names: Sequence[str], source: str) -> set[str]:
+    """Raises: DataError: the store, or the index of the shards, does not answer."""
+    try:
+        absent = storage.absent_of(folder, names)
+    except OSError as error:
+        where = error.filename or folder
+        raise DataError(
+            f"the images that {source} lists cannot be found: {error.strerror or error}",
+            code="folder_unreadable",
+            where=f"{where}",
+        ) from error
+    return {os.path.join(folder, name) for name in absent or ()}
 
 
 def _listing(folder: str, source: str) -> dict[str, bool]:
@@ -397,7 +546,7 @@ def same_sets(config: DataConfig) -> str:
     """Where training and validation are read from one place, a line that says so; else ""."""
     if config.val_fraction is not None:
         return ""
-    root = Path(config.root)
+    root = storage.folder_of(config.root)
     train, val = (
         [
             [os.path.realpath(root / name) for name in names]

@@ -20,7 +20,7 @@ from ppdist.data.datasets.annotations import (
 )
 from ppdist.data.types import Box, Complain, Issue, RawImage, RawObject, RawSet
 
-_NEEDED = {
+NEEDED = {
     "images": ("id", "file_name", "width", "height"),
     "annotations": ("image_id", "category_id", "bbox"),
     "categories": ("id", "name"),
@@ -45,7 +45,7 @@ def read_coco(
     Raises: DataError: the file as a whole is not COCO.
     """
     content = _load(annotations, complain)
-    categories = _categories(content["categories"], annotations, complain)
+    categories = categories_in(content["categories"], annotations, complain)
     label_of = {category: label for label, category in enumerate(categories)}
     image_of = _images(content["images"], images, annotations, complain)
     seen: set[int] = set()
@@ -53,13 +53,13 @@ def read_coco(
         try:
             image, thing = _object(entry, number, annotations, image_of, categories, label_of)
         except Malformed as wrong:
-            of = _whole(entry.get("image_id")) if isinstance(entry, dict) else None
+            of = whole_number(entry.get("image_id")) if isinstance(entry, dict) else None
             owner = None if of is None else image_of.get(of)
             if owner is not None:
                 owner.lost += 1
             complain(wrong.issue)
             continue
-        identity = _whole(entry.get("id"))
+        identity = whole_number(entry.get("id"))
         if identity is not None and identity in seen:
             what, path = "an annotation before it has the same id", str(image.path) if image else ""
             complain(Issue("annotation_id_duplicate", what, path, thing.where))
@@ -74,7 +74,7 @@ def read_coco(
     find_repeats(kept, complain)
     raw = RawSet(kept, tuple(categories.values()), tuple(categories), str(annotations))
     if everything:
-        raw.extra = _further(content, _NEEDED)
+        raw.extra = _further(content, NEEDED)
         raw.class_extras = _class_extras(content["categories"])
     return raw
 
@@ -85,7 +85,7 @@ def read_index(annotations: Path) -> tuple[list[str], tuple[str, ...]]:
     Raises: DataError: the file as a whole is not COCO.
     """
     content = _load(annotations, quietly)
-    classes = _categories(content["categories"], annotations, quietly)
+    classes = categories_in(content["categories"], annotations, quietly)
     entries = (entry for entry in content["images"] if isinstance(entry, dict))
     return [str(entry.get("file_name", "")) for entry in entries], tuple(classes.values())
 
@@ -104,7 +104,7 @@ def _load(path: Path, complain: Complain) -> dict[str, Any]:
             code="not_coco",
             where=str(path),
         )
-    for part in _NEEDED:
+    for part in NEEDED:
         if not isinstance(content.get(part), list):
             found = ", ".join(list(content)[:8]) or "nothing"
             raise DataError(
@@ -116,22 +116,22 @@ def _load(path: Path, complain: Complain) -> dict[str, Any]:
 
 
 def _check_keys(part: str, number: int, entry: Any, file: Path) -> None:
-    missing = [key for key in _NEEDED[part] if not isinstance(entry, dict) or key not in entry]
+    missing = [key for key in NEEDED[part] if not isinstance(entry, dict) or key not in entry]
     if missing:
         entry = str(entry)[:120]
         what = f"not COCO detection JSON: {part}[{number}] has no {missing[0]!r}: {entry}"
         raise Malformed(Issue("annotation_line", what, where=str(file)))
 
 
-def _categories(entries: Sequence[Any], file: Path, complain: Complain) -> dict[int, str]:
-    """Names by id, in the order of ids."""
+def categories_in(entries: Sequence[Any], file: Path, complain: Complain) -> dict[int, str]:
+    """Names by id, in the order of ids.  Raises: DataError: an entry is malformed."""
     found: dict[int, str] = {}
     for number, entry in enumerate(entries):
         try:
             _check_keys("categories", number, entry, file)
         except Malformed as wrong:
             raise DataError(wrong.issue.what, code="not_coco", where=str(file)) from wrong
-        identity = _whole(entry["id"])
+        identity = whole_number(entry["id"])
         if identity is None:
             raise DataError(
                 f"id {entry['id']!r}{_as_text(entry['id'])}: expected a whole number",
@@ -162,7 +162,7 @@ def _images(
     number_of: dict[int, int] = {}
     for number, entry in enumerate(entries):
         where = f"{file}: images[{number}]"
-        identity = _whole(entry.get("id")) if isinstance(entry, dict) else None
+        identity = whole_number(entry.get("id")) if isinstance(entry, dict) else None
         try:
             _check_keys("images", number, entry, file)
             if identity is None:
@@ -189,11 +189,11 @@ def _image(
     path = find_image(folder, name, str(file), complain)
     if path is None:
         return None
-    width, height = _whole(entry["width"]), _whole(entry["height"])
+    width, height = whole_number(entry["width"]), whole_number(entry["height"])
     if width is None or height is None or not (0 < width < 2**31 and 0 < height < 2**31):
         what = f"width {entry['width']!r}, height {entry['height']!r}: expected whole pixels"
         raise Malformed(Issue("size_invalid", what, str(path), where))
-    extra = _further(entry, _NEEDED["images"])
+    extra = _further(entry, NEEDED["images"])
     return RawImage(path, identity, width, height, [], where, extra)
 
 
@@ -208,7 +208,7 @@ def _object(
     """An annotation and its image, None if that is left out."""
     _check_keys("annotations", number, entry, file)
     where = f"{file}: annotation {entry.get('id', f'number {number}')}"
-    identity, category = _whole(entry["image_id"]), _whole(entry["category_id"])
+    identity, category = whole_number(entry["image_id"]), whole_number(entry["category_id"])
     if identity is None or identity not in image_of:
         given = entry["image_id"]
         what = f"image_id {given} is not among the file's images"
@@ -231,12 +231,13 @@ def _object(
         box=(x, y, x + width, y + height),
         label=label_of[category],
         where=where,
-        crowd=_is_crowd(entry.get("iscrowd")),
+        crowd=is_crowd(entry.get("iscrowd")),
         extra=_NOTHING,
     )
 
 
-def _is_crowd(value: Any) -> bool:
+def is_crowd(value: Any) -> bool:
+    """What `iscrowd` says."""
     if isinstance(value, str):  # some tools write numbers as text
         return value.strip().lower() not in ("", "0", "0.0", "false")
     return bool(value)
@@ -272,8 +273,8 @@ def _further(entry: Mapping[str, Any], known: Collection[str]) -> dict[str, Any]
 
 def _class_extras(entries: Sequence[Mapping[str, Any]]) -> tuple[Mapping[str, Any], ...]:
     """In the order of ids; none where no class has any."""
-    ordered = sorted(entries, key=lambda entry: _whole(entry["id"]) or 0)
-    extras = tuple(_further(entry, _NEEDED["categories"]) for entry in ordered)
+    ordered = sorted(entries, key=lambda entry: whole_number(entry["id"]) or 0)
+    extras = tuple(_further(entry, NEEDED["categories"]) for entry in ordered)
     return extras if any(extras) else ()
 
 
@@ -282,7 +283,7 @@ def _as_text(value: Any) -> str:
     return " is text" if isinstance(value, str) else ""
 
 
-def _whole(value: Any) -> int | None:
+def whole_number(value: Any) -> int | None:
     """A whole number that 64 bits can hold, also where it is written as 3.0; else None."""
     if type(value) is float and value.is_integer():
         value = int(value)
@@ -300,26 +301,33 @@ def _numbers(bbox: Any, where: str, image: str) -> list[float]:
         raise Malformed(Issue("annotation_line", what, image, where)) from error
 
 
-def write_coco(file: Path, raw: RawSet, names: Sequence[str]) -> list[str]:
-    """Writes a COCO file that `read_coco` reads as the same set.
+def write_coco(file: Path, content: Mapping[str, Any]) -> None:
+    """Writes what `coco_content` gave.
+
+    Raises: UserError: the file cannot be written, or is there already.
+    """
+    write_text(file, json.dumps(content, ensure_ascii=False, allow_nan=False))
+
+
+def coco_content(raw: RawSet, names: Sequence[str]) -> tuple[dict[str, Any], list[str]]:
+    """A COCO file that `read_coco` reads as the same set, for `json`.
 
     Args:
         names: of the images, relative to their folder.
-    Returns: what COCO could not hold, a line for each kind.
-    Raises: UserError: the file cannot be written, or is there already.
+    Returns: the content; what COCO could not hold, a line for each kind.
     """
     used = {
         identity
         for image in raw.images
         for thing in image.objects
-        if (identity := _whole(thing.extra.get("id"))) is not None
+        if (identity := whole_number(thing.extra.get("id"))) is not None
     }
     free = max(used, default=0) + 1
     renumbered = 0
     annotations = []
     for image in raw.images:
         for thing in image.objects:
-            identity = _whole(thing.extra.get("id"))
+            identity = whole_number(thing.extra.get("id"))
             if identity in used:
                 used.discard(identity)
             else:  # none, or that of an object before
@@ -345,8 +353,8 @@ def write_coco(file: Path, raw: RawSet, names: Sequence[str]) -> list[str]:
             for extra, identity, name in zip(class_extras, raw.category_ids, raw.class_names)
         ],
     }
-    write_text(file, json.dumps(content, ensure_ascii=False, allow_nan=False))
-    return [f"{renumbered} objects: another has their id, numbered anew"] if renumbered else []
+    lines = [f"{renumbered} objects: another has their id, numbered anew"] if renumbered else []
+    return content, lines
 
 
 def _entry(

@@ -1,6 +1,6 @@
 """Converts a split to another format, or divides it into several.
 
-    OUT/images/SPLIT/...                    copies of the images, or links to them
+    OUT/images/SPLIT/...                    copies of the images, or links to them, or tar shards
     coco  OUT/annotations/instances_SPLIT.json
     voc   OUT/ImageSets/Main/SPLIT.txt      OUT/Annotations/SPLIT/....xml   OUT/label_list.txt
     yolo  OUT/SPLIT.txt                     OUT/labels/SPLIT/....txt        OUT/data.yaml
@@ -28,9 +28,11 @@ from typing import Any, Literal
 import numpy as np
 import yaml
 
+from ppdist.common import stores
 from ppdist.common.errors import ConfigError, DataError, UserError
 from ppdist.common.files import make_folder, make_parent, writing
 from ppdist.config.data import DataConfig
+from ppdist.data import storage
 from ppdist.data.datasets.annotations import (
     class_names,
     quietly,
@@ -39,17 +41,27 @@ from ppdist.data.datasets.annotations import (
     write_text,
 )
 from ppdist.data.datasets.build import read_raw
-from ppdist.data.datasets.coco import write_coco
+from ppdist.data.datasets.coco import coco_content, write_coco
 from ppdist.data.datasets.voc import write_voc
 from ppdist.data.datasets.yolo import write_yolo
+from ppdist.data.decoder import MOST_BYTES
 from ppdist.data.image import ImageHeader, read_header
+from ppdist.data.shards import ShardWriter, place_in_shard
 from ppdist.data.types import Box, DetectionSet, RawImage, RawSet, keyed_generator
 
 Format = Literal["coco", "voc", "yolo"]
 Images = Literal["copy", "link", "none"]
 
 
-def convert(raw: RawSet, form: Format, out: Path, *, images: Images, split: str) -> list[str]:
+def convert(
+    raw: RawSet,
+    form: Format,
+    out: Path,
+    *,
+    images: Images,
+    split: str,
+    shard_bytes: int | None = None,
+) -> list[str]:
     """Writes a split that reads back as the same images and objects.
 
     Boxes come back exactly (through YOLO's fractions within 1e-12 pixels, exactly in float32); ids,
@@ -64,6 +76,7 @@ def convert(raw: RawSet, form: Format, out: Path, *, images: Images, split: str)
         images: copy: into out; link: symbolic links there; none: they stay where they are (not
             for YOLO, which finds labels by the place of the image).
         split: what it is called there.
+        shard_bytes: the copies go into tar shards, which end beyond so many bytes (COCO only).
     Returns: what was lost or changed, a line for each kind.
     Raises: DataError: there are no boxes, classes that the format cannot tell apart, or a split of
         this name is there already.  UserError: something cannot be written.
@@ -76,20 +89,26 @@ def convert(raw: RawSet, form: Format, out: Path, *, images: Images, split: str)
         raw = _once(raw, lines)
     if form == "yolo":
         raw = _as_files_are(raw, lines)
-    names = _new_names(raw, folder, form, lines)
+    names = _new_names(raw, folder, lines, by_key=form != "coco" or shard_bytes is not None)
     make_folder(out)
     if form != "coco":
         _write_classes(raw, form, out)
         _say_what_is_lost(raw, form, lines)
     file = out / _annotation_file(form, split)
+    if shard_bytes is not None:
+        content, more = _sharded(raw, names, out / "images" / split, split, shard_bytes)
+        write_coco(file, content)
+        return lines + more
     if images == "none":
-        written = [os.path.relpath(os.path.abspath(image.path), folder) for image in raw.images]
+        written = [os.path.relpath(storage.absolute(image.path), folder) for image in raw.images]
         _check_names_stay(form, written)
     else:
         _place_images(raw, names, out / "images" / split, images, lines)
         written = [f"{split}/{name}" for name in names] if form == "voc" else names
     if form == "coco":
-        lines += write_coco(file, raw, written)
+        content, more = coco_content(raw, written)
+        write_coco(file, content)
+        lines += more
     elif form == "voc":
         place = _place_of_xml(out, split, folder) if images == "none" else split
         stems = [f"{place}/{os.path.splitext(name)[0]}" for name in names]
@@ -110,7 +129,7 @@ def snippet(raws: Mapping[str, RawSet], form: Format, out: Path, *, images: Imag
     for split, raw in raws.items():
         folder = "images" if form == "voc" else f"images/{split}"
         if images == "none":
-            folder = _common_folder(raw)
+            folder = storage.absolute(_common_folder(raw))
         data[split] = {"images": folder, "annotations": _annotation_file(form, split)}
     return yaml.safe_dump({"data": data}, sort_keys=False, allow_unicode=True)
 
@@ -141,6 +160,15 @@ def _check(raw: RawSet, form: Format, out: Path, images: Images, split: str) -> 
             code="images_needed",
             fix="choose to copy the images or to link them",
         )
+    if images == "link":
+        for image in raw.images:
+            if storage.is_remote(image.path) or place_in_shard(str(image.path)) is not None:
+                raise DataError(
+                    "no link can lead to an image in a shard or an object store",
+                    code="images_unlinkable",
+                    where=str(image.path),
+                    fix="choose to copy the images",
+                )
     targets = [_annotation_file(form, split)]
     targets += {"coco": [], "voc": [f"Annotations/{split}"], "yolo": [f"labels/{split}"]}[form]
     targets += [f"images/{split}"] if images != "none" else []
@@ -284,22 +312,31 @@ def _turn(x: Any, y: Any, frame: ImageHeader) -> tuple[Any, Any]:
 
 
 def _common_folder(raw: RawSet) -> str:
-    folders = {os.path.dirname(os.path.abspath(image.path)) for image in raw.images}
+    folders = {os.path.dirname(_outside_shard(image.path)) for image in raw.images}
     return os.path.commonpath(folders) if folders else os.path.abspath("images")
 
 
-def _new_names(raw: RawSet, folder: str, form: Format, lines: list[str]) -> list[str]:
-    """Of each image relative to its folder: one name for one path, another for another."""
+def _outside_shard(path: Path) -> str:
+    """An absolute path, of an image in a shard what it would be beside its shard."""
+    place = place_in_shard(storage.absolute(path))
+    return storage.absolute(path) if place is None else os.path.join(place.folder, place.name)
+
+
+def _new_names(raw: RawSet, folder: str, lines: list[str], *, by_key: bool) -> list[str]:
+    """Of each image relative to its folder: one name for one path, another for another.
+
+    Args: by_key: told apart without their suffixes, as their labels will be.
+    """
     name_of: dict[Path, str] = {}
     taken: set[str] = set()
     changed = []
     for image in raw.images:
         if image.path in name_of:
             continue
-        old = os.path.relpath(os.path.abspath(image.path), folder)
+        old = os.path.relpath(_outside_shard(image.path), folder)
         stem, suffix = os.path.splitext(_clean(old))
         name, number = f"{stem}{suffix}", 1
-        while (key := name if form == "coco" else os.path.splitext(name)[0]) in taken:
+        while (key := os.path.splitext(name)[0] if by_key else name) in taken:
             number += 1
             name = f"{stem}_{number}{suffix}"
         taken.add(key)
@@ -381,21 +418,89 @@ def _place_images(
     absent = []
     make_folder(folder)
     for path, name in dict(zip((image.path for image in raw.images), names)).items():
-        source, target = os.path.abspath(path), folder / name
-        if not os.path.isfile(source) or not os.access(source, os.R_OK):
+        source, target = storage.absolute(path), folder / name
+        plain = os.path.isfile(source) and os.access(source, os.R_OK)
+        content = None if plain else _content(source)
+        if content is None and not plain:
             absent.append(source)
             continue
         with writing(target):
             target.parent.mkdir(parents=True, exist_ok=True)
             if images == "link":
                 target.symlink_to(source)
-            else:
+            elif content is None:
                 shutil.copyfile(source, target)
+            else:
+                target.write_bytes(content)
     if absent:
-        lines.append(
-            f"{len(absent)} images: do not exist or cannot be read, first {absent[0]}; only their "
-            f"annotations were written"
-        )
+        lines.append(_absent_line(absent))
+
+
+def _absent_line(absent: Sequence[str]) -> str:
+    return (
+        f"{len(absent)} images: do not exist or cannot be read, first {absent[0]}; only their "
+        f"annotations were written"
+    )
+
+
+def _content(source: str) -> bytes | None:
+    """An image of a store, of a shard or of a disk; None: it cannot be read."""
+    try:
+        return stores.patiently(lambda: storage.read_file(source, MOST_BYTES))
+    except OSError:
+        return None
+
+
+def _sharded(
+    raw: RawSet, names: Sequence[str], folder: Path, split: str, shard_bytes: int
+) -> tuple[dict[str, Any], list[str]]:
+    """Writes the shards of a split.  Returns: COCO's JSON for them, and lines for the user."""
+    keys = _shard_names(names)
+    content, lines = coco_content(raw, keys)
+    renamed = sum(key != name for key, name in zip(keys, names))
+    if renamed:
+        lines.append(f"{renamed} images: dots in their names became _, as a key ends at the first")
+    objects: defaultdict[int, list[Any]] = defaultdict(list)
+    for entry in content["annotations"]:
+        objects[entry["image_id"]].append(entry)
+    listings: defaultdict[Path, list[dict[str, Any]]] = defaultdict(list)
+    for image, entry in zip(raw.images, content["images"]):
+        listings[image.path].append(entry)
+    make_folder(folder)
+    writer, absent = ShardWriter(folder, split, shard_bytes), []
+    try:
+        for path, entries in listings.items():
+            image_bytes = _content(storage.absolute(path))
+            if image_bytes is None:
+                absent.append(storage.absolute(path))
+                continue
+            of_image = [thing for entry in entries for thing in objects[entry["id"]]]
+            said = {"images": entries, "annotations": of_image}
+            place = writer.add(entries[0]["file_name"], image_bytes, said)
+            for entry in entries:
+                entry["file_name"] = place
+    finally:
+        writer.close()
+    if absent:
+        lines.append(_absent_line(absent))
+    return content, lines
+
+
+def _shard_names(names: Sequence[str]) -> list[str]:
+    """Names whose key WebDataset finds: it ends at the first dot of the last part."""
+    result: dict[str, str] = {}
+    taken: set[str] = set()
+    for name in dict.fromkeys(names):
+        folder, file = os.path.split(name)
+        stem, suffix = os.path.splitext(file)
+        bare = os.path.join(folder, stem.replace(".", "_"))
+        key, number = bare, 1
+        while key in taken:
+            number += 1
+            key = f"{bare}_{number}"
+        taken.add(key)
+        result[name] = key + suffix
+    return [result[name] for name in names]
 
 
 def _place_of_xml(out: Path, split: str, folder: str) -> str:

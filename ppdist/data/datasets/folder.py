@@ -14,6 +14,7 @@ from pathlib import Path
 import numpy as np
 
 from ppdist.common.errors import DataError
+from ppdist.data import storage
 from ppdist.data.datasets.annotations import (
     class_names,
     files_below,
@@ -223,7 +224,7 @@ def _set_of(
     label_1 = [np.array([label], np.int64) for label in range(len(names))]
     records = Records.of(
         ImageRecord(
-            path=os.path.abspath(path),
+            path=storage.absolute(path),
             image_id=position,
             width=0,
             height=0,

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from ppdist.common.errors import ConfigError, DataError
+from ppdist.common.stores import is_remote
 from ppdist.config.data import DataConfig, SplitConfig
 from ppdist.config.migration import is_data_yaml
 from ppdist.config.yaml import Node, Reader, found, problems_error
@@ -76,6 +77,13 @@ def find_layout(source: str) -> Layout:
     Args: source: a data.yaml or a folder.
     Raises: DataError: no data set that can be read, or not plainly one; ConfigError: not YAML.
     """
+    if is_remote(source):
+        what = "a layout cannot be found out in an object store: name the files in a configuration"
+        fix = (
+            "copy configs/examples/my_data.yml and set data.root to the address, with format: coco "
+            "(docs/data.md, Object stores)"
+        )
+        raise DataError(what, code="data_not_found", where=source, fix=fix)
     try:
         return _found(Path(source), source)
     except OSError as error:
@@ -91,9 +99,13 @@ def _found(path: Path, source: str) -> Layout:
         what = f"is no folder and no data.yaml (looked in {Path.cwd()})"
         raise DataError(what, code="data_not_found", where=source, fix=_KINDS)
     for folder in _nested(path):
-        for file in sorted(folder.glob("*.y*ml")):
-            if _holds_data(file):
-                return _of_yaml(file)
+        files = [each for each in sorted(folder.glob("*.y*ml")) if _holds_data(each)]
+        if len(files) > 1:
+            what = f"holds several data files: {', '.join(each.name for each in files)}"
+            fix = f"name the one that is meant: {files[0]}, say"
+            raise DataError(what, code="split_ambiguous", where=str(folder), fix=fix)
+        if files:
+            return _of_yaml(files[0])
         for reader in (_of_coco, _of_voc, _of_yolo):
             layout = reader(folder)
             if layout is not None:

@@ -29,6 +29,7 @@ from ppdist.data.datasets.annotations import (
 )
 from ppdist.data.image import IMAGE_SUFFIXES, image_size, is_image_name
 from ppdist.data.types import Box, Complain, Issue, RawImage, RawObject, RawSet
+from ppdist.distributed.store import alive
 
 _SIDES = ("xmin", "ymin", "xmax", "ymax")
 _OBJECT_TAGS = {"name", "bndbox", "difficult"}
@@ -98,6 +99,7 @@ def _read(
     encodings = Encodings(lambda: xml_files(folder))
     entries = _of_folder if is_folder else _of_list
     for position, entry in enumerate(entries(root, images, annotations, complain), start=1):
+        alive()
         if entry is None:
             continue
         file, path, image_of = entry

@@ -4,6 +4,7 @@ Files for segmentation have outlines, `class x1 y1 x2 y2 x3 y3 ...`; the box is 
 outline fills.  An outline has three points at least, so the two cannot be taken for each other.
 """
 
+import logging
 import os
 from collections.abc import Sequence
 from dataclasses import replace
@@ -26,7 +27,9 @@ from ppdist.data.datasets.annotations import (
 )
 from ppdist.data.image import image_size, is_image_name
 from ppdist.data.types import Box, Complain, Issue, RawImage, RawObject, RawSet
+from ppdist.distributed.progress import Progress
 
+_LOGGER = logging.getLogger("ppdist.data")
 _FEWEST_OUTLINE = 7  # numbers: the class and three points
 _OUTLINE_TOLERANCE = 1.0  # pixels by which an outline's extent may differ from its box
 
@@ -63,8 +66,8 @@ def read_yolo(
     labels: list[Path] = []
     if not annotations or annotations[0].is_dir():
         for images in folders:
-            label_folder = annotations[0] if annotations else None
-            for path, label in _in_folder(root, images, label_folder, complain):
+            of_labels = annotations[0] if annotations else None
+            for path, label in _in_folder(root, images, of_labels, complain):
                 paths.append(path)
                 labels.append(label)
     else:
@@ -88,10 +91,10 @@ def read_yolo(
             code="label_files_missing",
             where=source,
         )
-    kept = [
-        _image(path, label, position, known, complain)
-        for position, (path, label) in enumerate(zip(paths, labels), start=1)
-    ]
+    progress, kept = Progress(_LOGGER, f"reading the labels of {source}", len(paths)), []
+    for position, (path, label) in enumerate(zip(paths, labels), start=1):
+        kept.append(_image(path, label, position, known, complain))
+        progress.add()
     find_repeats(kept, complain)
     _find_shared(kept, complain)
     return RawSet(kept, known, tuple(range(1, len(known) + 1)), source)
@@ -114,7 +117,7 @@ def _in_folder(
         return annotations / name.with_suffix(".txt")
 
     known_labels = [label_of(name) for name in (*below, *unread)]
-    _find_unused(annotations or _label_folder(images, root), known_labels, images, complain)
+    _find_unused(annotations or label_folder(images, root), known_labels, images, complain)
     return [(images / name, label_of(name)) for name in below]
 
 
@@ -141,11 +144,11 @@ def _find_unused(folder: Path, labels: Sequence[Path], images: Path, complain: C
 
 
 def _label_file(image: Path, root: Path) -> Path:
-    return _label_folder(image.parent, root) / f"{image.stem}.txt"
+    return label_folder(image.parent, root) / f"{image.stem}.txt"
 
 
-def _label_folder(images: Path, root: Path) -> Path:
-    """The last folder `images` below root becomes `labels`."""
+def label_folder(images: Path, root: Path) -> Path:
+    """Of the labels of a folder of images: the last `images` below root becomes `labels`."""
     below = os.path.relpath(images, root)  # with .. where images are elsewhere
     folders = [*Path(below).parts]
     if "images" in folders:

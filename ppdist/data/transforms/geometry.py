@@ -436,7 +436,7 @@ def paste(
         return matrix_33
     target_HW3 = input_HW3[top:bottom, left:right]
     upright = _keeps_upright(matrix_33)
-    if upright and np.abs(matrix_33.diagonal()[:2]).max() <= _MOST_ROUNDED:
+    if upright and max(abs(matrix_33[0, 0]), abs(matrix_33[1, 1])) <= _MOST_ROUNDED:
         return _resize(image_HW3, matrix_33, target_HW3, left, top)
     # OpenCV counts the middles of pixels, half a pixel from their edges.
     to_middles_33 = moved(to=(-left - 0.5, -top - 0.5)) @ matrix_33 @ moved(to=(0.5, 0.5))
@@ -456,15 +456,12 @@ def _resize(
     image_HW3: np.ndarray, matrix_33: np.ndarray, out_HW3: np.ndarray, left: int, top: int
 ) -> np.ndarray:
     """Fills all of `out_HW3`, which begins at (left, top) of the input; returns as `paste` does."""
-    scale, shift = matrix_33.diagonal()[:2], matrix_33[:2, 2]
-    limit = np.array([image_HW3.shape[1], image_HW3.shape[0]])
+    (scale_x, _, shift_x), (_, scale_y, shift_y), _ = matrix_33.tolist()
     size = out_HW3.shape[1], out_HW3.shape[0]
     right, bottom = left + size[0], top + size[1]
-    ends_22 = (np.array([[left, top], [right, bottom]]) - shift) / scale
-    low = np.rint(ends_22.min(0)).clip(0, limit - 1)
-    high = np.rint(ends_22.max(0)).clip(low + 1, limit)
-    (x1, y1), (x2, y2) = low.astype(int).tolist(), high.astype(int).tolist()
-    mirror_x, mirror_y = (scale < 0).tolist()
+    x1, x2 = _span((left - shift_x) / scale_x, (right - shift_x) / scale_x, image_HW3.shape[1])
+    y1, y2 = _span((top - shift_y) / scale_y, (bottom - shift_y) / scale_y, image_HW3.shape[0])
+    mirror_x, mirror_y = scale_x < 0, scale_y < 0
     if mirror_x or mirror_y:
         part_HW3 = cv2.resize(image_HW3[y1:y2, x1:x2], size, interpolation=cv2.INTER_LINEAR)
         cv2.flip(part_HW3, _flip_code(mirror_x, mirror_y), dst=out_HW3)
@@ -473,6 +470,12 @@ def _resize(
     target_x = (right, left) if mirror_x else (left, right)
     target_y = (bottom, top) if mirror_y else (top, bottom)
     return between((x1, y1, x2, y2), (target_x[0], target_y[0], target_x[1], target_y[1]))
+
+
+def _span(one: float, other: float, limit: int) -> tuple[int, int]:
+    """From the smaller to the larger, in whole pixels of `limit`, one at least."""
+    low = min(max(round(min(one, other)), 0), limit - 1)
+    return low, min(max(round(max(one, other)), low + 1), limit)
 
 
 def _warp(image_HW3: np.ndarray, matrix_33: np.ndarray, out_HW3: np.ndarray) -> None:
@@ -496,18 +499,29 @@ def covered(
     Args: as of `paste`.
     Returns: left >= right or top >= bottom where nothing of it is seen.
     """
-    corners_42 = corners(source, matrix_33)
-    low, high = corners_42.min(0), corners_42.max(0)
     if _keeps_upright(matrix_33):
-        low, high = np.rint(low), np.rint(high)  # parts that touch neither overlap nor leave a gap
+        (scale_x, _, shift_x), (_, scale_y, shift_y), _ = matrix_33.tolist()
+        x1, y1, x2, y2 = source
+        x1, x2 = sorted((x1 * scale_x + shift_x, x2 * scale_x + shift_x))
+        y1, y2 = sorted((y1 * scale_y + shift_y, y2 * scale_y + shift_y))
+        # Rounded, so that parts that touch neither overlap nor leave a gap.
+        ends = round(x1), round(y1), round(x2), round(y2)
     else:
-        low, high = np.floor(low), np.ceil(high)
-    limits = size[1], size[0], size[1], size[0]
-    left, top, right, bottom = (
-        min(max(int(value), 0), limit)
-        for value, limit in zip((*low.tolist(), *high.tolist()), limits)
+        corners_42 = corners(source, matrix_33)
+        low, high = np.floor(corners_42.min(0)), np.ceil(corners_42.max(0))
+        ends = int(low[0]), int(low[1]), int(high[0]), int(high[1])
+    left, top, right, bottom = ends
+    height, width = size[:2]
+    return (
+        _within(left, width),
+        _within(top, height),
+        _within(right, width),
+        _within(bottom, height),
     )
-    return left, top, right, bottom
+
+
+def _within(place: int, side: int) -> int:
+    return min(max(place, 0), side)
 
 
 def map_by_matrix(
@@ -520,14 +534,19 @@ def map_by_matrix(
     keep_M: which are still objects: both sides above 2 pixels, more than a tenth of the area seen,
     and no side 100 times the other, as YOLOv5 decides.
     """
-    corners_M42 = boxes_M4[:, [[0, 1], [2, 1], [2, 3], [0, 3]]].astype(np.float64)
-    mapped_M42 = map_points(corners_M42, matrix_33)
-    low_M2, high_M2 = mapped_M42.min(1), mapped_M42.max(1)
+    upright = _keeps_upright(matrix_33)
+    if upright:
+        ends_M22 = boxes_M4.reshape(-1, 2, 2) * matrix_33.diagonal()[:2] + matrix_33[:2, 2]
+        low_M2, high_M2 = ends_M22.min(1), ends_M22.max(1)
+    else:
+        corners_M42 = boxes_M4[:, [[0, 1], [2, 1], [2, 3], [0, 3]]].astype(np.float64)
+        mapped_M42 = map_points(corners_M42, matrix_33)
+        low_M2, high_M2 = mapped_M42.min(1), mapped_M42.max(1)
     limit = np.array([size[1], size[0]])
     cut_M4 = np.concatenate([low_M2.clip(0, limit), high_M2.clip(0, limit)], 1)
     sides_M2 = cut_M4[:, 2:] - cut_M4[:, :2]
     seen_M = sides_M2.prod(1) > _LEAST_SEEN * (high_M2 - low_M2).prod(1)
-    if not _keeps_upright(matrix_33):
+    if not upright:
         beyond_M = ((low_M2 < 0) | (high_M2 > limit)).any(1)
         for number in np.flatnonzero(beyond_M & (sides_M2 > _LEAST_SIDE).all(1)).tolist():
             whole = mapped_M42[number].tolist()
@@ -586,10 +605,10 @@ def moved(
 
 def between(source: Sequence[float], target: Sequence[float]) -> np.ndarray:
     """The matrix that takes one upright box (x1, y1, x2, y2) to another."""
-    low, high = np.array(source[:2], np.float64), np.array(source[2:], np.float64)
-    start = np.array(target[:2], np.float64)
-    scale = (np.array(target[2:]) - start) / (high - low)
-    return moved(scale=scale, to=start - scale * low)
+    x1, y1, x2, y2 = source
+    left, top, right, bottom = target
+    scale_x, scale_y = (right - left) / (x2 - x1), (bottom - top) / (y2 - y1)
+    return moved(scale=(scale_x, scale_y), to=(left - scale_x * x1, top - scale_y * y1))
 
 
 def corners(source: Sequence[float], matrix_33: np.ndarray) -> np.ndarray:
@@ -607,7 +626,8 @@ def map_points(points_2: np.ndarray, matrix_33: np.ndarray) -> np.ndarray:
 
 
 def _keeps_upright(matrix_33: np.ndarray) -> bool:
-    return matrix_33[0, 1] == 0 and matrix_33[1, 0] == 0 and _is_affine(matrix_33)
+    (_, slant_x, _), (slant_y, _, _), (tilt_x, tilt_y, _) = matrix_33.tolist()
+    return slant_x == slant_y == tilt_x == tilt_y == 0
 
 
 def _is_affine(matrix_33: np.ndarray) -> bool:
@@ -632,6 +652,8 @@ class MosaicCanvas:
 
         Returns: where the image lies now, which is where its boxes lie too.
         """
+        if reduced == 1:
+            return paste(self._image_HW3, image_HW3, source, matrix_33)
         part = [side / reduced for side in source]
         enlarge_33, reduce_33 = (moved(scale=(by, by)) for by in (reduced, 1 / reduced))
         return paste(self._image_HW3, image_HW3, part, matrix_33 @ enlarge_33) @ reduce_33

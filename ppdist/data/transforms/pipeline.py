@@ -14,18 +14,20 @@ import os
 import signal
 import time
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 
 import cv2
 import numpy as np
 
 from ppdist.common.errors import DataError, StorageError
-from ppdist.common.files import can_be_read, is_outage, pauses
+from ppdist.common.files import is_outage, pauses
+from ppdist.common.stores import StoreAway
 from ppdist.config.augment import AugmentConfig
 from ppdist.config.data import Resize
 from ppdist.data.cache import ImageCache
 from ppdist.data.image import read_image, reduction
+from ppdist.data.storage import can_be_read, is_remote
 from ppdist.data.transforms.color import augment_pixels, random_colours
 from ppdist.data.transforms.geometry import (
     MosaicCanvas,
@@ -58,6 +60,7 @@ from ppdist.data.types import (
     NOTHING,
     Arrays,
     DetectionSet,
+    ImageRecord,
     Made,
     Records,
     Sample,
@@ -83,7 +86,10 @@ class Samples:
     Every image was there at the start (`check_files`).  So one that cannot be opened, with others
     of its folder that can, was deleted or damaged; where none can, their storage is away: it is
     waited for, and samples are what they would have been.  pause: waits so many seconds.  hurry:
-    uint8 [1], shared too: 1 once nobody has the time to wait for storage any more.
+    uint8 [1], shared too: 1 once nobody has the time to wait for storage any more.  waited: float64
+    [2], shared too: seconds waited of late, and until when (time.monotonic); time without a wait
+    takes off as much.  So storage that comes and goes never holds a step up for longer than storage
+    that stays away.
     """
 
     def __init__(
@@ -106,6 +112,7 @@ class Samples:
         self.awaited = np.full(2, NOTHING, np.int64)
         self.pause: Callable[[float], None] = time.sleep
         self.hurry = np.zeros(1, np.uint8)
+        self.waited = np.zeros(2)
         self.storage_seconds = storage_seconds
         self.beat = np.zeros(1)
         self.blocklist_N = np.zeros(len(dataset.records), np.uint8)
@@ -115,6 +122,7 @@ class Samples:
             np.ones(len(dataset.records), np.uint8) if reductions_N is None else reductions_N
         )
         self._cache = cache
+        self._last: tuple[int, ImageRecord] | None = None
         self._problems: list[str] = []  # of this batch
         self._bad: dict[int, str] = {}
 
@@ -128,6 +136,12 @@ class Samples:
     def path(self, index: int) -> str:
         """Of the image of a record."""
         return self._dataset.records[index].path
+
+    def _record(self, index: int) -> ImageRecord:
+        """Kept until another one is asked for: making one costs 10 us, and more with outlines."""
+        if self._last is None or self._last[0] != index:
+            self._last = index, self._dataset.records[index]
+        return self._last[1]
 
     def batch(self, keys: Sequence[SampleKey], out: np.ndarray | None = None) -> Made:
         """Args: keys: all of one shape; out: uint8 [at least B*3*H*W], where the images go."""
@@ -161,7 +175,6 @@ class Samples:
 
         Raises: DataError: it cannot be read and data.bad_images is `error`.  StorageError.
         """
-        path = self.path(index)
         code, why = "image_unreadable", self._dataset.unreadable.get(index, "")
         if not why:
             code, why = _blocked(self.blocklist_N[index])
@@ -170,6 +183,7 @@ class Samples:
                 return self._pixels_once_there(index)
             except DataError as error:
                 code, why = error.code, error.what
+        path = self.path(index)
         if self._bad_images == "error":
             fix = "remove it, or set data.bad_images: skip"
             raise DataError(why, code=code, where=path, fix=fix)
@@ -182,39 +196,61 @@ class Samples:
 
         Raises: DataError: the file cannot be read.  StorageError: storage stays away.
         """
-        left = pauses(self.storage_seconds)
+        left: Iterator[float] | None = None  # pauses, from the first failure on
+        began = owed = 0.0  # what was waited of late already
         tried = False  # since others of its folder were seen to be there
         while True:
             try:
                 self.reading[0], self.beat[0] = index, time.monotonic()
                 image_HW3 = self._pixels(index)
                 self.awaited[0] = NOTHING
+                if left is not None:
+                    self._note_wait(owed + time.monotonic() - began)
                 return image_HW3
             except DataError as error:
                 cause = error.__cause__
-                if tried or not is_outage(cause):
+                # What a store says of the moment says nothing of the image.
+                passing = isinstance(cause, StoreAway)
+                # A store refuses everything once credentials have ended.
+                refused = isinstance(cause, PermissionError) and is_remote(self.path(index))
+                if not passing and (tried or not (is_outage(cause) or refused)):
                     self.awaited[0] = NOTHING
                     raise
                 why = error
             finally:
                 self.reading[0] = NOTHING
-            tried = self._others_are_there(index)
+            tried = not passing and self._others_are_there(index)
             if tried:  # it may be back just now, and this image with it
                 continue
+            if left is None:
+                began, owed = time.monotonic(), self._waited_of_late()
+                left = pauses(self.storage_seconds - owed)
             pause = next(left, None)
             if pause is None or self.hurry[0]:
                 self.awaited[0] = NOTHING
-                raise StorageError(
-                    f"{why.what}; nor can others of its folder be read, which were there at the "
-                    f"start: their storage is away, and was waited for ({self.storage_seconds:g} "
-                    f"s; see distributed.timeout_seconds)",
-                    code="storage_unreachable",
-                    where=self.path(index),
-                    fix="mount it again, and start with --resume; --max_restart does so by itself",
-                ) from why
+                raise self._away(index, why, passing) from why
             assert isinstance(cause, OSError)
             self.awaited[:] = index, cause.errno or errno.EIO
             self.pause(pause)
+
+    def _waited_of_late(self) -> float:
+        seconds, until = self.waited.tolist()
+        return max(0.0, seconds - (time.monotonic() - until))
+
+    def _note_wait(self, seconds: float) -> None:
+        """Args: seconds: waited of late; workers that wait at the same time count once."""
+        self.waited[:] = max(seconds, self._waited_of_late()), time.monotonic()
+
+    def _away(self, index: int, why: DataError, passing: bool) -> StorageError:
+        others = "nor can others of its folder be read, which were there at the start: "
+        again = "reach the store" if passing else "mount it"
+        return StorageError(
+            f"{why.what}; {others * (not passing)}their storage is away, and was waited for "
+            f"({self.storage_seconds:g} s; see distributed.timeout_seconds)",
+            code="storage_unreachable",
+            where=self.path(index),
+            fix=f"{again} again, and start with --resume; --max_restart does so by itself",
+        )
 
     def _others_are_there(self, index: int) -> bool:
         """Whether any of the next images of the same folder can be opened.
@@ -223,7 +259,8 @@ class Samples:
         """
         folder, count = os.path.dirname(self.path(index)), len(self)
         near = [(index + step) % count for step in range(1, min(count, _NEAR))]
-        near = [other for other in near if other not in self._dataset.unreadable]
+        unreadable = self._dataset.unreadable
+        near = [at for at in near if at not in unreadable and not self.blocklist_N[at]]
         paths = [self.path(other) for other in near]
         beside = [path for path in paths if os.path.dirname(path) == folder] or paths
         for path in beside[:_PROBED] or [folder]:
@@ -236,7 +273,7 @@ class Samples:
         cached_HW3 = None if self._cache is None else self._cache.get(index)
         if cached_HW3 is not None:
             return cached_HW3
-        record = self._dataset.records[index]
+        record = self._record(index)
         size = (record.height, record.width) if record.height else None  # 0: not known
         image_HW3 = read_image(record.path, size, int(self._reductions_N[index]))
         if self._cache is not None:
@@ -420,13 +457,14 @@ class TrainSamples(Samples):
         for place, wanted in zip(order, [index, *others.tolist()]):
             slot = layout.slots[place]
             turn = random_turn(augment.rotate90, rng)
-            width, height = turned_sides(self._dataset.records[wanted], turn)
+            width, height = turned_sides(self._record(wanted), turn)
             matrix_33 = view_33 @ self._tile(slot, width, height, cell)
             if not canvas.shows(width, height, matrix_33):
                 used.append(wanted)  # and spare the time of decoding it
                 continue
             one = self._open(wanted, turn)
-            matrix_33 = view_33 @ self._tile(slot, one.width, one.height, cell)
+            if one.index != wanted:
+                matrix_33 = view_33 @ self._tile(slot, one.width, one.height, cell)
             everything = (0, 0, one.width, one.height)
             matrix_33 = canvas.draw(one.image_HW3, everything, matrix_33, one.reduced)
             canvas.note(one.boxes_M4, one.labels_M, matrix_33)
@@ -443,7 +481,7 @@ class TrainSamples(Samples):
         """The image at `index`, or the next good one, after so many quarter turns."""
         found, image_HW3 = self._next_good(index)
         reduced = int(self._reductions_N[found])
-        return Original.of(found, image_HW3, reduced, self._dataset.records[found], turn)
+        return Original.of(found, image_HW3, reduced, self._record(found), turn)
 
     def _next_good(self, index: int) -> tuple[int, np.ndarray]:
         """The image at `index`, reduced, or the next that can be read: a function of `index` alone.

@@ -35,7 +35,7 @@ def test_shared_memory_counts_once_in_pss():
         time.sleep(60)
     try:
         one, both = (loader.memory_of(those) for those in ([child], [child, os.getpid()]))
-        assert child in loader._children()
+        assert child in loader.children()
     finally:
         os.kill(child, signal.SIGKILL)
         os.waitpid(child, 0)

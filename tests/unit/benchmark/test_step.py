@@ -7,7 +7,7 @@ import paddle
 import pytest
 
 from ppdist.benchmark import step
-from ppdist.benchmark.step import _averaging_seconds, _compare, _Variant
+from ppdist.benchmark.step import _averaging_seconds, _compare, _endless, _Variant
 from ppdist.optim.grad_sync import AllReduceSync
 from tests.unit.benchmark.tool import CONFIG, ROOT, refusal_of, report_of, run_tool
 
@@ -55,7 +55,7 @@ def test_a_step_is_timed_without_a_pause(monkeypatch):
     done = SimpleNamespace(losses={"loss": 1.0}, images=4, applied=True)
     trainer = SimpleNamespace(
         derived=SimpleNamespace(
-            schedule=SimpleNamespace(rates=lambda number: None), accumulate_steps=1
+            schedule=SimpleNamespace(rates=lambda number: None), accumulate_steps=1, total_steps=9
         ),
         train_step=lambda *_: passes(3.0, done),
     )
@@ -64,6 +64,24 @@ def test_a_step_is_timed_without_a_pause(monkeypatch):
     variant = _Variant("a", trainer, iter(()))
     variant.step()
     assert variant.wall == [pytest.approx(3.5)]
+
+
+def test_more_steps_than_the_run_has_begin_anew():
+    feed = SimpleNamespace(batches=lambda first, scores: iter(["a", "b"]))
+    done = SimpleNamespace(losses={"loss": 1.0}, images=4, applied=True)
+    seen = []
+
+    def train_step(batches, count, number, *_):
+        seen.append((next(batches), number))
+        return done
+
+    schedule = SimpleNamespace(rates=lambda number: None)
+    derived = SimpleNamespace(schedule=schedule, accumulate_steps=1, total_steps=2)
+    trainer = SimpleNamespace(derived=derived, train_step=train_step)
+    variant = _Variant("a", trainer, _endless(feed))
+    for _ in range(5):
+        variant.step()
+    assert seen == [("a", 0), ("b", 1), ("a", 0), ("b", 1), ("a", 0)]
 
 
 def test_ratios_are_of_neighbouring_steps():

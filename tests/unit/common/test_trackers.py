@@ -16,9 +16,9 @@ from ppdist.common import trackers
 from ppdist.common.errors import ConfigError
 from ppdist.common.logging import RunLog, read_metrics
 from ppdist.common.trackers import TRACKERS, TrackedRun, TrackerProcess
-from ppdist.common.writers import MetricWriter, scalar_points
+from ppdist.common.writers import MetricWriter, MetricWriters, scalar_points
 from ppdist.config import output
-from ppdist.config.base import Section
+from ppdist.config.base import Section, parse_config
 
 HERE = "tests.unit.common.test_trackers"
 
@@ -35,6 +35,9 @@ class Noting(MetricWriter):
             print(*words, file=file)
 
     def add_scalars(self, step, values) -> None:
+        if "print" in values:
+            os.system("echo key $NOTING_API_KEY at https://me:p4ss@host/x")
+            raise ConnectionError("https://me:p4ss@host/x: the server is gone")
         if "fail" in values:
             raise ConnectionError("the server is gone")
         if "hang" in values:
@@ -274,3 +277,50 @@ def test_swanlab_offline_has_the_points_of_the_run(tmp_path: Path) -> None:
     points = {(each.key, each.step, each.value.number) for each in scalars}
     assert points == points_of(tmp_path) and len(points) == 12 and len(files) == 2
     assert [*(tmp_path / "trackers" / "swanlab").rglob("*.png")]
+
+
+def test_hung_trackers_are_waited_for_together(tmp_path: Path, monkeypatch) -> None:
+    monkeypatch.setattr(trackers, "_CLOSE_SECONDS", 2.0)
+    warned: list[str] = []
+    writers = MetricWriters(lambda program, error: warned.append(f"{program}: {error}"))
+    hung = [start(tmp_path / name) for name in "ab"]
+    for name, tracker in zip("ab", hung):
+        writers.open(name, lambda tracker=tracker: tracker)
+        tracker.add_scalars(1, {"hang": 1.0})
+    began = time.monotonic()
+    writers.close()
+    assert 2.0 <= time.monotonic() - began < 3.8
+    assert [line[:2] for line in warned] == ["a:", "b:"] and "2 s after the end" in warned[1]
+    assert all(tracker._process.returncode == -signal.SIGKILL for tracker in hung)
+
+
+def test_tracker_is_not_waited_for_beyond_the_hours(tmp_path: Path, monkeypatch) -> None:
+    monkeypatch.setattr(trackers, "_HURRIED_SECONDS", 0.1)
+    tracker = start(tmp_path)
+    tracker.add_scalars(1, {"hang": 1.0})
+    tracker.hurry(0.3)
+    with pytest.raises(RuntimeError, match=r"0\.[23]\d* s after the end"):
+        tracker.close()
+
+
+def test_no_file_of_a_tracker_shows_a_secret(tmp_path: Path, monkeypatch) -> None:
+    monkeypatch.setenv("NOTING_API_KEY", "s3cr3t-of-all")
+    tracker = start(tmp_path)
+    tracker.add_scalars(1, {"fail": 1.0, "print": 1.0})
+    tracker._process.wait(30)
+    with pytest.raises(RuntimeError) as caught:
+        tracker.add_scalars(2, {"loss": 1.0})
+    texts = [file.read_text() for file in (tmp_path / "noting").iterdir()] + [f"{caught.value}"]
+    assert not [text for text in texts if "s3cr3t" in text or "p4ss" in text]
+    log = (tmp_path / "noting" / "log.txt").read_text()
+    assert "key *** at https://***@host/x" in log and "Traceback" in log
+    assert "ConnectionError: https://***@host/x: the server is gone" in f"{caught.value}"
+
+
+def test_login_in_an_address_is_refused_and_not_shown(tmp_path: Path) -> None:
+    file = tmp_path / "log.yml"
+    file.write_text('trackers: [{name: mlflow, tracking_uri: "https://me:p4ss@host/x"}]')
+    with pytest.raises(ConfigError) as refused:
+        parse_config(file, (), output.LogConfig)
+    assert "tracking_uri" in f"{refused.value}" and "p4ss" not in f"{refused.value}"
+    output.MLflowConfig(tracking_uri="http://host:5000/a@b")

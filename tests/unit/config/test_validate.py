@@ -146,6 +146,13 @@ def test_what_the_last_epochs_leave_no_room_for_is_said(tmp_path):
     assert len(said_of(tmp_path, *few)) == 1
 
 
+def test_training_sizes_far_from_the_evaluated_one_are_said(tmp_path):
+    sizes = "train.multi_scale=[[64,64],[128,128]]"
+    assert not said_of(tmp_path, sizes, "model.image_size=[64,96]")
+    (said,) = said_of(tmp_path, sizes, "model.image_size=[256,256]")
+    assert said.startswith("train.multi_scale trains on images of 64x64 to 128x128 pixels, model.")
+
+
 def test_mosaic_whole_without_mosaic_is_warned_about(tmp_path):
     whole = "data.augment.mosaic_whole=true"
     (line,) = said_of(tmp_path, whole)

@@ -547,6 +547,6 @@ def test_mutated_file_gives_config_or_config_error(folder: Path) -> None:
 
 
 @pytest.mark.parametrize("value", [".inf", "-.inf", ".nan"])
-def test_a_number_without_an_upper_bound_is_finite(value):
+def test_a_number_without_an_upper_bound_is_finite(folder: Path, value: str) -> None:
     with pytest.raises(ConfigError, match=r"train\.clip_norm: found [-.]+(inf|nan)"):
         parse(f"train: {{clip_norm: {value}}}\n")

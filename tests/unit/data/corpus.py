@@ -1,6 +1,7 @@
 """Small sets on disk that have every defect of annotations.KINDS, each in a place that is known."""
 
 import json
+import re
 import struct
 import zlib
 from pathlib import Path
@@ -25,6 +26,36 @@ def write_picture(file: Path, number: int, mode: str = "RGB", **options: object)
     file.parent.mkdir(parents=True, exist_ok=True)
     Image.fromarray(picture(number)).convert(mode).save(file, **options)
     return file
+
+
+def mutated(content: bytes, rng: np.random.RandomState, tokens: tuple[bytes, ...] = ()) -> bytes:
+    """Words replaced by odd ones; or bytes flipped, left out, doubled; or the end missing."""
+    if tokens and rng.rand() < 0.6:  # one or two words replaced: the file keeps its shape
+        for _ in range(rng.randint(1, 3)):
+            words = [*re.finditer(rb"[\w.-]+", content)]
+            start, end = words[rng.randint(len(words))].span()
+            content = content[:start] + tokens[rng.randint(len(tokens))] + content[end:]
+        return content
+    result = bytearray(content)
+    for _ in range(rng.randint(1, 6)):
+        if len(result) < 4:
+            break
+        place = rng.randint(min(len(result), int(rng.choice([64, 10**9]))))
+        change = rng.randint(6)
+        if change == 0:
+            result[place] ^= 1 << rng.randint(8)
+        elif change == 1:
+            result[place] = rng.choice([0, 127, 128, 255])
+        elif change == 2:
+            del result[place : place + rng.randint(1, 20)]
+        elif change == 3:
+            start = rng.randint(len(result))
+            result[place:place] = result[start : start + rng.randint(1, 60)]
+        elif change == 4 and tokens:
+            result[place : place + rng.randint(3)] = tokens[rng.randint(len(tokens))]
+        elif change == 5 and rng.rand() < 0.3:
+            del result[place:]
+    return bytes(result)
 
 
 def exif(orientation: int) -> Image.Exif:

@@ -7,6 +7,9 @@ import numpy as np
 from PIL import Image
 
 from ppdist.config.data import DataConfig, SplitConfig
+from ppdist.data.datasets.annotations import quietly
+from ppdist.data.datasets.build import read_raw
+from ppdist.data.datasets.convert import convert
 
 NAMES = ("RBC", "WBC", "Platelets")
 
@@ -64,6 +67,17 @@ def write_json(root: Path, content: object) -> Path:
 def coco_config(root: Path, **changes: object) -> DataConfig:
     split = SplitConfig(annotations="set.json")
     return DataConfig(root=str(root), train=split, val=split, **changes)
+
+
+def sharded(root: Path, out: Path, shard_bytes: int = 12_000) -> DataConfig:
+    """The set of `write_coco` in shards of a few images, at the places it has there."""
+    raw = read_raw(coco_config(root), "train", quietly)
+    assert convert(raw, "coco", out, images="copy", split="train", shard_bytes=shard_bytes) == []
+    (out / "annotations" / "instances_train.json").rename(out / "set.json")
+    (out / "images" / "train").rename(out / "shards")
+    (out / "images").rmdir()
+    (out / "shards").rename(out / "images")
+    return coco_config(out)
 
 
 def bccd(shared: Path, form: str = "coco", **changes: object) -> DataConfig:

@@ -1,5 +1,6 @@
 """What reaches OpenCV; that nothing which does ends a process, tests/faults/fuzz.py tries."""
 
+import contextlib
 import io
 import multiprocessing
 import os
@@ -17,9 +18,11 @@ import pytest
 from PIL import Image
 
 from ppdist.common.process import ends_with_this
+from ppdist.data import decoder
 from ppdist.data.decoder import damage, decode
 from ppdist.data.image import image_size
-from tests.unit.data.pictures import broken_animation, picture, png_chunk
+from tests.unit.data.corpus import hollow_jpeg
+from tests.unit.data.pictures import broken_animation, exif, jpeg, picture, png_chunk
 
 SIZE = (12, 16)  # of every image here
 SECONDS = 30  # for them: a bound against hanging
@@ -216,3 +219,56 @@ def test_masks_that_make_no_sense_are_refused() -> None:
         assert decode(content) is None
     found = damage(whole[:-1])
     assert found is not None and found.code == "image_truncated"
+
+
+JPEGS = [
+    {"subsampling": sampling, "progressive": progressive, "quality": quality}
+    for sampling in ("4:4:4", "4:2:2", "4:2:0", "4:1:1")
+    for progressive in (False, True)
+    for quality in (30, 95)
+]
+
+
+@pytest.mark.parametrize("mode", ["RGB", "L"])
+@pytest.mark.parametrize("size", [(48, 64), (33, 47), (1, 9)])
+def test_simplejpeg_gives_the_pixels_of_opencv(monkeypatch, mode, size) -> None:
+    pytest.importorskip("simplejpeg")
+    image = Image.fromarray(picture(*size)).convert(mode)
+    for options in JPEGS:
+        file = io.BytesIO()
+        image.save(file, "JPEG", **options)
+        content = file.getvalue()
+        ways = [(reduced, upright) for reduced in (1, 2, 4, 8) for upright in (True, False)]
+        with monkeypatch.context() as patch:
+            patch.setattr(decoder, "simplejpeg", None)
+            by_opencv = [decode(content, *way) for way in ways]
+        with monkeypatch.context() as patch:
+            patch.delattr(cv2, "imdecode")
+            for way, image_HW3 in zip(ways, by_opencv):
+                np.testing.assert_array_equal(decode(content, *way), image_HW3)
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        encoded("CMYK", "JPEG"),
+        jpeg(picture(*SIZE), exif=exif(6)),
+        jpeg(picture(*SIZE), exif=exif(3)),
+        jpeg(picture(*SIZE)).replace(b"\xff\xc0", b"\xff\xc9", 1),  # arithmetic coding
+        hollow_jpeg(jpeg(picture())),
+    ],
+    ids=["cmyk", "on its side", "upside down", "arithmetic", "hollow"],
+)
+def test_opencv_keeps_what_is_not_plain(monkeypatch, content: bytes) -> None:
+    pytest.importorskip("simplejpeg")
+    seen: list[int] = []
+    whole = cv2.imdecode
+
+    def imdecode(data: np.ndarray, flags: int) -> np.ndarray | None:
+        seen.append(flags)
+        return whole(data, flags)
+
+    monkeypatch.setattr(cv2, "imdecode", imdecode)
+    with contextlib.suppress(cv2.error):
+        decode(content)
+    assert seen == [cv2.IMREAD_COLOR_RGB]

@@ -14,9 +14,11 @@ import numpy as np
 import pytest
 
 from ppdist.common import files
+from ppdist.common.errors import StorageError
 from ppdist.common.process import RESTART_VARIABLE
 from ppdist.data.datasets.build import read_split
 from ppdist.data.loader import EvalLoader
+from ppdist.data.transforms import pipeline
 from ppdist.data.types import ImagesAway
 from ppdist.distributed import heartbeat, store
 from tests.unit.data.loaders import assert_equal, loader, warnings_in
@@ -197,3 +199,54 @@ def test_cache_is_waited_for_at_a_restart_alone(folder, tmp_path, monkeypatch, c
         loader(folder, **options)
     (warning,) = warnings_in(caplog)
     assert "Input/output error; waiting for up to 900 s" in warning and len(tries) == 2
+
+
+def flapping(folder: Path, monkeypatch, storage_seconds: float):
+    """Samples whose storage is away for 4 s before each image that is read; the clock is ours."""
+    one = loader(folder)
+    samples, clock, away = one._samples, [1000.0], [True]
+    samples.storage_seconds = storage_seconds
+    opened = files._open_at_once
+
+    def refusing(path, flags):
+        if away[0]:
+            raise OSError(errno.ESTALE, "of a network disk", path)
+        return opened(path, flags)
+
+    def sleep(seconds: float) -> None:
+        clock[0] += seconds
+        if clock[0] >= 1004:
+            away[0] = False
+
+    monkeypatch.setattr(files, "_open_at_once", refusing)
+    monkeypatch.setattr(files, "_FIRST_PAUSE_SECONDS", 1.0)
+    monkeypatch.setattr(time, "monotonic", lambda: clock[0])
+    samples.pause = sleep
+    return samples, clock, away
+
+
+def test_storage_that_comes_and_goes_is_one_outage(folder, monkeypatch):
+    """Else each image of a step had its own 15 s, and gloo gives up after 30."""
+    samples, clock, away = flapping(folder, monkeypatch, 10.0)
+    samples._pixels_once_there(0)
+    waited = clock[0] - 1000
+    assert 4 <= waited < 10
+    away[0] = True
+    samples.pause = lambda seconds: clock.__setitem__(0, clock[0] + seconds)
+    with pytest.raises(StorageError):
+        samples._pixels_once_there(1)
+    assert clock[0] - 1000 == 10
+    clock[0] += 3  # without a wait: so much may be waited again
+    with pytest.raises(StorageError):
+        samples._pixels_once_there(1)
+    assert 2.9 < clock[0] - 1013 <= 10
+
+
+def test_images_that_kill_a_worker_are_not_opened_to_look(folder, monkeypatch):
+    samples = loader(folder)._samples
+    samples.blocklist_N[1:] = 9
+    samples.blocklist_N[3] = 0
+    opened = []
+    monkeypatch.setattr(pipeline, "can_be_read", lambda path: opened.append(Path(path).name))
+    assert not samples._others_are_there(0)
+    assert opened == [Path(samples.path(3)).name]

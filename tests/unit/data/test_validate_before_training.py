@@ -3,9 +3,11 @@
 import json
 import logging
 import os
+import threading
 import time
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from ppdist.common.errors import DataError, StorageError
@@ -14,8 +16,8 @@ from ppdist.config.data import DataConfig
 from ppdist.data import validate
 from ppdist.data.datasets.build import read_split
 from ppdist.data.decoder import Damage
-from ppdist.data.validate import ImageCheck, check_before_training
-from ppdist.distributed import store
+from ppdist.data.validate import ImageCheck, check_before_training, look_at_all
+from ppdist.distributed import progress, store
 from tests.unit.data.corpus import config, write_clean_coco
 
 pytestmark = pytest.mark.usefixtures("checked_here")
@@ -186,3 +188,75 @@ def test_check_of_a_restart_waits_for_its_images(home, broken, tmp_path, monkeyp
     with pytest.raises(DataError) as found:  # the only one of its split
         check_before_training(broken, train, val, workers=1)
     assert found.value.code == "no_good_image"
+
+
+def _checks_of(monkeypatch, most=99):
+    """The files that are checked from now on, of which one more than `most` ends the process."""
+    checked = []
+    check_image = validate.check_image
+
+    def check(path, size, *, decode):
+        if len(checked) == most:
+            raise KeyboardInterrupt
+        checked.append(os.path.basename(path))
+        return check_image(path, size, decode=decode)
+
+    def check_images(files, *, decode, workers, told):
+        found = []
+        for at, file in enumerate(files):
+            found.append(check(file.path, file.size, decode=decode))
+            told(at, found[-1])
+        return found
+
+    monkeypatch.setattr(validate, "check_images", check_images)
+    return checked
+
+
+def test_a_check_that_was_broken_off_goes_on(home, broken, monkeypatch, caplog):
+    monkeypatch.setattr(validate, "_JOURNAL_SECONDS", 0.0)
+    first = _checks_of(monkeypatch, most=2)
+    with pytest.raises(KeyboardInterrupt):
+        _check(broken)
+    (kept,) = (home / "ppdist").iterdir()
+    with kept.open("ab") as file:
+        file.write(b'\n[1, "cut sho')
+    caplog.set_level(logging.INFO, "ppdist.data")
+    rest = _checks_of(monkeypatch)
+    train, val, _ = _check(broken)
+    assert (first, rest) == (["0.jpg", "1.jpg"], ["2.jpg"])
+    assert [*train.unreadable] == [1] and val.unreadable == {}
+    assert "2 of them known from a check that was broken off" in caplog.text
+    (whole,) = (home / "ppdist").iterdir()
+    assert whole.suffix == ".json"
+
+
+@pytest.mark.parametrize("line", [
+    b"[]", b"{}", b"7", b'["x", "d", []]', b'[1, 2, []]', b'[1, "d", ["no kind"]]', b"\xff",
+    b'[%d, "d", []]' % 2**70, b'[1, "d", [], "image_empty"]', b'[1, "d", [[]]]', b"[" * 9999,
+])  # fmt: skip
+def test_a_damaged_journal_does_not_matter(tmp_path, line):
+    file = tmp_path / "journal"
+    file.write_bytes(b'[5, "d", ["grey"]]\n%b\n[6, "", [], "image_empty", "is empty"]' % line)
+    known = validate._Journal(file).of(np.array([6, 7, 5, 1]))
+    empty = ImageCheck(Damage("image_empty", "is empty"))
+    assert known == [empty, None, ImageCheck(None, ("grey",), "d"), None]
+
+
+def test_a_check_says_how_far_it_is(home, broken, monkeypatch, caplog):
+    monkeypatch.setattr(progress, "_REPORT_SECONDS", 0.0)
+    caplog.set_level(logging.INFO, "ppdist.data")
+    _check(broken)
+    assert "data check: 2 of 2 images, " in caplog.text and "ETA 0s" in caplog.text
+
+
+def test_files_are_looked_at_by_many_threads():
+    threads, together = set(), threading.Barrier(16, timeout=60)
+
+    def look(at):
+        if threading.get_ident() not in threads:
+            threads.add(threading.get_ident())
+            together.wait()  # broken where one waits for another
+        return -at
+
+    found_N = look_at_all(look, 1000, progress.Progress(logging.getLogger(), "", 1000))
+    assert found_N.tolist() == [-at for at in range(1000)]

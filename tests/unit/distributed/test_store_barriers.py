@@ -7,6 +7,7 @@ import time
 
 import pytest
 
+from ppdist.common.errors import RankError
 from ppdist.config.distributed import DistributedConfig
 from ppdist.distributed import comm, store
 from tests.distributed import run_on_ranks
@@ -65,3 +66,35 @@ def test_connections_that_close_meanwhile_do_no_harm():
             assert each.fileno() >= 0
         store.send_at_once()
         assert connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY)
+
+
+def work_long(_):
+    """Rank 0 works for three times the timeout and shows life, then as long without a sign."""
+    store.set_timeout(0.5)
+
+    def work(lives):
+        began = time.monotonic()
+        while time.monotonic() - began < 1.5:
+            time.sleep(0.05)
+            if lives:
+                store.alive()
+        return time.monotonic() - began
+
+    said = [store.run_on_main(lambda: work(True))]
+    if store.is_main():
+        work(True)
+    store.barrier()
+    began = time.monotonic()
+    try:
+        store.run_on_main(lambda: work(False))
+    except RankError as error:
+        said += [error.code, time.monotonic() - began]
+    return said
+
+
+@pytest.mark.slow
+def test_rank_that_shows_life_is_waited_for_and_hung_one_not():
+    of_rank_0, of_rank_1 = run_on_ranks(2, "tests.unit.distributed.test_store_barriers:work_long")
+    assert of_rank_0 == of_rank_1[:1] and of_rank_0[0] >= 1.5
+    code, waited = of_rank_1[1:]
+    assert code == "rank_timeout" and 0.5 <= waited < 1.2

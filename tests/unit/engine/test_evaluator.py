@@ -154,7 +154,7 @@ def test_padding_is_not_drawn():
 
 
 def test_a_long_evaluation_reports_how_far_it_is(monkeypatch, caplog):
-    monkeypatch.setattr("ppdist.engine.evaluator._REPORT_SECONDS", -1.0)
+    monkeypatch.setattr("ppdist.distributed.progress._REPORT_SECONDS", -1.0)
     with caplog.at_level(logging.INFO, logger="ppdist"):
         evaluator().predict(Oracle(five_images()))
-    assert "evaluated 2/5 images, ETA 0s" in caplog.text
+    assert "evaluation: 2 of 5 images, " in caplog.text

@@ -293,7 +293,7 @@ def test_a_paddle_that_was_not_run_is_a_warning(
         config = tiny_config(tmp_path)
         return preflight(config, output_dir=tmp_path, evaluate=False, resume=False)
 
-    monkeypatch.setattr(module, "resource_warnings", lambda folder: ["of this host"])
+    monkeypatch.setattr(module, "resource_warnings", lambda *arguments: ["of this host"])
     assert warned() == ["of this host"]
     monkeypatch.setattr(module.paddle, "__version__", "3.4.0")
     first, *others = warned()
@@ -325,8 +325,18 @@ def test_little_memory_and_a_full_disk_are_warnings(
     usage = shutil.disk_usage(tmp_path)
     monkeypatch.setattr(module, "available_memory", lambda: 1 << 30)
     monkeypatch.setattr(shutil, "disk_usage", lambda path: usage._replace(free=3 << 30))
-    memory, disk = module.resource_warnings(tmp_path / "not" / "there")
-    assert memory.startswith(f"host {HOST} has 1.0 GiB of memory left for 1 rank;")
+    memory, disk = module.resource_warnings(tmp_path / "not" / "there", 439_000_000)
+    assert memory.startswith(
+        f"host {HOST} has 1.0 GiB of memory left for 1 rank, which take 2.8 GiB"
+    )
+    assert "2.5 to read 439 MB of annotations" in memory
+    (only_the_disk,) = module.resource_warnings(tmp_path, 10_000_000)
+    assert only_the_disk.startswith("output_dir")
+    make_shapes(tmp_path, train=2, val=1, size=64, seed=0)
+    config, files = tiny_config(tmp_path, []), [*(tmp_path / "annotations").iterdir()]
+    sizes = {file.name: file.stat().st_size for file in files}
+    assert module.annotation_bytes(config, False) == sizes["instances_train.json"]
+    assert module.annotation_bytes(config, True) == sum(sizes.values())
     assert disk.startswith("output_dir: ") and "3.0 GiB free" in disk
 
 
@@ -354,3 +364,21 @@ def test_a_restart_waits_for_what_was_read_before(tmp_path, monkeypatch, caplog)
     module.wait_for_inputs(config, evaluate=True, anew=True)
     assert weights.exists() and annotations.exists()
     assert len([each for each in caplog.records if each.levelname == "WARNING"]) == 1
+
+
+def test_plugins_are_compared_before_they_are_imported(tmp_path, monkeypatch):
+    """A package, imported or not, and one that is a single file."""
+    package = tmp_path / "plugged_package"
+    package.mkdir()
+    (package / "__init__.py").write_text("raise SystemExit")
+    (package / "part.py").write_text("")
+    (tmp_path / "plugged_file.py").write_text("raise SystemExit")
+    monkeypatch.syspath_prepend(tmp_path)
+    names = ["json", "plugged_file", "plugged_package", "plugged_nowhere"]
+    monkeypatch.setattr(module.plugins, "packages", lambda: names)
+    found = module.digests_of_code()
+    wanted = {"json/__init__.py", "plugged_file.py", "plugged_package/__init__.py"}
+    assert wanted | {"plugged_package/part.py"} <= found.keys()
+    (tmp_path / "plugged_file.py").write_text("# other")
+    assert module.digests_of_code()["plugged_file.py"] != found["plugged_file.py"]
+    assert not {"plugged_file", "plugged_package"} & sys.modules.keys()

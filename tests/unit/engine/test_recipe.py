@@ -110,6 +110,13 @@ def test_unfit_model_is_told(model, code, said):
     assert caught.value.code == code and said in str(caught.value)
 
 
+def test_recipe_without_epochs_is_told(tmp_path):
+    (tmp_path / "my.yml").write_text("model: {name: yolov5}\n")
+    with pytest.raises(ConfigError, match="does not say train") as caught:
+        fitted(str(tmp_path / "my.yml"))
+    assert caught.value.code == "model_without_epochs"
+
+
 def test_what_o_says_decides_the_rest():
     typed = ("train.epochs=40", "train.batch_size_per_card=2", "model.pretrained=a.pt")
     by_o = fitted("ppyoloe_plus_s", overrides=typed)

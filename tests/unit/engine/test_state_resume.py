@@ -380,3 +380,30 @@ def test_resume_finds_a_checkpoint_in_the_fallback(shapes, output, tmp_path):
     module.claim_folder(output, anew, run_of)
     assert f"{other}-old-1" in anew.warnings[-1]
     assert {path.name for path in other.iterdir()} == {"notes.txt"}
+
+
+@pytest.mark.slow
+def test_newer_checkpoint_on_a_disk_that_is_away_is_waited_for(shapes, job, tmp_path, monkeypatch):
+    """Of two folders the one with the newest may be mounted late."""
+    output, spare = tmp_path / "output", tmp_path / "spare"
+    own = [f"checkpoint.fallback_dir={spare}", "checkpoint.every_steps=2"]
+    run(shapes, output, *own, "train.max_steps=4")
+    folders = folders_of(output, f"{spare}")
+    away = tmp_path / "away"
+    (output / "checkpoints" / "step-00000004").rename(away)
+    monkeypatch.setattr(time, "sleep", lambda seconds: None)
+    experiment = build(shapes, output, *own, "distributed.timeout_seconds=0.4")
+    experiment.log.close()
+    assert experiment.trainer.progress.step == 2
+    assert "skipped checkpoint of step 4" in said(output)
+    module.note_saved(4)
+
+    def mount(seconds):
+        folders[1].mkdir(parents=True, exist_ok=True)
+        if away.exists():
+            away.rename(folders[1] / "step-00000004")
+
+    monkeypatch.setattr(time, "sleep", mount)
+    experiment = build(shapes, output, *own)
+    experiment.log.close()
+    assert experiment.trainer.progress.step == 4

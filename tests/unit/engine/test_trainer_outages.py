@@ -60,6 +60,24 @@ def test_a_stop_does_not_wait_for_storage(shapes, tmp_path, monkeypatch):
     assert (output / "checkpoints" / "last").resolve().name == "step-00000001"
 
 
+def test_a_stop_amid_an_evaluation_does_not_wait_for_storage(shapes, tmp_path, monkeypatch):
+    monkeypatch.setattr(store, "_timeout", 1800.0)
+    data, output = Path(shutil.copytree(shapes, tmp_path / "data")), tmp_path / "output"
+    own = ["train.batch_size_per_card=4", "train.max_steps=1"]
+    experiment = build_run(data, output, *own, model=FASTEST, evaluate=True)
+    evaluate = experiment.trainer.evaluator.evaluate
+
+    def evaluate_without_images(*arguments):
+        (data / "images").rename(data / "away")
+        return evaluate(*arguments)
+
+    monkeypatch.setattr(experiment.trainer.evaluator, "evaluate", evaluate_without_images)
+    with experiment.log:
+        monkeypatch.setattr(time, "sleep", lambda seconds: experiment.trainer._ask_to_stop())
+        assert experiment.trainer.fit() == STOPPED
+    assert (output / "checkpoints" / "last").resolve().name == "step-00000001"
+
+
 def test_evaluation_without_images_ends_all_ranks_alike(monkeypatch):
     """The others hear it as what it is: training on would lack the images, too."""
 

@@ -5,6 +5,7 @@ import signal
 import subprocess
 import sys
 import time
+from importlib.util import find_spec
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -27,6 +28,7 @@ from ppdist.export.predictor import (
     suppress,
 )
 from ppdist.export.spec import read_spec
+from ppdist.export.verify import compare_rows, eager_outputs, load_openvino
 from ppdist.models.model_card import CARD_NOTE, ModelCard, read_card
 from tests.unit.export.tiny import (
     NMS,
@@ -187,8 +189,8 @@ def test_onnx_without_nms_gives_scores_and_boxes(tmp_path: Path, converter: None
 def test_onnx_classifier_equals_eager_probabilities(tmp_path: Path, converter: None) -> None:
     model = tiny_classifier()
     report = export_classifier(model, tmp_path / "model", classifier_spec(), ("paddle", "onnx"))
-    assert set(report.agreement) == {"paddle", "onnx"}
-    assert report.agreement["onnx"].box is None
+    assert set(report.agreement) == {"paddle", "onnx", *["openvino"] * bool(find_spec("openvino"))}
+    assert all(found.box is None for found in report.agreement.values())
     images = pictures(3, 96, 64)
     (found_BC,) = OnnxGraph(report.directory / "model.onnx", ONNX)(images)
     np.testing.assert_allclose(found_BC, EagerClassifier(model)(images), atol=1e-4)
@@ -205,6 +207,37 @@ def test_without_its_packages_onnx_says_what_to_install(
         "ONNX export needs paddle2onnx, onnx, onnxruntime: pip install 'ppdist[onnx]', or leave "
         "onnx out of --format"
     )
+
+
+def test_openvino_is_left_out_or_ends_the_export(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The first where nobody asked for it: the ONNX file is good in ONNX Runtime."""
+    with export_graph._openvino_wanted(needed=False):
+        raise ExportError(
+            "OpenVINO does not compute what the model computes", code="export_differs"
+        )
+    assert "OpenVINO is left out: OpenVINO does not compute" in caplog.text
+    with pytest.raises(ExportError), export_graph._openvino_wanted(needed=True):
+        raise ExportError("the same", code="export_differs")
+    monkeypatch.setattr(export_graph, "find_spec", lambda name: None)
+    with pytest.raises(ExportError, match=r"pip install 'ppdist\[openvino\]'") as error:
+        export_detector(tiny_model(), Path("model"), tiny_spec(), ("openvino",))
+    assert error.value.code == "package_missing"
+
+
+def test_rows_in_openvino_are_compared_with_eager(with_nms: Path) -> None:
+    if find_spec("openvino") is None:
+        pytest.skip("needs ppdist[openvino]")
+    images = [pictures(2)]
+    expected = eager_outputs(deployment_copy(tiny_model()), images)
+    kept = load_openvino(with_nms / "model.onnx")
+    found = compare_rows(kept, images, expected, NMS)
+    assert found.score < 1e-5 and found.boxes > 0
+    section = read_spec(with_nms).openvino
+    assert section is not None and section.files == ("model.onnx",)
+    with pytest.raises(ExportError, match="boxes after the non-maximum suppression in the graph"):
+        compare_rows(kept, images, [(scores / 2, boxes) for scores, boxes in expected], NMS)
 
 
 def test_int8_needs_one_more_package(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,6 +1,7 @@
 """An ONNX model in 8-bit integers: what stays in float, what it still finds, what is noted."""
 
 from dataclasses import replace
+from importlib.util import find_spec
 from pathlib import Path
 
 import numpy as np
@@ -71,6 +72,7 @@ def test_int8_model_is_described_beside_float_model(exported: Path) -> None:
     assert spec.paddle is None and spec.onnx is not None and spec.onnx_int8 is not None
     assert spec.onnx_int8.files == ("model_int8.onnx",)
     assert spec.onnx_int8.outputs == spec.onnx.outputs
+    assert (spec.openvino_int8 is not None) == bool(find_spec("openvino"))
     assert spec.onnx_int8.max_score_error > spec.onnx.max_score_error
     files = [exported / section.files[0] for section in (spec.onnx_int8, spec.onnx)]
     assert files[0].stat().st_size < 0.7 * files[1].stat().st_size
@@ -129,11 +131,8 @@ def test_accuracy_of_each_file_is_noted_beside_eager(
     assert spec.onnx.sample.mAP == pytest.approx(spec.onnx.sample.mAP_eager, abs=1e-3)
 
 
-def test_sample_has_time_limit_and_skips_unreadable(
-    tmp_path: Path, validation: DetectionSet
-) -> None:
+def test_sample_skips_unreadable(tmp_path: Path, validation: DetectionSet) -> None:
     eager = EagerPredictor(tiny_model(), NMS)
-    assert take_sample(validation, eager, tiny_spec(), seconds=0.0) is None
     sample = take_sample(validation, eager, tiny_spec(), count=1)
     assert sample is not None and len(sample.dataset.records) == 1
     gone = records(2, tmp_path)

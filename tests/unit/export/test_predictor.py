@@ -3,6 +3,7 @@
 import json
 import runpy
 import sys
+from importlib.util import find_spec
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -23,11 +24,13 @@ from ppdist.export.predictor import (
     EagerPredictor,
     ExportedPredictor,
     OnnxGraph,
+    OpenVinoGraph,
     PaddleGraph,
     graph_input,
     prepare,
 )
 from ppdist.export.spec import InferenceSpec, read_spec, write_spec
+from ppdist.export.standalone import has_bfloat16, import_openvino
 from ppdist.models.ppyoloe import PPYOLOE
 from tests.unit.export.tiny import (
     FORMATS,
@@ -55,11 +58,13 @@ def exported(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def variants() -> list[Any]:
     onnx = pytest.mark.skipif("onnx" not in FORMATS, reason="needs paddle2onnx and onnxruntime")
+    openvino = pytest.mark.skipif("openvino" not in FORMATS, reason="needs ppdist[onnx,openvino]")
     return [
         pytest.param({"threads": 2}, id="oneDNN"),
         pytest.param({"onednn": False, "threads": 2}, id="without oneDNN"),
         pytest.param({"backend": "onnx"}, id="ONNX Runtime", marks=onnx),
         pytest.param({"backend": "onnx", "threads": 2, "spinning": False}, id="asleep", marks=onnx),
+        pytest.param({"backend": "openvino", "threads": 2}, id="OpenVINO", marks=openvino),
     ]
 
 
@@ -76,11 +81,12 @@ def test_every_runtime_keeps_the_boxes_of_eager(
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"tensorrt": True}, "tensorrt needs backend onnx and device gpu"),
+        ({"backend": "tensorrt"}, "backend tensorrt needs device gpu"),
+        ({"backend": "openvino", "device": "gpu"}, "backend openvino needs device cpu"),
         ({"precision": "int8"}, "precision int8 does not go here: .*quantised ONNX file"),
         ({"precision": "float16"}, "precision float16 does not go here"),
-        ({"precision": "float16", "backend": "onnx", "device": "gpu"}, "of onnx with tensorrt"),
-        ({"precision": "bfloat16", "onednn": False}, "bfloat16: Paddle with oneDNN, for CPUs"),
+        ({"precision": "float16", "backend": "onnx", "device": "gpu"}, "of Paddle or TensorRT"),
+        ({"precision": "bfloat16", "onednn": False}, "bfloat16: OpenVINO, or Paddle with"),
         ({"threads": 0}, "greater than or equal to 1"),
         ({"memory_optim": True}, "Extra inputs are not permitted"),
     ],
@@ -124,13 +130,13 @@ def test_each_option_arrives_at_paddle_inference(monkeypatch: pytest.MonkeyPatch
 
 def test_onnx_runtime_gets_best_kernels_first() -> None:
     def asked(**options: Any) -> list[tuple[str, dict[str, Any]]]:
-        return runtime._providers(RuntimeOptions(backend="onnx", **options))
+        return runtime._providers(RuntimeOptions(**{"backend": "onnx", **options}))
 
     cpu, card = ("CPUExecutionProvider", {}), ("CUDAExecutionProvider", {})
     assert asked() == [cpu]
     assert asked(device="gpu") == [card, cpu]
     half = ("TensorrtExecutionProvider", {"trt_fp16_enable": True})
-    assert asked(device="gpu", tensorrt=True, precision="float16") == [half, card, cpu]
+    assert asked(backend="tensorrt", device="gpu", precision="float16") == [half, card, cpu]
 
 
 def test_onnx_runtime_reports_no_gpu_or_broken_file(tmp_path: Path) -> None:
@@ -145,6 +151,62 @@ def test_onnx_runtime_reports_no_gpu_or_broken_file(tmp_path: Path) -> None:
     ) as error:
         OnnxGraph(file, RuntimeOptions(backend="onnx", device="gpu"))
     assert error.value.code == "package_build"
+
+
+def test_without_tensorrt_what_it_needs_is_named() -> None:
+    pytest.importorskip("onnxruntime")
+    with pytest.raises(ExportError, match=r"no TensorrtExecutionProvider.*TensorRT's lib") as error:
+        OnnxGraph(Path("model.onnx"), RuntimeOptions(backend="tensorrt", device="gpu"))
+    assert error.value.code == "package_build"
+
+
+def needs_openvino() -> Any:
+    """Not importorskip, which would let it report to Google."""
+    try:
+        return import_openvino()
+    except ImportError:
+        pytest.skip("needs ppdist[openvino]")
+
+
+def test_openvino_is_imported_without_its_telemetry() -> None:
+    """It came before: whoever uses it for other things still has it."""
+    openvino = needs_openvino()
+    told = sys.modules["openvino.tools.ovc.telemetry_utils"]
+    assert openvino.__name__ == "openvino"
+    assert told.tm.__name__ == "openvino.tools.ovc.telemetry_stub"
+    assert sys.modules.get("openvino_telemetry", "absent") is not None
+
+
+def test_openvino_reports_a_broken_file_or_its_absence(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    needs_openvino()
+    file = tmp_path / "model.onnx"
+    file.write_bytes(b"no model")
+    with pytest.raises(ExportError, match=r"OpenVINO cannot load .*model\.onnx") as error:
+        OpenVinoGraph(file, RuntimeOptions(backend="openvino"))
+    assert error.value.code == "runtime_load_failed"
+    monkeypatch.setitem(sys.modules, "openvino", None)
+    monkeypatch.setattr("ppdist.export.standalone.openvino_core", import_openvino)
+    with pytest.raises(ExportError, match=r"pip install 'ppdist\[openvino\]'") as error:
+        OpenVinoGraph(file, RuntimeOptions(backend="openvino"))
+    assert error.value.code == "package_missing"
+
+
+def test_openvino_computes_in_what_was_asked_for(exported: Path, caplog: Any) -> None:
+    """Its own default is bfloat16 where a processor has it; where none has, that is said."""
+    openvino = needs_openvino()
+    read = "INFERENCE_PRECISION_HINT"
+
+    def compiled(precision: Any) -> Any:
+        options = RuntimeOptions(backend="openvino", precision=precision)
+        graph = OpenVinoGraph(exported / "model.onnx", options)
+        return graph._request.get_compiled_model().get_property(read)
+
+    assert compiled("float32") == openvino.Type.f32
+    with caplog.at_level("WARNING", logger="ppdist"):
+        assert (compiled("bfloat16") == openvino.Type.bf16) == has_bfloat16()
+    assert ("no bfloat16" in caplog.text) != has_bfloat16()
 
 
 def test_without_onnx_runtime_the_package_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -218,6 +280,8 @@ def test_every_form_of_an_export_is_measured(model: PPYOLOE, exported: Path) -> 
         names.append(f"{names[-1]}, bfloat16")
     if spec.onnx is not None:
         names.append("ONNX Runtime")
+        if find_spec("openvino"):
+            names += ["OpenVINO", *["OpenVINO, bfloat16"] * has_bfloat16()]
     predictors = predictors_of(deployment_copy(model), exported, spec, threads=1)
     assert list(predictors) == names
     assert list(predictors_of(None, exported, spec, threads=1)) == names[1:]

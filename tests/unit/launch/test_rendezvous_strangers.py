@@ -337,6 +337,22 @@ def test_callers_during_a_run_cost_it_no_time() -> None:
     assert longest < 2.0
 
 
+def test_many_late_callers_are_all_answered() -> None:
+    with socket.create_server((A, 0)) as listener:
+        listener.setblocking(False)
+        line = ControlChannel(A, (A, B), {}, listener, lambda text: None)
+        callers = [socket.create_connection(listener.getsockname()[:2]) for _ in range(10)]
+        for caller in callers:
+            caller.sendall(b'{"type": "hello"}\n')
+            caller.settimeout(10)
+        for _ in range(9):
+            line.watch([])
+        answers = [caller.recv(4096) for caller in callers]
+        for caller in callers:
+            caller.close()
+    assert all(answers)
+
+
 def joins_late(argument: object) -> list[list[int]]:
     """Rank 1's place is first asked for by a process of an earlier job."""
     from ppdist.distributed import comm, store

@@ -105,6 +105,16 @@ def test_a_folder_whose_ranks_still_run_stays(temporary: Path) -> None:
     assert not folder.exists()
 
 
+def test_a_folder_named_through_a_link_stays_too(temporary: Path) -> None:
+    folder, link = left(temporary), temporary / "link"
+    link.symlink_to(temporary)
+    variables = os.environ | {"PPDIST_JOB_DIR": str(link / folder.name)}
+    with subprocess.Popen([sys.executable, "-c", "input()"], env=variables, stdin=-1) as rank:
+        started()
+        assert folder.is_dir()
+        rank.communicate(b"\n")
+
+
 def test_a_tmpdir_that_cannot_be_written_is_said(
     monkeypatch: pytest.MonkeyPatch, temporary: Path, capsys
 ) -> None:

@@ -221,3 +221,26 @@ def test_written_detections_use_annotation_file_ids(tmp_path):
         "score": 0.75,
     }
     assert [p.name for p in path.parent.iterdir()] == ["detections.json"]
+
+
+def test_written_detections_have_the_digits_of_python(tmp_path):
+    dataset = detection_set(record(42, [[0, 0, 9, 9]], [1]), record(7, [[0, 0, 9, 9]], [0]))
+    rng = np.random.default_rng(0)
+    rows_R7 = rng.uniform(0, 700, (300, 7)).astype(np.float32)
+    rows_R7[:, :2], rows_R7[:, 2] = rng.integers(0, 2, (300, 2)), rng.uniform(0.001, 1, 300)
+    rows_R7[:3, 2:5] = [[1.0, 0.0625, -0.25], [0.5, -0.0, 12.0], [0.00001, 0.0005, 0.0015]]
+    expected = [
+        {
+            "image_id": dataset.records[int(index)].image_id,
+            "category_id": dataset.category_ids[int(label)],
+            "bbox": [round(value, 3) for value in (x1, y1, x2 - x1, y2 - y1)],
+            "score": round(score, 5),
+        }
+        for index, label, score, x1, y1, x2, y2 in rows_R7.tolist()
+    ]
+    diverged = np.float32([[0, 0, np.nan, 1, 1, 2, 2], [0, 0, 0.5, 1, 1, np.inf, 2]])
+    write_detections(tmp_path / "found.json", dataset, np.concatenate([rows_R7, diverged]))
+    text = (tmp_path / "found.json").read_text()
+    assert text == json.dumps(expected).replace("1e-05", "0.00001")
+    write_detections(tmp_path / "none.json", dataset, rows_R7[:0])
+    assert json.loads((tmp_path / "none.json").read_text()) == []

@@ -1,13 +1,14 @@
 """Results as files: COCO, YOLO, VOC, tables and crops."""
 
 import csv
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 
 from ppdist.predict.detections import Detections
-from ppdist.predict.results import Objects, Pictures, folder_name
+from ppdist.predict.results import Objects, Pictures, folder_name, own_results
 from ppdist.predict.sources import Frame
 from tests.unit.export.tiny import tiny_spec
 
@@ -43,7 +44,31 @@ def test_every_format_holds_the_same_objects(tmp_path: Path) -> None:
         rows = list(csv.DictReader(file))
     assert [float(rows[0][key]) for key in ("x1", "y1", "x2", "y2")] == [10, 45, 30, 90]
     assert rows[4]["frame"] == "3" and rows[4]["class"] == "green"
+    assert rows[0]["track_id"] == ""
     assert results.total() == "6 objects in 3 images"
+    assert own_results(tmp_path) == {
+        "a.jpg", "detections.json", "detections.csv", "labels", "annotations", "crops"
+    }  # fmt: skip
+
+
+def test_a_later_run_owns_what_the_first_has_written(tmp_path: Path) -> None:
+    for name in ("a.jpg", "b.jpg"):
+        results = Objects(tmp_path, tiny_spec(), Pictures(tmp_path, {name: name}))
+        results.add(Frame(name, None, IMAGE), found_in(IMAGE, name))
+        results.write()
+    assert own_results(tmp_path) == {"a.jpg", "b.jpg", "detections.json"}
+    for text in ("", "[]", '{"info": []}', '{"info": {"description": "COCO 2017"}}'):
+        (tmp_path / "detections.json").write_text(text)
+        assert own_results(tmp_path) == set()
+
+
+def test_a_table_has_the_tracks(tmp_path: Path) -> None:
+    results = Objects(tmp_path, tiny_spec(), Pictures(tmp_path, {}), ("csv",))
+    found = replace(found_in(IMAGE, "film.mp4"), track_ids=np.array([7, -1]))
+    results.add(Frame("film.mp4", 0, IMAGE, 25), found)
+    results.write()
+    with (tmp_path / "detections.csv").open(encoding="utf-8") as file:
+        assert [row["track_id"] for row in csv.DictReader(file)] == ["7", ""]
 
 
 def test_the_line_counts_by_class(tmp_path: Path) -> None:

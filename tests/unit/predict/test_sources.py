@@ -12,7 +12,7 @@ from PIL import Image
 
 from ppdist.common.errors import DataError
 from ppdist.predict import sources
-from ppdist.predict.sources import Source, as_image, expand, is_many, read_source
+from ppdist.predict.sources import Source, as_image, expand, is_many, read_source, root_of
 from tests.media import picture
 
 
@@ -54,6 +54,20 @@ def test_a_source_with_nothing_is_told(photos: Path, word: str, code: str) -> No
     with pytest.raises(DataError) as error:
         expand([word])
     assert error.value.code == code
+
+
+def test_a_place_that_may_not_be_read_is_told(
+    photos: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(path: Path) -> bool:
+        raise PermissionError(13, "Permission denied", str(path))
+
+    for name in ("is_file", "is_dir", "exists"):
+        monkeypatch.setattr(Path, name, refuse)
+    for ask in (lambda: expand(["p"]), lambda: is_many("p"), lambda: root_of("p")):
+        with pytest.raises(DataError, match="Permission denied") as error:
+            ask()
+        assert error.value.code == "folder_unreadable"
 
 
 @pytest.fixture

@@ -243,6 +243,13 @@ def test_yolo_folder_without_yaml(tmp_path, files, train, val):
     assert layout.class_names == NAMES and layout.images == 1
 
 
+def test_several_data_files_are_told(tmp_path):
+    for name in ("a.yaml", "b.yml"):
+        write(tmp_path, name, "train: images\nnames: [cat]\n")
+    said = refused(tmp_path, "split_ambiguous")
+    assert "several data files: a.yaml, b.yml" in said and f"{tmp_path / 'a.yaml'}, say" in said
+
+
 def test_what_is_no_data_set_is_told(tmp_path):
     assert "is no folder and no data.yaml" in refused(tmp_path / "gone", "data_not_found")
     touch(tmp_path, "notes.md", "one/x.md", "two/x.md")

@@ -1,0 +1,374 @@
+"""Object stores: files behind s3://, gs://, http:// and the like, by fsspec.
+
+Every failure is an OSError, as of a disk: FileNotFoundError, PermissionError, or `StoreAway` where
+the same request may succeed later.  No message holds a key, a token or the text of a library.
+
+`Path` and `os.path` make one slash of two: `s3:/bucket/key` is taken for `s3://bucket/key`.  Event
+loops and clients do not survive a fork, so each process opens its own at its first request.
+"""
+
+import errno
+import hashlib
+import json
+import logging
+import os
+import re
+import tempfile
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple, TypeVar
+
+from ppdist.common.errors import UserError
+from ppdist.common.files import FileLock, pauses, replace_file, user_cache, writing
+from ppdist.common.store_cache import StoreCache
+
+_LOGGER = logging.getLogger("ppdist.data")
+_REMOTE = re.compile(r"([a-z][a-z0-9+.-]+):/{1,2}(?=[^/])")
+_CREDENTIALS = re.compile(r"//[^/]*@|[?&](X-|sig=|token=|key=|Signature|AWSAccessKeyId)", re.I)
+_BLOCK_BYTES = 4 << 20  # of a large file, a request each
+_TRIES = 4  # of a request whose failures come at once
+_FIRST_SECONDS = 30.0  # that a start waits for a store, which nobody has reached yet
+_LISTING_SECONDS = 300.0
+_PASSING_STATUS = (408, 425, 429)
+_T = TypeVar("_T")
+
+
+class StoreAway(OSError):
+    """A store is slow, busy or out of reach: the same request may succeed later."""
+
+    def __init__(self, why: str, path: str) -> None:
+        super().__init__(errno.EREMOTEIO, why, path)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return StoreAway, (self.strerror, self.filename)
+
+
+class Version(NamedTuple):
+    """What tells whether a file is still the same one: bytes, and a mark (ETag, time)."""
+
+    bytes: int
+    mark: str
+
+
+@dataclass
+class _Settings:
+    """cache: None: nothing is kept; seconds: that one request may take."""
+
+    folder: Path | None = None
+    cache: StoreCache | None = None
+    seconds: float = 20.0
+
+
+_settings = _Settings()
+_filesystems: dict[tuple[int, str], Any] = {}  # by process
+
+
+def use(folder: str | None, cache_bytes: int, seconds: float) -> None:
+    """How this process and those that it forks reach stores from now on.
+
+    Args:
+        folder: of what is kept; None: ppdist in $XDG_CACHE_HOME or ~/.cache.
+        cache_bytes: that fetched images may take there; 0: none are kept.
+        seconds: after which a request without an answer has failed.
+    """
+    home = user_cache() if folder is None else Path(folder)
+    place = None if home is None else home / "stores"
+    _settings.seconds = seconds
+    kept = _settings.cache
+    if place is None or not cache_bytes:
+        _settings.folder, _settings.cache = place, None
+    elif kept is None or _settings.folder != place or kept.most_bytes != cache_bytes:
+        _settings.folder, _settings.cache = place, StoreCache(place, cache_bytes)
+
+
+def is_remote(path: str | os.PathLike[str]) -> bool:
+    """Whether a path is of a store."""
+    found = _REMOTE.match(os.fspath(path))
+    return found is not None and found[1] != "file"
+
+
+def url_of(path: str | os.PathLike[str]) -> str:
+    """The address of a path, with both slashes; of a local one an absolute path."""
+    text = os.fspath(path)
+    if text.startswith("file:/"):
+        return "/" + text[len("file:") :].lstrip("/")
+    found = _REMOTE.match(text)
+    return os.path.abspath(text) if found is None else f"{found[1]}://{text[found.end() :]}"
+
+
+def holds_credentials(path: str) -> bool:
+    """Whether an address has a user, or a signature, which logs and configurations would show."""
+    return is_remote(path) and _CREDENTIALS.search(url_of(path)) is not None
+
+
+def version_of(path: str | os.PathLike[str]) -> Version:
+    """Asks for size and version of one file.  Raises: OSError."""
+    found = _ask(path, "info")
+    if found.get("type") == "directory":
+        raise IsADirectoryError(errno.EISDIR, "a folder", url_of(path))
+    return _version(found)
+
+
+def listing(folder: str | os.PathLike[str]) -> dict[str, Version] | None:
+    """The files of a folder; None: a store that cannot list (http).
+
+    Raises: OSError: FileNotFoundError where there is nothing.
+    """
+    url = url_of(folder)
+    if url.startswith(("http:", "https:")):
+        return None
+    entries = patiently(lambda: _ask(folder, "ls", detail=True, seconds=_LISTING_SECONDS))
+    return {
+        str(each["name"]).rstrip("/").rpartition("/")[2]: _version(each)
+        for each in entries
+        if each.get("type") != "directory"
+    }
+
+
+def answers(path: str | os.PathLike[str]) -> bool:
+    """Whether the store can be reached now, whatever it says of this path."""
+    try:
+        _ask(path, "info")
+    except StoreAway:
+        return False
+    except OSError:
+        return True
+    return True
+
+
+def fetch(
+    path: str | os.PathLike[str],
+    begin: int = 0,
+    length: int | None = None,
+    mark: str = "",
+    kept: bool = True,
+) -> bytes:
+    """A file, or `length` bytes of it, from the cache or the store.
+
+    Args:
+        mark: its version, where it is known: of another one nothing is taken from the cache.
+        kept: whether the cache keeps it.
+    Raises: OSError.
+    """
+    url, cache = url_of(path), _settings.cache if kept else None
+    key = f"{url}\0{begin}\0{length}\0{mark}"
+    content = None if cache is None else cache.get(key)
+    if content is not None:
+        return content
+    end = None if length is None else begin + length
+    content = _ask(path, "cat_file", start=begin if length is not None else None, end=end)
+    if length is not None and len(content) > length:  # a server without ranges sends all
+        content = content[begin:end]
+    if length is not None and len(content) != length:
+        what = f"{len(content)} bytes came of {length}: it was replaced since the start"
+        raise OSError(errno.EINVAL, what, url)
+    if cache is not None:
+        cache.put(key, content)
+    return content
+
+
+def local_copy(path: str | os.PathLike[str]) -> Path:
+    """A file of a store on this host's disk: one process fetches it, others and later runs find it.
+
+    Raises: UserError: it cannot be fetched, or not be written.
+    """
+    url = url_of(path)
+    try:
+        version = patiently(lambda: version_of(url))
+        folder = _settings.folder or Path(tempfile.gettempdir()) / f"ppdist-stores-{os.getuid()}"
+        name = hashlib.blake2b(url.encode(), digest_size=8).hexdigest()
+        file = folder / "copies" / name / url.rpartition("/")[2]
+        note = file.with_name("version.json")
+        wanted = json.dumps([url, *version])
+        with writing(file):
+            file.parent.mkdir(parents=True, exist_ok=True)
+            lock = FileLock(file.with_name("lock"))
+            with suppress(OSError):  # without locks each fetches it, and renames
+                lock.open()
+                lock.acquire()
+        try:
+            if _said(note) != wanted or not file.is_file() or file.stat().st_size != version.bytes:
+                draft = file.with_name(f"{file.name}.{os.getpid()}")
+                _download(url, version, draft)
+                with writing(file):
+                    draft.replace(file)
+                    replace_file(note, wanted.encode())
+        finally:
+            lock.close()
+    except UserError:
+        raise
+    except OSError as error:
+        raise UserError(
+            error.strerror or str(error), code="store_file_unreadable", where=url, fix=_fix(error)
+        ) from error
+    return file
+
+
+def _said(note: Path) -> str:
+    try:
+        return note.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError):
+        return ""
+
+
+def _download(url: str, version: Version, draft: Path) -> None:
+    with writing(draft), open(draft, "wb") as file:
+        for begin in range(0, version.bytes, _BLOCK_BYTES):
+            length = min(_BLOCK_BYTES, version.bytes - begin)
+            block = patiently(lambda at=begin, n=length: fetch(url, at, n, kept=False))  # type: ignore[misc]
+            file.write(block)
+
+
+def _fix(error: OSError) -> str:
+    if isinstance(error, PermissionError):
+        return (
+            "give credentials as the store's own tools take them (AWS_PROFILE, "
+            "AWS_ACCESS_KEY_ID, GOOGLE_APPLICATION_CREDENTIALS, HF_TOKEN), or for a public "
+            "bucket FSSPEC_S3_ANON=true"
+        )
+    if isinstance(error, FileNotFoundError):
+        return "check data.root and the names of the files"
+    return "check the network and the address (AWS_ENDPOINT_URL for a store other than Amazon's)"
+
+
+def patiently(call: Callable[[], _T]) -> _T:
+    """What a call gives, tried again for half a minute where a store is away.  Raises: OSError."""
+    left = pauses(_FIRST_SECONDS)
+    while True:
+        try:
+            return call()
+        except StoreAway as away:
+            pause = next(left, None)
+            if pause is None:
+                raise
+            _LOGGER.warning("%s: %s; trying again", away.filename, away.strerror)
+            time.sleep(pause)
+
+
+# --- requests -------------------------------------------------------------------------------------
+
+
+def _ask(
+    path: str | os.PathLike[str], what: str, seconds: float | None = None, **arguments: Any
+) -> Any:
+    """A request, again where it fails at once; within about twice the time of one.
+
+    Raises: OSError; UserError: the library for such addresses is not installed.
+    """
+    url = url_of(path)
+    filesystem = _filesystem(url)
+    limit = _settings.seconds if seconds is None else seconds
+    if filesystem.async_impl:  # the others have limits of their own
+        arguments["timeout"] = limit
+    deadline = time.monotonic() + limit
+    for tried in range(1, _TRIES + 1):
+        try:
+            return getattr(filesystem, what)(url, **arguments)
+        except Exception as error:  # of libraries that have little in common
+            problem = _problem(error, url, limit)
+        # Not from it: a library's text may hold what nobody should read in a log.
+        pause = 0.1 * 2**tried
+        if tried == _TRIES or not isinstance(problem, StoreAway):
+            raise problem
+        if time.monotonic() + pause > deadline:
+            raise problem
+        time.sleep(pause)
+    raise AssertionError("unreachable")
+
+
+def _filesystem(url: str) -> Any:
+    protocol = url.partition(":")[0]
+    found = _filesystems.get((os.getpid(), protocol))
+    if found is None:
+        found = _filesystems[os.getpid(), protocol] = _opened(protocol, url)
+    return found
+
+
+def _opened(protocol: str, url: str) -> Any:
+    try:
+        import fsspec
+
+        for library in ("botocore", "aiobotocore", "s3fs", "fsspec", "gcsfs"):
+            logging.getLogger(library).setLevel(logging.ERROR)  # they say where keys were found
+        options: dict[str, Any] = {"skip_instance_cache": True, "use_listings_cache": False}
+        if protocol in ("s3", "s3a") and "config_kwargs" not in fsspec.config.conf.get("s3", {}):
+            seconds = _settings.seconds
+            options["config_kwargs"] = {
+                "connect_timeout": min(5.0, seconds),
+                "read_timeout": seconds,
+                "retries": {"max_attempts": 1},
+            }
+        filesystem = fsspec.filesystem(protocol, **options)
+        if protocol in ("s3", "s3a"):
+            filesystem.retries = 1  # ours alone, within the time limit
+        return filesystem
+    except ImportError as error:
+        package = {"gs": "gcsfs", "gcs": "gcsfs", "hf": "huggingface_hub", "az": "adlfs",
+                   "abfs": "adlfs"}.get(protocol)  # fmt: skip
+        raise UserError(
+            f"{protocol}:// is read by a package that is not installed ({error.name or protocol})",
+            code="store_library_missing",
+            where=url,
+            fix="pip install 'ppdist[stores]'" + (f" {package}" if package else ""),
+        ) from None
+    except ValueError:
+        known = "s3://, gs://, hf://, http:// and what else fsspec opens"
+        raise UserError(
+            f"nothing is known of {protocol}://; expected a folder, or {known}",
+            code="store_unknown",
+            where=url,
+        ) from None
+
+
+def _problem(error: Exception, url: str, limit: float) -> OSError:
+    """The failure of a request in words of ours."""
+    status, code = _answer(error)
+    name = f"HTTP {status} {code}".strip() if status else code
+    if isinstance(error, FileNotFoundError) or status in (404, 410):
+        return FileNotFoundError(errno.ENOENT, "does not exist in the store", url)
+    if isinstance(error, IsADirectoryError | NotADirectoryError):
+        return FileNotFoundError(errno.ENOENT, "a folder of the store, no file", url)
+    refused = isinstance(error, PermissionError) or status in (401, 403)
+    if refused or "Credential" in type(error).__name__:
+        why = f"the store refuses access ({name or 'no credentials'})"
+        return PermissionError(errno.EACCES, why, url)
+    if isinstance(error, TimeoutError) or "Timeout" in type(error).__name__:
+        return StoreAway(f"no answer within {limit:g} s", url)
+    if status and 400 <= status < 500 and status not in _PASSING_STATUS:
+        return OSError(errno.EINVAL, f"the store answers {name}", url)
+    if not status and isinstance(error, ValueError | TypeError | AttributeError | KeyError):
+        return OSError(errno.EINVAL, f"the store's library failed ({type(error).__name__})", url)
+    return StoreAway(f"the store answers {name}" if name else _cut(error), url)
+
+
+def _cut(error: BaseException) -> str:
+    return f"the connection failed ({type(error).__name__})"
+
+
+def _answer(error: BaseException) -> tuple[int, str]:
+    """HTTP status and the store's word for it, of whatever library; 0, "": there was no answer."""
+    each: BaseException | None = error
+    while each is not None:
+        response = getattr(each, "response", None)
+        if isinstance(response, dict):  # botocore
+            status = response.get("ResponseMetadata", {}).get("HTTPStatusCode", 0)
+            code = str(response.get("Error", {}).get("Code", ""))
+            return int(status or 0), code if re.fullmatch(r"[A-Za-z]{1,40}", code) else ""
+        for holder in (response, each):
+            for attribute in ("status_code", "status", "code"):
+                if attribute == "code" and type(holder).__name__ != "HttpError":
+                    continue  # gcsfs has it; aiohttp calls a cut answer so, too
+                status = getattr(holder, attribute, None)
+                if isinstance(status, int) and 100 <= status < 600:
+                    return status, ""
+        each = each.__cause__ or each.__context__
+    return 0, ""
+
+
+def _version(found: dict[str, Any]) -> Version:
+    times = (found.get(key) for key in ("LastModified", "mtime", "updated", "created"))
+    mark = found.get("ETag") or found.get("etag") or next((t for t in times if t is not None), "")
+    return Version(int(found.get("size") or 0), str(mark).strip('"'))

@@ -1,0 +1,280 @@
+"""Tar shards in WebDataset's layout, read by offset.
+
+    FOLDER/train-000000.tar      a plain tar: KEY.jpg, KEY.json, KEY.jpg, ...
+    FOLDER/index.csv             name,shard,offset,size of every image: where its bytes lie
+
+A shard is to us a folder of images: FOLDER/train-000000.tar/KEY.jpg.  So a sample is read by its
+position, in any order, by any rank, from a disk or a store.  KEY.json has the image's entries of
+COCO's JSON, for WebDataset's readers; ours take the JSON file of the whole split.
+"""
+
+import csv
+import errno
+import hashlib
+import io
+import json
+import os
+import tarfile
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, BinaryIO, NamedTuple
+
+import numpy as np
+
+from ppdist.common import stores
+from ppdist.common.files import open_file, read_file, too_large, writing
+
+INDEX_FILE = "index.csv"
+_COLUMNS = ["name", "shard", "offset", "size"]
+_SUFFIX = ".tar"
+_MOST_INDEX = 1 << 32
+_HEADER_BYTES = tarfile.BLOCKSIZE
+
+
+class Member(NamedTuple):
+    """offset, size: bytes of its content in the shard; mark: of the index that says so."""
+
+    offset: int
+    size: int
+    mark: str
+
+
+class ShardIndex:
+    """Where each image of a folder of shards lies.
+
+    Flat arrays sorted by a digest of `SHARD/NAME`: 24 bytes an image, shared by forked workers.
+    """
+
+    def __init__(self, content: bytes, where: str) -> None:
+        """Args: content: of index.csv.  Raises: OSError: it is none."""
+        try:
+            rows = csv.reader(io.StringIO(content.decode("utf-8")))
+            if next(rows, None) != _COLUMNS:
+                raise ValueError
+            marks, spans = [], []
+            for name, shard, offset, size in rows:
+                marks.append(_digest(f"{shard}/{name}"))
+                spans.append((int(offset), int(size)))
+            mark_N = np.array(marks, np.uint64)
+            span_N2 = np.array(spans, np.int64).reshape(-1, 2)
+            if (span_N2 < 0).any() or len(np.unique(mark_N)) < len(mark_N):
+                raise ValueError
+        except (ValueError, OverflowError, csv.Error) as error:
+            raise OSError(
+                errno.EINVAL, f"no index of shards: expected lines {','.join(_COLUMNS)}", where
+            ) from error
+        order_N = np.argsort(mark_N)
+        self._mark_N, self._span_N2 = mark_N[order_N], span_N2[order_N]
+        self.mark = hashlib.blake2b(content, digest_size=8).hexdigest()
+
+    def __len__(self) -> int:
+        return len(self._mark_N)
+
+    def find(self, shard: str, name: str) -> Member | None:
+        """An image of a shard; None: the index lists none of this name."""
+        mark = np.uint64(_digest(f"{shard}/{name}"))
+        at = int(np.searchsorted(self._mark_N, mark))
+        if at == len(self._mark_N) or self._mark_N[at] != mark:
+            return None
+        offset, size = self._span_N2[at].tolist()
+        return Member(offset, size, self.mark)
+
+
+def _digest(text: str) -> int:
+    return int.from_bytes(hashlib.blake2b(os.fsencode(text), digest_size=8).digest(), "little")
+
+
+class Place(NamedTuple):
+    """A path through a shard, taken apart: folder/shard/name."""
+
+    folder: str
+    shard: str
+    name: str
+
+
+def place_in_shard(path: str) -> Place | None:
+    """Where a path leads through a tar file; None: it does not.
+
+    On disk a folder may be called so, too, and is one.
+    """
+    begin = 0
+    while (at := path.find(f"{_SUFFIX}/", begin)) >= 0:
+        begin = at + len(_SUFFIX)
+        shard, name = path[:begin], path[begin + 1 :]
+        if stores.is_remote(path) or os.path.isfile(shard):
+            return Place(*os.path.split(shard), name)
+    return None
+
+
+def is_shard(path: str) -> bool:
+    """Whether a folder is in truth a tar file."""
+    return path.endswith(_SUFFIX) and (stores.is_remote(path) or os.path.isfile(path))
+
+
+_indexes: dict[str, ShardIndex] = {}  # by folder; workers inherit those of their rank
+
+
+def index_of(folder: str) -> ShardIndex:
+    """The index of a folder of shards, read once a process.  Raises: OSError, UserError."""
+    found = _indexes.get(folder)
+    if found is None:
+        file = os.path.join(folder, INDEX_FILE)
+        local = stores.local_copy(file) if stores.is_remote(folder) else Path(file)
+        found = _indexes[folder] = ShardIndex(read_file(local, _MOST_INDEX), stores.url_of(file))
+    return found
+
+
+def forget_index(folder: str) -> None:
+    """It is read anew when it is needed: the file may have changed since."""
+    _indexes.pop(folder, None)
+
+
+def find_member(place: Place) -> Member:
+    """Raises: OSError: FileNotFoundError where the index lists no such image."""
+    member = index_of(place.folder).find(place.shard, place.name)
+    if member is None:
+        path = os.path.join(*place)
+        raise FileNotFoundError(errno.ENOENT, f"not listed in {INDEX_FILE} of its shards", path)
+    return member
+
+
+def open_member(place: Place) -> BinaryIO:
+    """An image in a shard as a file of its own, which reads no more of the shard than it is asked.
+
+    Raises: OSError: absent, unreadable, or the index is of other shards.
+    """
+    member = find_member(place)
+    shard = os.path.join(place.folder, place.shard)
+    if stores.is_remote(shard):
+        return io.BytesIO(read_member(place, member.size))
+    file = open_file(shard)
+    try:
+        header = os.pread(file.fileno(), _HEADER_BYTES, member.offset - _HEADER_BYTES)
+        _require_header(header, member, place)
+        return io.BufferedReader(_Span(file, member.offset, member.size), 1 << 16)
+    except BaseException:
+        file.close()
+        raise
+
+
+def read_member(place: Place, most_bytes: int) -> bytes:
+    """All of an image in a shard, by one read.
+
+    Raises: OSError: as `open_member`, or it has more than so many bytes.
+    """
+    member = find_member(place)
+    shard = os.path.join(place.folder, place.shard)
+    if member.size > most_bytes:
+        raise too_large(member.size, most_bytes, os.path.join(*place))
+    begin, length = member.offset - _HEADER_BYTES, _HEADER_BYTES + member.size
+    if stores.is_remote(shard):
+        content = stores.fetch(shard, begin, length, member.mark)
+    else:
+        with open_file(shard) as file:
+            content = os.pread(file.fileno(), length, begin)
+    _require_header(content[:_HEADER_BYTES], member, place)
+    if len(content) != length:
+        raise OSError(errno.EINVAL, "the shard is cut short", shard)
+    return content[_HEADER_BYTES:]
+
+
+def _require_header(header: bytes, member: Member, place: Place) -> None:
+    """What the tar says of the bytes that follow is what the index says."""
+    # POSIX.1-1988's fields, which tarfile takes twice as long as the rest of reading to understand.
+    name, size, kind = header[:100].rstrip(b"\0"), header[124:136].rstrip(b" \0"), header[257:262]
+    same_size = kind == b"ustar" and size == b"%011o" % member.size
+    if same_size and name and os.fsencode(place.name).startswith(name):
+        return
+    what = f"{INDEX_FILE} is of other shards: there is no {place.name} at byte {member.offset}"
+    raise OSError(errno.EINVAL, what, os.path.join(place.folder, place.shard))
+
+
+class _Span(io.RawIOBase):
+    """Some bytes of a file as a file, which it closes."""
+
+    def __init__(self, file: BinaryIO, begin: int, length: int) -> None:
+        self._file, self._begin, self._length, self._at = file, begin, length, 0
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
+        start = {os.SEEK_SET: 0, os.SEEK_CUR: self._at, os.SEEK_END: self._length}[whence]
+        self._at = max(0, start + offset)
+        return self._at
+
+    def tell(self) -> int:
+        return self._at
+
+    def readinto(self, buffer: Any) -> int:
+        view = memoryview(buffer).cast("B")
+        wanted = max(0, min(len(view), self._length - self._at))
+        content = os.pread(self._file.fileno(), wanted, self._begin + self._at)
+        view[: len(content)] = content
+        self._at += len(content)
+        return len(content)
+
+    def close(self) -> None:
+        self._file.close()
+        super().close()
+
+
+class ShardWriter:
+    """Writes images and their annotations into shards, and the index beside them."""
+
+    def __init__(self, folder: Path, split: str, shard_bytes: int) -> None:
+        """Args: folder: is there, and holds nothing; shard_bytes: a shard ends beyond so many."""
+        self._folder, self._split, self._shard_bytes = folder, split, shard_bytes
+        self._tar: tarfile.TarFile | None = None
+        self._rows: list[tuple[str, str, int, int]] = []
+        self._shards = 0
+
+    def add(self, name: str, image: bytes, annotation: Mapping[str, Any]) -> str:
+        """Adds an image `KEY.SUFFIX` and its `KEY.json`.
+
+        Returns: the path of the image relative to the folder, through its shard.
+        Raises: UserError: the disk is full.
+        """
+        with writing(self._folder):
+            if self._tar is None or self._tar.offset >= self._shard_bytes:
+                self._begin()
+            tar = self._tar
+            assert tar is not None
+            shard = self._shard_name(self._shards - 1)
+            offset = self._append(tar, name, image)
+            self._rows.append((name, shard, offset, len(image)))
+            text = json.dumps(annotation, ensure_ascii=False).encode("utf-8", "backslashreplace")
+            self._append(tar, f"{os.path.splitext(name)[0]}.json", text)
+        return f"{shard}/{name}"
+
+    def close(self) -> int:
+        """Ends the last shard and writes the index.  Returns: how many shards there are."""
+        with writing(self._folder / INDEX_FILE):
+            if self._tar is not None:
+                self._tar.close()
+            with open(self._folder / INDEX_FILE, "x", encoding="utf-8", newline="") as file:
+                csv.writer(file, lineterminator="\n").writerows([_COLUMNS, *self._rows])
+        return self._shards
+
+    def _begin(self) -> None:
+        if self._tar is not None:
+            self._tar.close()
+        name = self._shard_name(self._shards)
+        # GNU's: the block before a content is its own header, however long the name.
+        self._tar = tarfile.open(  # noqa: SIM115
+            self._folder / name, "x", format=tarfile.GNU_FORMAT
+        )
+        self._shards += 1
+
+    def _shard_name(self, number: int) -> str:
+        return f"{self._split}-{number:06d}{_SUFFIX}"
+
+    def _append(self, tar: tarfile.TarFile, name: str, content: bytes) -> int:
+        """Returns: where the content begins."""
+        entry = tarfile.TarInfo(name)  # of no owner and no time: the same set gives the same bytes
+        entry.size, entry.mode = len(content), 0o644
+        tar.addfile(entry, io.BytesIO(content))
+        return int(tar.offset) - -(-len(content) // tarfile.BLOCKSIZE) * tarfile.BLOCKSIZE

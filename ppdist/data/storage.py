@@ -1,0 +1,194 @@
+"""Files of a data set: on disk, in shards, in stores.
+
+A path is what it was: `/data/images/a.jpg`; through a shard `/data/shards/train-000003.tar/a.jpg`;
+in a store `s3://bucket/images/a.jpg`, and both at once.  Failures are those of a disk: OSError.
+"""
+
+import errno
+import hashlib
+import io
+import os
+from collections.abc import Collection, Iterable, Mapping
+from pathlib import Path
+from typing import BinaryIO
+
+from ppdist.common import files, stores
+from ppdist.common.stores import Version
+from ppdist.config.data import DataConfig
+from ppdist.data.shards import (
+    find_member,
+    forget_index,
+    index_of,
+    is_shard,
+    open_member,
+    place_in_shard,
+    read_member,
+)
+
+_GIB = 1 << 30
+_LONGEST_REQUEST_SECONDS = 20.0
+_listings: dict[str, Mapping[str, Version] | None] = {}  # by folder; workers inherit their rank's
+
+
+def use(config: DataConfig) -> None:
+    """How this process and those that it forks reach stores."""
+    # A worker says that it lives between requests; one takes twice its time at most.
+    seconds = min(_LONGEST_REQUEST_SECONDS, config.worker_timeout_seconds / 3)
+    stores.use(config.cache_dir, int(config.store_cache_gib * _GIB), seconds)
+
+
+def folder_of(root: str, name: str = "") -> Path:
+    """data.root, or what is relative to it; an address stays one."""
+    if stores.is_remote(name) or name.startswith("file:/"):
+        root, name = name, ""
+    place = stores.url_of(root) if root.startswith("file:/") else root
+    return Path(place, name)
+
+
+def absolute(path: str | os.PathLike[str]) -> str:
+    """An absolute path, or the address of a file in a store."""
+    return stores.url_of(path)
+
+
+def is_remote(path: str | os.PathLike[str]) -> bool:
+    """Whether a path is of an object store."""
+    return stores.is_remote(path)
+
+
+def is_in_shard(path: str | os.PathLike[str]) -> bool:
+    """Whether a path is a tar file, or leads through one."""
+    text = os.fspath(path)
+    return is_shard(text) or place_in_shard(text) is not None
+
+
+def open_file(path: str | Path) -> BinaryIO:
+    """Opens a file for reading.  Raises: OSError: as files.open_file; StoreAway."""
+    text = os.fspath(path)
+    if not stores.is_remote(text):
+        try:
+            return files.open_file(text)
+        except NotADirectoryError:
+            place = place_in_shard(text)
+            if place is None:
+                raise
+            return open_member(place)
+    text = stores.url_of(text)
+    place = place_in_shard(text)
+    if place is not None:
+        return open_member(place)
+    folder, _, name = text.rpartition("/")
+    known = (_listings.get(folder) or {}).get(name)
+    if known is None or not known.bytes:
+        return io.BytesIO(stores.fetch(text))
+    # A range, for whose size nobody has to ask first.
+    return io.BytesIO(stores.fetch(text, 0, known.bytes, known.mark))
+
+
+def read_file(path: str | Path, most_bytes: int) -> bytes:
+    """All bytes of a file.  Raises: OSError: as `open_file`, or it has more than so many."""
+    text = os.fspath(path)
+    try:
+        if not stores.is_remote(text):
+            return files.read_file(text, most_bytes)
+    except NotADirectoryError:
+        place = place_in_shard(text)
+        if place is None:
+            raise
+        return read_member(place, most_bytes)
+    with open_file(text) as file:
+        content = file.read(most_bytes + 1)
+    if len(content) > most_bytes:
+        raise files.too_large(len(content), most_bytes, text)
+    return content
+
+
+def can_be_read(path: str | Path) -> bool:
+    """Whether a file that is one, or a folder that holds something, is there now."""
+    text = os.fspath(path)
+    place = place_in_shard(text)
+    if place is not None:
+        text = os.path.join(place.folder, place.shard)
+    if not stores.is_remote(text):
+        return files.can_be_read(text)
+    try:
+        stores.version_of(text)
+    except IsADirectoryError:
+        return True
+    except OSError:
+        return False
+    return True
+
+
+def state_of(path: str) -> tuple[int, int]:
+    """Bytes of a file, and a mark that changes with it (time in nanoseconds); no image is opened.
+
+    Raises: OSError: it is not there.
+    """
+    place = None
+    if not stores.is_remote(path):
+        try:
+            found = os.stat(path)
+            return found.st_size, found.st_mtime_ns
+        except NotADirectoryError:
+            place = place_in_shard(path)
+            if place is None:
+                raise
+            found = os.stat(os.path.join(place.folder, place.shard))
+            return find_member(place).size, found.st_mtime_ns
+    path = stores.url_of(path)
+    place = place_in_shard(path)
+    if place is not None:
+        member = find_member(place)
+        return member.size, _number(member.mark)
+    folder, _, name = path.rpartition("/")
+    listed = list_folder(folder)
+    if listed is None:
+        return 0, 0  # a store that cannot list: nothing is known before it is read
+    if name not in listed:
+        raise FileNotFoundError(errno.ENOENT, "does not exist in the store", path)
+    return listed[name].bytes, _number(listed[name].mark)
+
+
+def _number(mark: str) -> int:
+    digest = hashlib.blake2b(mark.encode("utf-8", "replace"), digest_size=7).digest()
+    return int.from_bytes(digest, "little")
+
+
+def list_folder(folder: str) -> Mapping[str, Version] | None:
+    """The files of a folder of a store, asked for once; None: the store cannot list.
+
+    Raises: OSError.
+    """
+    if folder not in _listings:
+        _listings[folder] = stores.listing(folder)
+    return _listings[folder]
+
+
+def look_anew(folders: Iterable[str]) -> None:
+    """What was listed of these folders before may have changed since."""
+    for folder in folders:
+        _listings.pop(folder, None)
+        forget_index(os.path.dirname(folder))
+
+
+def absent_of(folder: str, names: Collection[str]) -> list[str] | None:
+    """Which images of a store, or of a shard, are not there; None: the store cannot list.
+
+    Raises: OSError: they cannot be listed.
+    """
+    through = place_in_shard(f"{folder}/{next(iter(names))}")
+    if through is not None:
+        index, inner = index_of(through.folder), os.path.dirname(through.name)
+        return [
+            name for name in names if index.find(through.shard, os.path.join(inner, name)) is None
+        ]
+    try:
+        listed = list_folder(folder)
+    except FileNotFoundError:
+        return [*names]
+    return None if listed is None else [name for name in names if name not in listed]
+
+
+def local_copy(path: Path) -> Path:
+    """The file itself, or what was fetched of it.  Raises: UserError."""
+    return stores.local_copy(path) if stores.is_remote(path) else path

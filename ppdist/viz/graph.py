@@ -1,0 +1,163 @@
+"""VisualDL's GRAPHS page of an exported model.
+
+`LogWriter.add_graph` of VisualDL 2.5.3 needs Paddle's old format of programs and fails with the
+present one.  An export has the same in model.json: operations, the layers they stand in
+(`struct_name`) and shapes.  What is written here is what `add_graph` writes, as far as the page
+reads it; beside a run's curves `visualdl --logdir OUTPUT/vdl` shows it.
+
+Source: github.com/PaddlePaddle/VisualDL 2.5.3, visualdl/reader/graph_reader.py and
+component/graph/{graph_component,netron_graph}.py.
+"""
+
+import json
+from pathlib import Path
+from typing import Any
+
+from ppdist.common.files import replace_file
+
+_FILE = "vdlgraph.model.log"  # the page looks for `vdlgraph` in names
+_VERSION = "1.0.0"
+_ROOT = "/"
+_DTYPES = {"t_f32": "float32", "t_f64": "float64", "t_i32": "int32", "t_i64": "int64"}
+_HANDED_ON = ("combine", "split")  # no operations: what they make is what they get
+_ENDS = {"data": "feed", "fetch": "fetch"}  # as the page knows inputs and outputs
+_DECODING = "/decode/"  # where operations of no layer stand: boxes of predictions, suppression
+
+
+def write_graph(program: Path, folder: Path) -> Path:
+    """Writes the GRAPHS page of a program beside the curves of a run, and returns its file.
+
+    Args:
+        program: model.json of an export.
+        folder: where VisualDL looks (`--logdir`).
+    Raises: OSError: one cannot be read, or the other written.  KeyError: it is no such program.
+    """
+    graph = graph_of(json.loads(program.read_bytes()))
+    replace_file(folder / _FILE, json.dumps(graph).encode())
+    return folder / _FILE
+
+
+def graph_of(program: dict[str, Any]) -> dict[str, Any]:
+    """Nodes (operations, and layers around them) and variables, as VisualDL names their parts.
+
+    Constants are left out; those that only hand on others' values stand for them.
+    """
+    (block,) = program["program"]["regions"][0]["blocks"]
+    nodes: dict[str, dict[str, Any]] = {_ROOT: _layer(_ROOT)}
+    variables: dict[str, dict[str, Any]] = {}
+    behind: dict[int, list[str]] = {}  # a value of the program -> the variables it stands for
+    for place, operation in enumerate(block["ops"]):
+        kind = operation["#"].partition(".")[2] or operation["#"]
+        outputs = operation["O"] if isinstance(operation["O"], list) else [operation["O"]]
+        inputs = [name for value in operation.get("I", ()) for name in behind.get(value["%"], ())]
+        if kind in _HANDED_ON:
+            behind |= {value["%"]: inputs for value in outputs}
+            continue
+        if not inputs and kind not in ("p", "data"):
+            continue
+        attributes = {each["N"]: each["AT"] for each in operation["A"] if isinstance(each, dict)}
+        made = []
+        for value in outputs:
+            if kind == "p":
+                name = operation["A"][3]
+            elif kind == "data":
+                name = attributes["name"]["D"]
+            else:
+                name = f"{kind}_{value['%']}"
+            made.append(name)
+            behind[value["%"]] = [name]
+            variables[name] = _variable(name, value.get("TT"), parameter=kind == "p")
+        if kind == "p":
+            continue
+        layer = attributes.pop("struct_name", {"D": _ROOT})["D"]
+        if layer == _ROOT and kind not in _ENDS:
+            layer = _DECODING
+        node = _layer(f"{layer}{kind}_{place}", _ENDS.get(kind, kind))
+        node["is_leaf_node"] = True
+        node["input_vars"] = {"X": inputs} if inputs else {}
+        node["output_vars"] = {"Y": made} if made else {}
+        node["attrs"] = {name: _plain(value) for name, value in attributes.items()}
+        node["attr_types"] = {name: value["#"][4:].upper() for name, value in attributes.items()}
+        nodes[node["name"]] = node
+        for name in inputs:
+            variables[name]["to_nodes"].append(node["name"])
+        for name in made:
+            variables[name]["from_node"] = node["name"]
+        _put_into_layers(node["name"], nodes)
+    _join_layers(nodes, variables)
+    return {
+        "version": _VERSION,
+        "nodes": list(nodes.values()),
+        "vars": list(variables.values()),
+        "edges": [],  # the page draws them from the variables of nodes
+    }
+
+
+def _layer(name: str, kind: str = "") -> dict[str, Any]:
+    """A node with nothing in it yet; its kind is its name without a number."""
+    if not kind:
+        stem, _, number = name.rpartition("/")[2].rpartition("_")
+        kind = stem if number.isdecimal() else name.rpartition("/")[2]
+    return {
+        "name": name,
+        "show_name": name,
+        "type": kind,
+        "attrs": {},
+        "attr_types": {},
+        "children_node": [],
+        "parent_node": "",
+        "input_vars": {},
+        "output_vars": {},
+        "is_leaf_node": False,
+    }
+
+
+def _variable(name: str, kind: dict[str, Any] | None, *, parameter: bool) -> dict[str, Any]:
+    """Args: kind: of a tensor: its type and shape; None: no tensor."""
+    dtype, shape = "", []
+    if kind is not None and kind["#"].endswith("t_dtensor"):
+        dtype, shape = kind["D"][0]["#"].rpartition(".")[2], kind["D"][1]
+    return {
+        "name": name,
+        "shape": shape,
+        "dtype": _DTYPES.get(dtype, dtype.removeprefix("t_")),
+        "persistable": parameter,
+        "from_node": "",
+        "to_nodes": [],
+    }
+
+
+def _plain(attribute: dict[str, Any]) -> Any:
+    """The value of an attribute, lists in it too."""
+    if attribute["#"].endswith("a_array"):
+        return [_plain(each) for each in attribute["D"]]
+    return attribute.get("D")
+
+
+def _put_into_layers(name: str, nodes: dict[str, dict[str, Any]]) -> None:
+    """Notes a node in the layer around it, that one in the next, and so on to the root."""
+    while name != _ROOT:
+        around = name.rpartition("/")[0] or _ROOT
+        nodes[name]["parent_node"] = around
+        known = around in nodes
+        nodes.setdefault(around, _layer(around))["children_node"].append(name)
+        if known:
+            return
+        name = around
+
+
+def _join_layers(nodes: dict[str, dict[str, Any]], variables: dict[str, dict[str, Any]]) -> None:
+    """What comes into each layer and what leaves it: variables made, or used, outside."""
+    for name, layer in nodes.items():
+        if layer["is_leaf_node"]:
+            continue
+        inside = name if name == _ROOT else f"{name}/"
+        entering, leaving = [], []
+        for variable in variables.values():
+            made_here = variable["from_node"].startswith(inside)
+            used_here = [user.startswith(inside) for user in variable["to_nodes"]]
+            if made_here and not all(used_here):
+                leaving.append(variable["name"])
+            elif any(used_here) and not made_here:
+                entering.append(variable["name"])
+        layer |= {"input_vars": {"X": entering}, "output_vars": {"Y": leaving}}

@@ -1,0 +1,82 @@
+"""The cache of what came from object stores: bounded, checked, and never an error."""
+
+import logging
+import os
+import time
+from pathlib import Path
+
+import pytest
+
+from ppdist.common import store_cache
+from ppdist.common.store_cache import StoreCache
+
+BLOCK = 4096
+
+
+@pytest.fixture(autouse=True)
+def large_disk(monkeypatch) -> None:
+    monkeypatch.setattr(store_cache, "_free", lambda folder: 1 << 40)
+
+
+def entries(cache: StoreCache) -> list[Path]:
+    return [path for path in cache.folder.glob("??/*") if path.is_file()]
+
+
+def test_what_was_put_is_found_again_also_by_another(tmp_path):
+    cache = StoreCache(tmp_path, 1 << 20)
+    assert cache.get("a") is None
+    cache.put("a", b"content")
+    cache.put("b", b"")
+    assert cache.get("a") == b"content" and StoreCache(tmp_path, 1 << 20).get("a") == b"content"
+    assert cache.get("b") == b""
+
+
+@pytest.mark.parametrize("damage", [b"", b"short", None])
+def test_damaged_entry_is_absent_and_deleted(damage, tmp_path):
+    cache = StoreCache(tmp_path, 1 << 20)
+    cache.put("a", b"content")
+    (file,) = entries(cache)
+    file.write_bytes(file.read_bytes()[:-1] + b"T" if damage is None else damage)
+    assert cache.get("a") is None and not file.exists()
+    cache.put("a", b"content")
+    assert cache.get("a") == b"content"
+
+
+def test_least_recently_used_entries_go_first(tmp_path):
+    cache = StoreCache(tmp_path, 20 * 2 * BLOCK)
+    for number in range(20):
+        cache.put(f"{number}", bytes(BLOCK))  # two blocks with its head
+        past = time.time() - 1000 + number
+        os.utime(cache._place(f"{number}"), (past, past))
+    assert len(entries(cache)) == 20
+    assert cache.get("0") is not None  # and so it is the youngest
+    cache.put("20", bytes(BLOCK))
+    kept = {n for n in range(21) if cache._place(f"{n}").exists()}
+    assert kept == {0, *range(4, 21)} and len(entries(cache)) == 18
+    assert (cache.folder / "bytes").stat().st_size == 36
+
+
+def test_entry_too_large_for_the_cache_is_not_kept(tmp_path):
+    cache = StoreCache(tmp_path, 8 * BLOCK)
+    cache.put("a", bytes(BLOCK + 1))
+    assert cache.get("a") is None
+
+
+def test_full_disk_is_said_once_and_costs_nothing(tmp_path, monkeypatch, caplog):
+    cache = StoreCache(tmp_path, 1 << 20)
+    cache.put("a", b"content")
+    monkeypatch.setattr(store_cache, "_free", lambda folder: 0)
+    with caplog.at_level(logging.WARNING, "ppdist"):
+        cache.put("b", b"content")
+        cache.put("c", b"content")
+    (line,) = caplog.messages
+    assert "nothing more is kept" in line and "of its disk are free" in line
+    assert cache.get("b") is None and not list(cache.folder.rglob("*.*"))
+
+
+def test_folder_that_cannot_be_written_is_done_without(tmp_path, caplog):
+    (tmp_path / "objects").write_text("a file")
+    cache = StoreCache(tmp_path, 1 << 20)
+    with caplog.at_level(logging.WARNING, "ppdist"):
+        cache.put("a", b"content")
+    assert cache.get("a") is None and len(caplog.messages) == 1

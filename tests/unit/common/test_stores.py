@@ -1,0 +1,174 @@
+"""Object stores: addresses, failures in our words, and no secret in any of them."""
+
+import errno
+import importlib
+import pickle
+import sys
+
+import pytest
+
+from ppdist.common import stores
+from ppdist.common.errors import UserError
+from ppdist.common.stores import StoreAway
+
+SECRET = "a-secret-that-no-log-may-show"
+
+
+class Foreign(Exception):
+    """An error as libraries raise them."""
+
+    def __init__(self, **attributes) -> None:
+        super().__init__(f"https://user:{SECRET}@host")
+        self.__dict__.update(attributes)
+
+
+class Store:
+    """A file system whose requests fail as they are told, then give content."""
+
+    async_impl = False
+
+    def __init__(self, *failures: Exception, content: bytes = b"content") -> None:
+        self.failures, self.content, self.asked = [*failures], content, 0
+
+    def cat_file(self, url, start=None, end=None):
+        self.asked += 1
+        if self.failures:
+            raise self.failures.pop(0)
+        return self.content[start:end]
+
+    def info(self, url):
+        return {"name": url, "size": len(self.cat_file(url)), "type": "file", "ETag": '"1"'}
+
+
+@pytest.fixture
+def use(monkeypatch, tmp_path):
+    monkeypatch.setattr(stores, "_settings", stores._Settings())
+    monkeypatch.setattr(stores.time, "sleep", lambda seconds: None)
+    stores.use(str(tmp_path), 0, 5.0)
+
+    def using(store: Store) -> Store:
+        monkeypatch.setattr(stores, "_filesystem", lambda url: store)
+        return store
+
+    return using
+
+
+def test_addresses_survive_path_and_local_ones_stay_local(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert stores.url_of("s3:/bucket/a.jpg") == stores.url_of("s3://bucket/a.jpg")
+    assert stores.url_of("s3:/bucket/a.jpg") == "s3://bucket/a.jpg"
+    assert stores.url_of("file:///data/a.jpg") == "/data/a.jpg"
+    assert stores.url_of("a.jpg") == f"{tmp_path}/a.jpg"
+    assert stores.is_remote("memory://a") and stores.is_remote("https:/host/a")
+    for local in ("/data/s3:/a", "data/a", "file:///data", "c:/data", "s3:", "s3://"):
+        assert not stores.is_remote(local), local
+
+
+def test_addresses_with_credentials_are_known():
+    for address in (
+        "https://user:pw@host/a",
+        "https://host/a?X-Amz-Signature=1",
+        "https://host/a?sv=1&sig=2",
+    ):
+        assert stores.holds_credentials(address), address
+    assert not stores.holds_credentials("s3://bucket/a@2x.jpg")
+    assert not stores.holds_credentials("/data/user@host")
+
+
+S3 = {"Error": {"Code": "SlowDown"}, "ResponseMetadata": {"HTTPStatusCode": 503}}
+
+
+@pytest.mark.parametrize(
+    "failure, kind, words",
+    [
+        (FileNotFoundError(SECRET), FileNotFoundError, "does not exist"),
+        (Foreign(status=404), FileNotFoundError, "does not exist"),
+        (PermissionError(SECRET), PermissionError, "refuses access"),
+        (Foreign(status=403), PermissionError, "HTTP 403"),
+        (type("NoCredentialsError", (Foreign,), {})(), PermissionError, "no credentials"),
+        (Foreign(status=400), OSError, "HTTP 400"),
+        (TypeError(SECRET), OSError, "library failed (TypeError)"),
+    ],
+)
+def test_final_answers_are_errors_at_once(failure, kind, words, use):
+    store = use(Store(failure))
+    with pytest.raises(kind) as caught:
+        stores.fetch("s3://bucket/a.jpg")
+    assert store.asked == 1 and words in caught.value.strerror
+    assert not isinstance(caught.value, StoreAway) and SECRET not in repr(caught.value)
+    assert caught.value.__cause__ is None and caught.value.__context__ is None
+    assert caught.value.filename == "s3://bucket/a.jpg"
+
+
+@pytest.mark.parametrize(
+    "failure, words",
+    [
+        (Foreign(response=S3), "HTTP 503 SlowDown"),
+        (Foreign(status=429), "HTTP 429"),
+        (TimeoutError(SECRET), "no answer within 5 s"),
+        (type("ClientPayloadError", (Foreign,), {})(code=400), "connection failed"),
+        (ConnectionResetError(SECRET), "connection failed (ConnectionResetError)"),
+    ],
+)
+def test_passing_failures_are_tried_again_then_said(failure, words, use):
+    store = use(Store(failure, failure))
+    assert stores.fetch("s3://bucket/a.jpg") == b"content" and store.asked == 3
+    use(Store(*[failure] * 9))
+    with pytest.raises(StoreAway) as caught:
+        stores.fetch("s3://bucket/a.jpg")
+    assert words in caught.value.strerror and SECRET not in repr(caught.value)
+    assert caught.value.errno == errno.EREMOTEIO
+    assert pickle.loads(pickle.dumps(caught.value)).strerror == caught.value.strerror
+
+
+def test_bytes_of_a_range_are_as_many_as_asked_for(use):
+    use(Store(content=b"0123456789"))
+    assert stores.fetch("s3://bucket/a", 2, 3) == b"234"
+    with pytest.raises(OSError, match="replaced since the start"):
+        stores.fetch("s3://bucket/a", 8, 3)
+
+
+def test_server_without_ranges_is_cut_to_the_range(use, monkeypatch):
+    store = use(Store())
+    monkeypatch.setattr(store, "cat_file", lambda url, start=None, end=None: b"0123456789")
+    assert stores.fetch("http://host/a", 2, 3) == b"234"
+
+
+def test_cache_answers_for_the_same_version_alone(use, tmp_path):
+    store = use(Store())
+    stores.use(str(tmp_path), 1 << 20, 5.0)
+    assert [stores.fetch("s3://b/a", mark=mark) for mark in "112"] == [b"content"] * 3
+    assert store.asked == 2
+
+
+def test_copy_is_fetched_once_and_anew_when_it_changed(use):
+    store = use(Store(ConnectionResetError()))
+    file = stores.local_copy("s3://bucket/x/set.json")
+    assert file.name == "set.json" and file.read_bytes() == b"content"
+    asked = store.asked
+    assert stores.local_copy("s3:/bucket/x/set.json") == file and store.asked == asked + 1
+    store.content = b"of another length"
+    assert stores.local_copy("s3://bucket/x/set.json").read_bytes() == b"of another length"
+
+
+def test_copy_that_cannot_be_had_says_what_to_do(use):
+    use(Store(PermissionError(), PermissionError()))
+    with pytest.raises(UserError) as caught:
+        stores.local_copy("s3://bucket/set.json")
+    assert caught.value.code == "store_file_unreadable" and "AWS_PROFILE" in caught.value.fix
+
+
+def test_missing_library_is_named_with_its_extra(monkeypatch):
+    monkeypatch.setitem(sys.modules, "fsspec", None)
+    with pytest.raises(UserError) as caught:
+        stores.fetch("s3://bucket/a")
+    assert caught.value.code == "store_library_missing"
+    assert "pip install 'ppdist[stores]'" in str(caught.value)
+
+
+def test_unknown_store_is_named():
+    pytest.importorskip("fsspec")
+    assert importlib.import_module("fsspec")
+    with pytest.raises(UserError) as caught:
+        stores.fetch("nosuch://bucket/a")
+    assert caught.value.code == "store_unknown" and "nosuch://" in str(caught.value)

@@ -1,0 +1,212 @@
+"""Annotations kept for the next start: the same set, or read again where anything has changed."""
+
+import logging
+import os
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from ppdist.common.errors import DataError
+from ppdist.config.data import DataConfig
+from ppdist.data.datasets import annotation_cache
+from ppdist.data.datasets.annotations import quietly
+from ppdist.data.datasets.build import read_raw, read_split
+from ppdist.data.datasets.convert import Format, convert
+from ppdist.data.types import DetectionSet, Records
+from tests.unit.data.sets import coco_config, write_coco, write_json
+
+
+@pytest.fixture
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The folder of the cache, which keeps also what is read in no time and has just changed."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setattr(annotation_cache, "_SHORT_SECONDS", 0.0)
+    monkeypatch.setattr(annotation_cache, "_SETTLED_SECONDS", -60.0)
+    return tmp_path / "cache" / "ppdist"
+
+
+def is_kept(dataset: DetectionSet, again: DetectionSet) -> bool:
+    """Whether the second is the kept first, which it must equal bit for bit."""
+    first, second = Records.of(dataset.records), Records.of(again.records)
+    assert {*first.arrays} == {*second.arrays}
+    for name, array in first.arrays.items():
+        assert array.dtype == second.arrays[name].dtype
+        np.testing.assert_array_equal(array, second.arrays[name])
+    assert not any(array.flags.writeable for array in second.arrays.values())
+    rest = [replace(each, records=()) for each in (dataset, again)]
+    assert rest[0] == rest[1]
+    return bool(second.file)
+
+
+def in_format(root: Path, form: Format) -> DataConfig:
+    """A set of that format below root, whose splits are the same."""
+    raw = read_raw(write_coco(root / "coco", 4), "train", quietly)
+    for split in ("train", "val"):
+        convert(raw, form, root / form, images="copy", split=split)
+    parts: dict[str, dict[str, str]] = {
+        split: {"images": f"images/{split}"}
+        if form == "yolo"
+        else {"images": "images", "annotations": f"ImageSets/Main/{split}.txt"}
+        for split in ("train", "val")
+    }
+    return DataConfig.model_validate({"format": form, "root": str(root / form), **parts})
+
+
+def read_twice(config: DataConfig) -> tuple[DetectionSet, DetectionSet]:
+    return read_split(config, "train"), read_split(config, "train")
+
+
+def test_second_start_maps_what_the_first_has_read(cache: Path, tmp_path: Path) -> None:
+    config = write_coco(tmp_path / "set")
+    first, again = read_twice(config)
+    assert is_kept(first, again)
+    (file,) = cache.glob("annotations-*.bin")
+    assert Records.of(again.records).file == str(file)
+
+
+def test_what_is_read_in_no_time_is_not_kept(
+    cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(annotation_cache, "_SHORT_SECONDS", 60.0)
+    first, again = read_twice(write_coco(tmp_path / "set"))
+    assert not is_kept(first, again) and not [*cache.glob("*")]
+
+
+def test_warnings_are_said_at_every_start(
+    cache: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    config = write_coco(tmp_path / "set")
+    one = {"id": 1, "image_id": 2, "category_id": 1, "bbox": [60, 40, 30, 30]}
+    config = write_coco(tmp_path / "set", annotations=[one])
+    caplog.set_level(logging.WARNING, "ppdist.data")
+    first = read_split(config, "train")
+    said = [*caplog.messages]
+    assert len(said) == 1 and "1 clipped (sticking out) of 1 boxes" in said[0]
+    assert is_kept(first, read_split(config, "train"))
+    assert caplog.messages == said * 2
+
+
+def test_settings_that_decide_the_result_have_their_own(cache: Path, tmp_path: Path) -> None:
+    config = write_coco(tmp_path / "set")
+    read_split(config, "train")
+    for other in ({"bad_boxes": "drop"}, {"val_fraction": 0.5}):
+        read_split(config.model_copy(update=other), "train")
+    assert len([*cache.glob("annotations-*.bin")]) == 3
+
+
+def test_changed_content_is_read_again_even_with_its_old_times(cache: Path, tmp_path: Path) -> None:
+    config = write_coco(tmp_path / "set")
+    first = read_split(config, "train")
+    file, state = tmp_path / "set" / "set.json", (tmp_path / "set" / "set.json").stat()
+    text = file.read_text()
+    file.write_text(text.replace('"id": 1, "image_id": 2', '"id": 9, "image_id": 3'))
+    os.utime(file, ns=(state.st_atime_ns, state.st_mtime_ns))  # its ctime tells, and its content
+    again = read_split(config, "train")
+    before, after = (Records.of(each.records).counts_N.tolist() for each in (first, again))
+    assert before == [0, 1, 2, 0] and after == [0, 0, 3, 0]
+
+
+def test_touched_file_of_the_same_content_is_no_change(
+    cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = write_coco(tmp_path / "set")
+    first = read_split(config, "train")
+    os.utime(tmp_path / "set" / "set.json", (1, 1))
+    monkeypatch.setattr(annotation_cache, "_write", None)  # nothing is written anew
+    assert is_kept(first, read_split(config, "train"))
+
+
+@pytest.mark.parametrize("form", ["voc", "yolo"])
+def test_one_changed_file_of_many_is_noticed(cache: Path, tmp_path: Path, form: Format) -> None:
+    config = in_format(tmp_path, form)
+    first, again = read_twice(config)
+    assert is_kept(first, again)
+    labels = {"voc": "Annotations", "yolo": "labels/train"}[form]
+    changed = sorted((tmp_path / form / labels).rglob("*.*"))[2]
+    text = changed.read_text()
+    if form == "yolo":
+        changed.write_text("".join(text.splitlines(keepends=True)[:-1]))
+    else:
+        head, _, tail = text.partition("<object>")
+        changed.write_text(head + tail[tail.index("</object>") + len("</object>") :])
+    counts = [
+        Records.of(each.records).counts_N.tolist() for each in (first, read_split(config, "train"))
+    ]
+    assert sum(counts[0]) == sum(counts[1]) + 1
+
+
+@pytest.mark.parametrize("harm", ["byte", "half", "nothing", "other"])
+def test_damaged_cache_is_read_again_and_said(
+    cache: Path, tmp_path: Path, harm: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    config = write_coco(tmp_path / "set")
+    first = read_split(config, "train")
+    (file,) = cache.glob("annotations-*.bin")
+    content = file.read_bytes()
+    harmed = {
+        "byte": content[:-70] + bytes([content[-70] ^ 1]) + content[-69:],
+        "half": content[: len(content) // 2],
+        "nothing": b"",
+        "other": b"{}" * 100,
+    }[harm]
+    file.unlink()  # another file: the first is mapped
+    file.write_bytes(harmed)
+    caplog.set_level(logging.WARNING, "ppdist.data")
+    assert is_kept(first, read_split(config, "train"))
+    (line,) = caplog.messages
+    assert str(file) in line and "is damaged" in line
+    assert file.read_bytes() == content
+
+
+def test_cache_that_cannot_be_written_is_done_without(
+    cache: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    config = write_coco(tmp_path / "set")
+    cache.parent.write_text("a file where a folder should be")
+    caplog.set_level(logging.WARNING, "ppdist.data")
+    first, again = read_twice(config)
+    assert not is_kept(first, again)
+    assert all("annotations are not kept for the next start" in line for line in caplog.messages)
+
+
+def test_check_that_fails_on_what_was_kept_looks_anew(cache: Path, tmp_path: Path) -> None:
+    config = write_coco(tmp_path / "set")
+    read_split(config, "train")
+    (tmp_path / "set" / "images" / "001.jpg").unlink()
+    with pytest.raises(DataError) as caught:
+        read_split(config, "train")
+    assert caught.value.code == "image_missing"
+
+
+def test_old_files_of_other_sets_go(cache: Path, tmp_path: Path) -> None:
+    cache.mkdir(parents=True)
+    old = cache / "annotations-0.bin"
+    old.write_bytes(b"")
+    os.utime(old, (1, 1))
+    read_split(write_coco(tmp_path / "set"), "train")
+    assert not old.exists() and len([*cache.glob("annotations-*.bin")]) == 1
+
+
+def test_set_of_a_store_is_not_kept(cache: Path, tmp_path: Path) -> None:
+    pytest.importorskip("fsspec")
+    import fsspec
+
+    write_coco(tmp_path / "set")
+    disk, memory = tmp_path / "set", fsspec.filesystem("memory")
+    memory.put(str(disk), "/kept-set", recursive=True)
+    config = coco_config(disk).model_copy(update={"root": "memory://kept-set"})
+    first, again = read_twice(config)
+    assert len(first.records) == 4 and not is_kept(first, again)
+
+
+def test_files_of_other_users_are_not_followed(cache: Path, tmp_path: Path) -> None:
+    config = write_coco(tmp_path / "set")
+    first = read_split(config, "train")
+    (file,) = cache.glob("annotations-*.bin")
+    file.rename(tmp_path / "elsewhere.bin")
+    file.symlink_to(tmp_path / "elsewhere.bin")
+    assert not Path(Records.of(read_split(config, "train").records).file).is_symlink()
+    assert is_kept(first, read_split(config, "train"))
+    write_json(tmp_path / "set", {})

@@ -1,0 +1,246 @@
+"""A set in an object store: the batches of the same set on disk, whatever the store does."""
+
+import errno
+import logging
+import threading
+import time
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from ppdist.common import files, stores
+from ppdist.common.errors import DataError
+from ppdist.common.stores import StoreAway
+from ppdist.config.data import DataConfig, SplitConfig
+from ppdist.data import storage
+from ppdist.data.datasets.annotations import quietly
+from ppdist.data.datasets.build import read_raw, read_split
+from ppdist.data.datasets.convert import convert
+from ppdist.data.datasets.layout import find_layout
+from ppdist.data.image import read_image
+from ppdist.data.loader import TrainLoader
+from ppdist.data.sampler import TrainSampler
+from ppdist.data.types import ImagesAway
+from ppdist.data.validate import check_before_training, validate
+from ppdist.distributed import store as timeouts
+from tests.unit.data.loaders import assert_equal, loader, warnings_in
+from tests.unit.data.sets import coco_config, sharded, write_coco
+
+fsspec = pytest.importorskip("fsspec")
+COUNT = 13
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory) -> Path:
+    root = tmp_path_factory.mktemp("set")
+    write_coco(root / "files", COUNT)
+    sharded(root / "files", root / "shards")
+    return root
+
+
+@pytest.fixture
+def memory(root, tmp_path, monkeypatch) -> Iterator[str]:
+    """The address of both sets in fsspec's store in memory, which forked workers see, too."""
+    monkeypatch.setattr(stores, "_settings", stores._Settings())
+    monkeypatch.setattr(files, "_FIRST_PAUSE_SECONDS", 0.2)
+    monkeypatch.setenv("XDG_CACHE_HOME", f"{tmp_path / 'home'}")
+    storage._listings.clear()
+    filesystem = fsspec.filesystem("memory")
+    for file in root.rglob("*"):
+        if file.is_file():
+            filesystem.pipe_file(f"/set/{file.relative_to(root)}", file.read_bytes())
+    yield "memory://set"
+    filesystem.rm("/set", recursive=True)
+
+
+def of_store(address: str, tmp_path: Path, **changes) -> DataConfig:
+    options = {"cache_dir": f"{tmp_path / 'cache'}", "store_cache_gib": 0.0, **changes}
+    return coco_config(address, **options)
+
+
+def batches_of(config: DataConfig) -> TrainLoader:
+    dataset = read_split(config, "train", 3)
+    sampler = TrainSampler(
+        dataset_size=COUNT, batch_size_per_card=2, accumulate=2, rank=0, world=1, seed=3,
+        start_step=0, end_step=6, sizes=[(64, 96), (96, 64)],
+    )  # fmt: skip
+    return TrainLoader(dataset, config, sampler, seed=3)
+
+
+class Sick:
+    """Fails the requests of images, each so many times, then gives what is there."""
+
+    def __init__(self, monkeypatch, failure: OSError, times: int, only: str = "") -> None:
+        self.asked: Counter[tuple] = Counter()
+        self.well = threading.Event()
+        asking = stores._ask
+
+        def ask(path, what, seconds=None, **arguments):
+            key = (str(path), *arguments.values())
+            of_image = what == "cat_file" and stores.url_of(path).endswith((".jpg", ".tar"))
+            if of_image and only in str(path) and not self.well.is_set():
+                self.asked[key] += 1
+                if self.asked[key] <= times:
+                    raise failure
+            return asking(path, what, seconds, **arguments)
+
+        monkeypatch.setattr(stores, "_ask", ask)
+
+
+AWAY = StoreAway("the store answers HTTP 503 SlowDown", "memory://set")
+
+
+@pytest.mark.parametrize("form", ["files", "shards"])
+@pytest.mark.parametrize("workers", [0, 1])
+def test_batches_are_those_of_the_same_set_on_disk(form, workers, memory, root, tmp_path):
+    config = of_store(f"{memory}/{form}", tmp_path, workers=workers)
+    assert_equal(batches_of(config), loader(root / "files"))
+    record = read_split(config, "train").records[0]
+    assert record.path.startswith(f"{memory}/{form}/images/")
+
+
+@pytest.mark.parametrize("form", ["files", "shards"])
+def test_second_run_takes_everything_from_the_cache(form, memory, root, tmp_path, monkeypatch):
+    config = of_store(f"{memory}/{form}", tmp_path, store_cache_gib=1.0)
+    first = list(batches_of(config))
+    sick = Sick(monkeypatch, AWAY, times=10**9)
+    assert_equal(batches_of(config), first)
+    assert not sick.asked
+
+
+def test_what_fails_for_a_moment_is_neither_lost_nor_doubled(
+    memory, root, tmp_path, monkeypatch, caplog
+):
+    """Others can be read at the same time, which for a file would mean that this one is bad."""
+    whole = list(loader(root / "files"))
+    Sick(monkeypatch, AWAY, times=2, only="005")
+    monkeypatch.setattr(files, "_FIRST_PAUSE_SECONDS", 0.01)
+    with caplog.at_level(logging.INFO, "ppdist"):
+        ours = list(batches_of(of_store(f"{memory}/files", tmp_path, workers=0)))
+    assert_equal(ours, whole)
+    assert not any(batch.bad_images for batch in ours)
+    (line,) = [line for line in warnings_in(caplog) if "their storage is away" in line]
+    assert "Remote I/O error: their storage is away; waiting for it for up to 900 s" in line
+
+
+def test_store_that_stays_away_gives_a_blank_batch(memory, tmp_path, monkeypatch):
+    monkeypatch.setattr(timeouts, "_timeout", 0.4)
+    Sick(monkeypatch, AWAY, times=10**9)
+    with pytest.raises(ImagesAway, match="SlowDown; their storage is away") as caught:
+        list(batches_of(of_store(f"{memory}/files", tmp_path)))
+    assert (
+        caught.value.code == "storage_unreachable" and "reach the store again" in caught.value.fix
+    )
+
+
+@pytest.mark.parametrize("number", [errno.ENOENT, errno.EACCES])
+def test_image_refused_for_good_is_a_bad_one(number, memory, tmp_path, monkeypatch):
+    failure = OSError(number, "refused", f"{memory}/files/images/005.jpg")
+    monkeypatch.setattr(time, "sleep", lambda seconds: pytest.fail("nothing is waited for"))
+    Sick(monkeypatch, failure, times=10**9, only="005")
+    config = of_store(f"{memory}/files", tmp_path, workers=0)
+    bad = {index for batch in batches_of(config) for index in batch.bad_images}
+    assert bad == {5}
+
+
+def test_ended_credentials_are_storage_that_is_away(memory, tmp_path, monkeypatch):
+    monkeypatch.setattr(timeouts, "_timeout", 0.4)
+    config = of_store(f"{memory}/files", tmp_path, workers=0)
+    batches = batches_of(config)
+
+    def refuse(path, what, seconds=None, **arguments):
+        raise PermissionError(errno.EACCES, "the store refuses access (HTTP 403)", str(path))
+
+    monkeypatch.setattr(stores, "_ask", refuse)
+    with pytest.raises(ImagesAway) as caught:
+        list(batches)
+    assert caught.value.code == "storage_unreachable" and "HTTP 403" in str(caught.value)
+
+
+def test_missing_images_are_named_at_the_start(memory, tmp_path):
+    fsspec.filesystem("memory").rm_file("/set/files/images/005.jpg")
+    with pytest.raises(DataError) as caught:
+        read_split(of_store(f"{memory}/files", tmp_path), "train")
+    assert caught.value.code == "image_missing"
+    assert f"{memory}/files/images/005.jpg" in str(caught.value)
+
+
+@pytest.mark.parametrize("form", ["files", "shards"])
+def test_checks_look_at_a_store_by_its_listing(form, memory, tmp_path, monkeypatch, checked_here):
+    config = of_store(f"{memory}/{form}", tmp_path)
+    dataset = read_split(config, "train")
+    sick = Sick(monkeypatch, AWAY, times=0)
+    assert check_before_training(config, dataset, None, 1).train.unreadable == {}
+    assert validate(config, decode=False, workers=1).errors == 0 and not sick.asked
+    assert validate(config, decode=True, workers=1).errors == 0 and sick.asked
+
+
+def test_empty_object_is_found_by_the_check(memory, tmp_path):
+    fsspec.filesystem("memory").pipe_file("/set/files/images/005.jpg", b"")
+    config = of_store(f"{memory}/files", tmp_path)
+    checked = check_before_training(config, read_split(config, "train"), None, 1)
+    assert list(checked.train.unreadable) == [5]
+
+
+def test_local_annotations_may_be_of_images_in_a_store(memory, root, tmp_path):
+    split = SplitConfig(images=f"{memory}/files/images", annotations="set.json")
+    config = DataConfig(
+        root=str(root / "files"), train=split, val=split, cache_dir=str(tmp_path), store_cache_gib=0
+    )
+    dataset = read_split(config, "train")
+    assert dataset.records[3].path == f"{memory}/files/images/003.jpg"
+    assert read_image(dataset.records[3].path).shape == (48, 64, 3)
+
+
+def test_addresses_in_annotations_stay_in_their_folder(memory, root, tmp_path):
+    images = [
+        {"id": 1, "file_name": f"{memory}/files/images/001.jpg", "width": 64, "height": 48},
+        {"id": 2, "file_name": "http://169.254.169.254/x.jpg", "width": 64, "height": 48},
+        {"id": 3, "file_name": "../../x.jpg", "width": 64, "height": 48},
+    ]
+    content = write_coco(tmp_path / "own", 3, images=images, annotations=[])
+    split = SplitConfig(images=f"{memory}/files/images", annotations="set.json")
+    config = content.model_copy(update={"train": split, "val": split})
+    issues = []
+    raw = read_raw(config, "train", issues.append)
+    assert [storage.absolute(each.path) for each in raw.images] == [images[0]["file_name"]]
+    assert [issue.code for issue in issues] == ["path_outside"] * 2
+
+
+def test_set_in_a_store_converts_to_files(memory, root, tmp_path):
+    config = of_store(f"{memory}/shards", tmp_path)
+    raw = read_raw(config, "train", quietly)
+    lines = convert(raw, "yolo", tmp_path / "out", images="copy", split="train")
+    assert not any("left out" in line or "cannot be read" in line for line in lines)
+    copied = (tmp_path / "out/images/train/001.jpg").read_bytes()
+    assert copied == (root / "files/images/001.jpg").read_bytes()
+    with pytest.raises(DataError) as caught:
+        convert(raw, "coco", tmp_path / "linked", images="link", split="train")
+    assert caught.value.code == "images_unlinkable"
+
+
+@pytest.mark.parametrize("form", ["voc", "yolo", "folder"])
+def test_formats_of_many_files_are_refused_in_a_store(form, memory, tmp_path):
+    config = of_store(f"{memory}/files", tmp_path).model_copy(update={"format": form})
+    with pytest.raises(DataError, match="--shards 256MB") as caught:
+        read_split(config, "train")
+    assert caught.value.code == "store_format"
+
+
+def test_layout_of_a_store_is_to_be_written_down():
+    with pytest.raises(DataError, match=r"set data\.root to the address") as caught:
+        find_layout("s3://bucket/data.yaml")
+    assert caught.value.code == "data_not_found"
+
+
+def test_file_addresses_are_paths(root, tmp_path):
+    one = read_split(coco_config(f"file://{root}/files"), "train").records[1].path
+    assert one == f"{root}/files/images/001.jpg"
+
+
+def test_addresses_with_passwords_are_refused_unshown():
+    with pytest.raises(ValueError, match="by the environment") as caught:
+        coco_config("https://user:secretpw@host/set")
+    assert "docs/data.md" in str(caught.value)
