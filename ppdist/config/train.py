@@ -18,8 +18,8 @@ class AmpConfig(Section):
     )
     dtype: Literal["float16", "bfloat16"] = Field(
         default="float16",
-        description="float16 needs loss scaling (done) and a GPU; bfloat16 has the range of float32, "
-        "and is the one that a CPU computes.",
+        description="float16 needs a GPU and loss scaling (done); bfloat16 has the range of "
+        "float32, and is what a CPU computes.",
     )
     level: Literal["O1", "O2"] = Field(
         default="O1",

@@ -168,6 +168,15 @@ def check_precision(config: Any, kernels: Kernels = BFLOAT16) -> None:
 
 
 def _check_cpu_precision(config: Any, kernels: Kernels) -> None:
+    missing = kernels.missing()
+    if missing:
+        raise ConfigError(
+            f"true, but on host {comm.host()} {missing}",
+            code="amp_on_cpu",
+            where="train.amp.enabled",
+            fix="set train.amp.enabled: false, or use a processor with AVX512-BF16 or AMX, or a "
+            "GPU",
+        )
     if config.train.amp.dtype != "bfloat16":
         raise ConfigError(
             f"{config.train.amp.dtype}, but this run is on CPU, where oneDNN trains in bfloat16 "
@@ -182,15 +191,6 @@ def _check_cpu_precision(config: Any, kernels: Kernels) -> None:
             code="amp_needs_onednn",
             where="train.cpu_convolutions",
             fix="set auto, or train.amp.enabled: false",
-        )
-    missing = kernels.missing()
-    if missing:
-        raise ConfigError(
-            f"true, but on host {comm.host()} {missing}",
-            code="amp_on_cpu",
-            where="train.amp.enabled",
-            fix="set train.amp.enabled: false, or use a processor with AVX512-BF16 or AMX, or a "
-            "GPU",
         )
 
 

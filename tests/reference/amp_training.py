@@ -3,8 +3,8 @@
     OMP_NUM_THREADS=1 python -m tests.reference.amp_training -c configs/examples/bccd_yolov5n.yml \
         --out /tmp/amp -o data.root=datasets/bccd train.epochs=20 --seeds 0 1 2
 
-An experiment for docs/dev/amp.md, no test: emulation takes two to three times the time of float32.
-With --native the processor computes; it needs avx512_bf16 or amx_bf16.
+An experiment for docs/dev/performance.md, no test: emulation takes two to three times
+the time of float32.  With --native the processor computes; it needs avx512_bf16 or amx_bf16.
 """
 
 import argparse
@@ -53,7 +53,7 @@ def main():
     parser.add_argument("--native", action="store_true")
     given = parser.parse_args()
     comm.init("cpu", DistributedConfig())
-    amp = ["train.amp.enabled=true", f"train.amp.level={given.level}"]
+    amp = ["train.amp.enabled=true", "train.amp.dtype=bfloat16", f"train.amp.level={given.level}"]
     for seed in given.seeds:
         for name, more in (("float32", []), (f"bfloat16 {given.level}", amp)):
             config = parse_config(given.c, [*given.o, f"seed={seed}", *more], ExperimentConfig)

@@ -20,7 +20,11 @@ from tests.emulated_bfloat16 import EMULATED
 from tests.unit.engine.runs import assert_same_checkpoint, records, run_to_end, weights
 from tests.unit.engine.tiny import IMAGES, build_step, fixed_batch, init_cpu, tiny_config
 
-ON = ("train.cpu_convolutions=auto", "train.amp.enabled=true")
+ON = (
+    "train.cpu_convolutions=auto",
+    "train.amp.enabled=true",
+    "train.amp.dtype=bfloat16",
+)
 FLOAT32 = ("train.cpu_convolutions=auto",)
 LEVELS = ("O1", "O2")
 native = pytest.mark.skipif(
@@ -134,18 +138,19 @@ def test_scope_ends_with_the_forward_pass(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("overrides", "code"),
+    ("overrides", "kernels", "code"),
     [
-        (ON, "amp_on_cpu"),
-        ((*ON, "train.amp.dtype=float16"), "amp_dtype_on_cpu"),
-        ((*ON, "train.cpu_convolutions=plain"), "amp_needs_onednn"),
+        (ON, BFLOAT16, "amp_on_cpu"),
+        ((*ON, "train.amp.dtype=float16"), BFLOAT16, "amp_on_cpu"),
+        ((*ON, "train.amp.dtype=float16"), EMULATED, "amp_dtype_on_cpu"),
+        ((*ON, "train.cpu_convolutions=plain"), EMULATED, "amp_needs_onednn"),
     ],
 )
-def test_what_a_cpu_cannot_is_refused_by_code(overrides, code, tmp_path, monkeypatch):
+def test_what_a_cpu_cannot_is_refused_by_code(overrides, kernels, code, tmp_path, monkeypatch):
     init_cpu()
     monkeypatch.setattr("ppdist.distributed.paddle_api.bfloat16_flags", lambda: set())
     with pytest.raises(ConfigError) as caught:
-        check_precision(tiny_config(tmp_path, overrides))
+        check_precision(tiny_config(tmp_path, overrides), kernels)
     assert caught.value.code == code
     if code == "amp_on_cpu":
         assert "neither avx512_bf16 nor amx_bf16" in str(caught.value)
