@@ -1,5 +1,6 @@
 """Fixtures every test may use."""
 
+import gc
 import signal
 from collections.abc import Iterator
 from pathlib import Path
@@ -17,6 +18,11 @@ def shared_dir() -> Path:
     if not (folder / "parity").is_dir():
         pytest.skip("the reference values that stand beside the checkout are not here")
     return folder
+
+
+# Thousands of tests leave much that lives on, models and Paddle's programs: with Python's own
+# thresholds a tenth of their time goes into searching it for garbage again and again.
+gc.set_threshold(50_000, 20, 20)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -93,8 +93,15 @@ def assert_same_rows(got_R6: np.ndarray, expected_R6: np.ndarray, nms: NMSConfig
     assert (np.diff(got_R6[:, 1]) <= 0).all()
 
 
-@pytest.mark.parametrize("nms_in_graph", [True, False], ids=["with NMS", "without NMS"])
-@pytest.mark.parametrize("resize", ["stretch", "letterbox"])
+@pytest.mark.parametrize(
+    ("resize", "nms_in_graph"),
+    [
+        ("stretch", True),
+        ("letterbox", False),
+        pytest.param("letterbox", True, marks=pytest.mark.slow),
+        pytest.param("stretch", False, marks=pytest.mark.slow),
+    ],
+)
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_mixed_shapes_in_one_batch_give_eager_boxes(
     model: PPYOLOE, exported: Exported, backend: str, resize: Any, nms_in_graph: bool
@@ -319,6 +326,7 @@ def test_auto_takes_the_fastest_that_was_checked(monkeypatch: pytest.MonkeyPatch
         chosen("int8")
 
 
+@pytest.mark.slow
 @needs_openvino
 def test_signals_are_heard_after_models_of_openvino_end(exported: Exported) -> None:
     code = (

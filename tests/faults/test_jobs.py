@@ -27,6 +27,7 @@ def stop_after(step: int, job: Job) -> None:
     assert job.processes() == {} and len(job.steps) < 12
 
 
+@pytest.mark.slow
 def test_three_faults_leave_a_stopped_run_equal(scenario: FaultScenario, record_property) -> None:
     """Where it was stopped, a run has the weights of one that went on after faults."""
     short = ["data.workers=1", "train.epochs=3", "checkpoint.every_steps=1", "checkpoint.keep=12"]

@@ -41,6 +41,7 @@ def train(folder: str) -> int:
     return ended.value.code or 0
 
 
+@pytest.mark.slow
 def test_deadly_images_and_pictures_cost_no_run(tmp_path: Path) -> None:
     sizes = ["--train", 8, "--val", 1, "--size", 64]
     succeeded(run_tool("data", "synthetic", "--out", tmp_path / "data", *sizes))

@@ -49,6 +49,7 @@ def stored(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@pytest.mark.slow
 def test_parity_tool_passes_and_writes_measurements(stored: Path, tmp_path: Path) -> None:
     folder = with_one(stored, tmp_path, "yolov5n_cls")
     model = family_of("yolov5n_cls").build("yolov5n_cls", CLASSES)

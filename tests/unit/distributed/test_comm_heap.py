@@ -23,6 +23,7 @@ print(usual, page_faults(4))
 """
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="glibc alone is told to keep memory")
 def test_freed_memory_is_not_mapped_anew() -> None:
     done = subprocess.run(

@@ -89,6 +89,7 @@ def test_log_names_weights_source_frozen_keys_and_lr(pretrained, tuned):
     assert "backbone.stages.2 x 0.343" in text and "neck x 0.7, head x 1" in text
 
 
+@pytest.mark.slow
 def test_a_fine_tuned_run_resumes_bit_for_bit(shapes, pretrained, tuned, tmp_path):
     start = [*TUNED, f"model.pretrained={pretrained}"]
     run(shapes, tmp_path, *start, "train.max_steps=3")

@@ -170,6 +170,7 @@ def in_a_process(function: str, root: Path) -> Any:
     return json.loads(ended.stdout)
 
 
+@pytest.mark.slow
 def test_kill_at_any_call_leaves_whole_checkpoints(tmp_path, record_property):
     report = in_a_process("sweep", tmp_path)
     record_property("kills", report["kills"])

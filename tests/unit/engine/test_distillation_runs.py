@@ -79,6 +79,7 @@ def taught(shapes, teacher, tmp_path_factory):
     return folder
 
 
+@pytest.mark.slow
 def test_run_names_teacher_and_writes_distill_loss(taught, teacher):
     text = (taught / "train.log").read_text()
     assert (

@@ -204,6 +204,7 @@ def test_two_ranks_stop_early_alike_resumed_or_not(shapes, tmp_path):
     ]  # fmt: skip
 
 
+@pytest.mark.slow
 def test_more_patience_on_resume_goes_on(shapes, tmp_path):
     epochs_of_one_step = ("train.batch_size_per_card=10", "log.images=0")
     assert trained(shapes, tmp_path, *epochs_of_one_step)[1].progress.step == 6

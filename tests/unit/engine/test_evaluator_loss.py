@@ -75,6 +75,7 @@ MODELS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", MODELS)
 def test_it_is_the_loss_of_one_step_with_all_images(shapes, case):
     network, _, evaluator = built(shapes, *MODELS[case])

@@ -268,6 +268,7 @@ def test_training_skips_evaluation_that_fails_twice(ranks):
     assert_same_checkpoint(folder / "evaluation", folder / "whole", link="step-00000006")
 
 
+@pytest.mark.slow
 def test_rollback_equals_resume_with_half_lr(shapes, tmp_path):
     rules = ("train.max_steps=5", "train.bad_steps_limit=2")
     alone(shapes, tmp_path / "back", *rules, before=lambda trainer: spoil(trainer, (3, 4)))
@@ -327,6 +328,7 @@ def test_rollback_sets_later_best_aside_and_logs_it(shapes, tmp_path):
     assert [r["step"] for r in found if "mAP" in r] == [3, 6, 8]
 
 
+@pytest.mark.slow
 def test_vain_rollback_ends_run_and_names_images(shapes, tmp_path):
     with pytest.raises(
         UserError, match=r"2 steps in a row, up to step 5, and 3 rollbacks"

@@ -127,6 +127,7 @@ def test_other_code_than_the_checkpoints_is_said(shapes, output, monkeypatch):
     assert told in said(output)
 
 
+@pytest.mark.slow
 def test_another_training_set_is_noticed(shapes, output, tmp_path):
     other = shutil.copytree(shapes, tmp_path / "other")
     file = other / "annotations" / "instances_train.json"
@@ -307,6 +308,7 @@ def test_returned_host_learns_job_has_begun(monkeypatch, job):
     assert module._note_of_job() == module.JobNote("the run", 4)
 
 
+@pytest.mark.slow
 def test_checkpoints_that_are_away_are_waited_for(shapes, job, tmp_path, monkeypatch):
     """Before, a job whose file system was not mounted yet began again at step 1."""
     output, away = tmp_path / "output", tmp_path / "away"

@@ -73,6 +73,7 @@ def entries(batch):
         yield index, zlib.crc32(objects.tobytes(), zlib.crc32(content))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", CASES)
 def test_rank_change_mid_epoch_uses_each_sample_once(case, monkeypatch, shapes):
     overrides = CASES[case]

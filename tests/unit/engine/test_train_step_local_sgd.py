@@ -103,6 +103,7 @@ def local_runs():
     return run_on_ranks(2, f"{HERE}:local")
 
 
+@pytest.mark.slow
 def test_local_sgd_every_step_equals_allreduce(local_runs):
     for runs in local_runs:
         gradients, weights = runs["losses"]
@@ -110,6 +111,7 @@ def test_local_sgd_every_step_equals_allreduce(local_runs):
         assert max(runs["distances"].values()) < 1e-4, runs["distances"]
 
 
+@pytest.mark.slow
 def test_replicas_are_equal_only_after_synced_steps(local_runs):
     first, second = (runs["every three"] for runs in local_runs)
     for step, (one, other) in enumerate(zip(first, second)):
@@ -124,6 +126,7 @@ def test_replicas_are_equal_only_after_synced_steps(local_runs):
         assert first[1][part] == second[1][part]
 
 
+@pytest.mark.slow
 def test_non_finite_gradient_on_one_rank_skips_all(local_runs):
     for runs in local_runs:
         history = runs["every three"]

@@ -55,6 +55,7 @@ def test_a_run_leaves_what_the_contract_says(shapes, tmp_path):
     assert set(weights(tmp_path)) == set(weights(tmp_path, group="ema"))
 
 
+@pytest.mark.slow
 def test_one_set_for_both_splits_is_a_warning(shapes, tmp_path):
     one = "data.val={images: images, annotations: annotations/instances_train.json}"
     for folder, overrides, evaluate in (("a", [one], True), ("b", [one], False), ("c", [], True)):
@@ -63,6 +64,7 @@ def test_one_set_for_both_splits_is_a_warning(shapes, tmp_path):
         assert ("both data.train and data.val" in text) == (folder == "a")
 
 
+@pytest.mark.slow
 def test_replaced_images_are_noticed_at_next_epoch(shapes, tmp_path):
     """Once, with the first of them; one that is away for a while is nothing new."""
     data = tmp_path / "data"

@@ -192,6 +192,7 @@ def test_refused_last_checkpoint_fails_every_rank(shapes, tmp_path):
     assert final(tmp_path).state["step"] == 1
 
 
+@pytest.mark.slow
 def test_resume_repairs_links_lost_to_kill(shapes, tmp_path):
     assert train(shapes, tmp_path, "train.max_steps=6", evaluate=True) == 0
     folder = tmp_path / "checkpoints"
@@ -224,6 +225,7 @@ def test_second_training_into_same_folder_is_refused(shapes, tmp_path, monkeypat
     assert {path.name for path in tmp_path.iterdir()} == {"run.lock"}  # nothing was touched
 
 
+@pytest.mark.slow
 def test_checkpoint_cost_is_measured_in_parts(shapes, tmp_path):
     init_cpu()
     config = tiny_config(shapes, ["train.batch_size_per_card=4"])

@@ -98,6 +98,7 @@ def test_one_file_or_the_same_one_twice_is_refused(tmp_path: Path) -> None:
     assert error.value.code == "weights_too_few"
 
 
+@pytest.mark.slow
 def test_the_greedy_soup_leaves_out_the_worse(tmp_path: Path) -> None:
     model, paths = several(tmp_path, 4)
     key = next(key for key, value in model.named_parameters() if not value.stop_gradient)

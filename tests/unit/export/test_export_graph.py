@@ -74,6 +74,7 @@ def normalised(model: ImageModel, images_B3HW: np.ndarray) -> np.ndarray:
     return (images_B3HW / np.float32(255) - mean) / std
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("takes", ["pixels", "normalised pixels"])
 @pytest.mark.parametrize("kind", MODELS)
 def test_deployed_model_without_batch_norm_is_equal(kind: str, takes: str) -> None:

@@ -226,6 +226,7 @@ def test_openvino_is_left_out_or_ends_the_export(
     assert error.value.code == "package_missing"
 
 
+@pytest.mark.slow
 def test_rows_in_openvino_are_compared_with_eager(with_nms: Path) -> None:
     if find_spec("openvino") is None:
         pytest.skip("needs ppdist[openvino]")

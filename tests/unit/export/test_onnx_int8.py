@@ -43,6 +43,7 @@ def exported(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return directory
 
 
+@pytest.mark.slow
 def test_int8_model_scores_close_to_float_model(exported: Path) -> None:
     images = pictures(3, 96, 64)  # neither the batch nor the size of the calibration
     floats, _ = OnnxGraph(exported / "model.onnx", INT8)(images)

@@ -204,6 +204,7 @@ def test_a_host_started_again_too_early_waits(start, port: str) -> None:
     assert attempts(0) == attempts(1) == ["0", "1"]
 
 
+@pytest.mark.slow
 def test_restarts_that_differ_are_refused(start, port: str) -> None:
     common = ("--ips", f"{A},{B}", "--start_port", port)
     script = write("")

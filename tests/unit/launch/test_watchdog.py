@@ -164,6 +164,7 @@ def test_watchdog_waits_ten_times_slow_steps(host) -> None:
     assert ranks.wait(30) != ""
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("phase", ["start", "evaluate", "save", "end"])
 def test_outside_of_steps_the_barrier_timeout_holds(host, phase: str) -> None:
     ranks = host(2)
@@ -174,6 +175,7 @@ def test_outside_of_steps_the_barrier_timeout_holds(host, phase: str) -> None:
     assert ranks.wait(20) != ""
 
 
+@pytest.mark.slow
 def test_the_first_step_may_be_slow(host) -> None:
     ranks = host(1)
     ranks.beat(0, steps=0)
@@ -223,6 +225,7 @@ def test_ranks_that_never_say_anything_are_left_alone(host) -> None:
     assert ranks.wait(10 * TIMEOUT) == "" and ranks.alive() == [0, 1]
 
 
+@pytest.mark.slow
 def test_signs_of_life_let_an_evaluation_go_on(host) -> None:
     ranks = host(2)
     ranks.train(5, 1.0)

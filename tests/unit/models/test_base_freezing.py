@@ -133,6 +133,7 @@ def scalar(outputs) -> paddle.Tensor:
     return paddle.add_n([each.square().mean() for each in flat])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["plain", "synchronised", "onednn"])
 @pytest.mark.parametrize("what", [3, ["neck"]])
 def test_frozen_parts_no_gradient_fixed_statistics(what, kind):
@@ -185,6 +186,7 @@ def test_frozen_onednn_layers_equal_plain_ones():
     assert off < 2e-3
 
 
+@pytest.mark.slow
 def test_unfrozen_gradients_equal_fixed_statistics():
     """Frozen weights behind others still hand the gradient on."""
     gradients = {}

@@ -13,6 +13,7 @@ from ppdist.models.weights import arrays_of, load_weights
 from tests.unit.models.tiny import loss_of, shake, static_outputs, tiny
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("levels", "size"), [("P3-P5", "s"), ("P3-P6", "s6")])
 def test_all_before_the_head_is_that_of_yolov5(levels: str, size: str) -> None:
     paddle.seed(0)
@@ -52,6 +53,7 @@ def test_it_trains_and_gives_maps_of_its_strides(levels: str) -> None:
     ]
 
 
+@pytest.mark.slow
 def test_it_is_fused_and_saved_like_any_other(tmp_path: Path) -> None:
     model, image = tiny(body="yolov5", depth_multiple=0.1), paddle.randn([2, 3, 64, 96])
     shake(model)
@@ -72,5 +74,6 @@ def test_a_backbone_of_yolov5_starts_it(tmp_path: Path) -> None:
     assert set(report.loaded) == set(backbone)
 
 
+@pytest.mark.slow
 def test_fast_cpu_convolutions_agree_with_it() -> None:
     assert self_check(tiny(body="yolov5")) is None

@@ -52,6 +52,7 @@ def test_second_head_starts_as_copy_rest_unchanged() -> None:
             assert np.array_equal(value, both[key.replace(*HEADS[::-1])]), key
 
 
+@pytest.mark.slow
 def test_rest_learns_the_same_without_second_head() -> None:
     image = paddle.randn([2, 3, 64, 64])
     plain, model = tiny(), tiny(one_to_one=True)
@@ -71,6 +72,7 @@ def test_rest_learns_the_same_without_second_head() -> None:
     assert added and all(key.startswith(HEADS[1]) for key in added)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("training", [True, False])  # False: a rank's blank image
 def test_every_weight_gets_a_gradient(training: bool) -> None:
     model = tiny(one_to_one=True, auxiliary=True)

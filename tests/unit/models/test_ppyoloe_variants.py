@@ -16,6 +16,7 @@ LEVELS = {"P3-P5": (32, 16, 8), "P2-P5": (32, 16, 8, 4),
           "P3-P6": (64, 32, 16, 8), "P2-P6": (64, 32, 16, 8, 4)}  # fmt: skip
 
 
+@pytest.mark.slow
 def test_t_has_the_published_number_of_parameters() -> None:
     model = build_model(PPYOLOEConfig(size="t", auxiliary=True))
     assert model.parameter_count() == 7_946_706
@@ -59,6 +60,7 @@ def test_aux_head_gives_no_outputs_without_gradient() -> None:
         assert np.array_equal(x.numpy(), y.numpy())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("training", [True, False])  # False: a rank's blank image
 @pytest.mark.parametrize("detached", [False, True])
 def test_every_weight_gets_a_gradient(training: bool, detached: bool) -> None:
@@ -132,6 +134,7 @@ def test_other_class_count_leaves_aux_classes_fresh(tmp_path: Path) -> None:
     }  # fmt: skip
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("levels", LEVELS)
 def test_levels_give_maps_of_their_strides_and_train(levels: str) -> None:
     model, strides = tiny(levels=levels), LEVELS[levels]
@@ -159,6 +162,7 @@ def test_p2_keeps_the_official_order_of_keys() -> None:
     assert state["yolo_head.pred_cls.3.weight"].shape == [80, 32, 3, 3]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("depth", "width"), [(0.01, 0.001), (0.5, 0.07), (1.49, 0.123)])
 def test_any_multiples_give_trainable_fusable_model(depth: float, width: float) -> None:
     model = tiny(depth_multiple=depth, width_multiple=width, auxiliary=True)

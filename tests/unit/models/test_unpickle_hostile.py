@@ -288,6 +288,7 @@ def test_declared_lengths_are_not_believed(bomb: str, tmp_path: Path) -> None:
     refused(zip_of(tmp_path / "bomb.pt", dict_of(BOMBS[bomb]), [SIX]), "weights_damaged")
 
 
+@pytest.mark.slow
 def test_endless_trees_of_modules_are_refused(tmp_path: Path) -> None:
     def module(children: bytes) -> bytes:
         return b"cmodels\nM\n)\x81(dS'_modules'\n(d" + children + b"sb"

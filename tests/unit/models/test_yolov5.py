@@ -249,6 +249,7 @@ def description(size: tuple[int, int]) -> InferenceSpec:
     )  # fmt: skip
 
 
+@pytest.mark.slow
 def test_export_with_nms_keeps_boxes_of_eager(tmp_path: Path) -> None:
     model = adapt(tiny(depth_multiple=0.1))
     report = export_detector(model, tmp_path / "m", description((64, 96)))

@@ -269,6 +269,7 @@ def test_the_whole_on_two_cpu_ranks(tmp_path) -> None:
         assert bool(part["not_run"]) == (name not in run)
 
 
+@pytest.mark.slow
 def test_a_card_without_code_fails_and_trains_nothing(cards, tmp_path) -> None:
     parts = prove_on_ranks(1, tmp_path, plugin=cards, zeros=True)
     assert parts["kernels"]["verdict"] == FAIL and "1 + 1 is 0" in parts["kernels"]["problems"][0]

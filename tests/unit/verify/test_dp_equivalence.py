@@ -163,6 +163,7 @@ def judged(trained: Trace, right: tuple[Trace, Trace]):
     return verdict(report), [each["name"] for each in report["measured"] if not each["passed"]]
 
 
+@pytest.mark.slow
 def test_one_rank_with_equal_micro_batches_passes(config_file: Path, right) -> None:
     assert judged(right[1], right) == ("PASS", [])  # moved by a rounding
     again = train_steps(set_up(config_file, *UNCLIPPED), STEPS)

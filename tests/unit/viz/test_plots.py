@@ -93,6 +93,7 @@ def test_classified_images_have_one_panel_and_boxes_two(tmp_path):
         assert [axes.get_title() for axes in figure.axes] == titles
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("sides", [(1.0, 1.0), (30.0, 30.5), (0.01, 20_000.0), (7.0, 90.0)])
 def test_labels_of_axes_do_not_overlap(tmp_path, sides):
     objects = made(200, 2)

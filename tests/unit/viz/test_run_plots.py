@@ -131,6 +131,7 @@ def test_an_empty_folder_gives_no_picture(tmp_path, caplog):
     assert len(caplog.records) == 1
 
 
+@pytest.mark.slow
 def test_a_classifier_has_no_background(tmp_path):
     rows = [{"name": name, "images": 5, "top1": 0.5, "top5": 1.0} for name in NAMES[:3]]
     found = {"step": 1, "images": 15, "class_names": NAMES[:3], "metrics": {"top1": 0.5}}
