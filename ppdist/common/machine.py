@@ -29,6 +29,22 @@ def available_cores(root: Path = Path("/")) -> float:
     return cores
 
 
+def given_threads(root: Path = Path("/")) -> int | None:
+    """OMP_NUM_THREADS as it was given to this process; None: it was not.
+
+    Paddle, when it is imported, writes 1 where nothing stands, so of a 1 counts what this process
+    began with.
+
+    Args:
+        root: where `proc` is.
+    """
+    now = os.environ.get("OMP_NUM_THREADS", "")
+    began_with = kernel_text(root / "proc/self/environ").split("\0")
+    if now == "1" and not any(each.startswith("OMP_NUM_THREADS=") for each in began_with):
+        return None
+    return int(now) if now.isdecimal() else None
+
+
 def available_memory(root: Path = Path("/")) -> int:
     """Bytes of memory that can be taken without pushing anything out: the least of what the machine
     has free and what the groups of this process may still use.

@@ -9,14 +9,23 @@ from ppdist.config.base import Section
 
 
 class AmpConfig(Section):
-    """Automatic mixed precision; GPUs only (Paddle has no such kernels on CPU)."""
+    """Automatic mixed precision: on GPUs Paddle's, on CPUs with bfloat16 that of oneDNN layers."""
 
-    enabled: bool = Field(default=False, description="Compute in a lower precision on GPUs.")
+    enabled: bool = Field(
+        default=False,
+        description="Compute in a lower precision. A CPU needs avx512_bf16 or amx_bf16 among the "
+        "flags of /proc/cpuinfo; without, the run ends with a message.",
+    )
     dtype: Literal["float16", "bfloat16"] = Field(
-        default="float16", description="float16 needs loss scaling (done); bfloat16 does not."
+        default="float16",
+        description="float16 needs a GPU and loss scaling (done); bfloat16 has the range of "
+        "float32, and is what a CPU computes.",
     )
     level: Literal["O1", "O2"] = Field(
-        default="O1", description="O1: chosen operators; O2: the whole model, float32 masters."
+        default="O1",
+        description="O1: chosen operators, on a CPU convolutions with their batch norm and "
+        "activation; O2: the whole model, on a CPU also what is between those layers. Weights are "
+        "updated in float32 in both.",
     )
 
 

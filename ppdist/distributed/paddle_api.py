@@ -441,8 +441,13 @@ def has_fast_bfloat16(root: Path = Path("/")) -> bool:
     ask = getattr(core, "supports_bfloat16_fast_performance", None)
     if ask is not None:
         return bool(ask())
+    return bool(bfloat16_flags(root))
+
+
+def bfloat16_flags(root: Path = Path("/")) -> set[str]:
+    """Which of avx512_bf16 and amx_bf16 Linux shows of this processor; root: see above."""
     flags = re.findall(r"^flags\s*:(.*)", kernel_text(root / "proc/cpuinfo"), re.MULTILINE)
-    return any({"avx512_bf16", "amx_bf16"} & set(line.split()) for line in flags)
+    return {"avx512_bf16", "amx_bf16"} & {flag for line in flags for flag in line.split()}
 
 
 @contextmanager

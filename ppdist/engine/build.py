@@ -13,6 +13,7 @@ from ppdist import models
 from ppdist.common import files
 from ppdist.common.errors import ConfigError, UserError
 from ppdist.common.logging import RunLog
+from ppdist.common.machine import available_cores, given_threads
 from ppdist.common.trackers import TRACKERS
 from ppdist.config import ExperimentConfig, plugins
 from ppdist.config.base import dump_yaml
@@ -22,7 +23,7 @@ from ppdist.data.datasets.build import limits
 from ppdist.data.loader import EvalLoader
 from ppdist.data.statistics import refit, sizes_in_input
 from ppdist.data.types import DetectionSet
-from ppdist.distributed import comm, device
+from ppdist.distributed import comm, device, paddle_api
 from ppdist.distributed.device_options import set_device_options
 from ppdist.engine.auto_batch import Estimate, estimate, log_estimate, settle_batch
 from ppdist.engine.callbacks import Callback
@@ -53,6 +54,7 @@ from ppdist.models.base import ImageModel, freeze, freezing, frozen_keys
 from ppdist.models.layers import synchronize_batch_norm
 from ppdist.models.model_card import ModelCard, card_of, origin, read_card, read_card_or_warn
 from ppdist.models.onednn.convert import self_check, use_onednn_convolutions
+from ppdist.models.onednn.precision import BFLOAT16, Kernels
 from ppdist.models.weights import ClassNames, LoadReport, load_weights
 from ppdist.models.yolov5 import YOLOv5
 from ppdist.models.zoo import fetch_on_all_ranks
@@ -96,6 +98,7 @@ def build_training(
     command: list[str],
     resume_changed: bool = False,
     callbacks: Sequence[Callback] = (),
+    kernels: Kernels = BFLOAT16,
 ) -> Experiment:
     """Builds everything a training run needs, after `comm.init`.  Collective.
 
@@ -106,6 +109,7 @@ def build_training(
         command: what the user typed, for environment.json.
         resume_changed: resume also with settings that affect training (`--resume-changed`).
         callbacks: of this rank, called in this order.
+        kernels: what a CPU computes `train.amp` with.
     Raises: UserError: data, weights, checkpoint or configuration are wrong.
     """
     budget = None if config.train.hours is None else TimeBudget(config.train.hours)
@@ -116,6 +120,7 @@ def build_training(
         evaluate=evaluate,
         resume=AUTO if resume == AUTO else bool(resume),
         resume_changed=resume_changed,
+        kernels=kernels,
     )
     # A folder that does not exist is made only once the run is known to start.
     noticed += comm.run_on_main(lambda: files.hold(output_dir) if output_dir.exists() else [])
@@ -149,8 +154,9 @@ def build_training(
         card = _describe_model(config, model, train_set, start)
         both = train_set, val_set
         trainer = _build_trainer(
-            config, derived, model, both, bad_images, log, output_dir, budget, callbacks, card
-        )
+            config, derived, model, both, bad_images, log, output_dir, budget, callbacks, card,
+            kernels,
+        )  # fmt: skip
         if start.snapshot is not None:
             trainer.restore(start.snapshot, start.own, bool(start.rescored))
         if trainer.train_step.distillation is not None:  # now that anchors are known
@@ -279,6 +285,7 @@ def _build_trainer(
     budget: TimeBudget | None,
     callbacks: Sequence[Callback],
     model_card: ModelCard,
+    kernels: Kernels,
 ) -> Trainer:
     """The trainer of a model that has its weights; every rank builds one."""
     train_set, val_set = both
@@ -287,7 +294,8 @@ def _build_trainer(
     slow = speed_up_cpu(config, [model, evaluated_model])
     if slow:
         log.warning(slow)
-    train_step, evaluator = build_train_step(config, derived, model), None
+    check_low_precision(config, model, slow, kernels)
+    train_step, evaluator = build_train_step(config, derived, model, kernels), None
     if train_step.distillation is not None:
         log.info(train_step.distillation.about)
     sets = [train_set] if val_set is None else [train_set, val_set]
@@ -404,15 +412,23 @@ def build_schedule_setup(config: ExperimentConfig, dataset_size: int) -> Schedul
 
 
 def build_train_step(
-    config: ExperimentConfig, derived: ScheduleSetup, model: ImageModel
+    config: ExperimentConfig,
+    derived: ScheduleSetup,
+    model: ImageModel,
+    kernels: Kernels = BFLOAT16,
 ) -> TrainStep:
-    """Model, loss, optimizer and EMA as one optimizer step; every rank builds one."""
+    """Model, loss, optimizer and EMA as one optimizer step; every rank builds one.
+
+    On a CPU with `train.amp` the model's parameters stay float32: they are the master weights.
+    Args: kernels: what a CPU computes `train.amp` with.
+    """
     train = config.train
     frozen = freeze(model, train.freeze)
     distillation = build_distillation(config.distill, config.model, model, config.seed)
     if train.sync_bn:
         synchronize_batch_norm(model)
-    low_precision = train.amp.enabled and train.amp.level == "O2"
+    amp_on_cpu = train.amp.enabled and not device.on_accelerator()
+    low_precision = train.amp.enabled and train.amp.level == "O2" and not amp_on_cpu
     if low_precision:
         model = paddle.amp.decorate(models=model, level="O2", dtype=train.amp.dtype)
     loss = loss_of(config.model.name).build(
@@ -434,6 +450,7 @@ def build_train_step(
         loss_divisor=float(train.images_per_card),
         average_statistics=not train.sync_bn or comm.world_size() == 1,
         distillation=distillation,
+        kernels=kernels.at(train.amp.level) if amp_on_cpu else None,
     )
 
 
@@ -484,14 +501,20 @@ def build_evaluator(
 
 
 def speed_up_cpu(config: ExperimentConfig, models: list[ImageModel]) -> str:
-    """Switches CPU convolutions to oneDNN where they equal Paddle's on every rank.  Collective.
+    """Shares the cores of this host among its ranks, where OMP_NUM_THREADS does not say how many
+    each has, and switches CPU convolutions to oneDNN where they equal Paddle's on every rank.
+    Collective.
 
     Called once the data are read: from here on what is freed is kept for the next step.
 
     Returns: a warning where they do not; else "".
     """
     comm.keep_freed_memory()
-    if device.on_accelerator() or config.train.cpu_convolutions == "plain":
+    if device.on_accelerator():
+        return ""
+    if given_threads() is None:
+        paddle_api.set_num_threads(max(1, int(available_cores() / comm.local_size())))
+    if config.train.cpu_convolutions == "plain":
         return ""
     model, size = models[0], 2 * models[0].size_multiple
     facts = [config.model.model_dump(mode="json"), size]
@@ -506,3 +529,27 @@ def speed_up_cpu(config: ExperimentConfig, models: list[ImageModel]) -> str:
     for model in models:
         use_onednn_convolutions(model)
     return ""
+
+
+def check_low_precision(
+    config: ExperimentConfig, model: ImageModel, slow: str, kernels: Kernels
+) -> None:
+    """Checks bfloat16 on a CPU with the model that it shall train.  Collective.
+
+    Every kind of layer and the model as a whole, forward and backward, against Paddle in float32.
+    Args: slow: what `speed_up_cpu` returned.
+    Raises: ConfigError, on every rank: some rank computes something else.
+    """
+    amp = config.train.amp
+    if not amp.enabled or device.on_accelerator():
+        return
+    wrong = slow or self_check(model, 2 * model.size_multiple, kernels.at(amp.level))
+    comm.barrier()  # as in `speed_up_cpu`
+    found = [each for each in comm.all_gather_object(wrong and f"{comm.host()}: {wrong}") if each]
+    if found:
+        raise ConfigError(
+            f"true, but {amp.dtype} failed its self-check against float32 on host {found[0]}",
+            code="amp_self_check",
+            where="train.amp.enabled",
+            fix="set train.amp.enabled: false, or train.amp.level: O1 where O2 fails",
+        )

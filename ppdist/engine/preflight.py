@@ -35,6 +35,7 @@ from ppdist.data import storage
 from ppdist.distributed import comm, device
 from ppdist.distributed.agreement import Facts, require_agreement
 from ppdist.distributed.store import interfaces
+from ppdist.models.onednn.precision import BFLOAT16, Kernels
 from ppdist.models.weights import checkpoint_of, digest_of_weights
 from ppdist.models.zoo import is_name
 
@@ -56,6 +57,7 @@ def preflight(
     evaluate: bool,
     resume: bool | str,
     resume_changed: bool = False,
+    kernels: Kernels = BFLOAT16,
 ) -> list[str]:
     """Checks whether the run can start, after `comm.init`, before anything else.  Collective.
 
@@ -63,11 +65,12 @@ def preflight(
         config: ExperimentConfig.
         evaluate, resume, resume_changed: whether `--eval`, `--resume`, `--resume-changed` were
             given; resume may also be its word.
+        kernels: what a CPU computes bfloat16 with.
     Returns: warnings of all hosts, on every rank.
     Raises: UserError, on every rank: this card cannot compute as configured, the ranks differ, or
         the all-reduce fails; early stopping without evaluations.
     """
-    comm.run_on_all_ranks(lambda: check_precision(config))
+    comm.run_on_all_ranks(lambda: check_precision(config, kernels))
     given = {
         "--eval": f"{evaluate}",
         "--resume": f"{resume}",
@@ -131,9 +134,14 @@ def _is_there(path: Path) -> bool:
     return stores.answers(path) if stores.is_remote(path) else storage.can_be_read(path)
 
 
-def check_precision(config: Any) -> None:
-    """Raises: ConfigError: this rank's device cannot compute in `train.amp`, or not sum in
-    `distributed.gradient_dtype`."""
+def check_precision(config: Any, kernels: Kernels = BFLOAT16) -> None:
+    """Checks that this rank's device can compute as configured; what a CPU gives is checked later,
+    with the model (`build.check_low_precision`).
+
+    Args: kernels: what a CPU computes bfloat16 with.
+    Raises: ConfigError: this rank's device cannot compute in `train.amp`, or not sum in
+        `distributed.gradient_dtype`.
+    """
     amp, sums = config.train.amp, config.distributed.gradient_dtype
     if sums == "float16" and not device.on_accelerator() and comm.world_size() > 1:
         raise ConfigError(
@@ -143,13 +151,8 @@ def check_precision(config: Any) -> None:
             fix="set bfloat16, which has the same size, or float32",
         )
     if amp.enabled and not device.on_accelerator():
-        raise ConfigError(
-            "true, but this run is on CPU, where Paddle has no float16 or bfloat16 kernels and "
-            "ignores AMP silently",
-            code="amp_on_cpu",
-            where="train.amp.enabled",
-            fix="set train.amp.enabled: false or use a GPU",
-        )
+        _check_cpu_precision(config, kernels)
+        return
     supported = {
         "float16": paddle.amp.is_float16_supported,
         "bfloat16": paddle.amp.is_bfloat16_supported,
@@ -161,6 +164,33 @@ def check_precision(config: Any) -> None:
             code="amp_dtype_unsupported",
             where="train.amp.dtype",
             fix="set the other one, or train.amp.enabled: false",
+        )
+
+
+def _check_cpu_precision(config: Any, kernels: Kernels) -> None:
+    missing = kernels.missing()
+    if missing:
+        raise ConfigError(
+            f"true, but on host {comm.host()} {missing}",
+            code="amp_on_cpu",
+            where="train.amp.enabled",
+            fix="set train.amp.enabled: false, or use a processor with AVX512-BF16 or AMX, or a "
+            "GPU",
+        )
+    if config.train.amp.dtype != "bfloat16":
+        raise ConfigError(
+            f"{config.train.amp.dtype}, but this run is on CPU, where oneDNN trains in bfloat16 "
+            "alone",
+            code="amp_dtype_on_cpu",
+            where="train.amp.dtype",
+            fix="set bfloat16, or train.amp.enabled: false",
+        )
+    if config.train.cpu_convolutions == "plain":
+        raise ConfigError(
+            "plain, but only oneDNN's convolutions compute in bfloat16 on a CPU",
+            code="amp_needs_onednn",
+            where="train.cpu_convolutions",
+            fix="set auto, or train.amp.enabled: false",
         )
 
 

@@ -3,7 +3,7 @@
 import math
 import time
 from collections.abc import Container, Iterable, Iterator
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
@@ -18,6 +18,7 @@ from ppdist.engine.distillation import Distillation
 from ppdist.losses.base import Loss, LossOutput
 from ppdist.models.base import ImageModel
 from ppdist.models.layers import SyncBatchNorm2D
+from ppdist.models.onednn.precision import Kernels, compute_in
 from ppdist.optim.ema import EMA
 from ppdist.optim.flat_storage import FlatGradients, FlatStorage
 from ppdist.optim.grad_sync import AllReduceSync, Sharding
@@ -135,6 +136,7 @@ class TrainStep:
         loss_divisor: float,
         average_statistics: bool,
         distillation: Distillation | None = None,
+        kernels: Kernels | None = None,
     ) -> None:
         """
         Args:
@@ -144,6 +146,7 @@ class TrainStep:
             average_statistics: average running statistics of batch norm over ranks with the
                 weights, so that ranks without SyncBN stay identical.  Nothing to do on one rank.
             distillation: a teacher; None: the ground truth alone teaches.
+            kernels: what oneDNN layers compute `amp` with, on a CPU; None: Paddle's autocast.
         """
         self.model = model
         self.wrapped = comm.wrap(model)
@@ -157,6 +160,7 @@ class TrainStep:
         self.sharding = sharding
         self.loss_divisor = loss_divisor
         self.distillation = distillation
+        self.kernels = kernels
         self._updates = 0  # since the ranks held the same weights
         self.scaler = paddle.amp.GradScaler(
             enable=amp.enabled and amp.dtype == "float16", init_loss_scaling=1024.0
@@ -344,9 +348,7 @@ class TrainStep:
         for norm in self._sync_norms:
             norm.counts = batch.real
         taught = None
-        with paddle.amp.auto_cast(
-            enable=self.amp.enabled, dtype=self.amp.dtype, level=self.amp.level
-        ):
+        with self._autocast():
             if self.distillation is not None:  # first: it keeps little, the student much
                 taught = self.distillation.ask(batch.images_B3HW)
                 clock.lap("teacher")
@@ -362,6 +364,15 @@ class TrainStep:
         self.scaler.scale(whole(output) / self.loss_divisor).backward()
         clock.lap("backward")
         return output
+
+    def _autocast(self) -> AbstractContextManager[None]:
+        """Forward passes of this step inside are in the precision of `amp`."""
+        if self.kernels is not None:
+            return compute_in(self.kernels)
+        cast: AbstractContextManager[None] = paddle.amp.auto_cast(
+            enable=self.amp.enabled, dtype=self.amp.dtype, level=self.amp.level
+        )
+        return cast
 
     @paddle.no_grad()
     def _reduce(self, summed: Tensor, names: list[str]) -> Tensor:

@@ -11,12 +11,12 @@ import math
 from collections.abc import Callable
 from typing import ClassVar
 
-import paddle
 from paddle import Tensor, nn
 
 from ppdist.common.errors import ConfigError
 from ppdist.config import plugins
 from ppdist.models.layers import C3, SPPF, ConvBNLayer, EffectiveSELayer, RepBlock, yolov5_conv
+from ppdist.models.onednn.feature_maps import concat
 
 
 class Backbone(nn.Layer):
@@ -73,7 +73,7 @@ class CSPResStage(nn.Layer):
 
     def forward(self, x: Tensor) -> Tensor:
         x = self.conv_down(x)
-        mixed = paddle.concat([self.conv1(x), self.blocks(self.conv2(x))], axis=1)
+        mixed = concat([self.conv1(x), self.blocks(self.conv2(x))])
         return self.conv3(self.attn(mixed))
 
 

@@ -16,6 +16,8 @@ from paddle import Tensor, nn
 from paddle.autograd import PyLayer
 
 from ppdist.distributed import comm, paddle_api
+from ppdist.models.onednn.feature_maps import add, concat, max_pool, scale_channels, spatial_mean
+from ppdist.models.onednn.ops import LEAKY_SLOPE
 
 
 def silu(x: Tensor) -> Tensor:
@@ -25,9 +27,6 @@ def silu(x: Tensor) -> Tensor:
     of the convolution before it; `silu` it does not know.
     """
     return F.silu(x) if paddle.in_dynamic_mode() else F.swish(x)
-
-
-LEAKY_SLOPE = 0.1  # of negative inputs, as in YOLOv3 and the first YOLOv5
 
 
 def leaky_relu(x: Tensor) -> Tensor:
@@ -48,16 +47,6 @@ ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "hardswish": F.hardswish,
     "leaky_relu": leaky_relu,
 }
-
-
-def upsample2x(feature: Tensor) -> Tensor:
-    """Nearest-neighbour x2, [B, C, H, W] -> [B, C, 2H, 2W].
-
-    Written with stack and flatten: F.interpolate gives the same values, but Paddle 3.3's oneDNN
-    predictor and its ONNX converter both fail on the operator's list-of-doubles attribute.
-    """
-    feature = paddle.stack([feature, feature], axis=-1).flatten(3, 4)
-    return paddle.stack([feature, feature], axis=3).flatten(2, 3)
 
 
 class ConvBNLayer(nn.Layer):
@@ -173,7 +162,7 @@ class RepBlock(nn.Layer):
 
     def forward(self, x: Tensor) -> Tensor:
         y = self.conv2(self.conv1(x))
-        return x + y if self.residual else y
+        return add(x, y) if self.residual else y
 
 
 class EffectiveSELayer(nn.Layer):
@@ -184,7 +173,7 @@ class EffectiveSELayer(nn.Layer):
         self.fc = nn.Conv2D(channels, channels, 1)
 
     def forward(self, x: Tensor) -> Tensor:
-        return x * F.hardsigmoid(self.fc(F.adaptive_avg_pool2d(x, 1)))
+        return scale_channels(x, F.hardsigmoid(self.fc(spatial_mean(x))))
 
 
 class SPP(nn.Layer):
@@ -197,8 +186,7 @@ class SPP(nn.Layer):
         self.conv = ConvBNLayer(channels * (len(self.SIZES) + 1), channels, 1)
 
     def forward(self, x: Tensor) -> Tensor:
-        pooled = [F.max_pool2d(x, size, stride=1, padding=size // 2) for size in self.SIZES]
-        return self.conv(paddle.concat([x, *pooled], axis=1))
+        return self.conv(concat([x, *(max_pool(x, size) for size in self.SIZES)]))
 
 
 def yolov5_conv(
@@ -221,7 +209,7 @@ class Bottleneck(nn.Layer):
 
     def forward(self, x: Tensor) -> Tensor:
         y = self.conv2(self.conv1(x))
-        return x + y if self.residual else y
+        return add(x, y) if self.residual else y
 
 
 class C3(nn.Layer):
@@ -236,7 +224,7 @@ class C3(nn.Layer):
         self.blocks = nn.Sequential(*[Bottleneck(half, residual) for _ in range(blocks)])
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.conv3(paddle.concat([self.blocks(self.conv1(x)), self.conv2(x)], axis=1))
+        return self.conv3(concat([self.blocks(self.conv1(x)), self.conv2(x)]))
 
 
 class SPPF(nn.Layer):
@@ -250,8 +238,8 @@ class SPPF(nn.Layer):
     def forward(self, x: Tensor) -> Tensor:
         maps = [self.conv1(x)]
         for _ in range(3):
-            maps.append(F.max_pool2d(maps[-1], 5, stride=1, padding=2))
-        return self.conv2(paddle.concat(maps, axis=1))
+            maps.append(max_pool(maps[-1], 5))
+        return self.conv2(concat(maps))
 
 
 def set_activation(model: nn.Layer, name: str) -> None:

@@ -27,6 +27,13 @@ from ppdist.models.layers import (
     RepConv,
     set_activation,
     start_uniform,
+)
+from ppdist.models.onednn.feature_maps import (
+    add,
+    concat,
+    scale_channels,
+    spatial_mean,
+    to_plain,
     upsample2x,
 )
 from ppdist.models.yolov5 import NECK_REPEATS as YOLOV5_NECK_REPEATS
@@ -84,7 +91,7 @@ class NeckStage(nn.Layer):
         self.conv3 = ConvBNLayer(2 * half, out_channels, 1)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.conv3(paddle.concat([self.conv1(x), self.convs(self.conv2(x))], axis=1))
+        return self.conv3(concat([self.conv1(x), self.convs(self.conv2(x))]))
 
 
 class CustomCSPPAN(nn.Layer):
@@ -124,10 +131,10 @@ class CustomCSPPAN(nn.Layer):
         outputs = [self.fpn_stages[0](features[0])]
         for i, feature in enumerate(features[1:]):
             coarse = upsample2x(self.fpn_routes[i](outputs[i]))
-            outputs.append(self.fpn_stages[i + 1](paddle.concat([coarse, feature], axis=1)))
+            outputs.append(self.fpn_stages[i + 1](concat([coarse, feature])))
         for i in reversed(range(len(outputs) - 1)):
             fine = self.pan_routes[i](outputs[i + 1])
-            outputs[i] = self.pan_stages[i](paddle.concat([fine, outputs[i]], axis=1))
+            outputs[i] = self.pan_stages[i](concat([fine, outputs[i]]))
         return outputs
 
 
@@ -160,7 +167,7 @@ class ESEAttn(nn.Layer):
         self.conv = RepConv(channels) if branches else ConvBNLayer(channels, channels, 1)
 
     def forward(self, feature: Tensor, mean: Tensor) -> Tensor:
-        return self.conv(feature * F.sigmoid(self.fc(mean)))
+        return self.conv(scale_channels(feature, F.sigmoid(self.fc(mean))))
 
 
 class PPYOLOEHead(nn.Layer):
@@ -185,8 +192,8 @@ class PPYOLOEHead(nn.Layer):
     def forward(self, features: list[Tensor]) -> PPYOLOEOutputs:
         class_logits, reg_dist = [], []
         for level, feature in enumerate(features):
-            mean = F.adaptive_avg_pool2d(feature, 1)
-            class_feature = self.stem_cls[level](feature, mean) + feature
+            mean = spatial_mean(feature)
+            class_feature = add(self.stem_cls[level](feature, mean), feature)
             class_logits.append(self.pred_cls[level](class_feature))
             reg_dist.append(self.pred_reg[level](self.stem_reg[level](feature, mean)))
         return PPYOLOEOutputs(tuple(class_logits), tuple(reg_dist))
@@ -314,7 +321,7 @@ class PPYOLOE(Detector):
         one = self.one_to_one_head
         outputs = self.yolo_head(fused) if one is None or backward else one(fused)
         if self.distillation is not None:
-            outputs = outputs._replace(features=self.distillation(fused))
+            outputs = outputs._replace(features=self.distillation([to_plain(x) for x in fused]))
         if one is not None and backward:
             logits, reg_dist, *_ = one([x.detach() for x in fused])
             outputs = outputs._replace(one_class_logits=logits, one_reg_dist=reg_dist)
@@ -323,7 +330,7 @@ class PPYOLOE(Detector):
         if self.detach_auxiliary:
             features, fused = [x.detach() for x in features], [x.detach() for x in fused]
         both = zip(fused, self.aux_neck(features))
-        logits, reg_dist = self.aux_head([paddle.concat(pair, axis=1) for pair in both])
+        logits, reg_dist = self.aux_head([concat(pair) for pair in both])
         return outputs._replace(aux_class_logits=logits, aux_reg_dist=reg_dist)
 
     def become_teacher(self) -> None:

@@ -24,9 +24,9 @@ from ppdist.models.layers import (
     ConvBNLayer,
     set_activation,
     start_uniform,
-    upsample2x,
     yolov5_conv,
 )
+from ppdist.models.onednn.feature_maps import concat, spatial_mean, to_plain, upsample2x
 
 DEPTH_WIDTH = {
     "n": (0.33, 0.25),
@@ -92,11 +92,11 @@ class YOLOv5Neck(nn.Layer):
         for level in reversed(self.levels[1:]):
             x = getattr(self, f"reduce{level}")(x)
             reduced.append(x)
-            x = paddle.concat([upsample2x(x), features[level - 4]], axis=1)
+            x = concat([upsample2x(x), features[level - 4]])
             x = getattr(self, f"topdown{level - 1}")(x)
         results = [x]
         for level, beside in zip(self.levels[1:], reversed(reduced)):
-            x = paddle.concat([getattr(self, f"down{level}")(x), beside], axis=1)
+            x = concat([getattr(self, f"down{level}")(x), beside])
             x = getattr(self, f"bottomup{level}")(x)
             results.append(x)
         return results
@@ -187,7 +187,7 @@ class YOLOv5(Detector):
         fused = self.neck(self.backbone(images_B3HW))
         outputs = self.head(fused)
         if self.distillation is not None:
-            outputs = outputs._replace(features=self.distillation(fused))
+            outputs = outputs._replace(features=self.distillation([to_plain(x) for x in fused]))
         return outputs
 
     def decode(self, outputs: YOLOv5Outputs) -> tuple[Tensor, Tensor]:
@@ -227,7 +227,7 @@ class ClassifierHead(nn.Layer):
         self.linear = nn.Linear(HEAD_CHANNELS, num_classes)
 
     def forward(self, feature: Tensor) -> Tensor:
-        mean_BX = F.adaptive_avg_pool2d(self.conv(feature), 1).flatten(1)
+        mean_BX = spatial_mean(self.conv(feature)).flatten(1)
         return self.linear(self.dropout(mean_BX))
 
 

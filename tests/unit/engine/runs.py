@@ -9,6 +9,7 @@ from safetensors.numpy import load_file
 from ppdist.config.distributed import DistributedConfig
 from ppdist.distributed import comm
 from ppdist.engine.build import build_training
+from ppdist.models.onednn.precision import BFLOAT16
 from tests.unit.engine.tiny import tiny_config
 
 
@@ -22,6 +23,7 @@ def build_run(
     evaluate=False,
     callbacks=(),
     device="cpu",
+    kernels=BFLOAT16,
 ):
     """The experiment of a tiny model; resume may be True (from output_dir) or a path."""
     comm.init(device, DistributedConfig())
@@ -33,6 +35,7 @@ def build_run(
         command=["test"],
         resume_changed=changed,
         callbacks=callbacks,
+        kernels=kernels,
     )
 
 

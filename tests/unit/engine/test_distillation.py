@@ -20,6 +20,7 @@ from ppdist.models.onednn.convert import use_onednn_convolutions
 from ppdist.models.onednn.layers import OneDNNConv2D
 from ppdist.models.weights import arrays_of
 from tests.distributed import run_on_ranks
+from tests.emulated_bfloat16 import EMULATED
 from tests.unit.engine.teachers import distilled_config, write_teacher
 from tests.unit.engine.tiny import (
     IMAGES,
@@ -144,13 +145,22 @@ def test_a_teacher_on_onednn_says_what_a_plain_one_says(teachers, tmp_path):
         assert float((one - other).abs().max()) <= 1e-4 * float(one.abs().max())
 
 
-def test_bfloat16_runs_without_uncompared_features(teachers, tmp_path):
+def test_bfloat16_on_a_cpu_asks_the_teacher_too(teachers, tmp_path):
     init_cpu()
-    config = distilled_config(
-        tmp_path, teachers["ppyoloe"], "train.amp={enabled: true, dtype: bfloat16}"
-    )
-    step, rates = build_step(config, frozen=False)
-    assert step(iter([fixed_batch(0, 0, IMAGES)]), 1, 0, rates, False, Clock()).applied
+    amp = ("train.amp={enabled: true, dtype: bfloat16}", "train.cpu_convolutions=auto")
+    losses = []
+    for overrides in (amp, amp[1:]):
+        config = distilled_config(tmp_path, teachers["ppyoloe"], *overrides)
+        step, rates = build_step(config, frozen=False, kernels=EMULATED)
+        result = step(iter([fixed_batch(0, 0, IMAGES)]), 1, 0, rates, False, Clock())
+        assert result.applied
+        losses.append(result.losses)
+    low, plain = losses
+    assert low == pytest.approx(plain, rel=0.05) and low != plain
+
+
+def test_uncompared_features_have_no_adapters(teachers, tmp_path):
+    init_cpu()
     config = distilled_config(tmp_path, teachers["ppyoloe"], "distill.features=null")
     step, rates = build_step(config, frozen=False)
     assert step.model.distillation is None

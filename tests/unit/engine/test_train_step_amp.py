@@ -75,7 +75,7 @@ def build() -> tuple[TrainStep, RecordingOptimizer]:
         loss=Total(),
         optimizer=optimizer,
         ema=None,
-        amp=AmpConfig(),
+        amp=AmpConfig(dtype="float16"),
         clip_norm=None,
         grad_sync=DuringBackward(),  # as on GPUs
         sharding=None,

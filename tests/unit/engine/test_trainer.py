@@ -355,11 +355,6 @@ def test_unwritable_output_dir_is_user_error(shapes, tmp_path):
         run(shapes, tmp_path / "file")
 
 
-def test_amp_on_cpu_is_refused(shapes, tmp_path):
-    with pytest.raises(ConfigError, match=r"train\.amp\.enabled: true, but this run is on CPU"):
-        run(shapes, tmp_path, "train.amp.enabled=true")
-
-
 def test_a_size_that_strides_do_not_divide_is_refused(shapes, tmp_path):
     with pytest.raises(ConfigError, match=r"model\.image_size: \[60, 64\]: expected multiples"):
         run(shapes, tmp_path, "model.image_size=[60,64]")

@@ -13,9 +13,10 @@ from ppdist.config.distributed import DistributedConfig
 from ppdist.data.sampler import TrainSampler
 from ppdist.data.types import EMPTY, Arrays, Batch
 from ppdist.distributed import comm
-from ppdist.engine.build import build_model, build_schedule_setup, build_train_step
+from ppdist.engine.build import build_model, build_schedule_setup, build_train_step, speed_up_cpu
 from ppdist.engine.train_step import StepResult, TrainStep
 from ppdist.models.base import ImageModel
+from ppdist.models.onednn.precision import BFLOAT16, Kernels
 from ppdist.optim.lr_scheduler import LearningRates
 
 SIZE = 64
@@ -124,7 +125,7 @@ def norms_of(model: ImageModel) -> list[nn.BatchNorm2D]:
 
 
 def build_step(
-    config: ExperimentConfig, frozen: bool, images: int = 2 * IMAGES
+    config: ExperimentConfig, frozen: bool, images: int = 2 * IMAGES, kernels: Kernels = BFLOAT16
 ) -> tuple[TrainStep, LearningRates]:
     """The step of a data set of so many images, and rates at their peak."""
     model = build_model(config)
@@ -132,7 +133,8 @@ def build_step(
         freeze_statistics(model)
     derived = build_schedule_setup(config, images)
     peak = derived.schedule.peak_lr
-    return build_train_step(config, derived, model), LearningRates(
+    speed_up_cpu(config, [model])
+    return build_train_step(config, derived, model, kernels), LearningRates(
         peak, peak, config.optimizer.momentum
     )
 

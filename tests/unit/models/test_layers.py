@@ -13,8 +13,8 @@ from ppdist.models.layers import (
     ConvBNLayer,
     EffectiveSELayer,
     RepConv,
-    upsample2x,
 )
+from ppdist.models.onednn.feature_maps import upsample2x
 
 
 def test_upsample_and_gradient_equal_nearest() -> None:

@@ -1,0 +1,240 @@
+"""Training in bfloat16 on a CPU: emulated anywhere, by the processor where it can."""
+
+import time
+from pathlib import Path
+
+import numpy as np
+import paddle
+import pytest
+
+from ppdist.common.errors import ConfigError
+from ppdist.distributed import comm
+from ppdist.engine import build
+from ppdist.engine.preflight import check_precision
+from ppdist.engine.train_step import Clock
+from ppdist.models.layers import ConvBNLayer
+from ppdist.models.onednn.precision import BFLOAT16, current, missing_bfloat16
+from ppdist.optim.ema import EMA
+from tests.distributed import run_on_ranks
+from tests.emulated_bfloat16 import EMULATED
+from tests.unit.engine.runs import assert_same_checkpoint, run_to_end, weights
+from tests.unit.engine.tiny import IMAGES, build_step, fixed_batch, init_cpu, tiny_config
+
+ON = (
+    "train.cpu_convolutions=auto",
+    "train.amp.enabled=true",
+    "train.amp.dtype=bfloat16",
+)
+FLOAT32 = ("train.cpu_convolutions=auto",)
+LEVELS = ("O1", "O2")
+native = pytest.mark.skipif(
+    bool(missing_bfloat16()), reason=f"needs bfloat16: {missing_bfloat16()}"
+)
+
+
+def level(name):
+    return (*ON, f"train.amp.level={name}")
+
+
+def steps(folder, overrides, count, *, model="ppyoloe", frozen=False, parts=((0, IMAGES),),
+          kernels=EMULATED):  # fmt: skip
+    """The step, and losses of so many of it on this rank's images."""
+    init_cpu()
+    config = tiny_config(Path(folder), overrides, model)
+    step, rates = build_step(config, frozen, kernels=kernels)
+    losses = []
+    for number in range(count):
+        batches = iter([fixed_batch(number, *part) for part in parts])
+        result = step(batches, len(parts), number, rates, False, Clock())
+        assert result.applied
+        losses.append(result.losses["loss"])
+    return step, losses
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", LEVELS)
+@pytest.mark.parametrize("model", ["ppyoloe", "yolov5"])
+def test_loss_of_200_steps_within_one_percent(model, name, tmp_path, record_property):
+    """At a rate where rounding stays small: at four times this one, float32 parts from itself by 4
+    to 6 % when its first weights are changed by 2**-9, which is what bfloat16 rounds to."""
+    rate = "optimizer.lr=0.0005"
+    _, plain = steps(tmp_path, (*FLOAT32, rate), 200, model=model)
+    step, low = steps(tmp_path, (*level(name), rate), 200, model=model)
+    difference = abs(np.mean(low) / np.mean(plain) - 1)
+    record_property("figure", f"means differ by {difference:.2%}")
+    assert low != plain
+    assert difference < 0.01
+    assert np.mean(low[-20:]) < np.mean(low[:20])
+    assert all(p.dtype == paddle.float32 for p in step.model.parameters())
+    assert all(tensor.dtype == paddle.float32 for tensor in step.ema.average.values())
+
+
+@pytest.mark.slow
+def test_parts_of_a_batch_accumulate_to_the_whole(tmp_path):
+    whole, expected = steps(tmp_path, ON, 3, frozen=True)
+    parts, found = steps(tmp_path, ON, 3, frozen=True, parts=((0, 4), (4, IMAGES)))
+    assert found == pytest.approx(expected, rel=2e-3)
+    assert_near(parts.model, whole.model.state_dict())
+
+
+def two_ranks(folder):
+    init_cpu()
+    part = (0, 4) if comm.rank() == 0 else (4, IMAGES)
+    step, losses = steps(
+        folder, (*ON, "train.batch_size_per_card=4"), 3, frozen=True, parts=(part,)
+    )
+    return losses, {name: value.tolist() for name, value in step.model.state_dict().items()}
+
+
+@pytest.mark.slow
+def test_two_ranks_step_like_one(tmp_path):
+    (losses, first), (others, second) = run_on_ranks(
+        2, "tests.unit.engine.test_train_step_bfloat16:two_ranks", str(tmp_path)
+    )
+    assert losses == others and first == second
+    one, expected = steps(tmp_path, ON, 3, frozen=True)
+    assert losses == pytest.approx(expected, rel=2e-3)
+    assert_near(one.model, {name: paddle.to_tensor(value) for name, value in first.items()})
+
+
+def assert_near(model, state):
+    """After three steps: to a part of what these changed."""
+    for name, tensor in model.state_dict().items():
+        np.testing.assert_allclose(
+            tensor.numpy().ravel(), state[name].numpy().ravel(), atol=2e-3, err_msg=name
+        )
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", LEVELS)
+def test_resumed_run_ends_bit_for_bit_equal(name, shapes, tmp_path):
+    overrides = (*level(name), "train.epochs=2", "train.batch_size_per_card=4")
+    whole, parts = tmp_path / "whole", tmp_path / "parts"
+    run_to_end(shapes, whole, *overrides, kernels=EMULATED)
+    run_to_end(shapes, parts, *overrides, "train.max_steps=3", kernels=EMULATED)
+    run_to_end(shapes, parts, *overrides, kernels=EMULATED, resume=True)
+    assert_same_checkpoint(whole, parts)
+    assert {array.dtype for array in weights(whole).values()} == {np.dtype("float32")}
+
+
+def test_ema_follows_float32_masters(tmp_path):
+    step, _ = steps(tmp_path, (*level("O2"), "train.ema.enabled=true"), 1, model="yolov5")
+    assert isinstance(step.ema, EMA)
+    fresh = build.build_model(tiny_config(tmp_path, (), "yolov5")).state_dict()
+    name = "backbone.stem.conv.weight"
+    moved = step.model.state_dict()[name].numpy() - fresh[name].numpy()
+    averaged = step.ema.average[name].numpy() - fresh[name].numpy()
+    share = averaged.ravel() @ moved.ravel() / (moved.ravel() @ moved.ravel())
+    np.testing.assert_allclose(averaged, share * moved, atol=1e-7)
+    low = paddle.to_tensor(averaged).astype("bfloat16").astype("float32")
+    assert 0 < share < 1 and not np.array_equal(low.numpy(), averaged)  # nothing was rounded
+
+
+def test_scope_ends_with_the_forward_pass(tmp_path):
+    step, _ = steps(tmp_path, ON, 0, model="yolov5")
+    assert step.kernels == EMULATED.at("O1")
+    with step._autocast():
+        assert current() is step.kernels
+    assert current().dtype == "float32"  # evaluation
+
+
+@pytest.mark.parametrize(
+    ("overrides", "kernels", "code"),
+    [
+        (ON, BFLOAT16, "amp_on_cpu"),
+        ((*ON, "train.amp.dtype=float16"), BFLOAT16, "amp_on_cpu"),
+        ((*ON, "train.amp.dtype=float16"), EMULATED, "amp_dtype_on_cpu"),
+        ((*ON, "train.cpu_convolutions=plain"), EMULATED, "amp_needs_onednn"),
+    ],
+)
+def test_what_a_cpu_cannot_is_refused_by_code(overrides, kernels, code, tmp_path, monkeypatch):
+    init_cpu()
+    monkeypatch.setattr("ppdist.distributed.paddle_api.bfloat16_flags", lambda: set())
+    with pytest.raises(ConfigError) as caught:
+        check_precision(tiny_config(tmp_path, overrides), kernels)
+    assert caught.value.code == code
+    if code == "amp_on_cpu":
+        assert "neither avx512_bf16 nor amx_bf16" in str(caught.value)
+    check_precision(tiny_config(tmp_path, ON), EMULATED)
+
+
+def failing_on_one(folder):
+    """The code that each rank gets where the kernels of rank 1 compute something else."""
+    init_cpu()
+    config = tiny_config(Path(folder), ON, "yolov5")
+    model = build.build_model(config)
+    kernels = EMULATED
+    if comm.rank() == 1:
+        kernels = kernels_with_wrong_gradient()
+    try:
+        build.check_low_precision(config, model, "", kernels)
+    except ConfigError as error:
+        return error.code, str(error)
+    return None
+
+
+def kernels_with_wrong_gradient():
+    from dataclasses import replace
+
+    class Wrong(EMULATED.convolution):
+        def weight_gradient(self, x, dy):
+            dw, db = super().weight_gradient(x, dy)
+            return dw * 1.5, db
+
+    return replace(EMULATED, convolution=Wrong)
+
+
+@pytest.mark.slow
+def test_failed_self_check_ends_every_rank_alike(tmp_path):
+    first, second = run_on_ranks(
+        2, "tests.unit.engine.test_train_step_bfloat16:failing_on_one", str(tmp_path)
+    )
+    assert first == second
+    assert first[0] == "amp_self_check" and "gradient of" in first[1]
+
+
+def test_self_check_passes_and_names_wrong_kernel(tmp_path):
+    model = paddle.nn.Sequential(ConvBNLayer(3, 8, 3), ConvBNLayer(8, 8, 1, activation="relu"))
+    assert build.self_check(model, 32, EMULATED) is None
+    reason = build.self_check(model, 32, kernels_with_wrong_gradient())
+    assert reason.startswith("gradient of conv.weight of 0 (ConvBNLayer")
+
+
+@native
+@pytest.mark.parametrize("name", LEVELS)
+@pytest.mark.parametrize("model", ["ppyoloe", "yolov5"])
+def test_processor_trains_like_the_emulation(model, name, tmp_path, record_property):
+    _, emulated = steps(tmp_path, level(name), 20, model=model)
+    _, found = steps(tmp_path, level(name), 20, model=model, kernels=BFLOAT16)
+    difference = abs(np.mean(found) / np.mean(emulated) - 1)
+    record_property("figure", f"means differ by {difference:.2%}")
+    assert difference < 0.01
+
+
+@native
+@pytest.mark.slow
+@pytest.mark.parametrize("model", ["name: yolov5, size: s", "name: ppyoloe, size: s"])
+def test_processor_steps_faster_in_bfloat16(model, tmp_path, record_property):
+    """CPU seconds of a step at 320 pixels, batch 8: the target is 0.55 of float32."""
+    from ppdist.config import ExperimentConfig
+    from ppdist.config.base import parse_config
+
+    init_cpu()
+    file = tmp_path / "s.yml"
+    shown = f"model: {{{model}, num_classes: 80, image_size: [320, 320]}}"
+    file.write_text(f"data: {{root: {tmp_path}}}\n{shown}\ntrain: {{batch_size_per_card: 8}}\n")
+    built = {}
+    for name, overrides in {"float32": (), "bfloat16": level("O2")}.items():
+        config = parse_config(file, list(overrides), ExperimentConfig)
+        built[name] = build_step(config, False)
+    batch = fixed_batch(0, 0, IMAGES)
+    batch = batch.__class__(**{**vars(batch), "images_B3HW": batch.images_B3HW.tile([1, 1, 5, 5])})
+    seconds = {name: [] for name in built}
+    for number in range(8):
+        for name, (step, rates) in built.items():
+            began = time.process_time()
+            step(iter([batch]), 1, number, rates, False, Clock())
+            seconds[name].append(time.process_time() - began)
+    ratio = np.median(np.array(seconds["bfloat16"][2:]) / np.array(seconds["float32"][2:]))
+    record_property("figure", f"{ratio:.2f} of float32's CPU seconds")
+    assert ratio <= 0.55
