@@ -43,9 +43,9 @@ _SUM_SECONDS = 60.0  # gloo itself gives up after 30
 _GIB = 1 << 30
 # Measured, see docs/dev/memory_estimate.md: what a rank of the smallest model takes beyond what it
 # has by now (a larger one is estimated once it is built), and what a byte of annotations takes
-# while it is read.
+# while one rank of a host reads it: with outlines for copy-paste it is read whole.
 _RANK_BYTES = _GIB // 4
-_READING_FACTOR = 6.2
+_READING_FACTOR, _WHOLE_FACTOR = 1.5, 6.2
 _SHARED_BYTES = 1 * _GIB
 _DISK_BYTES = 5 * _GIB
 
@@ -94,7 +94,8 @@ def preflight(
     hosts_W = comm.all_gather_object(comm.host())
     first_of_host = hosts_W.index(hosts_W[comm.rank()]) == comm.rank()
     size = annotation_bytes(config, evaluate) if first_of_host else 0
-    mine = list(resource_warnings(output_dir, size)) if first_of_host else []
+    outlines = config.data.augment.copy_paste > 0
+    mine = list(resource_warnings(output_dir, size, outlines)) if first_of_host else []
     notices = [warning for host in comm.all_gather_object(mine) for warning in host]
     unknown = unknown_paddle(paddle.__version__)
     return [unknown, *notices] if unknown else notices
@@ -358,19 +359,21 @@ def annotation_bytes(config: Any, evaluate: bool) -> int:
     return size
 
 
-def resource_warnings(output_dir: Path, annotations: int) -> Iterator[str]:
+def resource_warnings(output_dir: Path, annotations: int, outlines: bool = False) -> Iterator[str]:
     """What may run out on this host; of the disk, rank 0 alone says so.
 
-    Args: annotations: bytes of their files, which each rank reads.
+    Args:
+        annotations: bytes of their files, which one rank reads for all.
+        outlines: those of objects are read, too.
     """
-    host, count = comm.host(), comm.local_size()
-    memory, reading = available_memory(), round(_READING_FACTOR * annotations)
-    needed = count * (_RANK_BYTES + reading)
+    host, count, memory = comm.host(), comm.local_size(), available_memory()
+    reading = round((_WHOLE_FACTOR if outlines else _READING_FACTOR) * annotations)
+    needed = count * _RANK_BYTES + reading
     if memory < needed:
         yield (
             f"host {host} has {memory / _GIB:.1f} GiB of memory left for {count} rank"
             f"{'s' * (count > 1)}, which take {needed / _GIB:.1f} GiB at least: "
-            f"{count * reading / _GIB:.1f} to read {annotations / 1e6:.0f} MB of annotations, the "
+            f"{reading / _GIB:.1f} to read {annotations / 1e6:.0f} MB of annotations, the "
             f"rest for the smallest model; use fewer processes"
         )
     if device.on_accelerator() and count > 1:  # NCCL; our own data loader needs none of it

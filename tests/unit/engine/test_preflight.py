@@ -325,12 +325,12 @@ def test_little_memory_and_a_full_disk_are_warnings(
     usage = shutil.disk_usage(tmp_path)
     monkeypatch.setattr(module, "available_memory", lambda: 1 << 30)
     monkeypatch.setattr(shutil, "disk_usage", lambda path: usage._replace(free=3 << 30))
-    memory, disk = module.resource_warnings(tmp_path / "not" / "there", 439_000_000)
+    memory, disk = module.resource_warnings(tmp_path / "not" / "there", 439_000_000, outlines=True)
     assert memory.startswith(
         f"host {HOST} has 1.0 GiB of memory left for 1 rank, which take 2.8 GiB"
     )
     assert "2.5 to read 439 MB of annotations" in memory
-    (only_the_disk,) = module.resource_warnings(tmp_path, 10_000_000)
+    (only_the_disk,) = module.resource_warnings(tmp_path, 439_000_000)
     assert only_the_disk.startswith("output_dir")
     make_shapes(tmp_path, train=2, val=1, size=64, seed=0)
     config, files = tiny_config(tmp_path, []), [*(tmp_path / "annotations").iterdir()]
