@@ -69,13 +69,11 @@ def _concat(*parts: ops.Descriptor) -> ops.Concat | None:
     """None: these layouts are none of one whole."""
     batch, _, height, width = parts[0].shape
     channels = sum(part.shape[1] for part in parts)
-    blocks = {part.block for part in parts}
-    if len(blocks) == 1:
-        block = blocks.pop()
-    elif all(part.block == part.shape[1] for part in parts):
+    block = parts[0].block
+    if block not in ops.BLOCKS or any(part.block != block for part in parts):
+        if any(part.block != part.shape[1] for part in parts):
+            return None
         block = channels
-    else:
-        return None
     assert block is not None
     whole = ops.layout((batch, channels, height, width), block, parts[0].dtype)
     return ops.Concat(parts, whole)

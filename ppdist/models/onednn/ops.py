@@ -35,6 +35,7 @@ _FORWARD_TRAINING, _FORWARD_INFERENCE, _BACKWARD = 64, 96, 128
 _CONVOLUTION_DIRECT, _POOLING_MAX, _POOLING_MEAN, _NEAREST = 0x1, 0x1FF, 0x2FF, 0x2FFF0
 _ADD, _MULTIPLY = 0x1FFF0, 0x1FFF1
 _TAGS = {8: (102, b"aBcd8b"), 16: (78, b"aBcd16b")}  # by channels of a block
+BLOCKS = (0, *_TAGS)  # for any number of channels that they divide
 # By the value of `model.activation`: eltwise algorithm, alpha, beta.
 #   relu: x where x > 0, else alpha x;  swish: x sigmoid(alpha x);
 #   hardswish: x max(0, min(1, alpha x + beta))
@@ -250,10 +251,12 @@ def _is_compiled(description: c_void_p) -> bool:
 class Reorder:
     """Copies between two layouts or dtypes of one shape; no copy at all where they are equal."""
 
-    def __init__(self, source: Descriptor, target: Descriptor) -> None:
+    def __init__(self, source: Descriptor, target: Descriptor, of_whole: bool = False) -> None:
+        """Args: of_whole: the source is a part of a larger buffer, so even an equal one is copied:
+        of one image the first part lies as if it were alone."""
         self.target = target
         self.primitive: _Primitive | None = None
-        if source.equals(target):
+        if source.equals(target) and not of_whole:
             return
         lib, description = library(), c_void_p()
         status = lib.c.dnnl_reorder_primitive_desc_create(
@@ -558,7 +561,8 @@ class Concat:
                 byref(inside), whole.handle, _dims(part.shape), _dims([0, first, 0, 0])
             )
             lib.check(status, "part of a concatenation")
-            self._split.append(Reorder(Descriptor(inside, part.shape, part.dtype), part))
+            piece = Descriptor(inside, part.shape, part.dtype)
+            self._split.append(Reorder(piece, part, of_whole=True))
             first += part.shape[1]
 
     def forward(self, parts: Sequence[Tensor]) -> Tensor:
