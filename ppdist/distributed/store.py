@@ -43,7 +43,7 @@ from ppdist.distributed import heartbeat, paddle_api
 
 AllGatherObject = Callable[[Any], list[Any]]  # gives what every rank gave to it, in rank order
 _LOGGER = logging.getLogger("ppdist")
-_POLL_SECONDS = 0.02
+_FIRST_POLL_SECONDS, _POLL_SECONDS = 0.0005, 0.02
 _LONG_POLL_SECONDS, _POLLS = 0.2, 100  # a wait that lasts is looked at less often
 _LINGER_SECONDS = 10.0  # rank 0 holds the store: at most so long it stays for the others to read it
 _SIGN_SECONDS = 5.0  # between two signs of life at the store, and two looks for them
@@ -340,12 +340,17 @@ def _absent(key: str, what: str = "") -> str:
 def _leave(key: str) -> None:
     """Every rank calls it when it has read what it needs; rank 0 returns after the others, because
     the store ends with its process.  It does not wait long for a rank that may have ended."""
-    store = _store()
-    deadline = time.monotonic() + _LINGER_SECONDS
+    store, began = _store(), time.monotonic()
     left = store.add(f"{key}/left", 1)
-    while is_main() and left < world_size() and time.monotonic() < deadline:
-        time.sleep(_POLL_SECONDS)
+    while is_main() and left < world_size() and time.monotonic() - began < _LINGER_SECONDS:
+        time.sleep(_pause(time.monotonic() - began))
         left = store.add(f"{key}/left", 0)
+
+
+def _pause(waited: float) -> float:
+    """Seconds until a rank that has waited so long looks again: few waits last."""
+    short = min(max(waited / 4, _FIRST_POLL_SECONDS), _POLL_SECONDS)
+    return max(short, min(waited / _POLLS, _LONG_POLL_SECONDS))
 
 
 class _Timeout:
@@ -372,7 +377,7 @@ class _Timeout:
                 f"rank {rank()} waited {_timeout:g} s (distributed.timeout_seconds): {missing()}",
                 code="rank_timeout",
             )
-        time.sleep(max(_POLL_SECONDS, min((now - self._began) / _POLLS, _LONG_POLL_SECONDS)))
+        time.sleep(_pause(now - self._began))
 
 
 def _store() -> Any:

@@ -97,7 +97,7 @@ def assert_same_rows(got_R6: np.ndarray, expected_R6: np.ndarray, nms: NMSConfig
     ("resize", "nms_in_graph"),
     [
         ("stretch", True),
-        ("letterbox", False),
+        pytest.param("letterbox", False, marks=pytest.mark.slow),
         pytest.param("letterbox", True, marks=pytest.mark.slow),
         pytest.param("stretch", False, marks=pytest.mark.slow),
     ],

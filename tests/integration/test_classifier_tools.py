@@ -14,6 +14,8 @@ from tests.forked import ROOT, run_tool, succeeded
 from tests.media import write_video
 from tests.unit.data.classified import CONFIG, PATTERNS, write_patterns
 
+pytestmark = pytest.mark.slow
+
 
 def succeed(name: str, *arguments: object) -> str:
     return succeeded(run_tool(name, *arguments))

@@ -108,7 +108,8 @@ def train(case: Case) -> dict:
     assert all(result.applied for result in results)
     weights = weights_of(step.model)
     state = {key: value.numpy() for key, value in step.model.state_dict().items()}
-    arrays = {"weights": weights, "averages": {key: step.ema.state()[key] for key in weights}}
+    averages = step.ema.state()
+    arrays = {"weights": weights, "averages": {key: averages[key] for key in weights}}
     if case.norm != "own":  # those of ranks are averaged, of micro-batches one follows the other
         arrays["statistics"] = {key: state[key] for key in state if key not in weights}
     digest = hashlib.blake2b(b"".join(value.tobytes() for value in state.values())).hexdigest()

@@ -23,6 +23,8 @@ from tests.unit.engine.teachers import ALL, distilled_config, write_teacher
 from tests.unit.engine.tiny import init_cpu, tiny_config
 from tests.unit.export.tiny import tiny_spec
 
+pytestmark = pytest.mark.slow
+
 HERE = "tests.unit.engine.test_distillation_runs"
 
 OVERRIDES = (
@@ -79,7 +81,6 @@ def taught(shapes, teacher, tmp_path_factory):
     return folder
 
 
-@pytest.mark.slow
 def test_run_names_teacher_and_writes_distill_loss(taught, teacher):
     text = (taught / "train.log").read_text()
     assert (
@@ -89,7 +90,6 @@ def test_run_names_teacher_and_writes_distill_loss(taught, teacher):
     assert '"loss_distill_features": ' in (taught / "metrics.jsonl").read_text()
 
 
-@pytest.mark.slow
 def test_anchors_unlike_teacher_are_refused(shapes, tmp_path):
     teacher = write_teacher(tmp_path / "teacher", model="yolov5", seen=False)
     other = f"model.anchors={[[[20, 20]] * 3] * 3}"
@@ -125,7 +125,6 @@ def test_resumed_distillation_equals_uninterrupted(taught, shapes, teacher, tmp_
                    for key in whole[name])  # fmt: skip
 
 
-@pytest.mark.slow
 def test_a_teacher_may_move_but_not_become_another(taught, shapes, teacher, tmp_path):
     here = shutil.copytree(taught, tmp_path / "here", symlinks=True)
     moved = shutil.copytree(teacher, tmp_path / "moved", symlinks=True)
@@ -139,7 +138,6 @@ def test_a_teacher_may_move_but_not_become_another(taught, shapes, teacher, tmp_
     assert "another teacher from here on" in (here / "train.log").read_text()
 
 
-@pytest.mark.slow
 def test_resume_may_drop_teacher_not_add_features(taught, shapes, teacher, tmp_path):
     alone = shutil.copytree(taught, tmp_path / "alone", symlinks=True)
     run(shapes, alone, "train.max_steps=5", resume=True, changed=True)
@@ -152,7 +150,6 @@ def test_resume_may_drop_teacher_not_add_features(taught, shapes, teacher, tmp_p
     run(shapes, alone, *later, resume=True, changed=True)
 
 
-@pytest.mark.slow
 def test_student_evaluates_and_exports_no_adapter(shapes, teacher, tmp_path):
     lesson = (*teach(teacher), "train.max_steps=3")
     experiment = run(shapes, tmp_path / "run", *lesson, evaluate=True)
@@ -167,7 +164,6 @@ def test_student_evaluates_and_exports_no_adapter(shapes, teacher, tmp_path):
     assert (tmp_path / "exported" / "infer.yml").is_file()
 
 
-@pytest.mark.slow
 def test_equal_width_teacher_needs_no_adapter(shapes, tmp_path):
     twin = write_teacher(tmp_path / "twin", "model.width_multiple=0.125", seen=False)
     run(shapes, tmp_path / "run", *teach(twin), "train.max_steps=1")
@@ -207,7 +203,6 @@ def runs_on_ranks(argument):
         run(Path(shapes), Path(output), *overrides, f"train.max_steps={steps}", resume=resume)
 
 
-@pytest.mark.slow
 def test_two_resumed_ranks_equal_uninterrupted_ones(shapes, teacher, tmp_path):
     whole, halves = f"{tmp_path}/whole", f"{tmp_path}/halves"
     runs = [(whole, 4, False), (halves, 2, False), (halves, 4, True)]

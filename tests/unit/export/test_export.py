@@ -101,10 +101,8 @@ def test_infer_yml_suffices_for_eager_boxes(model: PPYOLOE, with_nms: Path) -> N
     assert_same_boxes([rows_R6], [detect(eager, image_HW3, SIZE)])
 
 
-@pytest.mark.parametrize(
-    "name",
-    ["leaky_relu", *(pytest.param(name, marks=pytest.mark.slow) for name in ("hardswish", "relu"))],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["leaky_relu", "hardswish", "relu"])
 def test_every_activation_is_exported_as_in_eager(name: str, tmp_path: Path) -> None:
     """Suppression is left out of the graph, as no activation matters to it."""
     model = tiny_model(activation=name)

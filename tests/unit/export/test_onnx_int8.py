@@ -26,6 +26,8 @@ from ppdist.export.spec import read_spec, write_spec
 from tests.forked import run_tool
 from tests.unit.export.tiny import NMS, SIZE, pictures, tiny_model, tiny_spec
 
+pytestmark = pytest.mark.slow
+
 pytest.importorskip("paddle2onnx")
 onnx = pytest.importorskip("onnx")
 pytest.importorskip("onnxruntime")
@@ -43,7 +45,6 @@ def exported(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return directory
 
 
-@pytest.mark.slow
 def test_int8_model_scores_close_to_float_model(exported: Path) -> None:
     images = pictures(3, 96, 64)  # neither the batch nor the size of the calibration
     floats, _ = OnnxGraph(exported / "model.onnx", INT8)(images)
@@ -115,7 +116,6 @@ def validation(tmp_path_factory: pytest.TempPathFactory) -> DetectionSet:
     return DetectionSet(records(5, tmp_path_factory.mktemp("val")), names, (1, 2, 3), "made up")
 
 
-@pytest.mark.slow
 def test_accuracy_of_each_file_is_noted_beside_eager(
     tmp_path: Path, validation: DetectionSet
 ) -> None:
@@ -146,7 +146,6 @@ def test_sample_skips_unreadable(tmp_path: Path, validation: DetectionSet) -> No
     assert take_sample(half, eager, tiny_spec()) is None
 
 
-@pytest.mark.slow
 def test_a_float_file_of_another_accuracy_is_not_kept(
     tmp_path: Path, validation: DetectionSet, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -179,7 +178,6 @@ def test_unreadable_image_is_replaced_by_next(tmp_path: Path, validation: Detect
         assert picture.shape == (3, *SIZE) and picture.dtype == np.float32
 
 
-@pytest.mark.slow
 def test_int8_file_with_broken_nms_is_not_kept(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
