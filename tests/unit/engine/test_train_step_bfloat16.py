@@ -55,8 +55,8 @@ def steps(folder, overrides, count, *, model="ppyoloe", frozen=False, parts=((0,
 @pytest.mark.parametrize("name", LEVELS)
 @pytest.mark.parametrize("model", ["ppyoloe", "yolov5"])
 def test_loss_of_200_steps_within_one_percent(model, name, tmp_path, record_property):
-    """At a rate where rounding stays small: at six times this one, PP-YOLOE in float32 parts from itself by 4
-    to 6 % when its first weights are changed by 2**-9, which is what bfloat16 rounds to."""
+    """At a rate where rounding stays small: at six times this one, PP-YOLOE in float32 parts from
+    itself by 4 to 6 % when its first weights are changed by 2**-9, what bfloat16 rounds to."""
     rate = "optimizer.lr=0.0005"
     _, plain = steps(tmp_path, (*FLOAT32, rate), 200, model=model)
     step, low = steps(tmp_path, (*level(name), rate), 200, model=model)
