@@ -19,6 +19,8 @@ from tests.media import assert_usable_by_pycocotools, picture, write_video
 from tests.unit.data.pictures import broken_animation
 from tests.unit.export.tiny import exported_classifier, exported_detector
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture(scope="module")
 def exported(tmp_path_factory: pytest.TempPathFactory) -> Path:
@@ -93,7 +95,6 @@ def call(monkeypatch: pytest.MonkeyPatch, *arguments: object) -> int:
     return command.main()
 
 
-@pytest.mark.slow
 def test_the_command_writes_what_tools_infer_writes(
     exported: Path, photos: Path, tmp_path: Path
 ) -> None:

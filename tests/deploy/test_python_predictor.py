@@ -342,6 +342,7 @@ def test_signals_are_heard_after_models_of_openvino_end(exported: Exported) -> N
     assert (ended.returncode, ended.stdout) == (0, "heard\n" * 2), ended.stderr
 
 
+@pytest.mark.slow
 @needs_openvino
 def test_what_runs_the_model_is_told_and_xml_is_run(exported: Exported, tmp_path: Path) -> None:
     openvino = predictor.import_openvino()

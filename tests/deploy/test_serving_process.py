@@ -143,6 +143,7 @@ server.leave(server.serve(load, server.Limits(), "127.0.0.1", int(sys.argv[1])))
 """
 
 
+@pytest.mark.slow
 def test_runtime_that_replaces_handlers_ends_nothing():
     number = free_port()
     with running([sys.executable, "-c", RUDE, number, SERVING, REPOSITORY], number) as process:
@@ -291,6 +292,7 @@ def is_open(connection: socket.socket) -> bool:
     return False
 
 
+@pytest.mark.slow
 def test_connections_without_a_request_are_closed():
     number = free_port()
     with running([sys.executable, "-c", LIMITED, number, SERVING, REPOSITORY], number):
@@ -316,6 +318,7 @@ def test_connections_without_a_request_are_closed():
             time.sleep(0.05)
 
 
+@pytest.mark.slow
 def test_many_idle_connections_leave_room_for_others():
     number = free_port()
     with running([sys.executable, "-c", LIMITED, number, SERVING, REPOSITORY], number):

@@ -173,6 +173,7 @@ def malformed(rng: random.Random) -> tuple[bytes, dict[str, str]]:
     return HALF_A_FORM[:-3] + cut + rng.choice([b"", b"\r\n--b--\r\n", b"\r\n--b"]), FORM
 
 
+@pytest.mark.slow
 def test_server_survives_500_malformed_uploads():
     rng = random.Random(8)
     model = FakeModel()

@@ -72,6 +72,7 @@ READERS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", READERS)
 def test_every_bad_end_is_found_and_kept(name, tmp_path, monkeypatch) -> None:
     monkeypatch.setattr(module, "CPU_SECONDS", 0.2)

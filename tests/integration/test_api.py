@@ -190,6 +190,7 @@ def test_an_export_finds_what_its_weights_find(
     assert error.value.code == "options_conflict"
 
 
+@pytest.mark.slow
 def test_a_classifier_is_no_detector(tmp_path_factory: pytest.TempPathFactory) -> None:
     with pytest.raises(ConfigError) as error:
         Detector(exported_classifier(tmp_path_factory))

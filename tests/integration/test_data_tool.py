@@ -241,6 +241,7 @@ def test_stats_shows_both_splits_and_writes_counts(made, tmp_path):
             assert row["images"] == len({x["image_id"] for x in of_class})
 
 
+@pytest.mark.slow
 def test_stats_plots(made, tmp_path):
     done = run("stats", "-c", made / "cfg.yml", "--plots", tmp_path / "plots")
     assert done.returncode == 0, done.stderr

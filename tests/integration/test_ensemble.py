@@ -116,6 +116,7 @@ def average(project: Path, *more: object) -> list[object]:
     return ["average", "-c", project / "ppyoloe.yml", "--weights", *weights, *more]
 
 
+@pytest.mark.slow
 def test_model_soup_has_own_statistics_and_loads(project: Path) -> None:
     one, report = project / "one.safetensors", project / "report.json"
     run(*average(project, "--out", one, "--eval", "--json", report))
@@ -148,6 +149,7 @@ def test_two_ranks_average_to_the_bytes_of_one_process(project: Path) -> None:
     assert one.read_bytes() == two.read_bytes()
 
 
+@pytest.mark.slow
 def test_the_greedy_soup_says_what_it_tried(project: Path, capsys) -> None:
     out = project / "greedy.pdparams"
     run(*average(project, "--greedy", "--out", out, "--images", 2))
@@ -190,6 +192,7 @@ def test_detections_that_are_read_are_not_replaced(tmp_path: Path) -> None:
     assert file.read_text(encoding="utf-8") == "[]"
 
 
+@pytest.mark.slow
 def test_the_command_ends_with_one_message(tmp_path: Path) -> None:
     done = run_tool("ensemble", "fuse", "--model", "cfg.yml", "--out", tmp_path / "out")
     assert done.returncode == 2

@@ -58,6 +58,7 @@ def test_detector_writes_tables_detections_and_plots(tmp_path: Path) -> None:
     assert {"confusion.png", "pr_curve.png"} <= {path.name for path in (out / "plots").iterdir()}
 
 
+@pytest.mark.slow
 def test_classifier_writes_accuracy_and_confusion(tmp_path: Path) -> None:
     for split in ("train", "val"):
         write_patterns(tmp_path / split, 2, seed=0)

@@ -95,6 +95,7 @@ def test_nothing_that_is_read_can_become_code() -> None:
     assert not wrong, "\n".join(wrong)
 
 
+@pytest.mark.slow
 def test_every_exception_is_still_needed() -> None:
     assert {(module, name) for module, name, _ in dangers()} == set(ALLOWED)
 
@@ -120,6 +121,7 @@ def test_the_search_finds_what_it_looks_for(line: str, monkeypatch, tmp_path: Pa
     assert dangers()
 
 
+@pytest.mark.slow
 def test_listening_sockets_match_documented_table() -> None:
     found = {
         module

@@ -73,6 +73,7 @@ def test_folder_away_for_a_while_changes_no_batch(folder, workers, caplog):
     assert len([line for line in warnings_in(caplog) if "can be read again" in line]) == 1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("number", [errno.ESTALE, errno.EIO, errno.ETIMEDOUT])
 def test_errors_of_a_network_disk_are_waited_out(folder, number, monkeypatch, caplog):
     whole = list(loader(folder))

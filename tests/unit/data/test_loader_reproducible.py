@@ -277,6 +277,7 @@ def test_caches_change_no_byte(folder, name, cache, tmp_path, decoded):
         assert not decoded, "the second run has all images from the first"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("sampling", ["balanced", "difficulty"])
 def test_repeated_images_keep_stream_reproducible(folder, sampling, tmp_path):
     often = SamplingConfig(name=sampling, balance_threshold=0.9)
@@ -394,6 +395,7 @@ def fresh(request, folder) -> tuple[str, list[int]]:
     return said, [int(process) for process in workers.split()]
 
 
+@pytest.mark.slow
 def test_other_process_and_hash_seed_give_same_bytes(folder, fresh):
     assert fresh[0] == digest(reference(folder, "all"))
 

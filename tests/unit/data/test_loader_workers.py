@@ -112,6 +112,7 @@ def test_killed_workers_restart_with_same_stream(folder, monkeypatch, caplog):
     assert all(not batch.bad_images for batch in found)
 
 
+@pytest.mark.slow
 def test_stopped_workers_restart_with_same_stream(folder, monkeypatch, caplog):
     undisturbed = list(loader(folder, workers=0, end=20))
     slow_down(monkeypatch, 0.005)

@@ -68,6 +68,7 @@ def is_frozen(key):
     return key.startswith(FROZEN)
 
 
+@pytest.mark.slow
 def test_frozen_weights_statistics_ema_stay_equal(pretrained, tuned):
     before = arrays(pretrained, "ema")
     for group in ("model", "ema"):

@@ -127,6 +127,7 @@ def test_the_student_comes_to_say_what_the_teacher_says(model, name, weight, tea
     assert 0 < last < 0.99 * first, (first, last)
 
 
+@pytest.mark.slow
 def test_a_teacher_on_onednn_says_what_a_plain_one_says(teachers, tmp_path):
     init_cpu()
     config = distilled_config(tmp_path, teachers["ppyoloe"])
@@ -145,6 +146,7 @@ def test_a_teacher_on_onednn_says_what_a_plain_one_says(teachers, tmp_path):
         assert float((one - other).abs().max()) <= 1e-4 * float(one.abs().max())
 
 
+@pytest.mark.slow
 def test_bfloat16_on_a_cpu_asks_the_teacher_too(teachers, tmp_path):
     init_cpu()
     amp = ("train.amp={enabled: true, dtype: bfloat16}", "train.cpu_convolutions=auto")
@@ -264,6 +266,7 @@ def test_a_teacher_of_something_else_is_refused(other, said, tmp_path):
     assert f"{refused.value}".endswith("; give a teacher trained with the same")
 
 
+@pytest.mark.slow
 def test_nms_free_teacher_teaches_by_other_head(teachers, tmp_path):
     student = ["model.one_to_one=true"]
     teacher = write_teacher(tmp_path / "teacher", *student, seen=False)

@@ -86,6 +86,7 @@ def without_tensorboardx(argument):
     return str(caught.value)
 
 
+@pytest.mark.slow
 def test_package_missing_on_rank_0_ends_all_ranks(shapes, tmp_path):
     target, folders = (
         "tests.unit.engine.test_monitor_epochs:without_tensorboardx",
@@ -95,6 +96,7 @@ def test_package_missing_on_rank_0_ends_all_ranks(shapes, tmp_path):
         assert "pip install 'ppdist[tensorboard]', or set log.tensorboard: false" in said
 
 
+@pytest.mark.slow
 def test_each_epoch_and_the_end_of_a_run_are_told(run):
     _, out = run
     assert len(re.findall(r"epoch [123]/3 done in .*loss .*mAP .*lr .*img/s .*memory", out)) == 3

@@ -116,6 +116,7 @@ def test_settings_affecting_training_need_flag(shapes, output):
     assert logged_steps(output) == [1, 2, 3, 4, 5, 6]
 
 
+@pytest.mark.slow
 def test_other_code_than_the_checkpoints_is_said(shapes, output, monkeypatch):
     told = "was written by other code of ppdist"
     build(shapes, output, resume=output).log.close()
@@ -143,6 +144,7 @@ def test_another_training_set_is_noticed(shapes, output, tmp_path):
     assert logged_steps(output) == [1, 2, 3, 4, 5, 6]
 
 
+@pytest.mark.slow
 def test_other_evaluation_metric_resets_best(shapes, output):
     experiment = build(shapes, output, evaluate=True, resume=output)
     experiment.log.close()
@@ -262,6 +264,7 @@ def job(tmp_path, monkeypatch):
     return folder
 
 
+@pytest.mark.slow
 def test_restart_resumes_from_job_output_unprompted(shapes, job, tmp_path):
     output = tmp_path / "output"
     run(shapes, output, "train.max_steps=4")

@@ -139,6 +139,7 @@ def goes_on(argument):
     return "begun"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("words", [("auto", "auto"), ("auto", "elsewhere")])
 def test_rank_without_auto_is_refused_at_once(words, shapes, tmp_path):
     argument = {"shapes": str(shapes), "output": str(tmp_path / "run"), "words": words}

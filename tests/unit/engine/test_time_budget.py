@@ -77,6 +77,7 @@ def train_for_a_while(folder: str) -> list[object]:
         return [experiment.trainer.fit(), *ended.told]
 
 
+@pytest.mark.slow
 def test_all_ranks_end_after_the_same_step_and_resume(tmp_path) -> None:
     make_shapes(tmp_path / "data", train=8, val=2, size=64, seed=0)
     assert run_on_ranks(2, f"{__name__}:train_for_a_while", str(tmp_path)) == [[0, 3, "hours"]] * 2

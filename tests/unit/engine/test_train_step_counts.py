@@ -60,6 +60,7 @@ def counted_on_a_rank(argument):
     return counts.reads, counts.watched
 
 
+@pytest.mark.slow
 def test_straggler_watch_sees_the_only_read():
     """On an accelerator a rank that is early waits for the others in it."""
     found = run_on_ranks(2, "tests.unit.engine.test_train_step_counts:counted_on_a_rank")

@@ -291,6 +291,7 @@ class SimpleStep:
         return self.call(*arguments)
 
 
+@pytest.mark.slow
 def test_new_run_leaves_no_old_checkpoint_to_resume(shapes, tmp_path):
     run(shapes, tmp_path, "train.max_steps=3")
     run(shapes, tmp_path, "train.max_steps=1", "train.batch_size_per_card=2")

@@ -60,6 +60,7 @@ def test_a_stop_does_not_wait_for_storage(shapes, tmp_path, monkeypatch):
     assert (output / "checkpoints" / "last").resolve().name == "step-00000001"
 
 
+@pytest.mark.slow
 def test_a_stop_amid_an_evaluation_does_not_wait_for_storage(shapes, tmp_path, monkeypatch):
     monkeypatch.setattr(store, "_timeout", 1800.0)
     data, output = Path(shutil.copytree(shapes, tmp_path / "data")), tmp_path / "output"

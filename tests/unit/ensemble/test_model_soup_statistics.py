@@ -74,6 +74,7 @@ def test_statistics_are_means_over_images(folder: Path) -> None:
         np.testing.assert_allclose(layer._variance.numpy(), variance, rtol=1e-3, atol=1e-5)
 
 
+@pytest.mark.slow
 def test_two_ranks_make_those_of_one_rank_bit_for_bit(folder: Path) -> None:
     alone = digest(str(folder))
     function = "tests.unit.ensemble.test_model_soup_statistics:digest"

@@ -341,6 +341,7 @@ def seen_by_browser(file: Path) -> str:
     return ended.stdout
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(CHROMIUM is None, reason="needs Chromium")
 def test_a_browser_runs_the_page_without_an_error(tmp_path: Path) -> None:
     runs = [make_run(tmp_path / f"run_s{seed}", seed=seed) for seed in (0, 1)]
@@ -375,6 +376,7 @@ def test_the_script_reads_sorts_and_hides(tmp_path: Path) -> None:
     assert len(aps) == 3 and aps == sorted(aps, reverse=True)
 
 
+@pytest.mark.slow
 def test_the_tool_writes_into_a_single_runs_folder(tmp_path: Path) -> None:
     runs = [make_run(tmp_path / name, pictures=False) for name in ("a", "b")]
     shutil.rmtree(tmp_path / "a/plots", ignore_errors=True)

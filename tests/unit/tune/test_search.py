@@ -71,6 +71,7 @@ def waited_for(what, seconds: float = 60) -> None:
         time.sleep(0.05)
 
 
+@pytest.mark.slow
 def test_a_grid_is_made_once_and_exported(tmp_path: Path) -> None:
     store = Store(tmp_path / "out", study_of(tmp_path, GRID))
     search, said = search_in(store, workers=2)
@@ -92,6 +93,7 @@ def test_a_grid_is_made_once_and_exported(tmp_path: Path) -> None:
     assert len(list((tmp_path / "out" / "vdl").iterdir())) == 4
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="orphans end by a signal of Linux")
 def test_a_killed_study_loses_and_repeats_nothing(tmp_path: Path) -> None:
     study, folder = write_study(tmp_path, GRID), tmp_path / "out"

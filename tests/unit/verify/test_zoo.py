@@ -69,6 +69,7 @@ def test_a_folder_is_evaluated_by_each_protocol(folder, overrides):
     assert "4 images" in line(rows["yolov5n.pt"]) and "NOT RUN" in line(rows["notes.txt"])
 
 
+@pytest.mark.slow
 def test_figures_are_compared_on_the_protocols_data(folder, overrides, monkeypatch):
     entry = zoo()["yolov5n_coco"]
     protocol = replace(entry.protocol, images=4)

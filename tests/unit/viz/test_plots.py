@@ -49,6 +49,7 @@ def no_warning():
         yield
 
 
+@pytest.mark.slow
 def test_every_plot_of_splits_shows_something(tmp_path):
     splits = {"train": made(400, 3), "val": made(150, 3, seed=1)}
     paths = plot_statistics(splits, ("cat", "dog", "$odd_name"), tmp_path / "new")
@@ -121,6 +122,7 @@ def test_numbers_and_names_stay_in_the_picture(tmp_path):
             assert all(text.get_window_extent().x1 < limit for text in axes.texts)
 
 
+@pytest.mark.slow
 def test_counts_far_apart_are_all_seen(tmp_path):
     objects = made(2000, 1)
     objects.labels_M[:2] = 1
