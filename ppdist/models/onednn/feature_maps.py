@@ -118,7 +118,8 @@ class _Add(PyLayer):
 def add(x: Tensor, y: Tensor) -> Tensor:
     """Their sum, element by element."""
     x, y = _of_one_dtype([x, y])
-    if x.shape != y.shape:
+    # Of plain maps no shapes: in a graph that takes any batch and size they are not known.
+    if x.ndim != y.ndim or (x.ndim == 5 and x.shape != y.shape):
         x, y = to_plain(x), to_plain(y)
     if dtype_of(x) == "bfloat16":
         x = contiguous(x)
