@@ -5,7 +5,13 @@ from pathlib import Path
 
 import pytest
 
-from ppdist.common.machine import available_cores, available_memory, existing_folder, free_disk
+from ppdist.common.machine import (
+    available_cores,
+    available_memory,
+    existing_folder,
+    free_disk,
+    given_threads,
+)
 
 
 def fake_machine(root, files: dict[str, str]):
@@ -61,3 +67,21 @@ def test_absent_path_is_where_its_folder_is(tmp_path: Path) -> None:
     assert existing_folder(tmp_path / "not" / "yet") == tmp_path
     assert existing_folder(tmp_path) == tmp_path
     assert free_disk(tmp_path / "not" / "yet") > 0
+
+
+@pytest.mark.parametrize(
+    ("began_with", "now", "given"),
+    [
+        ("PATH=/bin\0", "1", None),  # Paddle's own
+        ("PATH=/bin\0OMP_NUM_THREADS=1\0", "1", 1),
+        ("PATH=/bin\0", "4", 4),  # set by this process before Paddle came
+        ("PATH=/bin\0", "", None),
+    ],
+)
+def test_of_one_thread_counts_what_the_process_began_with(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, began_with: str, now: str, given: int | None
+) -> None:
+    (tmp_path / "proc" / "self").mkdir(parents=True)
+    (tmp_path / "proc" / "self" / "environ").write_text(began_with)
+    monkeypatch.setenv("OMP_NUM_THREADS", now)
+    assert given_threads(tmp_path) == given
