@@ -12,8 +12,8 @@ steps while the other waits.  bfloat16 is measured where the processor has instr
 
 import argparse
 import json
+import math
 import os
-import resource
 import subprocess
 import sys
 import tempfile
@@ -105,15 +105,10 @@ def _serve(name: str, size: str, dtype: str, scratch: Path) -> None:
             if line.strip() == "ready":
                 answer: Any = files
             else:
-                began, used = time.perf_counter(), _cpu_seconds()
+                began, used = time.perf_counter(), time.process_time()
                 step()
-                answer = [time.perf_counter() - began, _cpu_seconds() - used]
+                answer = [time.perf_counter() - began, time.process_time() - used]
             print(json.dumps(answer), file=out, flush=True)
-
-
-def _cpu_seconds() -> float:
-    used = resource.getrusage(resource.RUSAGE_SELF)
-    return used.ru_utime + used.ru_stime
 
 
 def _ours(size: str, dtype: str, scratch: Path) -> tuple[list[str], Any]:
@@ -206,7 +201,8 @@ def _torch_model(size: str) -> Any:
     import torch
     from torch import nn
 
-    from ppdist.models.yolov5 import ANCHORS_PER_CELL, DEPTH_WIDTH
+    from ppdist.models.backbones import CSPDarknet, scaled_repeats
+    from ppdist.models.yolov5 import ANCHORS_PER_CELL, DEPTH_WIDTH, NECK_REPEATS
 
     depth, width = DEPTH_WIDTH[size]
 
@@ -253,9 +249,10 @@ def _torch_model(size: str) -> Any:
                 maps.append(nn.functional.max_pool2d(maps[-1], 5, 1, 2))
             return self.conv2(torch.cat(maps, 1))
 
-    c1, c2, c3, c4, c5 = (round(each * width / 8) * 8 for each in (64, 128, 256, 512, 1024))
-    repeats = [max(1, round(each * depth)) for each in (3, 6, 9, 3)]
-    neck = max(1, round(3 * depth))
+    widths = [math.ceil(each * width / 8) * 8 for each in CSPDarknet.STAGE_CHANNELS[5]]
+    c1, _, c3, c4, c5 = widths
+    repeats = [scaled_repeats(each, depth) for each in CSPDarknet.STAGE_BLOCKS[5]]
+    neck = scaled_repeats(NECK_REPEATS, depth)
 
     class Model(nn.Module):
         def __init__(self) -> None:
@@ -263,7 +260,6 @@ def _torch_model(size: str) -> Any:
             b, n, h = nn.Module(), nn.Module(), nn.Module()
             self.backbone, self.neck, self.head = b, n, h
             b.stem = Conv(3, c1, 6, 2, 2)
-            widths = (c1, c2, c3, c4, c5)
             for level in range(2, 6):
                 c_in, c_out = widths[level - 2], widths[level - 1]
                 b.add_module(f"down{level}", Conv(c_in, c_out, 3, 2))

@@ -142,6 +142,7 @@ def tell(report: "ExportReport") -> None:
 
 def show_graph(weights: Path, report: "ExportReport") -> None:
     """Puts the exported graph beside the curves of the run that the weights are from, if any."""
+    from ppdist.common.logging import visualdl_command
     from ppdist.viz.graph import write_graph
 
     weights = weights.resolve()
@@ -154,9 +155,7 @@ def show_graph(weights: Path, report: "ExportReport") -> None:
     except (OSError, KeyError) as error:  # the export is whole without
         process.warn(f"no graph for VisualDL in {curves}: {type(error).__name__}: {error}")
     else:
-        print(
-            f"its graph: visualdl --logdir {curves} --language en --disable-telemetry, page GRAPHS"
-        )
+        print(f"its graph: {visualdl_command(curves)}, page GRAPHS")
 
 
 def stop(number: int, frame: object) -> None:

@@ -763,12 +763,16 @@ def _places(output_dir: Path) -> list[tuple[str, str, str]]:
     return [(what, name, how) for what, name, how in candidates if (output_dir / name).exists()]
 
 
+def visualdl_command(folder: Path) -> str:
+    """What shows the curves in this folder, in English, and tells nobody."""
+    return f"visualdl --logdir {shlex.quote(str(folder))} --language en --disable-telemetry"
+
+
 def commands(output_dir: Path) -> list[str]:
     """What shows the run, ready to be copied."""
     found = [f"ppdist report {shlex.quote(str(output_dir))}"]
     if (output_dir / "vdl").exists():
-        folder = shlex.quote(str(output_dir / "vdl"))
-        found.append(f"visualdl --logdir {folder} --language en --disable-telemetry")
+        found.append(visualdl_command(output_dir / "vdl"))
     if (output_dir / "tensorboard").exists():
         found.append(f"tensorboard --logdir {shlex.quote(str(output_dir / 'tensorboard'))}")
     return found

@@ -21,7 +21,7 @@ from markupsafe import Markup, escape
 from PIL import Image
 
 from ppdist.common.files import make_parent, writing
-from ppdist.common.logging import duration
+from ppdist.common.logging import duration, visualdl_command
 from ppdist.common.process import printable
 from ppdist.report import charts
 from ppdist.report.content import compare, show
@@ -128,9 +128,7 @@ def _commands(run: Run) -> list[tuple[str, str]]:
     folder = shlex.quote(str(run.folder))
     commands = []
     if (run.folder / "vdl").is_dir():
-        commands.append(
-            ("all curves", f"visualdl --logdir {folder}/vdl --language en --disable-telemetry")
-        )
+        commands.append(("all curves", visualdl_command(run.folder / "vdl")))
     if (run.folder / "checkpoints" / "best").exists():
         weights = f"-c {folder}/config.yml -w {folder}/checkpoints/best"
         commands.append(("evaluate the best weights", f"ppdist eval {weights}"))

@@ -176,7 +176,8 @@ def _difference(found: np.ndarray, expected: np.ndarray, dtype: str) -> str | No
         return None if right else f"{error:.2g} where the largest value is {largest:.2g}"
     norm, error = (float(np.linalg.norm(each)) for each in (expected, found - expected))
     # One number (the gradient of alpha) sums thousands of terms, which may cancel.
-    right = error <= BFLOAT16_LAYER_TOLERANCE * max(norm, 1e-3 if expected.size > 1 else 10.0)
+    norm = max(norm, 1e-3 if expected.size > 1 else 10.0)
+    right = error <= BFLOAT16_LAYER_TOLERANCE * norm
     return None if right else f"{error / norm:.2g} of its norm, in {dtype}"
 
 

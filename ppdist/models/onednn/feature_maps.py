@@ -52,7 +52,8 @@ def _max_pool(kernels: precision.Kernels, x: ops.Descriptor, size: int) -> ops.M
 
 
 @lru_cache(CACHED_SHAPES)
-def _sum(kernels: precision.Kernels, x: ops.Descriptor) -> ops.Sum:
+def sum_of(kernels: precision.Kernels, x: ops.Descriptor) -> ops.Sum:
+    """What adds two maps of this layout."""
     return kernels.sum(x)
 
 
@@ -123,7 +124,7 @@ def add(x: Tensor, y: Tensor) -> Tensor:
         x, y = to_plain(x), to_plain(y)
     if dtype_of(x) == "bfloat16":
         x = contiguous(x)
-        return _Add.apply(x, y, _sum(precision.current(), layout_of(x)))
+        return _Add.apply(x, y, sum_of(precision.current(), layout_of(x)))
     return x + y
 
 

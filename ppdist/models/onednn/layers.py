@@ -23,6 +23,7 @@ from ppdist.models.onednn.feature_maps import (
     contiguous,
     dtype_of,
     layout_of,
+    sum_of,
     to_plain,
 )
 from ppdist.models.onednn.precision import Kernels
@@ -34,9 +35,11 @@ class _Unit:
     def __init__(self, kernels: Kernels, convolution: ops.Convolution) -> None:
         self.conv = convolution
         self._kernels = kernels
-        self.sum_x, self.sum_y = kernels.sum(convolution.x_given), kernels.sum(convolution.y)
         self._norms: dict[float, ops.BatchNorm] = {}
         self._activations: dict[str, ops.Activation] = {}
+
+    def sum(self, layout: ops.Descriptor) -> ops.Sum:
+        return sum_of(self._kernels, layout)
 
     def norm(self, epsilon: float) -> ops.BatchNorm:
         if epsilon not in self._norms:
@@ -264,7 +267,7 @@ class _TwoBranches(PyLayer):
         total = wide.forward(x, w3, gamma3_O, beta3_O)
         scaled_gamma1_O = _scaled(gamma1_O, alpha)
         addend = side.forward(x, w1, scaled_gamma1_O, _scaled(beta1_O, alpha))
-        total = wide.unit.sum_y(total, addend)
+        total = wide.unit.sum(conv.y)(total, addend)
         ctx.save_for_backward(w3, gamma3_O, w1, gamma1_O, beta1_O)
         ctx.kept = wide, side, x, total, alpha, scaled_gamma1_O, activate, needs
         return conv.y_out(activate.forward(total))
@@ -280,7 +283,7 @@ class _TwoBranches(PyLayer):
             x, dtotal, w1, scaled_gamma1_O, needs[0], True
         )
         if needs[0]:
-            dx = wide.unit.sum_x(dx, dx_side)
+            dx = wide.unit.sum(conv.x_given)(dx, dx_side)
         dalpha = []
         if alpha is not None:
             dalpha = [(gamma1_O * dgamma1_O + beta1_O * dbeta1_O).sum().reshape([1])]
@@ -334,7 +337,7 @@ class OneDNNRepConv(RepConv):
         scaled = (_scaled(each, self.alpha) for each in (second.bn.weight, second.bn.bias))
         addend = side.infer(x, second.conv.weight, *scaled)
         total = wide.infer(x, first.conv.weight, first.bn.weight, first.bn.bias)
-        total = wide.unit.sum_y(total, addend)
+        total = wide.unit.sum(conv.y)(total, addend)
         return conv.y_out(wide.unit.activation(self.activation).forward(total))
 
 

@@ -32,8 +32,7 @@ _MAX_DIMS = 12
 _CPU, _IN_ORDER, _ANY = 1, 1, 1
 _DATA_TYPES = {"float32": (3, 4), "bfloat16": (2, 2)}  # oneDNN's number, bytes
 _FORWARD_TRAINING, _FORWARD_INFERENCE, _BACKWARD = 64, 96, 128
-_CONVOLUTION_DIRECT, _POOLING_MAX, _POOLING_MEAN, _NEAREST = 0x1, 0x1FF, 0x2FF, 0x2FFF0
-_ADD, _MULTIPLY = 0x1FFF0, 0x1FFF1
+_CONVOLUTION_DIRECT, _POOLING_MAX, _NEAREST = 0x1, 0x1FF, 0x2FFF0
 _TAGS = {8: (102, b"aBcd8b"), 16: (78, b"aBcd16b")}  # by channels of a block
 BLOCKS = (0, *_TAGS)  # for any number of channels that they divide
 # By the value of `model.activation`: eltwise algorithm, alpha, beta.
@@ -54,7 +53,7 @@ _Q_SRC, _Q_DIFF_SRC, _Q_WEIGHTS, _Q_DIFF_WEIGHTS, _Q_DST, _Q_DIFF_DST, _Q_WORKSP
 # Execution arguments.
 _SRC, _DST, _WEIGHTS, _BIAS, _MEAN, _VARIANCE, _A_SCALE, _A_SHIFT = 1, 17, 33, 41, 49, 50, 51, 52
 _D_SRC, _D_DST, _D_WEIGHTS, _D_BIAS, _D_SCALE, _D_SHIFT = 129, 145, 161, 169, 255, 256
-_SRC_1, _WORKSPACE, _FIRST_OF_MANY = 2, 64, 1024
+_WORKSPACE, _FIRST_OF_MANY = 64, 1024
 
 
 class OneDNNError(RuntimeError):
@@ -493,7 +492,7 @@ class MaxPool:
         )  # fmt: skip
         lib.check(status, "max pooling, gradient")
         self.layout = x
-        workspace = library().c.dnnl_primitive_desc_query_md(forward, _Q_WORKSPACE, 0)
+        workspace = lib.c.dnnl_primitive_desc_query_md(forward, _Q_WORKSPACE, 0)
         self._workspace = Descriptor(c_void_p(workspace), x.shape)
         at = [(_WORKSPACE, self._workspace)]
         self._forward = _Primitive(forward, [(_SRC, x), (_DST, x), *at])
@@ -551,7 +550,7 @@ class Concat:
             byref(forward), lib.engine, whole.handle, len(parts), 1, handles, None
         )
         lib.check(status, "concatenation")
-        self.parts, self.whole = list(parts), whole
+        self.whole = whole
         sources = [(_FIRST_OF_MANY + at, part) for at, part in enumerate(parts)]
         self._forward = _Primitive(forward, [*sources, (_DST, whole)])
         self._split, first = [], 0
