@@ -1,6 +1,7 @@
 """Fixtures every test may use."""
 
 import gc
+import re
 import signal
 from collections.abc import Iterator
 from pathlib import Path
@@ -28,6 +29,16 @@ gc.set_threshold(50_000, 20, 20)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """The longest files first, so that no worker waits for another that ends with one of them."""
     items.sort(key=lambda item: item.path.parent.name not in ("integration", "faults"))
+
+
+_ALL_SLOW = re.compile(r"^pytestmark = (\[\s*)?pytest\.mark\.slow\b", re.MULTILINE)
+
+
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """A file of slow tests is not imported where none of them is asked for: that takes seconds."""
+    if config.option.markexpr != "not slow" or collection_path.suffix != ".py":
+        return None
+    return bool(_ALL_SLOW.search(collection_path.read_text(encoding="utf-8"))) or None
 
 
 @pytest.fixture(autouse=True)

@@ -157,7 +157,7 @@ def optimizer_arrays(
     arrays = {}
     state = dict(optimizer.state_dict())
     masters = state.pop("master_weights", {})
-    names = _longest_first(model)
+    names = _structured_keys(model)
     tensors = [(name, value) for name, value in state.items() if isinstance(value, paddle.Tensor)]
     tensors += [(value.name, value) for value in masters.values()]
     for name, value in tensors:
@@ -167,19 +167,21 @@ def optimizer_arrays(
 
 
 def _split(name: str, names: dict[str, str]) -> tuple[str, str]:
-    for generated, key in names.items():
-        if name.startswith(f"{generated}_"):
-            return key, name[len(generated) + 1 :]
+    """Structured key and accumulator; of names that begin each other the longest counts."""
+    end = name.rfind("_")
+    while end > 0:
+        if name[:end] in names:
+            return names[name[:end]], name[end + 1 :]
+        end = name.rfind("_", 0, end)
     raise CheckpointError(
         f"optimizer state {name!r} belongs to no parameter of the model",
         code="checkpoint_of_other_config",
     )
 
 
-def _longest_first(model: nn.Layer) -> dict[str, str]:
-    """Generated name -> structured key, longest names first so that prefixes do not collide."""
-    names = {p.name: key for key, p in model.named_parameters()}
-    return dict(sorted(names.items(), key=lambda item: -len(item[0])))
+def _structured_keys(model: nn.Layer) -> dict[str, str]:
+    """Generated name -> structured key."""
+    return {parameter.name: key for key, parameter in model.named_parameters()}
 
 
 def load_optimizer_arrays(
@@ -197,7 +199,7 @@ def load_optimizer_arrays(
             code="checkpoint_of_other_config",
             fix="resume with the configuration the run was started with",
         )
-    generated = {key: name for name, key in _longest_first(model).items()}
+    generated = {key: name for name, key in _structured_keys(model).items()}
     state: dict = {}
     masters: dict = {}
     for entry, array in arrays.items():

@@ -17,6 +17,7 @@ import numpy as np
 from matplotlib import font_manager
 from matplotlib.axes import Axes
 from matplotlib.axis import XAxis, YAxis
+from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.colors import Normalize, PowerNorm
 from matplotlib.figure import Figure
 from matplotlib.scale import LogScale, SymmetricalLogScale
@@ -70,8 +71,9 @@ def save(figure: Figure | None, path: Path) -> bool:
     """
     if figure is None:
         return False
-    with writing(path):
-        figure.savefig(path, dpi=_DOTS)
+    figure.set_dpi(_DOTS)
+    with writing(path):  # `savefig` would draw each figure twice
+        FigureCanvasAgg(figure).print_png(path)
     return True
 
 

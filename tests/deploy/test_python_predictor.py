@@ -146,7 +146,13 @@ def test_results_hold_corner_and_sides_as_coco_does(tmp_path: Path) -> None:
     assert lines[1:] == ["a.jpg,,green,0.5,15.0,30.0,45.0,90.0"]
 
 
-@pytest.mark.parametrize("nms_in_graph", [True, False], ids=["with NMS", "without NMS"])
+@pytest.mark.parametrize(
+    "nms_in_graph",
+    [
+        pytest.param(True, id="with NMS"),
+        pytest.param(False, id="without NMS", marks=pytest.mark.slow),  # an export of its own
+    ],
+)
 def test_batch_one_graph_runs_batch_image_by_image(exported: Exported, nms_in_graph: bool) -> None:
     images = [picture(50, 70, seed) for seed in range(3)]
     predict = Predictor(exported(nms_in_graph), "paddle")
@@ -158,7 +164,8 @@ def test_batch_one_graph_runs_batch_image_by_image(exported: Exported, nms_in_gr
 
 def test_images_without_objects_give_no_rows(exported: Exported) -> None:
     for nms_in_graph in (True, False):
-        predict = Predictor(exported(nms_in_graph))
+        predict = Predictor(exported())
+        predict._nms_in_graph = nms_in_graph
         no_rows = np.zeros((0, 6), np.float32), np.zeros(2, np.int32)
         nothing = np.zeros((2, 5, 3), np.float32), np.zeros((2, 5, 4), np.float32)
         found = predict.finish(no_rows if nms_in_graph else nothing, [(9, 9), (8, 8)])

@@ -85,32 +85,35 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def on_cards(accelerator: Path, folder: Path) -> list[dict]:
-    return _run(plugin.KIND, folder, plugin=accelerator)
+def on_cards(accelerator: Path) -> list[dict]:
+    return _run("branches", plugin.KIND, accelerator)
 
 
 @pytest.fixture(scope="module")
-def on_cpus(folder: Path) -> list[dict]:
-    return _run("cpu", folder)
+def on_cpus() -> list[dict]:
+    return _run("branches", "cpu")
 
 
-def _run(kind: str, folder: Path, **options: Path) -> list[dict]:
-    argument = {"kind": kind, "folder": str(folder)}
-    return run_on_ranks(2, f"{__name__}:work", argument, hosts=1, seconds=300, **options)
+@pytest.fixture(scope="module")
+def copies_of_runs(accelerator: Path, folder: Path) -> list[list[dict[str, int]]]:
+    """Of each card; both kinds have run to the end in the folder then."""
+    _run("train_to_the_end", "cpu", folder=folder)
+    return _run("train_to_the_end", plugin.KIND, accelerator, folder)
 
 
-def work(argument: dict) -> dict:
-    """Everything on one rank: each branch for three steps, then a run, resumed once more."""
-    kind, folder = argument["kind"], Path(argument["folder"])
+def _run(work: str, kind: str, device: Path | None = None, folder: Path | None = None) -> list[Any]:
+    argument = {"kind": kind, "folder": f"{folder}"}
+    return run_on_ranks(2, f"{__name__}:{work}", argument, hosts=1, seconds=300, plugin=device)
+
+
+def branches(argument: dict) -> dict:
+    """On one rank, each branch for three steps; and what a card is asked besides."""
+    kind = argument["kind"]
     comm.init(kind, DistributedConfig())
     found: dict[str, Any] = {"branches": {name: _train(name) for name in BRANCHES}}
     found["replicas"] = _checked_replicas()
     if kind == plugin.KIND:
         found |= {"counts": _counted(), "refused": _refused(), "linked": _linked()}
-        with _copies_of_steps() as found["copies"]:
-            _train_to_the_end(folder, kind)
-    else:
-        _train_to_the_end(folder, kind)
     return found
 
 
@@ -232,13 +235,22 @@ def _copies_of_steps() -> Iterator[list[dict[str, int]]]:
         yield steps
 
 
-def _train_to_the_end(folder: Path, kind: str) -> None:
-    """`<kind>` evaluates and saves; `<kind> again` goes on from its first step, on cards."""
+def train_to_the_end(argument: dict) -> list[dict[str, int]]:
+    """`<kind>` evaluates and saves; on cards `<kind> again` goes on from its first step.
+
+    Returns: the copies of the steps on a card.
+    """
+    kind, folder = argument["kind"], Path(argument["folder"])
+    comm.init(kind, DistributedConfig())
     options = {"model": FASTEST, "evaluate": True, "device": kind}
-    run_to_end(folder / "shapes", folder / kind, *RUN, **options)
-    if kind == plugin.KIND:
+    if kind != plugin.KIND:
+        run_to_end(folder / "shapes", folder / kind, *RUN, **options)
+        return []
+    with _copies_of_steps() as copies:
+        run_to_end(folder / "shapes", folder / kind, *RUN, **options)
         first = folder / kind / "checkpoints" / "step-00000001"
         run_to_end(folder / "shapes", folder / f"{kind} again", *RUN, resume=first, **options)
+    return copies
 
 
 @pytest.mark.parametrize("branch", BRANCHES)
@@ -271,10 +283,11 @@ def test_two_cards_send_to_each_other(on_cards):
     assert [card["linked"] for card in on_cards] == [[2.0] * 3, [1.0] * 3]
 
 
-def test_the_host_waits_for_no_copy_to_a_card(on_cards):
+@pytest.mark.slow
+def test_the_host_waits_for_no_copy_to_a_card(copies_of_runs):
     """A micro-batch of seven arrays, and what the rank tells the others."""
-    for card in on_cards:
-        assert card["copies"] == [{"waited": 0, "later": 7 + 1}] * STEPS_OF_RUNS
+    for copies in copies_of_runs:
+        assert copies == [{"waited": 0, "later": 7 + 1}] * STEPS_OF_RUNS
 
 
 def test_a_card_that_gives_zeros_trains_nothing(on_cards):
@@ -287,7 +300,9 @@ def test_a_card_that_gives_zeros_trains_nothing(on_cards):
         assert f"knows only cpu, {plugin.KIND}" in absent
 
 
-def test_evaluation_checkpoint_resume_equal_those_of_cpus(folder, on_cards, on_cpus):
+@pytest.mark.slow
+@pytest.mark.usefixtures("copies_of_runs")
+def test_evaluation_checkpoint_resume_equal_those_of_cpus(folder):
     kind = plugin.KIND
     for step in ("step-00000001", "last"):
         assert_same_checkpoint(folder / kind, folder / "cpu", link=step)

@@ -35,6 +35,7 @@ def fresh_weights(folder: Path) -> Path:
     return file
 
 
+@pytest.mark.slow
 def test_detector_writes_tables_detections_and_plots(tmp_path: Path) -> None:
     make_shapes(tmp_path / "data", train=1, val=4, size=64, seed=0)
     (tmp_path / "cfg.yml").write_text(CONFIG.format(folder=tmp_path), encoding="utf-8")

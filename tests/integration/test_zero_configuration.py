@@ -96,21 +96,33 @@ def run(monkeypatch: pytest.MonkeyPatch, *words: object) -> None:
     assert train.main() == 0
 
 
-def test_three_layouts_train_as_a_config_by_hand(project, tmp_path, monkeypatch):
+@pytest.fixture(scope="module")
+def losses_by_hand(project, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("hand")
+    hand = folder / "hand.yml"
+    hand.write_text(BY_HAND.format(out=folder / "out", root=project / "yaml"))
+    with pytest.MonkeyPatch.context() as patch:
+        run(patch, "-c", hand, "--eval")
+    found = losses(folder / "out")
+    assert found and all(np.isfinite(found))
+    return found
+
+
+@pytest.mark.parametrize(
+    "data",
+    ["yaml/data.yaml", *(pytest.param(each, marks=pytest.mark.slow) for each in ("coco", "voc"))],
+)
+def test_each_layout_trains_as_a_config_by_hand(
+    data, project, losses_by_hand, tmp_path, monkeypatch
+):
     monkeypatch.chdir(tmp_path)
     wishes = ["--model", "yolov5n", "--epochs", 1, "--batch", 2, "--image-size", 64, "--eval"]
-    for data in ("yaml/data.yaml", "coco", "voc"):
-        run(monkeypatch, project / data, *wishes, *SMALL)
-    hand = tmp_path / "hand.yml"
-    hand.write_text(BY_HAND.format(out=tmp_path / "hand", root=project / "yaml"))
-    run(monkeypatch, "-c", hand, "--eval")
-    expected = losses(tmp_path / "hand")
-    assert expected and all(np.isfinite(expected))
-    for name in ("yaml", "coco", "voc"):
-        assert losses(tmp_path / "output" / f"{name}_yolov5n") == expected
-    out = tmp_path / "output" / "yaml_yolov5n"
+    run(monkeypatch, project / data, *wishes, *SMALL)
+    name = f"{data.split('/')[0]}_yolov5n"
+    out = tmp_path / "output" / name
+    assert losses(out) == losses_by_hand
     assert "_BASE_: yolov5n_300e_coco\n" in (out / "recipe.yml").read_text()
-    again = "`ppdist train -c output/yaml_yolov5n/recipe.yml --eval` is this run"
+    again = f"`ppdist train -c output/{name}/recipe.yml --eval` is this run"
     assert again in (out / "train.log").read_text()
 
 

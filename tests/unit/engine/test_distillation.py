@@ -108,7 +108,7 @@ def test_steps_train_student_and_keep_teacher(model, teachers, tmp_path):
         pytest.param("ppyoloe", "features", 1000, marks=pytest.mark.slow),
         pytest.param("ppyoloe", "boxes", 5, marks=pytest.mark.slow),
         pytest.param("yolov5", "logits", 300, marks=pytest.mark.slow),
-        ("yolov5", "boxes", 300),
+        pytest.param("yolov5", "boxes", 300, marks=pytest.mark.slow),
     ],
 )
 def test_the_student_comes_to_say_what_the_teacher_says(model, name, weight, teachers, tmp_path):

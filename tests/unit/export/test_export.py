@@ -59,7 +59,7 @@ def without_nms(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.parametrize("onednn", [True, False], ids=["with oneDNN", "without oneDNN"])
-@pytest.mark.parametrize("kind", ["with_nms", "without_nms"])
+@pytest.mark.parametrize("kind", ["with_nms", pytest.param("without_nms", marks=pytest.mark.slow)])
 def test_the_exported_model_keeps_the_boxes_of_eager(
     model: PPYOLOE, kind: str, onednn: bool, request: pytest.FixtureRequest
 ) -> None:

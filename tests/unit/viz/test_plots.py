@@ -7,7 +7,7 @@ from unittest import mock
 
 import numpy as np
 import pytest
-from matplotlib.figure import Figure
+from matplotlib.backends.backend_agg import FigureCanvasAgg
 from PIL import Image
 
 from ppdist.common.errors import UserError
@@ -77,9 +77,11 @@ def test_more_classes_than_bars_have_room_for_are_points(tmp_path):
 def figures(splits, names, folder, boxes=True):
     """What was written, by name."""
     found = {}
-    with mock.patch.object(
-        Figure, "savefig", lambda figure, path, **_: found.update({path.stem: figure})
-    ):
+
+    def keep(canvas, path):
+        found[path.stem] = canvas.figure
+
+    with mock.patch.object(FigureCanvasAgg, "print_png", keep):
         plot_statistics(splits, names, folder, boxes=boxes)
     return found
 
