@@ -330,10 +330,11 @@ def _opened(schema: type[Any], data_format: str) -> type[Any]:
         "log": _log,
     }
     fields: dict[str, Any] = {}
-    for key, annotation in own.items():
+    for key, build in own.items():
         field = schema.model_fields.get(key)
         if field is not None:
-            fields[key] = annotation(), _without_type(field)
+            annotation = build()
+            fields[key] = annotation, _of_type(annotation, field)
     return _derived(schema, fields)
 
 
@@ -342,10 +343,18 @@ def _derived(schema: type[Any], fields: Mapping[str, Any]) -> type[Any]:
     return create_model(schema.__name__, __doc__=schema.__doc__, **options, **fields)
 
 
-def _without_type(field: FieldInfo) -> Any:
-    """Default and description of a field, for one of another type."""
+def _of_type(annotation: Any, field: FieldInfo) -> Any:
+    """Default and description of a field, for one of another type.
+
+    A Section that is the default becomes one of that type: another would be refused.
+    """
     given: dict[str, Any] = {"description": field.description}
-    return Field(**given) if field.is_required() else Field(default=field.default, **given)
+    if field.is_required():
+        return Field(**given)
+    default = field.default
+    if isinstance(default, Section) and isinstance(annotation, type):
+        default = annotation()
+    return Field(default=default, **given)
 
 
 def _members(kind: str, loss: bool = False) -> list[type[Section]]:
@@ -370,7 +379,9 @@ def _with_backbones() -> dict[type[Section], type[Section]]:
         return {}
     body = PPYOLOEConfig.model_fields["body"]
     annotation = _literal(names_of("backbone"))
-    return {PPYOLOEConfig: _derived(PPYOLOEConfig, {"body": (annotation, _without_type(body))})}
+    return {
+        PPYOLOEConfig: _derived(PPYOLOEConfig, {"body": (annotation, _of_type(annotation, body))})
+    }
 
 
 def _data(data_format: str) -> type[Section]:
@@ -381,7 +392,7 @@ def _data(data_format: str) -> type[Section]:
         return DataConfig
     known = DataConfig.model_fields["format"]
     annotation = _literal(names_of("dataset"))
-    return _derived(DataConfig, {"format": (annotation, _without_type(known))})
+    return _derived(DataConfig, {"format": (annotation, _of_type(annotation, known))})
 
 
 def _log() -> type[Section]:
@@ -389,7 +400,8 @@ def _log() -> type[Section]:
         return LogConfig
     one = _union(ShippedTracker, "tracker")
     field = LogConfig.model_fields["trackers"]
-    return _derived(LogConfig, {"trackers": (tuple[one, ...], _without_type(field))})  # type: ignore[valid-type]
+    trackers = tuple[one, ...]  # type: ignore[valid-type]
+    return _derived(LogConfig, {"trackers": (trackers, _of_type(trackers, field))})
 
 
 def _literal(names: Sequence[str]) -> Any:

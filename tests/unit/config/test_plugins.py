@@ -13,6 +13,7 @@ from ppdist.config.base import dump_yaml, parse_config
 from ppdist.config.distill import Trained
 from ppdist.config.experiment import experiment_of
 from ppdist.config.model import PPYOLOEConfig, YOLOv5Config
+from ppdist.config.output import LogConfig
 from ppdist.config.yaml import InvalidConfig
 
 THIRD_PARTY = Path(__file__).resolve().parents[2] / "third_party"
@@ -31,7 +32,9 @@ log:
 
 @pytest.fixture(autouse=True)
 def as_at_start(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Nothing is registered, and no package was looked for, before and after each test."""
+    """Nothing is registered or imported, no package was looked for, before and after each test."""
+    for name in [name for name in sys.modules if name.partition(".")[0] == "blobs"]:
+        monkeypatch.delitem(sys.modules, name)
     monkeypatch.setattr(plugins, "_registered", {})
     monkeypatch.delenv(plugins.OFF_VARIABLE, raising=False)
     plugins.load_installed.cache_clear()
@@ -83,6 +86,15 @@ def test_installed_package_adds_names_and_keys(installed: None, tmp_path: Path) 
     assert again.model_dump() == config.model_dump()
     assert experiment_of(config.model_dump(mode="json")) == config
     assert parse_config(tmp_path / "saved.yml", (), Trained).model.channels == 8
+
+
+def test_sections_that_are_not_written_keep_their_defaults(installed: None, tmp_path: Path) -> None:
+    """`log`, too, in which a plugin's trackers may stand."""
+    config = load_config(written(tmp_path, TEXT.partition("log:")[0]))
+    assert config.log.model_dump() == LogConfig().model_dump()
+    text = TEXT.partition("log:")[0] + "early_stopping: {metric: top1}"
+    (found,) = problems(written(tmp_path, text))
+    assert "early_stopping.metric: top1 is not measured for model.name: blobs" in found
 
 
 def test_messages_know_keys_of_a_plugin(installed: None, tmp_path: Path) -> None:

@@ -19,6 +19,7 @@ from tests.distributed import run_on_ranks
 from tests.faults.fault import parse_faults
 from tests.faults.injector import FaultInjector
 from tests.unit.engine.runs import build_run
+from tests.unit.engine.tiny import FASTEST
 
 
 def stops_after(values, *, default="mAP", **keys):
@@ -128,8 +129,9 @@ SLOW = 0.2  # seconds before each step of a rank
 def trained(data, output, *overrides, resume=None, before=lambda trainer: None, callbacks=()):
     """Exit code and trainer of a run whose evaluations score as above."""
     experiment = build_run(
-        data, output, *OVERRIDES, *overrides, evaluate=True, resume=resume, callbacks=callbacks
-    )
+        data, output, *OVERRIDES, *overrides,
+        model=FASTEST, evaluate=True, resume=resume, callbacks=callbacks,
+    )  # fmt: skip
     trainer = experiment.trainer
     inner = trainer.evaluator.evaluate
 
@@ -232,7 +234,7 @@ def test_early_stopping_restarts_after_gap(shapes, tmp_path):
 
 def test_without_evaluations_it_is_refused(shapes, tmp_path):
     with pytest.raises(ConfigError, match=r"early_stopping needs evaluations; start with --eval"):
-        build_run(shapes, tmp_path / "run", *OVERRIDES)
+        build_run(shapes, tmp_path / "run", *OVERRIDES, model=FASTEST)
 
 
 def test_metric_unknown_to_model_is_refused(tmp_path):

@@ -15,7 +15,7 @@ from ppdist.engine.monitor import EpochLogger
 from ppdist.engine.train_step import StepResult
 from tests.distributed import run_on_ranks
 from tests.unit.engine.runs import build_run
-from tests.unit.engine.tiny import step_result
+from tests.unit.engine.tiny import FASTEST, step_result
 
 BATCH = "train.batch_size_per_card=4"
 
@@ -71,7 +71,7 @@ def run(shapes, tmp_path_factory):
     folder, screen = tmp_path_factory.mktemp("run"), io.StringIO()
     own = ("train.epochs=3", "log.visualdl=true", "log.histograms=true")
     with contextlib.redirect_stdout(screen):
-        experiment = build_run(shapes, folder, BATCH, *own, evaluate=True)
+        experiment = build_run(shapes, folder, BATCH, *own, model=FASTEST, evaluate=True)
         with experiment.log:
             assert experiment.trainer.fit() == 0
             experiment.log.run_summary()
@@ -82,7 +82,7 @@ def without_tensorboardx(argument):
     sys.modules["tensorboardX"] = None
     shapes, folder = argument
     with pytest.raises(UserError) as caught:
-        build_run(shapes, folder, BATCH, "log.tensorboard=true")
+        build_run(shapes, folder, BATCH, "log.tensorboard=true", model=FASTEST)
     return str(caught.value)
 
 

@@ -38,7 +38,7 @@ def train(argument):
         folder = Path(output) / str(comm.rank()) if argument.get("apart") else Path(output)
         batch = f"train.batch_size_per_card={TOTAL_BATCH // comm.world_size()}"
         experiment = build_training(
-            tiny_config(Path(argument["shapes"]), [*OVERRIDES, batch, *overrides]),
+            tiny_config(Path(argument["shapes"]), [*OVERRIDES, batch, *overrides], FASTEST),
             output_dir=folder,
             evaluate=False,
             resume=folder if resume else None,

@@ -343,8 +343,8 @@ def test_resuming_without_a_checkpoint_says_what_to_do(shapes, tmp_path):
 
 def test_resuming_other_model_names_first_difference(shapes, tmp_path):
     run(shapes, tmp_path, "train.max_steps=1")
-    wider = "model.width_multiple=0.125"
-    with pytest.raises(CheckpointError, match=r"width_multiple: 0\.0625 then, 0\.125 now\n"):
+    wider = "model.channels=32"
+    with pytest.raises(CheckpointError, match=r"model\.channels: 16 then, 32 now\n"):
         run(shapes, tmp_path, wider, resume=True)
     with pytest.raises(CheckpointError, match=r"checkpoint is of another model: back"):
         run(shapes, tmp_path, wider, resume=True, changed=True)

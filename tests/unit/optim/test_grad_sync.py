@@ -22,7 +22,7 @@ from ppdist.optim.grad_sync import (
     share_out,
 )
 from tests.distributed import run_on_ranks
-from tests.unit.engine.tiny import build_step, fixed_batch, init_cpu, tiny_config
+from tests.unit.engine.tiny import FASTEST, build_step, fixed_batch, init_cpu, tiny_config
 
 SHAPES = ([8, 4, 3, 3], [8], [16, 12], [1, 1])
 FACTOR = 0.25
@@ -88,7 +88,7 @@ def training_steps(folder):
     found = {}
     for mode in ("", "gradient_dtype: bfloat16", "gradient_rank: 2", "topk_fraction: 0.01"):
         overrides = ["train.batch_size_per_card=4", f"distributed={{{mode}}}"]
-        train_step, rates = build_step(tiny_config(folder, overrides), False)
+        train_step, rates = build_step(tiny_config(folder, overrides, FASTEST), False)
         start = 4 * comm.rank()
         for step in range(2):
             before = sent_bytes()
