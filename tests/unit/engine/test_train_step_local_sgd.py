@@ -16,7 +16,7 @@ from ppdist.engine.train_step import Clock
 from ppdist.optim.optimizer import optimizer_arrays
 from tests.distributed import run_on_ranks
 from tests.unit.engine.runs import build_run
-from tests.unit.engine.tiny import FASTEST, build_step, fixed_batch, init_cpu, tiny_config
+from tests.unit.engine.tiny import build_step, fixed_batch, init_cpu, tiny_config
 
 HERE = "tests.unit.engine.test_train_step_local_sgd"
 PARTS = ((0, 4), (4, 8))  # 11 objects and 1
@@ -32,7 +32,7 @@ def train(overrides, steps, poisoned=()):
     """
     with tempfile.TemporaryDirectory() as folder:
         common = ["train.batch_size_per_card=4", *overrides]
-        config = tiny_config(Path(folder), common, FASTEST)
+        config = tiny_config(Path(folder), common)
     train_step, rates = build_step(config, frozen=False)
     now = {"step": 0}
 
