@@ -18,6 +18,7 @@ from typing import Any
 from unittest.mock import patch
 
 ROOT = Path(__file__).resolve().parents[1]
+THIRD_PARTY = ROOT / "tests" / "third_party"  # packages of others, see `clean_environment`
 
 _context = multiprocessing.get_context("forkserver")
 _context.set_forkserver_preload(["ppdist.engine.build"])

@@ -19,7 +19,7 @@ from ppdist.engine.train_step import Clock
 from tests.distributed import run_on_ranks
 from tests.unit.engine.tiny import IMAGES, build_step, init_cpu, sampled_batches, tiny_config
 
-STEPS = 8
+STEPS = 12
 TOLERANCE = 1e-5
 
 # What trains: a model of tiny.py; a norm to clip at, which some gradients exceed and
@@ -247,7 +247,7 @@ def test_ranks_and_micro_batches_train_like_one_rank(case, default_runs, record_
 def test_compared_runs_learn_and_clip_sometimes(trained, default_runs):
     alone = default_runs(reference(Case(trained, 2, 2, "frozen")))[0]
     clip_norm = TRAINED[trained][1]
-    assert alone["moved"] > 5e-4
+    assert alone["moved"] > 1e-3
     assert min(alone["norms"]) < clip_norm < max(alone["norms"])
 
 

@@ -9,10 +9,9 @@ import pytest
 
 from ppdist.data.datasets.synthetic import make_shapes
 from tests.distributed import run_on_ranks
-from tests.forked import ROOT, run_on_two_ranks, run_tool, succeeded
+from tests.forked import ROOT, THIRD_PARTY, run_on_two_ranks, run_tool, succeeded
 
 pytestmark = pytest.mark.slow
-PACKAGES = Path(__file__).resolve().parents[1] / "third_party"
 CONFIG = """
 output_dir: {folder}/out
 data:
@@ -57,7 +56,7 @@ def project(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def train(folder: str) -> int:
     """tools/train.py on this rank, where the package is installed: its exit code."""
-    sys.path.append(str(PACKAGES))
+    sys.path.append(str(THIRD_PARTY))
     script = str(ROOT / "tools" / "train.py")
     sys.argv = [script, "-c", f"{folder}/cfg.yml", "--eval"]
     with pytest.raises(SystemExit) as ended:
@@ -89,7 +88,7 @@ def test_checkpoint_of_another_package_is_read_again(project: Path) -> None:
     """By its own config.yml, which names the parts."""
     saved = project / "out/checkpoints/last"
     options = ("-c", saved / "config.yml", "-w", saved, "--json", project / "eval.json")
-    succeeded(run_tool("eval", *options, packages=PACKAGES))
+    succeeded(run_tool("eval", *options, packages=THIRD_PARTY))
     (last,) = [each for each in records(project) if each["step"] == 6 and "mAP" in each]
     assert json.loads((project / "eval.json").read_text())["mAP"] == pytest.approx(last["mAP"])
 
@@ -102,7 +101,7 @@ def test_without_the_package_the_names_are_unknown(project: Path) -> None:
 
 
 def test_fleetrun_resumes_and_export_follows(project: Path) -> None:
-    config, run = project / "cfg.yml", {"packages": PACKAGES}
+    config, run = project / "cfg.yml", {"packages": THIRD_PARTY}
     more = ("--resume", "--resume-changed", "-o", "train.epochs=4")
     succeeded(run_on_two_ranks(project, "train", "-c", config, "--eval", *more, **run))
     assert [each["step"] for each in records(project) if "mAP" in each] == [2, 4, 6, 8]

@@ -15,8 +15,8 @@ from ppdist.config.experiment import experiment_of
 from ppdist.config.model import PPYOLOEConfig, YOLOv5Config
 from ppdist.config.output import LogConfig
 from ppdist.config.yaml import InvalidConfig
+from tests.forked import THIRD_PARTY
 
-THIRD_PARTY = Path(__file__).resolve().parents[2] / "third_party"
 TEXT = """
 data:
   format: lines

@@ -4,7 +4,6 @@ import importlib
 import os
 import sys
 from dataclasses import replace
-from pathlib import Path
 from unittest import mock
 
 import numpy as np
@@ -22,6 +21,7 @@ from ppdist.engine.train_step import StepResult, TrainStep
 from ppdist.models.base import ImageModel
 from ppdist.models.onednn.precision import BFLOAT16, Kernels
 from ppdist.optim.lr_scheduler import LearningRates
+from tests.forked import THIRD_PARTY
 
 SIZE = 64
 IMAGES = 8
@@ -43,7 +43,6 @@ MODELS = {
     "blobs": ("coco", "name: blobs", 0.0002, 1),
     "yolov5_cls": ("folder", "name: yolov5_cls, size: n, width_multiple: 0.0625", 0.003, 0),
 }
-THIRD_PARTY = Path(__file__).resolve().parents[2] / "third_party"
 FASTEST = "blobs"  # of another package, with eleven convolutions; where a test asks for no model
 
 
