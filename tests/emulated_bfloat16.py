@@ -27,6 +27,7 @@ class Convolution:
         self.inner = inner = ops.Convolution(*settings)
         self.x, self.y, self.has_bias = inner.x, inner.y, inner.has_bias
         shapes = [(tuple(each.shape), each.block) for each in (inner.x_given, inner.y_given)]
+        self.w_shape = inner.w_shape
         self.x_given, self.y_given = (
             ops.layout(*shapes[0], x_dtype),
             ops.layout(*shapes[1], y_dtype),
@@ -104,6 +105,18 @@ class MaxPool:
         return self.inner.gradient(wide(dy), chosen).astype(self.layout.dtype)
 
 
+class MeanPool:
+    def __init__(self, x):
+        self.inner = ops.MeanPool(float32(x))
+        self.x, self.y = x, ops.layout(tuple(self.inner.y.shape), self.inner.y.block, x.dtype)
+
+    def forward(self, x):
+        return self.inner.forward(wide(x)).astype(self.y.dtype)
+
+    def gradient(self, dy):
+        return self.inner.gradient(wide(dy)).astype(self.x.dtype)
+
+
 class Upsample:
     def __init__(self, x, y):
         self.inner, self.y = ops.Upsample(float32(x), float32(y)), y
@@ -116,5 +129,5 @@ class Upsample:
 
 
 EMULATED = Kernels(
-    "bfloat16", "float32", Convolution, BatchNorm, Activation, Sum, MaxPool, Upsample
+    "bfloat16", "float32", Convolution, BatchNorm, Activation, Sum, MaxPool, MeanPool, Upsample
 )

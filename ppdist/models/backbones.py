@@ -16,7 +16,7 @@ from paddle import Tensor, nn
 from ppdist.common.errors import ConfigError
 from ppdist.config import plugins
 from ppdist.models.layers import C3, SPPF, ConvBNLayer, EffectiveSELayer, RepBlock, yolov5_conv
-from ppdist.models.onednn.feature_maps import concat
+from ppdist.models.onednn.feature_maps import concat, share
 
 
 class Backbone(nn.Layer):
@@ -72,8 +72,8 @@ class CSPResStage(nn.Layer):
         self.conv3 = ConvBNLayer(2 * half, out_channels, 1)
 
     def forward(self, x: Tensor) -> Tensor:
-        x = self.conv_down(x)
-        mixed = concat([self.conv1(x), self.blocks(self.conv2(x))])
+        x, beside = share(self.conv_down(x), 2)
+        mixed = concat([self.conv1(beside), self.blocks(self.conv2(x))])
         return self.conv3(self.attn(mixed))
 
 

@@ -16,7 +16,14 @@ from paddle import Tensor, nn
 from paddle.autograd import PyLayer
 
 from ppdist.distributed import comm, paddle_api
-from ppdist.models.onednn.feature_maps import add, concat, max_pool, scale_channels, spatial_mean
+from ppdist.models.onednn.feature_maps import (
+    add,
+    concat,
+    max_pool,
+    scale_channels,
+    share,
+    spatial_mean,
+)
 from ppdist.models.onednn.ops import LEAKY_SLOPE
 
 
@@ -161,8 +168,10 @@ class RepBlock(nn.Layer):
         self.residual = residual
 
     def forward(self, x: Tensor) -> Tensor:
-        y = self.conv2(self.conv1(x))
-        return add(x, y) if self.residual else y
+        if not self.residual:
+            return self.conv2(self.conv1(x))
+        x, beside = share(x, 2)
+        return add(beside, self.conv2(self.conv1(x)))
 
 
 class EffectiveSELayer(nn.Layer):
@@ -173,7 +182,8 @@ class EffectiveSELayer(nn.Layer):
         self.fc = nn.Conv2D(channels, channels, 1)
 
     def forward(self, x: Tensor) -> Tensor:
-        return scale_channels(x, F.hardsigmoid(self.fc(spatial_mean(x))))
+        x, beside = share(x, 2)
+        return scale_channels(x, F.hardsigmoid(self.fc(spatial_mean(beside))))
 
 
 class SPP(nn.Layer):
@@ -208,8 +218,10 @@ class Bottleneck(nn.Layer):
         self.residual = residual
 
     def forward(self, x: Tensor) -> Tensor:
-        y = self.conv2(self.conv1(x))
-        return add(x, y) if self.residual else y
+        if not self.residual:
+            return self.conv2(self.conv1(x))
+        x, beside = share(x, 2)
+        return add(beside, self.conv2(self.conv1(x)))
 
 
 class C3(nn.Layer):
@@ -224,7 +236,8 @@ class C3(nn.Layer):
         self.blocks = nn.Sequential(*[Bottleneck(half, residual) for _ in range(blocks)])
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.conv3(concat([self.blocks(self.conv1(x)), self.conv2(x)]))
+        x, beside = share(x, 2)
+        return self.conv3(concat([self.blocks(self.conv1(x)), self.conv2(beside)]))
 
 
 class SPPF(nn.Layer):

@@ -32,6 +32,7 @@ from ppdist.models.onednn.feature_maps import (
     add,
     concat,
     scale_channels,
+    share,
     spatial_mean,
     to_plain,
     upsample2x,
@@ -91,7 +92,8 @@ class NeckStage(nn.Layer):
         self.conv3 = ConvBNLayer(2 * half, out_channels, 1)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.conv3(concat([self.conv1(x), self.convs(self.conv2(x))]))
+        x, beside = share(x, 2)
+        return self.conv3(concat([self.conv1(beside), self.convs(self.conv2(x))]))
 
 
 class CustomCSPPAN(nn.Layer):
@@ -192,10 +194,11 @@ class PPYOLOEHead(nn.Layer):
     def forward(self, features: list[Tensor]) -> PPYOLOEOutputs:
         class_logits, reg_dist = [], []
         for level, feature in enumerate(features):
-            mean = spatial_mean(feature)
-            class_feature = add(self.stem_cls[level](feature, mean), feature)
+            whole, for_class, beside, for_sides = share(feature, 4)
+            mean = spatial_mean(whole)
+            class_feature = add(self.stem_cls[level](for_class, mean), beside)
             class_logits.append(self.pred_cls[level](class_feature))
-            reg_dist.append(self.pred_reg[level](self.stem_reg[level](feature, mean)))
+            reg_dist.append(self.pred_reg[level](self.stem_reg[level](for_sides, mean)))
         return PPYOLOEOutputs(tuple(class_logits), tuple(reg_dist))
 
 

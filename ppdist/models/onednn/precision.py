@@ -10,7 +10,8 @@ What is between layers follows the level of AMP:
 
     O1: tensors between layers are float32, and so is what other operators do with them
     O2: they are bfloat16, half the bytes, and sums, concatenation, max pooling and upsampling
-        take and give that (feature_maps.py); mean pooling and its gates compute in float32
+        take and give that (feature_maps.py), and so do means and the gates made of them, which
+        are float32 between
 
 Plain convolutions, which predict or feed a gate, give float32 at both levels.
 """
@@ -30,8 +31,8 @@ class Kernels:
     Attributes:
         dtype: of buffers.
         between: of the feature maps that layers with batch norm give.
-        convolution, batch_norm, activation, sum, max_pool, upsample: what does the work of these
-            classes of ops.py.
+        convolution, batch_norm, activation, sum, max_pool, mean_pool, upsample: what does the work
+            of these classes of ops.py.
         missing: says why this machine cannot; "" where it can.
     """
 
@@ -42,6 +43,7 @@ class Kernels:
     activation: Callable[..., ops.Activation] = ops.Activation
     sum: Callable[..., ops.Sum] = ops.Sum
     max_pool: Callable[..., ops.MaxPool] = ops.MaxPool
+    mean_pool: Callable[..., ops.MeanPool] = ops.MeanPool
     upsample: Callable[..., ops.Upsample] = ops.Upsample
     missing: Callable[[], str] = lambda: ""
 
@@ -67,6 +69,7 @@ def missing_bfloat16() -> str:
             (1, 16, 8, 8), (16, 16, 3, 3), (1, 1), (1, 1), (1, 1), 1, False, dtype="bfloat16"
         )
         ops.MaxPool(conv.y, 5)
+        ops.MeanPool(ops.layout((1, 16, 8, 8), 16, "bfloat16"))
         ops.BatchNorm(conv.y, 1e-5)
         ops.Activation("silu", conv.y)
     except (OSError, ops.OneDNNError) as error:

@@ -222,7 +222,9 @@ def test_processor_steps_faster_in_bfloat16(model, tmp_path, record_property):
     init_cpu()
     file = tmp_path / "s.yml"
     shown = f"model: {{{model}, num_classes: 80, image_size: [320, 320]}}"
-    file.write_text(f"data: {{root: {tmp_path}}}\n{shown}\ntrain: {{batch_size_per_card: 8}}\n")
+    split = "{images: images, annotations: a.json}"
+    data = f"data: {{root: {tmp_path}, train: {split}, val: {split}}}"
+    file.write_text(f"{data}\n{shown}\ntrain: {{batch_size_per_card: 8}}\n")
     built = {}
     for name, overrides in {"float32": (), "bfloat16": level("O2")}.items():
         config = parse_config(file, list(overrides), ExperimentConfig)

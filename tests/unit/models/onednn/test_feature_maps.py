@@ -4,8 +4,9 @@ import numpy as np
 import paddle
 import pytest
 
-from ppdist.models.onednn import feature_maps, ops
+from ppdist.models.onednn import feature_maps, ops, precision
 from ppdist.models.onednn.feature_maps import layout_of, to_plain
+from tests.emulated_bfloat16 import EMULATED
 
 try:
     ops.library()
@@ -54,3 +55,36 @@ def test_it_is_what_paddle_computes(name, layout, batch):
     found = result_and_gradients(OPERATIONS[name], *blocked)
     for one, other in zip(found, expected, strict=True):
         np.testing.assert_allclose(one.numpy(), other.numpy(), rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("block", [0, 8, 16])
+def test_gradients_of_a_shared_map_are_summed_in_bfloat16(block):
+    values = np.random.default_rng(0).standard_normal((3, 2, 16, 6, 5)).astype("float32")
+    x = in_blocks(paddle.to_tensor(values[0]), block).detach().astype("bfloat16")
+    x.stop_gradient = False
+    with precision.compute_in(EMULATED):
+        readers = feature_maps.share(x, 3)
+        assert {reader.data_ptr() for reader in readers} == {x.data_ptr()}
+        weights = [in_blocks(paddle.to_tensor(each), block).detach() for each in values]
+        weights = [weight.astype("bfloat16").astype("float32") for weight in weights]
+        total = sum(
+            (reader.astype("float32") * weight).sum()
+            for reader, weight in zip(readers, weights, strict=True)
+        )
+        total.backward()
+    expected = sum(weight.numpy() for weight in weights)
+    np.testing.assert_allclose(x.grad.astype("float32").numpy(), expected, rtol=2**-6, atol=2**-7)
+
+
+def test_a_shared_map_of_float32_is_one_tensor():
+    x = paddle.ones([1, 16, 2, 2])
+    assert all(reader is x for reader in feature_maps.share(x, 2))
+
+
+def test_a_layout_of_one_block_has_a_name():
+    """Then it is passed on: 16 channels in a block of 16 are also channels side by side."""
+    conv = ops.Convolution(
+        (2, 16, 8, 8), (16, 16, 3, 3), (1, 1), (1, 1), (1, 1), 1, False, 16, True
+    )
+    assert conv.x.block and conv.y.block
+    assert conv.y_given.equals(conv.y) and conv.y_out.primitive is None
