@@ -4,6 +4,7 @@ A scenario is a folder with a small data set and a configuration; each training 
 of its own.  The same job without faults gives the weights that all others are compared with.
 """
 
+import itertools
 import os
 import re
 import signal
@@ -146,15 +147,17 @@ class Job:
         struck = [each for each in self.struck() if faults.parse_faults(each["fault"])[0].ends]
         found = []
         begun = [line.time for line in self.lines if _ATTEMPT in line.text]
-        for moment in begun[1:]:
+        for start, moment in itertools.pairwise(begun):
             before = [fault for fault in struck if fault["time"] < moment]
             first = self._step_after(moment)
             if before and first is not None:
                 when, step = first
-                at = int(str(before[-1]["fault"]).rpartition("step")[2])
+                # A stopped rank goes on to show its stack, and may make steps until it is ended.
+                done = int(str(before[-1]["fault"]).rpartition("step")[2]) - 1
+                done = max([done, *self._steps_between(start, moment)])
+                lost = done - (step - 1)
                 seconds = when - before[-1]["time"]
-                lost = {"fault": before[-1]["fault"], "seconds": seconds, "steps_lost": at - step}
-                found.append(lost)
+                found.append({"fault": before[-1]["fault"], "seconds": seconds, "steps_lost": lost})
         return found
 
     def kill_all(self) -> None:
@@ -179,6 +182,10 @@ class Job:
         assert self.process.stdout is not None
         for line in self.process.stdout:
             self.lines.append(Line(time.time(), line.rstrip("\n")))
+
+    def _steps_between(self, start: float, end: float) -> list[int]:
+        matches = [_STEP.search(line.text) for line in self.lines if start < line.time <= end]
+        return [int(match[1]) for match in matches if match]
 
     def _step_after(self, moment: float) -> tuple[float, int] | None:
         for line in self.lines:
