@@ -37,9 +37,14 @@ def dtype_of(x: Tensor) -> str:
     return str(x.dtype).removeprefix("paddle.")
 
 
+def _is_low(x: Tensor) -> bool:
+    """Whether it is oneDNN's and bfloat16; `paddle.amp` on a card makes maps that are Paddle's."""
+    return dtype_of(x) == precision.current().dtype == "bfloat16"
+
+
 def _kernels_for(x: Tensor) -> precision.Kernels:
     """A float32 map takes those of float32 whatever convolutions round to."""
-    return precision.FLOAT32 if dtype_of(x) == "float32" else precision.current()
+    return precision.current() if _is_low(x) else precision.FLOAT32
 
 
 def contiguous(x: Tensor, dtype: str | None = None) -> Tensor:
@@ -128,7 +133,7 @@ class _Share(PyLayer):
 def share(x: Tensor, count: int) -> Sequence[Tensor]:
     """The feature map once for each of so many readers, whose gradients oneDNN sums if they are
     bfloat16 (6 to 8 % of a step of YOLOv5 where Paddle does)."""
-    if dtype_of(x) != "bfloat16" or x.stop_gradient:
+    if not _is_low(x) or x.stop_gradient:
         return [x] * count
     x = contiguous(x)
     return _Share.apply(x, count, sum_of(precision.current(), layout_of(x)))
@@ -152,7 +157,7 @@ def add(x: Tensor, y: Tensor) -> Tensor:
     # Of plain maps no shapes: in a graph that takes any batch and size they are not known.
     if x.ndim != y.ndim or (x.ndim == 5 and x.shape != y.shape):
         x, y = to_plain(x), to_plain(y)
-    if dtype_of(x) == "bfloat16":
+    if _is_low(x):
         x = contiguous(x)
         return _Add.apply(x, y, sum_of(precision.current(), layout_of(x)))
     return x + y
@@ -178,7 +183,7 @@ def concat(maps: Sequence[Tensor]) -> Tensor:
         if kernel is not None:
             return _Concat.apply(kernel, *maps)
     maps = [to_plain(x) for x in maps]
-    if dtype_of(maps[0]) == "bfloat16":
+    if _is_low(maps[0]):
         return _Concat.apply(_concat(*(layout_of(x) for x in maps)), *maps)
     return paddle.concat(maps, axis=1)
 
@@ -197,7 +202,7 @@ class _MaxPool(PyLayer):
 
 def max_pool(x: Tensor, size: int) -> Tensor:
     """Max pooling of windows size x size (odd) around every cell; as many cells out as in."""
-    if x.ndim == 5 or dtype_of(x) == "bfloat16":
+    if x.ndim == 5 or _is_low(x):
         return _MaxPool.apply(x, size)
     return F.max_pool2d(x, size, stride=1, padding=size // 2)
 

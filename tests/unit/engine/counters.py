@@ -15,7 +15,9 @@ from ppdist.data.types import Batch
 from ppdist.distributed import heartbeat
 from ppdist.engine.train_step import Clock, StepResult, TrainStep
 from ppdist.optim.lr_scheduler import LearningRates
+from tests.source_tree import REPOSITORY
 
+_PACKAGE = REPOSITORY / "ppdist"  # the folder of the clone may be named like it
 _LIST = paddle.base.core  # Paddle's own list of the operators it has dispatched
 # What brings values of a tensor to the host.  On an accelerator the host then waits until the
 # device has done all that was queued before.
@@ -104,7 +106,7 @@ def _watch_reads(patch: pytest.MonkeyPatch, counts: StepCounts) -> None:
         def call(*arguments: Any, **options: Any) -> Any:
             if not within["read"]:  # one may be made of another
                 frames = traceback.extract_stack(limit=8)
-                ours = [each for each in frames if "ppdist" in Path(each.filename).parts]
+                ours = [each for each in frames if Path(each.filename).is_relative_to(_PACKAGE)]
                 counts.reads += [f"{Path(each.filename).name}:{each.name}" for each in ours[-1:]]
                 counts.watched += within["waiting"] > 0
             within["read"] += 1

@@ -88,3 +88,17 @@ def test_a_layout_of_one_block_has_a_name():
     )
     assert conv.x.block and conv.y.block
     assert conv.y_given.equals(conv.y) and conv.y_out.primitive is None
+
+
+def test_bfloat16_of_a_card_is_left_to_paddle(monkeypatch):
+    """`paddle.amp` makes such maps there, where `compute_in` asks for nothing."""
+    for name in ("_Share", "_Add", "_Concat", "_MaxPool"):
+        monkeypatch.setattr(feature_maps, name, None)
+    monkeypatch.setattr(feature_maps.F, "max_pool2d", lambda *_, **__: "Paddle's")
+    monkeypatch.setattr(feature_maps.paddle, "concat", lambda *_, **__: "Paddle's")
+    x = paddle.ones([1, 16, 2, 2], dtype="bfloat16")
+    x.stop_gradient = False
+    assert feature_maps.share(x, 2)[1] is x
+    assert feature_maps.max_pool(x, 3) == feature_maps.concat([x, x]) == "Paddle's"
+    monkeypatch.setattr(type(x), "__add__", lambda *_: "Paddle's")
+    assert feature_maps.add(x, x) == "Paddle's"
