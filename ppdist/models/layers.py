@@ -158,7 +158,21 @@ class RepConv(nn.Layer):
         self.conv = fused
 
 
-class RepBlock(nn.Layer):
+class _ConvolvedTwice(nn.Layer):
+    """conv2(conv1(x)); plus the input when `residual`."""
+
+    conv1: nn.Layer
+    conv2: nn.Layer
+    residual: bool
+
+    def forward(self, x: Tensor) -> Tensor:
+        if not self.residual:
+            return self.conv2(self.conv1(x))
+        x, beside = share(x, 2)
+        return add(beside, self.conv2(self.conv1(x)))
+
+
+class RepBlock(_ConvolvedTwice):
     """3x3 ConvBNLayer, then RepConv; plus the input when `residual`."""
 
     def __init__(self, channels: int, residual: bool, scaled_branch: bool) -> None:
@@ -166,12 +180,6 @@ class RepBlock(nn.Layer):
         self.conv1 = ConvBNLayer(channels, channels, 3)
         self.conv2 = RepConv(channels, scaled_branch)
         self.residual = residual
-
-    def forward(self, x: Tensor) -> Tensor:
-        if not self.residual:
-            return self.conv2(self.conv1(x))
-        x, beside = share(x, 2)
-        return add(beside, self.conv2(self.conv1(x)))
 
 
 class EffectiveSELayer(nn.Layer):
@@ -208,7 +216,7 @@ def yolov5_conv(
     )
 
 
-class Bottleneck(nn.Layer):
+class Bottleneck(_ConvolvedTwice):
     """1x1, then 3x3; plus the input when `residual`."""
 
     def __init__(self, channels: int, residual: bool) -> None:
@@ -216,12 +224,6 @@ class Bottleneck(nn.Layer):
         self.conv1 = yolov5_conv(channels, channels, 1)
         self.conv2 = yolov5_conv(channels, channels, 3)
         self.residual = residual
-
-    def forward(self, x: Tensor) -> Tensor:
-        if not self.residual:
-            return self.conv2(self.conv1(x))
-        x, beside = share(x, 2)
-        return add(beside, self.conv2(self.conv1(x)))
 
 
 class C3(nn.Layer):

@@ -4,7 +4,6 @@ A scenario is a folder with a small data set and a configuration; each training 
 of its own.  The same job without faults gives the weights that all others are compared with.
 """
 
-import itertools
 import os
 import re
 import signal
@@ -143,20 +142,20 @@ class Job:
 
     def recoveries(self) -> list[dict[str, Any]]:
         """Of each attempt but the first: the fault that ended the one before it, the seconds from
-        then until the first step was done, and how many steps had to be made again."""
+        then until the first step was done, and how many steps from before it had to be made
+        again."""
         struck = [each for each in self.struck() if faults.parse_faults(each["fault"])[0].ends]
         found = []
         begun = [line.time for line in self.lines if _ATTEMPT in line.text]
-        for start, moment in itertools.pairwise(begun):
+        for moment in begun[1:]:
             before = [fault for fault in struck if fault["time"] < moment]
             first = self._step_after(moment)
             if before and first is not None:
                 when, step = first
-                # A stopped rank goes on to show its stack, and may make steps until it is ended.
-                done = int(str(before[-1]["fault"]).rpartition("step")[2]) - 1
-                done = max([done, *self._steps_between(start, moment)])
-                lost = done - (step - 1)
+                at = int(str(before[-1]["fault"]).rpartition("step")[2])
                 seconds = when - before[-1]["time"]
+                # None, where a stopped rank went on to show its stack and saved a later step.
+                lost = max(at - step, 0)
                 found.append({"fault": before[-1]["fault"], "seconds": seconds, "steps_lost": lost})
         return found
 
@@ -182,10 +181,6 @@ class Job:
         assert self.process.stdout is not None
         for line in self.process.stdout:
             self.lines.append(Line(time.time(), line.rstrip("\n")))
-
-    def _steps_between(self, start: float, end: float) -> list[int]:
-        matches = [_STEP.search(line.text) for line in self.lines if start < line.time <= end]
-        return [int(match[1]) for match in matches if match]
 
     def _step_after(self, moment: float) -> tuple[float, int] | None:
         for line in self.lines:

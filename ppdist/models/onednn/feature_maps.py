@@ -191,7 +191,7 @@ def concat(maps: Sequence[Tensor]) -> Tensor:
 class _MaxPool(PyLayer):
     @staticmethod
     def forward(ctx, x, size):
-        ctx.kernel = _max_pool(precision.current(), layout_of(x), size)
+        ctx.kernel = _max_pool(_kernels_for(x), layout_of(x), size)
         y, ctx.chosen = ctx.kernel.forward(contiguous(x))
         return y
 
@@ -210,7 +210,7 @@ def max_pool(x: Tensor, size: int) -> Tensor:
 class _Upsample2x(PyLayer):
     @staticmethod
     def forward(ctx, x):
-        ctx.kernel = _upsample(precision.current(), layout_of(x))
+        ctx.kernel = _upsample(_kernels_for(x), layout_of(x))
         return ctx.kernel.forward(contiguous(x))
 
     @staticmethod

@@ -161,10 +161,10 @@ def plain(shape: Sequence[int], dtype: str = "float32") -> Descriptor:
 @cache
 def layout(shape: tuple[int, ...], block: int, dtype: str = "float32") -> Descriptor:
     """The layout of tensors [B, C / block, H, W, block]; block 0: row-major, any shape."""
-    lib, handle = library(), c_void_p()
     if block and block != shape[1]:
         result = _tagged(shape, block, dtype)
     else:
+        lib, handle = library(), c_void_p()
         order = [0, 2, 3, 1] if block else range(len(shape))  # from the slowest axis to the fastest
         strides, step = [0] * len(shape), 1
         for axis in reversed(order):
@@ -488,24 +488,31 @@ class Activation:
         return dx
 
 
+def _pooling(
+    kind: int, x: Descriptor, y: Descriptor, window: Sequence[int], padding: Sequence[int]
+) -> tuple[c_void_p, c_void_p]:
+    """Descriptions of pooling with stride 1 and of its gradient; window, padding: [y, x]."""
+    lib, forward, back = library(), c_void_p(), c_void_p()
+    pads = _dims(padding)
+    windows = (_dims([1, 1]), _dims(window), _dims([0, 0]), pads, pads)
+    status = lib.c.dnnl_pooling_forward_primitive_desc_create(
+        byref(forward), lib.engine, _FORWARD_TRAINING, kind, x.handle, y.handle, *windows, None
+    )
+    lib.check(status, "pooling")
+    status = lib.c.dnnl_pooling_backward_primitive_desc_create(
+        byref(back), lib.engine, kind, x.handle, y.handle, *windows, forward, None
+    )
+    lib.check(status, "pooling, gradient")
+    return forward, back
+
+
 class MaxPool:
     """Max pooling of square windows, stride 1, as many cells out as in."""
 
     def __init__(self, x: Descriptor, size: int) -> None:
-        lib, forward, back = library(), c_void_p(), c_void_p()
-        ones, window, pads = _dims([1, 1]), _dims([size, size]), _dims([size // 2, size // 2])
-        windows = (ones, window, _dims([0, 0]), pads, pads)
-        status = lib.c.dnnl_pooling_forward_primitive_desc_create(
-            byref(forward), lib.engine, _FORWARD_TRAINING, _POOLING_MAX, x.handle, x.handle,
-            *windows, None,
-        )  # fmt: skip
-        lib.check(status, "max pooling")
-        status = lib.c.dnnl_pooling_backward_primitive_desc_create(
-            byref(back), lib.engine, _POOLING_MAX, x.handle, x.handle, *windows, forward, None
-        )  # fmt: skip
-        lib.check(status, "max pooling, gradient")
+        forward, back = _pooling(_POOLING_MAX, x, x, [size, size], [size // 2, size // 2])
         self.layout = x
-        workspace = lib.c.dnnl_primitive_desc_query_md(forward, _Q_WORKSPACE, 0)
+        workspace = library().c.dnnl_primitive_desc_query_md(forward, _Q_WORKSPACE, 0)
         self._workspace = Descriptor(c_void_p(workspace), x.shape)
         at = [(_WORKSPACE, self._workspace)]
         self._forward = _Primitive(forward, [(_SRC, x), (_DST, x), *at])
@@ -523,26 +530,15 @@ class MaxPool:
         return dx
 
 
-class MeanPool:
-    """The mean over all cells."""
+class _Resize:
+    """A linear kernel from a buffer of one size to another, so that its gradient needs dy alone."""
 
-    def __init__(self, x: Descriptor) -> None:
-        batch, channels, height, width = x.shape
-        assert x.block is not None
-        y = layout((batch, channels, 1, 1), x.block, x.dtype)
-        lib, forward, back = library(), c_void_p(), c_void_p()
-        none, window = _dims([0, 0]), _dims([height, width])
-        windows = (_dims([1, 1]), window, none, none, none)
-        status = lib.c.dnnl_pooling_forward_primitive_desc_create(
-            byref(forward), lib.engine, _FORWARD_TRAINING, _POOLING_MEAN, x.handle, y.handle,
-            *windows, None,
-        )  # fmt: skip
-        lib.check(status, "mean pooling")
-        status = lib.c.dnnl_pooling_backward_primitive_desc_create(
-            byref(back), lib.engine, _POOLING_MEAN, x.handle, y.handle, *windows, forward, None
-        )
-        lib.check(status, "mean pooling, gradient")
+    def __init__(
+        self, x: Descriptor, y: Descriptor, descriptions: tuple[c_void_p, c_void_p]
+    ) -> None:
+        """Args: descriptions: of the kernel and of its gradient."""
         self.x, self.y = x, y
+        forward, back = descriptions
         self._forward = _Primitive(forward, [(_SRC, x), (_DST, y)])
         self._back = _Primitive(back, [(_D_DST, y), (_D_SRC, x)])
 
@@ -557,7 +553,17 @@ class MeanPool:
         return dx
 
 
-class Upsample:
+class MeanPool(_Resize):
+    """The mean over all cells."""
+
+    def __init__(self, x: Descriptor) -> None:
+        batch, channels, height, width = x.shape
+        assert x.block is not None
+        y = layout((batch, channels, 1, 1), x.block, x.dtype)
+        super().__init__(x, y, _pooling(_POOLING_MEAN, x, y, [height, width], [0, 0]))
+
+
+class Upsample(_Resize):
     """Nearest-neighbour enlargement by 2."""
 
     def __init__(self, x: Descriptor, y: Descriptor) -> None:
@@ -572,19 +578,7 @@ class Upsample:
             byref(back), lib.engine, _NEAREST, factors, x.handle, y.handle, forward, None
         )
         lib.check(status, "upsampling, gradient")
-        self.x, self.y = x, y
-        self._forward = _Primitive(forward, [(_SRC, x), (_DST, y)])
-        self._back = _Primitive(back, [(_D_DST, y), (_D_SRC, x)])
-
-    def forward(self, x: Tensor) -> Tensor:
-        y = self.y.empty()
-        self._forward.run(x, y)
-        return y
-
-    def gradient(self, dy: Tensor) -> Tensor:
-        dx = self.x.empty()
-        self._back.run(dy, dx)
-        return dx
+        super().__init__(x, y, (forward, back))
 
 
 class Concat:

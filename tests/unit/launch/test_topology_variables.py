@@ -66,7 +66,6 @@ def environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, st
     monkeypatch.chdir(tmp_path)
     Path("t.py").write_text(SCRIPT)
     monkeypatch.delenv("PYTHONDONTWRITEBYTECODE", raising=False)  # make sets it, for the tests
-    monkeypatch.delenv("PADDLE_PG_TIMEOUT", raising=False)  # left by a rank in this process
     ours = ("PADDLE_", "FLAGS_", "CUDA_", *OURS)
     kept = {name: value for name, value in os.environ.items() if not name.startswith(ours)}
     return kept | {"https_proxy": "http://proxy:1"}
