@@ -533,7 +533,15 @@ def _free_folder(name: str) -> str:
     return found
 
 
-_OF_A_SET = {"format", "root", "train", "val", "val_fraction", "class_names"}  # keys of `data`
+_OF_A_SET = {
+    "format",
+    "root",
+    "train",
+    "val",
+    "test",
+    "val_fraction",
+    "class_names",
+}  # keys of `data`
 
 
 def with_data(config: ExperimentConfig, data: Config | Mapping[str, Any]) -> ExperimentConfig:

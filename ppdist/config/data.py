@@ -83,6 +83,11 @@ class DataConfig(Section):
     )
     train: SplitConfig = Field(description="The training split.")
     val: SplitConfig = Field(description="The validation split.")
+    test: SplitConfig | None = Field(
+        default=None,
+        description="A split that neither trains nor validates; `ppdist eval --split test` scores "
+        "it. null: none.",
+    )
     val_fraction: float | None = Field(
         default=None,
         gt=0,
@@ -174,10 +179,12 @@ class DataConfig(Section):
     def _addresses_are_public(self) -> "DataConfig":
         for key, address in (
             ("root", self.root),
-            *(("train.images", each) for each in self.train.image_folders),
-            *(("val.images", each) for each in self.val.image_folders),
-            *(("train.annotations", each) for each in self.train.annotation_files),
-            *(("val.annotations", each) for each in self.val.annotation_files),
+            *((f"{key}.images", each) for key, part in self.splits for each in part.image_folders),
+            *(
+                (f"{key}.annotations", each)
+                for key, part in self.splits
+                for each in part.annotation_files
+            ),
         ):
             if holds_credentials(address):
                 raise ValueError(
@@ -188,7 +195,7 @@ class DataConfig(Section):
 
     @model_validator(mode="after")
     def _splits_fit(self) -> "DataConfig":
-        for key, part in (("train", self.train), ("val", self.val)):
+        for key, part in self.splits:
             several = len(part.image_folders) > 1 or len(part.annotation_files) > 1
             if several and self.format != "yolo":
                 raise ValueError(f"{key}: a list of folders or files is for format: yolo")
@@ -198,6 +205,12 @@ class DataConfig(Section):
         if self.val_fraction is not None and places[0] != places[1]:
             raise ValueError("val_fraction divides the images of train; leave val out")
         return self
+
+    @property
+    def splits(self) -> tuple[tuple[str, SplitConfig], ...]:
+        """Those that are there, by name."""
+        named = (("train", self.train), ("val", self.val), ("test", self.test))
+        return tuple((name, part) for name, part in named if part is not None)
 
     @property
     def task(self) -> Task:

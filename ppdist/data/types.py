@@ -21,7 +21,7 @@ from paddle import Tensor
 
 from ppdist.common.errors import DataError, StorageError
 
-Split = Literal["train", "val"]
+Split = Literal["train", "val", "test"]
 Box = tuple[float, float, float, float]
 
 

@@ -321,6 +321,7 @@ FREE = {
     "distill.teacher": "where files are; the weights themselves are compared",
     "data.cache": "where decoded images are kept; batches are the same",
     "data.cache_dir": "where files are",
+    "data.test": "neither trains nor validates",
     "data.workers": "batches do not depend on who prepares them",
     "data.worker_timeout_seconds": "when a worker counts as hung",
     "data.check_images": "what is checked before training",

@@ -106,7 +106,7 @@ def _kept_or_read(
         found = _settled(config, split, masks, whole)
         return found._replace(dataset=limited(found.dataset, limit, f"data.{split}.limit"))
 
-    fields = {"format", "train", "val", "val_fraction", "class_names", "bad_boxes"}
+    fields = {"format", "train", "val", "test", "val_fraction", "class_names", "bad_boxes"}
     place = os.path.abspath(config.root), config.root
     settings = [*place, config.model_dump(include=fields), split, masks, whole]
     found, kept = kept_or_read(settings, read, anew=False)
@@ -185,7 +185,15 @@ def _require_few_files(config: DataConfig, split: Split) -> None:
 
 
 def _section(config: DataConfig, split: Split) -> SplitConfig:
-    return config.train if split == "train" else config.val
+    section = {"train": config.train, "val": config.val, "test": config.test}[split]
+    if section is None:
+        raise DataError(
+            f"there is no {split} split",
+            code="split_missing",
+            where=f"data.{split}",
+            fix=f"name its files in a configuration: data.{split}.images, data.{split}.annotations",
+        )
+    return section
 
 
 def _settled(config: DataConfig, split: Split, masks: bool, whole: bool) -> Read:
@@ -299,7 +307,7 @@ def _in_part(config: DataConfig, split: Split, paths: Sequence[str]) -> list[boo
     Images in the order of a digest of (seed, path below data.root): the first ones validate.  So an
     image that is added or removed moves one other from one split to the other at most.
     """
-    if config.val_fraction is None:
+    if config.val_fraction is None or split == "test":
         return [True] * len(paths)
     top = os.path.join(storage.absolute(config.root), "")
     digests = [
@@ -323,7 +331,7 @@ def _annotation_files(config: DataConfig, split: Split) -> tuple[Path, tuple[Pat
     """
     if config.format == "folder":  # of its images the folders name the classes
         return storage.folder_of(config.root, config.train.image_folders[0]), ()
-    for key, part in (("train", config.train), ("val", config.val)):
+    for key, part in config.splits:
         if not part.annotation_files and config.format in _ANNOTATIONS:
             raise DataError(
                 f"data.{key}.annotations is missing: format {config.format} needs it",

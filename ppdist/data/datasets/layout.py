@@ -44,7 +44,7 @@ _BY_HAND = "say which in a configuration: copy configs/examples/my_data.yml (doc
 class Layout:
     """A set as it was found.
 
-    root: absolute; the paths of train and val are relative to it.  val None: no validation split.
+    root: absolute; the paths of the splits are relative to it.  None: there is no such split.
     images: of train, those of a later validation split too.
     notes: (what, why) of what its owner may not expect.
     """
@@ -56,16 +56,17 @@ class Layout:
     val: SplitConfig | None
     class_names: tuple[str, ...]
     images: int
+    test: SplitConfig | None = None
     notes: tuple[tuple[str, str], ...] = ()
 
     def section(self) -> dict[str, Any]:
         """The keys of `data` that say all of this, as a configuration has them."""
-        splits = {"train": self.train} | ({} if self.val is None else {"val": self.val})
+        splits = {"train": self.train, "val": self.val, "test": self.test}
         return {
             "format": self.format,
             "root": str(self.root),
             **{key: each.model_dump(include={"images", "annotations"}, mode="json")
-               for key, each in splits.items()},
+               for key, each in splits.items() if each is not None},
             **({"val_fraction": VAL_FRACTION} if self.val is None else {}),
             "class_names": list(self.class_names),
         }  # fmt: skip
@@ -143,6 +144,7 @@ def _named(folder: Path) -> str:
 
 # --- the split that a name speaks of --------------------------------------------------------------
 
+_SPLITS = ("train", "val", "test")
 _SPLIT_WORDS = {
     "train": "train", "training": "train", "trainval": "train",
     "val": "val", "valid": "val", "validation": "val", "minival": "val",
@@ -175,7 +177,7 @@ def _one(candidates: Sequence[Path], split: str, folder: Path) -> Path:
 
 
 def _tests_note(present: bool) -> tuple[tuple[str, str], ...]:
-    why = "evaluate it later by data.val of the written configuration"
+    why = "score it later: `ppdist eval --split test`"
     return (("test split: not used in training", why),) if present else ()
 
 
@@ -226,19 +228,21 @@ def _of_yaml(file: Path) -> Layout:
         what = "names no training images"
         fix = "add `train: FOLDER` (or a list of folders, or a .txt file of image paths)"
         raise DataError(what, code="split_missing", where=str(file), fix=fix)
+    places["test"] = _test_places(base, keys, notes)
     root = _root_of(base, [place for split in places.values() for place in split])
-    train, val = (_yolo_split(root, places[split], file) for split in ("train", "val"))
+    train, val, test = (_yolo_split(root, places[split], file) for split in _SPLITS)
     assert train is not None
     if "download" in keys:
         notes.append(("download: not run", "nothing in a data file is, and the images are there"))
     stem = file.stem if file.stem.lower() not in ("data", "dataset") else _named(base)
-    notes += _tests_note(bool(_entries(keys, "test")))
+    notes += _tests_note(test is not None)
     return Layout(
         name=stem,
         format="yolo",
         root=root,
         train=train,
         val=val,
+        test=test,
         class_names=names,
         images=sum(map(_count, places["train"])),
         notes=tuple(dict.fromkeys(notes)),
@@ -283,6 +287,15 @@ def _place(base: Path, entry: Node, keys: Mapping[str, Node], notes: list[tuple[
         fix="`path` is relative to the data file, and what stands under train and val to `path`; "
         "without val a fifth of train validates",
     )
+
+
+def _test_places(base: Path, keys: Mapping[str, Node], notes: list[tuple[str, str]]) -> list[Path]:
+    """As `_place`, but training needs none of them."""
+    try:
+        return [_place(base, entry, keys, notes) for entry in _entries(keys, "test")]
+    except DataError as error:
+        notes.append((f"test split: {error.what}", "not used"))
+        return []
 
 
 def _names(file: Path, keys: Mapping[str, Node]) -> tuple[tuple[str, ...], list[tuple[str, str]]]:
@@ -368,26 +381,21 @@ def _of_coco(root: Path) -> Layout | None:
     by_split: dict[str, list[Path]] = {}
     for file in boxes:
         split = _split_of(file.stem) or _split_of(str(file.parent.relative_to(root)))
-        if split == "test":
-            by_split.setdefault(split, []).append(file)
-            continue
         try:
             index_of[file] = read_index(file)
         except DataError as error:
-            if error.code in ("not_coco", "not_json", "not_utf8"):
+            if error.code in ("not_coco", "not_json", "not_utf8") or split == "test":
                 continue  # some other JSON
             raise
         by_split.setdefault(split, []).append(file)
-    if not index_of:
+    if not by_split.keys() - {"test"}:
         return None
     if "" in by_split and "train" not in by_split:  # as tools call the only file of a set
         by_split["train"] = by_split.pop("")
     if "train" not in by_split:
         what = f"no file of training images; found {', '.join(map(str, index_of))}"
         raise DataError(what, code="split_missing", where=str(root), fix=_BY_HAND)
-    chosen = {
-        split: _one(by_split[split], split, root) for split in ("train", "val") if split in by_split
-    }
+    chosen = {split: _one(by_split[split], split, root) for split in _SPLITS if split in by_split}
     absolute = Path(os.path.abspath(root))
     parts = {
         split: SplitConfig(
@@ -403,9 +411,10 @@ def _of_coco(root: Path) -> Layout | None:
         root=absolute,
         train=parts["train"],
         val=parts.get("val"),
+        test=parts.get("test"),
         class_names=names,
         images=len(names_of_images),
-        notes=_tests_note("test" in by_split),
+        notes=_tests_note("test" in parts),
     )
 
 
@@ -450,14 +459,13 @@ def _of_voc(root: Path) -> Layout | None:
             split: SplitConfig(images=_relative(images, root), annotations=_relative(file, root))
             for split, file in listed.items()
         }
-        tests = any((file.parent / "test.txt").is_file() for file in listed.values())
     else:
-        parts, tests = _voc_folders(root, Path(first).parent)
+        parts = _voc_folders(root, Path(first).parent)
     config = DataConfig(
         format="voc", root=str(root), train=parts["train"], val=parts.get("val", parts["train"])
     )
     raw = read_raw(config, "train", quietly)
-    notes = _tests_note(tests)
+    notes = _tests_note("test" in parts)
     unlabelled = _count(root / config.train.image_folders[0]) - len(raw.images)
     if not listed and "val" not in parts and unlabelled > 0:
         why = "nobody said what they show; an XML file without objects makes one background"
@@ -468,17 +476,21 @@ def _of_voc(root: Path) -> Layout | None:
         root=root,
         train=parts["train"],
         val=parts.get("val"),
+        test=parts.get("test"),
         class_names=raw.class_names,
         images=len(raw.images),
         notes=notes,
     )
 
 
+_LIST_NAMES = {"train": ("train", "trainval"), "val": ("val", "valid"), "test": ("test",)}
+
+
 def _voc_lists(root: Path) -> dict[str, Path]:
     """Lists of images by split, where their lines lead to XML files."""
     for folder in (root / "ImageSets" / "Main", root / "ImageSets", root):
         found_lists = {}
-        for split, names in {"train": ("train", "trainval"), "val": ("val", "valid")}.items():
+        for split, names in _LIST_NAMES.items():
             files = [folder / f"{name}.txt" for name in names]
             file = next(
                 (each for each in files if each.is_file() and read_list(each, quietly)), None
@@ -500,8 +512,8 @@ def _voc_lists(root: Path) -> dict[str, Path]:
     return {}
 
 
-def _voc_folders(root: Path, first: Path) -> tuple[dict[str, SplitConfig], bool]:
-    """Splits by the names of folders, and whether there is one of test images."""
+def _voc_folders(root: Path, first: Path) -> dict[str, SplitConfig]:
+    """Splits by the names of folders."""
     for top in dict.fromkeys((root, first, first.parent)):
         if not top.is_relative_to(root):
             continue
@@ -510,7 +522,7 @@ def _voc_folders(root: Path, first: Path) -> tuple[dict[str, SplitConfig], bool]
             for split, found_folders in _split_folders(top).items()
         }
         if folders.get("train"):
-            chosen = {s: _one(folders[s], s, root) for s in ("train", "val") if folders.get(s)}
+            chosen = {s: _one(folders[s], s, root) for s in _SPLITS if folders.get(s)}
             parts = {}
             for split, folder in chosen.items():
                 name = folder.name
@@ -519,12 +531,12 @@ def _voc_folders(root: Path, first: Path) -> tuple[dict[str, SplitConfig], bool]
                 parts[split] = SplitConfig(
                     images=_relative(images, root), annotations=_relative(folder, root)
                 )
-            return parts, "test" in folders
+            return parts
     holding = {Path(file).parent for file in xml_files(root)}
     folder = Path(os.path.commonpath(holding))
     images = _first_with_images(root, [folder, root / "JPEGImages", root / "images", root])
     part = SplitConfig(images=_relative(images, root), annotations=_relative(folder, root))
-    return {"train": part}, False
+    return {"train": part}
 
 
 def _first_with_images(root: Path, folders: Sequence[Path]) -> Path:
@@ -540,7 +552,7 @@ def _first_with_images(root: Path, folders: Sequence[Path]) -> Path:
 def _of_yolo(root: Path) -> Layout | None:
     root = Path(os.path.abspath(root))
     images = root / "images"
-    lists = {split: root / f"{split}.txt" for split in ("train", "val")}
+    lists = {split: root / f"{split}.txt" for split in _SPLITS}
     places: dict[str, list[Path]] = {}
     if lists["train"].is_file() and any(map(_is_image, read_list(lists["train"], quietly)[:1])):
         places = {split: [file] for split, file in lists.items() if file.is_file()}
@@ -555,8 +567,8 @@ def _of_yolo(root: Path) -> Layout | None:
         if not _holds_images(root):
             return None
         places = {"train": [images if _holds_images(images) else root]}
-    splits = {s: [_one(places[s], s, root)] for s in ("train", "val") if places.get(s)}
-    train, val = (_yolo_split(root, splits.get(s, []), root) for s in ("train", "val"))
+    splits = {s: [_one(places[s], s, root)] for s in _SPLITS if places.get(s)}
+    train, val, test = (_yolo_split(root, splits.get(s, []), root) for s in _SPLITS)
     assert train is not None
     labels = [root / "labels", root, *(place for place in splits["train"] if place.is_dir())]
     label_files = (file for each in labels if each.is_dir() for file in files_below(each))
@@ -576,7 +588,8 @@ def _of_yolo(root: Path) -> Layout | None:
         root=root,
         train=train,
         val=val,
+        test=test,
         class_names=names,
         images=sum(map(_count, splits["train"])),
-        notes=_tests_note(bool(places.get("test"))),
+        notes=_tests_note(test is not None),
     )

@@ -6,6 +6,9 @@ from pathlib import Path
 import pytest
 
 from ppdist.common.errors import ConfigError, DataError
+from ppdist.config.data import DataConfig
+from ppdist.data.datasets.annotations import quietly
+from ppdist.data.datasets.build import read_raw
 from ppdist.data.datasets.layout import Layout, find_layout
 
 NAMES = ("cat", "dog")
@@ -167,6 +170,19 @@ def test_coco_folder(tmp_path, files, train, val):
     assert places(layout) == (train, val)
     assert layout.class_names == NAMES and layout.images == 1
     assert bool(layout.notes) == any("test" in file for file in files)
+
+
+def test_split_called_test_is_of_the_section(tmp_path):
+    touch(tmp_path, "t/images/a.jpg", "test/images/b.jpg", "test/labels/b.txt")
+    text = "train: t/images\ntest: {}\nnames: [cat, dog]\n"
+    write(tmp_path, "data.yaml", text.format("test/images"))
+    layout = find_layout(str(tmp_path))
+    assert layout.test is not None and layout.section()["test"]["images"] == "test/images"
+    config = DataConfig(**{"val": layout.section()["train"]} | layout.section())
+    assert [Path(each.path).name for each in read_raw(config, "test", quietly).images] == ["b.jpg"]
+    write(tmp_path, "data.yaml", text.format("gone"))
+    layout = find_layout(str(tmp_path))
+    assert layout.test is None and "gone: does not exist" in layout.notes[0][0]
 
 
 def test_coco_folder_that_is_not_plain_is_told(tmp_path):
