@@ -312,7 +312,7 @@ def _build_trainer(
         log=log,
         output_dir=output_dir,
         config_yaml=dump_yaml(config),
-        model_card=model_card.text(),
+        model_card=model_card,
         checkpoint=config.checkpoint,
         evaluate=config.evaluate,
         early_stopping=config.early_stopping,

@@ -49,7 +49,7 @@ from ppdist.common.errors import CheckpointError
 from ppdist.common.files import digest_of_text, is_disk_full
 from ppdist.common.machine import free_disk
 from ppdist.common.process import is_alive
-from ppdist.models.model_card import CARD_FILE, CARD_NOTE
+from ppdist.models.model_card import CARD_FILE, CARD_NOTE, ModelCard
 
 _NAME = re.compile(r"^step-(\d+)$")
 _DRAFT = re.compile(r"^\.(step-\d+|last|best)\.((?P<host>.+)\.)?(?P<pid>\d+)$")
@@ -541,7 +541,7 @@ class CheckpointWriter:
         config_yaml: str,
         keep: int,
         told: Callable[[int], None] = lambda step: None,
-        model_card: str = "",
+        model_card: ModelCard | None = None,
         fallback: Path | None = None,
     ) -> None:
         """
@@ -550,7 +550,7 @@ class CheckpointWriter:
             config_yaml: the resolved configuration, for each of them.
             keep: how many of the newest stay; best and last always do.
             told: hears of each step whose checkpoint is on disk.
-            model_card: for each of them.
+            model_card: for each of them, with the threshold that its evaluation found.
             fallback: where those go for which the disk of `folder` has no room.
         """
         self.folder = folder
@@ -688,6 +688,12 @@ class CheckpointWriter:
                         f"(checkpoint.fallback_dir)"
                     )
 
+    def _card_of(self, snapshot: Snapshot) -> str:
+        if self.model_card is None:
+            return ""
+        found = {"confidence_threshold": snapshot.state["confidence"]}
+        return self.model_card.model_copy(update=found).text()
+
     def _save_in(self, folder: Path, snapshot: Snapshot) -> None:
         """Writes a snapshot; on a full disk in the room of those older than the newest.
 
@@ -696,7 +702,7 @@ class CheckpointWriter:
         step = snapshot.step
         save = partial(
             save_checkpoint, folder, step, snapshot.groups, snapshot.state,
-            self.config_yaml, self.model_card,
+            self.config_yaml, self._card_of(snapshot),
         )  # fmt: skip
         try:
             save()

@@ -58,6 +58,7 @@ from ppdist.engine.state import (
 from ppdist.engine.time_budget import TimeBudget
 from ppdist.engine.train_step import Clock, StepResult, TrainStep
 from ppdist.models.base import ImageModel
+from ppdist.models.model_card import ModelCard
 from ppdist.optim.grad_sync import next_synchronised
 
 _LOGGER = logging.getLogger("ppdist.engine")
@@ -80,7 +81,7 @@ class Trainer:
         log: RunLog,
         output_dir: Path,
         config_yaml: str,
-        model_card: str,
+        model_card: ModelCard,
         checkpoint: CheckpointConfig,
         evaluate: EvaluateConfig,
         early_stopping: EarlyStoppingConfig | None,
@@ -495,6 +496,8 @@ class Trainer:
         """
         progress = self.progress
         progress.evaluated_step = progress.step
+        # A classifier has none; where nothing is found, any confidence is as good.
+        progress.confidence = metrics["confidence"] if metrics.get("f1", 0.0) > 0 else None
         if self._due(self.evaluate_every):
             # Not at an end amid an epoch: where this run resumed or a longer one has no evaluation.
             progress.class_scores = evaluator.class_scores(metrics)

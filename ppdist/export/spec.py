@@ -110,6 +110,13 @@ class InferenceSpec(Section):
         description="Thresholds of the non-maximum suppression; with null for `iou_threshold` "
         "there is none: the best `keep` boxes of an image stay.  classify: none.",
     )
+    confidence_threshold: float | None = Field(
+        default=None,
+        ge=0,
+        le=1,
+        description="Lowest score of a box that programs show unless they are told another, as in "
+        "the weights' model card; null: not known.",
+    )
     class_names: tuple[str, ...] = Field(description="Name of class 0, 1, ...")
     category_ids: tuple[int, ...] = Field(description="What a COCO result calls class 0, 1, ...")
     network: dict[str, Any] | None = Field(
@@ -211,6 +218,7 @@ def describe(
         input=InputSection(size=config.model.image_size),
         resize=resize_section(config.data.resize, task),
         nms=config.suppression if task == "detect" else None,
+        confidence_threshold=card.confidence_threshold,
         class_names=dataset.class_names if dataset else names,
         category_ids=dataset.category_ids if dataset else ids,
         network=section_of(config),

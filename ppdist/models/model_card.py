@@ -72,6 +72,13 @@ class ModelCard(Section):
     nms: NMSConfig | None = Field(
         default=None, description="Which predictions stay, as in infer.yml. classify: none."
     )
+    confidence_threshold: float | None = Field(
+        default=None,
+        ge=0,
+        le=1,
+        description="Lowest score of a box that `ppdist predict` shows: where the mean F1 was best "
+        "on the validation images of the last evaluation.",
+    )
     licence: str = Field(
         default="",
         max_length=_MOST_LETTERS,

@@ -28,6 +28,7 @@ from ppdist.engine.checkpoint import (
     save_checkpoint,
     set_aside,
 )
+from ppdist.models.model_card import ModelCard, read_card
 
 SECONDS = 30.0  # against hanging
 
@@ -370,3 +371,15 @@ def test_writer_drops_steps_beyond_rollback(tmp_path, storage):
     storage.refuses = False
     writer.hand_over(snapshot(5))
     assert writer.finish() is None and steps_in(tmp_path) == [5]
+
+
+def test_each_card_has_the_threshold_of_its_own_evaluation(tmp_path):
+    writer = CheckpointWriter(tmp_path, "", keep=9, model_card=ModelCard(source="here"))
+    for step, confidence in ((1, None), (2, 0.41)):
+        taken = snapshot(step)
+        taken.state["confidence"] = confidence
+        writer.hand_over(taken)
+        assert writer.finish() is None
+    cards = [read_card(tmp_path / f"step-{step:08d}") for step in (1, 2)]
+    assert [card.confidence_threshold for card in cards] == [None, 0.41]
+    assert {card.source for card in cards} == {"here"}

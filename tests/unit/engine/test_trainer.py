@@ -16,6 +16,7 @@ from ppdist.data.datasets.build import read_split
 from ppdist.engine import trainer
 from ppdist.engine.monitor import ImageWatch
 from ppdist.engine.state import _array, copy_into
+from ppdist.models.model_card import read_card
 from ppdist.models.yolov5 import P5_ANCHORS
 from tests.distributed import run_on_ranks
 from tests.unit.data.classified import write_patterns
@@ -50,6 +51,12 @@ def test_a_run_leaves_what_the_contract_says(shapes, tmp_path):
     needed = {"step", "epoch", "loss", "lr", "images_per_second", "data_seconds", "step_seconds"}
     assert all(needed <= set(record) for record in records(tmp_path) if "loss" in record)
     assert [record["step"] for record in records(tmp_path) if "mAP" in record] == [3, 6]
+    found = {record["step"]: record for record in records(tmp_path) if "f1" in record}
+    for link in ("best", "last"):
+        card = read_card(tmp_path / "checkpoints" / link)
+        step = int((tmp_path / "checkpoints" / link).resolve().name.removeprefix("step-"))
+        known = found[step]["confidence"] if found[step]["f1"] > 0 else None
+        assert card is not None and card.confidence_threshold == known
     environment = json.loads((tmp_path / "environment.json").read_text())
     assert environment["ranks"] == 1
     assert set(weights(tmp_path)) == set(weights(tmp_path, group="ema"))
