@@ -30,10 +30,7 @@ from ppdist.common.errors import ConfigError, DataError, UserError
 from ppdist.common.process import STOP_SIGNALS, quiet_paddle
 from ppdist.config import ExperimentConfig, load_config
 from ppdist.config.base import parse_plain
-from ppdist.config.data import DataConfig
 from ppdist.config.export import ExportOptions
-from ppdist.config.migration import is_data_yaml
-from ppdist.config.yaml import Reader
 from ppdist.predict.detections import Detections
 from ppdist.predict.sources import Frame, Source, as_image, expand, frames_of, is_many, read_source
 
@@ -263,6 +260,8 @@ class Detector:
         return self._config
 
     def _with_data(self, data: Config | Mapping[str, Any] | None) -> ExperimentConfig:
+        from ppdist.engine.recipe import with_data
+
         config = self._own_config()
         return config if data is None else with_data(config, data)
 
@@ -290,17 +289,17 @@ class Detector:
         output_dir: Place | None,
         overrides: Sequence[str],
     ) -> ExperimentConfig:
-        if not isinstance(data, str | Path) or not _is_layout(data):
+        from ppdist.data.datasets.layout import find_layout, is_layout
+        from ppdist.distributed import comm
+        from ppdist.engine.recipe import Wishes, fit_recipe
+
+        if not isinstance(data, str | Path) or not is_layout(data):
             raise ConfigError(
                 "a recipe is fitted to a data.yaml or a folder",
                 code="options_conflict",
                 where=f"recipe={recipe!r}",
                 fix="give data= as one, or leave recipe out",
             )
-        from ppdist.data.datasets.layout import find_layout
-        from ppdist.distributed import comm
-        from ppdist.engine.recipe import Wishes, fit_recipe
-
         self._own_config()  # of an export there is none
         size = self._model.spec.input.size
         wishes = Wishes(recipe, epochs, batch, str(self.weights), size)
@@ -531,55 +530,6 @@ def _free_folder(name: str) -> str:
 
     found: str = comm.run_on_main(find)
     return found
-
-
-_OF_A_SET = {
-    "format",
-    "root",
-    "train",
-    "val",
-    "test",
-    "val_fraction",
-    "class_names",
-}  # keys of `data`
-
-
-def with_data(config: ExperimentConfig, data: Config | Mapping[str, Any]) -> ExperimentConfig:
-    """The configuration with other data, and the number of classes that these have.
-
-    How images are read and augmented stays, where a set or a section does not say it; `resize` is
-    the model's in any case.
-
-    Raises: ConfigError: no `data` section; DataError: the training split cannot be read.
-    """
-    from ppdist.data.datasets.build import read_split
-
-    tree = config.model_dump(mode="json")
-    kept = {key: tree["data"][key] for key in DataConfig.model_fields if key not in _OF_A_SET}
-    tree["data"] = {**kept, **_data_section(data), "resize": config.data.resize}
-    tree["model"]["num_classes"] = 1
-    section = parse_plain(tree, "data", (), ExperimentConfig).data
-    tree["model"]["num_classes"] = len(read_split(section, "train").class_names)
-    return parse_plain(tree, "data", (), ExperimentConfig)
-
-
-def _data_section(data: Config | Mapping[str, Any]) -> Mapping[str, Any]:
-    """The one place that says what `data=` may be."""
-    if isinstance(data, Mapping):
-        return data
-    if isinstance(data, ExperimentConfig):
-        return data.data.model_dump(mode="json")
-    if not _is_layout(data):
-        return load_config(data).data.model_dump(mode="json")
-    from ppdist.data.datasets.layout import find_layout
-
-    return find_layout(str(data)).section()
-
-
-def _is_layout(data: Place) -> bool:
-    """Whether a path is a data set as it comes, not a configuration."""
-    path = Path(data)
-    return path.is_dir() or (path.is_file() and is_data_yaml(Reader().read_alone(str(path))))
 
 
 def _weights_file(weights: Place) -> Path:

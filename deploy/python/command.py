@@ -28,6 +28,7 @@ _CONTROLS = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u2
 
 def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(
+        allow_abbrev=False,
         prog="predictor.py",
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,

@@ -364,7 +364,9 @@ def serve(
 def parse() -> argparse.Namespace:
     usual = Limits()
     parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+        allow_abbrev=False,
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     add = parser.add_argument
     add("--model", required=True, type=Path, metavar="DIR", help="what `ppdist export` made")

@@ -211,7 +211,9 @@ def report(seen: Seen, arguments: argparse.Namespace, seconds: float) -> dict[st
 
 def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+        allow_abbrev=False,
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     add = parser.add_argument
     add("--url", default="http://127.0.0.1:8000", help="of the server (default: %(default)s)")

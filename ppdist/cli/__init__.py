@@ -140,6 +140,78 @@ def add_config(
     )  # fmt: skip
 
 
+# Whose input and augmentation DATA is looked at with, where no --model says another.
+RECIPE = "ppyoloe_plus_s"
+
+
+def add_data(parser: argparse.ArgumentParser, *, recipe: str | None = None) -> None:
+    """DATA, -c and -o: for `experiment_of`.
+
+    Args: recipe: adds --model, the name of a shipped one; this is its default.
+    """
+    parser.add_argument("data", nargs="?", metavar="DATA", help="a data.yaml or a folder")
+    add_config(parser, required=False)
+    if recipe is not None:
+        add_model(parser, f"with DATA: the recipe that reads it ({recipe})")
+        parser.set_defaults(recipe=recipe)
+
+
+def add_model(parser: Any, what: str) -> None:
+    """--model, completed by the names that ship.  Args: parser: or a group of its options."""
+    parser.add_argument("--model", metavar="NAME", help=what).completer = _models  # argcomplete's
+
+
+def _models(**_: Any) -> list[str]:
+    from ppdist.config.shipped import short_names
+
+    return [*short_names()]
+
+
+def require_one_source(arguments: argparse.Namespace, command: str, model: str = "") -> None:
+    """DATA or -c, one of them.
+
+    Args: model: what a command that needs --model with DATA is shown with.
+    Raises: ConfigError: both, or neither.
+    """
+    if bool(arguments.data) == bool(arguments.config):
+        both = " and ".join(filter(None, (arguments.data, arguments.config)))
+        more = f" --model {model}" if model else ""
+        raise errors.ConfigError(
+            f"expected one of DATA and -c, found {f'both ({both})' if both else 'neither'}",
+            code="options_conflict" if both else "option_missing",
+            where=command,
+            fix=f"`ppdist {command} data.yaml{more}`, or `ppdist {command} -c cfg.yml`",
+        )
+
+
+def experiment_of(arguments: argparse.Namespace, command: str) -> "ExperimentConfig":
+    """The configuration of -c, or a shipped recipe fitted to DATA; with -o.
+
+    Args: arguments: of `add_data`.  command: as users type it, for messages.
+    """
+    from ppdist.config import load_config
+
+    require_one_source(arguments, command)
+    model: str | None = getattr(arguments, "model", None)
+    if arguments.config:
+        if model:
+            raise errors.ConfigError(
+                "--model goes with DATA, not with -c",
+                code="options_conflict",
+                where=f"{command} -c {arguments.config}",
+                fix="choose it by -c NAME",
+            )
+        return load_config(arguments.config, arguments.override)
+    from ppdist.data.datasets.layout import find_layout
+    from ppdist.engine.recipe import Wishes, fit_recipe
+
+    layout = find_layout(arguments.data)
+    for what, why in layout.notes:
+        process.say(f"ppdist: note: {what}: {why}")
+    wishes = Wishes(model or str(getattr(arguments, "recipe", RECIPE)))
+    return fit_recipe(layout, wishes, arguments.override, world=1).config
+
+
 def config_of(arguments: argparse.Namespace, *, needs_data: bool = False) -> "ExperimentConfig":
     """The configuration of -c, or the one that the weights of -w bring along, with -o.
 

@@ -1,17 +1,19 @@
 """Checks, shows, converts and splits data sets of detection or classification.
 
-ppdist data check -c cfg.yml [--fast] [--json F] [--fix DIR]   what is wrong with both splits?
-ppdist data stats -c cfg.yml [--json F] [--plots DIR]          classes, box sizes, positions
-ppdist data show -c cfg.yml --out F.png [--eval] [--epoch N]   samples as the model sees them
-ppdist data convert --to coco|voc|yolo --out DIR SOURCE        the same set in another format
-ppdist data convert --to coco --shards 256MB --out DIR SOURCE  images in tar shards, for stores
-ppdist data split --parts train=0.8 val=0.2 SOURCE             divide one split, by classes
-ppdist data split --folds 5 SOURCE                             for cross-validation
-ppdist data anchors -c cfg.yml                                 anchors fitted to the training set
+ppdist data check DATA [--fast] [--json F] [--fix DIR]         what is wrong with both splits?
+ppdist data stats DATA [--json F] [--plots DIR]                classes, box sizes, positions
+ppdist data show DATA [--out F.png] [--eval] [--epoch N]       samples as the model sees them
+ppdist data convert DATA --to coco|voc|yolo --out DIR          the same set in another format
+ppdist data convert DATA --to coco --shards 256MB --out DIR    images in tar shards, for stores
+ppdist data split DATA --parts train=0.8 val=0.2               divide one split, by classes
+ppdist data split DATA --folds 5                               for cross-validation
+ppdist data anchors DATA --model yolov5s                       anchors fitted to the training set
 ppdist data synthetic --out DIR [--train N] [--val N]          a small made-up set, COCO format
 
-SOURCE: -c cfg.yml, or --format F --root DIR --annotations FILE [--images DIR] [--names A B ...].
-With -c also -o KEY=VALUE ...
+DATA: a data.yaml (ultralytics, Roboflow), or a folder with COCO's JSON, Pascal VOC's XML or YOLO's
+labels, as of `ppdist train DATA`; or -c cfg.yml in its place.  convert and split also take
+--format F --root DIR --annotations FILE [--images DIR] [--names A B ...].
+With DATA and -c also -o KEY=VALUE ...
 """
 
 import argparse
@@ -25,7 +27,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from ppdist.cli import add_config
+from ppdist.cli import RECIPE, add_data, experiment_of
 from ppdist.common import errors, process
 from ppdist.common.arguments import at_least, byte_count, described
 from ppdist.common.stores import is_remote
@@ -55,7 +57,8 @@ def parse() -> argparse.Namespace:
     stats.add_argument("--json", type=Path, metavar="FILE", help="write the counts here")
     stats.add_argument("--plots", type=Path, metavar="DIR", help="write plots (PNG) there")
     show = commands.add_parser("show", help="draw samples as the model sees them")
-    show.add_argument("--out", type=Path, required=True, metavar="FILE", help="the PNG file")
+    show.add_argument("--out", type=Path, default=Path("samples.png"), metavar="FILE",
+                      help="the PNG file (samples.png)")  # fmt: skip
     show.add_argument("--eval", action="store_true", help="inputs of evaluation, not of training")
     show.add_argument("--epoch", type=at_least(0), default=0, metavar="N",
                       help="counted from 0, as data.augment.combine_epochs (0)")  # fmt: skip
@@ -66,8 +69,9 @@ def parse() -> argparse.Namespace:
                          help="of the genetic refinement (1000)")  # fmt: skip
     anchors.add_argument("--seed", type=at_least(0), metavar="N",
                          help="of the fit (that of the configuration)")  # fmt: skip
-    for command in (check, stats, show, anchors):
-        add_config(command, required=True)
+    add_data(check)
+    for command, recipe in ((stats, RECIPE), (show, RECIPE), (anchors, "yolov5s")):
+        add_data(command, recipe=recipe)
     convert = commands.add_parser("convert", help="write the set in another format")
     convert.add_argument("--to", required=True, choices=("coco", "voc", "yolo"),
                          help="the format to write")  # fmt: skip
@@ -102,9 +106,9 @@ def parse() -> argparse.Namespace:
 
 
 def add_source(parser: argparse.ArgumentParser) -> None:
-    """-c and -o, or --format and what goes with it: for `source_of`."""
-    add_config(parser, required=False)
-    parser.add_argument("--format", choices=_FORMATS, help="of data without a YAML file")
+    """DATA, -c and -o, or --format and what goes with it: for `source_of`."""
+    add_data(parser)
+    parser.add_argument("--format", choices=_FORMATS, help="of data that is neither")
     parser.add_argument("--root", metavar="DIR", help="what the paths are relative to (.)")
     parser.add_argument("--images", metavar="DIR", help="folder of the images (images)")
     parser.add_argument(
@@ -119,38 +123,34 @@ def main() -> int:
 
 
 def load(arguments: argparse.Namespace) -> "ExperimentConfig":
-    from ppdist.config import load_config
-
-    return load_config(arguments.config, arguments.override)
+    return experiment_of(arguments, f"data {arguments.command}")
 
 
 def source_of(arguments: argparse.Namespace) -> "DataConfig":
-    """The data of the configuration, or what the command line says; then val is train.
+    """The data of DATA or the configuration, or what --format says; then val is train.
 
-    Raises: ConfigError: it says both, neither, or too little.
+    Raises: ConfigError: it says several, none, or too little.
     """
     from ppdist.config.data import DataConfig, SplitConfig
 
-    if bool(arguments.config) == bool(arguments.format):
+    given = arguments.data or arguments.config
+    words = [f"--{name}" for name in _WITH_FORMAT if getattr(arguments, name) is not None]
+    if given and (arguments.format or words):
         raise errors.ConfigError(
-            f"{arguments.command} needs -c or --format, one of them", code="option_missing"
+            f"{', '.join(['--format'] if arguments.format else words)} stands for data that "
+            f"{given} names already",
+            code="options_conflict",
+            fix=f"leave one of them out, or change what {given} says by -o data.root=PATH ...",
         )
-    if arguments.config:
-        unused = [f"--{name}" for name in _WITH_FORMAT if getattr(arguments, name) is not None]
-        if unused:
-            raise errors.ConfigError(
-                f"{', '.join(unused)} goes with --format",
-                code="options_conflict",
-                fix=(
-                    f"with -c the data is that of {arguments.config}: change it there, or by -o "
-                    "data.root=PATH ..."
-                ),
-            )
+    if not arguments.format:
+        if words:
+            raise errors.ConfigError(f"{', '.join(words)} goes with --format",
+                                     code="option_missing")  # fmt: skip
         return load(arguments).data
     if arguments.override:
         raise errors.ConfigError(
-            f"-o {' '.join(arguments.override)} goes with -c; with --format the data is what "
-            "--root, --images, --annotations and --names say",
+            f"-o {' '.join(arguments.override)} goes with DATA or -c; with --format the data is "
+            "what --root, --images, --annotations and --names say",
             code="options_conflict",
         )
     if not arguments.annotations and arguments.format in ("coco", "csv"):
@@ -253,7 +253,7 @@ def convert(arguments: argparse.Namespace) -> int:
             code="options_conflict",
         )
     strictly = Strictly()
-    splits = SPLITS if arguments.config else SPLITS[:1]
+    splits = SPLITS[:1] if arguments.format else SPLITS
     raws: dict[str, RawSet] = {split: read_raw(config, split, strictly) for split in splits}
     strictly.report()
     for split, raw in raws.items():

@@ -15,9 +15,9 @@ import sys
 from collections.abc import Sequence
 from itertools import chain, count
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from ppdist.cli import add_config, command_line
+from ppdist.cli import RECIPE, add_config, add_model, command_line, require_one_source
 from ppdist.common.arguments import at_least, described
 from ppdist.common.errors import ConfigError
 from ppdist.common.limits import require_limits
@@ -38,9 +38,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("data", nargs="?", metavar="DATA", help="a data.yaml or a folder")
     add_config(parser, required=False)
     fitted = parser.add_argument_group("with DATA (with -c these are keys of the configuration)")
-    model = fitted.add_argument("--model", metavar="NAME", help="a shipped recipe: "
-                                "ppyoloe_plus_s, yolov5n, ... (ppdist config list)")  # fmt: skip
-    model.completer = _models  # type: ignore[attr-defined]  # argcomplete's
+    add_model(fitted, "a shipped recipe: ppyoloe_plus_s, yolov5n, ... (ppdist config list)")
     fitted.add_argument("--epochs", type=at_least(1), metavar="N",
                         help="passes over the training images (by their number)")  # fmt: skip
     fitted.add_argument("--batch", type=_batch, metavar="N", help="images per card, as "
@@ -71,12 +69,6 @@ def parse() -> argparse.Namespace:
     return arguments
 
 
-def _models(**_: Any) -> list[str]:
-    from ppdist.config.shipped import short_names
-
-    return [*short_names()]
-
-
 def _batch(text: str) -> int | str:
     return text if text == "auto" else at_least(1)(text)
 
@@ -92,14 +84,7 @@ _FITTED = {
 
 def _check_source(arguments: argparse.Namespace) -> None:
     """DATA with its options, or -c.  Raises: ConfigError."""
-    if bool(arguments.data) == bool(arguments.config):
-        both = " and ".join(filter(None, (arguments.data, arguments.config)))
-        raise ConfigError(
-            f"expected one of DATA and -c, found {f'both ({both})' if both else 'neither'}",
-            code="options_conflict" if both else "option_missing",
-            where="train",
-            fix="`ppdist train data.yaml --model ppyoloe_plus_s`, or `ppdist train -c cfg.yml`",
-        )
+    require_one_source(arguments, "train", model=RECIPE)
     if arguments.data and not arguments.model:
         raise ConfigError(
             "--model is missing",

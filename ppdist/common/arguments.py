@@ -48,7 +48,13 @@ def byte_count(text: str) -> int:
 
 
 class Parser(argparse.ArgumentParser):
-    """A parser that also answers a shell that asks what may follow (`ppdist completion`)."""
+    """A parser of whole words that also answers a shell that asks what may follow.
+
+    No option is guessed from its beginning: `--conf 0.1` of another trainer is not --config.
+    """
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **{"allow_abbrev": False, **kwargs})
 
     def parse_args(self, *args: Any, **kwargs: Any) -> Any:
         if "_ARGCOMPLETE" in os.environ:

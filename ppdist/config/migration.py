@@ -251,7 +251,8 @@ def refuse_file(tree: Node, path: str) -> None:
             "is a data file of ultralytics or Roboflow, not a configuration",
             code="data_yaml_as_config",
             where=path,
-            fix=f"train with it: `ppdist train {path} --model ppyoloe_plus_s`, which writes one",
+            fix=f"write it without -c: `ppdist train {path} --model ppyoloe_plus_s`, which writes "
+            f"one; `ppdist data check {path}`; `ppdist eval {path} -w RUN`",
         )
     if "backbone" in keys and "head" in keys and isinstance(keys["backbone"].value, list):
         raise ConfigError(

@@ -1,7 +1,8 @@
 """Zero configuration: a recipe fitted to data, as an ordinary config.
 
-layout of the data -> shipped recipe -> what the number of images asks for -> -o items
--> an ExperimentConfig, and the text of the file that it is
+fit_recipe   layout of the data -> shipped recipe -> what the number of images asks for
+             -> -o items -> an ExperimentConfig, and the text of the file that it is
+with_data    any configuration, with the data that a layout or another one names
 """
 
 import math
@@ -14,11 +15,13 @@ from typing import Any, Literal, NamedTuple
 
 from ppdist.common.errors import ConfigError
 from ppdist.common.process import printable
-from ppdist.config import ExperimentConfig
-from ppdist.config.base import parse_tree
+from ppdist.config import ExperimentConfig, load_config
+from ppdist.config.base import parse_plain, parse_tree
+from ppdist.config.data import DataConfig
 from ppdist.config.shipped import find_config, near, recipes, short_names
 from ppdist.config.yaml import BASE_KEY, Node, Place, Reader, dump, merge, tree_of
-from ppdist.data.datasets.layout import VAL_FRACTION, Layout
+from ppdist.data.datasets.build import read_split
+from ppdist.data.datasets.layout import VAL_FRACTION, Layout, find_layout, is_layout
 
 FILE = "recipe.yml"  # in output_dir
 _COMMON = ("yolov5n", "yolov5s", "ppyoloe_plus_s", "ppyoloe_plus_m")  # recipes to name first
@@ -259,6 +262,50 @@ def _batch(
     if isinstance(written, int) and written * world > images:
         return max(1, images // world), f"per card: {images} images on {world} ranks"
     return written, "per card, as the recipe"
+
+
+# --- other data -----------------------------------------------------------------------------------
+
+_OF_A_SET = {
+    "format",
+    "root",
+    "train",
+    "val",
+    "test",
+    "val_fraction",
+    "class_names",
+}  # keys of `data`
+
+
+def with_data(
+    config: ExperimentConfig, data: str | Path | ExperimentConfig | Mapping[str, Any]
+) -> ExperimentConfig:
+    """The configuration with other data, and the number of classes that these have.
+
+    How images are read and augmented stays, where a set or a section does not say it; `resize` is
+    the model's in any case.
+
+    Args: data: a data.yaml or a folder, a configuration or its name, or a `data` section.
+    Raises: ConfigError: no `data` section; DataError: the training split cannot be read.
+    """
+    tree = config.model_dump(mode="json")
+    kept = {key: tree["data"][key] for key in DataConfig.model_fields if key not in _OF_A_SET}
+    tree["data"] = {**kept, **_data_section(data), "resize": config.data.resize}
+    tree["model"]["num_classes"] = 1
+    section = parse_plain(tree, "data", (), ExperimentConfig).data
+    tree["model"]["num_classes"] = len(read_split(section, "train").class_names)
+    return parse_plain(tree, "data", (), ExperimentConfig)
+
+
+def _data_section(data: str | Path | ExperimentConfig | Mapping[str, Any]) -> Mapping[str, Any]:
+    """The one place that says what `data=` and DATA may be."""
+    if isinstance(data, Mapping):
+        return data
+    if isinstance(data, ExperimentConfig):
+        return data.data.model_dump(mode="json")
+    if is_layout(data):
+        return find_layout(str(data)).section()
+    return load_config(data).data.model_dump(mode="json")
 
 
 # --- trees ----------------------------------------------------------------------------------------

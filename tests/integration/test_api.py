@@ -14,11 +14,11 @@ from PIL import Image
 
 import ppdist
 from ppdist import Detections, Detector, load_config
-from ppdist.api import with_data
 from ppdist.common.errors import ConfigError, DataError, WeightsError
 from ppdist.config import ExperimentConfig
 from ppdist.data.datasets.synthetic import make_shapes
 from ppdist.data.image import read_image
+from ppdist.engine.recipe import with_data
 from ppdist.export.predictor import EagerPredictor, detect
 from ppdist.models.model_card import CARD_NOTE, card_of
 from ppdist.models.weights import load_all_weights, write_arrays

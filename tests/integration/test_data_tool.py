@@ -55,6 +55,49 @@ def test_check_says_that_all_is_well(made, tmp_path):
     assert found["decoded"] and found["splits"]["train"]["images"] == 6
 
 
+@pytest.mark.parametrize("command", ["check --fast", "stats", "show --count 2"])
+def test_a_folder_needs_no_configuration(made, tmp_path, monkeypatch, command):
+    monkeypatch.chdir(tmp_path)
+    done = run(*command.split(), made, "-o", "model.image_size=96")
+    assert done.returncode == 0, done.stderr
+    assert (tmp_path / "samples.png").is_file() is command.startswith("show")
+
+
+def test_every_command_on_data_writes_the_same_set(made, tmp_path):
+    told = {}
+    for source in ([made], ["-c", made / "cfg.yml"]):
+        out = tmp_path / str(len(source))
+        assert run("convert", *source, "--to", "yolo", "--out", out).returncode == 0
+        told[out.name] = {f.relative_to(out): f.read_bytes() for f in out.rglob("*.txt")}
+    assert told["1"] == told["2"] and len(told["1"]) > 8
+    done = run("split", made, "--parts", "a=0.5", "b=0.5", "--out", tmp_path / "parts")
+    assert done.returncode == 0 and (tmp_path / "parts").is_dir(), done.stderr
+
+
+def test_data_without_a_validation_split_are_checked(made, tmp_path):
+    shutil.copytree(made / "images" / "train", tmp_path / "one" / "images")
+    shutil.copy(made / "annotations" / "instances_train.json", tmp_path / "one" / "all.json")
+    file = tmp_path / "one" / "all.json"
+    file.write_text(file.read_text().replace("train/", ""))
+    done = run("check", tmp_path / "one", "--fast")
+    assert done.returncode == 0, done.stderr + done.stdout
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (("check",), "expected one of DATA and -c, found neither"),
+        (("check", "here", "-c", "yolov5n"), "found both (here and yolov5n)"),
+        (("show", "-c", "yolov5n", "--model", "yolov5s"), "--model goes with DATA"),
+        (("stats", "{made}/cfg.yml"), "a configuration goes behind -c"),
+        (("anchors", "{made}", "--model", "ppyoloe_plus_s"), "ppyoloe has no anchors"),
+    ],
+)
+def test_data_and_configuration_are_told_apart(made, words, message):
+    done = run(*(word.format(made=made) for word in words))
+    assert done.returncode == 2 and message in done.stderr and not done.stdout
+
+
 def test_check_exits_2_on_class_mismatch(made):
     done = run("check", "-c", made / "cfg.yml", "-o", "model.num_classes=80", "--fast")
     assert done.returncode == 2
@@ -152,9 +195,11 @@ def test_convert_prints_settings_that_can_be_used(made, tmp_path):
 
 @pytest.mark.parametrize("command", ["convert --to voc --out x", "split --parts a=0.5 b=0.5"])
 def test_a_source_is_a_configuration_or_a_format(made, command):
-    for more in ([], ["-c", made / "cfg.yml", "--format", "coco"]):
-        done = run(*command.split(), *more)
-        assert done.returncode == 2 and "needs -c or --format" in done.stderr
+    done = run(*command.split())
+    assert done.returncode == 2 and "expected one of DATA and -c, found neither" in done.stderr
+    for given in (["-c", made / "cfg.yml"], ["-o", "seed=1", "-c", made / "cfg.yml"]):
+        done = run(*command.split(), *given, "--format", "coco")
+        assert done.returncode == 2 and "--format stands for data that" in done.stderr
     done = run(*command.split(), "--format", "coco", "--root", made)
     assert done.returncode == 2
     assert "--annotations is missing: format coco needs it" in done.stderr
@@ -163,9 +208,15 @@ def test_a_source_is_a_configuration_or_a_format(made, command):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ("-c {cfg} --root elsewhere --names a b", "--root, --names goes with --format; with -c"),
-        ("-c {cfg} --images i --annotations a", "change it there, or by -o data.root=PATH"),
-        ("--format coco --annotations a -o data.root=x", "-o data.root=x goes with -c; with"),
+        (
+            "-c {cfg} --root elsewhere --names a b",
+            "--root, --names stands for data that",
+        ),
+        ("-c {cfg} --images i --annotations a", "by -o data.root=PATH"),
+        (
+            "--format coco --annotations a -o data.root=x",
+            "-o data.root=x goes with DATA or -c",
+        ),
         ("--format coco --annotations a --root /nowhere", "--root /nowhere: is not a folder; set"),
     ],
 )

@@ -72,6 +72,12 @@ class Layout:
         }  # fmt: skip
 
 
+def is_layout(path: str | Path) -> bool:
+    """Whether a path is a data set as it comes, not a configuration."""
+    path = Path(path)
+    return path.is_dir() or (path.is_file() and is_data_yaml(Reader().read_alone(str(path))))
+
+
 def find_layout(source: str) -> Layout:
     """What a path is, by its files alone; the same on every host that has the same files.
 
@@ -207,7 +213,7 @@ def _of_yaml(file: Path) -> Layout:
     assert isinstance(keys, dict)  # read_alone
     if not is_data_yaml(tree) and "train" not in keys:
         what = f"is no data file: it has no train and no names (it has: {', '.join([*keys][:8])})"
-        fix = f"a configuration goes behind -c: `ppdist train -c {file}`"
+        fix = f"a configuration goes behind -c: `-c {file}`"
         raise DataError(what, code="data_kind_unknown", where=str(file), fix=fix)
     if "kpt_shape" in keys:
         what = "kpt_shape: labels of keypoints; only boxes and outlines are learned here"

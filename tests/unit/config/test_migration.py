@@ -69,7 +69,7 @@ def test_foreign_key_in_a_file_is_answered_at_its_line(tmp_path):
     ("text", "code", "said"),
     [
         ("train: ../train/images\nval: ../valid/images\nnc: 3\nnames: [a, b, c]\nroboflow: {a: 1}",
-         "data_yaml_as_config", "train with it: `ppdist train "),
+         "data_yaml_as_config", "write it without -c: `ppdist train "),
         ("path: coco\nnames: {0: person}", "data_yaml_as_config", "data file of ultralytics"),
         ("_BASE_: ['../datasets/coco_detection.yml', '../runtime.yml']\nsnapshot_epoch: 5\n"
          "weights: output/x/model_final", "paddledetection_config", "checkpoint.every_epochs: 5"),
