@@ -8,6 +8,11 @@ from ppdist.common.errors import ConfigError
 from ppdist.config.base import Section
 
 
+def max_micro_batch(images: int, micro_batches: int) -> int:
+    """Images of each of so many micro-batches that deal out a whole set in one step."""
+    return max(1, -(-images // micro_batches))
+
+
 class AmpConfig(Section):
     """Automatic mixed precision: on GPUs Paddle's, on CPUs with bfloat16 that of oneDNN layers."""
 

@@ -45,7 +45,7 @@ from ppdist.common.machine import available_memory, process_memory
 from ppdist.common.process import EXIT_DIR_VARIABLE
 from ppdist.config import ExperimentConfig, plugins
 from ppdist.config.augment import AugmentConfig
-from ppdist.config.train import AmpConfig
+from ppdist.config.train import AmpConfig, max_micro_batch
 from ppdist.data.types import ImageRecord
 from ppdist.distributed import comm, device, heartbeat
 from ppdist.engine.checkpoint import Snapshot
@@ -79,7 +79,7 @@ _LIBRARIES = 60 << 20  # what oneDNN and its like take with the first step
 def settle_batch(
     config: ExperimentConfig, records: Sequence[ImageRecord], images: int, saved: Snapshot | None
 ) -> tuple[ExperimentConfig, list[str]]:
-    """Replaces `train.batch_size_per_card: auto` by a number.  Collective.
+    """Replaces `train.batch_size_per_card: auto`, or more than the set has.  Collective.
 
     Called before anything large is built.
     Args:
@@ -91,9 +91,14 @@ def settle_batch(
         or the ranks cannot share the total batch.
     """
     train, world = config.train, comm.world_size()
+    whole_set = max_micro_batch(images, world * train.accumulate_steps)
     if train.batch_size_per_card != "auto":
         train.micro_steps(world)  # raises where total_batch does not divide
-        return config, []
+        if train.batch_size_per_card <= whole_set or train.total_batch is not None:
+            return config, []
+        said = f"{whole_set}, not {train.batch_size_per_card}: there are {images} images"
+        config = _with_batch(config, whole_set, {})
+        return config, [f"train.batch_size_per_card: {said}"]
     if saved is not None:
         batch, changes = batch_of_checkpoint(
             saved.state, world, train.total_batch, train.accumulate_steps
@@ -108,8 +113,7 @@ def settle_batch(
         return config, [f"train.batch_size_per_card: {said}"]
     total = train.total_batch
     share = None if total is None else images_per_rank(total, world)
-    once = -(-images // (world * train.accumulate_steps))  # deals out an epoch's images
-    most = min(train.auto_batch_most, share or max(1, once))
+    most = min(train.auto_batch_most, share or whole_set)
     objects = max_objects([len(record.labels_M) for record in records], config.data.augment)
     # A barrier, too: all ranks look before the first process takes some of it.
     limits = comm.run_on_all_ranks(lambda: _limits(train.auto_batch_memory))

@@ -19,6 +19,7 @@ from ppdist.config import ExperimentConfig, load_config
 from ppdist.config.base import parse_plain, parse_tree
 from ppdist.config.data import DataConfig
 from ppdist.config.shipped import find_config, near, recipes, short_names
+from ppdist.config.train import max_micro_batch
 from ppdist.config.yaml import BASE_KEY, Node, Place, Reader, dump, merge, tree_of
 from ppdist.data.datasets.build import read_split
 from ppdist.data.datasets.layout import VAL_FRACTION, Layout, find_layout, is_layout
@@ -34,16 +35,28 @@ _IMAGES_SEEN_TUNING = 10_000  # docs/dev/recipes.md: weights of another task sav
 _EPOCHS, _EPOCHS_TUNING, _MOST_EPOCHS = 100, 50, 300
 _WARMUP_SHARE = 0.1  # of all steps: the longest least warm-up
 _EVALUATIONS = 20
-# PP-YOLOE on few images: configs/examples/bccd_ppyoloe.yml and my_data.yml.
-_PPYOLOE_ON_FEW: Mapping[str, Any] = {
-    "train.clip_norm": 10.0,
-    "train.ema.decay": 0.998,
-    "optimizer.name": "adamw",
-    "optimizer.reference_batch_size": 8,
-    "optimizer.lr_scaling": "sqrt",
-    "optimizer.weight_decay": 0.05,
-    "schedule.name": "flat_cosine",
-    "schedule.final_factor": 0.02,
+# What each family changes below _FEW_IMAGES: docs/dev/few_images.md.
+_ON_FEW: Mapping[str, Mapping[str, Any]] = {
+    "ppyoloe": {
+        "optimizer.name": "adamw",
+        "optimizer.reference_batch_size": 8,
+        "optimizer.lr_scaling": "sqrt",
+        "optimizer.weight_decay": 0.05,
+        "train.clip_norm": 10.0,
+        "train.ema.decay": 0.998,
+        "schedule.name": "flat_cosine",
+        "schedule.final_factor": 0.02,
+    },
+    "yolov5": {
+        "optimizer.name": "adamw",
+        "optimizer.nesterov": False,
+        "optimizer.reference_batch_size": 8,
+        "optimizer.lr_scaling": "sqrt",
+        "optimizer.weight_decay": 0.0005,
+        "train.ema.ramp_steps": None,
+        "schedule.warmup_bias_lr": None,
+        "schedule.warmup_momentum": None,
+    },
 }
 _LR, _LR_TUNING = 0.001, 0.0005
 _WARMUP_PHASE = 30  # its warm-up takes this part of the run: one in so many epochs
@@ -226,11 +239,11 @@ def _run_choices(images: int, wishes: Wishes, base: Node, world: int) -> list[Ch
     if least > allowed:
         why = f"a tenth of about {steps} steps at most; the recipe's {least} would take more"
         choices.append(Choice("schedule.warmup_least_steps", allowed, why))
-    if few and _value(base, "model.name") == "ppyoloe":
+    if few and (changed := _ON_FEW.get(_value(base, "model.name"))):
         why = f"fewer than {_FEW_IMAGES} images: learns faster than the recipe for COCO"
         choices += [
             Choice(key, value, why if key == "optimizer.name" else "")
-            for key, value in _PPYOLOE_ON_FEW.items()
+            for key, value in changed.items()
         ]
         rate = _LR_TUNING if tuning else _LR
         why = "for 8 images a step" + ("; half, as the weights know something" if tuning else "")
@@ -257,11 +270,12 @@ def _epochs(images: int, wishes: Wishes, written: float, tuning: bool) -> tuple[
 def _batch(
     images: int, wishes: Wishes, written: int | Literal["auto"], world: int
 ) -> tuple[int | Literal["auto"], str]:
-    if wishes.batch is not None:
-        return wishes.batch, "--batch, per card"
-    if isinstance(written, int) and written * world > images:
-        return max(1, images // world), f"per card: {images} images on {world} ranks"
-    return written, "per card, as the recipe"
+    asked, why = (written, "as the recipe") if wishes.batch is None else (wishes.batch, "--batch")
+    most = max_micro_batch(images, world)
+    if isinstance(asked, int) and asked > most:
+        there = f"{images} images on {world} rank{'s' * (world > 1)}"
+        return most, f"per card, {why} has {asked}: there are {there}"
+    return asked, f"per card, {why}"
 
 
 # --- other data -----------------------------------------------------------------------------------

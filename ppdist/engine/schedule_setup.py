@@ -84,9 +84,14 @@ class ScheduleSetup:
         return self.world * self.batch_size_per_card * self.accumulate_steps
 
     @property
+    def step_images(self) -> int:
+        """Images that a full step really has: the total batch, or a smaller set as a whole."""
+        return min(self.total_batch, self.dataset_size)
+
+    @property
     def batch_ratio(self) -> float:
-        """Total batch / reference batch."""
-        return self.total_batch / self.reference_batch
+        """Images of a step / reference batch."""
+        return self.step_images / self.reference_batch
 
     @property
     def steps_per_written_epoch(self) -> float:
@@ -121,12 +126,14 @@ class ScheduleSetup:
             f"{_counted(self.accumulate_steps, 'micro-step')}",
         )
         given = self.optimizer.reference_batch_size is not None
+        whole = self.step_images < self.total_batch
+        images = f"all {self.step_images} images" if whole else f"total batch {self.total_batch}"
         yield Fact(
             "kappa",
             self.batch_ratio,
             "batch / reference",
             f"{self.batch_ratio:g}",
-            f"total batch {self.total_batch} / optimizer.reference_batch_size "
+            f"{images} / optimizer.reference_batch_size "
             + (f"{self.reference_batch}" if given else "null: nothing is scaled"),
         )
         yield from self._of_optimizer()
@@ -137,7 +144,7 @@ class ScheduleSetup:
         why = f"{before.lr:g}, {before.lr_scaling} scaling by {ratio:g}"
         if before.noise_scale is not None:
             effective = effective_batch_ratio(
-                self.total_batch, self.reference_batch, before.noise_scale
+                self.step_images, self.reference_batch, before.noise_scale
             )
             why += f", which counts as {effective:g} at a noise scale of {before.noise_scale:g}"
         yield Fact("lr", after.lr, "learning rate", f"{after.lr:g}", why)
@@ -239,7 +246,8 @@ def set_up_schedule(
     Args: phases_factor: `epochs` / those that warm-up and other phases were configured for.
     Raises: ConfigError: a run without a single step; betas that cannot follow the batch.
     """
-    total_batch = world * batch_size_per_card * accumulate_steps
+    # What a step has, and so what everything is scaled for; a set may be smaller than the batch.
+    total_batch = min(world * batch_size_per_card * accumulate_steps, dataset_size)
     reference = optimizer.reference_batch_size or total_batch
     steps_per_epoch = math.ceil(dataset_size / total_batch)
     noise_scale = optimizer.noise_scale if epochs_compensation == "auto" else None

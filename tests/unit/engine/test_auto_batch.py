@@ -126,6 +126,14 @@ def test_ranks_train_with_smallest_fitting_batch(shapes, tmp_path):
     assert len(losses(tmp_path)) == 2
 
 
+def test_batch_above_the_set_is_the_set(tmp_path):
+    config = tiny_config(tmp_path, ("train.batch_size_per_card=500", "train.accumulate_steps=2"))
+    settled, said = auto_batch.settle_batch(config, [], 41, None)
+    assert settled.train.batch_size_per_card == 21
+    assert said == ["train.batch_size_per_card: 21, not 500: there are 41 images"]
+    assert auto_batch.settle_batch(settled, [], 41, None) == (settled, [])
+
+
 def failing_on_one(argument):
     """What is said where rank 1 cannot look what is free, then where its search fails."""
     comm.init("cpu", DistributedConfig(timeout_seconds=60))

@@ -74,16 +74,34 @@ def test_warmup_never_eats_the_run(model, images, epochs):
 def test_epochs_follow_the_number_of_images(images, weights, epochs):
     config = fitted("ppyoloe_plus_s", images, weights=weights).config
     assert config.train.epochs == epochs and config.model.pretrained == weights
-    few = images < 8000
-    assert config.optimizer.name == ("adamw" if few else "momentum")
-    assert config.optimizer.lr == (0.0005 if weights else 0.001)
+
+
+@pytest.mark.parametrize("weights", [None, "a.pt"])
+@pytest.mark.parametrize("model", ["yolov5n", "ppyoloe_plus_s"])
+def test_few_images_are_learned_with_adamw(model, weights):
+    few, many = (fitted(model, images, weights=weights) for images in (7999, 8000))
+    optimizer = few.config.optimizer
+    assert (optimizer.name, optimizer.lr_scaling, optimizer.nesterov) == ("adamw", "sqrt", False)
+    assert optimizer.lr == (0.0005 if weights else 0.001)
+    assert few.config.train.ema.ramp_steps is None
+    assert few.config.schedule.warmup_bias_lr is None
+    assert [why for key, _, why in few.rows if key == "optimizer.name"] == [
+        "fewer than 8000 images: learns faster than the recipe for COCO"
+    ]
+    published = load_config(many.rows[1][1])
+    assert many.config.optimizer == published.optimizer
+    assert many.config.train.ema == published.train.ema
 
 
 def test_batch_is_per_card_and_never_above_the_set():
     assert fitted(batch=32).config.train.batch_size_per_card == 32
     assert fitted(batch="auto").config.train.batch_size_per_card == "auto"
-    assert fitted(images=20, world=8).config.train.batch_size_per_card == 2
+    assert fitted(images=20, world=8).config.train.batch_size_per_card == 3
     assert fitted(images=20, world=32).config.train.batch_size_per_card == 1
+    clamped = fitted(batch=5000, world=3)
+    assert clamped.config.train.batch_size_per_card == 67
+    told = ("67", "per card, --batch has 5000: there are 200 images on 3 ranks")
+    assert ("train.batch_size_per_card", *told) in clamped.rows
 
 
 def test_training_sizes_follow_the_image_size():

@@ -77,6 +77,14 @@ def test_sqrt_rule_scales_decay_and_moments():
         run(16, adam | {"betas_scaling": "auto"})
 
 
+def test_rate_is_for_the_images_that_a_step_has():
+    whole, beyond = (run(dataset_size=48, batch_size_per_card=batch) for batch in (24, 2500))
+    assert beyond.schedule.peak_lr == whole.schedule.peak_lr == pytest.approx(0.03)
+    assert beyond.ema_decay == whole.ema_decay and beyond.batch_ratio == 3
+    assert beyond.steps_per_epoch == whole.steps_per_epoch == 1
+    assert why(beyond, "batch / reference").startswith("all 48 images / ")
+
+
 def test_noise_scale_caps_rate_of_weights_and_biases():
     # r = 1: 4 times the batch counts as 4 * 2 / 5 = 1.6 times.
     capped = run(4, {"noise_scale": 16}, {"warmup_bias_lr": 0.1})
