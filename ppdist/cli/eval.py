@@ -79,7 +79,7 @@ def main() -> int:
     def report() -> dict[str, float]:
         metrics = evaluator.measure(found)
         step = step_of(Path(arguments.weights))
-        analysis = evaluator.analyse(found, step) if arguments.out or arguments.vdl else {}
+        analysis = evaluator.analyse(found, step)
         if arguments.json:
             on = {"images": len(dataset.records), "limit": config.data.val.limit}
             write_json(arguments.json, {**metrics, **on})
@@ -89,7 +89,7 @@ def main() -> int:
             write_out(arguments.out, analysis, evaluator, found, config.data)
         if arguments.vdl:
             write_vdl(arguments.vdl, metrics, analysis, evaluator.pictures)
-        show(metrics, len(dataset.records))
+        show(metrics, analysis)
         return metrics
 
     metrics = comm.run_on_main(report)
@@ -98,30 +98,26 @@ def main() -> int:
     return 0
 
 
-def show(metrics: Mapping[str, float], images: int) -> None:
+def show(metrics: Mapping[str, float], analysis: Mapping[str, Any]) -> None:
     """Prints the metrics as a table, and those of the classes below it.
 
     Args: metrics: -1 where there is no such object, which is shown as a dash.
     """
     from rich.console import Console
-    from rich.markup import escape
     from rich.table import Table
+
+    from ppdist.metrics.analysis import class_table
 
     def shown(value: float) -> str:
         return "-" if value < 0 else f"{value:.4f}"
 
     console = Console(width=None if sys.stdout.isatty() else 120)
-    table = Table("metric", "value", title=f"{images} images", title_justify="left")
-    classes = Table("class", "AP")
+    table = Table("metric", "value", title=f"{analysis['images']} images", title_justify="left")
     for name, value in metrics.items():
-        kind, slash, of = name.partition("/")
-        if not slash:
+        if "/" not in name:  # of one class: below
             table.add_row(name, shown(value))
-        elif kind == "AP":
-            classes.add_row(escape(process.printable(of)), shown(value))
     console.print(table)
-    if classes.rows:
-        console.print(classes)
+    print(class_table(analysis))
 
 
 def write_out(

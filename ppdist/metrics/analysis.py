@@ -7,7 +7,7 @@ docs/evaluation.md describes the file.
 F detections, G objects, C classes.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from enum import IntEnum
 from typing import Any, NamedTuple
 
@@ -26,7 +26,6 @@ from ppdist.metrics.matching import (
     Detections,
     GroundTruth,
     Pairs,
-    at_best_confidence,
     best_step,
     calibration,
     coco_average_precision,
@@ -37,9 +36,11 @@ from ppdist.metrics.matching import (
     mean_of_measured,
     most_overlapped,
     objects_of,
+    operating_points,
     overlaps,
     right_by_class,
     truth_of,
+    usual_step,
     voc_average_precision,
 )
 
@@ -114,7 +115,7 @@ def analyse(
         "metrics": {
             **{name: _or_none(value) for name, value in coco.items()},
             "fitness": _or_none(fitness(coco)),
-            **{name: _or_none(value) for name, value in at_best_confidence(counts).items()},
+            **{name: _or_none(value) for name, value in operating_points(counts).items()},
             "VOC_11_point": voc_2[0],
             "VOC_area": voc_2[1],
         },
@@ -321,23 +322,23 @@ def _per_class(
     real_G = ~truth.crowd_G
     cells = np.unique(truth.image_G[real_G] * classes + truth.label_G[real_G])
     images_C = np.bincount(cells % classes, minlength=classes) if classes else cells
-    step = best_step(counts)
-    at_best = {}  # each is computed for all confidences at once
-    if step is not None:
-        at_best = {
-            "precision": counts.precision_CT[:, step],
-            "recall": counts.recall_CT[:, step],
-            "f1": counts.f1_CT[:, step],
-        }
+    step, usual = best_step(counts) or 0, usual_step()
+    at_points = {  # each is computed for all confidences at once
+        "precision": counts.precision_CT[:, step],
+        "recall": counts.recall_CT[:, step],
+        "f1": counts.f1_CT[:, step],
+        "precision_at_25": counts.precision_CT[:, usual],
+        "recall_at_25": counts.recall_CT[:, usual],
+    }
     rows = []
     for label, name in enumerate(dataset.class_names):
         row: dict[str, Any] = {"name": name, "objects": counts.objects_C[label]}
         row["images"] = images_C[label]
         row |= {key: _or_none(value) for key, value in arrays.of_class(label).items()}
         row |= dict(zip(("VOC_11_point", "VOC_area"), voc_C2[label]))
-        row |= dict.fromkeys(("precision", "recall", "f1"))
+        row |= dict.fromkeys(at_points)
         if counts.objects_C[label] > 0:
-            row |= {key: value_C[label] for key, value_C in at_best.items()}
+            row |= {key: value_C[label] for key, value_C in at_points.items()}
         rows.append(row)
     return rows
 
@@ -479,6 +480,58 @@ def tables(evaluation: dict[str, Any]) -> str:
     return "\n".join(parts)
 
 
+# Of a class: key of `per_class` -> heading, in the order in which tables have them.
+CLASS_HEADINGS = {
+    "objects": "objects", "images": "images",
+    "top1": "top1", "top5": "top5",
+    "precision": "P", "recall": "R", "f1": "F1",
+    "precision_at_25": "P at .25", "recall_at_25": "R at .25",
+    "AP50": "AP50", "AP": "AP", "AP75": "AP75",
+    "AP_small": "small", "AP_medium": "medium", "AP_large": "large", "AR100": "AR100",
+    "VOC_11_point": "VOC 11", "VOC_area": "VOC area",
+}  # fmt: skip
+# Those of a table of 80 columns, and the metric that is their mean.
+_NARROW = {
+    "images": "", "objects": "",
+    "top1": "top1", "top5": "top5",
+    "precision": "precision", "recall": "recall",
+    "precision_at_25": "precision_at_25", "recall_at_25": "recall_at_25",
+    "AP50": "mAP50", "AP": "mAP",
+}  # fmt: skip
+
+
+def class_table(evaluation: Mapping[str, Any], most: int | None = None) -> str:
+    """Images, objects, P, R and AP of all classes together and of each; fits 80 columns.
+
+    Args:
+        evaluation: content of evaluation.json, of a detector or classifier.
+        most: classes to show, the weakest of more; None: all of them.
+    """
+    metrics, rows = evaluation["metrics"], evaluation["per_class"]
+    keys = [key for key in _NARROW if any(row.get(key) is not None for row in rows)]
+    score = "AP" if "AP" in keys else "top1"
+    shown = [row for row in rows if row.get(score) is not None] if most else rows
+    left_out = len(rows) - len(shown)
+    if most and len(shown) > most:
+        left_out += len(shown) - most
+        shown = sorted(shown, key=lambda row: row[score])[:most]
+    everything = {key: metrics.get(name) for key, name in _NARROW.items()} | {
+        "objects": sum(row.get("objects") or 0 for row in rows),
+        "images": evaluation["images"],
+    }
+    lines = [
+        (row["name"], [_shown(row.get(key), 3) for key in keys])
+        for row in ({"name": "all", **everything}, *shown)
+    ]
+    text = _table("class", lines, [CLASS_HEADINGS[key] for key in keys])
+    if left_out:
+        text += f"{left_out} more classes: the weakest with objects are shown\n"
+    threshold = metrics.get("best_f1_threshold")
+    if threshold is not None:
+        text += f"P and R: IoU 0.5, at confidence {threshold:.3f} (the best mean F1) and at 0.25\n"
+    return text
+
+
 def _by_size(metrics: dict[str, Any]) -> str:
     rows = [("all", [metrics["mAP"], metrics["AR100"]])]
     rows += [(size, [metrics[f"mAP_{size}"], metrics[f"AR_{size}"]]) for size in SIZES]
@@ -512,7 +565,7 @@ def _table(head: str, rows: Any, columns: Sequence[str] = ("value",)) -> str:
     return "\n".join([text[0], "-" * len(text[0]), *text[1:], ""])
 
 
-def _shown(value: float | None) -> str:
+def _shown(value: float | str | None, digits: int = _DIGITS) -> str:
     if value is None:
         return "-"
-    return str(value) if isinstance(value, int) else f"{value:.4f}"
+    return f"{value:.{digits}f}" if isinstance(value, float) else str(value)

@@ -16,12 +16,13 @@ from ppdist.common.files import write_whole
 from ppdist.data.types import DetectionSet
 from ppdist.metrics.matching import (
     IOU,
+    OPERATING_POINTS,
     Detections,
     GroundTruth,
-    at_best_confidence,
     count_by_confidence,
     found_of,
     match_as_coco,
+    operating_points,
     overlaps,
     truth_of,
 )
@@ -41,8 +42,6 @@ METRICS = (
     "AR_medium",
     "AR_large",
 )
-# At the confidence that is best for all classes, and that itself.
-AT_BEST_CONFIDENCE = ("precision", "recall", "f1", "confidence")
 SIZES = ("small", "medium", "large")
 
 
@@ -122,10 +121,10 @@ def evaluate_boxes(dataset: DetectionSet, detections_R7: np.ndarray) -> dict[str
             diverged) are left out.
 
     Returns: the 12 numbers of METRICS; precision, recall and F1 at IoU 0.5, means over classes, at
-        the confidence that makes that mean F1 largest, and that confidence; `AP/<class name>` for
-        each class; all in [0, 1].  mAP, mAP50 and mAP75 of no detections are 0.  A number that has
-        no object to measure (no small object in the set, a class without objects) is -1, as in
-        pycocotools.
+        the confidence that makes that mean F1 largest, that confidence (`best_f1_threshold`), and
+        precision and recall at 0.25; `AP/<class name>` for each class; all in [0, 1].  mAP, mAP50
+        and mAP75 of no detections are 0.  A number that has no object to measure (no small object
+        in the set, a class without objects) is -1, as in pycocotools.
     Source: github.com/cocodataset/cocoapi, PythonAPI/pycocotools/cocoeval.py.
     """
     truth = truth_of(dataset)
@@ -133,16 +132,16 @@ def evaluate_boxes(dataset: DetectionSet, detections_R7: np.ndarray) -> dict[str
     classes = len(dataset.class_names)
     arrays = coco_arrays(truth, found, classes)
     match_F = match_as_coco(truth, found, overlaps(truth, found), IOU)
-    best = at_best_confidence(count_by_confidence(truth, found, match_F, classes))
+    points = operating_points(count_by_confidence(truth, found, match_F, classes))
     per_class = {
         f"AP/{name}": arrays.of_class(label)["AP"] for label, name in enumerate(dataset.class_names)
     }
-    return {**arrays.summary(), **best, **per_class}
+    return {**arrays.summary(), **points, **per_class}
 
 
 def metric_names(class_names: tuple[str, ...]) -> tuple[str, ...]:
     """Names of what `evaluate_boxes` gives, in its order."""
-    return (*METRICS, *AT_BEST_CONFIDENCE, *(f"AP/{name}" for name in class_names))
+    return (*METRICS, *OPERATING_POINTS, *(f"AP/{name}" for name in class_names))
 
 
 def fitness(metrics: Mapping[str, float]) -> float:

@@ -20,6 +20,7 @@ NEAR = 0.1  # pairs that overlap less are not kept
 NOBODY = -1
 CROWD = -2
 CONFIDENCE_T = np.arange(1001) / 1000
+USUAL_CONFIDENCE = 0.25  # at which detectors are often used, and what others' tables mean
 RECALL_R = np.linspace(0.0, 1.0, 101)  # as COCO
 _PAIRS_AT_ONCE = 1 << 21  # bounds the memory of a set with crowded images
 _BINS = 10
@@ -321,23 +322,46 @@ def best_step(counts: Counts) -> int | None:
     return int(best[len(best) // 2])
 
 
-def at_best_confidence(counts: Counts) -> dict[str, float]:
-    """Means over classes with objects, at the confidence where the mean F1 is largest.
+def operating_points(counts: Counts) -> dict[str, float]:
+    """Means over classes with objects: at the confidence where the mean F1 is largest, and at 0.25.
 
     Precision is the mean of the classes of which something was found, 0 where nothing was.
-    Returns: precision, recall, f1, confidence, each -1 where the set has no object.
+    Returns: OPERATING_POINTS, each -1 where the set has no object.
     """
     step = best_step(counts)
     if step is None:
-        return dict.fromkeys(("precision", "recall", "f1", "confidence"), -1.0)
+        return dict.fromkeys(OPERATING_POINTS, -1.0)
     some_C = counts.objects_C > 0
-    precision = float(mean_of_measured(counts.precision_CT[some_C, step]))
+
+    def mean_at(step: int, values_CT: np.ndarray) -> float:
+        mean = float(mean_of_measured(values_CT[some_C, step]))
+        return mean if np.isfinite(mean) else 0.0
+
+    usual = usual_step()
     return {
-        "precision": precision if np.isfinite(precision) else 0.0,
-        "recall": float(mean_of_measured(counts.recall_CT[some_C, step])),
-        "f1": float(mean_of_measured(counts.f1_CT[some_C, step])),
-        "confidence": float(CONFIDENCE_T[step]),
+        "precision": mean_at(step, counts.precision_CT),
+        "recall": mean_at(step, counts.recall_CT),
+        "f1": mean_at(step, counts.f1_CT),
+        "best_f1_threshold": float(CONFIDENCE_T[step]),
+        "precision_at_25": mean_at(usual, counts.precision_CT),
+        "recall_at_25": mean_at(usual, counts.recall_CT),
     }
+
+
+# Means at the confidence that is best for all classes, that itself, and means at 0.25.
+OPERATING_POINTS = (
+    "precision",
+    "recall",
+    "f1",
+    "best_f1_threshold",
+    "precision_at_25",
+    "recall_at_25",
+)
+
+
+def usual_step() -> int:
+    """Position in CONFIDENCE_T of USUAL_CONFIDENCE."""
+    return int(np.searchsorted(CONFIDENCE_T, USUAL_CONFIDENCE))
 
 
 def mean_of_measured(values_CX: np.ndarray) -> np.ndarray:

@@ -17,6 +17,8 @@ from pathlib import Path
 from typing import Any
 
 from ppdist.common.logging import duration
+from ppdist.metrics.analysis import CLASS_HEADINGS
+from ppdist.metrics.matching import USUAL_CONFIDENCE
 from ppdist.report.charts import COLOURS, INK, Chart, Point, Series, chart
 from ppdist.report.run import ClassRow, Confusion, Evaluation, Numbers, Picture, Run, written
 
@@ -197,26 +199,20 @@ def _metrics(found: Evaluation) -> Table | None:
     return Table(["metric", "value"], rows) if rows else None
 
 
-_CLASS_COLUMNS = {
-    "top1": "top1", "top5": "top5",
-    "AP": "AP", "AP50": "AP50", "AP75": "AP75", "AP_small": "small", "AP_medium": "medium",
-    "AP_large": "large", "AR100": "AR100", "precision": "P", "recall": "R", "f1": "F1",
-    "VOC_11_point": "VOC 11", "VOC_area": "VOC area",
-}  # fmt: skip
-
-
 def _classes(per_class: Sequence[ClassRow]) -> Table | None:
     if not per_class:
         return None
-    counts = [name for name in ("objects", "images") if getattr(per_class[0], name) is not None]
-    keys = [key for key in _CLASS_COLUMNS if any(share(getattr(row, key)) for row in per_class)]
+    keys = [key for key in CLASS_HEADINGS if any(getattr(row, key) for row in per_class)]
+    counts = ("objects", "images")
     rows = [
-        [row.name, *(getattr(row, name) for name in counts)]
-        + [share(getattr(row, key)) for key in keys]
+        [
+            row.name,
+            *(getattr(row, key) if key in counts else share(getattr(row, key)) for key in keys),
+        ]
         for row in per_class
     ]
-    bars = 1 + len(counts) if keys else None
-    return Table(["class", *counts, *(_CLASS_COLUMNS[key] for key in keys)], rows, bars)
+    bars = next((1 + place for place, key in enumerate(keys) if key in ("AP", "top1")), None)
+    return Table(["class", *(CLASS_HEADINGS[key] for key in keys)], rows, bars)
 
 
 def share(value: float | None) -> float | None:
@@ -354,11 +350,7 @@ def _tiles(run: Run) -> Iterator[Tile]:
             if other in best and other != name:
                 yield Tile(other, f"{best[other]:.4f}", "of the same evaluation")
         if "f1" in best:
-            beside = f"precision {best.get('precision', math.nan):.3f}, recall "
-            beside += f"{best.get('recall', math.nan):.3f}"
-            if "confidence" in best:
-                beside += f" at confidence {best['confidence']:.3g}"
-            yield Tile("F1", f"{best['f1']:.3f}", beside)
+            yield Tile("F1", f"{best['f1']:.3f}", _operating_points(best))
     losses = [record for record in run.train if "loss" in record]
     if losses:
         measured = [record for record in run.evaluations if "val_loss" in record]
@@ -377,6 +369,18 @@ def _tiles(run: Run) -> Iterator[Tile]:
         waiting = _waiting(run.train)
         waits = f"{waiting:.1%} of a step waits for images" if waiting is not None else ""
         yield Tile("time", duration(seconds), waits)
+
+
+def _operating_points(best: Numbers) -> str:
+    """Precision and recall at the confidence of the best F1, and at 0.25."""
+    points = [("precision", "recall", best.get("best_f1_threshold"))]
+    points.append(("precision_at_25", "recall_at_25", USUAL_CONFIDENCE))
+    return "; ".join(
+        f"precision {best[precision]:.3f}, recall {best[recall]:.3f}"
+        + (f" at confidence {confidence:.3g}" if confidence is not None else "")
+        for precision, recall, confidence in points
+        if precision in best and recall in best
+    )
 
 
 def speed_of(run: Run) -> float | None:

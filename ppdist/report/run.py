@@ -61,6 +61,8 @@ class ClassRow(_Part):
     precision: Share = None
     recall: Share = None
     f1: Share = None
+    precision_at_25: Share = None
+    recall_at_25: Share = None
     top1: Share = None
     top5: Share = None
 

@@ -188,7 +188,7 @@ def _mean_line(
         return
     text = "mean" if value is None else f"mean {value:.3f}"
     axes.plot(at_X, mean_X, color="black", linewidth=3, label=text)
-    confidence = metrics.get("confidence")
+    confidence = metrics.get("best_f1_threshold")
     if score != "AP50" and confidence is not None:
         label = f"confidence {confidence:.3f}:\nthe best mean F1"
         axes.axvline(confidence, color="black", linewidth=0.8, linestyle=":", label=label)

@@ -55,7 +55,7 @@ def test_a_run_leaves_what_the_contract_says(shapes, tmp_path):
     for link in ("best", "last"):
         card = read_card(tmp_path / "checkpoints" / link)
         step = int((tmp_path / "checkpoints" / link).resolve().name.removeprefix("step-"))
-        known = found[step]["confidence"] if found[step]["f1"] > 0 else None
+        known = found[step]["best_f1_threshold"] if found[step]["f1"] > 0 else None
         assert card is not None and card.confidence_threshold == known
     environment = json.loads((tmp_path / "environment.json").read_text())
     assert environment["ranks"] == 1

@@ -1,15 +1,16 @@
 """evaluation.json: its numbers agree with each other, and it is always plain JSON."""
 
 import json
+import re
 import time
 
 import numpy as np
 import pytest
 
 from benchmarks.coco import made_up
-from ppdist.metrics.analysis import MAX_CURVES, analyse, plain, tables
+from ppdist.metrics.analysis import MAX_CURVES, analyse, class_table, plain, tables
 from ppdist.metrics.coco import METRICS, evaluate_boxes
-from ppdist.metrics.matching import Counts
+from ppdist.metrics.matching import OPERATING_POINTS, Counts
 from tests.unit.metrics.cases import NAMES, detection_set, odd_case, random_case, record
 
 
@@ -27,7 +28,7 @@ def test_the_numbers_are_those_of_the_evaluation():
     content, metrics = analysed(dataset, rows_R7, step=7), evaluate_boxes(dataset, rows_R7)
     assert content["step"] == 7 and content["images"] == 40
     assert content["class_names"] == list(NAMES)
-    for name in (*METRICS, "precision", "recall", "f1", "confidence"):
+    for name in (*METRICS, *OPERATING_POINTS):
         assert content["metrics"][name] == standing(metrics[name]), name
     for row in content["per_class"]:
         assert row["AP"] == standing(metrics[f"AP/{row['name']}"])
@@ -43,7 +44,7 @@ def test_the_parts_agree_with_each_other():
         overall = {"AP50": "mAP50", "AP75": "mAP75", "AP_small": "mAP_small"}.get(name, name)
         assert np.mean([row[name] for row in rows]) == pytest.approx(metrics[overall]), name
     confusion, errors = content["confusion"], content["errors"]["counts"]
-    assert confusion["confidence"] == metrics["confidence"] and confusion["iou"] == 0.5
+    assert confusion["confidence"] == metrics["best_f1_threshold"] and confusion["iou"] == 0.5
     counts = np.array(confusion["counts"])
     assert errors["correct"] == np.trace(counts)
     assert sum(errors.values()) - errors["missed"] == counts[:, :3].sum()
@@ -146,3 +147,22 @@ def test_coco_sized_set_analysed_in_15_cpu_seconds():
     began = time.process_time()
     analyse(dataset, rows_R7)
     assert time.process_time() - began < 15
+
+
+def test_class_table_has_all_classes_and_each_within_80_columns():
+    content = analysed(*random_case(3))
+    lines = class_table(content).splitlines()
+    assert re.split(r"  +", lines[0]) == [
+        *("class", "images", "objects", "P", "R", "P at .25", "R at .25", "AP50", "AP")
+    ]
+    assert [line.split()[0] for line in lines[2:6]] == ["all", *NAMES]
+    assert lines[2].split()[-1] == f"{content['metrics']['mAP']:.3f}"
+    assert lines[5].split()[2:] == ["0", *"------"], "a class without objects"
+    assert max(map(len, lines)) <= 80
+
+
+def test_class_table_of_many_classes_shows_the_weakest():
+    content = analysed(*random_case(3))
+    weakest = min(content["per_class"][:2], key=lambda row: row["AP"])
+    lines = class_table(content, most=1).splitlines()
+    assert lines[3].split()[0] == weakest["name"] and lines[4].startswith("2 more classes")

@@ -12,8 +12,8 @@ from pycocotools.cocoeval import COCOeval
 from benchmarks.coco import stats_by
 from ppdist.data.types import DetectionSet
 from ppdist.metrics.coco import (
-    AT_BEST_CONFIDENCE,
     METRICS,
+    OPERATING_POINTS,
     coco_arrays,
     evaluate_boxes,
     metric_names,
@@ -151,7 +151,7 @@ def test_metrics_keep_their_names_and_order():
     dataset, detections_R7 = random_case(5, images=3)
     result = evaluate_boxes(dataset, detections_R7)
     assert tuple(result) == metric_names(NAMES)
-    assert set(METRICS) | set(AT_BEST_CONFIDENCE) | {"AP/cat"} <= set(result)
+    assert set(METRICS) | set(OPERATING_POINTS) | {"AP/cat"} <= set(result)
 
 
 def test_a_set_without_any_object_has_nothing_to_measure():
@@ -177,7 +177,7 @@ def test_perfect_detections_score_one():
     result = evaluate_boxes(dataset, rows)
     ours = [result[name] for name in ("mAP", "mAP50", "AP/cat", "precision", "recall", "f1")]
     assert ours == pytest.approx([1.0] * 6, abs=1e-12)
-    assert result["confidence"] == pytest.approx(0.4, abs=0.01), "the middle of all that are best"
+    assert result["best_f1_threshold"] == pytest.approx(0.4, abs=0.01), "the middle of the best"
 
 
 def test_detection_costs_nothing_only_on_crowd():

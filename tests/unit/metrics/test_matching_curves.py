@@ -8,7 +8,6 @@ from ppdist.metrics.matching import (
     CONFIDENCE_T,
     CROWD,
     NOBODY,
-    at_best_confidence,
     best_step,
     calibration,
     coco_average_precision,
@@ -16,6 +15,7 @@ from ppdist.metrics.matching import (
     found_of,
     match_as_coco,
     objects_of,
+    operating_points,
     overlaps,
     right_by_class,
     truth_of,
@@ -51,9 +51,9 @@ def test_precision_recall_f1_equal_direct_counts(seed):
 def test_the_best_confidence_makes_the_mean_f1_largest():
     dataset, rows_R7 = random_case(1)
     counts = count_by_confidence(*matched(dataset, rows_R7), 3)
-    best = at_best_confidence(counts)
+    best = operating_points(counts)
     f1_T = counts.f1_CT[:2].mean(axis=0)  # class 2 has no object
-    assert best["f1"] == f1_T.max() == f1_T[round(best["confidence"] * 1000)]
+    assert best["f1"] == f1_T.max() == f1_T[round(best["best_f1_threshold"] * 1000)]
     step = best_step(counts)
     assert best["precision"] == pytest.approx(counts.precision_CT[:2, step].mean())
     assert best["recall"] == pytest.approx(counts.recall_CT[:2, step].mean())
@@ -62,10 +62,17 @@ def test_the_best_confidence_makes_the_mean_f1_largest():
 def test_class_not_found_counts_for_recall_only():
     box = [10, 10, 60, 60]
     dataset = detection_set(record(1, [box], [0]), record(2, [box], [1]))
-    best = at_best_confidence(
+    best = operating_points(
         count_by_confidence(*matched(dataset, np.array([[0, 0, 0.7, *box]])), 3)
     )
-    assert best == {"precision": 1.0, "recall": 0.5, "f1": 0.5, "confidence": 0.35}
+    assert best == {
+        "precision": 1.0,
+        "recall": 0.5,
+        "f1": 0.5,
+        "best_f1_threshold": 0.35,
+        "precision_at_25": 1.0,
+        "recall_at_25": 0.5,
+    }
 
 
 @pytest.mark.parametrize("seed", range(6))
