@@ -35,6 +35,7 @@ from ppdist.data import storage
 from ppdist.distributed import comm, device
 from ppdist.distributed.agreement import Facts, require_agreement
 from ppdist.distributed.store import interfaces
+from ppdist.models.model_card import require_fit
 from ppdist.models.onednn.precision import BFLOAT16, Kernels
 from ppdist.models.weights import checkpoint_of, digest_of_weights
 from ppdist.models.zoo import is_name
@@ -68,9 +69,12 @@ def preflight(
         kernels: what a CPU computes bfloat16 with.
     Returns: warnings of all hosts, on every rank.
     Raises: UserError, on every rank: this card cannot compute as configured, the ranks differ, or
-        the all-reduce fails; early stopping without evaluations.
+        the all-reduce fails; early stopping without evaluations; published weights of another
+        detector, by their name.
     """
     comm.run_on_all_ranks(lambda: check_precision(config, kernels))
+    if config.model.pretrained:
+        comm.run_on_all_ranks(lambda: require_fit(config.model, config.model.pretrained))
     given = {
         "--eval": f"{evaluate}",
         "--resume": f"{resume}",

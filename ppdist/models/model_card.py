@@ -5,6 +5,7 @@
                                .safetensors (metadata), .npz and ONNX (metadata_props)
     read_card               a checkpoint, run, export or weight file -> ModelCard
     read_card_or_warn       the same, for whoever can do without
+    require_fit             the model to train, a name of the zoo: before a download
     config_of_weights       a checkpoint or weight file -> ExperimentConfig (`-w` without -c)
 
 Of a .pt that holds a pickled model (ultralytics' YOLOv5) the card is made from what stands in it.
@@ -14,6 +15,7 @@ import hashlib
 import json
 import math
 from collections.abc import Callable, Mapping, Sequence
+from functools import cache
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
@@ -25,14 +27,14 @@ from ppdist.common.files import read_file
 from ppdist.config import ExperimentConfig, load_config
 from ppdist.config.base import Section, Task, parse_plain
 from ppdist.config.evaluate import NMSConfig
-from ppdist.config.model import YOLOv5Config
+from ppdist.config.model import ModelConfig, YOLOv5Config
 from ppdist.config.preprocess import NormalisationSection, ResizeSection, resize_section
-from ppdist.config.shipped import find_config
+from ppdist.config.shipped import find_config, short_names
 from ppdist.models.base import ImageModel
 from ppdist.models.unpickle import Made, mapping, read_torch_content, shown
 from ppdist.models.weights import checkpoint_of, read_notes, require_there
 from ppdist.models.yolov5 import DEPTH_WIDTH
-from ppdist.models.zoo import PublishedWeights, is_name, local_weights, published
+from ppdist.models.zoo import PublishedWeights, is_name, local_weights, published, zoo
 
 CARD_FILE = "model_card.json"  # in a checkpoint
 CARD_NOTE = "model_card"  # in .safetensors, .npz and ONNX
@@ -408,6 +410,55 @@ def _yolov5(rows: Mapping[str, Any], named: int, opt: object) -> YOLOv5Config | 
         return YOLOv5Config.model_validate({**section, "image_size": (side, side)})
     except ValidationError:
         return None
+
+
+def require_fit(model: ModelConfig, weights: Path | str) -> None:
+    """Checks a name of the zoo against the model that is to start from it, without a download.
+
+    Raises: WeightsError: they are a detector's of another family or size.
+    """
+    entry = published(weights) if is_name(weights) else None
+    if entry is None:
+        return
+    theirs = _detector_of(entry)
+    if theirs is None or model.task != "detect" or _same_design(theirs, model):
+        return
+    fitting = [
+        other.name
+        for other in zoo().values()
+        if (known := _detector_of(other)) is not None and _same_design(known, model)
+    ]
+    yours = f"weights that fit: {', '.join(fitting[:3])}" if fitting else "other weights"
+    of_config = {long: short for short, long in short_names().items()}
+    one, other = (" ".join(_design(each)) for each in (theirs, model))
+    raise WeightsError(
+        f"these are weights of {one}, and the model is {other}",
+        code="weights_of_other_architecture",
+        where=f"{weights}",
+        fix=f"take {yours}; or the model {of_config.get(entry.config, entry.config)}",
+    )
+
+
+@cache
+def _detector_of(entry: PublishedWeights) -> ModelConfig | None:
+    """The detector that an entry is the weights of; None: of a backbone or a classifier."""
+    if entry.protocol is None:
+        return None
+    model = load_config(find_config(entry.config), entry.overrides).model
+    return model if model.task == "detect" else None
+
+
+def _same_design(one: ModelConfig, other: ModelConfig) -> bool:
+    """Whether weights of one may fit the other; sizes of its own are left to the file."""
+    if one.name != other.name:
+        return False
+    own = any(getattr(other, key, None) for key in ("depth_multiple", "width_multiple"))
+    return own or _design(one) == _design(other)
+
+
+def _design(model: ModelConfig) -> tuple[str, ...]:
+    keys = ("name", "variant", "size", "body")
+    return tuple(getattr(model, key) for key in keys if hasattr(model, key))
 
 
 _NO_DATA = "data"  # `data.root` of a config that is made of a card

@@ -10,7 +10,7 @@ import pytest
 from ppdist.common.errors import UserError, WeightsError
 from ppdist.config import ExperimentConfig
 from ppdist.config.base import dump_yaml, parse_plain, parse_tree
-from ppdist.config.model import YOLOv5Config
+from ppdist.config.model import PPYOLOEConfig, YOLOv5Config
 from ppdist.config.yaml import Place, tree_of
 from ppdist.engine.checkpoint import save_checkpoint
 from ppdist.models import build_model
@@ -23,6 +23,7 @@ from ppdist.models.model_card import (
     config_of_weights,
     origin,
     read_card,
+    require_fit,
 )
 from ppdist.models.weights import (
     ClassNames,
@@ -239,3 +240,28 @@ def test_a_licence_stays_with_what_is_tuned_from_it(tmp_path) -> None:
     assert source == "fine-tuned on pets from yolov5n.pt (AGPL-3.0), made there"
     licence, again = origin("cats", tmp_path, SimpleNamespace(licence=licence, source=source))
     assert licence == AGPL and again.endswith(source)
+
+
+@pytest.mark.parametrize("name", ["yolov5n_coco", "cspresnet_s_imagenet", "yolov5s_cls_imagenet"])
+def test_published_weights_that_may_fit_are_taken(name) -> None:
+    require_fit(YOLOv5Config(size="n"), name)
+
+
+@pytest.mark.parametrize(
+    ("model", "name"),
+    [
+        (YOLOv5Config(size="n"), "ppyoloe_plus_s_coco"),
+        (YOLOv5Config(size="n"), "yolov5s_coco"),
+        (PPYOLOEConfig(size="m"), "ppyoloe_plus_s_coco"),
+        (PPYOLOEConfig(body="yolov5"), "ppyoloe_plus_s_coco"),
+    ],
+)
+def test_published_weights_of_another_detector_are_refused(model, name) -> None:
+    with pytest.raises(WeightsError) as error:
+        require_fit(model, name)
+    assert error.value.code == "weights_of_other_architecture"
+
+
+def test_refused_weights_come_with_those_that_fit() -> None:
+    with pytest.raises(WeightsError, match="take weights that fit: yolov5n_coco; or the model pp"):
+        require_fit(YOLOv5Config(size="n"), "ppyoloe_plus_s_coco")
