@@ -46,6 +46,9 @@ Config: TypeAlias = Place | ExperimentConfig
 class Detector:
     """A detector with its weights, ready for images, training and export.
 
+    Several threads may call one: each gets the boxes of its own images.  In Paddle Inference and in
+    OpenVINO they wait for each other; ONNX Runtime computes several calls at once.
+
     Args:
         weights: a checkpoint, a run's output_dir (its best), an export's folder, its ONNX file or
             an .xml that OpenVINO made of it,

@@ -22,6 +22,7 @@ import json
 import math
 import runpy
 import sys
+import threading
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, Protocol
@@ -51,14 +52,17 @@ class PredictorError(ValueError):
 
 
 class Graph(Protocol):
-    """What computes the outputs of a model."""
+    """What computes the outputs of a model, for any thread that asks."""
 
     def run(self, batch_B3HW: np.ndarray) -> tuple[np.ndarray, ...]:
         """Args: float32, as `Predictor.prepare` makes it.  Returns: all outputs, in order."""
 
 
 class Predictor:
-    """An exported detector or classifier.  One thread at a time may call it.
+    """An exported detector or classifier.  Any thread may call it, several at once.
+
+    In Paddle Inference and in OpenVINO one call waits for another, as their inputs have one place;
+    ONNX Runtime computes several at once.
 
     Args:
         directory: holds infer.yml and the files it names; or there an .xml that OpenVINO made of
@@ -406,10 +410,12 @@ class _OpenVinoGraph:
         except RuntimeError as error:
             raise PredictorError(f"{files[0]}: OpenVINO cannot load it: {error}") from error
         self._request, self._outputs = model.create_infer_request(), range(len(model.outputs))
+        self._lock = threading.Lock()  # of the request, whose tensors another call would replace
 
     def run(self, batch_B3HW: np.ndarray) -> tuple[np.ndarray, ...]:
         try:
-            found = self._request.infer({0: batch_B3HW}, share_inputs=True)
+            with self._lock:
+                found = self._request.infer({0: batch_B3HW}, share_inputs=True)
         except RuntimeError as error:
             raise PredictorError(f"OpenVINO cannot run this model: {error}") from error
         return tuple(found[place] for place in self._outputs)
@@ -434,16 +440,19 @@ class _PaddleGraph:
         except (RuntimeError, ValueError, OSError) as error:
             raise PredictorError(f"{files[0]}: Paddle cannot load it: {error}") from error
         self._names = self._predictor.get_output_names()
+        self._lock = threading.Lock()  # of the handles, which another call would fill
 
     def run(self, batch_B3HW: np.ndarray) -> tuple[np.ndarray, ...]:
-        handle = self._predictor.get_input_handle(self._predictor.get_input_names()[0])
-        handle.reshape(batch_B3HW.shape)
-        handle.copy_from_cpu(batch_B3HW)
-        try:
-            self._predictor.run()
-        except (RuntimeError, ValueError, IndexError, OSError) as error:
-            raise PredictorError(f"Paddle Inference cannot run this model: {error}") from error
-        return tuple(self._predictor.get_output_handle(name).copy_to_cpu() for name in self._names)
+        with self._lock:
+            handle = self._predictor.get_input_handle(self._predictor.get_input_names()[0])
+            handle.reshape(batch_B3HW.shape)
+            handle.copy_from_cpu(batch_B3HW)
+            try:
+                self._predictor.run()
+            except (RuntimeError, ValueError, IndexError, OSError) as error:
+                raise PredictorError(f"Paddle Inference cannot run this model: {error}") from error
+            outputs = [self._predictor.get_output_handle(name) for name in self._names]
+            return tuple(output.copy_to_cpu() for output in outputs)
 
 
 def read_spec(directory: Path) -> dict[str, Any]:

@@ -11,6 +11,7 @@ docs/dev/performance.md says what each option of the runtimes brought.
 """
 
 import logging
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Literal, Protocol
@@ -38,7 +39,7 @@ _LOGGER = logging.getLogger("ppdist")
 
 
 class Graph(Protocol):
-    """A static graph with one input, ready to run."""
+    """A static graph with one input, ready to run for any thread that asks."""
 
     output_names: tuple[str, ...]
 
@@ -73,14 +74,17 @@ class PaddleGraph:
         self._predictor = paddle.inference.create_predictor(config)
         self.input_name = self._predictor.get_input_names()[0]
         self.output_names = tuple(self._predictor.get_output_names())
+        self._lock = threading.Lock()  # of the handles, which another call would fill
 
     def __call__(self, images_B3HW: np.ndarray) -> tuple[np.ndarray, ...]:
-        handle = self._predictor.get_input_handle(self.input_name)
-        handle.reshape(images_B3HW.shape)
-        handle.copy_from_cpu(np.ascontiguousarray(images_B3HW, dtype=np.float32))
-        self._predictor.run()
-        outputs = (self._predictor.get_output_handle(name) for name in self.output_names)
-        return tuple(output.copy_to_cpu() for output in outputs)
+        images = np.ascontiguousarray(images_B3HW, dtype=np.float32)
+        with self._lock:
+            handle = self._predictor.get_input_handle(self.input_name)
+            handle.reshape(images.shape)
+            handle.copy_from_cpu(images)
+            self._predictor.run()
+            outputs = [self._predictor.get_output_handle(name) for name in self.output_names]
+            return tuple(output.copy_to_cpu() for output in outputs)
 
 
 class OnnxGraph:
@@ -149,12 +153,14 @@ class OpenVinoGraph:
         if half and not has_bfloat16():
             _LOGGER.warning("this processor has no bfloat16: OpenVINO computes in float32")
         self._request = model.create_infer_request()
+        self._lock = threading.Lock()  # of the request, whose tensors another call would replace
         self.input_name = model.input(0).get_any_name()
         self.output_names = tuple(output.get_any_name() for output in model.outputs)
 
     def __call__(self, images_B3HW: np.ndarray) -> tuple[np.ndarray, ...]:
         images = np.ascontiguousarray(images_B3HW, dtype=np.float32)
-        found = self._request.infer({0: images}, share_inputs=True)
+        with self._lock:
+            found = self._request.infer({0: images}, share_inputs=True)
         return tuple(found[place] for place in range(len(self.output_names)))
 
 

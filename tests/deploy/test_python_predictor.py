@@ -6,6 +6,7 @@ import json
 import subprocess
 import sys
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from graphlib import TopologicalSorter
 from pathlib import Path
@@ -91,6 +92,27 @@ def assert_same_rows(got_R6: np.ndarray, expected_R6: np.ndarray, nms: NMSConfig
     assert unexplained_rows(got_R6, expected_R6, nms) == 0
     assert abs(len(got_R6) - len(expected_R6)) <= 1
     assert (np.diff(got_R6[:, 1]) <= 0).all()
+
+
+@pytest.mark.parametrize("who", ["deploy", "ppdist"])
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_threads_of_one_model_get_their_own_boxes(
+    exported: Exported, backend: Any, who: str
+) -> None:
+    if who == "deploy":
+        predict = Predictor(exported(), backend)
+    else:
+        predict = Detector(exported(), backend=backend)._model
+    images = [picture(*shape) for shape in SHAPES[:4]]
+    alone = [predict([image])[0] for image in images]
+    with ThreadPoolExecutor(len(images)) as threads:
+        found = list(threads.map(lambda call: predict([images[call % 4]])[0], range(40)))
+    wrong = [
+        call
+        for call, got_R6 in enumerate(found)
+        if got_R6.shape != alone[call % 4].shape or not np.allclose(got_R6, alone[call % 4], 0, 0.1)
+    ]
+    assert not wrong
 
 
 @pytest.mark.parametrize(
