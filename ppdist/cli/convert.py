@@ -58,12 +58,12 @@ def main() -> int:
     of_torch = out.suffix.lower() in (".pt", ".pth")
     keys = arguments.keys or ("official" if of_torch else "ours")
     arrays = official_arrays_of(model) if keys == "official" else arrays_of(model)
-    names, threshold = card.class_names or config.data.class_names, card.confidence_threshold
+    names, threshold = card.class_names or config.data.class_names, card.best_f1_threshold
     card = card_of(
         config, model, names if len(names) == config.model.num_classes else (),
         card.category_ids, licence=card.licence, source=card.source or f"converted from {weights}",
     )  # fmt: skip
-    card = card.model_copy(update={"confidence_threshold": threshold})
+    card = card.model_copy(update={"best_f1_threshold": threshold})
     write_arrays(out, arrays, {CARD_NOTE: card.text()})
     check_arrays(out, arrays)
     megabytes = out.stat().st_size / 1e6

@@ -691,7 +691,7 @@ class CheckpointWriter:
     def _card_of(self, snapshot: Snapshot) -> str:
         if self.model_card is None:
             return ""
-        found = {"confidence_threshold": snapshot.state["confidence"]}
+        found = {"best_f1_threshold": snapshot.state["best_f1_threshold"]}
         return self.model_card.model_copy(update=found).text()
 
     def _save_in(self, folder: Path, snapshot: Snapshot) -> None:

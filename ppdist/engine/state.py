@@ -95,7 +95,7 @@ class TrainState:
     bad_steps: int = 0  # in a row
     evaluated_step: int = 0
     class_scores: ClassScores | None = None  # by the last evaluation
-    confidence: float | None = None  # that makes its mean F1 largest
+    best_f1_threshold: float | None = None  # by it, too
     run: Run | None = None
     rollbacks: int = 0  # each halves the learning rate; see engine/recovery.py
     max_micro_batch: int | None = None  # images, once a rank had no memory for a whole one
@@ -108,7 +108,7 @@ class TrainState:
         self.step, self.bad_steps = earlier.step, 0
         self.best, self.best_step = earlier.best, earlier.best_step
         self.evaluated_step, self.class_scores = earlier.evaluated_step, earlier.class_scores
-        self.confidence = earlier.confidence
+        self.best_f1_threshold = earlier.best_f1_threshold
         self.early_stopping, self.losses = earlier.early_stopping, earlier.losses
 
 
@@ -139,7 +139,7 @@ def capture_state(step: TrainStep, progress: TrainState, derived: ScheduleSetup)
         "bad_steps": progress.bad_steps,
         "evaluated_step": progress.evaluated_step,
         "class_scores": progress.class_scores,
-        "confidence": progress.confidence,
+        "best_f1_threshold": progress.best_f1_threshold,
         "run": None if progress.run is None else asdict(progress.run),
         "returns": progress.rollbacks,
         "most_images": progress.max_micro_batch,
@@ -207,7 +207,7 @@ class _SavedState(BaseModel):
     bucket_mb: int | None = None
     evaluated_step: int = 0
     class_scores: list[float | None] | None = None
-    confidence: float | None = Field(default=None, ge=0, le=1)
+    best_f1_threshold: float | None = Field(default=None, ge=0, le=1)
     run: Run | None = None
     returns: int = 0
     most_images: int | None = Field(default=None, gt=0)
@@ -238,7 +238,7 @@ def _progress(state: Mapping[str, Any]) -> TrainState:
         # Absent in older checkpoints:
         evaluated_step=state.get("evaluated_step", state["step"]),
         class_scores=state.get("class_scores"),
-        confidence=state.get("confidence"),
+        best_f1_threshold=state.get("best_f1_threshold"),
         run=Run.of(state),
         rollbacks=state.get("returns", 0),
         max_micro_batch=state.get("most_images"),

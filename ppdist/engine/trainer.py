@@ -496,8 +496,8 @@ class Trainer:
         """
         progress = self.progress
         progress.evaluated_step = progress.step
-        # A classifier has none; where nothing is found, any confidence is as good.
-        progress.confidence = metrics["best_f1_threshold"] if metrics.get("f1", 0.0) > 0 else None
+        found = metrics.get("f1", 0.0) > 0  # else any threshold is as good; a classifier has none
+        progress.best_f1_threshold = metrics["best_f1_threshold"] if found else None
         if self._due(self.evaluate_every):
             # Not at an end amid an epoch: where this run resumed or a longer one has no evaluation.
             progress.class_scores = evaluator.class_scores(metrics)

@@ -110,7 +110,7 @@ class InferenceSpec(Section):
         description="Thresholds of the non-maximum suppression; with null for `iou_threshold` "
         "there is none: the best `keep` boxes of an image stay.  classify: none.",
     )
-    confidence_threshold: float | None = Field(
+    best_f1_threshold: float | None = Field(
         default=None,
         ge=0,
         le=1,
@@ -218,7 +218,7 @@ def describe(
         input=InputSection(size=config.model.image_size),
         resize=resize_section(config.data.resize, task),
         nms=config.suppression if task == "detect" else None,
-        confidence_threshold=card.confidence_threshold,
+        best_f1_threshold=card.best_f1_threshold,
         class_names=dataset.class_names if dataset else names,
         category_ids=dataset.category_ids if dataset else ids,
         network=section_of(config),

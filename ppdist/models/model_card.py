@@ -74,7 +74,7 @@ class ModelCard(Section):
     nms: NMSConfig | None = Field(
         default=None, description="Which predictions stay, as in infer.yml. classify: none."
     )
-    confidence_threshold: float | None = Field(
+    best_f1_threshold: float | None = Field(
         default=None,
         ge=0,
         le=1,

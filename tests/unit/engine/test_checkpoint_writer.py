@@ -375,11 +375,11 @@ def test_writer_drops_steps_beyond_rollback(tmp_path, storage):
 
 def test_each_card_has_the_threshold_of_its_own_evaluation(tmp_path):
     writer = CheckpointWriter(tmp_path, "", keep=9, model_card=ModelCard(source="here"))
-    for step, confidence in ((1, None), (2, 0.41)):
+    for step, threshold in ((1, None), (2, 0.41)):
         taken = snapshot(step)
-        taken.state["confidence"] = confidence
+        taken.state["best_f1_threshold"] = threshold
         writer.hand_over(taken)
         assert writer.finish() is None
     cards = [read_card(tmp_path / f"step-{step:08d}") for step in (1, 2)]
-    assert [card.confidence_threshold for card in cards] == [None, 0.41]
+    assert [card.best_f1_threshold for card in cards] == [None, 0.41]
     assert {card.source for card in cards} == {"here"}

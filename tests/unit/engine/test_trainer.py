@@ -56,7 +56,7 @@ def test_a_run_leaves_what_the_contract_says(shapes, tmp_path):
         card = read_card(tmp_path / "checkpoints" / link)
         step = int((tmp_path / "checkpoints" / link).resolve().name.removeprefix("step-"))
         known = found[step]["best_f1_threshold"] if found[step]["f1"] > 0 else None
-        assert card is not None and card.confidence_threshold == known
+        assert card is not None and card.best_f1_threshold == known
     environment = json.loads((tmp_path / "environment.json").read_text())
     assert environment["ranks"] == 1
     assert set(weights(tmp_path)) == set(weights(tmp_path, group="ema"))
