@@ -98,8 +98,9 @@ class DataConfig(Section):
     )
     class_names: tuple[str, ...] = Field(
         default=(),
-        description="Names of the classes in the order of their numbers; coco: as the file has "
-        "them, or empty. Empty: from label_list.txt, classes.txt or a YAML file with `names` in "
+        description="Names of the classes in the order of their numbers; what files number "
+        "otherwise is mapped by name. Empty: the categories of the training split's file (coco); "
+        "from label_list.txt, classes.txt or a YAML file with `names` in "
         "data.root, else the sorted names that the training split uses (voc, csv) or its folders "
         "have (folder). These files are read again when a model is exported or predicts: names "
         "written here stay what they are wherever the data are.",

@@ -775,9 +775,10 @@ _BY_WRITING = (  # done already: readers leave out what they cannot use, writers
     "image_id_duplicate",
     "annotation_id_duplicate",
     "class_count_differs",
+    "class_group",
+    "class_names_same",
     "image_kind_unread",
     "size_missing",
-    "size_invalid",
     "path_outside",
     "image_unlisted",
 )

@@ -21,6 +21,7 @@ import yaml
 from ppdist.common.errors import DataError
 from ppdist.common.files import read_file, writing
 from ppdist.data import storage
+from ppdist.data.image import image_size
 from ppdist.data.types import (
     Box,
     Complain,
@@ -88,6 +89,16 @@ KINDS: dict[str, Kind] = {
         "scores tell nothing about other images",
         _AS_IT_IS,
     ),
+    "class_group": Kind(
+        "warning", "a category without objects that groups the others", "no class", "no class"
+    ),
+    "class_names_same": Kind("warning", "two categories of one name", "one class", "one class"),
+    "class_list_differs": Kind(
+        "note",
+        "other categories, or in another order, than those of training",
+        "mapped by name",
+        "those of training",
+    ),
     "class_unused": Kind("note", "a class without an object", "cannot be learned", _AS_IT_IS),
     "image_unknown": Kind("error", "an object of an image that is not listed", _STOPS, _LEFT_OUT),
     "image_id_duplicate": Kind("error", "two images with one id", _STOPS, "the first is kept"),
@@ -113,7 +124,6 @@ KINDS: dict[str, Kind] = {
     "size_missing": Kind(
         "warning", "no size, or none of pixels, is annotated", "that of the image", "written"
     ),
-    "size_invalid": Kind("error", "the annotated size is no size", _STOPS, _LEFT_OUT),
     "path_outside": Kind("error", "a file name leads out of its folder", _STOPS, _LEFT_OUT),
     # Boxes.
     "box_not_finite": Kind("warning", "a box with NaN or infinity", _BAD_BOX, _LEFT_OUT),
@@ -323,9 +333,11 @@ _AT_ONCE = 1 << 18  # objects: what they need in between is small beside what is
 def _good_objects(columns: RawColumns, policy: "BoxPolicy", by_image_O: np.ndarray) -> _Good:
     """Args: by_image_O: the numbers of all objects, image after image."""
     parts = [_Good(by_image_O[:0], np.zeros((0, 4), np.float32), np.zeros(0, np.float32))]
+    # No box lies outside an image whose size nobody knows; `data.bad_images` decides about that.
+    sizes_N2 = np.where(columns.size_known_N[:, None], columns.sizes_N2, 2**31)
     for begin in range(0, len(by_image_O), _AT_ONCE):
         numbers_P = by_image_O[begin : begin + _AT_ONCE]
-        sizes_P2 = columns.sizes_N2[columns.image_O[numbers_P]]
+        sizes_P2 = sizes_N2[columns.image_O[numbers_P]]
         boxes_P4, used_P = policy.apply(
             columns.boxes_O4[numbers_P], sizes_P2, numbers_P, columns.where
         )
@@ -518,15 +530,59 @@ def box_in_order(box: Box) -> Box:
 
 
 def outlines_in(value: Any) -> tuple[np.ndarray, ...] | None:
-    """[[x1, y1, x2, y2, ...], ...] as float64 [K, 2] each; None: it is something else."""
+    """[[x1, y1, x2, y2, x3, y3, ...], ...] as float64 [K, 2] each; None: it is something else.
+
+    Parts of fewer than three points, which have no area, are left out where others have one.
+    """
     if not isinstance(value, list):
         return None
     try:
-        parts = [np.array(outline, np.float64).reshape(-1, 2) for outline in value]
+        parts = [np.array(outline, np.float64) for outline in value if outline != []]
     except (ValueError, TypeError, OverflowError):
         return None
-    good = all(np.isfinite(part_K2).all() for part_K2 in parts)
-    return tuple(part_K2 for part_K2 in parts if len(part_K2)) if good else None
+    if any(part.ndim != 1 or len(part) % 2 or not np.isfinite(part).all() for part in parts):
+        return None
+    outlines = tuple(part.reshape(-1, 2) for part in parts if len(part) >= 6)
+    return outlines if outlines or not parts else None
+
+
+def extent_of(value: Any) -> Box | None:
+    """The box of outlines as files have them; None: there is none, or it is malformed."""
+    outlines = outlines_in(value)
+    if not outlines:
+        return None
+    points_K2 = np.concatenate(outlines)
+    (x1, y1), (x2, y2) = points_K2.min(0).tolist(), points_K2.max(0).tolist()
+    return x1, y1, x2, y2
+
+
+class Size(NamedTuple):
+    """Of an image, in pixels.  known: False: 1x1 stands for a size that nobody knows."""
+
+    width: int
+    height: int
+    known: bool
+
+
+def size_of(
+    path: Path, width: int | None, height: int | None, said: str, where: str, complain: Complain
+) -> Size:
+    """The annotated size of an image; where that is none, the image's own, and an issue.
+
+    Args:
+        width, height: as annotated; None: not, or no number.
+        said: what the annotation has in their place, for the issue.
+    """
+    if width and height and 0 < width < 2**31 and 0 < height < 2**31:
+        return Size(width, height, True)
+    own = image_size(path)
+    if own is None:
+        # The check of the whole split names all absent images at once, and `data.bad_images`
+        # decides about the others: no image of another size than 1x1 can be taken for one.
+        return Size(1, 1, False)
+    what = f"{said}: the size of the image is taken, {own[0]}x{own[1]}"
+    complain(Issue("size_missing", what, str(path), where))
+    return Size(*own, True)
 
 
 _LARGEST_AREA = 1e300  # JSON has whole numbers that no float can hold

@@ -31,8 +31,8 @@ from ppdist.data.datasets.annotations import (
     settle,
     unread_twin,
 )
-from ppdist.data.datasets.coco import read_coco
-from ppdist.data.datasets.coco_stream import NotRead, read_coco_columns
+from ppdist.data.datasets.coco import OWN_CLASSES, KnownClasses, read_coco
+from ppdist.data.datasets.coco_stream import NotRead, read_coco_columns, read_index
 from ppdist.data.datasets.folder import read_csv, read_folder
 from ppdist.data.datasets.voc import read_voc
 from ppdist.data.datasets.yolo import label_folder, read_yolo
@@ -210,8 +210,6 @@ def _settled(config: DataConfig, split: Split, masks: bool, whole: bool) -> Read
         raw = _raw(config, split, strictly, everything=masks)
     notes = strictly.report()
     dataset = settle(raw, config.bad_boxes, masks=masks, notes=notes, whole=whole)
-    if config.format == "coco":
-        check_names(dataset, config.class_names)
     images = raw.images if isinstance(raw, RawSet) else ()
     return Read(dataset, dataset.notes, _sources(config, split, images))
 
@@ -232,7 +230,7 @@ def _sources(config: DataConfig, split: Split, images: Sequence[RawImage]) -> So
     listings: set[str] = {str(root)}  # where names of classes may appear
     contents: set[str] = set()
     if config.format == "coco":
-        files, listings = {*annotations}, set()
+        files, listings = {naming, *annotations}, set()
     elif config.format == "folder":
         for folder in (*folders, naming):
             listings.update(folders_below(folder))
@@ -256,7 +254,8 @@ def _columns(config: DataConfig, split: Split, complain: Complain) -> RawColumns
     _, (images,) = _places(config, split)
     _, (annotations,) = _annotation_files(config, split)
     try:
-        columns = read_coco_columns(images, annotations, complain)
+        known = _known_classes(config, split)
+        columns = read_coco_columns(images, annotations, complain, known=known)
     except NotRead:
         return None
     find_alike(columns.class_names, columns.source, complain)
@@ -281,11 +280,26 @@ def _raw_of_ours(
     naming, annotations = _annotation_files(config, split)
     names = config.class_names
     if config.format == "coco":
-        return read_coco(images, annotations[0], complain, everything=everything)
+        known = _known_classes(config, split)
+        return read_coco(images, annotations[0], complain, known=known, everything=everything)
     if config.format == "yolo":
         return read_yolo(root, (images, *more), annotations, names, complain)
     source = annotations[0] if annotations else images
     return read_voc(root, images, source, names, complain, naming=naming, everything=everything)
+
+
+def _known_classes(config: DataConfig, split: Split) -> KnownClasses:
+    """What names the classes of a COCO file: data.class_names, else the training split's file.
+
+    Raises: DataError: that is not COCO.
+    """
+    if config.class_names:
+        return KnownClasses(config.class_names, "data.class_names")
+    naming, (annotations,) = _annotation_files(config, split)
+    naming = storage.local_copy(naming)
+    if naming == annotations or not naming.is_file():  # of a set that is evaluated alone
+        return OWN_CLASSES
+    return KnownClasses(read_index(naming)[1], str(naming))
 
 
 def _classified(config: DataConfig, split: Split, complain: Complain) -> DetectionSet:
@@ -571,35 +585,17 @@ def same_sets(config: DataConfig) -> str:
     )
 
 
-def check_names(dataset: DetectionSet, configured: tuple[str, ...]) -> None:
-    """data.class_names, where given, says what a file that names its classes says.
-
-    Raises: DataError: it does not.
-    """
-    if configured and configured != dataset.class_names:
-        raise DataError(
-            f"data.class_names is {listed(configured)} but the categories of {dataset.source} "
-            f"are {listed(dataset.class_names)}",
-            code="class_names_differ",
-            fix="its names count: leave data.class_names out",
-        )
-
-
 def check_same_classes(train: DetectionSet | RawSet, val: DetectionSet | RawSet) -> None:
     """Both splits mean the same by each class number.
 
-    A class that only one split knows, or another order, would go unnoticed as a low score.
+    Readers take the names of the training split for both; a format of another package may not.
 
-    Raises: DataError: names or category ids differ.
+    Raises: DataError: the names differ.
     """
-    ours = [*zip(train.category_ids, train.class_names)]
-    theirs = [*zip(val.category_ids, val.class_names)]
-    if ours != theirs:
-        differing = [pair for pair in ours if pair not in theirs][:5]
-        differing += [pair for pair in theirs if pair not in ours][:5]
-        shown = ", ".join(f"{number} {name}" for number, name in differing)
+    if train.class_names != val.class_names:
         raise DataError(
-            f"{train.source} and {val.source} have different categories ({shown})",
+            f"{train.source} and {val.source} have different classes "
+            f"({listed(train.class_names)} and {listed(val.class_names)})",
             code="classes_differ",
-            fix="give both files the same list of ids and names",
+            fix="give both the same names in the same order",
         )

@@ -2,41 +2,79 @@
 
 import json
 import math
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
+
+import numpy as np
 
 from ppdist.common.errors import DataError
 from ppdist.data.datasets.annotations import (
     Malformed,
     area_in,
+    extent_of,
     find_image,
     find_repeats,
     listed,
     outlines_in,
     quietly,
     read_text,
+    size_of,
     write_text,
 )
 from ppdist.data.types import Box, Complain, Issue, RawImage, RawObject, RawSet
 
 NEEDED = {
-    "images": ("id", "file_name", "width", "height"),
-    "annotations": ("image_id", "category_id", "bbox"),
+    "images": ("id", "file_name"),
+    "annotations": ("image_id", "category_id"),
     "categories": ("id", "name"),
 }
+_IMAGE_KEYS = {"id", "file_name", "width", "height"}
 _OBJECT_KEYS = {"image_id", "category_id", "bbox", "area", "iscrowd", "segmentation"}
 _NOTHING: Mapping[str, Any] = {}
 
 
+class KnownClasses(NamedTuple):
+    """Names of the classes where something else than the file itself says them.
+
+    source: what does, for messages: data.class_names, or the file of the training split.
+    """
+
+    names: tuple[str, ...] = ()
+    source: str = ""
+
+
+OWN_CLASSES = KnownClasses()  # the file itself says them
+
+
+class Categories(NamedTuple):
+    """The categories of a file as classes.
+
+    name_of: all of them, by id.  label_of: id -> class, of those that are one.  names, ids: of the
+    classes; what a result file calls each of them.  known: see `classes_of`.
+    """
+
+    name_of: Mapping[int, str]
+    label_of: Mapping[int, int]
+    names: tuple[str, ...]
+    ids: tuple[int, ...]
+    known: KnownClasses
+
+
 def read_coco(
-    images: Path, annotations: Path, complain: Complain, *, everything: bool = True
+    images: Path,
+    annotations: Path,
+    complain: Complain,
+    *,
+    known: KnownClasses = OWN_CLASSES,
+    everything: bool = True,
 ) -> RawSet:
     """The images of a COCO file in its order.
 
-    Class numbers follow category ids.  `extra` of an object holds its id, masks that are no
-    polygons (RLE), and keys COCO has not; that of the set, info and licenses; that of a class, its
-    supercategory and the like.
+    Class numbers follow category ids, or `known`.  A box that is not given is that of the outline
+    or mask.  A file without `annotations` is one of images to be annotated.  `extra` of an object
+    holds its id, masks that are no polygons (RLE), and keys COCO has not; that of the set, info and
+    licenses; that of a class, its supercategory and the like.
 
     Args:
         images: folder that `file_name` is relative to.
@@ -44,14 +82,14 @@ def read_coco(
         everything: also outlines and `extra`, which training without masks has no use for.
     Raises: DataError: the file as a whole is not COCO.
     """
-    content = _load(annotations, complain)
-    categories = categories_in(content["categories"], annotations, complain)
-    label_of = {category: label for label, category in enumerate(categories)}
+    content = _load(annotations, complain, optional="annotations")
+    entries = content["annotations"]
+    categories = classes_of(content["categories"], _used(entries), annotations, complain, known)
     image_of = _images(content["images"], images, annotations, complain)
     seen: set[int] = set()
-    for number, entry in enumerate(content["annotations"]):
+    for number, entry in enumerate(entries):
         try:
-            image, thing = _object(entry, number, annotations, image_of, categories, label_of)
+            image, thing = _object(entry, number, annotations, image_of, categories)
         except Malformed as wrong:
             of = whole_number(entry.get("image_id")) if isinstance(entry, dict) else None
             owner = None if of is None else image_of.get(of)
@@ -72,25 +110,32 @@ def read_coco(
             image.objects.append(thing)
     kept = [image for image in image_of.values() if image is not None]
     find_repeats(kept, complain)
-    raw = RawSet(kept, tuple(categories.values()), tuple(categories), str(annotations))
+    raw = RawSet(kept, categories.names, categories.ids, str(annotations))
     if everything:
         raw.extra = _further(content, NEEDED)
-        raw.class_extras = _class_extras(content["categories"])
+        raw.class_extras = _class_extras(content["categories"], categories)
     return raw
 
 
-def read_index(annotations: Path) -> tuple[list[str], tuple[str, ...]]:
-    """File names of the images and names of the classes, without the objects.
+def index_of(annotations: Path) -> tuple[list[str], tuple[str, ...]]:
+    """What `read_index` gives, by Python's own parser.
 
     Raises: DataError: the file as a whole is not COCO.
     """
     content = _load(annotations, quietly)
-    classes = categories_in(content["categories"], annotations, quietly)
+    used = _used(content["annotations"])
+    classes = classes_of(content["categories"], used, annotations, quietly)
     entries = (entry for entry in content["images"] if isinstance(entry, dict))
-    return [str(entry.get("file_name", "")) for entry in entries], tuple(classes.values())
+    return [str(entry.get("file_name", "")) for entry in entries], classes.names
 
 
-def _load(path: Path, complain: Complain) -> dict[str, Any]:
+def _used(entries: Iterable[Any]) -> set[int | None]:
+    """Ids of the categories that annotations have."""
+    return {whole_number(each.get("category_id")) for each in entries if isinstance(each, dict)}
+
+
+def _load(path: Path, complain: Complain, optional: str = "") -> dict[str, Any]:
+    """Args: optional: a list that may be absent, and is empty then."""
     try:
         content = json.loads(read_text(path, complain))
     except (ValueError, RecursionError) as error:
@@ -105,6 +150,8 @@ def _load(path: Path, complain: Complain) -> dict[str, Any]:
             where=str(path),
         )
     for part in NEEDED:
+        if part == optional and part not in content and "categories" in content:
+            content[part] = []
         if not isinstance(content.get(part), list):
             found = ", ".join(list(content)[:8]) or "nothing"
             raise DataError(
@@ -123,8 +170,62 @@ def _check_keys(part: str, number: int, entry: Any, file: Path) -> None:
         raise Malformed(Issue("annotation_line", what, where=str(file)))
 
 
-def categories_in(entries: Sequence[Any], file: Path, complain: Complain) -> dict[int, str]:
-    """Names by id, in the order of ids.  Raises: DataError: an entry is malformed."""
+def classes_of(
+    entries: Sequence[Any],
+    used: Collection[int | None],
+    file: Path,
+    complain: Complain,
+    known: KnownClasses = OWN_CLASSES,
+) -> Categories:
+    """Categories of one name are one class; one that only groups others is none.
+
+    Args:
+        used: ids that annotations have.
+        known: the classes; categories are those of the same name.  Without it, all names in the
+            order of their ids.
+    Raises: DataError: an entry is malformed.
+    """
+    name_of = _names_by_id(entries, file)
+    group = _group(entries, used)
+    own: dict[str, int] = {}  # the first id of each name
+    for identity, name in name_of.items():
+        if name in own:
+            what = f"categories {own[name]} and {identity} are both called {name!r}: one class"
+            complain(Issue("class_names_same", what, where=str(file)))
+        own.setdefault(name, identity)
+    if group in own and group not in known.names:
+        what = f"category {own.pop(group)} {group!r} has no object and groups the others: no class"
+        complain(Issue("class_group", what, where=str(file)))
+    names = known.names or tuple(own)
+    number_of = {name: label for label, name in enumerate(names)}
+    label_of = {i: number_of[name] for i, name in name_of.items() if name in number_of}
+    if known.names:
+        if known.names != tuple(own):
+            what = f"categories are {listed([*own])}; used are those of {known.source}, by name"
+            complain(Issue("class_list_differs", what, where=str(file)))
+    elif [*label_of] not in ([*range(len(names))], [*range(1, len(names) + 1)]):
+        shown = listed([f"{i} {name_of[i]} -> {label}" for i, label in label_of.items()])
+        what = f"category ids are not 1 to {len(names)}: used as classes {shown}"
+        complain(Issue("class_ids_gap", what, where=str(file)))
+    free = max(name_of, default=0) + 1
+    ids = []
+    for name in names:  # one that the file has not still has an id of its own in results
+        ids.append(own.get(name, free))
+        free += name not in own
+    return Categories(name_of, label_of, names, tuple(ids), known)
+
+
+def _group(entries: Sequence[Mapping[str, Any]], used: Collection[int | None]) -> str:
+    """The category that is all others' supercategory and no annotation's, as Roboflow's first."""
+    for entry in entries:
+        others = [each.get("supercategory") for each in entries if each is not entry]
+        if whole_number(entry["id"]) not in used and {*map(str, others)} == {str(entry["name"])}:
+            return str(entry["name"])
+    return ""
+
+
+def _names_by_id(entries: Sequence[Any], file: Path) -> dict[int, str]:
+    """In the order of ids.  Raises: DataError: an entry is malformed."""
     found: dict[int, str] = {}
     for number, entry in enumerate(entries):
         try:
@@ -145,13 +246,7 @@ def categories_in(entries: Sequence[Any], file: Path, complain: Complain) -> dic
                 where=str(file),
             )
         found[identity] = str(entry["name"])
-    ordered = dict(sorted(found.items()))
-    ids = list(ordered)
-    if ids not in ([*range(len(ids))], [*range(1, len(ids) + 1)]):
-        shown = listed([f"{i} {n} -> {k}" for k, (i, n) in enumerate(ordered.items())])
-        what = f"category ids are not 1 to {len(ids)}: used as classes {shown}"
-        complain(Issue("class_ids_gap", what, where=str(file)))
-    return ordered
+    return dict(sorted(found.items()))
 
 
 def _images(
@@ -189,12 +284,14 @@ def _image(
     path = find_image(folder, name, str(file), complain)
     if path is None:
         return None
-    width, height = whole_number(entry["width"]), whole_number(entry["height"])
-    if width is None or height is None or not (0 < width < 2**31 and 0 < height < 2**31):
-        what = f"width {entry['width']!r}, height {entry['height']!r}: expected whole pixels"
-        raise Malformed(Issue("size_invalid", what, str(path), where))
-    extra = _further(entry, NEEDED["images"])
-    return RawImage(path, identity, width, height, [], where, extra)
+    sides = entry.get("width"), entry.get("height")
+    width, height = map(whole_number, sides)
+    said = f"width {sides[0]!r:.20}, height {sides[1]!r:.20}"
+    size = size_of(path, width, height, said, where, complain)
+    extra = _further(entry, _IMAGE_KEYS)
+    return RawImage(
+        path, identity, size.width, size.height, [], where, extra, size_known=size.known
+    )
 
 
 def _object(
@@ -202,8 +299,7 @@ def _object(
     number: int,
     file: Path,
     image_of: Mapping[int, RawImage | None],
-    categories: Mapping[int, str],
-    label_of: Mapping[int, int],
+    categories: Categories,
 ) -> tuple[RawImage | None, RawObject]:
     """An annotation and its image, None if that is left out."""
     _check_keys("annotations", number, entry, file)
@@ -217,23 +313,28 @@ def _object(
         raise Malformed(Issue("image_unknown", what, where=where))
     image = image_of[identity]
     path = str(image.path) if image is not None else ""
-    if category is None or category not in label_of:
-        known = listed([f"{i} {name}" for i, name in categories.items()])
-        given = entry["category_id"]
-        what = f"category_id {given} is not among the file's categories ({known})"
-        if isinstance(given, str):
-            what = f"category_id {given!r}{_as_text(given)}: expected a whole number ({known})"
+    if category is None or category not in categories.label_of:
+        what = _unknown_class(entry["category_id"], category, categories)
         raise Malformed(Issue("class_unknown", what, path, where))
     if image is not None:
         where = f"{where} of image {image.path.name!r}"
-    x, y, width, height = _numbers(entry["bbox"], where, path)
     return image, RawObject(
-        box=(x, y, x + width, y + height),
-        label=label_of[category],
+        box=_box(entry, where, path),
+        label=categories.label_of[category],
         where=where,
         crowd=is_crowd(entry.get("iscrowd")),
         extra=_NOTHING,
     )
+
+
+def _unknown_class(given: Any, category: int | None, categories: Categories) -> str:
+    name, known = categories.name_of.get(category or 0), categories.known
+    if category is not None and name is not None:
+        return f"class {name!r} is not among those of {known.source} ({listed(known.names)})"
+    shown = listed([f"{i} {name}" for i, name in categories.name_of.items()])
+    if isinstance(given, str):
+        return f"category_id {given!r}{_as_text(given)}: expected a whole number ({shown})"
+    return f"category_id {given} is not among the file's categories ({shown})"
 
 
 def is_crowd(value: Any) -> bool:
@@ -271,10 +372,12 @@ def _further(entry: Mapping[str, Any], known: Collection[str]) -> dict[str, Any]
     return {key: value for key, value in entry.items() if key not in known}
 
 
-def _class_extras(entries: Sequence[Mapping[str, Any]]) -> tuple[Mapping[str, Any], ...]:
-    """In the order of ids; none where no class has any."""
-    ordered = sorted(entries, key=lambda entry: whole_number(entry["id"]) or 0)
-    extras = tuple(_further(entry, NEEDED["categories"]) for entry in ordered)
+def _class_extras(
+    entries: Sequence[Mapping[str, Any]], categories: Categories
+) -> tuple[Mapping[str, Any], ...]:
+    """In the order of the classes; none where no class has any."""
+    of_id = {whole_number(each["id"]): _further(each, NEEDED["categories"]) for each in entries}
+    extras = tuple(of_id.get(identity, {}) for identity in categories.ids)
     return extras if any(extras) else ()
 
 
@@ -290,15 +393,71 @@ def whole_number(value: Any) -> int | None:
     return value if type(value) is int and abs(value) < 2**63 else None
 
 
-def _numbers(bbox: Any, where: str, image: str) -> list[float]:
+NO_BOXES: tuple[Any, ...] = (None, [], [0, 0, 0, 0])  # of which the outline has the last word
+
+
+def _box(entry: Mapping[str, Any], where: str, image: str) -> Box:
+    bbox, outline = entry.get("bbox"), entry.get("segmentation")
+    if bbox in NO_BOXES and (outline or bbox != NO_BOXES[-1]):
+        box = _mask_extent(outline) if isinstance(outline, dict) else extent_of(outline)
+        if box is None:
+            what = f"bbox {bbox!r}, and no outline or mask that has a box: {str(outline)[:80]}"
+            raise Malformed(Issue("annotation_line", what, image, where))
+        return box
     if not isinstance(bbox, list) or len(bbox) != 4:
         what = f"bbox {bbox!r}: expected [x, y, width, height]"
         raise Malformed(Issue("annotation_line", what, image, where))
     try:
-        return [float(value) for value in bbox]
+        x, y, width, height = (float(value) for value in bbox)
     except (TypeError, ValueError, OverflowError) as error:
         what = f"bbox {bbox!r}: expected four numbers"
         raise Malformed(Issue("annotation_line", what, image, where)) from error
+    return x, y, x + width, y + height
+
+
+def _mask_extent(mask: Mapping[str, Any]) -> Box | None:
+    """The box of a run-length mask, columns first; None: it is empty, or malformed.
+
+    Source: github.com/cocodataset/cocoapi, common/maskApi.c, rleToBbox.
+    """
+    try:
+        height, width = mask["size"]
+        counts = mask["counts"]
+        runs = np.array(_runs_of(counts) if isinstance(counts, str) else counts, np.int64)
+        ends = runs.cumsum()
+        if height < 1 or (runs < 0).any() or ends[-1] != height * width:
+            return None
+    except (KeyError, IndexError, TypeError, ValueError, OverflowError):
+        return None
+    first, last = (ends - runs)[1::2], ends[1::2] - 1  # pixels of the mask's own runs
+    first, last = first[last >= first], last[last >= first]
+    if not len(first):
+        return None
+    whole = (first // height != last // height).any()  # a run goes on in the next column
+    top, bottom = (0, height) if whole else ((first % height).min(), (last % height).max() + 1)
+    return float(first[0] // height), float(top), float(last[-1] // height + 1), float(bottom)
+
+
+def _runs_of(text: str) -> list[int]:
+    """Lengths of the runs that a compressed mask says.
+
+    Raises: IndexError, ValueError: it is none.
+    Source: github.com/cocodataset/cocoapi, common/maskApi.c, rleFrString.
+    """
+    runs: list[int] = []
+    place = 0
+    while place < len(text):
+        run, bits, more = 0, 0, True
+        while more:
+            digit = ord(text[place]) - 48
+            if not 0 <= digit < 64 or bits > 60:
+                raise ValueError("not a mask")
+            run |= (digit & 31) << bits
+            more, place, bits = bool(digit & 32), place + 1, bits + 5
+            if not more and digit & 16:
+                run -= 1 << bits
+        runs.append(run + (runs[-2] if len(runs) > 2 else 0))
+    return runs
 
 
 def write_coco(file: Path, content: Mapping[str, Any]) -> None:

@@ -15,7 +15,7 @@ import logging
 import os
 import re
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from functools import partial
 from itertools import chain
@@ -26,8 +26,23 @@ from typing import Any, BinaryIO
 import numpy as np
 import orjson
 
-from ppdist.data.datasets.annotations import MOST_TEXT, area_in, find_image, inside_folder
-from ppdist.data.datasets.coco import NEEDED, categories_in, is_crowd, whole_number
+from ppdist.data.datasets.annotations import (
+    MOST_TEXT,
+    area_in,
+    find_image,
+    inside_folder,
+    quietly,
+)
+from ppdist.data.datasets.coco import (
+    NEEDED,
+    OWN_CLASSES,
+    Categories,
+    KnownClasses,
+    classes_of,
+    index_of,
+    is_crowd,
+    whole_number,
+)
 from ppdist.data.storage import open_file
 from ppdist.data.types import Complain, Issue, RawColumns
 from ppdist.distributed.progress import Progress
@@ -44,18 +59,16 @@ class NotRead(Exception):
     """The file is for `read_coco`: it has an error, or is as few are."""
 
 
-def read_coco_columns(images: Path, annotations: Path, complain: Complain) -> RawColumns:
+def read_coco_columns(
+    images: Path, annotations: Path, complain: Complain, *, known: KnownClasses = OWN_CLASSES
+) -> RawColumns:
     """What `read_coco` reads, without outlines and `extra`.
 
     Raises: NotRead: nothing was complained of.
     """
     issues: list[Issue] = []
     try:
-        with _no_collection(), open_file(annotations) as file:
-            megabytes = file.seek(0, os.SEEK_END) / 1e6
-            file.seek(0)
-            progress = Progress(_LOGGER, f"reading {annotations}", megabytes, "MB")
-            scanner = _Scanner(file, progress)
+        with _scanning(annotations) as scanner:
             listed, objects, categories = _Images(images, annotations), _Objects(), []
             for key, entries in scanner.lists():
                 if key == "annotations":
@@ -66,22 +79,57 @@ def read_coco_columns(images: Path, annotations: Path, complain: Complain) -> Ra
                     categories += scanner.again() if scanner.again else entries
             if not scanner.seen.issuperset(NEEDED):
                 raise NotRead
-            names = categories_in(categories, annotations, issues.append)
-            columns = _columns(listed, objects, names, annotations, issues)
-    except (OSError, ValueError, KeyError, TypeError, OverflowError, RecursionError) as error:
-        raise NotRead from error  # DataError is a ValueError
+            classes = classes_of(categories, objects.used, annotations, issues.append, known)
+            columns = _columns(listed, objects, classes, annotations, issues)
+    except _NOT_READ as error:
+        raise NotRead from error
     for issue in issues:
         complain(issue)
     return columns
 
 
+def read_index(annotations: Path) -> tuple[list[str], tuple[str, ...]]:
+    """File names of the images and names of the classes, without the objects.
+
+    Raises: DataError: the file as a whole is not COCO.
+    """
+    try:
+        with _scanning(annotations) as scanner:
+            names: list[str] = []
+            categories: list[Any] = []
+            used: set[int | None] = set()
+            for key, entries in scanner.lists():
+                if key == "images":
+                    names += [str(entry["file_name"]) for entry in entries]
+                elif key == "annotations":
+                    used.update(whole_number(entry["category_id"]) for entry in entries)
+                elif key == "categories":
+                    categories += scanner.again() if scanner.again else entries
+            if not scanner.seen.issuperset(NEEDED):
+                raise NotRead
+            return names, classes_of(categories, used, annotations, quietly).names
+    except (NotRead, *_NOT_READ):
+        return index_of(annotations)
+
+
+# What an error in a file raises; DataError is a ValueError.
+_NOT_READ = (OSError, ValueError, KeyError, TypeError, OverflowError, RecursionError)
+
+
 @contextmanager
-def _no_collection() -> Iterator[None]:
-    """Millions of dicts come and go, none of them in a circle: nothing to look for."""
+def _scanning(annotations: Path) -> Iterator["_Scanner"]:
+    """Reads a file without collection of garbage.
+
+    Millions of dicts come and go, none of them in a circle: nothing to look for.
+    """
     was = gc.isenabled()
     gc.disable()
     try:
-        yield
+        with open_file(annotations) as file:
+            megabytes = file.seek(0, os.SEEK_END) / 1e6
+            file.seek(0)
+            progress = Progress(_LOGGER, f"reading {annotations}", megabytes, "MB")
+            yield _Scanner(file, progress)
     finally:
         if was:
             gc.enable()
@@ -297,6 +345,7 @@ class _Objects:
     def __init__(self) -> None:
         self.count = 0
         self.columns: defaultdict[str, list[np.ndarray]] = defaultdict(list)
+        self.used: set[int] = set()  # ids of categories
         self.texts: dict[int, str] = {}  # of an id that is no int, by the object's number
         self.odd_areas: dict[int, str] = {}
 
@@ -343,6 +392,7 @@ class _Objects:
         }
         for name, column in columns.items():
             self.columns[name].append(column)
+        self.used.update(np.unique(columns["category_ids"]).tolist())
         self.count += count
 
     def take(self, name: str, empty: np.ndarray) -> np.ndarray:
@@ -372,6 +422,8 @@ def _boxes(boxes: Sequence[Any]) -> np.ndarray:
     if not {*map(type, numbers)} <= _NUMBERS:
         numbers = [float(number) for number in numbers]
     boxes_P4 = np.fromiter(numbers, np.float64, len(numbers)).reshape(-1, 4)
+    if not boxes_P4.any(axis=1).all():
+        raise ValueError("a box that the outline may tell")
     boxes_P4[:, 2:] += boxes_P4[:, :2]
     return boxes_P4
 
@@ -393,9 +445,9 @@ _NO_INTS, _NO_FLOATS, _NO_BOOLS = np.zeros(0, np.int64), np.zeros(0), np.zeros(0
 
 
 def _columns(
-    images: _Images, objects: _Objects, names: Mapping[int, str], file: Path, issues: list[Issue]
+    images: _Images, objects: _Objects, classes: Categories, file: Path, issues: list[Issue]
 ) -> RawColumns:
-    """Args: names: of the classes by id.  issues: get what is to be complained of.
+    """Args: issues: get what is to be complained of.
 
     Raises: ValueError: an object of no image or class, an image id twice, no size.
     """
@@ -404,11 +456,12 @@ def _columns(
     sizes = [np.concatenate([_NO_INTS, *each]) for each in (images.heights, images.widths)]
     sizes_N2 = np.stack(sizes, axis=1)
     if not ((sizes_N2 > 0) & (sizes_N2 < 2**31)).all():
-        raise ValueError("expected whole pixels")
+        raise ValueError("expected sizes in pixels")
     if len(np.unique(image_ids_N)) < len(image_ids_N):
         raise ValueError("an image id twice")
     image_O = _places(image_ids_N, objects.take("image_ids", _NO_INTS))
-    labels_O = _places(np.array([*names], np.int64), objects.take("category_ids", _NO_INTS))
+    ids_K, label_K = (np.array([*each], np.int64) for each in zip(*classes.label_of.items()))
+    labels_O = label_K[_places(ids_K, objects.take("category_ids", _NO_INTS))]
     ids_O, has_id_O = objects.take("ids", _NO_INTS), objects.take("has_id", _NO_BOOLS)
 
     def path_of(number: int) -> str:
@@ -445,8 +498,8 @@ def _columns(
         area_O=objects.take("areas", _NO_FLOATS),
         where=where,
         outlines=None,
-        class_names=tuple(names.values()),
-        category_ids=tuple(names),
+        class_names=classes.names,
+        category_ids=classes.ids,
         source=str(file),
     )
 

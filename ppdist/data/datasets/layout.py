@@ -26,7 +26,7 @@ from ppdist.data.datasets.annotations import (
     read_list,
 )
 from ppdist.data.datasets.build import read_raw
-from ppdist.data.datasets.coco import read_index
+from ppdist.data.datasets.coco_stream import read_index
 from ppdist.data.datasets.voc import xml_files
 from ppdist.data.image import is_image_name
 

@@ -1,11 +1,11 @@
 """Pascal VOC: one XML file an image (VOC2012 development kit)."""
 
+import contextlib
 import json
 import os
 import re
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence, Set
-from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -25,9 +25,10 @@ from ppdist.data.datasets.annotations import (
     quietly,
     read_list,
     read_text_of_image,
+    size_of,
     write_text,
 )
-from ppdist.data.image import IMAGE_SUFFIXES, image_size, is_image_name
+from ppdist.data.image import IMAGE_SUFFIXES, is_image_name
 from ppdist.data.types import Box, Complain, Issue, RawImage, RawObject, RawSet
 from ppdist.distributed.store import alive
 
@@ -217,7 +218,7 @@ def _parse(file: Path, complain: Complain, encodings: Encodings) -> ElementTree.
         return ElementTree.fromstring(text)
 
 
-@contextmanager
+@contextlib.contextmanager
 def _unreadable(where: str) -> Iterator[None]:
     """Inside, what is no annotation in the file `where` raises Malformed."""
     try:
@@ -257,31 +258,23 @@ def _image(
     complain: Complain,
     everything: bool,
 ) -> RawImage:
-    size = tree.find("size")
-    if size is None:
-        what, width, height = "has no <size>", 0, 0
-    else:
-        sides = [(size.findtext(side) or "0").strip() for side in ("width", "height")]
-        what = f"<size> is {'x'.join(side[:20] for side in sides)}"
-        try:
+    entry = tree.find("size")
+    said, width, height = "has no <size>", 0, 0
+    if entry is not None:
+        sides = [(entry.findtext(side) or "0").strip() for side in ("width", "height")]
+        said = f"<size> is {'x'.join(side[:20] for side in sides)}"
+        with contextlib.suppress(ValueError, OverflowError):
             width, height = (int(float(side)) for side in sides)
-        except (ValueError, OverflowError):
-            width, height = 0, 0
-    if not (0 < width < 2**31 and 0 < height < 2**31):
-        found = image_size(path)
-        if found is None:
-            what = f"{what}; expected the image's width and height in pixels"
-            raise Malformed(Issue("size_invalid", what, where=str(file)))
-        width, height = found
-        what = f"{what}: the size of the image is taken, {width}x{height}"
-        complain(Issue("size_missing", what, str(path), str(file)))
+    size = size_of(path, width, height, said, str(file), complain)
     extra: dict[str, Any] = {}
     if everything:
         with _unreadable(str(file)):
             extra = _children(tree, _IMAGE_TAGS)
-            further = {} if size is None else _children(size, {"width", "height"})
+            further = {} if entry is None else _children(entry, {"width", "height"})
         extra |= {"size": further} if further else {}
-    return RawImage(path, position, width, height, [], str(file), extra)
+    return RawImage(
+        path, position, size.width, size.height, [], str(file), extra, size_known=size.known
+    )
 
 
 def _add_objects(

@@ -112,6 +112,7 @@ def write_dirty_coco(root: Path) -> DataConfig:
     write_picture(root / "images" / "val.jpg", 40)
     write_picture(root / "images" / "unlisted.jpg", 41)
     write_picture(root / "images" / "lost.jpg", 42)
+    write_picture(root / "images" / "no_size.jpg", 43)
     (root / "images" / "leak.jpg").write_bytes((root / "images" / "val.jpg").read_bytes())
     images = [
         {"id": number, "file_name": name, "width": SIZE[0], "height": SIZE[1]}
@@ -123,7 +124,7 @@ def write_dirty_coco(root: Path) -> DataConfig:
     images += [
         {"id": 1, "file_name": "good1.jpg", "width": 64, "height": 48},  # image_id_duplicate
         {"id": 100, "file_name": "good1.jpg", "width": 64, "height": 48},  # image_listed_twice
-        {"id": 101, "file_name": "no_size.jpg", "width": 0, "height": 48},  # size_invalid
+        {"id": 101, "file_name": "no_size.jpg", "width": 0, "height": 48},  # size_missing
         {"id": 102, "file_name": "../../out.jpg", "width": 64, "height": 48},  # path_outside
     ]
     good = id_of["good2.jpg"]
@@ -142,6 +143,7 @@ def write_dirty_coco(root: Path) -> DataConfig:
     ]
     annotations += [{"image_id": good, "category_id": 4, "bbox": box} for box in bad_boxes]
     annotations += [{"image_id": good, "category_id": 4, "bbox": [5, 5, 7, 7]}] * 2
+    annotations += [{"image_id": 101, "category_id": 4, "bbox": [5, 5, 7, 7]}]
     lost = id_of["lost.jpg"]  # image_objects_lost
     annotations += [{"image_id": lost, "category_id": 99, "bbox": [5, 5, 7, 7]}]
     odd = [{"area": "large"}, {"segmentation": [[1, 2, 3]]}]  # area_invalid, outline_malformed

@@ -20,9 +20,12 @@ from tests.unit.data.corpus import (
 from tests.unit.data.sets import bccd
 
 _TWICE = {"image_truncated": 5, "box_duplicate": 2, "image_no_boxes": 2}
-_OF_OTHER_FORMATS = {"annotation_missing", "annotation_unreadable", "encoding", "size_missing"}
+_OF_OTHER_FORMATS = {"annotation_missing", "annotation_unreadable", "encoding"}
 _OF_YOLO = {"label_without_image", "label_shared", "image_kind_unread"}
-_OF_CLASSES = {"classes_differ", "class_names_alike", "class_count_differs"}
+_OF_CLASSES = {
+    *("classes_differ", "class_names_alike", "class_names_same", "class_count_differs"),
+    *("class_group", "class_list_differs"),
+}
 _OF_SPLITS = {"objects_missing", "splits_same"}
 _OF_NATIVE_CODE = {"image_crashes_decoder", "image_hangs_decoder"}  # see test_scan
 
@@ -34,10 +37,10 @@ def test_an_audit_finds_every_defect_once(tmp_path, decode, record_property):
     wanted = KINDS.keys() - _OF_OTHER_FORMATS - _OF_YOLO - _OF_NATIVE_CODE
     wanted -= _OF_CLASSES | _OF_SPLITS
     assert counts == {kind: _TWICE.get(kind, 1) for kind in wanted}
-    assert {row.name for row in report.rows() if row.counts.get("val")} == {"class_ids_gap"}
+    assert not any(row.counts.get("val") for row in report.rows())
     severities = [row.kind.severity for row in report.rows()]
     assert severities == sorted(severities, key=["error", "warning", "note"].index)
-    assert report.errors == 16
+    assert report.errors == 15
     record_property("figure", f"{len(wanted)} of {len(wanted)} kinds of defects found")
 
 
@@ -124,12 +127,10 @@ def test_other_validation_classes_are_report_error(tmp_path):
     content["categories"][0]["name"] = "dog"
     file.write_text(json.dumps(content))
     report = validate(settings, decode=False, workers=1)
-    assert report.errors == 1
-    (finding,) = (f for f in report.as_json()["findings"] if f["kind"] == "classes_differ")
+    (finding,) = (f for f in report.as_json()["findings"] if f["kind"] == "class_unknown")
     assert (
-        f"{tmp_path}/train.json and {file} have different categories (1 cat, 1 dog)"
-        in (finding["text"])
-    )
+        finding["split"] == "val" and report.errors == 3
+    )  # and the image, and the split, have none
 
 
 def test_one_list_for_both_splits_is_no_leakage(tmp_path):

@@ -168,7 +168,7 @@ def test_other_validation_classes_write_nothing(tmp_path):
     report = validate(settings, decode=False, workers=1)
     with pytest.raises(DataError) as caught:
         clean_copy(report, "yolo", tmp_path / "out", images="copy")
-    assert caught.value.code == "classes_differ"
+    assert caught.value.code == "no_good_image"
     assert not (tmp_path / "out").exists()
 
 

@@ -43,14 +43,14 @@ def test_check_continues_without_invalid_coco_parts(tmp_path):
     content["images"] += [
         {"id": 1, "file_name": "000.jpg", "width": 64, "height": 48},
         {"id": 7, "file_name": "../007.jpg", "width": 64, "height": 48},
-        {"id": 8, "file_name": "008.jpg", "width": 0, "height": "48"},
+        {"id": 8, "file_name": "002.jpg", "width": 0, "height": "48"},
         {"id": "x", "file_name": "009.jpg", "width": 64, "height": 48},
         {"id": 10, "file_name": "001.jpg", "width": 64.0, "height": 48},
         7,
     ]
     content["annotations"] += [
         one | {"image_id": 99},
-        one | {"id": 5, "image_id": 8},  # of an image left out: without a word
+        one | {"id": 5, "image_id": 7},  # of an image left out: without a word
         two | {"id": 6, "category_id": [3]},
         three,
         one | {"id": 8, "area": "large"},
@@ -62,11 +62,12 @@ def test_check_continues_without_invalid_coco_parts(tmp_path):
     write_json(tmp_path, content)
     raw, issues = found_in(coco_config(tmp_path))
     assert [issue.code for issue in issues] == [
-        "class_ids_gap", "image_id_duplicate", "path_outside", "size_invalid", "annotation_line",
+        "class_ids_gap", "image_id_duplicate", "path_outside", "size_missing", "annotation_line",
         "annotation_line", "image_unknown", "class_unknown", "annotation_id_duplicate",
         "area_invalid", "outline_malformed", "annotation_line", "image_listed_twice",
+        "image_listed_twice",
     ]  # fmt: skip
-    assert [image.image_id for image in raw.images] == [1, 2, 3, 4, 10]
+    assert [image.image_id for image in raw.images] == [1, 2, 3, 4, 8, 10]
     assert sum(len(image.objects) for image in raw.images) == 6
     file = tmp_path / "set.json"
     assert issues[0].text == (
@@ -88,11 +89,13 @@ def test_check_continues_without_invalid_voc_objects(tmp_path):
     files["d"].write_text(files["d"].read_text().replace("<name>cat</name>", ""))
     raw, issues = found_in(config)
     assert [issue.code for issue in issues] == [
-        "annotation_unreadable", "size_invalid", "annotation_line", "annotation_missing",
+        "annotation_unreadable", "annotation_line", "annotation_missing",
         "path_outside", "class_unknown", "class_unknown", "image_listed_twice",
     ]  # fmt: skip
-    assert [image.path.name for image in raw.images] == ["a.jpg", "d.jpg", "a.jpg"]
-    assert not any(image.objects for image in raw.images)
+    assert [image.path.name for image in raw.images] == ["a.jpg", "c.jpg", "d.jpg", "a.jpg"]
+    assert [(len(each.objects), each.size_known) for each in raw.images] == [
+        (0, True), (1, False), (0, True), (0, True),
+    ]  # fmt: skip
 
 
 def test_check_continues_without_invalid_yolo_lines(tmp_path):
@@ -284,10 +287,8 @@ def test_coco_masks_are_kept_on_request(tmp_path):
     ]  # fmt: skip
     write_json(tmp_path, content)
     config = coco_config(tmp_path)
-    two, none = read_split(config, "train", 3, masks=True).records[0].polygons_M
-    assert [part.tolist() for part in two] == [
-        [[5.25, 5], [15, 5], [15, 15]], [[5.25, 5], [15, 5]],
-    ]  # fmt: skip
+    one, none = read_split(config, "train", 3, masks=True).records[0].polygons_M
+    assert [part.tolist() for part in one] == [[[5.25, 5], [15, 5], [15, 15]]]
     assert none == ()
     raw, _ = found_in(config)
     assert raw.images[0].objects[1].extra == {"id": 2, "segmentation": rle}
@@ -297,7 +298,8 @@ def test_coco_masks_are_kept_on_request(tmp_path):
 @pytest.mark.parametrize(
     "segmentation",
     [[[1, 2, 3, 4, 5]], [1, 2, 3, 4, 5, 6], "outline", 7, [[1, 2, None, 4]], [[1, 2, math.nan, 4]],
-     [[1, 2, math.inf, 4]], [[1, 2, 3, 4], [{}]]],
+     [[1, 2, math.inf, 4]], [[1, 2, 3, 4], [{}]], [[[]]], [[1, 2]], [[1, 2, 3, 4]],
+     [[1, 2, 3, 4, 5, 6, 7]]],
 )  # fmt: skip
 def test_object_with_malformed_outline_keeps_its_box(tmp_path, segmentation):
     content = coco_content(write_images(tmp_path / "images", 2))

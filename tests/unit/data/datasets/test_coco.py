@@ -8,10 +8,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from ppdist.config.data import DataConfig
-from ppdist.data.datasets.build import (
-    read_split,
-)
+from ppdist.config.data import DataConfig, SplitConfig
+from ppdist.data.datasets.build import read_split
+from ppdist.data.datasets.coco_stream import read_index
 from ppdist.data.types import DetectionSet, Records
 from tests.unit.data.datasets.messages import message_of
 from tests.unit.data.sets import (
@@ -214,3 +213,156 @@ def test_crowds_areas_and_sparse_category_ids_are_kept(tmp_path):
     assert record.labels_M.tolist() == [1, 0]
     assert record.crowd_M.tolist() == [True, False]
     assert record.area_M.tolist() == [7.5, 12.0]
+
+
+@pytest.mark.parametrize("fast", [True, False])
+@pytest.mark.parametrize(
+    ("sides", "known"),
+    [({"width": -1, "height": -1}, True), ({"width": 0, "height": 0}, True), ({}, True),
+     ({"width": 64}, True), ({"width": None, "height": "48"}, True), ({}, False)],
+)  # fmt: skip
+def test_a_missing_or_wrong_size_is_that_of_the_image(tmp_path, sides, known, fast):
+    content = coco_content(write_images(tmp_path / "images", 3))
+    if not known:
+        (tmp_path / "images" / "001.jpg").write_bytes(b"no image")
+    for entry in content["images"]:
+        del entry["width"], entry["height"]
+        entry |= sides
+    write_json(tmp_path, content)
+    dataset = read_split(coco_config(tmp_path), "train", 3, masks=not fast)
+    sizes = [(record.width, record.height) for record in dataset.records]
+    assert sizes == [(64, 48), (64, 48) if known else (1, 1), (64, 48)]
+    assert [len(record.labels_M) for record in dataset.records] == [0, 1, 2]
+    (note,) = dataset.notes  # one line, and how many
+    assert f"(and {1 + known} more:" in note
+
+
+def rle_of(mask_HW: np.ndarray, compressed: bool) -> dict:
+    """COCO's run-length mask, by pycocotools."""
+    from pycocotools import mask as masks
+
+    encoded = masks.encode(np.asfortranarray(mask_HW.astype(np.uint8)))
+    if compressed:
+        return {"size": encoded["size"], "counts": encoded["counts"].decode()}
+    flat = mask_HW.T.reshape(-1)
+    edges = np.flatnonzero(np.diff(flat.astype(int))) + 1
+    runs = np.diff([0, *edges, len(flat)]).tolist()
+    return {"size": [*mask_HW.shape], "counts": [0, *runs] if flat[0] else runs}
+
+
+@pytest.mark.parametrize("compressed", [True, False])
+def test_a_box_that_is_not_given_is_that_of_the_mask(tmp_path, compressed):
+    from pycocotools import mask as masks
+
+    rng = np.random.RandomState(0)
+    content = coco_content(write_images(tmp_path / "images", 1))
+    found, expected = [], []
+    for number in range(30):
+        mask_HW = np.zeros((48, 64), bool)
+        for _ in range(rng.randint(1, 4)):
+            top, left = rng.randint(0, 47), rng.randint(0, 63)
+            mask_HW[top : top + rng.randint(1, 48), left : left + rng.randint(1, 30)] = True
+        outline = rle_of(mask_HW, compressed)
+        found.append({"id": number, "image_id": 1, "category_id": 1, "segmentation": outline})
+        box = masks.toBbox(masks.encode(np.asfortranarray(mask_HW.astype(np.uint8))))
+        expected.append([box[0], box[1], box[0] + box[2], box[1] + box[3]])
+    write_json(tmp_path, content | {"annotations": found})
+    boxes_M4 = read_split(coco_config(tmp_path), "train", 3).records[0].boxes_M4
+    assert boxes_M4.tolist() == expected
+
+
+@pytest.mark.parametrize("bbox", [{}, {"bbox": None}, {"bbox": []}, {"bbox": [0, 0, 0, 0]}])
+def test_a_box_that_is_not_given_is_that_of_the_outline(tmp_path, bbox):
+    outline = [[5, 6, 15.5, 6, 15.5, 20], [3, 7, 4, 7, 4, 8], []]
+    entry = {"id": 1, "image_id": 1, "category_id": 1, "segmentation": outline, **bbox}
+    content = coco_content(write_images(tmp_path / "images", 1)) | {"annotations": [entry]}
+    write_json(tmp_path, content)
+    for masks in (False, True):
+        (record,) = read_split(coco_config(tmp_path), "train", 3, masks=masks).records
+        assert record.boxes_M4.tolist() == [[3, 6, 15.5, 20]]
+
+
+@pytest.mark.parametrize(
+    "outline",
+    [None, [], [[]], [[1, 2]], [[1, 2, 3, 4]], [[[1, 2, 3, 4, 5, 6]]], [[1, 2, 3, 4, 5, 6, 7]], "x",
+     {}, {"size": [48, 64], "counts": "~"}, {"size": [48, 64], "counts": [48 * 64]},
+     {"size": [48, 64], "counts": [1, 2]}, {"size": [0, 64], "counts": [0]}, {"counts": [1, 2]},
+     {"size": [48, 64], "counts": [-5, 48 * 64 + 5]}, {"size": [48, 64], "counts": []},
+     {"size": [48, 64], "counts": "o" * 40}],
+)  # fmt: skip
+def test_an_object_with_neither_box_nor_outline_is_named(tmp_path, outline):
+    content = coco_content(write_images(tmp_path / "images", 2))
+    del content["annotations"][0]["bbox"]
+    content["annotations"][0]["segmentation"] = outline
+    write_json(tmp_path, content)
+    assert "bbox None, and no outline" in message_of(coco_config(tmp_path), "annotation_line")
+
+
+def categories(*pairs: tuple[int, str], above: str = "") -> list[dict]:
+    return [{"id": number, "name": name, "supercategory": above} for number, name in pairs]
+
+
+CLASSES = categories((1, "RBC"), (2, "WBC"), (3, "Platelets"))
+ORDER = categories((2, "WBC"), (7, "RBC"), (9, "Platelets"))
+FEWER = categories((5, "Platelets"), (1, "WBC"))
+MORE = [*CLASSES, *categories((4, "other"))]
+GROUPED = [*categories((0, "cells")), *categories((1, "RBC"), (2, "WBC"), above="cells")]
+TWICE = categories((1, "RBC"), (2, "WBC"), (3, "RBC"))
+
+
+@pytest.mark.parametrize("masks", [False, True])
+@pytest.mark.parametrize(
+    ("train", "val", "used", "names", "labels", "ids"),
+    [
+        (CLASSES, ORDER, (2, 7, 9), NAMES, [1, 0, 2], (7, 2, 9)),
+        (CLASSES, FEWER, (5, 1), NAMES, [2, 1], (6, 1, 5)),
+        (CLASSES, MORE, (3,), NAMES, [2], (1, 2, 3)),
+        (GROUPED, GROUPED, (1, 2), ("RBC", "WBC"), [0, 1], (1, 2)),
+        (GROUPED, CLASSES, (2, 1), ("RBC", "WBC"), [1, 0], (1, 2)),
+        (TWICE, TWICE, (1, 2, 3), ("RBC", "WBC"), [0, 1, 0], (1, 2)),
+        (TWICE, CLASSES, (2, 1), ("RBC", "WBC"), [1, 0], (1, 2)),
+    ],
+)
+def test_splits_agree_on_classes_by_name(tmp_path, train, val, used, names, labels, ids, masks):
+    """Train has an object of each class; val of those in `used`."""
+    write_images(tmp_path / "images", 1)
+    image = {"id": 1, "file_name": "000.jpg", "width": 64, "height": 48}
+    of_train = [each["id"] for each in train if each["name"] != "cells"]
+    for split, known, own in (("train", train, of_train), ("val", val, used)):
+        things = [
+            {"id": number, "image_id": 1, "category_id": category, "bbox": [number, 1, 5, 5]}
+            for number, category in enumerate(own)
+        ]
+        content = {"images": [image], "annotations": things, "categories": known}
+        (tmp_path / f"{split}.json").write_text(json.dumps(content))
+    config = DataConfig(
+        root=str(tmp_path),
+        train=SplitConfig(annotations="train.json"),
+        val=SplitConfig(annotations="val.json"),
+    )
+    assert read_index(tmp_path / "train.json") == (["000.jpg"], names)
+    assert read_split(config, "train", len(names), masks=masks).class_names == names
+    found = read_split(config, "val", len(names), masks=masks)
+    assert (found.class_names, found.category_ids) == (names, ids)
+    assert found.records[0].labels_M.tolist() == labels
+    named = config.model_copy(update={"class_names": names[::-1]})
+    last = len(names) - 1
+    reversed_labels = read_split(named, "val", len(names), masks=masks).records[0].labels_M
+    assert reversed_labels.tolist() == [last - label for label in labels]
+
+
+def test_an_object_of_a_class_that_training_has_not_names_both_files(tmp_path):
+    content = coco_content(write_images(tmp_path / "images", 4))
+    (tmp_path / "train.json").write_text(json.dumps(content))
+    content["categories"][0]["name"] = "red"
+    file = write_json(tmp_path, content)
+    config = coco_config(tmp_path)
+    alone = config.model_copy(update={"train": SplitConfig(annotations="absent.json")})
+    assert read_split(alone, "val", 3).class_names == ("red", "WBC", "Platelets")
+    config = config.model_copy(update={"train": SplitConfig(annotations="train.json")})
+    assert message_of(config, "class_unknown", split="val") == (
+        f"{file}: annotation 1: class 'red' is not among those of {tmp_path / 'train.json'} "
+        f"(RBC, WBC, Platelets)"
+    )
+    named = coco_config(tmp_path, class_names=NAMES)
+    assert "not among those of data.class_names" in message_of(named, "class_unknown")
