@@ -134,7 +134,9 @@ def train(arguments: argparse.Namespace, callbacks: Sequence["Callback"] = ()) -
 
     def begin(log: "RunLog") -> None:
         if recipe:
-            log.info(comm.run_on_main(lambda: _write(recipe, output_dir, before, arguments.eval)))
+            again = comm.run_on_main(lambda: _write(recipe, output_dir, before, arguments.eval))
+            log.headline("again", again)
+            _tell(recipe, log)
         notice = started_by_stock_launcher()
         if notice:
             log.warning(notice)
@@ -148,7 +150,6 @@ def train(arguments: argparse.Namespace, callbacks: Sequence["Callback"] = ()) -
         command=command_line(),
         resume_changed=arguments.resume_changed,
         callbacks=callbacks,
-        joined=lambda: _show(recipe) if recipe and comm.is_main() else None,
         begin=begin,
     )
 
@@ -180,22 +181,18 @@ def _fitted(arguments: argparse.Namespace) -> "Recipe":
     return fit_recipe(layout, wishes, arguments.override, comm.world_size())
 
 
-def _show(recipe: "Recipe") -> None:
-    from rich.console import Console
-    from rich.markup import escape
-    from rich.table import Table
-
-    table = Table("decided", "value", "why")
-    for row in recipe.rows:
-        table.add_row(*map(escape, row))
-    Console(stderr=True, width=None if sys.stderr.isatty() else 120).print(table)
+def _tell(recipe: "Recipe", log: "RunLog") -> None:
+    """The reasons to train.log, and what a recipe is to be known for to the console."""
+    log.table("decided", recipe.rows)
+    for note in recipe.notes:
+        log.note(note)
 
 
 _ASIDE = "old-*"  # in output_dir: earlier runs
 
 
 def _write(recipe: "Recipe", output_dir: Path, before: set[Path], evaluate: bool) -> str:
-    """Writes the configuration beside its run; returns a line that says so.
+    """Writes the configuration beside its run; returns the command that trains with it.
 
     An earlier one goes with its run, where that was moved aside; else an edited one is kept here.
 
@@ -213,8 +210,7 @@ def _write(recipe: "Recipe", output_dir: Path, before: set[Path], evaluate: bool
         if file.exists() and file.read_bytes() != content:  # perhaps edited by hand
             file.replace(_unused(file.with_name(f"{FILE}.old")))
         replace_file(file, content)
-    again = shlex.join(["ppdist", "train", "-c", str(file), *(["--eval"] if evaluate else [])])
-    return f"wrote {file}, a configuration to edit; `{again}` is this run"
+    return shlex.join(["ppdist", "train", "-c", str(file), *(["--eval"] if evaluate else [])])
 
 
 def _unused(file: Path) -> Path:

@@ -1,5 +1,6 @@
 """What a run says while it works: console, train.log, metrics.jsonl, metric writers.
 
+    EarlyLog                     the console until the folder of the run is its own
     RunLog                       all of it; who trains, evaluates or saves calls this
     ETA                          how long the rest of the run takes
     read_metrics, MetricRecords  metrics.jsonl again, by kind of record
@@ -27,12 +28,13 @@ from typing import Any, TextIO, cast
 
 import numpy as np
 from rich.console import Console
+from rich.markup import escape
 from rich.progress import BarColumn, Progress, TaskID, TextColumn
 from rich.table import Table
 
 from ppdist.common.errors import ConfigError
 from ppdist.common.files import replace_file
-from ppdist.common.process import log_line, printable, say
+from ppdist.common.process import BARE, DETAIL, NOTE, log_line, printable, say
 from ppdist.common.trackers import TrackedRun, TrackerProcess, require_tracker
 from ppdist.common.writers import (
     MetricWriters,
@@ -43,8 +45,13 @@ from ppdist.common.writers import (
 )
 
 _LOGGER = logging.getLogger("ppdist")
-_PLAIN_WIDTH = 120  # columns of a table where there is no terminal
+_FILE_WIDTH = 120  # columns of a table in train.log
+_PLAIN_WIDTH = 80  # of the console where there is no terminal
 _REFRESH_SECONDS = 0.2
+_SILENT_SECONDS = 60.0  # without a terminal: a step is told where nothing was for so long
+_OPENING_LINES = 6  # of warnings on the console before the first step
+_WARNING_LINES = 2  # of each
+_HEADER_EVERY = 20  # rows of a table that grows
 
 
 class RunLog:
@@ -68,6 +75,7 @@ class RunLog:
         tensorboard: bool = False,
         trackers: Sequence[tuple[str, Any]] = (),
         histograms: bool = False,
+        early: "EarlyLog | None" = None,
     ) -> None:
         """Opens the files of the run.
 
@@ -82,6 +90,8 @@ class RunLog:
             visualdl, tensorboard: write for them, too.
             trackers: (`package.module:Class` of its writer, its section) of each tracker.
             histograms: those who evaluate also write how weights and gradients are spread.
+            early: what was said before: train.log has it, too, and until the first step the
+                console is as short.
         Raises: ConfigError: output_dir cannot be made or written, or a package is missing.
         """
         self._main = main
@@ -98,6 +108,8 @@ class RunLog:
         self._bar: Progress | None = None
         self._task = TaskID(0)
         self._refreshed = 0.0
+        self._rows = 0  # of the table that grows
+        self._header = ""  # its
         self._warned: set[str] = set()
         self.writers = MetricWriters(self.warn_once)  # of other ranks than 0 empty
         self._trackers: list[TrackerProcess] = []  # of them
@@ -105,8 +117,8 @@ class RunLog:
             _LOGGER.setLevel(logging.WARNING)
             return
         self._stdout_before, self._screen = sys.stdout, Screen(sys.stdout)
-        width = None if self._screen.isatty() else _PLAIN_WIDTH
-        self._console = Console(file=cast(TextIO, self._screen), width=width)
+        self._console = _console_on(self._screen)
+        self._told = time.monotonic()  # when a console without a terminal had its last line
         self._metrics_path = output_dir / "metrics.jsonl"
         if tensorboard:
             require_tensorboardx()
@@ -123,7 +135,7 @@ class RunLog:
         for record in kept:
             if record.get("eval_seconds") is not None:
                 self._eta.remember(record["eval_seconds"])
-        self._open_handlers()
+        self._open_handlers(early)
         self._open_writers(visualdl, tensorboard, resume_step)
         for target, tracker in trackers:
             self._open_tracker(target, tracker, resume_step)
@@ -144,6 +156,32 @@ class RunLog:
         if self._main:
             _LOGGER.warning(message)
 
+    def detail(self, message: str) -> None:
+        """Like `info`, to train.log alone."""
+        if self._main:
+            _LOGGER.info(message, extra=DETAIL)
+
+    def note(self, message: str) -> None:
+        """Like `info`, as short on the console as warnings before the first step."""
+        if self._main:
+            _LOGGER.info(message, extra=NOTE)
+
+    def headline(self, name: str, text: str) -> None:
+        """One of the few lines that say at the start what run this is."""
+        if self._main:
+            _LOGGER.info(f"{name:10}{text}", extra=BARE)
+
+    def row(self, header: str, row: str) -> None:
+        """A row of a table that grows with the run; the header stands above it now and then."""
+        if not self._main:
+            return
+        if header != self._header or self._rows % _HEADER_EVERY == 0:
+            self._header, self._rows = header, 0
+            _LOGGER.info(header, extra=BARE)
+        self._rows += 1
+        self._told = time.monotonic()
+        _LOGGER.info(row, extra=BARE)
+
     def warn_once(self, what: str, error: Exception) -> None:
         """For what is written besides, and may fail each time."""
         if what not in self._warned:
@@ -151,17 +189,20 @@ class RunLog:
             said = f"{type(error).__name__}: {error}"
             self.warning(f"{what} cannot be written, continuing without it: {said}")
 
-    def table(self, title: str, rows: list[tuple[str, str, str]]) -> None:
-        """A table of (what, value, why) to console and train.log."""
+    def table(
+        self, title: str, rows: Sequence[tuple[str, str, str]], on_console: bool = False
+    ) -> None:
+        """A table of (what, value, why) to train.log, and to the console where asked."""
         if not self._main:
             return
         table = Table("", "", "", title=title, title_justify="left", show_header=False)
         for row in rows:
-            table.add_row(*row)
-        plain = Console(file=io.StringIO(), width=_PLAIN_WIDTH)
-        plain.print(table, markup=False)
-        self._console.print(table)
-        self._to_file_only("\n" + plain.file.getvalue().rstrip())  # type: ignore[attr-defined]
+            table.add_row(*map(escape, row))
+        plain = Console(file=io.StringIO(), width=_FILE_WIDTH, force_jupyter=False)
+        plain.print(table)
+        if on_console:
+            self._console.print(table)
+        self.detail("\n" + plain.file.getvalue().rstrip())  # type: ignore[attr-defined]
 
     def metrics(self, record: dict[str, Any]) -> None:
         """One line of metrics.jsonl, on its way to disk at return; the writers get its numbers.
@@ -204,13 +245,28 @@ class RunLog:
 
     def spending(self, part: str, step: int) -> AbstractContextManager[None]:
         """Around an evaluation or a save between two steps; see `ETA.spending`."""
-        return self._eta.spending(part, step) if self._main else nullcontext()
+        if not self._main:
+            return nullcontext()
+        if part == EVALUATION:
+            self.busy("evaluating")
+        return self._eta.spending(part, step)
+
+    def busy(self, what: str, done: int = 0, total: int = 0) -> None:
+        """The bar says what a run does between or after its steps; without one nobody does.
+
+        Args: done, total: parts of it; 0 of 0: not known, the bar stands where it is.
+        """
+        if self._bar is None:
+            return
+        if total:
+            self._bar.update(self._task, completed=done, total=total)
+        self._bar.update(self._task, description=what, refresh=True)
 
     def progress(self, step: int, fields: dict[str, str], waited: float = 0.0) -> None:
         """Shows how far the run is; call it after every optimizer step.
 
-        On a terminal a bar moves.  Otherwise, and in train.log always, a line appears every
-        `log.every_steps` steps and at the last.
+        On a terminal a bar moves.  In train.log a line appears every `log.every_steps` steps and
+        at the last; without a terminal also there, where it was silent for a minute.
 
         Args:
             step: optimizer steps done since the start of the run (also before a resume).
@@ -219,20 +275,27 @@ class RunLog:
         """
         if not self._main:
             return
+        self._end_opening()
         self._eta.stepped(step, waited)
-        text = self._line(step, fields)
+        left = self.time_left(step)
+        told = {**fields, **({"ETA": left} if left else {})}
+        values = "  ".join(f"{name} {value}" for name, value in told.items())
+        epoch = math.ceil(step / self._steps_per_epoch)
+        epochs = math.ceil(self._total_steps / self._steps_per_epoch)
         if step % self._every_steps == 0 or step == self._total_steps:
-            if self._console.is_terminal:
-                self._to_file_only(text)
+            text = f"epoch {epoch}/{epochs}  step {step}/{self._total_steps}  {values}"
+            if self._console.is_terminal or time.monotonic() - self._told < _SILENT_SECONDS:
+                self.detail(text)
             else:
+                self._told = time.monotonic()
                 _LOGGER.info(text)
         if self._console.is_terminal:
-            self._move_bar(step, text)
+            self._move_bar(step, f"{epoch}/{epochs}  {values}")
 
-    def eta(self, step: int) -> str:
-        """` ETA 4m 07s`, or nothing where that cannot be known yet."""
+    def time_left(self, step: int) -> str:
+        """`4m 07s`; "": it cannot be known yet, or the run is over."""
         left = self._eta.left(step) if self._main and step < self._total_steps else None
-        return "" if left is None else f"  ETA {duration(left)}"
+        return "" if left is None else duration(left)
 
     def closing_seconds(self) -> float:
         """What a step, an evaluation and a save may take now, on rank 0."""
@@ -242,7 +305,7 @@ class RunLog:
         """The table at the end: how it went, where everything is, where the time went."""
         if self._main:
             rows = run_summary(self._output_dir, self._eta.seconds())
-            self.table(f"{self._output_dir}", rows)
+            self.table(f"{self._output_dir}", rows, on_console=True)
             for command in commands(self._output_dir):  # a table would break them
                 self.info(f"look at it: {command}")
 
@@ -253,6 +316,7 @@ class RunLog:
 
     def close(self) -> None:
         """Closes the files and gives the logger back as it was; the second call does nothing."""
+        self._end_opening()
         if self._bar is not None:
             self._bar.stop()
             self._bar = None
@@ -265,18 +329,33 @@ class RunLog:
         _LOGGER.setLevel(self._level_before)
         _LOGGER.propagate = self._propagate_before
 
-    def _open_handlers(self) -> None:
+    def _open_handlers(self, early: "EarlyLog | None") -> None:
         _LOGGER.setLevel(logging.INFO)
         _LOGGER.propagate, _LOGGER.handlers = False, []
         sys.stdout = self._screen  # also for whoever prints without asking the log
-        self._handlers.append(ConsoleHandler(self._console, self._screen))
-        _LOGGER.addHandler(self._handlers[0])
+        self._to_console = ConsoleHandler(self._console, self._screen)
+        if early is not None:
+            self._to_console.opening = early.opening
+        self._handlers.append(self._to_console)
+        _LOGGER.addHandler(self._to_console)
         try:
             self._handlers.append(LogFileHandler(self._output_dir / "train.log"))
         except OSError as error:
             self.warn_once("train.log", error)
             return
+        for record in early.records if early is not None else ():
+            self._handlers[1].handle(record)
         _LOGGER.addHandler(self._handlers[1])
+
+    def _end_opening(self) -> None:
+        """The first step: from now on the console shows all that is said."""
+        if not self._handlers or self._to_console.opening is None:
+            return
+        withheld, self._to_console.opening = self._to_console.opening.withheld, None
+        if withheld:
+            where = self._output_dir / "train.log"
+            text = f"{withheld} more warning{'s' * (withheld > 1)}; all of them in full: {where}"
+            self._console.print(text, style="yellow", markup=False, highlight=False, soft_wrap=True)
 
     def _open_writers(self, visualdl: bool, tensorboard: bool, resume_step: int | None) -> None:
         folder = self._output_dir
@@ -300,19 +379,6 @@ class RunLog:
 
         self.writers.open(config.name, start)
 
-    def _to_file_only(self, text: str) -> None:
-        record = _LOGGER.makeRecord("ppdist", logging.INFO, "", 0, text, (), None)
-        for handler in self._handlers:
-            if isinstance(handler, logging.FileHandler):
-                handler.handle(record)
-
-    def _line(self, step: int, fields: Mapping[str, str]) -> str:
-        epoch = math.ceil(step / self._steps_per_epoch)
-        epochs = math.ceil(self._total_steps / self._steps_per_epoch)
-        values = "  ".join(f"{name} {value}" for name, value in fields.items())
-        eta = self.eta(step)
-        return f"epoch {epoch}/{epochs}  step {step}/{self._total_steps}  {values}{eta}"
-
     def _move_bar(self, step: int, text: str) -> None:
         now = time.monotonic()
         if self._bar is None:
@@ -320,13 +386,17 @@ class RunLog:
                 BarColumn(bar_width=20),
                 TextColumn("{task.description}", markup=False),
                 console=self._console,
+                transient=True,
                 auto_refresh=False,  # no thread: DataLoader workers are forked beside us
             )
             self._bar.start()
             self._task = self._bar.add_task("", total=self._total_steps)
         if now - self._refreshed >= _REFRESH_SECONDS or step == self._total_steps:
             self._refreshed = now
-            self._bar.update(self._task, completed=step, description=text, refresh=True)
+            total = self._total_steps
+            self._bar.update(
+                self._task, completed=step, total=total, description=text, refresh=True
+            )
 
 
 def _begin_metrics(path: Path, resume_step: int | None) -> list[dict[str, Any]]:
@@ -396,19 +466,112 @@ class Screen(io.TextIOBase):
             self.problem = error
 
 
+def _console_on(screen: Screen) -> Console:
+    """As text also in Jupyter, which would show a table of rich's once more, as HTML."""
+    width = None if screen.isatty() else _PLAIN_WIDTH
+    return Console(file=cast(TextIO, screen), width=width, force_jupyter=False)
+
+
+class Opening:
+    """Room for warnings on the console before the first step; train.log has them in full."""
+
+    def __init__(self, width: int) -> None:
+        """Args: width: columns of the console."""
+        self._width = width
+        self._left = _OPENING_LINES
+        self.withheld = 0
+
+    def short(self, text: str) -> str:
+        """Its beginning; "": there is no room left."""
+        most = _WARNING_LINES * self._width
+        text = " ".join(text.split())
+        if len(text) > most:
+            text = f"{text[: most - 4]} ..."
+        lines = math.ceil(len(text) / self._width)
+        if lines > self._left:
+            self.withheld += 1
+            return ""
+        self._left -= lines
+        return text
+
+
+class EarlyLog:
+    """Rank 0's log until the folder of a run is known to be its own.
+
+    What is said meanwhile is on the console; `RunLog` takes it into train.log.  Where there will be
+    no train.log, because an error ends the run, warnings that were cut are said in full.
+    """
+
+    def __init__(self, main: bool) -> None:
+        """Args: main: True on rank 0; on others this does nothing."""
+        self._main = main
+        self.records: list[logging.LogRecord] = []
+        screen = Screen(sys.stdout)
+        console = _console_on(screen)
+        self._to_console = ConsoleHandler(console, screen)
+        self._keeper = _Keeper(self.records)
+        self.opening = self._to_console.opening = Opening(console.width)
+
+    def __enter__(self) -> "EarlyLog":
+        if self._main:
+            self._before = [*_LOGGER.handlers], _LOGGER.level, _LOGGER.propagate
+            _LOGGER.handlers, _LOGGER.propagate = [self._to_console, self._keeper], False
+            _LOGGER.setLevel(logging.INFO)
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        if not self._main:
+            return
+        _LOGGER.handlers, level, _LOGGER.propagate = self._before
+        _LOGGER.setLevel(level)
+        for record in filter(self._to_console.was_cut, self.records if kind else ()):
+            say(log_line(record))
+
+
+class _Keeper(logging.Handler):
+    """Keeps records."""
+
+    def __init__(self, records: list[logging.LogRecord]) -> None:
+        super().__init__()
+        self._records = records
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self._records.append(record)
+
+
 class ConsoleHandler(logging.Handler):
-    """Prints through rich, above a moving bar if there is one."""
+    """Prints through rich, above a moving bar if there is one.
+
+    opening: while it is there, warnings are short.
+    """
 
     def __init__(self, console: Console, screen: Screen) -> None:
         """Args: screen: the file of the console."""
         super().__init__()
+        self.opening: Opening | None = None
         self._console, self._screen = console, screen
         self._said = False
+        self._cut: set[int] = set()  # identities of records
+
+    def was_cut(self, record: logging.LogRecord) -> bool:
+        """Whether the console has not shown all of it."""
+        return id(record) in self._cut
 
     def emit(self, record: logging.LogRecord) -> None:
-        style = "" if record.levelno < logging.WARNING else "yellow"
+        if getattr(record, "detail", False):
+            return
+        warns = record.levelno >= logging.WARNING
+        text = log_line(record)
+        if self.opening is not None and (warns or getattr(record, "note", False)):
+            short = self.opening.short(text)
+            if short != text:
+                self._cut.add(id(record))
+            text = short
+        if not text:
+            return
+        style = "yellow" if warns else ""
         self._console.print(
-            log_line(record),
+            text,
             style=style,
             markup=False,
             highlight=False,
@@ -652,6 +815,7 @@ class MetricRecords:
 
     Attributes:
         steps: means over some training steps.
+        epochs: means over the steps of each; under `epoch_end`.
         evaluations: of the whole validation set.
         ranks: seconds of each rank over the same steps as in `steps`.
         starts: with what the run derived; more than one after restarts.
@@ -661,6 +825,7 @@ class MetricRecords:
     """
 
     steps: list[Record] = field(default_factory=list)
+    epochs: list[Record] = field(default_factory=list)
     evaluations: list[Record] = field(default_factory=list)
     ranks: list[Record] = field(default_factory=list)
     starts: list[Record] = field(default_factory=list)
@@ -688,8 +853,10 @@ class MetricRecords:
             self.finished = record["finished"]
         elif _is_number(record.get("returned_from_step")):
             self.rollbacks.append(record)
-            for kind in (self.steps, self.evaluations, self.ranks):
+            for kind in (self.steps, self.epochs, self.evaluations, self.ranks):
                 kind[:] = [each for each in kind if each["step"] <= record["step"]]
+        elif isinstance(record.get("epoch_end"), Mapping):
+            self.epochs.append(record)
         elif "eval_seconds" in record:
             self.evaluations.append(record)
         elif "rank_step_seconds" in record:
@@ -709,7 +876,7 @@ def _is_number(value: object) -> bool:
 # --- the end of a run -----------------------------------------------------------------------------
 
 
-_SUMMARY_SCORES = ("mAP", "mAP50", "top1", "top5", "precision", "recall", "f1", "val_loss")
+_SUMMARY_SCORES = ("mAP", "mAP50", "top1", "top5", "val_loss")
 
 
 def run_summary(output_dir: Path, seconds: Mapping[str, float]) -> list[tuple[str, str, str]]:

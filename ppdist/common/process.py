@@ -126,8 +126,15 @@ class _PlainHandler(logging.Handler):
         say(log_line(record))
 
 
+# `extra=` of a record for train.log alone; of one that a console shows without its time; and of one
+# that is as short there as warnings are before the first step.
+DETAIL, BARE, NOTE = {"detail": True}, {"bare": True}, {"note": True}
+
+
 def log_line(record: logging.LogRecord) -> str:
     """`18:57:59 warning: text`, as users see every message."""
+    if getattr(record, "bare", False):
+        return printable(record.getMessage())
     clock = time.strftime("%H:%M:%S", time.localtime(record.created))
     mark = "" if record.levelno < logging.WARNING else f"{record.levelname.lower()}: "
     return f"{clock} {mark}{printable(record.getMessage())}"

@@ -46,7 +46,7 @@ import paddle
 
 from ppdist.common.errors import DataError
 from ppdist.common.machine import available_cores
-from ppdist.common.process import ends_with_this
+from ppdist.common.process import DETAIL, ends_with_this
 from ppdist.config.data import DataConfig
 from ppdist.data.cache import open_cache
 from ppdist.data.sampler import EvalSampler, TrainSampler, rectangular_shapes
@@ -350,7 +350,8 @@ def worker_count(wanted: int | Literal["auto"], ranks_on_host: int) -> int:
     of = f"{cores:.3g} cores" + (f" for {ranks_on_host} ranks" if ranks_on_host > 1 else "")
     if wanted == "auto":
         count, why = _automatic_workers(share, device.on_accelerator())
-        _LOGGER.info("data.workers: auto is %d per rank: %s, %s", count, of, why)
+        said = "data.workers: auto is %d per rank: %s, %s"
+        _LOGGER.info(said, count, of, why, extra=DETAIL)
         return count
     if wanted > max(1, share):
         _LOGGER.warning(

@@ -36,7 +36,7 @@ from PIL import Image, TiffImagePlugin
 from ppdist.common import stores
 from ppdist.common.errors import DataError
 from ppdist.common.files import make_folder, user_cache, writing
-from ppdist.common.process import ends_with_this
+from ppdist.common.process import DETAIL, ends_with_this
 from ppdist.common.writers import append_whole
 from ppdist.config.data import DataConfig
 from ppdist.data import storage
@@ -450,7 +450,8 @@ def _remembered(sets: Mapping[str, DetectionSet], *, decode: bool, workers: int)
     seconds, what = time.monotonic() - started, "pixels" if decode else "headers"
     if not decode and any(storage.is_remote(d.records[0].path) for d in sets.values() if d.records):
         what = "headers, in a store the listing alone,"
-    _LOGGER.info("data check: %s of %d images in %.1f s%s", what, count, seconds, again)
+    said = "data check: %s of %d images in %.1f s%s"
+    _LOGGER.info(said, what, count, seconds, again, extra=DETAIL)
     return known
 
 

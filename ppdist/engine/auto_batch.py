@@ -5,7 +5,7 @@ of its own (`memory_probe`), so whatever ends it ends no run: the kernel's out-o
 limit, oneDNN without memory for its buffers.  All ranks then take the least.  A run that resumes
 takes what its checkpoint was trained with and looks for nothing.
 
-The estimate (`log_estimate`), before the first step:
+The estimate (`require_memory`), before the run touches its folder:
 
     weights and statistics, their gradients, the optimizer's moments, the EMA
     + for each image of a micro-batch: the image, what forward keeps for backward, what the loss
@@ -40,7 +40,6 @@ import numpy as np
 import paddle
 
 from ppdist.common.errors import CheckpointError, ConfigError, Failure
-from ppdist.common.logging import RunLog
 from ppdist.common.machine import available_memory, process_memory
 from ppdist.common.process import EXIT_DIR_VARIABLE
 from ppdist.config import ExperimentConfig, plugins
@@ -73,6 +72,8 @@ _FLOAT = 4  # bytes
 _SIDE = 2  # of the small image, in multiples of the model's
 _IN_LOSS = 4  # times the outputs: decoded, scored, and gradients of both
 _IN_BACKWARD = 1.2  # times activations: gradients on their way, and gaps that the heap leaves
+_HOPELESS = 2.0  # times what is free: the estimate was never off by so much
+_ROOM = 0.9  # of what is free, for a batch that is recommended
 _LIBRARIES = 60 << 20  # what oneDNN and its like take with the first step
 
 
@@ -446,28 +447,54 @@ class Estimate:
         )
 
 
-def log_estimate(make: Callable[[], Estimate], log: RunLog) -> None:
-    """Logs what a step will take, and warns of ranks that have less.  Collective.
+def require_memory(make: Callable[[], Estimate]) -> tuple[str, str, list[str]]:
+    """Compares what a step will take with what is free.  Collective.
 
-    It ends no run: where the estimate cannot be made, a warning says so.
-
+    Where the estimate cannot be made, a warning says so.
     Args: make: makes the estimate, on each rank by itself.
+    Returns: a line in short and one in full, of this rank; warnings of all ranks with too little.
+    Raises: ConfigError, on every rank: some rank has less than half.
     """
+    short = full = ""
+    own: list[str] = []
+    most: int | None = None  # images that fit; None: those asked for may do
     try:
         expected = make()
         free = free_memory(comm.local_size())
-        line = (
-            f"{expected.line(device.on_accelerator())}; with its data read a rank takes "
-            f"{shown(process_memory()['VmRSS'])}, and {shown(free[HOST])} are left for each"
-        )
+        short, full = _memory_lines(expected, free)
         own = list(shortages(expected, free))
+        if own and any(need > _HOPELESS * free[kind] for kind, need in needs(expected, free)):
+            most = images_that_fit(expected, free)
     except Exception as error:  # no estimate is worth a run
-        line, own = "", [f"rank {comm.rank()} cannot estimate the memory of a step: {error!r}"]
-    warnings_W = comm.all_gather_object(own)
-    if line:
-        log.info(line)
-    for warning in (each for warnings in warnings_W for each in warnings):
-        log.warning(warning)
+        own = [f"rank {comm.rank()} cannot estimate the memory of a step: {error!r}"]
+    found_W = comm.all_gather_object([own, most])
+    warnings = [warning for each, _ in found_W for warning in each]
+    fitting = [each for _, each in found_W if each is not None]
+    if not fitting:
+        return short, full, warnings
+    least = min(fitting)
+    smaller = f"--batch {least}, or --batch auto (with -c: train.batch_size_per_card)"
+    raise ConfigError(
+        warnings[0],
+        code="batch_exceeds_memory",
+        where="train.batch_size_per_card",
+        fix=smaller if least else "not one image fits: take a smaller --image-size or --model",
+    )
+
+
+def _memory_lines(expected: Estimate, free: Mapping[str, int]) -> tuple[str, str]:
+    """See `require_memory`."""
+    held, on_card = process_memory()["VmRSS"], device.on_accelerator()
+    if CARD in free:
+        short = f"{shown(expected.step)} of the card's {shown(free[CARD])}"
+    else:
+        short = f"{shown(expected.step if on_card else expected.total)}"
+        short += "" if on_card else f" of {shown(free[HOST])} free"
+    return (
+        f"a step of {expected.images} images takes about {short}",
+        f"{expected.line(on_card)}; with its data read a rank takes {shown(held)}, and "
+        f"{shown(free[HOST])} are left for each",
+    )
 
 
 def estimate(
@@ -566,20 +593,42 @@ def _bytes(tensor: paddle.Tensor) -> int:
     return math.prod(tensor.shape) * int(tensor.element_size())
 
 
-def shortages(expected: Estimate, free: dict[str, int]) -> Iterator[str]:
-    """A warning for each kind of memory of which this rank has too little.
+def needs(expected: Estimate, free: Mapping[str, int]) -> Iterator[tuple[str, int]]:
+    """Each kind of memory, and what of it this rank needs.
 
     Args: free: what it may still take, by kind.
     """
-    needed = dict.fromkeys(free, expected.kept if CARD in free else expected.total)
-    needed[CARD] = expected.step
-    for kind, limit in free.items():
-        if needed[kind] > limit:
+    for kind in free:
+        if kind == CARD:
+            yield kind, expected.step
+        else:
+            yield kind, expected.kept if CARD in free else expected.total
+
+
+def shortages(expected: Estimate, free: Mapping[str, int]) -> Iterator[str]:
+    """A warning for each kind of memory of which this rank has too little; args of `needs`."""
+    for kind, needed in needs(expected, free):
+        if needed > free[kind]:
             yield (
-                f"rank {comm.rank()} (host {comm.host()}) has {shown(limit)} left of the {kind}, "
-                f"and a step is estimated to take {shown(needed[kind])}; to find out what fits, "
-                f"set train.batch_size_per_card=auto train.total_batch=B, B the images of a step"
+                f"a step of {expected.images} images is estimated to take {shown(needed)} of the "
+                f"{kind}, and rank {comm.rank()} (host {comm.host()}) has {shown(free[kind])} "
+                f"left; a batch of {images_that_fit(expected, free)} fits, and "
+                f"train.batch_size_per_card=auto finds out"
             )
+
+
+def images_that_fit(expected: Estimate, free: Mapping[str, int]) -> int:
+    """The largest micro-batch, a power of two above 8, that leaves some room; 0: there is none.
+
+    Args: free: what this rank may still take, by kind.
+    """
+    each = expected.activations / expected.images
+    most = expected.images
+    for kind, needed in needs(expected, free):
+        if kind == CARD or CARD not in free:  # of the host, a card's images take nothing
+            left = _ROOM * free[kind] - (needed - expected.activations)
+            most = min(most, max(0, int(left / each)))
+    return most if most < 8 else 1 << (most.bit_length() - 1)
 
 
 # Memory there is, and memory taken

@@ -12,7 +12,7 @@ import paddle
 from ppdist import models
 from ppdist.common import files
 from ppdist.common.errors import ConfigError, UserError
-from ppdist.common.logging import RunLog
+from ppdist.common.logging import EarlyLog, RunLog
 from ppdist.common.machine import available_cores, given_threads
 from ppdist.common.trackers import TRACKERS
 from ppdist.config import ExperimentConfig, plugins
@@ -25,7 +25,7 @@ from ppdist.data.statistics import refit, sizes_in_input
 from ppdist.data.types import DetectionSet
 from ppdist.distributed import comm, device, paddle_api
 from ppdist.distributed.device_options import set_device_options
-from ppdist.engine.auto_batch import Estimate, estimate, log_estimate, settle_batch
+from ppdist.engine.auto_batch import Estimate, estimate, require_memory, settle_batch
 from ppdist.engine.callbacks import Callback
 from ppdist.engine.data import Blocklist, Feed, images_of_epoch, read_sets
 from ppdist.engine.distillation import build_distillation
@@ -41,6 +41,13 @@ from ppdist.engine.schedule_setup import (
     set_up_schedule,
     settings,
 )
+from ppdist.engine.start_lines import (
+    data_line,
+    device_line,
+    evaluate_line,
+    model_line,
+    train_line,
+)
 from ppdist.engine.state import AUTO, Start, claim_folder, find_start, log_start, settle_run
 from ppdist.engine.time_budget import TimeBudget
 from ppdist.engine.train_step import TrainStep
@@ -51,6 +58,7 @@ from ppdist.losses.classification import ClassificationLoss
 from ppdist.losses.ppyoloe import PPYOLOELoss
 from ppdist.losses.yolov5 import YOLOv5Loss
 from ppdist.models.base import ImageModel, freeze, freezing, frozen_keys
+from ppdist.models.complexity import complexity
 from ppdist.models.layers import synchronize_batch_norm
 from ppdist.models.model_card import ModelCard, card_of, origin, read_card, read_card_or_warn
 from ppdist.models.onednn.convert import self_check, use_onednn_convolutions
@@ -112,43 +120,57 @@ def build_training(
         kernels: what a CPU computes `train.amp` with.
     Raises: UserError: data, weights, checkpoint or configuration are wrong.
     """
-    budget = None if config.train.hours is None else TimeBudget(config.train.hours)
-    comm.run_on_all_ranks(lambda: set_device_options(config.train))
-    noticed = preflight(
-        config,
-        output_dir=output_dir,
-        evaluate=evaluate,
-        resume=AUTO if resume == AUTO else bool(resume),
-        resume_changed=resume_changed,
-        kernels=kernels,
-    )
-    # A folder that does not exist is made only once the run is known to start.
-    noticed += comm.run_on_main(lambda: files.hold(output_dir) if output_dir.exists() else [])
-    start = find_start(resume, output_dir, config, resume_changed)
-    anew = start.snapshot is None
-    if start.job is not None:  # an earlier attempt of this job has read all of it
-        wait_for_inputs(config, evaluate=evaluate, anew=anew)
-    train_set, val_set, found = read_sets(config.data, config.model.num_classes, evaluate)
-    bad_images = Blocklist(train_set, config.data.bad_images_limit)
-    images = images_of_epoch(train_set, config.data.sampling)
-    config, said = settle_batch(config, train_set.records, images, start.snapshot)
-    model = build_model(config)
-    said += [*limits(train_set, val_set)]
-    told, doubts = _prepare(config, model, train_set, output_dir, anew)
-    said += told
-    derived = build_schedule_setup(config, images)
-    run = settle_run(start, derived, train_set, config, resume_changed)
-    bad_images.known |= run.bad_images
-    noticed += comm.run_on_main(lambda: _hold(output_dir, start.folders[1:]))
-    claim_folder(output_dir, start, run)
-    comm.run_on_main(lambda: describe_run(output_dir, dump_yaml(config), command))
-    log = comm.run_on_all_ranks(lambda: _open_log(config, output_dir, derived, start.step))
+    early = EarlyLog(comm.is_main())
+    with early:
+        budget = None if config.train.hours is None else TimeBudget(config.train.hours)
+        comm.run_on_all_ranks(lambda: set_device_options(config.train))
+        noticed = preflight(
+            config,
+            output_dir=output_dir,
+            evaluate=evaluate,
+            resume=AUTO if resume == AUTO else bool(resume),
+            resume_changed=resume_changed,
+            kernels=kernels,
+        )
+        # A folder that does not exist is made only once the run is known to start.
+        noticed += comm.run_on_main(lambda: files.hold(output_dir) if output_dir.exists() else [])
+        start = find_start(resume, output_dir, config, resume_changed)
+        anew = start.snapshot is None
+        if start.job is not None:  # an earlier attempt of this job has read all of it
+            wait_for_inputs(config, evaluate=evaluate, anew=anew)
+        train_set, val_set, found = read_sets(config.data, config.model.num_classes, evaluate)
+        bad_images = Blocklist(train_set, config.data.bad_images_limit)
+        images = images_of_epoch(train_set, config.data.sampling)
+        config, said = settle_batch(config, train_set.records, images, start.snapshot)
+        model = build_model(config)
+        said += [*limits(train_set, val_set)]
+        told, doubts = _prepare(config, model, train_set, output_dir, anew)
+        said += told
+        derived = build_schedule_setup(config, images)
+        run = settle_run(start, derived, train_set, config, resume_changed)
+        bad_images.known |= run.bad_images
+        size = complexity(model, config.model.image_size)
+        memory, full, short_of = require_memory(lambda: _estimate(config, derived, model))
+        said.append(full)
+        noticed += comm.run_on_main(lambda: _hold(output_dir, start.folders[1:]))
+        claim_folder(output_dir, start, run)
+        comm.run_on_main(lambda: describe_run(output_dir, dump_yaml(config), command))
+    log = comm.run_on_all_ranks(lambda: _open_log(config, output_dir, derived, start.step, early))
     with ExitStack() as undo:
         undo.callback(log.close)
         for warning in [*noticed, *start.warnings, *found, *doubts, *surprises(config, anew)]:
             log.warning(warning)
         for line in said:
-            log.info(line)
+            log.detail(line)
+        for warning in short_of:
+            log.warning(warning)
+        log.headline("data", data_line(config, train_set, val_set))
+        log.headline("model", model_line(config, size))
+        log.headline("device", device_line())
+        log.headline("memory", memory)
+        log.headline("train", train_line(derived))
+        log.headline("evaluate", evaluate_line(config, val_set))
+        log.headline("output", f"{output_dir} (train.log says why each number)")
         if anew:
             _fit_anchors(config, model, train_set, log)
         card = _describe_model(config, model, train_set, start)
@@ -269,7 +291,7 @@ def _fit_anchors(
         return {"anchors": better, "told": found.told}
 
     found = comm.run_on_main(fit)
-    log.info(f"anchors: {found['told']}")
+    log.detail(f"anchors: {found['told']}")
     if found["anchors"] is not None:
         model.set_anchors(np.array(found["anchors"], np.float32))
 
@@ -289,7 +311,6 @@ def _build_trainer(
 ) -> Trainer:
     """The trainer of a model that has its weights; every rank builds one."""
     train_set, val_set = both
-    log_estimate(lambda: _estimate(config, derived, model), log)
     evaluated_model = model if val_set is None else build_model(config)
     slow = speed_up_cpu(config, [model, evaluated_model])
     if slow:
@@ -297,7 +318,7 @@ def _build_trainer(
     check_low_precision(config, model, slow, kernels)
     train_step, evaluator = build_train_step(config, derived, model, kernels), None
     if train_step.distillation is not None:
-        log.info(train_step.distillation.about)
+        log.detail(train_step.distillation.about)
     sets = [train_set] if val_set is None else [train_set, val_set]
     if val_set is not None:
         pictures = config.log.images if comm.is_main() else 0  # no other rank shows them
@@ -339,7 +360,11 @@ def _estimate(config: ExperimentConfig, derived: ScheduleSetup, model: ImageMode
 
 
 def _open_log(
-    config: ExperimentConfig, output_dir: Path, derived: ScheduleSetup, start: int | None
+    config: ExperimentConfig,
+    output_dir: Path,
+    derived: ScheduleSetup,
+    start: int | None,
+    early: EarlyLog,
 ) -> RunLog:
     return RunLog(
         output_dir,
@@ -352,6 +377,7 @@ def _open_log(
         tensorboard=config.log.tensorboard,
         trackers=[(_writer_of(each.name), each) for each in config.log.trackers],
         histograms=config.log.histograms,
+        early=early,
     )
 
 

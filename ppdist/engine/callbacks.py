@@ -2,11 +2,13 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from difflib import get_close_matches
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from paddle import nn
 
+from ppdist.common.errors import ConfigError
 from ppdist.engine.train_step import StepResult, TrainStep
 
 
@@ -50,6 +52,21 @@ class Callback:
     Steps are optimizer steps, counted from 1.  What a callback raises ends the run.
     """
 
+    def __init_subclass__(cls, **options: Any) -> None:
+        """Raises: ConfigError: a method `on_...` is no moment, so nothing would ever call it."""
+        super().__init_subclass__(**options)
+        moments = [name for name in vars(Callback) if name.startswith("on_")]
+        for name in vars(cls):
+            if name.startswith("on_") and not hasattr(Callback, name):
+                near = get_close_matches(name, moments, n=1)
+                raise ConfigError(
+                    f"a training has no moment {name}"
+                    + (f"; did you mean {near[0]}?" if near else ""),
+                    code="callback_unknown",
+                    where=f"{cls.__module__}.{cls.__qualname__}",
+                    fix=f"expected {', '.join(moments)}; a method of your own takes another name",
+                )
+
     def on_train_begin(self, run: TrainingRun) -> None:
         """Called once, before anything is evaluated or trained."""
 
@@ -77,6 +94,17 @@ class Callback:
             step: the step after which it was made.
             metrics: the same on every rank.
             is_best: no evaluation of this run scored more; its snapshot is taken.
+        """
+
+    def on_epoch_end(self, epoch: int, step: int, numbers: Mapping[str, float]) -> None:
+        """Called after the last step of an epoch, and after its evaluation where one is due.
+
+        Args:
+            epoch: its number, from 1.
+            step: its last one.
+            numbers: a row of `Run.history()`: the means of `loss` and its parts over the steps of
+                the epoch, `lr`, `images_per_second`, `seconds`, and what an evaluation at its end
+                found, such as `mAP` and `val_loss`.  Those that are times differ between ranks.
         """
 
     def on_save(self, step: int) -> None:

@@ -55,9 +55,22 @@ _NAME = re.compile(r"^step-(\d+)$")
 _DRAFT = re.compile(r"^\.(step-\d+|last|best)\.((?P<host>.+)\.)?(?P<pid>\d+)$")
 _DRAFT_SECONDS = 24 * 3600.0  # older ones are abandoned, whatever process has their number
 _MANIFEST = "manifest.json"
-# What a run writes to its output_dir: see README, but for run.lock, which this run holds.
-_OF_A_RUN = ("checkpoints", "config.yml", "environment.json", "evaluation.json", "metrics.jsonl",
-             "plots", "tensorboard", "train.log", "vdl")  # fmt: skip
+# What a run writes to its output_dir, and its report: see README, but for run.lock, which this run
+# holds, and recipe.yml, which this run may have been started with.
+_OF_A_RUN = (
+    "bad_steps.jsonl",
+    "checkpoints",
+    "config.yml",
+    "environment.json",
+    "evaluation.json",
+    "metrics.jsonl",
+    "plots",
+    "report.html",
+    "tensorboard",
+    "trackers",
+    "train.log",
+    "vdl",
+)
 _BLOCK_BYTES = 1 << 20
 _BESIDE_BYTES = 50e6  # logs and pictures of a run: the demo writes 4 MB
 # Pauses before the last checkpoint of a run is retried: a disk may be full for a moment.

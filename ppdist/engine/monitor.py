@@ -28,6 +28,7 @@ _GIB = 1 << 30
 _RECENT = 20  # steps of the speed that the console shows
 _WINDOW = 15  # steps of one comparison of ranks
 _SLOW = 1.43  # times what others take: a score of 0.7
+_TABLE_WIDTH, _ETA_WIDTH = 80, 7  # columns
 _SHORT_LOOK_SECONDS = 0.2  # a look at all files may hold up an epoch for so long
 
 
@@ -140,26 +141,16 @@ def _per_rank(steps: Sequence[StepSeconds]) -> dict[str, list[float]]:
     }
 
 
-class EpochLogger(Callback):
-    """One line about each epoch: means over its steps, what its evaluation found, speed.
+class EpochMeans(Callback):
+    """What is known of an epoch when it ends: means over its steps, what was found, speed."""
 
-    The line of an epoch follows once the next step, or the end of the run, begins: only then is
-    an evaluation known to be over.
-    """
-
-    def __init__(self, log: RunLog, steps_per_epoch: int, shown: Sequence[str] = ()) -> None:
-        """Args: shown: metrics of an evaluation that the line names, beside the validation loss."""
-        self._log = log
+    def __init__(self, steps_per_epoch: int) -> None:
         self._steps_per_epoch = steps_per_epoch
-        self._shown = ("val_loss", *shown)
-        self._metrics: Mapping[str, float] = {}  # of an evaluation that no line has named
+        self._metrics: Mapping[str, float]
         self._begin()
 
     def on_train_begin(self, run: TrainingRun) -> None:
         self._total_steps = run.total_steps
-
-    def on_step_begin(self, step: int) -> None:
-        self._tell(step - 1)
 
     def on_step_end(self, step: int, result: StepResult, lr: float, seconds: StepSeconds) -> None:
         self._images += result.images
@@ -176,10 +167,28 @@ class EpochLogger(Callback):
         self._begin()
 
     def on_evaluate_end(self, step: int, metrics: Mapping[str, float], is_best: bool) -> None:
-        self._metrics = metrics
+        if self.ends(step):
+            self._metrics = metrics
 
-    def on_train_end(self, step: int, reason: str) -> None:
-        self._tell(step)
+    def ends(self, step: int) -> bool:
+        """Whether an epoch of which steps were made ends after this one, or the run does."""
+        whole = step % self._steps_per_epoch == 0 or step == self._total_steps
+        return whole and self._applied > 0
+
+    def take(self, step: int) -> tuple[int, dict[str, float]]:
+        """The number of the epoch that ends after this step, from 1, and its numbers."""
+        wall = max(self._wall_seconds, 1e-9)
+        numbers = {
+            **{name: value / self._applied for name, value in self._losses.items()},
+            "lr": self._lr,
+            "images_per_second": self._images / wall,
+            "data_share": self._data_seconds / wall,
+            "seconds": time.monotonic() - self._began,
+            "memory_gib": _memory(),
+            **self._metrics,
+        }
+        self._begin()
+        return -(-step // self._steps_per_epoch), numbers
 
     def _begin(self) -> None:
         self._images = 0
@@ -191,46 +200,104 @@ class EpochLogger(Callback):
         self._metrics = {}
         self._began = time.monotonic()
 
-    def _tell(self, step: int) -> None:
-        """The line, where an epoch or the run ends after this step; elsewhere only what an
-        evaluation found, which comes later than it was due where ranks' weights differed."""
-        ends = step % self._steps_per_epoch == 0 or step == self._total_steps
-        if ends and self._applied:
-            self._log.info(self._line(step) + self._log.eta(step))
-        elif self._metrics:
-            self._log.info(f"after step {step}:{self._scores()}")
-            self._metrics = {}
-        if ends:
-            self._begin()
 
-    def _scores(self) -> str:
-        shown = [name for name in self._shown if name in self._metrics]
-        return "".join(f"  {name} {self._metrics[name]:.4f}" for name in shown)
+class EpochLogger(Callback):
+    """A table with one row an epoch, at most 80 columns wide, and a line in metrics.jsonl."""
 
-    def _line(self, step: int) -> str:
-        epochs = -(-self._total_steps // self._steps_per_epoch)
-        means = {name: value / self._applied for name, value in self._losses.items()}
-        parts = ", ".join(
-            f"{name.removeprefix('loss_')} {value:.3g}"
-            for name, value in means.items()
-            if name != "loss"
+    def __init__(
+        self, log: RunLog, means: EpochMeans, steps_per_epoch: int, shown: Sequence[str] = ()
+    ) -> None:
+        """
+        Args:
+            means: of the run.
+            shown: metrics of an evaluation that have a column, where there is room.
+        """
+        self._log = log
+        self._means = means
+        self._steps_per_epoch = steps_per_epoch
+        self._shown = shown
+
+    def on_train_begin(self, run: TrainingRun) -> None:
+        self._epochs = -(-run.total_steps // self._steps_per_epoch)
+        self._found: Mapping[str, float] = {}  # by the evaluation of the epoch that ends
+
+    def on_evaluate_end(self, step: int, metrics: Mapping[str, float], is_best: bool) -> None:
+        if self._means.ends(step):
+            self._found = metrics
+            return
+        # Amid an epoch; or before the first step, by a run that was stopped before it was due.
+        found = [name for name in ("val_loss", *self._shown) if name in metrics]
+        scores = "".join(f"  {name} {metrics[name]:.4f}" for name in found)
+        self._log.info(f"after step {step}:{scores}")
+
+    def on_epoch_end(self, epoch: int, step: int, numbers: Mapping[str, float]) -> None:
+        columns = _fitted(_columns(epoch, self._epochs, numbers, self._shown))
+        left = self._log.time_left(step)
+        heads = " ".join(each.head.rjust(each.width) for each in columns)
+        texts = " ".join(each.text.rjust(each.width) for each in columns)
+        self._log.row(f"{heads} {'ETA':>{_ETA_WIDTH}}", f"{texts} {left:>{_ETA_WIDTH}}".rstrip())
+        self._log.detail(
+            f"epoch {epoch} took {duration(numbers['seconds'])}, {numbers['data_share']:.0%} of "
+            f"it waiting for images; memory {numbers['memory_gib']:.1f} GiB"
         )
-        waited = self._data_seconds / max(self._wall_seconds, 1e-9)
-        return (
-            f"epoch {-(-step // self._steps_per_epoch)}/{epochs} done in "
-            f"{duration(time.monotonic() - self._began)}  loss {means['loss']:.4g}"
-            f"{f' ({parts})' if parts else ''}{self._scores()}  lr {self._lr:.2e}  "
-            f"img/s {self._images / max(self._wall_seconds, 1e-9):.1f}  "
-            f"waiting for images {waited:.0%}  {_memory()}"
-        )
+        own = {name: value for name, value in numbers.items() if name not in self._found}
+        self._log.metrics({"step": step, "epoch_end": {"epoch": epoch, **own}})
+        self._found = {}
 
 
-def _memory() -> str:
-    """The most that this process has held at once."""
+class _Column(NamedTuple):
+    head: str
+    text: str
+    width: int
+    rank: int  # the highest goes first where there is too little room
+
+
+def _columns(
+    epoch: int, epochs: int, numbers: Mapping[str, float], shown: Sequence[str]
+) -> list[_Column]:
+    """Of the row of an epoch, but for the time left."""
+    parts = [name for name in numbers if name.startswith("loss_")]
+    scores = [_Column(name, _score(numbers.get(name)), 6, 3 + at) for at, name in enumerate(shown)]
+    found = [
+        _Column("epoch", f"{epoch}/{epochs}", max(5, 2 * len(str(epochs)) + 1), 0),
+        _Column("loss", _loss(numbers["loss"]), 6, 0),
+        *(
+            _Column(name.removeprefix("loss_")[:6], _loss(numbers[name]), 6, 5 + at)
+            for at, name in enumerate(parts)
+        ),
+        _Column("lr", f"{numbers['lr']:.1e}", 7, 2),
+        _Column("img/s", f"{numbers['images_per_second']:.4g}", 5, 2),
+    ]
     if device.on_accelerator():
-        return f"{device.kind()} memory {device.peak_allocated_bytes() / _GIB:.1f} GiB"
-    kibibytes = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return f"memory {kibibytes * 1024 / _GIB:.1f} GiB"
+        found.append(_Column("GPU mem", f"{numbers['memory_gib']:.1f}G", 7, 2))
+    if shown:
+        found.append(_Column("val", _loss(numbers.get("val_loss")), 6, 8))
+    return [*found, *scores]
+
+
+def _fitted(columns: list[_Column]) -> list[_Column]:
+    """Those that fit beside the time left."""
+    while sum(each.width + 1 for each in columns) + _ETA_WIDTH > _TABLE_WIDTH:
+        columns.remove(max(columns, key=lambda each: each.rank))
+    return columns
+
+
+def _loss(value: float | None) -> str:
+    """With four digits, as far as six places hold them."""
+    if value is None:
+        return ""
+    return f"{value:.3f}" if abs(value) < 100 else f"{value:.1f}" if value < 1e4 else f"{value:.0e}"
+
+
+def _score(value: float | None) -> str:
+    return "" if value is None else f"{value:.4f}"
+
+
+def _memory() -> float:
+    """GiB that this process has held at once, at most; on an accelerator those of the card."""
+    if device.on_accelerator():
+        return device.peak_allocated_bytes() / _GIB
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / _GIB
 
 
 class ImageWatch(Callback):

@@ -75,12 +75,13 @@ class Recipe:
     """A decided run.
 
     config: of the run.  text: YAML that `load_config` makes the same of.
-    rows: (what, value, why) for a table.
+    rows: (what, value, why) for a table.  notes: on the data, what their owner may not expect.
     """
 
     config: ExperimentConfig
     text: str
     rows: tuple[tuple[str, str, str], ...]
+    notes: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -132,7 +133,8 @@ def fit_recipe(layout: Layout, wishes: Wishes, overrides: Sequence[str], world: 
     ]
     # Names come out of files of strangers; a line end would end the comment that holds them.
     told = [(_line(what), _line(value), _line(why)) for what, value, why in rows]
-    return Recipe(config, _text(name, chosen, told), tuple(told))
+    notes = tuple(_line(f"{what}: {reason}") for what, reason in layout.notes)
+    return Recipe(config, _text(name, chosen, told), tuple(told), notes)
 
 
 def _with_typed(wishes: Wishes, typed: Node) -> Wishes:

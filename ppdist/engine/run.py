@@ -36,19 +36,16 @@ def run_training(
     command: list[str],
     resume_changed: bool = False,
     callbacks: Sequence[Callback] = (),
-    joined: Callable[[], object] = lambda: None,
     begin: Callable[[RunLog], object] = lambda log: None,
 ) -> int:
     """Trains on this rank, draws the pictures of the run; returns the exit code.  Collective.
 
     Args:
-        joined: called once the ranks have joined.
         begin: called with the log, before the first step; for the others see `build_training`.
     Raises: UserError: data, weights, checkpoint or configuration are wrong.
     """
     comm.init(config.device, config.distributed)
     heartbeat.tell_run(output_dir)
-    joined()
     experiment = build_training(
         config,
         output_dir=output_dir,
@@ -62,6 +59,7 @@ def run_training(
         begin(experiment.log)
         status = experiment.trainer.fit()
         if comm.is_main() and status == 0:  # whoever asked to stop kills what does not end in time
+            experiment.log.info(f"drawing {output_dir / 'plots'}")
             failed = process.apart(lambda: _draw(output_dir, experiment, config), _DRAWING_SECONDS)
             if failed:
                 experiment.log.warning(
@@ -80,7 +78,8 @@ def _draw(output_dir: Path, experiment: Experiment, config: ExperimentConfig) ->
     import cv2
 
     cv2.setNumThreads(0)  # its threads are not in a copy of the process
-    draw_run(output_dir)
+    log = experiment.log  # its bar, too, while the process itself waits
+    draw_run(output_dir, tell=lambda done, total: log.busy(f"plots {done}/{total}", done, total))
     draw_labels(output_dir, experiment.sets, config.data, config.model.image_size)
 
 

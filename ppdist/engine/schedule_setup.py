@@ -122,8 +122,8 @@ class ScheduleSetup:
             self.total_batch,
             "total batch",
             f"{self.total_batch}",
-            f"{_counted(self.world, 'rank')} x {_counted(self.batch_size_per_card, 'image')} x "
-            f"{_counted(self.accumulate_steps, 'micro-step')}",
+            f"{counted(self.world, 'rank')} x {counted(self.batch_size_per_card, 'image')} x "
+            f"{counted(self.accumulate_steps, 'micro-step')}",
         )
         given = self.optimizer.reference_batch_size is not None
         whole = self.step_images < self.total_batch
@@ -223,8 +223,9 @@ class ScheduleSetup:
         return f", at least {least} steps" if warm == least > 0 else ""
 
 
-def _counted(number: int, what: str) -> str:
-    return f"{number} {what}{'s' * (number != 1)}"
+def counted(number: float, what: str, plural: str = "s") -> str:
+    """`1 step`, `2 steps`"""
+    return f"{number:g} {what}{plural * (number != 1)}"
 
 
 def set_up_schedule(

@@ -39,6 +39,7 @@ from ppdist.engine.early_stopping import EarlyStopping, LossCurves
 from ppdist.engine.evaluator import ClassificationEvaluator, EvaluationStopped, Evaluator
 from ppdist.engine.monitor import (
     EpochLogger,
+    EpochMeans,
     EvaluationLogger,
     HeartbeatCallback,
     MetricsLogger,
@@ -127,17 +128,21 @@ class Trainer:
             output_dir=output_dir,
             bad_steps_limit=bad_steps_limit,
         )
+        per_epoch = derived.steps_per_epoch
+        self.epoch_means = EpochMeans(per_epoch)
+        shown = evaluator.headline[:2] if evaluator else ()
         self.callbacks = [
             HeartbeatCallback(),
             StragglerMonitor(log),
-            MetricsLogger(log, log_every, derived.steps_per_epoch),
-            EpochLogger(log, derived.steps_per_epoch, evaluator.headline if evaluator else ()),
+            MetricsLogger(log, log_every, per_epoch),
+            self.epoch_means,
+            EpochLogger(log, self.epoch_means, per_epoch, shown),
         ]
         if evaluator is not None:
             self.best_metric = evaluate.metric or evaluator.headline[0]
             if early_stopping:
                 self.early_stopping = EarlyStopping(early_stopping, self.best_metric)
-            self.callbacks.append(EvaluationLogger(log, evaluator, derived.steps_per_epoch))
+            self.callbacks.append(EvaluationLogger(log, evaluator, per_epoch))
         self.callbacks += callbacks
         self._set_intervals(checkpoint, evaluate, check_weights_every)
         self._saved_step, self._owes_save = -1, False  # the second: one was due
@@ -195,6 +200,7 @@ class Trainer:
             # Whoever asked to stop waits seconds for the checkpoint, not minutes for a number.
             if (ended or late or self._due(self.evaluate_every)) and not stopping:
                 stopping = not self._evaluate()
+            self._end_epoch()
             if stopping:
                 return self._stopped()
             if late:
@@ -335,6 +341,13 @@ class Trainer:
             return False
         self.log.info(f"the checkpoint of step {step} is on disk")
         return True
+
+    def _end_epoch(self) -> None:
+        """Tells of an epoch that ended with this step, once its evaluation is over."""
+        step = self.progress.step
+        if self.epoch_means.ends(step):
+            epoch, numbers = self.epoch_means.take(step)
+            self._each(lambda callback: callback.on_epoch_end(epoch, step, numbers))
 
     def _each(self, call: Callable[[Callback], None]) -> None:
         for callback in self.callbacks:

@@ -36,7 +36,11 @@ _ENDS = {
 }
 
 
-def draw_run(output_dir: Path, image_folders: Sequence[Path] | None = None) -> list[Path]:
+def draw_run(
+    output_dir: Path,
+    image_folders: Sequence[Path] | None = None,
+    tell: Callable[[int, int], None] = lambda done, total: None,
+) -> list[Path]:
     """Draws what metrics.jsonl and evaluation.json of a folder say into its folder `plots`.
 
     Whatever fails costs a warning and the picture; nothing is raised.  A picture of which there is
@@ -45,10 +49,11 @@ def draw_run(output_dir: Path, image_folders: Sequence[Path] | None = None) -> l
     Args:
         image_folders: images in them may be shown, others are not; None: the folders of the set
             in the configuration that is in output_dir.
+        tell: hears before each picture how many of them are done.
     Returns: the files that were written.
     """
     try:  # a broken matplotlib is as good as none
-        return _draw(output_dir, image_folders)
+        return _draw(output_dir, image_folders, tell)
     except Exception as error:
         _LOGGER.warning(f"{output_dir / 'plots'}: nothing can be drawn: {_said(error)}")
         return []
@@ -80,7 +85,9 @@ def draw_labels(
         return []
 
 
-def _draw(output_dir: Path, image_folders: Sequence[Path] | None) -> list[Path]:
+def _draw(
+    output_dir: Path, image_folders: Sequence[Path] | None, tell: Callable[[int, int], None]
+) -> list[Path]:
     config = _read_config(output_dir / "config.yml")
     folders = folders_of_images(config) if image_folders is None else image_folders
     pictures: dict[str, Callable[[Path], bool]] = {}
@@ -98,7 +105,8 @@ def _draw(output_dir: Path, image_folders: Sequence[Path] | None) -> list[Path]:
         except Exception as error:  # one bad file costs no picture of the other
             failed.append(f"what {file} says ({_said(error)})")
     make_folder(output_dir / "plots")
-    for name, draw in pictures.items():
+    for done, (name, draw) in enumerate(pictures.items()):
+        tell(done, len(pictures))
         path = output_dir / "plots" / name
         try:
             if draw(path):

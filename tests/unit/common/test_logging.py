@@ -12,7 +12,8 @@ import numpy as np
 import pytest
 
 from ppdist.common.errors import ConfigError
-from ppdist.common.logging import RunLog, read_metrics
+from ppdist.common.logging import EarlyLog, RunLog, read_metrics
+from ppdist.common.process import DETAIL
 
 
 def open_log(folder, resume_step=None, main=True, **config) -> RunLog:
@@ -185,15 +186,51 @@ def test_uncreatable_output_dir_is_config_error(tmp_path):
         open_log(tmp_path / "file" / "run")
 
 
-def test_no_terminal_prints_periodic_progress_line(tmp_path, capsys):
+def test_no_terminal_tells_of_a_step_after_a_silent_minute(tmp_path, capsys, monkeypatch):
     with open_log(tmp_path, every_steps=5) as log:
         for step in range(1, 13):
+            silent = 0.0 if step == 10 else 1e9
+            monkeypatch.setattr("ppdist.common.logging._SILENT_SECONDS", silent)
             log.progress(step, {"loss": f"{step}.0"})
+    (line,) = capsys.readouterr().out.splitlines()
+    assert "epoch 1/10  step 10/100  loss 10.0" in line
+    text = (tmp_path / "train.log").read_text()
+    assert text.count("step 10/100") == 1 == text.count("step 5/100")
+
+
+def test_a_growing_table_repeats_its_header(tmp_path, capsys):
+    with open_log(tmp_path) as log:
+        for row in range(25):
+            log.row("epoch", f"{row:5}")
     lines = capsys.readouterr().out.splitlines()
-    assert len(lines) == 2
-    assert "epoch 1/10  step 5/100  loss 5.0  ETA " in lines[0], "the first step says nothing yet"
-    assert "epoch 1/10  step 10/100  loss 10.0" in lines[1]
-    assert (tmp_path / "train.log").read_text().count("step 10/100") == 1
+    assert [at for at, line in enumerate(lines) if line == "epoch"] == [0, 21]
+    assert (tmp_path / "train.log").read_text().count("    7\n") == 1
+
+
+def test_the_console_is_short_before_the_first_step(tmp_path, capsys):
+    with EarlyLog(True) as early:
+        logging.getLogger("ppdist.data").warning("boxes " * 60)
+        logging.getLogger("ppdist.data").info("details", extra=DETAIL)
+    with open_log(tmp_path, early=early) as log:
+        for number in range(8):
+            log.warning(f"warning {number}")
+        log.headline("model", "yolov5 n")
+        log.progress(1, {})
+        log.warning("long " * 60)
+    lines = capsys.readouterr().out.splitlines()
+    assert len(lines[0]) == 160 and lines[0].endswith(" ..."), "two lines of 80 columns"
+    assert [line[-1] for line in lines[1:5]] == ["0", "1", "2", "3"]
+    assert lines[5] == "model     yolov5 n" and lines[6].startswith("4 more warnings")
+    assert lines[-1].endswith("long " * 60), "later ones are whole"
+    text = (tmp_path / "train.log").read_text()
+    assert all(each in text for each in ("boxes " * 60, "details", "warning 7", "yolov5 n"))
+
+
+def test_what_was_cut_is_told_where_no_run_begins(capsys):
+    with pytest.raises(ConfigError), EarlyLog(True):
+        logging.getLogger("ppdist.data").warning("boxes " * 60)
+        raise ConfigError("x", code="bad_value")
+    assert "boxes " * 60 in capsys.readouterr().err
 
 
 def test_terminal_gets_bar_and_file_still_gets_lines(tmp_path, monkeypatch):
@@ -206,7 +243,7 @@ def test_terminal_gets_bar_and_file_still_gets_lines(tmp_path, monkeypatch):
         for step in range(1, 8):
             log.progress(step, {"loss": "1.0"})
         log.info("a message above the bar")
-    assert "step 7/100" in screen.getvalue() and "━" in screen.getvalue()
+    assert "1/10  loss 1.0" in screen.getvalue() and "━" in screen.getvalue()
     assert "a message above the bar" in screen.getvalue()
     assert (tmp_path / "train.log").read_text().count(" step ") == 1
 
@@ -215,13 +252,15 @@ def test_messages_reach_console_and_file_once(tmp_path, capsys):
     with open_log(tmp_path) as log:
         log.info("from the run [0, 1]")
         logging.getLogger("ppdist.data.datasets.coco").warning("12 boxes clipped")
-        log.table("derived", [("total batch", "16", "2 ranks x 8 images")])
+        log.table("derived", [("total batch", "16", "2 ranks x 8 images")], on_console=True)
+        log.detail("for the file")
     out, err = capsys.readouterr()
     text = (tmp_path / "train.log").read_text()
     for place in (out, text):
         assert place.count("from the run [0, 1]") == 1
         assert place.count("12 boxes clipped") == 1
         assert place.count("2 ranks x 8 images") == 1
+    assert "for the file" in text and "for the file" not in out
     assert "warning: 12 boxes clipped" in out and err == ""
     assert logging.getLogger("ppdist").propagate, "closing gives the logger back as it was"
 

@@ -175,9 +175,10 @@ def main():
     with RunLog(folder, True, 9, 3, None, every_steps=1) as log:
         log.info("begun")
         sys.stdin.read(1)  # until nobody reads what is written
-        log.table("derived", [("ranks", "1", "why")])
+        log.table("derived", [("ranks", "1", "why")], on_console=True)
         for step in range(1, 10):
-            log.progress(step, {"loss": "x" * 9000})
+            log.info("x" * 9000)
+            log.progress(step, {"loss": "1"})
             log.metrics({"step": step})
         print("left in the buffer of stdout", end="")
     return 0 if sys.argv[2] == "well" else 75

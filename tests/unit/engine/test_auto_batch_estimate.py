@@ -9,7 +9,7 @@ import numpy as np
 import paddle
 import pytest
 
-from ppdist.common.logging import RunLog
+from ppdist.common.errors import ConfigError
 from ppdist.config import load_config
 from ppdist.config.train import AmpConfig
 from ppdist.distributed import comm, device
@@ -22,8 +22,9 @@ from ppdist.engine.auto_batch import (
     Meter,
     estimate,
     free_memory,
+    images_that_fit,
     job_of,
-    log_estimate,
+    require_memory,
     saved_bytes,
     shortages,
     shown,
@@ -158,25 +159,43 @@ def test_a_rank_with_less_than_a_step_takes_is_warned():
     assert list(shortages(expected, {HOST: 100 * GIB})) == []
     (warning,) = shortages(expected, {HOST: 2 * GIB, ADDRESSES: 100 * GIB})
     assert warning == (
-        f"rank 0 (host {comm.host()}) has 2 GiB left of the memory of the host, and a step is "
-        f"estimated to take {shown(expected.total)}; to find out what fits, "
-        f"set train.batch_size_per_card=auto train.total_batch=B, B the images of a step"
+        f"a step of 4 images is estimated to take {shown(expected.total)} of the memory of the "
+        f"host, and rank 0 (host {comm.host()}) has 2 GiB left; a batch of 0 fits, and "
+        f"train.batch_size_per_card=auto finds out"
     )
 
 
-def test_an_estimate_that_cannot_be_made_ends_no_run(tmp_path, monkeypatch):
+@pytest.mark.parametrize(
+    ("free", "images"),
+    [(100 * GIB, 4096), (11 * GIB, 2048), (2 * GIB, 256), (GIB // 4, 32), (1, 0)],
+)
+def test_a_batch_that_fits_is_a_power_of_two(free, images):
+    expected = Estimate(5000 if free < 50 * GIB else 4096, (64, 64), 1, 1, 1, 1, 20 * GIB)
+    assert images_that_fit(expected, {HOST: free}) == images
+
+
+def test_a_step_of_several_times_the_memory_is_refused(monkeypatch):
+    monkeypatch.setattr(auto_batch, "free_memory", lambda ranks: {HOST: 2 * GIB})
+    short, _, warnings = require_memory(lambda: Estimate(4, (64, 64), 1, 1, 1, 1, 3 * GIB))
+    assert short.startswith("a step of 4 images takes about") and len(warnings) == 1
+    with pytest.raises(ConfigError) as caught:
+        require_memory(lambda: Estimate(5000, (64, 64), 1, 1, 1, 1, 20 * GIB))
+    assert caught.value.code == "batch_exceeds_memory"
+    assert "--batch 256, or --batch auto" in caught.value.fix
+
+
+def test_an_estimate_that_cannot_be_made_ends_no_run(monkeypatch):
     def fail():
         raise OSError("cuda error 999")
 
     monkeypatch.setattr(auto_batch, "_free_on_card", lambda: None)
     monkeypatch.setattr(device, "on_accelerator", lambda: True)
     assert CARD not in free_memory(1)
-    with RunLog(tmp_path, True, 10, 1, None, visualdl=False) as log:
-        log_estimate(fail, log)
-        log_estimate(lambda: Estimate(4, (64, 64), 1, 1, 1, 1, 1), log)
-    text = (tmp_path / "train.log").read_text()
-    assert "rank 0 cannot estimate the memory of a step: OSError('cuda error 999')" in text
-    assert "a step is estimated to take 0 MiB on its card" in text
+    assert require_memory(fail)[2] == [
+        "rank 0 cannot estimate the memory of a step: OSError('cuda error 999')"
+    ]
+    _, full, _ = require_memory(lambda: Estimate(4, (64, 64), 1, 1, 1, 1, 1))
+    assert "a step is estimated to take 0 MiB on its card" in full
 
 
 @pytest.mark.slow

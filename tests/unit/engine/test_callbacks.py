@@ -2,6 +2,7 @@
 
 import pytest
 
+from ppdist.common.errors import ConfigError
 from ppdist.data.datasets.synthetic import make_shapes
 from ppdist.engine.callbacks import Callback
 from tests.unit.engine.runs import run_to_end
@@ -29,6 +30,10 @@ class Noting(Callback):
     def on_evaluate_end(self, step, metrics, is_best):
         assert "mAP" in metrics and is_best
         self.moments.append(("evaluated", step))
+
+    def on_epoch_end(self, epoch, step, numbers):
+        assert {"loss", "loss_cls", "lr", "images_per_second", "seconds"} <= {*numbers}
+        self.moments.append(("epoch ends", epoch, step, "mAP" in numbers))
 
     def on_save(self, step):
         self.moments.append(("saved", step))
@@ -58,10 +63,19 @@ def test_every_moment_is_called_in_the_order_of_the_loop(shapes, tmp_path):
         ("train begins", 0, EPOCHS, tmp_path),
         ("step begins", 1),
         ("step ends", 1),
+        ("epoch ends", 1, 1, False),
         ("saved", 1),
         ("step begins", 2),
         ("step ends", 2),
         ("saved", 2),
         ("evaluated", 2),
+        ("epoch ends", 2, 2, True),
         ("train ends", 2, "total"),
     ]
+
+
+def test_a_method_that_no_moment_calls_is_an_error():
+    with pytest.raises(ConfigError, match="on_epoch_begin; did you mean on_epoch_end") as caught:
+        type("Mine", (Callback,), {"on_epoch_begin": lambda self: None})
+    assert caught.value.code == "callback_unknown"
+    type("Mine", (Noting,), {"on_save": lambda self, step: None, "one": 1})

@@ -109,7 +109,7 @@ def test_every_earlier_run_is_kept_whole(tmp_path):
     for run in ("first", "second", "third"):
         (tmp_path / "checkpoints" / f"step-{len(run):08d}").mkdir(parents=True)
         (tmp_path / "plots").mkdir()
-        for name in ("metrics.jsonl", "evaluation.json", "train.log", "plots/errors.png"):
+        for name in ("metrics.jsonl", "evaluation.json", "report.html", "plots/errors.png"):
             (tmp_path / name).write_text(run)
         (tmp_path / "notes.txt").write_text("a stranger's")
         (tmp_path / "run.lock").touch()

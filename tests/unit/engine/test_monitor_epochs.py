@@ -11,7 +11,7 @@ import pytest
 from ppdist.common.errors import UserError
 from ppdist.common.logging import read_metrics
 from ppdist.engine.callbacks import StepSeconds, TrainingRun
-from ppdist.engine.monitor import EpochLogger
+from ppdist.engine.monitor import EpochLogger, EpochMeans
 from ppdist.engine.train_step import StepResult
 from tests.distributed import run_on_ranks
 from tests.unit.engine.runs import build_run
@@ -29,40 +29,70 @@ class Heard:
     def info(self, message):
         self.lines.append(message)
 
-    def eta(self, step):
-        return f"  ETA {100 - step}s"
+    detail = info
+
+    def row(self, header, row):
+        self.lines += [header, row]
+
+    def metrics(self, record):
+        self.lines.append(record["epoch_end"])
+
+    def time_left(self, step):
+        return f"{100 - step}s"
 
 
 def made(loss: float, applied: bool = True) -> StepResult:
     return step_result(losses={"loss": loss, "loss_box": loss / 2}, applied=applied)
 
 
-def test_epoch_line_summarises_its_applied_steps():
-    log = Heard()
-    epochs = EpochLogger(log, steps_per_epoch=3, shown=["mAP"])
-    epochs.on_train_begin(TrainingRun(None, None, None, 0, total_steps=100))
+def test_epoch_row_summarises_its_applied_steps():
+    log, means = Heard(), EpochMeans(3)
+    logger = EpochLogger(log, means, 3, ["mAP"])
+    both = means, logger
+    for each in both:
+        each.on_train_begin(TrainingRun(None, None, None, 0, total_steps=100))
 
     def step(number, result, wall=1.0, data=0.0):
-        epochs.on_step_begin(number)
-        epochs.on_step_end(number, result, 0.01, StepSeconds(wall, wall, data))
+        means.on_step_end(number, result, 0.01, StepSeconds(wall, wall, data))
+
+    def evaluated(number, **metrics):
+        for each in both:
+            each.on_evaluate_end(number, metrics, is_best=True)
 
     for number, result in enumerate([made(1.0), made(math.nan, applied=False), made(3.0)], start=1):
         step(number, result, wall=2.0, data=0.5)
+        assert means.ends(number) == (number == 3)
+    epoch, numbers = means.take(3)
+    logger.on_epoch_end(epoch, 3, numbers)
     step(4, made(9.0))
-    epochs.on_rollback(3)
+    means.on_rollback(3)
     for number in (4, 5, 6):
         step(number, made(1.0))
-    epochs.on_evaluate_end(6, {"mAP": 0.25, "val_loss": 2.0}, is_best=True)
+    evaluated(6, mAP=0.25, val_loss=2.0)
+    epoch, numbers = means.take(6)
+    logger.on_epoch_end(epoch, 6, numbers)
     step(7, made(1.0))
-    epochs.on_evaluate_end(7, {"mAP": 0.5}, is_best=True)
-    for number in (8, 9):  # steps that are skipped
-        epochs.on_step_begin(number)
-    epochs.on_train_end(9, "total")
-    first, second, amid, third = log.lines
-    assert amid == "after step 7:  mAP 0.5000" and "mAP" not in third
-    assert "epoch 1/34 done in 0s  loss 2 (box 1)  lr 1.00e-02  img/s 4.0" in first
-    assert "waiting for images 25%" in first and first.endswith("ETA 97s")
-    assert "loss 1 (box 0.5)  val_loss 2.0000  mAP 0.2500" in second
+    evaluated(7, mAP=0.5)
+    assert means.take(9)[1].get("mAP") is None, "what was found amid an epoch is not its end's"
+    header, first, told, record, _, second, _, _, amid = log.lines
+    assert header.split() == ["epoch", "loss", "box", "lr", "img/s", "val", "mAP", "ETA"]
+    assert first.split() == ["1/34", "2.000", "1.000", "1.0e-02", "4", "97s"]
+    assert "25% of it waiting for images" in told
+    assert record["epoch"] == 1 and record["loss"] == 2.0 and "mAP" not in record
+    assert second.split()[-3:] == ["2.000", "0.2500", "94s"] and len(header) == len(second)
+    assert amid == "after step 7:  mAP 0.5000"
+
+
+def test_an_epoch_row_fits_80_columns(monkeypatch):
+    monkeypatch.setattr("ppdist.engine.monitor.device.on_accelerator", lambda: True)
+    log = Heard()
+    logger = EpochLogger(log, EpochMeans(3), 3, ["mAP", "mAP50"])
+    logger.on_train_begin(TrainingRun(None, None, None, 0, total_steps=900))
+    parts = {f"loss_{name}": 12345.6 for name in ("cls", "iou", "dfl", "aux", "one_to_one")}
+    own = {"lr": 1e-3, "images_per_second": 1234.5, "seconds": 9.0, "data_share": 0.0}
+    logger.on_epoch_end(300, 900, {"loss": 1.0, **parts, **own, "memory_gib": 71.25, "mAP": 0.5})
+    header, row, *_ = log.lines
+    assert 70 < len(header) <= 80 >= len(row) and "GPU mem" in header and "mAP50" in header
 
 
 @pytest.fixture(scope="module")
@@ -99,7 +129,7 @@ def test_package_missing_on_rank_0_ends_all_ranks(shapes, tmp_path):
 @pytest.mark.slow
 def test_each_epoch_and_the_end_of_a_run_are_told(run):
     _, out = run
-    assert len(re.findall(r"epoch [123]/3 done in .*loss .*mAP .*lr .*img/s .*memory", out)) == 3
+    assert len(re.findall(r"^ *[123]/3 [\d. ]+", out, re.MULTILINE)) == 3 and "mAP50" in out
     table = " ".join(out.split())
     for text in ("checkpoints/best", "checkpoints/last", "visualdl --logdir", "evaluation", "%"):
         assert text in table

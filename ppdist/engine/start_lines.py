@@ -1,0 +1,72 @@
+"""The few lines that say at the start what run this is."""
+
+import math
+
+import paddle
+
+from ppdist.common.machine import available_cores
+from ppdist.config import ExperimentConfig
+from ppdist.data.types import DetectionSet
+from ppdist.distributed import comm, device
+from ppdist.engine.schedule_setup import ScheduleSetup, counted
+from ppdist.models.complexity import Complexity
+
+_NAMES = 3  # classes that are named
+
+
+def data_line(config: ExperimentConfig, train: DetectionSet, val: DetectionSet | None) -> str:
+    """`bccd: 205 images to train, 87 to validate; 3 classes: RBC, WBC, Platelets`"""
+    names = train.class_names
+    more = ", ..." if len(names) > _NAMES else ""
+    validate = "no validation" if val is None else f"{len(val.records)} to validate"
+    name = str(config.data.root).rstrip("/").rpartition("/")[2]
+    return (
+        f"{name}: {counted(len(train.records), 'image')} to train, {validate}; {len(names)} "
+        f"class{'es' * (len(names) != 1)}: {', '.join(names[:_NAMES])}{more}"
+    )
+
+
+def model_line(config: ExperimentConfig, size: Complexity) -> str:
+    """`yolov5 n, 1.77 M parameters, 0.28 GFLOPs at 160 x 160, from yolov5n_coco`"""
+    model = config.model
+    name = " ".join(filter(None, (model.name, str(getattr(model, "size", "")))))
+    height, width = model.image_size
+    start = f"from {model.pretrained}" if model.pretrained else "from scratch"
+    return f"{name}, {size} at {height} x {width}, {start}"
+
+
+def device_line() -> str:
+    """`CPU, 1 process`, or `8 x NVIDIA H100 80GB on 2 hosts`."""
+    world = comm.world_size()
+    hosts = math.ceil(world / max(1, comm.local_size()))
+    where = f" on {hosts} hosts" if hosts > 1 else ""
+    if device.on_accelerator():
+        return f"{world} x {_card_name()}{where}"
+    return f"CPU, {counted(world, 'process', 'es')} on {available_cores():g} cores{where}"
+
+
+def train_line(derived: ScheduleSetup) -> str:
+    """`30 epochs of 13 steps, 16 images a step; adamw, learning rate 0.001`"""
+    epochs = derived.total_steps / derived.steps_per_epoch
+    return (
+        f"{counted(round(epochs, 2), 'epoch')} of {counted(derived.steps_per_epoch, 'step')}, "
+        f"{counted(derived.total_batch, 'image')} a step; {derived.optimizer.name}, "
+        f"learning rate {derived.scaled.lr:.3g}"
+    )
+
+
+def evaluate_line(config: ExperimentConfig, val: DetectionSet | None) -> str:
+    """`every 8 epochs, on 87 images; the best mAP is kept`"""
+    if val is None:
+        return "not during training"
+    every = config.evaluate.every_epochs
+    often = "each epoch" if every == 1 else f"every {every:g} epochs"
+    metric = config.evaluate.metric or ("mAP" if config.model.task == "detect" else "top1")
+    return f"{often}, on {counted(len(val.records), 'image')}; the best {metric} is kept"
+
+
+def _card_name() -> str:
+    try:
+        return str(paddle.device.cuda.get_device_name())
+    except Exception:  # a card of another maker; a driver may refuse in its own way
+        return device.kind()
