@@ -69,7 +69,7 @@ def main() -> int:
         config, Path(arguments.weights),
         pictures=config.log.images if arguments.vdl else 0, prepare=prepare,
     )  # fmt: skip
-    evaluator, dataset = ready.evaluator, ready.dataset
+    evaluator = ready.evaluator
     for note in ready.notes if comm.is_main() else ():
         process.say(f"ppdist: {note}")
     if bound:
@@ -81,7 +81,8 @@ def main() -> int:
         step = step_of(Path(arguments.weights))
         analysis = evaluator.analyse(found, step)
         if arguments.json:
-            on = {"images": len(dataset.records), "limit": config.data.val.limit}
+            on = {key: analysis[key] for key in ("images", "left_out")}
+            on["limit"] = config.data.val.limit
             write_json(arguments.json, {**metrics, **on})
         if arguments.save_detections:
             evaluator.save(arguments.save_detections, found)
@@ -112,12 +113,21 @@ def show(metrics: Mapping[str, float], analysis: Mapping[str, Any]) -> None:
         return "-" if value < 0 else f"{value:.4f}"
 
     console = Console(width=None if sys.stdout.isatty() else 120)
-    table = Table("metric", "value", title=f"{analysis['images']} images", title_justify="left")
+    console.print(_images(analysis))
+    table = Table("metric", "value")
     for name, value in metrics.items():
         if "/" not in name:  # of one class: below
             table.add_row(name, shown(value))
     console.print(table)
     print(class_table(analysis))
+
+
+def _images(analysis: Mapping[str, Any]) -> str:
+    """Over how many images the score is."""
+    images, left_out = analysis["images"], len(analysis["left_out"])
+    if not left_out:
+        return f"{images} images"
+    return f"{images} of {images + left_out} images: {left_out} could not be read"
 
 
 def write_out(

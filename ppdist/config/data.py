@@ -108,7 +108,7 @@ class DataConfig(Section):
     bad_images: Literal["skip", "error"] = Field(
         default="skip",
         description="An image that cannot be decoded. skip: training takes the next good one in "
-        "its place, evaluation a blank one, and a line says so; error: stop.",
+        "its place, evaluation leaves it out of the score, and a line says so; error: stop.",
     )
     bad_boxes: Literal["clip", "drop", "error"] = Field(
         default="clip",

@@ -556,10 +556,13 @@ def _outcome(
         bad[split] = [(position, problem.text, problem.code) for position, _, problem in problems]
         for kind, count in Counter(problem.code for _, _, problem in problems).items():
             first = [f"{path}: {of.text}" for _, path, of in problems if of.code == kind]
+            what = KINDS[kind]
+            follows = f"training: {what.training}"
+            if split != "train" and what.evaluation:
+                follows = what.evaluation
             lines.append(
-                f"{sets[split].source}: {kind}: {count} of {len(images)} images: "
-                f"{KINDS[kind].meaning}; training: {KINDS[kind].training}; "
-                f"first: {'; '.join(first[:_EXAMPLES])}"
+                f"{sets[split].source}: {kind}: {count} of {len(images)} images: {what.meaning}; "
+                f"{follows}; first: {'; '.join(first[:_EXAMPLES])}"
             )
     if "val" in checked and not same_list(checked["train"], checked["val"]):
         leaking = [*leaks(checked["train"], checked["val"])]

@@ -1,6 +1,7 @@
 """Evaluation of detectors and classifiers over a set, sharded over the ranks.
 
-Every image is seen once, by one rank, so the result does not depend on the number of ranks.  The
+Every image is seen once, by one rank, so the result does not depend on the number of ranks.  One
+that cannot be read is left out of the score: neither its objects count nor detections in it.  The
 loop holds no collective, so ranks may have different numbers of batches; at its end they wait for
 each other as long as `distributed.timeout_seconds` allows.
 """
@@ -8,14 +9,16 @@ each other as long as `distributed.timeout_seconds` allows.
 import logging
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
-from typing import Any, Generic, Protocol, TypeVar
+from typing import Any, Generic, NamedTuple, Protocol, TypeVar
 
 import numpy as np
 import paddle
 
+from ppdist.common.errors import DataError
 from ppdist.config.evaluate import CLASSIFICATION_METRICS, DETECTION_METRICS, NMSConfig
 from ppdist.data.loader import EvalLoader
 from ppdist.data.types import Batch, DetectionSet, SampleKey
@@ -25,7 +28,7 @@ from ppdist.distributed.progress import Progress
 from ppdist.engine.train_step import Clock
 from ppdist.losses.base import Loss
 from ppdist.losses.nms import multiclass_nms
-from ppdist.metrics.analysis import analyse
+from ppdist.metrics.analysis import analyse, left_out_line, scored_images
 from ppdist.metrics.classification import (
     BEST,
     Ranking,
@@ -80,15 +83,20 @@ class ValidationLoss:
         self._loader = loader
         self._totals: paddle.Tensor | None = None
         self._counted = False
+        self._unreadable: set[int] = set()
         self._step = 0
         self.sums: dict[str, float] = {}
 
-    def begin(self, step: int) -> None:
+    def begin(self, step: int, unreadable: Collection[int]) -> None:
         """Called before the first batch.  Collective.
 
-        Args: step: optimizer steps done; the loss is that of the last one.
+        Args:
+            step: optimizer steps done; the loss is that of the last one.
+            unreadable: positions of images that are known to have no part in it.
         """
         self._step, self.sums = max(0, step - 1), {}
+        if self._unreadable != set(unreadable):
+            self._unreadable, self._counted = set(unreadable), False
         if not self._counted:  # once: the set, the size of its inputs and the anchors stay
             counts_W = evaluate_on_all_ranks(self._counts, say=lambda counts: counts).said_W
             totals = [sum(each) for each in zip(*filter(None, counts_W))]
@@ -99,7 +107,10 @@ class ValidationLoss:
     def _counts(self) -> list[float]:
         """What the loss counts in the targets of this rank's share; [] if nothing."""
         summed: paddle.Tensor | None = None
-        for keys in self._loader.plan:
+        for planned in self._loader.plan:
+            keys = [key for key in planned if key.index not in self._unreadable]
+            if not keys:
+                continue
             size = keys[0].height, keys[0].width
             count = self._loss.counts(*self._loader.learnable(keys), size)
             if count is None:
@@ -112,7 +123,7 @@ class ValidationLoss:
         """Adds a batch of the loader and the model's outputs in eval mode."""
         height, width = batch.images_B3HW.shape[2:]
         indices = batch.image_index_B.numpy().tolist()
-        assert min(indices) >= 0, "EvalSampler pads nothing"
+        assert min(indices) >= 0, "EvalSamples pads no batch that has an image"
         keys = [SampleKey(0, index, height, width) for index in indices]
         truth = self._loader.learnable(keys)
         found = self._loss(outputs, *truth, self._step, self._totals)
@@ -134,6 +145,13 @@ def normalised(sums_W: list[dict[str, float]]) -> dict[str, float]:
 
 
 Found = TypeVar("Found")
+
+
+class _Share(NamedTuple):
+    """What the images of one rank gave: rows, and (position, why) of those that cannot be read."""
+
+    rows_RX: np.ndarray
+    unreadable: list[tuple[int, str]]
 
 
 class DatasetEvaluator(ABC, Generic[Found]):
@@ -172,8 +190,9 @@ class DatasetEvaluator(ABC, Generic[Found]):
         self.images = len(dataset.records)
         self.pictures: list[np.ndarray] = []
         self.clock = Clock()
-        self._dataset = dataset
+        self._dataset = self._scored = dataset  # the latter: with what the last evaluation met
         self._loader = loader
+        self._told = set(dataset.unreadable)  # whoever found them has said so
         self._max_pictures = max_pictures
         self._loss = loss
 
@@ -189,13 +208,13 @@ class DatasetEvaluator(ABC, Generic[Found]):
             model: the model itself, not its data-parallel wrapper.
             stopped: whether this rank was asked to stop; called after each batch.
             step: optimizer steps done, on which the loss depends.
-        Returns: what `measure` does; with a loss `val_loss` and `val_loss_<part>`; and
-            `eval_seconds` (rank 0's wall time).
+        Returns: what `measure` does; with a loss `val_loss` and `val_loss_<part>`;
+            `left_out_images`, where some cannot be read; and `eval_seconds` (rank 0's wall time).
         Raises: EvaluationStopped, on all ranks: one was asked to stop.  EvaluationFailed.
         """
         began, self.clock = time.monotonic(), Clock()
         if self._loss is not None:
-            self._loss.begin(step)
+            self._loss.begin(step, self._scored.unreadable)
         found, losses = self._over_ranks(model, stopped, self._loss)
 
         def measure() -> dict[str, float]:
@@ -204,7 +223,13 @@ class DatasetEvaluator(ABC, Generic[Found]):
             self._last = found
             metrics = self.measure(found)
             self.clock.lap("metrics")
-            return {**metrics, **losses, "eval_seconds": time.monotonic() - began}
+            left_out = len(self._scored.unreadable)
+            return {
+                **metrics,
+                **losses,
+                **({"left_out_images": left_out} if left_out else {}),
+                "eval_seconds": time.monotonic() - began,
+            }
 
         metrics = evaluate_on_all_ranks(measure, say=lambda metrics: metrics).said_W[0]
         self.clock.lap("ranks")
@@ -249,38 +274,61 @@ class DatasetEvaluator(ABC, Generic[Found]):
         """What `predict` returns, and the losses.  Collective."""
         share = evaluate_on_all_ranks(
             lambda: self._share(model, stopped, loss),
-            say=lambda _: None if loss is None else loss.sums,
+            say=lambda share: (share.unreadable, {} if loss is None else loss.sums),
         )
-        rows_RX = comm.all_gather_rows(share.value)
+        rows_RX = comm.all_gather_rows(share.value.rows_RX)
         self.clock.lap("ranks")
         rows_RX = rows_RX[np.argsort(rows_RX[:, 0], kind="stable")]
         if _STOPPED in rows_RX[:1, 0]:
             raise EvaluationStopped
-        return self._found_in(rows_RX), {} if loss is None else normalised(share.said_W)
+        self._leave_out([each for unreadable, _ in share.said_W for each in unreadable])
+        sums_W = [sums for _, sums in share.said_W]
+        return self._found_in(rows_RX), {} if loss is None else normalised(sums_W)
+
+    def _leave_out(self, unreadable: list[tuple[int, str]]) -> None:
+        """From now on the score is over all images but these.
+
+        Raises: DataError: none is left.
+        """
+        self._scored = replace(self._dataset, unreadable={at: why for at, why in unreadable})
+        told = left_out_line(scored_images(self._scored))
+        if unreadable and len(unreadable) == len(self._dataset.records):
+            raise DataError(
+                told,
+                code="no_good_image",
+                where=self._dataset.source,
+                fix="look at them, or name another split",
+            )
+        if told and self._scored.unreadable.keys() != self._told and comm.is_main():
+            _LOGGER.warning(told)
+        self._told = set(self._scored.unreadable)
 
     def _share(
         self, model: ImageModel, stopped: Callable[[], bool], loss: ValidationLoss | None
-    ) -> np.ndarray:
-        """Rows of this rank's images; after a signal also one at position _STOPPED."""
+    ) -> "_Share":
+        """What this rank's images gave; after a signal also a row at position _STOPPED."""
         nothing = self._no_rows()
-        rows = [nothing]
+        rows, unreadable = [nothing], dict[int, str]()
         self.pictures = []
         share = len(self._dataset.records) / comm.world_size()
         progress = Progress(_LOGGER, "evaluation", share)
         with in_eval_mode(model):
             for batch in self._loader:
                 self.clock.lap("images")
-                outputs, rows_RX = self._rows_of(model, batch)
-                rows.append(rows_RX)
-                self.clock.lap("rows")
-                if loss is not None:
-                    loss.add(outputs, batch)
-                    self.clock.lap("loss")
-                progress.add(int((batch.image_index_B.numpy() >= 0).sum()))
+                unreadable |= batch.bad_images
+                images = int((batch.image_index_B.numpy() >= 0).sum())
+                if images:
+                    outputs, rows_RX = self._rows_of(model, batch)
+                    rows.append(rows_RX)
+                    self.clock.lap("rows")
+                    if loss is not None:
+                        loss.add(outputs, batch)
+                        self.clock.lap("loss")
+                progress.add(images + len(batch.bad_images))
                 if stopped():
                     rows.append(np.full((1, nothing.shape[1]), _STOPPED, nothing.dtype))
                     break
-        return np.concatenate(rows)
+        return _Share(np.concatenate(rows), list(unreadable.items()))
 
     @abstractmethod
     def _no_rows(self) -> np.ndarray:
@@ -300,7 +348,8 @@ class DatasetEvaluator(ABC, Generic[Found]):
 
     def _check_each_once(self, seen_S: np.ndarray) -> None:
         """Raises: RuntimeError: these positions are not those of all images, each once."""
-        counts_N = np.bincount(seen_S.astype(np.int64), minlength=len(self._dataset.records))
+        seen_S = np.append(seen_S, [*self._scored.unreadable]).astype(np.int64)
+        counts_N = np.bincount(seen_S, minlength=len(self._dataset.records))
         wrong = np.flatnonzero(counts_N != 1)
         if wrong.size:
             first = self._dataset.records[wrong[0]].path
@@ -336,12 +385,12 @@ class Evaluator(DatasetEvaluator[np.ndarray]):
 
     def measure(self, found: np.ndarray) -> dict[str, float]:
         """See `ppdist.metrics.coco.evaluate_boxes`; and `fitness`."""
-        metrics = evaluate_boxes(self._dataset, found)
+        metrics = evaluate_boxes(self._scored, found)
         return {**metrics, "fitness": fitness(metrics)}
 
     def analyse(self, found: np.ndarray, step: int | None = None) -> dict[str, Any]:
         """See `ppdist.metrics.analysis.analyse`."""
-        return analyse(self._dataset, found, step)
+        return analyse(self._scored, found, step)
 
     def class_scores(self, metrics: dict[str, float]) -> list[float | None]:
         """AP of each class; None where the set has no object of it."""
@@ -454,7 +503,7 @@ class ClassificationEvaluator(DatasetEvaluator[Ranking]):
 
     def analyse(self, found: Ranking, step: int | None = None) -> dict[str, Any]:
         """See `ppdist.metrics.classification.analyse_classes`."""
-        return analyse_classes(self._dataset, found, step)
+        return analyse_classes(self._scored, found, step)
 
     def class_scores(self, metrics: dict[str, float]) -> None:
         """None: accuracy is measured over all classes together."""

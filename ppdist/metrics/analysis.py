@@ -53,6 +53,7 @@ _IMAGES = 12  # worst and best
 _BOXES = 100  # true and predicted ones listed of such an image
 _DIGITS = 4
 _NAME = 24  # characters of a class name
+_NAMED = 3  # of images that are left out
 
 
 class Kind(IntEnum):
@@ -110,7 +111,7 @@ def analyse(
     voc_2 = mean_of_measured(voc_C2)
     content = {
         "step": step,
-        "images": len(dataset.records),
+        **scored_images(dataset),
         "class_names": list(dataset.class_names),
         "metrics": {
             **{name: _or_none(value) for name, value in coco.items()},
@@ -136,6 +137,34 @@ def analyse(
         **_worst_and_best(dataset, matched),
     }
     return plain(content)
+
+
+def scored_images(dataset: DetectionSet) -> dict[str, Any]:
+    """Of evaluation.json: `images`, how many the score is over; `left_out`, those that cannot be
+    read, with the reason."""
+    left_out = [
+        {"file": dataset.records[index].path, "why": dataset.unreadable[index]}
+        for index in sorted(dataset.unreadable)
+    ]
+    return {"images": len(dataset.records) - len(left_out), "left_out": left_out}
+
+
+def left_out_line(evaluation: Mapping[str, Any]) -> str:
+    """How many images a score lacks, and which; "": none.
+
+    Args: evaluation: content of evaluation.json.
+    """
+    left_out = evaluation.get("left_out") or []
+    if not left_out:
+        return ""
+    named = [f"{each['file']}: {each['why']}" for each in left_out[:_NAMED]]
+    if len(left_out) > _NAMED:
+        named.append(f"and {len(left_out) - _NAMED} more")
+    verb = "is" if len(left_out) == 1 else "are"
+    return (
+        f"{len(left_out)} of {evaluation['images'] + len(left_out)} images could not be read and "
+        f"{verb} left out of the score: {'; '.join(named)}"
+    )
 
 
 def kinds_of(
@@ -473,7 +502,9 @@ def tables(evaluation: dict[str, Any]) -> str:
     Args:
         evaluation: what `analyse` or `analyse_classes` gave.
     """
-    parts = [_table("metric", evaluation["metrics"].items())]
+    left_out = left_out_line(evaluation)
+    parts = [f"{left_out}\n"] if left_out else []
+    parts.append(_table("metric", evaluation["metrics"].items()))
     if "errors" in evaluation:
         parts += [_by_size(evaluation["metrics"]), _error_types(evaluation)]
     parts.append(_per_class_tables(evaluation["per_class"]))
@@ -508,7 +539,7 @@ def class_table(evaluation: Mapping[str, Any], most: int | None = None) -> str:
         most: classes to show, the weakest of more; None: all of them.
     """
     metrics, rows = evaluation["metrics"], evaluation["per_class"]
-    keys = [key for key in _NARROW if any(row.get(key) is not None for row in rows)]
+    keys = [key for key in _NARROW if any(key in row for row in rows)]
     score = "AP" if "AP" in keys else "top1"
     shown = [row for row in rows if row.get(score) is not None] if most else rows
     left_out = len(rows) - len(shown)

@@ -8,7 +8,7 @@ import numpy as np
 from ppdist.common.files import write_json
 from ppdist.config.evaluate import CLASSIFICATION_METRICS
 from ppdist.data.types import DetectionSet
-from ppdist.metrics.analysis import confusion_table
+from ppdist.metrics.analysis import confusion_table, scored_images
 
 BEST = 5  # classes of an image that are kept
 
@@ -78,7 +78,7 @@ def analyse_classes(
     }
     return {
         "step": step,
-        "images": len(ranking.index_N),
+        **scored_images(dataset),
         "class_names": list(dataset.class_names),
         "metrics": accuracy(ranking),
         "per_class": [dict(zip(columns, row)) for row in zip(*columns.values())],

@@ -73,13 +73,13 @@ class Pairs(NamedTuple):
 
 
 def truth_of(dataset: DetectionSet) -> GroundTruth:
-    """All objects of a set, its images by ascending id."""
+    """All objects of a set but those of images that cannot be read; its images by ascending id."""
     ids_N = np.array([record.image_id for record in dataset.records], np.int64)
     order_N = np.argsort(ids_N, kind="stable")
     records = [dataset.records[index] for index in order_N]
     counts_N = [len(record.labels_M) for record in records]
     corners_G4 = _joined([record.boxes_M4 for record in records], np.float64, (0, 4))
-    return GroundTruth(
+    truth = GroundTruth(
         np.repeat(np.arange(len(records)), counts_N),
         _joined([record.labels_M for record in records], np.int64, (0,)),
         _sides(corners_G4),
@@ -87,6 +87,11 @@ def truth_of(dataset: DetectionSet) -> GroundTruth:
         _joined([record.area_M for record in records], np.float64, (0,)),
         order_N,
     )
+    if not dataset.unreadable:
+        return truth
+    kept_G = ~np.isin(order_N, [*dataset.unreadable])[truth.image_G]
+    names = (name for name in truth._fields if name != "order_N")
+    return truth._replace(**{name: getattr(truth, name)[kept_G] for name in names})
 
 
 def found_of(truth: GroundTruth, detections_R7: np.ndarray) -> Detections:

@@ -43,17 +43,20 @@ class Kind(NamedTuple):
     """A kind of issue.
 
     severity: error: training stops or loses images; warning: something is put right or left out;
-    note: handled, good to know.  training, fix: what they do about it.
+    note: handled, good to know.  training, evaluation, fix: what they do about it; evaluation "":
+    as training.
     """
 
     severity: Severity
     meaning: str
     training: str
     fix: str
+    evaluation: str = ""
 
 
 _STOPS = "stops with this message"
 _REPLACED = "another image in its place, counted against data.bad_images_limit"
+_NOT_SCORED = "left out of the score"
 _BAD_BOX = "left out (data.bad_boxes)"
 _LEFT_OUT = "left out"
 _AS_IT_IS = "as it is"
@@ -138,12 +141,22 @@ KINDS: dict[str, Kind] = {
     "box_duplicate": Kind("warning", "the same object twice", "both are used", "the first is kept"),
     # Images.
     "image_missing": Kind("error", "a listed image does not exist", _STOPS, _LEFT_OUT),
-    "image_empty": Kind("error", "a file of no bytes", _REPLACED, _LEFT_OUT),
-    "image_unreadable": Kind("error", "not an image, or damaged", _REPLACED, _LEFT_OUT),
-    "image_truncated": Kind("error", "the end of the file is missing", _REPLACED, _LEFT_OUT),
-    "image_crashes_decoder": Kind("error", "decoding it kills the process", _REPLACED, _LEFT_OUT),
-    "image_hangs_decoder": Kind("error", "decoding it does not end", _REPLACED, _LEFT_OUT),
-    "size_mismatch": Kind("error", "not as large as its annotation says", _REPLACED, _LEFT_OUT),
+    "image_empty": Kind("error", "a file of no bytes", _REPLACED, _LEFT_OUT, _NOT_SCORED),
+    "image_unreadable": Kind(
+        "error", "not an image, or damaged", _REPLACED, _LEFT_OUT, _NOT_SCORED
+    ),
+    "image_truncated": Kind(
+        "error", "the end of the file is missing", _REPLACED, _LEFT_OUT, _NOT_SCORED
+    ),
+    "image_crashes_decoder": Kind(
+        "error", "decoding it kills the process", _REPLACED, _LEFT_OUT, _NOT_SCORED
+    ),
+    "image_hangs_decoder": Kind(
+        "error", "decoding it does not end", _REPLACED, _LEFT_OUT, _NOT_SCORED
+    ),
+    "size_mismatch": Kind(
+        "error", "not as large as its annotation says", _REPLACED, _LEFT_OUT, _NOT_SCORED
+    ),
     "wrong_extension": Kind(
         "note", "a file named as another format", "read as what it is", _AS_IT_IS
     ),

@@ -53,8 +53,8 @@ class ClassifyTrainSamples(TrainSamples):
 
 
 class ClassifyEvalSamples(EvalSamples):
-    def make(self, key: SampleKey) -> Sample:
-        return _sample(self._input(key), self._dataset.records[key.index].labels_M, key.index)
+    def _sample(self, key: SampleKey, input_HW3: np.ndarray) -> Sample:
+        return _sample(input_HW3, self._dataset.records[key.index].labels_M, key.index)
 
     def _seen(self, image_HW3: np.ndarray, size: tuple[int, int]) -> np.ndarray:
         return resize_centre(image_HW3, size)

@@ -151,7 +151,7 @@ class Samples:
             samples = []
             for key in keys:
                 samples.append(self.make(key) if key.index >= 0 else _padding(key))
-            return Made(collate(samples, out), self._problems, self._bad)
+            return Made(collate(self._used(samples), out), self._problems, self._bad)
         except StorageError as error:
             return Made(collate([_padding(key)], out), self._problems, self._bad, outage=error)
         except DataError as error:
@@ -170,8 +170,12 @@ class Samples:
     def make(self, key: SampleKey) -> Sample:
         raise NotImplementedError
 
-    def _read(self, index: int, consequence: str) -> np.ndarray | None:
-        """The image, reduced, perhaps read-only; or None with a note of what that entails.
+    def _used(self, samples: list[Sample]) -> list[Sample]:
+        """Those that the batch consists of, at least one."""
+        return samples
+
+    def _read(self, index: int, consequence: str = "") -> np.ndarray | None:
+        """The image, reduced, perhaps read-only; or None, and a note of what that entails.
 
         Raises: DataError: it cannot be read and data.bad_images is `error`.  StorageError.
         """
@@ -187,7 +191,8 @@ class Samples:
         if self._bad_images == "error":
             fix = "remove it, or set data.bad_images: skip"
             raise DataError(why, code=code, where=path, fix=fix)
-        self._problems.append(f"{path}: {why}; {consequence}")
+        if consequence:
+            self._problems.append(f"{path}: {why}; {consequence}")
         self._bad[index] = why
         return None
 
@@ -293,11 +298,8 @@ def _blocked(ended: int) -> tuple[str, str]:
 
 
 def _padding(key: SampleKey) -> Sample:
-    return Sample(_blank(key), np.zeros((0, 4), np.float32), np.zeros(0, np.int64), -1)
-
-
-def _blank(key: SampleKey) -> np.ndarray:
-    return np.zeros((key.height, key.width, 3), np.uint8)
+    blank_HW3 = np.zeros((key.height, key.width, 3), np.uint8)
+    return Sample(blank_HW3, np.zeros((0, 4), np.float32), np.zeros(0, np.int64), -1)
 
 
 class TrainSamples(Samples):
@@ -536,7 +538,11 @@ def require_outlines(dataset: DetectionSet, augment: AugmentConfig) -> None:
 
 
 class EvalSamples(Samples):
-    """The whole image in the input, and all its boxes, crowds too."""
+    """The whole image in the input, and all its boxes, crowds too.
+
+    An image that cannot be read is in no batch, but among its `bad_images`; a batch without any
+    other consists of padding.
+    """
 
     def __init__(
         self,
@@ -553,23 +559,20 @@ class EvalSamples(Samples):
         self._within = within
 
     def make(self, key: SampleKey) -> Sample:
+        image_HW3 = self._read(key.index)
+        if image_HW3 is None:
+            return _padding(key)
+        return self._sample(key, self._seen(image_HW3, (key.height, key.width)))
+
+    def _used(self, samples: list[Sample]) -> list[Sample]:
+        return [sample for sample in samples if sample.index >= 0] or samples[:1]
+
+    def _sample(self, key: SampleKey, input_HW3: np.ndarray) -> Sample:
         record = self._dataset.records[key.index]
         placement = self._placement(key)
         boxes_M4, _ = map_boxes(record.boxes_M4, placement)
         left, top, _, _ = placement.target
-        return Sample(
-            self._input(key),
-            boxes_M4,
-            record.labels_M,
-            key.index,
-            placement.scale,
-            (top, left),
-        )
-
-    def _input(self, key: SampleKey) -> np.ndarray:
-        """What is seen of an image, uint8 RGB [H, W, 3]; blank where it cannot be read."""
-        image_HW3 = self._read(key.index, "evaluation sees a blank image in its place")
-        return _blank(key) if image_HW3 is None else self._seen(image_HW3, (key.height, key.width))
+        return Sample(input_HW3, boxes_M4, record.labels_M, key.index, placement.scale, (top, left))
 
     def _seen(self, image_HW3: np.ndarray, size: tuple[int, int]) -> np.ndarray:
         return resize_for_evaluation(image_HW3, size, self._resize, self._within)

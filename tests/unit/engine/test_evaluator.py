@@ -1,14 +1,18 @@
 import json
 import logging
+from dataclasses import replace
 
 import numpy as np
 import paddle
 import pytest
 
+from ppdist.common.errors import DataError
 from ppdist.config.evaluate import NMSConfig
+from ppdist.data.types import DetectionSet
 from ppdist.distributed import comm
-from ppdist.engine.evaluator import detect, draw_batch, in_eval_mode
+from ppdist.engine.evaluator import Evaluator, detect, draw_batch, in_eval_mode
 from ppdist.engine.train_step import Clock
+from ppdist.metrics.analysis import left_out_line
 from ppdist.metrics.coco import METRICS, evaluate_boxes
 from tests.distributed import run_on_ranks
 from tests.unit.engine.oracle import (
@@ -88,6 +92,70 @@ def test_an_image_left_out_is_an_error_that_names_it():
     message = r"each of the 5 images once; 1 were not, first /images/4.jpg \(0 times\)"
     with pytest.raises(RuntimeError, match=message):
         evaluator([0, 1, 2, 3]).evaluate(Oracle(five_images()))
+
+
+class Damaged(Loader):
+    """The third image of the five cannot be read."""
+
+    def __iter__(self):
+        for batch in super().__iter__():
+            index_B = batch.image_index_B.numpy()
+            if 2 not in index_B:
+                yield batch
+                continue
+            index_B = [index for index in index_B.tolist() if index not in (2, -1)]
+            others = next(iter(Loader(self.dataset, index_B or [-1])))
+            yield replace(others, bad_images={2: "cut short"})
+
+
+def damaged_evaluator(indices):
+    return Evaluator(five_images(), Damaged(five_images(), indices), NMSConfig())
+
+
+def without_third() -> DetectionSet:
+    whole = five_images()
+    kept = [record for at, record in enumerate(whole.records) if at != 2]
+    return replace(whole, records=kept)
+
+
+def on_ranks_with_a_damaged_image(argument):
+    init_cpu()
+    under_test = damaged_evaluator(list(range(IMAGES))[comm.rank() :: comm.world_size()])
+    return under_test.evaluate(Oracle(five_images()))
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_an_image_that_cannot_be_read_is_left_out_of_the_score(ranks, caplog):
+    if ranks == 1:
+        with caplog.at_level(logging.WARNING, "ppdist"):
+            under_test = damaged_evaluator(list(range(IMAGES)))
+            found = [under_test.evaluate(Oracle(five_images()))]
+        line = (
+            "1 of 5 images could not be read and is left out of the score: /images/2.jpg: cut short"
+        )
+        assert [record.getMessage() for record in caplog.records] == [line]
+        content = under_test.analyse_last(step=1)
+        assert content["images"] == 4 and len(content["left_out"]) == 1
+        assert left_out_line(content) == line
+    else:
+        found = run_on_ranks(2, "tests.unit.engine.test_evaluator:on_ranks_with_a_damaged_image")
+    model = Oracle(five_images())
+    rest = [0, 1, 3, 4]
+    others_R7 = Evaluator(five_images(), Loader(five_images(), list(range(IMAGES))), NMSConfig())
+    rows_R7 = others_R7.predict(model)
+    rows_R7 = rows_R7[rows_R7[:, 0] != 2]
+    rows_R7[:, 0] = [rest.index(int(at)) for at in rows_R7[:, 0]]
+    expected = evaluate_boxes(without_third(), rows_R7)
+    for metrics in found:
+        assert {name: metrics[name] for name in expected} == expected
+        assert metrics["left_out_images"] == 1
+
+
+def test_a_split_of_which_no_image_can_be_read_is_an_error():
+    under_test = evaluator()
+    with pytest.raises(DataError) as caught:
+        under_test._leave_out([(at, "gone") for at in range(IMAGES)])
+    assert caught.value.code == "no_good_image"
 
 
 def test_evaluation_restores_mode_of_every_layer():

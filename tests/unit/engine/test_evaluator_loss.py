@@ -139,3 +139,20 @@ def test_ranks_agree_and_equal_single_rank_losses(shapes, ranks):
         assert losses_of(other) == pytest.approx(losses_of(one), rel=1e-6)
         metrics = [name for name in one if not name.startswith("val_loss")]
         assert {name: one[name] for name in metrics} == {name: other[name] for name in metrics}
+
+
+def test_an_image_that_cannot_be_read_has_no_part_in_it(shapes, tmp_path):
+    shutil.copytree(shapes, tmp_path / "data")
+    file = tmp_path / "data" / "annotations" / "instances_val.json"
+    content = json.loads(file.read_text())
+    lost = content["images"][4]
+    image = next((tmp_path / "data").rglob(lost["file_name"]))
+    image.write_bytes(image.read_bytes()[:-100])
+    network, _, evaluator = built(tmp_path / "data", "yolov5")
+    evaluator.evaluate(network, step=STEP)  # meets it, so the next one counts without it
+    found = losses_of(evaluator.evaluate(network, step=STEP))
+    content["images"].remove(lost)
+    content["annotations"] = [o for o in content["annotations"] if o["image_id"] != lost["id"]]
+    file.write_text(json.dumps(content))
+    network, _, evaluator = built(tmp_path / "data", "yolov5")
+    assert found == pytest.approx(losses_of(evaluator.evaluate(network, step=STEP)), rel=1e-5)
