@@ -255,7 +255,7 @@ def convert(arguments: argparse.Namespace) -> int:
     strictly = Strictly()
     splits = SPLITS[:1] if arguments.format else SPLITS
     raws: dict[str, RawSet] = {split: read_raw(config, split, strictly) for split in splits}
-    strictly.report()
+    strictly.report(*raws.values())
     for split, raw in raws.items():
         lines = write(
             raw, kind, arguments.out, images=files, split=split, shard_bytes=arguments.shards

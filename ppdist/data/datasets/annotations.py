@@ -12,6 +12,7 @@ import unicodedata
 from array import array
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import lru_cache
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
@@ -21,7 +22,7 @@ import yaml
 from ppdist.common.errors import DataError
 from ppdist.common.files import read_file, writing
 from ppdist.data import storage
-from ppdist.data.image import image_size
+from ppdist.data.image import image_size, is_image_name
 from ppdist.data.types import (
     Box,
     Complain,
@@ -115,6 +116,12 @@ KINDS: dict[str, Kind] = {
         "warning", "an outline that is no list of points", "its box alone is used", "its box alone"
     ),
     "area_invalid": Kind("warning", "an area that is no number", "that of the box", _LEFT_OUT),
+    "label_columns": Kind(
+        "warning", "more columns than a box has", "the box of the first four numbers", "the box"
+    ),
+    "label_missing": Kind(
+        "warning", "an image without a label file", "background", "an empty label file"
+    ),
     "label_without_image": Kind(
         "warning", "a label file of no image", "not used, and its objects neither", _LEFT_OUT
     ),
@@ -126,6 +133,12 @@ KINDS: dict[str, Kind] = {
     ),
     "size_missing": Kind(
         "warning", "no size, or none of pixels, is annotated", "that of the image", "written"
+    ),
+    "image_elsewhere": Kind(
+        "warning",
+        "an image is not where its file says",
+        "the only one of that name is taken",
+        "written where it is",
     ),
     "path_outside": Kind("error", "a file name leads out of its folder", _STOPS, _LEFT_OUT),
     # Boxes.
@@ -195,33 +208,66 @@ KINDS: dict[str, Kind] = {
 
 _LOGGER = logging.getLogger("ppdist.data")
 CLEAN_COPY = "`ppdist data check --fix DIR` writes a copy of the set without it"
+_FEW = 0.1  # share of what is wrong alike up to which leaving it out is the remedy
+_OF_IMAGES = {  # kinds of which an image has one, not each of its objects
+    *("annotation_missing", "annotation_unreadable", "image_id_duplicate", "image_missing"),
+    "path_outside",
+}
 
 
 class Strictly:
-    """Training's `Complain`: errors stop it, warnings become a line a kind."""
+    """Training's `Complain`: errors stop it once a split is read, warnings become a line a kind."""
 
     def __init__(self) -> None:
-        self._first: dict[str, str] = {}
+        self._first: dict[str, Issue] = {}
         self._counts: Counter[str] = Counter()
 
     def __call__(self, issue: Issue) -> None:
-        """Raises: DataError: the issue is an error."""
-        severity, fix = KINDS[issue.code].severity, KINDS[issue.code].fix
-        if severity == "error":
-            remedy = "" if fix == _NOT_FIXED else CLEAN_COPY
-            raise DataError(issue.what, code=issue.code, where=issue.where, fix=remedy)
-        if severity == "warning":
-            self._first.setdefault(issue.code, issue.text)
-            self._counts[issue.code] += 1
+        self._first.setdefault(issue.code, issue)
+        self._counts[issue.code] += 1
 
-    def report(self) -> tuple[str, ...]:
-        """Logs the lines and returns them; nothing where nothing was found."""
+    def report(self, *read: RawSet | RawColumns | DetectionSet) -> tuple[str, ...]:
+        """Logs the lines of warnings and returns them; nothing where nothing was found.
+
+        Args: read: what could be read, beside which errors are few or many.
+        Raises: DataError: the first error.
+        """
+        for kind, issue in self._first.items():
+            if KINDS[kind].severity == "error":
+                images, objects = map(sum, zip((0, 0), *map(_numbers, read)))
+                fix = _remedy(kind, self._counts[kind], images if kind in _OF_IMAGES else objects)
+                more = f" (and {self._counts[kind] - 1} more)" if self._counts[kind] > 1 else ""
+                raise DataError(f"{issue.what}{more}", code=kind, where=issue.where, fix=fix)
         lines = []
-        for kind, text in self._first.items():
-            more = self._counts[kind] - 1
-            lines.append(f"{text} (and {more} more: {KINDS[kind].meaning})" if more else text)
-            _LOGGER.warning(lines[-1])
+        for kind, issue in self._first.items():
+            if KINDS[kind].severity == "warning":
+                others = self._counts[kind] - 1
+                also = f" (and {others} more: {KINDS[kind].meaning})" if others else ""
+                lines.append(f"{issue.text}{also}")
+                _LOGGER.warning(lines[-1])
         return tuple(lines)
+
+
+def _numbers(read: RawSet | RawColumns | DetectionSet) -> tuple[int, int]:
+    """Images and objects."""
+    if isinstance(read, RawSet):
+        return len(read.images), sum(len(image.objects) for image in read.images)
+    if isinstance(read, RawColumns):
+        return len(read.paths), len(read.labels_O)
+    return len(read.records), len(Records.of(read.records).labels_O)
+
+
+def _remedy(kind: str, wrong: int, good: int) -> str:
+    """Leaving out what is wrong, where that leaves a set; else its cause is to be looked for."""
+    if KINDS[kind].fix == _NOT_FIXED:
+        return ""
+    if good and wrong <= max(2, _FEW * good):
+        return CLEAN_COPY
+    if wrong + good == 1:
+        return ""
+    things = "images" if kind in _OF_IMAGES else "objects"
+    share = f"all {wrong}" if not good else f"{wrong} of {wrong + good}"
+    return f"{share} {things} are so: look for the cause in how they were written or exported"
 
 
 def quietly(issue: Issue) -> None:
@@ -288,6 +334,13 @@ def settle(
             for number in good.numbers_O.tolist()
         ]
         arrays |= packed_outlines(outlines) if outlines else {}
+    if lost and len(lost) == count:
+        raise DataError(
+            f"not one box of its {count} images can be used: {policy.done}, first {lost[0]}",
+            code="objects_missing",
+            where=columns.source,
+            fix="look for the cause in how the boxes were written or exported",
+        )
     said = _say_lost(columns, lost, int((annotated_N == 0).sum()))
     notes = (*notes, *policy.report(), *said)
     records = Records.of_arrays(arrays)
@@ -322,12 +375,6 @@ def _say_lost(columns: RawColumns, lost: Sequence[str], background: int) -> tupl
         f"their boxes can be used: {listed(lost, 3)} ({background} images are annotated to show "
         f"no object, and stay as background)"
     )
-    if len(lost) == count:
-        raise DataError(
-            f"not one box of its {len(lost)} images can be used, first {lost[0]}",
-            code="objects_missing",
-            where=columns.source,
-        )
     _LOGGER.warning(line)
     return (line,)
 
@@ -442,12 +489,17 @@ class BoxPolicy:
         if boxes:
             self._counts[f"{done} ({_SAID[problem][1]})"] += boxes
 
+    @property
+    def done(self) -> str:
+        """What was done to how many of the boxes."""
+        done = ", ".join(f"{count} {what}" for what, count in sorted(self._counts.items()))
+        return f"{done} of {self._boxes} boxes"
+
     def report(self) -> tuple[str, ...]:
         """Logs one line for the whole split and returns it; nothing where all boxes were good."""
         if not self._counts:
             return ()
-        done = ", ".join(f"{count} {what}" for what, count in sorted(self._counts.items()))
-        line = f"{self._source}: {done} of {self._boxes} boxes (data.bad_boxes: {self._policy})"
+        line = f"{self._source}: {self.done} (data.bad_boxes: {self._policy})"
         _LOGGER.warning(line)
         return (line,)
 
@@ -639,35 +691,93 @@ def inside_folder(folder: Path, name: str, where: str) -> Path:
 
 
 def find_image(folder: Path, name: str, where: str, complain: Complain) -> Path | None:
-    """The image that a file calls `name`; None, and an issue: outside.
+    """The image that a file calls `name`; None, and an issue: outside, and not there.
 
-    Where there is no such file, it may be there in other bytes: names that came out of an archive
-    made on a Chinese Windows are GBK on disk, on a Western one Windows-1252, macOS takes letters
-    and accents apart, and Windows separates folders by a backslash.
+    A name is relative to the folder, or an absolute path of an image.  Where there is no such file,
+    it may be there in other bytes: names that came out of an archive made on a Chinese Windows are
+    GBK on disk, on a Western one Windows-1252, macOS takes letters and accents apart, and Windows
+    separates folders by a backslash.  Else it is what the end of the name leads to, because tools
+    write paths of their own machines and folders (`data/obj_train_data/a.jpg`, `..\\..\\upload\\
+    a.jpg`), or the only file below the folder with its last part; an issue says so.
     """
+    path, outside = None, None
     try:
         path = inside_folder(folder, name, where)
-        if (name.isascii() and "\\" not in name) or storage.is_remote(path) or os.path.isfile(path):
-            return path
-        for other in _other_spellings(name):
-            elsewhere = inside_folder(folder, other, where)
-            if os.path.isfile(elsewhere):
-                return elsewhere
     except DataError as error:
-        complain(Issue("path_outside", error.what, where=error.where))
-        return None
+        outside = Issue("path_outside", error.what, where=error.where)
+        if error.code != "path_outside":
+            complain(outside)
+            return None
+        if os.path.isabs(name) and is_image_name(os.path.basename(name)) and os.path.isfile(name):
+            return Path(os.path.normpath(name))
+    if path is not None and (storage.is_remote(path) or is_there(path)):
+        return path
+    forward = name.replace("\\", "/")
+    for spelt in (*_other_spellings(name), *_other_spellings(forward)):
+        other = Path(os.path.normpath(os.path.join(folder, spelt)))
+        if other.is_relative_to(os.path.normpath(folder)) and is_there(other):
+            return other
+    elsewhere = _by_its_end(str(folder), forward)
+    if elsewhere:
+        what = f"{name}: not there; taken: {elsewhere}"
+        complain(Issue("image_elsewhere", what, elsewhere, where))
+        return Path(elsewhere)
+    if outside is not None:
+        complain(outside)
     return path
 
 
 def _other_spellings(name: str) -> Iterator[str]:
-    for spelt in dict.fromkeys((name, name.replace("\\", "/"))):
-        for form in ("NFC", "NFD"):
-            yield unicodedata.normalize(form, spelt)
-        for encoding in ("gb18030", "cp1252"):
-            try:
-                yield os.fsdecode(spelt.encode(encoding))
-            except UnicodeEncodeError:  # the bytes of the disk already, or not of this encoding
-                continue
+    yield name
+    if name.isascii():
+        return
+    for form in ("NFC", "NFD"):
+        yield unicodedata.normalize(form, name)
+    for encoding in ("gb18030", "cp1252"):
+        try:
+            yield os.fsdecode(name.encode(encoding))
+        except UnicodeEncodeError:  # the bytes of the disk already, or not of this encoding
+            continue
+
+
+def _by_its_end(folder: str, name: str) -> str:
+    """The file that the longest end of a name leads to; "": there is none, or several."""
+    parts = [part for part in name.split("/") if part not in ("", os.curdir, os.pardir)]
+    for begin in range(1, len(parts) - 1):
+        path = os.path.join(folder, *parts[begin:])
+        if is_there(path):
+            return path
+    return _only_below(folder).get(parts[-1].casefold(), "") if parts else ""
+
+
+def is_there(path: str | os.PathLike[str]) -> bool:
+    """Whether a file is in its folder; each folder is listed once, until `look_anew`."""
+    place, _, name = os.fspath(path).rpartition(os.sep)
+    return name in _names_in(place or os.sep) or storage.is_in_shard(path)
+
+
+@lru_cache(maxsize=1 << 16)
+def _names_in(folder: str) -> frozenset[str]:
+    try:
+        return frozenset(os.listdir(folder))
+    except OSError:  # who reads from it says what is wrong
+        return frozenset()
+
+
+@lru_cache(maxsize=4)
+def _only_below(folder: str) -> dict[str, str]:
+    """Path of each file below a folder by its name in small letters; "": there are several."""
+    found: dict[str, str] = {}
+    for file in files_below(folder):
+        name = os.path.basename(file).casefold()
+        found[name] = "" if name in found else file
+    return found
+
+
+def look_anew() -> None:
+    """Files may have come and gone since folders were listed."""
+    _names_in.cache_clear()
+    _only_below.cache_clear()
 
 
 def files_below(folder: str | os.PathLike[str]) -> Iterator[str]:

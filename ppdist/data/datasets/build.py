@@ -28,6 +28,7 @@ from ppdist.data.datasets.annotations import (
     find_alike,
     folders_below,
     listed,
+    look_anew,
     settle,
     unread_twin,
 )
@@ -133,6 +134,7 @@ def read_raw(config: DataConfig, split: Split, complain: Complain) -> RawSet:
     Raises: DataError: a file is missing or as a whole not of the format.
     """
     storage.use(config)
+    look_anew()
     _check_folder(config, split)
     if config.task == "classify":
         return _raw_of(_classified(config, split, complain))
@@ -198,9 +200,10 @@ def _section(config: DataConfig, split: Split) -> SplitConfig:
 
 def _settled(config: DataConfig, split: Split, masks: bool, whole: bool) -> Read:
     strictly = Strictly()
+    look_anew()
     if config.task == "classify":
         dataset = _classified(config, split, strictly)
-        said = strictly.report()
+        said = strictly.report(dataset)
         dataset = replace(dataset, notes=(*dataset.notes, *said))
         return Read(dataset, said, _sources(config, split, ()))
     raw: RawSet | RawColumns | None = None
@@ -208,7 +211,7 @@ def _settled(config: DataConfig, split: Split, masks: bool, whole: bool) -> Read
         raw = _columns(config, split, strictly)
     if raw is None:
         raw = _raw(config, split, strictly, everything=masks)
-    notes = strictly.report()
+    notes = strictly.report(raw)
     dataset = settle(raw, config.bad_boxes, masks=masks, notes=notes, whole=whole)
     images = raw.images if isinstance(raw, RawSet) else ()
     return Read(dataset, dataset.notes, _sources(config, split, images))

@@ -26,11 +26,13 @@ from typing import Any, BinaryIO
 import numpy as np
 import orjson
 
+from ppdist.data import storage
 from ppdist.data.datasets.annotations import (
     MOST_TEXT,
     area_in,
     find_image,
     inside_folder,
+    is_there,
     quietly,
 )
 from ppdist.data.datasets.coco import (
@@ -322,7 +324,9 @@ class _Images:
             if not self._inside:
                 path = str(inside_folder(self._folder, name, str(self._file)))
                 self._inside = path.removesuffix(name)
-            return self._inside + name
+            path = self._inside + name
+            if storage.is_remote(path) or is_there(path):
+                return path
         return str(find_image(self._folder, name, str(self._file), _refuse))
 
 

@@ -3,13 +3,20 @@
 import logging
 import math
 import os
+from pathlib import Path
 
 import numpy as np
 import pytest
 
 from ppdist.common.errors import DataError
 from ppdist.config.data import DataConfig, SplitConfig
-from ppdist.data.datasets.annotations import KINDS, box_problem, files_below
+from ppdist.data.datasets.annotations import (
+    KINDS,
+    box_problem,
+    files_below,
+    find_image,
+    look_anew,
+)
 from ppdist.data.datasets.build import (
     read_raw,
     read_split,
@@ -192,10 +199,51 @@ def test_a_set_without_any_object_is_refused(tmp_path):
     message_of(coco_config(tmp_path), "objects_missing")
 
 
-def test_first_bad_label_names_what_writes_clean_copy(tmp_path):
+@pytest.mark.parametrize(
+    ("bad", "good", "remedy"),
+    [(1, 2, "check --fix"), (3, 40, "check --fix"), (4, 5, "4 of 9 objects are so"),
+     (4, 0, "all 4 objects are so"), (1, 0, "")],
+)  # fmt: skip
+def test_clean_copy_is_the_remedy_of_few_bad_lines_alone(tmp_path, bad, good, remedy):
+    config = yolo_set(tmp_path, "")
+    lines = ["0 0.5 banana 0.1 0.1"] * bad + ["0 0.5 0.5 0.1 0.1"] * good
+    (tmp_path / "labels" / "000.txt").write_text("\n".join(lines))
     with pytest.raises(DataError) as caught:
-        read_split(yolo_set(tmp_path, "0 0.5 banana 0.1 0.1"), "train", 2)
-    assert "check --fix" in caught.value.fix
+        read_split(config, "train", 2)
+    assert remedy in (caught.value.fix or "") and bool(remedy) == bool(caught.value.fix)
+
+
+@pytest.mark.parametrize(
+    ("written", "found", "issue"),
+    [
+        ("a/b.jpg", "a/b.jpg", ""),
+        ("a\\b.jpg", "a/b.jpg", ""),
+        (".\\a\\b.jpg", "a/b.jpg", ""),
+        ("data/a/b.jpg", "a/b.jpg", "image_elsewhere"),
+        ("..\\..\\media\\upload\\4\\b.jpg", "a/b.jpg", "image_elsewhere"),
+        ("../../upload/B.JPG", "a/b.jpg", "image_elsewhere"),
+        ("C:\\set\\b.jpg", "a/b.jpg", "image_elsewhere"),
+        ("/gone/a/b.jpg", "a/b.jpg", "image_elsewhere"),
+        ("{root}/a/b.jpg", "a/b.jpg", ""),
+        ("{root}/../out.jpg", "../out.jpg", ""),  # an absolute path says where it is
+        ("../out.jpg", None, "path_outside"),
+        ("{root}/../secret.txt", None, "path_outside"),
+        ("twice.jpg", "twice.jpg", ""),  # in two folders, so that nobody knows
+        ("x/twice.jpg", "x/twice.jpg", ""),
+        ("x/c/twice.jpg", "c/twice.jpg", "image_elsewhere"),
+        ("gone.jpg", "gone.jpg", ""),
+    ],
+)
+def test_image_is_found_as_files_of_other_tools_call_it(tmp_path, written, found, issue):
+    root = tmp_path / "set"
+    for name in ("a/b.jpg", "c/twice.jpg", "d/twice.jpg", "../out.jpg", "../secret.txt"):
+        (root / name).parent.mkdir(parents=True, exist_ok=True)
+        (root / name).touch()
+    issues: list[Issue] = []
+    look_anew()
+    path = find_image(root, written.format(root=root), "list", issues.append)
+    assert path == (None if found is None else Path(os.path.normpath(root / found)))
+    assert [each.code for each in issues] == ([issue] if issue else [])
 
 
 def test_xml_in_the_encoding_that_it_declares_is_read(tmp_path):

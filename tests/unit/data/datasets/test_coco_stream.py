@@ -34,7 +34,7 @@ def outcome(file: Path, policy: str, *, fast: bool) -> tuple[object, ...]:
                 raw = read_coco_columns(file.parent / "images", file, complain)
         if raw is None:
             raw = read_coco(file.parent / "images", file, complain, everything=False)
-        return content(settle(raw, policy, notes=complain.report()))
+        return content(settle(raw, policy, notes=complain.report(raw)))
     except DataError as error:
         return error.code, error.what, error.where, error.fix
 
