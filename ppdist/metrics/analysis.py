@@ -126,10 +126,10 @@ def analyse(
             "iou": IOU,
             "confidence": confidence,
             **confusion_table(
-                *confused(truth, found, pairs, match_F, sure_F, classes), classes + 1
+                *confused(truth, found, kind_F, about_F, sure_F, classes), classes + 1
             ),
         },
-        "calibration": _rounded(calibration(found, match_F)),
+        "calibration": _rounded(calibration(found, match_F, confidence)),
         "errors": {
             "counts": count_kinds(truth, kind_F, about_F, sure_F),
             "AP50_gain": gains(truth, found, kind_F, about_F, classes),
@@ -272,41 +272,27 @@ def _mendable(truth: GroundTruth, kind_F: np.ndarray, about_F: np.ndarray) -> np
 
 
 def confused(
-    truth: GroundTruth,
-    found: Detections,
-    pairs: Pairs,
-    match_F: np.ndarray,
-    sure_F: np.ndarray,
-    classes: int,
-) -> tuple[np.ndarray, np.ndarray]:
-    """True class of each object and detection of nothing, and its class as detected.
+    truth: GroundTruth, found: Detections, kind_F: np.ndarray, about_F: np.ndarray,
+    sure_F: np.ndarray, classes: int,
+) -> tuple[np.ndarray, np.ndarray]:  # fmt: skip
+    """True class of each detection and object, and its class as detected; C: the background.
 
-    Class C is true of detections of nothing, and is what objects that were not found were detected
-    as.  First each detection has what COCO's rules give it, so those of equal classes are what
-    precision and recall count; what is left is paired across classes, the largest overlap first,
-    from IOU on.
+    By the kinds of `kinds_of`, so that matrix and error types agree: a detection that is correct,
+    or of a wrong class, has the true class of its object, any other the background's.  So has as
+    detected an object with neither.
 
-    Args:
-        match_F: what `match_as_coco` gave at IOU.
-        sure_F: bool, which detections count.
+    Args: sure_F: bool, which detections count.
     Returns: int64 [K], [K].
     """
-    about_F = np.where(sure_F, match_F, CROWD)
-    taken_G = truth.crowd_G.copy()
-    taken_G[about_F[about_F >= 0]] = True
-    free_P = (about_F[pairs.found_P] == NOBODY) & ~taken_G[pairs.object_P]
-    pairs = pairs.of(free_P & (pairs.iou_P >= IOU))
-    order_P = np.argsort(-pairs.iou_P, kind="stable")
-    for detection, thing in zip(pairs.found_P[order_P], pairs.object_P[order_P]):
-        if about_F[detection] == NOBODY and not taken_G[thing]:
-            about_F[detection] = thing
-            taken_G[thing] = True
-    true_F = np.full(len(about_F), classes)
-    true_F[about_F >= 0] = truth.label_G[about_F[about_F >= 0]]
-    counted_F = about_F != CROWD
-    missed_G = truth.label_G[~taken_G]
-    called_F, nothing_G = found.label_F[counted_F], np.full(len(missed_G), classes)
-    return np.append(true_F[counted_F], missed_G), np.append(called_F, nothing_G)
+    label_F, kind_F, about_F = found.label_F[sure_F], kind_F[sure_F], about_F[sure_F]
+    on_object_F = (kind_F == Kind.CORRECT) | (kind_F == Kind.CLASS)
+    true_F = np.full(len(kind_F), classes)
+    true_F[on_object_F] = truth.label_G[about_F[on_object_F]]
+    left_G = ~truth.crowd_G
+    left_G[about_F[on_object_F]] = False
+    counted_F, left_K = kind_F != Kind.IGNORED, truth.label_G[left_G]
+    true_K = np.append(true_F[counted_F], left_K)
+    return true_K, np.append(label_F[counted_F], np.full(len(left_K), classes))
 
 
 def confusion_table(true_K: np.ndarray, called_K: np.ndarray, size: int) -> dict[str, Any]:

@@ -430,25 +430,39 @@ def _envelope(precision_F: np.ndarray) -> np.ndarray:
     return np.maximum.accumulate(precision_F[::-1])[::-1]
 
 
-def calibration(found: Detections, match_F: np.ndarray) -> dict[str, Any]:
+def calibration(found: Detections, match_F: np.ndarray, least: float) -> dict[str, Any]:
     """How often detections of a confidence are right, in ten bins of equal width.
 
+    An evaluation keeps detections of nearly no confidence, hundreds an image, which are rightly
+    unsure.  A mean over all of them says how these are calibrated; whoever uses the model sees
+    none of them.  So the expected error is over those of at least the confidence that is used.
+
+    Args: least: `best_f1_threshold`.
     Returns: `edges` of the bins; of each its mean `confidence`, its `precision` (None in an empty
-        bin) and its `count`; `expected_error`: the mean over detections of the difference between
-        confidence and precision of their bin, None without detections.
+        bin) and its `count`; `expected_error`: the mean over detections from `expected_error_from`
+        on of the difference between confidence and precision of those of their bin, None where
+        there are none.
     Source: Guo et al. 2017, arXiv:1706.04599, over detections instead of images.
     """
     counted_F = match_F != CROWD
     score_F, right_F = found.score_F[counted_F], match_F[counted_F] >= 0
-    bin_F = np.minimum((score_F * _BINS).astype(np.int64), _BINS - 1).clip(0)
-    count_B = np.bincount(bin_F, minlength=_BINS)
-    confidence_B = _part(np.bincount(bin_F, score_F, minlength=_BINS), count_B)
-    precision_B = _part(np.bincount(bin_F, right_F, minlength=_BINS), count_B)
-    off_B = np.nan_to_num(np.abs(confidence_B - precision_B)) * count_B
+    confidence_B, precision_B, count_B = _in_bins(score_F, right_F)
+    used_F = score_F >= least
+    used_confidence_B, used_precision_B, used_B = _in_bins(score_F[used_F], right_F[used_F])
+    off_B = np.nan_to_num(np.abs(used_confidence_B - used_precision_B)) * used_B
     return {
         "edges": np.arange(_BINS + 1) / _BINS,
         "confidence": confidence_B,
         "precision": precision_B,
         "count": count_B,
-        "expected_error": float(off_B.sum() / len(score_F)) if len(score_F) else None,
+        "expected_error": float(off_B.sum() / used_B.sum()) if used_B.any() else None,
+        "expected_error_from": least,
     }
+
+
+def _in_bins(score_F: np.ndarray, right_F: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Mean confidence, precision and number of the detections of each bin."""
+    bin_F = np.minimum((score_F * _BINS).astype(np.int64), _BINS - 1).clip(0)
+    count_B = np.bincount(bin_F, minlength=_BINS)
+    confidence_B = _part(np.bincount(bin_F, score_F, minlength=_BINS), count_B)
+    return confidence_B, _part(np.bincount(bin_F, right_F, minlength=_BINS), count_B), count_B

@@ -20,7 +20,16 @@ from ppdist.common.logging import duration
 from ppdist.metrics.analysis import CLASS_HEADINGS
 from ppdist.metrics.matching import USUAL_CONFIDENCE
 from ppdist.report.charts import COLOURS, INK, Chart, Point, Series, chart
-from ppdist.report.run import ClassRow, Confusion, Evaluation, Numbers, Picture, Run, written
+from ppdist.report.run import (
+    Calibration,
+    ClassRow,
+    Confusion,
+    Evaluation,
+    Numbers,
+    Picture,
+    Run,
+    written,
+)
 
 # An evaluation.
 
@@ -179,8 +188,14 @@ def _calibration(found: Evaluation) -> Chart | None:
         x_label="confidence",
         x_limits=(0.0, 1.0),
         y_limits=(0.0, 1.02),
-        note="" if error is None else f"expected error {error:.3f}",
+        note="" if error is None else f"expected error {error:.3f}{_from(bins)}",
     )
+
+
+def _from(bins: Calibration) -> str:
+    """Over which detections the expected error is."""
+    least = bins.expected_error_from
+    return "" if least is None else f" of detections from confidence {least:.2f} on"
 
 
 def _sizes(found: Evaluation) -> Table | None:

@@ -126,6 +126,7 @@ class Calibration(_Part):
     precision: list[Share]
     count: list[int]
     expected_error: Share = None
+    expected_error_from: Share = None
 
     @model_validator(mode="after")
     def _of_one_length(self) -> "Calibration":

@@ -746,7 +746,9 @@ def calibration(evaluation: Mapping[str, Any]) -> Figure | None:
     above.plot(confidence_B, precision_B, "o-", color=COLOURS[0], markersize=4, linewidth=1)
     above.set(ylabel="precision", xlim=(0, 1), ylim=(0, 1))
     error = found.get("expected_error")
+    least = found.get("expected_error_from")
     said = "" if error is None else f"; expected calibration error {error:.3f}"
+    said += "" if error is None or least is None else f" from confidence {least:.2f} on"
     above.set_title(f"calibration{said}")
     above.legend(loc="upper left")
     below.bar(edges[:-1], count_B, 0.96 * widths_B, align="edge", color="0.5")
