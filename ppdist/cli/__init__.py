@@ -6,12 +6,15 @@ when the options are understood, so `--help` answers at once.
 
 import argparse
 import difflib
+import functools
 import importlib
 import importlib.metadata
+import itertools
 import os
 import platform
+import re
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Container, Iterable
 from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
@@ -79,10 +82,57 @@ def main() -> NoReturn:
     run(words[0])
 
 
+class Parser(argparse.ArgumentParser):
+    """A parser of whole words that knows what users of other trainers type.
+
+    No option is guessed from its beginning: `--conf 0.1` of another trainer is not --config.  It
+    also answers a shell that asks what may follow (`ppdist completion`).
+    """
+
+    def __init__(self, *args: Any, command: str = "", **kwargs: Any) -> None:
+        super().__init__(*args, **{"allow_abbrev": False, **kwargs})
+        self._command = command
+
+    def add_subparsers(self, **kwargs: Any) -> Any:
+        below = functools.partial(type(self), command=self._command)
+        return super().add_subparsers(**{"parser_class": below, **kwargs})
+
+    def parse_args(self, *args: Any, **kwargs: Any) -> Any:
+        if "_ARGCOMPLETE" in os.environ:
+            import argcomplete
+
+            argcomplete.autocomplete(self)  # does not return
+        if "=" in "".join(itertools.takewhile(lambda word: word[:1] != "-", sys.argv[1:])):
+            self._answer(())  # `model=yolov5n.pt data=...`, which DATA would take
+        return super().parse_args(*args, **kwargs)
+
+    def error(self, message: str) -> NoReturn:
+        _, unrecognized, words = message.partition("unrecognized arguments: ")
+        options = {word.partition("=")[0] for word in sys.argv[1:] if word[:1] == "-"}
+        ours = {*re.findall(r"(?<![\w-])--?[a-zA-Z][\w-]*", self.format_help())}
+        told = {each for word in words.split() for each in (word, word.partition("=")[0])}
+        self._answer(told if unrecognized else options - ours)
+        super().error(message)
+
+    def _answer(self, unknown: Container[str]) -> None:
+        from ppdist.config.migration import refuse_options
+
+        refuse_options(self._command, sys.argv[1:], unknown)
+
+
+def parser_of(command: str, text: str | None) -> Parser:
+    """The parser of one of COMMANDS.
+
+    Args: text: the docstring of its module, with which its --help begins, line by line.
+    """
+    form = argparse.RawDescriptionHelpFormatter
+    return Parser(command=command, description=text, formatter_class=form)
+
+
 def _typed_so_far() -> list[str]:
     """The command of the line that a shell wants completed; ends here where there is none yet.
 
-    What follows a command is completed by its own parser (common/arguments.py), which
+    What follows a command is completed by its own parser (`Parser`), which
     _ARGCOMPLETE tells that its options begin one word later.
     """
     import argcomplete

@@ -37,16 +37,16 @@ import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ppdist.cli import add_config, script_of, use_clone
+from ppdist.cli import add_config, parser_of, script_of, use_clone
 from ppdist.common import errors, process
-from ppdist.common.arguments import at_least, described, time_in
+from ppdist.common.arguments import at_least, time_in
 
 if TYPE_CHECKING:
     from ppdist.config import ExperimentConfig
 
 
 def parse() -> argparse.Namespace:
-    parser = described(__doc__)
+    parser = parser_of("benchmark", __doc__)
     parser.add_argument("what", choices=sorted(MEASURES), help="what to measure")
     add_config(parser, required=False)
     parser.add_argument("-w", "--weights", help="weights for eval and infer; none: fresh ones")

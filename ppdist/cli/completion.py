@@ -6,10 +6,10 @@ ppdist completion zsh      for ~/.zshrc:  eval "$(ppdist completion zsh)"
 
 import argcomplete
 
-from ppdist.common.arguments import described
+from ppdist.cli import parser_of
 
 
 def main() -> None:
-    parser = described(__doc__)
+    parser = parser_of("completion", __doc__)
     parser.add_argument("shell", choices=["bash", "zsh"])
     print(argcomplete.shellcode(["ppdist"], True, parser.parse_args().shell))

@@ -21,8 +21,7 @@ from pathlib import Path
 from typing import Any
 
 import ppdist
-from ppdist.cli import CLONE, COMMANDS, add_config, main_of, require_clone
-from ppdist.common.arguments import described
+from ppdist.cli import CLONE, COMMANDS, add_config, main_of, parser_of, require_clone
 from ppdist.common.errors import ConfigError
 from ppdist.common.files import make_parent, writing
 from ppdist.config import ExperimentConfig, load_config
@@ -37,7 +36,7 @@ _BASES = re.compile(r"^_BASE_:(.*)$", re.MULTILINE)  # on one line in all that s
 
 
 def main() -> None:
-    parser = described(__doc__)
+    parser = parser_of("config", __doc__)
     commands = parser.add_subparsers(dest="command", required=True)
     commands.add_parser("list", help="the configs that ship, by name")
     show = commands.add_parser("show", help="check a file and print it with every key resolved")

@@ -12,13 +12,12 @@ takes the model card along: class names, preprocessing, licence.
 import argparse
 from pathlib import Path
 
-from ppdist.cli import OR_OF_WEIGHTS, add_config, config_of
+from ppdist.cli import OR_OF_WEIGHTS, add_config, config_of, parser_of
 from ppdist.common import process
-from ppdist.common.arguments import described
 
 
 def parse() -> argparse.Namespace:
-    parser = described(__doc__)
+    parser = parser_of("convert", __doc__)
     add_config(parser, required=False, config=OR_OF_WEIGHTS)
     parser.add_argument("-w", "--weights", required=True, help="weight file or checkpoint")
     parser.add_argument("--out", required=True, type=Path, metavar="FILE", help="where to write")

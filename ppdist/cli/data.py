@@ -27,9 +27,9 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from ppdist.cli import RECIPE, add_data, experiment_of
+from ppdist.cli import RECIPE, add_data, experiment_of, parser_of
 from ppdist.common import errors, process
-from ppdist.common.arguments import at_least, byte_count, described
+from ppdist.common.arguments import at_least, byte_count
 from ppdist.common.stores import is_remote
 
 if TYPE_CHECKING:
@@ -44,7 +44,7 @@ _MOST_CLASSES = 100  # that a table lists
 
 
 def parse() -> argparse.Namespace:
-    parser = described(__doc__)
+    parser = parser_of("data", __doc__)
     commands = parser.add_subparsers(dest="command", required=True)
 
     check = commands.add_parser("check", help="find what is wrong with both splits")

@@ -20,9 +20,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Literal
 
-from ppdist.cli import add_config, script_of
+from ppdist.cli import add_config, parser_of, script_of
 from ppdist.common import errors
-from ppdist.common.arguments import described
 from ppdist.common.process import ends_with_this
 from ppdist.launch.doctor import (
     FAIL,
@@ -46,7 +45,7 @@ _OF_FLEETRUN = ("ips", "host", "start_port", "start_timeout", "selected_gpus", "
 
 
 def parse() -> argparse.Namespace:
-    parser = described(__doc__)
+    parser = parser_of("doctor", __doc__)
     parser.add_argument("--ips", help="all hosts of the run, as for fleetrun")
     parser.add_argument("--host", help="this host's address in --ips, where it cannot be detected")
     parser.add_argument("--start_port", metavar="P", help="as for fleetrun")

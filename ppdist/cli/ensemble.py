@@ -12,9 +12,9 @@ import json
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ppdist.cli import add_config
+from ppdist.cli import add_config, parser_of
 from ppdist.common import errors, process
-from ppdist.common.arguments import at_least, described
+from ppdist.common.arguments import at_least
 from ppdist.config.distributed import DistributedConfig
 from ppdist.ensemble.wbf import IOU, METHODS, SIGMA, VIEW_MARGIN
 
@@ -28,7 +28,7 @@ IMAGES = 2048
 
 
 def parse() -> argparse.Namespace:
-    parser = described(__doc__)
+    parser = parser_of("ensemble", __doc__)
     commands = parser.add_subparsers(dest="command", required=True, metavar="fuse|average")
     add_fuse(commands.add_parser("fuse", help="boxes of several models, sizes or files as one set"))
     add_average(commands.add_parser("average", help="checkpoints of one architecture as one"))

@@ -12,9 +12,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ppdist.cli import OR_OF_WEIGHTS, add_config, config_of
+from ppdist.cli import OR_OF_WEIGHTS, add_config, config_of, parser_of
 from ppdist.common import errors, process
-from ppdist.common.arguments import described
 
 if TYPE_CHECKING:
     import numpy as np
@@ -24,7 +23,7 @@ if TYPE_CHECKING:
 
 
 def parse() -> argparse.Namespace:
-    parser = described(__doc__)
+    parser = parser_of("eval", __doc__)
     add_config(parser, required=False, config=OR_OF_WEIGHTS)
     parser.add_argument("-w", "--weights", required=True,
                         help="weight file, checkpoint, or name of published weights")  # fmt: skip

@@ -13,9 +13,9 @@ import signal
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ppdist.cli import OR_OF_WEIGHTS, add_config, config_of
+from ppdist.cli import OR_OF_WEIGHTS, add_config, config_of, parser_of
 from ppdist.common import errors, process
-from ppdist.common.arguments import at_least, described
+from ppdist.common.arguments import at_least
 from ppdist.config.export import CALIBRATION, ExportOptions
 
 if TYPE_CHECKING:
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 
 def parse() -> argparse.Namespace:
-    parser = described(__doc__)
+    parser = parser_of("export", __doc__)
     add_config(parser, required=False, config=OR_OF_WEIGHTS)
     parser.add_argument("-w", "--weights", required=True, help="weight file or checkpoint")
     parser.add_argument("--out", required=True, type=Path, metavar="DIR", help="where to write")

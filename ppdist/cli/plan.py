@@ -16,7 +16,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from ppdist.common.arguments import described
+from ppdist.cli import parser_of
 from ppdist.common.files import make_parent, write_json
 from ppdist.planner import tables
 from ppdist.planner.fit import read_benchmarks
@@ -26,7 +26,7 @@ from ppdist.planner.what_if import PARTS, Prediction, clusters_up_to, predict, w
 
 
 def parse() -> argparse.Namespace:
-    parser = described(__doc__)
+    parser = parser_of("plan", __doc__)
     commands = parser.add_subparsers(dest="command", required=True)
     predicting = commands.add_parser("predict", help="a training on HOSTSxCARDS")
     add_rows(predicting)

@@ -17,9 +17,9 @@ from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ppdist.cli import OR_OF_WEIGHTS, add_config, config_of
+from ppdist.cli import OR_OF_WEIGHTS, add_config, config_of, parser_of
 from ppdist.common import errors, process
-from ppdist.common.arguments import at_least, described
+from ppdist.common.arguments import at_least
 
 if TYPE_CHECKING:
     from ppdist.predict.detections import Detection
@@ -33,7 +33,7 @@ _BATCH, _OVERLAP, _SMALLEST_SLICE = 8, 0.2, 32
 
 
 def parse() -> argparse.Namespace:
-    parser = described(__doc__)
+    parser = parser_of("predict", __doc__)
     add_config(parser, required=False, config=OR_OF_WEIGHTS)
     parser.add_argument("-w", "--weights", help="weight file, checkpoint, or published name")
     parser.add_argument("--model", type=Path, metavar="DIR",

@@ -11,11 +11,11 @@ import argparse
 import sys
 from pathlib import Path
 
-from ppdist.common.arguments import described
+from ppdist.cli import parser_of
 
 
 def parse() -> argparse.Namespace:
-    parser = described(__doc__)
+    parser = parser_of("report", __doc__)
     parser.add_argument("runs", nargs="+", type=Path, metavar="RUN", help="folder of a run")
     parser.add_argument(
         "--out", type=Path, metavar="FILE",

@@ -17,8 +17,8 @@ from itertools import chain, count
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ppdist.cli import RECIPE, add_config, add_model, command_line, require_one_source
-from ppdist.common.arguments import at_least, described
+from ppdist.cli import RECIPE, add_config, add_model, command_line, parser_of, require_one_source
+from ppdist.common.arguments import at_least
 from ppdist.common.errors import ConfigError
 from ppdist.common.limits import require_limits
 from ppdist.common.signals import hold_signals
@@ -30,11 +30,7 @@ if TYPE_CHECKING:
 
 
 def parse() -> argparse.Namespace:
-    if not {"-h", "--help"} & {*sys.argv}:  # which answers without reading a configuration
-        from ppdist.config.migration import refuse_options
-
-        refuse_options(sys.argv[1:])
-    parser = described(__doc__)
+    parser = parser_of("train", __doc__)
     parser.add_argument("data", nargs="?", metavar="DATA", help="a data.yaml or a folder")
     add_config(parser, required=False)
     fitted = parser.add_argument_group("with DATA (with -c these are keys of the configuration)")
@@ -65,6 +61,10 @@ def parse() -> argparse.Namespace:
     arguments = parser.parse_args()
     if arguments.resume_changed and arguments.resume is None:
         parser.error("--resume-changed goes with --resume")
+    if arguments.resume:
+        from ppdist.config.migration import refuse_weights
+
+        refuse_weights(arguments.resume)
     _check_source(arguments)
     return arguments
 

@@ -14,15 +14,15 @@ import sys
 import time
 from pathlib import Path
 
-from ppdist.cli import add_config, script_of
+from ppdist.cli import add_config, parser_of, script_of
 from ppdist.common import errors, process
-from ppdist.common.arguments import at_least, described, time_in
+from ppdist.common.arguments import at_least, time_in
 
 
 def parse() -> argparse.Namespace:
     from ppdist.launch.topology import cards_of_runs
 
-    parser = described(__doc__)
+    parser = parser_of("tune", __doc__)
     commands = parser.add_subparsers(dest="command", required=True)
     run = commands.add_parser("run", help="make the trials of a study")
     add_config(run, required=True, config="YAML file of the study",

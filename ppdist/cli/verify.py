@@ -50,13 +50,13 @@ import sys
 from math import isfinite
 from pathlib import Path
 
-from ppdist.cli import CLONE, add_config, script_of, use_clone
+from ppdist.cli import CLONE, add_config, parser_of, script_of, use_clone
 from ppdist.common import errors, process
-from ppdist.common.arguments import at_least, described, time_in
+from ppdist.common.arguments import at_least, time_in
 
 
 def parse() -> argparse.Namespace:
-    parser = described(__doc__)
+    parser = parser_of("verify", __doc__)
     commands = parser.add_subparsers(dest="command", required=True)
     accelerator = commands.add_parser("accelerator", help="this machine's cards train right")
     add_config(accelerator, required=False)

@@ -1,10 +1,8 @@
 """Options that several commands share: which experiment, how many, how long."""
 
 import argparse
-import os
 import re
 from collections.abc import Callable
-from typing import Any
 
 
 def at_least(least: int) -> Callable[[str], int]:
@@ -45,25 +43,3 @@ def byte_count(text: str) -> int:
     if count < 1:
         raise argparse.ArgumentTypeError(f"expected a size such as 256MB or 1GiB, found {text!r}")
     return count
-
-
-class Parser(argparse.ArgumentParser):
-    """A parser of whole words that also answers a shell that asks what may follow.
-
-    No option is guessed from its beginning: `--conf 0.1` of another trainer is not --config.
-    """
-
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **{"allow_abbrev": False, **kwargs})
-
-    def parse_args(self, *args: Any, **kwargs: Any) -> Any:
-        if "_ARGCOMPLETE" in os.environ:
-            import argcomplete
-
-            argcomplete.autocomplete(self)  # does not return
-        return super().parse_args(*args, **kwargs)
-
-
-def described(text: str | None) -> argparse.ArgumentParser:
-    """A parser whose --help begins with the docstring of its module, line by line."""
-    return Parser(description=text, formatter_class=argparse.RawDescriptionHelpFormatter)

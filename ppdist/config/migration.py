@@ -1,51 +1,77 @@
 """Options of PaddleDetection and ultralytics, and what to write instead.
 
-a key of a file or of -o     TrainReader.batch_size=8    -> train.batch_size_per_card=8
-an option of train           --img 640, imgsz=640        -> --image-size 640
-a whole file behind -c       data.yaml, a PaddleDetection config, a model's YAML
+a key of a file or of -o      TrainReader.batch_size=8          -> train.batch_size_per_card=8
+a word of a command           train --img 640, train imgsz=640  -> --image-size 640
+                              predict --conf-thres 0.4          -> --threshold 0.4
+a whole file behind -c        data.yaml, a PaddleDetection config, a model's YAML
 """
 
-from collections.abc import Sequence
+from collections.abc import Container, Mapping, Sequence
+from pathlib import PurePath
 from typing import NamedTuple
 
 from ppdist.common.errors import ConfigError
+from ppdist.config.shipped import find_config
 from ppdist.config.yaml import BASE_KEY, Node
 
 PADDLE, ULTRA = "PaddleDetection", "ultralytics"
 
 
 class Equivalent(NamedTuple):
-    """What stands for a key of another trainer.
+    """What stands for a key or a word of another trainer.
 
     key: ours; "": there is none.  note: what to know, or what to do where there is no key.
     option: of `ppdist train DATA`, with {} for the value; "": the key behind -o.
+    values: theirs and ours, where they differ; the key stands for these alone where there is a note
+        for the others.
     """
 
     owner: str
     key: str = ""
     note: str = ""
     option: str = ""
+    values: Mapping[str, str] = {}
 
     def in_config(self, value: str, sign: str) -> str:
         """What to write in a file (sign `: `) or behind -o (sign `=`)."""
-        return self._told(f"{self.key}{sign}{value}" if value else self.key)
+        ours = self._ours(value)
+        return self._told(f"{self.key}{sign}{ours}" if ours else self.key, value)
 
-    def on_command_line(self, value: str) -> str:
-        """What to write behind `ppdist train`."""
-        if self.option:
-            return self._told(self.option.format(value).rstrip())
-        return self._told(f"-o {self.key}={value or '...'}" if self.key else "")
+    def on_command_line(self, command: str, value: str) -> str:
+        """What to write behind `ppdist COMMAND`."""
+        ours = self._ours(value)
+        if command == "train" and self.option:
+            return self._told(self.option.replace("{}", ours).rstrip(), value)
+        if command != "train" and self.key.startswith(_OF_TRAINING):
+            return "leave it out: it is of training alone"
+        if command in _WITHOUT_DATA and self.key.startswith(("data.", "evaluate.")):
+            return "leave it out: it is of data sets"
+        if self.key and command in _WITH_KEYS:
+            return self._told(f"-o {self.key}={ours or '...'}", value)
+        if self.note and not self.key and not self.option:
+            return self._told("", value)
+        return f"leave it out; `ppdist {command} --help` lists what there is"
 
-    def _told(self, written: str) -> str:
-        if not written:
-            return self.note
-        return f"write `{written}`" + (f" ({self.note})" if self.note else "")
+    def _ours(self, value: str) -> str:
+        return self.values.get(value.lower(), value)
+
+    def _told(self, written: str, value: str) -> str:
+        known = not self.values or not self.note or value.lower() in self.values
+        if not written or not known:
+            return self.note.replace("{}", value or "0-7")
+        note = "" if self.values else self.note
+        return f"write `{written}`" + (f" ({note})" if note else "")
 
 
+_OF_TRAINING = (
+    "train.", "optimizer.", "schedule.", "loss.", "checkpoint.", "early_stopping.", "data.augment",
+)  # fmt: skip
+_WITH_KEYS = ("train", "eval", "predict", "export", "convert", "data")  # commands with -o
+_WITHOUT_DATA = ("predict", "export", "convert")
 _PER_CARD = "images per card, not of all"
-_CARDS = "`fleetrun --selected_gpus {} ppdist train ...`; on one process: -o device=gpu or cpu"
 _FIRST = "train DATA --model NAME"
 _SIZE = "one number is a square"
+_DEVICE = {"cpu": "cpu", "gpu": "gpu", "cuda": "gpu", "0": "gpu", "cuda:0": "gpu", "gpu:0": "gpu"}
 
 KEYS: dict[str, Equivalent] = {
     # PaddleDetection: of its YAML files and its -o.
@@ -77,15 +103,17 @@ KEYS: dict[str, Equivalent] = {
     "pretrain_weights": Equivalent(PADDLE, "model.pretrained", "", "--weights {}"),
     "weights": Equivalent(PADDLE, "model.pretrained", "to start from", "--weights {}"),
     "save_dir": Equivalent(PADDLE, "output_dir"),
-    "use_gpu": Equivalent(PADDLE, "", "write `device: gpu` (auto takes one where there is one)"),
-    "use_xpu": Equivalent(PADDLE, "", "write `device: xpu`"),
-    "use_npu": Equivalent(PADDLE, "", "write `device: npu`"),
+    "use_gpu": Equivalent(PADDLE, "device", values={"true": "gpu", "false": "cpu", "": "gpu"}),
+    "use_xpu": Equivalent(PADDLE, "device", values={"true": "xpu", "false": "auto", "": "xpu"}),
+    "use_npu": Equivalent(PADDLE, "device", values={"true": "npu", "false": "auto", "": "npu"}),
     "use_ema": Equivalent(PADDLE, "train.ema.enabled"),
     "ema_decay": Equivalent(PADDLE, "train.ema.decay"),
     "log_iter": Equivalent(PADDLE, "log.every_steps"),
     "use_vdl": Equivalent(PADDLE, "log.visualdl", "on as it is"),
     "metric": Equivalent(PADDLE, "", "see data.format (COCO, VOC) and evaluate.metric"),
-    "norm_type": Equivalent(PADDLE, "", "write `train.sync_bn: true` for sync_bn"),
+    "norm_type": Equivalent(
+        PADDLE, "train.sync_bn", values={"sync_bn": "true", "bn": "false", "": "true"}
+    ),
     "depth_mult": Equivalent(PADDLE, "model.depth_multiple"),
     "width_mult": Equivalent(PADDLE, "model.width_multiple"),
     "PPYOLOEHead": Equivalent(PADDLE, "", "see model, loss and nms"),
@@ -102,7 +130,9 @@ KEYS: dict[str, Equivalent] = {
     "nbs": Equivalent(ULTRA, "optimizer.reference_batch_size"),
     "lr0": Equivalent(ULTRA, "optimizer.lr"),
     "lrf": Equivalent(ULTRA, "schedule.final_factor"),
-    "cos_lr": Equivalent(ULTRA, "", "write `schedule.name: cosine`"),
+    "cos_lr": Equivalent(
+        ULTRA, "schedule.name", values={"true": "cosine", "": "cosine", "false": "linear"}
+    ),
     "save_period": Equivalent(ULTRA, "checkpoint.every_epochs"),
     "project": Equivalent(ULTRA, "output_dir", "project and name in one"),
     "fliplr": Equivalent(ULTRA, "data.augment.flip"),
@@ -117,12 +147,17 @@ KEYS: dict[str, Equivalent] = {
     "iou": Equivalent(ULTRA, "nms.iou_threshold"),
     "max_det": Equivalent(ULTRA, "nms.keep"),
 }
-# Words `name=value` of ultralytics' command line whose keys we have under another roof.
+# What is typed behind a command, `name=value` or `--name value`, by its name with underscores.
+_CARDS = "write `fleetrun --selected_gpus {} ppdist train ...`"
 WORDS: dict[str, Equivalent] = {
     **{name: each for name, each in KEYS.items() if each.owner == ULTRA},
     "data": Equivalent(ULTRA, "", f"data is the first word: `{_FIRST}`"),
     "model": Equivalent(ULTRA, "", "", "DATA --model {}"),
-    "device": Equivalent(ULTRA, "", _CARDS),
+    "weights": KEYS["weights"],
+    "device": Equivalent(
+        ULTRA, "device", f"{_CARDS}; on one process: -o device=gpu or cpu", values=_DEVICE
+    ),
+    "gpus": Equivalent(ULTRA, "", _CARDS),
     "epochs": Equivalent(ULTRA, "train.epochs", "", "--epochs {}"),
     "resume": Equivalent(ULTRA, "", "write `--resume`, or `--resume PATH` of a checkpoint or run"),
     "name": Equivalent(ULTRA, "output_dir"),
@@ -133,55 +168,108 @@ WORDS: dict[str, Equivalent] = {
     "momentum": Equivalent(ULTRA, "optimizer.momentum"),
     "weight_decay": Equivalent(ULTRA, "optimizer.weight_decay"),
     "warmup_epochs": Equivalent(ULTRA, "schedule.warmup_epochs"),
-    "amp": Equivalent(ULTRA, "train.amp.enabled"),
+    "amp": Equivalent(ULTRA, "train.amp.enabled", values={"": "true"}),
+    "half": Equivalent(ULTRA, "train.amp.enabled", values={"": "true"}),
     "seed": Equivalent(ULTRA, "seed"),
-    "cache": Equivalent(ULTRA, "data.cache", "ram, disk or none"),
+    "cache": Equivalent(ULTRA, "data.cache", values={"true": "ram", "": "ram", "false": "none"}),
     "freeze": Equivalent(ULTRA, "train.freeze"),
     "close_mosaic": Equivalent(ULTRA, "data.augment.close_mosaic_epochs"),
     "mosaic": Equivalent(ULTRA, "data.augment.mosaic"),
     "mixup": Equivalent(ULTRA, "data.augment.mixup"),
-    "rect": Equivalent(ULTRA, "evaluate.rectangular"),
-    "val": Equivalent(ULTRA, "", "write `--eval`"),
+    "rect": Equivalent(ULTRA, "evaluate.rectangular", values={"": "true"}),
+    "val": Equivalent(ULTRA, "", "leave it out: a validation split is evaluated (--no-eval: not)"),
+    "noval": Equivalent(ULTRA, "", "write `--no-eval`"),
     "task": Equivalent(ULTRA, "", "leave it out: the model says it"),
     "mode": Equivalent(ULTRA, "", "leave it out: the command says it"),
+    "cfg": Equivalent(ULTRA, "", "the model is a name: `--model yolov5s` (ppdist config list)"),
+    "hyp": Equivalent(ULTRA, "", "see optimizer, schedule, loss and data.augment"),
+    "sync_bn": Equivalent(ULTRA, "train.sync_bn", values={"": "true"}),
+    "multi_scale": Equivalent(ULTRA, "", "write `-o train.multi_scale=[[320,320],[640,640]]`"),
+    "label_smoothing": Equivalent(ULTRA, "loss.label_smoothing"),
+    "image_weights": Equivalent(ULTRA, "data.sampling.name", values={"": "balanced"}),
+    "conf_thres": KEYS["conf"],
+    "iou_thres": KEYS["iou"],
+    "classes": Equivalent(ULTRA, "", "training takes the classes that the data name"),
+    "exist_ok": Equivalent(ULTRA, "", "leave it out: an earlier run is moved aside"),
+    "save": Equivalent(ULTRA, "", "leave it out: it is so"),
+    "plots": Equivalent(ULTRA, "", "leave it out: plots/ of the run has them"),
+    "verbose": Equivalent(ULTRA, "", "leave it out: it is so"),
+    "evolve": Equivalent(ULTRA, "", "see `ppdist tune`"),
+    "r": Equivalent(PADDLE, "", "", "--resume {}"),
+    "resume_from": Equivalent(PADDLE, "", "", "--resume {}"),
+    "slim_config": Equivalent(PADDLE, "", "there is no pruning; for a teacher see `distill`"),
+    "use_gpu": KEYS["use_gpu"],
+    "use_vdl": KEYS["use_vdl"],
+    "vdl_log_dir": Equivalent(PADDLE, "", "leave it out: curves are in vdl/ of the output_dir"),
+    "use_wandb": Equivalent(PADDLE, "", "see docs/monitoring.md for trackers"),
+    "fleet": Equivalent(PADDLE, "", "leave it out: fleetrun says it"),
+    "to_static": Equivalent(PADDLE, "", "leave it out: there is no such mode"),
+    "opt": Equivalent(PADDLE, "", "write `-o KEY=VALUE ...`"),
+    "enable_ce": Equivalent(PADDLE, "", "write `-o train.deterministic=true` on GPUs"),
+    "output_dir": Equivalent(PADDLE, "output_dir"),
 }
-# Options with dashes that `ppdist train` has not.
-OPTIONS: dict[str, Equivalent] = {
-    "--data": Equivalent(ULTRA, "", f"data is the first word: `{_FIRST}`"),
-    "--cfg": Equivalent(ULTRA, "", "the model is a name: `--model yolov5s` (ppdist config list)"),
-    "--hyp": Equivalent(ULTRA, "", "see optimizer, schedule, loss and data.augment"),
-    "--img": WORDS["img"],
-    "--imgsz": WORDS["imgsz"],
-    "--img-size": WORDS["img_size"],
-    "--batch-size": WORDS["batch_size"],
-    "--device": WORDS["device"],
-    "--workers": WORDS["workers"],
-    "--project": WORDS["project"],
-    "--name": WORDS["name"],
-    "--patience": WORDS["patience"],
-    "--freeze": WORDS["freeze"],
-    "--save-period": WORDS["save_period"],
-    "--cache": WORDS["cache"],
-    "--optimizer": WORDS["optimizer"],
-    "--cos-lr": WORDS["cos_lr"],
-    "--seed": WORDS["seed"],
-    "--sync-bn": Equivalent(ULTRA, "", "write `-o train.sync_bn=true`"),
-    "--multi-scale": Equivalent(ULTRA, "", "write `-o train.multi_scale=[[320,320],[640,640]]`"),
-    "--label-smoothing": Equivalent(ULTRA, "loss.label_smoothing"),
-    "--noval": Equivalent(ULTRA, "", "leave it out: only --eval evaluates"),
-    "--evolve": Equivalent(ULTRA, "", "see `ppdist tune`"),
-    "-r": Equivalent(PADDLE, "", "", "--resume {}"),
-    "--resume_from": Equivalent(PADDLE, "", "", "--resume {}"),
-    "--slim_config": Equivalent(PADDLE, "", "there is no pruning; for a teacher see `distill`"),
-    "--use_vdl": KEYS["use_vdl"],
-    "--vdl_log_dir": Equivalent(PADDLE, "", "leave it out: curves are in vdl/ of the output_dir"),
-    "--use_wandb": Equivalent(PADDLE, "", "see docs/monitoring.md for trackers"),
-    "--amp": Equivalent(PADDLE, "", "write `-o train.amp.enabled=true`"),
-    "--fleet": Equivalent(PADDLE, "", "leave it out: fleetrun says it"),
-    "--to_static": Equivalent(PADDLE, "", "leave it out: there is no such mode"),
-    "--opt": Equivalent(PADDLE, "", "write `-o KEY=VALUE ...`"),
-    "--enable_ce": Equivalent(PADDLE, "", "write `-o train.deterministic=true` on GPUs"),
-}
+# What another command has for a word; WORDS holds for all others.
+_ON_ONE_CARD = "it takes one card, the first of CUDA_VISIBLE_DEVICES; on the CPU: `-o device=cpu`"
+_ON_CPU = "leave it out: files are computed on the CPU, and are the same"
+_CLASSES = "leave it out: classes come with the weights"
+_SHOWN = "leave it out: --out gets the pictures"
+ELSEWHERE: dict[str, dict[str, dict[str, str]]] = {
+    "predict": {
+        ULTRA: {
+            "model": "write `-w {}`", "source": "write `--source {}`", "data": _CLASSES,
+            "conf": "write `--threshold {}`", "conf_thres": "write `--threshold {}`",
+            "iou": "write `--iou {}`", "iou_thres": "write `--iou {}`",
+            "classes": "write `--classes` with names or numbers",
+            "device": _ON_ONE_CARD, "gpus": _ON_ONE_CARD,
+            "half": "leave it out: see --bfloat16, of exports",
+            "project": "write `--out {}`", "name": "write `--out {}`",
+            "save_txt": "write `--format yolo`", "save_conf": "write `--format yolo`",
+            "save_crop": "write `--format crops`", "save_csv": "write `--format csv`",
+            "save_json": "leave it out: detections.json is written",
+            "save": _SHOWN, "show": _SHOWN, "view_img": _SHOWN, "nosave": "write `--no-pictures`",
+            "augment": "see `ppdist ensemble tta`",
+        },
+        PADDLE: {
+            "weights": "write `-w {}`", "model_dir": "write `--model {}`",
+            "infer_img": "write `--source {}`", "infer_dir": "write `--source {}`",
+            "image_file": "write `--source {}`", "image_dir": "write `--source {}`",
+            "video_file": "write `--source {}`", "draw_threshold": "write `--threshold {}`",
+            "output_dir": "write `--out {}`", "slice_infer": "write `--slice PIXELS`",
+        },
+    },
+    "eval": {
+        ULTRA: {
+            "model": "write `-w {}`", "data": "write `ppdist eval {} -w WEIGHTS`",
+            "split": "write `--split {}`", "task": "write `--split {}` where it is a split",
+            "device": "write `-o device=gpu` or cpu; on several cards "
+            "`fleetrun --selected_gpus {} ppdist eval ...`",
+            "gpus": "write `fleetrun --selected_gpus {} ppdist eval ...`",
+            "project": "write `--out {}`", "name": "write `--out {}`",
+            "save_json": "write `--save-detections FILE`", "save_txt": "write `--out DIR`",
+            "plots": "write `--out DIR`, which gets plots/", "half": "leave it out",
+            "augment": "see `ppdist ensemble tta`",
+        },
+        PADDLE: {
+            "weights": "write `-w {}`", "output_eval": "write `--out {}`",
+            "classwise": "leave it out: classes are shown",
+        },
+    },
+    "export": {
+        ULTRA: {
+            "model": "write `-w {}`", "data": _CLASSES, "include": "write `--format {}`",
+            "device": _ON_CPU, "gpus": _ON_CPU,
+            "half": "leave it out: runtimes convert to half themselves (docs/deploy.md)",
+            "project": "write `--out {}`", "name": "write `--out {}`",
+            "dynamic": "leave it out: it is so (--fixed-batch, --fixed-size: not)",
+            "simplify": "leave it out: it is so",
+            "opset": "leave it out: infer.yml says which one was written",
+            "nms": "leave it out: it is so (--without-nms: not)",
+        },
+        PADDLE: {"weights": "write `-w {}`", "output_dir": "write `--out {}`"},
+    },
+    "convert": {ULTRA: {"model": "write `-w {}`"}, PADDLE: {"weights": "write `-w {}`"}},
+    "data": {ULTRA: {"data": "write `ppdist data check {}`"}},
+}  # fmt: skip
 _NOT_RESUMED = (".pt", ".pth", ".pdparams", ".onnx")
 
 
@@ -204,32 +292,73 @@ def answer_key(path: Sequence[str | int], node: Node) -> str:
     return f"{key} is a key of {equivalent.owner}; {told}"
 
 
-def refuse_options(words: Sequence[str]) -> None:
-    """Answers options of other trainers on the command line of `train`.
+def refuse_options(command: str, words: Sequence[str], unknown: Container[str]) -> None:
+    """Answers words of other trainers on the command line of one of ours.
 
+    Args:
+        words: what follows the command.
+        unknown: options, with their dashes, that it has not.
     Raises: ConfigError: there are some; it says what to write for each.
     """
     lines: list[str] = []
     behind_o = False
+    leading = True  # nothing of ours that takes name=value has come
     for at, word in enumerate(words):
         following = words[at + 1] if at + 1 < len(words) else ""
         name, equals, value = word.partition("=")
         if word.startswith("-"):
-            behind_o = word in ("-o", "--override")
+            leading, behind_o = False, word in ("-o", "--override")
             if not equals and not following.startswith("-"):
                 value = following
-            equivalent = OPTIONS.get(name)
-            if name == "--resume" and value.endswith(_NOT_RESUMED):
-                note = f"weights cannot be resumed: write `--weights {value}` to start from them"
-                lines.append(f"{name} {value}: {note}")
+            foreign = name in unknown
         else:
-            equivalent = WORDS.get(name) if equals and not behind_o else None
-        if equivalent is not None:
-            shown = word if equals else f"{word} {value}".strip()
-            told = equivalent.on_command_line(value).replace("{}", value or "0-7")
-            lines.append(f"{shown}: an option of {equivalent.owner}; {told}")
+            foreign = bool(equals) and not behind_o and (leading or word in unknown)
+        name = name.lstrip("-").replace("-", "_")
+        item = behind_o and bool(equals)
+        told = _answer(command, name, value, item=item) if foreign or item else ""
+        if told:
+            lines.append(f"{word if equals else f'{word} {value}'.strip()}: {told}")
     if lines:
         raise ConfigError("\n  ".join(lines), code="foreign_option")
+
+
+def _answer(command: str, name: str, value: str, *, item: bool) -> str:
+    """What to write for a word behind a command; "": it is nobody's.
+
+    Args: item: it stands behind -o, where only what is no key of a configuration is answered.
+    """
+    for owner, words in ELSEWHERE.get(command, {}).items():
+        if name in words and (not item or owner == PADDLE):
+            told = words[name].replace("{}", value or "...")
+            return f"an option of {owner}; {told}"
+    if item or name not in WORDS:
+        return ""
+    told = _of_model(value) if command == "train" and name == "model" else ""
+    return (
+        f"an option of {WORDS[name].owner}; {told or WORDS[name].on_command_line(command, value)}"
+    )
+
+
+def refuse_weights(value: str) -> None:
+    """Raises: ConfigError: weights where `train --resume` takes a run or a checkpoint."""
+    if value.endswith(_NOT_RESUMED):
+        raise ConfigError(
+            "weights cannot be resumed",
+            code="foreign_option",
+            where=f"--resume {value}",
+            fix=f"write `--weights {value}` to start from them",
+        )
+
+
+def _of_model(value: str) -> str:
+    """What `model=yolov5n.pt` is in `ppdist train`."""
+    path = PurePath(value)
+    name = path.stem if path.suffix in (".pt", ".yaml", ".yml") else value
+    if find_config(name) == name:  # none that ships
+        known = "`--model yolov5n`, `--model ppyoloe_plus_s`, ... (ppdist config list)"
+        return f"YOLOv5 and PP-YOLOE are trained here: {known}"
+    start = f" --weights {name}_coco" if path.suffix == ".pt" else ""
+    return f"write `DATA --model {name}{start}`"
 
 
 def is_data_yaml(tree: Node) -> bool:

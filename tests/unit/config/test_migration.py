@@ -1,10 +1,12 @@
 """What users of PaddleDetection and ultralytics type is answered with what to write."""
 
 import re
+import sys
 from pathlib import Path
 
 import pytest
 
+from ppdist.cli import main_of
 from ppdist.common.errors import ConfigError
 from ppdist.config import ExperimentConfig, load_config, migration
 from ppdist.config.migration import refuse_options
@@ -27,7 +29,7 @@ def config(folder: Path, text: str) -> Path:
 
 def test_every_equivalent_is_a_key_or_a_note():
     known = {".".join(key) for key in all_keys(ExperimentConfig)}
-    tables = (migration.KEYS, migration.WORDS, migration.OPTIONS)
+    tables = (migration.KEYS, migration.WORDS)
     for name, each in ((name, each) for table in tables for name, each in table.items()):
         assert each.key in known or (not each.key and (each.note or each.option)), name
         named = re.findall(r"\b((?:data|model|train|optimizer|schedule|nms)\.\w+)", each.note)
@@ -93,23 +95,82 @@ def test_file_of_another_trainer_is_one_message(tmp_path, text, code, said):
         ("d --batch-size=16", "an option of ultralytics; write `--batch 16` (images per"),
         ("--cfg yolov5s.yaml", "the model is a name: `--model yolov5s`"),
         ("-c x.yml -r x/10", "-r x/10: an option of PaddleDetection; write `--resume x/10`"),
-        ("-c x.yml --resume last.pt", "cannot be resumed: write `--weights last.pt`"),
         ("-c x.yml --slim_config s.yml --use_vdl=true", "write `-o log.visualdl=true`"),
         ("data=coco.yaml imgsz=640 epochs=3 device=0,1", "`fleetrun --selected_gpus 0,1 ppdist tr"),
         ("data=coco.yaml batch=8", "batch=8: an option of ultralytics; write `--batch 8`"),
-        ("model=yolov8n.pt", "write `DATA --model yolov8n.pt`"),
+        ("model=yolov5n.pt", "write `DATA --model yolov5n --weights yolov5n_coco`"),
+        ("model=yolov5n.yaml", "write `DATA --model yolov5n`"),
+        ("model=yolov8n.pt", "YOLOv5 and PP-YOLOE are trained here: `--model yolov5n`"),
+        ("device=cpu", "write `-o device=cpu`"),
+        ("d.yaml --device cuda:0", "write `-o device=gpu`"),
+        ("d.yaml --gpus 0,1", "write `fleetrun --selected_gpus 0,1 ppdist train ...`"),
+        ("d.yaml --use_gpu", "write `-o device=gpu`"),
         ("d.yaml lr0=0.01", "write `-o optimizer.lr=0.01`"),
     ],
 )  # fmt: skip
 def test_foreign_option_is_answered(words, said):
     with pytest.raises(ConfigError) as caught:
-        refuse_options(words.split())
+        refuse_options("train", words.split(), {word.partition("=")[0] for word in words.split()})
     assert caught.value.code == "foreign_option" and said in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ("predict model=yolov5n.pt source=bus.jpg", "model=yolov5n.pt: an option of ultralytics; "
+         "write `-w yolov5n.pt`"),
+        ("predict -w a.pt --source x --conf-thres 0.4", "write `--threshold 0.4`"),
+        ("predict -w a.pt --source x --conf=0.4", "write `--threshold 0.4`"),
+        ("predict -w a.pt --source x --device 0", "the first of CUDA_VISIBLE_DEVICES"),
+        ("predict -c x.yml --infer_img=a.jpg", "write `--source a.jpg`"),
+        ("predict -c x.yml -o weights=a.pdparams use_gpu=true", "write `-w a.pdparams`"),
+        ("predict -w a.pt --source x --imgsz 640", "write `-o model.image_size=640`"),
+        ("eval --data coco.yaml -w a.pt", "write `ppdist eval coco.yaml -w WEIGHTS`"),
+        ("eval -w a --iou 0.6", "write `-o nms.iou_threshold=0.6`"),
+        ("eval -w a --gpus 0,1", "write `fleetrun --selected_gpus 0,1 ppdist eval ...`"),
+        ("eval -w a --classwise", "leave it out: classes are shown"),
+        ("export model=a.pt format=onnx", "write `-w a.pt`"),
+        ("export -w a.pt --include onnx", "write `--format onnx`"),
+        ("data check data=coco.yaml", "write `ppdist data check coco.yaml`"),
+        ("data stats d.yaml --lr0 0.1", "leave it out: it is of training alone"),
+        ("export -w a.pt --workers 2", "leave it out: it is of data sets"),
+        ("report out --imgsz 640", "leave it out; `ppdist report --help` lists what there is"),
+    ],
+)  # fmt: skip
+def test_every_command_answers_words_of_other_trainers(words, said, monkeypatch):
+    command, *rest = words.split()
+    monkeypatch.setattr(sys, "argv", [f"ppdist {command}", *rest])
+    with pytest.raises(ConfigError) as caught:
+        main_of(command)()
+    assert caught.value.code == "foreign_option" and said in str(caught.value)
+
+
+@pytest.mark.parametrize("words", ["train d.yaml --epoch 3", "predict --threshold 0.1 --conf-thre"])
+def test_a_word_of_nobody_is_argparse_s(words, monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", [f"ppdist {words.split()[0]}", *words.split()[1:]])
+    with pytest.raises(SystemExit) as ended:
+        main_of(words.split()[0])()
+    assert ended.value.code == 2 and "usage: ppdist " in capsys.readouterr().err
+
+
+def test_a_switch_of_a_card_becomes_a_device(tmp_path):
+    error = refused(config(tmp_path, OURS), "use_gpu=true")
+    assert "write `device=gpu`" in str(error) and "`=true`" not in str(error)
+
+
+def test_weights_are_not_resumed(monkeypatch):
+    monkeypatch.setattr(sys, "argv", ["ppdist-train", "-c", "x.yml", "--resume", "last.pt"])
+    with pytest.raises(ConfigError, match="weights cannot be resumed") as caught:
+        main_of("train")()
+    assert caught.value.code == "foreign_option"
 
 
 def test_our_own_words_pass():
     for words in (
-        "data.yaml --model yolov5n --epochs 3 --batch 8 --weights a.pt --eval",
-        "-c x.yml -o seed=1 train.epochs=3 device=cpu --resume auto --eval",
+        "train data.yaml --model yolov5n --epochs 3 --batch 8 --weights a.pt --eval",
+        "train -c x.yml -o seed=1 train.epochs=3 device=cpu --resume auto --eval",
+        "data split d.yaml --parts train=0.8 val=0.2",
+        "eval -w a --at-least mAP50=0.8 -o nms.keep=3",
     ):
-        refuse_options(words.split())
+        command, *rest = words.split()
+        refuse_options(command, rest, ())
