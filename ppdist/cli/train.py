@@ -11,7 +11,6 @@ labels.  Everything else is decided, shown, and written to the output_dir as a c
 import argparse
 import gc
 import shlex
-import sys
 from collections.abc import Sequence
 from itertools import chain, count
 from pathlib import Path

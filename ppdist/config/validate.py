@@ -125,11 +125,12 @@ def _ignored(config: Any) -> Iterator[str]:
     if config.optimizer.name == "adamw":
         of_momentum = {
             "optimizer.nesterov": config.optimizer.nesterov,
-            "schedule.warmup_momentum": config.schedule.warmup_momentum is not None,
+            "schedule.warmup_momentum": config.schedule.warmup_momentum,
         }
         for key, given in of_momentum.items():
-            if given:
-                yield f"{key}: means nothing to optimizer.name: adamw; set it to false or null"
+            if given not in (None, False):
+                off = "false" if given is True else "null"
+                yield f"{key}: means nothing to optimizer.name: adamw; set it to {off}"
 
 
 def _of_suppression(config: Any) -> Iterator[str]:
@@ -148,8 +149,7 @@ def _of_scaling(config: Any) -> Iterator[str]:
     if lengthens and optimizer.noise_scale is None:
         yield (
             "train.epochs_compensation: auto: how many more epochs follows from "
-            "optimizer.noise_scale: set that too (by MLPerf's epochs 450 for Mask R-CNN, 1800 for "
-            "RetinaNet)"
+            "optimizer.noise_scale: set that too, to 450 if you know none"
         )
     if optimizer.noise_scale is not None and optimizer.lr_scaling == "none" and not lengthens:
         yield (

@@ -416,8 +416,16 @@ def build_model(config: ExperimentConfig) -> ImageModel:
                 f"expected multiples of {step} pixels",
                 code="image_size_not_multiple",
                 where=f"{key}: [{height}, {width}]",
+                fix=f"write {_multiples(height, step)} for the height, {_multiples(width, step)} "
+                "for the width",
             )
     return model
+
+
+def _multiples(side: int, step: int) -> str:
+    """Those beside a number of pixels, or the number itself."""
+    below = side // step * step
+    return " or ".join(f"{each}" for each in sorted({below, -(-side // step) * step}) if each)
 
 
 def build_schedule_setup(config: ExperimentConfig, dataset_size: int) -> ScheduleSetup:

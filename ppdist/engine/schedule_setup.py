@@ -45,6 +45,8 @@ _MUCH_LARGER = 4.0  # times the reference: one machine to four in PaddleDetectio
 _FEW_IMAGES, _FEW_CARDS = 8, 8
 _UNSTABLE_WITHOUT_SYNC = 32  # the smallest total batch at which MegDet saw training fail
 _YOLOV5_BATCH = 64  # the nominal batch of YOLOv5's trainer
+_NOISE_SCALE = 450  # to try first: that of Mask R-CNN, by MLPerf's epochs
+_MORE = "docs/distributed.md"
 
 
 class Fact(NamedTuple):
@@ -335,7 +337,8 @@ def _scaled(config: OptimizerConfig, total_batch: int, reference_batch: int) -> 
 def advice(config: Any, derived: ScheduleSetup) -> Iterator[str]:
     """Warnings where published runs like this one lost accuracy, with what to do.
 
-    Evidence from detectors does not count for classifiers, which lost nothing up to batches of 8192
+    Where each comes from stands in docs/distributed.md (What the advice rests on).  Evidence from
+    detectors does not count for classifiers, which lost nothing up to batches of 8192
     (Goyal et al. 2017, arXiv:1706.02677).
     Args: config: an ExperimentConfig.
     """
@@ -352,9 +355,8 @@ def advice(config: Any, derived: ScheduleSetup) -> Iterator[str]:
         and not config.train.sync_bn
     ):
         yield (
-            f"train.sync_bn: false with {batch} images per card and a total batch of {total}: set "
-            f"it to true (MegDet, arXiv:1711.07240: without it a batch of 32 failed at times and "
-            f"128 always; ultralytics/yolov5 pull request 401: it pays at 8 per card and below)"
+            f"train.sync_bn: false with {batch} images per card and a total batch of {total}: "
+            f"trainings of this kind fail or lose mAP; set train.sync_bn=true ({_MORE})"
         )
 
 
@@ -364,9 +366,8 @@ def _advice_on_reference(derived: ScheduleSetup) -> Iterator[str]:
             f"optimizer.reference_batch_size: null on {derived.world} ranks: the rate stays "
             f"{derived.optimizer.lr:g} on any number of them, and nothing else follows the total "
             f"batch of {derived.total_batch} either: set it to the total batch that your values "
-            f"were tuned for, such as {derived.total_batch // derived.world} if on one card (Goyal "
-            f"et al. 2017, arXiv:1706.02677, section 2.1), or to {derived.total_batch} if they are "
-            f"meant for this run"
+            f"were tuned for, such as {derived.total_batch // derived.world} if on one card, or to "
+            f"{derived.total_batch} if they are meant for this run ({_MORE})"
         )
 
 
@@ -377,17 +378,14 @@ def _advice_on_rate(derived: ScheduleSetup, model: str, detects: bool) -> Iterat
     if written.lr_scaling == "none":
         rule = "sqrt" if written.name == "adamw" else "linear"
         yield (
-            f"optimizer.lr_scaling: none with {ratio:g} times the reference batch: set it to "
-            f"{rule} (PaddleDetection's DistributedTraining_en.md: PP-YOLOE-s fell from 42.7 to "
-            f"42.1 mAP from 8 to 32 cards at an unchanged rate)"
+            f"optimizer.lr_scaling: none with {ratio:g} times the reference batch: the rate is too "
+            f"low for so many images a step; set optimizer.lr_scaling={rule} ({_MORE})"
         )
     elif detects and total >= _LARGE_BATCH and written.noise_scale is None:
         yield (
-            f"total batch {total}: {written.lr_scaling} scaling without a limit gives a rate of "
-            f"{derived.scaled.lr:g}: set optimizer.noise_scale (by MLPerf's epochs 450 for Mask "
-            f"R-CNN, 1800 for RetinaNet), or use fewer images per step (AGVM, arXiv:2210.11078: "
-            f"Faster R-CNN 37.1 mAP at batch 32, 36.7 at 256, 36.2 at 512; MMYOLO's YOLOX lost at "
-            f"256 with the linear rule)"
+            f"total batch {total}: the learning rate becomes {derived.scaled.lr:g}, and with so "
+            f"many images a step detectors lose mAP: use fewer images a step, or set "
+            f"optimizer.noise_scale={_NOISE_SCALE}, which holds the rate back ({_MORE})"
         )
     elif (
         model == "yolov5"
@@ -396,10 +394,9 @@ def _advice_on_rate(derived: ScheduleSetup, model: str, detects: bool) -> Iterat
         and written.noise_scale is None
     ):
         yield (
-            f"total batch {total}: the rate is {derived.scaled.lr:g}, linear without a limit, as "
-            f"YOLOv5's own trainer has it above {_YOLOV5_BATCH} without a word, its loss being a "
-            f"sum over the batch (ultralytics/yolov5 train.py); optimizer.noise_scale or "
-            f"lr_scaling: sqrt hold it back"
+            f"total batch {total}: the learning rate becomes {derived.scaled.lr:g}, in proportion "
+            f"to the batch, as YOLOv5's own trainer has it: if the loss jumps, use fewer images a "
+            f"step or set optimizer.lr_scaling=sqrt ({_MORE})"
         )
 
 
@@ -412,29 +409,27 @@ def _advice_on_length(derived: ScheduleSetup, detects: bool) -> Iterator[str]:
     warmup = derived.schedule.warmup_steps
     if ratio >= _MUCH_LARGER and derived.compensated_warmup > warmup:
         yield (
-            f"schedule.warmup_compensation: none with {ratio:g} times the reference batch: set it "
-            f"to auto for {derived.compensated_warmup} steps instead of {warmup} (MLPerf's Mask "
-            f"R-CNN: 0.03 epochs of warm-up at batch 8, 3.9 at 256)"
+            f"schedule.warmup_compensation: none with {ratio:g} times the reference batch: large "
+            f"batches need a longer warm-up; set schedule.warmup_compensation=auto for "
+            f"{derived.compensated_warmup} steps instead of {warmup} ({_MORE})"
         )
     if detects and ratio >= _MUCH_LARGER and derived.epoch_scale == 1:
         yield (
-            f"{ratio:g} times the reference batch in {derived.epochs:g} epochs: set "
-            f"optimizer.noise_scale and train.epochs_compensation: auto for more of them (MLPerf's "
-            f"Mask R-CNN: 14.0 epochs at batch 128, 17.1 at 256; PaddleDetection's "
-            f"DistributedTraining_en.md advises the same)"
+            f"{ratio:g} times the reference batch in {derived.epochs:g} epochs: large batches need "
+            f"more epochs for the same mAP; raise train.epochs, or let "
+            f"optimizer.noise_scale={_NOISE_SCALE} train.epochs_compensation=auto do it ({_MORE})"
         )
     if noise is not None and total > noise / 2:
         extra = total / noise
         yield (
             f"total batch {total} is more than half of optimizer.noise_scale {noise:g}: the same "
-            f"accuracy takes {1 + extra:.2f} times the images that small batches need "
-            f"(arXiv:1812.06162, equation 2.11): use fewer images per step, or count on the epochs"
+            f"accuracy takes {1 + extra:.2f} times the images that small batches need: use fewer "
+            f"images a step, or more epochs ({_MORE})"
         )
     if derived.schedule_steps < LEAST_WARMUP_STEPS:
         yield (
-            f"{derived.schedule_steps} optimizer steps in all: fewer than published detectors "
-            f"warm up for (MLPerf's Mask R-CNN: {LEAST_WARMUP_STEPS} and more): raise "
-            f"train.epochs, or use fewer images per step"
+            f"{derived.schedule_steps} optimizer steps in all, and published detectors warm up for "
+            f"{LEAST_WARMUP_STEPS} alone: raise train.epochs, or use fewer images a step"
         )
 
 

@@ -109,7 +109,7 @@ MISFITS = {
     "momentum for AdamW": (
         "ppyoloe",
         "optimizer={name: adamw, nesterov: true}",
-        "optimizer.nesterov: means nothing to optimizer.name: adamw; set it to false or null",
+        "optimizer.nesterov: means nothing to optimizer.name: adamw; set it to false",
     ),
 }
 

@@ -1,5 +1,6 @@
 """Warnings at start: where publications lost accuracy on many cards, and nowhere else."""
 
+import re
 from pathlib import Path
 
 import pytest
@@ -61,15 +62,14 @@ CASES = {
         PPYOLOE, 32, ["optimizer.lr_scaling=none"], "optimizer.lr_scaling: none with 4 times",
     ),
     "more cards, the same epochs": (
-        PPYOLOE, 32, [], "4 times the reference batch in 300 epochs: set optimizer.noise_scale",
+        PPYOLOE, 32, [], "4 times the reference batch in 300 epochs: large batches need more",
     ),
     "a warm-up left alone": (
         PPYOLOE, 32, ["schedule.warmup_compensation=none", "schedule.warmup_epochs=1"],
-        "schedule.warmup_compensation: none with 4 times the reference batch: set it to auto for "
-        "926 steps instead of 463",
+        "set schedule.warmup_compensation=auto for 926 steps instead of 463",
     ),
     "no limit to the rate": (
-        PPYOLOE, 32, [], "total batch 256: linear scaling without a limit gives a rate of 0.04",
+        PPYOLOE, 32, [], "total batch 256: the learning rate becomes 0.04",
     ),
     "past half the noise scale": (
         PPYOLOE, 32, ["optimizer.noise_scale=500"],
@@ -88,7 +88,9 @@ CASES = {
         "optimizer.reference_batch_size: null on 32 ranks: the rate stays 0.01 on any number",
     ),
     "a run of few steps": (BCCD, 8, [], "420 optimizer steps in all"),
-    "YOLOv5 above its nominal batch": (YOLOV5, 16, [], "total batch 128: the rate is 0.02, linear"),
+    "YOLOv5 above its nominal batch": (
+        YOLOV5, 16, [], "total batch 128: the learning rate becomes 0.02",
+    ),
 }  # fmt: skip
 
 
@@ -97,10 +99,7 @@ def test_known_accuracy_loss_is_warned_with_remedy(case):
     name, world, overrides, expected = CASES[case]
     found = [line for line in said(name, world, *overrides) if expected in line]
     assert len(found) == 1
-    assert any(
-        source in found[0]
-        for source in ("arXiv", "MLPerf", "ultralytics/yolov5", "DistributedTraining_en.md")
-    )
+    assert not re.search("MLPerf|AGVM|arXiv|MMYOLO", found[0])  # docs/distributed.md says why
 
 
 def test_one_rank_or_reference_batch_gives_no_advice():
