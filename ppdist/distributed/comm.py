@@ -22,7 +22,7 @@ import signal
 import sys
 import time
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from statistics import median
 from typing import Any, Generic, TypeVar, cast
@@ -33,7 +33,14 @@ from paddle import distributed as pd
 from paddle import nn
 from paddle.distributed import fleet
 
-from ppdist.common.errors import CodedError, Failure, StorageError, UserError, failure_of
+from ppdist.common.errors import (
+    CodedError,
+    Failure,
+    LaunchError,
+    StorageError,
+    UserError,
+    failure_of,
+)
 from ppdist.config.distributed import DistributedConfig
 from ppdist.distributed import device, heartbeat, paddle_api
 from ppdist.distributed.agreement import require_agreement
@@ -78,9 +85,10 @@ def init(wanted: str, config: DistributedConfig) -> None:
 
     Args: wanted: see `device.choose`.
     Raises: ConfigError: the device cannot be used, or ranks would join in different ways.
-        LaunchError: hosts do not reach one another.
+        LaunchError: hosts do not reach one another, or see `require_own_ranks`.
     """
     global _hang_seconds
+    require_own_ranks(os.environ)
     _hang_seconds = math.inf if config.hang_seconds is None else config.hang_seconds
     heartbeat.begin(config.timeout_seconds, config.hang_seconds)
     set_timeout(config.timeout_seconds)
@@ -97,6 +105,28 @@ def init(wanted: str, config: DistributedConfig) -> None:
         if kind == device.CPU:
             _share_memory(config)
         _use_bucket(_measured_bucket() if config.bucket_mb == "auto" else config.bucket_mb)
+
+
+def require_own_ranks(environment: Mapping[str, str]) -> None:
+    """Refuses a process that torchrun or the like has started as one of several.
+
+    Each would train alone.  Slurm and MPI say the number of their tasks in names of their own, and
+    a cluster that sets WORLD_SIZE for a machine sets no LOCAL_RANK: one process there is one rank.
+
+    Raises: LaunchError: it is one.
+    """
+    world = environment.get("WORLD_SIZE", "")
+    foreign = {"RANK", "LOCAL_RANK"} <= environment.keys() and world.isdecimal() and int(world) > 1
+    if foreign and "PADDLE_TRAINERS_NUM" not in environment:
+        raise LaunchError(
+            f"another launcher started this process as one of {world}, of which each would work "
+            "alone",
+            code="foreign_launcher",
+            where=f"WORLD_SIZE={world} RANK={environment['RANK']}",
+            fix="use fleetrun in place of torchrun, as in `fleetrun --nproc_per_node "
+            f"{environment.get('LOCAL_WORLD_SIZE', world)} ppdist train ...`; where one process is "
+            "meant, unset WORLD_SIZE",
+        )
 
 
 def step_storage_seconds() -> float:

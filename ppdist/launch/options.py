@@ -171,6 +171,11 @@ class Options:
     passed: Mapping[str, str] = field(default_factory=dict)  # Paddle's own, by key
 
     @property
+    def shown_script(self) -> str:
+        """The script as a user types it."""
+        return "ppdist" if self.script == _OWN_COMMANDS else self.script
+
+    @property
     def needs_paddle(self) -> bool:
         """Whether Paddle's launcher is to start the ranks, because only it knows how."""
         return self.master is not None or not self.passed.keys() <= _WITHOUT_EFFECT

@@ -826,7 +826,9 @@ def _check_paddle_and_script(options: Options, machine: Machine) -> None:
     found = Path(script).is_file() if script.endswith(".py") else shutil.which(script) is not None
     if not found:
         raise LaunchError(
-            f"there is no script {script!r} (looked from {Path.cwd()})", code="script_not_found"
+            f"there is no script {script!r} (looked from {Path.cwd()})",
+            code="script_not_found",
+            fix=_own_command(script),
         )
     if options.max_restart and options.master:
         raise LaunchError(
@@ -835,6 +837,18 @@ def _check_paddle_and_script(options: Options, machine: Machine) -> None:
             code="options_conflict",
             fix="name the hosts with --ips",
         )
+
+
+_OWN = {"infer": "predict"} | {name: name for name in ("train", "eval", "predict", "export")}
+
+
+def _own_command(script: str) -> str:
+    """What to write for `tools/train.py` outside a clone, or `train` alone; "": it is neither."""
+    path = Path(script)
+    command = _OWN.get(path.stem)
+    if command is None or (path.suffix and path.parent.name != "tools"):
+        return ""
+    return f"write `fleetrun ... ppdist {command} ...` (tools/ is in a clone of the repository)"
 
 
 def cards_of_run(
@@ -939,7 +953,7 @@ def _refuse_absent(
 def _instead(options: Options, count: int, machine: Machine) -> str:
     """The same command for CPU processes."""
     kept = ["--ips", options.ips] if options.ips else []
-    command = ["fleetrun", *kept, "--nproc_per_node", str(count), options.script]
+    command = ["fleetrun", *kept, "--nproc_per_node", str(count), options.shown_script]
     text = shlex.join([*command, *options.script_arguments])
     if count > machine.cores:
         text += f"   (this machine has {machine.cores} CPU cores: fewer processes may be faster)"

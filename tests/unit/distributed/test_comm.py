@@ -10,13 +10,33 @@ import numpy as np
 import paddle
 import pytest
 
-from ppdist.common.errors import DataError, RankError
+from ppdist.common.errors import DataError, LaunchError, RankError
 from ppdist.config.distributed import DistributedConfig
 from ppdist.distributed import comm, store
 from ppdist.distributed.comm import buckets
 from tests.distributed import run_on_ranks
 
 HOST = socket.gethostname()
+
+
+@pytest.mark.parametrize(
+    ("environment", "refused"),
+    [
+        ({"RANK": "1", "LOCAL_RANK": "1", "WORLD_SIZE": "4"}, True),  # torchrun
+        ({"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1"}, False),
+        ({"RANK": "1", "WORLD_SIZE": "4"}, False),  # of a machine: fleetrun may follow
+        ({"SLURM_NTASKS": "4", "SLURM_PROCID": "1", "SLURM_LOCALID": "1"}, False),
+        ({"OMPI_COMM_WORLD_SIZE": "4", "OMPI_COMM_WORLD_RANK": "1"}, False),
+        ({"RANK": "1", "LOCAL_RANK": "1", "WORLD_SIZE": "4", "PADDLE_TRAINERS_NUM": "2"}, False),
+    ],
+)
+def test_one_of_several_of_another_launcher_is_refused(environment, refused):
+    if not refused:
+        comm.require_own_ranks(environment)
+        return
+    with pytest.raises(LaunchError) as caught:
+        comm.require_own_ranks(environment)
+    assert caught.value.code == "foreign_launcher" and "use fleetrun" in str(caught.value)
 
 
 def meet(argument):

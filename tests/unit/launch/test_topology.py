@@ -96,6 +96,30 @@ def test_cards_asked_but_absent_says_what_to_type(typed: str) -> None:
     )
 
 
+def test_the_suggested_command_is_typed_as_ppdist() -> None:
+    with pytest.raises(LaunchError) as caught:
+        plan("--gpus 0,1 ppdist train -c", machine())
+    assert caught.value.code == "no_cards"
+    assert str(caught.value).endswith("fleetrun --nproc_per_node 2 ppdist train -c t.py")
+
+
+@pytest.mark.parametrize(
+    ("typed", "fix"),
+    [
+        ("tools/train.py", "ppdist train"),
+        ("../clone/tools/infer.py", "ppdist predict"),
+        ("train", "ppdist train"),
+        ("mine/train.py", ""),
+        ("nothing", ""),
+    ],
+)
+def test_a_script_of_a_clone_is_a_command_elsewhere(typed: str, fix: str) -> None:
+    with pytest.raises(LaunchError) as caught:
+        plan(typed, machine())
+    assert caught.value.code == "script_not_found" and (fix in str(caught.value))
+    assert bool(fix) is ("write `fleetrun" in str(caught.value))
+
+
 def test_a_command_for_two_hosts_is_suggested_whole() -> None:
     with pytest.raises(
         LaunchError, match=r"fleetrun --ips 10\.9\.0\.1,10\.9\.0\.2 --nproc_per_nod"
