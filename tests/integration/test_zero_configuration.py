@@ -28,12 +28,15 @@ data:
   class_names: [cat, dog]
   workers: 0
 model: {{num_classes: 2, image_size: 64, width_multiple: 0.1}}
-train: {{epochs: 1, phases_for_epochs: 300, batch_size_per_card: 2, ema: {{ramp_steps: null}}}}
+train:
+  {{epochs: 1, phases_for_epochs: 300, batch_size_per_card: 2,
+  ema: {{decay: 0.998, ramp_steps: null}}}}
 optimizer:
-  {{name: adamw, nesterov: false, lr: 0.001, reference_batch_size: 8, lr_scaling: sqrt,
-  weight_decay: 0.0005}}
+  {{name: adamw, nesterov: false, lr: 0.002, reference_batch_size: 8, lr_scaling: sqrt,
+  weight_decay: 0.05}}
 schedule:
-  {{warmup_epochs: 10, warmup_least_steps: 0, warmup_bias_lr: null, warmup_momentum: null}}
+  {{name: flat_cosine, final_factor: 0.02, warmup_epochs: 10, warmup_least_steps: 0,
+  warmup_bias_lr: null, warmup_momentum: null}}
 evaluate: {{every_epochs: 1}}
 checkpoint: {{every_epochs: 1}}
 log: {{visualdl: false, images: 0}}
