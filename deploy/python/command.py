@@ -69,6 +69,10 @@ def say(text: str, stream: TextIO | None = None) -> None:
     print(_CONTROLS.sub(lambda found: f"\\u{ord(found[0]):04x}", text), file=stream)
 
 
+def warn(text: str) -> None:
+    say(f"predictor: warning: {text}", sys.stderr)
+
+
 def run(arguments: argparse.Namespace) -> int:
     out: Path = arguments.out
     if arguments.batch < 1:
@@ -76,7 +80,7 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.threshold is not None and not 0 <= arguments.threshold <= 1:
         raise PredictorError(f"--threshold {arguments.threshold:g}: expected 0..1")
     require_own_folder(out, arguments.source)
-    sources = find_sources(arguments.source, leave_out=out)
+    sources = find_sources(arguments.source, out, warn)
     root = arguments.source if arguments.source.is_dir() else arguments.source.parent
     names = [str(file.relative_to(root)) for file in sources]
     pictures = {} if arguments.no_pictures else picture_names(names)
@@ -98,7 +102,7 @@ def run(arguments: argparse.Namespace) -> int:
 
     def complain(reason: str) -> None:
         unreadable.append(reason)
-        say(f"predictor: warning: {reason}; skipped", sys.stderr)
+        warn(f"{reason}; skipped")
 
     frames = ahead(frames_of(sources, names, complain), 2 * arguments.batch)
     found_in = predictions(predictor, frames, arguments.batch)
@@ -110,8 +114,7 @@ def run(arguments: argparse.Namespace) -> int:
             said = [f"{objects}{len(said)} frames"]
         say(f"{name}: {said[0]}")
     if unreadable:
-        count = f"{len(unreadable)} of {len(sources)} files could not be read"
-        say(f"predictor: warning: {count}", sys.stderr)
+        warn(f"{len(unreadable)} of {len(sources)} files could not be read")
     if not results.images:
         raise PredictorError(f"{arguments.source}: no image or video there could be read")
     written = results.write(arguments.csv)

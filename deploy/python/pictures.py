@@ -11,10 +11,9 @@ from typing import TypeVar
 
 import cv2
 import numpy as np
-from decoder import MOST_BYTES, damage, decode
+from decoder import IMAGE_SUFFIXES, MOST_BYTES, damage, decode, unread_kind, unread_kinds
 from predictor import PredictorError
 
-IMAGE_SUFFIXES = (".jpg", ".jpeg", ".png", ".bmp", ".webp", ".tif", ".tiff")
 VIDEO_SUFFIXES = (".mp4", ".avi", ".mov", ".mkv", ".webm", ".m4v", ".mpg", ".mpeg")
 Item = TypeVar("Item")
 
@@ -29,28 +28,40 @@ class Frame:
     image_HW3: np.ndarray  # uint8 RGB
 
 
-def find_sources(source: Path, leave_out: Path) -> list[Path]:
+def find_sources(source: Path, leave_out: Path, warn: Callable[[str], None]) -> list[Path]:
     """The images and videos a path stands for: itself, or all below it, in name order.
 
-    Args: leave_out: a folder whose files do not count (where results are written).
+    Args:
+        leave_out: a folder whose files do not count (where results are written).
+        warn: told of images of kinds that are not read.
     Raises: PredictorError: the path does not exist, or there is nothing to look at.
     """
     known = IMAGE_SUFFIXES + VIDEO_SUFFIXES
     shown = " ".join(sorted(known))
     if source.is_file():
         if source.suffix.lower() not in known:
-            raise PredictorError(f"{source}: neither an image nor a video ({shown})")
+            kind = unread_kind(source.name)
+            what = f"{kind} is not read" if kind else "neither an image nor a video"
+            raise PredictorError(f"{source}: {what}; make it one of {shown}")
         return [source]
     if not source.is_dir():
         raise PredictorError(f"{source}: no such image, folder or video")
-    found = [
+    files = [
         file
         for file in sorted(source.rglob("*"))
+        # What programs put there for themselves: ._a.jpg of macOS, .ipynb_checkpoints/a.jpg.
+        if not any(part.startswith(".") for part in file.relative_to(source).parts)
+    ]
+    found = [
+        file
+        for file in files
         if file.suffix.lower() in known
-        and not file.name.startswith(".")  # ._a.jpg of macOS is no image
         and file.is_file()
         and leave_out.resolve() not in file.resolve().parents
     ]
+    unread = unread_kinds(file.name for file in files)
+    if unread:
+        warn(f"{source}: {unread}")
     if not found:
         raise PredictorError(f"{source}: no image or video in this folder ({shown})")
     return found

@@ -9,6 +9,7 @@ from typing import Any
 
 import cv2
 import numpy as np
+from decoder import format_of
 from pictures import Frame, is_video, video_path
 from predictor import PredictorError
 
@@ -160,7 +161,7 @@ class _Pictures:
             file.parent.mkdir(parents=True, exist_ok=True)
         if not is_video(frame.name):
             # cv2.imwrite crashes on a name that is not UTF-8.
-            done, content = cv2.imencode(file.suffix, canvas_bgr)
+            done, content = cv2.imencode(format_of(file.suffix), canvas_bgr)
             if not done:
                 raise PredictorError(f"{file}: this format cannot hold the image")
             with _writing(file):

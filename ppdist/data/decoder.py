@@ -14,9 +14,11 @@ Where simplejpeg is installed, it decodes upright JPEGs of one or three channels
 bit for bit, in less time.  Both are libjpeg-turbo; OpenCV allocates an image twice and copies it.
 """
 
+import os
 import re
 import struct
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator
 from itertools import islice
 from typing import NamedTuple
 
@@ -30,6 +32,19 @@ except ImportError:
 
 MOST_PIXELS = 1 << 28  # 16384 x 16384: 0.8 GB once decoded, and as much again while it is
 MOST_BYTES = 8 * MOST_PIXELS  # of a file: four channels of 16 bits, not compressed
+# Formats that are read, by their names in Pillow; a file's suffix may have letters of any case.
+FORMATS = {
+    "JPEG": (".jpg", ".jpeg", ".jpe", ".jfif", ".mpo"),  # of several pictures the first
+    "PNG": (".png",),
+    "BMP": (".bmp",),
+    "WEBP": (".webp",),
+    "TIFF": (".tif", ".tiff"),
+}
+IMAGE_SUFFIXES = tuple(suffix for suffixes in FORMATS.values() for suffix in suffixes)
+UNREAD_SUFFIXES = (
+    *(".avif", ".gif", ".heic", ".heif", ".jp2", ".j2k", ".jxl"),
+    *(".ppm", ".pgm", ".pbm", ".pnm", ".psd", ".svg", ".dng"),
+)
 # The first bytes of a file.
 JPEG, PNG, BMP, WEBP = b"\xff\xd8", b"\x89PNG\r\n\x1a\n", b"BM", b"RIFF"
 # The chunks of a PNG that pixels need, and that OpenCV gets.  Others change no pixel: frames of an
@@ -75,9 +90,18 @@ _MASKS_AT = 54
 _USUAL_MASKS = ((0xFF0000, 0xFF00, 0xFF), (0, 0, 0))
 _USUAL_MASKS_16 = ((0x7C00, 0x3E0, 0x1F), (0xF800, 0x7E0, 0x1F))
 _BMP_ROWS = 64  # unpacked at once
-_TIFF_WIDTH, _TIFF_HEIGHT = 256, 257  # tags
 _TIFF_WHOLE = {3: "H", 4: "I", 16: "Q"}  # types of whole numbers
 _MOST_TIFF_ENTRIES = 1000
+# Tags of a TIFF, by the names that `Tiff` has for their first values.
+_TIFF_TAGS = {
+    256: "width", 257: "height", 258: "bits", 262: "colours", 274: "orientation", 277: "samples",
+    338: "extra", 339: "numbers",
+}  # fmt: skip
+_TIFF_SAMPLES = {0: 1, 1: 1, 2: 3, 3: 1, 5: 4, 6: 3}  # of a pixel, by `colours`, without others
+_TIFF_COLOURS = {8: "CIELAB", 9: "CIELAB", 10: "CIELAB", 32803: "raw", 34892: "raw"}
+_TIFF_NUMBERS = {2: "signed", 3: "float", 5: "complex", 6: "complex"}
+_UNASSOCIATED_ALPHA = 2  # of `extra`: transparency, which libtiff would blend over black
+_DARK = 64  # no pixel of an image of 16 bits is brighter: it uses 14 bits or fewer
 _JPEG_2000 = (b"\0\0\0\x0cjP  ", b"\xff\x4f\xff\x51")
 _DENSEST = 4096  # pixels of a byte of these others: a GIF's can become 2731
 
@@ -86,7 +110,7 @@ def decode(content: bytes, reduced: int = 1, upright: bool = True) -> np.ndarray
     """The image as uint8 RGB [H, W, 3], turned upright as its EXIF data say; None: it is none.
 
     Grey becomes three equal channels, of 16 bits the upper 8 count, CMYK becomes RGB, transparency
-    is ignored (but a TIFF's is blended over black).  Of several frames the first is taken, of an
+    is ignored.  Of several frames the first is taken, of an
     animated PNG the picture that is shown where nothing moves.
 
     Args:
@@ -103,6 +127,8 @@ def decode(content: bytes, reduced: int = 1, upright: bool = True) -> np.ndarray
         image_HW3 = _by_simplejpeg(content, reduced, upright)
         if image_HW3 is not None:
             return image_HW3
+    if content[:4] in _TIFF:
+        content = _without_alpha(content)
     # Straight to RGB: a JPEG takes a sixth longer by way of BGR.
     flags = cv2.IMREAD_COLOR_RGB | _REDUCED[reduced]
     flags |= 0 if upright else cv2.IMREAD_IGNORE_ORIENTATION
@@ -180,6 +206,46 @@ def _still(png: bytes) -> bytes:
     return b"".join([PNG, *needed])
 
 
+def _without_alpha(tiff: bytes) -> bytes:
+    """The TIFF, of which no decoder knows that one of its channels is transparency."""
+    found = tiff_of(lambda at, count: tiff[at : at + count])
+    if found is None or found.extra != _UNASSOCIATED_ALPHA:
+        return tiff
+    return b"".join([tiff[: found.extra_at], b"\0\0", tiff[found.extra_at + 2 :]])
+
+
+def has_sixteen_bits(content: bytes) -> bool:
+    """Whether a PNG or TIFF has 16 bits a channel, of which the upper 8 count."""
+    if content.startswith(PNG):
+        return content[24] == 16
+    tiff = tiff_of(lambda at, count: content[at : at + count])
+    return tiff is not None and tiff.bits == 16
+
+
+def is_dark(image_HW3: np.ndarray) -> bool:
+    """Whether the upper 8 of 16 bits are nearly black, so that a quarter of them is used."""
+    return 0 < int(image_HW3.max()) < _DARK
+
+
+def format_of(suffix: str) -> str:
+    """The suffix that OpenCV writes a file of this one as: `.jpg` for `.JFIF`."""
+    same = (each for each in FORMATS.values() if suffix.lower() in each)
+    return next(same, (suffix,))[0]
+
+
+def unread_kind(name: str) -> str:
+    """What a kind of images is called that is not read; "": the file is none, or is read."""
+    suffix = os.path.splitext(name)[1].lower()
+    return suffix[1:].upper() if suffix in UNREAD_SUFFIXES else ""
+
+
+def unread_kinds(names: Iterable[str]) -> str:
+    """A line about those of these files that are images of kinds that are not read; "": none."""
+    found = Counter(filter(None, map(unread_kind, names)))
+    kinds = ", ".join(f"{count} {kind}" for kind, count in found.most_common())
+    return f"left out: {kinds}: not read; make them JPEG or PNG" if found else ""
+
+
 def bmp_masks(content: bytes) -> tuple[int, int, int] | None:
     """Those of red, green and blue; None: it has none, or some that OpenCV reads."""
     if len(content) < _MASKS_AT + 12:
@@ -217,7 +283,11 @@ def _masked_bmp(content: bytes, masks: tuple[int, int, int]) -> np.ndarray | Non
 
 
 class Damage(NamedTuple):
-    """code: image_empty, image_truncated, image_unreadable; text: what follows the file's name."""
+    """Why a file cannot be used.
+
+    code: image_empty, image_truncated, image_unreadable, pixel_kind.  text: what follows the file's
+    name.
+    """
 
     code: str
     text: str
@@ -245,7 +315,7 @@ def damage(content: bytes, length: int | None = None) -> Damage | None:
     if content.startswith(BMP):
         return _bmp_damage(content, length)
     if content[:4] in _TIFF:
-        return _too_large("TIFF", *_tiff_size(content))
+        return _tiff_damage(content)
     for name, width, height in _other_sizes(content):
         if width * height > _DENSEST * length:
             return _absurd(name, width, height, length)
@@ -397,20 +467,77 @@ def _other_sizes(content: bytes) -> Iterator[tuple[str, int, int]]:
             yield "HDR", int(width), int(height)
 
 
-def _tiff_size(content: bytes) -> tuple[int, int]:
-    """(width, height) of the first picture; 0 where they are not found (TIFF 6.0, section 2)."""
-    order, large = _TIFF[content[:4]]
-    place, count, entry, value = ("Q", "Q", 20, 12) if large else ("I", "H", 12, 8)
-    sides = {_TIFF_WIDTH: 0, _TIFF_HEIGHT: 0}
+class Tiff(NamedTuple):
+    """The first picture of a TIFF, as its directory describes it (TIFF 6.0, section 8).
+
+    bits: of a sample.  samples: of a pixel.  numbers: their kind, a key of _TIFF_NUMBERS, or 1:
+    whole ones without sign.  colours: their meaning.  extra: of the first sample that is no colour,
+    which the file says at `extra_at`.
+    """
+
+    width: int = 0
+    height: int = 0
+    orientation: int = 1
+    bits: int = 1
+    samples: int = 1
+    numbers: int = 1
+    colours: int = -1
+    extra: int = 0
+    extra_at: int = 0
+
+
+def tiff_of(read: Callable[[int, int], bytes]) -> Tiff | None:
+    """What a TIFF says of itself; None: it is none, or cut short.
+
+    Args: read: bytes of the file from a place on, so many or fewer.
+    """
+    head = read(0, 16)
+    if head[:4] not in _TIFF:
+        return None
+    order, large = _TIFF[head[:4]]
+    place, count, size, value = ("Q", "Q", 20, 12) if large else ("I", "H", 12, 8)
+    found: dict[str, int] = {}
     try:
-        (start,) = struct.unpack_from(order + place, content, 8 if large else 4)
-        (entries,) = struct.unpack_from(order + count, content, start)
+        (start,) = struct.unpack_from(order + place, head, 8 if large else 4)
+        (entries,) = struct.unpack(order + count, read(start, struct.calcsize(count)))
         start += struct.calcsize(count)
-        for number in range(min(entries, _MOST_TIFF_ENTRIES)):
-            tag, kind = struct.unpack_from(order + "HH", content, start + entry * number)
-            if tag in sides and kind in _TIFF_WHOLE:
-                at = start + entry * number + value
-                (sides[tag],) = struct.unpack_from(order + _TIFF_WHOLE[kind], content, at)
-    except (struct.error, OverflowError):  # cut short, or a place beyond all memory
-        return 0, 0
-    return sides[_TIFF_WIDTH], sides[_TIFF_HEIGHT]
+        entries = min(entries, _MOST_TIFF_ENTRIES)
+        directory = read(start, size * entries)
+        for at in range(0, size * entries, size):
+            tag, kind, values = struct.unpack_from(order + "HH" + place, directory, at)
+            if tag not in _TIFF_TAGS or kind not in _TIFF_WHOLE:
+                continue
+            whole = order + _TIFF_WHOLE[kind]
+            where = start + at + value
+            if values * struct.calcsize(whole) > size - value:  # they stand elsewhere
+                (where,) = struct.unpack_from(order + place, directory, at + value)
+            (number,) = struct.unpack(whole, read(where, struct.calcsize(whole)))
+            found[_TIFF_TAGS[tag]] = number
+            if _TIFF_TAGS[tag] == "extra":
+                found["extra_at"] = where
+    except (struct.error, OverflowError, ValueError, OSError):  # cut short, or no such place
+        return None
+    return Tiff(**found)
+
+
+def _tiff_damage(content: bytes) -> Damage | None:
+    tiff = tiff_of(lambda at, count: content[at : at + count])
+    if tiff is None:
+        return None
+    if too_large := _too_large("TIFF", tiff.width, tiff.height):
+        return too_large
+    kind = unread_pixels(tiff)
+    return Damage("pixel_kind", f"a TIFF of {kind}") if kind else None
+
+
+def unread_pixels(tiff: Tiff) -> str:
+    """What no 8 bits of RGB can be made of without a choice, and the way out; "": they can."""
+    if tiff.numbers in _TIFF_NUMBERS or tiff.bits > 16:
+        kind = f"{tiff.bits}-bit {_TIFF_NUMBERS.get(tiff.numbers, 'whole')} numbers"
+        return f"{kind}: choose which become black and white, and write 8 or 16 bits without sign"
+    own = _TIFF_SAMPLES.get(tiff.colours)
+    if tiff.colours in _TIFF_COLOURS:
+        return f"{_TIFF_COLOURS[tiff.colours]} colours: convert it to RGB"
+    if own is not None and not own <= tiff.samples <= own + 1:
+        return f"{tiff.samples} channels: choose one or three of them, and write these"
+    return ""

@@ -1,33 +1,40 @@
-"""Images from disk: pixels as RGB, and the header.
+"""Pictures to pixels as uint8 RGB, by one rule; headers of files.
 
-`ppdist.data.decoder` looks at the structure of a file before a decoder sees it.
+    read_image, decode_image     a file, or its bytes
+    of_array, of_pillow          what Python holds
+
+Grey becomes three equal channels, of 16 bits the upper 8 count, transparency is ignored, and EXIF
+alone says how a picture is turned.  `ppdist.data.decoder` looks at the structure of a file before a
+decoder sees it.
 """
 
 import os
 import struct
 import zlib
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
 
 import cv2
 import numpy as np
 from PIL import BmpImagePlugin, ExifTags, Image, JpegImagePlugin, TiffImagePlugin, WebPImagePlugin
+from PIL.Image import Transpose
 
 from ppdist.common.errors import DataError
 from ppdist.data.decoder import (
     BMP,
+    IMAGE_SUFFIXES,
     JPEG,
     MOST_BYTES,
+    MOST_PIXELS,
     PNG,
     WEBP,
     bmp_masks,
     damage,
     decode,
+    tiff_of,
+    unread_pixels,
 )
 from ppdist.data.storage import open_file, read_file
-
-IMAGE_SUFFIXES = (".jpg", ".jpeg", ".png", ".bmp", ".webp", ".tif", ".tiff")
 
 
 def is_image_name(name: str) -> bool:
@@ -50,7 +57,7 @@ def read_image(
     Raises: DataError: absent, unreadable, damaged, cut short, of more than MOST_PIXELS, or of
         another size (within `reduced` pixels).
     """
-    content = _content(path)
+    content = read_content(path)
     found = damage(content)
     if found is not None:
         raise DataError(found.text, code=found.code, where=str(path))
@@ -85,6 +92,87 @@ def decode_image(content: bytes, name: str) -> np.ndarray:
     return _decode(name, content)
 
 
+def of_array(array: np.ndarray) -> np.ndarray:
+    """An array as uint8 RGB [H, W, 3]; one that is so already as it is, not a copy.
+
+    Args: array: uint8 or uint16 [H, W] or [H, W, C]: C of grey 1 or 2, of RGB 3 or 4.
+    Raises: DataError: of another type or shape.
+    """
+    image = array[:, :, None] if array.ndim == 2 else array
+    if image.ndim != 3 or not image.size or not 1 <= image.shape[2] <= 4:
+        fitting = False
+    else:
+        fitting = image.dtype in (np.uint8, np.uint16) or image.dtype == np.dtype(">u2")
+    if not fitting:
+        raise DataError(
+            f"an array of {array.dtype} {list(array.shape)}; expected uint8 [height, width, 3], "
+            "RGB",
+            code="image_array",
+            fix="of OpenCV's BGR: image[:, :, ::-1]; of numbers from 0 to 1: "
+            "(image * 255).astype('uint8')",
+        )
+    image = image[:, :, :1] if image.shape[2] < 3 else image[:, :, :3]
+    if image.dtype != np.uint8:
+        image = (image >> 8).astype(np.uint8)
+    return image if image.shape[2] == 3 else np.repeat(image, 3, axis=2)
+
+
+# Modes of Pillow that are no colours of 8 or 16 bits, and what they are.
+_PILLOW_KINDS = {"F": "float numbers", "I": "32-bit whole numbers", "LAB": "CIELAB colours"}
+# Modes that Pillow does not turn into RGB at once.
+_PILLOW_STEPS = {"La": "LA", "RGBa": "RGBA", "PA": "RGBA", "1": "L"}
+_TURNS = {
+    2: Transpose.FLIP_LEFT_RIGHT, 3: Transpose.ROTATE_180, 4: Transpose.FLIP_TOP_BOTTOM,
+    5: Transpose.TRANSPOSE, 6: Transpose.ROTATE_270, 7: Transpose.TRANSVERSE,
+    8: Transpose.ROTATE_90,
+}  # fmt: skip
+
+
+def of_pillow(picture: Image.Image) -> np.ndarray:
+    """A picture of Pillow as uint8 RGB [H, W, 3]: the pixels that `read_image` gives of its file.
+
+    Raises: DataError: of another kind of pixels, of more than MOST_PIXELS, or damaged.
+    """
+    if picture.width * picture.height > MOST_PIXELS:
+        raise DataError(
+            f"{picture.width}x{picture.height} pixels, more than {MOST_PIXELS}",
+            code="image_unreadable",
+            fix="cut it into tiles",
+        )
+    try:
+        picture.load()
+    except (OSError, SyntaxError, ValueError) as error:
+        raise DataError(f"{error}", code="image_unreadable", where=_name_of(picture)) from error
+    turn = _TURNS.get(_orientation(picture.info.get("exif", b"")))
+    if turn is not None and not isinstance(picture, TiffImagePlugin.TiffImageFile):  # turned it
+        picture = picture.transpose(turn)
+    mode, of_16_bits = picture.mode, picture.format in ("PNG", "PPM")  # older Pillows: mode I
+    if mode in _PILLOW_KINDS and not (mode == "I" and of_16_bits):
+        raise DataError(
+            f"a picture of {_PILLOW_KINDS[mode]} (mode {mode})",
+            code="pixel_kind",
+            where=_name_of(picture),
+            fix="choose which of them become black and white, and make it mode L or RGB",
+        )
+    if mode.startswith("I"):
+        return of_array(np.asarray(picture).astype(np.uint16))
+    if mode == "CMYK" and picture.format in ("JPEG", "MPO"):
+        return _of_cmyk(np.asarray(picture))
+    if mode in _PILLOW_STEPS:
+        picture = picture.convert(_PILLOW_STEPS[mode])
+    return np.array(picture.convert("RGB"))
+
+
+def _of_cmyk(image_HW4: np.ndarray) -> np.ndarray:
+    """As OpenCV turns a JPEG for print into RGB; a TIFF's libtiff turns as Pillow does."""
+    ink_HW3, white_HW1 = image_HW4[:, :, :3].astype(np.uint16), 255 - image_HW4[:, :, 3:]
+    return (white_HW1 - (ink_HW3 * white_HW1 >> 8)).astype(np.uint8)
+
+
+def _name_of(picture: Image.Image) -> str:
+    return str(getattr(picture, "filename", "") or "a picture of Pillow")
+
+
 def reduction(scale: float) -> int:
     """1, 2, 4 or 8: how far an image may be reduced that is to be shown at `scale` of its size."""
     return next((factor for factor in (8, 4, 2) if factor * scale <= 1), 1)
@@ -101,7 +189,8 @@ def _turns_unnoticed(size: tuple[int, int] | None, factor: int) -> bool:
     return _reduced_size(size, factor) == _reduced_size(size[::-1], factor)
 
 
-def _content(path: str | Path) -> bytes:
+def read_content(path: str | Path) -> bytes:
+    """The bytes of an image's file.  Raises: DataError: absent, unreadable, or too many."""
     try:
         return read_file(path, MOST_BYTES)
     except OSError as error:
@@ -132,8 +221,6 @@ _READERS: tuple[tuple[bytes, Any], ...] = (
     (JPEG, JpegImagePlugin.JpegImageFile),
     (WEBP, WebPImagePlugin.WebPImageFile),
     (BMP, BmpImagePlugin.BmpImageFile),
-    (b"II", TiffImagePlugin.TiffImageFile),
-    (b"MM", TiffImagePlugin.TiffImageFile),
 )
 
 
@@ -201,19 +288,24 @@ def _header_by_pillow(file: BinaryIO) -> ImageHeader:
     if start.startswith(BMP) and bmp_masks(start):  # Pillow knows few
         width, height = struct.unpack_from("<ii", start, 18)
         return ImageHeader(width, abs(height), 1)
+    if tiff := tiff_of(lambda at, count: _read_at(file, at, count)):
+        if unread_pixels(tiff):
+            raise ValueError("a TIFF that is not read")
+        return ImageHeader(tiff.width, tiff.height, _valid(tiff.orientation))
     file.seek(0)
     reader = next((reader for sign, reader in _READERS if start.startswith(sign)), Image.open)
     with reader(file) as image:
-        if isinstance(image, TiffImagePlugin.TiffImageFile):  # its `size` may be turned already
-            tags: Mapping[int, Any] = image.tag_v2
-            turned = _valid(tags.get(ExifTags.Base.Orientation, 1))
-            sides = tags[ExifTags.Base.ImageWidth], tags[ExifTags.Base.ImageLength]
-            return ImageHeader(int(sides[0]), int(sides[1]), turned)
         width, height = image.size
         return ImageHeader(width, height, _orientation(image.info.get("exif", b"")))
 
 
+def _read_at(file: BinaryIO, at: int, count: int) -> bytes:
+    file.seek(at)
+    return file.read(count)
+
+
 def _orientation(content: bytes) -> int:
+    """Of EXIF's bytes; that of XMP, which Pillow's `getexif` takes, too, does not count."""
     if not content:
         return 1
     exif = Image.Exif()

@@ -51,7 +51,7 @@ from ppdist.data.datasets.annotations import (
 )
 from ppdist.data.datasets.build import check_same_classes, read_raw, same_sets
 from ppdist.data.datasets.convert import Format, Images, convert
-from ppdist.data.decoder import Damage, damage
+from ppdist.data.decoder import FORMATS, Damage, damage, is_dark
 from ppdist.data.image import is_image_name, read_header, read_image
 from ppdist.data.storage import can_be_read, open_file
 from ppdist.data.types import (
@@ -760,6 +760,7 @@ _LEAVES_OUT = (  # the image
     "image_empty",
     "image_unreadable",
     "image_truncated",
+    "pixel_kind",
     "image_crashes_decoder",
     "image_hangs_decoder",
     "size_mismatch",
@@ -1189,18 +1190,17 @@ def _check_content(
         return ImageCheck(found, digest=digest.hexdigest())
     header = _header(file, path, length)
     doubtful = header is None or header.cut_short or (size and size not in header.sizes)
-    found = _decoded(path, size) if decode or doubtful else None
-    return ImageCheck(found, header.notes if header else (), digest.hexdigest())
+    notes = header.notes if header else ()
+    deep = "sixteen_bit" in notes  # what they use of it, only pixels tell
+    if decode or doubtful or deep:
+        found, image_HW3 = _decoded(path, size)
+        if deep and image_HW3 is not None and is_dark(image_HW3):
+            notes = (*notes, "dark_sixteen_bit")
+    return ImageCheck(found, notes, digest.hexdigest())
 
 
-_SUFFIXES = {
-    "JPEG": (".jpg", ".jpeg"),
-    "MPO": (".jpg", ".jpeg"),  # a JPEG with more pictures behind it, of some cameras
-    "PNG": (".png",),
-    "BMP": (".bmp",),
-    "WEBP": (".webp",),
-    "TIFF": (".tif", ".tiff"),
-}
+# Of formats, by their names in Pillow; an MPO is a JPEG with more pictures behind it.
+_SUFFIXES = {**FORMATS, "MPO": FORMATS["JPEG"]}
 # Tags of TIFF: bits of each channel; where strips and tiles of pixels begin, and their bytes.
 _BITS_PER_SAMPLE, _BEGINNINGS, _BYTES = 258, (273, 324), (279, 325)
 
@@ -1255,8 +1255,11 @@ def _header(file: BinaryIO, path: str, length: int) -> _Header | None:
 _INVENTED = (b"premature end", b"bad Huffman", b"RST", b"Inconsistent progression", b"not yet in")
 
 
-def _decoded(path: str, size: tuple[int, int] | None) -> Damage | None:
-    """Raises: OSError, MemoryError: it cannot be said."""
+def _decoded(path: str, size: tuple[int, int] | None) -> tuple[Damage | None, np.ndarray | None]:
+    """What keeps an image from being used; else its pixels.
+
+    Raises: OSError, MemoryError: it cannot be said.
+    """
     with _stderr() as said:
         try:
             image_HW3 = read_image(path, None if size is None else size[::-1])
@@ -1266,17 +1269,15 @@ def _decoded(path: str, size: tuple[int, int] | None) -> Damage | None:
                 raise cause from None
             if isinstance(cause, cv2.error) and cause.code == cv2.Error.StsNoMem:
                 raise MemoryError from error
-            mismatch = error.code == "size_mismatch"
-            return Damage("size_mismatch" if mismatch else "image_unreadable", error.what)
+            known = error.code in ("size_mismatch", "pixel_kind")
+            return Damage(error.code if known else "image_unreadable", error.what), None
         said.seek(0)
         heard = said.read()
     if any(sign in heard for sign in _INVENTED):
         height, width = image_HW3.shape[:2]
-        return Damage(
-            "image_unreadable",
-            f"damaged amid its {width}x{height} pixels, which the decoder partly made up",
-        )
-    return None
+        made_up = f"damaged amid its {width}x{height} pixels, which the decoder partly made up"
+        return Damage("image_unreadable", made_up), None
+    return None, image_HW3
 
 
 @contextmanager

@@ -20,6 +20,7 @@ import numpy as np
 
 from ppdist.common.errors import ConfigError, DataError
 from ppdist.common.files import make_parent, writing
+from ppdist.data.decoder import format_of
 from ppdist.viz.draw import PALETTE, draw_boxes, draw_labelled, readable
 
 
@@ -193,7 +194,7 @@ def write_picture(path: Path, image_HW3: np.ndarray) -> None:
     image_bgr = cv2.cvtColor(image_HW3, cv2.COLOR_RGB2BGR)
     try:
         # cv2.imwrite crashes on a name that is not UTF-8.
-        done, content = cv2.imencode(path.suffix, image_bgr)
+        done, content = cv2.imencode(format_of(path.suffix), image_bgr)
     except cv2.error:
         done = False
     if not done:

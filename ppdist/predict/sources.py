@@ -5,8 +5,10 @@ frames_of         Source -> Frame, Frame, ...
 as_image          what Python holds (numpy, Pillow) -> uint8 RGB
 """
 
+import functools
 import glob
 import http.client
+import logging
 import sys
 import urllib.parse
 import urllib.request
@@ -18,14 +20,21 @@ from typing import Any
 
 import cv2
 import numpy as np
-from PIL import Image, ImageOps
+from PIL import Image
 
 from ppdist.common.errors import DataError
-from ppdist.data.decoder import MOST_PIXELS
-from ppdist.data.image import IMAGE_SUFFIXES, decode_image, read_image
+from ppdist.data.decoder import (
+    IMAGE_SUFFIXES,
+    has_sixteen_bits,
+    is_dark,
+    unread_kind,
+    unread_kinds,
+)
+from ppdist.data.image import decode_image, of_array, of_pillow, read_content
 
 VIDEO_SUFFIXES = (".mp4", ".avi", ".mov", ".mkv", ".webm", ".m4v", ".mpg", ".mpeg")
 STDIN = "-"
+_LOGGER = logging.getLogger("ppdist")
 _KNOWN = IMAGE_SUFFIXES + VIDEO_SUFFIXES
 _LIVE = ("rtsp://", "rtsps://", "rtmp://", "rtp://", "udp://", "tcp://")
 _WEB = ("http://", "https://")
@@ -197,21 +206,23 @@ def find_sources(source: Path, leave_out: Path | None = None) -> list[Path]:
     """
     if source.is_file():
         if source.suffix.lower() not in _KNOWN:
+            kind = unread_kind(source.name)
             raise DataError(
-                f"neither an image nor a video ({_listed()})",
+                f"{kind} is not read" if kind else "neither an image nor a video",
                 code="not_a_picture",
                 where=str(source),
+                fix=f"make it one of {_listed()}",
             )
         return [source]
     if not source.is_dir():
         raise DataError(
             "no such image, folder or video", code="source_not_found", where=str(source)
         )
-    found = [
-        file
-        for file in sorted(source.rglob("*"))
-        if _is_picture(file, leave_out) and not _is_hidden(file.relative_to(source))
-    ]
+    files = [file for file in sorted(source.rglob("*")) if not _is_hidden(file.relative_to(source))]
+    found = [file for file in files if _is_picture(file, leave_out)]
+    unread = unread_kinds(file.name for file in files)
+    if unread:
+        _LOGGER.warning("%s: %s", source, unread)
     if not found:
         raise DataError(
             f"no image or video in this folder ({_listed()})", code="no_images", where=str(source)
@@ -260,7 +271,23 @@ def read_source(place: Path | str | int) -> np.ndarray:
         return decode_image(_bounded(sys.stdin.buffer.read(_MOST_BYTES + 1), "stdin"), "stdin")
     if text.startswith(_WEB):
         return decode_image(_download(text), text)
-    return read_image(Path(text))
+    content = read_content(text)
+    return _lit(decode_image(content, text), has_sixteen_bits(content))
+
+
+def _lit(image_HW3: np.ndarray, of_16_bits: bool) -> np.ndarray:
+    """The image; one of 16 bits of which few are used is warned of."""
+    if of_16_bits and is_dark(image_HW3):
+        _warn_of_dark()
+    return image_HW3
+
+
+@functools.cache  # once
+def _warn_of_dark() -> None:
+    _LOGGER.warning(
+        "an image of 16 bits a channel uses 14 of them or fewer (12, say): its upper 8, which are "
+        "looked at, are nearly black; multiply its numbers so that white is near 65535"
+    )
 
 
 def _download(address: str) -> bytes:
@@ -325,29 +352,20 @@ def video_path(file: Path | str) -> str:
 
 
 def as_image(given: Any) -> np.ndarray:
-    """What Python holds as uint8 RGB [H, W, 3]: numpy as it is, Pillow turned upright.
+    """What Python holds as uint8 RGB [H, W, 3]: numpy, Pillow, or the bytes of an image's file.
 
-    Raises: DataError: neither, or an array of another shape or type.
+    Raises: DataError: none of these, or pixels of another kind.
     """
     if isinstance(given, Image.Image):
-        if given.width * given.height > MOST_PIXELS:
-            raise DataError(
-                f"{given.width}x{given.height} pixels, more than {MOST_PIXELS}",
-                code="image_unreadable",
-                fix="cut it into tiles",
-            )
-        return np.array(ImageOps.exif_transpose(given).convert("RGB"))
+        return _lit(of_pillow(given), given.mode.startswith("I"))
     if isinstance(given, np.ndarray):
-        if given.dtype == np.uint8 and given.ndim == 3 and given.shape[2] == 3 and given.size:
-            return given
-        raise DataError(
-            f"an array of {given.dtype} {list(given.shape)}; expected uint8 [height, width, 3], "
-            "RGB",
-            code="image_array",
-            fix="of OpenCV's BGR: image[:, :, ::-1]; of one channel: cv2.cvtColor",
-        )
+        return _lit(of_array(given), given.dtype != np.uint8)
+    if isinstance(given, bytes | bytearray | memoryview):
+        return decode_image(_bounded(bytes(given), "bytes"), "bytes")
+    if hasattr(given, "read"):
+        return decode_image(_bounded(given.read(_MOST_BYTES + 1), "a file object"), "a file object")
     raise DataError(
-        f"{type(given).__name__} is no image; expected a path, an address, uint8 RGB [H, W, 3] or "
-        "a picture of Pillow",
+        f"{type(given).__name__} is no image; expected a path, an address, uint8 RGB [H, W, 3], a "
+        "picture of Pillow, or the bytes of an image's file",
         code="image_array",
     )

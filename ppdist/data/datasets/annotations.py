@@ -22,6 +22,7 @@ import yaml
 from ppdist.common.errors import DataError
 from ppdist.common.files import read_file, writing
 from ppdist.data import storage
+from ppdist.data.decoder import UNREAD_SUFFIXES
 from ppdist.data.image import image_size, is_image_name
 from ppdist.data.types import (
     Box,
@@ -161,6 +162,13 @@ KINDS: dict[str, Kind] = {
     "image_truncated": Kind(
         "error", "the end of the file is missing", _REPLACED, _LEFT_OUT, _NOT_SCORED
     ),
+    "pixel_kind": Kind(
+        "error",
+        "pixels of a kind that is not read: float, five channels",
+        _REPLACED,
+        _LEFT_OUT,
+        _NOT_SCORED,
+    ),
     "image_crashes_decoder": Kind(
         "error", "decoding it kills the process", _REPLACED, _LEFT_OUT, _NOT_SCORED
     ),
@@ -182,6 +190,12 @@ KINDS: dict[str, Kind] = {
     "grey": Kind("note", "an image without colour", "three equal channels", _AS_IT_IS),
     "alpha": Kind("note", "an image with transparency", "transparency ignored", _AS_IT_IS),
     "sixteen_bit": Kind("note", "16 bits a channel", "the upper 8 bits", _AS_IT_IS),
+    "dark_sixteen_bit": Kind(
+        "warning",
+        "16 bits a channel that use 14 or fewer: multiply them, so that white is near 65535",
+        "the upper 8 bits, which are nearly black",
+        _AS_IT_IS,
+    ),
     "cmyk": Kind("note", "an image for print (CMYK)", "turned into RGB", _AS_IT_IS),
     "image_duplicate": Kind(
         "warning", "two files of one split have the same content", "both are used", "once"
@@ -878,22 +892,10 @@ class Encodings:
         return (fitting[0][1], fitting[0][0]) if found and fitting else None
 
 
-_UNREAD_SUFFIXES = (
-    *(".avif", ".gif", ".heic", ".heif", ".jp2", ".j2k", ".jxl"),
-    *(".ppm", ".pgm", ".pbm", ".pnm", ".psd", ".svg", ".dng"),
-)
-
-
-def unread_kind(name: str) -> str:
-    """What a kind of images is called that is not read; "": the file is none, or is read."""
-    suffix = os.path.splitext(name)[1].lower()
-    return suffix[1:].upper() if suffix in _UNREAD_SUFFIXES else ""
-
-
 def unread_twin(path: str | Path) -> str:
     """Where an image is absent: a file of its name, but of a kind that is not read; else ""."""
     stem = os.path.splitext(path)[0]
-    twins = (stem + each for suffix in _UNREAD_SUFFIXES for each in (suffix, suffix.upper()))
+    twins = (stem + each for suffix in UNREAD_SUFFIXES for each in (suffix, suffix.upper()))
     return next(filter(os.path.isfile, twins), "")
 
 

@@ -28,7 +28,8 @@ from ppdist.data.datasets.annotations import (
     size_of,
     write_text,
 )
-from ppdist.data.image import IMAGE_SUFFIXES, is_image_name
+from ppdist.data.decoder import IMAGE_SUFFIXES
+from ppdist.data.image import is_image_name
 from ppdist.data.types import Box, Complain, Issue, RawImage, RawObject, RawSet
 from ppdist.distributed.store import alive
 

@@ -22,9 +22,9 @@ from ppdist.data.datasets.annotations import (
     find_repeats,
     read_list,
     read_text_of_image,
-    unread_kind,
     write_text,
 )
+from ppdist.data.decoder import unread_kind
 from ppdist.data.image import image_size, is_image_name
 from ppdist.data.types import Box, Complain, Issue, RawImage, RawObject, RawSet
 from ppdist.distributed.progress import Progress

@@ -44,3 +44,23 @@ def broken_animation(height=12, width=16) -> bytes:
         parts.append((b"fdAT", struct.pack(">I", number + 1) + pixels))
     parts.append((b"IEND", b""))
     return b"\x89PNG\r\n\x1a\n" + b"".join(png_chunk(*part) for part in parts)
+
+
+def tiff_of_channels(array_HWC: np.ndarray) -> bytes:
+    """A TIFF that says of its first channel that it is grey, and of the others nothing."""
+    height, width, channels = array_HWC.shape
+    pixels, bits = array_HWC.tobytes(), 8 * array_HWC.dtype.itemsize
+    first = 8 + len(pixels)
+    bits_at, extra_at = first, first + 2 * channels
+    lists = struct.pack(f"<{channels}H", *[bits] * channels) + bytes(2 * (channels - 1))
+    place = extra_at if channels > 3 else 0
+    tags = [
+        (256, 3, 1, width), (257, 3, 1, height),
+        (258, 3, channels, bits_at if channels > 2 else bits | bits << 16), (259, 3, 1, 1),
+        (262, 3, 1, 1), (273, 4, 1, 8), (277, 3, 1, channels), (278, 3, 1, height),
+        (279, 4, 1, len(pixels)), (338, 3, channels - 1, place),
+    ]  # fmt: skip
+    lists += bytes(len(lists) % 2)
+    directory = struct.pack("<H", len(tags)) + b"".join(struct.pack("<HHII", *tag) for tag in tags)
+    start = struct.pack("<2sHI", b"II", 42, first + len(lists))
+    return start + pixels + lists + directory + bytes(4)

@@ -6,9 +6,11 @@ import pytest
 from PIL import Image
 
 from ppdist.common.errors import DataError
-from ppdist.data.image import read_image, reduction
+from ppdist.data.image import image_size, is_image_name, of_array, of_pillow, read_image, reduction
+from ppdist.data.validate import check_image
+from ppdist.predict.detections import write_picture
 from tests.unit.data.corpus import lying_png
-from tests.unit.data.pictures import exif, jpeg, picture
+from tests.unit.data.pictures import exif, jpeg, picture, tiff_of_channels
 
 
 def smooth(height: int, width: int) -> np.ndarray:
@@ -159,6 +161,97 @@ def test_every_kind_of_image_becomes_8_bits_of_rgb(tmp_path):
         assert np.abs(found.astype(int) - expected).max() <= (4 if "print" in name else 0), name
     assert cv2.imwrite(str(tmp_path / "deep.png"), rgb[..., ::-1].astype(np.uint16) * 257)
     assert (read_image(tmp_path / "deep.png") == rgb).all()
+
+
+XMP = b'<x:xmpmeta><rdf:Description tiff:Orientation="6"/></x:xmpmeta>'
+
+
+def test_a_file_pillow_and_numpy_give_the_same_pixels(tmp_path):
+    rgb, alpha = smooth(48, 64), Image.fromarray(picture(48, 64)[..., 0])
+    grey, colour = Image.fromarray(rgb[..., 0]), Image.fromarray(rgb)
+    see_through = Image.merge("RGBA", (*colour.split(), alpha))
+    deep = Image.fromarray(rgb[..., 0].astype(np.uint16) * 257 + 40)
+    cases = [
+        ("a.png", see_through, {}), ("a.tif", see_through, {}),
+        ("lzw.tif", see_through, {"compression": "tiff_lzw"}),
+        ("big.tif", see_through, {"big_tiff": True}),
+        ("turned.tif", colour, {"exif": exif(6)}),
+        ("a.webp", see_through, {"lossless": True}),
+        ("la.png", Image.merge("LA", (grey, alpha)), {}),
+        ("la.tif", Image.merge("LA", (grey, alpha)), {}),
+        ("palette.png", colour.convert("P", palette=Image.Palette.ADAPTIVE), {"transparency": 3}),
+        ("palette.tif", colour.convert("P", palette=Image.Palette.ADAPTIVE), {}),
+        ("bits.png", grey.convert("1"), {}), ("bits.tif", grey.convert("1"), {}),
+        ("deep.png", deep, {}), ("deep.tif", deep, {}),
+        ("print.jpg", colour.convert("CMYK"), {}), ("print.tif", colour.convert("CMYK"), {}),
+        *((f"{turn}.jpg", colour, {"exif": exif(turn), "quality": 95}) for turn in range(1, 9)),
+        ("exif.png", colour, {"exif": exif(8)}), ("xmp.jpg", colour, {"xmp": XMP}),
+    ]  # fmt: skip
+    for name, image, options in cases:
+        image.save(tmp_path / name, **options)
+        expected = read_image(tmp_path / name)
+        with Image.open(tmp_path / name) as opened:
+            assert np.array_equal(of_pillow(opened), expected), name
+            assert (opened.width, opened.height) == image.size or ".tif" in name, "as it was"
+    assert read_image(tmp_path / "a.tif").tolist() == rgb.tolist(), "not blended over black"
+    for array in (rgb, np.dstack([rgb, rgb[..., :1]]), rgb.astype(np.uint16) * 256 + 7):
+        assert np.array_equal(of_array(array), rgb)
+    for array in (rgb[..., 0], rgb[..., :1], rgb[..., 0].astype(np.uint16) << 8):
+        assert np.array_equal(of_array(array), rgb[..., :1].repeat(3, 2))
+
+
+def test_pixels_that_no_rgb_is_made_of_are_named(tmp_path):
+    grey = smooth(200, 300)[..., 0]  # larger than what a look at a header reads
+    files = {
+        "float.tif": grey.astype(np.float32) / 255,
+        "double.tif": grey.astype(np.float64),
+        "signed.tif": grey.astype(np.int16),
+        "long.tif": grey.astype(np.int32),
+    }
+    for name, array in files.items():
+        assert cv2.imwrite(str(tmp_path / name), array)
+    for channels in (3, 4, 5):  # of grey: no colours
+        file = tmp_path / f"{channels}.tif"
+        file.write_bytes(tiff_of_channels(np.dstack([grey] * channels)))
+    Image.fromarray(smooth(8, 8)).convert("LAB").save(tmp_path / "lab.tif")
+    for file in tmp_path.iterdir():
+        with pytest.raises(DataError) as error:
+            read_image(file)
+        assert error.value.code == "pixel_kind" and image_size(file) is None, file.name
+        for decode in (False, True):
+            problem = check_image(str(file), None, decode=decode).problem
+            assert problem is not None and problem.code == "pixel_kind", file.name
+    for name in ("float.tif", "lab.tif"):
+        with Image.open(tmp_path / name) as opened, pytest.raises(DataError) as error:
+            of_pillow(opened)
+        assert error.value.code == "pixel_kind"
+    (tmp_path / "two.tif").write_bytes(tiff_of_channels(np.dstack([grey, grey])))
+    assert (read_image(tmp_path / "two.tif")[..., 1] == grey).all(), "grey and transparency"
+
+
+@pytest.mark.parametrize("suffix", ["png", "tif"])
+def test_few_of_16_bits_are_warned_of(tmp_path, suffix):
+    grey = picture()[..., 0].astype(np.uint16)
+    for name, array in (
+        ("dark", grey * 16),
+        ("whole", grey * 256),
+        ("eight", picture()[..., 0] // 9),
+    ):
+        file = tmp_path / f"{name}.{suffix}"
+        assert cv2.imwrite(str(file), array)
+        for decode in (False, True):
+            notes = check_image(str(file), (64, 48), decode=decode).notes
+            assert ("dark_sixteen_bit" in notes) == (name == "dark")
+
+
+@pytest.mark.parametrize("suffix", [".jfif", ".jpe", ".mpo", ".JFIF"])
+def test_other_suffixes_of_jpeg_are_read(tmp_path, suffix):
+    file = tmp_path / f"a{suffix}"
+    file.write_bytes(jpeg(picture()))
+    assert is_image_name(file.name) and read_image(file).shape == (48, 64, 3)
+    assert check_image(str(file), (64, 48), decode=False).notes == ()
+    write_picture(file, picture(20, 30))
+    assert image_size(file) == (30, 20)
 
 
 def test_lying_header_is_refused_before_decoding(tmp_path):

@@ -112,7 +112,7 @@ def test_a_picture_of_pillow_is_turned_upright() -> None:
     assert as_image(Image.new("L", (5, 4))).shape == (4, 5, 3)
 
 
-@pytest.mark.parametrize("given", [np.zeros((4, 4)), np.zeros((4, 4, 4), np.uint8), None, 1.5])
+@pytest.mark.parametrize("given", [np.zeros((4, 4)), np.zeros((4, 4, 5), np.uint8), None, 1.5])
 def test_what_is_no_image_is_told(given: object) -> None:
     with pytest.raises(DataError) as error:
         as_image(given)
