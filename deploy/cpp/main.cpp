@@ -72,8 +72,8 @@ Arguments parse(const std::vector<std::string>& words) {
 }
 
 bool is_image(const fs::path& file) {
-    static const std::vector<std::string> suffixes{".jpg", ".jpeg", ".png", ".bmp",
-                                                   ".webp", ".tif", ".tiff"};
+    static const std::vector<std::string> suffixes{".jpg",  ".jpeg", ".jpe", ".jfif", ".mpo",
+                                                   ".png",  ".bmp",  ".webp", ".tif", ".tiff"};
     std::string suffix = file.extension().string();
     std::transform(suffix.begin(), suffix.end(), suffix.begin(), ::tolower);
     const bool hidden = file.filename().string().front() == '.';
@@ -86,7 +86,9 @@ std::vector<fs::path> images_of(const fs::path& source, const fs::path& out) {
     if (!fs::is_directory(source)) throw Error(source.string() + ": no such file or folder");
     std::vector<fs::path> files;
     for (fs::recursive_directory_iterator entry(source), end; entry != end; ++entry) {
-        if (entry->is_directory() && fs::exists(out) && fs::equivalent(*entry, out)) {
+        const bool hidden = entry->path().filename().string().front() == '.';  // .ipynb_checkpoints
+        const bool results = fs::exists(out) && entry->is_directory() && fs::equivalent(*entry, out);
+        if (entry->is_directory() && (hidden || results)) {
             entry.disable_recursion_pending();
         } else if (entry->is_regular_file() && is_image(*entry)) {
             files.push_back(*entry);

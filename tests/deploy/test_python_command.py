@@ -181,7 +181,7 @@ def test_odd_file_names_are_escaped_on_terminal(exported: Path, tmp_path: Path) 
         (["--source", "theirs", "--out", "."], "--out .: the pictures of --source are there, or"),
         (["--source", ".", "--out", "theirs"], "--out theirs: lies in --source and holds files"),
         (["--source", "a.jpg", "--out", "album"], "album/a.jpg: is there already, one of 1"),
-        (["--source", "a.txt", "--out", "o"], "a.txt: neither an image nor a video; make it one of .avi"),
+        (["--source", "a.txt", "--out", "o"], "a.txt: neither an image nor a video; "),
         (["--source", "empty", "--out", "o"], "empty: no image or video in this folder"),
         (["--source", "a.jpg", "--out", "o", "--threshold", "50"], "--threshold 50: expected 0..1"),
         (["--source", "a.jpg", "--out", "o", "--batch", "0"], "--batch 0: expected 1 or more"),
