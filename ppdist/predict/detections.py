@@ -129,7 +129,10 @@ class Detections:
         return "".join(lines)
 
     def to_voc(self) -> str:
-        """As Pascal VOC's XML: corners counted from 1, whole pixels; `score` beside them."""
+        """As Pascal VOC's XML, corners rounded to whole pixels; `score` beside them.
+
+        Corners are edges, as `data.format: voc` reads them and `data convert --to voc` writes them.
+        """
         height, width, depth = self.image.shape
         root = ElementTree.Element("annotation")
         ElementTree.SubElement(root, "filename").text = _xml(Path(self.source).name)
@@ -142,9 +145,8 @@ class Detections:
             ElementTree.SubElement(item, "score").text = f"{one.score:.5f}"
             box = ElementTree.SubElement(item, "bndbox")
             x1, y1, x2, y2 = one.box_xyxy
-            # VOC's pixels are counted from 1, its last one belongs to the box.
-            left, top = round(x1) + 1, round(y1) + 1
-            corners = left, top, max(left, round(x2)), max(top, round(y2))
+            left, top = min(round(x1), width - 1), min(round(y1), height - 1)
+            corners = left, top, max(left + 1, round(x2)), max(top + 1, round(y2))
             for tag, corner in zip(("xmin", "ymin", "xmax", "ymax"), corners):
                 ElementTree.SubElement(box, tag).text = str(corner)
         ElementTree.indent(root)

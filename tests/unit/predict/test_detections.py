@@ -1,5 +1,6 @@
 """Detections in Python: words, formats, other libraries."""
 
+import json
 import xml.etree.ElementTree as ElementTree
 from pathlib import Path
 
@@ -7,8 +8,10 @@ import numpy as np
 import pytest
 
 from ppdist.common.errors import DataError
+from ppdist.config.data import DataConfig, SplitConfig
+from ppdist.data.datasets.build import read_split
 from ppdist.data.image import read_image
-from ppdist.predict.detections import Detections
+from ppdist.predict.detections import Detections, write_picture
 
 NAMES = ("person", "bus", "\u4eba & <x>\x07")
 
@@ -42,9 +45,41 @@ def test_coco_yolo_and_voc_say_the_same_box(found: Detections) -> None:
     assert found.to_yolo(scores=True).split()[5] == "0.90000"
     root = ElementTree.fromstring(found.to_voc())
     corners = [each.text for each in root.find("object/bndbox")]
-    assert corners == ["11", "21", "50", "60"]
+    assert corners == ["10", "20", "50", "60"]
     assert root.findall("object/name")[1].text == "\u4eba & <x>?"
     assert (root.findtext("filename"), root.findtext("size/width")) == ("bus.jpg", "100")
+
+
+@pytest.mark.parametrize(
+    ("form", "rounding"), [("coco", 0.005 + 0.005), ("voc", 0.5), ("yolo", 1.5e-6 * 800)]
+)
+def test_what_is_written_reads_back_equal_to_a_rounding(tmp_path, form, rounding):
+    """Boxes of many kinds, some at the borders of the image or thinner than a pixel."""
+    height, width = 600, 800
+    rng = np.random.RandomState(0)
+    corner_N2 = rng.uniform(0, 1, (200, 2)) * (width - 1, height - 1)
+    side_N2 = np.exp(rng.uniform(np.log(1.0), np.log(width), (200, 2)))
+    boxes_N4 = np.concatenate([corner_N2, corner_N2 + side_N2], axis=1)
+    boxes_N4 = boxes_N4.clip(0, [width, height, width, height]).astype(np.float32)
+    labels_N = rng.randint(0, 3, 200)
+    names = ("c", "a", "b")
+    image_HW3 = np.zeros((height, width, 3), np.uint8)
+    found = Detections(boxes_N4, np.linspace(1, 0, 200), labels_N, names, image_HW3, "x.jpg")
+    write_picture(tmp_path / "images" / "x.jpg", image_HW3)
+    file = tmp_path / {"coco": "set.json", "voc": "x.xml", "yolo": "labels/x.txt"}[form]
+    if form == "coco":
+        categories = [{"id": number, "name": name} for number, name in enumerate(names, 1)]
+        entry = {"id": 1, "file_name": "x.jpg", "width": width, "height": height}
+        content = {"images": [entry], "annotations": found.to_coco(), "categories": categories}
+        file.write_text(json.dumps(content))
+    else:
+        file.parent.mkdir(exist_ok=True)
+        file.write_text(found.to_voc() if form == "voc" else found.to_yolo())
+    part = SplitConfig(annotations={"coco": "set.json", "voc": ".", "yolo": "labels"}[form])
+    data = DataConfig(format=form, root=str(tmp_path), train=part, val=part, class_names=names)
+    (record,) = read_split(data, "train").records
+    assert record.labels_M.tolist() == labels_N.tolist()
+    assert np.abs(record.boxes_M4 - boxes_N4).max() <= rounding + 1e-4
 
 
 def test_a_saved_picture_has_the_boxes(found: Detections, tmp_path: Path) -> None:
