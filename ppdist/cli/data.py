@@ -180,6 +180,7 @@ def check(arguments: argparse.Namespace) -> int:
     from ppdist.common.machine import available_cores
     from ppdist.data.datasets.build import read_split
     from ppdist.data.validate import validate
+    from ppdist.engine.build import crowding_of
 
     config = load(arguments)
     if arguments.json:
@@ -219,7 +220,8 @@ def check(arguments: argparse.Namespace) -> int:
         print(f"{report.errors} errors: training stops, or loses images", file=sys.stderr)
         return 2
     for split in SPLITS:
-        read_split(config.data, split, config.model.num_classes)
+        for line in crowding_of(config, read_split(config.data, split, config.model.num_classes)):
+            print(line)
     looked = "every image decodes" if report.decoded else "headers of the images alone (--fast)"
     print(f"ok: both splits can be used; {looked}")
     return 0
@@ -272,6 +274,7 @@ def stats(arguments: argparse.Namespace) -> int:
     from ppdist.common.files import make_folder, make_parent, write_json
     from ppdist.data.datasets.build import check_same_classes, read_split
     from ppdist.data.statistics import class_rows, objects_of, overview, summary
+    from ppdist.engine.build import crowding_of
 
     config = load(arguments)
     if arguments.json:
@@ -290,6 +293,7 @@ def stats(arguments: argparse.Namespace) -> int:
     }
     for split, dataset in sets.items():
         print(f"{split}: {dataset.source}" + (f" ({dataset.limited})" if dataset.limited else ""))
+        print("".join(f"{line}\n" for line in crowding_of(config, dataset)), end="")
     both = zip(*(overview(counts) for counts in report.values()))
     table(["", *sets], [[what, train, val] for (what, train), (_, val) in both])
     columns = [f"{what}, {split}" for split in sets for what in ("objects", "images")[not boxes :]]

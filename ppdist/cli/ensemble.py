@@ -16,6 +16,7 @@ from ppdist.cli import add_config, parser_of
 from ppdist.common import errors, process
 from ppdist.common.arguments import at_least
 from ppdist.config.distributed import DistributedConfig
+from ppdist.config.evaluate import COCO_DETECTIONS
 from ppdist.ensemble.wbf import IOU, METHODS, SIGMA, VIEW_MARGIN
 
 if TYPE_CHECKING:
@@ -157,8 +158,10 @@ def fuse(arguments: argparse.Namespace) -> None:
     for line in limits(dataset):
         tell(line)
     truth, of_files = bool(configs), factors[len(models) :]
+    most = max((config.evaluate.max_detections for config in configs), default=COCO_DETECTIONS)
     from_files = [
-        fusing.member_of_file(each, factor, dataset, truth) for each, factor in zip(saved, of_files)
+        fusing.member_of_file(each, factor, dataset, truth, most)
+        for each, factor in zip(saved, of_files)
     ]
     del saved  # boxes of all images; members keep those of their rank
     members = []
@@ -168,7 +171,7 @@ def fuse(arguments: argparse.Namespace) -> None:
     fused_R7 = fusing.fuse_members(members, fuses, arguments.keep)
 
     def write() -> None:
-        scores = fusing.write_fused(out, dataset, members, fused_R7)
+        scores = fusing.write_fused(out, dataset, members, fused_R7, most)
         if scores:
             print(json.dumps(scores, indent=1))
         tell(f"{len(fused_R7)} boxes of {len(members)} members in {out / 'detections.json'}")

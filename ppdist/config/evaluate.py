@@ -9,6 +9,7 @@ from ppdist.config.base import Section
 # Names of metrics for the log, by task; the first says by default what is best.
 DETECTION_METRICS = ("mAP", "mAP50", "fitness")
 CLASSIFICATION_METRICS = ("top1", "top5")
+COCO_DETECTIONS = 100  # of a class in an image that COCO's mAP counts
 
 
 class EvaluateConfig(Section):
@@ -28,6 +29,13 @@ class EvaluateConfig(Section):
         default=8,
         ge=1,
         description="Images per rank in one forward pass of an evaluation.",
+    )
+    max_detections: int = Field(
+        default=COCO_DETECTIONS,
+        ge=COCO_DETECTIONS,
+        description="Surest detections of a class in an image that count. More than COCO's 100 are "
+        "for images with more objects; mAP is no longer comparable with published ones then, AR100 "
+        "is. nms.keep and nms.candidates are at least as many where it is above 100.",
     )
     rectangular: bool = Field(
         default=False,

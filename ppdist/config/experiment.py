@@ -12,7 +12,7 @@ from ppdist.config.base import Section, parse_config
 from ppdist.config.data import DataConfig
 from ppdist.config.distill import DistillConfig
 from ppdist.config.distributed import DistributedConfig
-from ppdist.config.evaluate import EvaluateConfig, NMSConfig
+from ppdist.config.evaluate import COCO_DETECTIONS, EvaluateConfig, NMSConfig
 from ppdist.config.loss import LossConfig, PPYOLOELossConfig
 from ppdist.config.model import ModelConfig
 from ppdist.config.optimizer import OptimizerConfig, ScheduleConfig
@@ -63,10 +63,16 @@ class ExperimentConfig(Section):
 
     @property
     def suppression(self) -> NMSConfig:
-        """`nms`, without suppression where the model needs none."""
-        if self.model.needs_nms:
-            return self.nms
-        return self.nms.model_copy(update={"iou_threshold": None})
+        """`nms` as it is used.
+
+        Without suppression where the model needs none, and with all the boxes that count where
+        evaluation counts more than COCO's.
+        """
+        changes: dict[str, Any] = {} if self.model.needs_nms else {"iou_threshold": None}
+        most = self.evaluate.max_detections
+        if most > COCO_DETECTIONS:
+            changes |= {key: max(most, getattr(self.nms, key)) for key in ("keep", "candidates")}
+        return self.nms.model_copy(update=changes) if changes else self.nms
 
     @classmethod
     def opened(cls, tree: Node, problems: list[Problem]) -> type[Section]:

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from ppdist.config.augment import COMBINES
-from ppdist.config.evaluate import CLASSIFICATION_METRICS, DETECTION_METRICS
+from ppdist.config.evaluate import CLASSIFICATION_METRICS, COCO_DETECTIONS, DETECTION_METRICS
 
 
 def misfits(config: Any) -> Iterator[str]:
@@ -109,6 +109,7 @@ def _ignored(config: Any) -> Iterator[str]:
             "data.augment.affine": augment.affine.moves,
             "data.augment.close_mosaic_epochs": augment.close_mosaic_epochs,
             "data.sampling.name: difficulty": config.data.sampling.name == "difficulty",
+            "evaluate.max_detections": config.evaluate.max_detections != COCO_DETECTIONS,
             "evaluate.rectangular": config.evaluate.rectangular,
             "data.resize": config.data.resize != "stretch",
             "nms": config.nms != type(config.nms)(),
@@ -137,7 +138,7 @@ def _of_suppression(config: Any) -> Iterator[str]:
     for key in ("iou_threshold", "candidates"):
         default = type(config.nms).model_fields[key].default
         given = getattr(config.nms, key) not in (default, None)
-        if given and config.model.task == "detect" and config.suppression != config.nms:
+        if given and config.model.task == "detect" and not config.model.needs_nms:
             yield (
                 f"nms.{key}: means nothing to model.one_to_one: true, which needs no suppression; "
                 f"leave it out"

@@ -19,6 +19,7 @@ import numpy as np
 
 from ppdist.common.errors import DataError
 from ppdist.config.data import Resize
+from ppdist.config.evaluate import COCO_DETECTIONS
 from ppdist.data.transforms.geometry import fitted
 from ppdist.data.types import DetectionSet, Records
 
@@ -27,6 +28,46 @@ _FINE = 8.0  # input pixels, the finest stride of the detectors here
 _PERCENTILES = (1, 5, 25, 50, 75, 95, 99)
 _MOST_SIZES = 20
 _BORDER = 1.0  # pixels
+
+
+def crowding(dataset: DetectionSet, max_detections: int, keep: int) -> list[str]:
+    """What to say of images with more objects than can be found, or count.
+
+    Args:
+        max_detections: see `evaluate.max_detections`.
+        keep: boxes of an image that stay, as `ExperimentConfig.suppression` says.
+    """
+    records = Records.of(dataset.records)
+    image_O = np.repeat(np.arange(len(records)), records.counts_N)[~records.crowd_O]
+    classes = max(1, len(dataset.class_names))
+    of_class, count_P = np.unique(
+        image_O * classes + records.labels_O[~records.crowd_O], return_counts=True
+    )
+    many_P = count_P > max_detections
+    count_N = np.bincount(image_O, minlength=len(records))
+    lines = []
+    if many_P.any():
+        most, images = int(count_P.max()), len(np.unique(of_class[many_P] // classes))
+        why = (
+            ", as in COCO, so that mAP cannot reach 1" if max_detections == COCO_DETECTIONS else ""
+        )
+        lines.append(
+            f"{dataset.source}: {images} of {len(records)} images show more than {max_detections} "
+            f"objects of a class, up to {most}: of a class in an image {max_detections} detections "
+            f"count{why}; to count all: evaluate.max_detections: {-(-most // 100) * 100}"
+        )
+    if (count_N > keep).any():
+        lines.append(
+            f"{dataset.source}: {(count_N > keep).sum()} of {len(records)} images show more than "
+            f"{keep} objects, up to {count_N.max()}, and {keep} boxes of an image stay; to keep "
+            f"all: nms.keep: {-(-count_N.max() // 100) * 100}"
+        )
+    if max_detections > COCO_DETECTIONS:
+        lines.append(
+            f"evaluate.max_detections: {max_detections}: mAP counts so many detections of a class "
+            f"in an image; COCO's, and published ones, count {COCO_DETECTIONS}"
+        )
+    return lines
 
 
 @dataclass(frozen=True)

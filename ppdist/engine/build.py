@@ -21,7 +21,7 @@ from ppdist.config.loss import YOLOv5LossConfig
 from ppdist.config.validate import surprises
 from ppdist.data.datasets.build import limits
 from ppdist.data.loader import EvalLoader
-from ppdist.data.statistics import refit, sizes_in_input
+from ppdist.data.statistics import crowding, refit, sizes_in_input
 from ppdist.data.types import DetectionSet
 from ppdist.distributed import comm, device, paddle_api
 from ppdist.distributed.device_options import set_device_options
@@ -144,8 +144,10 @@ def build_training(
         config, said = settle_batch(config, train_set.records, images, start.snapshot)
         model = build_model(config)
         said += [*limits(train_set, val_set)]
-        told, doubts = _prepare(config, model, train_set, output_dir, anew)
+        doubts = crowding_of(config, train_set if val_set is None else val_set)
+        told, more = _prepare(config, model, train_set, output_dir, anew)
         said += told
+        doubts += more
         derived = build_schedule_setup(config, images)
         run = settle_run(start, derived, train_set, config, resume_changed)
         bad_images.known |= run.bad_images
@@ -531,7 +533,21 @@ def build_evaluator(
     measured = None if loss is None else ValidationLoss(loss, loader)
     if model.task == "classify":
         return ClassificationEvaluator(dataset, loader, max_pictures=max_pictures, loss=measured)
-    return Evaluator(dataset, loader, config.suppression, max_pictures=max_pictures, loss=measured)
+    return Evaluator(
+        dataset,
+        loader,
+        config.suppression,
+        max_detections=config.evaluate.max_detections,
+        max_pictures=max_pictures,
+        loss=measured,
+    )
+
+
+def crowding_of(config: ExperimentConfig, dataset: DetectionSet) -> list[str]:
+    """See `ppdist.data.statistics.crowding`; of classified images nothing."""
+    if config.model.task == "classify":
+        return []
+    return crowding(dataset, config.evaluate.max_detections, config.suppression.keep)
 
 
 def speed_up_cpu(config: ExperimentConfig, models: list[ImageModel]) -> str:

@@ -19,7 +19,12 @@ import numpy as np
 import paddle
 
 from ppdist.common.errors import DataError
-from ppdist.config.evaluate import CLASSIFICATION_METRICS, DETECTION_METRICS, NMSConfig
+from ppdist.config.evaluate import (
+    CLASSIFICATION_METRICS,
+    COCO_DETECTIONS,
+    DETECTION_METRICS,
+    NMSConfig,
+)
 from ppdist.data.loader import EvalLoader
 from ppdist.data.types import Batch, DetectionSet, SampleKey
 from ppdist.distributed import comm
@@ -374,23 +379,28 @@ class Evaluator(DatasetEvaluator[np.ndarray]):
         loader: Batches,
         nms: NMSConfig,
         *,
+        max_detections: int = COCO_DETECTIONS,
         max_pictures: int = 0,
         loss: ValidationLoss | None = None,
     ) -> None:
-        """Args: nms: bounds the time of an untrained model too, by `candidates` and `keep`."""
+        """
+        Args:
+            nms: bounds the time of an untrained model too, by `candidates` and `keep`.
+            max_detections: of a class in an image that count.
+        """
         super().__init__(dataset, loader, max_pictures=max_pictures, loss=loss)
         self.metrics = (*metric_names(dataset.class_names), "fitness")
         self._sizes_wh_N2 = np.array([(r.width, r.height) for r in dataset.records], np.float32)
-        self._nms = nms
+        self._nms, self._most = nms, max_detections
 
     def measure(self, found: np.ndarray) -> dict[str, float]:
         """See `ppdist.metrics.coco.evaluate_boxes`; and `fitness`."""
-        metrics = evaluate_boxes(self._scored, found)
+        metrics = evaluate_boxes(self._scored, found, self._most)
         return {**metrics, "fitness": fitness(metrics)}
 
     def analyse(self, found: np.ndarray, step: int | None = None) -> dict[str, Any]:
         """See `ppdist.metrics.analysis.analyse`."""
-        return analyse(self._scored, found, step)
+        return analyse(self._scored, found, step, self._most)
 
     def class_scores(self, metrics: dict[str, float]) -> list[float | None]:
         """AP of each class; None where the set has no object of it."""

@@ -15,6 +15,7 @@ from ppdist.engine.build import (
     build_evaluator,
     build_model,
     build_training,
+    crowding_of,
     speed_up_cpu,
 )
 from ppdist.engine.callbacks import Callback
@@ -118,5 +119,6 @@ def prepare_evaluation(
     dataset = comm.run_on_all_ranks(load)
     evaluator = build_evaluator(config, dataset, model, pictures)
     slow = speed_up_cpu(config, [model])
-    notes = tuple(note for note in (dataset.limited, slow) if note)
+    crowded = crowding_of(config, dataset)
+    notes = tuple(note for note in (dataset.limited, *crowded, slow) if note)
     return Evaluation(model, dataset, evaluator, notes)

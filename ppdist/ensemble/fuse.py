@@ -15,6 +15,7 @@ import numpy as np
 from ppdist.common.errors import ConfigError, DataError
 from ppdist.common.files import write_json
 from ppdist.config import ExperimentConfig
+from ppdist.config.evaluate import COCO_DETECTIONS
 from ppdist.data.datasets.build import read_split
 from ppdist.data.types import DetectionSet, ImageRecord
 from ppdist.distributed import comm, heartbeat
@@ -249,18 +250,23 @@ class Member:
 
 
 def member_of(
-    name: str, rows_R7: np.ndarray, weight: float, truth: DetectionSet | None = None
+    name: str,
+    rows_R7: np.ndarray,
+    weight: float,
+    truth: DetectionSet | None = None,
+    most: int = COCO_DETECTIONS,
 ) -> Member:
     """Scores a member and keeps the rows of this rank's images.  Collective.
 
     Args:
         rows_R7: as `Member.rows_R7`, of all images, the same on every rank.
         truth: the set, if it has true boxes to score the member by.
+        most: see `evaluate_boxes`.
     """
 
     def score() -> dict[str, float]:
         assert truth is not None
-        found = evaluate_boxes(truth, rows_R7)
+        found = evaluate_boxes(truth, rows_R7, most)
         return {name: found[name] for name in ("mAP", "mAP50")}
 
     scores = None if truth is None else comm.run_on_main(score)
@@ -289,13 +295,19 @@ def members_of_model(
     """
     assert isinstance(model, Detector)  # `read_all` refuses classifiers
     for view, rows_R7 in look(config, model, dataset, scales, flip, suppression_iou):
-        yield member_of(f"{name} {view}", rows_R7, weight, dataset)
+        most = config.evaluate.max_detections
+        yield member_of(f"{name} {view}", rows_R7, weight, dataset, most)
 
 
-def member_of_file(saved: Saved, weight: float, dataset: DetectionSet, truth: bool) -> Member:
-    """Saved detections as a member.  Collective.  truth: the set has true boxes."""
+def member_of_file(
+    saved: Saved, weight: float, dataset: DetectionSet, truth: bool, most: int = COCO_DETECTIONS
+) -> Member:
+    """Saved detections as a member.  Collective.
+
+    Args: truth: the set has true boxes.  most: see `evaluate_boxes`.
+    """
     rows_R7 = comm.run_on_all_ranks(lambda: rows_of(saved, dataset))
-    return member_of(str(saved.path), rows_R7, weight, dataset if truth else None)
+    return member_of(str(saved.path), rows_R7, weight, dataset if truth else None, most)
 
 
 def fuse_members(members: Sequence[Member], fuse: FuseClass, keep: int) -> np.ndarray:
@@ -347,7 +359,11 @@ def fuse_image(
 
 
 def write_fused(
-    out: Path, dataset: DetectionSet, members: Sequence[Member], fused_R7: np.ndarray
+    out: Path,
+    dataset: DetectionSet,
+    members: Sequence[Member],
+    fused_R7: np.ndarray,
+    most: int = COCO_DETECTIONS,
 ) -> dict[str, Any] | None:
     """Writes detections.json and, where the members have scores, scores.json; on rank 0 alone.
 
@@ -357,6 +373,6 @@ def write_fused(
     if any(member.scores is None for member in members):
         return None
     of_members = [{"name": member.name, **(member.scores or {})} for member in members]
-    scores = {"fused": evaluate_boxes(dataset, fused_R7), "members": of_members}
+    scores = {"fused": evaluate_boxes(dataset, fused_R7, most), "members": of_members}
     write_json(out / "scores.json", scores, indent=1)
     return scores

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from ppdist.common.process import printable
+from ppdist.config.evaluate import COCO_DETECTIONS
 from ppdist.data.types import DetectionSet
 from ppdist.metrics.coco import SIZES, CocoArrays, coco_arrays, fitness
 from ppdist.metrics.matching import (
@@ -86,17 +87,20 @@ class Matched(NamedTuple):
 
 
 def analyse(
-    dataset: DetectionSet, detections_R7: np.ndarray, step: int | None = None
+    dataset: DetectionSet,
+    detections_R7: np.ndarray,
+    step: int | None = None,
+    most: int = COCO_DETECTIONS,
 ) -> dict[str, Any]:
     """The content of evaluation.json, on one rank alone; plain JSON, None for what has no value.
 
     Args:
-        dataset, detections_R7: as in `ppdist.metrics.coco.evaluate_boxes`.
+        dataset, detections_R7, most: as in `ppdist.metrics.coco.evaluate_boxes`.
         step: how many steps the model was trained; None: unknown.
     """
     classes = len(dataset.class_names)
     truth = truth_of(dataset)
-    found = found_of(truth, detections_R7)
+    found = found_of(truth, detections_R7, most)
     pairs = overlaps(truth, found)
     match_F = match_as_coco(truth, found, pairs, IOU)
     kind_F, about_F = kinds_of(truth, found, pairs, match_F)
@@ -105,7 +109,7 @@ def analyse(
     confidence = CONFIDENCE_T[len(CONFIDENCE_T) // 2 if best is None else best]
     sure_F = found.score_F >= confidence
     matched = Matched(truth, found, match_F, kind_F, about_F, sure_F)
-    arrays = coco_arrays(truth, found, classes)
+    arrays = coco_arrays(truth, found, classes, most)
     voc_C2 = _voc(truth, found, match_as_voc(truth, found, pairs), classes)
     coco = arrays.summary()
     voc_2 = mean_of_measured(voc_C2)

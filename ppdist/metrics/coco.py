@@ -13,6 +13,7 @@ import numpy as np
 from hotcoco import COCO, COCOeval
 
 from ppdist.common.files import write_whole
+from ppdist.config.evaluate import COCO_DETECTIONS
 from ppdist.data.types import DetectionSet
 from ppdist.metrics.matching import (
     IOU,
@@ -49,7 +50,8 @@ class CocoArrays(NamedTuple):
     """What COCO's numbers are means of; -1 where there is nothing to measure.
 
     precision_TRCAM: 10 IoUs (0.50:0.05:0.95), 101 recalls, class, area (all, small, medium,
-    large), at most 1, 10, 100 detections of an image.  recall_TCAM: the highest recall.
+    large), at most 1, 10, 100 detections of an image, and where evaluation counts more, so many.
+    recall_TCAM: the highest recall.
     """
 
     precision_TRCAM: np.ndarray
@@ -79,7 +81,7 @@ class CocoArrays(NamedTuple):
                 f"AP_{size}": measured_mean(precision_TRA[:, :, area])
                 for area, size in enumerate(SIZES, start=1)
             },
-            "AR100": measured_mean(self.recall_TCAM[:, label, 0, -1]),
+            "AR100": measured_mean(self.recall_TCAM[:, label, 0, 2]),
         }
 
 
@@ -89,8 +91,13 @@ def measured_mean(values: np.ndarray) -> float:
     return float(measured.mean()) if measured.size else -1.0
 
 
-def coco_arrays(truth: GroundTruth, found: Detections, classes: int) -> CocoArrays:
-    """Precision and recall by IoU, class and size."""
+def coco_arrays(
+    truth: GroundTruth, found: Detections, classes: int, most: int = COCO_DETECTIONS
+) -> CocoArrays:
+    """Precision and recall by IoU, class and size.
+
+    Args: most: detections of a class in an image that count.
+    """
     images = [{"id": place} for place in range(len(truth.order_N))]
     categories = [{"id": label, "name": str(label)} for label in range(classes)]
     objects = COCO.from_arrays(
@@ -99,6 +106,7 @@ def coco_arrays(truth: GroundTruth, found: Detections, classes: int) -> CocoArra
     )  # fmt: skip
     columns = [found.image_F[:, None], found.box_F4, found.score_F[:, None], found.label_F[:, None]]
     evaluation = COCOeval(objects, objects.load_res(np.concatenate(columns, axis=1)), "bbox")
+    evaluation.params.maxDets = sorted({1, 10, COCO_DETECTIONS, most})
     evaluation.evaluate()
     evaluation.accumulate()
     result = evaluation.eval
@@ -107,10 +115,12 @@ def coco_arrays(truth: GroundTruth, found: Detections, classes: int) -> CocoArra
     return CocoArrays(result["precision"], result["recall"])
 
 
-def evaluate_boxes(dataset: DetectionSet, detections_R7: np.ndarray) -> dict[str, float]:
+def evaluate_boxes(
+    dataset: DetectionSet, detections_R7: np.ndarray, most: int = COCO_DETECTIONS
+) -> dict[str, float]:
     """COCO box metrics of one set of detections.
 
-    Average precision over IoU 0.50:0.05:0.95 with at most 100 detections per image and class;
+    Average precision over IoU 0.50:0.05:0.95 with at most `most` detections per image and class;
     small, medium and large split at 32x32 and 96x96 pixels of annotation area (`area_M`, which
     for COCO files is the polygon's); a detection that hits a crowd region counts neither way.
 
@@ -128,9 +138,9 @@ def evaluate_boxes(dataset: DetectionSet, detections_R7: np.ndarray) -> dict[str
     Source: github.com/cocodataset/cocoapi, PythonAPI/pycocotools/cocoeval.py.
     """
     truth = truth_of(dataset)
-    found = found_of(truth, detections_R7)
+    found = found_of(truth, detections_R7, most)
     classes = len(dataset.class_names)
-    arrays = coco_arrays(truth, found, classes)
+    arrays = coco_arrays(truth, found, classes, most)
     match_F = match_as_coco(truth, found, overlaps(truth, found), IOU)
     points = operating_points(count_by_confidence(truth, found, match_F, classes))
     per_class = {

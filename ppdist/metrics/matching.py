@@ -12,10 +12,10 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from ppdist.config.evaluate import COCO_DETECTIONS
 from ppdist.data.types import DetectionSet
 
 IOU = 0.5  # of the operating point: from there on a detection is in the right place
-MAX_PER_IMAGE = 100  # best detections of one class in one image that count, as in COCO
 NEAR = 0.1  # pairs that overlap less are not kept
 NOBODY = -1
 CROWD = -2
@@ -94,18 +94,21 @@ def truth_of(dataset: DetectionSet) -> GroundTruth:
     return truth._replace(**{name: getattr(truth, name)[kept_G] for name in names})
 
 
-def found_of(truth: GroundTruth, detections_R7: np.ndarray) -> Detections:
-    """The detections that count: finite ones, of each class the MAX_PER_IMAGE surest of an image.
+def found_of(
+    truth: GroundTruth, detections_R7: np.ndarray, most: int = COCO_DETECTIONS
+) -> Detections:
+    """The detections that count: finite ones, of each class the surest of an image.
 
     Args:
         detections_R7: rows (position in dataset.records, class, score, x1, y1, x2, y2).
+        most: of a class in an image.
     """
     rows_R7 = detections_R7[np.isfinite(detections_R7).all(axis=1)].astype(np.float64)
     place_N = np.argsort(truth.order_N)
     image_F, label_F = place_N[rows_R7[:, 0].astype(np.int64)], rows_R7[:, 1].astype(np.int64)
     order_F = np.lexsort((image_F, -rows_R7[:, 2]))
     image_F, label_F, rows_R7 = image_F[order_F], label_F[order_F], rows_R7[order_F]
-    kept_F = _rank_within(image_F, label_F) < MAX_PER_IMAGE
+    kept_F = _rank_within(image_F, label_F) < most
     return Detections(
         image_F[kept_F], label_F[kept_F], rows_R7[kept_F, 2], _sides(rows_R7[kept_F, 3:])
     )

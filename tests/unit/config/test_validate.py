@@ -180,3 +180,16 @@ def test_val_fraction_needs_no_val_and_wins(tmp_path):
     divided = tiny_config(tmp_path, ["data.val_fraction=0.2", "data.train.annotations=all.json"])
     assert divided.data.val.annotations == "all.json" == divided.data.train.annotations
     assert divided.data.val_fraction == 0.2
+
+
+@pytest.mark.parametrize(
+    ("overrides", "keep", "candidates"),
+    [
+        (["nms.keep=50"], 50, 1000),
+        (["nms.keep=50", "evaluate.max_detections=400"], 400, 1000),
+        (["nms.keep=500", "nms.candidates=200", "evaluate.max_detections=400"], 500, 400),
+    ],
+)
+def test_suppression_keeps_what_evaluation_counts(tmp_path, overrides, keep, candidates):
+    found = tiny_config(tmp_path, overrides, "yolov5").suppression
+    assert (found.keep, found.candidates) == (keep, candidates)

@@ -5,7 +5,14 @@ import json
 import numpy as np
 import pytest
 
-from ppdist.data.statistics import class_rows, objects_of, overview, per_class, summary
+from ppdist.data.statistics import (
+    class_rows,
+    crowding,
+    objects_of,
+    overview,
+    per_class,
+    summary,
+)
 from ppdist.data.types import DetectionSet, ImageRecord
 
 
@@ -121,3 +128,25 @@ def test_many_classes_list_only_common_and_rare():
     rows = class_rows([{"classes": classes}, {"classes": classes}], 4)
     assert [row[1] for row in rows] == ["c29", "c28", "...", "c1", "c0"]
     assert all(len(row) == 6 for row in rows)
+
+
+@pytest.mark.parametrize(
+    ("counts", "limit", "keep", "said"),
+    [
+        ([(100, 100)], 100, 300, []),
+        ([(101, 5), (230, 10)], 100, 300, ["2 of 2 images", "evaluate.max_detections: 300"]),
+        ([(230, 0)], 300, 300, ["published ones, count 100"]),
+        ([(90, 90)], 100, 150, ["up to 180, and 150 boxes", "nms.keep: 200"]),
+        ([(400, 0)], 300, 300, ["evaluate.max_detections: 400", "nms.keep: 400", "published"]),
+    ],
+)
+def test_images_with_more_objects_than_count_are_said(counts, limit, keep, said):
+    """counts: of each image, objects of either class."""
+    records = []
+    for number, (first, second) in enumerate(counts):
+        labels = [0] * first + [1] * second + [0] * 500  # these last ones are crowds
+        crowd = [False] * (first + second) + [True] * 500
+        records.append(record(number, (64, 48), [[0, 0, 9, 9]] * len(labels), labels, crowd))
+    dataset = DetectionSet(records, ("cat", "dog"), (1, 2), "set.json")
+    text = "\n".join(crowding(dataset, limit, keep))
+    assert all(part in text for part in said) and bool(text) == bool(said)

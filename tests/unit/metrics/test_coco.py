@@ -11,6 +11,7 @@ from pycocotools.cocoeval import COCOeval
 
 from benchmarks.coco import stats_by
 from ppdist.data.types import DetectionSet
+from ppdist.metrics.analysis import analyse
 from ppdist.metrics.coco import (
     METRICS,
     OPERATING_POINTS,
@@ -125,6 +126,28 @@ def test_over_100_detections_agree_with_pycocotools():
     dataset, detections_R7 = random_case(7, images=5, objects=20, detections=350)
     stats, _ = by_pycocotools(dataset, detections_R7)
     np.testing.assert_allclose(numbers(evaluate_boxes(dataset, detections_R7)), stats, atol=1e-9)
+
+
+def crowded(count: int) -> DetectionSet:
+    """An image with a grid of objects of one class."""
+    number_M = np.arange(count)
+    corner_M2 = np.stack([number_M % 20, number_M // 20], axis=1) * 30.0
+    boxes_M4 = np.concatenate([corner_M2, corner_M2 + 20], axis=1)
+    return detection_set(record(1, boxes_M4, [0] * count))
+
+
+@pytest.mark.parametrize(("most", "expected"), [(100, 26 / 101), (300, 76 / 101), (400, 1.0)])
+def test_detections_up_to_the_limit_count(most, expected):
+    dataset = crowded(400)
+    boxes_M4, score_M = dataset.records[0].boxes_M4, np.linspace(1, 0.1, 400)
+    rows_R7 = np.concatenate([np.zeros((400, 2)), score_M[:, None], boxes_M4], axis=1)
+    result = evaluate_boxes(dataset, rows_R7, most)
+    assert result["mAP"] == pytest.approx(expected)
+    recalls = [result[name] for name in ("AR1", "AR10", "AR100")]
+    assert recalls == pytest.approx([0.0025, 0.025, 0.25])
+    assert result["AR_small"] == pytest.approx(most / 400)
+    content = analyse(dataset, rows_R7, most=most)
+    assert content["metrics"]["mAP"] == result["mAP"]
 
 
 @pytest.mark.parametrize("seed", range(40))
