@@ -26,8 +26,9 @@ def parse() -> argparse.Namespace:
 
 def main() -> int:
     arguments = parse()
+    from ppdist.report.content import verdict_on
     from ppdist.report.page import write_report
-    from ppdist.report.run import require_run
+    from ppdist.report.run import read_run, require_run
     from ppdist.viz.run_plots import draw_run
 
     alone = len(arguments.runs) == 1
@@ -38,5 +39,7 @@ def main() -> int:
     out = arguments.out or (arguments.runs[0] if alone else Path()) / "report.html"
     for problem in write_report(arguments.runs, out):
         print(f"not in the page: {problem}", file=sys.stderr)
+    for finding in verdict_on(read_run(arguments.runs[0])) if alone else ():
+        print(finding.text)
     print(out)
     return 0

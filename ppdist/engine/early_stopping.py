@@ -6,14 +6,11 @@ Both follow from numbers that are the same on all ranks, so they decide the same
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from statistics import median
 
 from ppdist.config.train import EarlyStoppingConfig
+from ppdist.metrics.verdict import over_fitting
 
 _LOWER_IS_BETTER = ("val_loss",)
-# Losses are smoothed by the median of the last fifth of all evaluations, of five at least.
-_FEWEST, _SHARE = 5, 5
-_RISE = 0.2  # of the validation loss above its lowest
 
 
 @dataclass(frozen=True)
@@ -93,26 +90,18 @@ class LossCurves:
     def evaluated(self, val_loss: float) -> str:
         """Adds an evaluation; returns a warning of over-fitting, or "".
 
-        It comes once both losses are smoothed, the validation loss is 20 % above its lowest, and
-        the training loss is below what it was then.
+        It comes once, by the rule of `ppdist.metrics.verdict.over_fitting`.
         """
         if self.steps and math.isfinite(val_loss):
             self.pairs = (*self.pairs, (self.summed / self.steps, val_loss))
         self.summed, self.steps = 0.0, 0
-        size = max(_FEWEST, len(self.pairs) // _SHARE)
-        if self.warned or len(self.pairs) <= size:
-            return ""
-        windows = [self.pairs[n : n + size] for n in range(len(self.pairs) - size + 1)]
-        smooth = [tuple(median(each) for each in zip(*window)) for window in windows]
-        lowest = min(smooth, key=lambda pair: pair[1])
-        now = smooth[-1]
-        if now[1] <= (1 + _RISE) * lowest[1] or now[0] >= lowest[0]:
+        found = None if self.warned else over_fitting(self.pairs)
+        if found is None:
             return ""
         self.warned = True
-        ago = len(smooth) - 1 - smooth.index(lowest)
         return (
-            f"over-fitting: in the last {ago} evaluations the validation loss rose from "
-            f"{lowest[1]:.4g} to {now[1]:.4g} while the training loss fell from {lowest[0]:.4g} "
-            f"to {now[0]:.4g} (medians of {size}): more images, stronger data.augment, a smaller "
-            f"model or early_stopping help"
+            f"over-fitting: in the last {found.ago} evaluations the validation loss rose from "
+            f"{found.val_then:.4g} to {found.val_now:.4g} while the training loss fell from "
+            f"{found.train_then:.4g} to {found.train_now:.4g} (medians of {found.window}): more "
+            f"images, stronger data.augment, a smaller model or early_stopping help"
         )

@@ -20,6 +20,7 @@ from ppdist.engine.build import (
 )
 from ppdist.engine.callbacks import Callback
 from ppdist.engine.evaluator import ClassificationEvaluator, Evaluator
+from ppdist.metrics.verdict import verdict_of
 from ppdist.models.base import ImageModel
 from ppdist.models.weights import load_all_weights
 from ppdist.models.zoo import fetch_on_all_ranks
@@ -68,7 +69,8 @@ def run_training(
                     f"({failed}); to draw them: {commands(output_dir)[0]}"
                 )
         try:
-            experiment.log.run_summary()
+            found = verdict_of(output_dir, config.model.pretrained is not None)
+            experiment.log.run_summary([finding.text for finding in found])
         except Exception as error:  # no table is worth a run that is complete
             experiment.log.warn_once("the summary", error)
         return status

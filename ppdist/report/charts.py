@@ -168,7 +168,16 @@ def ticks(low: float, high: float) -> list[tuple[float, str]]:
         return [(value, f"{value / unit:g}{letter}" if value else "0") for value in values]
     if places <= 4 and most < 1e6:
         return [(value, f"{value:.{places}f}") for value in values]
-    return [(value, f"{value:.3g}") for value in values]
+    return [(value, _short_text(value)) for value in values]
+
+
+def _short_text(value: float) -> str:
+    """7.5e-4 for 0.00075: on a phone seven characters do not fit beside the axis."""
+    digits, e, exponent = f"{value:.3g}".partition("e")
+    if not e and 0 < abs(value) < 1e-3:
+        digits, _, exponent = f"{value:.2e}".partition("e")
+        digits = digits.rstrip("0").rstrip(".")
+    return f"{digits}e{int(exponent)}" if exponent else digits
 
 
 def _span(values: Sequence[float]) -> tuple[float, float]:

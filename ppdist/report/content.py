@@ -19,6 +19,7 @@ from typing import Any
 from ppdist.common.logging import duration
 from ppdist.metrics.analysis import CLASS_HEADINGS
 from ppdist.metrics.matching import USUAL_CONFIDENCE
+from ppdist.metrics.verdict import Finding, verdict
 from ppdist.report.charts import COLOURS, INK, Chart, Point, Series, chart
 from ppdist.report.run import (
     Calibration,
@@ -312,6 +313,7 @@ class OneRun:
 
     run: Run
     status: tuple[str, str]  # a word, and a sentence
+    verdict: list[Finding] = field(default_factory=list)
     tiles: list[Tile] = field(default_factory=list)
     training: list[Chart] = field(default_factory=list)
     speed: list[Chart] = field(default_factory=list)
@@ -322,13 +324,38 @@ class OneRun:
 
 def show(run: Run) -> OneRun:
     """Works out everything the page of one run shows."""
-    page = OneRun(run, status_of(run), list(_tiles(run)))
+    page = OneRun(run, status_of(run), verdict_on(run), list(_tiles(run)))
     page.training = _course(run)
     page.speed = [each for each in (_throughput(run), _seconds(run), *_of_ranks(run)) if each]
     page.slow_ranks = slow_ranks(run)
     page.happened = list(_happened(run))
     page.scores = scores_of(run.evaluation) if run.evaluation else None
     return page
+
+
+def verdict_on(run: Run) -> list[Finding]:
+    """What came of a run; [] while it goes on, and where there is nothing to judge by."""
+    if run.running or not (run.train or run.measured):
+        return []
+    return verdict(
+        run.measured,
+        steps=run.train,
+        evaluation=_plain(run.evaluation),
+        fine_tuned=run.config.get("model.pretrained") is not None,
+        finished=run.finished,
+        total_steps=run.total_steps,
+    )
+
+
+def _plain(found: Evaluation | None) -> dict[str, Any]:
+    """What the verdict reads of evaluation.json, as the file has it."""
+    if found is None:
+        return {}
+    return {
+        "images": found.images,
+        "left_out": [each.model_dump() for each in found.left_out],
+        "per_class": [each.model_dump() for each in found.per_class],
+    }
 
 
 def status_of(run: Run) -> tuple[str, str]:

@@ -152,12 +152,20 @@ class Picture(_Part):
     wrong: int | None = None
 
 
+class LeftOut(_Part):
+    """An image that could not be read, and why."""
+
+    file: str
+    why: str
+
+
 @dataclass
 class Evaluation:
     """What evaluation.json holds; None or empty where a part is missing."""
 
     step: int | None = None
     images: int | None = None
+    left_out: list[LeftOut] = field(default_factory=list)
     class_names: list[str] = field(default_factory=list)
     metrics: dict[str, Share] = field(default_factory=dict)
     per_class: list[ClassRow] = field(default_factory=list)
@@ -267,7 +275,7 @@ class Run:
     def metric(self) -> str:
         """The number by which its evaluations are compared; "" where there is none."""
         wanted = self.config.get("evaluate.metric")
-        have = {key for record in self._measured for key in record}
+        have = {key for record in self.measured for key in record}
         names = [str(wanted), *_TELLING]
         return next((name for name in names if name in have), "")
 
@@ -275,17 +283,17 @@ class Run:
     def best(self) -> Numbers | None:
         """The evaluation with the best `metric`, the first of equals."""
         name = self.metric
-        measured = [record for record in self._measured if name in record]
+        measured = [record for record in self.measured if name in record]
         sign = 1 if name in _LOWER_IS_BETTER else -1
         return min(measured, key=lambda record: sign * record[name], default=None)
 
     @property
     def last(self) -> Numbers | None:
         """The last evaluation with a `metric`."""
-        return next((each for each in reversed(self._measured) if self.metric in each), None)
+        return next((each for each in reversed(self.measured) if self.metric in each), None)
 
     @property
-    def _measured(self) -> list[Numbers]:
+    def measured(self) -> list[Numbers]:
         """Its evaluations; where no training tells of any, the one of evaluation.json."""
         if self.evaluations or self.evaluation is None:
             return self.evaluations

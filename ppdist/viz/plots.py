@@ -212,6 +212,7 @@ _MOST_EXAMPLES = 12  # images
 _ACROSS = 4
 _TILE_WIDTH = 480  # pixels of one; four of them are about as wide as a screen
 _MOST_TILE_HEIGHT = 2 * _TILE_WIDTH
+_MOST_WRONG = 15  # boxes drawn on an image: the surest
 _FOUND, _MISSED, _WRONG = GREEN, VERMILION, SKY_BLUE
 
 
@@ -251,8 +252,10 @@ def _tile(
     room = max(0, _TILE_WIDTH - size[0])  # beside a narrow one, to write below
     white = (255, 255, 255)
     image_HW3 = cv2.copyMakeBorder(image_HW3, 0, 0, 0, room, cv2.BORDER_CONSTANT, value=white)
-    counts = (f"{what} {entry[what]}" for what in ("objects", "found", "missed", "wrong"))
-    named = caption(image_HW3, ", ".join(counts))
+    counts = ", ".join(f"{what} {entry[what]}" for what in ("objects", "found", "missed", "wrong"))
+    if entry["wrong"] > _MOST_WRONG:
+        counts += f" ({_MOST_WRONG} drawn)"
+    named = caption(image_HW3, counts)
     return caption(named, readable(Path(str(entry["file"])).name, 0))
 
 
@@ -272,9 +275,10 @@ def _verdicts(
 
     for label, *box_4, found in entry.get("true") or ():
         add(box_4, _FOUND if found else _MISSED, label, None)
-    for label, score, *box_4, kind in entry.get("predicted") or ():
-        if kind != "correct":
-            add(box_4, _WRONG, label, score)
+    # The surest come first; an untrained model has hundreds, which would hide the image.
+    wrong = [each for each in entry.get("predicted") or () if each[-1] != "correct"]
+    for label, score, *box_4, _ in wrong[:_MOST_WRONG]:
+        add(box_4, _WRONG, label, score)
     return draw_labelled(image_HW3, scale * np.array(boxes).reshape(-1, 4), texts, colours)
 
 

@@ -48,6 +48,7 @@ def test_values_of_any_size_make_a_chart(size: float) -> None:
 def test_ticks_say_what_their_values_are() -> None:
     assert [text for _, text in ticks(0, 1)] == ["0.0", "0.2", "0.4", "0.6", "0.8", "1.0"]
     assert [text for _, text in ticks(0, 0.012)][:3] == ["0.0000", "0.0025", "0.0050"]
+    assert [text for _, text in ticks(0, 0.0001)][:3] == ["0", "2e-5", "4e-5"]
     assert [text for _, text in ticks(0, 2_200_000)] == ["0", "0.5M", "1M", "1.5M", "2M"]
     assert [text for _, text in ticks(0, 150_000)] == ["0", "50k", "100k", "150k"]
     assert [text for _, text in ticks(0, 400)] == ["0", "100", "200", "300", "400"]

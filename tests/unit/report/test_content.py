@@ -5,7 +5,8 @@ import math
 import statistics
 from pathlib import Path
 
-from ppdist.report.content import compare, distinct, grouped
+from ppdist.report.content import compare, distinct, grouped, verdict_on
+from ppdist.report.page import write_report
 from ppdist.report.run import read_run
 from tests.unit.report.folders import make_run
 
@@ -95,3 +96,12 @@ def test_runs_judged_by_other_metrics_say_so(tmp_path: Path) -> None:
     (folders[1] / "config.yml").write_text(json.dumps(config), encoding="utf-8")
     page = compare([read_run(folder) for folder in folders])
     assert "best own metric" in page.summary.columns
+
+
+def test_the_verdict_of_a_run_is_on_its_page_and_not_while_it_runs(tmp_path: Path) -> None:
+    run = read_run(make_run(tmp_path / "run"))
+    assert verdict_on(run)[0].code in ("learned", "partly_learned")
+    page = write_report([tmp_path / "run"], tmp_path / "page.html")
+    assert page == [] and verdict_on(run)[0].text in (tmp_path / "page.html").read_text("utf-8")
+    run.running = True
+    assert verdict_on(run) == []

@@ -1,0 +1,321 @@
+"""What came of a training, in plain words: every rule and threshold.
+
+    level      not evaluated, not learned, learned in part, learned
+    course     over-fitting, fell, still rising, no better
+    classes    those far below the others
+    trust      few images, images that could not be read
+    end        why it ended before its last step
+
+The end of a training, its report and `ppdist report` say the same sentences.
+"""
+
+import json
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from statistics import median
+from typing import Any, NamedTuple, TypeGuard
+
+from ppdist.common.logging import MetricRecords, read_metrics
+from ppdist.metrics.analysis import left_out_line
+
+# Of mAP50, or of a classifier's accuracy above chance: below the first nothing is learned, from the
+# second on a model is.  Published detectors of COCO have 0.46 (YOLOv5n) and more.
+_LEARNED_NOTHING, _LEARNED = 0.1, 0.4
+_FEWEST = 5  # evaluations that tell a course; losses are smoothed by the median of so many at least
+_SHARE = 5  # or of this part of them
+_RISE_OF_LOSS = 0.2  # of the validation loss above its lowest: over-fitting
+_SMOOTH = 3  # evaluations of which the median counts, where a fall is looked for
+_FALL = 0.03  # of the score, or the next number times its best: more is a fall
+_FALL_OF_BEST = 0.07
+_LATE = 0.25  # the last part of the evaluations, whose gain says whether more epochs would help
+_GAIN, _GAIN_OF_BEST = 0.01, 0.02  # of the score, and of its best: less is no rise
+_EARLY = 0.6  # a best before this part of the run was not surpassed for long
+_WEAK = 0.5  # times the mean AP of all classes
+_MOST_WEAK = 3  # classes that are named
+_FEW_IMAGES = 20  # of the validation split
+
+
+class Finding(NamedTuple):
+    """One sentence; code: what programs and tests compare."""
+
+    code: str
+    text: str
+
+
+class _Course(NamedTuple):
+    """The score by which a run is judged, at each of its evaluations."""
+
+    metric: str
+    records: Sequence[Mapping[str, Any]]
+
+    @property
+    def values(self) -> list[float]:
+        return [float(record[self.metric]) for record in self.records]
+
+    @property
+    def best(self) -> int:
+        """Position of the best, the first of equals."""
+        return max(range(len(self.records)), key=lambda at: self.values[at])
+
+    def epoch(self, at: int) -> str:
+        """`epoch 12`; "": it does not say."""
+        epoch = self.records[at].get("epoch")
+        return f"epoch {math.ceil(epoch - 1e-6)}" if _is_number(epoch) else ""
+
+
+def verdict(
+    evaluations: Sequence[Mapping[str, Any]],
+    *,
+    steps: Sequence[Mapping[str, Any]] = (),
+    evaluation: Mapping[str, Any] | None = None,
+    fine_tuned: bool = False,
+    finished: str = "total",
+    total_steps: int | None = None,
+) -> list[Finding]:
+    """What came of a training, the most important first.
+
+    Args:
+        evaluations, steps: records of metrics.jsonl, in order; of an evaluation alone its metrics.
+        evaluation: content of evaluation.json, or what is known of it.
+        fine_tuned: it began with weights that had learned.
+        finished: why it ended, as metrics.jsonl says: total, early_stopping, hours or signal; "":
+            it has not.
+        total_steps: how far it was to come.
+    """
+    evaluation = evaluation or {}
+    metric = "mAP" if any(_measured(record, "mAP") for record in evaluations) else "top1"
+    course = _Course(metric, [record for record in evaluations if _measured(record, metric)])
+    ended = [*_end(finished, evaluations, steps, total_steps)]
+    if not course.records:
+        why = "not evaluated: nobody knows what it learned; `ppdist eval -w RUN` measures it"
+        return [Finding("not_evaluated", why), *ended]
+    return [
+        _level(course, evaluation, fine_tuned),
+        *_of_course(course, evaluations, steps),
+        *_weak_classes(course, evaluation),
+        *_trust(evaluation),
+        *ended,
+    ]
+
+
+def verdict_of(folder: Path, fine_tuned: bool) -> list[Finding]:
+    """The verdict on the run in a folder, by its files.
+
+    Raises: OSError, ValueError: they cannot be read.
+    """
+    records = MetricRecords.of(read_metrics(folder / "metrics.jsonl"))
+    file = folder / "evaluation.json"
+    evaluation = json.loads(file.read_text("utf-8")) if file.is_file() else None
+    start = records.starts[-1]["derived"] if records.starts else {}
+    return verdict(
+        records.evaluations,
+        steps=records.steps,
+        evaluation=evaluation,
+        fine_tuned=fine_tuned,
+        finished=records.finished,
+        total_steps=start.get("steps", {}).get("value"),
+    )
+
+
+def _is_number(value: object) -> TypeGuard[float]:
+    return isinstance(value, int | float) and math.isfinite(value)
+
+
+def _measured(record: Mapping[str, Any], metric: str) -> bool:
+    return _is_number(record.get(metric)) and record[metric] >= 0
+
+
+# Level.
+
+
+def _level(course: _Course, evaluation: Mapping[str, Any], fine_tuned: bool) -> Finding:
+    best = course.records[course.best]
+    skill = _skill(best, course.metric, evaluation)
+    names = ("mAP", "mAP50") if course.metric == "mAP" else ("top1",)
+    score = ", ".join(f"{name} {best[name]:.3f}" for name in names if _measured(best, name))
+    at, last = course.epoch(course.best), course.epoch(len(course.records) - 1)
+    if skill < _LEARNED_NOTHING:
+        epochs = last.removeprefix("epoch ")
+        after = f" after {epochs} {_plural(int(epochs), 'epochs')}" if last else ""
+        todo = "train longer, or start from weights (--weights)"
+        if fine_tuned:
+            told = len(course.records) >= _FEWEST and not _gain(course)
+            look = "look at the labels (`ppdist data show`), and try another optimizer.lr"
+            todo = look if told else "train longer"
+        return Finding("not_learned", f"not learned yet: {score}{after}; {todo}")
+    where = f" ({at})" if at else ""
+    if skill < _LEARNED:
+        return Finding("partly_learned", f"learned in part: {score}{where}")
+    return Finding("learned", f"learned: {score}{where}")
+
+
+def _skill(best: Mapping[str, Any], metric: str, evaluation: Mapping[str, Any]) -> float:
+    """0: nothing is learned; 1: everything."""
+    if metric == "mAP":
+        return float(best["mAP50"] if _measured(best, "mAP50") else best["mAP"])
+    classes = len(evaluation.get("per_class") or ())
+    chance = 1 / classes if classes else 0.0
+    return (float(best["top1"]) - chance) / max(1e-9, 1 - chance)
+
+
+# Course.
+
+
+def _of_course(
+    course: _Course, evaluations: Sequence[Mapping[str, Any]], steps: Sequence[Mapping[str, Any]]
+) -> Iterator[Finding]:
+    """At most one of over-fitting, fell, rising and steady."""
+    pairs = loss_pairs(evaluations, steps)
+    found = over_fitting([(train, val) for train, val, _ in pairs])
+    values, name = course.values, course.metric
+    best = f"{name} was best ({values[course.best]:.3f}) in {course.epoch(course.best)}"
+    if found is not None:
+        epoch = pairs[found.lowest][2]
+        yield Finding(
+            "over_fitting",
+            f"over-fits from epoch {epoch} on: the validation loss rises from "
+            f"{found.val_then:.3g} to {found.val_now:.3g} while the training loss falls; {best}; "
+            f"more images, stronger data.augment or a smaller model help",
+        )
+    elif (fall := _fall(values)) is not None:
+        yield Finding("fell", f"{best} and fell to {fall:.3f} by the end; use checkpoints/best")
+    elif (gain := _gain(course)) > 0:
+        yield Finding(
+            "still_rising",
+            f"still rising: {name} +{gain:.3f} in the last quarter; more epochs would help",
+        )
+    elif len(values) >= _FEWEST and (1 + course.best) < _EARLY * len(values):
+        since = f"no better since {course.epoch(course.best)}"
+        yield Finding("steady", f"{since}: {name} {values[-1]:.3f} at the end")
+
+
+def _fall(values: Sequence[float]) -> float | None:
+    """What the score has fallen to at the end; None: it has not."""
+    if len(values) < _FEWEST:
+        return None
+    smooth = [median(values[at : at + _SMOOTH]) for at in range(len(values) - _SMOOTH + 1)]
+    far = max(_FALL, _FALL_OF_BEST * max(smooth))
+    return smooth[-1] if max(smooth) - smooth[-1] > far else None
+
+
+def _gain(course: _Course) -> float:
+    """By how much the last part of the evaluations surpassed all before; 0: by next to nothing."""
+    values = course.values
+    late = max(1, round(_LATE * len(values)))
+    if len(values) <= late:
+        return 0.0
+    gain = max(values[-late:]) - max(values[:-late])
+    return gain if gain >= max(_GAIN, _GAIN_OF_BEST * max(values)) else 0.0
+
+
+class OverFitting(NamedTuple):
+    """Smoothed losses then and now.
+
+    lowest: position of the last evaluation of those with the lowest validation loss; ago: how many
+    evaluations lie between both; window: how many a median is of.
+    """
+
+    lowest: int
+    ago: int
+    window: int
+    train_then: float
+    val_then: float
+    train_now: float
+    val_now: float
+
+
+def over_fitting(pairs: Sequence[tuple[float, float]]) -> OverFitting | None:
+    """Whether the validation loss rose while the training loss fell; None: not, or not yet known.
+
+    Both are smoothed; the validation loss is 20 % above its lowest, and the training loss is below
+    what it was then.
+
+    Args: pairs: of each evaluation, the mean training loss since the one before, and the validation
+        loss.
+    """
+    size = max(_FEWEST, len(pairs) // _SHARE)
+    if len(pairs) <= size:
+        return None
+    windows = [pairs[at : at + size] for at in range(len(pairs) - size + 1)]
+    train_S = [median(train for train, _ in each) for each in windows]
+    val_S = [median(val for _, val in each) for each in windows]
+    lowest = val_S.index(min(val_S))
+    if val_S[-1] <= (1 + _RISE_OF_LOSS) * val_S[lowest] or train_S[-1] >= train_S[lowest]:
+        return None
+    return OverFitting(
+        lowest + size - 1, len(windows) - 1 - lowest, size,
+        train_S[lowest], val_S[lowest], train_S[-1], val_S[-1],
+    )  # fmt: skip
+
+
+def loss_pairs(
+    evaluations: Sequence[Mapping[str, Any]], steps: Sequence[Mapping[str, Any]]
+) -> list[tuple[float, float, int]]:
+    """(training loss, validation loss, epoch) of each evaluation that has both."""
+    pairs, before = [], -math.inf
+    for record in evaluations:
+        losses = [
+            each["loss"]
+            for each in steps
+            if before < each["step"] <= record["step"] and _is_number(each.get("loss"))
+        ]
+        if losses and _is_number(record.get("val_loss")):
+            epoch = math.ceil(record.get("epoch", 0) - 1e-6)
+            pairs.append((sum(losses) / len(losses), record["val_loss"], epoch))
+            before = record["step"]
+    return pairs
+
+
+# Classes.
+
+
+def _weak_classes(course: _Course, evaluation: Mapping[str, Any]) -> Iterator[Finding]:
+    if _skill(course.records[course.best], course.metric, evaluation) < _LEARNED_NOTHING:
+        return
+    key, count = ("AP", "objects") if course.metric == "mAP" else ("top1", "images")
+    rows = [row for row in evaluation.get("per_class") or () if _measured(row, key)]
+    mean = sum(row[key] for row in rows) / max(1, len(rows))
+    weak = sorted((row for row in rows if row[key] < _WEAK * mean), key=lambda row: row[key])
+    if not weak:
+        return
+    named = ", ".join(
+        f"{row['name']} ({key} {row[key]:.2f}, {row[count]} {_plural(row[count], count)})"
+        for row in weak[:_MOST_WEAK]
+    )
+    more = f" and {len(weak) - _MOST_WEAK} more" if len(weak) > _MOST_WEAK else ""
+    what = "class is" if len(weak) == 1 else "classes are"
+    yield Finding("weak_classes", f"{what} weak: {named}{more}; the mean is {mean:.2f}")
+
+
+def _plural(count: int, noun: str) -> str:
+    return noun.removesuffix("s") if count == 1 else noun
+
+
+# Trust and end.
+
+
+def _trust(evaluation: Mapping[str, Any]) -> Iterator[Finding]:
+    if left_out := left_out_line(evaluation):
+        yield Finding("left_out", left_out)
+    images = evaluation.get("images")
+    if images and images < _FEW_IMAGES:
+        noun = _plural(images, "images")
+        yield Finding("few_images", f"measured on {images} {noun}: the score is rough")
+
+
+def _end(
+    finished: str,
+    evaluations: Sequence[Mapping[str, Any]],
+    steps: Sequence[Mapping[str, Any]],
+    total_steps: int | None,
+) -> Iterator[Finding]:
+    last = max((each["step"] for each in (*evaluations, *steps) if "step" in each), default=0)
+    where = f"step {last:.0f}" + (f" of {total_steps}" if total_steps else "")
+    texts = {
+        "early_stopping": f"stopped early at {where}: no better for long (early_stopping)",
+        "hours": f"train.hours was over at {where}; --resume goes on",
+        "signal": f"stopped by a signal at {where}; --resume goes on",
+    }
+    if finished in texts:
+        yield Finding(f"ended_by_{finished}", texts[finished])
