@@ -1,7 +1,8 @@
 """Trains a detector.
 
-ppdist train DATA --model ppyoloe_plus_s [--epochs 100] [--batch 32] [--weights NAME|FILE] [--eval]
+ppdist train DATA --model ppyoloe_plus_s [--epochs 100] [--batch 32] [--weights NAME|FILE]
 ppdist train -c cfg.yml [--eval] [-o k=v]
+ppdist train --resume RUN [--epochs +50]
 fleetrun --nproc_per_node 2 ppdist train -c cfg.yml [--eval] [-o k=v]
 
 DATA: a data.yaml (ultralytics, Roboflow), or a folder with COCO's JSON, Pascal VOC's XML or YOLO's
@@ -34,8 +35,9 @@ def parse() -> argparse.Namespace:
     add_config(parser, required=False)
     fitted = parser.add_argument_group("with DATA (with -c these are keys of the configuration)")
     add_model(fitted, "a shipped recipe: ppyoloe_plus_s, yolov5n, ... (ppdist config list)")
-    fitted.add_argument("--epochs", type=at_least(1), metavar="N",
-                        help="passes over the training images (by their number)")  # fmt: skip
+    fitted.add_argument("--epochs", type=_epochs, metavar="N|+N",
+                        help="passes over the training images (by their number); of a RUN that "
+                        "goes on in all, or with + in addition")  # fmt: skip
     fitted.add_argument("--batch", type=_batch, metavar="N", help="images per card, as "
                         "train.batch_size_per_card, or auto; the rate follows the total of all "
                         "cards (as the recipe)")  # fmt: skip
@@ -46,12 +48,14 @@ def parse() -> argparse.Namespace:
                         help="pixels: one number is a square, two are height and width (as the "
                         "recipe)")  # fmt: skip
     parser.add_argument(
-        "--eval", action="store_true", help="evaluate during training and keep the best"
-    )
+        "--eval", action=argparse.BooleanOptionalAction, default=None,
+        help="evaluate during training and keep the best (with DATA and RUN it does, with -c it "
+        "does not)",
+    )  # fmt: skip
     parser.add_argument(
-        "--resume", nargs="?", const="", default=None, metavar="PATH|auto",
-        help="continue from PATH (a checkpoint or an output_dir), or from this run's newest; "
-        "auto: from that, or anew where there is none",
+        "--resume", nargs="?", const="", default=None, metavar="RUN|auto",
+        help="continue from RUN (an output_dir, or a checkpoint), alone with its own settings; or "
+        "without a word from this run's newest; auto: from that, or anew where there is none",
     )  # fmt: skip
     parser.add_argument(
         "--resume-changed", action="store_true",
@@ -68,6 +72,12 @@ def parse() -> argparse.Namespace:
     return arguments
 
 
+def _epochs(text: str) -> int | str:
+    """A number, or `+50` as it is."""
+    number = at_least(1)(text.removeprefix("+"))
+    return f"+{number}" if text.startswith("+") else number
+
+
 def _batch(text: str) -> int | str:
     return text if text == "auto" else at_least(1)(text)
 
@@ -82,7 +92,24 @@ _FITTED = {
 
 
 def _check_source(arguments: argparse.Namespace) -> None:
-    """DATA with its options, or -c.  Raises: ConfigError."""
+    """DATA with its options, -c, or --resume RUN alone.  Raises: ConfigError."""
+    if goes_on(arguments):
+        given = [name for name in _FITTED if name != "epochs" and getattr(arguments, name)]
+        if given:
+            raise ConfigError(
+                f"{_options(given)} goes with DATA, not with --resume RUN",
+                code="options_conflict",
+                where=f"train --resume {arguments.resume}",
+                fix="leave it out: a run goes on with its own settings",
+            )
+        return
+    if isinstance(arguments.epochs, str):
+        raise ConfigError(
+            "what more epochs are added to is not given",
+            code="options_conflict",
+            where=f"--epochs {arguments.epochs}",
+            fix="`ppdist train --resume RUN --epochs +50`, RUN being the output_dir of a training",
+        )
     require_one_source(arguments, "train", model=RECIPE)
     if arguments.data and not arguments.model:
         raise ConfigError(
@@ -93,9 +120,8 @@ def _check_source(arguments: argparse.Namespace) -> None:
         )
     given = [name for name in _FITTED if getattr(arguments, name) is not None]
     if arguments.config and given:
-        shown = ", ".join(f"--{name.replace('_', '-')}" for name in given)
         raise ConfigError(
-            f"{shown} goes with DATA, not with -c",
+            f"{_options(given)} goes with DATA, not with -c",
             code="options_conflict",
             where=f"train -c {arguments.config}",
             fix="; ".join(_FITTED[name] for name in given),
@@ -106,6 +132,16 @@ def _check_source(arguments: argparse.Namespace) -> None:
             code="bad_value",
             where="--image-size",
         )
+
+
+def _options(names: Sequence[str]) -> str:
+    return ", ".join(f"--{name.replace('_', '-')}" for name in names)
+
+
+def goes_on(arguments: argparse.Namespace) -> bool:
+    """Whether a run is continued from its folder alone."""
+    word = arguments.resume
+    return bool(word) and word != "auto" and not (arguments.data or arguments.config)
 
 
 def train(arguments: argparse.Namespace, callbacks: Sequence["Callback"] = ()) -> int:
@@ -120,20 +156,29 @@ def train(arguments: argparse.Namespace, callbacks: Sequence["Callback"] = ()) -
     import_engine()
     from ppdist.config import load_config
     from ppdist.distributed import comm
+    from ppdist.engine.continuation import continuation
     from ppdist.engine.run import run_training
     from ppdist.engine.state import AUTO
     from ppdist.engine.trainer import until_first_step
     from ppdist.launch.cli import started_by_stock_launcher
 
     until_first_step()
-    recipe = _fitted(arguments) if arguments.data else None
-    config = recipe.config if recipe else load_config(arguments.config, arguments.override)
+    recipe, extends = _fitted(arguments) if arguments.data else None, False
+    if recipe:
+        config = recipe.config
+    elif goes_on(arguments):
+        epochs = None if arguments.epochs is None else str(arguments.epochs)
+        found = continuation(Path(arguments.resume), epochs, arguments.override)
+        config, extends = found.config, found.extends
+    else:
+        config = load_config(arguments.config, arguments.override)
     output_dir = Path(config.output_dir or f"output/{Path(arguments.config).stem}")
+    evaluate = not arguments.config if arguments.eval is None else arguments.eval
     before = {*output_dir.glob(_ASIDE)}
 
     def begin(log: "RunLog") -> None:
         if recipe:
-            again = comm.run_on_main(lambda: _write(recipe, output_dir, before, arguments.eval))
+            again = comm.run_on_main(lambda: _write(recipe, output_dir, before, evaluate))
             log.headline("again", again)
             _tell(recipe, log)
         notice = started_by_stock_launcher()
@@ -144,10 +189,11 @@ def train(arguments: argparse.Namespace, callbacks: Sequence["Callback"] = ()) -
     return run_training(
         config,
         output_dir,
-        evaluate=arguments.eval,
+        evaluate=evaluate,
         resume=word if word in (None, AUTO) else Path(word or output_dir),
         command=command_line(),
         resume_changed=arguments.resume_changed,
+        extends=extends,
         callbacks=callbacks,
         begin=begin,
     )

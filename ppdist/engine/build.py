@@ -105,6 +105,7 @@ def build_training(
     resume: Path | str | None,
     command: list[str],
     resume_changed: bool = False,
+    extends: bool = False,
     callbacks: Sequence[Callback] = (),
     kernels: Kernels = BFLOAT16,
 ) -> Experiment:
@@ -116,6 +117,7 @@ def build_training(
         resume: what to resume from (`asked` of `find_start`); None: start anew.
         command: what the user typed, for environment.json.
         resume_changed: resume also with settings that affect training (`--resume-changed`).
+        extends: resume for more epochs than the run was planned for.
         callbacks: of this rank, called in this order.
         kernels: what a CPU computes `train.amp` with.
     Raises: UserError: data, weights, checkpoint or configuration are wrong.
@@ -134,7 +136,7 @@ def build_training(
         )
         # A folder that does not exist is made only once the run is known to start.
         noticed += comm.run_on_main(lambda: files.hold(output_dir) if output_dir.exists() else [])
-        start = find_start(resume, output_dir, config, resume_changed)
+        start = find_start(resume, output_dir, config, resume_changed, extends)
         anew = start.snapshot is None
         if start.job is not None:  # an earlier attempt of this job has read all of it
             wait_for_inputs(config, evaluate=evaluate, anew=anew)
@@ -149,7 +151,7 @@ def build_training(
         said += told
         doubts += more
         derived = build_schedule_setup(config, images)
-        run = settle_run(start, derived, train_set, config, resume_changed)
+        run = settle_run(start, derived, train_set, config, resume_changed, extends)
         bad_images.known |= run.bad_images
         size = complexity(model, config.model.image_size)
         memory, full, short_of = require_memory(lambda: _estimate(config, derived, model))

@@ -37,6 +37,7 @@ def run_training(
     resume: Path | str | None,
     command: list[str],
     resume_changed: bool = False,
+    extends: bool = False,
     callbacks: Sequence[Callback] = (),
     begin: Callable[[RunLog], object] = lambda log: None,
 ) -> int:
@@ -55,6 +56,7 @@ def run_training(
         resume=resume,
         command=command,
         resume_changed=resume_changed,
+        extends=extends,
         callbacks=callbacks,
     )
     with experiment.log:

@@ -47,6 +47,7 @@ from ppdist.engine.checkpoint import (
     set_run_aside,
     unpacked,
 )
+from ppdist.engine.continuation import told
 from ppdist.engine.data import ClassScores, fingerprint
 from ppdist.engine.distillation import Distillation
 from ppdist.engine.early_stopping import EarlyStoppingState, LossCurves
@@ -418,13 +419,14 @@ def _is_listed(key: str, names: Iterable[str]) -> bool:
 
 
 def require_same_settings(
-    checkpoint: Path, config: Section, by_scores: bool, allow: bool
+    checkpoint: Path, config: Section, by_scores: bool, allow: bool, extends: bool = False
 ) -> Changes:
     """What differs from the configuration in a checkpoint.
 
     Args:
         by_scores: see `changes`.
         allow: also what affects training (`--resume-changed`).
+        extends: the run has other epochs, on purpose.
     Raises: CheckpointError: keys differ that affect training; it lists them.
     """
     file = checkpoint / "config.yml"
@@ -440,12 +442,15 @@ def require_same_settings(
             fix="add --resume-changed to resume with the present one",
         ) from error
     found = changes(then, config, by_scores)
+    if extends:
+        found.learned = [each for each in found.learned if each.key != "train.epochs"]
     if found.learned and not allow:
         lines = "\n".join(f"  {change}" for change in found.learned)
         raise CheckpointError(
             f"--resume: {checkpoint} was trained with other settings that affect training:\n"
             f"{lines}\n"
-            f"restore the old values ({file}), or add --resume-changed: the run then continues at "
+            f"restore the old values ({file}; for more epochs alone: `ppdist train --resume RUN "
+            "--epochs N`), or add --resume-changed: the run then continues at "
             "the same step with all new values, so a schedule of another length continues in its "
             "middle, at another learning rate",
             code="config_changed",
@@ -474,7 +479,13 @@ class Start:
         return None if self.job is None else 0
 
 
-def find_start(asked: Path | str | None, output_dir: Path, config: Any, changed: bool) -> Start:
+def find_start(
+    asked: Path | str | None,
+    output_dir: Path,
+    config: Any,
+    changed: bool,
+    extends: bool = False,
+) -> Start:
     """Finds and reads the checkpoint to resume from.  Collective.
 
     An attempt that fleetrun restarts resumes from the newest valid checkpoint that the job has
@@ -485,6 +496,7 @@ def find_start(asked: Path | str | None, output_dir: Path, config: Any, changed:
             output_dir if it holds checkpoints, valid or not, else anew.
         config: the ExperimentConfig of this run.
         changed: resume also with settings that change training (`--resume-changed`).
+        extends: the run has more epochs than it was planned for; patience begins anew.
     Raises: CheckpointError on rank 0, UserError on the others: there is none, it is damaged, or
         it was trained with other settings.
     """
@@ -503,13 +515,13 @@ def find_start(asked: Path | str | None, output_dir: Path, config: Any, changed:
             return None
         _check_state(found)
         by_scores = config.data.sampling.name == "difficulty"
-        differing = require_same_settings(found.path, config, by_scores, changed)
+        differing = require_same_settings(found.path, config, by_scores, changed, extends)
         for name, data in found.files.items():
             if name.endswith(".safetensors"):
                 held[Path(name).stem] = data
         return {
             "path": f"{found.path}",
-            "state": found.state,
+            "state": found.state | ({"standing": None} if extends else {}),
             "own": found.path.resolve().parent in [folder.resolve() for folder in folders],
             "sizes": {name: len(data) for name, data in held.items()},
             "rescored": _listed(differing.scores),
@@ -667,11 +679,16 @@ def _broadcast_file(data: bytes, size: int) -> bytes:
 
 
 def settle_run(
-    start: Start, derived: ScheduleSetup, train_set: DetectionSet, config: Any, changed: bool
+    start: Start,
+    derived: ScheduleSetup,
+    train_set: DetectionSet,
+    config: Any,
+    changed: bool,
+    extends: bool = False,
 ) -> Run:
     """The identity of this run, once its checkpoint is known to fit.  Collective.
 
-    Args: config, changed: see `find_start`.
+    Args: config, changed, extends: see `find_start`.
     Raises: CheckpointError: another number of images in a step, or other images or another teacher
         and not `changed`.
     """
@@ -722,7 +739,9 @@ def settle_run(
                 fix="give distill.teacher the checkpoint folder it was, or add --resume-changed",
             )
         start.warnings.append("--resume-changed: another teacher from here on")
-    if before.schedule_steps != derived.schedule_steps:
+    if before.schedule_steps != derived.schedule_steps and extends:
+        start.notes.append(told(derived, before.schedule_steps, start.step or 0))
+    elif before.schedule_steps != derived.schedule_steps:
         start.warnings.append(
             f"the schedule continues at step {start.step} of {derived.schedule_steps}; it had "
             f"{before.schedule_steps} steps before"
