@@ -981,7 +981,45 @@ def write_text(path: Path, text: str) -> None:
             file.write(text)
 
 
-NAME_FILES = ("label_list.txt", "classes.txt")
+_NAME_FILES = ("label_list.txt", "classes.txt", "labels.txt")
+_NUMBERED = re.compile(r"(\d+)[\s:,=]+(.+)")
+
+
+def is_name_list(name: str) -> bool:
+    """Whether a file is called as lists of classes are: `classes.txt`, `obj.names`."""
+    return name.lower() in _NAME_FILES or name.lower().endswith(".names")
+
+
+def name_lists(folder: Path, complain: Complain | None = None) -> dict[Path, tuple[str, ...]]:
+    """The lists of classes in a folder, a name a line or `number name`, with what they say.
+
+    Raises: DataError: one is not text, or they differ.
+    """
+    found = {}
+    for file in sorted(folder.iterdir()) if folder.is_dir() else []:
+        if is_name_list(file.name) and not file.name.startswith(".") and file.is_file():
+            lines = read_list(file, complain)
+            numbered = [_NUMBERED.fullmatch(line) for line in lines]
+            numbers = [int(match[1]) for match in numbered if match]
+            if numbers == [*range(len(lines))]:
+                lines = [match[2] for match in numbered if match]
+            # Other tools list images so.
+            if lines and not any(is_image_name(each) for line in lines for each in line.split()):
+                found[file] = _distinct(tuple(lines), str(file))
+    return _alike(found)
+
+
+def _alike(found: dict[Path, tuple[str, ...]]) -> dict[Path, tuple[str, ...]]:
+    """The same.  Raises: DataError: files name the classes differently."""
+    if len(set(found.values())) > 1:
+        said = "; ".join(f"{file.name}: {listed(names, 5)}" for file, names in found.items())
+        raise DataError(
+            f"give different class names ({said})",
+            code="class_names_ambiguous",
+            where=", ".join(map(str, found)),
+            fix="remove what is wrong, or set data.class_names",
+        )
+    return found
 
 
 def class_names(
@@ -989,31 +1027,18 @@ def class_names(
 ) -> tuple[str, ...]:
     """Class names in the order of their numbers; (): nobody gives them.
 
-    From data.class_names, else label_list.txt or classes.txt in root (a name a line), else the
-    `names` of the one YAML file in root that has them (ultralytics' data file).
+    From data.class_names, else the lists in root (see `name_lists`) and the `names` of YAML files
+    there (ultralytics' data file).
 
-    Raises: DataError: a name is listed twice, or a file is malformed.
+    Raises: DataError: a name is listed twice, a file is malformed, or files differ.
     """
     if configured:
         return _distinct(configured, "data.class_names")
-    for file in (root / name for name in NAME_FILES):
-        if file.is_file() and (names := tuple(read_list(file, complain))):
-            return _distinct(names, str(file))
-    of_files = {
-        file: _yaml_names(file, complain) for file in sorted(root.glob("*.y*ml")) if file.is_file()
-    }
-    of_files = {file: names for file, names in of_files.items() if names}
-    if len(set(of_files.values())) > 1:
-        raise DataError(
-            "give different class names",
-            code="class_names_ambiguous",
-            where=", ".join(map(str, of_files)),
-            fix="set data.class_names",
-        )
-    if not of_files:
-        return ()
-    file, names = of_files.popitem()
-    return _distinct(names, str(file))
+    found = name_lists(root, complain)
+    for file in sorted(root.glob("*.y*ml")):
+        if names := _yaml_names(file, complain):
+            found[file] = _distinct(names, str(file))
+    return next(iter(_alike(found).values()), ())
 
 
 def read_names(file: Path) -> tuple[str, ...]:
@@ -1062,16 +1087,31 @@ class _Plain(yaml.SafeLoader):
         return super().compose_node(parent, index)
 
 
-def _yaml_names(file: Path, complain: Complain | None) -> tuple[str, ...]:
-    if file.stat().st_size > _MOST_YAML_BYTES:
-        return ()
+def _data_yaml(file: Path, complain: Complain | None) -> dict[Any, Any]:
+    """What a YAML file says; nothing where it is some other file that happens to lie here."""
+    if not file.is_file() or file.stat().st_size > _MOST_YAML_BYTES:
+        return {}
     try:
         content = yaml.load(read_text(file, complain), Loader=_Plain)
     except (yaml.YAMLError, ValueError, OverflowError, RecursionError) as error:
         if isinstance(error, DataError):
             raise
-        return ()  # some other file that happens to lie here
-    names = content.get("names") if isinstance(content, dict) else None
+        return {}
+    return content if isinstance(content, dict) else {}
+
+
+def points_shape(root: Path) -> tuple[int, int] | None:
+    """`kpt_shape` of the data files in root: points of an object, and numbers of each."""
+    for file in sorted(root.glob("*.y*ml")):
+        match _data_yaml(file, quietly).get("kpt_shape"):
+            case [int(points), int(numbers)]:
+                return points, numbers
+    return None
+
+
+def _yaml_names(file: Path, complain: Complain | None) -> tuple[str, ...]:
+    content = _data_yaml(file, complain)
+    names = content.get("names")
     if isinstance(names, dict):
         if set(names) != set(range(len(names))):
             raise DataError(

@@ -23,10 +23,10 @@ from ppdist.config.data import DataConfig, SplitConfig
 from ppdist.data import storage
 from ppdist.data.datasets.annotation_cache import Read, Sources, kept_or_read
 from ppdist.data.datasets.annotations import (
-    NAME_FILES,
     Strictly,
     find_alike,
     folders_below,
+    is_name_list,
     listed,
     look_anew,
     settle,
@@ -229,7 +229,8 @@ def _sources(config: DataConfig, split: Split, images: Sequence[RawImage]) -> So
     if storage.is_remote(root) or storage.is_in_shard(root):
         return None
     naming, annotations = _annotation_files(config, split)
-    files = {naming, *annotations, *(root / name for name in NAME_FILES), *root.glob("*.y*ml")}
+    lists = (file for file in root.iterdir() if is_name_list(file.name))
+    files = {naming, *annotations, *lists, *root.glob("*.y*ml")}
     listings: set[str] = {str(root)}  # where names of classes may appear
     contents: set[str] = set()
     if config.format == "coco":
@@ -246,6 +247,8 @@ def _sources(config: DataConfig, split: Split, images: Sequence[RawImage]) -> So
         contents.update(os.path.dirname(image.path) for image in images)
         if config.format == "yolo":
             contents.update(str(label_folder(Path(place), root)) for place in [*contents])
+            above = {each for place in contents for each in Path(place).parents}
+            contents.update(str(each) for each in above if each.is_relative_to(root))
     files = {file for file in files if not file.is_dir()}
     if any(storage.is_remote(file) or storage.is_in_shard(file) for file in files):
         return None

@@ -1,26 +1,35 @@
 """YOLO text files: a line `class cx cy w h` an object.
 
-Files for segmentation have outlines, `class x1 y1 x2 y2 x3 y3 ...`; the box is then what the
-outline fills.  An outline has three points at least, so the two cannot be taken for each other.
+Further numbers may be an outline, `class x1 y1 x2 y2 x3 y3 ...`, of which the box is what it
+fills; or a score, the number of a track, or points, behind a box.  One line does not tell which,
+all lines of a set do: `_read_columns`.
 """
 
 import logging
 import os
-from collections.abc import Sequence
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 
 from ppdist.common.errors import DataError
 from ppdist.data.datasets.annotations import (
-    NAME_FILES,
     Malformed,
     class_names,
     files_below,
     find_image,
     find_repeats,
+    is_name_list,
+    is_there,
+    listed,
+    name_lists,
+    points_shape,
+    quietly,
     read_list,
+    read_text,
     read_text_of_image,
     write_text,
 )
@@ -30,8 +39,11 @@ from ppdist.data.types import Box, Complain, Issue, RawImage, RawObject, RawSet
 from ppdist.distributed.progress import Progress
 
 _LOGGER = logging.getLogger("ppdist.data")
-_FEWEST_OUTLINE = 7  # numbers: the class and three points
+_FEWEST_OUTLINE = 6  # numbers: three points
 _OUTLINE_TOLERANCE = 1.0  # pixels by which an outline's extent may differ from its box
+_FAR = 2.0  # no fraction of an image, however far an object sticks out
+_BORDER = 0.02  # of an image: tools round
+_FEWEST_ALIKE = 3  # lines that show a rule
 
 
 def read_yolo(
@@ -44,15 +56,17 @@ def read_yolo(
     """The images of folders, or of files that list them.
 
     Paths in a list are relative to root, or else to the list.  The label of .../images/a/b.jpg is
-    .../labels/a/b.txt, without a folder `images` below root it lies beside the image; where a
-    folder of labels is given, that of images/a/b.jpg is annotations/a/b.txt.  An image without a
-    label file shows no object.
+    .../labels/a/b.txt, without a folder `images` below root, or without one called so, it lies
+    beside the image; where a folder of labels is given, that of images/a/b.jpg is
+    annotations/a/b.txt.  An image without a label file shows no object.  Numbers of classes are
+    those of the nearest list of classes above a label file, which is matched by name.
 
     Args:
         folders: of the images; with lists, of no concern.
         annotations: none, the folder of the labels of the only folder of images, or lists.
         names: of the classes, by number; none: see `class_names`.
-    Raises: DataError: no names of classes, no label file at all.
+    Raises: DataError: no names of classes, no label file at all, or nobody can say what the
+        numbers in them are.
     """
     known = class_names(root, names, complain)
     if not known:
@@ -62,42 +76,56 @@ def read_yolo(
             where=str(root),
             fix=f"set data.class_names: [...] or write them, one a line, to {root / 'classes.txt'}",
         )
-    paths: list[Path] = []
-    labels: list[Path] = []
+    pairs: list[tuple[Path, Path]] = []
     if not annotations or annotations[0].is_dir():
         for images in folders:
-            of_labels = annotations[0] if annotations else None
-            for path, label in _in_folder(root, images, of_labels, complain):
-                paths.append(path)
-                labels.append(label)
+            pairs += _in_folder(root, images, annotations[0] if annotations else None, complain)
     else:
         for listing in annotations:
             lines = read_list(listing, complain)
             found = [_listed_image(root, line, listing, complain) for line in lines]
-            paths += [path for path in found if path is not None]
-        labels = [_label_file(path, root) for path in paths]
+            pairs += [(path, label_file(path, root)) for path in found if path is not None]
     source = ", ".join(map(str, annotations or folders))
-    if labels and not any(map(os.path.isfile, labels)):
-        absent = [path for path in paths if not os.path.isfile(path)]
-        if absent:
-            raise DataError(
-                f"{len(absent)} of its {len(paths)} images do not exist, first {absent[0]}",
-                code="image_missing",
-                where=source,
-                fix="paths in a list are relative to data.root: check both",
-            )
-        raise DataError(
-            f"none of {len(labels)} images has a label file; expected the first at {labels[0]}",
-            code="label_files_missing",
-            where=source,
-        )
-    progress, kept = Progress(_LOGGER, f"reading the labels of {source}", len(paths)), []
-    for position, (path, label) in enumerate(zip(paths, labels), start=1):
-        kept.append(_image(path, label, position, known, complain))
+    labelled = [is_there(label) for _, label in pairs]
+    if pairs and not any(labelled):
+        _refuse_unlabelled(pairs, source)
+    if not all(labelled):
+        what = f"{len(pairs)} images, {labelled.count(False)} without a label file: background"
+        complain(Issue("label_missing", what, where=source))
+    progress, images_read, lines_read = Progress(_LOGGER, f"reading {source}", len(pairs)), [], []
+    for position, ((path, label), present) in enumerate(zip(pairs, labelled), start=1):
+        image = _image(path, label, position)
+        images_read.append(image)
+        lines_read += _lines(image, complain) if present else []
         progress.add()
-    find_repeats(kept, complain)
-    _find_shared(kept, complain)
-    return RawSet(kept, known, tuple(range(1, len(known) + 1)), source)
+    columns = _read_columns(lines_read, points_shape(root), source, complain)
+    _hint_at_numbers(lines_read, known, source, complain)
+    numbers_in = _Classes(root, known, source, complain)
+    for line in lines_read:
+        try:
+            line.image.objects.append(_object(line, columns[len(line.numbers)], numbers_in))
+        except Malformed as wrong:
+            line.image.lost += 1
+            complain(replace(wrong.issue, image=str(line.image.path)))
+    find_repeats(images_read, complain)
+    _find_shared(images_read, complain)
+    return RawSet(images_read, known, tuple(range(1, len(known) + 1)), source)
+
+
+def _refuse_unlabelled(pairs: Sequence[tuple[Path, Path]], source: str) -> None:
+    absent = [path for path, _ in pairs if not is_there(path)]
+    if absent:
+        raise DataError(
+            f"{len(absent)} of its {len(pairs)} images do not exist, first {absent[0]}",
+            code="image_missing",
+            where=source,
+            fix="paths in a list are relative to data.root: check both",
+        )
+    raise DataError(
+        f"none of {len(pairs)} images has a label file; expected the first at {pairs[0][1]}",
+        code="label_files_missing",
+        where=source,
+    )
 
 
 def _in_folder(
@@ -113,8 +141,8 @@ def _in_folder(
 
     def label_of(name: Path) -> Path:
         if annotations is None:
-            return _label_file(images / name, root)
-        return annotations / name.with_suffix(".txt")
+            return label_file(images / name, root)
+        return _label_in(annotations / name.parent, name.stem)
 
     known_labels = [label_of(name) for name in (*below, *unread)]
     _find_unused(annotations or label_folder(images, root), known_labels, images, complain)
@@ -123,11 +151,10 @@ def _in_folder(
 
 def _listed_image(root: Path, line: str, listing: Path, complain: Complain) -> Path | None:
     """The image of a line; `./a.jpg` may also be meant from where the list is."""
-    path = find_image(root, line, str(listing), complain)
-    beside = os.path.normpath(listing.parent / line)
-    if path is not None and not os.path.isfile(path) and os.path.isfile(beside):
+    beside = os.path.normpath(listing.parent / line.replace("\\", "/"))
+    if not is_there(root / line) and is_there(beside):
         return find_image(root, beside, str(listing), complain)
-    return path
+    return find_image(root, line, str(listing), complain)
 
 
 def _say_unread(path: Path, complain: Complain) -> None:
@@ -138,73 +165,325 @@ def _say_unread(path: Path, complain: Complain) -> None:
 def _find_unused(folder: Path, labels: Sequence[Path], images: Path, complain: Complain) -> None:
     known = {os.path.abspath(label) for label in labels}
     for file in files_below(folder):
-        if file.endswith(".txt") and file not in known and os.path.basename(file) not in NAME_FILES:
+        if file not in known and is_label(Path(file)):
             what = f"there is no image of this name in {images}"
             complain(Issue("label_without_image", what, where=file))
 
 
-def _label_file(image: Path, root: Path) -> Path:
-    return label_folder(image.parent, root) / f"{image.stem}.txt"
+def is_label(file: Path) -> bool:
+    """Whether a text file, which may be a README or a list, has lines of objects."""
+    if file.suffix.lower() != ".txt" or is_name_list(file.name):
+        return False
+    try:
+        lines = read_text(file, quietly).splitlines()
+    except DataError:
+        return False
+    words = next((line.replace(",", " ").split() for line in lines if line.strip()), ["0"] * 5)
+    return len(words) >= 5 and all(map(_is_number, words[1:]))
+
+
+def _is_number(word: str) -> bool:
+    try:
+        float(word)
+    except ValueError:
+        return False
+    return True
+
+
+def label_file(image: Path, root: Path) -> Path:
+    """Where the objects of an image are, or are expected."""
+    folder = label_folder(image.parent, root)
+    label = _label_in(folder, image.stem)
+    beside = _label_in(image.parent, image.stem)
+    return beside if not is_there(folder) and is_there(beside) else label
+
+
+def _label_in(folder: Path, stem: str) -> Path:
+    usual = folder / f"{stem}.txt"
+    others = (folder / f"{stem}{suffix}" for suffix in (".TXT", ".Txt"))
+    return next((each for each in (usual, *others) if is_there(each)), usual)
 
 
 def label_folder(images: Path, root: Path) -> Path:
     """Of the labels of a folder of images: the last `images` below root becomes `labels`."""
     below = os.path.relpath(images, root)  # with .. where images are elsewhere
     folders = [*Path(below).parts]
-    if "images" in folders:
-        last = len(folders) - 1 - folders[::-1].index("images")
-        folders[last] = "labels"
-    return root.joinpath(*folders)
+    small = [each.lower() for each in folders]
+    if "images" not in small:
+        return root.joinpath(*folders)
+    last = len(small) - 1 - small[::-1].index("images")
+    top = root.joinpath(*folders[:last])
+    spelt = [each for each in ("labels", "Labels", "LABELS") if is_there(top / each)]
+    return top.joinpath(*spelt[:1] or ("labels",), *folders[last + 1 :])
 
 
-def _image(
-    path: Path, label_file: Path, image_id: int, names: tuple[str, ...], complain: Complain
-) -> RawImage:
+def _image(path: Path, label: Path, image_id: int) -> RawImage:
     size = image_size(path)
     # The check of the whole split names all absent images at once, and `data.bad_images` decides
     # about the others: no image of another size than 1x1 can be taken for one.
     width, height = size or (1, 1)
-    image = RawImage(
-        path, image_id, width, height, [], str(label_file), size_known=size is not None
-    )
+    return RawImage(path, image_id, width, height, [], str(label), size_known=size is not None)
+
+
+class _Line(NamedTuple):
+    """A line of a label file.  numbers: those behind the class."""
+
+    image: RawImage
+    where: str
+    label: float
+    numbers: list[float]
+    text: str
+
+
+def _lines(image: RawImage, complain: Complain) -> list[_Line]:
     try:
-        text = read_text_of_image(label_file, complain) if os.path.isfile(label_file) else ""
+        text = read_text_of_image(Path(image.where), complain)
     except Malformed as wrong:
-        complain(replace(wrong.issue, image=str(path)))
-        return image
+        complain(replace(wrong.issue, image=str(image.path)))
+        return []
+    found = []
     for number, line in enumerate(text.splitlines(), start=1):
         if line.strip():
+            where = f"{image.where}:{number}"
             try:
-                image.objects.append(_object(line, f"{label_file}:{number}", image, names))
-            except Malformed as wrong:
+                label, *numbers = map(float, line.split())
+            except ValueError:
                 image.lost += 1
-                complain(replace(wrong.issue, image=str(path)))
-    return image
+                what = f"{line[:80]!r}: expected five numbers with blanks between: class cx cy w h"
+                complain(Issue("annotation_line", what, str(image.path), where))
+            else:
+                found.append(_Line(image, where, label, numbers, line))
+    return found
 
 
-def _object(line: str, where: str, image: RawImage, names: tuple[str, ...]) -> RawObject:
-    words = line.split()
-    try:
-        label, *numbers = (float(word) for word in words)
-    except ValueError as error:
-        what = f"{line[:80]!r}: expected five numbers: class cx cy w h"
-        raise Malformed(Issue("annotation_line", what, where=where)) from error
-    outlined = len(words) >= _FEWEST_OUTLINE and len(words) % 2 == 1
-    if len(words) != 5 and not outlined:
-        what = (
-            f"{line[:80]!r} has {len(words)} numbers; expected five: class cx cy w h, or an "
-            f"outline: class x1 y1 x2 y2 x3 y3 ..."
+# --- what the numbers of a set are ----------------------------------------------------------------
+
+_BOX, _OUTLINE, _NOTHING = "box", "outline", ""
+
+
+def _read_columns(
+    lines: Sequence[_Line], shape: tuple[int, int] | None, source: str, complain: Complain
+) -> Mapping[int, str]:
+    """_BOX, _OUTLINE or _NOTHING for lines of so many numbers, judged by all of them.
+
+    Args: shape: of points, as a data file says it.
+    Raises: DataError: the boxes are no fractions of images, or the numbers could be two things.
+    """
+    rows_of: dict[int, list[list[float]]] = defaultdict(list)
+    for line in lines:
+        rows_of[len(line.numbers)].append(line.numbers)
+    tables = {count: np.array(rows, np.float64) for count, rows in rows_of.items()}
+    _check_fractions([table_R[:, :4] for count, table_R in tables.items() if count >= 4], source)
+    if 4 in tables:
+        _check_corners(tables[4], source)
+    found = {}
+    for count, table_RN in tables.items():
+        found[count], what = _column_form(table_RN, shape)
+        if found[count] == _BOX and count > 4:
+            what = f"{len(table_RN)} lines of {count + 1} numbers: class cx cy w h and {what}"
+            complain(Issue("label_columns", f"{what}, not used", where=source))
+        elif what:
+            first = next(line for line in lines if len(line.numbers) == count)
+            raise DataError(
+                f"{len(table_RN)} lines of {count + 1} numbers could be {what}",
+                code="labels_ambiguous",
+                where=first.where,
+                fix="write `class cx cy w h` alone; for points, add kpt_shape: [POINTS, 2] to the "
+                "data.yaml beside the images",
+            )
+    return found
+
+
+def _column_form(table_RN: np.ndarray, shape: tuple[int, int] | None) -> tuple[str, str]:
+    """What lines of N numbers are, and what stands behind their boxes, or what they could be."""
+    count = table_RN.shape[1]
+    further_RN = table_RN[:, 4:]
+    if count == 4:
+        return _BOX, ""
+    if shape is not None and count == 4 + shape[0] * shape[1]:
+        return _BOX, "points"
+    if count < 4 or not np.isfinite(table_RN).all():
+        return (_OUTLINE if count >= _FEWEST_OUTLINE and count % 2 == 0 else _NOTHING), ""
+    if count == 5 and _are_scores(further_RN[:, 0]):
+        return _BOX, f"a score ({further_RN.min():g} to {further_RN.max():g})"
+    if count == 5 and _are_numbers(further_RN[:, 0]):
+        return _BOX, "the number of a track"
+    far_R = (np.abs(table_RN) > _FAR).any(1)
+    is_outline = count >= _FEWEST_OUTLINE and count % 2 == 0 and far_R.mean() <= 0.5
+    tracked = count == 6 and _are_scores(further_RN[:, 0]) and _are_numbers(further_RN[:, 1])
+    if tracked and (not is_outline or _inside(table_RN[:, :4])):
+        return _BOX, "score and number of a track"
+    seen = (count - 4) % 3 == 0 and np.isin(table_RN[:, 6::3], (0, 1, 2)).all()
+    if seen and (not is_outline or _surround(table_RN, 3)):
+        return _BOX, "points with their visibility"
+    if count % 2:
+        return _NOTHING, ""
+    if not is_outline:
+        return _NOTHING, "neither boxes nor outlines: their numbers go up to " + (
+            f"{np.abs(table_RN).max():g}"
         )
-        raise Malformed(Issue("annotation_line", what, where=where))
-    if not 0 <= label < len(names) or label != int(label):
-        what = f"class {label:g}: expected 0 to {len(names) - 1} ({', '.join(names)})"
-        raise Malformed(Issue("class_unknown", what, where=where))
-    if outlined:
-        part_K2, box = _outline(numbers, image)
-        return RawObject(box, int(label), where, polygons=(part_K2,))
-    cx, cy, w, h = numbers
+    if _surround(table_RN, 2) and not _are_plain_outlines(table_RN):
+        return _NOTHING, "outlines, or boxes with points"
+    return _OUTLINE, ""
+
+
+def _are_scores(column_R: np.ndarray) -> bool:
+    return bool(((column_R >= 0) & (column_R <= 1)).all())
+
+
+def _are_numbers(column_R: np.ndarray) -> bool:
+    return bool(((column_R >= 0) & (column_R == column_R.round())).all())
+
+
+def _inside(boxes_R4: np.ndarray) -> bool:
+    """Whether all are boxes, as centre and sides, inside their images."""
+    low_R2, high_R2 = boxes_R4[:, :2] - boxes_R4[:, 2:] / 2, boxes_R4[:, :2] + boxes_R4[:, 2:] / 2
+    inside = (low_R2 >= -_BORDER) & (high_R2 <= 1 + _BORDER) & (boxes_R4[:, 2:] > 0)
+    return bool(inside.all())
+
+
+def _surround(table_RN: np.ndarray, width: int) -> bool:
+    """Whether the first four numbers of each line are a box around points of `width` numbers."""
+    if not _inside(table_RN[:, :4]):
+        return False
+    points_RK2 = table_RN[:, 4:].reshape(len(table_RN), -1, width)[..., :2]
+    shown_RK = (points_RK2 != 0).any(-1)  # a point that is not annotated is 0 0
+    off_RK2 = np.abs(points_RK2 - table_RN[:, None, :2]) - table_RN[:, None, 2:4] / 2
+    return bool((off_RK2.max(-1) <= _BORDER)[shown_RK].all())
+
+
+def _are_plain_outlines(table_RN: np.ndarray) -> bool:
+    """Whether no line crosses itself, nor runs far off to its second point.
+
+    Of boxes with points, that is the size of the box: a place that has nothing to do with theirs.
+    """
+    for row_N in table_RN[:1000]:
+        ring_K2 = row_N.reshape(-1, 2)
+        others_K2 = np.delete(ring_K2, 1, axis=0)
+        middle_2, reach = others_K2.mean(0), np.ptp(others_K2, axis=0).max()
+        if np.abs(ring_K2[1] - middle_2).max() > 2 * reach or _crosses(ring_K2):
+            return False
+    return True
+
+
+def _crosses(ring_K2: np.ndarray) -> bool:
+    """Whether two edges of a ring cross."""
+    begin_K2, end_K2 = ring_K2, np.roll(ring_K2, -1, axis=0)
+
+    def side_KK(of_K2: np.ndarray) -> np.ndarray:
+        """Of which side of edge i a point j lies."""
+        edge_K12 = (end_K2 - begin_K2)[:, None]
+        to_KK2 = of_K2[None] - begin_K2[:, None]
+        return np.sign(edge_K12[..., 0] * to_KK2[..., 1] - edge_K12[..., 1] * to_KK2[..., 0])
+
+    parts_KK = side_KK(begin_K2) * side_KK(end_K2) < 0
+    return bool((parts_KK & parts_KK.T).any())
+
+
+def _check_fractions(tables: Sequence[np.ndarray], source: str) -> None:
+    """Raises: DataError: most values are pixels, or percents."""
+    rows_R4 = np.concatenate([np.zeros((0, 4)), *tables])
+    largest_R = np.abs(rows_R4).max(1, initial=0)
+    far_R = np.isfinite(largest_R) & (largest_R > _FAR)
+    if far_R.sum() >= _FEWEST_ALIKE and 2 * far_R.sum() > len(rows_R4):
+        raise DataError(
+            f"values up to {largest_R[far_R].max():g}; YOLO wants fractions of the image",
+            code="labels_no_fractions",
+            where=source,
+            fix="divide cx and w by the width of the image, cy and h by its height",
+        )
+
+
+def _check_corners(table_R4: np.ndarray, source: str) -> None:
+    """Raises: DataError: each line reads as two corners, and as centre and sides it does not."""
+    corners_R = (table_R4[:, 2:] > table_R4[:, :2]).all(1) & (table_R4 <= 1 + _BORDER).all(1)
+    outside = sum(not _inside(row_4[None]) for row_4 in table_R4)
+    if len(table_R4) >= _FEWEST_ALIKE and corners_R.all() and 2 * outside > len(table_R4):
+        raise DataError(
+            f"{len(table_R4)} lines read as class x1 y1 x2 y2; as class cx cy w h {outside} of the "
+            f"boxes leave their images",
+            code="labels_ambiguous",
+            where=source,
+            fix="write the centre, width and height of each box as fractions of the image",
+        )
+
+
+def _hint_at_numbers(
+    lines: Sequence[_Line], names: Sequence[str], source: str, complain: Complain
+) -> None:
+    """Where classes seem to count from 1."""
+    used = {line.label for line in lines}
+    if used and min(used) == 1 and max(used) == len(names):
+        what = f"classes are numbered 1 to {len(names)} here; YOLO counts from 0: subtract 1"
+        complain(Issue("class_unknown", what, where=source))
+
+
+class _Classes:
+    """Numbers of classes, from the lists beside label files to those of the set."""
+
+    def __init__(self, root: Path, names: tuple[str, ...], source: str, complain: Complain) -> None:
+        self._root = root
+        self._names = names
+        self._source = source
+        self._complain = complain
+        self._lists: dict[Path, tuple[str, tuple[str, ...]]] = {}
+
+    def number(self, line: _Line) -> int:
+        """Of a line's class.  Raises: Malformed: it is none."""
+        where, names = self._list_of(line.image)
+        label = line.label
+        if not 0 <= label < len(names) or label != int(label):
+            what = f"class {label:g}: expected 0 to {len(names) - 1} ({', '.join(names)})"
+            raise Malformed(Issue("class_unknown", what, where=line.where))
+        if names is self._names:
+            return int(label)
+        name = names[int(label)]
+        if name not in self._names:
+            what = f"class {label:g} is {name!r} by {where}; expected one of {listed(self._names)}"
+            raise Malformed(Issue("class_unknown", what, where=line.where))
+        return self._names.index(name)
+
+    def _list_of(self, image: RawImage) -> tuple[str, tuple[str, ...]]:
+        place = Path(image.where).parent
+        if place not in self._lists:
+            found = own_names(self._root, (place, image.path.parent))
+            if found is None or found[1] == self._names:
+                self._lists[place] = "", self._names
+            else:
+                what = f"{listed(found[1])}: matched by name with {listed(self._names)}"
+                self._complain(Issue("class_list_differs", what, where=found[0]))
+                self._lists[place] = found
+        return self._lists[place]
+
+
+def own_names(root: Path, folders: Sequence[Path]) -> tuple[str, tuple[str, ...]] | None:
+    """The list of classes nearest to some folders, at most as far up as root, and its names."""
+    for folder in folders:
+        for place in (folder, *folder.parents):
+            if place == root or not place.is_relative_to(root):
+                break
+            for file, names in name_lists(place, quietly).items():
+                return str(file), names
+    for file, names in name_lists(root, quietly).items():
+        return str(file), names
+    return None
+
+
+def _object(line: _Line, form: str, classes: _Classes) -> RawObject:
+    """Raises: Malformed: it is none."""
+    if form == _NOTHING:
+        what = (
+            f"{line.text[:80]!r} has {len(line.numbers) + 1} numbers; expected five: class cx cy w "
+            f"h, or an outline: class x1 y1 x2 y2 x3 y3 ..."
+        )
+        raise Malformed(Issue("annotation_line", what, where=line.where))
+    label, image = classes.number(line), line.image
+    if form == _OUTLINE:
+        part_K2, box = _outline(line.numbers, image)
+        return RawObject(box, label, line.where, polygons=(part_K2,))
+    cx, cy, w, h = line.numbers[:4]
     (x1, x2), (y1, y2) = _edges(cx, w, image.width), _edges(cy, h, image.height)
-    return RawObject((x1, y1, x2, y2), int(label), where)
+    return RawObject((x1, y1, x2, y2), label, line.where)
 
 
 def _outline(numbers: Sequence[float], image: RawImage) -> tuple[np.ndarray, Box]:

@@ -32,6 +32,7 @@ def yolo_set(root: Path, line: str, names: str | None = "cat\ndog\n") -> DataCon
     write_images(root / "images", 2)
     (root / "labels").mkdir(exist_ok=True)
     (root / "labels" / "000.txt").write_text(f"1 0.5 0.5 0.25 0.5\n{line}\n")
+    (root / "labels" / "001.txt").touch()
     if names is not None:
         (root / "classes.txt").write_text(names)
     split = SplitConfig(annotations="labels")

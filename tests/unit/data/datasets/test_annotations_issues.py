@@ -110,9 +110,9 @@ def test_check_continues_without_invalid_yolo_lines(tmp_path):
     (tmp_path / "labels" / "001.txt").write_bytes(b"0 \xff\xff")
     raw, issues = found_in(config)
     assert [issue.code for issue in issues] == [
-        "class_unknown", "annotation_line", "class_unknown", "annotation_unreadable",
+        "annotation_unreadable", "class_unknown", "annotation_line", "class_unknown",
     ]  # fmt: skip
-    assert issues[0].image == str(tmp_path / "images" / "000.jpg")
+    assert issues[1].image == str(tmp_path / "images" / "000.jpg")
     assert [len(image.objects) for image in raw.images] == [2, 0]
 
 

@@ -1,5 +1,8 @@
 """YOLO: what only this format has, and the exact words for what is wrong there."""
 
+import os
+from pathlib import Path
+
 import numpy as np
 import pytest
 
@@ -30,10 +33,132 @@ def test_yolo_polygon_line_gives_box_and_outline(tmp_path):
     assert not any(read_split(config, "train", 2).records[0].polygons_M)
 
 
+BOX = [24, 12, 40, 36]  # of 0.5 0.5 0.25 0.5 in 64 x 48 pixels
+CROSSED = "0.5 0.5 0.25 0.5 0.45 0.4 0.55 0.6 0.55 0.4"
+
+
+@pytest.mark.parametrize(
+    ("lines", "boxes", "said"),
+    [
+        (["0.5 0.5 0.25 0.5"], [BOX], ""),
+        (["0.5 0.5 0.25 0.5 0.31", "0.5 0.5 0.25 0.5 1"], [BOX] * 2, "a score (0.31 to 1)"),
+        (["0.5 0.5 0.25 0.5 4", "0.5 0.5 0.25 0.5 1"], [BOX] * 2, "the number of a track"),
+        (["0.5 0.5 0.25 0.5", "0.5 0.5 0.25 0.5 0.31"], [BOX] * 2, "1 lines of 6 numbers"),
+        (["0.5 0.5 0.25 0.5 0.87 1", "0.5 0.5 0.25 0.5 0.31 12"], [BOX] * 2, "score and number"),
+        (["0.5 0.5 0.25 0.5 0.87 1"], [BOX], "score and number of a track"),
+        # An outline that ends at the border, and as a box would leave the image.
+        (["0.9 0.5 0.8 0.75 0.875 1"], [[51.2, 24, 57.6, 48]], ""),
+        (["0.25 0.5 0.5 0.5 0.5 0.75", "0.5 0.5 0.75 1 0.5 0.75"],
+         [[16, 24, 32, 36], [32, 24, 48, 48]], ""),
+        # One outline that runs far out of its image is cut, and the others stay outlines.
+        (["0.25 0.5 0.5 0.5 0.5 0.75"] * 2 + ["0.25 0.5 9 0.5 0.5 0.75"],
+         [[16, 24, 32, 36]] * 2 + [[16, 24, 64, 36]], ""),
+        # Points with what can be seen of them: 4 + 3 x 2 numbers, odd and even.
+        (["0.5 0.5 0.25 0.5 0.45 0.4 2", "0.5 0.5 0.25 0.5 0 0 0"], [BOX] * 2, "points with"),
+        (["0.5 0.5 0.25 0.5 0.45 0.4 2 0.55 0.6 1"], [BOX], "points with their visibility"),
+    ],
+)  # fmt: skip
+def test_columns_are_read_as_all_lines_have_them(tmp_path, lines, boxes, said):
+    config = yolo_set(tmp_path, "")
+    text = "".join(f"1 {line}\n" for line in lines)
+    (tmp_path / "labels" / "000.txt").write_text(text)
+    dataset = read_split(config, "train", 2)
+    np.testing.assert_allclose(dataset.records[0].boxes_M4, boxes, rtol=1e-6)
+    notes = [note for note in dataset.notes if "data.bad_boxes" not in note]
+    assert said in "".join(notes) and bool(said) == bool(notes)
+
+
+@pytest.mark.parametrize(
+    ("lines", "code", "said"),
+    [
+        (["100 100 50 20"] * 3, "labels_no_fractions", "values up to 100"),
+        (["100 100 50 20 120 90"] * 3, "labels_no_fractions", "values up to 100"),
+        (["0.5 0.5 0.25 0.5"] + ["51 50 24 634"] * 3, "labels_no_fractions", "values up to 634"),
+        (["0.7 0.7 0.9 0.9"] * 3, "labels_ambiguous", "3 lines read as class x1 y1 x2 y2"),
+        ([CROSSED] * 2, "labels_ambiguous", "outlines, or boxes with points"),
+        (["0.5 0.5 0.25 0.5 -30"] * 3, "annotation_line", "has 6 numbers"),
+    ],
+)
+def test_columns_that_could_be_two_things_are_refused(tmp_path, lines, code, said):
+    config = yolo_set(tmp_path, "")
+    text = "".join(f"1 {line}\n" for line in lines)
+    (tmp_path / "labels" / "000.txt").write_text(text)
+    assert said in message_of(config, code, num_classes=2)
+
+
+def test_points_that_a_data_file_tells_of_are_no_outlines(tmp_path):
+    config = yolo_set(tmp_path, "")
+    (tmp_path / "labels" / "000.txt").write_text(f"1 {CROSSED}\n")
+    (tmp_path / "data.yaml").write_text("names: [cat, dog]\nkpt_shape: [3, 2]\n")
+    dataset = read_split(config, "train", 2)
+    assert dataset.records[0].boxes_M4.tolist() == [BOX] and "points" in dataset.notes[0]
+
+
+def test_classes_that_seem_to_count_from_one_are_a_hint(tmp_path):
+    config = yolo_set(tmp_path, "2 0.5 0.5 0.1 0.1")
+    assert "numbered 1 to 2 here; YOLO counts from 0" in message_of(config, "class_unknown")
+
+
+@pytest.mark.parametrize("where", ["labels/val", "images/val"])
+def test_lists_of_classes_beside_labels_are_matched_by_name(tmp_path, where):
+    for split, names, lines in (
+        ("train", "cat\ndog\n", "0 0.5 0.5 0.25 0.5"),
+        ("val", "dog\nbird\ncat\n", "2 0.5 0.5 0.25 0.5\n0 0.5 0.5 0.25 0.5"),
+    ):
+        write_images(tmp_path / "images" / split, 1)
+        (tmp_path / "labels" / split).mkdir(parents=True)
+        (tmp_path / "labels" / split / "000.txt").write_text(lines)
+        (tmp_path / where.replace("val", split) / "classes.txt").write_text(names)
+    parts = {split: SplitConfig(images=f"images/{split}") for split in ("train", "val")}
+    config = DataConfig(format="yolo", root=str(tmp_path), class_names=("cat", "dog"), **parts)
+    assert read_split(config, "train", 2).records[0].labels_M.tolist() == [0]
+    assert read_split(config, "val", 2).records[0].labels_M.tolist() == [0, 1]
+    (tmp_path / "labels" / "val" / "000.txt").write_text("1 0.5 0.5 0.25 0.5\n")
+    said = message_of(config, "class_unknown", split="val")
+    assert f"class 1 is 'bird' by {tmp_path / where}/classes.txt; expected one of cat, dog" in said
+
+
+def test_label_files_may_have_capitals_and_readmes_are_none(tmp_path):
+    config = yolo_set(tmp_path, "")
+    labels = tmp_path / "labels"
+    (labels / "000.txt").rename(labels / "000.TXT")
+    (labels / "README.txt").write_text("Exported by a tool.\n")
+    (tmp_path / "images" / "001.jpg").rename(tmp_path / "images" / "001.JPG")
+    dataset = read_split(config, "train", 2)
+    assert [len(record.labels_M) for record in dataset.records] == [1, 0] and not dataset.notes
+    (labels / "001.txt").unlink()
+    (note,) = read_split(config, "train", 2).notes
+    assert note.endswith("2 images, 1 without a label file: background")
+
+
+@pytest.mark.parametrize(
+    ("line", "image"),
+    [
+        ("data/images/train/000.jpg", "images/train/000.jpg"),
+        ("images\\train\\000.jpg", "images/train/000.jpg"),
+        ("{root}/images/train/000.jpg", "images/train/000.jpg"),
+        ("{root}/../elsewhere/images/000.jpg", "../elsewhere/images/000.jpg"),
+    ],
+)
+def test_labels_are_found_from_lists_of_other_tools(tmp_path, line, image):
+    root = tmp_path / "set"
+    for folder in (root / "images/train", root / "images/val", root / "../elsewhere/images"):
+        write_images(folder, 1)
+        labels = Path(str(folder).replace("images", "labels"))
+        labels.mkdir(parents=True)
+        (labels / "000.txt").write_text("0 0.5 0.5 0.25 0.5")
+    (root / "classes.txt").write_text("cat\n")
+    (root / "train.txt").write_text(line.format(root=root))
+    part = SplitConfig(annotations="train.txt")
+    config = DataConfig(format="yolo", root=str(root), train=part, val=part)
+    (record,) = read_split(config, "train", 1).records
+    assert record.path == os.path.normpath(root / image) and len(record.labels_M) == 1
+
+
 @pytest.mark.parametrize(
     ("line", "problem"),
     [
-        ("2 0.5 0.5 0.1 0.1", "class 2: expected 0 to 1 (cat, dog)"),
+        ("7 0.5 0.5 0.1 0.1", "class 7: expected 0 to 1 (cat, dog)"),
         ("-1 0.5 0.5 0.1 0.1", "class -1: expected 0 to 1 (cat, dog)"),
         ("0.5 0.5 0.5 0.1 0.1", "class 0.5: expected 0 to 1 (cat, dog)"),
         (
@@ -41,7 +166,10 @@ def test_yolo_polygon_line_gives_box_and_outline(tmp_path):
             "'0 0.5 0.5' has 3 numbers; expected five: class cx cy w h, or an outline: "
             "class x1 y1 x2 y2 x3 y3 ...",
         ),
-        ("cat 0 0 1 1", "'cat 0 0 1 1': expected five numbers: class cx cy w h"),
+        (
+            "cat 0 0 1 1",
+            "'cat 0 0 1 1': expected five numbers with blanks between: class cx cy w h",
+        ),
     ],
 )
 def test_a_wrong_yolo_line_is_named_with_its_number(tmp_path, line, problem):
@@ -58,7 +186,8 @@ def test_yolo_without_names_or_labels_says_remedy(tmp_path):
         f"{tmp_path}: YOLO labels do not name their classes; set data.class_names: [...] or write "
         f"them, one a line, to {tmp_path / 'classes.txt'}"
     )
-    (tmp_path / "labels" / "000.txt").unlink()
+    for name in ("000.txt", "001.txt"):
+        (tmp_path / "labels" / name).unlink()
     (tmp_path / "classes.txt").write_text("cat\n")
     assert message_of(config, "label_files_missing") == (
         f"{tmp_path / 'labels'}: none of 2 images has a label file; expected the first at "
