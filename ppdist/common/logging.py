@@ -301,16 +301,16 @@ class RunLog:
         """What a step, an evaluation and a save may take now, on rank 0."""
         return self._eta.closing()
 
-    def run_summary(self, verdict: Sequence[str] = ()) -> None:
+    def run_summary(self, outcome: Sequence[str] = ()) -> None:
         """The table at the end: how it went, where everything is, where the time went.
 
-        Args: verdict: what came out, in sentences.
+        Args: outcome: lines about what the run learned.
         """
         if self._main:
             rows = run_summary(self._output_dir, self._eta.seconds())
             self.table(f"{self._output_dir}", rows, on_console=True)
-            for sentence in verdict:
-                self.info(sentence)
+            for line in outcome:
+                _LOGGER.info(line, extra=BARE)
             for command in commands(self._output_dir):  # a table would break them
                 self.info(f"look at it: {command}")
 

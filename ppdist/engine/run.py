@@ -1,5 +1,6 @@
 """Runs: one training, or one evaluation of weights, from its config."""
 
+import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,6 +21,7 @@ from ppdist.engine.build import (
 )
 from ppdist.engine.callbacks import Callback
 from ppdist.engine.evaluator import ClassificationEvaluator, Evaluator
+from ppdist.metrics.analysis import class_table
 from ppdist.metrics.verdict import verdict_of
 from ppdist.models.base import ImageModel
 from ppdist.models.weights import load_all_weights
@@ -27,6 +29,7 @@ from ppdist.models.zoo import fetch_on_all_ranks
 from ppdist.viz.run_plots import draw_labels, draw_run
 
 _DRAWING_SECONDS = 600.0  # some ten are usual
+_MOST_CLASSES = 12  # with a row each at the end: the weakest
 
 
 def run_training(
@@ -71,11 +74,22 @@ def run_training(
                     f"({failed}); to draw them: {commands(output_dir)[0]}"
                 )
         try:
-            found = verdict_of(output_dir, config.model.pretrained is not None)
-            experiment.log.run_summary([finding.text for finding in found])
+            if comm.is_main():
+                experiment.log.run_summary(outcome(output_dir, config))
         except Exception as error:  # no table is worth a run that is complete
             experiment.log.warn_once("the summary", error)
         return status
+
+
+def outcome(output_dir: Path, config: ExperimentConfig) -> list[str]:
+    """What a run learned: its classes as a table, and the verdict."""
+    file, lines = output_dir / "evaluation.json", list[str]()
+    if file.is_file():
+        evaluation = json.loads(file.read_text("utf-8"))
+        if len(evaluation["per_class"]) > 1:
+            lines = class_table(evaluation, most=_MOST_CLASSES).splitlines()
+    findings = verdict_of(output_dir, config.model.pretrained is not None)
+    return [*lines, *(finding.text for finding in findings)]
 
 
 def _draw(output_dir: Path, experiment: Experiment, config: ExperimentConfig) -> None:

@@ -548,7 +548,7 @@ def class_table(evaluation: Mapping[str, Any], most: int | None = None) -> str:
     if left_out:
         text += f"{left_out} more classes: the weakest with objects are shown\n"
     threshold = metrics.get("best_f1_threshold")
-    if threshold is not None:
+    if threshold is not None and metrics.get("f1"):
         text += f"P and R: IoU 0.5, at confidence {threshold:.3f} (the best mean F1) and at 0.25\n"
     return text
 
