@@ -9,7 +9,7 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from ppdist.api import Detector, evaluate, export, train
+    from ppdist.api import Detector, Run, evaluate, export, train
     from ppdist.common.writers import MetricWriter
     from ppdist.config import load_config
     from ppdist.config.plugins import (
@@ -27,6 +27,7 @@ __all__ = [
     "Detections",
     "Detector",
     "MetricWriter",
+    "Run",
     "__version__",
     "evaluate",
     "export",
@@ -42,6 +43,7 @@ _HOMES = {
     "Detections": "ppdist.predict.detections",
     "Detector": "ppdist.api",
     "MetricWriter": "ppdist.common.writers",
+    "Run": "ppdist.api",
     "evaluate": "ppdist.api",
     "load_config": "ppdist.config",
     "register_backbone": "ppdist.config.plugins",

@@ -29,14 +29,20 @@ from PIL import Image
 from ppdist.common.errors import ConfigError, DataError, UserError
 from ppdist.common.process import STOP_SIGNALS, quiet_paddle
 from ppdist.config import ExperimentConfig, load_config
-from ppdist.config.base import parse_plain
+from ppdist.config.base import Overrides, override_items, parse_plain
 from ppdist.config.export import ExportOptions
 from ppdist.predict.detections import Detections
 from ppdist.predict.sources import Frame, Source, as_image, expand, frames_of, is_many, read_source
 
 if TYPE_CHECKING:
     from ppdist.engine.callbacks import Callback
+    from ppdist.engine.recipe import Recipe
     from ppdist.predict.model import LoadedModel, Predict
+
+if TYPE_CHECKING:
+    _Path = Path
+else:  # before Python 3.12 no class of its own derives from Path itself
+    _Path = type(Path())
 
 Picture: TypeAlias = np.ndarray | Image.Image  # uint8 RGB [H, W, 3], or Pillow's
 Place: TypeAlias = str | Path
@@ -192,7 +198,7 @@ class Detector:
         batch: int | None = None,
         output_dir: Place | None = None,
         recipe: str | None = None,
-        overrides: Sequence[str] = (),
+        overrides: Overrides = (),
         evaluate: bool = True,
         callbacks: Sequence["Callback"] = (),
     ) -> "Detector":
@@ -210,16 +216,17 @@ class Detector:
             recipe: a shipped one whose learning rate and the like are fitted to a data.yaml or a
                 folder, as `ppdist train DATA --model RECIPE` does; None: the settings of the
                 weights' own training.
-            overrides: more keys of the configuration, such as "optimizer.lr=0.001".
+            overrides: more keys of the configuration: "optimizer.lr=0.001", or a mapping.
             evaluate: on the validation split, and keep the best.
             callbacks: see `ppdist.Callback`.
         Returns: the detector with the best weights of the run.
         Raises: UserError: data or configuration are wrong, or the run was stopped.
         """
+        items = override_items(overrides)
         if recipe is None:
-            config = self._fine_tuning(data, epochs, batch, output_dir, overrides)
+            config = self._fine_tuning(data, epochs, batch, output_dir, items)
         else:
-            config = self._fitted(recipe, data, epochs, batch, output_dir, overrides)
+            config = self._fitted(recipe, data, epochs, batch, output_dir, items)
         run = train(config, evaluate=evaluate, callbacks=callbacks)
         return Detector(run, device=self._device)
 
@@ -371,70 +378,122 @@ def _frame(given: Any, position: int) -> Frame:
     return Frame(f"{position}", None, as_image(given))
 
 
+class Run(_Path):
+    """The output_dir of a training: a path, and the numbers of its epochs.
+
+    `Run("output/my_run")` opens any run, also one that still trains.
+    """
+
+    def history(self) -> list[dict[str, Any]]:
+        """One row an epoch, ready for `pandas.DataFrame`; see `ppdist report RUN --csv`.
+
+        `epoch`, `step` (its last), the means of `loss` and its parts, `lr`, `images_per_second`,
+        `seconds`, and of an evaluation at its end `mAP`, `mAP50`, `val_loss` and the like.
+        Raises: UserError: it is not the folder of a run.
+        """
+        from ppdist.report.history import history
+
+        return history(Path(self))
+
+
 def train(
-    config: Config,
-    overrides: Sequence[str] = (),
+    config: Config | None = None,
+    overrides: Overrides = (),
     *,
+    data: Place | None = None,
+    model: str | None = None,
+    epochs: float | str | None = None,
+    batch: int | Literal["auto"] | None = None,
+    weights: Place | None = None,
+    image_size: int | tuple[int, int] | None = None,
+    output_dir: Place | None = None,
     evaluate: bool = True,
     resume: Place | Literal["auto"] | None = None,
     callbacks: Sequence["Callback"] = (),
-) -> Path:
+) -> Run:
     """Trains in this process, as `ppdist train` does.
+
+        train("data.yaml", model="yolov5n", epochs=10)
+        train("ppyoloe_plus_s", {"data.root": "datasets/mine"}, epochs=50)
+        train(resume="output/my_run", epochs="+50")
 
     On several cards write a program that calls it, and start that by `fleetrun`.
 
     Args:
-        config: a file, the name of a shipped one, or what `load_config` gives.
-        overrides: `key.path=value`, as after -o.
+        config: a file, the name of a shipped one, or what `load_config` gives; with `model` the
+            data, as `data`.
+        overrides: `key.path=value`, as after -o, or a mapping of values by key, nested or not.
+        data: a data.yaml (ultralytics, Roboflow) or a folder with COCO's JSON, Pascal VOC's XML or
+            YOLO's labels; everything else is decided for it.
+        model: the shipped recipe for `data`: "yolov5n", "ppyoloe_plus_s", ...
+        epochs: passes over the training images; "+50" goes on with `resume` for so many more.
+        batch: images on this card, or "auto".
+        weights: a name or a file to start from, as model.pretrained.
+        image_size: pixels; one number is a square, two are height and width.
+        output_dir: where the run writes.
         evaluate: on the validation split during training, and keep the best.
-        resume: a checkpoint or an output_dir; "auto": that of this run, where there is one.
+        resume: a checkpoint or an output_dir, alone with its own settings; "auto": that of this
+            run, where there is one.
             Without it a run that is not told where to write takes output/run, or the first of
             output/run-2, output/run-3 that is free.
         callbacks: called in this order at the moments of the training.
-    Returns: the run's output_dir; `Detector(output_dir)` opens its best weights.
+    Returns: the run's output_dir, a Path; `Detector(run)` opens its best weights, `run.history()`
+        is its table of epochs.
     Raises: UserError: data, weights or configuration are wrong, or a signal has stopped the run
         after a checkpoint (code `training_stopped`).
     """
     quiet_paddle()
-    settled = _settled(config, overrides)
+    _require_callbacks(callbacks)
+    asked = {
+        "epochs": epochs,
+        "batch": batch,
+        "weights": weights,
+        "image_size": [image_size] * 2 if isinstance(image_size, int) else image_size,
+        "output_dir": output_dir,
+    }
+    asked = {name: value for name, value in asked.items() if value is not None}
+    source = config if data is None else data
     with _signals_given_back():
         from ppdist.engine.run import run_training
         from ppdist.engine.state import AUTO
 
+        settled, recipe, extends = _chosen(source, model, resume, asked, override_items(overrides))
         free = _free_folder if resume is None else str
-        output_dir = Path(settled.output_dir or free("output/run"))
+        folder = Path(settled.output_dir or free("output/run"))
         status = run_training(
             settled,
-            output_dir,
+            folder,
             evaluate=evaluate,
             resume=resume if resume in (None, AUTO) else Path(resume),
+            extends=extends,
             command=sys.argv,
             callbacks=callbacks,
+            recipe=recipe,
         )
     if status:
         raise UserError(
             "the training was stopped by a signal, after a checkpoint",
             code="training_stopped",
-            where=str(output_dir),
+            where=str(folder),
             fix="train(config, resume=output_dir) continues from there",
         )
-    return output_dir
+    return Run(folder)
 
 
 def evaluate(
-    weights: Place, *, config: Config | None = None, overrides: Sequence[str] = ()
+    weights: Place, *, config: Config | None = None, overrides: Overrides = ()
 ) -> dict[str, float]:
     """Measures weights on the validation split, as `ppdist eval` does: mAP, mAP50, ...
 
     Args:
         weights: see `Detector`.
         config: see `train`; None: what the weights say of themselves.
-        overrides: `key.path=value`, as after -o.
+        overrides: see `train`.
     Raises: UserError: weights, data or configuration are wrong.
     """
     quiet_paddle()
     file = _weights_file(weights)
-    settled = config_for(file, config, overrides, needs_data=True)
+    settled = config_for(file, config, override_items(overrides), needs_data=True)
     from ppdist.distributed import comm
     from ppdist.engine.run import prepare_evaluation
 
@@ -483,6 +542,79 @@ def export(
 
 
 # --- configurations -------------------------------------------------------------------------------
+
+
+# The key of each argument of `train` that has one.
+_KEYS = {
+    "epochs": "train.epochs",
+    "batch": "train.batch_size_per_card",
+    "weights": "model.pretrained",
+    "image_size": "model.image_size",
+    "output_dir": "output_dir",
+}
+
+
+def _chosen(
+    source: Config | None,
+    model: str | None,
+    resume: Place | None,
+    asked: Mapping[str, Any],
+    overrides: Sequence[str],
+) -> tuple[ExperimentConfig, "Recipe | None", bool]:
+    """What `train` trains: a run that goes on, a recipe for data, or a configuration.
+
+    Args: asked: those of its arguments that are keys.
+    Returns: the configuration; its recipe; whether a run has more epochs than it was planned for.
+    """
+    from ppdist.data.datasets.layout import find_layout, is_layout
+    from ppdist.distributed import comm
+    from ppdist.engine.continuation import continuation
+    from ppdist.engine.recipe import Wishes, fit_recipe
+
+    epochs = asked.get("epochs")
+    if source is None and resume not in (None, "auto"):
+        rest = {_KEYS[name]: value for name, value in asked.items() if name != "epochs"}
+        items = [*override_items(rest), *overrides]
+        found = continuation(Path(resume), None if epochs is None else f"{epochs}", items)
+        return found.config, None, found.extends
+    if isinstance(epochs, str):
+        raise ConfigError(
+            "more epochs go with resume=RUN alone",
+            code="options_conflict",
+            where=f"epochs={epochs!r}",
+        )
+    is_data = isinstance(source, str | Path) and is_layout(source)
+    if source is None or is_data != (model is not None):
+        missing = "model" if is_data else "data"
+        raise ConfigError(
+            f"{missing} is missing",
+            code="option_missing",
+            where="train()" if source is None else f"train({str(source)!r})",
+            fix='train("data.yaml", model="yolov5n"), train("cfg.yml") or train(resume=RUN)',
+        )
+    if model is None:
+        own = override_items({_KEYS[name]: value for name, value in asked.items()})
+        return _settled(source, [*own, *overrides]), None, False
+    out = {name: asked[name] for name in ("output_dir",) if name in asked}
+    weights = str(asked["weights"]) if "weights" in asked else None
+    size = asked.get("image_size")
+    wishes = Wishes(model, epochs, asked.get("batch"), weights, size and (size[0], size[1]))
+    items = [*override_items(out), *overrides]
+    recipe = fit_recipe(find_layout(str(source)), wishes, items, comm.world_size())
+    return recipe.config, recipe, False
+
+
+def _require_callbacks(callbacks: Sequence[object]) -> None:
+    if not callbacks:
+        return
+    from ppdist.engine.callbacks import Callback
+
+    for each in callbacks:
+        if not isinstance(each, Callback):
+            raise ConfigError(
+                "no callback", code="callback_unknown", where=f"callbacks: {each!r}",
+                fix="derive its class from ppdist.Callback, and give an instance of it",
+            )  # fmt: skip
 
 
 def _settled(config: Config, overrides: Sequence[str]) -> ExperimentConfig:

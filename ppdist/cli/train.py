@@ -11,9 +11,7 @@ labels.  Everything else is decided, shown, and written to the output_dir as a c
 
 import argparse
 import gc
-import shlex
 from collections.abc import Sequence
-from itertools import chain, count
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -155,7 +153,6 @@ def train(arguments: argparse.Namespace, callbacks: Sequence["Callback"] = ()) -
     require_limits()
     import_engine()
     from ppdist.config import load_config
-    from ppdist.distributed import comm
     from ppdist.engine.continuation import continuation
     from ppdist.engine.run import run_training
     from ppdist.engine.state import AUTO
@@ -174,13 +171,8 @@ def train(arguments: argparse.Namespace, callbacks: Sequence["Callback"] = ()) -
         config = load_config(arguments.config, arguments.override)
     output_dir = Path(config.output_dir or f"output/{Path(arguments.config).stem}")
     evaluate = not arguments.config if arguments.eval is None else arguments.eval
-    before = {*output_dir.glob(_ASIDE)}
 
     def begin(log: "RunLog") -> None:
-        if recipe:
-            again = comm.run_on_main(lambda: _write(recipe, output_dir, before, evaluate))
-            log.headline("again", again)
-            _tell(recipe, log)
         notice = started_by_stock_launcher()
         if notice:
             log.warning(notice)
@@ -195,6 +187,7 @@ def train(arguments: argparse.Namespace, callbacks: Sequence["Callback"] = ()) -
         resume_changed=arguments.resume_changed,
         extends=extends,
         callbacks=callbacks,
+        recipe=recipe,
         begin=begin,
     )
 
@@ -224,44 +217,6 @@ def _fitted(arguments: argparse.Namespace) -> "Recipe":
     )
     layout = find_layout(arguments.data)
     return fit_recipe(layout, wishes, arguments.override, comm.world_size())
-
-
-def _tell(recipe: "Recipe", log: "RunLog") -> None:
-    """The reasons to train.log, and what a recipe is to be known for to the console."""
-    log.table("decided", recipe.rows)
-    for note in recipe.notes:
-        log.note(note)
-
-
-_ASIDE = "old-*"  # in output_dir: earlier runs
-
-
-def _write(recipe: "Recipe", output_dir: Path, before: set[Path], evaluate: bool) -> str:
-    """Writes the configuration beside its run; returns the command that trains with it.
-
-    An earlier one goes with its run, where that was moved aside; else an edited one is kept here.
-
-    Args: before: the earlier runs in output_dir when this one started.
-    """
-    from ppdist.common.files import replace_file, writing
-    from ppdist.engine.recipe import FILE
-
-    file = output_dir / FILE
-    content = recipe.text.encode()
-    with writing(file):
-        if file.exists():
-            for moved in {*output_dir.glob(_ASIDE)} - before:
-                file.replace(moved / FILE)
-        if file.exists() and file.read_bytes() != content:  # perhaps edited by hand
-            file.replace(_unused(file.with_name(f"{FILE}.old")))
-        replace_file(file, content)
-    return shlex.join(["ppdist", "train", "-c", str(file), *(["--eval"] if evaluate else [])])
-
-
-def _unused(file: Path) -> Path:
-    """The file, or the first of `file.2`, `file.3`, ... that is not there."""
-    names = chain([file.name], (f"{file.name}.{number}" for number in count(2)))
-    return next(each for each in map(file.with_name, names) if not each.exists())
 
 
 def main() -> int:

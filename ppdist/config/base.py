@@ -11,7 +11,7 @@ import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Literal, TypeVar, cast
+from typing import Any, Literal, TypeAlias, TypeVar, cast
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
@@ -20,6 +20,9 @@ from ppdist.config.migration import refuse_file
 from ppdist.config.shipped import find_config
 from ppdist.config.yaml import Node, Place, Problem, Reader, dump, merge, problems_error
 
+# What changes a configuration: items of -o, or values by key, `{"train": {"epochs": 3}}` or
+# `{"train.epochs": 3}`.
+Overrides: TypeAlias = Sequence[str] | Mapping[str, Any]
 Task = Literal["detect", "classify"]  # boxes with classes, or one class for each image
 
 
@@ -157,6 +160,19 @@ def _as_text(tree: Node, path: Sequence[str | int]) -> Node:
 def dump_yaml(config: Section) -> str:
     """YAML text with every key, defaults included; reading it gives the same configuration."""
     return dump(config.model_dump(mode="json"))
+
+
+def override_items(overrides: Overrides, above: str = "") -> list[str]:
+    """Overrides as items of -o."""
+    if not isinstance(overrides, Mapping):
+        return [*overrides]
+    items = []
+    for key, value in overrides.items():
+        if isinstance(value, Mapping) and value:
+            items += override_items(value, f"{above}{key}.")
+        else:  # JSON is YAML, so that text stays text
+            items.append(f"{above}{key}={json.dumps(value, ensure_ascii=False, default=str)}")
+    return items
 
 
 def flattened(config: Section) -> dict[str, Any]:

@@ -1,14 +1,14 @@
 """ExperimentConfig, the tree of all Sections, and load_config."""
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any, cast
 
 from pydantic import Field, model_validator
 
-from ppdist.config.base import Section, parse_config
+from ppdist.config.base import Overrides, Section, override_items, parse_config
 from ppdist.config.data import DataConfig
 from ppdist.config.distill import DistillConfig
 from ppdist.config.distributed import DistributedConfig
@@ -142,17 +142,18 @@ def experiment_of(tree: Mapping[str, Any]) -> ExperimentConfig:
     return opened.model_validate_json(json.dumps(tree), strict=True)
 
 
-def load_config(path: str | Path, overrides: Sequence[str] = ()) -> ExperimentConfig:
+def load_config(path: str | Path, overrides: Overrides = ()) -> ExperimentConfig:
     """Reads the configuration of an experiment; `output_dir` defaults to output/<file name>.
 
     Args:
         path: the YAML file, or the name of a shipped config.
         overrides: `key.path=value` items of -o; the value is YAML (`model.image_size=[320,320]`).
-            They apply in order, so the last one wins.
+            They apply in order, so the last one wins.  Or a mapping: {"train.epochs": 3}, or
+            {"train": {"epochs": 3}}.
 
     Raises:
         ConfigError: everything that is wrong, one line for each problem:
             `file:line:column: key.path: what was found, what was expected; did you mean ...`.
     """
     defaults = {"output_dir": f"output/{Path(find_config(str(path))).stem}"}
-    return parse_config(path, overrides, ExperimentConfig, defaults)
+    return parse_config(path, override_items(overrides), ExperimentConfig, defaults)

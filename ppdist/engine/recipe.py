@@ -7,13 +7,16 @@ with_data    any configuration, with the data that a layout or another one names
 
 import math
 import os
+import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import reduce
+from itertools import chain, count
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 from ppdist.common.errors import ConfigError
+from ppdist.common.files import replace_file, writing
 from ppdist.common.process import printable
 from ppdist.config import ExperimentConfig, load_config
 from ppdist.config.base import parse_plain, parse_tree
@@ -25,6 +28,7 @@ from ppdist.data.datasets.build import read_split
 from ppdist.data.datasets.layout import VAL_FRACTION, Layout, find_layout, is_layout
 
 FILE = "recipe.yml"  # in output_dir
+ASIDE = "old-*"  # in output_dir: earlier runs
 _COMMON = ("yolov5n", "yolov5s", "ppyoloe_plus_s", "ppyoloe_plus_m")  # recipes to name first
 # Below so many training images a recipe for COCO is changed: 5 % of COCO, half of VOC 2007 + 2012.
 _FEW_IMAGES = 8000
@@ -311,6 +315,31 @@ def _data_section(data: str | Path | ExperimentConfig | Mapping[str, Any]) -> Ma
     if is_layout(data):
         return find_layout(str(data)).section()
     return load_config(data).data.model_dump(mode="json")
+
+
+def write_recipe(recipe: Recipe, output_dir: Path, before: set[Path], evaluate: bool) -> str:
+    """Writes the configuration beside its run; returns the command that trains with it.
+
+    An earlier one goes with its run, where that was moved aside; else an edited one is kept here.
+
+    Args: before: the earlier runs in output_dir when this one started.
+    """
+    file = output_dir / FILE
+    content = recipe.text.encode()
+    with writing(file):
+        if file.exists():
+            for moved in {*output_dir.glob(ASIDE)} - before:
+                file.replace(moved / FILE)
+        if file.exists() and file.read_bytes() != content:  # perhaps edited by hand
+            file.replace(_unused(file.with_name(f"{FILE}.old")))
+        replace_file(file, content)
+    return shlex.join(["ppdist", "train", "-c", str(file), *(["--eval"] if evaluate else [])])
+
+
+def _unused(file: Path) -> Path:
+    """The file, or the first of `file.2`, `file.3`, ... that is not there."""
+    names = chain([file.name], (f"{file.name}.{number}" for number in count(2)))
+    return next(each for each in map(file.with_name, names) if not each.exists())
 
 
 # --- trees ----------------------------------------------------------------------------------------

@@ -21,7 +21,11 @@ from ppdist.engine.build import (
 )
 from ppdist.engine.callbacks import Callback
 from ppdist.engine.evaluator import ClassificationEvaluator, Evaluator
+<<<<<<< HEAD
 from ppdist.metrics.analysis import class_table
+=======
+from ppdist.engine.recipe import ASIDE, Recipe, write_recipe
+>>>>>>> 48724e2 (Python trains on DATA, takes overrides as a mapping, and knows the history of a run)
 from ppdist.metrics.verdict import verdict_of
 from ppdist.models.base import ImageModel
 from ppdist.models.weights import load_all_weights
@@ -42,16 +46,19 @@ def run_training(
     resume_changed: bool = False,
     extends: bool = False,
     callbacks: Sequence[Callback] = (),
+    recipe: Recipe | None = None,
     begin: Callable[[RunLog], object] = lambda log: None,
 ) -> int:
     """Trains on this rank, draws the pictures of the run; returns the exit code.  Collective.
 
     Args:
+        recipe: that the configuration is of, to be written beside the run.
         begin: called with the log, before the first step; for the others see `build_training`.
     Raises: UserError: data, weights, checkpoint or configuration are wrong.
     """
     comm.init(config.device, config.distributed)
     heartbeat.tell_run(output_dir)
+    before = {*output_dir.glob(ASIDE)}
     experiment = build_training(
         config,
         output_dir=output_dir,
@@ -63,6 +70,8 @@ def run_training(
         callbacks=callbacks,
     )
     with experiment.log:
+        if recipe is not None:
+            _tell(recipe, experiment.log, output_dir, before, evaluate)
         begin(experiment.log)
         status = experiment.trainer.fit()
         if comm.is_main() and status == 0:  # whoever asked to stop kills what does not end in time
@@ -81,6 +90,7 @@ def run_training(
         return status
 
 
+<<<<<<< HEAD
 def outcome(output_dir: Path, config: ExperimentConfig) -> list[str]:
     """What a run learned: its classes as a table, and the verdict."""
     file, lines = output_dir / "evaluation.json", list[str]()
@@ -90,6 +100,18 @@ def outcome(output_dir: Path, config: ExperimentConfig) -> list[str]:
             lines = class_table(evaluation, most=_MOST_CLASSES).splitlines()
     findings = verdict_of(output_dir, config.model.pretrained is not None)
     return [*lines, *(finding.text for finding in findings)]
+=======
+def _tell(recipe: Recipe, log: RunLog, output_dir: Path, before: set[Path], evaluate: bool) -> None:
+    """The reasons of a recipe to train.log, how to train with it to the console.  Collective.
+
+    Args: before: the earlier runs in output_dir when this one started.
+    """
+    again = comm.run_on_main(lambda: write_recipe(recipe, output_dir, before, evaluate))
+    log.headline("again", again)
+    log.table("decided", recipe.rows)
+    for note in recipe.notes:
+        log.note(note)
+>>>>>>> 48724e2 (Python trains on DATA, takes overrides as a mapping, and knows the history of a run)
 
 
 def _draw(output_dir: Path, experiment: Experiment, config: ExperimentConfig) -> None:

@@ -12,7 +12,7 @@ import yaml
 from ppdist.cli import train
 from ppdist.common.errors import ConfigError
 from ppdist.engine import run as engine_run
-from ppdist.engine.recipe import Recipe
+from ppdist.engine.recipe import Recipe, write_recipe
 from tests.forked import run_on_two_ranks, succeeded
 
 NAMES = ("cat", "dog")
@@ -136,9 +136,9 @@ def test_each_layout_trains_as_a_config_by_hand(
 def test_recipe_goes_with_its_run(tmp_path):
     (tmp_path / "old-1").mkdir()
     before = {tmp_path / "old-1"}
-    train._write(Recipe(None, "seed: 1\n", ()), tmp_path, before, evaluate=False)
+    write_recipe(Recipe(None, "seed: 1\n", ()), tmp_path, before, evaluate=False)
     (tmp_path / "old-2").mkdir()  # what the run of that recipe became
-    train._write(Recipe(None, "seed: 2\n", ()), tmp_path, before, evaluate=False)
+    write_recipe(Recipe(None, "seed: 2\n", ()), tmp_path, before, evaluate=False)
     texts = {str(each.relative_to(tmp_path)): each.read_text() for each in tmp_path.rglob("*.yml*")}
     assert texts == {"recipe.yml": "seed: 2\n", "old-2/recipe.yml": "seed: 1\n"}
 
@@ -146,18 +146,18 @@ def test_recipe_goes_with_its_run(tmp_path):
 def test_edited_recipe_is_kept_beside(tmp_path):
     recipe = Recipe(None, "seed: 1\n", ())
     for _ in range(2):  # the same again moves nothing
-        train._write(recipe, tmp_path, set(), evaluate=False)
+        write_recipe(recipe, tmp_path, set(), evaluate=False)
     assert [file.name for file in tmp_path.iterdir()] == ["recipe.yml"]
     (tmp_path / "recipe.yml").write_text("seed: 2\n")
-    told = train._write(recipe, tmp_path, set(), evaluate=False)
+    told = write_recipe(recipe, tmp_path, set(), evaluate=False)
     assert (tmp_path / "recipe.yml").read_text() == "seed: 1\n"
     assert (tmp_path / "recipe.yml.old").read_text() == "seed: 2\n"
     (tmp_path / "recipe.yml").write_text("seed: 3\n")
-    train._write(recipe, tmp_path, set(), evaluate=False)
+    write_recipe(recipe, tmp_path, set(), evaluate=False)
     old = [(tmp_path / f"recipe.yml.old{more}").read_text() for more in ("", ".2")]
     assert old == ["seed: 2\n", "seed: 3\n"]
     (tmp_path / "a b").mkdir()
-    assert f"-c '{tmp_path}/a b/recipe.yml' --eval" in train._write(
+    assert f"-c '{tmp_path}/a b/recipe.yml' --eval" in write_recipe(
         recipe, tmp_path / "a b", set(), True
     )
     assert told == f"ppdist train -c {tmp_path / 'recipe.yml'}"
