@@ -21,11 +21,8 @@ from ppdist.engine.build import (
 )
 from ppdist.engine.callbacks import Callback
 from ppdist.engine.evaluator import ClassificationEvaluator, Evaluator
-<<<<<<< HEAD
-from ppdist.metrics.analysis import class_table
-=======
 from ppdist.engine.recipe import ASIDE, Recipe, write_recipe
->>>>>>> 48724e2 (Python trains on DATA, takes overrides as a mapping, and knows the history of a run)
+from ppdist.metrics.analysis import class_table
 from ppdist.metrics.verdict import verdict_of
 from ppdist.models.base import ImageModel
 from ppdist.models.weights import load_all_weights
@@ -90,7 +87,6 @@ def run_training(
         return status
 
 
-<<<<<<< HEAD
 def outcome(output_dir: Path, config: ExperimentConfig) -> list[str]:
     """What a run learned: its classes as a table, and the verdict."""
     file, lines = output_dir / "evaluation.json", list[str]()
@@ -100,7 +96,8 @@ def outcome(output_dir: Path, config: ExperimentConfig) -> list[str]:
             lines = class_table(evaluation, most=_MOST_CLASSES).splitlines()
     findings = verdict_of(output_dir, config.model.pretrained is not None)
     return [*lines, *(finding.text for finding in findings)]
-=======
+
+
 def _tell(recipe: Recipe, log: RunLog, output_dir: Path, before: set[Path], evaluate: bool) -> None:
     """The reasons of a recipe to train.log, how to train with it to the console.  Collective.
 
@@ -111,7 +108,6 @@ def _tell(recipe: Recipe, log: RunLog, output_dir: Path, before: set[Path], eval
     log.table("decided", recipe.rows)
     for note in recipe.notes:
         log.note(note)
->>>>>>> 48724e2 (Python trains on DATA, takes overrides as a mapping, and knows the history of a run)
 
 
 def _draw(output_dir: Path, experiment: Experiment, config: ExperimentConfig) -> None:
