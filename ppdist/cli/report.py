@@ -1,10 +1,12 @@
 """Writes an HTML report of one run, or a comparison of several.
 
 ppdist report RUN... [--out FILE]
+ppdist report RUN --csv FILE
 
 RUN is the output_dir of a training, also of one that goes on or was killed, or the --out folder
 of ppdist eval.  The page holds all it shows, pictures too, and loads nothing.  Of several runs
-those that differ only in their seed are grouped.
+those that differ only in their seed are grouped.  --csv writes a row an epoch instead, as
+`ppdist.Run(RUN).history()` has them.
 """
 
 import argparse
@@ -21,12 +23,22 @@ def parse() -> argparse.Namespace:
         "--out", type=Path, metavar="FILE",
         help="the page; by default report.html in the folder of a single run, else here",
     )  # fmt: skip
-    return parser.parse_args()
+    parser.add_argument(
+        "--csv",
+        type=Path,
+        metavar="FILE",
+        help="write the epochs of a single run as a table instead",
+    )
+    arguments = parser.parse_args()
+    if arguments.csv and (arguments.out or len(arguments.runs) > 1):
+        parser.error("--csv is of one RUN, and goes without --out")
+    return arguments
 
 
 def main() -> int:
     arguments = parse()
     from ppdist.report.content import verdict_on
+    from ppdist.report.history import write_history
     from ppdist.report.page import write_report
     from ppdist.report.run import read_run, require_run
     from ppdist.viz.run_plots import draw_run
@@ -34,6 +46,10 @@ def main() -> int:
     alone = len(arguments.runs) == 1
     for folder in arguments.runs:
         require_run(folder)
+    if arguments.csv:
+        write_history(arguments.runs[0], arguments.csv)
+        print(arguments.csv)
+        return 0
     if alone:
         draw_run(arguments.runs[0])
     out = arguments.out or (arguments.runs[0] if alone else Path()) / "report.html"

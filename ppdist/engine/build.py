@@ -169,7 +169,7 @@ def build_training(
         for warning in short_of:
             log.warning(warning)
         log.headline("data", data_line(config, train_set, val_set))
-        log.headline("model", model_line(config, size))
+        log.headline("model", model_line(config, size, anew))
         log.headline("device", device_line())
         log.headline("memory", memory)
         log.headline("train", train_line(derived))

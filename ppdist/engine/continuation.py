@@ -103,7 +103,9 @@ def told(derived: ScheduleSetup, before_steps: int, step: int) -> str:
         step: optimizer steps made.
     """
     schedule = derived.schedule
-    last = replace(schedule, total_steps=before_steps)(min(step, before_steps) - 1)
+    warmup = round(schedule.warmup_steps * before_steps / derived.schedule_steps)
+    before = replace(schedule, total_steps=before_steps, warmup_steps=warmup)
+    last = before(min(step, before_steps) - 1)
     made, planned = (each / derived.steps_per_epoch for each in (step, derived.schedule_steps))
     return (
         f"the run goes on from epoch {made:g} to {planned:g}: its learning "

@@ -6,6 +6,7 @@ import subprocess
 import sys
 import threading
 from pathlib import Path
+from typing import Any
 
 import cv2
 import numpy as np
@@ -267,6 +268,57 @@ def test_what_is_said_to_a_detector_reaches_its_training(
     with pytest.raises(ConfigError) as error:
         Detector(weights, threads=2)
     assert error.value.code == "options_conflict"
+
+
+def chosen(monkeypatch: pytest.MonkeyPatch, *args: object, **options: object) -> dict[str, Any]:
+    """What `train` would train."""
+    seen: dict[str, Any] = {}
+
+    def run_training(config: ExperimentConfig, output_dir: Path, **rest: object) -> int:
+        seen.update(rest, config=config, output_dir=output_dir)
+        return 0
+
+    monkeypatch.setattr("ppdist.engine.run.run_training", run_training)
+    seen["run"] = ppdist.train(*args, **options)  # type: ignore[arg-type]
+    return seen
+
+
+def test_train_takes_data_a_config_or_a_run(
+    project: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    own: dict[str, Any] = {"epochs": 3, "batch": 2, "image_size": 64, "weights": "yolov5n_coco"}
+    more = {"optimizer": {"lr": 0.25}, "train.clip_norm": 1e-05, "output_dir": "a: #b"}
+    for source in ({"config": project / "data"}, {"data": str(project / "data")}):
+        found = chosen(monkeypatch, overrides=more, model="yolov5n", **source, **own)
+        config = found["config"]
+        assert found["recipe"].config is config and found["evaluate"]
+        assert (config.train.epochs, config.train.images_per_card) == (3, 2)
+        assert (config.model.image_size, config.model.pretrained) == ((64, 64), "yolov5n_coco")
+        assert (config.optimizer.lr, config.train.clip_norm) == (0.25, 1e-5)
+        assert found["run"] == Path("a: #b") == found["output_dir"]
+        assert isinstance(found["run"], ppdist.Run) and isinstance(found["run"], Path)
+    config = chosen(monkeypatch, project / "cfg.yml", ["seed=3"], epochs=3, batch=2)["config"]
+    assert (config.train.epochs, config.seed, config.model.name) == (3, 3, "ppyoloe")
+
+
+@pytest.mark.parametrize(
+    ("options", "code"),
+    [
+        ({}, "option_missing"),
+        ({"config": "data"}, "option_missing"),
+        ({"config": "cfg.yml", "model": "yolov5n"}, "option_missing"),
+        ({"config": "cfg.yml", "epochs": "+5"}, "options_conflict"),
+        ({"config": "cfg.yml", "callbacks": [print]}, "callback_unknown"),
+    ],
+)
+def test_train_refuses_what_does_not_go_together(
+    project: Path, monkeypatch: pytest.MonkeyPatch, options: dict[str, Any], code: str
+) -> None:
+    monkeypatch.chdir(project)
+    with pytest.raises(ConfigError) as error:
+        ppdist.train(**options)
+    assert error.value.code == code
 
 
 def test_frames_are_followed(

@@ -20,6 +20,7 @@ def build_run(
     model="ppyoloe",
     resume=False,
     changed=False,
+    extends=False,
     evaluate=False,
     callbacks=(),
     device="cpu",
@@ -34,6 +35,7 @@ def build_run(
         resume=Path(output_dir) if resume is True else resume or None,
         command=["test"],
         resume_changed=changed,
+        extends=extends,
         callbacks=callbacks,
         kernels=kernels,
     )
