@@ -80,7 +80,9 @@ def test_an_ended_run_trains_on_and_keeps_its_history(shapes, tmp_path):
     before = history(tmp_path)
     assert [each["epoch"] for each in before] == [1, 2] and "mAP" in before[1]
     with pytest.raises(CheckpointError) as caught:
-        build_run(shapes, tmp_path, *OWN, "train.epochs=4", model=FASTEST, resume=True, evaluate=True)
+        build_run(
+            shapes, tmp_path, *OWN, "train.epochs=4", model=FASTEST, resume=True, evaluate=True
+        )
     assert caught.value.code == "config_changed"
     longer = (*OWN, "train.epochs=4")
     run_to_end(shapes, tmp_path, *longer, model=FASTEST, resume=True, extends=True, evaluate=True)
