@@ -109,6 +109,8 @@ def show(metrics: Mapping[str, float], analysis: Mapping[str, Any]) -> None:
     from ppdist.metrics.analysis import class_table
 
     def shown(value: float) -> str:
+        if isinstance(value, int):  # a count
+            return str(value)
         return "-" if value < 0 else f"{value:.4f}"
 
     console = Console(width=None if sys.stdout.isatty() else 120)

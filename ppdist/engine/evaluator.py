@@ -213,8 +213,8 @@ class DatasetEvaluator(ABC, Generic[Found]):
             model: the model itself, not its data-parallel wrapper.
             stopped: whether this rank was asked to stop; called after each batch.
             step: optimizer steps done, on which the loss depends.
-        Returns: what `measure` does; with a loss `val_loss` and `val_loss_<part>`;
-            `left_out_images`, where some cannot be read; and `eval_seconds` (rank 0's wall time).
+        Returns: what `measure` does; with a loss `val_loss` and `val_loss_<part>`; and
+            `eval_seconds` (rank 0's wall time).
         Raises: EvaluationStopped, on all ranks: one was asked to stop.  EvaluationFailed.
         """
         began, self.clock = time.monotonic(), Clock()
@@ -228,13 +228,7 @@ class DatasetEvaluator(ABC, Generic[Found]):
             self._last = found
             metrics = self.measure(found)
             self.clock.lap("metrics")
-            left_out = len(self._scored.unreadable)
-            return {
-                **metrics,
-                **losses,
-                **({"left_out_images": left_out} if left_out else {}),
-                "eval_seconds": time.monotonic() - began,
-            }
+            return {**metrics, **losses, "eval_seconds": time.monotonic() - began}
 
         metrics = evaluate_on_all_ranks(measure, say=lambda metrics: metrics).said_W[0]
         self.clock.lap("ranks")
@@ -253,9 +247,14 @@ class DatasetEvaluator(ABC, Generic[Found]):
         """
         return self._over_ranks(model, stopped, None)[0]
 
-    @abstractmethod
     def measure(self, found: Found) -> dict[str, float]:
-        """Metrics of what `predict` found.  Local."""
+        """Metrics of what `predict` found; `left_out_images`, where some cannot be read.  Local."""
+        metrics, left_out = self._measure(found), len(self._scored.unreadable)
+        return {**metrics, "left_out_images": left_out} if left_out else metrics
+
+    @abstractmethod
+    def _measure(self, found: Found) -> dict[str, float]:
+        """The metrics alone."""
 
     @abstractmethod
     def analyse(self, found: Found, step: int | None = None) -> dict[str, Any]:
@@ -393,7 +392,7 @@ class Evaluator(DatasetEvaluator[np.ndarray]):
         self._sizes_wh_N2 = np.array([(r.width, r.height) for r in dataset.records], np.float32)
         self._nms, self._most = nms, max_detections
 
-    def measure(self, found: np.ndarray) -> dict[str, float]:
+    def _measure(self, found: np.ndarray) -> dict[str, float]:
         """See `ppdist.metrics.coco.evaluate_boxes`; and `fitness`."""
         metrics = evaluate_boxes(self._scored, found, self._most)
         return {**metrics, "fitness": fitness(metrics)}
@@ -507,7 +506,7 @@ class ClassificationEvaluator(DatasetEvaluator[Ranking]):
 
     headline = metrics = CLASSIFICATION_METRICS
 
-    def measure(self, found: Ranking) -> dict[str, float]:
+    def _measure(self, found: Ranking) -> dict[str, float]:
         """See `ppdist.metrics.classification.accuracy`."""
         return accuracy(found)
 

@@ -625,7 +625,7 @@ def confusion(evaluation: Mapping[str, Any]) -> Figure | None:
     _matrix(shares_axes, percent, names, Normalize(0, 100))
     _matrix(counts_axes, counts, names, PowerNorm(0.4, 0, max(1.0, counts.max())))
     shares_axes.set_title("row-normalised, %")
-    counts_axes.set_title("objects" if _BACKGROUND in names[-1:] else "images")
+    counts_axes.set_title("detections" if _BACKGROUND in names[-1:] else "images")
     as_written(figure.suptitle(_confusion_title(found)))
     return figure
 

@@ -112,6 +112,11 @@ def test_unaffected_warm_up_gives_no_warning():
     assert not [line for line in said(PPYOLOE, 32, *written) if "warmup" in line]
 
 
+def test_few_steps_are_enough_to_fine_tune():
+    found = said(BCCD, 8, "model.pretrained=ppyoloe_plus_s_coco")
+    assert not [line for line in found if "optimizer steps in all" in line]
+
+
 def test_a_classifier_is_not_held_to_what_detectors_lost():
     assert said("yolov5/yolov5s_cls_imagenet", 64) == []
 
