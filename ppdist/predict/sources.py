@@ -9,6 +9,7 @@ import functools
 import glob
 import http.client
 import logging
+import os
 import sys
 import urllib.parse
 import urllib.request
@@ -150,7 +151,12 @@ def _allowed(word: Path | str | int) -> Iterator[None]:
 
 
 def _magic_part(parts: Sequence[str]) -> int:
-    return next(at for at, part in enumerate(parts) if glob.has_magic(part))
+    """The first part that is a pattern, and no folder with brackets in its name."""
+    return next(
+        at
+        for at, part in enumerate(parts)
+        if glob.has_magic(part) and not Path(*parts[: at + 1]).exists()
+    )
 
 
 def _expand(word: Path | str | int, leave_out: Path | None) -> list[Source]:
@@ -162,11 +168,13 @@ def _expand(word: Path | str | int, leave_out: Path | None) -> list[Source]:
     if text.startswith((*_LIVE, *_WEB)):
         return [Source(text, _name_of_address(text))]
     if _is_pattern(word):
-        matches = sorted(Path(each) for each in glob.glob(text, recursive=True))
+        parts = Path(text).parts
+        plain = _magic_part(parts)
+        pattern = os.path.join(*map(glob.escape, parts[:plain]), *parts[plain:])
+        matches = sorted(Path(each) for each in glob.glob(pattern, recursive=True))
         chosen = [each for each in matches if _is_picture(each, leave_out)]
         if not chosen:
             raise DataError("no image or video matches", code="no_images", where=text)
-        plain = _magic_part(Path(text).parts)
         return [Source(each, str(Path(*each.parts[plain:]))) for each in chosen]
     path = Path(word)
     root = path if path.is_dir() else path.parent

@@ -337,6 +337,8 @@ def _in_part(config: DataConfig, split: Split, paths: Sequence[str]) -> list[boo
         for path in paths
     ]
     distinct = sorted(set(digests))  # an image that is listed twice stays in one split
+    if len(distinct) == 1:  # the only image trains and validates
+        return [True] * len(paths)
     held = set(distinct[: max(1, round(config.val_fraction * len(distinct)))])
     return [(digest in held) == (split == "val") for digest in digests]
 

@@ -6,10 +6,13 @@ VOC folder                               XML anywhere, with or without ImageSets
 YOLO folder                              images/, labels/ and classes.txt
 """
 
+import json
 import os
 import re
+import shlex
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -21,13 +24,18 @@ from ppdist.config.yaml import Node, Reader, found, problems_error
 from ppdist.data.datasets.annotations import (
     class_names,
     files_below,
+    find_image,
+    folders_below,
     is_no_data,
+    listed,
+    look_anew,
     quietly,
     read_list,
 )
 from ppdist.data.datasets.build import read_raw
 from ppdist.data.datasets.coco_stream import read_index
 from ppdist.data.datasets.voc import xml_files
+from ppdist.data.datasets.yolo import is_label, label_folder, own_names
 from ppdist.data.image import is_image_name
 
 _PARTS = ("annotations", "images", "labels", "jpegimages", "imagesets")  # of a set, not around one
@@ -91,17 +99,35 @@ def find_layout(source: str) -> Layout:
             "(docs/data.md, Object stores)"
         )
         raise DataError(what, code="data_not_found", where=source, fix=fix)
+    look_anew()
     try:
-        return _found(Path(source), source)
+        layout = _found(Path(source), source)
+        _check_names_of_folders(layout)
+        return layout
     except OSError as error:
         raise DataError(
             error.strerror or str(error), code="folder_unreadable", where=str(error.filename)
         ) from error
 
 
+def _check_names_of_folders(layout: Layout) -> None:
+    """Raises: DataError: a configuration, which is UTF-8, cannot say where the files are."""
+    for text in (str(layout.root), json.dumps(layout.section(), ensure_ascii=False)):
+        if not text.isascii() and any("\udc80" <= letter <= "\udcff" for letter in text):
+            shown = os.fsencode(layout.root).decode(errors="replace")
+            raise DataError(
+                "the name of a folder or file is not UTF-8, as configurations are",
+                code="bad_file_name",
+                where=shown,
+                fix="rename it, or link it: `ln -s FOLDER data`",
+            )
+
+
 def _found(path: Path, source: str) -> Layout:
     if path.is_file() and path.suffix.lower() in (".yaml", ".yml"):
-        return _of_yaml(path)
+        layout = _of_yaml(path)
+        own = layout.root == Path(os.path.abspath(path)).parent
+        return replace(layout, notes=(*layout.notes, *_unused(layout))) if own else layout
     if not path.is_dir():
         what = f"is no folder and no data.yaml (looked in {Path.cwd()})"
         raise DataError(what, code="data_not_found", where=source, fix=_KINDS)
@@ -112,14 +138,120 @@ def _found(path: Path, source: str) -> Layout:
             fix = f"name the one that is meant: {files[0]}, say"
             raise DataError(what, code="split_ambiguous", where=str(folder), fix=fix)
         if files:
-            return _of_yaml(files[0])
+            return _found(files[0], str(files[0]))
         for reader in (_of_coco, _of_voc, _of_yolo):
-            layout = reader(folder)
-            if layout is not None:
-                return layout
+            found_layout = reader(folder)
+            if found_layout is not None:
+                _check_one_format(found_layout)
+                return replace(found_layout, notes=(*found_layout.notes, *_unused(found_layout)))
+    below = [*files_below(path)]
+    _refuse_foreign(below, source)
+    images = sum(map(_is_image, below))
+    if images:
+        what = f"has {images} images and no labels"
+        raise DataError(what, code="labels_missing", where=source, fix=_KINDS)
     seen = sorted(each.name for each in path.iterdir())[:8]
     what = f"holds no annotations that are known here (it has: {', '.join(seen) or 'nothing'})"
     raise DataError(what, code="data_kind_unknown", where=source, fix=_KINDS)
+
+
+# --- what is beside the labels that are read, and what is not read --------------------------------
+
+
+def _label_kinds(root: Path) -> dict[str, str]:
+    """A file of each format that has labels below a folder."""
+    found: dict[str, str] = {}
+    for file in files_below(root):
+        suffix = os.path.splitext(file)[1].lower()
+        if suffix == ".xml":
+            found.setdefault("voc", file)
+        elif suffix == ".txt" and "yolo" not in found and is_label(Path(file)):
+            found["yolo"] = file
+    return found
+
+
+def _check_one_format(layout: Layout) -> None:
+    """Raises: DataError: XML and text files beside each other annotate one image."""
+    xml = _label_kinds(layout.root).get("voc")
+    beside = Path(f"{os.path.splitext(xml or '')[0]}.txt")
+    if layout.format != "coco" and xml and beside.is_file() and is_label(beside):
+        raise DataError(
+            f"has labels of Pascal VOC and of YOLO: {xml} and {beside.name}",
+            code="split_ambiguous",
+            where=str(layout.root),
+            fix="move those that are not meant to another folder",
+        )
+
+
+def _unused(layout: Layout) -> Iterator[tuple[str, str]]:
+    """(what, why) of images and labels that no split has, or two have."""
+    root = layout.root
+    if layout.images == 1 and layout.val is None:
+        yield "1 image: trains and validates", "scores tell nothing about other images"
+    names: set[str] = set()  # of images, without their suffix
+    folders: list[str] = []
+    for part in (layout.train, layout.val, layout.test):
+        files = [] if part is None else [root / each for each in part.annotation_files]
+        if part is not None and not any(map(Path.is_file, files)):
+            folders += [os.path.join(root, each, "") for each in part.image_folders]
+        for listing in filter(Path.is_file, files):
+            if layout.format == "coco":
+                lines = read_index(listing)[0]
+            else:
+                lines = [line.partition(".xml")[0] for line in read_list(listing, quietly)]
+            names.update(re.split(r"[/\\]", os.path.splitext(line)[0])[-1] for line in lines)
+    normal = [os.path.normpath(each) + os.sep for each in folders]
+    left = Counter(
+        _relative(Path(file).parent, root)
+        for file in filter(_is_image, files_below(root))
+        if not any(file.startswith(each) for each in normal)
+        and os.path.splitext(os.path.basename(file))[0] not in names
+    )
+    if left:
+        what = f"{left.total()} images in {listed([*left], 3)}: not used"
+        yield what, "no split has them"
+    for kind, file in _label_kinds(root).items():
+        if kind != layout.format:
+            what = f"{_FORMAT_NAMES[kind]} labels ({_relative(Path(file), root)}, ...): not used"
+            yield what, f"{_FORMAT_NAMES[layout.format]} counts"
+
+
+_FORMAT_NAMES = {"coco": "COCO", "voc": "Pascal VOC", "yolo": "YOLO"}
+_CONVERT = "`ppdist data convert {} --to coco --out DIR` makes COCO of it"
+_EXPORT = "export it as COCO there"
+# Name, suffix, what all of its files have near their beginning, and the way out.
+_FOREIGN = (
+    ("labelme", ".json", ('"shapes"', '"label"'), _CONVERT),
+    ("CVAT", ".xml", ("<annotations", "<image "), _CONVERT),
+    ("a CVAT video", ".xml", ("<annotations", "<track "), "export it as COCO, or as images"),
+    ("Supervisely", ".json", ('"classTitle"',), _EXPORT),
+    ("VGG Image Annotator", ".json", ('"shape_attributes"',), _EXPORT),
+    ("Datumaro", ".json", ('"dm_format_version"',), _EXPORT),
+    ("Label Studio", ".json", ("rectanglelabels",), _EXPORT),
+    ("Label Studio", ".json", ('"original_width"',), _EXPORT),
+    ("CreateML", ".json", ('"coordinates"',), _EXPORT),
+    ("boxes as CSV", ".csv", ("xmin", "ymax"), "write them as COCO's JSON"),
+    ("TFRecord", ".tfrecord", (), _EXPORT),
+)
+_BEGINNING_BYTES = 1 << 16
+_LOOKED_AT = 20  # files of a kind
+
+
+def _refuse_foreign(files: Sequence[str], source: str) -> None:
+    """Raises: DataError: annotations of a tool that are not read."""
+    for suffix in dict.fromkeys(each[1] for each in _FOREIGN):
+        of_kind = [file for file in files if file.lower().endswith(suffix)]
+        for file in of_kind[:_LOOKED_AT]:
+            with open(file, "rb") as content:
+                beginning = content.read(_BEGINNING_BYTES).decode(errors="replace")
+            for name, its, marks, way in _FOREIGN:
+                if its == suffix and all(mark in beginning for mark in marks):
+                    raise DataError(
+                        f"holds annotations of {name}, which are not read for training",
+                        code="format_not_read",
+                        where=file,
+                        fix=way.format(shlex.quote(source)),
+                    )
 
 
 def _nested(path: Path) -> Iterator[Path]:
@@ -152,16 +284,40 @@ def _named(folder: Path) -> str:
 
 _SPLITS = ("train", "val", "test")
 _SPLIT_WORDS = {
-    "train": "train", "training": "train", "trainval": "train",
-    "val": "val", "valid": "val", "validation": "val", "minival": "val",
-    "test": "test", "testing": "test",
-}  # fmt: skip
+    **dict.fromkeys(("train", "training", "trainval", "训练"), "train"),
+    **dict.fromkeys(("val", "valid", "validate", "validation", "minival"), "val"),
+    **dict.fromkeys(("eval", "evaluation", "dev", "验证"), "val"),
+    **dict.fromkeys(("test", "testing", "测试"), "test"),
+}
+_LIST_NAME = re.compile(
+    rf"({'|'.join(sorted(_SPLIT_WORDS, key=len, reverse=True))})集?(20\d\d)?[_-]?(list)?"
+)
+_WHOLE_SET = ("images", "image_list", "list", "all")  # as tools call the only list of a set
 
 
 def _split_of(name: str) -> str:
     """train, val or test as a name says it: `instances_train2017`; "": it says none."""
-    words = re.findall("[a-z]+", name.lower())
+    words = re.findall("[a-z]+|训练|验证|测试", name.lower())
     return next((_SPLIT_WORDS[word] for word in words if word in _SPLIT_WORDS), "")
+
+
+def _lists(folder: Path) -> dict[str, Path]:
+    """The lists of images in a folder, by split; lists of one class (`cat_train.txt`) are none."""
+    by_split: dict[str, list[Path]] = {}
+    for file in sorted(folder.iterdir()) if folder.is_dir() else []:
+        stem = file.stem.lower()
+        named = _LIST_NAME.fullmatch(stem)
+        if file.suffix.lower() != ".txt" or not (named or stem in _WHOLE_SET):
+            continue
+        if read_list(file, quietly):
+            by_split.setdefault(_SPLIT_WORDS[named[1]] if named else "", []).append(file)
+    if "train" not in by_split and "" in by_split:
+        by_split["train"] = by_split.pop("")
+    # `trainval.txt` is train.txt and val.txt in one, and the list where they are not.
+    both = [file for file in by_split.get("train", []) if "trainval" in file.stem.lower()]
+    if len(by_split.get("train", [])) > len(both):
+        by_split["train"] = [file for file in by_split["train"] if file not in both]
+    return {split: _one(by_split[split], split, folder) for split in _SPLITS if split in by_split}
 
 
 def _split_folders(folder: Path) -> dict[str, list[Path]]:
@@ -215,14 +371,13 @@ def _of_yaml(file: Path) -> Layout:
         what = f"is no data file: it has no train and no names (it has: {', '.join([*keys][:8])})"
         fix = f"a configuration goes behind -c: `-c {file}`"
         raise DataError(what, code="data_kind_unknown", where=str(file), fix=fix)
-    if "kpt_shape" in keys:
-        what = "kpt_shape: labels of keypoints; only boxes and outlines are learned here"
-        raise DataError(what, code="data_kind_unknown", where=str(keys["kpt_shape"].key_place))
     names, notes = _names(file, keys)
+    if "kpt_shape" in keys:
+        notes.append(("kpt_shape: the boxes of the objects are used", "points are not learned"))
     base = Path(os.path.abspath(file)).parent
     given = keys.get("path")
     if given is not None and isinstance(given.value, str):
-        base = Path(os.path.normpath(base / given.value))
+        base = Path(os.path.normpath(base / given.value.replace("\\", "/")))
         if not base.is_dir():
             notes.append((f"path {given.value}: not there", f"taken: the folder of {file.name}"))
             base = Path(os.path.abspath(file)).parent
@@ -238,6 +393,7 @@ def _of_yaml(file: Path) -> Layout:
     root = _root_of(base, [place for split in places.values() for place in split])
     train, val, test = (_yolo_split(root, places[split], file) for split in _SPLITS)
     assert train is not None
+    _check_names(file, names, root, places["train"] + places["val"])
     if "download" in keys:
         notes.append(("download: not run", "nothing in a data file is, and the images are there"))
     stem = file.stem if file.stem.lower() not in ("data", "dataset") else _named(base)
@@ -270,12 +426,13 @@ def _entries(keys: Mapping[str, Node], split: str) -> list[Node]:
 def _place(base: Path, entry: Node, keys: Mapping[str, Node], notes: list[tuple[str, str]]) -> Path:
     """The folder or list that an entry means."""
     text = str(entry.value)
+    forward = text.replace("\\", "/")
     # Roboflow's `../train/images` means train/images beside the file.
-    bare = re.sub(r"^(\.\./)+", "", text)
-    tried = [Path(os.path.normpath(base / each)) for each in dict.fromkeys((text, bare))]
+    bare = re.sub(r"^(\.\./)+", "", forward)
+    tried = [Path(os.path.normpath(base / each)) for each in dict.fromkeys((text, forward, bare))]
     for path in tried:
         if path.exists():
-            if path != tried[0]:
+            if bare != forward and path == tried[-1]:
                 notes.append((f"{text}: read as {bare}", "as Roboflow means it"))
             return path
     if "download" in keys:
@@ -287,7 +444,7 @@ def _place(base: Path, entry: Node, keys: Mapping[str, Node], notes: list[tuple[
             fix=f"download it yourself: {found(keys['download'])}, then set `path`",
         )
     raise DataError(
-        f"{' and '.join(map(str, tried))}: does not exist",
+        f"{' and '.join(dict.fromkeys(map(str, tried)))}: does not exist",
         code="split_missing",
         where=str(entry.place),
         fix="`path` is relative to the data file, and what stands under train and val to `path`; "
@@ -342,16 +499,31 @@ def _names(file: Path, keys: Mapping[str, Node]) -> tuple[tuple[str, ...], list[
     return class_names(file.parent, tuple(each.text for each in entries)), []
 
 
+def _check_names(file: Path, names: tuple[str, ...], root: Path, places: Sequence[Path]) -> None:
+    """Raises: DataError: a list of classes beside the labels numbers them in another way."""
+    for place in places:
+        folder = place if place.is_dir() else place.parent
+        found = own_names(root, (label_folder(folder, root), folder))
+        if found is not None and any(a != b for a, b in zip(names, found[1])):
+            raise DataError(
+                f"give different class names ({listed(names, 5)}; {listed(found[1], 5)})",
+                code="class_names_ambiguous",
+                where=f"{file}, {found[0]}",
+                fix="correct the one that is wrong, or remove the list",
+            )
+
+
 def _root_of(base: Path, places: Sequence[Path]) -> Path:
     """data.root: above all places, and above the folders `images` whose labels are beside them."""
-    if all(place.is_relative_to(base) for place in places):
-        return base
-    root = Path(os.path.commonpath([place.parent for place in places]))
+    root = base
+    if not all(place.is_relative_to(base) for place in places):
+        root = Path(os.path.commonpath([place.parent for place in places]))
     for place in places:
-        parts = place.parts
-        if "images" in parts:
-            last = len(parts) - 1 - parts[::-1].index("images")
-            root = Path(*parts[: min(last, len(root.parts))])
+        small = [part.lower() for part in place.parts]
+        if "images" in small:
+            last = len(small) - 1 - small[::-1].index("images")
+            if last < len(root.parts):
+                root = Path(*root.parts[:last])
     return root
 
 
@@ -381,7 +553,7 @@ _OTHER_TASKS = ("captions", "person_keypoints", "panoptic", "stuff", "image_info
 
 
 def _of_coco(root: Path) -> Layout | None:
-    files = [*root.glob("*.json"), *root.glob("*/*.json")]
+    files = [*root.glob("*.[jJ][sS][oO][nN]"), *root.glob("*/*.[jJ][sS][oO][nN]")]
     boxes = [file for file in sorted(files) if not file.name.startswith((*_OTHER_TASKS, "."))]
     index_of: dict[Path, tuple[list[str], tuple[str, ...]]] = {}
     by_split: dict[str, list[Path]] = {}
@@ -411,6 +583,8 @@ def _of_coco(root: Path) -> Layout | None:
         for split, file in chosen.items()
     }
     names_of_images, names = index_of[chosen["train"]]
+    left = [_relative(file, root) for file in index_of if file not in chosen.values()]
+    unused = ((f"{listed(left, 3)}: not used", "its name says no split"),) if left else ()
     return Layout(
         name=_named(root),
         format="coco",
@@ -420,7 +594,7 @@ def _of_coco(root: Path) -> Layout | None:
         test=parts.get("test"),
         class_names=names,
         images=len(names_of_images),
-        notes=_tests_note("test" in parts),
+        notes=(*_tests_note("test" in parts), *unused),
     )
 
 
@@ -435,8 +609,16 @@ def _images_of(root: Path, file: Path, names: Sequence[str]) -> Path:
     some = names[:: max(1, len(names) // 5)][:5]
     if not some:
         raise DataError("lists no image", code="no_images", where=str(file))
-    for folder in dict.fromkeys(candidates):
+    others = [Path(each) for each in folders_below(root)]
+    # Those of the split first: train/ and val/ may have images of the same names.
+    others.sort(key=lambda each: _split_of(_relative(each, root)) not in (split, ""))
+    for folder in dict.fromkeys((*candidates, *others)):
         if folder.is_dir() and all((folder / name).is_file() for name in some):
+            return folder
+    look_anew()
+    for folder in dict.fromkeys((*candidates, *others)):
+        images = [find_image(folder, name, str(file), quietly) for name in some]
+        if folder.is_dir() and all(image is not None and image.is_file() for image in images):
             return folder
     tried = ", ".join(_relative(each, root) for each in dict.fromkeys(candidates) if each.is_dir())
     raise DataError(
@@ -455,15 +637,16 @@ def _of_voc(root: Path) -> Layout | None:
     first = next(xml_files(root), None)
     if first is None:
         return None
+    _refuse_foreign([first], str(root))
     inner = [each.parent for depth in ("*", "*/*") for each in root.glob(f"{depth}/ImageSets")]
     if inner and not (root / "ImageSets").is_dir():
         return _of_voc(_one(sorted(inner), "train", root))
-    listed = _voc_lists(root)
-    if listed:
+    lists = _voc_lists(root)
+    if lists:
         images = _first_with_images(root, [root / "JPEGImages", root / "images", root])
         parts = {
             split: SplitConfig(images=_relative(images, root), annotations=_relative(file, root))
-            for split, file in listed.items()
+            for split, file in lists.items()
         }
     else:
         parts = _voc_folders(root, Path(first).parent)
@@ -471,9 +654,15 @@ def _of_voc(root: Path) -> Layout | None:
         format="voc", root=str(root), train=parts["train"], val=parts.get("val", parts["train"])
     )
     raw = read_raw(config, "train", quietly)
+    if not raw.class_names:
+        raise DataError(
+            f"not one of its {len(raw.images)} XML files names an object",
+            code="objects_missing",
+            where=str(root),
+        )
     notes = _tests_note("test" in parts)
     unlabelled = _count(root / config.train.image_folders[0]) - len(raw.images)
-    if not listed and "val" not in parts and unlabelled > 0:
+    if not lists and "val" not in parts and unlabelled > 0:
         why = "nobody said what they show; an XML file without objects makes one background"
         notes += ((f"{unlabelled} images without an XML file: not used", why),)
     return Layout(
@@ -489,20 +678,10 @@ def _of_voc(root: Path) -> Layout | None:
     )
 
 
-_LIST_NAMES = {"train": ("train", "trainval"), "val": ("val", "valid"), "test": ("test",)}
-
-
 def _voc_lists(root: Path) -> dict[str, Path]:
     """Lists of images by split, where their lines lead to XML files."""
     for folder in (root / "ImageSets" / "Main", root / "ImageSets", root):
-        found_lists = {}
-        for split, names in _LIST_NAMES.items():
-            files = [folder / f"{name}.txt" for name in names]
-            file = next(
-                (each for each in files if each.is_file() and read_list(each, quietly)), None
-            )
-            if file is not None:
-                found_lists[split] = file
+        found_lists = _lists(folder)
         if "train" not in found_lists:
             continue
         line = read_list(found_lists["train"], quietly)[0]
@@ -557,30 +736,20 @@ def _first_with_images(root: Path, folders: Sequence[Path]) -> Path:
 
 def _of_yolo(root: Path) -> Layout | None:
     root = Path(os.path.abspath(root))
-    images = root / "images"
-    lists = {split: root / f"{split}.txt" for split in _SPLITS}
-    places: dict[str, list[Path]] = {}
-    if lists["train"].is_file() and any(map(_is_image, read_list(lists["train"], quietly)[:1])):
-        places = {split: [file] for split, file in lists.items() if file.is_file()}
-    for top in (images, root):
-        folders = {
-            split: [each for each in found_folders if _holds_images(each)]
-            for split, found_folders in _split_folders(top).items()
-        }
-        if not places and folders.get("train"):
-            places = folders
-    if not places:
-        if not _holds_images(root):
-            return None
-        places = {"train": [images if _holds_images(images) else root]}
-    splits = {s: [_one(places[s], s, root)] for s in _SPLITS if places.get(s)}
+    splits = _yolo_lists(root) or _yolo_folders(root)
+    if not splits:
+        return None
     train, val, test = (_yolo_split(root, splits.get(s, []), root) for s in _SPLITS)
     assert train is not None
-    labels = [root / "labels", root, *(place for place in splits["train"] if place.is_dir())]
-    label_files = (file for each in labels if each.is_dir() for file in files_below(each))
-    if not any(file.endswith(".txt") for file in label_files):
+    holding = [root / "labels", root / "data", root]
+    holding += [place for place in splits["train"] if place.is_dir()]
+    label_files = (file for each in holding if each.is_dir() for file in files_below(each))
+    if not any(is_label(Path(file)) for file in label_files):
         return None
-    names = next(filter(None, (class_names(each, ()) for each in labels if each.is_dir())), ())
+    folders = [place for place in splits["train"] if place.is_dir()]
+    own = own_names(root, [*(label_folder(each, root) for each in folders), *folders])
+    further = (class_names(each, ()) for each in holding if each.is_dir())
+    names = own[1] if own else next(filter(None, further), ())
     if not names:
         raise DataError(
             "YOLO labels do not name their classes",
@@ -599,3 +768,40 @@ def _of_yolo(root: Path) -> Layout | None:
         images=sum(map(_count, splits["train"])),
         notes=_tests_note(test is not None),
     )
+
+
+def _yolo_lists(root: Path) -> dict[str, list[Path]]:
+    """Lists of images by split, where their lines are images alone."""
+    for folder in (root, root / "data", root / "ImageSets" / "Main"):
+        found_lists = _lists(folder)
+        if "train" not in found_lists:
+            continue
+        line = read_list(found_lists["train"], quietly)[0]
+        if _is_image(line.replace("\\", "/")):
+            return {split: [file] for split, file in found_lists.items()}
+        words = line.split()
+        if len(words) > 1 and _is_image(words[0]):  # `IMAGE XML` is Pascal VOC
+            raise DataError(
+                f"lists images with something behind each: {line[:80]!r}; expected images alone, "
+                f"whose labels lie beside them or in labels/",
+                code="format_not_read",
+                where=str(found_lists["train"]),
+                fix="remove the second column; for classes of whole images set data.format: csv "
+                "in a configuration (docs/data.md)",
+            )
+    return {}
+
+
+def _yolo_folders(root: Path) -> dict[str, list[Path]]:
+    """Folders of images by split, else the only one."""
+    below = [each for each in sorted(root.iterdir()) if each.is_dir()]
+    of_images = [each for each in below if each.name.lower() in ("images", "data")]
+    for top in (*of_images, root):
+        folders = {
+            split: [each for each in found_folders if _holds_images(each)]
+            for split, found_folders in _split_folders(top).items()
+        }
+        if folders.get("train"):
+            return {s: [_one(folders[s], s, root)] for s in _SPLITS if folders.get(s)}
+    only = next((each for each in of_images if _holds_images(each)), root)
+    return {"train": [only]} if _holds_images(only) else {}

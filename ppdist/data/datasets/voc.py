@@ -36,6 +36,9 @@ from ppdist.distributed.store import alive
 _SIDES = ("xmin", "ymin", "xmax", "ymax")
 _OBJECT_TAGS = {"name", "bndbox", "difficult"}
 _IMAGE_TAGS = {"filename", "size", "object"}
+_PAIR = re.compile(  # names may have blanks in them
+    rf"(.+?(?:{'|'.join(map(re.escape, IMAGE_SUFFIXES))})|\S+)\s+(.+\.xml)", re.IGNORECASE
+)
 _TAG = re.compile(r"[^\W\d][\w.-]*\Z")
 _NO_XML = re.compile("[^\t\n\x20-\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]")  # \r would become \n
 
@@ -128,9 +131,9 @@ def _of_list(
     for line in read_list(image_list, complain):
         path: Path | None = None
         stem = ""
-        words = line.rsplit(maxsplit=1)
-        paired = line.lower().endswith(".xml") and len(words) == 2
+        paired = _PAIR.fullmatch(line)
         if paired:
+            words = paired.groups()
             path = find_image(root, words[0], str(image_list), complain)
             file = find_image(root, words[1], str(image_list), complain)
         else:

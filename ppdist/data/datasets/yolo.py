@@ -447,7 +447,7 @@ class _Classes:
         place = Path(image.where).parent
         if place not in self._lists:
             found = own_names(self._root, (place, image.path.parent))
-            if found is None or found[1] == self._names:
+            if found is None or found[1] == self._names[: len(found[1])]:
                 self._lists[place] = "", self._names
             else:
                 what = f"{listed(found[1])}: matched by name with {listed(self._names)}"

@@ -1,6 +1,7 @@
 """What a data.yaml or a folder is taken for, and what is said where that is not plain."""
 
 import json
+import os
 from pathlib import Path
 
 import pytest
@@ -115,7 +116,6 @@ def test_data_yaml_outside_its_path_has_root_above_all(tmp_path):
         ("train: gone\nnames: [cat]", "split_missing", "gone: does not exist"),
         ("train: [t, t.txt]\nnames: [cat]", "bad_data_yaml", "folders (t) and lists (t.txt)"),
         ("model: {name: yolov5}", "data_kind_unknown", "a configuration goes behind -c"),
-        ("train: t\nnames: [cat]\nkpt_shape: [17, 3]", "data_kind_unknown", "keypoints"),
         ("train: t\nnames: [cat]\ntrain: t", "duplicate_key", "given twice"),
         ("train: gone\nnames: [cat]\ndownload: https://x.org/a.zip", "download_refused",
          'download it yourself: "https://x.org/a.zip"'),
@@ -136,6 +136,7 @@ def test_download_is_not_run_where_images_are(tmp_path):
     assert [what for what, _ in layout.notes] == [
         "names: class_0, class_1, ...",
         "download: not run",
+        "1 image: trains and validates",
     ]
 
 
@@ -169,7 +170,8 @@ def test_coco_folder(tmp_path, files, train, val):
     assert (layout.format, layout.root, layout.name) == ("coco", tmp_path / "top", "top")
     assert places(layout) == (train, val)
     assert layout.class_names == NAMES and layout.images == 1
-    assert bool(layout.notes) == any("test" in file for file in files)
+    tests = any(what.startswith("test split") for what, _ in layout.notes)
+    assert tests == any("test" in file for file in files)
 
 
 def test_split_called_test_is_of_the_section(tmp_path):
@@ -257,6 +259,182 @@ def test_yolo_folder_without_yaml(tmp_path, files, train, val):
     layout = find_layout(str(tmp_path))
     assert layout.format == "yolo" and places(layout) == (train, val)
     assert layout.class_names == NAMES and layout.images == 1
+
+
+BOX = "0 0.5 0.5 0.25 0.5\n"
+
+
+def images_of(layout: Layout, split: str = "train") -> dict[str, int]:
+    """Objects of each image, whose path is relative to root."""
+    section = layout.section()
+    config = DataConfig(**{"val": section["train"]} | section)
+    raw = read_raw(config, split, quietly)
+    return {os.path.relpath(each.path, layout.root): len(each.objects) for each in raw.images}
+
+
+@pytest.mark.parametrize(
+    ("texts", "images"),
+    [
+        # CVAT, "YOLO 1.1".
+        ({"obj.names": "cat\ndog\n", "obj.data": "classes = 2\ntrain = data/train.txt\n",
+          "train.txt": "data/obj_train_data/a.jpg\n", "obj_train_data/a.txt": BOX},
+         "obj_train_data/a.jpg"),
+        # Darknet's folders.
+        ({"data/obj.names": "cat\ndog\n", "data/train.txt": "data/obj/a.jpg\n",
+          "data/obj/a.txt": BOX, "cfg/yolo.cfg": ""}, "data/obj/a.jpg"),
+        # PaddleX's names of lists, Windows' separators, suffixes in capitals.
+        ({"labels.txt": "0 cat\n1 dog\n", "train_list.txt": "images\\a.JPG\n",
+          "labels/a.TXT": BOX}, "images/a.JPG"),
+        # FiftyOne, and a list that no split is called after.
+        ({"obj.names": "cat\ndog\n", "images.txt": "data/a.jpg\n", "data/a.txt": BOX},
+         "data/a.jpg"),
+        ({"classes.names": "cat\ndog\n", "训练集/a.txt": BOX}, "训练集/a.jpg"),
+        ({"Labels/classes.txt": "cat\ndog\n", "Labels/a.txt": BOX}, "Images/a.jpg"),
+        ({"images/train/classes.txt": "cat\ndog\n", "images/train/a.txt": BOX},
+         "images/train/a.jpg"),
+    ],
+)  # fmt: skip
+def test_yolo_folders_of_other_tools(tmp_path, texts, images):
+    for name, text in texts.items():
+        write(tmp_path, name, text)
+    touch(tmp_path, images)
+    layout = find_layout(str(tmp_path))
+    assert layout.format == "yolo" and layout.class_names == NAMES
+    assert images_of(layout) == images_of(layout, "val") == {images: 1}
+    assert [what for what, _ in layout.notes] == ["1 image: trains and validates"]
+
+
+@pytest.mark.parametrize("name", ["eval", "dev", "validate", "valid", "Validation", "验证集"])
+def test_folders_and_lists_that_validate(tmp_path, name):
+    touch(tmp_path, "train/a.jpg", f"{name}/b.jpg")
+    for text in ("train/a.txt", f"{name}/b.txt"):
+        write(tmp_path, text, BOX)
+    write(tmp_path, "classes.txt", "cat\ndog\n")
+    assert places(find_layout(str(tmp_path))) == (("train", ""), (name, ""))
+    write(tmp_path, "train_list.txt", "train/a.jpg\n")
+    write(tmp_path, f"{name}_list.txt", f"{name}/b.jpg\n")
+    lists = ((".", "train_list.txt"), (".", f"{name}_list.txt"))
+    assert places(find_layout(str(tmp_path))) == lists
+
+
+def test_data_yaml_of_windows_and_with_its_path_in_images(tmp_path):
+    touch(tmp_path, "set/images/train/a.jpg")
+    write(tmp_path, "set/labels/train/a.txt", BOX)
+    for text in (
+        "train: set\\images\\train",
+        "path: set\\images\ntrain: train",
+        "path: set/images\ntrain: train",
+    ):
+        write(tmp_path, "d.yaml", f"{text}\nnames: [cat, dog]\n")
+        layout = find_layout(str(tmp_path / "d.yaml"))
+        assert [*images_of(layout).values()] == [1]
+
+
+def test_class_lists_that_contradict_a_data_file_are_told(tmp_path):
+    touch(tmp_path, "images/train/a.jpg")
+    write(tmp_path, "labels/train/a.txt", BOX)
+    write(tmp_path, "data.yaml", "train: images/train\nnames: [cat, dog]\n")
+    write(tmp_path, "labels/train/classes.txt", "cat\n")
+    assert find_layout(str(tmp_path)).class_names == NAMES
+    write(tmp_path, "labels/train/classes.txt", "dog\ncat\n")
+    said = refused(tmp_path, "class_names_ambiguous")
+    assert f"{tmp_path / 'data.yaml'}, {tmp_path / 'labels/train/classes.txt'}" in said
+    (tmp_path / "data.yaml").unlink()
+    write(tmp_path, "labels/train/obj.names", "cat\ndog\n")
+    assert "classes.txt: dog, cat; obj.names: cat, dog" in refused(
+        tmp_path, "class_names_ambiguous"
+    )
+
+
+@pytest.mark.parametrize(
+    ("image", "names"),
+    [
+        ("images/a.jpg", "images\\a.jpg"),
+        ("images/a.jpg", "..\\..\\label-studio\\media\\upload\\4\\a.jpg"),
+        ("data/a.jpg", "a.jpg"),
+        ("train/images/a.jpg", "a.jpg"),
+        ("deep/er/a.jpg", "/home/somebody/set/a.jpg"),
+    ],
+)
+def test_coco_images_are_found_where_other_tools_put_them(tmp_path, image, names):
+    touch(tmp_path, image)
+    coco(tmp_path, "result.json", names)
+    layout = find_layout(str(tmp_path))
+    assert [*images_of(layout)] == [image]
+
+
+def test_what_no_split_has_is_named(tmp_path):
+    touch(tmp_path, "images/train/a.jpg", "images/val/b.jpg", "images/extra/c.jpg")
+    for text in ("labels/train/a.txt", "labels/val/b.txt"):
+        write(tmp_path, text, BOX)
+    xml(tmp_path, "xml/a.xml")
+    (tmp_path / "xml").rename(tmp_path / "labels" / "xml")
+    write(tmp_path, "classes.txt", "cat\ndog\n")
+    coco(tmp_path, "annotations/train.json", "a.jpg")
+    coco(tmp_path, "annotations/val.json", "b.jpg")
+    coco(tmp_path, "annotations/old.json", "a.jpg")
+    said = [what for what, _ in find_layout(str(tmp_path)).notes]
+    assert said == [
+        "annotations/old.json: not used",
+        "1 images in images/extra: not used",
+        "YOLO labels (labels/train/a.txt, ...): not used",
+        "Pascal VOC labels (labels/xml/a.xml, ...): not used",
+    ]
+
+
+def test_labels_of_two_formats_beside_each_other_are_refused(tmp_path):
+    touch(tmp_path, "a.jpg")
+    write(tmp_path, "a.txt", BOX)
+    xml(tmp_path, "a.xml")
+    assert "a.xml and a.txt" in refused(tmp_path, "split_ambiguous")
+    write(tmp_path, "a.txt", "a note of somebody\n")
+    assert find_layout(str(tmp_path)).format == "voc"
+
+
+@pytest.mark.parametrize(
+    ("file", "text", "said"),
+    [
+        ("a.json", '{"version": "5.4", "shapes": [{"label": "cat", "points": []}]}', "labelme"),
+        ("all.xml", "<annotations><image id='0'><box label='cat'/></image></annotations>", "CVAT"),
+        ("ann/a.json", '{"objects": [{"classTitle": "cat"}]}', "Supervisely"),
+        ("e.json", '[{"annotations": [{"type": "rectanglelabels"}]}]', "Label Studio"),
+        ("via.json", '{"a": {"regions": [{"shape_attributes": {}}]}}', "VGG"),
+        ("a.csv", "filename,class,xmin,ymin,xmax,ymax\n", "CSV"),
+    ],
+)
+def test_annotations_of_tools_that_are_not_read_are_named(tmp_path, file, text, said):
+    touch(tmp_path, "a.jpg")
+    write(tmp_path, file, text)
+    told = refused(tmp_path, "format_not_read")
+    assert said in told and ("convert" in told or "COCO" in told)
+
+
+def test_images_alone_are_told_with_the_forms_that_are_read(tmp_path):
+    touch(tmp_path, "a.jpg", "b.jpg")
+    write(tmp_path, "README.roboflow.txt", "Exported by a tool.\n")
+    assert "has 2 images and no labels; expected a data.yaml" in refused(tmp_path, "labels_missing")
+
+
+def test_names_of_folders_that_no_configuration_can_hold(tmp_path):
+    folder = Path(os.fsdecode(os.fsencode(tmp_path) + b"/caf\xe9"))
+    touch(folder, "images/a.jpg")
+    write(folder, "labels/a.txt", BOX)
+    write(folder, "classes.txt", "cat\ndog\n")
+    assert "not UTF-8" in refused(folder, "bad_file_name")
+
+
+def test_pairs_of_a_list_may_have_blanks(tmp_path):
+    xml(tmp_path, "annotations/road 0.xml")
+    touch(tmp_path, "images/road 0.png")
+    write(tmp_path, "train.txt", "./images/road 0.png ./annotations/road 0.xml\n")
+    assert images_of(find_layout(str(tmp_path))) == {"images/road 0.png": 2}
+
+
+def test_list_of_images_with_something_behind_is_told(tmp_path):
+    touch(tmp_path, "images/a.jpg")
+    write(tmp_path, "labels/a.txt", BOX)
+    write(tmp_path, "train_list.txt", "images/a.jpg 3\n")
+    assert "images/a.jpg 3" in refused(tmp_path, "format_not_read")
 
 
 def test_several_data_files_are_told(tmp_path):
