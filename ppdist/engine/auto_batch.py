@@ -463,23 +463,31 @@ def require_memory(make: Callable[[], Estimate]) -> tuple[str, str, list[str]]:
         free = free_memory(comm.local_size())
         short, full = _memory_lines(expected, free)
         own = list(shortages(expected, free))
-        if own and any(need > _HOPELESS * free[kind] for kind, need in needs(expected, free)):
-            most = images_that_fit(expected, free)
+        fitting = images_that_fit(expected, free) if own else 0
+        if any(needed > _HOPELESS * free[kind] for kind, needed in needs(expected, free)):
+            most = fitting
+        elif own:
+            own = [f"{each}; {_remedy(fitting)}" for each in own]
     except Exception as error:  # no estimate is worth a run
         own = [f"rank {comm.rank()} cannot estimate the memory of a step: {error!r}"]
     found_W = comm.all_gather_object([own, most])
     warnings = [warning for each, _ in found_W for warning in each]
-    fitting = [each for _, each in found_W if each is not None]
-    if not fitting:
+    refused = [(own, least) for own, least in found_W if least is not None]
+    if not refused:
         return short, full, warnings
-    least = min(fitting)
-    smaller = f"--batch {least}, or --batch auto (with -c: train.batch_size_per_card)"
     raise ConfigError(
-        warnings[0],
+        refused[0][0][0],
         code="batch_exceeds_memory",
         where="train.batch_size_per_card",
-        fix=smaller if least else "not one image fits: take a smaller --image-size or --model",
+        fix=_remedy(min(least for _, least in refused)),
     )
+
+
+def _remedy(images: int) -> str:
+    """Args: images: of the largest batch that fits."""
+    if not images:
+        return "not one image fits: take a smaller --image-size or --model"
+    return f"--batch {images} fits, --batch auto finds out (with -c: train.batch_size_per_card)"
 
 
 def _memory_lines(expected: Estimate, free: Mapping[str, int]) -> tuple[str, str]:
@@ -611,9 +619,7 @@ def shortages(expected: Estimate, free: Mapping[str, int]) -> Iterator[str]:
         if needed > free[kind]:
             yield (
                 f"a step of {expected.images} images is estimated to take {shown(needed)} of the "
-                f"{kind}, and rank {comm.rank()} (host {comm.host()}) has {shown(free[kind])} "
-                f"left; a batch of {images_that_fit(expected, free)} fits, and "
-                f"train.batch_size_per_card=auto finds out"
+                f"{kind}, and rank {comm.rank()} (host {comm.host()}) has {shown(free[kind])} left"
             )
 
 

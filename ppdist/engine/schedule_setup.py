@@ -429,8 +429,8 @@ def _advice_on_length(derived: ScheduleSetup, detects: bool, fine_tuned: bool) -
     # Weights that have learned score after one epoch: 0.92 mAP50 in 9 steps of a set of one class.
     if derived.schedule_steps < LEAST_WARMUP_STEPS and not fine_tuned:
         yield (
-            f"{derived.schedule_steps} optimizer steps in all, and published detectors warm up for "
-            f"{LEAST_WARMUP_STEPS} alone: raise train.epochs, or use fewer images a step"
+            f"{derived.schedule_steps} optimizer steps in all are few from random weights: start "
+            f"from weights (--weights, model.pretrained), which need fewer, or raise train.epochs"
         )
 
 
