@@ -107,10 +107,6 @@ def test_one_rank_or_reference_batch_gives_no_advice():
     assert said(PPYOLOE, 8, "optimizer.reference_batch_size=64") == []
 
 
-def test_fine_tuning_needs_few_steps():
-    assert not [line for line in said(BCCD, 8, "model.pretrained=x.pt") if "steps in all" in line]
-
-
 def test_unaffected_warm_up_gives_no_warning():
     written = "schedule.warmup_epochs=4", "schedule.warmup_compensation=none"
     assert not [line for line in said(PPYOLOE, 32, *written) if "warmup" in line]
