@@ -161,12 +161,15 @@ def _found(path: Path, source: str) -> Layout:
 def _label_kinds(root: Path) -> dict[str, str]:
     """A file of each format that has labels below a folder."""
     found: dict[str, str] = {}
+    looked_at = 0  # texts may be captions, too
     for file in files_below(root):
         suffix = os.path.splitext(file)[1].lower()
         if suffix == ".xml":
             found.setdefault("voc", file)
-        elif suffix == ".txt" and "yolo" not in found and is_label(Path(file)):
-            found["yolo"] = file
+        elif suffix == ".txt" and "yolo" not in found and looked_at < _LOOKED_AT:
+            looked_at += 1
+            if is_label(Path(file)):
+                found["yolo"] = file
     return found
 
 

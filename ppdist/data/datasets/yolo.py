@@ -144,9 +144,9 @@ def _in_folder(
             return label_file(images / name, root)
         return _label_in(annotations / name.parent, name.stem)
 
-    known_labels = [label_of(name) for name in (*below, *unread)]
-    _find_unused(annotations or label_folder(images, root), known_labels, images, complain)
-    return [(images / name, label_of(name)) for name in below]
+    labels = [label_of(name) for name in (*below, *unread)]
+    _find_unused(annotations or label_folder(images, root), labels, images, complain)
+    return [(images / name, label) for name, label in zip(below, labels)]
 
 
 def _listed_image(root: Path, line: str, listing: Path, complain: Complain) -> Path | None:
@@ -229,10 +229,13 @@ class _Line(NamedTuple):
     """A line of a label file.  numbers: those behind the class."""
 
     image: RawImage
-    where: str
+    place: int
     label: float
     numbers: list[float]
-    text: str
+
+    @property
+    def where(self) -> str:
+        return f"{self.image.where}:{self.place}"
 
 
 def _lines(image: RawImage, complain: Complain) -> list[_Line]:
@@ -242,17 +245,17 @@ def _lines(image: RawImage, complain: Complain) -> list[_Line]:
         complain(replace(wrong.issue, image=str(image.path)))
         return []
     found = []
-    for number, line in enumerate(text.splitlines(), start=1):
+    for place, line in enumerate(text.splitlines(), start=1):
         if line.strip():
-            where = f"{image.where}:{number}"
             try:
                 label, *numbers = map(float, line.split())
             except ValueError:
                 image.lost += 1
                 what = f"{line[:80]!r}: expected five numbers with blanks between: class cx cy w h"
+                where = f"{image.where}:{place}"
                 complain(Issue("annotation_line", what, str(image.path), where))
             else:
-                found.append(_Line(image, where, label, numbers, line))
+                found.append(_Line(image, place, label, numbers))
     return found
 
 
@@ -311,7 +314,7 @@ def _column_form(table_RN: np.ndarray, shape: tuple[int, int] | None) -> tuple[s
     far_R = (np.abs(table_RN) > _FAR).any(1)
     is_outline = count >= _FEWEST_OUTLINE and count % 2 == 0 and far_R.mean() <= 0.5
     tracked = count == 6 and _are_scores(further_RN[:, 0]) and _are_numbers(further_RN[:, 1])
-    if tracked and (not is_outline or _inside(table_RN[:, :4])):
+    if tracked and (not is_outline or _inside(table_RN[:, :4]).all()):
         return _BOX, "score and number of a track"
     seen = (count - 4) % 3 == 0 and np.isin(table_RN[:, 6::3], (0, 1, 2)).all()
     if seen and (not is_outline or _surround(table_RN, 3)):
@@ -335,16 +338,16 @@ def _are_numbers(column_R: np.ndarray) -> bool:
     return bool(((column_R >= 0) & (column_R == column_R.round())).all())
 
 
-def _inside(boxes_R4: np.ndarray) -> bool:
-    """Whether all are boxes, as centre and sides, inside their images."""
+def _inside(boxes_R4: np.ndarray) -> np.ndarray:
+    """Which are boxes, as centre and sides, inside their images: [R] bool."""
     low_R2, high_R2 = boxes_R4[:, :2] - boxes_R4[:, 2:] / 2, boxes_R4[:, :2] + boxes_R4[:, 2:] / 2
-    inside = (low_R2 >= -_BORDER) & (high_R2 <= 1 + _BORDER) & (boxes_R4[:, 2:] > 0)
-    return bool(inside.all())
+    inside_R2 = (low_R2 >= -_BORDER) & (high_R2 <= 1 + _BORDER) & (boxes_R4[:, 2:] > 0)
+    return np.asarray(inside_R2.all(1))
 
 
 def _surround(table_RN: np.ndarray, width: int) -> bool:
     """Whether the first four numbers of each line are a box around points of `width` numbers."""
-    if not _inside(table_RN[:, :4]):
+    if not _inside(table_RN[:, :4]).all():
         return False
     points_RK2 = table_RN[:, 4:].reshape(len(table_RN), -1, width)[..., :2]
     shown_RK = (points_RK2 != 0).any(-1)  # a point that is not annotated is 0 0
@@ -397,7 +400,7 @@ def _check_fractions(tables: Sequence[np.ndarray], source: str) -> None:
 def _check_corners(table_R4: np.ndarray, source: str) -> None:
     """Raises: DataError: each line reads as two corners, and as centre and sides it does not."""
     corners_R = (table_R4[:, 2:] > table_R4[:, :2]).all(1) & (table_R4 <= 1 + _BORDER).all(1)
-    outside = sum(not _inside(row_4[None]) for row_4 in table_R4)
+    outside = int((~_inside(table_R4)).sum())
     if len(table_R4) >= _FEWEST_ALIKE and corners_R.all() and 2 * outside > len(table_R4):
         raise DataError(
             f"{len(table_R4)} lines read as class x1 y1 x2 y2; as class cx cy w h {outside} of the "
@@ -426,7 +429,7 @@ class _Classes:
         self._names = names
         self._source = source
         self._complain = complain
-        self._lists: dict[Path, tuple[str, tuple[str, ...]]] = {}
+        self._lists: dict[str, tuple[str, tuple[str, ...]]] = {}
 
     def number(self, line: _Line) -> int:
         """Of a line's class.  Raises: Malformed: it is none."""
@@ -444,9 +447,9 @@ class _Classes:
         return self._names.index(name)
 
     def _list_of(self, image: RawImage) -> tuple[str, tuple[str, ...]]:
-        place = Path(image.where).parent
+        place = os.path.dirname(image.where)
         if place not in self._lists:
-            found = own_names(self._root, (place, image.path.parent))
+            found = own_names(self._root, (Path(place), image.path.parent))
             if found is None or found[1] == self._names[: len(found[1])]:
                 self._lists[place] = "", self._names
             else:
@@ -472,8 +475,9 @@ def own_names(root: Path, folders: Sequence[Path]) -> tuple[str, tuple[str, ...]
 def _object(line: _Line, form: str, classes: _Classes) -> RawObject:
     """Raises: Malformed: it is none."""
     if form == _NOTHING:
+        text = " ".join(f"{number:g}" for number in (line.label, *line.numbers))
         what = (
-            f"{line.text[:80]!r} has {len(line.numbers) + 1} numbers; expected five: class cx cy w "
+            f"{text[:80]!r} has {len(line.numbers) + 1} numbers; expected five: class cx cy w "
             f"h, or an outline: class x1 y1 x2 y2 x3 y3 ..."
         )
         raise Malformed(Issue("annotation_line", what, where=line.where))
