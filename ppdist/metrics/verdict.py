@@ -254,7 +254,8 @@ def loss_pairs(
 ) -> list[tuple[float, float, int]]:
     """(training loss, validation loss, epoch) of each evaluation that has both."""
     pairs, before = [], -math.inf
-    for record in evaluations:
+    steps = [each for each in steps if _is_number(each.get("step"))]  # a file may be torn
+    for record in (each for each in evaluations if _is_number(each.get("step"))):
         losses = [
             each["loss"]
             for each in steps
@@ -310,7 +311,8 @@ def _end(
     steps: Sequence[Mapping[str, Any]],
     total_steps: int | None,
 ) -> Iterator[Finding]:
-    last = max((each["step"] for each in (*evaluations, *steps) if "step" in each), default=0)
+    records = (*evaluations, *steps)
+    last = max((each["step"] for each in records if _is_number(each.get("step"))), default=0)
     where = f"step {last:.0f}" + (f" of {total_steps}" if total_steps else "")
     texts = {
         "early_stopping": f"stopped early at {where}: no better for long (early_stopping)",

@@ -88,6 +88,10 @@ CASES = {
         ["not_learned"],
     ),
     "a classifier": (dict(evaluations=[{"step": 1, "epoch": 1, "top1": 0.9}]), ["learned"]),
+    "records cut short": (
+        dict(evaluations=[{"mAP": 0.5, "val_loss": 1.0}] * 9, steps=[{"loss": 1.0}] * 9),
+        ["learned", "steady"],
+    ),
     "nothing to measure": (dict(evaluations=[{"mAP": -1.0, "mAP50": -1.0}]), ["not_evaluated"]),
 }  # fmt: skip
 
