@@ -5,6 +5,7 @@ ppdist data stats DATA [--json F] [--plots DIR]                classes, box size
 ppdist data show DATA [--out F.png] [--eval] [--epoch N]       samples as the model sees them
 ppdist data convert DATA --to coco|voc|yolo --out DIR          the same set in another format
 ppdist data convert DATA --to coco --shards 256MB --out DIR    images in tar shards, for stores
+ppdist data convert FOLDER --to coco --out DIR                 of labelme's JSON or CVAT's XML, too
 ppdist data split DATA --parts train=0.8 val=0.2               divide one split, by classes
 ppdist data split DATA --folds 5                               for cross-validation
 ppdist data anchors DATA --model yolov5s                       anchors fitted to the training set
@@ -245,9 +246,10 @@ def convert(arguments: argparse.Namespace) -> int:
     from ppdist.data.datasets.build import read_raw
     from ppdist.data.datasets.convert import convert as write
     from ppdist.data.datasets.convert import snippet
+    from ppdist.data.datasets.foreign import read_foreign, tool_of
     from ppdist.data.types import RawSet
 
-    config, kind, files = source_of(arguments), arguments.to, arguments.image_files
+    kind, files = arguments.to, arguments.image_files
     if arguments.shards and (kind != "coco" or files != "copy"):
         raise errors.ConfigError(
             "--shards goes with --to coco and copies of the images: COCO's JSON keeps every "
@@ -255,8 +257,12 @@ def convert(arguments: argparse.Namespace) -> int:
             code="options_conflict",
         )
     strictly = Strictly()
-    splits = SPLITS[:1] if arguments.format else SPLITS
-    raws: dict[str, RawSet] = {split: read_raw(config, split, strictly) for split in splits}
+    raws: dict[str, RawSet]
+    if arguments.data and tool_of(Path(arguments.data)):
+        raws = read_foreign(Path(arguments.data), strictly)
+    else:
+        config, splits = source_of(arguments), SPLITS[:1] if arguments.format else SPLITS
+        raws = {split: read_raw(config, split, strictly) for split in splits}
     strictly.report(*raws.values())
     for split, raw in raws.items():
         lines = write(

@@ -138,6 +138,7 @@ def fuse(arguments: argparse.Namespace) -> None:
         )
     from ppdist.common.files import make_folder
     from ppdist.config import load_config
+    from ppdist.data.datasets.annotations import listed
     from ppdist.data.datasets.build import limits
     from ppdist.distributed import comm
     from ppdist.ensemble import fuse as fusing
@@ -175,6 +176,9 @@ def fuse(arguments: argparse.Namespace) -> None:
         if scores:
             print(json.dumps(scores, indent=1))
         tell(f"{len(fused_R7)} boxes of {len(members)} members in {out / 'detections.json'}")
+        if not configs:  # which no file says otherwise
+            pairs = zip(dataset.category_ids, dataset.class_names)
+            tell(f"its category ids: {listed([f'{number} {name}' for number, name in pairs])}")
 
     comm.run_on_main(write)
 

@@ -48,6 +48,7 @@ def main() -> int:
     bound = read_bound(arguments.at_least)
     from ppdist.common.files import make_folder, make_parent, write_json
     from ppdist.common.logging import step_of
+    from ppdist.data.datasets.build import has_objects
     from ppdist.distributed import comm
     from ppdist.engine.run import prepare_evaluation
     from ppdist.models.model_card import read_card_or_warn
@@ -67,6 +68,7 @@ def main() -> int:
     ready = prepare_evaluation(
         config, Path(arguments.weights),
         pictures=config.log.images if arguments.vdl else 0, prepare=prepare,
+        annotated=not arguments.save_detections or bool(bound),
     )  # fmt: skip
     evaluator = ready.evaluator
     for note in ready.notes if comm.is_main() else ():
@@ -76,6 +78,11 @@ def main() -> int:
     found: Any = evaluator.predict(ready.model)  # boxes, or a ranking: as the evaluator takes them
 
     def report() -> dict[str, float]:
+        if not has_objects(ready.dataset):  # images of a challenge
+            evaluator.save(arguments.save_detections, found)
+            what = f"{ready.dataset.source} annotates no object: nothing is measured"
+            process.say(f"ppdist: {what}; wrote {arguments.save_detections}")
+            return {}
         metrics = evaluator.measure(found)
         step = step_of(Path(arguments.weights))
         analysis = evaluator.analyse(found, step)

@@ -45,18 +45,19 @@ def crowding(dataset: DetectionSet, max_detections: int, keep: int) -> list[str]
     )
     many_P = count_P > max_detections
     count_N = np.bincount(image_O, minlength=len(records))
-    lines = []
+    lines, enough = [], keep
     if many_P.any():
         most, images = int(count_P.max()), len(np.unique(of_class[many_P] // classes))
         why = (
             ", as in COCO, so that mAP cannot reach 1" if max_detections == COCO_DETECTIONS else ""
         )
+        enough = -(-most // 100) * 100
         lines.append(
             f"{dataset.source}: {images} of {len(records)} images show more than {max_detections} "
             f"objects of a class, up to {most}: of a class in an image {max_detections} detections "
-            f"count{why}; to count all: evaluate.max_detections: {-(-most // 100) * 100}"
+            f"count{why}; to count all: evaluate.max_detections: {enough}"
         )
-    if (count_N > keep).any():
+    if (count_N > max(keep, enough)).any():  # nms.keep follows evaluate.max_detections
         lines.append(
             f"{dataset.source}: {(count_N > keep).sum()} of {len(records)} images show more than "
             f"{keep} objects, up to {count_N.max()}, and {keep} boxes of an image stay; to keep "

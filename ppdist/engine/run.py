@@ -135,12 +135,14 @@ def prepare_evaluation(
     weights: Path,
     *,
     pictures: int = 0,
+    annotated: bool = True,
     prepare: Callable[[], None] = lambda: None,
 ) -> Evaluation:
     """Everything to evaluate weights, after `comm.init`.  Collective.
 
     Args:
         pictures: how many images the evaluator draws.
+        annotated: False: a set without an object is taken, too.
         prepare: done on every rank before weights and data are read, and may fail.
     Raises: UserError: weights or data are wrong.
     """
@@ -149,7 +151,7 @@ def prepare_evaluation(
     def load() -> DetectionSet:
         prepare()
         load_all_weights(model, weights)
-        return read_split(config.data, "val", config.model.num_classes)
+        return read_split(config.data, "val", config.model.num_classes, annotated=annotated)
 
     fetch_on_all_ranks(weights)
     dataset = comm.run_on_all_ranks(load)

@@ -38,7 +38,7 @@ class Saved:
     """What a file says.
 
     image_R, category_R: int64 ids.  box_R4: float32 xyxy pixels.  score_R: float32.
-    names: image id -> file name, where the file says so.
+    names: image id -> file name, classes: category id -> name, where the file says so.
     """
 
     path: Path
@@ -47,6 +47,7 @@ class Saved:
     box_R4: np.ndarray
     score_R: np.ndarray
     names: dict[int, str]
+    classes: dict[int, str]
 
 
 def read_saved(path: Path) -> Saved:
@@ -60,14 +61,17 @@ def read_saved(path: Path) -> Saved:
         raise DataError(
             f"cannot be read as JSON: {error}", code="not_json", where=str(path)
         ) from error
-    entries, names = content, {}
+    entries, names, classes = content, {}, {}
     if isinstance(content, dict):
         entries = content.get("annotations")
-        names = {
-            image["id"]: str(image.get("file_name"))
-            for image in content.get("images") or ()
-            if isinstance(image, dict) and isinstance(image.get("id"), int)
-        }
+        names, classes = (
+            {
+                each["id"]: str(each.get(name))
+                for each in content.get(part) or ()
+                if isinstance(each, dict) and isinstance(each.get("id"), int)
+            }
+            for part, name in (("images", "file_name"), ("categories", "name"))
+        )
     if not isinstance(entries, list):
         raise DataError(
             "expected a list of detections as ppdist eval --save-detections and "
@@ -86,6 +90,7 @@ def read_saved(path: Path) -> Saved:
         box_R4.astype(np.float32),
         np.array([entry["score"] for entry in entries], np.float32),
         names,
+        classes,
     )
 
 
@@ -110,7 +115,8 @@ def _require_detection(path: Path, place: int, entry: Any) -> None:
 def set_of(files: Sequence[Saved]) -> DetectionSet:
     """The images and classes that occur in files, as a set without objects, ordered by id.
 
-    Raises: DataError: an id stands for different images in two files.
+    Raises: DataError: an id stands for different images in two files, or in one without names for
+        a class of which nobody knows which it is.
     """
     names: dict[int, str] = {}
     for each in files:
@@ -123,7 +129,7 @@ def set_of(files: Sequence[Saved]) -> DetectionSet:
                     fix="give detections of the same images",
                 )
     images = np.unique(np.concatenate([each.image_R for each in files]))
-    categories = np.unique(np.concatenate([each.category_R for each in files]))
+    categories = _classes_of(files)
     nothing = np.zeros(0, np.float32)
     records = [
         ImageRecord(
@@ -140,31 +146,72 @@ def set_of(files: Sequence[Saved]) -> DetectionSet:
     ]
     return DetectionSet(
         records=records,
-        class_names=tuple(str(category) for category in categories.tolist()),
-        category_ids=tuple(categories.tolist()),
+        class_names=tuple(categories.values()),
+        category_ids=tuple(categories),
         source=", ".join(str(each.path) for each in files),
     )
+
+
+def _classes_of(files: Sequence[Saved]) -> dict[int, str]:
+    """Names by id: those of the first file that names them, and what others have beside.
+
+    Raises: DataError: two files name an id differently, and a third names none.
+    """
+    named, others = [each for each in files if each.classes], [f for f in files if not f.classes]
+    found: dict[int, str] = {}
+    for each in named:
+        for identity, name in each.classes.items():
+            if name not in found.values():
+                taken = identity in found
+                found[max(found) + 1 if taken else identity] = name
+    differing = next((each for each in named if each.classes.items() - found.items()), None)
+    if differing is not None and others:
+        raise DataError(
+            f"names no class, and {named[0].path} and {differing.path} number theirs differently",
+            code="detections_of_other_classes",
+            where=str(others[0].path),
+            fix="give files of `ppdist predict`, which name their classes, or the set by -c",
+        )
+    for each in others:
+        for identity in np.unique(each.category_R).tolist():
+            found.setdefault(identity, str(identity))
+    return dict(sorted(found.items()))
 
 
 def rows_of(saved: Saved, dataset: DetectionSet) -> np.ndarray:
     """Its detections as `Evaluator.predict` gives those of a model, ordered by image.
 
-    Raises: DataError: it knows images or classes that the set does not.
+    Its classes are those of the set of the same name, or where it names none of the same id.
+
+    Raises: DataError: it has images or classes that the set has not.
     """
     position_R = _places(saved.image_R, [record.image_id for record in dataset.records])
-    label_R = _places(saved.category_R, dataset.category_ids)
-    for what, place_R, id_R in (
-        ("image", position_R, saved.image_R), ("category", label_R, saved.category_R),
-    ):  # fmt: skip
-        unknown = np.flatnonzero(place_R < 0)
-        if len(unknown):
-            first = int(unknown[0])
-            raise DataError(
-                f"{what} {id_R[first]} is not in {dataset.source}",
-                code="detections_of_other_images",
-                where=f"{saved.path}: detection {first}",
-                fix=f"give detections of this set ({len(unknown)} are not)",
-            )
+    label_of = {identity: label for label, identity in enumerate(dataset.category_ids)}
+    if saved.classes:
+        number_of = {name: label for label, name in enumerate(dataset.class_names)}
+        label_of = {id: number_of[n] for id, n in saved.classes.items() if n in number_of}
+    label_R = np.array([label_of.get(each, -1) for each in saved.category_R.tolist()], np.int64)
+    fix = "give detections of this set ({} are not)"
+    unknown = np.flatnonzero(position_R < 0)
+    if len(unknown):
+        first = int(unknown[0])
+        raise DataError(
+            f"image {saved.image_R[first]} is not in {dataset.source}",
+            code="detections_of_other_images",
+            where=f"{saved.path}: detection {first}",
+            fix=fix.format(len(unknown)),
+        )
+    unknown = np.flatnonzero(label_R < 0)
+    if len(unknown):
+        first = int(unknown[0])
+        category = int(saved.category_R[first])
+        name = f" {saved.classes[category]}" if category in saved.classes else ""
+        raise DataError(
+            f"category {category}{name} is not in {dataset.source}",
+            code="detections_of_other_classes",
+            where=f"{saved.path}: detection {first}",
+            fix=fix.format(len(unknown)),
+        )
     columns = [position_R, label_R, saved.score_R]
     rows_R7 = np.concatenate([np.stack(columns, axis=1), saved.box_R4], axis=1).astype(np.float32)
     return rows_R7[np.argsort(position_R, kind="stable")]

@@ -116,6 +116,9 @@ KINDS: dict[str, Kind] = {
     "outline_malformed": Kind(
         "warning", "an outline that is no list of points", "its box alone is used", "its box alone"
     ),
+    "shape_unread": Kind(
+        "warning", "a shape of labelme or CVAT that has no box", "not used", _LEFT_OUT
+    ),
     "area_invalid": Kind("warning", "an area that is no number", "that of the box", _LEFT_OUT),
     "label_columns": Kind(
         "warning", "more columns than a box has", "the box of the first four numbers", "the box"

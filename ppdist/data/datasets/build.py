@@ -59,6 +59,7 @@ def read_split(
     *,
     masks: bool = False,
     whole: bool = False,
+    annotated: bool = True,
 ) -> DetectionSet:
     """Reads one split; every rank gets the same set.
 
@@ -66,6 +67,7 @@ def read_split(
         num_classes: what the model has; the data must have as many, and an object.  None: any.
         masks: keep the outlines of objects.
         whole: all images, whatever the split's `limit`, also those without a box to use.
+        annotated: False: a set without an object is taken, too.
     Raises: DataError: files missing or not of the format, boxes wrong, classes that do not fit.
     """
     storage.use(config)
@@ -75,7 +77,8 @@ def read_split(
         check_files(dataset)
         if num_classes is not None:
             check_classes(dataset, num_classes)
-            check_objects(dataset)
+            if annotated:
+                check_objects(dataset)
 
     return _kept_or_read(config, split, masks, whole, check)
 
@@ -562,14 +565,19 @@ def check_classes(dataset: DetectionSet, num_classes: int) -> None:
 
 def check_objects(dataset: DetectionSet) -> None:
     """There is something to learn or to measure.  Raises: DataError: no object in any image."""
-    records = Records.of(dataset.records)
-    if not (~records.crowd_O).any():
+    if not has_objects(dataset):
         raise DataError(
-            f"not one of its {len(records)} images shows an object",
+            f"not one of its {len(dataset.records)} images shows an object",
             code="objects_missing",
             where=dataset.source,
-            fix="check that its annotations are those of these images",
+            fix="check that its annotations are those of these images; what is found in images "
+            "without annotations `ppdist eval --save-detections FILE` writes",
         )
+
+
+def has_objects(dataset: DetectionSet) -> bool:
+    """Whether anything but crowds is annotated."""
+    return bool((~Records.of(dataset.records).crowd_O).any())
 
 
 def same_sets(config: DataConfig) -> str:

@@ -263,7 +263,7 @@ def _nested(path: Path) -> Iterator[Path]:
         entries = [each for each in path.iterdir() if not is_no_data(each.name)]
         below = [each for each in entries if each.is_dir()]
         inner = below[0] if len(below) == 1 else None
-        if inner is not None and (inner.name.lower() in _PARTS or _split_of(inner.name)):
+        if inner is not None and (inner.name.lower() in _PARTS or split_of(inner.name)):
             inner = None
         if inner is None or len(entries) > 1:
             yield path
@@ -298,7 +298,7 @@ _LIST_NAME = re.compile(
 _WHOLE_SET = ("images", "image_list", "list", "all")  # as tools call the only list of a set
 
 
-def _split_of(name: str) -> str:
+def split_of(name: str) -> str:
     """train, val or test as a name says it: `instances_train2017`; "": it says none."""
     words = re.findall("[a-z]+|训练|验证|测试", name.lower())
     return next((_SPLIT_WORDS[word] for word in words if word in _SPLIT_WORDS), "")
@@ -328,8 +328,8 @@ def _split_folders(folder: Path) -> dict[str, list[Path]]:
     result: dict[str, list[Path]] = {}
     below = sorted(folder.iterdir()) if folder.is_dir() else []
     for each in below:
-        if each.is_dir() and _split_of(each.name):
-            result.setdefault(_split_of(each.name), []).append(each)
+        if each.is_dir() and split_of(each.name):
+            result.setdefault(split_of(each.name), []).append(each)
     return result
 
 
@@ -561,7 +561,7 @@ def _of_coco(root: Path) -> Layout | None:
     index_of: dict[Path, tuple[list[str], tuple[str, ...]]] = {}
     by_split: dict[str, list[Path]] = {}
     for file in boxes:
-        split = _split_of(file.stem) or _split_of(str(file.parent.relative_to(root)))
+        split = split_of(file.stem) or split_of(str(file.parent.relative_to(root)))
         try:
             index_of[file] = read_index(file)
         except DataError as error:
@@ -604,7 +604,7 @@ def _of_coco(root: Path) -> Layout | None:
 def _images_of(root: Path, file: Path, names: Sequence[str]) -> Path:
     """The folder that a COCO file's `file_name`s are relative to."""
     stem = file.stem.removeprefix("instances_")
-    split = _split_of(stem) or _split_of(file.parent.name)
+    split = split_of(stem) or split_of(file.parent.name)
     candidates = [
         *(file.parent, root / stem, root / "images" / stem, root / split),
         *(root / "images" / split, root / "images", root / "JPEGImages", root),
@@ -614,7 +614,7 @@ def _images_of(root: Path, file: Path, names: Sequence[str]) -> Path:
         raise DataError("lists no image", code="no_images", where=str(file))
     others = [Path(each) for each in folders_below(root)]
     # Those of the split first: train/ and val/ may have images of the same names.
-    others.sort(key=lambda each: _split_of(_relative(each, root)) not in (split, ""))
+    others.sort(key=lambda each: split_of(_relative(each, root)) not in (split, ""))
     for folder in dict.fromkeys((*candidates, *others)):
         if folder.is_dir() and all((folder / name).is_file() for name in some):
             return folder

@@ -21,6 +21,7 @@ from ppdist.data.datasets.annotations import (
     files_below,
     find_image,
     find_repeats,
+    is_there,
     outlines_in,
     quietly,
     read_list,
@@ -138,7 +139,8 @@ def _of_list(
             file = find_image(root, words[1], str(image_list), complain)
         else:
             stem = _stem(root, line)
-            file = find_image(root / "Annotations", f"{stem}.xml", str(image_list), complain)
+            suffix = ".XML" if is_there(root / "Annotations" / f"{stem}.XML") else ".xml"
+            file = find_image(root / "Annotations", f"{stem}{suffix}", str(image_list), complain)
         if file is None or (paired and path is None):
             yield None
             continue

@@ -137,7 +137,7 @@ def test_many_classes_list_only_common_and_rare():
         ([(101, 5), (230, 10)], 100, 300, ["2 of 2 images", "evaluate.max_detections: 300"]),
         ([(230, 0)], 300, 300, ["published ones, count 100"]),
         ([(90, 90)], 100, 150, ["up to 180, and 150 boxes", "nms.keep: 200"]),
-        ([(400, 0)], 300, 300, ["evaluate.max_detections: 400", "nms.keep: 400", "published"]),
+        ([(400, 200)], 300, 300, ["evaluate.max_detections: 400", "nms.keep: 600", "published"]),
     ],
 )
 def test_images_with_more_objects_than_count_are_said(counts, limit, keep, said):

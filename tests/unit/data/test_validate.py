@@ -25,6 +25,7 @@ _OF_OTHER_FORMATS = {"annotation_missing", "annotation_unreadable", "encoding"}
 _OF_WHOLE_SETS = {"image_elsewhere", "label_columns", "label_missing"}
 _OF_YOLO = {"label_without_image", "label_shared", "image_kind_unread"}
 _OF_CLASSES = {
+    "shape_unread",  # of labelme and CVAT alone
     *("classes_differ", "class_names_alike", "class_names_same", "class_count_differs"),
     *("class_group", "class_list_differs"),
 }

@@ -181,6 +181,52 @@ def test_a_data_set_of_predictions_is_read(tmp_path: Path) -> None:
     )
 
 
+def saved_file(path: Path, classes: dict[int, str], category: int) -> Path:
+    """A detection; without names for its classes a list, as of `eval --save-detections`."""
+    entry = {"image_id": 1, "category_id": category, "bbox": [1, 2, 3, 4], "score": 0.5}
+    categories = [{"id": number, "name": name} for number, name in classes.items()]
+    named = {"images": [], "annotations": [entry], "categories": categories}
+    path.write_text(json.dumps(named if classes else [entry]))
+    return path
+
+
+RED_FIRST, GREEN_FIRST = {1: "red", 2: "green"}, {1: "green", 2: "red"}
+
+
+@pytest.mark.parametrize(
+    ("files", "ids", "labels"),
+    [
+        ([(RED_FIRST, 1), (GREEN_FIRST, 1)], {1: "red", 2: "green"}, [0, 1]),
+        ([(RED_FIRST, 1), (GREEN_FIRST, 2)], {1: "red", 2: "green"}, [0, 0]),
+        ([(RED_FIRST, 2), ({1: "blue"}, 1)], {1: "red", 2: "green", 3: "blue"}, [1, 2]),
+        ([(RED_FIRST, 2), ({}, 2), ({}, 7)], {1: "red", 2: "green", 7: "7"}, [1, 1, 2]),
+        ([({}, 2), ({}, 1)], {1: "1", 2: "2"}, [1, 0]),
+        ([(RED_FIRST, 1), (GREEN_FIRST, 1), ({}, 1)], None, []),
+    ],
+)
+def test_classes_of_files_are_matched_by_name(tmp_path, files, ids, labels):
+    saved = [
+        read_saved(saved_file(tmp_path / f"{place}.json", *each))
+        for place, each in enumerate(files)
+    ]
+    if ids is None:
+        with pytest.raises(DataError) as error:
+            set_of(saved)
+        assert error.value.code == "detections_of_other_classes"
+        return
+    dataset = set_of(saved)
+    assert dict(zip(dataset.category_ids, dataset.class_names)) == ids
+    assert [int(rows_of(each, dataset)[0, 1]) for each in saved] == labels
+
+
+def test_classes_of_a_set_with_names_are_matched_by_name(tmp_path):
+    dataset = set_of([read_saved(saved_file(tmp_path / "a.json", GREEN_FIRST, 2))])
+    assert rows_of(read_saved(saved_file(tmp_path / "b.json", RED_FIRST, 1)), dataset)[0, 1] == 1
+    with pytest.raises(DataError) as error:
+        rows_of(read_saved(saved_file(tmp_path / "c.json", {1: "blue"}, 1)), dataset)
+    assert error.value.code == "detections_of_other_classes"
+
+
 @pytest.mark.parametrize(
     "entry",
     [
@@ -226,7 +272,7 @@ def test_detections_of_another_set_are_refused(tmp_path: Path) -> None:
     (tmp_path / "a.json").write_text(json.dumps([{**entry, "image_id": 100, "category_id": 9}]))
     with pytest.raises(DataError, match="category 9 is not in test") as error:
         rows_of(read_saved(tmp_path / "a.json"), five_images())
-    assert error.value.code == "detections_of_other_images"
+    assert error.value.code == "detections_of_other_classes"
 
 
 def test_models_of_other_classes_or_images_are_refused() -> None:

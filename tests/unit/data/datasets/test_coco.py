@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from ppdist.config.data import DataConfig, SplitConfig
-from ppdist.data.datasets.build import read_split
+from ppdist.data.datasets.build import has_objects, read_split
 from ppdist.data.datasets.coco_stream import read_index
 from ppdist.data.types import DetectionSet, Records
 from tests.unit.data.datasets.messages import message_of
@@ -296,6 +296,18 @@ def test_an_object_with_neither_box_nor_outline_is_named(tmp_path, outline):
     content["annotations"][0]["segmentation"] = outline
     write_json(tmp_path, content)
     assert "bbox None, and no outline" in message_of(coco_config(tmp_path), "annotation_line")
+
+
+@pytest.mark.parametrize("given", [{}, {"annotations": []}])
+def test_images_to_be_annotated_are_read_on_request(tmp_path, given):
+    """COCO's image_info_test-dev."""
+    content = coco_content(write_images(tmp_path / "images", 2))
+    del content["annotations"]
+    write_json(tmp_path, content | given)
+    assert "--save-detections" in message_of(coco_config(tmp_path), "objects_missing")
+    dataset = read_split(coco_config(tmp_path), "val", 3, annotated=False)
+    assert [record.image_id for record in dataset.records] == [1, 2]
+    assert (dataset.category_ids, has_objects(dataset)) == ((1, 2, 3), False)
 
 
 def categories(*pairs: tuple[int, str], above: str = "") -> list[dict]:

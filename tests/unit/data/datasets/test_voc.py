@@ -133,3 +133,10 @@ def test_xml_without_one_image_of_its_name_is_named(tmp_path):
         f"{tmp_path / 'labels' / 'c.xml'}: no image below {tmp_path / 'images'} is called c or "
         f"d.jpg"
     )
+
+
+def test_a_listed_xml_file_may_end_in_capitals(tmp_path):
+    config = voc_set(tmp_path, {"a": "train"}, {"a": ["cat"]})
+    (tmp_path / "Annotations" / "a.xml").rename(tmp_path / "Annotations" / "a.XML")
+    dataset = read_split(config, "train", 1)
+    assert len(dataset.records) == 1 and dataset.notes == ()

@@ -1,0 +1,224 @@
+"""Annotations of labelme and CVAT, for `data convert` alone.
+
+    folder -> tool_of -> read_foreign -> RawSet of each split
+
+Boxes, polygons, circles, ellipses and masks become boxes, and polygons outlines; points and lines
+have none.  The split of an image is what its subset (CVAT) or its folder (labelme) is called.
+"""
+
+import json
+import math
+import os
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+from xml.etree import ElementTree
+
+import numpy as np
+
+from ppdist.common.errors import DataError
+from ppdist.data.datasets.annotations import (
+    Malformed,
+    extent_of,
+    files_below,
+    find_image,
+    read_text,
+    size_of,
+)
+from ppdist.data.datasets.coco import whole_number
+from ppdist.data.datasets.layout import split_of
+from ppdist.data.types import Box, Complain, Issue, RawImage, RawObject, RawSet
+
+_HEAD = 1 << 16  # bytes in which either format names itself
+_NO_CLASS = ("__ignore__", "_background_")  # of labelme's label lists
+
+
+class _Shape(NamedTuple):
+    """box: None: it has none.  group: of shapes of one object; None: it is one alone."""
+
+    name: str
+    box: Box | None
+    outlines: tuple[np.ndarray, ...]
+    where: str
+    group: Any = None
+
+
+class _Annotated(NamedTuple):
+    """An image as a tool has it; path: None: outside the folder, and complained of."""
+
+    path: Path | None
+    sides: tuple[Any, Any]
+    subset: str
+    shapes: Sequence[_Shape]
+    where: str
+
+
+def tool_of(folder: Path) -> str:
+    """`labelme`, `CVAT`, or "": neither has annotated this folder."""
+    return next((tool for _, tool in _files_of_tools(folder)), "")
+
+
+def read_foreign(folder: Path, complain: Complain) -> dict[str, RawSet]:
+    """The splits of a folder that `tool_of` knows; all of it is train where nothing says a split.
+
+    Raises: DataError: it has no object.
+    """
+    names: dict[str, None] = {}
+    found: list[_Annotated] = []
+    for file, tool in _files_of_tools(folder):
+        try:
+            found += (_of_cvat if tool == "CVAT" else _of_labelme)(file, folder, names, complain)
+        except (Malformed, ValueError, KeyError, TypeError, RecursionError) as error:
+            what = f"not an annotation of {tool}: {error}"
+            complain(Issue("annotation_unreadable", what, where=str(file)))
+    used = {shape.name for each in found for shape in each.shapes}
+    known = tuple(names) or tuple(sorted(used - {*_NO_CLASS}))
+    if not used.intersection(known):
+        raise DataError("no image shows an object", code="objects_missing", where=str(folder))
+    splits = [split_of(each.subset) for each in found]
+    images: defaultdict[str, list[RawImage]] = defaultdict(list)
+    for each, split in zip(found, splits):
+        if each.path is not None:
+            name = split if all(splits) else "train"
+            images[name].append(_image(each, len(images[name]) + 1, known, complain))
+    ids = tuple(range(1, len(known) + 1))
+    return {name: RawSet(of_split, known, ids, str(folder)) for name, of_split in images.items()}
+
+
+def _files_of_tools(folder: Path) -> Iterator[tuple[Path, str]]:
+    """Annotation files below a folder, each with its tool."""
+    marks = {".json": (b'"shapes"', "labelme"), ".xml": (b"<annotations", "CVAT")}
+    for path in map(Path, files_below(folder)):
+        mark, tool = marks.get(path.suffix.lower(), (b"", ""))
+        if tool:
+            with open(path, "rb") as file:
+                head = file.read(_HEAD)
+            if mark in head:
+                yield path, tool
+
+
+def _image(each: _Annotated, number: int, known: Sequence[str], complain: Complain) -> RawImage:
+    assert each.path is not None
+    said = "width {!r:.20}, height {!r:.20}".format(*each.sides)
+    width, height = map(whole_number, each.sides)
+    size = size_of(each.path, width, height, said, each.where, complain)
+    objects: dict[Any, RawObject] = {}
+    for place, shape in enumerate(each.shapes):
+        if shape.name in _NO_CLASS:
+            continue
+        problem = "no box: a point, a line, or malformed" if shape.box is None else ""
+        if problem or shape.name not in known:
+            what = problem or f"class {shape.name!r} is not among {', '.join(known)}"
+            code = "shape_unread" if problem else "class_unknown"
+            complain(Issue(code, what, str(each.path), shape.where))
+            continue
+        assert shape.box is not None
+        key = place if shape.group is None else (shape.name, shape.group)
+        before = objects.get(key)
+        thing = RawObject(shape.box, known.index(shape.name), shape.where, polygons=shape.outlines)
+        objects[key] = thing if before is None else _joined(before, thing)
+    things = [*objects.values()]
+    lost = len(each.shapes) if each.shapes and not things else 0  # it is no background
+    return RawImage(
+        each.path, number, size.width, size.height, things, each.where,
+        size_known=size.known, lost=lost,
+    )  # fmt: skip
+
+
+def _joined(one: RawObject, other: RawObject) -> RawObject:
+    (x1, y1, x2, y2), (left, top, right, bottom) = one.box, other.box
+    box = min(x1, left), min(y1, top), max(x2, right), max(y2, bottom)
+    return RawObject(box, one.label, one.where, polygons=one.polygons + other.polygons)
+
+
+def _of_labelme(
+    file: Path, folder: Path, names: dict[str, None], complain: Complain
+) -> Iterator[_Annotated]:
+    """Raises: Malformed, ValueError, KeyError, TypeError: it is none."""
+    content = json.loads(read_text(file, complain))
+    name = str(content.get("imagePath") or f"{file.stem}.jpg")
+    inside = os.path.relpath(file.parent, folder)
+    path = find_image(folder, os.path.normpath(os.path.join(inside, name)), str(file), complain)
+    shapes = []
+    for number, shape in enumerate(content["shapes"], start=1):
+        points_K2 = np.array(shape["points"], np.float64).reshape(-1, 2)
+        kind = shape.get("shape_type") or "polygon"
+        box: Box | None = None
+        if kind in ("rectangle", "mask"):
+            (x1, y1), (x2, y2) = points_K2.min(0).tolist(), points_K2.max(0).tolist()
+            box = x1, y1, x2, y2
+        elif kind == "circle":
+            (x, y), edge = points_K2.tolist()
+            radius = math.dist((x, y), edge)
+            box = x - radius, y - radius, x + radius, y + radius
+        elif kind == "polygon":
+            box = extent_of([points_K2.reshape(-1).tolist()])
+        polygons = (points_K2,) if box and kind == "polygon" else ()
+        where = f"{file}: shape {number}"
+        shapes.append(_Shape(str(shape["label"]), box, polygons, where, shape.get("group_id")))
+    sides = content.get("imageWidth"), content.get("imageHeight")
+    yield _Annotated(path, sides, file.parent.name, shapes, str(file))
+
+
+def _of_cvat(
+    file: Path, folder: Path, names: dict[str, None], complain: Complain
+) -> Iterator[_Annotated]:
+    """Of "CVAT for images 1.1"; names: gets the classes that its task declares.
+
+    Raises: Malformed, ValueError, KeyError, TypeError: it is none.
+    """
+    text = read_text(file, complain)
+    if "<!ENTITY" in text:
+        raise ValueError("it defines XML entities")
+    try:
+        tree = ElementTree.fromstring(text)
+    except ElementTree.ParseError as error:
+        raise ValueError(error) from error
+    if tree.find("track") is not None and tree.find("image") is None:
+        raise ValueError("tracks of a video; export the frames as `CVAT for images 1.1`")
+    names |= dict.fromkeys((entry.findtext("name") or "").strip() for entry in tree.iter("label"))
+    names.pop("", None)
+    for image in tree.iter("image"):
+        where = f"{file}: image {image.get('name')!r}"
+        name, subset = image.attrib["name"], image.get("subset") or ""
+        images = file.parent / "images"
+        places = [each for each in (images / subset, images) if (each / name).is_file()]
+        path = find_image([*places, folder][0], name, where, complain)
+        shapes = [
+            _Shape(shape.attrib["label"], *_cvat_box(shape), f"{where}: {shape.tag} {number}")
+            for number, shape in enumerate(image, start=1)
+            if shape.tag != "tag"  # of the whole image
+        ]
+        sides = int(image.get("width") or 0), int(image.get("height") or 0)
+        yield _Annotated(path, sides, subset, shapes, where)
+
+
+def _cvat_box(shape: ElementTree.Element) -> tuple[Box | None, tuple[np.ndarray, ...]]:
+    """Box and outlines; a turned box is what its corners fill."""
+
+    def numbers(*keys: str) -> list[float]:
+        return [float(shape.attrib[key]) for key in keys]
+
+    if shape.tag == "polygon":
+        pairs = [point.split(",") for point in shape.attrib["points"].split(";")]
+        outline = [float(value) for pair in pairs for value in pair]
+        box = extent_of([outline])
+        return box, (np.array(outline).reshape(-1, 2),) if box else ()
+    if shape.tag == "mask":
+        left, top, width, height = numbers("left", "top", "width", "height")
+        return (left, top, left + width, top + height), ()
+    if shape.tag not in ("box", "ellipse"):
+        return None, ()
+    angle = math.radians(float(shape.get("rotation") or 0))
+    cos, sin = abs(math.cos(angle)), abs(math.sin(angle))
+    if shape.tag == "box":
+        x1, y1, x2, y2 = numbers("xtl", "ytl", "xbr", "ybr")
+        if not angle:
+            return (x1, y1, x2, y2), ()
+        x, y, rx, ry = (x1 + x2) / 2, (y1 + y2) / 2, (x2 - x1) / 2, (y2 - y1) / 2
+        half_x, half_y = rx * cos + ry * sin, rx * sin + ry * cos
+    else:
+        x, y, rx, ry = numbers("cx", "cy", "rx", "ry")
+        half_x, half_y = math.hypot(rx * cos, ry * sin), math.hypot(rx * sin, ry * cos)
+    return (x - half_x, y - half_y, x + half_x, y + half_y), ()

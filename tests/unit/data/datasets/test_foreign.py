@@ -1,0 +1,154 @@
+"""labelme and CVAT, read for conversion."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from ppdist.common.errors import DataError
+from ppdist.data.datasets.annotations import Strictly
+from ppdist.data.datasets.build import read_split
+from ppdist.data.datasets.convert import convert
+from ppdist.data.datasets.foreign import read_foreign, tool_of
+from ppdist.data.types import Issue
+from tests.unit.data.corpus import config
+from tests.unit.data.sets import write_images
+
+CVAT = """<?xml version="1.0" encoding="utf-8"?>
+<annotations><version>1.1</version><meta><task><labels><label><name>red</name></label>
+<label><name>green</name></label></labels></task></meta>
+<image id="0" name="000.jpg" width="64" height="48">{}</image>
+<image id="1" name="001.jpg" width="0" height="0"></image></annotations>"""
+RED = 'label="red" occluded="0" z_order="0"'
+
+
+def labelme(folder: Path, stem: str, *shapes: dict, **changes: object) -> None:
+    content = {
+        "version": "5.4.1", "flags": {}, "imagePath": f"{stem}.jpg", "imageData": None,
+        "shapes": [{"group_id": None, "flags": {}, **shape} for shape in shapes],
+        "imageHeight": 48, "imageWidth": 64,
+    }  # fmt: skip
+    folder.mkdir(exist_ok=True)
+    (folder / f"{stem}.json").write_text(json.dumps({**content, **changes}))
+
+
+@pytest.mark.parametrize(
+    ("kind", "points", "box"),
+    [
+        ("rectangle", [[30, 40], [10, 20]], (10, 20, 30, 40)),
+        ("rectangle", [[10, 20], [30, 20], [30, 40], [10, 40]], (10, 20, 30, 40)),
+        ("polygon", [[10, 20], [30, 25], [20, 40]], (10, 20, 30, 40)),
+        ("circle", [[20, 20], [23, 24]], (15, 15, 25, 25)),
+        ("mask", [[10, 20], [30, 40]], (10, 20, 30, 40)),
+        ("point", [[10, 20]], None),
+        ("polygon", [[10, 20], [30, 25]], None),
+    ],
+)
+def test_each_shape_of_labelme_becomes_a_box(tmp_path, kind, points, box):
+    write_images(tmp_path / "set", 1)
+    shape = {"label": "red", "points": points, "shape_type": kind}
+    other = {"label": "a", "points": [[1, 2], [3, 4]], "shape_type": "rectangle"}
+    labelme(tmp_path / "set", "000", shape, other, imagePath="..\\pictures\\000.jpg")
+    issues: list[Issue] = []
+    assert tool_of(tmp_path / "set") == "labelme"
+    raw = read_foreign(tmp_path / "set", issues.append)["train"]
+    assert raw.class_names == ("a", "red")
+    boxes = [thing.box for thing in raw.images[0].objects if thing.label == 1]
+    assert boxes == ([] if box is None else [box])
+    assert ("shape_unread" in {issue.code for issue in issues}) == (box is None)
+
+
+def test_shapes_of_one_group_are_one_object(tmp_path):
+    write_images(tmp_path / "set", 1)
+    part = {"label": "red", "shape_type": "polygon", "group_id": 3}
+    labelme(
+        tmp_path / "set", "000",
+        {**part, "points": [[1, 2], [9, 2], [9, 9]]},
+        {**part, "points": [[20, 20], [30, 20], [30, 31]]},
+        {**part, "points": [[40, 40], [45, 40], [45, 45]], "group_id": None},
+    )  # fmt: skip
+    (image,) = read_foreign(tmp_path / "set", Strictly())["train"].images
+    first, second = image.objects
+    assert (first.box, len(first.polygons)) == ((1, 2, 30, 31), 2)
+    assert second.box == (40, 40, 45, 45)
+
+
+@pytest.mark.parametrize(
+    ("shape", "box"),
+    [
+        (f'<box {RED} xtl="10" ytl="20" xbr="30.5" ybr="40"/>', (10, 20, 30.5, 40)),
+        (f'<box {RED} xtl="10" ytl="20" xbr="30" ybr="30" rotation="90"/>', (15, 15, 25, 35)),
+        (f'<polygon {RED} points="10,20;30,25;20,40"/>', (10, 20, 30, 40)),
+        (f'<ellipse {RED} cx="20" cy="20" rx="5" ry="2"/>', (15, 18, 25, 22)),
+        (f'<ellipse {RED} cx="20" cy="20" rx="5" ry="2" rotation="90"/>', (18, 15, 22, 25)),
+        (f'<mask {RED} rle="1" left="3" top="4" width="5" height="6"/>', (3, 4, 8, 10)),
+        (f'<points {RED} points="10,20"/>', None),
+        (f'<polyline {RED} points="10,20;3,4;5,6"/>', None),
+    ],
+)
+def test_each_shape_of_cvat_becomes_a_box(tmp_path, shape, box):
+    write_images(tmp_path / "images", 2)
+    green = '<tag label="red"/><box label="green" xtl="1" ytl="2" xbr="3" ybr="4"/>'
+    (tmp_path / "annotations.xml").write_text(CVAT.format(shape + green))
+    issues: list[Issue] = []
+    assert tool_of(tmp_path) == "CVAT"
+    raw = read_foreign(tmp_path, issues.append)["train"]
+    assert raw.class_names == ("red", "green")  # in the order of the task
+    first, second = raw.images
+    found = [thing.box for thing in first.objects if thing.label == 0]
+    assert [pytest.approx(each) for each in found] == ([] if box is None else [box])
+    assert (second.width, second.height, second.objects) == (64, 48, [])
+    assert ("shape_unread" in {issue.code for issue in issues}) == (box is None)
+
+
+def test_what_is_converted_reads_back(tmp_path):
+    """Splits are those of the folders."""
+    for split, count in (("train", 2), ("valid", 1)):
+        for name in write_images(tmp_path / "set" / split, count):
+            points = [[5, 6], [20, 30]]
+            shape = {"label": split, "points": points, "shape_type": "rectangle"}
+            labelme(tmp_path / "set" / split, name[:-4], shape)
+    raws = read_foreign(tmp_path / "set", Strictly())
+    assert [*raws] == ["train", "val"]
+    for split, raw in raws.items():
+        assert convert(raw, "coco", tmp_path / "out", images="copy", split=split) == []
+    written = config(
+        tmp_path / "out", "coco", "annotations/instances_train.json",
+        "annotations/instances_val.json",
+    )  # fmt: skip
+    written = written.model_copy(
+        update={"train": written.train.model_copy(update={"images": "images/train"})}
+    )
+    dataset = read_split(written, "train", 2)
+    assert dataset.class_names == ("train", "valid") and len(dataset.records) == 2
+    assert dataset.records[0].boxes_M4.tolist() == [[5, 6, 20, 30]]
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "code"),
+    [
+        ("a.xml", CVAT.format("<box/>"), "annotation_unreadable"),
+        ("a.xml", CVAT.format("")[:-9], "annotation_unreadable"),
+        ("a.xml", CVAT.format(f'<polygon {RED} points="1,x"/>'), "annotation_unreadable"),
+        ("a.xml", "<annotations><track/></annotations>", "annotation_unreadable"),
+        ("a.xml", "<!DOCTYPE a [<!ENTITY b 'c'>]>" + CVAT.format(""), "annotation_unreadable"),
+        ("a.json", '{"shapes": [{}]}', "annotation_unreadable"),
+        ("a.json", '{"shapes": 7}', "annotation_unreadable"),
+        ("a.json", '{"shapes": ', "annotation_unreadable"),
+        ("a.json", '{"shapes": []}', "objects_missing"),
+    ],
+)
+def test_what_a_tool_cannot_have_written_is_named(tmp_path, name, text, code):
+    write_images(tmp_path, 2)
+    (tmp_path / name).write_text(text)
+    issues: list[Issue] = []
+    with pytest.raises(DataError) as caught:
+        read_foreign(tmp_path, issues.append)
+    assert code in (caught.value.code, *(issue.code for issue in issues))
+
+
+def test_other_folders_are_of_no_tool(tmp_path):
+    write_images(tmp_path, 1)
+    (tmp_path / "a.json").write_text('{"images": []}')
+    (tmp_path / "a.xml").write_text("<annotation></annotation>")
+    assert tool_of(tmp_path) == "" and tool_of(tmp_path / "absent") == ""
