@@ -32,12 +32,21 @@ from ppdist.config import ExperimentConfig, load_config
 from ppdist.config.base import Overrides, override_items, parse_plain
 from ppdist.config.export import ExportOptions
 from ppdist.predict.detections import Detections
-from ppdist.predict.sources import Frame, Source, as_image, expand, frames_of, is_many, read_source
+from ppdist.predict.sources import (
+    Frame,
+    Source,
+    as_image,
+    expand,
+    frames_of,
+    is_many,
+    is_picture,
+    read_source,
+)
 
 if TYPE_CHECKING:
     from ppdist.engine.callbacks import Callback
     from ppdist.engine.recipe import Recipe
-    from ppdist.predict.model import LoadedModel, Predict
+    from ppdist.predict.model import LoadedModel, Predict, Wanted
 
 if TYPE_CHECKING:
     _Path = Path
@@ -47,6 +56,7 @@ else:  # before Python 3.12 no class of its own derives from Path itself
 Picture: TypeAlias = np.ndarray | Image.Image  # uint8 RGB [H, W, 3], or Pillow's
 Place: TypeAlias = str | Path
 Config: TypeAlias = Place | ExperimentConfig
+Classes: TypeAlias = Sequence[str | int] | str | int | None  # by name or by number from 0
 
 
 class Detector:
@@ -114,36 +124,39 @@ class Detector:
 
     @overload
     def __call__(
-        self, source: Picture, *, threshold: float = ..., iou_threshold: float | None = ...,
-        batch: int = ..., slice: int | None = ..., overlap: float = ..., track: bool = ...,
+        self, source: Picture | bytes, *, threshold: float | None = ..., classes: Classes = ...,
+        iou: float | None = ..., batch: int = ..., slice: int | None = ..., overlap: float = ...,
+        track: bool = ...,
     ) -> Detections: ...  # fmt: skip
 
     @overload
     def __call__(
-        self, source: list[Any] | tuple[Any, ...], *, threshold: float = ...,
-        iou_threshold: float | None = ..., batch: int = ..., slice: int | None = ...,
+        self, source: list[Any] | tuple[Any, ...], *, threshold: float | None = ...,
+        classes: Classes = ..., iou: float | None = ..., batch: int = ..., slice: int | None = ...,
         overlap: float = ..., track: bool = ...,
     ) -> list[Detections]: ...  # fmt: skip
 
     @overload
     def __call__(
-        self, source: Iterator[Any] | int, *, threshold: float = ...,
-        iou_threshold: float | None = ..., batch: int = ..., slice: int | None = ...,
+        self, source: Iterator[Any] | int, *, threshold: float | None = ...,
+        classes: Classes = ..., iou: float | None = ..., batch: int = ..., slice: int | None = ...,
         overlap: float = ..., track: bool = ...,
     ) -> Iterator[Detections]: ...  # fmt: skip
 
     @overload
     def __call__(
-        self, source: Place, *, threshold: float = ..., iou_threshold: float | None = ...,
-        batch: int = ..., slice: int | None = ..., overlap: float = ..., track: bool = ...,
+        self, source: Place, *, threshold: float | None = ..., classes: Classes = ...,
+        iou: float | None = ..., batch: int = ..., slice: int | None = ..., overlap: float = ...,
+        track: bool = ...,
     ) -> Any: ...  # fmt: skip
 
     def __call__(
         self,
-        source: Picture | Place | int | Iterable[Any],
+        source: Picture | bytes | Place | int | Iterable[Any],
         *,
-        threshold: float = 0.5,
-        iou_threshold: float | None = None,
+        threshold: float | None = None,
+        classes: Classes = None,
+        iou: float | None = None,
         batch: int = 8,
         slice: int | None = None,
         overlap: float = 0.2,
@@ -153,12 +166,15 @@ class Detector:
 
         Args:
             source: one image gives Detections: uint8 RGB [H, W, 3] (not OpenCV's BGR), a picture of
-                Pillow, a file, or an http(s) address.  A list or tuple of these gives a list.
-                What may hold many gives an iterator, which works as it is read: a folder (searched
-                to its depth), a pattern (`photos/*.jpg`), a video, an rtsp address, the number of a
-                camera, or an iterator of images.
-            threshold: lowest score of a box, 0..1.
-            iou_threshold: of the suppression; None: as trained, and always so of an export.
+                Pillow, a file, its bytes, or an http(s) address.  A list or tuple of these gives a
+                list.  What may hold many gives an iterator, which works as it is read: a folder
+                (searched to its depth), a pattern (`photos/*.jpg`), a video, an rtsp address, the
+                number of a camera, or an iterator of images.
+            threshold: lowest score of a box, 0..1; None: that of the best F1 in the last
+                evaluation, where the weights know it, else 0.25.
+            classes: only boxes of these, by name or by number from 0; None: of all.
+            iou: of two boxes of a class that overlap more, the better stays; None: as trained.  Of
+                an export whose graph suppresses boxes it can be lower alone.
             batch: images at once; of a camera or a stream one.
             slice: also look at overlapping squares of so many pixels, for small objects.
             overlap: of these squares, part of their side.
@@ -167,28 +183,30 @@ class Detector:
         Raises: DataError: an image cannot be read.  Of a folder or pattern such files are skipped
             with a warning.
         """
-        if not 0 <= threshold <= 1:
-            raise ConfigError(
-                "expected 0..1", code="option_invalid", where=f"threshold={threshold:g}"
-            )
-        predict = self._predict(iou_threshold, slice, overlap, batch)
-        if isinstance(source, np.ndarray | Image.Image):
+        from ppdist.predict.model import wanted
+
+        choice = wanted(self._model.spec, threshold, classes, _warn)
+        predict = self._predict(iou, slice, overlap, batch)
+        if is_picture(source):
             frames = iter([Frame("", None, as_image(source))])
         elif isinstance(source, str | Path | int):
             if is_many(source):
                 found = expand([source])
                 live = any(each.is_live for each in found)
-                return self._detect(predict, _frames(found), threshold, 1 if live else batch, track)
+                return self._detect(predict, _frames(found), choice, 1 if live else batch, track)
             frames = iter([Frame(str(source), None, read_source(source))])
         else:
-            frames = (_frame(each, at) for at, each in enumerate(source))
+            items: Iterable[Any] = source  # type: ignore[assignment]  # what else is left
+            frames = (_frame(each, at) for at, each in enumerate(items))
             if not isinstance(source, Iterator):
-                return list(self._detect(predict, frames, threshold, batch, track))
+                return list(self._detect(predict, frames, choice, batch, track))
             if track:
                 numbered = enumerate(frames)
                 frames = (replace(each, name="frames", index=at) for at, each in numbered)
-            return self._detect(predict, frames, threshold, batch, track)
-        return next(self._detect(predict, frames, threshold, 1, track))
+            return self._detect(predict, frames, choice, batch, track)
+        return next(self._detect(predict, frames, choice, 1, track))
+
+    predict = __call__  # as others call it
 
     def train(
         self,
@@ -323,7 +341,7 @@ class Detector:
         return changed(config, [_item("output_dir", _free_folder(config.output_dir))])
 
     def _predict(
-        self, iou_threshold: float | None, slice: int | None, overlap: float, batch: int
+        self, iou: float | None, slice: int | None, overlap: float, batch: int
     ) -> "Predict":
         from ppdist.predict.model import with_iou
         from ppdist.predict.slicing import sliced
@@ -338,24 +356,24 @@ class Detector:
                 "expected 0 to below 1", code="option_invalid", where=f"overlap={overlap:g}"
             )
         predict: Predict = self._model
-        if iou_threshold is not None:
-            predict = with_iou(self._model, iou_threshold)
+        if iou is not None:
+            predict = with_iou(self._model, iou)
         return sliced(predict, slice, overlap, batch) if slice else predict
 
     def _detect(
         self,
         predict: "Predict",
         frames: Iterator[Frame],
-        threshold: float,
+        choice: "Wanted",
         batch: int,
         track: bool,
     ) -> Iterator[Detections]:
         from ppdist.predict.model import detections, predictions
         from ppdist.predict.tracking import following
 
-        follow = following(threshold) if track else lambda frame, found: found
+        follow = following(choice.threshold) if track else lambda frame, found: found
         for frame, rows_R6 in predictions(predict, frames, batch):
-            found = detections(frame, rows_R6[rows_R6[:, 1] >= threshold], self._model.spec)
+            found = detections(frame, choice.of(rows_R6), self._model.spec)
             yield follow(frame, found)
 
 

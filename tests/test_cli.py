@@ -183,3 +183,15 @@ def test_unknown_command_is_told_the_near_one(tmp_path):
         [*words, "--help"], capture_output=True, text=True, timeout=60, check=False, cwd=tmp_path
     )
     assert listed.returncode == 0 and all(f"  {name} " in listed.stdout for name in cli.COMMANDS)
+
+
+@pytest.mark.parametrize("command", ["predict", "export", "data", "train"])
+def test_what_is_one_process_refuses_several_ranks(command, monkeypatch):
+    cli.require_one_process(command)
+    monkeypatch.setenv("PADDLE_TRAINERS_NUM", "2")
+    if command == "train":
+        cli.require_one_process(command)
+        return
+    with pytest.raises(ConfigError) as error:
+        cli.require_one_process(command)
+    assert error.value.code == "one_process_only"

@@ -8,8 +8,10 @@
 #include <cmath>
 #include <cstdio>
 #include <filesystem>
+#include <fstream>
 #include <iostream>
 #include <numeric>
+#include <optional>
 #include <sstream>
 #include <string>
 #include <vector>
@@ -32,7 +34,7 @@ const char* const usage =
 
 struct Arguments {
     fs::path model, source, out;
-    float threshold = 0.5f;
+    std::optional<float> threshold;  // none: the model's own
     ppdist::Options options;
 };
 
@@ -65,8 +67,8 @@ Arguments parse(const std::vector<std::string>& words) {
     if (arguments.model.empty() || arguments.source.empty()) {
         throw Error(std::string("give --model and --source\n") + usage);
     }
-    if (!(arguments.threshold >= 0 && arguments.threshold <= 1)) {
-        throw Error("--threshold " + std::to_string(arguments.threshold) + ": expected 0..1");
+    if (arguments.threshold && !(*arguments.threshold >= 0 && *arguments.threshold <= 1)) {
+        throw Error("--threshold " + std::to_string(*arguments.threshold) + ": expected 0..1");
     }
     return arguments;
 }
@@ -117,7 +119,14 @@ void draw(cv::Mat& image, const std::vector<ppdist::Box>& boxes, const ppdist::S
 
 void write_picture(const cv::Mat& image, const fs::path& file) {
     fs::create_directories(file.parent_path());
-    if (!cv::imwrite(file.string(), image)) throw Error(file.string() + ": cannot be written");
+    std::string suffix = file.extension().string();
+    std::transform(suffix.begin(), suffix.end(), suffix.begin(), ::tolower);
+    const bool other_jpeg = suffix == ".jfif" || suffix == ".mpo";  // which OpenCV does not know
+    std::vector<unsigned char> content;
+    cv::imencode(other_jpeg ? ".jpg" : suffix, image, content);
+    std::ofstream stream(file, std::ios::binary);
+    stream.write(reinterpret_cast<const char*>(content.data()), content.size());
+    if (!stream.flush()) throw Error(file.string() + ": cannot be written");
 }
 
 // To five decimals.
@@ -199,7 +208,8 @@ void run(const Arguments& arguments) {
         ordered_json line{{"file", (root.empty() ? file : name).string()},
                           {"width", image.cols},
                           {"height", image.rows}};
-        line.update(look_at(image, predictor, arguments.threshold, out));
+        const float threshold = arguments.threshold.value_or(predictor.spec().threshold);
+        line.update(look_at(image, predictor, threshold, out));
         std::cout << line.dump(-1, ' ', false, ordered_json::error_handler_t::replace) << '\n';
         before.push_back(predictor.times().before);
         model.push_back(predictor.times().model);

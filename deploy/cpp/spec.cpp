@@ -70,6 +70,8 @@ Spec spec_of(const json& content, const std::filesystem::path& directory, bool i
     spec.cubic = resize.at("interpolation") == "cubic";
     if (has(resize, "fill")) spec.fill = resize.at("fill").get<std::array<int, 3>>();
     if (!spec.classifies) spec.nms = nms_of(content.at("nms"));
+    const char* const best = "best_f1_threshold";
+    spec.threshold = has(content, best) ? content.at(best).get<float>() : 0.25f;
     spec.class_names = content.at("class_names").get<std::vector<std::string>>();
     return spec;
 }

@@ -44,6 +44,7 @@ struct Spec {
     bool cubic;                // interpolation; false: linear
     std::array<int, 3> fill;   // letterbox: red, green and blue beside the image
     std::optional<Nms> nms;    // none: of a classifier
+    float threshold;           // lowest score of a box where nobody asks for another
     std::vector<std::string> class_names;
 };
 

@@ -10,7 +10,9 @@ writes them to classes.json.
 import argparse
 import io
 import itertools
+import os
 import re
+import signal
 import sys
 from collections.abc import Iterable, Iterator
 from pathlib import Path
@@ -18,10 +20,15 @@ from typing import TextIO
 
 import numpy as np
 from pictures import Frame, ahead, find_sources, frames_of
-from predictor import Predictor, PredictorError
+from predictor import (
+    USUAL_THRESHOLD,
+    Predictor,
+    PredictorError,
+    default_threshold,
+    lost_below,
+)
 from results import FILES, Results, picture_names
 
-THRESHOLD = 0.5
 # What moves a terminal's cursor, changes its title or turns the direction of what follows.
 _CONTROLS = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069]")
 
@@ -39,7 +46,8 @@ def parse() -> argparse.Namespace:
         help="what to look at; a folder is searched to its depth")  # fmt: skip
     add("--out", required=True, type=Path, metavar="DIR", help="where to write")
     add("--threshold", type=float,
-        help=f"lowest score of a box that counts, 0..1 (default: {THRESHOLD})")  # fmt: skip
+        help="lowest score of a box that counts, 0..1 (default: that of the best F1, where "
+        f"infer.yml says it, else {USUAL_THRESHOLD})")  # fmt: skip
     add("--backend", default="auto", choices=("auto", "onnx", "openvino", "paddle", "tensorrt"),
         help="what runs the model (default: the fastest that is installed and that the export was "
         "checked in); tensorrt: through ONNX Runtime on a card, never run by us")  # fmt: skip
@@ -62,6 +70,9 @@ def main() -> int:
     except PredictorError as error:
         say(f"predictor: error: {error}", sys.stderr)
         return 2
+    except BrokenPipeError:  # nobody reads what it says: `| head`
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 128 + signal.SIGPIPE
 
 
 def say(text: str, stream: TextIO | None = None) -> None:
@@ -92,7 +103,13 @@ def run(arguments: argparse.Namespace) -> int:
     say(f"predictor: {predictor.runtime}", sys.stderr)
     if arguments.threshold is not None and predictor.spec["task"] == "classify":
         raise PredictorError("--threshold is for boxes, and a classifier has none; leave it out")
-    threshold = THRESHOLD if arguments.threshold is None else arguments.threshold
+    threshold, whence = default_threshold(predictor.spec)
+    if arguments.threshold is not None:
+        threshold = arguments.threshold
+        if lost := lost_below(predictor.spec, threshold):
+            warn(lost)
+    elif predictor.spec["task"] == "detect":
+        say(f"predictor: threshold {threshold:g}, {whence}", sys.stderr)
     try:
         out.mkdir(parents=True, exist_ok=True)
     except OSError as error:

@@ -178,10 +178,13 @@ def make_app(service: Service, token: str | None = None) -> FastAPI:
     return app
 
 
-def _threshold(request: Request, usual: float) -> float:
+def _threshold(request: Request, usual: float | None) -> float | None:
     """Not a parameter of FastAPI's, which would refuse it uncounted and without a token."""
+    asked = request.query_params.get("threshold")
+    if asked is None:
+        return usual
     try:
-        threshold = float(request.query_params.get("threshold", usual))
+        threshold = float(asked)
     except ValueError:
         threshold = math.nan
     if not 0 <= threshold <= 1:
@@ -381,8 +384,10 @@ def parse() -> argparse.Namespace:
     add("--host", default="127.0.0.1", help="0.0.0.0: all interfaces (default: 127.0.0.1)")
     add("--port", type=int, default=8000)
     add("--token-file", type=Path, help=f"holds the bearer token; or set {TOKEN} (default: none)")
+    add("--threshold", type=float,
+        help="lowest score of a box, 0..1 (default: that of the best F1, where infer.yml says it, "
+        "else 0.25)")  # fmt: skip
     named = {
-        "threshold": "lowest score of a box, 0..1",
         "most-batch": "images the model gets at once",
         "most-delay": "seconds that an image waits for others",
         "most-waiting": "requests under way at once",
@@ -403,6 +408,8 @@ def parse() -> argparse.Namespace:
 def checked_limits(arguments: argparse.Namespace) -> Limits:
     limits = Limits(**{name: getattr(arguments, name) for name in Limits.__dataclass_fields__})
     for name, value in vars(limits).items():
+        if value is None:
+            continue
         enough = value >= 0 if name in ("most_delay", "threshold", "least_rate") else value > 0
         if not enough or not math.isfinite(value) or (name == "threshold" and value > 1):
             raise ValueError(f"--{name.replace('_', '-')} {value:g}: out of range")

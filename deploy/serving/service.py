@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 from batching import Batcher, Model
 from fastapi import Request
+from predictor import default_threshold
 from prometheus_client import CollectorRegistry, Gauge, Histogram, ProcessCollector
 from prometheus_client import Counter as Total
 from uploads import Refused, decode, file_part
@@ -44,7 +45,8 @@ class Limits:
     least_rate: int = 10_000  # bytes a second of an image that is being sent; 0: any
     header_seconds: float = 10.0  # for a connection to begin a request, the first or another
     most_connections: int = 1000  # at once
-    threshold: float = 0.5  # lowest score of a box where a request names none
+    threshold: float | None = None  # lowest score of a box where a request names none; None: the
+    # model's own, see `default_threshold` of deploy/python
     decoders: int = 2  # threads that decode images
 
 
@@ -123,7 +125,7 @@ class Service:
             return f"one image has been decoded for {busy:.0f} s"
         return None
 
-    async def answer(self, request: Request, threshold: float) -> dict[str, Any]:
+    async def answer(self, request: Request, threshold: float | None) -> dict[str, Any]:
         """The objects in the image of a request, as JSON takes them.
 
         Raises: Refused: 400 to 422 about the request; 408 its body, 504 its answer took too long;
@@ -230,7 +232,9 @@ class Service:
         finally:
             del self._decoding[thread]
 
-    async def _look(self, content_type: str, body: bytes, threshold: float) -> dict[str, Any]:
+    async def _look(
+        self, content_type: str, body: bytes, threshold: float | None
+    ) -> dict[str, Any]:
         loop = asyncio.get_running_loop()
         async with self._decoded:
             image_HW3 = await loop.run_in_executor(self._decoders, self._image, content_type, body)
@@ -243,6 +247,8 @@ class Service:
         if model is None:
             raise Refused(503, "the service is stopping")
         height, width = image_HW3.shape[:2]
+        if threshold is None:
+            threshold, _ = default_threshold(model.spec)
         return {"width": width, "height": height, **described(model.spec, result, threshold)}
 
 

@@ -43,6 +43,8 @@ COMMANDS = {
     "verify": "verify cards, equivalence, parity, metrics and exports",
     "completion": "print what makes bash or zsh complete these commands",
 }
+# They write one result each, and would write it several times at once under fleetrun.
+_ONE_PROCESS = {"predict", "export", "convert", "data", "config", "report", "plan", "completion"}
 # What other trainers call them.
 _MEANT = {"val": ["eval"], "infer": ["predict"], "detect": ["predict"], "test": ["eval"]}
 CLONE = Path(__file__).resolve().parents[2]
@@ -51,7 +53,26 @@ _PROGRAM = "ppdist {}"  # what --help calls a command that no script of tools/ h
 
 def run(command: str) -> NoReturn:
     """Runs one of COMMANDS on sys.argv and ends with its exit code."""
-    process.run(main_of(command))
+
+    def main() -> int | None:
+        require_one_process(command)
+        return main_of(command)()
+
+    process.run(main)
+
+
+def require_one_process(command: str) -> None:
+    """Raises: ConfigError: fleetrun has started several of a command that is for one."""
+    ranks = process.launched_ranks()
+    if command in _ONE_PROCESS and ranks > 1:
+        raise errors.ConfigError(
+            f"ppdist {command} is one process, and fleetrun started {ranks} of it",
+            code="one_process_only",
+            where=f"fleetrun ... ppdist {command}",
+            fix=f"start `ppdist {command}` alone; on several cards one for each part of the images"
+            if command == "predict"
+            else f"start `ppdist {command}` alone",
+        )
 
 
 def main_of(command: str) -> Callable[[], int | None]:

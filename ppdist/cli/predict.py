@@ -23,12 +23,12 @@ from ppdist.common.arguments import at_least
 
 if TYPE_CHECKING:
     from ppdist.predict.detections import Detection
-    from ppdist.predict.model import LoadedModel, Precision, Predict
+    from ppdist.predict.model import LoadedModel, Precision, Predict, Wanted
     from ppdist.predict.results import Results
     from ppdist.predict.sources import Frame
 
-THRESHOLD = 0.5
 FORMATS = ("coco", "yolo", "voc", "csv", "crops")
+_WEIGHTS = (".pt", ".pth", ".pdparams", ".safetensors", ".npz")
 _BATCH, _OVERLAP, _SMALLEST_SLICE = 8, 0.2, 32
 
 
@@ -54,8 +54,13 @@ def parse() -> argparse.Namespace:
                         "image on standard input")  # fmt: skip
     parser.add_argument("--out", required=True, type=Path, metavar="DIR", help="where to write")
     parser.add_argument("--threshold", type=float,
-                        help="confidence threshold, 0..1 "
-                        f"(default: {THRESHOLD})")  # fmt: skip
+                        help="confidence threshold, 0..1 (default: that of the best F1 in the last "
+                        "evaluation, where the weights know it, else 0.25)")  # fmt: skip
+    parser.add_argument("--classes", nargs="+", metavar="NAME",
+                        help="only these, by name or by number from 0 (default: all)")  # fmt: skip
+    parser.add_argument("--iou", type=float,
+                        help="of two boxes of a class that overlap more, 0..1, the better stays "
+                        "(default: as trained)")  # fmt: skip
     parser.add_argument("--format", default="coco", metavar="LIST",
                         help="of coco, yolo (labels/, with scores), voc (annotations/), csv, crops "
                         "(crops/CLASS/): what is written; coco always is")  # fmt: skip
@@ -111,6 +116,8 @@ def main() -> int:
     spec = model.spec
     if spec.task == "classify":
         require_boxes_unasked(arguments, formats)
+    predict = predict_of(model, arguments)
+    choice = None if spec.task == "classify" else wanted_of(model, arguments)
     require_no_foreign_files(arguments.out, [FILES[spec.task]])
     make_folder(arguments.out)
     drawn = Pictures(arguments.out, dict(zip(names, pictures)))
@@ -125,18 +132,18 @@ def main() -> int:
             yield from frames_of(source, complain)
 
     live = any(source.is_live for source in sources)
-    predict = with_slices(model, arguments)
     found = predictions(predict, frames(), 1 if live else arguments.batch)
     results: Results
     if spec.task == "classify":
         results = Classes(arguments.out, spec, drawn)
     else:
         results = Objects(arguments.out, spec, drawn, formats)
-    add, tell = noting(results, arguments)
+    add, tell = noting(results, choice, arguments.track)
     with suppress(*([KeyboardInterrupt] if live else [])):
         for name, pairs in itertools.groupby(found, key=lambda pair: pair[0].name):
             said = tell([add(frame, rows) for frame, rows in pairs])
-            print(process.printable(f"{name}: {said}"), flush=True)
+            if said:
+                print(process.printable(f"{name}: {said}"), flush=True)
     if unreadable:
         process.warn(f"{len(unreadable)} of {len(sources)} files could not be read")
     if not results.images:
@@ -148,11 +155,13 @@ def main() -> int:
     written = results.write()
     print(f"{results.total()}; {'' if not pictures else 'pictures and '}{written.name} in "
           f"{arguments.out}")  # fmt: skip
+    if choice is not None and (hint := results.hint(choice.threshold)):
+        print(process.printable(hint))
     return 0
 
 
 def noting(
-    results: "Results", arguments: argparse.Namespace
+    results: "Results", choice: "Wanted | None", track: bool
 ) -> "tuple[Callable[[Frame, Any], Any], Callable[[list[Any]], str]]":
     """What notes what was found in a frame, and what puts notes into words."""
     from ppdist.predict.model import detections
@@ -162,11 +171,12 @@ def noting(
     if isinstance(results, Classes):
         return results.add, results.said
     assert isinstance(results, Objects)
-    threshold = THRESHOLD if arguments.threshold is None else arguments.threshold
-    follow = following(threshold) if arguments.track else lambda frame, found: found
+    assert choice is not None
+    follow = following(choice.threshold) if track else lambda frame, found: found
 
     def add(frame: "Frame", rows_R6: Any) -> "list[Detection]":
-        found = detections(frame, rows_R6[rows_R6[:, 1] >= threshold], results.spec)
+        results.note_highest(frame, choice.of_classes(rows_R6))
+        found = detections(frame, choice.of(rows_R6), results.spec)
         found = follow(frame, found)
         results.add(frame, found)
         return list(found)
@@ -174,13 +184,26 @@ def noting(
     return add, results.said
 
 
-def with_slices(model: "LoadedModel", arguments: argparse.Namespace) -> "Predict":
-    if not arguments.slice:
-        return model
+def wanted_of(model: "LoadedModel", arguments: argparse.Namespace) -> "Wanted":
+    """Which boxes are asked for; a line says the threshold that nobody asked for."""
+    from ppdist.predict.model import wanted
+
+    choice = wanted(model.spec, arguments.threshold, arguments.classes, process.warn)
+    if choice.whence:
+        process.say(f"ppdist: threshold {choice.threshold:g}, {choice.whence}")
+    return choice
+
+
+def predict_of(model: "LoadedModel", arguments: argparse.Namespace) -> "Predict":
+    """What finds objects, with --iou and --slice."""
+    from ppdist.predict.model import with_iou
     from ppdist.predict.slicing import sliced
 
+    predict = model if arguments.iou is None else with_iou(model, arguments.iou)
+    if not arguments.slice:
+        return predict
     overlap = _OVERLAP if arguments.overlap is None else arguments.overlap
-    return sliced(model, arguments.slice, overlap, arguments.batch)
+    return sliced(predict, arguments.slice, overlap, arguments.batch)
 
 
 def formats_of(arguments: argparse.Namespace) -> Sequence[str]:
@@ -197,10 +220,11 @@ def formats_of(arguments: argparse.Namespace) -> Sequence[str]:
 
 def require_sense(arguments: argparse.Namespace) -> None:
     """Raises: ConfigError: options that make no sense, alone or together."""
-    if arguments.threshold is not None and not 0 <= arguments.threshold <= 1:
-        raise errors.ConfigError(
-            "expected 0..1", code="option_invalid", where=f"--threshold {arguments.threshold:g}"
-        )
+    for name, value in (("threshold", arguments.threshold), ("iou", arguments.iou)):
+        if value is not None and not 0 <= value <= 1:
+            raise errors.ConfigError(
+                "expected 0..1", code="option_invalid", where=f"--{name} {value:g}"
+            )
     if arguments.overlap is not None and not arguments.slice:
         raise errors.ConfigError(
             "--overlap is for --slice", code="option_missing", fix="add it or leave both out"
@@ -226,6 +250,8 @@ def require_boxes_unasked(arguments: argparse.Namespace, formats: Sequence[str])
     """Raises: ConfigError: what is for boxes is asked of a classifier."""
     asked = {
         "--threshold": arguments.threshold is not None,
+        "--classes": arguments.classes is not None,
+        "--iou": arguments.iou is not None,
         "--slice": bool(arguments.slice),
         "--track": arguments.track,
         f"--format {arguments.format}": bool({*formats} - {"coco"}),
@@ -268,6 +294,15 @@ def of_weights(arguments: argparse.Namespace) -> "LoadedModel":
     return load_weights(config, Path(arguments.weights), process.warn, names_alone=alone)
 
 
+def are_weights(path: Path) -> bool:
+    """Whether -w would take it: a run, a checkpoint, a file of weights or a published name."""
+    from ppdist.models.weights import checkpoint_of
+    from ppdist.models.zoo import is_name
+
+    of_run = (checkpoint_of(path) / "manifest.json").is_file()
+    return of_run or path.suffix.lower() in _WEIGHTS or is_name(str(path))
+
+
 def of_export(arguments: argparse.Namespace) -> "LoadedModel":
     """The exported model."""
     if arguments.config or arguments.weights or arguments.override:
@@ -287,8 +322,15 @@ def of_export(arguments: argparse.Namespace) -> "LoadedModel":
         )
     if arguments.int8 and arguments.bfloat16:
         raise errors.ConfigError("--int8 and --bfloat16: choose one", code="options_conflict")
-    from ppdist.predict.model import load_export
+    from ppdist.predict.model import export_folder, load_export
 
+    if export_folder(arguments.model) is None and are_weights(arguments.model):
+        raise errors.ConfigError(
+            "these are weights, and --model takes an export",
+            code="weights_not_export",
+            where=f"--model {arguments.model}",
+            fix=f"write -w {arguments.model}",
+        )
     precision: Precision = "float32"
     if arguments.int8 or arguments.bfloat16:
         precision = "int8" if arguments.int8 else "bfloat16"

@@ -79,16 +79,7 @@ def run(main: Callable[[], int | None]) -> NoReturn:
     except SystemExit as error:  # argparse and clean stops
         code = error.code if isinstance(error.code, int) else int(error.code is not None)
     except BaseException as error:
-        found = as_limit(error)
-        if isinstance(error, ModuleNotFoundError) and error.name == "paddle":
-            found = UserError(
-                "PaddlePaddle is not installed: pip install 'ppdist[cpu]', or on a GPU machine the "
-                "paddlepaddle-gpu build for your CUDA (see README.md)",
-                code="paddle_missing",
-            )
-        code = USER_ERROR if isinstance(found, UserError) else 1
-        told = isinstance(found, UserError | StorageError)  # by its text, without a traceback
-        failure = failure_of(found, "" if told else _crash())
+        code, failure = _how_it_ended(error)
     message = failure.message
     launched = _report_to_launcher(code, failure)
     if message and code == 1:
@@ -103,6 +94,31 @@ def run(main: Callable[[], int | None]) -> NoReturn:
         for number in STOP_SIGNALS:
             signal.signal(number, signal.SIG_IGN)
     sys.exit(code)
+
+
+def _how_it_ended(error: BaseException) -> tuple[int, Failure]:
+    """The exit code of an error, and what is said of it; called while it is handled."""
+    if isinstance(error, BrokenPipeError) and _is_unread(sys.stdout):
+        return 128 + signal.SIGPIPE, Failure("", "", "")  # `| head` has read enough
+    found = as_limit(error)
+    if isinstance(error, ModuleNotFoundError) and error.name == "paddle":
+        found = UserError(
+            "PaddlePaddle is not installed: pip install 'ppdist[cpu]', or on a GPU machine the "
+            "paddlepaddle-gpu build for your CUDA (see README.md)",
+            code="paddle_missing",
+        )
+    code = USER_ERROR if isinstance(found, UserError) else 1
+    told = isinstance(found, UserError | StorageError)  # by its text, without a traceback
+    return code, failure_of(found, "" if told else _crash())
+
+
+def _is_unread(stream: TextIO) -> bool:
+    """Whether a stream goes to a pipe whose reader is gone."""
+    with suppress(OSError, ValueError):
+        poll = select.poll()
+        poll.register(stream.fileno(), 0)
+        return any(event & select.POLLERR for _, event in poll.poll(0))
+    return False
 
 
 @contextmanager
@@ -205,6 +221,11 @@ def launcher_folder() -> Path | None:
 def launched_rank() -> int:
     """The number that a launcher of Paddle gave to this process; 0 for one on its own."""
     return int(os.environ.get("PADDLE_TRAINER_ID", "0"))
+
+
+def launched_ranks() -> int:
+    """How many such processes a launcher of Paddle started; 1 for one on its own."""
+    return int(os.environ.get("PADDLE_TRAINERS_NUM", "1"))
 
 
 def _report_to_launcher(exit_code: int, failure: Failure) -> bool:

@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ppdist.common.files import replace_file
-from ppdist.common.process import launched_rank, launcher_folder
+from ppdist.common.process import launched_rank, launched_ranks, launcher_folder
 
 PHASES = ("start", "step", "evaluate", "save", "end")
 # Every rank under fleetrun answers it with the stacks of its threads, written in C, so that also
@@ -154,8 +154,7 @@ def tell_run(output_dir: Path) -> None:
     folder = launcher_folder()
     if _file is None or folder is None:
         return
-    world = int(os.environ.get("PADDLE_TRAINERS_NUM", "1"))
-    text = json.dumps({"output_dir": str(output_dir.absolute()), "world": world})
+    text = json.dumps({"output_dir": str(output_dir.absolute()), "world": launched_ranks()})
     with contextlib.suppress(OSError):
         replace_file(run_of(folder, launched_rank()), text.encode())
 

@@ -44,6 +44,7 @@ _ON_CPU = {  # what auto tries, of kinds of numbers, the fastest first
     "int8": ("onnx",),  # without VNNI OpenVINO's sums of 8-bit products saturate
     "bfloat16": ("openvino",),
 }
+USUAL_THRESHOLD = 0.25  # of scores, where nothing says which is best
 Backend = Literal["auto", "paddle", "onnx", "openvino", "tensorrt"]
 
 
@@ -478,6 +479,29 @@ def read_spec(directory: Path) -> dict[str, Any]:
     if missing:
         raise PredictorError(f"{file}: {', '.join(sorted(missing))} missing; export again")
     return spec
+
+
+def default_threshold(spec: dict[str, Any]) -> tuple[float, str]:
+    """The lowest score of a box that is shown where nobody asks for another, and whence it is.
+
+    Args: spec: the content of infer.yml.
+    """
+    best = spec.get("best_f1_threshold")
+    if best is None:
+        return USUAL_THRESHOLD, "the usual one: no evaluation says which is best"
+    return best, "of the best F1 in the last evaluation"
+
+
+def lost_below(spec: dict[str, Any], threshold: float) -> str:
+    """What to warn of where boxes are asked for that the model itself leaves out; "": nothing."""
+    least = spec["nms"]["score_threshold"] if spec.get("nms") else 0.0
+    if threshold >= least:
+        return ""
+    return (
+        f"threshold {threshold:g}: boxes that score {least:g} or less are left out before, by "
+        f"nms.score_threshold; -o nms.score_threshold={threshold:g} keeps them (of an export: when "
+        "it is made)"
+    )
 
 
 def chosen_backend(spec: dict[str, Any], backend: str, device: str, kind: str) -> str:

@@ -3,11 +3,16 @@
 found = detector("bus.jpg")
 str(found)                                     "4 person, 1 bus"
 found.boxes_xyxy, found.scores, found.class_ids, found.names
-found.plot(), found.save("out.jpg")            with its boxes drawn
-found.to_coco(), .to_yolo(), .to_voc()         as the formats have them
+found.show(), found.plot(), .save("out.jpg")   with its boxes drawn; a notebook shows it by itself
+found.to_json(), .to_coco(), .to_yolo(), .to_voc()   as the formats have them
 found.to_supervision(), .to_pandas()           as other libraries take them
 """
 
+import io
+import json
+import os
+import sys
+import tempfile
 import xml.etree.ElementTree as ElementTree
 from collections import Counter
 from collections.abc import Iterable, Iterator
@@ -17,11 +22,14 @@ from typing import Any, NamedTuple
 
 import cv2
 import numpy as np
+from PIL import Image, ImageShow
 
 from ppdist.common.errors import ConfigError, DataError
 from ppdist.common.files import make_parent, writing
 from ppdist.data.decoder import format_of
 from ppdist.viz.draw import PALETTE, draw_boxes, draw_labelled, readable
+
+_DISPLAYS = ("DISPLAY", "WAYLAND_DISPLAY")  # what a desktop sets
 
 
 class Detection(NamedTuple):
@@ -97,6 +105,45 @@ class Detections:
         path = Path(path)
         write_picture(path, self.plot())
         return path
+
+    def show(self) -> None:
+        """Shows `plot()`: in a notebook below the cell, on a desktop in its viewer of images.
+
+        Where there is neither, a line names the file that it is written to.
+        """
+        if "ipykernel" in sys.modules:
+            from IPython.display import display
+
+            display(self)
+            return
+        drawn = Image.fromarray(self.plot())
+        if _has_desktop() and ImageShow.show(drawn):
+            return
+        with tempfile.NamedTemporaryFile(prefix="ppdist-", suffix=".png", delete=False) as file:
+            drawn.save(file, "PNG")
+        print(f"{self}: {file.name}")
+
+    def _repr_png_(self) -> bytes:
+        """What a notebook shows of it."""
+        content = io.BytesIO()
+        Image.fromarray(self.plot()).save(content, "PNG")
+        return content.getvalue()
+
+    def to_json(self) -> str:
+        """As JSON: `source`, `width`, `height` and `objects`, best first, boxes in pixels."""
+        height, width = self.image.shape[:2]
+        objects = [
+            {
+                "name": one.name,
+                "class_id": one.class_id,
+                "score": round(one.score, 5),
+                "box_xyxy": [round(value, 2) for value in one.box_xyxy],
+                **({} if one.track_id is None else {"track_id": one.track_id}),
+            }
+            for one in self
+        ]
+        content = {"source": self.source, "width": width, "height": height, "objects": objects}
+        return json.dumps(content)
 
     def to_coco(self, image_id: int = 1) -> list[dict[str, Any]]:
         """As COCO results: `category_id`, `bbox` [left, top, width, height] in pixels, `score`."""
@@ -181,6 +228,10 @@ class Detections:
         if self.track_ids is not None:
             columns["track_id"] = self.track_ids
         return pandas.DataFrame(columns)
+
+
+def _has_desktop() -> bool:
+    return sys.platform == "darwin" or any(os.environ.get(each) for each in _DISPLAYS)
 
 
 def counted(names: Iterable[str]) -> str:

@@ -8,6 +8,7 @@ Preprocessing and mapping back are those of deploy/python (ppdist/export/standal
 computes the outputs.
 """
 
+import difflib
 import logging
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -26,7 +27,15 @@ from ppdist.distributed import device
 from ppdist.engine.build import build_model
 from ppdist.export.predictor import Graph, open_exported
 from ppdist.export.spec import SPEC_FILE, InferenceSpec, describe, read_spec, validation_set
-from ppdist.export.standalone import RUNTIMES, Predictor, PredictorError, chosen_backend
+from ppdist.export.standalone import (
+    RUNTIMES,
+    Predictor,
+    PredictorError,
+    chosen_backend,
+    default_threshold,
+    lost_below,
+    suppress,
+)
 from ppdist.losses.nms import multiclass_nms
 from ppdist.models.base import ImageModel
 from ppdist.models.model_card import read_card_or_warn
@@ -36,13 +45,14 @@ from ppdist.predict.sources import Frame
 
 Precision = Literal["float32", "bfloat16", "int8"]
 _LOGGER = logging.getLogger("ppdist")
+_FEW_NAMES = 10  # that a message shows
 Predict = Callable[[Sequence[np.ndarray]], list[np.ndarray]]  # see LoadedModel.__call__
 
 
 class EagerGraph:
     """A dygraph model as a graph: put into eval mode, with its suppression at the end.
 
-    nms: of a detector; may be replaced between calls.
+    nms: of a detector.
     """
 
     def __init__(self, model: ImageModel, nms: NMSConfig | None) -> None:
@@ -73,12 +83,13 @@ class RuntimeGraph:
 class LoadedModel:
     """A detector or classifier with its weights, and all it needs to use them.
 
-    spec: names, sizes, thresholds.  graph: what computes its outputs.  predictor: what puts images
-    through it.
+    spec: names, sizes, thresholds.  graph: what computes its outputs.  nms_in_graph: whether these
+    are what is left after suppression.  predictor: what puts images through it.
     """
 
     spec: InferenceSpec
     graph: EagerGraph | RuntimeGraph
+    nms_in_graph: bool
     predictor: Predictor
 
     def __call__(self, images: Sequence[np.ndarray]) -> list[np.ndarray]:
@@ -198,32 +209,116 @@ def export_folder(path: Path) -> Path | None:
     return path.parent if beside and (path.parent / SPEC_FILE).is_file() else None
 
 
-def with_iou(model: LoadedModel, iou_threshold: float) -> Predict:
-    """A model of weights with another suppression.
+def with_iou(model: LoadedModel, iou: float) -> Predict:
+    """A model with another suppression: of two boxes of a class that overlap more, one stays.
 
-    Raises: ConfigError: an export, whose suppression is made, or a model that needs none.
+    What an export's graph has suppressed already is suppressed once more.
+    Raises: ConfigError: no such number, or an export whose graph leaves out more.
     """
-    graph, nms = model.graph, model.spec.nms
-    if not isinstance(graph, EagerGraph) or nms is None or nms.iou_threshold is None:
+    if not 0 <= iou <= 1:
+        raise ConfigError("expected 0..1", code="option_invalid", where=f"iou {iou:g}")
+    spec, graph = model.spec, model.graph
+    assert spec.nms is not None  # a detector's
+    written = spec.nms.iou_threshold
+    if written is not None and (isinstance(graph, EagerGraph) or not model.nms_in_graph):
+        nms = spec.nms.model_copy(update={"iou_threshold": iou})
+        graph = EagerGraph(graph.model, nms) if isinstance(graph, EagerGraph) else graph
+        return _loaded(spec.model_copy(update={"nms": nms}), graph, model.nms_in_graph)
+    if written is not None and iou > written:
         raise ConfigError(
-            "the suppression of an export is fixed, and some models have none",
+            f"the graph of this export leaves out boxes that overlap by more than {written:g}",
             code="options_conflict",
-            where=f"iou_threshold={iou_threshold:g}",
-            fix="leave it out, or open the weights",
+            where=f"iou {iou:g}",
+            fix="take less, the weights, or an export --without-nms",
         )
-    if not 0 <= iou_threshold <= 1:
-        raise ConfigError(
-            "expected 0..1", code="option_invalid", where=f"iou_threshold={iou_threshold:g}"
-        )
-    other = nms.model_copy(update={"iou_threshold": iou_threshold})
-    return _loaded(model.spec, EagerGraph(graph.model, other), True)
+    return lambda images: [suppressed(rows_R6, iou) for rows_R6 in model(images)]
+
+
+def suppressed(rows_R6: np.ndarray, iou: float) -> np.ndarray:
+    """Rows without those that overlap a better one of their class by more."""
+    if not len(rows_R6):
+        return rows_R6
+    scores_RC = np.zeros((len(rows_R6), int(rows_R6[:, 0].max()) + 1), np.float32)
+    scores_RC[np.arange(len(rows_R6)), rows_R6[:, 0].astype(int)] = rows_R6[:, 1]
+    count = len(rows_R6)
+    nms = {"score_threshold": 0.0, "iou_threshold": iou, "candidates": count, "keep": count}
+    return suppress(scores_RC, rows_R6[:, 2:], {**nms, "multi_label": False})
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """Which boxes are asked for.
+
+    threshold: lowest score.  whence: where it comes from; "": it was asked for.  class_ids: None:
+    of all classes.
+    """
+
+    threshold: float
+    whence: str
+    class_ids: frozenset[int] | None
+
+    def of_classes(self, rows_R6: np.ndarray) -> np.ndarray:
+        """The rows of these classes, whatever their score."""
+        if self.class_ids is None:
+            return rows_R6
+        return rows_R6[np.isin(rows_R6[:, 0], list(self.class_ids))]
+
+    def of(self, rows_R6: np.ndarray) -> np.ndarray:
+        """The rows that are asked for."""
+        return self.of_classes(rows_R6[rows_R6[:, 1] >= self.threshold])
+
+
+def wanted(
+    spec: InferenceSpec,
+    threshold: float | None,
+    classes: Sequence[str | int] | str | int | None,
+    warn: Callable[[str], None],
+) -> Wanted:
+    """What a user asks for, of a detector.
+
+    Args:
+        threshold: None: that of the best F1 which the model's card knows, else 0.25.
+        classes: names or numbers from 0; None: all.
+        warn: told where the model itself leaves out boxes that are asked for.
+    Raises: ConfigError: no such threshold or class.
+    """
+    known = spec.model_dump(mode="json")
+    if threshold is None:
+        threshold, whence = default_threshold(known)
+    elif 0 <= threshold <= 1:
+        whence = ""
+    else:
+        raise ConfigError("expected 0..1", code="option_invalid", where=f"threshold {threshold:g}")
+    if not whence and (lost := lost_below(known, threshold)):
+        warn(lost)
+    if classes is None:
+        return Wanted(threshold, whence, None)
+    asked = [classes] if isinstance(classes, str | int) else classes
+    return Wanted(threshold, whence, frozenset(_class_id(each, spec) for each in asked))
+
+
+def _class_id(asked: str | int, spec: InferenceSpec) -> int:
+    """Of a class that is called so, or has this number."""
+    names = spec.class_names
+    if asked in names:
+        return names.index(str(asked))
+    if str(asked).isdecimal() and int(asked) < len(names):
+        return int(asked)
+    near = difflib.get_close_matches(str(asked), names, 1)
+    some = ", ".join(names[:_FEW_NAMES]) + (", ..." if len(names) > _FEW_NAMES else "")
+    raise ConfigError(
+        f"the model has no class {asked!r}",
+        code="class_unknown",
+        where="classes",
+        fix=f"did you mean {near[0]}?" if near else f"it has 0 to {len(names) - 1}: {some}",
+    )
 
 
 def _loaded(
     spec: InferenceSpec, graph: EagerGraph | RuntimeGraph, nms_in_graph: bool
 ) -> LoadedModel:
     predictor = Predictor.of_graph(spec.model_dump(mode="json"), graph, nms_in_graph)
-    return LoadedModel(spec, graph, predictor)
+    return LoadedModel(spec, graph, nms_in_graph, predictor)
 
 
 def require_task(spec: InferenceSpec, task: str, where: str) -> None:

@@ -2,6 +2,7 @@
 
 import csv
 import json
+import math
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
@@ -168,6 +169,10 @@ class Results:
         """What was found in all, in a few words."""
         raise NotImplementedError
 
+    def hint(self, threshold: float) -> str:
+        """What to try where nothing was found at or above a score; "": nothing."""
+        return ""
+
     def files(self) -> Iterator[str]:
         """What is written, relative to the folder: files, and folders whose files are."""
         yield FILES[self.spec.task]
@@ -201,6 +206,7 @@ class Objects(Results):
         super().__init__(out, spec, pictures)
         self._formats = formats
         self._annotations: list[dict[str, Any]] = []
+        self._highest: tuple[float, str] = 0.0, ""  # score of all that was seen, and its source
         self._taken: set[Path] = set()
 
     def add(self, frame: Frame, found: Detections) -> None:
@@ -219,9 +225,26 @@ class Objects(Results):
         if "crops" in self._formats:
             self._write_crops(frame, found)
 
+    def note_highest(self, frame: Frame, rows_R6: np.ndarray) -> None:
+        """Remembers the highest score, for `hint`.  Args: rows_R6: of any score, best first."""
+        if len(rows_R6) and rows_R6[0, 1] > self._highest[0]:
+            self._highest = float(rows_R6[0, 1]), frame.name
+
+    def hint(self, threshold: float) -> str:
+        """What to try where nothing was found at or above a score; "": something was."""
+        if self._annotations:
+            return ""
+        score, name = self._highest
+        nothing = f"nothing at or above {threshold:g}"
+        if not score:
+            return f"{nothing}, nor at any score: has the model learned? `ppdist eval` measures it"
+        return f"{nothing}; highest score {score:.2g} in {name}: try --threshold {below(score):g}"
+
     def said(self, frames: Sequence[Sequence[Detection]]) -> str:
-        """What was found in one image, or in all frames of a video, in a few words."""
+        """What was found in one image, or in all frames of a video, in a few words; "": nothing."""
         objects = [one for frame in frames for one in frame]
+        if not objects:
+            return ""
         if len(frames) == 1:
             return counted(one.name for one in objects)
         tracks = {one.track_id: one.name for one in objects if one.track_id is not None}
@@ -239,7 +262,9 @@ class Objects(Results):
 
     def total(self) -> str:
         found, seen = len(self._annotations), len(self.images)
-        return f"{found} object{'s' * (found != 1)} in {seen} image{'s' * (seen != 1)}"
+        empty = seen - len({one["image_id"] for one in self._annotations})
+        told = f"{found} object{'s' * (found != 1)} in {seen} image{'s' * (seen != 1)}"
+        return f"{told}, nothing in {empty} of them" if 0 < empty < seen else told
 
     def files(self) -> Iterator[str]:
         yield from super().files()
@@ -291,6 +316,12 @@ class Objects(Results):
                 where = image["file_name"], image.get("frame", "")
                 track = one.get("track_id", "")
                 writer.writerow([*where, names[one["category_id"]], one["score"], *box, track])
+
+
+def below(score: float) -> float:
+    """A number of one digit that is not above a score: 0.1 for 0.12."""
+    unit = 10.0 ** math.floor(math.log10(score))
+    return round(math.floor(score / unit + 1e-9) * unit, 12)
 
 
 def folder_name(name: str, label: int) -> str:

@@ -11,8 +11,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from ppdist.export.standalone import suppress
-from ppdist.predict.model import Predict
+from ppdist.predict.model import Predict, suppressed
 
 _CUT = 2.0  # pixels: a box that ends so close to a cut was cut
 _COVERED = 0.5  # of a part's area: so much of it in a whole object of its class, and it goes
@@ -74,8 +73,8 @@ def _of_image(
 
 def _merged(rows_R6: np.ndarray, cut_R: np.ndarray) -> np.ndarray:
     """Whole objects first; a part only where no whole object of its class covers it."""
-    whole_R6 = _suppressed(rows_R6[~cut_R])
-    parts_R6 = _suppressed(rows_R6[cut_R])
+    whole_R6 = suppressed(rows_R6[~cut_R], _IOU)
+    parts_R6 = suppressed(rows_R6[cut_R], _IOU)
     kept = [part for part in parts_R6 if not _is_covered(part, whole_R6)]
     everything_R6 = np.concatenate([whole_R6, *(part[None] for part in kept)])
     return everything_R6[np.argsort(-everything_R6[:, 1], kind="stable")]
@@ -88,13 +87,3 @@ def _is_covered(part_6: np.ndarray, whole_R6: np.ndarray) -> bool:
     tall = np.minimum(same_R6[:, 5], y2) - np.maximum(same_R6[:, 3], y1)
     area = max((x2 - x1) * (y2 - y1), 1e-9)
     return bool((wide.clip(0) * tall.clip(0) > _COVERED * area).any())
-
-
-def _suppressed(rows_R6: np.ndarray) -> np.ndarray:
-    if not len(rows_R6):
-        return rows_R6
-    scores_RC = np.zeros((len(rows_R6), int(rows_R6[:, 0].max()) + 1), np.float32)
-    scores_RC[np.arange(len(rows_R6)), rows_R6[:, 0].astype(int)] = rows_R6[:, 1]
-    count = len(rows_R6)
-    nms = {"score_threshold": 0.0, "iou_threshold": _IOU, "candidates": count, "keep": count}
-    return suppress(scores_RC, rows_R6[:, 2:], {**nms, "multi_label": False})

@@ -359,6 +359,12 @@ def video_path(file: Path | str) -> str:
         ) from error
 
 
+def is_picture(given: Any) -> bool:
+    """Whether it is one image that Python holds, for `as_image`."""
+    held = Image.Image | np.ndarray | bytes | bytearray | memoryview
+    return isinstance(given, held) or hasattr(given, "read")
+
+
 def as_image(given: Any) -> np.ndarray:
     """What Python holds as uint8 RGB [H, W, 3]: numpy, Pillow, or the bytes of an image's file.
 

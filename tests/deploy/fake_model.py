@@ -23,6 +23,7 @@ class FakeModel:
         size = {"size": [64, 96]}
         self.spec: dict[str, Any] = {
             "task": task, "input": size, "class_names": names, "category_ids": [1, 7],
+            "best_f1_threshold": 0.5,
         }  # fmt: skip
         self.seconds = seconds
         self.batches: list[int] = []  # sizes, after those of the warm-up

@@ -94,6 +94,14 @@ def assert_same_rows(got_R6: np.ndarray, expected_R6: np.ndarray, nms: NMSConfig
     assert (np.diff(got_R6[:, 1]) <= 0).all()
 
 
+def test_the_threshold_of_an_export_is_that_of_its_best_f1(ready: Any) -> None:
+    known = {**ready.spec, "best_f1_threshold": 0.41}
+    assert [predictor.default_threshold(spec)[0] for spec in (known, ready.spec)] == [0.41, 0.25]
+    least = ready.spec["nms"]["score_threshold"]
+    assert predictor.lost_below(ready.spec, least) == ""
+    assert "nms.score_threshold" in predictor.lost_below(ready.spec, least / 2)
+
+
 @pytest.mark.parametrize("who", ["deploy", "ppdist"])
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_threads_of_one_model_get_their_own_boxes(

@@ -1,5 +1,6 @@
 """ppdist in Python: three lines from weights to boxes, and what the package promises."""
 
+import io
 import os
 import shutil
 import subprocess
@@ -101,7 +102,9 @@ def test_every_kind_of_image_gives_the_same_boxes(project: Path, detector: Detec
     file = project / "photos" / "0.jpg"
     image_HW3 = read_image(file)
     first = detector(str(file), threshold=0.35)
-    for source in (image_HW3, Image.fromarray(image_HW3), file):
+    content = file.read_bytes()
+    sources = (image_HW3, Image.fromarray(image_HW3), file, content, io.BytesIO(content))
+    for source in sources:
         assert_same(detector(source, threshold=0.35), first)
     assert detector(image_HW3).source == "" and first.image.shape == image_HW3.shape
     with pytest.raises(DataError) as error:
@@ -158,7 +161,11 @@ def test_a_video_gives_its_frames(detector: Detector, tmp_path: Path) -> None:
 def test_thresholds_and_slices_are_arguments(project: Path, detector: Detector) -> None:
     image_HW3 = read_image(project / "photos/0.jpg")
     most = detector(image_HW3, threshold=0.3)
-    assert len(detector(image_HW3, threshold=0.3, iou_threshold=0.05)) < len(most)
+    assert len(detector(image_HW3, threshold=0.3, iou=0.05)) < len(most)
+    assert_same(detector.predict(image_HW3, threshold=0.3), most)
+    first = most.class_ids[0]
+    some = detector(image_HW3, threshold=0.3, classes=[int(first)])
+    assert {*some.class_ids} == {first} and len(some) == (most.class_ids == first).sum()
     assert_same(detector(image_HW3, threshold=0.3), most)  # of the next call it is not
     large_HW3 = cv2.resize(image_HW3, (256, 256))
     sliced = detector(large_HW3, threshold=0.3, slice=128)
@@ -187,7 +194,7 @@ def test_an_export_finds_what_its_weights_find(
             call()
         assert error.value.code == "export_not_weights"
     with pytest.raises(ConfigError) as error:
-        exported(file, iou_threshold=0.5)
+        exported(file, iou=0.99)
     assert error.value.code == "options_conflict"
 
 

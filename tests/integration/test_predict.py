@@ -79,6 +79,11 @@ def test_several_sources_give_one_set_of_results(
     assert found["categories"][1] == {"id": 2, "name": "bus"}
     first = [one["category_id"] for one in found["annotations"] if one["image_id"] == 1]
     assert first and lines[0].split(": ")[1].startswith(f"{max(map(first.count, first))} ")
+    run(monkeypatch, project, "--source", *sources, "--out", tmp_path / "p",
+        "--threshold", 0.31, "--classes", "bus", "2", "--iou", 0.1)  # fmt: skip
+    fewer = json.loads((tmp_path / "p/detections.json").read_text(encoding="utf-8"))
+    assert {one["category_id"] for one in fewer["annotations"]} <= {2, 3}
+    assert len(fewer["annotations"]) < len(found["annotations"])
     assert_usable_by_pycocotools(tmp_path / "o/detections.json")
 
 
@@ -98,6 +103,22 @@ def test_formats_are_written_without_pictures(
     with pytest.raises(ConfigError) as error:
         run(monkeypatch, project, "--source", "one/a.jpg", "--out", other, *options)
     assert error.value.code == "out_not_ours"
+
+
+@pytest.mark.parametrize("what", ["w.npz", "yolov5n_coco", "run"])
+def test_weights_as_a_model_are_told_from_an_export(
+    project: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, what: str
+) -> None:
+    monkeypatch.chdir(project)
+    checkpoint = project / "run/checkpoints/step-00000001"
+    checkpoint.mkdir(parents=True, exist_ok=True)
+    (checkpoint / "manifest.json").write_text("{}")
+    monkeypatch.setattr(
+        sys, "argv", ["predict", "--model", what, "--source", "one", "--out", str(tmp_path / "o")]
+    )
+    with pytest.raises(ConfigError, match=f"write -w {what}") as error:
+        predict.main()
+    assert error.value.code == "weights_not_export"
 
 
 def test_an_image_on_standard_input(

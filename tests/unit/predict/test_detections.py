@@ -1,7 +1,10 @@
 """Detections in Python: words, formats, other libraries."""
 
 import json
+import sys
+import types
 import xml.etree.ElementTree as ElementTree
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -10,7 +13,7 @@ import pytest
 from ppdist.common.errors import DataError
 from ppdist.config.data import DataConfig, SplitConfig
 from ppdist.data.datasets.build import read_split
-from ppdist.data.image import read_image
+from ppdist.data.image import decode_image, read_image
 from ppdist.predict.detections import Detections, write_picture
 
 NAMES = ("person", "bus", "\u4eba & <x>\x07")
@@ -88,6 +91,38 @@ def test_a_saved_picture_has_the_boxes(found: Detections, tmp_path: Path) -> Non
     with pytest.raises(DataError) as error:
         found.save(tmp_path / "a.xyz")
     assert error.value.code == "picture_format"
+
+
+def test_json_says_each_object(found: Detections) -> None:
+    content = json.loads(found.to_json())
+    assert (content["source"], content["width"], content["height"]) == ("a/bus.jpg", 100, 80)
+    assert content["objects"][0] == {
+        "name": "person", "class_id": 0, "score": 0.9, "box_xyxy": [10, 20, 50, 60],
+    }  # fmt: skip
+    followed = replace(found, track_ids=np.array([4, -1, 5]))
+    tracks = [each.get("track_id") for each in json.loads(followed.to_json())["objects"]]
+    assert tracks == [4, None, 5]
+
+
+def test_show_displays_in_a_notebook_and_else_names_a_file(
+    found: Detections, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert np.array_equal(decode_image(found._repr_png_(), "cell"), found.plot())
+    for name in ("DISPLAY", "WAYLAND_DISPLAY"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(sys, "platform", "linux")
+    found.show()
+    file = Path(capsys.readouterr().out.rpartition(": ")[2].strip())
+    assert np.array_equal(read_image(file), found.plot())
+    file.unlink()
+    shown: list[object] = []
+    monkeypatch.setitem(sys.modules, "ipykernel", types.ModuleType("ipykernel"))
+    fake = types.ModuleType("IPython.display")
+    fake.display = shown.append  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "IPython", types.ModuleType("IPython"))
+    monkeypatch.setitem(sys.modules, "IPython.display", fake)
+    found.show()
+    assert shown == [found]
 
 
 def test_supervision_takes_them(found: Detections) -> None:

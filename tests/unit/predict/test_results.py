@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from ppdist.predict.detections import Detections
-from ppdist.predict.results import Objects, Pictures, folder_name, own_results
+from ppdist.predict.results import Objects, Pictures, below, folder_name, own_results
 from ppdist.predict.sources import Frame
 from tests.unit.export.tiny import tiny_spec
 
@@ -75,10 +75,32 @@ def test_a_table_has_the_tracks(tmp_path: Path) -> None:
 def test_the_line_counts_by_class(tmp_path: Path) -> None:
     results = Objects(tmp_path, tiny_spec(), Pictures(tmp_path, {}))
     seen = list(found_in(IMAGE, "a"))
-    assert results.said([seen]) == "1 green, 1 red" and results.said([[]]) == "nothing"
+    assert results.said([seen]) == "1 green, 1 red" and results.said([[]]) == ""
     assert results.said([seen, [], seen[:1]]) == "2 green, 1 red in 3 frames"
     tracked = [one._replace(track_id=at) for at, one in enumerate(seen)]
     assert results.said([tracked, tracked]) == "1 green, 1 red followed through 2 frames"
+
+
+def test_where_nothing_is_found_a_line_says_what_to_try(tmp_path: Path) -> None:
+    results = Objects(tmp_path, tiny_spec(), Pictures(tmp_path, {}))
+    nothing = replace(found_in(IMAGE, "a"), boxes_xyxy=np.zeros((0, 4)), scores=np.zeros(0),
+                      class_ids=np.zeros(0, int))  # fmt: skip
+    assert "has the model learned?" in results.hint(0.41)
+    for name, score in (("a.jpg", 0.07), ("b.jpg", 0.123), ("c.jpg", 0.01)):
+        results.note_highest(Frame(name, None, IMAGE), np.array([[0, score, 0, 0, 1, 1]]))
+        results.add(Frame(name, None, IMAGE), nothing)
+    assert results.hint(0.41) == (
+        "nothing at or above 0.41; highest score 0.12 in b.jpg: try --threshold 0.1"
+    )
+    assert results.total() == "0 objects in 3 images"
+    results.add(Frame("d.jpg", None, IMAGE), found_in(IMAGE, "d.jpg"))
+    assert results.hint(0.41) == ""
+    assert results.total() == "2 objects in 4 images, nothing in 3 of them"
+
+
+@pytest.mark.parametrize(("score", "tried"), [(0.99, 0.9), (0.4, 0.4), (0.0034, 0.003), (1.0, 1)])
+def test_the_threshold_to_try_is_not_above_the_score(score: float, tried: float) -> None:
+    assert below(score) == tried
 
 
 @pytest.mark.parametrize("name", ["../../etc", "/a", "..", "", "a\0b", "a/b"])
