@@ -736,8 +736,10 @@ def find_image(folder: Path, name: str, where: str, complain: Complain) -> Path 
             return other
     elsewhere = _by_its_end(str(folder), forward)
     if elsewhere:
-        what = f"{name}: not there; taken: {elsewhere}"
-        complain(Issue("image_elsewhere", what, elsewhere, where))
+        expected = os.path.normpath(os.path.join(folder, forward))
+        if elsewhere.casefold() != expected.casefold():  # capitals alone are no surprise
+            what = f"{name}: not there; taken: {elsewhere}"
+            complain(Issue("image_elsewhere", what, elsewhere, where))
         return Path(elsewhere)
     if outside is not None:
         complain(outside)

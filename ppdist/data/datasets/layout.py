@@ -781,6 +781,9 @@ def _yolo_lists(root: Path) -> dict[str, list[Path]]:
             continue
         line = read_list(found_lists["train"], quietly)[0]
         if _is_image(line.replace("\\", "/")):
+            valid = _darknet_valid(folder)
+            if valid is not None and valid != found_lists["train"]:
+                found_lists = {"train": found_lists["train"], "val": valid}
             return {split: [file] for split, file in found_lists.items()}
         words = line.split()
         if len(words) > 1 and _is_image(words[0]):  # `IMAGE XML` is Pascal VOC
@@ -793,6 +796,18 @@ def _yolo_lists(root: Path) -> dict[str, list[Path]]:
                 "in a configuration (docs/data.md)",
             )
     return {}
+
+
+def _darknet_valid(folder: Path) -> Path | None:
+    """The list that an `obj.data` beside the lists calls `valid`, whatever its name."""
+    for file in sorted(folder.glob("*.data")):
+        said = re.findall(
+            r"^\s*valid\s*=\s*(\S+)", "\n".join(read_list(file, quietly)), re.MULTILINE
+        )
+        for path in (folder / Path(each.replace("\\", "/")).name for each in said):
+            if path.is_file() and read_list(path, quietly):
+                return path
+    return None
 
 
 def _yolo_folders(root: Path) -> dict[str, list[Path]]:

@@ -36,6 +36,9 @@ def test_folders_patterns_and_files_have_names_apart(photos: Path) -> None:
     assert names_of("p", "q/a.jpg") == ["a.jpg", "deep/b.png", "a_2.jpg"]
     assert names_of("p", "p/a.jpg") == ["a.jpg", "deep/b.png"]  # once
     assert names_of("q/[1].jpg") == ["[1].jpg"]  # a file of that name, no pattern
+    (photos / "data [v1] #x").mkdir()
+    (photos / "p" / "a.jpg").rename(photos / "data [v1] #x" / "a.jpg")
+    assert names_of("data [v1] #x/*.jpg") == ["a.jpg"]
 
 
 def test_addresses_and_cameras_have_safe_names(photos: Path) -> None:

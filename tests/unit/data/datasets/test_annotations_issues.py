@@ -218,6 +218,7 @@ def test_clean_copy_is_the_remedy_of_few_bad_lines_alone(tmp_path, bad, good, re
     [
         ("a/b.jpg", "a/b.jpg", ""),
         ("a\\b.jpg", "a/b.jpg", ""),
+        ("A/b.JPG", "a/b.jpg", ""),
         (".\\a\\b.jpg", "a/b.jpg", ""),
         ("data/a/b.jpg", "a/b.jpg", "image_elsewhere"),
         ("..\\..\\media\\upload\\4\\b.jpg", "a/b.jpg", "image_elsewhere"),

@@ -304,6 +304,17 @@ def test_yolo_folders_of_other_tools(tmp_path, texts, images):
     assert [what for what, _ in layout.notes] == ["1 image: trains and validates"]
 
 
+def test_darknets_file_says_which_list_validates(tmp_path):
+    write(tmp_path, "obj.names", "cat\ndog\n")
+    write(tmp_path, "obj.data", "train = data/train.txt\nvalid = data/test.txt\n")
+    for split, name in {"train": "a", "test": "b"}.items():
+        touch(tmp_path, f"obj/{name}.jpg")
+        write(tmp_path, f"obj/{name}.txt", BOX)
+        write(tmp_path, f"{split}.txt", f"data/obj/{name}.jpg\n")
+    layout = find_layout(str(tmp_path))
+    assert places(layout) == ((".", "train.txt"), (".", "test.txt")) and layout.test is None
+
+
 @pytest.mark.parametrize("name", ["eval", "dev", "validate", "valid", "Validation", "验证集"])
 def test_folders_and_lists_that_validate(tmp_path, name):
     touch(tmp_path, "train/a.jpg", f"{name}/b.jpg")
