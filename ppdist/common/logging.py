@@ -307,6 +307,7 @@ class RunLog:
         Args: outcome: lines about what the run learned.
         """
         if self._main:
+            self._end_bar()
             rows = run_summary(self._output_dir, self._eta.seconds())
             self.table(f"{self._output_dir}", rows, on_console=True)
             for line in outcome:
@@ -322,9 +323,7 @@ class RunLog:
     def close(self) -> None:
         """Closes the files and gives the logger back as it was; the second call does nothing."""
         self._end_opening()
-        if self._bar is not None:
-            self._bar.stop()
-            self._bar = None
+        self._end_bar()
         self.writers.close()
         if self._handlers:
             sys.stdout, _LOGGER.handlers = self._stdout_before, self._handlers_before
@@ -383,6 +382,11 @@ class RunLog:
             return process
 
         self.writers.open(config.name, start)
+
+    def _end_bar(self) -> None:
+        if self._bar is not None:
+            self._bar.stop()
+            self._bar = None
 
     def _move_bar(self, step: int, text: str) -> None:
         now = time.monotonic()

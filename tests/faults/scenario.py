@@ -30,7 +30,9 @@ TIMEOUT_SECONDS = 600.0  # a hang is a failed test
 _MARK = "PPDIST_FAULT_JOB"  # by which the processes of a job are known
 _RANK = b"PADDLE_TRAINER_ID"
 _GROUPS = ("model", "ema", "optimizer")
-_ATTEMPT = "steps per epoch"  # rank 0 says it once in each attempt, before its first step
+_ATTEMPT = (
+    "train.log says why each number"  # rank 0 says it once in each attempt, before its first step
+)
 _STEP = re.compile(r"epoch \d+/\d+  step (\d+)/\d+  ")
 _END_SECONDS = 60.0  # for processes that are to end
 _CONFIG = """

@@ -31,8 +31,8 @@ def test_recovery_time_starts_at_fatal_fault(tmp_path):
     strike(tmp_path, "kill@rank0:step9", 100.0)
     strike(tmp_path, "slow=0.2@rank1:step10", 101.0)  # while the first is being noticed
     lines = [
-        Line(90, "4 steps per epoch"),
-        Line(104, "4 steps per epoch"),
+        Line(90, "train.log says why each number"),
+        Line(104, "train.log says why each number"),
         Line(105, "epoch 3/6  step 9/24  "),
     ]
     found = Ended(tmp_path, 0, lines).recoveries()
@@ -41,7 +41,11 @@ def test_recovery_time_starts_at_fatal_fault(tmp_path):
 
 def test_steps_that_a_stopped_rank_made_later_are_not_lost(tmp_path):
     strike(tmp_path, "stop@rank1:step7", 100.0)
-    said = {90: "4 steps per epoch", 160: "epoch 3/6  step 9/24  ", 161: "4 steps per epoch"}
+    said = {
+        90: "train.log says why each number",
+        160: "epoch 3/6  step 9/24  ",
+        161: "train.log says why each number",
+    }
     lines = [Line(moment, text) for moment, text in said.items()]
     lines.append(Line(163, "epoch 3/6  step 9/24  "))  # its checkpoint is of step 8
     assert Ended(tmp_path, 0, lines).recoveries()[0]["steps_lost"] == 0

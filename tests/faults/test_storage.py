@@ -50,7 +50,7 @@ def test_images_away_for_longer_cost_one_restart(
         assert job.wait() == 0, job.text
     assert job.steps == list(range(1, scenario.steps + 1))
     assert first_difference(undisturbed, job.output_dir) == ""
-    assert job.text.count("steps per epoch") == 2, job.text  # attempts
+    assert job.text.count("train.log says why each number") == 2, job.text  # attempts
     assert "instances_train" not in job.text and "data.root" not in job.text  # no user's mistake
     record_property("figure", "1 restart, 0 steps made again")
 

@@ -318,3 +318,10 @@ def test_run_summary_names_best_last_and_paths(tmp_path, capsys):
     for text in ("best │ mAP 0.5000", "last │ mAP 0.4000", "visualdl --logdir", "training 100%"):
         assert text in out, f"{text} in {out}"
     assert "plots" not in out, "what is not there has no row"
+
+
+def test_a_notebook_shows_a_table_once(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr("rich.console._is_jupyter", lambda: True)  # displays what it prints, too
+    with open_log(tmp_path) as log:
+        log.table("derived", [("ranks", "1", "why")], on_console=True)
+    assert capsys.readouterr().out.count("ranks") == 1
