@@ -71,7 +71,6 @@ def verdict(
     evaluation: Mapping[str, Any] | None = None,
     fine_tuned: bool = False,
     finished: str = "total",
-    total_steps: int | None = None,
 ) -> list[Finding]:
     """What came of a training, the most important first.
 
@@ -81,12 +80,11 @@ def verdict(
         fine_tuned: it began with weights that had learned.
         finished: why it ended, as metrics.jsonl says: total, early_stopping, hours or signal; "":
             it has not.
-        total_steps: how far it was to come.
     """
     evaluation = evaluation or {}
     metric = "mAP" if any(_measured(record, "mAP") for record in evaluations) else "top1"
     course = _Course(metric, [record for record in evaluations if _measured(record, metric)])
-    ended = [*_end(finished, evaluations, steps, total_steps)]
+    ended = [Finding(f"ended_by_{finished}", _ENDS[finished])] if finished in _ENDS else []
     if not course.records:
         why = "not evaluated: nobody knows what it learned; `ppdist eval -w RUN` measures it"
         return [Finding("not_evaluated", why), *ended]
@@ -107,14 +105,12 @@ def verdict_of(folder: Path, fine_tuned: bool) -> list[Finding]:
     records = MetricRecords.of(read_metrics(folder / "metrics.jsonl"))
     file = folder / "evaluation.json"
     evaluation = json.loads(file.read_text("utf-8")) if file.is_file() else None
-    start = records.starts[-1]["derived"] if records.starts else {}
     return verdict(
         records.evaluations,
         steps=records.steps,
         evaluation=evaluation,
         fine_tuned=fine_tuned,
         finished=records.finished,
-        total_steps=start.get("steps", {}).get("value"),
     )
 
 
@@ -285,8 +281,8 @@ def _weak_classes(course: _Course, evaluation: Mapping[str, Any]) -> Iterator[Fi
         for row in weak[:_MOST_WEAK]
     )
     more = f" and {len(weak) - _MOST_WEAK} more" if len(weak) > _MOST_WEAK else ""
-    what = "class is" if len(weak) == 1 else "classes are"
-    yield Finding("weak_classes", f"{what} weak: {named}{more}; the mean is {mean:.2f}")
+    what = "a weak class" if len(weak) == 1 else "weak classes"
+    yield Finding("weak_classes", f"{what}: {named}{more}; the mean is {mean:.2f}")
 
 
 def _plural(count: int, noun: str) -> str:
@@ -305,19 +301,8 @@ def _trust(evaluation: Mapping[str, Any]) -> Iterator[Finding]:
         yield Finding("few_images", f"measured on {images} {noun}: the score is rough")
 
 
-def _end(
-    finished: str,
-    evaluations: Sequence[Mapping[str, Any]],
-    steps: Sequence[Mapping[str, Any]],
-    total_steps: int | None,
-) -> Iterator[Finding]:
-    records = (*evaluations, *steps)
-    last = max((each["step"] for each in records if _is_number(each.get("step"))), default=0)
-    where = f"step {last:.0f}" + (f" of {total_steps}" if total_steps else "")
-    texts = {
-        "early_stopping": f"stopped early at {where}: no better for long (early_stopping)",
-        "hours": f"train.hours was over at {where}; --resume goes on",
-        "signal": f"stopped by a signal at {where}; --resume goes on",
-    }
-    if finished in texts:
-        yield Finding(f"ended_by_{finished}", texts[finished])
+_ENDS = {
+    "early_stopping": "stopped early: no better for long (early_stopping)",
+    "hours": "train.hours was over before the last step; --resume goes on",
+    "signal": "stopped by a signal before the last step; --resume goes on",
+}

@@ -343,7 +343,6 @@ def verdict_on(run: Run) -> list[Finding]:
         evaluation=_plain(run.evaluation),
         fine_tuned=run.config.get("model.pretrained") is not None,
         finished=run.finished,
-        total_steps=run.total_steps,
     )
 
 
