@@ -657,14 +657,21 @@ def size_of(
     """
     if width and height and 0 < width < 2**31 and 0 < height < 2**31:
         return Size(width, height, True)
-    own = image_size(path)
-    if own is None:
-        # The check of the whole split names all absent images at once, and `data.bad_images`
-        # decides about the others: no image of another size than 1x1 can be taken for one.
-        return Size(1, 1, False)
-    what = f"{said}: the size of the image is taken, {own[0]}x{own[1]}"
-    complain(Issue("size_missing", what, str(path), where))
-    return Size(*own, True)
+    own = own_size(path)
+    if own.known:
+        what = f"{said}: the size of the image is taken, {own.width}x{own.height}"
+        complain(Issue("size_missing", what, str(path), where))
+    return own
+
+
+def own_size(path: Path) -> Size:
+    """What the file of an image says.
+
+    Of one that is absent or cannot be read 1x1: the check of the whole split names all absent ones
+    at once, `data.bad_images` decides about the others, and no image of another size is taken.
+    """
+    found = image_size(path)
+    return Size(1, 1, False) if found is None else Size(*found, True)
 
 
 _LARGEST_AREA = 1e300  # JSON has whole numbers that no float can hold

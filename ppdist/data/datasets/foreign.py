@@ -27,10 +27,10 @@ from ppdist.data.datasets.annotations import (
     size_of,
 )
 from ppdist.data.datasets.coco import whole_number
-from ppdist.data.datasets.layout import split_of
+from ppdist.data.datasets.layout import foreign_kind, split_of
 from ppdist.data.types import Box, Complain, Issue, RawImage, RawObject, RawSet
 
-_HEAD = 1 << 16  # bytes in which either format names itself
+_READ = ("labelme", "CVAT")
 _NO_CLASS = ("__ignore__", "_background_")  # of labelme's label lists
 
 
@@ -88,14 +88,10 @@ def read_foreign(folder: Path, complain: Complain) -> dict[str, RawSet]:
 
 def _files_of_tools(folder: Path) -> Iterator[tuple[Path, str]]:
     """Annotation files below a folder, each with its tool."""
-    marks = {".json": (b'"shapes"', "labelme"), ".xml": (b"<annotations", "CVAT")}
-    for path in map(Path, files_below(folder)):
-        mark, tool = marks.get(path.suffix.lower(), (b"", ""))
-        if tool:
-            with open(path, "rb") as file:
-                head = file.read(_HEAD)
-            if mark in head:
-                yield path, tool
+    for file in files_below(folder):
+        tool, _ = foreign_kind(file)
+        if tool in _READ:
+            yield Path(file), tool
 
 
 def _image(each: _Annotated, number: int, known: Sequence[str], complain: Complain) -> RawImage:
@@ -175,8 +171,6 @@ def _of_cvat(
         tree = ElementTree.fromstring(text)
     except ElementTree.ParseError as error:
         raise ValueError(error) from error
-    if tree.find("track") is not None and tree.find("image") is None:
-        raise ValueError("tracks of a video; export the frames as `CVAT for images 1.1`")
     names |= dict.fromkeys((entry.findtext("name") or "").strip() for entry in tree.iter("label"))
     names.pop("", None)
     for image in tree.iter("image"):

@@ -225,6 +225,7 @@ _EXPORT = "export it as COCO there"
 # Name, suffix, what all of its files have near their beginning, and the way out.
 _FOREIGN = (
     ("labelme", ".json", ('"shapes"', '"label"'), _CONVERT),
+    ("labelme", ".json", ('"shapes"', '"flags"'), _CONVERT),  # of an image without objects
     ("CVAT", ".xml", ("<annotations", "<image "), _CONVERT),
     ("a CVAT video", ".xml", ("<annotations", "<track "), "export it as COCO, or as images"),
     ("Supervisely", ".json", ('"classTitle"',), _EXPORT),
@@ -240,21 +241,32 @@ _BEGINNING_BYTES = 1 << 16
 _LOOKED_AT = 20  # files of a kind
 
 
+def foreign_kind(file: str | Path) -> tuple[str, str]:
+    """The tool whose annotations a file holds, by its beginning, and the way out; "": of none."""
+    suffix = os.path.splitext(file)[1].lower()
+    kinds = [each for each in _FOREIGN if each[1] == suffix]
+    beginning = ""
+    if kinds:
+        with open(file, "rb") as content:
+            beginning = content.read(_BEGINNING_BYTES).decode(errors="replace")
+    fitting = (each for each in kinds if all(mark in beginning for mark in each[2]))
+    name, _, _, way = next(fitting, ("", "", (), ""))
+    return name, way
+
+
 def _refuse_foreign(files: Sequence[str], source: str) -> None:
     """Raises: DataError: annotations of a tool that are not read."""
     for suffix in dict.fromkeys(each[1] for each in _FOREIGN):
         of_kind = [file for file in files if file.lower().endswith(suffix)]
         for file in of_kind[:_LOOKED_AT]:
-            with open(file, "rb") as content:
-                beginning = content.read(_BEGINNING_BYTES).decode(errors="replace")
-            for name, its, marks, way in _FOREIGN:
-                if its == suffix and all(mark in beginning for mark in marks):
-                    raise DataError(
-                        f"holds annotations of {name}, which are not read for training",
-                        code="format_not_read",
-                        where=file,
-                        fix=way.format(shlex.quote(source)),
-                    )
+            name, way = foreign_kind(file)
+            if name:
+                raise DataError(
+                    f"holds annotations of {name}, which are not read for training",
+                    code="format_not_read",
+                    where=file,
+                    fix=way.format(shlex.quote(source)),
+                )
 
 
 def _nested(path: Path) -> Iterator[Path]:

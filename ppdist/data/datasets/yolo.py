@@ -26,6 +26,7 @@ from ppdist.data.datasets.annotations import (
     is_there,
     listed,
     name_lists,
+    own_size,
     points_shape,
     quietly,
     read_list,
@@ -34,7 +35,7 @@ from ppdist.data.datasets.annotations import (
     write_text,
 )
 from ppdist.data.decoder import unread_kind
-from ppdist.data.image import image_size, is_image_name
+from ppdist.data.image import is_image_name
 from ppdist.data.types import Box, Complain, Issue, RawImage, RawObject, RawSet
 from ppdist.distributed.progress import Progress
 
@@ -218,11 +219,8 @@ def label_folder(images: Path, root: Path) -> Path:
 
 
 def _image(path: Path, label: Path, image_id: int) -> RawImage:
-    size = image_size(path)
-    # The check of the whole split names all absent images at once, and `data.bad_images` decides
-    # about the others: no image of another size than 1x1 can be taken for one.
-    width, height = size or (1, 1)
-    return RawImage(path, image_id, width, height, [], str(label), size_known=size is not None)
+    size = own_size(path)
+    return RawImage(path, image_id, size.width, size.height, [], str(label), size_known=size.known)
 
 
 class _Line(NamedTuple):

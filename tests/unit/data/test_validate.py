@@ -6,7 +6,7 @@ import os
 import pytest
 
 from ppdist.common.errors import DataError
-from ppdist.data.datasets import yolo
+from ppdist.data.datasets import annotations
 from ppdist.data.datasets.annotations import KINDS
 from ppdist.data.validate import clean_copy, validate
 from tests.unit.data.corpus import (
@@ -64,7 +64,9 @@ def test_validate_finds_issues_of_label_folders(tmp_path):
 def test_image_with_unknown_yolo_size_is_lost_issue(tmp_path, monkeypatch):
     settings = write_dirty_yolo(tmp_path)
     (tmp_path / "images" / "train" / "b.jpg").write_bytes(b"no image")
-    monkeypatch.setattr(yolo, "image_size", lambda path: None)  # as of a format Pillow has not
+    monkeypatch.setattr(
+        annotations, "image_size", lambda path: None
+    )  # as of a format Pillow has not
     found = {row.name: row.counts for row in validate(settings, decode=False, workers=1).rows()}
     assert found["image_unreadable"] == {"train": 1}
     assert found["size_mismatch"] == {"train": 2, "val": 1} and "box_outside" not in found

@@ -59,15 +59,17 @@ def test_each_shape_of_labelme_becomes_a_box(tmp_path, kind, points, box):
 
 
 def test_shapes_of_one_group_are_one_object(tmp_path):
-    write_images(tmp_path / "set", 1)
+    write_images(tmp_path / "set", 2)
     part = {"label": "red", "shape_type": "polygon", "group_id": 3}
+    labelme(tmp_path / "set", "001")  # background
     labelme(
         tmp_path / "set", "000",
         {**part, "points": [[1, 2], [9, 2], [9, 9]]},
         {**part, "points": [[20, 20], [30, 20], [30, 31]]},
         {**part, "points": [[40, 40], [45, 40], [45, 45]], "group_id": None},
     )  # fmt: skip
-    (image,) = read_foreign(tmp_path / "set", Strictly())["train"].images
+    image, empty = read_foreign(tmp_path / "set", Strictly())["train"].images
+    assert (empty.path.name, empty.objects, empty.lost) == ("001.jpg", [], 0)
     first, second = image.objects
     assert (first.box, len(first.polygons)) == ((1, 2, 30, 31), 2)
     assert second.box == (40, 40, 45, 45)
@@ -130,11 +132,11 @@ def test_what_is_converted_reads_back(tmp_path):
         ("a.xml", CVAT.format("<box/>"), "annotation_unreadable"),
         ("a.xml", CVAT.format("")[:-9], "annotation_unreadable"),
         ("a.xml", CVAT.format(f'<polygon {RED} points="1,x"/>'), "annotation_unreadable"),
-        ("a.xml", "<annotations><track/></annotations>", "annotation_unreadable"),
+        ("a.xml", '<annotations><image id="1"/></annotations>', "annotation_unreadable"),
         ("a.xml", "<!DOCTYPE a [<!ENTITY b 'c'>]>" + CVAT.format(""), "annotation_unreadable"),
-        ("a.json", '{"shapes": [{}]}', "annotation_unreadable"),
-        ("a.json", '{"shapes": 7}', "annotation_unreadable"),
-        ("a.json", '{"shapes": ', "annotation_unreadable"),
+        ("a.json", '{"shapes": [{"label": 1}]}', "annotation_unreadable"),
+        ("a.json", '{"shapes": 7, "label": 1}', "annotation_unreadable"),
+        ("a.json", '{"shapes": "label"', "annotation_unreadable"),
         ("a.json", '{"shapes": []}', "objects_missing"),
     ],
 )
