@@ -40,6 +40,7 @@ from ppdist.data.image import is_image_name
 
 _PARTS = ("annotations", "images", "labels", "jpegimages", "imagesets")  # of a set, not around one
 _DEEPEST = 4  # folders in one another, each alone
+_ARCHIVES = (".zip", ".tar", ".gz", ".tgz", ".rar", ".7z")
 VAL_FRACTION = 0.2  # of a set without a validation split
 _KINDS = (
     "expected a data.yaml (ultralytics, Roboflow), or a folder with COCO's JSON, Pascal VOC's XML, "
@@ -130,7 +131,9 @@ def _found(path: Path, source: str) -> Layout:
         return replace(layout, notes=(*layout.notes, *_unused(layout))) if own else layout
     if not path.is_dir():
         what = f"is no folder and no data.yaml (looked in {Path.cwd()})"
-        raise DataError(what, code="data_not_found", where=source, fix=_KINDS)
+        packed = path.is_file() and path.suffix.lower() in _ARCHIVES
+        fix = "unpack it, and name the folder" if packed else _KINDS
+        raise DataError(what, code="data_not_found", where=source, fix=fix)
     for folder in _nested(path):
         files = [each for each in sorted(folder.glob("*.y*ml")) if _holds_data(each)]
         if len(files) > 1:

@@ -457,6 +457,9 @@ def test_several_data_files_are_told(tmp_path):
 
 def test_what_is_no_data_set_is_told(tmp_path):
     assert "is no folder and no data.yaml" in refused(tmp_path / "gone", "data_not_found")
+    touch(tmp_path, "set.zip")
+    assert "unpack it" in refused(tmp_path / "set.zip", "data_not_found")
+    (tmp_path / "set.zip").unlink()
     touch(tmp_path, "notes.md", "one/x.md", "two/x.md")
     write(tmp_path, "some.yaml", "- no mapping\n")
     assert "it has: notes.md, one, some.yaml, two" in refused(tmp_path, "data_kind_unknown")
