@@ -37,7 +37,7 @@ from ppdist.data.types import DetectionSet, Records
 from ppdist.distributed import comm
 
 _LOGGER = logging.getLogger("ppdist.data")
-_VERSION = f"1 {__version__}"  # raise the number when readers find another result in the same files
+_VERSION = f"2 {__version__}"  # raise the number when readers find another result in the same files
 _NAME = "annotations-{}.bin"
 _MAGIC = b"ppdist annotations\n"
 _PLACES = 64  # bytes: where an array may begin

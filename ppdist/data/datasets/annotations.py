@@ -243,6 +243,10 @@ class Strictly:
         self._first.setdefault(issue.code, issue)
         self._counts[issue.code] += 1
 
+    def met(self, code: str) -> bool:
+        """Whether there was an issue of this kind."""
+        return code in self._counts
+
     def report(self, *read: RawSet | RawColumns | DetectionSet) -> tuple[str, ...]:
         """Logs the lines of warnings and returns them; nothing where nothing was found.
 

@@ -217,13 +217,15 @@ def _settled(config: DataConfig, split: Split, masks: bool, whole: bool) -> Read
     notes = strictly.report(raw)
     dataset = settle(raw, config.bad_boxes, masks=masks, notes=notes, whole=whole)
     images = raw.images if isinstance(raw, RawSet) else ()
+    if config.format == "coco" and not strictly.met("size_missing"):
+        images = ()  # nothing was asked of them
     return Read(dataset, dataset.notes, _sources(config, split, images))
 
 
 def _sources(config: DataConfig, split: Split, images: Sequence[RawImage]) -> Sources | None:
     """What the result of a split depends on.
 
-    Args: images: of VOC and YOLO, whose files may lie anywhere.
+    Args: images: of VOC and YOLO, whose files may lie anywhere; of COCO those that sizes are from.
     Returns: None: nobody knows: a plugin does, or it is not on disk.
     """
     if plugins.registered("dataset", config.format) is not None:
@@ -238,6 +240,7 @@ def _sources(config: DataConfig, split: Split, images: Sequence[RawImage]) -> So
     contents: set[str] = set()
     if config.format == "coco":
         files, listings = {naming, *annotations}, set()
+        contents.update(os.path.dirname(image.path) for image in images)
     elif config.format == "folder":
         for folder in (*folders, naming):
             listings.update(folders_below(folder))

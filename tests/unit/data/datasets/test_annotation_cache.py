@@ -1,6 +1,7 @@
 """Annotations kept for the next start: the same set, or read again where anything has changed."""
 
 import errno
+import json
 import logging
 import os
 import time
@@ -18,7 +19,13 @@ from ppdist.data.datasets.annotations import quietly
 from ppdist.data.datasets.build import read_raw, read_split
 from ppdist.data.datasets.convert import Format, convert
 from ppdist.data.types import DetectionSet, Records
-from tests.unit.data.sets import coco_config, write_coco, write_json
+from tests.unit.data.sets import (
+    coco_config,
+    coco_content,
+    write_coco,
+    write_images,
+    write_json,
+)
 
 
 @pytest.fixture
@@ -139,6 +146,29 @@ def test_one_changed_file_of_many_is_noticed(cache: Path, tmp_path: Path, form: 
         Records.of(each.records).counts_N.tolist() for each in (first, read_split(config, "train"))
     ]
     assert sum(counts[0]) == sum(counts[1]) + 1
+
+
+def test_sizes_that_images_say_change_with_the_images(cache: Path, tmp_path: Path) -> None:
+    content = coco_content(write_images(tmp_path / "images", 2))
+    for entry in content["images"]:
+        entry["width"] = 0
+    write_json(tmp_path, content)
+    first, again = read_twice(coco_config(tmp_path))
+    assert is_kept(first, again)
+    write_images(tmp_path / "images", 2, size=(80, 60))
+    assert read_split(coco_config(tmp_path), "train").records[0].width == 80
+
+
+def test_other_classes_of_training_are_noticed_in_validation(cache: Path, tmp_path: Path) -> None:
+    config = write_coco(tmp_path)
+    train = config.train.model_copy(update={"annotations": "train.json"})
+    config = config.model_copy(update={"train": train})
+    content = json.loads((tmp_path / "set.json").read_text())
+    for names in (("RBC", "WBC", "Platelets"), ("WBC", "Platelets", "RBC")):
+        content["categories"] = [{"id": n, "name": name} for n, name in enumerate(names)]
+        (tmp_path / "train.json").write_text(json.dumps(content))
+        for _ in range(2):
+            assert read_split(config, "val").class_names == names
 
 
 @pytest.mark.parametrize("harm", ["byte", "half", "head", "nothing", "other"])
