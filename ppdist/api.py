@@ -28,7 +28,7 @@ from PIL import Image
 
 from ppdist.common.errors import ConfigError, DataError, UserError
 from ppdist.common.process import STOP_SIGNALS, quiet_paddle
-from ppdist.config import ExperimentConfig, load_config
+from ppdist.config import ExperimentConfig, changed, load_config
 from ppdist.config.base import Overrides, override_items, parse_plain
 from ppdist.config.export import ExportOptions
 from ppdist.predict.detections import Detections
@@ -653,13 +653,6 @@ def config_for(
 
         return config_of_weights(weights, overrides, needs_data=needs_data)
     return _settled(config, overrides)
-
-
-def changed(config: ExperimentConfig, overrides: Sequence[str]) -> ExperimentConfig:
-    """The configuration with other values, checked again."""
-    if not overrides:
-        return config
-    return parse_plain(config.model_dump(mode="json"), "config", overrides, ExperimentConfig)
 
 
 def _item(key: str, value: str) -> str:

@@ -195,11 +195,14 @@ def _configs(prefix: str, **_: Any) -> Iterable[str]:
 OR_OF_WEIGHTS = "YAML file of the experiment, or the name of a shipped one (default: that of -w)"
 
 
+_CONFIG = "YAML file of the experiment, or the name of a shipped one (ppdist config list)"
+
+
 def add_config(
     parser: argparse.ArgumentParser,
     *,
     required: bool,
-    config: str = "YAML file of the experiment, or the name of a shipped one (ppdist config list)",
+    config: str = _CONFIG,
     override: str = "overrides of config keys, e.g. -o train.epochs=10 data.root=datasets/mine",
 ) -> None:
     """-c and -o, with these texts in --help."""
@@ -215,13 +218,17 @@ def add_config(
 RECIPE = "ppyoloe_plus_s"
 
 
-def add_data(parser: argparse.ArgumentParser, *, recipe: str | None = None) -> None:
+def add_data(
+    parser: argparse.ArgumentParser, *, recipe: str | None = None, config: str = _CONFIG
+) -> None:
     """DATA, -c and -o: for `experiment_of`.
 
-    Args: recipe: adds --model, the name of a shipped one; this is its default.
+    Args:
+        recipe: adds --model, the name of a shipped one; this is its default.
+        config: what --help says of -c.
     """
     parser.add_argument("data", nargs="?", metavar="DATA", help="a data.yaml or a folder")
-    add_config(parser, required=False)
+    add_config(parser, required=False, config=config)
     if recipe is not None:
         add_model(parser, f"with DATA: the recipe that reads it ({recipe})")
         parser.set_defaults(recipe=recipe)

@@ -178,10 +178,6 @@ def source_of(arguments: argparse.Namespace) -> "DataConfig":
 
 def check(arguments: argparse.Namespace) -> int:
     from ppdist.common.files import make_folder, make_parent, write_json
-    from ppdist.common.machine import available_cores
-    from ppdist.data.datasets.build import read_split
-    from ppdist.data.validate import validate
-    from ppdist.engine.build import crowding_of
 
     config = load(arguments)
     if arguments.json:
@@ -201,8 +197,24 @@ def check(arguments: argparse.Namespace) -> int:
                 where=f"--fix {arguments.fix}",
                 fix="choose a new folder",
             )
-    workers = arguments.workers or max(1, int(available_cores()))
-    report = validate(config.data, decode=not arguments.fast, workers=workers)
+    report = looked_at(config, fast=arguments.fast, workers=arguments.workers)
+    if arguments.json:
+        write_json(arguments.json, report.as_json(), indent=1)
+    if arguments.fix:
+        write_fixed(arguments, config.data.format, report)
+    return verdict(config, report)
+
+
+def looked_at(config: "ExperimentConfig", *, fast: bool, workers: int = 0) -> "Report":
+    """Both splits, and prints what is wrong with them.
+
+    Args: fast: headers of the images only.  workers: processes; 0: one per core.
+    """
+    from ppdist.common.machine import available_cores
+    from ppdist.data.validate import validate
+
+    workers = workers or max(1, int(available_cores()))
+    report = validate(config.data, decode=not fast, workers=workers)
     for split, validated in report.splits.items():
         print(f"{split}: {validated.raw.source}: {len(validated.raw.images)} images")
     rows = []
@@ -213,17 +225,21 @@ def check(arguments: argparse.Namespace) -> int:
         print(f"{row.name}:", *row.examples, *([f"and {more} more"] if more else []), sep="\n  ")
     if rows:
         table(["", "kind", *report.splits, "what it is", "training"], rows)
-    if arguments.json:
-        write_json(arguments.json, report.as_json(), indent=1)
-    if arguments.fix:
-        write_fixed(arguments, config.data.format, report)
+    return report
+
+
+def verdict(config: "ExperimentConfig", report: "Report") -> int:
+    """Says whether the splits can be used; the exit code."""
+    from ppdist.data.datasets.build import read_split
+    from ppdist.engine.build import crowding_of
+
     if report.errors:
         print(f"{report.errors} errors: training stops, or loses images", file=sys.stderr)
         return 2
     for split in SPLITS:
         for line in crowding_of(config, read_split(config.data, split, config.model.num_classes)):
             print(line)
-    looked = "every image decodes" if report.decoded else "headers of the images alone (--fast)"
+    looked = "every image decodes" if report.decoded else "headers of the images alone"
     print(f"ok: both splits can be used; {looked}")
     return 0
 

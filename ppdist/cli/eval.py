@@ -1,8 +1,10 @@
-"""Evaluates weights on the validation split.
+"""Evaluates weights on a split of data: mAP, and each class by itself.
 
-ppdist eval [-c cfg.yml] -w WEIGHTS [--out DIR]
+ppdist eval -w RUN [--split test] [--out DIR]     the data that the run was trained with
+ppdist eval DATA -w WEIGHTS                       other data: a data.yaml or a folder
+ppdist eval -c cfg.yml -w WEIGHTS                 weights that do not say which model they are of
 
-Without -c the configuration is the one in the checkpoint.
+Classes are compared by their names, whatever their order in the data and in the weights.
 Sharded over the ranks of fleetrun; the numbers are the same on any number of ranks.
 """
 
@@ -12,21 +14,24 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ppdist.cli import OR_OF_WEIGHTS, add_config, config_of, parser_of
+from ppdist.cli import OR_OF_WEIGHTS, add_data, config_of, parser_of
 from ppdist.common import errors, process
 
 if TYPE_CHECKING:
     import numpy as np
 
-    from ppdist.config.data import DataConfig
+    from ppdist.config import ExperimentConfig
+    from ppdist.config.data import DataConfig, SplitConfig
     from ppdist.engine.evaluator import ClassificationEvaluator, Evaluator
 
 
 def parse() -> argparse.Namespace:
     parser = parser_of("eval", __doc__)
-    add_config(parser, required=False, config=OR_OF_WEIGHTS)
+    add_data(parser, config=OR_OF_WEIGHTS)
     parser.add_argument("-w", "--weights", required=True,
                         help="weight file, checkpoint, or name of published weights")  # fmt: skip
+    parser.add_argument("--split", choices=["train", "val", "test"], default="val",
+                        help="of the data (val)")  # fmt: skip
     parser.add_argument("--json", type=Path, metavar="FILE",
                         help="write metrics and number of images to this file")  # fmt: skip
     parser.add_argument("--save-detections", type=Path, metavar="FILE",
@@ -53,7 +58,7 @@ def main() -> int:
     from ppdist.engine.run import prepare_evaluation
     from ppdist.models.model_card import read_card_or_warn
 
-    config = config_of(arguments, needs_data=True)
+    config = config_for(arguments)
     comm.init(config.device, config.distributed)
 
     def prepare() -> None:
@@ -66,7 +71,7 @@ def main() -> int:
         read_card_or_warn(arguments.weights, process.warn if comm.is_main() else lambda _: None)
 
     ready = prepare_evaluation(
-        config, Path(arguments.weights),
+        config, Path(arguments.weights), split=arguments.split,
         pictures=config.log.images if arguments.vdl else 0, prepare=prepare,
         annotated=not arguments.save_detections or bool(bound),
     )  # fmt: skip
@@ -76,6 +81,8 @@ def main() -> int:
     if bound:
         require_metric(bound[0], evaluator.metrics)
     found: Any = evaluator.predict(ready.model)  # boxes, or a ranking: as the evaluator takes them
+
+    section = getattr(config.data, arguments.split)
 
     def report() -> dict[str, float]:
         if not has_objects(ready.dataset):  # images of a challenge
@@ -88,12 +95,12 @@ def main() -> int:
         analysis = evaluator.analyse(found, step)
         if arguments.json:
             on = {key: analysis[key] for key in ("images", "left_out")}
-            on["limit"] = config.data.val.limit
+            on |= {"split": arguments.split, "limit": section.limit}
             write_json(arguments.json, {**metrics, **on})
         if arguments.save_detections:
             evaluator.save(arguments.save_detections, found)
         if arguments.out:
-            write_out(arguments.out, analysis, evaluator, found, config.data)
+            write_out(arguments.out, analysis, evaluator, found, config.data, section)
         if arguments.vdl:
             write_vdl(arguments.vdl, metrics, analysis, evaluator.pictures)
         show(metrics, analysis)
@@ -103,6 +110,25 @@ def main() -> int:
     if bound:
         judge(*bound, metrics)
     return 0
+
+
+def config_for(arguments: argparse.Namespace) -> "ExperimentConfig":
+    """The configuration of -c or of the weights, with DATA where that is given, with -o."""
+    if not arguments.data:
+        return config_of(arguments, needs_data=True)
+    from ppdist.config import changed, load_config
+    from ppdist.engine.recipe import with_data
+    from ppdist.models.model_card import config_of_weights
+
+    config = load_config(arguments.config) if arguments.config else None
+    config = with_data(config or config_of_weights(arguments.weights), arguments.data)
+    config = changed(config, arguments.override)
+    if config.data.val_fraction is not None and arguments.split == "val":
+        process.say(
+            f"ppdist: {arguments.data} has no validation split: {config.data.val_fraction:.0%} of "
+            "its images validate, as in training; -o data.val_fraction=null takes all"
+        )
+    return config
 
 
 def show(metrics: Mapping[str, float], analysis: Mapping[str, Any]) -> None:
@@ -144,6 +170,7 @@ def write_out(
     evaluator: "Evaluator | ClassificationEvaluator",
     found: Any,
     data: "DataConfig",
+    split: "SplitConfig",
 ) -> None:
     """Everything there is to say about what `evaluator.predict` found."""
     from ppdist.common.files import write_json, writing
@@ -155,7 +182,7 @@ def write_out(
         (folder / "tables.txt").write_text(tables(analysis), encoding="utf-8")
     evaluator.save(folder / "detections.json", found)
     root = Path(data.root)
-    draw_run(folder, image_folders=[root, *(root / name for name in data.val.image_folders)])
+    draw_run(folder, image_folders=[root, *(root / name for name in split.image_folders)])
     process.say(f"ppdist: wrote {folder}")
 
 

@@ -1,6 +1,7 @@
 """Trains a detector.
 
 ppdist train DATA --model ppyoloe_plus_s [--epochs 100] [--batch 32] [--weights NAME|FILE]
+ppdist train DATA --model ppyoloe_plus_s --dry-run
 ppdist train -c cfg.yml [--eval] [-o k=v]
 ppdist train --resume RUN [--epochs +50]
 fleetrun --nproc_per_node 2 ppdist train -c cfg.yml [--eval] [-o k=v]
@@ -23,6 +24,7 @@ from ppdist.common.signals import hold_signals
 
 if TYPE_CHECKING:
     from ppdist.common.logging import RunLog
+    from ppdist.config import ExperimentConfig
     from ppdist.engine.callbacks import Callback
     from ppdist.engine.recipe import Recipe
 
@@ -49,6 +51,10 @@ def parse() -> argparse.Namespace:
         "--eval", action=argparse.BooleanOptionalAction, default=None,
         help="evaluate during training and keep the best (with DATA and RUN it does, with -c it "
         "does not)",
+    )  # fmt: skip
+    parser.add_argument(
+        "--dry-run", action="store_true",
+        help="decide, write the configuration, check the data, and train nothing",
     )  # fmt: skip
     parser.add_argument(
         "--resume", nargs="?", const="", default=None, metavar="RUN|auto",
@@ -171,6 +177,8 @@ def train(arguments: argparse.Namespace, callbacks: Sequence["Callback"] = ()) -
         config = load_config(arguments.config, arguments.override)
     output_dir = Path(config.output_dir or f"output/{Path(arguments.config).stem}")
     evaluate = not arguments.config if arguments.eval is None else arguments.eval
+    if arguments.dry_run:
+        return _dry_run(recipe, config, output_dir, evaluate)
 
     def begin(log: "RunLog") -> None:
         notice = started_by_stock_launcher()
@@ -190,6 +198,22 @@ def train(arguments: argparse.Namespace, callbacks: Sequence["Callback"] = ()) -
         recipe=recipe,
         begin=begin,
     )
+
+
+def _dry_run(
+    recipe: "Recipe | None", config: "ExperimentConfig", output_dir: Path, evaluate: bool
+) -> int:
+    """All that is decided and can be wrong before a training, and no training."""
+    from ppdist.cli.data import looked_at, table, verdict
+    from ppdist.engine.build import build_model
+    from ppdist.engine.recipe import ASIDE, FILE, write_recipe
+
+    build_model(config)  # whose sizes may not fit
+    if recipe:
+        table(["decided", "value", "why"], recipe.rows)
+        again = write_recipe(recipe, output_dir, {*output_dir.glob(ASIDE)}, evaluate)
+        print(f"wrote {output_dir / FILE}; to train: {again}")
+    return verdict(config, looked_at(config, fast=True))
 
 
 def import_engine() -> None:

@@ -13,6 +13,6 @@ The other files hold the Sections, by the key of a file that they stand under.  
 Paddle, and of ours only ppdist.common.errors.
 """
 
-from ppdist.config.experiment import ExperimentConfig, load_config
+from ppdist.config.experiment import ExperimentConfig, changed, load_config
 
-__all__ = ["ExperimentConfig", "load_config"]
+__all__ = ["ExperimentConfig", "changed", "load_config"]

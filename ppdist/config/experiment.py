@@ -1,14 +1,14 @@
 """ExperimentConfig, the tree of all Sections, and load_config."""
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any, cast
 
 from pydantic import Field, model_validator
 
-from ppdist.config.base import Overrides, Section, override_items, parse_config
+from ppdist.config.base import Overrides, Section, override_items, parse_config, parse_plain
 from ppdist.config.data import DataConfig
 from ppdist.config.distill import DistillConfig
 from ppdist.config.distributed import DistributedConfig
@@ -157,3 +157,10 @@ def load_config(path: str | Path, overrides: Overrides = ()) -> ExperimentConfig
     """
     defaults = {"output_dir": f"output/{Path(find_config(str(path))).stem}"}
     return parse_config(path, override_items(overrides), ExperimentConfig, defaults)
+
+
+def changed(config: ExperimentConfig, overrides: Sequence[str]) -> ExperimentConfig:
+    """The configuration with other values, checked again."""
+    if not overrides:
+        return config
+    return parse_plain(config.model_dump(mode="json"), "config", overrides, ExperimentConfig)

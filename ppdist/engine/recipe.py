@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 from ppdist.common.errors import ConfigError
-from ppdist.common.files import replace_file, writing
+from ppdist.common.files import make_folder, replace_file, writing
 from ppdist.common.process import printable
 from ppdist.config import ExperimentConfig, load_config
 from ppdist.config.base import parse_plain, parse_tree
@@ -302,7 +302,8 @@ def with_data(
     tree["data"] = {**kept, **_data_section(data), "resize": config.data.resize}
     tree["model"]["num_classes"] = 1
     section = parse_plain(tree, "data", (), ExperimentConfig).data
-    tree["model"]["num_classes"] = len(read_split(section, "train").class_names)
+    names = section.class_names or read_split(section, "train").class_names
+    tree["model"]["num_classes"] = len(names)
     return parse_plain(tree, "data", (), ExperimentConfig)
 
 
@@ -326,6 +327,7 @@ def write_recipe(recipe: Recipe, output_dir: Path, before: set[Path], evaluate: 
     """
     file = output_dir / FILE
     content = recipe.text.encode()
+    make_folder(output_dir)
     with writing(file):
         if file.exists():
             for moved in {*output_dir.glob(ASIDE)} - before:

@@ -6,10 +6,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ppdist.common import process
+from ppdist.common.errors import DataError
 from ppdist.common.logging import RunLog, commands
 from ppdist.config import ExperimentConfig
 from ppdist.data.datasets.build import read_split
-from ppdist.data.types import DetectionSet
+from ppdist.data.types import DetectionSet, Split
 from ppdist.distributed import comm, heartbeat
 from ppdist.engine.build import (
     Experiment,
@@ -21,11 +22,12 @@ from ppdist.engine.build import (
 )
 from ppdist.engine.callbacks import Callback
 from ppdist.engine.evaluator import ClassificationEvaluator, Evaluator
-from ppdist.engine.recipe import ASIDE, Recipe, write_recipe
+from ppdist.engine.recipe import ASIDE, FILE, Recipe, write_recipe
 from ppdist.metrics.analysis import class_table
 from ppdist.metrics.verdict import verdict_of
 from ppdist.models.base import ImageModel
-from ppdist.models.weights import load_all_weights
+from ppdist.models.model_card import read_card_or_warn
+from ppdist.models.weights import ClassNames, load_all_weights
 from ppdist.models.zoo import fetch_on_all_ranks
 from ppdist.viz.run_plots import draw_labels, draw_run
 
@@ -56,16 +58,23 @@ def run_training(
     comm.init(config.device, config.distributed)
     heartbeat.tell_run(output_dir)
     before = {*output_dir.glob(ASIDE)}
-    experiment = build_training(
-        config,
-        output_dir=output_dir,
-        evaluate=evaluate,
-        resume=resume,
-        command=command,
-        resume_changed=resume_changed,
-        extends=extends,
-        callbacks=callbacks,
-    )
+    try:
+        experiment = build_training(
+            config,
+            output_dir=output_dir,
+            evaluate=evaluate,
+            resume=resume,
+            command=command,
+            resume_changed=resume_changed,
+            extends=extends,
+            callbacks=callbacks,
+        )
+    except DataError:
+        # What was decided stays, to be looked at and edited; never in place of another run's.
+        if recipe is not None and comm.is_main() and not (output_dir / FILE).exists():
+            write_recipe(recipe, output_dir, before, evaluate)
+            process.say(f"ppdist: wrote {output_dir / FILE}, the configuration of this run")
+        raise
     with experiment.log:
         if recipe is not None:
             _tell(recipe, experiment.log, output_dir, before, evaluate)
@@ -122,7 +131,7 @@ def _draw(output_dir: Path, experiment: Experiment, config: ExperimentConfig) ->
 
 @dataclass(frozen=True)
 class Evaluation:
-    """Weights and a validation split, ready: `evaluator.measure(evaluator.predict(model))`."""
+    """Weights and a split, ready: `evaluator.measure(evaluator.predict(model))`."""
 
     model: ImageModel
     dataset: DetectionSet
@@ -134,6 +143,7 @@ def prepare_evaluation(
     config: ExperimentConfig,
     weights: Path,
     *,
+    split: Split = "val",
     pictures: int = 0,
     annotated: bool = True,
     prepare: Callable[[], None] = lambda: None,
@@ -141,6 +151,7 @@ def prepare_evaluation(
     """Everything to evaluate weights, after `comm.init`.  Collective.
 
     Args:
+        split: which is evaluated; a class of it is that of its name in the weights.
         pictures: how many images the evaluator draws.
         annotated: False: a set without an object is taken, too.
         prepare: done on every rank before weights and data are read, and may fail.
@@ -148,15 +159,17 @@ def prepare_evaluation(
     """
     model = build_model(config)
 
-    def load() -> DetectionSet:
+    def load() -> tuple[DetectionSet, str]:
         prepare()
-        load_all_weights(model, weights)
-        return read_split(config.data, "val", config.model.num_classes, annotated=annotated)
+        dataset = read_split(config.data, split, config.model.num_classes, annotated=annotated)
+        card = read_card_or_warn(weights, lambda _: None)
+        names = ClassNames(card.class_names, dataset.class_names) if card else None
+        return dataset, load_all_weights(model, weights, names)
 
     fetch_on_all_ranks(weights)
-    dataset = comm.run_on_all_ranks(load)
+    dataset, told = comm.run_on_all_ranks(load)
     evaluator = build_evaluator(config, dataset, model, pictures)
     slow = speed_up_cpu(config, [model])
     crowded = crowding_of(config, dataset)
-    notes = tuple(note for note in (dataset.limited, *crowded, slow) if note)
+    notes = tuple(note for note in (dataset.limited, told, *crowded, slow) if note)
     return Evaluation(model, dataset, evaluator, notes)

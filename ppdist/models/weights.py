@@ -528,13 +528,17 @@ def load_weights(
     return LoadReport(path, tuple(loaded), fresh, tuple(ignored), reason, prefix, copied, told)
 
 
-def load_all_weights(model: ImageModel, path: Path) -> None:
+def load_all_weights(model: ImageModel, path: Path, names: ClassNames | None = None) -> str:
     """As `load_weights`, for a model that is used as it is and not trained any further.
 
+    Args: names: where not one agrees, row c is class c, and the line says so.
+    Returns: a line about the names of classes; "": there is nothing to say.
     Raises: WeightsError: also where a layer would keep its random initial values, or start as a
         copy of another.
     """
-    report = load_weights(model, path)
+    known = {*_plain_names(names.of_file)} if names else set()
+    strange = names is not None and known and known.isdisjoint(_plain_names(names.of_model))
+    report = load_weights(model, path, None if strange else names)
     if report.copied:
         raise WeightsError(
             f"{report.copied[0]}: that starts a training, it has not learned to predict without "
@@ -551,6 +555,12 @@ def load_all_weights(model: ImageModel, path: Path) -> None:
             where=str(path),
             fix="give the config these weights were trained with",
         )
+    if names is not None and strange:
+        return (
+            f"no class of the data is called as one of the weights ({_some(names.of_model)}; "
+            f"{_some(names.of_file)}): taken in their order"
+        )
+    return report.by_name
 
 
 def _without(

@@ -1,6 +1,7 @@
 """`train DATA --model NAME` in one process: what it decides is what a config by hand says."""
 
 import json
+import shutil
 import sys
 from pathlib import Path
 
@@ -9,10 +10,13 @@ import numpy as np
 import pytest
 import yaml
 
+from ppdist.cli import eval as cli_eval
 from ppdist.cli import train
-from ppdist.common.errors import ConfigError
+from ppdist.common.errors import ConfigError, DataError
+from ppdist.config import load_config
 from ppdist.engine import run as engine_run
 from ppdist.engine.recipe import Recipe, write_recipe
+from ppdist.models import model_card
 from tests.forked import run_on_two_ranks, succeeded
 
 NAMES = ("cat", "dog")
@@ -131,6 +135,57 @@ def test_each_layout_trains_as_a_config_by_hand(
     assert "_BASE_: yolov5n_300e_coco\n" in (out / "recipe.yml").read_text()
     again = f"again     ppdist train -c output/{name}/recipe.yml --eval\n"
     assert again in (out / "train.log").read_text()
+
+
+def test_dry_run_decides_writes_checks_and_trains_nothing(project, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    words = [project / "yaml/data.yaml", "--model", "yolov5n", "--image-size", 64, "--dry-run"]
+    run(monkeypatch, *words)
+    out = capsys.readouterr().out
+    assert "model.num_classes" in out and "ok: both splits can be used" in out
+    assert [*map(str, Path("output/yaml_yolov5n").iterdir())] == ["output/yaml_yolov5n/recipe.yml"]
+    run(monkeypatch, "-c", "output/yaml_yolov5n/recipe.yml", "--dry-run")
+    with pytest.raises(ConfigError) as caught:
+        run(monkeypatch, *words[:3], "--image-size", 65, "--dry-run")
+    assert caught.value.code == "image_size_not_multiple" and "64 or 96" in str(caught.value)
+
+
+def test_a_run_that_fails_on_data_leaves_its_recipe(project, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    shutil.copytree(project / "yaml", "wrong")
+    Path("wrong/train/labels/0.txt").write_text("9 0.5 0.5 0.1 0.1\n")
+    with pytest.raises(DataError):
+        run(monkeypatch, "wrong", "--model", "yolov5n", "--image-size", 64, "--epochs", 1)
+    assert Path("output/wrong_yolov5n/recipe.yml").is_file()
+    run_again = ["-c", "output/wrong_yolov5n/recipe.yml", "--dry-run"]
+    monkeypatch.setattr(sys, "argv", ["ppdist train", *run_again])
+    assert train.main() == 2
+
+
+@pytest.mark.parametrize(
+    ("data", "more", "names", "said"),
+    [
+        ("yaml", [], ("cat", "dog"), ""),
+        ("alone", [], ("dog", "cat"), "has no validation split: 20% of its images validate"),
+        ("alone", ["data.val_fraction=null"], ("dog", "cat"), ""),
+    ],
+)
+def test_other_data_are_evaluated_with_the_model_of_the_weights(
+    data, more, names, said, project, tmp_path, monkeypatch, capsys
+):
+    monkeypatch.chdir(tmp_path)
+    shutil.copytree(project / "yaml/train", "alone")
+    Path("alone/classes.txt").write_text("dog\ncat\n")
+    own = load_config("yolov5n", ["model.width_multiple=0.1", "model.num_classes=7"])
+    monkeypatch.setattr(model_card, "config_of_weights", lambda *_: own)
+    folder = project / "yaml" if data == "yaml" else data
+    words = [str(folder), "-w", "x", *(["-o", *more] if more else [])]
+    monkeypatch.setattr(sys, "argv", ["ppdist eval", *words])
+    found = cli_eval.config_for(cli_eval.parse())
+    assert found.data.class_names == names and found.model.num_classes == 2
+    assert found.model.width_multiple == 0.1
+    assert (found.data.val_fraction is None) is (said == "")
+    assert said in capsys.readouterr().err
 
 
 def test_recipe_goes_with_its_run(tmp_path):

@@ -7,7 +7,14 @@ import pytest
 from ppdist.config.model import PPYOLOEConfig, YOLOv5ClsConfig, YOLOv5Config
 from ppdist.models import build_model
 from ppdist.models.base import ImageModel
-from ppdist.models.weights import ClassNames, LoadReport, arrays_of, load_weights, write_arrays
+from ppdist.models.weights import (
+    ClassNames,
+    LoadReport,
+    arrays_of,
+    load_all_weights,
+    load_weights,
+    write_arrays,
+)
 from tests.unit.models.kept import built_once
 
 FILE = ("cat", "dog", "bus", "car")
@@ -140,3 +147,19 @@ def test_half_precision_rows_are_converted(tmp_path) -> None:
     expected = source["head.predict3.bias"].reshape(3, 9)
     assert found.dtype == np.float32
     np.testing.assert_array_equal(found[:, 5:], expected[:, [8, 6]])
+
+
+@FAMILIES
+def test_weights_are_evaluated_by_name_whatever_the_order(build, tmp_path):
+    theirs = shaken(build(4, 1))
+    file = tmp_path / "w.npz"
+    write_arrays(file, theirs)
+    ours = build(4, 2)
+    told = load_all_weights(ours, file, ClassNames(FILE, ("bus", "cat", "Dog", "car")))
+    assert told == "4 of 4 classes kept by name, in another order"
+    again = build(4, 3)
+    strange = ClassNames(FILE, ("a", "b", "c", "d"))
+    assert "taken in their order" in load_all_weights(again, file, strange)
+    for key, value in arrays_of(again).items():
+        np.testing.assert_array_equal(value, theirs[key])
+    assert load_all_weights(again, file, ClassNames(FILE, FILE)) == ""
