@@ -43,7 +43,7 @@ setup(
     package_data={
         "ppdist": ["py.typed"],
         "ppdist.report": ["templates/*"],
-        "ppdist.models": ["zoo.yml"],
+        "ppdist.models": ["zoo.yml", "runtimes.json"],
     },
     install_requires=[
         "argcomplete>=3.3",  # ppdist completion

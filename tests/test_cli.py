@@ -13,7 +13,7 @@ from ppdist import cli
 from ppdist.cli import config
 from ppdist.common.errors import ConfigError
 from ppdist.config import load_config
-from ppdist.config.shipped import recipes
+from ppdist.config.shipped import recipes, short_names
 from ppdist.config.study import load_study
 from tests.forked import ROOT
 
@@ -89,8 +89,21 @@ def test_page_of_published_weights_is_up_to_date():
 
 
 def test_every_config_that_ships_says_what_it_is():
-    lines = config.listing().splitlines()
-    assert len(lines) == len(recipes()) and all(re.search(r"  \S.+", line) for line in lines)
+    listed = config.listing()
+    assert max(map(len, listed.splitlines())) <= 80
+    for name in [*short_names(), *({*recipes()} - {*short_names().values()})]:
+        assert re.search(rf"^{name} +\S.+", listed, re.MULTILINE), name
+    row = next(line for line in listed.splitlines() if line.startswith("ppyoloe_plus_s "))
+    assert row.split() == [
+        "ppyoloe_plus_s",
+        "640",
+        "x",
+        "640",
+        "7.93",
+        "43.7",
+        "121",
+        "ppyoloe_plus_s_coco",
+    ]
 
 
 def test_copy_of_a_shipped_study_means_the_same(monkeypatch, tmp_path):

@@ -14,11 +14,14 @@ import os
 import re
 import shlex
 import sys
+import textwrap
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import redirect_stdout, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+import yaml
 
 import ppdist
 from ppdist.cli import CLONE, COMMANDS, add_config, main_of, parser_of, require_clone
@@ -67,17 +70,74 @@ def main() -> None:
         print(f"wrote {out}")
 
 
+_MODELS = Path(ppdist.__file__).parent / "models"  # read without Paddle
+_LISTING = """\
+Recipes: `ppdist train DATA --model NAME`, or `-c NAME`.  AP: of the published
+weights that fit (`--weights`), on COCO val2017.  ms: ours, an image of 640
+pixels on {cores} CPU cores in ONNX Runtime.
+
+{table}
+Other sets and examples: `-c NAME`; to edit one, `ppdist config copy NAME`.
+
+{others}"""
+
+
 def listing() -> str:
-    """A line for each shipped config: its name, the short one if it has one, what it is."""
+    """The configs that ship, in 80 columns: recipes with their figures, then all others."""
+    measured, known = _measured(), _published()
+    head = ("name", "pixels", "params M", "AP", "ms", "weights")
+    rows: list[tuple[str, ...]] = []
+    others = []
     short = {name: each for each, name in short_names().items()}
-    rows = [
-        (short.get(name, name), "" if name not in short else name, _about(path))
-        for name, path in recipes().items()
-    ]
-    widths = [max(len(row[column]) for row in rows) for column in (0, 1)]
-    return "".join(
-        f"{name:{widths[0]}}  {whole:{widths[1]}}  {about}\n" for name, whole, about in rows
+    for name, path in recipes().items():
+        if name not in short:
+            about = textwrap.shorten(_about(path), 98, placeholder=" ...")
+            first, *rest = textwrap.wrap(about, 49)
+            others.append(
+                "".join(
+                    f"{word:31}{line}\n"
+                    for word, line in zip((name, *[""] * len(rest)), (first, *rest))
+                )
+            )
+            continue
+        height, width = load_config(path).model.image_size
+        found = measured["result"].get(name)
+        ms = found["threads 2"]["predictors"]["ONNX Runtime"]["median_ms"] if found else None
+        weights = known.get(name, ("-", None, None))
+        figures = [
+            "-" if value is None else f"{value:{form}}"
+            for value, form in zip((*weights[1:], ms), ("g", ".1f", ".0f"))
+        ]
+        rows.append((short[name], f"{height} x {width}", *figures, weights[0]))
+    table = "".join(
+        f"{name:22}  {pixels:11}  {params:>8}  {ap:>4}  {ms:>4}  {weights}\n"
+        for name, pixels, params, ap, ms, weights in [head, *sorted(rows, key=_by_size)]
     )
+    return _LISTING.format(cores=measured["machine"]["cores"], table=table, others="".join(others))
+
+
+def _by_size(row: tuple[str, ...]) -> tuple[str, int, float]:
+    """Family, pixels, and millions of parameters, the unknown last."""
+    name, pixels, params, *_ = row
+    family = re.match(r"yolov5|ppyoloe_[a-z]+", name)
+    size = float("inf") if params == "-" else float(params)
+    return family[0] if family else name, int(pixels.split()[0]), size
+
+
+def _published() -> dict[str, tuple[str, float, float]]:
+    """Name, parameters (millions) and AP of the weights of each recipe on COCO."""
+    entries = yaml.safe_load((_MODELS / "zoo.yml").read_text(encoding="utf-8"))["weights"]
+    found: dict[str, tuple[str, float, float]] = {}
+    for name, each in entries.items():
+        if each.get("metric") == "mAP" and not each.get("overrides"):
+            found.setdefault(each["config"], (name, each["parameters"], each["published"]))
+    return found
+
+
+def _measured() -> dict[str, Any]:
+    """What `ppdist benchmark runtimes --json` wrote."""
+    found: dict[str, Any] = json.loads((_MODELS / "runtimes.json").read_text(encoding="utf-8"))
+    return found
 
 
 def _about(path: Path) -> str:
@@ -372,7 +432,7 @@ def zoo_text() -> str:
     """docs/model_zoo.md."""
     from ppdist.verify.zoo import page
 
-    return page(json.loads((CLONE / "benchmarks" / "runtimes.json").read_text(encoding="utf-8")))
+    return page(_measured())
 
 
 GENERATED: dict[str, tuple[Path, Callable[[], str]]] = {

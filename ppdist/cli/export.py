@@ -1,11 +1,13 @@
 """Exports weights for deployment.
 
-ppdist export [-c cfg.yml] -w WEIGHTS --out DIR [--format ...]
+ppdist export -w RUN [--format paddle,onnx] [--out DIR]
+ppdist export [-c cfg.yml] -w WEIGHTS [--out DIR]
 
 Without -c the configuration is the one in the checkpoint or its model card.
-DIR gets model.json and model.pdiparams (Paddle Inference), model.onnx where asked, and infer.yml,
-which says how to prepare an image and read the outputs (of a classifier: probabilities).  Nothing
-is kept that does not compute what the model computes.
+DIR is RUN/export, of other weights output/NAME_export.  It gets model.json and model.pdiparams
+(Paddle Inference), model.onnx where asked, and infer.yml, which says how to prepare an image and
+read the outputs (of a classifier: probabilities).  Nothing is kept that does not compute what the
+model computes.  Other formats are made of model.onnx: docs/deploy.md.
 """
 
 import argparse
@@ -26,11 +28,13 @@ def parse() -> argparse.Namespace:
     parser = parser_of("export", __doc__)
     add_config(parser, required=False, config=OR_OF_WEIGHTS)
     parser.add_argument("-w", "--weights", required=True, help="weight file or checkpoint")
-    parser.add_argument("--out", required=True, type=Path, metavar="DIR", help="where to write")
+    parser.add_argument("--out", type=Path, metavar="DIR",
+                        help="where to write (RUN/export, or output/NAME_export)")  # fmt: skip
     parser.add_argument("--format", default="paddle", metavar="LIST",
                         help="of paddle, onnx, openvino (default: paddle); onnx is also tried in "
                         "OpenVINO where that is installed; openvino: the same file, and an "
-                        "error where it does not compute the same there")  # fmt: skip
+                        "error where it does not compute the same there; what others are made "
+                        "of it with: docs/deploy.md")  # fmt: skip
     parser.add_argument("--without-nms", action="store_true",
                         help="end with scores and boxes of all predictions")  # fmt: skip
     parser.add_argument("--fixed-batch", action="store_true", help="the graph takes one image only")
@@ -84,13 +88,44 @@ def main() -> int:
         accuracy=arguments.accuracy or 0,
     )
     names = read_names(arguments.class_names) if arguments.class_names else ()
+    out = arguments.out or folder_for(Path(arguments.weights))
     report = export_weights(
-        config, build_model(config), Path(arguments.weights), arguments.out, options,
-        process.warn, names,
-    )  # fmt: skip
+        config, build_model(config), Path(arguments.weights), out, options, process.warn, names
+    )
     tell(report)
+    if "openvino" in formats:
+        print("OpenVINO reads model.onnx as it is; `ovc model.onnx` makes an .xml of it")
     show_graph(Path(arguments.weights), report)
     return 0
+
+
+def folder_for(weights: Path) -> Path:
+    """Where an export goes by itself: in the run that the weights are of, else by their name."""
+    from ppdist.models.weights import checkpoint_of
+
+    found = checkpoint_of(weights)
+    if (found / "manifest.json").is_file() and found.parent.name == "checkpoints":
+        return found.parent.parent / "export"
+    return Path("output") / f"{weights.stem}_export"
+
+
+# Formats of others, by all that they are called: what makes them of model.onnx (docs/deploy.md).
+_WHOLE = "--format onnx"
+_PLAIN = "--format onnx --without-nms --fixed-batch --fixed-size"
+ROADS: dict[tuple[str, ...], tuple[str, str]] = {
+    ("engine", "tensorrt", "trt"): (
+        _PLAIN, "trtexec --onnx=model.onnx --saveEngine=model.engine --fp16",
+    ),
+    ("tflite", "litert", "saved_model", "pb", "edgetpu", "tfjs"): (_PLAIN, "onnx2tf -i model.onnx"),
+    ("coreml", "mlmodel", "mlpackage"): (
+        _PLAIN, "onnx2torch, torch.jit.trace and coremltools.convert",
+    ),
+    ("torchscript", "torch"): (_PLAIN, "onnx2torch and torch.jit.trace"),
+    ("ncnn", "pnnx"): (_PLAIN, "pnnx model.onnx"),
+    ("rknn",): (_PLAIN, "rknn-toolkit2: load_onnx, build, export_rknn"),
+    ("mnn",): (_PLAIN, "MNNConvert -f ONNX --modelFile model.onnx --MNNModel model.mnn"),
+    ("xml", "ir"): (_WHOLE, "ovc model.onnx"),
+}  # fmt: skip
 
 
 def formats_of(arguments: argparse.Namespace) -> "list[Format]":
@@ -98,6 +133,15 @@ def formats_of(arguments: argparse.Namespace) -> "list[Format]":
 
     wanted = [word.strip() for word in arguments.format.split(",")]
     unknown = [word for word in wanted if word not in FORMATS]
+    road = next((each for names, each in ROADS.items() if {*unknown} & {*names}), None)
+    if road:
+        raise errors.ConfigError(
+            f"{unknown[0]!r} is not written here; it is made of model.onnx",
+            code="format_of_others",
+            where="--format",
+            fix=f"`ppdist export -w {arguments.weights} {road[0]}`, then {road[1]} "
+            "(docs/deploy.md, Other formats)",
+        )
     if unknown:
         raise errors.ConfigError(
             f"{unknown[0]!r}: expected one of {', '.join(FORMATS)}",

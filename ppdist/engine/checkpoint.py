@@ -55,14 +55,15 @@ _NAME = re.compile(r"^step-(\d+)$")
 _DRAFT = re.compile(r"^\.(step-\d+|last|best)\.((?P<host>.+)\.)?(?P<pid>\d+)$")
 _DRAFT_SECONDS = 24 * 3600.0  # older ones are abandoned, whatever process has their number
 _MANIFEST = "manifest.json"
-# What a run writes to its output_dir, and its report: see README, but for run.lock, which this run
-# holds, and recipe.yml, which this run may have been started with.
+# What a run writes to its output_dir, its report and its export: see README, but for run.lock,
+# which this run holds, and recipe.yml, which this run may have been started with.
 _OF_A_RUN = (
     "bad_steps.jsonl",
     "checkpoints",
     "config.yml",
     "environment.json",
     "evaluation.json",
+    "export",
     "metrics.jsonl",
     "plots",
     "report.html",

@@ -150,13 +150,12 @@ def line(row: Row) -> str:
 
 def listing() -> str:
     """All names for the terminal: what they are, and which are on this host."""
-    lines = [f"{'name':30} {'params M':>8} {'MiB':>7}  {'licence':10} {'published':20} here"]
+    lines = [f"{'name':30} {'params M':>8}  {'licence':10} {'published':20} here"]
     for entry in zoo().values():
-        parameters, mebibytes = _number(entry.parameters), _number(entry.mebibytes)
+        parameters = _number(entry.parameters)
         here = "yes" if is_here(entry) else "no"
         lines.append(
-            f"{entry.name:30} {parameters:>8} {mebibytes:>7}  {entry.source.licence:10} "
-            f"{_figure(entry):20} {here}"
+            f"{entry.name:30} {parameters:>8}  {entry.source.licence:10} {_figure(entry):20} {here}"
         )
     return "\n".join(lines)
 
@@ -245,15 +244,17 @@ own training with 80 classes. A dash: not measured. [More](dev/performance.md#pr
             f"\n## {source.home.removeprefix('https://github.com/')}\n\n"
             f"Licence: {source.licence} ({source.remark}). Source: <{source.home}>,\n"
             f"{source.documents}.\n\n"
-            "| name | parameters, M | file, MiB | published | protocol | ms | fits `-c` |\n"
-            "|---|---|---|---|---|---|---|\n"
         )
+        sized = any(entry.mebibytes for entry in entries)  # one publisher tells it
+        heads = ["name", "parameters, M", *["file, MiB"] * sized]
+        heads += ["published", "protocol", "ms", "fits `-c`"]
+        parts.append(f"| {' | '.join(heads)} |\n|{'---|' * len(heads)}\n")
         for entry in entries:
             fits = " ".join([f"`{entry.config}`", *(f"`-o {item}`" for item in entry.overrides)])
             cells = (
                 f"[`{entry.name}`]({entry.url})",
                 _number(entry.parameters),
-                _number(entry.mebibytes),
+                *[_number(entry.mebibytes)] * sized,
                 _figure(entry),
                 entry.protocol.name if entry.protocol else "-",
                 _latency(found.get(entry.config)),

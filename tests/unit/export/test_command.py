@@ -1,0 +1,56 @@
+"""What `ppdist export` is asked for, before anything is exported."""
+
+import argparse
+import re
+from pathlib import Path
+
+import pytest
+
+from ppdist.cli.export import ROADS, folder_for, formats_of
+from ppdist.common.errors import ConfigError
+from tests.forked import ROOT
+
+
+def asked(form: str) -> argparse.Namespace:
+    return argparse.Namespace(format=form, int8=False, calibration=None, weights="run")
+
+
+@pytest.mark.parametrize("form", [name for names in ROADS for name in names])
+def test_a_format_of_others_is_told_its_road_from_onnx(form: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        formats_of(asked(f"onnx,{form}"))
+    assert caught.value.code == "format_of_others"
+    assert "`ppdist export -w run --format onnx" in str(caught.value)
+
+
+def test_every_road_stands_in_the_table_for_users() -> None:
+    page = (ROOT / "docs" / "deploy.md").read_text(encoding="utf-8")
+    _, _, table = page.partition("## Other formats")
+    for _, made_by in ROADS.values():
+        for word in re.findall(r"[\w-]+(?:\.[\w-]+)?", made_by):
+            assert word in table or word in ("and", "then"), word
+
+
+def test_an_unknown_format_is_still_unknown() -> None:
+    with pytest.raises(ConfigError) as caught:
+        formats_of(asked("onnxx"))
+    assert caught.value.code == "option_invalid"
+
+
+@pytest.mark.parametrize(
+    ("weights", "folder"),
+    [
+        ("run", "run/export"),
+        ("run/checkpoints/best", "run/export"),
+        ("soup.pdparams", "output/soup_export"),
+        ("yolov5n_coco", "output/yolov5n_coco_export"),
+    ],
+)
+def test_an_export_goes_into_its_run(
+    weights: str, folder: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    best = Path("run/checkpoints/best")
+    best.mkdir(parents=True)
+    (best / "manifest.json").write_text("{}")
+    assert folder_for(Path(weights)) == Path(folder)
