@@ -133,7 +133,21 @@ class Parser(argparse.ArgumentParser):
         ours = {*re.findall(r"(?<![\w-])--?[a-zA-Z][\w-]*", self.format_help())}
         told = {each for word in words.split() for each in (word, word.partition("=")[0])}
         self._answer(told if unrecognized else options - ours)
-        super().error(message)
+        wrong = [word for word in words.split() if word[:2] == "--"]
+        near = difflib.get_close_matches(wrong[0].partition("=")[0], ours, 1) if wrong else []
+        message += f"; did you mean {near[0]}?" if near else ""
+        shown = [line for line in (self.description or "").splitlines() if self._is_example(line)]
+        if not shown:
+            super().error(message)
+        process.say("\n".join([
+            f"{self.prog}: error: {message}", *(f"  {line}" for line in shown),
+            f"`{self.prog} --help` lists all options",
+        ]))  # fmt: skip
+        sys.exit(2)
+
+    @staticmethod
+    def _is_example(line: str) -> bool:
+        return line.startswith(("ppdist ", "fleetrun "))
 
     def _answer(self, unknown: Container[str]) -> None:
         from ppdist.config.migration import refuse_options

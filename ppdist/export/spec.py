@@ -249,7 +249,7 @@ def read_spec(directory: Path) -> InferenceSpec:
             f"no {SPEC_FILE} here, so this is not an exported model",
             code="not_an_export",
             where=str(directory),
-            fix=f"make one with ppdist export -c CONFIG -w WEIGHTS --out {directory}",
+            fix="make one: `ppdist export -w WEIGHTS` (it says where it writes)",
         )
     return parse_config(file, (), InferenceSpec)
 

@@ -125,7 +125,7 @@ def test_invalid_command_line_is_one_message_exit_2(project: Path) -> None:
     done = run_tool("export", "-c", project / "cfg.yml", "-w", "none.npz", "--out",
                     project / "x", "--format", "paddle,tflite")  # fmt: skip
     assert done.returncode == 2
-    assert "--format: 'tflite': expected one of paddle, onnx" in done.stderr
+    assert "--format: 'tflite' is not written here" in done.stderr
     assert "Traceback" not in done.stderr and not (project / "x").exists()
 
 
@@ -144,6 +144,9 @@ def call_infer(monkeypatch: pytest.MonkeyPatch, *arguments: object) -> None:
         (["--source", "a.jpg", "--out", "o", "--threshold", "50"], ConfigError, "expected 0..1"),
         (["--source", "a.jpg", "--out", "o", "--model", "m", "-w", "x"], ConfigError, "leave out"),
         (["--source", "a.jpg", "--out", "o", "--model", "empty"], UserError, "no infer.yml here"),
+        (["--source", "a.jpg", "--out", "o", "--model", "absent"], UserError, "no such file or"),
+        (["--source", "a.jpg", "--out", "o", "--model", "a.pdparams"], UserError, "write `-w a.pd"),
+        (["--source", "a.jpg", "--out", "o", "--model", "yolov5n_coco"], UserError, "`-w yolov5n_"),
         (["--source", "a.jpg", "--out", "o", "-c", "c", "-w", "x", "--threads", "2"], ConfigError,
          "--threads is for --model"),
         (["--source", "a.jpg", "--out", "o", "--model", "m", "--threads", "0"], ConfigError,

@@ -150,7 +150,9 @@ def test_a_word_of_nobody_is_argparse_s(words, monkeypatch, capsys):
     monkeypatch.setattr(sys, "argv", [f"ppdist {words.split()[0]}", *words.split()[1:]])
     with pytest.raises(SystemExit) as ended:
         main_of(words.split()[0])()
-    assert ended.value.code == 2 and "usage: ppdist " in capsys.readouterr().err
+    told = capsys.readouterr().err
+    assert ended.value.code == 2 and f"\n  ppdist {words.split()[0]} " in told
+    assert ("did you mean --epochs?" in told) is ("--epoch" in words)
 
 
 def test_a_switch_of_a_card_becomes_a_device(tmp_path):
