@@ -256,7 +256,8 @@ ELSEWHERE: dict[str, dict[str, dict[str, str]]] = {
     },
     "export": {
         ULTRA: {
-            "model": "write `-w {}`", "data": _CLASSES, "include": "write `--format {}`",
+            "model": "write `-w {}`", "data": _CLASSES,
+            "include": "write `--format {}`", "format": "write `--format {}`",
             "device": _ON_CPU, "gpus": _ON_CPU,
             "half": "leave it out: runtimes convert to half themselves (docs/deploy.md)",
             "project": "write `--out {}`", "name": "write `--out {}`",
