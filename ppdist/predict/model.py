@@ -39,8 +39,7 @@ from ppdist.export.standalone import (
 from ppdist.losses.nms import multiclass_nms
 from ppdist.models.base import ImageModel
 from ppdist.models.model_card import read_card_or_warn
-from ppdist.models.weights import checkpoint_of, load_all_weights
-from ppdist.models.zoo import is_name
+from ppdist.models.weights import load_all_weights
 from ppdist.predict.detections import Detections
 from ppdist.predict.sources import Frame
 
@@ -159,15 +158,8 @@ def load_export(
         backend = backend or "openvino"
     elif suffix in (".pdiparams", ".pdmodel", ".json"):
         backend = backend or "paddle"
-    if not (path.exists() or _are_weights(path)):
+    if not path.exists():
         raise ExportError("no such file or folder", code="not_an_export", where=str(path))
-    if not (directory / SPEC_FILE).is_file() and _are_weights(path):
-        raise ExportError(
-            "these are weights, not an exported model",
-            code="weights_as_export",
-            where=str(path),
-            fix=f"write `-w {path}` in place of --model; `ppdist export -w {path}` makes a model",
-        )
     spec = read_spec(directory)
     able = spec.model_copy(update={"paddle": None}) if suffix == ".onnx" else spec
     options = runtime_of(able, backend, threads, precision, wanted_device)
@@ -177,16 +169,6 @@ def load_export(
     where = "on the card" if options.device == "gpu" else f"threads: {threads}"
     _LOGGER.info("%s runs in %s, %s, %s", path, RUNTIMES[options.backend], precision, where)
     return _loaded(spec, RuntimeGraph(graph), form.nms_in_graph)
-
-
-_OF_WEIGHTS = (".pt", ".pth", ".ckpt", ".pdparams", ".pdema", ".safetensors", ".npz")
-
-
-def _are_weights(path: Path) -> bool:
-    """A run, a checkpoint, a weight file, or a name of published weights."""
-    found = checkpoint_of(path)
-    held = (found / "manifest.json").is_file()
-    return held or path.suffix.lower() in _OF_WEIGHTS or is_name(path)
 
 
 def runtime_of(
