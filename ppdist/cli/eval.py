@@ -1,4 +1,4 @@
-"""Evaluates weights on a split of data: mAP, and each class by itself.
+"""Evaluates weights on a split of data: mAP, and each class.
 
 ppdist eval -w RUN [--split test] [--out DIR]     the data that the run was trained with
 ppdist eval DATA -w WEIGHTS                       other data: a data.yaml or a folder
