@@ -4,7 +4,7 @@ import argparse
 
 import pytest
 
-from ppdist.common.arguments import at_least, described, time_in
+from ppdist.common.arguments import at_least, time_in
 
 
 def test_whole_numbers_from_the_least_on_are_taken():
@@ -24,14 +24,3 @@ def test_a_time_is_a_number_above_0():
     for text in ("0", "-1", "nan", "inf", "x"):
         with pytest.raises(argparse.ArgumentTypeError, match="a number of seconds above 0, found"):
             time_in("seconds")(text)
-
-
-def test_no_option_is_guessed_from_its_beginning(capsys):
-    parser = described(None)
-    parser.add_argument("--config")
-    below = parser.add_subparsers(dest="command").add_parser("check")
-    below.add_argument("--config")
-    for words in (["--conf", "0.1"], ["check", "--conf", "0.1"]):
-        with pytest.raises(SystemExit):
-            parser.parse_args(words)
-        assert "--conf" in capsys.readouterr().err

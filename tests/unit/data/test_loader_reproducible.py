@@ -330,6 +330,8 @@ def evaluation(
         with closing(loader):
             for batch in loader:
                 for position, index in enumerate(batch.image_index_B.numpy().tolist()):
+                    if index < 0:  # in place of the damaged image
+                        continue
                     assert index not in found
                     record = dataset.records[index]
                     top, left = batch.offset_B2[position].numpy().astype(int)
@@ -343,7 +345,7 @@ def evaluation(
 
 def test_rectangular_evaluation_pixels_equal_square(folder):
     square = evaluation(folder, 1, None)
-    assert sorted(square) == list(range(len(IMAGES)))
+    assert sorted(square) == list(range(len(IMAGES) - 1))  # without the damaged one
     for world, pad in ((1, 0.0), (3, 0.0), (1, 0.5), (3, 0.5)):
         rectangular = evaluation(folder, world, 32, pad)
         assert sorted(rectangular) == sorted(square)

@@ -201,7 +201,7 @@ def test_self_check_passes_and_names_wrong_kernel(tmp_path):
 
 
 @native
-@pytest.mark.parametrize("name", LEVELS)
+@pytest.mark.parametrize("name", ["O2", pytest.param("O1", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("model", ["ppyoloe", "yolov5"])
 def test_processor_trains_like_the_emulation(model, name, tmp_path, record_property):
     _, emulated = steps(tmp_path, level(name), 20, model=model)
