@@ -9,10 +9,12 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from ppdist.common.errors import CheckpointError, ConfigError
+from ppdist.common.files import replace_file
 from ppdist.common.logging import MetricRecords, read_metrics
-from ppdist.common.process import JOB_DIR_VARIABLE, launched_rank
+from ppdist.common.process import JOB_DIR_VARIABLE
 from ppdist.config import ExperimentConfig
 from ppdist.config.base import parse_config
+from ppdist.distributed import comm
 from ppdist.engine.schedule_setup import ScheduleSetup
 
 _NOTE_FILE = "epochs"  # in the folder of a job
@@ -90,8 +92,8 @@ def _total(asked: str, base: float) -> float:
     note = Path(folder) / _NOTE_FILE
     if note.exists():
         return float(note.read_text(encoding="utf-8"))
-    if launched_rank() == 0:
-        note.write_text(f"{total:g}", encoding="utf-8")
+    if comm.local_rank() == 0:  # each host has a folder of its own
+        replace_file(note, f"{total:g}".encode())
     return total
 
 

@@ -72,9 +72,13 @@ def preflight(
         the all-reduce fails; early stopping without evaluations; published weights of another
         detector, by their name.
     """
-    comm.run_on_all_ranks(lambda: check_precision(config, kernels))
-    if config.model.pretrained:
-        comm.run_on_all_ranks(lambda: require_fit(config.model, config.model.pretrained))
+
+    def check_own() -> None:
+        check_precision(config, kernels)
+        if config.model.pretrained:
+            require_fit(config.model, config.model.pretrained)
+
+    comm.run_on_all_ranks(check_own)  # one call: what ranks differ in is not compared yet
     given = {
         "--eval": f"{evaluate}",
         "--resume": f"{resume}",

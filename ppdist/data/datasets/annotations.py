@@ -782,8 +782,8 @@ def _by_its_end(folder: str, name: str) -> str:
 
 def is_there(path: str | os.PathLike[str]) -> bool:
     """Whether a file is in its folder; each folder is listed once, until `look_anew`."""
-    place, _, name = os.fspath(path).rpartition(os.sep)
-    return name in _names_in(place or os.sep) or storage.is_in_shard(path)
+    place, name = os.path.split(path)
+    return name in _names_in(place or os.curdir) or storage.is_in_shard(path)
 
 
 @lru_cache(maxsize=1 << 16)

@@ -277,9 +277,11 @@ def _read_columns(
     _check_fractions([table_R[:, :4] for count, table_R in tables.items() if count >= 4], source)
     if 4 in tables:
         _check_corners(tables[4], source)
+    # What stands behind boxes is as long everywhere; outlines have as many points as they need.
+    outlines = sum(count >= _FEWEST_OUTLINE and count % 2 == 0 for count in tables) > 1
     found = {}
     for count, table_RN in tables.items():
-        found[count], what = _column_form(table_RN, shape)
+        found[count], what = _column_form(table_RN, shape, outlines)
         if found[count] == _BOX and count > 4:
             what = f"{len(table_RN)} lines of {count + 1} numbers: class cx cy w h and {what}"
             complain(Issue("label_columns", f"{what}, not used", where=source))
@@ -295,8 +297,13 @@ def _read_columns(
     return found
 
 
-def _column_form(table_RN: np.ndarray, shape: tuple[int, int] | None) -> tuple[str, str]:
-    """What lines of N numbers are, and what stands behind their boxes, or what they could be."""
+def _column_form(
+    table_RN: np.ndarray, shape: tuple[int, int] | None, outlines: bool
+) -> tuple[str, str]:
+    """What lines of N numbers are, and what stands behind their boxes, or what they could be.
+
+    Args: outlines: other lines of the set are longer or shorter, as only those of outlines are.
+    """
     count = table_RN.shape[1]
     further_RN = table_RN[:, 4:]
     if count == 4:
@@ -311,6 +318,8 @@ def _column_form(table_RN: np.ndarray, shape: tuple[int, int] | None) -> tuple[s
         return _BOX, "the number of a track"
     far_R = (np.abs(table_RN) > _FAR).any(1)
     is_outline = count >= _FEWEST_OUTLINE and count % 2 == 0 and far_R.mean() <= 0.5
+    if is_outline and outlines:
+        return _OUTLINE, ""
     tracked = count == 6 and _are_scores(further_RN[:, 0]) and _are_numbers(further_RN[:, 1])
     if tracked and (not is_outline or _inside(table_RN[:, :4]).all()):
         return _BOX, "score and number of a track"

@@ -53,6 +53,8 @@ CROSSED = "0.5 0.5 0.25 0.5 0.45 0.4 0.55 0.6 0.55 0.4"
         # One outline that runs far out of its image is cut, and the others stay outlines.
         (["0.25 0.5 0.5 0.5 0.5 0.75"] * 2 + ["0.25 0.5 9 0.5 0.5 0.75"],
          [[16, 24, 32, 36]] * 2 + [[16, 24, 64, 36]], ""),
+        # Lines of several lengths are outlines, also one at the border and one that crosses itself.
+        (["0.5 0.5 0.3 0.4 0.6 1", CROSSED], [[19.2, 19.2, 38.4, 48], [16, 19.2, 35.2, 28.8]], ""),
         # Points with what can be seen of them: 4 + 3 x 2 numbers, odd and even.
         (["0.5 0.5 0.25 0.5 0.45 0.4 2", "0.5 0.5 0.25 0.5 0 0 0"], [BOX] * 2, "points with"),
         (["0.5 0.5 0.25 0.5 0.45 0.4 2 0.55 0.6 1"], [BOX], "points with their visibility"),
@@ -84,6 +86,16 @@ def test_columns_that_could_be_two_things_are_refused(tmp_path, lines, code, sai
     text = "".join(f"1 {line}\n" for line in lines)
     (tmp_path / "labels" / "000.txt").write_text(text)
     assert said in message_of(config, code, num_classes=2)
+
+
+def test_images_in_the_working_folder_are_found(tmp_path, monkeypatch):
+    config = yolo_set(tmp_path, "")
+    for file in [*tmp_path.glob("images/*"), *tmp_path.glob("labels/*")]:
+        file.rename(tmp_path / file.name)
+    monkeypatch.chdir(tmp_path)
+    here = {"root": ".", "train": SplitConfig(images="."), "val": SplitConfig(images=".")}
+    dataset = read_split(config.model_copy(update=here), "train", 2)
+    assert dataset.records[0].boxes_M4.tolist() == [BOX]
 
 
 def test_points_that_a_data_file_tells_of_are_no_outlines(tmp_path):
