@@ -62,16 +62,17 @@ def run(command: str) -> NoReturn:
 
 
 def require_one_process(command: str) -> None:
-    """Raises: ConfigError: fleetrun has started several of a command that is for one."""
+    """Raises: ConfigError: fleetrun started several processes of a single-process command."""
     ranks = process.launched_ranks()
     if command in _ONE_PROCESS and ranks > 1:
         raise errors.ConfigError(
-            f"ppdist {command} is one process, and fleetrun started {ranks} of it",
+            f"ppdist {command} runs as one process, but fleetrun started {ranks}",
             code="one_process_only",
             where=f"fleetrun ... ppdist {command}",
-            fix=f"start `ppdist {command}` alone; on several cards one for each part of the images"
+            fix=f"run `ppdist {command}` without fleetrun; for several cards, split the images and "
+            "run one per card"
             if command == "predict"
-            else f"start `ppdist {command}` alone",
+            else f"run `ppdist {command}` without fleetrun",
         )
 
 
@@ -104,7 +105,7 @@ def main() -> NoReturn:
 
 
 class Parser(argparse.ArgumentParser):
-    """A parser of whole words that knows what users of other trainers type.
+    """A parser without abbreviations that recognises options of other trainers.
 
     No option is guessed from its beginning: `--conf 0.1` of another trainer is not --config.  It
     also answers a shell that asks what may follow (`ppdist completion`).
@@ -260,7 +261,7 @@ def _models(**_: Any) -> list[str]:
 
 
 def require_one_source(arguments: argparse.Namespace, command: str, model: str = "") -> None:
-    """DATA or -c, one of them.
+    """Requires either DATA or -c.
 
     Args: model: what a command that needs --model with DATA is shown with.
     Raises: ConfigError: both, or neither.
@@ -269,7 +270,7 @@ def require_one_source(arguments: argparse.Namespace, command: str, model: str =
         both = " and ".join(filter(None, (arguments.data, arguments.config)))
         more = f" --model {model}" if model else ""
         raise errors.ConfigError(
-            f"expected one of DATA and -c, found {f'both ({both})' if both else 'neither'}",
+            f"expected either DATA or -c, found {f'both ({both})' if both else 'neither'}",
             code="options_conflict" if both else "option_missing",
             where=command,
             fix=f"`ppdist {command} data.yaml{more}`, or `ppdist {command} -c cfg.yml`",
@@ -277,7 +278,7 @@ def require_one_source(arguments: argparse.Namespace, command: str, model: str =
 
 
 def experiment_of(arguments: argparse.Namespace, command: str) -> "ExperimentConfig":
-    """The configuration of -c, or a shipped recipe fitted to DATA; with -o.
+    """The configuration of -c, or a shipped recipe fitted to DATA, with -o applied.
 
     Args: arguments: of `add_data`.  command: as users type it, for messages.
     """
@@ -288,10 +289,10 @@ def experiment_of(arguments: argparse.Namespace, command: str) -> "ExperimentCon
     if arguments.config:
         if model:
             raise errors.ConfigError(
-                "--model goes with DATA, not with -c",
+                "--model needs DATA; it does not work with -c",
                 code="options_conflict",
                 where=f"{command} -c {arguments.config}",
-                fix="choose it by -c NAME",
+                fix="choose the model with -c NAME",
             )
         return load_config(arguments.config, arguments.override)
     from ppdist.data.datasets.layout import find_layout

@@ -107,9 +107,11 @@ def parse() -> argparse.Namespace:
 
 
 def add_source(parser: argparse.ArgumentParser) -> None:
-    """DATA, -c and -o, or --format and what goes with it: for `source_of`."""
+    """Adds DATA, -c and -o, or --format and its options, for `source_of`."""
     add_data(parser)
-    parser.add_argument("--format", choices=_FORMATS, help="of data that is neither")
+    parser.add_argument(
+        "--format", choices=_FORMATS, help="format of data that neither DATA nor -c describes"
+    )
     parser.add_argument("--root", metavar="DIR", help="what the paths are relative to (.)")
     parser.add_argument("--images", metavar="DIR", help="folder of the images (images)")
     parser.add_argument(
@@ -138,20 +140,20 @@ def source_of(arguments: argparse.Namespace) -> "DataConfig":
     words = [f"--{name}" for name in _WITH_FORMAT if getattr(arguments, name) is not None]
     if given and (arguments.format or words):
         raise errors.ConfigError(
-            f"{', '.join(['--format'] if arguments.format else words)} stands for data that "
-            f"{given} names already",
+            f"{', '.join(['--format'] if arguments.format else words)} conflicts with {given}: "
+            "both name the data",
             code="options_conflict",
-            fix=f"leave one of them out, or change what {given} says by -o data.root=PATH ...",
+            fix=f"give only one of them, or override {given} with -o data.root=PATH ...",
         )
     if not arguments.format:
         if words:
-            raise errors.ConfigError(f"{', '.join(words)} goes with --format",
+            raise errors.ConfigError(f"{', '.join(words)} needs --format",
                                      code="option_missing")  # fmt: skip
         return load(arguments).data
     if arguments.override:
         raise errors.ConfigError(
-            f"-o {' '.join(arguments.override)} goes with DATA or -c; with --format the data is "
-            "what --root, --images, --annotations and --names say",
+            f"-o {' '.join(arguments.override)} needs DATA or -c; with --format, --root, --images, "
+            "--annotations and --names describe the data",
             code="options_conflict",
         )
     if not arguments.annotations and arguments.format in ("coco", "csv"):
@@ -239,7 +241,7 @@ def verdict(config: "ExperimentConfig", report: "Report") -> int:
     for split in SPLITS:
         for line in crowding_of(config, read_split(config.data, split, config.model.num_classes)):
             print(line)
-    looked = "every image decodes" if report.decoded else "headers of the images alone"
+    looked = "every image decodes" if report.decoded else "only image headers were checked"
     print(f"ok: both splits can be used; {looked}")
     return 0
 

@@ -178,7 +178,7 @@ def fuse(arguments: argparse.Namespace) -> None:
         tell(f"{len(fused_R7)} boxes of {len(members)} members in {out / 'detections.json'}")
         if not configs:  # which no file says otherwise
             pairs = zip(dataset.category_ids, dataset.class_names)
-            tell(f"its category ids: {listed([f'{number} {name}' for number, name in pairs])}")
+            tell(f"category ids there: {listed([f'{number} {name}' for number, name in pairs])}")
 
     comm.run_on_main(write)
 

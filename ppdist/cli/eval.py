@@ -87,7 +87,7 @@ def main() -> int:
     def report() -> dict[str, float]:
         if not has_objects(ready.dataset):  # images of a challenge
             evaluator.save(arguments.save_detections, found)
-            what = f"{ready.dataset.source} annotates no object: nothing is measured"
+            what = f"{ready.dataset.source} has no annotated objects, so nothing was measured"
             process.say(f"ppdist: {what}; wrote {arguments.save_detections}")
             return {}
         metrics = evaluator.measure(found)
@@ -125,8 +125,9 @@ def config_for(arguments: argparse.Namespace) -> "ExperimentConfig":
     config = changed(config, arguments.override)
     if config.data.val_fraction is not None and arguments.split == "val":
         process.say(
-            f"ppdist: {arguments.data} has no validation split: {config.data.val_fraction:.0%} of "
-            "its images validate, as in training; -o data.val_fraction=null takes all"
+            f"ppdist: {arguments.data} has no validation split: evaluating on "
+            f"{config.data.val_fraction:.0%} of its images, as in training; "
+            "-o data.val_fraction=null evaluates on all"
         )
     return config
 

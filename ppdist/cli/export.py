@@ -29,12 +29,12 @@ def parse() -> argparse.Namespace:
     add_config(parser, required=False, config=OR_OF_WEIGHTS)
     parser.add_argument("-w", "--weights", required=True, help="weight file or checkpoint")
     parser.add_argument("--out", type=Path, metavar="DIR",
-                        help="where to write (RUN/export, or output/NAME_export)")  # fmt: skip
+                        help="output folder (RUN/export, or output/NAME_export)")  # fmt: skip
     parser.add_argument("--format", default="paddle", metavar="LIST",
-                        help="of paddle, onnx, openvino (default: paddle); onnx is also tried in "
-                        "OpenVINO where that is installed; openvino: the same file, and an "
-                        "error where it does not compute the same there; what others are made "
-                        "of it with: docs/deploy.md")  # fmt: skip
+                        help="comma-separated: paddle, onnx, openvino (default: paddle); onnx is "
+                        "also tested in OpenVINO if that is installed; openvino writes the same "
+                        "file and fails if OpenVINO's results differ; for other formats see "
+                        "docs/deploy.md")  # fmt: skip
     parser.add_argument("--without-nms", action="store_true",
                         help="end with scores and boxes of all predictions")  # fmt: skip
     parser.add_argument("--fixed-batch", action="store_true", help="the graph takes one image only")
@@ -100,7 +100,7 @@ def main() -> int:
 
 
 def folder_for(weights: Path) -> Path:
-    """Where an export goes by itself: in the run that the weights are of, else by their name."""
+    """Default folder of an export: in the run of the weights, else named after them."""
     from ppdist.models.weights import checkpoint_of
 
     found = checkpoint_of(weights)
@@ -136,7 +136,7 @@ def formats_of(arguments: argparse.Namespace) -> "list[Format]":
     road = next((each for names, each in ROADS.items() if {*unknown} & {*names}), None)
     if road:
         raise errors.ConfigError(
-            f"{unknown[0]!r} is not written here; it is made of model.onnx",
+            f"ppdist does not write {unknown[0]!r}; convert it from model.onnx",
             code="format_of_others",
             where="--format",
             fix=f"`ppdist export -w {arguments.weights} {road[0]}`, then {road[1]} "

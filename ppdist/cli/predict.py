@@ -55,12 +55,12 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--out", required=True, type=Path, metavar="DIR", help="where to write")
     parser.add_argument("--threshold", type=float,
                         help="confidence threshold, 0..1 (default: that of the best F1 in the last "
-                        "evaluation, where the weights know it, else 0.25)")  # fmt: skip
+                        "evaluation if the weights store it, else 0.25)")  # fmt: skip
     parser.add_argument("--classes", nargs="+", metavar="NAME",
-                        help="only these, by name or by number from 0 (default: all)")  # fmt: skip
+                        help="only these, by name or number from 0 (default: all)")  # fmt: skip
     parser.add_argument("--iou", type=float,
-                        help="of two boxes of a class that overlap more, 0..1, the better stays "
-                        "(default: as trained)")  # fmt: skip
+                        help="IoU threshold of non-maximum suppression, 0..1 (default: that of the "
+                        "weights)")  # fmt: skip
     parser.add_argument("--format", default="coco", metavar="LIST",
                         help="of coco, yolo (labels/, with scores), voc (annotations/), csv, crops "
                         "(crops/CLASS/): what is written; coco always is")  # fmt: skip
@@ -185,7 +185,7 @@ def noting(
 
 
 def wanted_of(model: "LoadedModel", arguments: argparse.Namespace) -> "Wanted":
-    """Which boxes are asked for; a line says the threshold that nobody asked for."""
+    """Which boxes to keep; prints the threshold if it is a default."""
     from ppdist.predict.model import wanted
 
     choice = wanted(model.spec, arguments.threshold, arguments.classes, process.warn)
@@ -195,7 +195,7 @@ def wanted_of(model: "LoadedModel", arguments: argparse.Namespace) -> "Wanted":
 
 
 def predict_of(model: "LoadedModel", arguments: argparse.Namespace) -> "Predict":
-    """What finds objects, with --iou and --slice."""
+    """The model with --iou and --slice applied."""
     from ppdist.predict.model import with_iou
     from ppdist.predict.slicing import sliced
 
@@ -326,10 +326,10 @@ def of_export(arguments: argparse.Namespace) -> "LoadedModel":
 
     if export_folder(arguments.model) is None and are_weights(arguments.model):
         raise errors.ConfigError(
-            "these are weights, and --model takes an export",
+            "--model takes an export, but these are weights",
             code="weights_not_export",
             where=f"--model {arguments.model}",
-            fix=f"write -w {arguments.model}",
+            fix=f"use -w {arguments.model}",
         )
     precision: Precision = "float32"
     if arguments.int8 or arguments.bfloat16:

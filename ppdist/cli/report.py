@@ -27,11 +27,11 @@ def parse() -> argparse.Namespace:
         "--csv",
         type=Path,
         metavar="FILE",
-        help="write the epochs of a single run as a table instead",
+        help="instead, write the epochs of a single run as a CSV table",
     )
     arguments = parser.parse_args()
     if arguments.csv and (arguments.out or len(arguments.runs) > 1):
-        parser.error("--csv is of one RUN, and goes without --out")
+        parser.error("--csv takes exactly one RUN and cannot be combined with --out")
     return arguments
 
 

@@ -36,8 +36,8 @@ def parse() -> argparse.Namespace:
     fitted = parser.add_argument_group("with DATA (with -c these are keys of the configuration)")
     add_model(fitted, "a shipped recipe: ppyoloe_plus_s, yolov5n, ... (ppdist config list)")
     fitted.add_argument("--epochs", type=_epochs, metavar="N|+N",
-                        help="passes over the training images (by their number); of a RUN that "
-                        "goes on in all, or with + in addition")  # fmt: skip
+                        help="passes over the training images (default: depends on their number); "
+                        "with --resume RUN: the new total, or +N more")  # fmt: skip
     fitted.add_argument("--batch", type=_batch, metavar="N", help="images per card, as "
                         "train.batch_size_per_card, or auto; the rate follows the total of all "
                         "cards (as the recipe)")  # fmt: skip
@@ -49,17 +49,17 @@ def parse() -> argparse.Namespace:
                         "recipe)")  # fmt: skip
     parser.add_argument(
         "--eval", action=argparse.BooleanOptionalAction, default=None,
-        help="evaluate during training and keep the best (with DATA and RUN it does, with -c it "
-        "does not)",
+        help="evaluate during training and keep the best checkpoint (default: yes with DATA or "
+        "RUN, no with -c)",
     )  # fmt: skip
     parser.add_argument(
         "--dry-run", action="store_true",
-        help="decide, write the configuration, check the data, and train nothing",
+        help="check the data, show the decisions and write the configuration, without training",
     )  # fmt: skip
     parser.add_argument(
         "--resume", nargs="?", const="", default=None, metavar="RUN|auto",
-        help="continue from RUN (an output_dir, or a checkpoint), alone with its own settings; or "
-        "without a word from this run's newest; auto: from that, or anew where there is none",
+        help="continue RUN (an output_dir or a checkpoint) with its own settings; without a value, "
+        "continue from this run's newest checkpoint; auto: the same, or start if there is none",
     )  # fmt: skip
     parser.add_argument(
         "--resume-changed", action="store_true",
@@ -101,15 +101,15 @@ def _check_source(arguments: argparse.Namespace) -> None:
         given = [name for name in _FITTED if name != "epochs" and getattr(arguments, name)]
         if given:
             raise ConfigError(
-                f"{_options(given)} goes with DATA, not with --resume RUN",
+                f"{_options(given)} needs DATA; it does not work with --resume RUN",
                 code="options_conflict",
                 where=f"train --resume {arguments.resume}",
-                fix="leave it out: a run goes on with its own settings",
+                fix="leave it out: a resumed run keeps its own settings",
             )
         return
     if isinstance(arguments.epochs, str):
         raise ConfigError(
-            "what more epochs are added to is not given",
+            "--epochs +N needs a run to extend",
             code="options_conflict",
             where=f"--epochs {arguments.epochs}",
             fix="`ppdist train --resume RUN --epochs +50`, RUN being the output_dir of a training",
@@ -125,7 +125,7 @@ def _check_source(arguments: argparse.Namespace) -> None:
     given = [name for name in _FITTED if getattr(arguments, name) is not None]
     if arguments.config and given:
         raise ConfigError(
-            f"{_options(given)} goes with DATA, not with -c",
+            f"{_options(given)} needs DATA; it does not work with -c",
             code="options_conflict",
             where=f"train -c {arguments.config}",
             fix="; ".join(_FITTED[name] for name in given),
@@ -143,7 +143,7 @@ def _options(names: Sequence[str]) -> str:
 
 
 def goes_on(arguments: argparse.Namespace) -> bool:
-    """Whether a run is continued from its folder alone."""
+    """Whether --resume names a run to continue."""
     word = arguments.resume
     return bool(word) and word != "auto" and not (arguments.data or arguments.config)
 
@@ -203,7 +203,7 @@ def train(arguments: argparse.Namespace, callbacks: Sequence["Callback"] = ()) -
 def _dry_run(
     recipe: "Recipe | None", config: "ExperimentConfig", output_dir: Path, evaluate: bool
 ) -> int:
-    """All that is decided and can be wrong before a training, and no training."""
+    """Makes and checks every decision of a training without training."""
     from ppdist.cli.data import looked_at, table, verdict
     from ppdist.engine.build import build_model
     from ppdist.engine.recipe import ASIDE, FILE, write_recipe

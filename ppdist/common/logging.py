@@ -157,22 +157,22 @@ class RunLog:
             _LOGGER.warning(message)
 
     def detail(self, message: str) -> None:
-        """Like `info`, to train.log alone."""
+        """Like `info`, but to train.log only."""
         if self._main:
             _LOGGER.info(message, extra=DETAIL)
 
     def note(self, message: str) -> None:
-        """Like `info`, as short on the console as warnings before the first step."""
+        """Like `info`, but shortened on the console before the first step, as warnings are."""
         if self._main:
             _LOGGER.info(message, extra=NOTE)
 
     def headline(self, name: str, text: str) -> None:
-        """One of the few lines that say at the start what run this is."""
+        """One of the few lines that describe the run at its start."""
         if self._main:
             _LOGGER.info(f"{name:10}{text}", extra=BARE)
 
     def row(self, header: str, row: str) -> None:
-        """A row of a table that grows with the run; the header stands above it now and then."""
+        """A row of a table that grows with the run; repeats the header now and then."""
         if not self._main:
             return
         if header != self._header or self._rows % _HEADER_EVERY == 0:
@@ -352,13 +352,13 @@ class RunLog:
         _LOGGER.addHandler(self._handlers[1])
 
     def _end_opening(self) -> None:
-        """The first step: from now on the console shows all that is said."""
+        """Called at the first step: from now on the console shows every message in full."""
         if not self._handlers or self._to_console.opening is None:
             return
         withheld, self._to_console.opening = self._to_console.opening.withheld, None
         if withheld:
             where = self._output_dir / "train.log"
-            text = f"{withheld} more warning{'s' * (withheld > 1)}; all of them in full: {where}"
+            text = f"{withheld} more warning{'s' * (withheld > 1)}; full text: {where}"
             self._console.print(text, style="yellow", markup=False, highlight=False, soft_wrap=True)
 
     def _open_writers(self, visualdl: bool, tensorboard: bool, resume_step: int | None) -> None:
@@ -476,13 +476,13 @@ class Screen(io.TextIOBase):
 
 
 def _console_on(screen: Screen) -> Console:
-    """As text also in Jupyter, which would show a table of rich's once more, as HTML."""
+    """Plain text in Jupyter, too, which would also show rich's tables as HTML."""
     width = None if screen.isatty() else _PLAIN_WIDTH
     return Console(file=cast(TextIO, screen), width=width, force_jupyter=False)
 
 
 class Opening:
-    """Room for warnings on the console before the first step; train.log has them in full."""
+    """Limits warnings on the console before the first step; train.log has them in full."""
 
     def __init__(self, width: int) -> None:
         """Args: width: columns of the console."""
@@ -491,7 +491,7 @@ class Opening:
         self.withheld = 0
 
     def short(self, text: str) -> str:
-        """Its beginning; "": there is no room left."""
+        """The beginning of a message; "": no room is left."""
         most = _WARNING_LINES * self._width
         text = " ".join(text.split())
         if len(text) > most:
@@ -505,10 +505,10 @@ class Opening:
 
 
 class EarlyLog:
-    """Rank 0's log until the folder of a run is known to be its own.
+    """Rank 0's log until the run owns its output folder.
 
-    What is said meanwhile is on the console; `RunLog` takes it into train.log.  Where there will be
-    no train.log, because an error ends the run, warnings that were cut are said in full.
+    The console shows messages meanwhile; `RunLog` copies them into train.log.  If an error ends the
+    run before there is a train.log, warnings that were cut are printed in full.
     """
 
     def __init__(self, main: bool) -> None:
@@ -563,7 +563,7 @@ class ConsoleHandler(logging.Handler):
         self._cut: set[int] = set()  # identities of records
 
     def was_cut(self, record: logging.LogRecord) -> bool:
-        """Whether the console has not shown all of it."""
+        """Whether the console showed only part of a record."""
         return id(record) in self._cut
 
     def emit(self, record: logging.LogRecord) -> None:

@@ -97,14 +97,14 @@ def run(main: Callable[[], int | None]) -> NoReturn:
 
 
 def _how_it_ended(error: BaseException) -> tuple[int, Failure]:
-    """The exit code of an error, and what is said of it; called while it is handled."""
+    """The exit code and message of an error; called while it is handled."""
     if isinstance(error, BrokenPipeError) and _is_unread(sys.stdout):
         return 128 + signal.SIGPIPE, Failure("", "", "")  # `| head` has read enough
     found = as_limit(error)
     if isinstance(error, ModuleNotFoundError) and error.name == "paddle":
         found = UserError(
-            "PaddlePaddle is not installed: pip install 'ppdist[cpu]', or on a GPU machine the "
-            "paddlepaddle-gpu build for your CUDA (see README.md)",
+            "PaddlePaddle is not installed: pip install 'ppdist[cpu]', or on a GPU machine install "
+            "the paddlepaddle-gpu build for your CUDA (see README.md)",
             code="paddle_missing",
         )
     code = USER_ERROR if isinstance(found, UserError) else 1

@@ -85,30 +85,30 @@ class DataConfig(Section):
     val: SplitConfig = Field(description="The validation split.")
     test: SplitConfig | None = Field(
         default=None,
-        description="A split that neither trains nor validates; `ppdist eval --split test` scores "
-        "it. null: none.",
+        description="A split used neither for training nor for validation; evaluate it with "
+        "`ppdist eval --split test`. null: none.",
     )
     val_fraction: float | None = Field(
         default=None,
         gt=0,
         lt=1,
         description="For a set without a validation split: this share of the images of data.train "
-        "is not trained on but validates, and what data.val says of files does not count. Which "
-        "ones follows from their names below data.root alone, whatever `seed` is. null: data.val.",
+        "is used for validation instead of training, and the files of data.val are ignored. The "
+        "choice depends only on file names below data.root, not on `seed`. null: use data.val.",
     )
     class_names: tuple[str, ...] = Field(
         default=(),
-        description="Names of the classes in the order of their numbers; what files number "
-        "otherwise is mapped by name. Empty: the categories of the training split's file (coco); "
-        "from label_list.txt, classes.txt or a YAML file with `names` in "
-        "data.root, else the sorted names that the training split uses (voc, csv) or its folders "
-        "have (folder). These files are read again when a model is exported or predicts: names "
-        "written here stay what they are wherever the data are.",
+        description="Class names, ordered by class number; files that number classes otherwise are "
+        "mapped by name. Empty: the categories of the training split's file (coco); "
+        "label_list.txt, classes.txt or a YAML file with `names` in data.root, else the sorted "
+        "names of the training split's objects (voc, csv) or folders (folder). Export and "
+        "prediction read these files again; names written here do not depend on the data.",
     )
     bad_images: Literal["skip", "error"] = Field(
         default="skip",
-        description="An image that cannot be decoded. skip: training takes the next good one in "
-        "its place, evaluation leaves it out of the score, and a line says so; error: stop.",
+        description="What to do with an image that cannot be decoded. skip: training uses the next "
+        "good one instead, evaluation leaves it out of the score, and a warning names it. error: "
+        "stop.",
     )
     bad_boxes: Literal["clip", "drop", "error"] = Field(
         default="clip",

@@ -33,9 +33,9 @@ class EvaluateConfig(Section):
     max_detections: int = Field(
         default=COCO_DETECTIONS,
         ge=COCO_DETECTIONS,
-        description="Surest detections of a class in an image that count. More than COCO's 100 are "
-        "for images with more objects; mAP is no longer comparable with published ones then, AR100 "
-        "is. nms.keep and nms.candidates are at least as many where it is above 100.",
+        description="Number of detections that count per class and image, highest scores first. "
+        "Raise it above COCO's 100 for images with more objects: mAP is then not comparable with "
+        "published figures, but AR100 is, and nms.keep and nms.candidates are at least as large.",
     )
     rectangular: bool = Field(
         default=False,

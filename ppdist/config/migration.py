@@ -18,7 +18,7 @@ PADDLE, ULTRA = "PaddleDetection", "ultralytics"
 
 
 class Equivalent(NamedTuple):
-    """What stands for a key or a word of another trainer.
+    """The equivalent of a key or an option of another trainer.
 
     key: ours; "": there is none.  note: what to know, or what to do where there is no key.
     option: of `ppdist train DATA`, with {} for the value; "": the key behind -o.
@@ -43,14 +43,14 @@ class Equivalent(NamedTuple):
         if command == "train" and self.option:
             return self._told(self.option.replace("{}", ours).rstrip(), value)
         if command != "train" and self.key.startswith(_OF_TRAINING):
-            return "leave it out: it is of training alone"
+            return "leave it out: it only applies to training"
         if command in _WITHOUT_DATA and self.key.startswith(("data.", "evaluate.")):
-            return "leave it out: it is of data sets"
+            return "leave it out: it only applies to data sets"
         if self.key and command in _WITH_KEYS:
             return self._told(f"-o {self.key}={ours or '...'}", value)
         if self.note and not self.key and not self.option:
             return self._told("", value)
-        return f"leave it out; `ppdist {command} --help` lists what there is"
+        return f"leave it out; `ppdist {command} --help` lists the options"
 
     def _ours(self, value: str) -> str:
         return self.values.get(value.lower(), value)
@@ -151,11 +151,11 @@ KEYS: dict[str, Equivalent] = {
 _CARDS = "write `fleetrun --selected_gpus {} ppdist train ...`"
 WORDS: dict[str, Equivalent] = {
     **{name: each for name, each in KEYS.items() if each.owner == ULTRA},
-    "data": Equivalent(ULTRA, "", f"data is the first word: `{_FIRST}`"),
+    "data": Equivalent(ULTRA, "", f"give the data as the first argument: `{_FIRST}`"),
     "model": Equivalent(ULTRA, "", "", "DATA --model {}"),
     "weights": KEYS["weights"],
     "device": Equivalent(
-        ULTRA, "device", f"{_CARDS}; on one process: -o device=gpu or cpu", values=_DEVICE
+        ULTRA, "device", f"{_CARDS}; for one process: -o device=gpu or cpu", values=_DEVICE
     ),
     "gpus": Equivalent(ULTRA, "", _CARDS),
     "epochs": Equivalent(ULTRA, "train.epochs", "", "--epochs {}"),
@@ -177,42 +177,46 @@ WORDS: dict[str, Equivalent] = {
     "mosaic": Equivalent(ULTRA, "data.augment.mosaic"),
     "mixup": Equivalent(ULTRA, "data.augment.mixup"),
     "rect": Equivalent(ULTRA, "evaluate.rectangular", values={"": "true"}),
-    "val": Equivalent(ULTRA, "", "leave it out: a validation split is evaluated (--no-eval: not)"),
+    "val": Equivalent(
+        ULTRA, "", "leave it out: the validation split is evaluated unless --no-eval"
+    ),
     "noval": Equivalent(ULTRA, "", "write `--no-eval`"),
-    "task": Equivalent(ULTRA, "", "leave it out: the model says it"),
-    "mode": Equivalent(ULTRA, "", "leave it out: the command says it"),
-    "cfg": Equivalent(ULTRA, "", "the model is a name: `--model yolov5s` (ppdist config list)"),
-    "hyp": Equivalent(ULTRA, "", "see optimizer, schedule, loss and data.augment"),
+    "task": Equivalent(ULTRA, "", "leave it out: the model determines it"),
+    "mode": Equivalent(ULTRA, "", "leave it out: the command determines it"),
+    "cfg": Equivalent(ULTRA, "", "name the model: `--model yolov5s` (ppdist config list)"),
+    "hyp": Equivalent(ULTRA, "", "see the keys of optimizer, schedule, loss and data.augment"),
     "sync_bn": Equivalent(ULTRA, "train.sync_bn", values={"": "true"}),
     "multi_scale": Equivalent(ULTRA, "", "write `-o train.multi_scale=[[320,320],[640,640]]`"),
     "label_smoothing": Equivalent(ULTRA, "loss.label_smoothing"),
     "image_weights": Equivalent(ULTRA, "data.sampling.name", values={"": "balanced"}),
     "conf_thres": KEYS["conf"],
     "iou_thres": KEYS["iou"],
-    "classes": Equivalent(ULTRA, "", "training takes the classes that the data name"),
-    "exist_ok": Equivalent(ULTRA, "", "leave it out: an earlier run is moved aside"),
-    "save": Equivalent(ULTRA, "", "leave it out: it is so"),
-    "plots": Equivalent(ULTRA, "", "leave it out: plots/ of the run has them"),
-    "verbose": Equivalent(ULTRA, "", "leave it out: it is so"),
+    "classes": Equivalent(ULTRA, "", "leave it out: training uses all classes of the data"),
+    "exist_ok": Equivalent(ULTRA, "", "leave it out: an earlier run in the folder is moved aside"),
+    "save": Equivalent(ULTRA, "", "leave it out: this is always done"),
+    "plots": Equivalent(ULTRA, "", "leave it out: they are in plots/ of the run"),
+    "verbose": Equivalent(ULTRA, "", "leave it out: this is always done"),
     "evolve": Equivalent(ULTRA, "", "see `ppdist tune`"),
     "r": Equivalent(PADDLE, "", "", "--resume {}"),
     "resume_from": Equivalent(PADDLE, "", "", "--resume {}"),
-    "slim_config": Equivalent(PADDLE, "", "there is no pruning; for a teacher see `distill`"),
+    "slim_config": Equivalent(
+        PADDLE, "", "pruning is not supported; for distillation see `distill`"
+    ),
     "use_gpu": KEYS["use_gpu"],
     "use_vdl": KEYS["use_vdl"],
     "vdl_log_dir": Equivalent(PADDLE, "", "leave it out: curves are in vdl/ of the output_dir"),
     "use_wandb": Equivalent(PADDLE, "", "see docs/monitoring.md for trackers"),
-    "fleet": Equivalent(PADDLE, "", "leave it out: fleetrun says it"),
-    "to_static": Equivalent(PADDLE, "", "leave it out: there is no such mode"),
+    "fleet": Equivalent(PADDLE, "", "leave it out: fleetrun sets it"),
+    "to_static": Equivalent(PADDLE, "", "leave it out: training always runs in dynamic mode"),
     "opt": Equivalent(PADDLE, "", "write `-o KEY=VALUE ...`"),
     "enable_ce": Equivalent(PADDLE, "", "write `-o train.deterministic=true` on GPUs"),
     "output_dir": Equivalent(PADDLE, "output_dir"),
 }
 # What another command has for a word; WORDS holds for all others.
-_ON_ONE_CARD = "it takes one card, the first of CUDA_VISIBLE_DEVICES; on the CPU: `-o device=cpu`"
-_ON_CPU = "leave it out: files are computed on the CPU, and are the same"
-_CLASSES = "leave it out: classes come with the weights"
-_SHOWN = "leave it out: --out gets the pictures"
+_ON_ONE_CARD = "it uses one card, the first of CUDA_VISIBLE_DEVICES; for the CPU: `-o device=cpu`"
+_ON_CPU = "leave it out: exports are made on the CPU, with the same result"
+_CLASSES = "leave it out: the weights store the classes"
+_SHOWN = "leave it out: --out receives the pictures"
 ELSEWHERE: dict[str, dict[str, dict[str, str]]] = {
     "predict": {
         ULTRA: {
@@ -221,11 +225,11 @@ ELSEWHERE: dict[str, dict[str, dict[str, str]]] = {
             "iou": "write `--iou {}`", "iou_thres": "write `--iou {}`",
             "classes": "write `--classes` with names or numbers",
             "device": _ON_ONE_CARD, "gpus": _ON_ONE_CARD,
-            "half": "leave it out: see --bfloat16, of exports",
+            "half": "leave it out; for exports see --bfloat16",
             "project": "write `--out {}`", "name": "write `--out {}`",
             "save_txt": "write `--format yolo`", "save_conf": "write `--format yolo`",
             "save_crop": "write `--format crops`", "save_csv": "write `--format csv`",
-            "save_json": "leave it out: detections.json is written",
+            "save_json": "leave it out: detections.json is always written",
             "save": _SHOWN, "show": _SHOWN, "view_img": _SHOWN, "nosave": "write `--no-pictures`",
             "augment": "see `ppdist ensemble tta`",
         },
@@ -240,18 +244,18 @@ ELSEWHERE: dict[str, dict[str, dict[str, str]]] = {
     "eval": {
         ULTRA: {
             "model": "write `-w {}`", "data": "write `ppdist eval {} -w WEIGHTS`",
-            "split": "write `--split {}`", "task": "write `--split {}` where it is a split",
+            "split": "write `--split {}`", "task": "write `--split {}` if it names a split",
             "device": "write `-o device=gpu` or cpu; on several cards "
             "`fleetrun --selected_gpus {} ppdist eval ...`",
             "gpus": "write `fleetrun --selected_gpus {} ppdist eval ...`",
             "project": "write `--out {}`", "name": "write `--out {}`",
             "save_json": "write `--save-detections FILE`", "save_txt": "write `--out DIR`",
-            "plots": "write `--out DIR`, which gets plots/", "half": "leave it out",
+            "plots": "write `--out DIR`, which receives plots/", "half": "leave it out",
             "augment": "see `ppdist ensemble tta`",
         },
         PADDLE: {
             "weights": "write `-w {}`", "output_eval": "write `--out {}`",
-            "classwise": "leave it out: classes are shown",
+            "classwise": "leave it out: classes are always shown",
         },
     },
     "export": {
@@ -261,10 +265,10 @@ ELSEWHERE: dict[str, dict[str, dict[str, str]]] = {
             "device": _ON_CPU, "gpus": _ON_CPU,
             "half": "leave it out: runtimes convert to half themselves (docs/deploy.md)",
             "project": "write `--out {}`", "name": "write `--out {}`",
-            "dynamic": "leave it out: it is so (--fixed-batch, --fixed-size: not)",
-            "simplify": "leave it out: it is so",
-            "opset": "leave it out: infer.yml says which one was written",
-            "nms": "leave it out: it is so (--without-nms: not)",
+            "dynamic": "leave it out: this is the default (off: --fixed-batch, --fixed-size)",
+            "simplify": "leave it out: this is always done",
+            "opset": "leave it out: infer.yml records the opset",
+            "nms": "leave it out: this is the default (off: --without-nms)",
         },
         PADDLE: {"weights": "write `-w {}`", "output_dir": "write `--out {}`"},
     },
@@ -344,10 +348,10 @@ def refuse_weights(value: str) -> None:
     """Raises: ConfigError: weights where `train --resume` takes a run or a checkpoint."""
     if value.endswith(_NOT_RESUMED):
         raise ConfigError(
-            "weights cannot be resumed",
+            "--resume takes a run or a checkpoint, not a weight file",
             code="foreign_option",
             where=f"--resume {value}",
-            fix=f"write `--weights {value}` to start from them",
+            fix=f"to start from these weights, use `--weights {value}`",
         )
 
 
@@ -357,7 +361,7 @@ def _of_model(value: str) -> str:
     name = path.stem if path.suffix in (".pt", ".yaml", ".yml") else value
     if find_config(name) == name:  # none that ships
         known = "`--model yolov5n`, `--model ppyoloe_plus_s`, ... (ppdist config list)"
-        return f"YOLOv5 and PP-YOLOE are trained here: {known}"
+        return f"ppdist trains YOLOv5 and PP-YOLOE: {known}"
     start = f" --weights {name}_coco" if path.suffix == ".pt" else ""
     return f"write `DATA --model {name}{start}`"
 
@@ -381,8 +385,8 @@ def refuse_file(tree: Node, path: str) -> None:
             "is a data file of ultralytics or Roboflow, not a configuration",
             code="data_yaml_as_config",
             where=path,
-            fix=f"write it without -c: `ppdist train {path} --model ppyoloe_plus_s`, which writes "
-            f"one; `ppdist data check {path}`; `ppdist eval {path} -w RUN`",
+            fix=f"leave out -c: `ppdist train {path} --model ppyoloe_plus_s` writes a "
+            f"configuration; also `ppdist data check {path}`, `ppdist eval {path} -w RUN`",
         )
     if "backbone" in keys and "head" in keys and isinstance(keys["backbone"].value, list):
         raise ConfigError(

@@ -116,7 +116,7 @@ def _ignored(config: Any) -> Iterator[str]:
         }
         for key, given in of_boxes.items():
             if given:
-                yield f"{key}: means nothing to a classifier; leave it out"
+                yield f"{key}: has no effect for a classifier; leave it out"
     if config.evaluate.rectangular and config.data.resize != "letterbox":
         yield "evaluate.rectangular: true: needs data.resize: letterbox, which keeps the shape"
     if config.evaluate.rectangular_pad and not config.evaluate.rectangular:
@@ -131,7 +131,7 @@ def _ignored(config: Any) -> Iterator[str]:
         for key, given in of_momentum.items():
             if given not in (None, False):
                 off = "false" if given is True else "null"
-                yield f"{key}: means nothing to optimizer.name: adamw; set it to {off}"
+                yield f"{key}: has no effect with optimizer.name: adamw; set it to {off}"
 
 
 def _of_suppression(config: Any) -> Iterator[str]:
@@ -140,7 +140,7 @@ def _of_suppression(config: Any) -> Iterator[str]:
         given = getattr(config.nms, key) not in (default, None)
         if given and config.model.task == "detect" and not config.model.needs_nms:
             yield (
-                f"nms.{key}: means nothing to model.one_to_one: true, which needs no suppression; "
+                f"nms.{key}: has no effect with model.one_to_one: true, which needs no suppression; "
                 f"leave it out"
             )
 
@@ -149,17 +149,17 @@ def _of_scaling(config: Any) -> Iterator[str]:
     optimizer, lengthens = config.optimizer, config.train.epochs_compensation == "auto"
     if lengthens and optimizer.noise_scale is None:
         yield (
-            "train.epochs_compensation: auto: how many more epochs follows from "
-            "optimizer.noise_scale: set that too, to 450 if you know none"
+            "train.epochs_compensation: auto needs optimizer.noise_scale, which determines the "
+            "number of extra epochs; if you do not know yours, set it to 450"
         )
     if optimizer.noise_scale is not None and optimizer.lr_scaling == "none" and not lengthens:
         yield (
-            "optimizer.noise_scale: means nothing to optimizer.lr_scaling: none without "
+            "optimizer.noise_scale: has no effect with optimizer.lr_scaling: none without "
             "train.epochs_compensation: auto; set one of the three differently"
         )
     if optimizer.betas_scaling == "auto" and optimizer.name != "adamw":
         yield (
-            f"optimizer.betas_scaling: auto: means nothing to optimizer.name: {optimizer.name}; "
+            f"optimizer.betas_scaling: auto: has no effect with optimizer.name: {optimizer.name}; "
             f"set it to none"
         )
     elif optimizer.betas_scaling == "auto" and optimizer.lr_scaling != "sqrt":

@@ -93,7 +93,7 @@ def decode_image(content: bytes, name: str) -> np.ndarray:
 
 
 def of_array(array: np.ndarray) -> np.ndarray:
-    """An array as uint8 RGB [H, W, 3]; one that is so already as it is, not a copy.
+    """An array as uint8 RGB [H, W, 3], without a copy if it already is.
 
     Args: array: uint8 or uint16 [H, W] or [H, W, C]: C of grey 1 or 2, of RGB 3 or 4.
     Raises: DataError: of another type or shape.
@@ -108,7 +108,7 @@ def of_array(array: np.ndarray) -> np.ndarray:
             f"an array of {array.dtype} {list(array.shape)}; expected uint8 [height, width, 3], "
             "RGB",
             code="image_array",
-            fix="of OpenCV's BGR: image[:, :, ::-1]; of numbers from 0 to 1: "
+            fix="for OpenCV's BGR: image[:, :, ::-1]; for values from 0 to 1: "
             "(image * 255).astype('uint8')",
         )
     image = image[:, :, :1] if image.shape[2] < 3 else image[:, :, :3]
@@ -118,7 +118,7 @@ def of_array(array: np.ndarray) -> np.ndarray:
 
 
 # Modes of Pillow that are no colours of 8 or 16 bits, and what they are.
-_PILLOW_KINDS = {"F": "float numbers", "I": "32-bit whole numbers", "LAB": "CIELAB colours"}
+_PILLOW_KINDS = {"F": "float numbers", "I": "32-bit integers", "LAB": "CIELAB colours"}
 # Modes that Pillow does not turn into RGB at once.
 _PILLOW_STEPS = {"La": "LA", "RGBa": "RGBA", "PA": "RGBA", "1": "L"}
 _TURNS = {
@@ -129,7 +129,7 @@ _TURNS = {
 
 
 def of_pillow(picture: Image.Image) -> np.ndarray:
-    """A picture of Pillow as uint8 RGB [H, W, 3]: the pixels that `read_image` gives of its file.
+    """A Pillow image as uint8 RGB [H, W, 3], equal to `read_image` of its file.
 
     Raises: DataError: of another kind of pixels, of more than MOST_PIXELS, or damaged.
     """
@@ -149,10 +149,10 @@ def of_pillow(picture: Image.Image) -> np.ndarray:
     mode, of_16_bits = picture.mode, picture.format in ("PNG", "PPM")  # older Pillows: mode I
     if mode in _PILLOW_KINDS and not (mode == "I" and of_16_bits):
         raise DataError(
-            f"a picture of {_PILLOW_KINDS[mode]} (mode {mode})",
+            f"a Pillow image with {_PILLOW_KINDS[mode]} (mode {mode})",
             code="pixel_kind",
             where=_name_of(picture),
-            fix="choose which of them become black and white, and make it mode L or RGB",
+            fix="choose the black and white values, then convert it to mode L or RGB",
         )
     if mode.startswith("I"):
         return of_array(np.asarray(picture).astype(np.uint16))

@@ -31,7 +31,7 @@ _BORDER = 1.0  # pixels
 
 
 def crowding(dataset: DetectionSet, max_detections: int, keep: int) -> list[str]:
-    """What to say of images with more objects than can be found, or count.
+    """Lines about images with more objects than can be detected or counted.
 
     Args:
         max_detections: see `evaluate.max_detections`.
@@ -48,25 +48,23 @@ def crowding(dataset: DetectionSet, max_detections: int, keep: int) -> list[str]
     lines, enough = [], keep
     if many_P.any():
         most, images = int(count_P.max()), len(np.unique(of_class[many_P] // classes))
-        why = (
-            ", as in COCO, so that mAP cannot reach 1" if max_detections == COCO_DETECTIONS else ""
-        )
+        why = ", as in COCO, so mAP cannot reach 1" if max_detections == COCO_DETECTIONS else ""
         enough = -(-most // 100) * 100
         lines.append(
             f"{dataset.source}: {images} of {len(records)} images show more than {max_detections} "
-            f"objects of a class, up to {most}: of a class in an image {max_detections} detections "
-            f"count{why}; to count all: evaluate.max_detections: {enough}"
+            f"objects of one class, up to {most}: only {max_detections} detections per class and "
+            f"image count{why}; to count all, set evaluate.max_detections: {enough}"
         )
     if (count_N > max(keep, enough)).any():  # nms.keep follows evaluate.max_detections
         lines.append(
             f"{dataset.source}: {(count_N > keep).sum()} of {len(records)} images show more than "
-            f"{keep} objects, up to {count_N.max()}, and {keep} boxes of an image stay; to keep "
-            f"all: nms.keep: {-(-count_N.max() // 100) * 100}"
+            f"{keep} objects, up to {count_N.max()}, but only {keep} boxes per image are kept; to "
+            f"keep all, set nms.keep: {-(-count_N.max() // 100) * 100}"
         )
     if max_detections > COCO_DETECTIONS:
         lines.append(
-            f"evaluate.max_detections: {max_detections}: mAP counts so many detections of a class "
-            f"in an image; COCO's, and published ones, count {COCO_DETECTIONS}"
+            f"evaluate.max_detections: {max_detections}: mAP counts up to {max_detections} "
+            f"detections per class and image; COCO and published figures count {COCO_DETECTIONS}"
         )
     return lines
 

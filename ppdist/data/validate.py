@@ -449,7 +449,7 @@ def _remembered(sets: Mapping[str, DetectionSet], *, decode: bool, workers: int)
             journal.remove()
     seconds, what = time.monotonic() - started, "pixels" if decode else "headers"
     if not decode and any(storage.is_remote(d.records[0].path) for d in sets.values() if d.records):
-        what = "headers, in a store the listing alone,"
+        what = "headers (in an object store: only the listing)"
     said = "data check: %s of %d images in %.1f s%s"
     _LOGGER.info(said, what, count, seconds, again, extra=DETAIL)
     return known
@@ -1256,7 +1256,7 @@ _INVENTED = (b"premature end", b"bad Huffman", b"RST", b"Inconsistent progressio
 
 
 def _decoded(path: str, size: tuple[int, int] | None) -> tuple[Damage | None, np.ndarray | None]:
-    """What keeps an image from being used; else its pixels.
+    """What makes an image unusable; else its pixels.
 
     Raises: OSError, MemoryError: it cannot be said.
     """
@@ -1275,7 +1275,9 @@ def _decoded(path: str, size: tuple[int, int] | None) -> tuple[Damage | None, np
         heard = said.read()
     if any(sign in heard for sign in _INVENTED):
         height, width = image_HW3.shape[:2]
-        made_up = f"damaged amid its {width}x{height} pixels, which the decoder partly made up"
+        made_up = (
+            f"pixel data of the {width}x{height} image is damaged; the decoder filled in a part"
+        )
         return Damage("image_unreadable", made_up), None
     return None, image_HW3
 

@@ -119,13 +119,12 @@ def require_own_ranks(environment: Mapping[str, str]) -> None:
     foreign = {"RANK", "LOCAL_RANK"} <= environment.keys() and world.isdecimal() and int(world) > 1
     if foreign and "PADDLE_TRAINERS_NUM" not in environment:
         raise LaunchError(
-            f"another launcher started this process as one of {world}, of which each would work "
-            "alone",
+            f"another launcher started this process as one of {world}; each would train on its own",
             code="foreign_launcher",
             where=f"WORLD_SIZE={world} RANK={environment['RANK']}",
-            fix="use fleetrun in place of torchrun, as in `fleetrun --nproc_per_node "
-            f"{environment.get('LOCAL_WORLD_SIZE', world)} ppdist train ...`; where one process is "
-            "meant, unset WORLD_SIZE",
+            fix="use fleetrun instead of torchrun: `fleetrun --nproc_per_node "
+            f"{environment.get('LOCAL_WORLD_SIZE', world)} ppdist train ...`; to run one process, "
+            "unset WORLD_SIZE",
         )
 
 

@@ -97,7 +97,7 @@ def settle_batch(
         train.micro_steps(world)  # raises where total_batch does not divide
         if train.batch_size_per_card <= whole_set or train.total_batch is not None:
             return config, []
-        said = f"{whole_set}, not {train.batch_size_per_card}: there are {images} images"
+        said = f"{whole_set}, not {train.batch_size_per_card}: the set has {images} images"
         config = _with_batch(config, whole_set, {})
         return config, [f"train.batch_size_per_card: {said}"]
     if saved is not None:
@@ -448,7 +448,7 @@ class Estimate:
 
 
 def require_memory(make: Callable[[], Estimate]) -> tuple[str, str, list[str]]:
-    """Compares what a step will take with what is free.  Collective.
+    """Compares the memory a step needs with free memory.  Collective.
 
     Where the estimate cannot be made, a warning says so.
     Args: make: makes the estimate, on each rank by itself.
@@ -486,8 +486,8 @@ def require_memory(make: Callable[[], Estimate]) -> tuple[str, str, list[str]]:
 def _remedy(images: int) -> str:
     """Args: images: of the largest batch that fits."""
     if not images:
-        return "not one image fits: take a smaller --image-size or --model"
-    return f"--batch {images} fits, --batch auto finds out (with -c: train.batch_size_per_card)"
+        return "not even one image fits: use a smaller --image-size or --model"
+    return f"use --batch {images} or --batch auto (with -c: train.batch_size_per_card)"
 
 
 def _memory_lines(expected: Estimate, free: Mapping[str, int]) -> tuple[str, str]:
@@ -500,8 +500,8 @@ def _memory_lines(expected: Estimate, free: Mapping[str, int]) -> tuple[str, str
         short += "" if on_card else f" of {shown(free[HOST])} free"
     return (
         f"a step of {expected.images} images takes about {short}",
-        f"{expected.line(on_card)}; with its data read a rank takes {shown(held)}, and "
-        f"{shown(free[HOST])} are left for each",
+        f"{expected.line(on_card)}; with its data loaded a rank holds {shown(held)}, and "
+        f"{shown(free[HOST])} are free for each rank",
     )
 
 
@@ -602,7 +602,7 @@ def _bytes(tensor: paddle.Tensor) -> int:
 
 
 def needs(expected: Estimate, free: Mapping[str, int]) -> Iterator[tuple[str, int]]:
-    """Each kind of memory, and what of it this rank needs.
+    """Each kind of memory, and how much this rank needs.
 
     Args: free: what it may still take, by kind.
     """
@@ -614,7 +614,7 @@ def needs(expected: Estimate, free: Mapping[str, int]) -> Iterator[tuple[str, in
 
 
 def shortages(expected: Estimate, free: Mapping[str, int]) -> Iterator[str]:
-    """A warning for each kind of memory of which this rank has too little; args of `needs`."""
+    """A warning for each kind of memory this rank lacks; args of `needs`."""
     for kind, needed in needs(expected, free):
         if needed > free[kind]:
             yield (

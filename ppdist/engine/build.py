@@ -420,14 +420,14 @@ def build_model(config: ExperimentConfig) -> ImageModel:
                 f"expected multiples of {step} pixels",
                 code="image_size_not_multiple",
                 where=f"{key}: [{height}, {width}]",
-                fix=f"write {_multiples(height, step)} for the height, {_multiples(width, step)} "
-                "for the width",
+                fix=f"use a height of {_multiples(height, step)} and a width of "
+                f"{_multiples(width, step)}",
             )
     return model
 
 
 def _multiples(side: int, step: int) -> str:
-    """Those beside a number of pixels, or the number itself."""
+    """The nearest multiples of step around a number of pixels."""
     below = side // step * step
     return " or ".join(f"{each}" for each in sorted({below, -(-side // step) * step}) if each)
 

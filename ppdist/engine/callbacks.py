@@ -53,18 +53,18 @@ class Callback:
     """
 
     def __init_subclass__(cls, **options: Any) -> None:
-        """Raises: ConfigError: a method `on_...` is no moment, so nothing would ever call it."""
+        """Raises: ConfigError: nothing would ever call a method `on_...` of this name."""
         super().__init_subclass__(**options)
         moments = [name for name in vars(Callback) if name.startswith("on_")]
         for name in vars(cls):
             if name.startswith("on_") and not hasattr(Callback, name):
                 near = get_close_matches(name, moments, n=1)
                 raise ConfigError(
-                    f"a training has no moment {name}"
+                    f"Callback has no method {name}"
                     + (f"; did you mean {near[0]}?" if near else ""),
                     code="callback_unknown",
                     where=f"{cls.__module__}.{cls.__qualname__}",
-                    fix=f"expected {', '.join(moments)}; a method of your own takes another name",
+                    fix=f"expected {', '.join(moments)}; do not name other methods on_...",
                 )
 
     def on_train_begin(self, run: TrainingRun) -> None:

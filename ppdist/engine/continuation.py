@@ -22,7 +22,7 @@ _NOTE_FILE = "epochs"  # in the folder of a job
 
 @dataclass(frozen=True)
 class Continuation:
-    """A run that goes on: `--resume RUN [--epochs N|+N]`.
+    """A run to continue: `--resume RUN [--epochs N|+N]`.
 
     extends: it has more epochs now than it was planned for.
     """
@@ -46,10 +46,10 @@ def continuation(run: Path, epochs: str | None, overrides: Sequence[str]) -> Con
     file = checkpoint / "config.yml"
     if not file.is_file():
         raise CheckpointError(
-            "no checkpoint of a run",
+            "found no checkpoint of a run",
             code="checkpoint_missing",
             where=f"--resume {run}",
-            fix="name the output_dir of a training; to start one: DATA with --model, or -c",
+            fix="give the output_dir of a training; to start one, use DATA with --model, or -c",
         )
     output_dir = run if checkpoint != run else run.resolve().parents[1]
     own = [f"output_dir={json.dumps(str(output_dir))}"]
@@ -61,10 +61,10 @@ def continuation(run: Path, epochs: str | None, overrides: Sequence[str]) -> Con
     total = _total(epochs, done if _stopped_early(output_dir) else planned.train.epochs)
     if total <= done:
         raise ConfigError(
-            f"{done:g} epochs are made already",
+            f"the run already has {done:g} epochs",
             code="bad_value",
             where=f"--epochs {epochs}",
-            fix=f"--epochs +N adds to them; a number is the whole run's, above {done:g}",
+            fix=f"use --epochs +N to add epochs, or a total above {done:g}",
         )
     own += [f"train.epochs={total:g}", "train.max_steps=null"]
     config = parse_config(file, [*own, *overrides], ExperimentConfig)
@@ -98,7 +98,7 @@ def _total(asked: str, base: float) -> float:
 
 
 def told(derived: ScheduleSetup, before_steps: int, step: int) -> str:
-    """What becomes of the schedule of a run that has more epochs now.
+    """A line about the schedule of an extended run.
 
     Args:
         before_steps: of the schedule it had.
@@ -110,7 +110,7 @@ def told(derived: ScheduleSetup, before_steps: int, step: int) -> str:
     last = before(min(step, before_steps) - 1)
     made, planned = (each / derived.steps_per_epoch for each in (step, derived.schedule_steps))
     return (
-        f"the run goes on from epoch {made:g} to {planned:g}: its learning "
-        f"rate, {last:.2g} at the end, is from here on that of a schedule over all "
-        f"of them: {schedule(step):.2g} now, {schedule(derived.schedule_steps - 1):.2g} at the end"
+        f"continuing from epoch {made:g} to {planned:g} on a schedule over all {planned:g} epochs: "
+        f"the learning rate, which had ended at {last:.2g}, is {schedule(step):.2g} now and "
+        f"{schedule(derived.schedule_steps - 1):.2g} at the end"
     )

@@ -102,6 +102,6 @@ class LossCurves:
         return (
             f"over-fitting: in the last {found.ago} evaluations the validation loss rose from "
             f"{found.val_then:.4g} to {found.val_now:.4g} while the training loss fell from "
-            f"{found.train_then:.4g} to {found.train_now:.4g} (medians of {found.window}): more "
-            f"images, stronger data.augment, a smaller model or early_stopping help"
+            f"{found.train_then:.4g} to {found.train_now:.4g} (medians of {found.window}); use "
+            f"more images, stronger data.augment, a smaller model or early_stopping"
         )

@@ -290,7 +290,7 @@ class DatasetEvaluator(ABC, Generic[Found]):
         return self._found_in(rows_RX), {} if loss is None else normalised(sums_W)
 
     def _leave_out(self, unreadable: list[tuple[int, str]]) -> None:
-        """From now on the score is over all images but these.
+        """Leaves these images out of the score from now on.
 
         Raises: DataError: none is left.
         """
@@ -301,7 +301,7 @@ class DatasetEvaluator(ABC, Generic[Found]):
                 told,
                 code="no_good_image",
                 where=self._dataset.source,
-                fix="look at them, or name another split",
+                fix="check these images, or choose another split",
             )
         if told and self._scored.unreadable.keys() != self._told and comm.is_main():
             _LOGGER.warning(told)

@@ -255,21 +255,23 @@ def _epochs(images: int, wishes: Wishes, written: float, tuning: bool) -> tuple[
     if wishes.epochs is not None:
         return wishes.epochs, "--epochs"
     if images >= _FEW_IMAGES:
-        return written, "as the recipe"
+        return written, "as in the recipe"
     usual, seen = (_EPOCHS_TUNING, _IMAGES_SEEN_TUNING) if tuning else (_EPOCHS, _IMAGES_SEEN)
     epochs = float(min(_MOST_EPOCHS, max(usual, math.ceil(seen / images))))
     start = "starting from weights" if tuning else "from scratch"
-    return epochs, f"{images} training images, {start}: {epochs * images:.0f} are seen"
+    return epochs, f"{images} training images, {start}: {epochs * images:.0f} images seen in all"
 
 
 def _batch(
     images: int, wishes: Wishes, written: int | Literal["auto"], world: int
 ) -> tuple[int | Literal["auto"], str]:
-    asked, why = (written, "as the recipe") if wishes.batch is None else (wishes.batch, "--batch")
+    asked, why = (
+        (written, "as in the recipe") if wishes.batch is None else (wishes.batch, "--batch")
+    )
     most = max_micro_batch(images, world)
     if isinstance(asked, int) and asked > most:
         there = f"{images} images on {world} rank{'s' * (world > 1)}"
-        return most, f"per card, {why} has {asked}: there are {there}"
+        return most, f"per card; {why} would be {asked}, but the set has {there}"
     return asked, f"per card, {why}"
 
 
@@ -289,7 +291,7 @@ _OF_A_SET = {
 def with_data(
     config: ExperimentConfig, data: str | Path | ExperimentConfig | Mapping[str, Any]
 ) -> ExperimentConfig:
-    """The configuration with other data, and the number of classes that these have.
+    """The configuration with other data and their number of classes.
 
     How images are read and augmented stays, where a set or a section does not say it; `resize` is
     the model's in any case.
@@ -308,7 +310,7 @@ def with_data(
 
 
 def _data_section(data: str | Path | ExperimentConfig | Mapping[str, Any]) -> Mapping[str, Any]:
-    """The one place that says what `data=` and DATA may be."""
+    """The `data` section for whatever `data=` and DATA accept."""
     if isinstance(data, Mapping):
         return data
     if isinstance(data, ExperimentConfig):

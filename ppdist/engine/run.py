@@ -108,7 +108,7 @@ def outcome(output_dir: Path, config: ExperimentConfig) -> list[str]:
 
 
 def _tell(recipe: Recipe, log: RunLog, output_dir: Path, before: set[Path], evaluate: bool) -> None:
-    """The reasons of a recipe to train.log, how to train with it to the console.  Collective.
+    """Logs the reasons of a recipe, and the command that trains with it.  Collective.
 
     Args: before: the earlier runs in output_dir when this one started.
     """

@@ -363,11 +363,11 @@ def advice(config: Any, derived: ScheduleSetup) -> Iterator[str]:
 def _advice_on_reference(derived: ScheduleSetup) -> Iterator[str]:
     if derived.world > 1 and derived.optimizer.reference_batch_size is None:
         yield (
-            f"optimizer.reference_batch_size: null on {derived.world} ranks: the rate stays "
-            f"{derived.optimizer.lr:g} on any number of them, and nothing else follows the total "
-            f"batch of {derived.total_batch} either: set it to the total batch that your values "
-            f"were tuned for, such as {derived.total_batch // derived.world} if on one card, or to "
-            f"{derived.total_batch} if they are meant for this run ({_MORE})"
+            f"optimizer.reference_batch_size: null on {derived.world} ranks: the learning rate "
+            f"stays {derived.optimizer.lr:g}, and nothing else adapts to the total batch of "
+            f"{derived.total_batch}; set it to the total batch that your values were tuned for: "
+            f"{derived.total_batch // derived.world} if that was one card, {derived.total_batch} "
+            f"if it was this many ({_MORE})"
         )
 
 
@@ -383,9 +383,9 @@ def _advice_on_rate(derived: ScheduleSetup, model: str, detects: bool) -> Iterat
         )
     elif detects and total >= _LARGE_BATCH and written.noise_scale is None:
         yield (
-            f"total batch {total}: the learning rate becomes {derived.scaled.lr:g}, and with so "
-            f"many images a step detectors lose mAP: use fewer images a step, or set "
-            f"optimizer.noise_scale={_NOISE_SCALE}, which holds the rate back ({_MORE})"
+            f"total batch {total}: the learning rate becomes {derived.scaled.lr:g}, and detectors "
+            f"lose mAP with so many images a step; use fewer images a step, or limit the rate "
+            f"with optimizer.noise_scale={_NOISE_SCALE} ({_MORE})"
         )
     elif (
         model == "yolov5"
@@ -395,7 +395,7 @@ def _advice_on_rate(derived: ScheduleSetup, model: str, detects: bool) -> Iterat
     ):
         yield (
             f"total batch {total}: the learning rate becomes {derived.scaled.lr:g}, in proportion "
-            f"to the batch, as YOLOv5's own trainer has it: if the loss jumps, use fewer images a "
+            f"to the batch, as in YOLOv5's own trainer; if the loss jumps, use fewer images a "
             f"step or set optimizer.lr_scaling=sqrt ({_MORE})"
         )
 
@@ -416,21 +416,21 @@ def _advice_on_length(derived: ScheduleSetup, detects: bool, fine_tuned: bool) -
     if detects and ratio >= _MUCH_LARGER and derived.epoch_scale == 1:
         yield (
             f"{ratio:g} times the reference batch in {derived.epochs:g} epochs: large batches need "
-            f"more epochs for the same mAP; raise train.epochs, or let "
-            f"optimizer.noise_scale={_NOISE_SCALE} train.epochs_compensation=auto do it ({_MORE})"
+            f"more epochs for the same mAP; raise train.epochs, or set "
+            f"optimizer.noise_scale={_NOISE_SCALE} train.epochs_compensation=auto ({_MORE})"
         )
     if noise is not None and total > noise / 2:
         extra = total / noise
         yield (
             f"total batch {total} is more than half of optimizer.noise_scale {noise:g}: the same "
-            f"accuracy takes {1 + extra:.2f} times the images that small batches need: use fewer "
-            f"images a step, or more epochs ({_MORE})"
+            f"accuracy needs {1 + extra:.2f} times as many images as with small batches; use "
+            f"fewer images a step, or more epochs ({_MORE})"
         )
     # Weights that have learned score after one epoch: 0.92 mAP50 in 9 steps of a set of one class.
     if derived.schedule_steps < LEAST_WARMUP_STEPS and not fine_tuned:
         yield (
-            f"{derived.schedule_steps} optimizer steps in all are few from random weights: start "
-            f"from weights (--weights, model.pretrained), which need fewer, or raise train.epochs"
+            f"{derived.schedule_steps} optimizer steps are too few from random weights; start from "
+            f"pretrained weights (--weights, model.pretrained), or raise train.epochs"
         )
 
 

@@ -327,7 +327,7 @@ FREE = {
     "distill.teacher": "where files are; the weights themselves are compared",
     "data.cache": "where decoded images are kept; batches are the same",
     "data.cache_dir": "where files are",
-    "data.test": "neither trains nor validates",
+    "data.test": "used neither for training nor for validation",
     "data.workers": "batches do not depend on who prepares them",
     "data.worker_timeout_seconds": "when a worker counts as hung",
     "data.check_images": "what is checked before training",
@@ -449,10 +449,9 @@ def require_same_settings(
         raise CheckpointError(
             f"--resume: {checkpoint} was trained with other settings that affect training:\n"
             f"{lines}\n"
-            f"restore the old values ({file}; for more epochs alone: `ppdist train --resume RUN "
-            "--epochs N`), or add --resume-changed: the run then continues at "
-            "the same step with all new values, so a schedule of another length continues in its "
-            "middle, at another learning rate",
+            f"restore the old values ({file}), or add --resume-changed: the run then continues at "
+            "the same step with all new values, and the learning rate jumps if the schedule has "
+            "another length; to change only the epochs: `ppdist train --resume RUN --epochs N`",
             code="config_changed",
         )
     return found

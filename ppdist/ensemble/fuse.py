@@ -167,10 +167,11 @@ def _classes_of(files: Sequence[Saved]) -> dict[int, str]:
     differing = next((each for each in named if each.classes.items() - found.items()), None)
     if differing is not None and others:
         raise DataError(
-            f"names no class, and {named[0].path} and {differing.path} number theirs differently",
+            f"has no class names, and {named[0].path} and {differing.path} number theirs "
+            "differently",
             code="detections_of_other_classes",
             where=str(others[0].path),
-            fix="give files of `ppdist predict`, which name their classes, or the set by -c",
+            fix="use files of `ppdist predict`, which name their classes, or give the set with -c",
         )
     for each in others:
         for identity in np.unique(each.category_R).tolist():
@@ -191,7 +192,7 @@ def rows_of(saved: Saved, dataset: DetectionSet) -> np.ndarray:
         number_of = {name: label for label, name in enumerate(dataset.class_names)}
         label_of = {id: number_of[n] for id, n in saved.classes.items() if n in number_of}
     label_R = np.array([label_of.get(each, -1) for each in saved.category_R.tolist()], np.int64)
-    fix = "give detections of this set ({} are not)"
+    fix = "use detections of this set ({} are not)"
     unknown = np.flatnonzero(position_R < 0)
     if len(unknown):
         first = int(unknown[0])

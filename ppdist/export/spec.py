@@ -114,8 +114,8 @@ class InferenceSpec(Section):
         default=None,
         ge=0,
         le=1,
-        description="Lowest score of a box that programs show unless they are told another, as in "
-        "the weights' model card; null: not known.",
+        description="Default confidence threshold for programs that show boxes, as in the weights' "
+        "model card; null: not known.",
     )
     class_names: tuple[str, ...] = Field(description="Name of class 0, 1, ...")
     category_ids: tuple[int, ...] = Field(description="What a COCO result calls class 0, 1, ...")
@@ -249,7 +249,7 @@ def read_spec(directory: Path) -> InferenceSpec:
             f"no {SPEC_FILE} here, so this is not an exported model",
             code="not_an_export",
             where=str(directory),
-            fix="make one: `ppdist export -w WEIGHTS` (it says where it writes)",
+            fix="make one with `ppdist export -w WEIGHTS`, which prints its folder",
         )
     return parse_config(file, (), InferenceSpec)
 

@@ -826,7 +826,7 @@ def _check_paddle_and_script(options: Options, machine: Machine) -> None:
     found = Path(script).is_file() if script.endswith(".py") else shutil.which(script) is not None
     if not found:
         raise LaunchError(
-            f"there is no script {script!r} (looked from {Path.cwd()})",
+            f"found no script {script!r} (looked in {Path.cwd()})",
             code="script_not_found",
             fix=_own_command(script),
         )
@@ -848,7 +848,7 @@ def _own_command(script: str) -> str:
     command = _OWN.get(path.stem)
     if command is None or (path.suffix and path.parent.name != "tools"):
         return ""
-    return f"write `fleetrun ... ppdist {command} ...` (tools/ is in a clone of the repository)"
+    return f"write `fleetrun ... ppdist {command} ...` (tools/ exists only in a clone)"
 
 
 def cards_of_run(

@@ -546,10 +546,10 @@ def class_table(evaluation: Mapping[str, Any], most: int | None = None) -> str:
     ]
     text = _table("class", lines, [CLASS_HEADINGS[key] for key in keys])
     if left_out:
-        text += f"{left_out} more classes: the weakest with objects are shown\n"
+        text += f"{left_out} more classes not shown; these are the weakest with objects\n"
     threshold = metrics.get("best_f1_threshold")
     if threshold is not None and metrics.get("f1"):
-        text += f"P and R: IoU 0.5, at confidence {threshold:.3f} (the best mean F1) and at 0.25\n"
+        text += f"P and R at IoU 0.5: confidence {threshold:.3f} (best mean F1) and 0.25\n"
     return text
 
 

@@ -97,7 +97,7 @@ def truth_of(dataset: DetectionSet) -> GroundTruth:
 def found_of(
     truth: GroundTruth, detections_R7: np.ndarray, most: int = COCO_DETECTIONS
 ) -> Detections:
-    """The detections that count: finite ones, of each class the surest of an image.
+    """The detections that count: finite, the best-scoring of each class and image.
 
     Args:
         detections_R7: rows (position in dataset.records, class, score, x1, y1, x2, y2).

@@ -1,7 +1,7 @@
-"""What came of a training, in plain words: every rule and threshold.
+"""The verdict on a training in plain words: every rule and threshold.
 
-    level      not evaluated, not learned, learned in part, learned
-    course     over-fitting, fell, still rising, no better
+    level      not evaluated, not learned, partly learned, learned
+    course     over-fitting, fell, still rising, no improvement
     classes    those far below the others
     trust      few images, images that could not be read
     end        why it ended before its last step
@@ -86,7 +86,7 @@ def verdict(
     course = _Course(metric, [record for record in evaluations if _measured(record, metric)])
     ended = [Finding(f"ended_by_{finished}", _ENDS[finished])] if finished in _ENDS else []
     if not course.records:
-        why = "not evaluated: nobody knows what it learned; `ppdist eval -w RUN` measures it"
+        why = "not evaluated, so nothing is known about its quality: run `ppdist eval -w RUN`"
         return [Finding("not_evaluated", why), *ended]
     return [
         _level(course, evaluation, fine_tuned),
@@ -134,15 +134,15 @@ def _level(course: _Course, evaluation: Mapping[str, Any], fine_tuned: bool) -> 
     if skill < _LEARNED_NOTHING:
         epochs = last.removeprefix("epoch ")
         after = f" after {epochs} {_plural(int(epochs), 'epochs')}" if last else ""
-        todo = "train longer, or start from weights (--weights)"
+        todo = "train longer, or start from pretrained weights (--weights)"
         if fine_tuned:
             told = len(course.records) >= _FEWEST and not _gain(course)
-            look = "look at the labels (`ppdist data show`), and try another optimizer.lr"
+            look = "check the labels (`ppdist data show`) and try another optimizer.lr"
             todo = look if told else "train longer"
         return Finding("not_learned", f"not learned yet: {score}{after}; {todo}")
     where = f" ({at})" if at else ""
     if skill < _LEARNED:
-        return Finding("partly_learned", f"learned in part: {score}{where}")
+        return Finding("partly_learned", f"partly learned: {score}{where}")
     return Finding("learned", f"learned: {score}{where}")
 
 
@@ -170,9 +170,9 @@ def _of_course(
         epoch = pairs[found.lowest][2]
         yield Finding(
             "over_fitting",
-            f"over-fits from epoch {epoch} on: the validation loss rises from "
+            f"over-fitting from epoch {epoch} on: the validation loss rises from "
             f"{found.val_then:.3g} to {found.val_now:.3g} while the training loss falls; {best}; "
-            f"more images, stronger data.augment or a smaller model help",
+            f"use more images, stronger data.augment or a smaller model",
         )
     elif (fall := _fall(values)) is not None:
         yield Finding("fell", f"{best} and fell to {fall:.3f} by the end; use checkpoints/best")
@@ -182,7 +182,7 @@ def _of_course(
             f"still rising: {name} +{gain:.3f} in the last quarter; more epochs would help",
         )
     elif len(values) >= _FEWEST and (1 + course.best) < _EARLY * len(values):
-        since = f"no better since {course.epoch(course.best)}"
+        since = f"no improvement since {course.epoch(course.best)}"
         yield Finding("steady", f"{since}: {name} {values[-1]:.3f} at the end")
 
 
@@ -298,11 +298,11 @@ def _trust(evaluation: Mapping[str, Any]) -> Iterator[Finding]:
     images = evaluation.get("images")
     if images and images < _FEW_IMAGES:
         noun = _plural(images, "images")
-        yield Finding("few_images", f"measured on {images} {noun}: the score is rough")
+        yield Finding("few_images", f"measured on only {images} {noun}: the score is imprecise")
 
 
 _ENDS = {
-    "early_stopping": "stopped early: no better for long (early_stopping)",
-    "hours": "train.hours was over before the last step; --resume goes on",
-    "signal": "stopped by a signal before the last step; --resume goes on",
+    "early_stopping": "stopped early: no improvement for too long (early_stopping)",
+    "hours": "train.hours ran out before the last step; --resume continues",
+    "signal": "stopped by a signal before the last step; --resume continues",
 }

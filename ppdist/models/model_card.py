@@ -78,8 +78,8 @@ class ModelCard(Section):
         default=None,
         ge=0,
         le=1,
-        description="Lowest score of a box that `ppdist predict` shows: where the mean F1 was best "
-        "on the validation images of the last evaluation.",
+        description="Default confidence threshold of `ppdist predict`: that of the best mean F1 on "
+        "the validation images of the last evaluation.",
     )
     licence: str = Field(
         default="",
@@ -428,14 +428,14 @@ def require_fit(model: ModelConfig, weights: Path | str) -> None:
         for other in zoo().values()
         if (known := _detector_of(other)) is not None and _same_design(known, model)
     ]
-    yours = f"weights that fit: {', '.join(fitting[:3])}" if fitting else "other weights"
+    yours = f"weights that fit ({', '.join(fitting[:3])})" if fitting else "other weights"
     of_config = {long: short for short, long in short_names().items()}
     one, other = (" ".join(_design(each)) for each in (theirs, model))
     raise WeightsError(
-        f"these are weights of {one}, and the model is {other}",
+        f"these are weights of {one}, but the model is {other}",
         code="weights_of_other_architecture",
         where=f"{weights}",
-        fix=f"take {yours}; or the model {of_config.get(entry.config, entry.config)}",
+        fix=f"use {yours}, or the model {of_config.get(entry.config, entry.config)}",
     )
 
 

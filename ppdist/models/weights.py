@@ -557,8 +557,8 @@ def load_all_weights(model: ImageModel, path: Path, names: ClassNames | None = N
         )
     if names is not None and strange:
         return (
-            f"no class of the data is called as one of the weights ({_some(names.of_model)}; "
-            f"{_some(names.of_file)}): taken in their order"
+            f"no class name of the data is in the weights ({_some(names.of_model)}; "
+            f"{_some(names.of_file)}): matched by order"
         )
     return report.by_name
 

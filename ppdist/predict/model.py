@@ -212,7 +212,7 @@ def export_folder(path: Path) -> Path | None:
 
 
 def with_iou(model: LoadedModel, iou: float) -> Predict:
-    """A model with another suppression: of two boxes of a class that overlap more, one stays.
+    """A model with another IoU threshold of non-maximum suppression.
 
     What an export's graph has suppressed already is suppressed once more.
     Raises: ConfigError: no such number, or an export whose graph leaves out more.
@@ -228,10 +228,10 @@ def with_iou(model: LoadedModel, iou: float) -> Predict:
         return _loaded(spec.model_copy(update={"nms": nms}), graph, model.nms_in_graph)
     if written is not None and iou > written:
         raise ConfigError(
-            f"the graph of this export leaves out boxes that overlap by more than {written:g}",
+            f"the graph of this export suppresses boxes that overlap by more than {written:g}",
             code="options_conflict",
             where=f"iou {iou:g}",
-            fix="take less, the weights, or an export --without-nms",
+            fix="use a lower value, the weights, or an export made --without-nms",
         )
     return lambda images: [suppressed(rows_R6, iou) for rows_R6 in model(images)]
 
@@ -249,7 +249,7 @@ def suppressed(rows_R6: np.ndarray, iou: float) -> np.ndarray:
 
 @dataclass(frozen=True)
 class Wanted:
-    """Which boxes are asked for.
+    """Which boxes to keep.
 
     threshold: lowest score.  whence: where it comes from; "": it was asked for.  class_ids: None:
     of all classes.
@@ -266,7 +266,7 @@ class Wanted:
         return rows_R6[np.isin(rows_R6[:, 0], list(self.class_ids))]
 
     def of(self, rows_R6: np.ndarray) -> np.ndarray:
-        """The rows that are asked for."""
+        """The rows to keep."""
         return self.of_classes(rows_R6[rows_R6[:, 1] >= self.threshold])
 
 
@@ -276,7 +276,7 @@ def wanted(
     classes: Sequence[str | int] | str | int | None,
     warn: Callable[[str], None],
 ) -> Wanted:
-    """What a user asks for, of a detector.
+    """Checks the threshold and classes that a user asks for.
 
     Args:
         threshold: None: that of the best F1 which the model's card knows, else 0.25.
@@ -300,7 +300,7 @@ def wanted(
 
 
 def _class_id(asked: str | int, spec: InferenceSpec) -> int:
-    """Of a class that is called so, or has this number."""
+    """Number of the class of this name or number."""
     names = spec.class_names
     if asked in names:
         return names.index(str(asked))
@@ -312,7 +312,7 @@ def _class_id(asked: str | int, spec: InferenceSpec) -> int:
         f"the model has no class {asked!r}",
         code="class_unknown",
         where="classes",
-        fix=f"did you mean {near[0]}?" if near else f"it has 0 to {len(names) - 1}: {some}",
+        fix=f"did you mean {near[0]}?" if near else f"it has classes 0 to {len(names) - 1}: {some}",
     )
 
 

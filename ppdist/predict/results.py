@@ -237,7 +237,7 @@ class Objects(Results):
         score, name = self._highest
         nothing = f"nothing at or above {threshold:g}"
         if not score:
-            return f"{nothing}, nor at any score: has the model learned? `ppdist eval` measures it"
+            return f"{nothing}, nor at any lower score: check the model with `ppdist eval`"
         return f"{nothing}; highest score {score:.2g} in {name}: try --threshold {below(score):g}"
 
     def said(self, frames: Sequence[Sequence[Detection]]) -> str:

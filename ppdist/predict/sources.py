@@ -216,10 +216,10 @@ def find_sources(source: Path, leave_out: Path | None = None) -> list[Path]:
         if source.suffix.lower() not in _KNOWN:
             kind = unread_kind(source.name)
             raise DataError(
-                f"{kind} is not read" if kind else "neither an image nor a video",
+                f"{kind} is not supported" if kind else "neither an image nor a video",
                 code="not_a_picture",
                 where=str(source),
-                fix=f"make it one of {_listed()}",
+                fix=f"convert it to one of {_listed()}",
             )
         return [source]
     if not source.is_dir():
@@ -293,8 +293,8 @@ def _lit(image_HW3: np.ndarray, of_16_bits: bool) -> np.ndarray:
 @functools.cache  # once
 def _warn_of_dark() -> None:
     _LOGGER.warning(
-        "an image of 16 bits a channel uses 14 of them or fewer (12, say): its upper 8, which are "
-        "looked at, are nearly black; multiply its numbers so that white is near 65535"
+        "an image with 16 bits per channel uses 14 of them or fewer (perhaps 12); only the upper 8 "
+        "are read, so it looks nearly black; scale its values so that white is near 65535"
     )
 
 
@@ -366,7 +366,7 @@ def is_picture(given: Any) -> bool:
 
 
 def as_image(given: Any) -> np.ndarray:
-    """What Python holds as uint8 RGB [H, W, 3]: numpy, Pillow, or the bytes of an image's file.
+    """A numpy or Pillow image, or the bytes of a file, as uint8 RGB [H, W, 3].
 
     Raises: DataError: none of these, or pixels of another kind.
     """
@@ -379,7 +379,7 @@ def as_image(given: Any) -> np.ndarray:
     if hasattr(given, "read"):
         return decode_image(_bounded(given.read(_MOST_BYTES + 1), "a file object"), "a file object")
     raise DataError(
-        f"{type(given).__name__} is no image; expected a path, an address, uint8 RGB [H, W, 3], a "
-        "picture of Pillow, or the bytes of an image's file",
+        f"{type(given).__name__} is not an image; expected a path, a URL, uint8 RGB [H, W, 3], a "
+        "Pillow image, or the bytes of an image file",
         code="image_array",
     )

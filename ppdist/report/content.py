@@ -196,7 +196,7 @@ def _calibration(found: Evaluation) -> Chart | None:
 def _from(bins: Calibration) -> str:
     """Over which detections the expected error is."""
     least = bins.expected_error_from
-    return "" if least is None else f" of detections from confidence {least:.2f} on"
+    return "" if least is None else f" of detections with a confidence of {least:.2f} or more"
 
 
 def _sizes(found: Evaluation) -> Table | None:

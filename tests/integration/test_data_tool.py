@@ -86,10 +86,10 @@ def test_data_without_a_validation_split_are_checked(made, tmp_path):
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (("check",), "expected one of DATA and -c, found neither"),
+        (("check",), "expected either DATA or -c, found neither"),
         (("check", "here", "-c", "yolov5n"), "found both (here and yolov5n)"),
-        (("show", "-c", "yolov5n", "--model", "yolov5s"), "--model goes with DATA"),
-        (("stats", "{made}/cfg.yml"), "a configuration goes behind -c"),
+        (("show", "-c", "yolov5n", "--model", "yolov5s"), "--model needs DATA"),
+        (("stats", "{made}/cfg.yml"), "to use a configuration, write `-c "),
         (("anchors", "{made}", "--model", "ppyoloe_plus_s"), "ppyoloe has no anchors"),
     ],
 )
@@ -196,10 +196,10 @@ def test_convert_prints_settings_that_can_be_used(made, tmp_path):
 @pytest.mark.parametrize("command", ["convert --to voc --out x", "split --parts a=0.5 b=0.5"])
 def test_a_source_is_a_configuration_or_a_format(made, command):
     done = run(*command.split())
-    assert done.returncode == 2 and "expected one of DATA and -c, found neither" in done.stderr
+    assert done.returncode == 2 and "expected either DATA or -c, found neither" in done.stderr
     for given in (["-c", made / "cfg.yml"], ["-o", "seed=1", "-c", made / "cfg.yml"]):
         done = run(*command.split(), *given, "--format", "coco")
-        assert done.returncode == 2 and "--format stands for data that" in done.stderr
+        assert done.returncode == 2 and "--format conflicts with " in done.stderr
     done = run(*command.split(), "--format", "coco", "--root", made)
     assert done.returncode == 2
     assert "--annotations is missing: format coco needs it" in done.stderr
@@ -210,12 +210,12 @@ def test_a_source_is_a_configuration_or_a_format(made, command):
     [
         (
             "-c {cfg} --root elsewhere --names a b",
-            "--root, --names stands for data that",
+            "--root, --names conflicts with ",
         ),
-        ("-c {cfg} --images i --annotations a", "by -o data.root=PATH"),
+        ("-c {cfg} --images i --annotations a", "with -o data.root=PATH"),
         (
             "--format coco --annotations a -o data.root=x",
-            "-o data.root=x goes with DATA or -c",
+            "-o data.root=x needs DATA or -c",
         ),
         ("--format coco --annotations a --root /nowhere", "--root /nowhere: is not a folder; set"),
     ],

@@ -125,7 +125,7 @@ def test_invalid_command_line_is_one_message_exit_2(project: Path) -> None:
     done = run_tool("export", "-c", project / "cfg.yml", "-w", "none.npz", "--out",
                     project / "x", "--format", "paddle,tflite")  # fmt: skip
     assert done.returncode == 2
-    assert "--format: 'tflite' is not written here" in done.stderr
+    assert "--format: ppdist does not write 'tflite'" in done.stderr
     assert "Traceback" not in done.stderr and not (project / "x").exists()
 
 

@@ -95,14 +95,16 @@ KINDS: dict[str, Kind] = {
         _AS_IT_IS,
     ),
     "class_group": Kind(
-        "warning", "a category without objects that groups the others", "no class", "no class"
+        "warning", "a category without objects that groups the others", "not a class", "not a class"
     ),
-    "class_names_same": Kind("warning", "two categories of one name", "one class", "one class"),
+    "class_names_same": Kind(
+        "warning", "two categories with the same name", "merged into one class", "merged"
+    ),
     "class_list_differs": Kind(
         "note",
-        "other categories, or in another order, than those of training",
+        "categories or their order differ from the training split",
         "mapped by name",
-        "those of training",
+        "those of the training split",
     ),
     "class_unused": Kind("note", "a class without an object", "cannot be learned", _AS_IT_IS),
     "image_unknown": Kind("error", "an object of an image that is not listed", _STOPS, _LEFT_OUT),
@@ -116,15 +118,13 @@ KINDS: dict[str, Kind] = {
     "outline_malformed": Kind(
         "warning", "an outline that is no list of points", "its box alone is used", "its box alone"
     ),
-    "shape_unread": Kind(
-        "warning", "a shape of labelme or CVAT that has no box", "not used", _LEFT_OUT
-    ),
+    "shape_unread": Kind("warning", "a labelme or CVAT shape without a box", "not used", _LEFT_OUT),
     "area_invalid": Kind("warning", "an area that is no number", "that of the box", _LEFT_OUT),
     "label_columns": Kind(
-        "warning", "more columns than a box has", "the box of the first four numbers", "the box"
+        "warning", "more columns than a box has", "the first four numbers are the box", "the box"
     ),
     "label_missing": Kind(
-        "warning", "an image without a label file", "background", "an empty label file"
+        "warning", "an image without a label file", "used as background", "an empty label file"
     ),
     "label_without_image": Kind(
         "warning", "a label file of no image", "not used, and its objects neither", _LEFT_OUT
@@ -136,13 +136,13 @@ KINDS: dict[str, Kind] = {
         "each gets its own",
     ),
     "size_missing": Kind(
-        "warning", "no size, or none of pixels, is annotated", "that of the image", "written"
+        "warning", "no valid image size is annotated", "the size of the file is used", "written"
     ),
     "image_elsewhere": Kind(
         "warning",
-        "an image is not where its file says",
-        "the only one of that name is taken",
-        "written where it is",
+        "an image is not at its annotated path",
+        "the only file of that name is used",
+        "its actual path is written",
     ),
     "path_outside": Kind("error", "a file name leads out of its folder", _STOPS, _LEFT_OUT),
     # Boxes.
@@ -158,7 +158,7 @@ KINDS: dict[str, Kind] = {
     "box_duplicate": Kind("warning", "the same object twice", "both are used", "the first is kept"),
     # Images.
     "image_missing": Kind("error", "a listed image does not exist", _STOPS, _LEFT_OUT),
-    "image_empty": Kind("error", "a file of no bytes", _REPLACED, _LEFT_OUT, _NOT_SCORED),
+    "image_empty": Kind("error", "an empty file", _REPLACED, _LEFT_OUT, _NOT_SCORED),
     "image_unreadable": Kind(
         "error", "not an image, or damaged", _REPLACED, _LEFT_OUT, _NOT_SCORED
     ),
@@ -167,19 +167,19 @@ KINDS: dict[str, Kind] = {
     ),
     "pixel_kind": Kind(
         "error",
-        "pixels of a kind that is not read: float, five channels",
+        "unsupported pixel type, such as float or five channels",
         _REPLACED,
         _LEFT_OUT,
         _NOT_SCORED,
     ),
     "image_crashes_decoder": Kind(
-        "error", "decoding it kills the process", _REPLACED, _LEFT_OUT, _NOT_SCORED
+        "error", "decoding it crashes the process", _REPLACED, _LEFT_OUT, _NOT_SCORED
     ),
     "image_hangs_decoder": Kind(
-        "error", "decoding it does not end", _REPLACED, _LEFT_OUT, _NOT_SCORED
+        "error", "decoding it never finishes", _REPLACED, _LEFT_OUT, _NOT_SCORED
     ),
     "size_mismatch": Kind(
-        "error", "not as large as its annotation says", _REPLACED, _LEFT_OUT, _NOT_SCORED
+        "error", "its size differs from its annotation", _REPLACED, _LEFT_OUT, _NOT_SCORED
     ),
     "wrong_extension": Kind(
         "note", "a file named as another format", "read as what it is", _AS_IT_IS
@@ -192,10 +192,10 @@ KINDS: dict[str, Kind] = {
     ),
     "grey": Kind("note", "an image without colour", "three equal channels", _AS_IT_IS),
     "alpha": Kind("note", "an image with transparency", "transparency ignored", _AS_IT_IS),
-    "sixteen_bit": Kind("note", "16 bits a channel", "the upper 8 bits", _AS_IT_IS),
+    "sixteen_bit": Kind("note", "16 bits per channel", "the upper 8 bits", _AS_IT_IS),
     "dark_sixteen_bit": Kind(
         "warning",
-        "16 bits a channel that use 14 or fewer: multiply them, so that white is near 65535",
+        "16 bits per channel, 14 or fewer used: scale them so that white is near 65535",
         "the upper 8 bits, which are nearly black",
         _AS_IT_IS,
     ),
@@ -279,7 +279,7 @@ def _numbers(read: RawSet | RawColumns | DetectionSet) -> tuple[int, int]:
 
 
 def _remedy(kind: str, wrong: int, good: int) -> str:
-    """Leaving out what is wrong, where that leaves a set; else its cause is to be looked for."""
+    """What to do: leave out a few wrong entries, or look for the cause of many."""
     if KINDS[kind].fix == _NOT_FIXED:
         return ""
     if good and wrong <= max(2, _FEW * good):
@@ -288,7 +288,7 @@ def _remedy(kind: str, wrong: int, good: int) -> str:
         return ""
     things = "images" if kind in _OF_IMAGES else "objects"
     share = f"all {wrong}" if not good else f"{wrong} of {wrong + good}"
-    return f"{share} {things} are so: look for the cause in how they were written or exported"
+    return f"this affects {share} {things}: check how they were written or exported"
 
 
 def quietly(issue: Issue) -> None:
@@ -357,10 +357,10 @@ def settle(
         arrays |= packed_outlines(outlines) if outlines else {}
     if lost and len(lost) == count:
         raise DataError(
-            f"not one box of its {count} images can be used: {policy.done}, first {lost[0]}",
+            f"no usable box in its {count} images: {policy.done}, first {lost[0]}",
             code="objects_missing",
             where=columns.source,
-            fix="look for the cause in how the boxes were written or exported",
+            fix="check how the boxes were written or exported",
         )
     said = _say_lost(columns, lost, int((annotated_N == 0).sum()))
     notes = (*notes, *policy.report(), *said)
@@ -512,7 +512,7 @@ class BoxPolicy:
 
     @property
     def done(self) -> str:
-        """What was done to how many of the boxes."""
+        """How many boxes were changed or dropped, and how."""
         done = ", ".join(f"{count} {what}" for what, count in sorted(self._counts.items()))
         return f"{done} of {self._boxes} boxes"
 
@@ -653,7 +653,7 @@ class Size(NamedTuple):
 def size_of(
     path: Path, width: int | None, height: int | None, said: str, where: str, complain: Complain
 ) -> Size:
-    """The annotated size of an image; where that is none, the image's own, and an issue.
+    """The annotated size of an image, or its own size and an issue.
 
     Args:
         width, height: as annotated; None: not, or no number.
@@ -663,13 +663,13 @@ def size_of(
         return Size(width, height, True)
     own = own_size(path)
     if own.known:
-        what = f"{said}: the size of the image is taken, {own.width}x{own.height}"
+        what = f"{said}: using the size of the image, {own.width}x{own.height}"
         complain(Issue("size_missing", what, str(path), where))
     return own
 
 
 def own_size(path: Path) -> Size:
-    """What the file of an image says.
+    """The size in the header of an image file.
 
     Of one that is absent or cannot be read 1x1: the check of the whole split names all absent ones
     at once, `data.bad_images` decides about the others, and no image of another size is taken.
@@ -719,7 +719,7 @@ def inside_folder(folder: Path, name: str, where: str) -> Path:
 
 
 def find_image(folder: Path, name: str, where: str, complain: Complain) -> Path | None:
-    """The image that a file calls `name`; None, and an issue: outside, and not there.
+    """The image that an annotation file calls `name`; None, and an issue: not found.
 
     A name is relative to the folder, or an absolute path of an image.  Where there is no such file,
     it may be there in other bytes: names that came out of an archive made on a Chinese Windows are
@@ -749,7 +749,7 @@ def find_image(folder: Path, name: str, where: str, complain: Complain) -> Path 
     if elsewhere:
         expected = os.path.normpath(os.path.join(folder, forward))
         if elsewhere.casefold() != expected.casefold():  # capitals alone are no surprise
-            what = f"{name}: not there; taken: {elsewhere}"
+            what = f"{name}: not found; using {elsewhere}"
             complain(Issue("image_elsewhere", what, elsewhere, where))
         return Path(elsewhere)
     if outside is not None:
@@ -771,7 +771,7 @@ def _other_spellings(name: str) -> Iterator[str]:
 
 
 def _by_its_end(folder: str, name: str) -> str:
-    """The file that the longest end of a name leads to; "": there is none, or several."""
+    """The file at the longest matching end of a path; "": none, or several."""
     parts = [part for part in name.split("/") if part not in ("", os.curdir, os.pardir)]
     for begin in range(1, len(parts) - 1):
         path = os.path.join(folder, *parts[begin:])
@@ -796,7 +796,7 @@ def _names_in(folder: str) -> frozenset[str]:
 
 @lru_cache(maxsize=4)
 def _only_below(folder: str) -> dict[str, str]:
-    """Path of each file below a folder by its name in small letters; "": there are several."""
+    """Path of each file below a folder by its lower-case name; "": several have it."""
     found: dict[str, str] = {}
     for file in files_below(folder):
         name = os.path.basename(file).casefold()
@@ -1002,7 +1002,7 @@ _NUMBERED = re.compile(r"(\d+)[\s:,=]+(.+)")
 
 
 def is_name_list(name: str) -> bool:
-    """Whether a file is called as lists of classes are: `classes.txt`, `obj.names`."""
+    """Whether a file has the name of a class list: `classes.txt`, `obj.names`."""
     return name.lower() in _NAME_FILES or name.lower().endswith(".names")
 
 
@@ -1033,7 +1033,7 @@ def _alike(found: dict[Path, tuple[str, ...]]) -> dict[Path, tuple[str, ...]]:
             f"give different class names ({said})",
             code="class_names_ambiguous",
             where=", ".join(map(str, found)),
-            fix="remove what is wrong, or set data.class_names",
+            fix="remove the wrong file, or set data.class_names",
         )
     return found
 
@@ -1104,7 +1104,7 @@ class _Plain(yaml.SafeLoader):
 
 
 def _data_yaml(file: Path, complain: Complain | None) -> dict[Any, Any]:
-    """What a YAML file says; nothing where it is some other file that happens to lie here."""
+    """The content of a YAML data file; empty if it is some other file."""
     if not file.is_file() or file.stat().st_size > _MOST_YAML_BYTES:
         return {}
     try:

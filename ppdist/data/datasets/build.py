@@ -196,7 +196,7 @@ def _section(config: DataConfig, split: Split) -> SplitConfig:
             f"there is no {split} split",
             code="split_missing",
             where=f"data.{split}",
-            fix=f"name its files in a configuration: data.{split}.images, data.{split}.annotations",
+            fix=f"set data.{split}.images and data.{split}.annotations in a configuration",
         )
     return section
 
@@ -570,11 +570,11 @@ def check_objects(dataset: DetectionSet) -> None:
     """There is something to learn or to measure.  Raises: DataError: no object in any image."""
     if not has_objects(dataset):
         raise DataError(
-            f"not one of its {len(dataset.records)} images shows an object",
+            f"none of its {len(dataset.records)} images has an object",
             code="objects_missing",
             where=dataset.source,
-            fix="check that its annotations are those of these images; what is found in images "
-            "without annotations `ppdist eval --save-detections FILE` writes",
+            fix="check that the annotations belong to these images; to save detections of images "
+            "without annotations, use `ppdist eval --save-detections FILE`",
         )
 
 
@@ -616,5 +616,5 @@ def check_same_classes(train: DetectionSet | RawSet, val: DetectionSet | RawSet)
             f"{train.source} and {val.source} have different classes "
             f"({listed(train.class_names)} and {listed(val.class_names)})",
             code="classes_differ",
-            fix="give both the same names in the same order",
+            fix="use the same class names in the same order in both",
         )

@@ -35,7 +35,7 @@ _NOTHING: Mapping[str, Any] = {}
 
 
 class KnownClasses(NamedTuple):
-    """Names of the classes where something else than the file itself says them.
+    """Class names that come from elsewhere than the file itself.
 
     source: what does, for messages: data.class_names, or the file of the training split.
     """
@@ -177,7 +177,7 @@ def classes_of(
     complain: Complain,
     known: KnownClasses = OWN_CLASSES,
 ) -> Categories:
-    """Categories of one name are one class; one that only groups others is none.
+    """Maps categories to classes: merges equal names, drops a mere group.
 
     Args:
         used: ids that annotations have.
@@ -194,18 +194,19 @@ def classes_of(
             complain(Issue("class_names_same", what, where=str(file)))
         own.setdefault(name, identity)
     if group in own and group not in known.names:
-        what = f"category {own.pop(group)} {group!r} has no object and groups the others: no class"
+        number = own.pop(group)
+        what = f"category {number} {group!r} has no objects and groups the others: not a class"
         complain(Issue("class_group", what, where=str(file)))
     names = known.names or tuple(own)
     number_of = {name: label for label, name in enumerate(names)}
     label_of = {i: number_of[name] for i, name in name_of.items() if name in number_of}
     if known.names:
         if known.names != tuple(own):
-            what = f"categories are {listed([*own])}; used are those of {known.source}, by name"
+            what = f"categories are {listed([*own])}; mapped by name to those of {known.source}"
             complain(Issue("class_list_differs", what, where=str(file)))
     elif [*label_of] not in ([*range(len(names))], [*range(1, len(names) + 1)]):
         shown = listed([f"{i} {name_of[i]} -> {label}" for i, label in label_of.items()])
-        what = f"category ids are not 1 to {len(names)}: used as classes {shown}"
+        what = f"category ids are not 1 to {len(names)}: mapped to classes {shown}"
         complain(Issue("class_ids_gap", what, where=str(file)))
     free = max(name_of, default=0) + 1
     ids = []
@@ -330,7 +331,7 @@ def _object(
 def _unknown_class(given: Any, category: int | None, categories: Categories) -> str:
     name, known = categories.name_of.get(category or 0), categories.known
     if category is not None and name is not None:
-        return f"class {name!r} is not among those of {known.source} ({listed(known.names)})"
+        return f"class {name!r} is not a class of {known.source} ({listed(known.names)})"
     shown = listed([f"{i} {name}" for i, name in categories.name_of.items()])
     if isinstance(given, str):
         return f"category_id {given!r}{_as_text(given)}: expected a whole number ({shown})"
@@ -401,7 +402,7 @@ def _box(entry: Mapping[str, Any], where: str, image: str) -> Box:
     if bbox in NO_BOXES and (outline or bbox != NO_BOXES[-1]):
         box = _mask_extent(outline) if isinstance(outline, dict) else extent_of(outline)
         if box is None:
-            what = f"bbox {bbox!r}, and no outline or mask that has a box: {str(outline)[:80]}"
+            what = f"bbox {bbox!r}, and no outline or mask to take a box from: {str(outline)[:80]}"
             raise Malformed(Issue("annotation_line", what, image, where))
         return box
     if not isinstance(bbox, list) or len(bbox) != 4:

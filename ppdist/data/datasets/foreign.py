@@ -60,7 +60,7 @@ def tool_of(folder: Path) -> str:
 
 
 def read_foreign(folder: Path, complain: Complain) -> dict[str, RawSet]:
-    """The splits of a folder that `tool_of` knows; all of it is train where nothing says a split.
+    """The splits of a folder that `tool_of` knows; everything is train by default.
 
     Raises: DataError: it has no object.
     """
@@ -75,7 +75,7 @@ def read_foreign(folder: Path, complain: Complain) -> dict[str, RawSet]:
     used = {shape.name for each in found for shape in each.shapes}
     known = tuple(names) or tuple(sorted(used - {*_NO_CLASS}))
     if not used.intersection(known):
-        raise DataError("no image shows an object", code="objects_missing", where=str(folder))
+        raise DataError("no image has an object", code="objects_missing", where=str(folder))
     splits = [split_of(each.subset) for each in found]
     images: defaultdict[str, list[RawImage]] = defaultdict(list)
     for each, split in zip(found, splits):
@@ -103,9 +103,9 @@ def _image(each: _Annotated, number: int, known: Sequence[str], complain: Compla
     for place, shape in enumerate(each.shapes):
         if shape.name in _NO_CLASS:
             continue
-        problem = "no box: a point, a line, or malformed" if shape.box is None else ""
+        problem = "has no box: a point, a line or a malformed shape" if shape.box is None else ""
         if problem or shape.name not in known:
-            what = problem or f"class {shape.name!r} is not among {', '.join(known)}"
+            what = problem or f"class {shape.name!r} is not one of {', '.join(known)}"
             code = "shape_unread" if problem else "class_unknown"
             complain(Issue(code, what, str(each.path), shape.where))
             continue

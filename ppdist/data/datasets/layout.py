@@ -82,7 +82,7 @@ class Layout:
 
 
 def is_layout(path: str | Path) -> bool:
-    """Whether a path is a data set as it comes, not a configuration."""
+    """Whether a path is a data set, not a configuration."""
     path = Path(path)
     return path.is_dir() or (path.is_file() and is_data_yaml(Reader().read_alone(str(path))))
 
@@ -117,7 +117,7 @@ def _check_names_of_folders(layout: Layout) -> None:
         if not text.isascii() and any("\udc80" <= letter <= "\udcff" for letter in text):
             shown = os.fsencode(layout.root).decode(errors="replace")
             raise DataError(
-                "the name of a folder or file is not UTF-8, as configurations are",
+                "a folder or file name is not UTF-8, so a configuration cannot hold it",
                 code="bad_file_name",
                 where=shown,
                 fix="rename it, or link it: `ln -s FOLDER data`",
@@ -130,9 +130,9 @@ def _found(path: Path, source: str) -> Layout:
         own = layout.root == Path(os.path.abspath(path)).parent
         return replace(layout, notes=(*layout.notes, *_unused(layout))) if own else layout
     if not path.is_dir():
-        what = f"is no folder and no data.yaml (looked in {Path.cwd()})"
+        what = f"is neither a folder nor a data.yaml (looked in {Path.cwd()})"
         packed = path.is_file() and path.suffix.lower() in _ARCHIVES
-        fix = "unpack it, and name the folder" if packed else _KINDS
+        fix = "unpack it, then give the folder" if packed else _KINDS
         raise DataError(what, code="data_not_found", where=source, fix=fix)
     for folder in _nested(path):
         files = [each for each in sorted(folder.glob("*.y*ml")) if _holds_data(each)]
@@ -151,10 +151,10 @@ def _found(path: Path, source: str) -> Layout:
     _refuse_foreign(below, source)
     images = sum(map(_is_image, below))
     if images:
-        what = f"has {images} images and no labels"
+        what = f"has {images} images but no labels"
         raise DataError(what, code="labels_missing", where=source, fix=_KINDS)
     seen = sorted(each.name for each in path.iterdir())[:8]
-    what = f"holds no annotations that are known here (it has: {', '.join(seen) or 'nothing'})"
+    what = f"holds no annotations in a known format (it has: {', '.join(seen) or 'nothing'})"
     raise DataError(what, code="data_kind_unknown", where=source, fix=_KINDS)
 
 
@@ -182,18 +182,18 @@ def _check_one_format(layout: Layout) -> None:
     beside = Path(f"{os.path.splitext(xml or '')[0]}.txt")
     if layout.format != "coco" and xml and beside.is_file() and is_label(beside):
         raise DataError(
-            f"has labels of Pascal VOC and of YOLO: {xml} and {beside.name}",
+            f"has both Pascal VOC and YOLO labels: {xml} and {beside.name}",
             code="split_ambiguous",
             where=str(layout.root),
-            fix="move those that are not meant to another folder",
+            fix="move the ones that you do not want to another folder",
         )
 
 
 def _unused(layout: Layout) -> Iterator[tuple[str, str]]:
-    """(what, why) of images and labels that no split has, or two have."""
+    """(what, why) of images and labels in no split, or in two."""
     root = layout.root
     if layout.images == 1 and layout.val is None:
-        yield "1 image: trains and validates", "scores tell nothing about other images"
+        yield "1 image: used for training and validation", "its score says nothing about others"
     names: set[str] = set()  # of images, without their suffix
     folders: list[str] = []
     for part in (layout.train, layout.val, layout.test):
@@ -215,16 +215,16 @@ def _unused(layout: Layout) -> Iterator[tuple[str, str]]:
     )
     if left:
         what = f"{left.total()} images in {listed([*left], 3)}: not used"
-        yield what, "no split has them"
+        yield what, "they are in no split"
     for kind, file in _label_kinds(root).items():
         if kind != layout.format:
             what = f"{_FORMAT_NAMES[kind]} labels ({_relative(Path(file), root)}, ...): not used"
-            yield what, f"{_FORMAT_NAMES[layout.format]} counts"
+            yield what, f"the {_FORMAT_NAMES[layout.format]} labels are used"
 
 
 _FORMAT_NAMES = {"coco": "COCO", "voc": "Pascal VOC", "yolo": "YOLO"}
-_CONVERT = "`ppdist data convert {} --to coco --out DIR` makes COCO of it"
-_EXPORT = "export it as COCO there"
+_CONVERT = "convert it: `ppdist data convert {} --to coco --out DIR`"
+_EXPORT = "export it as COCO from that tool"
 # Name, suffix, what all of its files have near their beginning, and the way out.
 _FOREIGN = (
     ("labelme", ".json", ('"shapes"', '"label"'), _CONVERT),
@@ -245,7 +245,7 @@ _LOOKED_AT = 20  # files of a kind
 
 
 def foreign_kind(file: str | Path) -> tuple[str, str]:
-    """The tool whose annotations a file holds, by its beginning, and the way out; "": of none."""
+    """The tool that wrote an annotation file, and what to do; "": none known."""
     suffix = os.path.splitext(file)[1].lower()
     kinds = [each for each in _FOREIGN if each[1] == suffix]
     beginning = ""
@@ -265,7 +265,7 @@ def _refuse_foreign(files: Sequence[str], source: str) -> None:
             name, way = foreign_kind(file)
             if name:
                 raise DataError(
-                    f"holds annotations of {name}, which are not read for training",
+                    f"holds annotations of {name}, which cannot be used for training directly",
                     code="format_not_read",
                     where=file,
                     fix=way.format(shlex.quote(source)),
@@ -320,7 +320,7 @@ def split_of(name: str) -> str:
 
 
 def _lists(folder: Path) -> dict[str, Path]:
-    """The lists of images in a folder, by split; lists of one class (`cat_train.txt`) are none."""
+    """Image lists of a folder by split, without lists of one class (`cat_train.txt`)."""
     by_split: dict[str, list[Path]] = {}
     for file in sorted(folder.iterdir()) if folder.is_dir() else []:
         stem = file.stem.lower()
@@ -357,7 +357,7 @@ def _one(candidates: Sequence[Path], split: str, folder: Path) -> Path:
 
 
 def _tests_note(present: bool) -> tuple[tuple[str, str], ...]:
-    why = "score it later: `ppdist eval --split test`"
+    why = "evaluate it later: `ppdist eval --split test`"
     return (("test split: not used in training", why),) if present else ()
 
 
@@ -386,12 +386,16 @@ def _of_yaml(file: Path) -> Layout:
     keys = tree.value
     assert isinstance(keys, dict)  # read_alone
     if not is_data_yaml(tree) and "train" not in keys:
-        what = f"is no data file: it has no train and no names (it has: {', '.join([*keys][:8])})"
-        fix = f"a configuration goes behind -c: `-c {file}`"
+        what = (
+            f"is not a data file: it has neither train nor names (it has: {', '.join([*keys][:8])})"
+        )
+        fix = f"to use a configuration, write `-c {file}`"
         raise DataError(what, code="data_kind_unknown", where=str(file), fix=fix)
     names, notes = _names(file, keys)
     if "kpt_shape" in keys:
-        notes.append(("kpt_shape: the boxes of the objects are used", "points are not learned"))
+        notes.append(
+            ("kpt_shape: only the boxes of the objects are used", "key points are not learned")
+        )
     base = Path(os.path.abspath(file)).parent
     given = keys.get("path")
     if given is not None and isinstance(given.value, str):
@@ -465,8 +469,8 @@ def _place(base: Path, entry: Node, keys: Mapping[str, Node], notes: list[tuple[
         f"{' and '.join(dict.fromkeys(map(str, tried)))}: does not exist",
         code="split_missing",
         where=str(entry.place),
-        fix="`path` is relative to the data file, and what stands under train and val to `path`; "
-        "without val a fifth of train validates",
+        fix="`path` is relative to the data file; train and val are relative to `path`; "
+        "without val, a fifth of train is used for validation",
     )
 
 
@@ -527,7 +531,7 @@ def _check_names(file: Path, names: tuple[str, ...], root: Path, places: Sequenc
                 f"give different class names ({listed(names, 5)}; {listed(found[1], 5)})",
                 code="class_names_ambiguous",
                 where=f"{file}, {found[0]}",
-                fix="correct the one that is wrong, or remove the list",
+                fix="correct the wrong one, or remove the list",
             )
 
 
@@ -602,7 +606,7 @@ def _of_coco(root: Path) -> Layout | None:
     }
     names_of_images, names = index_of[chosen["train"]]
     left = [_relative(file, root) for file in index_of if file not in chosen.values()]
-    unused = ((f"{listed(left, 3)}: not used", "its name says no split"),) if left else ()
+    unused = ((f"{listed(left, 3)}: not used", "its name matches no split"),) if left else ()
     return Layout(
         name=_named(root),
         format="coco",
@@ -674,7 +678,7 @@ def _of_voc(root: Path) -> Layout | None:
     raw = read_raw(config, "train", quietly)
     if not raw.class_names:
         raise DataError(
-            f"not one of its {len(raw.images)} XML files names an object",
+            f"none of its {len(raw.images)} XML files has an object",
             code="objects_missing",
             where=str(root),
         )
@@ -803,8 +807,8 @@ def _yolo_lists(root: Path) -> dict[str, list[Path]]:
         words = line.split()
         if len(words) > 1 and _is_image(words[0]):  # `IMAGE XML` is Pascal VOC
             raise DataError(
-                f"lists images with something behind each: {line[:80]!r}; expected images alone, "
-                f"whose labels lie beside them or in labels/",
+                f"has more than an image on a line: {line[:80]!r}; expected only images, with "
+                f"their labels beside them or in labels/",
                 code="format_not_read",
                 where=str(found_lists["train"]),
                 fix="remove the second column; for classes of whole images set data.format: csv "

@@ -91,7 +91,9 @@ def read_yolo(
     if pairs and not any(labelled):
         _refuse_unlabelled(pairs, source)
     if not all(labelled):
-        what = f"{len(pairs)} images, {labelled.count(False)} without a label file: background"
+        what = (
+            f"{labelled.count(False)} of {len(pairs)} images have no label file: used as background"
+        )
         complain(Issue("label_missing", what, where=source))
     progress, images_read, lines_read = Progress(_LOGGER, f"reading {source}", len(pairs)), [], []
     for position, ((path, label), present) in enumerate(zip(pairs, labelled), start=1):
@@ -120,7 +122,7 @@ def _refuse_unlabelled(pairs: Sequence[tuple[Path, Path]], source: str) -> None:
             f"{len(absent)} of its {len(pairs)} images do not exist, first {absent[0]}",
             code="image_missing",
             where=source,
-            fix="paths in a list are relative to data.root: check both",
+            fix="paths in a list are relative to data.root: check the list and data.root",
         )
     raise DataError(
         f"none of {len(pairs)} images has a label file; expected the first at {pairs[0][1]}",
@@ -249,7 +251,7 @@ def _lines(image: RawImage, complain: Complain) -> list[_Line]:
                 label, *numbers = map(float, line.split())
             except ValueError:
                 image.lost += 1
-                what = f"{line[:80]!r}: expected five numbers with blanks between: class cx cy w h"
+                what = f"{line[:80]!r}: expected five numbers separated by spaces: class cx cy w h"
                 where = f"{image.where}:{place}"
                 complain(Issue("annotation_line", what, str(image.path), where))
             else:
@@ -265,7 +267,7 @@ _BOX, _OUTLINE, _NOTHING = "box", "outline", ""
 def _read_columns(
     lines: Sequence[_Line], shape: tuple[int, int] | None, source: str, complain: Complain
 ) -> Mapping[int, str]:
-    """_BOX, _OUTLINE or _NOTHING for lines of so many numbers, judged by all of them.
+    """_BOX, _OUTLINE or _NOTHING for each line length, judged by all its lines.
 
     Args: shape: of points, as a data file says it.
     Raises: DataError: the boxes are no fractions of images, or the numbers could be two things.
@@ -291,8 +293,8 @@ def _read_columns(
                 f"{len(table_RN)} lines of {count + 1} numbers could be {what}",
                 code="labels_ambiguous",
                 where=first.where,
-                fix="write `class cx cy w h` alone; for points, add kpt_shape: [POINTS, 2] to the "
-                "data.yaml beside the images",
+                fix="write only `class cx cy w h`; for key points, add kpt_shape: [POINTS, 2] to "
+                "the data.yaml beside the images",
             )
     return found
 
@@ -309,31 +311,31 @@ def _column_form(
     if count == 4:
         return _BOX, ""
     if shape is not None and count == 4 + shape[0] * shape[1]:
-        return _BOX, "points"
+        return _BOX, "key points"
     if count < 4 or not np.isfinite(table_RN).all():
         return (_OUTLINE if count >= _FEWEST_OUTLINE and count % 2 == 0 else _NOTHING), ""
     if count == 5 and _are_scores(further_RN[:, 0]):
         return _BOX, f"a score ({further_RN.min():g} to {further_RN.max():g})"
     if count == 5 and _are_numbers(further_RN[:, 0]):
-        return _BOX, "the number of a track"
+        return _BOX, "a track number"
     far_R = (np.abs(table_RN) > _FAR).any(1)
     is_outline = count >= _FEWEST_OUTLINE and count % 2 == 0 and far_R.mean() <= 0.5
     if is_outline and outlines:
         return _OUTLINE, ""
     tracked = count == 6 and _are_scores(further_RN[:, 0]) and _are_numbers(further_RN[:, 1])
     if tracked and (not is_outline or _inside(table_RN[:, :4]).all()):
-        return _BOX, "score and number of a track"
+        return _BOX, "a score and a track number"
     seen = (count - 4) % 3 == 0 and np.isin(table_RN[:, 6::3], (0, 1, 2)).all()
     if seen and (not is_outline or _surround(table_RN, 3)):
-        return _BOX, "points with their visibility"
+        return _BOX, "key points with visibility"
     if count % 2:
         return _NOTHING, ""
     if not is_outline:
-        return _NOTHING, "neither boxes nor outlines: their numbers go up to " + (
+        return _NOTHING, "neither boxes nor outlines: they have numbers up to " + (
             f"{np.abs(table_RN).max():g}"
         )
     if _surround(table_RN, 2) and not _are_plain_outlines(table_RN):
-        return _NOTHING, "outlines, or boxes with points"
+        return _NOTHING, "outlines or boxes with key points"
     return _OUTLINE, ""
 
 
@@ -397,7 +399,7 @@ def _check_fractions(tables: Sequence[np.ndarray], source: str) -> None:
     far_R = np.isfinite(largest_R) & (largest_R > _FAR)
     if far_R.sum() >= _FEWEST_ALIKE and 2 * far_R.sum() > len(rows_R4):
         raise DataError(
-            f"values up to {largest_R[far_R].max():g}; YOLO wants fractions of the image",
+            f"values up to {largest_R[far_R].max():g}; YOLO labels are fractions of the image",
             code="labels_no_fractions",
             where=source,
             fix="divide cx and w by the width of the image, cy and h by its height",
@@ -405,13 +407,13 @@ def _check_fractions(tables: Sequence[np.ndarray], source: str) -> None:
 
 
 def _check_corners(table_R4: np.ndarray, source: str) -> None:
-    """Raises: DataError: each line reads as two corners, and as centre and sides it does not."""
+    """Raises: DataError: the lines hold two corners, not a centre and sides."""
     corners_R = (table_R4[:, 2:] > table_R4[:, :2]).all(1) & (table_R4 <= 1 + _BORDER).all(1)
     outside = int((~_inside(table_R4)).sum())
     if len(table_R4) >= _FEWEST_ALIKE and corners_R.all() and 2 * outside > len(table_R4):
         raise DataError(
-            f"{len(table_R4)} lines read as class x1 y1 x2 y2; as class cx cy w h {outside} of the "
-            f"boxes leave their images",
+            f"{len(table_R4)} lines fit class x1 y1 x2 y2; read as class cx cy w h, {outside} "
+            f"boxes extend beyond their images",
             code="labels_ambiguous",
             where=source,
             fix="write the centre, width and height of each box as fractions of the image",
@@ -421,15 +423,15 @@ def _check_corners(table_R4: np.ndarray, source: str) -> None:
 def _hint_at_numbers(
     lines: Sequence[_Line], names: Sequence[str], source: str, complain: Complain
 ) -> None:
-    """Where classes seem to count from 1."""
+    """Warns if class numbers seem to start at 1."""
     used = {line.label for line in lines}
     if used and min(used) == 1 and max(used) == len(names):
-        what = f"classes are numbered 1 to {len(names)} here; YOLO counts from 0: subtract 1"
+        what = f"classes are numbered 1 to {len(names)}; YOLO counts from 0: subtract 1"
         complain(Issue("class_unknown", what, where=source))
 
 
 class _Classes:
-    """Numbers of classes, from the lists beside label files to those of the set."""
+    """Maps class numbers from lists beside label files to those of the set."""
 
     def __init__(self, root: Path, names: tuple[str, ...], source: str, complain: Complain) -> None:
         self._root = root
@@ -449,7 +451,7 @@ class _Classes:
             return int(label)
         name = names[int(label)]
         if name not in self._names:
-            what = f"class {label:g} is {name!r} by {where}; expected one of {listed(self._names)}"
+            what = f"class {label:g} is {name!r} in {where}; expected one of {listed(self._names)}"
             raise Malformed(Issue("class_unknown", what, where=line.where))
         return self._names.index(name)
 
@@ -467,7 +469,7 @@ class _Classes:
 
 
 def own_names(root: Path, folders: Sequence[Path]) -> tuple[str, tuple[str, ...]] | None:
-    """The list of classes nearest to some folders, at most as far up as root, and its names."""
+    """The class list nearest to the folders, up to root, and its names."""
     for folder in folders:
         for place in (folder, *folder.parents):
             if place == root or not place.is_relative_to(root):

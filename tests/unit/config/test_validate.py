@@ -42,17 +42,17 @@ MISFITS = {
     "mosaic for a classifier": (
         "yolov5_cls",
         "data.augment.mosaic=1",
-        "data.augment.mosaic: means nothing to a classifier; leave it out",
+        "data.augment.mosaic: has no effect for a classifier; leave it out",
     ),
     "letterbox for a classifier": (
         "yolov5_cls",
         "data.resize=letterbox",
-        "data.resize: means nothing to a classifier; leave it out",
+        "data.resize: has no effect for a classifier; leave it out",
     ),
     "difficulty for a classifier": (
         "yolov5_cls",
         "data.sampling.name=difficulty",
-        "data.sampling.name: difficulty: means nothing to a classifier; leave it out",
+        "data.sampling.name: difficulty: has no effect for a classifier; leave it out",
     ),
     "rectangles of stretched images": (
         "ppyoloe",
@@ -67,17 +67,17 @@ MISFITS = {
     "suppression for a classifier": (
         "yolov5_cls",
         "nms.keep=5",
-        "nms: means nothing to a classifier; leave it out",
+        "nms: has no effect for a classifier; leave it out",
     ),
     "more epochs by an unknown noise scale": (
         "ppyoloe",
         "train.epochs_compensation=auto",
-        "train.epochs_compensation: auto: how many more epochs follows from optimizer.noise_scale",
+        "train.epochs_compensation: auto needs optimizer.noise_scale",
     ),
     "a noise scale for a rate left alone": (
         "ppyoloe",
         "optimizer={reference_batch_size: 8, noise_scale: 500, lr_scaling: none}",
-        "optimizer.noise_scale: means nothing to optimizer.lr_scaling: none",
+        "optimizer.noise_scale: has no effect with optimizer.lr_scaling: none",
     ),
     "a noise scale without a reference": (
         "ppyoloe",
@@ -87,7 +87,7 @@ MISFITS = {
     "scaled betas for momentum": (
         "ppyoloe",
         "optimizer={betas_scaling: auto}",
-        "optimizer.betas_scaling: auto: means nothing to optimizer.name: momentum",
+        "optimizer.betas_scaling: auto: has no effect with optimizer.name: momentum",
     ),
     "scaled betas with the linear rule": (
         "ppyoloe",
@@ -109,7 +109,7 @@ MISFITS = {
     "momentum for AdamW": (
         "ppyoloe",
         "optimizer={name: adamw, nesterov: true}",
-        "optimizer.nesterov: means nothing to optimizer.name: adamw; set it to false",
+        "optimizer.nesterov: has no effect with optimizer.name: adamw; set it to false",
     ),
 }
 

@@ -135,8 +135,8 @@ def test_many_classes_list_only_common_and_rare():
     [
         ([(100, 100)], 100, 300, []),
         ([(101, 5), (230, 10)], 100, 300, ["2 of 2 images", "evaluate.max_detections: 300"]),
-        ([(230, 0)], 300, 300, ["published ones, count 100"]),
-        ([(90, 90)], 100, 150, ["up to 180, and 150 boxes", "nms.keep: 200"]),
+        ([(230, 0)], 300, 300, ["published figures count 100"]),
+        ([(90, 90)], 100, 150, ["up to 180, but only 150 boxes", "nms.keep: 200"]),
         ([(400, 200)], 300, 300, ["evaluate.max_detections: 400", "nms.keep: 600", "published"]),
     ],
 )

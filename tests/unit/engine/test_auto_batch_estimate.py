@@ -177,12 +177,12 @@ def test_a_step_of_several_times_the_memory_is_refused(monkeypatch):
     monkeypatch.setattr(auto_batch, "free_memory", lambda ranks: {HOST: 2 * GIB})
     short, _, warnings = require_memory(lambda: Estimate(4, (64, 64), 1, 1, 1, 1, 3 * GIB))
     assert short.startswith("a step of 4 images takes about")
-    assert warnings[0].endswith("has 2 GiB left; --batch 2 fits, --batch auto finds out (with -c: "
+    assert warnings[0].endswith("has 2 GiB left; use --batch 2 or --batch auto (with -c: "
                                 "train.batch_size_per_card)")  # fmt: skip
     with pytest.raises(ConfigError) as caught:
         require_memory(lambda: Estimate(5000, (64, 64), 1, 1, 1, 1, 20 * GIB))
     assert caught.value.code == "batch_exceeds_memory"
-    assert caught.value.fix.startswith("--batch 256 fits, --batch auto finds out")
+    assert caught.value.fix.startswith("use --batch 256 or --batch auto")
 
 
 def test_an_estimate_that_cannot_be_made_ends_no_run(monkeypatch):

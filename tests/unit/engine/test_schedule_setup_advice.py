@@ -73,7 +73,7 @@ CASES = {
     ),
     "past half the noise scale": (
         PPYOLOE, 32, ["optimizer.noise_scale=500"],
-        "more than half of optimizer.noise_scale 500: the same accuracy takes 1.51 times",
+        "more than half of optimizer.noise_scale 500: the same accuracy needs 1.51 times",
     ),
     "few images for batch norm": (
         PPYOLOE, 16, ["train.sync_bn=false"], "train.sync_bn: false with 8 images per card",
@@ -85,9 +85,9 @@ CASES = {
     ),
     "no reference": (
         PPYOLOE, 32, ["train.batch_size_per_card=4", "optimizer.reference_batch_size=null"],
-        "optimizer.reference_batch_size: null on 32 ranks: the rate stays 0.01 on any number",
+        "optimizer.reference_batch_size: null on 32 ranks: the learning rate stays 0.01",
     ),
-    "a run of few steps": (BCCD, 8, [], "420 optimizer steps in all"),
+    "a run of few steps": (BCCD, 8, [], "420 optimizer steps are too few"),
     "YOLOv5 above its nominal batch": (
         YOLOV5, 16, [], "total batch 128: the learning rate becomes 0.02",
     ),
@@ -114,7 +114,7 @@ def test_unaffected_warm_up_gives_no_warning():
 
 def test_few_steps_are_enough_to_fine_tune():
     found = said(BCCD, 8, "model.pretrained=ppyoloe_plus_s_coco")
-    assert not [line for line in found if "optimizer steps in all" in line]
+    assert not [line for line in found if "optimizer steps are too few" in line]
 
 
 def test_a_classifier_is_not_held_to_what_detectors_lost():

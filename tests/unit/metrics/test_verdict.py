@@ -103,13 +103,13 @@ def test_each_course_has_its_verdict(case):
 
 
 SENTENCES = {
-    "not learned yet: mAP 0.008, mAP50 0.013 after 3 epochs; train longer, or start from weights "
-    "(--weights)": dict(evaluations=run([0.001, 0.002, 0.008])),
+    "not learned yet: mAP 0.008, mAP50 0.013 after 3 epochs; train longer, or start from "
+    "pretrained weights (--weights)": dict(evaluations=run([0.001, 0.002, 0.008])),
     "not learned yet: mAP 0.008, mAP50 0.013 after 1 epoch; train longer": dict(
         evaluations=run([0.008]), fine_tuned=True
     ),
-    "not learned yet: mAP 0.008, mAP50 0.013 after 5 epochs; look at the labels (`ppdist data "
-    "show`), and try another optimizer.lr": dict(evaluations=run([0.008] * 5), fine_tuned=True),
+    "not learned yet: mAP 0.008, mAP50 0.013 after 5 epochs; check the labels (`ppdist data "
+    "show`) and try another optimizer.lr": dict(evaluations=run([0.008] * 5), fine_tuned=True),
     "learned: mAP 0.500, mAP50 0.800 (epoch 1)": dict(evaluations=run([0.5])),
     "still rising: mAP +0.040 in the last quarter; more epochs would help": dict(
         evaluations=run([0.1, 0.5, 0.66, 0.70])
@@ -120,7 +120,7 @@ SENTENCES = {
     "a weak class: king (AP 0.10, 12 objects); the mean is 0.40": dict(
         evaluations=run([0.5]), evaluation=per_class(cat=(0.7, 90), king=(0.1, 12))
     ),
-    "stopped early: no better for long (early_stopping)": dict(
+    "stopped early: no improvement for too long (early_stopping)": dict(
         evaluations=run([0.5, 0.5]), finished="early_stopping"
     ),
 }
@@ -135,7 +135,7 @@ def test_over_fitting_names_its_epoch():
     found = over_fitting([(1 / at, loss) for at, loss in enumerate(RISES, start=1)])
     assert found is not None and found.val_now > 1.2 * found.val_then
     (finding,) = [each for each in verdict(**CASES["over-fits"][0]) if each.code == "over_fitting"]
-    assert finding.text.startswith(f"over-fits from epoch {found.lowest + 1} on: ")
+    assert finding.text.startswith(f"over-fitting from epoch {found.lowest + 1} on: ")
 
 
 def test_verdict_reads_the_files_of_a_run(tmp_path):
@@ -151,4 +151,4 @@ def test_verdict_reads_the_files_of_a_run(tmp_path):
     found = verdict_of(tmp_path, fine_tuned=True)
     codes = ["learned", "still_rising", "weak_classes", "ended_by_hours"]
     assert [finding.code for finding in found] == codes
-    assert found[-1].text == "train.hours was over before the last step; --resume goes on"
+    assert found[-1].text == "train.hours ran out before the last step; --resume continues"

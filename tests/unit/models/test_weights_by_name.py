@@ -159,7 +159,7 @@ def test_weights_are_evaluated_by_name_whatever_the_order(build, tmp_path):
     assert told == "4 of 4 classes kept by name, in another order"
     again = build(4, 3)
     strange = ClassNames(FILE, ("a", "b", "c", "d"))
-    assert "taken in their order" in load_all_weights(again, file, strange)
+    assert "matched by order" in load_all_weights(again, file, strange)
     for key, value in arrays_of(again).items():
         np.testing.assert_array_equal(value, theirs[key])
     assert load_all_weights(again, file, ClassNames(FILE, FILE)) == ""

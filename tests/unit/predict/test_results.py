@@ -85,7 +85,7 @@ def test_where_nothing_is_found_a_line_says_what_to_try(tmp_path: Path) -> None:
     results = Objects(tmp_path, tiny_spec(), Pictures(tmp_path, {}))
     nothing = replace(found_in(IMAGE, "a"), boxes_xyxy=np.zeros((0, 4)), scores=np.zeros(0),
                       class_ids=np.zeros(0, int))  # fmt: skip
-    assert "has the model learned?" in results.hint(0.41)
+    assert "nor at any lower score" in results.hint(0.41)
     for name, score in (("a.jpg", 0.07), ("b.jpg", 0.123), ("c.jpg", 0.01)):
         results.note_highest(Frame(name, None, IMAGE), np.array([[0, score, 0, 0, 1, 1]]))
         results.add(Frame(name, None, IMAGE), nothing)

@@ -78,7 +78,7 @@ def test_check_continues_without_invalid_coco_parts(tmp_path):
     assert sum(len(image.objects) for image in raw.images) == 6
     file = tmp_path / "set.json"
     assert issues[0].text == (
-        f"{file}: category ids are not 1 to 3: used as classes 1 RBC -> 0, 2 WBC -> 1, "
+        f"{file}: category ids are not 1 to 3: mapped to classes 1 RBC -> 0, 2 WBC -> 1, "
         f"90 Platelets -> 2"
     )
     assert issues[-1].text == f"{file}: images[8]: 001.jpg is listed a second time"
@@ -201,8 +201,8 @@ def test_a_set_without_any_object_is_refused(tmp_path):
 
 @pytest.mark.parametrize(
     ("bad", "good", "remedy"),
-    [(1, 2, "check --fix"), (3, 40, "check --fix"), (4, 5, "4 of 9 objects are so"),
-     (4, 0, "all 4 objects are so"), (1, 0, "")],
+    [(1, 2, "check --fix"), (3, 40, "check --fix"), (4, 5, "4 of 9 objects"),
+     (4, 0, "all 4 objects"), (1, 0, "")],
 )  # fmt: skip
 def test_clean_copy_is_the_remedy_of_few_bad_lines_alone(tmp_path, bad, good, remedy):
     config = yolo_set(tmp_path, "")

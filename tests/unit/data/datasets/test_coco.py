@@ -373,8 +373,8 @@ def test_an_object_of_a_class_that_training_has_not_names_both_files(tmp_path):
     assert read_split(alone, "val", 3).class_names == ("red", "WBC", "Platelets")
     config = config.model_copy(update={"train": SplitConfig(annotations="train.json")})
     assert message_of(config, "class_unknown", split="val") == (
-        f"{file}: annotation 1: class 'red' is not among those of {tmp_path / 'train.json'} "
+        f"{file}: annotation 1: class 'red' is not a class of {tmp_path / 'train.json'} "
         f"(RBC, WBC, Platelets)"
     )
     named = coco_config(tmp_path, class_names=NAMES)
-    assert "not among those of data.class_names" in message_of(named, "class_unknown")
+    assert "not a class of data.class_names" in message_of(named, "class_unknown")

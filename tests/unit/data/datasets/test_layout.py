@@ -115,7 +115,7 @@ def test_data_yaml_outside_its_path_has_root_above_all(tmp_path):
         ("val: t\nnames: [cat]", "split_missing", "names no training images"),
         ("train: gone\nnames: [cat]", "split_missing", "gone: does not exist"),
         ("train: [t, t.txt]\nnames: [cat]", "bad_data_yaml", "folders (t) and lists (t.txt)"),
-        ("model: {name: yolov5}", "data_kind_unknown", "a configuration goes behind -c"),
+        ("model: {name: yolov5}", "data_kind_unknown", "to use a configuration, write `-c "),
         ("train: t\nnames: [cat]\ntrain: t", "duplicate_key", "given twice"),
         ("train: gone\nnames: [cat]\ndownload: https://x.org/a.zip", "download_refused",
          'download it yourself: "https://x.org/a.zip"'),
@@ -136,7 +136,7 @@ def test_download_is_not_run_where_images_are(tmp_path):
     assert [what for what, _ in layout.notes] == [
         "names: class_0, class_1, ...",
         "download: not run",
-        "1 image: trains and validates",
+        "1 image: used for training and validation",
     ]
 
 
@@ -301,7 +301,7 @@ def test_yolo_folders_of_other_tools(tmp_path, texts, images):
     layout = find_layout(str(tmp_path))
     assert layout.format == "yolo" and layout.class_names == NAMES
     assert images_of(layout) == images_of(layout, "val") == {images: 1}
-    assert [what for what, _ in layout.notes] == ["1 image: trains and validates"]
+    assert [what for what, _ in layout.notes] == ["1 image: used for training and validation"]
 
 
 def test_darknets_file_says_which_list_validates(tmp_path):
@@ -423,7 +423,7 @@ def test_annotations_of_tools_that_are_not_read_are_named(tmp_path, file, text, 
 def test_images_alone_are_told_with_the_forms_that_are_read(tmp_path):
     touch(tmp_path, "a.jpg", "b.jpg")
     write(tmp_path, "README.roboflow.txt", "Exported by a tool.\n")
-    assert "has 2 images and no labels; expected a data.yaml" in refused(tmp_path, "labels_missing")
+    assert "has 2 images but no labels; expected a data.yaml" in refused(tmp_path, "labels_missing")
 
 
 def test_names_of_folders_that_no_configuration_can_hold(tmp_path):
@@ -456,7 +456,7 @@ def test_several_data_files_are_told(tmp_path):
 
 
 def test_what_is_no_data_set_is_told(tmp_path):
-    assert "is no folder and no data.yaml" in refused(tmp_path / "gone", "data_not_found")
+    assert "is neither a folder nor a data.yaml" in refused(tmp_path / "gone", "data_not_found")
     touch(tmp_path, "set.zip")
     assert "unpack it" in refused(tmp_path / "set.zip", "data_not_found")
     (tmp_path / "set.zip").unlink()

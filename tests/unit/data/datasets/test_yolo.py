@@ -42,10 +42,10 @@ CROSSED = "0.5 0.5 0.25 0.5 0.45 0.4 0.55 0.6 0.55 0.4"
     [
         (["0.5 0.5 0.25 0.5"], [BOX], ""),
         (["0.5 0.5 0.25 0.5 0.31", "0.5 0.5 0.25 0.5 1"], [BOX] * 2, "a score (0.31 to 1)"),
-        (["0.5 0.5 0.25 0.5 4", "0.5 0.5 0.25 0.5 1"], [BOX] * 2, "the number of a track"),
+        (["0.5 0.5 0.25 0.5 4", "0.5 0.5 0.25 0.5 1"], [BOX] * 2, "a track number"),
         (["0.5 0.5 0.25 0.5", "0.5 0.5 0.25 0.5 0.31"], [BOX] * 2, "1 lines of 6 numbers"),
-        (["0.5 0.5 0.25 0.5 0.87 1", "0.5 0.5 0.25 0.5 0.31 12"], [BOX] * 2, "score and number"),
-        (["0.5 0.5 0.25 0.5 0.87 1"], [BOX], "score and number of a track"),
+        (["0.5 0.5 0.25 0.5 0.87 1", "0.5 0.5 0.25 0.5 0.31 12"], [BOX] * 2, "a score and a track"),
+        (["0.5 0.5 0.25 0.5 0.87 1"], [BOX], "a score and a track number"),
         # An outline that ends at the border, and as a box would leave the image.
         (["0.9 0.5 0.8 0.75 0.875 1"], [[51.2, 24, 57.6, 48]], ""),
         (["0.25 0.5 0.5 0.5 0.5 0.75", "0.5 0.5 0.75 1 0.5 0.75"],
@@ -57,7 +57,7 @@ CROSSED = "0.5 0.5 0.25 0.5 0.45 0.4 0.55 0.6 0.55 0.4"
         (["0.5 0.5 0.3 0.4 0.6 1", CROSSED], [[19.2, 19.2, 38.4, 48], [16, 19.2, 35.2, 28.8]], ""),
         # Points with what can be seen of them: 4 + 3 x 2 numbers, odd and even.
         (["0.5 0.5 0.25 0.5 0.45 0.4 2", "0.5 0.5 0.25 0.5 0 0 0"], [BOX] * 2, "points with"),
-        (["0.5 0.5 0.25 0.5 0.45 0.4 2 0.55 0.6 1"], [BOX], "points with their visibility"),
+        (["0.5 0.5 0.25 0.5 0.45 0.4 2 0.55 0.6 1"], [BOX], "key points with visibility"),
     ],
 )  # fmt: skip
 def test_columns_are_read_as_all_lines_have_them(tmp_path, lines, boxes, said):
@@ -76,8 +76,8 @@ def test_columns_are_read_as_all_lines_have_them(tmp_path, lines, boxes, said):
         (["100 100 50 20"] * 3, "labels_no_fractions", "values up to 100"),
         (["100 100 50 20 120 90"] * 3, "labels_no_fractions", "values up to 100"),
         (["0.5 0.5 0.25 0.5"] + ["51 50 24 634"] * 3, "labels_no_fractions", "values up to 634"),
-        (["0.7 0.7 0.9 0.9"] * 3, "labels_ambiguous", "3 lines read as class x1 y1 x2 y2"),
-        ([CROSSED] * 2, "labels_ambiguous", "outlines, or boxes with points"),
+        (["0.7 0.7 0.9 0.9"] * 3, "labels_ambiguous", "3 lines fit class x1 y1 x2 y2"),
+        ([CROSSED] * 2, "labels_ambiguous", "outlines or boxes with key points"),
         (["0.5 0.5 0.25 0.5 -30"] * 3, "annotation_line", "has 6 numbers"),
     ],
 )
@@ -108,7 +108,7 @@ def test_points_that_a_data_file_tells_of_are_no_outlines(tmp_path):
 
 def test_classes_that_seem_to_count_from_one_are_a_hint(tmp_path):
     config = yolo_set(tmp_path, "2 0.5 0.5 0.1 0.1")
-    assert "numbered 1 to 2 here; YOLO counts from 0" in message_of(config, "class_unknown")
+    assert "numbered 1 to 2; YOLO counts from 0" in message_of(config, "class_unknown")
 
 
 @pytest.mark.parametrize("where", ["labels/val", "images/val"])
@@ -127,7 +127,7 @@ def test_lists_of_classes_beside_labels_are_matched_by_name(tmp_path, where):
     assert read_split(config, "val", 2).records[0].labels_M.tolist() == [0, 1]
     (tmp_path / "labels" / "val" / "000.txt").write_text("1 0.5 0.5 0.25 0.5\n")
     said = message_of(config, "class_unknown", split="val")
-    assert f"class 1 is 'bird' by {tmp_path / where}/classes.txt; expected one of cat, dog" in said
+    assert f"class 1 is 'bird' in {tmp_path / where}/classes.txt; expected one of cat, dog" in said
 
 
 def test_label_files_may_have_capitals_and_readmes_are_none(tmp_path):
@@ -140,7 +140,7 @@ def test_label_files_may_have_capitals_and_readmes_are_none(tmp_path):
     assert [len(record.labels_M) for record in dataset.records] == [1, 0] and not dataset.notes
     (labels / "001.txt").unlink()
     (note,) = read_split(config, "train", 2).notes
-    assert note.endswith("2 images, 1 without a label file: background")
+    assert note.endswith("1 of 2 images have no label file: used as background")
 
 
 @pytest.mark.parametrize(
@@ -180,7 +180,7 @@ def test_labels_are_found_from_lists_of_other_tools(tmp_path, line, image):
         ),
         (
             "cat 0 0 1 1",
-            "'cat 0 0 1 1': expected five numbers with blanks between: class cx cy w h",
+            "'cat 0 0 1 1': expected five numbers separated by spaces: class cx cy w h",
         ),
     ],
 )
