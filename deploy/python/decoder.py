@@ -223,7 +223,7 @@ def has_sixteen_bits(content: bytes) -> bool:
 
 
 def is_dark(image_HW3: np.ndarray) -> bool:
-    """Whether the upper 8 of 16 bits are nearly black, so that a quarter of them is used."""
+    """Whether the upper 8 of 16 bits use at most a quarter of their range."""
     return 0 < int(image_HW3.max()) < _DARK
 
 
@@ -234,16 +234,16 @@ def format_of(suffix: str) -> str:
 
 
 def unread_kind(name: str) -> str:
-    """What a kind of images is called that is not read; "": the file is none, or is read."""
+    """Name of an unsupported image format; "": supported, or not an image."""
     suffix = os.path.splitext(name)[1].lower()
     return suffix[1:].upper() if suffix in UNREAD_SUFFIXES else ""
 
 
 def unread_kinds(names: Iterable[str]) -> str:
-    """A line about those of these files that are images of kinds that are not read; "": none."""
+    """A line that counts files in unsupported image formats; "": none."""
     found = Counter(filter(None, map(unread_kind, names)))
     kinds = ", ".join(f"{count} {kind}" for kind, count in found.most_common())
-    return f"left out: {kinds}: not read; make them JPEG or PNG" if found else ""
+    return f"left out: {kinds}: unsupported; convert to JPEG or PNG" if found else ""
 
 
 def bmp_masks(content: bytes) -> tuple[int, int, int] | None:
@@ -487,7 +487,7 @@ class Tiff(NamedTuple):
 
 
 def tiff_of(read: Callable[[int, int], bytes]) -> Tiff | None:
-    """What a TIFF says of itself; None: it is none, or cut short.
+    """The header of a TIFF; None: not a TIFF, or truncated.
 
     Args: read: bytes of the file from a place on, so many or fewer.
     """
@@ -531,13 +531,13 @@ def _tiff_damage(content: bytes) -> Damage | None:
 
 
 def unread_pixels(tiff: Tiff) -> str:
-    """What no 8 bits of RGB can be made of without a choice, and the way out; "": they can."""
+    """Why pixels have no obvious 8-bit RGB, and what to do; "": they have."""
     if tiff.numbers in _TIFF_NUMBERS or tiff.bits > 16:
-        kind = f"{tiff.bits}-bit {_TIFF_NUMBERS.get(tiff.numbers, 'whole')} numbers"
-        return f"{kind}: choose which become black and white, and write 8 or 16 bits without sign"
+        kind = f"{tiff.bits}-bit {_TIFF_NUMBERS.get(tiff.numbers, 'integer')} numbers"
+        return f"{kind}: choose the black and white values, then save as unsigned 8 or 16 bits"
     own = _TIFF_SAMPLES.get(tiff.colours)
     if tiff.colours in _TIFF_COLOURS:
         return f"{_TIFF_COLOURS[tiff.colours]} colours: convert it to RGB"
     if own is not None and not own <= tiff.samples <= own + 1:
-        return f"{tiff.samples} channels: choose one or three of them, and write these"
+        return f"{tiff.samples} channels: save one or three of them"
     return ""

@@ -482,25 +482,25 @@ def read_spec(directory: Path) -> dict[str, Any]:
 
 
 def default_threshold(spec: dict[str, Any]) -> tuple[float, str]:
-    """The lowest score of a box that is shown where nobody asks for another, and whence it is.
+    """The default confidence threshold, and where it comes from.
 
     Args: spec: the content of infer.yml.
     """
     best = spec.get("best_f1_threshold")
     if best is None:
-        return USUAL_THRESHOLD, "the usual one: no evaluation says which is best"
+        return USUAL_THRESHOLD, "the usual default: no evaluation has determined a better one"
     return best, "of the best F1 in the last evaluation"
 
 
 def lost_below(spec: dict[str, Any], threshold: float) -> str:
-    """What to warn of where boxes are asked for that the model itself leaves out; "": nothing."""
+    """A warning if the model itself drops boxes above the threshold; "": none."""
     least = spec["nms"]["score_threshold"] if spec.get("nms") else 0.0
     if threshold >= least:
         return ""
     return (
-        f"threshold {threshold:g}: boxes that score {least:g} or less are left out before, by "
-        f"nms.score_threshold; -o nms.score_threshold={threshold:g} keeps them (of an export: when "
-        "it is made)"
+        f"threshold {threshold:g}: the model itself drops boxes that score {least:g} or less "
+        f"(nms.score_threshold); to keep them, use -o nms.score_threshold={threshold:g} (for an "
+        "export: when you export)"
     )
 
 

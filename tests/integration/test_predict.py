@@ -116,7 +116,7 @@ def test_weights_as_a_model_are_told_from_an_export(
     monkeypatch.setattr(
         sys, "argv", ["predict", "--model", what, "--source", "one", "--out", str(tmp_path / "o")]
     )
-    with pytest.raises(ConfigError, match=f"write -w {what}") as error:
+    with pytest.raises(ConfigError, match=f"use -w {what}") as error:
         predict.main()
     assert error.value.code == "weights_not_export"
 
