@@ -72,9 +72,9 @@ def main() -> None:
 
 _MODELS = Path(ppdist.__file__).parent / "models"  # read without Paddle
 _LISTING = """\
-Recipes: `ppdist train DATA --model NAME`, or `-c NAME`.  AP: of the published
-weights that fit (`--weights`), on COCO val2017.  ms: ours, an image of 640
-pixels on {cores} CPU cores in ONNX Runtime.
+Recipes: `ppdist train DATA --model NAME`, or `-c NAME`.  AP: published figure
+of the matching `--weights` on COCO val2017.  ms: our measurement per image of
+640 pixels on {cores} CPU cores in ONNX Runtime.
 
 {table}
 Other sets and examples: `-c NAME`; to edit one, `ppdist config copy NAME`.
@@ -375,10 +375,10 @@ from ppdist import Detector, evaluate, train
 run = train("pets/data.yaml", model="yolov5n", weights="yolov5n_coco", epochs=50)
 run.history()                                     # [{"epoch": 1, "loss": ..., "mAP": ...}, ...]
 evaluate(run)                                     # {"mAP": ..., "mAP50": ..., ...}
-train(resume=run, epochs="+20")                   # an ended run goes on
-train("my.yml", {"optimizer.lr": 0.001})          # a configuration, with other values
+train(resume=run, epochs="+20")                   # extend a finished run
+train("my.yml", {"optimizer.lr": 0.001})          # a configuration with overrides
 
-detector = Detector(run)                          # a run, weights, a published name, an export
+detector = Detector(run)                          # a run, weights, a published name or an export
 found = detector("bus.jpg", classes=["person", "bus"], threshold=0.4, iou=0.6)
 print(found)                                      # 4 person, 1 bus
 found.save("bus_boxes.jpg"), found.to_json()
@@ -390,16 +390,16 @@ better = detector.train(data="more/data.yaml", epochs=20)   # a new detector, wi
 better.export("exported", formats=["paddle", "onnx"])
 ```
 
-**What is stable**: the names below, their arguments and what is said of them here, and the keys of
-configurations ([config.md](config.md)). They change only with a new first number of the version,
-after a warning in the version before; new arguments are by keyword. Everything else in `ppdist.`
-may move at any time. The package is typed (`py.typed`).
+**Stable interface**: the names below, their arguments and documented behaviour, and the keys of
+configurations ([config.md](config.md)). They change only with a new major version, after a warning
+in the version before; new arguments are keyword-only. Everything else in `ppdist.` may change at
+any time. The package is typed (`py.typed`).
 
-Images are RGB: what OpenCV reads is BGR, so hand it over as `image[:, :, ::-1]`. Boxes are
-`left, top, right, bottom` in pixels of the image. Errors that you can put right are `ValueError`s
-with a `code` ([errors.md](errors.md)). Training and evaluation use one process; on several cards,
-start a program that calls `train` with `fleetrun` ([distributed.md](distributed.md)). A dictionary
-`data={...}` is the `data` section of a configuration. Several threads may call one `Detector`: each
+Images are RGB. OpenCV reads BGR, so pass `image[:, :, ::-1]`. Boxes are
+`left, top, right, bottom` in pixels of the image. Errors that you can fix are `ValueError`s
+with a `code` ([errors.md](errors.md)). Training and evaluation use one process; for several cards,
+use `fleetrun` to start a program that calls `train` ([distributed.md](distributed.md)). A dictionary
+`data={...}` is the `data` section of a configuration. Several threads may call one `Detector`; each
 gets its own boxes.
 """
 
