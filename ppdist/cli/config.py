@@ -398,9 +398,9 @@ any time. The package is typed (`py.typed`).
 Images are RGB. OpenCV reads BGR, so pass `image[:, :, ::-1]`. Boxes are
 `left, top, right, bottom` in pixels of the image. Errors that you can fix are `ValueError`s
 with a `code` ([errors.md](errors.md)). Training and evaluation use one process; for several cards,
-use `fleetrun` to start a program that calls `train` ([distributed.md](distributed.md)). A dictionary
-`data={...}` is the `data` section of a configuration. Several threads may call one `Detector`; each
-gets its own boxes.
+use `fleetrun` to start a program that calls `train` ([distributed.md](distributed.md)). A
+dictionary `data={...}` is the `data` section of a configuration. Several threads may call one
+`Detector`; each gets its own boxes.
 """
 
 
