@@ -135,7 +135,9 @@ class Parser(argparse.ArgumentParser):
         told = {each for word in words.split() for each in (word, word.partition("=")[0])}
         self._answer(told if unrecognized else options - ours)
         wrong = [word for word in words.split() if word[:2] == "--"]
-        near = difflib.get_close_matches(wrong[0].partition("=")[0], ours, 1) if wrong else []
+        meant = {word.lstrip("-"): word for word in ours if word[:2] == "--"}
+        asked = wrong[0].partition("=")[0].lstrip("-") if wrong else ""
+        near = [meant[each] for each in difflib.get_close_matches(asked, meant, 1, 0.5)]
         message += f"; did you mean {near[0]}?" if near else ""
         shown = [line for line in (self.description or "").splitlines() if self._is_example(line)]
         if not shown:

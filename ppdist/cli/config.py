@@ -91,8 +91,9 @@ def listing() -> str:
     short = {name: each for each, name in short_names().items()}
     for name, path in recipes().items():
         if name not in short:
-            about = textwrap.shorten(_about(path), 98, placeholder=" ...")
-            first, *rest = textwrap.wrap(about, 49)
+            first, *rest = textwrap.wrap(
+                _about(path), 49, max_lines=2, placeholder=" ...", break_on_hyphens=False
+            )
             others.append(
                 "".join(
                     f"{word:31}{line}\n"

@@ -181,7 +181,9 @@ def tell(report: "ExportReport") -> None:
         print(line)
     if spec.earlier:
         print(f"{', '.join(spec.earlier)}: left as an earlier export wrote it")
-    print(f"{report.directory}: {report.megabytes:.1f} MB, {report.seconds:.0f} s; read infer.yml")
+    print(f"{report.directory}: {report.megabytes:.1f} MB, {report.seconds:.0f} s")
+    use = f"ppdist predict --model {report.directory} --source images/ --out predictions"
+    print(f"to use it: {use}")
 
 
 def show_graph(weights: Path, report: "ExportReport") -> None:

@@ -212,8 +212,10 @@ def _dry_run(
     if recipe:
         table(["decided", "value", "why"], recipe.rows)
         again = write_recipe(recipe, output_dir, {*output_dir.glob(ASIDE)}, evaluate)
+    failed = verdict(config, looked_at(config, fast=True))
+    if recipe:
         print(f"wrote {output_dir / FILE}; to train: {again}")
-    return verdict(config, looked_at(config, fast=True))
+    return failed
 
 
 def import_engine() -> None:

@@ -346,7 +346,7 @@ def _unused(raw: RawSet) -> Iterator[Issue]:
 
 
 def _unlisted(config: DataConfig, splits: Mapping[str, ValidatedSplit]) -> dict[str, list[Issue]]:
-    """Images in the folders of the splits that neither lists."""
+    """Images in the folders of the splits that none lists, the test split neither."""
     real = cache(os.path.realpath)  # of a folder, which links may give several names
 
     def place(path: str) -> str:
@@ -354,6 +354,10 @@ def _unlisted(config: DataConfig, splits: Mapping[str, ValidatedSplit]) -> dict[
         return os.path.join(real(folder), name)
 
     listed = {place(path) for validated in splits.values() for path, _ in validated.images}
+    if config.test is not None:
+        with suppress(DataError):  # it is read where it is evaluated, and told there
+            test = read_raw(config, "test", lambda issue: None)
+            listed.update(place(str(image.path)) for image in test.images)
     folders = {"train": config.train.image_folders, "val": config.val.image_folders}
     found: dict[str, list[Issue]] = {"train": [], "val": []}
     for split, name in ((split, name) for split, names in folders.items() for name in names):

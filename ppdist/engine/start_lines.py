@@ -16,14 +16,14 @@ _NAMES = 3  # classes that are named
 
 
 def data_line(config: ExperimentConfig, train: DetectionSet, val: DetectionSet | None) -> str:
-    """`bccd: 205 images to train, 87 to validate; 3 classes: RBC, WBC, Platelets`"""
+    """`bccd: train 205 images, val 87; 3 classes: RBC, WBC, Platelets`"""
     names = train.class_names
     more = ", ..." if len(names) > _NAMES else ""
-    validate = "no validation" if val is None else f"{len(val.records)} to validate"
+    validate = "no validation" if val is None else f"val {len(val.records)}"
     name = str(config.data.root).rstrip("/").rpartition("/")[2]
     return (
-        f"{name}: {counted(len(train.records), 'image')} to train, {validate}; {len(names)} "
-        f"class{'es' * (len(names) != 1)}: {', '.join(names[:_NAMES])}{more}"
+        f"{name}: train {counted(len(train.records), 'image')}, {validate}; "
+        f"{counted(len(names), 'class', 'es')}: {', '.join(names[:_NAMES])}{more}"
     )
 
 

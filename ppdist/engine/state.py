@@ -801,8 +801,9 @@ def log_start(start: Start, derived: ScheduleSetup, log: RunLog) -> None:
         log.info(note)
     if start.snapshot.step >= derived.total_steps:
         log.info(
-            f"nothing is left to train: this run ends after step {derived.total_steps} "
-            f"(train.max_steps, train.epochs)"
+            f"nothing is left to train: this run ends after step {derived.total_steps}; "
+            "`ppdist train --resume RUN --epochs +10` makes it longer (with -c: train.epochs, "
+            "train.max_steps)"
         )
 
 

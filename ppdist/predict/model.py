@@ -306,7 +306,8 @@ def _class_id(asked: str | int, spec: InferenceSpec) -> int:
         return names.index(str(asked))
     if str(asked).isdecimal() and int(asked) < len(names):
         return int(asked)
-    near = difflib.get_close_matches(str(asked), names, 1)
+    lower = {name.lower(): name for name in names}
+    near = [lower[each] for each in difflib.get_close_matches(f"{asked}".lower(), lower, 1)]
     some = ", ".join(names[:_FEW_NAMES]) + (", ..." if len(names) > _FEW_NAMES else "")
     raise ConfigError(
         f"the model has no class {asked!r}",

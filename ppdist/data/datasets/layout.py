@@ -13,6 +13,7 @@ import shlex
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from difflib import get_close_matches
 from pathlib import Path
 from typing import Any, Literal
 
@@ -130,9 +131,12 @@ def _found(path: Path, source: str) -> Layout:
         own = layout.root == Path(os.path.abspath(path)).parent
         return replace(layout, notes=(*layout.notes, *_unused(layout))) if own else layout
     if not path.is_dir():
+        beside = [each.name for each in path.parent.glob("*")] if not path.exists() else []
+        near = get_close_matches(path.name, beside, 1)
         what = f"is neither a folder nor a data.yaml (looked in {Path.cwd()})"
         packed = path.is_file() and path.suffix.lower() in _ARCHIVES
         fix = "unpack it, then give the folder" if packed else _KINDS
+        fix = f"did you mean {path.with_name(near[0])}?" if near else fix
         raise DataError(what, code="data_not_found", where=source, fix=fix)
     for folder in _nested(path):
         files = [each for each in sorted(folder.glob("*.y*ml")) if _holds_data(each)]

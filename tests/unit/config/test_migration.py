@@ -145,7 +145,9 @@ def test_every_command_answers_words_of_other_trainers(words, said, monkeypatch)
     assert caught.value.code == "foreign_option" and said in str(caught.value)
 
 
-@pytest.mark.parametrize("words", ["train d.yaml --epoch 3", "predict --threshold 0.1 --conf-thre"])
+@pytest.mark.parametrize(
+    "words", ["train d.yaml --epoch 3", "train d --lr 1", "predict --threshold 0.1 --conf-thre"]
+)
 def test_a_word_of_nobody_is_argparse_s(words, monkeypatch, capsys):
     monkeypatch.setattr(sys, "argv", [f"ppdist {words.split()[0]}", *words.split()[1:]])
     with pytest.raises(SystemExit) as ended:
@@ -153,6 +155,7 @@ def test_a_word_of_nobody_is_argparse_s(words, monkeypatch, capsys):
     told = capsys.readouterr().err
     assert ended.value.code == 2 and f"\n  ppdist {words.split()[0]} " in told
     assert ("did you mean --epochs?" in told) is ("--epoch" in words)
+    assert "--lr" not in words or "did you mean" not in told
 
 
 def test_a_switch_of_a_card_becomes_a_device(tmp_path):

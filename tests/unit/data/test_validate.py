@@ -6,6 +6,7 @@ import os
 import pytest
 
 from ppdist.common.errors import DataError
+from ppdist.config.data import SplitConfig
 from ppdist.data.datasets import annotations
 from ppdist.data.datasets.annotations import KINDS
 from ppdist.data.validate import clean_copy, validate
@@ -100,6 +101,19 @@ def test_split_without_any_object_is_an_error(tmp_path):
 def test_a_clean_set_has_no_finding(tmp_path):
     report = validate(write_clean_coco(tmp_path), decode=True, workers=2)
     assert report.rows() == [] and report.errors == 0
+
+
+def test_images_of_the_test_split_are_listed(tmp_path):
+    settings = write_clean_coco(tmp_path)
+    val = json.loads((tmp_path / "val.json").read_text())
+    write_picture(tmp_path / "images" / "3.jpg", 3)
+    val["images"][0]["file_name"] = "3.jpg"
+    (tmp_path / "test.json").write_text(json.dumps(val), encoding="utf-8")
+    assert [row.name for row in validate(settings, decode=False, workers=1).rows()] == [
+        "image_unlisted"
+    ]
+    tested = settings.model_copy(update={"test": SplitConfig(annotations="test.json")})
+    assert validate(tested, decode=False, workers=1).rows() == []
 
 
 def test_a_report_survives_json_with_every_finding(tmp_path):

@@ -48,7 +48,8 @@ def test_classes_are_names_or_numbers(classes, labels) -> None:
 
 
 @pytest.mark.parametrize(
-    ("classes", "fix"), [("gren", "did you mean green?"), (3, "it has classes 0 to 2")]
+    ("classes", "fix"),
+    [("gren", "did you mean green?"), ("GREEN", "did you mean green?"), (3, "it has classes 0")],
 )
 def test_other_classes_are_refused(classes, fix) -> None:
     with pytest.raises(ConfigError, match=fix) as error:

@@ -455,6 +455,12 @@ def test_several_data_files_are_told(tmp_path):
     assert "several data files: a.yaml, b.yml" in said and f"{tmp_path / 'a.yaml'}, say" in said
 
 
+def test_name_beside_a_wrong_one_is_told(tmp_path):
+    touch(tmp_path, "pets/data.yaml")
+    assert f"did you mean {tmp_path}/pets?" in refused(tmp_path / "pest", "data_not_found")
+    assert "data.yaml?" in refused(tmp_path / "pets" / "data.yml", "data_not_found")
+
+
 def test_what_is_no_data_set_is_told(tmp_path):
     assert "is neither a folder nor a data.yaml" in refused(tmp_path / "gone", "data_not_found")
     touch(tmp_path, "set.zip")
