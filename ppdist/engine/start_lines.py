@@ -51,7 +51,7 @@ def train_line(derived: ScheduleSetup) -> str:
     epochs = derived.total_steps / derived.steps_per_epoch
     return (
         f"{counted(round(epochs, 2), 'epoch')} of {counted(derived.steps_per_epoch, 'step')}, "
-        f"{counted(derived.total_batch, 'image')} a step; {derived.optimizer.name}, "
+        f"{counted(derived.step_images, 'image')} a step; {derived.optimizer.name}, "
         f"learning rate {derived.scaled.lr:.3g}"
     )
 
