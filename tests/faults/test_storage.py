@@ -68,5 +68,6 @@ def test_check_longer_than_the_timeout_ends_no_job(
     ) as job:  # fmt: skip
         assert job.wait() == 0, job.text
     assert "data check: what has changed: " in job.text, job.text
-    (line,) = [each for each in job.text.splitlines() if "headers of 120 images in" in each]
+    log = (job.output_dir / "train.log").read_text(encoding="utf-8")
+    (line,) = [each for each in log.splitlines() if "headers of 120 images in" in each]
     record_property("figure", f"a check of {line.rpartition(' in ')[2]}, a timeout of 10 s")

@@ -790,7 +790,7 @@ def is_there(path: str | os.PathLike[str]) -> bool:
 def _names_in(folder: str) -> frozenset[str]:
     try:
         return frozenset(os.listdir(folder))
-    except OSError:  # who reads from it says what is wrong
+    except (OSError, ValueError):  # NUL in a name, too; who reads from it says what is wrong
         return frozenset()
 
 
