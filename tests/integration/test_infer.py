@@ -145,7 +145,7 @@ def call_infer(monkeypatch: pytest.MonkeyPatch, *arguments: object) -> None:
         (["--source", "a.jpg", "--out", "o", "--model", "m", "-w", "x"], ConfigError, "leave out"),
         (["--source", "a.jpg", "--out", "o", "--model", "empty"], UserError, "no infer.yml here"),
         (["--source", "a.jpg", "--out", "o", "--model", "absent"], UserError, "no such file or"),
-        (["--source", "a.jpg", "--out", "o", "--model", "a.pdparams"], UserError, "write -w a.pd"),
+        (["--source", "a.jpg", "--out", "o", "--model", "a.pdparams"], UserError, "use -w a.pd"),
         (["--source", "a.jpg", "--out", "o", "--model", "yolov5n_coco"], UserError, "-w yolov5n_"),
         (["--source", "a.jpg", "--out", "o", "-c", "c", "-w", "x", "--threads", "2"], ConfigError,
          "--threads is for --model"),

@@ -166,7 +166,7 @@ def test_a_run_that_fails_on_data_leaves_its_recipe(project, tmp_path, monkeypat
     ("data", "more", "names", "said"),
     [
         ("yaml", [], ("cat", "dog"), ""),
-        ("alone", [], ("dog", "cat"), "has no validation split: 20% of its images validate"),
+        ("alone", [], ("dog", "cat"), "has no validation split: evaluating on 20% of its images"),
         ("alone", ["data.val_fraction=null"], ("dog", "cat"), ""),
     ],
 )

@@ -77,7 +77,7 @@ def test_damage_amid_a_jpeg_is_found_by_decoding_alone(tmp_path):
     (found,) = check_images([ImageFile(str(file), None)], decode=False, workers=1)
     assert found.problem is None
     (found,) = check_images([ImageFile(str(file), None)], decode=True, workers=1)
-    assert found.problem.code == "image_unreadable" and "made up" in found.problem.text
+    assert found.problem.code == "image_unreadable" and "filled in" in found.problem.text
 
 
 def test_a_large_file_is_judged_by_its_head_and_end(tmp_path):

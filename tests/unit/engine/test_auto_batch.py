@@ -130,7 +130,7 @@ def test_batch_above_the_set_is_the_set(tmp_path):
     config = tiny_config(tmp_path, ("train.batch_size_per_card=500", "train.accumulate_steps=2"))
     settled, said = auto_batch.settle_batch(config, [], 41, None)
     assert settled.train.batch_size_per_card == 21
-    assert said == ["train.batch_size_per_card: 21, not 500: there are 41 images"]
+    assert said == ["train.batch_size_per_card: 21, not 500: the set has 41 images"]
     assert auto_batch.settle_batch(settled, [], 41, None) == (settled, [])
 
 

@@ -100,7 +100,7 @@ def test_batch_is_per_card_and_never_above_the_set():
     assert fitted(images=20, world=32).config.train.batch_size_per_card == 1
     clamped = fitted(batch=5000, world=3)
     assert clamped.config.train.batch_size_per_card == 67
-    told = ("67", "per card, --batch has 5000: there are 200 images on 3 ranks")
+    told = ("67", "per card; --batch would be 5000, but the set has 200 images on 3 ranks")
     assert ("train.batch_size_per_card", *told) in clamped.rows
 
 

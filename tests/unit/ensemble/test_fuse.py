@@ -266,7 +266,7 @@ def test_detections_of_another_set_are_refused(tmp_path: Path) -> None:
         rows_of(read_saved(tmp_path / "a.json"), five_images())
     assert error.value.code == "detections_of_other_images"
     assert str(error.value) == (
-        f"{tmp_path}/a.json: detection 0: image 55 is not in test; give detections of this set "
+        f"{tmp_path}/a.json: detection 0: image 55 is not in test; use detections of this set "
         f"(1 are not)"
     )
     (tmp_path / "a.json").write_text(json.dumps([{**entry, "image_id": 100, "category_id": 9}]))

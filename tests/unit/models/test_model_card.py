@@ -263,5 +263,5 @@ def test_published_weights_of_another_detector_are_refused(model, name) -> None:
 
 
 def test_refused_weights_come_with_those_that_fit() -> None:
-    with pytest.raises(WeightsError, match="take weights that fit: yolov5n_coco; or the model pp"):
+    with pytest.raises(WeightsError, match=r"weights that fit \(yolov5n_coco\), or the model pp"):
         require_fit(YOLOv5Config(size="n"), "ppyoloe_plus_s_coco")
