@@ -193,6 +193,15 @@ def replace_file(path: Path, content: bytes, *, sync: bool = False) -> None:
     draft.replace(path)
 
 
+def sync_path(path: Path) -> None:
+    """Puts a file, or the names in a folder, on the disk itself.  Raises: OSError."""
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
 def write_json(path: Path, content: object, indent: int | None = None) -> None:
     """Writes what JSON can hold, UTF-8; the file appears whole or not at all.
 

@@ -33,7 +33,7 @@ from rich.progress import BarColumn, Progress, TaskID, TextColumn
 from rich.table import Table
 
 from ppdist.common.errors import ConfigError
-from ppdist.common.files import replace_file
+from ppdist.common.files import replace_file, sync_path
 from ppdist.common.process import BARE, DETAIL, NOTE, log_line, printable, say
 from ppdist.common.trackers import TrackedRun, TrackerProcess, require_tracker
 from ppdist.common.writers import (
@@ -222,6 +222,23 @@ class RunLog:
         except OSError as error:
             self.warn_once("metrics.jsonl", error)
         self.writers.metrics(record)
+
+    def sync(self, seconds: float = 30.0) -> bool:
+        """Waits until the records so far are on the disk itself, for a checkpoint that follows.
+
+        May be called from any thread.
+        Args: seconds: the longest wait.
+        Returns: False: the disk refused, or did not take them in time.
+        """
+        if not self._main:
+            return True
+        try:
+            sync_path(self._metrics_path)
+            sync_path(self._output_dir)  # where the name of a new file stands
+        except OSError as error:
+            self.warn_once("metrics.jsonl", error)
+            return False
+        return True
 
     def rollback(self, step: int) -> None:
         """Drops lines of metrics.jsonl and points after a step, because they are made again."""

@@ -4,6 +4,7 @@ import contextlib
 import io
 import json
 import logging
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -90,6 +91,19 @@ def test_a_new_run_begins_its_files_anew(tmp_path):
             log.metrics({"step": 10, "loss": loss})
     assert [r["loss"] for r in read_metrics(tmp_path / "metrics.jsonl")] == [2.0]
     assert visualdl_points(tmp_path)["train/loss"] == [(10, 2.0)]
+
+
+def test_sync_puts_records_and_their_folder_on_disk(tmp_path, monkeypatch):
+    synced = []
+    monkeypatch.setattr(
+        "os.fsync", lambda handle: synced.append(os.readlink(f"/proc/self/fd/{handle}"))
+    )
+    with open_log(tmp_path, visualdl=False) as log:
+        log.metrics({"step": 1, "loss": 1.0})
+        assert log.sync(5.0)
+        assert {str(tmp_path), str(tmp_path / "metrics.jsonl")} <= set(synced)
+        (tmp_path / "metrics.jsonl").unlink()
+        assert not log.sync(5.0)
 
 
 def test_non_finite_number_is_null_without_point(tmp_path):
