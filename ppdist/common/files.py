@@ -317,10 +317,9 @@ _LOCK_TIMEOUT_SECONDS = 5.0  # a run that was killed just now takes a moment to 
 _held: dict[Path, FileLock] = {}  # by folder, for the life of this process
 
 
-def hold(output_dir: Path, key: str = "output_dir") -> list[str]:
+def hold(output_dir: Path) -> list[str]:
     """Takes `output_dir` for this process until it ends, however it ends; rank 0 alone calls it.
 
-    Args: key: of the configuration, that names the folder.
     Returns: a warning where the file system has no locks, else nothing.
     Raises: ConfigError: another process holds it, or nothing can be written there.
     """
@@ -332,7 +331,7 @@ def hold(output_dir: Path, key: str = "output_dir") -> list[str]:
         lock.open()
     except OSError as error:
         raise ConfigError(
-            f"cannot write to {output_dir}: {error}", code="folder_unwritable", where=key
+            f"cannot write to {output_dir}: {error}", code="folder_unwritable", where="output_dir"
         ) from error
     deadline = time.monotonic() + _LOCK_TIMEOUT_SECONDS
     try:
@@ -343,17 +342,15 @@ def hold(output_dir: Path, key: str = "output_dir") -> list[str]:
                 raise ConfigError(
                     f"{output_dir}: another training writes there ({holder})",
                     code="output_dir_in_use",
-                    where=key,
-                    fix=(
-                        f"wait for it or stop it, or give this one a folder of its own: -o "
-                        f"{key}=..."
-                    ),
+                    where="output_dir",
+                    fix="wait for it or stop it, or give this one a folder of its own: "
+                    "-o output_dir=...",
                 )
             time.sleep(0.1)
     except OSError as error:
         lock.close()
         return [
-            f"{key}: {output_dir} is on a file system without locks "
+            f"output_dir: {output_dir} is on a file system without locks "
             f"({error.strerror}): nothing keeps a second training from writing there"
         ]
     _held[folder] = lock

@@ -9,7 +9,6 @@ from ppdist.config.base import Section
 # What the hosts of one run may each set as they like: where things lie, not what is computed.
 HOSTS_OWN_KEYS = (
     "output_dir",  # only rank 0 writes
-    "checkpoint.fallback_dir",
     "data.root",  # the data themselves are compared: ppdist.engine.data
     "data.cache_dir",
     "data.workers",

@@ -14,6 +14,7 @@ from ppdist.config.distill import DistillConfig
 from ppdist.config.distributed import DistributedConfig
 from ppdist.config.evaluate import COCO_DETECTIONS, EvaluateConfig, NMSConfig
 from ppdist.config.loss import LossConfig, PPYOLOELossConfig
+from ppdist.config.migration import without_removed_keys
 from ppdist.config.model import ModelConfig
 from ppdist.config.optimizer import OptimizerConfig, ScheduleConfig
 from ppdist.config.output import CheckpointConfig, LogConfig
@@ -87,7 +88,7 @@ class ExperimentConfig(Section):
         `loss.name` is the model's, a tracker may be its name alone, and `data.val_fraction` says
         what `data.val` is.
         """
-        tree = _named_trackers(tree)
+        tree = _named_trackers(without_removed_keys(tree))
         model, data = tree.child("model"), tree.child("data")
         name = model.child("name") if model is not None else None
         if name is not None and name.value in names_of("detector"):

@@ -1,4 +1,4 @@
-"""Options of PaddleDetection and ultralytics, and what to write instead.
+"""Keys and options of other trainers and earlier versions, and their replacements.
 
 a key of a file or of -o      TrainReader.batch_size=8          -> train.batch_size_per_card=8
 a word of a command           train --img 640, train imgsz=640  -> --image-size 640
@@ -7,6 +7,7 @@ a whole file behind -c        data.yaml, a PaddleDetection config, a model's YAM
 """
 
 from collections.abc import Container, Mapping, Sequence
+from dataclasses import replace
 from pathlib import PurePath
 from typing import NamedTuple
 
@@ -14,7 +15,7 @@ from ppdist.common.errors import ConfigError
 from ppdist.config.shipped import find_config
 from ppdist.config.yaml import BASE_KEY, Node
 
-PADDLE, ULTRA = "PaddleDetection", "ultralytics"
+PADDLE, ULTRA, EARLIER = "PaddleDetection", "ultralytics", "earlier versions of ppdist"
 
 
 class Equivalent(NamedTuple):
@@ -146,6 +147,10 @@ KEYS: dict[str, Equivalent] = {
     "conf": Equivalent(ULTRA, "nms.score_threshold"),
     "iou": Equivalent(ULTRA, "nms.iou_threshold"),
     "max_det": Equivalent(ULTRA, "nms.keep"),
+    # Ours once.
+    "checkpoint.fallback_dir": Equivalent(
+        EARLIER, "", "leave it out, and put output_dir on a disk with room for checkpoint.keep + 2"
+    ),
 }
 # What is typed behind a command, `name=value` or `--name value`, by its name with underscores.
 _CARDS = "write `fleetrun --selected_gpus {} ppdist train ...`"
@@ -295,6 +300,23 @@ def answer_key(path: Sequence[str | int], node: Node) -> str:
     plain = "" if isinstance(value.value, dict | list) else value.text
     told = equivalent.in_config(plain, ": " if node.place.line else "=")
     return f"{key} is a key of {equivalent.owner}; {told}"
+
+
+def without_removed_keys(tree: Node) -> Node:
+    """The tree without keys that are gone where they are null, as our config.yml has all keys."""
+    for path in (name.split(".") for name, each in KEYS.items() if each.owner == EARLIER):
+        tree = _without_null(tree, path)
+    return tree
+
+
+def _without_null(tree: Node, path: Sequence[str]) -> Node:
+    child = tree.child(path[0])
+    if child is None or not isinstance(tree.value, dict):
+        return tree
+    others = {key: each for key, each in tree.value.items() if key != path[0]}
+    if len(path) == 1:
+        return replace(tree, value=others) if child.value is None else tree
+    return replace(tree, value={**tree.value, path[0]: _without_null(child, path[1:])})
 
 
 def refuse_options(command: str, words: Sequence[str], unknown: Container[str]) -> None:

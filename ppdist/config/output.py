@@ -19,12 +19,6 @@ class CheckpointConfig(Section):
     keep: int = Field(
         default=3, gt=0, description="How many of the newest stay; best and last always do."
     )
-    fallback_dir: str | None = Field(
-        default=None,
-        description="Where a checkpoint goes that the disk of output_dir has no room for, even "
-        "once older ones are deleted: a folder on another disk, in which each output_dir gets one "
-        "of its own. --resume and restarts look in both. null: nowhere.",
-    )
 
 
 class TrackerConfig(Section):

@@ -156,7 +156,7 @@ def build_training(
         size = complexity(model, config.model.image_size)
         memory, full, short_of = require_memory(lambda: _estimate(config, derived, model))
         said.append(full)
-        noticed += comm.run_on_main(lambda: _hold(output_dir, start.folders[1:]))
+        noticed += comm.run_on_main(lambda: files.hold(output_dir))
         claim_folder(output_dir, start, run)
         comm.run_on_main(lambda: describe_run(output_dir, dump_yaml(config), command))
     log = comm.run_on_all_ranks(lambda: _open_log(config, output_dir, derived, start.step, early))
@@ -193,14 +193,6 @@ def build_training(
         undo.pop_all()
     sets = {"train": train_set} | ({} if val_set is None else {"val": val_set})
     return Experiment(trainer=trainer, log=log, output_dir=output_dir, sets=sets)
-
-
-def _hold(output_dir: Path, others: Sequence[Path]) -> list[str]:
-    """Takes the folders of a run for this process; see `files.hold`."""
-    warnings = files.hold(output_dir)
-    for folder in others:
-        warnings += files.hold(folder.parent, "checkpoint.fallback_dir")
-    return warnings
 
 
 def _prepare(

@@ -11,9 +11,6 @@
         manifest.json          size and SHA-256 of every file above
     checkpoints/last, best     links to one of them
 
-What the disk has no room for, even in place of older ones, goes to `checkpoint.fallback_dir`: there
-`folders_of` gives each output_dir a folder of the same form, and both count as one.
-
 A directory appears under its name only when everything in it is on disk (written beside, fsync,
 rename), and is renamed before it is deleted, so whenever a process is killed, the checkpoints are
 whole and the links point at one.  Nothing here is pickled; ppdist convert makes a .pdparams of a
@@ -46,7 +43,7 @@ import safetensors.numpy
 from safetensors import SafetensorError
 
 from ppdist.common.errors import CheckpointError
-from ppdist.common.files import digest_of_text, is_disk_full
+from ppdist.common.files import is_disk_full
 from ppdist.common.machine import free_disk
 from ppdist.common.process import is_alive
 from ppdist.models.model_card import CARD_FILE, CARD_NOTE, ModelCard
@@ -100,19 +97,6 @@ class Checkpoint:
     path: Path
     state: dict[str, Any]
     files: dict[str, bytes]  # name -> verified content
-
-
-def folders_of(output_dir: Path, fallback_dir: str | None) -> list[Path]:
-    """Where the checkpoints of a run may be; new ones go to the first that has room.
-
-    Args: fallback_dir: `checkpoint.fallback_dir`.
-    """
-    folders = [output_dir / "checkpoints"]
-    if fallback_dir is not None:
-        place = output_dir.resolve()
-        own = f"{place.name}-{digest_of_text(str(place))[:8]}"
-        folders.append(Path(fallback_dir) / own / "checkpoints")
-    return folders
 
 
 def save_checkpoint(
@@ -266,44 +250,31 @@ def path_of(folder: Path, step: int) -> Path:
 
 
 def point(link: Path, target: Path) -> None:
-    """Makes `link` a link to a checkpoint, relative where that lies beside it, atomically."""
+    """Makes `link` a relative link to a checkpoint beside it, atomically."""
     draft = _draft_of(link)
     draft.unlink(missing_ok=True)
-    draft.symlink_to(target.name if target.parent == link.parent else target.resolve())
+    draft.symlink_to(target.name)
     draft.replace(link)
 
 
-def point_at_step(link: Path, step: int, *others: Path) -> None:
-    """Points `link` at the checkpoint of a step beside it or in other folders, if there is one.
+def point_at_step(link: Path, step: int) -> None:
+    """Points `link` at the checkpoint of a step beside it, if there is one.
 
     A kill may have come between a checkpoint and its links.
     """
-    path = _find([link.parent, *others], step)
-    if path is not None and not (link.is_symlink() and link.resolve() == path.resolve()):
+    path = path_of(link.parent, step)
+    if path.is_dir() and not (link.is_symlink() and link.resolve() == path.resolve()):
         point(link, path)
 
 
-def _find(folders: Iterable[Path], step: int) -> Path | None:
-    """The checkpoint of a step, in the first of the folders that has it."""
-    paths = (path_of(folder, step) for folder in folders)
-    return next((path for path in paths if path.is_dir()), None)
-
-
-def prune(folder: Path, *others: Path, keep: int, best_step: int = 0) -> None:
+def prune(folder: Path, *, keep: int, best_step: int = 0) -> None:
     """Deletes all but the newest `keep` checkpoints, the best, and what `best` and `last` name; and
-    abandoned drafts.
-
-    Args: others: folders that count as one with `folder`, where the links are.
-    """
-    for each in (folder, *others):
-        remove_drafts(each)
-    _delete(_steps(folder, *others)[keep:], folder, best_step)
-    for link in (each / "last" for each in others):
-        if link.is_symlink() and not link.exists():
-            link.unlink()
+    abandoned drafts."""
+    remove_drafts(folder)
+    _delete(_steps(folder)[keep:], folder, best_step)
 
 
-def prune_to_newest(folder: Path, links_in: Path, best_step: int) -> bool:
+def prune_to_newest(folder: Path, best_step: int) -> bool:
     """Deletes all but the newest whole checkpoint of a folder, the best, and what links name.
 
     Returns: whether there was any.
@@ -312,15 +283,15 @@ def prune_to_newest(folder: Path, links_in: Path, best_step: int) -> bool:
     if newest is None:
         return False
     old = [path for path in _steps(folder) if path != newest.path]
-    return _delete(old, links_in, best_step)
+    return _delete(old, folder, best_step)
 
 
-def _delete(paths: Sequence[Path], links_in: Path, best_step: int) -> bool:
+def _delete(paths: Sequence[Path], folder: Path, best_step: int) -> bool:
     """Deletes checkpoints but the best and those that links name; whether there was any."""
-    links = [links_in / name for name in ("best", "last")]
+    links = [folder / name for name in ("best", "last")]
     kept = {link.resolve() for link in links if link.is_symlink()}
     old = [path for path in paths if path.resolve() not in kept and _step_of(path) != best_step]
-    for folder in {path.parent for path in old}:
+    if old:
         _sync_folder(folder)  # or a power loss might keep the deletion and lose the new `best`
     for path in old:
         draft = _draft_of(path)
@@ -377,7 +348,7 @@ def set_aside(folder: Path, step: int) -> Path | None:
     links = {
         link: link.readlink().name
         for link in (folder / "best", folder / "last")
-        if link.is_symlink() and link.readlink().name in moved and _is_beside(link)
+        if link.is_symlink() and link.readlink().name in moved
     }
     try:
         aside.mkdir()
@@ -396,11 +367,6 @@ def set_aside(folder: Path, step: int) -> Path | None:
     return aside
 
 
-def _is_beside(link: Path) -> bool:
-    """Whether a link leads to its own folder; else the checkpoint is in the other place."""
-    return (link.parent / link.readlink()).parent == link.parent
-
-
 def set_run_aside(output_dir: Path) -> Path | None:
     """Moves what an earlier run left in its folder to `old-N` in it; rank 0 alone.
 
@@ -411,7 +377,7 @@ def set_run_aside(output_dir: Path) -> Path | None:
     """
     metrics = output_dir / "metrics.jsonl"
     try:
-        if not holds_any(output_dir / "checkpoints") and not (
+        if not newest_step(output_dir / "checkpoints") and not (
             metrics.is_file() and metrics.stat().st_size
         ):
             return None
@@ -488,25 +454,6 @@ def unpacked(data: bytes, file: Path) -> dict[str, np.ndarray]:
         ) from error
 
 
-def newest_of_run(folders: Sequence[Path]) -> tuple[Checkpoint | None, list[str]]:
-    """As `newest_valid`, of all folders of a run; see `folders_of`."""
-    found, reasons = newest_valid(folders[0])
-    for folder in folders[1:]:
-        other, skipped = newest_valid(folder)
-        reasons += skipped
-        if other is None or (found and other.state["step"] <= found.state["step"]):
-            continue
-        if found and _run_of(found) != _run_of(other):
-            reasons.append(f"{other.path}: of another run than {found.path}")
-            continue
-        found = other
-    return found, reasons
-
-
-def _run_of(checkpoint: Checkpoint) -> Any:
-    return (checkpoint.state.get("run") or {}).get("id")
-
-
 def newest_valid(folder: Path) -> tuple[Checkpoint | None, list[str]]:
     """The newest checkpoint that passes its checks, and why newer ones were skipped."""
     reasons: list[str] = []
@@ -523,19 +470,14 @@ def newest_valid(folder: Path) -> tuple[Checkpoint | None, list[str]]:
     return None, reasons
 
 
-def newest_step(*folders: Path) -> int:
-    """Of the checkpoints in these folders, valid or not; 0: there are none."""
-    return next(map(_step_of, _steps(*folders)), 0)
+def newest_step(folder: Path) -> int:
+    """Of the checkpoints in a folder, valid or not; 0: there are none."""
+    return next(map(_step_of, _steps(folder)), 0)
 
 
-def holds_any(*folders: Path) -> bool:
-    """Whether there are checkpoints, valid or not."""
-    return bool(_steps(*folders))
-
-
-def _steps(*folders: Path) -> list[Path]:
+def _steps(folder: Path) -> list[Path]:
     """Checkpoint directories, newest step first."""
-    there = [path for folder in folders if folder.is_dir() for path in folder.iterdir()]
+    there = folder.iterdir() if folder.is_dir() else ()
     found = [(_step_of(path), path) for path in there]
     return [path for step, path in sorted(found, reverse=True) if step >= 0]
 
@@ -556,7 +498,6 @@ class CheckpointWriter:
         keep: int,
         told: Callable[[int], None] = lambda step: None,
         model_card: ModelCard | None = None,
-        fallback: Path | None = None,
     ) -> None:
         """
         Args:
@@ -565,10 +506,8 @@ class CheckpointWriter:
             keep: how many of the newest stay; best and last always do.
             told: hears of each step whose checkpoint is on disk.
             model_card: for each of them, with the threshold that its evaluation found.
-            fallback: where those go for which the disk of `folder` has no room.
         """
         self.folder = folder
-        self.others = [] if fallback is None else [fallback]
         self.config_yaml = config_yaml
         self.model_card = model_card
         self.keep = keep
@@ -578,7 +517,6 @@ class CheckpointWriter:
         self._waiting: list[Snapshot] = []  # oldest first
         self._refused: list[tuple[Snapshot, Exception]] = []  # by the disk, and why; newest last
         self._troubles: list[str] = []
-        self._moved = False  # a checkpoint went to the fallback, and that was said
 
     def make_room(self) -> None:
         """Drops what waits or was refused, except the best, to free memory."""
@@ -671,36 +609,16 @@ class CheckpointWriter:
             try:
                 self.mend_links(best_step=best_step)
             finally:
-                prune(self.folder, *self.others, keep=self.keep, best_step=best_step)
+                prune(self.folder, keep=self.keep, best_step=best_step)
         except Exception as error:  # the thread must live: `_wait` waits for it
             with self._lock:
                 self._troubles.append(f"failed to link the best or delete old checkpoints: {error}")
         return None
 
     def mend_links(self, *, last_step: int = 0, best_step: int = 0) -> None:
-        """Points `last` and `best` at checkpoints of these steps, wherever they are."""
-        point_at_step(self.folder / "last", last_step, *self.others)
-        point_at_step(self.folder / "best", best_step, *self.others)
-
-    def _save(self, snapshot: Snapshot) -> None:
-        """Writes a snapshot where there is room for it."""
-        try:
-            self._save_in(self.folder, snapshot)
-        except CheckpointError as error:
-            if error.code != "disk_full" or not self.others:
-                raise
-            (fallback,) = self.others
-            self._save_in(fallback, snapshot)
-            with contextlib.suppress(OSError):  # the checkpoint is there
-                self.mend_links(last_step=snapshot.step)
-            if not self._moved:
-                self._moved = True
-                with self._lock:
-                    self._troubles.append(
-                        f"{self.folder}: the disk is full; the checkpoint of step {snapshot.step}, "
-                        f"and each one that finds no room there, is in {fallback} "
-                        f"(checkpoint.fallback_dir)"
-                    )
+        """Points `last` and `best` at checkpoints of these steps."""
+        point_at_step(self.folder / "last", last_step)
+        point_at_step(self.folder / "best", best_step)
 
     def _card_of(self, snapshot: Snapshot) -> str:
         if self.model_card is None:
@@ -708,26 +626,26 @@ class CheckpointWriter:
         found = {"best_f1_threshold": snapshot.state["best_f1_threshold"]}
         return self.model_card.model_copy(update=found).text()
 
-    def _save_in(self, folder: Path, snapshot: Snapshot) -> None:
+    def _save(self, snapshot: Snapshot) -> None:
         """Writes a snapshot; on a full disk in the room of those older than the newest.
 
         A disk may have room for `keep` checkpoints and not for one more.
         """
         step = snapshot.step
         save = partial(
-            save_checkpoint, folder, step, snapshot.groups, snapshot.state,
+            save_checkpoint, self.folder, step, snapshot.groups, snapshot.state,
             self.config_yaml, self._card_of(snapshot),
         )  # fmt: skip
         try:
             save()
         except CheckpointError as error:
             best_step = snapshot.state["best_step"]
-            if error.code != "disk_full" or not prune_to_newest(folder, self.folder, best_step):
+            if error.code != "disk_full" or not prune_to_newest(self.folder, best_step):
                 raise
             save()
             with self._lock:
                 self._troubles.append(
-                    f"{folder}: the disk is full; of the older checkpoints only the newest "
+                    f"{self.folder}: the disk is full; of the older checkpoints only the newest "
                     f"and the best were kept, to make room for that of step {step}"
                 )
 

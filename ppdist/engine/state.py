@@ -38,9 +38,8 @@ from ppdist.distributed import comm
 from ppdist.engine.checkpoint import (
     Checkpoint,
     Snapshot,
-    folders_of,
-    holds_any,
-    newest_of_run,
+    newest_step,
+    newest_valid,
     path_of,
     read_checkpoint,
     set_aside,
@@ -462,10 +461,10 @@ class Start:
     """Where a run starts; the same on every rank."""
 
     job: str | None  # id of the run that earlier attempts of this job have started
-    folders: list[Path]  # of the run's checkpoints; see `folders_of`
+    folder: Path  # of the run's checkpoints
     snapshot: Snapshot | None = None  # None: it starts anew
     path: Path | None = None  # of the checkpoint, on rank 0's host
-    own: bool = False  # it lies in one of `folders`
+    own: bool = False  # it lies in `folder`
     rescored: str = ""  # changed settings that make the best score so far incomparable
     notes: list[str] = field(default_factory=list)  # for the log
     warnings: list[str] = field(default_factory=list)
@@ -502,14 +501,14 @@ def find_start(
     held: dict[str, bytes] = {}
     note = _note_of_job()
     job = None if note is None else note.id
-    folders = folders_of(output_dir, config.checkpoint.fallback_dir)
+    folder = output_dir / "checkpoints"
 
     def look() -> dict[str, Any] | None:
-        found, skipped = _of_job(job, folders)
-        if note is not None and _lacks(note, found, folders):
-            found, skipped = _wait_for(note, folders, config.distributed.timeout_seconds / 2)
-        if found is None and asked is not None and (asked != AUTO or holds_any(*folders)):
-            found, skipped = _asked_for(output_dir if asked == AUTO else Path(asked), folders)
+        found, skipped = _of_job(job, folder)
+        if note is not None and _lacks(note, found, folder):
+            found, skipped = _wait_for(note, folder, config.distributed.timeout_seconds / 2)
+        if found is None and asked is not None and (asked != AUTO or newest_step(folder)):
+            found, skipped = _asked_for(output_dir if asked == AUTO else Path(asked))
         if found is None:
             return None
         _check_state(found)
@@ -521,7 +520,7 @@ def find_start(
         return {
             "path": f"{found.path}",
             "state": found.state | ({"standing": None} if extends else {}),
-            "own": found.path.resolve().parent in [folder.resolve() for folder in folders],
+            "own": found.path.resolve().parent == folder.resolve(),
             "sizes": {name: len(data) for name, data in held.items()},
             "rescored": _listed(differing.scores),
             "notes": _notes(differing, found),
@@ -534,7 +533,7 @@ def find_start(
 
     head = comm.run_on_main(look)
     if head is None:
-        return Start(job, folders)
+        return Start(job, folder)
     state = head["state"]
     if state["world"] == comm.world_size():
         comm.resume_bucket(state.get("bucket_mb"))
@@ -545,7 +544,7 @@ def find_start(
     }
     return Start(
         job=job,
-        folders=folders,
+        folder=folder,
         snapshot=Snapshot(state["step"], groups, state),
         path=path,
         own=head["own"],
@@ -555,72 +554,65 @@ def find_start(
     )
 
 
-def _asked_for(asked: Path, own: Sequence[Path]) -> tuple[Checkpoint, list[str]]:
-    """The checkpoint that `--resume` means, and why newer ones were skipped.
-
-    Args: own: folders of this run's checkpoints, which `asked` may mean.
-    """
+def _asked_for(asked: Path) -> tuple[Checkpoint, list[str]]:
+    """The checkpoint that `--resume` means, and why newer ones were skipped."""
     if (asked / "manifest.json").exists():
         return read_checkpoint(asked.resolve()), []
     folder = asked / "checkpoints"
-    folders = own if folder.resolve() == own[0].resolve() else [folder]
-    checkpoint, reasons = newest_of_run(folders)
+    checkpoint, reasons = newest_valid(folder)
     if checkpoint is not None:
         return checkpoint, reasons
     skipped = f"; skipped: {'; '.join(reasons)}" if reasons else ""
     where = f" on rank 0's host {comm.host()}" if comm.world_size() > comm.local_size() else ""
     raise CheckpointError(
-        f"no valid checkpoint in {' or '.join(map(str, folders))}{where}{skipped}",
+        f"no valid checkpoint in {folder}{where}{skipped}",
         code="checkpoint_missing",
         where="--resume",
         fix="give --resume a checkpoint folder or an output_dir, or leave it out to start anew",
     )
 
 
-def _of_job(run: str | None, folders: Sequence[Path]) -> tuple[Checkpoint | None, list[str]]:
+def _of_job(run: str | None, folder: Path) -> tuple[Checkpoint | None, list[str]]:
     """The newest valid checkpoint of a run, and why newer ones were skipped."""
     if run is None:
         return None, []
-    checkpoint, reasons = newest_of_run(folders)
+    checkpoint, reasons = newest_valid(folder)
     of = None if checkpoint is None else Run.of(checkpoint.state)
     return (checkpoint, reasons) if of is not None and of.id == run else (None, [])
 
 
-def _lacks(note: "JobNote", found: Checkpoint | None, folders: Sequence[Path]) -> bool:
+def _lacks(note: "JobNote", found: Checkpoint | None, folder: Path) -> bool:
     """Whether the newest checkpoint that a job has written is not there, not even damaged: it may
     be on another disk than the one that was found."""
     if found is not None and found.state["step"] >= note.saved:
         return False
-    return note.saved > 0 and not any(path_of(each, note.saved).is_dir() for each in folders)
+    return note.saved > 0 and not path_of(folder, note.saved).is_dir()
 
 
-def _wait_for(
-    note: "JobNote", folders: Sequence[Path], seconds: float
-) -> tuple[Checkpoint, list[str]]:
+def _wait_for(note: "JobNote", folder: Path, seconds: float) -> tuple[Checkpoint, list[str]]:
     """The newest valid checkpoint of a job that has written some: a file system may come late.
 
     Returns: an older one where the newest does not appear in so many seconds.
     Raises: CheckpointError: none appears.
     """
     expected = f"the checkpoint of step {note.saved} that an earlier attempt of this job wrote"
-    where = " or ".join(map(str, folders))
     found: Checkpoint | None = None
     skipped: list[str] = []
 
     def away() -> str:
         nonlocal found, skipped
-        found, skipped = _of_job(note.id, folders)
-        return f"{where}: {expected} is not there" if _lacks(note, found, folders) else ""
+        found, skipped = _of_job(note.id, folder)
+        return f"{folder}: {expected} is not there" if _lacks(note, found, folder) else ""
 
     still_away = comm.wait_for_storage(away, seconds)
     if found is not None:
-        late = f"of step {note.saved} in {where}, which an earlier attempt of this job wrote: it "
+        late = f"of step {note.saved} in {folder}, which an earlier attempt of this job wrote: it "
         late += f"is not there after {seconds:.0f} s"
         return found, [*skipped, *([late] if still_away else [])]
     raise CheckpointError(
         f"{expected} is not there, nor any other of its run, after {seconds:.0f} s",
         code="checkpoint_unreachable",
-        where=where,
+        where=f"{folder}",
         fix="see that its file system is mounted, and start again with --resume",
     )
 
@@ -759,17 +751,15 @@ def claim_folder(output_dir: Path, start: Start, run: Run) -> None:
     kept = snapshot.step if snapshot is not None and start.own else 0
 
     def clear() -> list[str]:
-        said, folders = [], start.folders
+        said = []
         if start.job is None and not start.own:
             if (old := set_run_aside(output_dir)) is not None:
                 said.append(f"moved the earlier run in {output_dir} to {old}")
-            folders = start.folders[1:]
-        asides = [set_aside(folder, kept) for folder in folders]
-        if snapshot is not None and not start.rescored:
-            said += _missing_best(start.folders, snapshot.state)
-        for aside in filter(None, asides):
+        elif (aside := set_aside(start.folder, kept)) is not None:
             what = "beyond the step resumed from, or damaged," if kept else "of another run"
             said.append(f"moved checkpoints {what} to {aside}")
+        if snapshot is not None and not start.rescored:
+            said += _missing_best(start.folder, snapshot.state)
         return said
 
     start.warnings += comm.run_on_main(clear)
@@ -782,12 +772,12 @@ def claim_folder(output_dir: Path, start: Start, run: Run) -> None:
             _LOGGER.warning("a restart by fleetrun will start this run anew: %s", error)
 
 
-def _missing_best(folders: Sequence[Path], state: dict[str, Any]) -> list[str]:
+def _missing_best(folder: Path, state: dict[str, Any]) -> list[str]:
     step = state["best_step"]
-    if not step or any(path_of(folder, step).is_dir() for folder in folders):
+    if not step or path_of(folder, step).is_dir():
         return []
     return [
-        f"the best checkpoint so far ({state['best']:.4f}, step {step}) is not in {folders[0]}: "
+        f"the best checkpoint so far ({state['best']:.4f}, step {step}) is not in {folder}: "
         f"best appears there once an evaluation scores more"
     ]
 

@@ -29,7 +29,6 @@ from ppdist.distributed import comm, heartbeat
 from ppdist.engine.callbacks import Callback, TrainingRun
 from ppdist.engine.checkpoint import (
     CheckpointWriter,
-    folders_of,
     newest_step,
     room_warning,
     set_aside,
@@ -111,10 +110,9 @@ class Trainer:
         self.evaluator = evaluator
         self.evaluated_model = evaluated_model
         self.log = log
-        self.folder, *others = folders_of(output_dir, checkpoint.fallback_dir)
-        fallback = next(iter(others), None)
+        self.folder = output_dir / "checkpoints"
         self.writer = CheckpointWriter(
-            self.folder, config_yaml, checkpoint.keep, note_saved, model_card, fallback
+            self.folder, config_yaml, checkpoint.keep, note_saved, model_card
         )
         self.seed = seed
         self.budget = budget
@@ -425,14 +423,13 @@ class Trainer:
         def move_aside() -> str:
             self.writer.drop_beyond(self.progress.step)
             try:
-                folders = (self.folder, *self.writer.others)
-                asides = [set_aside(folder, self.progress.step) for folder in folders]
+                aside = set_aside(self.folder, self.progress.step)
                 self._mend_links()
-                note_saved(newest_step(*folders))  # a restart would wait for one that was moved
+                note_saved(newest_step(self.folder))  # a restart would wait for one that was moved
             except (CheckpointError, OSError, ValueError) as error:
                 return f"{error}; they hold steps that this run makes again"
-            where = " and ".join(str(aside) for aside in asides if aside)
-            return f"checkpoints beyond step {self.progress.step} are now in {where}" * bool(where)
+            moved = f"checkpoints beyond step {self.progress.step} are now in {aside}"
+            return moved if aside else ""
 
         told = comm.run_on_main(move_aside)
         if told:

@@ -201,8 +201,7 @@ class Measures:
 def newest_checkpoint(folder: Path) -> tuple[int, float] | None:
     """Its step, and when its manifest was written, seconds since 1970; None without any."""
     found = []
-    last = Path(os.path.realpath(folder / "last"), _MANIFEST)  # perhaps in checkpoint.fallback_dir
-    for path in [*folder.glob(f"step-*/{_MANIFEST}"), last]:
+    for path in folder.glob(f"step-*/{_MANIFEST}"):
         step = _CHECKPOINT.fullmatch(path.parent.name)
         if step is not None:
             found.append((int(step[1]), path))

@@ -118,15 +118,10 @@ ROWS = (
         "without a majority all go back to what they held at the last checkpoint",
         (AGREEMENT + "test_a_flipped_bit_is_found_and_the_rank_is_named",
          RECOVERY + "test_unequal_replicas_are_named_and_roll_back")),
-    Row(24, "the disk is full at a checkpoint", "older ones but the newest and the best make room, "
-        "then checkpoint.fallback_dir; without any, training goes on and older checkpoints are "
-        "whole",
+    Row(24, "the disk is full at a checkpoint", "older ones but the newest and the best make room; "
+        "without any, training goes on and older checkpoints are whole",
         ("tests/unit/engine/test_checkpoint_writer.py::"
          "test_a_disk_for_two_checkpoints_takes_any_number",
-         "tests/unit/engine/test_checkpoint_writer.py::"
-         "test_full_disk_sends_checkpoints_to_the_fallback",
-         "tests/unit/engine/test_state_resume.py::"
-         "test_resume_finds_a_checkpoint_in_the_fallback",
          "tests/unit/engine/test_checkpoint_writer.py::"
          "test_full_disk_keeps_checkpoints_until_room",
          SAVING + "test_a_full_disk_costs_a_checkpoint_and_nothing_else",
@@ -216,7 +211,7 @@ ROWS = (
          "test_a_stop_amid_an_evaluation_does_not_wait_for_storage",
          OUTAGES + "test_storage_that_comes_and_goes_is_one_outage",
          "tests/unit/engine/test_state_resume.py::"
-         "test_newer_checkpoint_on_a_disk_that_is_away_is_waited_for",
+         "test_newest_checkpoint_that_is_away_is_waited_for",
          "tests/unit/engine/test_preflight.py::test_a_restart_waits_for_what_was_read_before",
          "tests/unit/data/test_validate_before_training.py::"
          "test_check_of_a_restart_waits_for_its_images")),

@@ -17,10 +17,7 @@ from ppdist.engine import checkpoint as checkpoint_writer
 from ppdist.engine.checkpoint import (
     CheckpointWriter,
     Snapshot,
-    folders_of,
-    newest_of_run,
     newest_valid,
-    path_of,
     point_at_step,
     prune,
     read_checkpoint,
@@ -210,56 +207,6 @@ def test_a_disk_for_two_checkpoints_takes_any_number(small_disk, monkeypatch):
     writer.hand_over(snapshot(6, floats=100_000))
     assert writer.finish() is not None  # the room of the older, whole one is not taken
     assert newest_valid(folder)[0].state["step"] == 4
-
-
-def test_full_disk_sends_checkpoints_to_the_fallback(small_disk, tmp_path, monkeypatch):
-    monkeypatch.setattr(checkpoint_writer, "_RETRY_SECONDS", ())
-    folder, fallback = folders_of(small_disk, f"{tmp_path / 'fallback'}")
-    (fallback / "notes").mkdir(parents=True)  # a stranger's
-    filler = small_disk / "filler"
-    writer = CheckpointWriter(folder, "seed: 1\n", keep=2, fallback=fallback)
-    writer.hand_over(snapshot(1, 1, floats=100_000))  # 0.4 of 1 MiB
-    assert writer.finish() is None and steps_in(folder) == [1]
-    filler.write_bytes(bytes(400_000))
-    for step in (2, 3, 4):
-        writer.hand_over(snapshot(step, 1, floats=100_000))
-        assert writer.finish() is None
-        assert newest_of_run([folder, fallback])[0].state["step"] == step
-        assert (folder / "last").resolve() == path_of(fallback, step)
-    assert steps_in(folder) == [1] and steps_in(fallback) == [3, 4]  # the best, and `keep`
-    (told,) = writer.troubles()
-    assert "the disk is full; the checkpoint of step 2, and each" in told and str(fallback) in told
-    writer.hand_over(snapshot(5, 5, floats=100_000))
-    assert writer.finish() is None and (folder / "best").resolve() == path_of(fallback, 5)
-    assert steps_in(folder) == [] and steps_in(fallback) == [4, 5]  # which makes room again
-    for step in (6, 7):
-        writer.hand_over(snapshot(step, 5, floats=100_000))
-        assert writer.finish() is None and steps_in(folder)[-1] == min(step, 6)
-    assert steps_in(fallback) == [5, 7] and writer.troubles() == []
-    assert (folder / "best").resolve() == path_of(fallback, 5)
-    assert {path.name for path in fallback.iterdir()} - {"last", "notes"} == {
-        "step-00000005", "step-00000007",
-    }  # fmt: skip
-
-
-def test_a_full_fallback_is_said_too(small_disk, monkeypatch):
-    monkeypatch.setattr(checkpoint_writer, "_RETRY_SECONDS", ())
-    folder, fallback = folders_of(small_disk / "run", f"{small_disk / 'fallback'}")
-    (small_disk / "filler").write_bytes(bytes(800_000))
-    writer = CheckpointWriter(folder, "seed: 1\n", keep=2, fallback=fallback)
-    writer.hand_over(snapshot(1, floats=100_000))
-    refused = str(writer.finish())
-    assert f"{fallback / 'step-00000001'}: failed to write" in refused
-
-
-def test_other_runs_in_the_fallback_are_not_resumed(tmp_path):
-    folder, fallback = folders_of(tmp_path / "run", f"{tmp_path / 'fallback'}")
-    for place, step, run in ((folder, 2, "a"), (fallback, 4, "b")):
-        state = {"step": step, "run": {"id": run}}
-        save_checkpoint(place, step, snapshot(step).groups, state, "")
-    found, (reason,) = newest_of_run([folder, fallback])
-    assert found.state["step"] == 2 and "step-00000004: of another run than" in reason
-    assert folders_of(tmp_path / "other" / "run", f"{tmp_path / 'fallback'}")[1] != fallback
 
 
 def test_too_small_a_disk_is_said_beforehand(small_disk):

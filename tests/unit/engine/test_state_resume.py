@@ -15,7 +15,7 @@ from ppdist.config.base import flattened
 from ppdist.config.experiment import load_config
 from ppdist.distributed import comm
 from ppdist.engine import state as module
-from ppdist.engine.checkpoint import folders_of, read_checkpoint
+from ppdist.engine.checkpoint import read_checkpoint
 from ppdist.engine.evaluator import EvaluationStopped, Evaluator
 from ppdist.engine.state import FREE, SCORES, changes, require_same_settings
 from tests.unit.engine.runs import assert_same_checkpoint, build_run, records, run_to_end
@@ -340,7 +340,7 @@ def test_bucket_size_is_of_checkpoint_of_same_world(shapes, five_steps, tmp_path
     for world in (1, 2):
         state = {**found.state, "world": world, "bucket_mb": 4 * world}
         checkpoint = replace(found, state=state)
-        monkeypatch.setattr(module, "_asked_for", lambda asked, own, each=checkpoint: (each, []))
+        monkeypatch.setattr(module, "_asked_for", lambda asked, each=checkpoint: (each, []))
         config = tiny_config(shapes, [*OVERRIDES, "train.max_steps=5"], FASTEST)
         start = module.find_start(five_steps, tmp_path, config, False)
         assert start.step == 5 and not start.own
@@ -366,49 +366,26 @@ def test_auto_means_output_dir_with_checkpoint(shapes, five_steps, tmp_path):
         module.find_start(module.AUTO, tmp_path, config, False)
 
 
-def test_resume_finds_a_checkpoint_in_the_fallback(shapes, output, tmp_path):
-    """As the disk of output_dir had no room for it; a new run sets it aside there."""
-    fallback = f"{tmp_path / 'fallback'}"
-    own, other = folders_of(output, fallback)
-    other.mkdir(parents=True)
-    (own / "step-00000005").rename(other / "step-00000005")
-    (other / "notes.txt").touch()
-    changed = ["train.max_steps=5", f"checkpoint.fallback_dir={fallback}"]
-    config = tiny_config(shapes, [*OVERRIDES, *changed], FASTEST)
-    for asked in (output, module.AUTO):
-        start = module.find_start(asked, output, config, False)
-        assert (start.step, start.path, start.own) == (5, other / "step-00000005", True)
-    run_of = module.Run.of(start.snapshot.state)
-    module.claim_folder(output, start, run_of)
-    assert (other / "step-00000005").is_dir() and start.warnings == []
-    anew = module.find_start(None, output, config, False)
-    module.claim_folder(output, anew, run_of)
-    assert f"{other}-old-1" in anew.warnings[-1]
-    assert {path.name for path in other.iterdir()} == {"notes.txt"}
-
-
 @pytest.mark.slow
-def test_newer_checkpoint_on_a_disk_that_is_away_is_waited_for(shapes, job, tmp_path, monkeypatch):
-    """Of two folders the one with the newest may be mounted late."""
-    output, spare = tmp_path / "output", tmp_path / "spare"
-    own = [f"checkpoint.fallback_dir={spare}", "checkpoint.every_steps=2"]
-    run(shapes, output, *own, "train.max_steps=4")
-    folders = folders_of(output, f"{spare}")
-    away = tmp_path / "away"
-    (output / "checkpoints" / "step-00000004").rename(away)
+def test_newest_checkpoint_that_is_away_is_waited_for(shapes, job, tmp_path, monkeypatch):
+    """A file system of several hosts may show an older one first."""
+    output, away = tmp_path / "output", tmp_path / "away"
+    own = "checkpoint.every_steps=2"
+    run(shapes, output, own, "train.max_steps=4")
+    newest = output / "checkpoints" / "step-00000004"
+    newest.rename(away)
     monkeypatch.setattr(time, "sleep", lambda seconds: None)
-    experiment = build(shapes, output, *own, "distributed.timeout_seconds=0.4")
+    experiment = build(shapes, output, own, "distributed.timeout_seconds=0.4")
     experiment.log.close()
     assert experiment.trainer.progress.step == 2
     assert "skipped checkpoint of step 4" in said(output)
     module.note_saved(4)
 
     def mount(seconds):
-        folders[1].mkdir(parents=True, exist_ok=True)
         if away.exists():
-            away.rename(folders[1] / "step-00000004")
+            away.rename(newest)
 
     monkeypatch.setattr(time, "sleep", mount)
-    experiment = build(shapes, output, *own)
+    experiment = build(shapes, output, own)
     experiment.log.close()
     assert experiment.trainer.progress.step == 4
