@@ -17,6 +17,7 @@ PROGRAMS = ("tools", "benchmarks", "tests", "__main__")
 # From the bottom up.  A folder may import itself and whatever stands on a lower floor.
 FLOORS: tuple[tuple[str, ...], ...] = (
     ("common",),
+    ("storage",),
     ("config",),
     ("distributed",),
     ("data", "models"),

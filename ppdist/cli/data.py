@@ -31,7 +31,7 @@ from rich.table import Table
 from ppdist.cli import RECIPE, add_data, experiment_of, parser_of
 from ppdist.common import errors, process
 from ppdist.common.arguments import at_least, byte_count
-from ppdist.common.stores import is_remote
+from ppdist.storage.stores import is_remote
 
 if TYPE_CHECKING:
     from ppdist.config import ExperimentConfig

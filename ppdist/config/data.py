@@ -4,9 +4,9 @@ from typing import Literal
 
 from pydantic import Field, model_validator
 
-from ppdist.common.stores import holds_credentials
 from ppdist.config.augment import AugmentConfig
 from ppdist.config.base import Section, Task
+from ppdist.storage.stores import holds_credentials
 
 Resize = Literal["stretch", "letterbox"]  # `data.resize`
 

@@ -28,9 +28,9 @@ import numpy as np
 
 from ppdist.common.files import is_outage, user_cache
 from ppdist.common.machine import available_memory
-from ppdist.data import storage
 from ppdist.data.types import DetectionSet, Records
 from ppdist.distributed import comm
+from ppdist.storage import files as storage
 
 _LOGGER = logging.getLogger("ppdist.data")
 _FORMAT = "ppdist image cache 1"

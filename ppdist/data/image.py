@@ -34,7 +34,7 @@ from ppdist.data.decoder import (
     tiff_of,
     unread_pixels,
 )
-from ppdist.data.storage import open_file, read_file
+from ppdist.storage.files import open_file, read_file
 
 
 def is_image_name(name: str) -> bool:

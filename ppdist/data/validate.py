@@ -33,13 +33,11 @@ import cv2
 import numpy as np
 from PIL import Image, TiffImagePlugin
 
-from ppdist.common import stores
 from ppdist.common.errors import DataError
 from ppdist.common.files import make_folder, user_cache, writing
 from ppdist.common.process import DETAIL, ends_with_this
 from ppdist.common.writers import append_whole
 from ppdist.config.data import DataConfig
-from ppdist.data import storage
 from ppdist.data.datasets.annotations import (
     KINDS,
     Kind,
@@ -53,7 +51,6 @@ from ppdist.data.datasets.build import check_same_classes, read_raw, same_sets
 from ppdist.data.datasets.convert import Format, Images, convert
 from ppdist.data.decoder import FORMATS, Damage, damage, is_dark
 from ppdist.data.image import is_image_name, read_header, read_image
-from ppdist.data.storage import can_be_read, open_file
 from ppdist.data.types import (
     DetectionSet,
     Issue,
@@ -65,6 +62,9 @@ from ppdist.data.types import (
 )
 from ppdist.distributed import comm
 from ppdist.distributed.progress import Progress
+from ppdist.storage import files as storage
+from ppdist.storage import stores
+from ppdist.storage.files import can_be_read, open_file
 
 _LOGGER = logging.getLogger("ppdist.data")
 _SPLITS: tuple[Split, ...] = ("train", "val")

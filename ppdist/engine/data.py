@@ -16,7 +16,6 @@ from ppdist.common.errors import ConfigError, DataError
 from ppdist.common.files import digest_of_file
 from ppdist.common.machine import available_cores
 from ppdist.config.data import DataConfig, SamplingConfig
-from ppdist.data import storage
 from ppdist.data.datasets.annotation_cache import read_on_host
 from ppdist.data.datasets.build import check_same_classes, read_split, same_sets
 from ppdist.data.loader import TrainLoader
@@ -29,6 +28,7 @@ from ppdist.distributed.agreement import equal_ranks
 from ppdist.distributed.progress import Progress
 from ppdist.engine.schedule_setup import ScheduleSetup
 from ppdist.engine.visualize import BatchPictures
+from ppdist.storage import files as storage
 
 _LOGGER = logging.getLogger("ppdist.data")
 _COMPARED_IMAGES = 64  # of each set, by content; the others by the size of the file

@@ -15,13 +15,13 @@ from paddle import nn
 
 from ppdist.common.files import write_json
 from ppdist.common.logging import RunLog, duration
-from ppdist.data import storage
 from ppdist.data.types import DetectionSet, Records
 from ppdist.distributed import comm, device, heartbeat
 from ppdist.engine.callbacks import Callback, StepSeconds, TrainingRun
 from ppdist.engine.evaluator import ClassificationEvaluator, Evaluator
 from ppdist.engine.train_step import StepResult
 from ppdist.engine.visualize import write_validation
+from ppdist.storage import files as storage
 
 _LOGGER = logging.getLogger("ppdist.engine")
 _GIB = 1 << 30

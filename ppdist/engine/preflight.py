@@ -23,7 +23,6 @@ import numpy as np
 import paddle
 
 import ppdist
-from ppdist.common import stores
 from ppdist.common.errors import ConfigError, LaunchError
 from ppdist.common.files import digest_of_file, digest_of_text
 from ppdist.common.machine import available_memory, free_disk
@@ -31,7 +30,6 @@ from ppdist.common.process import unknown_paddle
 from ppdist.config import plugins
 from ppdist.config.base import flattened
 from ppdist.config.distributed import HOSTS_OWN_KEYS
-from ppdist.data import storage
 from ppdist.distributed import comm, device
 from ppdist.distributed.agreement import Facts, require_agreement
 from ppdist.distributed.store import interfaces
@@ -39,6 +37,8 @@ from ppdist.models.model_card import require_fit
 from ppdist.models.onednn.precision import BFLOAT16, Kernels
 from ppdist.models.weights import checkpoint_of, digest_of_weights
 from ppdist.models.zoo import is_name
+from ppdist.storage import files as storage
+from ppdist.storage import stores
 
 _SUM_SECONDS = 60.0  # gloo itself gives up after 30
 _GIB = 1 << 30

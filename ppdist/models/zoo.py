@@ -20,11 +20,11 @@ from pathlib import Path
 
 import yaml
 
-from ppdist.common.download import download, sha256_of
 from ppdist.common.errors import ConfigError, Failure, WeightsError, failure_of
 from ppdist.common.files import read_file, replace_file, user_cache
 from ppdist.common.process import say
 from ppdist.distributed import heartbeat, store
+from ppdist.storage.download import download, sha256_of
 
 MIRROR, OFFLINE = "PPDIST_WEIGHTS", "PPDIST_OFFLINE"
 _WEB = ("http://", "https://")

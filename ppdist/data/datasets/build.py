@@ -20,7 +20,6 @@ import numpy as np
 from ppdist.common.errors import DataError
 from ppdist.config import plugins
 from ppdist.config.data import DataConfig, SplitConfig
-from ppdist.data import storage
 from ppdist.data.datasets.annotation_cache import Read, Sources, kept_or_read
 from ppdist.data.datasets.annotations import (
     Strictly,
@@ -48,6 +47,7 @@ from ppdist.data.types import (
     Split,
     keyed_generator,
 )
+from ppdist.storage import files as storage
 
 _LOGGER = logging.getLogger("ppdist.data")
 
@@ -70,7 +70,7 @@ def read_split(
         annotated: False: a set without an object is taken, too.
     Raises: DataError: files missing or not of the format, boxes wrong, classes that do not fit.
     """
-    storage.use(config)
+    _use_storage(config)
     _check_folder(config, split)
 
     def check(dataset: DetectionSet) -> None:
@@ -85,7 +85,7 @@ def read_split(
 
 def read_annotations(config: DataConfig, split: Split, num_classes: int) -> DetectionSet:
     """As `read_split` with all images, but these need not be there."""
-    storage.use(config)
+    _use_storage(config)
 
     def check(dataset: DetectionSet) -> None:
         check_classes(dataset, num_classes)
@@ -127,6 +127,10 @@ def _kept_or_read(
     return found.dataset
 
 
+def _use_storage(config: DataConfig) -> None:
+    storage.use(config.cache_dir, config.store_cache_gib, config.worker_timeout_seconds)
+
+
 def read_raw(config: DataConfig, split: Split, complain: Complain) -> RawSet:
     """A split as its files say it, with everything that conversion keeps.
 
@@ -136,7 +140,7 @@ def read_raw(config: DataConfig, split: Split, complain: Complain) -> RawSet:
         complain: gets what is wrong with parts of the files; if it returns, they are left out.
     Raises: DataError: a file is missing or as a whole not of the format.
     """
-    storage.use(config)
+    _use_storage(config)
     look_anew()
     _check_folder(config, split)
     if config.task == "classify":

@@ -26,7 +26,6 @@ from typing import Any, BinaryIO
 import numpy as np
 import orjson
 
-from ppdist.data import storage
 from ppdist.data.datasets.annotations import (
     MOST_TEXT,
     area_in,
@@ -45,9 +44,10 @@ from ppdist.data.datasets.coco import (
     is_crowd,
     whole_number,
 )
-from ppdist.data.storage import open_file
 from ppdist.data.types import Complain, Issue, RawColumns
 from ppdist.distributed.progress import Progress
+from ppdist.storage import files as storage
+from ppdist.storage.files import open_file
 
 _LOGGER = logging.getLogger("ppdist.data")
 _PIECE = 1 << 20  # bytes that are parsed at a time

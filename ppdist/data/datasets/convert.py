@@ -28,11 +28,9 @@ from typing import Any, Literal
 import numpy as np
 import yaml
 
-from ppdist.common import stores
 from ppdist.common.errors import ConfigError, DataError, UserError
 from ppdist.common.files import make_folder, make_parent, replace_file, writing
 from ppdist.config.data import DataConfig
-from ppdist.data import storage
 from ppdist.data.datasets.annotations import (
     class_names,
     quietly,
@@ -46,8 +44,10 @@ from ppdist.data.datasets.voc import write_voc
 from ppdist.data.datasets.yolo import write_yolo
 from ppdist.data.decoder import MOST_BYTES
 from ppdist.data.image import ImageHeader, read_header
-from ppdist.data.shards import ShardWriter, place_in_shard
 from ppdist.data.types import Box, DetectionSet, RawImage, RawSet, keyed_generator
+from ppdist.storage import files as storage
+from ppdist.storage import stores
+from ppdist.storage.shards import ShardWriter, place_in_shard
 
 Format = Literal["coco", "voc", "yolo"]
 Images = Literal["copy", "link", "none"]

@@ -14,7 +14,6 @@ from pathlib import Path
 import numpy as np
 
 from ppdist.common.errors import DataError
-from ppdist.data import storage
 from ppdist.data.datasets.annotations import (
     class_names,
     files_below,
@@ -25,6 +24,7 @@ from ppdist.data.datasets.annotations import (
 )
 from ppdist.data.image import is_image_name
 from ppdist.data.types import DetectionSet, ImageRecord, Records
+from ppdist.storage import files as storage
 
 _HEADER = ("path", "label")
 _SHOWN = 5

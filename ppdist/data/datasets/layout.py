@@ -18,7 +18,6 @@ from pathlib import Path
 from typing import Any, Literal
 
 from ppdist.common.errors import ConfigError, DataError
-from ppdist.common.stores import is_remote
 from ppdist.config.data import DataConfig, SplitConfig
 from ppdist.config.migration import is_data_yaml
 from ppdist.config.yaml import Node, Reader, found, problems_error
@@ -38,6 +37,7 @@ from ppdist.data.datasets.coco_stream import read_index
 from ppdist.data.datasets.voc import xml_files
 from ppdist.data.datasets.yolo import is_label, label_folder, own_names
 from ppdist.data.image import is_image_name
+from ppdist.storage.stores import is_remote
 
 _PARTS = ("annotations", "images", "labels", "jpegimages", "imagesets")  # of a set, not around one
 _DEEPEST = 4  # folders in one another, each alone

@@ -22,12 +22,10 @@ import numpy as np
 
 from ppdist.common.errors import DataError, StorageError
 from ppdist.common.files import is_outage, pauses
-from ppdist.common.stores import StoreAway
 from ppdist.config.augment import AugmentConfig
 from ppdist.config.data import Resize
 from ppdist.data.cache import ImageCache
 from ppdist.data.image import read_image, reduction
-from ppdist.data.storage import can_be_read, is_remote
 from ppdist.data.transforms.color import augment_pixels, random_colours
 from ppdist.data.transforms.geometry import (
     MosaicCanvas,
@@ -67,6 +65,8 @@ from ppdist.data.types import (
     SampleKey,
     keyed_generator,
 )
+from ppdist.storage.files import can_be_read, is_remote
+from ppdist.storage.stores import StoreAway
 
 _AUGMENT = 2  # stream of random numbers, beside the sampler's
 _MOST_REPLACEMENTS = 100

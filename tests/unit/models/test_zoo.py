@@ -11,7 +11,6 @@ import numpy as np
 import paddle
 import pytest
 
-from ppdist.common import download
 from ppdist.common.errors import CodedError, UserError
 from ppdist.config import load_config
 from ppdist.config.model import YOLOv5Config
@@ -22,6 +21,7 @@ from ppdist.models import zoo as module
 from ppdist.models.model_card import config_of_weights, licence_warning, read_card
 from ppdist.models.weights import load_weights, official_arrays_of, write_arrays
 from ppdist.models.zoo import fetch_on_all_ranks, local_weights, zoo
+from ppdist.storage import download
 from tests.distributed import run_on_ranks
 from tests.file_server import serving
 from tests.unit.engine.tiny import init_cpu

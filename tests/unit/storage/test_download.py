@@ -8,10 +8,10 @@ import time
 
 import pytest
 
-from ppdist.common import download as module
-from ppdist.common.download import download
 from ppdist.common.errors import UserError
 from ppdist.common.files import FileLock
+from ppdist.storage import download as module
+from ppdist.storage.download import download
 from tests.file_server import serving
 
 CONTENT = bytes(range(256)) * 2048  # 512 KiB

@@ -21,8 +21,8 @@ from typing import Any, BinaryIO, NamedTuple
 
 import numpy as np
 
-from ppdist.common import stores
 from ppdist.common.files import open_file, read_file, too_large, writing
+from ppdist.storage import stores
 
 INDEX_FILE = "index.csv"
 _COLUMNS = ["name", "shard", "offset", "size"]

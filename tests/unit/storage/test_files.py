@@ -10,11 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from ppdist.common import files, stores
+from ppdist.common import files
 from ppdist.common.errors import DataError
-from ppdist.common.stores import StoreAway
 from ppdist.config.data import DataConfig, SplitConfig
-from ppdist.data import storage
 from ppdist.data.datasets.annotations import quietly
 from ppdist.data.datasets.build import read_raw, read_split
 from ppdist.data.datasets.convert import convert
@@ -25,6 +23,9 @@ from ppdist.data.sampler import TrainSampler
 from ppdist.data.types import ImagesAway
 from ppdist.data.validate import check_before_training, validate
 from ppdist.distributed import store as timeouts
+from ppdist.storage import files as storage
+from ppdist.storage import stores
+from ppdist.storage.stores import StoreAway
 from tests.unit.data.loaders import assert_equal, loader, warnings_in
 from tests.unit.data.sets import coco_config, sharded, write_coco
 

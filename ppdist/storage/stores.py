@@ -23,7 +23,7 @@ from typing import Any, NamedTuple, TypeVar
 
 from ppdist.common.errors import UserError
 from ppdist.common.files import FileLock, pauses, replace_file, user_cache, writing
-from ppdist.common.store_cache import StoreCache
+from ppdist.storage.store_cache import StoreCache
 
 _LOGGER = logging.getLogger("ppdist.data")
 _REMOTE = re.compile(r"([a-z][a-z0-9+.-]+):/{1,2}(?=[^/])")

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from ppdist.common import store_cache
-from ppdist.common.store_cache import StoreCache
+from ppdist.storage import store_cache
+from ppdist.storage.store_cache import StoreCache
 
 BLOCK = 4096
 

@@ -7,9 +7,9 @@ import sys
 
 import pytest
 
-from ppdist.common import stores
 from ppdist.common.errors import UserError
-from ppdist.common.stores import StoreAway
+from ppdist.storage import stores
+from ppdist.storage.stores import StoreAway
 
 SECRET = "a-secret-that-no-log-may-show"
 

@@ -12,10 +12,9 @@ from collections.abc import Collection, Iterable, Mapping
 from pathlib import Path
 from typing import BinaryIO
 
-from ppdist.common import files, stores
-from ppdist.common.stores import Version
-from ppdist.config.data import DataConfig
-from ppdist.data.shards import (
+from ppdist.common import files
+from ppdist.storage import stores
+from ppdist.storage.shards import (
     find_member,
     forget_index,
     index_of,
@@ -24,21 +23,22 @@ from ppdist.data.shards import (
     place_in_shard,
     read_member,
 )
+from ppdist.storage.stores import Version
 
 _GIB = 1 << 30
 _LONGEST_REQUEST_SECONDS = 20.0
 _listings: dict[str, Mapping[str, Version] | None] = {}  # by folder; workers inherit their rank's
 
 
-def use(config: DataConfig) -> None:
-    """How this process and those that it forks reach stores."""
+def use(cache_dir: str | None, store_cache_gib: float, worker_timeout_seconds: float) -> None:
+    """How this process and those that it forks reach stores; see the keys of `data`."""
     # A worker says that it lives between requests; one takes twice its time at most.
-    seconds = min(_LONGEST_REQUEST_SECONDS, config.worker_timeout_seconds / 3)
-    stores.use(config.cache_dir, int(config.store_cache_gib * _GIB), seconds)
+    seconds = min(_LONGEST_REQUEST_SECONDS, worker_timeout_seconds / 3)
+    stores.use(cache_dir, int(store_cache_gib * _GIB), seconds)
 
 
 def folder_of(root: str, name: str = "") -> Path:
-    """data.root, or what is relative to it; an address stays one."""
+    """A folder, or what is relative to it; an address stays one."""
     if stores.is_remote(name) or name.startswith("file:/"):
         root, name = name, ""
     place = stores.url_of(root) if root.startswith("file:/") else root
