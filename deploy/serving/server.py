@@ -22,7 +22,6 @@ import threading
 import time
 import traceback
 import warnings
-from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from typing import NoReturn
@@ -34,7 +33,6 @@ _SIGNALS = (signal.SIGTERM, signal.SIGINT)
 if __name__ == "__main__":
     signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS)
 
-import h11  # noqa: E402
 import uvicorn  # noqa: E402
 from fastapi import FastAPI, Request  # noqa: E402
 from fastapi.openapi.docs import get_swagger_ui_html  # noqa: E402
@@ -42,7 +40,7 @@ from fastapi.responses import HTMLResponse, JSONResponse, PlainTextResponse  # n
 from prometheus_client import generate_latest  # noqa: E402
 from starlette.exceptions import HTTPException  # noqa: E402
 from starlette.requests import ClientDisconnect  # noqa: E402
-from uvicorn.protocols.http.h11_impl import H11Protocol  # noqa: E402
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol  # noqa: E402
 
 HERE = Path(__file__).resolve().parent
 # An installed copy may keep the two folders elsewhere, but side by side.
@@ -56,6 +54,11 @@ TOKEN = "PPDIST_SERVING_TOKEN"
 _RETRY_AFTER = "1"  # second
 _LAST_SECONDS = 0.5  # for requests on connections that were accepted just before the end
 _OTHER_FILES = 64  # open ones besides connections
+_MOST_HEAD_BYTES = 64 * 1024  # of headers, or of chunks' extensions and trailers
+_MOST_REQUEST_HEADERS = 100
+_MOST_PIPELINED = 8  # requests of a connection that wait behind another
+# Python's time is spent on every chunk, so a body of one-byte chunks would take all of it.
+_FREE_CHUNKS, _LEAST_MEAN_CHUNK = 100, 256  # bytes
 _LOCAL = ("127.0.0.1", "::1", "localhost")
 
 _DESCRIPTION = "Objects in images, by a model that ppdist has exported."
@@ -234,59 +237,98 @@ def _page() -> tuple[str, dict[str, str]]:
     }
 
 
-def _protocol_of(limits: Limits) -> type[H11Protocol]:
-    """HTTP on one connection; uvicorn's alone keeps a silent one for ever.
+def _protocol_of(limits: Limits) -> type[HttpToolsProtocol]:
+    """HTTP on one connection, which ends at the first deadline or bound that its client passes.
 
-    One that has begun no request for `header_seconds`, at first or after an answer, is closed,
-    whatever trickles in.  Beyond `most_connections` the client with most loses its oldest such one.
+    uvicorn alone waits for ever for a request, and for a client to read its answers.
     """
     files = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
     most = limits.most_connections
     if files != resource.RLIM_INFINITY:
         most = max(1, min(most, files - _OTHER_FILES))
 
-    class Protocol(H11Protocol):
+    class Protocol(HttpToolsProtocol):
         def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
             super().connection_made(transport)
-            self.host = (transport.get_extra_info("peername") or ("",))[0]
-            self.await_request()
+            self.head_bytes = self.chunks = self.body_bytes = 0
+            self.reading = self.loop.call_later(limits.header_seconds, transport.abort)
+            self.writing: asyncio.TimerHandle | None = None
             if len(self.connections) > most:
-                held = Counter(each.host for each in self.connections)
-                idle = [each for each in self.connections if each.is_idle]
-                lost = max(idle, key=lambda each: (held[each.host], -each.idle_since))
-                self.connections.discard(lost)
-                lost.transport.abort()
+                transport.abort()
 
-        def await_request(self) -> None:
-            self.is_idle, self.idle_since = True, self.loop.time()
-            self.idle_timer = self.loop.call_later(limits.header_seconds, self.transport.abort)
+        def allow(self, seconds: float) -> None:
+            """Aborts, because a transport that is only closed waits for its client to read."""
+            self.reading.cancel()
+            self.reading = self.loop.call_later(seconds, self.transport.abort)
 
-        def handle_events(self) -> None:
-            before = self.cycle
-            super().handle_events()
-            if self.cycle is not before and not self.cycle.response_complete:
-                self.is_idle = False
-                self.idle_timer.cancel()
+        def data_received(self, data: bytes) -> None:
+            # Counted before the parser keeps them: it would keep headers of any length, and trailers.
+            self.head_bytes += len(data)
+            super().data_received(data)
+            if self.head_bytes > _MOST_HEAD_BYTES and not self.transport.is_closing():
+                self.send_400_response("The headers are too long.")
 
-        def send_400_response(self, msg: str) -> None:
-            # To uvicorn a body that breaks amid its chunks is a broken request, answered here; its
-            # request has begun, and would be answered again: a traceback in the log for each.
-            if self.cycle is not None:
-                self.cycle.disconnected = True
-                self.cycle.message_event.set()
-            if self.conn.our_state in (h11.IDLE, h11.SEND_RESPONSE):
-                super().send_400_response(msg)
-            else:
-                self.transport.close()
+        def on_header(self, name: bytes, value: bytes) -> None:
+            super().on_header(name, value)
+            if len(self.headers) > _MOST_REQUEST_HEADERS:
+                raise ValueError("too many headers")  # to uvicorn, which answers: a broken request
+
+        def on_headers_complete(self) -> None:
+            self.head_bytes = self.chunks = self.body_bytes = 0
+            if len(self.pipeline) == _MOST_PIPELINED:
+                raise ValueError("too many requests at once")
+            super().on_headers_complete()
+            if not self.pipeline:
+                self.allow(limits.seconds + limits.write_seconds)
+
+        def on_chunk_header(self) -> None:
+            self.chunks += 1
+            if self.chunks > _FREE_CHUNKS and self.body_bytes < self.chunks * _LEAST_MEAN_CHUNK:
+                raise ValueError("too small chunks")
+
+        def on_body(self, body: bytes) -> None:
+            self.head_bytes = 0
+            self.body_bytes += len(body)
+            super().on_body(body)
 
         def on_response_complete(self) -> None:
-            self.idle_timer.cancel()
-            self.await_request()  # first: the next request may be there already
+            # First: super starts the request that waits behind this one.
+            waits = limits.seconds + limits.write_seconds if self.pipeline else limits.header_seconds
+            self.allow(waits)
             super().on_response_complete()
 
+        def pause_writing(self) -> None:
+            super().pause_writing()
+            self.writing = self.loop.call_later(limits.write_seconds, self.transport.abort)
+
+        def resume_writing(self) -> None:
+            super().resume_writing()
+            if self.writing is not None:
+                self.writing.cancel()
+
+        def send_400_response(self, msg: str) -> None:
+            # What breaks may be the body of a request that is being answered, or one behind it: a
+            # second answer in its place would be read as its own.
+            cycle = self.cycle
+            if cycle is None or cycle.response_complete:
+                super().send_400_response(msg)
+                return
+            if self.pipeline or cycle.response_started:
+                self.transport.abort()
+            else:
+                super().send_400_response(msg)
+            self.pipeline.clear()
+            cycle.disconnected = True
+            cycle.message_event.set()
+
+        def _unsupported_upgrade_warning(self) -> None:
+            self.cycle.keep_alive = False  # answered as a plain request; what follows is not HTTP
+
         def connection_lost(self, exc: Exception | None) -> None:
-            self.idle_timer.cancel()
             super().connection_lost(exc)
+            self.reading.cancel()
+            if self.writing is not None:
+                self.writing.cancel()
 
     return Protocol
 
@@ -333,6 +375,7 @@ def serve(
             server_header=False,
             http=_protocol_of(limits),
             ws="none",
+            proxy_headers=False,  # no address counts here
             lifespan="off",  # it has nothing to do, and old versions write a traceback over it
             headers=[("X-Content-Type-Options", "nosniff")],
             timeout_graceful_shutdown=int(limits.seconds) + 2,
@@ -396,6 +439,7 @@ def parse() -> argparse.Namespace:
         "seconds": "for a request",
         "least-rate": "bytes a second of an image that is being sent; 0: any",
         "header-seconds": "for a connection to begin a request",
+        "write-seconds": "for a client to read an answer",
         "most-connections": "at once",
         "decoders": "threads that decode images",
     }

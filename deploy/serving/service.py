@@ -5,26 +5,22 @@ import logging
 import math
 import threading
 import time
-from collections import Counter
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from ipaddress import ip_address, ip_network
 from typing import Any
 
 import numpy as np
 from batching import Batcher, Model
 from fastapi import Request
 from predictor import default_threshold
-from prometheus_client import CollectorRegistry, Gauge, Histogram, ProcessCollector
-from prometheus_client import Counter as Total
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, ProcessCollector
 from uploads import Refused, decode, file_part
 
 _log = logging.getLogger("serving")
 _FORM_BYTES = 64 * 1024  # of a multipart body besides its file
 _TOP = 5  # classes a classifier names
 _GRACE_SECONDS = 5.0  # before a body has to have come at Limits.least_rate
-_SLOW_SECONDS = 1.0  # a body that takes longer may lose its place to another client's request
 _END_SECONDS = 5.0  # for the model's thread to end; nobody waits for its answers by then
 
 
@@ -44,6 +40,7 @@ class Limits:
     seconds: float = 30.0  # for a request, from its first byte to its answer
     least_rate: int = 10_000  # bytes a second of an image that is being sent; 0: any
     header_seconds: float = 10.0  # for a connection to begin a request, the first or another
+    write_seconds: float = 10.0  # for a client to read of an answer what fits in no buffer
     most_connections: int = 1000  # at once
     threshold: float | None = None  # lowest score of a box where a request names none; None: the
     # model's own, see `default_threshold` of deploy/python
@@ -58,7 +55,7 @@ class Counts:
         ProcessCollector(registry=self.registry)
         # Name, help and labels differ; these are alike.
         given: dict[str, Any] = {"registry": self.registry, "namespace": "ppdist_serving"}
-        self.requests = Total("requests", "Answers of /detect.", ["status"], **given)
+        self.requests = Counter("requests", "Answers of /detect.", ["status"], **given)
         self.seconds = Histogram(
             "request_seconds", "From the first byte of a request to its answer.", **given
         )
@@ -75,23 +72,13 @@ class Counts:
         self.batch_seconds.observe(seconds)
 
 
-class _Place:
-    """A request under way."""
-
-    def __init__(self, client: str) -> None:
-        self.client, self.began = client, time.monotonic()
-        self.body: asyncio.Future[bytes] | None = None  # None: it is there
-        self.received = 0  # bytes of it
-        self.is_lost = False
-
-
 class Service:
     """Everything about a request that is not HTTP's headers; made in any thread, used in one."""
 
     def __init__(self, load: Callable[[], Model], limits: Limits) -> None:
         """Args: load: called in the thread that will use the model."""
         self.limits, self.counts = limits, Counts()
-        self._places: list[_Place] = []  # the oldest first
+        self.under_way = 0  # requests not answered yet
         self.batcher = Batcher(
             load, limits.most_batch, limits.most_delay, lambda: self.under_way, self.counts.batch
         )
@@ -101,11 +88,6 @@ class Service:
         self._decoders = ThreadPoolExecutor(limits.decoders, "decoder")
         self._decoding: dict[int, float] = {}  # thread -> time.monotonic() when it began
         self._decoded = asyncio.Semaphore(2 * limits.most_batch)
-
-    @property
-    def under_way(self) -> int:
-        """Requests not answered yet."""
-        return len(self._places)
 
     def stop(self) -> None:
         """Ends the threads; a decoder that is busy still is not waited for."""
@@ -133,75 +115,23 @@ class Service:
         """
         if self.batcher.model is None:
             raise Refused(503, "the model is not ready yet")
-        place = self._take_place(_client_of(request))
-        deadline = place.began + self.limits.seconds
+        if self.under_way >= self.limits.most_waiting:
+            raise Refused(503, f"{self.under_way} requests are under way already; come back soon")
+        began = time.monotonic()
+        self.under_way += 1
         try:
-            body = await self._received(request, place, deadline)
+            body = await self._body(request, began)
             look = self._look(_content_type(request), body, threshold)
             try:
-                return await asyncio.wait_for(look, deadline - time.monotonic())
+                left = began + self.limits.seconds - time.monotonic()
+                return await asyncio.wait_for(look, left)
             except asyncio.TimeoutError as error:
                 raise Refused(504, "the answer took too long") from error
         finally:
-            if not place.is_lost:
-                self._places.remove(place)
+            self.under_way -= 1
 
-    def _take_place(self, client: str) -> _Place:
-        """A place that is free, or that of a slow request of a client with two more than this one.
-
-        So clients that send slowly hold at most their shares, however many places they fill.
-        Raises: Refused: 503.
-        """
-        if self.under_way >= self.limits.most_waiting:
-            held = Counter(place.client for place in self._places)
-            slow = time.monotonic() - _SLOW_SECONDS
-            loses = [
-                place
-                for place in self._places
-                if place.body is not None
-                and not place.body.done()
-                and place.began <= slow
-                and held[place.client] >= held[client] + 2
-            ]
-            if not loses:
-                raise Refused(
-                    503, f"{self.under_way} requests are under way already; come back soon"
-                )
-            lost = max(loses, key=lambda place: held[place.client])
-            assert lost.body is not None
-            lost.is_lost = lost.body.cancel()
-            self._places.remove(lost)
-        place = _Place(client)
-        self._places.append(place)
-        return place
-
-    async def _received(self, request: Request, place: _Place, deadline: float) -> bytes:
-        """The body, unless it comes too slowly or loses its place."""
-        rate = self.limits.least_rate
-        body = place.body = asyncio.ensure_future(self._body(request, place))
-        body.add_done_callback(lambda done: done.cancelled() or done.exception())  # looked at
-        try:
-            while not body.done():
-                # With asyncio.wait_for, Python before 3.12 may swallow what cancels the body.
-                at_rate = place.began + _GRACE_SECONDS + place.received / rate if rate else math.inf
-                seconds = min(deadline, at_rate) - time.monotonic()
-                if seconds <= 0:
-                    raise Refused(
-                        408,
-                        f"the image comes more slowly than {rate} bytes a second"
-                        if at_rate < deadline
-                        else "sending the image took too long",
-                    )
-                await asyncio.wait({body}, timeout=seconds)
-            if place.is_lost:
-                raise Refused(408, "sending the image took long, and others wait")
-            return body.result()
-        finally:
-            body.cancel()
-            place.body = None
-
-    async def _body(self, request: Request, place: _Place) -> bytes:
-        """An image, or a form around one; never more of it than is allowed."""
+    async def _body(self, request: Request, began: float) -> bytes:
+        """An image, or a form around one; never more of it than is allowed, nor more slowly."""
         if request.headers.get("content-encoding", "identity").lower() != "identity":
             raise Refused(415, "compressed bodies are not read; send the image file as it is")
         is_form = _is_form(_content_type(request))
@@ -209,13 +139,24 @@ class Service:
         declared = request.headers.get("content-length", "")
         if declared.isdecimal() and int(declared[:20]) > most:
             raise self._too_large()
-        body = bytearray()
-        async for chunk in request.stream():
-            body += chunk
-            place.received = len(body)
+        rate, deadline = self.limits.least_rate, began + self.limits.seconds
+        body, stream = bytearray(), request.stream()
+        while True:
+            at_rate = began + _GRACE_SECONDS + len(body) / rate if rate else math.inf
+            try:
+                left = min(deadline, at_rate) - time.monotonic()
+                body += await asyncio.wait_for(anext(stream), left)
+            except StopAsyncIteration:
+                return bytes(body)
+            except asyncio.TimeoutError as error:
+                raise Refused(
+                    408,
+                    f"the image comes more slowly than {rate} bytes a second"
+                    if at_rate < deadline
+                    else "sending the image took too long",
+                ) from error
             if len(body) > most:
                 raise self._too_large()
-        return bytes(body)
 
     def _too_large(self) -> Refused:
         return Refused(413, f"more than the {self.limits.most_bytes} bytes allowed here")
@@ -250,16 +191,6 @@ class Service:
         if threshold is None:
             threshold, _ = default_threshold(model.spec)
         return {"width": width, "height": height, **described(model.spec, result, threshold)}
-
-
-def _client_of(request: Request) -> str:
-    """Its address; of IPv6 the network, in which one client has as many as it likes."""
-    address = request.client.host if request.client else ""
-    try:
-        found = ip_address(address.partition("%")[0])
-    except ValueError:
-        return address
-    return str(ip_network((found, 64), strict=False)) if found.version == 6 else address
 
 
 def _content_type(request: Request) -> str:

@@ -12,9 +12,8 @@ The estimate (`require_memory`), before the run touches its folder:
       computes with
     + on the host: what a rank keeps to roll back to, and what is being written
 
-What forward keeps is counted, not guessed: Paddle says which tensors it saves.  A small image is
-enough, because all of it grows with the number of pixels.  The rest are constants that were fitted
-to measured steps; docs/dev/memory_estimate.md says how far off it was on others.
+What forward keeps is counted, not guessed (ppdist/models/complexity.py).  The rest are constants
+that were fitted to measured steps; docs/dev/memory_estimate.md says how far off it was on others.
 
 Three kinds of memory run out separately, and each is counted by itself, in bytes: the memory of the
 host, which its ranks share; the address space of a process (`ulimit -v`), where that is limited;
@@ -22,7 +21,6 @@ and the memory of a card.
 """
 
 import json
-import math
 import os
 import resource
 import signal
@@ -30,9 +28,8 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -44,11 +41,12 @@ from ppdist.common.machine import available_memory, process_memory
 from ppdist.common.process import EXIT_DIR_VARIABLE
 from ppdist.config import ExperimentConfig, plugins
 from ppdist.config.augment import AugmentConfig
-from ppdist.config.train import AmpConfig, max_micro_batch
+from ppdist.config.train import max_micro_batch
 from ppdist.data.types import ImageRecord
 from ppdist.distributed import comm, device, heartbeat
 from ppdist.engine.checkpoint import Snapshot
 from ppdist.models.base import ImageModel
+from ppdist.models.complexity import Complexity, tensor_bytes
 
 HOST, ADDRESSES, CARD = "memory of the host", "address space (ulimit -v)", "memory of the card"
 Bytes = Mapping[str, int]  # by kind
@@ -69,7 +67,6 @@ _LATE = (
 )
 # Of the estimate:
 _FLOAT = 4  # bytes
-_SIDE = 2  # of the small image, in multiples of the model's
 _IN_LOSS = 4  # times the outputs: decoded, scored, and gradients of both
 _IN_BACKWARD = 1.2  # times activations: gradients on their way, and gaps that the heap leaves
 _HOPELESS = 2.0  # times what is free: the estimate was never off by so much
@@ -434,53 +431,73 @@ class Estimate:
         """Without a card: all in the memory of the host."""
         return self.step + self.kept
 
-    def line(self, on_card: bool) -> str:
-        """For the log."""
+    def needs(self, free: Bytes) -> Bytes:
+        """Bytes of each kind of memory that `free` has; without a card the host holds all."""
+        on_host = self.kept if CARD in free else self.total
+        return {kind: self.step if kind == CARD else on_host for kind in free}
+
+    def of(self, images: int) -> "Estimate":
+        """For another micro-batch."""
+        return replace(self, images=images, activations=self.activations * images // self.images)
+
+    def lines(self, free: Bytes) -> tuple[str, str]:
+        """In short for the terminal, in full for the log; `free` as `free_memory` gives it."""
         height, width = self.size
-        where = f"{shown(self.step)} on its card and {shown(self.kept)} on the host"
+        host = f"of {shown(free[HOST])} free"
+        short, full = f"{shown(self.total)} {host}", shown(self.total)
+        if device.on_accelerator():
+            card = f" of the card's {shown(free[CARD])}" if CARD in free else ""
+            short = f"{shown(self.step)}{card}"
+            full = f"{shown(self.step)} on its card and {shown(self.kept)} on the host"
         return (
-            f"a step is estimated to take {where if on_card else shown(self.total)} of each rank: "
+            f"a step of {self.images} images takes about {short}",
+            f"a step is estimated to take {full} of each rank: "
             f"weights {shown(self.weights)}, gradients {shown(self.gradients)}, moments "
             f"{shown(self.moments)}, average {shown(self.average)}, {self.images} images of "
             f"{height} x {width} pixels {shown(self.activations)}, kept and being written "
-            f"{shown(self.kept)}"
+            f"{shown(self.kept)}; with its data loaded a rank holds "
+            f"{shown(process_memory()['VmRSS'])}, and {shown(free[HOST])} are free for each rank",
         )
 
 
-def require_memory(make: Callable[[], Estimate]) -> tuple[str, str, list[str]]:
+def require_memory(expected: Estimate) -> tuple[str, str, list[str]]:
     """Compares the memory a step needs with free memory.  Collective.
 
-    Where the estimate cannot be made, a warning says so.
-    Args: make: makes the estimate, on each rank by itself.
+    Args: expected: of this rank.
     Returns: a line in short and one in full, of this rank; warnings of all ranks with too little.
     Raises: ConfigError, on every rank: some rank has less than half.
     """
-    short = full = ""
-    own: list[str] = []
-    most: int | None = None  # images that fit; None: those asked for may do
-    try:
-        expected = make()
-        free = free_memory(comm.local_size())
-        short, full = _memory_lines(expected, free)
-        own = list(shortages(expected, free))
-        fitting = images_that_fit(expected, free) if own else 0
-        if any(needed > _HOPELESS * free[kind] for kind, needed in needs(expected, free)):
-            most = fitting
-        elif own:
-            own = [f"{each}; {_remedy(fitting)}" for each in own]
-    except Exception as error:  # no estimate is worth a run
-        own = [f"rank {comm.rank()} cannot estimate the memory of a step: {error!r}"]
-    found_W = comm.all_gather_object([own, most])
-    warnings = [warning for each, _ in found_W for warning in each]
-    refused = [(own, least) for own, least in found_W if least is not None]
-    if not refused:
-        return short, full, warnings
-    raise ConfigError(
-        refused[0][0][0],
-        code="batch_exceeds_memory",
-        where="train.batch_size_per_card",
-        fix=_remedy(min(least for _, least in refused)),
-    )
+    free = free_memory(comm.local_size())
+    needed = expected.needs(free)
+    lacking = [kind for kind in free if needed[kind] > free[kind]]
+    fitting = images_that_fit(expected, free) if lacking else expected.images
+    warnings = [
+        f"a step of {expected.images} images is estimated to take {shown(needed[kind])} of the "
+        f"{kind}, and rank {comm.rank()} (host {comm.host()}) has {shown(free[kind])} left"
+        for kind in lacking
+    ]
+    hopeless = any(needed[kind] > _HOPELESS * free[kind] for kind in lacking)
+    found_W = comm.all_gather_object([warnings, fitting, hopeless])
+    if any(hopeless for *_, hopeless in found_W):
+        raise ConfigError(
+            next(warnings[0] for warnings, _, hopeless in found_W if hopeless),
+            code="batch_exceeds_memory",
+            where="train.batch_size_per_card",
+            fix=_remedy(min(fitting for _, fitting, _ in found_W)),
+        )
+    told = [f"{each}; {_remedy(fitting)}" for warnings, fitting, _ in found_W for each in warnings]
+    return *expected.lines(free), told
+
+
+def images_that_fit(expected: Estimate, free: Bytes) -> int:
+    """The largest micro-batch, a power of two above 8, that leaves some room; 0: there is none.
+
+    Args: free: what this rank may still take, by kind.
+    """
+    points = {images: expected.of(images).needs(free) for images in {1, expected.images}}
+    limits = {kind: int(_ROOM * there) for kind, there in free.items()}
+    most = largest_batch(points, limits, expected.images)
+    return most if most < 8 else 1 << (most.bit_length() - 1)
 
 
 def _remedy(images: int) -> str:
@@ -490,52 +507,33 @@ def _remedy(images: int) -> str:
     return f"use --batch {images} or --batch auto (with -c: train.batch_size_per_card)"
 
 
-def _memory_lines(expected: Estimate, free: Mapping[str, int]) -> tuple[str, str]:
-    """See `require_memory`."""
-    held, on_card = process_memory()["VmRSS"], device.on_accelerator()
-    if CARD in free:
-        short = f"{shown(expected.step)} of the card's {shown(free[CARD])}"
-    else:
-        short = f"{shown(expected.step if on_card else expected.total)}"
-        short += "" if on_card else f" of {shown(free[HOST])} free"
-    return (
-        f"a step of {expected.images} images takes about {short}",
-        f"{expected.line(on_card)}; with its data loaded a rank holds {shown(held)}, and "
-        f"{shown(free[HOST])} are free for each rank",
-    )
-
-
 def estimate(
     model: ImageModel,
+    counted: Complexity,
     *,
     images: int,
     sizes: Sequence[tuple[int, int]],
     moments: int,
     averaged: bool,
-    amp: AmpConfig,
     frozen: Collection[str] = (),
 ) -> Estimate:
-    """Estimates the memory of a step by one small forward pass.  Local; changes nothing.
+    """The memory of a step.
 
     Args:
-        model: as built: on eager convolutions, batch norms not yet synchronised.
+        counted: of the model, with the same frozen parts.
         images: of a micro-batch.
         sizes: (height, width) in pixels that training uses; the largest counts.
         moments: values that the optimizer keeps for each weight (momentum 1, AdamW 2).
         averaged: there is an EMA.
-        amp: with it activations are counted in its precision.
         frozen: state-dict keys of what will not be trained.
     """
-    state = {key: _bytes(tensor) for key, tensor in model.state_dict().items()}
+    state = {key: tensor_bytes(tensor) for key, tensor in model.state_dict().items()}
     everything, still = sum(state.values()), sum(state[key] for key in frozen)
     learn = {key: each for key, each in model.named_parameters() if not each.stop_gradient}
-    trained = sum(_bytes(each) for key, each in learn.items() if key not in frozen)
+    trained = sum(tensor_bytes(each) for key, each in learn.items() if key not in frozen)
     height, width = max(sizes, key=lambda size: size[0] * size[1])
-    side = _SIDE * model.size_multiple
-    with _frozen([each for key, each in learn.items() if key in frozen]):
-        kept, outputs = saved_bytes(model, side, amp)
-    inputs = 3 * side * side * (1 + 2 * _FLOAT)  # uint8, float32, normalised
-    each = (kept + inputs + _IN_LOSS * outputs) * height * width / side**2
+    inputs = 3 * (1 + 2 * _FLOAT)  # uint8, float32, normalised
+    pixel = counted.saved + inputs + _IN_LOSS * counted.outputs
     return Estimate(
         images=images,
         size=(height, width),
@@ -543,98 +541,8 @@ def estimate(
         gradients=trained,
         moments=moments * trained,
         average=everything - still if averaged else 0,
-        activations=round(_IN_BACKWARD * images * each),
+        activations=round(_IN_BACKWARD * images * height * width * pixel),
     )
-
-
-@contextmanager
-def _frozen(weights: Sequence[paddle.Tensor]) -> Iterator[None]:
-    """Inside, these weights get no gradient."""
-    try:
-        for each in weights:
-            each.stop_gradient = True
-        yield
-    finally:
-        for each in weights:
-            each.stop_gradient = False
-
-
-def saved_bytes(model: ImageModel, side: int, amp: AmpConfig) -> tuple[int, int]:
-    """Bytes that forward saves for backward of one square image, and bytes of its outputs.
-
-    In eval mode, which saves the same tensors and leaves running statistics alone.
-    Args: side: of the image, pixels.
-    """
-    found: dict[int, int] = {}
-
-    def pack(tensor: paddle.Tensor) -> paddle.Tensor:
-        found[tensor.data_ptr()] = _bytes(tensor)
-        return tensor
-
-    training = [layer for layer in model.sublayers(include_self=True) if layer.training]
-    model.eval()
-    image = paddle.zeros([1, 3, side, side], dtype="uint8")
-    try:
-        with (
-            paddle.amp.auto_cast(enable=amp.enabled, dtype=amp.dtype),
-            paddle.autograd.saved_tensors_hooks(pack, lambda tensor: tensor),
-        ):
-            outputs = model(model.normalize(image))
-    finally:
-        for layer in training:
-            layer.training = True
-    weights = {tensor.data_ptr() for tensor in model.state_dict().values()}
-    saved = sum(size for address, size in found.items() if address not in weights)
-    return saved, sum(map(_bytes, _tensors(outputs)))
-
-
-def _tensors(outputs: Any) -> Iterator[paddle.Tensor]:
-    """All in nested tuples, lists and dictionaries."""
-    if isinstance(outputs, paddle.Tensor):
-        yield outputs
-    elif outputs is not None:
-        for part in outputs.values() if isinstance(outputs, dict) else outputs:
-            yield from _tensors(part)
-
-
-def _bytes(tensor: paddle.Tensor) -> int:
-    return math.prod(tensor.shape) * int(tensor.element_size())
-
-
-def needs(expected: Estimate, free: Mapping[str, int]) -> Iterator[tuple[str, int]]:
-    """Each kind of memory, and how much this rank needs.
-
-    Args: free: what it may still take, by kind.
-    """
-    for kind in free:
-        if kind == CARD:
-            yield kind, expected.step
-        else:
-            yield kind, expected.kept if CARD in free else expected.total
-
-
-def shortages(expected: Estimate, free: Mapping[str, int]) -> Iterator[str]:
-    """A warning for each kind of memory this rank lacks; args of `needs`."""
-    for kind, needed in needs(expected, free):
-        if needed > free[kind]:
-            yield (
-                f"a step of {expected.images} images is estimated to take {shown(needed)} of the "
-                f"{kind}, and rank {comm.rank()} (host {comm.host()}) has {shown(free[kind])} left"
-            )
-
-
-def images_that_fit(expected: Estimate, free: Mapping[str, int]) -> int:
-    """The largest micro-batch, a power of two above 8, that leaves some room; 0: there is none.
-
-    Args: free: what this rank may still take, by kind.
-    """
-    each = expected.activations / expected.images
-    most = expected.images
-    for kind, needed in needs(expected, free):
-        if kind == CARD or CARD not in free:  # of the host, a card's images take nothing
-            left = _ROOM * free[kind] - (needed - expected.activations)
-            most = min(most, max(0, int(left / each)))
-    return most if most < 8 else 1 << (most.bit_length() - 1)
 
 
 # Memory there is, and memory taken

@@ -25,7 +25,7 @@ from ppdist.data.statistics import crowding, refit, sizes_in_input
 from ppdist.data.types import DetectionSet
 from ppdist.distributed import comm, device, paddle_api
 from ppdist.distributed.device_options import set_device_options
-from ppdist.engine.auto_batch import Estimate, estimate, require_memory, settle_batch
+from ppdist.engine.auto_batch import estimate, require_memory, settle_batch
 from ppdist.engine.callbacks import Callback
 from ppdist.engine.data import Blocklist, Feed, images_of_epoch, read_sets
 from ppdist.engine.distillation import build_distillation
@@ -153,8 +153,18 @@ def build_training(
         derived = build_schedule_setup(config, images)
         run = settle_run(start, derived, train_set, config, resume_changed, extends)
         bad_images.known |= run.bad_images
-        size = complexity(model, config.model.image_size)
-        memory, full, short_of = require_memory(lambda: _estimate(config, derived, model))
+        frozen = frozen_keys(model, config.train.freeze)
+        size = comm.run_on_all_ranks(lambda: complexity(model, config.train.amp, frozen))
+        expected = estimate(
+            model,
+            size,
+            images=derived.batch_size_per_card,
+            sizes=config.train.multi_scale or (config.model.image_size,),
+            moments=1 if config.optimizer.name == "momentum" else 2,
+            averaged=config.train.ema.enabled,
+            frozen=frozen,
+        )
+        memory, full, short_of = require_memory(expected)
         said.append(full)
         noticed += comm.run_on_main(lambda: files.hold(output_dir))
         claim_folder(output_dir, start, run)
@@ -339,19 +349,6 @@ def _build_trainer(
         check_weights_every=config.distributed.check_weights_every,
         budget=budget,
         callbacks=[ImageWatch(log, sets, derived.steps_per_epoch), *callbacks],
-    )
-
-
-def _estimate(config: ExperimentConfig, derived: ScheduleSetup, model: ImageModel) -> Estimate:
-    """Memory of a step of this rank."""
-    return estimate(
-        model,
-        images=derived.batch_size_per_card,
-        sizes=config.train.multi_scale or (config.model.image_size,),
-        moments=1 if config.optimizer.name == "momentum" else 2,
-        averaged=config.train.ema.enabled,
-        amp=config.train.amp,
-        frozen=frozen_keys(model, config.train.freeze),
     )
 
 

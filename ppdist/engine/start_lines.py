@@ -31,9 +31,8 @@ def model_line(config: ExperimentConfig, size: Complexity, anew: bool) -> str:
     """`yolov5 n, 1.77 M parameters, 0.28 GFLOPs at 160 x 160, from yolov5n_coco`"""
     model = config.model
     name = " ".join(filter(None, (model.name, str(getattr(model, "size", "")))))
-    height, width = model.image_size
     start = f"from {Path(model.pretrained).name}" if model.pretrained else "from scratch"
-    return f"{name}, {size} at {height} x {width}, {start if anew else 'resumed'}"
+    return f"{name}, {size.told(model.image_size)}, {start if anew else 'resumed'}"
 
 
 def device_line() -> str:

@@ -11,7 +11,6 @@ import pytest
 
 from ppdist.common.errors import ConfigError
 from ppdist.config import load_config
-from ppdist.config.train import AmpConfig
 from ppdist.distributed import comm, device
 from ppdist.engine import auto_batch
 from ppdist.engine.auto_batch import (
@@ -25,13 +24,13 @@ from ppdist.engine.auto_batch import (
     images_that_fit,
     job_of,
     require_memory,
-    saved_bytes,
-    shortages,
     shown,
     trial_of,
 )
 from ppdist.engine.build import build_model
+from ppdist.models import complexity as counting
 from ppdist.models.base import frozen_keys
+from ppdist.models.complexity import complexity
 from tests.forked import ROOT
 from tests.unit.engine.tiny import SIZE, tiny_config
 
@@ -41,8 +40,8 @@ GIB = 1 << 30
 
 def of(model, images=1, size=SIZE, moments=1, averaged=True, frozen=()):
     return estimate(
-        model, images=images, sizes=[(size, size)], moments=moments, averaged=averaged,
-        amp=AmpConfig(), frozen=frozen,
+        model, complexity(model, frozen=frozen), images=images, sizes=[(size, size)],
+        moments=moments, averaged=averaged, frozen=frozen,
     )  # fmt: skip
 
 
@@ -75,19 +74,25 @@ def test_frozen_layers_keep_no_gradient_or_tensor(tmp_path):
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_activations_grow_with_images_and_pixels(family, tmp_path):
+def test_activations_grow_with_images_and_pixels(family, tmp_path, monkeypatch):
     model = build_model(tiny_config(tmp_path, model=family))
     one = of(model).activations
     assert of(model, images=6).activations == pytest.approx(6 * one, rel=1e-6)
     assert of(model, size=4 * SIZE).activations == pytest.approx(16 * one, rel=1e-6)
-    small, large = (saved_bytes(model, side, AmpConfig())[0] for side in (64, 256))
-    assert large == pytest.approx(16 * small, rel=0.1)  # so a small image is enough
+    small = complexity(model)
+    monkeypatch.setattr(counting, "_SIDE", 8)
+    assert complexity(model).saved == pytest.approx(
+        small.saved, rel=0.1
+    )  # so a small one is enough
+    assert complexity(model).operations == pytest.approx(small.operations, rel=0.1)
 
 
-def test_saved_tensors_match_needs_of_backward():
+def test_one_pass_counts_what_backward_needs_and_operations():
     """Of y = relu(conv(x)): the convolution keeps x, the relu its result."""
 
     class Known(paddle.nn.Layer):
+        size_multiple = 8
+
         def __init__(self):
             super().__init__()
             self.conv = paddle.nn.Conv2D(3, 5, 3, padding=1)
@@ -98,9 +103,10 @@ def test_saved_tensors_match_needs_of_backward():
         def forward(self, images):
             return paddle.nn.functional.relu(self.conv(images))
 
-    kept, outputs = saved_bytes(Known(), 16, AmpConfig())
-    assert outputs == 5 * 16 * 16 * 4
-    assert 3 * 16 * 16 * 4 + outputs <= kept <= 3 * 16 * 16 * 4 + 2 * outputs
+    found = complexity(Known())
+    assert (found.parameters, found.operations) == (5 * 3 * 9 + 5, 2 * 5 * 3 * 9)
+    assert found.outputs == 5 * 4
+    assert 3 * 4 + found.outputs <= found.saved <= 3 * 4 + 2 * found.outputs
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -139,10 +145,11 @@ def test_the_estimate_is_near_what_steps_take(case, record_property):
     name, batch, (height, width) = MEASURED[case]
     sizes = [f"model.image_size=[{height},{width}]", "train.multi_scale=[]"]
     config = load_config(ROOT / "configs" / f"{name}.yml", sizes)
+    model = build_model(config)
     expected = estimate(
-        build_model(config), images=batch, sizes=[(height, width)],
+        model, complexity(model, config.train.amp), images=batch, sizes=[(height, width)],
         moments=1 if config.optimizer.name == "momentum" else 2,
-        averaged=config.train.ema.enabled, amp=config.train.amp,
+        averaged=config.train.ema.enabled,
     ).total  # fmt: skip
     trial = trial_of(job_of(config, 20, 1000), {HOST: 1 << 50}, time.monotonic() + 600)
     took, why = trial([batch])
@@ -152,16 +159,6 @@ def test_the_estimate_is_near_what_steps_take(case, record_property):
     record_property("figure", figure)
     print(figure)
     assert abs(off) < 0.35
-
-
-def test_a_rank_with_less_than_a_step_takes_is_warned():
-    expected = Estimate(4, (64, 64), GIB, GIB, GIB, GIB, GIB)
-    assert list(shortages(expected, {HOST: 100 * GIB})) == []
-    (warning,) = shortages(expected, {HOST: 2 * GIB, ADDRESSES: 100 * GIB})
-    assert warning == (
-        f"a step of 4 images is estimated to take {shown(expected.total)} of the memory of the "
-        f"host, and rank 0 (host {comm.host()}) has 2 GiB left"
-    )
 
 
 @pytest.mark.parametrize(
@@ -174,29 +171,30 @@ def test_a_batch_that_fits_is_a_power_of_two(free, images):
 
 
 def test_a_step_of_several_times_the_memory_is_refused(monkeypatch):
-    monkeypatch.setattr(auto_batch, "free_memory", lambda ranks: {HOST: 2 * GIB})
-    short, _, warnings = require_memory(lambda: Estimate(4, (64, 64), 1, 1, 1, 1, 3 * GIB))
+    there = {HOST: 2 * GIB, ADDRESSES: 100 * GIB}
+    monkeypatch.setattr(auto_batch, "free_memory", lambda ranks: there)
+    expected = Estimate(4, (64, 64), 1, 1, 1, 1, 3 * GIB)
+    short, _, warnings = require_memory(expected)
     assert short.startswith("a step of 4 images takes about")
-    assert warnings[0].endswith("has 2 GiB left; use --batch 2 or --batch auto (with -c: "
-                                "train.batch_size_per_card)")  # fmt: skip
+    assert warnings == [
+        f"a step of 4 images is estimated to take {shown(expected.total)} of the memory of the "
+        f"host, and rank 0 (host {comm.host()}) has 2 GiB left; use --batch 2 or --batch auto "
+        "(with -c: train.batch_size_per_card)"
+    ]
     with pytest.raises(ConfigError) as caught:
-        require_memory(lambda: Estimate(5000, (64, 64), 1, 1, 1, 1, 20 * GIB))
+        require_memory(Estimate(5000, (64, 64), 1, 1, 1, 1, 20 * GIB))
     assert caught.value.code == "batch_exceeds_memory"
     assert caught.value.fix.startswith("use --batch 256 or --batch auto")
+    monkeypatch.setitem(there, HOST, 50 * GIB)
+    assert require_memory(expected)[2] == []
 
 
-def test_an_estimate_that_cannot_be_made_ends_no_run(monkeypatch):
-    def fail():
-        raise OSError("cuda error 999")
-
+def test_a_card_that_does_not_say_what_is_free_is_left_out(monkeypatch):
     monkeypatch.setattr(auto_batch, "_free_on_card", lambda: None)
     monkeypatch.setattr(device, "on_accelerator", lambda: True)
     assert CARD not in free_memory(1)
-    assert require_memory(fail)[2] == [
-        "rank 0 cannot estimate the memory of a step: OSError('cuda error 999')"
-    ]
-    _, full, _ = require_memory(lambda: Estimate(4, (64, 64), 1, 1, 1, 1, 1))
-    assert "a step is estimated to take 0 MiB on its card" in full
+    _, full, warnings = require_memory(Estimate(4, (64, 64), 1, 1, 1, 1, 1))
+    assert "a step is estimated to take 0 MiB on its card" in full and warnings == []
 
 
 @pytest.mark.slow
