@@ -132,6 +132,7 @@ class RunLog:
                 f"output_dir: {output_dir} cannot be written: {error}",
                 code="folder_unwritable",
             ) from error
+        self.recorded_step = max((each["step"] for each in kept if "loss" in each), default=0)
         for record in kept:
             if record.get("eval_seconds") is not None:
                 self._eta.remember(record["eval_seconds"])

@@ -198,7 +198,7 @@ def build_training(
         if trainer.train_step.distillation is not None:  # now that anchors are known
             trainer.train_step.distillation.check(trainer.train_step.loss)
         trainer.progress.run = run
-        log_start(start, derived, log)
+        log_start(start, derived, log, config.log.every_steps)
         _log_setup(config, derived, start.step, log)
         undo.pop_all()
     sets = {"train": train_set} | ({} if val_set is None else {"val": val_set})

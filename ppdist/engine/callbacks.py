@@ -93,7 +93,7 @@ class Callback:
         Args:
             step: the step after which it was made.
             metrics: the same on every rank.
-            is_best: no evaluation of this run scored more; its snapshot is taken.
+            is_best: no evaluation of this run scored more; its snapshot is taken next.
         """
 
     def on_epoch_end(self, epoch: int, step: int, numbers: Mapping[str, float]) -> None:

@@ -43,7 +43,7 @@ import safetensors.numpy
 from safetensors import SafetensorError
 
 from ppdist.common.errors import CheckpointError
-from ppdist.common.files import is_disk_full
+from ppdist.common.files import is_disk_full, sync_path
 from ppdist.common.machine import free_disk
 from ppdist.common.process import is_alive
 from ppdist.models.model_card import CARD_FILE, CARD_NOTE, ModelCard
@@ -137,9 +137,9 @@ def save_checkpoint(
             files[name] = _write_durably(draft / name, [text.encode()])
         manifest = json.dumps({"step": step, "files": files}, indent=1)
         _write_durably(draft / _MANIFEST, [manifest.encode()])
-        _sync_folder(draft)
+        sync_path(draft)
         draft.rename(final)
-        _sync_folder(folder)
+        sync_path(folder)
     except OSError as error:
         shutil.rmtree(draft, ignore_errors=True)
         raise CheckpointError(
@@ -199,14 +199,6 @@ def _write_durably(path: Path, pieces: Iterable[Any]) -> dict[str, Any]:
                     block = block[file.write(block) :]
         os.fsync(file.fileno())
     return {"bytes": size, "sha256": digest.hexdigest()}
-
-
-def _sync_folder(folder: Path) -> None:
-    handle = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
 
 
 def room_warning(folder: Path, snapshot: Snapshot, keep: int) -> str:
@@ -292,7 +284,7 @@ def _delete(paths: Sequence[Path], folder: Path, best_step: int) -> bool:
     kept = {link.resolve() for link in links if link.is_symlink()}
     old = [path for path in paths if path.resolve() not in kept and _step_of(path) != best_step]
     if old:
-        _sync_folder(folder)  # or a power loss might keep the deletion and lose the new `best`
+        sync_path(folder)  # or a power loss might keep the deletion and lose the new `best`
     for path in old:
         draft = _draft_of(path)
         path.rename(draft)  # at once: half a checkpoint must not have the name of a whole one
@@ -498,6 +490,7 @@ class CheckpointWriter:
         keep: int,
         told: Callable[[int], None] = lambda step: None,
         model_card: ModelCard | None = None,
+        sync_records: Callable[[], object] = lambda: None,
     ) -> None:
         """
         Args:
@@ -506,12 +499,15 @@ class CheckpointWriter:
             keep: how many of the newest stay; best and last always do.
             told: hears of each step whose checkpoint is on disk.
             model_card: for each of them, with the threshold that its evaluation found.
+            sync_records: puts the records of the run on disk.  A checkpoint that outlives them in a
+                power cut would have steps that nothing tells of.
         """
         self.folder = folder
         self.config_yaml = config_yaml
         self.model_card = model_card
         self.keep = keep
         self._told = told
+        self._sync_records = sync_records
         self._lock = threading.Lock()  # of everything below
         self._thread: threading.Thread | None = None  # while there is something to write
         self._waiting: list[Snapshot] = []  # oldest first
@@ -631,6 +627,7 @@ class CheckpointWriter:
 
         A disk may have room for `keep` checkpoints and not for one more.
         """
+        self._sync_records()
         step = snapshot.step
         save = partial(
             save_checkpoint, self.folder, step, snapshot.groups, snapshot.state,

@@ -782,13 +782,21 @@ def _missing_best(folder: Path, state: dict[str, Any]) -> list[str]:
     ]
 
 
-def log_start(start: Start, derived: ScheduleSetup, log: RunLog) -> None:
-    """Logs where the run resumes, and whether anything is left to train."""
+def log_start(start: Start, derived: ScheduleSetup, log: RunLog, record_every: int) -> None:
+    """Logs where the run resumes, what it lacks, and whether anything is left to train.
+
+    Args: record_every: steps between two records of metrics.jsonl.
+    """
     if start.snapshot is None:
         return
     log.info(f"resumed from {start.path} after step {start.step}")
     for note in start.notes:
         log.info(note)
+    if start.own and comm.is_main() and start.snapshot.step - log.recorded_step >= record_every:
+        log.warning(
+            f"metrics.jsonl has no record of steps {log.recorded_step + 1} to "
+            f"{start.snapshot.step}: its disk did not keep them; the checkpoint has them all"
+        )
     if start.snapshot.step >= derived.total_steps:
         log.info(
             f"nothing is left to train: this run ends after step {derived.total_steps}; "

@@ -112,7 +112,7 @@ class Trainer:
         self.log = log
         self.folder = output_dir / "checkpoints"
         self.writer = CheckpointWriter(
-            self.folder, config_yaml, checkpoint.keep, note_saved, model_card
+            self.folder, config_yaml, checkpoint.keep, note_saved, model_card, log.sync
         )
         self.seed = seed
         self.budget = budget
@@ -521,11 +521,13 @@ class Trainer:
         is_best = score > progress.best
         if is_best:
             progress.best, progress.best_step = score, progress.step
+        # First what was found is recorded: who resumes at this checkpoint does not evaluate again.
+        self._each(lambda callback: callback.on_evaluate_end(progress.step, metrics, is_best))
+        if is_best:
             if self._saved_step != progress.step:
                 self._save()
             else:  # Resumed here.  It lacks the score, but who resumes here again evaluates again.
                 comm.run_on_main(lambda: self.writer.mend_links(best_step=progress.step))
-        self._each(lambda callback: callback.on_evaluate_end(progress.step, metrics, is_best))
 
     # Save
 

@@ -78,9 +78,18 @@ def read_arrays(path: Path) -> dict[str, np.ndarray]:
             code="weights_format",
             where=str(path),
         )
-    try:
+
+    def read() -> dict[str, np.ndarray]:
         _refuse_known_mistakes(path, ending)
-        arrays = reader(path)
+        return reader(path)
+
+    return _parsed(path, read)
+
+
+def _parsed(path: Path, read: Callable[[], dict[str, np.ndarray]]) -> dict[str, np.ndarray]:
+    """What a reader made of a weight file; its failures become a WeightsError."""
+    try:
+        arrays = read()
     except WeightsError:
         raise
     except NotSupportedError as error:
@@ -93,7 +102,7 @@ def read_arrays(path: Path) -> dict[str, np.ndarray]:
     # Parsers of zip, JSON, numpy and pickle have no list of what they raise.
     except Exception as error:
         raise WeightsError(
-            f"damaged or not a {ending} file: {_detail(error)}",
+            f"damaged or not a {path.suffix.lower()} file: {_detail(error)}",
             code="weights_damaged",
             where=str(path),
         ) from error
@@ -184,6 +193,17 @@ def digest_of_weights(path: Path) -> str:
 
 
 def _read_checkpoint(path: Path) -> dict[str, np.ndarray]:
+    """The arrays of a checkpoint; `path` may be a link that a run points elsewhere meanwhile."""
+    while True:
+        folder = path.resolve()
+        try:
+            return _read_folder(folder)
+        except WeightsError:
+            if path.resolve() == folder:
+                raise
+
+
+def _read_folder(path: Path) -> dict[str, np.ndarray]:
     manifest = path / _MANIFEST
     if not manifest.exists():
         raise WeightsError(
@@ -199,18 +219,18 @@ def _read_checkpoint(path: Path) -> dict[str, np.ndarray]:
         files = json.loads(read_file(manifest, _MOST_MANIFEST))["files"]
         file = path / next(n for n in ("ema.safetensors", "model.safetensors") if n in files)
         expected = files[file.name]["sha256"]
-        found = hashlib.sha256(read_file(file, MAX_BYTES)).hexdigest()
+        content = read_file(file, MAX_BYTES)
     except (OSError, ValueError, KeyError, TypeError, StopIteration) as error:
         raise WeightsError(
             f"damaged checkpoint: {error!r}", code="checkpoint_damaged", where=str(path)
         ) from error
-    if found != expected:
+    if hashlib.sha256(content).hexdigest() != expected:
         raise WeightsError(
             "damaged: its SHA-256 is not the one in manifest.json",
             code="checkpoint_damaged",
             where=str(file),
         )
-    return read_arrays(file)
+    return _parsed(file, lambda: _parse_safetensors(content, file))
 
 
 _SAFETENSORS = {
@@ -224,7 +244,11 @@ _MOST_HEADER = 1 << 23  # bytes of a safetensors file before its numbers; a YOLO
 
 
 def _read_safetensors(path: Path) -> dict[str, np.ndarray]:
-    content = read_file(path, MAX_BYTES)
+    return _parse_safetensors(read_file(path, MAX_BYTES), path)
+
+
+def _parse_safetensors(content: bytes, path: Path) -> dict[str, np.ndarray]:
+    """Args: path: the file that holds the content, for messages."""
     # A million tensors without numbers took 50 s and 1.3 GB.
     length = int.from_bytes(content[:8], "little")
     if length > _MOST_HEADER or len(json.loads(content[8 : 8 + length])) > MAX_ENTRIES + 1:

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from ppdist.common.errors import CheckpointError
+from ppdist.common.logging import RunLog
 from ppdist.common.process import JOB_DIR_VARIABLE
 from ppdist.config.base import flattened
 from ppdist.config.experiment import load_config
@@ -364,6 +365,30 @@ def test_auto_means_output_dir_with_checkpoint(shapes, five_steps, tmp_path):
     (tmp_path / "checkpoints" / "step-00000005").mkdir()  # torn: an error, rather than anew
     with pytest.raises(CheckpointError, match="no valid checkpoint in"):
         module.find_start(module.AUTO, tmp_path, config, False)
+
+
+def test_steps_that_metrics_lack_are_said(shapes, output):
+    """As after a power cut on a disk that keeps no order."""
+    file = output / "metrics.jsonl"
+    kept = [line for line in file.read_text().splitlines() if json.loads(line)["step"] <= 2]
+    file.write_text("\n".join(kept) + "\n")
+    build(shapes, output, "train.max_steps=6", resume=True).log.close()
+    assert "metrics.jsonl has no record of steps 3 to 5: " in said(output)
+
+
+def test_records_of_a_checkpoint_are_on_disk_before_it(shapes, tmp_path, monkeypatch):
+    """Those of the evaluation that made it the best, too."""
+    synced = []
+
+    def sync(log, seconds=30.0):
+        there = [path.name for path in (tmp_path / "checkpoints").glob("step-*")]
+        found = [each["step"] for each in records(tmp_path) if "mAP" in each]
+        synced.append((max(logged_steps(tmp_path)), found, there))
+        return True
+
+    monkeypatch.setattr(RunLog, "sync", sync)
+    run(shapes, tmp_path, "train.max_steps=3", "checkpoint.every_steps=100", evaluate=True)
+    assert synced == [(3, [3], [])]
 
 
 @pytest.mark.slow

@@ -4,6 +4,7 @@ import hashlib
 import json
 import os
 import pickle
+import shutil
 from pathlib import Path
 
 import numpy as np
@@ -14,6 +15,7 @@ from safetensors.numpy import save_file
 from ppdist.common.errors import WeightsError
 from ppdist.config.model import PPYOLOEConfig
 from ppdist.models import build_model
+from ppdist.models import weights as weights_module
 from ppdist.models.ppyoloe import PPYOLOE
 from ppdist.models.weights import (
     arrays_of,
@@ -185,6 +187,33 @@ def test_torn_or_non_checkpoint_directory_is_error(tmp_path: Path) -> None:
     with pytest.raises(WeightsError, match="damaged: its SHA-256 is not") as error:
         load_weights(tiny(), folder)
     assert error.value.code == "checkpoint_damaged"
+
+
+def test_best_that_moves_while_it_is_read_is_read_whole(tmp_path: Path, monkeypatch) -> None:
+    """What was verified is what is parsed, of one checkpoint; one that goes is read afresh."""
+    for step in (1, 2):
+        folder = tmp_path / f"step-{step}"
+        folder.mkdir()
+        write_arrays(folder / "model.safetensors", {"w": np.full(3, step, "float32")})
+        digest = hashlib.sha256((folder / "model.safetensors").read_bytes()).hexdigest()
+        manifest = {"files": {"model.safetensors": {"sha256": digest}}}
+        (folder / "manifest.json").write_text(json.dumps(manifest))
+    best = tmp_path / "best"
+    best.symlink_to("step-1")
+    read, names = weights_module.read_file, []
+
+    def reading(path, most):
+        content = read(path, most)
+        names.append(f"{path.parent.name}/{path.name}")
+        if names == ["step-1/manifest.json"]:
+            best.unlink()
+            best.symlink_to("step-2")
+            shutil.rmtree(tmp_path / "step-1")
+        return content
+
+    monkeypatch.setattr(weights_module, "read_file", reading)
+    assert read_arrays(best)["w"].tolist() == [2, 2, 2]
+    assert names[1:] == ["step-2/manifest.json", "step-2/model.safetensors"]
 
 
 def test_run_means_best_then_last_then_newest(tmp_path: Path) -> None:
