@@ -183,6 +183,7 @@ def test_a_rank_leaves_why_it_ended(
         process.run(main)
     said = json.loads((tmp_path / "rank-1.json").read_text(encoding="utf-8"))
     assert ended.value.code == said.pop("exit_code") == exit_code and said.pop("rank") == 1
+    assert 0 <= process.boot_seconds() - said.pop("time") < 60
     left = Failure(**said)
     assert (left.kind, left.code) == failure
     assert left.message.startswith("Traceback") == (exit_code == 1)

@@ -38,7 +38,7 @@ JOB_VARIABLE = "PPDIST_JOB"  # set by our fleetrun: the name of this attempt, fo
 # Set by our fleetrun where it starts a job anew: how many times it has; and the number, from 1, of
 # a step at which the job ended twice and which is to be left out.
 RESTART_VARIABLE, SKIP_STEP_VARIABLE = "PPDIST_RESTART", "PPDIST_SKIP_STEP"
-STARTED_VARIABLE = "PPDIST_STARTED"  # set by our fleetrun: seconds since 1970 when it began
+STARTED_VARIABLE = "PPDIST_STARTED"  # set by our fleetrun: `boot_seconds` when it began
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
 PADDLE_OLDEST, PADDLE_NEWEST = (3, 2, 2), (3, 3)  # whose versions ppdist was run with: README.md
 # Warnings of Paddle's about itself that no user of a tool can act on.
@@ -52,6 +52,14 @@ _PADDLE_NOISE = (
 _CONTROLS = re.compile(
     "[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff]"
 )
+
+
+def boot_seconds() -> float:
+    """Seconds since this machine booted, time asleep included.
+
+    All its processes share this clock, and nobody sets it: durations and budgets go by it.
+    """
+    return time.clock_gettime(time.CLOCK_BOOTTIME)
 
 
 def quiet_paddle() -> None:
@@ -232,7 +240,7 @@ def _report_to_launcher(exit_code: int, failure: Failure) -> bool:
     folder, rank = launcher_folder(), launched_rank()
     if folder is None:
         return False
-    report = {"rank": rank, "exit_code": exit_code, **asdict(failure)}
+    report = {"rank": rank, "exit_code": exit_code, "time": boot_seconds(), **asdict(failure)}
     try:
         replace_file(folder / f"rank-{rank}.json", json.dumps(report).encode())
     except OSError:  # a full disk: it must not hide why the run ended

@@ -85,13 +85,13 @@ def run_training(
             failed = process.apart(lambda: _draw(output_dir, experiment, config), _DRAWING_SECONDS)
             if failed:
                 experiment.log.warning(
-                    f"the training is complete, its pictures in {output_dir / 'plots'} are not "
-                    f"({failed}); to draw them: {commands(output_dir)[0]}"
+                    f"the training has ended, but its pictures in {output_dir / 'plots'} are not "
+                    f"all drawn ({failed}); to draw them: {commands(output_dir)[0]}"
                 )
         try:
             if comm.is_main():
                 experiment.log.run_summary(outcome(output_dir, config))
-        except Exception as error:  # no table is worth a run that is complete
+        except Exception as error:  # no table is worth a run
             experiment.log.warn_once("the summary", error)
         return status
 

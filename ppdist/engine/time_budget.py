@@ -1,10 +1,10 @@
-"""Time budget: when a run has to come to its end."""
+"""Time budget of a run: when it has to end."""
 
 import os
 import time
 from collections.abc import Callable
 
-from ppdist.common.process import STARTED_VARIABLE
+from ppdist.common.process import STARTED_VARIABLE, boot_seconds
 
 _MARGIN = 1.2  # what comes at the end may take this many times what it took before
 # For what comes after the last checkpoint: pictures, trackers.
@@ -18,14 +18,14 @@ class TimeBudget:
     which this is made.
     """
 
-    def __init__(self, hours: float, clock: Callable[[], float] = time.time) -> None:
-        """Args: clock: seconds since 1970."""
+    def __init__(self, hours: float, clock: Callable[[], float] = boot_seconds) -> None:
+        """Args: clock: that of STARTED_VARIABLE."""
         self.hours = hours
         self._clock = clock
         self._began = float(os.environ.get(STARTED_VARIABLE) or clock())
 
     def __str__(self) -> str:
-        last = time.strftime("%F %H:%M", time.localtime(self._began + 3600 * self.hours))
+        last = time.strftime("%F %H:%M", time.localtime(time.time() + self.left()))
         return (
             f"train.hours: {self.hours:g}: the run ends before {last} with an evaluation and a "
             "checkpoint, however far it is"

@@ -18,6 +18,7 @@ from ppdist.common.process import (
     SKIP_STEP_VARIABLE,
     STARTED_VARIABLE,
     USER_ERROR,
+    boot_seconds,
 )
 from ppdist.launch.metrics import exporting
 from ppdist.launch.options import TOKEN_VARIABLE, Options, parse_options
@@ -105,7 +106,7 @@ class _Job:
         self.run, self.folder, self.received = run, folder, received
         self.token = environment.get(TOKEN_VARIABLE, "")
         self.restarts = Restarts()
-        self.started = time.time()
+        self.started = boot_seconds()
 
     def attempt(self) -> Outcome:
         """Runs it once, from meeting the other hosts to the end of all; says how it ended.

@@ -51,7 +51,7 @@ from pathlib import PurePath
 from typing import Any, NoReturn
 
 from ppdist.common.errors import Failure, LaunchError
-from ppdist.common.process import STOPPED, USER_ERROR
+from ppdist.common.process import STOPPED, USER_ERROR, boot_seconds
 from ppdist.launch.options import MOST_RESTARTS, TOKEN_VARIABLE, Options
 from ppdist.launch.topology import (
     LaunchPlan,
@@ -1292,7 +1292,7 @@ class ControlChannel:
         return replace(ended, message=f"{ended.message}\n{_NO_CAUSE}")
 
     def _report(self, outcome: Outcome, stopped: bool) -> None:
-        age = max(0.0, time.time() - outcome.time) if outcome.time else 0.0
+        age = max(0.0, boot_seconds() - outcome.time) if outcome.time else 0.0
         told = outcome.told or outcome.message
         mine = HostEnd(
             host=self._own,

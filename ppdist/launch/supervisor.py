@@ -31,6 +31,7 @@ from ppdist.common.process import (
     EXIT_DIR_VARIABLE,
     JOB_DIR_VARIABLE,
     STOPPED,
+    boot_seconds,
     ends_with_this,
     is_alive,
     process_stat,
@@ -270,7 +271,7 @@ class _Job:
         name = signal.Signals(self._received[-1]).name
         said = f"{name} again: the ranks were killed at once; older checkpoints are intact"
         code, first = code_of(self._received), self._received[0]
-        self._verdict = Outcome(code, said, first, said, is_consequence=True, time=time.time())
+        self._verdict = Outcome(code, said, first, said, is_consequence=True, time=boot_seconds())
         self._end()
 
     def _announce(self, failure: Outcome) -> None:

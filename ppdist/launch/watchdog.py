@@ -29,7 +29,7 @@ from pathlib import Path
 
 from ppdist.common import errors, process
 from ppdist.common.files import replace_file
-from ppdist.common.process import STOPPED, USER_ERROR
+from ppdist.common.process import STOPPED, USER_ERROR, boot_seconds
 from ppdist.distributed import heartbeat
 from ppdist.distributed.heartbeat import Reading
 from ppdist.launch import worker
@@ -78,7 +78,7 @@ class Stall:
     """Who made no progress, for `judge`."""
 
     message: str
-    time: float  # since when, seconds since the epoch
+    time: float  # since when, by `boot_seconds`
     ranks: list[int]  # however these end now, it is the consequence
     step: int | None  # the optimizer step, from 1, that they all had begun; None: none
     certain: bool  # False: whoever failed first may have had another reason
@@ -229,7 +229,7 @@ class Watch:
         Args: certain: nothing has failed yet, so all are to be ended; else supervisor.py does it.
         """
         self._struck = True
-        since = time.time() - max(self._now - seen.changed for seen in culprits)
+        since = boot_seconds() - max(self._now - seen.changed for seen in culprits)
         # Now: one that is woken up to write its stacks may get into the next step.
         makings = [seen.reading.making for seen in self._ranks.values()]
         step = min((each for each in makings if each is not None), default=None)
@@ -395,7 +395,7 @@ class RankEnd:
     local: int  # its number on this host; 0 has the terminal
     exit_code: int | None  # negative: killed by that signal; None: nobody saw its end
     failure: errors.Failure  # as process.run has left it; `_NO_WORD`: it has not
-    time: float  # of the failure, seconds since the epoch
+    time: float  # of the failure, by `boot_seconds`
     pid: int = 0  # of its watcher, worker.py
     reading: heartbeat.Reading | None = None  # its last sign of life
     process_code: int | None = None  # the exit code of the process; None: it is still at it
@@ -502,7 +502,7 @@ def read_ends(folder: Path) -> list[RankEnd]:
                     exit_code=said["exit_code"],
                     failure=errors.Failure(*failure),
                     # The report comes when the rank fails, the exit when it has been torn down.
-                    time=word.stat().st_mtime,
+                    time=said["time"],
                 )
         ends.append(end)
     return ends
@@ -518,7 +518,7 @@ class Outcome:
     # For the other hosts of the run:
     told: str = field(default="", compare=False)  # `message` without what only this terminal has
     is_consequence: bool = field(default=False, compare=False)  # of what happened on another host
-    time: float = field(default=0.0, compare=False)  # of the failure, seconds since the epoch
+    time: float = field(default=0.0, compare=False)  # of the failure, by `boot_seconds`
     step: int | None = field(default=None, compare=False)  # that failed, from 1; None: no step did
     reached: int = field(default=0, compare=False)  # the last step that began here
     # Somebody made no progress when others had waited in vain, who may have had another reason.
@@ -555,7 +555,7 @@ def judge(attempt: Attempt, launcher_code: int, stopped: int | None) -> Outcome:
     if not failed and codes == {0}:
         if launcher_code == 1:
             return replace(not_started(attempt, "Paddle's launcher failed"), stopped=stopped)
-        return Outcome(0, "", stopped, time=time.time())
+        return Outcome(0, "", stopped, time=boot_seconds())
     if not failed:
         return Outcome(STOPPED, "", stopped)
     outcome = _of_failed(attempt, ends, failed, stopped)
@@ -564,7 +564,7 @@ def judge(attempt: Attempt, launcher_code: int, stopped: int | None) -> Outcome:
 
 def failed_now(said: str) -> Outcome:
     """A failure that no rank of this host has told."""
-    return Outcome(1, said, told=said, time=time.time())
+    return Outcome(1, said, told=said, time=boot_seconds())
 
 
 def not_started(attempt: Attempt, what: str) -> Outcome:

@@ -27,7 +27,7 @@ if __name__ == "__main__":  # by its path: modules beside this file must not hid
         sys.path.insert(0, _root)
 
 from ppdist.common.files import replace_file
-from ppdist.common.process import EXIT_DIR_VARIABLE, end_with_parent, ends_with_this
+from ppdist.common.process import EXIT_DIR_VARIABLE, boot_seconds, end_with_parent, ends_with_this
 from ppdist.common.signals import hold_signals, release_signals
 
 CPU_VARIABLE = "PPDIST_CPU"  # set for ranks that shall see no card
@@ -45,7 +45,7 @@ class Report:
     local: int  # its number on this host
     pid: int  # of the worker
     code: int | None  # with which the script ended; None: it runs
-    time: float  # of this report, seconds since the epoch
+    time: float  # of this report, by `boot_seconds`
     child: int = 0  # the process of the script; 0: there is none yet, or no more
     seconds: float | None = None  # that the script ran; None: it runs, or nobody saw its end
 
@@ -173,7 +173,7 @@ def end_report(
 def _record(
     rank: int, local: int, child: int, code: int | None, seconds: float | None = None
 ) -> bytes:
-    report = Report(rank, local, os.getpid(), code, time.time(), child, seconds)
+    report = Report(rank, local, os.getpid(), code, boot_seconds(), child, seconds)
     return json.dumps(asdict(report)).ljust(_RECORD_BYTES - 1).encode() + b"\n"
 
 

@@ -35,6 +35,13 @@ def test_budget_counts_from_the_start_of_fleetrun(monkeypatch: pytest.MonkeyPatc
     assert TimeBudget(1.0, lambda: 2300.0).elapsed() == 0
 
 
+def test_no_jump_of_the_wall_clock_ends_a_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    budget, now = TimeBudget(1.0), time.time()
+    for hours in (-48, 2, 48):
+        monkeypatch.setattr(time, "time", lambda ahead=hours: now + 3600 * ahead)
+        assert 0 <= budget.elapsed() < 60 and not budget.is_over(1)
+
+
 def test_closing_is_the_longest_of_what_was_seen() -> None:
     now = [0.0]
     eta = ETA(100, 10, lambda: now[0])

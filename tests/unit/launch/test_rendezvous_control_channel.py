@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 
 import pytest
 
+from ppdist.common.process import boot_seconds
 from ppdist.launch.rendezvous import Connection, ControlChannel, HostEnd, verdict
 from ppdist.launch.watchdog import Outcome
 
@@ -71,7 +72,9 @@ def done(must_stop: bool) -> Outcome | None:
 def killed_when_asked(must_stop: bool) -> Outcome | None:
     """A rank that hangs in a collective until it is killed."""
     said = "rank 0 failed first: it was killed by SIGTERM"
-    return Outcome(1, said, told=said, is_consequence=True, time=time.time()) if must_stop else None
+    return (
+        Outcome(1, said, told=said, is_consequence=True, time=boot_seconds()) if must_stop else None
+    )
 
 
 def test_all_hosts_wait_for_all() -> None:
@@ -99,7 +102,7 @@ def test_one_host_failure_stops_and_is_named_on_all(culprit: str) -> None:
 
 
 def test_the_cause_wins_over_an_earlier_report() -> None:
-    now = time.time()
+    now = boot_seconds()
     lost = Outcome(1, GLOO, told=GLOO, is_consequence=True, time=now)
     cause = Outcome(1, "rank 1: SIGSEGV", told="rank 1: SIGSEGV", time=now - 0.1)
     late = time.monotonic() + 0.4
@@ -169,7 +172,7 @@ def test_host_without_fleetrun_ends_others_by_name(gone: str) -> None:
 def test_a_silent_host_is_lost_though_gloo_failed_first(silent: str) -> None:
     made, _ = channels([A, B], silence=0.6)
     other = B if silent == A else A
-    lost = Outcome(1, GLOO, told=GLOO, is_consequence=True, time=time.time())
+    lost = Outcome(1, GLOO, told=GLOO, is_consequence=True, time=boot_seconds())
     hosts = {other: Host(other, made[other], lambda stop: lost)}
     join(hosts)
     assert hosts[other].outcome is not None
@@ -177,7 +180,7 @@ def test_a_silent_host_is_lost_though_gloo_failed_first(silent: str) -> None:
 
 
 def test_hosts_that_lost_each_other_name_no_culprit() -> None:
-    lost = Outcome(1, GLOO, told=GLOO, is_consequence=True, time=time.time())
+    lost = Outcome(1, GLOO, told=GLOO, is_consequence=True, time=boot_seconds())
     hosts, _ = ran({A: lambda stop: lost, B: lambda stop: lost})
     for host in hosts.values():
         assert host.outcome is not None and host.outcome.code == 1

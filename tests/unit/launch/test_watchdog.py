@@ -18,6 +18,7 @@ from pathlib import Path
 import pytest
 
 from ppdist.common.errors import Failure
+from ppdist.common.process import boot_seconds
 from ppdist.distributed import heartbeat
 from ppdist.launch import worker
 from ppdist.launch.watchdog import Attempt, Watch, found_stall, judge
@@ -286,7 +287,7 @@ def fail(ranks: Ranks, rank: int, code: str) -> None:
     ranks.processes.pop(rank).kill()
     worker.end_report(ranks.folder, rank, rank, 1)
     failure = Failure("crash" if code == "crash" else "rank", code, "Traceback: boom")
-    said = {"rank": rank, "exit_code": 1, **asdict(failure)}
+    said = {"rank": rank, "exit_code": 1, "time": boot_seconds(), **asdict(failure)}
     (ranks.folder / f"rank-{rank}.json").write_text(json.dumps(said))
 
 
