@@ -251,10 +251,11 @@ def _protocol_of(limits: Limits) -> type[HttpToolsProtocol]:
         def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
             super().connection_made(transport)
             self.head_bytes = self.chunks = self.body_bytes = 0
+            self.in_body = False  # of a request: its headers are read, and its end is not
             self.reading = self.loop.call_later(limits.header_seconds, transport.abort)
             self.writing: asyncio.TimerHandle | None = None
             if len(self.connections) > most:
-                transport.abort()
+                self.loop.call_soon(transport.abort)  # not now: it will begin to read first
 
         def allow(self, seconds: float) -> None:
             """Aborts, because a transport that is only closed waits for its client to read."""
@@ -262,7 +263,7 @@ def _protocol_of(limits: Limits) -> type[HttpToolsProtocol]:
             self.reading = self.loop.call_later(seconds, self.transport.abort)
 
         def data_received(self, data: bytes) -> None:
-            # Counted before the parser keeps them: it would keep headers of any length, and trailers.
+            # The parser and uvicorn keep headers and trailers of any length.
             self.head_bytes += len(data)
             super().data_received(data)
             if self.head_bytes > _MOST_HEAD_BYTES and not self.transport.is_closing():
@@ -278,6 +279,7 @@ def _protocol_of(limits: Limits) -> type[HttpToolsProtocol]:
             if len(self.pipeline) == _MOST_PIPELINED:
                 raise ValueError("too many requests at once")
             super().on_headers_complete()
+            self.in_body = True
             if not self.pipeline:
                 self.allow(limits.seconds + limits.write_seconds)
 
@@ -293,8 +295,8 @@ def _protocol_of(limits: Limits) -> type[HttpToolsProtocol]:
 
         def on_response_complete(self) -> None:
             # First: super starts the request that waits behind this one.
-            waits = limits.seconds + limits.write_seconds if self.pipeline else limits.header_seconds
-            self.allow(waits)
+            whole = limits.seconds + limits.write_seconds
+            self.allow(whole if self.pipeline else limits.header_seconds)
             super().on_response_complete()
 
         def pause_writing(self) -> None:
@@ -306,20 +308,22 @@ def _protocol_of(limits: Limits) -> type[HttpToolsProtocol]:
             if self.writing is not None:
                 self.writing.cancel()
 
+        def on_message_complete(self) -> None:
+            self.in_body = False
+            super().on_message_complete()
+
         def send_400_response(self, msg: str) -> None:
-            # What breaks may be the body of a request that is being answered, or one behind it: a
-            # second answer in its place would be read as its own.
+            # Only where the broken request's answer belongs: elsewhere it is taken for another's.
             cycle = self.cycle
-            if cycle is None or cycle.response_complete:
+            is_waiting = cycle is not None and not cycle.response_complete
+            has_begun = is_waiting and cycle.response_started
+            if is_waiting == self.in_body and not has_begun and not self.pipeline:
                 super().send_400_response(msg)
-                return
-            if self.pipeline or cycle.response_started:
-                self.transport.abort()
-            else:
-                super().send_400_response(msg)
+            self.transport.close()
             self.pipeline.clear()
-            cycle.disconnected = True
-            cycle.message_event.set()
+            if is_waiting:
+                cycle.disconnected = True
+                cycle.message_event.set()
 
         def _unsupported_upgrade_warning(self) -> None:
             self.cycle.keep_alive = False  # answered as a plain request; what follows is not HTTP
@@ -372,6 +376,7 @@ def serve(
         uvicorn.Config(
             make_app(service, token),
             access_log=False,  # the metrics count; a line a request would be most of the log
+            log_level="error",  # a warning a broken request would let strangers fill the disk
             server_header=False,
             http=_protocol_of(limits),
             ws="none",

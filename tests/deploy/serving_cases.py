@@ -10,7 +10,14 @@ import pytest
 
 from tests.deploy.fake_model import SERVING, FakeModel, encoded, picture
 
-for package in ("fastapi", "httpx", "python_multipart", "prometheus_client", "uvicorn"):
+for package in (
+    "fastapi",
+    "httptools",
+    "httpx",
+    "python_multipart",
+    "prometheus_client",
+    "uvicorn",
+):
     pytest.importorskip(package)
 import httpx  # noqa: E402
 
@@ -35,11 +42,9 @@ def served(
         wait_until(lambda: service.batcher.model is not None)
         app = make_app(service, token)
 
-        def client(address: str = "127.0.0.1", **options) -> httpx.AsyncClient:
-            transport = httpx.ASGITransport(
-                app=app, raise_app_exceptions=False, client=(address, 50000)
-            )
-            return httpx.AsyncClient(transport=transport, base_url="http://here", **options)
+        def client() -> httpx.AsyncClient:
+            transport = httpx.ASGITransport(app=app, raise_app_exceptions=False)
+            return httpx.AsyncClient(transport=transport, base_url="http://here")
 
         yield service, client
     finally:

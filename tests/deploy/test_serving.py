@@ -172,42 +172,6 @@ def test_a_body_that_trickles_ends_in_408(monkeypatch):
     assert len(sent) < 100
 
 
-@pytest.mark.parametrize(
-    "greedy, neighbour, is_another",
-    [
-        ("10.0.0.1", "10.0.0.2", True),
-        ("2001:db8::1", "2001:db8:0:1::1", True),
-        ("2001:db8::1", "2001:db8::ffff", False),  # one network of IPv6 is one client
-    ],
-)
-def test_slow_client_cannot_hold_every_place(greedy, neighbour, is_another, monkeypatch):
-    monkeypatch.setattr("service._SLOW_SECONDS", 0.0)
-
-    async def slow() -> AsyncIterator[bytes]:
-        yield PNG[:20]
-        await asyncio.sleep(WAIT)
-
-    async def story() -> tuple[list[int], list[int], int]:
-        async with client(greedy) as one, client(greedy) as same, client(neighbour) as other:
-            held = [asyncio.create_task(one.post("/detect", content=slow())) for _ in range(4)]
-            while service.under_way < 4:
-                await asyncio.sleep(0.001)
-            alike = (await same.post("/detect", content=PNG)).status_code
-            others = [(await other.post("/detect", content=PNG)).status_code for _ in range(3)]
-            lost = [task.result().status_code for task in held if task.done()]
-            for task in held:
-                task.cancel()
-            await asyncio.gather(*held, return_exceptions=True)
-        return others, lost, alike
-
-    with served(most_waiting=4) as (service, client):
-        others, lost, alike = asyncio.run(story())
-        assert service.under_way == 0
-    # The first of the other client takes one place, which stays free for its next ones.
-    wanted = ([200] * 3, [408], 503) if is_another else ([503] * 3, [], 503)
-    assert (others, lost, alike) == wanted
-
-
 def test_slow_model_gives_504_without_blocking():
     model = FakeModel(seconds=1.0)
     with served(model, seconds=0.3, most_batch=1) as (service, client):

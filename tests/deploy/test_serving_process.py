@@ -11,7 +11,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import numpy as np
@@ -21,7 +21,7 @@ from tests.deploy.browser import CHROMIUM, Browser
 from tests.deploy.fake_model import EVIL, SERVING, encoded, picture
 from tests.ports import free_port
 
-for package in ("fastapi", "python_multipart", "prometheus_client", "uvicorn"):
+for package in ("fastapi", "httptools", "python_multipart", "prometheus_client", "uvicorn"):
     pytest.importorskip(package)
 
 sys.path.insert(0, str(SERVING))
@@ -261,20 +261,66 @@ def test_broken_http_closes_one_connection_and_no_more(port):
         time.sleep(0.05)
 
 
+def chunked(path: bytes, *chunks: bytes, rest: bytes = b"0\r\n\r\n") -> bytes:
+    head = b"POST %b HTTP/1.1\r\nHost: a\r\nTransfer-Encoding: chunked\r\n\r\n" % path
+    return head + b"".join(b"%x\r\n%b\r\n" % (len(chunk), chunk) for chunk in chunks) + rest
+
+
+def get(path: bytes, headers: bytes = b"") -> bytes:
+    return b"GET %b HTTP/1.1\r\nHost: a\r\n%b\r\n" % (path, headers)
+
+
+CLOSE = get(b"/ready", b"Connection: close\r\n")
+# What a client sends -> the status of each answer that it gets before its connection is closed.
+BOUNDS = {
+    "a few small chunks": (chunked(b"/detect", *([b"a"] * 90)) + CLOSE, [415, 200]),
+    "many fair chunks": (chunked(b"/detect", *([bytes(400)] * 200)) + CLOSE, [415, 200]),
+    "one-byte chunks": (chunked(b"/detect", *([b"a"] * 2000)), [400]),
+    "one-byte chunks to no route": (chunked(b"/nothing", *([b"a"] * 2000)), [400]),
+    "trailers without end": (chunked(b"/detect", rest=b"0\r\n" + b"a: b\r\n" * 9000), [400]),
+    "extensions without end": (chunked(b"/detect", rest=b"1;" + b"a=b;" * 90_000), [400]),
+    "long headers": (get(b"/ready", b"a: %b" % (b"b" * 200_000))[:-2], [400]),
+    "many headers": (get(b"/ready", b"a: b\r\n" * 200), [400]),
+    "a few requests at once": (get(b"/ready") * 7 + CLOSE, [200] * 8),
+    "many requests at once": (get(b"/ready") * 400, []),
+    "an upgrade": (get(b"/ready", b"Connection: upgrade\r\nUpgrade: websocket\r\n"), [200]),
+    "a tunnel": (b"CONNECT a:80 HTTP/1.1\r\nHost: a\r\n\r\n", [400]),
+}
+
+
+@pytest.mark.parametrize("name", BOUNDS)
+def test_connection_is_closed_beyond_its_bounds(name, port):
+    sent, statuses = BOUNDS[name]
+    answer = b""
+    # A reset: what was sent beyond the bound has not been read.
+    with silent(port) as connection, suppress(ConnectionError):
+        connection.sendall(sent)
+        while piece := connection.recv(65536):
+            answer += piece
+    assert [int(status) for status in re.findall(rb"HTTP/1.1 (\d+)", answer)] == statuses
+    assert ask(port, "GET", "/health")[0] == 200
+
+
 LIMITED = """
 import sys
 sys.path[:0] = sys.argv[2:]
 import server
 from tests.deploy.fake_model import FakeModel
-limits = server.Limits(header_seconds=1.0, most_connections=20)
+limits = server.Limits(header_seconds=1.0, write_seconds=1.0, most_connections=20)
 server.leave(server.serve(FakeModel, limits, "127.0.0.1", int(sys.argv[1])))
 """
 
 
-def silent(port: int, address: str = "127.0.0.1", sent: bytes = b"") -> socket.socket:
-    connection = socket.create_connection(
-        ("127.0.0.1", port), timeout=WAIT, source_address=(address, 0)
-    )
+@pytest.fixture(scope="module")
+def hasty() -> Iterator[int]:
+    """The port of a server with short deadlines and few connections."""
+    number = free_port()
+    with running([sys.executable, "-c", LIMITED, number, SERVING, REPOSITORY], number):
+        yield number
+
+
+def silent(port: int, sent: bytes = b"") -> socket.socket:
+    connection = socket.create_connection(("127.0.0.1", port), timeout=WAIT)
     connection.sendall(sent)
     return connection
 
@@ -292,43 +338,51 @@ def is_open(connection: socket.socket) -> bool:
     return False
 
 
-@pytest.mark.slow
-def test_connections_without_a_request_are_closed():
-    number = free_port()
-    with running([sys.executable, "-c", LIMITED, number, SERVING, REPOSITORY], number):
-        head = b"POST /detect HTTP/1.1\r\nHost: a\r\nContent-Length: 20000000\r\n"
-        once = b"GET /ready HTTP/1.1\r\nHost: a\r\n\r\n"
-        trickles = {
-            "nothing": silent(number),
-            "half a header": silent(number, sent=head),
-            "half of a second header": silent(number, sent=once + head),
-            "the rest of a refused body": silent(number, sent=head + b"\r\n"),
-        }
-        deadline = time.monotonic() + WAIT
-        while trickles:
-            assert time.monotonic() < deadline, f"kept: {[*trickles]}"
-            for name, connection in [*trickles.items()]:
-                try:
-                    if name != "nothing":
-                        connection.sendall(b"x")
-                except OSError:
-                    pass
-                if not is_open(connection):
-                    del trickles[name]
-            time.sleep(0.05)
+def test_connections_without_a_request_are_closed(hasty):
+    head = b"POST /detect HTTP/1.1\r\nHost: a\r\nContent-Length: 20000000\r\n"
+    trickles = {
+        "nothing": silent(hasty),
+        "half a header": silent(hasty, head),
+        "half of a second header": silent(hasty, get(b"/ready") + head),
+        "the rest of a refused body": silent(hasty, head + b"\r\n"),
+    }
+    deadline = time.monotonic() + WAIT
+    while trickles:
+        assert time.monotonic() < deadline, f"kept: {[*trickles]}"
+        for name, connection in [*trickles.items()]:
+            try:
+                if name != "nothing":
+                    connection.sendall(b"x")
+            except OSError:
+                pass
+            if not is_open(connection):
+                del trickles[name]
+        time.sleep(0.05)
 
 
-@pytest.mark.slow
-def test_many_idle_connections_leave_room_for_others():
-    number = free_port()
-    with running([sys.executable, "-c", LIMITED, number, SERVING, REPOSITORY], number):
-        half = Half(number)  # has begun a request: not idle
-        few = [silent(number, "127.0.0.3") for _ in range(2)]
-        many = [silent(number, "127.0.0.2") for _ in range(40)]
-        assert ask(number, "GET", "/health")[0] == 200
-        assert all(map(is_open, few)) and is_open(many[-1])
-        assert sum(map(is_open, many)) <= 18
-        assert half.finish() == 200
+def test_client_that_never_reads_is_closed(hasty):
+    """Its requests are answered as long as buffers take the answers; then a deadline runs."""
+    connection = socket.socket()
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 2048)
+    connection.connect(("127.0.0.1", hasty))
+    connection.settimeout(WAIT)
+    deadline = time.monotonic() + WAIT
+    with connection, pytest.raises(ConnectionError):
+        while time.monotonic() < deadline:
+            connection.sendall(get(b"/") * 4)
+            time.sleep(0.02)
+
+
+def test_connections_beyond_the_bound_are_refused_until_one_ends(hasty):
+    half = Half(hasty)  # has begun a request: not idle
+    idle = [silent(hasty) for _ in range(40)]
+    deadline = time.monotonic() + WAIT
+    while sum(map(is_open, idle)) > 19:
+        assert time.monotonic() < deadline
+    while any(map(is_open, idle)):
+        assert time.monotonic() < deadline
+    assert ask(hasty, "GET", "/health")[0] == 200
+    assert half.finish() == 200
 
 
 def test_missing_model_is_one_line_and_exit_2():
@@ -353,7 +407,7 @@ def test_missing_model_is_one_line_and_exit_2():
         (["--seconds", "nan"], None, "--seconds nan: out of range"),
         (["--seconds", "inf"], None, "--seconds inf: out of range"),
         (["--least-rate", "-1"], None, "--least-rate -1: out of range"),
-        (["--header-seconds", "0"], None, "--header-seconds 0: out of range"),
+        (["--write-seconds", "0"], None, "--write-seconds 0: out of range"),
         (["--port", "99999"], None, "--port 99999: bind(): port must be 0-65535"),
         (["--token-file", "nowhere"], None, "No such file"),
         ([], "", "PPDIST_SERVING_TOKEN: expected one word of printable ASCII"),

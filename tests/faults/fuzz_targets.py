@@ -17,6 +17,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from functools import cache
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import cv2
@@ -791,21 +792,17 @@ def _answer(request: bytes) -> bytes:
 
 def _is_whole(request: bytes) -> bool:
     """Whether an answer comes without a byte more."""
-    import h11
+    import httptools
 
-    if not request:  # to h11 the end of a connection
-        return False
-    reader = h11.Connection(h11.SERVER)
+    ended: list[bool] = []
+    reader = httptools.HttpRequestParser(
+        SimpleNamespace(on_message_complete=lambda: ended.append(True))
+    )
     try:
-        reader.receive_data(request)
-        while (event := reader.next_event()) is not h11.PAUSED:
-            if event is h11.NEED_DATA:
-                return False
-            if isinstance(event, h11.EndOfMessage):
-                break
-    except h11.RemoteProtocolError:
-        pass
-    return True
+        reader.feed_data(request)
+    except (httptools.HttpParserError, httptools.HttpParserUpgrade):
+        return True
+    return bool(ended)
 
 
 def read_request(folder: Path, files: Files) -> str:
