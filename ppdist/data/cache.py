@@ -2,7 +2,7 @@
 
     ram    a file in memory that has no name (memfd_create): it does not count against /dev/shm, and
            is gone with the last process that has it open, however that one ends
-    disk   a sparse file, named by a fingerprint of all it depends on, also for later runs
+    disk   a sparse file, named by the content identity of its images, also for later runs
 
 Both are one file, and one code: a table of N checksums, then the pixels of each image at a place
 that follows from the sizes in the annotations.  Images are read through a mapping that cannot be
@@ -17,6 +17,7 @@ import hashlib
 import logging
 import mmap
 import os
+import tempfile
 import zlib
 from collections.abc import Callable
 from contextlib import suppress
@@ -33,7 +34,7 @@ from ppdist.distributed import comm
 from ppdist.storage import files as storage
 
 _LOGGER = logging.getLogger("ppdist.data")
-_FORMAT = "ppdist image cache 1"
+_FORMAT = "ppdist image cache 2"
 _NAME = "images-{}.cache"
 _WRITTEN = 1 << 32  # set in a table entry, so that a checksum of 0 is told from no image
 _SHARE = 0.75  # of the memory or disk that is free at the start: training needs the rest
@@ -190,7 +191,7 @@ def open_cache(
         # An earlier attempt of the job had it.
         seconds = comm.storage_seconds() if comm.was_restarted() else 0.0
         return _made_or_nothing(
-            lambda: _on_disk(layout, _file(records, reductions_N, folder)), seconds
+            lambda: _on_disk(layout, _folder(folder), _name_of(records, reductions_N)), seconds
         )
 
     opened = _of_first_on_host(begin)
@@ -292,26 +293,34 @@ def _in_memory(layout: Layout) -> _Opened:
     return _opened_or_closed(descriptor, kept)
 
 
-def _on_disk(layout: Layout, file: Path) -> _Opened:
-    """The file, sparse and made where it is not there."""
-    file.parent.mkdir(parents=True, exist_ok=True)
-    descriptor = os.open(file, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o666)
+def _on_disk(layout: Layout, folder: Path, name: str) -> _Opened:
+    """The file, sparse and made where it is not there.
+
+    Args: name: "": it has none, and is gone with this run.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    if name:
+        descriptor = os.open(folder / name, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o666)
+    else:
+        descriptor, draft = tempfile.mkstemp(dir=folder)
+        os.unlink(draft)
     os.truncate(descriptor, layout.bytes)
-    disk, written = os.statvfs(file.parent), os.fstat(descriptor).st_blocks * 512
+    disk, written = os.statvfs(folder), os.fstat(descriptor).st_blocks * 512
     most = _room(disk.f_bavail * disk.f_frsize) + written
     kept = layout.fitting(most)
+    place = folder / name if name else f"{folder}, for this run: its server tells no changes"
     _say(
-        f"disk: {_extent(layout, kept, most, 'disk')} in {file}, {written / _GIB:.2f} GiB by now"
-        + _others(file)
+        f"disk: {_extent(layout, kept, most, 'disk')} in {place}, {written / _GIB:.2f} GiB by now"
+        + _others(folder, name)
     )
     return _opened_or_closed(descriptor, kept)
 
 
-def _others(file: Path) -> str:
+def _others(folder: Path, name: str) -> str:
     """A hint to caches that this run does not use: nobody deletes them."""
     sizes: list[int] = []
     with suppress(OSError):  # one is deleted meanwhile, or the folder cannot be listed
-        others = [other for other in file.parent.glob(_NAME.format("*")) if other != file]
+        others = [other for other in folder.glob(_NAME.format("*")) if other.name != name]
         sizes.extend(os.stat(other).st_blocks * 512 for other in others)
     if not sizes:
         return ""
@@ -341,25 +350,33 @@ def _extent(layout: Layout, kept: int, most: int, what: str) -> str:
     )
 
 
-def _file(records: Records, reductions_N: np.ndarray, folder: str | Path | None) -> Path:
-    """Named by all that its content depends on: the files, their sizes, how they are decoded.
+def _folder(folder: str | Path | None) -> Path:
+    """Raises: OSError: none is given, and the user has none."""
+    parent = user_cache() if folder is None else Path(folder)
+    if parent is None:
+        raise OSError("this user has no home folder; set data.cache_dir")
+    return parent
 
-    Raises: OSError: no folder is given, and the user has none.
+
+def _name_of(records: Records, reductions_N: np.ndarray) -> str:
+    """Of all that the content depends on: the files, their sizes, how they are decoded.
+
+    Returns: "": of an image nobody knows whether it changes.
     """
     summary = hashlib.blake2b(f"{_FORMAT} {cv2.__version__}".encode(), digest_size=10)
     for index in range(len(records)):
         path = records.path(index)
         try:
-            version = " ".join(map(str, storage.state_of(path)))
+            identity = storage.identity_of(path)
+            if not identity.mark:
+                return ""
+            version = " ".join(map(str, identity))
         except OSError:
             version = "absent"
         summary.update(os.fsencode(path) + b"\0" + version.encode() + b"\0")
     summary.update(records.sizes_N2.tobytes())
     summary.update(reductions_N.astype(np.uint8).tobytes())
-    parent = user_cache() if folder is None else Path(folder)
-    if parent is None:
-        raise OSError("this user has no home folder; set data.cache_dir")
-    return parent / _NAME.format(summary.hexdigest())
+    return _NAME.format(summary.hexdigest())
 
 
 def _say(text: str) -> None:

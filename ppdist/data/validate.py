@@ -8,7 +8,6 @@ and its file is named.
 """
 
 import hashlib
-import io
 import json
 import logging
 import multiprocessing
@@ -20,7 +19,7 @@ import tempfile
 import time
 import warnings
 from collections import Counter, defaultdict, deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
@@ -34,9 +33,8 @@ import numpy as np
 from PIL import Image, TiffImagePlugin
 
 from ppdist.common.errors import DataError
-from ppdist.common.files import make_folder, user_cache, writing
+from ppdist.common.files import make_folder, writing
 from ppdist.common.process import DETAIL, ends_with_this
-from ppdist.common.writers import append_whole
 from ppdist.config.data import DataConfig
 from ppdist.data.datasets.annotations import (
     KINDS,
@@ -65,6 +63,7 @@ from ppdist.distributed.progress import Progress
 from ppdist.storage import files as storage
 from ppdist.storage import stores
 from ppdist.storage.files import can_be_read, open_file
+from ppdist.storage.keyed_cache import Journal, KeyedCache
 
 _LOGGER = logging.getLogger("ppdist.data")
 _SPLITS: tuple[Split, ...] = ("train", "val")
@@ -254,15 +253,16 @@ def look_at(
 def check_listed(path: str) -> ImageCheck:
     """What a store's listing says of an image, which is not opened: that it is there, not empty."""
     try:
-        size, mark = storage.state_of(path)
+        identity = storage.identity_of(path)
     except FileNotFoundError:
         return ImageCheck(Damage("image_missing", "does not exist"), passing=True)
     except OSError as error:
         problem = Damage("image_unreadable", error.strerror or str(error))
         return ImageCheck(problem, passing=True)
-    if not size and mark:
+    if not identity.bytes and identity.mark:
         return ImageCheck(Damage("image_empty", "empty (0 bytes)"))
-    return ImageCheck(digest="" if storage.is_in_shard(path) else f"{size} {mark}")
+    told = identity.mark and not storage.is_in_shard(path)
+    return ImageCheck(digest=f"{identity.bytes} {identity.mark}" if told else "")
 
 
 def _of_images(raw: RawSet, images: CheckedImages) -> Iterator[Issue]:
@@ -427,36 +427,45 @@ def _remembered(sets: Mapping[str, DetectionSet], *, decode: bool, workers: int)
     started = time.monotonic()
     records = {split: Records.of(dataset.records) for split, dataset in sets.items()}
     keys = {split: _keys(each, decode) for split, each in records.items()}
-    fingerprint = _fingerprint(keys)
-    kept = _kept_in(sets)
-    known = _load(kept, fingerprint, [*sets])
-    count = sum(map(len, records.values()))
+    kept = KeyedCache.of_user("checks", _MOST_BYTES, _say_unkept)
+    certain = kept is not None and all((keys_N != _UNKNOWN).all() for keys_N in keys.values())
+    name = "\n".join(os.path.abspath(dataset.source) for dataset in sets.values())
+    key = f"{name}\n{_fingerprint(keys)}"
+    stored = kept.get(key) if kept is not None and certain else None
+    known = None if stored is None else json.loads(stored)
     again = " (unchanged since the last check)" if known else ""
     if known is None:
-        journal = _Journal(kept and kept.with_suffix(".part"))
+        journal = None if kept is None else kept.journal(name)
+        earlier = _read_journal(journal)
         checks = {
-            split: _Check(each, keys[split], journal, decode=decode, workers=workers)
+            split: _Check(each, keys[split], earlier, journal, decode=decode, workers=workers)
             for split, each in records.items()
         }
-        earlier = sum(check.known for check in checks.values())
-        if earlier:
-            again = f" ({earlier} of them known from a check that was broken off)"
+        if done := sum(check.known for check in checks.values()):
+            again = f" ({done} of them known from a check that was broken off)"
         try:
             checked = {split: check.run() for split, check in checks.items()}
             if comm.was_restarted():
                 checked = {split: check.once_there() for split, check in checks.items()}
         finally:
-            journal.write()
+            if journal is not None:
+                journal.write()
         known = _outcome(sets, checked)
-        if not any(found.passing for images in checked.values() for _, found in images):
-            _keep(kept, known | {"fingerprint": fingerprint})
+        passing = any(found.passing for images in checked.values() for _, found in images)
+        if kept is not None and journal is not None and certain and not passing:
+            kept.put(key, json.dumps(known).encode())
             journal.remove()
+    count = sum(map(len, records.values()))
     seconds, what = time.monotonic() - started, "pixels" if decode else "headers"
     if not decode and any(storage.is_remote(d.records[0].path) for d in sets.values() if d.records):
         what = "headers (in an object store: only the listing)"
     said = "data check: %s of %d images in %.1f s%s"
     _LOGGER.info(said, what, count, seconds, again, extra=DETAIL)
     return known
+
+
+def _say_unkept(why: str) -> None:
+    _LOGGER.info("data check: not kept for the next time: %s", why)
 
 
 class _Check:
@@ -469,14 +478,15 @@ class _Check:
         self,
         records: Records,
         keys_N: np.ndarray,
-        journal: "_Journal",
+        earlier: Mapping[int, ImageCheck],
+        journal: Journal | None,
         *,
         decode: bool,
         workers: int,
     ) -> None:
         self._records, self._keys_N, self._journal = records, keys_N, journal
         self._decode, self._workers = decode, workers
-        self._checks_N = journal.of(keys_N)
+        self._checks_N = [earlier.get(key) for key in keys_N.tolist()]
         self.known = sum(found is not None for found in self._checks_N)
 
     def run(self) -> CheckedImages:
@@ -486,7 +496,10 @@ class _Check:
 
         def told(number: int, found: ImageCheck) -> None:
             progress.add()
-            self._journal.add(int(self._keys_N[left[number]]), found)
+            key = int(self._keys_N[left[number]])
+            if self._journal is not None and key != _UNKNOWN and not found.passing:
+                problem = found.problem or ()
+                self._journal.add(json.dumps([key, found.digest, found.notes, *problem]))
 
         files = _Files(self._records, left)
         checks = look_at(files, decode=self._decode, workers=self._workers, told=told)
@@ -580,7 +593,7 @@ def _outcome(
 
 
 _PROBED = 8  # images of a folder that are opened to see whether its storage is there
-_VERSION = 4  # of the kept result: raise it when a check of an image finds more
+_VERSION = 5  # of the kept result: raise it when a check of an image finds more
 _STAT_THREADS = 16  # a network disk answers each request late, but many at once
 _STATS_AT_ONCE = 64  # of a thread
 
@@ -601,21 +614,26 @@ def look_at_all(look: Callable[[int], int], count: int, progress: Progress) -> n
     return found_N
 
 
-def _keys(records: Records, decode: bool) -> np.ndarray:
-    """Int64 [N]: of all that the check of each image depends on.
+_UNKNOWN = 0  # key of an image of which nobody tells whether it changes
+_MOST_BYTES = 1 << 30
 
-    That is its path, its annotated size, and the file's size and times (of its inode: new
-    permissions).
+
+def _keys(records: Records, decode: bool) -> np.ndarray:
+    """Int64 [N]: of all that the check of each image depends on; _UNKNOWN: that cannot be told.
+
+    That is its path, its annotated size, and its content identity (ctime: new permissions, too).
     """
     start = hashlib.blake2b(f"{_VERSION} {decode}".encode(), digest_size=8)
 
     def key(at: int) -> int:
         path = records.path(at)
         try:
-            state = os.stat(path)
-            seen = f"{state.st_mtime_ns} {state.st_ctime_ns} {state.st_size}"
+            identity = storage.identity_of(path)
+            if not identity.mark:
+                return _UNKNOWN
+            seen = " ".join(map(str, identity))
         except OSError:
-            seen = _elsewhere(path)
+            seen = "absent"
         height, width = records.sizes_N2[at].tolist()
         content = start.copy()
         content.update(os.fsencode(f"{path}\0{width} {height} {seen}"))
@@ -623,14 +641,6 @@ def _keys(records: Records, decode: bool) -> np.ndarray:
 
     progress = Progress(_LOGGER, "data check: what has changed", len(records))
     return look_at_all(key, len(records), progress)
-
-
-def _elsewhere(path: str) -> str:
-    """The state of an image that is no file on disk."""
-    try:
-        return f"{storage.state_of(path)}"
-    except OSError:
-        return "absent"
 
 
 def _fingerprint(keys: Mapping[str, np.ndarray]) -> str:
@@ -641,121 +651,13 @@ def _fingerprint(keys: Mapping[str, np.ndarray]) -> str:
     return summary.hexdigest()
 
 
-_JOURNAL_SECONDS = 10.0  # of checks that a kill may cost
-
-
-class _Journal:
-    """Checks of single images, in a file, of which a check that was broken off goes on.
-
-    A line of JSON each, appended many at a time; one that a kill has cut short does not count.
-    """
-
-    def __init__(self, file: Path | None) -> None:
-        """Args: file: None: nothing is kept."""
-        self._file = file
-        self._lines: list[str] = []
-        self._written = time.monotonic()
-        self._keys: list[int] = []
-        self._checks: list[ImageCheck] = []
-        with suppress(OSError):
-            if file is not None:
-                with open_file(file) as lines:
-                    self._read(lines)
-
-    def _read(self, lines: Iterable[bytes]) -> None:
-        for line in lines:
-            try:
-                key, digest, notes, *problem = json.loads(line)
-                known = all(kind in KINDS for kind in [*notes, *problem[:1]])
-                if not known or not isinstance(digest, str) or not -(2**63) <= key < 2**63:
-                    continue
-                damaged = Damage(problem[0], str(problem[1])) if problem else None
-                self._keys.append(int(key))
-                self._checks.append(ImageCheck(damaged, tuple(notes), digest))
-            except (ValueError, TypeError, IndexError, RecursionError):  # cut short, or odd
-                continue
-
-    def of(self, keys_N: np.ndarray) -> list[ImageCheck | None]:
-        """What is known of each key; None: nothing."""
-        if not self._keys:
-            return [None] * len(keys_N)
-        known_K = np.array(self._keys, np.int64)
-        order_K = np.argsort(known_K, kind="stable")
-        place_N = np.searchsorted(known_K, keys_N, sorter=order_K)
-        at_N = order_K[np.minimum(place_N, len(order_K) - 1)]
-        return [
-            self._checks[at] if there else None
-            for at, there in zip(at_N.tolist(), (known_K[at_N] == keys_N).tolist())
-        ]
-
-    def add(self, key: int, found: ImageCheck) -> None:
-        """Keeps a check, unless its problem may pass; on disk some seconds later."""
-        if self._file is None or found.passing:
-            return
-        problem = found.problem or ()
-        self._lines.append(json.dumps([key, found.digest, found.notes, *problem]))
-        if time.monotonic() - self._written >= _JOURNAL_SECONDS:
-            self.write()
-
-    def write(self) -> None:
-        """Appends what is not on disk yet; where that fails, nothing is kept from here on."""
-        self._written = time.monotonic()
-        if self._file is None or not self._lines:
-            return
-        try:
-            self._file.parent.mkdir(parents=True, exist_ok=True)
-            with io.FileIO(self._file, "ab") as file:  # after a line that was cut short
-                append_whole(file, "".join(f"\n{line}" for line in self._lines).encode("ascii"))
-        except OSError as error:
-            _LOGGER.info("data check: not kept for the next time: %s", error)
-            self._file = None
-        self._lines = []
-
-    def remove(self) -> None:
-        """The whole outcome is kept."""
-        if self._file is not None:
-            with suppress(OSError):
-                self._file.unlink(missing_ok=True)
-
-
-def _kept_in(sets: Mapping[str, DetectionSet]) -> Path | None:
-    """The file that holds the last outcome for these annotation files; None: there is no home."""
-    folder = user_cache()
-    if folder is None:
-        return None
-    names = "\n".join(os.path.abspath(dataset.source) for dataset in sets.values())
-    name = hashlib.blake2b(os.fsencode(names), digest_size=8).hexdigest()
-    return folder / f"check-{name}.json"
-
-
-def _load(file: Path | None, fingerprint: str, splits: Sequence[str]) -> dict[str, Any] | None:
-    """What was kept, if it is of the same files; else, or if it cannot be read, None."""
-    try:
-        known = json.loads(file.read_bytes()) if file else {}
-        if known.get("fingerprint") != fingerprint:
-            return None
-        return {
-            "bad": {
-                split: [(int(at), str(why), str(kind)) for at, why, kind in known["bad"][split]]
-                for split in splits
-            },
-            "lines": [str(line) for line in known["lines"]],
-        }
-    except (OSError, ValueError, AttributeError, KeyError, TypeError):  # or of another form
-        return None
-
-
-def _keep(file: Path | None, outcome: dict[str, Any]) -> None:
-    """Writes it where that is possible; a home that cannot be written to does not matter."""
-    if file is None:
-        return
-    draft = file.with_name(f"{file.name}.{os.getpid()}")
-    try:
-        file.parent.mkdir(parents=True, exist_ok=True)
-        draft.write_text(json.dumps(outcome), encoding="ascii")
-        draft.replace(file)
-    except OSError as error:
-        _LOGGER.info("data check: not kept for the next time: %s", error)
+def _read_journal(journal: Journal | None) -> dict[int, ImageCheck]:
+    """Checks of images by key, of an earlier start that was broken off."""
+    found = {}
+    for line in () if journal is None else journal.lines():
+        key, digest, notes, *problem = json.loads(line)
+        found[key] = ImageCheck(Damage(*problem) if problem else None, tuple(notes), digest)
+    return found
 
 
 _LEAVES_OUT = (  # the image

@@ -376,6 +376,6 @@ def _content(path: str) -> int:
 def _size(path: str) -> int:
     """Bytes of a file; -1 where there is none."""
     try:
-        return storage.state_of(path)[0]
+        return storage.identity_of(path).bytes
     except OSError:  # whoever reads it reports why
         return -1

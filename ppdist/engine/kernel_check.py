@@ -8,15 +8,17 @@ $XDG_CACHE_HOME or ~/.cache; a failure never is.
 import json
 import os
 from collections.abc import Callable
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import paddle
 
-from ppdist.common.files import digest_of_text, replace_file, user_cache
 from ppdist.common.machine import kernel_text
 from ppdist.engine.preflight import digests_of_code
+from ppdist.storage.identity import of_stat
+from ppdist.storage.keyed_cache import KeyedCache
+
+_MOST_BYTES = 16 << 20
 
 _OF_KERNELS = ("ONEDNN_", "DNNL_", "OMP_", "KMP_", "MKL_", "FLAGS_")  # variables that choose them
 _OF_CORES = ("processor", "cpu MHz", "bogomips", "core id", "apicid", "initial apicid", "siblings")
@@ -29,34 +31,28 @@ def check_once(check: Callable[[], str | None], model: Any) -> str | None:
         check: None where all agree, else the reason.
         model: what JSON can hold of everything that makes the model.
     """
-    file = _kept_in(model)
-    if file is not None and file.exists():
+    passed, key = KeyedCache.of_user("kernels", _MOST_BYTES), _key(model)
+    if passed is not None and passed.get(key) is not None:
         return None
     reason = check()
-    if reason is None and file is not None:
-        with suppress(OSError):  # then the next start checks again
-            file.parent.mkdir(parents=True, exist_ok=True)
-            replace_file(file, b"")
+    if reason is None and passed is not None:
+        passed.put(key, b"passed")
     return reason
 
 
-def _kept_in(model: Any) -> Path | None:
-    folder = user_cache()
-    if folder is None:
-        return None
+def _key(model: Any) -> str:
     libraries = sorted((Path(paddle.__file__).parent / "libs").glob("*dnn*"))
     facts = {
         "model": model,
         "code": digests_of_code(),
         "paddle": paddle.__version__,
-        "libraries": [[each.name, each.stat().st_size, each.stat().st_mtime] for each in libraries],
+        "libraries": [[each.name, *of_stat(each.stat())] for each in libraries],
         "processor": _processor(),
         "variables": {
             name: value for name, value in os.environ.items() if name.startswith(_OF_KERNELS)
         },
     }
-    name = digest_of_text(json.dumps(facts, sort_keys=True))
-    return folder / "kernels" / name
+    return json.dumps(facts, sort_keys=True)
 
 
 def _processor() -> list[str]:

@@ -304,16 +304,16 @@ class ImageWatch(Callback):
     """Warns at the next epoch of image files that were replaced during the run.
 
     What is learned from then on is not what was checked, and hosts may differ in it.  The first
-    rank of each host looks, in a thread beside the steps: a file whose size or time differs from
-    what it was when the run began is told once.  A file that is away counts as nothing new.
+    rank of each host looks, in a thread beside the steps: a file whose content identity differs
+    from what it was when the run began is told once.  A file that is away counts as nothing new.
     """
 
     def __init__(self, log: RunLog, sets: Sequence[DetectionSet], steps_per_epoch: int) -> None:
         self._log = log
         self._sets = [Records.of(dataset.records) for dataset in sets]
         self._steps_per_epoch = steps_per_epoch
-        self._known_N2: np.ndarray | None = None  # before the first look is over: not known
-        self._found_N2: np.ndarray | None = None  # of a look that is over
+        self._known_N: np.ndarray | None = None  # before the first look is over: not known
+        self._found_N: np.ndarray | None = None  # of a look that is over
         self._thread: threading.Thread | None = None
 
     def on_train_begin(self, run: TrainingRun) -> None:
@@ -340,19 +340,18 @@ class ImageWatch(Callback):
 
     def _states(self) -> None:
         paths = (records.path(n) for records in self._sets for n in range(len(records)))
-        found = [_state(path) for path in paths]
-        self._found_N2 = np.array(found, np.int64).reshape(-1, 2)
+        self._found_N = np.array([_identity(path) for path in paths], np.int64)
 
     def _tell(self, step: int) -> None:
-        found_N2, self._found_N2 = self._found_N2, None
-        if found_N2 is None:
+        found_N, self._found_N = self._found_N, None
+        if found_N is None:
             return
-        known_N2, there_N = self._known_N2, found_N2[:, 1] >= 0
-        if known_N2 is None:
-            self._known_N2 = found_N2
+        known_N = self._known_N
+        if known_N is None:
+            self._known_N = found_N
             return
-        changed_N = there_N & (known_N2[:, 1] >= 0) & (found_N2 != known_N2).any(axis=1)
-        self._known_N2 = np.where(there_N[:, None], found_N2, known_N2)
+        changed_N = (found_N != _AWAY) & (known_N != _AWAY) & (found_N != known_N)
+        self._known_N = np.where(found_N != _AWAY, found_N, known_N)
         if not changed_N.any():
             return
         paths = [records.path(n) for records in self._sets for n in range(len(records))]
@@ -369,13 +368,15 @@ class ImageWatch(Callback):
             _LOGGER.warning(warning)
 
 
-def _state(path: str) -> tuple[int, int]:
-    """Mark (time in nanoseconds) and bytes of a file; (-1, -1): not to be had now."""
+_AWAY = -1
+
+
+def _identity(path: str) -> int:
+    """Number of a file's content identity; _AWAY: not to be had now."""
     try:
-        size, mark = storage.state_of(path)
+        return storage.identity_of(path).number
     except OSError:  # whoever reads it says so
-        return -1, -1
-    return mark, size
+        return _AWAY
 
 
 class EvaluationLogger(Callback):

@@ -23,6 +23,7 @@ from typing import Any
 from ppdist.common.errors import UserError
 from ppdist.common.files import FileLock, make_folder, open_file, read_file, replace_file, writing
 from ppdist.common.machine import free_disk
+from ppdist.storage.identity import mark_in
 
 _BLOCK_BYTES = 1 << 18
 _WAITS = (1.0, 2.0, 4.0, 8.0)  # seconds before each new attempt; one that got bytes starts anew
@@ -291,10 +292,9 @@ def _size(part: Path) -> int:
 
 def _note(part: Path, url: str, headers: Any) -> None:
     """Keeps which version the bytes are of; none: a server that names no version."""
-    tag = headers.get("ETag") or ""
-    version = headers.get("Last-Modified") or "" if not tag or tag.startswith("W/") else tag
+    note = {"url": url, "version": mark_in(headers, strong=True)}
     with writing(part):
-        replace_file(_note_of(part), json.dumps({"url": url, "version": version}).encode())
+        replace_file(_note_of(part), json.dumps(note).encode())
 
 
 def _version_of(part: Path, url: str) -> str:

@@ -5,15 +5,15 @@ in a store `s3://bucket/images/a.jpg`, and both at once.  Failures are those of 
 """
 
 import errno
-import hashlib
 import io
 import os
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection
 from pathlib import Path
 from typing import BinaryIO
 
 from ppdist.common import files
 from ppdist.storage import stores
+from ppdist.storage.identity import Identity, of_stat
 from ppdist.storage.shards import (
     find_member,
     forget_index,
@@ -23,11 +23,9 @@ from ppdist.storage.shards import (
     place_in_shard,
     read_member,
 )
-from ppdist.storage.stores import Version
 
 _GIB = 1 << 30
 _LONGEST_REQUEST_SECONDS = 20.0
-_listings: dict[str, Mapping[str, Version] | None] = {}  # by folder; workers inherit their rank's
 
 
 def use(cache_dir: str | None, store_cache_gib: float, worker_timeout_seconds: float) -> None:
@@ -76,12 +74,11 @@ def open_file(path: str | Path) -> BinaryIO:
     place = place_in_shard(text)
     if place is not None:
         return open_member(place)
-    folder, _, name = text.rpartition("/")
-    known = (_listings.get(folder) or {}).get(name)
+    known = stores.listed_identity(text)
     if known is None or not known.bytes:
         return io.BytesIO(stores.fetch(text))
     # A range, for whose size nobody has to ask first.
-    return io.BytesIO(stores.fetch(text, 0, known.bytes, known.mark))
+    return io.BytesIO(stores.fetch(text, 0, known.bytes))
 
 
 def read_file(path: str | Path, most_bytes: int) -> bytes:
@@ -111,7 +108,7 @@ def can_be_read(path: str | Path) -> bool:
     if not stores.is_remote(text):
         return files.can_be_read(text)
     try:
-        stores.version_of(text)
+        stores.identity_of(text)
     except IsADirectoryError:
         return True
     except OSError:
@@ -119,55 +116,39 @@ def can_be_read(path: str | Path) -> bool:
     return True
 
 
-def state_of(path: str) -> tuple[int, int]:
-    """Bytes of a file, and a mark that changes with it (time in nanoseconds); no image is opened.
+def identity_of(path: str) -> Identity:
+    """Content identity of a file; no image is opened, and a server that cannot list is not asked.
 
     Raises: OSError: it is not there.
     """
-    place = None
-    if not stores.is_remote(path):
+    place, remote = None, stores.is_remote(path)
+    if not remote:
         try:
-            found = os.stat(path)
-            return found.st_size, found.st_mtime_ns
+            return of_stat(os.stat(path))
         except NotADirectoryError:
             place = place_in_shard(path)
             if place is None:
                 raise
-            found = os.stat(os.path.join(place.folder, place.shard))
-            return find_member(place).size, found.st_mtime_ns
     path = stores.url_of(path)
-    place = place_in_shard(path)
+    place = place or place_in_shard(path)
     if place is not None:
-        member = find_member(place)
-        return member.size, _number(member.mark)
+        shard, member = os.path.join(place.folder, place.shard), find_member(place)
+        whole = stores.known_identity(shard) if remote else of_stat(os.stat(shard))
+        mark = f"{whole.mark} {member.mark} {member.offset}" if whole.mark else ""
+        return Identity(member.size, mark)
     folder, _, name = path.rpartition("/")
-    listed = list_folder(folder)
+    listed = stores.list_folder(folder)
     if listed is None:
-        return 0, 0  # a store that cannot list: nothing is known before it is read
+        return Identity(0, "")
     if name not in listed:
         raise FileNotFoundError(errno.ENOENT, "does not exist in the store", path)
-    return listed[name].bytes, _number(listed[name].mark)
+    return listed[name]
 
 
-def _number(mark: str) -> int:
-    digest = hashlib.blake2b(mark.encode("utf-8", "replace"), digest_size=7).digest()
-    return int.from_bytes(digest, "little")
-
-
-def list_folder(folder: str) -> Mapping[str, Version] | None:
-    """The files of a folder of a store, asked for once; None: the store cannot list.
-
-    Raises: OSError.
-    """
-    if folder not in _listings:
-        _listings[folder] = stores.listing(folder)
-    return _listings[folder]
-
-
-def look_anew(folders: Iterable[str]) -> None:
+def look_anew(folders: Collection[str]) -> None:
     """What was listed of these folders before may have changed since."""
+    stores.look_anew(folders)
     for folder in folders:
-        _listings.pop(folder, None)
         forget_index(os.path.dirname(folder))
 
 
@@ -183,7 +164,7 @@ def absent_of(folder: str, names: Collection[str]) -> list[str] | None:
             name for name in names if index.find(through.shard, os.path.join(inner, name)) is None
         ]
     try:
-        listed = list_folder(folder)
+        listed = stores.list_folder(folder)
     except FileNotFoundError:
         return [*names]
     return None if listed is None else [name for name in names if name not in listed]

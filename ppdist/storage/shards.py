@@ -168,7 +168,7 @@ def read_member(place: Place, most_bytes: int) -> bytes:
         raise too_large(member.size, most_bytes, os.path.join(*place))
     begin, length = member.offset - _HEADER_BYTES, _HEADER_BYTES + member.size
     if stores.is_remote(shard):
-        content = stores.fetch(shard, begin, length, member.mark)
+        content = stores.fetch(shard, begin, length)
     else:
         with open_file(shard) as file:
             content = os.pread(file.fileno(), length, begin)

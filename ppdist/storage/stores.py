@@ -15,15 +15,18 @@ import os
 import re
 import tempfile
 import time
-from collections.abc import Callable
+import uuid
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, TypeVar
 
 from ppdist.common.errors import UserError
 from ppdist.common.files import FileLock, pauses, replace_file, user_cache, writing
-from ppdist.storage.store_cache import StoreCache
+from ppdist.storage.identity import Identity, mark_in
+from ppdist.storage.keyed_cache import KeyedCache
 
 _LOGGER = logging.getLogger("ppdist.data")
 _REMOTE = re.compile(r"([a-z][a-z0-9+.-]+):/{1,2}(?=[^/])")
@@ -46,24 +49,19 @@ class StoreAway(OSError):
         return StoreAway, (self.strerror, self.filename)
 
 
-class Version(NamedTuple):
-    """What tells whether a file is still the same one: bytes, and a mark (ETag, time)."""
-
-    bytes: int
-    mark: str
-
-
 @dataclass
 class _Settings:
     """cache: None: nothing is kept; seconds: that one request may take."""
 
     folder: Path | None = None
-    cache: StoreCache | None = None
+    cache: KeyedCache | None = None
     seconds: float = 20.0
 
 
 _settings = _Settings()
 _filesystems: dict[tuple[int, str], Any] = {}  # by process
+_listings: dict[str, Mapping[str, Identity] | None] = {}  # by folder; workers inherit their rank's
+_RUN = uuid.uuid4().hex  # the mark of what has none: kept by this process and those it forks
 
 
 def use(folder: str | None, cache_bytes: int, seconds: float) -> None:
@@ -81,7 +79,14 @@ def use(folder: str | None, cache_bytes: int, seconds: float) -> None:
     if place is None or not cache_bytes:
         _settings.folder, _settings.cache = place, None
     elif kept is None or _settings.folder != place or kept.most_bytes != cache_bytes:
-        _settings.folder, _settings.cache = place, StoreCache(place, cache_bytes)
+        _settings.folder = place
+        _settings.cache = KeyedCache(place / "objects", cache_bytes, _say_uncached)
+
+
+def _say_uncached(why: str) -> None:
+    _LOGGER.warning(
+        "data.store_cache_gib: %s; the run goes on and fetches each time what is not there", why
+    )
 
 
 def is_remote(path: str | os.PathLike[str]) -> bool:
@@ -104,28 +109,56 @@ def holds_credentials(path: str) -> bool:
     return is_remote(path) and _CREDENTIALS.search(url_of(path)) is not None
 
 
-def version_of(path: str | os.PathLike[str]) -> Version:
-    """Asks for size and version of one file.  Raises: OSError."""
+def identity_of(path: str | os.PathLike[str]) -> Identity:
+    """Asks for the content identity of one file.  Raises: OSError."""
     found = _ask(path, "info")
     if found.get("type") == "directory":
         raise IsADirectoryError(errno.EISDIR, "a folder", url_of(path))
-    return _version(found)
+    return _identity(found)
 
 
-def listing(folder: str | os.PathLike[str]) -> dict[str, Version] | None:
-    """The files of a folder; None: a store that cannot list (http).
+@lru_cache(maxsize=1 << 16)
+def _asked_identity(url: str) -> Identity:
+    return identity_of(url)
+
+
+def listed_identity(url: str) -> Identity | None:
+    """As its folder was listed; None: it was not."""
+    folder, _, name = url.rpartition("/")
+    return (_listings.get(folder) or {}).get(name)
+
+
+def known_identity(path: str | os.PathLike[str]) -> Identity:
+    """As `identity_of`, from what was listed or asked before, until `look_anew`."""
+    url = url_of(path)
+    return listed_identity(url) or _asked_identity(url)
+
+
+def list_folder(folder: str) -> Mapping[str, Identity] | None:
+    """The files of a folder, asked for once; None: a store that cannot list (http).
 
     Raises: OSError: FileNotFoundError where there is nothing.
     """
     url = url_of(folder)
-    if url.startswith(("http:", "https:")):
-        return None
-    entries = patiently(lambda: _ask(folder, "ls", detail=True, seconds=_LISTING_SECONDS))
+    if url not in _listings:
+        _listings[url] = None if url.startswith(("http:", "https:")) else _listing(url)
+    return _listings[url]
+
+
+def _listing(url: str) -> Mapping[str, Identity]:
+    entries = patiently(lambda: _ask(url, "ls", detail=True, seconds=_LISTING_SECONDS))
     return {
-        str(each["name"]).rstrip("/").rpartition("/")[2]: _version(each)
+        str(each["name"]).rstrip("/").rpartition("/")[2]: _identity(each)
         for each in entries
         if each.get("type") != "directory"
     }
+
+
+def look_anew(folders: Iterable[str]) -> None:
+    """What was listed of these folders before may have changed since."""
+    for folder in folders:
+        _listings.pop(url_of(folder), None)
+    _asked_identity.cache_clear()
 
 
 def answers(path: str | os.PathLike[str]) -> bool:
@@ -140,24 +173,23 @@ def answers(path: str | os.PathLike[str]) -> bool:
 
 
 def fetch(
-    path: str | os.PathLike[str],
-    begin: int = 0,
-    length: int | None = None,
-    mark: str = "",
-    kept: bool = True,
+    path: str | os.PathLike[str], begin: int = 0, length: int | None = None, kept: bool = True
 ) -> bytes:
     """A file, or `length` bytes of it, from the cache or the store.
 
-    Args:
-        mark: its version, where it is known: of another one nothing is taken from the cache.
-        kept: whether the cache keeps it.
+    The cache has the content of one identity alone; without one it is that of this run.
+
+    Args: kept: whether the cache keeps it.
     Raises: OSError.
     """
     url, cache = url_of(path), _settings.cache if kept else None
-    key = f"{url}\0{begin}\0{length}\0{mark}"
-    content = None if cache is None else cache.get(key)
-    if content is not None:
-        return content
+    key = ""
+    if cache is not None:
+        mark = known_identity(url).mark or _RUN  # before the content, which may be a later one
+        key = f"{url}\0{begin}\0{length}\0{mark}"
+        content = cache.get(key)
+        if content is not None:
+            return content
     end = None if length is None else begin + length
     content = _ask(path, "cat_file", start=begin if length is not None else None, end=end)
     if length is not None and len(content) > length:  # a server without ranges sends all
@@ -167,7 +199,7 @@ def fetch(
         raise OSError(errno.EINVAL, what, url)
     if cache is not None:
         cache.put(key, content)
-    return content
+    return bytes(content)
 
 
 def local_copy(path: str | os.PathLike[str]) -> Path:
@@ -177,12 +209,12 @@ def local_copy(path: str | os.PathLike[str]) -> Path:
     """
     url = url_of(path)
     try:
-        version = patiently(lambda: version_of(url))
+        found = patiently(lambda: identity_of(url))
         folder = _settings.folder or Path(tempfile.gettempdir()) / f"ppdist-stores-{os.getuid()}"
         name = hashlib.blake2b(url.encode(), digest_size=8).hexdigest()
         file = folder / "copies" / name / url.rpartition("/")[2]
         note = file.with_name("version.json")
-        wanted = json.dumps([url, *version])
+        wanted = json.dumps([url, found.bytes, found.mark or _RUN])
         with writing(file):
             file.parent.mkdir(parents=True, exist_ok=True)
             lock = FileLock(file.with_name("lock"))
@@ -190,9 +222,9 @@ def local_copy(path: str | os.PathLike[str]) -> Path:
                 lock.open()
                 lock.acquire()
         try:
-            if _said(note) != wanted or not file.is_file() or file.stat().st_size != version.bytes:
+            if _said(note) != wanted or not file.is_file() or file.stat().st_size != found.bytes:
                 draft = file.with_name(f"{file.name}.{os.getpid()}")
-                _download(url, version, draft)
+                _download(url, found.bytes, draft)
                 with writing(file):
                     draft.replace(file)
                     replace_file(note, wanted.encode())
@@ -214,10 +246,10 @@ def _said(note: Path) -> str:
         return ""
 
 
-def _download(url: str, version: Version, draft: Path) -> None:
+def _download(url: str, size: int, draft: Path) -> None:
     with writing(draft), open(draft, "wb") as file:
-        for begin in range(0, version.bytes, _BLOCK_BYTES):
-            length = min(_BLOCK_BYTES, version.bytes - begin)
+        for begin in range(0, size, _BLOCK_BYTES):
+            length = min(_BLOCK_BYTES, size - begin)
             block = patiently(lambda at=begin, n=length: fetch(url, at, n, kept=False))  # type: ignore[misc]
             file.write(block)
 
@@ -327,7 +359,11 @@ def _problem(error: Exception, url: str, limit: float) -> OSError:
     """The failure of a request in words of ours."""
     status, code = _answer(error)
     name = f"HTTP {status} {code}".strip() if status else code
-    if isinstance(error, FileNotFoundError) or status in (404, 410):
+    cut = isinstance(error, FileNotFoundError) and url.startswith("http") and not status
+    if cut and error.__cause__ is not None:  # fsspec's word for every failure of its HEAD
+        return _problem(error.__cause__, url, limit)  # type: ignore[arg-type]
+    absent = isinstance(error, FileNotFoundError) and status in (0, 404, 410)
+    if absent or status in (404, 410):
         return FileNotFoundError(errno.ENOENT, "does not exist in the store", url)
     if isinstance(error, IsADirectoryError | NotADirectoryError):
         return FileNotFoundError(errno.ENOENT, "a folder of the store, no file", url)
@@ -368,7 +404,5 @@ def _answer(error: BaseException) -> tuple[int, str]:
     return 0, ""
 
 
-def _version(found: dict[str, Any]) -> Version:
-    times = (found.get(key) for key in ("LastModified", "mtime", "updated", "created"))
-    mark = found.get("ETag") or found.get("etag") or next((t for t in times if t is not None), "")
-    return Version(int(found.get("size") or 0), str(mark).strip('"'))
+def _identity(found: dict[str, Any]) -> Identity:
+    return Identity(int(found.get("size") or 0), mark_in(found).strip('"'))

@@ -262,7 +262,7 @@ def _sources(config: DataConfig, split: Split, images: Sequence[RawImage]) -> So
     files = {file for file in files if not file.is_dir()}
     if any(storage.is_remote(file) or storage.is_in_shard(file) for file in files):
         return None
-    return Sources(tuple(map(str, files)), tuple(sorted(contents)), tuple(sorted(listings)))
+    return Sources((*map(str, files), *sorted(listings)), tuple(sorted(contents)))
 
 
 def _columns(config: DataConfig, split: Split, complain: Complain) -> RawColumns | None:

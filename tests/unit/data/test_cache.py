@@ -21,6 +21,7 @@ from ppdist.data.datasets.build import read_split
 from ppdist.data.image import read_image
 from ppdist.data.types import DetectionSet
 from ppdist.distributed import comm
+from ppdist.storage.identity import Identity
 from tests.distributed import run_on_ranks
 from tests.unit.data.sets import coco_config, write_coco
 
@@ -102,6 +103,28 @@ def test_disk_cache_serves_next_run_until_change(tmp_path):
     changed.unlink()
     assert open_cache("disk", dataset, FACTORS, folder).get(0) is None
     assert len(list(folder.iterdir())) == 4
+
+
+def test_replaced_image_of_equal_size_and_time_is_decoded_anew(tmp_path):
+    """As `tar x`, `rsync -t` and `cp -p` leave it."""
+    dataset, folder = small_set(tmp_path), tmp_path / "cache"
+    file = Path(dataset.records[0].path)
+    os.utime(file, ns=(1, 1))
+    fill(open_cache("disk", dataset, FACTORS, folder), dataset)
+    content = file.read_bytes()
+    file.unlink()
+    file.write_bytes(content)
+    os.utime(file, ns=(1, 1))
+    assert open_cache("disk", dataset, FACTORS, folder).get(0) is None
+
+
+def test_images_that_nobody_tells_the_identity_of_are_kept_for_this_run(tmp_path, monkeypatch):
+    dataset, folder = small_set(tmp_path), tmp_path / "cache"
+    monkeypatch.setattr(cache_module.storage, "identity_of", lambda path: Identity(0, ""))
+    cache = open_cache("disk", dataset, FACTORS, folder)
+    fill(cache, dataset)
+    assert cache.get(5) is not None and not [*folder.iterdir()]
+    assert open_cache("disk", dataset, FACTORS, folder).get(5) is None
 
 
 def test_default_cache_file_is_in_user_cache_folder(tmp_path, monkeypatch):

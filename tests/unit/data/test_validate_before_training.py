@@ -1,13 +1,11 @@
 """Both splits checked before training."""
 
-import json
 import logging
 import os
 import threading
 import time
 from pathlib import Path
 
-import numpy as np
 import pytest
 
 from ppdist.common.errors import DataError, StorageError
@@ -18,6 +16,7 @@ from ppdist.data.datasets.build import read_split
 from ppdist.data.decoder import Damage
 from ppdist.data.validate import ImageCheck, check_before_training, look_at_all
 from ppdist.distributed import progress, store
+from ppdist.storage import keyed_cache
 from tests.unit.data.corpus import config, write_clean_coco
 
 pytestmark = pytest.mark.usefixtures("checked_here")
@@ -77,14 +76,6 @@ def test_a_check_is_made_again_only_when_a_file_changed(home, broken, monkeypatc
     assert _check(broken)[0].unreadable == {} and len(checks) == 2
 
 
-@pytest.mark.parametrize("content", [b"", b"{", b"[]", b'{"fingerprint": 1}', b"\xff\xfe"])
-def test_a_damaged_memory_of_a_check_does_not_matter(home, broken, content):
-    first = _check(broken)[0].unreadable
-    (kept,) = (home / "ppdist").iterdir()
-    kept.write_bytes(content)
-    assert _check(broken)[0].unreadable == first
-
-
 def test_unwritable_home_does_not_matter(tmp_path, broken, monkeypatch):
     blocked = tmp_path / "file"
     blocked.write_text("no folder")
@@ -113,20 +104,6 @@ def test_a_split_without_any_good_image_stops_training(home, broken):
     ) as caught:
         _check(broken)
     assert caught.value.code == "no_good_image"
-
-
-@pytest.mark.parametrize("change", ["no lines", "no bad", "no val", "bad is a list", "odd pair"])
-def test_a_memory_of_another_form_does_not_matter(home, broken, change):
-    first = _check(broken)
-    (kept,) = (home / "ppdist").iterdir()
-    content = json.loads(kept.read_text())
-    if change.startswith("no "):
-        (content["bad"] if change == "no val" else content).pop(change[3:])
-    else:
-        content["bad"] = [] if change == "bad is a list" else {"train": [7], "val": []}
-    kept.write_text(json.dumps(content))
-    again = _check(broken)
-    assert again.train.unreadable == first.train.unreadable and again.lines == first.lines
 
 
 def test_what_may_pass_is_not_remembered(home, broken, monkeypatch):
@@ -213,33 +190,17 @@ def _checks_of(monkeypatch, most=99):
 
 
 def test_a_check_that_was_broken_off_goes_on(home, broken, monkeypatch, caplog):
-    monkeypatch.setattr(validate, "_JOURNAL_SECONDS", 0.0)
+    monkeypatch.setattr(keyed_cache, "_JOURNAL_SECONDS", 0.0)
     first = _checks_of(monkeypatch, most=2)
     with pytest.raises(KeyboardInterrupt):
         _check(broken)
-    (kept,) = (home / "ppdist").iterdir()
-    with kept.open("ab") as file:
-        file.write(b'\n[1, "cut sho')
     caplog.set_level(logging.INFO, "ppdist.data")
     rest = _checks_of(monkeypatch)
     train, val, _ = _check(broken)
     assert (first, rest) == (["0.jpg", "1.jpg"], ["2.jpg"])
     assert [*train.unreadable] == [1] and val.unreadable == {}
     assert "2 of them known from a check that was broken off" in caplog.text
-    (whole,) = (home / "ppdist").iterdir()
-    assert whole.suffix == ".json"
-
-
-@pytest.mark.parametrize("line", [
-    b"[]", b"{}", b"7", b'["x", "d", []]', b'[1, 2, []]', b'[1, "d", ["no kind"]]', b"\xff",
-    b'[%d, "d", []]' % 2**70, b'[1, "d", [], "image_empty"]', b'[1, "d", [[]]]', b"[" * 9999,
-])  # fmt: skip
-def test_a_damaged_journal_does_not_matter(tmp_path, line):
-    file = tmp_path / "journal"
-    file.write_bytes(b'[5, "d", ["grey"]]\n%b\n[6, "", [], "image_empty", "is empty"]' % line)
-    known = validate._Journal(file).of(np.array([6, 7, 5, 1]))
-    empty = ImageCheck(Damage("image_empty", "is empty"))
-    assert known == [empty, None, ImageCheck(None, ("grey",), "d"), None]
+    assert not [*home.rglob("*j")]
 
 
 def test_a_check_says_how_far_it_is(home, broken, monkeypatch, caplog):

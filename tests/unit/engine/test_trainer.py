@@ -107,17 +107,18 @@ def test_absent_or_untouched_images_are_not_replaced_ones(shapes, tmp_path):
         def metrics(self, record):
             pass
 
-    files = [tmp_path / name for name in ("a", "b")]
+    (tmp_path / "images").mkdir()
+    files = [tmp_path / "images" / name for name in ("a", "b")]
     for file in files:
         file.write_bytes(b"1")
     sets = read_split(tiny_config(shapes).data, "train")
     records_of = [replace(sets.records[0], path=str(file)) for file in files]
     watch = ImageWatch(Log(), [replace(sets, records=records_of)], steps_per_epoch=2)
     watch.on_train_begin(state)
-    files[0].rename(tmp_path / "away")
+    (tmp_path / "images").rename(tmp_path / "away")
     for step in (1, 2, 3):
         watch.on_step_begin(step)
-    (tmp_path / "away").rename(files[0])
+    (tmp_path / "away").rename(tmp_path / "images")
     watch.on_step_begin(5)
     assert log == []
     files[1].write_bytes(b"22")

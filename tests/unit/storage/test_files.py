@@ -47,7 +47,7 @@ def memory(root, tmp_path, monkeypatch) -> Iterator[str]:
     monkeypatch.setattr(stores, "_settings", stores._Settings())
     monkeypatch.setattr(files, "_FIRST_PAUSE_SECONDS", 0.2)
     monkeypatch.setenv("XDG_CACHE_HOME", f"{tmp_path / 'home'}")
-    storage._listings.clear()
+    stores._listings.clear()
     filesystem = fsspec.filesystem("memory")
     for file in root.rglob("*"):
         if file.is_file():
@@ -245,3 +245,21 @@ def test_addresses_with_passwords_are_refused_unshown():
     with pytest.raises(ValueError, match="by the environment") as caught:
         coco_config("https://user:secretpw@host/set")
     assert "docs/data.md" in str(caught.value)
+
+
+@pytest.mark.parametrize("form", ["files", "shards"])
+def test_replaced_images_are_fetched_and_trained_on(form, memory, root, tmp_path):
+    """Other pixels of as many bytes in the same place: the next run reads them."""
+    config = of_store(f"{memory}/{form}", tmp_path, store_cache_gib=1.0)
+    list(batches_of(config))
+    place = {"files": "files/images/005.jpg", "shards": "shards/images/train-000000.tar"}[form]
+    store, place = fsspec.filesystem("memory"), f"/set/{place}"
+    content = bytearray(store.cat_file(place))
+    at = content.rindex(b"\xff\xd9") - 40 if form == "shards" else len(content) - 40
+    content[at : at + 8] = bytes(8)
+    store.pipe_file(place, bytes(content))
+    dataset = read_split(config, "train")  # looks anew
+    pixels = [read_image(record.path) for record in dataset.records]
+    config = of_store(f"{memory}/{form}", tmp_path / "other", store_cache_gib=1.0)
+    fresh = [read_image(record.path) for record in read_split(config, "train").records]
+    assert all((one == other).all() for one, other in zip(pixels, fresh))

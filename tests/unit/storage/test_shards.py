@@ -128,7 +128,7 @@ def test_images_and_batches_are_those_of_files(pair):
     for a, b in zip(one.records, other.records, strict=True):
         assert ".tar/" in b.path and read_header(a.path) == read_header(b.path)
         np.testing.assert_array_equal(read_image(a.path), read_image(b.path))
-        assert storage.state_of(b.path)[0] == Path(a.path).stat().st_size
+        assert storage.identity_of(b.path).bytes == Path(a.path).stat().st_size
     assert_equal(loader(root), loader(files))
     assert_equal(loader(root, workers=1), loader(files, start=0))
     assert_equal(loader(root, start=3), list(loader(files))[6:])

@@ -75,6 +75,19 @@ def test_addresses_with_credentials_are_known():
     assert not stores.holds_credentials("/data/user@host")
 
 
+def test_every_failed_head_is_what_it_was(use):
+    """fsspec says FileNotFoundError of whatever kept it from looking."""
+    failure = FileNotFoundError("http://host/a")
+    failure.__cause__ = ConnectionResetError()
+    use(Store(*[failure] * 9))
+    with pytest.raises(StoreAway):
+        stores.identity_of("http://host/a")
+    failure.__cause__ = Foreign(status=404)
+    use(Store(failure))
+    with pytest.raises(FileNotFoundError):
+        stores.identity_of("http://host/a")
+
+
 S3 = {"Error": {"Code": "SlowDown"}, "ResponseMetadata": {"HTTPStatusCode": 503}}
 
 
@@ -134,11 +147,18 @@ def test_server_without_ranges_is_cut_to_the_range(use, monkeypatch):
     assert stores.fetch("http://host/a", 2, 3) == b"234"
 
 
-def test_cache_answers_for_the_same_version_alone(use, tmp_path):
-    store = use(Store())
+@pytest.mark.parametrize("marks", [("1", "1", "2"), (None, None, None)])
+def test_cache_answers_for_the_same_identity_alone(marks, use, tmp_path, monkeypatch):
+    """Runs that ask one after another; without a mark each has what it fetched itself."""
+    store, contents = use(Store()), []
     stores.use(str(tmp_path), 1 << 20, 5.0)
-    assert [stores.fetch("s3://b/a", mark=mark) for mark in "112"] == [b"content"] * 3
-    assert store.asked == 2
+    for run, mark in enumerate(marks):
+        monkeypatch.setattr(stores, "_RUN", f"{run}")
+        monkeypatch.setattr(store, "info", lambda url, mark=mark: {"size": 7, "ETag": mark})
+        stores.look_anew([])
+        store.content = b"%d" % run
+        contents += [stores.fetch("http://host/a") for _ in range(2)]
+    assert b"".join(contents) == (b"000022" if marks[0] else b"001122")
 
 
 def test_copy_is_fetched_once_and_anew_when_it_changed(use):

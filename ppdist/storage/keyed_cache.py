@@ -1,0 +1,254 @@
+"""Bounded cache on disk: contents by key, shared by all processes.
+
+One file an entry, named by a digest of its key; the least recently used go first.  A key holds all
+that its content depends on, files by their content identity.  An entry appears by a rename and
+carries a checksum: what is damaged is as good as absent.  No failure is an error.
+
+    FOLDER/3f/3f9c...   64 bytes (mark, checksum, length), content
+    FOLDER/3f/3f9c...j  journal of work that is under way, a checked line at a time
+    FOLDER/bytes        grows by a byte for each 4 KiB written: its length is what is there,
+                        and needs no lock; who finds it too long counts anew and deletes
+"""
+
+import hashlib
+import mmap
+import os
+import struct
+import time
+import zlib
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from ppdist.common.files import FileLock, user_cache
+
+_HEAD = struct.Struct("<4sIQ48x")  # mark, CRC-32 of the content, its bytes; arrays stay aligned
+_MARK = b"ppd2"
+_BLOCK = 4096
+_KEPT_SHARE = 0.9  # of the limit, after old entries were deleted
+_SPARE = 1 << 30  # bytes of the disk to leave free in any case
+_FRESH_SECONDS = 60.0  # an entry used so recently is not marked as used again
+_JOURNAL_SECONDS = 10.0  # of work that a kill may cost
+
+
+def _quiet(_: str) -> None:
+    pass
+
+
+class KeyedCache:
+    """Contents by key, within so many bytes."""
+
+    def __init__(
+        self, folder: Path, most_bytes: int, say: Callable[[str], object] = _quiet
+    ) -> None:
+        """Args: say: hears once why nothing more is kept, of all workers that are forked now."""
+        self.folder = folder
+        self.most_bytes = most_bytes
+        self._say = say
+        self._failed = mmap.mmap(-1, 1)  # shared by the workers that are forked from now on
+
+    @classmethod
+    def of_user(
+        cls, name: str, most_bytes: int, say: Callable[[str], object] = _quiet
+    ) -> "KeyedCache | None":
+        """The cache of that name below $XDG_CACHE_HOME or ~/.cache; None: there is no home."""
+        folder = user_cache()
+        return None if folder is None else cls(folder / name, most_bytes, say)
+
+    def get(self, key: str) -> bytes | None:
+        """What was put there; None: not there, or damaged, which deletes it."""
+        try:
+            with open(self.open(key), "rb") as file:
+                content = file.read()
+        except OSError:
+            return None
+        return self._checked(key, memoryview(content), lambda view: bytes(view))
+
+    def map(self, key: str) -> memoryview | None:
+        """As `get`, but of the file itself, which stays on disk."""
+        try:
+            view = mapped(self.open(key), whole=True)
+        except (OSError, ValueError):  # an empty file cannot be mapped
+            return None
+        return self._checked(key, view, lambda view: view)
+
+    def open(self, key: str) -> int:
+        """A descriptor of the file of an entry.  Raises: OSError: there is none."""
+        return os.open(self.place(key), os.O_RDONLY | os.O_NOFOLLOW)
+
+    def _checked(self, key: str, view: memoryview, take: Callable[[memoryview], Any]) -> Any:
+        place = self.place(key)
+        if len(view) >= _HEAD.size:
+            mark, checksum, length = _HEAD.unpack_from(view)
+            body = view[_HEAD.size :]
+            if mark == _MARK and length == len(body) and checksum == zlib.crc32(body):
+                with suppress(OSError):
+                    if time.time() - os.stat(place).st_mtime > _FRESH_SECONDS:
+                        os.utime(place)
+                return take(body)
+        with suppress(OSError):
+            place.unlink()
+        return None
+
+    def put(self, key: str, *parts: Any) -> bool:
+        """Keeps a content, given in parts, if there is room.  Returns: whether it is kept."""
+        size = _HEAD.size + sum(len(part) for part in parts)
+        if self._failed[0] or size > self.most_bytes // 8:
+            return False
+        place = self.place(key)
+        draft = place.with_name(f"{place.name}.{os.getpid()}")
+        try:
+            place.parent.mkdir(parents=True, exist_ok=True)
+            self._require_room(size)
+            try:
+                descriptor = os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW)
+                with open(descriptor, "wb") as file:
+                    file.writelines(packed(*parts))
+                draft.replace(place)
+            except OSError:
+                with suppress(OSError):
+                    draft.unlink()
+                raise
+            self._count(size)
+        except OSError as error:
+            self._give_up(error)
+            return False
+        return True
+
+    def journal(self, key: str) -> "Journal":
+        """The journal of work whose result is to be kept by this key."""
+        place = self.place(key)
+        return Journal(place.with_name(f"{place.name}j"), self._give_up)
+
+    def _give_up(self, error: OSError) -> None:
+        said, self._failed[0] = self._failed[0], 1
+        if not said:
+            self._say(f"{self.folder}: nothing more is kept ({error.strerror or error})")
+
+    def place(self, key: str) -> Path:
+        """The file of an entry."""
+        name = hashlib.blake2b(os.fsencode(key), digest_size=16).hexdigest()
+        return self.folder / name[:2] / name
+
+    def _require_room(self, needed: int) -> None:
+        """Raises: OSError: the disk has none to spare, also without old entries."""
+        if _free(self.folder) >= needed + _SPARE:
+            return
+        self._delete_old(int(_KEPT_SHARE * self._counted()))
+        if _free(self.folder) < needed + _SPARE:
+            raise OSError(f"less than {_SPARE >> 20} MiB of its disk are free")
+
+    def _counted(self) -> int:
+        """Bytes that lie there, as far as they were counted."""
+        try:
+            return os.stat(self.folder / "bytes").st_size * _BLOCK
+        except FileNotFoundError:
+            return 0
+
+    def _count(self, added: int) -> None:
+        ledger = os.open(self.folder / "bytes", os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+        try:
+            os.write(ledger, b"." * -(-added // _BLOCK))
+            total = os.fstat(ledger).st_size * _BLOCK
+        finally:
+            os.close(ledger)
+        if total > self.most_bytes:
+            self._delete_old(int(_KEPT_SHARE * self.most_bytes))
+
+    def _delete_old(self, wanted: int) -> None:
+        """Deletes the least recently used until the rest is small enough; one process does."""
+        lock = FileLock(self.folder / "lock")
+        try:
+            if not lock.try_acquire():
+                return
+            entries = sorted(self._entries())
+            total = sum(size for _, size, _ in entries)
+            for _, size, path in entries:
+                if total <= wanted:
+                    break
+                with suppress(OSError):
+                    os.unlink(path)
+                total -= size
+            os.truncate(self.folder / "bytes", max(0, total) // _BLOCK)
+        finally:
+            lock.close()
+
+    def _entries(self) -> Iterator[tuple[float, int, str]]:
+        """(time of last use, bytes on disk, path) of each, drafts of killed processes too."""
+        for folder in os.scandir(self.folder):
+            if not folder.is_dir():
+                continue
+            for entry in os.scandir(folder):
+                with suppress(OSError):
+                    state = entry.stat()
+                    yield state.st_mtime, -(-state.st_size // _BLOCK) * _BLOCK, entry.path
+
+
+def packed(*parts: Any) -> Sequence[Any]:
+    """An entry as its file has it: the head, then the parts of its content."""
+    checksum = 0
+    for part in parts:
+        checksum = zlib.crc32(part, checksum)
+    return [_HEAD.pack(_MARK, checksum, sum(map(len, parts))), *parts]
+
+
+def mapped(descriptor: int, *, whole: bool = False) -> memoryview:
+    """The content of an entry, unchecked, as a mapping of its file; closes the descriptor.
+
+    Args: whole: with its head.
+    Raises: OSError, ValueError: it cannot be mapped.
+    """
+    try:
+        view = memoryview(mmap.mmap(descriptor, 0, access=mmap.ACCESS_READ))
+    finally:
+        os.close(descriptor)
+    return view if whole else view[_HEAD.size :]
+
+
+def _free(folder: Path) -> int:
+    disk = os.statvfs(folder)
+    return disk.f_bavail * disk.f_frsize
+
+
+class Journal:
+    """Lines of work that is under way, from which a later process goes on.
+
+    They are appended some seconds' worth at a time; one that a kill has cut short does not count.
+    """
+
+    def __init__(self, file: Path, failed: Callable[[OSError], object]) -> None:
+        self._file, self._failed = file, failed
+        self._lines: list[bytes] = []
+        self._written = time.monotonic()
+
+    def lines(self) -> Iterator[str]:
+        """What is on disk."""
+        with suppress(OSError), open(self._file, "rb") as file:
+            for line in file:
+                checksum, _, text = line.rstrip(b"\n").partition(b" ")
+                if checksum == b"%08x" % zlib.crc32(text):
+                    yield text.decode("utf-8")
+
+    def add(self, line: str) -> None:
+        """Keeps a line, on disk some seconds later."""
+        text = line.encode("utf-8")
+        self._lines.append(b"\n%08x %b" % (zlib.crc32(text), text))  # after one that was cut short
+        if time.monotonic() - self._written >= _JOURNAL_SECONDS:
+            self.write()
+
+    def write(self) -> None:
+        """Appends what is not on disk yet."""
+        lines, self._lines, self._written = self._lines, [], time.monotonic()
+        try:
+            if lines:
+                self._file.parent.mkdir(parents=True, exist_ok=True)
+                with open(self._file, "ab") as file:
+                    file.writelines(lines)
+        except OSError as error:
+            self._failed(error)
+
+    def remove(self) -> None:
+        """The work is done, and its result kept."""
+        with suppress(OSError):
+            self._file.unlink(missing_ok=True)
