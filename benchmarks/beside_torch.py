@@ -302,7 +302,7 @@ def main() -> None:
     if given.worker:
         name, size, dtype, folder = given.worker
         return _serve(name, size, dtype, Path(folder))
-    from ppdist.models.onednn.precision import missing_bfloat16
+    from ppdist.cpu.precision import missing_bfloat16
 
     dtypes = ["float32"] if missing_bfloat16() else ["float32", "bfloat16"]
     report: Report = {}

@@ -6,10 +6,12 @@ in the layouts of float32; so that layers, autograd, checkpoints and the exchang
 those of a run on a processor with bfloat16, and only these classes are others.
 """
 
+import sys
+
 import paddle
 
-from ppdist.models.onednn import ops
-from ppdist.models.onednn.precision import Kernels
+from ppdist.cpu import onednn
+from ppdist.cpu.precision import Kernels
 
 
 def wide(x):
@@ -24,13 +26,13 @@ class Convolution:
     def __init__(self, *shapes_and_settings):
         *settings, dtype, x_dtype, y_dtype = shapes_and_settings
         assert dtype == "bfloat16"
-        self.inner = inner = ops.Convolution(*settings)
+        self.inner = inner = onednn.Convolution(*settings)
         self.x, self.y, self.has_bias = inner.x, inner.y, inner.has_bias
         shapes = [(tuple(each.shape), each.block) for each in (inner.x_given, inner.y_given)]
         self.w_shape = inner.w_shape
         self.x_given, self.y_given = (
-            ops.layout(*shapes[0], x_dtype),
-            ops.layout(*shapes[1], y_dtype),
+            onednn.layout(*shapes[0], x_dtype),
+            onednn.layout(*shapes[1], y_dtype),
         )
 
     def x_in(self, x):
@@ -55,7 +57,7 @@ class Convolution:
 
 class BatchNorm:
     def __init__(self, layout, epsilon):
-        self.inner = ops.BatchNorm(layout, epsilon)
+        self.inner = onednn.BatchNorm(layout, epsilon)
 
     def train(self, x, scale, shift):
         y, mean, variance = self.inner.train(wide(x), scale, shift)
@@ -71,7 +73,7 @@ class BatchNorm:
 
 class Activation:
     def __init__(self, name, layout):
-        self.inner = ops.Activation(name, layout)
+        self.inner = onednn.Activation(name, layout)
 
     def forward(self, x):
         return rounded(self.inner.forward(wide(x)))
@@ -90,42 +92,33 @@ class Sum:
 
 def float32(layout):
     """The same layout of float32."""
-    return ops.layout(tuple(layout.shape), layout.block)
+    return onednn.layout(tuple(layout.shape), layout.block)
 
 
-class MaxPool:
-    def __init__(self, layout, size):
-        self.inner, self.layout = ops.MaxPool(float32(layout), size), layout
-
-    def forward(self, x):
-        y, chosen = self.inner.forward(wide(x))
-        return y.astype(self.layout.dtype), chosen
-
-    def gradient(self, dy, chosen):
-        return self.inner.gradient(wide(dy), chosen).astype(self.layout.dtype)
-
-
-class Resize:
-    """Around one of ops.py whose gradient needs dy alone."""
+class MapKernel:
+    """Around one of onednn.py."""
 
     def __init__(self, inner, dtype):
-        self.inner, self.y = inner, ops.layout(tuple(inner.y.shape), inner.y.block, dtype)
+        self.inner, self.y = inner, onednn.layout(tuple(inner.y.shape), inner.y.block, dtype)
 
     def forward(self, x):
-        return self.inner.forward(wide(x)).astype(self.y.dtype)
+        y, *kept = self.inner.forward(wide(x))
+        return y.astype(self.y.dtype), *kept
 
-    def gradient(self, dy):
-        return self.inner.gradient(wide(dy)).astype(self.y.dtype)
+    def gradient(self, dy, *kept):
+        return self.inner.gradient(wide(dy), *kept).astype(self.y.dtype)
+
+
+def max_pool(x, size):
+    return MapKernel(onednn.max_pool(float32(x), size), x.dtype)
 
 
 def mean_pool(x):
-    return Resize(ops.MeanPool(float32(x)), x.dtype)
+    return MapKernel(onednn.mean_pool(float32(x)), x.dtype)
 
 
-def upsample(x, y):
-    return Resize(ops.Upsample(float32(x), float32(y)), y.dtype)
+def upsample2x(x):
+    return MapKernel(onednn.upsample2x(float32(x)), x.dtype)
 
 
-EMULATED = Kernels(
-    "bfloat16", "float32", Convolution, BatchNorm, Activation, Sum, MaxPool, mean_pool, upsample
-)
+EMULATED = Kernels("bfloat16", made_by=sys.modules[__name__])

@@ -21,7 +21,7 @@ FLOORS: tuple[tuple[str, ...], ...] = (
     ("config",),
     ("distributed",),
     ("data", "models"),
-    ("losses", "metrics", "optim", "viz"),
+    ("cpu", "losses", "metrics", "optim", "viz"),
     ("engine", "export"),
     ("benchmark", "ensemble", "planner", "predict", "report", "tune"),
     ("verify",),

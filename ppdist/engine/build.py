@@ -19,6 +19,14 @@ from ppdist.config import ExperimentConfig, plugins
 from ppdist.config.base import dump_yaml
 from ppdist.config.loss import YOLOv5LossConfig
 from ppdist.config.validate import surprises
+from ppdist.cpu.kernel_check import check_once
+from ppdist.cpu.precision import BFLOAT16, Kernels
+from ppdist.cpu.switch import (
+    is_on_onednn,
+    self_check,
+    undeclared_layers,
+    use_onednn_convolutions,
+)
 from ppdist.data.datasets.build import limits
 from ppdist.data.loader import EvalLoader
 from ppdist.data.statistics import crowding, refit, sizes_in_input
@@ -30,9 +38,8 @@ from ppdist.engine.callbacks import Callback
 from ppdist.engine.data import Blocklist, Feed, images_of_epoch, read_sets
 from ppdist.engine.distillation import build_distillation
 from ppdist.engine.evaluator import ClassificationEvaluator, Evaluator, ValidationLoss
-from ppdist.engine.kernel_check import check_once
 from ppdist.engine.monitor import ImageWatch
-from ppdist.engine.preflight import keep_sources, preflight, wait_for_inputs
+from ppdist.engine.preflight import digests_of_code, keep_sources, preflight, wait_for_inputs
 from ppdist.engine.schedule_setup import (
     ScheduleSetup,
     advice,
@@ -61,8 +68,6 @@ from ppdist.models.base import ImageModel, freeze, freezing, frozen_keys
 from ppdist.models.complexity import complexity
 from ppdist.models.layers import synchronize_batch_norm
 from ppdist.models.model_card import ModelCard, card_of, origin, read_card, read_card_or_warn
-from ppdist.models.onednn.convert import self_check, use_onednn_convolutions
-from ppdist.models.onednn.precision import BFLOAT16, Kernels
 from ppdist.models.weights import ClassNames, LoadReport, load_weights
 from ppdist.models.yolov5 import YOLOv5
 from ppdist.models.zoo import fetch_on_all_ranks
@@ -321,6 +326,12 @@ def _build_trainer(
     slow = speed_up_cpu(config, [model, evaluated_model])
     if slow:
         log.warning(slow)
+    elif is_on_onednn(model) and (undeclared := undeclared_layers(model)):
+        log.warning(
+            f"slower on this CPU than need be: {', '.join(undeclared)} copies feature maps to "
+            "Paddle's layout after each convolution; build such layers of ConvBNLayer and "
+            "declare them by @passes_maps (docs/adding_a_detector.md)"
+        )
     check_low_precision(config, model, slow, kernels)
     train_step, evaluator = build_train_step(config, derived, model, kernels), None
     if train_step.distillation is not None:
@@ -558,7 +569,7 @@ def speed_up_cpu(config: ExperimentConfig, models: list[ImageModel]) -> str:
     if config.train.cpu_convolutions == "plain":
         return ""
     model, size = models[0], 2 * models[0].size_multiple
-    facts = [config.model.model_dump(mode="json"), size]
+    facts = [config.model.model_dump(mode="json"), size, digests_of_code()]
     reason = check_once(lambda: self_check(model, size), facts)
     comm.barrier()  # a slow machine may need longer than the timeout of a collective
     failures = comm.all_reduce_sum(paddle.to_tensor([float(reason is not None)]))

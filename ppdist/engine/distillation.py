@@ -18,13 +18,12 @@ from paddle import Tensor, nn
 from ppdist.common.errors import ConfigError
 from ppdist.config.base import parse_config
 from ppdist.config.distill import BoxesConfig, DistillConfig, FeaturesConfig, LogitsConfig, Trained
+from ppdist.cpu.switch import is_on_onednn, self_check, use_onednn_convolutions
 from ppdist.distributed import comm
 from ppdist.losses.base import Loss, LossOutput
 from ppdist.losses.distillation import Teaching, Term
 from ppdist.models import build_model
 from ppdist.models.base import Detector
-from ppdist.models.onednn.convert import self_check, use_onednn_convolutions
-from ppdist.models.onednn.layers import OneDNNConv2D
 from ppdist.models.weights import checkpoint_of, load_weights
 
 _BOXES_TEMPERATURE = 10.0  # arXiv:2102.12252, table 1
@@ -128,7 +127,7 @@ def build_distillation(
         f"{terms}"
     )
     teacher.fuse()
-    fast = any(type(layer) is OneDNNConv2D for layer in student.sublayers())
+    fast = is_on_onednn(student)
     if fast and self_check(teacher, 2 * teacher.size_multiple) is None:
         use_onednn_convolutions(teacher)  # on each rank by itself: values agree to rounding
     teacher.eval()

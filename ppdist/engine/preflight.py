@@ -30,11 +30,11 @@ from ppdist.common.process import unknown_paddle
 from ppdist.config import plugins
 from ppdist.config.base import flattened
 from ppdist.config.distributed import HOSTS_OWN_KEYS
+from ppdist.cpu.precision import BFLOAT16, Kernels
 from ppdist.distributed import comm, device
 from ppdist.distributed.agreement import Facts, require_agreement
 from ppdist.distributed.store import interfaces
 from ppdist.models.model_card import require_fit
-from ppdist.models.onednn.precision import BFLOAT16, Kernels
 from ppdist.models.weights import checkpoint_of, digest_of_weights
 from ppdist.models.zoo import is_name
 from ppdist.storage import files as storage

@@ -12,13 +12,13 @@ from paddle import Tensor, nn
 
 from ppdist.common.errors import StorageError, is_out_of_memory
 from ppdist.config.train import AmpConfig
+from ppdist.cpu.precision import Kernels, compute_in
 from ppdist.data.types import Batch, ImagesAway
 from ppdist.distributed import comm, device, heartbeat, paddle_api
 from ppdist.engine.distillation import Distillation
 from ppdist.losses.base import Loss, LossOutput
 from ppdist.models.base import ImageModel
 from ppdist.models.layers import SyncBatchNorm2D
-from ppdist.models.onednn.precision import Kernels, compute_in
 from ppdist.optim.ema import EMA
 from ppdist.optim.flat_storage import FlatGradients, FlatStorage
 from ppdist.optim.grad_sync import AllReduceSync, Sharding

@@ -33,6 +33,7 @@ import ppdist
 from ppdist.common.errors import DataError, ExportError
 from ppdist.config.evaluate import NMSConfig
 from ppdist.config.runtime import RuntimeOptions
+from ppdist.cpu.switch import plain_convolutions
 from ppdist.data.image import read_image
 from ppdist.data.types import DetectionSet, ImageRecord
 from ppdist.distributed import device
@@ -75,7 +76,6 @@ from ppdist.losses.nms import multiclass_nms
 from ppdist.metrics.coco import evaluate_boxes
 from ppdist.models.base import Detector, ImageModel
 from ppdist.models.model_card import CARD_NOTE
-from ppdist.models.onednn.convert import plain_convolutions
 
 Model = TypeVar("Model", bound=ImageModel)
 Format = Literal["paddle", "onnx", "openvino"]

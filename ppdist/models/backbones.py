@@ -15,8 +15,8 @@ from paddle import Tensor, nn
 
 from ppdist.common.errors import ConfigError
 from ppdist.config import plugins
+from ppdist.models.feature_maps import maps, passes_maps
 from ppdist.models.layers import C3, SPPF, ConvBNLayer, EffectiveSELayer, RepBlock, yolov5_conv
-from ppdist.models.onednn.feature_maps import concat, share
 
 
 class Backbone(nn.Layer):
@@ -44,6 +44,7 @@ class Backbone(nn.Layer):
         raise NotImplementedError
 
 
+@passes_maps
 class Stem(nn.Layer):
     """Three 3x3 ConvBNLayers, the first with stride 2."""
 
@@ -57,6 +58,7 @@ class Stem(nn.Layer):
         return self.conv3(self.conv2(self.conv1(images)))
 
 
+@passes_maps
 class CSPResStage(nn.Layer):
     """Halves the resolution; half the channels pass through RepBlocks; channel attention."""
 
@@ -72,11 +74,12 @@ class CSPResStage(nn.Layer):
         self.conv3 = ConvBNLayer(2 * half, out_channels, 1)
 
     def forward(self, x: Tensor) -> Tensor:
-        x, beside = share(self.conv_down(x), 2)
-        mixed = concat([self.conv1(beside), self.blocks(self.conv2(x))])
+        x, beside = maps.share(self.conv_down(x), 2)
+        mixed = maps.concat([self.conv1(beside), self.blocks(self.conv2(x))])
         return self.conv3(self.attn(mixed))
 
 
+@passes_maps
 class CSPRepResNet(Backbone):
     """The backbone of PP-YOLOE.
 
@@ -113,6 +116,7 @@ class CSPRepResNet(Backbone):
         return features[self.first - 1 :]  # the stem's is level 1
 
 
+@passes_maps
 class CSPDarknet(Backbone):
     """The backbone of YOLOv5.
 

@@ -16,15 +16,9 @@ from paddle import Tensor, nn
 from paddle.autograd import PyLayer
 
 from ppdist.distributed import comm, paddle_api
-from ppdist.models.onednn.feature_maps import (
-    add,
-    concat,
-    max_pool,
-    scale_channels,
-    share,
-    spatial_mean,
-)
-from ppdist.models.onednn.ops import LEAKY_SLOPE
+from ppdist.models.feature_maps import maps, passes_maps
+
+LEAKY_SLOPE = 0.1  # of negative inputs, as in YOLOv3 and the first YOLOv5
 
 
 def silu(x: Tensor) -> Tensor:
@@ -168,10 +162,11 @@ class _ConvolvedTwice(nn.Layer):
     def forward(self, x: Tensor) -> Tensor:
         if not self.residual:
             return self.conv2(self.conv1(x))
-        x, beside = share(x, 2)
-        return add(beside, self.conv2(self.conv1(x)))
+        x, beside = maps.share(x, 2)
+        return maps.add(beside, self.conv2(self.conv1(x)))
 
 
+@passes_maps
 class RepBlock(_ConvolvedTwice):
     """3x3 ConvBNLayer, then RepConv; plus the input when `residual`."""
 
@@ -182,6 +177,7 @@ class RepBlock(_ConvolvedTwice):
         self.residual = residual
 
 
+@passes_maps
 class EffectiveSELayer(nn.Layer):
     """x * hardsigmoid(fc(mean over H and W of x)): the "effective SE" of arXiv:1911.06667."""
 
@@ -190,10 +186,11 @@ class EffectiveSELayer(nn.Layer):
         self.fc = nn.Conv2D(channels, channels, 1)
 
     def forward(self, x: Tensor) -> Tensor:
-        x, beside = share(x, 2)
-        return scale_channels(x, F.hardsigmoid(self.fc(spatial_mean(beside))))
+        x, beside = maps.share(x, 2)
+        return maps.scale_channels(x, F.hardsigmoid(self.fc(maps.spatial_mean(beside))))
 
 
+@passes_maps
 class SPP(nn.Layer):
     """The input beside its max-poolings of SIZES (stride 1), mixed by a 1x1 ConvBNLayer."""
 
@@ -204,7 +201,7 @@ class SPP(nn.Layer):
         self.conv = ConvBNLayer(channels * (len(self.SIZES) + 1), channels, 1)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.conv(concat([x, *(max_pool(x, size) for size in self.SIZES)]))
+        return self.conv(maps.concat([x, *(maps.max_pool(x, size) for size in self.SIZES)]))
 
 
 def yolov5_conv(
@@ -216,6 +213,7 @@ def yolov5_conv(
     )
 
 
+@passes_maps
 class Bottleneck(_ConvolvedTwice):
     """1x1, then 3x3; plus the input when `residual`."""
 
@@ -226,6 +224,7 @@ class Bottleneck(_ConvolvedTwice):
         self.residual = residual
 
 
+@passes_maps
 class C3(nn.Layer):
     """Half the channels pass through bottlenecks, half beside them; a 1x1 mixes both."""
 
@@ -238,10 +237,11 @@ class C3(nn.Layer):
         self.blocks = nn.Sequential(*[Bottleneck(half, residual) for _ in range(blocks)])
 
     def forward(self, x: Tensor) -> Tensor:
-        x, beside = share(x, 2)
-        return self.conv3(concat([self.blocks(self.conv1(x)), self.conv2(beside)]))
+        x, beside = maps.share(x, 2)
+        return self.conv3(maps.concat([self.blocks(self.conv1(x)), self.conv2(beside)]))
 
 
+@passes_maps
 class SPPF(nn.Layer):
     """1x1, three 5x5 max-poolings one after the other (fields 5, 9, 13), all four mixed by 1x1."""
 
@@ -251,10 +251,10 @@ class SPPF(nn.Layer):
         self.conv2 = yolov5_conv(channels // 2 * 4, channels, 1)
 
     def forward(self, x: Tensor) -> Tensor:
-        maps = [self.conv1(x)]
+        parts = [self.conv1(x)]
         for _ in range(3):
-            maps.append(max_pool(maps[-1], 5))
-        return self.conv2(concat(maps))
+            parts.append(maps.max_pool(parts[-1], 5))
+        return self.conv2(maps.concat(parts))
 
 
 def set_activation(model: nn.Layer, name: str) -> None:

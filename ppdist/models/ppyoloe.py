@@ -20,6 +20,7 @@ from paddle.nn.initializer import Constant, Normal
 from ppdist.config.model import PPYOLOEConfig
 from ppdist.models.backbones import build_backbone, scaled_repeats, scaled_width
 from ppdist.models.base import Detector, anchor_points
+from ppdist.models.feature_maps import maps, passes_maps
 from ppdist.models.layers import (
     SPP,
     ConvBNLayer,
@@ -27,15 +28,6 @@ from ppdist.models.layers import (
     RepConv,
     set_activation,
     start_uniform,
-)
-from ppdist.models.onednn.feature_maps import (
-    add,
-    concat,
-    scale_channels,
-    share,
-    spatial_mean,
-    to_plain,
-    upsample2x,
 )
 from ppdist.models.yolov5 import NECK_REPEATS as YOLOV5_NECK_REPEATS
 from ppdist.models.yolov5 import YOLOv5Neck
@@ -76,6 +68,7 @@ class PPYOLOEOutputs(NamedTuple):
     features: tuple[Tensor, ...] = ()
 
 
+@passes_maps
 class NeckStage(nn.Layer):
     """CSP stage of the neck: RepBlocks without residual, optionally a pooling pyramid inside."""
 
@@ -92,10 +85,11 @@ class NeckStage(nn.Layer):
         self.conv3 = ConvBNLayer(2 * half, out_channels, 1)
 
     def forward(self, x: Tensor) -> Tensor:
-        x, beside = share(x, 2)
-        return self.conv3(concat([self.conv1(beside), self.convs(self.conv2(x))]))
+        x, beside = maps.share(x, 2)
+        return self.conv3(maps.concat([self.conv1(beside), self.convs(self.conv2(x))]))
 
 
+@passes_maps
 class CustomCSPPAN(nn.Layer):
     """CSP-PAN: features of strides 8, 16, 32 in, fused features of strides 32, 16, 8 out.
 
@@ -132,14 +126,15 @@ class CustomCSPPAN(nn.Layer):
         features = features[::-1]
         outputs = [self.fpn_stages[0](features[0])]
         for i, feature in enumerate(features[1:]):
-            coarse = upsample2x(self.fpn_routes[i](outputs[i]))
-            outputs.append(self.fpn_stages[i + 1](concat([coarse, feature])))
+            coarse = maps.upsample2x(self.fpn_routes[i](outputs[i]))
+            outputs.append(self.fpn_stages[i + 1](maps.concat([coarse, feature])))
         for i in reversed(range(len(outputs) - 1)):
             fine = self.pan_routes[i](outputs[i + 1])
-            outputs[i] = self.pan_stages[i](concat([fine, outputs[i]]))
+            outputs[i] = self.pan_stages[i](maps.concat([fine, outputs[i]]))
         return outputs
 
 
+@passes_maps
 class CoarseFirstNeck(YOLOv5Neck):
     """YOLOv5's neck with its outputs in PP-YOLOE's order: strides falling (32, 16, 8).
 
@@ -157,6 +152,7 @@ class CoarseFirstNeck(YOLOv5Neck):
         return super().forward(features)[::-1]
 
 
+@passes_maps
 class ESEAttn(nn.Layer):
     """activation(bn(conv1x1(x * sigmoid(fc(mean of x))))): one of the ET-head's two task branches.
 
@@ -169,9 +165,10 @@ class ESEAttn(nn.Layer):
         self.conv = RepConv(channels) if branches else ConvBNLayer(channels, channels, 1)
 
     def forward(self, feature: Tensor, mean: Tensor) -> Tensor:
-        return self.conv(scale_channels(feature, F.sigmoid(self.fc(mean))))
+        return self.conv(maps.scale_channels(feature, F.sigmoid(self.fc(mean))))
 
 
+@passes_maps
 class PPYOLOEHead(nn.Layer):
     """ET-head: class logits and a distribution over each side's length, per cell.
 
@@ -194,9 +191,9 @@ class PPYOLOEHead(nn.Layer):
     def forward(self, features: list[Tensor]) -> PPYOLOEOutputs:
         class_logits, reg_dist = [], []
         for level, feature in enumerate(features):
-            whole, for_class, beside, for_sides = share(feature, 4)
-            mean = spatial_mean(whole)
-            class_feature = add(self.stem_cls[level](for_class, mean), beside)
+            whole, for_class, beside, for_sides = maps.share(feature, 4)
+            mean = maps.spatial_mean(whole)
+            class_feature = maps.add(self.stem_cls[level](for_class, mean), beside)
             class_logits.append(self.pred_cls[level](class_feature))
             reg_dist.append(self.pred_reg[level](self.stem_reg[level](for_sides, mean)))
         return PPYOLOEOutputs(tuple(class_logits), tuple(reg_dist))
@@ -226,6 +223,7 @@ class LevelScale(nn.Layer):
         return x * self.scale
 
 
+@passes_maps
 class AuxHead(nn.Layer):
     """Class and side logits of every level from the same weights, but for one factor per level.
 
@@ -254,6 +252,7 @@ class AuxHead(nn.Layer):
         return tuple(class_logits), tuple(reg_dist)
 
 
+@passes_maps
 class PPYOLOE(Detector):
     """The detector; see the module text and `Detector`.
 
@@ -324,7 +323,9 @@ class PPYOLOE(Detector):
         one = self.one_to_one_head
         outputs = self.yolo_head(fused) if one is None or backward else one(fused)
         if self.distillation is not None:
-            outputs = outputs._replace(features=self.distillation([to_plain(x) for x in fused]))
+            outputs = outputs._replace(
+                features=self.distillation([maps.to_plain(x) for x in fused])
+            )
         if one is not None and backward:
             logits, reg_dist, *_ = one([x.detach() for x in fused])
             outputs = outputs._replace(one_class_logits=logits, one_reg_dist=reg_dist)
@@ -333,7 +334,7 @@ class PPYOLOE(Detector):
         if self.detach_auxiliary:
             features, fused = [x.detach() for x in features], [x.detach() for x in fused]
         both = zip(fused, self.aux_neck(features))
-        logits, reg_dist = self.aux_head([concat(pair) for pair in both])
+        logits, reg_dist = self.aux_head([maps.concat(pair) for pair in both])
         return outputs._replace(aux_class_logits=logits, aux_reg_dist=reg_dist)
 
     def become_teacher(self) -> None:

@@ -19,6 +19,7 @@ from paddle import Tensor, nn
 from ppdist.config.model import YOLOv5ClsConfig, YOLOv5Config
 from ppdist.models.backbones import build_backbone, scaled_repeats
 from ppdist.models.base import Detector, ImageModel, anchor_points
+from ppdist.models.feature_maps import maps, passes_maps
 from ppdist.models.layers import (
     C3,
     ConvBNLayer,
@@ -26,7 +27,6 @@ from ppdist.models.layers import (
     start_uniform,
     yolov5_conv,
 )
-from ppdist.models.onednn.feature_maps import concat, spatial_mean, to_plain, upsample2x
 
 DEPTH_WIDTH = {
     "n": (0.33, 0.25),
@@ -63,6 +63,7 @@ class YOLOv5Outputs(NamedTuple):
     features: tuple[Tensor, ...] = ()
 
 
+@passes_maps
 class YOLOv5Neck(nn.Layer):
     """PAN: what coarse levels know goes down to the fine ones, then back up.
 
@@ -92,16 +93,17 @@ class YOLOv5Neck(nn.Layer):
         for level in reversed(self.levels[1:]):
             x = getattr(self, f"reduce{level}")(x)
             reduced.append(x)
-            x = concat([upsample2x(x), features[level - 4]])
+            x = maps.concat([maps.upsample2x(x), features[level - 4]])
             x = getattr(self, f"topdown{level - 1}")(x)
         results = [x]
         for level, beside in zip(self.levels[1:], reversed(reduced)):
-            x = concat([getattr(self, f"down{level}")(x), beside])
+            x = maps.concat([getattr(self, f"down{level}")(x), beside])
             x = getattr(self, f"bottomup{level}")(x)
             results.append(x)
         return results
 
 
+@passes_maps
 class YOLOv5Head(nn.Layer):
     """A 1x1 convolution per level, and the anchors.
 
@@ -118,10 +120,11 @@ class YOLOv5Head(nn.Layer):
             self.add_sublayer(f"predict{level}", predictor)
 
     def forward(self, features: list[Tensor]) -> YOLOv5Outputs:
-        maps = [getattr(self, f"predict{i}")(x) for i, x in zip(self.levels, features)]
-        return YOLOv5Outputs(tuple(maps))
+        logits = [getattr(self, f"predict{i}")(x) for i, x in zip(self.levels, features)]
+        return YOLOv5Outputs(tuple(logits))
 
 
+@passes_maps
 class YOLOv5(Detector):
     """The detector; see the module text and `Detector`.
 
@@ -187,7 +190,9 @@ class YOLOv5(Detector):
         fused = self.neck(self.backbone(images_B3HW))
         outputs = self.head(fused)
         if self.distillation is not None:
-            outputs = outputs._replace(features=self.distillation([to_plain(x) for x in fused]))
+            outputs = outputs._replace(
+                features=self.distillation([maps.to_plain(x) for x in fused])
+            )
         return outputs
 
     def decode(self, outputs: YOLOv5Outputs) -> tuple[Tensor, Tensor]:
@@ -216,6 +221,7 @@ HEAD_CHANNELS = 1280  # of every size
 STRIDE = 32
 
 
+@passes_maps
 class ClassifierHead(nn.Layer):
     """1x1 ConvBNLayer, mean over H and W, dropout, linear."""
 
@@ -227,10 +233,11 @@ class ClassifierHead(nn.Layer):
         self.linear = nn.Linear(HEAD_CHANNELS, num_classes)
 
     def forward(self, feature: Tensor) -> Tensor:
-        mean_BX = spatial_mean(self.conv(feature)).flatten(1)
+        mean_BX = maps.spatial_mean(self.conv(feature)).flatten(1)
         return self.linear(self.dropout(mean_BX))
 
 
+@passes_maps
 class YOLOv5Classifier(ImageModel):
     """The classifier; see the module text and `ImageModel`.  Pixels: ImageNet mean, deviation."""
 

@@ -15,9 +15,9 @@ from pathlib import Path
 from ppdist.config import ExperimentConfig
 from ppdist.config.base import parse_config
 from ppdist.config.distributed import DistributedConfig
+from ppdist.cpu.precision import BFLOAT16
 from ppdist.distributed import comm
 from ppdist.engine.build import build_training
-from ppdist.models.onednn.precision import BFLOAT16
 from tests.emulated_bfloat16 import EMULATED
 
 

@@ -7,9 +7,9 @@ import numpy as np
 from safetensors.numpy import load_file
 
 from ppdist.config.distributed import DistributedConfig
+from ppdist.cpu.precision import BFLOAT16
 from ppdist.distributed import comm
 from ppdist.engine.build import build_training
-from ppdist.models.onednn.precision import BFLOAT16
 from tests.unit.engine.tiny import tiny_config
 
 

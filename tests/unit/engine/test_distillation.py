@@ -10,14 +10,14 @@ from paddle import nn
 from safetensors.numpy import load_file
 
 from ppdist.common.errors import ConfigError
+from ppdist.cpu.layers import OneDNNConv2D
+from ppdist.cpu.switch import use_onednn_convolutions
 from ppdist.data.sampler import TrainSampler
 from ppdist.distributed import comm
 from ppdist.engine.build import build_model
 from ppdist.engine.distillation import build_distillation, read_teacher
 from ppdist.engine.train_step import Clock
 from ppdist.losses.distillation import Teaching
-from ppdist.models.onednn.convert import use_onednn_convolutions
-from ppdist.models.onednn.layers import OneDNNConv2D
 from ppdist.models.weights import arrays_of
 from tests.distributed import run_on_ranks
 from tests.emulated_bfloat16 import EMULATED

@@ -9,13 +9,13 @@ from safetensors.numpy import load_file
 
 from ppdist.common.errors import CheckpointError, UserError
 from ppdist.config import load_config
+from ppdist.cpu.layers import OneDNNConv2D
+from ppdist.cpu.switch import self_check
 from ppdist.distributed import comm
 from ppdist.engine.build import build_model
 from ppdist.engine.distillation import build_distillation
 from ppdist.engine.preflight import flat_config
 from ppdist.export.export import export_detector
-from ppdist.models.onednn.convert import self_check
-from ppdist.models.onednn.layers import OneDNNConv2D
 from ppdist.models.weights import arrays_of, load_weights
 from tests.distributed import run_on_ranks
 from tests.unit.engine.runs import run_to_end

@@ -8,12 +8,12 @@ import paddle
 import pytest
 
 from ppdist.common.errors import ConfigError
+from ppdist.cpu.precision import BFLOAT16, current, missing_bfloat16
 from ppdist.distributed import comm
 from ppdist.engine import build
 from ppdist.engine.preflight import check_precision
 from ppdist.engine.train_step import Clock
 from ppdist.models.layers import ConvBNLayer
-from ppdist.models.onednn.precision import BFLOAT16, current, missing_bfloat16
 from ppdist.optim.ema import EMA
 from tests.distributed import run_on_ranks
 from tests.emulated_bfloat16 import EMULATED

@@ -13,13 +13,13 @@ from paddle import nn
 from ppdist.config import ExperimentConfig, plugins
 from ppdist.config.base import parse_config
 from ppdist.config.distributed import DistributedConfig
+from ppdist.cpu.precision import BFLOAT16, Kernels
 from ppdist.data.sampler import TrainSampler
 from ppdist.data.types import EMPTY, Arrays, Batch
 from ppdist.distributed import comm
 from ppdist.engine.build import build_model, build_schedule_setup, build_train_step, speed_up_cpu
 from ppdist.engine.train_step import StepResult, TrainStep
 from ppdist.models.base import ImageModel
-from ppdist.models.onednn.precision import BFLOAT16, Kernels
 from ppdist.optim.lr_scheduler import LearningRates
 from tests.forked import THIRD_PARTY
 

@@ -14,6 +14,7 @@ import yaml
 from ppdist.common.errors import ExportError
 from ppdist.config.evaluate import NMSConfig
 from ppdist.config.runtime import RuntimeOptions
+from ppdist.cpu.switch import use_onednn_convolutions
 from ppdist.export.export import (
     KeptModel,
     RawModel,
@@ -27,7 +28,6 @@ from ppdist.export.spec import InferenceSpec, read_spec, write_spec
 from ppdist.export.verify import kept_differences, load_graphs, raw_differences, unexplained_rows
 from ppdist.losses.nms import multiclass_nms
 from ppdist.models.layers import SyncBatchNorm2D
-from ppdist.models.onednn.convert import use_onednn_convolutions
 from ppdist.models.ppyoloe import PPYOLOE
 from tests.unit.export.tiny import (
     FORMATS,

@@ -7,10 +7,10 @@ from paddle import nn
 
 from ppdist.common.errors import ConfigError
 from ppdist.config.model import PPYOLOEConfig, YOLOv5ClsConfig, YOLOv5Config
+from ppdist.cpu.switch import use_onednn_convolutions
 from ppdist.models.base import freeze, freezing, frozen_keys
+from ppdist.models.feature_maps import maps
 from ppdist.models.layers import take_sync_batch_norm
-from ppdist.models.onednn.convert import use_onednn_convolutions
-from ppdist.models.onednn.feature_maps import to_plain
 from ppdist.models.ppyoloe import PPYOLOE
 from ppdist.models.yolov5 import YOLOv5, YOLOv5Classifier
 
@@ -176,7 +176,7 @@ def test_frozen_onednn_layers_equal_plain_ones():
         trained = {key: p for key, p in model.named_parameters() if not p.stop_gradient}
         gradients = [p.grad.flatten() for p in trained.values() if p.grad is not None]
         found[fast] = (
-            to_plain(features[0]).numpy(),
+            maps.to_plain(features[0]).numpy(),
             value.item(),
             paddle.concat(gradients).numpy(),
         )

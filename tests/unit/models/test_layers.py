@@ -7,6 +7,7 @@ import pytest
 
 from ppdist.config.model import PPYOLOEConfig, YOLOv5ClsConfig, YOLOv5Config
 from ppdist.models import build_model
+from ppdist.models.feature_maps import maps
 from ppdist.models.layers import (
     ACTIVATIONS,
     SPP,
@@ -14,14 +15,13 @@ from ppdist.models.layers import (
     EffectiveSELayer,
     RepConv,
 )
-from ppdist.models.onednn.feature_maps import upsample2x
 
 
 def test_upsample_and_gradient_equal_nearest() -> None:
     x = paddle.randn([2, 3, 4, 5])
     twin = x.clone()
     x.stop_gradient = twin.stop_gradient = False
-    ours, theirs = upsample2x(x), F.interpolate(twin, scale_factor=2, mode="nearest")
+    ours, theirs = maps.upsample2x(x), F.interpolate(twin, scale_factor=2, mode="nearest")
     assert np.array_equal(ours.numpy(), theirs.numpy())
     weight = paddle.randn(ours.shape)
     (ours * weight).sum().backward()

@@ -15,12 +15,12 @@ from ppdist.common.errors import ConfigError
 from ppdist.config.base import parse_config
 from ppdist.config.evaluate import NMSConfig
 from ppdist.config.model import YOLOv5Config
+from ppdist.cpu import onednn
+from ppdist.cpu.switch import self_check, use_onednn_convolutions
 from ppdist.export.export import export_detector
 from ppdist.export.spec import InferenceSpec, InputSection
 from ppdist.models import build_model
 from ppdist.models.layers import ConvBNLayer
-from ppdist.models.onednn import ops
-from ppdist.models.onednn.convert import self_check, use_onednn_convolutions
 from ppdist.models.yolov5 import P5_ANCHORS, YOLOv5, YOLOv5Outputs
 from tests.reference.parity.reference import read_formulas, set_weights
 from tests.unit.models.saved_graph import Decoded, saved_graph
@@ -224,8 +224,8 @@ def test_lower_precision_cast_leaves_anchors_exact() -> None:
 
 def test_convolutions_on_onednn_compute_the_same() -> None:
     try:
-        ops.library()
-    except (OSError, ops.OneDNNError) as error:
+        onednn.library()
+    except (OSError, onednn.OneDNNError) as error:
         pytest.skip(f"no oneDNN in this Paddle: {error}")
     model = build_model(YOLOv5Config(size="n"))
     assert self_check(model) is None

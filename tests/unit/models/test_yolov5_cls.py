@@ -8,9 +8,9 @@ import paddle
 import pytest
 
 from ppdist.config.model import YOLOv5ClsConfig, YOLOv5Config
+from ppdist.cpu import onednn
+from ppdist.cpu.switch import self_check
 from ppdist.models import build_model
-from ppdist.models.onednn import ops
-from ppdist.models.onednn.convert import self_check
 from ppdist.models.yolov5 import YOLOv5Classifier
 from tests.reference.parity.reference import read_formulas, set_weights
 from tests.unit.models.saved_graph import saved_graph
@@ -95,8 +95,8 @@ def test_dropout_acts_in_training_alone() -> None:
 
 def test_convolutions_on_onednn_compute_the_same() -> None:
     try:
-        ops.library()
-    except (OSError, ops.OneDNNError) as error:
+        onednn.library()
+    except (OSError, onednn.OneDNNError) as error:
         pytest.skip(f"no oneDNN in this Paddle: {error}")
     assert self_check(tiny()) is None
 

@@ -5,7 +5,6 @@ import paddle
 import pytest
 from paddle import nn
 
-from ppdist.distributed import paddle_api
 from ppdist.engine.train_step import Clock
 from ppdist.optim.ema import EMA, Decay
 from ppdist.optim.flat_storage import FlatGradients, FlatStorage
@@ -123,27 +122,3 @@ def test_flat_gradients_of_an_operator_that_moved_them(monkeypatch):
     flat.scale_(0.5)
     for parameter, values in zip(parameters, expected):
         assert np.array_equal(parameter.grad.numpy(), values)
-
-
-def test_without_shared_storage_all_is_computed_alike(monkeypatch):
-    """Another Paddle may lack these methods: then values are copied to and fro."""
-    for name in ("_slice", "_share_buffer_to"):
-        monkeypatch.delattr(paddle.Tensor, name)
-    monkeypatch.setattr(paddle_api, "_COALESCE", "no such operator")
-    shapes = ([3, 4], [5], [4, 3])
-    values = [paddle.rand(shape) for shape in shapes]
-    tensors = [value.clone() for value in values]
-    storage = FlatStorage(tensors)
-    storage.scatter(storage.gather().scale_(2.0))
-    for tensor, value in zip(tensors, values):
-        np.testing.assert_array_equal(tensor.numpy(), 2.0 * value.numpy())
-    parameters = [paddle.create_parameter(shape, "float32") for shape in shapes]
-    for parameter, value in zip(parameters, values):
-        parameter.grad = value.clone()
-    gradients = FlatGradients(parameters)
-    gradients.collect()
-    square = sum(float((value * value).sum()) for value in values)
-    assert gradients.square().item() == pytest.approx(square, rel=1e-6)
-    gradients.scale_(0.5)
-    for parameter, value in zip(parameters, values):
-        np.testing.assert_array_equal(parameter.grad.numpy(), 0.5 * value.numpy())

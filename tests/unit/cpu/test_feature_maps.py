@@ -4,23 +4,25 @@ import numpy as np
 import paddle
 import pytest
 
-from ppdist.models.onednn import feature_maps, ops, precision
-from ppdist.models.onednn.feature_maps import layout_of, to_plain
+from ppdist.cpu import feature_maps, onednn, precision
+from ppdist.cpu.feature_maps import OneDNNMaps, layout_of
+from ppdist.models.feature_maps import FeatureMaps
 from tests.emulated_bfloat16 import EMULATED
 
 try:
-    ops.library()
-except (OSError, ops.OneDNNError) as error:
+    onednn.library()
+except (OSError, onednn.OneDNNError) as error:
     pytest.skip(f"no oneDNN in this Paddle: {error}", allow_module_level=True)
 
+maps = OneDNNMaps()
 OPERATIONS = {
-    "sum": lambda x, y: feature_maps.add(x, y),
-    "concatenation": lambda x, y: feature_maps.concat([x, y]),
-    "concatenation, one twice": lambda x, y: feature_maps.concat([x, y, x]),
-    "max pooling": lambda x, y: feature_maps.max_pool(feature_maps.add(x, y), 3),
-    "upsampling": lambda x, y: feature_maps.upsample2x(feature_maps.add(x, y)),
-    "mean": lambda x, y: feature_maps.spatial_mean(feature_maps.add(x, y)),
-    "gate": lambda x, y: feature_maps.scale_channels(x, feature_maps.spatial_mean(y)),
+    "sum": lambda x, y: maps.add(x, y),
+    "concatenation": lambda x, y: maps.concat([x, y]),
+    "concatenation, one twice": lambda x, y: maps.concat([x, y, x]),
+    "max pooling": lambda x, y: maps.max_pool(maps.add(x, y), 3),
+    "upsampling": lambda x, y: maps.upsample2x(maps.add(x, y)),
+    "mean": lambda x, y: maps.spatial_mean(maps.add(x, y)),
+    "gate": lambda x, y: maps.scale_channels(x, maps.spatial_mean(y)),
 }
 # Channels, and those of a block of each of the two maps; 0: Paddle's layout.
 LAYOUTS = [(16, 8, 8), (16, 16, 16), (16, 8, 16), (8, 8, 8), (12, 12, 12), (16, 8, 0), (16, 0, 0)]
@@ -29,18 +31,18 @@ LAYOUTS = [(16, 8, 8), (16, 16, 16), (16, 8, 16), (8, 8, 8), (12, 12, 12), (16, 
 def in_blocks(x, block):
     """The same map in another layout, a leaf whose gradient is kept."""
     plain = layout_of(x)
-    buffer = ops.Reorder(plain, ops.layout(tuple(plain.shape), block))(x.clone())
+    buffer = onednn.Reorder(plain, onednn.layout(tuple(plain.shape), block))(x.clone())
     buffer.stop_gradient = False
     return buffer
 
 
 def result_and_gradients(operation, x, y):
-    out = to_plain(operation(x, y))
+    out = maps.to_plain(operation(x, y))
     weight = np.random.default_rng(1).uniform(0.5, 1.5, out.shape).astype("float32")
     (out * paddle.to_tensor(weight)).sum().backward()
     for each in (x, y):
         assert each.grad.shape == each.shape
-    return out, to_plain(x.grad), to_plain(y.grad)
+    return out, maps.to_plain(x.grad), maps.to_plain(y.grad)
 
 
 @pytest.mark.parametrize("batch", [1, 3])
@@ -49,9 +51,9 @@ def result_and_gradients(operation, x, y):
 def test_it_is_what_paddle_computes(name, layout, batch):
     channels, *blocks = layout
     values = np.random.default_rng(0).standard_normal((2, batch, channels, 6, 5))
-    maps = [paddle.to_tensor(each.astype("float32"), stop_gradient=False) for each in values]
-    expected = result_and_gradients(OPERATIONS[name], *maps)
-    blocked = [in_blocks(x.detach(), block) for x, block in zip(maps, blocks, strict=True)]
+    plain = [paddle.to_tensor(each.astype("float32"), stop_gradient=False) for each in values]
+    expected = result_and_gradients(OPERATIONS[name], *plain)
+    blocked = [in_blocks(x.detach(), block) for x, block in zip(plain, blocks, strict=True)]
     found = result_and_gradients(OPERATIONS[name], *blocked)
     for one, other in zip(found, expected, strict=True):
         np.testing.assert_allclose(one.numpy(), other.numpy(), rtol=1e-5, atol=1e-5)
@@ -63,7 +65,7 @@ def test_gradients_of_a_shared_map_are_summed_in_bfloat16(block):
     x = in_blocks(paddle.to_tensor(values[0]), block).detach().astype("bfloat16")
     x.stop_gradient = False
     with precision.compute_in(EMULATED):
-        readers = feature_maps.share(x, 3)
+        readers = maps.share(x, 3)
         assert {reader.data_ptr() for reader in readers} == {x.data_ptr()}
         weights = [in_blocks(paddle.to_tensor(each), block).detach() for each in values]
         weights = [weight.astype("bfloat16").astype("float32") for weight in weights]
@@ -78,12 +80,12 @@ def test_gradients_of_a_shared_map_are_summed_in_bfloat16(block):
 
 def test_a_shared_map_of_float32_is_one_tensor():
     x = paddle.ones([1, 16, 2, 2])
-    assert all(reader is x for reader in feature_maps.share(x, 2))
+    assert all(reader is x for reader in maps.share(x, 2))
 
 
 def test_a_layout_of_one_block_has_a_name():
     """Then it is passed on: 16 channels in a block of 16 are also channels side by side."""
-    conv = ops.Convolution(
+    conv = onednn.Convolution(
         (2, 16, 8, 8), (16, 16, 3, 3), (1, 1), (1, 1), (1, 1), 1, False, 16, True
     )
     assert conv.x.block and conv.y.block
@@ -92,13 +94,11 @@ def test_a_layout_of_one_block_has_a_name():
 
 def test_bfloat16_of_a_card_is_left_to_paddle(monkeypatch):
     """`paddle.amp` makes such maps there, where `compute_in` asks for nothing."""
-    for name in ("_Share", "_Add", "_Concat", "_MaxPool"):
+    for name in ("_Share", "_Add", "_Concat", "_OneMap"):
         monkeypatch.setattr(feature_maps, name, None)
-    monkeypatch.setattr(feature_maps.F, "max_pool2d", lambda *_, **__: "Paddle's")
-    monkeypatch.setattr(feature_maps.paddle, "concat", lambda *_, **__: "Paddle's")
+    for name in ("add", "concat", "max_pool"):
+        monkeypatch.setattr(FeatureMaps, name, lambda *_: "Paddle's")
     x = paddle.ones([1, 16, 2, 2], dtype="bfloat16")
     x.stop_gradient = False
-    assert feature_maps.share(x, 2)[1] is x
-    assert feature_maps.max_pool(x, 3) == feature_maps.concat([x, x]) == "Paddle's"
-    monkeypatch.setattr(type(x), "__add__", lambda *_: "Paddle's")
-    assert feature_maps.add(x, x) == "Paddle's"
+    assert maps.share(x, 2)[1] is x
+    assert maps.max_pool(x, 3) == maps.concat([x, x]) == maps.add(x, x) == "Paddle's"

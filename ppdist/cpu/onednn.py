@@ -19,14 +19,16 @@ through 3.x by its versioning policy; another major version is refused).
 
 import ctypes
 from collections.abc import Sequence
+from contextlib import suppress
 from ctypes import byref, c_char_p, c_float, c_int, c_int64, c_size_t, c_void_p
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import paddle
 from paddle import Tensor
 
-LEAKY_SLOPE = 0.1  # of negative inputs, as in YOLOv3 and the first YOLOv5
+from ppdist.models.layers import LEAKY_SLOPE
 
 _MAX_DIMS = 12
 _CPU, _IN_ORDER, _ANY = 1, 1, 1
@@ -124,6 +126,18 @@ def library() -> Library:
     return Library()
 
 
+def _create(function: str, *arguments: Any) -> c_void_p:
+    """The handle that `dnnl_<function>` makes of these arguments."""
+    handle = c_void_p()
+    library().check(getattr(library().c, f"dnnl_{function}")(byref(handle), *arguments), function)
+    return handle
+
+
+def _describe(kind: str, *arguments: Any) -> c_void_p:
+    """The description of a primitive, of which a `_Primitive` is made."""
+    return _create(f"{kind}_primitive_desc_create", library().engine, *arguments, None)
+
+
 class Descriptor:
     """Shape, layout and dtype of a tensor.  Kept for the life of the process.
 
@@ -162,18 +176,17 @@ def plain(shape: Sequence[int], dtype: str = "float32") -> Descriptor:
 def layout(shape: tuple[int, ...], block: int, dtype: str = "float32") -> Descriptor:
     """The layout of tensors [B, C / block, H, W, block]; block 0: row-major, any shape."""
     if block and block != shape[1]:
-        result = _tagged(shape, block, dtype)
+        result = Descriptor(_tagged(shape, _TAGS[block][0], dtype), shape, dtype)
     else:
-        lib, handle = library(), c_void_p()
         order = [0, 2, 3, 1] if block else range(len(shape))  # from the slowest axis to the fastest
         strides, step = [0] * len(shape), 1
         for axis in reversed(order):
             strides[axis] = step
             step *= shape[axis]
-        status = lib.c.dnnl_memory_desc_create_with_strides(
-            byref(handle), len(shape), _dims(shape), _DATA_TYPES[dtype][0], _dims(strides)
-        )
-        lib.check(status, f"descriptor {list(shape)}, block {block}")
+        handle = _create(
+            "memory_desc_create_with_strides", len(shape), _dims(shape), _DATA_TYPES[dtype][0],
+            _dims(strides),
+        )  # fmt: skip
         result = Descriptor(handle, shape, dtype)
     result.block, result.tensor_shape = block, list(shape)
     if block:
@@ -182,14 +195,11 @@ def layout(shape: tuple[int, ...], block: int, dtype: str = "float32") -> Descri
     return result
 
 
-def _tagged(shape: Sequence[int], block: int, dtype: str) -> Descriptor:
-    """Channels in blocks of this size, a row of `_TAGS`."""
-    lib, handle = library(), c_void_p()
-    status = lib.c.dnnl_memory_desc_create_with_tag(
-        byref(handle), len(shape), _dims(shape), _DATA_TYPES[dtype][0], _TAGS[block][0]
+def _tagged(shape: Sequence[int], tag: int, dtype: str = "float32") -> c_void_p:
+    """The layout of a tag; with `_ANY` the primitive chooses it."""
+    return _create(
+        "memory_desc_create_with_tag", len(shape), _dims(shape), _DATA_TYPES[dtype][0], tag
     )
-    lib.check(status, f"descriptor {list(shape)}, block {block}")
-    return Descriptor(handle, shape, dtype)
 
 
 def _named(chosen: Descriptor) -> Descriptor:
@@ -201,54 +211,47 @@ def _named(chosen: Descriptor) -> Descriptor:
     for candidate in (layout(shape, block, chosen.dtype) for block in (0, *blocks, shape[1])):
         if candidate.equals(chosen):
             return candidate
-    if shape[1] in blocks and _tagged(shape, shape[1], chosen.dtype).equals(chosen):
-        return layout(shape, shape[1], chosen.dtype)  # one block of all channels: the same memory
+    if shape[1] in blocks:  # one block of all channels: the same memory
+        tagged = _tagged(shape, _TAGS[shape[1]][0], chosen.dtype)
+        if Descriptor(tagged, shape, chosen.dtype).equals(chosen):
+            return layout(shape, shape[1], chosen.dtype)
     return chosen
 
 
-def _any(shape: Sequence[int], dtype: str = "float32") -> c_void_p:
-    """A descriptor that lets the primitive choose the layout."""
-    lib, handle = library(), c_void_p()
-    status = lib.c.dnnl_memory_desc_create_with_tag(
-        byref(handle), len(shape), _dims(shape), _DATA_TYPES[dtype][0], _ANY
-    )
-    lib.check(status, f"descriptor {list(shape)}")
-    return handle
+_Places = Sequence[tuple[int, Descriptor]]  # execution argument and layout of each tensor
 
 
 class _Primitive:
-    """A compiled kernel with its arguments in a fixed order; `run` takes their tensors."""
+    """A compiled kernel: takes its inputs, returns its outputs, in the order of their places."""
 
-    def __init__(self, description: c_void_p, arguments: Sequence[tuple[int, Descriptor]]) -> None:
-        lib = library()
-        self.description = description
-        self.handle = c_void_p()
-        status = lib.c.dnnl_primitive_create(byref(self.handle), description)
-        lib.check(status, "primitive")
-        self.arguments = (_Argument * len(arguments))()
-        self.memories = []
-        for slot, (index, descriptor) in zip(self.arguments, arguments, strict=True):
-            memory = c_void_p()
-            status = lib.c.dnnl_memory_create(
-                byref(memory), descriptor.handle, lib.engine, c_void_p(0)
-            )
-            lib.check(status, "memory")
+    def __init__(self, description: c_void_p, inputs: _Places, outputs: _Places) -> None:
+        self.handle = _create("primitive_create", description)
+        self.outputs = [descriptor for _, descriptor in outputs]
+        places = [*inputs, *outputs]
+        self.arguments, self.memories = (_Argument * len(places))(), []
+        for slot, (index, descriptor) in zip(self.arguments, places, strict=True):
+            memory = _create("memory_create", descriptor.handle, library().engine, c_void_p(0))
             self.memories.append(memory)
             slot.index, slot.memory = index, memory.value
 
-    def run(self, *tensors: Tensor) -> None:
+    def __call__(self, *inputs: Tensor, into: Tensor | None = None) -> list[Tensor]:
+        """Args: into: the buffer that the first output takes, which may be one of the inputs."""
         lib = library()
-        for memory, tensor in zip(self.memories, tensors, strict=True):
+        outputs = [layout.empty() for layout in self.outputs[0 if into is None else 1 :]]
+        outputs = outputs if into is None else [into, *outputs]
+        for memory, tensor in zip(self.memories, (*inputs, *outputs), strict=True):
             lib.c.dnnl_memory_set_data_handle(memory, tensor.data_ptr())
         status = lib.c.dnnl_primitive_execute(
             self.handle, lib.stream, len(self.arguments), self.arguments
         )
         lib.check(status, "execute")
+        return outputs
 
 
 def _layout(
     description: c_void_p, what: int, shape: Sequence[int], dtype: str = "float32"
 ) -> Descriptor:
+    """The layout that a primitive wants or gives."""
     handle = library().c.dnnl_primitive_desc_query_md(description, what, 0)
     return _named(Descriptor(c_void_p(handle), shape, dtype))
 
@@ -266,36 +269,18 @@ class Reorder:
     def __init__(self, source: Descriptor, target: Descriptor, of_whole: bool = False) -> None:
         """Args: of_whole: the source is a part of a larger buffer, so even an equal one is copied:
         of one image the first part lies as if it were alone."""
-        self.target = target
         self.primitive: _Primitive | None = None
         if source.equals(target) and not of_whole:
             return
-        lib, description = library(), c_void_p()
-        status = lib.c.dnnl_reorder_primitive_desc_create(
-            byref(description), source.handle, lib.engine, target.handle, lib.engine, None
+        engine = library().engine
+        description = _create(
+            "reorder_primitive_desc_create", source.handle, engine, target.handle, engine, None
         )
-        lib.check(status, "reorder")
-        self.primitive = _Primitive(description, [(_SRC, source), (_DST, target)])
+        self.primitive = _Primitive(description, [(_SRC, source)], [(_DST, target)])
 
     def __call__(self, buffer: Tensor) -> Tensor:
         """`buffer` in the target layout (itself, if nothing is to be done)."""
-        if self.primitive is None:
-            return buffer
-        out = self.target.empty()
-        self.primitive.run(buffer, out)
-        return out
-
-
-def _output_shape(
-    x_shape: Sequence[int], w_shape: Sequence[int], stride: Sequence[int],
-    padding: Sequence[int], dilation: Sequence[int],
-) -> list[int]:  # fmt: skip
-    batch, _, *size = x_shape
-    out_size = [
-        (n + 2 * p - d * (k - 1) - 1) // s + 1
-        for n, p, d, k, s in zip(size, padding, dilation, w_shape[2:], stride, strict=True)
-    ]
-    return [batch, w_shape[0], *out_size]
+        return buffer if self.primitive is None else self.primitive(buffer)[0]
 
 
 class Convolution:
@@ -320,295 +305,223 @@ class Convolution:
         x_block: int = 0, keeps_layout: bool = False,
         dtype: str = "float32", x_dtype: str = "float32", y_dtype: str = "float32",
     ) -> None:  # fmt: skip
-        y_shape = _output_shape(x_shape, w_shape, stride, padding, dilation)
+        batch, _, *size = x_shape
+        windows = zip(size, padding, dilation, w_shape[2:], stride, strict=True)
+        y_size = [(n + 2 * p - d * (k - 1) - 1) // s + 1 for n, p, d, k, s in windows]
+        y_shape = [batch, w_shape[0], *y_size]
         grouped = list(w_shape) if groups == 1 else [groups, w_shape[0] // groups, *w_shape[1:]]
         self.w_shape, self.has_bias = list(w_shape), has_bias
-        bias = plain([w_shape[0]])
-        x_any, w_any, y_any = _any(x_shape, dtype), _any(grouped, dtype), _any(y_shape, dtype)
+        bias, w_plain = plain([w_shape[0]]), plain(grouped)
+        x_any, w_any, y_any = (_tagged(s, _ANY, dtype) for s in (x_shape, grouped, y_shape))
         bias_handle = bias.handle if has_bias else None
         pads = _dims(padding)
         window = (_dims(stride), _dims([d - 1 for d in dilation]), pads, pads)
-        lib = library()
-        forward, to_data, to_weight = c_void_p(), c_void_p(), c_void_p()
-        status = lib.c.dnnl_convolution_forward_primitive_desc_create(
-            byref(forward), lib.engine, _FORWARD_TRAINING, _CONVOLUTION_DIRECT,
-            x_any, w_any, bias_handle, y_any, *window, None,
+        direct = _CONVOLUTION_DIRECT
+        forward = _describe(
+            "convolution_forward", _FORWARD_TRAINING, direct, x_any, w_any, bias_handle, y_any,
+            *window,
         )  # fmt: skip
-        lib.check(status, "convolution")
         self.x = _layout(forward, _Q_SRC, x_shape, dtype)
         self.y = _layout(forward, _Q_DST, y_shape, dtype)
-        # In the layouts of the forward kernel, which spares two reorders; in those that the kernel
-        # likes best where only a slow one takes these.
-        for x, y in ((self.x.handle, self.y.handle), (x_any, y_any)):
-            status = lib.c.dnnl_convolution_backward_data_primitive_desc_create(
-                byref(to_data), lib.engine, _CONVOLUTION_DIRECT, x, w_any, y, *window, forward, None
+        to_data = None  # in the layouts of the forward kernel, which spares two reorders
+        with suppress(OneDNNError):
+            to_data = _describe(
+                "convolution_backward_data", direct, self.x.handle, w_any, self.y.handle, *window,
+                forward,
+            )  # fmt: skip
+        if to_data is None or not _is_compiled(to_data):  # in those that the kernel likes best
+            to_data = _describe(
+                "convolution_backward_data", direct, x_any, w_any, y_any, *window, forward
             )
-            if status == 0 and _is_compiled(to_data):
-                break
-        lib.check(status, "convolution, gradient of data")
-        status = lib.c.dnnl_convolution_backward_weights_primitive_desc_create(
-            byref(to_weight), lib.engine, _CONVOLUTION_DIRECT,
-            x_any, _any(grouped), bias_handle, y_any, *window, forward, None,
+        to_weight = _describe(
+            "convolution_backward_weights", direct, x_any, _tagged(grouped, _ANY), bias_handle,
+            y_any, *window, forward,
         )  # fmt: skip
-        lib.check(status, "convolution, gradient of weights")
 
         w_forward = _layout(forward, _Q_WEIGHTS, grouped, dtype)
         self._forward = _Primitive(
             forward,
-            [(_SRC, self.x), (_WEIGHTS, w_forward), (_DST, self.y)] + [(_BIAS, bias)] * has_bias,
+            [(_SRC, self.x), (_WEIGHTS, w_forward)] + [(_BIAS, bias)] * has_bias,
+            [(_DST, self.y)],
         )
         w_data = _layout(to_data, _Q_WEIGHTS, grouped, dtype)
         dx = _layout(to_data, _Q_DIFF_SRC, x_shape, dtype)
         dy_data = _layout(to_data, _Q_DIFF_DST, y_shape, dtype)
-        self._data = _Primitive(to_data, [(_D_DST, dy_data), (_WEIGHTS, w_data), (_D_SRC, dx)])
+        self._data = _Primitive(to_data, [(_D_DST, dy_data), (_WEIGHTS, w_data)], [(_D_SRC, dx)])
         x_weight = _layout(to_weight, _Q_SRC, x_shape, dtype)
         dy_weight = _layout(to_weight, _Q_DIFF_DST, y_shape, dtype)
         dw = _layout(to_weight, _Q_DIFF_WEIGHTS, grouped)
         self._weight = _Primitive(
             to_weight,
-            [(_SRC, x_weight), (_D_DST, dy_weight), (_D_WEIGHTS, dw)]
-            + [(_D_BIAS, bias)] * has_bias,
+            [(_SRC, x_weight), (_D_DST, dy_weight)],
+            [(_D_WEIGHTS, dw)] + [(_D_BIAS, bias)] * has_bias,
         )
-        self._bias, self._dw = bias, dw
         self.x_given = layout(tuple(x_shape), x_block, x_dtype)
         block = self.y.block if keeps_layout else 0
         self.y_given = layout(tuple(y_shape), block or 0, y_dtype)
-        w_plain = plain(grouped)
         self.x_in = Reorder(self.x_given, self.x)
         self.y_in, self.y_out = Reorder(self.y_given, self.y), Reorder(self.y, self.y_given)
         self._w_in, self._w_data_in = Reorder(w_plain, w_forward), Reorder(w_plain, w_data)
         self._dw_out = Reorder(dw, w_plain)
         self._x_to_weight, self._dx_out = Reorder(self.x, x_weight), Reorder(dx, self.x_given)
         self._y_to_weight, self._y_to_data = Reorder(self.y, dy_weight), Reorder(self.y, dy_data)
-        self._dx = dx
 
     def forward(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         """Buffer in layout `self.y` from a buffer in layout `self.x` and plain parameters."""
-        y = self.y.empty()
-        extra = [bias] if self.has_bias else []
-        self._forward.run(x, self._w_in(weight), y, *extra)
-        return y
+        return self._forward(x, self._w_in(weight), *([] if bias is None else [bias]))[0]
 
     def weight_gradient(self, x: Tensor, dy: Tensor) -> tuple[Tensor, Tensor | None]:
         """Plain gradients of weight and bias from buffers in the layouts `self.x`, `self.y`."""
-        dw = self._dw.empty()
-        d_bias = [self._bias.empty()] if self.has_bias else []
-        self._weight.run(self._x_to_weight(x), self._y_to_weight(dy), dw, *d_bias)
+        dw, *d_bias = self._weight(self._x_to_weight(x), self._y_to_weight(dy))
         return self._dw_out(dw).reshape(self.w_shape), d_bias[0] if d_bias else None
 
     def data_gradient(self, dy: Tensor, weight: Tensor) -> Tensor:
         """Buffer in layout `self.x_given` from one in layout `self.y`."""
-        dx = self._dx.empty()
-        self._data.run(self._y_to_data(dy), self._w_data_in(weight), dx)
-        return self._dx_out(dx)
+        return self._dx_out(self._data(self._y_to_data(dy), self._w_data_in(weight))[0])
 
 
 class BatchNorm:
     """Batch normalisation of buffers in a given layout, with its own or with given statistics."""
 
-    def __init__(self, layout: Descriptor, epsilon: float) -> None:
-        self.layout = layout
-        self.channels = plain([layout.shape[1]])
-        lib, c = library(), self.channels
-        train, infer, back = c_void_p(), c_void_p(), c_void_p()
-        for handle, kind, flags in (
-            (train, _FORWARD_TRAINING, _SCALE | _SHIFT),
-            (infer, _FORWARD_INFERENCE, _SCALE | _SHIFT | _GLOBAL_STATS),
-        ):
-            status = lib.c.dnnl_batch_normalization_forward_primitive_desc_create(
-                byref(handle), lib.engine, kind, layout.handle, layout.handle,
-                c_float(epsilon), flags, None,
-            )  # fmt: skip
-            lib.check(status, "batch norm")
-        status = lib.c.dnnl_batch_normalization_backward_primitive_desc_create(
-            byref(back), lib.engine, _BACKWARD, layout.handle, layout.handle, layout.handle,
-            c_float(epsilon), _SCALE | _SHIFT, train, None,
+    def __init__(self, x: Descriptor, epsilon: float) -> None:
+        per_channel, form = plain([x.shape[1]]), (x.handle, c_float(epsilon))
+        train, infer = (
+            _describe("batch_normalization_forward", kind, x.handle, *form, _SCALE | _SHIFT | more)
+            for kind, more in ((_FORWARD_TRAINING, 0), (_FORWARD_INFERENCE, _GLOBAL_STATS))
+        )
+        back = _describe(
+            "batch_normalization_backward", _BACKWARD, x.handle, x.handle, *form, _SCALE | _SHIFT,
+            train,
         )  # fmt: skip
-        lib.check(status, "batch norm, gradient")
-        common = [(_SRC, layout), (_A_SCALE, c), (_MEAN, c), (_VARIANCE, c)]
-        self._train = _Primitive(train, [*common, (_A_SHIFT, c), (_DST, layout)])
-        self._infer = _Primitive(infer, [*common, (_A_SHIFT, c), (_DST, layout)])
+        scale, shift, mean, variance, dscale, dshift = (
+            (argument, per_channel)
+            for argument in (_A_SCALE, _A_SHIFT, _MEAN, _VARIANCE, _D_SCALE, _D_SHIFT)
+        )
+        self._train = _Primitive(train, [(_SRC, x), scale, shift], [(_DST, x), mean, variance])
+        self._infer = _Primitive(infer, [(_SRC, x), scale, shift, mean, variance], [(_DST, x)])
         self._back = _Primitive(
-            back, [*common, (_D_DST, layout), (_D_SRC, layout), (_D_SCALE, c), (_D_SHIFT, c)]
+            back, [(_SRC, x), scale, mean, variance, (_D_DST, x)], [(_D_SRC, x), dscale, dshift]
         )
 
-    def train(self, x: Tensor, scale: Tensor, shift: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """(y, mean_C, biased variance_C) of this batch."""
-        y, mean, variance = self.layout.empty(), self.channels.empty(), self.channels.empty()
-        self._train.run(x, scale, mean, variance, shift, y)
-        return y, mean, variance
+    def train(self, x: Tensor, scale: Tensor, shift: Tensor) -> list[Tensor]:
+        """y, mean_C, biased variance_C of this batch."""
+        return self._train(x, scale, shift)
 
     def infer(
         self, x: Tensor, scale: Tensor, shift: Tensor, mean: Tensor, variance: Tensor
     ) -> Tensor:
-        y = self.layout.empty()
-        self._infer.run(x, scale, mean, variance, shift, y)
-        return y
+        return self._infer(x, scale, shift, mean, variance)[0]
 
     def gradient(
         self, x: Tensor, scale: Tensor, mean: Tensor, variance: Tensor, dy: Tensor, in_place: bool
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """(dx, dscale_C, dshift_C) of `train`.  Args: in_place: dx may take the place of dy."""
-        dx = dy if in_place else self.layout.empty()
-        dscale, dshift = self.channels.empty(), self.channels.empty()
-        self._back.run(x, scale, mean, variance, dy, dx, dscale, dshift)
-        return dx, dscale, dshift
+    ) -> list[Tensor]:
+        """dx, dscale_C, dshift_C of `train`.  Args: in_place: dx may take the place of dy."""
+        return self._back(x, scale, mean, variance, dy, into=dy if in_place else None)
 
 
 class Activation:
     """An activation function of buffers in a given layout."""
 
-    def __init__(self, name: str, layout: Descriptor) -> None:
+    def __init__(self, name: str, x: Descriptor) -> None:
         """Args: name: a value of `model.activation`."""
-        self.layout = layout
-        lib, forward, back = library(), c_void_p(), c_void_p()
-        kind, alpha, beta = _ELTWISE[name]
-        alpha_beta = c_float(alpha), c_float(beta)
-        status = lib.c.dnnl_eltwise_forward_primitive_desc_create(
-            byref(forward), lib.engine, _FORWARD_TRAINING, kind, layout.handle, layout.handle,
-            *alpha_beta, None,
-        )  # fmt: skip
-        lib.check(status, name)
-        status = lib.c.dnnl_eltwise_backward_primitive_desc_create(
-            byref(back), lib.engine, kind, layout.handle, layout.handle, layout.handle,
-            *alpha_beta, forward, None,
-        )  # fmt: skip
-        lib.check(status, f"{name}, gradient")
-        self._forward = _Primitive(forward, [(_SRC, layout), (_DST, layout)])
-        self._back = _Primitive(back, [(_SRC, layout), (_D_DST, layout), (_D_SRC, layout)])
+        kind, *alpha_beta = _ELTWISE[name]
+        factors = [c_float(value) for value in alpha_beta]
+        forward = _describe(
+            "eltwise_forward", _FORWARD_TRAINING, kind, x.handle, x.handle, *factors
+        )
+        back = _describe("eltwise_backward", kind, x.handle, x.handle, x.handle, *factors, forward)
+        self._forward = _Primitive(forward, [(_SRC, x)], [(_DST, x)])
+        self._back = _Primitive(back, [(_SRC, x), (_D_DST, x)], [(_D_SRC, x)])
 
     def forward(self, x: Tensor) -> Tensor:
-        y = self.layout.empty()
-        self._forward.run(x, y)
-        return y
+        return self._forward(x)[0]
 
     def gradient(self, x: Tensor, dy: Tensor) -> Tensor:
-        dx = self.layout.empty()
-        self._back.run(x, dy, dx)
-        return dx
+        return self._back(x, dy)[0]
+
+
+class MapKernel:
+    """From one feature map to another, with a gradient that does not need the maps.
+
+    Attributes: y: the layout of the result.
+    """
+
+    def __init__(
+        self, kind: str, x: Descriptor, y: Descriptor,
+        forward: Sequence[Any], back: Sequence[Any], remembers: bool = False,
+    ) -> None:  # fmt: skip
+        """Args: forward, back: of `dnnl_<kind>_forward_...` and `_backward_...`; remembers: the
+        gradient needs to know what the kernel chose."""
+        self.y = y
+        described = _describe(f"{kind}_forward", _FORWARD_TRAINING, *forward)
+        kept: _Places = []
+        if remembers:
+            workspace = library().c.dnnl_primitive_desc_query_md(described, _Q_WORKSPACE, 0)
+            kept = [(_WORKSPACE, Descriptor(c_void_p(workspace), x.shape))]
+        self._forward = _Primitive(described, [(_SRC, x)], [(_DST, y), *kept])
+        described = _describe(f"{kind}_backward", *back, described)
+        self._back = _Primitive(described, [(_D_DST, y), *kept], [(_D_SRC, x)])
+
+    def forward(self, x: Tensor) -> list[Tensor]:
+        """y, and what `gradient` needs beside dy."""
+        return self._forward(x)
+
+    def gradient(self, dy: Tensor, *kept: Tensor) -> Tensor:
+        return self._back(dy, *kept)[0]
 
 
 def _pooling(
     kind: int, x: Descriptor, y: Descriptor, window: Sequence[int], padding: Sequence[int]
-) -> tuple[c_void_p, c_void_p]:
-    """Descriptions of pooling with stride 1 and of its gradient; window, padding: [y, x]."""
-    lib, forward, back = library(), c_void_p(), c_void_p()
+) -> MapKernel:
+    """Pooling with stride 1; window, padding: [y, x]."""
     pads = _dims(padding)
-    windows = (_dims([1, 1]), _dims(window), _dims([0, 0]), pads, pads)
-    status = lib.c.dnnl_pooling_forward_primitive_desc_create(
-        byref(forward), lib.engine, _FORWARD_TRAINING, kind, x.handle, y.handle, *windows, None
-    )
-    lib.check(status, "pooling")
-    status = lib.c.dnnl_pooling_backward_primitive_desc_create(
-        byref(back), lib.engine, kind, x.handle, y.handle, *windows, forward, None
-    )
-    lib.check(status, "pooling, gradient")
-    return forward, back
+    form = (kind, x.handle, y.handle, _dims([1, 1]), _dims(window), _dims([0, 0]), pads, pads)
+    return MapKernel("pooling", x, y, form, form, remembers=kind == _POOLING_MAX)
 
 
-class MaxPool:
+def max_pool(x: Descriptor, size: int) -> MapKernel:
     """Max pooling of square windows, stride 1, as many cells out as in."""
-
-    def __init__(self, x: Descriptor, size: int) -> None:
-        forward, back = _pooling(_POOLING_MAX, x, x, [size, size], [size // 2, size // 2])
-        self.layout = x
-        workspace = library().c.dnnl_primitive_desc_query_md(forward, _Q_WORKSPACE, 0)
-        self._workspace = Descriptor(c_void_p(workspace), x.shape)
-        at = [(_WORKSPACE, self._workspace)]
-        self._forward = _Primitive(forward, [(_SRC, x), (_DST, x), *at])
-        self._back = _Primitive(back, [(_D_DST, x), (_D_SRC, x), *at])
-
-    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """y; where each maximum was, for `gradient`."""
-        y, chosen = self.layout.empty(), self._workspace.empty()
-        self._forward.run(x, y, chosen)
-        return y, chosen
-
-    def gradient(self, dy: Tensor, chosen: Tensor) -> Tensor:
-        dx = self.layout.empty()
-        self._back.run(dy, dx, chosen)
-        return dx
+    return _pooling(_POOLING_MAX, x, x, [size, size], [size // 2, size // 2])
 
 
-class _Resize:
-    """A linear kernel from a buffer of one size to another, so that its gradient needs dy alone."""
-
-    def __init__(
-        self, x: Descriptor, y: Descriptor, descriptions: tuple[c_void_p, c_void_p]
-    ) -> None:
-        """Args: descriptions: of the kernel and of its gradient."""
-        self.x, self.y = x, y
-        forward, back = descriptions
-        self._forward = _Primitive(forward, [(_SRC, x), (_DST, y)])
-        self._back = _Primitive(back, [(_D_DST, y), (_D_SRC, x)])
-
-    def forward(self, x: Tensor) -> Tensor:
-        y = self.y.empty()
-        self._forward.run(x, y)
-        return y
-
-    def gradient(self, dy: Tensor) -> Tensor:
-        dx = self.x.empty()
-        self._back.run(dy, dx)
-        return dx
-
-
-class MeanPool(_Resize):
+def mean_pool(x: Descriptor) -> MapKernel:
     """The mean over all cells."""
-
-    def __init__(self, x: Descriptor) -> None:
-        batch, channels, height, width = x.shape
-        assert x.block is not None
-        y = layout((batch, channels, 1, 1), x.block, x.dtype)
-        super().__init__(x, y, _pooling(_POOLING_MEAN, x, y, [height, width], [0, 0]))
+    batch, channels, *size = x.shape
+    assert x.block is not None
+    y = layout((batch, channels, 1, 1), x.block, x.dtype)
+    return _pooling(_POOLING_MEAN, x, y, size, [0, 0])
 
 
-class Upsample(_Resize):
+def upsample2x(x: Descriptor) -> MapKernel:
     """Nearest-neighbour enlargement by 2."""
-
-    def __init__(self, x: Descriptor, y: Descriptor) -> None:
-        lib, forward, back = library(), c_void_p(), c_void_p()
-        factors = (c_float * 2)(2.0, 2.0)
-        status = lib.c.dnnl_resampling_forward_primitive_desc_create(
-            byref(forward), lib.engine, _FORWARD_TRAINING, _NEAREST, factors, x.handle, y.handle,
-            None,
-        )  # fmt: skip
-        lib.check(status, "upsampling")
-        status = lib.c.dnnl_resampling_backward_primitive_desc_create(
-            byref(back), lib.engine, _NEAREST, factors, x.handle, y.handle, forward, None
-        )
-        lib.check(status, "upsampling, gradient")
-        super().__init__(x, y, (forward, back))
+    batch, channels, height, width = x.shape
+    assert x.block is not None
+    y = layout((batch, channels, 2 * height, 2 * width), x.block, x.dtype)
+    form = (_NEAREST, (c_float * 2)(2.0, 2.0), x.handle, y.handle)
+    return MapKernel("resampling", x, y, form, form)
 
 
 class Concat:
     """Concatenation along the channels, and its pieces again."""
 
     def __init__(self, parts: Sequence[Descriptor], whole: Descriptor) -> None:
-        lib, forward = library(), c_void_p()
-        handles = (c_void_p * len(parts))(*(part.handle for part in parts))
-        status = lib.c.dnnl_concat_primitive_desc_create(
-            byref(forward), lib.engine, whole.handle, len(parts), 1, handles, None
-        )
-        lib.check(status, "concatenation")
         self.whole = whole
+        handles = (c_void_p * len(parts))(*(part.handle for part in parts))
+        description = _describe("concat", whole.handle, len(parts), 1, handles)
         sources = [(_FIRST_OF_MANY + at, part) for at, part in enumerate(parts)]
-        self._forward = _Primitive(forward, [*sources, (_DST, whole)])
+        self._forward = _Primitive(description, sources, [(_DST, whole)])
         self._split, first = [], 0
         for part in parts:
-            inside = c_void_p()
-            status = lib.c.dnnl_memory_desc_create_submemory(
-                byref(inside), whole.handle, _dims(part.shape), _dims([0, first, 0, 0])
-            )
-            lib.check(status, "part of a concatenation")
+            inside = _create(
+                "memory_desc_create_submemory", whole.handle, _dims(part.shape),
+                _dims([0, first, 0, 0]),
+            )  # fmt: skip
             piece = Descriptor(inside, part.shape, part.dtype)
             self._split.append(Reorder(piece, part, of_whole=True))
             first += part.shape[1]
 
     def forward(self, parts: Sequence[Tensor]) -> Tensor:
-        y = self.whole.empty()
-        self._forward.run(*parts, y)
-        return y
+        return self._forward(*parts)[0]
 
     def gradient(self, dy: Tensor) -> list[Tensor]:
         return [split(dy) for split in self._split]
@@ -617,22 +530,17 @@ class Concat:
 class Sum:
     """The sum of two buffers of a given layout."""
 
-    def __init__(self, layout: Descriptor) -> None:
+    def __init__(self, x: Descriptor) -> None:
         self._primitive: _Primitive | None = None
-        if layout.dtype == "float32":
+        if x.dtype == "float32":
             return  # Paddle's own, in place; it has none for bfloat16
-        lib, description = library(), c_void_p()
-        sources = (c_void_p * 2)(layout.handle, layout.handle)
-        status = lib.c.dnnl_sum_primitive_desc_create(
-            byref(description), lib.engine, layout.handle, 2, (c_float * 2)(1.0, 1.0), sources, None
-        )
-        lib.check(status, "sum")
-        arguments = [(_FIRST_OF_MANY, layout), (_FIRST_OF_MANY + 1, layout), (_DST, layout)]
-        self._primitive = _Primitive(description, arguments)
+        sources, ones = (c_void_p * 2)(x.handle, x.handle), (c_float * 2)(1.0, 1.0)
+        description = _describe("sum", x.handle, 2, ones, sources)
+        places = [(_FIRST_OF_MANY, x), (_FIRST_OF_MANY + 1, x)]
+        self._primitive = _Primitive(description, places, [(_DST, x)])
 
     def __call__(self, first: Tensor, second: Tensor) -> Tensor:
         """The sum; it may take the place of `first`."""
         if self._primitive is None:
             return first.add_(second)
-        self._primitive.run(first, second, first)
-        return first
+        return self._primitive(first, second, into=first)[0]

@@ -6,11 +6,11 @@ it back (before export).  The values are those of the plain layers up to the ord
 `self_check(model)` holds both against each other on this machine, and training stays eager when
 they differ.
 
-Between layers of ours feature maps stay in oneDNN's layout (feature_maps.py); layers that this file
-does not know get them in Paddle's.
+Between layers of ours feature maps stay in oneDNN's layout (feature_maps.py) where all around them
+are declared by `passes_maps`; other layers get them in Paddle's.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from typing import Any
 
@@ -18,13 +18,14 @@ import numpy as np
 import paddle
 from paddle import Tensor, nn
 
+from ppdist.cpu import onednn
+from ppdist.cpu.feature_maps import OneDNNMaps
+from ppdist.cpu.layers import OneDNNConv2D, OneDNNConvBNLayer, OneDNNRepConv
+from ppdist.cpu.precision import FLOAT32, Kernels, compute_in
 from ppdist.distributed import paddle_api
-from ppdist.models import backbones, layers, ppyoloe, yolov5
 from ppdist.models.base import ImageModel
+from ppdist.models.feature_maps import is_passing, maps
 from ppdist.models.layers import ConvBNLayer, RepConv
-from ppdist.models.onednn import ops
-from ppdist.models.onednn.layers import OneDNNConv2D, OneDNNConvBNLayer, OneDNNRepConv
-from ppdist.models.onednn.precision import FLOAT32, Kernels, compute_in
 
 LAYER_TOLERANCE = 2e-4  # of the largest value; measured 1e-7 to 1e-5, a wrong kernel gives > 1e-1
 MODEL_TOLERANCE = 2e-3  # of the gradient's norm over all parameters; measured 2e-5 to 4e-5
@@ -40,20 +41,6 @@ _FAST: dict[type[nn.Layer], type[nn.Layer]] = {
     nn.Conv2D: OneDNNConv2D, ConvBNLayer: OneDNNConvBNLayer, RepConv: OneDNNRepConv,
 }  # fmt: skip
 _PLAIN = {fast: plain for plain, fast in _FAST.items()}
-# What does nothing with feature maps but give them to others of these, to convolutions or to the
-# functions of feature_maps.py.  These very classes: one that derives from them may do more.
-_TAKES_LAYOUTS: frozenset[type[nn.Layer]] = frozenset(
-    {
-        *(layers.RepBlock, layers.EffectiveSELayer, layers.SPP),
-        *(layers.Bottleneck, layers.C3, layers.SPPF),
-        *(backbones.Stem, backbones.CSPResStage, backbones.CSPRepResNet, backbones.CSPDarknet),
-        *(yolov5.YOLOv5Neck, yolov5.YOLOv5Head, yolov5.ClassifierHead),
-        *(yolov5.YOLOv5, yolov5.YOLOv5Classifier),
-        *(ppyoloe.NeckStage, ppyoloe.CustomCSPPAN, ppyoloe.CoarseFirstNeck, ppyoloe.ESEAttn),
-        *(ppyoloe.PPYOLOEHead, ppyoloe.AuxHead, ppyoloe.PPYOLOE),
-        *(nn.Sequential, nn.LayerList),
-    }
-)
 
 
 def use_onednn_convolutions(model: nn.Layer) -> int:
@@ -63,15 +50,41 @@ def use_onednn_convolutions(model: nn.Layer) -> int:
 
     Raises: OSError, onednn.OneDNNError: there is no usable library; `self_check` says so before.
     """
-    ops.library()
+    onednn.library()
+    maps.__class__ = OneDNNMaps  # it leaves maps in Paddle's layout to Paddle
     count = _change_classes(model, _FAST)
-    _keep_layouts(model, isinstance(model, ImageModel))
+    for layer, inside in _with_place(model, isinstance(model, ImageModel)):
+        if isinstance(layer, (OneDNNConvBNLayer, OneDNNRepConv)):
+            layer.keeps_layout = inside
     return count
 
 
 def plain_convolutions(model: nn.Layer) -> int:
     """Undoes `use_onednn_convolutions`, in place; returns how many convolutions changed."""
     return _change_classes(model, _PLAIN)
+
+
+def is_on_onednn(model: nn.Layer) -> bool:
+    """Whether `use_onednn_convolutions` switched a model that has convolutions."""
+    return any(type(layer) is OneDNNConv2D for layer in model.sublayers(include_self=True))
+
+
+def undeclared_layers(model: ImageModel) -> list[str]:
+    """Names of classes that make maps go back to Paddle's layout between convolutions."""
+    found = dict.fromkeys(
+        type(layer).__qualname__
+        for layer, inside in _with_place(model, True)
+        if inside and not is_passing(layer) and type(layer) not in {**_FAST, **_PLAIN}
+        and any(isinstance(part, nn.BatchNorm2D) for part in layer.sublayers())
+    )  # fmt: skip
+    return list(found)
+
+
+def _with_place(layer: nn.Layer, inside: bool) -> Iterator[tuple[nn.Layer, bool]]:
+    """Each layer, and whether all layers around it pass maps on.  Args: inside: of the first."""
+    yield layer, inside
+    for part in layer.children():
+        yield from _with_place(part, inside and is_passing(layer))
 
 
 def _change_classes(model: nn.Layer, classes: dict[type[nn.Layer], type[nn.Layer]]) -> int:
@@ -81,18 +94,6 @@ def _change_classes(model: nn.Layer, classes: dict[type[nn.Layer], type[nn.Layer
             layer.__class__ = classes[type(layer)]
             count += isinstance(layer, nn.Conv2D)
     return count
-
-
-def _keep_layouts(layer: nn.Layer, inside: bool) -> None:
-    """Lets convolutions keep oneDNN's layout where all who get their results take it.
-
-    Args: inside: all layers around this one are of those.
-    """
-    if isinstance(layer, (OneDNNConvBNLayer, OneDNNRepConv)):
-        layer.keeps_layout = inside
-    takes = inside and type(layer) in _TAKES_LAYOUTS
-    for part in layer.children():
-        _keep_layouts(part, takes)
 
 
 def self_check(model: nn.Layer, size: int = 64, kernels: Kernels = FLOAT32) -> str | None:
@@ -110,8 +111,7 @@ def self_check(model: nn.Layer, size: int = 64, kernels: Kernels = FLOAT32) -> s
         kernels: what computes on oneDNN's side, in its precision; Paddle's is float32.
     Returns: None if all agree, else the first reason, in words for a log.
     """
-    switched = any(type(layer) is OneDNNConv2D for layer in model.sublayers(include_self=True))
-    training = model.training
+    switched, training = is_on_onednn(model), model.training
     plain_convolutions(model)
     model.train()
     for layer in model.sublayers():
@@ -119,7 +119,7 @@ def self_check(model: nn.Layer, size: int = 64, kernels: Kernels = FLOAT32) -> s
             layer.training = False
     try:
         return _check_layers(model, kernels) or _check_model(model, size, kernels)
-    except (OSError, ops.OneDNNError) as error:
+    except (OSError, onednn.OneDNNError) as error:
         return str(error)
     finally:
         model.train() if training else model.eval()
@@ -150,10 +150,7 @@ def _kinds(model: nn.Layer) -> Iterator[tuple[str, nn.Layer, nn.Conv2D]]:
 def _check_layers(model: nn.Layer, kernels: Kernels) -> str | None:
     rng = np.random.default_rng(0)
     for name, layer, conv in _kinds(model):
-        made = paddle_api.conv_settings(conv)
-        if made is None:
-            return f"Paddle {paddle.__version__} does not tell how {name} was made"
-        channels = conv.weight.shape[1] * made.groups
+        channels = conv.weight.shape[1] * paddle_api.conv_settings(conv).groups
         values = rng.standard_normal((2, channels, _LAYER_SIZE, _LAYER_SIZE))
         x = paddle.to_tensor(values.astype(np.float32))
         x.stop_gradient = False
@@ -209,10 +206,12 @@ def _check_model(model: nn.Layer, size: int, kernels: Kernels) -> str | None:
 
 
 def _tensors(outputs: Any) -> Iterator[Tensor]:
-    """The tensors in nested tuples and lists."""
+    """The tensors in nested tuples, lists and dicts."""
     if isinstance(outputs, Tensor):
         yield outputs
-    else:
+    elif isinstance(outputs, Mapping):
+        yield from _tensors(list(outputs.values()))
+    elif isinstance(outputs, (tuple, list)):
         for part in outputs:
             yield from _tensors(part)
 

@@ -11,23 +11,30 @@ from paddle import nn
 
 from ppdist.config.distributed import DistributedConfig
 from ppdist.config.model import PPYOLOEConfig
+from ppdist.cpu import layers, onednn, switch
+from ppdist.cpu.precision import FLOAT32, compute_in
+from ppdist.cpu.switch import (
+    plain_convolutions,
+    self_check,
+    undeclared_layers,
+    use_onednn_convolutions,
+)
 from ppdist.distributed import comm
 from ppdist.models import build_model
 from ppdist.models.layers import (
     ACTIVATIONS,
+    SPP,
     ConvBNLayer,
+    RepBlock,
     RepConv,
     SyncBatchNorm2D,
     set_activation,
 )
-from ppdist.models.onednn import convert, layers, ops
-from ppdist.models.onednn.convert import plain_convolutions, self_check, use_onednn_convolutions
-from ppdist.models.onednn.precision import FLOAT32, compute_in
 from tests.distributed import run_on_ranks
 
 try:
-    ops.library()
-except (OSError, ops.OneDNNError) as error:
+    onednn.library()
+except (OSError, onednn.OneDNNError) as error:
     pytest.skip(f"no oneDNN in this Paddle: {error}", allow_module_level=True)
 
 LAYERS = {
@@ -194,13 +201,13 @@ def test_self_check_leaves_detector_and_rng_as_is():
 
 
 def test_self_check_names_layer_with_wrong_gradient(monkeypatch):
-    right = ops.Convolution.weight_gradient
+    right = onednn.Convolution.weight_gradient
 
     def wrong(self, x, dy):
         dw, db = right(self, x, dy)
         return dw * 1.01, db
 
-    monkeypatch.setattr(ops.Convolution, "weight_gradient", wrong)
+    monkeypatch.setattr(onednn.Convolution, "weight_gradient", wrong)
     reason = self_check(nn.Sequential(nn.Conv2D(3, 8, 3), ConvBNLayer(8, 8, 1)))
     assert reason is not None
     assert reason.startswith("gradient of weight of 0 (Conv2D")
@@ -210,29 +217,52 @@ def test_the_self_check_says_that_there_is_no_library(monkeypatch):
     def missing():
         raise OSError("no libdnnl.so in libs")
 
-    monkeypatch.setattr(convert.ops, "library", missing)
+    monkeypatch.setattr(switch.onednn, "library", missing)
     assert self_check(nn.Sequential(nn.Conv2D(3, 8, 3))) == "no libdnnl.so in libs"
 
 
-def test_convolutions_of_unknown_settings_stay_plain(monkeypatch):
-    monkeypatch.setattr(layers.paddle_api, "conv_settings", lambda conv: None)
-    plain = ConvBNLayer(3, 8, 3)
-    reason = self_check(nn.Sequential(plain))
-    assert reason == f"Paddle {paddle.__version__} does not tell how 0 was made"
-    fast = copy.deepcopy(plain)
-    use_onednn_convolutions(fast)
-    assert_equal(outcome(fast, images(plain)), outcome(plain, images(plain)), 0)
-
-
 def test_a_shape_without_a_kernel_runs_as_before():
-    def refuse(*arguments, **precisions):
-        raise ops.OneDNNError("oneDNN convolution: status 3")
+    class Refusing:
+        @staticmethod
+        def Convolution(*arguments):
+            raise onednn.OneDNNError("oneDNN convolution: status 3")
 
     plain = ConvBNLayer(3, 8, 3)
     fast = copy.deepcopy(plain)
     use_onednn_convolutions(fast)
-    with compute_in(replace(FLOAT32, convolution=refuse)):
+    with compute_in(replace(FLOAT32, made_by=Refusing)):
         assert_equal(outcome(fast, images(plain)), outcome(plain, images(plain)), 0)
+
+
+class Foreign(nn.Layer):
+    """A layer of somebody else's, undeclared."""
+
+    def __init__(self):
+        super().__init__()
+        self.block = ConvBNLayer(3, 16, 3)
+
+    def forward(self, x):
+        return {"a map": self.block(x)}
+
+
+class Derived(RepBlock):
+    """Of a class that was declared; it was not itself."""
+
+
+@pytest.mark.parametrize(
+    ("inner", "expected"),
+    [(Foreign, ["Foreign"]), (lambda: Derived(8, True, False), ["Derived"]), (lambda: SPP(8), [])],
+    ids=["foreign", "derived", "ours"],
+)
+def test_layers_that_cost_a_layout_are_named(inner, expected):
+    model = nn.Sequential(inner(), nn.Sequential(RepConv(8)))
+    assert undeclared_layers(model) == expected
+    use_onednn_convolutions(model)
+    assert undeclared_layers(model) == expected
+
+
+def test_the_self_check_reads_a_dict_of_outputs():
+    assert self_check(Foreign()) is None
 
 
 def train_on_ranks(argument):
@@ -255,8 +285,8 @@ def train_on_ranks(argument):
 
 @pytest.mark.slow
 def test_two_ranks_average_gradients_as_plain_layers():
-    plain = run_on_ranks(2, "tests.unit.models.onednn.test_layers:train_on_ranks", "plain")
-    fast = run_on_ranks(2, "tests.unit.models.onednn.test_layers:train_on_ranks", "fast")
+    plain = run_on_ranks(2, "tests.unit.cpu.test_layers:train_on_ranks", "plain")
+    fast = run_on_ranks(2, "tests.unit.cpu.test_layers:train_on_ranks", "fast")
     assert len(plain[0]) == 11
     assert fast[0] == fast[1]
     assert_equal(*({n: np.array(g) for n, g in ranks[0].items()} for ranks in (fast, plain)))

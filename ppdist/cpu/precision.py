@@ -19,32 +19,29 @@ Plain convolutions, which predict or feed a gate, give float32 at both levels.
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import lru_cache
+from typing import Any
 
+from ppdist.cpu import onednn
 from ppdist.distributed import paddle_api
-from ppdist.models.onednn import ops
+
+CACHED_KERNELS = 16384  # kinds of operation x image sizes x batch sizes
 
 
 @dataclass(frozen=True)
 class Kernels:
-    """What computes in a precision; tests put other ones in the place of a processor's.
+    """What computes in a precision.
 
     Attributes:
         dtype: of buffers.
         between: of the feature maps that layers with batch norm give.
-        convolution, batch_norm, activation, sum, max_pool, mean_pool, upsample: what does the work
-            of these classes of ops.py.
+        made_by: has the classes and functions of onednn.py; tests put others in their place.
         missing: says why this machine cannot; "" where it can.
     """
 
     dtype: str = "float32"
     between: str = "float32"
-    convolution: Callable[..., ops.Convolution] = ops.Convolution
-    batch_norm: Callable[..., ops.BatchNorm] = ops.BatchNorm
-    activation: Callable[..., ops.Activation] = ops.Activation
-    sum: Callable[..., ops.Sum] = ops.Sum
-    max_pool: Callable[..., ops.MaxPool] = ops.MaxPool
-    mean_pool: Callable[..., ops.MeanPool] = ops.MeanPool
-    upsample: Callable[..., ops.Upsample] = ops.Upsample
+    made_by: Any = onednn
     missing: Callable[[], str] = lambda: ""
 
     def take(self, dtype: str) -> bool:
@@ -55,6 +52,30 @@ class Kernels:
         """These at a level of AMP, O1 or O2."""
         return replace(self, between=self.dtype if level == "O2" else "float32")
 
+    def get(self, name: str, *arguments: Any) -> Any:
+        """The kernel `onednn.<name>(*arguments)`, made once.
+
+        Raises: onednn.OneDNNError: there is no such kernel.
+        """
+        made = _made(self.made_by, name, *arguments)
+        if isinstance(made, str):
+            raise onednn.OneDNNError(made)
+        return made
+
+    def find(self, name: str, *arguments: Any) -> Any:
+        """As `get`; None: there is no such kernel."""
+        made = _made(self.made_by, name, *arguments)
+        return None if isinstance(made, str) else made
+
+
+@lru_cache(CACHED_KERNELS)
+def _made(made_by: Any, name: str, *arguments: Any) -> Any:
+    """The kernel, or why there is none: both are found out once."""
+    try:
+        return getattr(made_by, name)(*arguments)
+    except onednn.OneDNNError as error:
+        return str(error)
+
 
 def missing_bfloat16() -> str:
     """Why oneDNN cannot train in bfloat16 on this machine; "" where it can.
@@ -62,18 +83,18 @@ def missing_bfloat16() -> str:
     AVX2 processors with AVX-NE-CONVERT have bfloat16 for inference only; AVX-512 without
     AVX512-BF16 computes it by detours, slower than float32.
     """
-    if not paddle_api.bfloat16_flags():
+    flags = ", ".join(sorted(paddle_api.bfloat16_flags()))
+    if not flags:
         return "this processor has neither avx512_bf16 nor amx_bf16 among its flags (/proc/cpuinfo)"
     try:
-        conv = ops.Convolution(
+        conv = onednn.Convolution(
             (1, 16, 8, 8), (16, 16, 3, 3), (1, 1), (1, 1), (1, 1), 1, False, dtype="bfloat16"
         )
-        ops.MaxPool(conv.y, 5)
-        ops.MeanPool(ops.layout((1, 16, 8, 8), 16, "bfloat16"))
-        ops.BatchNorm(conv.y, 1e-5)
-        ops.Activation("silu", conv.y)
-    except (OSError, ops.OneDNNError) as error:
-        flags = ", ".join(sorted(paddle_api.bfloat16_flags()))
+        onednn.max_pool(conv.y, 5)
+        onednn.mean_pool(onednn.layout((1, 16, 8, 8), 16, "bfloat16"))
+        onednn.BatchNorm(conv.y, 1e-5)
+        onednn.Activation("silu", conv.y)
+    except (OSError, onednn.OneDNNError) as error:
         return (
             f"oneDNN refuses bfloat16 ({error}) though this processor has {flags}; does "
             "ONEDNN_MAX_CPU_ISA limit it?"

@@ -1,6 +1,6 @@
 """Self-check of oneDNN's kernels, kept from one start to the next.
 
-The check (ppdist/models/onednn/convert.py) takes a fifth of a small run's start, and its answer
+The check (switch.py) takes a fifth of a small run's start, and its answer
 depends on nothing but this processor, this Paddle, this code and the model.  A pass is kept under
 $XDG_CACHE_HOME or ~/.cache; a failure never is.
 """
@@ -14,7 +14,6 @@ from typing import Any
 import paddle
 
 from ppdist.common.machine import kernel_text
-from ppdist.engine.preflight import digests_of_code
 from ppdist.storage.identity import of_stat
 from ppdist.storage.keyed_cache import KeyedCache
 
@@ -29,7 +28,7 @@ def check_once(check: Callable[[], str | None], model: Any) -> str | None:
 
     Args:
         check: None where all agree, else the reason.
-        model: what JSON can hold of everything that makes the model.
+        model: what JSON can hold of everything that makes the model, its code too.
     """
     passed, key = KeyedCache.of_user("kernels", _MOST_BYTES), _key(model)
     if passed is not None and passed.get(key) is not None:
@@ -44,7 +43,6 @@ def _key(model: Any) -> str:
     libraries = sorted((Path(paddle.__file__).parent / "libs").glob("*dnn*"))
     facts = {
         "model": model,
-        "code": digests_of_code(),
         "paddle": paddle.__version__,
         "libraries": [[each.name, *of_stat(each.stat())] for each in libraries],
         "processor": _processor(),

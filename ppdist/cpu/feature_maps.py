@@ -1,0 +1,241 @@
+"""Operations on feature maps in Paddle's layout or oneDNN's.
+
+A *feature map* is a tensor [B, C, H, W], or between layers that run on oneDNN the same in its
+layout, [B, C / block, H, W, block] (`onednn.layout`).  A float32 map in Paddle's layout takes
+Paddle's operators.
+
+A map is float32, or bfloat16 at level O2 of `precision.py`: that takes oneDNN's operators in either
+layout.  Paddle has few of bfloat16 on CPUs: neither the sum of two tensors nor the gradient of
+concatenation, pooling or a mean.  It sums gradients of bfloat16, but number by number: a map that
+several layers read is passed to them by `share`.
+"""
+
+from collections.abc import Sequence
+from functools import lru_cache
+
+import paddle
+from paddle import Tensor
+from paddle.autograd import PyLayer
+
+from ppdist.cpu import onednn, precision
+from ppdist.models.feature_maps import FeatureMaps
+
+
+def layout_of(x: Tensor) -> onednn.Descriptor:
+    """The layout of a feature map."""
+    if x.ndim == 4:
+        return onednn.layout(tuple(x.shape), 0, dtype_of(x))
+    batch, groups, height, width, block = x.shape
+    return onednn.layout((batch, groups * block, height, width), block, dtype_of(x))
+
+
+def dtype_of(x: Tensor) -> str:
+    """float32, bfloat16, ..."""
+    return str(x.dtype).removeprefix("paddle.")
+
+
+def _is_low(x: Tensor) -> bool:
+    """Whether it is oneDNN's and bfloat16; `paddle.amp` on a card makes maps that are Paddle's."""
+    return dtype_of(x) == precision.current().dtype == "bfloat16"
+
+
+def _kernels_for(x: Tensor) -> precision.Kernels:
+    """A float32 map takes those of float32 whatever convolutions round to."""
+    return precision.current() if _is_low(x) else precision.FLOAT32
+
+
+def contiguous(x: Tensor, dtype: str | None = None) -> Tensor:
+    """Args: dtype: what it has to be; a gradient may come in another."""
+    if dtype is not None and dtype_of(x) != dtype:
+        x = x.astype(dtype)
+    return x if x.is_contiguous() else x.contiguous()
+
+
+_reorder = lru_cache(precision.CACHED_KERNELS)(onednn.Reorder)
+
+
+@lru_cache(precision.CACHED_KERNELS)
+def _concat_kernel(*parts: onednn.Descriptor) -> onednn.Concat | None:
+    """None: these layouts are none of one whole."""
+    batch, _, height, width = parts[0].shape
+    channels = sum(part.shape[1] for part in parts)
+    block = parts[0].block
+    if block not in onednn.BLOCKS or any(part.block != block for part in parts):
+        if any(part.block != part.shape[1] for part in parts):
+            return None
+        block = channels
+    assert block is not None
+    whole = onednn.layout((batch, channels, height, width), block, parts[0].dtype)
+    return onednn.Concat(parts, whole)
+
+
+def _of_one_dtype(maps: Sequence[Tensor]) -> Sequence[Tensor]:
+    """float32 where they differ: a layer that oneDNN has no kernel for gives that."""
+    if len({x.dtype for x in maps}) == 1:
+        return maps
+    return [x if x.dtype == paddle.float32 else x.astype("float32") for x in maps]
+
+
+class _Plain(PyLayer):
+    @staticmethod
+    def forward(ctx, x):
+        given = layout_of(x)
+        plain = onednn.layout(tuple(given.shape), 0, given.dtype)
+        ctx.back, ctx.dtype = _reorder(plain, given), given.dtype
+        return _reorder(given, plain)(contiguous(x))
+
+    @staticmethod
+    def backward(ctx, dy):
+        return ctx.back(contiguous(dy, ctx.dtype))
+
+
+class _Share(PyLayer):
+    @staticmethod
+    def forward(ctx, x, count, total):
+        ctx.dtype, ctx.total = dtype_of(x), total
+        return tuple(x.view(x.shape) for _ in range(count))  # the same memory
+
+    @staticmethod
+    def backward(ctx, dy, *others):
+        dy = contiguous(dy, ctx.dtype)
+        for other in others:
+            dy = ctx.total(dy, contiguous(other, ctx.dtype))
+        return dy
+
+
+class _Add(PyLayer):
+    @staticmethod
+    def forward(ctx, x, y, total):
+        ctx.needs = [not each.stop_gradient for each in (x, y)]
+        return total(x.clone(), contiguous(y))
+
+    @staticmethod
+    def backward(ctx, dy):
+        first, second = ctx.needs
+        return dy if first else None, dy.clone() if second else None
+
+
+class _Concat(PyLayer):
+    @staticmethod
+    def forward(ctx, concat, *maps):
+        ctx.concat, ctx.needs = concat, [not x.stop_gradient for x in maps]
+        return concat.forward([contiguous(x) for x in maps])
+
+    @staticmethod
+    def backward(ctx, dy):
+        parts = ctx.concat.gradient(contiguous(dy, ctx.concat.whole.dtype))
+        return tuple(part if need else None for part, need in zip(parts, ctx.needs, strict=True))
+
+
+class _OneMap(PyLayer):
+    """An `onednn.MapKernel`."""
+
+    @staticmethod
+    def forward(ctx, x, kernel):
+        y, *ctx.kept = kernel.forward(contiguous(x))
+        ctx.kernel = kernel
+        return y
+
+    @staticmethod
+    def backward(ctx, dy):
+        return ctx.kernel.gradient(contiguous(dy, ctx.kernel.y.dtype), *ctx.kept)
+
+
+class _ScaleChannels(PyLayer):
+    @staticmethod
+    def forward(ctx, x, factor_BC11, conv):
+        ctx.needs = not x.stop_gradient, not factor_BC11.stop_gradient
+        image = conv.x_in(contiguous(x).reshape(conv.x_given.tensor_shape))
+        weight = contiguous(factor_BC11).reshape(conv.w_shape)
+        ctx.kept = conv, image, weight, tuple(x.shape), tuple(factor_BC11.shape)
+        return conv.y_out(conv.forward(image, weight, None)).reshape(x.shape)
+
+    @staticmethod
+    def backward(ctx, dy):
+        conv, image, weight, shape, factors = ctx.kept
+        dy = contiguous(dy, conv.y_given.dtype).reshape(conv.y_given.tensor_shape)
+        dy, dx, dfactor_BC11 = conv.y_in(dy), None, None
+        if ctx.needs[0]:
+            dx = conv.data_gradient(dy, weight).reshape(shape)
+        if ctx.needs[1]:
+            dfactor_BC11 = conv.weight_gradient(image, dy)[0].reshape(factors)
+        return dx, dfactor_BC11
+
+
+def _scaling_kernel(x: Tensor) -> onednn.Convolution | None:
+    """A depthwise convolution of one image that has the channels of all: the same memory.
+
+    With it a product and its gradients take a thirtieth of what Paddle's take; oneDNN's own product
+    has no compiled kernel for a factor of each image and channel.  None: oneDNN has no such
+    convolution, or it gives another layout.
+    """
+    layout = layout_of(x)
+    batch, channels, height, width = layout.shape
+    if layout.block not in onednn.BLOCKS:
+        return None
+    every, dtype = batch * channels, layout.dtype
+    conv = _kernels_for(x).find(
+        "Convolution", (1, every, height, width), (every, 1, 1, 1), (1, 1), (0, 0), (1, 1), every,
+        False, layout.block, True, dtype, dtype, dtype,
+    )  # fmt: skip
+    return conv if conv is not None and conv.y_given.equals(conv.x_given) else None
+
+
+class OneDNNMaps(FeatureMaps):
+    """Operations on feature maps in either layout."""
+
+    def to_plain(self, x: Tensor) -> Tensor:
+        return x if x.ndim == 4 else _Plain.apply(x)
+
+    def share(self, x: Tensor, count: int) -> Sequence[Tensor]:
+        """6 to 8 % of a step of YOLOv5 in bfloat16 where Paddle sums the gradients."""
+        if not _is_low(x) or x.stop_gradient:
+            return super().share(x, count)
+        x = contiguous(x)
+        return _Share.apply(x, count, precision.current().get("Sum", layout_of(x)))
+
+    def add(self, x: Tensor, y: Tensor) -> Tensor:
+        x, y = _of_one_dtype([x, y])
+        # Of plain maps no shapes: in a graph that takes any batch and size they are not known.
+        if x.ndim != y.ndim or (x.ndim == 5 and x.shape != y.shape):
+            x, y = self.to_plain(x), self.to_plain(y)
+        if _is_low(x):
+            x = contiguous(x)
+            return _Add.apply(x, y, precision.current().get("Sum", layout_of(x)))
+        return super().add(x, y)
+
+    def concat(self, parts: Sequence[Tensor]) -> Tensor:
+        parts = _of_one_dtype(parts)
+        if any(x.ndim == 5 for x in parts):
+            kernel = _concat_kernel(*(layout_of(x) for x in parts))
+            if kernel is not None:
+                return _Concat.apply(kernel, *parts)
+        parts = [self.to_plain(x) for x in parts]
+        if _is_low(parts[0]):
+            return _Concat.apply(_concat_kernel(*(layout_of(x) for x in parts)), *parts)
+        return super().concat(parts)
+
+    def max_pool(self, x: Tensor, size: int) -> Tensor:
+        if x.ndim == 5 or _is_low(x):
+            return _OneMap.apply(x, _kernels_for(x).get("max_pool", layout_of(x), size))
+        return super().max_pool(x, size)
+
+    def upsample2x(self, x: Tensor) -> Tensor:
+        if x.ndim == 5:
+            return _OneMap.apply(x, _kernels_for(x).get("upsample2x", layout_of(x)))
+        return super().upsample2x(x)
+
+    def spatial_mean(self, x: Tensor) -> Tensor:
+        if x.ndim == 5:
+            y = _OneMap.apply(x, _kernels_for(x).get("mean_pool", layout_of(x)))
+            return y.reshape([x.shape[0], -1, 1, 1]).astype("float32")
+        return super().spatial_mean(x)
+
+    def scale_channels(self, x: Tensor, factor_BC11: Tensor) -> Tensor:
+        if x.ndim == 4:
+            return super().scale_channels(x, factor_BC11)
+        conv = _scaling_kernel(x)
+        if conv is not None:
+            return _ScaleChannels.apply(x, factor_BC11, conv)
+        batch, groups, _, _, block = x.shape
+        return super().scale_channels(x, factor_BC11.reshape([batch, groups, 1, 1, block]))

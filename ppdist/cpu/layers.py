@@ -1,0 +1,273 @@
+"""Layers on oneDNN's CPU kernels, one for each plain layer.
+
+Every layer takes feature maps in Paddle's layout or in oneDNN's (feature_maps.py).  `ConvBNLayer`
+and `RepConv` give theirs in oneDNN's where `keeps_layout` says that all who get it take it; any
+other `nn.Conv2D` gives Paddle's.  Each class only changes `forward` of the plain layer it derives
+from, so that a built layer can be switched by its class (switch.py).  What oneDNN has no kernel
+for, other dtypes and other kinds of batch norm run as they always did.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import paddle
+from paddle import Tensor, nn
+from paddle.autograd import PyLayer
+
+from ppdist.cpu import onednn, precision
+from ppdist.cpu.feature_maps import contiguous, dtype_of, layout_of
+from ppdist.cpu.precision import Kernels
+from ppdist.distributed import paddle_api
+from ppdist.models.feature_maps import maps
+from ppdist.models.layers import ConvBNLayer, RepConv
+
+
+def _pair(value: Any) -> tuple[int, int] | None:
+    if isinstance(value, int):
+        return value, value
+    if isinstance(value, (list, tuple)) and len(value) == 2 and all(type(v) is int for v in value):
+        return value[0], value[1]
+    return None
+
+
+def _kernel(
+    conv: nn.Conv2D, x: Tensor, keeps_layout: bool = False, y_dtype: str = "float32"
+) -> onednn.Convolution | None:
+    """The kernels for this layer and this input; None: run the plain layer."""
+    kernels = precision.current()
+    made = paddle_api.conv_settings(conv)
+    stride, padding, dilation = _pair(made.stride), _pair(made.padding), _pair(made.dilation)
+    if stride is None or padding is None or dilation is None or not kernels.take(dtype_of(x)):
+        return None
+    if made.data_format != "NCHW" or made.padding_mode != "zeros" or 0 in x.shape:
+        return None
+    given = layout_of(x)
+    return kernels.find(
+        "Convolution", tuple(given.shape), tuple(conv.weight.shape), stride, padding, dilation,
+        made.groups, conv.bias is not None, given.block, keeps_layout, kernels.dtype, given.dtype,
+        y_dtype,
+    )  # fmt: skip
+
+
+def _paddles_own(forward: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
+    """What oneDNN does not compute as a whole, from a float32 map in Paddle's layout and to one."""
+    if dtype_of(x) == "bfloat16":
+        x = maps.to_plain(x).astype("float32")
+    with precision.compute_in(precision.current().at("O1")):
+        return forward(x)
+
+
+def _needs(*inputs: Tensor | None) -> tuple[bool, ...]:
+    """Of each tensor, whether backward shall return its gradient (else None, or Paddle raises)."""
+    return tuple(not tensor.stop_gradient for tensor in inputs if tensor is not None)
+
+
+def _only(gradients: Sequence[Tensor | None], needs: Sequence[bool]) -> tuple[Tensor | None, ...]:
+    return tuple(g if need else None for g, need in zip(gradients, needs, strict=True))
+
+
+class _Convolve(PyLayer):
+    """Convolution with or without bias."""
+
+    @staticmethod
+    def forward(ctx, x_given, weight, bias, conv, needs):
+        x = conv.x_in(contiguous(x_given))
+        ctx.save_for_backward(weight)
+        ctx.kept = conv, x, needs
+        return conv.y_out(conv.forward(x, weight, bias))
+
+    @staticmethod
+    def backward(ctx, dy_given):
+        (weight,) = ctx.saved_tensor()
+        conv, x, needs = ctx.kept
+        dy = conv.y_in(contiguous(dy_given, conv.y_given.dtype))
+        dw, db = conv.weight_gradient(x, dy)
+        dx = conv.data_gradient(dy, weight) if needs[0] else None
+        return _only((dx, dw, db) if conv.has_bias else (dx, dw), needs)
+
+
+class OneDNNConv2D(nn.Conv2D):
+    """nn.Conv2D on oneDNN.  It predicts or feeds a gate of Paddle's, so it gives float32."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        conv = _kernel(self, x)
+        if conv is None:
+            return _paddles_own(super().forward, maps.to_plain(x))
+        inputs = (x, self.weight, self.bias)
+        return _Convolve.apply(*inputs, conv, _needs(*inputs))
+
+
+class _Branch:
+    """Convolution and batch norm of one call, between its forward and its backward."""
+
+    def __init__(self, kernels: Kernels, conv: onednn.Convolution, norm: nn.BatchNorm2D) -> None:
+        self.conv, self.norm = conv, norm
+        self.bn = kernels.get("BatchNorm", conv.y, paddle_api.epsilon(norm))
+
+    def forward(self, x: Tensor, weight: Tensor, gamma_O: Tensor, beta_O: Tensor) -> Tensor:
+        """Buffers in the convolution's layouts; also moves the running statistics."""
+        self.z = self.conv.forward(x, weight, None)
+        out, self.mean_O, self.var_O = self.bn.train(self.z, gamma_O, beta_O)
+        keep = paddle_api.momentum(self.norm)
+        mean_O, var_O = paddle_api.running_statistics(self.norm)
+        # Paddle's CPU kernel keeps the biased variance (1/n) as its running statistic; so do we.
+        paddle.assign(keep * mean_O + (1 - keep) * self.mean_O, mean_O)
+        paddle.assign(keep * var_O + (1 - keep) * self.var_O, var_O)
+        return out
+
+    def infer(self, x: Tensor, weight: Tensor, gamma_O: Tensor, beta_O: Tensor) -> Tensor:
+        """Buffers in the convolution's layouts; running statistics, nothing kept."""
+        z = self.conv.forward(x, weight, None)
+        return self.bn.infer(z, gamma_O, beta_O, *paddle_api.running_statistics(self.norm))
+
+    def backward(
+        self,
+        x: Tensor,
+        dy: Tensor,
+        weight: Tensor,
+        gamma_O: Tensor,
+        needs_dx: bool,
+        in_place: bool,
+    ) -> tuple[Tensor | None, Tensor, Tensor, Tensor]:
+        """dx (as x was given), dweight, dgamma, dbeta.  Args: in_place: nobody else needs dy."""
+        dz, dgamma_O, dbeta_O = self.bn.gradient(
+            self.z, gamma_O, self.mean_O, self.var_O, dy, in_place
+        )
+        dweight, _ = self.conv.weight_gradient(x, dz)
+        dx = self.conv.data_gradient(dz, weight) if needs_dx else None
+        return dx, dweight, dgamma_O, dbeta_O
+
+
+class _Call:
+    """One call of `_compute`: its branches, which share their layouts, and what follows them."""
+
+    def __init__(self, kernels: Kernels, branches: list[_Branch], activation: str | None) -> None:
+        self.branches, self.conv = branches, branches[0].conv
+        self.activation = None
+        if activation is not None:
+            self.activation = kernels.get("Activation", activation, self.conv.y)
+        self.sum_y = self.sum_x = None
+        if len(branches) == 2:
+            self.sum_y = kernels.get("Sum", self.conv.y)
+            self.sum_x = kernels.get("Sum", self.conv.x_given)
+
+    def total(self, way: str, x: Tensor, parameters: Sequence[Tensor], alpha: Any) -> Tensor:
+        """The sum of the branches.  Args: way: `forward` or `infer`."""
+        total = getattr(self.branches[0], way)(x, *parameters[:3])
+        if self.sum_y is not None:
+            weight, gamma_O, beta_O = parameters[3:]
+            norm = _scaled(gamma_O, alpha), _scaled(beta_O, alpha)
+            total = self.sum_y(total, getattr(self.branches[1], way)(x, weight, *norm))
+        return total
+
+    def infer(self, x_given: Tensor, parameters: Sequence[Tensor], alpha: Tensor | None) -> Tensor:
+        """The result from running statistics; nothing is kept."""
+        y = self.total("infer", self.conv.x_in(contiguous(x_given)), parameters, alpha)
+        return self.conv.y_out(y if self.activation is None else self.activation.forward(y))
+
+
+class _Normalized(PyLayer):
+    """activation(bn(conv(x)) + alpha * bn(conv(x))); the second branch may be missing.
+
+    alpha scales gamma and beta of the second instead of a map, and its gradient is that of these
+    two: d alpha = sum(gamma * d(alpha gamma) + beta * d(alpha beta)).
+    """
+
+    @staticmethod
+    def forward(ctx, x_given, alpha, call, needs, *parameters):
+        x = call.conv.x_in(contiguous(x_given))
+        total = call.total("forward", x, parameters, alpha)
+        ctx.save_for_backward(*parameters)
+        if call.activation is None:
+            ctx.kept = call, x, None, alpha, needs
+            return call.conv.y_out(total)
+        ctx.kept = call, x, total, alpha, needs
+        return call.conv.y_out(call.activation.forward(total))
+
+    @staticmethod
+    def backward(ctx, dy_given):
+        weight, gamma_O, _, *side = ctx.saved_tensor()
+        call, x, total, alpha, needs = ctx.kept
+        dy = call.conv.y_in(contiguous(dy_given, call.conv.y_given.dtype))
+        if call.activation is not None:
+            dy = call.activation.gradient(total, dy)
+        is_ours = dy is not dy_given
+        dx, *gradients = call.branches[0].backward(
+            x, dy, weight, gamma_O, needs[0], is_ours and not side
+        )
+        if not side:
+            return _only((dx, *gradients), needs)
+        weight, gamma_O, beta_O = side
+        dx_side, dw, dgamma_O, dbeta_O = call.branches[1].backward(
+            x, dy, weight, _scaled(gamma_O, alpha), needs[0], is_ours
+        )
+        if needs[0]:
+            dx = call.sum_x(dx, dx_side)
+        dalpha = []
+        if alpha is not None:
+            dalpha = [(gamma_O * dgamma_O + beta_O * dbeta_O).sum().reshape([1])]
+        gradients += [dw, _scaled(dgamma_O, alpha), _scaled(dbeta_O, alpha)]
+        return _only((dx, *dalpha, *gradients), needs)
+
+
+def _scaled(values: Tensor, alpha: Tensor | None) -> Tensor:
+    return values if alpha is None else alpha * values
+
+
+def _compute(
+    layer: Any, x: Tensor, blocks: Sequence[ConvBNLayer], alpha: Tensor | None = None
+) -> Tensor | None:
+    """The activated sum of one or two convolutions with batch norm; None: Paddle has to."""
+    inputs = [x, alpha]
+    for block in blocks:
+        inputs += [block.conv.weight, block.bn.weight, block.bn.bias]
+    fixed = [not b.bn.training or paddle_api.normalises_by_running(b.bn) for b in blocks]
+    # In evaluation, and in training where all up to here is frozen, no gradient is wanted.
+    constants = all(fixed) and not (paddle.is_grad_enabled() and any(_needs(*inputs)))
+    if not constants and (any(fixed) or any(type(b.bn) is not nn.BatchNorm2D for b in blocks)):
+        return None
+    kernels, branches = precision.current(), []
+    for block in blocks:
+        conv = _kernel(block.conv, x, layer.keeps_layout, kernels.between)
+        if conv is None:
+            return None
+        branches.append(_Branch(kernels, conv, block.bn))
+    first, last = branches[0].conv, branches[-1].conv
+    if first is not last and not (first.x.equals(last.x) and first.y.equals(last.y)):
+        return None
+    call = _Call(kernels, branches, layer.activation)
+    if constants:
+        return call.infer(x, inputs[2:], alpha)
+    return _Normalized.apply(x, alpha, call, _needs(*inputs), *inputs[2:])
+
+
+class OneDNNConvBNLayer(ConvBNLayer):
+    """ConvBNLayer on oneDNN.  Synchronised or frozen batch norm runs as it is.
+
+    Attributes:
+        keeps_layout: the result is in oneDNN's layout, where it has a name.
+    """
+
+    keeps_layout = False
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = None
+        if isinstance(self.bn, nn.BatchNorm2D):  # not folded into the convolution
+            y = _compute(self, x, [self])
+        return _paddles_own(super().forward, x) if y is None else y
+
+
+class OneDNNRepConv(RepConv):
+    """RepConv on oneDNN; fused for deployment it is one nn.Conv2D.
+
+    Attributes:
+        keeps_layout: the result is in oneDNN's layout, where it has a name.
+    """
+
+    keeps_layout = False
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = None
+        if self.conv is None:
+            y = _compute(self, x, [self.conv1, self.conv2], self.alpha)
+        return _paddles_own(super().forward, x) if y is None else y

@@ -1,0 +1,78 @@
+"""What layers do with feature maps between convolutions.
+
+Models join, pool and scale maps by `maps` alone.  So they need not know in which layout a map lies:
+here all maps are [B, C, H, W] and Paddle's operators compute; the engine may switch on kernels that
+keep maps in a layout of their own from one convolution to the next (ppdist/cpu/).
+"""
+
+from collections.abc import Sequence
+from typing import TypeVar
+
+import paddle
+import paddle.nn.functional as F
+from paddle import Tensor, nn
+
+
+class FeatureMaps:
+    """Operations on feature maps, by Paddle's operators."""
+
+    def to_plain(self, x: Tensor) -> Tensor:
+        """The feature map in Paddle's layout, [B, C, H, W]."""
+        return x
+
+    def share(self, x: Tensor, count: int) -> Sequence[Tensor]:
+        """The feature map once for each of so many readers, which may sum its gradients faster."""
+        return [x] * count
+
+    def add(self, x: Tensor, y: Tensor) -> Tensor:
+        """Their sum, element by element."""
+        return x + y
+
+    def concat(self, parts: Sequence[Tensor]) -> Tensor:
+        """Feature maps of one size, one after the other along the channels."""
+        return paddle.concat(parts, axis=1)
+
+    def max_pool(self, x: Tensor, size: int) -> Tensor:
+        """Max pooling of windows size x size (odd) around every cell; as many cells out as in."""
+        return F.max_pool2d(x, size, stride=1, padding=size // 2)
+
+    def upsample2x(self, x: Tensor) -> Tensor:
+        """Nearest-neighbour x2, [B, C, H, W] -> [B, C, 2H, 2W].
+
+        Written with stack and flatten: F.interpolate gives the same values, but Paddle 3.3's oneDNN
+        predictor and its ONNX converter both fail on the operator's list-of-doubles attribute.
+        """
+        x = paddle.stack([x, x], axis=-1).flatten(3, 4)
+        return paddle.stack([x, x], axis=3).flatten(2, 3)
+
+    def spatial_mean(self, x: Tensor) -> Tensor:
+        """Mean over all cells, [B, C, 1, 1], float32 of a map in bfloat16."""
+        return F.adaptive_avg_pool2d(x.astype("float32") if x.dtype == paddle.bfloat16 else x, 1)
+
+    def scale_channels(self, x: Tensor, factor_BC11: Tensor) -> Tensor:
+        """The feature map with each channel multiplied by its factor, which is float32."""
+        if x.dtype == paddle.bfloat16:  # the gradient of a factor sums a whole map
+            return (x.astype("float32") * factor_BC11).astype("bfloat16")
+        return x * factor_BC11
+
+
+maps = FeatureMaps()
+
+_passing: set[type[nn.Layer]] = {nn.Sequential, nn.LayerList}
+_Class = TypeVar("_Class", bound=type[nn.Layer])
+
+
+def passes_maps(layer: _Class) -> _Class:
+    """Declares that a class only passes feature maps on.
+
+    Its `forward` hands them to `maps`, to convolutions and to layers declared like it, so those may
+    give maps in a layout of their own.  A class that derives from it may do more with them: it
+    declares itself.  An undeclared layer gets every map in Paddle's layout, slower on a CPU.
+    """
+    _passing.add(layer)
+    return layer
+
+
+def is_passing(layer: nn.Layer) -> bool:
+    """Whether its very class was declared by `passes_maps`."""
+    return type(layer) in _passing
