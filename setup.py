@@ -8,6 +8,8 @@ from setuptools.command.build_py import build_py
 
 HERE = Path(__file__).parent
 
+FAST = ["hotcoco>=1.3,<2"]  # COCO's numbers many times faster than pycocotools
+
 # The converter has no wheels for Python 3.13; its tests skip there.
 ONNX = [
     "paddle2onnx==2.1.0; python_version < '3.13'",
@@ -53,7 +55,7 @@ setup(
         "pyyaml>=6.0",
         "pydantic>=2.6",
         "orjson>=3.10",  # COCO files of hundreds of megabytes
-        "hotcoco>=1.3,<2",
+        "pycocotools>=2.0.8",  # mAP
         "safetensors>=0.6",
         "rich>=13",
         "visualdl>=2.5.3",
@@ -62,7 +64,8 @@ setup(
         "protobuf>=5.29.6,<7",  # fleet.init of Paddle 3.2.2 to 3.3.0 fails with protobuf 7
     ],
     extras_require={
-        "cpu": ["paddlepaddle>=3.2.2"],  # of a newer one than README.md lists runs warn
+        "cpu": ["paddlepaddle>=3.2.2", *FAST],  # of a newer one than README.md lists runs warn
+        "fast": FAST,
         "onnx": ONNX,
         "openvino": ["openvino>=2025.0"],  # runs ONNX files; see docs/deploy.md
         "tensorboard": [
@@ -88,7 +91,7 @@ setup(
             "prometheus-client>=0.20",
         ],
         "dev": [
-            "pycocotools>=2.0.8",
+            *FAST,
             "pytest>=8",
             "pytest-xdist>=3.5",
             "prometheus-client>=0.20",

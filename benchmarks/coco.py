@@ -1,11 +1,9 @@
 """Seconds of computing COCO's numbers on a made-up set: ours beside the packages that do the same.
 
-pycocotools defines the numbers; faster-coco-eval is measured where it is installed.
+pycocotools defines the numbers; hotcoco and faster-coco-eval are measured where they are installed.
 """
 
-import contextlib
 import importlib.util
-import io
 import time
 from collections.abc import Callable, Sequence
 from statistics import median
@@ -13,10 +11,16 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from ppdist.common.errors import UserError
+from ppdist.config.evaluate import COCO_DETECTIONS
 from ppdist.data.types import DetectionSet, ImageRecord
 from ppdist.metrics.analysis import analyse
-from ppdist.metrics.coco import METRICS, coco_arrays, evaluate_boxes
+from ppdist.metrics.coco import (
+    METRICS,
+    by_hotcoco,
+    by_pycocotools,
+    dictionaries,
+    evaluate_boxes,
+)
 from ppdist.metrics.matching import Detections, GroundTruth, found_of, truth_of
 
 _OBJECTS = 7.3  # of an image on average, as in COCO's val2017
@@ -29,20 +33,18 @@ def measure_coco(*, images: int, detections: int, classes: int, repeats: int) ->
     Returns: `packages`: of each what it takes from flat arrays to the 12 numbers, how many times
         faster that is than pycocotools, and the largest difference from its numbers; `ours`: what
         a whole evaluation takes, and evaluation.json.
-    Raises: UserError: pycocotools is not installed.
     """
-    if importlib.util.find_spec("pycocotools") is None:
-        raise UserError(
-            "pycocotools, with which this compares, is missing",
-            code="package_missing",
-            fix="pip install ppdist[dev]",
-        )
     dataset, rows_R7 = made_up(images=images, detections=detections, classes=classes, seed=0)
     truth = truth_of(dataset)
     found = found_of(truth, rows_R7)
+    ours = {"pycocotools": by_pycocotools}
+    if importlib.util.find_spec("hotcoco"):
+        ours["hotcoco"] = by_hotcoco
     packages: dict[str, Callable[[], Sequence[float]]] = {
-        "hotcoco": lambda: list(coco_arrays(truth, found, classes).summary().values()),
-        "pycocotools": lambda: by_pycocotools(truth, found, classes),
+        name: lambda compute=compute: list(
+            compute(truth, found, classes, COCO_DETECTIONS).summary().values()
+        )
+        for name, compute in ours.items()
     }
     if importlib.util.find_spec("faster_coco_eval"):
         packages["faster-coco-eval"] = lambda: _by_faster_coco_eval(truth, found, classes)
@@ -147,62 +149,13 @@ def _boxes(rng: np.random.Generator, count: int) -> np.ndarray:
     return np.concatenate([corner_X2, corner_X2 + sides_X2], axis=1).round(2)
 
 
-def by_pycocotools(truth: GroundTruth, found: Detections, classes: int) -> Sequence[float]:
-    """COCOeval.stats of pycocotools."""
-    from pycocotools.coco import COCO
-    from pycocotools.cocoeval import COCOeval
-
-    with contextlib.redirect_stdout(io.StringIO()):
-        return stats_by(COCO, COCOeval, {}, truth, found, classes)
-
-
 def _by_faster_coco_eval(truth: GroundTruth, found: Detections, classes: int) -> Sequence[float]:
     from faster_coco_eval import COCO, COCOeval_faster
 
     silent = {"print_function": lambda *_, **__: None}
-    return stats_by(COCO, COCOeval_faster, silent, truth, found, classes)
-
-
-def stats_by(
-    coco: Any,
-    coco_eval: Any,
-    options: dict[str, Any],
-    truth: GroundTruth,
-    found: Detections,
-    classes: int,
-) -> Sequence[float]:
-    """Through dictionaries, which is all that packages of this interface take."""
-    crowds = truth.crowd_G.astype(int).tolist()
-    areas = (found.box_F4[:, 2] * found.box_F4[:, 3]).tolist()
-    objects = _annotations(truth.image_G, truth.label_G, truth.box_G4)
-    results = _annotations(found.image_F, found.label_F, found.box_F4)
-    for annotation, area, crowd in zip(objects, truth.area_G.tolist(), crowds):
-        annotation |= {"area": area, "iscrowd": crowd}
-    for annotation, area, score in zip(results, areas, found.score_F.tolist()):
-        annotation |= {"area": area, "iscrowd": 0, "score": score}
-    indexed = []
-    for annotations in (objects, results):
-        part = coco(**options)
-        part.dataset = {
-            "images": [{"id": place} for place in range(len(truth.order_N))],
-            "categories": [{"id": label} for label in range(classes)],
-            "annotations": annotations,
-        }
-        part.createIndex()
-        indexed.append(part)
-    evaluation = coco_eval(*indexed, "bbox", **options)
+    sets = dictionaries(COCO, truth, found, classes, **silent)
+    evaluation = COCOeval_faster(*sets, "bbox", **silent)
     evaluation.evaluate()
     evaluation.accumulate()
     evaluation.summarize()
     return evaluation.stats
-
-
-def _annotations(
-    image_X: np.ndarray, label_X: np.ndarray, box_X4: np.ndarray
-) -> list[dict[str, Any]]:
-    """Ids start at 1: pycocotools takes a match with object 0 for no match."""
-    rows = zip(image_X.tolist(), label_X.tolist(), box_X4.tolist())
-    return [
-        {"id": number, "image_id": image, "category_id": label, "bbox": box}
-        for number, (image, label, box) in enumerate(rows, start=1)
-    ]

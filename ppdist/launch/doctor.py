@@ -44,6 +44,10 @@ _PROTOBUF_7_FROM = (3, 3, 1)  # fleet.init of older Paddle reads a field that pr
 _IMPORT_SECONDS = 300
 _OTHER_NAME = "installed under another name"
 _GIB = 1 << 30
+_OPENCV = (
+    *("opencv-python", "opencv-python-headless"),
+    *("opencv-contrib-python", "opencv-contrib-python-headless"),
+)  # each holds the module cv2
 
 _ROOT = Path("/")
 # First driver branch that runs programs of a CUDA major version, whatever its minor version:
@@ -137,13 +141,21 @@ def check_software(build: str, cards: Sequence[str] = ()) -> list[Finding]:
     for module, name in (
         ("numpy", "numpy"),
         ("cv2", "opencv-python-headless"),
-        ("hotcoco", "hotcoco"),
+        ("pycocotools", "pycocotools"),
         ("visualdl", "visualdl"),
     ):
         if importlib.util.find_spec(module) is None:
             findings.append(Finding(FAIL, module, "not installed", f"pip install {name}"))
         else:
             findings.append(Finding(OK, name, installed_version(name) or _OTHER_NAME))
+    opencv = [name for name in _OPENCV if installed_version(name)]
+    if len(opencv) > 1:  # the extra `track` brings a second
+        remedy = (
+            f"pip uninstall {' '.join(opencv)}, then pip install --force-reinstall "
+            "opencv-python-headless"
+        )
+        found = f"{', '.join(opencv)} are installed and share the files of cv2"
+        findings.append(Finding(WARN, "cv2", found, remedy))
     return findings
 
 

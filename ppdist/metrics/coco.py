@@ -1,16 +1,18 @@
 """Mean average precision as COCO defines it.
 
-The numbers are those of pycocotools (the tests hold both together); hotcoco computes them from the
-same rules in Rust (docs/dev/performance.md has the figures).
+pycocotools computes the numbers.  Where hotcoco is installed (extra `fast`), it computes the same
+in Rust, many times faster (docs/dev/performance.md); the tests hold both together to 1e-9.
 """
 
+import contextlib
+import importlib.util
+import io
 from collections.abc import Callable, Iterator, Mapping
 from functools import cache
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
-from hotcoco import COCO, COCOeval
 
 from ppdist.common.files import write_whole
 from ppdist.config.evaluate import COCO_DETECTIONS
@@ -98,21 +100,80 @@ def coco_arrays(
 
     Args: most: detections of a class in an image that count.
     """
-    images = [{"id": place} for place in range(len(truth.order_N))]
-    categories = [{"id": label, "name": str(label)} for label in range(classes)]
+    compute = by_hotcoco if importlib.util.find_spec("hotcoco") else by_pycocotools
+    return compute(truth, found, classes, most)
+
+
+def by_hotcoco(truth: GroundTruth, found: Detections, classes: int, most: int) -> CocoArrays:
+    """`coco_arrays` by hotcoco."""
+    from hotcoco import COCO, COCOeval
+
+    images, categories = _places(truth, classes)
     objects = COCO.from_arrays(
         images, categories, truth.image_G, truth.label_G, truth.box_G4,
         area=truth.area_G, iscrowd=truth.crowd_G.astype(np.int64),
     )  # fmt: skip
     columns = [found.image_F[:, None], found.box_F4, found.score_F[:, None], found.label_F[:, None]]
-    evaluation = COCOeval(objects, objects.load_res(np.concatenate(columns, axis=1)), "bbox")
+    results = objects.load_res(np.concatenate(columns, axis=1))
+    return _accumulated(COCOeval(objects, results, "bbox"), most)
+
+
+def by_pycocotools(truth: GroundTruth, found: Detections, classes: int, most: int) -> CocoArrays:
+    """`coco_arrays` by pycocotools."""
+    from pycocotools.coco import COCO
+    from pycocotools.cocoeval import COCOeval
+
+    with contextlib.redirect_stdout(io.StringIO()):  # it tells how long it took
+        evaluation = COCOeval(*dictionaries(COCO, truth, found, classes), "bbox")
+        return _accumulated(evaluation, most)
+
+
+def _accumulated(evaluation: Any, most: int) -> CocoArrays:
     evaluation.params.maxDets = sorted({1, 10, COCO_DETECTIONS, most})
     evaluation.evaluate()
     evaluation.accumulate()
-    result = evaluation.eval
-    if result is None:
-        raise RuntimeError("hotcoco accumulated nothing")
-    return CocoArrays(result["precision"], result["recall"])
+    return CocoArrays(evaluation.eval["precision"], evaluation.eval["recall"])
+
+
+def dictionaries(
+    coco: Any, truth: GroundTruth, found: Detections, classes: int, **options: Any
+) -> list[Any]:
+    """Objects and detections for packages with pycocotools' interface.
+
+    Args: coco: the package's class COCO; options: of it.
+    """
+    objects = _annotations(truth.image_G, truth.label_G, truth.box_G4)
+    results = _annotations(found.image_F, found.label_F, found.box_F4)
+    for annotation, area, crowd in zip(objects, truth.area_G.tolist(), truth.crowd_G.tolist()):
+        annotation |= {"area": area, "iscrowd": int(crowd)}
+    areas_F = found.box_F4[:, 2] * found.box_F4[:, 3]
+    for annotation, area, score in zip(results, areas_F.tolist(), found.score_F.tolist()):
+        annotation |= {"area": area, "iscrowd": 0, "score": score}
+    images, categories = _places(truth, classes)
+    indexed = []
+    for annotations in (objects, results):
+        part = coco(**options)
+        part.dataset = {"images": images, "categories": categories, "annotations": annotations}
+        part.createIndex()
+        indexed.append(part)
+    return indexed
+
+
+def _annotations(
+    image_X: np.ndarray, label_X: np.ndarray, box_X4: np.ndarray
+) -> list[dict[str, Any]]:
+    """Ids start at 1: pycocotools takes a match with object 0 for no match."""
+    rows = zip(image_X.tolist(), label_X.tolist(), box_X4.tolist())
+    return [
+        {"id": number, "image_id": image, "category_id": label, "bbox": box}
+        for number, (image, label, box) in enumerate(rows, start=1)
+    ]
+
+
+def _places(truth: GroundTruth, classes: int) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+    """Images and categories of a COCO file."""
+    images = [{"id": place} for place in range(len(truth.order_N))]
+    return images, [{"id": label, "name": str(label)} for label in range(classes)]
 
 
 def evaluate_boxes(

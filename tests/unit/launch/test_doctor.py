@@ -99,6 +99,20 @@ def test_only_the_cards_of_the_run_are_asked_to_compute(monkeypatch: pytest.Monk
     assert given["CUDA_VISIBLE_DEVICES"] == "4,5"
 
 
+def test_two_packages_of_opencv_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    def versions(*names: str) -> None:
+        monkeypatch.setattr(
+            doctor, "installed_version", lambda name: "5.0" if name in names else ""
+        )
+        found.append([each for each in doctor.check_software("none") if each.level == WARN])
+
+    found: list[list[doctor.Finding]] = []
+    versions("opencv-python-headless")
+    versions("opencv-python-headless", "opencv-python")
+    assert found[0] == [] and [each.subject for each in found[1]] == ["cv2"]
+    assert "--force-reinstall opencv-python-headless" in found[1][0].remedy
+
+
 @pytest.mark.slow
 def test_a_failed_check_exits_2_with_the_remedy() -> None:
     command = [sys.executable, "tools/doctor.py", "--ips", "10.254.1.1,10.254.1.2", "-c", "no.yml"]

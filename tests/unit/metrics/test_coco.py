@@ -1,6 +1,7 @@
-"""evaluate_boxes against pycocotools, which it does not use itself."""
+"""evaluate_boxes against pycocotools, and hotcoco against it."""
 
 import contextlib
+import importlib.util
 import io
 import json
 
@@ -9,13 +10,14 @@ import pytest
 from pycocotools.coco import COCO
 from pycocotools.cocoeval import COCOeval
 
-from benchmarks.coco import stats_by
 from ppdist.data.types import DetectionSet
+from ppdist.metrics import coco
 from ppdist.metrics.analysis import analyse
 from ppdist.metrics.coco import (
     METRICS,
     OPERATING_POINTS,
-    coco_arrays,
+    by_hotcoco,
+    by_pycocotools,
     evaluate_boxes,
     metric_names,
     write_detections,
@@ -53,7 +55,7 @@ def rows_of(results, dataset) -> np.ndarray:
     return np.array(rows).reshape(-1, 7)
 
 
-def by_pycocotools(dataset, detections_R7) -> tuple[np.ndarray, np.ndarray]:
+def reference(dataset, detections_R7) -> tuple[np.ndarray, np.ndarray]:
     """Its 12 numbers and its AP of each class, through files' dictionaries made anew."""
     truth = [
         {"image_id": index, "category_id": int(label), "bbox": xywh(box), "area": float(area)}
@@ -69,15 +71,15 @@ def by_pycocotools(dataset, detections_R7) -> tuple[np.ndarray, np.ndarray]:
     with contextlib.redirect_stdout(io.StringIO()):
         pair = []
         for annotations in (truth, found):
-            coco = COCO()
+            part = COCO()
             numbered = [{**a, "id": n} for n, a in enumerate(annotations, 1)]
-            coco.dataset = {
+            part.dataset = {
                 "images": [{"id": n} for n in range(len(dataset.records))],
                 "categories": [{"id": n} for n in range(len(dataset.class_names))],
                 "annotations": numbered,
             }
-            coco.createIndex()
-            pair.append(coco)
+            part.createIndex()
+            pair.append(part)
         evaluation = COCOeval(*pair, "bbox")
         evaluation.evaluate()
         evaluation.accumulate()
@@ -115,7 +117,7 @@ def test_coco_reference_set_gives_published_metrics(shared_dir):
 def test_random_sets_with_crowds_agree_with_pycocotools(seed, tied_scores):
     dataset, detections_R7 = random_case(seed, tied_scores=tied_scores)
     result = evaluate_boxes(dataset, detections_R7)
-    stats, per_class = by_pycocotools(dataset, detections_R7)
+    stats, per_class = reference(dataset, detections_R7)
     np.testing.assert_allclose(numbers(result), stats, rtol=0, atol=1e-9)
     ours = [result[f"AP/{name}"] for name in NAMES]
     np.testing.assert_allclose(ours, per_class, rtol=0, atol=1e-9)
@@ -124,7 +126,7 @@ def test_random_sets_with_crowds_agree_with_pycocotools(seed, tied_scores):
 
 def test_over_100_detections_agree_with_pycocotools():
     dataset, detections_R7 = random_case(7, images=5, objects=20, detections=350)
-    stats, _ = by_pycocotools(dataset, detections_R7)
+    stats, _ = reference(dataset, detections_R7)
     np.testing.assert_allclose(numbers(evaluate_boxes(dataset, detections_R7)), stats, atol=1e-9)
 
 
@@ -151,23 +153,25 @@ def test_detections_up_to_the_limit_count(most, expected):
 
 
 @pytest.mark.parametrize("seed", range(40))
-def test_odd_sets_agree_with_pycocotools(seed):
+def test_both_engines_agree_on_odd_sets(seed):
     dataset, rows_R7, classes = odd_case(seed)
-    truth = truth_of(dataset)
-    found = found_of(truth, rows_R7)
-    evaluations = []
+    truth, most = truth_of(dataset), 100 if seed % 4 else 150
+    found = found_of(truth, rows_R7, most)
+    ours, theirs = (
+        compute(truth, found, classes, most) for compute in (by_hotcoco, by_pycocotools)
+    )
+    np.testing.assert_allclose(ours.precision_TRCAM, theirs.precision_TRCAM, rtol=0, atol=1e-9)
+    np.testing.assert_allclose(ours.recall_TCAM, theirs.recall_TCAM, rtol=0, atol=1e-9)
+    assert ours.summary() == pytest.approx(theirs.summary(), abs=1e-9)
 
-    def remembered(*arguments):
-        evaluations.append(COCOeval(*arguments))
-        return evaluations[0]
 
-    with contextlib.redirect_stdout(io.StringIO()):
-        stats = stats_by(COCO, remembered, {}, truth, found, classes)
-    ours = coco_arrays(truth, found, classes)
-    np.testing.assert_allclose(list(ours.summary().values()), stats, rtol=0, atol=1e-9)
-    theirs = evaluations[0].eval
-    np.testing.assert_allclose(ours.precision_TRCAM, theirs["precision"], rtol=0, atol=1e-9)
-    np.testing.assert_allclose(ours.recall_TCAM, theirs["recall"], rtol=0, atol=1e-9)
+def test_without_hotcoco_pycocotools_serves(monkeypatch, capsys):
+    dataset, rows_R7 = random_case(4, images=6)
+    expected = evaluate_boxes(dataset, rows_R7)
+    monkeypatch.setattr(coco, "by_hotcoco", None)
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    assert evaluate_boxes(dataset, rows_R7) == pytest.approx(expected, abs=1e-9)
+    assert capsys.readouterr().out == ""
 
 
 def test_metrics_keep_their_names_and_order():

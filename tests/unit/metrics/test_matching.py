@@ -8,8 +8,8 @@ import pytest
 from pycocotools.coco import COCO
 from pycocotools.cocoeval import COCOeval
 
-from benchmarks.coco import stats_by
 from ppdist.metrics import matching
+from ppdist.metrics.coco import dictionaries
 from ppdist.metrics.matching import (
     CROWD,
     NOBODY,
@@ -25,16 +25,11 @@ EVERYWHERE = [0, 1e10]
 
 
 def matches_of_pycocotools(truth, found, classes) -> np.ndarray:
-    evaluations = []
-
-    def remembered(*arguments):
-        evaluations.append(COCOeval(*arguments))
-        return evaluations[0]
-
     with contextlib.redirect_stdout(io.StringIO()):
-        stats_by(COCO, remembered, {}, truth, found, classes)
+        evaluation = COCOeval(*dictionaries(COCO, truth, found, classes), "bbox")
+        evaluation.evaluate()
     match_F = np.full(len(found.score_F), NOBODY)
-    for image in evaluations[0].evalImgs:
+    for image in evaluation.evalImgs:
         if image is not None and image["aRng"] == EVERYWHERE:
             rows = zip(image["dtIds"], image["dtMatches"][0], image["dtIgnore"][0])
             for detection, thing, ignored in rows:
