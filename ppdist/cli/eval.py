@@ -52,7 +52,7 @@ def main() -> int:
     arguments = parse()
     bound = read_bound(arguments.at_least)
     from ppdist.common.files import make_folder, make_parent, write_json
-    from ppdist.common.logging import step_of
+    from ppdist.common.records import step_of
     from ppdist.data.datasets.build import has_objects
     from ppdist.distributed import comm
     from ppdist.engine.run import prepare_evaluation

@@ -188,7 +188,7 @@ def tell(report: "ExportReport") -> None:
 
 def show_graph(weights: Path, report: "ExportReport") -> None:
     """Puts the exported graph beside the curves of the run that the weights are from, if any."""
-    from ppdist.common.logging import visualdl_command
+    from ppdist.common.records import visualdl_command
     from ppdist.viz.graph import write_graph
 
     weights = weights.resolve()

@@ -23,7 +23,7 @@ from ppdist.common.limits import require_limits
 from ppdist.common.signals import hold_signals
 
 if TYPE_CHECKING:
-    from ppdist.common.logging import RunLog
+    from ppdist.common.run_log import RunLog
     from ppdist.config import ExperimentConfig
     from ppdist.engine.callbacks import Callback
     from ppdist.engine.recipe import Recipe

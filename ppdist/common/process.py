@@ -28,6 +28,7 @@ from ppdist.common.errors import Failure, StorageError, UserError, failure_of
 from ppdist.common.files import replace_file
 from ppdist.common.limits import as_limit
 from ppdist.common.signals import STOP_SIGNALS
+from ppdist.common.writer_thread import TERMINAL, Screen
 
 USER_ERROR, STOPPED = 2, 75  # exit codes
 
@@ -94,13 +95,17 @@ def run(main: Callable[[], int | None]) -> NoReturn:
         say(message if failure.kind != StorageError.kind else f"ppdist: error: {message}")
     if message and code == USER_ERROR and not launched:
         say(f"ppdist: error: {message}")
-    for stream in (sys.stdout, sys.stderr):
-        _finish(stream)
+    written = [_finish(stream) for stream in (sys.stdout, sys.stderr)]
     if launched:
         # The code is said.  While Python ends, its handlers are gone, and the SIGTERM with which
         # the launcher ends the other ranks would put itself in the place of this code.
         for number in STOP_SIGNALS:
             signal.signal(number, signal.SIG_IGN)
+    if not all(written):  # Python would wait for the terminal, too
+        for thread in threading.enumerate():
+            if not thread.daemon and thread is not threading.current_thread():
+                thread.join()
+        os._exit(code)
     sys.exit(code)
 
 
@@ -199,9 +204,13 @@ def printable(text: str) -> str:
 
 
 def say(text: str) -> None:
-    """A line to stderr, if anybody can still read it."""
-    with suppress(OSError, ValueError, AttributeError):  # closed, full, or never there
-        print(printable(text), file=sys.stderr, flush=True)
+    """A line to stderr; signal handlers may call it.
+
+    It is on the terminal at return, unless that takes nothing: then nobody waits long for it.
+    """
+    screen = sys.stderr if isinstance(sys.stderr, Screen) else Screen(sys.stderr)
+    screen.write(f"{printable(text)}\n")
+    TERMINAL.flush()
 
 
 def warn(text: str) -> None:
@@ -209,15 +218,23 @@ def warn(text: str) -> None:
     say(f"ppdist: warning: {text}")
 
 
-def _finish(stream: TextIO | None) -> None:
-    """Writes what is left; where nobody reads it (`| head`), Python would change the exit code."""
-    if stream is None:
-        return
-    try:
-        stream.flush()
-    except (OSError, ValueError):
-        with suppress(OSError, ValueError):
-            os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
+def _finish(stream: TextIO | None) -> bool:
+    """Writes what is left of a stream; False: it takes nothing.
+
+    Where nobody reads it (`| head`), Python would change the exit code.
+    """
+
+    def flush() -> None:
+        if stream is None:
+            return
+        try:
+            stream.flush()
+        except (OSError, ValueError):
+            with suppress(OSError, ValueError):
+                os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
+
+    TERMINAL.put("terminal", flush)
+    return TERMINAL.flush()
 
 
 def launcher_folder() -> Path | None:

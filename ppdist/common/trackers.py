@@ -14,7 +14,6 @@ import json
 import math
 import os
 import pickle
-import queue
 import re
 import signal
 import subprocess
@@ -25,7 +24,7 @@ import traceback
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from functools import reduce
+from functools import partial, reduce
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -34,6 +33,7 @@ import numpy as np
 
 from ppdist.common.errors import ConfigError
 from ppdist.common.files import replace_file
+from ppdist.common.writer_thread import WriterThread
 from ppdist.common.writers import Histogram, MetricWriter
 
 _MOST_BYTES = 1 << 26  # that wait for a tracker; some hundred images
@@ -101,10 +101,8 @@ class TrackerProcess(MetricWriter):
         self._latest = math.inf  # when to be closed, by time.monotonic()
         self._closes: float | None = None  # when it was asked to
         self._off = False
-        self._lock = threading.Lock()
-        self._waiting: queue.SimpleQueue[bytes] = queue.SimpleQueue()
-        self._bytes, self._taken = 0, time.monotonic()
-        threading.Thread(target=self._send, daemon=True).start()
+        self._pipe = WriterThread()
+        self._taken = time.monotonic()  # when the process last took something
         self._put((target, run))
 
     def add_scalars(self, step: int, values: Mapping[str, float]) -> None:
@@ -163,8 +161,8 @@ class TrackerProcess(MetricWriter):
         trouble = ""
         if self._process.poll() is not None:
             trouble = self._why()
-        elif self._bytes > _MOST_BYTES or (
-            self._bytes and time.monotonic() - self._taken > _HUNG_SECONDS
+        elif self._pipe.waiting_bytes > _MOST_BYTES or (
+            self._pipe.waiting and time.monotonic() - self._taken > _HUNG_SECONDS
         ):
             trouble = f"it takes nothing any more; see {self._folder / _LOG_FILE}"
         if trouble:
@@ -173,25 +171,16 @@ class TrackerProcess(MetricWriter):
             self._process.wait()
             raise RuntimeError(trouble)
         data = pickle.dumps(message, pickle.HIGHEST_PROTOCOL)
-        with self._lock:
-            if not self._bytes:
-                self._taken = time.monotonic()
-            self._bytes += len(data)
-        self._waiting.put(data)
+        if not self._pipe.waiting:
+            self._taken = time.monotonic()
+        self._pipe.put("tracker", partial(self._send, data), len(data))
 
-    def _send(self) -> None:
-        """The thread that waits in place of the run; it ends with the process at the other end."""
+    def _send(self, data: bytes) -> None:
+        """Waits in place of the run; it fails where the process has ended, which `_put` sees."""
         assert self._process.stdin is not None
-        while True:
-            data = self._waiting.get()
-            try:
-                self._process.stdin.write(data)
-                self._process.stdin.flush()
-            except (OSError, ValueError):  # it has ended: `_put` sees that
-                return
-            with self._lock:
-                self._bytes -= len(data)
-                self._taken = time.monotonic()
+        self._process.stdin.write(data)
+        self._process.stdin.flush()
+        self._taken = time.monotonic()
 
     def _why(self) -> str:
         """Why the process has ended."""

@@ -1,7 +1,7 @@
 """Metric writers: a run's numbers and pictures for VisualDL and TensorBoard.
 
-Both get the same tags, steps and pictures, written directly and in the calling thread; a writer
-that fails costs a warning.
+Both, and the trackers, get the same tags, steps and pictures, in the thread that writes the files
+of a run; a writer that fails costs a warning.
 """
 
 import errno
@@ -11,7 +11,9 @@ import os
 import struct
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from runpy import run_path
@@ -22,6 +24,7 @@ import numpy as np
 
 from ppdist.common.errors import ConfigError
 from ppdist.common.files import replace_file
+from ppdist.common.writer_thread import WriterThread
 
 _HISTOGRAM_BINS = 50
 _FLOAT32_MAX = float(np.finfo(np.float32).max)  # both programs keep a point as float32
@@ -189,11 +192,11 @@ def histogram(values: np.ndarray) -> Histogram | None:
 
 
 class MetricWriters:
-    """Hands everything to each writer; one that fails costs a warning and no exception."""
+    """Hands everything to each writer, in a thread; one that fails costs a warning."""
 
-    def __init__(self, warn: Callable[[str, Exception], None]) -> None:
-        """Args: warn: told each time which program's writer failed and why."""
-        self._warn = warn
+    def __init__(self, thread: WriterThread) -> None:
+        """Args: thread: gets what failed and why, too, by the name of the program."""
+        self._thread = thread
         self._writers: dict[str, MetricWriter] = {}
 
     def open(self, program: str, make: Callable[[], MetricWriter]) -> None:
@@ -201,19 +204,22 @@ class MetricWriters:
         try:
             self._writers[program] = make()
         except Exception as error:  # no curve is worth a run
-            self._warn(program, error)
+            self._thread.failures.append((program, error))
 
     def metrics(self, record: Mapping[str, Any]) -> None:
         """The numbers of one record of metrics.jsonl; see `scalar_points`."""
-        self._each(lambda writer: writer.add_scalars(int(record["step"]), scalar_points(record)))
+        step, points = int(record["step"]), scalar_points(record)
+        self._each(lambda writer: writer.add_scalars(step, points))
 
     def images(self, tag: str, step: int, images_HW3: list[np.ndarray]) -> None:
         """uint8 RGB images under `tag/0`, `tag/1`, ...; sizes may differ."""
-        self._each(lambda writer: writer.add_images(step, tag, images_HW3))
+        size = sum(image_HW3.nbytes for image_HW3 in images_HW3)
+        self._each(lambda writer: writer.add_images(step, tag, images_HW3), size)
 
     def pr_curves(self, step: int, analysis: Mapping[str, Any]) -> None:
         """The precision-recall curves of the classes in an evaluation.json."""
-        self._each(lambda writer: writer.add_pr_curves(step, pr_curves(analysis)))
+        curves = pr_curves(analysis)
+        self._each(lambda writer: writer.add_pr_curves(step, curves))
 
     def histograms(self, step: int, arrays: Mapping[str, np.ndarray]) -> None:
         """How the values of arrays are spread, by tag; what is not finite is left out."""
@@ -223,7 +229,7 @@ class MetricWriters:
             values = {tag: each for tag, each in found.items() if each is not None}
             writer.add_histograms(step, values)
 
-        self._each(add)
+        self._each(add, sum(array.nbytes for array in arrays.values()))
 
     def describe(
         self, hyper_parameters: Mapping[str, Any], metrics: list[str], texts: Mapping[str, str]
@@ -250,12 +256,10 @@ class MetricWriters:
         self._each(lambda writer: writer.close())
         self._writers = {}
 
-    def _each(self, write: Callable[[MetricWriter], None]) -> None:
+    def _each(self, write: Callable[[MetricWriter], None], size: int = 0) -> None:
+        """Args: size: bytes that wait with it; what has any may be dropped."""
         for program, writer in self._writers.items():
-            try:
-                write(writer)
-            except Exception as error:  # no curve is worth a run
-                self._warn(program, error)
+            self._thread.put(program, partial(write, writer), size, may_drop=size > 0)
 
 
 _LENGTH = struct.Struct("<Q")  # before each record, in the files of both programs
@@ -274,8 +278,15 @@ def append_whole(file: io.FileIO, data: bytes) -> None:
         while data:  # an unbuffered write may take only a part
             data = data[file.write(data) :]
     except OSError:
-        file.truncate(size)
+        with suppress(OSError):  # a device
+            file.truncate(size)
         raise
+
+
+def append(path: Path, data: bytes) -> None:
+    """Appends all of `data` to a file, which is made if need be, or nothing.  Raises: OSError."""
+    with io.FileIO(path, "ab") as file:
+        append_whole(file, data)
 
 
 def jpeg(image_HW3: np.ndarray) -> bytes:
@@ -307,8 +318,7 @@ def _visualdl_record_type() -> Any:
 class VisualDLWriter(MetricWriter):
     """Appends to the one VisualDL record file of a folder.
 
-    Whatever a call writes is on its way to disk when the call returns.  A write that fails leaves
-    the file as it was before that call, so it stays readable.
+    A write that fails leaves the file as it was before that call, so it stays readable.
 
     The messages are VisualDL's own; its LogWriter is not used, for three reasons seen in release
     2.5.3: its writer thread prints a write error and loses the points without telling the caller;
@@ -478,8 +488,7 @@ class TensorBoardWriter(MetricWriter):
 
     tensorboardX's SummaryWriter is not used: seen in release 2.6.5, a thread of it takes what is to
     be written out of a queue of ten; when a write fails the thread ends, and the eleventh point
-    waits forever, so a full disk would stop a training.  Here everything is written directly and in
-    the calling thread.
+    waits forever, so a full disk would stop a training.
 
     A file is a row of `uint64 length, uint32 masked crc32c of it, protobuf message Event, uint32
     masked crc32c of that`, little-endian.  Where a run is resumed or rolled back, later events are

@@ -3,7 +3,7 @@
 import logging
 import time
 
-from ppdist.common.logging import duration
+from ppdist.common.eta import duration
 from ppdist.distributed.store import alive
 
 _REPORT_SECONDS = 15.0

@@ -12,8 +12,8 @@ import paddle
 from ppdist import models
 from ppdist.common import files
 from ppdist.common.errors import ConfigError, UserError
-from ppdist.common.logging import EarlyLog, RunLog
 from ppdist.common.machine import available_cores, given_threads
+from ppdist.common.run_log import EarlyLog, RunLog
 from ppdist.common.trackers import TRACKERS
 from ppdist.config import ExperimentConfig, plugins
 from ppdist.config.base import dump_yaml

@@ -10,8 +10,8 @@ from pathlib import Path
 
 from ppdist.common.errors import CheckpointError, ConfigError
 from ppdist.common.files import replace_file
-from ppdist.common.logging import MetricRecords, read_metrics
 from ppdist.common.process import JOB_DIR_VARIABLE
+from ppdist.common.records import MetricRecords, read_metrics
 from ppdist.config import ExperimentConfig
 from ppdist.config.base import parse_config
 from ppdist.distributed import comm

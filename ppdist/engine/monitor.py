@@ -6,6 +6,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Mapping, Sequence
+from functools import partial
 from statistics import median, median_low
 from typing import Any, NamedTuple
 
@@ -13,8 +14,9 @@ import numpy as np
 import paddle
 from paddle import nn
 
+from ppdist.common.eta import duration
 from ppdist.common.files import write_json
-from ppdist.common.logging import RunLog, duration
+from ppdist.common.run_log import RunLog
 from ppdist.data.types import DetectionSet, Records
 from ppdist.distributed import comm, device, heartbeat
 from ppdist.engine.callbacks import Callback, StepSeconds, TrainingRun
@@ -402,10 +404,12 @@ class EvaluationLogger(Callback):
         self._log.images("validation", step, self._evaluator.pictures)
         if self._log.histograms_wanted:
             self._log.writers.histograms(step, _values(self._model))
-        try:
-            write_validation(self._output_dir / "plots", self._evaluator.pictures)
-        except Exception as error:
-            self._log.warn_once("plots/val_batch_*.jpg", error)
+        pictures = self._evaluator.pictures
+        self._log.put(
+            "plots/val_batch_*.jpg",
+            partial(write_validation, self._output_dir / "plots", pictures),
+            sum(picture.nbytes for picture in pictures),
+        )
         if is_best:
             comm.run_on_main(lambda: self._analyse(step))
 
@@ -413,7 +417,8 @@ class EvaluationLogger(Callback):
         try:
             analysis = self._evaluator.analyse_last(step)
             self._log.writers.pr_curves(step, analysis)
-            write_json(self._output_dir / "evaluation.json", analysis)
+            write = partial(write_json, self._output_dir / "evaluation.json", analysis)
+            self._log.put("evaluation.json", write)
         except Exception as error:
             _LOGGER.debug("evaluation.json", exc_info=True)
             self._log.warn_once("evaluation.json", error)

@@ -10,6 +10,7 @@ import os
 import re
 import time
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,8 +18,9 @@ import numpy as np
 import paddle
 
 from ppdist.common.errors import ConfigError, StorageError, UserError, is_out_of_memory
-from ppdist.common.logging import RunLog
 from ppdist.common.process import JOB_DIR_VARIABLE, SKIP_STEP_VARIABLE
+from ppdist.common.run_log import RunLog
+from ppdist.common.writers import append
 from ppdist.distributed import comm, device
 from ppdist.distributed.agreement import equal_ranks
 from ppdist.engine.checkpoint import Snapshot
@@ -30,6 +32,7 @@ from ppdist.engine.train_step import StepResult, TrainStep, loss_scale
 MAX_ROLLBACKS = 3  # of a whole run; the last continues at an eighth of the learning rate
 _LR_FACTOR = 0.5  # of each
 _SHOWN = 8  # images in a message
+_BAD_STEPS = "bad_steps.jsonl"
 _OUT_OF_MEMORY_FILE = "out_of_memory.json"
 _DIGEST_BITS, _PARTS = 64, 4  # 16 bits each, which a float32 holds exactly
 _ODD = 0x9E3779B97F4A7C15  # mixes the sums of tensors, so that their order counts
@@ -113,7 +116,7 @@ class Recovery:
             raise UserError(
                 f"loss or gradient was not finite for {self._limit} steps in a row, up to step "
                 f"{step}, and {MAX_ROLLBACKS} rollbacks, each with half the learning rate, did not "
-                f"help; their images are listed in {self._folder / 'bad_steps.jsonl'}",
+                f"help; their images are listed in {self._folder / _BAD_STEPS}",
                 code="training_diverged",
                 fix=(
                     "lower optimizer.lr, set train.clip_norm, or turn train.amp off; earlier "
@@ -127,7 +130,7 @@ class Recovery:
             f"not finite for {self._limit} steps in a row, up to step {step}: rolled back to the "
             f"weights after step {progress.step}, with {factor:g} of the learning rate from there "
             f"on (rollback {progress.rollbacks} of at most {MAX_ROLLBACKS}); the images of these "
-            f"steps are listed in {self._folder / 'bad_steps.jsonl'}"
+            f"steps are listed in {self._folder / _BAD_STEPS}"
         )
         record = _record_of_rollback(progress, step, "loss or gradient not finite")
         self._log.metrics({**record, "lr_factor": factor})
@@ -248,18 +251,12 @@ class Recovery:
             for rank, (loss, indices) in enumerate(told_W)
         ]
         if comm.is_main():
-            self._append("".join(json.dumps(line) + "\n" for line in lines))
+            text = "".join(json.dumps(line) + "\n" for line in lines)
+            self._log.put(_BAD_STEPS, partial(append, self._folder / _BAD_STEPS, text.encode()))
         paths = [path for line in lines for path in line["images"]]
         return ", ".join(paths[:_SHOWN]) + (
             f" and {len(paths) - _SHOWN} more" * (len(paths) > _SHOWN)
         )
-
-    def _append(self, text: str) -> None:
-        try:
-            with (self._folder / "bad_steps.jsonl").open("a", encoding="utf-8") as file:
-                file.write(text)
-        except OSError as error:
-            self._log.warning(f"cannot write bad_steps.jsonl ({error}): {text}")
 
 
 def _record_of_rollback(progress: TrainState, step: int, reason: str) -> dict[str, Any]:

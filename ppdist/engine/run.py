@@ -7,7 +7,8 @@ from pathlib import Path
 
 from ppdist.common import process
 from ppdist.common.errors import DataError
-from ppdist.common.logging import RunLog, commands
+from ppdist.common.records import commands
+from ppdist.common.run_log import RunLog
 from ppdist.config import ExperimentConfig
 from ppdist.data.datasets.build import read_split
 from ppdist.data.types import DetectionSet, Split
@@ -82,6 +83,7 @@ def run_training(
         status = experiment.trainer.fit()
         if comm.is_main() and status == 0:  # whoever asked to stop kills what does not end in time
             experiment.log.info(f"drawing {output_dir / 'plots'}")
+            experiment.log.flush()  # what is drawn is read from its files
             failed = process.apart(lambda: _draw(output_dir, experiment, config), _DRAWING_SECONDS)
             if failed:
                 experiment.log.warning(

@@ -30,8 +30,8 @@ from pydantic import BaseModel, Field
 
 from ppdist.common.errors import CheckpointError, ConfigError
 from ppdist.common.files import replace_file
-from ppdist.common.logging import RunLog
 from ppdist.common.process import JOB_DIR_VARIABLE
+from ppdist.common.run_log import RunLog
 from ppdist.config.base import Section, flattened, parse_config
 from ppdist.data.types import DetectionSet
 from ppdist.distributed import comm

@@ -3,7 +3,6 @@
 What changes the numbers of a run stands in `Trainer`; what only looks on is a `Callback`.
 """
 
-import contextlib
 import logging
 import math
 import os
@@ -18,8 +17,9 @@ import numpy as np
 import paddle
 
 from ppdist.common.errors import CheckpointError, StorageError
-from ppdist.common.logging import EVALUATION, SAVING, RunLog, duration
-from ppdist.common.process import STOPPED
+from ppdist.common.eta import EVALUATION, SAVING, duration
+from ppdist.common.process import STOPPED, say
+from ppdist.common.run_log import RunLog
 from ppdist.common.signals import STOP_SIGNALS, release_signals
 from ppdist.config.evaluate import EvaluateConfig
 from ppdist.config.output import CheckpointConfig
@@ -595,8 +595,7 @@ def until_first_step() -> None:
         if os.getpid() != own:  # a copy of this process that looks at images
             os._exit(128 + number)
         said = f"stopped by {signal.Signals(number).name} before the first step: nothing is lost"
-        with contextlib.suppress(OSError):
-            os.write(2, f"\nppdist: {said}\n".encode())
+        say(f"\nppdist: {said}")
         os._exit(STOPPED)
 
     for number in STOP_SIGNALS:
@@ -623,9 +622,7 @@ def listen(ask: Callable[[], None]) -> None:
             first = time.monotonic()
             ask()
             if not heartbeat.tell_stop(number) and comm.is_main():
-                # Not by print: the signal may have come amid one.
-                with contextlib.suppress(OSError):
-                    os.write(2, b"\nstopping after this step; a second signal stops at once\n")
+                say("\nstopping after this step; a second signal stops at once")
         elif time.monotonic() - first > _SAME_REQUEST_SECONDS:
             os._exit(128 + number if number == signal.SIGINT else 1)
 

@@ -16,7 +16,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any, NamedTuple, TypeGuard
 
-from ppdist.common.logging import MetricRecords, read_metrics
+from ppdist.common.records import MetricRecords, read_metrics
 from ppdist.metrics.analysis import left_out_line
 
 # Of mAP50, or of a classifier's accuracy above chance: below the first nothing is learned, from the

@@ -16,7 +16,7 @@ from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
-from ppdist.common.logging import duration
+from ppdist.common.eta import duration
 from ppdist.metrics.analysis import CLASS_HEADINGS
 from ppdist.metrics.matching import USUAL_CONFIDENCE
 from ppdist.metrics.verdict import Finding, verdict

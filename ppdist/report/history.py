@@ -7,7 +7,7 @@ from typing import Any
 
 from ppdist.common.errors import UserError
 from ppdist.common.files import writing
-from ppdist.common.logging import MetricRecords, Record, read_metrics
+from ppdist.common.records import MetricRecords, Record, read_metrics
 
 _NOT_OURS = {"time": 0}  # keys of a record that are no numbers of an epoch
 

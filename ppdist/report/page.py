@@ -20,9 +20,10 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from markupsafe import Markup, escape
 from PIL import Image
 
+from ppdist.common.eta import duration
 from ppdist.common.files import make_parent, writing
-from ppdist.common.logging import duration, visualdl_command
 from ppdist.common.process import printable
+from ppdist.common.records import visualdl_command
 from ppdist.report import charts
 from ppdist.report.content import compare, show
 from ppdist.report.run import Run, read_run, settings_of, written

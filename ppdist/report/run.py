@@ -18,7 +18,7 @@ from pydantic_core import PydanticUndefined
 
 from ppdist.common import files
 from ppdist.common.errors import ConfigError, UserError
-from ppdist.common.logging import MetricRecords, read_metrics
+from ppdist.common.records import MetricRecords, read_metrics
 from ppdist.config.experiment import experiment_of
 from ppdist.config.yaml import Reader
 

@@ -29,7 +29,7 @@ from optuna.trial import TrialState
 
 from ppdist.common.errors import ConfigError, LaunchError
 from ppdist.common.files import write_json
-from ppdist.common.logging import MetricRecords, read_metrics
+from ppdist.common.records import MetricRecords, read_metrics
 from ppdist.config import load_config
 from ppdist.config.study import StudyConfig, item_of
 from ppdist.tune.results import export

@@ -15,8 +15,8 @@ from typing import Any
 
 from ppdist.common.errors import ConfigError
 from ppdist.common.files import write_json
-from ppdist.common.logging import MetricRecords, Record, read_metrics
 from ppdist.common.process import ends_with_this, process_stat
+from ppdist.common.records import MetricRecords, Record, read_metrics
 from ppdist.config.study import StudyConfig, item_of
 
 _TAIL_BYTES = 4000

@@ -26,7 +26,7 @@ from matplotlib.ticker import MaxNLocator
 
 from ppdist.common.errors import DataError
 from ppdist.common.files import make_folder, writing
-from ppdist.common.logging import MetricRecords, Record
+from ppdist.common.records import MetricRecords, Record
 from ppdist.data.image import read_image
 from ppdist.data.statistics import Objects, per_class
 from ppdist.viz.draw import (

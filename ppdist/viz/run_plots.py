@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from ppdist.common.errors import ConfigError
 from ppdist.common.files import make_folder
-from ppdist.common.logging import MetricRecords, read_metrics
+from ppdist.common.records import MetricRecords, read_metrics
 from ppdist.config.data import DataConfig
 from ppdist.config.yaml import Reader
 from ppdist.data.statistics import objects_of

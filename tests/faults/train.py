@@ -4,7 +4,7 @@ import os
 
 from ppdist import cli
 from ppdist.cli import train
-from ppdist.common import logging, process
+from ppdist.common import process, run_log
 from ppdist.common.signals import hold_signals
 
 
@@ -13,7 +13,7 @@ def main() -> int:
     cli.use_clone("tests/faults")
     from tests.faults.fault import VARIABLE, parse_faults
 
-    logging._SILENT_SECONDS = 0.0  # whoever looks on wants to see each step
+    run_log._SILENT_SECONDS = 0.0  # whoever looks on wants to see each step
     planned = parse_faults(os.environ.get(VARIABLE, ""))
     hold_signals()  # Paddle, which the injector imports, has handlers of its own
     from tests.faults.injector import FaultInjector

@@ -14,8 +14,10 @@ import pytest
 
 from ppdist.common import trackers
 from ppdist.common.errors import ConfigError
-from ppdist.common.logging import RunLog, read_metrics
+from ppdist.common.records import read_metrics
+from ppdist.common.run_log import RunLog
 from ppdist.common.trackers import TRACKERS, TrackedRun, TrackerProcess
+from ppdist.common.writer_thread import WriterThread
 from ppdist.common.writers import MetricWriter, MetricWriters, scalar_points
 from ppdist.config import output
 from ppdist.config.base import Section, parse_config
@@ -96,6 +98,7 @@ def test_failing_tracker_costs_one_warning(tmp_path: Path, monkeypatch) -> None:
     settings = [(f"{HERE}:Noting", output.WandbConfig())]
     with RunLog(tmp_path, True, 9, 9, None, visualdl=False, trackers=settings) as log:
         log.writers.metrics({"step": 1, "fail": 1.0})
+        log.flush()
         log._trackers[0].add_scalars(1, {"fail": 1.0})
         log._trackers[0]._process.wait(30)
         for step in range(2, 6):
@@ -281,14 +284,16 @@ def test_swanlab_offline_has_the_points_of_the_run(tmp_path: Path) -> None:
 
 def test_hung_trackers_are_waited_for_together(tmp_path: Path, monkeypatch) -> None:
     monkeypatch.setattr(trackers, "_CLOSE_SECONDS", 2.0)
-    warned: list[str] = []
-    writers = MetricWriters(lambda program, error: warned.append(f"{program}: {error}"))
+    thread = WriterThread()
+    writers = MetricWriters(thread)
     hung = [start(tmp_path / name) for name in "ab"]
     for name, tracker in zip("ab", hung):
         writers.open(name, lambda tracker=tracker: tracker)
         tracker.add_scalars(1, {"hang": 1.0})
     began = time.monotonic()
     writers.close()
+    thread.flush(30)
+    warned = [f"{program}: {error}" for program, error in thread.failures]
     assert 2.0 <= time.monotonic() - began < 3.8
     assert [line[:2] for line in warned] == ["a:", "b:"] and "2 s after the end" in warned[1]
     assert all(tracker._process.returncode == -signal.SIGKILL for tracker in hung)

@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from ppdist.common.logging import RunLog
+from ppdist.common.run_log import RunLog
 from ppdist.common.writers import histogram, pr_curves
 from tests.unit.common.analysis import ANALYSIS
 

@@ -13,7 +13,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from ppdist.common.logging import RunLog, Screen, read_metrics
+from ppdist.common.records import read_metrics
+from ppdist.common.run_log import RunLog
 from ppdist.common.writers import VisualDLWriter
 
 IMAGE_HW3 = np.zeros((8, 8, 3), np.uint8)
@@ -25,6 +26,7 @@ def a_run(folder: Path, steps: range = range(1, 5), between: Callable[[], None] 
         log.table("derived", [("ranks", "1", "no launcher")])
         for step in steps:
             if step == steps[len(steps) // 2]:
+                log.flush()
                 between()
             log.metrics({"step": step, "loss": 0.5})
             log.images("val", step, [IMAGE_HW3])
@@ -55,11 +57,13 @@ def test_full_disk_tears_no_line_warns_per_writer(small_disk, capsys, record_pro
                 junk.write(bytes(4096))
 
     def lines_until_full() -> None:
+        log.flush()
         fill()
         for _ in range(200):  # more than what is left of the last page of each file
             log.metrics({"step": 1, "loss": 0.5, "note": "x" * 50})
             log.images("val", 1, [IMAGE_HW3])
             log.warning("y" * 100)
+        log.flush()
 
     with RunLog(run, True, 9, 3, None) as log:
         log.metrics({"step": 0})
@@ -69,7 +73,7 @@ def test_full_disk_tears_no_line_warns_per_writer(small_disk, capsys, record_pro
     out, err = capsys.readouterr()
     assert out.count("metrics.jsonl cannot be written, continuing without it") == 1
     assert out.count("VisualDL cannot be written, continuing without it") == 1
-    assert err.count("train.log cannot be written: [Errno 28]") == 1 and "Traceback" not in err
+    assert out.count("train.log cannot be written") == 1 and not err
     records = read_metrics(run / "metrics.jsonl")
     assert len(records) == len((run / "metrics.jsonl").read_text().splitlines()), "no half line"
     assert records[-1]["step"] == 2
@@ -96,7 +100,7 @@ def test_removed_output_dir_costs_line_and_is_remade(tmp_path, capsys) -> None:
     out, err = capsys.readouterr()
     assert out.count("metrics.jsonl cannot be written, continuing without it") == 1
     assert out.count("VisualDL cannot be written, continuing without it") == 1
-    assert err.count("train.log cannot be written: [Errno 2]") == 1
+    assert out.count("train.log cannot be written") == 1 and not err
     assert out.count("after step") == 4, "the console still says everything"
 
     def replace() -> None:  # as a checkpoint does, which makes the folders above it
@@ -150,9 +154,9 @@ def test_training_needs_neither_visualdl_nor_matplotlib() -> None:
     code = (
         "import sys\n"
         "for name in ('visualdl', 'matplotlib', 'prometheus_client'): sys.modules[name] = None\n"
-        "import ppdist.engine.build, ppdist.common.logging, pathlib, tempfile\n"
+        "import ppdist.engine.build, ppdist.common.run_log, pathlib, tempfile\n"
         "with tempfile.TemporaryDirectory() as folder:\n"
-        "    with ppdist.common.logging.RunLog(\n"
+        "    with ppdist.common.run_log.RunLog(\n"
         "        pathlib.Path(folder), True, 9, 3, None\n"
         "    ) as log:\n"
         "        log.metrics({'step': 1, 'loss': 1.0})\n"
@@ -168,8 +172,8 @@ def test_training_needs_neither_visualdl_nor_matplotlib() -> None:
 A_TOOL = """
 import pathlib, sys
 from ppdist.common import process
-from ppdist.common.logging import RunLog
-from ppdist.common.logging import read_metrics
+from ppdist.common.run_log import RunLog
+from ppdist.common.records import read_metrics
 def main():
     folder = pathlib.Path(sys.argv[1])
     with RunLog(folder, True, 9, 3, None, every_steps=1) as log:
@@ -230,16 +234,6 @@ def test_run_without_stdout_or_stderr_ends_normally(closed: tuple, tmp_path: Pat
     assert len(read_metrics(tmp_path / "metrics.jsonl")) == 9
 
 
-def test_a_screen_that_somebody_closed_is_silent() -> None:
-    stream = io.StringIO()
-    screen = Screen(stream)
-    assert screen.write("a") == 1 and screen.problem is None
-    stream.close()
-    assert screen.write("b") == 1 and screen.isatty() is False
-    screen.flush()
-    assert isinstance(screen.problem, ValueError)
-
-
 def test_names_cannot_move_terminal_cursor(tmp_path: Path, capsys) -> None:
     with RunLog(tmp_path, True, 9, 3, None) as log:
         log.warning("images/\x1b]0;title\x07\x1b[2J\u202egpj.exe: 苹果 ÿ\u2028: cannot be used")
@@ -259,7 +253,8 @@ def test_disk_full_mid_line_removes_whole_line(
 
     with RunLog(tmp_path, True, 9, 3, None, visualdl=False) as log:
         log.metrics({"step": 1})
-        monkeypatch.setattr("ppdist.common.logging.io.FileIO", Full)
+        log.flush()
+        monkeypatch.setattr("ppdist.common.writers.io.FileIO", Full)
         log.metrics({"step": 2})
     assert (tmp_path / "metrics.jsonl").read_text().count("\n") == 1
     assert len(read_metrics(tmp_path / "metrics.jsonl")) == 1

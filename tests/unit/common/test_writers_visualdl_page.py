@@ -13,7 +13,7 @@ from urllib.parse import quote
 import numpy as np
 import pytest
 
-from ppdist.common.logging import RunLog
+from ppdist.common.run_log import RunLog
 from tests.ports import free_port
 from tests.unit.common.analysis import ANALYSIS
 

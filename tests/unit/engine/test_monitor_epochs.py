@@ -9,7 +9,7 @@ import sys
 import pytest
 
 from ppdist.common.errors import UserError
-from ppdist.common.logging import read_metrics
+from ppdist.common.records import read_metrics
 from ppdist.engine.callbacks import StepSeconds, TrainingRun
 from ppdist.engine.monitor import EpochLogger, EpochMeans
 from ppdist.engine.train_step import StepResult

@@ -4,7 +4,7 @@ import time
 
 import pytest
 
-from ppdist.common.logging import ETA, EVALUATION, SAVING
+from ppdist.common.eta import ETA, EVALUATION, SAVING
 from ppdist.common.process import STARTED_VARIABLE
 from ppdist.data.datasets.synthetic import make_shapes
 from ppdist.distributed import comm

@@ -8,7 +8,7 @@ import numpy as np
 import paddle
 import pytest
 
-from ppdist.common.logging import RunLog
+from ppdist.common.run_log import RunLog
 from ppdist.config.augment import AugmentConfig
 from ppdist.data.types import Batch
 from ppdist.engine.callbacks import TrainingRun

@@ -14,7 +14,7 @@ from optuna.trial import TrialState
 
 from ppdist.common.errors import LaunchError
 from ppdist.common.files import write_json
-from ppdist.common.logging import read_metrics
+from ppdist.common.records import read_metrics
 from ppdist.tune import results
 from ppdist.tune.results import read_rows
 from ppdist.tune.search import Calibration

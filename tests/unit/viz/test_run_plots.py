@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from ppdist.common.logging import MetricRecords
+from ppdist.common.records import MetricRecords
 from ppdist.data.types import DetectionSet, ImageRecord
 from ppdist.metrics.analysis import analyse
 from ppdist.viz import plots

@@ -1,29 +1,23 @@
 """What a run says while it works: console, train.log, metrics.jsonl, metric writers.
 
-    EarlyLog                     the console until the folder of the run is its own
-    RunLog                       all of it; who trains, evaluates or saves calls this
-    ETA                          how long the rest of the run takes
-    read_metrics, MetricRecords  metrics.jsonl again, by kind of record
-    run_summary                  the table at the end
+    EarlyLog   the console until the folder of the run is its own
+    RunLog     all of it; who trains, evaluates or saves calls this
 
-metrics.jsonl is the truth; the others are views of it.  Only rank 0 writes.  Nothing here ever
-stops a training: a full disk or a closed terminal costs lines, with one warning.
+metrics.jsonl is the truth; the others are views of it.  Only rank 0 writes, in threads: no step
+waits for a terminal or a disk.  Nothing here ever stops a training: a full disk or a closed
+terminal costs lines, with one warning.
 """
 
 import io
 import json
 import logging
-import logging.handlers
 import math
-import shlex
 import sys
 import time
-from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from pathlib import Path
-from statistics import fmean, median
 from typing import Any, TextIO, cast
 
 import numpy as np
@@ -33,14 +27,17 @@ from rich.progress import BarColumn, Progress, TaskID, TextColumn
 from rich.table import Table
 
 from ppdist.common.errors import ConfigError
+from ppdist.common.eta import ETA, EVALUATION, duration
 from ppdist.common.files import replace_file, sync_path
 from ppdist.common.process import BARE, DETAIL, NOTE, log_line, printable, say
+from ppdist.common.records import commands, read_metrics, run_summary
 from ppdist.common.trackers import TrackedRun, TrackerProcess, require_tracker
+from ppdist.common.writer_thread import TERMINAL, Screen, WriterThread
 from ppdist.common.writers import (
     MetricWriters,
     TensorBoardWriter,
     VisualDLWriter,
-    append_whole,
+    append,
     require_tensorboardx,
 )
 
@@ -51,6 +48,7 @@ _REFRESH_SECONDS = 0.2
 _SILENT_SECONDS = 60.0  # without a terminal: a step is told where nothing was for so long
 _OPENING_LINES = 6  # of warnings on the console before the first step
 _WARNING_LINES = 2  # of each
+_CLOSE_SECONDS, _HURRIED_SECONDS = 90.0, 10.0  # for files and trackers at the end
 _HEADER_EVERY = 20  # rows of a table that grows
 
 
@@ -111,13 +109,18 @@ class RunLog:
         self._rows = 0  # of the table that grows
         self._header = ""  # its
         self._warned: set[str] = set()
-        self.writers = MetricWriters(self.warn_once)  # of other ranks than 0 empty
+        self._files = WriterThread()
+        self._close_seconds = _CLOSE_SECONDS
+        self.writers = MetricWriters(self._files)  # of other ranks than 0 empty
         self._trackers: list[TrackerProcess] = []  # of them
+        self._streams_before = sys.stdout, sys.stderr
+        self._screen = Screen(sys.stdout)
         if not main:
             _LOGGER.setLevel(logging.WARNING)
+            self._take_streams()
             return
-        self._stdout_before, self._screen = sys.stdout, Screen(sys.stdout)
         self._console = _console_on(self._screen)
+        self._dropped_before = TERMINAL.dropped["terminal"]
         self._told = time.monotonic()  # when a console without a terminal had its last line
         self._metrics_path = output_dir / "metrics.jsonl"
         if tensorboard:
@@ -190,6 +193,14 @@ class RunLog:
             said = f"{type(error).__name__}: {error}"
             self.warning(f"{what} cannot be written, continuing without it: {said}")
 
+    def put(self, name: str, write: Callable[[], object], size: int = 0) -> None:
+        """Writes another file of the run beside its steps; a failure is warned of once.
+
+        Args: size: bytes that wait with it; what has any, such as a picture, may be dropped.
+        """
+        if self._main:
+            self._files.put(name, write, size, may_drop=size > 0)
+
     def table(
         self, title: str, rows: Sequence[tuple[str, str, str]], on_console: bool = False
     ) -> None:
@@ -206,7 +217,7 @@ class RunLog:
         self.detail("\n" + plain.file.getvalue().rstrip())  # type: ignore[attr-defined]
 
     def metrics(self, record: dict[str, Any]) -> None:
-        """One line of metrics.jsonl, on its way to disk at return; the writers get its numbers.
+        """One line of metrics.jsonl; the writers get its numbers.
 
         Args:
             record: flat; `step` is required, numbers go to the writers, too, other values stay
@@ -215,13 +226,11 @@ class RunLog:
         """
         if not self._main:
             return
+        self._tell_failures()
         record = {"time": round(time.time(), 3), **record}
-        line = json.dumps({key: _jsonable(value) for key, value in record.items()})
-        try:
-            with io.FileIO(self._metrics_path, "ab") as file:
-                append_whole(file, line.encode() + b"\n")
-        except OSError as error:
-            self.warn_once("metrics.jsonl", error)
+        line = json.dumps({key: _jsonable(value) for key, value in record.items()}) + "\n"
+        write = partial(append, self._metrics_path, line.encode())
+        self._files.put("metrics.jsonl", write, len(line))
         self.writers.metrics(record)
 
     def sync(self, seconds: float = 30.0) -> bool:
@@ -233,22 +242,31 @@ class RunLog:
         """
         if not self._main:
             return True
-        try:
+        synced = []
+
+        def sync() -> None:
             sync_path(self._metrics_path)
             sync_path(self._output_dir)  # where the name of a new file stands
-        except OSError as error:
-            self.warn_once("metrics.jsonl", error)
-            return False
-        return True
+            synced.append(True)
+
+        self._files.put("metrics.jsonl", sync)
+        return self._files.flush(seconds) and bool(synced)
+
+    def flush(self, seconds: float = 30.0) -> bool:
+        """Waits until all so far is in its files, and on the terminal where that takes it.
+
+        Args: seconds: the longest wait.
+        Returns: False: the disk takes nothing.
+        """
+        written = self._files.flush(seconds)
+        TERMINAL.flush()
+        return written
 
     def rollback(self, step: int) -> None:
         """Drops lines of metrics.jsonl and points after a step, because they are made again."""
         if not self._main:
             return
-        try:
-            _begin_metrics(self._metrics_path, step)
-        except OSError as error:
-            self.warn_once("metrics.jsonl", error)
+        self._files.put("metrics.jsonl", partial(_begin_metrics, self._metrics_path, step))
         self.writers.rollback(step)
 
     def images(self, tag: str, step: int, images_HW3: list[np.ndarray]) -> None:
@@ -274,7 +292,7 @@ class RunLog:
 
         Args: done, total: parts of it; 0 of 0: not known, the bar stands where it is.
         """
-        if self._bar is None:
+        if self._bar is None or TERMINAL.waiting:
             return
         if total:
             self._bar.update(self._task, completed=done, total=total)
@@ -294,6 +312,7 @@ class RunLog:
         if not self._main:
             return
         self._end_opening()
+        self._tell_failures()
         self._eta.stepped(step, waited)
         left = self.time_left(step)
         told = {**fields, **({"ETA": left} if left else {})}
@@ -326,6 +345,7 @@ class RunLog:
         """
         if self._main:
             self._end_bar()
+            self.flush()
             rows = run_summary(self._output_dir, self._eta.seconds())
             self.table(f"{self._output_dir}", rows, on_console=True)
             for line in outcome:
@@ -335,6 +355,7 @@ class RunLog:
 
     def hurry(self, seconds: float = 0.0) -> None:
         """`close` shall wait for trackers so long at most: who stopped the run does not."""
+        self._close_seconds = seconds + _HURRIED_SECONDS
         for tracker in self._trackers:
             tracker.hurry(seconds)
 
@@ -342,29 +363,57 @@ class RunLog:
         """Closes the files and gives the logger back as it was; the second call does nothing."""
         self._end_opening()
         self._end_bar()
-        self.writers.close()
         if self._handlers:
-            sys.stdout, _LOGGER.handlers = self._stdout_before, self._handlers_before
-        for handler in self._handlers:
-            handler.close()
-        self._handlers = []
+            self.writers.close()
+            written = self._files.flush(self._close_seconds)
+            self._tell_lost(written)
+            self.flush(_HURRIED_SECONDS if written else 0.0)
+            _LOGGER.handlers = self._handlers_before
+            self._handlers = []
+        sys.stdout, sys.stderr = self._streams_before
         _LOGGER.setLevel(self._level_before)
         _LOGGER.propagate = self._propagate_before
+
+    def _tell_failures(self) -> None:
+        """Warns of what could not be written, once of each kind."""
+        while self._files.failures:
+            self.warn_once(*self._files.failures.popleft())
+        problem: object = self._screen.problem
+        if problem is None and TERMINAL.dropped["terminal"] > self._dropped_before:
+            problem = "it takes nothing"
+        if problem is not None and "stdout" not in self._warned:
+            self._warned.add("stdout")
+            self.warning(f"stdout cannot be written, lines go to train.log alone: {problem}")
+
+    def _tell_lost(self, written: bool) -> None:
+        """What is missing at the end, and where.  Args: written: all that was to be."""
+        self._tell_failures()
+        lost = TERMINAL.dropped["terminal"] - self._dropped_before
+        if lost and self._screen.problem is None:
+            self.warning(f"the terminal took nothing for a while and lacks {lost} lines of this")
+        if self._files.dropped:
+            names = ", ".join(f"{count} of {name}" for name, count in self._files.dropped.items())
+            self.warning(f"the disk took nothing for a while, and these were dropped: {names}")
+        if not written:
+            say(
+                f"{self._output_dir}: the disk takes nothing; the last {self._files.waiting} lines "
+                "and records of this run are not written"
+            )
+
+    def _take_streams(self) -> None:
+        """Whoever prints without asking the log does not wait for a terminal, either."""
+        sys.stdout, sys.stderr = cast(TextIO, self._screen), cast(TextIO, Screen(sys.stderr))
 
     def _open_handlers(self, early: "EarlyLog | None") -> None:
         _LOGGER.setLevel(logging.INFO)
         _LOGGER.propagate, _LOGGER.handlers = False, []
-        sys.stdout = self._screen  # also for whoever prints without asking the log
-        self._to_console = ConsoleHandler(self._console, self._screen)
+        self._take_streams()
+        self._to_console = ConsoleHandler(self._console)
         if early is not None:
             self._to_console.opening = early.opening
         self._handlers.append(self._to_console)
         _LOGGER.addHandler(self._to_console)
-        try:
-            self._handlers.append(LogFileHandler(self._output_dir / "train.log"))
-        except OSError as error:
-            self.warn_once("train.log", error)
-            return
+        self._handlers.append(LogFileHandler(self._output_dir / "train.log", self._files))
         for record in early.records if early is not None else ():
             self._handlers[1].handle(record)
         _LOGGER.addHandler(self._handlers[1])
@@ -407,6 +456,8 @@ class RunLog:
             self._bar = None
 
     def _move_bar(self, step: int, text: str) -> None:
+        if TERMINAL.waiting:  # it is behind, so what it would get is old
+            return
         now = time.monotonic()
         if self._bar is None:
             self._bar = Progress(
@@ -449,50 +500,6 @@ def _jsonable(value: Any) -> Any:
 # --- console and train.log ------------------------------------------------------------------------
 
 
-class Screen(io.TextIOBase):
-    """stdout, which falls silent when it cannot be written any more.
-
-    Attributes:
-        problem: why it is silent; None while it is not.
-    """
-
-    def __init__(self, stream: TextIO | None) -> None:
-        """Args: stream: None where the process was started without one."""
-        self._stream = stream
-        self.problem: Exception | None = None
-
-    @property
-    def encoding(self) -> str:  # type: ignore[override]
-        return getattr(self._stream, "encoding", None) or "utf-8"
-
-    def fileno(self) -> int:
-        if self._stream is None:
-            raise io.UnsupportedOperation("there is no stdout")
-        return self._stream.fileno()
-
-    def isatty(self) -> bool:
-        return self._stream is not None and not self._stream.closed and self._stream.isatty()
-
-    def write(self, text: str) -> int:
-        if self._stream is None or self.problem is not None:
-            return len(text)
-        try:
-            self._stream.write(text)
-        except (OSError, ValueError) as error:  # ValueError: somebody closed it
-            if isinstance(error, UnicodeError):
-                raise
-            self.problem = error
-        return len(text)
-
-    def flush(self) -> None:
-        if self._stream is None or self.problem is not None:
-            return
-        try:
-            self._stream.flush()
-        except (OSError, ValueError) as error:
-            self.problem = error
-
-
 def _console_on(screen: Screen) -> Console:
     """Plain text in Jupyter, too, which would also show rich's tables as HTML."""
     width = None if screen.isatty() else _PLAIN_WIDTH
@@ -533,9 +540,8 @@ class EarlyLog:
         """Args: main: True on rank 0; on others this does nothing."""
         self._main = main
         self.records: list[logging.LogRecord] = []
-        screen = Screen(sys.stdout)
-        console = _console_on(screen)
-        self._to_console = ConsoleHandler(console, screen)
+        console = _console_on(Screen(sys.stdout))
+        self._to_console = ConsoleHandler(console)
         self._keeper = _Keeper(self.records)
         self.opening = self._to_console.opening = Opening(console.width)
 
@@ -572,12 +578,10 @@ class ConsoleHandler(logging.Handler):
     opening: while it is there, warnings are short.
     """
 
-    def __init__(self, console: Console, screen: Screen) -> None:
-        """Args: screen: the file of the console."""
+    def __init__(self, console: Console) -> None:
         super().__init__()
         self.opening: Opening | None = None
-        self._console, self._screen = console, screen
-        self._said = False
+        self._console = console
         self._cut: set[int] = set()  # identities of records
 
     def was_cut(self, record: logging.LogRecord) -> bool:
@@ -604,40 +608,22 @@ class ConsoleHandler(logging.Handler):
             highlight=False,
             soft_wrap=True,
         )
-        if self._screen.problem is not None and not self._said:
-            self._said = True
-            logging.getLogger(record.name).warning(
-                "stdout cannot be written, lines go to train.log alone: %s", self._screen.problem
-            )
 
 
-class LogFileHandler(logging.handlers.WatchedFileHandler):
-    """A file that is made again after it was removed, or says once that it cannot be written."""
+class LogFileHandler(logging.Handler):
+    """Hands lines of train.log to the thread that writes them."""
 
-    _said = False
-
-    def __init__(self, path: Path) -> None:
-        """Raises: OSError: it cannot be opened."""
-        super().__init__(path, encoding="utf-8", errors="backslashreplace")
+    def __init__(self, path: Path, files: WriterThread) -> None:
+        super().__init__()
+        self._path, self._files = path, files
         self.setFormatter(
             _PrintableFormatter("%(asctime)s %(levelname)s %(message)s", "%Y-%m-%d %H:%M:%S")
         )
 
     def emit(self, record: logging.LogRecord) -> None:
-        try:
-            super().emit(record)
-        except OSError:  # its folder is gone
-            self.handleError(record)
-
-    def handleError(self, record: logging.LogRecord) -> None:
-        if self._said:
-            return
-        self._said = True
-        say(f"{self.baseFilename} cannot be written: {sys.exc_info()[1]}")
-
-    def close(self) -> None:
-        with suppress(OSError):  # said before; its last lines have no room
-            super().close()
+        line = f"{self.format(record)}\n".encode("utf-8", "backslashreplace")
+        write = partial(append, self._path, line)
+        self._files.put(self._path.name, write, len(line), may_drop=True)
 
 
 class _PrintableFormatter(logging.Formatter):
@@ -645,337 +631,3 @@ class _PrintableFormatter(logging.Formatter):
 
     def format(self, record: logging.LogRecord) -> str:
         return printable(super().format(record))
-
-
-# --- time left ------------------------------------------------------------------------------------
-
-
-EVALUATION, SAVING, IMAGES, TRAINING = "evaluation", "saving", "waiting for images", "training"
-_KEPT_STEPS = 2000  # steps whose seconds are remembered; the later half counts
-_FEWEST_STEPS = 50  # unless the run is younger, so many count
-_LAST_PARTS = 3  # evaluations, saves, first steps of epochs: they change as the model learns
-_STALL = 10.0  # a step that takes more times the median than this met something that passes
-# Until the first evaluation an image of it is taken to cost this part of one of training.  Seen on
-# CPUs, YOLOv5 n and s and PP-YOLOE s: 0.2 to 2.4 in the first evaluation (an untrained model scores
-# everything everywhere), mostly 0.6 in later ones.
-_EVALUATION_COST = 0.5
-
-
-class ETA:
-    """Wall seconds of one process by part, and how long the rest of the run takes.
-
-        left = steps * step + epochs * what their first step takes longer
-               + evaluations * evaluation + saves * save          (each of what is still to come)
-
-    Every part is measured as the run goes: an average over everything since the start would be
-    wrong until the first evaluation was seen, and again after each.
-    """
-
-    def __init__(
-        self,
-        total_steps: int,
-        steps_per_epoch: int,
-        clock: Callable[[], float] = time.monotonic,
-    ) -> None:
-        """Args: clock: seconds from any point in time."""
-        self._total_steps = total_steps
-        self._steps_per_epoch = steps_per_epoch
-        self._clock = clock
-        self._began = clock()
-        self._every = {EVALUATION: 0, SAVING: 0}  # optimizer steps; 0: never
-        self._evaluation_steps = 0.0  # what one evaluation is taken to cost before it was seen
-        self._remembered: float | None = None
-        self._seconds: dict[str, float] = {}
-        self._within: list[str] = []  # parts that are running, the innermost last
-        self._switched = self._began
-        self._last: tuple[int, float] | None = None  # the last step, and seconds outside of others
-        self._steps: deque[float] = deque(maxlen=_KEPT_STEPS)
-        self._first_steps: deque[float] = deque(maxlen=_LAST_PARTS)
-        self._parts = {part: deque[float](maxlen=_LAST_PARTS) for part in self._every}
-        self._done_at = dict.fromkeys(self._every, 0)  # the step after which it last was done
-
-    def expect(
-        self, evaluate_every: int, save_every: int, evaluation_images: int, images_per_step: int
-    ) -> None:
-        """What comes between steps.
-
-        Args:
-            evaluate_every, save_every: optimizer steps; 0: never.  Both also come at the end.
-            evaluation_images: in one evaluation.
-            images_per_step: of all ranks.
-        """
-        self._every = {EVALUATION: evaluate_every, SAVING: save_every}
-        self._evaluation_steps = _EVALUATION_COST * evaluation_images / max(1, images_per_step)
-
-    def remember(self, evaluation_seconds: float) -> None:
-        """What an evaluation took before the run was resumed; it counts until one is seen."""
-        self._remembered = evaluation_seconds
-
-    @contextmanager
-    def spending(self, part: str, step: int) -> Iterator[None]:
-        """Around a part that comes between steps; one may stand within another.
-
-        Args: step: optimizer steps done.
-        """
-        before = self._book().get(part, 0.0)
-        self._within.append(part)
-        try:
-            yield
-        finally:
-            seconds = self._book()
-            self._within.pop()
-            self._parts[part].append(seconds[part] - before)
-            self._done_at[part] = step
-
-    def stepped(self, step: int, waited: float) -> None:
-        """A step was made.
-
-        Args:
-            step: optimizer steps done.
-            waited: seconds of it in which there were no images.
-        """
-        self._book()
-        self._seconds[IMAGES] = self._seconds.get(IMAGES, 0.0) + waited
-        outside = self._clock() - self._began - sum(map(self._seconds.get, self._every, (0.0, 0.0)))
-        if self._last is not None and step == self._last[0] + 1:
-            first = (step - 1) % self._steps_per_epoch == 0
-            kind = self._first_steps if first and self._steps_per_epoch > 1 else self._steps
-            kind.append(outside - self._last[1])
-        self._last = step, outside
-
-    def left(self, step: int) -> float | None:
-        """Seconds until the end; None: too few steps were made to say.
-
-        Args: step: optimizer steps done.
-        """
-        if not self._steps:
-            return None
-        each = self._step_seconds()
-        seconds = (self._total_steps - step) * each
-        if self._first_steps:
-            begun = math.ceil(step / self._steps_per_epoch)
-            epochs = math.ceil(self._total_steps / self._steps_per_epoch) - begun
-            seconds += epochs * max(0.0, fmean(self._first_steps) - each)
-        for part, taken in self._parts.items():
-            unseen = self._unseen_evaluation(each) if part == EVALUATION else 0.0
-            seconds += self._times(part, step) * (fmean(taken) if taken else unseen)
-        return seconds
-
-    def closing(self) -> float:
-        """Seconds that a step, an evaluation and a save may take now: the longest of late."""
-        each = self._step_seconds() if self._steps else 0.0
-        seconds = 2 * each + max(self._parts[SAVING], default=0.0)
-        if not self._every[EVALUATION]:
-            return seconds
-        # A first evaluation takes up to five times of what is guessed, see _EVALUATION_COST.
-        unseen = self._remembered or 5 * self._unseen_evaluation(each)
-        return seconds + max(self._parts[EVALUATION], default=unseen)
-
-    def seconds(self) -> dict[str, float]:
-        """Wall seconds since the start by part; `training` is what no other part took."""
-        booked = dict(self._book())
-        return {TRAINING: self._clock() - self._began - sum(booked.values()), **booked}
-
-    def _unseen_evaluation(self, step_seconds: float) -> float:
-        if self._remembered is not None:
-            return self._remembered
-        return self._evaluation_steps * step_seconds
-
-    def _step_seconds(self) -> float:
-        recent = list(self._steps)[-max(_FEWEST_STEPS, len(self._steps) // 2) :]
-        most = _STALL * median(recent)
-        return fmean(min(each, most) for each in recent)
-
-    def _times(self, part: str, step: int) -> int:
-        """How often a part still comes, at this step included if it was not done yet."""
-        every = self._every[part]
-        if not every:
-            return 0
-        since = max(step - 1, self._done_at[part])
-        if since >= self._total_steps:
-            return 0
-        return math.ceil(self._total_steps / every) - since // every
-
-    def _book(self) -> dict[str, float]:
-        """Books the seconds since the last time to the part that was running."""
-        now = self._clock()
-        if self._within:
-            part = self._within[-1]
-            self._seconds[part] = self._seconds.get(part, 0.0) + now - self._switched
-        self._switched = now
-        return self._seconds
-
-
-def duration(seconds: float) -> str:
-    """`1d 2h`, `2h 05m`, `4m 07s` or `9s`."""
-    whole = round(max(0.0, seconds))
-    minutes, hours, days = whole // 60, whole // 3600, whole // 86400
-    if days:
-        return f"{days}d {hours % 24}h"
-    if hours:
-        return f"{hours}h {minutes % 60:02d}m"
-    return f"{minutes}m {whole % 60:02d}s" if minutes else f"{whole}s"
-
-
-# --- metrics.jsonl, read again --------------------------------------------------------------------
-
-
-Record = Mapping[str, Any]
-
-
-def read_metrics(path: Path) -> list[dict[str, Any]]:
-    """The records of a metrics.jsonl; lines cut short by a crash or a full disk are left out."""
-    records = []
-    for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
-        try:
-            record = json.loads(line)
-        except (ValueError, RecursionError):  # also of too many digits, and too deep
-            continue
-        if isinstance(record, dict):
-            records.append(record)
-    return records
-
-
-@dataclass
-class MetricRecords:
-    """metrics.jsonl by kind of record, without what a rollback took back.
-
-    Attributes:
-        steps: means over some training steps.
-        epochs: means over the steps of each; under `epoch_end`.
-        evaluations: of the whole validation set.
-        ranks: seconds of each rank over the same steps as in `steps`.
-        starts: with what the run derived; more than one after restarts.
-        rollbacks: to earlier weights.
-        bad_images: how many images were replaced so far.
-        finished: why the run ended; "": it has not, or was started again since.
-    """
-
-    steps: list[Record] = field(default_factory=list)
-    epochs: list[Record] = field(default_factory=list)
-    evaluations: list[Record] = field(default_factory=list)
-    ranks: list[Record] = field(default_factory=list)
-    starts: list[Record] = field(default_factory=list)
-    rollbacks: list[Record] = field(default_factory=list)
-    bad_images: list[Record] = field(default_factory=list)
-    finished: str = ""
-
-    @classmethod
-    def of(cls, records: Sequence[Record]) -> "MetricRecords":
-        """Sorts them; those without a step, or of no known kind, are left out.
-
-        A rollback takes back what stands before it and lies beyond its step.
-        """
-        found = cls()
-        for record in records:
-            if _is_number(record.get("step")):
-                found._take(record)
-        return found
-
-    def _take(self, record: Record) -> None:
-        if isinstance(record.get("derived"), Mapping):
-            self.starts.append(record)
-            self.finished = ""
-        elif isinstance(record.get("finished"), str):
-            self.finished = record["finished"]
-        elif _is_number(record.get("returned_from_step")):
-            self.rollbacks.append(record)
-            for kind in (self.steps, self.epochs, self.evaluations, self.ranks):
-                kind[:] = [each for each in kind if each["step"] <= record["step"]]
-        elif isinstance(record.get("epoch_end"), Mapping):
-            self.epochs.append(record)
-        elif "eval_seconds" in record:
-            self.evaluations.append(record)
-        elif "rank_step_seconds" in record:
-            self.ranks.append(record)
-        elif "bad_images" in record:
-            self.bad_images.append(record)
-        elif "loss" in record:
-            self.steps.append(record)
-
-
-def _is_number(value: object) -> bool:
-    if isinstance(value, bool) or not isinstance(value, int | float):
-        return False
-    return abs(value) < 1e300 and math.isfinite(value)
-
-
-# --- the end of a run -----------------------------------------------------------------------------
-
-
-_SUMMARY_SCORES = ("mAP", "mAP50", "top1", "top5", "val_loss")
-
-
-def run_summary(output_dir: Path, seconds: Mapping[str, float]) -> list[tuple[str, str, str]]:
-    """(what, value, where or why) from what a run has left; what is not there has no row.
-
-    Args: seconds: wall time of this process by part.
-    """
-    try:
-        records = read_metrics(output_dir / "metrics.jsonl")
-    except OSError:
-        records = []
-    found = MetricRecords.of(records)
-    evaluations = {each["step"]: each for each in found.evaluations}
-    checkpoints = output_dir / "checkpoints"
-    rows = []
-    for name in ("best", "last"):
-        step = step_of(checkpoints / name)
-        if step is not None:
-            scores = _scores(evaluations.get(step, {})) or f"step {step}, not evaluated"
-            rows.append((name, scores, f"checkpoints/{name}"))
-    if len(evaluations) > 1:
-        first, *_, last = sorted(evaluations)
-        rows.append(("first evaluation", _scores(evaluations[first]), f"step {first} of {last}"))
-    losses = [each for each in found.steps if each["loss"] is not None]
-    if losses:
-        first_loss, last_loss = losses[0], losses[-1]
-        change = f"from {first_loss['loss']:.4g} at step {first_loss['step']}"
-        rows.append(("training loss", f"{last_loss['loss']:.4g}", change))
-    rows += _places(output_dir)
-    total = sum(seconds.values())
-    parts = sorted(seconds.items(), key=lambda item: -item[1])
-    shares = ", ".join(f"{part} {value / max(total, 1e-9):.0%}" for part, value in parts if value)
-    rows.append(("time", duration(total), shares))
-    return rows
-
-
-def _scores(record: Mapping[str, Any]) -> str:
-    values = [
-        f"{name} {record[name]:.4f}" for name in _SUMMARY_SCORES if record.get(name) is not None
-    ]
-    return "  ".join(values)
-
-
-def _places(output_dir: Path) -> list[tuple[str, str, str]]:
-    candidates = (
-        ("plots", "plots", "curves, matrices, worst and best images"),
-        ("evaluation", "evaluation.json", "tables and curves of the best"),
-        ("every number", "metrics.jsonl", "one JSON object a line"),
-        ("this text", "train.log", ""),
-    )
-    return [(what, name, how) for what, name, how in candidates if (output_dir / name).exists()]
-
-
-def visualdl_command(folder: Path) -> str:
-    """What shows the curves in this folder, in English, and tells nobody."""
-    return f"visualdl --logdir {shlex.quote(str(folder))} --language en --disable-telemetry"
-
-
-def commands(output_dir: Path) -> list[str]:
-    """What shows the run, ready to be copied."""
-    found = [f"ppdist report {shlex.quote(str(output_dir))}"]
-    if (output_dir / "vdl").exists():
-        found.append(visualdl_command(output_dir / "vdl"))
-    if (output_dir / "tensorboard").exists():
-        found.append(f"tensorboard --logdir {shlex.quote(str(output_dir / 'tensorboard'))}")
-    return found
-
-
-def step_of(checkpoint: Path) -> int | None:
-    """The step of a checkpoint, or of one that a link names; None: it is none, or not there."""
-    try:
-        kind, _, step = checkpoint.resolve(strict=True).name.partition("-")
-        return int(step) if kind == "step" else None
-    except (OSError, ValueError):
-        return None

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import numpy as np
 import pytest
 
-from ppdist.common.logging import ETA, EVALUATION, IMAGES, SAVING, TRAINING, duration
+from ppdist.common.eta import ETA, EVALUATION, IMAGES, SAVING, TRAINING, duration
 
 
 class Clock:

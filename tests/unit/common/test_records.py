@@ -3,7 +3,7 @@
 import json
 from pathlib import Path
 
-from ppdist.common.logging import MetricRecords, read_metrics, run_summary, step_of
+from ppdist.common.records import MetricRecords, read_metrics, run_summary, step_of
 
 START = {"step": 0, "derived": {"steps": {"value": 200, "why": "so"}}}
 END = {"step": 200, "finished": "total"}

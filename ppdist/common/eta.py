@@ -1,0 +1,150 @@
+"""How long the rest of a run takes, and where its time went."""
+
+import math
+import time
+from collections import defaultdict, deque
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from statistics import fmean, median
+
+EVALUATION, SAVING, IMAGES, TRAINING = "evaluation", "saving", "waiting for images", "training"
+_KEPT_STEPS = 2000  # steps whose seconds are remembered; the later half counts
+_FEWEST_STEPS = 50  # unless the run is younger, so many count
+_LAST_PARTS = 3  # evaluations, saves, first steps of epochs: they change as the model learns
+_STALL = 10.0  # a step that takes more times the median than this met something that passes
+# Until the first evaluation an image of it is taken to cost this part of one of training.  Seen on
+# CPUs, YOLOv5 n and s and PP-YOLOE s: 0.2 to 2.4 in the first evaluation (an untrained model scores
+# everything everywhere), mostly 0.6 in later ones.
+_EVALUATION_COST = 0.5
+
+
+class ETA:
+    """Wall seconds of one process by part, and how long the rest of the run takes.
+
+        left = steps * step + epochs * what their first step takes longer
+               + evaluations * evaluation + saves * save          (each of what is still to come)
+
+    Every part is measured as the run goes: an average over everything since the start would be
+    wrong until the first evaluation was seen, and again after each.
+    """
+
+    def __init__(
+        self,
+        total_steps: int,
+        steps_per_epoch: int,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """Args: clock: seconds from any point in time."""
+        self._total_steps = total_steps
+        self._steps_per_epoch = steps_per_epoch
+        self._clock = clock
+        self._began = clock()
+        self._every = {EVALUATION: 0, SAVING: 0}  # optimizer steps; 0: never
+        self._evaluation_steps = 0.0  # what one evaluation is taken to cost before it was seen
+        self._seconds: dict[str, float] = defaultdict(float)
+        self._between = 0.0  # seconds of evaluations and saves so far
+        self._last: tuple[int, float] | None = None  # the last step, and seconds outside of others
+        self._steps: deque[float] = deque(maxlen=_KEPT_STEPS)
+        self._first_steps: deque[float] = deque(maxlen=_LAST_PARTS)
+        self._parts = {part: deque[float](maxlen=_LAST_PARTS) for part in self._every}
+        self._done_at = dict.fromkeys(self._every, 0)  # the step after which it last was done
+
+    def expect(
+        self, evaluate_every: int, save_every: int, evaluation_images: int, images_per_step: int
+    ) -> None:
+        """What comes between steps.
+
+        Args:
+            evaluate_every, save_every: optimizer steps; 0: never.  Both also come at the end.
+            evaluation_images: in one evaluation.
+            images_per_step: of all ranks.
+        """
+        self._every = {EVALUATION: evaluate_every, SAVING: save_every}
+        self._evaluation_steps = _EVALUATION_COST * evaluation_images / max(1, images_per_step)
+
+    def remember(self, evaluation_seconds: float) -> None:
+        """What an evaluation took before the run was resumed."""
+        self._parts[EVALUATION].append(evaluation_seconds)
+
+    @contextmanager
+    def spending(self, part: str, step: int) -> Iterator[None]:
+        """Around a part that comes between steps; one may stand within another.
+
+        Args: step: optimizer steps done.
+        """
+        began, before = self._clock(), self._between
+        try:
+            yield
+        finally:
+            own = self._clock() - began - (self._between - before)
+            self._between += own
+            self._seconds[part] += own
+            self._parts[part].append(own)
+            self._done_at[part] = step
+
+    def stepped(self, step: int, waited: float) -> None:
+        """A step was made.
+
+        Args:
+            step: optimizer steps done.
+            waited: seconds of it in which there were no images.
+        """
+        self._seconds[IMAGES] += waited
+        outside = self._clock() - self._began - self._between
+        if self._last is not None and step == self._last[0] + 1:
+            first = (step - 1) % self._steps_per_epoch == 0
+            kind = self._first_steps if first and self._steps_per_epoch > 1 else self._steps
+            kind.append(outside - self._last[1])
+        self._last = step, outside
+
+    def left(self, step: int) -> float | None:
+        """Seconds until the end; None: too few steps were made to say.
+
+        Args: step: optimizer steps done.
+        """
+        if not self._steps:
+            return None
+        each = self._step_seconds()
+        seconds = (self._total_steps - step) * each
+        if self._first_steps:
+            begun = math.ceil(step / self._steps_per_epoch)
+            epochs = math.ceil(self._total_steps / self._steps_per_epoch) - begun
+            seconds += epochs * max(0.0, fmean(self._first_steps) - each)
+        for part, every in self._every.items():
+            # How often it still comes, at this step included if it was not done yet.
+            since = max(step - 1, self._done_at[part])
+            if every and since < self._total_steps:
+                unseen = self._evaluation_steps * each if part == EVALUATION else 0.0
+                times = math.ceil(self._total_steps / every) - since // every
+                seconds += times * fmean(self._parts[part] or [unseen])
+        return seconds
+
+    def closing(self) -> float:
+        """Seconds that a step, an evaluation and a save may take now: the longest of late."""
+        each = self._step_seconds() if self._steps else 0.0
+        seconds = 2 * each + max(self._parts[SAVING], default=0.0)
+        if self._every[EVALUATION]:
+            # A first evaluation takes up to five times of what is guessed, see _EVALUATION_COST.
+            seconds += max(self._parts[EVALUATION], default=5 * self._evaluation_steps * each)
+        return seconds
+
+    def seconds(self) -> dict[str, float]:
+        """Wall seconds since the start by part; `training` is what no other part took."""
+        total = self._clock() - self._began
+        return {TRAINING: total - sum(self._seconds.values()), **self._seconds}
+
+    def _step_seconds(self) -> float:
+        recent = list(self._steps)[-max(_FEWEST_STEPS, len(self._steps) // 2) :]
+        most = _STALL * median(recent)
+        return fmean(min(each, most) for each in recent)
+
+
+def duration(seconds: float) -> str:
+    """`1d 2h`, `2h 05m`, `4m 07s` or `9s`."""
+    whole = round(max(0.0, seconds))
+    minutes, hours, days = whole // 60, whole // 3600, whole // 86400
+    if days:
+        return f"{days}d {hours % 24}h"
+    if hours:
+        return f"{hours}h {minutes % 60:02d}m"
+    return f"{minutes}m {whole % 60:02d}s" if minutes else f"{whole}s"

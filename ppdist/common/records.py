@@ -1,0 +1,175 @@
+"""metrics.jsonl read again, and the summary of a run.
+
+read_metrics, MetricRecords  the records of a run, by kind
+run_summary                  the table at the end
+"""
+
+import json
+import math
+import shlex
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from ppdist.common.eta import duration
+
+Record = Mapping[str, Any]
+
+
+def read_metrics(path: Path) -> list[dict[str, Any]]:
+    """The records of a metrics.jsonl; lines cut short by a crash or a full disk are left out."""
+    records = []
+    for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
+        try:
+            record = json.loads(line)
+        except (ValueError, RecursionError):  # also of too many digits, and too deep
+            continue
+        if isinstance(record, dict):
+            records.append(record)
+    return records
+
+
+@dataclass
+class MetricRecords:
+    """metrics.jsonl by kind of record, without what a rollback took back.
+
+    Attributes:
+        steps: means over some training steps.
+        epochs: means over the steps of each; under `epoch_end`.
+        evaluations: of the whole validation set.
+        ranks: seconds of each rank over the same steps as in `steps`.
+        starts: with what the run derived; more than one after restarts.
+        rollbacks: to earlier weights.
+        bad_images: how many images were replaced so far.
+        finished: why the run ended; "": it has not, or was started again since.
+    """
+
+    steps: list[Record] = field(default_factory=list)
+    epochs: list[Record] = field(default_factory=list)
+    evaluations: list[Record] = field(default_factory=list)
+    ranks: list[Record] = field(default_factory=list)
+    starts: list[Record] = field(default_factory=list)
+    rollbacks: list[Record] = field(default_factory=list)
+    bad_images: list[Record] = field(default_factory=list)
+    finished: str = ""
+
+    @classmethod
+    def of(cls, records: Sequence[Record]) -> "MetricRecords":
+        """Sorts them; those without a step, or of no known kind, are left out.
+
+        A rollback takes back what stands before it and lies beyond its step.
+        """
+        found = cls()
+        for record in records:
+            if _is_number(record.get("step")):
+                found._take(record)
+        return found
+
+    def _take(self, record: Record) -> None:
+        if isinstance(record.get("derived"), Mapping):
+            self.starts.append(record)
+            self.finished = ""
+        elif isinstance(record.get("finished"), str):
+            self.finished = record["finished"]
+        elif _is_number(record.get("returned_from_step")):
+            self.rollbacks.append(record)
+            for kind in (self.steps, self.epochs, self.evaluations, self.ranks):
+                kind[:] = [each for each in kind if each["step"] <= record["step"]]
+        elif isinstance(record.get("epoch_end"), Mapping):
+            self.epochs.append(record)
+        elif "eval_seconds" in record:
+            self.evaluations.append(record)
+        elif "rank_step_seconds" in record:
+            self.ranks.append(record)
+        elif "bad_images" in record:
+            self.bad_images.append(record)
+        elif "loss" in record:
+            self.steps.append(record)
+
+
+def _is_number(value: object) -> bool:
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        return False
+    return abs(value) < 1e300 and math.isfinite(value)
+
+
+# --- the end of a run -----------------------------------------------------------------------------
+
+
+_SUMMARY_SCORES = ("mAP", "mAP50", "top1", "top5", "val_loss")
+
+
+def run_summary(output_dir: Path, seconds: Mapping[str, float]) -> list[tuple[str, str, str]]:
+    """(what, value, where or why) from what a run has left; what is not there has no row.
+
+    Args: seconds: wall time of this process by part.
+    """
+    try:
+        records = read_metrics(output_dir / "metrics.jsonl")
+    except OSError:
+        records = []
+    found = MetricRecords.of(records)
+    evaluations = {each["step"]: each for each in found.evaluations}
+    checkpoints = output_dir / "checkpoints"
+    rows = []
+    for name in ("best", "last"):
+        step = step_of(checkpoints / name)
+        if step is not None:
+            scores = _scores(evaluations.get(step, {})) or f"step {step}, not evaluated"
+            rows.append((name, scores, f"checkpoints/{name}"))
+    if len(evaluations) > 1:
+        first, *_, last = sorted(evaluations)
+        rows.append(("first evaluation", _scores(evaluations[first]), f"step {first} of {last}"))
+    losses = [each for each in found.steps if each["loss"] is not None]
+    if losses:
+        first_loss, last_loss = losses[0], losses[-1]
+        change = f"from {first_loss['loss']:.4g} at step {first_loss['step']}"
+        rows.append(("training loss", f"{last_loss['loss']:.4g}", change))
+    rows += _places(output_dir)
+    total = sum(seconds.values())
+    parts = sorted(seconds.items(), key=lambda item: -item[1])
+    shares = ", ".join(f"{part} {value / max(total, 1e-9):.0%}" for part, value in parts if value)
+    rows.append(("time", duration(total), shares))
+    return rows
+
+
+def _scores(record: Mapping[str, Any]) -> str:
+    values = [
+        f"{name} {record[name]:.4f}" for name in _SUMMARY_SCORES if record.get(name) is not None
+    ]
+    return "  ".join(values)
+
+
+def _places(output_dir: Path) -> list[tuple[str, str, str]]:
+    candidates = (
+        ("plots", "plots", "curves, matrices, worst and best images"),
+        ("evaluation", "evaluation.json", "tables and curves of the best"),
+        ("every number", "metrics.jsonl", "one JSON object a line"),
+        ("this text", "train.log", ""),
+    )
+    return [(what, name, how) for what, name, how in candidates if (output_dir / name).exists()]
+
+
+def visualdl_command(folder: Path) -> str:
+    """What shows the curves in this folder, in English, and tells nobody."""
+    return f"visualdl --logdir {shlex.quote(str(folder))} --language en --disable-telemetry"
+
+
+def commands(output_dir: Path) -> list[str]:
+    """What shows the run, ready to be copied."""
+    found = [f"ppdist report {shlex.quote(str(output_dir))}"]
+    if (output_dir / "vdl").exists():
+        found.append(visualdl_command(output_dir / "vdl"))
+    if (output_dir / "tensorboard").exists():
+        found.append(f"tensorboard --logdir {shlex.quote(str(output_dir / 'tensorboard'))}")
+    return found
+
+
+def step_of(checkpoint: Path) -> int | None:
+    """The step of a checkpoint, or of one that a link names; None: it is none, or not there."""
+    try:
+        kind, _, step = checkpoint.resolve(strict=True).name.partition("-")
+        return int(step) if kind == "step" else None
+    except (OSError, ValueError):
+        return None
