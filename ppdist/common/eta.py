@@ -1,4 +1,4 @@
-"""How long the rest of a run takes, and where its time went."""
+"""Time left of a run, and where its time went."""
 
 import math
 import time

@@ -1,8 +1,11 @@
-"""Writing beside the work: nobody waits for a terminal, a disk or another process.
+"""Threads that write, so that nobody waits for a terminal or disk.
 
-WriterThread   writes what it is given, in order
-Screen         stdout or stderr, written by such a thread
-TERMINAL       the thread of both, in every process
+    WriterThread   writes what it is given, in order
+    Screen         stdout or stderr, written by such a thread
+    TERMINAL       the thread of both, in every process
+
+Each run has one for its files.  A terminal has another: one that takes nothing must not keep
+records from the disk.
 """
 
 import io

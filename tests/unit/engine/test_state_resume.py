@@ -10,13 +10,14 @@ import numpy as np
 import pytest
 
 from ppdist.common.errors import CheckpointError
-from ppdist.common.logging import RunLog
 from ppdist.common.process import JOB_DIR_VARIABLE
+from ppdist.common.run_log import RunLog
 from ppdist.config.base import flattened
 from ppdist.config.experiment import load_config
 from ppdist.distributed import comm
 from ppdist.engine import state as module
-from ppdist.engine.checkpoint import read_checkpoint
+from ppdist.engine.callbacks import Callback
+from ppdist.engine.checkpoint import path_of, read_checkpoint
 from ppdist.engine.evaluator import EvaluationStopped, Evaluator
 from ppdist.engine.state import FREE, SCORES, changes, require_same_settings
 from tests.unit.engine.runs import assert_same_checkpoint, build_run, records, run_to_end
@@ -41,7 +42,15 @@ def run(data, output_dir, *overrides, **options):
 def five_steps(shapes, tmp_path_factory):
     """What a run of five steps leaves: checkpoints of 2, 4 and 5."""
     folder = tmp_path_factory.mktemp("five")
-    run(shapes, folder, "train.max_steps=5", evaluate=True)
+
+    class WaitForWriter(Callback):
+        """Else a slow disk would leave out some of them."""
+
+        def on_save(self, step: int) -> None:
+            while not path_of(folder / "checkpoints", step).exists():
+                time.sleep(0.01)
+
+    run(shapes, folder, "train.max_steps=5", evaluate=True, callbacks=[WaitForWriter()])
     return folder
 
 
