@@ -36,8 +36,9 @@ from ppdist.launch.doctor import (
     judge_speed,
     table,
 )
+from ppdist.launch.network import own_address, resolve_hosts
 from ppdist.launch.options import STALE_VARIABLES, Options, parse_options
-from ppdist.launch.topology import Machine, cards_of_run, own_address, resolve_hosts, this_machine
+from ppdist.launch.topology import Machine, cards_of_run, this_machine
 
 Split = Literal["train", "val"]
 _REPORT = "PPDIST_DOCTOR_REPORT"  # set for the ranks: where the first one of a host reports

@@ -20,7 +20,7 @@ from ppdist.common.arguments import at_least, time_in
 
 
 def parse() -> argparse.Namespace:
-    from ppdist.launch.topology import cards_of_runs
+    from ppdist.launch.cards import cards_of_runs
 
     parser = parser_of("tune", __doc__)
     commands = parser.add_subparsers(dest="command", required=True)
@@ -59,7 +59,7 @@ def run(arguments: argparse.Namespace) -> int:
     require_optuna()
     from ppdist.common.machine import available_cores
     from ppdist.config.study import load_study
-    from ppdist.launch.watchdog import signals_noted
+    from ppdist.launch.signals import signals_noted
     from ppdist.tune.results import draw, export
     from ppdist.tune.search import Search
     from ppdist.tune.store import Store
@@ -118,7 +118,8 @@ def say(text: str) -> None:
 
 def dealt_cards(workers: int, processes: int) -> list[list[str]]:
     """Each worker's own cards, or [] where they compute on the CPU."""
-    from ppdist.launch.topology import deal_out, machine_cards, paddle_build, visible_labels
+    from ppdist.launch.cards import deal_out, machine_cards, visible_labels
+    from ppdist.launch.topology import paddle_build
 
     visible = visible_labels(machine_cards(), os.environ.get("CUDA_VISIBLE_DEVICES"))
     if not visible or paddle_build() == "cpu":

@@ -2,15 +2,21 @@
 
     fleetrun [--ips A,B] [--selected_gpus 0-7] [--nproc_per_node N] [--max_restart K] script.py ...
 
-    options      what was typed
-    job          its attempts, from the first to the last
-    topology     cards, hosts, ports, and the variables of each rank
-    rendezvous   hosts find each other, compare, and stay connected
-    supervisor   the processes of this host's ranks
-    worker       what is started for each rank, and starts the script
-    watchdog     who makes no progress, who failed first, which exit code
-    metrics      what Prometheus reads
-    doctor       preflight of a host
+    options          what was typed
+    job              its attempts, from the first to the last
+    topology         the ranks of this host, and the variables of each
+      cards          which there are, which were asked for
+      network        hosts, interfaces, ports
+    rendezvous       hosts find each other and compare
+      connection     authentic lines between two of them
+    control_channel  hosts tell one another how they end
+    supervisor       the processes of this host's ranks
+      worker         what is started for each rank, and starts the script
+      watchdog       who makes no progress
+      outcome        who failed first, which message, which exit code
+    signals console  requests to stop, lines for the user
+    metrics          what Prometheus reads
+    doctor           preflight of a host
 
 Paddle's own parser takes `0-7` for the script or for one card, two hosts for rank 0, and restarts
 nothing.  Paddle installs a `fleetrun` too, so installing or removing Paddle may replace ours.
@@ -42,9 +48,9 @@ def main() -> int:
         print(f"ppdist: error: {error}", file=sys.stderr)
         return 2
     from ppdist.common.process import USER_ERROR
-    from ppdist.launch import options, supervisor, topology
+    from ppdist.launch import console, options, supervisor, topology
     from ppdist.launch.job import fleetrun
-    from ppdist.launch.watchdog import say, signals_noted
+    from ppdist.launch.signals import signals_noted
 
     arguments = sys.argv[1:]
     if arguments and arguments[0] in ("-h", "--help"):
@@ -56,8 +62,10 @@ def main() -> int:
             look, run = topology.this_machine, supervisor.run_job
             return fleetrun(arguments, os.environ, look, run, received)
         except UserError as error:
-            say(f"error: {error}", name="ppdist")
+            console.say(f"error: {error}", name="ppdist")
             return USER_ERROR
+        finally:
+            console.finish()
 
 
 def _open_streams() -> None:

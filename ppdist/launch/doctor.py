@@ -24,20 +24,19 @@ from typing import Any
 from ppdist.common.errors import LaunchError, UserError
 from ppdist.common.machine import available_memory, existing_folder, free_disk, kernel_text
 from ppdist.common.process import paddle_numbers, unknown_paddle
+from ppdist.launch.cards import visible_labels
 from ppdist.launch.cli import whose_fleetrun
-from ppdist.launch.options import refuse_stale_environment
-from ppdist.launch.topology import (
-    Machine,
+from ppdist.launch.network import (
     Network,
     check_interfaces,
     choose_port,
-    installed_version,
     nccl_takes,
     own_address,
     resolve_hosts,
     socket_variables,
-    visible_labels,
 )
+from ppdist.launch.options import refuse_stale_environment
+from ppdist.launch.topology import Machine, installed_version
 
 OK, WARN, FAIL = "OK", "WARN", "FAIL"
 _PROTOBUF_7_FROM = (3, 3, 1)  # fleet.init of older Paddle reads a field that protobuf 7 dropped

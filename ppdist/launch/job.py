@@ -1,5 +1,8 @@
 """A job: one command, from its first attempt to its last."""
 
+import hashlib
+import hmac
+import os
 import secrets
 import signal
 import time
@@ -20,27 +23,16 @@ from ppdist.common.process import (
     USER_ERROR,
     boot_seconds,
 )
+from ppdist.launch.console import say, say_end
+from ppdist.launch.control_channel import ControlChannel
 from ppdist.launch.metrics import exporting
-from ppdist.launch.options import TOKEN_VARIABLE, Options, parse_options
-from ppdist.launch.rendezvous import (
-    ControlChannel,
-    Lookout,
-    Moved,
-    name_of_job,
-    own_handshake,
-    rendezvous,
-)
+from ppdist.launch.network import claimed, once_known
+from ppdist.launch.options import Options, parse_options
+from ppdist.launch.outcome import Outcome, stopped_before
+from ppdist.launch.rendezvous import own_handshake, rendezvous
+from ppdist.launch.signals import Stopped
 from ppdist.launch.supervisor import private_files, private_folder
-from ppdist.launch.topology import (
-    LaunchPlan,
-    Machine,
-    claimed,
-    make_plan,
-    metrics_endpoint,
-    once_known,
-    typed_hosts,
-)
-from ppdist.launch.watchdog import Outcome, Stopped, say, say_end, stopped_before
+from ppdist.launch.topology import LaunchPlan, Machine, make_plan, metrics_endpoint
 
 _LONGEST_PAUSE_SECONDS = 60.0
 _POISON_FAILURES = 2
@@ -104,7 +96,6 @@ class _Job:
     ) -> None:
         self.options, self.environment, self.machine = options, environment, machine
         self.run, self.folder, self.received = run, folder, received
-        self.token = environment.get(TOKEN_VARIABLE, "")
         self.restarts = Restarts()
         self.started = boot_seconds()
 
@@ -133,7 +124,7 @@ class _Job:
             self.say_plan(plan)
         # With --master hosts do not meet here, so that nothing can be drawn for all of them.
         drawn = channel.drawn if channel is not None else "" if self.options.master else None
-        variables = {JOB_VARIABLE: name_of_job(self.token, drawn)}
+        variables = {JOB_VARIABLE: name_of_job(self.options.token, drawn)}
         variables |= {JOB_DIR_VARIABLE: str(self.folder), **self.restarts.variables}
         variables |= {STARTED_VARIABLE: f"{self.started}"}
         plan = replace(plan, environment=plan.environment | variables)
@@ -158,22 +149,20 @@ class _Job:
 
         Raises: LaunchError.  Stopped.
         """
-        identity = secrets.token_hex(16)
-        lookout = Lookout(typed_hosts(self.options.ips or ""), self.machine.network)
-        seconds = float(self.options.start_timeout)
-        while True:
-            plan = self.known(self.plan)
-            port = plan.rendezvous_port
-            if port is None:
-                return plan, None
-            self.say_plan(plan)
-            agreed = self.restarts.attempt, self.restarts.skip
-            mine = own_handshake(self.options, plan, *agreed, identity)
-            look = lookout.look
-            try:
-                return plan, rendezvous(mine, port, seconds, say, self.received, self.token, look)
-            except Moved:
-                say("names of --ips have other addresses than before; meeting the hosts there")
+        plan = self.known(self.plan)
+        if plan.rendezvous_port is None:
+            return plan, None
+        self.say_plan(plan)
+        channel = rendezvous(
+            own_handshake(self.options, plan, self.restarts.attempt, self.restarts.skip),
+            plan.rendezvous_port,
+            self.options.start_timeout,
+            say,
+            self.received,
+            self.options.token,
+            self.machine.network.resolve,
+        )
+        return replace(plan, hosts=channel.hosts), channel
 
     def plan(self) -> LaunchPlan:
         return make_plan(self.options, self.environment, self.machine)
@@ -185,6 +174,15 @@ class _Job:
         """What depends on names of --ips, once they are known.  Raises: LaunchError.  Stopped."""
         ips, seconds = self.options.ips or "", self.options.start_timeout
         return once_known(look, ips, self.machine.network, seconds, say, self.received)
+
+
+def name_of_job(token: str, drawn: str | None = None) -> str:
+    """A name for this attempt, the same on all of its hosts.
+
+    Args: drawn: what the first host has drawn at random; None: this host is alone and draws.
+    """
+    drawn = secrets.token_hex(16) if drawn is None else drawn
+    return hmac.new(os.fsencode(token), drawn.encode(), hashlib.sha256).hexdigest()
 
 
 def stopped_before_begin(received: Sequence[int]) -> Outcome:

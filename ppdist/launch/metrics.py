@@ -29,7 +29,7 @@ from ppdist.common.process import ends_with_this, is_alive
 from ppdist.common.signals import STOP_SIGNALS
 from ppdist.distributed import heartbeat
 from ppdist.launch import worker
-from ppdist.launch.watchdog import say
+from ppdist.launch.console import finish, say
 
 # Name -> what it says.  Those that end with _total only grow, as long as the ranks live; with
 # ppdist_run_ begins what holds for the whole run: rank 0's host alone says that.
@@ -368,11 +368,12 @@ def main(arguments: Sequence[str]) -> int:
     parent = os.getppid()
     try:
         server = open_server(address, port, Measures(folder, Cards(_say), _say))
-    except ImportError:
-        _give_up("the package prometheus-client is missing: pip install 'ppdist[monitoring]'")
-        return 1
-    except (OSError, OverflowError) as error:
-        _give_up(f"{address}:{port} cannot be opened ({error}): choose another one")
+    except (ImportError, OSError, OverflowError) as error:
+        why = f"{address}:{port} cannot be opened ({error}): choose another one"
+        if isinstance(error, ImportError):
+            why = "the package prometheus-client is missing: pip install 'ppdist[monitoring]'"
+        _give_up(why)
+        finish()
         return 1
     threading.Thread(target=server.serve_forever, daemon=True).start()
     while os.getppid() == parent and folder.is_dir():

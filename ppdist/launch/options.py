@@ -6,6 +6,7 @@ the ranks only where that is needed for one of its own options (`Options.needs_p
 """
 
 import difflib
+import os
 import re
 import textwrap
 from collections.abc import Mapping, Sequence
@@ -45,8 +46,10 @@ STALE_VARIABLES = (
     "FLAGS_selected_gpus",
 )
 KIND_VARIABLE = "PADDLE_XCCL_BACKEND"  # Paddle's: the kind of cards that a plug-in brings
-TOKEN_VARIABLE = "PPDIST_JOB_TOKEN"  # what its user gives to all hosts of a job, see rendezvous.py
-_LEAST_TOKEN = 16  # characters
+# What its user gives to all hosts of a job, see connection.py; or the file that holds it.
+TOKEN_VARIABLE, TOKEN_FILE_VARIABLE = "PPDIST_JOB_TOKEN", "PPDIST_JOB_TOKEN_FILE"
+TOKEN_VARIABLES = (TOKEN_VARIABLE, TOKEN_FILE_VARIABLE)
+_LEAST_TOKEN, _MOST_TOKEN = 16, 4096  # characters
 START_SECONDS = 600
 MOST_RESTARTS = 1_000_000
 
@@ -168,6 +171,7 @@ class Options:
     max_restart: int = 0
     log_dir: str = "log"
     log_overwrite: bool = False
+    token: str = field(default="", repr=False)  # of the job; "": none was given
     passed: Mapping[str, str] = field(default_factory=dict)  # Paddle's own, by key
 
     @property
@@ -190,7 +194,7 @@ def parse_options(arguments: Sequence[str], environment: Mapping[str, str]) -> O
     """
     values, rest = _split(arguments)
     refuse_stale_environment(environment)
-    _refuse_short_token(environment)
+    token = job_token(environment)
     if not rest:
         raise LaunchError(
             f"which script is to be started? None was given.\n{USAGE}", code="script_missing"
@@ -219,6 +223,7 @@ def parse_options(arguments: Sequence[str], environment: Mapping[str, str]) -> O
         max_restart=_integer(values, "max_restart", 0, MOST_RESTARTS) or 0,
         log_dir=values.get("log_dir", "log"),
         log_overwrite=_boolean(values, "log_overwrite"),
+        token=token,
         passed={key: value for key, value in values.items() if key not in taken},
     )
 
@@ -258,17 +263,39 @@ def refuse_stale_environment(environment: Mapping[str, str]) -> None:
         )
 
 
-def _refuse_short_token(environment: Mapping[str, str]) -> None:
-    """Raises: LaunchError: a stranger could find the token by trying."""
-    letters = len(environment.get(TOKEN_VARIABLE, ""))
-    if 0 < letters < _LEAST_TOKEN:
+def job_token(environment: Mapping[str, str]) -> str:
+    """The token of the job, "" where none was given.
+
+    Raises: LaunchError: strangers can read it or find it by trying.
+    """
+    token, where = environment.get(TOKEN_VARIABLE, ""), TOKEN_VARIABLE
+    name = environment.get(TOKEN_FILE_VARIABLE, "")
+    if name and not token:
+        where = f"{TOKEN_FILE_VARIABLE}={name}"
+        try:
+            with open(name, encoding="utf-8", errors="surrogateescape") as file:
+                mode = os.fstat(file.fileno()).st_mode
+                token = file.read(_MOST_TOKEN).strip()
+        except OSError as error:
+            raise LaunchError(
+                f"it cannot be read ({error.strerror})", code="job_token_unreadable", where=where
+            ) from error
+        if mode & 0o077:
+            raise LaunchError(
+                "others on this machine may read or change it",
+                code="job_token_exposed",
+                where=where,
+                fix=f"chmod 600 {name}",
+            )
+    if (token or name) and len(token) < _LEAST_TOKEN:
         raise LaunchError(
-            f"a token of {letters} characters is found by trying: it must have {_LEAST_TOKEN} or "
-            "more",
+            f"a token of {len(token)} characters is found by trying: it must have {_LEAST_TOKEN} "
+            "or more",
             code="job_token_short",
-            where=TOKEN_VARIABLE,
+            where=where,
             fix=f"give all hosts one that `openssl rand -hex {_LEAST_TOKEN}` has drawn, or none",
         )
+    return token
 
 
 def _split(arguments: Sequence[str]) -> tuple[dict[str, str], list[str]]:

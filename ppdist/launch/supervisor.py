@@ -37,24 +37,22 @@ from ppdist.common.process import (
     process_stat,
 )
 from ppdist.launch import paddle_launcher, worker
+from ppdist.launch.console import say, say_end
+from ppdist.launch.control_channel import ControlChannel
 from ppdist.launch.options import Options
-from ppdist.launch.rendezvous import ControlChannel
-from ppdist.launch.topology import LaunchPlan
-from ppdist.launch.watchdog import (
+from ppdist.launch.outcome import (
     Attempt,
     Outcome,
     RankEnd,
-    Watch,
-    at_once,
-    code_of,
     failed_now,
     first_cause,
     judge,
     not_started,
     read_ends,
-    say,
-    say_end,
 )
+from ppdist.launch.signals import at_once, code_of
+from ppdist.launch.topology import LaunchPlan
+from ppdist.launch.watchdog import Watch
 
 _POLL_SECONDS = 0.2  # a look takes half a millisecond of a core that computes
 _PEER_SECONDS = 3.0  # in which ranks that have lost one can say so by themselves
@@ -320,10 +318,6 @@ class _Job:
 def _hand_over_terminal(listener: socket.socket) -> None:
     connection, _ = listener.accept()
     with connection:
-        for stream in (sys.stdout, sys.stderr):
-            if stream is not None:  # fleetrun may have been started without
-                with suppress(OSError, ValueError):
-                    stream.flush()
         socket.send_fds(connection, [b"t"], [1, 2])
 
 

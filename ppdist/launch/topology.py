@@ -1,33 +1,18 @@
-"""Topology of a run: cards, hosts, ports, variables of each rank.
+"""Topology of a run: the ranks of this host and their variables.
 
-A card is named by its physical id, the number nvidia-smi shows; CUDA_VISIBLE_DEVICES lists physical
-ids (or UUIDs) and what is asked for must be in it: that is how Paddle's launcher reads both.  Cards
-of another kind are taken as they are named: only Paddle's plug-in could count them.
-
-Schedulers make host names known late and give them to other addresses, so names are looked up until
-they answer.
+Decides everything from the command, the cards (cards.py) and the network (network.py) of this host,
+and starts nothing.
 """
 
-import contextlib
-import ctypes
-import fcntl
 import importlib.metadata
 import importlib.util
 import os
-import random
-import re
 import shlex
 import shutil
 import socket
-import struct
-import subprocess
-import sys
-import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TypeVar
 
 from ppdist.common.errors import LaunchError
 from ppdist.common.process import (
@@ -38,8 +23,18 @@ from ppdist.common.process import (
     SKIP_STEP_VARIABLE,
     STARTED_VARIABLE,
 )
-from ppdist.launch.options import KIND_VARIABLE, OPTION_VARIABLES, TOKEN_VARIABLE, Options
-from ppdist.launch.watchdog import Stopped
+from ppdist.launch.cards import Card, expand_ids, listed_ids, machine_cards, visible_labels
+from ppdist.launch.network import (
+    Network,
+    check_interfaces,
+    choose_port,
+    own_address,
+    ranks_port,
+    refuse_metrics_port,
+    resolve_hosts,
+    socket_variables,
+)
+from ppdist.launch.options import KIND_VARIABLE, OPTION_VARIABLES, TOKEN_VARIABLES, Options
 from ppdist.launch.worker import CPU_VARIABLE
 
 LAUNCHER_VARIABLE = "PPDIST_LAUNCHER"  # how a worker knows that our front started it
@@ -48,178 +43,6 @@ _OWN_VARIABLES = (
     EXIT_DIR_VARIABLE, JOB_DIR_VARIABLE, JOB_VARIABLE, RESTART_VARIABLE, SKIP_STEP_VARIABLE,
     STARTED_VARIABLE,
 )  # fmt: skip
-
-_SMI_SECONDS = 60.0  # the first call after boot wakes every card
-
-_SIOCGIFADDR = 0x8915
-_LOOK_SECONDS, _REPORT_SECONDS = 1.0, 10.0  # between two questions for a name; two lines about it
-
-_SEVERAL_HOSTS_PORT = 6070  # Paddle's own; the hosts meet there and must all use the same
-_ONE_HOST_PORTS = (20000, 32000)  # below the ports that Linux hands out by itself
-_LISTENING = "0A"  # state in /proc/net/tcp
-_COMMAND_LENGTH = 200
-
-T = TypeVar("T")
-
-
-@dataclass(frozen=True)
-class Card:
-    """One physical GPU."""
-
-    index: int
-    name: str = "GPU"
-    uuid: str = ""
-
-
-def machine_cards() -> list[Card]:
-    """The NVIDIA cards of this machine, visible to CUDA or not; [] where there is none."""
-    return _cards_of_nvidia_smi() or _cards_of_driver()
-
-
-def _cards_of_nvidia_smi() -> list[Card]:
-    program = shutil.which("nvidia-smi") or shutil.which("/usr/lib/wsl/lib/nvidia-smi")
-    if program is None:
-        return []
-    try:
-        listed = subprocess.run(
-            [program, "-L"], capture_output=True, text=True, timeout=_SMI_SECONDS, check=False
-        )
-    except (OSError, subprocess.TimeoutExpired):
-        return []
-    return parse_nvidia_smi(listed.stdout) if listed.returncode == 0 else []
-
-
-def parse_nvidia_smi(listing: str) -> list[Card]:
-    """Reads the lines of `nvidia-smi -L`; those of MIG slices are indented and left out."""
-    pattern = re.compile(r"^GPU (\d+): (.*?)(?: \(UUID: (\S+)\))?\s*$", re.MULTILINE)
-    return [Card(int(index), name, uuid or "") for index, name, uuid in pattern.findall(listing)]
-
-
-def _cards_of_driver() -> list[Card]:
-    """For containers without nvidia-smi: the driver's count, or else the device files."""
-    if not Path("/dev/nvidiactl").exists() and not Path("/dev/dxg").exists():
-        return []
-    files = [path for path in Path("/dev").glob("nvidia*") if path.name[6:].isdigit()]
-    count = ctypes.c_int(0)
-    try:
-        driver = ctypes.CDLL("libcuda.so.1")
-    except OSError:
-        return [Card(index) for index in range(len(files))]
-    # The driver counts visible cards only: with CUDA_VISIBLE_DEVICES set the files may say more.
-    if driver.cuInit(0) == 0 and driver.cuDeviceGetCount(ctypes.byref(count)) == 0:
-        return [Card(index) for index in range(max(count.value, len(files)))]
-    return []
-
-
-def visible_labels(cards: Sequence[Card], variable: str | None) -> list[str]:
-    """The cards a process would see, by physical id, in the order CUDA gives them.
-
-    Args:
-        variable: the value of CUDA_VISIBLE_DEVICES, or None when it is not set.
-    Returns: ids as text; a UUID that no card has (a MIG slice) stays as it is.
-    Raises: LaunchError: the variable names a card that the machine does not have.
-    """
-    if variable is None or variable.strip() == "all":
-        return [str(card.index) for card in cards]
-    if not cards:
-        return []
-    labels = []
-    for label in (part.strip() for part in variable.split(",")):
-        if label in ("", "-1", "NoDevFiles"):
-            break  # CUDA reads the list up to the first entry that names nothing
-        if label.isdigit() and int(label) not in [card.index for card in cards]:
-            raise LaunchError(
-                f"CUDA_VISIBLE_DEVICES={variable} names card {label}, but this machine has "
-                f"{_ids(card.index for card in cards)}",
-                code="visible_devices_wrong",
-                fix="correct or unset the variable",
-            )
-        named = [card for card in cards if card.uuid and card.uuid.startswith(label)]
-        labels.append(str(named[0].index) if len(named) == 1 and not label.isdigit() else label)
-    return labels
-
-
-def expand_ids(text: str) -> list[str]:
-    """Ids of a list with ranges: `0-3,6` -> 0 1 2 3 6.  Spaces and quotes do not matter.
-
-    Raises: LaunchError: not a list of ids, a range that runs backwards, or an id twice.
-    """
-    bare = re.sub(r"(?<=\d)\s*-\s*(?=\d)", "-", text.strip(" '\""))
-    ids: list[str] = []
-    for part in re.split(r"[,\s]+", bare.strip(" ,")):
-        span = re.fullmatch(r"(\d+)-(\d+)", part)
-        if span:
-            first, last = int(span[1]), int(span[2])
-            if first > last or last - first > 1023:
-                raise LaunchError(
-                    f"{part} is not a range from low to high",
-                    code="cards_invalid",
-                    where=f"cards {text!r}",
-                )
-            ids += [str(index) for index in range(first, last + 1)]
-        elif part.isdigit():
-            ids.append(str(int(part)))
-        elif part.startswith(("GPU-", "MIG-")):
-            ids.append(part)
-        else:
-            raise LaunchError(
-                f"{part!r} is no card id",
-                code="cards_invalid",
-                where=f"cards {text!r}",
-                fix="expected a list such as 0,1 or 0-3,6",
-            )
-    double = sorted({index for index in ids if ids.count(index) > 1})
-    if double:
-        raise LaunchError(
-            f"{', '.join(double)} stands there twice",
-            code="cards_repeated",
-            where=f"cards {text!r}",
-        )
-    return ids
-
-
-def cards_of_runs(text: str) -> list[list[str]]:
-    """Cards of runs side by side: `0,1|2-3` -> 0 1 for one and 2 3 for the other.
-
-    Raises: LaunchError: as `expand_ids`; they have unlike numbers of cards, or share one.
-    """
-    runs_RC = [expand_ids(part) for part in text.strip(" '\"").split("|")]
-    if len({len(cards) for cards in runs_RC}) > 1:
-        raise LaunchError(
-            "give each as many, or they cannot be compared",
-            code="cards_uneven",
-            where=f"cards {text!r}",
-        )
-    every = [card for cards in runs_RC for card in cards]
-    double = sorted({card for card in every if every.count(card) > 1})
-    if double:
-        raise LaunchError(
-            f"{', '.join(double)} is of two of them", code="cards_repeated", where=f"cards {text!r}"
-        )
-    return runs_RC
-
-
-def deal_out(visible: Sequence[str], runs: int, each: int) -> list[list[str]]:
-    """Cards of runs side by side, the first of `visible` for the first.
-
-    Raises: LaunchError: there are not enough.
-    """
-    if runs * each > len(visible):
-        raise LaunchError(
-            f"{runs} at a time with {each} card{'s' * (each > 1)} each need {runs * each}, and "
-            f"this machine has {len(visible)} visible",
-            code="cards_too_few",
-            fix=(
-                "ask for fewer, or hide the cards to compute on the CPU: CUDA_VISIBLE_DEVICES= "
-                "before the command"
-            ),
-        )
-    return [list(visible[run * each : (run + 1) * each]) for run in range(runs)]
-
-
-def _ids(labels: Iterable[object]) -> str:
-    texts = [str(label) for label in labels]
-    return f"card {texts[0]}" if len(texts) == 1 else f"cards {', '.join(texts)}"
 
 
 def paddle_build() -> str:
@@ -238,411 +61,6 @@ def installed_version(distribution: str) -> str:
         return importlib.metadata.version(distribution)
     except importlib.metadata.PackageNotFoundError:
         return ""
-
-
-class NotYetKnown(LaunchError):
-    """A host that may become known: where schedulers name hosts, names come up with them."""
-
-
-class Network:
-    """What this machine's network answers; tests put a made-up one in its place."""
-
-    def resolve(self, name: str) -> str | None:
-        """The IPv4 address of a host name or address, or None."""
-        try:
-            return socket.gethostbyname(name)
-        except (OSError, UnicodeError):
-            return None
-
-    def is_local(self, address: str) -> bool:
-        """True when this machine holds the address: only then can a socket be bound to it."""
-        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-            try:
-                probe.bind((address, 0))
-            except OSError:
-                return False
-        return True
-
-    def is_free(self, port: int, address: str = "") -> bool:
-        """True when nothing listens on the port (of that address; of any without one), and no job
-        of this machine is about to."""
-        if _claims(port):
-            return False
-        with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
-            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            try:
-                probe.bind((address, port))
-            except OSError:
-                return False
-        return True
-
-    def interfaces(self) -> dict[str, str]:
-        """Interface -> its first IPv4 address.  Further addresses of an interface are not found."""
-        found = {}
-        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-            for _, name in socket.if_nameindex():
-                request = struct.pack("256s", name.encode()[:15])
-                try:
-                    answer = fcntl.ioctl(probe.fileno(), _SIOCGIFADDR, request)
-                except OSError:
-                    continue  # it has no IPv4 address
-                found[name] = socket.inet_ntoa(answer[20:24])
-        return found
-
-    def interface_names(self) -> list[str]:
-        """All interfaces, also those without an IPv4 address."""
-        return [name for _, name in socket.if_nameindex()]
-
-    def towards(self, address: str) -> str | None:
-        """This machine's address as the other one sees it; nothing is sent."""
-        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-            try:
-                probe.connect((address, 9))
-            except OSError:
-                return None
-            return probe.getsockname()[0]
-
-
-def typed_hosts(ips: str) -> list[str]:
-    """The hosts in the value of --ips, as they were typed."""
-    return [name for name in re.split(r"[,\s]+", ips.strip().strip("'\"")) if name]
-
-
-def resolve_hosts(ips: str, network: Network) -> list[str]:
-    """The addresses behind the value of --ips, in its order.
-
-    Raises: LaunchError: a name does not resolve, or stands there twice, or is one that other hosts
-        cannot reach.
-    """
-    names = typed_hosts(ips)
-    if not names:
-        raise LaunchError(
-            "--ips is empty",
-            code="ips_empty",
-            fix="expected the hosts of the run, e.g. --ips 10.0.0.1,10.0.0.2",
-        )
-    addresses = []
-    for name in names:
-        if ":" in name:
-            raise LaunchError(
-                "expected an IPv4 address or a host name, without a port (--start_port P sets the "
-                "ports)",
-                code="ips_invalid",
-                where=f"--ips: {name}",
-            )
-        address = network.resolve(name)
-        if address is None:
-            raise NotYetKnown(
-                f"the name {name} is not known on this machine",
-                code="host_name_unknown",
-                where="--ips",
-                fix="give its IPv4 address, or add it to /etc/hosts on every host",
-            )
-        addresses.append(address)
-    for place, address in enumerate(addresses):
-        same = [names[other] for other in range(place) if addresses[other] == address]
-        if same:
-            what = f"{names[place]} and {same[0]} are both {address}"
-            fix = "each host stands there once (processes per host: --nproc_per_node)"
-            if names[place] == same[0]:
-                raise LaunchError(what, code="ips_repeated", where="--ips", fix=fix)
-            # One of two names may be that of a host which has lost this address.
-            raise NotYetKnown(what, code="ips_repeated", where="--ips", fix=fix)
-    _refuse_loopback_among_hosts(names, addresses)
-    return addresses
-
-
-def _refuse_loopback_among_hosts(names: Sequence[str], addresses: Sequence[str]) -> None:
-    if len(addresses) == 1:
-        return
-    loopback = [address.startswith("127.") for address in addresses]
-    for name, address, loops in zip(names, addresses, loopback):
-        if loops and (not all(loopback) or address == "127.0.0.1"):
-            shown = name if name == address else f"{name} (here {address})"
-            raise LaunchError(
-                f"{shown} means every machine to itself, so the others cannot reach it",
-                code="ips_loopback",
-                where="--ips",
-                fix="give the address that they see (ip -br addr shows it)",
-            )
-
-
-def own_address(addresses: Sequence[str], host: str | None, network: Network) -> str:
-    """Which of the hosts this machine is.
-
-    Args:
-        addresses: from `resolve_hosts`.
-        host: the value of --host, or None to find out.
-    Raises: LaunchError: none of them, or several.
-    """
-    listed = ", ".join(addresses)
-    if host is not None:
-        address = network.resolve(host)
-        if address is None or address not in addresses:
-            raise NotYetKnown(f"--host {host} is not among --ips {listed}", code="host_not_in_ips")
-        return address
-    local = [address for address in addresses if network.is_local(address)]
-    if len(local) == 1:
-        return local[0]
-    mine = ", ".join(sorted(set(network.interfaces().values()))) or "none"
-    if local:
-        raise LaunchError(
-            f"{', '.join(local)} are all this machine's",
-            code="ips_ambiguous",
-            where="--ips",
-            fix=f"say which one this launch is: --host {local[0]}",
-        )
-    raise LaunchError(
-        f"none of --ips {listed} is this machine (its addresses: {mine})",
-        code="ips_without_this_host",
-        fix="start fleetrun on each of the hosts, or correct --ips",
-    )
-
-
-def once_known(
-    look: Callable[[], T],
-    ips: str,
-    network: Network,
-    seconds: float,
-    say: Callable[[str], None],
-    received: Sequence[int],
-) -> T:
-    """What `look` returns, which is called until names of --ips mean the hosts of the run.
-
-    A pod's name is known once the pod runs, and for some seconds it still is that of the one before
-    it.  Addresses are not waited for.
-
-    Args:
-        look: raises NotYetKnown for what may pass.
-        seconds: how long to wait.
-        received: signals so far; with one the waiting ends.
-    Raises: LaunchError: not in time, or it is wrong in a way that does not pass.  Stopped.
-    """
-    begin = time.monotonic()
-    reported: float | None = None
-    while not received:
-        try:
-            return look()
-        except NotYetKnown as error:
-            now = time.monotonic()
-            if all(network.resolve(name) == name for name in typed_hosts(ips)):
-                raise
-            if now - begin > seconds:
-                raise LaunchError(
-                    f"{error} (waited {seconds:g} s: --start_timeout)", code="ips_not_settled"
-                ) from error
-            if reported is None or now - reported >= _REPORT_SECONDS:
-                reported = now
-                say(f"{error}; waiting for that to change ({now - begin:.0f} s)")
-        time.sleep(_LOOK_SECONDS)
-    raise Stopped
-
-
-def socket_variables(address: str, network: Network) -> dict[str, str]:
-    """Makes gloo and NCCL use the interface that holds the address.
-
-    By itself gloo connects to whatever the host's name resolves to, often 127.0.0.1.  Empty for an
-    address that is not an interface's first.
-    """
-    for name, held in network.interfaces().items():
-        if held == address:
-            # `=` makes NCCL compare the whole name: eth1 alone would match eth10 as well.
-            return {"GLOO_SOCKET_IFNAME": name, "NCCL_SOCKET_IFNAME": f"={name}"}
-    return {}
-
-
-def check_interfaces(environment: Mapping[str, str], address: str | None, network: Network) -> None:
-    """Refuses interfaces that the user chose and that cannot work, before gloo or NCCL wait there.
-
-    gloo takes one name.  NCCL takes a list of beginnings of names, of whole names after `=`, of
-    those to leave out after `^`; it may well use another network than gloo.
-
-    Args:
-        address: of this host in the run; None where any will do.
-    Raises: LaunchError: no such interface, or gloo's holds another address.
-    """
-    names, held = network.interface_names(), network.interfaces()
-    holder = next((name for name in held if held[name] == address), None)
-    shown = [f"{name} ({held.get(name, 'without IPv4')})" for name in names]
-    here = f"this machine has {', '.join(shown)}"
-    gloo = environment.get("GLOO_SOCKET_IFNAME", "")
-    instead = f"; {address} is on {holder}: use that or unset it" if holder else "; correct it"
-    if gloo and gloo not in held:
-        problem = "has no IPv4 address" if gloo in names else "is no interface of this machine"
-        raise LaunchError(
-            f"GLOO_SOCKET_IFNAME={gloo} {problem}: {here}{instead}", code="interface_wrong"
-        )
-    if gloo and holder and gloo != holder:
-        raise LaunchError(
-            f"GLOO_SOCKET_IFNAME={gloo} holds {held[gloo]}, but this host of the run is {address}, "
-            f"which is on {holder}: unset the variable, or give --ips the addresses of that "
-            "network",
-            code="interface_wrong",
-        )
-    wanted = environment.get("NCCL_SOCKET_IFNAME", "")
-    if wanted and not any(nccl_takes(wanted, name) for name in names):
-        raise LaunchError(
-            f"NCCL_SOCKET_IFNAME={wanted} fits no interface of this machine: {here}{instead}",
-            code="interface_wrong",
-        )
-
-
-def nccl_takes(wanted: str, name: str) -> bool:
-    """Whether NCCL's selection of interfaces holds one; as described for NCCL_SOCKET_IFNAME."""
-    without = wanted.startswith("^")
-    whole = wanted.removeprefix("^").startswith("=")
-    words = [word for word in wanted.lstrip("^=").split(",") if word]
-    return without != any(name == word if whole else name.startswith(word) for word in words)
-
-
-def choose_port(
-    wanted: int | None,
-    count: int,
-    hosts: int,
-    first: bool,
-    network: Network,
-    own: str = "",
-    metrics_port: int | None = None,
-) -> int:
-    """The first port of this run.
-
-    One host takes any `count` free ones in a row, so that two runs on a machine do not collide.
-    Several hosts must agree without talking, so they take the same fixed ones: their fleetruns meet
-    on the first, the ranks use the `count` after it.
-
-    Args:
-        wanted: the port asked for, or None.
-        first: whether this host is the one with rank 0: it alone has to be reached there.
-        own: this host's address.
-        metrics_port: not for the ranks: who listens there may only be about to open it.
-    Raises: LaunchError: a port is taken, or there is no free range.
-    """
-    if wanted is None and hosts == 1:
-        for start in random.sample(range(*_ONE_HOST_PORTS), 200):
-            ports = range(start, start + count)
-            if metrics_port not in ports and all(network.is_free(port) for port in ports):
-                return start
-        raise LaunchError(
-            f"found no {count} free ports in a row",
-            code="no_free_ports",
-            fix="give one: --start_port P",
-        )
-    start = _SEVERAL_HOSTS_PORT if wanted is None else wanted
-    ranks = _ranks_port(start, hosts)
-    if ranks + count - 1 > 65535:
-        raise LaunchError(
-            f"{count} processes need ports up to 65535",
-            code="port_too_high",
-            where=f"--start_port {start}",
-        )
-    _refuse_metrics_port(metrics_port, range(start, ranks + count))
-    taken = []
-    if first:
-        taken = [port for port in range(ranks, ranks + count) if not network.is_free(port)]
-        if ranks != start and not network.is_free(start, own if network.is_local(own) else ""):
-            taken.insert(0, start)
-    if taken:
-        raise port_in_use(taken[0], hosts)
-    return start
-
-
-def _refuse_metrics_port(port: int | None, ports: range) -> None:
-    """Refuses a --metrics_port on which the run itself meets: who came second would fail.
-
-    All hosts decide alike, so that none waits for one that was refused.
-
-    Raises: LaunchError.
-    """
-    if port in ports:
-        own = f"port {port}" if len(ports) == 1 else f"ports {ports[0]}-{ports[-1]}"
-        raise LaunchError(
-            f"the run itself needs {own}",
-            code="metrics_port_taken",
-            where=f"--metrics_port {port}",
-            fix="choose another",
-        )
-
-
-def _ranks_port(start: int, hosts: int) -> int:
-    """The first port of the ranks: with several hosts the one before it is the fleetruns' own."""
-    return start + (hosts > 1)
-
-
-def port_in_use(port: int, hosts: int) -> LaunchError:
-    """The error to raise."""
-    others = " (the same on every host)" if hosts > 1 else ""
-    who = port_holder(port)
-    by = f"by {who}" if who else "by another run or one that did not end"
-    if _claims(port):
-        by = f"by another running job{f', {who}' if who else ''}"
-    hint = "" if who else "; `ss -ltnp` shows who has it"
-    end = ", or end that process" if who else ""
-    return LaunchError(
-        f"port {port} is in use on this machine, {by}",
-        code="port_in_use",
-        fix=f"choose another with --start_port P or FLAGS_START_PORT=P{others}{end}{hint}",
-    )
-
-
-_CLAIM = "ppdist-port-{}"
-
-
-@contextmanager
-def claimed(ports: Iterable[int], hosts: int) -> Iterator[None]:
-    """Inside, no other job of this machine gets these ports, though nobody listens there yet.
-
-    Rank 0 opens its port seconds after the plan is made; of two jobs that start together the second
-    would die in Paddle.  A name of the kernel's marks a port, in the same network namespace as the
-    port, for all users; it ends with this process, however that ends.
-
-    Args: hosts: of the run, for the message.
-    Raises: LaunchError: another job was faster.
-    """
-    with contextlib.ExitStack() as held:
-        for port in ports if sys.platform == "linux" else ():
-            mark = held.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_STREAM))
-            try:
-                mark.bind("\0" + _CLAIM.format(port))
-            except OSError as error:
-                raise port_in_use(port, hosts) from error
-        yield
-
-
-def _claims(port: int) -> set[str]:
-    """Inodes of the marks of a job that has the port, or is about to open it."""
-    with contextlib.suppress(OSError):
-        lines = Path("/proc/net/unix").read_text(encoding="utf-8", errors="replace").splitlines()
-        words = [line.split() for line in lines if line.endswith("@" + _CLAIM.format(port))]
-        return {each[6] for each in words}
-    return set()
-
-
-def port_holder(port: int) -> str:
-    """`process 123 (python train.py)`; "" where that cannot be found out, as for other users'."""
-    inodes = {f"socket:[{inode}]" for inode in _inodes(port)}
-    for place in Path("/proc").glob("[0-9]*") if inodes else ():
-        with contextlib.suppress(OSError):
-            if any(os.readlink(link) in inodes for link in (place / "fd").iterdir()):
-                return f"process {place.name} ({_command(place)})"
-    return ""
-
-
-def _inodes(port: int) -> set[str]:
-    """Of the sockets that listen on it, or say that a job is about to."""
-    found = _claims(port)
-    for table in ("/proc/net/tcp", "/proc/net/tcp6"):
-        with contextlib.suppress(OSError):
-            for line in Path(table).read_text(encoding="ascii").splitlines()[1:]:
-                words = line.split()
-                if words[3] == _LISTENING and int(words[1].rpartition(":")[2], 16) == port:
-                    found.add(words[9])
-    return found
-
-
-def _command(place: Path) -> str:
-    text = (place / "cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace").strip()
-    shown = "".join(letter if letter.isprintable() else "?" for letter in text)
-    return shown if len(shown) <= _COMMAND_LENGTH else f"{shown[:_COMMAND_LENGTH]}..."
 
 
 @dataclass(frozen=True)
@@ -667,14 +85,26 @@ class LaunchPlan:
     device: str  # cpu, gpu or another kind of card
     processes: int  # on this host
     environment: dict[str, str]  # of all of them
-    ranks: tuple[dict[str, str], ...]  # what each gets beside; () where Paddle's launcher does it
-    paddle_options: dict[str, str]  # of that, but its --log_dir; else {}
+    devices: tuple[dict[str, str], ...]  # by which each finds its card; () for Paddle's launcher
+    first_port: int  # of the first rank of each host; 0: Paddle's launcher chooses
+    own_options: dict[str, str]  # of Paddle's launcher, where it is needed, on this host
     hosts: tuple[str, ...]  # all, rank 0's first; empty where --master brings them together
     host: str  # which of them this is; "" where --master has to find out
     rendezvous_port: int | None  # of the first host, where the others call; None: no others
     description: str  # one line for the user
     gpus: tuple[str, ...] = ()  # by physical id, in the order of local ranks
     ports: tuple[int, ...] = ()  # that rank 0's host opens, of those fleetrun knows
+
+    @property
+    def ranks(self) -> tuple[dict[str, str], ...]:
+        """What each rank gets beside; () where Paddle's launcher does it."""
+        return rank_variables(self.hosts, self.host, self.first_port, self.devices)
+
+    @property
+    def paddle_options(self) -> dict[str, str]:
+        """Of Paddle's launcher, but its --log_dir; {} where it is not needed."""
+        hosts = {"--ips": ",".join(self.hosts)} if self.hosts else {}
+        return {} if self.devices else hosts | self.own_options
 
 
 def make_plan(options: Options, environment: Mapping[str, str], machine: Machine) -> LaunchPlan:
@@ -702,7 +132,7 @@ def make_plan(options: Options, environment: Mapping[str, str], machine: Machine
         what = f"CPU (gloo), OMP_NUM_THREADS={threads} each"
     hosts: list[str] = []
     port: int | None = None
-    ranks_port, where = options.start_port, ""
+    first_port, where = options.start_port, ""
     if options.master is not None:
         own = _with_master(options, options.master, variables, machine.network)
         place = {"--master": options.master}
@@ -712,32 +142,32 @@ def make_plan(options: Options, environment: Mapping[str, str], machine: Machine
             options.start_port, processes, len(hosts), own == hosts[0], machine.network, own,
             options.metrics_port,
         )  # fmt: skip
-        ranks_port = _ranks_port(port, len(hosts))
-        place = {"--ips": ",".join(hosts)}
+        first_port = ranks_port(port, len(hosts))
+        place = {}
         where = f"host {hosts.index(own) + 1} of {len(hosts)}, " if hosts[1:] else ""
     if options.needs_paddle:
         place |= {"--devices": ",".join(labels)} if labels else {"--nproc_per_node": f"{processes}"}
         place |= {"--host": own} if own else {}
-        place |= {"--start_port": str(ranks_port)} if ranks_port else {}
+        place |= {"--start_port": str(first_port)} if first_port else {}
         place |= {f"--{key}": value for key, value in options.passed.items()}
         if not labels:
             variables[CPU_VARIABLE] = "1"
             if "CUDA_VISIBLE_DEVICES" in variables:
                 # Paddle's takes even an empty list for one of one card; the worker hides it.
                 variables["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, range(processes)))
-        ranks: tuple[dict[str, str], ...] = ()
     else:
-        ranks, place = rank_variables(hosts, own, ranks_port or 0, cards), {}
+        place = {}
     plural = "process" if processes == 1 else "processes"
     ports: tuple[int, ...] = ()
     if port is not None and own == hosts[0]:
-        ports = tuple(sorted({port, _ranks_port(port, len(hosts))}))
+        ports = tuple(sorted({port, ranks_port(port, len(hosts))}))
     return LaunchPlan(
         device=device,
         processes=processes,
         environment=variables,
-        ranks=ranks,
-        paddle_options=place,
+        devices=() if options.needs_paddle else tuple(cards),
+        first_port=first_port or 0,
+        own_options=place,
         hosts=tuple(hosts),
         host=own,
         rendezvous_port=port if len(hosts) > 1 else None,
@@ -751,7 +181,7 @@ def _clean(environment: Mapping[str, str]) -> dict[str, str]:
     """What the ranks get of fleetrun's own environment."""
     variables = {name: value for name, value in environment.items() if name not in OPTION_VARIABLES}
     variables[LAUNCHER_VARIABLE] = "fleetrun"
-    for name in (*_OWN_VARIABLES, TOKEN_VARIABLE):
+    for name in (*_OWN_VARIABLES, *TOKEN_VARIABLES):
         variables.pop(name, None)
     variables.setdefault("GLOG_minloglevel", "1")  # not every connection that Paddle opens
     # As Paddle's launcher does: by POD_NAME its auto-parallel knows that ranks were launched, and
@@ -774,6 +204,8 @@ def rank_variables(
         cards: variables of the device of each process.
     Source: launch/controllers/collective.py of Paddle 3.3.1; tests compare it with what that gives.
     """
+    if not cards:
+        return ()
     count = len(cards)
     endpoints = [f"{host}:{port + local}" for host in hosts for local in range(count)]
     first = hosts.index(own) * count
@@ -938,13 +370,13 @@ def _refuse_absent(
         return
     if variable is None:
         raise LaunchError(
-            f"there is no card {absent}: this machine has {_ids(visible)}",
+            f"there is no card {absent}: this machine has {listed_ids(visible)}",
             code="card_missing",
             fix="choose among these",
         )
     shown = "those nvidia-smi shows, here " if name == "CUDA_VISIBLE_DEVICES" else ""
     raise LaunchError(
-        f"card {absent} is hidden by {name}={variable}: the ids are {shown}{_ids(visible)}",
+        f"card {absent} is hidden by {name}={variable}: the ids are {shown}{listed_ids(visible)}",
         code="card_hidden",
         fix=f"choose among these, or unset {name}",
     )
@@ -991,7 +423,7 @@ def _with_master(options: Options, master: str, variables: dict[str, str], netwo
         )
     port = master.rpartition(":")[2]
     if port.isascii() and port.isdigit():
-        _refuse_metrics_port(options.metrics_port, range(int(port), int(port) + 1))
+        refuse_metrics_port(options.metrics_port, range(int(port), int(port) + 1))
     own = options.host or (address if network.is_local(address) else network.towards(address))
     if own is not None:
         _choose_interfaces(own, variables, network)

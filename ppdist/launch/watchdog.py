@@ -1,4 +1,4 @@
-"""Watchdog: ends a run that makes no progress, names who failed first.
+"""Watchdog: ends a run that makes no progress.
 
 What a rank does it says in its heartbeat (distributed/heartbeat.py); whether it is stopped or waits
 for a disk says Linux.  A rank makes no progress when it is stopped, or has given no sign of life
@@ -7,11 +7,7 @@ ranks of the host write the stacks of their threads, and are killed: a checkpoin
 so none is lost.
 
 When ranks fail first, here or on another host, because they waited in vain (gloo gives up after
-30 s), who made no progress here by then is named as the cause.  What every rank left behind becomes
-one exit code and one message.
-
-SIGTERM and SIGUSR1 come from schedulers, SIGINT from Ctrl-C, SIGHUP from a terminal that goes away:
-the first lets the ranks finish their step, a second does not.
+30 s), who made no progress here by then is named as the cause.
 """
 
 import contextlib
@@ -22,17 +18,16 @@ import signal
 import socket
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field, replace
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from ppdist.common import errors, process
 from ppdist.common.files import replace_file
-from ppdist.common.process import STOPPED, USER_ERROR, boot_seconds
+from ppdist.common.process import STOPPED, boot_seconds, process_stat
 from ppdist.distributed import heartbeat
 from ppdist.distributed.heartbeat import Reading
 from ppdist.launch import worker
+from ppdist.launch.outcome import WATCH_FILE, Attempt, Stall
 
 _LOOK_SECONDS = 0.5
 # If fleetrun itself was stopped or got no processor, so did the ranks: no more than this of a gap
@@ -44,56 +39,11 @@ _TIMES_P99 = 10.0
 _TIMES_FIRST, _FIRST_SECONDS = 10.0, 60.0
 _BLAMED_SECONDS = 10.0  # without a sign of life, when others failed because they waited
 _STACKS_SECONDS = 2.0
-_FOUND = "watch.json"
-
-_TAIL_LINES = 40
-_NO_WORD = errors.Failure("", "", "")
-# Codes of a rank that waited for one that may make no progress (see `Watch`).
-_WAITED_IN_VAIN = (errors.RANK_TIMEOUT, errors.STORE_UNREACHABLE)
-
-_LOADING_SECONDS = 2.0  # Python, Paddle and a model take longer to be loaded
-_SAME_REQUEST_SECONDS = 1.0  # systemd sends SIGTERM and SIGHUP, a closed terminal SIGHUP twice
-
-
-@dataclass(frozen=True)
-class Attempt:
-    """Where the ranks of this host leave what they say, in one attempt of the job."""
-
-    folder: Path  # private: exit-N.json (worker.py), rank-N.json (common/process.py), heartbeats
-    log_dir: Path  # with workerlog.N
-    # Local rank -> where this attempt begins in its workerlog, bytes.
-    offsets: Mapping[int, int] = field(default_factory=dict)
-
-    @property
-    def launcher_log(self) -> Path:
-        """What Paddle's launcher says, or workers that fleetrun starts."""
-        return self.folder / "launcher.log"
-
-    def log(self, local: int) -> Path:
-        return self.log_dir / f"workerlog.{local}"
-
-
-@dataclass(frozen=True)
-class Stall:
-    """Who made no progress, for `judge`."""
-
-    message: str
-    time: float  # since when, by `boot_seconds`
-    ranks: list[int]  # however these end now, it is the consequence
-    step: int | None  # the optimizer step, from 1, that they all had begun; None: none
-    certain: bool  # False: whoever failed first may have had another reason
-
-
-def found_stall(folder: Path) -> Stall | None:
-    """What a Watch of this folder has found."""
-    with contextlib.suppress(FileNotFoundError):
-        return Stall(**json.loads((folder / _FOUND).read_text(encoding="utf-8")))
-    return None
 
 
 @dataclass
-class Seen:
-    """A rank as it was last seen; times are those of the watch's own clock."""
+class RankStatus:
+    """A rank as it was last seen, by the watch's own clock."""
 
     rank: int
     reading: Reading
@@ -128,7 +78,7 @@ class Watch:
         self._clock = clock
         self._looked: float | None = None
         self._now = 0.0  # of our own clock, which stands while this process does
-        self._ranks: dict[int, Seen] = {}
+        self._ranks: dict[int, RankStatus] = {}
         self._step_seconds: deque[float] = deque(maxlen=1000)
         self._ended: set[int] = set()  # ranks whose end was looked into
         self._struck = False
@@ -159,7 +109,7 @@ class Watch:
         if culprits:
             self._strike(culprits, how, certain)
 
-    def limit(self, seen: Seen) -> float:
+    def limit(self, seen: RankStatus) -> float:
         """How long this rank may give no sign of life, s."""
         reading, usual = seen.reading, self._usual_seconds()
         timeout = max(reading.timeout, reading.limit)
@@ -198,13 +148,13 @@ class Watch:
 
     def _see(self) -> None:
         for rank, reading in self._readings().items():
-            stat = process.process_stat(reading.pid)
+            stat = process_stat(reading.pid)
             seen = self._ranks.get(rank)
             if stat is None or not stat.is_alive or (seen and seen.born != stat.began):
                 self._ranks.pop(rank, None)  # it has ended; how is for others to say
                 continue
             if seen is None:
-                seen = self._ranks[rank] = Seen(rank, reading, stat.began, self._now)
+                seen = self._ranks[rank] = RankStatus(rank, reading, stat.began, self._now)
             elif reading.seconds != seen.reading.seconds:  # a sign of life
                 if reading.steps_measured > seen.reading.steps_measured:
                     self._step_seconds.append(reading.step_seconds)
@@ -223,7 +173,7 @@ class Watch:
         self._ended |= new
         return any(now[rank] not in (0, STOPPED) for rank in new)
 
-    def _strike(self, culprits: Sequence[Seen], how: str, certain: bool) -> None:
+    def _strike(self, culprits: Sequence[RankStatus], how: str, certain: bool) -> None:
         """Leaves word of who makes no progress and of where everybody is, and ends them.
 
         Args: certain: nothing has failed yet, so all are to be ended; else supervisor.py does it.
@@ -242,7 +192,7 @@ class Watch:
         where = f"; the stacks of all ranks of this host: {files}" if files else ""
         ranks = [seen.rank for seen in culprits]
         stall = Stall(f"{how}{where}", since, ranks, step, certain)
-        replace_file(self._folder / _FOUND, json.dumps(asdict(stall)).encode())
+        replace_file(self._folder / WATCH_FILE, json.dumps(asdict(stall)).encode())
         for seen in self._ranks.values() if certain else culprits:
             _send(seen, signal.SIGKILL)
 
@@ -270,8 +220,8 @@ class Watch:
 
 
 def _stalled(
-    ranks: Sequence[Seen], limits: dict[int, float], now: float, several_hosts: bool
-) -> tuple[Sequence[Seen], str]:
+    ranks: Sequence[RankStatus], limits: dict[int, float], now: float, several_hosts: bool
+) -> tuple[Sequence[RankStatus], str]:
     """Who of the ranks of a host makes no progress, and how to say it; nobody and "" if none does.
 
     Args: limits: of each rank, s without a sign of life.
@@ -310,7 +260,9 @@ def _stalled(
     return ranks, f"all ranks of this host wait for {whom}, since {still:.0f} s: {_where(ranks[0])}"
 
 
-def _suspects(ranks: Sequence[Seen], usual: float | None, now: float) -> tuple[Sequence[Seen], str]:
+def _suspects(
+    ranks: Sequence[RankStatus], usual: float | None, now: float
+) -> tuple[Sequence[RankStatus], str]:
     """Who makes no progress, if others say that they waited in vain: sooner than by itself.
 
     Args: usual: what steps take here, s; None while nobody knows, and nobody is blamed for one.
@@ -329,7 +281,7 @@ def _suspects(ranks: Sequence[Seen], usual: float | None, now: float) -> tuple[S
     return found, _told(found, ranks, now) if found else ""
 
 
-def _told(culprits: Sequence[Seen], ranks: Sequence[Seen], now: float) -> str:
+def _told(culprits: Sequence[RankStatus], ranks: Sequence[RankStatus], now: float) -> str:
     """`rank 5 (host a, pid 123) has made no progress for 61 s: stopped (SIGSTOP), in ...`"""
     texts = []
     for seen in culprits:
@@ -348,11 +300,11 @@ def _told(culprits: Sequence[Seen], ranks: Sequence[Seen], now: float) -> str:
     return "; ".join(texts)
 
 
-def _named(seen: Seen) -> str:
+def _named(seen: RankStatus) -> str:
     return f"rank {seen.rank} (host {socket.gethostname()}, pid {seen.reading.pid})"
 
 
-def _where(seen: Seen) -> str:
+def _where(seen: RankStatus) -> str:
     reading = seen.reading
     phase = {
         "start": "at the start",
@@ -380,322 +332,8 @@ def _is_traced(pid: int) -> bool:
     return False
 
 
-def _send(seen: Seen, number: int) -> None:
-    stat = process.process_stat(seen.reading.pid)
+def _send(seen: RankStatus, number: int) -> None:
+    stat = process_stat(seen.reading.pid)
     if stat is not None and stat.began == seen.born:
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.kill(seen.reading.pid, number)
-
-
-@dataclass(frozen=True)
-class RankEnd:
-    """How one rank of this host ended."""
-
-    rank: int
-    local: int  # its number on this host; 0 has the terminal
-    exit_code: int | None  # negative: killed by that signal; None: nobody saw its end
-    failure: errors.Failure  # as process.run has left it; `_NO_WORD`: it has not
-    time: float  # of the failure, by `boot_seconds`
-    pid: int = 0  # of its watcher, worker.py
-    reading: heartbeat.Reading | None = None  # its last sign of life
-    process_code: int | None = None  # the exit code of the process; None: it is still at it
-    began: bool = True  # the script, and not only its watcher
-    seconds: float | None = None  # that the script ran; None: nobody knows
-
-    @property
-    def message(self) -> str:
-        return self.failure.message
-
-    @property
-    def failed(self) -> bool:
-        """True unless it ended as it should; one that ends well amid training leaves the others."""
-        early = self.reading is not None and self.reading.phase in ("step", "save")
-        return self.exit_code not in (0, STOPPED) or (self.exit_code == 0 and early)
-
-    @property
-    def is_consequence(self) -> bool:
-        """True when it ended because another rank had."""
-        killed = self.exit_code in (None, -signal.SIGTERM, 128 + signal.SIGTERM)
-        lost = self.failure.code == errors.LOST_RANK or self.failure.from_rank is not None
-        return lost or (killed and not self.message)
-
-    @property
-    def waited_in_vain(self) -> bool:
-        """True when it ended because another rank had, or did not come."""
-        return self.is_consequence or self.failure.code in _WAITED_IN_VAIN
-
-    @property
-    def how(self) -> str:
-        if self.exit_code is None:
-            return "was killed"
-        if self.exit_code < 0:
-            name = signal.Signals(-self.exit_code).name
-            hint = " (out of memory? see dmesg)" if self.exit_code == -signal.SIGKILL else ""
-            return f"was killed by {name}{hint}"
-        amid = ", though training was not over," if self.exit_code == 0 else ""
-        return f"ended with exit code {self.exit_code}{amid}"
-
-    @property
-    def step(self) -> int | None:
-        """The optimizer step that it failed in, from 1; None: in none, or for no fault of it."""
-        if self.reading is None or self.failure.kind == errors.StorageError.kind:
-            return None
-        return self.reading.making
-
-    @property
-    def reached(self) -> int:
-        """The number, from 1, of the last step that it began."""
-        if self.reading is None:
-            return 0
-        return self.reading.step + (self.reading.phase == "step")
-
-    @property
-    def made_no_step(self) -> bool:
-        """True when this attempt of it is known not to have got beyond its start."""
-        if self.reading is None:
-            return not self.began or (self.seconds or math.inf) < _LOADING_SECONDS
-        if self.reading.phase == "start":
-            return True
-        none = self.reading.steps_since == self.reading.steps_measured == 0
-        return self.reading.phase == "step" and none
-
-    @property
-    def where(self) -> str:
-        """What it was doing and on which host."""
-        host = f"(host {socket.gethostname()})"
-        if self.reading is None:
-            return host
-        done = self.reading.step
-        places = {
-            "start": "before its first step",
-            "step": f"in step {done + 1}",
-            "evaluate": f"in the evaluation after step {done}",
-            "save": f"at the checkpoint after step {done}",
-            "end": f"after its last step, {done}",
-        }
-        return f"{places[self.reading.phase]} {host}"
-
-
-def read_ends(folder: Path) -> list[RankEnd]:
-    """Of all ranks of this host that have begun; the code of those that run is None."""
-    ends = []
-    for report in worker.reports(folder):
-        end = RankEnd(
-            rank=report.rank,
-            local=report.local,
-            exit_code=report.code,
-            failure=_NO_WORD,
-            time=report.time,
-            pid=report.pid,
-            reading=heartbeat.read(heartbeat.file_of(folder, report.rank)),
-            process_code=report.code,
-            began=report.code is not None or report.child != 0,
-            seconds=report.seconds,
-        )
-        word = folder / f"rank-{report.rank}.json"
-        if word.is_file():
-            said = json.loads(word.read_text(encoding="utf-8"))
-            if said["exit_code"] != 0:  # a rank may still crash after it has reported 0
-                failure = (said["kind"], said["code"], said["message"], said["from_rank"])
-                end = replace(
-                    end,
-                    exit_code=said["exit_code"],
-                    failure=errors.Failure(*failure),
-                    # The report comes when the rank fails, the exit when it has been torn down.
-                    time=said["time"],
-                )
-        ends.append(end)
-    return ends
-
-
-@dataclass(frozen=True)
-class Outcome:
-    """How the run ended on this host."""
-
-    code: int  # 0, 1, 2 or 75
-    message: str  # for stderr; "" when everything is said
-    stopped: int | None = None  # the signal that stopped it, if one did
-    # For the other hosts of the run:
-    told: str = field(default="", compare=False)  # `message` without what only this terminal has
-    is_consequence: bool = field(default=False, compare=False)  # of what happened on another host
-    time: float = field(default=0.0, compare=False)  # of the failure, by `boot_seconds`
-    step: int | None = field(default=None, compare=False)  # that failed, from 1; None: no step did
-    reached: int = field(default=0, compare=False)  # the last step that began here
-    # Somebody made no progress when others had waited in vain, who may have had another reason.
-    is_guess: bool = field(default=False, compare=False)
-
-    @property
-    def knows_cause(self) -> bool:
-        return not (self.is_consequence or self.is_guess)
-
-    @property
-    def is_final(self) -> bool:
-        """True when starting again would be wrong or in vain."""
-        return self.code in (0, USER_ERROR, STOPPED) or self.stopped is not None
-
-
-def judge(attempt: Attempt, launcher_code: int, stopped: int | None) -> Outcome:
-    """How the run ended, from what all ranks of this host have left.
-
-    Args:
-        launcher_code: of Paddle's launcher, 0 without it; it counts only where no rank failed.
-        stopped: the signal that fleetrun received, or None.
-    """
-    # Nobody is left: who has not left its exit code was killed.
-    ends = [
-        replace(end, process_code=-signal.SIGKILL) if end.process_code is None else end
-        for end in read_ends(attempt.folder)
-    ]
-    codes = {end.exit_code for end in ends}
-    if not ends and stopped is not None:
-        return stopped_before(stopped, "any rank began")
-    if not ends:
-        return not_started(attempt, "Paddle's launcher failed before any rank began")
-    failed = [end for end in ends if end.failed]
-    if not failed and codes == {0}:
-        if launcher_code == 1:
-            return replace(not_started(attempt, "Paddle's launcher failed"), stopped=stopped)
-        return Outcome(0, "", stopped, time=boot_seconds())
-    if not failed:
-        return Outcome(STOPPED, "", stopped)
-    outcome = _of_failed(attempt, ends, failed, stopped)
-    return replace(outcome, reached=max(end.reached for end in ends))
-
-
-def failed_now(said: str) -> Outcome:
-    """A failure that no rank of this host has told."""
-    return Outcome(1, said, told=said, time=boot_seconds())
-
-
-def not_started(attempt: Attempt, what: str) -> Outcome:
-    """The reason stands in the launcher's log."""
-    return failed_now(f"{what}:\n{_tail(attempt.launcher_log)}")
-
-
-def stopped_before(number: int, what: str) -> Outcome:
-    """A signal came before a step was made: nothing is lost, and who starts again goes on."""
-    return Outcome(STOPPED, f"stopped by {signal.Signals(number).name} before {what}", number)
-
-
-def first_cause(attempt: Attempt, ends: Sequence[RankEnd]) -> Outcome | None:
-    """The outcome as it looks while ranks still run; None until one has failed by itself."""
-    causes = [end for end in ends if end.failed and not end.waited_in_vain]
-    return _of_failed(attempt, ends, causes, None) if causes else None
-
-
-def _of_failed(
-    attempt: Attempt, ends: Sequence[RankEnd], failed: Sequence[RankEnd], stopped: int | None
-) -> Outcome:
-    """Args: failed: those of `ends` that did, at least one."""
-    user_errors = [end for end in failed if end.exit_code == USER_ERROR and not end.waited_in_vain]
-    first = min(
-        user_errors or failed, key=lambda end: (end.is_consequence, end.waited_in_vain, end.time)
-    )
-    stall = found_stall(attempt.folder)
-    named = stall is not None and first.rank in stall.ranks
-    if stall is not None and (stall.certain or named or first.waited_in_vain):
-        guess = not stall.certain
-        said = stall.message
-        return Outcome(1, said, stopped, said, False, stall.time, stall.step, is_guess=guess)
-    if first.exit_code == USER_ERROR and first.message:
-        said = f"error: {first.message}"
-        return _failure(first, USER_ERROR, said, said, stopped)
-    if first.exit_code == USER_ERROR:
-        said, told = (_said(attempt, first, here) for here in (True, False))
-        return _failure(first, USER_ERROR, said, told, stopped)
-    if stopped is not None and all(end.is_consequence or end.exit_code == STOPPED for end in ends):
-        if all(end.made_no_step or end.exit_code == STOPPED for end in ends):
-            return stopped_before(stopped, "the first step of this attempt")
-        ranks = ", ".join(str(end.rank) for end in failed)
-        name = signal.Signals(stopped).name
-        said = f"stopped by {name}; rank {ranks} left no checkpoint"
-        return _failure(first, 1, said, said, stopped)
-    said, told = (_describe(attempt, first, here) for here in (True, False))
-    return _failure(first, 1, said, told, stopped)
-
-
-def _failure(first: RankEnd, code: int, message: str, told: str, stopped: int | None) -> Outcome:
-    return Outcome(code, message, stopped, told, first.is_consequence, first.time, first.step)
-
-
-def _describe(attempt: Attempt, first: RankEnd, here: bool) -> str:
-    said = _said(attempt, first, here)
-    place = ("below" if said else "above") if here else "on the terminal there"
-    log = f"its output is {place}" if first.local == 0 else f"log: {attempt.log(first.local)}"
-    text = f"rank {first.rank} failed first: it {first.how} {first.where}; {log}"
-    if first.is_consequence:
-        text += "\nIt lost another rank, and no rank of this host says why."
-    return f"{text}\n{said}".rstrip()
-
-
-def _said(attempt: Attempt, end: RankEnd, here: bool) -> str:
-    """What the rank left to read, unless it is on the terminal already (where `here` is read)."""
-    code = end.process_code
-    cut = code is not None and code < 0  # killed, perhaps amid its last words
-    if end.local == 0 and not (cut and end.message):
-        return "" if here else end.message.rstrip()
-    return end.message.rstrip() or _tail(attempt.log(end.local), attempt.offsets.get(end.local, 0))
-
-
-def _tail(path: Path, offset: int = 0) -> str:
-    if not path.is_file():
-        return ""
-    with path.open("rb") as file:
-        file.seek(offset)
-        lines = file.read().decode(errors="replace").rstrip().splitlines()
-    begins = [number for number, line in enumerate(lines) if line.startswith("Traceback (most")]
-    start = min(begins[0] if begins else len(lines), max(0, len(lines) - _TAIL_LINES))
-    return "\n".join(lines[begins[0] if begins else start :][-4 * _TAIL_LINES :])
-
-
-def say(text: str, name: str = "fleetrun") -> None:
-    """One line for the user; a terminal that is gone stops nothing."""
-    process.say(f"{name}: {text}")
-
-
-def say_end(outcome: Outcome) -> None:
-    """The message of an outcome, if there is something to say."""
-    if outcome.message:
-        say(outcome.message, name="ppdist" if outcome.code == USER_ERROR else "fleetrun")
-
-
-class Stopped(Exception):
-    """A signal, here or before a restart on another host, ended the waiting for other hosts."""
-
-
-@contextmanager
-def signals_noted() -> Iterator[list[int]]:
-    """Yields the list to which requests to stop are added; nothing else happens.
-
-    Signals within a second of a request are the same one.  SIGHUP that was ignored before
-    (nohup) stays ignored.
-    """
-    received: list[int] = []
-    last = -_SAME_REQUEST_SECONDS
-
-    def note(number: int, frame: object) -> None:
-        nonlocal last
-        now = time.monotonic()
-        if now - last >= _SAME_REQUEST_SECONDS:
-            received.append(number)
-            last = now
-
-    numbers = [signal.SIGTERM, signal.SIGINT, signal.SIGUSR1]
-    if signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:
-        numbers.append(signal.SIGHUP)
-    before = {number: signal.signal(number, note) for number in numbers}
-    try:
-        yield received
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
-
-
-def at_once(received: Sequence[int]) -> bool:
-    """True when a second request came."""
-    return len(received) > 1
-
-
-def code_of(received: Sequence[int]) -> int:
-    """Exit code of what was ended at once: as a shell has it for Ctrl-C, else 1."""
-    return 128 + signal.SIGINT if received[-1] == signal.SIGINT else 1

@@ -13,8 +13,8 @@ import yaml
 
 from ppdist.cli import train
 from ppdist.common.errors import LaunchError
+from ppdist.launch.network import typed_hosts
 from ppdist.launch.options import Options, parse_options
-from ppdist.launch.topology import typed_hosts
 
 ROOT = Path(__file__).resolve().parents[2]
 FOLDER = ROOT / "deploy" / "k8s"

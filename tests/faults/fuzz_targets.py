@@ -37,14 +37,9 @@ from ppdist.data.image import read_header, read_image
 from ppdist.data.validate import check_image
 from ppdist.engine.checkpoint import save_checkpoint
 from ppdist.export.spec import describe, read_spec, write_spec
-from ppdist.launch.rendezvous import (
-    Connection,
-    Handshake,
-    HostEnd,
-    differences,
-    read_handshake,
-    remarks,
-)
+from ppdist.launch.connection import OTHER_PROGRAM, OTHER_TOKEN, Connection
+from ppdist.launch.control_channel import HostEnd
+from ppdist.launch.rendezvous import Handshake, differences, read_handshake, remarks
 from ppdist.models.weights import read_arrays, write_arrays
 from tests.deploy.python_folder import predictor
 from tests.faults.fuzz import CANARY, Files, Target
@@ -837,16 +832,21 @@ def make_lines(rng: Rng) -> Files:
     lines = [one(rng, messages()) for _ in range(rng.integers(1, 4))]
     at = int(rng.integers(len(lines)))
     lines[at] = changed_json(rng, lines[at], words)
-    return {"lines": b"\n".join(lines) + (b"\n" if rng.random() < 0.9 else b"")}
+    known = b"yes" if rng.random() < 0.8 else b""  # whoever sends them has proven the token
+    return {"lines": b"\n".join(lines) + (b"\n" if rng.random() < 0.9 else b""), "known": known}
 
 
 def read_lines(folder: Path, files: Files) -> str:
     mine = read_handshake(json.loads(messages()[0]))
     assert mine is not None
     ours, theirs = socket.socketpair()
-    connection = Connection(ours)
+    connection, caller = Connection(ours), Connection(theirs, calls=True)
     content, heard = files["lines"], 0
-    theirs.setblocking(False)
+    if files["known"]:
+        for end in (caller, connection, caller):
+            end.receive()
+        lines = enumerate(content.split(b"\n"))
+        content = b"\n".join(caller._mac(True, *line) + b" " + line[1] for line in lines)
     while connection.closed is None:
         try:
             sent = theirs.send(content)
@@ -864,7 +864,7 @@ def read_lines(folder: Path, files: Files) -> str:
             if hello is not None:
                 json.dumps([differences(mine, hello), remarks(mine, hello)]).encode()
     theirs.close()
-    if connection.is_foreign:
+    if connection.closed in (OTHER_PROGRAM, OTHER_TOKEN):
         return "refused foreign"
     return "accepted" if heard else "accepted without a line"
 

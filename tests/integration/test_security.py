@@ -134,7 +134,7 @@ def test_listening_sockets_match_documented_table() -> None:
         or (name.endswith(".listen") and "socket" in dotted(tree_of(path)))
     }
     assert found == {
-        "ppdist.launch.rendezvous",
+        "ppdist.launch.connection",
         "ppdist.launch.supervisor",
         "ppdist.distributed.store",
     }

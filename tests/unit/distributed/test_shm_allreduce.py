@@ -17,7 +17,7 @@ from ppdist.distributed import comm, heartbeat
 from ppdist.distributed.comm import LARGEST_MB, SIZES_MB, fastest_bucket_mb
 from ppdist.distributed.shm_allreduce import SharedMemoryAllReduce, _messages, _pieces, _share
 from ppdist.distributed.store import drowsy_threads
-from ppdist.launch.watchdog import RankEnd
+from ppdist.launch.outcome import RankEnd
 from tests.distributed import run_on_ranks
 
 

@@ -1,6 +1,8 @@
 """Machines with made-up cards and networks."""
 
-from ppdist.launch.topology import Card, Machine, Network
+from ppdist.launch.cards import Card
+from ppdist.launch.network import Network
+from ppdist.launch.topology import Machine
 
 A, B = "10.9.0.1", "10.9.0.2"
 

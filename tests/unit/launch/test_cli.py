@@ -222,7 +222,7 @@ def test_failure_before_ranks_shows_launcher_error() -> None:
 
 @pytest.mark.parametrize("program", [[str(FLEETRUN)], [sys.executable, f"{ROOT}/tools/launch.py"]])
 def test_cards_that_are_not_there_exit_2(program: list[str]) -> None:
-    from ppdist.launch.topology import machine_cards
+    from ppdist.launch.cards import machine_cards
 
     if machine_cards():
         pytest.skip("this machine has cards")
@@ -249,5 +249,5 @@ def test_of_two_jobs_on_one_port_the_second_is_refused() -> None:
         second = fleetrun("--log_dir", "second", *words)
         Path("go").touch()
         assert (first.wait(TIMEOUT), second.returncode) == (0, 2)
-    assert "is in use on this machine, by another running job, process" in second.stderr
+    assert "is in use on this machine, by another running job" in second.stderr
     assert second.stderr.count("\n") == 1

@@ -13,9 +13,12 @@ import pytest
 from ppdist.common.errors import LaunchError
 from ppdist.launch import cli, topology
 from ppdist.launch import job as front
-from ppdist.launch.rendezvous import Connection, ControlChannel, name_of_job, proof
+from ppdist.launch.connection import Connection
+from ppdist.launch.control_channel import ControlChannel
+from ppdist.launch.job import name_of_job
+from ppdist.launch.outcome import Outcome
+from ppdist.launch.signals import signals_noted
 from ppdist.launch.topology import Machine
-from ppdist.launch.watchdog import Outcome, signals_noted
 from tests.unit.launch.machines import machine
 
 A, B = "10.9.0.1", "10.9.0.2"
@@ -27,6 +30,12 @@ def short_pauses(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     Path("t.py").touch()
     monkeypatch.setattr(front.Restarts, "pause", 0.01)
+
+
+def connected() -> tuple[Connection, Connection]:
+    """Both ends of a connection."""
+    one, other = socket.socketpair()
+    return Connection(one), Connection(other, calls=True)
 
 
 def attempts(*ends: Outcome | Exception, restarts: int = 5) -> tuple[int, int]:
@@ -86,7 +95,7 @@ def test_a_signal_in_the_pause_ends_the_job_with_75(monkeypatch: pytest.MonkeyPa
 
 @pytest.mark.parametrize("stopped", [0, 1])
 def test_signal_to_one_host_in_pause_ends_all_hosts(stopped: int) -> None:
-    one, other = (Connection(end) for end in socket.socketpair())
+    one, other = connected()
     lines = [
         ControlChannel(A, (A, B), {B: one}, None, print),
         ControlChannel(B, (A, B), {A: other}, None, print),
@@ -110,13 +119,17 @@ def test_signal_to_one_host_in_pause_ends_all_hosts(stopped: int) -> None:
 
 
 def test_other_host_failure_in_pause_is_no_signal() -> None:
-    one, other = (Connection(end) for end in socket.socketpair())
+    one, other = connected()
     line = ControlChannel(A, (A, B), {B: one}, None, print)
     other.send({"type": "ended", "host": B, "code": 1, "message": "no room", "age_ms": 0})
+    other.receive()  # and proves what it must before
+    line.watch([])
+    other.receive()
     assert front.wait(60, line, [])
 
 
 def test_a_token_of_any_bytes_works() -> None:
     token = os.fsdecode(b"\xff\xfe secret")
-    assert proof(token, {"a": 1}) != proof("other", {"a": 1})
     assert len(name_of_job(token, "drawn")) == 64
+    assert name_of_job(token, "drawn") == name_of_job(token, "drawn") != name_of_job("", "drawn")
+    assert name_of_job("") != name_of_job(""), "a host alone draws"

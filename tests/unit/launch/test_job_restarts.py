@@ -5,7 +5,7 @@ import signal
 import pytest
 
 from ppdist.launch.job import Restarts
-from ppdist.launch.watchdog import Outcome
+from ppdist.launch.outcome import Outcome
 
 
 def failed(step: int | None = None) -> Outcome:

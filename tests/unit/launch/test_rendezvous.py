@@ -9,10 +9,13 @@ from dataclasses import replace
 import pytest
 
 from ppdist.common.errors import LaunchError
-from ppdist.launch import rendezvous
+from ppdist.launch import connection, rendezvous
+from ppdist.launch.connection import OTHER_PROGRAM, Connection
 from ppdist.launch.rendezvous import Handshake, differences, read_handshake, remarks
 from tests.ports import free_port
 from tests.unit.launch.waiting import TRAIN, A, B, C, Host, host
+
+OLD, NAMES = "127.0.0.9", ("pod-0", "pod-1", "pod-2")
 
 
 def met(*handshakes: Handshake, seconds: float = 8, pause: float = 0.0) -> list[Host]:
@@ -118,34 +121,7 @@ def test_a_second_fleetrun_for_one_host_is_refused() -> None:
     assert [hosts[place].error for place in (0, 1, 3)] == ["", "", ""]
 
 
-def test_a_call_during_the_run_is_answered() -> None:
-    port = free_port()
-    hosts = [Host(host(own), port) for own in (A, B)]
-    late = Host(host(B), port)
-    for each in hosts:
-        each.start()
-    for each in hosts:
-        each.thread.join(20)
-    late.start()
-    while late.thread.is_alive():
-        assert hosts[0].channel is not None
-        hosts[0].channel.watch([])
-        time.sleep(0.05)
-    assert "host 127.0.0.2 refused this one, 127.0.0.3: a run is in progress there" in late.error
-    for each in hosts[::-1]:
-        each.end()
-
-
-@pytest.mark.parametrize(
-    "speaks",
-    [
-        *(
-            pytest.param(each, marks=pytest.mark.slow)
-            for each in (b"", b"220 mail.example ESMTP\r\n")
-        ),
-        b'{"type": 3}\n',
-    ],
-)
+@pytest.mark.parametrize("speaks", [pytest.param(b"", marks=pytest.mark.slow), b"220 ESMTP\r\n"])
 def test_other_program_on_port_told_from_fleetrun(speaks: bytes, monkeypatch) -> None:
     monkeypatch.setattr(rendezvous, "_HANDSHAKE_SECONDS", 0.5)
     with socket.create_server((A, 0)) as server:
@@ -155,7 +131,7 @@ def test_other_program_on_port_told_from_fleetrun(speaks: bytes, monkeypatch) ->
         caller.sendall(speaks)
         waiting.end()
         caller.close()
-    assert "what answers there is not a fleetrun: another program has the port" in waiting.error
+    assert OTHER_PROGRAM in waiting.error
 
 
 def test_a_port_that_is_taken_is_said_on_the_first_host() -> None:
@@ -163,6 +139,54 @@ def test_a_port_that_is_taken_is_said_on_the_first_host() -> None:
         port = server.getsockname()[1]
         with pytest.raises(LaunchError, match=f"port {port} is in use on this machine"):
             rendezvous.rendezvous(host(A), port, 5, print)
+
+
+def test_the_first_host_calls_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its own port may not be reached, or be flooded."""
+    called = Connection.call
+    monkeypatch.setattr(
+        Connection, "call", lambda to, port, *more: called(B if to == B else OLD, port, *more)
+    )
+    assert [each.error for each in met(host(A), host(B))] == ["", ""]
+
+
+@pytest.mark.parametrize("wrong", [A, B])
+def test_names_that_mean_another_address_elsewhere_do(wrong: str) -> None:
+    """A pod came back: one host still has its old address, and learns the new one from it."""
+    views = {each: (A, B, C) for each in (A, B, C)}
+    views[wrong] = (A, OLD, C) if wrong == A else (OLD, B, C)
+    hosts = met(*(host(own, view, names=NAMES) for own, view in views.items()))
+    assert [each.error for each in hosts] == ["", "", ""]
+    assert {each.channel.hosts for each in hosts if each.channel} == {(A, B, C)}
+
+
+def test_a_name_is_looked_up_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Both have come back, and neither has the other's address yet."""
+    monkeypatch.setattr(rendezvous, "_LOOK_UP_SECONDS", 0.2)
+    port = free_port()
+    hosts = [Host(host(A, (A, OLD), names=NAMES[:2]), port), Host(host(B, (OLD, B)), port)]
+    hosts[1].handshake = replace(hosts[1].handshake, names=NAMES[:2])
+    hosts[0].resolve = hosts[1].resolve = dict(zip(NAMES, (A, B))).get
+    for each in hosts:
+        each.start()
+    for each in hosts[::-1]:
+        each.end()
+    assert [each.error for each in hosts] == ["", ""]
+
+
+@pytest.mark.slow
+def test_an_old_address_in_another_run_ends_nothing() -> None:
+    port = free_port()
+    other = Host(host(OLD, (OLD, "127.0.0.10"), names=("other-0", "other-1")), port, 6)
+    hosts = [Host(host(A, (A, OLD), names=NAMES[:2]), port), Host(host(B, names=NAMES[:2]), port)]
+    for each in (other, hosts[0]):
+        each.start()
+    time.sleep(1.5)
+    hosts[1].start()
+    for each in (hosts[1], hosts[0], other):
+        each.end()
+    assert [each.error for each in hosts] == ["", ""]
+    assert any(line.startswith(f"refused {A}, which has called") for line in other.said)
 
 
 def test_noise_on_first_host_port_is_harmless() -> None:
@@ -246,6 +270,7 @@ def test_per_host_keys_may_be_on_one_host_alone() -> None:
         {"arguments": ["x"] * 5000},
         {"processes": True},
         {"processes": 10**9},
+        {"names": ["a"]},
     ],
 )
 def test_what_is_no_handshake_is_not_taken_for_one(change: dict) -> None:
@@ -255,14 +280,14 @@ def test_what_is_no_handshake_is_not_taken_for_one(change: dict) -> None:
 
 
 def test_unresponsive_host_error_says_what_to_check(monkeypatch) -> None:
-    monkeypatch.setattr(rendezvous, "_CONNECT_SECONDS", 0.3)
+    monkeypatch.setattr(connection, "_CONNECT_SECONDS", 0.3)
     with socket.create_server((A, 0), backlog=0) as server:
         address = server.getsockname()
         filling = [socket.socket() for _ in range(3)]  # nobody takes these calls
         for each in filling:
             each.setblocking(False)
             each.connect_ex(address)
-        call = rendezvous.Connection.call(*address)
+        call = Connection.call(*address)
         while call.closed is None and time.monotonic() - call.opened < 5:
             call.receive()
             time.sleep(0.05)

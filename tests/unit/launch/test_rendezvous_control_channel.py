@@ -9,9 +9,12 @@ from collections.abc import Callable, Sequence
 import pytest
 
 from ppdist.common.process import boot_seconds
-from ppdist.launch.rendezvous import Connection, ControlChannel, HostEnd, verdict
-from ppdist.launch.watchdog import Outcome
+from ppdist.launch.connection import Connection, open_listener
+from ppdist.launch.control_channel import ControlChannel, HostEnd, verdict
+from ppdist.launch.outcome import Outcome
+from tests.unit.launch.hosts import wait_for
 
+LOCAL = "127.0.0.2"
 A, B, C = "10.9.0.1", "10.9.0.2", "10.9.0.3"
 GLOO = "rank 0 failed first: it ended with exit code 1\ngloo/transport/tcp/pair.cc TIMEOUT"
 
@@ -44,7 +47,7 @@ def channels(
     near, far = {}, {}
     for host in hosts[1:]:
         one, other = socket.socketpair()
-        near[host], far[host] = Connection(one), Connection(other)
+        near[host], far[host] = Connection(one), Connection(other, calls=True)
     made = {hosts[0]: ControlChannel(hosts[0], hosts, near, None, said[hosts[0]].append, silence)}
     for host, connection in far.items():
         peers = {hosts[0]: connection}
@@ -132,7 +135,8 @@ def test_others_hear_whether_a_host_knows_the_cause(known: bool) -> None:
     made, _ = channels([A, B, C])
     made[B].tell_failure(failed)
     deadline = time.monotonic() + 10
-    while not (made[A].watch([]) and made[C].watch([])) and time.monotonic() < deadline:
+    while not all([made[A].watch([]), made[C].watch([])]) and time.monotonic() < deadline:
+        made[B].watch([])
         time.sleep(0.02)
     assert [made[host].cause_known for host in (A, B, C)] == [known] * 3
     assert not made[B].watch([])  # its own failure is no news to it
@@ -201,12 +205,23 @@ def test_the_verdict_prefers_wrong_input_then_the_cause() -> None:
 
 
 def test_nonsense_on_the_line_counts_as_a_lost_host() -> None:
-    one, other = socket.socketpair()
-    channel = ControlChannel(A, [A, B], {B: Connection(one)}, None, print)
-    other.sendall(b'{"type": "ended", "code": -7, "age_ms": "x", "message": 1}\n')
-    assert channel.watch([])
-    assert channel._reports[B].code == 1 and channel._reports[B].message == ""
-    one, other = socket.socketpair()
-    channel = ControlChannel(A, [A, B], {B: Connection(one)}, None, print)
-    other.sendall(b"nonsense\n")
-    assert channel.watch([]) and channel._reports[B].code == 1
+    made, _ = channels([A, B])
+    far = made[B]._peers[A]
+    far.send({"type": "ended", "code": -7, "age_ms": "x", "message": 1})
+    wait_for(lambda: made[B].watch([]) or made[A].watch([]), 10)
+    assert made[A]._reports[B].code == 1 and made[A]._reports[B].message == ""
+    made, _ = channels([A, B])
+    for channel in (made[B], made[A], made[B], made[A]):
+        channel.watch([])
+    made[B]._peers[A]._write(b"nonsense")
+    assert made[A].watch([]) and made[A]._reports[B].code == 1
+
+
+def test_callers_during_a_run_are_told_so_at_once() -> None:
+    with open_listener(LOCAL, 0) as listener:
+        channel = ControlChannel(LOCAL, (LOCAL, B), {}, listener, print)
+        calls = [Connection.call(*listener.getsockname()) for _ in range(10)]
+        for _ in range(3):
+            channel.watch([])
+        assert all(call.receive() == [] and call.closed for call in calls)
+        assert {call.closed for call in calls} == {"a run is in progress there"}

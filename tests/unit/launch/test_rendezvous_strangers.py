@@ -3,6 +3,7 @@
 import itertools
 import json
 import os
+import secrets
 import shutil
 import socket
 import tempfile
@@ -10,15 +11,13 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import asdict
 from pathlib import Path
 
 import pytest
 
 from ppdist.common.errors import LaunchError
-from ppdist.launch import rendezvous
-from ppdist.launch.options import TOKEN_VARIABLE, parse_options
-from ppdist.launch.rendezvous import ControlChannel, Handshake, KeyExchange, name_of_job
+from ppdist.launch.connection import OTHER_TOKEN, Connection
+from ppdist.launch.options import TOKEN_FILE_VARIABLE, TOKEN_VARIABLE, parse_options
 from ppdist.launch.topology import make_plan
 from tests.distributed import run_on_ranks
 from tests.ports import free_port
@@ -26,166 +25,98 @@ from tests.unit.launch import hosts as launched
 from tests.unit.launch.waiting import A, B, Host, host
 
 TOKEN = "correct horse battery staple"
-COMMAND = ("cfg.yml", "seed=1", "train.py")  # words of it
 
 
-class Member(Host):
-    """A fleetrun with a token of its own."""
-
-    def __init__(self, handshake: Handshake, port: int, token: str, seconds: float = 15) -> None:
-        super().__init__(handshake, port, seconds)
-        self.token = token
-
-    def _meet(self) -> None:
-        try:
-            self.channel = rendezvous.rendezvous(
-                self.handshake, self.port, self.seconds, self.said.append, (), self.token
-            )
-        except ValueError as error:
-            self.error = str(error)
-
-
-def finished(*members: Member) -> None:
+def finished(*members: Host) -> None:
     for each in members:
         each.thread.join(30)
     for each in sorted(members, key=lambda each: each.handshake.is_first):
         each.end()
 
 
-def test_hosts_of_one_token_meet_and_name_the_job_alike() -> None:
-    port = free_port()
-    members = [Member(host(own), port, TOKEN) for own in (A, B)]
+def started(*members: Host) -> tuple[Host, ...]:
     for each in members:
         each.start()
+    return members
+
+
+def test_hosts_of_one_token_meet() -> None:
+    port = free_port()
+    members = started(*(Host(host(own), port, token=TOKEN) for own in (A, B)))
     finished(*members)
     assert [each.error for each in members] == ["", ""]
-    drawn = {each.channel.drawn for each in members if each.channel is not None}
-    assert len(drawn) == 1
-    assert name_of_job(TOKEN, *drawn) == name_of_job(TOKEN, *drawn)
-    assert name_of_job(TOKEN, *drawn) != name_of_job("", *drawn), "the token is part of it"
-    assert name_of_job("") != name_of_job(""), "a host alone draws"
-    assert name_of_job(TOKEN, "") == name_of_job(TOKEN, "") != name_of_job("", "")
+    assert len({each.channel.drawn for each in members if each.channel is not None}) == 1
 
 
 @pytest.mark.parametrize("others", ["", pytest.param("another", marks=pytest.mark.slow)])
 def test_a_host_without_the_token_is_refused(others: str) -> None:
     port = free_port()
-    first, stranger = Member(host(A), port, TOKEN), Member(host(B), port, others, seconds=3)
-    first.start()
-    stranger.start()
+    first, stranger = started(
+        Host(host(A), port, 15, token=TOKEN), Host(host(B), port, 3, token=others)
+    )
     stranger.thread.join(30)
-    assert f"has another {TOKEN_VARIABLE}, or none: set the same on every host" in stranger.error
-    assert first.thread.is_alive()
-    second = Member(host(B), port, TOKEN)
-    second.start()
+    assert OTHER_TOKEN in stranger.error and first.thread.is_alive()
+    (second,) = started(Host(host(B), port, token=TOKEN))
     finished(first, second)
     assert (first.error, second.error) == ("", "")
-    refused = f"refused who calls from {B}: it has another {TOKEN_VARIABLE}, or none"
-    assert sum(line.startswith(refused) for line in first.said) == 1
+    refused = f"refused who calls from {B}: it {OTHER_TOKEN}"
+    assert sum(line == refused for line in first.said) == 1
 
 
-@pytest.mark.slow
-def test_first_host_without_token_is_told() -> None:
-    port = free_port()
-    members = Member(host(A), port, "", seconds=4), Member(host(B), port, TOKEN, seconds=4)
-    for each in members:
-        each.start()
-    finished(*members)
-    said = f"has another {TOKEN_VARIABLE}, or none: set the same on every host"
-    assert said in members[0].error or said in members[1].error
-    assert all(each.error and each.channel is None for each in members)
-
-
-def exchanged(called: KeyExchange, calls: KeyExchange) -> tuple[KeyExchange, KeyExchange]:
-    """Two ends of a connection after their first lines."""
-    assert called.meet(calls.hello()) and calls.meet(called.hello())
-    called.check(calls.proofs())
-    calls.check(called.proofs())
+def ends(own: str, other: str) -> tuple[Connection, Connection]:
+    """A connection after its greeting, with the tokens of who was called and of who calls."""
+    one, two = socket.socketpair()
+    called, calls = Connection(one, own), Connection(two, other, calls=True)
+    for each in (calls, called, calls):
+        assert each.receive() == []
     return called, calls
 
 
+@pytest.mark.parametrize("token", ["", TOKEN])
+def test_lines_between_hosts_of_one_token_arrive(token: str) -> None:
+    called, calls = ends(token, token)
+    for one, other in ((called, calls), (calls, called)):
+        assert one.is_authentic
+        for number in range(3):
+            one.send({"type": "x", "number": number})
+        assert [each["number"] for each in other.receive()] == [0, 1, 2]
+
+
+@pytest.mark.parametrize(("own", "other"), [(TOKEN, ""), ("", TOKEN), (TOKEN, TOKEN + "r")])
+def test_another_token_is_noticed_on_both_sides(own: str, other: str) -> None:
+    called, calls = ends(own, other)
+    assert called.closed == OTHER_TOKEN and calls.closed == f"who answers there {OTHER_TOKEN}"
+    assert not called.is_authentic and not calls.is_authentic
+
+
 @pytest.mark.parametrize(
-    ("token", "command", "knows"),
+    "change",
     [
-        (TOKEN, "c", (True, True)),
-        (TOKEN, "d", (True, False)),
-        ("", "c", (False, False)),
-        ("correct horse battery stapler", "c", (False, False)),
+        lambda said: said.replace(b"go", b"no"),
+        lambda said: said[1:],
+        lambda said: said.partition(b" ")[2],
+        lambda said: b"\xff" + said,
+        lambda said: said.splitlines(keepends=True)[1],  # the first is left out
+        lambda said: said.splitlines(keepends=True)[0] * 2,  # and sent again
     ],
 )
-def test_both_ends_prove_what_they_know(token: str, command: str, knows: tuple) -> None:
-    ends = exchanged(KeyExchange(TOKEN, "c", False), KeyExchange(token, command, True))
-    assert [(end.same_token, end.same_command) for end in ends] == [knows] * 2
-    for own, other in (ends, ends[::-1]):
-        assert other.is_signed(own.sign({"type": "x"})) == knows[0]
-        assert not other.is_signed(own.sign({"type": "x"}) | {"type": "y"}), "changed"
-        assert not own.is_signed(own.sign({"type": "x"})), "sent back"
-        for forged in ({}, {"signature": "ä"}, {"signature": 1}):
-            assert not other.is_signed({"type": "x"} | forged)
+def test_a_line_that_is_not_as_it_was_sent_ends_the_connection(change) -> None:
+    called, calls = ends(TOKEN, TOKEN)
+    for _ in range(2):
+        calls.send({"type": "go"})
+    said = called._socket.recv(4096)
+    calls._socket.send(change(said))
+    called.receive()
+    assert called.closed is not None and called.receive() == []
 
 
-def test_what_was_said_on_one_connection_is_void_on_another() -> None:
-    _, heard = exchanged(KeyExchange(TOKEN, "c", False), KeyExchange(TOKEN, "c", True))
-    anew = KeyExchange(TOKEN, "c", False)
-    assert anew.meet(heard.hello())
-    anew.check(heard.proofs())
-    assert not anew.same_token and not anew.is_signed(heard.sign({"type": "x"}))
-    assert len({str(KeyExchange(TOKEN, "c", True).hello()) for _ in range(3)}) == 3
-
-
-@pytest.mark.parametrize(
-    "numbers", [None, [], ["5"], ["5", "0"], ["5", "1"], ["5", "x"], ["5", "f" * 512], ["5", 5]]
-)
-def test_numbers_that_prove_nothing_are_refused(numbers: object) -> None:
-    hello = KeyExchange("", "c", True).hello() | {"numbers": numbers}
-    assert not KeyExchange("", "c", False).meet(hello)
-
-
-def said_to(stranger: socket.socket, *messages: dict) -> bytes:
-    """What comes back until the other end hangs up."""
-    stranger.settimeout(5)
-    for message in messages:
-        stranger.sendall(json.dumps(message).encode() + b"\n")
-    heard = b""
-    with suppress(ConnectionError):
-        while piece := stranger.recv(65536):
-            heard += piece
-    return heard
-
-
-def old_hello(own: str, **changes: object) -> dict:
-    """The first line of a host with protocol 1."""
-    return asdict(host(own)) | {"type": "hello", "proof": "0" * 64} | changes
-
-
-@pytest.mark.parametrize("token", [TOKEN, ""])
-def test_a_stranger_ends_no_job_and_learns_nothing(token: str) -> None:
-    port = free_port()
-    first, heard = Member(host(A), port, token), []
-    first.start()
-    launched.wait_for(lambda: answers(port), 10)
-    for change in ({"processes": 7}, {"hosts": (B, A)}, {"ppdist": "9"}, {"host": A}, {}):
-        with socket.create_connection((A, port), 5) as stranger:
-            heard.append(said_to(stranger, old_hello(B, **change)))
-            assert b"another version of ppdist" in heard[-1]
-    for knows in ("", "a guess of somebody who tries"):
-        stranger_keys = KeyExchange(knows, host(B).command + "x", True)
-        # Not from the address of a host, as binding to one would give.
-        with socket.create_connection((A, port), 5, ("127.0.0.9", 0)) as stranger:
-            stranger.sendall(json.dumps(stranger_keys.hello()).encode() + b"\n")
-            heard.append(stranger.makefile().readline().encode())
-            answer = json.loads(heard[-1])
-            assert set(answer) == {"type", "protocol", "numbers", "once", "proofs"}
-            assert stranger_keys.meet(answer)
-            stranger_keys.check(answer)
-            assert stranger_keys.same_token == (token == knows) and not stranger_keys.same_command
-            told = host(B, processes=7).message(with_command=False)
-            heard.append(said_to(stranger, stranger_keys.proofs(), stranger_keys.sign(told)))
-    assert not any(word.encode() in each for word in COMMAND for each in heard)
-    second = Member(host(B), port, token)
-    second.start()
-    finished(first, second)
-    assert (first.error, second.error) == ("", "")
+def test_what_was_said_elsewhere_or_the_other_way_is_void() -> None:
+    called, calls = ends(TOKEN, TOKEN)
+    calls.send({"type": "go"})
+    said = called._socket.recv(4096)
+    for end, writer in (ends(TOKEN, TOKEN), (calls, called)):
+        writer._socket.send(said)
+        assert end.receive() == [] and end.closed is not None
 
 
 def pass_on(one: socket.socket, other: socket.socket) -> None:
@@ -199,53 +130,56 @@ def test_what_a_host_says_ends_nothing_if_passed_back() -> None:
     """A stranger at the address of another host connects the first one with itself."""
     port = free_port()
     with socket.create_server((B, port)) as server:
-        first = Member(host(A), port, TOKEN, seconds=1.5)
-        first.start()
+        (first,) = started(Host(host(A), port, 1.5, token=TOKEN))
         caller, _ = server.accept()
         with caller, socket.create_connection((A, port)) as back:
-            threads = [
-                threading.Thread(target=pass_on, args=ends, daemon=True)
-                for ends in ((caller, back), (back, caller))
-            ]
-            for each in threads:
-                each.start()
+            for ways in ((caller, back), (back, caller)):
+                threading.Thread(target=pass_on, args=ways, daemon=True).start()
             first.end()
-    assert "gave up after 1.5 s" in first.error and "it closed the connection" in first.error
+    assert "gave up after 1.5 s" in first.error
 
 
-def test_without_a_token_hosts_show_their_own_command_alone() -> None:
+def test_another_command_from_elsewhere_ends_no_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without a token anybody may say that a host of the run has it."""
     port = free_port()
-    others = {B: "seed=2"}
-    members = [
-        Member(host(own, arguments=("-c", "cfg.yml", "-o", others.get(own, "seed=1"))), port, "")
-        for own in (A, B)
-    ]
-    for each in members:
-        each.start()
-    finished(*members)
-    for each, own, other in zip(members, ("seed=1", "seed=2"), ("seed=2", "seed=1")):
-        assert f"has tools/train.py -c cfg.yml -o {own}, " in each.error and other not in each.error
-        assert "start every host with the same command" in each.error
+    (first,) = started(Host(host(A), port, 15))
+    launched.wait_for(lambda: answers(port), 10)
+    call = Connection.call(A, port, "127.0.0.9")
+    call.send(host(B, processes=7).message())
+    launched.wait_for(lambda: bool(call.receive()) or call.closed is not None, 10)
+    call.close()
+    (second,) = started(Host(host(B), port))
+    finished(first, second)
+    assert (first.error, second.error) == ("", "")
+    assert any("refused who calls from 127.0.0.9: processes" in line for line in first.said)
 
 
-def test_a_host_of_an_older_version_is_named() -> None:
-    with socket.create_server((A, 0)) as server:
-        port = server.getsockname()[1]
-        waiting = Member(host(B), port, TOKEN, seconds=1.5)
-        waiting.start()
-        caller, _ = server.accept()
-        assert b"hello" in caller.recv(4096)
-        caller.close()  # as protocol 1 does with what is no handshake to it
-        waiting.end()
-    assert "another program, or another version of ppdist, has the port" in waiting.error
-
-
-def test_a_job_token_must_be_long_enough() -> None:
-    for short in ("secret", "fifteen letters"):
+@pytest.mark.parametrize(
+    ("content", "mode", "code"),
+    [
+        ("sixteen letters.\n", 0o600, ""),
+        ("sixteen letters.", 0o640, "job_token_exposed"),
+        ("secret", 0o600, "job_token_short"),
+        ("", 0o600, "job_token_short"),
+        (None, 0, "job_token_unreadable"),
+    ],
+)
+def test_a_job_token_is_long_and_private(
+    content: str | None, mode: int, code: str, tmp_path: Path
+) -> None:
+    file = tmp_path / "token"
+    if content is not None:
+        file.write_text(content)
+        file.chmod(mode)
+    variables = [{TOKEN_FILE_VARIABLE: str(file)}]
+    variables += [{TOKEN_VARIABLE: content.strip()}] if content and mode == 0o600 else []
+    for environment in variables:
+        if not code:
+            assert parse_options(["t.py"], environment).token == "sixteen letters."
+            continue
         with pytest.raises(LaunchError) as caught:
-            parse_options(["t.py"], {TOKEN_VARIABLE: short})
-        assert caught.value.code == "job_token_short" and short not in str(caught.value)
-    assert parse_options(["t.py"], {TOKEN_VARIABLE: "sixteen letters."}).script == "t.py"
+            parse_options(["t.py"], environment)
+        assert caught.value.code == code and not (content and content in str(caught.value))
 
 
 def answers(port: int) -> bool:
@@ -254,103 +188,58 @@ def answers(port: int) -> bool:
 
 
 @contextmanager
-def sending(address: str, port: int, content: bytes) -> Iterator[None]:
-    """Somebody sends this again and again, and calls anew when it is sent away."""
+def crowd(port: int, content: bytes, held: int, threads: int = 1) -> Iterator[None]:
+    """Strangers call the first host, say this, and keep so many connections open."""
     over = threading.Event()
 
-    def send() -> None:
+    def call() -> None:
+        callers: list[socket.socket] = []
         while not over.is_set():
-            with suppress(OSError), socket.create_connection((address, port), 1) as one:
-                one.settimeout(1)
-                while not over.is_set():
-                    one.sendall(content)
+            with suppress(OSError):
+                callers.append(socket.create_connection((A, port), 1))
+                callers[-1].sendall(content)
+            for each in callers[:-held]:
+                each.close()
+            callers = callers[-held:]
+        for each in callers:
+            each.close()
 
-    thread = threading.Thread(target=send, daemon=True)
-    thread.start()
+    running = [threading.Thread(target=call, daemon=True) for _ in range(threads)]
+    for each in running:
+        each.start()
     try:
         yield
     finally:
         over.set()
-        thread.join(10)
+        for each in running:
+            each.join(20)
 
 
-def rendezvous_seconds(port: int) -> float:
-    """How long a host takes that finds the first one waiting."""
-    first, second = Member(host(A), port, ""), Member(host(B), port, "")
-    first.start()
-    time.sleep(1.0)
-    began = time.monotonic()
-    second.start()
-    finished(first, second)
-    assert (first.error, second.error) == ("", "")
-    return time.monotonic() - began
+GREETING = secrets.token_hex(16).encode() + b" " + secrets.token_hex(32).encode() + b"\n"
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
-    "content", [b"x" * 65536, b"[" * 65536, b"\n" * 1000, b'{"type": "hello"}\n' * 100]
+    ("content", "token"),
+    [
+        (GREETING, TOKEN),
+        (GREETING, ""),
+        pytest.param(b"", "", marks=pytest.mark.slow),
+        pytest.param(b"x" * 65536, TOKEN, marks=pytest.mark.slow),
+        pytest.param(json.dumps({"type": "hello"}).encode() + b"\n", "", marks=pytest.mark.slow),
+    ],
 )
-def test_who_sends_without_end_does_not_delay_the_others(content: bytes) -> None:
+def test_a_flood_of_strangers_prevents_no_start(content: bytes, token: str) -> None:
     port = free_port()
-    with sending(A, port, content):
-        assert rendezvous_seconds(port) < 15
-
-
-@pytest.mark.slow
-def test_hundreds_of_silent_callers_block_no_host(record_property) -> None:
-    port, over = free_port(), threading.Event()
-
-    def crowd() -> None:
-        open_ones: list[socket.socket] = []
-        while not over.is_set():
-            with suppress(OSError):
-                open_ones.append(socket.create_connection((A, port), 1))
-            if len(open_ones) > 400:
-                open_ones.pop(0).close()
-            time.sleep(0.001)
-        for each in open_ones:
-            each.close()
-
-    thread = threading.Thread(target=crowd, daemon=True)
-    thread.start()
-    try:
-        seconds = rendezvous_seconds(port)
-    finally:
-        over.set()
-        thread.join(20)
-    record_property("rendezvous_seconds", seconds)
-    assert seconds < 20
-
-
-@pytest.mark.slow
-def test_callers_during_a_run_cost_it_no_time() -> None:
-    with socket.create_server((A, 0)) as listener:
-        listener.setblocking(False)
-        line = ControlChannel(A, (A, B), {}, listener, print)
-        longest = 0.0
-        with sending(A, listener.getsockname()[1], b"x" * 65536):
-            for _ in range(20):
-                began = time.monotonic()
-                line.watch([])
-                longest = max(longest, time.monotonic() - began)
-                time.sleep(0.05)
-    assert longest < 2.0
-
-
-def test_many_late_callers_are_all_answered() -> None:
-    with socket.create_server((A, 0)) as listener:
-        listener.setblocking(False)
-        line = ControlChannel(A, (A, B), {}, listener, lambda text: None)
-        callers = [socket.create_connection(listener.getsockname()[:2]) for _ in range(10)]
-        for caller in callers:
-            caller.sendall(b'{"type": "hello"}\n')
-            caller.settimeout(10)
-        for _ in range(9):
-            line.watch([])
-        answers = [caller.recv(4096) for caller in callers]
-        for caller in callers:
-            caller.close()
-    assert all(answers)
+    (first,) = started(Host(host(A), port, 20, token=token))
+    launched.wait_for(lambda: answers(port), 10)
+    with crowd(port, content, held=200, threads=2):
+        time.sleep(0.5)
+        began = time.monotonic()
+        (second,) = started(Host(host(B), port, 20, token=token))
+        finished(first, second)
+        seconds = time.monotonic() - began
+    assert (first.error, second.error) == ("", "")
+    assert seconds < 10
 
 
 def joins_late(argument: object) -> list[list[int]]:
@@ -448,3 +337,4 @@ def test_the_token_stays_with_fleetrun(tmp_path: Path, monkeypatch: pytest.Monke
     plan = make_plan(parse_options(["t.py"], environment), environment, machine())
     assert plan.environment["HOME"] == "/x"
     assert not {TOKEN_VARIABLE, "PPDIST_JOB"} & set(plan.environment)
+    assert TOKEN not in repr(parse_options(["t.py"], environment))

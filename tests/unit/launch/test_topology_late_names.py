@@ -1,22 +1,20 @@
 """Hosts whose names are known only once they run, or have other addresses when they come back."""
 
 import signal
-import threading
-import time
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from ppdist.common.errors import LaunchError
 from ppdist.launch import job as front
-from ppdist.launch import rendezvous, topology
+from ppdist.launch import network
+from ppdist.launch.control_channel import ControlChannel
 from ppdist.launch.job import fleetrun
-from ppdist.launch.rendezvous import ControlChannel, Handshake
-from ppdist.launch.topology import Machine, Network, once_known, own_address, resolve_hosts
-from ppdist.launch.watchdog import Outcome, Stopped
-from tests.ports import free_port
+from ppdist.launch.network import Network, once_known, own_address, resolve_hosts
+from ppdist.launch.options import Options
+from ppdist.launch.outcome import Outcome
+from ppdist.launch.topology import LaunchPlan, Machine
 from tests.unit.launch import namespaces as netns
 from tests.unit.launch.hosts import (
     ALL_REDUCE,
@@ -27,10 +25,8 @@ from tests.unit.launch.hosts import (
     write,
 )
 from tests.unit.launch.namespaces import Cable
-from tests.unit.launch.waiting import Host, host
 
-A, B, C, OLD = "127.0.0.2", "127.0.0.3", "127.0.0.4", "127.0.0.9"
-NAMES = ("pod-0", "pod-1")
+A, B, OLD = "127.0.0.2", "127.0.0.3", "127.0.0.9"
 
 
 class Names(Network):
@@ -48,8 +44,7 @@ class Names(Network):
 
 @pytest.fixture(autouse=True)
 def hurried(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(topology, "_LOOK_SECONDS", 0.01)
-    monkeypatch.setattr(rendezvous, "_LOOK_SECONDS", 0.2)
+    monkeypatch.setattr(network, "_LOOK_SECONDS", 0.01)
 
 
 def waited(ips: str, own: str | None, network: Network, seconds: float = 5.0) -> list[str]:
@@ -84,7 +79,7 @@ def test_name_never_resolved_is_error_in_the_end() -> None:
 
 @pytest.mark.parametrize("own", [OLD, None])
 def test_addresses_are_not_waited_for(own: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(topology.time, "sleep", None)
+    monkeypatch.setattr(network.time, "sleep", None)
     if own is None:
         assert waited(f"{A},{B}", None, Names()) == []
     else:
@@ -118,144 +113,23 @@ def test_a_signal_ends_the_waiting_with_75(tmp_path, monkeypatch, capfd) -> None
     assert "stopped by SIGTERM before any rank of this attempt began" in capfd.readouterr().err
 
 
-def test_each_rendezvous_has_its_whole_time(tmp_path, monkeypatch) -> None:
-    met: list[tuple[tuple[str, ...], float]] = []
+def test_ranks_get_the_addresses_that_hosts_say_of_themselves(tmp_path, monkeypatch) -> None:
+    """The name of the other one still was that of a pod which is gone."""
+    (tmp_path / "t.py").write_text("")
+    monkeypatch.chdir(tmp_path)
+    channel = ControlChannel(A, (A, B), {}, None, print)
+    monkeypatch.setattr(front, "rendezvous", lambda *words: channel)
+    plans: list[LaunchPlan] = []
 
-    def meet(mine: Handshake, port: int, seconds: float, *words: object) -> ControlChannel:
-        met.append((mine.hosts, seconds))
-        raise rendezvous.Moved if len(met) < 3 else Stopped
+    def run(options: Options, plan: LaunchPlan, *words: object) -> Outcome:
+        plans.append(plan)
+        return Outcome(0, "")
 
-    monkeypatch.setattr(front, "rendezvous", meet)
-    network = Names(pod_0=[A], pod_1=[None, None, OLD, None, OLD, A, None, B])
-    assert started(monkeypatch, tmp_path, network) == 75
-    assert met == [((A, OLD), 20), ((A, OLD), 20), ((A, B), 20)]
-
-
-class Mover(Host):
-    """One that looks its names up again, as fleetrun does."""
-
-    views: list[tuple[str, ...]]  # the addresses of all hosts, first and later
-
-    def _meet(self) -> None:
-        while True:
-            mine = replace(self.handshake, hosts=self.views[0])
-            try:
-                self.channel = rendezvous.rendezvous(
-                    mine, self.port, self.seconds, self.said.append, look=self._look
-                )
-            except rendezvous.Moved:
-                self.views.pop(0)
-                continue
-            except LaunchError as error:
-                self.error = str(error)
-            return
-
-    def _look(self) -> tuple[str | None, ...]:
-        return self.views[min(1, len(self.views) - 1)]
-
-
-def meet_all(
-    views: dict[str, list[tuple[str, ...]]],
-    typed: tuple[str, ...],
-    seconds: float = 10,
-    port: int | None = None,
-) -> list[Mover]:
-    """Hosts by their own address, with what they think where all are."""
-    port = port or free_port()
-    movers = []
-    for own, each in views.items():
-        handshake: Handshake = host(own, each[-1], names=typed)
-        movers.append(Mover(handshake, port, seconds))
-        movers[-1].views = list(each)
-        movers[-1].start()
-    for mover in movers:
-        mover.thread.join(30)
-    for mover in sorted(movers, key=lambda each: each.handshake.is_first):
-        mover.end()
-    return movers
-
-
-@pytest.mark.parametrize("own", [A, B])
-def test_host_with_stale_address_finds_new_one(own: str) -> None:
-    """One of two pods came back; the other, the first or the second, still has its old address."""
-    views = {each: [(A, B)] for each in (A, B)}
-    views[own].insert(0, (A, OLD) if own == A else (OLD, B))
-    movers = meet_all(views, NAMES)
-    assert [mover.error for mover in movers] == ["", ""], [mover.said for mover in movers]
-    assert all(mover.channel is not None for mover in movers)
-
-
-@pytest.mark.slow
-def test_hosts_disagreeing_on_third_resolve_again() -> None:
-    old, new = (A, B, OLD), (A, B, C)
-    movers = meet_all({A: [old, new], B: [old, new], C: [new]}, (*NAMES, "pod-2"))
-    assert [mover.error for mover in movers] == ["", "", ""], [mover.said for mover in movers]
-
-
-@pytest.mark.slow
-def test_names_in_lasting_dispute_end_on_both_hosts(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(rendezvous, "_DISPUTE_SECONDS", 1.0)
-    began = time.monotonic()
-    movers = meet_all({A: [(A, B, C)], B: [(A, B, OLD)]}, (*NAMES, "pod-2"), seconds=60)
-    assert time.monotonic() - began < 30
-    for mover in movers:
-        assert f"{A},{B},{C}" in mover.error and f"{A},{B},{OLD}" in mover.error, mover.said
-        assert "pod-0,pod-1,pod-2 must mean the same everywhere" in mover.error
-
-
-def test_a_name_unknown_for_a_moment_is_no_dispute() -> None:
-    dispute = rendezvous.Dispute()
-    dispute.hear("elsewhere")
-    dispute._since -= 61
-    assert dispute.lasts((A, None)) == "" == dispute.lasts((A, B))
-    dispute._since -= 61
-    assert dispute.lasts((A, B)) == "elsewhere (for 61 s)"
-    dispute._heard -= 11  # the other one is gone, or has learnt better
-    assert dispute.lasts((A, B)) == ""
-
-
-@pytest.mark.slow
-def test_an_old_address_in_another_run_ends_nothing() -> None:
-    port = free_port()
-    other = Host(host(OLD, (OLD, "127.0.0.10"), names=("other-0", "other-1")), port, 6)
-    other.start()
-    movers = meet_all({A: [(A, OLD), (A, B)], B: [(A, B)]}, NAMES, port=port)
-    other.end()
-    assert [mover.error for mover in movers] == ["", ""], [mover.said for mover in movers]
-    assert any(line.startswith(f"refused {A}, which has called") for line in other.said)
-
-
-@pytest.mark.slow
-def test_a_resolver_that_does_not_answer_stops_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    asked = threading.Event()
-
-    class Slow(Network):
-        def resolve(self, name: str) -> str | None:
-            asked.wait(30)
-            return name
-
-    lookout = rendezvous.Lookout([A, B], Slow())
-    began = time.monotonic()
-    assert lookout.look() is None and lookout.look() is None
-    assert time.monotonic() - began < 10
-    asked.set()
-    found = None
-    while found is None:
-        found = lookout.look()
-    assert found == (A, B)
-
-
-def test_other_hosts_are_still_an_error_at_once() -> None:
-    port = free_port()
-    first = Host(host(A, (A, B), names=NAMES), port)
-    second = Host(host(B, (A, B, C), names=(*NAMES, "pod-2")), port)
-    for each in (second, first):
-        each.start()
-    for each in (second, first):
-        each.end()
-    assert "type the same hosts in the same order everywhere" in first.error + second.error
+    machine = Machine([], "cpu", 2, Names(pod_0=[A], pod_1=[OLD]))
+    assert (
+        fleetrun(["--ips", "pod-0,pod-1", "--host", A, "t.py"], {}, lambda: machine, run, []) == 0
+    )
+    assert plans[0].ranks[0]["PADDLE_TRAINER_ENDPOINTS"] == f"{A}:6071,{B}:6071"
 
 
 @pytest.fixture
@@ -297,9 +171,6 @@ def test_a_pod_with_a_new_address_joins_the_next_attempt(
         hosts_files[1].write_text(now)
         again = start("2", *words, prefix=enter[netns.B], variables={"POD_IP": new_address})
         wait_for(lambda: "restart 1 of 2" in first.said)
-        time.sleep(8)
-        hosts_files[0].write_text(now)
         ended = [each.ended() for each in (first, again)]
     assert [each.code for each in ended] == [0, 0], ended
     assert ended[0].output == "sum 3.0 on rank 0 of 2\n"
-    assert "names of --ips have other addresses than before" in ended[0].errors

@@ -21,7 +21,8 @@ from ppdist.common.errors import Failure
 from ppdist.common.process import boot_seconds
 from ppdist.distributed import heartbeat
 from ppdist.launch import worker
-from ppdist.launch.watchdog import Attempt, Watch, found_stall, judge
+from ppdist.launch.outcome import Attempt, found_stall, judge
+from ppdist.launch.watchdog import Watch
 from tests.unit.launch.beats import write_beat
 from tests.unit.launch.hosts import hosts_of_a_test, wait_for, write
 

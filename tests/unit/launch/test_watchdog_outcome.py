@@ -10,7 +10,7 @@ import pytest
 
 from ppdist.common.errors import Failure, LaunchError, StorageError, UserError, failure_of
 from ppdist.launch import worker
-from ppdist.launch.watchdog import Attempt, Outcome, RankEnd, judge
+from ppdist.launch.outcome import Attempt, Outcome, RankEnd, judge
 from tests.unit.launch.beats import write_beat
 
 TERM = -signal.SIGTERM

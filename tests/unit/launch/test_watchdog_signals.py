@@ -3,7 +3,7 @@
 import os
 import signal
 
-from ppdist.launch.watchdog import at_once, code_of, signals_noted
+from ppdist.launch.signals import at_once, code_of, signals_noted
 
 
 def test_signals_within_a_second_are_one_request(monkeypatch) -> None:

@@ -2,12 +2,13 @@
 
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 
 from ppdist.common.errors import LaunchError
 from ppdist.launch import rendezvous
-from ppdist.launch.rendezvous import ControlChannel, Handshake
+from ppdist.launch.control_channel import ControlChannel
+from ppdist.launch.rendezvous import Handshake
 
 A, B, C = "127.0.0.2", "127.0.0.3", "127.0.0.4"
 TRAIN = Handshake(
@@ -34,6 +35,8 @@ class Host:
     channel: ControlChannel | None = None
     error: str = ""
     received: list[int] = field(default_factory=list)
+    token: str = ""
+    resolve: Callable[[str], str | None] = lambda name: None
 
     def start(self) -> None:
         self.thread = threading.Thread(target=self._meet, daemon=True)
@@ -42,8 +45,9 @@ class Host:
     def _meet(self) -> None:
         try:
             self.channel = rendezvous.rendezvous(
-                self.handshake, self.port, self.seconds, self.said.append, self.received
-            )
+                self.handshake, self.port, self.seconds, self.said.append, self.received,
+                self.token, self.resolve,
+            )  # fmt: skip
         except LaunchError as error:
             self.error = str(error)
         except rendezvous.Stopped:

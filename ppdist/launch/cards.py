@@ -1,0 +1,178 @@
+"""Cards of a host: present, visible, asked for.
+
+A card is named by its physical id, the number nvidia-smi shows; CUDA_VISIBLE_DEVICES lists physical
+ids (or UUIDs) and what is asked for must be in it: that is how Paddle's launcher reads both.  Cards
+of another kind are taken as they are named: only Paddle's plug-in could count them.
+"""
+
+import ctypes
+import re
+import shutil
+import subprocess
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from ppdist.common.errors import LaunchError
+
+_SMI_SECONDS = 60.0  # the first call after boot wakes every card
+
+
+@dataclass(frozen=True)
+class Card:
+    """One physical GPU."""
+
+    index: int
+    name: str = "GPU"
+    uuid: str = ""
+
+
+def machine_cards() -> list[Card]:
+    """The NVIDIA cards of this machine, visible to CUDA or not; [] where there is none."""
+    return _cards_of_nvidia_smi() or _cards_of_driver()
+
+
+def _cards_of_nvidia_smi() -> list[Card]:
+    program = shutil.which("nvidia-smi") or shutil.which("/usr/lib/wsl/lib/nvidia-smi")
+    if program is None:
+        return []
+    try:
+        listed = subprocess.run(
+            [program, "-L"], capture_output=True, text=True, timeout=_SMI_SECONDS, check=False
+        )
+    except (OSError, subprocess.TimeoutExpired):
+        return []
+    return parse_nvidia_smi(listed.stdout) if listed.returncode == 0 else []
+
+
+def parse_nvidia_smi(listing: str) -> list[Card]:
+    """Reads the lines of `nvidia-smi -L`; those of MIG slices are indented and left out."""
+    pattern = re.compile(r"^GPU (\d+): (.*?)(?: \(UUID: (\S+)\))?\s*$", re.MULTILINE)
+    return [Card(int(index), name, uuid or "") for index, name, uuid in pattern.findall(listing)]
+
+
+def _cards_of_driver() -> list[Card]:
+    """For containers without nvidia-smi: the driver's count, or else the device files."""
+    if not Path("/dev/nvidiactl").exists() and not Path("/dev/dxg").exists():
+        return []
+    files = [path for path in Path("/dev").glob("nvidia*") if path.name[6:].isdigit()]
+    count = ctypes.c_int(0)
+    try:
+        driver = ctypes.CDLL("libcuda.so.1")
+    except OSError:
+        return [Card(index) for index in range(len(files))]
+    # The driver counts visible cards only: with CUDA_VISIBLE_DEVICES set the files may say more.
+    if driver.cuInit(0) == 0 and driver.cuDeviceGetCount(ctypes.byref(count)) == 0:
+        return [Card(index) for index in range(max(count.value, len(files)))]
+    return []
+
+
+def visible_labels(cards: Sequence[Card], variable: str | None) -> list[str]:
+    """The cards a process would see, by physical id, in the order CUDA gives them.
+
+    Args:
+        variable: the value of CUDA_VISIBLE_DEVICES, or None when it is not set.
+    Returns: ids as text; a UUID that no card has (a MIG slice) stays as it is.
+    Raises: LaunchError: the variable names a card that the machine does not have.
+    """
+    if variable is None or variable.strip() == "all":
+        return [str(card.index) for card in cards]
+    if not cards:
+        return []
+    labels = []
+    for label in (part.strip() for part in variable.split(",")):
+        if label in ("", "-1", "NoDevFiles"):
+            break  # CUDA reads the list up to the first entry that names nothing
+        if label.isdigit() and int(label) not in [card.index for card in cards]:
+            raise LaunchError(
+                f"CUDA_VISIBLE_DEVICES={variable} names card {label}, but this machine has "
+                f"{listed_ids(card.index for card in cards)}",
+                code="visible_devices_wrong",
+                fix="correct or unset the variable",
+            )
+        named = [card for card in cards if card.uuid and card.uuid.startswith(label)]
+        labels.append(str(named[0].index) if len(named) == 1 and not label.isdigit() else label)
+    return labels
+
+
+def expand_ids(text: str) -> list[str]:
+    """Ids of a list with ranges: `0-3,6` -> 0 1 2 3 6.  Spaces and quotes do not matter.
+
+    Raises: LaunchError: not a list of ids, a range that runs backwards, or an id twice.
+    """
+    bare = re.sub(r"(?<=\d)\s*-\s*(?=\d)", "-", text.strip(" '\""))
+    ids: list[str] = []
+    for part in re.split(r"[,\s]+", bare.strip(" ,")):
+        span = re.fullmatch(r"(\d+)-(\d+)", part)
+        if span:
+            first, last = int(span[1]), int(span[2])
+            if first > last or last - first > 1023:
+                raise LaunchError(
+                    f"{part} is not a range from low to high",
+                    code="cards_invalid",
+                    where=f"cards {text!r}",
+                )
+            ids += [str(index) for index in range(first, last + 1)]
+        elif part.isdigit():
+            ids.append(str(int(part)))
+        elif part.startswith(("GPU-", "MIG-")):
+            ids.append(part)
+        else:
+            raise LaunchError(
+                f"{part!r} is no card id",
+                code="cards_invalid",
+                where=f"cards {text!r}",
+                fix="expected a list such as 0,1 or 0-3,6",
+            )
+    double = sorted({index for index in ids if ids.count(index) > 1})
+    if double:
+        raise LaunchError(
+            f"{', '.join(double)} stands there twice",
+            code="cards_repeated",
+            where=f"cards {text!r}",
+        )
+    return ids
+
+
+def cards_of_runs(text: str) -> list[list[str]]:
+    """Cards of runs side by side: `0,1|2-3` -> 0 1 for one and 2 3 for the other.
+
+    Raises: LaunchError: as `expand_ids`; they have unlike numbers of cards, or share one.
+    """
+    runs_RC = [expand_ids(part) for part in text.strip(" '\"").split("|")]
+    if len({len(cards) for cards in runs_RC}) > 1:
+        raise LaunchError(
+            "give each as many, or they cannot be compared",
+            code="cards_uneven",
+            where=f"cards {text!r}",
+        )
+    every = [card for cards in runs_RC for card in cards]
+    double = sorted({card for card in every if every.count(card) > 1})
+    if double:
+        raise LaunchError(
+            f"{', '.join(double)} is of two of them", code="cards_repeated", where=f"cards {text!r}"
+        )
+    return runs_RC
+
+
+def deal_out(visible: Sequence[str], runs: int, each: int) -> list[list[str]]:
+    """Cards of runs side by side, the first of `visible` for the first.
+
+    Raises: LaunchError: there are not enough.
+    """
+    if runs * each > len(visible):
+        raise LaunchError(
+            f"{runs} at a time with {each} card{'s' * (each > 1)} each need {runs * each}, and "
+            f"this machine has {len(visible)} visible",
+            code="cards_too_few",
+            fix=(
+                "ask for fewer, or hide the cards to compute on the CPU: CUDA_VISIBLE_DEVICES= "
+                "before the command"
+            ),
+        )
+    return [list(visible[run * each : (run + 1) * each]) for run in range(runs)]
+
+
+def listed_ids(labels: Iterable[object]) -> str:
+    texts = [str(label) for label in labels]
+    return f"card {texts[0]}" if len(texts) == 1 else f"cards {', '.join(texts)}"

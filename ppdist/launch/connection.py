@@ -1,0 +1,314 @@
+"""Authentic lines of JSON between two fleetruns, over TCP.
+
+Both ends prove that they know one token before anything else is read, by HMAC-SHA256 over a random
+number of each, as multiprocessing.connection does.  Each later line has a MAC over its number and
+the way it goes, so none can be changed, repeated, left out or sent back.
+
+    called -> caller   ppdist NONCE     or: busy
+    caller -> called   NONCE PROOF
+    called -> caller   PROOF            or: refused
+    both ways          MAC {"type": ..., ...}
+
+The token itself is never sent.  Who sees a proof can try guesses, so a token has to be random.
+Without one everybody knows the key: then the lines are only checked for their form.
+
+Whoever can reach a port can write to it: until it has proven the token, a connection costs one read
+of 256 bytes and one HMAC.
+"""
+
+import contextlib
+import errno
+import hmac
+import json
+import os
+import re
+import secrets
+import select
+import socket
+import time
+from collections.abc import Iterable
+from typing import Any
+
+from ppdist.launch.options import TOKEN_VARIABLE
+
+_LINE_BYTES = 256 * 1024  # longer than any handshake or report that this side makes
+_GREETING_BYTES = 256  # of a line before the token is proven
+_RECEIVE_BYTES = 64 * 1024
+_MOST_PIECES = 2 * _LINE_BYTES // _RECEIVE_BYTES
+_CONNECT_SECONDS = 5.0
+_BACKLOG = 4096  # calls that wait to be taken; Linux has a limit of its own, often this one
+
+_BUSY, _REFUSED = b"busy", b"refused"
+OTHER_TOKEN = f"has another {TOKEN_VARIABLE}, or none: set the same on every host"
+OTHER_PROGRAM = (
+    "what answers there is not a fleetrun of this version: another program has the port (take "
+    "another with --start_port P on every host), or another version of ppdist is installed there"
+)
+
+Message = dict[str, Any]
+
+
+class Connection:
+    """One end of a connection; it never blocks.
+
+    Attributes:
+        calls: this end has called the other.
+        closed: why nothing comes any more, in words; None while it is open.
+        peer: the address on the other end, where that had called.
+        heard: when something came last (or it was opened), by time.monotonic().
+        connecting: a call that was not answered yet.
+    """
+
+    def __init__(
+        self, sock: socket.socket, token: str = "", calls: bool = False, connecting: bool = False
+    ) -> None:
+        sock.setblocking(False)
+        self._socket, self.calls, self.connecting = sock, calls, connecting
+        self._incoming, self._outgoing = bytearray(), bytearray()
+        self._waiting: list[Message] = []  # to be sent once the other end is known
+        self._token, self._nonce = os.fsencode(token), secrets.token_hex(16).encode()
+        self._nonces: tuple[bytes, bytes] | None = None  # of caller and called
+        self._key = b""  # of the lines, once both have proven the token
+        self._sent = self._received = 0  # lines
+        self.closed: str | None = None
+        try:
+            self.peer = str(sock.getpeername()[0])
+        except (OSError, IndexError):  # not connected yet, or no address at all
+            self.peer = "an unknown address"
+        self.opened = self.heard = time.monotonic()
+        if not calls:
+            self._write(b"ppdist " + self._nonce)
+
+    @classmethod
+    def call(cls, address: str, port: int, own: str = "", token: str = "") -> "Connection":
+        """Starts to connect; `receive` finds out how that went.
+
+        Args: own: the address to call from, where this machine has it: by it others know a host.
+        """
+        sock = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
+        with contextlib.suppress(OSError):
+            sock.bind((own, 0))
+        connection = cls(sock, token, calls=True, connecting=True)
+        code = sock.connect_ex((address, port))
+        if code not in (0, errno.EINPROGRESS):
+            connection._end(_reason(code))
+        return connection
+
+    @property
+    def is_authentic(self) -> bool:
+        """Whether the other end has proven that it knows the token."""
+        return bool(self._key)
+
+    def fileno(self) -> int:
+        return self._socket.fileno()
+
+    def send(self, message: Message) -> None:
+        """Sends now what fits, the rest with later calls of `receive`.
+
+        It waits for the other end to prove the token.
+        """
+        if not self._key:
+            self._waiting.append(message)
+            return
+        content = json.dumps(message).encode()
+        self._write(self._mac(self.calls, self._sent, content) + b" " + content)
+        self._sent += 1
+
+    def receive(self) -> list[Message]:
+        """What has arrived since the last call; also finishes what was begun to send."""
+        if self.closed is None and self.connecting:
+            self._finish_connecting()
+        while self.closed is None and not self.connecting:
+            try:
+                piece = self._socket.recv(_RECEIVE_BYTES)
+            except BlockingIOError:
+                break
+            except OSError as error:
+                self._end(_reason(error.errno))
+                break
+            if not piece:
+                self._end("it closed the connection")
+                break
+            self.heard = time.monotonic()
+            self._incoming += piece
+            if len(self._incoming) > (_LINE_BYTES if self._key else _GREETING_BYTES):
+                break  # complete lines of it are read below, the rest with the next call
+        self._flush()
+        return self._messages()
+
+    def close(self, why: str = "closed") -> None:
+        """Ends it; what was sent before still arrives."""
+        if self.closed is None:
+            self._flush()
+            # Closing with unread bytes would make the system drop what was sent, too.
+            with contextlib.suppress(OSError):
+                self._socket.shutdown(socket.SHUT_WR)
+                for _ in range(_MOST_PIECES):  # who sends without end is not listened to
+                    if not self._socket.recv(_RECEIVE_BYTES):
+                        break
+            self._end(why)
+
+    def _finish_connecting(self) -> None:
+        code = self._socket.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)
+        if code:
+            self._end(_reason(code))
+            return
+        try:
+            self._socket.getpeername()
+        except OSError:  # still on its way
+            if time.monotonic() - self.opened > _CONNECT_SECONDS:
+                self._end(_reason(errno.ETIMEDOUT))
+            return
+        self.connecting, self.heard = False, time.monotonic()
+
+    def _write(self, line: bytes) -> None:
+        self._outgoing += line + b"\n"
+        self._flush()
+
+    def _flush(self) -> None:
+        if self.closed is not None or self.connecting or not self._outgoing:
+            return
+        try:
+            del self._outgoing[: self._socket.send(self._outgoing)]
+        except BlockingIOError:
+            pass
+        except OSError:  # `receive` finds out, once it has read what came before the end
+            self._outgoing.clear()
+
+    def _messages(self) -> list[Message]:
+        *lines, rest = bytes(self._incoming).split(b"\n")
+        self._incoming = bytearray(rest)
+        messages = []
+        for line in lines:
+            if not self._key:
+                problem = self._authenticate(line)
+            else:
+                message = self._opened(line)
+                problem = "" if message else OTHER_PROGRAM
+                messages.append(message or {})
+            if problem:
+                self._incoming.clear()
+                self._end(problem)
+                self.closed = problem  # says more than that the other end closed it as well
+                return []
+        if len(rest) > (_LINE_BYTES if self._key else _GREETING_BYTES):
+            self._end(OTHER_PROGRAM)
+        return messages
+
+    def _authenticate(self, line: bytes) -> str:
+        """Reads a line of the greeting; returns why the other end is none of this job, or ""."""
+        if not self.calls:
+            found = re.fullmatch(rb"([0-9a-f]{32}) ([0-9a-f]{64})", line)
+            self._nonces = (found[1], self._nonce) if found else None
+            if not found or not hmac.compare_digest(found[2], self._proof(b"caller")):
+                self._write(_REFUSED)
+                return OTHER_TOKEN
+            self._write(self._proof(b"called"))
+        elif self._nonces is None:
+            found = re.fullmatch(rb"ppdist ([0-9a-f]{32})", line)
+            if not found:
+                return "a run is in progress there" if line == _BUSY else OTHER_PROGRAM
+            self._nonces = (self._nonce, found[1])
+            self._write(self._nonce + b" " + self._proof(b"caller"))
+            return ""
+        elif not hmac.compare_digest(line, self._proof(b"called")):
+            return f"who answers there {OTHER_TOKEN}"
+        self._key = self._proof(b"lines")
+        for message in self._waiting:
+            self.send(message)
+        self._waiting.clear()
+        return ""
+
+    def _proof(self, what: bytes) -> bytes:
+        """What only who knows the token can say, for this connection alone."""
+        text = b" ".join((b"ppdist", what, *(self._nonces or ())))
+        return hmac.new(self._token, text, "sha256").hexdigest().encode()
+
+    def _mac(self, by_caller: bool, number: int, content: bytes) -> bytes:
+        text = b"%d %d " % (by_caller, number) + content
+        return hmac.new(self._key, text, "sha256").hexdigest().encode()
+
+    def _opened(self, line: bytes) -> Message | None:
+        """The message of a line; None: the other end has not sent it, as the next and as it is."""
+        mac, _, content = line.partition(b" ")
+        if not hmac.compare_digest(mac, self._mac(not self.calls, self._received, content)):
+            return None
+        self._received += 1
+        try:
+            message = json.loads(content)
+        except (ValueError, RecursionError):
+            return None
+        is_message = isinstance(message, dict) and isinstance(message.get("type"), str)
+        return message if is_message else None
+
+    def _end(self, why: str) -> None:
+        if self.closed is None:
+            self.closed = why
+        self._socket.close()
+
+
+def open_listener(address: str, port: int) -> socket.socket:
+    """Takes calls.  Raises: OSError."""
+    listener = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
+    try:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.setblocking(False)
+        listener.bind((address, port))
+        listener.listen(_BACKLOG)
+    except OSError:
+        listener.close()
+        raise
+    return listener
+
+
+def send_away(listener: socket.socket, most: int) -> None:
+    """Tells so many of those who call that a run is in progress."""
+    with contextlib.suppress(OSError):  # BlockingIOError: nobody calls
+        for _ in range(most):
+            caller, _ = listener.accept()
+            with caller, contextlib.suppress(OSError):
+                caller.setblocking(False)
+                caller.send(_BUSY + b"\n")
+
+
+def wait_for_any(
+    reading: Iterable[Connection | socket.socket],
+    seconds: float,
+    calling: Iterable[Connection] = (),
+) -> None:
+    """Until something arrives, or a call is answered."""
+    poll = select.poll()
+    for each in reading:
+        poll.register(each, select.POLLIN)
+    for call in calling:
+        poll.register(call, select.POLLOUT)
+    poll.poll(1000 * seconds)
+
+
+def text_of(message: Message, key: str, limit: int = 16_000) -> str:
+    """A text of a message without control characters, "" where there is none."""
+    value = message.get(key)
+    if not isinstance(value, str):
+        return ""
+    return "".join(letter for letter in value[:limit] if letter.isprintable() or letter in "\n\t")
+
+
+def integer_of(message: Message, key: str, least: int, most: int) -> int | None:
+    """A whole number of a message, None where there is none from least to most."""
+    value = message.get(key)
+    if isinstance(value, bool) or not isinstance(value, int) or not least <= value <= most:
+        return None
+    return value
+
+
+def _reason(code: int | None) -> str:
+    """Why a connection could not be made or broke, and what to check."""
+    if code == errno.ECONNREFUSED:
+        return "connection refused: nothing listens there (is fleetrun started on that host?)"
+    if code in (errno.ETIMEDOUT, errno.EAGAIN):
+        return "no answer: a firewall, a wrong address, or the host is down"
+    if code in (errno.EHOSTUNREACH, errno.ENETUNREACH, errno.EINVAL, errno.EACCES, errno.EPERM):
+        return "no way to it from here: check the address, `ip route` and the firewall"
+    if code in (errno.ECONNRESET, errno.EPIPE):
+        return "it broke the connection off"
+    return errno.errorcode.get(code or 0, f"error {code}")

@@ -1,0 +1,333 @@
+"""Control channel between the hosts of a run.
+
+One connection leads from each host to the first.  Over it every host says that it is there, when it
+is stopped and how its ranks ended.  When they failed on one, the others stop theirs at once; in the
+end all exit with one code and name one culprit.
+"""
+
+import signal
+import socket
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from ppdist.common.process import STOPPED, USER_ERROR, boot_seconds
+from ppdist.launch.connection import (
+    Connection,
+    Message,
+    integer_of,
+    send_away,
+    text_of,
+    wait_for_any,
+)
+from ppdist.launch.outcome import Outcome
+from ppdist.launch.signals import at_once
+
+_POLL_SECONDS = 0.1
+_BEAT_SECONDS = 5.0
+_SILENCE_SECONDS = 60.0  # after which a host counts as lost; gloo's own limit, 30 s, comes before
+_NOTE_SECONDS = 10.0
+_SENT_AWAY = 32  # callers, at one look
+_CLOSE_SECONDS = 3.0
+_NO_CAUSE = (
+    "No host knows a cause, each lost another one: a rank made no progress, or the network between "
+    "the hosts broke (firewall, interface, cable); see the logs of all hosts, and ppdist doctor "
+    "--ips"
+)
+_MESSAGE_LIMIT = 12_000  # characters that other hosts get to read
+
+
+@dataclass(frozen=True)
+class HostEnd:
+    """How the ranks of one host ended."""
+
+    host: str
+    code: int
+    message: str  # as the other hosts read it
+    is_consequence: bool  # of what happened on another host
+    time: float  # of the failure, by time.monotonic() of the first host
+    step: int | None = None  # that failed, from 1
+    stopped: bool = False  # a signal asked the run to stop
+    is_guess: bool = False  # the cause of one host that others do not contradict
+
+    @classmethod
+    def read(cls, message: Message, host: str) -> "HostEnd":
+        code = integer_of(message, "code", 0, 255)
+        age = integer_of(message, "age_ms", 0, 3_600_000) or 0
+        return cls(
+            host=host,
+            code=1 if code is None else code,
+            message=text_of(message, "message"),
+            is_consequence=bool(message.get("consequence")),
+            time=time.monotonic() - age / 1000,
+            step=integer_of(message, "step", 1, 10**12),
+            stopped=bool(message.get("stopped")),
+            is_guess=bool(message.get("guess")),
+        )
+
+    def as_message(self, kind: str, age: float = 0.0) -> Message:
+        """As it is sent; clocks differ between hosts, so it says how long ago it was, s."""
+        return {
+            "type": kind,
+            "host": self.host,
+            "code": self.code,
+            "message": self.message,
+            "consequence": int(self.is_consequence),
+            "age_ms": int(min(age, 3600.0) * 1000),
+            "step": self.step,
+            "stopped": int(self.stopped),
+            "guess": int(self.is_guess),
+        }
+
+    @property
+    def failed(self) -> bool:
+        return self.code not in (0, STOPPED)
+
+    @property
+    def knows_cause(self) -> bool:
+        return not (self.is_consequence or self.is_guess)
+
+
+def verdict(reports: Sequence[HostEnd]) -> HostEnd:
+    """The report of the host that decides for all: of the cause, if any failed.
+
+    Wrong input goes before everything else, as among the ranks of one host (watchdog.py).
+    """
+    failed = [report for report in reports if report.failed]
+    if failed:
+        wrong = [each for each in failed if each.code == USER_ERROR and not each.is_consequence]
+        decisive = min(
+            wrong or failed, key=lambda each: (each.is_consequence, each.is_guess, each.time)
+        )
+    else:
+        decisive = max(reports, key=lambda report: report.code == STOPPED)
+    # All have to know, or some would restart a run that others have left.
+    return replace(decisive, stopped=any(report.stopped for report in reports))
+
+
+class ControlChannel:
+    """The connections of one host to the others; on the first host one to each, else one to it.
+
+    Attributes:
+        hosts: addresses of all, as the hosts themselves say them.
+        stopped_by: SIGTERM when another host was stopped by a signal, else None.
+        cause_known: a host has said why its ranks failed, and not only that they lost others.
+    """
+
+    def __init__(
+        self,
+        own: str,
+        hosts: Sequence[str],
+        peers: Mapping[str, Connection],
+        listener: socket.socket | None,
+        say: Callable[[str], None],
+        silence: float = _SILENCE_SECONDS,
+        *,
+        attempt: int = 0,
+        skip: tuple[int, ...] = (),
+        drawn: str = "",
+    ) -> None:
+        """
+        Args:
+            own: address of this host, one of `hosts`.
+            peers: connections by address.
+            listener: of the first host, where late callers are sent away.
+            silence: after which a host counts as lost, s.
+            attempt, skip: how often the run was restarted and which steps it leaves out, by what
+                its hosts agreed on when they met.
+            drawn: by the first host at random, for the name of the job.
+        """
+        self.attempt, self.skip, self.drawn = attempt, skip, drawn
+        self._own, self.hosts, self._peers = own, tuple(hosts), dict(peers)
+        self._is_first = own == hosts[0]
+        self._listener, self._say, self._silence = listener, say, silence
+        self.stopped_by: int | None = None
+        self.cause_known = False
+        self._stopping = self._must_stop = self._told_signal = False
+        self._reports: dict[str, HostEnd] = {}  # on the first host: of all that have ended
+        self._verdict: HostEnd | None = None
+        self._beat = 0.0
+        for peer in self._peers.values():
+            peer.heard = time.monotonic()
+
+    def watch(self, received: Sequence[int]) -> bool:
+        """Keeps it alive, never blocks; True once other hosts want the ranks of this one stopped.
+
+        Args:
+            received: the signals that stopped this fleetrun.
+        """
+        if received and not self._told_signal:
+            self._told_signal = True
+            name = signal.Signals(received[0]).name
+            self._tell(_stop(self._own, f"got {name}", by_signal=True))
+        for host, peer in self._peers.items():
+            for message in peer.receive():
+                self._hear(host, message)
+            silent = time.monotonic() - peer.heard
+            if peer.closed is not None:
+                self._lose(
+                    host, "its fleetrun is gone: it was killed, or the host was switched off"
+                )
+            elif silent > self._silence:
+                self._lose(
+                    host,
+                    f"no word from it for {self._silence:.0f} s: it is switched off or suspended, "
+                    f"or the network between the hosts is down",
+                )
+        if time.monotonic() - self._beat > _BEAT_SECONDS:
+            self._beat = time.monotonic()
+            self._tell({"type": "beat"})
+        if self._listener is not None:
+            send_away(self._listener, _SENT_AWAY)
+        return self._must_stop
+
+    def tell_failure(self, failure: Outcome) -> None:
+        """Other hosts are to stop now, before all ranks of this one have ended."""
+        if not self._stopping:
+            why = failure.told.partition("\n")[0]
+            stop = _stop(self._own, why, known=failure.knows_cause)
+            self._obey(stop, self._own)
+            if not self._is_first:
+                self._tell(stop)
+
+    def finish(self, outcome: Outcome, received: Sequence[int]) -> Outcome:
+        """Says how this host ended, waits for all others, and returns how the run ended.
+
+        Args:
+            received: the signals that stopped this fleetrun; one that comes now stops the others,
+                a second one ends the waiting.
+        """
+        self._report(outcome, bool(received))
+        begin, noted = time.monotonic(), False
+        while self._verdict is None:
+            self.watch(received)
+            if at_once(received):
+                self.close()
+                return outcome
+            if self._is_first and len(self._reports) == len(self.hosts):
+                self._verdict = verdict(list(self._reports.values()))
+                break
+            if not noted and time.monotonic() - begin > _NOTE_SECONDS:
+                noted = True
+                self._say("the ranks of this host have ended; waiting for the other hosts")
+            self._wait()
+        if self._is_first:
+            self._tell(self._verdict.as_message("verdict"))
+        self.close()
+        ended = _as_seen_by(self._own, outcome, self._verdict)
+        if self._verdict.stopped and ended.stopped is None:
+            ended = replace(ended, stopped=signal.SIGTERM)
+        stopped = self._verdict.stopped or bool(received)
+        if stopped or not (self._verdict.failed and self._verdict.is_consequence):
+            return ended
+        return replace(ended, message=f"{ended.message}\n{_NO_CAUSE}")
+
+    def _report(self, outcome: Outcome, stopped: bool) -> None:
+        age = max(0.0, boot_seconds() - outcome.time) if outcome.time else 0.0
+        told = outcome.told or outcome.message
+        mine = HostEnd(
+            host=self._own,
+            code=outcome.code,
+            message=_shortened(told),
+            is_consequence=outcome.is_consequence,
+            time=time.monotonic(),
+            step=outcome.step,
+            stopped=stopped,
+            is_guess=outcome.is_guess,
+        )
+        if self._is_first:
+            self._end(replace(mine, time=mine.time - age))
+        else:
+            self._tell(mine.as_message("ended", age))
+
+    def _hear(self, host: str, message: Message) -> None:
+        if message["type"] == "stop":
+            why = text_of(message, "why", 300)
+            by_signal, known = bool(message.get("signal")), bool(message.get("known"))
+            self._obey(_stop(text_of(message, "host", 300), why, by_signal, known), host)
+        elif message["type"] == "ended" and self._is_first and host not in self._reports:
+            self._end(HostEnd.read(message, host))
+        elif message["type"] == "verdict" and not self._is_first:
+            self._verdict = HostEnd.read(message, text_of(message, "host", 300))
+
+    def _end(self, report: HostEnd) -> None:
+        """The first host has learned how one host ended."""
+        self._reports[report.host] = report
+        if report.failed:
+            why = report.message.partition("\n")[0] or f"ended with exit code {report.code}"
+            self._obey(_stop(report.host, why, known=report.knows_cause), report.host)
+
+    def _lose(self, host: str, why: str) -> None:
+        if host in self._reports or self._verdict is not None:
+            return  # it has said all
+        lost = HostEnd(host, 1, why, False, self._peers[host].heard)
+        self._peers[host].close()
+        if self._is_first:
+            self._end(lost)
+            return
+        self._verdict = lost
+        self._obey(_stop(host, why, known=True), host)
+
+    def _obey(self, stop: Message, sender: str) -> None:
+        """The ranks of all hosts are to stop; said once, and passed on by the first host."""
+        if self._stopping:
+            return
+        of_another = stop["host"] != self._own
+        self._stopping, self._must_stop, self.cause_known = True, of_another, bool(stop["known"])
+        if stop["signal"]:
+            self.stopped_by = signal.SIGTERM
+        if of_another:
+            self._say(f"host {stop['host']}: {stop['why']}; stopping the ranks here too")
+        if self._is_first:
+            self._tell(stop, but=sender)
+
+    def _wait(self) -> None:
+        open_ones = [peer for peer in self._peers.values() if peer.closed is None]
+        wait_for_any(open_ones, _POLL_SECONDS)
+
+    def _tell(self, message: Message, but: str = "") -> None:
+        for host, peer in self._peers.items():
+            if host != but and peer.closed is None:
+                peer.send(message)
+
+    def close(self) -> None:
+        """The first host leaves last, so that its words arrive before the end."""
+        deadline = time.monotonic() + _CLOSE_SECONDS
+        while self._is_first and time.monotonic() < deadline:
+            for peer in self._peers.values():
+                peer.receive()
+            if all(peer.closed for peer in self._peers.values()):
+                break
+            self._wait()
+        for peer in self._peers.values():
+            peer.close()
+        if self._listener is not None:
+            self._listener.close()
+
+
+def _as_seen_by(own: str, outcome: Outcome, decisive: HostEnd) -> Outcome:
+    """The outcome of the run on one host: everyone's code, and the culprit's message."""
+    if decisive.host == own or not decisive.failed:
+        return replace(outcome, code=decisive.code)
+    outcome = replace(outcome, step=decisive.step)
+    same = decisive.code == USER_ERROR == outcome.code and not outcome.is_consequence
+    if same:  # most often the same wrong input, in this host's own words
+        return outcome
+    return replace(
+        outcome, code=decisive.code, message=f"host {decisive.host}: {decisive.message}".rstrip()
+    )
+
+
+def _stop(origin: str, why: str, by_signal: bool = False, known: bool = False) -> Message:
+    """What makes the ranks of all hosts stop.
+
+    Args: known: `why` is the cause, not what it has led to on another host.
+    """
+    signals, knows = int(by_signal), int(known)
+    return {"type": "stop", "host": origin, "why": why, "signal": signals, "known": knows}
+
+
+def _shortened(text: str) -> str:
+    if len(text) <= _MESSAGE_LIMIT:
+        return text
+    return text[:2000] + "\n...\n" + text[2000 - _MESSAGE_LIMIT :]

@@ -1,0 +1,403 @@
+"""Network of a host: its place in --ips, interfaces, ports.
+
+Schedulers make host names known late and give them to other addresses, so names are looked up until
+they answer.
+"""
+
+import contextlib
+import fcntl
+import random
+import re
+import socket
+import struct
+import sys
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TypeVar
+
+from ppdist.common.errors import LaunchError
+from ppdist.launch.signals import Stopped
+
+_SIOCGIFADDR = 0x8915
+_LOOK_SECONDS, _REPORT_SECONDS = 1.0, 10.0  # between two questions for a name; two lines about it
+
+_SEVERAL_HOSTS_PORT = 6070  # Paddle's own; the hosts meet there and must all use the same
+_ONE_HOST_PORTS = (20000, 32000)  # below the ports that Linux hands out by itself
+
+T = TypeVar("T")
+
+
+class NotYetKnown(LaunchError):
+    """A host that may become known: where schedulers name hosts, names come up with them."""
+
+
+class Network:
+    """What this machine's network answers; tests put a made-up one in its place."""
+
+    def resolve(self, name: str) -> str | None:
+        """The IPv4 address of a host name or address, or None."""
+        try:
+            return socket.gethostbyname(name)
+        except (OSError, UnicodeError):
+            return None
+
+    def is_local(self, address: str) -> bool:
+        """True when this machine holds the address: only then can a socket be bound to it."""
+        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+            try:
+                probe.bind((address, 0))
+            except OSError:
+                return False
+        return True
+
+    def is_free(self, port: int, address: str = "") -> bool:
+        """True when nothing listens on the port (of that address; of any without one), and no job
+        of this machine is about to."""
+        if _is_claimed(port):
+            return False
+        with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            try:
+                probe.bind((address, port))
+            except OSError:
+                return False
+        return True
+
+    def interfaces(self) -> dict[str, str]:
+        """Interface -> its first IPv4 address.  Further addresses of an interface are not found."""
+        found = {}
+        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+            for _, name in socket.if_nameindex():
+                request = struct.pack("256s", name.encode()[:15])
+                try:
+                    answer = fcntl.ioctl(probe.fileno(), _SIOCGIFADDR, request)
+                except OSError:
+                    continue  # it has no IPv4 address
+                found[name] = socket.inet_ntoa(answer[20:24])
+        return found
+
+    def interface_names(self) -> list[str]:
+        """All interfaces, also those without an IPv4 address."""
+        return [name for _, name in socket.if_nameindex()]
+
+    def towards(self, address: str) -> str | None:
+        """This machine's address as the other one sees it; nothing is sent."""
+        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+            try:
+                probe.connect((address, 9))
+            except OSError:
+                return None
+            return probe.getsockname()[0]
+
+
+def typed_hosts(ips: str) -> list[str]:
+    """The hosts in the value of --ips, as they were typed."""
+    return [name for name in re.split(r"[,\s]+", ips.strip().strip("'\"")) if name]
+
+
+def resolve_hosts(ips: str, network: Network) -> list[str]:
+    """The addresses behind the value of --ips, in its order.
+
+    Raises: LaunchError: a name does not resolve, or stands there twice, or is one that other hosts
+        cannot reach.
+    """
+    names = typed_hosts(ips)
+    if not names:
+        raise LaunchError(
+            "--ips is empty",
+            code="ips_empty",
+            fix="expected the hosts of the run, e.g. --ips 10.0.0.1,10.0.0.2",
+        )
+    addresses = []
+    for name in names:
+        if ":" in name:
+            raise LaunchError(
+                "expected an IPv4 address or a host name, without a port (--start_port P sets the "
+                "ports)",
+                code="ips_invalid",
+                where=f"--ips: {name}",
+            )
+        address = network.resolve(name)
+        if address is None:
+            raise NotYetKnown(
+                f"the name {name} is not known on this machine",
+                code="host_name_unknown",
+                where="--ips",
+                fix="give its IPv4 address, or add it to /etc/hosts on every host",
+            )
+        addresses.append(address)
+    for place, address in enumerate(addresses):
+        same = [names[other] for other in range(place) if addresses[other] == address]
+        if same:
+            what = f"{names[place]} and {same[0]} are both {address}"
+            fix = "each host stands there once (processes per host: --nproc_per_node)"
+            if names[place] == same[0]:
+                raise LaunchError(what, code="ips_repeated", where="--ips", fix=fix)
+            # One of two names may be that of a host which has lost this address.
+            raise NotYetKnown(what, code="ips_repeated", where="--ips", fix=fix)
+    _refuse_loopback_among_hosts(names, addresses)
+    return addresses
+
+
+def _refuse_loopback_among_hosts(names: Sequence[str], addresses: Sequence[str]) -> None:
+    if len(addresses) == 1:
+        return
+    loopback = [address.startswith("127.") for address in addresses]
+    for name, address, loops in zip(names, addresses, loopback):
+        if loops and (not all(loopback) or address == "127.0.0.1"):
+            shown = name if name == address else f"{name} (here {address})"
+            raise LaunchError(
+                f"{shown} means every machine to itself, so the others cannot reach it",
+                code="ips_loopback",
+                where="--ips",
+                fix="give the address that they see (ip -br addr shows it)",
+            )
+
+
+def own_address(addresses: Sequence[str], host: str | None, network: Network) -> str:
+    """Which of the hosts this machine is.
+
+    Args:
+        addresses: from `resolve_hosts`.
+        host: the value of --host, or None to find out.
+    Raises: LaunchError: none of them, or several.
+    """
+    listed = ", ".join(addresses)
+    if host is not None:
+        address = network.resolve(host)
+        if address is None or address not in addresses:
+            raise NotYetKnown(f"--host {host} is not among --ips {listed}", code="host_not_in_ips")
+        return address
+    local = [address for address in addresses if network.is_local(address)]
+    if len(local) == 1:
+        return local[0]
+    mine = ", ".join(sorted(set(network.interfaces().values()))) or "none"
+    if local:
+        raise LaunchError(
+            f"{', '.join(local)} are all this machine's",
+            code="ips_ambiguous",
+            where="--ips",
+            fix=f"say which one this launch is: --host {local[0]}",
+        )
+    raise LaunchError(
+        f"none of --ips {listed} is this machine (its addresses: {mine})",
+        code="ips_without_this_host",
+        fix="start fleetrun on each of the hosts, or correct --ips",
+    )
+
+
+def once_known(
+    look: Callable[[], T],
+    ips: str,
+    network: Network,
+    seconds: float,
+    say: Callable[[str], None],
+    received: Sequence[int],
+) -> T:
+    """What `look` returns, which is called until names of --ips mean the hosts of the run.
+
+    A pod's name is known once the pod runs, and for some seconds it still is that of the one before
+    it.  Addresses are not waited for.
+
+    Args:
+        look: raises NotYetKnown for what may pass.
+        seconds: how long to wait.
+        received: signals so far; with one the waiting ends.
+    Raises: LaunchError: not in time, or it is wrong in a way that does not pass.  Stopped.
+    """
+    begin = time.monotonic()
+    reported: float | None = None
+    while not received:
+        try:
+            return look()
+        except NotYetKnown as error:
+            now = time.monotonic()
+            if all(network.resolve(name) == name for name in typed_hosts(ips)):
+                raise
+            if now - begin > seconds:
+                raise LaunchError(
+                    f"{error} (waited {seconds:g} s: --start_timeout)", code="ips_not_settled"
+                ) from error
+            if reported is None or now - reported >= _REPORT_SECONDS:
+                reported = now
+                say(f"{error}; waiting for that to change ({now - begin:.0f} s)")
+        time.sleep(_LOOK_SECONDS)
+    raise Stopped
+
+
+def socket_variables(address: str, network: Network) -> dict[str, str]:
+    """Makes gloo and NCCL use the interface that holds the address.
+
+    By itself gloo connects to whatever the host's name resolves to, often 127.0.0.1.  Empty for an
+    address that is not an interface's first.
+    """
+    for name, held in network.interfaces().items():
+        if held == address:
+            # `=` makes NCCL compare the whole name: eth1 alone would match eth10 as well.
+            return {"GLOO_SOCKET_IFNAME": name, "NCCL_SOCKET_IFNAME": f"={name}"}
+    return {}
+
+
+def check_interfaces(environment: Mapping[str, str], address: str | None, network: Network) -> None:
+    """Refuses interfaces that the user chose and that cannot work, before gloo or NCCL wait there.
+
+    gloo takes one name.  NCCL takes a list of beginnings of names, of whole names after `=`, of
+    those to leave out after `^`; it may well use another network than gloo.
+
+    Args:
+        address: of this host in the run; None where any will do.
+    Raises: LaunchError: no such interface, or gloo's holds another address.
+    """
+    names, held = network.interface_names(), network.interfaces()
+    holder = next((name for name in held if held[name] == address), None)
+    shown = [f"{name} ({held.get(name, 'without IPv4')})" for name in names]
+    here = f"this machine has {', '.join(shown)}"
+    gloo = environment.get("GLOO_SOCKET_IFNAME", "")
+    instead = f"; {address} is on {holder}: use that or unset it" if holder else "; correct it"
+    if gloo and gloo not in held:
+        problem = "has no IPv4 address" if gloo in names else "is no interface of this machine"
+        raise LaunchError(
+            f"GLOO_SOCKET_IFNAME={gloo} {problem}: {here}{instead}", code="interface_wrong"
+        )
+    if gloo and holder and gloo != holder:
+        raise LaunchError(
+            f"GLOO_SOCKET_IFNAME={gloo} holds {held[gloo]}, but this host of the run is {address}, "
+            f"which is on {holder}: unset the variable, or give --ips the addresses of that "
+            "network",
+            code="interface_wrong",
+        )
+    wanted = environment.get("NCCL_SOCKET_IFNAME", "")
+    if wanted and not any(nccl_takes(wanted, name) for name in names):
+        raise LaunchError(
+            f"NCCL_SOCKET_IFNAME={wanted} fits no interface of this machine: {here}{instead}",
+            code="interface_wrong",
+        )
+
+
+def nccl_takes(wanted: str, name: str) -> bool:
+    """Whether NCCL's selection of interfaces holds one; as described for NCCL_SOCKET_IFNAME."""
+    without = wanted.startswith("^")
+    whole = wanted.removeprefix("^").startswith("=")
+    words = [word for word in wanted.lstrip("^=").split(",") if word]
+    return without != any(name == word if whole else name.startswith(word) for word in words)
+
+
+def choose_port(
+    wanted: int | None,
+    count: int,
+    hosts: int,
+    first: bool,
+    network: Network,
+    own: str = "",
+    metrics_port: int | None = None,
+) -> int:
+    """The first port of this run.
+
+    One host takes any `count` free ones in a row, so that two runs on a machine do not collide.
+    Several hosts must agree without talking, so they take the same fixed ones: their fleetruns meet
+    on the first, the ranks use the `count` after it.
+
+    Args:
+        wanted: the port asked for, or None.
+        first: whether this host is the one with rank 0: it alone has to be reached there.
+        own: this host's address.
+        metrics_port: not for the ranks: who listens there may only be about to open it.
+    Raises: LaunchError: a port is taken, or there is no free range.
+    """
+    if wanted is None and hosts == 1:
+        for start in random.sample(range(*_ONE_HOST_PORTS), 200):
+            ports = range(start, start + count)
+            if metrics_port not in ports and all(network.is_free(port) for port in ports):
+                return start
+        raise LaunchError(
+            f"found no {count} free ports in a row",
+            code="no_free_ports",
+            fix="give one: --start_port P",
+        )
+    start = _SEVERAL_HOSTS_PORT if wanted is None else wanted
+    ranks = ranks_port(start, hosts)
+    if ranks + count - 1 > 65535:
+        raise LaunchError(
+            f"{count} processes need ports up to 65535",
+            code="port_too_high",
+            where=f"--start_port {start}",
+        )
+    refuse_metrics_port(metrics_port, range(start, ranks + count))
+    taken = []
+    if first:
+        taken = [port for port in range(ranks, ranks + count) if not network.is_free(port)]
+        if ranks != start and not network.is_free(start, own if network.is_local(own) else ""):
+            taken.insert(0, start)
+    if taken:
+        raise port_in_use(taken[0], hosts)
+    return start
+
+
+def refuse_metrics_port(port: int | None, ports: range) -> None:
+    """Refuses a --metrics_port on which the run itself meets: who came second would fail.
+
+    All hosts decide alike, so that none waits for one that was refused.
+
+    Raises: LaunchError.
+    """
+    if port in ports:
+        own = f"port {port}" if len(ports) == 1 else f"ports {ports[0]}-{ports[-1]}"
+        raise LaunchError(
+            f"the run itself needs {own}",
+            code="metrics_port_taken",
+            where=f"--metrics_port {port}",
+            fix="choose another",
+        )
+
+
+def ranks_port(start: int, hosts: int) -> int:
+    """The first port of the ranks: with several hosts the one before it is the fleetruns' own."""
+    return start + (hosts > 1)
+
+
+def port_in_use(port: int, hosts: int) -> LaunchError:
+    """The error to raise."""
+    others = " (the same on every host)" if hosts > 1 else ""
+    who = "another running job" if _is_claimed(port) else "another run or program"
+    return LaunchError(
+        f"port {port} is in use on this machine, by {who}",
+        code="port_in_use",
+        fix=(
+            f"choose another with --start_port P or FLAGS_START_PORT=P{others}; `ss -ltnp` shows "
+            "who has it"
+        ),
+    )
+
+
+_CLAIM = "ppdist-port-{}"
+
+
+@contextmanager
+def claimed(ports: Iterable[int], hosts: int) -> Iterator[None]:
+    """Inside, no other job of this machine gets these ports, though nobody listens there yet.
+
+    Rank 0 opens its port seconds after the plan is made; of two jobs that start together the second
+    would die in Paddle.  A name of the kernel's marks a port, in the same network namespace as the
+    port, for all users; it ends with this process, however that ends.
+
+    Args: hosts: of the run, for the message.
+    Raises: LaunchError: another job was faster.
+    """
+    with contextlib.ExitStack() as held:
+        for port in ports if sys.platform == "linux" else ():
+            mark = held.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_STREAM))
+            try:
+                mark.bind("\0" + _CLAIM.format(port))
+            except OSError as error:
+                raise port_in_use(port, hosts) from error
+        yield
+
+
+def _is_claimed(port: int) -> bool:
+    """Whether a job has the port, or is about to open it."""
+    with contextlib.suppress(OSError):
+        lines = Path("/proc/net/unix").read_text(encoding="utf-8", errors="replace").splitlines()
+        return any(line.endswith("@" + _CLAIM.format(port)) for line in lines)
+    return False

@@ -1,0 +1,54 @@
+"""Signals that ask fleetrun to stop.
+
+SIGTERM and SIGUSR1 come from schedulers, SIGINT from Ctrl-C, SIGHUP from a terminal that goes away:
+the first lets the ranks finish their step, a second does not.
+"""
+
+import signal
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+
+_SAME_REQUEST_SECONDS = 1.0  # systemd sends SIGTERM and SIGHUP, a closed terminal SIGHUP twice
+
+
+class Stopped(Exception):
+    """A signal, here or before a restart on another host, ended the waiting for other hosts."""
+
+
+@contextmanager
+def signals_noted() -> Iterator[list[int]]:
+    """Yields the list to which requests to stop are added; nothing else happens.
+
+    Signals within a second of a request are the same one.  SIGHUP that was ignored before
+    (nohup) stays ignored.
+    """
+    received: list[int] = []
+    last = -_SAME_REQUEST_SECONDS
+
+    def note(number: int, frame: object) -> None:
+        nonlocal last
+        now = time.monotonic()
+        if now - last >= _SAME_REQUEST_SECONDS:
+            received.append(number)
+            last = now
+
+    numbers = [signal.SIGTERM, signal.SIGINT, signal.SIGUSR1]
+    if signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:
+        numbers.append(signal.SIGHUP)
+    before = {number: signal.signal(number, note) for number in numbers}
+    try:
+        yield received
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def at_once(received: Sequence[int]) -> bool:
+    """True when a second request came."""
+    return len(received) > 1
+
+
+def code_of(received: Sequence[int]) -> int:
+    """Exit code of what was ended at once: as a shell has it for Ctrl-C, else 1."""
+    return 128 + signal.SIGINT if received[-1] == signal.SIGINT else 1
