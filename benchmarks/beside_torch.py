@@ -132,7 +132,7 @@ def _ours(size: str, dtype: str, scratch: Path) -> tuple[list[str], Any]:
     config = load_config(_RECIPE.format(size=size), overrides)
     comm.init("cpu", config.distributed)
     experiment = build_training(
-        config, output_dir=scratch / "run", evaluate=False, resume=None, command=["benchmark"]
+        config, output_dir=scratch / "run", evaluate=False, command=["benchmark"]
     )
     experiment.log.close()
     trainer = experiment.trainer

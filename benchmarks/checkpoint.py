@@ -38,7 +38,7 @@ def measure_saving(config: "ExperimentConfig", *, saves: int, scratch: Path) -> 
     """
     with redirect_stdout(sys.stderr):
         experiment = build_training(
-            config, output_dir=scratch, evaluate=False, resume=None, command=["benchmark"]
+            config, output_dir=scratch, evaluate=False, command=["benchmark"]
         )
         experiment.log.close()
     trainer = experiment.trainer

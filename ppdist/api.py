@@ -45,7 +45,6 @@ from ppdist.predict.sources import (
 
 if TYPE_CHECKING:
     from ppdist.engine.callbacks import Callback
-    from ppdist.engine.recipe import Recipe
     from ppdist.predict.model import LoadedModel, Predict, Wanted
 
 if TYPE_CHECKING:
@@ -319,7 +318,7 @@ class Detector:
     ) -> ExperimentConfig:
         from ppdist.data.datasets.layout import find_layout, is_layout
         from ppdist.distributed import comm
-        from ppdist.engine.recipe import Wishes, fit_recipe
+        from ppdist.engine.recipe import TrainOptions, fit_recipe
 
         if not isinstance(data, str | Path) or not is_layout(data):
             raise ConfigError(
@@ -330,11 +329,11 @@ class Detector:
             )
         self._own_config()  # of an export there is none
         size = self._model.spec.input.size
-        wishes = Wishes(recipe, epochs, batch, str(self.weights), size)
-        items = [] if output_dir is None else [_item("output_dir", str(output_dir))]
-        items += [] if self._device == "auto" else [_item("device", self._device)]
+        out = None if output_dir is None else str(output_dir)
+        options = TrainOptions(recipe, epochs, batch, str(self.weights), size, out)
+        items = [] if self._device == "auto" else [_item("device", self._device)]
         layout = find_layout(str(data))
-        config = fit_recipe(layout, wishes, [*items, *overrides], comm.world_size()).config
+        config = fit_recipe(layout, options, [*items, *overrides], comm.world_size()).config
         if output_dir is not None or any(item.startswith("output_dir=") for item in overrides):
             return config
         assert config.output_dir is not None  # a recipe has one
@@ -462,31 +461,41 @@ def train(
     """
     quiet_paddle()
     _require_callbacks(callbacks)
-    asked = {
-        "epochs": epochs,
-        "batch": batch,
-        "weights": weights,
-        "image_size": [image_size] * 2 if isinstance(image_size, int) else image_size,
-        "output_dir": output_dir,
-    }
-    asked = {name: value for name, value in asked.items() if value is not None}
     source = config if data is None else data
     with _signals_given_back():
-        from ppdist.engine.run import run_training
-        from ppdist.engine.state import AUTO
+        from ppdist.data.datasets.layout import is_layout
+        from ppdist.engine.continuation import AUTO, Continuation
+        from ppdist.engine.recipe import TrainOptions
+        from ppdist.engine.run import plan_training, run_training
 
-        settled, recipe, extends = _chosen(source, model, resume, asked, override_items(overrides))
+        is_data = isinstance(source, str | Path) and is_layout(source)
+        goes_on = source is None and resume not in (None, AUTO)
+        if not goes_on and (source is None or is_data != (model is not None)):
+            missing = "model" if is_data else "data"
+            raise ConfigError(
+                f"{missing} is missing",
+                code="option_missing",
+                where="train()" if source is None else f"train({str(source)!r})",
+                fix='train("data.yaml", model="yolov5n"), train("cfg.yml") or train(resume=RUN)',
+            )
+        plan = plan_training(
+            data=source if is_data and isinstance(source, str | Path) else None,
+            config=None if is_data else source,
+            options=TrainOptions(
+                model=model,
+                epochs=epochs,
+                batch=batch,
+                weights=None if weights is None else str(weights),
+                image_size=(image_size, image_size) if isinstance(image_size, int) else image_size,
+                output_dir=None if output_dir is None else str(output_dir),
+            ),
+            overrides=override_items(overrides),
+            resume=Continuation(resume),
+        )
         free = _free_folder if resume is None else str
-        folder = Path(settled.output_dir or free("output/run"))
+        folder = Path(plan.config.output_dir or free("output/run"))
         status = run_training(
-            settled,
-            folder,
-            evaluate=evaluate,
-            resume=resume if resume in (None, AUTO) else Path(resume),
-            extends=extends,
-            command=sys.argv,
-            callbacks=callbacks,
-            recipe=recipe,
+            plan, folder, evaluate=evaluate, command=sys.argv, callbacks=callbacks
         )
     if status:
         raise UserError(
@@ -560,66 +569,6 @@ def export(
 
 
 # --- configurations -------------------------------------------------------------------------------
-
-
-# The key of each argument of `train` that has one.
-_KEYS = {
-    "epochs": "train.epochs",
-    "batch": "train.batch_size_per_card",
-    "weights": "model.pretrained",
-    "image_size": "model.image_size",
-    "output_dir": "output_dir",
-}
-
-
-def _chosen(
-    source: Config | None,
-    model: str | None,
-    resume: Place | None,
-    asked: Mapping[str, Any],
-    overrides: Sequence[str],
-) -> tuple[ExperimentConfig, "Recipe | None", bool]:
-    """What `train` trains: a run that goes on, a recipe for data, or a configuration.
-
-    Args: asked: those of its arguments that are keys.
-    Returns: the configuration; its recipe; whether a run has more epochs than it was planned for.
-    """
-    from ppdist.data.datasets.layout import find_layout, is_layout
-    from ppdist.distributed import comm
-    from ppdist.engine.continuation import continuation
-    from ppdist.engine.recipe import Wishes, fit_recipe
-
-    epochs = asked.get("epochs")
-    if source is None and resume not in (None, "auto"):
-        rest = {_KEYS[name]: value for name, value in asked.items() if name != "epochs"}
-        items = [*override_items(rest), *overrides]
-        found = continuation(Path(resume), None if epochs is None else f"{epochs}", items)
-        return found.config, None, found.extends
-    if isinstance(epochs, str):
-        raise ConfigError(
-            "more epochs go with resume=RUN alone",
-            code="options_conflict",
-            where=f"epochs={epochs!r}",
-        )
-    is_data = isinstance(source, str | Path) and is_layout(source)
-    if source is None or is_data != (model is not None):
-        missing = "model" if is_data else "data"
-        raise ConfigError(
-            f"{missing} is missing",
-            code="option_missing",
-            where="train()" if source is None else f"train({str(source)!r})",
-            fix='train("data.yaml", model="yolov5n"), train("cfg.yml") or train(resume=RUN)',
-        )
-    if model is None:
-        own = override_items({_KEYS[name]: value for name, value in asked.items()})
-        return _settled(source, [*own, *overrides]), None, False
-    out = {name: asked[name] for name in ("output_dir",) if name in asked}
-    weights = str(asked["weights"]) if "weights" in asked else None
-    size = asked.get("image_size")
-    wishes = Wishes(model, epochs, asked.get("batch"), weights, size and (size[0], size[1]))
-    items = [*override_items(out), *overrides]
-    recipe = fit_recipe(find_layout(str(source)), wishes, items, comm.world_size())
-    return recipe.config, recipe, False
 
 
 def _require_callbacks(callbacks: Sequence[object]) -> None:

@@ -195,7 +195,7 @@ def _require_same_process(variants: Mapping[str, ExperimentConfig]) -> None:
 def _start(name: str, config: ExperimentConfig, folder: Path) -> _Variant:
     with redirect_stdout(sys.stderr):
         experiment = build_training(
-            config, output_dir=folder, evaluate=False, resume=None, command=["benchmark"]
+            config, output_dir=folder, evaluate=False, command=["benchmark"]
         )
         experiment.log.close()
     trainer = experiment.trainer

@@ -298,13 +298,13 @@ def experiment_of(arguments: argparse.Namespace, command: str) -> "ExperimentCon
             )
         return load_config(arguments.config, arguments.override)
     from ppdist.data.datasets.layout import find_layout
-    from ppdist.engine.recipe import Wishes, fit_recipe
+    from ppdist.engine.recipe import TrainOptions, fit_recipe
 
     layout = find_layout(arguments.data)
     for what, why in layout.notes:
         process.say(f"ppdist: note: {what}: {why}")
-    wishes = Wishes(model or str(getattr(arguments, "recipe", RECIPE)))
-    return fit_recipe(layout, wishes, arguments.override, world=1).config
+    options = TrainOptions(model or str(getattr(arguments, "recipe", RECIPE)))
+    return fit_recipe(layout, options, arguments.override, world=1).config
 
 
 def config_of(arguments: argparse.Namespace, *, needs_data: bool = False) -> "ExperimentConfig":

@@ -13,6 +13,7 @@ labels.  Everything else is decided, shown, and written to the output_dir as a c
 import argparse
 import gc
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -24,9 +25,9 @@ from ppdist.common.signals import hold_signals
 
 if TYPE_CHECKING:
     from ppdist.common.run_log import RunLog
-    from ppdist.config import ExperimentConfig
     from ppdist.engine.callbacks import Callback
-    from ppdist.engine.recipe import Recipe
+    from ppdist.engine.recipe import TrainOptions
+    from ppdist.engine.run import TrainingPlan
 
 
 def parse() -> argparse.Namespace:
@@ -158,62 +159,53 @@ def train(arguments: argparse.Namespace, callbacks: Sequence["Callback"] = ()) -
     hold_signals()  # as the doors have done already
     require_limits()
     import_engine()
-    from ppdist.config import load_config
-    from ppdist.engine.continuation import continuation
-    from ppdist.engine.run import run_training
-    from ppdist.engine.state import AUTO
+    from ppdist.engine.continuation import Continuation
+    from ppdist.engine.run import plan_training, run_training
     from ppdist.engine.trainer import until_first_step
     from ppdist.launch.cli import started_by_stock_launcher
 
     until_first_step()
-    recipe, extends = _fitted(arguments) if arguments.data else None, False
-    if recipe:
-        config = recipe.config
-    elif goes_on(arguments):
-        epochs = None if arguments.epochs is None else str(arguments.epochs)
-        found = continuation(Path(arguments.resume), epochs, arguments.override)
-        config, extends = found.config, found.extends
-    else:
-        config = load_config(arguments.config, arguments.override)
-    output_dir = Path(config.output_dir or f"output/{Path(arguments.config).stem}")
+    plan = plan_training(
+        data=arguments.data,
+        config=arguments.config,
+        options=_options_of(arguments),
+        overrides=arguments.override,
+        resume=Continuation(arguments.resume or None, arguments.resume_changed),
+    )
+    output_dir = Path(plan.config.output_dir or f"output/{Path(arguments.config).stem}")
+    if arguments.resume == "":  # its own
+        plan = replace(plan, resume=replace(plan.resume, source=output_dir))
     evaluate = not arguments.config if arguments.eval is None else arguments.eval
     if arguments.dry_run:
-        return _dry_run(recipe, config, output_dir, evaluate)
+        return _dry_run(plan, output_dir, evaluate)
 
     def begin(log: "RunLog") -> None:
         notice = started_by_stock_launcher()
         if notice:
             log.warning(notice)
 
-    word = arguments.resume
     return run_training(
-        config,
+        plan,
         output_dir,
         evaluate=evaluate,
-        resume=word if word in (None, AUTO) else Path(word or output_dir),
         command=command_line(),
-        resume_changed=arguments.resume_changed,
-        extends=extends,
         callbacks=callbacks,
-        recipe=recipe,
         begin=begin,
     )
 
 
-def _dry_run(
-    recipe: "Recipe | None", config: "ExperimentConfig", output_dir: Path, evaluate: bool
-) -> int:
+def _dry_run(plan: "TrainingPlan", output_dir: Path, evaluate: bool) -> int:
     """Makes and checks every decision of a training without training."""
     from ppdist.cli.data import looked_at, table, verdict
     from ppdist.engine.build import build_model
     from ppdist.engine.recipe import ASIDE, FILE, write_recipe
 
-    build_model(config)  # whose sizes may not fit
-    if recipe:
-        table(["decided", "value", "why"], recipe.rows)
-        again = write_recipe(recipe, output_dir, {*output_dir.glob(ASIDE)}, evaluate)
-    failed = verdict(config, looked_at(config, fast=True))
-    if recipe:
+    build_model(plan.config)  # whose sizes may not fit
+    if plan.recipe:
+        table(["decided", "value", "why"], plan.recipe.rows)
+        again = write_recipe(plan.recipe, output_dir, {*output_dir.glob(ASIDE)}, evaluate)
+    failed = verdict(plan.config, looked_at(plan.config, fast=True))
+    if plan.recipe:
         print(f"wrote {output_dir / FILE}; to train: {again}")
     return failed
 
@@ -227,22 +219,17 @@ def import_engine() -> None:
     gc.enable()
 
 
-def _fitted(arguments: argparse.Namespace) -> "Recipe":
-    """The same on every rank, from files that are the same."""
-    from ppdist.data.datasets.layout import find_layout
-    from ppdist.distributed import comm
-    from ppdist.engine.recipe import Wishes, fit_recipe
+def _options_of(arguments: argparse.Namespace) -> "TrainOptions":
+    from ppdist.engine.recipe import TrainOptions
 
     size = arguments.image_size
-    wishes = Wishes(
+    return TrainOptions(
         model=arguments.model,
         epochs=arguments.epochs,
         batch=arguments.batch,
         weights=arguments.weights,
         image_size=None if size is None else (size[0], size[-1]),
     )
-    layout = find_layout(arguments.data)
-    return fit_recipe(layout, wishes, arguments.override, comm.world_size())
 
 
 def main() -> int:

@@ -139,7 +139,7 @@ def batch_of_checkpoint(
 
     Args:
         state: of the checkpoint.
-        asked: `train.total_batch`; if it differs from the checkpoint's, `settle_run` refuses it.
+        asked: `train.total_batch`; another than the checkpoint's is refused later.
         accumulate_steps: those of the configuration, kept where micro-batches stay small enough.
     Raises: UserError: the ranks cannot share a step evenly.
     """

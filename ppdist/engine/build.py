@@ -35,6 +35,7 @@ from ppdist.distributed import comm, device, paddle_api
 from ppdist.distributed.device_options import set_device_options
 from ppdist.engine.auto_batch import estimate, require_memory, settle_batch
 from ppdist.engine.callbacks import Callback
+from ppdist.engine.continuation import ANEW, Continuation
 from ppdist.engine.data import Blocklist, Feed, images_of_epoch, read_sets
 from ppdist.engine.distillation import build_distillation
 from ppdist.engine.evaluator import ClassificationEvaluator, Evaluator, ValidationLoss
@@ -55,7 +56,7 @@ from ppdist.engine.start_lines import (
     model_line,
     train_line,
 )
-from ppdist.engine.state import AUTO, Start, claim_folder, find_start, log_start, settle_run
+from ppdist.engine.state import Start, find_start, log_start, prepare_output_dir, validate_resume
 from ppdist.engine.time_budget import TimeBudget
 from ppdist.engine.train_step import TrainStep
 from ppdist.engine.trainer import Trainer
@@ -107,10 +108,8 @@ def build_training(
     *,
     output_dir: Path,
     evaluate: bool,
-    resume: Path | str | None,
     command: list[str],
-    resume_changed: bool = False,
-    extends: bool = False,
+    resume: Continuation = ANEW,
     callbacks: Sequence[Callback] = (),
     kernels: Kernels = BFLOAT16,
 ) -> Experiment:
@@ -119,10 +118,7 @@ def build_training(
     Args:
         output_dir: where the run writes.
         evaluate: evaluate during training and keep the best (`--eval`).
-        resume: what to resume from (`asked` of `find_start`); None: start anew.
         command: what the user typed, for environment.json.
-        resume_changed: resume also with settings that affect training (`--resume-changed`).
-        extends: resume for more epochs than the run was planned for.
         callbacks: of this rank, called in this order.
         kernels: what a CPU computes `train.amp` with.
     Raises: UserError: data, weights, checkpoint or configuration are wrong.
@@ -135,13 +131,12 @@ def build_training(
             config,
             output_dir=output_dir,
             evaluate=evaluate,
-            resume=AUTO if resume == AUTO else bool(resume),
-            resume_changed=resume_changed,
+            resume=resume,
             kernels=kernels,
         )
         # A folder that does not exist is made only once the run is known to start.
         noticed += comm.run_on_main(lambda: files.hold(output_dir) if output_dir.exists() else [])
-        start = find_start(resume, output_dir, config, resume_changed, extends)
+        start = find_start(resume, output_dir, config)
         anew = start.snapshot is None
         if start.job is not None:  # an earlier attempt of this job has read all of it
             wait_for_inputs(config, evaluate=evaluate, anew=anew)
@@ -156,7 +151,7 @@ def build_training(
         said += told
         doubts += more
         derived = build_schedule_setup(config, images)
-        run = settle_run(start, derived, train_set, config, resume_changed, extends)
+        run = validate_resume(start, derived, train_set, config)
         bad_images.known |= run.bad_images
         frozen = frozen_keys(model, config.train.freeze)
         size = comm.run_on_all_ranks(lambda: complexity(model, config.train.amp, frozen))
@@ -172,7 +167,7 @@ def build_training(
         memory, full, short_of = require_memory(expected)
         said.append(full)
         noticed += comm.run_on_main(lambda: files.hold(output_dir))
-        claim_folder(output_dir, start, run)
+        prepare_output_dir(output_dir, start, run)
         comm.run_on_main(lambda: describe_run(output_dir, dump_yaml(config), command))
     log = comm.run_on_all_ranks(lambda: _open_log(config, output_dir, derived, start.step, early))
     with ExitStack() as undo:

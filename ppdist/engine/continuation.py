@@ -1,11 +1,11 @@
-"""Continues a run from its folder alone, also beyond its end."""
+"""What a run resumes from, and the settings it goes on with."""
 
 import json
 import math
 import os
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 from ppdist.common.errors import CheckpointError, ConfigError
@@ -15,31 +15,44 @@ from ppdist.common.records import MetricRecords, read_metrics
 from ppdist.config import ExperimentConfig
 from ppdist.config.base import parse_config
 from ppdist.distributed import comm
-from ppdist.engine.schedule_setup import ScheduleSetup
 
+AUTO = "auto"  # the word after --resume; a folder of this name is ./auto
 _NOTE_FILE = "epochs"  # in the folder of a job
 
 
 @dataclass(frozen=True)
 class Continuation:
-    """A run to continue: `--resume RUN [--epochs N|+N]`.
+    """What a run resumes from (`--resume`), and what may differ from then.
 
-    extends: it has more epochs now than it was planned for.
+    source: a checkpoint, or an output_dir for its newest valid one; None: start anew; AUTO: its own
+        output_dir if it holds checkpoints, valid or not, else anew.
+    changed: also settings that affect training (`--resume-changed`).
+    extends: it has more epochs than it was planned for; patience begins anew.
     """
 
-    config: ExperimentConfig
-    output_dir: Path
-    extends: bool
+    source: Path | str | None = None
+    changed: bool = False
+    extends: bool = False
+
+    def __post_init__(self) -> None:
+        if self.source not in (None, AUTO):
+            object.__setattr__(self, "source", Path(str(self.source)))
 
 
-def continuation(run: Path, epochs: str | None, overrides: Sequence[str]) -> Continuation:
-    """The configuration of a run, with another number of epochs where asked.
+ANEW = Continuation()
+
+
+def config_of_run(
+    run: Path, epochs: str | None, overrides: Sequence[str]
+) -> tuple[ExperimentConfig, bool]:
+    """The configuration of a run that goes on, with another number of epochs where asked.
 
     Args:
         run: its output_dir, or a checkpoint in it.
         epochs: "150": of the whole run; "+50": more than planned, or, where early stopping has
             ended it, than were made; None: as planned.
         overrides: -o items.
+    Returns: with it, whether the run has more epochs now than it was planned for.
     Raises: CheckpointError: it has no checkpoint; ConfigError: the epochs are over already.
     """
     checkpoint = run if (run / "manifest.json").exists() else run / "checkpoints" / "last"
@@ -55,7 +68,7 @@ def continuation(run: Path, epochs: str | None, overrides: Sequence[str]) -> Con
     own = [f"output_dir={json.dumps(str(output_dir))}"]
     planned = parse_config(file, [*own, *overrides], ExperimentConfig)
     if epochs is None:
-        return Continuation(planned, output_dir, extends=False)
+        return planned, False
     state = json.loads((checkpoint / "state.json").read_text(encoding="utf-8"))
     done = float(state["epoch"])
     total = _total(epochs, done if _stopped_early(output_dir) else planned.train.epochs)
@@ -68,7 +81,7 @@ def continuation(run: Path, epochs: str | None, overrides: Sequence[str]) -> Con
         )
     own += [f"train.epochs={total:g}", "train.max_steps=null"]
     config = parse_config(file, [*own, *overrides], ExperimentConfig)
-    return Continuation(config, output_dir, extends=total != planned.train.epochs)
+    return config, total != planned.train.epochs
 
 
 def _stopped_early(output_dir: Path) -> bool:
@@ -95,22 +108,3 @@ def _total(asked: str, base: float) -> float:
     if comm.local_rank() == 0:  # each host has a folder of its own
         replace_file(note, f"{total:g}".encode())
     return total
-
-
-def told(derived: ScheduleSetup, before_steps: int, step: int) -> str:
-    """A line about the schedule of an extended run.
-
-    Args:
-        before_steps: of the schedule it had.
-        step: optimizer steps made.
-    """
-    schedule = derived.schedule
-    warmup = round(schedule.warmup_steps * before_steps / derived.schedule_steps)
-    before = replace(schedule, total_steps=before_steps, warmup_steps=warmup)
-    last = before(min(step, before_steps) - 1)
-    made, planned = (each / derived.steps_per_epoch for each in (step, derived.schedule_steps))
-    return (
-        f"continuing from epoch {made:g} to {planned:g} on a schedule over all {planned:g} epochs: "
-        f"the learning rate, which had ended at {last:.2g}, is {schedule(step):.2g} now and "
-        f"{schedule(derived.schedule_steps - 1):.2g} at the end"
-    )

@@ -34,6 +34,7 @@ from ppdist.cpu.precision import BFLOAT16, Kernels
 from ppdist.distributed import comm, device
 from ppdist.distributed.agreement import Facts, require_agreement
 from ppdist.distributed.store import interfaces
+from ppdist.engine.continuation import ANEW, AUTO, Continuation
 from ppdist.models.model_card import require_fit
 from ppdist.models.weights import checkpoint_of, digest_of_weights
 from ppdist.models.zoo import is_name
@@ -56,16 +57,14 @@ def preflight(
     *,
     output_dir: Path,
     evaluate: bool,
-    resume: bool | str,
-    resume_changed: bool = False,
+    resume: Continuation = ANEW,
     kernels: Kernels = BFLOAT16,
 ) -> list[str]:
     """Checks whether the run can start, after `comm.init`, before anything else.  Collective.
 
     Args:
         config: ExperimentConfig.
-        evaluate, resume, resume_changed: whether `--eval`, `--resume`, `--resume-changed` were
-            given; resume may also be its word.
+        evaluate: whether `--eval` was given.
         kernels: what a CPU computes bfloat16 with.
     Returns: warnings of all hosts, on every rank.
     Raises: UserError, on every rank: this card cannot compute as configured, the ranks differ, or
@@ -81,8 +80,8 @@ def preflight(
     comm.run_on_all_ranks(check_own)  # one call: what ranks differ in is not compared yet
     given = {
         "--eval": f"{evaluate}",
-        "--resume": f"{resume}",
-        "--resume-changed": f"{resume_changed}",
+        "--resume": AUTO if resume.source == AUTO else f"{resume.source is not None}",
+        "--resume-changed": f"{resume.changed}",
     }
     require_agreement(
         {

@@ -19,7 +19,7 @@ from ppdist.common.errors import ConfigError
 from ppdist.common.files import make_folder, replace_file, writing
 from ppdist.common.process import printable
 from ppdist.config import ExperimentConfig, load_config
-from ppdist.config.base import parse_plain, parse_tree
+from ppdist.config.base import override_items, parse_plain, parse_tree
 from ppdist.config.data import DataConfig
 from ppdist.config.shipped import find_config, near, recipes, short_names
 from ppdist.config.train import max_micro_batch
@@ -83,21 +83,38 @@ class Recipe:
 
 
 @dataclass(frozen=True)
-class Wishes:
-    """What the user said besides the data; None: nothing.
+class TrainOptions:
+    """What a training is told besides its data or configuration; None: nothing.
 
-    model: name of a shipped recipe, or a YAML file.  batch: images per card.
-    image_size: (height, width) in pixels.
+    model: name of a shipped recipe, or a YAML file.  epochs: "+50" is for a run that goes on.
+    batch: images per card.  image_size: (height, width) in pixels.
     """
 
-    model: str
-    epochs: float | None = None
+    model: str | None = None
+    epochs: float | str | None = None
     batch: int | Literal["auto"] | None = None
     weights: str | None = None
     image_size: tuple[int, int] | None = None
+    output_dir: str | None = None
+
+    def items(self, *names: str) -> list[str]:
+        """As items of -o: of these names, or all that are keys."""
+        values = {_KEYS[name]: getattr(self, name) for name in names or _KEYS}
+        return override_items({key: each for key, each in values.items() if each is not None})
 
 
-def fit_recipe(layout: Layout, wishes: Wishes, overrides: Sequence[str], world: int) -> Recipe:
+_KEYS = {
+    "epochs": "train.epochs",
+    "batch": "train.batch_size_per_card",
+    "weights": "model.pretrained",
+    "image_size": "model.image_size",
+    "output_dir": "output_dir",
+}
+
+
+def fit_recipe(
+    layout: Layout, options: TrainOptions, overrides: Sequence[str], world: int
+) -> Recipe:
     """A shipped recipe for this data, the same wherever the data are the same.
 
     Args:
@@ -105,15 +122,17 @@ def fit_recipe(layout: Layout, wishes: Wishes, overrides: Sequence[str], world: 
         world: ranks.
     Raises: ConfigError: no such recipe, or one that is not for boxes; an item is wrong.
     """
-    name, file = _find(wishes.model)
+    assert options.model is not None
+    name, file = _find(options.model)
+    overrides = [*options.items("output_dir"), *overrides]
     reader = Reader()
     base = reader.read_file(file)
     nodes = [reader.read_override(item) for item in overrides]
-    place = Place(f"--model {wishes.model}")
+    place = Place(f"--model {options.model}")
     typed = reduce(merge, filter(None, nodes), Node({}, place, place))
-    wishes = _with_typed(wishes, typed)
-    choices = [*_data_choices(layout), *_model_choices(layout, wishes, base)]
-    choices += _run_choices(_train_images(layout), wishes, base, world)
+    options = _with_typed(options, typed)
+    choices = [*_data_choices(layout), *_model_choices(layout, options, base)]
+    choices += _run_choices(_train_images(layout), options, base, world)
     out = f"output/{layout.name}_{_short(name)}"
     choices.append(Choice("output_dir", out, "the names of data and model"))
     own = merge(tree_of(_nested(choices), place), typed)
@@ -124,7 +143,7 @@ def fit_recipe(layout: Layout, wishes: Wishes, overrides: Sequence[str], world: 
     overridden = {key for key, _, _ in given}
     rows = [
         ("data", f"{layout.format}, {layout.images} images", str(layout.root)),
-        ("recipe", name, f"--model {wishes.model}"),
+        ("recipe", name, f"--model {options.model}"),
         *(_row(each, chosen) for each in choices if each.why and each.key not in overridden),
         *given,
         *((what, "", reason) for what, reason in layout.notes),
@@ -135,15 +154,15 @@ def fit_recipe(layout: Layout, wishes: Wishes, overrides: Sequence[str], world: 
     return Recipe(config, _text(name, chosen, told), tuple(told), notes)
 
 
-def _with_typed(wishes: Wishes, typed: Node) -> Wishes:
+def _with_typed(options: TrainOptions, typed: Node) -> TrainOptions:
     """With what -o says of the same things, so that all else is decided for it."""
     epochs, batch = (_value(typed, f"train.{key}") for key in ("epochs", "batch_size_per_card"))
     weights = _value(typed, "model.pretrained")
     return replace(
-        wishes,
-        epochs=epochs if isinstance(epochs, int | float) and epochs > 0 else wishes.epochs,
-        batch=batch if batch == "auto" or (type(batch) is int and batch > 0) else wishes.batch,
-        weights=weights if isinstance(weights, str) else wishes.weights,
+        options,
+        epochs=epochs if isinstance(epochs, int | float) and epochs > 0 else options.epochs,
+        batch=batch if batch == "auto" or (type(batch) is int and batch > 0) else options.batch,
+        weights=weights if isinstance(weights, str) else options.weights,
     )
 
 
@@ -184,28 +203,28 @@ def _data_choices(layout: Layout) -> list[Choice]:
     ]
 
 
-def _model_choices(layout: Layout, wishes: Wishes, base: Node) -> list[Choice]:
+def _model_choices(layout: Layout, options: TrainOptions, base: Node) -> list[Choice]:
     family = _value(base, "model.name")
     if family is None or family == "yolov5_cls":
         raise ConfigError(
             "is a recipe for classes of whole images; data given so has boxes",
             code="model_without_boxes",
-            where=f"--model {wishes.model}",
+            where=f"--model {options.model}",
             fix="choose a detector (ppdist config list), or write a configuration",
         )
     names = ", ".join(layout.class_names[:5]) + (", ..." if len(layout.class_names) > 5 else "")
     choices = [Choice("model.num_classes", len(layout.class_names), f"of the data: {names}")]
-    if wishes.weights is not None:
-        choices.append(Choice("model.pretrained", wishes.weights, "--weights"))
-    if wishes.image_size is not None:
-        choices.append(Choice("model.image_size", list(wishes.image_size), "--image-size"))
+    if options.weights is not None:
+        choices.append(Choice("model.pretrained", options.weights, "--weights"))
+    if options.image_size is not None:
+        choices.append(Choice("model.image_size", list(options.image_size), "--image-size"))
         usual, sizes = _value(base, "model.image_size"), _value(base, "train.multi_scale")
         if usual and sizes:
             step = math.gcd(*(side for size in sizes for side in size))
             scaled = [
                 [
                     max(step, step * round(side * new / old / step))
-                    for side, new, old in zip(size, wishes.image_size, usual)
+                    for side, new, old in zip(size, options.image_size, usual)
                 ]
                 for size in sizes
             ]
@@ -215,22 +234,22 @@ def _model_choices(layout: Layout, wishes: Wishes, base: Node) -> list[Choice]:
     return choices
 
 
-def _run_choices(images: int, wishes: Wishes, base: Node, world: int) -> list[Choice]:
+def _run_choices(images: int, options: TrainOptions, base: Node, world: int) -> list[Choice]:
     few = images < _FEW_IMAGES
     written = _value(base, "train.epochs")
     if not isinstance(written, int | float):
         raise ConfigError(
             "does not say train.epochs, of which its warm-up and the like are shares",
             code="model_without_epochs",
-            where=f"--model {wishes.model}",
+            where=f"--model {options.model}",
             fix="write it there: the passes over COCO, say, that its other numbers were chosen for",
         )
-    tuning = bool(wishes.weights) or bool(_value(base, "model.pretrained"))
-    epochs, why = _epochs(images, wishes, float(written), tuning)
+    tuning = bool(options.weights) or bool(_value(base, "model.pretrained"))
+    epochs, why = _epochs(images, options, float(written), tuning)
     choices = [Choice("train.epochs", epochs, why)]
     phases = "warm-up and the like keep their shares of the recipe's epochs"
     choices.append(Choice("train.phases_for_epochs", written, phases))
-    batch, why = _batch(images, wishes, _value(base, "train.batch_size_per_card") or 8, world)
+    batch, why = _batch(images, options, _value(base, "train.batch_size_per_card") or 8, world)
     choices.append(Choice("train.batch_size_per_card", batch, why))
     on_all = world * (batch if isinstance(batch, int) else 8)
     steps = math.ceil(images / on_all) * math.ceil(epochs)
@@ -251,9 +270,9 @@ def _run_choices(images: int, wishes: Wishes, base: Node, world: int) -> list[Ch
     return [*choices, Choice("checkpoint.every_epochs", every, "as often as --eval evaluates")]
 
 
-def _epochs(images: int, wishes: Wishes, written: float, tuning: bool) -> tuple[float, str]:
-    if wishes.epochs is not None:
-        return wishes.epochs, "--epochs"
+def _epochs(images: int, options: TrainOptions, written: float, tuning: bool) -> tuple[float, str]:
+    if options.epochs is not None:
+        return float(options.epochs), "--epochs"
     if images >= _FEW_IMAGES:
         return written, "as in the recipe"
     usual, seen = (_EPOCHS_TUNING, _IMAGES_SEEN_TUNING) if tuning else (_EPOCHS, _IMAGES_SEEN)
@@ -263,10 +282,10 @@ def _epochs(images: int, wishes: Wishes, written: float, tuning: bool) -> tuple[
 
 
 def _batch(
-    images: int, wishes: Wishes, written: int | Literal["auto"], world: int
+    images: int, options: TrainOptions, written: int | Literal["auto"], world: int
 ) -> tuple[int | Literal["auto"], str]:
     asked, why = (
-        (written, "as in the recipe") if wishes.batch is None else (wishes.batch, "--batch")
+        (written, "as in the recipe") if options.batch is None else (options.batch, "--batch")
     )
     most = max_micro_batch(images, world)
     if isinstance(asked, int) and asked > most:

@@ -2,15 +2,16 @@
 
 import json
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from ppdist.common import process
-from ppdist.common.errors import DataError
+from ppdist.common.errors import ConfigError, DataError
 from ppdist.common.records import commands
 from ppdist.common.run_log import RunLog
-from ppdist.config import ExperimentConfig
+from ppdist.config import ExperimentConfig, changed, load_config
 from ppdist.data.datasets.build import read_split
+from ppdist.data.datasets.layout import find_layout
 from ppdist.data.types import DetectionSet, Split
 from ppdist.distributed import comm, heartbeat
 from ppdist.engine.build import (
@@ -22,8 +23,9 @@ from ppdist.engine.build import (
     speed_up_cpu,
 )
 from ppdist.engine.callbacks import Callback
+from ppdist.engine.continuation import ANEW, Continuation, config_of_run
 from ppdist.engine.evaluator import ClassificationEvaluator, Evaluator
-from ppdist.engine.recipe import ASIDE, FILE, Recipe, write_recipe
+from ppdist.engine.recipe import ASIDE, FILE, Recipe, TrainOptions, fit_recipe, write_recipe
 from ppdist.metrics.analysis import class_table
 from ppdist.metrics.verdict import verdict_of
 from ppdist.models.base import ImageModel
@@ -36,26 +38,73 @@ _DRAWING_SECONDS = 600.0  # some ten are usual
 _MOST_CLASSES = 12  # with a row each at the end: the weakest
 
 
+@dataclass(frozen=True)
+class TrainingPlan:
+    """What a training computes, and where it starts.
+
+    recipe: that the configuration is of, to be written beside the run.
+    """
+
+    config: ExperimentConfig
+    resume: Continuation
+    recipe: Recipe | None = None
+
+
+def plan_training(
+    *,
+    data: str | Path | None,
+    config: str | Path | ExperimentConfig | None,
+    options: TrainOptions,
+    overrides: Sequence[str],
+    resume: Continuation = ANEW,
+) -> TrainingPlan:
+    """A recipe for data, a configuration, or, without either, a run that goes on by itself.
+
+    Every rank makes the same from files that are the same.
+    Args:
+        options: with a configuration or a run they are keys of it.
+        overrides: -o items; they win.
+    Raises: ConfigError: options that do not go together, or wrong keys.
+    """
+    if data is None and config is None:
+        assert isinstance(resume.source, Path)
+        own = options.items("batch", "weights", "image_size", "output_dir")
+        epochs = None if options.epochs is None else f"{options.epochs}"
+        settled, extends = config_of_run(resume.source, epochs, [*own, *overrides])
+        return TrainingPlan(settled, replace(resume, extends=extends))
+    if isinstance(options.epochs, str):
+        raise ConfigError(
+            "more epochs need a run to extend",
+            code="options_conflict",
+            where=f"epochs {options.epochs}",
+            fix='`ppdist train --resume RUN --epochs +50`, or train(resume=RUN, epochs="+50"), RUN '
+            "being the output_dir of a training",
+        )
+    if data is not None:
+        recipe = fit_recipe(find_layout(str(data)), options, overrides, comm.world_size())
+        return TrainingPlan(recipe.config, resume, recipe)
+    items = [*options.items(), *overrides]
+    if isinstance(config, ExperimentConfig):
+        return TrainingPlan(changed(config, items), resume)
+    return TrainingPlan(load_config(str(config), items), resume)
+
+
 def run_training(
-    config: ExperimentConfig,
+    plan: TrainingPlan,
     output_dir: Path,
     *,
     evaluate: bool,
-    resume: Path | str | None,
     command: list[str],
-    resume_changed: bool = False,
-    extends: bool = False,
     callbacks: Sequence[Callback] = (),
-    recipe: Recipe | None = None,
     begin: Callable[[RunLog], object] = lambda log: None,
 ) -> int:
     """Trains on this rank, draws the pictures of the run; returns the exit code.  Collective.
 
     Args:
-        recipe: that the configuration is of, to be written beside the run.
         begin: called with the log, before the first step; for the others see `build_training`.
     Raises: UserError: data, weights, checkpoint or configuration are wrong.
     """
+    config, recipe = plan.config, plan.recipe
     comm.init(config.device, config.distributed)
     heartbeat.tell_run(output_dir)
     before = {*output_dir.glob(ASIDE)}
@@ -64,10 +113,8 @@ def run_training(
             config,
             output_dir=output_dir,
             evaluate=evaluate,
-            resume=resume,
             command=command,
-            resume_changed=resume_changed,
-            extends=extends,
+            resume=plan.resume,
             callbacks=callbacks,
         )
     except DataError:

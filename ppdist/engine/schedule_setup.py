@@ -11,7 +11,7 @@ import platform
 import subprocess
 import sys
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -509,3 +509,22 @@ def _git_commit() -> str | None:
     except (OSError, subprocess.TimeoutExpired):
         return None
     return done.stdout.strip() or None
+
+
+def extension_note(derived: ScheduleSetup, before_steps: int, step: int) -> str:
+    """A line about the schedule of an extended run.
+
+    Args:
+        before_steps: of the schedule it had.
+        step: optimizer steps made.
+    """
+    schedule = derived.schedule
+    warmup = round(schedule.warmup_steps * before_steps / derived.schedule_steps)
+    before = replace(schedule, total_steps=before_steps, warmup_steps=warmup)
+    last = before(min(step, before_steps) - 1)
+    made, planned = (each / derived.steps_per_epoch for each in (step, derived.schedule_steps))
+    return (
+        f"continuing from epoch {made:g} to {planned:g} on a schedule over all {planned:g} epochs: "
+        f"the learning rate, which had ended at {last:.2g}, is {schedule(step):.2g} now and "
+        f"{schedule(derived.schedule_steps - 1):.2g} at the end"
+    )

@@ -1,7 +1,7 @@
 """TrainState: everything a run resumes from, captured, restored, compared.
 
     fit:      capture_state -> checkpoint
-    --resume: find_start -> settle_run -> claim_folder -> restore_state
+    --resume: find_start -> validate_resume -> prepare_output_dir -> restore_state
 
 Rank 0 alone reads and writes checkpoints; the others receive what it has read.  So output_dir need
 not be on a file system that hosts share, and `--resume` means what it means on rank 0's host.
@@ -46,18 +46,17 @@ from ppdist.engine.checkpoint import (
     set_run_aside,
     unpacked,
 )
-from ppdist.engine.continuation import told
+from ppdist.engine.continuation import AUTO, Continuation
 from ppdist.engine.data import ClassScores, fingerprint
 from ppdist.engine.distillation import Distillation
 from ppdist.engine.early_stopping import EarlyStoppingState, LossCurves
 from ppdist.engine.preflight import digest_of_package
-from ppdist.engine.schedule_setup import ScheduleSetup
+from ppdist.engine.schedule_setup import ScheduleSetup, extension_note
 from ppdist.engine.train_step import TrainStep
 from ppdist.models.weights import digest_of_weights
 from ppdist.optim.optimizer import load_optimizer_arrays, of_trained, optimizer_arrays
 
 _LOGGER = logging.getLogger("ppdist")
-AUTO = "auto"  # the word after --resume; a folder of this name is ./auto
 _CHUNK = 16 << 20  # bytes of a message: gloo gives up on one that takes 30 s
 _NOTE_FILE = "run.json"
 _OWN = "distillation."  # of the student's sublayer that only a teacher's lessons need
@@ -418,21 +417,18 @@ def _is_listed(key: str, names: Iterable[str]) -> bool:
 
 
 def require_same_settings(
-    checkpoint: Path, config: Section, by_scores: bool, allow: bool, extends: bool = False
+    checkpoint: Path, config: Section, by_scores: bool, asked: Continuation
 ) -> Changes:
     """What differs from the configuration in a checkpoint.
 
-    Args:
-        by_scores: see `changes`.
-        allow: also what affects training (`--resume-changed`).
-        extends: the run has other epochs, on purpose.
+    Args: by_scores: see `changes`.
     Raises: CheckpointError: keys differ that affect training; it lists them.
     """
     file = checkpoint / "config.yml"
     try:
         then = parse_config(file, (), type(config))
     except ConfigError as error:
-        if allow:
+        if asked.changed:
             return Changes(learned=[Change("(all keys)", "not of this version", "as they are")])
         raise CheckpointError(
             f"--resume: {file} cannot be compared with the present configuration, because another "
@@ -441,9 +437,9 @@ def require_same_settings(
             fix="add --resume-changed to resume with the present one",
         ) from error
     found = changes(then, config, by_scores)
-    if extends:
+    if asked.extends:
         found.learned = [each for each in found.learned if each.key != "train.epochs"]
-    if found.learned and not allow:
+    if found.learned and not asked.changed:
         lines = "\n".join(f"  {change}" for change in found.learned)
         raise CheckpointError(
             f"--resume: {checkpoint} was trained with other settings that affect training:\n"
@@ -460,6 +456,7 @@ def require_same_settings(
 class Start:
     """Where a run starts; the same on every rank."""
 
+    asked: Continuation
     job: str | None  # id of the run that earlier attempts of this job have started
     folder: Path  # of the run's checkpoints
     snapshot: Snapshot | None = None  # None: it starts anew
@@ -477,24 +474,13 @@ class Start:
         return None if self.job is None else 0
 
 
-def find_start(
-    asked: Path | str | None,
-    output_dir: Path,
-    config: Any,
-    changed: bool,
-    extends: bool = False,
-) -> Start:
+def find_start(asked: Continuation, output_dir: Path, config: Any) -> Start:
     """Finds and reads the checkpoint to resume from.  Collective.
 
     An attempt that fleetrun restarts resumes from the newest valid checkpoint that the job has
     written, whatever the command says; until there is one, the command holds.
 
-    Args:
-        asked: a checkpoint, or an output_dir for its newest valid one; None: start anew; "auto":
-            output_dir if it holds checkpoints, valid or not, else anew.
-        config: the ExperimentConfig of this run.
-        changed: resume also with settings that change training (`--resume-changed`).
-        extends: the run has more epochs than it was planned for; patience begins anew.
+    Args: config: the ExperimentConfig of this run.
     Raises: CheckpointError on rank 0, UserError on the others: there is none, it is damaged, or
         it was trained with other settings.
     """
@@ -507,19 +493,20 @@ def find_start(
         found, skipped = _of_job(job, folder)
         if note is not None and _lacks(note, found, folder):
             found, skipped = _wait_for(note, folder, config.distributed.timeout_seconds / 2)
-        if found is None and asked is not None and (asked != AUTO or newest_step(folder)):
-            found, skipped = _asked_for(output_dir if asked == AUTO else Path(asked))
+        source = asked.source
+        if found is None and source is not None and (source != AUTO or newest_step(folder)):
+            found, skipped = _asked_for(output_dir if source == AUTO else Path(source))
         if found is None:
             return None
         _check_state(found)
         by_scores = config.data.sampling.name == "difficulty"
-        differing = require_same_settings(found.path, config, by_scores, changed, extends)
+        differing = require_same_settings(found.path, config, by_scores, asked)
         for name, data in found.files.items():
             if name.endswith(".safetensors"):
                 held[Path(name).stem] = data
         return {
             "path": f"{found.path}",
-            "state": found.state | ({"standing": None} if extends else {}),
+            "state": found.state | ({"standing": None} if asked.extends else {}),
             "own": found.path.resolve().parent == folder.resolve(),
             "sizes": {name: len(data) for name, data in held.items()},
             "rescored": _listed(differing.scores),
@@ -527,13 +514,13 @@ def find_start(
             "warnings": [
                 *(f"skipped checkpoint {reason}" for reason in skipped),
                 *_warnings(differing),
-                *([] if changed else _of_other_code(found)),
+                *([] if asked.changed else _of_other_code(found)),
             ],
         }
 
     head = comm.run_on_main(look)
     if head is None:
-        return Start(job, folder)
+        return Start(asked, job, folder)
     state = head["state"]
     if state["world"] == comm.world_size():
         comm.resume_bucket(state.get("bucket_mb"))
@@ -543,6 +530,7 @@ def find_start(
         for name, size in head["sizes"].items()
     }
     return Start(
+        asked=asked,
         job=job,
         folder=folder,
         snapshot=Snapshot(state["step"], groups, state),
@@ -669,19 +657,14 @@ def _broadcast_file(data: bytes, size: int) -> bytes:
     return data
 
 
-def settle_run(
-    start: Start,
-    derived: ScheduleSetup,
-    train_set: DetectionSet,
-    config: Any,
-    changed: bool,
-    extends: bool = False,
+def validate_resume(
+    start: Start, derived: ScheduleSetup, train_set: DetectionSet, config: Any
 ) -> Run:
     """The identity of this run, once its checkpoint is known to fit.  Collective.
 
-    Args: config, changed, extends: see `find_start`.
+    Args: config: the ExperimentConfig of this run.
     Raises: CheckpointError: another number of images in a step, or other images or another teacher
-        and not `changed`.
+        and not `start.asked.changed`.
     """
     images, data = len(train_set.records), fingerprint(train_set, config.data.root)
     now, before = Run("", images, data, derived.schedule_steps), None
@@ -708,7 +691,7 @@ def settle_run(
     if before.data != data:
         same = " (other ones)" if before.images == images else ""
         text = f"another training set: {before.images} images then, {images}{same} now"
-        if not changed:
+        if not start.asked.changed:
             raise CheckpointError(
                 f"it was trained on {text}",
                 code="checkpoint_of_other_data",
@@ -721,7 +704,7 @@ def settle_run(
         start.warnings.append(f"--resume-changed: {text}")
         now.bad_images = {}
     if before.teacher and now.teacher and before.teacher != now.teacher:
-        if not changed:
+        if not start.asked.changed:
             raise CheckpointError(
                 f"it learned from another teacher than is now in {config.distill.teacher} (the "
                 "best of a run that still trains changes)",
@@ -730,8 +713,8 @@ def settle_run(
                 fix="give distill.teacher the checkpoint folder it was, or add --resume-changed",
             )
         start.warnings.append("--resume-changed: another teacher from here on")
-    if before.schedule_steps != derived.schedule_steps and extends:
-        start.notes.append(told(derived, before.schedule_steps, start.step or 0))
+    if before.schedule_steps != derived.schedule_steps and start.asked.extends:
+        start.notes.append(extension_note(derived, before.schedule_steps, start.step or 0))
     elif before.schedule_steps != derived.schedule_steps:
         start.warnings.append(
             f"the schedule continues at step {start.step} of {derived.schedule_steps}; it had "
@@ -740,7 +723,7 @@ def settle_run(
     return now
 
 
-def claim_folder(output_dir: Path, start: Start, run: Run) -> None:
+def prepare_output_dir(output_dir: Path, start: Start, run: Run) -> None:
     """Leaves only what is this run's in its folder.  Collective.
 
     An earlier run is moved to `old-N` in it, and of this one checkpoints that it will make again

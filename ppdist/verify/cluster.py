@@ -50,7 +50,7 @@ def check_ranks(config: ExperimentConfig | None, output_dir: Path | None) -> lis
         require_agreement({"versions": versions(), "code": digests_of_code()})
         require_sum()
         return []
-    warnings = preflight(config, output_dir=output_dir, evaluate=True, resume=False)
+    warnings = preflight(config, output_dir=output_dir, evaluate=True)
     classes = config.model.num_classes
     for dataset in (
         comm.run_on_all_ranks(lambda: read_split(config.data, "train", classes)),

@@ -300,7 +300,7 @@ def train_steps(
     """
     with tempfile.TemporaryDirectory() as folder:
         experiment = build_training(
-            config, output_dir=Path(folder), evaluate=False, resume=None, command=["verify"]
+            config, output_dir=Path(folder), evaluate=False, command=["verify"]
         )
         experiment.log.close()
     trainer, derived = experiment.trainer, experiment.trainer.derived

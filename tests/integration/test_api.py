@@ -21,6 +21,7 @@ from ppdist.config import ExperimentConfig
 from ppdist.data.datasets.synthetic import make_shapes
 from ppdist.data.image import read_image
 from ppdist.engine.recipe import with_data
+from ppdist.engine.run import TrainingPlan
 from ppdist.export.predictor import EagerPredictor, detect
 from ppdist.models.model_card import CARD_NOTE, card_of
 from ppdist.models.weights import load_all_weights, write_arrays
@@ -281,8 +282,8 @@ def chosen(monkeypatch: pytest.MonkeyPatch, *args: object, **options: object) ->
     """What `train` would train."""
     seen: dict[str, Any] = {}
 
-    def run_training(config: ExperimentConfig, output_dir: Path, **rest: object) -> int:
-        seen.update(rest, config=config, output_dir=output_dir)
+    def run_training(plan: TrainingPlan, output_dir: Path, **rest: object) -> int:
+        seen.update(rest, plan=plan, config=plan.config, output_dir=output_dir)
         return 0
 
     monkeypatch.setattr("ppdist.engine.run.run_training", run_training)
@@ -299,7 +300,7 @@ def test_train_takes_data_a_config_or_a_run(
     for source in ({"config": project / "data"}, {"data": str(project / "data")}):
         found = chosen(monkeypatch, overrides=more, model="yolov5n", **source, **own)
         config = found["config"]
-        assert found["recipe"].config is config and found["evaluate"]
+        assert found["plan"].recipe.config is config and found["evaluate"]
         assert (config.train.epochs, config.train.images_per_card) == (3, 2)
         assert (config.model.image_size, config.model.pretrained) == ((64, 64), "yolov5n_coco")
         assert (config.optimizer.lr, config.train.clip_norm) == (0.25, 1e-5)

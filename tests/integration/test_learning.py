@@ -50,7 +50,7 @@ def test_eight_images_are_learned_by_heart(detector, tmp_path):
     config = parse_config(file, (), ExperimentConfig)
     comm.init("cpu", config.distributed)
     out = tmp_path / "out"
-    experiment = build_training(config, output_dir=out, evaluate=True, resume=None, command=[])
+    experiment = build_training(config, output_dir=out, evaluate=True, command=[])
     with experiment.log:
         assert experiment.trainer.fit() == 0
     lines = (out / "metrics.jsonl").read_text(encoding="utf-8").splitlines()

@@ -23,7 +23,7 @@ def test_patterns_that_were_not_seen_are_told_apart(tmp_path):
     config = parse_config(file, ["evaluate.every_epochs=12"], ExperimentConfig)
     comm.init("cpu", config.distributed)
     out = tmp_path / "out"
-    experiment = build_training(config, output_dir=out, evaluate=True, resume=None, command=[])
+    experiment = build_training(config, output_dir=out, evaluate=True, command=[])
     with experiment.log:
         assert experiment.trainer.fit() == 0
     records = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]

@@ -25,7 +25,7 @@ def train(config, folder, kernels):
     """Losses of all logged steps, the metrics of the last evaluation, CPU seconds."""
     began = time.process_time()
     experiment = build_training(
-        config, output_dir=folder, evaluate=True, resume=None, command=["test"], kernels=kernels
+        config, output_dir=folder, evaluate=True, command=["test"], kernels=kernels
     )
     with experiment.log:
         assert experiment.trainer.fit() == 0

@@ -10,6 +10,7 @@ from ppdist.config.distributed import DistributedConfig
 from ppdist.cpu.precision import BFLOAT16
 from ppdist.distributed import comm
 from ppdist.engine.build import build_training
+from ppdist.engine.continuation import Continuation
 from tests.unit.engine.tiny import tiny_config
 
 
@@ -32,10 +33,8 @@ def build_run(
         tiny_config(Path(data), overrides, model),
         output_dir=Path(output_dir),
         evaluate=evaluate,
-        resume=Path(output_dir) if resume is True else resume or None,
+        resume=Continuation(output_dir if resume is True else resume or None, changed, extends),
         command=["test"],
-        resume_changed=changed,
-        extends=extends,
         callbacks=callbacks,
         kernels=kernels,
     )

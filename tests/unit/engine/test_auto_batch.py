@@ -250,7 +250,7 @@ def test_resumed_run_keeps_requested_total_batch():
     state = {"total_batch": 24, "world": 2, "batch_size_per_card": 6}
     assert batch_of_checkpoint(state, 2, 24, 1) == (6, {})
     assert batch_of_checkpoint(state, 1, 24, 1) == (6, {})
-    assert batch_of_checkpoint(state, 2, 20, 1) == (5, {})  # for `settle_run` to refuse
+    assert batch_of_checkpoint(state, 2, 20, 1) == (5, {})  # for `validate_resume`
     with pytest.raises(CheckpointError) as caught:
         batch_of_checkpoint(state, 5, None, 1)
     assert f"{caught.value}" == (

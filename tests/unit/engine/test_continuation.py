@@ -7,7 +7,7 @@ import pytest
 from ppdist.common.errors import CheckpointError, ConfigError
 from ppdist.common.process import JOB_DIR_VARIABLE
 from ppdist.config.base import dump_yaml
-from ppdist.engine.continuation import continuation
+from ppdist.engine.continuation import config_of_run
 from ppdist.report.history import history, write_history
 from tests.unit.engine.runs import build_run, run_to_end
 from tests.unit.engine.tiny import FASTEST, tiny_config
@@ -47,32 +47,31 @@ def ended(run, reason):
 def test_epochs_are_of_the_whole_run_or_added(run, asked, reason, epochs):
     ended(run, reason)
     for place in (run, run / "checkpoints" / "step-12"):
-        found = continuation(place, asked, ["train.clip_norm=2"])
-        assert found.config.train.epochs == epochs and found.config.train.clip_norm == 2
-        assert found.extends == (asked is not None)
-        assert str(run) == found.config.output_dir == str(found.output_dir)
-        assert found.config.train.max_steps == (12 if asked is None else None)
+        config, extends = config_of_run(place, asked, ["train.clip_norm=2"])
+        assert config.train.epochs == epochs and config.train.clip_norm == 2
+        assert extends == (asked is not None) and config.output_dir == str(run)
+        assert config.train.max_steps == (12 if asked is None else None)
 
 
 @pytest.mark.parametrize("asked", ["4", "3"])
 def test_epochs_that_are_over_are_an_error(run, asked):
     with pytest.raises(ConfigError) as caught:
-        continuation(run, asked, [])
+        config_of_run(run, asked, [])
     assert caught.value.code == "bad_value"
 
 
 def test_a_folder_without_a_run_is_an_error(tmp_path):
     with pytest.raises(CheckpointError) as caught:
-        continuation(tmp_path, "+5", [])
+        config_of_run(tmp_path, "+5", [])
     assert caught.value.code == "checkpoint_missing"
 
 
 def test_a_restarted_job_adds_its_epochs_once(run, tmp_path, monkeypatch):
     monkeypatch.setenv(JOB_DIR_VARIABLE, str(tmp_path))
-    assert continuation(run, "+5", []).config.train.epochs == 15
-    longer = continuation(run, "+5", ["train.max_steps=null"]).config
+    assert config_of_run(run, "+5", [])[0].train.epochs == 15
+    longer, _ = config_of_run(run, "+5", ["train.max_steps=null"])
     (run / "checkpoints" / "last" / "config.yml").write_text(dump_yaml(longer))
-    assert continuation(run, "+5", []).config.train.epochs == 15
+    assert config_of_run(run, "+5", [])[0].train.epochs == 15
 
 
 def test_an_ended_run_trains_on_and_keeps_its_history(shapes, tmp_path):

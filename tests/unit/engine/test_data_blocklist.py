@@ -33,9 +33,7 @@ def train(folder: Path, output_dir: Path, *overrides: str) -> tuple[str, int]:
     comm.init("cpu", DistributedConfig())
     config = tiny_config(folder, [*UNCHECKED, *overrides], FASTEST)
     try:
-        experiment = build_training(
-            config, output_dir=output_dir, evaluate=False, resume=None, command=["test"]
-        )
+        experiment = build_training(config, output_dir=output_dir, evaluate=False, command=["test"])
     except DataError as error:
         return f"before: {error}", 0
     with experiment.log:
@@ -108,9 +106,7 @@ def test_sampling_by_difficulty_asks_for_evaluations(tmp_path):
     write_shapes(tmp_path, damaged=0)
     config = tiny_config(tmp_path, [*UNCHECKED, "data.sampling.name=difficulty"])
     with pytest.raises(ValueError, match="needs the scores of evaluations; start with --eval"):
-        build_training(
-            config, output_dir=tmp_path / "run", evaluate=False, resume=None, command=["test"]
-        )
+        build_training(config, output_dir=tmp_path / "run", evaluate=False, command=["test"])
 
 
 def test_pasting_objects_asks_for_outlines(tmp_path):

@@ -143,7 +143,7 @@ def differing_runs(folder: Path) -> dict[str, str]:
 
     def look(overrides: Sequence[str] = (), evaluate: bool = False) -> list[str]:
         config = tiny_config(folder, overrides)
-        return preflight(config, output_dir=folder, evaluate=evaluate, resume=False)
+        return preflight(config, output_dir=folder, evaluate=evaluate)
 
     def replaced(name: str, value: Any, owner: Any = module) -> str:
         return attempt(lambda: on_rank_1(owner, name, value, look))
@@ -291,7 +291,7 @@ def test_a_paddle_that_was_not_run_is_a_warning(
 ) -> None:
     def warned() -> list[str]:
         config = tiny_config(tmp_path)
-        return preflight(config, output_dir=tmp_path, evaluate=False, resume=False)
+        return preflight(config, output_dir=tmp_path, evaluate=False)
 
     monkeypatch.setattr(module, "resource_warnings", lambda *arguments: ["of this host"])
     assert warned() == ["of this host"]

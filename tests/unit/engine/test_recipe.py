@@ -10,7 +10,7 @@ from ppdist.config.data import SplitConfig
 from ppdist.config.shipped import short_names
 from ppdist.data.datasets.layout import Layout
 from ppdist.engine.build import build_schedule_setup
-from ppdist.engine.recipe import Recipe, Wishes, fit_recipe
+from ppdist.engine.recipe import Recipe, TrainOptions, fit_recipe
 
 
 def fitted(
@@ -30,7 +30,7 @@ def fitted(
         class_names=("cat", "no"),
         images=images,
     )
-    return fit_recipe(layout, Wishes(model, **wishes), overrides, world)
+    return fit_recipe(layout, TrainOptions(model, **wishes), overrides, world)
 
 
 @pytest.mark.parametrize("split", [True, False])

@@ -14,6 +14,7 @@ from ppdist.config.distributed import DistributedConfig
 from ppdist.distributed import comm
 from ppdist.engine import recovery
 from ppdist.engine.build import build_training
+from ppdist.engine.continuation import Continuation
 from ppdist.engine.recovery import parts_of, trusted
 from tests.distributed import run_on_ranks
 from tests.unit.engine.runs import assert_same_checkpoint, records, weights
@@ -33,7 +34,7 @@ def train(shapes, folder, *overrides, before=lambda trainer: None, resume=False,
         tiny_config(Path(shapes), [*OVERRIDES, *overrides], FASTEST),
         output_dir=Path(folder),
         evaluate=evaluate,
-        resume=Path(folder) if resume else None,
+        resume=Continuation(folder if resume else None),
         command=["test"],
     )
     with experiment.log:

@@ -18,6 +18,7 @@ from ppdist.distributed import comm
 from ppdist.engine import state as module
 from ppdist.engine.callbacks import Callback
 from ppdist.engine.checkpoint import path_of, read_checkpoint
+from ppdist.engine.continuation import AUTO, Continuation
 from ppdist.engine.evaluator import EvaluationStopped, Evaluator
 from ppdist.engine.state import FREE, SCORES, changes, require_same_settings
 from tests.unit.engine.runs import assert_same_checkpoint, build_run, records, run_to_end
@@ -213,7 +214,7 @@ def test_odd_state_with_right_checksum_is_damaged(change, output):
     (step / "manifest.json").write_text(json.dumps(manifest))
     config = load_config(step / "config.yml")
     with pytest.raises(CheckpointError) as caught:
-        module.find_start(step, output, config, True)
+        module.find_start(Continuation(step, changed=True), output, config)
     assert caught.value.code == "checkpoint_damaged"
 
 
@@ -352,7 +353,7 @@ def test_bucket_size_is_of_checkpoint_of_same_world(shapes, five_steps, tmp_path
         checkpoint = replace(found, state=state)
         monkeypatch.setattr(module, "_asked_for", lambda asked, each=checkpoint: (each, []))
         config = tiny_config(shapes, [*OVERRIDES, "train.max_steps=5"], FASTEST)
-        start = module.find_start(five_steps, tmp_path, config, False)
+        start = module.find_start(Continuation(five_steps), tmp_path, config)
         assert start.step == 5 and not start.own
     assert taken == [4]
     assert start.notes[0] == "ranks: 2 then, 1 now; each step has the same images"
@@ -362,18 +363,20 @@ def test_config_of_other_version_is_shown_unguessed(tmp_path):
     (tmp_path / "config.yml").write_text("data: {root: here}\nno_such_key: 1\n")
     config = tiny_config(tmp_path)
     with pytest.raises(CheckpointError, match=r"(?s)another version wrote it: .*no_such_key"):
-        require_same_settings(tmp_path, config, by_scores=False, allow=False)
-    assert require_same_settings(tmp_path, config, by_scores=False, allow=True).learned
+        require_same_settings(tmp_path, config, by_scores=False, asked=Continuation())
+    assert require_same_settings(
+        tmp_path, config, by_scores=False, asked=Continuation(changed=True)
+    ).learned
 
 
 def test_auto_means_output_dir_with_checkpoint(shapes, five_steps, tmp_path):
     config = tiny_config(shapes, [*OVERRIDES, "train.max_steps=5"], FASTEST)
     (tmp_path / "checkpoints").mkdir()
-    assert module.find_start(module.AUTO, tmp_path, config, False).step is None
-    assert module.find_start(module.AUTO, five_steps, config, False).step == 5
+    assert module.find_start(Continuation(AUTO), tmp_path, config).step is None
+    assert module.find_start(Continuation(AUTO), five_steps, config).step == 5
     (tmp_path / "checkpoints" / "step-00000005").mkdir()  # torn: an error, rather than anew
     with pytest.raises(CheckpointError, match="no valid checkpoint in"):
-        module.find_start(module.AUTO, tmp_path, config, False)
+        module.find_start(Continuation(AUTO), tmp_path, config)
 
 
 def test_steps_that_metrics_lack_are_said(shapes, output):

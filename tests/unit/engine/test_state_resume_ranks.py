@@ -14,7 +14,7 @@ from ppdist.common.errors import UserError
 from ppdist.config.distributed import DistributedConfig
 from ppdist.distributed import comm
 from ppdist.engine.build import build_training
-from ppdist.engine.state import AUTO
+from ppdist.engine.continuation import Continuation
 from tests.distributed import run_on_ranks
 from tests.forked import ROOT
 from tests.unit.engine.tiny import FASTEST, freeze_statistics, norms_of, tiny_config
@@ -41,7 +41,7 @@ def train(argument):
             tiny_config(Path(argument["shapes"]), [*OVERRIDES, batch, *overrides], FASTEST),
             output_dir=folder,
             evaluate=False,
-            resume=folder if resume else None,
+            resume=Continuation(folder if resume else None),
             command=["test"],
         )
         with experiment.log:
@@ -131,7 +131,7 @@ def goes_on(argument):
             tiny_config(Path(argument["shapes"]), ["train.batch_size_per_card=2"], FASTEST),
             output_dir=Path(argument["output"]),
             evaluate=False,
-            resume=AUTO if word == AUTO else Path(word),
+            resume=Continuation(word),
             command=["test"],
         ).log.close()
     except UserError as error:
