@@ -453,7 +453,11 @@ class Screen(io.TextIOBase):
         return self._stream.fileno()
 
     def isatty(self) -> bool:
-        return self._stream is not None and not self._stream.closed and self._stream.isatty()
+        """Whether a bar can move there; Jupyter says so of a page where none can."""
+        stream = self._stream
+        if stream is None or stream.closed or type(stream).__module__.startswith("ipykernel"):
+            return False
+        return stream.isatty()
 
     def write(self, text: str) -> int:
         if self._stream is None or self.problem is not None:
@@ -476,9 +480,12 @@ class Screen(io.TextIOBase):
 
 
 def _console_on(screen: Screen) -> Console:
-    """Plain text in Jupyter, too, which would also show rich's tables as HTML."""
-    width = None if screen.isatty() else _PLAIN_WIDTH
-    return Console(file=cast(TextIO, screen), width=width, force_jupyter=False)
+    """Plain text in Jupyter, too, which shows rich's tables as HTML and each move of a bar anew."""
+    is_terminal = screen.isatty()  # FORCE_COLOR, which Jupyter sets, makes rich think so anywhere
+    width = None if is_terminal else _PLAIN_WIDTH
+    return Console(
+        file=cast(TextIO, screen), width=width, force_terminal=is_terminal, force_jupyter=False
+    )
 
 
 class Opening:
