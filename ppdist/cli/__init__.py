@@ -366,3 +366,18 @@ def use_clone(folder: str) -> None:
     require_clone(folder)
     if str(CLONE) not in sys.path:
         sys.path.insert(0, str(CLONE))
+
+
+def folder_for(weights: Path, what: str) -> Path:
+    """Default folder of what is made of weights: in their run, else named after them.
+
+    Args: weights: a run, a checkpoint, a file or a name; or an export in a run.
+    """
+    from ppdist.models.weights import checkpoint_of
+
+    found = checkpoint_of(weights)
+    if (found / "manifest.json").is_file() and found.parent.name == "checkpoints":
+        return found.parent.parent / what
+    if (weights.parent / "checkpoints").is_dir():
+        return weights.parent / what
+    return Path("output") / f"{weights.stem}_{what}"

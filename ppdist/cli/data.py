@@ -26,7 +26,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from rich.console import Console
 from rich.markup import escape
-from rich.table import Table
+from rich.table import Column, Table
 
 from ppdist.cli import RECIPE, add_data, experiment_of, parser_of
 from ppdist.common import errors, process
@@ -502,7 +502,7 @@ def synthetic(arguments: argparse.Namespace) -> int:
 
 
 def table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> None:
-    drawn = Table(*header)
+    drawn = Table(*(Column(each, overflow="fold") for each in header))  # a path is not cut
     for row in rows:
         drawn.add_row(*map(escape, row))
     Console().print(drawn)

@@ -15,7 +15,7 @@ import signal
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ppdist.cli import OR_OF_WEIGHTS, add_config, config_of, parser_of
+from ppdist.cli import OR_OF_WEIGHTS, add_config, config_of, folder_for, parser_of
 from ppdist.common import errors, process
 from ppdist.common.arguments import at_least
 from ppdist.config.export import CALIBRATION, ExportOptions
@@ -88,7 +88,7 @@ def main() -> int:
         accuracy=arguments.accuracy or 0,
     )
     names = read_names(arguments.class_names) if arguments.class_names else ()
-    out = arguments.out or folder_for(Path(arguments.weights))
+    out = arguments.out or folder_for(Path(arguments.weights), "export")
     report = export_weights(
         config, build_model(config), Path(arguments.weights), out, options, process.warn, names
     )
@@ -97,16 +97,6 @@ def main() -> int:
         print("OpenVINO reads model.onnx as it is; `ovc model.onnx` makes an .xml of it")
     show_graph(Path(arguments.weights), report)
     return 0
-
-
-def folder_for(weights: Path) -> Path:
-    """Default folder of an export: in the run of the weights, else named after them."""
-    from ppdist.models.weights import checkpoint_of
-
-    found = checkpoint_of(weights)
-    if (found / "manifest.json").is_file() and found.parent.name == "checkpoints":
-        return found.parent.parent / "export"
-    return Path("output") / f"{weights.stem}_export"
 
 
 # Formats of others, by all that they are called: what makes them of model.onnx (docs/deploy.md).

@@ -1,6 +1,6 @@
 """Finds objects in images, videos and cameras.
 
-ppdist predict [-c cfg.yml] -w WEIGHTS --source X [X ...] --out DIR
+ppdist predict [-c cfg.yml] -w WEIGHTS --source X [X ...] [--out DIR]
 
 Without -c the configuration is the one in the checkpoint or its model card.
 With `--model DIR` instead of -w an exported model runs, in ONNX Runtime, OpenVINO or Paddle
@@ -17,7 +17,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ppdist.cli import OR_OF_WEIGHTS, add_config, config_of, parser_of
+from ppdist.cli import OR_OF_WEIGHTS, add_config, config_of, folder_for, parser_of
 from ppdist.common import errors, process
 from ppdist.common.arguments import at_least
 
@@ -52,7 +52,9 @@ def parse() -> argparse.Namespace:
                         help="image, video, folder (searched recursively), pattern (quoted: "
                         "'a/**/*.jpg'), http(s) or rtsp address, number of a camera, or - for an "
                         "image on standard input")  # fmt: skip
-    parser.add_argument("--out", required=True, type=Path, metavar="DIR", help="where to write")
+    parser.add_argument("--out", type=Path, metavar="DIR",
+                        help="where to write (RUN/predictions, or "
+                        "output/NAME_predictions)")  # fmt: skip
     parser.add_argument("--threshold", type=float,
                         help="confidence threshold, 0..1 (default: that of the best F1 in the last "
                         "evaluation if the weights store it, else 0.25)")  # fmt: skip
@@ -83,6 +85,9 @@ def main() -> int:
     arguments = parse()
     formats = formats_of(arguments)
     require_sense(arguments)
+    if arguments.out is None:
+        made_by = Path(arguments.model or arguments.weights or "")
+        arguments.out = folder_for(made_by, "predictions")
     from ppdist.common.files import make_folder
     from ppdist.predict.model import predictions
     from ppdist.predict.results import (

@@ -501,9 +501,12 @@ def _jsonable(value: Any) -> Any:
 
 
 def _console_on(screen: Screen) -> Console:
-    """Plain text in Jupyter, too, which would also show rich's tables as HTML."""
-    width = None if screen.isatty() else _PLAIN_WIDTH
-    return Console(file=cast(TextIO, screen), width=width, force_jupyter=False)
+    """Plain text in Jupyter, too, which shows rich's tables as HTML and each move of a bar anew."""
+    is_terminal = screen.isatty()  # FORCE_COLOR, which Jupyter sets, makes rich think so anywhere
+    width = None if is_terminal else _PLAIN_WIDTH
+    return Console(
+        file=cast(TextIO, screen), width=width, force_terminal=is_terminal, force_jupyter=False
+    )
 
 
 class Opening:

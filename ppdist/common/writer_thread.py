@@ -140,7 +140,11 @@ class Screen(io.TextIOBase):
         return self._stream.fileno()
 
     def isatty(self) -> bool:
-        return self._stream is not None and not self._stream.closed and self._stream.isatty()
+        """Whether a bar can move there; Jupyter says so of a page where none can."""
+        stream = self._stream
+        if stream is None or stream.closed or type(stream).__module__.startswith("ipykernel"):
+            return False
+        return stream.isatty()
 
     def write(self, text: str) -> int:
         if self._stream is not None and self.problem is None and text:

@@ -123,7 +123,7 @@ def require_own_ranks(environment: Mapping[str, str]) -> None:
             code="foreign_launcher",
             where=f"WORLD_SIZE={world} RANK={environment['RANK']}",
             fix="use fleetrun instead of torchrun: `fleetrun --nproc_per_node "
-            f"{environment.get('LOCAL_WORLD_SIZE', world)} ppdist train ...`; to run one process, "
+            f"{environment.get('LOCAL_WORLD_SIZE', world)} ppdist ...`; to run one process, "
             "unset WORLD_SIZE",
         )
 

@@ -527,7 +527,7 @@ def build_evaluator(
         shape_multiple=model.size_multiple if config.evaluate.rectangular else None,
         shape_pad=config.evaluate.rectangular_pad,
     )
-    measured = None if loss is None else ValidationLoss(loss, loader)
+    measured = None if loss is None else ValidationLoss(loss, loader, dataset.unreadable)
     if model.task == "classify":
         return ClassificationEvaluator(dataset, loader, max_pictures=max_pictures, loss=measured)
     return Evaluator(

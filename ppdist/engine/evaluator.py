@@ -78,30 +78,27 @@ class ValidationLoss:
         sums: over this rank's batches since `begin`, not normalised; see `normalised`.
     """
 
-    def __init__(self, loss: Loss, loader: EvalLoader) -> None:
+    def __init__(self, loss: Loss, loader: EvalLoader, unreadable: Collection[int]) -> None:
         """
         Args:
             loss: that of training.
             loader: gives this rank's share of the set.
+            unreadable: positions of images that the check of the set left out.
         """
         self._loss = loss
         self._loader = loader
+        self._unreadable = frozenset(unreadable)
         self._totals: paddle.Tensor | None = None
         self._counted = False
-        self._unreadable: set[int] = set()
         self._step = 0
         self.sums: dict[str, float] = {}
 
-    def begin(self, step: int, unreadable: Collection[int]) -> None:
+    def begin(self, step: int) -> None:
         """Called before the first batch.  Collective.
 
-        Args:
-            step: optimizer steps done; the loss is that of the last one.
-            unreadable: positions of images that are known to have no part in it.
+        Args: step: optimizer steps done; the loss is that of the last one.
         """
         self._step, self.sums = max(0, step - 1), {}
-        if self._unreadable != set(unreadable):
-            self._unreadable, self._counted = set(unreadable), False
         if not self._counted:  # once: the set, the size of its inputs and the anchors stay
             counts_W = evaluate_on_all_ranks(self._counts, say=lambda counts: counts).said_W
             totals = [sum(each) for each in zip(*filter(None, counts_W))]
@@ -219,7 +216,7 @@ class DatasetEvaluator(ABC, Generic[Found]):
         """
         began, self.clock = time.monotonic(), Clock()
         if self._loss is not None:
-            self._loss.begin(step, self._scored.unreadable)
+            self._loss.begin(step)
         found, losses = self._over_ranks(model, stopped, self._loss)
 
         def measure() -> dict[str, float]:

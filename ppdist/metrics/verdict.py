@@ -71,6 +71,7 @@ def verdict(
     evaluation: Mapping[str, Any] | None = None,
     fine_tuned: bool = False,
     finished: str = "total",
+    run: str = "RUN",
 ) -> list[Finding]:
     """What came of a training, the most important first.
 
@@ -80,13 +81,14 @@ def verdict(
         fine_tuned: it began with weights that had learned.
         finished: why it ended, as metrics.jsonl says: total, early_stopping, hours or signal; "":
             it has not.
+        run: its folder, for commands to copy.
     """
     evaluation = evaluation or {}
     metric = "mAP" if any(_measured(record, "mAP") for record in evaluations) else "top1"
     course = _Course(metric, [record for record in evaluations if _measured(record, metric)])
     ended = [Finding(f"ended_by_{finished}", _ENDS[finished])] if finished in _ENDS else []
     if not course.records:
-        why = "not evaluated, so nothing is known about its quality: run `ppdist eval -w RUN`"
+        why = f"not evaluated, so nothing is known about its quality: run `ppdist eval -w {run}`"
         return [Finding("not_evaluated", why), *ended]
     return [
         _level(course, evaluation, fine_tuned),
@@ -111,6 +113,7 @@ def verdict_of(folder: Path, fine_tuned: bool) -> list[Finding]:
         evaluation=evaluation,
         fine_tuned=fine_tuned,
         finished=records.finished,
+        run=f"{folder}",
     )
 
 

@@ -718,6 +718,20 @@ def inside_folder(folder: Path, name: str, where: str) -> Path:
     return Path(path)
 
 
+SPLIT_WORDS = {
+    **dict.fromkeys(("train", "training", "trainval", "训练"), "train"),
+    **dict.fromkeys(("val", "valid", "validate", "validation", "minival"), "val"),
+    **dict.fromkeys(("eval", "evaluation", "dev", "验证"), "val"),
+    **dict.fromkeys(("test", "testing", "测试"), "test"),
+}
+
+
+def split_of(name: str) -> str:
+    """train, val or test as a name says it: `instances_train2017`; "": it says none."""
+    words = re.findall("[a-z]+|训练|验证|测试", name.lower())
+    return next((SPLIT_WORDS[word] for word in words if word in SPLIT_WORDS), "")
+
+
 def find_image(folder: Path, name: str, where: str, complain: Complain) -> Path | None:
     """The image that an annotation file calls `name`; None, and an issue: not found.
 
@@ -726,7 +740,8 @@ def find_image(folder: Path, name: str, where: str, complain: Complain) -> Path 
     GBK on disk, on a Western one Windows-1252, macOS takes letters and accents apart, and Windows
     separates folders by a backslash.  Else it is what the end of the name leads to, because tools
     write paths of their own machines and folders (`data/obj_train_data/a.jpg`, `..\\..\\upload\\
-    a.jpg`), or the only file below the folder with its last part; an issue says so.
+    a.jpg`), or the only file below the folder with its last part; an issue says so.  An image of
+    another split never is: a training image that is missing is not the validation's of that name.
     """
     path, outside = None, None
     try:
@@ -746,7 +761,7 @@ def find_image(folder: Path, name: str, where: str, complain: Complain) -> Path 
         if other.is_relative_to(os.path.normpath(folder)) and is_there(other):
             return other
     elsewhere = _by_its_end(str(folder), forward)
-    if elsewhere:
+    if elsewhere and not _of_another_split(os.path.relpath(elsewhere, folder), forward, where):
         expected = os.path.normpath(os.path.join(folder, forward))
         if elsewhere.casefold() != expected.casefold():  # capitals alone are no surprise
             what = f"{name}: not found; using {elsewhere}"
@@ -778,6 +793,19 @@ def _by_its_end(folder: str, name: str) -> str:
         if is_there(path):
             return path
     return _only_below(folder).get(parts[-1].casefold(), "") if parts else ""
+
+
+def _of_another_split(path: str, name: str, where: str) -> bool:
+    """Whether a file's folders speak of another split than its name and its list do."""
+
+    def of_folders(file: str) -> str:
+        deepest_first = reversed(Path(file).parent.parts)
+        return next(filter(None, map(split_of, deepest_first)), "")
+
+    listing = Path(where)
+    is_list = listing.suffix.lower() in (".txt", ".json")
+    asked = {of_folders(name), split_of(listing.stem) if is_list else ""} - {""}
+    return bool(asked) and of_folders(path) not in {*asked, ""}
 
 
 def is_there(path: str | os.PathLike[str]) -> bool:

@@ -10,8 +10,9 @@ import json
 import os
 import re
 import shlex
+import sys
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from difflib import get_close_matches
 from pathlib import Path
@@ -22,6 +23,7 @@ from ppdist.config.data import DataConfig, SplitConfig
 from ppdist.config.migration import is_data_yaml
 from ppdist.config.yaml import Node, Reader, found, problems_error
 from ppdist.data.datasets.annotations import (
+    SPLIT_WORDS,
     class_names,
     files_below,
     find_image,
@@ -31,6 +33,7 @@ from ppdist.data.datasets.annotations import (
     look_anew,
     quietly,
     read_list,
+    split_of,
 )
 from ppdist.data.datasets.build import read_raw
 from ppdist.data.datasets.coco_stream import read_index
@@ -117,6 +120,13 @@ def _check_names_of_folders(layout: Layout) -> None:
     for text in (str(layout.root), json.dumps(layout.section(), ensure_ascii=False)):
         if not text.isascii() and any("\udc80" <= letter <= "\udcff" for letter in text):
             shown = os.fsencode(layout.root).decode(errors="replace")
+            if sys.getfilesystemencoding() != "utf-8":
+                raise DataError(
+                    "this terminal's locale is not UTF-8, but the name of a folder or file is",
+                    code="locale_not_utf8",
+                    where=shown,
+                    fix="run `export LC_ALL=C.UTF-8 PYTHONUTF8=1`, then the command again",
+                )
             raise DataError(
                 "a folder or file name is not UTF-8, so a configuration cannot hold it",
                 code="bad_file_name",
@@ -168,16 +178,31 @@ def _found(path: Path, source: str) -> Layout:
 def _label_kinds(root: Path) -> dict[str, str]:
     """A file of each format that has labels below a folder."""
     found: dict[str, str] = {}
-    looked_at = 0  # texts may be captions, too
+    looked_at: Counter[str] = Counter()  # texts may be captions, JSON anything
     for file in files_below(root):
         suffix = os.path.splitext(file)[1].lower()
-        if suffix == ".xml":
-            found.setdefault("voc", file)
-        elif suffix == ".txt" and "yolo" not in found and looked_at < _LOOKED_AT:
-            looked_at += 1
-            if is_label(Path(file)):
-                found["yolo"] = file
+        kind, is_kind = _LABEL_KINDS.get(suffix, ("", None))
+        if is_kind is None or kind in found or looked_at[suffix] == _LOOKED_AT:
+            continue
+        looked_at[suffix] += 1
+        if is_kind(Path(file)):
+            found[kind] = file
     return found
+
+
+def _is_coco(file: Path) -> bool:
+    beginning = _beginning(file)
+    marks = (('"images"', '"file_name"'), ('"annotations"', '"bbox"'))
+    return beginning.lstrip()[:1] == "{" and any(
+        all(mark in beginning for mark in each) for each in marks
+    )
+
+
+_LABEL_KINDS: dict[str, tuple[str, Callable[[Path], bool]]] = {
+    ".xml": ("voc", Path.is_file),
+    ".txt": ("yolo", is_label),
+    ".json": ("coco", _is_coco),
+}
 
 
 def _check_one_format(layout: Layout) -> None:
@@ -220,6 +245,10 @@ def _unused(layout: Layout) -> Iterator[tuple[str, str]]:
     if left:
         what = f"{left.total()} images in {listed([*left], 3)}: not used"
         yield what, "they are in no split"
+    for listing in (root / each for each in layout.train.annotation_files):
+        held = listing.with_name(re.sub("(?i)trainval", "val", listing.name))
+        if layout.val is None and held != listing and held.is_file():
+            yield f"{held.name}: not used", f"its images are in {listing.name}, too"
     for kind, file in _label_kinds(root).items():
         if kind != layout.format:
             what = f"{_FORMAT_NAMES[kind]} labels ({_relative(Path(file), root)}, ...): not used"
@@ -252,13 +281,15 @@ def foreign_kind(file: str | Path) -> tuple[str, str]:
     """The tool that wrote an annotation file, and what to do; "": none known."""
     suffix = os.path.splitext(file)[1].lower()
     kinds = [each for each in _FOREIGN if each[1] == suffix]
-    beginning = ""
-    if kinds:
-        with open(file, "rb") as content:
-            beginning = content.read(_BEGINNING_BYTES).decode(errors="replace")
+    beginning = _beginning(file) if kinds else ""
     fitting = (each for each in kinds if all(mark in beginning for mark in each[2]))
     name, _, _, way = next(fitting, ("", "", (), ""))
     return name, way
+
+
+def _beginning(file: str | Path) -> str:
+    with open(file, "rb") as content:
+        return content.read(_BEGINNING_BYTES).decode(errors="replace")
 
 
 def _refuse_foreign(files: Sequence[str], source: str) -> None:
@@ -294,8 +325,10 @@ def _nested(path: Path) -> Iterator[Path]:
 def _holds_data(file: Path) -> bool:
     try:
         return is_data_yaml(Reader().read_alone(str(file)))
-    except ConfigError:  # some other file that happens to lie here
-        return False
+    except ConfigError:
+        if file.stem.lower() in ("data", "dataset"):
+            raise
+        return False  # some other file that happens to lie here
 
 
 def _named(folder: Path) -> str:
@@ -305,22 +338,10 @@ def _named(folder: Path) -> str:
 # --- the split that a name speaks of --------------------------------------------------------------
 
 _SPLITS = ("train", "val", "test")
-_SPLIT_WORDS = {
-    **dict.fromkeys(("train", "training", "trainval", "训练"), "train"),
-    **dict.fromkeys(("val", "valid", "validate", "validation", "minival"), "val"),
-    **dict.fromkeys(("eval", "evaluation", "dev", "验证"), "val"),
-    **dict.fromkeys(("test", "testing", "测试"), "test"),
-}
 _LIST_NAME = re.compile(
-    rf"({'|'.join(sorted(_SPLIT_WORDS, key=len, reverse=True))})集?(20\d\d)?[_-]?(list)?"
+    rf"({'|'.join(sorted(SPLIT_WORDS, key=len, reverse=True))})集?(20\d\d)?[_-]?(list)?"
 )
 _WHOLE_SET = ("images", "image_list", "list", "all")  # as tools call the only list of a set
-
-
-def split_of(name: str) -> str:
-    """train, val or test as a name says it: `instances_train2017`; "": it says none."""
-    words = re.findall("[a-z]+|训练|验证|测试", name.lower())
-    return next((_SPLIT_WORDS[word] for word in words if word in _SPLIT_WORDS), "")
 
 
 def _lists(folder: Path) -> dict[str, Path]:
@@ -332,14 +353,21 @@ def _lists(folder: Path) -> dict[str, Path]:
         if file.suffix.lower() != ".txt" or not (named or stem in _WHOLE_SET):
             continue
         if read_list(file, quietly):
-            by_split.setdefault(_SPLIT_WORDS[named[1]] if named else "", []).append(file)
+            by_split.setdefault(SPLIT_WORDS[named[1]] if named else "", []).append(file)
     if "train" not in by_split and "" in by_split:
         by_split["train"] = by_split.pop("")
     # `trainval.txt` is train.txt and val.txt in one, and the list where they are not.
     both = [file for file in by_split.get("train", []) if "trainval" in file.stem.lower()]
     if len(by_split.get("train", [])) > len(both):
         by_split["train"] = [file for file in by_split["train"] if file not in both]
+    elif both and _overlap(both[0], by_split.get("val", ())):
+        del by_split["val"]  # its score would be of images that were learned
     return {split: _one(by_split[split], split, folder) for split in _SPLITS if split in by_split}
+
+
+def _overlap(listing: Path, others: Sequence[Path]) -> bool:
+    lines = {*read_list(listing, quietly)}
+    return any(not lines.isdisjoint(read_list(other, quietly)) for other in others)
 
 
 def _split_folders(folder: Path) -> dict[str, list[Path]]:
@@ -762,7 +790,10 @@ def _first_with_images(root: Path, folders: Sequence[Path]) -> Path:
 
 def _of_yolo(root: Path) -> Layout | None:
     root = Path(os.path.abspath(root))
-    splits = _yolo_lists(root) or _yolo_folders(root)
+    lists, folders = _yolo_lists(root), _yolo_folders(root)
+    splits = lists or folders
+    if lists and lists["train"][0].stem.lower() in _WHOLE_SET and "val" in folders:
+        splits = folders  # they say more than a list of everything
     if not splits:
         return None
     train, val, test = (_yolo_split(root, splits.get(s, []), root) for s in _SPLITS)
@@ -772,8 +803,8 @@ def _of_yolo(root: Path) -> Layout | None:
     label_files = (file for each in holding if each.is_dir() for file in files_below(each))
     if not any(is_label(Path(file)) for file in label_files):
         return None
-    folders = [place for place in splits["train"] if place.is_dir()]
-    own = own_names(root, [*(label_folder(each, root) for each in folders), *folders])
+    chosen = [place for place in splits["train"] if place.is_dir()]
+    own = own_names(root, [*(label_folder(each, root) for each in chosen), *chosen])
     further = (class_names(each, ()) for each in holding if each.is_dir())
     names = own[1] if own else next(filter(None, further), ())
     if not names:

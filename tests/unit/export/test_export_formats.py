@@ -6,7 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from ppdist.cli.export import ROADS, folder_for, formats_of
+from ppdist.cli import folder_for
+from ppdist.cli.export import ROADS, formats_of
 from ppdist.common.errors import ConfigError
 from tests.forked import ROOT
 
@@ -42,6 +43,7 @@ def test_an_unknown_format_is_still_unknown() -> None:
     [
         ("run", "run/export"),
         ("run/checkpoints/best", "run/export"),
+        ("run/exported", "run/export"),  # an export in it, which `predict` reads
         ("soup.pdparams", "output/soup_export"),
         ("yolov5n_coco", "output/yolov5n_coco_export"),
     ],
@@ -53,4 +55,4 @@ def test_an_export_goes_into_its_run(
     best = Path("run/checkpoints/best")
     best.mkdir(parents=True)
     (best / "manifest.json").write_text("{}")
-    assert folder_for(Path(weights)) == Path(folder)
+    assert folder_for(Path(weights), "export") == Path(folder)

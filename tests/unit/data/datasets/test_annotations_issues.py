@@ -233,11 +233,15 @@ def test_clean_copy_is_the_remedy_of_few_bad_lines_alone(tmp_path, bad, good, re
         ("x/twice.jpg", "x/twice.jpg", ""),
         ("x/c/twice.jpg", "c/twice.jpg", "image_elsewhere"),
         ("gone.jpg", "gone.jpg", ""),
+        ("set/val/v.jpg", "val/v.jpg", "image_elsewhere"),
+        ("images/train/v.jpg", "images/train/v.jpg", ""),  # missing: the other is not meant
+        ("/home/train/set/val/v.jpg", "val/v.jpg", "image_elsewhere"),
     ],
 )
 def test_image_is_found_as_files_of_other_tools_call_it(tmp_path, written, found, issue):
     root = tmp_path / "set"
-    for name in ("a/b.jpg", "c/twice.jpg", "d/twice.jpg", "../out.jpg", "../secret.txt"):
+    names = ("a/b.jpg", "c/twice.jpg", "d/twice.jpg", "val/v.jpg", "../out.jpg", "../secret.txt")
+    for name in names:
         (root / name).parent.mkdir(parents=True, exist_ok=True)
         (root / name).touch()
     issues: list[Issue] = []

@@ -2,6 +2,7 @@
 
 import json
 import os
+import sys
 from pathlib import Path
 
 import pytest
@@ -328,6 +329,25 @@ def test_folders_and_lists_that_validate(tmp_path, name):
     assert places(find_layout(str(tmp_path))) == lists
 
 
+def test_a_list_of_everything_gives_way_to_folders_of_splits(tmp_path):
+    touch(tmp_path, "images/train/a.jpg", "images/val/b.jpg")
+    write(tmp_path, "labels/train/a.txt", BOX)
+    write(tmp_path, "classes.txt", "cat\ndog\n")
+    write(tmp_path, "images.txt", "images/train/a.jpg\nimages/val/b.jpg\n")
+    assert places(find_layout(str(tmp_path))) == (("images/train", ""), ("images/val", ""))
+
+
+def test_no_image_of_trainval_validates(tmp_path):
+    xml(tmp_path, "Annotations/a.xml", "Annotations/b.xml")
+    touch(tmp_path, "JPEGImages/a.jpg", "JPEGImages/b.jpg")
+    main = "ImageSets/Main/"
+    write(tmp_path, f"{main}trainval.txt", "a\nb\n")
+    write(tmp_path, f"{main}val.txt", "b\n")
+    layout = find_layout(str(tmp_path))
+    assert places(layout) == (("JPEGImages", f"{main}trainval.txt"), None)
+    assert ("val.txt: not used", "its images are in trainval.txt, too") in layout.notes
+
+
 def test_data_yaml_of_windows_and_with_its_path_in_images(tmp_path):
     touch(tmp_path, "set/images/train/a.jpg")
     write(tmp_path, "set/labels/train/a.txt", BOX)
@@ -391,6 +411,9 @@ def test_what_no_split_has_is_named(tmp_path):
         "YOLO labels (labels/train/a.txt, ...): not used",
         "Pascal VOC labels (labels/xml/a.xml, ...): not used",
     ]
+    write(tmp_path, "data.yaml", "train: images/train\nval: images/val\nnames: [cat, dog]\n")
+    said = [what for what, _ in find_layout(str(tmp_path)).notes]
+    assert "COCO labels (annotations/old.json, ...): not used" in said
 
 
 def test_labels_of_two_formats_beside_each_other_are_refused(tmp_path):
@@ -426,12 +449,14 @@ def test_images_alone_are_told_with_the_forms_that_are_read(tmp_path):
     assert "has 2 images but no labels; expected a data.yaml" in refused(tmp_path, "labels_missing")
 
 
-def test_names_of_folders_that_no_configuration_can_hold(tmp_path):
+def test_names_of_folders_that_no_configuration_can_hold(tmp_path, monkeypatch):
     folder = Path(os.fsdecode(os.fsencode(tmp_path) + b"/caf\xe9"))
     touch(folder, "images/a.jpg")
     write(folder, "labels/a.txt", BOX)
     write(folder, "classes.txt", "cat\ndog\n")
     assert "not UTF-8" in refused(folder, "bad_file_name")
+    monkeypatch.setattr(sys, "getfilesystemencoding", lambda: "ascii")
+    assert "PYTHONUTF8=1" in refused(folder, "locale_not_utf8")
 
 
 def test_pairs_of_a_list_may_have_blanks(tmp_path):
@@ -446,6 +471,16 @@ def test_list_of_images_with_something_behind_is_told(tmp_path):
     write(tmp_path, "labels/a.txt", BOX)
     write(tmp_path, "train_list.txt", "images/a.jpg 3\n")
     assert "images/a.jpg 3" in refused(tmp_path, "format_not_read")
+
+
+def test_a_damaged_data_file_is_told(tmp_path):
+    touch(tmp_path, "images/a.jpg")
+    write(tmp_path, "labels/a.txt", BOX)
+    write(tmp_path, "classes.txt", "cat\ndog\n")
+    write(tmp_path, "other.yaml", "names: [cat\n")
+    assert find_layout(str(tmp_path)).format == "yolo"
+    write(tmp_path, "data.yaml", "names: [cat\n")
+    refused(tmp_path, "not_yaml")
 
 
 def test_several_data_files_are_told(tmp_path):
