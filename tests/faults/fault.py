@@ -62,6 +62,10 @@ KINDS = {
     "disk-full": Kind(
         "its next VALUE files of checkpoints do not fit on the disk (rank 0)", 1, "count"
     ),
+    "disk-blocks": Kind(
+        "files of output_dir, and syncs of them, take nothing for VALUE seconds", 2, "positive"
+    ),
+    "terminal-blocks": Kind("its stdout and stderr take nothing for VALUE seconds", 2, "positive"),
     "storage-error": Kind(
         "images answer ESTALE for VALUE seconds, to its data workers too", 2, "positive"
     ),

@@ -6,6 +6,7 @@ model, the loss or the system call that is to fail.
 
 import ctypes
 import errno
+import io
 import math
 import mmap
 import os
@@ -20,7 +21,7 @@ from typing import Any
 import numpy as np
 import paddle
 
-from ppdist.common import files
+from ppdist.common import files, writers
 from ppdist.common.errors import ConfigError
 from ppdist.common.process import RESTART_VARIABLE
 from ppdist.data.image import is_image_name
@@ -239,6 +240,37 @@ def _fill_disk(injector: FaultInjector, fault: Fault) -> None:
     vars(os)["fsync"] = full
 
 
+def _block_disk(injector: FaultInjector, fault: Fault) -> None:
+    """As a hard-mounted network disk whose server is away: no answer, not even an error."""
+    until, folder = time.monotonic() + fault.value, f"{injector._output_dir.resolve()}{os.sep}"
+    append, fsync = writers.append_whole, os.fsync
+
+    def wait(descriptor: int) -> None:
+        if f"{os.readlink(f'/proc/self/fd/{descriptor}')}{os.sep}".startswith(folder):
+            time.sleep(max(0.0, until - time.monotonic()))
+
+    def append_late(file: io.FileIO, data: bytes) -> None:
+        wait(file.fileno())
+        append(file, data)
+
+    def sync_late(descriptor: int) -> None:
+        wait(descriptor)
+        fsync(descriptor)
+
+    vars(writers)["append_whole"], vars(os)["fsync"] = append_late, sync_late
+
+
+def _block_terminal(injector: FaultInjector, fault: Fault) -> None:
+    until, write = time.monotonic() + fault.value, os.write
+
+    def write_late(descriptor: int, data: Any) -> int:
+        if descriptor in (1, 2):
+            time.sleep(max(0.0, until - time.monotonic()))
+        return write(descriptor, data)
+
+    vars(os)["write"] = write_late
+
+
 _ACTIONS: dict[str, Callable[[FaultInjector, Fault], None]] = {
     "kill": _signal(signal.SIGKILL),
     "stop": _signal(signal.SIGSTOP),
@@ -259,6 +291,8 @@ _ACTIONS: dict[str, Callable[[FaultInjector, Fault], None]] = {
     "loader-kill": _to_a_worker(signal.SIGKILL),
     "loader-hang": _to_a_worker(signal.SIGSTOP),
     "disk-full": _fill_disk,
+    "disk-blocks": _block_disk,
+    "terminal-blocks": _block_terminal,
     "storage-error": FaultInjector._storage_error,
     "slow-stat": lambda injector, fault: None,  # since the start
     "eval-error": FaultInjector._eval_error,

@@ -236,4 +236,13 @@ ROWS = (
             "test_full_disk_leaves_no_half_of_a_file",
             "test_cache_that_cannot_be_written_is_done_without",
             "test_rank_that_cannot_map_them_reads_them_itself"))),
+    Row(45, "a terminal that takes no output (Ctrl-S, a sleeping laptop); a disk of output_dir "
+        "that answers nothing for a while", "no step waits; lines of a terminal may be missing, "
+        "which is said; a signal still ends the run with 75",
+        (BEARS + "[disk-blocks=8@rank0:step3]", BEARS + "[terminal-blocks=8@rank0:step3]",
+         "tests/unit/common/test_writer_thread.py::"
+         "test_a_terminal_that_takes_nothing_stops_neither_steps_nor_the_end",
+         "tests/unit/common/test_writer_thread.py::test_a_frozen_disk_holds_up_no_step",
+         "tests/unit/common/test_writer_thread.py::"
+         "test_a_disk_that_stays_frozen_is_told_at_the_end")),
 )  # fmt: skip

@@ -105,6 +105,8 @@ HARMLESS = {
     "loader-kill@rank1:step3": ["data.workers=1"],
     "loader-hang@rank1:step3": ["data.workers=1", "data.worker_timeout_seconds=3"],
     "disk-full=2@rank0:step3": [],
+    "disk-blocks=8@rank0:step3": [],
+    "terminal-blocks=8@rank0:step3": [],
     "storage-error=2@rank1:step3": ["data.workers=1"],
     "clock=600@rank1:step3": [],
     "clock=-600@rank0:step3": [],
