@@ -30,8 +30,8 @@ from ppdist.metrics.analysis import class_table
 from ppdist.metrics.verdict import verdict_of
 from ppdist.models.base import ImageModel
 from ppdist.models.model_card import read_card_or_warn
-from ppdist.models.weights import ClassNames, load_all_weights
-from ppdist.models.zoo import fetch_on_all_ranks
+from ppdist.models.weights import ClassNames, load_all_weights, require_there
+from ppdist.models.zoo import fetch_on_all_ranks, is_name
 from ppdist.viz.run_plots import draw_labels, draw_run
 
 _DRAWING_SECONDS = 600.0  # some ten are usual
@@ -81,6 +81,8 @@ def plan_training(
             "being the output_dir of a training",
         )
     if data is not None:
+        if options.weights is not None and not is_name(options.weights):
+            require_there(Path(options.weights))  # before all labels are looked at
         recipe = fit_recipe(find_layout(str(data)), options, overrides, comm.world_size())
         return TrainingPlan(recipe.config, resume, recipe)
     items = [*options.items(), *overrides]
