@@ -14,7 +14,7 @@ _log = logging.getLogger("serving")
 
 
 class Model(Protocol):
-    """What deploy/python/predictor.py makes."""
+    """What ppdist/runtime/predictor.py makes."""
 
     spec: dict[str, Any]
 

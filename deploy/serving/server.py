@@ -490,7 +490,7 @@ def main() -> int:
               file=sys.stderr)  # fmt: skip
 
     def load() -> Model:
-        from predictor import Predictor
+        from ppdist_runtime.predictor import Predictor
 
         predictor = Predictor(
             arguments.model,

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 from batching import Batcher, Model
 from fastapi import Request
-from predictor import default_threshold
+from ppdist_runtime.predictor import default_threshold
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, ProcessCollector
 from uploads import Refused, decode, file_part
 

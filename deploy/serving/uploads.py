@@ -1,9 +1,9 @@
 """From the bytes of a stranger to an image, or to a refusal that says why.
 
 Nothing here touches the file system.  Headers are read before a decoder sees the bytes, because
-decoders trust them (see deploy/python/decoder.py, which decodes).  Less is taken here than of files
-of one's own: no animation, few parts, few passes.  What is read here has to be what the decoder
-will read; where the two might differ the image is refused.
+decoders trust them (see ppdist_runtime/decoder.py, which decodes).  Less is taken here than of
+files of one's own: no animation, few parts, few passes.  What is read here has to be what the
+decoder will read; where the two might differ the image is refused.
 """
 
 import re
@@ -12,9 +12,9 @@ from functools import partial
 from itertools import islice
 
 import cv2
-import decoder
 import numpy as np
-from decoder import PNG
+from ppdist_runtime import decoder
+from ppdist_runtime.decoder import PNG
 from python_multipart.exceptions import FormParserError
 from python_multipart.multipart import MultipartParser, parse_options_header
 

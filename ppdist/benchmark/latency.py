@@ -31,9 +31,9 @@ from ppdist.export.predictor import (
     prepare,
 )
 from ppdist.export.spec import InferenceSpec
-from ppdist.export.standalone import has_bfloat16
 from ppdist.export.verify import unexplained_rows
 from ppdist.models.base import Detector
+from ppdist.runtime.predictor import has_bfloat16
 
 Report = dict[str, Any]
 IMAGES = 20  # at most: they are kept in memory

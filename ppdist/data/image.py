@@ -4,8 +4,8 @@
     of_array, of_pillow          what Python holds
 
 Grey becomes three equal channels, of 16 bits the upper 8 count, transparency is ignored, and EXIF
-alone says how a picture is turned.  `ppdist.data.decoder` looks at the structure of a file before a
-decoder sees it.
+alone says how a picture is turned.  `ppdist.runtime.decoder` looks at the structure of a
+file before a decoder sees it.
 """
 
 import os
@@ -20,7 +20,7 @@ from PIL import BmpImagePlugin, ExifTags, Image, JpegImagePlugin, TiffImagePlugi
 from PIL.Image import Transpose
 
 from ppdist.common.errors import DataError
-from ppdist.data.decoder import (
+from ppdist.runtime.decoder import (
     BMP,
     IMAGE_SUFFIXES,
     JPEG,

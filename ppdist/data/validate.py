@@ -47,7 +47,6 @@ from ppdist.data.datasets.annotations import (
 )
 from ppdist.data.datasets.build import check_same_classes, read_raw, same_sets
 from ppdist.data.datasets.convert import Format, Images, convert
-from ppdist.data.decoder import FORMATS, Damage, damage, is_dark
 from ppdist.data.image import is_image_name, read_header, read_image
 from ppdist.data.types import (
     DetectionSet,
@@ -60,6 +59,7 @@ from ppdist.data.types import (
 )
 from ppdist.distributed import comm
 from ppdist.distributed.progress import Progress
+from ppdist.runtime.decoder import FORMATS, Damage, damage, is_dark
 from ppdist.storage import files as storage
 from ppdist.storage import stores
 from ppdist.storage.files import can_be_read, open_file

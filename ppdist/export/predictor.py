@@ -26,10 +26,10 @@ from ppdist.config.runtime import RuntimeOptions
 from ppdist.data.transforms.classification import resize_centre
 from ppdist.data.transforms.geometry import fitted, resize_for_evaluation
 from ppdist.export.spec import SPEC_FILE, InferenceSpec, ModelFileSection, read_spec
-from ppdist.export.standalone import compile_with_openvino, has_bfloat16
 from ppdist.losses.nms import multiclass_nms
 from ppdist.metrics.classification import rank
 from ppdist.models.base import Detector, ImageModel
+from ppdist.runtime.predictor import compile_with_openvino, has_bfloat16
 
 DEFAULT = RuntimeOptions()
 _LOGGER = logging.getLogger("ppdist")

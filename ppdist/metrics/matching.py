@@ -14,13 +14,13 @@ import numpy as np
 
 from ppdist.config.evaluate import COCO_DETECTIONS
 from ppdist.data.types import DetectionSet
+from ppdist.runtime.predictor import USUAL_THRESHOLD
 
 IOU = 0.5  # of the operating point: from there on a detection is in the right place
 NEAR = 0.1  # pairs that overlap less are not kept
 NOBODY = -1
 CROWD = -2
 CONFIDENCE_T = np.arange(1001) / 1000
-USUAL_CONFIDENCE = 0.25  # at which detectors are often used, and what others' tables mean
 RECALL_R = np.linspace(0.0, 1.0, 101)  # as COCO
 _PAIRS_AT_ONCE = 1 << 21  # bounds the memory of a set with crowded images
 _BINS = 10
@@ -368,8 +368,8 @@ OPERATING_POINTS = (
 
 
 def usual_step() -> int:
-    """Position in CONFIDENCE_T of USUAL_CONFIDENCE."""
-    return int(np.searchsorted(CONFIDENCE_T, USUAL_CONFIDENCE))
+    """Position in CONFIDENCE_T of USUAL_THRESHOLD."""
+    return int(np.searchsorted(CONFIDENCE_T, USUAL_THRESHOLD))
 
 
 def mean_of_measured(values_CX: np.ndarray) -> np.ndarray:

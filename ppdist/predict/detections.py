@@ -26,7 +26,7 @@ from PIL import Image, ImageShow
 
 from ppdist.common.errors import ConfigError, DataError
 from ppdist.common.files import make_parent, writing
-from ppdist.data.decoder import format_of
+from ppdist.runtime.decoder import format_of
 from ppdist.viz.draw import PALETTE, draw_boxes, draw_labelled, readable
 
 _DISPLAYS = ("DISPLAY", "WAYLAND_DISPLAY")  # what a desktop sets

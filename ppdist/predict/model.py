@@ -4,7 +4,7 @@
     for rows_R6 in model(images):          # class, score, x1, y1, x2, y2 in pixels of each image
     for probabilities_C in model(images):  # of a classifier
 
-Preprocessing and mapping back are those of deploy/python (ppdist/export/standalone.py), whatever
+Preprocessing and mapping back are those of deploy/python (ppdist/runtime/predictor.py), whatever
 computes the outputs.
 """
 
@@ -27,7 +27,13 @@ from ppdist.distributed import device
 from ppdist.engine.build import build_model
 from ppdist.export.predictor import Graph, open_exported
 from ppdist.export.spec import SPEC_FILE, InferenceSpec, describe, read_spec, validation_set
-from ppdist.export.standalone import (
+from ppdist.losses.nms import multiclass_nms
+from ppdist.models.base import ImageModel
+from ppdist.models.model_card import read_card_or_warn
+from ppdist.models.weights import load_all_weights
+from ppdist.predict.detections import Detections
+from ppdist.predict.sources import Frame
+from ppdist.runtime.predictor import (
     RUNTIMES,
     Predictor,
     PredictorError,
@@ -36,12 +42,6 @@ from ppdist.export.standalone import (
     lost_below,
     suppress,
 )
-from ppdist.losses.nms import multiclass_nms
-from ppdist.models.base import ImageModel
-from ppdist.models.model_card import read_card_or_warn
-from ppdist.models.weights import load_all_weights
-from ppdist.predict.detections import Detections
-from ppdist.predict.sources import Frame
 
 Precision = Literal["float32", "bfloat16", "int8"]
 _LOGGER = logging.getLogger("ppdist")
@@ -144,7 +144,7 @@ def load_export(
         path: of its folder; or of a file there, which is then run: Paddle's, .onnx, _int8.onnx, or
             an .xml that OpenVINO made of the ONNX model.
         backend: None: on a card Paddle, else the fastest here that the export was checked in
-            (`standalone.chosen_backend`).
+            (`runtime.predictor.chosen_backend`).
         threads: CPU threads of one prediction.
     Raises: ExportError: no exported model there, or not the one of these options.
         ConfigError: options that do not go together.

@@ -19,29 +19,27 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import cv2
 import numpy as np
 from PIL import Image
 
 from ppdist.common.errors import DataError
-from ppdist.data.decoder import (
-    IMAGE_SUFFIXES,
-    has_sixteen_bits,
-    is_dark,
-    unread_kind,
-    unread_kinds,
-)
 from ppdist.data.image import decode_image, of_array, of_pillow, read_content
+from ppdist.runtime.decoder import has_sixteen_bits, is_dark, unread_kind
+from ppdist.runtime.pictures import (
+    KNOWN_SUFFIXES,
+    VIDEO_SUFFIXES,
+    Frame,
+    is_source,
+    sources_in,
+    video_frames,
+)
 
-VIDEO_SUFFIXES = (".mp4", ".avi", ".mov", ".mkv", ".webm", ".m4v", ".mpg", ".mpeg")
 STDIN = "-"
 _LOGGER = logging.getLogger("ppdist")
-_KNOWN = IMAGE_SUFFIXES + VIDEO_SUFFIXES
 _LIVE = ("rtsp://", "rtsps://", "rtmp://", "rtp://", "udp://", "tcp://")
 _WEB = ("http://", "https://")
 _MOST_BYTES = 1 << 28  # of an image that is not on this disk
 _TIMEOUT_SECONDS = 30.0
-_USUAL_RATE = 25.0  # of a video or camera that names none
 
 
 @dataclass(frozen=True)
@@ -66,16 +64,6 @@ class Source:
         return isinstance(self.place, int) or (
             isinstance(self.place, str) and self.place.startswith(_LIVE)
         )
-
-
-@dataclass(frozen=True)
-class Frame:
-    """One picture to look at."""
-
-    name: str  # of its source; the frames of a video share it
-    index: int | None  # frame number in a video from 0, None for an image
-    image_HW3: np.ndarray  # uint8 RGB
-    rate: float = 0.0  # frames a second of the video; of an image 0
 
 
 def is_video(place: Path | str | int) -> bool:
@@ -172,7 +160,7 @@ def _expand(word: Path | str | int, leave_out: Path | None) -> list[Source]:
         plain = _magic_part(parts)
         pattern = os.path.join(*map(glob.escape, parts[:plain]), *parts[plain:])
         matches = sorted(Path(each) for each in glob.glob(pattern, recursive=True))
-        chosen = [each for each in matches if _is_picture(each, leave_out)]
+        chosen = [each for each in matches if is_source(each, leave_out)]
         if not chosen:
             raise DataError("no image or video matches", code="no_images", where=text)
         return [Source(each, str(Path(*each.parts[plain:]))) for each in chosen]
@@ -192,7 +180,7 @@ def _name_of_address(text: str) -> str:
     name = Path(urllib.parse.unquote(parts.path)).name or parts.hostname or "address"
     name = "".join(each for each in name if each.isprintable() and each not in '\\:*?"<>|')
     name = name.lstrip(".") or "address"
-    return name if Path(name).suffix.lower() in _KNOWN or is_video(text) else f"{name}.jpg"
+    return name if Path(name).suffix.lower() in KNOWN_SUFFIXES or is_video(text) else f"{name}.jpg"
 
 
 def _free(name: str, taken: set[str]) -> str:
@@ -213,7 +201,7 @@ def find_sources(source: Path, leave_out: Path | None = None) -> list[Path]:
     Raises: DataError: the path does not exist, or there is nothing to look at.
     """
     if source.is_file():
-        if source.suffix.lower() not in _KNOWN:
+        if source.suffix.lower() not in KNOWN_SUFFIXES:
             kind = unread_kind(source.name)
             raise DataError(
                 f"{kind} is not supported" if kind else "neither an image nor a video",
@@ -226,11 +214,7 @@ def find_sources(source: Path, leave_out: Path | None = None) -> list[Path]:
         raise DataError(
             "no such image, folder or video", code="source_not_found", where=str(source)
         )
-    files = [file for file in sorted(source.rglob("*")) if not _is_hidden(file.relative_to(source))]
-    found = [file for file in files if _is_picture(file, leave_out)]
-    unread = unread_kinds(file.name for file in files)
-    if unread:
-        _LOGGER.warning("%s: %s", source, unread)
+    found = sources_in(source, leave_out, _LOGGER.warning)
     if not found:
         raise DataError(
             f"no image or video in this folder ({_listed()})", code="no_images", where=str(source)
@@ -238,21 +222,8 @@ def find_sources(source: Path, leave_out: Path | None = None) -> list[Path]:
     return found
 
 
-def _is_picture(file: Path, leave_out: Path | None) -> bool:
-    return (
-        file.suffix.lower() in _KNOWN
-        and file.is_file()
-        and (leave_out is None or leave_out.resolve() not in file.resolve().parents)
-    )
-
-
-def _is_hidden(file: Path) -> bool:
-    """What programs put there for themselves: ._a.jpg of macOS, .ipynb_checkpoints/a.jpg."""
-    return any(part.startswith(".") for part in file.parts)
-
-
 def _listed() -> str:
-    return " ".join(sorted(_KNOWN))
+    return " ".join(sorted(KNOWN_SUFFIXES))
 
 
 # --- sources to frames ----------------------------------------------------------------------------
@@ -326,24 +297,16 @@ def _bounded(content: bytes, where: str) -> bytes:
 def _video_frames(source: Source) -> Iterator[Frame]:
     """Raises: DataError: not one frame can be read."""
     place = source.place
-    capture = cv2.VideoCapture(place if isinstance(place, int) else video_path(place))
-    rate = capture.get(cv2.CAP_PROP_FPS) or _USUAL_RATE
-    index = 0
-    try:
-        while True:
-            there, frame_bgr = capture.read()
-            if not there:
-                break
-            yield Frame(source.name, index, cv2.cvtColor(frame_bgr, cv2.COLOR_BGR2RGB), rate)
-            index += 1
-    finally:
-        capture.release()
-    if index == 0:
+    frames = video_frames(place if isinstance(place, int) else video_path(place), source.name)
+    first = next(frames, None)
+    if first is None:
         kind = "video" if isinstance(place, Path) else "camera or stream"
         where = source.name if isinstance(place, int) else str(place)
         raise DataError(
             f"no frame of this {kind} can be read", code="video_unreadable", where=where
         )
+    yield first
+    yield from frames
 
 
 def video_path(file: Path | str) -> str:

@@ -12,9 +12,8 @@ import numpy as np
 
 from ppdist.common.errors import ConfigError
 from ppdist.predict.detections import Detections
-from ppdist.predict.sources import Frame
+from ppdist.runtime.pictures import USUAL_RATE, Frame
 
-_USUAL_RATE = 25.0
 _SURE = 0.5  # score of a box that begins a track, at most; see Tracker
 
 
@@ -64,7 +63,7 @@ class Tracker:
         # Its defaults are for COCO's best detectors; what the user calls an object is one.
         sure = max(_SURE, threshold)
         self._tracker: Any = ByteTrackTracker(
-            frame_rate=rate or _USUAL_RATE,
+            frame_rate=rate or USUAL_RATE,
             track_activation_threshold=sure,
             high_conf_det_threshold=sure,
             minimum_consecutive_frames=1,

@@ -18,7 +18,6 @@ from typing import Any
 
 from ppdist.common.eta import duration
 from ppdist.metrics.analysis import CLASS_HEADINGS
-from ppdist.metrics.matching import USUAL_CONFIDENCE
 from ppdist.metrics.verdict import Finding, verdict
 from ppdist.report.charts import COLOURS, INK, Chart, Point, Series, chart
 from ppdist.report.run import (
@@ -31,6 +30,7 @@ from ppdist.report.run import (
     Run,
     written,
 )
+from ppdist.runtime.predictor import USUAL_THRESHOLD
 
 # An evaluation.
 
@@ -415,7 +415,7 @@ def _tiles(run: Run) -> Iterator[Tile]:
 def _operating_points(best: Numbers) -> str:
     """Precision and recall at the confidence of the best F1, and at 0.25."""
     points = [("precision", "recall", best.get("best_f1_threshold"))]
-    points.append(("precision_at_25", "recall_at_25", USUAL_CONFIDENCE))
+    points.append(("precision_at_25", "recall_at_25", USUAL_THRESHOLD))
     return "; ".join(
         f"precision {best[precision]:.3f}, recall {best[recall]:.3f}"
         + (f" at confidence {confidence:.3g}" if confidence is not None else "")

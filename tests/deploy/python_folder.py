@@ -1,4 +1,4 @@
-"""The modules of deploy/python, which import each other as files of one folder."""
+"""The package that deploy/python links to, by the name that it has without ppdist."""
 
 import importlib
 import subprocess
@@ -8,13 +8,15 @@ from typing import Any
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 FOLDER = REPOSITORY / "deploy" / "python"
+RUNTIME = REPOSITORY / "ppdist" / "runtime"  # what FOLDER links to
 sys.path.insert(0, str(FOLDER))
 predictor: Any
 pictures: Any
 results: Any
 command: Any
-predictor, pictures, results, command = map(
-    importlib.import_module, ("predictor", "pictures", "results", "command")
+predictor, pictures, results, command = (
+    importlib.import_module(f"ppdist_runtime.{name}")
+    for name in ("predictor", "pictures", "results", "command")
 )
 Predictor, PredictorError = predictor.Predictor, predictor.PredictorError
 

@@ -95,6 +95,17 @@ def call(monkeypatch: pytest.MonkeyPatch, *arguments: object) -> int:
     return command.main()
 
 
+def test_find_sources_leaves_out_hidden_folders_and_results(tmp_path: Path) -> None:
+    for name in ("b/x.PNG", "a.jpg", "b/c.txt", "out/a.jpg", "b/._x.PNG", ".thumbnails/a.jpg",
+                 "b/.ipynb_checkpoints/c/x.png", "d.heic"):  # fmt: skip
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).touch()
+    said: list[str] = []
+    found = pictures.find_sources(tmp_path, tmp_path / "out", said.append)
+    assert found == [tmp_path / "a.jpg", tmp_path / "b" / "x.PNG"]
+    assert len(said) == 1 and "1 HEIC" in said[0]
+
+
 def test_the_command_writes_what_tools_infer_writes(
     exported: Path, photos: Path, tmp_path: Path
 ) -> None:

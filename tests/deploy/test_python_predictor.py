@@ -3,8 +3,10 @@
 import ast
 import importlib.util
 import json
+import shutil
 import subprocess
 import sys
+import zipfile
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
@@ -12,6 +14,7 @@ from graphlib import TopologicalSorter
 from pathlib import Path
 from typing import Any
 
+import cv2
 import numpy as np
 import paddle
 import pytest
@@ -36,6 +39,7 @@ from ppdist.losses.nms import multiclass_nms
 from ppdist.models.ppyoloe import PPYOLOE
 from tests.deploy.python_folder import (
     FOLDER,
+    RUNTIME,
     Predictor,
     PredictorError,
     pictures,
@@ -166,7 +170,7 @@ def test_letterbox_boxes_map_back_to_image() -> None:
 
 def test_results_hold_corner_and_sides_as_coco_does(tmp_path: Path) -> None:
     spec = {"task": "detect", "class_names": ["red", "green"], "category_ids": [7, 9]}
-    frame = pictures.Frame("a.jpg", None, 0.0, picture(120, 60))
+    frame = pictures.Frame("a.jpg", None, picture(120, 60))
     found = results.Results(tmp_path, spec, 0.3, {})
     found.add(frame, np.array([[1, 0.5, 15, 30, 45, 90], [0, 0.2, 0, 0, 9, 9]], np.float32))
     content = json.loads(found.write(as_csv=True).read_text())
@@ -373,9 +377,7 @@ def test_signals_are_heard_after_models_of_openvino_end(exported: Exported) -> N
         "while models: del models[0]; gc.collect(); os.kill(os.getpid(), signal.SIGUSR1)\n"
     )
     command = [sys.executable, "-c", code, str(exported())]
-    ended = subprocess.run(
-        command, cwd=Path(predictor.__file__).parent, capture_output=True, text=True, timeout=600
-    )
+    ended = subprocess.run(command, cwd=FOLDER, capture_output=True, text=True, timeout=600)
     assert (ended.returncode, ended.stdout) == (0, "heard\n" * 2), ended.stderr
 
 
@@ -434,19 +436,18 @@ def imported(file: Path) -> set[str]:
 
 
 def test_its_modules_import_each_other_in_no_circle() -> None:
-    beside = {file.stem: file for file in FOLDER.glob("*.py")}
+    beside = {file.stem: file for file in RUNTIME.glob("*.py")}
     order = TopologicalSorter({name: imported(file) & set(beside) for name, file in beside.items()})
     found = list(order.static_order())
-    assert set(found) == {"predictor", "decoder", "pictures", "results", "command"}
-    assert found[-1] == "command"
+    assert found[-1] == "__main__"
 
 
 def test_only_numpy_opencv_and_runtime_are_imported() -> None:
-    beside = {file.stem for file in FOLDER.glob("*.py")}
+    beside = {file.stem for file in RUNTIME.glob("*.py")}
     allowed = (
         beside | {"cv2", "numpy", "onnxruntime", "paddle", "simplejpeg"} | sys.stdlib_module_names
     )
-    for file in FOLDER.glob("*.py"):
+    for file in RUNTIME.glob("*.py"):
         assert imported(file) <= allowed, file
     wanted = [line for line in (FOLDER / "requirements.txt").read_text().splitlines() if line]
     named = {line.lstrip("# ").split(">=")[0] for line in wanted if ">=" in line}
@@ -459,7 +460,7 @@ def test_only_numpy_opencv_and_runtime_are_imported() -> None:
 def test_predictor_py_runs_without_paddle_and_ppdist(exported: Exported, tmp_path: Path) -> None:
     """The one file is copied away, and other packages are made impossible to import."""
     model = exported()
-    (tmp_path / "predictor.py").write_bytes((FOLDER / "predictor.py").read_bytes())
+    (tmp_path / "predictor.py").write_bytes((RUNTIME / "predictor.py").read_bytes())
     code = (
         "import sys\n"
         "for name in ('paddle', 'ppdist', 'yaml', 'pydantic', 'PIL'): sys.modules[name] = None\n"
@@ -470,6 +471,30 @@ def test_predictor_py_runs_without_paddle_and_ppdist(exported: Exported, tmp_pat
     )
     done = run_file("-c", code, cwd=tmp_path)
     assert (done.returncode, done.stdout) == (0, "6\n"), done.stderr
+
+
+@pytest.mark.slow
+@needs_onnx
+def test_its_wheel_runs_without_ppdist(exported: Exported, tmp_path: Path) -> None:
+    pytest.importorskip("setuptools", "70.1")  # builds wheels without another package
+    shutil.copytree(FOLDER, tmp_path / "python")  # with what it links to
+    built = run_file("-m", "pip", "wheel", "--no-deps", "--no-build-isolation", "--no-index",
+                     "--wheel-dir", tmp_path, tmp_path / "python")  # fmt: skip
+    (wheel,) = tmp_path.glob("ppdist_runtime-*-py3-none-any.whl")
+    assert built.returncode == 0, built.stderr
+    with zipfile.ZipFile(wheel) as opened:
+        opened.extractall(tmp_path / "installed")
+    cv2.imwrite(str(tmp_path / "a.png"), picture(60, 80))
+    code = (
+        "import sys\n"
+        "for name in ('paddle', 'ppdist', 'yaml', 'pydantic', 'PIL'): sys.modules[name] = None\n"
+        "from ppdist_runtime.command import main\n"
+        f"sys.argv += ['--model', {str(exported())!r}, '--source', '../a.png', '--out', 'out']\n"
+        "sys.exit(main())\n"
+    )
+    done = run_file("-c", code, cwd=tmp_path / "installed")
+    assert done.returncode == 0, done.stderr
+    assert (tmp_path / "installed" / "out" / "detections.json").is_file()
 
 
 @needs_onnx

@@ -32,7 +32,6 @@ from ppdist.config.data import DataConfig, SplitConfig
 from ppdist.config.experiment import ExperimentConfig, load_config
 from ppdist.data.datasets.annotations import settle
 from ppdist.data.datasets.build import read_raw, read_split
-from ppdist.data.decoder import PNG, png_chunks
 from ppdist.data.image import read_header, read_image
 from ppdist.data.validate import check_image
 from ppdist.engine.checkpoint import save_checkpoint
@@ -41,6 +40,7 @@ from ppdist.launch.connection import OTHER_PROGRAM, OTHER_TOKEN, Connection
 from ppdist.launch.control_channel import HostEnd
 from ppdist.launch.rendezvous import Handshake, differences, read_handshake, remarks
 from ppdist.models.weights import read_arrays, write_arrays
+from ppdist.runtime.decoder import PNG, png_chunks
 from tests.deploy.python_folder import predictor
 from tests.faults.fuzz import CANARY, Files, Target
 from tests.unit.data.pictures import broken_animation, picture, png_chunk

@@ -182,7 +182,7 @@ ROWS = (
     Row(39, "an image of which the decoder dies; pictures at the end that crash or hang",
         "its still picture is read; a warning, and the training stays complete",
         ("tests/faults/test_fuzz.py::test_changed_files_are_read_or_refused[images]",
-         "tests/unit/data/test_decoder.py::test_broken_animation_shows_its_still_picture",
+         "tests/unit/runtime/test_decoder.py::test_broken_animation_shows_its_still_picture",
          "tests/integration/test_finished_run.py::test_deadly_images_and_pictures_cost_no_run",
          "tests/unit/common/test_process.py::test_work_apart_logs_here_and_may_die")),
     Row(40, "a pipe, or a link to /dev/zero, in the place of an image, weights, annotations or a "

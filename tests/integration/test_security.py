@@ -31,8 +31,7 @@ FORBIDDEN_METHODS = {"extractall", "extract", "allow_pickle", "all_gather_object
 ALLOWED = {
     ("ppdist.cli", "importlib.import_module"): "a name of its own table",
     ("ppdist", "importlib.import_module"): "a name of its own table",
-    ("ppdist.export.standalone", "importlib.import_module"): "one of two runtimes",
-    ("ppdist.export.standalone", "runpy.run_path"): "as a program: the file beside it",
+    ("ppdist.runtime.predictor", "importlib.import_module"): "one of two runtimes",
     ("ppdist.predict.sources", "urllib.request.urlopen"): "http(s) as typed, an image, bounded",
     ("ppdist.common.trackers", "importlib.import_module"): "of our table, or registered",
     ("ppdist.common.trackers", "pickle.load"): "from the run that started it, over its stdin",

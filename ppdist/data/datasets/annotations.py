@@ -21,7 +21,6 @@ import yaml
 
 from ppdist.common.errors import DataError
 from ppdist.common.files import read_file, writing
-from ppdist.data.decoder import UNREAD_SUFFIXES
 from ppdist.data.image import image_size, is_image_name
 from ppdist.data.types import (
     Box,
@@ -36,6 +35,7 @@ from ppdist.data.types import (
     packed_outlines,
     packed_paths,
 )
+from ppdist.runtime.decoder import UNREAD_SUFFIXES
 from ppdist.storage import files as storage
 
 Severity = Literal["error", "warning", "note"]

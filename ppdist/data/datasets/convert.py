@@ -42,9 +42,9 @@ from ppdist.data.datasets.build import read_raw
 from ppdist.data.datasets.coco import coco_content, write_coco
 from ppdist.data.datasets.voc import write_voc
 from ppdist.data.datasets.yolo import write_yolo
-from ppdist.data.decoder import MOST_BYTES
 from ppdist.data.image import ImageHeader, read_header
 from ppdist.data.types import Box, DetectionSet, RawImage, RawSet, keyed_generator
+from ppdist.runtime.decoder import MOST_BYTES
 from ppdist.storage import files as storage
 from ppdist.storage import stores
 from ppdist.storage.shards import ShardWriter, place_in_shard

@@ -29,10 +29,10 @@ from ppdist.data.datasets.annotations import (
     size_of,
     write_text,
 )
-from ppdist.data.decoder import IMAGE_SUFFIXES
 from ppdist.data.image import is_image_name
 from ppdist.data.types import Box, Complain, Issue, RawImage, RawObject, RawSet
 from ppdist.distributed.store import alive
+from ppdist.runtime.decoder import IMAGE_SUFFIXES
 
 _SIDES = ("xmin", "ymin", "xmax", "ymax")
 _OBJECT_TAGS = {"name", "bndbox", "difficult"}

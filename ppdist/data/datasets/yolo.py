@@ -34,10 +34,10 @@ from ppdist.data.datasets.annotations import (
     read_text_of_image,
     write_text,
 )
-from ppdist.data.decoder import unread_kind
 from ppdist.data.image import is_image_name
 from ppdist.data.types import Box, Complain, Issue, RawImage, RawObject, RawSet
 from ppdist.distributed.progress import Progress
+from ppdist.runtime.decoder import unread_kind
 
 _LOGGER = logging.getLogger("ppdist.data")
 _FEWEST_OUTLINE = 6  # numbers: three points

@@ -17,8 +17,8 @@ from PIL import Image
 
 from ppdist.common.errors import DataError
 from ppdist.data import cache as image_cache
-from ppdist.data.decoder import MOST_PIXELS, damage
 from ppdist.data.image import read_image
+from ppdist.runtime.decoder import MOST_PIXELS, damage
 from tests.unit.data.pictures import png_chunk
 
 SIDE = 30_000  # more than MOST_PIXELS as a square, fewer than OpenCV's own limit

@@ -13,9 +13,9 @@ from ppdist.common.process import RESTART_VARIABLE
 from ppdist.config.data import DataConfig
 from ppdist.data import validate
 from ppdist.data.datasets.build import read_split
-from ppdist.data.decoder import Damage
 from ppdist.data.validate import ImageCheck, check_before_training, look_at_all
 from ppdist.distributed import progress, store
+from ppdist.runtime.decoder import Damage
 from ppdist.storage import keyed_cache
 from tests.unit.data.corpus import config, write_clean_coco
 

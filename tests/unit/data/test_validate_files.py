@@ -13,9 +13,9 @@ from PIL import ImageFile as PillowFile
 from ppdist.common.errors import DataError
 from ppdist.common.process import is_alive
 from ppdist.data import validate as validation
-from ppdist.data.decoder import damage
 from ppdist.data.image import read_header, read_image
 from ppdist.data.validate import ImageCheck, ImageFile, check_image, check_images
+from ppdist.runtime.decoder import damage
 from tests.unit.data.corpus import (
     SIZE,
     exif,

@@ -30,8 +30,8 @@ from ppdist.export.predictor import (
     prepare,
 )
 from ppdist.export.spec import InferenceSpec, read_spec, write_spec
-from ppdist.export.standalone import has_bfloat16, import_openvino
 from ppdist.models.ppyoloe import PPYOLOE
+from ppdist.runtime.predictor import has_bfloat16, import_openvino
 from tests.unit.export.tiny import (
     FORMATS,
     NMS,
@@ -187,7 +187,7 @@ def test_openvino_reports_a_broken_file_or_its_absence(
         OpenVinoGraph(file, RuntimeOptions(backend="openvino"))
     assert error.value.code == "runtime_load_failed"
     monkeypatch.setitem(sys.modules, "openvino", None)
-    monkeypatch.setattr("ppdist.export.standalone.openvino_core", import_openvino)
+    monkeypatch.setattr("ppdist.runtime.predictor.openvino_core", import_openvino)
     with pytest.raises(ExportError, match=r"pip install 'ppdist\[openvino\]'") as error:
         OpenVinoGraph(file, RuntimeOptions(backend="openvino"))
     assert error.value.code == "package_missing"

@@ -18,9 +18,9 @@ import pytest
 from PIL import Image
 
 from ppdist.common.process import ends_with_this
-from ppdist.data import decoder
-from ppdist.data.decoder import damage, decode
 from ppdist.data.image import image_size
+from ppdist.runtime import decoder
+from ppdist.runtime.decoder import damage, decode
 from tests.unit.data.corpus import hollow_jpeg
 from tests.unit.data.pictures import broken_animation, exif, jpeg, picture, png_chunk
 

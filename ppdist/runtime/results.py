@@ -1,4 +1,4 @@
-"""What was found, as files: JSON, CSV, and every picture with it drawn."""
+"""What was found, as files: JSON, CSV, drawn pictures."""
 
 import csv
 import json
@@ -9,9 +9,10 @@ from typing import Any
 
 import cv2
 import numpy as np
-from decoder import format_of
-from pictures import Frame, is_video, video_path
-from predictor import PredictorError
+
+from .decoder import format_of
+from .pictures import Frame, is_video, video_path
+from .predictor import PredictorError
 
 # Colours that stay apart with any common colour blindness, red, green, blue: Okabe & Ito 2008,
 # "Color Universal Design", https://jfly.uni-koeln.de/color/, black replaced by a mid grey.
@@ -165,7 +166,7 @@ class _Pictures:
             if not done:
                 raise PredictorError(f"{file}: this format cannot hold the image")
             with _writing(file):
-                file.write_bytes(content)
+                file.write_bytes(content.tobytes())
             return
         if self._video is None:
             self._film, codec = frame.name, cv2.VideoWriter.fourcc(*"mp4v")

@@ -6,9 +6,7 @@ missing of a JPEG grey, and unpacks a PNG of 107 KB that is all white to 900 mil
 at its peak.  So whoever has a file calls `damage` first, and `decode` hands on what pixels need.
 Of BMPs with masks it takes no notice, or refuses them, as its version is: these are read here.
 
-Every image goes this way: training, the tools, `deploy/python` and `deploy/serving`.  These run
-without ppdist, so this file imports nothing of it, and stands in `ppdist/data/` and in
-`deploy/python/`, letter for letter (`tests/test_architecture.py`): change both.
+Every image goes this way: training, the tools, `deploy/python` and `deploy/serving`.
 
 Where simplejpeg is installed, it decodes upright JPEGs of one or three channels: the same pixels,
 bit for bit, in less time.  Both are libjpeg-turbo; OpenCV allocates an image twice and copies it.

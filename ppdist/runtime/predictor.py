@@ -1,26 +1,19 @@
-"""Runs a model that `ppdist export` wrote, without ppdist.
+"""Runs a model that `ppdist export` wrote.
 
-This file is enough:
+This file is enough, wherever it is copied:
 
     predictor = Predictor("export")                       # the folder that holds infer.yml
     for rows in predictor([image]):                       # images: uint8 RGB [H, W, 3], any size
         for label, score, x1, y1, x2, y2 in rows: ...     # pixels of that image, best first
 
-It takes numpy, opencv-python-headless, and one of onnxruntime, openvino and paddlepaddle.  With the
-files beside it, it is a command, too:
-
-    python predictor.py --model DIR --source IMAGE|DIR|VIDEO --out DIR
-
-ppdist itself puts images through it, also to models that are not exported, so this file imports
-nothing of ppdist, and stands in `deploy/python/predictor.py` and, as `ppdist/export/standalone.py`,
-in the package, letter for letter (`tests/test_architecture.py`): change both.
+It takes numpy, opencv-python-headless, and one of onnxruntime, openvino and paddlepaddle.  ppdist
+itself puts images through it, also to models that are not exported.
 """
 
 import functools
 import importlib.util
 import json
 import math
-import runpy
 import sys
 import threading
 from collections.abc import Sequence
@@ -579,7 +572,3 @@ def _require_image(image_HW3: np.ndarray, position: int) -> None:
         raise PredictorError(
             f"image {position}: {kind} {list(shape)}; expected uint8 [height, width, 3], RGB"
         )
-
-
-if __name__ == "__main__":  # command.py imports this module: run it as a program, beside this one
-    runpy.run_path(str(Path(__file__).with_name("command.py")), run_name="__main__")

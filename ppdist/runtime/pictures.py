@@ -1,5 +1,6 @@
-"""Images and videos from disk, decoded ahead of the prediction in a thread of their own."""
+"""Images and videos from disk, decoded ahead of the prediction."""
 
+import itertools
 import os
 import queue
 import stat
@@ -11,10 +12,13 @@ from typing import TypeVar
 
 import cv2
 import numpy as np
-from decoder import IMAGE_SUFFIXES, MOST_BYTES, damage, decode, unread_kind, unread_kinds
-from predictor import PredictorError
+
+from .decoder import IMAGE_SUFFIXES, MOST_BYTES, damage, decode, unread_kind, unread_kinds
+from .predictor import PredictorError
 
 VIDEO_SUFFIXES = (".mp4", ".avi", ".mov", ".mkv", ".webm", ".m4v", ".mpg", ".mpeg")
+KNOWN_SUFFIXES = IMAGE_SUFFIXES + VIDEO_SUFFIXES
+USUAL_RATE = 25.0  # of a video or camera that names none
 Item = TypeVar("Item")
 
 
@@ -22,49 +26,58 @@ Item = TypeVar("Item")
 class Frame:
     """One picture to look at."""
 
-    name: str  # path relative to the source; the frames of a video share it
-    index: int | None  # number in a video from 0; None: an image
-    rate: float  # frames a second of the video; of an image 0
+    name: str  # of its source; the frames of a video share it
+    index: int | None  # frame number in a video from 0; None: an image
     image_HW3: np.ndarray  # uint8 RGB
+    rate: float = 0.0  # frames a second of the video; of an image 0
 
 
 def find_sources(source: Path, leave_out: Path, warn: Callable[[str], None]) -> list[Path]:
     """The images and videos a path stands for: itself, or all below it, in name order.
 
-    Args:
-        leave_out: a folder whose files do not count (where results are written).
-        warn: told of images of kinds that are not read.
+    Args: leave_out, warn: as `sources_in`.
     Raises: PredictorError: the path does not exist, or there is nothing to look at.
     """
-    known = IMAGE_SUFFIXES + VIDEO_SUFFIXES
-    shown = " ".join(sorted(known))
+    shown = " ".join(sorted(KNOWN_SUFFIXES))
     if source.is_file():
-        if source.suffix.lower() not in known:
+        if source.suffix.lower() not in KNOWN_SUFFIXES:
             kind = unread_kind(source.name)
             what = f"{kind} is not read" if kind else "neither an image nor a video"
             raise PredictorError(f"{source}: {what}; make it one of {shown}")
         return [source]
     if not source.is_dir():
         raise PredictorError(f"{source}: no such image, folder or video")
-    files = [
-        file
-        for file in sorted(source.rglob("*"))
-        # What programs put there for themselves: ._a.jpg of macOS, .ipynb_checkpoints/a.jpg.
-        if not any(part.startswith(".") for part in file.relative_to(source).parts)
-    ]
-    found = [
-        file
-        for file in files
-        if file.suffix.lower() in known
-        and file.is_file()
-        and leave_out.resolve() not in file.resolve().parents
-    ]
-    unread = unread_kinds(file.name for file in files)
-    if unread:
-        warn(f"{source}: {unread}")
+    found = sources_in(source, leave_out, warn)
     if not found:
         raise PredictorError(f"{source}: no image or video in this folder ({shown})")
     return found
+
+
+def sources_in(folder: Path, leave_out: Path | None, warn: Callable[[str], None]) -> list[Path]:
+    """The images and videos in a folder and below it, in name order.
+
+    Args:
+        leave_out: a folder whose files do not count (where results are written).
+        warn: told of images of kinds that are not read.
+    """
+    files = [
+        file
+        for file in sorted(folder.rglob("*"))
+        # What programs put there for themselves: ._a.jpg of macOS, .ipynb_checkpoints/a.jpg.
+        if not any(part.startswith(".") for part in file.relative_to(folder).parts)
+    ]
+    if unread := unread_kinds(file.name for file in files):
+        warn(f"{folder}: {unread}")
+    return [file for file in files if is_source(file, leave_out)]
+
+
+def is_source(file: Path, leave_out: Path | None) -> bool:
+    """Whether it is an image or video by its name, and not in the folder that is left out."""
+    return (
+        file.suffix.lower() in KNOWN_SUFFIXES
+        and file.is_file()
+        and (leave_out is None or leave_out.resolve() not in file.resolve().parents)
+    )
 
 
 def is_video(name: str | Path) -> bool:
@@ -83,7 +96,7 @@ def frames_of(
             if is_video(file):
                 yield from _video_frames(file, name)
             else:
-                yield Frame(name, None, 0.0, read_image(file))
+                yield Frame(name, None, read_image(file))
         except PredictorError as error:
             complain(str(error))
 
@@ -100,20 +113,26 @@ def video_path(file: Path) -> str:
 
 
 def _video_frames(file: Path, name: str) -> Iterator[Frame]:
-    capture = cv2.VideoCapture(video_path(file))
-    rate = capture.get(cv2.CAP_PROP_FPS) or 25.0
-    index = 0
+    frames = video_frames(video_path(file), name)
+    first = next(frames, None)
+    if first is None:
+        raise PredictorError(f"{file}: no frame of this video can be read")
+    yield first
+    yield from frames
+
+
+def video_frames(place: str | int, name: str) -> Iterator[Frame]:
+    """Each frame that OpenCV reads of a video, a stream or a camera of that number."""
+    capture = cv2.VideoCapture(place)
+    rate = capture.get(cv2.CAP_PROP_FPS) or USUAL_RATE
     try:
-        while True:
+        for index in itertools.count():
             there, frame_bgr = capture.read()
             if not there:
-                break
-            yield Frame(name, index, rate, cv2.cvtColor(frame_bgr, cv2.COLOR_BGR2RGB))
-            index += 1
+                return
+            yield Frame(name, index, cv2.cvtColor(frame_bgr, cv2.COLOR_BGR2RGB), rate)
     finally:
         capture.release()
-    if index == 0:
-        raise PredictorError(f"{file}: no frame of this video can be read")
 
 
 def read_image(file: Path) -> np.ndarray:

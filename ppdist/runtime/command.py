@@ -1,6 +1,6 @@
-"""Finds objects in images and videos with an exported model; ppdist is not needed.
+"""Finds objects in images and videos with an exported model.
 
-    python predictor.py --model DIR --source IMAGE|DIR|VIDEO --out DIR
+    python -m ppdist_runtime --model DIR --source IMAGE|DIR|VIDEO --out DIR
 
 OUT gets every picture with its boxes drawn, and detections.json: a COCO data set of what was found
 (`annotations` is also a COCO result list).  A classifier draws its five surest classes instead, and
@@ -19,15 +19,16 @@ from pathlib import Path
 from typing import TextIO
 
 import numpy as np
-from pictures import Frame, ahead, find_sources, frames_of
-from predictor import (
+
+from .pictures import Frame, ahead, find_sources, frames_of
+from .predictor import (
     USUAL_THRESHOLD,
     Predictor,
     PredictorError,
     default_threshold,
     lost_below,
 )
-from results import FILES, Results, picture_names
+from .results import FILES, Results, picture_names
 
 # What moves a terminal's cursor, changes its title or turns the direction of what follows.
 _CONTROLS = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069]")
@@ -177,7 +178,3 @@ def require_no_foreign_pictures(out: Path, pictures: Iterable[str]) -> None:
 
 def holds_results(out: Path) -> bool:
     return any((out / f"{stem}.json").is_file() for stem in FILES.values())
-
-
-if __name__ == "__main__":
-    sys.exit(main())
