@@ -4,7 +4,6 @@ Needs no Paddle.
 
   predict   time, GPU-hours and limit of a training on HOSTSxCARDS, and what would help
   fit       the numbers of a step from measured rows
-  backtest  the model against published measurements; exits 1 where it does not hold
 
 Measure what you can (ppdist benchmark train|scaling|loader|eval --json FILE, ppdist doctor
 --json FILE); every number that was assumed is listed.  Accuracy is not predicted.
@@ -21,7 +20,6 @@ from ppdist.common.files import make_parent, write_json
 from ppdist.planner import tables
 from ppdist.planner.fit import read_benchmarks
 from ppdist.planner.options import add_cluster, add_job, add_rows, fit_rows, question
-from ppdist.planner.validation import backtest
 from ppdist.planner.what_if import PARTS, Prediction, clusters_up_to, predict, what_ifs
 
 
@@ -35,8 +33,7 @@ def parse() -> argparse.Namespace:
     predicting.add_argument("--plot", type=Path, metavar="FILE", help="draw it, as PNG")
     fitting = commands.add_parser("fit", help="the numbers of a step from measured rows")
     add_rows(fitting)
-    testing = commands.add_parser("backtest", help="the model against published measurements")
-    for command in (predicting, fitting, testing):
+    for command in (predicting, fitting):
         command.add_argument("--json", type=Path, metavar="FILE", help="write it as JSON as well")
     return parser.parse_args()
 
@@ -45,13 +42,13 @@ def main() -> int:
     arguments = parse()
     if arguments.json:
         make_parent(arguments.json)
-    report, code = COMMANDS[arguments.command](arguments)
+    report = COMMANDS[arguments.command](arguments)
     if arguments.json:
         write_json(arguments.json, {"what": arguments.command, **report}, indent=1)
-    return code
+    return 0
 
 
-def run_predict(arguments: argparse.Namespace) -> tuple[dict[str, Any], int]:
+def run_predict(arguments: argparse.Namespace) -> dict[str, Any]:
     asked = question(arguments)
     predictions = [predict(asked.job, cluster) for cluster in clusters_up_to(asked.cluster)]
     answer = predictions[-1]
@@ -76,7 +73,7 @@ def run_predict(arguments: argparse.Namespace) -> tuple[dict[str, Any], int]:
         ],
         "assumed": asked.assumed,
         "missing": asked.missing,
-    }, 0
+    }
 
 
 def plain(prediction: Prediction) -> dict[str, Any]:
@@ -89,22 +86,10 @@ def plain(prediction: Prediction) -> dict[str, Any]:
     }
 
 
-def run_fit(arguments: argparse.Namespace) -> tuple[dict[str, Any], int]:
+def run_fit(arguments: argparse.Namespace) -> dict[str, Any]:
     found = fit_rows(read_benchmarks(arguments.benchmark), arguments.rows)
     print(tables.fitted(found))
-    return {**asdict(found), "errors": [found.error(row) for row in found.rows]}, 0
+    return {**asdict(found), "errors": [found.error(row) for row in found.rows]}
 
 
-def run_backtest(arguments: argparse.Namespace) -> tuple[dict[str, Any], int]:
-    tested = backtest()
-    for table in tested:
-        print(tables.tested(table), end="\n\n")
-    failed = [table.name for table in tested if not table.holds]
-    print(f"The model does not hold: {'; '.join(failed)}" if failed else "The model holds.")
-    report = [
-        {**asdict(table), "largest_error": table.worst, "holds": table.holds} for table in tested
-    ]
-    return {"tables": report}, 1 if failed else 0
-
-
-COMMANDS = {"predict": run_predict, "fit": run_fit, "backtest": run_backtest}
+COMMANDS = {"predict": run_predict, "fit": run_fit}

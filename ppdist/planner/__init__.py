@@ -3,8 +3,7 @@
     what_if         the model: network, step, training; what limits it; what would help
     fit             the numbers of a step from measured rows, typed in or read from JSON
     options         a question from the command line: measured, given or assumed
-    validation      the model against published tables (reference_runs)
-    tables          predictions, fits and validations for people, and as a plot
+    tables          predictions and fits for people, and as a plot
 
 Nothing here needs Paddle.  Accuracy is not predicted.  See docs/planning.md.
 """

@@ -22,7 +22,7 @@ from ppdist.planner.fit import (
 from ppdist.planner.what_if import Cluster, Job, Link
 
 # What is assumed of cards where nothing says it; each use is listed with its source.
-_JITTER, _PARALLEL_MS = 0.096, 12.2  # `ppdist plan backtest` fits these to YOLOv5l
+_JITTER, _PARALLEL_MS = 0.096, 12.2  # fitted to YOLOv5l on A100 (test_what_if_published.py)
 _INSIDE_GBYTES = 200.0  # NVLink of an A100 host
 # A small all-reduce on a GPU takes some 15 us among 8 cards and 60 us across 4 hosts, which is 6
 # and 4 hops.

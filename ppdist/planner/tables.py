@@ -1,4 +1,4 @@
-"""Predictions, fits and validations as tables for people; predictions as a plot."""
+"""Predictions and fits as tables for people; predictions as a plot."""
 
 from collections.abc import Sequence
 from dataclasses import asdict
@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING
 
 from ppdist.common.files import make_parent, writing
 from ppdist.planner.fit import Fit, left_out
-from ppdist.planner.validation import Table
 from ppdist.planner.what_if import PARTS, Job, Prediction, what_ifs
 
 if TYPE_CHECKING:
@@ -112,29 +111,6 @@ def fitted(found: Fit) -> str:
             "" if alone != alone else percent(alone),
         ])  # fmt: skip
     return "\n".join([*lines, table(rows)])
-
-
-def tested(found: Table) -> str:
-    """One published table."""
-    rows = [["", f"measured, {found.unit}", "model", "error", ""]]
-    for outcome in found.outcomes:
-        how = "fitted" if outcome.fitted else "predicted"
-        if not outcome.required:
-            how = "not claimed"
-        rows.append([
-            outcome.name, f"{outcome.measured:g}", f"{outcome.predicted:.4g}",
-            percent(outcome.error), how,
-        ])  # fmt: skip
-    verdict = "holds" if found.holds else "DOES NOT HOLD"
-    claimed = sum(outcome.required for outcome in found.outcomes)
-    return "\n".join([
-        found.name,
-        table(rows),
-        f"largest error {100 * found.worst:.1f} %, at most {100 * found.tolerance:.0f} %: "
-        f"{verdict}",
-        f"parameters / rows: {len(found.free)} / {claimed}: {'; '.join(found.free)}",
-        *(f"  - {remark}" for remark in found.remarks),
-    ])  # fmt: skip
 
 
 # Okabe & Ito 2008, distinct also for the colour-blind.

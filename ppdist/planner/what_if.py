@@ -15,7 +15,7 @@ during communication too does a little better.
 """
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass, fields, replace
 from functools import cache
 from statistics import NormalDist
@@ -123,7 +123,6 @@ class Job:
     gradient_bytes: int = 4  # ... so large on the wire
     overlap: float = 0.9  # part of the backward pass behind which float32 gradients can hide
     sync_bn_layers: int = 0
-    own_sizes: tuple[int, ...] = ()  # each card draws its own image size; (): all the same
     # Images a second that can be read.
     card_input: float | None = None  # by the workers of one card
     host_input: float | None = None  # by one host
@@ -175,19 +174,6 @@ def slowest_of(count: int) -> float:
     return width * (above - below + (1 - 2 * 0.5**count) / 2)
 
 
-def size_skew(count: int, sizes: Sequence[int]) -> float:
-    """Expected largest cost / mean cost of N cards that each draw an image size; the cost grows
-    with the area.  1 where all draw the same (`sizes` empty), as ppdist does.
-
-    E[max] = sum_i v_i (P(max <= v_i) - P(max < v_i)), of n values v_i in order (i / n)^N.
-    """
-    if not sizes:
-        return 1.0
-    values, n = sorted(float(size) ** 2 for size in sizes), len(sizes)
-    largest = sum(v * (((i + 1) / n) ** count - (i / n) ** count) for i, v in enumerate(values))
-    return largest * n / sum(values)
-
-
 def input_seconds(job: Job, cluster: Cluster) -> float:
     """T_in: for the images of one step to be read; 0 where no rate is known."""
     of_card = job.batch * job.accumulate
@@ -219,8 +205,7 @@ def step_time(job: Job, cluster: Cluster) -> StepTime:
     compute = job.accumulate * micro
     # Independent micro-batches: their deviations add up as squares.
     sigma = job.jitter * micro * job.accumulate**0.5
-    skew = size_skew(count, job.own_sizes)
-    stragglers = (skew - 1) * compute + skew * sigma * slowest_of(count)
+    stragglers = sigma * slowest_of(count)
     # Two sums over cards a layer, forward and backward, too small for bandwidth to matter.
     sums = 2 * job.sync_bn_layers * job.accumulate if count > 1 else 0
     return StepTime(
@@ -375,8 +360,6 @@ def _changes(job: Job, cluster: Cluster) -> Iterator[tuple[str, Job, Cluster]]:
         yield "no SyncBN", replace(job, sync_bn_layers=0), cluster
     if several and job.jitter:
         yield "cards of even speed (no jitter)", replace(job, jitter=0.0), cluster
-    if several and job.own_sizes:
-        yield "one image size for all cards", replace(job, own_sizes=()), cluster
     if several:
         yield "twice the accumulation", replace(job, accumulate=2 * job.accumulate), cluster
     yield "twice the batch per card", replace(job, batch=2 * job.batch), cluster

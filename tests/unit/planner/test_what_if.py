@@ -3,7 +3,6 @@
 import math
 from dataclasses import replace
 
-import numpy as np
 import pytest
 
 from ppdist.planner.what_if import (
@@ -20,7 +19,6 @@ from ppdist.planner.what_if import (
     network_seconds,
     predict,
     ring_seconds,
-    size_skew,
     slowest_of,
     step_time,
     tree_seconds,
@@ -100,15 +98,6 @@ def test_the_slowest_of_n_is_that_of_the_tables():
         assert slowest_of(count) == pytest.approx(expected, abs=0.01)
 
 
-def test_size_skew_is_the_expected_maximum():
-    sizes = tuple(range(320, 769, 32))
-    draws = np.random.default_rng(0).choice(np.square(sizes), (200_000, 8))
-    assert size_skew(8, sizes) == pytest.approx(draws.max(1).mean() / draws.mean(), rel=0.005)
-    for count, expected in {1: 1, 2: 1.28, 4: 1.52, 8: 1.70, 16: 1.80, 32: 1.85}.items():
-        assert size_skew(count, sizes) == pytest.approx(expected, abs=0.01)
-    assert size_skew(32, ()) == 1
-
-
 def test_a_step_by_hand():
     step = step_time(JOB, cluster(4, 8))
     assert step.compute == pytest.approx(0.17)
@@ -173,7 +162,7 @@ def test_epochs_grow_as_mlperf_reference_points():
 
 @pytest.mark.parametrize("hosts, cards", [(1, 1), (1, 4), (1, 8), (4, 8)])
 def test_the_parts_of_the_hours_add_up(hosts, cards):
-    job = replace(JOB, card_input=45.0, own_sizes=(320, 640))
+    job = replace(JOB, card_input=45.0)
     found = predict(job, cluster(hosts, cards))
     assert set(found.parts) == set(PARTS)
     assert sum(found.parts.values()) == pytest.approx(found.hours)
