@@ -109,8 +109,8 @@ class MapKernel:
         return self.inner.gradient(wide(dy), *kept).astype(self.y.dtype)
 
 
-def max_pool(x, size):
-    return MapKernel(onednn.max_pool(float32(x), size), x.dtype)
+def max_pool(x, size, stride):
+    return MapKernel(onednn.max_pool(float32(x), size, stride), x.dtype)
 
 
 def mean_pool(x):

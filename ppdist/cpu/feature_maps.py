@@ -215,10 +215,10 @@ class OneDNNMaps(FeatureMaps):
             return _Concat.apply(_concat_kernel(*(layout_of(x) for x in parts)), *parts)
         return super().concat(parts)
 
-    def max_pool(self, x: Tensor, size: int) -> Tensor:
+    def max_pool(self, x: Tensor, size: int, stride: int = 1) -> Tensor:
         if x.ndim == 5 or _is_low(x):
-            return _OneMap.apply(x, _kernels_for(x).get("max_pool", layout_of(x), size))
-        return super().max_pool(x, size)
+            return _OneMap.apply(x, _kernels_for(x).get("max_pool", layout_of(x), size, stride))
+        return super().max_pool(x, size, stride)
 
     def upsample2x(self, x: Tensor) -> Tensor:
         if x.ndim == 5:

@@ -471,17 +471,22 @@ class MapKernel:
 
 
 def _pooling(
-    kind: int, x: Descriptor, y: Descriptor, window: Sequence[int], padding: Sequence[int]
+    kind: int, x: Descriptor, y: Descriptor, window: Sequence[int], padding: int, stride: int
 ) -> MapKernel:
-    """Pooling with stride 1; window, padding: [y, x]."""
-    pads = _dims(padding)
-    form = (kind, x.handle, y.handle, _dims([1, 1]), _dims(window), _dims([0, 0]), pads, pads)
+    """Args: window: [y, x]."""
+    strides, pads = _dims([stride, stride]), _dims([padding, padding])
+    form = (kind, x.handle, y.handle, strides, _dims(window), _dims([0, 0]), pads, pads)
     return MapKernel("pooling", x, y, form, form, remembers=kind == _POOLING_MAX)
 
 
-def max_pool(x: Descriptor, size: int) -> MapKernel:
-    """Max pooling of square windows, stride 1, as many cells out as in."""
-    return _pooling(_POOLING_MAX, x, x, [size, size], [size // 2, size // 2])
+def max_pool(x: Descriptor, size: int, stride: int = 1) -> MapKernel:
+    """Max pooling of square windows (odd) around every `stride`-th cell."""
+    y = x
+    if stride > 1:
+        assert x.block is not None
+        cells = [(n - 1) // stride + 1 for n in x.shape[2:]]
+        y = layout((*x.shape[:2], *cells), x.block, x.dtype)
+    return _pooling(_POOLING_MAX, x, y, [size, size], size // 2, stride)
 
 
 def mean_pool(x: Descriptor) -> MapKernel:
@@ -489,7 +494,7 @@ def mean_pool(x: Descriptor) -> MapKernel:
     batch, channels, *size = x.shape
     assert x.block is not None
     y = layout((batch, channels, 1, 1), x.block, x.dtype)
-    return _pooling(_POOLING_MEAN, x, y, size, [0, 0])
+    return _pooling(_POOLING_MEAN, x, y, size, 0, 1)
 
 
 def upsample2x(x: Descriptor) -> MapKernel:

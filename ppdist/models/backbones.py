@@ -9,7 +9,7 @@ Sources: CSPRepResNet arXiv:2203.16250, CSPDarknet (YOLOv5, release 6) arXiv:191
 
 import math
 from collections.abc import Callable
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from paddle import Tensor, nn
 
@@ -38,6 +38,15 @@ class Backbone(nn.Layer):
     strides: tuple[int, ...]
     channels: tuple[int, ...]
     stage_keys: tuple[tuple[str, ...], ...]
+
+    @classmethod
+    def options_of(cls, variant: str) -> dict[str, Any]:
+        """What its constructor takes beside size and levels for a `model.variant`."""
+        return {}
+
+    def original_keys(self) -> dict[str, str]:
+        """Our key -> that of its published weights, where they are another torch backbone's."""
+        return {}
 
     def forward(self, images_B3HW: Tensor) -> list[Tensor]:
         """Features [B, channels, H / stride, W / stride], fine to coarse."""
@@ -109,6 +118,10 @@ class CSPRepResNet(Backbone):
         self.channels = tuple(channels[first - 1 :])
         self.stage_keys = (("stem",), *((f"stages.{i}",) for i in range(len(self.stages))))
 
+    @classmethod
+    def options_of(cls, variant: str) -> dict[str, Any]:
+        return {"scaled": variant == "plus"}
+
     def forward(self, images_B3HW: Tensor) -> list[Tensor]:
         features = [self.stem(images_B3HW)]
         for stage in self.stages:
@@ -171,7 +184,14 @@ BACKBONES: dict[str, type[Backbone]] = {"csprepresnet": CSPRepResNet, "yolov5": 
 
 
 def build_backbone(
-    name: str, *, depth: float, width: float, first: int, last: int, **options: bool
+    name: str,
+    *,
+    depth: float,
+    width: float,
+    first: int,
+    last: int,
+    variant: str = "",
+    **options: Any,
 ) -> Backbone:
     """A backbone with fresh weights.
 
@@ -179,7 +199,8 @@ def build_backbone(
         name: a row of `BACKBONES`, or a registered one.
         depth, width: blocks per stage and channels as multiples of size l.
         first, last: levels of the finest and the coarsest feature.
-        options: those of the class.
+        variant: `model.variant`; see `Backbone.options_of`.
+        options: more of the class's own.
     Raises: ConfigError: the backbone has no such levels, or is a plugin's and cannot be imported.
     """
     found = plugins.registered("backbone", name)
@@ -193,7 +214,7 @@ def build_backbone(
             fix="choose levels that it has, or another backbone",
         )
     build: Callable[..., Backbone] = row
-    return build(depth, width, first, last, **options)
+    return build(depth, width, first, last, **row.options_of(variant), **options)
 
 
 def scaled_width(channels: int, width: float) -> int:

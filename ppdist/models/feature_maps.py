@@ -32,9 +32,9 @@ class FeatureMaps:
         """Feature maps of one size, one after the other along the channels."""
         return paddle.concat(parts, axis=1)
 
-    def max_pool(self, x: Tensor, size: int) -> Tensor:
-        """Max pooling of windows size x size (odd) around every cell; as many cells out as in."""
-        return F.max_pool2d(x, size, stride=1, padding=size // 2)
+    def max_pool(self, x: Tensor, size: int, stride: int = 1) -> Tensor:
+        """Max pooling of windows size x size (odd) around every `stride`-th cell."""
+        return F.max_pool2d(x, size, stride=stride, padding=size // 2)
 
     def upsample2x(self, x: Tensor) -> Tensor:
         """Nearest-neighbour x2, [B, C, H, W] -> [B, C, 2H, 2W].

@@ -50,11 +50,15 @@ ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
 }
 
 
+OF_MODEL = "of the model"  # the activation that `model.activation` names
+
+
 class ConvBNLayer(nn.Layer):
     """Convolution without bias, batch norm, activation.
 
     Args:
-        activation: a row of `ACTIVATIONS`; None: nothing follows the batch norm.
+        activation: OF_MODEL; a row of `ACTIVATIONS`, which then stays; None: nothing follows the
+            batch norm.
         padding: zeros on each side, pixels; None: (kernel - 1) // 2.
         epsilon: added to the variance; Paddle's default.
         momentum: weight of the old value in the running statistics (torch counts the new one's).
@@ -66,7 +70,7 @@ class ConvBNLayer(nn.Layer):
         out_channels: int,
         kernel: int,
         stride: int = 1,
-        activation: str | None = "silu",
+        activation: str | None = OF_MODEL,
         *,
         padding: int | None = None,
         epsilon: float = 1e-5,
@@ -79,7 +83,8 @@ class ConvBNLayer(nn.Layer):
             in_channels, out_channels, kernel, stride, padding=padding, bias_attr=False
         )
         self.bn = nn.BatchNorm2D(out_channels, momentum=momentum, epsilon=epsilon)
-        self.activation = activation
+        self.follows_model = activation == OF_MODEL
+        self.activation = "silu" if activation == OF_MODEL else activation
 
     def forward(self, x: Tensor) -> Tensor:
         x = self.bn(self.conv(x))
@@ -258,9 +263,9 @@ class SPPF(nn.Layer):
 
 
 def set_activation(model: nn.Layer, name: str) -> None:
-    """Makes `name`, a row of `ACTIVATIONS`, that of every layer that has one."""
+    """Makes `name`, a row of `ACTIVATIONS`, that of every layer without one of its own."""
     for layer in model.sublayers():
-        if isinstance(layer, RepConv) or (isinstance(layer, ConvBNLayer) and layer.activation):
+        if isinstance(layer, RepConv) or (isinstance(layer, ConvBNLayer) and layer.follows_model):
             layer.activation = name
 
 

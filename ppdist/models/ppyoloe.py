@@ -279,9 +279,8 @@ class PPYOLOE(Detector):
             )
         depth, width = DEPTH_WIDTH[config.size]
         depth, width = config.depth_multiple or depth, config.width_multiple or width
-        options = {"scaled": config.variant == "plus"} if config.body == "csprepresnet" else {}
         self.backbone = build_backbone(
-            config.body, depth=depth, width=width, first=first, last=last, **options
+            config.body, depth=depth, width=width, first=first, last=last, variant=config.variant
         )
         taken = self.backbone.channels
         self.neck: CustomCSPPAN | CoarseFirstNeck

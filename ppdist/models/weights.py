@@ -517,13 +517,17 @@ def load_weights(
     state = model.state_dict()
     shapes = {key: tuple(value.shape) for key, value in state.items()}
     official = model.official_keys()
+    originals = {
+        f"backbone.{key}": theirs for key, theirs in model.backbone.original_keys().items()
+    }
+    ours = {theirs: key for names in (originals, official) for key, theirs in names.items()}
     arrays, prefix = _without(_WRAPPED, arrays)
-    matched, ignored = _match(arrays, shapes, official)
+    matched, ignored = _match(arrays, shapes, ours)
     if not matched:
         inner, more = _without(
             _WRAPPED, {key.removeprefix(_PART): value for key, value in arrays.items()}
         )
-        matched, ignored = _match(inner, shapes, official)
+        matched, ignored = _match(inner, shapes, ours)
         prefix += _PART + more
     if not matched:
         raise WeightsError(
@@ -604,14 +608,15 @@ def _without(
 def _match(
     arrays: Mapping[str, np.ndarray],
     shapes: Mapping[str, tuple[int, ...]],
-    official: Mapping[str, str],
+    ours: Mapping[str, str],
 ) -> tuple[dict[str, np.ndarray], list[str]]:
     """Arrays by model key, in model order and our layout, and the file keys left over.
 
-    A file key is a model key, the original's name of one, or what follows `backbone.` in one
+    A file key is a model key, an original's name of one, or what follows `backbone.` in one
     (weights of a classifier).
+
+    Args: ours: model key by an original's name of it.
     """
-    ours = {theirs: key for key, theirs in official.items() if theirs != key}
     taken: dict[str, np.ndarray] = {}
     ignored = []
     for key, array in arrays.items():

@@ -1,13 +1,20 @@
 """Every row of BACKBONES keeps the contract between a backbone and its model."""
 
+from pathlib import Path
 from typing import get_args
 
+import numpy as np
 import paddle
 import pytest
 
 from ppdist.common.errors import ConfigError
 from ppdist.config.model import PPYOLOEConfig
+from ppdist.cpu.switch import self_check, undeclared_layers
 from ppdist.models.backbones import BACKBONES, build_backbone
+from ppdist.models.layers import ConvBNLayer, set_activation
+from ppdist.models.ppyoloe import PPYOLOE
+from ppdist.models.weights import load_weights, write_arrays
+from tests.unit.models.resnet import ResNet18
 
 LEVELS = [
     (name, first, last)
@@ -48,3 +55,44 @@ def test_missing_backbone_level_is_error_with_code() -> None:
 def test_the_configuration_names_every_backbone() -> None:
     """The configuration imports no models, so it cannot read the table."""
     assert {*get_args(PPYOLOEConfig.model_fields["body"].annotation)} == {*BACKBONES}
+
+
+@pytest.fixture
+def detector(monkeypatch: pytest.MonkeyPatch) -> PPYOLOE:
+    """PP-YOLOE on a backbone of somebody else's."""
+    monkeypatch.setitem(BACKBONES, "csprepresnet", ResNet18)
+    paddle.seed(0)
+    return PPYOLOE(PPYOLOEConfig(num_classes=2, depth_multiple=0.33, width_multiple=0.125))
+
+
+def test_a_backbone_keeps_its_own_activation(detector: PPYOLOE) -> None:
+    layers = detector.named_sublayers()
+    blocks = {name: layer for name, layer in layers if isinstance(layer, ConvBNLayer)}
+    set_activation(detector, "hardswish")
+    own = {layer.activation for name, layer in blocks.items() if name.startswith("backbone.")}
+    assert own == {"relu", None}
+    assert blocks["neck.fpn_routes.0"].activation == "hardswish"
+
+
+def test_published_weights_of_a_backbone_fill_it_by_its_keys(
+    detector: PPYOLOE, tmp_path: Path
+) -> None:
+    wanted = {
+        key: paddle.rand(value.shape) for key, value in detector.backbone.state_dict().items()
+    }
+    names = detector.backbone.original_keys()
+    assert names["stages.1.0.shortcut.bn._mean"] == "layer2.0.downsample.1.running_mean"
+    arrays = {names[key]: value.numpy() for key, value in wanted.items()}
+    arrays |= {"fc.weight": np.zeros((5, 512), "float32"), "fc.bias": np.zeros(5, "float32")}
+    arrays["bn1.num_batches_tracked"] = np.array(3)
+    write_arrays(tmp_path / "resnet18.pt", arrays)
+    report = load_weights(detector, tmp_path / "resnet18.pt")
+    assert len(report.loaded) == len(wanted) and report.ignored == ("fc.weight", "fc.bias")
+    assert "a backbone alone" in report.reason
+    for key, value in detector.backbone.state_dict().items():
+        assert bool((value == wanted[key]).all()), key
+
+
+def test_a_backbone_of_ones_own_computes_the_same_on_onednn(detector: PPYOLOE) -> None:
+    assert undeclared_layers(detector) == []
+    assert self_check(detector) is None
