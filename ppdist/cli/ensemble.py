@@ -192,10 +192,10 @@ def members_of_model(
 ) -> "list[Member]":
     """A member for each view of a model; every rank calls it."""
     from ppdist.distributed import comm
+    from ppdist.engine.preflight import fetch_on_all_ranks
     from ppdist.ensemble import fuse as fusing
     from ppdist.ensemble.wbf import view_iou
     from ppdist.models.weights import load_all_weights
-    from ppdist.models.zoo import fetch_on_all_ranks
 
     model = ready_model(config)
     fetch_on_all_ranks(weights)

@@ -33,6 +33,7 @@ from ppdist.data.statistics import crowding, refit, sizes_in_input
 from ppdist.data.types import DetectionSet
 from ppdist.distributed import comm, device, paddle_api
 from ppdist.distributed.device_options import set_device_options
+from ppdist.distributed.sync_batch_norm import synchronize_batch_norm
 from ppdist.engine.auto_batch import estimate, require_memory, settle_batch
 from ppdist.engine.callbacks import Callback
 from ppdist.engine.continuation import ANEW, Continuation
@@ -40,7 +41,13 @@ from ppdist.engine.data import Blocklist, Feed, images_of_epoch, read_sets
 from ppdist.engine.distillation import build_distillation
 from ppdist.engine.evaluator import ClassificationEvaluator, Evaluator, ValidationLoss
 from ppdist.engine.monitor import ImageWatch
-from ppdist.engine.preflight import digests_of_code, keep_sources, preflight, wait_for_inputs
+from ppdist.engine.preflight import (
+    digests_of_code,
+    fetch_on_all_ranks,
+    keep_sources,
+    preflight,
+    wait_for_inputs,
+)
 from ppdist.engine.schedule_setup import (
     ScheduleSetup,
     advice,
@@ -67,11 +74,9 @@ from ppdist.losses.ppyoloe import PPYOLOELoss
 from ppdist.losses.yolov5 import YOLOv5Loss
 from ppdist.models.base import ImageModel, freeze, freezing, frozen_keys
 from ppdist.models.complexity import complexity
-from ppdist.models.layers import synchronize_batch_norm
 from ppdist.models.model_card import ModelCard, card_of, origin, read_card, read_card_or_warn
 from ppdist.models.weights import ClassNames, LoadReport, load_weights
 from ppdist.models.yolov5 import YOLOv5
-from ppdist.models.zoo import fetch_on_all_ranks
 from ppdist.optim.ema import EMA
 from ppdist.optim.grad_sync import build_grad_sync, build_sharding, last_step
 from ppdist.optim.optimizer import build_optimizer, layerwise_lr_decay

@@ -27,11 +27,11 @@ from ppdist.config import ExperimentConfig, plugins
 from ppdist.config.experiment import experiment_of
 from ppdist.data.types import Batch
 from ppdist.distributed import comm
+from ppdist.distributed.sync_batch_norm import take_sync_batch_norm
 from ppdist.engine.auto_batch import MISTAKE, NO_MEMORY, Meter, largest_batch
 from ppdist.engine.build import build_model, build_schedule_setup, build_train_step, speed_up_cpu
 from ppdist.engine.state import TrainState, capture_state
 from ppdist.engine.train_step import Clock
-from ppdist.models.layers import take_sync_batch_norm
 from ppdist.optim.lr_scheduler import LearningRates
 
 

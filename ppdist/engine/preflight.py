@@ -23,7 +23,7 @@ import numpy as np
 import paddle
 
 import ppdist
-from ppdist.common.errors import ConfigError, LaunchError
+from ppdist.common.errors import ConfigError, LaunchError, WeightsError
 from ppdist.common.files import digest_of_file, digest_of_text
 from ppdist.common.machine import available_memory, free_disk
 from ppdist.common.process import unknown_paddle
@@ -37,9 +37,10 @@ from ppdist.distributed.store import interfaces
 from ppdist.engine.continuation import ANEW, AUTO, Continuation
 from ppdist.models.model_card import require_fit
 from ppdist.models.weights import checkpoint_of, digest_of_weights
-from ppdist.models.zoo import is_name
+from ppdist.models.zoo import entry_of, is_name, local_weights
 from ppdist.storage import files as storage
 from ppdist.storage import stores
+from ppdist.storage.download import sha256_of
 
 _SUM_SECONDS = 60.0  # gloo itself gives up after 30
 _GIB = 1 << 30
@@ -212,6 +213,36 @@ def versions() -> Facts:
         "pydantic": importlib.metadata.version("pydantic"),
         "python": ".".join(map(str, sys.version_info[:2])),
     }
+
+
+def fetch_on_all_ranks(weights: Path | str | None) -> None:
+    """Sees to it that every host has the weights of a name, the same everywhere.  Collective.
+
+    The first rank of each host downloads; the others wait for as long as bytes arrive.
+
+    Args: weights: what a user gave; None, and whatever is no name, needs nothing.
+    Raises: what `local_weights` raises, of the same kind and code on every rank; WeightsError: two
+        hosts have files of different content.
+    """
+    if weights is None or entry_of(weights) is None:
+        return
+
+    def fetch() -> str | None:
+        if comm.local_rank() or not is_name(weights):
+            return None
+        file = local_weights(weights, comm.alive)
+        return sha256_of(file) if comm.world_size() > 1 else None
+
+    sums_W = comm.all_gather_object(comm.run_on_all_ranks(fetch))
+    sums = {found: rank for rank, found in reversed([*enumerate(sums_W)]) if found}
+    if len(sums) > 1:
+        (one, at), (other, beside) = [*sums.items()][:2]
+        raise WeightsError(
+            f"rank {at} has a file of SHA-256 {one}, rank {beside} one of {other}",
+            code="weights_differ",
+            where=f"{weights}",
+            fix="delete the wrong one from its host's cache",
+        )
 
 
 def digests_of_code() -> Facts:

@@ -25,13 +25,14 @@ from ppdist.engine.build import (
 from ppdist.engine.callbacks import Callback
 from ppdist.engine.continuation import ANEW, Continuation, config_of_run
 from ppdist.engine.evaluator import ClassificationEvaluator, Evaluator
+from ppdist.engine.preflight import fetch_on_all_ranks
 from ppdist.engine.recipe import ASIDE, FILE, Recipe, TrainOptions, fit_recipe, write_recipe
 from ppdist.metrics.analysis import class_table
 from ppdist.metrics.verdict import verdict_of
 from ppdist.models.base import ImageModel
 from ppdist.models.model_card import read_card_or_warn
 from ppdist.models.weights import ClassNames, load_all_weights, require_there
-from ppdist.models.zoo import fetch_on_all_ranks, is_name
+from ppdist.models.zoo import is_name
 from ppdist.viz.run_plots import draw_labels, draw_run
 
 _DRAWING_SECONDS = 600.0  # some ten are usual

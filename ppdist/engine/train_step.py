@@ -15,10 +15,10 @@ from ppdist.config.train import AmpConfig
 from ppdist.cpu.precision import Kernels, compute_in
 from ppdist.data.types import Batch, ImagesAway
 from ppdist.distributed import comm, device, heartbeat, paddle_api
+from ppdist.distributed.sync_batch_norm import SyncBatchNorm2D
 from ppdist.engine.distillation import Distillation
 from ppdist.losses.base import Loss, LossOutput
 from ppdist.models.base import ImageModel
-from ppdist.models.layers import SyncBatchNorm2D
 from ppdist.optim.ema import EMA
 from ppdist.optim.flat_storage import FlatGradients, FlatStorage
 from ppdist.optim.grad_sync import AllReduceSync, Sharding

@@ -28,9 +28,9 @@ from ppdist.distributed import comm, heartbeat, paddle_api
 from ppdist.distributed.comm import evaluate_on_all_ranks
 from ppdist.engine.build import build_evaluator, build_schedule_setup
 from ppdist.engine.data import images_of_epoch
+from ppdist.engine.preflight import fetch_on_all_ranks
 from ppdist.models.base import ImageModel
 from ppdist.models.weights import arrays_of, checkpoint_of, load_all_weights
-from ppdist.models.zoo import fetch_on_all_ranks
 
 _NORMS = (nn.BatchNorm1D, nn.BatchNorm2D)
 

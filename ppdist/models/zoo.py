@@ -13,23 +13,21 @@ import functools
 import json
 import os
 import re
-import threading
+from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 
 import yaml
 
-from ppdist.common.errors import ConfigError, Failure, WeightsError, failure_of
+from ppdist.common.errors import ConfigError, WeightsError
 from ppdist.common.files import read_file, replace_file, user_cache
 from ppdist.common.process import say
-from ppdist.distributed import heartbeat, store
 from ppdist.storage.download import download, sha256_of
 
 MIRROR, OFFLINE = "PPDIST_WEIGHTS", "PPDIST_OFFLINE"
 _WEB = ("http://", "https://")
 _ADDRESS = re.compile(r"^https?:/+")
-_POLL_SECONDS = 0.5  # how often ranks tell each other whether the download goes on
 _MOST_NOTE = 1 << 16
 
 
@@ -111,11 +109,11 @@ def zoo() -> dict[str, PublishedWeights]:
 
 def published(weights: Path | str) -> PublishedWeights | None:
     """The entry that a name, an address or the published name of a file means; None: none."""
-    entry, name = _entry(weights), Path(weights).name
+    entry, name = entry_of(weights), Path(weights).name
     return entry or next((each for each in zoo().values() if each.file == name), None)
 
 
-def _entry(weights: Path | str) -> PublishedWeights | None:
+def entry_of(weights: Path | str) -> PublishedWeights | None:
     """The entry of a name or an address, the same on every host; None: it is neither."""
     text = f"{weights}"
     if _ADDRESS.match(text):
@@ -130,7 +128,7 @@ def _plain(url: str) -> str:
 
 def is_name(weights: Path | str) -> bool:
     """Whether that is a name or an address of the zoo; a file or folder of that name wins."""
-    return _entry(weights) is not None and not Path(weights).exists()
+    return entry_of(weights) is not None and not Path(weights).exists()
 
 
 def similar_names(weights: Path | str) -> str:
@@ -143,15 +141,16 @@ def similar_names(weights: Path | str) -> str:
     return f"did you mean {' or '.join(close)}? " * bool(close) + "`ppdist verify zoo` lists names"
 
 
-def local_weights(weights: Path | str) -> Path:
+def local_weights(weights: Path | str, alive: Callable[[], None] = lambda: None) -> Path:
     """The file that a name of the zoo means, downloaded where need be; any other path as it is.
 
     Local; other processes of the host that need the same file wait for it.
 
+    Args: alive: called every few seconds of a download.
     Raises: WeightsError: it is not here and may not or cannot be downloaded, or is damaged.
         UserError: the cache cannot be written to.
     """
-    entry = _entry(weights)
+    entry = entry_of(weights)
     if entry is None or Path(weights).exists():
         return Path(weights)
     file, noted = _here(entry)
@@ -180,63 +179,14 @@ def local_weights(weights: Path | str) -> Path:
         )
     url = f"{mirror.rstrip('/')}/{entry.file}" if from_web else entry.url
     say(f"ppdist: downloading {entry.name} from {url}")
-    found = download(
-        url, file, sha256=entry.sha256, fix=by_hand, say=lambda line: say(f"ppdist: {line}")
-    )
+
+    def report(line: str) -> None:
+        alive()
+        say(f"ppdist: {line}")
+
+    found = download(url, file, sha256=entry.sha256, fix=by_hand, say=report)
     _note(file, url, entry, found)
     return file
-
-
-def fetch_on_all_ranks(weights: Path | str | None) -> None:
-    """Sees to it that every host has the file of a name, the same everywhere.  Collective.
-
-    The first rank of each host downloads.  Ranks hear from each other all the while, so it may take
-    longer than `distributed.timeout_seconds`, and a failure of one is one of all.
-
-    Args: weights: what a user gave; None, and whatever is no name, needs nothing.
-    Raises: what `local_weights` raises, of the same kind and code on every rank; WeightsError: two
-        hosts have files of different content.
-    """
-    if weights is None or _entry(weights) is None:
-        return
-    if store.world_size() == 1:
-        local_weights(weights)
-        return
-    result: dict[str, str] = {}
-    failure: list[BaseException] = []
-
-    def fetch() -> None:
-        try:
-            if is_name(weights):
-                result["sha256"] = sha256_of(local_weights(weights))
-        except BaseException as error:
-            failure.append(error)
-
-    thread = threading.Thread(target=fetch, daemon=True)
-    if store.local_rank() == 0:
-        thread.start()
-    while True:
-        if thread.ident:
-            thread.join(_POLL_SECONDS)
-        heartbeat.alive()
-        busy, mine = thread.is_alive(), None  # in this order: what ended has said how
-        if failure:
-            mine = asdict(failure_of(failure[0]).of_rank(store.rank(), store.host()))
-        told_W = store.all_gather_object([busy, mine, result.get("sha256")])
-        failures = [Failure(**each) for _, each, _ in told_W if each]
-        if failures:
-            raise failure[0] if failure else failures[0].error()
-        if not any(busy for busy, _, _ in told_W):
-            break
-    sums = {found: rank for rank, (_, _, found) in reversed([*enumerate(told_W)]) if found}
-    if len(sums) > 1:
-        (one, at), (other, beside) = [*sums.items()][:2]
-        raise WeightsError(
-            f"rank {at} has a file of SHA-256 {one}, rank {beside} one of {other}",
-            code="weights_differ",
-            where=f"{weights}",
-            fix="delete the wrong one from its host's cache",
-        )
 
 
 # --- files of this host ---------------------------------------------------------------------------

@@ -43,10 +43,10 @@ from ppdist.common.errors import ConfigError, LaunchError
 from ppdist.common.process import EXIT_DIR_VARIABLE
 from ppdist.config import ExperimentConfig
 from ppdist.distributed import comm, device
+from ppdist.distributed.sync_batch_norm import take_sync_batch_norm
 from ppdist.engine.build import build_training
 from ppdist.engine.train_step import Clock, TrainStep, running_statistics
 from ppdist.models.base import ImageModel
-from ppdist.models.layers import take_sync_batch_norm
 from ppdist.optim.ema import Decay
 
 Report = dict[str, Any]

@@ -15,13 +15,13 @@ from ppdist.config.shipped import find_config
 from ppdist.data.datasets.build import read_split
 from ppdist.distributed import comm
 from ppdist.engine.build import build_evaluator, build_model, speed_up_cpu
+from ppdist.engine.preflight import fetch_on_all_ranks
 from ppdist.models.weights import load_all_weights
 from ppdist.models.zoo import (
     MIRROR,
     OFFLINE,
     PublishedWeights,
     Source,
-    fetch_on_all_ranks,
     is_here,
     zoo,
 )

@@ -18,11 +18,11 @@ from ppdist.config.optimizer import OptimizerConfig
 from ppdist.config.train import AmpConfig
 from ppdist.data.datasets.synthetic import make_shapes
 from ppdist.distributed import comm, device
+from ppdist.distributed.sync_batch_norm import synchronize_batch_norm
 from ppdist.engine.recovery import check_replica_consistency
 from ppdist.engine.train_step import Clock, StepResult, TrainStep
 from ppdist.losses.base import Loss, LossOutput
 from ppdist.models.base import ImageModel
-from ppdist.models.layers import synchronize_batch_norm
 from ppdist.optim.ema import EMA
 from ppdist.optim.grad_sync import build_grad_sync, build_sharding
 from ppdist.optim.lr_scheduler import LearningRates

@@ -20,6 +20,7 @@ from ppdist.cpu.switch import (
     use_onednn_convolutions,
 )
 from ppdist.distributed import comm
+from ppdist.distributed.sync_batch_norm import SyncBatchNorm2D
 from ppdist.models import build_model
 from ppdist.models.layers import (
     ACTIVATIONS,
@@ -27,7 +28,6 @@ from ppdist.models.layers import (
     ConvBNLayer,
     RepBlock,
     RepConv,
-    SyncBatchNorm2D,
     set_activation,
 )
 from tests.distributed import run_on_ranks

@@ -15,6 +15,7 @@ from ppdist.common.errors import ExportError
 from ppdist.config.evaluate import NMSConfig
 from ppdist.config.runtime import RuntimeOptions
 from ppdist.cpu.switch import use_onednn_convolutions
+from ppdist.distributed.sync_batch_norm import SyncBatchNorm2D
 from ppdist.export.export import (
     KeptModel,
     RawModel,
@@ -27,7 +28,6 @@ from ppdist.export.predictor import EagerPredictor, ExportedPredictor, detect, s
 from ppdist.export.spec import InferenceSpec, read_spec, write_spec
 from ppdist.export.verify import kept_differences, load_graphs, raw_differences, unexplained_rows
 from ppdist.losses.nms import multiclass_nms
-from ppdist.models.layers import SyncBatchNorm2D
 from ppdist.models.ppyoloe import PPYOLOE
 from tests.unit.export.tiny import (
     FORMATS,

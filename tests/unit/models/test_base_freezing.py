@@ -8,9 +8,9 @@ from paddle import nn
 from ppdist.common.errors import ConfigError
 from ppdist.config.model import PPYOLOEConfig, YOLOv5ClsConfig, YOLOv5Config
 from ppdist.cpu.switch import use_onednn_convolutions
+from ppdist.distributed.sync_batch_norm import take_sync_batch_norm
 from ppdist.models.base import freeze, freezing, frozen_keys
 from ppdist.models.feature_maps import maps
-from ppdist.models.layers import take_sync_batch_norm
 from ppdist.models.ppyoloe import PPYOLOE
 from ppdist.models.yolov5 import YOLOv5, YOLOv5Classifier
 

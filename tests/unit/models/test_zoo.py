@@ -3,7 +3,6 @@
 import hashlib
 import json
 import re
-import threading
 from dataclasses import replace
 from pathlib import Path
 
@@ -11,20 +10,17 @@ import numpy as np
 import paddle
 import pytest
 
-from ppdist.common.errors import CodedError, UserError
+from ppdist.common.errors import UserError
 from ppdist.config import load_config
 from ppdist.config.model import YOLOv5Config
 from ppdist.config.shipped import find_config
-from ppdist.distributed import comm
 from ppdist.models import build_model
 from ppdist.models import zoo as module
 from ppdist.models.model_card import config_of_weights, licence_warning, read_card
 from ppdist.models.weights import load_weights, official_arrays_of, write_arrays
-from ppdist.models.zoo import fetch_on_all_ranks, local_weights, zoo
+from ppdist.models.zoo import local_weights, zoo
 from ppdist.storage import download
-from tests.distributed import run_on_ranks
 from tests.file_server import serving
-from tests.unit.engine.tiny import init_cpu
 
 CONTENT = bytes(range(256)) * 64
 NAME, FILE = "yolov5n_coco", "yolov5n.pt"
@@ -224,68 +220,3 @@ def test_permissive_weights_warn_of_nothing(server):
     card = read_card("cspresnet_s_imagenet")
     assert card.licence == "Apache-2.0" and not licence_warning("x", card)
     assert read_card(local_weights("cspresnet_s_imagenet")) == card
-
-
-# --- many ranks ----------------------------------------------------------------------------------
-
-
-def on_ranks(environment):
-    """What each rank says of a download that works, and of one that does not."""
-    with pytest.MonkeyPatch.context() as patch:
-        for name, value in environment.items():
-            patch.setenv(name, value)
-        patch.setattr(download, "_WAITS", (0.0,))
-        patch.setattr(module, "_POLL_SECONDS", 0.05)
-        init_cpu()
-        fetch_on_all_ranks(NAME)
-        fetch_on_all_ranks("x.pt")
-        found = local_weights(NAME).read_bytes() == CONTENT
-        try:
-            fetch_on_all_ranks("yolov5s_coco")
-        except CodedError as error:
-            return {"found": found, "code": error.code, "rank": comm.rank(), "text": f"{error}"}
-    return {"found": found, "code": None}
-
-
-def test_one_rank_of_a_host_downloads_and_all_decide(server, tmp_path):
-    server.delay = 0.3  # the others wait
-    environment = {"XDG_CACHE_HOME": f"{tmp_path / 'cache'}", "PPDIST_WEIGHTS": server.url}
-    first, second = run_on_ranks(2, "tests.unit.models.test_zoo:on_ranks", environment, hosts=1)
-    assert first["found"] and second["found"]
-    assert first["code"] == second["code"] == "server_refused"
-    assert "rank 0" in second["text"] and "404" in second["text"]
-    assert [path for path, _ in server.asked] == [f"/{FILE}", "/yolov5s.pt"]
-
-
-def test_hosts_with_other_files_are_told(monkeypatch):
-    """The ranks of two hosts, as threads that meet at a table."""
-    meeting, said = threading.Barrier(2), {}
-    ranks = threading.local()
-    monkeypatch.setattr(module, "zoo", lambda: {NAME: zoo()[NAME]})
-    monkeypatch.setattr(module, "is_name", lambda _: True)
-    monkeypatch.setattr(module, "local_weights", lambda _: Path("a"))
-    monkeypatch.setattr(module.store, "world_size", lambda: 2)
-    monkeypatch.setattr(module.store, "local_rank", lambda: 0)
-    sums = iter(["aa", "bb"])
-    monkeypatch.setattr(module, "sha256_of", lambda _: next(sums))
-
-    def all_gather_object(value):
-        said[ranks.number] = value
-        meeting.wait(10)
-        found = [said[0], said[1]]
-        meeting.wait(10)
-        return found
-
-    monkeypatch.setattr(module.store, "all_gather_object", all_gather_object)
-    codes = {}
-
-    def rank(number):
-        ranks.number = number
-        codes[number] = code_of(lambda: fetch_on_all_ranks(NAME))
-
-    threads = [threading.Thread(target=rank, args=(number,)) for number in range(2)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(20)
-    assert codes == {0: "weights_differ", 1: "weights_differ"}

@@ -6,7 +6,7 @@ from paddle import nn
 
 from ppdist.config.distributed import DistributedConfig
 from ppdist.distributed import comm
-from ppdist.models.layers import synchronize_batch_norm
+from ppdist.distributed.sync_batch_norm import synchronize_batch_norm
 from tests.distributed import run_on_ranks
 
 CHANNELS = 3
@@ -50,7 +50,7 @@ def normalised(share):
 
 def test_ranks_normalise_like_one_process():
     shares = [[[0, 4], [0, 5]], [[4, 5], []]]  # by rank: uneven, and one rank without an image
-    by_rank = run_on_ranks(2, "tests.unit.models.test_layers_sync_bn:normalise", shares)
+    by_rank = run_on_ranks(2, "tests.unit.distributed.test_sync_batch_norm:normalise", shares)
     (alone,) = normalise([[[0, 5]]])
     for ranks in zip(*by_rank, strict=True):
         for key in ("y", "dx"):

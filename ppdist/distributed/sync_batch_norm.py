@@ -1,0 +1,111 @@
+"""Batch norm over the images of all ranks."""
+
+import paddle
+from paddle import Tensor, nn
+from paddle.autograd import PyLayer
+
+from ppdist.distributed import comm, paddle_api
+
+
+def synchronize_batch_norm(model: nn.Layer) -> None:
+    """Makes every BatchNorm2D of a model use statistics of all ranks; one rank: unchanged."""
+    if comm.world_size() > 1:
+        take_sync_batch_norm(model)
+
+
+def take_sync_batch_norm(model: nn.Layer) -> None:
+    """Makes every BatchNorm2D of a model a SyncBatchNorm2D, also on one rank."""
+    for layer in model.sublayers():
+        if type(layer) is nn.BatchNorm2D:
+            layer.__class__ = SyncBatchNorm2D  # same attributes; only forward differs
+
+
+class SyncBatchNorm2D(nn.BatchNorm2D):
+    """nn.BatchNorm2D whose training statistics are those of all images of all ranks.
+
+    Paddle's own nn.SyncBatchNorm has no CPU kernel and weighs ranks alike, however many images each
+    has (PaddlePaddle/Paddle#32464).  Every rank runs the same layers in the same order, so every
+    rank reaches each collective.  Parameters, statistics and state-dict keys are those of
+    nn.BatchNorm2D; a layer that normalises by its running statistics (frozen) goes on to.
+
+    Attributes:
+        counts: False while this rank only keeps the others company with a blank image, which must
+            not enter the statistics.
+    """
+
+    counts = True
+
+    def forward(self, x_BCHW: Tensor) -> Tensor:
+        if not self.training or paddle_api.normalises_by_running(self):
+            return super().forward(x_BCHW)
+        with paddle.amp.auto_cast(enable=False):  # statistics are float32 in every precision
+            wide_BCHW = x_BCHW if x_BCHW.dtype == paddle.float32 else x_BCHW.astype("float32")
+            y_BCHW = _Normalize.apply(
+                wide_BCHW, self.weight, self.bias, paddle_api.epsilon(self),
+                *paddle_api.running_statistics(self), paddle_api.momentum(self), self.counts,
+            )  # fmt: skip
+            return y_BCHW if wide_BCHW is x_BCHW else y_BCHW.astype(x_BCHW.dtype)
+
+
+class _Normalize(PyLayer):
+    """y = gamma * (x - mean) / sqrt(var + eps) + beta with mean and var over all ranks that count.
+
+    For a rank that does not, y = beta: far from the others' images, x could grow from layer to
+    layer until it is no number any more.
+
+    Source of the gradient: Ioffe and Szegedy 2015, arXiv:1502.03167, section 3, with the two sums
+    over the batch taken over all ranks.  Gradients of gamma and beta stay local: the gradient
+    all-reduce of data parallel training averages them like every other parameter's.
+    """
+
+    @staticmethod
+    def forward(
+        ctx, x_BCHW, gamma_C, beta_C, epsilon, running_mean_C, running_var_C, momentum, counts
+    ):
+        batch, _, height, width = x_BCHW.shape
+        local_count = float(batch * height * width) if counts else 0.0
+        local_mean_C = x_BCHW.mean([0, 2, 3])
+        local_square_C = ((x_BCHW - local_mean_C.reshape([1, -1, 1, 1])) ** 2).sum([0, 2, 3])
+        if not counts:
+            local_square_C = paddle.zeros_like(local_square_C)
+        count, mean_C, var_C = _combine(local_count, local_mean_C, local_square_C)
+        inverse_C = paddle.rsqrt(var_C + epsilon)
+        normal_BCHW = (x_BCHW - mean_C.reshape([1, -1, 1, 1])) * inverse_C.reshape([1, -1, 1, 1])
+        if not counts:
+            normal_BCHW = paddle.zeros_like(normal_BCHW)
+        ctx.counts = counts
+        ctx.save_for_backward(normal_BCHW, gamma_C, inverse_C, count)
+        # Paddle on CPU keeps the biased variance (1/n) as its running statistic; so do we.
+        paddle.assign(momentum * running_mean_C + (1 - momentum) * mean_C, running_mean_C)
+        paddle.assign(momentum * running_var_C + (1 - momentum) * var_C, running_var_C)
+        return normal_BCHW * gamma_C.reshape([1, -1, 1, 1]) + beta_C.reshape([1, -1, 1, 1])
+
+    @staticmethod
+    def backward(ctx, dy_BCHW):
+        normal_BCHW, gamma_C, inverse_C, count = ctx.saved_tensor()
+        dbeta_C = dy_BCHW.sum([0, 2, 3])
+        dgamma_C = (dy_BCHW * normal_BCHW).sum([0, 2, 3])
+        sums_2C = comm.all_reduce_sum(paddle.stack([dbeta_C, dgamma_C])) / count
+        if not ctx.counts:  # dy, and so its part of the sums, is 0; y does not depend on x
+            return paddle.zeros_like(dy_BCHW), dgamma_C, dbeta_C
+        mean_dy_1C11, mean_dy_normal_1C11 = sums_2C.reshape([2, 1, -1, 1, 1])
+        scale_1C11 = (gamma_C * inverse_C).reshape([1, -1, 1, 1])
+        dx_BCHW = scale_1C11 * (dy_BCHW - mean_dy_1C11 - normal_BCHW * mean_dy_normal_1C11)
+        return dx_BCHW, dgamma_C, dbeta_C
+
+
+def _combine(count: float, mean_C: Tensor, square_C: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Count, mean and biased variance of all ranks, in one collective.
+
+    Source: Chan, Golub and LeVeque 1979, STAN-CS-79-773, eq. 2.1.  (Summing x and x**2 instead
+    would lose digits where the mean is far from 0.)
+
+    Args: count, mean and sum of squared deviations of this rank; some rank's count is not 0.
+    """
+    counts_C = paddle.full_like(mean_C, count)
+    gathered_W3C = comm.all_gather(paddle.stack([counts_C, mean_C, square_C]))
+    counts_WC, means_WC, squares_WC = gathered_W3C.unbind(1)
+    total_C = counts_WC.sum(0)
+    all_mean_C = (counts_WC * means_WC).sum(0) / total_C
+    spread_WC = counts_WC * (means_WC - all_mean_C) ** 2
+    return total_C[0], all_mean_C, (squares_WC + spread_WC).sum(0) / total_C
