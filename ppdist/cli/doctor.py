@@ -36,9 +36,8 @@ from ppdist.launch.doctor import (
     judge_speed,
     table,
 )
-from ppdist.launch.network import own_address, resolve_hosts
 from ppdist.launch.options import STALE_VARIABLES, Options, parse_options
-from ppdist.launch.topology import Machine, cards_of_run, this_machine
+from ppdist.launch.topology import LaunchPlan, make_plan, this_machine
 
 Split = Literal["train", "val"]
 _REPORT = "PPDIST_DOCTOR_REPORT"  # set for the ranks: where the first one of a host reports
@@ -73,24 +72,23 @@ def main() -> int:
         print(finding, flush=True)
         findings.append(finding)
 
-    cards: list[str] = []
+    plan: LaunchPlan | None = None
     try:
-        cards, _ = cards_of_run(options, os.environ, machine)
+        plan = make_plan(options, os.environ, machine)
     except errors.LaunchError as error:
-        add(Finding(FAIL, "cards of the run", str(error)))
-    processes = len(cards) or options.processes
-    place = options.ips, options.host, options.start_port
-    for finding in check_host(*place, os.environ, machine, processes, cards):
+        add(Finding(FAIL, "run", str(error)))
+    for finding in check_host(plan, os.environ, machine):
         add(finding)
-    for finding in check_equipment(machine, options.ips, options.host, os.environ):
+    for finding in check_equipment(machine, plan, os.environ) if plan else ():
         add(finding)
     if arguments.config:
-        writes = writes_output(options, machine)
+        writes = plan is not None and plan.host == plan.hosts[0]
         for finding in check_experiment(arguments.config, arguments.override, writes):
             add(finding)
     report: dict[str, Any] = {}
     failed = any(finding.level == FAIL for finding in findings)
-    if not (failed or arguments.quick) and several(options, processes, machine):
+    several = plan is not None and len(plan.hosts) * plan.processes > 1
+    if several and not (failed or arguments.quick):
         found, report = check_together(arguments, options)
         for finding in found:
             add(finding)
@@ -112,17 +110,6 @@ def launch_options(arguments: argparse.Namespace) -> Options:
     # What is left over from another launch is a finding of its own.
     environment = {name: os.environ[name] for name in os.environ if name not in STALE_VARIABLES}
     return parse_options([*words, *script_of("doctor")], environment)
-
-
-def writes_output(options: Options, machine: Machine) -> bool:
-    """Whether this host writes the checkpoints: the only one, or the first."""
-    if options.ips is None:
-        return True
-    try:
-        hosts = resolve_hosts(options.ips, machine.network)
-        return own_address(hosts, options.host, machine.network) == hosts[0]
-    except errors.LaunchError:  # check_host has said it
-        return False
 
 
 def check_experiment(path: str, overrides: list[str], writes: bool) -> Iterator[Finding]:
@@ -153,12 +140,6 @@ def check_experiment(path: str, overrides: list[str], writes: bool) -> Iterator[
             return "the same in both splits"
 
         yield attempt("classes", compare)
-
-
-def several(options: Options, processes: int | None, machine: Machine) -> bool:
-    """Whether the run has more than one process."""
-    here = processes or len(machine.cards)
-    return here > 1 or len((options.ips or "").split(",")) > 1
 
 
 def check_together(

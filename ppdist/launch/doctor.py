@@ -24,19 +24,10 @@ from typing import Any
 from ppdist.common.errors import LaunchError, UserError
 from ppdist.common.machine import available_memory, existing_folder, free_disk, kernel_text
 from ppdist.common.process import paddle_numbers, unknown_paddle
-from ppdist.launch.cards import visible_labels
 from ppdist.launch.cli import whose_fleetrun
-from ppdist.launch.network import (
-    Network,
-    check_interfaces,
-    choose_port,
-    nccl_takes,
-    own_address,
-    resolve_hosts,
-    socket_variables,
-)
+from ppdist.launch.network import nccl_takes
 from ppdist.launch.options import refuse_stale_environment
-from ppdist.launch.topology import Machine, installed_version
+from ppdist.launch.topology import LaunchPlan, Machine, installed_version
 
 OK, WARN, FAIL = "OK", "WARN", "FAIL"
 _PROTOBUF_7_FROM = (3, 3, 1)  # fleet.init of older Paddle reads a field that protobuf 7 dropped
@@ -100,33 +91,51 @@ def attempt(subject: str, check: Callable[[], str]) -> Finding:
 
 
 def check_host(
-    ips: str | None,
-    host: str | None,
-    start_port: int | None,
-    environment: Mapping[str, str],
-    machine: Machine,
-    processes: int | None = None,
-    cards: Sequence[str] = (),
-) -> list[Finding]:
+    plan: LaunchPlan | None, environment: Mapping[str, str], machine: Machine
+) -> Iterator[Finding]:
     """Everything that can be known of this host without starting a run; none of it is changed.
 
-    Args:
-        ips, host, start_port, processes: as for fleetrun; processes: None for one a card.
-        cards: those of the run, by physical id; none: all that are visible.
+    Args: plan: of the run; None where fleetrun would refuse it.
     """
-    return [
-        *check_software(machine.build, cards),
-        check_cards(machine, environment.get("CUDA_VISIBLE_DEVICES")),
-        *check_resources(machine.cores, len(machine.cards)),
-        check_fleetrun(),
-        attempt("environment", lambda: _check_environment(environment)),
-        *check_network(ips, host, start_port, machine, processes, environment),
-    ]
+    yield from check_software(machine.build, plan.gpus if plan else ())
+    names = [card.name for card in machine.cards]
+    found = _counted(names) or "none: runs use CPU processes (--nproc_per_node N)"
+    yield Finding(OK, "cards", found)
+    yield from check_resources(machine.cores, len(machine.cards))
+    yield check_fleetrun()
+    try:
+        refuse_stale_environment(environment)
+        yield Finding(OK, "environment", "nothing left over from another launch")
+    except LaunchError as error:
+        yield Finding(FAIL, "environment", str(error))
+    name = socket.gethostname()
+    address = machine.network.resolve(name)
+    remedy = "" if address else "add it to /etc/hosts"
+    yield Finding.warning_if(remedy, "host name", f"{name} is {address or 'not known here'}")
+    if plan is not None:
+        yield from check_plan(plan)
 
 
-def _check_environment(environment: Mapping[str, str]) -> str:
-    refuse_stale_environment(environment)
-    return "nothing left over from another launch"
+def check_plan(plan: LaunchPlan) -> Iterator[Finding]:
+    """What fleetrun would start on this host, over which interface, and who must reach what."""
+    remedy = "install the paddlepaddle-gpu build for your CUDA to use the cards"
+    yield Finding.warning_if(remedy if plan.note else "", "run", plan.description)
+    port = plan.rendezvous_port
+    if port is None:
+        yield Finding(OK, "ports", f"{plan.first_port} and up are free")
+        return
+    names = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
+    chosen = [f"{name}={plan.environment[name]}" for name in names if plan.environment.get(name)]
+    remedy = f"export {' and '.join(names)} with the interface's name"
+    yield Finding.warning_if(
+        remedy if len(chosen) < len(names) else "",
+        "interface",
+        "; ".join(chosen) or f"{plan.host} is no interface's first address",
+    )
+    found = f"this host must be able to connect to port {port} of {plan.hosts[0]}"
+    if plan.host == plan.hosts[0]:
+        found = f"{port} and up are free; every other host must be able to connect to {port} here"
+    yield Finding(OK, "ports", found)
 
 
 def check_software(build: str, cards: Sequence[str] = ()) -> list[Finding]:
@@ -204,22 +213,6 @@ def judge_paddle(version: str, found: str, protobuf: str) -> Finding:
     return Finding.warning_if(unknown, "paddle", found)
 
 
-def check_cards(machine: Machine, variable: str | None) -> Finding:
-    """The cards, those CUDA_VISIBLE_DEVICES leaves, and whether Paddle can use them."""
-    try:
-        visible = visible_labels(machine.cards, variable)
-    except LaunchError as error:
-        return Finding(FAIL, "cards", str(error))
-    if not machine.cards:
-        return Finding(OK, "cards", "none: runs use CPU processes (--nproc_per_node N)")
-    names = ", ".join(sorted({card.name for card in machine.cards}))
-    found = f"{len(machine.cards)} x {names}, visible: {','.join(visible) or 'none'}"
-    if visible and machine.build == "cpu":
-        remedy = "install the paddlepaddle-gpu build for your CUDA to use them"
-        return Finding(WARN, "cards", f"{found}; Paddle is the CPU build", remedy)
-    return Finding(OK, "cards", found)
-
-
 def check_resources(cores: int, cards: int) -> list[Finding]:
     """Cores, memory, with several cards shared memory, and disk."""
     findings = [Finding(OK, "cores", f"{cores} usable of {os.cpu_count()}")]
@@ -292,74 +285,6 @@ def check_fleetrun(search_path: str | None = None) -> Finding:
     return Finding(OK, "fleetrun", f"{path} is ppdist's")
 
 
-def check_network(
-    ips: str | None,
-    host: str | None,
-    start_port: int | None,
-    machine: Machine,
-    processes: int | None = None,
-    environment: Mapping[str, str] | None = None,
-) -> list[Finding]:
-    """This host among the hosts, its interface, its name and the ports."""
-    network = machine.network
-    count = processes or max(1, len(machine.cards))
-    findings = [_check_host_name(machine)]
-    if ips is None:
-        ports = attempt(
-            "ports", lambda: f"{choose_port(start_port, count, 1, True, network)} and up are free"
-        )
-        return [*findings, ports]
-    try:
-        hosts = resolve_hosts(ips, network)
-        own = own_address(hosts, host, network)
-    except LaunchError as error:
-        return [*findings, Finding(FAIL, "hosts", str(error))]
-    place = hosts.index(own)
-    findings.append(Finding(OK, "hosts", f"this is {own}, host {place + 1} of {len(hosts)}"))
-    findings.append(_check_interface(own, environment or {}, network))
-    return [
-        *findings,
-        attempt("ports", lambda: _check_ports(hosts, own, start_port, count, network)),
-    ]
-
-
-def _check_interface(own: str, environment: Mapping[str, str], network: Network) -> Finding:
-    """What gloo and NCCL will use: what the user chose, else what holds this host's address."""
-    try:
-        check_interfaces(environment, own, network)
-    except LaunchError as error:
-        return Finding(FAIL, "interface", str(error))
-    names = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
-    chosen = [f"{name}={environment[name]}" for name in names if environment.get(name)]
-    variables = socket_variables(own, network)
-    if variables:
-        found = f"{own} is on {variables['GLOO_SOCKET_IFNAME']}"
-        return Finding(OK, "interface", "; ".join([found, *chosen]))
-    if len(chosen) == len(names):
-        return Finding(OK, "interface", "; ".join(chosen))
-    remedy = "export GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME with the interface's name"
-    found = f"{own} is no interface's first address"
-    return Finding(WARN, "interface", "; ".join([found, *chosen]), remedy)
-
-
-def _check_ports(
-    hosts: list[str], own: str, wanted: int | None, count: int, network: Network
-) -> str:
-    first = own == hosts[0]
-    port = choose_port(wanted, count, len(hosts), first, network, own)
-    if first:
-        return f"{port} and up are free; every other host must be able to connect to {port} here"
-    return f"this host must be able to connect to port {port} of {hosts[0]}"
-
-
-def _check_host_name(machine: Machine) -> Finding:
-    name = socket.gethostname()
-    address = machine.network.resolve(name)
-    if address is None:
-        return Finding(WARN, "host name", f"{name} does not resolve", "add it to /etc/hosts")
-    return Finding(OK, "host name", f"{name} is {address}")
-
-
 @dataclass(frozen=True)
 class RdmaPort:
     """One port of a device that writes into another host's memory without its processor."""
@@ -371,29 +296,23 @@ class RdmaPort:
 
 
 def check_equipment(
-    machine: Machine,
-    ips: str | None,
-    host: str | None,
-    environment: Mapping[str, str],
-    root: Path = _ROOT,
-) -> list[Finding]:
+    machine: Machine, plan: LaunchPlan, environment: Mapping[str, str], root: Path = _ROOT
+) -> Iterator[Finding]:
     """The driver where there are cards; with several hosts also interface, RDMA and clock.
 
-    Args:
-        ips, host: as for fleetrun.
-        root: of the files to read; tests give a made-up one.
+    Args: root: of the files to read; tests give a made-up one.
     """
-    findings = [check_driver(driver_version(root), cuda_of_paddle())] if machine.cards else []
-    if ips is None:
-        return findings
-    interface = interface_of(ips, host, environment, machine.network)
-    if interface is not None:
+    if machine.cards:
+        yield check_driver(driver_version(root), cuda_of_paddle())
+    if plan.rendezvous_port is None:
+        return
+    interface = plan.environment.get("GLOO_SOCKET_IFNAME", "")
+    if interface:
         found = ", ".join(f"{name} {value}" for name, value in link_facts(interface, root).items())
-        findings.append(Finding(OK, "link", f"{interface}: {found or 'nothing known'}"))
-    findings.append(check_clock(clock_state()))
+        yield Finding(OK, "link", f"{interface}: {found or 'nothing known'}")
+    yield check_clock(clock_state())
     if machine.cards:  # gloo talks over TCP
-        findings.append(check_rdma(rdma_ports(root), environment, root))
-    return findings
+        yield check_rdma(rdma_ports(root), environment, root)
 
 
 def facts(machine: Machine, environment: Mapping[str, str], root: Path = _ROOT) -> dict[str, str]:
@@ -412,18 +331,6 @@ def facts(machine: Machine, environment: Mapping[str, str], root: Path = _ROOT) 
         **link_facts(environment.get("GLOO_SOCKET_IFNAME", ""), root),
     }
     return {name: value for name, value in found.items() if value}
-
-
-def interface_of(
-    ips: str, host: str | None, environment: Mapping[str, str], network: Network
-) -> str | None:
-    """The interface that a run over these hosts uses here; None where that is not known."""
-    try:
-        own = own_address(resolve_hosts(ips, network), host, network)
-    except LaunchError:  # check_network has said it
-        return None
-    chosen = {**socket_variables(own, network), **environment}
-    return chosen.get("GLOO_SOCKET_IFNAME")
 
 
 def driver_version(root: Path = _ROOT) -> str:

@@ -92,6 +92,7 @@ class LaunchPlan:
     host: str  # which of them this is; "" where --master has to find out
     rendezvous_port: int | None  # of the first host, where the others call; None: no others
     description: str  # one line for the user
+    note: str  # what it says of cards that are not used
     gpus: tuple[str, ...] = ()  # by physical id, in the order of local ranks
     ports: tuple[int, ...] = ()  # that rank 0's host opens, of those fleetrun knows
 
@@ -172,6 +173,7 @@ def make_plan(options: Options, environment: Mapping[str, str], machine: Machine
         host=own,
         rendezvous_port=port if len(hosts) > 1 else None,
         description="; ".join(filter(None, (f"{where}{processes} {plural} on {what}", note))),
+        note=note,
         gpus=tuple(labels) if device == "gpu" else (),
         ports=ports,
     )

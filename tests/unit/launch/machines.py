@@ -2,7 +2,8 @@
 
 from ppdist.launch.cards import Card
 from ppdist.launch.network import Network
-from ppdist.launch.topology import Machine
+from ppdist.launch.options import parse_options
+from ppdist.launch.topology import LaunchPlan, Machine, make_plan
 
 A, B = "10.9.0.1", "10.9.0.2"
 
@@ -31,6 +32,12 @@ class FakeNetwork(Network):
 
     def towards(self, address: str) -> str | None:
         return self.addresses["eth1"]
+
+
+def planned(command: str, on: Machine, **environment: str) -> LaunchPlan:
+    """The plan of a command with a script that exists."""
+    words = [*command.split(), "ppdist", "train"]
+    return make_plan(parse_options(words, environment), environment, on)
 
 
 def machine(

@@ -10,7 +10,7 @@ from ppdist.cli.doctor import launch_options, parse
 from ppdist.launch import doctor
 from ppdist.launch.cli import started_by_stock_launcher, whose_fleetrun
 from ppdist.launch.doctor import FAIL, OK, WARN
-from tests.unit.launch.machines import A, B, machine
+from tests.unit.launch.machines import A, B, machine, planned
 
 ROOT = Path(__file__).resolve().parents[3]
 STOCK = {"PADDLE_TRAINERS_NUM": "2", "PADDLE_RANK_IN_NODE": "0", "PADDLE_TRAINER_ID": "0"}
@@ -51,19 +51,21 @@ def test_no_fleetrun_on_path_is_a_warning(tmp_path: Path) -> None:
     assert doctor.check_fleetrun(str(tmp_path)).level == WARN
 
 
-def test_network_findings_name_this_host_or_fail() -> None:
-    levels = {f.subject: f for f in doctor.check_network(f"{A},{B}", None, None, machine())}
-    assert levels["hosts"].found == f"this is {A}, host 1 of 2"
-    assert levels["interface"].found == f"{A} is on eth1"
-    lost = doctor.check_network("10.1.1.1,10.1.1.2", None, None, machine())
-    assert lost[-1].level == FAIL and "is this machine" in lost[-1].found
-
-
-def test_a_taken_port_fails_on_the_host_that_listens() -> None:
-    on = machine(taken=(6070,))
-    assert doctor.check_network(f"{A},{B}", None, None, on)[-1].level == FAIL
-    on = machine(own=B, taken=(6070,))
-    assert doctor.check_network(f"{A},{B}", None, None, on)[-1].level == OK
+def test_the_run_is_told_as_fleetrun_plans_it() -> None:
+    found = {each.subject: each for each in doctor.check_plan(planned(f"--ips={A},{B}", machine()))}
+    assert found["run"].found.startswith("host 1 of 2, 1 process on CPU")
+    assert found["interface"].found == "GLOO_SOCKET_IFNAME=eth1; NCCL_SOCKET_IFNAME==eth1"
+    assert found["ports"].found.startswith("6070 and up are free; every other host")
+    found = {
+        each.subject: each
+        for each in doctor.check_plan(
+            planned("--ips 127.0.0.2,127.0.0.3 --host 127.0.0.3", machine())
+        )
+    }
+    assert found["interface"].level == WARN
+    assert found["ports"].found.endswith("port 6070 of 127.0.0.2")
+    (run, ports) = doctor.check_plan(planned("", machine(cards=2, build="cpu")))
+    assert run.level == WARN and ports.level == OK
 
 
 def test_doctor_takes_the_environment_as_fleetrun_does(
@@ -77,13 +79,6 @@ def test_doctor_takes_the_environment_as_fleetrun_does(
     assert (options.host, options.start_port, options.ips) == (A, 7000, f"{A},{B}")
     assert (options.start_timeout, options.cards, options.processes) == (7, "0-1", None)
     assert options.typed == ("--start_timeout=7", "--selected_gpus=0-1")
-
-
-def test_cards_with_a_cpu_build_are_a_warning() -> None:
-    assert doctor.check_cards(machine(cards=2, build="cpu"), None).level == WARN
-    assert doctor.check_cards(machine(cards=2), "1").found.endswith("visible: 1")
-    assert doctor.check_cards(machine(cards=2), "7").level == FAIL
-    assert doctor.check_cards(machine(), None).level == OK
 
 
 def test_only_the_cards_of_the_run_are_asked_to_compute(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -120,7 +115,7 @@ def test_a_failed_check_exits_2_with_the_remedy() -> None:
         command, cwd=ROOT, capture_output=True, text=True, timeout=600, check=False
     )
     assert ended.returncode == 2, ended.stderr
-    assert "FAIL  hosts: none of --ips 10.254.1.1, 10.254.1.2 is this machine" in ended.stdout
+    assert "FAIL  run: none of --ips 10.254.1.1, 10.254.1.2 is this machine" in ended.stdout
     assert "FAIL  config: " in ended.stdout and "Traceback" not in ended.stderr
     assert "OK    cores: " in ended.stdout
 

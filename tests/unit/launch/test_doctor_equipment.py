@@ -7,9 +7,10 @@ import pytest
 from ppdist.common.errors import LaunchError
 from ppdist.config.distributed import DistributedConfig
 from ppdist.launch import doctor
-from ppdist.launch.doctor import OK, WARN, RdmaPort, judge_hosts
+from ppdist.launch.doctor import OK, WARN, Finding, RdmaPort, judge_hosts
+from ppdist.launch.topology import Machine
 from tests.distributed import run_on_ranks
-from tests.unit.launch.machines import A, B, machine
+from tests.unit.launch.machines import A, B, machine, planned
 
 CLOSED = (
     "NVRM version: NVIDIA UNIX x86_64 Kernel Module  535.129.03  Thu Oct 19 18:56:32 UTC 2023\n"
@@ -154,13 +155,16 @@ def test_a_clock_that_nothing_keeps_right_is_a_warning() -> None:
 
 
 def test_link_clock_and_rdma_are_for_several_hosts(root: Path) -> None:
-    there = doctor.check_equipment(machine(cards=2), f"{A},{B}", None, {}, root)
+    def check(on: Machine, words: str) -> list[Finding]:
+        return list(doctor.check_equipment(on, planned(words, on), {}, root))
+
+    there = check(machine(cards=2), f"--ips={A},{B}")
     assert [finding.subject for finding in there] == ["driver", "link", "clock", "RDMA"]
     assert there[1].found == "eth1: MTU 9001, speed 25 Gb/s"
-    alone = doctor.check_equipment(machine(cards=2), None, None, {}, root)
+    alone = check(machine(cards=2), "")
     assert [finding.subject for finding in alone] == ["driver"]
-    assert doctor.check_equipment(machine(), None, None, {}, root) == []
-    on_cpus = doctor.check_equipment(machine(), f"{A},{B}", None, {}, root)
+    assert check(machine(), "") == []
+    on_cpus = check(machine(), f"--ips={A},{B}")
     assert [finding.subject for finding in on_cpus] == ["link", "clock"]  # gloo has no RDMA
 
 
