@@ -67,7 +67,7 @@ METRICS = {
 EVALUATED = (
     "mAP", "mAP50", "mAP75", "fitness", "precision", "recall", "f1", "top1", "top5", "val_loss",
 )  # fmt: skip
-_TAIL_BYTES = 4 << 20  # read of a metrics.jsonl that was there before
+_TAIL_BYTES = 4 << 20  # read of a metrics.jsonl: some ten thousand steps
 _CHECKPOINT, _MANIFEST = re.compile(r"step-(\d+)"), "manifest.json"
 _CLIENT_SECONDS = 10.0  # in which a client has to ask, and to take the answer
 _LOOK_SECONDS = 1.0
@@ -92,7 +92,7 @@ class Measures:
         """
         self._folder, self._cards, self._say = folder, cards, say
         self._run: dict[str, Any] = {}  # as heartbeat.tell_run has said
-        self._evaluations: Evaluations | None = None
+        self._evaluation: dict[str, Any] = {}  # the last one that was seen
         self._said: set[str] = set()
 
     def samples(self) -> list[Sample]:
@@ -188,9 +188,7 @@ class Measures:
         began = (folder / "job.json").stat().st_mtime
         since = began if saved is None else max(began, saved[1])
         yield "ppdist_run_checkpoint_age_seconds", {}, max(0.0, time.time() - since)
-        if self._evaluations is None:
-            self._evaluations = Evaluations(output_dir / "metrics.jsonl")
-        last = self._evaluations.last()
+        last = self._evaluation = last_evaluation(output_dir / "metrics.jsonl") or self._evaluation
         for name in EVALUATED:
             if isinstance(last.get(name), float | int):
                 yield "ppdist_run_evaluation", {"metric": name}, float(last[name])
@@ -213,44 +211,21 @@ def newest_checkpoint(folder: Path) -> tuple[int, float] | None:
     return None
 
 
-class Evaluations:
-    """The last evaluation in a metrics.jsonl; each time only what was added is read."""
-
-    def __init__(self, path: Path) -> None:
-        self._path = path
-        self._last: dict[str, Any] = {}
-        self._identity, self._read = -1, 0
-
-    def last(self) -> dict[str, Any]:
-        """{} while there is none, or no file."""
-        try:
-            file = self._path.open("rb")
-        except FileNotFoundError:
-            self._identity, self._last = -1, {}
-            return self._last
-        with file:
-            state = os.fstat(file.fileno())
-            if state.st_ino != self._identity or state.st_size < self._read:  # written anew
-                self._identity, self._last = state.st_ino, {}
-                self._read = max(0, state.st_size - _TAIL_BYTES)
-            file.seek(self._read)
-            text = file.read(_TAIL_BYTES)
-        whole = text[: text.rfind(b"\n") + 1]
-        if not whole and len(text) == _TAIL_BYTES:
-            whole = text  # of a line as long as none of ours: go on behind it
-        self._read += len(whole)
-        for line in whole.splitlines():
-            if b'"eval_seconds"' in line:
-                self._note(line)
-        return self._last
-
-    def _note(self, line: bytes) -> None:
-        try:
-            record = json.loads(line)
-        except ValueError:  # cut short by a crash, or by where reading began
-            return
-        if isinstance(record, dict) and isinstance(record.get("step"), int):
-            self._last = record
+def last_evaluation(path: Path) -> dict[str, Any]:
+    """The last one in a metrics.jsonl; {} where its last megabytes hold none."""
+    try:
+        with path.open("rb") as file:
+            file.seek(max(0, os.fstat(file.fileno()).st_size - _TAIL_BYTES))
+            lines = file.read(_TAIL_BYTES).splitlines()
+    except FileNotFoundError:
+        return {}
+    for line in reversed(lines):
+        if b'"eval_seconds"' in line:
+            with suppress(ValueError):  # it is being written, or was cut short by a crash
+                record = json.loads(line)
+                if isinstance(record, dict) and isinstance(record.get("step"), int):
+                    return record
+    return {}
 
 
 def read_cards(labels: Sequence[str]) -> Iterator[tuple[str, str, float]]:

@@ -14,7 +14,6 @@ import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from pathlib import Path
 from typing import TypeVar
 
 from ppdist.common.errors import LaunchError
@@ -55,32 +54,27 @@ class Network:
     def is_free(self, port: int, address: str = "") -> bool:
         """True when nothing listens on the port (of that address; of any without one), and no job
         of this machine is about to."""
-        if _is_claimed(port):
-            return False
         with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
             probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             try:
                 probe.bind((address, port))
-            except OSError:
+                with claimed((port,), 1):
+                    return True
+            except (OSError, LaunchError):
                 return False
-        return True
 
     def interfaces(self) -> dict[str, str]:
-        """Interface -> its first IPv4 address.  Further addresses of an interface are not found."""
+        """Interface -> its first IPv4 address, "" where it has none."""
         found = {}
         with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
             for _, name in socket.if_nameindex():
                 request = struct.pack("256s", name.encode()[:15])
                 try:
                     answer = fcntl.ioctl(probe.fileno(), _SIOCGIFADDR, request)
+                    found[name] = socket.inet_ntoa(answer[20:24])
                 except OSError:
-                    continue  # it has no IPv4 address
-                found[name] = socket.inet_ntoa(answer[20:24])
+                    found[name] = ""
         return found
-
-    def interface_names(self) -> list[str]:
-        """All interfaces, also those without an IPv4 address."""
-        return [name for _, name in socket.if_nameindex()]
 
     def towards(self, address: str) -> str | None:
         """This machine's address as the other one sees it; nothing is sent."""
@@ -173,7 +167,7 @@ def own_address(addresses: Sequence[str], host: str | None, network: Network) ->
     local = [address for address in addresses if network.is_local(address)]
     if len(local) == 1:
         return local[0]
-    mine = ", ".join(sorted(set(network.interfaces().values()))) or "none"
+    mine = ", ".join(sorted(set(network.interfaces().values()) - {""})) or "none"
     if local:
         raise LaunchError(
             f"{', '.join(local)} are all this machine's",
@@ -250,14 +244,14 @@ def check_interfaces(environment: Mapping[str, str], address: str | None, networ
         address: of this host in the run; None where any will do.
     Raises: LaunchError: no such interface, or gloo's holds another address.
     """
-    names, held = network.interface_names(), network.interfaces()
+    held = network.interfaces()
     holder = next((name for name in held if held[name] == address), None)
-    shown = [f"{name} ({held.get(name, 'without IPv4')})" for name in names]
+    shown = [f"{name} ({held[name] or 'without IPv4'})" for name in held]
     here = f"this machine has {', '.join(shown)}"
     gloo = environment.get("GLOO_SOCKET_IFNAME", "")
     instead = f"; {address} is on {holder}: use that or unset it" if holder else "; correct it"
-    if gloo and gloo not in held:
-        problem = "has no IPv4 address" if gloo in names else "is no interface of this machine"
+    if gloo and not held.get(gloo):
+        problem = "has no IPv4 address" if gloo in held else "is no interface of this machine"
         raise LaunchError(
             f"GLOO_SOCKET_IFNAME={gloo} {problem}: {here}{instead}", code="interface_wrong"
         )
@@ -269,7 +263,7 @@ def check_interfaces(environment: Mapping[str, str], address: str | None, networ
             code="interface_wrong",
         )
     wanted = environment.get("NCCL_SOCKET_IFNAME", "")
-    if wanted and not any(nccl_takes(wanted, name) for name in names):
+    if wanted and not any(nccl_takes(wanted, name) for name in held):
         raise LaunchError(
             f"NCCL_SOCKET_IFNAME={wanted} fits no interface of this machine: {here}{instead}",
             code="interface_wrong",
@@ -360,18 +354,14 @@ def ranks_port(start: int, hosts: int) -> int:
 def port_in_use(port: int, hosts: int) -> LaunchError:
     """The error to raise."""
     others = " (the same on every host)" if hosts > 1 else ""
-    who = "another running job" if _is_claimed(port) else "another run or program"
     return LaunchError(
-        f"port {port} is in use on this machine, by {who}",
+        f"port {port} is in use on this machine, by another job or program",
         code="port_in_use",
         fix=(
             f"choose another with --start_port P or FLAGS_START_PORT=P{others}; `ss -ltnp` shows "
             "who has it"
         ),
     )
-
-
-_CLAIM = "ppdist-port-{}"
 
 
 @contextmanager
@@ -389,15 +379,7 @@ def claimed(ports: Iterable[int], hosts: int) -> Iterator[None]:
         for port in ports if sys.platform == "linux" else ():
             mark = held.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_STREAM))
             try:
-                mark.bind("\0" + _CLAIM.format(port))
+                mark.bind(f"\0ppdist-port-{port}")
             except OSError as error:
                 raise port_in_use(port, hosts) from error
         yield
-
-
-def _is_claimed(port: int) -> bool:
-    """Whether a job has the port, or is about to open it."""
-    with contextlib.suppress(OSError):
-        lines = Path("/proc/net/unix").read_text(encoding="utf-8", errors="replace").splitlines()
-        return any(line.endswith("@" + _CLAIM.format(port)) for line in lines)
-    return False

@@ -139,17 +139,19 @@ class RankEnd:
     def where(self) -> str:
         """What it was doing and on which host."""
         host = f"(host {socket.gethostname()})"
-        if self.reading is None:
-            return host
-        done = self.reading.step
-        places = {
-            "start": "before its first step",
-            "step": f"in step {done + 1}",
-            "evaluate": f"in the evaluation after step {done}",
-            "save": f"at the checkpoint after step {done}",
-            "end": f"after its last step, {done}",
-        }
-        return f"{places[self.reading.phase]} {host}"
+        return host if self.reading is None else f"{phase_of(self.reading)} {host}"
+
+
+def phase_of(reading: heartbeat.Reading) -> str:
+    """What a rank was doing, in words."""
+    done = reading.step
+    return {
+        "start": "before its first step",
+        "step": f"in step {done + 1}",
+        "evaluate": f"in the evaluation after step {done}",
+        "save": f"at the checkpoint after step {done}",
+        "end": f"after its last step, {done}",
+    }[reading.phase]
 
 
 def read_ends(folder: Path) -> list[RankEnd]:

@@ -12,10 +12,8 @@ found though its parent and its process group are gone, and none outlives the at
 import json
 import os
 import select
-import shutil
 import signal
 import socket
-import stat
 import subprocess
 import sys
 import tempfile
@@ -29,12 +27,10 @@ from typing import BinaryIO
 from ppdist.common.errors import LaunchError
 from ppdist.common.process import (
     EXIT_DIR_VARIABLE,
-    JOB_DIR_VARIABLE,
     STOPPED,
     boot_seconds,
     ends_with_this,
     is_alive,
-    process_stat,
 )
 from ppdist.launch import paddle_launcher, worker
 from ppdist.launch.console import say, say_end
@@ -60,8 +56,6 @@ _WORD_SECONDS = 1.0  # after which they are asked to end
 _GONE_SECONDS = 10.0  # a killed process that waits for a dead disk may take for ever to end
 _GONE_POLL_SECONDS = 0.02
 _ROOM_BYTES = 16 * 1024  # of a rank: its reports, heartbeat, stacks, in pages
-_PREFIX, _OWNER = "ppdist-", "owner"  # names of a private folder, and of a file in it
-_OWNER_BYTES = 500  # enough; too few to nest JSON deeply
 _PATH_LIMIT = 100  # a socket's path holds at most 108 bytes
 
 
@@ -94,8 +88,9 @@ def run_job(
             f"{error.strerror}", code="folder_unwritable", where=f"--log_dir {options.log_dir}"
         ) from error
     afresh = options.log_overwrite and restarts == 0
+    python = [sys.executable, "-u"] if options.script.endswith(".py") else []
     orders = {
-        "command": _command(options),
+        "command": [*python, options.script, *options.script_arguments],
         "log_dir": str(log_dir),
         "log_overwrite": afresh,
         "restart": restarts,
@@ -110,22 +105,13 @@ def run_job(
         room.unlink()
     attempt = Attempt(folder, log_dir)
     if not afresh:
-        sizes = {local: _size(attempt.log(local)) for local in range(plan.processes)}
+        logs = {local: attempt.log(local) for local in range(plan.processes)}
+        sizes = {local: log.stat().st_size for local, log in logs.items() if log.is_file()}
         attempt = replace(attempt, offsets=sizes)
     job = _Job(attempt, plan, channel, received)
     outcome = job.run()
     outcome = outcome if channel is None else channel.finish(outcome, received)
     return replace(outcome, message="") if outcome.message == job.said else outcome
-
-
-def _command(options: Options) -> list[str]:
-    if options.script.endswith(".py"):
-        return [sys.executable, "-u", options.script, *options.script_arguments]
-    return [options.script, *options.script_arguments]
-
-
-def _size(path: Path) -> int:
-    return path.stat().st_size if path.is_file() else 0
 
 
 class _Job:
@@ -163,7 +149,9 @@ class _Job:
                 self._start(output)
                 while any([each.poll() is None for each in self._processes]):
                     if select.select([terminal], [], [], _POLL_SECONDS)[0]:
-                        _hand_over_terminal(terminal)
+                        connection, _ = terminal.accept()
+                        with connection:
+                            socket.send_fds(connection, [b"t"], [1, 2])
                     self._look()
                 self._look_at_processes()
             finally:
@@ -315,12 +303,6 @@ class _Job:
             say(f"processes {ids} were killed and do not end: they wait for a disk or a driver")
 
 
-def _hand_over_terminal(listener: socket.socket) -> None:
-    connection, _ = listener.accept()
-    with connection:
-        socket.send_fds(connection, [b"t"], [1, 2])
-
-
 def _ended(folder: Path, by_themselves: bool) -> list[RankEnd]:
     """The ranks of this host that have ended.
 
@@ -387,56 +369,9 @@ def private_folder() -> Iterator[Path]:
         base = tempfile.gettempdir()
         if len(base) > _PATH_LIMIT - 30:
             base = "/tmp"
-        made = tempfile.TemporaryDirectory(prefix=_PREFIX, dir=base, ignore_cleanup_errors=True)
+        made = tempfile.TemporaryDirectory(prefix="ppdist-", dir=base, ignore_cleanup_errors=True)
     wanted = os.environ.get("TMPDIR", "")
     if wanted and tempfile.gettempdir() != os.path.abspath(wanted):  # Python's own look at it
         say(f"note: TMPDIR={wanted} is full or cannot be written; using {base}")
     with made as folder:
-        with private_files(Path(folder)):
-            owner = {"place": _place(), "pid": os.getpid(), "began": _began(os.getpid())}
-            (Path(folder) / _OWNER).write_text(json.dumps(owner), encoding="utf-8")
-        _remove_left_behind(Path(base))
         yield Path(folder)
-
-
-def _remove_left_behind(base: Path) -> None:
-    """Removes the private folders of fleetruns that were killed.
-
-    Only this user's own, and only where process ids mean the same as here: a folder may be shared
-    by hosts and containers, whose processes nobody sees from here.
-    """
-    with suppress(OSError), os.scandir(base) as entries:
-        for entry in entries:
-            with suppress(OSError, ValueError, TypeError, KeyError):
-                if entry.name.startswith(_PREFIX) and _is_left_behind(entry):
-                    shutil.rmtree(entry.path)  # follows no links
-
-
-def _is_left_behind(entry: os.DirEntry) -> bool:
-    found = entry.stat(follow_symlinks=False)
-    if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.geteuid() or found.st_mode & 0o077:
-        return False
-    mark = os.open(f"{entry.path}/{_OWNER}", os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
-    with open(mark, "rb") as file:
-        owner = json.loads(file.read(_OWNER_BYTES))
-    if not owner["place"] or owner["place"] != _place():
-        return False
-    if _began(owner["pid"]) == owner["began"]:
-        return False  # it lives; another process may have its number by now
-    return not worker.started_by(Path(entry.path), variable=JOB_DIR_VARIABLE)
-
-
-def _place() -> str:
-    """In which the number of a process means one: a start of a machine, and what sees the same
-    processes in it; "" where that is not known."""
-    try:
-        boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
-        return f"{boot} {os.readlink('/proc/self/ns/pid')}"
-    except OSError:
-        return ""
-
-
-def _began(pid: int) -> int | None:
-    """When a process did; None: there is none."""
-    found = process_stat(pid)
-    return found.began if found is not None and found.is_alive else None

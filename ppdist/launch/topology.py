@@ -98,8 +98,34 @@ class LaunchPlan:
 
     @property
     def ranks(self) -> tuple[dict[str, str], ...]:
-        """What each rank gets beside; () where Paddle's launcher does it."""
-        return rank_variables(self.hosts, self.host, self.first_port, self.devices)
+        """What each rank gets beside, by which Paddle knows it; () where Paddle's launcher does it.
+
+        Source: launch/controllers/collective.py of Paddle 3.3.1; tests compare it with what that
+        gives.
+        """
+        count, port = len(self.devices), self.first_port
+        endpoints = [f"{host}:{port + local}" for host in self.hosts for local in range(count)]
+        found = []
+        for local, device in enumerate(self.devices):
+            rank, world = self.hosts.index(self.host) * count + local, str(len(endpoints))
+            found.append(
+                {
+                    "PADDLE_MASTER": endpoints[0],
+                    "PADDLE_TRAINER_ENDPOINTS": ",".join(endpoints),
+                    "PADDLE_CURRENT_ENDPOINT": endpoints[rank],
+                    "PADDLE_TRAINER_ID": str(rank),
+                    "PADDLE_GLOBAL_RANK": str(rank),
+                    "PADDLE_TRAINERS_NUM": world,
+                    "PADDLE_GLOBAL_SIZE": world,
+                    "PADDLE_LOCAL_RANK": str(local),
+                    "PADDLE_RANK_IN_NODE": str(local),
+                    "PADDLE_LOCAL_SIZE": str(count),
+                    "PADDLE_NNODES": str(len(self.hosts)),
+                    "PADDLE_AUTO_CLUSTER": "0",
+                    **device,
+                }
+            )
+        return tuple(found)
 
     @property
     def paddle_options(self) -> dict[str, str]:
@@ -193,45 +219,6 @@ def _clean(environment: Mapping[str, str]) -> dict[str, str]:
         if name in variables:
             variables[f"{name}_original"] = variables.pop(name)
     return variables
-
-
-def rank_variables(
-    hosts: Sequence[str], own: str, port: int, cards: Sequence[Mapping[str, str]]
-) -> tuple[dict[str, str], ...]:
-    """What Paddle's launcher gives to each process of a host, by which Paddle knows its rank.
-
-    Args:
-        own: which of the hosts it is.
-        port: of the first rank of each host.
-        cards: variables of the device of each process.
-    Source: launch/controllers/collective.py of Paddle 3.3.1; tests compare it with what that gives.
-    """
-    if not cards:
-        return ()
-    count = len(cards)
-    endpoints = [f"{host}:{port + local}" for host in hosts for local in range(count)]
-    first = hosts.index(own) * count
-    found = []
-    for local, card in enumerate(cards):
-        rank, world = str(first + local), str(len(endpoints))
-        found.append(
-            {
-                "PADDLE_MASTER": endpoints[0],
-                "PADDLE_TRAINER_ENDPOINTS": ",".join(endpoints),
-                "PADDLE_CURRENT_ENDPOINT": endpoints[first + local],
-                "PADDLE_TRAINER_ID": rank,
-                "PADDLE_GLOBAL_RANK": rank,
-                "PADDLE_TRAINERS_NUM": world,
-                "PADDLE_GLOBAL_SIZE": world,
-                "PADDLE_LOCAL_RANK": str(local),
-                "PADDLE_RANK_IN_NODE": str(local),
-                "PADDLE_LOCAL_SIZE": str(count),
-                "PADDLE_NNODES": str(len(hosts)),
-                "PADDLE_AUTO_CLUSTER": "0",
-                **card,
-            }
-        )
-    return tuple(found)
 
 
 def _card_variables(kind: str, label: str, visible: Sequence[str] | None) -> dict[str, str]:

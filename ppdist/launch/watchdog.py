@@ -27,7 +27,7 @@ from ppdist.common.process import STOPPED, boot_seconds, process_stat
 from ppdist.distributed import heartbeat
 from ppdist.distributed.heartbeat import Reading
 from ppdist.launch import worker
-from ppdist.launch.outcome import WATCH_FILE, Attempt, Stall
+from ppdist.launch.outcome import WATCH_FILE, Attempt, Stall, phase_of
 
 _LOOK_SECONDS = 0.5
 # If fleetrun itself was stopped or got no processor, so did the ranks: no more than this of a gap
@@ -305,14 +305,7 @@ def _named(seen: RankStatus) -> str:
 
 
 def _where(seen: RankStatus) -> str:
-    reading = seen.reading
-    phase = {
-        "start": "at the start",
-        "step": f"in step {reading.step + 1}",
-        "evaluate": f"in the evaluation after step {reading.step}",
-        "save": f"at the checkpoint of step {reading.step}",
-        "end": f"at the end, after step {reading.step}",
-    }[reading.phase]
+    reading, phase = seen.reading, phase_of(seen.reading)
     if reading.inside:
         return f"in {reading.place}, its collective {reading.collectives}, {phase}"
     place = reading.place or "in its own work"

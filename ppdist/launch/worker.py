@@ -118,16 +118,12 @@ def forget_environment(folder: Path) -> None:
             path.unlink(missing_ok=True)
 
 
-def started_by(
-    folder: Path, rank: int | None = None, variable: str = EXIT_DIR_VARIABLE
-) -> list[int]:
+def started_by(folder: Path, rank: int | None = None) -> list[int]:
     """Ids of the processes of an attempt (of one rank of it) but this one, by their environment.
 
     Zombies have none, nor has anything where there is no /proc.
-
-    Args: variable: that holds the folder; JOB_DIR_VARIABLE for that of all attempts.
     """
-    mark = f"{variable}=".encode()
+    mark = f"{EXIT_DIR_VARIABLE}=".encode()
     of_rank = None if rank is None else f"PADDLE_TRAINER_ID={rank}".encode()
     found = []
     for place in Path("/proc").glob("[0-9]*"):

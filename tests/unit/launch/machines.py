@@ -25,10 +25,7 @@ class FakeNetwork(Network):
         return port not in self.taken
 
     def interfaces(self) -> dict[str, str]:
-        return self.addresses
-
-    def interface_names(self) -> list[str]:
-        return [*self.addresses, "sit0"]  # which has no IPv4 address
+        return self.addresses | {"sit0": ""}
 
     def towards(self, address: str) -> str | None:
         return self.addresses["eth1"]

@@ -249,5 +249,5 @@ def test_of_two_jobs_on_one_port_the_second_is_refused() -> None:
         second = fleetrun("--log_dir", "second", *words)
         Path("go").touch()
         assert (first.wait(TIMEOUT), second.returncode) == (0, 2)
-    assert "is in use on this machine, by another running job" in second.stderr
+    assert "is in use on this machine, by another job or program" in second.stderr
     assert second.stderr.count("\n") == 1

@@ -14,7 +14,7 @@ import pytest
 
 from ppdist.distributed import heartbeat
 from ppdist.launch import metrics, worker
-from ppdist.launch.metrics import METRICS, Evaluations, Measures, newest_checkpoint
+from ppdist.launch.metrics import METRICS, Measures, last_evaluation, newest_checkpoint
 from tests.unit.launch.hosts import ROOT, wait_for
 from tests.unit.launch.measured import Ranks
 
@@ -111,38 +111,20 @@ def test_a_folder_without_checkpoints_has_none(tmp_path: Path) -> None:
     assert newest_checkpoint(tmp_path) is newest_checkpoint(tmp_path / "none") is None
 
 
-def test_only_what_was_added_is_read_of_the_metrics(
+def test_the_last_evaluation_is_read_from_the_end(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = tmp_path / "metrics.jsonl"
-    evaluations = Evaluations(path)
-    assert evaluations.last() == {}
-    with path.open("w") as file:
-        file.write('{"step": 1, "loss": 2.0}\n{"step": 1, "eval_seconds": 1.0, "mAP": 0.1}\n')
-        file.write('{"step": 2, "eval_sec')  # it is being written
-        file.flush()
-        assert evaluations.last()["mAP"] == 0.1
-        file.write('onds": 1.0, "mAP": 0.2}\n"eval_seconds"\nno "eval_seconds" in JSON\n')
-        file.flush()
-        assert evaluations.last()["mAP"] == 0.2
-    read = evaluations._read
-    assert read == path.stat().st_size and evaluations.last()["mAP"] == 0.2
-    draft = tmp_path / "draft"  # a resumed run drops the records beyond its step
-    draft.write_text('{"step": 1, "eval_seconds": 1.0, "mAP": 0.1}\n')
-    draft.replace(path)
-    assert evaluations.last()["mAP"] == 0.1
-    path.unlink()
-    assert evaluations.last() == {}
+    assert last_evaluation(path) == {}
+    first = '{"step": 1, "loss": 2.0}\n{"step": 1, "eval_seconds": 1.0, "mAP": 0.1}\n'
+    path.write_text(first + '{"step": 2, "eval_sec')  # it is being written
+    assert last_evaluation(path)["mAP"] == 0.1
+    second = '{"step": 2, "eval_seconds": 1.0, "mAP": 0.2}\n'
+    path.write_text(first + second + '"eval_seconds"\nno "eval_seconds" in JSON\n')
+    assert last_evaluation(path)["mAP"] == 0.2
     monkeypatch.setattr(metrics, "_TAIL_BYTES", 100)
-    path.write_text('{"step": 1, "loss": 2.0}\n' * 1000 + '{"step": 3, "eval_seconds": 1.0}\n')
-    assert Evaluations(path).last()["step"] == 3
-    path.write_text("")
-    evaluations = Evaluations(path)
-    assert evaluations.last() == {}
-    with path.open("a") as file:  # a line that is longer than what is read at a time
-        file.write('{"step": 4, "eval_seconds": 1.0, "long": "' + 333 * "x" + '"}\n')
-        file.write('{"step": 5, "eval_seconds": 1.0}\n')
-    assert [evaluations.last().get("step") for _ in range(5)][-1] == 5
+    path.write_text(second + '{"step": 1, "loss": 2.0}\n' * 1000)
+    assert last_evaluation(path) == {}
 
 
 def test_what_cannot_be_read_is_left_out_and_said_once(ranks: Ranks) -> None:

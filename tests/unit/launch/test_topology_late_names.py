@@ -9,6 +9,7 @@ import pytest
 from ppdist.common.errors import LaunchError
 from ppdist.launch import job as front
 from ppdist.launch import network
+from ppdist.launch.console import finish
 from ppdist.launch.control_channel import ControlChannel
 from ppdist.launch.job import fleetrun
 from ppdist.launch.network import Network, once_known, own_address, resolve_hosts
@@ -110,6 +111,7 @@ def started(monkeypatch, tmp_path, network: Network, received: Sequence[int] = (
 
 def test_a_signal_ends_the_waiting_with_75(tmp_path, monkeypatch, capfd) -> None:
     assert started(monkeypatch, tmp_path, Names(), [signal.SIGTERM]) == 75
+    finish()
     assert "stopped by SIGTERM before any rank of this attempt began" in capfd.readouterr().err
 
 

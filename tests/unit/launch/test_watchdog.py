@@ -217,7 +217,7 @@ def test_a_rank_stopped_before_its_first_beat_is_named(host) -> None:
     assert ranks.wait(LIMIT - 5) == ""
     found = ranks.wait(10)
     assert found.startswith("rank 0 (host ") and "stopped (SIGSTOP)" in found
-    assert found.partition("; the stacks")[0].endswith("at the start; rank 1 waits for it")
+    assert found.partition("; the stacks")[0].endswith("before its first step; rank 1 waits for it")
 
 
 @pytest.mark.slow
