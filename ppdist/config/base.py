@@ -10,6 +10,7 @@ configs/schema.json are generated from the same classes (schema.py).
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
+from enum import Enum
 from pathlib import Path
 from typing import Any, Literal, TypeAlias, TypeVar, cast
 
@@ -24,6 +25,18 @@ from ppdist.config.yaml import Node, Place, Problem, Reader, dump, merge, proble
 # `{"train.epochs": 3}`.
 Overrides: TypeAlias = Sequence[str] | Mapping[str, Any]
 Task = Literal["detect", "classify"]  # boxes with classes, or one class for each image
+
+
+class OnResume(Enum):
+    """What another value of a key does to a run that resumes; noted in `Annotated` of its field.
+
+    A key, or the section it is in, without a note affects training from there on (rates, phases,
+    order of images, losses): a run resumes with another value only when it is told to.
+    """
+
+    FREE = "what is learned does not change"
+    SCORES = "the same weights score otherwise: the best so far cannot be compared"
+    EVALUATIONS = "as FREE, but where the order of images follows the scores"
 
 
 class Section(BaseModel):
@@ -173,6 +186,22 @@ def override_items(overrides: Overrides, above: str = "") -> list[str]:
         else:  # JSON is YAML, so that text stays text
             items.append(f"{above}{key}={json.dumps(value, ensure_ascii=False, default=str)}")
     return items
+
+
+def on_resume(config: Section, key: str) -> OnResume | None:
+    """The note of a key, or of the section it is in; None: it has none, or is not there."""
+    for part in key.split("."):
+        field = type(config).model_fields.get(part)
+        if field is None:
+            return None
+        for note in field.metadata:
+            if isinstance(note, OnResume):
+                return note
+        value = getattr(config, part)
+        if not isinstance(value, Section):
+            return None
+        config = value
+    return None
 
 
 def flattened(config: Section) -> dict[str, Any]:

@@ -1,11 +1,11 @@
 """The `data` section: images and annotations, and how they reach the model."""
 
-from typing import Literal
+from typing import Annotated, Literal
 
 from pydantic import Field, model_validator
 
 from ppdist.config.augment import AugmentConfig
-from ppdist.config.base import Section, Task
+from ppdist.config.base import OnResume, Section, Task
 from ppdist.storage.stores import holds_credentials
 
 Resize = Literal["stretch", "letterbox"]  # `data.resize`
@@ -77,13 +77,14 @@ class DataConfig(Section):
         description="Boxes: COCO JSON, Pascal VOC XML, YOLO text files. Classes of whole images, "
         "for a classifier: a folder per class, a CSV file.",
     )
-    root: str = Field(
+    # FREE: the set itself is compared.
+    root: Annotated[str, OnResume.FREE] = Field(
         description="Folder that everything below is relative to; format coco or csv: also in an "
         "object store (s3://bucket/folder, gs://, hf://, http://).",
     )
     train: SplitConfig = Field(description="The training split.")
-    val: SplitConfig = Field(description="The validation split.")
-    test: SplitConfig | None = Field(
+    val: Annotated[SplitConfig, OnResume.SCORES] = Field(description="The validation split.")
+    test: Annotated[SplitConfig | None, OnResume.FREE] = Field(
         default=None,
         description="A split used neither for training nor for validation; evaluate it with "
         "`ppdist eval --split test`. null: none.",
@@ -104,7 +105,7 @@ class DataConfig(Section):
         "names of the training split's objects (voc, csv) or folders (folder). Export and "
         "prediction read these files again; names written here do not depend on the data.",
     )
-    bad_images: Literal["skip", "error"] = Field(
+    bad_images: Annotated[Literal["skip", "error"], OnResume.FREE] = Field(
         default="skip",
         description="What to do with an image that cannot be decoded. skip: training uses the next "
         "good one instead, evaluation leaves it out of the score, and a warning names it. error: "
@@ -121,43 +122,43 @@ class DataConfig(Section):
         "stretch: height and width each to the input's, cubic in evaluation (PP-YOLOE); "
         "letterbox: the shape kept, grey beside it, linear (YOLOv5).",
     )
-    bad_images_limit: float = Field(
+    bad_images_limit: Annotated[float, OnResume.FREE] = Field(
         default=0.001,
         ge=0,
         le=1,
         description="Share of the training images that may turn out bad (one may always) before "
         "the run stops on all ranks with their list.",
     )
-    check_images: Literal["none", "header", "decode"] = Field(
+    check_images: Annotated[Literal["none", "header", "decode"], OnResume.FREE] = Field(
         default="header",
         description="What is looked at in every image before training. header: that it is there, "
         "not empty, not cut short, as large as annotated; decode: all of its pixels, in processes "
         "of their own (minutes); none: nothing. The result is kept for as long as no file changes.",
     )
-    compare_images: Literal["some", "all"] = Field(
+    compare_images: Annotated[Literal["some", "all"], OnResume.FREE] = Field(
         default="some",
         description="How hosts compare their image files before training, beside the size of each. "
         "some: the content of 64 of each set; all: of every one, which reads the whole set on each "
         "host (raise distributed.timeout_seconds where that takes longer).",
     )
-    workers: int | Literal["auto"] = Field(
+    workers: Annotated[int | Literal["auto"], OnResume.FREE] = Field(
         default="auto",
         description="Processes per rank that prepare images. 0: the rank itself, between steps; "
         "auto: from the cores of this machine and the ranks on it.",
     )
-    worker_timeout_seconds: float = Field(
+    worker_timeout_seconds: Annotated[float, OnResume.FREE] = Field(
         default=60.0,
         gt=0,
         description="A worker that is busy with one image for longer counts as hung: it is "
         "replaced, and its batches are made anew.",
     )
-    cache: Literal["none", "ram", "disk"] = Field(
+    cache: Annotated[Literal["none", "ram", "disk"], OnResume.FREE] = Field(
         default="none",
         description="Where decoded training images are kept after the first time, uint8, reduced "
         "to what the input size needs; shared by the workers and ranks of a host. disk: in "
         "data.cache_dir, also for later runs.",
     )
-    cache_dir: str | None = Field(
+    cache_dir: Annotated[str | None, OnResume.FREE] = Field(
         default=None,
         description="Folder of data.cache: disk, and of what is fetched from an object store. "
         "null: ppdist in $XDG_CACHE_HOME or ~/.cache.",

@@ -4,7 +4,7 @@ from typing import Annotated
 
 from pydantic import ConfigDict, Field, model_validator
 
-from ppdist.config.base import Section
+from ppdist.config.base import OnResume, Section
 from ppdist.config.model import ModelConfig
 from ppdist.config.plugins import find_names, open_section
 from ppdist.config.yaml import Node, Problem
@@ -49,7 +49,8 @@ class BoxesConfig(Section):
 class DistillConfig(Section):
     """A teacher, and what is learned from it."""
 
-    teacher: str = Field(
+    # FREE: the weights themselves are compared.
+    teacher: Annotated[str, OnResume.FREE] = Field(
         description="a checkpoint folder of a run of the same model family, classes and strides, "
         "any size, or the output_dir of that run (its best, else its last)"
     )

@@ -4,7 +4,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from ppdist.config.base import Section
+from ppdist.config.base import OnResume, Section
 
 # What the hosts of one run may each set as they like: where things lie, not what is computed.
 HOSTS_OWN_KEYS = (
@@ -20,7 +20,7 @@ HOSTS_OWN_KEYS = (
 class DistributedConfig(Section):
     """How ranks talk to one another."""
 
-    bucket_mb: Annotated[int, Field(gt=0)] | Literal["auto"] = Field(
+    bucket_mb: Annotated[Annotated[int, Field(gt=0)] | Literal["auto"], OnResume.FREE] = Field(
         default=25,
         description="Gradients are all-reduced in messages of this many MiB, on GPUs while "
         "backward runs; without GPUs, where a host has several ranks, of 8 at most, between the "
@@ -58,13 +58,13 @@ class DistributedConfig(Section):
         "signal's stop wait for such a step; the EMA moves there; train.clip_norm looks at the "
         "root mean square of the ranks' own norms. null: gradients are averaged in every step.",
     )
-    shard_optimizer: bool = Field(
+    shard_optimizer: Annotated[bool, OnResume.FREE] = Field(
         default=False,
         description="Each rank updates its share of the parameters and sends them to the others, "
         "so it holds 1 / ranks of the optimizer state (ZeRO stage 1, arXiv:1910.02054). The same "
         "weights bit for bit, for one more transfer of all weights per step.",
     )
-    timeout_seconds: float = Field(
+    timeout_seconds: Annotated[float, OnResume.FREE] = Field(
         default=1800.0,
         gt=0,
         description="How long a rank waits for the others before it ends with an error, in "
@@ -74,7 +74,7 @@ class DistributedConfig(Section):
         "30 s, which cannot be configured in Paddle.) Storage that is away is waited for half as "
         "long; between hosts and within a step 15 s with gloo, else hang_seconds.",
     )
-    hang_seconds: float | None = Field(
+    hang_seconds: Annotated[float | None, OnResume.FREE] = Field(
         default=60.0,
         gt=0,
         description="fleetrun names a rank that makes no progress and ends the run: within a step "
@@ -82,7 +82,7 @@ class DistributedConfig(Section):
         "step after a start or an evaluation after ten times as many (at least 60); elsewhere "
         "after timeout_seconds. null: never.",
     )
-    check_weights_every: int = Field(
+    check_weights_every: Annotated[int, OnResume.FREE] = Field(
         default=100,
         ge=0,
         description="Every so many steps the ranks compare their weights. One whose differ from "

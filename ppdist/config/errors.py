@@ -28,12 +28,26 @@ from ppdist.config.yaml import Node, Place, Problem, found
 Path = tuple[str | int, ...]
 
 
+class CrossKeyErrors(ValueError):
+    """What does not fit between keys: messages, each of which begins with its key and a colon."""
+
+    def __init__(self, messages: Sequence[str]) -> None:
+        super().__init__("; ".join(messages))
+        self.messages = tuple(messages)
+
+
 def problems_of(error: ValidationError, tree: Node, schema: SectionType) -> list[Problem]:
     """One problem for each key that is wrong."""
     details = error.errors(include_url=False)
     paths = [_path(detail, tree) for detail in details]
     problems: dict[Path, Problem] = {}
     for detail, path in zip(details, paths):
+        crossing = detail.get("ctx", {}).get("error")
+        if isinstance(crossing, CrossKeyErrors):
+            for message in crossing.messages:
+                key = tuple(message.partition(":")[0].split("."))
+                problems[key] = Problem(_place(detail, key, tree), message, "bad_value")
+            continue
         # A union complains once for each member; what is wrong deeper inside one says more.
         deeper = any(len(other) > len(path) and other[: len(path)] == path for other in paths)
         is_a_type = detail["type"].endswith("_type")

@@ -1,10 +1,10 @@
 """The `evaluate` and `nms` sections: when and how a model is scored."""
 
-from typing import Literal
+from typing import Annotated, Literal
 
 from pydantic import Field
 
-from ppdist.config.base import Section
+from ppdist.config.base import OnResume, Section
 
 # Names of metrics for the log, by task; the first says by default what is best.
 DETECTION_METRICS = ("mAP", "mAP50", "fitness")
@@ -15,17 +15,19 @@ COCO_DETECTIONS = 100  # of a class in an image that COCO's mAP counts
 class EvaluateConfig(Section):
     """When and how the validation set is evaluated during training."""
 
-    every_epochs: int = Field(
+    every_epochs: Annotated[int, OnResume.EVALUATIONS] = Field(
         default=1,
         ge=1,
         description="Epochs between two evaluations (`--eval`); the last epoch always ends in one.",
     )
-    metric: Literal["mAP", "mAP50", "fitness", "top1", "top5"] | None = Field(
+    metric: Annotated[
+        Literal["mAP", "mAP50", "fitness", "top1", "top5"] | None, OnResume.SCORES
+    ] = Field(
         default=None,
         description="What makes a checkpoint the best. null: mAP, of classifiers top1; fitness: "
         "0.1 mAP50 + 0.9 mAP, as YOLOv5 chooses.",
     )
-    batch_size_per_card: int = Field(
+    batch_size_per_card: Annotated[int, OnResume.FREE] = Field(
         default=8,
         ge=1,
         description="Images per rank in one forward pass of an evaluation.",
@@ -37,12 +39,12 @@ class EvaluateConfig(Section):
         "Raise it above COCO's 100 for images with more objects: mAP is then not comparable with "
         "published figures, but AR100 is, and nms.keep and nms.candidates are at least as large.",
     )
-    rectangular: bool = Field(
+    rectangular: Annotated[bool, OnResume.SCORES] = Field(
         default=False,
         description="With data.resize: letterbox, make each input no larger than its image needs "
         "(sides in multiples of the largest stride), images of one shape together; faster.",
     )
-    rectangular_pad: float = Field(
+    rectangular_pad: Annotated[float, OnResume.SCORES] = Field(
         default=0.0,
         ge=0,
         le=2,

@@ -8,10 +8,18 @@ from typing import Annotated, Any, cast
 
 from pydantic import Field, model_validator
 
-from ppdist.config.base import Overrides, Section, override_items, parse_config, parse_plain
+from ppdist.config.base import (
+    OnResume,
+    Overrides,
+    Section,
+    override_items,
+    parse_config,
+    parse_plain,
+)
 from ppdist.config.data import DataConfig
 from ppdist.config.distill import DistillConfig
 from ppdist.config.distributed import DistributedConfig
+from ppdist.config.errors import CrossKeyErrors
 from ppdist.config.evaluate import COCO_DETECTIONS, EvaluateConfig, NMSConfig
 from ppdist.config.loss import LossConfig, PPYOLOELossConfig
 from ppdist.config.migration import without_removed_keys
@@ -21,20 +29,20 @@ from ppdist.config.output import CheckpointConfig, LogConfig
 from ppdist.config.plugins import find_names, names_of, open_section
 from ppdist.config.shipped import find_config
 from ppdist.config.train import EarlyStoppingConfig, TrainConfig
-from ppdist.config.validate import misfits
+from ppdist.config.validate import cross_key_errors
 from ppdist.config.yaml import Node, Place, Problem, merge, problems_error, tree_of
 
 
 class ExperimentConfig(Section):
     """One experiment: what a YAML file of configs/ describes."""
 
-    output_dir: str | None = Field(
+    output_dir: Annotated[str | None, OnResume.FREE] = Field(
         default=None, description="Where the run writes; null: output/<name of the config file>."
     )
     seed: int = Field(
         default=0, ge=0, description="Fixes initial weights, sample order and augmentation."
     )
-    device: str = Field(
+    device: Annotated[str, OnResume.FREE] = Field(
         default="auto",
         pattern=r"^[a-z][a-z0-9_]*$",
         description="auto: an accelerator where the installed Paddle can use one, else the CPU; or "
@@ -54,13 +62,19 @@ class ExperimentConfig(Section):
     optimizer: OptimizerConfig = Field(default=OptimizerConfig(), description="The optimizer.")
     schedule: ScheduleConfig = Field(default=ScheduleConfig(), description="Learning rate.")
     distributed: DistributedConfig = Field(default=DistributedConfig(), description="Ranks.")
-    checkpoint: CheckpointConfig = Field(default=CheckpointConfig(), description="Checkpoints.")
+    checkpoint: Annotated[CheckpointConfig, OnResume.FREE] = Field(
+        default=CheckpointConfig(), description="Checkpoints."
+    )
     evaluate: EvaluateConfig = Field(default=EvaluateConfig(), description="Evaluation.")
-    early_stopping: EarlyStoppingConfig | None = Field(
+    early_stopping: Annotated[EarlyStoppingConfig | None, OnResume.FREE] = Field(
         default=None, description="Ends training that gets no better; null: it runs to its end."
     )
-    nms: NMSConfig = Field(default=NMSConfig(), description="Non-maximum suppression.")
-    log: LogConfig = Field(default=LogConfig(), description="Progress, curves, images.")
+    nms: Annotated[NMSConfig, OnResume.SCORES] = Field(
+        default=NMSConfig(), description="Non-maximum suppression."
+    )
+    log: Annotated[LogConfig, OnResume.FREE] = Field(
+        default=LogConfig(), description="Progress, curves, images."
+    )
 
     @property
     def suppression(self) -> NMSConfig:
@@ -106,9 +120,9 @@ class ExperimentConfig(Section):
 
     @model_validator(mode="after")
     def _parts_fit(self) -> "ExperimentConfig":
-        problems = "; ".join(misfits(self))
-        if problems:
-            raise ValueError(problems)
+        messages = [*cross_key_errors(self)]
+        if messages:
+            raise CrossKeyErrors(messages)
         return self
 
 

@@ -4,7 +4,7 @@ from typing import Annotated, ClassVar, Literal
 
 from pydantic import BeforeValidator, Field, ValidationInfo, WithJsonSchema, field_validator
 
-from ppdist.config.base import Section, Task
+from ppdist.config.base import OnResume, Section, Task
 
 YOLOV5_LEVELS = ("P3-P5", "P3-P6")  # of those of PP-YOLOE: YOLOv5 has nothing finer than stride 8
 _Side = Annotated[float, Field(gt=0)]
@@ -38,6 +38,14 @@ DepthMultiple = Annotated[
 WidthMultiple = Annotated[
     float | None, Field(gt=0, description="channels as a multiple of size l; null: from size")
 ]
+Pretrained = Annotated[
+    str | None,
+    OnResume.FREE,  # read where a run starts; a checkpoint has weights of its own
+    Field(
+        description="weight file (.pdparams, .pt, .safetensors, .npz), checkpoint folder, "
+        "output_dir of a run (its best, else its last), or a name of docs/model_zoo.md"
+    ),
+]
 Activation = Annotated[
     Literal["silu", "relu", "hardswish", "leaky_relu"],
     Field(
@@ -59,11 +67,7 @@ class DetectorConfig(Section):
     needs_nms: ClassVar[bool] = True
     name: str = Field(description="detector family")
     num_classes: int = Field(default=80, ge=1, description="object classes C")
-    pretrained: str | None = Field(
-        default=None,
-        description="weight file (.pdparams, .pt, .safetensors, .npz), "
-        "checkpoint folder, or output_dir of a run (its best, else its last)",
-    )
+    pretrained: Pretrained = None
     image_size: ImageSize = Field(
         default=(640, 640), description="input [height, width] in pixels; one number: a square"
     )
@@ -107,12 +111,7 @@ class PPYOLOEConfig(Section):
     )
     activation: Activation = "silu"
     num_classes: int = Field(default=80, ge=1, description="object classes C")
-    pretrained: str | None = Field(
-        default=None,
-        description="weight file (.pdparams, .pt, .safetensors, .npz), "
-        "checkpoint folder, output_dir of a run (its best, else its last), or a name of "
-        "docs/model_zoo.md",
-    )
+    pretrained: Pretrained = None
     image_size: ImageSize = Field(
         default=(640, 640),
         description="input [height, width] in pixels, multiples of the largest stride; one number: "
@@ -155,12 +154,7 @@ class YOLOv5Config(Section):
     width_multiple: WidthMultiple = None
     activation: Activation = "silu"
     num_classes: int = Field(default=80, ge=1, description="object classes C")
-    pretrained: str | None = Field(
-        default=None,
-        description="weight file (.pt, .pdparams, .safetensors, .npz), "
-        "checkpoint folder, output_dir of a run (its best, else its last), or a name of "
-        "docs/model_zoo.md",
-    )
+    pretrained: Pretrained = None
     image_size: ImageSize = Field(
         default=(640, 640),
         description="input [height, width] in pixels, multiples of 32 (of 64 with four levels); "
@@ -171,7 +165,7 @@ class YOLOv5Config(Section):
         description="three [width, height] per level, fine to coarse, in input pixels; null: the "
         "published ones",
     )
-    auto_anchor: bool = Field(
+    auto_anchor: Annotated[bool, OnResume.FREE] = Field(
         default=True,
         description="fit new anchors to the training set before training when fewer than 98 % of "
         "its boxes could be matched by the present ones (best possible recall); `anchors` stay",
@@ -201,12 +195,7 @@ class YOLOv5ClsConfig(Section):
     width_multiple: WidthMultiple = None
     activation: Activation = "silu"
     num_classes: int = Field(default=1000, ge=1, description="image classes C")
-    pretrained: str | None = Field(
-        default=None,
-        description="weight file (.pt, .pdparams, .safetensors, .npz), "
-        "checkpoint folder, output_dir of a run (its best, else its last), or a name of "
-        "docs/model_zoo.md",
-    )
+    pretrained: Pretrained = None
     image_size: ImageSize = Field(
         default=(224, 224),
         description="input [height, width] in pixels, multiples of 32; one number: a square",

@@ -24,7 +24,7 @@ from pydantic import Field, create_model
 from pydantic.fields import FieldInfo
 
 from ppdist.common.errors import ConfigError
-from ppdist.config.base import Section
+from ppdist.config.base import OnResume, Section
 from ppdist.config.data import DataConfig
 from ppdist.config.loss import LossConfig
 from ppdist.config.model import DetectorConfig, ModelConfig, PPYOLOEConfig
@@ -334,7 +334,9 @@ def _opened(schema: type[Any], data_format: str) -> type[Any]:
         field = schema.model_fields.get(key)
         if field is not None:
             annotation = build()
-            fields[key] = annotation, _of_type(annotation, field)
+            note = next((each for each in field.metadata if isinstance(each, OnResume)), None)
+            noted = annotation if note is None else Annotated[annotation, note]
+            fields[key] = noted, _of_type(annotation, field)
     return _derived(schema, fields)
 
 

@@ -5,7 +5,9 @@ from typing import Annotated, Literal
 from pydantic import Field, field_validator
 
 from ppdist.common.errors import ConfigError
-from ppdist.config.base import Section
+from ppdist.config.base import OnResume, Section
+
+_BatchSize = Annotated[int, Field(gt=0)] | Literal["auto"]
 
 
 def max_micro_batch(images: int, micro_batches: int) -> int:
@@ -81,12 +83,12 @@ class TrainConfig(Section):
     """Length, batch and numerics of training."""
 
     epochs: float = Field(default=300, gt=0, description="Passes over the training set.")
-    max_steps: int | None = Field(
+    max_steps: Annotated[int | None, OnResume.FREE] = Field(
         default=None,
         gt=0,
         description="Stop after this many optimizer steps; the schedule still spans epochs.",
     )
-    hours: float | None = Field(
+    hours: Annotated[float | None, OnResume.FREE] = Field(
         default=None,
         gt=0,
         description="Wall clock of one start of the command, restarts by fleetrun included: the "
@@ -108,28 +110,29 @@ class TrainConfig(Section):
         "optimizer.noise_scale, and all phases counted in epochs grow alike; none: epochs as "
         "written.",
     )
-    batch_size_per_card: Annotated[int, Field(gt=0)] | Literal["auto"] = Field(
+    # Instead of each of the next three, ranks x batch x micro-steps is compared.
+    batch_size_per_card: Annotated[_BatchSize, OnResume.FREE] = Field(
         default=8,
         description="Images per rank and micro-step. auto: as many as every rank has memory for, "
         "tried out where a run begins; one that goes on takes those of its checkpoint.",
     )
-    accumulate_steps: int = Field(
+    accumulate_steps: Annotated[int, OnResume.FREE] = Field(
         default=1, gt=0, description="Micro-steps whose gradients make one optimizer step."
     )
-    total_batch: int | None = Field(
+    total_batch: Annotated[int | None, OnResume.FREE] = Field(
         default=None,
         gt=0,
         description="Images of an optimizer step over all ranks; accumulate_steps follows from it "
         "and is left out. null: ranks x batch_size_per_card x accumulate_steps.",
     )
-    auto_batch_memory: float = Field(
+    auto_batch_memory: Annotated[float, OnResume.FREE] = Field(
         default=0.8,
         gt=0,
         le=1,
         description="With batch_size_per_card: auto, the share of the free memory that training "
         "may take; loaders and evaluation take of the rest.",
     )
-    auto_batch_most: int = Field(
+    auto_batch_most: Annotated[int, OnResume.FREE] = Field(
         default=64,
         gt=0,
         description="The most that batch_size_per_card: auto takes, however much would fit.",
@@ -147,7 +150,8 @@ class TrainConfig(Section):
         "norms use their running statistics and leave them alone. null: all is trained.",
     )
     amp: AmpConfig = Field(default=AmpConfig(), description="Automatic mixed precision.")
-    deterministic: bool = Field(
+    # The last digits may change, no more than on another machine: the next two, cpu_convolutions.
+    deterministic: Annotated[bool, OnResume.FREE] = Field(
         default=False,
         description="On GPUs, of several algorithms one that always adds in the same order "
         "(FLAGS_cudnn_deterministic, FLAGS_embedding_deterministic); slower. Without it two runs, "
@@ -155,14 +159,16 @@ class TrainConfig(Section):
         "they are equal anyway. Not run on a GPU: operators that these flags do not reach, and "
         "NCCL's choice of algorithm, may still differ.",
     )
-    gpu: GPUConfig = Field(default=GPUConfig(), description="How NVIDIA's cards compute.")
+    gpu: Annotated[GPUConfig, OnResume.FREE] = Field(
+        default=GPUConfig(), description="How NVIDIA's cards compute."
+    )
     sync_bn: bool = Field(
         default=False, description="Batch-norm statistics over all ranks instead of each its own."
     )
     clip_norm: float | None = Field(
         default=None, gt=0, description="Largest L2 norm of the whole gradient; null: no clipping."
     )
-    bad_steps_limit: int = Field(
+    bad_steps_limit: Annotated[int, OnResume.FREE] = Field(
         default=3,
         gt=0,
         description="After so many steps in a row whose loss or gradient was not finite, the run "
@@ -170,7 +176,7 @@ class TrainConfig(Section):
         "three times at most.",
     )
     ema: EMAConfig = Field(default=EMAConfig(), description="Averaged weights.")
-    cpu_convolutions: Literal["auto", "plain"] = Field(
+    cpu_convolutions: Annotated[Literal["auto", "plain"], OnResume.FREE] = Field(
         default="auto",
         description="On CPU only. auto: oneDNN convolutions when they pass a self-check against "
         "eager at start-up; plain: Paddle's eager ones.",

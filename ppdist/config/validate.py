@@ -1,6 +1,6 @@
-"""Checks between parts of a configuration, and warnings about surprises.
+"""Checks between keys of a configuration, and warnings about it.
 
-Each part has been checked by itself; a key that would be ignored without a word is a misfit too.
+Each part has been checked by itself; a key that would be ignored without a word is an error too.
 """
 
 import math
@@ -11,8 +11,11 @@ from ppdist.config.augment import COMBINES
 from ppdist.config.evaluate import CLASSIFICATION_METRICS, COCO_DETECTIONS, DETECTION_METRICS
 
 
-def misfits(config: Any) -> Iterator[str]:
-    """Everything that does not fit, in the user's words; `config` is an ExperimentConfig."""
+def cross_key_errors(config: Any) -> Iterator[str]:
+    """Messages, each of which begins with its key and a colon, for `CrossKeyErrors`.
+
+    Args: config: an ExperimentConfig.
+    """
     name, task = config.model.name, config.model.task
     if config.data.task != task:
         has, learns = ("boxes", "classes") if task == "classify" else ("classes", "boxes")
@@ -179,8 +182,8 @@ def _of_scaling(config: Any) -> Iterator[str]:
             )
 
 
-def surprises(config: Any, begins: bool) -> Iterator[str]:
-    """What a configuration does that its author may not expect; the run goes on all the same.
+def config_warnings(config: Any, begins: bool) -> Iterator[str]:
+    """What a configuration does that its author may not expect.
 
     Args: begins: the weights are fresh or those of model.pretrained, not of a checkpoint.
     """

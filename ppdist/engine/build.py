@@ -18,7 +18,7 @@ from ppdist.common.trackers import TRACKERS
 from ppdist.config import ExperimentConfig, plugins
 from ppdist.config.base import dump_yaml
 from ppdist.config.loss import YOLOv5LossConfig
-from ppdist.config.validate import surprises
+from ppdist.config.validate import config_warnings
 from ppdist.cpu.kernel_check import check_once
 from ppdist.cpu.precision import BFLOAT16, Kernels
 from ppdist.cpu.switch import (
@@ -177,7 +177,7 @@ def build_training(
     log = comm.run_on_all_ranks(lambda: _open_log(config, output_dir, derived, start.step, early))
     with ExitStack() as undo:
         undo.callback(log.close)
-        for warning in [*noticed, *start.warnings, *found, *doubts, *surprises(config, anew)]:
+        for warning in [*noticed, *start.warnings, *found, *doubts, *config_warnings(config, anew)]:
             log.warning(warning)
         for line in said:
             log.detail(line)

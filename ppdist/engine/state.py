@@ -19,20 +19,20 @@ import logging
 import math
 import os
 import uuid
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 import paddle
-from pydantic import BaseModel, Field
+from pydantic import BaseModel, Field, field_serializer, field_validator
 
 from ppdist.common.errors import CheckpointError, ConfigError
 from ppdist.common.files import replace_file
 from ppdist.common.process import JOB_DIR_VARIABLE
 from ppdist.common.run_log import RunLog
-from ppdist.config.base import Section, flattened, parse_config
+from ppdist.config.base import OnResume, Section, flattened, on_resume, parse_config
 from ppdist.data.types import DetectionSet
 from ppdist.distributed import comm
 from ppdist.engine.checkpoint import (
@@ -47,7 +47,7 @@ from ppdist.engine.checkpoint import (
     unpacked,
 )
 from ppdist.engine.continuation import AUTO, Continuation
-from ppdist.engine.data import ClassScores, fingerprint
+from ppdist.engine.data import fingerprint
 from ppdist.engine.distillation import Distillation
 from ppdist.engine.early_stopping import EarlyStoppingState, LossCurves
 from ppdist.engine.preflight import digest_of_package
@@ -63,59 +63,74 @@ _OWN = "distillation."  # of the student's sublayer that only a teacher's lesson
 _Groups = dict[str, dict[str, np.ndarray]]
 
 
-@dataclass
-class Run:
+class Run(BaseModel, extra="forbid"):
     """Identity of a run, the same in all of its checkpoints."""
 
-    id: str  # drawn where it begins
+    id: str = ""  # drawn where it begins
     images: int  # in the training set
     data: str  # fingerprint of it
     schedule_steps: int
-    bad_images: dict[int, str] = field(default_factory=dict)  # position in the set -> why
+    bad_images: dict[int, str] = {}  # position in the set -> why
     teacher: str | None = None  # fingerprint of its weights
 
-    @classmethod
-    def of(cls, state: Mapping[str, Any]) -> "Run | None":
-        """From the state of a checkpoint; None: the checkpoint is older than run ids."""
-        if not state.get("run"):
-            return None
-        run = cls(**state["run"])
-        run.bad_images = {int(index): why for index, why in run.bad_images.items()}
-        return run
 
+class TrainState(BaseModel, populate_by_name=True):
+    """Where a run is; all but `stop` goes into state.json of its checkpoints.
 
-@dataclass
-class TrainState:
-    """Where a run is; all but `stop` goes into checkpoints."""
+    Some fields have other names there (alias): renaming one would lose older checkpoints.
+    """
 
-    step: int = 0
-    best: float = -math.inf
-    best_step: int = 0
+    step: int = Field(default=0, ge=0)
+    best: float = -math.inf  # in JSON null
+    best_step: int = Field(default=0, ge=0)
     bad_steps: int = 0  # in a row
     evaluated_step: int = 0
-    class_scores: ClassScores | None = None  # by the last evaluation
-    best_f1_threshold: float | None = None  # by it, too
-    run: Run | None = None
-    rollbacks: int = 0  # each halves the learning rate; see engine/recovery.py
-    max_micro_batch: int | None = None  # images, once a rank had no memory for a whole one
-    early_stopping: EarlyStoppingState | None = None  # None: not configured, or no evaluation yet
-    losses: LossCurves = field(default_factory=LossCurves)
-    stop: bool = False  # this process was asked to stop
+    class_scores: list[float | None] | None = None  # by the last evaluation
+    best_f1_threshold: float | None = Field(default=None, ge=0, le=1)  # by it, too
+    run: Run | None = None  # None: the checkpoint is older than run ids
+    # Each halves the learning rate; see engine/recovery.py.
+    rollbacks: int = Field(default=0, alias="returns")
+    # Images, once a rank had no memory for a whole one.
+    max_micro_batch: int | None = Field(default=None, gt=0, alias="most_images")
+    # None: not configured, or no evaluation yet.
+    early_stopping: EarlyStoppingState | None = Field(default=None, alias="standing")
+    losses: LossCurves = Field(default_factory=LossCurves)
+    stop: bool = Field(default=False, exclude=True)  # this process was asked to stop
+
+    @field_validator("best", mode="before")
+    @classmethod
+    def _best_of_json(cls, value: Any) -> Any:
+        return -math.inf if value is None else value
+
+    @field_serializer("best")
+    def _json_of_best(self, value: float) -> float | None:
+        return value if math.isfinite(value) else None
 
     def roll_back_to(self, earlier: "TrainState") -> None:
         """Takes on where the run was; keeps rollbacks, micro-batch and identity."""
-        self.step, self.bad_steps = earlier.step, 0
-        self.best, self.best_step = earlier.best, earlier.best_step
-        self.evaluated_step, self.class_scores = earlier.evaluated_step, earlier.class_scores
-        self.best_f1_threshold = earlier.best_f1_threshold
-        self.early_stopping, self.losses = earlier.early_stopping, earlier.losses
+        for name in TrainState.model_fields.keys() - _KEPT_IN_ROLLBACK:
+            setattr(self, name, getattr(earlier, name))
+        self.bad_steps = 0
+
+
+_KEPT_IN_ROLLBACK = {"rollbacks", "max_micro_batch", "run", "stop"}
+
+
+class _SavedState(TrainState):
+    """state.json: with it, what is known of the attempt that wrote it."""
+
+    epoch: float | None = None
+    total_batch: int
+    batch_size_per_card: int | None = None
+    world: int
+    bucket_mb: int | None = None
+    ema_updates: int = 0
+    scaler: dict[str, Any]
+    code: str | None = None
 
 
 def capture_state(step: TrainStep, progress: TrainState, derived: ScheduleSetup) -> Snapshot:
-    """A copy of everything a run resumes from.  Collective.
-
-    The names in it are those of the files: renaming one would lose older checkpoints.
-    """
+    """A copy of everything a run resumes from.  Collective."""
     optimizer = optimizer_arrays(step.optimizer, step.model)
     groups = {
         "model": {key: _array(value) for key, value in step.model.state_dict().items()},
@@ -126,28 +141,17 @@ def capture_state(step: TrainStep, progress: TrainState, derived: ScheduleSetup)
         groups["averaging"] = residuals
     if step.ema is not None:
         groups["ema"] = step.ema.state()
-    state = {
-        "step": progress.step,
+    about = {
         "epoch": progress.step / derived.steps_per_epoch,
         "total_batch": derived.total_batch,
         "batch_size_per_card": derived.batch_size_per_card,
         "world": derived.world,
         "bucket_mb": comm.bucket_mb(),
-        "best": progress.best if math.isfinite(progress.best) else None,
-        "best_step": progress.best_step,
-        "bad_steps": progress.bad_steps,
-        "evaluated_step": progress.evaluated_step,
-        "class_scores": progress.class_scores,
-        "best_f1_threshold": progress.best_f1_threshold,
-        "run": None if progress.run is None else asdict(progress.run),
-        "returns": progress.rollbacks,
-        "most_images": progress.max_micro_batch,
-        "standing": None if progress.early_stopping is None else asdict(progress.early_stopping),
-        "losses": asdict(progress.losses),
         "ema_updates": step.ema.updates if step.ema is not None else 0,
         "scaler": _plain(step.scaler.state_dict()),
         "code": digest_of_package(),
     }
+    state = _SavedState(**{**dict(progress), **about}).model_dump(mode="json", by_alias=True)
     return Snapshot(progress.step, _without_distillation(groups), state)
 
 
@@ -189,61 +193,19 @@ def restore_state(saved: Snapshot, step: TrainStep) -> tuple[TrainState, str]:
         step.ema.load(groups["ema"] or arrays, state["ema_updates"])
     if state["scaler"]:
         step.scaler.load_state_dict(state["scaler"])
-    return _progress(state), "; ".join(filter(None, [begun, lost]))
-
-
-class _SavedState(BaseModel):
-    """What a resumed run takes for granted of a state.json; those with a default may be absent."""
-
-    step: int = Field(ge=0)
-    world: int
-    total_batch: int
-    best: float | None
-    best_step: int = Field(ge=0)
-    bad_steps: int
-    scaler: dict[str, Any]
-    ema_updates: int = 0
-    bucket_mb: int | None = None
-    evaluated_step: int = 0
-    class_scores: list[float | None] | None = None
-    best_f1_threshold: float | None = Field(default=None, ge=0, le=1)
-    run: Run | None = None
-    returns: int = 0
-    most_images: int | None = Field(default=None, gt=0)
-    standing: EarlyStoppingState | None = None
-    losses: LossCurves = LossCurves()
+    return _SavedState.model_validate(state), "; ".join(filter(None, [begun, lost]))
 
 
 def _check_state(checkpoint: Checkpoint) -> None:
     """Raises: CheckpointError: whoever wrote its state.json was no trainer of ours."""
     try:
         _SavedState.model_validate_json(checkpoint.files["state.json"], strict=True)
-        _progress(checkpoint.state)
-    except (ValueError, TypeError) as error:
+    except ValueError as error:
         raise CheckpointError(
-            f"state.json does not hold what a run resumes from: {error}",
+            f"state.json is malformed: {error}",
             code="checkpoint_damaged",
             where=f"{checkpoint.path}",
         ) from error
-
-
-def _progress(state: Mapping[str, Any]) -> TrainState:
-    saved_stopping = state.get("standing")
-    return TrainState(
-        step=state["step"],
-        best=-math.inf if state["best"] is None else state["best"],
-        best_step=state["best_step"],
-        bad_steps=state["bad_steps"],
-        # Absent in older checkpoints:
-        evaluated_step=state.get("evaluated_step", state["step"]),
-        class_scores=state.get("class_scores"),
-        best_f1_threshold=state.get("best_f1_threshold"),
-        run=Run.of(state),
-        rollbacks=state.get("returns", 0),
-        max_micro_batch=state.get("most_images"),
-        early_stopping=EarlyStoppingState(**saved_stopping) if saved_stopping else None,
-        losses=LossCurves(**state.get("losses", {})),
-    )
 
 
 def _without_distillation(groups: _Groups) -> _Groups:
@@ -313,62 +275,6 @@ def _plain(state: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-# Keys that may have other values than in the checkpoint.  A key in neither table affects training
-# from here on (rates, phases, order of images, losses): a run resumes with another value of it only
-# when it is told to.
-#
-# A key, or the prefix of several -> why another value does not affect training:
-FREE = {
-    "output_dir": "where files are",
-    "device": "rounds differently, as another machine may",
-    "data.root": "where files are; the set itself is compared",
-    "distill.teacher": "where files are; the weights themselves are compared",
-    "data.cache": "where decoded images are kept; batches are the same",
-    "data.cache_dir": "where files are",
-    "data.test": "used neither for training nor for validation",
-    "data.workers": "batches do not depend on who prepares them",
-    "data.worker_timeout_seconds": "when a worker counts as hung",
-    "data.check_images": "what is checked before training",
-    "data.compare_images": "what hosts compare before training",
-    "data.bad_images": "what to do about images that cannot be read anyway",
-    "data.bad_images_limit": "when a run gives up",
-    "model.pretrained": "read where a run starts; a checkpoint has weights of its own",
-    "model.auto_anchor": "decided where a run starts; a checkpoint holds its anchors",
-    "train.max_steps": "where to stop; the schedule spans train.epochs",
-    "train.hours": "when to stop; the schedule spans train.epochs",
-    "train.batch_size_per_card": "ranks x batch x micro-steps is compared instead",
-    "train.accumulate_steps": "ranks x batch x micro-steps is compared instead",
-    "train.total_batch": "ranks x batch x micro-steps is compared instead",
-    "train.auto_batch_memory": "used where a run starts",
-    "train.auto_batch_most": "used where a run starts",
-    "train.cpu_convolutions": "rounds differently",
-    "train.deterministic": "rounds differently",
-    "train.gpu": "rounds differently",
-    "train.bad_steps_limit": "when a run that has diverged rolls back",
-    "distributed.bucket_mb": "how the same gradients travel",
-    "distributed.shard_optimizer": "who holds the same moments",
-    "distributed.timeout_seconds": "when a rank counts as lost",
-    "distributed.hang_seconds": "when a rank counts as hung",
-    "distributed.check_weights_every": "when to compare",
-    "checkpoint": "when and how many are written",
-    "evaluate.batch_size_per_card": "scores do not depend on it",
-    "evaluate.every_epochs": "when to evaluate",
-    "early_stopping": "when to stop",
-    "log": "what is logged",
-}
-# A key, or the prefix of several -> how it changes the score of the same weights: the best so far
-# cannot be compared any more.  With data.sampling: difficulty the order of images follows scores,
-# and then these keys affect training, too.
-SCORES = {
-    "data.val": "which images score",
-    "evaluate.metric": "what the best is",
-    "evaluate.rectangular": "the inputs that score",
-    "evaluate.rectangular_pad": "the inputs that score",
-    "nms": "which boxes score",
-}
-_BY_SCORES = (*SCORES, "evaluate.every_epochs")
-
-
 class Change(NamedTuple):
     """One key, and its values as JSON; `absent` where it does not exist."""
 
@@ -400,20 +306,13 @@ def changes(then: Section, now: Section, by_scores: bool) -> Changes:
         values = [json.dumps(each[key]) if key in each else "absent" for each in (before, after)]
         if values[0] == values[1]:
             continue
-        change = Change(key, *values)
-        if by_scores and _is_listed(key, _BY_SCORES):
-            found.learned.append(change)
-        elif _is_listed(key, FREE):
-            found.free.append(change)
-        elif _is_listed(key, SCORES):
-            found.scores.append(change)
+        note = on_resume(now, key) or on_resume(then, key)
+        if note is None or (by_scores and note is not OnResume.FREE):
+            kind = found.learned
         else:
-            found.learned.append(change)
+            kind = found.scores if note is OnResume.SCORES else found.free
+        kind.append(Change(key, *values))
     return found
-
-
-def _is_listed(key: str, names: Iterable[str]) -> bool:
-    return any(key == name or key.startswith(f"{name}.") for name in names)
 
 
 def require_same_settings(
@@ -565,8 +464,8 @@ def _of_job(run: str | None, folder: Path) -> tuple[Checkpoint | None, list[str]
     if run is None:
         return None, []
     checkpoint, reasons = newest_valid(folder)
-    of = None if checkpoint is None else Run.of(checkpoint.state)
-    return (checkpoint, reasons) if of is not None and of.id == run else (None, [])
+    of = (checkpoint.state.get("run") or {}) if checkpoint is not None else {}
+    return (checkpoint, reasons) if of.get("id") == run else (None, [])
 
 
 def _lacks(note: "JobNote", found: Checkpoint | None, folder: Path) -> bool:
@@ -667,7 +566,7 @@ def validate_resume(
         and not `start.asked.changed`.
     """
     images, data = len(train_set.records), fingerprint(train_set, config.data.root)
-    now, before = Run("", images, data, derived.schedule_steps), None
+    now, before = Run(images=images, data=data, schedule_steps=derived.schedule_steps), None
     if config.distill is not None:
         now.teacher = digest_of_weights(Path(config.distill.teacher))
     if start.snapshot is not None:
@@ -683,7 +582,7 @@ def validate_resume(
                     f"model.pretrained={start.path}"
                 ),
             )
-        before = Run.of(start.snapshot.state)
+        before = _SavedState.model_validate(start.snapshot.state).run
     if before is None:  # it starts, or its checkpoint is older than run ids
         now.id = comm.run_on_main(lambda: uuid.uuid4().hex)
         return now

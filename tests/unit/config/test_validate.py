@@ -5,7 +5,8 @@ import re
 import pytest
 
 from ppdist.common.errors import ConfigError
-from ppdist.config.validate import surprises
+from ppdist.config import load_config
+from ppdist.config.validate import config_warnings
 from tests.unit.engine.tiny import tiny_config
 
 MISFITS = {
@@ -117,8 +118,20 @@ MISFITS = {
 @pytest.mark.parametrize("case", MISFITS)
 def test_parts_that_do_not_fit_are_refused(case, tmp_path):
     model, override, message = MISFITS[case]
-    with pytest.raises(ConfigError, match=re.escape(message)):
+    with pytest.raises(ConfigError, match=re.escape(message)) as caught:
         tiny_config(tmp_path, [override], model)
+    (problem,) = caught.value.problems
+    assert problem.code == "bad_value" and str(problem.place) == f"-o {override}"
+
+
+def test_keys_that_do_not_fit_are_reported_where_they_stand(tmp_path):
+    file = tmp_path / "cfg.yml"
+    own = "optimizer:\n  name: adamw\n  nesterov: true\nevaluate: {rectangular_pad: 0.5}\n"
+    file.write_text("_BASE_: [ppyoloe_plus_s]\n" + own)
+    with pytest.raises(ConfigError) as caught:
+        load_config(file, ["distributed.gradient_rank=4", "distributed.topk_fraction=0.1"])
+    places = [str(problem.place) for problem in caught.value.problems]
+    assert places == [f"{file}:4:13", f"{file}:5:29", "-o distributed.gradient_rank=4"]
 
 
 def test_the_tiny_configurations_fit(tmp_path):
@@ -127,7 +140,7 @@ def test_the_tiny_configurations_fit(tmp_path):
 
 
 def said_of(folder, *overrides):
-    return [*surprises(tiny_config(folder, overrides), begins=True)]
+    return [*config_warnings(tiny_config(folder, overrides), begins=True)]
 
 
 def test_what_the_last_epochs_leave_no_room_for_is_said(tmp_path):

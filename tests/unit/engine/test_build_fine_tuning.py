@@ -10,7 +10,7 @@ import pytest
 from safetensors.numpy import load_file
 
 from ppdist.common.errors import CheckpointError, ConfigError
-from ppdist.config.validate import surprises
+from ppdist.config.validate import config_warnings
 from ppdist.data.sampler import TrainSampler
 from ppdist.distributed import comm
 from ppdist.engine.train_step import Clock
@@ -187,12 +187,12 @@ def test_meaningless_values_are_config_errors(tmp_path):
 
 def test_freezing_random_weights_is_a_surprise(tmp_path):
     config = tiny_config(tmp_path, TUNED)
-    frozen, slow = surprises(config, begins=True)
+    frozen, slow = config_warnings(config, begins=True)
     assert frozen.startswith("train.freeze freezes randomly initialised layers; set model.")
     assert slow.startswith("optimizer.layer_decay: 0.7 slows down the layers near the image, which")
-    assert not [*surprises(config, begins=False)]
+    assert not [*config_warnings(config, begins=False)]
     pretrained = tiny_config(tmp_path, [*TUNED, "model.pretrained=weights.npz"])
-    assert not [*surprises(pretrained, begins=True)]
+    assert not [*config_warnings(pretrained, begins=True)]
 
 
 @pytest.mark.slow
