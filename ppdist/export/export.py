@@ -19,7 +19,7 @@ import sys
 import time
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from importlib.util import find_spec
 from pathlib import Path
@@ -453,47 +453,26 @@ def _require_free(directory: Path, names: set[str]) -> set[str]:
 def draft_of(directory: Path) -> Iterator[Path]:
     """A folder whose files take their places in `directory` when the block ends well.
 
-    All of them do or none; what else lies in `directory` is not touched.
+    What else lies there is not touched.  infer.yml goes first and comes last, because a folder
+    without it passes for no export: a kill amid the moves leaves no mixture of two.
     """
-    directory = directory.resolve()
-    is_new = not directory.exists()  # else in there: it may be on a disk of its own
-    parent, prefix = (directory.parent, directory.name) if is_new else (directory, "export")
-    draft = parent / f".{prefix}.{os.getpid()}"
+    is_new = not directory.exists()
+    draft = directory.resolve() / f".export.{os.getpid()}"  # inside: it may be a disk of its own
     try:
         draft.mkdir(parents=True)
         yield draft
-        if is_new:
-            draft.rename(directory)
-        else:
-            _move_files(draft, directory)
+        (directory / SPEC_FILE).unlink(missing_ok=True)
+        for file in sorted(draft.iterdir(), key=lambda file: file.name == SPEC_FILE):
+            file.replace(directory / file.name)
     except OSError as error:
         raise ExportError(
             f"cannot write the export: {error}", code="folder_unwritable", where=str(directory)
         ) from error
     finally:
         shutil.rmtree(draft, ignore_errors=True)
-
-
-def _move_files(draft: Path, directory: Path) -> None:
-    """infer.yml goes first and comes last: a folder without it passes for no export."""
-    names = sorted((file.name for file in draft.iterdir()), key=lambda name: name != SPEC_FILE)
-    aside = draft / ".before"
-    aside.mkdir()
-    is_done = False
-    try:
-        for name in names:
-            if os.path.lexists(directory / name):
-                (directory / name).rename(aside / name)
-        for name in reversed(names):
-            (draft / name).rename(directory / name)
-        is_done = True
-    finally:  # also where a signal ends the process
-        if not is_done:
-            for name in names:
-                if not os.path.lexists(draft / name):
-                    os.replace(directory / name, draft / name)
-                if os.path.lexists(aside / name):
-                    os.replace(aside / name, directory / name)
+        if is_new:
+            with suppress(OSError):  # of a folder with an export
+                directory.rmdir()
 
 
 # --- the graph -----------------------------------------------------------------------------------

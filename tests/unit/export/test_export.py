@@ -224,36 +224,40 @@ def test_a_strangers_file_of_a_needed_name_is_not_replaced(
     assert {file.name: file.read_bytes() for file in tmp_path.iterdir()} == before
 
 
-def test_replacement_is_whole_or_not_at_all(
+def test_replacement_that_fails_midway_is_no_export(
     tmp_path: Path, with_nms: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    directory = tmp_path / "model"
-    shutil.copytree(with_nms, directory)
-    (directory / "README.md").write_text("a stranger's", encoding="utf-8")
-    before = {file.name: file.read_bytes() for file in directory.iterdir()}
-    rename, done = Path.rename, []
+    replace, done = Path.replace, []
 
     def fails_late(self: Path, target: Path) -> Path:
-        done.append(target)
+        done.append(target.name)
         if len(done) == fails_at:
             raise OSError(5, "Input/output error")
-        return rename(self, target)
+        return replace(self, target)
 
-    monkeypatch.setattr(Path, "rename", fails_late)
-    for fails_at in range(1, 7):  # three files go aside, three come
+    def export(directory: Path) -> dict[str, bytes]:
         done.clear()
-        with pytest.raises(ExportError) as error, draft_of(directory) as draft:
+        with draft_of(directory) as draft:
             for name in NAMES:
                 (draft / name).write_text("new", encoding="utf-8")
-        assert error.value.code == "folder_unwritable" and len(done) == fails_at
-        assert {file.name: file.read_bytes() for file in directory.iterdir()} == before
+        return {file.name: file.read_bytes() for file in directory.iterdir()}
 
+    monkeypatch.setattr(Path, "replace", fails_late)
+    for fails_at in (1, 2, 3):
+        directory = tmp_path / f"model{fails_at}"
+        shutil.copytree(with_nms, directory)
+        with pytest.raises(ExportError) as error:
+            export(directory)
+        assert error.value.code == "folder_unwritable"
+        left = {file.name for file in directory.iterdir()}
+        assert "infer.yml" not in left and not any(name.startswith(".export") for name in left)
     fails_at = 0
-    with draft_of(directory) as draft:
-        for name in NAMES:
-            (draft / name).write_text("new", encoding="utf-8")
-    after = {file.name: file.read_bytes() for file in directory.iterdir()}
-    assert after == before | dict.fromkeys(NAMES, b"new")
+    assert export(tmp_path / "new") == dict.fromkeys(NAMES, b"new")
+    assert done[-1] == "infer.yml"
+    fails_at = 1
+    with pytest.raises(ExportError):
+        export(tmp_path / "gone")
+    assert not (tmp_path / "gone").exists()
 
 
 NAMES = ("infer.yml", "model.json", "model.pdiparams")
