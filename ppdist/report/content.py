@@ -19,25 +19,11 @@ from typing import Any
 from ppdist.common.eta import duration
 from ppdist.metrics.analysis import CLASS_HEADINGS
 from ppdist.metrics.verdict import Finding, verdict
-from ppdist.report.charts import COLOURS, INK, Chart, Point, Series, chart
-from ppdist.report.run import (
-    Calibration,
-    ClassRow,
-    Confusion,
-    Evaluation,
-    Numbers,
-    Picture,
-    Run,
-    written,
-)
+from ppdist.report.run import ClassRow, Confusion, Evaluation, Numbers, Picture, Run, written
 from ppdist.runtime.predictor import USUAL_THRESHOLD
 
 # An evaluation.
 
-_MOST_CURVES = 7  # classes with a curve of their own, beside the mean
-_CLASS_COLOURS = (1, 5, 2, 7, 0, 3, 4, 6)  # of page.css, in the order of ppdist/viz's PALETTE
-_MOST_CELLS = 40  # classes of a confusion matrix that is drawn
-_MOST_NUMBERED = 16  # classes of one whose cells have room for a number
 _MOST_PAIRS = 15
 _MOST_PICTURES = 12
 _SIZES = {  # key of `metrics` -> which objects, and their area
@@ -63,34 +49,13 @@ class Table:
     note: str = ""
 
 
-@dataclass(frozen=True)
-class Cell:
-    """A field of the confusion matrix: where, how many, and how much of its row."""
-
-    row: int
-    column: int
-    count: int
-    share: float
-
-
-@dataclass(frozen=True)
-class Matrix:
-    """A confusion matrix that can be drawn."""
-
-    names: list[str]
-    cells: list[Cell]
-    numbered: bool
-
-
 @dataclass
 class Scores:
     """What is shown of an evaluation; None or empty where it does not say."""
 
-    charts: list[Chart]
     sizes: Table | None
     metrics: Table | None
     classes: Table | None
-    matrix: Matrix | None
     confused: Table | None
     errors: Table | None
     folder: str  # of the images below, where it is one
@@ -101,16 +66,12 @@ class Scores:
 def scores_of(found: Evaluation) -> Scores:
     """Works out what is shown of an evaluation."""
     names = found.class_names or [row.name for row in found.per_class]
-    matrix, confused = _matrix(found.confusion, names)
     folder = _folder([*found.worst, *found.best])
-    charts = [*_class_charts(found, names), _calibration(found)]
     return Scores(
-        charts=[each for each in charts if each],
         sizes=_sizes(found),
         metrics=_metrics(found),
         classes=_classes(found.per_class),
-        matrix=matrix,
-        confused=confused,
+        confused=_confused(found.confusion, names),
         errors=_errors(found),
         folder=folder,
         worst=_inside(folder, found.worst),
@@ -129,74 +90,8 @@ def _inside(folder: str, pictures: Sequence[Picture]) -> list[Picture]:
     return [picture.model_copy(update={"file": picture.file[start:]}) for picture in shown]
 
 
-def _class_charts(found: Evaluation, names: Sequence[str]) -> Iterator[Chart | None]:
-    """The mean over classes, and the classes with most objects."""
-    curves = found.curves
-    if curves is None:
-        return
-    objects = [row.objects or 0 for row in found.per_class]
-    own = [label if 0 <= label < len(objects) else -1 for label in curves.curve_classes]
-    weight = [objects[label] if label >= 0 else 0 for label in own]
-    order = sorted(range(len(own)), key=lambda place: (-weight[place], place))[:_MOST_CURVES]
-    drawn = {place: curves.curve_classes[place] for place in order}
-    colours = _colours_of_classes([*drawn.values()])
-    x_T, x_R = curves.confidence_T, curves.recall_R
-    for title, x, rows, mean in (
-        ("precision over recall", x_R, curves.precision_CR, curves.mean_precision_R),
-        ("F1 over confidence", x_T, curves.f1_CT, curves.mean_f1_T),
-        ("precision over confidence", x_T, curves.precision_CT, curves.mean_precision_T),
-        ("recall over confidence", x_T, curves.recall_CT, curves.mean_recall_T),
-    ):
-        series = [
-            Series(_named(names, label), list(zip(x, rows[place])), colours[label])
-            for place, label in drawn.items()
-        ]
-        if len(own) != 1:
-            series.insert(0, Series("mean of the classes", list(zip(x, mean)), INK))
-        x_label = title.split()[-1]
-        yield chart(title, series, x_label=x_label, x_limits=(0.0, 1.0), y_limits=(0.0, 1.02))
-
-
-def _colours_of_classes(labels: Sequence[int]) -> dict[int, int]:
-    """Those of their boxes in pictures (ppdist/viz), where these tell the classes apart."""
-    own = {label: _CLASS_COLOURS[label % COLOURS] for label in labels}
-    return (
-        own
-        if len({*own.values()}) == len(own)
-        else {label: colour for colour, label in enumerate(labels)}
-    )
-
-
 def _named(names: Sequence[str], label: int) -> str:
     return names[label] if 0 <= label < len(names) else f"#{label}"
-
-
-def _calibration(found: Evaluation) -> Chart | None:
-    bins = found.calibration
-    if bins is None:
-        return None
-    points: list[Point] = sorted(
-        (sure, right)
-        for sure, right in zip(bins.confidence, bins.precision)
-        if sure is not None and right is not None
-    )
-    if not points:
-        return None
-    error = bins.expected_error
-    return chart(
-        "calibration: share that is right over confidence",
-        [Series("ideal", [(0.0, 0.0), (1.0, 1.0)], INK, True), Series("detections", points, 0)],
-        x_label="confidence",
-        x_limits=(0.0, 1.0),
-        y_limits=(0.0, 1.02),
-        note="" if error is None else f"expected error {error:.3f}{_from(bins)}",
-    )
-
-
-def _from(bins: Calibration) -> str:
-    """Over which detections the expected error is."""
-    least = bins.expected_error_from
-    return "" if least is None else f" of detections with a confidence of {least:.2f} or more"
 
 
 def _sizes(found: Evaluation) -> Table | None:
@@ -236,33 +131,29 @@ def share(value: float | None) -> float | None:
     return None if value is None or value < 0 else float(value)
 
 
-def _matrix(found: Confusion | None, names: Sequence[str]) -> tuple[Matrix | None, Table | None]:
-    """The matrix, where there is room for it, and the pairs confused most often."""
+def _confused(found: Confusion | None, names: Sequence[str]) -> Table | None:
+    """The pairs of classes that are confused most often."""
     size = len(found.counts or found.true_counts) if found else 0
     if found is None or not size:
-        return None, None
+        return None
     labels = [_named(names, label) for label in range(size)]
     if size == len(names) + 1:
         labels[-1] = "background"
-    of_true, places = found.true_counts, found.cells
+    of_true, cells = found.true_counts, found.cells
     if found.counts:
         of_true = [sum(counts) for counts in found.counts]
-        places = [
+        cells = [
             (row, column, count)
             for row, counts in enumerate(found.counts)
             for column, count in enumerate(counts)
         ]
-    cells = [
-        Cell(row, column, count, count / max(1, of_true[row]))
-        for row, column, count in places
+    wrong = sorted((cell for cell in cells if cell[0] != cell[1]), key=lambda cell: -cell[2])
+    rows = [
+        [labels[row], labels[column], count, count / max(1, of_true[row])]
+        for row, column, count in wrong[:_MOST_PAIRS]
         if count > 0
     ]
-    wrong = sorted((each for each in cells if each.row != each.column), key=lambda c: -c.count)
-    rows = [[labels[c.row], labels[c.column], c.count, c.share] for c in wrong[:_MOST_PAIRS]]
-    pairs = Table(["true", "predicted", "times", "of the true"], rows) if rows else None
-    if size > _MOST_CELLS + 1:
-        return None, pairs
-    return Matrix(labels, cells, size <= _MOST_NUMBERED + 1), pairs
+    return Table(["true", "predicted", "times", "of the true"], rows) if rows else None
 
 
 _ERRORS = {
@@ -290,12 +181,9 @@ def _errors(found: Evaluation) -> Table | None:
 
 # One run.
 
-# Keys of a record, which name their curves here, in plots/ and in VisualDL -> colour of page.css.
-_PARTS_OF_EVALUATION = {"mAP": 0, "mAP50": 1, "mAP75": 2, "top1": 0, "top5": 1}
-_PARTS_OF_F1 = {"precision": 0, "recall": 1, "f1": 2}
 _PLACES = (("step", ".0f"), ("epoch", ".1f"))
 _SLOW = 1.1  # times the median
-_MOST_RANKS = 8  # with a curve each; of more the fastest, the median, the slowest
+_MOST_RANKS = 8  # that are named
 
 
 @dataclass(frozen=True)
@@ -315,8 +203,6 @@ class OneRun:
     status: tuple[str, str]  # a word, and a sentence
     verdict: list[Finding] = field(default_factory=list)
     tiles: list[Tile] = field(default_factory=list)
-    training: list[Chart] = field(default_factory=list)
-    speed: list[Chart] = field(default_factory=list)
     slow_ranks: str = ""
     scores: Scores | None = None
     happened: list[str] = field(default_factory=list)
@@ -325,8 +211,6 @@ class OneRun:
 def show(run: Run) -> OneRun:
     """Works out everything the page of one run shows."""
     page = OneRun(run, status_of(run), verdict_on(run), list(_tiles(run)))
-    page.training = _course(run)
-    page.speed = [each for each in (_throughput(run), _seconds(run), *_of_ranks(run)) if each]
     page.slow_ranks = slow_ranks(run)
     page.happened = list(_happened(run))
     page.scores = scores_of(run.evaluation) if run.evaluation else None
@@ -442,99 +326,11 @@ def _waiting(records: Sequence[Numbers]) -> float | None:
     return sum(each["data_seconds"] for each in both) / total if total > 0 else None
 
 
-def _axis(*runs: Run) -> str:
-    """`epoch`, or `step` where a record does not know its epoch."""
-    records = [each for run in runs for each in [*run.train, *run.evaluations]]
-    return "epoch" if all("epoch" in each for each in records) else "step"
-
-
-def _course(run: Run) -> list[Chart]:
-    """Losses, scores, rate and gradients over the epochs."""
-    x = _axis(run)
-
-    def series(records: Sequence[Numbers], key: str, *look: Any) -> Series:
-        return Series(look[0], [(each[x], each.get(key)) for each in records], *look[1:])
-
-    parts = [key for key in (run.train[-1] if run.train else {}) if key.startswith("loss_")]
-    losses = []  # each part in one colour: training, and validation dashed
-    for colour, key in enumerate(parts):
-        name, measured = key.removeprefix("loss_"), f"val_{key}"
-        colour %= COLOURS
-        losses.append(series(run.train, key, name, colour))
-        losses.append(series(run.evaluations, measured, f"{name}, validation", colour, True))
-    whole = [series(run.train, "loss", "training", 0)]
-    whole.append(series(run.evaluations, "val_loss", "validation", 3))
-    scores, f1 = (
-        [series(run.evaluations, key, key, colour) for key, colour in keys.items()]
-        for keys in (_PARTS_OF_EVALUATION, _PARTS_OF_F1)
-    )
-    rate = [series(run.train, "lr", "learning rate", 0)]
-    norm = [series(run.train, "gradient_norm", "gradient norm", 0)]
-    charts = [
-        chart("loss", whole, x_label=x),
-        chart("parts of the loss", losses, x_label=x),
-        chart("scores on the validation set", scores, x_label=x, whole=True),
-        chart("at the confidence of the best F1", f1, x_label=x, whole=True),
-        chart("learning rate", rate, x_label=x, from_zero=True),
-        chart("gradient norm", norm, x_label=x, from_zero=True),
-    ]
-    return [each for each in charts if each]
-
-
-def _over(run: Run, key: str) -> list[Point]:
-    return [(record["step"], record.get(key)) for record in run.train]
-
-
-def _throughput(run: Run) -> Chart | None:
-    series = [Series("images per second", _over(run, "images_per_second"), 0)]
-    return chart("images per second, all ranks", series, x_label="step", from_zero=True)
-
-
-def _seconds(run: Run) -> Chart | None:
-    series = [
-        Series("whole step", _over(run, "step_seconds"), 0),
-        Series("waiting for images", _over(run, "data_seconds"), 1),
-    ]
-    return chart("step time, s", series, x_label="step", from_zero=True)
-
-
-def _of_ranks(run: Run) -> Iterator[Chart | None]:
-    for key, what in (
-        ("rank_own_seconds", "a step's own work"),
-        ("rank_data_seconds", "waiting for images"),
-    ):
-        lists = _of_present_ranks(run, key)
-        ranks = len(lists[-1][1]) if lists else 0
-        if ranks < 2:
-            continue
-        if ranks <= _MOST_RANKS:
-            series = [
-                Series(f"rank {rank}", [(step, _known(each[rank])) for step, each in lists], rank)
-                for rank in range(ranks)
-            ]
-        else:
-            picks: dict[str, Callable[[list[float]], float]] = {
-                "slowest": max,
-                "median": statistics.median,
-                "fastest": min,
-            }
-            series = [
-                Series(name, [(step, _known(pick(each))) for step, each in lists], colour)
-                for colour, (name, pick) in enumerate(picks.items())
-            ]
-        title = f"seconds of each rank: {what}"
-        yield chart(title, series, x_label="step", from_zero=True)
-
-
 def _of_present_ranks(run: Run, key: str) -> list[tuple[float, list[float]]]:
     """(step, a number for each rank) of the records with as many ranks as the last has: a run may
     be resumed on others."""
     lists = [(step, found[key]) for step, found in run.ranks if found.get(key)]
     return [each for each in lists if len(each[1]) == len(lists[-1][1])]
-
-
-def _known(value: float) -> float | None:
-    return value if math.isfinite(value) else None
 
 
 def slow_ranks(run: Run) -> str:
@@ -580,12 +376,10 @@ _SEED_AT_END = re.compile(r"[-_. ]*(?:s|seed)?[-_. ]*$", re.IGNORECASE)
 
 @dataclass(frozen=True)
 class Group:
-    """Runs of one experiment; `colour` as in page.css, beyond the eighth dashed."""
+    """Runs of one experiment."""
 
     name: str
     runs: list[Run]
-    colour: int
-    dashed: bool
 
 
 @dataclass(frozen=True)
@@ -596,7 +390,6 @@ class SeveralRuns:
     summary: Table
     each: Table | None  # run by run, where a group has several
     differing: Table | None
-    charts: list[Chart]
     classes: Table | None
     note: str
 
@@ -611,13 +404,12 @@ def compare(runs: Sequence[Run]) -> SeveralRuns:
     groups = grouped(runs)
     several = any(len(group.runs) > 1 for group in groups)
     note = "± is the standard deviation over the runs of a group." if several else ""
-    one_each = [Group(run.name, [run], 0, False) for group in groups for run in group.runs]
+    one_each = [Group(run.name, [run]) for group in groups for run in group.runs]
     return SeveralRuns(
         groups=groups,
         summary=_summary(groups),
         each=_summary(one_each) if several else None,
         differing=_differing(groups),
-        charts=_courses(groups),
         classes=_classes_of_best(groups),
         note=note,
     )
@@ -649,10 +441,8 @@ def grouped(runs: Sequence[Run]) -> list[Group]:
         own = "" if run.config else f"{run.folder.resolve()}"
         key = json.dumps([settings, derived, own], sort_keys=True, default=str)
         found.setdefault(key, []).append(run)
-    return [
-        Group(name, members, place % COLOURS, place >= COLOURS)
-        for place, (name, members) in enumerate(zip(_names(list(found.values())), found.values()))
-    ]
+    members = list(found.values())
+    return [Group(name, runs) for name, runs in zip(_names(members), members)]
 
 
 def _names(groups: Sequence[Sequence[Run]]) -> list[str]:
@@ -729,31 +519,6 @@ def _ratio(speed: float | None, first: float | None) -> str | None:
 def _mean_time(group: Group) -> str | None:
     times = [seconds for run in group.runs if (seconds := seconds_of(run)) is not None]
     return duration(statistics.fmean(times)) if times else None
-
-
-def _courses(groups: Sequence[Group]) -> list[Chart]:
-    """Losses, scores, rate, gradients and speed of all runs over one another."""
-    drawn = [(group, run) for group in groups for run in group.runs]
-    x, metric = _axis(*(run for _, run in drawn)), drawn[0][1].metric
-
-    def over(title: str, key: str, evaluated: bool = False, **limits: Any) -> Chart | None:
-        series = []
-        for group, run in drawn:
-            records = run.evaluations if evaluated else run.train
-            points: list[Point] = [(each[x], each.get(key)) for each in records]
-            series.append(Series(run.name, points, group.colour, group.dashed, group.name))
-        return chart(title, series, x_label=x, **limits)
-
-    scores = dict.fromkeys([metric, "mAP", "mAP50", "f1"])
-    charts = [
-        over("training loss", "loss"),
-        over("validation loss", "val_loss", True),
-        *(over(key, key, True, whole=True) for key in scores),
-        over("learning rate", "lr", from_zero=True),
-        over("gradient norm", "gradient_norm", from_zero=True),
-        over("images per second", "images_per_second", from_zero=True),
-    ]
-    return [each for each in charts if each]
 
 
 def _differing(groups: Sequence[Group]) -> Table | None:

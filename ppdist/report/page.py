@@ -24,8 +24,7 @@ from ppdist.common.eta import duration
 from ppdist.common.files import make_parent, writing
 from ppdist.common.process import printable
 from ppdist.common.records import visualdl_command
-from ppdist.report import charts
-from ppdist.report.content import compare, show
+from ppdist.report.content import SeveralRuns, compare, show
 from ppdist.report.run import Run, read_run, settings_of, written
 
 _HERE = Path(__file__).parent
@@ -40,6 +39,20 @@ _TRAIN_PICTURES = {
 }
 _VAL_PICTURES = {"val_batch_*.jpg": "validation images, truth beside prediction"}
 _WORST_PICTURES = {"worst.jpg": "the worst images", "best.jpg": "the best images"}
+_CURVES = {
+    "results.png": "losses and scores",
+    "speed.png": "images a second, and where the time of a step goes",
+    "lr.png": "learning rate and gradients",
+}
+_SCORES = {
+    "pr_curve.png": "precision over recall",
+    "f1_curve.png": "F1 over confidence",
+    "p_curve.png": "precision over confidence",
+    "r_curve.png": "recall over confidence",
+    "calibration.png": "calibration",
+    "errors.png": "error types",
+}
+_CONFUSION = {"confusion.png": "confusion of the classes"}
 _DATA_PICTURES = {
     "classes.png": "objects of each class",
     "boxes.png": "sizes and shapes of boxes",
@@ -94,11 +107,11 @@ def _page_of_one(run: Run) -> str:
         "val": _pictures(run, _VAL_PICTURES),
         "worst": _pictures(run, _WORST_PICTURES),
         "data": _pictures(run, _DATA_PICTURES),
-        "confusion": [],
+        "curves": _pictures(run, _CURVES),
+        "scores": _pictures(run, _SCORES),
+        "confusion": _pictures(run, _CONFUSION),
     }
     page = show(run)
-    if page.scores and page.scores.matrix is None:  # too many classes to draw it here
-        pictures["confusion"] = _pictures(run, {"confusion.png": "confusion of the classes"})
     return _render(
         "one.html",
         title=f"{run.name} · run",
@@ -121,8 +134,28 @@ def _page_of_several(runs: list[Run]) -> str:
         title=f"{len(runs)} runs compared",
         page=page,
         runs=runs,
+        curves=_compared(page),
         pictures={name: found[0] for name, found in pictures.items() if found},
     )
+
+
+def _compared(page: SeveralRuns) -> list[Embedded]:
+    """The courses of all runs in one picture; [] where there is nothing to draw, or no way."""
+    try:
+        from ppdist.viz import plots
+
+        figure = plots.compared({
+            group.name: [
+                plots.History(run.train, run.evaluations, [], {}, run.metric) for run in group.runs
+            ]
+            for group in page.groups
+        })  # fmt: skip
+        if figure is None:
+            return []
+        return [Embedded("", "curves of all runs", _embedded("png", plots.png(figure)))]
+    except Exception as error:  # a broken matplotlib is as good as none
+        page.groups[0].runs[0].problems.append(f"the curves cannot be drawn: {error}")
+        return []
 
 
 def _commands(run: Run) -> list[tuple[str, str]]:
@@ -172,6 +205,10 @@ def _address(path: Path) -> Markup:
             smaller = io.BytesIO()
             image.convert("RGB").save(smaller, "JPEG", quality=85)
             content, kind = smaller.getvalue(), "jpeg"
+    return _embedded(kind, content)
+
+
+def _embedded(kind: str, content: bytes) -> Markup:
     return Markup(f"data:image/{kind};base64,{base64.b64encode(content).decode()}")
 
 
@@ -202,7 +239,7 @@ def _render(template: str, **content: Any) -> str:
     environment.globals |= {
         "style": Markup(style), "style_hash": _digest(style),
         "script": Markup(script), "script_hash": _digest(script),
-        "made": clock(time.time()), "geometry": charts,
+        "made": clock(time.time()),
     }  # fmt: skip
     return environment.get_template(template).render(**content)
 

@@ -36,7 +36,7 @@ _MOST_CLASSES = 100_000
 
 
 # evaluation.json: parts that cannot be read, of another version or by a stranger, are left out by
-# themselves.  Letters: C classes, T confidences, R recalls.
+# themselves.
 
 
 class _Part(BaseModel):
@@ -67,36 +67,6 @@ class ClassRow(_Part):
     top5: Share = None
 
 
-class Curves(_Part):
-    """At IoU 0.5.  Rows are the classes `curve_classes`; means are over all classes."""
-
-    curve_classes: list[int]
-    confidence_T: list[float]
-    precision_CT: list[list[Share]]
-    recall_CT: list[list[Share]]
-    f1_CT: list[list[Share]]
-    mean_precision_T: list[Share]
-    mean_recall_T: list[Share]
-    mean_f1_T: list[Share]
-    recall_R: list[float]
-    precision_CR: list[list[Share]]
-    mean_precision_R: list[Share]
-
-    @model_validator(mode="after")
-    def _of_one_length(self) -> "Curves":
-        for x, rows_C, mean in (
-            (self.confidence_T, self.precision_CT, self.mean_precision_T),
-            (self.confidence_T, self.recall_CT, self.mean_recall_T),
-            (self.confidence_T, self.f1_CT, self.mean_f1_T),
-            (self.recall_R, self.precision_CR, self.mean_precision_R),
-        ):
-            if len(rows_C) != len(self.curve_classes):
-                raise ValueError("it has not one curve for each of its classes")
-            if any(len(row) != len(x) for row in (*rows_C, mean)):
-                raise ValueError("its curves are not of one length")
-        return self
-
-
 class Confusion(_Part):
     """Rows are true classes, columns predicted ones; of detectors the last is background.
 
@@ -115,23 +85,6 @@ class Confusion(_Part):
             raise ValueError("it is not square")
         if any(not 0 <= at < len(self.true_counts) for cell in self.cells for at in cell[:2]):
             raise ValueError("a cell lies outside")
-        return self
-
-
-class Calibration(_Part):
-    """Of detections in bins of confidence: how sure they were, and how many were right."""
-
-    edges: list[float]
-    confidence: list[Share]
-    precision: list[Share]
-    count: list[int]
-    expected_error: Share = None
-    expected_error_from: Share = None
-
-    @model_validator(mode="after")
-    def _of_one_length(self) -> "Calibration":
-        if len({len(self.confidence), len(self.precision), len(self.count)}) != 1:
-            raise ValueError("its lists are not of one length")
         return self
 
 
@@ -169,9 +122,7 @@ class Evaluation:
     class_names: list[str] = field(default_factory=list)
     metrics: dict[str, Share] = field(default_factory=dict)
     per_class: list[ClassRow] = field(default_factory=list)
-    curves: Curves | None = None
     confusion: Confusion | None = None
-    calibration: Calibration | None = None
     errors: Errors | None = None
     worst: list[Picture] = field(default_factory=list)
     best: list[Picture] = field(default_factory=list)

@@ -4,6 +4,7 @@ Figures are made and written by themselves; pyplot, with its state and its choic
 system, is never imported.  Letters: C classes, T confidences, R records or recalls, W ranks.
 """
 
+import io
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -64,6 +65,14 @@ _DOTS = 110  # per inch
 _MOST_LETTERS = 40  # of a class's name
 
 
+def png(figure: Figure) -> bytes:
+    """A figure as PNG."""
+    figure.set_dpi(_DOTS)
+    content = io.BytesIO()
+    FigureCanvasAgg(figure).print_png(content)  # `savefig` would draw it twice
+    return content.getvalue()
+
+
 def save(figure: Figure | None, path: Path) -> bool:
     """Writes a PNG file and returns True; there is nothing to write without a figure.
 
@@ -71,9 +80,8 @@ def save(figure: Figure | None, path: Path) -> bool:
     """
     if figure is None:
         return False
-    figure.set_dpi(_DOTS)
-    with writing(path):  # `savefig` would draw each figure twice
-        FigureCanvasAgg(figure).print_png(path)
+    with writing(path):
+        path.write_bytes(png(figure))
     return True
 
 
@@ -316,8 +324,8 @@ _MOST_RANKS = 64  # whose numbers stand below their bars
 class History:
     """What metrics.jsonl says, as far as it is drawn."""
 
-    steps: list[Record]
-    evaluations: list[Record]
+    steps: Sequence[Record]
+    evaluations: Sequence[Record]
     ranks: list[Record]  # such as `_rank_seconds` understands
     derived: Mapping[str, Any]  # what the run made of its configuration
     metric: str  # what its best evaluation is the best in; "" without evaluations
@@ -444,6 +452,65 @@ def speed(history: History, title: str) -> Figure | None:
         axes.set_ylim(bottom=0)
         axes.grid(alpha=0.25)
     as_written(figure.suptitle(title))
+    return figure
+
+
+# Panels that compare runs: what they show, and whether evaluations know it, else steps.
+_COMPARED = {
+    "loss": ("training loss", False),
+    "val_loss": ("validation loss", True),
+    "mAP": ("mAP", True),
+    "mAP50": ("mAP50", True),
+    "f1": ("f1", True),
+    "top1": ("top1", True),
+    "lr": ("learning rate", False),
+    "gradient_norm": ("norm of the gradient", False),
+    "images_per_second": ("images per second", False),
+}
+
+
+def compared(groups: Mapping[str, Sequence[History]]) -> Figure | None:
+    """Losses, scores, rate and speed of several runs over one another.
+
+    Args: groups: name -> its runs, which share a look.
+    """
+    runs = [run for group in groups.values() for run in group]
+    metrics = dict.fromkeys(run.metric for run in runs if run.metric)
+    panels = {**_COMPARED, **{name: (name, True) for name in metrics if name not in _COMPARED}}
+    unit = "epoch" if all(run.unit == "epoch" for run in runs) else "step"
+    looks = cycle([(colour, dash) for dash in DASHES for colour in COLOURS])
+    drawn: dict[str, list[tuple[np.ndarray, np.ndarray, dict[str, str]]]] = {}
+    for (name, group), (colour, dash) in zip(groups.items(), looks):
+        for run in group:
+            for key, (_, evaluated) in panels.items():
+                records = run.evaluations if evaluated else run.steps
+                value_R = _evaluation_scores(run, key) if evaluated else column(records, key)
+                if np.isfinite(value_R).any():
+                    at_R = run.axis(records) if unit == "epoch" else column(records, "step")
+                    look = {"color": colour, "linestyle": dash, "label": name}
+                    drawn.setdefault(key, []).append((at_R, value_R, look))
+    if not drawn:
+        return None
+    across = min(len(drawn), 3)
+    rows = -(-len(drawn) // across)
+    figure = Figure(figsize=(5 * across, 3.3 * rows + 0.5), layout="constrained")
+    shown = np.ravel(figure.subplots(rows, across, squeeze=False))
+    handles: dict[str, Any] = {}
+    for axes, key in zip(shown, [key for key in panels if key in drawn]):
+        for at_R, value_R, look in drawn[key]:
+            if len(value_R) > _FEW:
+                value_R = _smooth(value_R, len(value_R) // _FEW + 2)
+            (handles[look["label"]],) = axes.plot(at_R, value_R, alpha=0.8, **look)
+        if not panels[key][1] or key.startswith("val_"):
+            _scale(axes, [value_R for _, value_R, _ in drawn[key]])
+        axes.set(title=panels[key][0], xlabel=unit)
+        axes.grid(alpha=0.25)
+    for axes in shown[len(drawn) :]:
+        axes.set_visible(False)
+    names = [drawable(name, number) for number, name in enumerate(handles)]
+    columns = min(len(names), 2 * across)
+    found = figure.legend([*handles.values()], names, loc="outside upper left", ncols=columns)
+    as_written(*found.get_texts())
     return figure
 
 
