@@ -87,22 +87,23 @@ def multiclass_nms3(
     scores_BCN: Tensor,
     *,
     score_threshold: float,
-    candidates: int,
-    keep: int,
+    pre_nms_topk: int,
+    max_detections: int,
     iou_threshold: float,
 ) -> tuple[Tensor, Tensor]:
     """rows_R6 and count_B of `losses.nms.multiclass_nms`, by Paddle's operator.
 
     Args:
-        candidates: the best of each class that enter; keep: the best of an image that leave.
+        pre_nms_topk: the best of each class that enter.
+        max_detections: the best of an image that leave.
     """
     rows_R6, _, count_B = paddle._C_ops.multiclass_nms3(
         boxes_BN4,
         scores_BCN,
         None,  # rois_num: all images have the same N
         score_threshold,
-        candidates,
-        keep,
+        pre_nms_topk,
+        max_detections,
         iou_threshold,
         True,  # a box [0, 1] is one unit wide, not two pixels
         1.0,  # eta: the threshold does not adapt

@@ -71,10 +71,10 @@ class Distillation:
         output: LossOutput,
         outputs: Any,
         taught: Any,
-        totals: Tensor | None,
+        global_normalizers: Tensor | None,
     ) -> LossOutput:
         """The loss of a micro-batch with the teacher's part; see `Loss.distil`."""
-        return loss.distil(output, outputs, taught, self.teaching, totals)
+        return loss.distil(output, outputs, taught, self.teaching, global_normalizers)
 
 
 class Adapters(nn.Layer):

@@ -88,7 +88,7 @@ class ValidationLoss:
         self._loss = loss
         self._loader = loader
         self._unreadable = frozenset(unreadable)
-        self._totals: paddle.Tensor | None = None
+        self._global_normalizers: paddle.Tensor | None = None
         self._counted = False
         self._step = 0
         self.sums: dict[str, float] = {}
@@ -103,7 +103,7 @@ class ValidationLoss:
             counts_W = evaluate_on_all_ranks(self._counts, say=lambda counts: counts).said_W
             totals = [sum(each) for each in zip(*filter(None, counts_W))]
             if totals:
-                self._totals = paddle.to_tensor(totals, dtype="float32")
+                self._global_normalizers = paddle.to_tensor(totals, dtype="float32")
             self._counted = True
 
     def _counts(self) -> list[float]:
@@ -114,7 +114,7 @@ class ValidationLoss:
             if not keys:
                 continue
             size = keys[0].height, keys[0].width
-            count = self._loss.counts(*self._loader.learnable(keys), size)
+            count = self._loss.local_normalizers(*self._loader.learnable(keys), size)
             if count is None:
                 return []
             summed = count if summed is None else summed + count
@@ -128,7 +128,7 @@ class ValidationLoss:
         assert min(indices) >= 0, "EvalSamples pads no batch that has an image"
         keys = [SampleKey(0, index, height, width) for index in indices]
         truth = self._loader.learnable(keys)
-        found = self._loss(outputs, *truth, self._step, self._totals)
+        found = self._loss(outputs, *truth, self._step, self._global_normalizers)
         terms = {"normalizer": found.normalizer, "loss": found.total, **found.parts}
         for name, value in terms.items():
             self.sums[name] = self.sums.get(name, 0.0) + float(value)

@@ -26,7 +26,7 @@ from ppdist.optim.lr_scheduler import LearningRates
 from ppdist.optim.optimizer import biases, set_rates
 
 _NORMALIZER, _LOSS = "normalizer", "loss"
-_APART = "apart "  # before the names of the loss that has a normalizer of its own
+_SEPARATE = "separate "  # before the names of the loss that has a normalizer of its own
 
 
 class Clock:
@@ -73,12 +73,13 @@ class NormalisedLosses(NamedTuple):
 
     losses: `loss` and its parts, normalised.
     divisor: of the gradients.
-    apart: what gradients of `Loss.apart` are multiplied by before, as their divisor is another.
+    separate: what gradients of `Loss.separate_keys` are multiplied by before, as their divisor is
+        another.
     """
 
     losses: dict[str, float]
     divisor: float
-    apart: float
+    separate: float
 
 
 class _Tally(NamedTuple):
@@ -168,7 +169,9 @@ class TrainStep:
         self._biases = biases(model)
         self._parameters = [p for p in model.parameters() if not p.stop_gradient]
         named = model.named_parameters()
-        self._apart = [p for key, p in named if loss.apart and key.startswith(loss.apart)]
+        self._separate = [
+            p for key, p in named if loss.separate_keys and key.startswith(loss.separate_keys)
+        ]
         statistics = running_statistics(model)
         self._statistics = FlatStorage(statistics) if statistics else None
         self._averages_statistics = bool(statistics) and average_statistics
@@ -205,9 +208,9 @@ class TrainStep:
         heartbeat.at("")
         clock.lap("data")
         before = None if self._statistics is None else self._statistics.gather().clone()
-        totals = self._totals(micro_batches)
+        global_normalizers = self._global_normalizers(micro_batches)
         clock.lap("communication")
-        sums, fitted = self._gradients(micro_batches, step, totals, clock)
+        sums, fitted = self._gradients(micro_batches, step, global_normalizers, clock)
         bad_images: dict[int, str] = {}
         for batch in micro_batches:
             bad_images |= {at: why for at, why in batch.bad_images.items() if at not in known_bad}
@@ -263,7 +266,11 @@ class TrainStep:
         self._updates = 0
 
     def _gradients(
-        self, micro_batches: list[Batch], step: int, totals: paddle.Tensor | None, clock: Clock
+        self,
+        micro_batches: list[Batch],
+        step: int,
+        global_normalizers: paddle.Tensor | None,
+        clock: Clock,
     ) -> tuple[dict[str, paddle.Tensor], bool]:
         """Adds up the gradients of this rank's micro-batches.
 
@@ -277,10 +284,12 @@ class TrainStep:
             communicates = micro == len(micro_batches) - 1 and self.grad_sync.during_backward
             with nullcontext() if communicates else comm.local_gradients(self.wrapped):
                 if fitted:
-                    output = self._if_it_fits(batch, step, totals, clock, communicates)
+                    output = self._if_it_fits(batch, step, global_normalizers, clock, communicates)
                     fitted = output is not None
                 if not fitted:
-                    output = self._forward_backward(_blank_batch(batch), step, totals, clock)
+                    output = self._forward_backward(
+                        _blank_batch(batch), step, global_normalizers, clock
+                    )
             assert output is not None
             add_up(sums, output)
         return sums, fitted
@@ -289,7 +298,7 @@ class TrainStep:
         self,
         batch: Batch,
         step: int,
-        totals: paddle.Tensor | None,
+        global_normalizers: paddle.Tensor | None,
         clock: Clock,
         communicates: bool,
     ) -> LossOutput | None:
@@ -303,7 +312,7 @@ class TrainStep:
         """
         self._in_backward = False
         try:
-            return self._forward_backward(batch, step, totals, clock)
+            return self._forward_backward(batch, step, global_normalizers, clock)
         except Exception as error:
             meets = self._norms_meet or (communicates and self._in_backward)
             if not is_out_of_memory(error) or (meets and comm.world_size() > 1):
@@ -324,7 +333,7 @@ class TrainStep:
             self._statistics.scatter(paddle.assign(before, self._statistics.gather()))
 
     @paddle.no_grad()
-    def _totals(self, micro_batches: list[Batch]) -> paddle.Tensor | None:
+    def _global_normalizers(self, micro_batches: list[Batch]) -> paddle.Tensor | None:
         """What the loss counts in the targets of all micro-batches and ranks.  Collective.
 
         One kind of loss counts always, another never, so the collective is reached by all or none.
@@ -332,14 +341,16 @@ class TrainStep:
         counts = []
         for batch in micro_batches:
             size = batch.images_B3HW.shape[2], batch.images_B3HW.shape[3]
-            count = self.loss.counts(batch.boxes_BM4, batch.labels_BM, batch.mask_BM, size)
+            count = self.loss.local_normalizers(
+                batch.boxes_BM4, batch.labels_BM, batch.mask_BM, size
+            )
             if count is None:
                 return None
             counts.append(count * float(batch.real))
         return comm.all_reduce_sum(paddle.add_n(counts))
 
     def _forward_backward(
-        self, batch: Batch, step: int, totals: paddle.Tensor | None, clock: Clock
+        self, batch: Batch, step: int, global_normalizers: paddle.Tensor | None, clock: Clock
     ) -> LossOutput:
         # A blank image must not enter running statistics.  While any rank has images, synchronised
         # ones need all ranks in their collectives, where such a rank then counts for nothing.
@@ -354,9 +365,11 @@ class TrainStep:
                 clock.lap("teacher")
             outputs = self.wrapped(self.model.normalize(batch.images_B3HW))
         clock.lap("forward")
-        output = self.loss(outputs, batch.boxes_BM4, batch.labels_BM, batch.mask_BM, step, totals)
+        output = self.loss(
+            outputs, batch.boxes_BM4, batch.labels_BM, batch.mask_BM, step, global_normalizers
+        )
         if self.distillation is not None:
-            output = self.distillation.teach(self.loss, output, outputs, taught, totals)
+            output = self.distillation.teach(self.loss, output, outputs, taught, global_normalizers)
         if not batch.real:  # a rank past the end of an epoch: same graph, same collectives, no say
             output = blank(output)
         clock.lap("loss")
@@ -384,9 +397,9 @@ class TrainStep:
         Returns: the square of their norm, [1], of sums divided by `loss_divisor` and averaged.
         """
         make_float32(self._parameters)
-        if self._apart:
+        if self._separate:
             factor = _apart_factor(summed, names)
-            for parameter in self._apart:
+            for parameter in self._separate:
                 if parameter.grad is not None:
                     parameter.grad.multiply_(factor)
         there = [p for p in self._parameters if p.grad is not None]
@@ -515,7 +528,9 @@ def running_statistics(model: nn.Layer) -> list[Tensor]:
 
 def whole(output: LossOutput) -> Tensor:
     """What is differentiated: 0-D, all of a micro-batch's loss."""
-    return output.total if output.apart is None else output.total + output.apart.total
+    return (
+        output.total if output.separate_loss is None else output.total + output.separate_loss.total
+    )
 
 
 def blank(output: LossOutput) -> LossOutput:
@@ -524,17 +539,17 @@ def blank(output: LossOutput) -> LossOutput:
         total=output.total * 0.0,
         normalizer=output.normalizer * 0.0,
         parts={name: part * 0.0 for name, part in output.parts.items()},
-        apart=None if output.apart is None else blank(output.apart),
+        separate_loss=None if output.separate_loss is None else blank(output.separate_loss),
     )
 
 
 def add_up(sums: dict[str, Tensor], output: LossOutput) -> None:
     """Adds a micro-batch to the sums, [1] each, the normalizer first; the same names every time."""
     terms = {_NORMALIZER: output.normalizer, _LOSS: whole(output), **output.parts}
-    if output.apart is not None:
-        apart = output.apart
-        terms |= {_APART + _NORMALIZER: apart.normalizer, _APART + _LOSS: apart.total}
-        terms |= {_APART + name: part for name, part in apart.parts.items()}
+    if output.separate_loss is not None:
+        separate = output.separate_loss
+        terms |= {_SEPARATE + _NORMALIZER: separate.normalizer, _SEPARATE + _LOSS: separate.total}
+        terms |= {_SEPARATE + name: part for name, part in separate.parts.items()}
     for name, value in terms.items():
         added = value.detach().reshape([1])
         sums[name] = sums[name] + added if name in sums else added
@@ -546,22 +561,22 @@ def normalise_losses(sums: dict[str, float]) -> NormalisedLosses:
     losses = {
         name: value / divisor
         for name, value in sums.items()
-        if name != _NORMALIZER and not name.startswith(_APART)
+        if name != _NORMALIZER and not name.startswith(_SEPARATE)
     }
-    if _APART + _NORMALIZER not in sums:
+    if _SEPARATE + _NORMALIZER not in sums:
         return NormalisedLosses(losses, divisor, 1.0)
-    own = max(1.0, sums[_APART + _NORMALIZER])
-    total = sums[_APART + _LOSS]
+    own = max(1.0, sums[_SEPARATE + _NORMALIZER])
+    total = sums[_SEPARATE + _LOSS]
     losses[_LOSS] = (sums[_LOSS] - total) / divisor + total / own
     for name, value in sums.items():
-        if name.startswith(_APART) and name not in (_APART + _NORMALIZER, _APART + _LOSS):
-            losses[name.removeprefix(_APART)] = value / own
+        if name.startswith(_SEPARATE) and name not in (_SEPARATE + _NORMALIZER, _SEPARATE + _LOSS):
+            losses[name.removeprefix(_SEPARATE)] = value / own
     return NormalisedLosses(losses, divisor, divisor / own)
 
 
 def _apart_factor(summed: Tensor, names: list[str]) -> Tensor:
-    """What `normalise_losses` calls `apart`, 0-D float32, without waiting for it."""
-    at, own = (_COUNTS + names.index(name) for name in (_NORMALIZER, _APART + _NORMALIZER))
+    """What `normalise_losses` calls `separate`, 0-D float32, without waiting for it."""
+    at, own = (_COUNTS + names.index(name) for name in (_NORMALIZER, _SEPARATE + _NORMALIZER))
     divisors = paddle.clip(summed.astype("float64"), min=1.0)
     return (divisors[at] / divisors[own]).astype("float32")
 

@@ -1,6 +1,6 @@
 """Exports a trained model to Paddle Inference and ONNX, checked against eager.
 
-    model -> deployed(model) -> RawModel or KeptModel -> save_graph -> Paddle Inference
+    model -> deployed(model) -> RawModel or ModelWithNMS -> save_graph -> Paddle Inference
                                                                -> convert_to_onnx -> ONNX
     every file is loaded again and compared with the model; only then it takes its place
 
@@ -264,7 +264,7 @@ def _write_paddle(
         ]
     )
     if nms_in_graph and isinstance(fused, Detector) and spec.nms is not None:
-        save_graph(KeptModel(fused, spec.nms), draft, spec.input)
+        save_graph(ModelWithNMS(fused, spec.nms), draft, spec.input)
         for name, graph in load_graphs(draft).items():
             few = cases.images[: 1 if name == PLAIN else None]
             names = compare_kept({name: graph}, raw, few, spec.nms)
@@ -494,7 +494,7 @@ class RawModel(nn.Layer):
         return self.model.predict(images)
 
 
-class KeptModel(nn.Layer):
+class ModelWithNMS(nn.Layer):
     """images_B3HW (float32 RGB 0..255) -> rows_R6 (class, score, xyxy input pixels), count_B."""
 
     def __init__(self, detector: Detector, nms: NMSConfig) -> None:

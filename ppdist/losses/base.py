@@ -15,24 +15,24 @@ class LossOutput(NamedTuple):
 
         loss of a step = sum of totals / max(1, sum of normalizers)
 
-    over all micro-batches and ranks of the step, and the same of `apart` added.  The trainer
-    divides: only it sees them all.
+    over all micro-batches and ranks of the step, and the same of `separate_loss` added.  The
+    trainer divides: only it sees them all.
 
     total: 0-D float32, weighted SUM over this micro-batch; the gradient flows here, and reaches
         every output of the model even where no image has an object.
     normalizer: 0-D float32 without gradient: sum of the assigned soft labels; 0 for a loss that
-        has divided by `totals` (see `Loss.counts`) already.
+        has divided by `global_normalizers` (see `Loss.local_normalizers`) already.
     parts: the unweighted sums by name, 0-D float32, detached, for the log.
-    apart: a loss with a normalizer of its own, and nothing `apart` of its own.  Its gradient
-        reaches the parameters of `Loss.apart` and no others, and only it reaches these, so that
-        the trainer can divide gradients that have been added up.  None: there is none.
+    separate_loss: with a normalizer of its own.  Its gradient reaches the parameters of
+        `Loss.separate_keys` and no others, and only it reaches these, so that the trainer can
+        divide gradients that have been added up.  None: there is none.
     normalizer_B: float32 without gradient: what each image has of the normalizer, for `distil`.
     """
 
     total: Tensor
     normalizer: Tensor
     parts: dict[str, Tensor]
-    apart: "LossOutput | None" = None
+    separate_loss: "LossOutput | None" = None
     normalizer_B: Tensor | None = None
 
 
@@ -40,11 +40,11 @@ class Loss(nn.Layer):
     """Base of all losses: what the training step needs to know of one.
 
     Attributes:
-        apart: state-dict key prefixes of what only `LossOutput.apart` trains; with any of them
-            every output for the training step has an `apart`.
+        separate_keys: state-dict key prefixes of what only `LossOutput.separate_loss` trains; with
+            any of them every output for the training step has one.
     """
 
-    apart: tuple[str, ...] = ()
+    separate_keys: tuple[str, ...] = ()
 
     @classmethod
     def build(
@@ -66,14 +66,14 @@ class Loss(nn.Layer):
     def prepare(self, model: Any, step: int) -> None:
         """Before the forward passes of a step: sets what in the model depends on the step."""
 
-    def counts(
+    def local_normalizers(
         self, boxes_BM4: Tensor, labels_BM: Tensor, mask_BM: Tensor, size: tuple[int, int]
     ) -> Tensor | None:
         """What the targets alone say about normalisation, float32 [K]; None: nothing.
 
         The step adds these up over its micro-batches and over all ranks, before any forward pass,
-        and hands the sum to every `forward` as `totals`.  For losses with several terms that are
-        each divided by a number of their own.
+        and hands the sum to every `forward` as `global_normalizers`.  For losses with several terms
+        that are each divided by a number of their own.
 
         Args:
             size: (height, width) of the input in pixels.
@@ -87,7 +87,7 @@ class Loss(nn.Layer):
         labels_BM: Tensor,
         mask_BM: Tensor,
         step: int,
-        totals: Tensor | None = None,
+        global_normalizers: Tensor | None = None,
     ) -> LossOutput:
         """The loss of one micro-batch.
 
@@ -97,7 +97,7 @@ class Loss(nn.Layer):
             labels_BM: int64 in [0, C); anything where padded.
             mask_BM: 1 for a real box, 0 for padding.
             step: optimizer step, counted from 0; the same on every rank.
-            totals: the step's sum of `counts`, where those are not None.
+            global_normalizers: the step's sum of `local_normalizers`, where those are not None.
         """
         raise NotImplementedError
 
@@ -112,7 +112,7 @@ class Loss(nn.Layer):
         outputs: Any,
         taught: Any,
         teaching: Teaching,
-        totals: Tensor | None,
+        global_normalizers: Tensor | None,
     ) -> LossOutput:
         """The loss of one micro-batch with what a teacher adds to it; computed in float32.
 
@@ -122,7 +122,7 @@ class Loss(nn.Layer):
             teaching: which terms.  A weight of 1 makes logits count like the classes of the ground
                 truth, and features and boxes like its boxes (a PP-YOLOE's boxes like its
                 distributions of sides).
-            totals: as in `forward`.
+            global_normalizers: as in `forward`.
         Returns: parts `loss_distill_logits`, `loss_distill_features`, `loss_distill_boxes` besides,
             weights and gains included.
         """

@@ -41,7 +41,7 @@ class ClassificationLoss(Loss):
         labels_BM: Tensor,
         mask_BM: Tensor,
         step: int,
-        totals: Tensor | None = None,
+        global_normalizers: Tensor | None = None,
     ) -> LossOutput:
         """As `Loss.forward`; outputs are logits_BC, and the class of an image is that of its first
         box.  An image without a box has no class and no say.

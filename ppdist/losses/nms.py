@@ -29,8 +29,8 @@ def multiclass_nms(scores_BNC: Tensor, boxes_BN4: Tensor, nms: NMSConfig) -> tup
         boxes_BN4,
         scores_BNC.transpose([0, 2, 1]),
         score_threshold=nms.score_threshold,
-        candidates=nms.candidates,
-        keep=nms.keep,
+        pre_nms_topk=nms.candidates,
+        max_detections=nms.keep,
         iou_threshold=nms.iou_threshold,
     )
 

@@ -140,7 +140,7 @@ class PPYOLOELoss(Loss):
         self.static_steps = static_steps
         self.attached_steps = attached_steps
         self.strides = strides
-        self.apart = ("one_to_one_head.",) if one_to_one else ()
+        self.separate_keys = ("one_to_one_head.",) if one_to_one else ()
 
     @classmethod
     def build(
@@ -171,7 +171,7 @@ class PPYOLOELoss(Loss):
         labels_BM: Tensor,
         mask_BM: Tensor,
         step: int,
-        totals: Tensor | None = None,
+        global_normalizers: Tensor | None = None,
     ) -> LossOutput:
         """The loss of one micro-batch; see `Loss.forward`.
 
@@ -184,19 +184,19 @@ class PPYOLOELoss(Loss):
 
         Returns: parts `loss_cls`, `loss_iou`, `loss_dfl`, of the detector, and where there is an
             auxiliary head `loss_aux`, its total; the normalizer is the sum of q there.  With a
-            one-to-one head `apart` is its loss, its part `loss_one_to_one` the total; of outputs
-            without gradient, which that head alone has made, its loss is all.
+            one-to-one head `separate_loss` is its loss, its part `loss_one_to_one` the total; of
+            outputs without gradient, which that head alone has made, its loss is all.
         """
         with paddle.amp.auto_cast(enable=False):
             truth = _prepared(boxes_BM4, labels_BM, mask_BM)
-            if self.apart and not outputs.one_class_logits:
+            if self.separate_keys and not outputs.one_class_logits:
                 return self._one_to_one(outputs.class_logits, outputs.reg_dist, truth)
             result = self._one_to_many(outputs, truth, step)
-            if not self.apart:
+            if not self.separate_keys:
                 return result
             one = self._one_to_one(outputs.one_class_logits, outputs.one_reg_dist, truth)
             parts = {"loss_one_to_one": one.total.detach()}
-            return result._replace(apart=one._replace(parts=parts))
+            return result._replace(separate_loss=one._replace(parts=parts))
 
     def _one_to_many(self, outputs: PPYOLOEOutputs, truth: Truth, step: int) -> LossOutput:
         predictions, guide = _side_by_side(outputs, self.strides)
@@ -226,7 +226,7 @@ class PPYOLOELoss(Loss):
         outputs: PPYOLOEOutputs,
         taught: PPYOLOEOutputs,
         teaching: Teaching,
-        totals: Tensor | None,
+        global_normalizers: Tensor | None,
     ) -> LossOutput:
         """See `Loss.distil`; class scores and distributions of all cells, those of boxes by the
         teacher's best score there.  An auxiliary head is not taught.

@@ -152,10 +152,10 @@ class Gains(NamedTuple):
 class YOLOv5Loss(Loss):
     """Scores raw outputs against padded ground truth.
 
-    Every term is a mean over the whole step's batch: `counts` says by how much to divide, and
-    nothing is left for the step to divide.  Computed in float32 whatever the outputs are.  No
-    collective, no host synchronisation, and a gradient for every output even where no image has
-    an object.
+    Every term is a mean over the whole step's batch: `local_normalizers` says by how much to
+    divide, and nothing is left for the step to divide.  Computed in float32 whatever the outputs
+    are.  No collective, no host synchronisation, and a gradient for every output even where no
+    image has an object.
     """
 
     def __init__(
@@ -213,11 +213,13 @@ class YOLOv5Loss(Loss):
         )
 
     @paddle.no_grad()
-    def counts(
+    def local_normalizers(
         self, boxes_BM4: Tensor, labels_BM: Tensor, mask_BM: Tensor, size: tuple[int, int]
     ) -> Tensor:
-        """Images, and matches of each level: float32 [1 + L]; see `Loss.counts`."""
-        return _counts(boxes_BM4.shape[0], self.matches(boxes_BM4, labels_BM, mask_BM, size))
+        """Images, and matches of each level: float32 [1 + L]; see `Loss.local_normalizers`."""
+        return _local_normalizers(
+            boxes_BM4.shape[0], self.matches(boxes_BM4, labels_BM, mask_BM, size)
+        )
 
     def matches(
         self, boxes_BM4: Tensor, labels_BM: Tensor, mask_BM: Tensor, size: tuple[int, int]
@@ -243,7 +245,7 @@ class YOLOv5Loss(Loss):
         labels_BM: Tensor,
         mask_BM: Tensor,
         step: int,
-        totals: Tensor | None = None,
+        global_normalizers: Tensor | None = None,
     ) -> LossOutput:
         """The loss of one micro-batch; see `Loss.forward`.
 
@@ -257,7 +259,8 @@ class YOLOv5Loss(Loss):
         batch the rate was tuned for, and the rate goes with the batch: the same update.
 
         Args:
-            totals: the step's sum of `counts`; None: this micro-batch is the whole step.
+            global_normalizers: the step's sum of `local_normalizers`; None: this micro-batch is the
+                whole step.
 
         Returns: parts `loss_box`, `loss_obj`, `loss_cls`, gains included, which add up to the
             mean loss of the step; the normalizer is 0.
@@ -266,9 +269,9 @@ class YOLOv5Loss(Loss):
             maps = outputs.logits
             size = maps[0].shape[2] * self.strides[0], maps[0].shape[3] * self.strides[0]
             levels = self.matches(boxes_BM4, labels_BM, mask_BM, size)
-            if totals is None:
-                totals = _counts(boxes_BM4.shape[0], levels)
-            divisor = totals.clip(min=1.0).detach()
+            if global_normalizers is None:
+                global_normalizers = _local_normalizers(boxes_BM4.shape[0], levels)
+            divisor = global_normalizers.clip(min=1.0).detach()
             weights = LEVEL_WEIGHTS[len(self.strides)]
             terms = []
             for level, (logits, matches) in enumerate(zip(maps, levels)):
@@ -310,7 +313,7 @@ class YOLOv5Loss(Loss):
         outputs: YOLOv5Outputs,
         taught: YOLOv5Outputs,
         teaching: Teaching,
-        totals: Tensor | None,
+        global_normalizers: Tensor | None,
     ) -> LossOutput:
         """See `Loss.distil`; with the divisors of `forward`.
 
@@ -323,11 +326,11 @@ class YOLOv5Loss(Loss):
         truth, mean over levels.
         Source: Mehta and Ozturk 2018, arXiv:1805.06361, section 3.3 (scaled by objectness).
         """
-        assert totals is not None, "the step counts"
+        assert global_normalizers is not None, "the step counts"
         terms: dict[str, Tensor] = {}
         with paddle.amp.auto_cast(enable=False):
-            images = totals[0].clip(min=1.0)
-            matches = totals[1:].mean().clip(min=1.0)
+            images = global_normalizers[0].clip(min=1.0)
+            matches = global_normalizers[1:].mean().clip(min=1.0)
             logits, boxes = [], []
             for level in range(len(self.strides)):
                 ours, theirs = (self._predictions(each.logits[level]) for each in (outputs, taught))
@@ -399,7 +402,7 @@ class YOLOv5Loss(Loss):
         return box, found, (bce_BAS * matches.is_positive_BAS).sum()
 
 
-def _counts(images: int, levels: list[Matches]) -> Tensor:
+def _local_normalizers(images: int, levels: list[Matches]) -> Tensor:
     matches = [level.is_positive_BAS.sum() for level in levels]
     return paddle.stack([paddle.full([], float(images)), *matches])
 

@@ -43,8 +43,8 @@ class ImageModel(nn.Layer):
         rows_before_classes: how many rows stand before the C rows of classes in each group of rows
             of a class layer; a group is an anchor.
         training_only: state-dict key prefixes of what only training uses; weights may lack it.
-        twins: pairs of state-dict key prefixes: of a part, and of the one that it starts as a copy
-            of where weights lack it.  Training goes on from that; nothing is predicted with it.
+        init_from: pairs of state-dict key prefixes: of a part, and of the one of which it starts
+            as a copy where weights lack it.  Training goes on from that; nothing predicts with it.
     """
 
     task: ClassVar[Task]
@@ -54,7 +54,7 @@ class ImageModel(nn.Layer):
     class_layers: tuple[str, ...] = ()
     rows_before_classes: ClassVar[int] = 0
     training_only: tuple[str, ...] = ()
-    twins: tuple[tuple[str, str], ...] = ()
+    init_from: tuple[tuple[str, str], ...] = ()
 
     def __init__(
         self,

@@ -266,7 +266,7 @@ class PPYOLOE(Detector):
 
     class_layers = ("yolo_head.pred_cls.", "aux_head.gfl_cls.", "one_to_one_head.pred_cls.")
     training_only = ("aux_neck.", "aux_head.")
-    twins = (("one_to_one_head.", "yolo_head."),)
+    init_from = (("one_to_one_head.", "yolo_head."),)
 
     def __init__(self, config: PPYOLOEConfig) -> None:
         first, last = int(config.levels[1]), int(config.levels[4])

@@ -459,7 +459,7 @@ class LoadReport:
     ignored: file keys the model has no place for.
     reason: why something is fresh; empty when nothing is.
     prefix: what was taken away from the start of the file's keys.
-    copied: parts that the file lacks and that start as copies of others (`ImageModel.twins`).
+    copied: parts that the file lacks and that start as copies of others (`ImageModel.init_from`).
     by_name: what became of the rows of classes, where names decided it.
     """
 
@@ -538,7 +538,7 @@ def load_weights(
             where=str(path),
         )
     _refuse_other_designs(path, ignored, matched, official)
-    copied = _copy_twins(model, matched, shapes)
+    copied = _init_missing_parts(model, matched, shapes)
     by_name = None if names is None else _by_name(model, names, matched, shapes)
     if by_name is not None:
         for key in by_name.keys:
@@ -673,12 +673,12 @@ def _refuse_other_designs(
         )
 
 
-def _copy_twins(
+def _init_missing_parts(
     model: ImageModel, matched: dict[str, np.ndarray], shapes: Mapping[str, tuple[int, ...]]
 ) -> tuple[str, ...]:
     """Gives each part that the file has nothing of the entries of its twin, and says so."""
     said = []
-    for part, twin in model.twins:
+    for part, twin in model.init_from:
         own = [key for key in shapes if key.startswith(part)]
         pairs = {key: twin + key.removeprefix(part) for key in own}
         if any(key in matched for key in own) or not any(

@@ -384,8 +384,10 @@ def losses_and_gradients(
     targets = batch.boxes_BM4, batch.labels_BM, batch.mask_BM
     model.train()
     loss.prepare(model, 0)
-    totals = loss.counts(*targets, (batch.images_B3HW.shape[2], batch.images_B3HW.shape[3]))
-    output = loss(model(model.normalize(batch.images_B3HW)), *targets, 0, totals)
+    global_normalizers = loss.local_normalizers(
+        *targets, (batch.images_B3HW.shape[2], batch.images_B3HW.shape[3])
+    )
+    output = loss(model(model.normalize(batch.images_B3HW)), *targets, 0, global_normalizers)
     assert output.total.place.is_cpu_place() == (not device.on_accelerator())
     sums: dict[str, paddle.Tensor] = {}
     add_up(sums, output)

@@ -66,7 +66,7 @@ class TwoLayers(ImageModel):
 
 
 class Sum(Loss):
-    def forward(self, outputs, boxes_BM4, labels_BM, mask_BM, step, totals=None):
+    def forward(self, outputs, boxes_BM4, labels_BM, mask_BM, step, global_normalizers=None):
         weight = 1.0 + mask_BM.sum(1, keepdim=True)
         return LossOutput((outputs * weight).sum(), weight.sum().detach(), {})
 

@@ -34,7 +34,7 @@ class BlobsLoss(Loss):
         labels_BM: Tensor,
         mask_BM: Tensor,
         step: int,
-        totals: Tensor | None = None,
+        global_normalizers: Tensor | None = None,
     ) -> LossOutput:
         points_N2, stride_N1 = anchor_points(outputs.sides, self.strides)
         centre_BM2 = (boxes_BM4[..., :2] + boxes_BM4[..., 2:]) / 2

@@ -32,7 +32,7 @@ class StepCounts:
 
     Attributes:
         operators: that Python dispatches, by part of the step (see `Clock`) and name; `counts` are
-            those of `Loss.counts`.  What backward dispatches itself is not among them.
+            those of `Loss.local_normalizers`.  What backward dispatches itself is not among them.
         reads: where each was made, `module.py:function`.
         watched: how many of them within `heartbeat.Waiting`.
     """
@@ -65,7 +65,7 @@ def count_step(
     """Makes a step of these micro-batches and counts."""
     counts = StepCounts()
     clock = _CountingClock(counts)
-    counts_of_targets = step.loss.counts
+    counts_of_targets = step.loss.local_normalizers
 
     def apart(*arguments: Any) -> Any:
         clock.lap("communication")
@@ -74,7 +74,7 @@ def count_step(
         return found
 
     with pytest.MonkeyPatch.context() as patch, _listing():
-        patch.setattr(step.loss, "counts", apart)
+        patch.setattr(step.loss, "local_normalizers", apart)
         _watch_reads(patch, counts)
         result = step(iter(batches), len(batches), number, rates, False, clock)
         clock.lap("rest")

@@ -37,7 +37,7 @@ class Plane(nn.Layer):
 class HalfSquares(Loss):
     """Sum of y^2 / 2 over the images, divided by their number."""
 
-    def forward(self, outputs_B, boxes_BM4, labels_BM, mask_BM, step, totals=None):
+    def forward(self, outputs_B, boxes_BM4, labels_BM, mask_BM, step, global_normalizers=None):
         total = 0.5 * (outputs_B * outputs_B).sum()
         return LossOutput(total, paddle.to_tensor(float(len(outputs_B))), {})
 

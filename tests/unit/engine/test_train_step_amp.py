@@ -35,7 +35,7 @@ class Scale(nn.Layer):
 
 
 class Total(Loss):
-    def forward(self, outputs_B, boxes_BM4, labels_BM, mask_BM, step, totals=None):
+    def forward(self, outputs_B, boxes_BM4, labels_BM, mask_BM, step, global_normalizers=None):
         return LossOutput(outputs_B.sum(), paddle.to_tensor(float(len(outputs_B))), {})
 
 

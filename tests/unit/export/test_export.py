@@ -17,7 +17,7 @@ from ppdist.config.runtime import RuntimeOptions
 from ppdist.cpu.switch import use_onednn_convolutions
 from ppdist.distributed.sync_batch_norm import SyncBatchNorm2D
 from ppdist.export.export import (
-    KeptModel,
+    ModelWithNMS,
     RawModel,
     deployment_copy,
     draft_of,
@@ -72,7 +72,7 @@ def test_the_exported_model_keeps_the_boxes_of_eager(
 @pytest.mark.slow
 def test_images_without_objects_give_no_rows(tmp_path: Path, model: PPYOLOE) -> None:
     nothing = NMS.model_copy(update={"score_threshold": 1.0})
-    save_graph(KeptModel(deployment_copy(model), nothing), tmp_path, tiny_spec().input)
+    save_graph(ModelWithNMS(deployment_copy(model), nothing), tmp_path, tiny_spec().input)
     for graph in load_graphs(tmp_path).values():
         rows_R6, count_B = graph(pictures(2))
         assert [found_R6.shape for found_R6 in split_rows(rows_R6, count_B)] == [(0, 6), (0, 6)]

@@ -193,11 +193,11 @@ def test_micro_batches_with_step_totals_sum_to_batch() -> None:
     whole = loss(outputs, *tensors, 0)
     whole.total.backward()
     parts = [[t[i] for t in tensors] for i in (slice(0, 1), slice(1, 3))]
-    counts = [loss.counts(*part, SIZE) for part in parts]
+    counts = [loss.local_normalizers(*part, SIZE) for part in parts]
     assert counts[0].shape == [4] and counts[0].dtype == paddle.float32
     assert [float(c[0]) for c in counts] == [1, 2]
     totals, sums = paddle.add_n(counts), np.zeros(4)
-    np.testing.assert_array_equal(totals.numpy(), loss.counts(*tensors, SIZE).numpy())
+    np.testing.assert_array_equal(totals.numpy(), loss.local_normalizers(*tensors, SIZE).numpy())
     for rows, part in zip((slice(0, 1), slice(1, 3)), parts):
         maps = tuple(x.detach()[rows] for x in outputs.logits)
         for x in maps:
@@ -283,7 +283,7 @@ def test_no_value_is_asked_for_by_the_host(monkeypatch: pytest.MonkeyPatch) -> N
         monkeypatch.setattr(paddle.Tensor, name, refuse)
     for name in ("nonzero", "masked_select", "unique"):
         monkeypatch.setattr(paddle, name, refuse)
-    result = loss(outputs, *tensors, 0, loss.counts(*tensors, SIZE))
+    result = loss(outputs, *tensors, 0, loss.local_normalizers(*tensors, SIZE))
     result.total.backward()
     monkeypatch.undo()
     assert float(result.total) > 0
@@ -307,7 +307,7 @@ def test_gains_follow_image_size_classes_and_levels() -> None:
     outputs = YOLOv5Outputs(tuple(paddle.zeros([1, 75, 64 // s, 128 // s]) for s in model.strides))
     tensors = [paddle.to_tensor(a) for a in truth((2,), 2)]
     result = loss(outputs, *tensors, 0)
-    matched = int((loss.counts(*tensors, (64, 128))[1:] > 0).sum())
+    matched = int((loss.local_normalizers(*tensors, (64, 128))[1:] > 0).sum())
     assert matched >= 2  # levels with an anchor for one of the boxes
     # Nothing but zeros: every objectness costs log 2, whatever it should be; every class too.
     want = np.array([4 * (4 + 1 + 0.25 + 0.06), 0.5 * 0.25 * matched]) * 0.75 * math.log(2)
@@ -319,10 +319,10 @@ def test_anchors_of_weights_loaded_later_count() -> None:
     model = YOLOv5(YOLOv5Config(size="n", depth_multiple=0.1, width_multiple=0.05))
     loss = YOLOv5Loss.build(YOLOv5LossConfig(), model, steps_per_epoch=1)
     tensors = [paddle.to_tensor(a) for a in truth()]
-    before = loss.counts(*tensors, SIZE)
+    before = loss.local_normalizers(*tensors, SIZE)
     state = {key: value.numpy() for key, value in model.state_dict().items()}
     model.set_state_dict({**state, "head.anchors": np.full([3, 3, 2], 1e-3, "float32")})
-    after = loss.counts(*tensors, SIZE)
+    after = loss.local_normalizers(*tensors, SIZE)
     assert float(before[1:].sum()) > 0 and after.tolist() == [3, 0, 0, 0]
 
 
@@ -353,7 +353,7 @@ def test_matches_are_the_originals(shared_dir: Path, variant: str) -> None:
         threshold=4.0,
     )
     truth = padded(formulas.parity_targets(variant == "empty1"))
-    counts = loss.counts(*truth, (height, width)).numpy()
+    counts = loss.local_normalizers(*truth, (height, width)).numpy()
     np.testing.assert_array_equal(counts, [2, *values[f"{variant}_num_pos"]])
     for level, match in enumerate(loss.matches(*truth, (height, width))):
         image, anchor, slot = np.nonzero(match.is_positive_BAS.numpy())

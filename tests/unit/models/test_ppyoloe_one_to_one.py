@@ -37,7 +37,9 @@ def gradients(model: PPYOLOE) -> dict[str, np.ndarray]:
 
 def trained_once(model: PPYOLOE, image: paddle.Tensor, step: int = 0, **keys: object):
     output = loss_of(model, static_assigner_epochs=0, **keys)(model(image), *truth(), step)
-    whole = output.total if output.apart is None else output.total + output.apart.total
+    whole = (
+        output.total if output.separate_loss is None else output.total + output.separate_loss.total
+    )
     whole.backward()
     return output
 
@@ -118,15 +120,15 @@ def test_its_loss_is_divided_by_its_own_soft_labels() -> None:
     model = tiny(one_to_one=True)
     shake(model)
     output = trained_once(model, paddle.randn([2, 3, 64, 64]))
-    assert output.apart is not None and output.apart.apart is None
-    assert 0 < float(output.apart.normalizer) < float(output.normalizer)
+    assert output.separate_loss is not None and output.separate_loss.separate_loss is None
+    assert 0 < float(output.separate_loss.normalizer) < float(output.normalizer)
     sums = {
         "normalizer": 8.0, "loss": 30.0, "loss_cls": 4.0,
-        "apart normalizer": 2.0, "apart loss": 6.0, "apart loss_one_to_one": 6.0,
+        "separate normalizer": 2.0, "separate loss": 6.0, "separate loss_one_to_one": 6.0,
     }  # fmt: skip
     found = normalise_losses(sums)
     assert found.losses == {"loss": 24 / 8 + 6 / 2, "loss_cls": 0.5, "loss_one_to_one": 3.0}
-    assert (found.divisor, found.apart) == (8.0, 4.0)
+    assert (found.divisor, found.separate) == (8.0, 4.0)
     assert normalise_losses({"normalizer": 0.0, "loss": 3.0}) == ({"loss": 3.0}, 1.0, 1.0)
 
 
