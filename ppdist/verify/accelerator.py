@@ -73,6 +73,12 @@ class Found:
     def verdict(self) -> str:
         return FAIL if self.problems else NOT_RUN if self.not_run else PASS
 
+    def check(self, name: str, off: float, allowed: float) -> None:
+        """Notes how far off something is, and a problem where that is too far; NaN is, too."""
+        self.measured[name] = off if math.isfinite(off) else f"{off}"  # JSON has no such number
+        if not off <= allowed:
+            self.problems.append(f"{name}: off by {off:.1e}, allowed {allowed:.1e}")
+
 
 @dataclass(frozen=True)
 class Options:
@@ -87,6 +93,17 @@ class Options:
     steps: int = 200
     efficiency: float = 0.8
     minutes: float = 30.0
+
+
+@dataclass(frozen=True)
+class Proof:
+    """What the parts work with."""
+
+    config: ExperimentConfig
+    images: DetectionSet
+    options: Options
+    runs: "Runs"
+    found: dict[str, Found] = field(default_factory=dict)  # by the parts before
 
 
 def verify_accelerator(
@@ -105,59 +122,48 @@ def verify_accelerator(
     Raises: UserError, on every rank: the configuration or its data cannot be used.
     """
     deadline = time.monotonic() + 60 * options.minutes
-    parts: dict[str, Found] = {}
-    seconds: dict[str, float] = {}
-
-    def part(name: str, work: Callable[[], Found]) -> None:
-        began = time.monotonic()
-        try:
-            parts[name] = work()
-        except OutOfTime as error:
-            parts[name] = Found(not_run=f"{error}")
-        except Exception as error:  # the same on every rank, see `_everywhere` and `Runs`
-            parts[name] = Found(problems=[f"{type(error).__name__}: {error}"])
-        seconds[name] = time.monotonic() - began
-        if comm.is_main():
-            print(line(name, parts[name]), flush=True)
-
+    found: dict[str, Found] = {}
+    seconds = dict.fromkeys(PARTS, 0.0)
     with ExitStack() as undo:
         config = _prepare(config_file, overrides, out, undo)
-        refused = _join(config, 60 * options.minutes)
-        if refused is None:
+        # So long some ranks wait for the others while these train.
+        timeout = max(60 * options.minutes, config.distributed.timeout_seconds)
+        waiting = config.distributed.model_copy(update={"timeout_seconds": timeout})
+        try:
+            comm.init(config.device, waiting)
+        except ConfigError as error:  # on every rank
+            if error.code != "card_without_code":
+                raise
+            found = {name: Found(not_run="no rank trains on such a card") for name in PARTS}
+            found["kernels"] = Found(problems=[f"{error}"])
+        else:
             images = read_sets(config.data, config.model.num_classes, False)[0]
             config = _on_this_device(config, images, options.steps)
             runs = Runs(config, out, command, deadline)
-            part("kernels", kernels)
-            part("card against CPU", partial(card_against_cpu, config, images))
-            part("float32", partial(trained, runs, options.steps))
-            float32 = parts["float32"]
-            for dtype in ("bfloat16", "float16"):
-                part(f"AMP {dtype}", partial(mixed_precision, runs, options.steps, dtype, float32))
-            part("N cards like one", partial(cards_like_one, runs))
-            part("speed", partial(speed, runs, options))
-            part("memory", partial(memory, float32))
-            part("resume", partial(resume, runs, max(1, options.steps // 40)))
-        else:
-            parts = {name: Found(not_run="no rank trains on such a card") for name in PARTS}
-            parts["kernels"] = refused
+            proof = Proof(config, images, options, runs, found)
+            for name, part in PARTS.items():
+                began = time.monotonic()
+                try:
+                    found[name] = part(proof)
+                except OutOfTime as error:
+                    found[name] = Found(not_run=f"{error}")
+                except Exception as error:  # the same on every rank, see `_everywhere` and `Runs`
+                    found[name] = Found(problems=[f"{type(error).__name__}: {error}"])
+                seconds[name] = time.monotonic() - began
+                if comm.is_main():
+                    print(line(name, found[name]), flush=True)
         report = {
             "machine": machine() | {"hosts": comm.all_gather_object(comm.host())},
             "config": config_file or "built in",
             "overrides": list(overrides),
             "options": asdict(options),
             "parts": {
-                name: {"verdict": found.verdict, "seconds": seconds.get(name, 0.0)} | asdict(found)
-                for name, found in parts.items()
+                name: {"verdict": each.verdict, "seconds": seconds[name]} | asdict(each)
+                for name, each in found.items()
             },
         }
         comm.run_on_main(lambda: _write(report, out))
     return report
-
-
-PARTS = (
-    *("kernels", "card against CPU", "float32", "AMP bfloat16", "AMP float16"),
-    *("N cards like one", "speed", "memory", "resume"),
-)
 
 
 def _prepare(
@@ -179,21 +185,6 @@ def _prepare(
     comm.run_on_all_ranks(make)
     source = config_file or str(work / "built_in.yml")
     return comm.run_on_all_ranks(lambda: load_config(source, overrides))
-
-
-def _join(config: ExperimentConfig, seconds: float) -> Found | None:
-    """Joins the ranks; or says, on every rank, why Paddle cannot use some card.  Collective.
-
-    Args: seconds: so long some wait for the others while these train.
-    """
-    seconds = max(seconds, config.distributed.timeout_seconds)
-    try:
-        comm.init(config.device, config.distributed.model_copy(update={"timeout_seconds": seconds}))
-    except ConfigError as error:
-        if error.code != "card_without_code":
-            raise
-        return Found(problems=[f"{error}"])
-    return None
 
 
 _IMAGES, _SIDE = 96, 160  # made for whom gives no configuration
@@ -246,7 +237,7 @@ def _everywhere(work: Callable[[], Found]) -> Found:
 # Kernels
 
 
-def kernels() -> Found:
+def kernels(_: Proof | None = None) -> Found:
     """Is this device alive: some kernels against numpy, and a sum.  Collective."""
     found = _everywhere(_own_kernels)
     world = comm.world_size()
@@ -270,29 +261,25 @@ def _own_kernels() -> Found:
     boxes_BN4 = boxes_BN4.astype(np.float32)
 
     nms = NMSConfig(score_threshold=0.5, keep=1200)
+    tensor, windows = paddle.to_tensor, np.lib.stride_tricks.sliding_window_view
+    image_1CHW, image_HWC64 = image_HWC.transpose(2, 0, 1)[None], image_HWC.astype(np.float64)
     with paddle_api.whole_float32():
-        found = {
-            "1 + 1": (paddle.ones([1]) + paddle.ones([1])).numpy(),
-            "matrix product": paddle.matmul(
-                paddle.to_tensor(left), paddle.to_tensor(right)
-            ).numpy(),
-            "convolution": paddle.nn.functional.conv2d(
-                paddle.to_tensor(image_HWC.transpose(2, 0, 1)[None]), paddle.to_tensor(weight_OCKK)
-            ).numpy()[0],
-            "sort": paddle.sort(paddle.to_tensor(values)).numpy(),
-            "suppression": multiclass_nms(
-                paddle.to_tensor(scores_BNC), paddle.to_tensor(boxes_BN4), nms
-            )[0].numpy(),
-        }
-    windows = np.lib.stride_tricks.sliding_window_view(image_HWC.astype(np.float64), (3, 3), (0, 1))
-    expected = {
-        "1 + 1": np.array([2.0]),
-        "matrix product": left.astype(np.float64) @ right,
-        "convolution": np.einsum("hwckl,ockl->ohw", windows, weight_OCKK),
-        "sort": np.sort(values),
-        "suppression": np.concatenate([*map(partial(_suppress, nms), scores_BNC, boxes_BN4)]),
-    }
-    return judge_kernels(found, expected)
+        pairs = {
+            "1 + 1": (paddle.ones([1]) + paddle.ones([1]), np.array([2.0])),
+            "matrix product": (
+                paddle.matmul(tensor(left), tensor(right)), left.astype(np.float64) @ right
+            ),
+            "convolution": (
+                paddle.nn.functional.conv2d(tensor(image_1CHW), tensor(weight_OCKK))[0],
+                np.einsum("hwckl,ockl->ohw", windows(image_HWC64, (3, 3), (0, 1)), weight_OCKK),
+            ),
+            "sort": (paddle.sort(tensor(values)), np.sort(values)),
+            "suppression": (
+                multiclass_nms(tensor(scores_BNC), tensor(boxes_BN4), nms)[0],
+                np.concatenate([*map(partial(_suppress, nms), scores_BNC, boxes_BN4)]),
+            ),
+        }  # fmt: skip
+        return judge_kernels({name: (each.numpy(), right) for name, (each, right) in pairs.items()})
 
 
 def _suppress(nms: NMSConfig, scores_NC: np.ndarray, boxes_N4: np.ndarray) -> np.ndarray:
@@ -310,23 +297,14 @@ def _suppress(nms: NMSConfig, scores_NC: np.ndarray, boxes_N4: np.ndarray) -> np
 _KERNEL_TOLERANCE = 1e-5  # of the largest value
 
 
-def _for_json(off: float) -> float | str:
-    """JSON has no number that is not finite."""
-    return off if math.isfinite(off) else f"{off}"
-
-
-def judge_kernels(found: Mapping[str, np.ndarray], expected: Mapping[str, np.ndarray]) -> Found:
-    """The largest difference of each, relative to its largest value."""
+def judge_kernels(pairs: Mapping[str, tuple[np.ndarray, np.ndarray]]) -> Found:
+    """The largest difference of what was found and what is right, by the largest value."""
     result = Found()
-    for name, values in found.items():
-        right = expected[name]
-        if values.shape != right.shape:
-            off = math.inf
-        else:
-            off = float(np.abs(values - right).max() / max(np.abs(right).max(), 1e-12))
-        result.measured[name] = _for_json(off)
-        if not off <= _KERNEL_TOLERANCE:
-            result.problems.append(f"{name}: off by {off:.1e}, allowed {_KERNEL_TOLERANCE:.0e}")
+    for name, (found, right) in pairs.items():
+        off = math.inf
+        if found.shape == right.shape:
+            off = float(np.abs(found - right).max() / max(np.abs(right).max(), 1e-12))
+        result.check(name, off, _KERNEL_TOLERANCE)
     return result
 
 
@@ -340,8 +318,9 @@ _BLIND = 0.05  # where rounding explains more than this, a comparison proves not
 _SMALL = 1e-3  # a gradient is measured by its own norm, or by this part of the whole one's
 
 
-def card_against_cpu(config: ExperimentConfig, images: DetectionSet) -> Found:
+def card_against_cpu(proof: Proof) -> Found:
     """Losses and gradients of a batch of each rank, equal weights and images.  Collective."""
+    config, images = proof.config, proof.images
     if not device.on_accelerator():
         return Found(not_run="this is the CPU: there is no card to be compared with it")
     alone = config.model_copy(update={"data": config.data.model_copy(update={"workers": 0})})
@@ -405,43 +384,39 @@ def judge_gradients(card: Gradients, cpu: Gradients, moved: Gradients) -> Found:
 
     Args: moved: of the CPU, with weights moved by a rounding.
     """
-    size = float(np.sqrt(sum(np.square(g).sum() for key, g in cpu.items() if _is_gradient(key))))
+    gradients = {key for key in cpu if not key.startswith("loss ")}
+    size = float(np.sqrt(sum(np.square(cpu[key]).sum() for key in gradients)))
     whole_loss = max(abs(float(cpu["loss loss"][0])), 1e-12)
-    result = Found()
+    result, each_one = Found(), Found()
     worst = {"losses": (0.0, ""), "gradients": (0.0, "")}
-    blind = compared = 0
+    blind = 0
     if card.keys() != cpu.keys():
         odd = sorted(card.keys() ^ cpu.keys())
         result.problems.append(f"only one of the two has a gradient of {', '.join(odd[:5])}")
     for key in cpu.keys() & card.keys():
         group, scale, tolerance = "losses", whole_loss, _LOSS_TOLERANCE
-        if _is_gradient(key):
+        if key in gradients:
             scale = max(float(np.linalg.norm(cpu[key])), _SMALL * size, 1e-12)
             group, tolerance = "gradients", _GRADIENT_TOLERANCE
         off = float(np.linalg.norm(card[key] - cpu[key])) / scale
         rounding = float(np.linalg.norm(moved[key] - cpu[key])) / scale
         allowed = max(tolerance, _ROUNDINGS_ALLOWED * rounding)
-        compared += 1
         blind += not allowed <= _BLIND
-        if not off <= allowed:  # NaN is not, either
-            result.problems.append(f"{key}: off by {off:.1e}, allowed {allowed:.1e}")
+        each_one.check(key, off, allowed)
         if not off <= worst[group][0]:
             worst[group] = (off, key)
-    hidden = len(result.problems) - 5
-    if hidden > 0:
+    result.problems += each_one.problems
+    if (hidden := len(result.problems) - 5) > 0:
         result.problems[5:] = [f"and {hidden} more"]
-    for group, (off, key) in worst.items():
-        result.measured[group] = {"furthest_off": _for_json(off), "of": key}
+    for group, (_, key) in worst.items():
+        result.measured[group] = {"furthest_off": each_one.measured.get(key, 0.0), "of": key}
+    compared = len(each_one.measured)
     result.measured |= {"compared": compared, "explained_by_rounding": blind}
     if blind > compared / 2:
         result.not_run = f"rounding alone explains {_BLIND:.0%} of {blind} of {compared} of them"
     if not size > 0 and not result.problems:
         result.not_run = "the CPU's gradient is 0 as well: nothing was compared"
     return result
-
-
-def _is_gradient(key: str) -> bool:
-    return not key.startswith("loss ")
 
 
 # Runs beside the ranks
@@ -597,16 +572,6 @@ def _environment(count: int, ports_W: Sequence[Sequence[int]]) -> dict[str, str]
 # Precision
 
 
-def trained(runs: Runs, steps: int) -> Found:
-    """Float32 training without NaN, of which the parts below need the numbers.  Collective."""
-    report, problems = runs.benchmark("float32", steps, "train.amp.enabled=false", *_FLOAT32)
-    if problems:
-        return Found(problems=problems)
-    found = judge_training(report["losses"], report["skipped_steps"])
-    found.measured |= {name: report[name] for name in _KEPT}
-    return found
-
-
 _FLOAT32 = ("distributed.gradient_dtype=float32",)
 _KEPT = ("images_per_second", "peak_allocated_bytes", "peak_reserved_bytes", "parameters")
 # Of the first loss, which equal weights give, and of the mean of all.  Two such trainings part
@@ -614,21 +579,26 @@ _KEPT = ("images_per_second", "peak_allocated_bytes", "peak_reserved_bytes", "pa
 _LOSS_OFF = 0.01
 
 
-def mixed_precision(runs: Runs, steps: int, dtype: str, float32: Found) -> Found:
-    """The same training with AMP; float16 may skip steps while it looks for its loss scale."""
-    able = _everywhere(partial(_has_half, dtype))
-    if able.verdict != PASS:
-        return able
-    if float32.verdict != PASS:
-        return Found(not_run="the training in float32, with which it is compared, did not pass")
-    amp = ("train.amp.enabled=true", f"train.amp.dtype={dtype}")
-    report, problems = runs.benchmark(dtype, steps, *amp, *_FLOAT32)
+def trained(proof: Proof, dtype: str = "float32") -> Found:
+    """A training without NaN, with AMP in a lower precision compared with float32's.  Collective.
+
+    float16 may skip steps while it looks for its loss scale.
+    """
+    overrides, expected = ["train.amp.enabled=false"], None
+    if dtype != "float32":
+        able = _everywhere(partial(_has_half, dtype))
+        if able.verdict != PASS:
+            return able
+        if proof.found["float32"].verdict != PASS:
+            return Found(not_run="the training in float32, with which it is compared, did not pass")
+        overrides = ["train.amp.enabled=true", f"train.amp.dtype={dtype}"]
+        expected = proof.found["float32"].measured["losses"]
+    report, problems = proof.runs.benchmark(dtype, proof.options.steps, *overrides, *_FLOAT32)
     if problems:
         return Found(problems=problems)
     skipped = 0 if dtype == "float16" else report["skipped_steps"]
-    found = judge_training(report["losses"], skipped, float32.measured["losses"])
-    found.measured |= {"skipped_steps": report["skipped_steps"]}
-    found.measured |= {name: report[name] for name in _KEPT}
+    found = judge_training(report["losses"], skipped, expected)
+    found.measured |= {name: report[name] for name in ("skipped_steps", *_KEPT)}
     return found
 
 
@@ -660,26 +630,24 @@ def judge_training(
     if skipped:
         found.problems.append(f"{skipped} steps were not applied: their gradients are not finite")
     if expected is not None:
-        pairs = {"first loss": (losses[0], expected[0]), "mean": (fmean(losses), fmean(expected))}
+        pairs = {
+            "first loss": (losses[0], expected[0]),
+            "mean loss": (fmean(losses), fmean(expected)),
+        }
         for name, (own, right) in pairs.items():
             off = abs(own - right) / max(abs(right), 1e-12)
-            found.measured[f"{name} off"] = _for_json(off)
-            if not off <= _LOSS_OFF:
-                found.problems.append(
-                    f"{name}: {own:.4g}, in float32 {right:.4g}: off by {off:.1%}, allowed "
-                    f"{_LOSS_OFF:.0%}"
-                )
+            found.check(name, off, _LOSS_OFF)
     return found
 
 
 # Ranks
 
 
-def cards_like_one(runs: Runs) -> Found:
+def cards_like_one(proof: Proof) -> Found:
     """`ppdist verify equivalence` over epochs whose last step is a part of one.  Collective."""
     if comm.world_size() == 1:
         return Found(not_run="one rank only")
-    total = _images_of_step(runs.config)
+    runs, total = proof.runs, _images_of_step(proof.config)
     overrides = [
         *("train.amp.enabled=false", *_FLOAT32, "schedule.warmup_epochs=0", "train.epochs=4"),
         f"data.train.limit={2 * total + max(1, total // 2)}",
@@ -710,19 +678,19 @@ def judge_equivalence(report: Report) -> Found:
     return found
 
 
-def speed(runs: Runs, options: Options) -> Found:
+def speed(proof: Proof) -> Found:
     """Images a second on 1, 2, 4, ... and all cards.  Collective."""
-    world, steps = comm.world_size(), max(2, options.steps // 10)
+    world, steps = comm.world_size(), max(2, proof.options.steps // 10)
     counts = [2**power for power in range(world.bit_length()) if 2**power < world] + [world]
     rates: dict[str, float] = {}
     for count in counts:
-        report, problems = runs.benchmark(
+        report, problems = proof.runs.benchmark(
             f"speed{count}", steps, count=count, warmup=max(1, steps // 4)
         )
         if problems:
             return Found({"images_per_second": rates}, problems)
         rates[str(count)] = report["images_per_second"]
-    return judge_speed(rates, options.efficiency, device.on_accelerator())
+    return judge_speed(rates, proof.options.efficiency, device.on_accelerator())
 
 
 def judge_speed(rates: Mapping[str, float], least: float, cards: bool) -> Found:
@@ -742,13 +710,13 @@ def judge_speed(rates: Mapping[str, float], least: float, cards: bool) -> Found:
     return found
 
 
-def memory(float32: Found) -> Found:
+def memory(proof: Proof) -> Found:
     """Peaks of rank 0's card in the float32 training, against what it must have held at least."""
     if not device.on_accelerator():
         return Found(not_run="Paddle counts the memory of cards, not of a CPU")
-    if float32.verdict != PASS:
+    if proof.found["float32"].verdict != PASS:
         return Found(not_run="the training in float32 did not pass")
-    return judge_memory(float32.measured)
+    return judge_memory(proof.found["float32"].measured)
 
 
 def judge_memory(measured: Report) -> Found:
@@ -768,48 +736,40 @@ def judge_memory(measured: Report) -> Found:
 # Resume
 
 Checkpoint = dict[str, np.ndarray]
-_GROUPS = ("model", "ema", "optimizer")
 
 
-def resume(runs: Runs, steps: int) -> Found:
+def resume(proof: Proof) -> Found:
     """A run that goes on from its middle ends like one that was not interrupted.  Collective.
 
     Where it does not bit for bit, a third run, uninterrupted too, tells how far two equal runs are
     apart on this device: sums of several blocks may be added in any order.
     """
+    steps, work = max(1, proof.options.steps // 40), proof.runs.work
     shared = [
         *(f"train.max_steps={2 * steps}", f"checkpoint.every_steps={steps}", "log.visualdl=false"),
         *("checkpoint.keep=3", "log.images=0"),
     ]
-    folders = {name: runs.work / name for name in ("whole", "resumed", "again")}
-    middle = folders["whole"] / "checkpoints" / f"step-{steps:08d}"
-    options: dict[str, list[str]] = {"resumed": ["--resume", str(middle)]}
-
-    def problems_of(name: str) -> list[str]:
-        words = ["train", *options.get(name, [])]
-        return runs.start(name, words, [*shared, f"output_dir={folders[name]}"])
-
-    for name in ("whole", "resumed"):
-        problems = problems_of(name)
-        if problems:
-            return Found(problems=problems)
+    middle = work / "whole" / "checkpoints" / f"step-{steps:08d}"
+    measured: dict[str, Report] = {}
 
     def off(name: str) -> Report:
-        whole_run, other = (_checkpoint(folders[each]) for each in ("whole", name))
-        return differences(whole_run, other)
+        return differences(*(_checkpoint(work / each) for each in ("whole", name)))
 
-    resumed, noise = comm.run_on_main(lambda: off("resumed")), None
-    if resumed["tensors_that_differ"]:
-        problems = problems_of("again")
+    for name in ("whole", "resumed", "again"):
+        if name == "again" and not measured["resumed"]["tensors_that_differ"]:
+            break
+        words = ["train", *(["--resume", str(middle)] if name == "resumed" else [])]
+        problems = proof.runs.start(name, words, [*shared, f"output_dir={work / name}"])
         if problems:
-            return Found({"resumed": resumed}, problems)
-        noise = comm.run_on_main(lambda: off("again"))
-    return judge_resume(resumed, noise)
+            return Found(dict(measured), problems)
+        if name != "whole":
+            measured[name] = comm.run_on_main(partial(off, name))
+    return judge_resume(measured["resumed"], measured.get("again"))
 
 
 def _checkpoint(folder: Path) -> Checkpoint:
     found: Checkpoint = {}
-    for group in _GROUPS:
+    for group in ("model", "ema", "optimizer"):
         file = folder / "checkpoints" / "last" / f"{group}.safetensors"
         if file.is_file():
             found |= {f"{group}/{key}": each for key, each in load_file(file).items()}
@@ -845,6 +805,19 @@ def judge_resume(resumed: Report, noise: Report | None) -> Found:
             f"{resumed['off']:.1e}; two uninterrupted runs by {noise['off']:.1e}"
         )
     return found
+
+
+PARTS: dict[str, Callable[[Proof], Found]] = {
+    "kernels": kernels,
+    "card against CPU": card_against_cpu,
+    "float32": trained,
+    "AMP bfloat16": partial(trained, dtype="bfloat16"),
+    "AMP float16": partial(trained, dtype="float16"),
+    "N cards like one": cards_like_one,
+    "speed": speed,
+    "memory": memory,
+    "resume": resume,
+}
 
 
 # What is written
@@ -884,16 +857,12 @@ def page(report: Report) -> str:
         "|---|---|---|---|",
     ]
     for name, part in parts.items():
-        why = _cell("; ".join(part["problems"]) or part["not_run"])
+        why = " ".join(("; ".join(part["problems"]) or part["not_run"]).replace("|", "\\|").split())
         rows.append(f"| {name} | {part['verdict']} | {why} | {part['seconds']:.0f} |")
     for name, part in parts.items():
         if part["measured"]:
             rows += ["", f"## {name}", "", *_list(part["measured"])]
     return "\n".join(rows) + "\n"
-
-
-def _cell(text: str) -> str:
-    return " ".join(text.replace("|", "\\|").split())
 
 
 def _list(measured: Report) -> list[str]:

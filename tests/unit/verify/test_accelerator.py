@@ -4,6 +4,7 @@ import json
 import math
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from unittest.mock import patch
 
 import numpy as np
@@ -31,8 +32,8 @@ from ppdist.verify.accelerator import (
     judge_training,
     kernels,
     losses_and_gradients,
-    mixed_precision,
     page,
+    trained,
 )
 from tests.accelerator import plugin
 from tests.distributed import run_on_ranks
@@ -62,10 +63,10 @@ def test_kernels_of_this_device_are_right() -> None:
 
 @pytest.mark.parametrize("wrong", [0.0, math.nan, 1.0001])
 def test_a_kernel_that_gives_something_else_fails(wrong) -> None:
-    right = {"sort": np.array([1.0, 2.0]), "1 + 1": np.array([2.0])}
-    found = judge_kernels(right | {"sort": np.array([1.0, 2.0]) * wrong}, right)
+    right = np.array([1.0, 2.0])
+    found = judge_kernels({"1 + 1": (right, right), "sort": (right * wrong, right)})
     assert found.verdict == FAIL and "sort" in found.problems[0]
-    assert judge_kernels(right | {"sort": np.zeros(3)}, right).verdict == FAIL
+    assert judge_kernels({"sort": (np.zeros(3), right)}).verdict == FAIL
 
 
 def gradients(factor: float = 1.0, at: str = "weight") -> dict[str, np.ndarray]:
@@ -129,7 +130,7 @@ def test_a_training_is_judged_by_float32(losses, skipped, verdict) -> None:
 def test_half_precision_is_not_run_where_there_is_none() -> None:
     comm.init("cpu", DistributedConfig())
     for dtype in ("bfloat16", "float16"):
-        assert mixed_precision(None, 4, dtype, Found()).verdict == NOT_RUN
+        assert trained(SimpleNamespace(), dtype).verdict == NOT_RUN
 
 
 class OneReport:
@@ -144,13 +145,17 @@ class OneReport:
 
 
 def test_only_float16_may_look_for_a_loss_scale() -> None:
+    def proof(float32: Found, **report) -> SimpleNamespace:
+        runs, options = OneReport(**report), accelerator.Options(steps=2)
+        return SimpleNamespace(runs=runs, options=options, found={"float32": float32})
+
     float32 = judge_training([4.0, 3.0], 0)
     with patch.object(accelerator, "_has_half", lambda dtype: Found()):
         for dtype, verdict in (("float16", PASS), ("bfloat16", FAIL)):
-            found = mixed_precision(OneReport(skipped_steps=2), 2, dtype, float32)
+            found = trained(proof(float32, skipped_steps=2), dtype)
             assert found.verdict == verdict and found.measured["skipped_steps"] == 2
         failed = judge_training([math.nan], 0)
-        found = mixed_precision(OneReport(skipped_steps=0), 2, "bfloat16", failed)
+        found = trained(proof(failed, skipped_steps=0), "bfloat16")
         assert found.verdict == NOT_RUN and "float32" in found.not_run
 
 
