@@ -17,10 +17,11 @@ from unittest.mock import patch
 
 import pytest
 
+from ppdist.config.data import DataConfig
 from ppdist.data.datasets import annotation_cache, build
 from ppdist.data.datasets.annotation_cache import Read
 from ppdist.data.datasets.synthetic import make_shapes
-from ppdist.data.types import Batch, DetectionSet, Records
+from ppdist.data.types import Batch, Complain, DetectionSet, RawColumns, Records, Split
 from ppdist.data.validate import Checked
 from ppdist.distributed import comm
 from ppdist.engine import build as engine_build
@@ -71,7 +72,7 @@ def start(way: str, folder: Path) -> dict[str, Any]:
         put(annotation_cache, "_SHORT_SECONDS", 0.0 if way in ("first", "second") else 60.0)
         if way == "each":
             put(data, "read_on_host", lambda read, root: read())
-            put(build, "_columns", lambda *words: None)
+            put(build, "_columns", as_objects)
         run_to_end(folder / "data", folder / way, *OVERRIDES, evaluate=True)
     return {
         "kept": were_kept,
@@ -79,6 +80,12 @@ def start(way: str, folder: Path) -> dict[str, Any]:
         "samples": samples.hexdigest(),
         "losses": losses(folder / way),
     }
+
+
+def as_objects(config: DataConfig, split: Split, complain: Complain, masks: bool) -> RawColumns:
+    """A split with an object in Python for each box."""
+    raw = build.read_raw(config, split, complain)
+    return RawColumns.of(raw, masks=masks)
 
 
 def digest(dataset: DetectionSet) -> str:

@@ -11,7 +11,7 @@ import hashlib
 import logging
 import os
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -31,8 +31,13 @@ from ppdist.data.datasets.annotations import (
     settle,
     unread_twin,
 )
-from ppdist.data.datasets.coco import OWN_CLASSES, KnownClasses, read_coco
-from ppdist.data.datasets.coco_stream import NotRead, read_coco_columns, read_index
+from ppdist.data.datasets.coco import (
+    OWN_CLASSES,
+    KnownClasses,
+    read_coco,
+    read_coco_columns,
+    read_index,
+)
 from ppdist.data.datasets.folder import read_csv, read_folder
 from ppdist.data.datasets.voc import read_voc
 from ppdist.data.datasets.yolo import label_folder, read_yolo
@@ -213,23 +218,26 @@ def _settled(config: DataConfig, split: Split, masks: bool, whole: bool) -> Read
         said = strictly.report(dataset)
         dataset = replace(dataset, notes=(*dataset.notes, *said))
         return Read(dataset, said, _sources(config, split, ()))
-    raw: RawSet | RawColumns | None = None
-    if config.format == "coco" and not masks:
-        raw = _columns(config, split, strictly)
-    if raw is None:
+    raw: RawSet | RawColumns
+    if config.format == "coco":
+        raw = _columns(config, split, strictly, masks)
+    else:
         raw = _raw(config, split, strictly, everything=masks)
     notes = strictly.report(raw)
     dataset = settle(raw, config.bad_boxes, masks=masks, notes=notes, whole=whole)
-    images = raw.images if isinstance(raw, RawSet) else ()
-    if config.format == "coco" and not strictly.met("size_missing"):
-        images = ()  # nothing was asked of them
-    return Read(dataset, dataset.notes, _sources(config, split, images))
+    beside: set[str] = set()  # folders of files that were read
+    if isinstance(raw, RawSet):
+        beside.update(os.path.dirname(image.path) for image in raw.images)
+        beside.update(os.path.dirname(image.where) for image in raw.images)
+    elif strictly.met("size_missing"):
+        beside.update(map(os.path.dirname, raw.paths))
+    return Read(dataset, dataset.notes, _sources(config, split, beside))
 
 
-def _sources(config: DataConfig, split: Split, images: Sequence[RawImage]) -> Sources | None:
+def _sources(config: DataConfig, split: Split, beside: Collection[str]) -> Sources | None:
     """What the result of a split depends on.
 
-    Args: images: of VOC and YOLO, whose files may lie anywhere; of COCO those that sizes are from.
+    Args: beside: folders of files that were read, which may lie anywhere.
     Returns: None: nobody knows: a plugin does, or it is not on disk.
     """
     if plugins.registered("dataset", config.format) is not None:
@@ -241,10 +249,9 @@ def _sources(config: DataConfig, split: Split, images: Sequence[RawImage]) -> So
     lists = (file for file in root.iterdir() if is_name_list(file.name))
     files = {naming, *annotations, *lists, *root.glob("*.y*ml")}
     listings: set[str] = {str(root)}  # where names of classes may appear
-    contents: set[str] = set()
+    contents = {*beside}
     if config.format == "coco":
         files, listings = {naming, *annotations}, set()
-        contents.update(os.path.dirname(image.path) for image in images)
     elif config.format == "folder":
         for folder in (*folders, naming):
             listings.update(folders_below(folder))
@@ -253,8 +260,6 @@ def _sources(config: DataConfig, split: Split, images: Sequence[RawImage]) -> So
         of_labels += [root / "Annotations"] if config.format == "voc" else []
         for folder in (*folders, *of_labels):
             contents.update(folders_below(folder))
-        contents.update(os.path.dirname(image.where) for image in images)
-        contents.update(os.path.dirname(image.path) for image in images)
         if config.format == "yolo":
             contents.update(str(label_folder(Path(place), root)) for place in [*contents])
             above = {each for place in contents for each in Path(place).parents}
@@ -265,15 +270,12 @@ def _sources(config: DataConfig, split: Split, images: Sequence[RawImage]) -> So
     return Sources((*map(str, files), *sorted(listings)), tuple(sorted(contents)))
 
 
-def _columns(config: DataConfig, split: Split, complain: Complain) -> RawColumns | None:
-    """A split of a COCO file that has no error; None, and no issue: `_raw` must read it."""
+def _columns(config: DataConfig, split: Split, complain: Complain, masks: bool) -> RawColumns:
+    """A split of COCO, as training reads it."""
     _, (images,) = _places(config, split)
     _, (annotations,) = _annotation_files(config, split)
-    try:
-        known = _known_classes(config, split)
-        columns = read_coco_columns(images, annotations, complain, known=known)
-    except NotRead:
-        return None
+    known = _known_classes(config, split)
+    columns = read_coco_columns(images, annotations, complain, known=known, masks=masks)
     find_alike(columns.class_names, columns.source, complain)
     return columns.of_images(_in_part(config, split, columns.paths))
 
@@ -297,7 +299,7 @@ def _raw_of_ours(
     names = config.class_names
     if config.format == "coco":
         known = _known_classes(config, split)
-        return read_coco(images, annotations[0], complain, known=known, everything=everything)
+        return read_coco(images, annotations[0], complain, known=known)
     if config.format == "yolo":
         return read_yolo(root, (images, *more), annotations, names, complain)
     source = annotations[0] if annotations else images

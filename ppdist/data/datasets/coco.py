@@ -1,20 +1,28 @@
 """COCO detection JSON (cocodataset.org/#format-data)."""
 
+import io
 import json
 import math
-from collections.abc import Collection, Iterable, Mapping, Sequence
+import re
+from collections import defaultdict
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import chain
+from operator import itemgetter
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, BinaryIO, Literal, NamedTuple
 
 import numpy as np
 
 from ppdist.common.errors import DataError
 from ppdist.data.datasets.annotations import (
     Malformed,
+    Size,
     area_in,
     extent_of,
     find_image,
-    find_repeats,
+    inside_folder,
+    is_there,
     listed,
     outlines_in,
     quietly,
@@ -22,7 +30,9 @@ from ppdist.data.datasets.annotations import (
     size_of,
     write_text,
 )
-from ppdist.data.types import Box, Complain, Issue, RawImage, RawObject, RawSet
+from ppdist.data.datasets.json_stream import NotJson, scanning
+from ppdist.data.types import Box, Complain, Issue, RawColumns, RawImage, RawObject, RawSet
+from ppdist.storage import files as storage
 
 NEEDED = {
     "images": ("id", "file_name"),
@@ -62,14 +72,9 @@ class Categories(NamedTuple):
 
 
 def read_coco(
-    images: Path,
-    annotations: Path,
-    complain: Complain,
-    *,
-    known: KnownClasses = OWN_CLASSES,
-    everything: bool = True,
+    images: Path, annotations: Path, complain: Complain, *, known: KnownClasses = OWN_CLASSES
 ) -> RawSet:
-    """The images of a COCO file in its order.
+    """The images of a COCO file in its order, with everything that conversion keeps.
 
     Class numbers follow category ids, or `known`.  A box that is not given is that of the outline
     or mask.  A file without `annotations` is one of images to be annotated.  `extra` of an object
@@ -79,87 +84,590 @@ def read_coco(
     Args:
         images: folder that `file_name` is relative to.
         annotations: the JSON file.
-        everything: also outlines and `extra`, which training without masks has no use for.
     Raises: DataError: the file as a whole is not COCO.
     """
-    content = _load(annotations, complain, optional="annotations")
-    entries = content["annotations"]
-    categories = classes_of(content["categories"], _used(entries), annotations, complain, known)
-    image_of = _images(content["images"], images, annotations, complain)
-    seen: set[int] = set()
-    for number, entry in enumerate(entries):
-        try:
-            image, thing = _object(entry, number, annotations, image_of, categories)
-        except Malformed as wrong:
-            of = whole_number(entry.get("image_id")) if isinstance(entry, dict) else None
-            owner = None if of is None else image_of.get(of)
-            if owner is not None:
-                owner.lost += 1
-            complain(wrong.issue)
-            continue
-        identity = whole_number(entry.get("id"))
-        if identity is not None and identity in seen:
-            what, path = "an annotation before it has the same id", str(image.path) if image else ""
-            complain(Issue("annotation_id_duplicate", what, path, thing.where))
-        elif identity is not None:
-            seen.add(identity)
-        if image is not None:
-            _add_area(thing, entry, image, complain)
-            if everything:
-                _add_everything(thing, entry, image, complain)
-            image.objects.append(thing)
-    kept = [image for image in image_of.values() if image is not None]
-    find_repeats(kept, complain)
-    raw = RawSet(kept, categories.names, categories.ids, str(annotations))
-    if everything:
-        raw.extra = _further(content, NEEDED)
-        raw.class_extras = _class_extras(content["categories"], categories)
-    return raw
+    return _read(images, annotations, complain, known, "everything").as_set()
 
 
-def index_of(annotations: Path) -> tuple[list[str], tuple[str, ...]]:
-    """What `read_index` gives, by Python's own parser.
+def read_coco_columns(
+    images: Path,
+    annotations: Path,
+    complain: Complain,
+    *,
+    known: KnownClasses = OWN_CLASSES,
+    masks: bool = False,
+) -> RawColumns:
+    """As `read_coco`, what training needs of it, without an object in Python for each box.
+
+    Args: masks: outlines, too.
+    """
+    return _read(images, annotations, complain, known, "outlines" if masks else "boxes").columns
+
+
+def read_index(annotations: Path) -> tuple[list[str], tuple[str, ...]]:
+    """File names of the images and names of the classes, without the objects.
 
     Raises: DataError: the file as a whole is not COCO.
     """
-    content = _load(annotations, quietly)
-    used = _used(content["annotations"])
-    classes = classes_of(content["categories"], used, annotations, quietly)
-    entries = (entry for entry in content["images"] if isinstance(entry, dict))
-    return [str(entry.get("file_name", "")) for entry in entries], classes.names
+    names: list[str] = []
+    used: set[float] = set()
+
+    def take(key: str, entries: Sequence[Any]) -> None:
+        if key == "images":
+            names.extend(str(e.get("file_name", "")) for e in entries if isinstance(e, dict))
+        elif key == "annotations":
+            given = (e.get("category_id") for e in entries if isinstance(e, dict))
+            used.update(each for each in given if isinstance(each, int | float))
+
+    content = _scan(annotations, None, quietly, take)
+    whole = {*map(whole_number, used)}
+    return names, classes_of(content["categories"], whole, annotations, quietly).names
 
 
-def _used(entries: Iterable[Any]) -> set[int | None]:
-    """Ids of the categories that annotations have."""
-    return {whole_number(each.get("category_id")) for each in entries if isinstance(each, dict)}
+def _scan(
+    file: Path,
+    text: BinaryIO | None,
+    complain: Complain,
+    take: Callable[[str, Sequence[Any]], object],
+    optional: str = "",
+    further: dict[str, Any] | None = None,
+) -> dict[str, list[Any]]:
+    """Passes the images and annotations of a file on, in pieces.
 
-
-def _load(path: Path, complain: Complain, optional: str = "") -> dict[str, Any]:
-    """Args: optional: a list that may be absent, and is empty then."""
+    Args:
+        text: read in place of the file.
+        take: gets the key and some next entries.
+        optional: a list that may be absent.
+        further: gets what stands beside the three lists.
+    Returns: the three lists; of those that were passed on, empty ones.
+    Raises: DataError: the file as a whole is not COCO.  UnicodeDecodeError: not UTF-8.
+    """
+    found: dict[str, list[Any]] = {}
+    kinds: dict[str, bool] = {}  # of each key, whether it has a list
+    previous = ""
     try:
-        content = json.loads(read_text(path, complain))
-    except (ValueError, RecursionError) as error:
-        if isinstance(error, DataError):
-            raise
-        raise DataError(f"not JSON: {error}", code="not_json", where=str(path)) from error
-    if not isinstance(content, dict):
-        kind = type(content).__name__
-        raise DataError(
-            f"not COCO detection JSON: expected an object, found a {kind}",
-            code="not_coco",
-            where=str(path),
-        )
+        with scanning(file, text) as scanner:
+            for key, value, is_list in scanner.items():
+                if key in NEEDED and key in kinds and key != previous:
+                    raise _not_coco(file, f"it has {key!r} twice")
+                kinds[key], previous = is_list, key
+                if key in NEEDED and is_list:
+                    found.setdefault(key, [])
+                    if key == "categories":
+                        found[key] += value
+                    elif value:
+                        take(key, value)
+                elif further is not None:
+                    further[key] = [*further.get(key, ()), *value] if is_list else value
+            if scanner.windows:
+                complain(Issue("line_ends", "lines end as on Windows", where=str(file)))
+    except NotJson as error:
+        found_kind = _kind_of_another(file) if not kinds else ""
+        if found_kind:
+            raise _not_coco(file, f"expected an object, found a {found_kind}") from error
+        raise DataError(f"not JSON: {error}", code="not_json", where=str(file)) from error
+    except RecursionError as error:
+        raise DataError("not JSON: nested too deeply", code="not_json", where=str(file)) from error
+    except OSError as error:
+        what = error.strerror or str(error)
+        raise DataError(what, code="file_unreadable", where=str(file)) from error
     for part in NEEDED:
-        if part == optional and part not in content and "categories" in content:
-            content[part] = []
-        if not isinstance(content.get(part), list):
-            found = ", ".join(list(content)[:8]) or "nothing"
-            raise DataError(
-                f"not COCO detection JSON: it has no list {part!r} (it has: {found})",
-                code="not_coco",
-                where=str(path),
+        if part == optional and part not in kinds and "categories" in found:
+            found[part] = []
+        if part not in found:
+            has = ", ".join([*kinds][:8]) or "nothing"
+            raise _not_coco(file, f"it has no list {part!r} (it has: {has})")
+    return found
+
+
+def _kind_of_another(file: Path) -> str:
+    """What JSON file this is that begins with no object; "": none."""
+    try:
+        content = json.loads(read_text(file, quietly))
+    except (ValueError, RecursionError):
+        return ""
+    return "" if isinstance(content, dict) else type(content).__name__
+
+
+def _not_coco(file: Path, why: str) -> DataError:
+    return DataError(f"not COCO detection JSON: {why}", code="not_coco", where=str(file))
+
+
+_Keep = Literal["boxes", "outlines", "everything"]
+
+
+def _read(
+    folder: Path, file: Path, complain: Complain, known: KnownClasses, keep: _Keep
+) -> "_File":
+    text: BinaryIO | None = None
+    while True:
+        found = _File(folder, file, keep)
+        try:
+            content = _scan(file, text, complain, found.take, "annotations", found.further)
+        except UnicodeDecodeError:  # another encoding, which takes the whole text to guess
+            assert text is None
+            text = io.BytesIO(read_text(file, complain).encode("utf-8"))
+            continue
+        found.settle(content["categories"], known, complain)
+        return found
+
+
+@dataclass
+class _Odd:
+    """An annotation that is not as others are.
+
+    image_id, category_id: as given.  keys: it lacks some.  box: what is wrong with it.
+    """
+
+    image_id: Any
+    category_id: Any
+    keys: Issue | None = None
+    box: str = ""
+
+
+class _File:
+    """What a COCO file says: columns of its images and objects, piece after piece.
+
+    A piece whose entries are as almost all are becomes columns at once.  Those of another are
+    looked at one by one, and what is wrong with one is noted until all images and classes are
+    known.
+
+    Attributes: columns: of what is good, once it is settled.  further: what else the file has.
+    """
+
+    columns: RawColumns
+
+    def __init__(self, folder: Path, file: Path, keep: _Keep) -> None:
+        self._folder, self._file, self._keep = folder, file, keep
+        self._inside = ""  # what is in front of a plain name
+        self.further: dict[str, Any] = {}
+        self._image_columns: defaultdict[str, list[np.ndarray]] = defaultdict(list)
+        self._image_count = 0
+        self._paths: list[str] = []  # "": left out
+        self._image_extras: list[Mapping[str, Any]] = []
+        self._image_issues: list[tuple[int, Issue]] = []  # by number
+        self._object_columns: defaultdict[str, list[np.ndarray]] = defaultdict(list)
+        self._count = 0
+        self._used: set[int | None] = set()  # ids of categories
+        # By number, of few objects: ids that are no int, and what is wrong.
+        self._texts: dict[int, Any] = {}
+        self._odd: dict[int, _Odd] = {}
+        self._odd_areas: dict[int, str] = {}
+        self._odd_outlines: list[int] = []
+        self._outlines: list[tuple[np.ndarray, ...]] = []
+        self._extras: list[Mapping[str, Any]] = []
+
+    def take(self, key: str, entries: Sequence[Any]) -> None:
+        """Adds the next entries of the images or annotations."""
+        if key == "images":
+            numbered = enumerate(entries, self._image_count)
+            found = [row for number, entry in numbered if (row := self._image(entry, number))]
+            self._image_count += len(entries)
+            _add(self._image_columns, _columns_of(_IMAGE_COLUMNS, found))
+            return
+        try:
+            columns = _usual_objects(entries)
+            self._used.update(np.unique(columns["category_ids"]).tolist())
+        except _UNUSUAL:
+            rows = [self._object(entry, n) for n, entry in enumerate(entries, self._count)]
+            columns = _columns_of(_OBJECT_COLUMNS, rows)
+        _add(self._object_columns, columns)
+        if self._keep != "boxes":
+            for number, entry in enumerate(entries, self._count):
+                self._keep_more(number, entry if isinstance(entry, dict) else {})
+        self._count += len(entries)
+
+    def _path(self, name: str, number: int) -> str:
+        """Of an image; "": not found, of which is complained."""
+        if name.isascii() and _PLAIN_NAME.fullmatch(name):
+            if not self._inside:
+                path = str(inside_folder(self._folder, name, str(self._file)))
+                self._inside = path.removesuffix(name)
+            path = self._inside + name
+            if storage.is_remote(path) or is_there(path):
+                return path
+        found = find_image(
+            self._folder, name, str(self._file), lambda i: self._image_issues.append((number, i))
+        )
+        return "" if found is None else str(found)
+
+    def _image(self, entry: Any, number: int) -> tuple[Any, ...] | None:
+        """A row of _IMAGE_COLUMNS; None: it has no id, of which is complained."""
+        try:
+            identity, name, height, width = _OF_IMAGE(entry)
+        except (KeyError, TypeError):
+            return self._unusual_image(entry, number)
+        if (
+            {type(identity), type(height), type(width)} != {int}
+            or type(name) is not str
+            or not (0 < height < 2**31 and 0 < width < 2**31 and abs(identity) < 2**63)
+        ):
+            return self._unusual_image(entry, number)
+        self._paths.append(self._path(name, number))
+        if self._keep == "everything":
+            self._image_extras.append(_further(entry, _IMAGE_KEYS))
+        return identity, height, width, True, number
+
+    def _unusual_image(self, entry: Any, number: int) -> tuple[Any, ...] | None:
+        """As `_image`; what is wrong with it is noted."""
+
+        def complain(issue: Issue) -> None:
+            self._image_issues.append((number, issue))
+
+        where = f"{self._file}: images[{number}]"
+        identity, path, size = None, "", Size(1, 1, False)
+        try:
+            _check_keys("images", number, entry, self._file)
+            identity = whole_number(entry["id"])
+            if identity is None:
+                what = f"id {entry['id']!r}{_as_text(entry['id'])}: expected a whole number"
+                raise Malformed(Issue("annotation_line", what, where=where))
+            name = entry["file_name"]
+            if not isinstance(name, str):
+                what = f"file_name {name!r}: expected a name"
+                raise Malformed(Issue("annotation_line", what, where=where))
+            path = self._path(name, number)
+            if path:
+                sides = entry.get("width"), entry.get("height")
+                width, height = map(whole_number, sides)
+                said = f"width {sides[0]!r:.20}, height {sides[1]!r:.20}"
+                size = size_of(Path(path), width, height, said, where, complain)
+        except Malformed as wrong:
+            complain(wrong.issue)
+        if identity is None:
+            return None
+        self._paths.append(path)
+        if self._keep == "everything":
+            self._image_extras.append(_further(entry, _IMAGE_KEYS))
+        return identity, size.height, size.width, size.known, number
+
+    def _object(self, entry: Any, number: int) -> tuple[Any, ...]:
+        """A row of _OBJECT_COLUMNS; what is wrong with it is noted."""
+        known: dict[str, Any] = entry if isinstance(entry, dict) else {}
+        odd = _Odd(known.get("image_id"), known.get("category_id"))
+        try:
+            _check_keys("annotations", number, entry, self._file)
+        except Malformed as wrong:
+            odd.keys = wrong.issue
+        image_id, category_id = whole_number(odd.image_id), whole_number(odd.category_id)
+        box = _box(known)
+        if isinstance(box, str):
+            odd.box, box = box, (0.0, 0.0, 0.0, 0.0)
+        if odd.keys or odd.box or image_id is None or category_id is None:
+            self._odd[number] = odd
+        self._used.add(category_id)
+        identity, given = whole_number(known.get("id")), known.get("area")
+        if "id" in known and type(known["id"]) is not int:
+            self._texts[number] = known["id"]
+        area = area_in(given)
+        if given is not None and area is None:
+            self._odd_areas[number] = f"area {given!r:.80}: expected a number"
+        crowd = is_crowd(known.get("iscrowd"))
+        ids = image_id or 0, category_id or 0, identity or 0
+        return *ids, identity is not None, box, math.nan if area is None else area, crowd
+
+    def _keep_more(self, number: int, entry: Mapping[str, Any]) -> None:
+        """Keeps the outline, and what else an annotation has."""
+        given = entry.get("segmentation")
+        is_mask = isinstance(given, dict)
+        outlines = () if is_mask else outlines_in([] if given is None else given)
+        if outlines is None:
+            self._odd_outlines.append(number)
+        self._outlines.append(outlines or ())
+        if self._keep == "everything":
+            extra = _further(entry, _OBJECT_KEYS)
+            self._extras.append(extra | {"segmentation": given} if is_mask else extra)
+
+    def settle(self, categories: Sequence[Any], known: KnownClasses, complain: Complain) -> None:
+        """Says what is wrong, and makes the columns of what is good.
+
+        Raises: DataError: a category is malformed.
+        """
+        file = self._file
+        classes = classes_of(categories, self._used, file, complain, known)
+        images = _whole(self._image_columns, _IMAGE_COLUMNS)
+        objects = _whole(self._object_columns, _OBJECT_COLUMNS)
+
+        first_N = np.ones(len(self._paths), bool)  # of those with one id the first
+        for at, before in _repeats(images["ids"]):
+            first_N[at] = False
+            number, earlier = (int(images["numbers"][each]) for each in (at, before))
+            what = f"images[{number}] has the same id as images[{earlier}]: {images['ids'][at]}"
+            self._image_issues.append((number, Issue("image_id_duplicate", what, where=str(file))))
+        for _, issue in sorted(self._image_issues, key=itemgetter(0)):
+            complain(issue)
+
+        image_O = _positions(images["ids"], np.flatnonzero(first_N), objects["image_ids"])
+        labels = {identity: label for identity, label in classes.label_of.items()}
+        ids_K, label_K = np.array([*labels], np.int64), np.array([*labels.values()], np.int64)
+        class_O = _positions(ids_K, np.arange(len(ids_K)), objects["category_ids"])
+        for number, odd in self._odd.items():  # 0 stands for what is no number
+            if whole_number(odd.image_id) is None:
+                image_O[number] = -1
+            if whole_number(odd.category_id) is None:
+                class_O[number] = -1
+        good_N = first_N & np.array([path != "" for path in self._paths], bool)
+        shown_O = np.array([False]) if not len(good_N) else good_N[image_O]
+        shown_O = (image_O >= 0) & shown_O  # in an image that is used
+
+        def path_of(number: int) -> str:
+            return self._paths[image_O[number]] if shown_O[number] else ""
+
+        def where(number: int, of_image: bool = True) -> str:
+            usual = objects["ids"][number] if objects["has_id"][number] else f"number {number}"
+            text = f"{file}: annotation {self._texts.get(number, usual)}"
+            name = Path(path_of(number)).name if of_image else ""
+            return f"{text} of image {name!r}" if name else text
+
+        def malformed(number: int) -> Issue:
+            odd = self._odd.get(number)
+            given = (
+                (int(objects["image_ids"][number]), int(objects["category_ids"][number]))
+                if odd is None
+                else (odd.image_id, odd.category_id)
             )
-    return content
+            if odd is not None and odd.keys is not None:
+                return odd.keys
+            if image_O[number] < 0:
+                what = f"image_id {given[0]} is not among the file's images"
+                if isinstance(given[0], str):
+                    what = f"image_id {given[0]!r}{_as_text(given[0])}: expected a whole number"
+                return Issue("image_unknown", what, where=where(number))
+            if class_O[number] < 0:
+                what = _unknown_class(given[1], whole_number(given[1]), classes)
+                return Issue("class_unknown", what, path_of(number), where(number, of_image=False))
+            return Issue("annotation_line", odd.box if odd else "", path_of(number), where(number))
+
+        bad_O = (image_O < 0) | (class_O < 0)
+        bad_O[[*self._odd]] = True
+        issues = [(number, malformed(number)) for number in np.flatnonzero(bad_O).tolist()]
+        whole_O = np.flatnonzero(objects["has_id"] & ~bad_O)
+        what = "an annotation before it has the same id"
+        for at, _ in _repeats(objects["ids"][whole_O]):
+            number = int(whole_O[at])
+            issues.append(
+                (number, Issue("annotation_id_duplicate", what, path_of(number), where(number)))
+            )
+        kept_O = shown_O & ~bad_O
+        wrong = [*(("area_invalid", *each) for each in self._odd_areas.items())]
+        what = "segmentation: expected lists of x1, y1, x2, y2, ..."
+        wrong += [("outline_malformed", number, what) for number in self._odd_outlines]
+        for code, number, what in wrong:
+            if kept_O[number]:
+                issues.append((number, Issue(code, what, path_of(number), where(number))))
+        for _, issue in sorted(issues, key=itemgetter(0)):
+            complain(issue)
+
+        numbers = np.flatnonzero(kept_O)
+        kept_N = np.flatnonzero(good_N)
+        self._good_N, self._kept_O = kept_N, numbers
+        self._lost_N = np.bincount(image_O[bad_O & shown_O], minlength=len(good_N))[kept_N]
+        paths = [self._paths[at] for at in kept_N.tolist()]
+        seen: set[str] = set()
+        for path, number in zip(paths, images["numbers"][kept_N].tolist()):
+            if path in seen:
+                what = f"{Path(path).name} is listed a second time"
+                complain(Issue("image_listed_twice", what, path, f"{file}: images[{number}]"))
+            seen.add(path)
+        whole = len(numbers) == self._count
+        columns = objects if whole else {name: each[numbers] for name, each in objects.items()}
+        place_N = np.cumsum(good_N) - 1
+        self._numbers_N = images["numbers"][kept_N]
+        self.columns = RawColumns(
+            paths=paths,
+            image_ids_N=images["ids"][kept_N],
+            sizes_N2=np.stack([images["heights"], images["widths"]], axis=1)[kept_N],
+            size_known_N=images["size_known"][kept_N],
+            image_O=place_N[image_O[numbers]],
+            boxes_O4=columns["boxes"],
+            labels_O=label_K[class_O[numbers]],
+            crowd_O=columns["crowds"],
+            area_O=columns["areas"],
+            where=lambda number: where(int(numbers[number])),
+            outlines=[self._outlines[n] for n in numbers.tolist()] if self._outlines else None,
+            class_names=classes.names,
+            category_ids=classes.ids,
+            source=str(file),
+        )
+        self._class_extras = _class_extras(categories, classes)
+
+    def as_set(self) -> RawSet:
+        """The same with an object in Python for each image and box."""
+        columns = self.columns
+        identities, sizes = columns.image_ids_N.tolist(), columns.sizes_N2.tolist()
+        lost, known = self._lost_N.tolist(), columns.size_known_N.tolist()
+        images = [
+            RawImage(
+                path=Path(path),
+                image_id=identities[place],
+                width=sizes[place][1],
+                height=sizes[place][0],
+                objects=[],
+                where=f"{self._file}: images[{self._numbers_N[place]}]",
+                extra=self._image_extras[at],
+                size_known=known[place],
+                lost=lost[place],
+            )
+            for place, (path, at) in enumerate(zip(columns.paths, self._good_N.tolist()))
+        ]
+        boxes, areas = columns.boxes_O4.tolist(), columns.area_O.tolist()
+        labels, crowds = columns.labels_O.tolist(), columns.crowd_O.tolist()
+        for place, number in enumerate(self._kept_O.tolist()):
+            thing = RawObject(
+                box=tuple(boxes[place]),
+                label=labels[place],
+                where=columns.where(place),
+                crowd=crowds[place],
+                area=None if math.isnan(areas[place]) else areas[place],
+                polygons=self._outlines[number],
+                extra=self._extras[number],
+            )
+            images[columns.image_O[place]].objects.append(thing)
+        return RawSet(
+            images,
+            columns.class_names,
+            columns.category_ids,
+            columns.source,
+            extra=self.further,
+            class_extras=self._class_extras,
+        )
+
+
+# --- columns --------------------------------------------------------------------------------------
+
+# What an entry that is not as others are raises; DataError is a ValueError.
+_UNUSUAL = (ValueError, KeyError, TypeError, OverflowError)
+_OF_IMAGE = itemgetter("id", "file_name", "height", "width")
+_NEEDED_OF_OBJECT = itemgetter("image_id", "category_id", "bbox")
+_FURTHER = ("iscrowd", "area", "id")
+_OF_OBJECT = itemgetter("image_id", "category_id", "bbox", *_FURTHER)
+_PLAIN_NAME = re.compile(r"(?:[^./\\\0:][^/\\\0:]*/)*[^./\\\0:][^/\\\0:]*")
+_NUMBERS = {int, float}
+_TRUSTED_AREA = 1e299  # below it a float says as well as its whole number what area_in finds
+_LEAST = np.iinfo(np.int64).min  # `whole_number` takes none whose sign cannot be changed
+_IMAGE_COLUMNS = {
+    "ids": np.zeros(0, np.int64),
+    "heights": np.zeros(0, np.int64),
+    "widths": np.zeros(0, np.int64),
+    "size_known": np.zeros(0, bool),
+    "numbers": np.zeros(0, np.int64),
+}
+_OBJECT_COLUMNS = {
+    "image_ids": np.zeros(0, np.int64),
+    "category_ids": np.zeros(0, np.int64),
+    "ids": np.zeros(0, np.int64),
+    "has_id": np.zeros(0, bool),
+    "boxes": np.zeros((0, 4)),
+    "areas": np.zeros(0),
+    "crowds": np.zeros(0, bool),
+}
+
+
+def _usual_objects(entries: Sequence[Any]) -> dict[str, np.ndarray]:
+    """Columns of objects.  Raises: _UNUSUAL."""
+    count = len(entries)
+    try:
+        image_ids, category_ids, boxes, crowds, areas, ids = zip(*map(_OF_OBJECT, entries))
+    except KeyError:  # of those that an annotation may lack
+        image_ids, category_ids, boxes = zip(*map(_NEEDED_OF_OBJECT, entries))
+        crowds, areas, ids = (tuple(each.get(key) for each in entries) for key in _FURTHER)
+    has_id = {*map(type, ids)} == {int}
+    if not has_id and any("id" in entry for entry in entries):
+        raise TypeError("expected ids of all or none")
+    if str in map(type, crowds):
+        raise TypeError("expected 0 or 1")
+    return {
+        "image_ids": _whole_numbers(image_ids),
+        "category_ids": _whole_numbers(category_ids),
+        "ids": _whole_numbers(ids) if has_id else np.zeros(count, np.int64),
+        "has_id": np.full(count, has_id),
+        "boxes": _boxes(boxes),
+        "areas": _areas(areas),
+        "crowds": np.fromiter(map(bool, crowds), bool, count),
+    }
+
+
+def _areas(areas: Sequence[Any]) -> np.ndarray:
+    """float64, NaN for none.  Raises: _UNUSUAL: `area_in` must look at each."""
+    kinds = {*map(type, areas)}
+    if kinds == {type(None)}:
+        return np.full(len(areas), np.nan)
+    if not kinds <= _NUMBERS:
+        raise TypeError("expected numbers")
+    area_P = np.fromiter(areas, np.float64, len(areas))
+    if not (np.abs(area_P) < _TRUSTED_AREA).all():
+        raise ValueError("expected finite numbers")
+    return area_P
+
+
+def _boxes(boxes: Sequence[Any]) -> np.ndarray:
+    """[P, 4] float64, xyxy.  Raises: _UNUSUAL: not four numbers."""
+    if {*map(type, boxes)} != {list} or {*map(len, boxes)} != {4}:
+        raise ValueError("expected lists of four")
+    numbers = [*chain.from_iterable(boxes)]
+    if not {*map(type, numbers)} <= _NUMBERS:
+        numbers = [float(number) for number in numbers]
+    boxes_P4 = np.fromiter(numbers, np.float64, len(numbers)).reshape(-1, 4)
+    if not boxes_P4.any(axis=1).all():
+        raise ValueError("a box that the outline may tell")
+    boxes_P4[:, 2:] += boxes_P4[:, :2]
+    return boxes_P4
+
+
+def _whole_numbers(values: Sequence[Any]) -> np.ndarray:
+    """int64.  Raises: _UNUSUAL: one is none, see `whole_number`."""
+    if {*map(type, values)} != {int}:
+        values = [whole_number(value) for value in values]
+        if None in values:
+            raise ValueError("expected whole numbers")
+    numbers = np.fromiter(values, np.int64, len(values))
+    if (numbers == _LEAST).any():
+        raise OverflowError
+    return numbers
+
+
+def _columns_of(
+    kinds: Mapping[str, np.ndarray], rows: Sequence[Sequence[Any]]
+) -> dict[str, np.ndarray]:
+    """The columns of rows."""
+    columns = zip(*rows) if rows else [()] * len(kinds)
+    return {
+        name: np.array(column, empty.dtype).reshape(-1, *empty.shape[1:])
+        for (name, empty), column in zip(kinds.items(), columns)
+    }
+
+
+def _add(columns: dict[str, list[np.ndarray]], piece: Mapping[str, np.ndarray]) -> None:
+    for name, column in piece.items():
+        columns[name].append(column)
+
+
+def _whole(
+    columns: dict[str, list[np.ndarray]], kinds: Mapping[str, np.ndarray]
+) -> dict[str, np.ndarray]:
+    """Whole columns, whose pieces are given up."""
+    return {name: np.concatenate([empty, *columns.pop(name, [])]) for name, empty in kinds.items()}
+
+
+def _positions(known_N: np.ndarray, places_K: np.ndarray, wanted_O: np.ndarray) -> np.ndarray:
+    """Where each stands in `known_N`, at some places that have none twice; -1: nowhere."""
+    if not len(places_K):
+        return np.full(len(wanted_O), -1)
+    order_K = places_K[known_N[places_K].argsort()]
+    sorted_K = known_N[order_K]
+    place_O = np.minimum(np.searchsorted(sorted_K, wanted_O), len(sorted_K) - 1)
+    return np.where(sorted_K[place_O] == wanted_O, order_K[place_O], -1)
+
+
+def _repeats(ids_N: np.ndarray) -> list[tuple[int, int]]:
+    """(position, that of the first) of each id that was there before."""
+    if (ids_N[1:] > ids_N[:-1]).all():
+        return []
+    order = ids_N.argsort(kind="stable")
+    starts = np.flatnonzero(np.r_[True, ids_N[order[1:]] != ids_N[order[:-1]]])
+    first = np.repeat(order[starts], np.diff(np.r_[starts, len(order)]))
+    again = order != first
+    return sorted(zip(order[again].tolist(), first[again].tolist()))
 
 
 def _check_keys(part: str, number: int, entry: Any, file: Path) -> None:
@@ -250,84 +758,6 @@ def _names_by_id(entries: Sequence[Any], file: Path) -> dict[int, str]:
     return dict(sorted(found.items()))
 
 
-def _images(
-    entries: Sequence[Any], folder: Path, file: Path, complain: Complain
-) -> dict[int, RawImage | None]:
-    """By id; None for what is left out, so that its objects are left out without a word."""
-    found: dict[int, RawImage | None] = {}
-    number_of: dict[int, int] = {}
-    for number, entry in enumerate(entries):
-        where = f"{file}: images[{number}]"
-        identity = whole_number(entry.get("id")) if isinstance(entry, dict) else None
-        try:
-            _check_keys("images", number, entry, file)
-            if identity is None:
-                what = f"id {entry['id']!r}{_as_text(entry['id'])}: expected a whole number"
-                raise Malformed(Issue("annotation_line", what, where=where))
-            if identity in number_of:
-                first = number_of[identity]
-                what = f"images[{number}] has the same id as images[{first}]: {identity}"
-                raise Malformed(Issue("image_id_duplicate", what, where=str(file)))
-            number_of[identity], found[identity] = number, None
-            found[identity] = _image(entry, identity, folder, file, where, complain)
-        except Malformed as wrong:
-            complain(wrong.issue)
-    return found
-
-
-def _image(
-    entry: dict[str, Any], identity: int, folder: Path, file: Path, where: str, complain: Complain
-) -> RawImage | None:
-    name = entry["file_name"]
-    if not isinstance(name, str):
-        what = f"file_name {name!r}: expected a name"
-        raise Malformed(Issue("annotation_line", what, where=where))
-    path = find_image(folder, name, str(file), complain)
-    if path is None:
-        return None
-    sides = entry.get("width"), entry.get("height")
-    width, height = map(whole_number, sides)
-    said = f"width {sides[0]!r:.20}, height {sides[1]!r:.20}"
-    size = size_of(path, width, height, said, where, complain)
-    extra = _further(entry, _IMAGE_KEYS)
-    return RawImage(
-        path, identity, size.width, size.height, [], where, extra, size_known=size.known
-    )
-
-
-def _object(
-    entry: Any,
-    number: int,
-    file: Path,
-    image_of: Mapping[int, RawImage | None],
-    categories: Categories,
-) -> tuple[RawImage | None, RawObject]:
-    """An annotation and its image, None if that is left out."""
-    _check_keys("annotations", number, entry, file)
-    where = f"{file}: annotation {entry.get('id', f'number {number}')}"
-    identity, category = whole_number(entry["image_id"]), whole_number(entry["category_id"])
-    if identity is None or identity not in image_of:
-        given = entry["image_id"]
-        what = f"image_id {given} is not among the file's images"
-        if isinstance(given, str):
-            what = f"image_id {given!r}{_as_text(given)}: expected a whole number"
-        raise Malformed(Issue("image_unknown", what, where=where))
-    image = image_of[identity]
-    path = str(image.path) if image is not None else ""
-    if category is None or category not in categories.label_of:
-        what = _unknown_class(entry["category_id"], category, categories)
-        raise Malformed(Issue("class_unknown", what, path, where))
-    if image is not None:
-        where = f"{where} of image {image.path.name!r}"
-    return image, RawObject(
-        box=_box(entry, where, path),
-        label=categories.label_of[category],
-        where=where,
-        crowd=is_crowd(entry.get("iscrowd")),
-        extra=_NOTHING,
-    )
-
-
 def _unknown_class(given: Any, category: int | None, categories: Categories) -> str:
     name, known = categories.name_of.get(category or 0), categories.known
     if category is not None and name is not None:
@@ -343,30 +773,6 @@ def is_crowd(value: Any) -> bool:
     if isinstance(value, str):  # some tools write numbers as text
         return value.strip().lower() not in ("", "0", "0.0", "false")
     return bool(value)
-
-
-def _add_area(thing: RawObject, entry: dict[str, Any], image: RawImage, complain: Complain) -> None:
-    given = entry.get("area")
-    thing.area = area_in(given)
-    if given is not None and thing.area is None:
-        what = f"area {given!r:.80}: expected a number"
-        complain(Issue("area_invalid", what, str(image.path), thing.where))
-
-
-def _add_everything(
-    thing: RawObject, entry: dict[str, Any], image: RawImage, complain: Complain
-) -> None:
-    """Outlines and what else an annotation has."""
-    thing.extra = _further(entry, _OBJECT_KEYS)
-    given = entry.get("segmentation")
-    if isinstance(given, dict):
-        thing.extra["segmentation"] = given
-        return
-    outlines = outlines_in([] if given is None else given)
-    if outlines is None:
-        what = "segmentation: expected lists of x1, y1, x2, y2, ..."
-        complain(Issue("outline_malformed", what, str(image.path), thing.where))
-    thing.polygons = outlines or ()
 
 
 def _further(entry: Mapping[str, Any], known: Collection[str]) -> dict[str, Any]:
@@ -397,22 +803,20 @@ def whole_number(value: Any) -> int | None:
 NO_BOXES: tuple[Any, ...] = (None, [], [0, 0, 0, 0])  # of which the outline has the last word
 
 
-def _box(entry: Mapping[str, Any], where: str, image: str) -> Box:
+def _box(entry: Mapping[str, Any]) -> Box | str:
+    """The box of an annotation, or what is wrong with it."""
     bbox, outline = entry.get("bbox"), entry.get("segmentation")
     if bbox in NO_BOXES and (outline or bbox != NO_BOXES[-1]):
         box = _mask_extent(outline) if isinstance(outline, dict) else extent_of(outline)
-        if box is None:
-            what = f"bbox {bbox!r}, and no outline or mask to take a box from: {str(outline)[:80]}"
-            raise Malformed(Issue("annotation_line", what, image, where))
-        return box
+        return (
+            box or f"bbox {bbox!r}, and no outline or mask to take a box from: {str(outline)[:80]}"
+        )
     if not isinstance(bbox, list) or len(bbox) != 4:
-        what = f"bbox {bbox!r}: expected [x, y, width, height]"
-        raise Malformed(Issue("annotation_line", what, image, where))
+        return f"bbox {bbox!r}: expected [x, y, width, height]"
     try:
         x, y, width, height = (float(value) for value in bbox)
-    except (TypeError, ValueError, OverflowError) as error:
-        what = f"bbox {bbox!r}: expected four numbers"
-        raise Malformed(Issue("annotation_line", what, image, where)) from error
+    except (TypeError, ValueError, OverflowError):
+        return f"bbox {bbox!r}: expected four numbers"
     return x, y, x + width, y + height
 
 

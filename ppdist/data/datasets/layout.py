@@ -36,7 +36,7 @@ from ppdist.data.datasets.annotations import (
     split_of,
 )
 from ppdist.data.datasets.build import read_raw
-from ppdist.data.datasets.coco_stream import read_index
+from ppdist.data.datasets.coco import read_index
 from ppdist.data.datasets.voc import xml_files
 from ppdist.data.datasets.yolo import is_label, label_folder, own_names
 from ppdist.data.image import is_image_name

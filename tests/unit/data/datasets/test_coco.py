@@ -10,7 +10,7 @@ import pytest
 
 from ppdist.config.data import DataConfig, SplitConfig
 from ppdist.data.datasets.build import has_objects, read_split
-from ppdist.data.datasets.coco_stream import read_index
+from ppdist.data.datasets.coco import read_index
 from ppdist.data.types import DetectionSet, Records
 from tests.unit.data.datasets.messages import message_of
 from tests.unit.data.sets import (
@@ -94,7 +94,7 @@ def test_real_set_names_its_empty_box_on_request(shared_dir):
 @pytest.mark.parametrize(
     ("content", "code", "problem"),
     [
-        ("[1,", "not_json", "not JSON: Expecting value: line 1 column 4 (char 3)"),
+        ("[1,", "not_json", "not JSON: Expecting an object: line 1 column 1"),
         ("[]", "not_coco", "not COCO detection JSON: expected an object, found a list"),
         (
             '{"images": [], "shapes": []}',
