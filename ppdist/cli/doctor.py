@@ -22,7 +22,7 @@ from typing import Any, Literal
 
 from ppdist.cli import add_config, parser_of, script_of
 from ppdist.common import errors
-from ppdist.common.process import ends_with_this
+from ppdist.common.child import ends_with_this
 from ppdist.launch.doctor import (
     FAIL,
     WARN,

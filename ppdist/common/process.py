@@ -4,13 +4,11 @@ Exit codes: 0 done; 2 the user's input is wrong (one message, no traceback); 1 a
 (traceback); 75 stopped by a signal after a clean checkpoint.
 """
 
-import ctypes
 import io
 import json
 import logging
 import os
 import re
-import resource
 import select
 import signal
 import sys
@@ -40,7 +38,6 @@ JOB_VARIABLE = "PPDIST_JOB"  # set by our fleetrun: the name of this attempt, fo
 # a step at which the job ended twice and which is to be left out.
 RESTART_VARIABLE, SKIP_STEP_VARIABLE = "PPDIST_RESTART", "PPDIST_SKIP_STEP"
 STARTED_VARIABLE = "PPDIST_STARTED"  # set by our fleetrun: `boot_seconds` when it began
-_PR_SET_PDEATHSIG = 1  # linux/prctl.h
 PADDLE_OLDEST, PADDLE_NEWEST = (3, 2, 2), (3, 3)  # whose versions ppdist was run with: README.md
 # Warnings of Paddle's about itself that no user of a tool can act on.
 _PADDLE_NOISE = (
@@ -263,123 +260,6 @@ def _report_to_launcher(exit_code: int, failure: Failure) -> bool:
     except OSError:  # a full disk: it must not hide why the run ended
         return False
     return True
-
-
-def end_with_parent(number: int, parent: int) -> None:
-    """The kernel sends this process a signal when its parent ends, which may have happened already.
-
-    Args: parent: its id, found out before it could end.
-    """
-    _ending_with(number, parent)()
-
-
-def ends_with_this(number: int) -> Callable[[], None]:
-    """The same for a child: what it calls first after its fork, as a `preexec_fn`.
-
-    Made before the fork, because the linker's lock may be another thread's at that moment.  It does
-    nothing in threads other than the main one: the kernel takes the end of the thread that forks
-    for the end of its process.
-    """
-    if threading.current_thread() is not threading.main_thread():
-        return lambda: None
-    return _ending_with(number, os.getpid())
-
-
-def _ending_with(number: int, parent: int) -> Callable[[], None]:
-    try:
-        prctl = ctypes.CDLL(None).prctl
-    except (OSError, AttributeError):  # not Linux: each has to look for its parent by itself
-        return lambda: None
-    words = [ctypes.c_ulong(word) for word in (number, 0, 0, 0)]
-
-    def ask() -> None:
-        prctl(_PR_SET_PDEATHSIG, *words)
-        if os.getppid() != parent:  # it ended before we asked
-            os.kill(os.getpid(), number)
-
-    return ask
-
-
-_DEADLY = (signal.SIGSEGV, signal.SIGABRT, signal.SIGBUS, signal.SIGFPE, signal.SIGILL)
-
-
-def apart(work: Callable[[], object], seconds: float) -> str:
-    """Does what no run should die of in a copy of this process; what it logs is logged here.
-
-    Of this process's threads the copy has one alone, so the work has none and asks no device.
-
-    Args: seconds: after which it is given up.
-    Returns: how it failed; "": it did not.
-    """
-    ends_with_us = ends_with_this(signal.SIGKILL)
-    ours, theirs = os.pipe()
-    for stream in (sys.stdout, sys.stderr):  # else the copy would write what is left, too
-        _finish(stream)
-    try:
-        child = os.fork()
-    except OSError as error:  # too little memory, or too many processes
-        os.close(ours)
-        os.close(theirs)
-        return f"no process for it: {error.strerror}"
-    if child == 0:
-        code = 1
-        try:
-            ends_with_us()
-            os.close(ours)
-            code = _work_apart(work, theirs)
-        finally:  # nothing of this process's own code may run in its copy
-            os._exit(code)
-    os.close(theirs)
-    in_time = _pass_on(ours, time.monotonic() + seconds)
-    os.close(ours)
-    if not in_time:
-        os.kill(child, signal.SIGKILL)
-    code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
-    if not in_time:
-        return f"not done after {seconds:g} s"
-    return f"killed by {signal.Signals(-code).name}" if code < 0 else "an error" if code else ""
-
-
-def _work_apart(work: Callable[[], object], pipe: int) -> int:
-    for number in _DEADLY:  # no page of Paddle's about it, and no core file
-        signal.signal(number, signal.SIG_DFL)
-    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    logger = logging.getLogger("ppdist")
-    logger.handlers = [_PipeHandler(pipe)]
-    try:
-        work()
-    except BaseException as error:
-        logger.warning(f"{type(error).__name__}: {error}")
-        return 1
-    return 0
-
-
-class _PipeHandler(logging.Handler):
-    """Hands records to another process: level and text, a line each."""
-
-    def __init__(self, pipe: int) -> None:
-        super().__init__()
-        self._pipe = pipe
-
-    def emit(self, record: logging.LogRecord) -> None:
-        line = json.dumps([record.levelno, record.getMessage()]) + "\n"
-        with suppress(OSError):
-            os.write(self._pipe, line.encode())
-
-
-def _pass_on(pipe: int, deadline: float) -> bool:
-    """Logs what comes until its writer ends.  Returns: whether that was before the deadline."""
-    data = b""
-    while select.select([pipe], [], [], max(0.0, deadline - time.monotonic()))[0]:
-        block = os.read(pipe, 1 << 16)
-        if not block:
-            return True
-        *lines, data = (data + block).split(b"\n")
-        for line in lines:
-            with suppress(ValueError):  # it died amid one
-                level, text = json.loads(line)
-                logging.getLogger("ppdist").log(level, "%s", text)
-    return False
 
 
 @dataclass(frozen=True)

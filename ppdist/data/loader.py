@@ -44,9 +44,10 @@ import cv2
 import numpy as np
 import paddle
 
+from ppdist.common.child import ends_with_this
 from ppdist.common.errors import DataError
 from ppdist.common.machine import available_cores
-from ppdist.common.process import DETAIL, ends_with_this
+from ppdist.common.process import DETAIL
 from ppdist.config.data import DataConfig
 from ppdist.data.cache import open_cache
 from ppdist.data.sampler import EvalSampler, TrainSampler, rectangular_shapes

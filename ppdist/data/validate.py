@@ -32,9 +32,10 @@ import cv2
 import numpy as np
 from PIL import Image, TiffImagePlugin
 
+from ppdist.common.child import ends_with_this
 from ppdist.common.errors import DataError
 from ppdist.common.files import make_folder, writing
-from ppdist.common.process import DETAIL, ends_with_this
+from ppdist.common.process import DETAIL
 from ppdist.config.data import DataConfig
 from ppdist.data.datasets.annotations import (
     KINDS,

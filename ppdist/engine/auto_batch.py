@@ -24,7 +24,6 @@ import json
 import os
 import resource
 import signal
-import subprocess
 import sys
 import tempfile
 import time
@@ -36,9 +35,9 @@ from typing import Any
 import numpy as np
 import paddle
 
+from ppdist.common.child import own_environment, run_command
 from ppdist.common.errors import CheckpointError, ConfigError, Failure
 from ppdist.common.machine import available_memory, process_memory
-from ppdist.common.process import EXIT_DIR_VARIABLE
 from ppdist.config import ExperimentConfig, plugins
 from ppdist.config.augment import AugmentConfig
 from ppdist.config.train import max_micro_batch
@@ -58,7 +57,6 @@ _SEARCH_SHARE = 0.5  # of distributed.timeout_seconds
 _LADDER = (1, 2, 4)  # a line through two of them is long enough
 _TRIALS = 4  # of larger batches, at most
 _WORTH_A_TRIAL = 8  # not for less than an eighth more
-_POLL_SECONDS = 0.2
 _TAIL = 600  # characters of the end of its output
 _SMALLER = "lower model.image_size (or train.multi_scale), take a smaller model, or give a number"
 _LATE = (
@@ -334,7 +332,7 @@ def trial_of(
     """
 
     def trial(batches: Sequence[int]) -> Outcome:
-        asked = {**job, "batches": list(batches), "limits": dict(limits), "parent": os.getpid()}
+        asked = {**job, "batches": list(batches), "limits": dict(limits)}
         with tempfile.TemporaryDirectory() as name:
             folder = Path(name)
             (folder / "job.json").write_text(json.dumps(asked), encoding="utf-8")
@@ -354,37 +352,19 @@ def _run_probe(folder: Path, deadline: float) -> str:
     """
     if time.monotonic() > deadline:
         return _LATE
-    # It is a run of one rank, of which fleetrun must not hear.
-    environment = {
-        key: value
-        for key, value in os.environ.items()
-        if not key.startswith("PADDLE_") and key != EXIT_DIR_VARIABLE
-    }
+    environment = own_environment()
     package = str(Path(__file__).resolve().parents[2])
     environment["PYTHONPATH"] = os.pathsep.join(
         filter(None, [package, environment.get("PYTHONPATH", "")])
     )
     command = [sys.executable, "-m", "ppdist.engine.memory_probe", str(folder)]
-    output = folder / "output"
+    output, left = folder / "output", deadline - time.monotonic()
     heartbeat.at("looking for its batch")
-    with output.open("wb") as file:
-        process = subprocess.Popen(command, stdout=file, stderr=file, env=environment)
     try:
-        late = False
-        while process.poll() is None:
-            heartbeat.alive()
-            late = time.monotonic() > deadline
-            if late:
-                break
-            time.sleep(_POLL_SECONDS)
+        code = run_command(command, output, left, environment=environment, stop=heartbeat.alive)
     finally:
-        if process.poll() is None:
-            process.kill()
-            process.wait()
         heartbeat.at("")
-    if late:
-        return _LATE
-    return _why_it_ended(process.returncode, folder, output)
+    return _LATE if code is None else _why_it_ended(code, folder, output)
 
 
 def _why_it_ended(code: int, folder: Path, output: Path) -> str:

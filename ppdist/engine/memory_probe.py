@@ -11,7 +11,6 @@ Exit codes: 0 done, 2 an error of the user's, 3 no memory, 1 anything else (trac
 """
 
 import json
-import signal
 import sys
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
@@ -22,7 +21,6 @@ import numpy as np
 import paddle
 
 from ppdist.common.errors import UserError, failure_of, is_out_of_memory
-from ppdist.common.process import end_with_parent
 from ppdist.config import ExperimentConfig, plugins
 from ppdist.config.experiment import experiment_of
 from ppdist.data.types import Batch
@@ -47,14 +45,13 @@ class Job:
     images: int  # of an epoch
     several_ranks: bool  # then gradients are copied once, to be sent
     limits: dict[str, int]  # by kind; it stops before a batch that would need more
-    parent: int  # process id
 
 
 def main() -> None:
     """Measures the job in the folder of the command line."""
     folder = Path(sys.argv[1])
     job = Job(**json.loads((folder / "job.json").read_text(encoding="utf-8")))
-    _end_with(job.parent)
+    Path("/proc/self/oom_score_adj").write_text("1000", encoding="ascii")  # it ends before others
     try:
         _measure(job, folder / "took.jsonl")
     except UserError as error:
@@ -65,12 +62,6 @@ def main() -> None:
             raise
         print(error, file=sys.stderr)
         sys.exit(NO_MEMORY)
-
-
-def _end_with(parent: int) -> None:
-    """The kernel ends this process with its parent, and before others when memory runs out."""
-    end_with_parent(signal.SIGKILL, parent)
-    Path("/proc/self/oom_score_adj").write_text("1000", encoding="ascii")
 
 
 def _measure(job: Job, file_of_results: Path) -> None:

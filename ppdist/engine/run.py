@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from ppdist.common import process
+from ppdist.common.child import run_in_child
 from ppdist.common.errors import ConfigError, DataError
 from ppdist.common.records import commands
 from ppdist.common.run_log import RunLog
@@ -134,7 +135,7 @@ def run_training(
         if comm.is_main() and status == 0:  # whoever asked to stop kills what does not end in time
             experiment.log.info(f"drawing {output_dir / 'plots'}")
             experiment.log.flush()  # what is drawn is read from its files
-            failed = process.apart(lambda: _draw(output_dir, experiment, config), _DRAWING_SECONDS)
+            failed = run_in_child(lambda: _draw(output_dir, experiment, config), _DRAWING_SECONDS)
             if failed:
                 experiment.log.warning(
                     f"the training has ended, but its pictures in {output_dir / 'plots'} are not "

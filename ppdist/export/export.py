@@ -14,8 +14,8 @@ import copy
 import logging
 import os
 import shutil
-import subprocess
 import sys
+import tempfile
 import time
 import warnings
 from collections.abc import Callable, Iterator, Sequence
@@ -30,6 +30,7 @@ import paddle
 from paddle import Tensor, nn
 
 import ppdist
+from ppdist.common.child import run_command
 from ppdist.common.errors import DataError, ExportError
 from ppdist.config.evaluate import NMSConfig
 from ppdist.config.runtime import RuntimeOptions
@@ -614,20 +615,18 @@ def convert_to_onnx(directory: Path, file: Path, outputs: Sequence[str]) -> None
         )
     command = [sys.executable, "-c", _CONVERT, program, weights, str(file), str(ONNX_OPSET)]
     environment = {**os.environ, "CUDA_VISIBLE_DEVICES": ""}
-    try:
-        done = subprocess.run(
-            command, env=environment, stdin=subprocess.DEVNULL, capture_output=True, text=True,
-            errors="replace", timeout=CONVERSION_SECONDS,
-        )  # fmt: skip
-    except subprocess.TimeoutExpired:
+    with tempfile.TemporaryDirectory() as folder:
+        log = Path(folder) / "log"
+        code = run_command(command, log, CONVERSION_SECONDS, environment=environment)
+        said = log.read_text(encoding="utf-8", errors="replace")
+    if code is None:
         raise ExportError(
             f"paddle2onnx was not done after {CONVERSION_SECONDS} seconds and was ended",
             code="conversion_timeout",
-        ) from None
-    if done.returncode or not file.is_file():
+        )
+    if code or not file.is_file():
         raise ExportError(
-            f"paddle2onnx cannot convert this model: {_reason(done.stdout + done.stderr)} (it "
-            f"ended with {done.returncode})",
+            f"paddle2onnx cannot convert this model: {_reason(said)} (it ended with {code})",
             code="conversion_failed",
             fix="leave onnx out of --format",
         )

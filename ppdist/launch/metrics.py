@@ -25,7 +25,8 @@ from socketserver import ThreadingMixIn
 from typing import Any
 from wsgiref.simple_server import WSGIRequestHandler, WSGIServer, make_server
 
-from ppdist.common.process import ends_with_this, is_alive
+from ppdist.common.child import ends_with_this
+from ppdist.common.process import is_alive
 from ppdist.common.signals import STOP_SIGNALS
 from ppdist.distributed import heartbeat
 from ppdist.launch import worker

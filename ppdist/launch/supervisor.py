@@ -24,14 +24,9 @@ from dataclasses import replace
 from pathlib import Path
 from typing import BinaryIO
 
+from ppdist.common.child import ends_with_this
 from ppdist.common.errors import LaunchError
-from ppdist.common.process import (
-    EXIT_DIR_VARIABLE,
-    STOPPED,
-    boot_seconds,
-    ends_with_this,
-    is_alive,
-)
+from ppdist.common.process import EXIT_DIR_VARIABLE, STOPPED, boot_seconds, is_alive
 from ppdist.launch import paddle_launcher, worker
 from ppdist.launch.console import say, say_end
 from ppdist.launch.control_channel import ControlChannel

@@ -26,8 +26,9 @@ if __name__ == "__main__":  # by its path: modules beside this file must not hid
     if _root not in sys.path:  # a checkout that was never installed
         sys.path.insert(0, _root)
 
+from ppdist.common.child import end_with_parent, ends_with_this
 from ppdist.common.files import replace_file
-from ppdist.common.process import EXIT_DIR_VARIABLE, boot_seconds, end_with_parent, ends_with_this
+from ppdist.common.process import EXIT_DIR_VARIABLE, boot_seconds
 from ppdist.common.signals import hold_signals, release_signals
 
 CPU_VARIABLE = "PPDIST_CPU"  # set for ranks that shall see no card

@@ -13,9 +13,10 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+from ppdist.common.child import ends_with_this
 from ppdist.common.errors import ConfigError
 from ppdist.common.files import write_json
-from ppdist.common.process import ends_with_this, process_stat
+from ppdist.common.process import process_stat
 from ppdist.common.records import MetricRecords, Record, read_metrics
 from ppdist.config.study import StudyConfig, item_of
 

@@ -16,8 +16,6 @@ import json
 import math
 import os
 import shutil
-import signal
-import subprocess
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
@@ -32,15 +30,9 @@ import paddle
 from safetensors.numpy import load_file
 
 from ppdist.benchmark.step import machine
+from ppdist.common.child import own_environment, run_command
 from ppdist.common.errors import ConfigError
 from ppdist.common.files import make_folder, replace_file, write_json
-from ppdist.common.process import (
-    EXIT_DIR_VARIABLE,
-    JOB_DIR_VARIABLE,
-    RESTART_VARIABLE,
-    SKIP_STEP_VARIABLE,
-    ends_with_this,
-)
 from ppdist.config import ExperimentConfig, load_config
 from ppdist.config.base import dump_yaml
 from ppdist.config.evaluate import NMSConfig
@@ -421,7 +413,6 @@ def judge_gradients(card: Gradients, cpu: Gradients, moved: Gradients) -> Found:
 
 # Runs beside the ranks
 
-_POLL_SECONDS = 0.1
 _GRACE_SECONDS = 20.0  # for a process that may be about to end by itself as another one did
 
 
@@ -524,49 +515,44 @@ def _run(
 
     Returns: what went wrong, "" if nothing.
     """
-    deadline, late = time.monotonic() + seconds, f"it did not end within {seconds:.0f} s"
-    with log.open("wb") as output:
-        child = subprocess.Popen(
-            command, stdout=output, stderr=subprocess.STDOUT, env=environment,
-            start_new_session=True, preexec_fn=ends_with_this(signal.SIGKILL),
-        )  # fmt: skip
-        try:
-            alarmed = False
-            while child.poll() is None and time.monotonic() < deadline:
-                heartbeat.alive()
-                if not alarmed and sounds():
-                    alarmed, late = True, _ENDED
-                    deadline = min(deadline, time.monotonic() + _GRACE_SECONDS)
-                time.sleep(_POLL_SECONDS)
-            if child.poll() is None:
-                return late
-        finally:
-            if child.poll() is None:
-                os.killpg(child.pid, signal.SIGKILL)
-                child.wait()
-    if child.returncode == 0:
+    alarmed: list[float] = []  # when
+
+    def is_over() -> bool:
+        heartbeat.alive()
+        if not alarmed and sounds():
+            alarmed.append(time.monotonic())
+        return bool(alarmed) and time.monotonic() > alarmed[0] + _GRACE_SECONDS
+
+    code = run_command(command, log, seconds, environment=environment, stop=is_over)
+    if code is None:
+        return _ENDED if alarmed else f"it did not end within {seconds:.0f} s"
+    if code == 0:
         return ""
     said = log.read_text(encoding="utf-8", errors="replace").strip().splitlines() or ["nothing"]
-    return f"exit code {child.returncode}: {said[-1][-300:]} ({log})"
+    return f"exit code {code}: {said[-1][-300:]} ({log})"
 
 
 def _environment(count: int, ports_W: Sequence[Sequence[int]]) -> dict[str, str]:
     """Of a process that is this rank in a run of the first `count`."""
-    ours = (EXIT_DIR_VARIABLE, JOB_DIR_VARIABLE, RESTART_VARIABLE, SKIP_STEP_VARIABLE)
-    kept = {key: value for key, value in os.environ.items() if key not in ours}
+    own_variables = own_environment()
     if count == 1:
-        return {key: value for key, value in kept.items() if not key.startswith("PADDLE_")}
+        return own_variables
+    given = {key: value for key, value in os.environ.items() if key.startswith("PADDLE_")}
     hosts_W = comm.addresses()
     endpoints = [f"{hosts_W[rank]}:{ports_W[rank][0]}" for rank in range(count)]
     own = comm.rank() - comm.local_rank()
-    return kept | {
-        "PADDLE_MASTER": f"{hosts_W[0]}:{ports_W[0][1]}",
-        "PADDLE_TRAINERS_NUM": str(count),
-        "PADDLE_GLOBAL_SIZE": str(count),
-        "PADDLE_TRAINER_ENDPOINTS": ",".join(endpoints),
-        "PADDLE_CURRENT_ENDPOINT": endpoints[comm.rank()],
-        "PADDLE_LOCAL_SIZE": str(min(comm.local_size(), count - own)),
-    }
+    return (
+        own_variables
+        | given
+        | {
+            "PADDLE_MASTER": f"{hosts_W[0]}:{ports_W[0][1]}",
+            "PADDLE_TRAINERS_NUM": str(count),
+            "PADDLE_GLOBAL_SIZE": str(count),
+            "PADDLE_TRAINER_ENDPOINTS": ",".join(endpoints),
+            "PADDLE_CURRENT_ENDPOINT": endpoints[comm.rank()],
+            "PADDLE_LOCAL_SIZE": str(min(comm.local_size(), count - own)),
+        }
+    )
 
 
 # Precision

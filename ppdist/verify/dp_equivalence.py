@@ -39,8 +39,8 @@ import numpy as np
 import paddle
 
 from ppdist.benchmark.scaling import launch
+from ppdist.common.child import own_environment
 from ppdist.common.errors import ConfigError, LaunchError
-from ppdist.common.process import EXIT_DIR_VARIABLE
 from ppdist.config import ExperimentConfig
 from ppdist.distributed import comm, device
 from ppdist.distributed.sync_batch_norm import take_sync_batch_norm
@@ -133,13 +133,8 @@ def _alone(command: Sequence[str], ranks: Trace, job: Report) -> Report:
     with tempfile.TemporaryDirectory() as folder:
         np.savez(Path(folder) / "ranks.npz", **ranks)  # type: ignore[arg-type]
         (Path(folder) / "job.json").write_text(json.dumps(job), encoding="utf-8")
-        environment = {
-            key: value
-            for key, value in os.environ.items()
-            if not key.startswith("PADDLE_") and key != EXIT_DIR_VARIABLE
-        }
         whole = [*command, "--alone", folder]
-        done = subprocess.run(whole, stdout=sys.stderr, env=environment, check=False)
+        done = subprocess.run(whole, stdout=sys.stderr, env=own_environment(), check=False)
         if done.returncode:
             raise LaunchError(
                 f"the run of one rank ended with exit code {done.returncode}, what it said is "

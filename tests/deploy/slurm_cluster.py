@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from ppdist.common.process import ends_with_this
+from ppdist.common.child import ends_with_this
 from tests.ports import free_ports
 
 PROGRAMS = ("munged", "slurmctld", "slurmd", "sbatch", "srun", "scontrol", "squeue", "scancel")

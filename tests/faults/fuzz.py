@@ -29,8 +29,8 @@ from typing import NamedTuple
 
 import numpy as np
 
+from ppdist.common.child import ends_with_this
 from ppdist.common.errors import CodedError
-from ppdist.common.process import ends_with_this
 
 CPU_SECONDS = 5.0  # of a case: what takes more hangs
 CLOCK_SECONDS = 30.0  # and what takes more without computing; other processes may use the machine

@@ -1,40 +1,19 @@
-"""Whether processes live, that children end with who started them, and what a crash says."""
+"""Whether processes live, and what a crash says."""
 
-import ctypes
-import errno
-import logging
 import os
 import signal
 import subprocess
 import sys
-import threading
-import time
-from collections.abc import Callable
 from types import SimpleNamespace
 
 import pytest
 
 from ppdist.common import process
-from ppdist.common.process import (
-    apart,
-    end_with_parent,
-    ends_with_this,
-    is_alive,
-    process_stat,
-    unknown_paddle,
-)
+from ppdist.common.process import is_alive, process_stat, unknown_paddle
 from tests.unit.launch.hosts import wait_for
 
 WAIT = 60.0  # seconds: a bound against hanging
 SLEEPS = [sys.executable, "-c", "import time; time.sleep(60)"]
-# Starts a child that is to end with it, says which, and waits.
-PARENT = """
-import subprocess, sys, time
-from ppdist.common.process import ends_with_this
-command = [sys.executable, "-c", "import time; time.sleep(60)"]
-print(subprocess.Popen(command, preexec_fn=ends_with_this(15)).pid, flush=True)
-time.sleep(60)
-"""
 
 
 @pytest.mark.parametrize(("is_read", "code"), [(False, 128 + signal.SIGPIPE), (True, 1)])
@@ -73,61 +52,6 @@ def test_a_name_with_brackets_and_blanks_is_no_field() -> None:
         child.kill()
 
 
-def test_work_apart_logs_here_and_may_die(caplog: pytest.LogCaptureFixture) -> None:
-    logger = logging.getLogger("ppdist")
-
-    def fail() -> None:
-        logger.warning("before")
-        raise ValueError("no picture")
-
-    def die() -> None:
-        os.kill(os.getpid(), signal.SIGSEGV)
-
-    assert apart(lambda: logger.warning("fine: 100 %s 图"), WAIT) == ""
-    assert apart(fail, WAIT) == "an error"
-    assert apart(lambda: sys.exit(3), WAIT) == "an error"
-    assert apart(die, WAIT) == "killed by SIGSEGV"
-    assert apart(lambda: time.sleep(60), 0.2) == "not done after 0.2 s"
-    expected = ["fine: 100 %s 图", "before", "ValueError: no picture", "SystemExit: 3"]
-    assert [record.getMessage() for record in caplog.records] == expected
-
-
-def test_no_room_for_a_process_is_no_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse() -> int:
-        raise OSError(errno.EAGAIN, "Resource temporarily unavailable")
-
-    monkeypatch.setattr(os, "fork", refuse)
-    assert apart(lambda: None, WAIT) == "no process for it: Resource temporarily unavailable"
-
-
-def test_a_child_ends_with_a_parent_that_is_killed() -> None:
-    with subprocess.Popen([sys.executable, "-c", PARENT], stdout=subprocess.PIPE) as parent:
-        assert parent.stdout is not None
-        child = int(parent.stdout.readline())
-        assert is_alive(child)
-        parent.kill()
-    wait_for(lambda: not is_alive(child))
-
-
-def test_a_parent_that_ended_before_is_noticed() -> None:
-    child = os.fork()
-    if not child:
-        end_with_parent(signal.SIGKILL, os.getppid() + 1)  # as if it had another by now
-        os._exit(0)
-    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == -signal.SIGKILL
-
-
-def test_in_a_thread_nothing_is_asked_for() -> None:
-    """Else the end of the thread would be that of the child."""
-    made: list[Callable[[], None]] = []
-    thread = threading.Thread(target=lambda: made.append(ends_with_this(signal.SIGKILL)))
-    thread.start()
-    thread.join()
-    before = death_signal()
-    made[0]()
-    assert death_signal() == before
-
-
 @pytest.mark.parametrize(
     ("version", "known"),
     [
@@ -155,10 +79,3 @@ def test_a_crash_names_a_paddle_that_was_not_run(
         said = capsys.readouterr().err
         assert ended.value.code == 1 and "ZeroDivisionError" in said
         assert (notice in said) is told
-
-
-def death_signal() -> int:
-    """What this process gets when its parent ends, 0: nothing."""
-    number = ctypes.c_int()
-    ctypes.CDLL(None).prctl(2, ctypes.byref(number))  # PR_GET_PDEATHSIG
-    return number.value

@@ -9,8 +9,8 @@ from dataclasses import asdict
 
 import pytest
 
+from ppdist.common import child
 from ppdist.common.errors import ConfigError, DataError, failure_of
-from ppdist.engine import auto_batch
 from ppdist.engine.auto_batch import (
     ADDRESSES,
     CARD,
@@ -127,12 +127,12 @@ def test_the_tightest_kind_is_named():
 
 def end_as(monkeypatch, code):
     """The process does this instead of training."""
-    real = auto_batch.subprocess.Popen
+    real = child.subprocess.Popen
 
     def start(command, **more):
         return real([sys.executable, "-c", code, command[-1]], **more)
 
-    monkeypatch.setattr(auto_batch.subprocess, "Popen", start)
+    monkeypatch.setattr(child.subprocess, "Popen", start)
 
 
 TELLS_ONE = (

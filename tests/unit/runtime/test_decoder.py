@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from ppdist.common.process import ends_with_this
+from ppdist.common.child import ends_with_this
 from ppdist.data.image import image_size
 from ppdist.runtime import decoder
 from ppdist.runtime.decoder import damage, decode
