@@ -279,7 +279,7 @@ def steps_of(out: Path) -> list[int]:
     """The steps in the records of a run, in the order in which they were written."""
     file = out / "metrics.jsonl"
     lines = file.read_text().splitlines() if file.exists() else []
-    return [json.loads(line)["step"] for line in lines if '"loss"' in line]
+    return [record["step"] for record in map(json.loads, lines) if "loss" in record]
 
 
 @pytest.fixture(scope="module")
