@@ -67,7 +67,7 @@ from ppdist.engine.state import Start, find_start, log_start, prepare_output_dir
 from ppdist.engine.time_budget import TimeBudget
 from ppdist.engine.train_step import TrainStep
 from ppdist.engine.trainer import Trainer
-from ppdist.engine.visualize import BatchPictures
+from ppdist.engine.visualize import BatchPictures, Put
 from ppdist.losses.base import Loss
 from ppdist.losses.classification import ClassificationLoss
 from ppdist.losses.ppyoloe import PPYOLOELoss
@@ -342,7 +342,7 @@ def _build_trainer(
         evaluator = build_evaluator(config, val_set, model, pictures, train_step.loss)
     return Trainer(
         train_step=train_step,
-        feed=build_feed(config, train_set, derived, output_dir / "plots"),
+        feed=build_feed(config, train_set, derived, output_dir / "plots", log.put),
         bad_images=bad_images,
         derived=derived,
         evaluator=evaluator,
@@ -497,15 +497,18 @@ def build_feed(
     train_set: DetectionSet,
     derived: ScheduleSetup,
     plots: Path | None = None,
+    put: Put = lambda name, write, size: write(),
 ) -> Feed:
     """This rank's training micro-batches; every rank builds one at the same time.
 
-    Args: plots: the folder in which rank 0 draws some of its batches; None: no pictures.
+    Args:
+        plots: the folder in which rank 0 draws some of its batches; None: no pictures.
+        put: writes them, see `RunLog.put`.
     """
     augment = config.data.augment.with_epoch_scale(derived.phase_scale)
     data, pictures = config.data.model_copy(update={"augment": augment}), None
     if plots is not None and comm.is_main() and config.log.images:
-        pictures = BatchPictures(plots, train_set.class_names, data, derived)
+        pictures = BatchPictures(plots, train_set.class_names, data, derived, put)
     sizes = config.train.multi_scale or (config.model.image_size,)
     return Feed(train_set, data, derived, sizes=sizes, seed=config.seed, pictures=pictures)
 
