@@ -33,7 +33,11 @@ class ImageModel(nn.Layer):
     Attributes:
         task: what it predicts: "detect" boxes with classes, "classify" whole images.
         needs_nms: predictions of one object overlap, so they need suppression.
-        needs_anchors: boxes are predicted as multiples of anchors, which fit a training set.
+        needs_anchors: boxes are predicted as multiples of anchors, which fit a training set; then
+            the model has the next two, `anchors_LA2` and `set_anchors`, and its loss the key
+            `anchor_threshold`.
+        given_anchors_LA2: they stay whatever a weight file has; None: not given.
+        fits_anchors: others may be fitted to the training set.
         backbone: the layers that see the image first.
         num_classes: C.
         size_multiple: height and width of the input are multiples of this, pixels.
@@ -50,6 +54,8 @@ class ImageModel(nn.Layer):
     task: ClassVar[Task]
     needs_nms: bool = False
     needs_anchors: ClassVar[bool] = False
+    given_anchors_LA2: np.ndarray | None = None
+    fits_anchors: bool = False
     backbone: Backbone
     class_layers: tuple[str, ...] = ()
     rows_before_classes: ClassVar[int] = 0
@@ -117,6 +123,15 @@ class ImageModel(nn.Layer):
         if place not in self._statistics:
             self._statistics[place] = _channels(self.pixel_mean), _channels(self.pixel_std)
         return self._statistics[place]
+
+    @property
+    def anchors_LA2(self) -> np.ndarray:
+        """Width and height in input pixels, levels fine to coarse."""
+        raise NotImplementedError
+
+    def set_anchors(self, pixels_LA2: np.ndarray) -> None:
+        """Replaces the anchors in place."""
+        raise NotImplementedError
 
     def forward(self, images_B3HW: Tensor) -> Any:
         """Raw outputs of normalised images; H and W are multiples of `size_multiple`."""

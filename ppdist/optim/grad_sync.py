@@ -82,6 +82,10 @@ class AllReduceSync:
         """Whether all ranks hold the same weights once `updated` has seen a step (0-based)."""
         return True
 
+    def next_synchronised(self, steps: int) -> int:
+        """`steps`, or the next number of steps after which all ranks hold the same weights."""
+        return _multiple_from(steps, self.every)
+
 
 def lost(entries: Collection[str]) -> str:
     """A warning about what a checkpoint holds of gradients, and a resumed run does not take."""
@@ -537,12 +541,7 @@ def build_sharding(
     return Sharding(parameters)
 
 
-def next_synchronised(steps: int, every: int) -> int:
-    """`steps`, or the next number of steps after which all ranks hold the same weights: only there
-    can a run stop, be saved, and go on as if it had not.
-
-    Args: every: `AllReduceSync.every`.
-    """
+def _multiple_from(steps: int, every: int) -> int:
     return math.ceil(steps / every) * every
 
 
@@ -550,4 +549,4 @@ def last_step(max_steps: int | None, config: DistributedConfig) -> int | None:
     """`train.max_steps`, or the next step at which the ranks of this run can stop."""
     if max_steps is None or config.sync_every is None or comm.world_size() == 1:
         return max_steps
-    return next_synchronised(max_steps, config.sync_every)
+    return _multiple_from(max_steps, config.sync_every)
