@@ -54,7 +54,7 @@ from ppdist.engine.preflight import digest_of_package
 from ppdist.engine.schedule_setup import ScheduleSetup, extension_note
 from ppdist.engine.train_step import TrainStep
 from ppdist.models.weights import digest_of_weights
-from ppdist.optim.optimizer import load_optimizer_arrays, filter_optimizer_state, optimizer_arrays
+from ppdist.optim.optimizer import filter_optimizer_state, load_optimizer_arrays, optimizer_arrays
 
 _LOGGER = logging.getLogger("ppdist")
 _CHUNK = 16 << 20  # bytes of a message: gloo gives up on one that takes 30 s
