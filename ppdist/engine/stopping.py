@@ -1,4 +1,4 @@
-"""Signals that stop a training: what they do before its first step and after."""
+"""What signals do to a training before its first step and after."""
 
 import os
 import signal
