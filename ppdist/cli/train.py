@@ -161,7 +161,7 @@ def train(arguments: argparse.Namespace, callbacks: Sequence["Callback"] = ()) -
     import_engine()
     from ppdist.engine.continuation import Continuation
     from ppdist.engine.run import plan_training, run_training
-    from ppdist.engine.trainer import until_first_step
+    from ppdist.engine.stopping import until_first_step
     from ppdist.launch.cli import started_by_stock_launcher
 
     until_first_step()

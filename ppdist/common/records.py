@@ -152,7 +152,7 @@ def _places(output_dir: Path) -> list[tuple[str, str, str]]:
 
 
 def visualdl_command(folder: Path) -> str:
-    """What shows the curves in this folder, in English, and tells nobody."""
+    """VisualDL's command for a folder, in English, telemetry off."""
     return f"visualdl --logdir {shlex.quote(str(folder))} --language en --disable-telemetry"
 
 

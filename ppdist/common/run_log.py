@@ -354,7 +354,7 @@ class RunLog:
                 self.info(f"look at it: {command}")
 
     def hurry(self, seconds: float = 0.0) -> None:
-        """`close` shall wait for trackers so long at most: who stopped the run does not."""
+        """Caps how long `close` waits: who stopped the run does not."""
         self._close_seconds = seconds + _HURRIED_SECONDS
         for tracker in self._trackers:
             tracker.hurry(seconds)

@@ -35,7 +35,10 @@ def dtype_of(x: Tensor) -> str:
 
 
 def _is_low(x: Tensor) -> bool:
-    """Whether it is oneDNN's and bfloat16; `paddle.amp` on a card makes maps that are Paddle's."""
+    """Whether a map is oneDNN's and bfloat16.
+
+    `paddle.amp` on a card makes maps of bfloat16 that are Paddle's.
+    """
     return dtype_of(x) == precision.current().dtype == "bfloat16"
 
 
@@ -45,7 +48,10 @@ def _kernels_for(x: Tensor) -> precision.Kernels:
 
 
 def contiguous(x: Tensor, dtype: str | None = None) -> Tensor:
-    """Args: dtype: what it has to be; a gradient may come in another."""
+    """The map without gaps, in the wanted dtype.
+
+    Args: dtype: None: its own. A gradient may come in another.
+    """
     if dtype is not None and dtype_of(x) != dtype:
         x = x.astype(dtype)
     return x if x.is_contiguous() else x.contiguous()
@@ -70,7 +76,7 @@ def _concat_kernel(*parts: onednn.Descriptor) -> onednn.Concat | None:
 
 
 def _of_one_dtype(maps: Sequence[Tensor]) -> Sequence[Tensor]:
-    """float32 where they differ: a layer that oneDNN has no kernel for gives that."""
+    """Maps of one dtype, float32 where they differ."""
     if len({x.dtype for x in maps}) == 1:
         return maps
     return [x if x.dtype == paddle.float32 else x.astype("float32") for x in maps]
@@ -163,7 +169,11 @@ class _ScaleChannels(PyLayer):
 
 
 def _scaling_kernel(x: Tensor) -> onednn.Convolution | None:
-    """A depthwise convolution of one image that has the channels of all: the same memory.
+    """Depthwise convolution of one image with the channels of all.
+
+    It lies in the same memory. With it a product and its gradients take a thirtieth of what
+    Paddle's take; oneDNN's own product has no compiled kernel for a factor of each image and
+    channel. None: oneDNN has no such convolution, or it gives another layout.
 
     With it a product and its gradients take a thirtieth of what Paddle's take; oneDNN's own product
     has no compiled kernel for a factor of each image and channel.  None: oneDNN has no such

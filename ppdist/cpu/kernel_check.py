@@ -24,7 +24,9 @@ _OF_CORES = ("processor", "cpu MHz", "bogomips", "core id", "apicid", "initial a
 
 
 def check_once(check: Callable[[], str | None], model: Any) -> str | None:
-    """What `check` says of a model, or None at once where it has passed here before.
+    """Runs a check unless it has passed here before.
+
+    Returns: why it failed; None: it passed.
 
     Args:
         check: None where all agree, else the reason.
@@ -54,6 +56,6 @@ def _key(model: Any) -> str:
 
 
 def _processor() -> list[str]:
-    """The first core as Linux describes it, without what differs from core to core."""
+    """The first core as Linux describes it."""
     first = kernel_text(Path("/proc/cpuinfo")).partition("\n\n")[0]
     return [line for line in first.splitlines() if line.partition("\t")[0] not in _OF_CORES]

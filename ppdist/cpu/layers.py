@@ -33,7 +33,7 @@ def _pair(value: Any) -> tuple[int, int] | None:
 def _kernel(
     conv: nn.Conv2D, x: Tensor, keeps_layout: bool = False, y_dtype: str = "float32"
 ) -> onednn.Convolution | None:
-    """The kernels for this layer and this input; None: run the plain layer."""
+    """Kernels of a layer for an input; None: it stays plain."""
     kernels = precision.current()
     made = paddle_api.conv_settings(conv)
     stride, padding, dilation = _pair(made.stride), _pair(made.padding), _pair(made.dilation)
@@ -50,7 +50,7 @@ def _kernel(
 
 
 def _paddles_own(forward: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
-    """What oneDNN does not compute as a whole, from a float32 map in Paddle's layout and to one."""
+    """Runs the plain layer on a plain float32 map."""
     if dtype_of(x) == "bfloat16":
         x = maps.to_plain(x).astype("float32")
     with precision.compute_in(precision.current().at("O1")):
@@ -58,7 +58,7 @@ def _paddles_own(forward: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
 
 
 def _needs(*inputs: Tensor | None) -> tuple[bool, ...]:
-    """Of each tensor, whether backward shall return its gradient (else None, or Paddle raises)."""
+    """Whether backward shall return each tensor's gradient."""
     return tuple(not tensor.stop_gradient for tensor in inputs if tensor is not None)
 
 
@@ -87,7 +87,7 @@ class _Convolve(PyLayer):
 
 
 class OneDNNConv2D(nn.Conv2D):
-    """nn.Conv2D on oneDNN.  It predicts or feeds a gate of Paddle's, so it gives float32."""
+    """nn.Conv2D on oneDNN; gives float32."""
 
     def forward(self, x: Tensor) -> Tensor:
         conv = _kernel(self, x)
@@ -98,7 +98,7 @@ class OneDNNConv2D(nn.Conv2D):
 
 
 class _Branch:
-    """Convolution and batch norm of one call, between its forward and its backward."""
+    """Convolution and batch norm of one call."""
 
     def __init__(self, kernels: Kernels, conv: onednn.Convolution, norm: nn.BatchNorm2D) -> None:
         self.conv, self.norm = conv, norm
@@ -129,7 +129,10 @@ class _Branch:
         needs_dx: bool,
         in_place: bool,
     ) -> tuple[Tensor | None, Tensor, Tensor, Tensor]:
-        """dx (as x was given), dweight, dgamma, dbeta.  Args: in_place: nobody else needs dy."""
+        """Gradients of x (as it was given), weight, gamma and beta.
+
+        Args: in_place: nobody else needs dy.
+        """
         dz, dgamma_O, dbeta_O = self.bn.gradient(
             self.z, gamma_O, self.mean_O, self.var_O, dy, in_place
         )
@@ -139,7 +142,7 @@ class _Branch:
 
 
 class _Call:
-    """One call of `_compute`: its branches, which share their layouts, and what follows them."""
+    """One call of `_compute`: branches, their sum, the activation."""
 
     def __init__(self, kernels: Kernels, branches: list[_Branch], activation: str | None) -> None:
         self.branches, self.conv = branches, branches[0].conv
@@ -217,7 +220,10 @@ def _scaled(values: Tensor, alpha: Tensor | None) -> Tensor:
 def _compute(
     layer: Any, x: Tensor, blocks: Sequence[ConvBNLayer], alpha: Tensor | None = None
 ) -> Tensor | None:
-    """The activated sum of one or two convolutions with batch norm; None: Paddle has to."""
+    """Activated sum of one or two convolutions with batch norm.
+
+    Returns: None: Paddle has to compute it.
+    """
     inputs = [x, alpha]
     for block in blocks:
         inputs += [block.conv.weight, block.bn.weight, block.bn.bias]

@@ -59,7 +59,7 @@ _WORKSPACE, _FIRST_OF_MANY = 64, 1024
 
 
 class OneDNNError(RuntimeError):
-    """A oneDNN call failed (unsupported shape, no memory); callers fall back to eager."""
+    """A oneDNN call failed; callers fall back to eager."""
 
 
 class _Argument(ctypes.Structure):
@@ -71,7 +71,7 @@ class _Version(ctypes.Structure):
 
 
 class Library:
-    """libdnnl, its CPU engine and an in-order stream; one per process, from `library()`.
+    """libdnnl with its CPU engine and an in-order stream.
 
     Raises: OSError: not there or not loadable; OneDNNError: not oneDNN 3.
     """
@@ -109,8 +109,9 @@ class Library:
 
 
 def _let_threads_sleep(folder: Path) -> None:
-    """Lets OpenMP's threads sleep 1 ms after a kernel instead of spinning for 200 on a core that a
-    data loader or another rank could use.
+    """Lets OpenMP's threads sleep 1 ms after a kernel.
+
+    They would spin for 200 ms on a core that a data loader or another rank could use.
 
     From one kernel of a step to the next takes less than 1 ms, and waking a thread 50 us: with two
     threads that sleep at once a step of YOLOv5n took 1.26 times as long on a quiet machine, in
@@ -139,7 +140,7 @@ def _describe(kind: str, *arguments: Any) -> c_void_p:
 
 
 class Descriptor:
-    """Shape, layout and dtype of a tensor.  Kept for the life of the process.
+    """Shape, layout and dtype of a tensor.
 
     Attributes:
         shape: what it means, [B, C, H, W] of an activation.
@@ -174,7 +175,10 @@ def plain(shape: Sequence[int], dtype: str = "float32") -> Descriptor:
 
 @cache
 def layout(shape: tuple[int, ...], block: int, dtype: str = "float32") -> Descriptor:
-    """The layout of tensors [B, C / block, H, W, block]; block 0: row-major, any shape."""
+    """The layout of tensors [B, C / block, H, W, block].
+
+    Args: block: 0: row-major, any shape.
+    """
     if block and block != shape[1]:
         result = Descriptor(_tagged(shape, _TAGS[block][0], dtype), shape, dtype)
     else:
@@ -222,7 +226,7 @@ _Places = Sequence[tuple[int, Descriptor]]  # execution argument and layout of e
 
 
 class _Primitive:
-    """A compiled kernel: takes its inputs, returns its outputs, in the order of their places."""
+    """A compiled kernel: takes its inputs, returns its outputs."""
 
     def __init__(self, description: c_void_p, inputs: _Places, outputs: _Places) -> None:
         self.handle = _create("primitive_create", description)
@@ -257,14 +261,14 @@ def _layout(
 
 
 def _is_compiled(description: c_void_p) -> bool:
-    """Whether its kernel is made for this processor, and none of the general and slow ones."""
+    """Whether a kernel is compiled for this processor."""
     name = c_char_p()
     library().c.dnnl_primitive_desc_query(description, _Q_IMPLEMENTATION, 0, byref(name))
     return (name.value or b"").startswith((b"jit", b"brg"))
 
 
 class Reorder:
-    """Copies between two layouts or dtypes of one shape; no copy at all where they are equal."""
+    """Copies between two layouts or dtypes of one shape."""
 
     def __init__(self, source: Descriptor, target: Descriptor, of_whole: bool = False) -> None:
         """Args: of_whole: the source is a part of a larger buffer, so even an equal one is copied:
@@ -284,7 +288,7 @@ class Reorder:
 
 
 class Convolution:
-    """The three kernels of a 2-D convolution of one shape, and the reorders around them.
+    """The kernels of a convolution of one shape, with reorders.
 
     Args:
         x_shape [B, C, H, W]; w_shape [O, C / groups, kh, kw]; stride, padding, dilation [y, x].
@@ -381,7 +385,7 @@ class Convolution:
 
 
 class BatchNorm:
-    """Batch normalisation of buffers in a given layout, with its own or with given statistics."""
+    """Batch normalisation of buffers in a given layout."""
 
     def __init__(self, x: Descriptor, epsilon: float) -> None:
         per_channel, form = plain([x.shape[1]]), (x.handle, c_float(epsilon))
@@ -441,7 +445,7 @@ class Activation:
 
 
 class MapKernel:
-    """From one feature map to another, with a gradient that does not need the maps.
+    """A kernel from one feature map to another.
 
     Attributes: y: the layout of the result.
     """

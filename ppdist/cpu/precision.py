@@ -78,7 +78,7 @@ def _made(made_by: Any, name: str, *arguments: Any) -> Any:
 
 
 def missing_bfloat16() -> str:
-    """Why oneDNN cannot train in bfloat16 on this machine; "" where it can.
+    """Why oneDNN cannot train in bfloat16 here; "": it can.
 
     AVX2 processors with AVX-NE-CONVERT have bfloat16 for inference only; AVX-512 without
     AVX512-BF16 computes it by detours, slower than float32.

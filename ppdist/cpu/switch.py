@@ -70,7 +70,7 @@ def is_on_onednn(model: nn.Layer) -> bool:
 
 
 def undeclared_layers(model: ImageModel) -> list[str]:
-    """Names of classes that make maps go back to Paddle's layout between convolutions."""
+    """Classes that make maps return to Paddle's layout."""
     found = dict.fromkeys(
         type(layer).__qualname__
         for layer, inside in _with_place(model, True)
@@ -81,7 +81,10 @@ def undeclared_layers(model: ImageModel) -> list[str]:
 
 
 def _with_place(layer: nn.Layer, inside: bool) -> Iterator[tuple[nn.Layer, bool]]:
-    """Each layer, and whether all layers around it pass maps on.  Args: inside: of the first."""
+    """Each layer, and whether all around it pass maps on.
+
+    Args: inside: whether those around the first do.
+    """
     yield layer, inside
     for part in layer.children():
         yield from _with_place(part, inside and is_passing(layer))
@@ -97,7 +100,7 @@ def _change_classes(model: nn.Layer, classes: dict[type[nn.Layer], type[nn.Layer
 
 
 def self_check(model: nn.Layer, size: int = 64, kernels: Kernels = FLOAT32) -> str | None:
-    """Compares every kind of convolution in a model, and the model as a whole, with eager.
+    """Compares a model's convolutions, and the model, with eager.
 
     A kind is kernel, channels, stride, padding, dilation, groups, bias, and what follows it.  Of
     each: output, gradients of input and parameters, running statistics; then a scalar of the
@@ -222,7 +225,7 @@ _Values = dict[str, np.ndarray]
 def _both_ways(
     layer: nn.Layer, call: Callable[[], Tensor], inputs: list[Tensor], kernels: Kernels
 ) -> tuple[_Values, _Values]:
-    """Output, gradients and running statistics of `call` with the layer plain and on oneDNN.
+    """What `call` computes with the layer plain and on oneDNN.
 
     The layer is plain before and after, its running statistics and gradients as they were.
     """

@@ -25,7 +25,10 @@ _MOST_LINES = 20
 
 
 def equal_ranks(values_W: Sequence[Any]) -> list[list[int]]:
-    """Ranks in groups that hold the same value, by their first: rank 0 is in the first group."""
+    """Ranks in groups that hold the same value.
+
+    By their first: rank 0 is in the first group.
+    """
     groups: list[list[int]] = []
     for of_rank, value in enumerate(values_W):
         group = next((each for each in groups if values_W[each[0]] == value), None)

@@ -108,7 +108,7 @@ def init(wanted: str, config: DistributedConfig) -> None:
 
 
 def require_own_ranks(environment: Mapping[str, str]) -> None:
-    """Refuses a process that torchrun or the like has started as one of several.
+    """Refuses ranks that torchrun or the like has started.
 
     Each would train alone.  Slurm and MPI say the number of their tasks in names of their own, and
     a cluster that sets WORLD_SIZE for a machine sets no LOCAL_RANK: one process there is one rank.
@@ -129,7 +129,7 @@ def require_own_ranks(environment: Mapping[str, str]) -> None:
 
 
 def step_storage_seconds() -> float:
-    """How long a rank waits for storage amid steps: half as long as the others bear it.
+    """How long a rank waits for storage amid steps.
 
     Within a host they bear it as long as at a barrier.  Between hosts gloo gives up, and elsewhere
     a fleetrun whose ranks all wait for those of other hosts does (launch/watchdog.py).
@@ -141,7 +141,7 @@ def step_storage_seconds() -> float:
 
 
 def _join() -> None:
-    """Makes this process a rank of fleet, without the pages that Paddle prints about it."""
+    """Joins fleet, without the pages that Paddle prints."""
     paddle_api.quiet_fleet()
     strategy = fleet.DistributedStrategy()
     strategy.find_unused_parameters = False  # every loss stays connected to every head
@@ -175,7 +175,7 @@ def _one_communicator() -> Iterator[None]:
 
 
 def _share_memory(config: DistributedConfig) -> None:
-    """Lets the ranks of each host sum in its memory, where it has several.  Collective."""
+    """Lets the ranks of each host sum in memory. Collective."""
     global _host, _leaders
     first, timeout = rank() - local_rank(), config.timeout_seconds
     mb = LARGEST_MB if config.bucket_mb == "auto" else min(config.bucket_mb, MESSAGE_MB)
@@ -200,7 +200,7 @@ _PAD_BYTES = 64 << 20
 
 
 def keep_freed_memory() -> None:
-    """On the CPU, from here on what tensors leave is given to the next ones, not to the system.
+    """Keeps freed CPU memory for the next tensors.
 
     Every step frees what it has allocated.  By default glibc returns most of it, and the kernel
     has to zero and map the same pages again, page fault by page fault, in the next step.  The
@@ -237,7 +237,7 @@ def wrap_optimizer(optimizer: paddle.optimizer.Optimizer) -> Any:
 
 
 def local_gradients(model: nn.Layer) -> contextlib.AbstractContextManager[None]:
-    """Inside, backward of a wrapped model adds to this rank's gradients without communication."""
+    """Inside, backward adds to this rank's gradients, without communication."""
     return model.no_sync() if world_size() > 1 else contextlib.nullcontext()
 
 
@@ -250,7 +250,7 @@ def all_reduce_sum(tensor: paddle.Tensor) -> paddle.Tensor:
 
 
 def _sum_in_memory(tensors: Sequence[paddle.Tensor], factor: float = 1.0) -> bool:
-    """Within each host through memory, between hosts through sockets by one rank of each.
+    """Sums through memory in hosts, through sockets between them.
 
     Returns: False: there is no such memory, or it is not for these; they are as they were.
     """
@@ -273,7 +273,7 @@ def _sum_in_memory(tensors: Sequence[paddle.Tensor], factor: float = 1.0) -> boo
 
 
 def sum_tensors(tensors: Sequence[paddle.Tensor]) -> None:
-    """Sums each of several tensors of one type over ranks, in place.  Collective.
+    """Sums tensors of one type over ranks, in place. Collective.
 
     Every rank gives tensors of the same shapes in the same order; they travel in few messages.
     """
@@ -282,7 +282,7 @@ def sum_tensors(tensors: Sequence[paddle.Tensor]) -> None:
 
 
 def mean_tensors(tensors: Sequence[paddle.Tensor]) -> None:
-    """Replaces each of several float32 tensors by its mean over ranks; see `sum_tensors`."""
+    """Averages float32 tensors over ranks, in place; see `sum_tensors`."""
     if world_size() == 1 or _sum_in_memory(tensors, 1.0 / world_size()):
         return
     sum_tensors(tensors)
@@ -291,7 +291,7 @@ def mean_tensors(tensors: Sequence[paddle.Tensor]) -> None:
 
 
 def broadcast_tensors(tensors: Sequence[paddle.Tensor], source: int) -> None:
-    """Overwrites each of several tensors of one type by that of one rank.  Collective.
+    """Overwrites tensors of one type by one rank's. Collective.
 
     Every rank gives tensors of the same shapes in the same order; they travel in few messages.
     """
@@ -301,7 +301,7 @@ def broadcast_tensors(tensors: Sequence[paddle.Tensor], source: int) -> None:
 
 
 def _in_messages(tensors: Sequence[paddle.Tensor], work: Callable[[paddle.Tensor], Any]) -> None:
-    """Does to several tensors of one type, in few messages, what `work` does to one, in place."""
+    """Applies `work` to several tensors in few messages, in place."""
     for bucket in buckets(tensors, _bucket_mb << 20):
         flat = paddle.concat([tensor.flatten() for tensor in bucket])
         work(flat)
@@ -310,7 +310,7 @@ def _in_messages(tensors: Sequence[paddle.Tensor], work: Callable[[paddle.Tensor
 
 
 def buckets(tensors: Sequence[paddle.Tensor], size: int) -> Iterator[list[paddle.Tensor]]:
-    """Runs of tensors of at most `size` bytes each, or of one tensor that is larger."""
+    """Runs of tensors of at most `size` bytes each."""
     message: list[paddle.Tensor] = []
     held = 0
     for tensor in tensors:
@@ -325,7 +325,7 @@ def buckets(tensors: Sequence[paddle.Tensor], size: int) -> Iterator[list[paddle
 
 
 def all_gather(tensor: paddle.Tensor) -> paddle.Tensor:
-    """Stacks a tensor of one shape from every rank: [W, *shape], in rank order.  Collective."""
+    """Stacks a tensor of every rank: [W, *shape]. Collective."""
     if world_size() == 1:
         return tensor.unsqueeze(0)
     tensor = tensor.contiguous()
@@ -381,7 +381,7 @@ def send(tensor: paddle.Tensor, to: int, link: Any) -> None:
 
 
 def receive(tensor: paddle.Tensor, sender: int, link: Any) -> None:
-    """Overwrites a float32 tensor by what `sender` gives to `send`, of the same shape."""
+    """Overwrites a float32 tensor by what `sender` sends."""
     pd.recv(tensor, sender, group=link)
 
 
@@ -397,7 +397,10 @@ class OnAllRanks(Generic[T]):
 
 
 class EvaluationFailed(CodedError, RuntimeError):
-    """Raised on every rank alike, and training is as it was: some rank could not do its part."""
+    """An evaluation failed on some rank; training is untouched.
+
+    Raised on every rank alike.
+    """
 
     kind = "evaluation"
 
@@ -444,12 +447,12 @@ _SLOW_SECONDS = 0.08  # for the largest: below 200 MB/s the link limits, whateve
 
 
 def bucket_mb() -> int:
-    """Size of the messages in which gradients are summed, MiB; it belongs into checkpoints."""
+    """Size of gradient messages, MiB; it belongs into checkpoints."""
     return _bucket_mb
 
 
 def resume_bucket(mb: int | None) -> None:
-    """Takes the size of a checkpoint instead of a measured one, before `wrap`.  Collective.
+    """Takes a checkpoint's bucket size, before `wrap`. Collective.
 
     Over sockets three ranks or more sum in an order that depends on it, so that a resumed run would
     differ in the last bits; in the memory of one host no bit does.
@@ -482,7 +485,7 @@ def _measured_bucket() -> int:
 
 
 def fastest_bucket_mb(try_size: Callable[[int], None], all_gather_object: AllGatherObject) -> int:
-    """The smallest size that is as fast as any, MiB, in less than 2 s.  Collective.
+    """The smallest bucket as fast as any, MiB. Collective.
 
     Small messages leave early and take less memory, large ones have less to wait for.
 

@@ -21,7 +21,7 @@ _NVIDIA_BUILDS = "https://www.paddlepaddle.org.cn/packages/stable/cu129/"
 
 
 def accelerators() -> list[str]:
-    """Kinds of accelerators that this Paddle can use here and now, its own before plug-ins'."""
+    """Kinds of accelerators that Paddle can use here."""
     found = []
     if paddle.device.is_compiled_with_cuda() and paddle.device.cuda.device_count() > 0:
         found.append("gpu")
@@ -32,7 +32,7 @@ def accelerators() -> list[str]:
 
 
 def card_count() -> int:
-    """Cards of this rank's kind that its process sees; 0 on the CPU."""
+    """Cards of this rank's kind; 0 on the CPU."""
     return paddle.device.device_count() if on_accelerator() else 0
 
 
@@ -102,7 +102,7 @@ def require_arithmetic() -> None:
 
 
 def put(values: Any) -> paddle.Tensor:
-    """A copy of an array on this rank's device, for which the host does not wait.
+    """A copy of an array on the device; asynchronous.
 
     It goes to the card from memory that the card reads by itself, in the order of what else the
     card was given.  That memory lives as long as the tensor: keep it until something is read back.
@@ -116,20 +116,20 @@ def put(values: Any) -> paddle.Tensor:
 
 
 def _staging_place() -> Any:
-    """Pinned memory where Paddle has it; a plug-in's device has to see all of the host's."""
+    """Pinned memory, where Paddle has it."""
     pinned = {"gpu": "CUDAPinnedPlace", "xpu": "XPUPinnedPlace"}.get(kind())
     return getattr(paddle, pinned)() if pinned and hasattr(paddle, pinned) else paddle.CPUPlace()
 
 
 def synchronize() -> None:
-    """Waits until the device has done all it was given; on the CPU it always has."""
+    """Waits until the device is done."""
     if on_accelerator():
         paddle.device.synchronize()
 
 
 @contextlib.contextmanager
 def on_cpu() -> Iterator[None]:
-    """Inside, this rank's new tensors are the CPU's; it must not meet other ranks there."""
+    """Inside, new tensors are the CPU's."""
     card = paddle.device.get_device()
     paddle.set_device(CPU)
     try:
@@ -150,12 +150,12 @@ def release_memory() -> None:
 
 
 def peak_allocated_bytes() -> int:
-    """The most that tensors have taken on this rank's card; 0 on the CPU."""
+    """Peak memory of tensors on the card; 0 on CPU."""
     return paddle.device.max_memory_allocated(_card()) if on_accelerator() else 0
 
 
 def peak_reserved_bytes() -> int:
-    """The most that Paddle's allocator has taken of this rank's card; 0 on the CPU."""
+    """Peak memory of Paddle's allocator on the card; 0 on CPU."""
     return paddle.device.max_memory_reserved(_card()) if on_accelerator() else 0
 
 

@@ -63,7 +63,7 @@ class Reading:
 
     @property
     def making(self) -> int | None:
-        """The optimizer step that it is in, from 1; None outside of steps."""
+        """The optimizer step in progress, from 1; None outside."""
         return self.step + 1 if self.phase == "step" else None
 
 
@@ -82,7 +82,7 @@ class Work:
 
 
 def begin(timeout_seconds: float, limit_seconds: float | None) -> None:
-    """Opens this rank's file, if a fleetrun of ours started it; called once, at the start.
+    """Opens this rank's file, if fleetrun started it.
 
     Args: see distributed.timeout_seconds and distributed.hang_seconds.
     """
@@ -103,7 +103,10 @@ def begin(timeout_seconds: float, limit_seconds: float | None) -> None:
 
 
 def beat(phase: str, step: int | None = None) -> None:
-    """Says that this rank is alive, in a phase, after so many optimizer steps (None: as before)."""
+    """Says that this rank is alive, with phase and step.
+
+    Args: step: optimizer steps done; None: as before.
+    """
     global _step_began_ns
     now = time.monotonic_ns()
     if PHASES[_state[_PHASE]] == "step" and step == _state[_STEP] + 1:  # it has made one
@@ -147,7 +150,7 @@ def made(
 
 
 def tell_run(output_dir: Path) -> None:
-    """Says to the fleetrun of this host where the run keeps its files; its name is that folder's.
+    """Tells fleetrun where the run keeps its files.
 
     Whatever keeps that from being said keeps nothing else.
     """
@@ -160,18 +163,18 @@ def tell_run(output_dir: Path) -> None:
 
 
 def alive() -> None:
-    """Says that this rank gets on with something long, such as an evaluation."""
+    """Says that this rank gets on with something long."""
     _write()
 
 
 def at(place: str) -> None:
-    """Says what this rank does by itself and may hang in; "" when it has done it."""
+    """Names what this rank does alone and may hang in."""
     _state[_PLACE] = place.encode()[:_PLACE_BYTES]
     _write()
 
 
 class Waiting:
-    """Says that this rank is in a collective or a barrier: there it waits for the others.
+    """Says that this rank waits for others.
 
     Every rank enters the same ones in the same order, so their numbers agree.
     """
@@ -200,7 +203,7 @@ def waited_seconds() -> float:
 
 
 def tell_stop(number: int) -> bool:
-    """Says to fleetrun that a signal asked this rank to stop, so that it asks all of them.
+    """Tells fleetrun that a signal asked to stop.
 
     Returns: False where no fleetrun listens.
     """
@@ -232,7 +235,7 @@ def run_of(folder: Path, rank: int) -> Path:
 
 
 def silent(pid: int, timeout: float, limit: float) -> Reading:
-    """What is known of a process that has begun and not yet said anything."""
+    """State of a process that has not said anything yet."""
     return Reading(pid, "start", False, 0, 0, 0.0, timeout, limit, "", 0, 0, 0.0)
 
 
@@ -259,7 +262,7 @@ def read(path: Path) -> Reading | None:
 
 
 def read_work(path: Path) -> Work | None:
-    """None: this rank has nothing to say of steps yet, or it cannot be read."""
+    """What a rank says of its steps; None: nothing."""
     found = _read(path, WORK, _BEAT_BYTES)
     if found is None:
         return None

@@ -28,12 +28,12 @@ core: Any = paddle.base.core  # Paddle's compiled half
 
 
 def running_statistics(norm: nn.Layer) -> tuple[Tensor, Tensor]:
-    """Running mean and variance of a batch norm, the tensors that it uses."""
+    """Running mean and variance of a batch norm, in use."""
     return norm._mean, norm._variance
 
 
 def normalise_by_running(norm: nn.Layer) -> None:
-    """From here on a batch norm uses its running statistics and leaves them, in training too."""
+    """Freezes a batch norm's running statistics, in training too."""
     norm._use_global_stats = True
 
 
@@ -118,7 +118,7 @@ Accumulators = Mapping[str, Mapping[str, Tensor]]  # kind -> name of the paramet
 
 
 def master_weights(optimizer: Any) -> dict[str, Tensor]:
-    """Float32 masters of low-precision parameters, by the parameter's name, the tensors in use."""
+    """Float32 masters of low-precision parameters, by name, in use."""
     return optimizer._master_weights
 
 
@@ -128,7 +128,7 @@ def accumulators(optimizer: Any) -> Accumulators:
 
 
 def forget_loaded_state(optimizer: Any) -> None:
-    """Frees the second copy that Paddle keeps of all state that was set; else it stays."""
+    """Frees Paddle's second copy of loaded state."""
     if accumulators(optimizer):
         optimizer._accumulators_holder = {}
 
@@ -142,7 +142,7 @@ def first_power(optimizer: Any, kind: str) -> float:
 
 
 def set_optimizer_momentum(optimizer: Any, value: float) -> None:
-    """Sets what the next step uses: Paddle reads it from its groups, not from the optimizer."""
+    """Sets the momentum of the next step."""
     for group in optimizer._param_groups:
         group["momentum"] = value
 
@@ -153,7 +153,9 @@ def trained_parameters(optimizer: Any) -> list[Tensor]:
 
 
 def forget_update_lists(optimizer: Any) -> None:
-    """Before a step that updates other parameters than the last: Paddle's Momentum lists them once.
+    """Drops the parameter lists of Paddle's Momentum.
+
+    Before a step that updates other parameters than the last: Paddle lists them once.
 
     It would pair the gradients there are with the parameters there were.  Other optimizers have no
     such lists.
@@ -193,7 +195,10 @@ def coalesced(tensors: Sequence[Tensor]) -> tuple[list[Tensor], Tensor]:
 
 
 def global_store() -> Any:
-    """The TCP store of all ranks; the first call connects to it, or on rank 0 opens it."""
+    """The TCP store of all ranks.
+
+    The first call connects to it, or on rank 0 opens it.
+    """
     return core.create_or_get_global_tcp_store()
 
 
@@ -272,7 +277,7 @@ def whole_float32() -> Iterator[None]:
 
 
 def set_tf32(allow: bool) -> bool:
-    """Whether matrix products and convolutions of float32 may use TF32 on NVIDIA's cards.
+    """Allows or forbids TF32 on NVIDIA's cards.
 
     Returns: False: this Paddle has no such switches.
     """

@@ -65,7 +65,9 @@ def join(
     message_bytes: int,
     timeout_seconds: float,
 ) -> "SharedMemoryAllReduce | None":
-    """Memory shared with the other ranks of this host; every rank of the run calls it.
+    """Memory shared with the other ranks of this host.
+
+    Every rank of the run calls it.
 
     Args:
         all_gather_object: gives what every rank of the run gave to it, in rank order.
@@ -141,7 +143,9 @@ def _map(descriptor: int, size: int, token: int) -> mmap.mmap:
 
 
 class SharedMemoryAllReduce:
-    """One rank's hold on it.  All ranks of the host make the same calls in the same order.
+    """One rank's hold on the memory.
+
+    All ranks of the host make the same calls in the same order.
 
     Attributes:
         longest: of a message, bytes.
@@ -181,7 +185,7 @@ class SharedMemoryAllReduce:
         across: Callable[[np.ndarray], None] | None = None,
         factor: float = 1.0,
     ) -> None:
-        """Replaces the values at these places by their sums over the ranks, times a factor.
+        """Replaces values by their sums over ranks, times a factor.
 
         Args:
             places: of as many values on every rank, in the same order.
@@ -215,7 +219,7 @@ class SharedMemoryAllReduce:
             # nobody writes to the sums before all have come back.
 
     def _add_up(self, pieces: Iterable[Piece], factor: float) -> None:
-        """Sums over the ranks of the host, in the sums and in place, times a factor."""
+        """Sums over the ranks of the host, times a factor."""
         for at, address, values in pieces:
             here = slice(at, at + values)
             own_F, sums_F = _floats(address, values), self._sums[here]
@@ -227,7 +231,7 @@ class SharedMemoryAllReduce:
             own_F[:] = sums_F
 
     def gather(self, place: Place, into: int) -> None:
-        """Copies the values at this place of every rank of the host, in rank order, to an address.
+        """Copies the values of every rank to an address.
 
         Args: place: of as many values on every rank, at most `message_bytes` bytes.
         Raises: as `sum`.
@@ -242,7 +246,7 @@ class SharedMemoryAllReduce:
         self._meet(self._timeout)  # before anybody writes to a slot again
 
     def _show(self, kind: str, values: int) -> None:
-        """Says which exchange this rank begins; the others look once they have all arrived."""
+        """Says which exchange this rank begins."""
         self._exchanges += 1
         cell = self._me * _CELL
         facts = (heartbeat.step(), _KINDS.index(kind), values)
@@ -270,7 +274,7 @@ class SharedMemoryAllReduce:
         )
 
     def _meet(self, timeout: float) -> None:
-        """Waits, so many seconds at most, until every rank has called it as often as this one."""
+        """Waits until every rank has called it as often."""
         self._arrivals += 1
         self._counters[self._me * _CELL] = self._arrivals
         began = time.perf_counter()
@@ -305,7 +309,7 @@ class SharedMemoryAllReduce:
 
 
 def _add(parts_LF: Sequence[np.ndarray], sums_F: np.ndarray) -> None:
-    """Sums over the ranks of a host, one after another: `np.sum` takes an order of its own."""
+    """Sums over the ranks of a host, in rank order."""
     if len(parts_LF) == 1:
         sums_F[:] = parts_LF[0]
         return
@@ -320,7 +324,7 @@ def _floats(address: int, count: int) -> np.ndarray:
 
 
 def _messages(places: Sequence[Place], most: int) -> Iterator[list[Place]]:
-    """The same places in messages of `most` values, of which the last may have less."""
+    """The same places in messages of `most` values."""
     message: list[Place] = []
     room = most
     for address, count in places:
@@ -336,7 +340,7 @@ def _messages(places: Sequence[Place], most: int) -> Iterator[list[Place]]:
 
 
 def _pieces(message: Sequence[Place], first: int, last: int) -> Iterator[Piece]:
-    """What of a message lies between two of its elements, in pieces of _AT_A_TIME at most."""
+    """A message between two elements, in pieces of _AT_A_TIME."""
     begin = 0
     for address, count in message:
         at, end = max(begin, first), min(begin + count, last)

@@ -71,7 +71,7 @@ def local_size() -> int:
 
 
 def local_rank() -> int:
-    """This process's number among the ranks of its host; 0 without a launcher."""
+    """Rank within this host; 0 without a launcher."""
     return int(os.environ.get("PADDLE_LOCAL_RANK", "0"))
 
 
@@ -81,14 +81,14 @@ def is_main() -> bool:
 
 
 def host() -> str:
-    """This host, for messages: its name, with its address too where there are several hosts."""
+    """This host's name, for messages."""
     own = os.environ.get("PADDLE_CURRENT_ENDPOINT", "").rpartition(":")[0]
     several = len(set(addresses())) > 1
     return f"{socket.gethostname()} {own}" if several else socket.gethostname()
 
 
 def addresses() -> list[str]:
-    """The address of the host of each rank, as the launcher has told them; [""] without one."""
+    """Address of each rank's host; [""] without a launcher."""
     endpoints = os.environ.get("PADDLE_TRAINER_ENDPOINTS", "").split(",")
     return [endpoint.rpartition(":")[0] for endpoint in endpoints]
 
@@ -118,14 +118,14 @@ def _ranges(numbers: Sequence[int]) -> str:
 
 
 def set_timeout(seconds: float) -> None:
-    """How long ranks wait for one another from now on, and in groups of NCCL made from now on."""
+    """Sets how long ranks wait for one another."""
     global _timeout
     _timeout = seconds
     os.environ["PADDLE_PG_TIMEOUT"] = f"{math.ceil(seconds * 1000)}"  # Paddle reads it as they join
 
 
 def alive() -> None:
-    """Says that this rank gets on with something long, to fleetrun and to ranks that wait for it.
+    """Tells fleetrun and waiting ranks that work goes on.
 
     These wait for distributed.timeout_seconds from its last sign of life on.  So call it, in the
     main thread, when a part of the work is done, and never while nothing happens: a rank that
@@ -143,7 +143,7 @@ def _sign_seconds() -> float:
 
 
 def storage_seconds() -> float:
-    """How long a rank waits for storage that is away: half as long as the others wait for it."""
+    """How long a rank waits for storage that is away."""
     return _timeout / 2
 
 
@@ -179,7 +179,7 @@ def require_storage(away: Callable[[], str]) -> None:
 
 
 def was_restarted() -> bool:
-    """Whether fleetrun has started this job anew: what it reads was there before."""
+    """Whether fleetrun restarted this job."""
     return bool(os.environ.get(RESTART_VARIABLE))
 
 
@@ -209,7 +209,7 @@ def barrier() -> None:
 
 
 def run_on_main(work: Callable[[], Any]) -> Any:
-    """Runs `work` on rank 0 and returns its result on every rank.  Collective.
+    """Runs `work` on rank 0; all get the result. Collective.
 
     The others wait at the store, not in a collective, so the work may take longer than gloo's 30 s;
     and longer than distributed.timeout_seconds where it calls `alive` (or adds to a Progress).
@@ -249,7 +249,7 @@ def run_on_main(work: Callable[[], Any]) -> Any:
 
 
 def run_on_all_ranks(work: Callable[[], Any]) -> Any:
-    """Runs `work` on every rank; a failure of one is one of all.  Collective.
+    """Runs `work` everywhere; one failure fails all. Collective.
 
     For what each rank does by itself and may fail at alone, such as reading the files of its
     host: otherwise the others would go on into a collective and wait there for a rank that ended.
@@ -290,7 +290,7 @@ def _told(error: BaseException) -> dict[str, Any]:
 
 
 def announce_arrival() -> Callable[[], str]:
-    """Says that this rank has come so far, and waits for nobody.  Collective.
+    """Announces this rank's arrival without waiting. Collective.
 
     Returns: names the ranks that have not come yet whenever it is called, "" when all have.
     """
@@ -302,7 +302,7 @@ def announce_arrival() -> Callable[[], str]:
 
 
 def alarm() -> tuple[Callable[[], None], Callable[[], bool]]:
-    """An alarm that any rank raises and all can look at; nobody waits for anybody.  Collective.
+    """An alarm that any rank raises; nobody waits. Collective.
 
     Returns: raises it; whether some rank has.
     """
@@ -314,7 +314,7 @@ def alarm() -> tuple[Callable[[], None], Callable[[], bool]]:
 
 
 def _arrive(key: str) -> None:
-    """Waits, up to the configured timeout, until every rank has called it with this key."""
+    """Waits until every rank has called it with this key."""
     global _hastened
     store = _store()
     timeout = _Timeout()
@@ -330,7 +330,7 @@ def _arrive(key: str) -> None:
 
 
 def _absent(key: str, what: str = "") -> str:
-    """The ranks that have not said at the store that they are there, "" where all have."""
+    """Ranks that have not arrived; "": all have."""
     store = _store()
     hosts_W = addresses() if len(addresses()) == world_size() else ["?"] * world_size()
     ranks = [each for each in range(world_size()) if store.add(f"{key}/{each}{what}", 0) == 0]
@@ -338,8 +338,11 @@ def _absent(key: str, what: str = "") -> str:
 
 
 def _leave(key: str) -> None:
-    """Every rank calls it when it has read what it needs; rank 0 returns after the others, because
-    the store ends with its process.  It does not wait long for a rank that may have ended."""
+    """Lets rank 0 leave after the others have read.
+
+    Every rank calls it when it has read what it needs. The store ends with rank 0's process; it
+    does not wait long for a rank that may have ended.
+    """
     store, began = _store(), time.monotonic()
     left = store.add(f"{key}/left", 1)
     while is_main() and left < world_size() and time.monotonic() - began < _LINGER_SECONDS:
@@ -348,13 +351,13 @@ def _leave(key: str) -> None:
 
 
 def _pause(waited: float) -> float:
-    """Seconds until a rank that has waited so long looks again: few waits last."""
+    """Polling interval of a rank that has waited so long."""
     short = min(max(waited / 4, _FIRST_POLL_SECONDS), _POLL_SECONDS)
     return max(short, min(waited / _POLLS, _LONG_POLL_SECONDS))
 
 
 class _Timeout:
-    """Of a rank that waits for others: it begins anew with each sign of life; see `alive`.
+    """Timeout of a waiting rank; signs of life restart it.
 
     Any rank's sign counts.  Who waits gives none, so ranks that wait for one another time out.
     """
@@ -396,7 +399,7 @@ def _store() -> Any:
 
 
 def _require_same_job(store: Any) -> None:
-    """Keeps a rank of an earlier job, or of an earlier attempt, out of the barriers of this one.
+    """Keeps ranks of earlier jobs or attempts out.
 
     The store is open to everybody who reaches it, so it gets no more than a fingerprint.
 
@@ -427,7 +430,7 @@ _CALLS_AT_ONCE = 32
 
 
 def wait_for_store(endpoint: str, here: str, timeout: float) -> None:
-    """Returns once something listens where rank 0 holds the store; every other rank calls it.
+    """Waits until rank 0's store listens.
 
     Args:
         endpoint: `ADDRESS:PORT` of the store.
@@ -460,8 +463,10 @@ def require_ways(
     rank: int,
     environment: Mapping[str, str],
 ) -> None:
-    """The first rank of each host connects to that of every other at a port the system chose, as
-    gloo and NCCL will; every rank calls it.
+    """Checks that every host reaches every other one.
+
+    The first rank of each host connects to that of every other at a port the system chose, as gloo
+    and NCCL will; every rank calls it.
 
     Args: addresses_W: of the host of each rank.
     Raises: LaunchError, on every rank: a host does not reach another one.
@@ -507,7 +512,7 @@ def interfaces(environment: Mapping[str, str]) -> str:
 
 
 def _other_network(environment: Mapping[str, str]) -> bool:
-    """Whether the user chose for NCCL another interface than that of this host's address."""
+    """Whether the user gave NCCL another interface."""
     chosen = environment.get("NCCL_SOCKET_IFNAME", "").lstrip("=")
     on_gpu = environment.get("PADDLE_DISTRI_BACKEND") != "gloo"
     return on_gpu and bool(chosen) and chosen != environment.get("GLOO_SOCKET_IFNAME", chosen)
@@ -532,7 +537,7 @@ def _call(address: str, port: int) -> OSError | None:
 
 @contextmanager
 def store_apart(members: Sequence[int]) -> Iterator[None]:
-    """Inside, Paddle makes a group of gloo at a store of its own.  Collective.
+    """Inside, gloo's group has a store of its own. Collective.
 
     Paddle 3.3.1 keeps the addresses of all groups under the same names (0, 1, ...), so members of a
     second group may read those of the first, and fail (`sizeof(impl_) == bytes.size()`, or a
@@ -553,7 +558,7 @@ def store_apart(members: Sequence[int]) -> Iterator[None]:
 
 
 def free_ports(count: int) -> list[int]:
-    """So many ports that are free at this moment, for what has to open them by itself."""
+    """Ports that are free now, for what opens them itself."""
     with contextlib.ExitStack() as held:
         chosen = [held.enter_context(socket.socket()) for _ in range(count)]
         for each in chosen:
@@ -567,8 +572,10 @@ _PR_SET_TIMERSLACK = 29
 
 @contextmanager
 def drowsy_threads() -> Iterator[None]:
-    """Inside, gloo makes its groups: two threads each, which wake up every 10 ms to look whether
-    they are to end, 0.3 to 0.5 % of a core that computes.
+    """Lets gloo's threads wake up later.
+
+    Inside, gloo makes its groups: two threads each, which wake up every 10 ms to look whether they
+    are to end, 0.3 to 0.5 % of a core that computes.
 
     Linux may wake up those that were made inside 30 ms later.  What comes over a connection wakes
     them at once as before (latency measured: the same); joining takes up to 0.3 s longer.
@@ -591,7 +598,7 @@ _OPEN = Path("/proc/self/fd")
 
 
 def sent_bytes() -> int | None:
-    """Payload bytes handed to the TCP connections that this process holds open, loopback too.
+    """Payload bytes sent over this process's open TCP connections.
 
     gloo and NCCL's socket transport keep theirs open, so the difference between two calls is what
     was sent in between: gradients and statistics, and what the store and heartbeats add, but no
@@ -616,7 +623,7 @@ def sent_bytes() -> int | None:
 
 
 def send_at_once() -> None:
-    """Lets no connection that this process holds open wait with small messages for larger ones.
+    """Disables Nagle's algorithm on this process's connections.
 
     Paddle's store sends what belongs together in several small pieces, and the kernel holds back
     each second one until the first was acknowledged, which takes the other side 40 ms: an `add` at
@@ -630,7 +637,7 @@ def send_at_once() -> None:
 
 
 def _connections() -> Iterator[socket.socket]:
-    """Duplicates of the stream sockets that this process holds open, each closed after its turn."""
+    """Duplicates of this process's stream sockets."""
     for name in os.listdir(_OPEN):
         try:
             if not os.readlink(_OPEN / name).startswith("socket:"):

@@ -8,7 +8,7 @@ from ppdist.distributed import comm, paddle_api
 
 
 def synchronize_batch_norm(model: nn.Layer) -> None:
-    """Makes every BatchNorm2D of a model use statistics of all ranks; one rank: unchanged."""
+    """Makes a model's BatchNorm2D use statistics of all ranks."""
     if comm.world_size() > 1:
         take_sync_batch_norm(model)
 

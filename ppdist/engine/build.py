@@ -16,8 +16,7 @@ from ppdist.common.machine import available_cores, given_threads
 from ppdist.common.run_log import EarlyLog, RunLog
 from ppdist.common.trackers import TRACKERS
 from ppdist.config import ExperimentConfig, plugins
-from ppdist.config.base import dump_yaml
-from ppdist.config.loss import YOLOv5LossConfig
+from ppdist.config.base import dump_yaml, flattened
 from ppdist.config.validate import config_warnings
 from ppdist.cpu.kernel_check import check_once
 from ppdist.cpu.precision import BFLOAT16, Kernels
@@ -66,8 +65,8 @@ from ppdist.engine.start_lines import (
 from ppdist.engine.state import Start, find_start, log_start, prepare_output_dir, validate_resume
 from ppdist.engine.time_budget import TimeBudget
 from ppdist.engine.train_step import TrainStep
-from ppdist.engine.trainer import Trainer
-from ppdist.engine.visualize import BatchPictures
+from ppdist.engine.trainer import Trainer, TrainingParts
+from ppdist.engine.visualize import BatchPictures, Put
 from ppdist.losses.base import Loss
 from ppdist.losses.classification import ClassificationLoss
 from ppdist.losses.ppyoloe import PPYOLOELoss
@@ -76,7 +75,6 @@ from ppdist.models.base import ImageModel, freeze, freezing, frozen_keys
 from ppdist.models.complexity import complexity
 from ppdist.models.model_card import ModelCard, card_of, origin, read_card, read_card_or_warn
 from ppdist.models.weights import ClassNames, LoadReport, load_weights
-from ppdist.models.yolov5 import YOLOv5
 from ppdist.optim.ema import EMA
 from ppdist.optim.grad_sync import build_grad_sync, build_sharding, last_step
 from ppdist.optim.optimizer import build_optimizer, layerwise_lr_decay
@@ -247,10 +245,8 @@ def _load_pretrained(
 
     fetch_on_all_ranks(weights)
     report, warnings = comm.run_on_all_ranks(load)
-    if model.needs_anchors:
-        assert isinstance(model, YOLOv5)  # the only one
-        if model.given_anchors_LA2 is not None:  # they win over those of the file
-            model.set_anchors(model.given_anchors_LA2)
+    if model.needs_anchors and model.given_anchors_LA2 is not None:
+        model.set_anchors(model.given_anchors_LA2)  # they win over those of the file
     return report, warnings
 
 
@@ -284,16 +280,13 @@ def _describe_model(
 def _fit_anchors(
     config: ExperimentConfig, model: ImageModel, train_set: DetectionSet, log: RunLog
 ) -> None:
-    """Fits the anchors of a YOLOv5 to the training set where its own do not.  Collective.
+    """Fits a model's anchors to the training set where its own do not.  Collective.
 
     Rank 0 decides for all: the last digit of a logarithm may depend on the processor.
     """
-    if not model.needs_anchors:
+    if not (model.needs_anchors and model.fits_anchors):
         return
-    assert isinstance(model, YOLOv5) and isinstance(config.loss, YOLOv5LossConfig)  # the only ones
-    if not model.fits_anchors:
-        return
-    before_LA2, threshold = model.anchors_LA2, config.loss.anchor_threshold
+    before_LA2, threshold = model.anchors_LA2, flattened(config.loss)["anchor_threshold"]
 
     def fit() -> dict[str, Any]:
         wh_N2 = sizes_in_input(train_set, config.model.image_size, config.data.resize)
@@ -340,27 +333,20 @@ def _build_trainer(
     if val_set is not None:
         pictures = config.log.images if comm.is_main() else 0  # no other rank shows them
         evaluator = build_evaluator(config, val_set, model, pictures, train_step.loss)
-    return Trainer(
+    parts = TrainingParts(
         train_step=train_step,
-        feed=build_feed(config, train_set, derived, output_dir / "plots"),
+        feed=build_feed(config, train_set, derived, output_dir / "plots", log.put),
         bad_images=bad_images,
         derived=derived,
         evaluator=evaluator,
         evaluated_model=evaluated_model,
+        model_card=model_card,
         log=log,
         output_dir=output_dir,
-        config_yaml=dump_yaml(config),
-        model_card=model_card,
-        checkpoint=config.checkpoint,
-        evaluate=config.evaluate,
-        early_stopping=config.early_stopping,
-        log_every=config.log.every_steps,
-        seed=config.seed,
-        bad_steps_limit=config.train.bad_steps_limit,
-        check_weights_every=config.distributed.check_weights_every,
         budget=budget,
         callbacks=[ImageWatch(log, sets, derived.steps_per_epoch), *callbacks],
     )
+    return Trainer(config, parts)
 
 
 def _open_log(
@@ -497,15 +483,18 @@ def build_feed(
     train_set: DetectionSet,
     derived: ScheduleSetup,
     plots: Path | None = None,
+    put: Put = lambda name, write, size: write(),
 ) -> Feed:
     """This rank's training micro-batches; every rank builds one at the same time.
 
-    Args: plots: the folder in which rank 0 draws some of its batches; None: no pictures.
+    Args:
+        plots: the folder in which rank 0 draws some of its batches; None: no pictures.
+        put: writes them, see `RunLog.put`.
     """
     augment = config.data.augment.with_epoch_scale(derived.phase_scale)
     data, pictures = config.data.model_copy(update={"augment": augment}), None
     if plots is not None and comm.is_main() and config.log.images:
-        pictures = BatchPictures(plots, train_set.class_names, data, derived)
+        pictures = BatchPictures(plots, train_set.class_names, data, derived, put)
     sizes = config.train.multi_scale or (config.model.image_size,)
     return Feed(train_set, data, derived, sizes=sizes, seed=config.seed, pictures=pictures)
 

@@ -54,7 +54,7 @@ from ppdist.engine.preflight import digest_of_package
 from ppdist.engine.schedule_setup import ScheduleSetup, extension_note
 from ppdist.engine.train_step import TrainStep
 from ppdist.models.weights import digest_of_weights
-from ppdist.optim.optimizer import load_optimizer_arrays, of_trained, optimizer_arrays
+from ppdist.optim.optimizer import filter_optimizer_state, load_optimizer_arrays, optimizer_arrays
 
 _LOGGER = logging.getLogger("ppdist")
 _CHUNK = 16 << 20  # bytes of a message: gloo gives up on one that takes 30 s
@@ -134,7 +134,7 @@ def capture_state(step: TrainStep, progress: TrainState, derived: ScheduleSetup)
     optimizer = optimizer_arrays(step.optimizer, step.model)
     groups = {
         "model": {key: _array(value) for key, value in step.model.state_dict().items()},
-        "optimizer": optimizer if step.sharding is None else step.sharding.whole(optimizer),
+        "optimizer": optimizer if step.sharding is None else step.sharding.full_state(optimizer),
     }
     residuals = step.grad_sync.state()
     if residuals:
@@ -184,9 +184,9 @@ def restore_state(saved: Snapshot, step: TrainStep) -> tuple[TrainState, str]:
             fix="start a new run with its weights: model.pretrained=PATH",
         )
     copy_into(step.model.state_dict(), arrays)
-    optimizer_state, begun = of_trained(step.optimizer, step.model, optimizer_state)
+    optimizer_state, begun = filter_optimizer_state(step.optimizer, step.model, optimizer_state)
     if step.sharding is not None:
-        optimizer_state = step.sharding.mine(optimizer_state)
+        optimizer_state = step.sharding.local_state(optimizer_state)
     load_optimizer_arrays(step.optimizer, step.model, optimizer_state)
     lost = step.grad_sync.load(saved.groups.get("averaging") or {})
     if step.ema is not None:  # without an average in it, a new one starts at its weights

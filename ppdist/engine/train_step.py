@@ -55,8 +55,7 @@ class StepResult:
     images: int
     gradient_norm: float  # before clipping
     applied: bool  # False: something was not finite somewhere and no rank updated
-    synchronised: bool  # all ranks hold the same weights now
-    stop_requested: bool  # some rank was asked to stop
+    stop_requested: bool  # some rank was asked to stop, and all hold the same weights now
     bad_images: dict[int, str]  # position -> why: what this rank alone met, and was not known
     bad_somewhere: bool  # some rank met one
     searching: bool  # not applied, because the loss scale of float16 was still too high
@@ -65,7 +64,7 @@ class StepResult:
     outage: StorageError | None  # why this rank had no images
     own_loss: float  # sum over this rank's images, not normalised
     own_images: list[int]  # positions of the images of this rank, where the step was not applied
-    time_is_up: bool = False  # rank 0 said so
+    time_is_up: bool = False  # rank 0 said so, and all hold the same weights now
 
 
 class NormalisedLosses(NamedTuple):
@@ -237,13 +236,14 @@ class TrainStep:
         if not tally.short:
             self._synchronise(step, applied)
         clock.lap("optimizer")
+        # Local SGD: a request is made again in each step until one ends with the same weights.
+        may_end = self.grad_sync.synchronised(step)
         return StepResult(
             losses=result.losses,
             images=round(tally.images),
             gradient_norm=norm,
             applied=applied,
-            synchronised=self.grad_sync.synchronised(step),
-            stop_requested=tally.stops > 0,
+            stop_requested=may_end and tally.stops > 0,
             bad_images=bad_images,
             bad_somewhere=tally.bad_images > 0,
             searching=not (applied or tally.short or tally.broken)
@@ -253,7 +253,7 @@ class TrainStep:
             outage=outage,
             own_loss=own_loss,
             own_images=[] if applied else _positions(micro_batches),
-            time_is_up=tally.late > 0,
+            time_is_up=may_end and tally.late > 0,
         )
 
     def skip(self, step: int) -> None:

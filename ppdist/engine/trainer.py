@@ -5,25 +5,20 @@ What changes the numbers of a run stands in `Trainer`; what only looks on is a `
 
 import logging
 import math
-import os
-import signal
-import time
 import traceback
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import paddle
 
 from ppdist.common.errors import CheckpointError, StorageError
 from ppdist.common.eta import EVALUATION, SAVING, duration
-from ppdist.common.process import STOPPED, say
+from ppdist.common.process import STOPPED
 from ppdist.common.run_log import RunLog
-from ppdist.common.signals import STOP_SIGNALS, release_signals
-from ppdist.config.evaluate import EvaluateConfig
-from ppdist.config.output import CheckpointConfig
-from ppdist.config.train import EarlyStoppingConfig
+from ppdist.config import ExperimentConfig
+from ppdist.config.base import dump_yaml
 from ppdist.data.types import Batch
 from ppdist.distributed import comm, heartbeat
 from ppdist.engine.callbacks import Callback, TrainingRun
@@ -55,94 +50,82 @@ from ppdist.engine.state import (
     note_saved,
     restore_state,
 )
+from ppdist.engine.stopping import listen
 from ppdist.engine.time_budget import TimeBudget
 from ppdist.engine.train_step import Clock, StepResult, TrainStep
 from ppdist.models.base import ImageModel
 from ppdist.models.model_card import ModelCard
-from ppdist.optim.grad_sync import next_synchronised
 
 _LOGGER = logging.getLogger("ppdist.engine")
-# Paddle's launcher sends SIGTERM three times within 0.6 s, or longer where the machine is busy.
-_SAME_REQUEST_SECONDS = 2.0
+
+
+@dataclass(frozen=True)
+class TrainingParts:
+    """What a training is made of; each part is built from its section of the configuration.
+
+    Attributes:
+        feed: this rank's micro-batches.
+        evaluator: None: no evaluation during training.
+        evaluated_model: a second model that takes the averaged weights for evaluation; any where
+            there is no evaluator.
+        budget: of wall time; only rank 0 asks its clock.  None: there is no limit.
+        callbacks: called at each moment in this order, after those of the trainer.
+    """
+
+    train_step: TrainStep
+    feed: Feed
+    bad_images: Blocklist
+    derived: ScheduleSetup
+    evaluator: Evaluator | ClassificationEvaluator | None
+    evaluated_model: ImageModel
+    model_card: ModelCard
+    log: RunLog
+    output_dir: Path
+    budget: TimeBudget | None = None
+    callbacks: Sequence[Callback] = ()
 
 
 class Trainer:
     """Trains until `derived.total_steps`; every rank builds one and calls `fit`."""
 
-    def __init__(
-        self,
-        *,
-        train_step: TrainStep,
-        feed: Feed,
-        bad_images: Blocklist,
-        derived: ScheduleSetup,
-        evaluator: Evaluator | ClassificationEvaluator | None,
-        evaluated_model: ImageModel,
-        log: RunLog,
-        output_dir: Path,
-        config_yaml: str,
-        model_card: ModelCard,
-        checkpoint: CheckpointConfig,
-        evaluate: EvaluateConfig,
-        early_stopping: EarlyStoppingConfig | None,
-        log_every: int,
-        seed: int,
-        bad_steps_limit: int,
-        check_weights_every: int,
-        budget: TimeBudget | None = None,
-        callbacks: Sequence[Callback] = (),
-    ) -> None:
-        """
-        Args:
-            feed: this rank's micro-batches.
-            evaluator: None: no evaluation during training.
-            evaluated_model: a second model that takes the averaged weights for evaluation; any
-                where there is no evaluator.
-            seed: of what the model draws at random (dropout), together with step and rank.
-            bad_steps_limit, check_weights_every: of `train` and of `distributed`.
-            budget: of wall time; only rank 0 asks its clock.  None: there is no limit.
-            callbacks: called at each moment in this order, after those of the trainer.
-        """
-        self.train_step = train_step
-        self.feed = feed
-        self.bad_images = bad_images
-        self.derived = derived
-        self.evaluator = evaluator
-        self.evaluated_model = evaluated_model
-        self.log = log
-        self.folder = output_dir / "checkpoints"
+    def __init__(self, config: ExperimentConfig, parts: TrainingParts) -> None:
+        self.train_step, self.feed = parts.train_step, parts.feed
+        self.bad_images, self.derived = parts.bad_images, parts.derived
+        self.evaluator, self.evaluated_model = parts.evaluator, parts.evaluated_model
+        self.log, self.budget = parts.log, parts.budget
+        self.seed = config.seed
+        self.folder = parts.output_dir / "checkpoints"
         self.writer = CheckpointWriter(
-            self.folder, config_yaml, checkpoint.keep, note_saved, model_card, log.sync
-        )
-        self.seed = seed
-        self.budget = budget
+            self.folder, dump_yaml(config), config.checkpoint.keep, note_saved,
+            parts.model_card, self.log.sync,
+        )  # fmt: skip
         self.progress = TrainState()
         self.early_stopping: EarlyStopping | None = None
         self.recovery = Recovery(
-            train_step=train_step,
-            feed=feed,
-            derived=derived,
-            log=log,
-            output_dir=output_dir,
-            bad_steps_limit=bad_steps_limit,
+            train_step=self.train_step,
+            feed=self.feed,
+            derived=self.derived,
+            log=self.log,
+            output_dir=parts.output_dir,
+            bad_steps_limit=config.train.bad_steps_limit,
         )
-        per_epoch = derived.steps_per_epoch
+        per_epoch, log = self.derived.steps_per_epoch, self.log
         self.epoch_means = EpochMeans(per_epoch)
-        shown = evaluator.headline[:2] if evaluator else ()
+        shown = self.evaluator.headline[:2] if self.evaluator else ()
         self.callbacks = [
             HeartbeatCallback(),
             StragglerMonitor(log),
-            MetricsLogger(log, log_every, per_epoch),
+            MetricsLogger(log, config.log.every_steps, per_epoch),
             self.epoch_means,
             EpochLogger(log, self.epoch_means, per_epoch, shown),
         ]
-        if evaluator is not None:
-            self.best_metric = evaluate.metric or evaluator.headline[0]
-            if early_stopping:
-                self.early_stopping = EarlyStopping(early_stopping, self.best_metric)
-            self.callbacks.append(EvaluationLogger(log, evaluator, per_epoch))
-        self.callbacks += callbacks
-        self._set_intervals(checkpoint, evaluate, check_weights_every)
+        if self.evaluator is not None:
+            self.best_metric = config.evaluate.metric or self.evaluator.headline[0]
+            if config.early_stopping:
+                self.early_stopping = EarlyStopping(config.early_stopping, self.best_metric)
+            self.callbacks.append(EvaluationLogger(log, self.evaluator, per_epoch))
+        self.callbacks += parts.callbacks
+        self._set_intervals(config)
         self._saved_step, self._owes_save = -1, False  # the second: one was due
         self._batches: Iterator[Batch] = iter(())
 
@@ -185,9 +168,7 @@ class Trainer:
                 result = self._step(watch)
                 if result is None:  # the step, or those before it too, are made again
                     continue
-                # Local SGD: the ranks ask again in each step until one ends with the same weights.
-                stopping = result.stop_requested and result.synchronised
-                late = result.time_is_up and result.synchronised
+                stopping, late = result.stop_requested, result.time_is_up
             if self._due(self.check_every) and self._weights_differ():
                 continue
             ended = progress.step == total
@@ -235,19 +216,16 @@ class Trainer:
 
     # Begin and end
 
-    def _set_intervals(
-        self, checkpoint: CheckpointConfig, evaluate: EvaluateConfig, check_weights_every: int
-    ) -> None:
-        """After how many optimizer steps each of them is due; where ranks' weights differ for some
-        steps, when they are equal again."""
-        per_epoch, every = self.derived.steps_per_epoch, self.train_step.grad_sync.every
-        save_every = checkpoint.every_steps or 0
-        if checkpoint.every_steps is None and checkpoint.every_epochs > 0:
-            save_every = max(1, round(checkpoint.every_epochs * per_epoch))
-        self.save_every = next_synchronised(save_every, every)
-        evaluate_every = max(1, round(evaluate.every_epochs * per_epoch))
-        self.evaluate_every = next_synchronised(evaluate_every, every)
-        self.check_every = next_synchronised(check_weights_every, every)
+    def _set_intervals(self, config: ExperimentConfig) -> None:
+        """After how many optimizer steps each of them is due."""
+        per_epoch, grad_sync = self.derived.steps_per_epoch, self.train_step.grad_sync
+        save_every = config.checkpoint.every_steps or 0
+        if config.checkpoint.every_steps is None and config.checkpoint.every_epochs > 0:
+            save_every = max(1, round(config.checkpoint.every_epochs * per_epoch))
+        evaluate_every = max(1, round(config.evaluate.every_epochs * per_epoch))
+        self.save_every = grad_sync.next_synchronised(save_every)
+        self.evaluate_every = grad_sync.next_synchronised(evaluate_every)
+        self.check_every = grad_sync.next_synchronised(config.distributed.check_weights_every)
         self.log.expect(
             self.evaluate_every if self.evaluator else 0,
             self.save_every or self.derived.total_steps,
@@ -580,57 +558,3 @@ class Trainer:
 
     def _mend_links(self) -> None:
         self.writer.mend_links(last_step=self.progress.step, best_step=self.progress.best_step)
-
-
-def until_first_step() -> None:
-    """Until `listen` a signal ends this process: it has trained nothing yet, so nothing is lost.
-
-    Called once Paddle was imported, with the signals held back by `signals.hold_signals` before:
-    Paddle puts a handler of its own below Python's that prints a page about a "FatalError".  From
-    `comm.init` on a rank that has others just dies by SIGTERM, and fleetrun says what that means.
-    """
-    own = os.getpid()
-
-    def end(number: int, frame: Any) -> None:
-        if os.getpid() != own:  # a copy of this process that looks at images
-            os._exit(128 + number)
-        said = f"stopped by {signal.Signals(number).name} before the first step: nothing is lost"
-        say(f"\nppdist: {said}")
-        os._exit(STOPPED)
-
-    for number in STOP_SIGNALS:
-        if signal.getsignal(number) != signal.SIG_IGN:
-            signal.signal(number, end)
-    release_signals()
-
-
-def listen(ask: Callable[[], None]) -> None:
-    """From now on SIGTERM, SIGINT, SIGUSR1 and SIGHUP call `ask`, in the main thread; every rank
-    calls it.  SIGHUP that is ignored (nohup, ranks of fleetrun) stays so.
-
-    Under fleetrun a signal for one rank reaches all of them: it passes it on.  Another signal more
-    than two seconds later ends this process, with the code that a shell has for Ctrl-C, else 1.
-    """
-    rank = os.getpid()
-    first: float | None = None
-
-    def hear(number: int, frame: Any) -> None:
-        nonlocal first
-        if os.getpid() != rank:
-            return  # in a copy of this process that prepares images
-        if first is None:
-            first = time.monotonic()
-            ask()
-            if not heartbeat.tell_stop(number) and comm.is_main():
-                say("\nstopping after this step; a second signal stops at once")
-        elif time.monotonic() - first > _SAME_REQUEST_SECONDS:
-            os._exit(128 + number if number == signal.SIGINT else 1)
-
-    for number in STOP_SIGNALS:
-        if number == signal.SIGHUP and signal.getsignal(number) == signal.SIG_IGN:
-            continue
-        signal.signal(number, hear)
-        if comm.world_size() > 1:
-            # A signal amid a barrier would break the connection to Paddle's store, which takes an
-            # interrupted system call for an error: the call begins anew, and `hear` runs after it.
-            signal.siginterrupt(number, False)

@@ -2,7 +2,8 @@
 
 import logging
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from itertools import islice
 from pathlib import Path
 
@@ -20,6 +21,9 @@ _MAX_IMAGES = 9  # of a training batch
 _PAIRS = 4  # of truth and prediction in one file
 
 
+Put = Callable[[str, Callable[[], object], int], object]
+
+
 class BatchPictures:
     """Draws the first training batches of a run, and again where augmentation changes.
 
@@ -27,15 +31,21 @@ class BatchPictures:
     """
 
     def __init__(
-        self, folder: Path, class_names: tuple[str, ...], config: DataConfig, derived: ScheduleSetup
+        self,
+        folder: Path,
+        class_names: tuple[str, ...],
+        config: DataConfig,
+        derived: ScheduleSetup,
+        put: Put = lambda name, write, size: write(),
     ) -> None:
         """
         Args:
             folder: gets train_batch_0.jpg, ...; train_batch_epoch_E_0.jpg, ... of batches from
                 epoch E on, where augmentation changes there.
             config: of the samples that are drawn.
+            put: writes a file, see `RunLog.put`.
         """
-        self._folder = folder
+        self._folder, self._put = folder, put
         self._class_names = class_names
         self._task = config.task
         self._steps_per_epoch = derived.steps_per_epoch
@@ -72,7 +82,9 @@ class BatchPictures:
             return
         try:
             pictures = drawn_samples(batch, self._class_names, self._task)
-            write_jpeg(path, within(grid(list(islice(pictures, _MAX_IMAGES)))))
+            picture = within(grid(list(islice(pictures, _MAX_IMAGES))))
+            name = f"{self._folder.name}/train_batch*.jpg"
+            self._put(name, partial(write_jpeg, path, picture), picture.nbytes)
         except Exception as error:  # no picture is worth a run
             self._drawn = dict.fromkeys(self._starts, _BATCHES)
             _LOGGER.warning(f"failed to draw {path}, continuing without pictures: {error}")

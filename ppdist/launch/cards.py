@@ -119,7 +119,7 @@ def expand_ids(text: str) -> list[str]:
             ids.append(part)
         else:
             raise LaunchError(
-                f"{part!r} is no card id",
+                f"invalid card id {part!r}",
                 code="cards_invalid",
                 where=f"cards {text!r}",
                 fix="expected a list such as 0,1 or 0-3,6",
@@ -127,7 +127,7 @@ def expand_ids(text: str) -> list[str]:
     double = sorted({index for index in ids if ids.count(index) > 1})
     if double:
         raise LaunchError(
-            f"{', '.join(double)} stands there twice",
+            f"card {', '.join(double)} is listed twice",
             code="cards_repeated",
             where=f"cards {text!r}",
         )
@@ -142,7 +142,7 @@ def cards_of_runs(text: str) -> list[list[str]]:
     runs_RC = [expand_ids(part) for part in text.strip(" '\"").split("|")]
     if len({len(cards) for cards in runs_RC}) > 1:
         raise LaunchError(
-            "give each as many, or they cannot be compared",
+            "runs side by side need equal numbers of cards",
             code="cards_uneven",
             where=f"cards {text!r}",
         )
@@ -150,7 +150,9 @@ def cards_of_runs(text: str) -> list[list[str]]:
     double = sorted({card for card in every if every.count(card) > 1})
     if double:
         raise LaunchError(
-            f"{', '.join(double)} is of two of them", code="cards_repeated", where=f"cards {text!r}"
+            f"card {', '.join(double)} is listed for two runs",
+            code="cards_repeated",
+            where=f"cards {text!r}",
         )
     return runs_RC
 

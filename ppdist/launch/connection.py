@@ -39,10 +39,10 @@ _CONNECT_SECONDS = 5.0
 _BACKLOG = 4096  # calls that wait to be taken; Linux has a limit of its own, often this one
 
 _BUSY, _REFUSED = b"busy", b"refused"
-OTHER_TOKEN = f"has another {TOKEN_VARIABLE}, or none: set the same on every host"
+OTHER_TOKEN = f"wrong job token: set the same {TOKEN_VARIABLE} on every host"
 OTHER_PROGRAM = (
-    "what answers there is not a fleetrun of this version: another program has the port (take "
-    "another with --start_port P on every host), or another version of ppdist is installed there"
+    "peer is not fleetrun, or not of this version: another program has the port (give another with "
+    "--start_port P on every host), or install the same ppdist on every host"
 )
 
 Message = dict[str, Any]
@@ -212,7 +212,7 @@ class Connection:
             self._write(self._nonce + b" " + self._proof(b"caller"))
             return ""
         elif not hmac.compare_digest(line, self._proof(b"called")):
-            return f"who answers there {OTHER_TOKEN}"
+            return OTHER_TOKEN
         self._key = self._proof(b"lines")
         for message in self._waiting:
             self.send(message)

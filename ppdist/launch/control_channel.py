@@ -30,7 +30,7 @@ _NOTE_SECONDS = 10.0
 _SENT_AWAY = 32  # callers, at one look
 _CLOSE_SECONDS = 3.0
 _NO_CAUSE = (
-    "No host knows a cause, each lost another one: a rank made no progress, or the network between "
+    "Root cause unknown, every host lost a peer: a rank made no progress, or the network between "
     "the hosts broke (firewall, interface, cable); see the logs of all hosts, and ppdist doctor "
     "--ips"
 )

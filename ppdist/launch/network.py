@@ -94,7 +94,7 @@ def typed_hosts(ips: str) -> list[str]:
 def resolve_hosts(ips: str, network: Network) -> list[str]:
     """The addresses behind the value of --ips, in its order.
 
-    Raises: LaunchError: a name does not resolve, or stands there twice, or is one that other hosts
+    Raises: LaunchError: a name does not resolve, is listed twice, or is one that other hosts
         cannot reach.
     """
     names = typed_hosts(ips)

@@ -427,7 +427,7 @@ class _Rendezvous:
             return
         self.callers.remove(connection)
         if over == OTHER_TOKEN:
-            self._say_refused(f"refused who calls from {connection.peer}: it {OTHER_TOKEN}")
+            self._say_refused(f"rejected a call from {connection.peer}: {OTHER_TOKEN}")
 
     def _answer(self, connection: Connection, place: int | None, message: Message) -> str:
         """Two hosts get to know each other.  Returns: why the other one does not join, or ""."""
@@ -456,8 +456,8 @@ class _Rendezvous:
         refusal = self._refusal(theirs, agrees=not found)
         known = self.token or place is not None or connection.peer == theirs.host
         if found and not refusal and not known:  # anybody may say so, and must not end the run
-            self._say_refused(f"refused who calls from {connection.peer}: {found[0]}")
-            refusal = f"it was started otherwise than host {self.mine.host}"
+            self._say_refused(f"rejected a call from {connection.peer}: {found[0]}")
+            refusal = f"it was started differently from host {self.mine.host}"
         if refusal:
             connection.send({"type": "refused", "text": refusal})
             return "it has no place in this run"
@@ -466,7 +466,7 @@ class _Rendezvous:
         if found:
             connection.close()
             lines = "\n".join(found)
-            what = f"host {theirs.host} was started otherwise.\n{lines}"
+            what = f"host {theirs.host} was started differently.\n{lines}"
             self._fail(LaunchError(what, code="hosts_differ"))
         if not self.mine.is_first:
             self.firsts[connection] = theirs
@@ -480,15 +480,13 @@ class _Rendezvous:
     def _refusal(self, theirs: Handshake, agrees: bool) -> str:
         """Why a host has no place in this run, "" when it has one."""
         if theirs.host not in self.mine.hosts and not self.mine.same_names(theirs):
-            self._say_refused(
-                f"refused {theirs.host[:60]}, which has called and is not among --ips of this host"
-            )
+            self._say_refused(f"rejected {theirs.host[:60]}: it is not among --ips of this host")
             return f"it is not among --ips {','.join(self.mine.hosts)} there"
         known = self.identities | {self.mine.place: self.mine.identity}
         taken = [self.hosts[place] for place in known if known[place] != theirs.identity]
         same_place = agrees and known.get(theirs.place, theirs.identity) != theirs.identity
         if same_place or theirs.host in taken:
-            self._say_refused(f"refused a second fleetrun that says it is host {theirs.host}")
+            self._say_refused(f"rejected a second fleetrun that says it is host {theirs.host}")
             return (
                 f"another fleetrun is host {theirs.host} of this run already: it was started "
                 f"twice, or --host is wrong on one of the two"

@@ -24,7 +24,7 @@ CHUNK = 1 << 24  # elements of the largest plane made at once (64 MiB of float32
 
 
 class Assignment(NamedTuple):
-    """S slots per image; a prediction is positive in at most one of them.
+    """S slots per image; each prediction is positive at most once.
 
     anchor_BS: int64, the prediction (0..N-1) of each slot.
     box_BS: int64, the ground-truth box (0..M-1) it learns; meaningless where not positive.
@@ -48,7 +48,9 @@ def atss_assigner(
     stride_N1: Tensor,
     topk: int,
 ) -> Assignment:
-    """Adaptive training sample selection: by position and box shape alone; no score yet.
+    """Adaptive training sample selection.
+
+    It goes by position and box shape alone; there is no score yet.
 
     Every object names the `topk` cells of each level nearest to its centre; those whose anchor (a
     square of ANCHOR_STRIDES) overlaps it by more than mean + standard deviation of all it
@@ -81,7 +83,7 @@ def atss_assigner(
 
 @paddle.no_grad()
 def score_by_iou(slots: Assignment, target_BS4: Tensor, pred_BS4: Tensor) -> Assignment:
-    """The slots with the IoU of predicted box and object as soft label (PP-YOLOE's ATSS phase)."""
+    """Soft labels from the IoU of predicted box and object."""
     return slots._replace(score_BS=aligned_iou(target_BS4, pred_BS4) * slots.is_positive_BS)
 
 
@@ -210,7 +212,7 @@ def _settle(
 
 
 def _most_overlapped(rivals_BS4: Tensor, boxes_BM4: Tensor) -> Tensor:
-    """Index [B, S] of the ground-truth box with the largest IoU, a few slots at a time."""
+    """Index [B, S] of the ground-truth box with the largest IoU."""
     batch, slots, _ = rivals_BS4.shape
     step = max(1, CHUNK // (batch * boxes_BM4.shape[1]))
     return paddle.concat(
@@ -225,7 +227,7 @@ def _most_overlapped(rivals_BS4: Tensor, boxes_BM4: Tensor) -> Tensor:
 def nearest_cells(
     boxes_BM4: Tensor, sizes: list[tuple[int, int]], strides: tuple[int, ...], topk: int
 ) -> Tensor:
-    """The `topk` cells of each level nearest to each box centre: indices [B, M, K] into N.
+    """The `topk` cells of each level nearest to each box.
 
     The nearest cells lie in a small window around the centre, clamped into the grid, so only its
     cells are compared: 5 x 5 for the nearest 9.  Grids too narrow for that are compared whole.
@@ -259,7 +261,7 @@ def _rows(table_NX: Tensor, index_BMK: Tensor) -> Tensor:
 
 
 def _class_rows(scores_BCN: Tensor, labels_BM: Tensor) -> Tensor:
-    """Scores [B, M, N] of each box's class, without a [B, M, N, C] or one-hot in between."""
+    """Scores [B, M, N] of each box's class."""
     batch, classes, count = scores_BCN.shape
     flat_BM = labels_BM + paddle.arange(batch, dtype="int64").unsqueeze(1) * classes
     rows = paddle.gather(scores_BCN.reshape([-1, count]), flat_BM.flatten())
@@ -275,8 +277,11 @@ def _inside(points: Tensor, boxes: Tensor) -> Tensor:
 
 
 def _eligible(points: Tensor, boxes: Tensor, reach: Tensor | None) -> Tensor:
-    """Whether cells at points [..., 2] may learn boxes [..., 4]: inside them, or with a reach
-    [..., 1] nearer than that to their centres; broadcasts, bool."""
+    """Whether cells may learn boxes, bool.
+
+    Cells at points [..., 2] inside boxes [..., 4], or with a reach [..., 1] nearer than that to
+    their centres; broadcasts.
+    """
     if reach is None:
         return _inside(points, boxes)
     x, y = points.unbind(-1)
@@ -290,7 +295,10 @@ def _alignment(score: Tensor, iou: Tensor, alpha: float, beta: float) -> Tensor:
 
 
 def _power(x: Tensor, exponent: float) -> Tensor:
-    """x ** exponent; small even powers by multiplication, several times faster on a CPU."""
+    """x ** exponent; small even powers by multiplication.
+
+    Several times faster on a CPU.
+    """
     if exponent == 1:
         return x
     if exponent not in (2, 4, 6):
@@ -302,7 +310,10 @@ def _power(x: Tensor, exponent: float) -> Tensor:
 
 
 def _best_of_box(value_BS: Tensor, box_BS: Tensor, boxes: int) -> Tensor:
-    """The largest value among all slots of the same box, back at every slot; values >= 0."""
+    """The largest value of a box, at each of its slots.
+
+    Args: values >= 0.
+    """
     best_BM = paddle.put_along_axis(
         paddle.zeros([value_BS.shape[0], boxes], dtype=value_BS.dtype),
         box_BS,

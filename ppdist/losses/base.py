@@ -37,7 +37,7 @@ class LossOutput(NamedTuple):
 
 
 class Loss(nn.Layer):
-    """Base of all losses: what the training step needs to know of one.
+    """Base of all losses, as the training step sees them.
 
     Attributes:
         separate_keys: state-dict key prefixes of what only `LossOutput.separate_loss` trains; with
@@ -54,7 +54,9 @@ class Loss(nn.Layer):
         steps_per_epoch: float,
         reference_batch: int = NOMINAL_BATCH,
     ) -> "Loss":
-        """The loss of a `loss:` section for the model it belongs to; every rank builds one.
+        """The loss of a `loss:` section for its model.
+
+        Every rank builds one.
 
         Args:
             steps_per_epoch: optimizer steps of an epoch as the section counts them; not whole
@@ -64,7 +66,10 @@ class Loss(nn.Layer):
         raise NotImplementedError
 
     def prepare(self, model: Any, step: int) -> None:
-        """Before the forward passes of a step: sets what in the model depends on the step."""
+        """Sets what in the model depends on the step.
+
+        Called before the forward passes of a step.
+        """
 
     def local_normalizers(
         self, boxes_BM4: Tensor, labels_BM: Tensor, mask_BM: Tensor, size: tuple[int, int]
@@ -102,8 +107,11 @@ class Loss(nn.Layer):
         raise NotImplementedError
 
     def misfit(self, teacher: Any) -> str:
-        """Why the outputs of a teacher, a detector of the same family, classes and strides, mean
-        something else than the student's, and what to do; "": they mean the same."""
+        """Why a teacher's outputs mean something else; "": they do not.
+
+        A teacher is a detector of the same family, classes and strides. The text says what to do,
+        too.
+        """
         return ""
 
     def distil(
@@ -114,7 +122,7 @@ class Loss(nn.Layer):
         teaching: Teaching,
         global_normalizers: Tensor | None,
     ) -> LossOutput:
-        """The loss of one micro-batch with what a teacher adds to it; computed in float32.
+        """Loss of a micro-batch with a teacher's part, in float32.
 
         Args:
             output: of `forward`.
@@ -130,7 +138,10 @@ class Loss(nn.Layer):
 
 
 def with_terms(output: LossOutput, terms: dict[str, Tensor], factor: float = 1.0) -> LossOutput:
-    """A loss with the terms of a distillation added, their sum `factor` times; see `distil`."""
+    """A loss with the terms of a distillation added.
+
+    Their sum counts `factor` times; see `distil`.
+    """
     return output._replace(
         total=output.total + factor * paddle.add_n(list(terms.values())),
         parts=output.parts | {f"loss_distill_{k}": each.detach() for k, each in terms.items()},

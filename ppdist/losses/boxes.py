@@ -13,7 +13,7 @@ from paddle import Tensor
 
 
 def cxcywh_to_xyxy(boxes: Tensor) -> Tensor:
-    """(centre x, centre y, width, height) to (x1, y1, x2, y2); same unit, any leading axes."""
+    """Centre and size to corners, in the same unit."""
     centre, half = boxes[..., :2], boxes[..., 2:] * 0.5
     return paddle.concat([centre - half, centre + half], axis=-1)
 
@@ -25,14 +25,17 @@ def area(boxes: Tensor) -> Tensor:
 
 
 def _overlap(a: list[Tensor], b: list[Tensor]) -> Tensor:
-    """Area that two boxes share, each given as its planes x1, y1, x2, y2; 0: they are apart."""
+    """Area that two boxes share.
+
+    Args: each box as its planes x1, y1, x2, y2.
+    """
     width = (paddle.minimum(a[2], b[2]) - paddle.maximum(a[0], b[0])).clip(min=0)
     height = (paddle.minimum(a[3], b[3]) - paddle.maximum(a[1], b[1])).clip(min=0)
     return width * height
 
 
 def aligned_iou(a: Tensor, b: Tensor) -> Tensor:
-    """IoU [...] of box pairs [..., 4] and [..., 4] (broadcast against one another).
+    """IoU [...] of box pairs [..., 4], broadcast.
 
     0 for boxes without area.
     """
@@ -42,7 +45,7 @@ def aligned_iou(a: Tensor, b: Tensor) -> Tensor:
 
 
 def pairwise_iou(a_BM4: Tensor, b_BN4: Tensor) -> Tensor:
-    """IoU [B, M, N] of every box of `a` with every box of `b` of the same image.
+    """IoU [B, M, N] of all boxes of each image.
 
     One plane of [B, M, N] per coordinate, never [B, M, N, 2]: at most four are alive at once.
     """
@@ -50,7 +53,7 @@ def pairwise_iou(a_BM4: Tensor, b_BN4: Tensor) -> Tensor:
 
 
 def aligned_giou(a: Tensor, b: Tensor) -> Tensor:
-    """Generalized IoU [...] in (-1, 1] of box pairs [..., 4] and [..., 4].
+    """Generalized IoU [...] in (-1, 1] of box pairs [..., 4].
 
         GIoU = IoU - (enclosing - union) / enclosing
 
@@ -71,7 +74,7 @@ def aligned_giou(a: Tensor, b: Tensor) -> Tensor:
 
 
 def aligned_ciou(a: Tensor, b: Tensor) -> Tensor:
-    """Complete IoU [...] in (-2, 1] of box pairs [..., 4] and [..., 4]; sides are not negative.
+    """Complete IoU [...] in (-2, 1] of box pairs [..., 4].
 
         CIoU = IoU - centre distance^2 / enclosing diagonal^2 - v^2 / (1 - IoU + v)
         v    = 4 / pi^2 * (atan(w_b / h_b) - atan(w_a / h_a))^2

@@ -11,7 +11,7 @@ from ppdist.models.base import ImageModel
 
 
 class ClassificationLoss(Loss):
-    """Mean cross entropy over the images of all micro-batches and ranks of a step.
+    """Mean cross entropy over the images of a step.
 
     With smoothing e, C classes and log-probabilities l, an image of class y costs
 
@@ -43,8 +43,10 @@ class ClassificationLoss(Loss):
         step: int,
         global_normalizers: Tensor | None = None,
     ) -> LossOutput:
-        """As `Loss.forward`; outputs are logits_BC, and the class of an image is that of its first
-        box.  An image without a box has no class and no say.
+        """The loss of one micro-batch; see `Loss.forward`.
+
+        Outputs are logits_BC, and the class of an image is that of its first box. An image without
+        a box has no class and no say.
 
         Returns: normalizer is the number of images; the part `train_top1` counts those whose class
             has the highest logit.

@@ -12,7 +12,7 @@ from paddle import Tensor
 
 
 class Term(NamedTuple):
-    """One of the losses: its weight, and the temperature that softens both sides' logits."""
+    """One loss: its weight, and the temperature of the logits."""
 
     weight: float
     temperature: float
@@ -27,7 +27,7 @@ class Teaching(NamedTuple):
 
 
 def quality_distillation(logits: Tensor, teacher: Tensor, temperature: float) -> Tensor:
-    """Class scores as soft labels of a quality focal loss, summed over all entries: 0-D float32.
+    """Class scores as soft labels of a quality focal loss.
 
         loss = T^2 * sum |t - s|^2 * BCE(s, t),   s = sigmoid(logits / T), t = sigmoid(teacher / T)
 
@@ -42,7 +42,7 @@ def quality_distillation(logits: Tensor, teacher: Tensor, temperature: float) ->
 
 
 def yes_or_no_distillation(logits: Tensor, teacher: Tensor, temperature: float) -> Tensor:
-    """How far yes/no probabilities are from the teacher's, T^2 * KL(t, s): the shape given.
+    """T^2 * KL(teacher, student) of yes/no probabilities, elementwise.
 
     Args: logits, teacher: of independent sigmoids.
     """
@@ -56,7 +56,7 @@ def yes_or_no_distillation(logits: Tensor, teacher: Tensor, temperature: float) 
 def channel_wise_distillation(
     feature_BXHW: Tensor, teacher_BXHW: Tensor, temperature: float
 ) -> Tensor:
-    """How far each channel looks elsewhere in the image than the teacher's: [B] float32.
+    """How far channels look elsewhere than the teacher's: [B].
 
         loss_b = T^2 / X * sum_x KL(softmax over cells of teacher_x / T, the same of feature_x)
 
@@ -80,7 +80,7 @@ def features_distillation(
 def localisation_distillation(
     reg_dist_N4R: Tensor, teacher_N4R: Tensor, weight_N: Tensor, temperature: float
 ) -> Tensor:
-    """How far side distributions are from the teacher's, mean over sides, weighted sum: 0-D.
+    """How far side distributions are from the teacher's: 0-D.
 
         loss = T^2 * sum_n w_n * mean over sides of KL(softmax(teacher / T), softmax(reg_dist / T))
 

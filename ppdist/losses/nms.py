@@ -8,8 +8,10 @@ from ppdist.distributed import paddle_api
 
 
 def multiclass_nms(scores_BNC: Tensor, boxes_BN4: Tensor, nms: NMSConfig) -> tuple[Tensor, Tensor]:
-    """Non-maximum suppression within each class, eager and in a static graph; without an
-    iou_threshold the best of all pairs of prediction and class.
+    """Non-maximum suppression within each class.
+
+    Eager and in a static graph; without an iou_threshold the best of all pairs of prediction and
+    class.
 
     Args:
         scores_BNC: 0..1, float32.
@@ -38,7 +40,10 @@ def multiclass_nms(scores_BNC: Tensor, boxes_BN4: Tensor, nms: NMSConfig) -> tup
 def _best(
     scores_BNC: Tensor, boxes_BN4: Tensor, score_threshold: float, keep: int
 ) -> tuple[Tensor, Tensor]:
-    """The `keep` best above the threshold of each image, by falling score: rows_R6, count_B."""
+    """The `keep` best of each image above the threshold.
+
+    By falling score: rows_R6, count_B.
+    """
     classes = scores_BNC.shape[2]
     # Of a small image there are fewer than `keep`, and how many a static graph does not know:
     # zeros, which pass no threshold, make them enough.
@@ -57,7 +62,10 @@ def _best(
 
 
 def _best_class_only(scores_BNC: Tensor) -> Tensor:
-    """Zero, which passes no threshold, for all but the largest class (the first of equals)."""
+    """Zero for all but the largest class.
+
+    Zero passes no threshold. Of equal classes the first stays.
+    """
     best_BN1 = scores_BNC.argmax(axis=2, keepdim=True)
     classes_C = paddle.arange(scores_BNC.shape[2], dtype=best_BN1.dtype)
     return paddle.where(classes_C == best_BN1, scores_BNC, paddle.zeros_like(scores_BNC))

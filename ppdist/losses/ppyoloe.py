@@ -34,7 +34,7 @@ VARIFOCAL_ALPHA = 0.75  # weight of all that is negative
 
 
 def distribution_focal_loss(logits_BS4R: Tensor, target_BS4: Tensor) -> Tensor:
-    """How far the side distributions are from their targets, mean over the four sides: [B, S].
+    """Distribution focal loss, mean over the four sides: [B, S].
 
         loss = -(r + 1 - y) * log p_r - (y - r) * log p_{r+1},   r = floor(y)
 
@@ -92,7 +92,10 @@ def _negative(logits: Tensor) -> Tensor:
 
 
 class Truth(NamedTuple):
-    """Padded ground truth of a micro-batch: xyxy input pixels, int64 labels, 1 for a real box."""
+    """Padded ground truth of a micro-batch.
+
+    xyxy input pixels, int64 labels, 1 for a real box.
+    """
 
     boxes_BM4: Tensor
     labels_BM: Tensor
@@ -100,7 +103,7 @@ class Truth(NamedTuple):
 
 
 class Predictions(NamedTuple):
-    """Raw outputs of all levels side by side, float32, and where their cells are (pixels)."""
+    """Raw outputs of all levels, float32, and their cells."""
 
     logits_BCN: Tensor
     reg_dist_BN4R: Tensor  # logits over R = BINS lengths of each side
@@ -160,8 +163,11 @@ class PPYOLOELoss(Loss):
         )
 
     def prepare(self, model: PPYOLOE, step: int) -> None:
-        """Before the forward passes of an optimizer step, on every rank: cuts the auxiliary head
-        off from backbone and neck once it has helped them through the beginning."""
+        """Cuts the auxiliary head off once it has helped enough.
+
+        Called before the forward passes of an optimizer step, on every rank: from then on its
+        gradient no longer reaches backbone and neck.
+        """
         model.detach_auxiliary = step >= self.attached_steps
 
     def forward(
@@ -213,9 +219,12 @@ class PPYOLOELoss(Loss):
     def _one_to_one(
         self, class_logits: tuple[Tensor, ...], reg_dist: tuple[Tensor, ...], truth: Truth
     ) -> LossOutput:
-        """Predictions are ranked by the alignment that the other head goes by under TAL without an
+        """Loss of the one-to-one head.
+
+        Predictions are ranked by the alignment that the other head goes by under TAL without an
         auxiliary head, so the one chosen is its best, too, as far as the two say the same: the
-        consistent metric of YOLOv10 (arXiv:2405.14458, section 3.1)."""
+        consistent metric of YOLOv10 (arXiv:2405.14458, section 3.1).
+        """
         outputs = PPYOLOEOutputs(class_logits, reg_dist)
         predictions, _ = _side_by_side(outputs, self.strides)
         return self._score(predictions, truth, self._aligned(predictions, truth, topk=1))
@@ -228,8 +237,10 @@ class PPYOLOELoss(Loss):
         teaching: Teaching,
         global_normalizers: Tensor | None,
     ) -> LossOutput:
-        """See `Loss.distil`; class scores and distributions of all cells, those of boxes by the
-        teacher's best score there.  An auxiliary head is not taught.
+        """See `Loss.distil`; an auxiliary head is not taught.
+
+        Class scores and distributions of all cells, those of boxes by the teacher's best score
+        there.
 
         Of the features an image counts by what it has of the normalizer, by which the step divides:
         a weighted mean over all images of the step, known to nobody before the backward passes.
@@ -271,8 +282,11 @@ class PPYOLOELoss(Loss):
     def _assign(
         self, predictions: Predictions, guide: Predictions, truth: Truth, step: int
     ) -> Assignment:
-        """ATSS knows no predictions and takes its soft labels from the detector's boxes; TAL goes
-        by the guide's predictions (both are the reference's choice)."""
+        """Assigns ground truth to cells, by ATSS or TAL.
+
+        ATSS knows no predictions and takes its soft labels from the detector's boxes; TAL goes by
+        the guide's predictions (both are the reference's choice).
+        """
         if step < self.static_steps:
             slots = atss_assigner(
                 truth.boxes_BM4,
@@ -333,7 +347,7 @@ class PPYOLOELoss(Loss):
 def _side_by_side(
     outputs: PPYOLOEOutputs, strides: tuple[int, ...]
 ) -> tuple[Predictions, Predictions]:
-    """The detector's predictions, and those that assign: the auxiliary head's, else the same."""
+    """The detector's predictions, and those that assign."""
     points_N2, stride_N1 = anchor_points(outputs.class_logits, strides)
     sizes = [(x.shape[2], x.shape[3]) for x in outputs.class_logits]
 

@@ -30,7 +30,9 @@ LEVEL_WEIGHTS = {3: (4.0, 1.0, 0.4), 4: (4.0, 1.0, 0.25, 0.06)}  # of objectness
 
 
 class Matches(NamedTuple):
-    """The slots of one level: slot k * M + m is box m in its own cell, or its neighbour k.
+    """The slots of one level.
+
+    Slot k * M + m is box m in its own cell, or its neighbour k.
 
     cell_BS: int64, row * width + column.
     is_positive_BAS: float32, 1 where the anchor of that cell learns the object, else 0.
@@ -103,14 +105,17 @@ def match_anchors(
 
 
 def _step(fraction_BM: Tensor, place_BM: Tensor, cells: int) -> Tensor:
-    """-1, 1 or 0: where the nearer neighbour lies along one axis, and whether it is there."""
+    """Direction to the nearer neighbour along one axis.
+
+    -1, 1 or 0, and whether it is there.
+    """
     before_BM = (fraction_BM < 0.5) & (place_BM > 1)
     after_BM = (fraction_BM > 0.5) & (place_BM < cells - 1)
     return after_BM.astype("float32") - before_BM.astype("float32")
 
 
 def _rank(step_x_BM: Tensor, step_y_BM: Tensor) -> Tensor:
-    """Order [B, S] of the slots of an image, int64, for two that have one anchor and cell.
+    """Order [B, S] of the slots of an image, int64.
 
     The original lists own cells, left, upper, right, lower neighbours, each box by box, and
     writes their overlaps one over the other: the last one stays.
@@ -124,7 +129,7 @@ def _rank(step_x_BM: Tensor, step_y_BM: Tensor) -> Tensor:
 
 
 def _last_of_cell(cell_BS: Tensor, is_positive_BAS: Tensor, rank_BS: Tensor, cells: int) -> Tensor:
-    """1 for the positive slot of the highest rank of each anchor and cell, else 0."""
+    """1 for the highest-ranked positive slot of each anchor and cell."""
     shape = is_positive_BAS.shape
     cell_BAS = cell_BS.unsqueeze(1).expand(shape)
     rank_BAS = paddle.where(
@@ -195,7 +200,10 @@ class YOLOv5Loss(Loss):
         steps_per_epoch: float,
         reference_batch: int = NOMINAL_BATCH,
     ) -> "YOLOv5Loss":
-        """Gains as the original scales them: an even share of each level, objectness by area."""
+        """The loss with the original's gains.
+
+        An even share of each level, objectness by area.
+        """
         share = 3 / len(model.strides)
         gains = Gains(
             box=config.box_gain * share,
@@ -224,7 +232,10 @@ class YOLOv5Loss(Loss):
     def matches(
         self, boxes_BM4: Tensor, labels_BM: Tensor, mask_BM: Tensor, size: tuple[int, int]
     ) -> list[Matches]:
-        """What each level learns; `size` is (height, width) of the input in pixels."""
+        """What each level learns.
+
+        Args: size: (height, width) of the input in pixels.
+        """
         return [
             match_anchors(
                 boxes_BM4,
@@ -378,7 +389,7 @@ class YOLOv5Loss(Loss):
     def _score(
         self, logits: Tensor, matches: Matches, anchors_A2: Tensor
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Sums of 1 - CIoU, of the objectness and of the class terms of one level."""
+        """Sums of a level: 1 - CIoU, objectness, classes."""
         batch = logits.shape[0]
         logits_BAKN = self._predictions(logits)
         index_B11S = matches.cell_BS.reshape([batch, 1, 1, -1])
@@ -408,7 +419,7 @@ def _local_normalizers(images: int, levels: list[Matches]) -> Tensor:
 
 
 def _decode(logits_BA4S: Tensor, anchors_A2: Tensor) -> Tensor:
-    """Boxes [B, A, S, 4], xyxy in cells from the corner of the cell of each prediction."""
+    """Boxes [B, A, S, 4], xyxy in cells."""
     doubled = F.sigmoid(logits_BA4S).transpose([0, 1, 3, 2]) * 2.0
     wh = doubled[..., 2:].square() * anchors_A2.reshape([1, -1, 1, 2])
     return cxcywh_to_xyxy(paddle.concat([doubled[..., :2] - 0.5, wh], axis=-1))

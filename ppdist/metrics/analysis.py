@@ -76,7 +76,7 @@ class Kind(IntEnum):
 
 
 class Matched(NamedTuple):
-    """Who found what at IoU 0.5, and which detections are sure enough for the operating point."""
+    """Who found what at IoU 0.5, at the operating point."""
 
     truth: GroundTruth
     found: Detections
@@ -92,7 +92,7 @@ def analyse(
     step: int | None = None,
     most: int = COCO_DETECTIONS,
 ) -> dict[str, Any]:
-    """The content of evaluation.json, on one rank alone; plain JSON, None for what has no value.
+    """Content of evaluation.json; plain JSON.
 
     Args:
         dataset, detections_R7, most: as in `ppdist.metrics.coco.evaluate_boxes`.
@@ -144,8 +144,7 @@ def analyse(
 
 
 def scored_images(dataset: DetectionSet) -> dict[str, Any]:
-    """Of evaluation.json: `images`, how many the score is over; `left_out`, those that cannot be
-    read, with the reason."""
+    """`images` and `left_out` of evaluation.json."""
     left_out = [
         {"file": dataset.records[index].path, "why": dataset.unreadable[index]}
         for index in sorted(dataset.unreadable)
@@ -174,7 +173,7 @@ def left_out_line(evaluation: Mapping[str, Any]) -> str:
 def kinds_of(
     truth: GroundTruth, found: Detections, pairs: Pairs, match_F: np.ndarray
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Kind of each detection, and the object it is about, NOBODY for the background; int64 [F].
+    """Kind of each detection and its object; int64 [F].
 
     Args:
         match_F: what `match_as_coco` gave at IOU.
@@ -202,7 +201,7 @@ def kinds_of(
 
 
 def missed(truth: GroundTruth, kind_F: np.ndarray, about_F: np.ndarray) -> np.ndarray:
-    """Objects that no detection found, nor was about with a wrong place or class; bool [G]."""
+    """Objects that no detection is about; bool [G]."""
     seen_G = truth.crowd_G.copy()
     seen_G[about_F[about_F >= 0]] = True
     return ~seen_G
@@ -211,7 +210,10 @@ def missed(truth: GroundTruth, kind_F: np.ndarray, about_F: np.ndarray) -> np.nd
 def count_kinds(
     truth: GroundTruth, kind_F: np.ndarray, about_F: np.ndarray, sure_F: np.ndarray
 ) -> dict[str, int]:
-    """Detections of each kind, and missed objects, where only those of `sure_F` (bool) count."""
+    """Detections of each kind, and missed objects.
+
+    Args: sure_F: bool, those that count.
+    """
     count = np.bincount(kind_F[sure_F], minlength=len(Kind))
     counts = {kind.name.lower(): int(count[kind]) for kind in Kind if kind != Kind.IGNORED}
     return {**counts, "missed": int(missed(truth, kind_F[sure_F], about_F[sure_F]).sum())}
@@ -220,7 +222,9 @@ def count_kinds(
 def gains(
     truth: GroundTruth, found: Detections, kind_F: np.ndarray, about_F: np.ndarray, classes: int
 ) -> dict[str, float | None]:
-    """How much mAP50 would rise with one error type mended, all others left.
+    """Gain of mAP50 with one error type mended.
+
+    All others are left.
 
     All detections count, however unsure.  A wrong place or class is put right where no detection
     found the object, of several about one object that of the surest; the others of the kind are
@@ -263,7 +267,7 @@ def gains(
 
 
 def _mendable(truth: GroundTruth, kind_F: np.ndarray, about_F: np.ndarray) -> np.ndarray:
-    """Of each object that no detection found, the surest one to put right.
+    """The surest detection to mend for each object not found.
 
     It is about the object with a wrong place or class.  Returns: int64 [K], in `Detections`.
     """
@@ -279,7 +283,7 @@ def confused(
     truth: GroundTruth, found: Detections, kind_F: np.ndarray, about_F: np.ndarray,
     sure_F: np.ndarray, classes: int,
 ) -> tuple[np.ndarray, np.ndarray]:  # fmt: skip
-    """True class of each detection and object, and its class as detected; C: the background.
+    """True and detected class of detections and objects.
 
     By the kinds of `kinds_of`, so that matrix and error types agree: a detection that is correct,
     or of a wrong class, has the true class of its object, any other the background's.  So has as
@@ -319,7 +323,7 @@ def confusion_table(true_K: np.ndarray, called_K: np.ndarray, size: int) -> dict
 
 
 def _voc(truth: GroundTruth, found: Detections, match_F: np.ndarray, classes: int) -> np.ndarray:
-    """Average precision of each class, 11 points and area; [C, 2], NaN without objects."""
+    """VOC's average precision of each class; [C, 2]."""
     rights = right_by_class(found.label_F, match_F, classes)
     objects = objects_of(truth, classes).tolist()
     values = [voc_average_precision(right_F, count) for right_F, count in zip(rights, objects)]
@@ -394,7 +398,7 @@ def _curves(arrays: CocoArrays, counts: Counts) -> dict[str, Any]:
 
 
 def _worst_and_best(dataset: DetectionSet, matched: Matched) -> dict[str, list[dict[str, Any]]]:
-    """Images with the most and with the fewest missed objects and wrong detections.
+    """Images with the most and with the fewest errors.
 
     Of equals those with fewer, or more, objects found come first.  Images with neither objects nor
     sure detections are in no list.
@@ -429,7 +433,7 @@ def _worst_and_best(dataset: DetectionSet, matched: Matched) -> dict[str, list[d
 
 
 def _boxes(matched: Matched, place: int) -> dict[str, list]:
-    """What is on one image, for whoever draws it; pixels of the original image.
+    """What is on one image, in original pixels.
 
     Returns: `true`, rows of class, x1, y1, x2, y2 and whether it was found; `predicted`, rows of
         class, score, x1, y1, x2, y2 and what the detection is, a name of `Kind` in lower case.
@@ -522,7 +526,7 @@ _NARROW = {
 
 
 def class_table(evaluation: Mapping[str, Any], most: int | None = None) -> str:
-    """Images, objects, P, R and AP of all classes together and of each; fits 80 columns.
+    """Images, objects, P, R and AP by class.
 
     Args:
         evaluation: content of evaluation.json, of a detector or classifier.

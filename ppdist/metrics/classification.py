@@ -28,7 +28,7 @@ class Ranking(NamedTuple):
 
 
 def rank(probabilities_NC: np.ndarray, labels_N: np.ndarray, index_N: np.ndarray) -> Ranking:
-    """Ranks the classes of each image; of equally sure ones the smaller number goes first.
+    """Ranks the classes of each image.
 
     Where a probability is not a number the true class is found in no place.
 
@@ -45,7 +45,7 @@ def rank(probabilities_NC: np.ndarray, labels_N: np.ndarray, index_N: np.ndarray
 
 
 def accuracy(ranking: Ranking) -> dict[str, float]:
-    """{"top1", "top5"}: part of the images, 0..1, whose true class is first, or among five."""
+    """Top-1 and top-5 accuracy, 0..1."""
     within = {"top1": 1, "top5": 5}
     return {name: float((ranking.place_N < within[name]).mean()) for name in CLASSIFICATION_METRICS}
 
@@ -53,7 +53,7 @@ def accuracy(ranking: Ranking) -> dict[str, float]:
 def analyse_classes(
     dataset: DetectionSet, ranking: Ranking, step: int | None = None
 ) -> dict[str, Any]:
-    """The content of a classifier's evaluation.json; plain JSON, None for what has no value.
+    """Content of a classifier's evaluation.json; plain JSON.
 
     Returns: `metrics`; `per_class`: images, top1 and top5 of them, precision (part of the images
         called so that are); `confusion`, see `confusion_table`; images where the model gave no
@@ -87,7 +87,7 @@ def analyse_classes(
 
 
 def write_ranking(path: Path, dataset: DetectionSet, ranking: Ranking) -> None:
-    """Writes a JSON list, an image an entry: its file, its true class and its surest classes.
+    """Writes each image's file, true class and surest classes.
 
     The file appears whole or not at all.
 

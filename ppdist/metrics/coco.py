@@ -49,7 +49,9 @@ SIZES = ("small", "medium", "large")
 
 
 class CocoArrays(NamedTuple):
-    """What COCO's numbers are means of; -1 where there is nothing to measure.
+    """Precision and recall that COCO's numbers are means of.
+
+    -1 where there is nothing to measure.
 
     precision_TRCAM: 10 IoUs (0.50:0.05:0.95), 101 recalls, class, area (all, small, medium,
     large), at most 1, 10, 100 detections of an image, and where evaluation counts more, so many.
@@ -162,7 +164,10 @@ def dictionaries(
 def _annotations(
     image_X: np.ndarray, label_X: np.ndarray, box_X4: np.ndarray
 ) -> list[dict[str, Any]]:
-    """Ids start at 1: pycocotools takes a match with object 0 for no match."""
+    """Annotations of a COCO file.
+
+    Ids start at 1: pycocotools takes a match with object 0 for no match.
+    """
     rows = zip(image_X.tolist(), label_X.tolist(), box_X4.tolist())
     return [
         {"id": number, "image_id": image, "category_id": label, "bbox": box}
@@ -245,8 +250,10 @@ def _parts(rows_RK: np.ndarray) -> Iterator[np.ndarray]:
 
 
 def _rows_as_json(dataset: DetectionSet, rows_R7: np.ndarray) -> bytes:
-    """What `json.dumps` makes of a dictionary for each row, without one: rows of bytes, padded with
-    zero bytes, which no JSON holds and which go at the end."""
+    """Detections as JSON, without a dictionary for each row.
+
+    Rows of bytes, padded with zero bytes, which no JSON holds and which go at the end.
+    """
     rows_R7 = rows_R7.astype(np.float64)
     records = dataset.records
     x_R, y_R = rows_R7[:, 3], rows_R7[:, 4]
@@ -278,8 +285,7 @@ def _chosen(value_of: Callable[[int], int], places_R: np.ndarray) -> np.ndarray:
 
 
 def _decimal(values_R: np.ndarray, places: int) -> tuple[np.ndarray, ...]:
-    """Sign, whole part, and point with what follows, of numbers rounded to so many places; each as
-    bytes [R].
+    """Rounded numbers as bytes [R]: sign, whole part, fraction.
 
     The digits are those of Python's `round`: the product of a float32 is exact.
     """

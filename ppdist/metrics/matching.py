@@ -43,7 +43,9 @@ class GroundTruth(NamedTuple):
 
 
 class Detections(NamedTuple):
-    """Detections of a set, the surest first; of equally sure ones that of the earlier image.
+    """Detections of a set, the surest first.
+
+    Of equally sure ones that of the earlier image.
 
     image_F: int64 place of the image; label_F: int64; score_F: float64; box_F4: as
     `GroundTruth.box_G4`.
@@ -56,7 +58,9 @@ class Detections(NamedTuple):
 
 
 class Pairs(NamedTuple):
-    """Detections and objects of one image that overlap by NEAR or more, of any classes.
+    """Overlapping detections and objects of one image.
+
+    They overlap by NEAR or more, and may be of any classes.
 
     found_P, object_P: int64 positions in `Detections` and `GroundTruth`, rising.  iou_P: float64
     intersection over union.  overlap_P: the same, but the part of the detection that lies on it
@@ -73,7 +77,10 @@ class Pairs(NamedTuple):
 
 
 def truth_of(dataset: DetectionSet) -> GroundTruth:
-    """All objects of a set but those of images that cannot be read; its images by ascending id."""
+    """All objects of a set, its images by ascending id.
+
+    Those of images that cannot be read are left out.
+    """
     ids_N = np.array([record.image_id for record in dataset.records], np.int64)
     order_N = np.argsort(ids_N, kind="stable")
     records = [dataset.records[index] for index in order_N]
@@ -130,7 +137,7 @@ def _sides(corners_X4: np.ndarray) -> np.ndarray:
 
 
 def _rank_within(image_F: np.ndarray, label_F: np.ndarray) -> np.ndarray:
-    """Of each detection, how many of its class and image stand before it."""
+    """Rank of each detection within its class and image."""
     group_F = image_F * (1 + label_F.max(initial=0)) + label_F
     order_F = np.argsort(group_F, kind="stable")
     sorted_F = group_F[order_F]
@@ -187,7 +194,9 @@ def _overlap(
 def match_as_coco(
     truth: GroundTruth, found: Detections, pairs: Pairs, threshold: float
 ) -> np.ndarray:
-    """Object that each detection found, int64 [F]; CROWD: it lies on one; NOBODY: on nothing.
+    """Object that each detection found, int64 [F].
+
+    CROWD: it lies on one; NOBODY: on nothing.
 
     From the surest down, each takes the object of its class that it overlaps most, by `threshold`
     or more, of those that are left; a crowd where there is none, which is never used up.
@@ -250,7 +259,7 @@ def match_as_voc(truth: GroundTruth, found: Detections, pairs: Pairs) -> np.ndar
 
 
 def most_overlapped(pairs: Pairs, by_P: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Detections that have a pair, rising; the object each overlaps most; how much.
+    """Detections with a pair, and the object each overlaps most.
 
     Of equals it is the first object.
     """
@@ -260,7 +269,7 @@ def most_overlapped(pairs: Pairs, by_P: np.ndarray) -> tuple[np.ndarray, np.ndar
 
 
 class Counts(NamedTuple):
-    """Detections of each class from each confidence on, and objects of each class.
+    """Detections by class and confidence, objects by class.
 
     right_CT, wrong_CT: int64, detections of at least CONFIDENCE_T that found an object, and that
     found none.  objects_C: int64.
@@ -282,8 +291,10 @@ class Counts(NamedTuple):
 
     @property
     def f1_CT(self) -> np.ndarray:
-        """2 right / (objects + detections), which is the harmonic mean of precision and recall;
-        NaN for a class without objects."""
+        """F1 by class and confidence.
+
+        2 right / (objects + detections); NaN for a class without objects.
+        """
         objects_C1 = self.objects_C[:, None]
         both_CT = np.where(objects_C1 > 0, objects_C1 + self.right_CT + self.wrong_CT, 0)
         return _part(2 * self.right_CT, both_CT)
@@ -319,7 +330,7 @@ def objects_of(truth: GroundTruth, classes: int) -> np.ndarray:
 
 
 def best_step(counts: Counts) -> int | None:
-    """Position in CONFIDENCE_T where the mean F1 of classes with objects is largest.
+    """Position in CONFIDENCE_T of the largest mean F1.
 
     The middle one of several; None: there is no object.
     """
@@ -331,7 +342,9 @@ def best_step(counts: Counts) -> int | None:
 
 
 def operating_points(counts: Counts) -> dict[str, float]:
-    """Means over classes with objects: at the confidence where the mean F1 is largest, and at 0.25.
+    """Precision, recall and F1 at the best F1, and at 0.25.
+
+    Means over classes with objects.
 
     Precision is the mean of the classes of which something was found, 0 where nothing was.
     Returns: OPERATING_POINTS, each -1 where the set has no object.
@@ -380,7 +393,7 @@ def mean_of_measured(values_CX: np.ndarray) -> np.ndarray:
 
 
 def right_by_class(label_F: np.ndarray, match_F: np.ndarray, classes: int) -> list[np.ndarray]:
-    """Of each class, whether each detection found an object, crowds left out; bool, surest first.
+    """Whether each detection of a class is right.
 
     Args:
         label_F, match_F: of detections in the order of `Detections`.
@@ -393,7 +406,7 @@ def right_by_class(label_F: np.ndarray, match_F: np.ndarray, classes: int) -> li
 
 
 def coco_average_precision(right_F: np.ndarray, objects: int) -> float:
-    """Mean over RECALL_R of the best precision at that recall or more; NaN without objects."""
+    """COCO's average precision of a class; NaN without objects."""
     if not objects:
         return float("nan")
     precision_F, recall_F = _precision_recall(right_F, objects)
@@ -402,7 +415,7 @@ def coco_average_precision(right_F: np.ndarray, objects: int) -> float:
 
 
 def voc_average_precision(right_F: np.ndarray, objects: int) -> tuple[float, float]:
-    """Average precision of one class by the rules of VOC 2007 and of VOC since 2010.
+    """Average precision by VOC 2007 and by VOC 2010.
 
     The mean of the best precision at 11 recalls, and the area under the best precision; NaN without
     objects.
@@ -419,7 +432,7 @@ def voc_average_precision(right_F: np.ndarray, objects: int) -> tuple[float, flo
 
 
 def _precision_recall(right_F: np.ndarray, objects: int) -> tuple[np.ndarray, np.ndarray]:
-    """Precision and recall of the 1, 2, ... surest detections of one class.
+    """Precision and recall of a class by number of detections.
 
     Args:
         right_F: bool, whether each found an object, the surest first.
@@ -434,7 +447,7 @@ def _envelope(precision_F: np.ndarray) -> np.ndarray:
 
 
 def calibration(found: Detections, match_F: np.ndarray, least: float) -> dict[str, Any]:
-    """How often detections of a confidence are right, in ten bins of equal width.
+    """Precision by confidence, in ten bins of equal width.
 
     An evaluation keeps detections of nearly no confidence, hundreds an image, which are rightly
     unsure.  A mean over all of them says how these are calibrated; whoever uses the model sees

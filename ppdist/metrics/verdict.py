@@ -44,7 +44,7 @@ class Finding(NamedTuple):
 
 
 class _Course(NamedTuple):
-    """The score by which a run is judged, at each of its evaluations."""
+    """The score of a run at each of its evaluations."""
 
     metric: str
     records: Sequence[Mapping[str, Any]]
@@ -190,7 +190,7 @@ def _of_course(
 
 
 def _fall(values: Sequence[float]) -> float | None:
-    """What the score has fallen to at the end; None: it has not."""
+    """The score at the end, if it has fallen."""
     if len(values) < _FEWEST:
         return None
     smooth = [median(values[at : at + _SMOOTH]) for at in range(len(values) - _SMOOTH + 1)]
@@ -199,7 +199,7 @@ def _fall(values: Sequence[float]) -> float | None:
 
 
 def _gain(course: _Course) -> float:
-    """By how much the last part of the evaluations surpassed all before; 0: by next to nothing."""
+    """Gain of the last part of the evaluations."""
     values = course.values
     late = max(1, round(_LATE * len(values)))
     if len(values) <= late:
@@ -225,7 +225,7 @@ class OverFitting(NamedTuple):
 
 
 def over_fitting(pairs: Sequence[tuple[float, float]]) -> OverFitting | None:
-    """Whether the validation loss rose while the training loss fell; None: not, or not yet known.
+    """Whether validation loss rose while training loss fell.
 
     Both are smoothed; the validation loss is 20 % above its lowest, and the training loss is below
     what it was then.

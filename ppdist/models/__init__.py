@@ -21,7 +21,9 @@ MODELS: dict[str, Callable[[Any], ImageModel]] = {
 
 
 def build_model(config: ModelConfig | DetectorConfig) -> ImageModel:
-    """The model a `model:` section describes, with fresh weights drawn from paddle's seed.
+    """Model of a `model:` section, with fresh weights.
+
+    Drawn from paddle's seed.
 
     Raises: ConfigError: it is a plugin's, whose model cannot be imported.
     """

@@ -20,7 +20,7 @@ from ppdist.models.layers import C3, SPPF, ConvBNLayer, EffectiveSELayer, RepBlo
 
 
 class Backbone(nn.Layer):
-    """Base of all backbones: the contract between a backbone, its model and the optimizer.
+    """Base of all backbones: their contract with model and optimizer.
 
     Attributes:
         finest: the finest level that it has.
@@ -45,7 +45,10 @@ class Backbone(nn.Layer):
         return {}
 
     def original_keys(self) -> dict[str, str]:
-        """Our key -> that of its published weights, where they are another torch backbone's."""
+        """Our key -> that of its published weights.
+
+        Where they are another torch backbone's.
+        """
         return {}
 
     def forward(self, images_B3HW: Tensor) -> list[Tensor]:
@@ -218,7 +221,10 @@ def build_backbone(
 
 
 def scaled_width(channels: int, width: float) -> int:
-    """Channels at a width multiple; at least 2, because stages work on halves."""
+    """Channels at a width multiple.
+
+    At least 2, because stages work on halves.
+    """
     return max(round(channels * width), 2)
 
 

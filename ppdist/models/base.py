@@ -33,7 +33,11 @@ class ImageModel(nn.Layer):
     Attributes:
         task: what it predicts: "detect" boxes with classes, "classify" whole images.
         needs_nms: predictions of one object overlap, so they need suppression.
-        needs_anchors: boxes are predicted as multiples of anchors, which fit a training set.
+        needs_anchors: boxes are predicted as multiples of anchors, which fit a training set; then
+            the model has the next two, `anchors_LA2` and `set_anchors`, and its loss the key
+            `anchor_threshold`.
+        given_anchors_LA2: they stay whatever a weight file has; None: not given.
+        fits_anchors: others may be fitted to the training set.
         backbone: the layers that see the image first.
         num_classes: C.
         size_multiple: height and width of the input are multiples of this, pixels.
@@ -50,6 +54,8 @@ class ImageModel(nn.Layer):
     task: ClassVar[Task]
     needs_nms: bool = False
     needs_anchors: ClassVar[bool] = False
+    given_anchors_LA2: np.ndarray | None = None
+    fits_anchors: bool = False
     backbone: Backbone
     class_layers: tuple[str, ...] = ()
     rows_before_classes: ClassVar[int] = 0
@@ -72,7 +78,7 @@ class ImageModel(nn.Layer):
 
     @property
     def stages(self) -> dict[str, list[str]]:
-        """State-dict keys by stage, in the order in which an image passes the stages.
+        """State-dict keys by stage, in the image's order.
 
             PP-YOLOE: backbone.stem, backbone.stages.0, ... neck, head
             YOLOv5:   backbone.stem, backbone.down2,    ... neck, head  (a classifier has no neck)
@@ -92,14 +98,17 @@ class ImageModel(nn.Layer):
         return {name: keys for name, keys in stages.items() if keys}
 
     def official_keys(self) -> dict[str, str]:
-        """Our state-dict key -> the key under which the original implementation keeps the entry.
+        """Our state-dict key -> the original implementation's.
 
         Equal where the names are the original's own; otherwise the original is a torch model.
         """
         return {key: key for key in self.state_dict()}
 
     def normalize(self, images_B3HW: Tensor) -> Tensor:
-        """RGB images 0..255, uint8 or float, to float32 with (value - mean) / std per channel."""
+        """RGB images 0..255 to float32: (value - mean) / std.
+
+        uint8 or float; per channel.
+        """
         images = images_B3HW
         if images.dtype != paddle.float32:
             images = images.astype("float32")
@@ -110,13 +119,25 @@ class ImageModel(nn.Layer):
         return images - mean if set(self.pixel_std) == {1.0} else (images - mean) / std
 
     def _pixel_statistics(self, images: Tensor) -> tuple[Tensor, Tensor]:
-        """Mean and deviation [1, 3, 1, 1] beside the images, copied to their device once."""
+        """Mean and deviation [1, 3, 1, 1] beside the images.
+
+        Copied to their device once.
+        """
         if not paddle.in_dynamic_mode():
             return _channels(self.pixel_mean), _channels(self.pixel_std)
         place = str(images.place)
         if place not in self._statistics:
             self._statistics[place] = _channels(self.pixel_mean), _channels(self.pixel_std)
         return self._statistics[place]
+
+    @property
+    def anchors_LA2(self) -> np.ndarray:
+        """Width and height in input pixels, levels fine to coarse."""
+        raise NotImplementedError
+
+    def set_anchors(self, pixels_LA2: np.ndarray) -> None:
+        """Replaces the anchors in place."""
+        raise NotImplementedError
 
     def forward(self, images_B3HW: Tensor) -> Any:
         """Raw outputs of normalised images; H and W are multiples of `size_multiple`."""
@@ -127,11 +148,17 @@ class ImageModel(nn.Layer):
         raise NotImplementedError
 
     def predict(self, images_B3HW: Tensor) -> Any:
-        """What a user wants to know of RGB images 0..255; the caller sets mode and gradients."""
+        """Predictions of RGB images 0..255.
+
+        The caller sets mode and gradients.
+        """
         return self.decode(self(self.normalize(images_B3HW)))
 
     def parameter_count(self) -> int:
-        """Weights, biases and norm scales, frozen ones too; running statistics are not counted."""
+        """Number of weights, frozen ones too.
+
+        Running statistics are not counted.
+        """
         return sum(_weight_sizes(self).values())
 
     def fuse(self) -> None:
@@ -142,7 +169,10 @@ class ImageModel(nn.Layer):
         self.eval()
 
     def fuse_conv_bn(self) -> None:
-        """Fuses every batch norm into its convolution, in place; eval outputs as after `fuse`."""
+        """Fuses batch norms into convolutions, in place.
+
+        Eval outputs are those after `fuse`.
+        """
         for layer in self.sublayers():
             if isinstance(layer, ConvBNLayer):
                 layer.fuse_conv_bn()
@@ -159,7 +189,10 @@ class ImageModel(nn.Layer):
         self.set_pixel_statistics(self.pixel_mean, [1.0, 1.0, 1.0])
 
     def set_pixel_statistics(self, mean: list[float], std: list[float]) -> None:
-        """What `normalize` does from now on; a mean of 0 and a deviation of 1: nothing."""
+        """Sets what `normalize` does.
+
+        A mean of 0 and a deviation of 1: nothing.
+        """
         self.pixel_mean, self.pixel_std = mean, std
         self._statistics.clear()
 
@@ -194,12 +227,17 @@ class Detector(ImageModel):
         raise NotImplementedError
 
     def become_teacher(self) -> None:
-        """In place, with its weights loaded: from now on its raw outputs are those that a student
-        is to learn from."""
+        """Makes raw outputs those that a student learns from.
+
+        In place, with its weights loaded.
+        """
 
 
 def _weight_sizes(model: nn.Layer) -> dict[str, int]:
-    """Numbers in each parameter by key, without running statistics, which Paddle counts as such."""
+    """Numbers in each parameter by key.
+
+    Without running statistics, which Paddle counts as such.
+    """
     return {
         key: math.prod(value.shape)
         for key, value in model.named_parameters()
@@ -251,7 +289,9 @@ Freeze = int | Sequence[str] | None  # see `frozen_keys`
 
 
 def freeze(model: ImageModel, what: Freeze) -> frozenset[str]:
-    """Stops the training of parts of a model, in place; before an optimizer is built.
+    """Freezes parts of a model, in place.
+
+    Called before an optimizer is built.
 
     Every rank does so alike.  Their weights get no gradient and so neither an update nor decay;
     their batch norms normalise by the running statistics and leave them alone, also in training
@@ -333,7 +373,7 @@ def _beginning_with(prefix: str, keys: list[str]) -> list[str]:
 
 
 def freezing(model: ImageModel, what: Freeze) -> list[str]:
-    """A line for the log: what of the model is frozen; nothing where nothing is.
+    """Log line: what of the model is frozen.
 
     Raises: ConfigError: see `frozen_keys`.
     """

@@ -21,7 +21,10 @@ class FeatureMaps:
         return x
 
     def share(self, x: Tensor, count: int) -> Sequence[Tensor]:
-        """The feature map once for each of so many readers, which may sum its gradients faster."""
+        """The map once for each of `count` readers.
+
+        Its gradients may then be summed faster.
+        """
         return [x] * count
 
     def add(self, x: Tensor, y: Tensor) -> Tensor:
@@ -46,11 +49,14 @@ class FeatureMaps:
         return paddle.stack([x, x], axis=3).flatten(2, 3)
 
     def spatial_mean(self, x: Tensor) -> Tensor:
-        """Mean over all cells, [B, C, 1, 1], float32 of a map in bfloat16."""
+        """Mean over all cells, [B, C, 1, 1].
+
+        float32 of a map in bfloat16.
+        """
         return F.adaptive_avg_pool2d(x.astype("float32") if x.dtype == paddle.bfloat16 else x, 1)
 
     def scale_channels(self, x: Tensor, factor_BC11: Tensor) -> Tensor:
-        """The feature map with each channel multiplied by its factor, which is float32."""
+        """Multiplies each channel by its factor, which is float32."""
         if x.dtype == paddle.bfloat16:  # the gradient of a factor sums a whole map
             return (x.astype("float32") * factor_BC11).astype("bfloat16")
         return x * factor_BC11

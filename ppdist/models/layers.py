@@ -91,7 +91,10 @@ class ConvBNLayer(nn.Layer):
 
     @paddle.no_grad()
     def fuse_conv_bn(self) -> None:
-        """Fuses the batch norm into the convolution, which gets a bias; same eval output."""
+        """Fuses the batch norm into the convolution.
+
+        The convolution gets a bias; eval outputs stay.
+        """
         if isinstance(self.bn, nn.Identity):
             return
         kernel, bias = _fused_conv_bn(self)
@@ -102,7 +105,7 @@ class ConvBNLayer(nn.Layer):
 
 
 def _fused_conv_bn(block: ConvBNLayer) -> tuple[Tensor, Tensor]:
-    """Kernel and bias of one convolution that equals convolution plus frozen batch norm."""
+    """Kernel and bias of a convolution with its batch norm."""
     norm = block.bn
     mean, variance = paddle_api.running_statistics(norm)
     scale = norm.weight / paddle.sqrt(variance + paddle_api.epsilon(norm))
@@ -141,7 +144,10 @@ class RepConv(nn.Layer):
 
     @paddle.no_grad()
     def fuse(self) -> None:
-        """Replaces both branches by the 3x3 convolution (with bias) of the same eval output."""
+        """Replaces both branches by one 3x3 convolution.
+
+        It has a bias, and the same eval output.
+        """
         if self.conv is not None:
             return
         kernel, bias = _fused_conv_bn(self.conv1)
@@ -183,7 +189,10 @@ class RepBlock(_ConvolvedTwice):
 
 @passes_maps
 class EffectiveSELayer(nn.Layer):
-    """x * hardsigmoid(fc(mean over H and W of x)): the "effective SE" of arXiv:1911.06667."""
+    """Effective squeeze and excitation (arXiv:1911.06667).
+
+    x * hardsigmoid(fc(mean over H and W of x))
+    """
 
     def __init__(self, channels: int) -> None:
         super().__init__()
@@ -196,7 +205,10 @@ class EffectiveSELayer(nn.Layer):
 
 @passes_maps
 class SPP(nn.Layer):
-    """The input beside its max-poolings of SIZES (stride 1), mixed by a 1x1 ConvBNLayer."""
+    """Spatial pyramid pooling.
+
+    The input beside its max-poolings of SIZES (stride 1), mixed by a 1x1 ConvBNLayer.
+    """
 
     SIZES = (5, 9, 13)  # pixels
 
@@ -230,7 +242,10 @@ class Bottleneck(_ConvolvedTwice):
 
 @passes_maps
 class C3(nn.Layer):
-    """Half the channels pass through bottlenecks, half beside them; a 1x1 mixes both."""
+    """Cross-stage partial block with three convolutions.
+
+    Half the channels pass through bottlenecks, half beside them; a 1x1 mixes both.
+    """
 
     def __init__(self, in_channels: int, out_channels: int, blocks: int, residual: bool) -> None:
         super().__init__()
@@ -247,7 +262,10 @@ class C3(nn.Layer):
 
 @passes_maps
 class SPPF(nn.Layer):
-    """1x1, three 5x5 max-poolings one after the other (fields 5, 9, 13), all four mixed by 1x1."""
+    """Spatial pyramid pooling, chained.
+
+    1x1, three 5x5 max-poolings one after the other (fields 5, 9, 13), all four mixed by 1x1.
+    """
 
     def __init__(self, channels: int) -> None:
         super().__init__()
@@ -262,7 +280,10 @@ class SPPF(nn.Layer):
 
 
 def set_activation(model: nn.Layer, name: str) -> None:
-    """Makes `name`, a row of `ACTIVATIONS`, that of every layer without one of its own."""
+    """Sets the activation of layers without one of their own.
+
+    Args: name: a row of `ACTIVATIONS`.
+    """
     for layer in model.sublayers():
         if isinstance(layer, RepConv) or (isinstance(layer, ConvBNLayer) and layer.follows_model):
             layer.activation = name
@@ -270,7 +291,9 @@ def set_activation(model: nn.Layer, name: str) -> None:
 
 @paddle.no_grad()
 def start_uniform(model: nn.Layer) -> None:
-    """Draws convolution and linear weights from U(-b, b), b = fan_in ** -0.5, torch's default.
+    """Draws weights as torch does: U(-b, b), b = fan_in ** -0.5.
+
+    Of convolutions and linear layers.
 
     Paddle's default is sqrt(6) times as large.  Behind a batch norm the length of a weight does not
     matter to the output but divides its learning rate (arXiv:1706.05350), so the published recipe

@@ -141,7 +141,7 @@ def section_of(config: ExperimentConfig) -> dict[str, Any]:
 
 
 def normalisation_of(model: ImageModel) -> NormalisationSection:
-    """The normalisation of a model's pixels, as (x / 255 - mean) / std."""
+    """Normalisation of pixels as (x / 255 - mean) / std."""
     mean = [round(value / 255, 9) for value in model.pixel_mean]
     std = [round(value / 255, 9) for value in model.pixel_std]
     return NormalisationSection(mean=(mean[0], mean[1], mean[2]), std=(std[0], std[1], std[2]))
@@ -166,7 +166,10 @@ def origin(data: str, start: Path | None, card: ModelCard | None) -> tuple[str, 
 
 
 def average_of(members: Sequence[Path], warn: Callable[[str], None]) -> tuple[str, str]:
-    """Licence and source of weights that average others; each licence of a member stays."""
+    """Licence and source of averaged weights.
+
+    Each licence of a member stays.
+    """
     cards = [card for path in members if (card := read_card_or_warn(path, warn)) is not None]
     licences = list(dict.fromkeys(card.licence for card in cards if card.licence))
     sources = list(dict.fromkeys(card.source for card in cards if card.source))
@@ -174,7 +177,7 @@ def average_of(members: Sequence[Path], warn: Callable[[str], None]) -> tuple[st
 
 
 def licence_warning(weights: Path | str, card: ModelCard | None) -> str:
-    """A line for whoever loads weights whose licence reaches what is made of them; "" for others.
+    """Warning where a licence reaches what is made; "": none.
 
     Args: card: of the weights.
     """
@@ -187,7 +190,9 @@ def licence_warning(weights: Path | str, card: ModelCard | None) -> str:
 
 
 def read_card(path: Path | str) -> ModelCard | None:
-    """The card of weights; None: they have none (.pdparams, files of older versions, others).
+    """The card of weights; None: they have none.
+
+    Files without are .pdparams, those of older versions, others.
 
     An older checkpoint's is completed from its config.yml.  Nothing in it is run, and its size is
     bounded; its texts are a stranger's.
@@ -213,7 +218,10 @@ def read_card(path: Path | str) -> ModelCard | None:
 
 
 def _of_zoo(entry: PublishedWeights | None, card: ModelCard | None) -> ModelCard | None:
-    """A card with what is known of published weights.  Args: card: what their file says."""
+    """A card with what is known of published weights.
+
+    Args: card: what their file says.
+    """
     if entry is None:
         return card
     known: dict[str, Any] = {
@@ -235,8 +243,9 @@ def _of_zoo(entry: PublishedWeights | None, card: ModelCard | None) -> ModelCard
 
 
 def read_card_or_warn(path: Path | str, warn: Callable[[str], None]) -> ModelCard | None:
-    """As `read_card`, for whoever can do without: a card that is none, and a licence that reaches
-    what is made of the weights, are warnings.
+    """As `read_card`; what is wrong becomes a warning.
+
+    A card that is none, and a licence that reaches what is made of the weights.
 
     Raises: WeightsError: no such file, or damaged.
     """
@@ -313,7 +322,10 @@ def _of_checkpoint(folder: Path) -> ModelCard | None:
 
 
 def _of_config(file: Path) -> ModelCard | None:
-    """Of a checkpoint that is older than cards; None: its config is no longer one."""
+    """Card of a checkpoint that is older than cards.
+
+    None: its config is no longer one.
+    """
     try:
         config = load_config(file)
     except UserError:
@@ -348,7 +360,10 @@ _YOLOV5_NMS = NMSConfig(score_threshold=0.001, iou_threshold=0.6, candidates=100
 
 
 def _of_torch(content: object) -> ModelCard | None:
-    """Of a pickled model, or of a dict that holds one; None: a state dict says nothing."""
+    """Card of a pickled model, or a dict with one.
+
+    None: a state dict says nothing.
+    """
     saved = mapping(content) or {}
     for each in (saved.get("ema"), saved.get("model"), content):
         if isinstance(each, Made) and each.maker.module.startswith(_ULTRALYTICS):
@@ -376,7 +391,7 @@ def _of_ultralytics(model: Made, saved: Mapping[str, object]) -> ModelCard:
 
 
 def _names(value: object) -> tuple[str, ...]:
-    """Class names, a list or a dict from 0, 1, ...; () where they are neither."""
+    """Class names of a list or dict; (): neither."""
     if isinstance(value, Made):
         value = [name for _, name in sorted((k, v) for k, v in value.items if type(k) is int)]
     if not isinstance(value, list) or len(value) > _MOST_CLASSES:
@@ -386,7 +401,10 @@ def _names(value: object) -> tuple[str, ...]:
 
 
 def _yolov5(rows: Mapping[str, Any], named: int, opt: object) -> YOLOv5Config | None:
-    """The `model` section of a YOLOv5 from the description pickled with it; None: it is another."""
+    """The `model` section of a pickled YOLOv5.
+
+    From the description pickled with it; None: it is another.
+    """
     head, depth, width = rows.get("head"), rows.get("depth_multiple"), rows.get("width_multiple")
     try:
         froms, _, kind = head[-1][:3]  # type: ignore[index]
@@ -413,7 +431,7 @@ def _yolov5(rows: Mapping[str, Any], named: int, opt: object) -> YOLOv5Config | 
 
 
 def require_fit(model: ModelConfig, weights: Path | str) -> None:
-    """Checks a name of the zoo against the model that is to start from it, without a download.
+    """Checks published weights against the model, without a download.
 
     Raises: WeightsError: they are a detector's of another family or size.
     """
@@ -441,7 +459,10 @@ def require_fit(model: ModelConfig, weights: Path | str) -> None:
 
 @cache
 def _detector_of(entry: PublishedWeights) -> ModelConfig | None:
-    """The detector that an entry is the weights of; None: of a backbone or a classifier."""
+    """The detector of an entry; None: it has none.
+
+    A backbone or a classifier.
+    """
     if entry.protocol is None:
         return None
     model = load_config(find_config(entry.config), entry.overrides).model
@@ -449,7 +470,10 @@ def _detector_of(entry: PublishedWeights) -> ModelConfig | None:
 
 
 def _same_design(one: ModelConfig, other: ModelConfig) -> bool:
-    """Whether weights of one may fit the other; sizes of its own are left to the file."""
+    """Whether weights of one may fit the other.
+
+    Sizes of its own are left to the file.
+    """
     if one.name != other.name:
         return False
     own = any(getattr(other, key, None) for key in ("depth_multiple", "width_multiple"))

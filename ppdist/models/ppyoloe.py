@@ -48,8 +48,9 @@ BINS = 17  # R: a side is 0..16 strides long, a distribution over 17 integers (D
 
 
 class PPYOLOEOutputs(NamedTuple):
-    """Raw outputs per level, strides falling (32, 16, 8).  With a one-to-one head the first two are
-    its outputs wherever no gradient can come back.
+    """Raw outputs per level, strides falling (32, 16, 8).
+
+    With a one-to-one head the first two are its outputs wherever no gradient can come back.
 
     class_logits: [B, C, H, W] each; reg_dist: [B, 4 * BINS, H, W] each, logits of distributions,
         channel side * BINS + bin, sides left, top, right, bottom.
@@ -70,7 +71,10 @@ class PPYOLOEOutputs(NamedTuple):
 
 @passes_maps
 class NeckStage(nn.Layer):
-    """CSP stage of the neck: RepBlocks without residual, optionally a pooling pyramid inside."""
+    """CSP stage of the neck: RepBlocks without residual.
+
+    Optionally with a pooling pyramid inside.
+    """
 
     def __init__(self, in_channels: int, out_channels: int, blocks: int, pyramid: bool) -> None:
         super().__init__()
@@ -91,7 +95,9 @@ class NeckStage(nn.Layer):
 
 @passes_maps
 class CustomCSPPAN(nn.Layer):
-    """CSP-PAN: features of strides 8, 16, 32 in, fused features of strides 32, 16, 8 out.
+    """CSP-PAN: features fine to coarse in, coarse to fine out.
+
+    Strides 8, 16, 32 become 32, 16, 8.
 
     Any number of levels.  All its lists run from coarse to fine, the pan lists too, although they
     are applied from fine to coarse.
@@ -136,7 +142,7 @@ class CustomCSPPAN(nn.Layer):
 
 @passes_maps
 class CoarseFirstNeck(YOLOv5Neck):
-    """YOLOv5's neck with its outputs in PP-YOLOE's order: strides falling (32, 16, 8).
+    """YOLOv5's neck with outputs from coarse to fine.
 
     Plain CSP stages instead of re-parameterised ones: nothing is merged for deployment.
 
@@ -225,7 +231,9 @@ class LevelScale(nn.Layer):
 
 @passes_maps
 class AuxHead(nn.Layer):
-    """Class and side logits of every level from the same weights, but for one factor per level.
+    """Auxiliary head: one set of weights for all levels.
+
+    Class and side logits, but for one factor per level.
 
     It reads the neck's features beside those of a second neck, so it sees more than the detector
     and learns faster; the assignment made from its predictions is what the detector learns from.
@@ -244,7 +252,10 @@ class AuxHead(nn.Layer):
         self.scales = nn.LayerList([LevelScale() for _ in range(levels)])
 
     def forward(self, features: list[Tensor]) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
-        """Features [B, channels, H, W] to class and side logits, one map per level each."""
+        """Class and side logits, one map per level each.
+
+        Args: features: [B, channels, H, W].
+        """
         class_logits, reg_dist = [], []
         for feature, scale in zip(features, self.scales):
             class_logits.append(self.gfl_cls(self.cls_convs[0](feature)))
@@ -313,9 +324,12 @@ class PPYOLOE(Detector):
         set_activation(self, config.activation)
 
     def forward(self, images_B3HW: Tensor) -> PPYOLOEOutputs:
-        """Outputs of all heads are there in training, and in evaluation mode while gradients are
-        recorded: a blank image of the last batch is one such pass, and the other ranks wait for
-        the gradient of every weight.  Else those of the head that predicts."""
+        """Raw outputs of normalised images.
+
+        Outputs of all heads are there in training, and in evaluation mode while gradients are
+        recorded: a blank image of the last batch is one such pass, and the other ranks wait for the
+        gradient of every weight. Else those of the head that predicts.
+        """
         backward = self.training or (paddle.in_dynamic_mode() and paddle.is_grad_enabled())
         features = self.backbone(images_B3HW)
         fused = self.neck(features)
@@ -337,14 +351,19 @@ class PPYOLOE(Detector):
         return outputs._replace(aux_class_logits=logits, aux_reg_dist=reg_dist)
 
     def become_teacher(self) -> None:
-        """A one-to-one head keeps quiet beside each best cell; the other one has more to say."""
+        """Drops the one-to-one head; its scores are poor targets.
+
+        It keeps quiet beside each best cell; the other one has more to say.
+        """
         del self.one_to_one_head
         self.one_to_one_head = None
         self.needs_nms = True
 
     def fuse(self) -> None:
-        """As `ImageModel.fuse`; what only training needs is dropped: a one-to-one head takes the
-        place of the other."""
+        """As `ImageModel.fuse`; drops what only training needs.
+
+        A one-to-one head takes the place of the other.
+        """
         if self.aux_head is not None:
             del self.aux_neck, self.aux_head
             self.aux_neck = self.aux_head = None
@@ -355,9 +374,12 @@ class PPYOLOE(Detector):
         super().fuse()
 
     def decode(self, outputs: PPYOLOEOutputs) -> tuple[Tensor, Tensor]:
-        """scores_BNC = sigmoid of the logits, boxes_BN4 xyxy in input pixels; N runs over the
-        levels, coarse to fine, each row by row.  float32, not clipped to the image.  A one-to-one
-        head, where there is one, predicts."""
+        """Raw outputs to scores_BNC and boxes_BN4, xyxy.
+
+        scores_BNC = sigmoid of the logits, boxes in input pixels; N runs over the levels, coarse to
+        fine, each row by row. float32, not clipped to the image. A one-to-one head, where there is
+        one, predicts.
+        """
         if outputs.one_class_logits:
             outputs = PPYOLOEOutputs(outputs.one_class_logits, outputs.one_reg_dist)
         logits_BCN = paddle.concat([x.flatten(2) for x in outputs.class_logits], axis=2)
@@ -369,7 +391,9 @@ class PPYOLOE(Detector):
 
 
 def decode_boxes(reg_dist_BN4R: Tensor, points_N2: Tensor, stride_N1: Tensor) -> Tensor:
-    """Side distributions (logits over BINS) to boxes [B, N, 4], xyxy in the points' pixels.
+    """Side distributions (logits) to boxes [B, N, 4], xyxy.
+
+    Over BINS; in the points' pixels.
 
     side = stride * sum_r(r * softmax(logits)_r), measured outwards from the point.
     """
@@ -386,7 +410,10 @@ def _normal(deviation: float) -> ParamAttr:
 def _predictor(
     channels: int, outputs: int, bias: float, weight: ParamAttr | None = None
 ) -> nn.Conv2D:
-    """A 3x3 convolution whose weights start at 0, or as `weight` says, and biases at `bias`."""
+    """A 3x3 convolution that predicts.
+
+    Its weights start at 0, or as `weight` says, its biases at `bias`.
+    """
     weight = weight or ParamAttr(initializer=Constant(0.0))
     constant = ParamAttr(initializer=Constant(bias))
     return nn.Conv2D(channels, outputs, 3, padding=1, weight_attr=weight, bias_attr=constant)

@@ -47,7 +47,7 @@ _SHOWN_CHARACTERS = 80
 
 
 class NotSupportedError(ValueError):
-    """The file is sound, and its arrays are of a type that cannot be used here."""
+    """The file is sound, its arrays' type is not supported."""
 
 
 def shown(text: str) -> str:
@@ -66,14 +66,16 @@ class Name(NamedTuple):
 
 
 class Reference(NamedTuple):
-    """A persistent id: something kept outside the pickle, such as the numbers of a tensor."""
+    """A persistent id, such as a tensor's numbers."""
 
     identity: object
 
 
 @dataclass(eq=False, slots=True)
 class Made:
-    """A dict, a set, or an object the file describes; equal to itself alone.
+    """A dict, set, or object that the file describes.
+
+    Equal to itself alone.
 
     maker: the class or function that would have been called.
     args: for it.
@@ -547,7 +549,9 @@ _NEWER = Name("torch._utils", "_rebuild_tensor_v3")  # of types such as float8; 
 
 
 def read_torch(path: Path) -> dict[str, np.ndarray]:
-    """The weights of the file by the original's keys: views, some of them of shared memory.
+    """Weights of the file by the original's keys.
+
+    Views, some of them of shared memory.
 
     A pickle describes tensors as `_rebuild_tensor_v2(storage, offset, size, stride)`, beside the
     numbers of the storages: both in a zip archive, before torch 1.6 one after the other.  The
@@ -567,7 +571,9 @@ def read_torch(path: Path) -> dict[str, np.ndarray]:
 
 
 def read_torch_content(path: Path) -> object:
-    """What the file describes beside its numbers: a pickled model keeps names and settings there.
+    """What the file describes beside its numbers.
+
+    A pickled model keeps names and settings there.
 
     Raises: as `read_torch`.
     """
@@ -825,7 +831,9 @@ _ORDERED_DICT = b"ccollections\nOrderedDict\n)R"  # an empty one, as every tenso
 
 
 def write_torch(path: Path, arrays: Mapping[str, np.ndarray]) -> None:
-    """Writes contiguous arrays as an OrderedDict of CPU tensors, each with its own storage.
+    """Writes contiguous arrays as an OrderedDict of CPU tensors.
+
+    Each has its own storage.
 
     `torch.load` reads it, also with `weights_only=True`.  The pickle is put together by hand, since
     Python's own pickler wants to import what it names.

@@ -60,7 +60,9 @@ def require_there(path: Path) -> None:
 
 
 def read_arrays(path: Path) -> dict[str, np.ndarray]:
-    """All arrays of a weight file or checkpoint directory, by key, as they are stored.
+    """All arrays of weights by key, as stored.
+
+    Of a weight file or a checkpoint directory.
 
     bfloat16, which numpy lacks, comes as its uint16 bit patterns; see `as_numbers`.
 
@@ -87,7 +89,7 @@ def read_arrays(path: Path) -> dict[str, np.ndarray]:
 
 
 def _parsed(path: Path, read: Callable[[], dict[str, np.ndarray]]) -> dict[str, np.ndarray]:
-    """What a reader made of a weight file; its failures become a WeightsError."""
+    """Reads a weight file; failures become a WeightsError."""
     try:
         arrays = read()
     except WeightsError:
@@ -172,8 +174,11 @@ def as_numbers(array: np.ndarray) -> np.ndarray:
 
 
 def checkpoint_of(path: Path) -> Path:
-    """The checkpoint that a path means: of an output_dir, or of its folder of checkpoints, the best
-    one, else the last, else the newest; every other path is what it is."""
+    """The checkpoint that a path means.
+
+    Of an output_dir, or of its folder of checkpoints, the best one, else the last, else the newest;
+    every other path is what it is.
+    """
     if not path.is_dir() or (path / _MANIFEST).exists():
         return path
     for folder in (path / "checkpoints", path):
@@ -186,7 +191,10 @@ def checkpoint_of(path: Path) -> Path:
 
 
 def digest_of_weights(path: Path) -> str:
-    """A fingerprint of a weight file or of the checkpoint a path means; see `digest_of_file`."""
+    """Fingerprint of the weights that a path means.
+
+    Of a weight file or a checkpoint; see `digest_of_file`.
+    """
     weights = checkpoint_of(path)
     # The manifest holds checksums.
     return digest_of_file(weights / _MANIFEST if weights.is_dir() else weights)
@@ -275,7 +283,10 @@ _INFLATION = 4  # trained weights compress by some per cent
 
 
 def _read_npz(path: Path) -> dict[str, np.ndarray]:
-    """As np.load without pickles, which allocates whatever size an entry claims to have."""
+    """Reads an .npz without pickles, within bounds.
+
+    np.load allocates whatever size an entry claims to have.
+    """
     with open_file(path) as opened, zipfile.ZipFile(opened) as archive:
         entries = [info for info in archive.infolist() if info.filename.endswith(".npy")]
         claimed, size = sum(info.file_size for info in entries), path.stat().st_size
@@ -330,7 +341,9 @@ _READERS: dict[str, Callable[[Path], dict[str, np.ndarray]]] = {
 def write_arrays(
     path: Path, arrays: Mapping[str, np.ndarray], notes: Mapping[str, str] | None = None
 ) -> None:
-    """Writes a weight file of the kind its ending names; it appears whole or not at all.
+    """Writes a weight file, whole or not at all.
+
+    Its ending names the kind.
 
     Args: notes: texts for `read_notes`, by names that no array has; .pdparams, .pt and .pth have no
         place for any.
@@ -365,7 +378,7 @@ def check_writable(path: Path) -> None:
 
 
 def check_arrays(path: Path, expected: Mapping[str, np.ndarray]) -> None:
-    """Reads a file just written.  Raises: WeightsError: it does not hold exactly these arrays."""
+    """Compares a file just written with its arrays."""
     found = read_arrays(path)
     wrong = [key for key in expected if key not in found
              or found[key].shape != expected[key].shape
@@ -402,7 +415,9 @@ _WRITERS: dict[str, Callable[[Path, Mapping[str, np.ndarray], _Notes], None]] = 
 
 
 def read_notes(path: Path) -> dict[str, str]:
-    """The texts that `write_arrays` has put into a file beside its arrays, by name.
+    """Texts that `write_arrays` put into a file, by name.
+
+    They stand beside its arrays.
 
     Other kinds of files have none.
     Raises: WeightsError: damaged, or refused.
@@ -489,7 +504,10 @@ class LoadReport:
 
 @dataclass(frozen=True)
 class ClassNames:
-    """Names of class 0, 1, ... in a weight file and in the model that takes it; (): not known."""
+    """Class names of a weight file and a model.
+
+    Of class 0, 1, ...; (): not known.
+    """
 
     of_file: tuple[str, ...]
     of_model: tuple[str, ...]
@@ -498,7 +516,9 @@ class ClassNames:
 def load_weights(
     model: ImageModel, path: Path | str, names: ClassNames | None = None
 ) -> LoadReport:
-    """Copies weights into the model; every rank calls it and reads the file itself.
+    """Copies weights into the model.
+
+    Every rank calls it and reads the file itself.
 
     A name of the zoo is downloaded where need be; see `zoo.local_weights`.
     A file may use our keys or the original's (`model.official_keys()`), also behind the prefix of a
@@ -557,7 +577,9 @@ def load_weights(
 
 
 def load_all_weights(model: ImageModel, path: Path, names: ClassNames | None = None) -> str:
-    """As `load_weights`, for a model that is used as it is and not trained any further.
+    """As `load_weights`, for a model that is used as it is.
+
+    It is not trained any further.
 
     Args: names: where not one agrees, row c is class c, and the line says so.
     Returns: a line about the names of classes; "": there is nothing to say.
@@ -594,7 +616,10 @@ def load_all_weights(model: ImageModel, path: Path, names: ClassNames | None = N
 def _without(
     prefixes: tuple[str, ...], arrays: dict[str, np.ndarray]
 ) -> tuple[dict[str, np.ndarray], str]:
-    """The arrays without what all their keys start with, again and again, and what that was."""
+    """Arrays without the prefixes of all their keys.
+
+    Taken away again and again; and what that was.
+    """
     taken = ""
     while arrays:
         prefix = next((p for p in prefixes if all(key.startswith(p) for key in arrays)), "")
@@ -610,7 +635,9 @@ def _match(
     shapes: Mapping[str, tuple[int, ...]],
     ours: Mapping[str, str],
 ) -> tuple[dict[str, np.ndarray], list[str]]:
-    """Arrays by model key, in model order and our layout, and the file keys left over.
+    """Arrays by model key, and the file keys left over.
+
+    In model order and our layout.
 
     A file key is a model key, an original's name of one, or what follows `backbone.` in one
     (weights of a classifier).
@@ -632,7 +659,10 @@ def _match(
 
 
 def _swap_layout(array: np.ndarray) -> np.ndarray:
-    """Linear layers are [in, out] in Paddle and [out, in] in torch; nothing else is 2-D."""
+    """Transposes linear layers between Paddle and torch.
+
+    [in, out] in Paddle and [out, in] in torch; nothing else is 2-D.
+    """
     return array.T if array.ndim == 2 else array
 
 
@@ -676,7 +706,10 @@ def _refuse_other_designs(
 def _init_missing_parts(
     model: ImageModel, matched: dict[str, np.ndarray], shapes: Mapping[str, tuple[int, ...]]
 ) -> tuple[str, ...]:
-    """Gives each part that the file has nothing of the entries of its twin, and says so."""
+    """Starts parts that the file lacks as copies of others.
+
+    And says so.
+    """
     said = []
     for part, twin in model.init_from:
         own = [key for key in shapes if key.startswith(part)]
@@ -734,8 +767,11 @@ def _by_name(
     matched: Mapping[str, np.ndarray],
     shapes: Mapping[str, tuple[int, ...]],
 ) -> _ByName | None:
-    """None where names do not help: not known, not those of the class layers, the same in the same
-    order; or none agrees and the file has another number, which leaves layers of classes fresh."""
+    """Which class of the file becomes which of the model.
+
+    None where names do not help: not known, not those of the class layers, the same in the same
+    order; or none agrees and the file has another number, which leaves layers of classes fresh.
+    """
     theirs, ours = _plain_names(names.of_file), _plain_names(names.of_model)
     if not theirs or len(ours) != model.num_classes or theirs == ours:
         return None
@@ -802,7 +838,10 @@ def _part(key: str) -> str:
 def _class_count_differs(
     model: ImageModel, found: tuple[int, ...], shapes: Mapping[str, tuple[int, ...]], key: str
 ) -> bool:
-    """Whether exactly the class dimension differs: the first, of a linear layer the last."""
+    """Whether exactly the class dimension differs.
+
+    The first, of a linear layer the last.
+    """
     wanted = shapes[key]
     if not key.startswith(model.class_layers) or len(found) != len(wanted):
         return False
@@ -890,8 +929,10 @@ def arrays_of(model: ImageModel) -> dict[str, np.ndarray]:
 
 
 def official_arrays_of(model: ImageModel) -> dict[str, np.ndarray]:
-    """The model's entries as the original implementation keeps them: keys, layout, and where that
-    is a torch model also the counters its strict loading asks for (0)."""
+    """The model's entries as the original keeps them.
+
+    Keys, layout, and where that is a torch model also the counters its strict loading asks for (0).
+    """
     official = model.official_keys()
     result = {}
     for key, value in arrays_of(model).items():

@@ -65,7 +65,7 @@ class YOLOv5Outputs(NamedTuple):
 
 @passes_maps
 class YOLOv5Neck(nn.Layer):
-    """PAN: what coarse levels know goes down to the fine ones, then back up.
+    """PAN: coarse features go down, then fine ones back up.
 
     Features of levels 3 and up, with the channels they came with, in the same order.
     """
@@ -161,7 +161,10 @@ class YOLOv5(Detector):
 
     @paddle.no_grad()
     def _start_predictors(self) -> None:
-        """Biases that say: 8 objects per 640 x 640 image, each class at 0.6 / C."""
+        """Starts biases at 8 objects an image and even classes.
+
+        An image of 640 x 640; each class at 0.6 / C.
+        """
         for level, stride in zip(self.head.levels, self.strides):
             bias_AK = np.zeros((ANCHORS_PER_CELL, 5 + self.num_classes), "float32")
             bias_AK[:, 4] = math.log(8 / (640 / stride) ** 2)
@@ -175,7 +178,9 @@ class YOLOv5(Detector):
         return self.head.anchors.astype("float32").numpy() * stride_L11
 
     def set_anchors(self, pixels_LA2: np.ndarray) -> None:
-        """Replaces the anchors (width and height in input pixels, levels fine to coarse), in place.
+        """Replaces the anchors, in place.
+
+        Width and height in input pixels, levels fine to coarse.
 
         Every rank must do so alike; before an average of the weights or a graph is made.
         """
@@ -196,8 +201,10 @@ class YOLOv5(Detector):
         return outputs
 
     def decode(self, outputs: YOLOv5Outputs) -> tuple[Tensor, Tensor]:
-        """scores_BNC = objectness * class, boxes_BN4 xyxy in input pixels; N runs level by level
-        (strides rising), anchor by anchor, row by row.  float32, not clipped to the image.
+        """Raw outputs to scores_BNC and boxes_BN4, xyxy.
+
+        scores_BNC = objectness * class, boxes in input pixels; N runs level by level (strides
+        rising), anchor by anchor, row by row. float32, not clipped to the image.
 
             s = sigmoid(logit),  centre = (2 s - 0.5 + cell) * stride,  size = (2 s)**2 * anchor
         """
@@ -306,7 +313,10 @@ _PARTS = {
 
 
 def original_keys(keys: list[str], rows: tuple[str | None, ...]) -> dict[str, str]:
-    """Our state-dict keys -> those of the original, given the module of each of its rows."""
+    """Our state-dict keys -> those of the original.
+
+    Args: rows: the module of each of its rows.
+    """
     row_of = {module: row for row, module in enumerate(rows) if module is not None}
     result = {}
     for key in keys:

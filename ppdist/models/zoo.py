@@ -108,13 +108,16 @@ def zoo() -> dict[str, PublishedWeights]:
 
 
 def published(weights: Path | str) -> PublishedWeights | None:
-    """The entry that a name, an address or the published name of a file means; None: none."""
+    """The entry of a name, address or file; None: none."""
     entry, name = entry_of(weights), Path(weights).name
     return entry or next((each for each in zoo().values() if each.file == name), None)
 
 
 def entry_of(weights: Path | str) -> PublishedWeights | None:
-    """The entry of a name or an address, the same on every host; None: it is neither."""
+    """The entry of a name or an address; None: neither.
+
+    The same on every host.
+    """
     text = f"{weights}"
     if _ADDRESS.match(text):
         return next((each for each in zoo().values() if _plain(each.url) == _plain(text)), None)
@@ -127,12 +130,18 @@ def _plain(url: str) -> str:
 
 
 def is_name(weights: Path | str) -> bool:
-    """Whether that is a name or an address of the zoo; a file or folder of that name wins."""
+    """Whether that is a name or address of the zoo.
+
+    A file or folder of that name wins.
+    """
     return entry_of(weights) is not None and not Path(weights).exists()
 
 
 def similar_names(weights: Path | str) -> str:
-    """What may have been meant by something that is neither a file nor a name; "" if nothing."""
+    """What may have been meant by an unknown name.
+
+    "": it is nothing like a name.
+    """
     if _ADDRESS.match(f"{weights}"):
         return "download it, and give the file; addresses of docs/model_zoo.md are known"
     if Path(weights).suffix or len(Path(weights).parts) > 1:
@@ -142,7 +151,9 @@ def similar_names(weights: Path | str) -> str:
 
 
 def local_weights(weights: Path | str, alive: Callable[[], None] = lambda: None) -> Path:
-    """The file that a name of the zoo means, downloaded where need be; any other path as it is.
+    """File of a name of the zoo, downloaded where needed.
+
+    Any other path as it is.
 
     Local; other processes of the host that need the same file wait for it.
 
@@ -193,7 +204,7 @@ def local_weights(weights: Path | str, alive: Callable[[], None] = lambda: None)
 
 
 def is_here(entry: PublishedWeights) -> bool:
-    """Whether its file is on this host, so that nothing need be downloaded."""
+    """Whether its file is on this host."""
     return _here(entry)[0] is not None
 
 

@@ -74,7 +74,7 @@ class EMA:
 
     @paddle.no_grad()
     def update(self, masters: dict[str, paddle.Tensor], steps: int = 1) -> None:
-        """Moves the average as far as `steps` updates with these weights would; 0: not at all.
+        """Moves the average by `steps` updates; 0: not at all.
 
         Args:
             masters: float32 master weight of each parameter kept in a lower precision, by the

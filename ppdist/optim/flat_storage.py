@@ -13,7 +13,7 @@ _ALIGNED = 16  # elements, 64 bytes: the longest vector of a CPU
 
 
 class FlatStorage:
-    """Float32 tensors that keep their shapes and names, and lie in one storage.
+    """Float32 tensors that lie in one storage.
 
     What is done in place to what `gather` gives is done to all of them: one operator that the host
     dispatches instead of one for each.  For small tensors, or few: `Tensor.numpy` copies the whole
@@ -65,7 +65,7 @@ class FlatStorage:
 
     @paddle.no_grad()
     def scatter(self, values_F: paddle.Tensor) -> None:
-        """After something was done, in place, to what `gather` gave: all tensors hold it."""
+        """Gives all tensors what was done to `gather`'s values."""
         if all(
             tensor.data_ptr() == values_F.data_ptr() + _BYTES * start
             for tensor, start in zip(self.tensors, self._starts)
@@ -78,7 +78,7 @@ class FlatStorage:
 
 @paddle.no_grad()
 def coalesce(tensors: Sequence[paddle.Tensor]) -> tuple[list[paddle.Tensor], paddle.Tensor]:
-    """Copies float32 tensors into one storage, by one operator; one alone stays where it is.
+    """Copies float32 tensors into one storage, by one operator.
 
     Returns: the copies, which lie in it; all of it, without gaps, [F], or the one tensor.
     """
@@ -121,7 +121,10 @@ class FlatGradients:
 
     @paddle.no_grad()
     def collect(self) -> None:
-        """Takes over the gradients of the parameters, float32; their `grad` lies here from now."""
+        """Takes over the gradients of the parameters, float32.
+
+        Their `grad` lies here from now on.
+        """
         self.release()
         for bucket in self._buckets:
             for parameter in bucket:
@@ -135,7 +138,7 @@ class FlatGradients:
 
     @paddle.no_grad()
     def square(self) -> paddle.Tensor:
-        """The square of their norm, [1]: bit for bit a sum of one dot product for each."""
+        """Square of the gradients' norm, [1]."""
         dots = []
         for bucket, flat_F, runs in zip(self._buckets, self._flats, self._runs):
             start = 0

@@ -55,21 +55,28 @@ class AllReduceSync:
         comm.mean_tensors(gradients)
 
     def norm_square(self, own: paddle.Tensor) -> paddle.Tensor:
-        """Square of the gradient norm by which all ranks decide alike, from this rank's own, [1].
+        """Square of the gradient norm that all ranks agree on, [1].
+
+        From this rank's own.
 
         Collective.  Averaged gradients have the same norm everywhere.
         """
         return own
 
     def updated(self, step: int) -> None:
-        """Called after the weights of a step (0-based) were updated, or left as they are."""
+        """Notes that a step (0-based) was updated, or left out."""
 
     def state(self) -> dict[str, np.ndarray]:
-        """What a resumed run needs, of all ranks, the same on every rank.  Collective."""
+        """What a resumed run needs, of all ranks. Collective.
+
+        The same on every rank.
+        """
         return {}
 
     def load(self, arrays: dict[str, np.ndarray]) -> str:
-        """Continues from what `state` gave, of any way to average and on any number of ranks.
+        """Restores what `state` gave.
+
+        It may be of any way to average and of any number of ranks.
 
         Collective.
         Returns: a warning if not all of it has a place here (on one rank nothing has: it sends
@@ -82,9 +89,13 @@ class AllReduceSync:
         """Whether all ranks hold the same weights once `updated` has seen a step (0-based)."""
         return True
 
+    def next_synchronised(self, steps: int) -> int:
+        """`steps`, or the next number of steps after which all ranks hold the same weights."""
+        return _multiple_from(steps, self.every)
+
 
 def lost(entries: Collection[str]) -> str:
-    """A warning about what a checkpoint holds of gradients, and a resumed run does not take."""
+    """Warns of error-feedback residuals that a resumed run drops."""
     if not entries:
         return ""
     return (
@@ -108,7 +119,7 @@ _SAFE_FLOAT16 = 32768.0  # the largest power of two below its maximum, 65504
 
 
 class LowPrecision(AllReduceSync):
-    """Half the bytes: cast, sum, cast back; the weights and their update stay float32.
+    """Sends gradients in half the bytes: cast, sum, cast back.
 
     Every entry is rounded when cast, and again at each of the ranks that its sum passes:
     bfloat16 keeps 8 bits, float16 11 as long as entries are not far below the largest.
@@ -132,7 +143,7 @@ class LowPrecision(AllReduceSync):
 
 
 def float16_scale(square: float) -> float:
-    """Power of two by which gradients fit float16, whatever the loss scale and objects of a step.
+    """Power of two by which gradients fit float16.
 
         |sum_r g_r| <= sum_r |g_r| <= sqrt(W * sum_r |g_r|^2)
 
@@ -233,8 +244,10 @@ class _Feedback(AllReduceSync):
 
 
 class PowerSGD(_Feedback):
-    """Sends each gradient, seen as a matrix [out, in * height * width], as a product of two thin
-    ones (PowerSGD): one power iteration a step, which starts from the previous step's.
+    """Sends each gradient as a product of two thin matrices.
+
+    The gradient is seen as a matrix [out, in * height * width]; one power iteration a step starts
+    from the previous step's.
 
         M_r = gradient + rest             on rank r
         P = orthonormal(sum_r M_r Q)      [N, R], all-reduced
@@ -293,8 +306,9 @@ class PowerSGD(_Feedback):
 
 
 class TopKSparsify(_Feedback):
-    """Sends the largest entries of each gradient plus rest, as position and value: 8 bytes each,
-    to every other rank.
+    """Sends the largest entries of each gradient plus rest.
+
+    As position and value, 8 bytes each, to every other rank.
 
     Source: error feedback as in Stich et al. 2018, arXiv:1809.07599, algorithm 1; the share of
     each layer by itself as in Lin et al. 2018, arXiv:1712.01887 (DGC).
@@ -339,7 +353,7 @@ def _largest(values_N: paddle.Tensor, count: int) -> paddle.Tensor:
 
 
 class LocalSGD(AllReduceSync):
-    """Each rank applies its own gradient; every few steps all take the mean of their weights.
+    """Ranks apply their own gradients, and average weights every few steps.
 
         w_r <- w_r - lr * update(g_r)           each step, on each rank r
         w_r <- mean over ranks of w             after steps every, 2 * every, ... and the last one
@@ -401,7 +415,7 @@ class LocalSGD(AllReduceSync):
 
 
 def _moments(optimizer: paddle.optimizer.Optimizer) -> list[paddle.Tensor]:
-    """Velocities or moments, in the same order on every rank; none before the first update.
+    """Velocities or moments, in the same order on every rank.
 
     Powers of beta (Adam) count updates, which are the same on all ranks.
     """
@@ -414,7 +428,7 @@ def _moments(optimizer: paddle.optimizer.Optimizer) -> list[paddle.Tensor]:
 
 
 class Sharding:
-    """Each rank updates its share of the parameters and sends them to the others.
+    """Each rank updates its share of the parameters.
 
     The state of the optimizer (momentum: one float32 for each weight, AdamW: two) is made where it
     is used, so a rank holds 1 / ranks of it.  Weights, gradients and the norm for clipping stay
@@ -443,7 +457,7 @@ class Sharding:
 
     @contextlib.contextmanager
     def only_mine(self) -> Iterator[None]:
-        """Inside, a step of the optimizer updates this rank's share and makes state for it alone.
+        """Inside, the optimizer updates this rank's share only.
 
         Paddle's optimizers pass over what stops the gradient; the gradients themselves stay.
         """
@@ -463,8 +477,10 @@ class Sharding:
         for owner, share in enumerate(self._shares):
             comm.broadcast_tensors(share, owner)
 
-    def whole(self, arrays: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
-        """The optimizer state of all ranks together, on rank 0; the others get back their own.
+    def full_state(self, arrays: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+        """The optimizer state of all ranks, on rank 0.
+
+        The others get back their own.
 
         Collective; they may be minutes apart.
         Args: arrays: this rank's, float32, as `optimizer_arrays` names them.
@@ -481,8 +497,11 @@ class Sharding:
                 everything |= {key: tensor.numpy() for key, tensor in zip(shapes, tensors)}
         return everything
 
-    def mine(self, arrays: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
-        """This rank's share of the whole state; what belongs to no parameter stays, to be named."""
+    def local_state(self, arrays: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+        """This rank's share of the whole state.
+
+        What belongs to no parameter stays, to be named.
+        """
         rank = comm.rank()
         return {
             entry: array
@@ -492,7 +511,7 @@ class Sharding:
 
 
 def share_out(sizes: Sequence[int], ranks: int) -> list[int]:
-    """The rank of each parameter: the largest first, each to the rank that has least so far."""
+    """The rank of each parameter."""
     loads = [0] * ranks
     owners = [0] * len(sizes)
     for at in sorted(range(len(sizes)), key=lambda at: -sizes[at]):
@@ -508,7 +527,7 @@ def build_grad_sync(
     optimizer: paddle.optimizer.Optimizer,
     steps: int,
 ) -> AllReduceSync:
-    """What the configuration and the device call for; on one rank nothing needs to be sent.
+    """The gradient exchange of a configuration and a device.
 
     Args:
         parameters: what the optimizer trains, by state-dict key.
@@ -531,23 +550,21 @@ def build_grad_sync(
 def build_sharding(
     config: DistributedConfig, parameters: dict[str, paddle.Tensor]
 ) -> Sharding | None:
-    """The shares of the optimizer's state; None: each rank holds all of it."""
+    """Shares of the optimizer's state; None: no sharding."""
     if not config.shard_optimizer or comm.world_size() == 1:
         return None
     return Sharding(parameters)
 
 
-def next_synchronised(steps: int, every: int) -> int:
-    """`steps`, or the next number of steps after which all ranks hold the same weights: only there
-    can a run stop, be saved, and go on as if it had not.
-
-    Args: every: `AllReduceSync.every`.
-    """
+def _multiple_from(steps: int, every: int) -> int:
     return math.ceil(steps / every) * every
 
 
 def last_step(max_steps: int | None, config: DistributedConfig) -> int | None:
-    """`train.max_steps`, or the next step at which the ranks of this run can stop."""
+    """The step at which the run can stop.
+
+    `train.max_steps`, or the next at which the ranks hold the same weights.
+    """
     if max_steps is None or config.sync_every is None or comm.world_size() == 1:
         return max_steps
-    return next_synchronised(max_steps, config.sync_every)
+    return _multiple_from(max_steps, config.sync_every)

@@ -34,7 +34,10 @@ class LearningRates(NamedTuple):
 
 @dataclass(frozen=True)
 class LRScheduler:
-    """lr(step) for steps 0 .. total_steps - 1; linear warm-up from 0, then the named decay."""
+    """Learning rate by step: linear warm-up, then the named decay.
+
+    For steps 0 .. total_steps - 1; warm-up starts from 0.
+    """
 
     config: ScheduleConfig
     peak_lr: float
@@ -78,7 +81,7 @@ class LRScheduler:
 def effective_batch_ratio(
     total_batch: int, reference_batch: int, noise_scale: float | None
 ) -> float:
-    """By how much a larger batch improves a step, as a multiple of a step at the reference.
+    """Improvement of a step, in steps at the reference batch.
 
         kappa_eff = kappa * (1 + r) / (1 + kappa * r),   r = reference_batch / noise_scale
 
@@ -132,7 +135,7 @@ def decay_factor(kappa: float, lr_factor: float) -> float:
 def adam_moments(
     betas: tuple[float, float], epsilon: float, kappa: float
 ) -> tuple[tuple[float, float], float]:
-    """Betas and epsilon of Adam so that its moments span the same images as at the reference.
+    """Betas and epsilon of Adam for another batch.
 
         1 - beta' = kappa * (1 - beta) for both,   epsilon' = epsilon / sqrt(kappa)
 
@@ -194,7 +197,7 @@ def warmup_images(
 
 
 def epochs_factor(total_batch: int, reference_batch: int, noise_scale: float) -> float:
-    """Epochs to the same loss / epochs at the reference batch; never below 1.
+    """Epochs to the same loss, relative to the reference batch.
 
         E(B) = E_min * (1 + B / B_c):   (1 + total / B_c) / (1 + reference / B_c)
 

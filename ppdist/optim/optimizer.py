@@ -22,7 +22,7 @@ _NORMS = (nn.BatchNorm1D, nn.BatchNorm2D, nn.LayerNorm, nn.GroupNorm)
 def build_optimizer(
     model: nn.Layer, config: OptimizerConfig, lr: float, master_weights: bool
 ) -> paddle.optimizer.Optimizer:
-    """Optimizer over the trainable parameters of a model; two groups, with and without decay.
+    """Optimizer over the trainable parameters of a model.
 
     Weight decay skips scales and shifts of normalisation layers, and with `decay_biases: false`
     every bias.  With `layer_decay` a weight's rate is a multiple of the common one.
@@ -79,7 +79,7 @@ def build_optimizer(
 
 
 def layerwise_lr_factors(stages: dict[str, list[str]], decay: float) -> dict[str, float]:
-    """What to multiply the rate of each entry by: state-dict key -> (0, 1].
+    """Factor of the learning rate of each entry, (0, 1].
 
     What a network has learnt of images in general sits in its first layers, and is forgotten when
     few images move all layers alike:
@@ -102,7 +102,7 @@ def layerwise_lr_factors(stages: dict[str, list[str]], decay: float) -> dict[str
 
 
 def layerwise_lr_decay(model: ImageModel, decay: float | None) -> list[str]:
-    """A line for the log: which stage learns at which multiple of the rate; nothing without."""
+    """Log line: each stage's multiple of the rate."""
     if decay is None:
         return []
     stages = model.stages
@@ -122,7 +122,7 @@ def set_rates(
     bias_parameters: list[paddle.Tensor],
     rates: LearningRates,
 ) -> None:
-    """Sets what one step uses; `rates.momentum` means something to the momentum optimizer only.
+    """Sets the rates of one step.
 
     Paddle keeps the rate of a single parameter as a multiple of the common one, or as a tensor, and
     the momentum in its groups (the optimizer's own attribute is overwritten by them in every step).
@@ -167,7 +167,10 @@ def optimizer_arrays(
 
 
 def _split(name: str, names: dict[str, str]) -> tuple[str, str]:
-    """Structured key and accumulator; of names that begin each other the longest counts."""
+    """Structured key and accumulator.
+
+    Of names that begin each other the longest counts.
+    """
     end = name.rfind("_")
     while end > 0:
         if name[:end] in names:
@@ -226,7 +229,7 @@ def load_optimizer_arrays(
 
 
 def _begin_anew(optimizer: paddle.optimizer.Optimizer, model: nn.Layer) -> None:
-    """Makes what state there is that of an optimizer before its first step."""
+    """Resets the state there is to that before step 1."""
     for name, of_parameters in paddle_api.accumulators(optimizer).items():
         first = paddle_api.first_power(optimizer, name)
         for tensor in of_parameters.values():
@@ -237,7 +240,7 @@ def _begin_anew(optimizer: paddle.optimizer.Optimizer, model: nn.Layer) -> None:
             paddle.assign(parameter.astype("float32"), masters[parameter.name])
 
 
-def of_trained(
+def filter_optimizer_state(
     optimizer: paddle.optimizer.Optimizer, model: nn.Layer, arrays: dict[str, np.ndarray]
 ) -> tuple[dict[str, np.ndarray], str]:
     """What `optimizer_arrays` gave, for the parameters that train now.

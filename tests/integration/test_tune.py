@@ -82,8 +82,8 @@ def test_results_are_shown_and_inserted_from_file(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("options", "said"),
     [
-        (["--cards", "0,1|"], "cards '': '' is no card id"),
-        (["--cards", "0,1|2"], "cards '0,1|2': give each as many"),
+        (["--cards", "0,1|"], "cards '': invalid card id ''"),
+        (["--cards", "0,1|2"], "cards '0,1|2': runs side by side need"),
         (["--cards", "0", "--workers", "2"], "--cards says how many workers"),
         (["--budget", "nan"], "expected a number of minutes above 0, found 'nan'"),
         (["--budget", "-1"], "expected a number of minutes above 0, found '-1'"),

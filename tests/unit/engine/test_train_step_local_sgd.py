@@ -51,7 +51,7 @@ def train(overrides, steps, poisoned=()):
             "loss": result.losses["loss"],
             "norm": result.gradient_norm,
             "applied": result.applied,
-            "synchronised": result.synchronised,
+            "synchronised": train_step.grad_sync.synchronised(step),
             "ema_updates": train_step.ema.updates,
             **{part: digest(arrays) for part, arrays in state.items()},
         }

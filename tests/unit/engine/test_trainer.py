@@ -274,13 +274,8 @@ def test_signal_saves_checkpoint_and_exits_75(shapes, tmp_path):
 
 def test_stop_waits_until_ranks_hold_equal_weights(shapes, tmp_path):
     def unequal_until_step_5(trainer):
-        original = trainer.train_step.__call__
-
-        def step(*arguments):
-            result = original(*arguments)
-            return replace(result, stop_requested=True, synchronised=arguments[2] >= 4)
-
-        trainer.train_step = SimpleStep(trainer.train_step, step)
+        trainer.train_step.grad_sync.synchronised = lambda step: step >= 4
+        trainer.progress.stop = True
 
     assert run(shapes, tmp_path, before=unequal_until_step_5) == 75
     assert (tmp_path / "checkpoints" / "last").resolve().name == "step-00000005"

@@ -13,7 +13,7 @@ import pytest
 from ppdist.common.signals import STOP_SIGNALS
 from ppdist.config.distributed import DistributedConfig
 from ppdist.distributed import comm
-from ppdist.engine import trainer
+from ppdist.engine import stopping
 from ppdist.engine.evaluator import EvaluationStopped
 from tests.distributed import run_on_ranks
 from tests.unit.engine.oracle import IMAGES, Oracle, evaluator, five_images
@@ -43,8 +43,8 @@ def test_stop_on_one_rank_ends_evaluation_on_all():
 def meetings_under_signals(argument):
     comm.init("cpu", DistributedConfig())
     asked = []
-    trainer._SAME_REQUEST_SECONDS = 1e9
-    trainer.listen(lambda: asked.append(1))
+    stopping._SAME_REQUEST_SECONDS = 1e9
+    stopping.listen(lambda: asked.append(1))
     done = threading.Event()
 
     def send():
@@ -76,9 +76,9 @@ def test_repeated_signal_counts_once_later_one_kills(
     second, code, no_nohup, monkeypatch, capfd
 ) -> None:
     asked, codes, now = [], [], 100.0
-    monkeypatch.setattr(trainer.time, "monotonic", lambda: now)
-    monkeypatch.setattr(trainer.os, "_exit", codes.append)
-    trainer.listen(lambda: asked.append(now))
+    monkeypatch.setattr(stopping.time, "monotonic", lambda: now)
+    monkeypatch.setattr(stopping.os, "_exit", codes.append)
+    stopping.listen(lambda: asked.append(now))
     for pause in (0.0, 0.2, 0.2):  # as Paddle's launcher repeats it
         now += pause
         os.kill(os.getpid(), signal.SIGTERM)
@@ -92,15 +92,15 @@ def test_repeated_signal_counts_once_later_one_kills(
 @pytest.mark.parametrize("number", SIGNALS)
 def test_each_of_the_signals_of_schedulers_asks(number, no_nohup) -> None:
     asked = []
-    trainer.listen(lambda: asked.append(number))
+    stopping.listen(lambda: asked.append(number))
     os.kill(os.getpid(), number)
     assert asked == [number]
 
 
 def test_a_hangup_that_is_ignored_stays_so(no_nohup) -> None:
     signal.signal(signal.SIGHUP, signal.SIG_IGN)  # nohup, and the ranks of fleetrun
-    trainer.until_first_step()
-    trainer.listen(lambda: None)
+    stopping.until_first_step()
+    stopping.listen(lambda: None)
     assert signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
 
 
@@ -115,8 +115,8 @@ def test_signal_before_first_step_exits_75(number, no_nohup) -> None:
     code = (
         "import os\nfrom ppdist.common.signals import hold_signals\nhold_signals()\n"
         f"os.kill(os.getpid(), {int(number)})\n"
-        "from ppdist.engine import trainer\n"  # with Paddle, and its handler
-        "trainer.until_first_step()\nprint('went on')\n"
+        "from ppdist.engine import stopping\n"  # with Paddle, and its handler
+        "stopping.until_first_step()\nprint('went on')\n"
     )
     environment = os.environ | {"PYTHONPATH": str(ROOT)}
     ended = subprocess.run(

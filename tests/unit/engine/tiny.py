@@ -150,7 +150,7 @@ def build_step(
 def step_result(**changes: object) -> StepResult:
     """What a step says that went well."""
     result = StepResult(
-        losses={"loss": 2.5}, images=8, gradient_norm=1.0, applied=True, synchronised=True,
+        losses={"loss": 2.5}, images=8, gradient_norm=1.0, applied=True,
         stop_requested=False, bad_images={}, bad_somewhere=False, searching=False, given_up=False,
         ran_out=False, outage=None, own_loss=9.0, own_images=[],
     )  # fmt: skip

@@ -97,7 +97,7 @@ def test_two_hosts_claiming_first_are_detected() -> None:
     hosts = met(host(A, (A, B)), host(B, (B, A)))
     for each, other in zip(hosts, hosts[::-1]):
         own, theirs = (",".join(side.handshake.hosts) for side in (each, other))
-        assert f"host {other.handshake.host} was started otherwise" in each.error
+        assert f"host {other.handshake.host} was started differently" in each.error
         assert f"has {own}, {other.handshake.host} has {theirs}" in each.error
         assert "the same order everywhere" in each.error
 
@@ -111,7 +111,7 @@ def test_another_order_on_one_host_reaches_all() -> None:
 def test_a_host_not_in_the_list_is_refused() -> None:
     first, stranger = met(host(A, (A, B)), host(C, (A, C)), seconds=2)
     assert "host 127.0.0.2 refused this one, 127.0.0.4: it is not among --ips" in stranger.error
-    assert "refused 127.0.0.4, which has called and is not among --ips of this host" in first.said
+    assert "rejected 127.0.0.4: it is not among --ips of this host" in first.said
     assert "still waiting for host 127.0.0.3" in first.error
 
 
@@ -186,7 +186,7 @@ def test_an_old_address_in_another_run_ends_nothing() -> None:
     for each in (hosts[1], hosts[0], other):
         each.end()
     assert [each.error for each in hosts] == ["", ""]
-    assert any(line.startswith(f"refused {A}, which has called") for line in other.said)
+    assert any(line.startswith(f"rejected {A}: it is not among") for line in other.said)
 
 
 def test_noise_on_first_host_port_is_harmless() -> None:

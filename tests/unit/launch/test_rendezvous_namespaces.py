@@ -92,7 +92,9 @@ def test_port_of_other_program_named_on_both_hosts(cable: Cable, cabled) -> None
         program.wait()
     assert (one.code, other.code) == (2, 2)
     assert "port 6070 is in use on this machine" in one.errors
-    assert "what answers there is not a fleetrun: another program has the port" in other.errors
+    assert (
+        "peer is not fleetrun, or not of this version: another program has the port" in other.errors
+    )
 
 
 def test_the_interface_of_another_network_is_refused(cabled) -> None:

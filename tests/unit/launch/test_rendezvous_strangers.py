@@ -59,7 +59,7 @@ def test_a_host_without_the_token_is_refused(others: str) -> None:
     (second,) = started(Host(host(B), port, token=TOKEN))
     finished(first, second)
     assert (first.error, second.error) == ("", "")
-    refused = f"refused who calls from {B}: it {OTHER_TOKEN}"
+    refused = f"rejected a call from {B}: {OTHER_TOKEN}"
     assert sum(line == refused for line in first.said) == 1
 
 
@@ -85,7 +85,7 @@ def test_lines_between_hosts_of_one_token_arrive(token: str) -> None:
 @pytest.mark.parametrize(("own", "other"), [(TOKEN, ""), ("", TOKEN), (TOKEN, TOKEN + "r")])
 def test_another_token_is_noticed_on_both_sides(own: str, other: str) -> None:
     called, calls = ends(own, other)
-    assert called.closed == OTHER_TOKEN and calls.closed == f"who answers there {OTHER_TOKEN}"
+    assert called.closed == OTHER_TOKEN and calls.closed == OTHER_TOKEN
     assert not called.is_authentic and not calls.is_authentic
 
 
@@ -151,7 +151,7 @@ def test_another_command_from_elsewhere_ends_no_run(monkeypatch: pytest.MonkeyPa
     (second,) = started(Host(host(B), port))
     finished(first, second)
     assert (first.error, second.error) == ("", "")
-    assert any("refused who calls from 127.0.0.9: processes" in line for line in first.said)
+    assert any("rejected a call from 127.0.0.9: processes" in line for line in first.said)
 
 
 @pytest.mark.parametrize(

@@ -169,10 +169,10 @@ def test_visible_cards_are_those_cuda_would_show(variable: str | None, labels: l
     [
         ("--selected_gpus 0-8", "there is no card 8: this machine has cards 0, 1, 2, 3, 4, 5, 6"),
         ("--selected_gpus 3-1", "3-1 is not a range from low to high"),
-        ("--selected_gpus 0,0", "0 stands there twice"),
-        ("--selected_gpus 0-2,1", "1 stands there twice"),
-        ("--selected_gpus a", "'a' is no card id; expected a list such as 0,1 or 0-3,6"),
-        ("--selected_gpus -1", "'-1' is no card id"),
+        ("--selected_gpus 0,0", "0 is listed twice"),
+        ("--selected_gpus 0-2,1", "1 is listed twice"),
+        ("--selected_gpus a", "invalid card id 'a'; expected a list such as 0,1 or 0-3,6"),
+        ("--selected_gpus -1", "invalid card id '-1'"),
         ("--selected_gpus 0,1 --nproc_per_node 3", "2 cards and --nproc_per_node 3 contradict"),
         ("--nproc_per_node 9", "this machine has 8 visible GPUs and each process needs its own"),
     ],
@@ -460,9 +460,9 @@ def test_runs_side_by_side_have_cards_of_their_own() -> None:
     assert cards_of_runs("0,1|2-3") == [["0", "1"], ["2", "3"]]
     assert deal_out(["4", "6", "7"], 3, 1) == [["4"], ["6"], ["7"]]
     assert deal_out(["0", "1", "2", "3", "4"], 2, 2) == [["0", "1"], ["2", "3"]]
-    with pytest.raises(LaunchError, match=r"cards '0-1\|2': give each as many"):
+    with pytest.raises(LaunchError, match=r"cards '0-1\|2': runs side by side need"):
         cards_of_runs("0-1|2")
-    with pytest.raises(LaunchError, match=r"cards '0-1\|1,2': 1 is of two of them"):
+    with pytest.raises(LaunchError, match=r"cards '0-1\|1,2': card 1 is listed for two runs"):
         cards_of_runs("0-1|1,2")
     with pytest.raises(LaunchError, match="2 at a time with 2 cards each need 4, and this"):
         deal_out(["0", "1", "2"], 2, 2)
