@@ -206,12 +206,13 @@ def on_resume(config: Section, key: str) -> OnResume | None:
 
 def flattened(config: Section) -> dict[str, Any]:
     """The value of each key, as JSON holds it, by key path: `train.amp.enabled`."""
+    return dict(leaves(config.model_dump(mode="json")))
 
-    def leaves(prefix: str, tree: dict[str, Any]) -> Iterator[tuple[str, Any]]:
-        for key, value in tree.items():
-            if isinstance(value, dict):
-                yield from leaves(f"{prefix}{key}.", value)
-            else:
-                yield f"{prefix}{key}", value
 
-    return dict(leaves("", config.model_dump(mode="json")))
+def leaves(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """(key path, value) of a configuration as a tree; a list is one value."""
+    for key, value in tree.items():
+        if isinstance(value, dict):
+            yield from leaves(value, f"{prefix}{key}.")
+        else:
+            yield f"{prefix}{key}", value

@@ -19,6 +19,7 @@ from pydantic_core import PydanticUndefined
 from ppdist.common import files
 from ppdist.common.errors import ConfigError, UserError
 from ppdist.common.records import MetricRecords, read_metrics
+from ppdist.config.base import leaves
 from ppdist.config.experiment import experiment_of
 from ppdist.config.yaml import Reader
 
@@ -378,18 +379,9 @@ def _read_config(run: Run) -> None:
         run.problems.append(f"config.yml cannot be read: {error}")
         return
     if isinstance(tree, dict) and not reader.problems:
-        run.config_tree, run.config = tree, dict(flat(tree))
+        run.config_tree, run.config = tree, dict(leaves(tree))
     else:
         run.problems.append("config.yml: not a configuration")
-
-
-def flat(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """(dotted key, value) of a configuration; a list is one value."""
-    for key, value in tree.items():
-        if isinstance(value, dict):
-            yield from flat(value, f"{prefix}{key}.")
-        else:
-            yield f"{prefix}{key}", value
 
 
 def _json_object(run: Run, name: str) -> dict[str, Any] | None:
@@ -489,8 +481,8 @@ def settings_of(tree: Mapping[str, Any]) -> tuple[list[Setting], str]:
 
 
 def _changed(config: BaseModel, tree: Mapping[str, Any]) -> Iterator[Setting]:
-    differing = dict(flat(config.model_dump(mode="json", exclude_defaults=True)))
-    for key, value in flat(tree):
+    differing = dict(leaves(config.model_dump(mode="json", exclude_defaults=True)))
+    for key, value in leaves(tree):
         if key in differing:
             yield Setting(key, written(value), _default(config, key.split(".")))
 

@@ -65,14 +65,6 @@ _DOTS = 110  # per inch
 _MOST_LETTERS = 40  # of a class's name
 
 
-def png(figure: Figure) -> bytes:
-    """A figure as PNG."""
-    figure.set_dpi(_DOTS)
-    content = io.BytesIO()
-    FigureCanvasAgg(figure).print_png(content)  # `savefig` would draw it twice
-    return content.getvalue()
-
-
 def save(figure: Figure | None, path: Path) -> bool:
     """Writes a PNG file and returns True; there is nothing to write without a figure.
 
@@ -81,8 +73,20 @@ def save(figure: Figure | None, path: Path) -> bool:
     if figure is None:
         return False
     with writing(path):
-        path.write_bytes(png(figure))
+        _print(figure, path)
     return True
+
+
+def png(figure: Figure) -> bytes:
+    """A figure as PNG."""
+    content = io.BytesIO()
+    _print(figure, content)
+    return content.getvalue()
+
+
+def _print(figure: Figure, to: Path | io.BytesIO) -> None:
+    figure.set_dpi(_DOTS)
+    FigureCanvasAgg(figure).print_png(to)  # `savefig` would draw it twice
 
 
 @cache
