@@ -26,8 +26,8 @@ from ppdist.config.data import DataConfig, SplitConfig
 from ppdist.data.datasets.annotations import quietly
 from ppdist.data.datasets.build import read_raw, read_split
 from ppdist.data.datasets.convert import convert
-from ppdist.data.loader import TrainLoader
-from ppdist.data.sampler import TrainSampler
+from ppdist.data.loading.loader import TrainLoader
+from ppdist.data.loading.sampler import TrainSampler
 
 _BATCH_SIZE = 16
 

@@ -21,9 +21,9 @@ _PASSED_ON = {
     "ppdist/config/yaml.py",
     "ppdist/data/datasets/annotations.py",
     "ppdist/data/image.py",
-    "ppdist/data/loader.py",
+    "ppdist/data/loading/loader.py",
     "ppdist/data/transforms/pipeline.py",
-    "ppdist/data/validate.py",
+    "ppdist/data/checks/before_training.py",
 }
 # The only function that reads texts, of other programs.
 _FOREIGN = ("ppdist/common/errors.py", "_has_sign")

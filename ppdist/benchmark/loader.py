@@ -17,8 +17,8 @@ import numpy as np
 
 from ppdist.common.process import process_stat
 from ppdist.config.data import DataConfig
-from ppdist.data.loader import TrainLoader
-from ppdist.data.sampler import TrainSampler
+from ppdist.data.loading.loader import TrainLoader
+from ppdist.data.loading.sampler import TrainSampler
 from ppdist.data.types import Batch, DetectionSet, Records
 
 Report = dict[str, Any]

@@ -36,7 +36,7 @@ from ppdist.storage.stores import is_remote
 if TYPE_CHECKING:
     from ppdist.config import ExperimentConfig
     from ppdist.config.data import DataConfig
-    from ppdist.data.validate import Report
+    from ppdist.data.checks.validate import Report
 
 SPLITS: tuple[Literal["train", "val"], ...] = ("train", "val")
 _FORMATS = ("coco", "voc", "yolo", "csv", "folder")
@@ -213,7 +213,7 @@ def looked_at(config: "ExperimentConfig", *, fast: bool, workers: int = 0) -> "R
     Args: fast: headers of the images only.  workers: processes; 0: one per core.
     """
     from ppdist.common.machine import available_cores
-    from ppdist.data.validate import validate
+    from ppdist.data.checks.validate import validate
 
     workers = workers or max(1, int(available_cores()))
     report = validate(config.data, decode=not fast, workers=workers)
@@ -248,8 +248,8 @@ def verdict(config: "ExperimentConfig", report: "Report") -> int:
 
 def write_fixed(arguments: argparse.Namespace, data_format: Any, report: "Report") -> None:
     """Writes the clean copy and says what was done."""
+    from ppdist.data.checks.clean_copy import clean_copy
     from ppdist.data.datasets.convert import snippet
-    from ppdist.data.validate import clean_copy
 
     files = arguments.image_files
     cleaned = clean_copy(report, data_format, arguments.fix, images=files)
@@ -296,8 +296,8 @@ def convert(arguments: argparse.Namespace) -> int:
 
 def stats(arguments: argparse.Namespace) -> int:
     from ppdist.common.files import make_folder, make_parent, write_json
+    from ppdist.data.checks.statistics import class_rows, objects_of, overview, summary
     from ppdist.data.datasets.build import check_same_classes, read_split
-    from ppdist.data.statistics import class_rows, objects_of, overview, summary
     from ppdist.engine.build import crowding_of
 
     config = load(arguments)
@@ -432,8 +432,8 @@ def split(arguments: argparse.Namespace) -> int:
 
 def anchors(arguments: argparse.Namespace) -> int:
     """Shows how well the configured anchors fit the training set, and fitted ones to paste."""
+    from ppdist.data.checks.statistics import fit_anchors, refit, sizes_in_input
     from ppdist.data.datasets.build import read_split
-    from ppdist.data.statistics import fit_anchors, refit, sizes_in_input
     from ppdist.engine.build import build_model
     from ppdist.models.weights import load_weights
 

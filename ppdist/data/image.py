@@ -48,7 +48,7 @@ def read_image(
     """The image of a file as uint8 RGB [H, W, 3], turned upright as its EXIF data say.
 
     What its pixels become, `decode` says.  Those that a cut file lacks are never made up; damage
-    amid a JPEG shows in its picture alone, and `ppdist.data.validate` finds it.
+    amid a JPEG shows in its picture alone, and `ppdist.data.checks.images` finds it.
 
     Args:
         size: the (height, width) it must have; an image that has it without being turned stays.

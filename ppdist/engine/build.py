@@ -26,9 +26,9 @@ from ppdist.cpu.switch import (
     undeclared_layers,
     use_onednn_convolutions,
 )
+from ppdist.data.checks.statistics import crowding, refit, sizes_in_input
 from ppdist.data.datasets.build import limits
-from ppdist.data.loader import EvalLoader
-from ppdist.data.statistics import crowding, refit, sizes_in_input
+from ppdist.data.loading.loader import EvalLoader
 from ppdist.data.types import DetectionSet
 from ppdist.distributed import comm, device, paddle_api
 from ppdist.distributed.device_options import set_device_options
@@ -535,7 +535,7 @@ def build_evaluator(
 
 
 def crowding_of(config: ExperimentConfig, dataset: DetectionSet) -> list[str]:
-    """See `ppdist.data.statistics.crowding`; of classified images nothing."""
+    """See `ppdist.data.checks.statistics.crowding`; of classified images nothing."""
     if config.model.task == "classify":
         return []
     return crowding(dataset, config.evaluate.max_detections, config.suppression.keep)

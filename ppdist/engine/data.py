@@ -16,13 +16,13 @@ from ppdist.common.errors import ConfigError, DataError
 from ppdist.common.files import digest_of_file
 from ppdist.common.machine import available_cores
 from ppdist.config.data import DataConfig, SamplingConfig
+from ppdist.data.checks.before_training import Checked, check_before_training, look_at_all
 from ppdist.data.datasets.annotation_cache import read_on_host
 from ppdist.data.datasets.build import check_same_classes, read_split, same_sets
-from ppdist.data.loader import TrainLoader
-from ppdist.data.sampler import TrainSampler, copies, difficulty, epoch_size
+from ppdist.data.loading.loader import TrainLoader
+from ppdist.data.loading.sampler import TrainSampler, copies, difficulty, epoch_size
 from ppdist.data.transforms.pipeline import require_outlines
 from ppdist.data.types import Batch, DetectionSet, ImageRecord, Records
-from ppdist.data.validate import Checked, check_before_training, look_at_all
 from ppdist.distributed import comm
 from ppdist.distributed.agreement import equal_ranks
 from ppdist.distributed.progress import Progress

@@ -25,7 +25,7 @@ from ppdist.config.evaluate import (
     DETECTION_METRICS,
     NMSConfig,
 )
-from ppdist.data.loader import EvalLoader
+from ppdist.data.loading.loader import EvalLoader
 from ppdist.data.types import Batch, DetectionSet, SampleKey
 from ppdist.distributed import comm
 from ppdist.distributed.comm import evaluate_on_all_ranks

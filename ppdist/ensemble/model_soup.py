@@ -21,8 +21,8 @@ from paddle import nn
 
 from ppdist.common.errors import ConfigError, WeightsError
 from ppdist.config import ExperimentConfig
-from ppdist.data.loader import TrainLoader
-from ppdist.data.sampler import TrainSampler, copies
+from ppdist.data.loading.loader import TrainLoader
+from ppdist.data.loading.sampler import TrainSampler, copies
 from ppdist.data.types import Batch, DetectionSet, SampleKey
 from ppdist.distributed import comm, heartbeat, paddle_api
 from ppdist.distributed.comm import evaluate_on_all_ranks

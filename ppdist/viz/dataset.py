@@ -10,8 +10,8 @@ import numpy as np
 
 from ppdist.config.base import Task
 from ppdist.config.data import DataConfig
-from ppdist.data.loader import EvalLoader, TrainLoader
-from ppdist.data.sampler import TrainSampler, copies
+from ppdist.data.loading.loader import EvalLoader, TrainLoader
+from ppdist.data.loading.sampler import TrainSampler, copies
 from ppdist.data.transforms.pipeline import require_outlines
 from ppdist.data.types import Batch, DetectionSet
 from ppdist.viz.draw import draw_boxes, draw_classes

@@ -28,8 +28,8 @@ from matplotlib.ticker import MaxNLocator
 from ppdist.common.errors import DataError
 from ppdist.common.files import make_folder, writing
 from ppdist.common.records import MetricRecords, Record
+from ppdist.data.checks.statistics import Objects, per_class
 from ppdist.data.image import read_image
-from ppdist.data.statistics import Objects, per_class
 from ppdist.viz.draw import (
     BLUE,
     CJK_FONTS,

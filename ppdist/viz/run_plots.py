@@ -19,7 +19,7 @@ from ppdist.common.files import make_folder
 from ppdist.common.records import MetricRecords, read_metrics
 from ppdist.config.data import DataConfig
 from ppdist.config.yaml import Reader
-from ppdist.data.statistics import objects_of
+from ppdist.data.checks.statistics import objects_of
 from ppdist.data.types import DetectionSet
 from ppdist.viz.draw import write_jpeg
 

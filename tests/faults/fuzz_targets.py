@@ -30,10 +30,10 @@ from ppdist.common.files import digest_of_file
 from ppdist.config.base import dump_yaml
 from ppdist.config.data import DataConfig, SplitConfig
 from ppdist.config.experiment import ExperimentConfig, load_config
+from ppdist.data.checks.images import check_image
 from ppdist.data.datasets.annotations import settle
 from ppdist.data.datasets.build import read_raw, read_split
 from ppdist.data.image import read_header, read_image
-from ppdist.data.validate import check_image
 from ppdist.engine.checkpoint import save_checkpoint
 from ppdist.export.spec import describe, read_spec, write_spec
 from ppdist.launch.connection import OTHER_PROGRAM, OTHER_TOKEN, Connection

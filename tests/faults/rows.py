@@ -92,7 +92,7 @@ ROWS = (
          "tests/unit/data/datasets/test_annotations_fuzz.py::"
          "test_damaged_images_never_kill_or_hang_decoder")),
     Row(17, "a missing image or a bad label", "found before training, and one message",
-        ("tests/unit/data/test_validate.py::test_an_audit_finds_every_defect_once",
+        ("tests/unit/data/checks/test_validate.py::test_an_audit_finds_every_defect_once",
          "tests/unit/data/datasets/test_annotations_fuzz.py::"
          "test_damaged_annotations_give_issues_or_message")),
     Row(18, "a rank has no object in its batch", "the same gradients as one rank with all images",
@@ -187,7 +187,7 @@ ROWS = (
          "tests/unit/common/test_process.py::test_work_apart_logs_here_and_may_die")),
     Row(40, "a pipe, or a link to /dev/zero, in the place of an image, weights, annotations or a "
         "configuration", "it is no file: a bad image, else one message; nobody waits for it",
-        ("tests/unit/data/test_validate_files.py::test_pipes_and_devices_are_named_at_once",
+        ("tests/unit/data/checks/test_images.py::test_pipes_and_devices_are_named_at_once",
          "tests/unit/data/test_image_bombs.py::test_what_is_no_file_is_not_waited_for",
          "tests/unit/models/test_weights.py::test_pipes_and_devices_are_no_weight_files",
          "tests/unit/data/datasets/test_annotations_strangers.py::"
@@ -213,7 +213,7 @@ ROWS = (
          "tests/unit/engine/test_state_resume.py::"
          "test_newest_checkpoint_that_is_away_is_waited_for",
          "tests/unit/engine/test_preflight.py::test_a_restart_waits_for_what_was_read_before",
-         "tests/unit/data/test_validate_before_training.py::"
+         "tests/unit/data/checks/test_before_training.py::"
          "test_check_of_a_restart_waits_for_its_images")),
     Row(42, "images, annotations, configurations, weights, checkpoints, requests and lines of "
         "fleetrun that no honest program writes",
@@ -224,7 +224,7 @@ ROWS = (
         (STORAGE + "test_check_longer_than_the_timeout_ends_no_job",
          "tests/unit/distributed/test_store_barriers.py::"
          "test_rank_that_shows_life_is_waited_for_and_hung_one_not",
-         "tests/unit/data/test_validate_before_training.py::"
+         "tests/unit/data/checks/test_before_training.py::"
          "test_a_check_that_was_broken_off_goes_on")),
     Row(44, "kept annotations are damaged, cut short, stale, half written, or cannot be written",
         "they are read again, and kept where there is room; one line says so",

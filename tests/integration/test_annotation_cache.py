@@ -18,11 +18,11 @@ from unittest.mock import patch
 import pytest
 
 from ppdist.config.data import DataConfig
+from ppdist.data.checks.before_training import Checked
 from ppdist.data.datasets import annotation_cache, build
 from ppdist.data.datasets.annotation_cache import Read
 from ppdist.data.datasets.synthetic import make_shapes
 from ppdist.data.types import Batch, Complain, DetectionSet, RawColumns, Records, Split
-from ppdist.data.validate import Checked
 from ppdist.distributed import comm
 from ppdist.engine import build as engine_build
 from ppdist.engine import data

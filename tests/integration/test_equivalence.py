@@ -13,7 +13,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from ppdist.data.sampler import TrainSampler
+from ppdist.data.loading.sampler import TrainSampler
 from ppdist.distributed import comm
 from ppdist.engine.train_step import Clock
 from tests.distributed import run_on_ranks

@@ -12,7 +12,7 @@ from ppdist.config.augment import AugmentConfig
 from ppdist.config.data import DataConfig, SplitConfig
 from ppdist.config.evaluate import NMSConfig
 from ppdist.data.datasets.build import read_split
-from ppdist.data.loader import EvalLoader
+from ppdist.data.loading.loader import EvalLoader
 from ppdist.data.transforms.geometry import (
     GREY,
     fitted,

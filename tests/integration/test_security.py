@@ -37,12 +37,12 @@ ALLOWED = {
     ("ppdist.common.trackers", "pickle.load"): "from the run that started it, over its stdin",
     ("ppdist.config.plugins", "importlib.import_module"): "what installed packages registered",
     ("ppdist.common.writers", "runpy.run_path"): "a file of the installed package VisualDL",
-    ("ppdist.data.loader", "pickle.loads"): "from its own children, over a socket pair",
+    ("ppdist.data.loading.loader", "pickle.loads"): "from its own children, over a socket pair",
     (
         "ppdist.storage.shards",
         "tarfile.open",
     ): "to write: shards are read by offset, never unpacked",
-    ("ppdist.data.validate", "multiprocessing.get_context"): "a pipe to its own children",
+    ("ppdist.data.checks.images", "multiprocessing.get_context"): "a pipe to its own children",
     ("ppdist.data.datasets.annotations", "yaml.load"): "with a subclass of SafeLoader",
 }
 

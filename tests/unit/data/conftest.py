@@ -2,7 +2,7 @@
 
 import pytest
 
-from ppdist.data import validate
+from ppdist.data.checks import images
 
 
 @pytest.fixture
@@ -11,9 +11,9 @@ def checked_here(monkeypatch: pytest.MonkeyPatch) -> None:
     most of what checking a few of them costs."""
 
     def check_images(files, *, decode, workers, told=lambda at, found: None):
-        found = [validate.check_image(file.path, file.size, decode=decode) for file in files]
+        found = [images.check_image(file.path, file.size, decode=decode) for file in files]
         for at, each in enumerate(found):
             told(at, each)
         return found
 
-    monkeypatch.setattr(validate, "check_images", check_images)
+    monkeypatch.setattr(images, "check_images", check_images)

@@ -6,8 +6,8 @@ from pathlib import Path
 import numpy as np
 
 from ppdist.data.datasets.build import read_split
-from ppdist.data.loader import TrainLoader
-from ppdist.data.sampler import TrainSampler
+from ppdist.data.loading.loader import TrainLoader
+from ppdist.data.loading.sampler import TrainSampler
 from ppdist.data.types import Batch
 from tests.unit.data.sets import coco_config
 

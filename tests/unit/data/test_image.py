@@ -6,8 +6,8 @@ import pytest
 from PIL import Image
 
 from ppdist.common.errors import DataError
+from ppdist.data.checks.images import check_image
 from ppdist.data.image import image_size, is_image_name, of_array, of_pillow, read_image, reduction
-from ppdist.data.validate import check_image
 from ppdist.predict.detections import write_picture
 from tests.unit.data.corpus import lying_png
 from tests.unit.data.pictures import exif, jpeg, picture, tiff_of_channels

@@ -11,7 +11,7 @@ from safetensors.numpy import load_file
 
 from ppdist.common.errors import CheckpointError, ConfigError
 from ppdist.config.validate import config_warnings
-from ppdist.data.sampler import TrainSampler
+from ppdist.data.loading.sampler import TrainSampler
 from ppdist.distributed import comm
 from ppdist.engine.train_step import Clock
 from ppdist.models.model_card import AGPL, CARD_NOTE, read_card

@@ -12,7 +12,7 @@ from safetensors.numpy import load_file
 from ppdist.common.errors import ConfigError
 from ppdist.cpu.layers import OneDNNConv2D
 from ppdist.cpu.switch import use_onednn_convolutions
-from ppdist.data.sampler import TrainSampler
+from ppdist.data.loading.sampler import TrainSampler
 from ppdist.distributed import comm
 from ppdist.engine.build import build_model
 from ppdist.engine.distillation import build_distillation, read_teacher

@@ -14,7 +14,7 @@ from ppdist.config import ExperimentConfig, plugins
 from ppdist.config.base import parse_config
 from ppdist.config.distributed import DistributedConfig
 from ppdist.cpu.precision import BFLOAT16, Kernels
-from ppdist.data.sampler import TrainSampler
+from ppdist.data.loading.sampler import TrainSampler
 from ppdist.data.types import EMPTY, Arrays, Batch
 from ppdist.distributed import comm
 from ppdist.engine.build import build_model, build_schedule_setup, build_train_step, speed_up_cpu

@@ -13,15 +13,16 @@ import pytest
 from ppdist.common import files
 from ppdist.common.errors import DataError
 from ppdist.config.data import DataConfig, SplitConfig
+from ppdist.data.checks.before_training import check_before_training
+from ppdist.data.checks.validate import validate
 from ppdist.data.datasets.annotations import quietly
 from ppdist.data.datasets.build import read_raw, read_split
 from ppdist.data.datasets.convert import convert
 from ppdist.data.datasets.layout import find_layout
 from ppdist.data.image import read_image
-from ppdist.data.loader import TrainLoader
-from ppdist.data.sampler import TrainSampler
+from ppdist.data.loading.loader import TrainLoader
+from ppdist.data.loading.sampler import TrainSampler
 from ppdist.data.types import ImagesAway
-from ppdist.data.validate import check_before_training, validate
 from ppdist.distributed import store as timeouts
 from ppdist.storage import files as storage
 from ppdist.storage import stores

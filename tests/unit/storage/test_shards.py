@@ -11,12 +11,13 @@ import pytest
 
 from ppdist.common.errors import DataError
 from ppdist.config.data import DataConfig, SplitConfig
+from ppdist.data.checks.before_training import check_before_training
+from ppdist.data.checks.validate import validate
 from ppdist.data.datasets.annotations import quietly
 from ppdist.data.datasets.build import read_raw, read_split
 from ppdist.data.datasets.convert import convert
 from ppdist.data.image import read_header, read_image
 from ppdist.data.types import RawSet
-from ppdist.data.validate import check_before_training, validate
 from ppdist.storage import files as storage
 from ppdist.storage import shards
 from tests.unit.data.loaders import assert_equal, loader

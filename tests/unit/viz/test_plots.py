@@ -11,7 +11,7 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from PIL import Image
 
 from ppdist.common.errors import UserError
-from ppdist.data.statistics import Objects
+from ppdist.data.checks.statistics import Objects
 from ppdist.viz.plots import plot_statistics
 
 ALL = ["classes.png", "boxes.png", "positions.png", "images.png"]

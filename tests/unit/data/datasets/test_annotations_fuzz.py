@@ -8,9 +8,10 @@ import pytest
 
 from ppdist.common.errors import DataError
 from ppdist.config.data import DataConfig
+from ppdist.data.checks.images import ImageFile, check_images
+from ppdist.data.checks.validate import validate
 from ppdist.data.datasets.annotations import settle
 from ppdist.data.datasets.build import read_raw, read_split
-from ppdist.data.validate import ImageFile, check_images, validate
 from tests.unit.data.corpus import config, mutated, write_clean_coco, write_picture
 
 _MUTATIONS = 400  # of each of five kinds of file

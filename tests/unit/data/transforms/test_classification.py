@@ -10,8 +10,8 @@ from ppdist.common.errors import DataError
 from ppdist.config.augment import AugmentConfig
 from ppdist.config.data import DataConfig, SplitConfig
 from ppdist.data.datasets.build import read_split
-from ppdist.data.loader import EvalLoader, TrainLoader
-from ppdist.data.sampler import TrainSampler
+from ppdist.data.loading.loader import EvalLoader, TrainLoader
+from ppdist.data.loading.sampler import TrainSampler
 from ppdist.data.transforms.classification import (
     ClassifyEvalSamples,
     ClassifyTrainSamples,

@@ -9,8 +9,8 @@ import pytest
 
 from ppdist.config.augment import AugmentConfig
 from ppdist.data.datasets.build import read_split
-from ppdist.data.loader import TrainLoader
-from ppdist.data.sampler import TrainSampler
+from ppdist.data.loading.loader import TrainLoader
+from ppdist.data.loading.sampler import TrainSampler
 from ppdist.data.transforms.geometry import GREY
 from ppdist.data.transforms.mix import Slot, around_a_point, in_three_rows, mixup
 from ppdist.data.types import Sample, SampleKey, keyed_generator

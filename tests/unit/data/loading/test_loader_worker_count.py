@@ -4,8 +4,8 @@ import logging
 
 import pytest
 
-from ppdist.data import loader
-from ppdist.data.loader import worker_count
+from ppdist.data.loading import loader
+from ppdist.data.loading.loader import worker_count
 
 
 @pytest.mark.parametrize(

@@ -17,7 +17,7 @@ from ppdist.common import files
 from ppdist.common.errors import StorageError
 from ppdist.common.process import RESTART_VARIABLE
 from ppdist.data.datasets.build import read_split
-from ppdist.data.loader import EvalLoader
+from ppdist.data.loading.loader import EvalLoader
 from ppdist.data.transforms import pipeline
 from ppdist.data.types import ImagesAway
 from ppdist.distributed import heartbeat, store

@@ -17,15 +17,15 @@ import pytest
 
 from ppdist.common.errors import DataError
 from ppdist.data.datasets.build import read_split
-from ppdist.data.loader import EvalLoader, TrainLoader
-from ppdist.data.sampler import TrainSampler
+from ppdist.data.loading.loader import EvalLoader, TrainLoader
+from ppdist.data.loading.sampler import TrainSampler
 from ppdist.data.transforms import pipeline as samples_module
 from ppdist.data.transforms.pipeline import TrainSamples
 from ppdist.data.types import Batch, Sample
 from tests.unit.data.loaders import arrays, assert_equal, lives, wait_until_gone, warnings_in
 from tests.unit.data.sets import coco_config, write_coco
 
-ROOT = Path(__file__).resolve().parents[3]
+ROOT = Path(__file__).resolve().parents[4]
 COUNT = 24
 
 
@@ -339,7 +339,7 @@ import os, signal, sys, time
 from pathlib import Path
 from ppdist.common import process
 from ppdist.data.transforms.pipeline import TrainSamples
-from tests.unit.data.test_loader_workers import loader
+from tests.unit.data.loading.test_loader_workers import loader
 
 folder, looping, how = Path(sys.argv[1]), Path(sys.argv[2]), sys.argv[3]
 make, made = TrainSamples.make, []

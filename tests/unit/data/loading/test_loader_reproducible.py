@@ -24,15 +24,15 @@ from ppdist.config.augment import AffineConfig, AugmentConfig
 from ppdist.config.data import DataConfig, SamplingConfig
 from ppdist.data.datasets.build import read_split
 from ppdist.data.image import read_image
-from ppdist.data.loader import EvalLoader, TrainLoader
-from ppdist.data.sampler import TrainSampler, copies
+from ppdist.data.loading.loader import EvalLoader, TrainLoader
+from ppdist.data.loading.sampler import TrainSampler, copies
 from ppdist.data.transforms import pipeline
 from ppdist.data.transforms.pipeline import reductions
 from ppdist.data.types import Batch
 from tests.unit.data.loaders import arrays, wait_until_gone
 from tests.unit.data.sets import NAMES, coco_config
 
-ROOT = Path(__file__).resolve().parents[3]
+ROOT = Path(__file__).resolve().parents[4]
 TOTAL_BATCH, EPOCHS, SEED = 4, 3, 5
 SIZES = ((64, 96), (96, 64), (64, 64))  # multi-scale: one a step
 # (width, height): small and large against the input, so that some are decoded reduced.
@@ -365,7 +365,7 @@ FRESH = """
 import sys
 from pathlib import Path
 from tests.unit.data.loaders import loader
-from tests.unit.data.test_loader_reproducible import TOGETHER, config_of, digest, stream
+from tests.unit.data.loading.test_loader_reproducible import TOGETHER, config_of, digest, stream
 print(digest(stream(config_of(Path(sys.argv[1]), TOGETHER, workers=2))))
 one = loader(Path(sys.argv[1]), workers=2, end=10**6)
 batches = iter(one)

@@ -5,7 +5,7 @@ import json
 import numpy as np
 import pytest
 
-from ppdist.data.statistics import (
+from ppdist.data.checks.statistics import (
     class_rows,
     crowding,
     objects_of,

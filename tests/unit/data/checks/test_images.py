@@ -12,9 +12,9 @@ from PIL import ImageFile as PillowFile
 
 from ppdist.common.errors import DataError
 from ppdist.common.process import is_alive
-from ppdist.data import validate as validation
+from ppdist.data.checks import images as module
+from ppdist.data.checks.images import ImageCheck, ImageFile, check_image, check_images
 from ppdist.data.image import read_header, read_image
-from ppdist.data.validate import ImageCheck, ImageFile, check_image, check_images
 from ppdist.runtime.decoder import damage
 from tests.unit.data.corpus import (
     SIZE,
@@ -118,7 +118,7 @@ def test_a_look_at_a_header_decodes_no_pixel(tmp_path, monkeypatch):
         write_picture(tmp_path / f"a.{end}", 0) for end in ("jpg", "png", "bmp", "webp", "tif")
     ]
     monkeypatch.setattr(PillowFile.ImageFile, "load", decoded)
-    monkeypatch.setattr(validation, "read_image", decoded)
+    monkeypatch.setattr(module, "read_image", decoded)
     for file in files:
         assert check_image(str(file), SIZE, decode=False).problem is None, file
 
@@ -162,7 +162,7 @@ def _deadly(path: str, size: object, *, decode: bool) -> ImageCheck:
 
 
 def test_file_killing_or_hanging_child_is_named(tmp_path, monkeypatch):
-    monkeypatch.setattr(validation, "check_image", _deadly)
+    monkeypatch.setattr(module, "check_image", _deadly)
     names = [f"{number}" for number in range(100)]
     names[7], names[40], names[41], names[99] = "segv1", "segv2", "hang", "once"
     files = [ImageFile(str(tmp_path / name), None) for name in names]
@@ -180,7 +180,7 @@ def test_file_killing_or_hanging_child_is_named(tmp_path, monkeypatch):
 
 
 def test_a_child_amid_an_image_ends_with_its_parent(tmp_path, monkeypatch):
-    monkeypatch.setattr(validation, "check_image", _endless)
+    monkeypatch.setattr(module, "check_image", _endless)
     files = [ImageFile(str(tmp_path / "child"), None)]
     parent = os.fork()
     if parent == 0:

@@ -50,7 +50,7 @@ from ppdist.common.machine import available_cores
 from ppdist.common.process import DETAIL
 from ppdist.config.data import DataConfig
 from ppdist.data.cache import open_cache
-from ppdist.data.sampler import EvalSampler, TrainSampler, rectangular_shapes
+from ppdist.data.loading.sampler import EvalSampler, TrainSampler, rectangular_shapes
 from ppdist.data.transforms.classification import ClassifyEvalSamples, ClassifyTrainSamples
 from ppdist.data.transforms.pipeline import EvalSamples, Samples, TrainSamples, padded, reductions
 from ppdist.data.types import (

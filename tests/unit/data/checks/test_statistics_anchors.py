@@ -7,7 +7,7 @@ import pytest
 import yaml
 
 from ppdist.common.errors import DataError
-from ppdist.data import statistics
+from ppdist.data.checks import statistics
 from ppdist.data.datasets.build import read_split
 from ppdist.data.types import DetectionSet, ImageRecord
 from tests.unit.data.sets import bccd

@@ -12,7 +12,7 @@ from ppdist.common.errors import DataError
 from ppdist.config.augment import AugmentConfig
 from ppdist.data.datasets.build import read_split
 from ppdist.data.image import read_image
-from ppdist.data.loader import EvalLoader
+from ppdist.data.loading.loader import EvalLoader
 from ppdist.data.transforms.pipeline import TrainSamples
 from ppdist.data.types import SampleKey
 from tests.unit.data.loaders import arrays, assert_equal, loader, warnings_in

@@ -11,9 +11,10 @@ import pytest
 from ppdist.common.errors import DataError, StorageError
 from ppdist.common.process import RESTART_VARIABLE
 from ppdist.config.data import DataConfig
-from ppdist.data import validate
+from ppdist.data.checks import images
+from ppdist.data.checks.before_training import check_before_training, look_at_all
+from ppdist.data.checks.images import ImageCheck
 from ppdist.data.datasets.build import read_split
-from ppdist.data.validate import ImageCheck, check_before_training, look_at_all
 from ppdist.distributed import progress, store
 from ppdist.runtime.decoder import Damage
 from ppdist.storage import keyed_cache
@@ -61,9 +62,9 @@ def test_training_learns_of_bad_images_before_it_starts(home, broken, caplog):
 def test_a_check_is_made_again_only_when_a_file_changed(home, broken, monkeypatch, caplog):
     first = _check(broken)
     checks = []
-    original = validate.check_images
+    original = images.check_images
     monkeypatch.setattr(
-        validate, "check_images", lambda *a, **k: checks.append(1) or original(*a, **k)
+        images, "check_images", lambda *a, **k: checks.append(1) or original(*a, **k)
     )
     caplog.set_level(logging.INFO, "ppdist.data")
     again = _check(broken)
@@ -116,7 +117,7 @@ def test_what_may_pass_is_not_remembered(home, broken, monkeypatch):
         bad = Damage("image_unreadable", "Permission denied")
         return [*good, ImageCheck(bad, passing=True)]
 
-    monkeypatch.setattr(validate, "check_images", denied)
+    monkeypatch.setattr(images, "check_images", denied)
     with pytest.raises(DataError) as caught:  # the one image of validation
         _check(broken)
     assert caught.value.code == "no_good_image"
@@ -144,8 +145,8 @@ def test_one_list_for_both_splits_is_no_leakage(home, tmp_path):
 def test_check_of_a_restart_waits_for_its_images(home, broken, tmp_path, monkeypatch):
     """Read while they are away, all would be bad, and the job would end as a user's mistake."""
     train, val = read_split(broken, "train"), read_split(broken, "val")
-    images, away = Path(broken.root) / "images", tmp_path / "away"
-    images.rename(away)
+    pictures, away = Path(broken.root) / "images", tmp_path / "away"
+    pictures.rename(away)
     with pytest.raises(DataError):  # at a first start
         check_before_training(broken, train, val, workers=1)
     monkeypatch.setenv(RESTART_VARIABLE, "1")
@@ -156,11 +157,11 @@ def test_check_of_a_restart_waits_for_its_images(home, broken, tmp_path, monkeyp
     monkeypatch.setattr(store, "_timeout", 1800.0)
     sleep = time.sleep
     monkeypatch.setattr(
-        time, "sleep", lambda seconds: away.rename(images) if away.exists() else sleep(seconds)
+        time, "sleep", lambda seconds: away.rename(pictures) if away.exists() else sleep(seconds)
     )
     checked = check_before_training(broken, train, val, workers=1)
     assert list(checked.train.unreadable) == [1] and checked.val.unreadable == {}
-    (images / "2.jpg").unlink()  # one file alone is not waited for
+    (pictures / "2.jpg").unlink()  # one file alone is not waited for
     monkeypatch.setattr(time, "sleep", lambda seconds: pytest.fail("nothing is away"))
     with pytest.raises(DataError) as found:  # the only one of its split
         check_before_training(broken, train, val, workers=1)
@@ -170,7 +171,7 @@ def test_check_of_a_restart_waits_for_its_images(home, broken, tmp_path, monkeyp
 def _checks_of(monkeypatch, most=99):
     """The files that are checked from now on, of which one more than `most` ends the process."""
     checked = []
-    check_image = validate.check_image
+    check_image = images.check_image
 
     def check(path, size, *, decode):
         if len(checked) == most:
@@ -185,7 +186,7 @@ def _checks_of(monkeypatch, most=99):
             told(at, found[-1])
         return found
 
-    monkeypatch.setattr(validate, "check_images", check_images)
+    monkeypatch.setattr(images, "check_images", check_images)
     return checked
 
 

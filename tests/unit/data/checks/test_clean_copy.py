@@ -11,10 +11,11 @@ import yaml
 
 from ppdist.common.errors import DataError, UserError
 from ppdist.config.data import DataConfig
-from ppdist.data import validate as validation
+from ppdist.data.checks import clean_copy as module
+from ppdist.data.checks.clean_copy import clean_copy
+from ppdist.data.checks.validate import validate
 from ppdist.data.datasets.build import read_split
 from ppdist.data.datasets.convert import Format, Images, snippet
-from ppdist.data.validate import clean_copy, validate
 from tests.unit.data.corpus import (
     config,
     write_clean_coco,
@@ -175,7 +176,7 @@ def test_other_validation_classes_write_nothing(tmp_path):
 def test_a_copy_that_fails_half_way_leaves_nothing(tmp_path, monkeypatch):
     settings = write_clean_coco(tmp_path)
     report, out = validate(settings, decode=False, workers=1), tmp_path / "out"
-    original = validation.convert
+    original = module.convert
 
     def full(raw, form, folder, *, images, split):
         lines = original(raw, form, folder, images=images, split=split)
@@ -185,7 +186,7 @@ def test_a_copy_that_fails_half_way_leaves_nothing(tmp_path, monkeypatch):
             )
         return lines
 
-    monkeypatch.setattr(validation, "convert", full)
+    monkeypatch.setattr(module, "convert", full)
     with pytest.raises(UserError, match="No space left"):
         clean_copy(report, "voc", out, images="copy")
     assert [*out.iterdir()] == []

@@ -7,9 +7,10 @@ import pytest
 
 from ppdist.common.errors import DataError
 from ppdist.config.data import SplitConfig
+from ppdist.data.checks.clean_copy import clean_copy
+from ppdist.data.checks.validate import validate
 from ppdist.data.datasets import annotations
 from ppdist.data.datasets.annotations import KINDS
-from ppdist.data.validate import clean_copy, validate
 from tests.unit.data.corpus import (
     config,
     write_clean_coco,

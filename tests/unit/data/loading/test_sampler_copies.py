@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from ppdist.config.data import SamplingConfig
-from ppdist.data.sampler import copies, difficulty, epoch_size, whole_copies
+from ppdist.data.loading.sampler import copies, difficulty, epoch_size, whole_copies
 from ppdist.data.types import DetectionSet, ImageRecord
 
 BALANCED = SamplingConfig(name="balanced", balance_threshold=0.5)

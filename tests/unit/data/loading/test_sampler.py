@@ -8,7 +8,7 @@ from fractions import Fraction
 import numpy as np
 import pytest
 
-from ppdist.data.sampler import EvalSampler, TrainSampler, epoch_order, rectangular_shapes
+from ppdist.data.loading.sampler import EvalSampler, TrainSampler, epoch_order, rectangular_shapes
 from ppdist.data.transforms.geometry import letterbox
 from ppdist.data.types import EMPTY
 

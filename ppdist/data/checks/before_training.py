@@ -1,0 +1,332 @@
+"""Check of the images before training, once for as long as no file changes."""
+
+import hashlib
+import json
+import logging
+import os
+import time
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from typing import Any, NamedTuple, overload
+
+import numpy as np
+
+from ppdist.common.errors import DataError
+from ppdist.common.process import DETAIL
+from ppdist.config.data import DataConfig
+from ppdist.data.checks.images import (
+    CheckedImages,
+    ImageCheck,
+    ImageFile,
+    check_files,
+    leaks,
+    same_list,
+)
+from ppdist.data.datasets.annotations import (
+    KINDS,
+)
+from ppdist.data.types import (
+    DetectionSet,
+    Records,
+)
+from ppdist.distributed import comm
+from ppdist.distributed.progress import Progress
+from ppdist.runtime.decoder import Damage
+from ppdist.storage import files as storage
+from ppdist.storage.files import can_be_read
+from ppdist.storage.keyed_cache import Journal, KeyedCache
+
+_LOGGER = logging.getLogger("ppdist.data")
+_EXAMPLES = 3
+
+
+class Checked(NamedTuple):
+    """Both splits after the check.
+
+    train, val: with `unreadable` filled; val is None where none was given.
+    lines: what to warn of, one for each kind and split; the same on every rank.
+    """
+
+    train: DetectionSet
+    val: DetectionSet | None
+    lines: tuple[str, ...]
+
+
+def check_before_training(
+    config: DataConfig, train: DetectionSet, val: DetectionSet | None, workers: int
+) -> Checked:
+    """Checks the images of both splits as `data.check_images` says.  Collective.
+
+    Rank 0 checks and all ranks get its result, so all leave out the same images; however long that
+    takes, they wait while it gets on.  The result is kept in $XDG_CACHE_HOME or ~/.cache: the next
+    start compares only the files' times and sizes, and one that was broken off goes on.
+
+    Args:
+        workers: child processes that check images.
+    Raises: DataError: a bad image where data.bad_images is `error`; no good one in a split.
+    """
+    if config.check_images == "none":
+        return Checked(train, val, ())
+    sets = {"train": train} if val is None else {"train": train, "val": val}
+    decode = config.check_images == "decode"
+    found = comm.run_on_main(lambda: _remembered(sets, decode=decode, workers=workers))
+    checked = {}
+    for name, dataset in sets.items():
+        bad = found["bad"][name]
+        if bad and config.bad_images == "error":
+            at, why, code = bad[0]
+            fix = "remove it, or set data.bad_images: skip"
+            raise DataError(why, code=code, where=dataset.records[at].path, fix=fix)
+        unreadable = {**dataset.unreadable, **{at: why for at, why, _ in bad}}
+        if len(unreadable) == len(dataset.records):
+            at, why = next(iter(unreadable.items()))
+            raise DataError(
+                f"not one image can be used, first {dataset.records[at].path}: {why}",
+                code="no_good_image",
+                where=dataset.source,
+            )
+        checked[name] = replace(dataset, unreadable=unreadable)
+    return Checked(checked["train"], checked.get("val"), tuple(found["lines"]))
+
+
+def _remembered(sets: Mapping[str, DetectionSet], *, decode: bool, workers: int) -> dict[str, Any]:
+    """The outcome of a check, from the last time where no file changed since.
+
+    Returns: {"bad": split -> [position, why, kind] each, "lines": for the log}.
+    """
+    started = time.monotonic()
+    records = {split: Records.of(dataset.records) for split, dataset in sets.items()}
+    keys = {split: _keys(each, decode) for split, each in records.items()}
+    kept = KeyedCache.of_user("checks", _MOST_BYTES, _say_unkept)
+    certain = kept is not None and all((keys_N != _UNKNOWN).all() for keys_N in keys.values())
+    name = "\n".join(os.path.abspath(dataset.source) for dataset in sets.values())
+    key = f"{name}\n{_fingerprint(keys)}"
+    stored = kept.get(key) if kept is not None and certain else None
+    known = None if stored is None else json.loads(stored)
+    again = " (unchanged since the last check)" if known else ""
+    if known is None:
+        journal = None if kept is None else kept.journal(name)
+        earlier = _read_journal(journal)
+        checks = {
+            split: _Check(each, keys[split], earlier, journal, decode=decode, workers=workers)
+            for split, each in records.items()
+        }
+        if done := sum(check.known for check in checks.values()):
+            again = f" ({done} of them known from a check that was broken off)"
+        try:
+            checked = {split: check.run() for split, check in checks.items()}
+            if comm.was_restarted():
+                checked = {split: check.once_there() for split, check in checks.items()}
+        finally:
+            if journal is not None:
+                journal.write()
+        known = _outcome(sets, checked)
+        passing = any(found.passing for images in checked.values() for _, found in images)
+        if kept is not None and journal is not None and certain and not passing:
+            kept.put(key, json.dumps(known).encode())
+            journal.remove()
+    count = sum(map(len, records.values()))
+    seconds, what = time.monotonic() - started, "pixels" if decode else "headers"
+    if not decode and any(storage.is_remote(d.records[0].path) for d in sets.values() if d.records):
+        what = "headers (in an object store: only the listing)"
+    said = "data check: %s of %d images in %.1f s%s"
+    _LOGGER.info(said, what, count, seconds, again, extra=DETAIL)
+    return known
+
+
+def _say_unkept(why: str) -> None:
+    _LOGGER.info("data check: not kept for the next time: %s", why)
+
+
+class _Check:
+    """Of the images of one split, before training.
+
+    Attributes: known: how many were checked at an earlier start.
+    """
+
+    def __init__(
+        self,
+        records: Records,
+        keys_N: np.ndarray,
+        earlier: Mapping[int, ImageCheck],
+        journal: Journal | None,
+        *,
+        decode: bool,
+        workers: int,
+    ) -> None:
+        self._records, self._keys_N, self._journal = records, keys_N, journal
+        self._decode, self._workers = decode, workers
+        self._checks_N = [earlier.get(key) for key in keys_N.tolist()]
+        self.known = sum(found is not None for found in self._checks_N)
+
+    def run(self) -> CheckedImages:
+        """All images but those that are known."""
+        left = [at for at, found in enumerate(self._checks_N) if found is None]
+        progress = Progress(_LOGGER, "data check", len(left))
+
+        def told(number: int, found: ImageCheck) -> None:
+            progress.add()
+            key = int(self._keys_N[left[number]])
+            if self._journal is not None and key != _UNKNOWN and not found.passing:
+                problem = found.problem or ()
+                self._journal.add(json.dumps([key, found.digest, found.notes, *problem]))
+
+        files = _Files(self._records, left)
+        checks = check_files(files, decode=self._decode, workers=self._workers, told=told)
+        for at, found in zip(left, checks):
+            self._checks_N[at] = found
+        return [
+            (self._records.path(at), found)
+            for at, found in enumerate(self._checks_N)
+            if found is not None
+        ]
+
+    def once_there(self) -> CheckedImages:
+        """Checks anew what could not be opened; where storage is away, once it is back.
+
+        For a job that was started anew: its images were there before.
+        Raises: StorageError: it stays away.
+        """
+        failed = [at for at, found in enumerate(self._checks_N) if found and found.passing]
+        path = self._records.path
+        folder_of = [os.path.dirname(path(at)) for at in range(len(self._records))]
+
+        def away() -> str:
+            """A file is away with its storage where none of the first of its folder can be read."""
+            for folder in dict.fromkeys(folder_of[at] for at in failed):
+                inside = [path(at) for at, place in enumerate(folder_of) if place == folder]
+                if not inside[1:]:  # it is alone there: any others of the set, or the folder
+                    others = [path(at) for at in range(min(len(folder_of), _PROBED))]
+                    inside = others if others[1:] else [folder]
+                if not any(map(can_be_read, inside[:_PROBED])):
+                    return f"{inside[0]}: cannot be read, though an earlier attempt of this job has"
+            return ""
+
+        if failed:
+            comm.require_storage(away)
+            for at in failed:
+                self._checks_N[at] = None
+        return self.run()
+
+
+class _Files(Sequence[ImageFile]):
+    """Some images of a set, each made when it is asked for: a list of a million takes 0.5 GB."""
+
+    def __init__(self, records: Records, positions: Sequence[int]) -> None:
+        self._records, self._positions = records, positions
+
+    def __len__(self) -> int:
+        return len(self._positions)
+
+    @overload
+    def __getitem__(self, index: int) -> ImageFile: ...
+    @overload
+    def __getitem__(self, index: slice) -> Sequence[ImageFile]: ...
+    def __getitem__(self, index: int | slice) -> ImageFile | Sequence[ImageFile]:
+        if isinstance(index, slice):
+            return _Files(self._records, self._positions[index])
+        at = self._positions[index]
+        height, width = self._records.sizes_N2[at].tolist()
+        return ImageFile(self._records.path(at), (width, height) if width > 0 else None)
+
+
+def _outcome(
+    sets: Mapping[str, DetectionSet], checked: Mapping[str, CheckedImages]
+) -> dict[str, Any]:
+    bad, lines = {}, []
+    for split, images in checked.items():
+        problems = [
+            (position, path, found.problem)
+            for position, (path, found) in enumerate(images)
+            if found.problem is not None
+        ]
+        bad[split] = [(position, problem.text, problem.code) for position, _, problem in problems]
+        for kind, count in Counter(problem.code for _, _, problem in problems).items():
+            first = [f"{path}: {of.text}" for _, path, of in problems if of.code == kind]
+            what = KINDS[kind]
+            follows = f"training: {what.training}"
+            if split != "train" and what.evaluation:
+                follows = what.evaluation
+            lines.append(
+                f"{sets[split].source}: {kind}: {count} of {len(images)} images: {what.meaning}; "
+                f"{follows}; first: {'; '.join(first[:_EXAMPLES])}"
+            )
+    if "val" in checked and not same_list(checked["train"], checked["val"]):
+        leaking = [*leaks(checked["train"], checked["val"])]
+        if leaking:
+            lines.append(
+                f"leakage: {len(leaking)} of {len(checked['train'])} training images are in the "
+                f"validation split too, by content: scores will be too good; "
+                f"first: {', '.join(leaking[:_EXAMPLES])}"
+            )
+    return {"bad": bad, "lines": lines}
+
+
+_PROBED = 8  # images of a folder that are opened to see whether its storage is there
+_VERSION = 5  # of the kept result: raise it when a check of an image finds more
+_STAT_THREADS = 16  # a network disk answers each request late, but many at once
+_STATS_AT_ONCE = 64  # of a thread
+
+
+def look_at_all(look: Callable[[int], int], count: int, progress: Progress) -> np.ndarray:
+    """look(0), look(1), ..., each int64, by threads: for requests that a disk answers late."""
+    found_N = np.zeros(count, np.int64)
+    at_once = min(max(count // (8 * _STAT_THREADS), 1), _STATS_AT_ONCE)
+
+    def look_at_some(begin: int) -> int:
+        some = range(begin, min(count, begin + at_once))
+        found_N[begin : some.stop] = [*map(look, some)]
+        return len(some)
+
+    with ThreadPoolExecutor(_STAT_THREADS) as pool:
+        for done in pool.map(look_at_some, range(0, count, at_once)):
+            progress.add(done)
+    return found_N
+
+
+_UNKNOWN = 0  # key of an image of which nobody tells whether it changes
+_MOST_BYTES = 1 << 30
+
+
+def _keys(records: Records, decode: bool) -> np.ndarray:
+    """Int64 [N]: of all that the check of each image depends on; _UNKNOWN: that cannot be told.
+
+    That is its path, its annotated size, and its content identity (ctime: new permissions, too).
+    """
+    start = hashlib.blake2b(f"{_VERSION} {decode}".encode(), digest_size=8)
+
+    def key(at: int) -> int:
+        path = records.path(at)
+        try:
+            identity = storage.identity_of(path)
+            if not identity.mark:
+                return _UNKNOWN
+            seen = " ".join(map(str, identity))
+        except OSError:
+            seen = "absent"
+        height, width = records.sizes_N2[at].tolist()
+        content = start.copy()
+        content.update(os.fsencode(f"{path}\0{width} {height} {seen}"))
+        return int.from_bytes(content.digest(), "little", signed=True)
+
+    progress = Progress(_LOGGER, "data check: what has changed", len(records))
+    return look_at_all(key, len(records), progress)
+
+
+def _fingerprint(keys: Mapping[str, np.ndarray]) -> str:
+    """Of everything that the outcome depends on."""
+    summary = hashlib.blake2b(digest_size=16)
+    for split, keys_N in keys.items():
+        summary.update(f"\n{split}".encode() + keys_N.tobytes())
+    return summary.hexdigest()
+
+
+def _read_journal(journal: Journal | None) -> dict[int, ImageCheck]:
+    """Checks of images by key, of an earlier start that was broken off."""
+    found = {}
+    for line in () if journal is None else journal.lines():
+        key, digest, notes, *problem = json.loads(line)
+        found[key] = ImageCheck(Damage(*problem) if problem else None, tuple(notes), digest)
+    return found

@@ -1,0 +1,177 @@
+"""A copy of both splits without what is wrong with them."""
+
+import shutil
+import tempfile
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import NamedTuple
+
+from ppdist.common.errors import DataError
+from ppdist.common.files import make_folder, writing
+from ppdist.data.checks.images import ImageCheck, duplicates, leaks, same_list
+from ppdist.data.checks.validate import Report, ValidatedSplit, good_objects
+from ppdist.data.datasets.annotations import (
+    KINDS,
+)
+from ppdist.data.datasets.build import check_same_classes
+from ppdist.data.datasets.convert import Format, Images, convert
+from ppdist.data.types import (
+    RawImage,
+    RawSet,
+)
+
+_LEAVES_OUT = (  # the image
+    "annotation_unreadable",
+    "image_missing",
+    "image_empty",
+    "image_unreadable",
+    "image_truncated",
+    "pixel_kind",
+    "image_crashes_decoder",
+    "image_hangs_decoder",
+    "size_mismatch",
+    "image_objects_lost",  # last: whatever else keeps it out is the reason
+)
+_BY_WRITING = (  # done already: readers leave out what they cannot use, writers do it right
+    "annotation_missing",
+    "annotation_line",
+    "encoding",
+    "line_ends",
+    "class_unknown",
+    "outline_malformed",
+    "area_invalid",
+    "label_without_image",
+    "label_shared",
+    "image_unknown",
+    "image_id_duplicate",
+    "annotation_id_duplicate",
+    "class_count_differs",
+    "class_group",
+    "class_names_same",
+    "image_kind_unread",
+    "size_missing",
+    "path_outside",
+    "image_unlisted",
+)
+
+
+class Cleaned(NamedTuple):
+    """What `clean_copy` did.
+
+    lines: one for each kind and split.  raws: split -> what was written of it.
+    """
+
+    lines: list[str]
+    raws: dict[str, RawSet]
+
+
+def clean_copy(report: Report, form: Format, out: Path, *, images: Images) -> Cleaned:
+    """Writes both splits to a new folder, fixed as annotations.KINDS says.
+
+    In the result `validate` finds only notes, and warnings of what the owner of the set alone can
+    decide: classes of nearly one name, and one set for both splits.  The folder gets all of it, or
+    nothing.
+
+    Args:
+        form: format to write, that of the data or another.
+        out: a folder that is empty or not there yet.
+        images: see `convert`.
+    Raises: DataError: no good image or no object is left in a split, the classes of the splits
+        differ, the format cannot hold them.  UserError: something cannot be written.
+    """
+    check_same_classes(report.splits["train"].raw, report.splits["val"].raw)
+    lines, raws = [], {}
+    for split, left_out in _left_out(report).items():
+        validated = report.splits[split]
+        done = Counter(left_out.values())
+        raws[split] = _clean(validated.raw, left_out, done)
+        if not raws[split].images:
+            raise DataError(
+                "not one image is good; nothing was written",
+                code="no_good_image",
+                where=validated.raw.source,
+            )
+        if not any(image.objects for image in raws[split].images):
+            raise DataError(
+                "not one object is good; nothing was written",
+                code="objects_missing",
+                where=validated.raw.source,
+            )
+        done.update(f.code for f in validated.issues if f.code in _BY_WRITING)
+        done.update(  # where the reader left the image out
+            issue.code
+            for issue in validated.issues
+            if issue.code == "annotation_unreadable" and issue.image not in left_out
+        )
+        lines += [
+            f"{split}: {count} {kind}: {KINDS[kind].fix}"
+            for kind, count in sorted(done.items(), key=lambda entry: [*KINDS].index(entry[0]))
+        ]
+    return Cleaned(lines + _write(raws, form, out, images), raws)
+
+
+def _left_out(report: Report) -> dict[str, dict[str, str]]:
+    """Split -> path -> kind of each image that does not go into the copy.
+
+    First what cannot be used; of what stays, images of training that validation has; of what stays
+    then, all but the first of equal ones: so one of them always stays.
+    """
+    train, val = report.splits["train"], report.splits["val"]
+    result = {split: _bad(validated) for split, validated in report.splits.items()}
+
+    def stays(split: str) -> list[tuple[str, ImageCheck]]:
+        return [entry for entry in report.splits[split].images if entry[0] not in result[split]]
+
+    if not same_list(train.images, val.images):
+        result["train"] |= dict.fromkeys(leaks(stays("train"), stays("val")), "leakage")
+    for split in result:
+        result[split] |= dict.fromkeys(duplicates(stays(split)), "image_duplicate")
+    return result
+
+
+def _bad(validated: ValidatedSplit) -> dict[str, str]:
+    listed = {path for path, _ in validated.images}
+    return {
+        issue.image: issue.code
+        for issue in reversed(validated.issues)  # so that the first kind of each image counts
+        if issue.code in _LEAVES_OUT and issue.image in listed
+    }
+
+
+def _clean(raw: RawSet, left_out: Mapping[str, str], done: Counter[str]) -> RawSet:
+    kept: dict[str, RawImage] = {}
+    for image in raw.images:
+        path = str(image.path)
+        if path in left_out:
+            continue
+        if path in kept:
+            done["image_listed_twice"] += 1
+            kept[path] = replace(kept[path], objects=kept[path].objects + image.objects)
+        else:
+            kept[path] = image
+    images = [replace(image, objects=good_objects(image, done)) for image in kept.values()]
+    return replace(raw, images=images)
+
+
+def _write(raws: Mapping[str, RawSet], form: Format, out: Path, images: Images) -> list[str]:
+    """Under another name first: whatever fails, no half of it stays there."""
+    make_folder(out)
+    if any(out.iterdir()):
+        raise DataError(
+            "is not empty", code="folder_not_empty", where=str(out), fix="choose a new folder"
+        )
+    with writing(out):
+        draft = Path(tempfile.mkdtemp(prefix=".unfinished-", dir=out))
+    lines = []
+    try:
+        for split, raw in raws.items():
+            done = convert(raw, form, draft, images=images, split=split)
+            lines += [f"{split}: {line}" for line in done]
+        with writing(out):
+            for entry in sorted(draft.iterdir()):
+                entry.rename(out / entry.name)
+    finally:
+        shutil.rmtree(draft, ignore_errors=True)
+    return lines

@@ -1,0 +1,464 @@
+"""What each image file is, and which are equal.
+
+Images are checked in child processes: a decoder that crashes or hangs takes none of ours with it,
+and its file is named.
+"""
+
+import hashlib
+import multiprocessing
+import os
+import resource
+import signal
+import tempfile
+import time
+import warnings
+from collections import Counter, defaultdict, deque
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from multiprocessing.connection import Connection, wait
+from pathlib import Path
+from typing import Any, BinaryIO, NamedTuple
+
+import cv2
+import numpy as np
+from PIL import Image, TiffImagePlugin
+
+from ppdist.common.child import ends_with_this
+from ppdist.common.errors import DataError
+from ppdist.data.image import read_header, read_image
+from ppdist.runtime.decoder import FORMATS, Damage, damage, is_dark
+from ppdist.storage import files as storage
+from ppdist.storage import stores
+from ppdist.storage.files import open_file
+
+
+class ImageFile(NamedTuple):
+    """A path; size: (width, height) in pixels as annotated, None: not known."""
+
+    path: str
+    size: tuple[int, int] | None
+
+
+class ImageCheck(NamedTuple):
+    """What one file is.
+
+    problem: why the image cannot be used; None: it can.
+    notes: kinds of what is unusual.
+    digest: equal for two files of the same content (decoded: surely; else: head, tail and length).
+    passing: the problem may be gone the next time without a change to the file: no permission, no
+        memory, a decoder that was killed.
+    """
+
+    problem: Damage | None = None
+    notes: tuple[str, ...] = ()
+    digest: str = ""
+    passing: bool = False
+
+
+CheckedImages = Sequence[tuple[str, ImageCheck]]  # the path of each listed image, and what it is
+
+
+def check_files(
+    files: Sequence[ImageFile],
+    *,
+    decode: bool,
+    workers: int,
+    told: Callable[[int, ImageCheck], object],
+) -> list[ImageCheck]:
+    """As `check_images`, but images in stores are not opened for their headers.
+
+    A header is half of the way to such an image: the store's listing has to do.
+    """
+    if decode or not any(storage.is_remote(file.path) for file in files):
+        return check_images(files, decode=decode, workers=workers, told=told)
+    near = [at for at, file in enumerate(files) if not storage.is_remote(file.path)]
+    opened = check_images(
+        [files[at] for at in near],
+        decode=decode,
+        workers=workers,
+        told=lambda number, found: told(near[number], found),
+    )
+    checks = dict(zip(near, opened))
+    for at, file in enumerate(files):
+        if at not in checks:
+            checks[at] = check_listed(file.path)
+            told(at, checks[at])
+    return [checks[at] for at in range(len(files))]
+
+
+def check_listed(path: str) -> ImageCheck:
+    """What a store's listing says of an image, which is not opened: that it is there, not empty."""
+    try:
+        identity = storage.identity_of(path)
+    except FileNotFoundError:
+        return ImageCheck(Damage("image_missing", "does not exist"), passing=True)
+    except OSError as error:
+        problem = Damage("image_unreadable", error.strerror or str(error))
+        return ImageCheck(problem, passing=True)
+    if not identity.bytes and identity.mark:
+        return ImageCheck(Damage("image_empty", "empty (0 bytes)"))
+    told = identity.mark and not storage.is_in_shard(path)
+    return ImageCheck(digest=f"{identity.bytes} {identity.mark}" if told else "")
+
+
+def duplicates(images: CheckedImages) -> dict[str, str]:
+    """Path -> an earlier path with the same content."""
+    result = {}
+    for group in _same_content(images):
+        first, *others = dict.fromkeys(images[position][0] for position in group)
+        result.update(dict.fromkeys(others, first))
+    return result
+
+
+def leaks(train: CheckedImages, val: CheckedImages) -> dict[str, str]:
+    """Path of a training image -> path of the same content in validation."""
+    held = {path for path, _ in val}
+    result = {path: path for path, _ in train if path in held}
+    both = [*train, *val]
+    for group in _same_content(both):
+        held_there = [both[position][0] for position in group if position >= len(train)]
+        if held_there:
+            for position in group:
+                if position < len(train):
+                    result.setdefault(both[position][0], held_there[0])
+    return result
+
+
+def same_list(train: CheckedImages, val: CheckedImages) -> bool:
+    """Whether both splits list the same files, or duplicates of them.
+
+    Then somebody over-fits on purpose, and nothing leaks.
+    """
+    return len(train) == len(val) and all(
+        path == other or (found.digest != "" and found.digest == duplicate.digest)
+        for (path, found), (other, duplicate) in zip(train, val)
+    )
+
+
+def _same_content(images: CheckedImages) -> list[list[int]]:
+    """Groups of positions whose files have equal content; each group has two paths or more."""
+    alike: defaultdict[str, list[int]] = defaultdict(list)
+    for position, (_, found) in enumerate(images):
+        if found.digest and not (found.problem and found.problem.code == "image_empty"):
+            alike[found.digest].append(position)
+    groups: defaultdict[tuple[str, bytes], list[int]] = defaultdict(list)
+    for digest, positions in alike.items():
+        if len({images[position][0] for position in positions}) > 1:
+            for position in positions:
+                groups[digest, _hash(images[position][0])].append(position)
+    return [group for group in groups.values() if len({images[p][0] for p in group}) > 1]
+
+
+def _hash(path: str) -> bytes:
+    try:
+        with open_file(path) as file:
+            summary = hashlib.blake2b(digest_size=16)
+            while block := file.read(1 << 20):
+                summary.update(block)
+            return summary.digest()
+    except OSError:  # gone since it was checked
+        return os.fsencode(path)
+
+
+_AT_ONCE = 32  # files that a child is given at a time
+_TRIES = 2  # a child that dies once may have been another's victim (out of memory)
+
+
+def check_images(
+    files: Sequence[ImageFile],
+    *,
+    decode: bool,
+    workers: int,
+    timeout: float = 60.0,
+    told: Callable[[int, ImageCheck], object] = lambda at, found: None,
+) -> list[ImageCheck]:
+    """An ImageCheck of each file, in their order.
+
+    It comes however many children crash or hang over it.
+
+    Args:
+        decode: see `check_image`.
+        workers: child processes, at least 1.
+        timeout: seconds after which a child that is at one file counts as hung.
+        told: hears of each file that a child has checked; not of those that it was given up at.
+    """
+    checks: list[ImageCheck | None] = [None] * len(files)
+    waiting = deque(range(len(files)))
+    crashes: Counter[int] = Counter()
+    children = [_Child(files, decode) for _ in range(min(max(workers, 1), -(-len(files) // 8)))]
+    try:
+        while any(child.busy for child in children) or waiting:
+            for child in children:
+                child.give(waiting)
+            for position, found in _answers(children, timeout):
+                checks[position] = found
+                told(position, found)
+            for number, child in enumerate(children):
+                if child.ended is None:
+                    continue
+                position, *rest = child.busy
+                waiting.extendleft(reversed(rest))
+                crashes[position] += 1
+                if child.ended.code == "image_hangs_decoder" or crashes[position] == _TRIES:
+                    checks[position] = ImageCheck(child.ended, passing=True)
+                else:
+                    waiting.appendleft(position)
+                child.stop()
+                children[number] = _Child(files, decode)
+    finally:
+        for child in children:
+            child.stop()
+    return [found for found in checks if found is not None]
+
+
+class _Child:
+    """A process that checks files, and gives an answer for each."""
+
+    def __init__(self, files: Sequence[ImageFile], decode: bool) -> None:
+        context = multiprocessing.get_context("fork")
+        self.pipe, theirs = context.Pipe()
+        self.busy: deque[int] = deque()
+        self.since = time.monotonic()
+        self.ended: Damage | None = None
+        self._process = context.Process(
+            target=_serve,
+            args=(theirs, files, decode, os.getpid(), ends_with_this(signal.SIGKILL)),
+            daemon=True,
+        )
+        with warnings.catch_warnings():  # Python 3.12 warns of forking beside threads of Paddle's,
+            warnings.simplefilter("ignore", DeprecationWarning)  # which a child never touches
+            self._process.start()
+        theirs.close()
+
+    def give(self, waiting: deque[int]) -> None:
+        """Hands it work from the front when it has none."""
+        if self.busy or self.ended or not waiting:
+            return
+        self.busy.extend(waiting.popleft() for _ in range(min(_AT_ONCE, len(waiting))))
+        self.since = time.monotonic()
+        try:
+            self.pipe.send(list(self.busy))
+        except OSError:  # it ended while it waited; take() will find out
+            return
+
+    def take(self) -> tuple[int, ImageCheck] | None:
+        """An answer; None, and `ended`, when the process is no more."""
+        try:
+            position, found = self.pipe.recv()
+        except (EOFError, OSError):
+            self._process.join()
+            self.ended = Damage("image_crashes_decoder", _how(self._process.exitcode))
+            return None
+        self.busy.popleft()
+        self.since = time.monotonic()
+        return position, found
+
+    def stop(self) -> None:
+        self._process.kill()
+        self._process.join(1)  # one that waits for its disk for ever is left alone
+        self.pipe.close()
+
+
+def _answers(children: list[_Child], timeout: float) -> Iterator[tuple[int, ImageCheck]]:
+    """Takes what the children have to say, or notes that one has been silent for too long."""
+    ready = wait([child.pipe for child in children if child.busy], min(timeout, 1.0))
+    for child in children:
+        if child.pipe in ready:
+            answer = child.take()
+            if answer is not None:
+                yield answer
+        elif child.busy and time.monotonic() - child.since > timeout:
+            child.ended = Damage("image_hangs_decoder", f"not decoded after {timeout:g} s")
+
+
+def _how(exitcode: int | None) -> str:
+    if exitcode is None or exitcode >= 0:
+        return f"decoding it ends the process with code {exitcode}"
+    return f"decoding it kills the process ({signal.Signals(-exitcode).name})"
+
+
+_FATAL = (
+    signal.SIGTERM,
+    signal.SIGSEGV,
+    signal.SIGBUS,
+    signal.SIGFPE,
+    signal.SIGILL,
+    signal.SIGABRT,
+)
+
+
+def _serve(
+    pipe: "Connection[Any, Any]",
+    files: Sequence[ImageFile],
+    decode: bool,
+    parent: int,
+    end_with_parent: Callable[[], None],
+) -> None:
+    """What a child does, until its parent is gone; amid an image, too, which may have no end."""
+    end_with_parent()
+    for fatal in _FATAL:  # no stack trace of Paddle's or Python's, and no core file
+        signal.signal(fatal, signal.SIG_DFL)
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent stops its children
+    os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # what decoders print of damaged files
+    warnings.simplefilter("ignore")
+    cv2.setNumThreads(0)
+    Image.MAX_IMAGE_PIXELS = None
+    while os.getppid() == parent:
+        if not pipe.poll(1.0):
+            continue
+        for position in pipe.recv():
+            pipe.send(
+                (position, check_image(files[position].path, files[position].size, decode=decode))
+            )
+
+
+_HEAD, _TAIL = 64 * 1024, 8 * 1024  # bytes that a check of the header reads of a large file
+_ENDS = {b"\xff\xd8": b"\xff\xd9", b"\x89P": b"IEND"}  # of a JPEG, of a PNG
+
+
+def check_image(path: str, size: tuple[int, int] | None, *, decode: bool) -> ImageCheck:
+    """Checks one image file; never raises because of it.
+
+    A decoder may crash or hang on it: `check_images` calls this in a child process.
+
+    Args:
+        size: (width, height) that the annotation says; None: not known.
+        decode: all of its pixels; else its header and its end (0.1 to 0.4 ms), and
+            all of it where these say that it cannot be used: the decoder has the last word.
+    """
+    try:
+        with stores.patiently(lambda: open_file(path)) as file:
+            return _check_content(file, path, size, decode)
+    except FileNotFoundError:
+        problem = Damage("image_missing", "does not exist")
+    except OSError as error:
+        problem = Damage("image_unreadable", error.strerror or str(error))
+    except MemoryError:
+        problem = Damage("image_unreadable", "not enough memory to decode it")
+    return ImageCheck(problem, passing=True)
+
+
+def _check_content(
+    file: BinaryIO, path: str, size: tuple[int, int] | None, decode: bool
+) -> ImageCheck:
+    length = file.seek(0, os.SEEK_END)
+    file.seek(0)
+    whole = decode or length <= _HEAD + _TAIL
+    head = file.read() if whole else file.read(_HEAD)
+    tail = b""
+    if not whole:
+        file.seek(length - _TAIL)
+        tail = file.read()
+        if _ENDS.get(head[:2], b"") not in tail:  # no end, or further from the file's than usual
+            file.seek(0)
+            whole, head, tail = True, file.read(), b""
+    digest = hashlib.blake2b(b"%d " % length + head + tail, digest_size=16)
+    found = damage(head, length) if whole or head[:2] not in _ENDS else None
+    if found is not None:
+        return ImageCheck(found, digest=digest.hexdigest())
+    header = _header(file, path, length)
+    doubtful = header is None or header.cut_short or (size and size not in header.sizes)
+    notes = header.notes if header else ()
+    deep = "sixteen_bit" in notes  # what they use of it, only pixels tell
+    if decode or doubtful or deep:
+        found, image_HW3 = _decoded(path, size)
+        if deep and image_HW3 is not None and is_dark(image_HW3):
+            notes = (*notes, "dark_sixteen_bit")
+    return ImageCheck(found, notes, digest.hexdigest())
+
+
+# Of formats, by their names in Pillow; an MPO is a JPEG with more pictures behind it.
+_SUFFIXES = {**FORMATS, "MPO": FORMATS["JPEG"]}
+# Tags of TIFF: bits of each channel; where strips and tiles of pixels begin, and their bytes.
+_BITS_PER_SAMPLE, _BEGINNINGS, _BYTES = 258, (273, 324), (279, 325)
+
+
+class _Header(NamedTuple):
+    """What is said of an image without decoding it.
+
+    sizes: each (width, height) for which training surely takes the image, if it can decode it.
+    cut_short: pixels should lie beyond the end of the file.
+    """
+
+    sizes: tuple[tuple[int, int], ...]
+    cut_short: bool
+    notes: tuple[str, ...]
+
+
+def _header(file: BinaryIO, path: str, length: int) -> _Header | None:
+    """None: it cannot be understood so (OpenCV may)."""
+    frame = read_header(path)
+    try:
+        file.seek(0)
+        first = file.read(26)
+        file.seek(0)
+        with Image.open(file) as image:
+            tags = image.tag_v2 if isinstance(image, TiffImagePlugin.TiffImageFile) else {}
+            bits = tags.get(_BITS_PER_SAMPLE, ())
+            sixteen = first.startswith(b"\x89PNG") and first[24] == 16
+            mode, suffix = image.mode, Path(path).suffix.lower()
+            notes = {
+                "wrong_extension": suffix not in _SUFFIXES.get(image.format or "", (suffix,)),
+                "exif_orientation": frame is not None and frame.orientation != 1,
+                "grey": mode in ("1", "L", "LA") or mode.startswith("I"),
+                "alpha": mode in ("LA", "PA", "RGBA") or "transparency" in image.info,
+                "sixteen_bit": sixteen or 16 in bits or mode.startswith("I;16"),
+                "cmyk": mode == "CMYK",
+            }
+            cut_short = any(
+                begin + count > length
+                for begins, counts in zip(_BEGINNINGS, _BYTES)
+                for begin, count in zip(tags.get(begins, ()), tags.get(counts, ()))
+            )
+    except Exception:  # Pillow's own bugs on damaged files are of many types
+        return None
+    if frame is None:
+        return None
+    # OpenCV turns a TIFF even when asked not to.
+    sizes = (frame.upright,) if tags else (frame.upright, frame.stored)
+    return _Header(sizes, cut_short, tuple(kind for kind, found in notes.items() if found))
+
+
+# What libjpeg and libtiff print when they make up pixels; "extraneous bytes" does no harm.
+_INVENTED = (b"premature end", b"bad Huffman", b"RST", b"Inconsistent progression", b"not yet in")
+
+
+def _decoded(path: str, size: tuple[int, int] | None) -> tuple[Damage | None, np.ndarray | None]:
+    """What makes an image unusable; else its pixels.
+
+    Raises: OSError, MemoryError: it cannot be said.
+    """
+    with _stderr() as said:
+        try:
+            image_HW3 = read_image(path, None if size is None else size[::-1])
+        except DataError as error:
+            cause = error.__cause__
+            if isinstance(cause, OSError):
+                raise cause from None
+            if isinstance(cause, cv2.error) and cause.code == cv2.Error.StsNoMem:
+                raise MemoryError from error
+            known = error.code in ("size_mismatch", "pixel_kind")
+            return Damage(error.code if known else "image_unreadable", error.what), None
+        said.seek(0)
+        heard = said.read()
+    if any(sign in heard for sign in _INVENTED):
+        height, width = image_HW3.shape[:2]
+        made_up = (
+            f"pixel data of the {width}x{height} image is damaged; the decoder filled in a part"
+        )
+        return Damage("image_unreadable", made_up), None
+    return None, image_HW3
+
+
+@contextmanager
+def _stderr() -> Iterator[BinaryIO]:
+    """What native libraries print inside goes to the file that is given."""
+    kept = os.dup(2)
+    with tempfile.TemporaryFile() as file:
+        os.dup2(file.fileno(), 2)
+        try:
+            yield file
+        finally:
+            os.dup2(kept, 2)
+            os.close(kept)
