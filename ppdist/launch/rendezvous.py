@@ -391,17 +391,13 @@ class _Rendezvous:
         """Hosts of the run come first: of others only the newest stay, so a flood passes by."""
         if self.listener is None:
             return
-        taken = []
         with contextlib.suppress(OSError):  # BlockingIOError: nobody calls
             for _ in range(_CALLERS):
-                taken.append(Connection(self.listener.accept()[0], self.token))
-        every = [*self.callers, *taken]
-        known = [each for each in every if each.peer in self.hosts]
-        strangers = [each for each in every if each.peer not in self.hosts]
-        most = _CALLERS + len(self.hosts)
-        for each in (*known[:-most], *strangers[:-_CALLERS]):
+                self.callers.append(Connection(self.listener.accept()[0], self.token))
+        known = [each for each in self.callers if each.peer in self.hosts]
+        strangers = [each for each in self.callers if each.peer not in self.hosts]
+        for each in (*known[: -_CALLERS - len(self.hosts)], *strangers[:-_CALLERS]):
             each.close()
-        self.callers = known[-most:] + strangers[-_CALLERS:]
 
     def _hear(self, connection: Connection, place: int | None = None) -> None:
         """Reads what a host says that has not joined.  Args: place: that was called."""

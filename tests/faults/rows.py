@@ -20,6 +20,7 @@ RECOVERY = "tests/unit/engine/test_recovery.py::"
 SAVING = "tests/unit/engine/test_trainer_saving.py::"
 KILLS = "tests/unit/engine/test_checkpoint_kills.py::"
 WATCH = "tests/unit/launch/test_watchdog.py::"
+STRANGERS = "tests/unit/launch/test_rendezvous_strangers.py::"
 SUPERVISION = "tests/unit/launch/test_supervisor.py::"
 OUTAGES = "tests/unit/data/test_loader_outages.py::"
 OUTLETS = "tests/unit/common/test_writers_failures.py::"
@@ -244,5 +245,12 @@ ROWS = (
          "test_a_terminal_that_takes_nothing_stops_neither_steps_nor_the_end",
          "tests/unit/common/test_writer_thread.py::test_a_frozen_disk_holds_up_no_step",
          "tests/unit/common/test_writer_thread.py::"
-         "test_a_disk_that_stays_frozen_is_told_at_the_end")),
+         "test_a_disk_that_stays_frozen_is_told_at_the_end",
+         "tests/unit/launch/test_console.py::test_a_blocked_terminal_leaves_the_exit_code")),
+    Row(46, "strangers flood the start port with greetings, garbage or silence", "the hosts meet, "
+        "with a token or without; with one nobody else joins or ends the run",
+        (STRANGERS + "test_a_flood_of_strangers_prevents_no_start",
+         STRANGERS + "test_a_host_without_the_token_is_refused",
+         STRANGERS + "test_a_line_that_is_not_as_it_was_sent_ends_the_connection",
+         "tests/unit/launch/test_rendezvous.py::test_the_first_host_calls_too")),
 )  # fmt: skip

@@ -136,7 +136,7 @@ def test_what_a_host_says_ends_nothing_if_passed_back() -> None:
             for ways in ((caller, back), (back, caller)):
                 threading.Thread(target=pass_on, args=ways, daemon=True).start()
             first.end()
-    assert "gave up after 1.5 s" in first.error
+    assert "gave up after 1.5 s" in first.error and "it closed the connection" in first.error
 
 
 def test_another_command_from_elsewhere_ends_no_run(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -240,6 +240,27 @@ def test_a_flood_of_strangers_prevents_no_start(content: bytes, token: str) -> N
         seconds = time.monotonic() - began
     assert (first.error, second.error) == ("", "")
     assert seconds < 10
+
+
+def hung_up(caller: socket.socket) -> bool:
+    caller.setblocking(False)
+    with suppress(BlockingIOError):
+        while caller.recv(4096):
+            pass
+        return True
+    return False
+
+
+def test_of_silent_strangers_only_the_newest_are_kept() -> None:
+    port = free_port()
+    (first,) = started(Host(host(A), port, 4))
+    launched.wait_for(lambda: answers(port), 10)
+    silent = [socket.create_connection((A, port)) for _ in range(150)]
+    launched.wait_for(lambda: sum(hung_up(each) for each in silent) == 150 - 64, 3)
+    assert [hung_up(each) for each in silent[-64:]] == [False] * 64
+    for each in silent:
+        each.close()
+    first.end()
 
 
 def joins_late(argument: object) -> list[list[int]]:
