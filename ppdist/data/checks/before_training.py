@@ -1,4 +1,4 @@
-"""Check of the images before training, once for as long as no file changes."""
+"""Check of the images before training, once while no file changes."""
 
 import hashlib
 import json
