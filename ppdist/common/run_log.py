@@ -17,6 +17,7 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
+from logging.handlers import BufferingHandler
 from pathlib import Path
 from typing import Any, TextIO, cast
 
@@ -98,7 +99,7 @@ class RunLog:
         self._total_steps = total_steps
         self._steps_per_epoch = max(1, steps_per_epoch)
         self._every_steps = every_steps
-        self._handlers: list[logging.Handler] = []
+        self._is_open = False
         self._handlers_before = [*_LOGGER.handlers]
         self._level_before = _LOGGER.level
         self._propagate_before = _LOGGER.propagate
@@ -140,9 +141,16 @@ class RunLog:
             if record.get("eval_seconds") is not None:
                 self._eta.remember(record["eval_seconds"])
         self._open_handlers(early)
-        self._open_writers(visualdl, tensorboard, resume_step)
+        if visualdl:
+            vdl = partial(VisualDLWriter, output_dir / "vdl", output_dir.name, resume_step)
+            self.writers.open("VisualDL", vdl)
+        if tensorboard:
+            folder = output_dir / "tensorboard"
+            self.writers.open("TensorBoard", partial(TensorBoardWriter, folder, resume_step))
         for target, tracker in trackers:
-            self._open_tracker(target, tracker, resume_step)
+            self.writers.open(
+                tracker.name, partial(self._start_tracker, target, tracker, resume_step)
+            )
 
     def __enter__(self) -> "RunLog":
         return self
@@ -363,13 +371,13 @@ class RunLog:
         """Closes the files and gives the logger back as it was; the second call does nothing."""
         self._end_opening()
         self._end_bar()
-        if self._handlers:
+        if self._is_open:
             self.writers.close()
             written = self._files.flush(self._close_seconds)
             self._tell_lost(written)
             self.flush(_HURRIED_SECONDS if written else 0.0)
             _LOGGER.handlers = self._handlers_before
-            self._handlers = []
+            self._is_open = False
         sys.stdout, sys.stderr = self._streams_before
         _LOGGER.setLevel(self._level_before)
         _LOGGER.propagate = self._propagate_before
@@ -406,21 +414,20 @@ class RunLog:
 
     def _open_handlers(self, early: "EarlyLog | None") -> None:
         _LOGGER.setLevel(logging.INFO)
-        _LOGGER.propagate, _LOGGER.handlers = False, []
+        _LOGGER.propagate = False
         self._take_streams()
         self._to_console = ConsoleHandler(self._console)
         if early is not None:
             self._to_console.opening = early.opening
-        self._handlers.append(self._to_console)
-        _LOGGER.addHandler(self._to_console)
-        self._handlers.append(LogFileHandler(self._output_dir / "train.log", self._files))
+        to_file = LogFileHandler(self._output_dir / "train.log", self._files)
         for record in early.records if early is not None else ():
-            self._handlers[1].handle(record)
-        _LOGGER.addHandler(self._handlers[1])
+            to_file.handle(record)
+        _LOGGER.handlers = [self._to_console, to_file]
+        self._is_open = True
 
     def _end_opening(self) -> None:
         """Called at the first step: from now on the console shows every message in full."""
-        if not self._handlers or self._to_console.opening is None:
+        if not self._is_open or self._to_console.opening is None:
             return
         withheld, self._to_console.opening = self._to_console.opening.withheld, None
         if withheld:
@@ -428,27 +435,11 @@ class RunLog:
             text = f"{withheld} more warning{'s' * (withheld > 1)}; full text: {where}"
             self._console.print(text, style="yellow", markup=False, highlight=False, soft_wrap=True)
 
-    def _open_writers(self, visualdl: bool, tensorboard: bool, resume_step: int | None) -> None:
-        folder = self._output_dir
-        if visualdl:
-            self.writers.open(
-                "VisualDL", lambda: VisualDLWriter(folder / "vdl", folder.name, resume_step)
-            )
-        if tensorboard:
-            self.writers.open(
-                "TensorBoard", lambda: TensorBoardWriter(folder / "tensorboard", resume_step)
-            )
-
-    def _open_tracker(self, target: str, config: Any, resume_step: int | None) -> None:
+    def _start_tracker(self, target: str, config: Any, resume_step: int | None) -> TrackerProcess:
         folder = self._output_dir / "trackers" / config.name
         run = TrackedRun(config, folder, config.run or self._output_dir.name, resume_step)
-
-        def start() -> TrackerProcess:
-            process = TrackerProcess(target, run)
-            self._trackers.append(process)
-            return process
-
-        self.writers.open(config.name, start)
+        self._trackers.append(process := TrackerProcess(target, run))
+        return process
 
     def _end_bar(self) -> None:
         if self._bar is not None:
@@ -542,10 +533,10 @@ class EarlyLog:
     def __init__(self, main: bool) -> None:
         """Args: main: True on rank 0; on others this does nothing."""
         self._main = main
-        self.records: list[logging.LogRecord] = []
         console = _console_on(Screen(sys.stdout))
         self._to_console = ConsoleHandler(console)
-        self._keeper = _Keeper(self.records)
+        self._keeper = BufferingHandler(sys.maxsize)
+        self.records: list[logging.LogRecord] = self._keeper.buffer
         self.opening = self._to_console.opening = Opening(console.width)
 
     def __enter__(self) -> "EarlyLog":
@@ -560,19 +551,9 @@ class EarlyLog:
             return
         _LOGGER.handlers, level, _LOGGER.propagate = self._before
         _LOGGER.setLevel(level)
-        for record in filter(self._to_console.was_cut, self.records if kind else ()):
-            say(log_line(record))
-
-
-class _Keeper(logging.Handler):
-    """Keeps records."""
-
-    def __init__(self, records: list[logging.LogRecord]) -> None:
-        super().__init__()
-        self._records = records
-
-    def emit(self, record: logging.LogRecord) -> None:
-        self._records.append(record)
+        for record in self.records if kind else ():
+            if getattr(record, "cut", False):
+                say(log_line(record))
 
 
 class ConsoleHandler(logging.Handler):
@@ -585,11 +566,6 @@ class ConsoleHandler(logging.Handler):
         super().__init__()
         self.opening: Opening | None = None
         self._console = console
-        self._cut: set[int] = set()  # identities of records
-
-    def was_cut(self, record: logging.LogRecord) -> bool:
-        """Whether the console showed only part of a record."""
-        return id(record) in self._cut
 
     def emit(self, record: logging.LogRecord) -> None:
         if getattr(record, "detail", False):
@@ -598,19 +574,12 @@ class ConsoleHandler(logging.Handler):
         text = log_line(record)
         if self.opening is not None and (warns or getattr(record, "note", False)):
             short = self.opening.short(text)
-            if short != text:
-                self._cut.add(id(record))
+            record.cut = short != text
             text = short
         if not text:
             return
         style = "yellow" if warns else ""
-        self._console.print(
-            text,
-            style=style,
-            markup=False,
-            highlight=False,
-            soft_wrap=True,
-        )
+        self._console.print(text, style=style, markup=False, highlight=False, soft_wrap=True)
 
 
 class LogFileHandler(logging.Handler):
