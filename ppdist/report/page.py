@@ -50,7 +50,6 @@ _SCORES = {
     "p_curve.png": "precision over confidence",
     "r_curve.png": "recall over confidence",
     "calibration.png": "calibration",
-    "errors.png": "error types",
 }
 _CONFUSION = {"confusion.png": "confusion of the classes"}
 _DATA_PICTURES = {

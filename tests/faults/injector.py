@@ -11,7 +11,6 @@ import math
 import mmap
 import os
 import signal
-import sys
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
@@ -23,7 +22,7 @@ import paddle
 
 from ppdist.common import files, writers
 from ppdist.common.errors import ConfigError
-from ppdist.common.process import RESTART_VARIABLE
+from ppdist.common.process import RESTART_VARIABLE, say
 from ppdist.data.image import is_image_name
 from ppdist.distributed import comm
 from ppdist.engine.callbacks import Callback, TrainingRun
@@ -86,7 +85,7 @@ class FaultInjector(Callback):
             if fault.kind != "poison":  # which strikes again and again
                 self._pending.remove(fault)
                 faults.write_down(self._output_dir, fault)
-            print(f"fault on purpose: {fault}", file=sys.stderr, flush=True)
+            say(f"fault on purpose: {fault}")
             _ACTIONS[fault.kind](self, fault)
         if self._pause_seconds:
             time.sleep(self._pause_seconds)
