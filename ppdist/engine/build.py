@@ -143,7 +143,9 @@ def build_training(
         anew = start.snapshot is None
         if start.job is not None:  # an earlier attempt of this job has read all of it
             wait_for_inputs(config, evaluate=evaluate, anew=anew)
-        train_set, val_set, found = read_sets(config.data, config.model.num_classes, evaluate)
+        train_set, val_set, found, pixels = read_sets(
+            config.data, config.model.num_classes, evaluate
+        )
         bad_images = Blocklist(train_set, config.data.bad_images_limit)
         images = images_of_epoch(train_set, config.data.sampling)
         config, said = settle_batch(config, train_set.records, images, start.snapshot)
@@ -154,7 +156,7 @@ def build_training(
         said += told
         doubts += more
         derived = build_schedule_setup(config, images)
-        run = validate_resume(start, derived, train_set, config)
+        run = validate_resume(start, derived, train_set, config, pixels)
         bad_images.known |= run.bad_images
         frozen = frozen_keys(model, config.train.freeze)
         size = comm.run_on_all_ranks(lambda: complexity(model, config.train.amp, frozen))

@@ -68,7 +68,8 @@ class Run(BaseModel, extra="forbid"):
 
     id: str = ""  # drawn where it begins
     images: int  # in the training set
-    data: str  # fingerprint of it
+    data: str  # fingerprint of its annotations
+    pixels: str = ""  # of its images, as far as they were checked; "": not known
     schedule_steps: int
     bad_images: dict[int, str] = {}  # position in the set -> why
     teacher: str | None = None  # fingerprint of its weights
@@ -557,16 +558,17 @@ def _broadcast_file(data: bytes, size: int) -> bytes:
 
 
 def validate_resume(
-    start: Start, derived: ScheduleSetup, train_set: DetectionSet, config: Any
+    start: Start, derived: ScheduleSetup, train_set: DetectionSet, config: Any, pixels: str
 ) -> Run:
     """The identity of this run, once its checkpoint is known to fit.  Collective.
 
-    Args: config: the ExperimentConfig of this run.
+    Args: config: the ExperimentConfig of this run.  pixels: as in Run.
     Raises: CheckpointError: another number of images in a step, or other images or another teacher
         and not `start.asked.changed`.
     """
     images, data = len(train_set.records), fingerprint(train_set, config.data.root)
     now, before = Run(images=images, data=data, schedule_steps=derived.schedule_steps), None
+    now.pixels = pixels
     if config.distill is not None:
         now.teacher = digest_of_weights(Path(config.distill.teacher))
     if start.snapshot is not None:
@@ -602,6 +604,12 @@ def validate_resume(
             )
         start.warnings.append(f"--resume-changed: {text}")
         now.bad_images = {}
+    elif before.pixels.split()[:1] == pixels.split()[:1] and before.pixels != pixels:
+        start.warnings.append(
+            "image files of the training set have changed since the checkpoint: from here on it "
+            "learns other pixels; start a new run if that was not meant"
+        )
+    now.pixels = pixels or before.pixels
     if before.teacher and now.teacher and before.teacher != now.teacher:
         if not start.asked.changed:
             raise CheckpointError(

@@ -47,11 +47,13 @@ class Checked(NamedTuple):
 
     train, val: with `unreadable` filled; val is None where none was given.
     lines: what to warn of, one for each kind and split; the same on every rank.
+    pixels: fingerprint of the training images, as far as they were looked at; "": not known.
     """
 
     train: DetectionSet
     val: DetectionSet | None
     lines: tuple[str, ...]
+    pixels: str = ""
 
 
 def check_before_training(
@@ -88,13 +90,14 @@ def check_before_training(
                 where=dataset.source,
             )
         checked[name] = replace(dataset, unreadable=unreadable)
-    return Checked(checked["train"], checked.get("val"), tuple(found["lines"]))
+    pixels = f"{config.check_images} {found['pixels']}" if found["pixels"] else ""
+    return Checked(checked["train"], checked.get("val"), tuple(found["lines"]), pixels)
 
 
 def _remembered(sets: Mapping[str, DetectionSet], *, decode: bool, workers: int) -> dict[str, Any]:
     """The outcome of a check, from the last time where no file changed since.
 
-    Returns: {"bad": split -> [position, why, kind] each, "lines": for the log}.
+    Returns: "bad": split -> [position, why, kind] each; "lines", "pixels": see Checked.
     """
     started = time.monotonic()
     records = {split: Records.of(dataset.records) for split, dataset in sets.items()}
@@ -261,11 +264,13 @@ def _outcome(
                 f"validation split too, by content: scores will be too good; "
                 f"first: {', '.join(leaking[:_EXAMPLES])}"
             )
-    return {"bad": bad, "lines": lines}
+    digests = [found.digest for _, found in checked["train"]]
+    whole = hashlib.blake2b("\n".join(digests).encode(), digest_size=16).hexdigest()
+    return {"bad": bad, "lines": lines, "pixels": whole if all(digests) else ""}
 
 
 _PROBED = 8  # images of a folder that are opened to see whether its storage is there
-_VERSION = 5  # of the kept result: raise it when a check of an image finds more
+_VERSION = 6  # of the kept result: raise it when a check of an image finds more
 _STAT_THREADS = 16  # a network disk answers each request late, but many at once
 _STATS_AT_ONCE = 64  # of a thread
 

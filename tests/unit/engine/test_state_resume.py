@@ -142,6 +142,12 @@ def test_another_training_set_is_noticed(shapes, output, tmp_path):
     moved = shutil.copytree(shapes, tmp_path / "moved")
     run(moved, output, f"data.root={moved}", "train.max_steps=6", resume=output)
     assert logged_steps(output) == [1, 2, 3, 4, 5, 6]
+    told = "image files of the training set have changed since the checkpoint"
+    assert told not in said(output)
+    image = next((moved / "images" / "train").iterdir())
+    image.write_bytes(image.read_bytes() + b"more")
+    build(moved, output, f"data.root={moved}", resume=output).log.close()
+    assert told in said(output)
 
 
 @pytest.mark.slow

@@ -49,10 +49,11 @@ def _check(config: DataConfig):
 
 
 def test_training_learns_of_bad_images_before_it_starts(home, broken, caplog):
-    train, val, warned = _check(broken)
+    train, val, warned, pixels = _check(broken)
     why = "the JPEG data end early (incomplete file)"
     text = f"{broken.root}/images/1.jpg: {why}"
     assert train.unreadable == {1: why} and val.unreadable == {}
+    assert pixels.startswith("header ")
     assert len(warned) == 2  # who called warns, once its log is open
     assert all(record.levelno < logging.WARNING for record in caplog.records)
     assert "image_truncated: 1 of 2 images" in warned[0] and text in warned[0]
@@ -74,7 +75,9 @@ def test_a_check_is_made_again_only_when_a_file_changed(home, broken, monkeypatc
     file = os.path.join(broken.root, "images", "1.jpg")
     with open(file, "ab") as end:
         end.write(b"\xff\xd9")
-    assert _check(broken)[0].unreadable == {} and len(checks) == 2
+    other = _check(broken)
+    assert other.train.unreadable == {} and len(checks) == 2
+    assert first.pixels == again.pixels != other.pixels
 
 
 def test_unwritable_home_does_not_matter(tmp_path, broken, monkeypatch):
@@ -85,7 +88,7 @@ def test_unwritable_home_does_not_matter(tmp_path, broken, monkeypatch):
 
 
 def test_checking_can_be_left_out(home, broken):
-    train, _, lines = _check(broken.model_copy(update={"check_images": "none"}))
+    train, _, lines, _ = _check(broken.model_copy(update={"check_images": "none"}))
     assert train.unreadable == {} and lines == () and not home.exists()
 
 
@@ -197,7 +200,7 @@ def test_a_check_that_was_broken_off_goes_on(home, broken, monkeypatch, caplog):
         _check(broken)
     caplog.set_level(logging.INFO, "ppdist.data")
     rest = _checks_of(monkeypatch)
-    train, val, _ = _check(broken)
+    train, val, *_ = _check(broken)
     assert (first, rest) == (["0.jpg", "1.jpg"], ["2.jpg"])
     assert [*train.unreadable] == [1] and val.unreadable == {}
     assert "2 of them known from a check that was broken off" in caplog.text
