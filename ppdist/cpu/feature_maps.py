@@ -133,6 +133,17 @@ class _Concat(PyLayer):
         return tuple(part if need else None for part, need in zip(parts, ctx.needs, strict=True))
 
 
+class _Activate(PyLayer):
+    @staticmethod
+    def forward(ctx, x, kernel):
+        ctx.x, ctx.kernel = contiguous(x), kernel
+        return kernel.forward(ctx.x)
+
+    @staticmethod
+    def backward(ctx, dy):
+        return ctx.kernel.gradient(ctx.x, contiguous(dy, dtype_of(ctx.x)))
+
+
 class _OneMap(PyLayer):
     """An `onednn.MapKernel`."""
 
@@ -224,6 +235,11 @@ class OneDNNMaps(FeatureMaps):
         if _is_low(parts[0]):
             return _Concat.apply(_concat_kernel(*(layout_of(x) for x in parts)), *parts)
         return super().concat(parts)
+
+    def activate(self, x: Tensor, name: str) -> Tensor:
+        if _is_low(x):
+            return _Activate.apply(x, precision.current().get("Activation", name, layout_of(x)))
+        return super().activate(x, name)
 
     def max_pool(self, x: Tensor, size: int, stride: int = 1) -> Tensor:
         if x.ndim == 5 or _is_low(x):

@@ -5,12 +5,43 @@ here all maps are [B, C, H, W] and Paddle's operators compute; the engine may sw
 keep maps in a layout of their own from one convolution to the next (ppdist/cpu/).
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TypeVar
 
 import paddle
 import paddle.nn.functional as F
 from paddle import Tensor, nn
+
+LEAKY_SLOPE = 0.1  # of negative inputs, as in YOLOv3 and the first YOLOv5
+
+
+def silu(x: Tensor) -> Tensor:
+    """x * sigmoid(x), also called swish.
+
+    Both of Paddle's operators compute it.  In a saved graph it is `swish`, which oneDNN makes part
+    of the convolution before it; `silu` it does not know.
+    """
+    return F.silu(x) if paddle.in_dynamic_mode() else F.swish(x)
+
+
+def leaky_relu(x: Tensor) -> Tensor:
+    """x where positive, else LEAKY_SLOPE * x.
+
+    In a saved graph max(x, LEAKY_SLOPE * x), the same numbers: Paddle 3.3's oneDNN predictor dies
+    (SIGSEGV) when it loads a graph with the operator.
+    """
+    if paddle.in_dynamic_mode():
+        return F.leaky_relu(x, LEAKY_SLOPE)
+    return paddle.maximum(x, x * LEAKY_SLOPE)
+
+
+# By the value of `model.activation`.
+ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
+    "silu": silu,
+    "relu": F.relu,
+    "hardswish": F.hardswish,
+    "leaky_relu": leaky_relu,
+}
 
 
 class FeatureMaps:
@@ -34,6 +65,10 @@ class FeatureMaps:
     def concat(self, parts: Sequence[Tensor]) -> Tensor:
         """Feature maps of one size, one after the other along the channels."""
         return paddle.concat(parts, axis=1)
+
+    def activate(self, x: Tensor, name: str) -> Tensor:
+        """A row of `ACTIVATIONS` of every element."""
+        return ACTIVATIONS[name](x)
 
     def max_pool(self, x: Tensor, size: int, stride: int = 1) -> Tensor:
         """Max pooling of windows size x size (odd) around every `stride`-th cell."""

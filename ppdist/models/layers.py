@@ -1,6 +1,6 @@
 """Building blocks of convolutional detectors.
 
-In this order: activations; blocks of both families, of PP-YOLOE, of YOLOv5; what is set on a whole
+In this order: blocks of both families, of PP-YOLOE, of YOLOv5; what is set on a whole
 model (activation, start).
 
 Attribute names (`conv`, `bn`, `conv1`, `fc`, ...) are part of the contract: they are the keys under
@@ -8,46 +8,13 @@ which the published weights are stored.
 """
 
 import math
-from collections.abc import Callable
 
 import paddle
 import paddle.nn.functional as F
 from paddle import Tensor, nn
 
 from ppdist.distributed import paddle_api
-from ppdist.models.feature_maps import maps, passes_maps
-
-LEAKY_SLOPE = 0.1  # of negative inputs, as in YOLOv3 and the first YOLOv5
-
-
-def silu(x: Tensor) -> Tensor:
-    """x * sigmoid(x), also called swish.
-
-    Both of Paddle's operators compute it.  In a saved graph it is `swish`, which oneDNN makes part
-    of the convolution before it; `silu` it does not know.
-    """
-    return F.silu(x) if paddle.in_dynamic_mode() else F.swish(x)
-
-
-def leaky_relu(x: Tensor) -> Tensor:
-    """x where positive, else LEAKY_SLOPE * x.
-
-    In a saved graph max(x, LEAKY_SLOPE * x), the same numbers: Paddle 3.3's oneDNN predictor dies
-    (SIGSEGV) when it loads a graph with the operator.
-    """
-    if paddle.in_dynamic_mode():
-        return F.leaky_relu(x, LEAKY_SLOPE)
-    return paddle.maximum(x, x * LEAKY_SLOPE)
-
-
-# By the value of `model.activation`.
-ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
-    "silu": silu,
-    "relu": F.relu,
-    "hardswish": F.hardswish,
-    "leaky_relu": leaky_relu,
-}
-
+from ppdist.models.feature_maps import ACTIVATIONS, maps, passes_maps
 
 OF_MODEL = "of the model"  # the activation that `model.activation` names
 

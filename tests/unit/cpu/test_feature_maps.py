@@ -21,6 +21,7 @@ OPERATIONS = {
     "concatenation, one twice": lambda x, y: maps.concat([x, y, x]),
     "max pooling": lambda x, y: maps.max_pool(maps.add(x, y), 3),
     "max pooling, stride 2": lambda x, y: maps.max_pool(maps.add(x, y), 3, 2),
+    "activation": lambda x, y: maps.activate(maps.add(x, y), "silu"),
     "upsampling": lambda x, y: maps.upsample2x(maps.add(x, y)),
     "mean": lambda x, y: maps.spatial_mean(maps.add(x, y)),
     "gate": lambda x, y: maps.scale_channels(x, maps.spatial_mean(y)),

@@ -4,7 +4,7 @@ from paddle import Tensor, nn
 
 from ppdist.models.backbones import Backbone
 from ppdist.models.feature_maps import maps, passes_maps
-from ppdist.models.layers import ACTIVATIONS, ConvBNLayer
+from ppdist.models.layers import ConvBNLayer
 
 
 @passes_maps
@@ -20,7 +20,7 @@ class BasicBlock(nn.Layer):
     def forward(self, x: Tensor) -> Tensor:
         x, beside = maps.share(x, 2)
         beside = beside if self.shortcut is None else self.shortcut(beside)
-        return ACTIVATIONS["relu"](maps.add(beside, self.block2(self.block1(x))))
+        return maps.activate(maps.add(beside, self.block2(self.block1(x))), "relu")
 
 
 @passes_maps

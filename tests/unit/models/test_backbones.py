@@ -9,11 +9,13 @@ import pytest
 
 from ppdist.common.errors import ConfigError
 from ppdist.config.model import PPYOLOEConfig
+from ppdist.cpu.precision import FLOAT32
 from ppdist.cpu.switch import self_check, undeclared_layers
 from ppdist.models.backbones import BACKBONES, build_backbone
 from ppdist.models.layers import ConvBNLayer, set_activation
 from ppdist.models.ppyoloe import PPYOLOE
 from ppdist.models.weights import load_weights, write_arrays
+from tests.emulated_bfloat16 import EMULATED
 from tests.unit.models.resnet import ResNet18
 
 LEVELS = [
@@ -95,4 +97,5 @@ def test_published_weights_of_a_backbone_fill_it_by_its_keys(
 
 def test_a_backbone_of_ones_own_computes_the_same_on_onednn(detector: PPYOLOE) -> None:
     assert undeclared_layers(detector) == []
-    assert self_check(detector) is None
+    for kernels in (FLOAT32, EMULATED.at("O2")):
+        assert self_check(detector, kernels=kernels) is None
