@@ -28,7 +28,7 @@ class Card:
 
 
 def machine_cards() -> list[Card]:
-    """The NVIDIA cards of this machine, visible to CUDA or not; [] where there is none."""
+    """This machine's NVIDIA cards, whether CUDA sees them or not."""
     return _cards_of_nvidia_smi() or _cards_of_driver()
 
 
@@ -46,7 +46,7 @@ def _cards_of_nvidia_smi() -> list[Card]:
 
 
 def parse_nvidia_smi(listing: str) -> list[Card]:
-    """Reads the lines of `nvidia-smi -L`; those of MIG slices are indented and left out."""
+    """Cards in the output of `nvidia-smi -L`, without MIG slices."""
     pattern = re.compile(r"^GPU (\d+): (.*?)(?: \(UUID: (\S+)\))?\s*$", re.MULTILINE)
     return [Card(int(index), name, uuid or "") for index, name, uuid in pattern.findall(listing)]
 
@@ -68,7 +68,7 @@ def _cards_of_driver() -> list[Card]:
 
 
 def visible_labels(cards: Sequence[Card], variable: str | None) -> list[str]:
-    """The cards a process would see, by physical id, in the order CUDA gives them.
+    """Ids of the visible cards, in CUDA's order.
 
     Args:
         variable: the value of CUDA_VISIBLE_DEVICES, or None when it is not set.
@@ -96,7 +96,7 @@ def visible_labels(cards: Sequence[Card], variable: str | None) -> list[str]:
 
 
 def expand_ids(text: str) -> list[str]:
-    """Ids of a list with ranges: `0-3,6` -> 0 1 2 3 6.  Spaces and quotes do not matter.
+    """Ids of a list with ranges: `0-3,6` -> 0 1 2 3 6.
 
     Raises: LaunchError: not a list of ids, a range that runs backwards, or an id twice.
     """
@@ -135,7 +135,7 @@ def expand_ids(text: str) -> list[str]:
 
 
 def cards_of_runs(text: str) -> list[list[str]]:
-    """Cards of runs side by side: `0,1|2-3` -> 0 1 for one and 2 3 for the other.
+    """Cards of concurrent runs: `0,1|2-3` -> 0 1 and 2 3.
 
     Raises: LaunchError: as `expand_ids`; they have unlike numbers of cards, or share one.
     """
@@ -158,7 +158,7 @@ def cards_of_runs(text: str) -> list[list[str]]:
 
 
 def deal_out(visible: Sequence[str], runs: int, each: int) -> list[list[str]]:
-    """Cards of runs side by side, the first of `visible` for the first.
+    """Deals cards to concurrent runs, in order.
 
     Raises: LaunchError: there are not enough.
     """

@@ -69,7 +69,7 @@ def main() -> int:
 
 
 def _open_streams() -> None:
-    """Nothing else must get the numbers of stdin, stdout or stderr that are closed (`>&-`)."""
+    """Opens closed standard streams, so that no file gets their numbers."""
     for number in (0, 1, 2):
         try:
             os.fstat(number)
@@ -78,7 +78,7 @@ def _open_streams() -> None:
 
 
 def started_by_stock_launcher(environment: Mapping[str, str] | None = None) -> str | None:
-    """What to tell the user when Paddle's own launcher started this rank; None when ours did.
+    """Warning for a rank that Paddle's own launcher started, or None.
 
     Args:
         environment: of the rank; None for this process's own.
@@ -106,7 +106,7 @@ def started_by_stock_launcher(environment: Mapping[str, str] | None = None) -> s
 
 
 def whose_fleetrun(search_path: str | None = None) -> "tuple[str, Path | None]":
-    """(`ppdist`, `paddle`, `unknown` or `none`, file) of the fleetrun that a shell would start."""
+    """Owner (`ppdist`, `paddle`, `unknown`, `none`) and path of `fleetrun` on PATH."""
     import shutil
     from pathlib import Path
 

@@ -115,7 +115,7 @@ class Connection:
         self._sent += 1
 
     def receive(self) -> list[Message]:
-        """What has arrived since the last call; also finishes what was begun to send."""
+        """What has arrived since the last call; sends what was left."""
         if self.closed is None and self.connecting:
             self._finish_connecting()
         while self.closed is None and not self.connecting:
@@ -196,7 +196,7 @@ class Connection:
         return messages
 
     def _authenticate(self, line: bytes) -> str:
-        """Reads a line of the greeting; returns why the other end is none of this job, or ""."""
+        """Reads a line of the greeting; returns why it fails, or ""."""
         if not self.calls:
             found = re.fullmatch(rb"([0-9a-f]{32}) ([0-9a-f]{64})", line)
             self._nonces = (found[1], self._nonce) if found else None
@@ -229,7 +229,7 @@ class Connection:
         return hmac.new(self._key, text, "sha256").hexdigest().encode()
 
     def _opened(self, line: bytes) -> Message | None:
-        """The message of a line; None: the other end has not sent it, as the next and as it is."""
+        """The message of a line; None: it is not the next one, as sent."""
         mac, _, content = line.partition(b" ")
         if not hmac.compare_digest(mac, self._mac(not self.calls, self._received, content)):
             return None
@@ -262,7 +262,7 @@ def open_listener(address: str, port: int) -> socket.socket:
 
 
 def send_away(listener: socket.socket, most: int) -> None:
-    """Tells so many of those who call that a run is in progress."""
+    """Tells up to `most` callers that a run is in progress."""
     with contextlib.suppress(OSError):  # BlockingIOError: nobody calls
         for _ in range(most):
             caller, _ = listener.accept()
@@ -286,7 +286,7 @@ def wait_for_any(
 
 
 def text_of(message: Message, key: str, limit: int = 16_000) -> str:
-    """A text of a message without control characters, "" where there is none."""
+    """A text of a message without control characters, or ""."""
     value = message.get(key)
     if not isinstance(value, str):
         return ""
@@ -294,7 +294,7 @@ def text_of(message: Message, key: str, limit: int = 16_000) -> str:
 
 
 def integer_of(message: Message, key: str, least: int, most: int) -> int | None:
-    """A whole number of a message, None where there is none from least to most."""
+    """A whole number from least to most in a message, or None."""
     value = message.get(key)
     if isinstance(value, bool) or not isinstance(value, int) or not least <= value <= most:
         return None
@@ -302,7 +302,7 @@ def integer_of(message: Message, key: str, least: int, most: int) -> int | None:
 
 
 def _reason(code: int | None) -> str:
-    """Why a connection could not be made or broke, and what to check."""
+    """Why a connection failed, and what to check."""
     if code == errno.ECONNREFUSED:
         return "connection refused: nothing listens there (is fleetrun started on that host?)"
     if code in (errno.ETIMEDOUT, errno.EAGAIN):

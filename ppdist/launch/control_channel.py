@@ -66,7 +66,7 @@ class HostEnd:
         )
 
     def as_message(self, kind: str, age: float = 0.0) -> Message:
-        """As it is sent; clocks differ between hosts, so it says how long ago it was, s."""
+        """As it is sent: with its age in seconds, as clocks differ."""
         return {
             "type": kind,
             "host": self.host,
@@ -89,7 +89,7 @@ class HostEnd:
 
 
 def verdict(reports: Sequence[HostEnd]) -> HostEnd:
-    """The report of the host that decides for all: of the cause, if any failed.
+    """The report that decides for all hosts: that of the cause.
 
     Wrong input goes before everything else, as among the ranks of one host (watchdog.py).
     """
@@ -106,7 +106,7 @@ def verdict(reports: Sequence[HostEnd]) -> HostEnd:
 
 
 class ControlChannel:
-    """The connections of one host to the others; on the first host one to each, else one to it.
+    """The first host's connections to all others; elsewhere the one to it.
 
     Attributes:
         hosts: addresses of all, as the hosts themselves say them.
@@ -151,7 +151,7 @@ class ControlChannel:
             peer.heard = time.monotonic()
 
     def watch(self, received: Sequence[int]) -> bool:
-        """Keeps it alive, never blocks; True once other hosts want the ranks of this one stopped.
+        """Keeps it alive, never blocks; True once this host must stop.
 
         Args:
             received: the signals that stopped this fleetrun.
@@ -182,7 +182,7 @@ class ControlChannel:
         return self._must_stop
 
     def tell_failure(self, failure: Outcome) -> None:
-        """Other hosts are to stop now, before all ranks of this one have ended."""
+        """Makes other hosts stop before all ranks of this one ended."""
         if not self._stopping:
             why = failure.told.partition("\n")[0]
             stop = _stop(self._own, why, known=failure.knows_cause)
@@ -191,7 +191,7 @@ class ControlChannel:
                 self._tell(stop)
 
     def finish(self, outcome: Outcome, received: Sequence[int]) -> Outcome:
-        """Says how this host ended, waits for all others, and returns how the run ended.
+        """Reports how this host ended, waits for all, returns the outcome.
 
         Args:
             received: the signals that stopped this fleetrun; one that comes now stops the others,
@@ -269,7 +269,7 @@ class ControlChannel:
         self._obey(_stop(host, why, known=True), host)
 
     def _obey(self, stop: Message, sender: str) -> None:
-        """The ranks of all hosts are to stop; said once, and passed on by the first host."""
+        """Stops the ranks of all hosts, once; the first passes it on."""
         if self._stopping:
             return
         of_another = stop["host"] != self._own
@@ -291,7 +291,7 @@ class ControlChannel:
                 peer.send(message)
 
     def close(self) -> None:
-        """The first host leaves last, so that its words arrive before the end."""
+        """Closes all; the first host last, so that its words arrive."""
         deadline = time.monotonic() + _CLOSE_SECONDS
         while self._is_first and time.monotonic() < deadline:
             for peer in self._peers.values():
@@ -306,7 +306,7 @@ class ControlChannel:
 
 
 def _as_seen_by(own: str, outcome: Outcome, decisive: HostEnd) -> Outcome:
-    """The outcome of the run on one host: everyone's code, and the culprit's message."""
+    """One host's outcome: everyone's code and the culprit's message."""
     if decisive.host == own or not decisive.failed:
         return replace(outcome, code=decisive.code)
     outcome = replace(outcome, step=decisive.step)

@@ -83,7 +83,7 @@ class Finding:
 
 
 def attempt(subject: str, check: Callable[[], str]) -> Finding:
-    """Runs a check that says what it found; a UserError of it becomes a FAIL."""
+    """Runs a check; a UserError becomes a FAIL."""
     try:
         return Finding(OK, subject, check())
     except UserError as error:
@@ -93,7 +93,7 @@ def attempt(subject: str, check: Callable[[], str]) -> Finding:
 def check_host(
     plan: LaunchPlan | None, environment: Mapping[str, str], machine: Machine
 ) -> Iterator[Finding]:
-    """Everything that can be known of this host without starting a run; none of it is changed.
+    """Findings about this host; starts and changes nothing.
 
     Args: plan: of the run; None where fleetrun would refuse it.
     """
@@ -117,7 +117,7 @@ def check_host(
 
 
 def check_plan(plan: LaunchPlan) -> Iterator[Finding]:
-    """What fleetrun would start on this host, over which interface, and who must reach what."""
+    """What fleetrun would start here, its interface and ports."""
     remedy = "install the paddlepaddle-gpu build for your CUDA to use the cards"
     yield Finding.warning_if(remedy if plan.note else "", "run", plan.description)
     port = plan.rendezvous_port
@@ -232,7 +232,7 @@ def check_resources(cores: int, cards: int) -> list[Finding]:
 
 
 def check_writable(folder: Path) -> str:
-    """Where a run will write: that it can, on which kind of file system, and how much is free.
+    """Whether output_dir can be written, its file system, its free space.
 
     Raises: LaunchError: it cannot.
     """
@@ -255,7 +255,7 @@ def check_writable(folder: Path) -> str:
 
 
 def file_system_of(place: Path, mounts: Path = Path("/proc/self/mounts")) -> str:
-    """The kind of file system that holds the folder, such as ext4 or nfs4."""
+    """Kind of file system of a folder, such as ext4."""
     rows = [line.split() for line in kernel_text(mounts).splitlines()]
     inside = [row for row in rows if place.resolve().is_relative_to(row[1].replace("\\040", " "))]
     inside.reverse()  # of several mounts on one path the last one is seen
@@ -287,7 +287,7 @@ def check_fleetrun(search_path: str | None = None) -> Finding:
 
 @dataclass(frozen=True)
 class RdmaPort:
-    """One port of a device that writes into another host's memory without its processor."""
+    """One port of an RDMA device."""
 
     name: str  # mlx5_0:1
     kind: str  # InfiniBand, RoCE or EFA
@@ -298,7 +298,7 @@ class RdmaPort:
 def check_equipment(
     machine: Machine, plan: LaunchPlan, environment: Mapping[str, str], root: Path = _ROOT
 ) -> Iterator[Finding]:
-    """The driver where there are cards; with several hosts also interface, RDMA and clock.
+    """Driver of the cards; with several hosts link, RDMA and clock.
 
     Args: root: of the files to read; tests give a made-up one.
     """
@@ -316,7 +316,7 @@ def check_equipment(
 
 
 def facts(machine: Machine, environment: Mapping[str, str], root: Path = _ROOT) -> dict[str, str]:
-    """What hosts of a run are compared by, as texts; what one lacks is not in it.
+    """What hosts of a run are compared by, as far as known.
 
     Args: environment: of a rank, to which fleetrun has told its interface.
     """
@@ -341,7 +341,7 @@ def driver_version(root: Path = _ROOT) -> str:
 
 
 def cuda_of_paddle() -> str:
-    """The CUDA version that the installed Paddle was built for, "" for none; imports nothing."""
+    """CUDA version of the installed Paddle, or ""; imports nothing."""
     found = importlib.util.find_spec("paddle")
     for folder in (found and found.submodule_search_locations) or ():
         text = kernel_text(Path(folder) / "version/__init__.py")
@@ -367,7 +367,7 @@ def check_driver(driver: str, cuda: str) -> Finding:
 
 
 def link_facts(interface: str, root: Path = _ROOT) -> dict[str, str]:
-    """Largest packet and speed of an interface, as far as Linux knows them."""
+    """MTU and speed of an interface, as far as known."""
     if not interface or "/" in interface:
         return {}
     device = root / "sys/class/net" / interface
@@ -395,7 +395,7 @@ def rdma_ports(root: Path = _ROOT) -> list[RdmaPort]:
 def check_rdma(
     ports: Sequence[RdmaPort], environment: Mapping[str, str], root: Path = _ROOT
 ) -> Finding:
-    """Whether NCCL can use RDMA; without a device it talks over TCP, which is no finding."""
+    """Whether NCCL can use RDMA; having none is no finding."""
     if not ports:
         return Finding(OK, "RDMA", "no device, so NCCL talks over TCP")
     active = [port for port in ports if port.state == "ACTIVE"]
@@ -419,13 +419,13 @@ def check_rdma(
 
 
 def _is_chosen(wanted: str, port: RdmaPort) -> bool:
-    """Whether NCCL_IB_HCA takes the port: it lists devices or device:port, to leave out after ^."""
+    """Whether NCCL_IB_HCA, a list of devices or device:port, takes the port."""
     takes = [nccl_takes(wanted, name) for name in (port.name, port.name.partition(":")[0])]
     return all(takes) if wanted.startswith("^") else any(takes)
 
 
 def memory_lock_limit(root: Path = _ROOT) -> str:
-    """How much memory this process may lock, as a text; "" for any amount."""
+    """How much memory this process may lock; "": any amount."""
     process = root / "proc/self"
     limits = re.search(r"^Max locked memory\s+(\S+)", kernel_text(process / "limits"), re.MULTILINE)
     capable = re.search(r"^CapEff:\s*(\w+)", kernel_text(process / "status"), re.MULTILINE)
@@ -437,7 +437,7 @@ def memory_lock_limit(root: Path = _ROOT) -> str:
 
 
 def clock_state() -> int | None:
-    """What adjtimex(2) says of this machine's clock; None where it may not be asked."""
+    """State of the clock by adjtimex(2); None: unknown."""
     try:
         state = ctypes.CDLL(None).adjtimex(ctypes.create_string_buffer(512))  # zeros: only read
     except (OSError, AttributeError):
@@ -446,7 +446,7 @@ def clock_state() -> int | None:
 
 
 def check_clock(state: int | None) -> Finding:
-    """Whether something keeps the clock right; training itself measures time by other clocks."""
+    """Whether the clock is synchronised; only logs depend on it."""
     if state is None:
         return Finding(OK, "clock", "Linux does not say whether it is kept right")
     if state == _TIME_ERROR:
@@ -465,7 +465,7 @@ def _counted(names: Sequence[str]) -> str:
 
 
 def judge_speed(report: Measured) -> Iterator[Finding]:
-    """Names the slow rank and the slow link; what all have in common is no finding."""
+    """Names slow ranks and slow links."""
     yield _judge_computing(report["ranks"])
     if report["world"] == 1:
         yield Finding(OK, "links", "one process: nothing to measure between ranks")
@@ -480,7 +480,7 @@ def judge_speed(report: Measured) -> Iterator[Finding]:
 
 
 def judge_hosts(report: Measured) -> Iterator[Finding]:
-    """Of several hosts: what they have not alike, and whose clock is wrong."""
+    """Names what differs between hosts, and wrong clocks."""
     if len(report["clocks"]) == 1:
         return
     for line in report["differences"]:

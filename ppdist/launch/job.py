@@ -49,7 +49,7 @@ def fleetrun(
     run: Run,
     received: list[int],
 ) -> int:
-    """Plans and runs, again after a failure where that was asked for; returns the exit code.
+    """Plans, runs and restarts a job; returns its exit code.
 
     A restart runs the same command with PPDIST_RESTART in the environment, which makes
     tools/train.py continue from the newest checkpoint of this job.  No restart follows what would
@@ -83,7 +83,7 @@ def fleetrun(
 
 
 class _Job:
-    """A command, from its first attempt to its last; for the arguments see `fleetrun`."""
+    """All attempts of a command; arguments as of `fleetrun`."""
 
     def __init__(
         self,
@@ -100,7 +100,7 @@ class _Job:
         self.started = boot_seconds()
 
     def attempt(self) -> Outcome:
-        """Runs it once, from meeting the other hosts to the end of all; says how it ended.
+        """Runs it once on all hosts and says how it ended.
 
         Before a restart it pauses; several hosts meet first, so that a signal for one of them then
         reaches all.
@@ -145,7 +145,7 @@ class _Job:
         return outcome
 
     def meet(self) -> tuple[LaunchPlan, ControlChannel | None]:
-        """The plan, and the channel to the other hosts once they are here; None: there are none.
+        """The plan, and the channel to other hosts if there are any.
 
         Raises: LaunchError.  Stopped.
         """
@@ -171,7 +171,10 @@ class _Job:
         say(f"{plan.description}; logs in {self.options.log_dir}/")
 
     def known(self, look: Callable[[], T]) -> T:
-        """What depends on names of --ips, once they are known.  Raises: LaunchError.  Stopped."""
+        """What `look` returns once names of --ips are known.
+
+        Raises: LaunchError.  Stopped.
+        """
         ips, seconds = self.options.ips or "", self.options.start_timeout
         return once_known(look, ips, self.machine.network, seconds, say, self.received)
 
@@ -193,7 +196,7 @@ def stopped_before_begin(received: Sequence[int]) -> Outcome:
 
 
 def wait(seconds: float, channel: ControlChannel | None, received: Sequence[int]) -> bool:
-    """Returns early when something happens; False if that is a signal, for any host."""
+    """Waits unless something happens; False: a signal, for any host."""
     end = time.monotonic() + seconds
     while not received and not (channel is not None and channel.watch(received)):
         if time.monotonic() >= end:
@@ -203,7 +206,7 @@ def wait(seconds: float, channel: ControlChannel | None, received: Sequence[int]
 
 
 class Restarts:
-    """How often a job was restarted, how long to wait, and which steps to leave out.
+    """Counts restarts, pauses between them, finds steps to skip.
 
     Attributes:
         attempt: 0 at first.
@@ -237,7 +240,7 @@ class Restarts:
 
     @property
     def pause(self) -> float:
-        """Seconds until the next attempt: 1, 2, 4, ..., anew when one got further; 0 at first."""
+        """Seconds until the next attempt: 1, 2, 4, ...; 0 at first."""
         if self._in_vain == 0:
             return 0.0
         return min(_LONGEST_PAUSE_SECONDS, 2.0 ** min(self._in_vain - 1, 10))

@@ -97,7 +97,7 @@ class Measures:
         self._said: set[str] = set()
 
     def samples(self) -> list[Sample]:
-        """All that can be read now; what cannot is left out, and said once."""
+        """All numbers that can be read now; warns once of others."""
         attempt = max((int(path.name) for path in self._folder.glob("[0-9]*")), default=0)
         folder = self._folder / str(attempt)
         with self._said_once("run"):
@@ -198,7 +198,7 @@ class Measures:
 
 
 def newest_checkpoint(folder: Path) -> tuple[int, float] | None:
-    """Its step, and when its manifest was written, seconds since 1970; None without any."""
+    """Step of the newest checkpoint and its mtime, or None."""
     found = []
     for path in folder.glob(f"step-*/{_MANIFEST}"):
         step = _CHECKPOINT.fullmatch(path.parent.name)
@@ -213,7 +213,7 @@ def newest_checkpoint(folder: Path) -> tuple[int, float] | None:
 
 
 def last_evaluation(path: Path) -> dict[str, Any]:
-    """The last one in a metrics.jsonl; {} where its last megabytes hold none."""
+    """The last evaluation near the end of a metrics.jsonl, or {}."""
     try:
         with path.open("rb") as file:
             file.seek(max(0, os.fstat(file.fileno()).st_size - _TAIL_BYTES))
@@ -230,7 +230,7 @@ def last_evaluation(path: Path) -> dict[str, Any]:
 
 
 def read_cards(labels: Sequence[str]) -> Iterator[tuple[str, str, float]]:
-    """Name, card and value of what NVIDIA's driver says of these cards; what it cannot is left out.
+    """Name, card and value of all that NVIDIA's driver tells.
 
     Args: labels: physical ids, as nvidia-smi shows them, or UUIDs.
     """
@@ -248,7 +248,7 @@ def read_cards(labels: Sequence[str]) -> Iterator[tuple[str, str, float]]:
 
 
 class Cards:
-    """`read_cards`, where a driver that hangs costs nothing but the numbers of the cards."""
+    """`read_cards` in a thread: a driver may hang."""
 
     def __init__(self, say: Callable[[str], None], read: CardsReader = read_cards) -> None:
         self._say, self._read = say, read
@@ -302,7 +302,7 @@ def _of_card(nvml: Any, label: str) -> Iterator[tuple[str, str, float]]:
 
 @contextmanager
 def exporting(folder: Path, endpoint: tuple[str, int] | None) -> Iterator[None]:
-    """Answers Prometheus for as long as the block runs, or says once why it cannot.
+    """Serves Prometheus while the block runs, or warns once.
 
     Args:
         folder: the private one of fleetrun.
@@ -413,7 +413,7 @@ class _Server(ThreadingMixIn, WSGIServer):
         super().__init__(place, handler)
 
     def handle_error(self, request: Any, client_address: Any) -> None:
-        """A client that goes away, or speaks nonsense, is none of the user's business."""
+        """Ignores clients that go away or speak nonsense."""
 
 
 def _say(text: str) -> None:

@@ -29,11 +29,11 @@ T = TypeVar("T")
 
 
 class NotYetKnown(LaunchError):
-    """A host that may become known: where schedulers name hosts, names come up with them."""
+    """A host name that may become known while its host comes up."""
 
 
 class Network:
-    """What this machine's network answers; tests put a made-up one in its place."""
+    """This machine's network; tests replace it."""
 
     def resolve(self, name: str) -> str | None:
         """The IPv4 address of a host name or address, or None."""
@@ -43,7 +43,7 @@ class Network:
             return None
 
     def is_local(self, address: str) -> bool:
-        """True when this machine holds the address: only then can a socket be bound to it."""
+        """Whether this machine holds the address."""
         with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
             try:
                 probe.bind((address, 0))
@@ -190,7 +190,7 @@ def once_known(
     say: Callable[[str], None],
     received: Sequence[int],
 ) -> T:
-    """What `look` returns, which is called until names of --ips mean the hosts of the run.
+    """Calls `look` until names of --ips mean the hosts of the run.
 
     A pod's name is known once the pod runs, and for some seconds it still is that of the one before
     it.  Addresses are not waited for.
@@ -235,7 +235,7 @@ def socket_variables(address: str, network: Network) -> dict[str, str]:
 
 
 def check_interfaces(environment: Mapping[str, str], address: str | None, network: Network) -> None:
-    """Refuses interfaces that the user chose and that cannot work, before gloo or NCCL wait there.
+    """Refuses interfaces that gloo or NCCL could not use.
 
     gloo takes one name.  NCCL takes a list of beginnings of names, of whole names after `=`, of
     those to leave out after `^`; it may well use another network than gloo.
@@ -330,7 +330,7 @@ def choose_port(
 
 
 def refuse_metrics_port(port: int | None, ports: range) -> None:
-    """Refuses a --metrics_port on which the run itself meets: who came second would fail.
+    """Refuses a --metrics_port that the run needs itself.
 
     All hosts decide alike, so that none waits for one that was refused.
 
@@ -347,7 +347,7 @@ def refuse_metrics_port(port: int | None, ports: range) -> None:
 
 
 def ranks_port(start: int, hosts: int) -> int:
-    """The first port of the ranks: with several hosts the one before it is the fleetruns' own."""
+    """First port of the ranks; with several hosts one is before it."""
     return start + (hosts > 1)
 
 
@@ -366,7 +366,7 @@ def port_in_use(port: int, hosts: int) -> LaunchError:
 
 @contextmanager
 def claimed(ports: Iterable[int], hosts: int) -> Iterator[None]:
-    """Inside, no other job of this machine gets these ports, though nobody listens there yet.
+    """Reserves ports among the jobs of this machine.
 
     Rank 0 opens its port seconds after the plan is made; of two jobs that start together the second
     would die in Paddle.  A name of the kernel's marks a port, in the same network namespace as the

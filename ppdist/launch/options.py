@@ -181,12 +181,12 @@ class Options:
 
     @property
     def needs_paddle(self) -> bool:
-        """Whether Paddle's launcher is to start the ranks, because only it knows how."""
+        """Whether Paddle's launcher has to start the ranks."""
         return self.master is not None or not self.passed.keys() <= _WITHOUT_EFFECT
 
 
 def parse_options(arguments: Sequence[str], environment: Mapping[str, str]) -> Options:
-    """Reads the command line; variables of the environment stand in for options not typed.
+    """Reads the command line; environment variables stand in.
 
     Args:
         arguments: what follows the program's name.
@@ -299,7 +299,7 @@ def job_token(environment: Mapping[str, str]) -> str:
 
 
 def _split(arguments: Sequence[str]) -> tuple[dict[str, str], list[str]]:
-    """The options by key, and the rest: the script and all that follows it."""
+    """Options by key, and the script with its arguments."""
     values: dict[str, str] = {}
     rest = list(arguments)
     while rest and rest[0].startswith("-"):
@@ -351,7 +351,10 @@ def _unknown(name: str) -> str:
 
 
 def _cards(text: str | None, kind: str) -> tuple[str, str | None]:
-    """Kind and list of `0-3`, `npu:0-3`.  Args: kind: where the text says none."""
+    """Kind and list of `0-3` or `npu:0-3`.
+
+    Args: kind: where the text says none.
+    """
     typed, colon, cards = (text or "").rpartition(":")
     kind = typed if colon else kind
     if not re.fullmatch(r"[a-z][a-z0-9_]*", kind) or kind == "cpu":

@@ -29,7 +29,7 @@ _LOADING_SECONDS = 2.0  # Python, Paddle and a model take longer to be loaded
 
 @dataclass(frozen=True)
 class Attempt:
-    """Where the ranks of this host leave what they say, in one attempt of the job."""
+    """Folders of the ranks of this host in one attempt."""
 
     folder: Path  # private: exit-N.json (worker.py), rank-N.json (common/process.py), heartbeats
     log_dir: Path  # with workerlog.N
@@ -84,7 +84,7 @@ class RankEnd:
 
     @property
     def failed(self) -> bool:
-        """True unless it ended as it should; one that ends well amid training leaves the others."""
+        """Whether it failed, or ended well amid training."""
         early = self.reading is not None and self.reading.phase in ("step", "save")
         return self.exit_code not in (0, STOPPED) or (self.exit_code == 0 and early)
 
@@ -113,7 +113,7 @@ class RankEnd:
 
     @property
     def step(self) -> int | None:
-        """The optimizer step that it failed in, from 1; None: in none, or for no fault of it."""
+        """Optimizer step that failed, from 1, or None."""
         if self.reading is None or self.failure.kind == errors.StorageError.kind:
             return None
         return self.reading.making
@@ -127,7 +127,7 @@ class RankEnd:
 
     @property
     def made_no_step(self) -> bool:
-        """True when this attempt of it is known not to have got beyond its start."""
+        """Whether this attempt surely did not get beyond its start."""
         if self.reading is None:
             return not self.began or (self.seconds or math.inf) < _LOADING_SECONDS
         if self.reading.phase == "start":
@@ -155,7 +155,7 @@ def phase_of(reading: heartbeat.Reading) -> str:
 
 
 def read_ends(folder: Path) -> list[RankEnd]:
-    """Of all ranks of this host that have begun; the code of those that run is None."""
+    """The ranks that have begun; those that run have no code."""
     ends = []
     for report in worker.reports(folder):
         end = RankEnd(
@@ -213,7 +213,7 @@ class Outcome:
 
 
 def judge(attempt: Attempt, launcher_code: int, stopped: int | None) -> Outcome:
-    """How the run ended, from what all ranks of this host have left.
+    """How the run ended, from what this host's ranks left.
 
     Args:
         launcher_code: of Paddle's launcher, 0 without it; it counts only where no rank failed.
@@ -251,12 +251,12 @@ def not_started(attempt: Attempt, what: str) -> Outcome:
 
 
 def stopped_before(number: int, what: str) -> Outcome:
-    """A signal came before a step was made: nothing is lost, and who starts again goes on."""
+    """Outcome of a signal before the first step: nothing is lost."""
     return Outcome(STOPPED, f"stopped by {signal.Signals(number).name} before {what}", number)
 
 
 def first_cause(attempt: Attempt, ends: Sequence[RankEnd]) -> Outcome | None:
-    """The outcome as it looks while ranks still run; None until one has failed by itself."""
+    """Outcome while ranks still run; None: none failed by itself."""
     causes = [end for end in ends if end.failed and not end.waited_in_vain]
     return _of_failed(attempt, ends, causes, None) if causes else None
 
@@ -307,7 +307,7 @@ def _describe(attempt: Attempt, first: RankEnd, here: bool) -> str:
 
 
 def _said(attempt: Attempt, end: RankEnd, here: bool) -> str:
-    """What the rank left to read, unless it is on the terminal already (where `here` is read)."""
+    """The rank's last words, unless they are on this terminal."""
     code = end.process_code
     cut = code is not None and code < 0  # killed, perhaps amid its last words
     if end.local == 0 and not (cut and end.message):

@@ -77,7 +77,7 @@ class Handshake:
 
     @property
     def has_names(self) -> bool:
-        """Whether hosts were named, so that they may come back with other addresses."""
+        """Whether hosts were named: names may get other addresses."""
         return self.names not in ((), self.hosts)
 
     def same_names(self, theirs: "Handshake") -> bool:
@@ -127,7 +127,7 @@ def read_handshake(message: Message) -> Handshake | None:
 
 
 def _words(message: Message, key: str) -> tuple[str, ...] | None:
-    """A list of texts that a message holds, None where it holds something else."""
+    """A list of texts in a message, or None."""
     words = message.get(key)
     if not isinstance(words, list) or len(words) > _LIST_LIMIT:
         return None
@@ -137,7 +137,7 @@ def _words(message: Message, key: str) -> tuple[str, ...] | None:
 
 
 def _steps(message: Message) -> tuple[int, ...] | None:
-    """The steps to leave out that a message holds, None where it holds something else."""
+    """The steps to leave out in a message, or None."""
     steps = message.get("skip")
     if not isinstance(steps, list) or len(steps) > _LIST_LIMIT:
         return None
@@ -147,7 +147,7 @@ def _steps(message: Message) -> tuple[int, ...] | None:
 
 
 def differences(mine: Handshake, theirs: Handshake) -> list[str]:
-    """What keeps two hosts from training together, each with both sides; [] if nothing does."""
+    """What keeps two hosts from training together, with both sides."""
     found = []
 
     def differ(what: str, own: str, other: str, remedy: str) -> None:
@@ -243,7 +243,7 @@ def rendezvous(
     token: str = "",
     resolve: Callable[[str], str | None] = lambda name: None,
 ) -> ControlChannel:
-    """Waits until all hosts of the run are there, and keeps them connected.
+    """Waits for all hosts of the run and connects them.
 
     For a restart they meet again.  A host that was lost and is started again joins them: it takes
     over from the others how often the run was restarted, and which steps are left out.
@@ -388,7 +388,7 @@ class _Rendezvous:
         wait_for_any([*reading, *listening], _POLL_SECONDS, calling)
 
     def _take_calls(self) -> None:
-        """Hosts of the run come first: of others only the newest stay, so a flood passes by."""
+        """Accepts callers; of unknown ones only the newest stay."""
         if self.listener is None:
             return
         with contextlib.suppress(OSError):  # BlockingIOError: nobody calls
@@ -400,7 +400,7 @@ class _Rendezvous:
             each.close()
 
     def _hear(self, connection: Connection, place: int | None = None) -> None:
-        """Reads what a host says that has not joined.  Args: place: that was called."""
+        """Reads lines of a host that has not joined.  Args: place: that was called."""
         over = ""
         for message in connection.receive():
             if connection in self.joined.values():
@@ -474,7 +474,7 @@ class _Rendezvous:
         return ""
 
     def _refusal(self, theirs: Handshake, agrees: bool) -> str:
-        """Why a host has no place in this run, "" when it has one."""
+        """Why a host has no place in this run, or ""."""
         if theirs.host not in self.mine.hosts and not self.mine.same_names(theirs):
             self._say_refused(f"rejected {theirs.host[:60]}: it is not among --ips of this host")
             return f"it is not among --ips {','.join(self.mine.hosts)} there"
@@ -490,7 +490,7 @@ class _Rendezvous:
         return ""
 
     def _say_refused(self, text: str) -> None:
-        """Once each, and not for ever: it calls again every second, and may be a stranger."""
+        """Says it once; it calls every second and may be a stranger."""
         if text not in self.refused and len(self.refused) < _MOST_REFUSED:
             self.refused.add(text)
             self.say(text)
@@ -514,7 +514,7 @@ class _Rendezvous:
                 self.say(f"host {self.hosts[place]} went away before the run began")
 
     def _follow(self, message: Message) -> None:
-        """What a host says that has joined; it is the first one that leads."""
+        """Obeys the first host, or a host that stops."""
         if message["type"] == "stopped":
             if self.mine.is_first:
                 self._stop()

@@ -13,12 +13,12 @@ _SAME_REQUEST_SECONDS = 1.0  # systemd sends SIGTERM and SIGHUP, a closed termin
 
 
 class Stopped(Exception):
-    """A signal, here or before a restart on another host, ended the waiting for other hosts."""
+    """A signal ended the waiting for other hosts."""
 
 
 @contextmanager
 def signals_noted() -> Iterator[list[int]]:
-    """Yields the list to which requests to stop are added; nothing else happens.
+    """Yields the list of stop requests so far.
 
     Signals within a second of a request are the same one.  SIGHUP that was ignored before
     (nohup) stays ignored.
@@ -50,5 +50,5 @@ def at_once(received: Sequence[int]) -> bool:
 
 
 def code_of(received: Sequence[int]) -> int:
-    """Exit code of what was ended at once: as a shell has it for Ctrl-C, else 1."""
+    """Exit code of a run that was killed by a second signal."""
     return 128 + signal.SIGINT if received[-1] == signal.SIGINT else 1

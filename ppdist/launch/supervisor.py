@@ -62,7 +62,7 @@ def run_job(
     restarts: int,
     received: list[int],
 ) -> Outcome:
-    """Starts the processes of this host and waits for their end; none of them is left.
+    """Runs this host's ranks to their end; leaves no process.
 
     With a channel to other hosts it waits for theirs as well, and all hosts end alike.
 
@@ -220,7 +220,7 @@ class _Job:
             self._pass_stop_on(others_stop)
 
     def _look_at_processes(self) -> None:
-        """What nobody else could tell: Paddle's launcher is gone, or a worker that said nothing."""
+        """Notices a lost launcher, and workers that said nothing."""
         if self._verdict is not None or self._ending is not None:
             return
         if not self._plan.ranks:
@@ -264,7 +264,7 @@ class _Job:
                 self._channel.tell_failure(failure)
 
     def _pass_stop_on(self, others_stop: bool) -> None:
-        """A signal for one process of the job is one for all ranks."""
+        """Passes a signal for one process on to all ranks."""
         asked = _asked_to_stop(self._folder)
         if asked is not None and not self._received and not others_stop:
             rank, number = asked
@@ -278,7 +278,7 @@ class _Job:
             self._ask()
 
     def _ask(self) -> None:
-        """SIGTERM for all ranks, once: to the group of each worker, in which its script is."""
+        """Sends SIGTERM to all ranks' process groups, once."""
         if self._asked:
             return
         self._asked = True
@@ -320,7 +320,7 @@ def _ended(folder: Path, by_themselves: bool) -> list[RankEnd]:
 
 
 def _asked_to_stop(folder: Path) -> tuple[int, int] | None:
-    """(rank, signal) of a rank that was asked to stop by a signal of its own, None if none was."""
+    """(rank, signal) of a rank that got a signal itself, or None."""
     for path in sorted(folder.glob("stop-*")):
         with suppress(ValueError, OSError):
             return int(path.name.removeprefix("stop-")), signal.Signals(int(path.read_text()))
@@ -328,7 +328,7 @@ def _asked_to_stop(folder: Path) -> tuple[int, int] | None:
 
 
 def _end_all(folder: Path) -> list[int]:
-    """Kills whatever the attempt has started and is left; waits until it is gone.
+    """Kills all processes of the attempt and waits for them.
 
     Returns: process ids of those that do not end.
     """
@@ -359,7 +359,7 @@ def private_files(folder: Path) -> Iterator[None]:
 
 @contextmanager
 def private_folder() -> Iterator[Path]:
-    """A folder that only this user can read, removed in the end, with a path fit for a socket."""
+    """A temporary folder of mode 700 whose path fits a socket."""
     with private_files(Path(os.environ.get("TMPDIR", "/tmp"))):
         base = tempfile.gettempdir()
         if len(base) > _PATH_LIMIT - 30:

@@ -46,7 +46,7 @@ _OWN_VARIABLES = (
 
 
 def paddle_build() -> str:
-    """Which Paddle is installed, read from package metadata: `gpu`, `cpu`, `other` or `none`."""
+    """Build of the installed Paddle: `gpu`, `cpu`, `other` or `none`."""
     if importlib.util.find_spec("paddle") is None:
         return "none"
     if installed_version("paddlepaddle-gpu"):
@@ -56,7 +56,7 @@ def paddle_build() -> str:
 
 
 def installed_version(distribution: str) -> str:
-    """Of a package by its name in the index; "" where it is not installed."""
+    """Version of an installed distribution, or ""."""
     try:
         return importlib.metadata.version(distribution)
     except importlib.metadata.PackageNotFoundError:
@@ -65,7 +65,7 @@ def installed_version(distribution: str) -> str:
 
 @dataclass(frozen=True)
 class Machine:
-    """What the plan depends on besides the command; tests put a made-up one in its place."""
+    """What a plan depends on besides the command."""
 
     cards: Sequence[Card]
     build: str  # of Paddle, see `paddle_build`
@@ -74,7 +74,7 @@ class Machine:
 
 
 def this_machine() -> Machine:
-    """The machine as it is; takes as long as nvidia-smi, where there is one."""
+    """The real machine; takes as long as nvidia-smi."""
     return Machine(machine_cards(), paddle_build(), len(os.sched_getaffinity(0)))
 
 
@@ -98,7 +98,7 @@ class LaunchPlan:
 
     @property
     def ranks(self) -> tuple[dict[str, str], ...]:
-        """What each rank gets beside, by which Paddle knows it; () where Paddle's launcher does it.
+        """Variables by which Paddle knows each rank; () with its launcher.
 
         Source: launch/controllers/collective.py of Paddle 3.3.1; tests compare it with what that
         gives.
@@ -222,7 +222,7 @@ def _clean(environment: Mapping[str, str]) -> dict[str, str]:
 
 
 def _card_variables(kind: str, label: str, visible: Sequence[str] | None) -> dict[str, str]:
-    """By which Paddle finds the card of a rank: its place among those that are visible."""
+    """Variables by which Paddle finds the card of a rank."""
     index = label if visible is None else str(visible.index(label))
     selected = {f"FLAGS_selected_{kind}s": index}
     if kind in ("gpu", "xpu"):  # which Paddle is built for; others come with a plug-in
@@ -264,7 +264,7 @@ _OWN = {"infer": "predict"} | {name: name for name in ("train", "eval", "predict
 
 
 def _own_command(script: str) -> str:
-    """What to write for `tools/train.py` outside a clone, or `train` alone; "": it is neither."""
+    """The ppdist command for a script of tools/, or ""."""
     path = Path(script)
     command = _OWN.get(path.stem)
     if command is None or (path.suffix and path.parent.name != "tools"):
@@ -275,7 +275,7 @@ def _own_command(script: str) -> str:
 def cards_of_run(
     options: Options, environment: Mapping[str, str], machine: Machine
 ) -> tuple[list[str], str]:
-    """Cards to use, in the order of local ranks, [] for a run on CPU; a note about them, or ""."""
+    """Cards in the order of local ranks ([]: CPU), and a note."""
     wanted = None if options.cards is None else expand_ids(options.cards)
     name, visible = _visible(options, environment, machine)
     if visible is None:
@@ -335,7 +335,7 @@ def cards_of_run(
 def _visible(
     options: Options, environment: Mapping[str, str], machine: Machine
 ) -> tuple[str, list[str] | None]:
-    """The variable that hides cards, and the labels of those that a process would see, in order.
+    """The variable that hides cards, and the labels it leaves.
 
     None: the variable is not set, and only Paddle's plug-in could say.
     """
@@ -384,7 +384,7 @@ def _instead(options: Options, count: int, machine: Machine) -> str:
 def _with_hosts(
     options: Options, variables: dict[str, str], network: Network
 ) -> tuple[list[str], str]:
-    """The hosts and which of them this is; sets in `variables` how gloo and NCCL find them."""
+    """The hosts and this one; sets how gloo and NCCL find them."""
     if options.ips is None:
         check_interfaces(variables, None, network)
         # The name of a lone host need not resolve.  NCCL finds its way on one host by itself.
@@ -397,7 +397,7 @@ def _with_hosts(
 
 
 def _with_master(options: Options, master: str, variables: dict[str, str], network: Network) -> str:
-    """As `_with_hosts`, for Paddle's own rendezvous: this host, "" where that is not known."""
+    """This host for --master, or ""; otherwise as `_with_hosts`."""
     if options.ips is not None:
         raise LaunchError(
             "--master and --ips are two ways to bring hosts together",

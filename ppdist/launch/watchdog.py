@@ -84,7 +84,7 @@ class Watch:
         self._struck = False
 
     def look(self, others_wait: bool = False) -> None:
-        """Called often; blocks only while stacks are written, once a rank makes no progress.
+        """Looks at all ranks; blocks only while stacks are written.
 
         Args: others_wait: the ranks of another host failed, and it does not know why.
         """
@@ -123,14 +123,14 @@ class Watch:
         return max(reading.limit, _TIMES_P99 * usual)
 
     def _usual_seconds(self) -> float | None:
-        """The 99th percentile of the steps of this host, s; None before some were timed."""
+        """99th percentile of step times; None: too few steps."""
         if len(self._step_seconds) < _STEPS_KNOWN:
             return None
         ordered = sorted(self._step_seconds)
         return ordered[math.ceil(0.99 * len(ordered)) - 1]
 
     def _readings(self) -> dict[int, Reading]:
-        """Of all ranks that have begun, some perhaps before they could say anything.
+        """Heartbeats of all ranks that have begun.
 
         Those have the limits that the others have told, and none while nobody has.
         """
@@ -167,14 +167,14 @@ class Watch:
                 seen.stopped_at = self._now
 
     def _somebody_failed(self) -> bool:
-        """Whether a rank of this host has ended with a failure since the last time."""
+        """Whether a rank has failed since the last look."""
         now = {each.rank: each.code for each in worker.reports(self._folder)}
         new = {rank for rank, code in now.items() if code is not None} - self._ended
         self._ended |= new
         return any(now[rank] not in (0, STOPPED) for rank in new)
 
     def _strike(self, culprits: Sequence[RankStatus], how: str, certain: bool) -> None:
-        """Leaves word of who makes no progress and of where everybody is, and ends them.
+        """Records who makes no progress, and kills the ranks.
 
         Args: certain: nothing has failed yet, so all are to be ended; else supervisor.py does it.
         """
@@ -197,7 +197,7 @@ class Watch:
             _send(seen, signal.SIGKILL)
 
     def _awaited_stacks(self, why: str) -> str:
-        """Waits for the stacks of all ranks; returns in which files they are now."""
+        """Waits for the stacks of all ranks; returns their files."""
         deadline = time.monotonic() + _STACKS_SECONDS
         missing = set(self._ranks)
         while missing and time.monotonic() < deadline:
@@ -207,7 +207,7 @@ class Watch:
         return ", ".join(self._collect_stacks(why))
 
     def _collect_stacks(self, why: str) -> list[str]:
-        """Moves what ranks have written of their stacks to the logs; names of those files."""
+        """Moves stacks that ranks wrote to the logs; returns those files."""
         files: list[str] = []
         for rank, path in _grown(self._folder).items():
             text = path.read_text(encoding="utf-8", errors="replace")
@@ -222,7 +222,7 @@ class Watch:
 def _stalled(
     ranks: Sequence[RankStatus], limits: dict[int, float], now: float, several_hosts: bool
 ) -> tuple[Sequence[RankStatus], str]:
-    """Who of the ranks of a host makes no progress, and how to say it; nobody and "" if none does.
+    """Ranks that make no progress, and how to say it.
 
     Args: limits: of each rank, s without a sign of life.
     """
@@ -263,7 +263,7 @@ def _stalled(
 def _suspects(
     ranks: Sequence[RankStatus], usual: float | None, now: float
 ) -> tuple[Sequence[RankStatus], str]:
-    """Who makes no progress, if others say that they waited in vain: sooner than by itself.
+    """Ranks without progress, once others say they waited in vain.
 
     Args: usual: what steps take here, s; None while nobody knows, and nobody is blamed for one.
     """

@@ -120,7 +120,7 @@ def forget_environment(folder: Path) -> None:
 
 
 def started_by(folder: Path, rank: int | None = None) -> list[int]:
-    """Ids of the processes of an attempt (of one rank of it) but this one, by their environment.
+    """Processes of an attempt (of one rank), found by their environment.
 
     Zombies have none, nor has anything where there is no /proc.
     """
@@ -140,7 +140,7 @@ def started_by(folder: Path, rank: int | None = None) -> list[int]:
 
 
 def _is_same_folder(path: str, folder: Path) -> bool:
-    """Also where one of them was named through a link, as TMPDIR may be."""
+    """Whether a path names the folder, links followed."""
     if os.path.basename(path) != folder.name:
         return False
     return path == f"{folder}" or os.path.realpath(path) == os.path.realpath(folder)
@@ -175,7 +175,7 @@ def _record(
 
 
 def reports(folder: Path) -> list[Report]:
-    """What was left of each rank that has begun, in the order of ranks."""
+    """The last report of each rank that has begun."""
     found = {}
     for path in folder.glob("exit-*.json"):
         with contextlib.suppress(OSError):
@@ -189,7 +189,7 @@ def reports(folder: Path) -> list[Report]:
 def streams(
     folder: Path, local: int, log_dir: Path, job: dict[str, Any]
 ) -> tuple[BinaryIO | int, BinaryIO | int]:
-    """stdout and stderr of the script: fleetrun's own for the host's first rank, else its log."""
+    """stdout and stderr of the script: the terminal or its log."""
     log = open(log_dir / f"workerlog.{local}", "wb" if job["log_overwrite"] else "ab")  # noqa: SIM115
     again = f"restart {job['restart']}: " if job["restart"] else ""
     log.write(f"--- {time.strftime('%F %T')}: {again}{' '.join(job['command'])}\n".encode())
