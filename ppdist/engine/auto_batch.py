@@ -1,9 +1,9 @@
 """Auto batch: the largest micro-batch that memory allows, and an estimate.
 
-`train.batch_size_per_card: auto` (`settle_batch`): each rank trains with a few batches in a process
-of its own (`memory_probe`), so whatever ends it ends no run: the kernel's out-of-memory killer, a
-limit, oneDNN without memory for its buffers.  All ranks then take the least.  A run that resumes
-takes what its checkpoint was trained with and looks for nothing.
+`train.batch_size_per_card: auto` (`resolve_batch_size`): each rank trains with a few batches in a
+process of its own (`memory_probe`), so whatever ends it ends no run: the kernel's out-of-memory
+killer, a limit, oneDNN without memory for its buffers.  All ranks then take the least.  A run that
+resumes takes what its checkpoint was trained with and looks for nothing.
 
 The estimate (`require_memory`), before the run touches its folder:
 
@@ -72,7 +72,7 @@ _ROOM = 0.9  # of what is free, for a batch that is recommended
 _LIBRARIES = 60 << 20  # what oneDNN and its like take with the first step
 
 
-def settle_batch(
+def resolve_batch_size(
     config: ExperimentConfig, records: Sequence[ImageRecord], images: int, saved: Snapshot | None
 ) -> tuple[ExperimentConfig, list[str]]:
     """Replaces `train.batch_size_per_card: auto`, or more than the set has.  Collective.

@@ -33,7 +33,7 @@ from ppdist.data.types import DetectionSet
 from ppdist.distributed import comm, device, paddle_api
 from ppdist.distributed.device_options import set_device_options
 from ppdist.distributed.sync_batch_norm import synchronize_batch_norm
-from ppdist.engine.auto_batch import estimate, require_memory, settle_batch
+from ppdist.engine.auto_batch import estimate, require_memory, resolve_batch_size
 from ppdist.engine.callbacks import Callback
 from ppdist.engine.continuation import ANEW, Continuation
 from ppdist.engine.data import Blocklist, Feed, images_of_epoch, read_sets
@@ -148,7 +148,7 @@ def build_training(
         )
         bad_images = Blocklist(train_set, config.data.bad_images_limit)
         images = images_of_epoch(train_set, config.data.sampling)
-        config, said = settle_batch(config, train_set.records, images, start.snapshot)
+        config, said = resolve_batch_size(config, train_set.records, images, start.snapshot)
         model = build_model(config)
         said += [*limits(train_set, val_set)]
         doubts = crowding_of(config, train_set if val_set is None else val_set)

@@ -128,10 +128,10 @@ def test_ranks_train_with_smallest_fitting_batch(shapes, tmp_path):
 
 def test_batch_above_the_set_is_the_set(tmp_path):
     config = tiny_config(tmp_path, ("train.batch_size_per_card=500", "train.accumulate_steps=2"))
-    settled, said = auto_batch.settle_batch(config, [], 41, None)
+    settled, said = auto_batch.resolve_batch_size(config, [], 41, None)
     assert settled.train.batch_size_per_card == 21
     assert said == ["train.batch_size_per_card: 21, not 500: the set has 41 images"]
-    assert auto_batch.settle_batch(settled, [], 41, None) == (settled, [])
+    assert auto_batch.resolve_batch_size(settled, [], 41, None) == (settled, [])
 
 
 def failing_on_one(argument):
@@ -148,7 +148,7 @@ def failing_on_one(argument):
     for name in ("free_memory", "search"):
         setattr(auto_batch, name, fail)
         try:
-            auto_batch.settle_batch(config, records, 10, None)
+            auto_batch.resolve_batch_size(config, records, 10, None)
         except UserError as error:
             said.append(f"{error}")
         auto_batch.free_memory = lambda _: {}
