@@ -195,10 +195,7 @@ def coalesced(tensors: Sequence[Tensor]) -> tuple[list[Tensor], Tensor]:
 
 
 def global_store() -> Any:
-    """The TCP store of all ranks.
-
-    The first call connects to it, or on rank 0 opens it.
-    """
+    """The TCP store of all ranks."""
     return core.create_or_get_global_tcp_store()
 
 

@@ -200,10 +200,7 @@ class YOLOv5Loss(Loss):
         steps_per_epoch: float,
         reference_batch: int = NOMINAL_BATCH,
     ) -> "YOLOv5Loss":
-        """The loss with the original's gains.
-
-        An even share of each level, objectness by area.
-        """
+        """The loss with the original's gains."""
         share = 3 / len(model.strides)
         gains = Gains(
             box=config.box_gain * share,

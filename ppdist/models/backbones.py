@@ -45,10 +45,7 @@ class Backbone(nn.Layer):
         return {}
 
     def original_keys(self) -> dict[str, str]:
-        """Our key -> that of its published weights.
-
-        Where they are another torch backbone's.
-        """
+        """Our key -> that of its published weights."""
         return {}
 
     def forward(self, images_B3HW: Tensor) -> list[Tensor]:

@@ -105,10 +105,7 @@ class ImageModel(nn.Layer):
         return {key: key for key in self.state_dict()}
 
     def normalize(self, images_B3HW: Tensor) -> Tensor:
-        """RGB images 0..255 to float32: (value - mean) / std.
-
-        uint8 or float; per channel.
-        """
+        """RGB images 0..255 to float32: (value - mean) / std."""
         images = images_B3HW
         if images.dtype != paddle.float32:
             images = images.astype("float32")
@@ -119,10 +116,7 @@ class ImageModel(nn.Layer):
         return images - mean if set(self.pixel_std) == {1.0} else (images - mean) / std
 
     def _pixel_statistics(self, images: Tensor) -> tuple[Tensor, Tensor]:
-        """Mean and deviation [1, 3, 1, 1] beside the images.
-
-        Copied to their device once.
-        """
+        """Mean and deviation [1, 3, 1, 1] beside the images."""
         if not paddle.in_dynamic_mode():
             return _channels(self.pixel_mean), _channels(self.pixel_std)
         place = str(images.place)
@@ -148,17 +142,11 @@ class ImageModel(nn.Layer):
         raise NotImplementedError
 
     def predict(self, images_B3HW: Tensor) -> Any:
-        """Predictions of RGB images 0..255.
-
-        The caller sets mode and gradients.
-        """
+        """Predictions of RGB images 0..255."""
         return self.decode(self(self.normalize(images_B3HW)))
 
     def parameter_count(self) -> int:
-        """Number of weights, frozen ones too.
-
-        Running statistics are not counted.
-        """
+        """Number of weights, frozen ones too."""
         return sum(_weight_sizes(self).values())
 
     def fuse(self) -> None:
@@ -169,10 +157,7 @@ class ImageModel(nn.Layer):
         self.eval()
 
     def fuse_conv_bn(self) -> None:
-        """Fuses batch norms into convolutions, in place.
-
-        Eval outputs are those after `fuse`.
-        """
+        """Fuses batch norms into convolutions, in place."""
         for layer in self.sublayers():
             if isinstance(layer, ConvBNLayer):
                 layer.fuse_conv_bn()
@@ -189,10 +174,7 @@ class ImageModel(nn.Layer):
         self.set_pixel_statistics(self.pixel_mean, [1.0, 1.0, 1.0])
 
     def set_pixel_statistics(self, mean: list[float], std: list[float]) -> None:
-        """Sets what `normalize` does.
-
-        A mean of 0 and a deviation of 1: nothing.
-        """
+        """Sets what `normalize` does."""
         self.pixel_mean, self.pixel_std = mean, std
         self._statistics.clear()
 
@@ -227,10 +209,7 @@ class Detector(ImageModel):
         raise NotImplementedError
 
     def become_teacher(self) -> None:
-        """Makes raw outputs those that a student learns from.
-
-        In place, with its weights loaded.
-        """
+        """Makes raw outputs those that a student learns from."""
 
 
 def _weight_sizes(model: nn.Layer) -> dict[str, int]:

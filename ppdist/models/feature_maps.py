@@ -52,10 +52,7 @@ class FeatureMaps:
         return x
 
     def share(self, x: Tensor, count: int) -> Sequence[Tensor]:
-        """The map once for each of `count` readers.
-
-        Its gradients may then be summed faster.
-        """
+        """The map once for each of `count` readers."""
         return [x] * count
 
     def add(self, x: Tensor, y: Tensor) -> Tensor:
@@ -84,10 +81,7 @@ class FeatureMaps:
         return paddle.stack([x, x], axis=3).flatten(2, 3)
 
     def spatial_mean(self, x: Tensor) -> Tensor:
-        """Mean over all cells, [B, C, 1, 1].
-
-        float32 of a map in bfloat16.
-        """
+        """Mean over all cells, [B, C, 1, 1]."""
         return F.adaptive_avg_pool2d(x.astype("float32") if x.dtype == paddle.bfloat16 else x, 1)
 
     def scale_channels(self, x: Tensor, factor_BC11: Tensor) -> Tensor:

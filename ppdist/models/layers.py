@@ -58,10 +58,7 @@ class ConvBNLayer(nn.Layer):
 
     @paddle.no_grad()
     def fuse_conv_bn(self) -> None:
-        """Fuses the batch norm into the convolution.
-
-        The convolution gets a bias; eval outputs stay.
-        """
+        """Fuses the batch norm into the convolution."""
         if isinstance(self.bn, nn.Identity):
             return
         kernel, bias = _fused_conv_bn(self)
@@ -111,10 +108,7 @@ class RepConv(nn.Layer):
 
     @paddle.no_grad()
     def fuse(self) -> None:
-        """Replaces both branches by one 3x3 convolution.
-
-        It has a bias, and the same eval output.
-        """
+        """Replaces both branches by one 3x3 convolution."""
         if self.conv is not None:
             return
         kernel, bias = _fused_conv_bn(self.conv1)

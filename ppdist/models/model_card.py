@@ -166,10 +166,7 @@ def origin(data: str, start: Path | None, card: ModelCard | None) -> tuple[str, 
 
 
 def average_of(members: Sequence[Path], warn: Callable[[str], None]) -> tuple[str, str]:
-    """Licence and source of averaged weights.
-
-    Each licence of a member stays.
-    """
+    """Licence and source of averaged weights."""
     cards = [card for path in members if (card := read_card_or_warn(path, warn)) is not None]
     licences = list(dict.fromkeys(card.licence for card in cards if card.licence))
     sources = list(dict.fromkeys(card.source for card in cards if card.source))
@@ -322,10 +319,7 @@ def _of_checkpoint(folder: Path) -> ModelCard | None:
 
 
 def _of_config(file: Path) -> ModelCard | None:
-    """Card of a checkpoint that is older than cards.
-
-    None: its config is no longer one.
-    """
+    """Card of an older checkpoint; None: its config is none."""
     try:
         config = load_config(file)
     except UserError:
@@ -360,10 +354,7 @@ _YOLOV5_NMS = NMSConfig(score_threshold=0.001, iou_threshold=0.6, candidates=100
 
 
 def _of_torch(content: object) -> ModelCard | None:
-    """Card of a pickled model, or a dict with one.
-
-    None: a state dict says nothing.
-    """
+    """Card of a pickled model; None: a state dict says nothing."""
     saved = mapping(content) or {}
     for each in (saved.get("ema"), saved.get("model"), content):
         if isinstance(each, Made) and each.maker.module.startswith(_ULTRALYTICS):
@@ -401,10 +392,7 @@ def _names(value: object) -> tuple[str, ...]:
 
 
 def _yolov5(rows: Mapping[str, Any], named: int, opt: object) -> YOLOv5Config | None:
-    """The `model` section of a pickled YOLOv5.
-
-    From the description pickled with it; None: it is another.
-    """
+    """The `model` section of a pickled YOLOv5; None: another model."""
     head, depth, width = rows.get("head"), rows.get("depth_multiple"), rows.get("width_multiple")
     try:
         froms, _, kind = head[-1][:3]  # type: ignore[index]
@@ -459,10 +447,7 @@ def require_fit(model: ModelConfig, weights: Path | str) -> None:
 
 @cache
 def _detector_of(entry: PublishedWeights) -> ModelConfig | None:
-    """The detector of an entry; None: it has none.
-
-    A backbone or a classifier.
-    """
+    """The detector of an entry; None: it has none."""
     if entry.protocol is None:
         return None
     model = load_config(find_config(entry.config), entry.overrides).model
@@ -470,10 +455,7 @@ def _detector_of(entry: PublishedWeights) -> ModelConfig | None:
 
 
 def _same_design(one: ModelConfig, other: ModelConfig) -> bool:
-    """Whether weights of one may fit the other.
-
-    Sizes of its own are left to the file.
-    """
+    """Whether weights of one may fit the other."""
     if one.name != other.name:
         return False
     own = any(getattr(other, key, None) for key in ("depth_multiple", "width_multiple"))

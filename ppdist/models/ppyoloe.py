@@ -71,10 +71,7 @@ class PPYOLOEOutputs(NamedTuple):
 
 @passes_maps
 class NeckStage(nn.Layer):
-    """CSP stage of the neck: RepBlocks without residual.
-
-    Optionally with a pooling pyramid inside.
-    """
+    """CSP stage of the neck: RepBlocks without residual."""
 
     def __init__(self, in_channels: int, out_channels: int, blocks: int, pyramid: bool) -> None:
         super().__init__()
@@ -351,19 +348,13 @@ class PPYOLOE(Detector):
         return outputs._replace(aux_class_logits=logits, aux_reg_dist=reg_dist)
 
     def become_teacher(self) -> None:
-        """Drops the one-to-one head; its scores are poor targets.
-
-        It keeps quiet beside each best cell; the other one has more to say.
-        """
+        """Drops the one-to-one head; its scores are poor targets."""
         del self.one_to_one_head
         self.one_to_one_head = None
         self.needs_nms = True
 
     def fuse(self) -> None:
-        """As `ImageModel.fuse`; drops what only training needs.
-
-        A one-to-one head takes the place of the other.
-        """
+        """As `ImageModel.fuse`; drops what only training needs."""
         if self.aux_head is not None:
             del self.aux_neck, self.aux_head
             self.aux_neck = self.aux_head = None
@@ -410,10 +401,7 @@ def _normal(deviation: float) -> ParamAttr:
 def _predictor(
     channels: int, outputs: int, bias: float, weight: ParamAttr | None = None
 ) -> nn.Conv2D:
-    """A 3x3 convolution that predicts.
-
-    Its weights start at 0, or as `weight` says, its biases at `bias`.
-    """
+    """A 3x3 convolution whose weights start at 0, unless given."""
     weight = weight or ParamAttr(initializer=Constant(0.0))
     constant = ParamAttr(initializer=Constant(bias))
     return nn.Conv2D(channels, outputs, 3, padding=1, weight_attr=weight, bias_attr=constant)

@@ -191,10 +191,7 @@ def checkpoint_of(path: Path) -> Path:
 
 
 def digest_of_weights(path: Path) -> str:
-    """Fingerprint of the weights that a path means.
-
-    Of a weight file or a checkpoint; see `digest_of_file`.
-    """
+    """Fingerprint of the weights that a path means."""
     weights = checkpoint_of(path)
     # The manifest holds checksums.
     return digest_of_file(weights / _MANIFEST if weights.is_dir() else weights)
@@ -504,10 +501,7 @@ class LoadReport:
 
 @dataclass(frozen=True)
 class ClassNames:
-    """Class names of a weight file and a model.
-
-    Of class 0, 1, ...; (): not known.
-    """
+    """Class names of weights and model, by number; (): not known."""
 
     of_file: tuple[str, ...]
     of_model: tuple[str, ...]
@@ -616,10 +610,7 @@ def load_all_weights(model: ImageModel, path: Path, names: ClassNames | None = N
 def _without(
     prefixes: tuple[str, ...], arrays: dict[str, np.ndarray]
 ) -> tuple[dict[str, np.ndarray], str]:
-    """Arrays without the prefixes of all their keys.
-
-    Taken away again and again; and what that was.
-    """
+    """Arrays without the prefixes of all their keys."""
     taken = ""
     while arrays:
         prefix = next((p for p in prefixes if all(key.startswith(p) for key in arrays)), "")
@@ -706,10 +697,7 @@ def _refuse_other_designs(
 def _init_missing_parts(
     model: ImageModel, matched: dict[str, np.ndarray], shapes: Mapping[str, tuple[int, ...]]
 ) -> tuple[str, ...]:
-    """Starts parts that the file lacks as copies of others.
-
-    And says so.
-    """
+    """Starts parts that the file lacks as copies of others."""
     said = []
     for part, twin in model.init_from:
         own = [key for key in shapes if key.startswith(part)]
@@ -838,10 +826,7 @@ def _part(key: str) -> str:
 def _class_count_differs(
     model: ImageModel, found: tuple[int, ...], shapes: Mapping[str, tuple[int, ...]], key: str
 ) -> bool:
-    """Whether exactly the class dimension differs.
-
-    The first, of a linear layer the last.
-    """
+    """Whether exactly the class dimension differs."""
     wanted = shapes[key]
     if not key.startswith(model.class_layers) or len(found) != len(wanted):
         return False

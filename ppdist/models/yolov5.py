@@ -161,10 +161,7 @@ class YOLOv5(Detector):
 
     @paddle.no_grad()
     def _start_predictors(self) -> None:
-        """Starts biases at 8 objects an image and even classes.
-
-        An image of 640 x 640; each class at 0.6 / C.
-        """
+        """Starts biases at 8 objects an image and even classes."""
         for level, stride in zip(self.head.levels, self.strides):
             bias_AK = np.zeros((ANCHORS_PER_CELL, 5 + self.num_classes), "float32")
             bias_AK[:, 4] = math.log(8 / (640 / stride) ** 2)

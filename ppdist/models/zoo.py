@@ -114,10 +114,7 @@ def published(weights: Path | str) -> PublishedWeights | None:
 
 
 def entry_of(weights: Path | str) -> PublishedWeights | None:
-    """The entry of a name or an address; None: neither.
-
-    The same on every host.
-    """
+    """The entry of a name or an address; None: neither."""
     text = f"{weights}"
     if _ADDRESS.match(text):
         return next((each for each in zoo().values() if _plain(each.url) == _plain(text)), None)
@@ -130,18 +127,12 @@ def _plain(url: str) -> str:
 
 
 def is_name(weights: Path | str) -> bool:
-    """Whether that is a name or address of the zoo.
-
-    A file or folder of that name wins.
-    """
+    """Whether that is a name or address of the zoo."""
     return entry_of(weights) is not None and not Path(weights).exists()
 
 
 def similar_names(weights: Path | str) -> str:
-    """What may have been meant by an unknown name.
-
-    "": it is nothing like a name.
-    """
+    """What may have been meant by an unknown name."""
     if _ADDRESS.match(f"{weights}"):
         return "download it, and give the file; addresses of docs/model_zoo.md are known"
     if Path(weights).suffix or len(Path(weights).parts) > 1:

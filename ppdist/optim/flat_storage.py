@@ -121,10 +121,7 @@ class FlatGradients:
 
     @paddle.no_grad()
     def collect(self) -> None:
-        """Takes over the gradients of the parameters, float32.
-
-        Their `grad` lies here from now on.
-        """
+        """Takes over the gradients of the parameters, float32."""
         self.release()
         for bucket in self._buckets:
             for parameter in bucket:

@@ -167,10 +167,7 @@ def optimizer_arrays(
 
 
 def _split(name: str, names: dict[str, str]) -> tuple[str, str]:
-    """Structured key and accumulator.
-
-    Of names that begin each other the longest counts.
-    """
+    """Structured key and accumulator."""
     end = name.rfind("_")
     while end > 0:
         if name[:end] in names:
