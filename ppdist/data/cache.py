@@ -268,7 +268,7 @@ def _host() -> str:
 
 
 def _in_memory(layout: Layout) -> _Opened:
-    """Memory for as many images as fit, taken now so that none lacks later.
+    """Preallocates the cache in memory, for as many images as fit.
 
     It looks at what is left before every step, because a container that takes more than its limit
     does not see an allocation fail: a process in it is killed.
@@ -317,7 +317,7 @@ def _on_disk(layout: Layout, folder: Path, name: str) -> _Opened:
 
 
 def _others(folder: Path, name: str) -> str:
-    """A hint to caches that this run does not use: nobody deletes them."""
+    """Warns about unused cache files, which nobody deletes."""
     sizes: list[int] = []
     with suppress(OSError):  # one is deleted meanwhile, or the folder cannot be listed
         others = [other for other in folder.glob(_NAME.format("*")) if other.name != name]

@@ -3,7 +3,7 @@
     file -> reader(complain) -> RawSet -> (data.bad_boxes) -> DetectionSet, for training
                                        -> a file of another format, for conversion
                                        -> a report, for a check
-    DetectionSet -> sampler: SampleKey -> worker: Sample, Arrays, Made -> Batch
+    DetectionSet -> sampler: SampleKey -> worker: Sample, Arrays, WorkerBatch -> Batch
 
 A reader hands everything odd to `complain` as an Issue.  Training lets that raise, so it stops at
 the first; a check collects them all, and the reader goes on without the part it complained of.
@@ -459,7 +459,7 @@ HUNG = 255  # blocklist: not a signal, but none at all for too long
 EXITED = 254  # blocklist: not a signal either, but an exit
 
 
-class Made(NamedTuple):
+class WorkerBatch(NamedTuple):
     """What came of the keys of a batch.
 
     arrays: None if an error is given; problems: lines to warn of; bad_images: position in the set's

@@ -146,7 +146,7 @@ def list_folder(folder: str) -> Mapping[str, Identity] | None:
 
 
 def _listing(url: str) -> Mapping[str, Identity]:
-    entries = patiently(lambda: _ask(url, "ls", detail=True, seconds=_LISTING_SECONDS))
+    entries = with_retries(lambda: _ask(url, "ls", detail=True, seconds=_LISTING_SECONDS))
     return {
         str(each["name"]).rstrip("/").rpartition("/")[2]: _identity(each)
         for each in entries
@@ -209,7 +209,7 @@ def local_copy(path: str | os.PathLike[str]) -> Path:
     """
     url = url_of(path)
     try:
-        found = patiently(lambda: identity_of(url))
+        found = with_retries(lambda: identity_of(url))
         folder = _settings.folder or Path(tempfile.gettempdir()) / f"ppdist-stores-{os.getuid()}"
         name = hashlib.blake2b(url.encode(), digest_size=8).hexdigest()
         file = folder / "copies" / name / url.rpartition("/")[2]
@@ -250,7 +250,7 @@ def _download(url: str, size: int, draft: Path) -> None:
     with writing(draft), open(draft, "wb") as file:
         for begin in range(0, size, _BLOCK_BYTES):
             length = min(_BLOCK_BYTES, size - begin)
-            block = patiently(lambda at=begin, n=length: fetch(url, at, n, kept=False))  # type: ignore[misc]
+            block = with_retries(lambda at=begin, n=length: fetch(url, at, n, kept=False))  # type: ignore[misc]
             file.write(block)
 
 
@@ -266,8 +266,8 @@ def _fix(error: OSError) -> str:
     return "check the network and the address (AWS_ENDPOINT_URL for a store other than Amazon's)"
 
 
-def patiently(call: Callable[[], _T]) -> _T:
-    """What a call gives, tried again for half a minute where a store is away.  Raises: OSError."""
+def with_retries(call: Callable[[], _T]) -> _T:
+    """Retries a call for half a minute while a store is away.  Raises: OSError."""
     left = pauses(_FIRST_SECONDS)
     while True:
         try:

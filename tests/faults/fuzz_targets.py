@@ -31,7 +31,7 @@ from ppdist.config.base import dump_yaml
 from ppdist.config.data import DataConfig, SplitConfig
 from ppdist.config.experiment import ExperimentConfig, load_config
 from ppdist.data.checks.images import check_image
-from ppdist.data.datasets.annotations import settle
+from ppdist.data.datasets.annotations import to_detection_set
 from ppdist.data.datasets.build import read_raw, read_split
 from ppdist.data.image import read_header, read_image
 from ppdist.engine.checkpoint import save_checkpoint
@@ -354,7 +354,7 @@ def read_annotation(folder: Path, files: Files) -> str:
     found: list[object] = []
     raw = read_raw(settings, "train", found.append)
     if form != "csv":
-        settle(raw, "clip", masks=True)
+        to_detection_set(raw, "clip", masks=True)
     try:
         read_split(settings, "train", masks=form != "csv")
     except DataError:  # what the first reading has said of a part

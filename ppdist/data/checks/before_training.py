@@ -187,7 +187,7 @@ class _Check:
         ]
 
     def once_there(self) -> CheckedImages:
-        """Checks anew what could not be opened; where storage is away, once it is back.
+        """Rechecks unreadable files once storage returns.
 
         For a job that was started anew: its images were there before.
         Raises: StorageError: it stays away.

@@ -328,7 +328,7 @@ def check_image(path: str, size: tuple[int, int] | None, *, decode: bool) -> Ima
             all of it where these say that it cannot be used: the decoder has the last word.
     """
     try:
-        with stores.patiently(lambda: open_file(path)) as file:
+        with stores.with_retries(lambda: open_file(path)) as file:
             return _check_content(file, path, size, decode)
     except FileNotFoundError:
         problem = Damage("image_missing", "does not exist")

@@ -1,6 +1,6 @@
 """What all annotation formats share: kinds of issues, boxes, files, class names.
 
-readers (coco, voc, yolo) -> RawSet, `complain` of KINDS -> settle -> DetectionSet
+readers (coco, voc, yolo) -> RawSet, `complain` of KINDS -> to_detection_set -> DetectionSet
 """
 
 import contextlib
@@ -308,7 +308,7 @@ def listed(names: Sequence[str], most: int = 10) -> str:
     return ", ".join(names[:most]) + (", ..." if len(names) > most else "")
 
 
-def settle(
+def to_detection_set(
     raw: RawSet | RawColumns,
     bad_boxes: str,
     *,

@@ -28,7 +28,7 @@ from ppdist.data.datasets.annotations import (
     is_name_list,
     listed,
     look_anew,
-    settle,
+    to_detection_set,
     unread_twin,
 )
 from ppdist.data.datasets.coco import (
@@ -224,7 +224,7 @@ def _settled(config: DataConfig, split: Split, masks: bool, whole: bool) -> Read
     else:
         raw = _raw(config, split, strictly, everything=masks)
     notes = strictly.report(raw)
-    dataset = settle(raw, config.bad_boxes, masks=masks, notes=notes, whole=whole)
+    dataset = to_detection_set(raw, config.bad_boxes, masks=masks, notes=notes, whole=whole)
     beside: set[str] = set()  # folders of files that were read
     if isinstance(raw, RawSet):
         beside.update(os.path.dirname(image.path) for image in raw.images)

@@ -208,7 +208,7 @@ def _read(
             assert text is None
             text = io.BytesIO(read_text(file, complain).encode("utf-8"))
             continue
-        found.settle(content["categories"], known, complain)
+        found.finish(content["categories"], known, complain)
         return found
 
 
@@ -232,7 +232,7 @@ class _File:
     looked at one by one, and what is wrong with one is noted until all images and classes are
     known.
 
-    Attributes: columns: of what is good, once it is settled.  further: what else the file has.
+    Attributes: columns: of what is good, once all is read.  further: what else the file has.
     """
 
     columns: RawColumns
@@ -378,7 +378,7 @@ class _File:
             extra = _further(entry, _OBJECT_KEYS)
             self._extras.append(extra | {"segmentation": given} if is_mask else extra)
 
-    def settle(self, categories: Sequence[Any], known: KnownClasses, complain: Complain) -> None:
+    def finish(self, categories: Sequence[Any], known: KnownClasses, complain: Complain) -> None:
         """Says what is wrong, and makes the columns of what is good.
 
         Raises: DataError: a category is malformed.

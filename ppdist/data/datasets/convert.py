@@ -455,7 +455,7 @@ def _absent_line(absent: Sequence[str]) -> str:
 def _content(source: str) -> bytes | None:
     """An image of a store, of a shard or of a disk; None: it cannot be read."""
     try:
-        return stores.patiently(lambda: storage.read_file(source, MOST_BYTES))
+        return stores.with_retries(lambda: storage.read_file(source, MOST_BYTES))
     except OSError:
         return None
 

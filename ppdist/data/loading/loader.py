@@ -62,9 +62,9 @@ from ppdist.data.types import (
     Batch,
     DetectionSet,
     ImagesAway,
-    Made,
     Records,
     SampleKey,
+    WorkerBatch,
 )
 from ppdist.distributed import comm, device, heartbeat
 
@@ -74,18 +74,18 @@ _MOST_WORKERS = 16  # more than 2,000 images a second: no card of today learns f
 _CORES_PER_WORKER_ON_CPU = 4  # a worker prepares as many images as four cores learn from, and more
 
 # The keys of a batch, what came of them, and its arrays where the model runs, as Batch names them.
-_Delivered = tuple[list[SampleKey], Made, dict[str, paddle.Tensor]]
+_Delivered = tuple[list[SampleKey], WorkerBatch, dict[str, paddle.Tensor]]
 
 
 class _Plan(Protocol):
-    """A sampler: the keys of each micro-batch, as often as it is asked."""
+    """Re-iterable sampler of micro-batch keys."""
 
     def __iter__(self) -> Iterator[list[SampleKey]]: ...
     def __len__(self) -> int: ...
 
 
 class _Loader:
-    """The batches of a plan, as often as it is iterated.
+    """Re-iterable batches of a plan.
 
     Workers start with the first iteration and live as long as the loader: close it, or let go of
     it.  A new iteration ends the one before it.
@@ -173,7 +173,7 @@ class _Loader:
                 outages.look([self._samples.awaited])
                 yield keys, made, _tensors(made)
 
-    def _report(self, made: Made) -> None:
+    def _report(self, made: WorkerBatch) -> None:
         if made.user_error:
             raise made.user_error
         if made.our_error:
@@ -217,7 +217,7 @@ def _sleep(seconds: float, alive: Callable[[], None], hurry: np.ndarray) -> None
         alive()
 
 
-def _tensors(made: Made) -> dict[str, paddle.Tensor]:
+def _tensors(made: WorkerBatch) -> dict[str, paddle.Tensor]:
     """Copies a batch to where the model runs; its memory may be used again."""
     arrays = {} if made.arrays is None else made.arrays._asdict()
     return {name: device.put(array) for name, array in arrays.items()}
@@ -401,7 +401,7 @@ class Result(NamedTuple):
     number: int
     shape: tuple[int, ...]
     small_arrays: tuple[np.ndarray, ...]
-    made: Made
+    made: WorkerBatch
 
 
 class _Inbox:
@@ -516,7 +516,7 @@ class WorkerPool:
         self._numbers = itertools.count()
         self._outages = _Outages(samples)
         self._wanted: dict[int, Task] = {}  # of the present run, in its order, not yet taken
-        self._done: dict[int, tuple[Made, Worker, int]] = {}
+        self._done: dict[int, tuple[WorkerBatch, Worker, int]] = {}
         # Shared: all workers see at once what none of them may open any more.
         samples.blocklist_N = _shared(len(samples), np.uint8)
         samples.waited = _shared(2, np.float64)

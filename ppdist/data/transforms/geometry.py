@@ -38,7 +38,7 @@ _TURNS = {1: cv2.ROTATE_90_CLOCKWISE, 2: cv2.ROTATE_180, 3: cv2.ROTATE_90_COUNTE
 
 
 @dataclass(frozen=True, slots=True)
-class Original:
+class SourceImage:
     """An image and its objects, without crowds, in its pixels.
 
     index: in DetectionSet.records.  image_HW3: uint8 RGB, each pixel `reduced` ones of the original
@@ -58,7 +58,7 @@ class Original:
     @classmethod
     def of(
         cls, index: int, image_HW3: np.ndarray, reduced: int, record: ImageRecord, turn: int
-    ) -> "Original":
+    ) -> "SourceImage":
         """Args: image_HW3: of `record`, reduced, not yet turned; turn: see `random_turn`."""
         width, height = turned_sides(record, turn)
         alone_M = ~record.crowd_M

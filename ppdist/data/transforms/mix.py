@@ -25,7 +25,7 @@ _PASTED = 0.5  # chance of each object
 _SUBPIXELS = 4  # bits
 
 
-class Donor(NamedTuple):
+class PasteSource(NamedTuple):
     """A sample and where its objects are exactly, all in input pixels, x y.
 
     outlines_M: the outlines of each object, [K, 2] each; none where it has no mask.
@@ -44,7 +44,7 @@ class Donor(NamedTuple):
         kept: np.ndarray,
         source: Sequence[float],
         matrix_33: np.ndarray,
-    ) -> "Donor":
+    ) -> "PasteSource":
         """
         Args:
             outlines_M: of all objects of the original, in its pixels; empty: none has any.
@@ -88,7 +88,7 @@ def cutmix(one: Sample, other: Sample, rng: np.random.Generator) -> Sample:
     )
 
 
-def copy_paste(one: Sample, donor: Donor, rng: np.random.Generator) -> Sample:
+def copy_paste(one: Sample, donor: PasteSource, rng: np.random.Generator) -> Sample:
     """One input with about half the objects of another that have outlines, in their places."""
     given_M = np.array([len(outlines) > 0 for outlines in donor.outlines_M], bool)
     chosen_M = (rng.random(len(given_M)) < _PASTED) & given_M

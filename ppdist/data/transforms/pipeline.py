@@ -29,8 +29,8 @@ from ppdist.data.image import read_image, reduction
 from ppdist.data.transforms.color import augment_pixels, random_colours
 from ppdist.data.transforms.geometry import (
     MosaicCanvas,
-    Original,
     ResizeParams,
+    SourceImage,
     between,
     fitted,
     map_boxes,
@@ -44,7 +44,7 @@ from ppdist.data.transforms.geometry import (
     turned_sides,
 )
 from ppdist.data.transforms.mix import (
-    Donor,
+    PasteSource,
     Slot,
     behind,
     copy_paste,
@@ -59,10 +59,10 @@ from ppdist.data.types import (
     Arrays,
     DetectionSet,
     ImageRecord,
-    Made,
     Records,
     Sample,
     SampleKey,
+    WorkerBatch,
     keyed_generator,
 )
 from ppdist.storage.files import can_be_read, is_remote
@@ -143,7 +143,7 @@ class Samples:
             self._last = index, self._dataset.records[index]
         return self._last[1]
 
-    def batch(self, keys: Sequence[SampleKey], out: np.ndarray | None = None) -> Made:
+    def batch(self, keys: Sequence[SampleKey], out: np.ndarray | None = None) -> WorkerBatch:
         """Args: keys: all of one shape; out: uint8 [at least B*3*H*W], where the images go."""
         self._problems, self._bad = [], {}
         key = keys[0]
@@ -151,21 +151,23 @@ class Samples:
             samples = []
             for key in keys:
                 samples.append(self.make(key) if key.index >= 0 else _padding(key))
-            return Made(collate(self._used(samples), out), self._problems, self._bad)
+            return WorkerBatch(collate(self._used(samples), out), self._problems, self._bad)
         except StorageError as error:
-            return Made(collate([_padding(key)], out), self._problems, self._bad, outage=error)
+            return WorkerBatch(
+                collate([_padding(key)], out), self._problems, self._bad, outage=error
+            )
         except DataError as error:
-            return Made(None, [], {}, user_error=error)
+            return WorkerBatch(None, [], {}, user_error=error)
         except (OSError, cv2.error, MemoryError) as error:
             why = DataError(
                 f"{type(error).__name__}: {error}",
                 code="image_unreadable",
                 where=self.path(key.index),
             )
-            return Made(None, [], {}, user_error=why)
+            return WorkerBatch(None, [], {}, user_error=why)
         except Exception:
             text = f"{self.path(key.index)}: loading failed\n{traceback.format_exc()}"
-            return Made(None, [], {}, our_error=text)
+            return WorkerBatch(None, [], {}, our_error=text)
 
     def make(self, key: SampleKey) -> Sample:
         raise NotImplementedError
@@ -383,18 +385,18 @@ class TrainSamples(Samples):
 
     def _single(
         self, index: int, size: tuple[int, int], augment: AugmentConfig, rng: np.random.Generator
-    ) -> Donor:
+    ) -> PasteSource:
         """One image."""
         original = self._open(index, random_turn(augment.rotate90, rng))
         return (self._moved if augment.affine.moves else self._placed)(original, size, augment, rng)
 
     def _placed(
         self,
-        original: Original,
+        original: SourceImage,
         size: tuple[int, int],
         augment: AugmentConfig,
         rng: np.random.Generator,
-    ) -> Donor:
+    ) -> PasteSource:
         """One image, its sides along those of the input: a crop and a resize."""
         placement = random_placement(
             original.boxes_M4,
@@ -416,15 +418,17 @@ class TrainSamples(Samples):
             original.index,
         )
         kept = np.flatnonzero(keep_M)
-        return Donor.of(sample, original.outlines_M, kept, placement.source, placement.matrix_33)
+        return PasteSource.of(
+            sample, original.outlines_M, kept, placement.source, placement.matrix_33
+        )
 
     def _moved(
         self,
-        original: Original,
+        original: SourceImage,
         size: tuple[int, int],
         augment: AugmentConfig,
         rng: np.random.Generator,
-    ) -> Donor:
+    ) -> PasteSource:
         """One image, placed as in `_placed` and seen through a random view."""
         placement = random_placement(
             original.boxes_M4, original.width, original.height, size, augment, rng, self._resize
@@ -443,7 +447,7 @@ class TrainSamples(Samples):
         seen_M = canvas.note(boxes_M4[placed_M], labels_M, from_canvas_33)
         sample = canvas.sample(original.index, random_colours(augment.distort, rng))
         keep_M = np.flatnonzero(placed_M)[seen_M]
-        return Donor.of(sample, original.outlines_M, keep_M, placement.source, matrix_33)
+        return PasteSource.of(sample, original.outlines_M, keep_M, placement.source, matrix_33)
 
     def _mosaic(
         self, index: int, size: tuple[int, int], augment: AugmentConfig, rng: np.random.Generator
@@ -479,11 +483,11 @@ class TrainSamples(Samples):
         left, top, right, bottom = placement.target
         return between(placement.source, slot.tile(bottom - top, right - left))
 
-    def _open(self, index: int, turn: int) -> Original:
+    def _open(self, index: int, turn: int) -> SourceImage:
         """The image at `index`, or the next good one, after so many quarter turns."""
         found, image_HW3 = self._next_good(index)
         reduced = int(self._reductions_N[found])
-        return Original.of(found, image_HW3, reduced, self._record(found), turn)
+        return SourceImage.of(found, image_HW3, reduced, self._record(found), turn)
 
     def _next_good(self, index: int) -> tuple[int, np.ndarray]:
         """The image at `index`, reduced, or the next that can be read: a function of `index` alone.

@@ -162,7 +162,7 @@ def test_image_cache_does_not_follow_foreign_link(tmp_path: Path) -> None:
     (tmp_path / "images.cache").symlink_to(tmp_path / "target")
     layout = image_cache.Layout.of(np.array([[4, 4]]), np.array([1]))
     with pytest.raises(OSError, match="Too many levels of symbolic links"):
-        image_cache._on_disk(layout, tmp_path / "images.cache")
+        image_cache._on_disk(layout, tmp_path, "images.cache")
     assert (tmp_path / "target").read_bytes() == b"precious"
 
 

@@ -10,7 +10,7 @@ from ppdist.common.errors import DataError
 from ppdist.config.data import DataConfig
 from ppdist.data.checks.images import ImageFile, check_images
 from ppdist.data.checks.validate import validate
-from ppdist.data.datasets.annotations import settle
+from ppdist.data.datasets.annotations import to_detection_set
 from ppdist.data.datasets.build import read_raw, read_split
 from tests.unit.data.corpus import config, mutated, write_clean_coco, write_picture
 
@@ -101,7 +101,7 @@ def test_damaged_annotations_give_issues_or_message(tmp_path, suffix, write):
         issues = []
         try:
             raw = read_raw(settings, "train", issues.append)
-            settle(raw, "clip", masks=True)
+            to_detection_set(raw, "clip", masks=True)
             outcomes["found" if issues else "read"] += 1
         except DataError as error:
             assert str(file) in str(error) or str(tmp_path) in str(error)

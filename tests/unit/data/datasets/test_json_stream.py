@@ -11,7 +11,7 @@ import pytest
 
 from ppdist.common.errors import DataError
 from ppdist.data.datasets import coco, json_stream
-from ppdist.data.datasets.annotations import Strictly, quietly, settle
+from ppdist.data.datasets.annotations import Strictly, quietly, to_detection_set
 from ppdist.data.datasets.build import read_split
 from ppdist.data.datasets.coco import read_coco, read_coco_columns
 from ppdist.data.types import DetectionSet, RawColumns, Records
@@ -35,7 +35,7 @@ def outcome(file: Path, policy: str, *, one_by_one: bool = False) -> tuple[objec
             changed.enter_context(patch.object(coco, "_OF_IMAGE", refused))
         try:
             raw = read_coco_columns(file.parent / "images", file, complain)
-            return content(settle(raw, policy, notes=complain.report(raw)))
+            return content(to_detection_set(raw, policy, notes=complain.report(raw)))
         except DataError as error:
             return error.code, error.what, error.where, error.fix
 

@@ -6,7 +6,7 @@ import cv2
 import numpy as np
 
 from ppdist.data.transforms.color import erased, left_of
-from ppdist.data.transforms.mix import Donor, copy_paste, cutmix
+from ppdist.data.transforms.mix import PasteSource, copy_paste, cutmix
 from ppdist.data.types import Sample, keyed_generator
 
 
@@ -102,7 +102,7 @@ def test_pasted_objects_are_outlined_and_occlude():
         outlines = [[box[[0, 1, 2, 1, 2, 3, 0, 3]].reshape(4, 2)] for box in donor_boxes]
         outlines[0] = []  # an object without a mask is never pasted
         whole_42 = np.array([[0, 0], [140, 0], [140, 100], [0, 100]], np.float64)
-        result = copy_paste(base, Donor(one, outlines, whole_42), keyed_generator(0, key))
+        result = copy_paste(base, PasteSource(one, outlines, whole_42), keyed_generator(0, key))
         before = boxes_of((key + 100, base), (key, one))
         behind, front = check_seen(result, before, (key + 100, key))
         assert not (result.image_HW3 == (1, key + 1, 50)).all(2).any()
@@ -117,7 +117,7 @@ def test_pasted_object_keeps_outline_within_image():
     black = Sample(np.zeros((40, 40, 3), np.uint8), *none, 0)
     circle = cv2.ellipse2Poly((20, 20), (15, 15), 0, 0, 360, 5).astype(np.float64)
     half_42 = np.array([[0, 0], [20, 0], [20, 40], [0, 40]], np.float64)
-    donor = Donor(white, [[circle]], half_42)
+    donor = PasteSource(white, [[circle]], half_42)
     results = [copy_paste(black, donor, keyed_generator(0, key)) for key in range(12)]
     assert {len(result.labels_M) for result in results} == {0, 1}
     for result in results:
