@@ -158,7 +158,8 @@ ROWS = (
          "test_each_difference_is_refused_on_every_rank",
          "tests/unit/engine/test_preflight.py::test_data_that_differ_are_named_by_image_and_column")),
     Row(33, "a clock is 10 minutes wrong", "nothing happens: waiting goes by monotonic clocks",
-        (BEARS + "[clock=600@rank1:step3]", BEARS + "[clock=-600@rank0:step3]")),
+        (BEARS + "[clock=600@rank1:step3]", BEARS + "[clock=-600@rank0:step3]",
+         "tests/unit/engine/test_time_budget.py::test_no_jump_of_the_wall_clock_ends_a_run")),
     Row(34, "resumed on another number of ranks", "the same images in the same steps",
         ("tests/unit/engine/test_state_resume_ledger.py::"
          "test_rank_change_mid_epoch_uses_each_sample_once",
@@ -174,8 +175,12 @@ ROWS = (
          OUTLETS + "test_full_disk_tears_no_line_warns_per_writer",
          OUTLETS + "test_read_only_disk_fails_start_not_running_job",
          OUTLETS + "test_training_needs_neither_visualdl_nor_matplotlib")),
-    Row(37, "power is lost", "goes on from the newest checkpoint on disk",
-        (STOPPING + "test_power_loss_resumes_from_newest_checkpoint",)),
+    Row(37, "power is lost", "goes on from the newest checkpoint on disk, whose steps are in "
+        "metrics.jsonl",
+        (STOPPING + "test_power_loss_resumes_from_newest_checkpoint",
+         "tests/unit/engine/test_state_resume.py::"
+         "test_records_of_a_checkpoint_are_on_disk_before_it",
+         "tests/unit/engine/test_state_resume.py::test_steps_that_metrics_lack_are_said")),
     Row(38, "the same step kills a rank again and again", "after two crashes its batches are left "
         "out once",
         (AGREEMENT + "test_a_batch_that_kills_a_rank_twice_is_left_out",
