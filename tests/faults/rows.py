@@ -14,7 +14,7 @@ QUICK = JOBS + "test_stop_and_three_faults_leave_weights_equal"
 NAMED = JOBS + "test_a_rank_that_hangs_is_named_with_its_step"
 BEARS = JOBS + "test_what_one_rank_can_bear_needs_no_restart"
 BACK = HOSTS + "test_a_host_that_comes_back_joins_the_next_attempt"
-WORKERS = "tests/unit/data/test_loader_workers.py::"
+WORKERS = "tests/unit/data/loading/test_loader_workers.py::"
 NAMESPACES = "tests/unit/launch/test_rendezvous_namespaces.py::"
 RECOVERY = "tests/unit/engine/test_recovery.py::"
 SAVING = "tests/unit/engine/test_trainer_saving.py::"
@@ -22,7 +22,7 @@ KILLS = "tests/unit/engine/test_checkpoint_kills.py::"
 WATCH = "tests/unit/launch/test_watchdog.py::"
 STRANGERS = "tests/unit/launch/test_rendezvous_strangers.py::"
 SUPERVISION = "tests/unit/launch/test_supervisor.py::"
-OUTAGES = "tests/unit/data/test_loader_outages.py::"
+OUTAGES = "tests/unit/data/loading/test_loader_outages.py::"
 OUTLETS = "tests/unit/common/test_writers_failures.py::"
 ANNOTATIONS = "tests/unit/data/datasets/test_annotation_cache.py::"
 
@@ -100,8 +100,8 @@ ROWS = (
         ("tests/integration/test_equivalence.py::"
          "test_ranks_and_micro_batches_train_like_one_rank",)),
     Row(19, "images do not divide by ranks", "each image once an epoch, as many steps on each rank",
-        ("tests/unit/data/test_sampler.py::test_every_image_comes_exactly_once_in_every_epoch",
-         "tests/unit/data/test_sampler.py::"
+        ("tests/unit/data/loading/test_sampler.py::test_every_image_comes_exactly_once_in_every_epoch",
+         "tests/unit/data/loading/test_sampler.py::"
          "test_ranks_have_equal_nonempty_micro_batches")),
     Row(20, "a rank runs out of memory", "all ranks take smaller micro-batches and repeat the step",
         (AGREEMENT + "test_out_of_memory_rank_splits_all_micro_batches",
@@ -190,7 +190,7 @@ ROWS = (
         ("tests/faults/test_fuzz.py::test_changed_files_are_read_or_refused[images]",
          "tests/unit/runtime/test_decoder.py::test_broken_animation_shows_its_still_picture",
          "tests/integration/test_finished_run.py::test_deadly_images_and_pictures_cost_no_run",
-         "tests/unit/common/test_process.py::test_work_apart_logs_here_and_may_die")),
+         "tests/unit/common/test_child.py::test_work_apart_logs_here_and_may_die")),
     Row(40, "a pipe, or a link to /dev/zero, in the place of an image, weights, annotations or a "
         "configuration", "it is no file: a bad image, else one message; nobody waits for it",
         ("tests/unit/data/checks/test_images.py::test_pipes_and_devices_are_named_at_once",
@@ -234,14 +234,14 @@ ROWS = (
          "test_a_check_that_was_broken_off_goes_on")),
     Row(44, "kept annotations are damaged, cut short, stale, half written, or cannot be written",
         "they are read again, and kept where there is room; one line says so",
-        tuple(ANNOTATIONS + name for name in (
-            "test_damaged_cache_is_read_again_and_said",
+        ("tests/unit/storage/test_keyed_cache.py::test_damaged_entry_is_absent_and_deleted",
+         "tests/unit/storage/test_keyed_cache.py::test_full_disk_is_said_once_and_costs_nothing",
+         *(ANNOTATIONS + name for name in (
+            "test_damaged_cache_is_read_again",
             "test_changed_content_is_read_again_even_with_its_old_times",
             "test_one_changed_file_of_many_is_noticed",
-            "test_what_a_killed_writer_left_is_no_cache_and_goes",
-            "test_full_disk_leaves_no_half_of_a_file",
             "test_cache_that_cannot_be_written_is_done_without",
-            "test_rank_that_cannot_map_them_reads_them_itself"))),
+            "test_rank_that_cannot_map_them_reads_them_itself")))),
     Row(45, "a terminal that takes no output (Ctrl-S, a sleeping laptop); a disk of output_dir "
         "that answers nothing for a while", "no step waits; lines of a terminal may be missing, "
         "which is said; a signal still ends the run with 75",
