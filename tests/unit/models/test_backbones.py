@@ -9,7 +9,7 @@ import pytest
 
 from ppdist.common.errors import ConfigError
 from ppdist.config.model import PPYOLOEConfig
-from ppdist.cpu.precision import FLOAT32
+from ppdist.cpu.precision import FLOAT32, Kernels
 from ppdist.cpu.switch import self_check, undeclared_layers
 from ppdist.models.backbones import BACKBONES, build_backbone
 from ppdist.models.layers import ConvBNLayer, set_activation
@@ -59,12 +59,25 @@ def test_the_configuration_names_every_backbone() -> None:
     assert {*get_args(PPYOLOEConfig.model_fields["body"].annotation)} == {*BACKBONES}
 
 
-@pytest.fixture
-def detector(monkeypatch: pytest.MonkeyPatch) -> PPYOLOE:
+@pytest.fixture(scope="module")
+def detector() -> PPYOLOE:
     """PP-YOLOE on a backbone of somebody else's."""
-    monkeypatch.setitem(BACKBONES, "csprepresnet", ResNet18)
     paddle.seed(0)
-    return PPYOLOE(PPYOLOEConfig(num_classes=2, depth_multiple=0.33, width_multiple=0.125))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(BACKBONES, "csprepresnet", ResNet18)
+        return PPYOLOE(PPYOLOEConfig(num_classes=2, depth_multiple=0.33, width_multiple=0.125))
+
+
+@pytest.mark.parametrize(
+    "kernels",
+    [FLOAT32, pytest.param(EMULATED.at("O2"), marks=pytest.mark.slow)],
+    ids=["float32", "bfloat16"],
+)
+def test_a_backbone_of_ones_own_computes_the_same_on_onednn(
+    detector: PPYOLOE, kernels: Kernels
+) -> None:
+    assert undeclared_layers(detector) == []
+    assert self_check(detector, kernels=kernels) is None
 
 
 def test_a_backbone_keeps_its_own_activation(detector: PPYOLOE) -> None:
@@ -93,9 +106,3 @@ def test_published_weights_of_a_backbone_fill_it_by_its_keys(
     assert "a backbone alone" in report.reason
     for key, value in detector.backbone.state_dict().items():
         assert bool((value == wanted[key]).all()), key
-
-
-def test_a_backbone_of_ones_own_computes_the_same_on_onednn(detector: PPYOLOE) -> None:
-    assert undeclared_layers(detector) == []
-    for kernels in (FLOAT32, EMULATED.at("O2")):
-        assert self_check(detector, kernels=kernels) is None
