@@ -26,6 +26,7 @@ _LONGEST = 1 << 28  # bytes of one element of a list, or of a value that is no l
 _CUT = 64  # characters from the end of what is held, where an error may be its end
 _SPACE = re.compile(rb"[ \t\n\r]*")
 _BLANKS = re.compile(r"[ \t\n\r]*")
+_MOST_DIGITS = 4000
 _BOM = b"\xef\xbb\xbf"
 
 
@@ -66,7 +67,7 @@ class Scanner:
         self._held = b""  # what was read and not used yet
         self._ended = False
         self._line, self._column = 1, 1  # of the first byte that is held
-        self._decode = json.JSONDecoder().raw_decode
+        self._decode = json.JSONDecoder(parse_int=_whole).raw_decode
         self.windows = False
 
     def items(self) -> Iterator[tuple[str, Any, bool]]:
@@ -217,6 +218,11 @@ class Scanner:
             used = place
             if mark == "]":
                 return entries, used, True, ("", 0)
+
+
+def _whole(digits: str) -> int | float:
+    """A whole number; Python refuses one of more than 4300 digits, which is infinite then."""
+    return int(digits) if len(digits) <= _MOST_DIGITS else float(digits)
 
 
 def _whole_characters(content: bytes) -> str:

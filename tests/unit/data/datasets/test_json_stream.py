@@ -205,3 +205,12 @@ def test_plain_names_are_taken_as_others_are(tmp_path, monkeypatch):
         with monkeypatch.context() as changed:
             changed.setattr(coco, "_PLAIN_NAME", re.compile("(?!)"))
             assert outcome(tmp_path / "set.json", "clip") == found, some
+
+
+def test_a_number_of_thousands_of_digits_is_no_id(tmp_path):
+    content = json.dumps(coco_content(["000.jpg"]) | {"categories": [{"id": "@", "name": "x"}]})
+    file = tmp_path / "a.json"
+    file.write_text(content.replace('"@"', "1" * 5000))
+    with pytest.raises(DataError) as caught:
+        read_coco(tmp_path, file, quietly)
+    assert caught.value.code == "bad_category_id"
