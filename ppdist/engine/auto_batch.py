@@ -188,7 +188,10 @@ def _with_batch(
 
 
 def max_objects(objects_N: Sequence[int], augment: AugmentConfig) -> int:
-    """The most boxes an image of a batch can have, by drawing many."""
+    """Largest number of boxes that an image of a batch can have.
+
+    Estimated from many random draws.
+    """
     composed: int = augment.mosaic_images if augment.mosaic else 1
     partners = (augment.mixup > 0) + (augment.cutmix > 0)
     images = composed * (1 + partners) + (augment.copy_paste > 0)
@@ -292,14 +295,14 @@ def fits(used: Bytes, limits: Bytes) -> bool:
 
 
 def largest_batch(measured: Mapping[int, Bytes], limits: Bytes, most: int) -> int:
-    """The largest batch up to `most` that should fit, by what measured ones took.
+    """Largest batch up to `most` that should fit, given the measured ones.
 
-    Memory is a constant and an amount for each image, so it follows, of each kind by itself, from a
-    line through the two largest batches; of one alone, from a line through zero, which gives less.
+    For each kind of memory the model is a constant plus an amount per image: a line through the two
+    largest batches, or, with one measurement, a line through zero, which gives less.
 
     Args:
-        measured: batch -> what it took; at least one.
-    Returns: 0: not even one image.
+        measured: batch -> memory it took; at least one entry.
+    Returns: 0: not even one image fits.
     """
     (*_, before, last) = [0, *sorted(measured)]
     result = most
@@ -315,7 +318,10 @@ def largest_batch(measured: Mapping[int, Bytes], limits: Bytes, most: int) -> in
 
 
 def tightest(used: Bytes, limits: Bytes) -> str:
-    """`1.5 GiB of 2 GiB memory of the host`: the kind that is nearest its limit."""
+    """Usage of the kind of memory that is nearest its limit.
+
+    For example `1.5 GiB of 2 GiB memory of the host`.
+    """
     kind = max(limits, key=lambda each: used.get(each, 0) / max(1, limits[each]))
     return f"{shown(used.get(kind, 0))} of {shown(limits[kind])} {kind}"
 
@@ -323,11 +329,11 @@ def tightest(used: Bytes, limits: Bytes) -> str:
 def trial_of(
     job: Mapping[str, Any], limits: Bytes, deadline: float
 ) -> Callable[[Sequence[int]], Outcome]:
-    """A function that trains with batches in a process of its own, for `search`.
+    """Function for `search` that trains with batches in a separate process.
 
     Args:
-        job: of `job_of`.
-        deadline: by time.monotonic(); a process that is not done by then is killed.
+        job: from `job_of`.
+        deadline: by time.monotonic(); a process that has not finished by then is killed.
     Raises (when called): UserError: the run itself could not be built either.
     """
 
@@ -403,7 +409,10 @@ class Estimate:
 
     @property
     def kept(self) -> int:
-        """On the host: weights, moments and EMA to roll back to, and those being written."""
+        """Bytes on the host for weights, moments and EMA of snapshots.
+
+        Counts the snapshot to roll back to and the one being written.
+        """
         return 2 * (self.weights // 2 + self.moments + self.average) + _LIBRARIES
 
     @property
@@ -412,7 +421,10 @@ class Estimate:
         return self.step + self.kept
 
     def needs(self, free: Bytes) -> Bytes:
-        """Bytes of each kind of memory that `free` has; without a card the host holds all."""
+        """Bytes needed of each kind of memory in `free`.
+
+        Without a card the host holds everything.
+        """
         on_host = self.kept if CARD in free else self.total
         return {kind: self.step if kind == CARD else on_host for kind in free}
 
@@ -421,7 +433,10 @@ class Estimate:
         return replace(self, images=images, activations=self.activations * images // self.images)
 
     def lines(self, free: Bytes) -> tuple[str, str]:
-        """In short for the terminal, in full for the log; `free` as `free_memory` gives it."""
+        """Short summary for the terminal and full one for the log.
+
+        Args: free: as `free_memory` returns it.
+        """
         height, width = self.size
         host = f"of {shown(free[HOST])} free"
         short, full = f"{shown(self.total)} {host}", shown(self.total)
@@ -470,9 +485,11 @@ def require_memory(expected: Estimate) -> tuple[str, str, list[str]]:
 
 
 def images_that_fit(expected: Estimate, free: Bytes) -> int:
-    """The largest micro-batch, a power of two above 8, that leaves some room; 0: there is none.
+    """Largest micro-batch that fits with some room left; 0: none fits.
 
-    Args: free: what this rank may still take, by kind.
+    From 8 on it is a power of two.
+
+    Args: free: bytes that this rank may still take, by kind.
     """
     points = {images: expected.of(images).needs(free) for images in {1, expected.images}}
     limits = {kind: int(_ROOM * there) for kind, there in free.items()}
@@ -529,9 +546,10 @@ def estimate(
 
 
 def free_memory(ranks_on_host: int) -> dict[str, int]:
-    """Bytes that this rank may still take, by kind; of the host its share.
+    """Bytes that this rank may still take, by kind of memory.
 
-    A card that does not say how much it has free is left out.
+    Of the host's memory, this rank's share.  A card that does not report its free memory is left
+    out.
     """
     found = {HOST: available_memory() // max(1, ranks_on_host)}
     limit, _ = resource.getrlimit(resource.RLIMIT_AS)
@@ -571,5 +589,5 @@ class Meter:
 
 
 def shown(amount: float) -> str:
-    """`1.25 GiB`, `640 MiB`"""
+    """Formats bytes as `1.25 GiB` or `640 MiB`."""
     return f"{amount / 2**30:.3g} GiB" if amount >= 2**30 else f"{amount / 2**20:.0f} MiB"

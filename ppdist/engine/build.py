@@ -217,9 +217,9 @@ def _prepare(
     output_dir: Path,
     anew: bool,
 ) -> tuple[list[str], list[str]]:
-    """Loads pretrained weights into a fresh model, if the run starts anew.  Collective.
+    """Loads pretrained weights if the run starts anew.  Collective.
 
-    Returns: lines for the log, also of what is frozen and of layer-wise learning rates; warnings.
+    Returns: log lines, including those on frozen layers and layer-wise learning rates; warnings.
     """
     if anew:
         comm.run_on_all_ranks(lambda: keep_sources(config, output_dir))
@@ -282,7 +282,7 @@ def _describe_model(
 def _fit_anchors(
     config: ExperimentConfig, model: ImageModel, train_set: DetectionSet, log: RunLog
 ) -> None:
-    """Fits a model's anchors to the training set where its own do not.  Collective.
+    """Refits anchors that do not suit the training set.  Collective.
 
     Rank 0 decides for all: the last digit of a logarithm may depend on the processor.
     """
@@ -315,7 +315,10 @@ def _build_trainer(
     model_card: ModelCard,
     kernels: Kernels,
 ) -> Trainer:
-    """The trainer of a model that has its weights; every rank builds one."""
+    """Builds the trainer of a model that has its weights.
+
+    Every rank builds one.
+    """
     train_set, val_set = both
     evaluated_model = model if val_set is None else build_model(config)
     slow = speed_up_cpu(config, [model, evaluated_model])
@@ -382,7 +385,10 @@ def _writer_of(tracker: str) -> str:
 def _log_setup(
     config: ExperimentConfig, derived: ScheduleSetup, start: int | None, log: RunLog
 ) -> None:
-    """Logs what was derived and why, also to metrics.jsonl; then the warnings of `advice`."""
+    """Logs the schedule and its reasons, then the warnings of `advice`.
+
+    The schedule also goes to metrics.jsonl.
+    """
     log.table("derived", derived.rows())
     log.metrics({"step": start or 0, "derived": derived.record()})
     scores = ClassificationEvaluator if config.model.task == "classify" else Evaluator
@@ -393,7 +399,9 @@ def _log_setup(
 
 
 def build_model(config: ExperimentConfig) -> ImageModel:
-    """The model with fresh weights, drawn from the seed, the same on every rank.
+    """Builds a model with fresh weights, the same on every rank.
+
+    The seed determines the weights.
 
     Raises: ConfigError: the model cannot take images of the configured sizes.
     """
@@ -421,7 +429,10 @@ def _multiples(side: int, step: int) -> str:
 
 
 def build_schedule_setup(config: ExperimentConfig, dataset_size: int) -> ScheduleSetup:
-    """The derived numbers of a run; dataset_size: samples of an epoch over all ranks."""
+    """Builds the schedule of a run.
+
+    Args: dataset_size: samples of an epoch over all ranks.
+    """
     return set_up_schedule(
         world=comm.world_size(),
         dataset_size=dataset_size,
@@ -443,9 +454,11 @@ def build_train_step(
     model: ImageModel,
     kernels: Kernels = BFLOAT16,
 ) -> TrainStep:
-    """Model, loss, optimizer and EMA as one optimizer step; every rank builds one.
+    """Combines model, loss, optimizer and EMA into one optimizer step.
 
-    On a CPU with `train.amp` the model's parameters stay float32: they are the master weights.
+    Every rank builds one.  On a CPU with `train.amp` the model's parameters stay float32: they are
+    the master weights.
+
     Args: kernels: what a CPU computes `train.amp` with.
     """
     train = config.train
@@ -508,9 +521,11 @@ def build_evaluator(
     max_pictures: int = 0,
     loss: Loss | None = None,
 ) -> Evaluator | ClassificationEvaluator:
-    """The evaluator of this rank's share of a split; every rank builds one.
+    """Builds the evaluator of this rank's share of a split.
 
-    Args: loss: that of training, to be measured too; None: it is not.
+    Every rank builds one.
+
+    Args: loss: the training loss, to be measured as well; None: not measured.
     """
     loader = EvalLoader(
         dataset,
@@ -544,13 +559,14 @@ def crowding_of(config: ExperimentConfig, dataset: DetectionSet) -> list[str]:
 
 
 def speed_up_cpu(config: ExperimentConfig, models: list[ImageModel]) -> str:
-    """Shares the cores of this host among its ranks, where OMP_NUM_THREADS does not say how many
-    each has, and switches CPU convolutions to oneDNN where they equal Paddle's on every rank.
-    Collective.
+    """Divides the host's cores among its ranks and enables oneDNN.  Collective.
 
-    Called once the data are read: from here on what is freed is kept for the next step.
+    OMP_NUM_THREADS, where set, gives the cores of each rank instead.  CPU convolutions use oneDNN
+    where they equal Paddle's on every rank.
 
-    Returns: a warning where they do not; else "".
+    Called once the data are read: from here on freed memory is kept for the next step.
+
+    Returns: a warning where the convolutions differ; else "".
     """
     comm.keep_freed_memory()
     if device.on_accelerator():
@@ -577,11 +593,12 @@ def speed_up_cpu(config: ExperimentConfig, models: list[ImageModel]) -> str:
 def check_low_precision(
     config: ExperimentConfig, model: ImageModel, slow: str, kernels: Kernels
 ) -> None:
-    """Checks bfloat16 on a CPU with the model that it shall train.  Collective.
+    """Checks bfloat16 on a CPU with the model to be trained.  Collective.
 
-    Every kind of layer and the model as a whole, forward and backward, against Paddle in float32.
+    Compares every kind of layer and the whole model, forward and backward, with Paddle in float32.
+
     Args: slow: what `speed_up_cpu` returned.
-    Raises: ConfigError, on every rank: some rank computes something else.
+    Raises: ConfigError, on every rank: the results of some rank differ.
     """
     amp = config.train.amp
     if not amp.enabled or device.on_accelerator():

@@ -46,10 +46,11 @@ class StepSeconds(NamedTuple):
 
 
 class Callback:
-    """Looks on at a training and changes no number of it; override the moments you need.
+    """Observes a training run without changing its numbers.
 
-    Every rank has its own and calls it at the same moments, so a callback may use collectives.
-    Steps are optimizer steps, counted from 1.  What a callback raises ends the run.
+    Override the methods you need.  Every rank has its own and calls it at the same moments, so a
+    callback may use collectives.  Steps are optimizer steps, counted from 1.  An exception in a
+    callback ends the run.
     """
 
     def __init_subclass__(cls, **options: Any) -> None:
@@ -71,13 +72,14 @@ class Callback:
         """Called once, before anything is evaluated or trained."""
 
     def on_step_begin(self, step: int) -> None:
-        """Called before the first batch of a step is fetched, also where the step is then skipped.
+        """Called before the first batch of a step is fetched.
 
-        A step that is made again, after a rollback or with smaller micro-batches, begins again.
+        Also called where the step is then skipped.  A step that is repeated, after a rollback or
+        with smaller micro-batches, begins again.
         """
 
     def on_step_end(self, step: int, result: StepResult, lr: float, seconds: StepSeconds) -> None:
-        """Called after each step that was computed, also where no rank applied it.
+        """Called after each computed step, also where no rank applied it.
 
         Args:
             result: the same losses, gradient norm and decision on every rank.
@@ -85,7 +87,10 @@ class Callback:
         """
 
     def on_rollback(self, step: int) -> None:
-        """Called when the run is back at the weights after this step; what came since is undone."""
+        """Called after a rollback to the weights of this step.
+
+        Whatever came later is undone.
+        """
 
     def on_evaluate_end(self, step: int, metrics: Mapping[str, float], is_best: bool) -> None:
         """Called after an evaluation that did not fail.
@@ -97,18 +102,21 @@ class Callback:
         """
 
     def on_epoch_end(self, epoch: int, step: int, numbers: Mapping[str, float]) -> None:
-        """Called after the last step of an epoch, and after its evaluation where one is due.
+        """Called after the last step of an epoch and any due evaluation.
 
         Args:
             epoch: its number, from 1.
             step: its last one.
             numbers: a row of `Run.history()`: the means of `loss` and its parts over the steps of
-                the epoch, `lr`, `images_per_second`, `seconds`, and what an evaluation at its end
-                found, such as `mAP` and `val_loss`.  Those that are times differ between ranks.
+                the epoch, `lr`, `images_per_second`, `seconds`, and results of an evaluation at its
+                end, such as `mAP` and `val_loss`.  Times differ between ranks.
         """
 
     def on_save(self, step: int) -> None:
-        """Called when the snapshot of this step is taken; rank 0 still writes it."""
+        """Called when the snapshot of this step is taken.
+
+        Rank 0 has not written it yet.
+        """
 
     def on_train_end(self, step: int, reason: str) -> None:
         """Called once the last checkpoint is on disk; not after an error.

@@ -160,10 +160,10 @@ def save_checkpoint(
 def _safetensors(
     arrays: Mapping[str, np.ndarray], notes: Mapping[str, str] | None = None
 ) -> Iterator[Any]:
-    """A .safetensors file in pieces: the bytes of its header, then the arrays as they are.
+    """Yields a .safetensors file in pieces: its header, then the arrays.
 
-    The library's own `save` makes a second copy of everything and holds the interpreter's lock
-    meanwhile, which training needs.
+    The library's own `save` copies everything and holds the interpreter's lock meanwhile, which
+    training needs.
     Source: github.com/huggingface/safetensors, README, section Format.
     """
     header: dict[str, Any] = {"__metadata__": dict(notes)} if notes else {}
@@ -182,10 +182,10 @@ def _safetensors(
 
 
 def _write_durably(path: Path, pieces: Iterable[Any]) -> dict[str, Any]:
-    """Writes bytes until they are on disk; returns the file's entry in the manifest.
+    """Writes bytes durably to disk; returns the file's manifest entry.
 
-    In blocks, without a buffer of Python's: hashing and writing a block release the interpreter to
-    training, and a loader worker that is forked meanwhile inherits no unwritten bytes.
+    Writes in blocks, without a Python buffer: hashing and writing a block release the interpreter
+    to training, and a loader worker that is forked meanwhile inherits no unwritten bytes.
     """
     digest, size = hashlib.sha256(), 0
     with path.open("wb", buffering=0) as file:
@@ -202,9 +202,9 @@ def _write_durably(path: Path, pieces: Iterable[Any]) -> dict[str, Any]:
 
 
 def room_warning(folder: Path, snapshot: Snapshot, keep: int) -> str:
-    """Why the disk may not hold what a run writes; "": it will.
+    """Low-disk warning for the files of a run, or "".
 
-    Args: keep: see `CheckpointWriter`; beside these the best and the one being written.
+    Args: keep: see `CheckpointWriter`; the best checkpoint and the one being written come on top.
     """
     size, count = _bytes(snapshot.groups), keep + 2
     needed = count * size + _BESIDE_BYTES
@@ -250,7 +250,7 @@ def point(link: Path, target: Path) -> None:
 
 
 def point_at_step(link: Path, step: int) -> None:
-    """Points `link` at the checkpoint of a step beside it, if there is one.
+    """Points `link` at the checkpoint of a step beside it, if any.
 
     A kill may have come between a checkpoint and its links.
     """
@@ -260,16 +260,20 @@ def point_at_step(link: Path, step: int) -> None:
 
 
 def prune(folder: Path, *, keep: int, best_step: int = 0) -> None:
-    """Deletes all but the newest `keep` checkpoints, the best, and what `best` and `last` name; and
-    abandoned drafts."""
+    """Deletes old checkpoints and abandoned drafts.
+
+    The newest `keep`, the best, and what `best` and `last` name stay.
+    """
     remove_drafts(folder)
     _delete(_steps(folder)[keep:], folder, best_step)
 
 
 def prune_to_newest(folder: Path, best_step: int) -> bool:
-    """Deletes all but the newest whole checkpoint of a folder, the best, and what links name.
+    """Deletes all but the newest whole checkpoint of a folder.
 
-    Returns: whether there was any.
+    The best one and those that links name stay, too.
+
+    Returns: whether there was a whole checkpoint.
     """
     newest, _ = newest_valid(folder)
     if newest is None:
@@ -279,7 +283,10 @@ def prune_to_newest(folder: Path, best_step: int) -> bool:
 
 
 def _delete(paths: Sequence[Path], folder: Path, best_step: int) -> bool:
-    """Deletes checkpoints but the best and those that links name; whether there was any."""
+    """Deletes checkpoints other than the best and those that links name.
+
+    Returns: whether there were any.
+    """
     links = [folder / name for name in ("best", "last")]
     kept = {link.resolve() for link in links if link.is_symlink()}
     old = [path for path in paths if path.resolve() not in kept and _step_of(path) != best_step]
@@ -293,7 +300,7 @@ def _delete(paths: Sequence[Path], folder: Path, best_step: int) -> bool:
 
 
 def remove_drafts(folder: Path) -> None:
-    """Deletes what killed processes left half done; the drafts of living ones stay."""
+    """Deletes unfinished drafts of killed processes; those of living ones stay."""
     for path in folder.glob(".*"):
         made_by = _DRAFT.match(path.name)
         if made_by is None or _is_in_use(path, made_by["host"], int(made_by["pid"])):
@@ -310,7 +317,7 @@ def _draft_of(path: Path) -> Path:
 
 
 def _is_in_use(draft: Path, host: str | None, pid: int) -> bool:
-    """Whether a process may still be writing a draft, as far as this host can know."""
+    """Whether a process may still write a draft, to this host's knowledge."""
     try:
         old = time.time() - draft.lstat().st_mtime > _DRAFT_SECONDS
     except OSError:  # gone already
@@ -360,11 +367,11 @@ def set_aside(folder: Path, step: int) -> Path | None:
 
 
 def set_run_aside(output_dir: Path) -> Path | None:
-    """Moves what an earlier run left in its folder to `old-N` in it; rank 0 alone.
+    """Moves the files of an earlier run to `old-N` in its folder.
 
-    Files that no run writes stay where they are.
+    Only rank 0 calls it.  Files that no run writes stay where they are.
 
-    Returns: where it is now; None: there was none, or it had not trained a step.
+    Returns: their new place; None: there was no earlier run, or it had not trained a step.
     Raises: CheckpointError: the disk refused.
     """
     metrics = output_dir / "metrics.jsonl"
@@ -394,9 +401,9 @@ def _first_unused(path: Path) -> Path:
 
 
 def read_checkpoint(path: Path) -> Checkpoint:
-    """Reads a checkpoint directory, each file once, and checks it against the manifest.
+    """Reads a checkpoint directory and checks it against the manifest.
 
-    Files that are not in the manifest are ignored.
+    Each file is read once.  Files that are not in the manifest are ignored.
     Raises: CheckpointError: absent, torn, or altered; the message names the file.
     """
     manifest_file = path / _MANIFEST
@@ -447,7 +454,7 @@ def unpacked(data: bytes, file: Path) -> dict[str, np.ndarray]:
 
 
 def newest_valid(folder: Path) -> tuple[Checkpoint | None, list[str]]:
-    """The newest checkpoint that passes its checks, and why newer ones were skipped."""
+    """Newest checkpoint that passes its checks, and why newer were skipped."""
     reasons: list[str] = []
     for path in _steps(folder):
         try:
@@ -463,7 +470,10 @@ def newest_valid(folder: Path) -> tuple[Checkpoint | None, list[str]]:
 
 
 def newest_step(folder: Path) -> int:
-    """Of the checkpoints in a folder, valid or not; 0: there are none."""
+    """Newest step of the checkpoints in a folder; 0: there are none.
+
+    Invalid checkpoints count, too.
+    """
     return next(map(_step_of, _steps(folder)), 0)
 
 
@@ -481,7 +491,7 @@ def _step_of(path: Path) -> int:
 
 
 class CheckpointWriter:
-    """Writes checkpoints in a thread; the main thread of rank 0 submits them."""
+    """Writes the checkpoints that rank 0's main thread submits, in a thread."""
 
     def __init__(
         self,
@@ -521,9 +531,9 @@ class CheckpointWriter:
             self._refused = [(each, why) for each, why in self._refused if _is_best(each)]
 
     def hand_over(self, snapshot: Snapshot) -> None:
-        """Writes a snapshot, now or once the one being written is on disk.
+        """Writes a snapshot, now or after the one being written.
 
-        A best one that waits, or was refused, is written before it.
+        A best snapshot that waits, or was refused, is written before it.
         """
         with self._lock:
             older = [*(each for each, _ in self._refused), *self._waiting]
@@ -531,7 +541,10 @@ class CheckpointWriter:
             self._begin([*bests[-1:], snapshot])
 
     def drop_beyond(self, step: int) -> None:
-        """For a rollback to a step: afterwards nothing beyond it will be written."""
+        """Discards what lies beyond a step, for a rollback to it.
+
+        Afterwards nothing beyond the step will be written.
+        """
         with self._lock:
             self._waiting = [each for each in self._waiting if each.step <= step]
             self._refused = [(each, why) for each, why in self._refused if each.step <= step]
@@ -623,9 +636,10 @@ class CheckpointWriter:
         return self.model_card.model_copy(update=found).text()
 
     def _save(self, snapshot: Snapshot) -> None:
-        """Writes a snapshot; on a full disk in the room of those older than the newest.
+        """Writes a snapshot; a full disk makes it delete older ones first.
 
-        A disk may have room for `keep` checkpoints and not for one more.
+        Those older than the newest go: a disk may have room for `keep` checkpoints but not for one
+        more.
         """
         self._sync_records()
         step = snapshot.step

@@ -45,14 +45,14 @@ ANEW = Continuation()
 def config_of_run(
     run: Path, epochs: str | None, overrides: Sequence[str]
 ) -> tuple[ExperimentConfig, bool]:
-    """The configuration of a run that goes on, with another number of epochs where asked.
+    """Configuration of a run to resume, with other epochs if requested.
 
     Args:
         run: its output_dir, or a checkpoint in it.
-        epochs: "150": of the whole run; "+50": more than planned, or, where early stopping has
-            ended it, than were made; None: as planned.
+        epochs: "150": of the whole run; "+50": more than planned, or, where early stopping ended
+            the run, more than were trained; None: as planned.
         overrides: -o items.
-    Returns: with it, whether the run has more epochs now than it was planned for.
+    Returns: with it, whether the run now has more epochs than planned.
     Raises: CheckpointError: it has no checkpoint; ConfigError: the epochs are over already.
     """
     checkpoint = run if (run / "manifest.json").exists() else run / "checkpoints" / "last"

@@ -38,8 +38,9 @@ ClassScores = Sequence[float | None]  # AP of each class; None where the set has
 
 
 def read_sets(config: DataConfig, num_classes: int, evaluate: bool) -> Checked:
-    """Reads and checks the training set and, with `evaluate`, the validation set.  Collective.
+    """Reads and checks the training and validation sets.  Collective.
 
+    Args: evaluate: read the validation set, too.
     Raises: UserError, on every rank: they cannot be read or used.
     """
     if config.sampling.name == "difficulty" and not evaluate:
@@ -133,7 +134,9 @@ class Feed:
         )
 
     def batches(self, first_step: int, scores: ClassScores | None) -> Iterator[Batch]:
-        """The micro-batches from a step to the end of the run; earlier iterators end.
+        """Micro-batches from a step to the end of the run.
+
+        Earlier iterators end.
 
         Args: scores: of the last evaluation; None: there was none.
         """
@@ -144,7 +147,7 @@ class Feed:
         return self._pictures.watching(iter(self._loader), first_step, per_step)
 
     def hurry(self) -> None:
-        """The run is to end soon: images that are away now are not waited for."""
+        """Stops waiting for unavailable images because the run ends soon."""
         self._loader.hurry()
 
     def images_of(self, step: int, scores: ClassScores | None) -> list[int]:
@@ -268,7 +271,7 @@ def fingerprint(dataset: DetectionSet, root: str) -> str:
 def _other_records(
     dataset: DetectionSet, records: Records, root: str, top: str
 ) -> tuple[int, str] | None:
-    """A rank with other annotations than rank 0, and where they first differ.  Collective."""
+    """Rank whose annotations differ from rank 0's, and where first.  Collective."""
     classes = [list(dataset.class_names), list(dataset.category_ids)]
     found_W = comm.all_gather_object([classes, fingerprint(dataset, root)])
     groups = equal_ranks(found_W)
@@ -325,11 +328,11 @@ def _columns(record: ImageRecord) -> dict[str, str]:
 
 
 def _other_images(records: Records, top: str, count: int) -> tuple[int, str] | None:
-    """A rank with other image files than rank 0, and where they first differ.  Collective.
+    """Rank whose image files differ from rank 0's, and where.  Collective.
 
-    The first rank of each host reads them; a host alone has none to compare.
+    The first rank of each host reads them; a single host has none to compare.
 
-    Args: count: images whose content is compared, at equal distances; of the others their size is.
+    Args: count: images whose content is compared, at equal distances; of the others only the size.
     """
     if comm.local_size() == comm.world_size():
         return None
@@ -368,7 +371,7 @@ def _other_images(records: Records, top: str, count: int) -> tuple[int, str] | N
 
 
 def _content(path: str) -> int:
-    """A fingerprint of a file's content, or of why it cannot be read."""
+    """Fingerprint of a file's content, or of its read error."""
     mark = hashlib.blake2b(digest_of_file(Path(path)).encode(), digest_size=8).digest()
     return int.from_bytes(mark, "little", signed=True)
 

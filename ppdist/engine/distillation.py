@@ -49,9 +49,11 @@ class Distillation:
         self.about = about
 
     def check(self, loss: Loss) -> None:
-        """Checks that outputs of both models are comparable, once the student has its anchors.
+        """Checks that the outputs of teacher and student are comparable.
 
-        Raises: ConfigError, on every rank: they are not.
+        The student must have its anchors.
+
+        Raises: ConfigError, on every rank: they are not comparable.
         """
         if problem := loss.misfit(self.teacher):
             raise ConfigError(
@@ -62,7 +64,10 @@ class Distillation:
 
     @paddle.no_grad()
     def ask(self, images_B3HW: Tensor) -> Any:
-        """The teacher's raw outputs for images 0..255, which it normalises its own way."""
+        """Raw outputs of the teacher for images 0..255.
+
+        The teacher normalises them in its own way.
+        """
         return self.teacher(self.teacher.normalize(images_B3HW))
 
     def teach(
@@ -145,7 +150,7 @@ def build_distillation(
 
 
 def read_teacher(path: Path, section: Any, student: Detector) -> tuple[Path, Detector]:
-    """The checkpoint that a path means, and its detector with its EMA weights.
+    """Checkpoint that a path means, and its detector with EMA weights.
 
     Args: section: the student's `model`.
     Raises: ConfigError: see `build_distillation`.  WeightsError: the checkpoint is damaged.
@@ -197,7 +202,10 @@ def _teaching_of(config: DistillConfig) -> Teaching:
 
 @paddle.no_grad()
 def _widths(model: Detector) -> list[int]:
-    """Channels of its neck's features, level by level, by a forward pass of a black image."""
+    """Channels of the neck's features, level by level.
+
+    Measured by a forward pass of a black image.
+    """
     before, model.distillation, training = model.distillation, Unchanged(), model.training
     model.eval()
     size = model.size_multiple

@@ -15,7 +15,10 @@ _LOWER_IS_BETTER = ("val_loss",)
 
 @dataclass(frozen=True)
 class EarlyStoppingState:
-    """How long a run has not improved; its fields are those in checkpoints."""
+    """Tracks how long a run has not improved.
+
+    Its fields are those stored in checkpoints.
+    """
 
     metric: str
     best: float | None = None  # None: nothing was measured yet

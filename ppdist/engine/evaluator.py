@@ -107,7 +107,7 @@ class ValidationLoss:
             self._counted = True
 
     def _counts(self) -> list[float]:
-        """What the loss counts in the targets of this rank's share; [] if nothing."""
+        """What the loss counts in this rank's targets; [] if nothing."""
         summed: paddle.Tensor | None = None
         for planned in self._loader.plan:
             keys = [key for key in planned if key.index not in self._unreadable]
@@ -122,7 +122,7 @@ class ValidationLoss:
 
     @paddle.no_grad()
     def add(self, outputs: Any, batch: Batch) -> None:
-        """Adds a batch of the loader and the model's outputs in eval mode."""
+        """Adds a loader batch and the model's outputs in eval mode."""
         height, width = batch.images_B3HW.shape[2:]
         indices = batch.image_index_B.numpy().tolist()
         assert min(indices) >= 0, "EvalSamples pads no batch that has an image"
@@ -150,21 +150,24 @@ Found = TypeVar("Found")
 
 
 class _Share(NamedTuple):
-    """What the images of one rank gave: rows, and (position, why) of those that cannot be read."""
+    """Results of one rank's images.
+
+    Rows, and (position, why) of images that cannot be read.
+    """
 
     rows_RX: np.ndarray
     unreadable: list[tuple[int, str]]
 
 
 class DatasetEvaluator(ABC, Generic[Found]):
-    """Runs a model over a set; what it finds and how that is measured, a subclass says.
+    """Runs a model over a set; subclasses define results and metrics.
 
     Attributes:
-        headline: names of metrics for the log; the best is by default chosen by the first.
-        metrics: names of what `measure` gives.
+        headline: names of metrics for the log; the first chooses the best by default.
+        metrics: names of what `measure` returns.
         images: in the whole set.
-        pictures: after an evaluation, the first images of this rank's share: the truth on the left,
-            what the model says on the right, for `RunLog.images`.
+        pictures: after an evaluation, the first images of this rank's share: ground truth on the
+            left, predictions on the right, for `RunLog.images`.
         clock: after an evaluation, this rank's seconds by part: `images` (waiting for them),
             `forward`, `boxes` (decoding, NMS), `rows` (boxes to pixels of the original, pictures),
             `loss`, `ranks` (waiting for the others), `metrics`.
@@ -232,11 +235,11 @@ class DatasetEvaluator(ABC, Generic[Found]):
         return metrics
 
     def hurry(self) -> None:
-        """The run is to end soon: images that are away now are not waited for.  Local."""
+        """Stops waiting for unavailable images because the run ends soon.  Local."""
         self._loader.hurry()
 
     def predict(self, model: ImageModel, stopped: Callable[[], bool] = _never) -> Found:
-        """What the model finds in the whole set, all of it on every rank.  Collective.
+        """Predictions of a model for the whole set, on every rank.  Collective.
 
         Args: stopped: see `evaluate`.
         Raises: RuntimeError: an image was seen twice or not at all.  EvaluationStopped.
@@ -263,7 +266,10 @@ class DatasetEvaluator(ABC, Generic[Found]):
 
     @abstractmethod
     def class_scores(self, metrics: dict[str, float]) -> list[float | None] | None:
-        """Score of each class, None where the set has no object of it; None: there are none."""
+        """Score of each class; None: there are no scores.
+
+        A class without an object in the set has the score None.
+        """
 
     @abstractmethod
     def save(self, path: Path, found: Found) -> None:
@@ -307,7 +313,10 @@ class DatasetEvaluator(ABC, Generic[Found]):
     def _share(
         self, model: ImageModel, stopped: Callable[[], bool], loss: ValidationLoss | None
     ) -> "_Share":
-        """What this rank's images gave; after a signal also a row at position _STOPPED."""
+        """Results of this rank's images.
+
+        After a signal they include a row at position _STOPPED.
+        """
         nothing = self._no_rows()
         rows, unreadable = [nothing], dict[int, str]()
         self.pictures = []
@@ -337,10 +346,11 @@ class DatasetEvaluator(ABC, Generic[Found]):
 
     @abstractmethod
     def _rows_of(self, model: ImageModel, batch: Batch) -> tuple[Any, np.ndarray]:
-        """Raw outputs of a model in eval mode, and rows of the batch without its padding.
+        """Raw outputs in eval mode, and rows of the batch without padding.
 
-        Draws pictures, too.
-        Returns: the second: [R, X], the position in dataset.records in front.
+        Also draws pictures.
+
+        Returns: rows: [R, X], the position in dataset.records in front.
         """
 
     @abstractmethod
@@ -399,7 +409,7 @@ class Evaluator(DatasetEvaluator[np.ndarray]):
         return analyse(self._scored, found, step, self._most)
 
     def class_scores(self, metrics: dict[str, float]) -> list[float | None]:
-        """AP of each class; None where the set has no object of it."""
+        """AP of each class; None where the set has no object."""
         scores = [metrics[f"AP/{name}"] for name in self._dataset.class_names]
         return [score if score >= 0 else None for score in scores]
 
@@ -411,7 +421,10 @@ class Evaluator(DatasetEvaluator[np.ndarray]):
         return np.zeros((0, 7), np.float32)
 
     def _rows_of(self, model: Detector, batch: Batch) -> tuple[Any, np.ndarray]:
-        """Also a row of class _SEEN for each image, which may have no detection."""
+        """Adds a row of class _SEEN for each image.
+
+        An image may have no detection.
+        """
         outputs, rows_R6, count_B = detect(model, batch.images_B3HW, self._nms, self.clock)
         wanted = self._max_pictures - len(self.pictures)
         self.pictures += draw_batch(batch, rows_R6, count_B, self._dataset.class_names, wanted)
@@ -470,7 +483,7 @@ def draw_batch(
     class_names: tuple[str, ...],
     limit: int,
 ) -> list[np.ndarray]:
-    """Pictures of a batch: ground truth on the left, predictions on the right.
+    """Draws pictures of a batch: ground truth left, predictions right.
 
     Args:
         rows_R6, count_B: what `detect` returned for the batch; predictions whose score is below
@@ -496,9 +509,9 @@ def draw_batch(
 
 
 class ClassificationEvaluator(DatasetEvaluator[Ranking]):
-    """Runs a classifier over a set; it finds the most probable classes, in the set's order.
+    """Evaluates a classifier; finds the most probable classes of each image.
 
-    `labels_BM[:, 0]` of the loader's batches is the true class.
+    Results are in the set's order.  `labels_BM[:, 0]` of the loader's batches is the true class.
     """
 
     headline = metrics = CLASSIFICATION_METRICS
@@ -558,14 +571,17 @@ class ClassificationEvaluator(DatasetEvaluator[Ranking]):
 
 @paddle.no_grad()
 def classify(model: ImageModel, images_B3HW: paddle.Tensor) -> tuple[Any, np.ndarray]:
-    """Raw outputs and probabilities_BC of RGB images 0..255 by a model in eval mode."""
+    """Raw outputs and probabilities_BC of a model in eval mode.
+
+    Args: images_B3HW: RGB, 0..255.
+    """
     outputs = model(model.normalize(images_B3HW))
     return outputs, model.decode(outputs).numpy()
 
 
 @contextmanager
 def in_eval_mode(model: paddle.nn.Layer) -> Iterator[None]:
-    """Inside, every layer is in eval mode; afterwards in its mode from before."""
+    """Sets every layer to eval mode inside, and restores modes afterwards."""
     modes = [(layer, layer.training) for layer in model.sublayers(include_self=True)]
     model.eval()
     try:

@@ -82,7 +82,10 @@ def _measure(job: Job, file_of_results: Path) -> None:
 
 
 def _trials(config: ExperimentConfig, job: Job, meter: Meter) -> Iterator[dict[str, int]]:
-    """What each batch took, by kind, beside all that a run holds between steps."""
+    """Yields the memory that each batch took, by kind.
+
+    Includes everything that a run holds between steps.
+    """
     model, evaluated = build_model(config), build_model(config)
     speed_up_cpu(config, [model, evaluated])
     derived = build_schedule_setup(config, job.images)

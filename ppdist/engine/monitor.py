@@ -47,7 +47,7 @@ class Stopwatch:
 
 
 class HeartbeatCallback(Callback):
-    """Tells fleetrun in which step this rank is, and what its steps come to."""
+    """Reports this rank's step and its results to fleetrun's heartbeat."""
 
     def on_train_begin(self, run: TrainingRun) -> None:
         heartbeat.plan(run.total_steps)
@@ -72,13 +72,17 @@ class _Step(NamedTuple):
 
 
 class MetricsLogger(Callback):
-    """Moves the progress line each step and writes metrics.jsonl every few: means, speed, seconds.
+    """Updates the progress line each step and writes metrics.jsonl at intervals.
 
-    Every rank has one, because the record names the seconds of each; rank 0's log writes it.
+    A record has means, speed and seconds.  Every rank has one, because the record names the seconds
+    of each; rank 0's log writes it.
     """
 
     def __init__(self, log: RunLog, every: int, steps_per_epoch: int) -> None:
-        """Args: every: steps between two records; the last step of a run has one, too."""
+        """Sets the interval between records.
+
+        Args: every: steps between two records; the last step of a run has one, too.
+        """
         self._log = log
         self._every = every
         self._steps_per_epoch = steps_per_epoch
@@ -144,7 +148,7 @@ def _per_rank(steps: Sequence[StepSeconds]) -> dict[str, list[float]]:
 
 
 class EpochMeans(Callback):
-    """What is known of an epoch when it ends: means over its steps, what was found, speed."""
+    """Collects an epoch's numbers: step means, evaluation results, speed."""
 
     def __init__(self, steps_per_epoch: int) -> None:
         self._steps_per_epoch = steps_per_epoch
@@ -173,12 +177,12 @@ class EpochMeans(Callback):
             self._metrics = metrics
 
     def ends(self, step: int) -> bool:
-        """Whether an epoch of which steps were made ends after this one, or the run does."""
+        """Whether an epoch with steps, or the run, ends after this step."""
         whole = step % self._steps_per_epoch == 0 or step == self._total_steps
         return whole and self._applied > 0
 
     def take(self, step: int) -> tuple[int, dict[str, float]]:
-        """The number of the epoch that ends after this step, from 1, and its numbers."""
+        """Number (from 1) and results of the epoch ending at this step."""
         wall = max(self._wall_seconds, 1e-9)
         numbers = {
             **{name: value / self._applied for name, value in self._losses.items()},
@@ -204,7 +208,10 @@ class EpochMeans(Callback):
 
 
 class EpochLogger(Callback):
-    """A table with one row an epoch, at most 80 columns wide, and a line in metrics.jsonl."""
+    """Logs a table row and a metrics.jsonl line per epoch.
+
+    The table is at most 80 columns wide.
+    """
 
     def __init__(
         self, log: RunLog, means: EpochMeans, steps_per_epoch: int, shown: Sequence[str] = ()
@@ -296,18 +303,21 @@ def _score(value: float | None) -> str:
 
 
 def _memory() -> float:
-    """GiB that this process has held at once, at most; on an accelerator those of the card."""
+    """Peak memory of this process in GiB.
+
+    On an accelerator, that of the card.
+    """
     if device.on_accelerator():
         return device.peak_allocated_bytes() / _GIB
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / _GIB
 
 
 class ImageWatch(Callback):
-    """Warns at the next epoch of image files that were replaced during the run.
+    """Warns at the next epoch of image files replaced during the run.
 
-    What is learned from then on is not what was checked, and hosts may differ in it.  The first
-    rank of each host looks, in a thread beside the steps: a file whose content identity differs
-    from what it was when the run began is told once.  A file that is away counts as nothing new.
+    Later epochs learn from images that were not checked, and hosts may differ in them.  The first
+    rank of each host looks, in a thread beside the steps, and reports once each file whose content
+    identity differs from that at the start of the run.  A missing file is not reported.
     """
 
     def __init__(self, log: RunLog, sets: Sequence[DetectionSet], steps_per_epoch: int) -> None:
@@ -333,7 +343,10 @@ class ImageWatch(Callback):
             self._tell(step)
 
     def _look(self) -> None:
-        """Begins one, unless another is under way; a small set is seen at return."""
+        """Starts a check unless one is running.
+
+        A small set has been checked on return.
+        """
         if comm.local_rank() != 0 or (self._thread is not None and self._thread.is_alive()):
             return
         self._thread = threading.Thread(target=self._states, name="image watch", daemon=True)
@@ -390,7 +403,10 @@ class EvaluationLogger(Callback):
     def __init__(
         self, log: RunLog, evaluator: Evaluator | ClassificationEvaluator, steps_per_epoch: int
     ) -> None:
-        """Args: evaluator: that of the run, which keeps what its last evaluation found."""
+        """Takes the evaluator of the run.
+
+        Args: evaluator: keeps the results of its last evaluation.
+        """
         self._log = log
         self._evaluator = evaluator
         self._steps_per_epoch = steps_per_epoch
@@ -425,7 +441,10 @@ class EvaluationLogger(Callback):
 
 
 def _values(model: nn.Layer) -> dict[str, Any]:
-    """Weights and gradients by tag; these of the last step, averaged over the ranks and clipped."""
+    """Weights and gradients by tag.
+
+    Gradients are those of the last step, averaged over the ranks and clipped.
+    """
     found = {}
     for key, parameter in model.named_parameters():
         found[f"weights/{key}"] = parameter.astype("float32").numpy()
@@ -435,10 +454,10 @@ def _values(model: nn.Layer) -> dict[str, Any]:
 
 
 class StragglerMonitor(Callback):
-    """Compares the ranks every 15 steps and names those that are slow in two comparisons in a row.
+    """Reports stragglers: ranks that are slow in two successive comparisons.
 
-    A rank's own part of a step is all of it but the time that it waits in collectives.  On a GPU it
-    is that of the host alone (images, launching kernels): a slow card is not seen.
+    Compares every 15 steps.  A rank's own time of a step is all but the wait in collectives.  On a
+    GPU it is that of the host alone (images, launching kernels): a slow card is not seen.
     """
 
     def __init__(self, log: RunLog) -> None:
@@ -456,7 +475,10 @@ class StragglerMonitor(Callback):
             self._log.warning(warning)
 
     def judge(self, seconds_W: list[float]) -> str:
-        """A warning, the same on every rank, that names each rank once; most times nothing."""
+        """Warning that names each straggler once; usually empty.
+
+        The same on every rank.
+        """
         usual = max(median_low(seconds_W), 1e-9)
         before = self._slow
         self._slow = {rank for rank, own in enumerate(seconds_W) if own / usual > _SLOW}

@@ -110,13 +110,13 @@ def preflight(
 
 
 def wait_for_inputs(config: Any, *, evaluate: bool, anew: bool) -> None:
-    """Waits for the storage of what an earlier attempt of the job has read.  Collective.
+    """Waits for storage that an earlier attempt of the job read.  Collective.
 
     Args:
         config: ExperimentConfig.
         evaluate: the validation set is read, too.
         anew: there is no checkpoint, so pretrained weights are read.
-    Raises: StorageError, on every rank: it stays away on some host.
+    Raises: StorageError, on every rank: it stays unavailable on some host.
     """
     splits = [config.data.train, config.data.val][: 1 + evaluate]
     paths = [
@@ -139,13 +139,17 @@ def wait_for_inputs(config: Any, *, evaluate: bool, anew: bool) -> None:
 
 
 def _is_there(path: Path) -> bool:
-    """Of a store it is enough that it answers: not every one has folders."""
+    """Whether a path is there.
+
+    For a store an answer suffices: not every store has folders.
+    """
     return stores.answers(path) if stores.is_remote(path) else storage.can_be_read(path)
 
 
 def check_precision(config: Any, kernels: Kernels = BFLOAT16) -> None:
-    """Checks that this rank's device can compute as configured; what a CPU gives is checked later,
-    with the model (`build.check_low_precision`).
+    """Checks that this rank's device supports the configured precision.
+
+    What a CPU computes is checked later with the model (`build.check_low_precision`).
 
     Args: kernels: what a CPU computes bfloat16 with.
     Raises: ConfigError: this rank's device cannot compute in `train.amp`, or not sum in
@@ -216,11 +220,11 @@ def versions() -> Facts:
 
 
 def fetch_on_all_ranks(weights: Path | str | None) -> None:
-    """Sees to it that every host has the weights of a name, the same everywhere.  Collective.
+    """Gives every host the weights of a name, equal everywhere.  Collective.
 
     The first rank of each host downloads; the others wait for as long as bytes arrive.
 
-    Args: weights: what a user gave; None, and whatever is no name, needs nothing.
+    Args: weights: as a user gave them; None, or anything that is no name, needs nothing.
     Raises: what `local_weights` raises, of the same kind and code on every rank; WeightsError: two
         hosts have files of different content.
     """
@@ -246,19 +250,19 @@ def fetch_on_all_ranks(weights: Path | str | None) -> None:
 
 
 def digests_of_code() -> Facts:
-    """Digest of each file of the package, of plugins, and of the script that was started."""
+    """Digest of each file of the package, plugins and started script."""
     script = Path(sys.argv[0])
     started = {script.name: digest_of_file(script)} if script.is_file() else {}
     return _digests_of_package() | _digests_of_plugins() | started
 
 
 def digest_of_package() -> str:
-    """Of all files of ppdist, as they were when one was first asked for."""
+    """Digest of all files of ppdist as of the first call."""
     return digest_of_text(json.dumps(_digests_of_package()))
 
 
 def _digests_of_plugins() -> Facts:
-    """Of the files of other packages, or single modules, whose parts are registered."""
+    """Digests of files of other packages or modules with registered parts."""
     return {
         f"{name}/{path.relative_to(place).as_posix()}" if place != path else path.name: (
             digest_of_file(path)
@@ -270,7 +274,10 @@ def _digests_of_plugins() -> Facts:
 
 
 def _places_of(name: str) -> list[Path]:
-    """The folders of a package, or the file of a module, imported or not; []: it is not found."""
+    """Folders of a package or file of a module; []: not found.
+
+    It need not be imported.
+    """
     spec = getattr(sys.modules.get(name), "__spec__", None)
     with suppress(ImportError, ValueError):
         spec = spec or importlib.util.find_spec(name)  # imports nothing
@@ -291,7 +298,7 @@ def _digests_of_package() -> Facts:
 
 
 def flat_config(config: Any) -> Facts:
-    """JSON of each key that must be the same on all ranks, by key path."""
+    """JSON by key path of keys that must match on all ranks."""
     facts = {
         key: json.dumps(value)
         for key, value in flattened(config).items()
@@ -351,9 +358,11 @@ def require_sum() -> None:
 
 @contextmanager
 def within(seconds: float, what: str, absent: Callable[[], str] = lambda: "") -> Iterator[None]:
-    """Ends this process with a message if the block takes longer: it hangs in foreign code.
+    """Terminates this process with a message if the block takes too long.
 
-    Args: absent: names the ranks that have not reached it.
+    Then foreign code hangs.
+
+    Args: absent: names the ranks that have not reached the block.
     """
 
     def end() -> None:
@@ -383,7 +392,9 @@ def within(seconds: float, what: str, absent: Callable[[], str] = lambda: "") ->
 
 
 def annotation_bytes(config: Any, evaluate: bool) -> int:
-    """Of the files that a run reads; folders of many small ones, which take little, count nothing.
+    """Bytes of the annotation files that a run reads.
+
+    Folders of many small ones, which take little, count nothing.
 
     Args: config: ExperimentConfig.
     """
@@ -398,7 +409,9 @@ def annotation_bytes(config: Any, evaluate: bool) -> int:
 
 
 def resource_warnings(output_dir: Path, annotations: int, outlines: bool = False) -> Iterator[str]:
-    """What may run out on this host; of the disk, rank 0 alone says so.
+    """Warnings about resources that may run out on this host.
+
+    Only rank 0 warns about the disk.
 
     Args:
         annotations: bytes of their files, which one rank reads for all.
@@ -431,7 +444,7 @@ def resource_warnings(output_dir: Path, annotations: int, outlines: bool = False
 
 
 def keep_sources(config: Any, output_dir: Path) -> None:
-    """Protects what a new run reads from being moved aside with the old checkpoints.
+    """Keeps a new run's inputs from being moved aside with old checkpoints.
 
     Raises: ConfigError: `model.pretrained` or the teacher is one of them.
     """

@@ -115,7 +115,9 @@ _KEYS = {
 def fit_recipe(
     layout: Layout, options: TrainOptions, overrides: Sequence[str], world: int
 ) -> Recipe:
-    """A shipped recipe for this data, the same wherever the data are the same.
+    """Chooses a shipped recipe for this data.
+
+    The same data give the same recipe.
 
     Args:
         overrides: -o items; they win.
@@ -155,7 +157,10 @@ def fit_recipe(
 
 
 def _with_typed(options: TrainOptions, typed: Node) -> TrainOptions:
-    """With what -o says of the same things, so that all else is decided for it."""
+    """Options with the -o values of the same settings in place.
+
+    Everything else is then decided for them.
+    """
     epochs, batch = (_value(typed, f"train.{key}") for key in ("epochs", "batch_size_per_card"))
     weights = _value(typed, "model.pretrained")
     return replace(
@@ -340,9 +345,9 @@ def _data_section(data: str | Path | ExperimentConfig | Mapping[str, Any]) -> Ma
 
 
 def write_recipe(recipe: Recipe, output_dir: Path, before: set[Path], evaluate: bool) -> str:
-    """Writes the configuration beside its run; returns the command that trains with it.
+    """Writes the configuration beside its run; returns the training command.
 
-    An earlier one goes with its run, where that was moved aside; else an edited one is kept here.
+    An earlier one moves with its run if that was moved aside; otherwise an edited one is kept here.
 
     Args: before: the earlier runs in output_dir when this one started.
     """
@@ -360,7 +365,7 @@ def write_recipe(recipe: Recipe, output_dir: Path, before: set[Path], evaluate: 
 
 
 def _unused(file: Path) -> Path:
-    """The file, or the first of `file.2`, `file.3`, ... that is not there."""
+    """First unused name of `file`, `file.2`, `file.3` and so on."""
     names = chain([file.name], (f"{file.name}.{number}" for number in count(2)))
     return next(each for each in map(file.with_name, names) if not each.exists())
 

@@ -79,15 +79,15 @@ class Recovery:
         self._feed.parts = parts_of(self._batch_size, progress.max_micro_batch)
 
     def keep(self, snapshot: Snapshot) -> None:
-        """Keeps a snapshot to roll back to, unless taken amid bad steps.  Local.
+        """Keeps a snapshot for rollback unless taken amid bad steps.  Local.
 
-        A run that resumes from such a one (it was the best, or the end) rolls back no further.
+        A run that resumes from such a snapshot (the best, or the end) rolls back no further.
         """
         if self._good is None or not snapshot.state["bad_steps"]:
             self._good = snapshot
 
     def handle_bad_step(self, result: StepResult, progress: TrainState) -> bool:
-        """Decides what follows a step that was not applied because something was not finite.
+        """Handles a step that was skipped because of non-finite values.
 
         Returns: whether the run was rolled back, and `progress` with it.
         Raises: UserError, on every rank: rolling back did not help.
@@ -137,7 +137,7 @@ class Recovery:
         return True
 
     def roll_back_once(self, progress: TrainState) -> bool:
-        """Rolls back where replicas differ and nobody knows which of them is right.
+        """Rolls back where replicas differ and none is known right.
 
         Returns: whether it did; once for each snapshot, because steps that make replicas differ
             again would be repeated for ever.
@@ -177,7 +177,7 @@ class Recovery:
             raise StorageError(f"{ranks}: {told_W[away[0]][0]}", code="storage_unreachable")
 
     def shrink_micro_batches(self, result: StepResult, progress: TrainState) -> None:
-        """Halves the micro-batches after a step for which some rank ran out of memory.
+        """Halves the micro-batches after some rank ran out of memory.
 
         Raises: ConfigError, on every rank: they have one image already.
         """
@@ -199,7 +199,7 @@ class Recovery:
 
     @contextlib.contextmanager
     def watching_memory(self, step: int) -> Iterator[None]:
-        """Around a step: notes an out-of-memory that the other ranks cannot hear of.  Local.
+        """Around a step, notes an out-of-memory that other ranks miss.  Local.
 
         The next attempt of the job then starts with smaller micro-batches.
         Raises: MemoryError: on this rank alone.
@@ -231,7 +231,7 @@ class Recovery:
         )
 
     def _record(self, step: int, why: str, images: list[int], loss: float) -> str:
-        """Adds the images of each rank to bad_steps.jsonl; returns the first of all.
+        """Adds each rank's images to bad_steps.jsonl; returns the first of all.
 
         Args:
             images: positions in the set, of this rank.
@@ -314,7 +314,7 @@ def _halved(batch_size: int, parts: int, step: int, ranks: str) -> int:
 
 
 def _note(max_micro_batch: int) -> None:
-    """Notes for the next attempt of this job that micro-batches must be smaller."""
+    """Tells the next attempt of this job that micro-batches must shrink."""
     folder = os.environ.get(JOB_DIR_VARIABLE)
     if folder:
         with contextlib.suppress(OSError):  # then the next attempt runs out of memory, too
@@ -323,7 +323,10 @@ def _note(max_micro_batch: int) -> None:
 
 
 def _noted() -> int | None:
-    """What an earlier attempt of this job noted on this host; None: nothing."""
+    """Micro-batch that an earlier attempt of this job noted; None: nothing.
+
+    The note is on this host.
+    """
     folder = os.environ.get(JOB_DIR_VARIABLE)
     if folder:
         with contextlib.suppress(OSError, ValueError, KeyError):
@@ -334,14 +337,13 @@ def _noted() -> int | None:
 
 @paddle.no_grad()
 def check_replica_consistency(step: TrainStep) -> tuple[str, bool]:
-    """Compares weights, running statistics and EMA over ranks, and repairs those that differ.
-    Collective.
+    """Compares replicas over ranks and repairs those that differ.  Collective.
 
-    A flipped bit, or a sum that went wrong on one rank, would silently make the ranks train
-    different models.  Right is what more than half of the ranks hold, or what alone is finite.
-    Otherwise, as of two ranks, nobody can tell; all get what most hold, and of equally many what
-    the lowest rank holds.  They get its optimizer state, too.  That is not compared: where it
-    differs, so do the weights one step later.
+    Compares weights, running statistics and EMA.  A flipped bit, or a sum that went wrong on one
+    rank, would silently make the ranks train different models.  What more than half of the ranks
+    hold is right, or what alone is finite.  Otherwise, as with two ranks, nobody can tell: all get
+    the most frequent values, and of equally frequent ones those of the lowest rank.  The optimizer
+    state is copied with them but not compared: where it differs, so do the weights one step later.
 
     Returns: "", or a warning that names the ranks that differed; False: which of them were right
         cannot be told.  The same on every rank.
@@ -382,9 +384,9 @@ def check_replica_consistency(step: TrainStep) -> tuple[str, bool]:
 
 
 def trusted(groups: list[list[int]], finite_W: list[bool]) -> tuple[list[int], bool]:
-    """The group of ranks to copy from, and whether it is surely right.
+    """Ranks to copy from, and whether they are surely right.
 
-    Args: finite_W: whether all that a rank holds is finite.
+    Args: finite_W: whether all values of a rank are finite.
     """
     right = max(groups, key=lambda ranks: (len(ranks), finite_W[ranks[0]], -ranks[0]))
     finite = [ranks for ranks in groups if finite_W[ranks[0]]]
@@ -400,7 +402,7 @@ def _compared(step: TrainStep) -> Iterator[tuple[str, paddle.Tensor]]:
 
 
 def _by_type(step: TrainStep) -> list[list[paddle.Tensor]]:
-    """All that ranks share, in lists of one dtype, in the same order on every rank."""
+    """Everything that ranks share, grouped by dtype in the same order everywhere."""
     tensors = [tensor for _, tensor in _compared(step)]
     if step.sharding is None:  # else each rank has a share of its own
         state = dict(step.optimizer.state_dict())
@@ -412,7 +414,10 @@ def _by_type(step: TrainStep) -> list[list[paddle.Tensor]]:
 
 @paddle.no_grad()
 def _sums(tensors: tuple[paddle.Tensor, ...]) -> list[int]:
-    """The sum of the bits of each tensor, read as integers: any one flipped bit changes it."""
+    """Sum of each tensor's bits, read as integers.
+
+    Any flipped bit changes it.
+    """
     if device.on_accelerator():
         flat = [paddle.view(each.flatten(), _INTEGERS[each.element_size()]) for each in tensors]
         return [int(each) for each in paddle.stack([each.sum() for each in flat]).numpy()]
@@ -425,7 +430,10 @@ def _sums(tensors: tuple[paddle.Tensor, ...]) -> list[int]:
 
 
 def _digest(sums: list[int]) -> paddle.Tensor:
-    """[4] float32: one number out of many, in 16 bits each, which any transport keeps."""
+    """Digest of many numbers, [4] float32.
+
+    Each element holds 16 bits, which any transport keeps.
+    """
     mixed = 0
     for each in sums:
         mixed = (mixed * _ODD + each) % 2**_DIGEST_BITS

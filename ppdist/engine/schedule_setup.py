@@ -61,7 +61,7 @@ class Fact(NamedTuple):
 
 @dataclass(frozen=True)
 class ScheduleSetup:
-    """The derived numbers of a run; rank 0 logs them as a table."""
+    """Schedule of a run, which rank 0 logs as a table."""
 
     world: int
     batch_size_per_card: int
@@ -87,7 +87,7 @@ class ScheduleSetup:
 
     @property
     def step_images(self) -> int:
-        """Images that a full step really has: the total batch, or a smaller set as a whole."""
+        """Images of a full step: the total batch or a smaller set."""
         return min(self.total_batch, self.dataset_size)
 
     @property
@@ -112,7 +112,10 @@ class ScheduleSetup:
         return {fact.key: {"value": fact.value, "why": fact.why} for fact in self.facts()}
 
     def facts(self) -> Iterator[Fact]:
-        """Everything derived, in the order of the table.  The keys are those of metrics.jsonl."""
+        """Yields everything derived, in table order.
+
+        The keys are those of metrics.jsonl.
+        """
         why = (
             "processes that fleetrun started"
             if self.world > 1
@@ -213,7 +216,10 @@ class ScheduleSetup:
         yield Fact("steps", self.total_steps, "steps", f"{self.total_steps}", why)
 
     def _images(self, steps: int) -> int:
-        """Images of the first steps; the last of every epoch may have fewer than the others."""
+        """Images of the first steps.
+
+        The last step of every epoch may have fewer than the others.
+        """
         epochs, rest = divmod(steps, self.steps_per_epoch)
         return epochs * self.dataset_size + rest * self.total_batch
 
@@ -226,7 +232,7 @@ class ScheduleSetup:
 
 
 def counted(number: float, what: str, plural: str = "s") -> str:
-    """`1 step`, `2 steps`"""
+    """Number with its noun: `1 step`, `2 steps`."""
     return f"{number:g} {what}{plural * (number != 1)}"
 
 
@@ -244,7 +250,9 @@ def set_up_schedule(
     ema: EMAConfig,
     phases_factor: float = 1.0,
 ) -> ScheduleSetup:
-    """Turns epochs and reference values into steps and rates; the only place that does.
+    """Turns epochs and reference values into steps and rates.
+
+    Nothing else does.
 
     Args: phases_factor: `epochs` / those that warm-up and other phases were configured for.
     Raises: ConfigError: a run without a single step; betas that cannot follow the batch.
@@ -301,7 +309,7 @@ def set_up_schedule(
 
 
 def _epoch_scale(epochs: float, total: int, reference: int, noise_scale: float | None) -> float:
-    """Epochs of this run / epochs as configured; 1 without a noise scale."""
+    """Epochs of this run / epochs configured; 1 without a noise scale."""
     factor = 1.0 if noise_scale is None else epochs_factor(total, reference, noise_scale)
     # Up to whole epochs, so that the longer run too sees every image equally often; a run of less
     # than one does not, and would jump to it.
@@ -335,11 +343,12 @@ def _scaled(config: OptimizerConfig, total_batch: int, reference_batch: int) -> 
 
 
 def advice(config: Any, derived: ScheduleSetup) -> Iterator[str]:
-    """Warnings where published runs like this one lost accuracy, with what to do.
+    """Warnings where published runs like this lost accuracy, with remedies.
 
-    Where each comes from stands in docs/distributed.md (What the advice rests on).  Evidence from
+    docs/distributed.md (What the advice rests on) gives the source of each.  Evidence from
     detectors does not count for classifiers, which lost nothing up to batches of 8192
     (Goyal et al. 2017, arXiv:1706.02677).
+
     Args: config: an ExperimentConfig.
     """
     detects = config.model.task == "detect"
@@ -437,10 +446,10 @@ def _advice_on_length(derived: ScheduleSetup, detects: bool, fine_tuned: bool) -
 def hyper_parameters(
     model: ModelConfig, seed: int, derived: ScheduleSetup
 ) -> dict[str, float | str]:
-    """What runs are compared by on VisualDL's page of that name; `settings` has all.
+    """Values for VisualDL's hyperparameters page, which compares runs.
 
-    VisualDL takes no more than these seven and three metrics: with eleven columns its view of
-    parallel coordinates hangs (release 2.5.3, 1,440 pixels wide).
+    `settings` has all.  VisualDL takes no more than these seven and three metrics: with eleven
+    columns its view of parallel coordinates hangs (release 2.5.3, 1,440 pixels wide).
     """
     height, width = model.image_size
     keys = type(model).model_fields  # a plugin's model may come in one size
@@ -456,7 +465,7 @@ def hyper_parameters(
 
 
 def settings(config: Section) -> dict[str, str]:
-    """Every key by section, as -o takes them, each section on one line."""
+    """Every key as -o takes it, one line per section."""
     texts: dict[str, list[str]] = {}
     for key, value in flattened(config).items():
         section = key.partition(".")[0] if "." in key else "run"

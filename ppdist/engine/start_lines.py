@@ -16,7 +16,10 @@ _NAMES = 3  # classes that are named
 
 
 def data_line(config: ExperimentConfig, train: DetectionSet, val: DetectionSet | None) -> str:
-    """`bccd: train 205 images, val 87; 3 classes: RBC, WBC, Platelets`"""
+    """Line about the data at the start of a run.
+
+    For example `bccd: train 205 images, val 87; 3 classes: RBC, WBC, Platelets`.
+    """
     names = train.class_names
     more = ", ..." if len(names) > _NAMES else ""
     validate = "no validation" if val is None else f"val {len(val.records)}"
@@ -28,7 +31,10 @@ def data_line(config: ExperimentConfig, train: DetectionSet, val: DetectionSet |
 
 
 def model_line(config: ExperimentConfig, size: Complexity, anew: bool) -> str:
-    """`yolov5 n, 1.77 M parameters, 0.28 GFLOPs at 160 x 160, from yolov5n_coco`"""
+    """Line about the model at the start of a run.
+
+    For example `yolov5 n, 1.77 M parameters, 0.28 GFLOPs at 160 x 160, from yolov5n_coco`.
+    """
     model = config.model
     name = " ".join(filter(None, (model.name, str(getattr(model, "size", "")))))
     start = f"from {Path(model.pretrained).name}" if model.pretrained else "from scratch"
@@ -46,7 +52,10 @@ def device_line() -> str:
 
 
 def train_line(derived: ScheduleSetup) -> str:
-    """`30 epochs of 13 steps, 16 images a step; adamw, learning rate 0.001`"""
+    """Line about training at the start of a run.
+
+    For example `30 epochs of 13 steps, 16 images a step; adamw, learning rate 0.001`.
+    """
     epochs = derived.total_steps / derived.steps_per_epoch
     return (
         f"{counted(round(epochs, 2), 'epoch')} of {counted(derived.steps_per_epoch, 'step')}, "
@@ -56,7 +65,10 @@ def train_line(derived: ScheduleSetup) -> str:
 
 
 def evaluate_line(config: ExperimentConfig, val: DetectionSet | None) -> str:
-    """`every 8 epochs, on 87 images; the best mAP is kept`"""
+    """Line about evaluation at the start of a run.
+
+    For example `every 8 epochs, on 87 images; the best mAP is kept`.
+    """
     if val is None:
         return "not during training"
     every = config.evaluate.every_epochs

@@ -30,8 +30,10 @@ _SEPARATE = "separate "  # before the names of the loss that has a normalizer of
 
 
 class Clock:
-    """Wall seconds of the parts of a step; on an accelerator they mean something with
-    `synchronize` only."""
+    """Wall seconds of the parts of a step.
+
+    On an accelerator they are meaningful only with `synchronize`.
+    """
 
     def __init__(self, synchronize: bool = False) -> None:
         self.synchronize = synchronize
@@ -49,7 +51,10 @@ class Clock:
 
 @dataclass(frozen=True)
 class StepResult:
-    """What every rank knows after a step: sums over all ranks and micro-batches."""
+    """Results of a step: sums over all ranks and micro-batches.
+
+    Every rank has them.
+    """
 
     losses: dict[str, float]  # `loss` and its parts, normalised like the gradient
     images: int
@@ -82,7 +87,7 @@ class NormalisedLosses(NamedTuple):
 
 
 class _Tally(NamedTuple):
-    """What the ranks count in a step, in the order in which it travels and is read: sums."""
+    """Sums that ranks exchange in a step, in transfer and reading order."""
 
     images: float
     stops: float  # ranks that were asked to stop
@@ -261,7 +266,10 @@ class TrainStep:
         self._synchronise(step, False)
 
     def forget(self) -> None:
-        """Drops what it keeps from step to step; for whoever has overwritten the weights."""
+        """Drops state kept between steps.
+
+        For callers that have overwritten the weights.
+        """
         self.optimizer.clear_grad()
         self._updates = 0
 
@@ -334,9 +342,10 @@ class TrainStep:
 
     @paddle.no_grad()
     def _global_normalizers(self, micro_batches: list[Batch]) -> paddle.Tensor | None:
-        """What the loss counts in the targets of all micro-batches and ranks.  Collective.
+        """What the loss counts in all targets of the step.  Collective.
 
-        One kind of loss counts always, another never, so the collective is reached by all or none.
+        All targets are those of every micro-batch and rank.  One kind of loss always counts,
+        another never, so the collective is reached by all or none.
         """
         counts = []
         for batch in micro_batches:
@@ -446,7 +455,10 @@ class TrainStep:
         return norm, applied
 
     def _factor(self, divisor: float) -> float:
-        """Of a mean over ranks of grad(total / loss_divisor) it makes that of the mean loss."""
+        """Factor from the rank-mean gradient to that of the mean loss.
+
+        The rank mean is over grad(total / loss_divisor).
+        """
         return self.loss_divisor * comm.world_size() / divisor
 
     def _synchronise(self, step: int, applied: bool) -> None:
@@ -477,7 +489,10 @@ class TrainStep:
 
 
 def _taken(batches: Iterator[Batch], count: int) -> tuple[list[Batch], StorageError | None]:
-    """The micro-batches of a step; and why the last of them are blank, if their images are away."""
+    """Micro-batches of a step, and why the last of them are blank.
+
+    They are blank where their images are unavailable.
+    """
     taken: list[Batch] = []
     try:
         for _ in range(count):
@@ -488,7 +503,7 @@ def _taken(batches: Iterator[Batch], count: int) -> tuple[list[Batch], StorageEr
 
 
 def _blank_batch(batch: Batch) -> Batch:
-    """A batch without an image, in shapes the first image of another; see `Batch`."""
+    """Batch without an image, shaped like another's first; see `Batch`."""
     fields = ("images_B3HW", "boxes_BM4", "labels_BM", "mask_BM", "image_index_B", "scale_B2",
               "offset_B2")  # fmt: skip
     return replace(batch, **{name: getattr(batch, name)[:1] for name in fields}, real=False)
@@ -501,10 +516,10 @@ def _positions(micro_batches: list[Batch]) -> list[int]:
 
 
 def _read(values: Tensor) -> list[float]:
-    """Brings values to the host, which waits here for the device, and so for the other ranks.
+    """Copies values to the host, which waits here for the device.
 
-    On an accelerator a collective is only queued: it is here that a rank which is early waits for
-    the late ones, and that one which hangs is noticed.
+    So it waits for the other ranks, too: on an accelerator a collective is only queued, and it is
+    here that an early rank waits for the late ones, and that a hung rank is noticed.
     """
     meets = comm.world_size() > 1
     with heartbeat.Waiting("the sums of a step") if meets else nullcontext():
@@ -544,7 +559,10 @@ def blank(output: LossOutput) -> LossOutput:
 
 
 def add_up(sums: dict[str, Tensor], output: LossOutput) -> None:
-    """Adds a micro-batch to the sums, [1] each, the normalizer first; the same names every time."""
+    """Adds a micro-batch to the sums, [1] each.
+
+    The normalizer comes first; the names are the same every time.
+    """
     terms = {_NORMALIZER: output.normalizer, _LOSS: whole(output), **output.parts}
     if output.separate_loss is not None:
         separate = output.separate_loss
@@ -614,10 +632,11 @@ def forget_unscaling(scaler: paddle.amp.GradScaler) -> None:
 
 
 def lower_scale(scaler: paddle.amp.GradScaler) -> None:
-    """Halves the loss scale after a step that was not applied; `update` took it for a good one.
+    """Halves the loss scale after a skipped step.
 
-    GradScaler hears of an overflow only in its own `step`, which still updates where nothing but
-    the loss was not finite; and what it prints of an overflow is an error from numpy 2.4 on.
+    `update` took that step for a good one.  GradScaler hears of an overflow only in its own `step`,
+    which still updates where nothing but the loss was not finite; and what it prints of an overflow
+    is an error from numpy 2.4 on.
     """
     if scaler.is_enable():
         state = scaler.state_dict()

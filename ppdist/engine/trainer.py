@@ -61,13 +61,13 @@ _LOGGER = logging.getLogger("ppdist.engine")
 
 @dataclass(frozen=True)
 class TrainingParts:
-    """What a training is made of; each part is built from its section of the configuration.
+    """Components of a training run, each built from its configuration section.
 
     Attributes:
         feed: this rank's micro-batches.
         evaluator: None: no evaluation during training.
-        evaluated_model: a second model that takes the averaged weights for evaluation; any where
-            there is no evaluator.
+        evaluated_model: a second model that takes the averaged weights for evaluation; any model
+            where there is no evaluator.
         budget: of wall time; only rank 0 asks its clock.  None: there is no limit.
         callbacks: called at each moment in this order, after those of the trainer.
     """
@@ -130,10 +130,11 @@ class Trainer:
         self._batches: Iterator[Batch] = iter(())
 
     def fit(self) -> int:
-        """Runs to the end; returns 0, or 75 after a signal and a clean checkpoint.  Collective.
+        """Trains to the end or a signal.  Collective.
 
+        Returns: 0; 75 after a signal and a clean checkpoint.
         Raises: UserError: loss or gradient stayed not finite, see `train.bad_steps_limit`.
-            StorageError: images stay away; what was learned is saved, and a restart goes on.
+            StorageError: images stay unavailable; what was learned is saved, and a restart resumes.
         """
         try:
             return self._fit()
@@ -249,7 +250,10 @@ class Trainer:
         self._each(lambda callback: callback.on_train_begin(run))
 
     def _time_is_up_already(self) -> bool:
-        """Whether `train.hours` leave no time for a step, where a run resumes.  Collective."""
+        """Whether `train.hours` leaves no time for another step.  Collective.
+
+        Asked where a run resumes.
+        """
         budget = self.budget
         if budget is None or self.progress.step == self.derived.total_steps:
             return False
@@ -262,7 +266,10 @@ class Trainer:
             self.evaluator.hurry()
 
     def _reason_to_end(self) -> str:
-        """Why to end before the last step, the same on every rank; "": there is no reason."""
+        """Reason to end before the last step; "": there is none.
+
+        The same on every rank.
+        """
         if self.early_stopping is None:
             return ""
         return self.early_stopping.reason(self.progress.early_stopping)
@@ -304,7 +311,10 @@ class Trainer:
             )
 
     def _saves_before_end(self) -> bool:
-        """Saves what was learned, if a run can go on from here; whether it did.  Collective."""
+        """Saves what was learned, if a run can resume from it.  Collective.
+
+        Returns: whether it saved.
+        """
         step = self.progress.step
         whole = step > 0 and self.train_step.grad_sync.synchronised(step - 1)
         if not whole or self.progress.bad_steps:
@@ -319,7 +329,7 @@ class Trainer:
         return True
 
     def _end_epoch(self) -> None:
-        """Tells of an epoch that ended with this step, once its evaluation is over."""
+        """Reports an epoch that ended with this step, after its evaluation."""
         step = self.progress.step
         if self.epoch_means.ends(step):
             epoch, numbers = self.epoch_means.take(step)
@@ -336,7 +346,7 @@ class Trainer:
         self._batches = self.feed.batches(self.progress.step, self.progress.class_scores)
 
     def _step(self, watch: Stopwatch) -> StepResult | None:
-        """Makes the next step; None: it is made again, perhaps from an earlier one on.
+        """Runs the next step; None: retry, perhaps from an earlier step.
 
         Args: watch: runs since this rank began the step.
         """
@@ -377,7 +387,7 @@ class Trainer:
         return result
 
     def _skip_step(self) -> None:
-        """Passes over a step that is not to be computed, and over its batches."""
+        """Skips a step and its batches."""
         self.recovery.skip_step(self.progress)
         self.progress.step += 1
         self._seek()
@@ -396,7 +406,10 @@ class Trainer:
         return True
 
     def _rolled_back(self) -> None:
-        """After a return to earlier weights: what was saved beyond them will be made again."""
+        """Moves aside checkpoints beyond the step of a rollback.
+
+        The run makes them again.
+        """
 
         def move_aside() -> str:
             self.writer.drop_beyond(self.progress.step)
@@ -431,7 +444,10 @@ class Trainer:
     # Evaluate
 
     def _missed_an_evaluation(self) -> bool:
-        """Whether one was due here, but whoever asked to stop did not wait for it."""
+        """Whether a due evaluation was skipped on stop.
+
+        Whoever asked to stop did not wait for it.
+        """
         step = self.progress.step
         due = self._due(self.evaluate_every) or step == self.derived.total_steps
         return 0 < step != self.progress.evaluated_step and due
@@ -455,7 +471,7 @@ class Trainer:
         return True
 
     def _measure(self, evaluator: Evaluator | ClassificationEvaluator) -> dict[str, float] | None:
-        """What an evaluation says, or the second one if the first fails; None: that failed, too.
+        """Evaluates, once more if that fails; None: both failed.
 
         Training goes on whatever fails here: evaluation has a model of its own.
         Raises: EvaluationStopped, on every rank: one was asked to stop.
@@ -478,7 +494,7 @@ class Trainer:
     def _learn_from(
         self, evaluator: Evaluator | ClassificationEvaluator, metrics: dict[str, float]
     ) -> None:
-        """What follows from an evaluation at this step; a new best is saved and named.  Collective.
+        """Acts on an evaluation's metrics; saves and names a new best.  Collective.
 
         Args: metrics: the same on every rank.
         """
@@ -513,7 +529,10 @@ class Trainer:
         return every > 0 and self.progress.step % every == 0
 
     def _save(self) -> None:
-        """Takes a snapshot, which rank 0 writes while training goes on; no rank waits for it."""
+        """Takes a snapshot, which rank 0 writes while training continues.
+
+        No rank waits for it.
+        """
         progress = self.progress
         self._owes_save = False
         if self._saved_step == progress.step:

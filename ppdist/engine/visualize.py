@@ -25,9 +25,9 @@ Put = Callable[[str, Callable[[], object], int], object]
 
 
 class BatchPictures:
-    """Draws the first training batches of a run, and again where augmentation changes.
+    """Draws the first training batches, and again when augmentation changes.
 
-    Rank 0 alone has one.  The first picture that fails is the last: one warning, no further ones.
+    Only rank 0 has one.  The first picture that fails is the last: one warning, no more pictures.
     """
 
     def __init__(
