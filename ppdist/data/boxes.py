@@ -4,13 +4,18 @@ import numpy as np
 
 
 def box_area(boxes: np.ndarray) -> np.ndarray:
-    """Area [...] of boxes [..., 4], xyxy in any one unit; 0 where a side is negative."""
+    """Area [...] of boxes [..., 4]; 0 where a side is negative.
+
+    Args: boxes: xyxy in any one unit.
+    """
     sides = np.maximum(boxes[..., 2:] - boxes[..., :2], 0)
     return sides[..., 0] * sides[..., 1]
 
 
 def box_iou(a_N4: np.ndarray, b_M4: np.ndarray) -> np.ndarray:
-    """IoU [N, M] of every box of `a` with every box of `b`; 0 where neither has an area.
+    """IoU [N, M] of each box of `a` with each of `b`.
+
+    0 where neither has an area.
 
     Args: both xyxy, in the same unit.
     """

@@ -56,13 +56,16 @@ class Layout(NamedTuple):
 
     @classmethod
     def of(cls, sizes_N2: np.ndarray, reductions_N: np.ndarray) -> "Layout":
-        """Args: sizes_N2: of the originals; reductions_N: 1, 2, 4 or 8, see read_image."""
+        """Layout of the file for images of these sizes.
+
+        Args: sizes_N2: of the originals; reductions_N: 1, 2, 4 or 8, see read_image.
+        """
         reduced_N2 = -(-sizes_N2.astype(np.int64) // reductions_N.astype(np.int64)[:, None])
         ends = np.cumsum([8 * len(reduced_N2), *(3 * reduced_N2.prod(axis=1)).tolist()])
         return cls(reduced_N2, ends[:-1], int(ends[-1]))
 
     def fitting(self, size: int) -> int:
-        """How many images, from the first on, lie within so many bytes of the file."""
+        """Number of images, from the first, within `size` bytes of the file."""
         return int(np.searchsorted([*self.places_N[1:], self.bytes], size, side="right"))
 
 
@@ -90,7 +93,10 @@ class ImageCache:
         os.close(self._descriptor)
 
     def get(self, index: int) -> np.ndarray | None:
-        """The image as it was put, uint8 RGB [H, W, 3], read-only; None: not there (yet)."""
+        """Cached image, uint8 RGB [H, W, 3], read-only; None: not there (yet).
+
+        Its pixels are those that were put.
+        """
         if self._lost[0]:
             return None
         entry = int(self._table_N[index])
@@ -106,7 +112,10 @@ class ImageCache:
         return pixels.reshape(height, width, 3)
 
     def give_up(self) -> bool:
-        """Nobody reads or writes it any more; whether somebody did.  One line says so."""
+        """Stops reading and writing the cache; returns whether it was in use.
+
+        Logs one line.
+        """
         lost, self._lost[0], self._failed[0] = self._lost[0], 1, 1
         if not lost:
             _warn(
@@ -151,7 +160,10 @@ def _checksum(pixels: np.ndarray) -> int:
 
 
 class _Opened(NamedTuple):
-    """descriptor: of the file, -1: none; kept: how many images it has room for."""
+    """An opened cache file.
+
+    descriptor: of the file, -1: none; kept: how many images it has room for.
+    """
 
     descriptor: int
     kept: int
@@ -166,11 +178,11 @@ def open_cache(
     reductions_N: np.ndarray,
     folder: str | Path | None = None,
 ) -> ImageCache | None:
-    """The cache of this host's ranks; a line says what it can hold.
+    """Opens the cache of this host's ranks; logs its capacity.  Collective.
 
-    Its room is set aside now: where memory or disk do not suffice for all images, the first that
-    fit are kept, or none.  That is never an error, and changes no pixel.  Collective, unless kind
-    is `none`.
+    Reserves the space now: where memory or disk do not suffice for all images, the first that fit
+    are kept, or none.  That is never an error, and changes no pixel.  Not collective if kind is
+    `none`.
 
     Args:
         reductions_N: how far each image is reduced when it is decoded: 1, 2, 4, 8.
@@ -225,10 +237,10 @@ def _made_or_nothing(make: Callable[[], _Opened], seconds: float) -> _Opened:
 
 
 def _of_first_on_host(begin: Callable[[], _Opened]) -> _Opened:
-    """Runs `begin` on the first rank of each host; the others open its file.
+    """Runs `begin` on each host's first rank; the others open its file.
 
-    The others reach it through the first one's entry in /proc, which needs no name and no
-    permission but that of the same user.  Where /proc does not let them, each begins its own.
+    They reach it through the first rank's entry in /proc, which needs no name and no permission but
+    that of the same user.  Where /proc does not let them, each begins its own.
     """
     if comm.world_size() == 1:
         return begin()
@@ -359,9 +371,11 @@ def _folder(folder: str | Path | None) -> Path:
 
 
 def _name_of(records: Records, reductions_N: np.ndarray) -> str:
-    """Of all that the content depends on: the files, their sizes, how they are decoded.
+    """Cache file name, a digest of all that the content depends on.
 
-    Returns: "": of an image nobody knows whether it changes.
+    That is the files, their sizes, and how they are decoded.
+
+    Returns: "": nobody can tell whether some image changes.
     """
     summary = hashlib.blake2b(f"{_FORMAT} {cv2.__version__}".encode(), digest_size=10)
     for index in range(len(records)):

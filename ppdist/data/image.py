@@ -38,16 +38,19 @@ from ppdist.storage.files import open_file, read_file
 
 
 def is_image_name(name: str) -> bool:
-    """Whether a file is taken for an image by its name; hidden ones (`._a.jpg`) are none."""
+    """Whether a file name is that of a visible image.
+
+    Hidden files, such as `._a.jpg`, are not images.
+    """
     return name.lower().endswith(IMAGE_SUFFIXES) and not name.startswith(".")
 
 
 def read_image(
     path: str | Path, size: tuple[int, int] | None = None, reduced: int = 1
 ) -> np.ndarray:
-    """The image of a file as uint8 RGB [H, W, 3], turned upright as its EXIF data say.
+    """Reads an image upright by EXIF, as uint8 RGB [H, W, 3].
 
-    What its pixels become, `decode` says.  Those that a cut file lacks are never made up; damage
+    `decode` says what its pixels become.  Pixels that a cut file lacks are never made up; damage
     amid a JPEG shows in its picture alone, and `ppdist.data.checks.images` finds it.
 
     Args:
@@ -93,7 +96,9 @@ def decode_image(content: bytes, name: str) -> np.ndarray:
 
 
 def of_array(array: np.ndarray) -> np.ndarray:
-    """An array as uint8 RGB [H, W, 3], without a copy if it already is.
+    """Converts an array to uint8 RGB [H, W, 3].
+
+    Copies it only if necessary.
 
     Args: array: uint8 or uint16 [H, W] or [H, W, C]: C of grey 1 or 2, of RGB 3 or 4.
     Raises: DataError: of another type or shape.
@@ -129,7 +134,9 @@ _TURNS = {
 
 
 def of_pillow(picture: Image.Image) -> np.ndarray:
-    """A Pillow image as uint8 RGB [H, W, 3], equal to `read_image` of its file.
+    """Converts a Pillow image to uint8 RGB [H, W, 3].
+
+    The pixels equal those of `read_image` of its file.
 
     Raises: DataError: of another kind of pixels, of more than MOST_PIXELS, or damaged.
     """
@@ -164,7 +171,10 @@ def of_pillow(picture: Image.Image) -> np.ndarray:
 
 
 def _of_cmyk(image_HW4: np.ndarray) -> np.ndarray:
-    """As OpenCV turns a JPEG for print into RGB; a TIFF's libtiff turns as Pillow does."""
+    """Converts CMYK to RGB as OpenCV does for JPEG.
+
+    libtiff converts CMYK TIFFs as Pillow does.
+    """
     ink_HW3, white_HW1 = image_HW4[:, :, :3].astype(np.uint16), 255 - image_HW4[:, :, 3:]
     return (white_HW1 - (ink_HW3 * white_HW1 >> 8)).astype(np.uint8)
 
@@ -174,7 +184,10 @@ def _name_of(picture: Image.Image) -> str:
 
 
 def reduction(scale: float) -> int:
-    """1, 2, 4 or 8: how far an image may be reduced that is to be shown at `scale` of its size."""
+    """Reduction (1, 2, 4 or 8) for an image shown at `scale`.
+
+    Args: scale: shown size / size of the image.
+    """
     return next((factor for factor in (8, 4, 2) if factor * scale <= 1), 1)
 
 
@@ -183,14 +196,20 @@ def _reduced_size(size: tuple[int, int], factor: int) -> tuple[int, int]:
 
 
 def _turns_unnoticed(size: tuple[int, int] | None, factor: int) -> bool:
-    """Whether an image of this size, once reduced, has the same size on its side as upright."""
+    """Whether the reduced image, turned, would have the same size.
+
+    Then its orientation goes unnoticed.
+    """
     if size is None or size[0] == size[1]:
         return False
     return _reduced_size(size, factor) == _reduced_size(size[::-1], factor)
 
 
 def read_content(path: str | Path) -> bytes:
-    """The bytes of an image's file.  Raises: DataError: absent, unreadable, or too many."""
+    """Reads the bytes of an image file.
+
+    Raises: DataError: absent, unreadable, or too many.
+    """
     try:
         return read_file(path, MOST_BYTES)
     except OSError as error:
@@ -225,7 +244,10 @@ _READERS: tuple[tuple[bytes, Any], ...] = (
 
 
 class ImageHeader(NamedTuple):
-    """width, height: pixels as they are stored.  orientation: 1 to 8, of EXIF."""
+    """Header of an image.
+
+    width, height: pixels as they are stored.  orientation: 1 to 8, of EXIF.
+    """
 
     width: int
     height: int
@@ -249,7 +271,7 @@ def image_size(path: str | Path) -> tuple[int, int] | None:
 
 
 def read_header(path: str | Path) -> ImageHeader | None:
-    """What the header says, as OpenCV understands it; None: absent, or no image we can read.
+    """Reads an image header as OpenCV does; None: absent or not readable.
 
     No pixel is decoded, whatever the size: 0.05 to 0.2 ms.  An orientation in XMP alone does not
     count, as it does not when the image is read.
@@ -263,7 +285,10 @@ def read_header(path: str | Path) -> ImageHeader | None:
 
 
 def _header_of_png(file: BinaryIO) -> ImageHeader:
-    """From its chunks, of which eXIf may come last; Pillow would decode the pixels to find it."""
+    """Reads the header from PNG chunks.
+
+    eXIf may come last; Pillow would decode the pixels to find it.
+    """
     length, kind, width, height = struct.unpack(">I4sII", file.read(16))
     if kind != b"IHDR":
         raise ValueError("no PNG header")
@@ -305,7 +330,10 @@ def _read_at(file: BinaryIO, at: int, count: int) -> bytes:
 
 
 def _orientation(content: bytes) -> int:
-    """Of EXIF's bytes; that of XMP, which Pillow's `getexif` takes, too, does not count."""
+    """Orientation in the bytes of EXIF.
+
+    That of XMP, which Pillow's `getexif` takes, too, does not count.
+    """
     if not content:
         return 1
     exif = Image.Exif()

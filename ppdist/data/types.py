@@ -105,7 +105,9 @@ class RawSet:
 
 @dataclass(slots=True)
 class RawColumns:
-    """A split as its files say it, without an object in Python for each box.
+    """A split as its files give it, in columns.
+
+    It has no object in Python for each box.
 
     paths: of the N images, as RawImage has them; image_ids_N, sizes_N2 (height, width; pixels):
     int64.  size_known_N: as in RawImage.
@@ -275,7 +277,7 @@ class Records(Sequence[ImageRecord]):
 
     @classmethod
     def of(cls, records: Iterable[ImageRecord]) -> "Records":
-        """The records in this form; what has it already is returned as it is.
+        """Records in this form; existing ones are returned unchanged.
 
         Give a generator where the records are needed in no other form.
         """
@@ -316,12 +318,18 @@ class Records(Sequence[ImageRecord]):
         )
 
     def path(self, index: int) -> str:
-        """The path of image `index` in [0, N), without the rest of its record."""
+        """Path of image `index` in [0, N).
+
+        Builds no other part of its record.
+        """
         begin, end = self._path_ends[index : index + 2].tolist()
         return os.fsdecode(self._paths[begin:end].tobytes())
 
     def paths(self, begin: int = 0, end: int | None = None) -> list[str]:
-        """The paths of images [begin, end), a hundred times as fast as one after another."""
+        """Paths of images [begin, end).
+
+        A hundred times as fast as one after another.
+        """
         end = len(self) if end is None else min(end, len(self))
         ends_N = self._path_ends[begin : end + 1]
         whole = self._paths[ends_N[0] : ends_N[-1]].tobytes()
@@ -345,14 +353,17 @@ class Records(Sequence[ImageRecord]):
 
 
 def packed_paths(paths: Sequence[str]) -> dict[str, np.ndarray]:
-    """Of `Records.arrays`: the bytes of all paths, one after another, and where each ends."""
+    """Path arrays for `Records.arrays`: all bytes, and where each path ends."""
     encoded = [os.fsencode(path) for path in paths]
     whole = np.frombuffer(b"".join(encoded), np.uint8)
     return {"paths": whole, "path_ends": ends([len(path) for path in encoded])}
 
 
 def packed_outlines(outlines: Sequence[tuple[np.ndarray, ...]]) -> dict[str, np.ndarray]:
-    """Of `Records.arrays`.  Args: outlines: the rings of each of the O objects, float32 [K, 2]."""
+    """Outline arrays for `Records.arrays`.
+
+    Args: outlines: the rings of each of the O objects, float32 [K, 2].
+    """
     rings = list(chain.from_iterable(outlines))
     return {
         "points_Q2": _joined(rings, np.zeros((0, 2), np.float32)),
@@ -362,7 +373,10 @@ def packed_outlines(outlines: Sequence[tuple[np.ndarray, ...]]) -> dict[str, np.
 
 
 def _fixed(array: np.ndarray) -> np.ndarray:
-    """A read-only array of its own: a write would stay in one worker."""
+    """Read-only copy of an array.
+
+    A write would stay in one worker.
+    """
     array = np.ascontiguousarray(array)
     array.flags.writeable = False
     return array
@@ -478,7 +492,7 @@ class WorkerBatch(NamedTuple):
 
 @dataclass(frozen=True)
 class Batch:
-    """Images of one micro-batch of one rank, padded to the same number of boxes.
+    """One rank's micro-batch, boxes padded to the same number.
 
     images_B3HW: uint8 RGB.
     boxes_BM4: float32 xyxy in input pixels, zero padded; M >= 1 even without any object.

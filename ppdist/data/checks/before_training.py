@@ -95,7 +95,7 @@ def check_before_training(
 
 
 def _remembered(sets: Mapping[str, DetectionSet], *, decode: bool, workers: int) -> dict[str, Any]:
-    """The outcome of a check, from the last time where no file changed since.
+    """Result of a check, from the cache while no file has changed.
 
     Returns: "bad": split -> [position, why, kind] each; "lines", "pixels": see Checked.
     """
@@ -197,7 +197,10 @@ class _Check:
         folder_of = [os.path.dirname(path(at)) for at in range(len(self._records))]
 
         def away() -> str:
-            """A file is away with its storage where none of the first of its folder can be read."""
+            """Why a failed file's storage seems unavailable; "" if it does not.
+
+            It does where none of the first files of its folder can be read.
+            """
             for folder in dict.fromkeys(folder_of[at] for at in failed):
                 inside = [path(at) for at, place in enumerate(folder_of) if place == folder]
                 if not inside[1:]:  # it is alone there: any others of the set, or the folder
@@ -215,7 +218,10 @@ class _Check:
 
 
 class _Files(Sequence[ImageFile]):
-    """Some images of a set, each made when it is asked for: a list of a million takes 0.5 GB."""
+    """Some images of a set, each created on access.
+
+    A list of a million takes 0.5 GB.
+    """
 
     def __init__(self, records: Records, positions: Sequence[int]) -> None:
         self._records, self._positions = records, positions
@@ -276,7 +282,10 @@ _STATS_AT_ONCE = 64  # of a thread
 
 
 def look_at_all(look: Callable[[int], int], count: int, progress: Progress) -> np.ndarray:
-    """look(0), look(1), ..., each int64, by threads: for requests that a disk answers late."""
+    """Collects look(0), look(1), ..., each int64, with threads.
+
+    Threads help where a disk answers requests late.
+    """
     found_N = np.zeros(count, np.int64)
     at_once = min(max(count // (8 * _STAT_THREADS), 1), _STATS_AT_ONCE)
 
@@ -296,9 +305,10 @@ _MOST_BYTES = 1 << 30
 
 
 def _keys(records: Records, decode: bool) -> np.ndarray:
-    """Int64 [N]: of all that the check of each image depends on; _UNKNOWN: that cannot be told.
+    """Keys, int64 [N], of what each image's check depends on.
 
-    That is its path, its annotated size, and its content identity (ctime: new permissions, too).
+    These are its path, its annotated size, and its content identity (ctime: new permissions, too).
+    _UNKNOWN: that cannot be told.
     """
     start = hashlib.blake2b(f"{_VERSION} {decode}".encode(), digest_size=8)
 
@@ -329,7 +339,7 @@ def _fingerprint(keys: Mapping[str, np.ndarray]) -> str:
 
 
 def _read_journal(journal: Journal | None) -> dict[int, ImageCheck]:
-    """Checks of images by key, of an earlier start that was broken off."""
+    """Image checks by key from an earlier start that was interrupted."""
     found = {}
     for line in () if journal is None else journal.lines():
         key, digest, notes, *problem = json.loads(line)

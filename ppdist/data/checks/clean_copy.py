@@ -113,7 +113,7 @@ def clean_copy(report: Report, form: Format, out: Path, *, images: Images) -> Cl
 
 
 def _left_out(report: Report) -> dict[str, dict[str, str]]:
-    """Split -> path -> kind of each image that does not go into the copy.
+    """Images left out of the copy: split -> path -> kind.
 
     First what cannot be used; of what stays, images of training that validation has; of what stays
     then, all but the first of equal ones: so one of them always stays.

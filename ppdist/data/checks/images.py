@@ -87,7 +87,10 @@ def check_files(
 
 
 def check_listed(path: str) -> ImageCheck:
-    """What a store's listing says of an image, which is not opened: that it is there, not empty."""
+    """Check of an image by a store's listing, without opening it.
+
+    It is there, and not empty.
+    """
     try:
         identity = storage.identity_of(path)
     except FileNotFoundError:
@@ -111,7 +114,7 @@ def duplicates(images: CheckedImages) -> dict[str, str]:
 
 
 def leaks(train: CheckedImages, val: CheckedImages) -> dict[str, str]:
-    """Path of a training image -> path of the same content in validation."""
+    """Path of each training image -> path of its duplicate in validation."""
     held = {path for path, _ in val}
     result = {path: path for path, _ in train if path in held}
     both = [*train, *val]
@@ -136,7 +139,10 @@ def same_list(train: CheckedImages, val: CheckedImages) -> bool:
 
 
 def _same_content(images: CheckedImages) -> list[list[int]]:
-    """Groups of positions whose files have equal content; each group has two paths or more."""
+    """Groups of positions with equal file content.
+
+    Each group has two paths or more.
+    """
     alike: defaultdict[str, list[int]] = defaultdict(list)
     for position, (_, found) in enumerate(images):
         if found.digest and not (found.problem and found.problem.code == "image_empty"):
@@ -260,7 +266,10 @@ class _Child:
 
 
 def _answers(children: list[_Child], timeout: float) -> Iterator[tuple[int, ImageCheck]]:
-    """Takes what the children have to say, or notes that one has been silent for too long."""
+    """Yields results of the children, or notes one that hangs.
+
+    A child is hung if it has been silent for longer than `timeout`.
+    """
     ready = wait([child.pipe for child in children if child.busy], min(timeout, 1.0))
     for child in children:
         if child.pipe in ready:
@@ -294,7 +303,10 @@ def _serve(
     parent: int,
     end_with_parent: Callable[[], None],
 ) -> None:
-    """What a child does, until its parent is gone; amid an image, too, which may have no end."""
+    """Main loop of a child, until its parent is gone.
+
+    It also ends amid an image, which may have no end.
+    """
     end_with_parent()
     for fatal in _FATAL:  # no stack trace of Paddle's or Python's, and no core file
         signal.signal(fatal, signal.SIG_DFL)

@@ -133,7 +133,10 @@ def _image_of_objects(records: Records) -> np.ndarray:
 
 
 def _scales(records: Records, image_size: tuple[int, int], resize: Resize) -> np.ndarray:
-    """float64 [N, 2]: input pixels per original pixel, x y; 1 where the size is not known."""
+    """Input pixels per original pixel, float64 [N, 2], x y.
+
+    1 where the size is not known.
+    """
     scale_N2 = np.ones((len(records), 2))
     for index, (height, width) in enumerate(records.sizes_N2.tolist()):
         if width:
@@ -258,7 +261,7 @@ def overview(counts: Mapping[str, Any]) -> list[tuple[str, str]]:
 
 
 def class_rows(of_splits: Sequence[Mapping[str, Any]], most: int) -> list[list[str]]:
-    """A row for each class: id, name, objects and images in each split.
+    """A row for each class: id, name, objects and images per split.
 
     From `summary` of each.  In the order of the class numbers; of more than `most` classes the
     common and the rare halves, by the first split, with a row of dots between.
@@ -418,7 +421,9 @@ class Refit(NamedTuple):
 
 
 def refit(wh_N2: np.ndarray, before_LA2: np.ndarray, *, threshold: float, seed: int) -> Refit:
-    """Fits anchors where the present ones reach fewer than ENOUGH_RECALL of the boxes.
+    """Refits anchors if the present ones have a recall below ENOUGH_RECALL.
+
+    Recall is over boxes.
 
     Args: as `fit_anchors`.
     """
@@ -441,7 +446,10 @@ def _logs(anchors_LA2: np.ndarray) -> np.ndarray:
 
 
 def _misfit(logs_N2: np.ndarray, anchors_K2: np.ndarray) -> np.ndarray:
-    """[N] logarithm of the worse of the two ratios to the best anchor; both in logarithms."""
+    """Log of the worse of two ratios to the best anchor, [N].
+
+    Both arguments are in logarithms.
+    """
     best_N = np.full(len(logs_N2), np.inf, np.float32)
     for anchor_2 in anchors_K2:
         wide_N, high_N = np.abs(logs_N2 - anchor_2).T
@@ -455,7 +463,10 @@ def _fitness(logs_N2: np.ndarray, anchors_K2: np.ndarray, threshold: float) -> f
 
 
 def _k_means(logs_N2: np.ndarray, count: int, rng: np.random.Generator) -> np.ndarray:
-    """Centres [K, 2], started as k-means++ does: far ones are likelier (Arthur 2007)."""
+    """K-means centres [K, 2], started as k-means++ does.
+
+    Far ones are likelier (Arthur 2007).
+    """
     centres = [logs_N2[rng.integers(len(logs_N2))]]
     far_N = np.full(len(logs_N2), np.inf)
     for _ in range(count - 1):
@@ -481,7 +492,10 @@ def _evolve(
     generations: int,
     rng: np.random.Generator,
 ) -> np.ndarray:
-    """The fittest anchors, in logarithms, of so many random changes of the fittest so far."""
+    """Fittest anchors, in logarithms, of `generations` random changes.
+
+    Each changes the fittest so far.
+    """
     best_K2, best = start_K2, _fitness(logs_N2, start_K2, threshold)
     for _ in range(generations):
         changed_K2 = rng.random(best_K2.shape) < _CHANCE

@@ -252,7 +252,10 @@ def _unused(raw: RawSet) -> Iterator[Issue]:
 
 
 def _unlisted(config: DataConfig, splits: Mapping[str, ValidatedSplit]) -> dict[str, list[Issue]]:
-    """Images in the folders of the splits that none lists, the test split neither."""
+    """Images in the splits' folders that no split lists.
+
+    The test split counts, too.
+    """
     real = cache(os.path.realpath)  # of a folder, which links may give several names
 
     def place(path: str) -> str:
@@ -277,7 +280,10 @@ def _unlisted(config: DataConfig, splits: Mapping[str, ValidatedSplit]) -> dict[
 
 
 def good_objects(image: RawImage, done: Counter[str]) -> list[RawObject]:
-    """The objects of an image that are good, or put right, which `done` counts."""
+    """Good and repaired objects of an image.
+
+    `done` counts what was repaired or left out.
+    """
     result: dict[tuple[object, ...], RawObject] = {}
     for thing in image.objects:
         box, size = thing.box, (image.width, image.height)

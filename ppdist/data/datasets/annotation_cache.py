@@ -69,12 +69,14 @@ def _say_once(why: str) -> None:
 
 
 def kept_or_read(settings: object, read: Callable[[], Read], *, anew: bool) -> tuple[Read, bool]:
-    """What was kept, if nothing has changed since; else what is read now, which is kept.
+    """Cached split if nothing has changed since; else reads it anew.
+
+    What is read is cached.
 
     Args:
         settings: everything besides files that decides the result; it must survive JSON.
         anew: read in any case.
-    Returns: the split, and whether it was kept.
+    Returns: the split, and whether it came from the cache.
     """
     entries = KeyedCache.of_user("annotations", _MOST_BYTES, _say_once)
     key = json.dumps([_VERSION, settings], sort_keys=True)
@@ -97,7 +99,7 @@ def kept_or_read(settings: object, read: Callable[[], Read], *, anew: bool) -> t
 def read_on_host(
     read: Callable[[], Sequence[DetectionSet | None]], root: str
 ) -> Sequence[DetectionSet | None]:
-    """Reads sets once a host: its first rank does, the others map what it has.  Collective.
+    """Reads sets once per host; other ranks map the first's.  Collective.
 
     Args: root: below which this rank has its files; only ranks with the same one share.
     Raises: whatever `read` raises, on every rank.
@@ -127,7 +129,10 @@ def read_on_host(
 
 
 def _descriptor(dataset: DetectionSet | None) -> int | None:
-    """Of a file with the set, for other processes to open; -1: there can be none."""
+    """Descriptor of a file with the set, for other processes to open.
+
+    -1: there can be none.
+    """
     if dataset is None:
         return None
     file = Records.of(dataset.records).file
@@ -158,7 +163,7 @@ def _of_rank(process: int, descriptor: int | None) -> DetectionSet | None:
 
 
 def _kept(entries: KeyedCache, key: str) -> Read | None:
-    """None: there is none, or something has changed of what it was read from."""
+    """Cached entry; None: there is none, or its inputs have changed."""
     view = entries.map(key)
     if view is None:
         return None
@@ -198,7 +203,10 @@ def _identity(path: str) -> str:
 
 
 def _summary(path: str) -> tuple[str, int]:
-    """It changes with each file in a folder; and the newest time, in ns."""
+    """Summary of a folder, and its newest time in ns.
+
+    It changes with each file in the folder.
+    """
     try:
         with os.scandir(path) as entries:
             names = sorted(entry.name for entry in entries)
@@ -255,7 +263,12 @@ def _parts(found: Read, state: Mapping[str, Any]) -> list[Any]:
 
 
 def _opened(view: memoryview, file: str) -> tuple[Read, Mapping[str, Any]]:
-    """The set, whose arrays are the file's, and `_state`.  Args: file: its path, or ""."""
+    """The set in a file, and its `_state`.
+
+    The set's arrays are the file's.
+
+    Args: file: its path, or "".
+    """
     first = 8 + int.from_bytes(view[:8], "little")
     head = json.loads(bytes(view[8:first]))
     arrays = {}

@@ -233,7 +233,10 @@ _OF_IMAGES = {  # kinds of which an image has one, not each of its objects
 
 
 class Strictly:
-    """Training's `Complain`: errors stop it once a split is read, warnings become a line a kind."""
+    """`Complain` for training: errors stop it, warnings are logged by kind.
+
+    Errors stop it once a split is read; each kind of warning becomes one line.
+    """
 
     def __init__(self) -> None:
         self._first: dict[str, Issue] = {}
@@ -248,7 +251,7 @@ class Strictly:
         return code in self._counts
 
     def report(self, *read: RawSet | RawColumns | DetectionSet) -> tuple[str, ...]:
-        """Logs the lines of warnings and returns them; nothing where nothing was found.
+        """Logs the warnings and returns their lines; empty without issues.
 
         Args: read: what could be read, beside which errors are few or many.
         Raises: DataError: the first error.
@@ -279,7 +282,7 @@ def _numbers(read: RawSet | RawColumns | DetectionSet) -> tuple[int, int]:
 
 
 def _remedy(kind: str, wrong: int, good: int) -> str:
-    """What to do: leave out a few wrong entries, or look for the cause of many."""
+    """Advice on wrong entries: leave out few, find the cause of many."""
     if KINDS[kind].fix == _NOT_FIXED:
         return ""
     if good and wrong <= max(2, _FEW * good):
@@ -296,7 +299,10 @@ def quietly(issue: Issue) -> None:
 
 
 class Malformed(Exception):
-    """A part of a file that its reader leaves out, and complains of."""
+    """Raised for a part of a file that its reader leaves out.
+
+    The reader complains of it.
+    """
 
     def __init__(self, issue: Issue) -> None:
         super().__init__(issue.text)
@@ -387,7 +393,10 @@ def absolute_paths(paths: Iterable[str]) -> list[str]:
 
 
 def _say_lost(columns: RawColumns, lost: Sequence[str], background: int) -> tuple[str, ...]:
-    """Logs what became of images without a good box and returns it; background counts apart."""
+    """Logs and returns a line about images without a good box.
+
+    They are left out; images annotated as background count apart.
+    """
     if not lost:
         return ()
     count = len(columns.paths)
@@ -401,7 +410,10 @@ def _say_lost(columns: RawColumns, lost: Sequence[str], background: int) -> tupl
 
 
 class _Good(NamedTuple):
-    """numbers_O: of the objects that are used, image after image; boxes_O4, area_O: float32."""
+    """Good objects.
+
+    numbers_O: of the objects that are used, image after image; boxes_O4, area_O: float32.
+    """
 
     numbers_O: np.ndarray
     boxes_O4: np.ndarray
@@ -517,7 +529,10 @@ class BoxPolicy:
         return f"{done} of {self._boxes} boxes"
 
     def report(self) -> tuple[str, ...]:
-        """Logs one line for the whole split and returns it; nothing where all boxes were good."""
+        """Logs and returns one line for the split; empty if all good.
+
+        All good: every box could be used as it is.
+        """
         if not self._counts:
             return ()
         line = f"{self._source}: {self.done} (data.bad_boxes: {self._policy})"
@@ -529,7 +544,7 @@ _ROUNDING = 1.0  # pixels by which a box may stick out without a word: formats r
 
 
 def box_problem(box: Box, width: int, height: int) -> str | None:
-    """The kind (see KINDS) of what is wrong with a box, or None.
+    """Kind (see KINDS) of a box's problem, or None.
 
     Sticking out by up to a pixel is not wrong: formats round, and count from 0 or 1.  A box has an
     area if it still has one as float32, which is what training makes of it.
@@ -616,9 +631,10 @@ def box_in_order(box: Box) -> Box:
 
 
 def outlines_in(value: Any) -> tuple[np.ndarray, ...] | None:
-    """[[x1, y1, x2, y2, x3, y3, ...], ...] as float64 [K, 2] each; None: it is something else.
+    """Outlines parsed from lists of numbers; None: it is something else.
 
-    Parts of fewer than three points, which have no area, are left out where others have one.
+    [[x1, y1, x2, y2, x3, y3, ...], ...] becomes float64 [K, 2] each.  Parts of fewer than three
+    points, which have no area, are left out where others have one.
     """
     if not isinstance(value, list):
         return None
@@ -633,7 +649,7 @@ def outlines_in(value: Any) -> tuple[np.ndarray, ...] | None:
 
 
 def extent_of(value: Any) -> Box | None:
-    """The box of outlines as files have them; None: there is none, or it is malformed."""
+    """Box around outlines as files have them; None: absent or malformed."""
     outlines = outlines_in(value)
     if not outlines:
         return None
@@ -643,7 +659,10 @@ def extent_of(value: Any) -> Box | None:
 
 
 class Size(NamedTuple):
-    """Of an image, in pixels.  known: False: 1x1 stands for a size that nobody knows."""
+    """Image size in pixels.
+
+    known: False: 1x1 stands for a size that nobody knows.
+    """
 
     width: int
     height: int
@@ -653,7 +672,7 @@ class Size(NamedTuple):
 def size_of(
     path: Path, width: int | None, height: int | None, said: str, where: str, complain: Complain
 ) -> Size:
-    """The annotated size of an image, or its own size and an issue.
+    """Annotated size of an image, or its own size and an issue.
 
     Args:
         width, height: as annotated; None: not, or no number.
@@ -727,21 +746,26 @@ SPLIT_WORDS = {
 
 
 def split_of(name: str) -> str:
-    """train, val or test as a name says it: `instances_train2017`; "": it says none."""
+    """Split that a name indicates: train, val, test or "" for none.
+
+    For example `instances_train2017` is train.
+    """
     words = re.findall("[a-z]+|训练|验证|测试", name.lower())
     return next((SPLIT_WORDS[word] for word in words if word in SPLIT_WORDS), "")
 
 
 def find_image(folder: Path, name: str, where: str, complain: Complain) -> Path | None:
-    """The image that an annotation file calls `name`; None, and an issue: not found.
+    """Finds the image that an annotation file calls `name`.
+
+    Returns None, with an issue, if it is not found.
 
     A name is relative to the folder, or an absolute path of an image.  Where there is no such file,
-    it may be there in other bytes: names that came out of an archive made on a Chinese Windows are
-    GBK on disk, on a Western one Windows-1252, macOS takes letters and accents apart, and Windows
-    separates folders by a backslash.  Else it is what the end of the name leads to, because tools
-    write paths of their own machines and folders (`data/obj_train_data/a.jpg`, `..\\..\\upload\\
-    a.jpg`), or the only file below the folder with its last part; an issue says so.  An image of
-    another split never is: a training image that is missing is not the validation's of that name.
+    it may be there in other bytes: names from an archive made on a Chinese Windows are GBK on disk,
+    on a Western one Windows-1252, macOS takes letters and accents apart, and Windows separates
+    folders by a backslash.  Else it is what the end of the name leads to, because tools write paths
+    of their own machines and folders (`data/obj_train_data/a.jpg`, `..\\..\\upload\\a.jpg`), or the
+    only file below the folder with its last part; an issue says so.  An image of another split
+    never is: a training image that is missing is not the validation's of that name.
     """
     path, outside = None, None
     try:
@@ -786,7 +810,10 @@ def _other_spellings(name: str) -> Iterator[str]:
 
 
 def _by_its_end(folder: str, name: str) -> str:
-    """The file at the longest matching end of a path; "": none, or several."""
+    """File at the longest matching end of a path.
+
+    "" if there is none, or several.
+    """
     parts = [part for part in name.split("/") if part not in ("", os.curdir, os.pardir)]
     for begin in range(1, len(parts) - 1):
         path = os.path.join(folder, *parts[begin:])
@@ -796,7 +823,10 @@ def _by_its_end(folder: str, name: str) -> str:
 
 
 def _of_another_split(path: str, name: str, where: str) -> bool:
-    """Whether a file's folders speak of another split than its name and its list do."""
+    """Whether a file's folders indicate another split than was asked for.
+
+    Its name and the list that names it say which split was asked for.
+    """
 
     def of_folders(file: str) -> str:
         deepest_first = reversed(Path(file).parent.parts)
@@ -809,7 +839,10 @@ def _of_another_split(path: str, name: str, where: str) -> bool:
 
 
 def is_there(path: str | os.PathLike[str]) -> bool:
-    """Whether a file is in its folder; each folder is listed once, until `look_anew`."""
+    """Whether a file is in its folder.
+
+    Lists each folder once, until `look_anew`.
+    """
     place, name = os.path.split(path)
     return name in _names_in(place or os.curdir) or storage.is_in_shard(path)
 
@@ -824,7 +857,10 @@ def _names_in(folder: str) -> frozenset[str]:
 
 @lru_cache(maxsize=4)
 def _only_below(folder: str) -> dict[str, str]:
-    """Path of each file below a folder by its lower-case name; "": several have it."""
+    """Maps lower-case names to paths of files below a folder.
+
+    "": several have the name.
+    """
     found: dict[str, str] = {}
     for file in files_below(folder):
         name = os.path.basename(file).casefold()
@@ -907,16 +943,25 @@ _ENCODING_NAMES = {"gb18030": "GBK", "cp1252": "Windows-1252"}
 
 
 class Encodings:
-    """Guesses the encoding of files that are not UTF-8: rather one that all of them share."""
+    """Guesses the encoding of files that are not UTF-8.
+
+    It prefers one that all of them share.
+    """
 
     def __init__(self, files: Callable[[], Iterable[str | Path]] = tuple) -> None:
-        """Args: files: those of a set, read when the first of them is not UTF-8."""
+        """Takes the files of a set.
+
+        Args: files: those of a set, read when the first of them is not UTF-8.
+        """
         self._files = files
         self._shared: tuple[Callable[[bytes], bool], str] | None = None
         self._looked = False
 
     def guess(self, content: bytes) -> str | None:
-        """Args: content: of a file that is not UTF-8.  Returns: None: nothing fits."""
+        """Guesses the encoding of a file; None: nothing fits.
+
+        Args: content: of a file that is not UTF-8.
+        """
         if not self._looked:
             self._shared, self._looked = self._common(), True
         if self._shared is not None and self._shared[0](content):
@@ -937,7 +982,7 @@ class Encodings:
 
 
 def unread_twin(path: str | Path) -> str:
-    """Where an image is absent: a file of its name, but of a kind that is not read; else ""."""
+    """File with an absent image's name but an unsupported suffix; else ""."""
     stem = os.path.splitext(path)[0]
     twins = (stem + each for suffix in UNREAD_SUFFIXES for each in (suffix, suffix.upper()))
     return next(filter(os.path.isfile, twins), "")
@@ -950,9 +995,10 @@ _XML_ENCODING = re.compile(rb"""<\?xml[^>]{1,60}encoding=["']([\w.-]{1,20})["']"
 def read_text(
     path: Path, complain: Complain | None = None, encodings: Encodings | None = None
 ) -> str:
-    """The text of an annotation file: UTF-8, else what it declares or is guessed, and an issue.
+    """Text of an annotation file, decoded as UTF-8 or another encoding.
 
-    UTF-8 may begin with its mark.
+    Anything but UTF-8 is what the file declares or is guessed, and an issue.  UTF-8 may begin with
+    its mark.
 
     Args:
         complain: gets `encoding` and `line_ends`; without it only UTF-8 is read.
@@ -1035,7 +1081,9 @@ def is_name_list(name: str) -> bool:
 
 
 def name_lists(folder: Path, complain: Complain | None = None) -> dict[Path, tuple[str, ...]]:
-    """The lists of classes in a folder, a name a line or `number name`, with what they say.
+    """Lists of classes in a folder, with their class names.
+
+    A list has a name a line, or `number name`.
 
     Raises: DataError: one is not text, or they differ.
     """
@@ -1132,7 +1180,7 @@ class _Plain(yaml.SafeLoader):
 
 
 def _data_yaml(file: Path, complain: Complain | None) -> dict[Any, Any]:
-    """The content of a YAML data file; empty if it is some other file."""
+    """Content of a YAML data file; empty for other files."""
     if not file.is_file() or file.stat().st_size > _MOST_YAML_BYTES:
         return {}
     try:
@@ -1145,7 +1193,10 @@ def _data_yaml(file: Path, complain: Complain | None) -> dict[Any, Any]:
 
 
 def points_shape(root: Path) -> tuple[int, int] | None:
-    """`kpt_shape` of the data files in root: points of an object, and numbers of each."""
+    """`kpt_shape` of the data files: points of an object, numbers per point.
+
+    The data files are those in root.
+    """
     for file in sorted(root.glob("*.y*ml")):
         match _data_yaml(file, quietly).get("kpt_shape"):
             case [int(points), int(numbers)]:

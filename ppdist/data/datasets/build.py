@@ -105,7 +105,9 @@ def _kept_or_read(
     whole: bool,
     check: Callable[[DetectionSet], None],
 ) -> DetectionSet:
-    """A split, from the cache where it is there as it would be read now.
+    """Reads a split, from the cache if it is up to date.
+
+    Up to date: as it would be read now.
 
     Raises: DataError: the split cannot be read, or as `check`.
     """
@@ -165,7 +167,10 @@ def _check_folder(config: DataConfig, split: Split) -> None:
 
 
 def _places(config: DataConfig, split: Split) -> tuple[Path, tuple[Path, ...]]:
-    """data.root, and the folders of a split's images: one, unless the format is YOLO."""
+    """`data.root`, and the folders of a split's images.
+
+    There is one folder, unless the format is YOLO.
+    """
     root = storage.folder_of(config.root)
     folders = tuple(
         storage.folder_of(config.root, name) for name in _section(config, split).image_folders
@@ -186,7 +191,10 @@ _OF_STORES = ("coco", "csv")  # formats of one file a split
 
 
 def _require_few_files(config: DataConfig, split: Split) -> None:
-    """Raises: DataError: a format that reads a file for each image, or lists folders."""
+    """Rejects formats that read many small files or list folders.
+
+    Raises: DataError: the format is one of them.
+    """
     if config.format in _OF_STORES or plugins.registered("dataset", config.format) is not None:
         return
     raise DataError(
@@ -307,9 +315,9 @@ def _raw_of_ours(
 
 
 def _known_classes(config: DataConfig, split: Split) -> KnownClasses:
-    """What names the classes of a COCO file: data.class_names, else the training split's file.
+    """What names a COCO file's classes: data.class_names or the training file.
 
-    Raises: DataError: that is not COCO.
+    Raises: DataError: that file is not COCO.
     """
     if config.class_names:
         return KnownClasses(config.class_names, "data.class_names")
@@ -359,9 +367,10 @@ _ANNOTATIONS = {"coco": "JSON file", "csv": "CSV file"}
 
 
 def _annotation_files(config: DataConfig, split: Split) -> tuple[Path, tuple[Path, ...]]:
-    """What may name the classes, of the training split, and the files or folders of this one.
+    """Files that may name the classes, and this split's annotations.
 
-    None of this split: they are found by its images.
+    The first are those of the training split; the others are files or folders, none where the
+    images lead to them.
     """
     if config.format == "folder":  # of its images the folders name the classes
         return storage.folder_of(config.root, config.train.image_folders[0]), ()
@@ -518,7 +527,10 @@ def check_files(dataset: DetectionSet) -> None:
 
 
 def _absent_in_store(folder: str, names: Sequence[str], source: str) -> set[str]:
-    """Raises: DataError: the store, or the index of the shards, does not answer."""
+    """Paths of listed images that the store does not have.
+
+    Raises: DataError: the store, or the index of the shards, does not answer.
+    """
     try:
         absent = storage.absent_of(folder, names)
     except OSError as error:
@@ -532,7 +544,10 @@ def _absent_in_store(folder: str, names: Sequence[str], source: str) -> set[str]
 
 
 def _listing(folder: str, source: str) -> dict[str, bool]:
-    """Name -> whether it is a link; nothing where there is no such folder."""
+    """Maps names in a folder to whether each is a link.
+
+    Empty where there is no such folder.
+    """
     try:
         with os.scandir(folder) as entries:
             return {entry.name: entry.is_symlink() for entry in entries}
@@ -573,7 +588,10 @@ def check_classes(dataset: DetectionSet, num_classes: int) -> None:
 
 
 def check_objects(dataset: DetectionSet) -> None:
-    """There is something to learn or to measure.  Raises: DataError: no object in any image."""
+    """Checks that there is something to learn or to measure.
+
+    Raises: DataError: no object in any image.
+    """
     if not has_objects(dataset):
         raise DataError(
             f"none of its {len(dataset.records)} images has an object",
@@ -590,7 +608,7 @@ def has_objects(dataset: DetectionSet) -> bool:
 
 
 def same_sets(config: DataConfig) -> str:
-    """Where training and validation are read from one place, a line that says so; else ""."""
+    """Warning that training and validation use the same data; else ""."""
     if config.val_fraction is not None:
         return ""
     root = storage.folder_of(config.root)

@@ -74,7 +74,7 @@ class Categories(NamedTuple):
 def read_coco(
     images: Path, annotations: Path, complain: Complain, *, known: KnownClasses = OWN_CLASSES
 ) -> RawSet:
-    """The images of a COCO file in its order, with everything that conversion keeps.
+    """Images of a COCO file in order, with everything conversion keeps.
 
     Class numbers follow category ids, or `known`.  A box that is not given is that of the outline
     or mask.  A file without `annotations` is one of images to be annotated.  `extra` of an object
@@ -97,7 +97,9 @@ def read_coco_columns(
     known: KnownClasses = OWN_CLASSES,
     masks: bool = False,
 ) -> RawColumns:
-    """As `read_coco`, what training needs of it, without an object in Python for each box.
+    """As `read_coco`, in columns, with only what training needs.
+
+    It builds no object in Python for each box.
 
     Args: masks: outlines, too.
     """
@@ -105,7 +107,7 @@ def read_coco_columns(
 
 
 def read_index(annotations: Path) -> tuple[list[str], tuple[str, ...]]:
-    """File names of the images and names of the classes, without the objects.
+    """Names of the images and of the classes, without the objects.
 
     Raises: DataError: the file as a whole is not COCO.
     """
@@ -226,11 +228,11 @@ class _Odd:
 
 
 class _File:
-    """What a COCO file says: columns of its images and objects, piece after piece.
+    """Columns of images and objects of a COCO file, piece by piece.
 
-    A piece whose entries are as almost all are becomes columns at once.  Those of another are
-    looked at one by one, and what is wrong with one is noted until all images and classes are
-    known.
+    A piece whose entries look like almost all others becomes columns at once.  Otherwise its
+    entries are looked at one by one, and what is wrong with one is noted until all images and
+    classes are known.
 
     Attributes: columns: of what is good, once all is read.  further: what else the file has.
     """
@@ -292,7 +294,7 @@ class _File:
         return "" if found is None else str(found)
 
     def _image(self, entry: Any, number: int) -> tuple[Any, ...] | None:
-        """A row of _IMAGE_COLUMNS; None: it has no id, of which is complained."""
+        """Row of _IMAGE_COLUMNS; None without an id, which it reports."""
         try:
             identity, name, height, width = _OF_IMAGE(entry)
         except (KeyError, TypeError):
@@ -650,7 +652,10 @@ def _whole(
 
 
 def _positions(known_N: np.ndarray, places_K: np.ndarray, wanted_O: np.ndarray) -> np.ndarray:
-    """Where each stands in `known_N`, at some places that have none twice; -1: nowhere."""
+    """Position in `known_N` of each wanted value; -1: absent.
+
+    Args: places_K: only these positions of known_N count; they hold no value twice.
+    """
     if not len(places_K):
         return np.full(len(wanted_O), -1)
     order_K = places_K[known_N[places_K].argsort()]
@@ -725,7 +730,10 @@ def classes_of(
 
 
 def _group(entries: Sequence[Mapping[str, Any]], used: Collection[int | None]) -> str:
-    """The category that is all others' supercategory and no annotation's, as Roboflow's first."""
+    """Category that groups all others, as in Roboflow's exports; else "".
+
+    It is the supercategory of all others, and no annotation has it.
+    """
     for entry in entries:
         others = [each.get("supercategory") for each in entries if each is not entry]
         if whole_number(entry["id"]) not in used and {*map(str, others)} == {str(entry["name"])}:
@@ -789,12 +797,15 @@ def _class_extras(
 
 
 def _as_text(value: Any) -> str:
-    """What a message says of a number in quotes, which looks like one without them."""
+    """ " is text" for a value in quotes, for messages.
+
+    A number looks the same without them.
+    """
     return " is text" if isinstance(value, str) else ""
 
 
 def whole_number(value: Any) -> int | None:
-    """A whole number that 64 bits can hold, also where it is written as 3.0; else None."""
+    """Value as an int of 64 bits, also from 3.0; else None."""
     if type(value) is float and value.is_integer():
         value = int(value)
     return value if type(value) is int and abs(value) < 2**63 else None
@@ -821,7 +832,7 @@ def _box(entry: Mapping[str, Any]) -> Box | str:
 
 
 def _mask_extent(mask: Mapping[str, Any]) -> Box | None:
-    """The box of a run-length mask, columns first; None: it is empty, or malformed.
+    """Box of a run-length mask, columns first; None: empty or malformed.
 
     Source: github.com/cocodataset/cocoapi, common/maskApi.c, rleToBbox.
     """
@@ -942,13 +953,16 @@ def _entry(
 
 
 def _bbox(box: Box) -> list[float]:
-    """[x, y, w, h] so short that x + w is still exactly the right edge."""
+    """COCO's bbox [x, y, w, h] in shortest form.
+
+    x + w is still exactly the right edge.
+    """
     x1, y1, x2, y2 = box
     return [_short(value) for value in (x1, y1, _side(x1, x2), _side(y1, y2))]
 
 
 def _side(low: float, high: float) -> float:
-    """What gives `high` when added to `low`; of several such numbers the one of fewest digits."""
+    """Shortest number that gives exactly `high` when added to `low`."""
     side = high - low
     candidates = [round(side, digits) for digits in range(17)]
     candidates += [math.nextafter(side, math.inf), math.nextafter(side, -math.inf)]

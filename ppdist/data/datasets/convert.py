@@ -230,7 +230,10 @@ _DEEPEST = 50  # lists and mappings in one another
 
 
 def _finite_only(value: Any, lost: Counter[str], depth: int = 0) -> Any:
-    """NaN and infinity, which JSON has not, become null, and so does what nobody can nest."""
+    """Replaces NaN, infinity and too deep nesting by null.
+
+    JSON has neither NaN nor infinity.
+    """
     if isinstance(value, dict | list) and depth == _DEEPEST:
         lost["further properties: nested too deeply, become null"] += 1
         return None
@@ -245,7 +248,10 @@ def _finite_only(value: Any, lost: Counter[str], depth: int = 0) -> Any:
 
 
 def _once(raw: RawSet, lines: list[str]) -> RawSet:
-    """An image that is listed several times has one annotation file: all of its objects."""
+    """Merges the objects of images that are listed several times.
+
+    Such an image has one annotation file.
+    """
     first: dict[Path, RawImage] = {}
     for image in raw.images:
         before = first.setdefault(image.path, image)
@@ -258,7 +264,10 @@ def _once(raw: RawSet, lines: list[str]) -> RawSet:
 
 
 def _as_files_are(raw: RawSet, lines: list[str]) -> RawSet:
-    """Each image as large as its file says, so that fractions of it mean the same pixels."""
+    """Gives each image the size its file has.
+
+    Then fractions of it mean the same pixels.
+    """
     kept, turned, strange = [], 0, []
     for image in raw.images:
         frame, size = read_header(image.path), (image.width, image.height)
@@ -279,7 +288,10 @@ def _as_files_are(raw: RawSet, lines: list[str]) -> RawSet:
 
 
 def turned_upright(image: RawImage, frame: ImageHeader) -> RawImage:
-    """An image annotated as its pixels are stored, turned as they will be."""
+    """Annotations turned upright like the image's pixels will be.
+
+    They are given for the pixels as stored.
+    """
     objects = []
     for thing in image.objects:
         x1, y1, x2, y2 = thing.box
@@ -297,7 +309,10 @@ def turned_upright(image: RawImage, frame: ImageHeader) -> RawImage:
 
 
 def _turn(x: Any, y: Any, frame: ImageHeader) -> tuple[Any, Any]:
-    """Where a point of the stored pixels comes to lie (EXIF 2.32, tag 274; edges, not centres)."""
+    """Where a point of the stored pixels lies in the upright image.
+
+    EXIF 2.32, tag 274; points are edges, not centres.
+    """
     width, height = frame.stored
     return {
         1: (x, y),
@@ -317,13 +332,13 @@ def _common_folder(raw: RawSet) -> str:
 
 
 def _outside_shard(path: Path) -> str:
-    """An absolute path, of an image in a shard what it would be beside its shard."""
+    """Absolute path; of an image in a shard, that beside its shard."""
     place = place_in_shard(storage.absolute(path))
     return storage.absolute(path) if place is None else os.path.join(place.folder, place.name)
 
 
 def _new_names(raw: RawSet, folder: str, lines: list[str], *, by_key: bool) -> list[str]:
-    """Of each image relative to its folder: one name for one path, another for another.
+    """New name of each image relative to its folder, unique by path.
 
     Args: by_key: told apart without their suffixes, as their labels will be.
     """
@@ -349,7 +364,7 @@ def _new_names(raw: RawSet, folder: str, lines: list[str], *, by_key: bool) -> l
 
 
 def _clean(name: str) -> str:
-    """A name that UTF-8, XML and lists can hold, and whose labels YOLO finds."""
+    """Name valid in UTF-8, XML and lists, with labels YOLO can find."""
     content = os.fsencode(name)
     for encoding in ("utf-8", "gb18030"):
         try:
@@ -364,7 +379,10 @@ def _clean(name: str) -> str:
 
 
 def _named(part: str) -> str:
-    """Without blanks around it; what they kept from meaning another folder does not mean it now."""
+    """Strips surrounding whitespace; keeps names distinct from `.`, `..` and "".
+
+    Whitespace kept such a name from meaning another folder.
+    """
     bare = part.strip()
     return "_" if bare in ("", ".", "..") else bare
 
@@ -392,7 +410,7 @@ def _write_classes(raw: RawSet, form: Format, out: Path, split: str) -> None:
 
 
 def _data_yaml(raw: RawSet, splits: Sequence[str]) -> str:
-    """What ultralytics reads a set by; it names no split that is not there."""
+    """YAML data file for ultralytics, with only the splits that exist."""
     lists = {split: f"{split}.txt" for split in splits}
     content = {"path": ".", **lists, "names": [*raw.class_names]}
     return yaml.safe_dump(content, sort_keys=False, allow_unicode=True)
@@ -453,7 +471,7 @@ def _absent_line(absent: Sequence[str]) -> str:
 
 
 def _content(source: str) -> bytes | None:
-    """An image of a store, of a shard or of a disk; None: it cannot be read."""
+    """Bytes of an image of a store, shard or disk; None: unreadable."""
     try:
         return stores.with_retries(lambda: storage.read_file(source, MOST_BYTES))
     except OSError:
@@ -463,7 +481,10 @@ def _content(source: str) -> bytes | None:
 def _sharded(
     raw: RawSet, names: Sequence[str], folder: Path, split: str, shard_bytes: int
 ) -> tuple[dict[str, Any], list[str]]:
-    """Writes the shards of a split.  Returns: COCO's JSON for them, and lines for the user."""
+    """Writes the shards of a split.
+
+    Returns: COCO's JSON for them, and lines for the user.
+    """
     keys = _shard_names(names)
     content, lines = coco_content(raw, keys)
     renamed = sum(key != name for key, name in zip(keys, names))
@@ -496,7 +517,10 @@ def _sharded(
 
 
 def _shard_names(names: Sequence[str]) -> list[str]:
-    """Names whose key WebDataset finds: it ends at the first dot of the last part."""
+    """Names whose key WebDataset finds.
+
+    The key ends at the first dot of the last part.
+    """
     result: dict[str, str] = {}
     taken: set[str] = set()
     for name in dict.fromkeys(names):
@@ -513,7 +537,10 @@ def _shard_names(names: Sequence[str]) -> list[str]:
 
 
 def _place_of_xml(out: Path, split: str, folder: str) -> str:
-    """Below Annotations; a reader would take images in a folder of this name for those meant."""
+    """Free name of a folder for XML files below Annotations.
+
+    A reader would take images in a folder of this name for those meant.
+    """
     place = split
     while os.path.lexists(os.path.join(folder, place)) or (out / "Annotations" / place).exists():
         place += "_"
@@ -650,7 +677,7 @@ def _classes_of_groups(
 
 
 def rows_of_parts(dataset: DetectionSet, part_N: np.ndarray, parts: int) -> list[list[str]]:
-    """Rows of a table: all images, those of each class; in all, by part."""
+    """Table rows: image counts by part, in all and by class."""
     shown_CP = _shown(dataset, part_N, parts)
     sizes_P = np.bincount(part_N, minlength=parts)
     rows = [["any", *map(str, (len(part_N), *sizes_P))]]
@@ -790,7 +817,10 @@ def _csv_line(cells: Sequence[str]) -> str:
 
 
 def _csv_lines(table: Path, count: int) -> tuple[str, list[str]]:
-    """(header, lines); a table has a header where it has one row more than images."""
+    """Header and lines of a table.
+
+    A table has a header where it has one row more than images.
+    """
     rows = [
         row
         for row in csv.reader(read_text(table, quietly).splitlines())
@@ -801,7 +831,11 @@ def _csv_lines(table: Path, count: int) -> tuple[str, list[str]]:
 
 
 def _require_labels_beside_images(config: DataConfig) -> None:
-    """A list finds the labels of `images/a.jpg` in `labels/`, wherever the folder says they are."""
+    """Checks that YOLO's labels lie in `labels` beside `images`.
+
+    A list finds the labels of `images/a.jpg` in `labels/`, wherever the configuration says they
+    are.
+    """
     (images, *_), (labels, *_) = config.train.image_folders, config.train.annotation_files
     *above, last = Path(images).parts
     expected = Path(*above, "labels") if last == "images" else None

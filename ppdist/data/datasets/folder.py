@@ -150,7 +150,7 @@ def read_csv(
 
 
 def _rows(table: Path) -> list[tuple[int, str, str]]:
-    """(line, path, label) of every line that is not empty; the header is none of them."""
+    """Line number, path and label of each non-empty line but the header."""
     lines = _cells(table)
     path_column, label_column, columns = 0, 1, 2
     lowered = [cell.lower() for cell in lines[0][1]] if lines else []

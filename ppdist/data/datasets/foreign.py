@@ -35,7 +35,10 @@ _NO_CLASS = ("__ignore__", "_background_")  # of labelme's label lists
 
 
 class _Shape(NamedTuple):
-    """box: None: it has none.  group: of shapes of one object; None: it is one alone."""
+    """A shape in a tool's file.
+
+    box: None: it has none.  group: of shapes of one object; None: it is one alone.
+    """
 
     name: str
     box: Box | None
@@ -45,7 +48,10 @@ class _Shape(NamedTuple):
 
 
 class _Annotated(NamedTuple):
-    """An image as a tool has it; path: None: outside the folder, and complained of."""
+    """An image as a tool annotates it.
+
+    path: None: outside the folder, and complained of.
+    """
 
     path: Path | None
     sides: tuple[Any, Any]
@@ -60,7 +66,7 @@ def tool_of(folder: Path) -> str:
 
 
 def read_foreign(folder: Path, complain: Complain) -> dict[str, RawSet]:
-    """The splits of a folder that `tool_of` knows; everything is train by default.
+    """Splits of a folder that `tool_of` knows; by default everything is train.
 
     Raises: DataError: it has no object.
     """
@@ -160,9 +166,10 @@ def _of_labelme(
 def _of_cvat(
     file: Path, folder: Path, names: dict[str, None], complain: Complain
 ) -> Iterator[_Annotated]:
-    """Of "CVAT for images 1.1"; names: gets the classes that its task declares.
+    """Images of "CVAT for images 1.1".
 
-    Raises: Malformed, ValueError, KeyError, TypeError: it is none.
+    Args: names: gets the classes that its task declares.
+    Raises: Malformed, ValueError, KeyError, TypeError: the file is of another kind.
     """
     text = read_text(file, complain)
     if "<!ENTITY" in text:

@@ -73,7 +73,7 @@ class Layout:
     notes: tuple[tuple[str, str], ...] = ()
 
     def section(self) -> dict[str, Any]:
-        """The keys of `data` that say all of this, as a configuration has them."""
+        """Keys of `data` that describe this layout, as a configuration has them."""
         splits = {"train": self.train, "val": self.val, "test": self.test}
         return {
             "format": self.format,
@@ -92,7 +92,9 @@ def is_layout(path: str | Path) -> bool:
 
 
 def find_layout(source: str) -> Layout:
-    """What a path is, by its files alone; the same on every host that has the same files.
+    """Determines what a path is by its files alone.
+
+    It is the same on every host that has the same files.
 
     Args: source: a data.yaml or a folder.
     Raises: DataError: no data set that can be read, or not plainly one; ConfigError: not YAML.
@@ -116,7 +118,10 @@ def find_layout(source: str) -> Layout:
 
 
 def _check_names_of_folders(layout: Layout) -> None:
-    """Raises: DataError: a configuration, which is UTF-8, cannot say where the files are."""
+    """Checks that a UTF-8 configuration can say where the files are.
+
+    Raises: DataError: it cannot.
+    """
     for text in (str(layout.root), json.dumps(layout.section(), ensure_ascii=False)):
         if not text.isascii() and any("\udc80" <= letter <= "\udcff" for letter in text):
             shown = os.fsencode(layout.root).decode(errors="replace")
@@ -278,7 +283,10 @@ _LOOKED_AT = 20  # files of a kind
 
 
 def foreign_kind(file: str | Path) -> tuple[str, str]:
-    """The tool that wrote an annotation file, and what to do; "": none known."""
+    """Tool that wrote an annotation file, and what to do.
+
+    Both are "" if no tool is known.
+    """
     suffix = os.path.splitext(file)[1].lower()
     kinds = [each for each in _FOREIGN if each[1] == suffix]
     beginning = _beginning(file) if kinds else ""
@@ -308,7 +316,7 @@ def _refuse_foreign(files: Sequence[str], source: str) -> None:
 
 
 def _nested(path: Path) -> Iterator[Path]:
-    """A folder without those that an archive put around it, then the only one in it, and so on."""
+    """Yields a folder without archive wrappers, then its only subfolder, recursively."""
     for _ in range(_DEEPEST):
         entries = [each for each in path.iterdir() if not is_no_data(each.name)]
         below = [each for each in entries if each.is_dir()]
@@ -345,7 +353,10 @@ _WHOLE_SET = ("images", "image_list", "list", "all")  # as tools call the only l
 
 
 def _lists(folder: Path) -> dict[str, Path]:
-    """Image lists of a folder by split, without lists of one class (`cat_train.txt`)."""
+    """Image lists of a folder by split.
+
+    Leaves out lists of one class (`cat_train.txt`).
+    """
     by_split: dict[str, list[Path]] = {}
     for file in sorted(folder.iterdir()) if folder.is_dir() else []:
         stem = file.stem.lower()
@@ -554,7 +565,10 @@ def _names(file: Path, keys: Mapping[str, Node]) -> tuple[tuple[str, ...], list[
 
 
 def _check_names(file: Path, names: tuple[str, ...], root: Path, places: Sequence[Path]) -> None:
-    """Raises: DataError: a list of classes beside the labels numbers them in another way."""
+    """Checks that class lists beside the labels number classes alike.
+
+    Raises: DataError: one numbers them in another way.
+    """
     for place in places:
         folder = place if place.is_dir() else place.parent
         found = own_names(root, (label_folder(folder, root), folder))
@@ -568,7 +582,7 @@ def _check_names(file: Path, names: tuple[str, ...], root: Path, places: Sequenc
 
 
 def _root_of(base: Path, places: Sequence[Path]) -> Path:
-    """data.root: above all places, and above the folders `images` whose labels are beside them."""
+    """data.root: above all places and above `images` folders with labels beside."""
     root = base
     if not all(place.is_relative_to(base) for place in places):
         root = Path(os.path.commonpath([place.parent for place in places]))
@@ -853,7 +867,10 @@ def _yolo_lists(root: Path) -> dict[str, list[Path]]:
 
 
 def _darknet_valid(folder: Path) -> Path | None:
-    """The list that an `obj.data` beside the lists calls `valid`, whatever its name."""
+    """List that an `obj.data` beside the lists calls `valid`.
+
+    Its name does not matter.
+    """
     for file in sorted(folder.glob("*.data")):
         said = re.findall(
             r"^\s*valid\s*=\s*(\S+)", "\n".join(read_list(file, quietly)), re.MULTILINE

@@ -164,7 +164,7 @@ def _textured(size: int, colour: np.ndarray, rng: np.random.Generator) -> np.nda
 
 
 def _free_place(size: int, boxes: list[np.ndarray], rng: np.random.Generator) -> np.ndarray | None:
-    """A square region [4] xyxy that hardly overlaps the others; None if none was found."""
+    """Square region [4] xyxy that hardly overlaps others; None: not found."""
     for _ in range(_PLACING_TRIES):
         side = rng.uniform(*_SIDE_RANGE) * size
         corner = rng.uniform(0, size - 1 - side, 2)
@@ -175,7 +175,10 @@ def _free_place(size: int, boxes: list[np.ndarray], rng: np.random.Generator) ->
 
 
 def _outline(label: int, box: np.ndarray, rng: np.random.Generator) -> np.ndarray:
-    """Corners [K, 2] of a shape in a square region, turned at random, a little squeezed."""
+    """Corners [K, 2] of a shape, turned and squeezed at random.
+
+    The shape lies in a square region.
+    """
     corners, turn = {
         0: (40, 0.0),
         1: (4, rng.uniform(-0.25, 0.25)),

@@ -54,7 +54,7 @@ def read_voc(
     naming: Path | None = None,
     everything: bool = True,
 ) -> RawSet:
-    """The images that a list names, or those of a folder's XML files.
+    """Images that a list names, or those of a folder's XML files.
 
     A line of the list is an image's name without suffix, whose XML file is in root/Annotations, or
     `IMAGE XML`, both relative to root.  The image of a folder's a/b.xml lies beside it, or is
@@ -98,7 +98,10 @@ def read_voc(
 def _read(
     root: Path, images: Path, annotations: Path, complain: Complain, everything: bool
 ) -> list[tuple[RawImage, list[str]]]:
-    """Each image with the names of its objects' classes; the objects have no label yet."""
+    """Each image with the class names of its objects.
+
+    The objects have no label yet.
+    """
     result: list[tuple[RawImage, list[str]]] = []
     is_folder = annotations.is_dir()
     folder = annotations if is_folder else root / "Annotations"
@@ -128,7 +131,10 @@ _Entry = tuple[Path, Path | None, Callable[[ElementTree.Element], Path | None]]
 def _of_list(
     root: Path, images: Path, image_list: Path, complain: Complain
 ) -> Iterator[_Entry | None]:
-    """One for each line of a list; None: what the line names is left out."""
+    """One entry per line of a list; None: left out.
+
+    What the line names is then left out of the set.
+    """
     for line in read_list(image_list, complain):
         path: Path | None = None
         stem = ""
@@ -200,12 +206,18 @@ def _called(
 
 
 def xml_files(folder: Path) -> Iterator[str]:
-    """Absolute paths of all XML files in a folder and below it, in the order of their names."""
+    """Absolute paths of all XML files below a folder, sorted by name.
+
+    Files in the folder itself count, too.
+    """
     return (file for file in files_below(folder) if file.lower().endswith(".xml"))
 
 
 def _stem(root: Path, line: str) -> str:
-    """The image's name without suffix; in VOC's lists of one class 1, 0 or -1 follows it."""
+    """Image name without suffix, from a line of a list.
+
+    In VOC's lists of one class 1, 0 or -1 follows the name.
+    """
     first, *rest = line.rsplit(maxsplit=1)
     if rest and rest[0] in ("1", "0", "-1"):
         whole = os.path.join(root, "Annotations", f"{line}.xml")
@@ -337,7 +349,7 @@ def _take_foreign(thing: RawObject, image: RawImage, complain: Complain) -> None
 
 
 def _children(element: ElementTree.Element, known: Set[str]) -> dict[str, Any]:
-    """Text, mappings, and lists of these where a tag comes more than once, by tag.
+    """Child tags as text, mappings, or lists where a tag repeats.
 
     Raises: ValueError: not JSON where that is said to be written.
     """
@@ -355,7 +367,10 @@ def _children(element: ElementTree.Element, known: Set[str]) -> dict[str, Any]:
 
 
 def _take_ids(images: Sequence[RawImage]) -> None:
-    """Ids that `write_voc` kept count where all images have one; else positions do."""
+    """Restores image ids kept by `write_voc`, if all images have one.
+
+    Otherwise positions are the ids.
+    """
     ids = [image.extra.get("image_id") for image in images]
     if all(type(one) is int and abs(one) < 2**63 for one in ids) and len(set(ids)) == len(ids):
         for image in images:

@@ -134,7 +134,7 @@ def _refuse_unlabelled(pairs: Sequence[tuple[Path, Path]], source: str) -> None:
 def _in_folder(
     root: Path, images: Path, annotations: Path | None, complain: Complain
 ) -> list[tuple[Path, Path]]:
-    """Each image of a folder, and those below it, with its label file."""
+    """Each image in or below a folder, with its label file."""
     start = len(os.path.join(os.path.abspath(images), ""))
     names_below = [Path(file[start:]) for file in files_below(images)]
     below = sorted(name for name in names_below if is_image_name(name.name))
@@ -153,7 +153,10 @@ def _in_folder(
 
 
 def _listed_image(root: Path, line: str, listing: Path, complain: Complain) -> Path | None:
-    """The image of a line; `./a.jpg` may also be meant from where the list is."""
+    """Image on a line of a list.
+
+    `./a.jpg` may also be relative to where the list is.
+    """
     beside = os.path.normpath(listing.parent / line.replace("\\", "/"))
     if not is_there(root / line) and is_there(beside):
         return find_image(root, beside, str(listing), complain)
@@ -174,7 +177,10 @@ def _find_unused(folder: Path, labels: Sequence[Path], images: Path, complain: C
 
 
 def is_label(file: Path) -> bool:
-    """Whether a text file, which may be a README or a list, has lines of objects."""
+    """Whether a text file has lines of objects.
+
+    It may be a README or a list instead.
+    """
     if file.suffix.lower() != ".txt" or is_name_list(file.name):
         return False
     try:
@@ -208,7 +214,10 @@ def _label_in(folder: Path, stem: str) -> Path:
 
 
 def label_folder(images: Path, root: Path) -> Path:
-    """Of the labels of a folder of images: the last `images` below root becomes `labels`."""
+    """Label folder of a folder of images.
+
+    The last `images` below root becomes `labels`.
+    """
     below = os.path.relpath(images, root)  # with .. where images are elsewhere
     folders = [*Path(below).parts]
     small = [each.lower() for each in folders]
@@ -267,7 +276,9 @@ _BOX, _OUTLINE, _NOTHING = "box", "outline", ""
 def _read_columns(
     lines: Sequence[_Line], shape: tuple[int, int] | None, source: str, complain: Complain
 ) -> Mapping[int, str]:
-    """_BOX, _OUTLINE or _NOTHING for each line length, judged by all its lines.
+    """_BOX, _OUTLINE or _NOTHING for each line length.
+
+    All lines of a length decide.
 
     Args: shape: of points, as a data file says it.
     Raises: DataError: the boxes are no fractions of images, or the numbers could be two things.
@@ -302,7 +313,9 @@ def _read_columns(
 def _column_form(
     table_RN: np.ndarray, shape: tuple[int, int] | None, outlines: bool
 ) -> tuple[str, str]:
-    """What lines of N numbers are, and what stands behind their boxes, or what they could be.
+    """Form of lines of N numbers, and what follows their boxes.
+
+    Where the form is ambiguous, the second result says what the lines could be.
 
     Args: outlines: other lines of the set are longer or shorter, as only those of outlines are.
     """
@@ -355,7 +368,10 @@ def _inside(boxes_R4: np.ndarray) -> np.ndarray:
 
 
 def _surround(table_RN: np.ndarray, width: int) -> bool:
-    """Whether the first four numbers of each line are a box around points of `width` numbers."""
+    """Whether each line's box surrounds its points of `width` numbers.
+
+    The first four numbers of a line are the box.
+    """
     if not _inside(table_RN[:, :4]).all():
         return False
     points_RK2 = table_RN[:, 4:].reshape(len(table_RN), -1, width)[..., :2]
@@ -365,9 +381,10 @@ def _surround(table_RN: np.ndarray, width: int) -> bool:
 
 
 def _are_plain_outlines(table_RN: np.ndarray) -> bool:
-    """Whether no line crosses itself, nor runs far off to its second point.
+    """Whether no line crosses itself or has a far-off second point.
 
-    Of boxes with points, that is the size of the box: a place that has nothing to do with theirs.
+    In lines of boxes with points, the second point would be the size of the box, which has nothing
+    to do with the places of the points.
     """
     for row_N in table_RN[:1000]:
         ring_K2 = row_N.reshape(-1, 2)
@@ -431,7 +448,10 @@ def _hint_at_numbers(
 
 
 class _Classes:
-    """Maps class numbers from lists beside label files to those of the set."""
+    """Maps class numbers of label lists to those of the set.
+
+    The lists lie beside label files.
+    """
 
     def __init__(self, root: Path, names: tuple[str, ...], source: str, complain: Complain) -> None:
         self._root = root
@@ -469,7 +489,7 @@ class _Classes:
 
 
 def own_names(root: Path, folders: Sequence[Path]) -> tuple[str, tuple[str, ...]] | None:
-    """The class list nearest to the folders, up to root, and its names."""
+    """Class list nearest to the folders, up to root, and its names."""
     for folder in folders:
         for place in (folder, *folder.parents):
             if place == root or not place.is_relative_to(root):
@@ -564,7 +584,10 @@ def write_yolo(
 
 
 def _outline_numbers(thing: RawObject, image: RawImage) -> tuple[list[float], Box] | None:
-    """The numbers of an object's outline, and the box that is read from them."""
+    """Numbers of an object's outline, and the box read from them.
+
+    None where the outline cannot stand for the object.
+    """
     if len(thing.polygons) != 1 or len(thing.polygons[0]) < 3:
         return None
     numbers = [
@@ -591,9 +614,9 @@ def _box_numbers(box: Box, image: RawImage) -> list[float]:
 
 
 def _centred(low: float, high: float, pixels: int) -> tuple[float, float]:
-    """(centre, side) as the shortest fractions from which `_edges` gives exactly these edges.
+    """(centre, side) as shortest fractions that `_edges` maps to these edges.
 
-    Often no fractions of 64 bits do; the nearest are then off by 1e-12 pixels.
+    Often no fractions of 64 bits do so exactly; the nearest are then off by 1e-12 pixels.
     """
     centre, side = (low + high) / 2 / pixels, (high - low) / pixels
     candidates = ((round(centre, digits), round(side, digits)) for digits in range(6, 17))
@@ -602,5 +625,8 @@ def _centred(low: float, high: float, pixels: int) -> tuple[float, float]:
 
 
 def _decimal(value: float) -> str:
-    """Exact, and without an exponent: some readers of such files do not know them."""
+    """Exact decimal number without an exponent.
+
+    Some readers of such files do not know exponents.
+    """
     return np.format_float_positional(value, trim="0")

@@ -22,7 +22,7 @@ _ORDER, _SIZE = 0, 1  # streams of random numbers
 
 @dataclass(frozen=True, eq=False)
 class TrainSampler:
-    """Keys of every micro-batch of this rank from start_step to end_step; iterate it anew at will.
+    """Keys of this rank's micro-batches from start_step to end_step; re-iterable.
 
     An epoch has ceil(epoch_size / (world * accumulate * batch_size_per_card)) optimizer steps.
     Each takes the next `world * accumulate * batch_size_per_card` positions of the epoch's order;
@@ -101,7 +101,10 @@ class TrainSampler:
         ]
 
     def _order(self, epoch: int) -> np.ndarray:
-        """int64 [epoch_size, 2]: image and copy at each position; the last epoch's is kept."""
+        """Image and copy at each position, int64 [epoch_size, 2].
+
+        That of the last epoch is cached.
+        """
         if epoch not in self._orders:
             self._orders.clear()
             if self.copies_N is None:
@@ -114,7 +117,9 @@ class TrainSampler:
 
 @dataclass(frozen=True, eq=False)
 class EvalSampler:
-    """Keys of this rank's share of a set: every image once over all ranks, no padding.
+    """Keys of this rank's share of a set, without padding.
+
+    Over all ranks every image comes once.
 
     Without `shapes_N2` all inputs have `size` (height, width), and rank r takes images r,
     r + world, ... in order.  With it (what `rectangular_shapes` gave) image i gets the input
@@ -138,7 +143,7 @@ class EvalSampler:
             yield [SampleKey(0, index, height, width) for index in indices]
 
     def _batches(self) -> list[tuple[Sequence[int], tuple[int, int]]]:
-        """Positions of the images, and height and width of the input, of each batch."""
+        """Image positions and input (height, width) of each batch."""
         if self.shapes_N2 is None:
             share = range(self.rank, self.dataset_size, self.world)
             return [(part, self.size) for part in _parts(share, self.batch_size)]
@@ -164,7 +169,7 @@ def rectangular_shapes(
     multiple: int,
     pad: float = 0.0,
 ) -> np.ndarray:
-    """The smallest input in which each image is letterboxed as in `size`, int64 [N, 2].
+    """Smallest inputs that letterbox each image as in `size`, int64 [N, 2].
 
     In such an input an image has the very pixels that it has in `size`, with less grey beside
     them: its shape is a function of the image alone, whoever evaluates it and beside which others.
@@ -203,12 +208,15 @@ _UNIT = 2**32  # parts of one, for exact sums
 
 
 def epoch_order(size: int, seed: int, epoch: int) -> np.ndarray:
-    """int64 [size], the permutation of an epoch: a function of seed and epoch alone."""
+    """Permutation of an epoch, int64 [size].
+
+    A function of seed and epoch alone.
+    """
     return keyed_generator(seed, _ORDER, epoch).permutation(size)
 
 
 def repeated_order(copies_N: np.ndarray, seed: int, epoch: int) -> np.ndarray:
-    """int64 [epoch_size(copies_N), 2]: position of an image, and which of its copies; shuffled.
+    """Shuffled image positions and copy numbers, int64 [epoch_size(copies_N), 2].
 
     A function of the three arguments alone.
 
@@ -229,7 +237,9 @@ def epoch_size(copies_N: np.ndarray) -> int:
 
 
 def whole_copies(copies_N: np.ndarray, offset: float) -> np.ndarray:
-    """Times of each image in one epoch, int64 [N]: floor or ceil of copies_N, as expected.
+    """Times each image comes in one epoch, int64 [N].
+
+    Each is the floor or ceil of copies_N.
 
     The fractions lie end to end on a line, and an image comes once more when one of offset,
     offset + 1, offset + 2, ... falls on its own.  The sum is `epoch_size(copies_N)`.
@@ -247,9 +257,10 @@ def whole_copies(copies_N: np.ndarray, offset: float) -> np.ndarray:
 
 
 def _settled(fraction_N: np.ndarray, wanted: int) -> np.ndarray:
-    """Fractions with the sum `wanted`, which is the one they have, rounded up or down.
+    """Fractions whose sum is made exactly `wanted`.
 
-    What is 0 stays 0, so that an image that is to come exactly once does; none gets beyond 1.
+    `wanted` is their own sum, rounded up or down.  What is 0 stays 0, so that an image that is to
+    come exactly once does; none gets beyond 1.
     """
     total, open_N = math.fsum(fraction_N), fraction_N > 0
     if total in (0, wanted):
@@ -266,7 +277,9 @@ def _settled(fraction_N: np.ndarray, wanted: int) -> np.ndarray:
 def copies(
     dataset: DetectionSet, config: SamplingConfig, difficulty_C: Sequence[float] | None
 ) -> np.ndarray | None:
-    """How often each image is expected in an epoch, float64 [N]; None: exactly once (shuffle).
+    """Expected number of copies of each image per epoch, float64 [N].
+
+    None: exactly once (shuffle).
 
     Crowds count for nothing, since training leaves them out.
 
@@ -288,7 +301,10 @@ def copies(
 
 
 def _objects(dataset: DetectionSet) -> tuple[np.ndarray, np.ndarray]:
-    """Position of its image and class of every object that is no crowd, both int64 [O]."""
+    """Image position and class of each object, int64 [O] each.
+
+    Crowds are left out.
+    """
     records = Records.of(dataset.records)
     image_O = np.repeat(np.arange(len(records)), records.counts_N)
     return image_O[~records.crowd_O], records.labels_O[~records.crowd_O]
@@ -317,7 +333,9 @@ def repeat_factors(
 def difficulty_copies(
     image_O: np.ndarray, label_O: np.ndarray, count: int, difficulty_C: np.ndarray
 ) -> np.ndarray:
-    """Images with many objects of difficult or rare classes more often, float64 [count], mean 1.
+    """Copies by difficulty and rarity of classes, float64 [count], mean 1.
+
+    Images with many objects of difficult or rare classes come more often:
 
         w_i = sum over its objects of d_c / (objects of class c),  r_i = count w_i / sum(w)
 

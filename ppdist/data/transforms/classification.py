@@ -71,7 +71,7 @@ def _sample(input_HW3: np.ndarray, labels_M: np.ndarray, index: int) -> Sample:
 
 
 def random_part(width: int, height: int, least: float, rng: np.random.Generator) -> np.ndarray:
-    """A random part (x1, y1, x2, y2) of an image, in whole pixels of it.
+    """Random part (x1, y1, x2, y2) of an image, in whole pixels.
 
     Its area is uniform between least ** 2 and 1 times the image's, its aspect (width / height)
     log-uniform in 3/4 to 4/3.  Where ten such do not fit, the largest centred part of an aspect in
@@ -90,7 +90,10 @@ def random_part(width: int, height: int, least: float, rng: np.random.Generator)
 
 
 def centred_part(width: int, height: int, shape: tuple[float, float]) -> np.ndarray:
-    """The largest centred part (x1, y1, x2, y2) whose sides are as `shape` (height, width)."""
+    """Largest centred part (x1, y1, x2, y2) with the aspect of `shape`.
+
+    Args: shape: (height, width).
+    """
     scale = min(height / shape[0], width / shape[1])
     tall = min(height, max(1, math.floor(shape[0] * scale + 0.5)))
     wide = min(width, max(1, math.floor(shape[1] * scale + 0.5)))
@@ -99,9 +102,12 @@ def centred_part(width: int, height: int, shape: tuple[float, float]) -> np.ndar
 
 
 def resize_centre(image_HW3: np.ndarray, size: tuple[int, int]) -> np.ndarray:
-    """The largest centred part of the shape of `size` (height, width), resized to it, linear.
+    """Largest centred part with the aspect of `size`, resized to it.
 
-    This is what evaluation and inference see: a centre crop of the short side.
+    The resize is linear.  This is what evaluation and inference see: a centre crop of the short
+    side.
+
+    Args: size: (height, width).
     """
     height, width = image_HW3.shape[:2]
     window = centred_part(width, height, size)

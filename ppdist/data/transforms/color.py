@@ -26,10 +26,11 @@ _YIQ = np.array([[0.299, 0.587, 0.114], [0.596, -0.274, -0.321], [0.211, -0.523,
 
 
 def random_colours(chance: float, rng: np.random.Generator) -> np.ndarray | None:
-    """Brightness, contrast, saturation and hue as one matrix [3, 4] on (R, G, B, 1); None: none.
+    """Random colour change as one matrix [3, 4]; None: no change.
 
-    Saturation scales and hue turns the colour plane (I, Q) of YIQ, so all four are linear and one
-    rounding suffices; they commute with the resize and run on the smaller image.
+    It acts on (R, G, B, 1) and combines brightness, contrast, saturation and hue.  Saturation
+    scales and hue turns the colour plane (I, Q) of YIQ, so all four are linear and one rounding
+    suffices; they commute with the resize and run on the smaller image.
     """
     brightness_on, contrast_on, saturation_on, hue_on = rng.random(4) < chance
     shift = rng.uniform(-32, 32) * brightness_on
@@ -48,20 +49,21 @@ def random_colours(chance: float, rng: np.random.Generator) -> np.ndarray | None
 def random_hsv(
     gains: tuple[float, float, float], rng: np.random.Generator
 ) -> tuple[float, float, float]:
-    """Turn of the hue (share of the circle), change of saturation and of value (shares of them).
+    """Random change of hue, saturation and value.
 
-    Each is uniform, up to its gain either way.
+    Hue turns by a share of the circle; saturation and value change by shares of themselves.  Each
+    is uniform, up to its gain either way.
     """
     turn, saturation, value = (rng.uniform(-1, 1, 3) * gains).tolist()
     return turn, saturation, value
 
 
 def recolour_hsv(image_HW3: np.ndarray, change: tuple[float, float, float]) -> np.ndarray:
-    """The RGB image with what `random_hsv` gave applied to it; the turn within +-0.4.
+    """RGB image with the change from `random_hsv` applied.
 
-    A linear map of (H, S, V) that saturates, in a ninth of the time of a table.  What it adds to a
-    hue must not lead below 0, so a turn back is one forth with red and blue exchanged, which turns
-    the circle over.
+    The turn is within +-0.4.  A linear map of (H, S, V) that saturates, in a ninth of the time of a
+    table.  What it adds to a hue must not lead below 0, so a turn back is one forth with red and
+    blue exchanged, which turns the circle over.
     """
     turn, saturation, value = change
     to_hsv, to_rgb = cv2.COLOR_RGB2HSV, cv2.COLOR_HSV2RGB
@@ -87,7 +89,9 @@ def without_colours(image_HW3: np.ndarray, rng: np.random.Generator) -> np.ndarr
 
 
 def erased(image_HW3: np.ndarray, rng: np.random.Generator) -> tuple[np.ndarray, np.ndarray]:
-    """The image with noise in a random rectangle, and hidden_HW: uint8, 1 there, else 0.
+    """Image with a random rectangle of noise, and hidden_HW.
+
+    hidden_HW: uint8, 1 in the rectangle, else 0.
 
     Its area is uniform in 2 to 20 % of the image's, its aspect log-uniform in 0.3 to 3.3; it lies
     inside the image.
@@ -115,9 +119,10 @@ PIXEL_STEPS: tuple[tuple[str, Callable[[np.ndarray, np.random.Generator], np.nda
 def augment_pixels(
     image_HW3: np.ndarray, augment: AugmentConfig, rng: np.random.Generator
 ) -> tuple[np.ndarray, np.ndarray | None]:
-    """What becomes of an input's pixels at last, and hidden_HW as of `erased`; None: nothing is.
+    """Applies the final pixel augmentations; returns hidden_HW of `erased`, too.
 
-    A step that is off draws no random number, so that the samples of other configurations stay.
+    None: nothing is hidden.  A step that is off draws no random number, so that the samples of
+    other configurations stay.
     """
     if any(augment.hsv):
         image_HW3 = recolour_hsv(image_HW3, random_hsv(augment.hsv, rng))
@@ -131,7 +136,7 @@ def augment_pixels(
 
 
 def left_of(boxes_M4: np.ndarray, hidden_HW: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Boxes around what is left of them where pixels are hidden, and keep_M: which stay objects.
+    """Boxes shrunk to their visible part, and keep_M: which stay objects.
 
     An object stays when a third of its box is still seen, 2 pixels a side.  A side moves only past
     rows or columns that are hidden all along the box.

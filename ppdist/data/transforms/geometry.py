@@ -90,7 +90,10 @@ def _turn_matrix(turn: int, record: ImageRecord) -> np.ndarray:
 
 
 def random_turn(chance: float, rng: np.random.Generator) -> int:
-    """Quarter turns clockwise, 0 to 3; nothing is drawn where there is no chance."""
+    """Quarter turns clockwise, 0 to 3.
+
+    Draws nothing where `chance` is 0.
+    """
     return int(rng.integers(1, 4)) if chance and rng.random() < chance else 0
 
 
@@ -119,9 +122,10 @@ _SMALLEST_SIDE = 1.0  # input pixels: less of a box is no object to learn
 
 
 class ResizeParams(NamedTuple):
-    """Which part of the original fills which part of the input, both in whole pixels x1 y1 x2 y2.
+    """Part of the original that fills a part of the input.
 
-    What the part does not fill is `fill` (RGB).  mirror_x, mirror_y: the input is mirrored at last.
+    Both parts are in whole pixels x1 y1 x2 y2.  What the part does not fill is `fill` (RGB).
+    mirror_x, mirror_y: the input is mirrored at last.
     """
 
     source: tuple[int, int, int, int]
@@ -148,20 +152,24 @@ class ResizeParams(NamedTuple):
 
 
 def whole(width: int, height: int, size: tuple[int, int]) -> ResizeParams:
-    """The whole image stretched to the input `size` (height, width), as PP-YOLOE evaluates."""
+    """Stretches the whole image to the input, as PP-YOLOE evaluates.
+
+    Args: size: (height, width) of the input.
+    """
     return ResizeParams((0, 0, width, height), (0, 0, size[1], size[0]), *size)
 
 
 def letterbox(
     width: int, height: int, size: tuple[int, int], within: tuple[int, int] | None = None
 ) -> ResizeParams:
-    """The whole image in the middle of the input `size` (height, width), its shape kept.
+    """Centres the whole image in the input, keeping its shape.
 
     scale = min(input height / height, input width / width)
     side  = floor(side of the image * scale + 1/2), 1 at least
     start = (side of the input - side) // 2
 
     Args:
+        size: (height, width) of the input.
         within: (height, width) that the scale is for, where the input has more grey beside it;
             None: `size`.
     """
@@ -181,9 +189,11 @@ def fitted(
     resize: Resize,
     within: tuple[int, int] | None = None,
 ) -> ResizeParams:
-    """The whole image in the input `size` (height, width), as evaluation sees it.
+    """Places the whole image in the input, as evaluation sees it.
 
-    Args: within: of a letterbox; see there.
+    Args:
+        size: (height, width) of the input.
+        within: of a letterbox; see there.
     """
     if resize == "letterbox":
         return letterbox(width, height, size, within)
@@ -196,11 +206,13 @@ def resize_for_evaluation(
     resize: Resize = "stretch",
     within: tuple[int, int] | None = None,
 ) -> np.ndarray:
-    """What evaluation and inference see: the whole image in the input `size` (height, width).
+    """Resizes the whole image to the input of evaluation and inference.
 
     Stretched cubic, as PP-YOLOE does, or letterboxed linear, as YOLOv5 does.
 
-    Args: within: of a letterbox; see there.
+    Args:
+        size: (height, width) of the input.
+        within: of a letterbox; see there.
     """
     height, width = image_HW3.shape[:2]
     interpolation = cv2.INTER_LINEAR if resize == "letterbox" else cv2.INTER_CUBIC
@@ -217,9 +229,10 @@ def random_placement(
     resize: Resize = "stretch",
     reduced: int = 1,
 ) -> ResizeParams:
-    """Expand, crop and mirror: where a training image goes in the input `size` (height, width).
+    """Randomly expands, crops and mirrors a training image into the input.
 
     Args:
+        size: (height, width) of the input.
         reduced: a part of the image begins and ends at multiples of so many of its pixels.
     """
     window = everything = np.array([0.0, 0.0, width, height])
@@ -244,7 +257,10 @@ def random_mirror(config: AugmentConfig, rng: np.random.Generator) -> tuple[bool
 
 
 def grown(window: np.ndarray, size: tuple[int, int]) -> np.ndarray:
-    """The smallest window (x1, y1, x2, y2) around the given one that is shaped like the input."""
+    """Smallest window shaped like the input around the given one.
+
+    Both are (x1, y1, x2, y2).
+    """
     sides = window[2:] - window[:2]
     shape = np.array([size[1], size[0]], np.float64)
     room = shape * (sides / shape).max() - sides
@@ -252,7 +268,10 @@ def grown(window: np.ndarray, size: tuple[int, int]) -> np.ndarray:
 
 
 def expanded(window: np.ndarray, most: float, rng: np.random.Generator) -> np.ndarray:
-    """A window (x1, y1, x2, y2) of 1 to `most` times each side that holds the given one."""
+    """Random window that holds the given one.
+
+    Each side is 1 to `most` times as long.  Both windows are (x1, y1, x2, y2).
+    """
     sides = window[2:] - window[:2]
     room = sides * (rng.uniform(1.0, most) - 1.0)
     corner = window[:2] - rng.random(2) * room
@@ -262,10 +281,11 @@ def expanded(window: np.ndarray, most: float, rng: np.random.Generator) -> np.nd
 def cropped(
     window: np.ndarray, boxes_M4: np.ndarray, least: float, rng: np.random.Generator
 ) -> np.ndarray:
-    """A part of a window whose IoU with some box reaches a random threshold.
+    """Random part of a window whose IoU with some box suffices.
 
-    Thresholds are tried in random order, each with 50 random parts of aspect 0.5 to 2; the part
-    holds the centre of a box, at least.  One of the thresholds, and failing at all, is no crop.
+    It reaches a random threshold.  Thresholds are tried in random order, each with 50
+    random parts of aspect 0.5 to 2; the part holds the centre of a box, at least.  One of the
+    thresholds, and failing at all, is no crop.
     """
     sides = window[2:] - window[:2]
     centres_M2 = (boxes_M4[:, :2] + boxes_M4[:, 2:]) / 2
@@ -290,9 +310,10 @@ def cropped(
 def place(
     window: np.ndarray, width: int, height: int, size: tuple[int, int], reduced: int = 1
 ) -> ResizeParams:
-    """Rounds a window (x1, y1, x2, y2; original pixels, may reach beyond the image) to pixels.
+    """Rounds a window to whole pixels of image and input.
 
-    Boxes mapped by the result lie exactly where `render` puts their pixels.
+    The window (x1, y1, x2, y2) is in original pixels and may reach beyond the image.  Boxes mapped
+    by the result lie exactly where `render` puts their pixels.
 
     Args:
         reduced: of the image to be rendered: the window is rounded to its pixels.
@@ -310,9 +331,9 @@ def place(
 
 
 def map_boxes(boxes_M4: np.ndarray, placement: ResizeParams) -> tuple[np.ndarray, np.ndarray]:
-    """Boxes in input pixels, cut to what is seen, and keep_M: which are still objects.
+    """Boxes in input pixels, clipped to the visible, and keep_M.
 
-    An object stays when its centre is seen and both sides have a pixel at least.
+    keep_M: which are still objects: the centre is seen and both sides have a pixel at least.
     """
     source, target = np.array(placement.source, np.float64), np.array(placement.target, np.float64)
     scale = (target[2:] - target[:2]) / (source[2:] - source[:2])
@@ -386,7 +407,10 @@ def random_view(
     mirrored: tuple[bool, bool],
     rng: np.random.Generator,
 ) -> np.ndarray:
-    """The middle of a `canvas` (height, width), moved at random, in the middle of the input `size`.
+    """Random affine view from a canvas to the input.
+
+    It puts the middle of the canvas (height, width), moved at random, in the middle of the input
+    `size`.
 
     Args:
         mirrored: the input at last, (left to right, top to bottom).
@@ -422,7 +446,9 @@ def paste(
     source: Sequence[float],
     matrix_33: np.ndarray,
 ) -> np.ndarray:
-    """Draws part of an image into the input, linear, in place; the rest of the input stays.
+    """Draws part of an image into the input in place, linear.
+
+    The rest of the input stays.
 
     Args:
         source: the part (x1, y1, x2, y2), pixels of the image.
@@ -455,7 +481,10 @@ def paste(
 def _resize(
     image_HW3: np.ndarray, matrix_33: np.ndarray, out_HW3: np.ndarray, left: int, top: int
 ) -> np.ndarray:
-    """Fills all of `out_HW3`, which begins at (left, top) of the input; returns as `paste` does."""
+    """Resizes into all of `out_HW3`; returns as `paste` does.
+
+    `out_HW3` begins at (left, top) of the input.
+    """
     (scale_x, _, shift_x), (_, scale_y, shift_y), _ = matrix_33.tolist()
     size = out_HW3.shape[1], out_HW3.shape[0]
     right, bottom = left + size[0], top + size[1]
@@ -473,13 +502,16 @@ def _resize(
 
 
 def _span(one: float, other: float, limit: int) -> tuple[int, int]:
-    """From the smaller to the larger, in whole pixels of `limit`, one at least."""
+    """Both numbers in order, in whole pixels of `limit`.
+
+    They differ by one at least.
+    """
     low = min(max(round(min(one, other)), 0), limit - 1)
     return low, min(max(round(max(one, other)), low + 1), limit)
 
 
 def _warp(image_HW3: np.ndarray, matrix_33: np.ndarray, out_HW3: np.ndarray) -> None:
-    """Fills all of `out_HW3`; what lies beside the image goes on as its edge."""
+    """Warps into all of `out_HW3`; the image's edge continues beside it."""
     affine = _is_affine(matrix_33)
     (cv2.warpAffine if affine else cv2.warpPerspective)(
         image_HW3,
@@ -494,9 +526,9 @@ def _warp(image_HW3: np.ndarray, matrix_33: np.ndarray, out_HW3: np.ndarray) -> 
 def covered(
     source: Sequence[float], matrix_33: np.ndarray, size: tuple[int, ...]
 ) -> tuple[int, int, int, int]:
-    """The pixels left, top, right, bottom of the input `size` (height, width) around a part.
+    """Pixels left, top, right, bottom of the input around a part.
 
-    Args: as of `paste`.
+    Args: as of `paste`; size: (height, width) of the input.
     Returns: left >= right or top >= bottom where nothing of it is seen.
     """
     if _keeps_upright(matrix_33):
@@ -527,12 +559,14 @@ def _within(place: int, side: int) -> int:
 def map_by_matrix(
     boxes_M4: np.ndarray, matrix_33: np.ndarray, size: tuple[int, int]
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Boxes around what the input `size` (height, width) shows of the mapped ones, and keep_M.
+    """Boxes around the visible part of mapped boxes, and keep_M.
 
     A turned box becomes a quadrilateral; where that reaches beyond the input, it is cut first.
 
     keep_M: which are still objects: both sides above 2 pixels, more than a tenth of the area seen,
     and no side 100 times the other, as YOLOv5 decides.
+
+    Args: size: (height, width) of the input.
     """
     upright = _keeps_upright(matrix_33)
     if upright:
@@ -562,9 +596,12 @@ def map_by_matrix(
 
 
 def _cut_polygon(points: list[list[float]], size: tuple[int, int]) -> list[list[float]]:
-    """What the input `size` (height, width) shows of a convex polygon: its corners [x, y], in turn.
+    """Clips a convex polygon to the input.
 
-    Plain numbers: a few corners at a time, of the few boxes at the border of the input.
+    Corners are [x, y], in turn.  Plain numbers: a few corners at a time, of the few boxes at the
+    border of the input.
+
+    Args: size: (height, width) of the input.
     Source: Sutherland and Hodgman 1974, "Reentrant polygon clipping", CACM 17(1).
     """
     for axis, limit in ((0, size[1]), (1, size[0])):
@@ -599,12 +636,15 @@ def _area(points: list[list[float]]) -> float:
 def moved(
     *, scale: Sequence[float] | np.ndarray = (1, 1), to: Sequence[float] | np.ndarray = (0, 0)
 ) -> np.ndarray:
-    """The matrix that scales by (x, y), then moves the origin to (x, y)."""
+    """Matrix that scales, then moves the origin; both by (x, y)."""
     return np.array([[scale[0], 0, to[0]], [0, scale[1], to[1]], [0, 0, 1]], np.float64)
 
 
 def between(source: Sequence[float], target: Sequence[float]) -> np.ndarray:
-    """The matrix that takes one upright box (x1, y1, x2, y2) to another."""
+    """Matrix that takes one upright box to another.
+
+    Both are (x1, y1, x2, y2).
+    """
     x1, y1, x2, y2 = source
     left, top, right, bottom = target
     scale_x, scale_y = (right - left) / (x2 - x1), (bottom - top) / (y2 - y1)
@@ -612,13 +652,19 @@ def between(source: Sequence[float], target: Sequence[float]) -> np.ndarray:
 
 
 def corners(source: Sequence[float], matrix_33: np.ndarray) -> np.ndarray:
-    """Where the corners of a box (x1, y1, x2, y2) are mapped, float64 [4, 2], x y, in turn."""
+    """Mapped corners of a box, float64 [4, 2], x y, in turn.
+
+    Args: source: (x1, y1, x2, y2).
+    """
     x1, y1, x2, y2 = source
     return map_points(np.array([[x1, y1], [x2, y1], [x2, y2], [x1, y2]], np.float64), matrix_33)
 
 
 def map_points(points_2: np.ndarray, matrix_33: np.ndarray) -> np.ndarray:
-    """Points (x, y), any shape that ends in 2, as a matrix maps them; none lies behind the view."""
+    """Points mapped by a matrix.
+
+    Points are (x, y), of any shape that ends in 2; none lies behind the view.
+    """
     mapped_2 = points_2 @ matrix_33[:2, :2].T + matrix_33[:2, 2]
     if _is_affine(matrix_33):
         return mapped_2
@@ -648,7 +694,9 @@ class MosaicCanvas:
     def draw(
         self, image_HW3: np.ndarray, source: Sequence[float], matrix_33: np.ndarray, reduced: int
     ) -> np.ndarray:
-        """As `paste`, in pixels of the original, of which `reduced` are one of the image.
+        """As `paste`, in pixels of the original.
+
+        One pixel of the image is `reduced` of those.
 
         Returns: where the image lies now, which is where its boxes lie too.
         """

@@ -26,7 +26,7 @@ _SUBPIXELS = 4  # bits
 
 
 class PasteSource(NamedTuple):
-    """A sample and where its objects are exactly, all in input pixels, x y.
+    """Sample with exact places of its objects, in input pixels, x y.
 
     outlines_M: the outlines of each object, [K, 2] each; none where it has no mask.
     seen_42: the corners of all that is seen of its image.
@@ -60,14 +60,19 @@ class PasteSource(NamedTuple):
 
 
 def mixup(one: Sample, other: Sample, rng: np.random.Generator) -> Sample:
-    """Both blended, the first with a Beta(32, 32) share, with the objects of both."""
+    """Blends two samples with a random share; keeps both's objects.
+
+    The first has a share drawn from Beta(32, 32).
+    """
     share = rng.beta(_MIXUP_BETA, _MIXUP_BETA)
     mixed_HW3 = cv2.addWeighted(one.image_HW3, share, other.image_HW3, 1 - share, 0)
     return _with_objects(replace(one, image_HW3=mixed_HW3), other.boxes_M4, other.labels_M)
 
 
 def cutmix(one: Sample, other: Sample, rng: np.random.Generator) -> Sample:
-    """One input with a rectangle of another, in its place; both as much as is left of them.
+    """Replaces a rectangle of one input by that of another.
+
+    Objects of both stay as much as is left of them.
 
     The rectangle is shaped like the input, its area uniform in 0 to all of it, its middle anywhere.
     """
@@ -89,7 +94,10 @@ def cutmix(one: Sample, other: Sample, rng: np.random.Generator) -> Sample:
 
 
 def copy_paste(one: Sample, donor: PasteSource, rng: np.random.Generator) -> Sample:
-    """One input with about half the objects of another that have outlines, in their places."""
+    """Pastes about half of another's outlined objects into one input.
+
+    They keep their places.
+    """
     given_M = np.array([len(outlines) > 0 for outlines in donor.outlines_M], bool)
     chosen_M = (rng.random(len(given_M)) < _PASTED) & given_M
     if not chosen_M.any():
@@ -111,7 +119,7 @@ def copy_paste(one: Sample, donor: PasteSource, rng: np.random.Generator) -> Sam
 
 
 def behind(sample: Sample, hidden_HW: np.ndarray) -> Sample:
-    """The sample with those objects alone that are still seen where pixels are hidden."""
+    """Sample with only the objects still seen beside hidden pixels."""
     boxes_M4, keep_M = left_of(sample.boxes_M4, hidden_HW)
     return replace(sample, boxes_M4=boxes_M4[keep_M], labels_M=sample.labels_M[keep_M])
 
@@ -125,9 +133,9 @@ def _with_objects(sample: Sample, boxes_M4: np.ndarray, labels_M: np.ndarray) ->
 
 
 def _fill(mask_HW: np.ndarray, outline_K2: np.ndarray) -> None:
-    """Sets the pixels whose middle lies inside an outline (x, y) to 1, in place.
+    """Sets pixels with their middle inside an outline to 1, in place.
 
-    The outline may reach beyond the mask, and need not be convex.
+    The outline (x, y) may reach beyond the mask, and need not be convex.
     """
     middles_K2 = np.rint((outline_K2 - 0.5) * 2**_SUBPIXELS).astype(np.int32)
     cv2.fillPoly(mask_HW, [middles_K2], 1, shift=_SUBPIXELS)
@@ -139,7 +147,10 @@ _NINTH = 2 / 3  # of the input's sides: three of them fill the canvas
 
 
 class Slot(NamedTuple):
-    """A place in a mosaic: (x, y) in canvas pixels, and the share of the image before it."""
+    """Place in a mosaic.
+
+    (x, y) in canvas pixels, and the share of the image before it.
+    """
 
     x: float
     y: float
@@ -147,13 +158,16 @@ class Slot(NamedTuple):
     before_y: float
 
     def tile(self, height: int, width: int) -> tuple[float, float, float, float]:
-        """Where an image of these sides lies (x1, y1, x2, y2), in canvas pixels."""
+        """Where an image lies (x1, y1, x2, y2), in canvas pixels.
+
+        Args: height, width: of the image.
+        """
         left, top = self.x - self.before_x * width, self.y - self.before_y * height
         return left, top, left + width, top + height
 
 
 class Layout(NamedTuple):
-    """How a mosaic lies on its canvas; both in canvas pixels, (height, width).
+    """Layout of a mosaic on its canvas, in canvas pixels (height, width).
 
     cell: what each image is fitted to.
     slots: the places of the images, row by row; they never overlap.
@@ -177,7 +191,10 @@ def random_layout(
 
 
 def in_a_grid(images: int, size: tuple[int, int]) -> Layout:
-    """Each image in the middle of a cell of its own; the cells fill a canvas like the input."""
+    """Mosaic with each image in the middle of its own cell.
+
+    The cells fill a canvas like the input.
+    """
     across = math.isqrt(images)
     slots = [
         Slot((column + 0.5) * size[1] / across, (row + 0.5) * size[0] / across, 0.5, 0.5)
@@ -188,14 +205,17 @@ def in_a_grid(images: int, size: tuple[int, int]) -> Layout:
 
 
 def around_a_point(size: tuple[int, int], rng: np.random.Generator) -> Layout:
-    """Four images as large as the input that touch a point within the inner half of the canvas."""
+    """Mosaic of four images that touch a random point.
+
+    Each is as large as the input; the point lies within the inner half of the canvas.
+    """
     y, x = rng.uniform(0.5, 1.5, 2) * size
     slots = [Slot(x, y, *before) for before in ((1, 1), (0, 1), (1, 0), (0, 0))]
     return Layout(_twice(size), size, slots)
 
 
 def in_three_rows(size: tuple[int, int], rng: np.random.Generator) -> Layout:
-    """Nine cells, each image as near to the middle one as its cell allows.
+    """Mosaic of nine cells, each image as near the middle as possible.
 
     The middle of them lies up to half a cell beside that of the canvas, so that a view of half the
     canvas sees nothing but cells.

@@ -130,7 +130,10 @@ class Samples:
         return len(self._dataset.records)
 
     def give_up_cache(self) -> bool:
-        """For a process that died while it read; whether that may have been the cache's fault."""
+        """Gives up the cache after a process died while reading.
+
+        Returns: whether that may have been the cache's fault.
+        """
         return self._cache is not None and self._cache.give_up()
 
     def path(self, index: int) -> str:
@@ -138,13 +141,19 @@ class Samples:
         return self._dataset.records[index].path
 
     def _record(self, index: int) -> ImageRecord:
-        """Kept until another one is asked for: making one costs 10 us, and more with outlines."""
+        """Record at `index`, cached until another one is asked for.
+
+        Making one costs 10 us, and more with outlines.
+        """
         if self._last is None or self._last[0] != index:
             self._last = index, self._dataset.records[index]
         return self._last[1]
 
     def batch(self, keys: Sequence[SampleKey], out: np.ndarray | None = None) -> WorkerBatch:
-        """Args: keys: all of one shape; out: uint8 [at least B*3*H*W], where the images go."""
+        """Batch of the samples of these keys.
+
+        Args: keys: all of one shape; out: uint8 [at least B*3*H*W], where the images go.
+        """
         self._problems, self._bad = [], {}
         key = keys[0]
         try:
@@ -177,7 +186,9 @@ class Samples:
         return samples
 
     def _read(self, index: int, consequence: str = "") -> np.ndarray | None:
-        """The image, reduced, perhaps read-only; or None, and a note of what that entails.
+        """Reads the image, reduced; None: it is not usable, and noted.
+
+        It may be read-only.  The note says what that entails (`consequence`).
 
         Raises: DataError: it cannot be read and data.bad_images is `error`.  StorageError.
         """
@@ -245,7 +256,10 @@ class Samples:
         return max(0.0, seconds - (time.monotonic() - until))
 
     def _note_wait(self, seconds: float) -> None:
-        """Args: seconds: waited of late; workers that wait at the same time count once."""
+        """Records time spent waiting for storage.
+
+        Args: seconds: waited of late; workers that wait at the same time count once.
+        """
         self.waited[:] = max(seconds, self._waited_of_late()), time.monotonic()
 
     def _away(self, index: int, why: DataError, passing: bool) -> StorageError:
@@ -260,7 +274,7 @@ class Samples:
         )
 
     def _others_are_there(self, index: int) -> bool:
-        """Whether any of the next images of the same folder can be opened.
+        """Whether any nearby image of the same folder can be opened.
 
         Where the next ones are all in other folders, any of them; a set of one image has none.
         """
@@ -289,7 +303,10 @@ class Samples:
 
 
 def _blocked(ended: int) -> tuple[str, str]:
-    """Code and text of why a record is never opened again; "", "" if it may be."""
+    """Code and text of why a record is blocked; "": it is not.
+
+    A blocked record is never opened again.
+    """
     if not ended:
         return "", ""
     if ended == HUNG:
@@ -305,9 +322,10 @@ def _padding(key: SampleKey) -> Sample:
 
 
 class TrainSamples(Samples):
-    """Training samples: one image or a mosaic, moved, mirrored, recoloured, combined, at random.
+    """Random training samples, from one image or a mosaic.
 
-    Geometry is settled first, as placements and matrices; each image is then resampled once.
+    They are moved, mirrored, recoloured and combined.  Geometry is settled first, as placements and
+    matrices; each image is then resampled once.
     """
 
     def __init__(
@@ -397,7 +415,7 @@ class TrainSamples(Samples):
         augment: AugmentConfig,
         rng: np.random.Generator,
     ) -> PasteSource:
-        """One image, its sides along those of the input: a crop and a resize."""
+        """One image, cropped and resized along the sides of the input."""
         placement = random_placement(
             original.boxes_M4,
             original.width,
@@ -478,19 +496,27 @@ class TrainSamples(Samples):
         return canvas.sample(used[0], random_colours(augment.distort, rng))
 
     def _tile(self, slot: Slot, width: int, height: int, cell: tuple[int, int]) -> np.ndarray:
-        """The matrix that takes an image to its place in a mosaic's canvas."""
+        """Matrix that takes an image to its place in a mosaic.
+
+        The place is in pixels of the canvas.
+        """
         placement = fitted(width, height, cell, self._resize)
         left, top, right, bottom = placement.target
         return between(placement.source, slot.tile(bottom - top, right - left))
 
     def _open(self, index: int, turn: int) -> SourceImage:
-        """The image at `index`, or the next good one, after so many quarter turns."""
+        """Opens the image at `index`, or the next good one, turned.
+
+        Args: turn: quarter turns.
+        """
         found, image_HW3 = self._next_good(index)
         reduced = int(self._reductions_N[found])
         return SourceImage.of(found, image_HW3, reduced, self._record(found), turn)
 
     def _next_good(self, index: int) -> tuple[int, np.ndarray]:
-        """The image at `index`, reduced, or the next that can be read: a function of `index` alone.
+        """Image at `index`, reduced, or the next one that can be read.
+
+        It is a function of `index` alone.
 
         Raises: DataError: a hundred in a row cannot.
         """
@@ -512,10 +538,11 @@ class TrainSamples(Samples):
 def reductions(
     dataset: DetectionSet, augment: AugmentConfig, largest: tuple[int, int], resize: Resize
 ) -> np.ndarray:
-    """How far each image is reduced when it is read, uint8 [N] of 1, 2, 4, 8.
+    """Reduction of each image when it is read, uint8 [N].
 
-    Whatever a sample draws, so that a cache can hold these very pixels: no view of an image but one
-    that affine enlarges has more pixels than are left of it.  1 where the size is not known.
+    Each is 1, 2, 4 or 8, and valid whatever a sample draws, so that a cache can hold these very
+    pixels: no view of an image but one that affine enlarges has more pixels than are left of it.
+    1 where the size is not known.
 
     Args:
         largest: (height, width) of the largest input of the run.
@@ -530,7 +557,10 @@ def reductions(
 
 
 def require_outlines(dataset: DetectionSet, augment: AugmentConfig) -> None:
-    """Raises: DataError: objects are to be pasted, and the set, read with masks, has no outline."""
+    """Checks that a set has outlines if objects are to be pasted.
+
+    Raises: DataError: the set, read with masks, has no outline.
+    """
     if augment.copy_paste and not any(any(record.polygons_M) for record in dataset.records):
         raise DataError(
             f"data.augment.copy_paste: {augment.copy_paste:g} needs outlines of objects, and there "
@@ -587,8 +617,10 @@ class EvalSamples(Samples):
         return fitted(record.width, record.height, size, self._resize, self._within)
 
     def learnable(self, key: SampleKey) -> tuple[np.ndarray, np.ndarray]:
-        """boxes_M4 and labels_M of what training would learn of this very input, which leaves out
-        crowds and what is too small; the image is not read."""
+        """boxes_M4 and labels_M that training would learn from this input.
+
+        That leaves out crowds and what is too small.  The image is not read.
+        """
         record = self._dataset.records[key.index]
         boxes_M4, keep_M = map_boxes(record.boxes_M4, self._placement(key))
         learnt_M = keep_M & ~record.crowd_M
@@ -596,7 +628,9 @@ class EvalSamples(Samples):
 
 
 def collate(samples: Sequence[Sample], out: np.ndarray | None = None) -> Arrays:
-    """Stacks samples; boxes are padded with zeros to a common multiple of 8, at least 8.
+    """Stacks samples, padding boxes with zeros to a multiple of 8.
+
+    The multiple is common to all and at least 8.
 
     Args:
         samples: all of one shape.
