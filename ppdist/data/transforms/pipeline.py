@@ -303,7 +303,7 @@ class Samples:
 
 
 def _blocked(ended: int) -> tuple[str, str]:
-    """Code and text of why a record is blocked; "": it is not.
+    """Code and text of why a record is blocked, or empty.
 
     A blocked record is never opened again.
     """
