@@ -217,7 +217,10 @@ def open_cache(
 
 
 def _made_or_nothing(make: Callable[[], _Opened], seconds: float) -> _Opened:
-    """Args: seconds: how long storage that is away is waited for."""
+    """Makes the cache, or nothing with a warning if that fails.
+
+    Args: seconds: how long to wait for unavailable storage.
+    """
     made, why = _NOTHING, ""
 
     def away() -> str:
@@ -267,7 +270,10 @@ def first_on_host(place: str = "") -> int:
 
 
 def _host() -> str:
-    """Equal where processes see one another in /proc; else of its own."""
+    """Name shared by processes that see one another in /proc.
+
+    Where that is unknown, each process has its own.
+    """
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii")
         return f"{boot.strip()} {os.stat('/proc/self/ns/pid').st_ino}"
@@ -306,7 +312,7 @@ def _in_memory(layout: Layout) -> _Opened:
 
 
 def _on_disk(layout: Layout, folder: Path, name: str) -> _Opened:
-    """The file, sparse and made where it is not there.
+    """Opens the sparse file on disk, made where it does not exist.
 
     Args: name: "": it has none, and is gone with this run.
     """
@@ -363,7 +369,10 @@ def _extent(layout: Layout, kept: int, most: int, what: str) -> str:
 
 
 def _folder(folder: str | Path | None) -> Path:
-    """Raises: OSError: none is given, and the user has none."""
+    """Parent folder of the cache file.
+
+    Raises: OSError: none is given, and the user has none.
+    """
     parent = user_cache() if folder is None else Path(folder)
     if parent is None:
         raise OSError("this user has no home folder; set data.cache_dir")

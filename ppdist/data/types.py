@@ -134,7 +134,10 @@ class RawColumns:
 
     @classmethod
     def of(cls, raw: RawSet, *, masks: bool) -> "RawColumns":
-        """Args: masks: whether anybody wants outlines."""
+        """Columns of a raw set.
+
+        Args: masks: whether outlines are wanted.
+        """
         images = raw.images
         things = [thing for image in images for thing in image.objects]
         return cls(
@@ -155,7 +158,7 @@ class RawColumns:
         )
 
     def of_images(self, kept: Sequence[bool]) -> "RawColumns":
-        """Those of some images alone."""
+        """Columns of some of the images."""
         kept_N = np.array(kept, bool)
         if kept_N.all():
             return self
@@ -230,7 +233,10 @@ class Records(Sequence[ImageRecord]):
     file = ""
 
     def __init__(self, records: Iterable[ImageRecord]) -> None:
-        """Better `Records.of`.  Raises: OverflowError: an image id does not fit 64 bits."""
+        """Builds records; `Records.of` is better.
+
+        Raises: OverflowError: an image id does not fit 64 bits.
+        """
         paths: list[str] = []
         columns: tuple[list[np.ndarray], ...] = ([], [], [], [])
         outlines: list[tuple[tuple[np.ndarray, ...], ...]] = []
@@ -299,7 +305,10 @@ class Records(Sequence[ImageRecord]):
     @overload
     def __getitem__(self, index: slice) -> tuple[ImageRecord, ...]: ...
     def __getitem__(self, index: int | slice) -> ImageRecord | tuple[ImageRecord, ...]:
-        """Raises: IndexError: there is no such image."""
+        """Record of an image, or a tuple of those of a slice.
+
+        Raises: IndexError: there is no such image.
+        """
         if isinstance(index, slice):
             return tuple(self[position] for position in range(*index.indices(len(self))))
         position = range(len(self))[index]
@@ -340,7 +349,7 @@ class Records(Sequence[ImageRecord]):
         return [os.fsdecode(whole[first:last]) for first, last in places]
 
     def _outlines(self, begin: int, end: int) -> tuple[tuple[np.ndarray, ...], ...]:
-        """Of the objects from `begin` to before `end`."""
+        """Outlines of the objects from `begin` to before `end`."""
         ring_ends = self.arrays["ring_ends"][begin : end + 1].tolist()
         return tuple(
             tuple(self._ring(number) for number in range(first, last))
@@ -383,7 +392,10 @@ def _fixed(array: np.ndarray) -> np.ndarray:
 
 
 def _joined(parts: list[np.ndarray], empty: np.ndarray) -> np.ndarray:
-    """Args: empty: what comes of no parts; it says shape and type."""
+    """Parts joined in the type of `empty`.
+
+    Args: empty: what comes of no parts; it says shape and type.
+    """
     return np.concatenate([empty, *parts]).astype(empty.dtype, copy=False)
 
 

@@ -374,7 +374,7 @@ def _run_probe(folder: Path, deadline: float) -> str:
 
 
 def _why_it_ended(code: int, folder: Path, output: Path) -> str:
-    """As `_run_probe`, of a process that has ended."""
+    """Why an ended process stopped early, as of `_run_probe`."""
     if code == 0:
         return ""
     if code == MISTAKE and (folder / "mistake").exists():
@@ -404,7 +404,7 @@ class Estimate:
 
     @property
     def step(self) -> int:
-        """On the device, bytes."""
+        """Bytes on the device."""
         return self.weights + self.gradients + self.moments + self.average + self.activations
 
     @property
@@ -417,7 +417,7 @@ class Estimate:
 
     @property
     def total(self) -> int:
-        """Without a card: all in the memory of the host."""
+        """Bytes on the host if there is no card."""
         return self.step + self.kept
 
     def needs(self, free: Bytes) -> Bytes:
@@ -429,7 +429,7 @@ class Estimate:
         return {kind: self.step if kind == CARD else on_host for kind in free}
 
     def of(self, images: int) -> "Estimate":
-        """For another micro-batch."""
+        """Estimate for another micro-batch."""
         return replace(self, images=images, activations=self.activations * images // self.images)
 
     def lines(self, free: Bytes) -> tuple[str, str]:
@@ -498,7 +498,10 @@ def images_that_fit(expected: Estimate, free: Bytes) -> int:
 
 
 def _remedy(images: int) -> str:
-    """Args: images: of the largest batch that fits."""
+    """Advice for a micro-batch that does not fit.
+
+    Args: images: of the largest batch that fits.
+    """
     if not images:
         return "not even one image fits: use a smaller --image-size or --model"
     return f"use --batch {images} or --batch auto (with -c: train.batch_size_per_card)"
@@ -562,7 +565,7 @@ def free_memory(ranks_on_host: int) -> dict[str, int]:
 
 
 def _free_on_card() -> int | None:
-    """Bytes; None: unknown.  Not run on a GPU."""
+    """Free bytes on the card; None: unknown.  Not run on a GPU."""
     try:
         return int(paddle.cuda.mem_get_info()[0])
     except Exception:  # Paddle 3.2 has no such function; a driver may refuse in its own way
@@ -577,7 +580,7 @@ class Meter:
         self._before = {HOST: before["VmRSS"], ADDRESSES: before["VmSize"]}
 
     def peak(self) -> dict[str, int]:
-        """Bytes by kind."""
+        """Peak bytes by kind."""
         now = process_memory()
         found = {
             HOST: max(0, now["VmHWM"] - self._before[HOST]),

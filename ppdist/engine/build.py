@@ -255,7 +255,7 @@ def _load_pretrained(
 def _describe_model(
     config: ExperimentConfig, model: ImageModel, train_set: DetectionSet, start: Start
 ) -> ModelCard:
-    """The card for the checkpoints of this run.  Collective.
+    """Builds the model card for the checkpoints of this run.  Collective.
 
     A run that resumes keeps the licence and the source of its weights.
     """

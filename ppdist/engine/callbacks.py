@@ -54,7 +54,10 @@ class Callback:
     """
 
     def __init_subclass__(cls, **options: Any) -> None:
-        """Raises: ConfigError: nothing would ever call a method `on_...` of this name."""
+        """Checks that the base calls each `on_...` method of a subclass.
+
+        Raises: ConfigError: nothing would ever call a method of this name.
+        """
         super().__init_subclass__(**options)
         moments = [name for name in vars(Callback) if name.startswith("on_")]
         for name in vars(cls):

@@ -442,7 +442,10 @@ def read_checkpoint(path: Path) -> Checkpoint:
 
 
 def unpacked(data: bytes, file: Path) -> dict[str, np.ndarray]:
-    """The arrays of a .safetensors file.  Raises: CheckpointError: it is damaged."""
+    """Arrays of a .safetensors file.
+
+    Raises: CheckpointError: it is damaged.
+    """
     try:
         return safetensors.numpy.load(data)
     except (SafetensorError, KeyError, ValueError, TypeError) as error:  # the last: types of arrays
@@ -577,7 +580,7 @@ class CheckpointWriter:
         return self._refused[-1][1] if self._refused else None
 
     def _begin(self, snapshots: list[Snapshot]) -> None:
-        """With the lock held."""
+        """Starts writing snapshots; the caller holds the lock."""
         self._waiting, self._refused = snapshots, []
         if self._thread is None:
             # No daemon: a run that ends with an error still finishes what it is writing.

@@ -311,7 +311,7 @@ def _first_difference(records: Records, top: str, other: int) -> str:
 
 
 def _mark(record: ImageRecord, top: str) -> int:
-    """A checksum of everything that is compared of a record."""
+    """Checksum of everything that is compared of a record."""
     parts = [os.fsencode(record.path.removeprefix(top)), *_columns(record).values()]
     return zlib.crc32("\n".join(map(repr, parts)).encode())
 

@@ -254,7 +254,7 @@ class DatasetEvaluator(ABC, Generic[Found]):
 
     @abstractmethod
     def _measure(self, found: Found) -> dict[str, float]:
-        """The metrics alone."""
+        """Computes the metrics alone."""
 
     @abstractmethod
     def analyse(self, found: Found, step: int | None = None) -> dict[str, Any]:
@@ -342,7 +342,7 @@ class DatasetEvaluator(ABC, Generic[Found]):
 
     @abstractmethod
     def _no_rows(self) -> np.ndarray:
-        """[0, X], of the type of `_rows_of`."""
+        """Empty rows [0, X], of the type of `_rows_of`."""
 
     @abstractmethod
     def _rows_of(self, model: ImageModel, batch: Batch) -> tuple[Any, np.ndarray]:
@@ -358,7 +358,10 @@ class DatasetEvaluator(ABC, Generic[Found]):
         """What `predict` returns, from the rows of all ranks, ordered by position."""
 
     def _check_each_once(self, seen_S: np.ndarray) -> None:
-        """Raises: RuntimeError: these positions are not those of all images, each once."""
+        """Checks that every image occurs once.
+
+        Raises: RuntimeError: these positions are not those of all images, each once.
+        """
         seen_S = np.append(seen_S, [*self._scored.unreadable]).astype(np.int64)
         counts_N = np.bincount(seen_S, minlength=len(self._dataset.records))
         wrong = np.flatnonzero(counts_N != 1)

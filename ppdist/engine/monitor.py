@@ -41,7 +41,10 @@ class Stopwatch:
         self._began, self._waited = time.perf_counter(), heartbeat.waited_seconds()
 
     def stop(self, data_seconds: float) -> StepSeconds:
-        """Args: data_seconds: of the time, waiting for images."""
+        """Ends the step's time measurement.
+
+        Args: data_seconds: of the time, waiting for images.
+        """
         wall = time.perf_counter() - self._began
         return StepSeconds(wall, wall - (heartbeat.waited_seconds() - self._waited), data_seconds)
 
@@ -127,7 +130,7 @@ def _mean(values: Sequence[float]) -> float:
 
 
 def _images_per_second(steps: Sequence[_Step]) -> float:
-    """Of all ranks; at least one step."""
+    """Images per second of all ranks over at least one step."""
     return sum(each.result.images for each in steps) / sum(each.seconds.wall for each in steps)
 
 
@@ -264,7 +267,7 @@ class _Column(NamedTuple):
 def _columns(
     epoch: int, epochs: int, numbers: Mapping[str, float], shown: Sequence[str]
 ) -> list[_Column]:
-    """Of the row of an epoch, but for the time left."""
+    """Columns of an epoch's row except the ETA."""
     parts = [name for name in numbers if name.startswith("loss_")]
     scores = [_Column(name, _score(numbers.get(name)), 6, 3 + at) for at, name in enumerate(shown)]
     found = [
@@ -285,14 +288,14 @@ def _columns(
 
 
 def _fitted(columns: list[_Column]) -> list[_Column]:
-    """Those that fit beside the time left."""
+    """Columns that fit beside the ETA."""
     while sum(each.width + 1 for each in columns) + _ETA_WIDTH > _TABLE_WIDTH:
         columns.remove(max(columns, key=lambda each: each.rank))
     return columns
 
 
 def _loss(value: float | None) -> str:
-    """With four digits, as far as six places hold them."""
+    """Loss with four digits, where six places hold them."""
     if value is None:
         return ""
     return f"{value:.3f}" if abs(value) < 100 else f"{value:.1f}" if value < 1e4 else f"{value:.0e}"
@@ -387,7 +390,7 @@ _AWAY = -1
 
 
 def _identity(path: str) -> int:
-    """Number of a file's content identity; _AWAY: not to be had now."""
+    """Number of a file's content identity; _AWAY: unavailable now."""
     try:
         return storage.identity_of(path).number
     except OSError:  # whoever reads it says so

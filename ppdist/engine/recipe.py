@@ -98,7 +98,7 @@ class TrainOptions:
     output_dir: str | None = None
 
     def items(self, *names: str) -> list[str]:
-        """As items of -o: of these names, or all that are keys."""
+        """Options as -o items: those of these names, or all keys."""
         values = {_KEYS[name]: getattr(self, name) for name in names or _KEYS}
         return override_items({key: each for key, each in values.items() if each is not None})
 

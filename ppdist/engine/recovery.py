@@ -164,7 +164,7 @@ class Recovery:
         self._log.rollback(progress.step)
 
     def require_images(self, result: StepResult) -> None:
-        """After a step that was given up.
+        """Checks images after a step that was given up.
 
         Raises: StorageError, on every rank: the images of some stay away.
         """
@@ -260,17 +260,23 @@ class Recovery:
 
 
 def _record_of_rollback(progress: TrainState, step: int, reason: str) -> dict[str, Any]:
-    """For metrics.jsonl: from a step to where the run is now."""
+    """Record of a rollback for metrics.jsonl.
+
+    It leads from a step to where the run is now.
+    """
     return {"step": progress.step, "returned_from_step": step, "reason": reason}
 
 
 def lr_factor(rollbacks: int) -> float:
-    """By what the learning rate is multiplied after so many rollbacks."""
+    """Learning-rate factor after so many rollbacks."""
     return _LR_FACTOR**rollbacks
 
 
 def _steps_of(text: str) -> set[int]:
-    """Parses `7,12`.  Raises: ConfigError: it is something else."""
+    """Parses `7,12`.
+
+    Raises: ConfigError: it is something else.
+    """
     if text and not re.fullmatch(r"[1-9]\d*(,[1-9]\d*)*", text, re.ASCII):
         raise ConfigError(
             f"{SKIP_STEP_VARIABLE}={text}: expected the numbers of steps, from 1, as in 7,12",
@@ -281,7 +287,7 @@ def _steps_of(text: str) -> set[int]:
 
 
 def parts_of(batch_size: int, max_micro_batch: int | None) -> int:
-    """In how many parts a micro-batch is split; None: 1.
+    """Number of parts a micro-batch is split into; None: 1.
 
     A power of two, so that halving again halves the parts there are.
     """

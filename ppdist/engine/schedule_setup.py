@@ -108,7 +108,7 @@ class ScheduleSetup:
         return [(fact.name, fact.shown, fact.why) for fact in self.facts()]
 
     def record(self) -> dict[str, dict[str, Any]]:
-        """Value and why of everything, by key, for metrics.jsonl."""
+        """Values and reasons of everything, by key, for metrics.jsonl."""
         return {fact.key: {"value": fact.value, "why": fact.why} for fact in self.facts()}
 
     def facts(self) -> Iterator[Fact]:

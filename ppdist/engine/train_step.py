@@ -262,7 +262,7 @@ class TrainStep:
         )
 
     def skip(self, step: int) -> None:
-        """Passes over a step (0-based) that is not to be computed.  Collective."""
+        """Skips a step (0-based).  Collective."""
         self._synchronise(step, False)
 
     def forget(self) -> None:
@@ -331,9 +331,9 @@ class TrainStep:
 
     @paddle.no_grad()
     def _undo(self, before: Tensor | None) -> None:
-        """Leaves nothing of a step that was not applied.
+        """Undoes everything of a step that was not applied.
 
-        Not finite, running statistics would stay so for ever, and a step made again must not move
+        Non-finite running statistics would stay so for ever, and a step made again must not move
         them twice.
         """
         self.optimizer.clear_grad()
@@ -398,7 +398,7 @@ class TrainStep:
 
     @paddle.no_grad()
     def _reduce(self, summed: Tensor, names: list[str]) -> Tensor:
-        """Makes the gradients of all ranks one, and float32.  Collective.
+        """Reduces the gradients of all ranks to float32 ones.  Collective.
 
         Args:
             summed: the tally over all ranks, on the device.
@@ -462,7 +462,7 @@ class TrainStep:
         return self.loss_divisor * comm.world_size() / divisor
 
     def _synchronise(self, step: int, applied: bool) -> None:
-        """What all ranks have in common after an update.  Collective."""
+        """Synchronises statistics and EMA of ranks after an update.  Collective."""
         self._updates += applied
         self.grad_sync.updated(step)
         if self.grad_sync.synchronised(step):
@@ -473,7 +473,10 @@ class TrainStep:
             self._updates = 0
 
     def _average_statistics(self) -> None:
-        """Without SyncBN each rank has moved them by its own images.  Collective."""
+        """Averages running statistics over ranks.  Collective.
+
+        Without SyncBN each rank has moved them by its own images.
+        """
         if self._statistics is not None and self._averages_statistics and comm.world_size() > 1:
             own = self._statistics.gather()
             # Without the gaps: what else is in a message changes the order of sums over sockets.
@@ -510,7 +513,7 @@ def _blank_batch(batch: Batch) -> Batch:
 
 
 def _positions(micro_batches: list[Batch]) -> list[int]:
-    """Of the images in the set's records."""
+    """Positions of the images in the set's records."""
     found = [batch.image_index_B.numpy().ravel().tolist() for batch in micro_batches]
     return [int(index) for indices in found for index in indices if index >= 0]
 
@@ -542,14 +545,14 @@ def running_statistics(model: nn.Layer) -> list[Tensor]:
 
 
 def whole(output: LossOutput) -> Tensor:
-    """What is differentiated: 0-D, all of a micro-batch's loss."""
+    """Loss to differentiate: 0-D, all of a micro-batch's loss."""
     return (
         output.total if output.separate_loss is None else output.total + output.separate_loss.total
     )
 
 
 def blank(output: LossOutput) -> LossOutput:
-    """The same graph and the same names without any say."""
+    """Same graph and names with no effect on the gradient."""
     return LossOutput(
         total=output.total * 0.0,
         normalizer=output.normalizer * 0.0,
@@ -619,7 +622,7 @@ def make_float32(parameters: list[paddle.Tensor]) -> None:
 
 
 def loss_scale(scaler: paddle.amp.GradScaler) -> float:
-    """By what losses are multiplied for float16; 0: they are not."""
+    """Loss scale for float16; 0: losses are not scaled."""
     return float(scaler.state_dict()["scale"][0]) if scaler.is_enable() else 0.0
 
 

@@ -218,7 +218,7 @@ class Trainer:
     # Begin and end
 
     def _set_intervals(self, config: ExperimentConfig) -> None:
-        """After how many optimizer steps each of them is due."""
+        """Sets save, evaluation and check intervals in optimizer steps."""
         per_epoch, grad_sync = self.derived.steps_per_epoch, self.train_step.grad_sync
         save_every = config.checkpoint.every_steps or 0
         if config.checkpoint.every_steps is None and config.checkpoint.every_epochs > 0:
@@ -235,7 +235,7 @@ class Trainer:
         )
 
     def _begin(self) -> None:
-        """From now on signals and callbacks are heard."""
+        """Installs signal handlers and starts callbacks."""
         listen(self._ask_to_stop)
         progress = self.progress
         if self.budget is not None:
@@ -431,9 +431,11 @@ class Trainer:
         self._seek()
 
     def _meet_bad_images(self, found: dict[int, str]) -> None:
-        """Counts and names them.  Collective.  Raises: DataError, on every rank: too many.
+        """Counts and names unusable images.  Collective.
 
         This rank's loader has warned of its own already; rank 0 alone writes the log.
+
+        Raises: DataError, on every rank: too many.
         """
         for line in self.bad_images.add(found):
             self.log.warning(f"cannot be used, another image takes its place: {line}")

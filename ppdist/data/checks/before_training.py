@@ -144,7 +144,7 @@ def _say_unkept(why: str) -> None:
 
 
 class _Check:
-    """Of the images of one split, before training.
+    """Check of the images of one split, before training.
 
     Attributes: known: how many were checked at an earlier start.
     """
@@ -165,7 +165,7 @@ class _Check:
         self.known = sum(found is not None for found in self._checks_N)
 
     def run(self) -> CheckedImages:
-        """All images but those that are known."""
+        """Checks all images that are not known already."""
         left = [at for at, found in enumerate(self._checks_N) if found is None]
         progress = Progress(_LOGGER, "data check", len(left))
 
@@ -331,7 +331,7 @@ def _keys(records: Records, decode: bool) -> np.ndarray:
 
 
 def _fingerprint(keys: Mapping[str, np.ndarray]) -> str:
-    """Of everything that the outcome depends on."""
+    """Fingerprint of everything that the outcome depends on."""
     summary = hashlib.blake2b(digest_size=16)
     for split, keys_N in keys.items():
         summary.update(f"\n{split}".encode() + keys_N.tobytes())

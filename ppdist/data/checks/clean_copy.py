@@ -156,7 +156,10 @@ def _clean(raw: RawSet, left_out: Mapping[str, str], done: Counter[str]) -> RawS
 
 
 def _write(raws: Mapping[str, RawSet], form: Format, out: Path, images: Images) -> list[str]:
-    """Under another name first: whatever fails, no half of it stays there."""
+    """Writes the copy under another name first.
+
+    Whatever fails, no half of it stays there.
+    """
     make_folder(out)
     if any(out.iterdir()):
         raise DataError(

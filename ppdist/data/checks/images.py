@@ -33,7 +33,10 @@ from ppdist.storage.files import open_file
 
 
 class ImageFile(NamedTuple):
-    """A path; size: (width, height) in pixels as annotated, None: not known."""
+    """An image file to check.
+
+    size: (width, height) in pixels as annotated, None: not known.
+    """
 
     path: str
     size: tuple[int, int] | None
@@ -399,7 +402,7 @@ class _Header(NamedTuple):
 
 
 def _header(file: BinaryIO, path: str, length: int) -> _Header | None:
-    """None: it cannot be understood so (OpenCV may)."""
+    """Header of an image; None: not understood (OpenCV may understand it)."""
     frame = read_header(path)
     try:
         file.seek(0)
@@ -465,7 +468,7 @@ def _decoded(path: str, size: tuple[int, int] | None) -> tuple[Damage | None, np
 
 @contextmanager
 def _stderr() -> Iterator[BinaryIO]:
-    """What native libraries print inside goes to the file that is given."""
+    """Sends what native libraries print inside to the file it yields."""
     kept = os.dup(2)
     with tempfile.TemporaryFile() as file:
         os.dup2(file.fileno(), 2)

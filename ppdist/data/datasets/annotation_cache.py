@@ -153,7 +153,10 @@ def _descriptor(dataset: DetectionSet | None) -> int | None:
 
 
 def _of_rank(process: int, descriptor: int | None) -> DetectionSet | None:
-    """Raises: OSError, ValueError: that process does not show it."""
+    """Set that another rank's process shares.
+
+    Raises: OSError, ValueError: that process does not show it.
+    """
     if descriptor is None:
         return None
     if descriptor < 0:
@@ -175,8 +178,9 @@ def _kept(entries: KeyedCache, key: str) -> Read | None:
 
 
 def _state(sources: Sources, began: float) -> dict[str, Any] | None:
-    """What `_kept` compares.  Args: began: when reading did, in seconds since 1970.
+    """State of the inputs that `_kept` compares.
 
+    Args: began: when reading did, in seconds since 1970.
     Returns: None: something has changed meanwhile, or so shortly before that its times do not tell.
     """
     settled = int((began - _SETTLED_SECONDS) * 1e9)
@@ -226,7 +230,10 @@ def _summary(path: str) -> tuple[str, int]:
 
 
 def _of_file(path: str) -> os.stat_result | None:
-    """None: absent, or a folder, of whose content its own summary tells."""
+    """Status of a file; None: absent, or a folder.
+
+    A folder has a summary of its own.
+    """
     try:
         found = os.stat(path)
     except OSError:
@@ -235,7 +242,7 @@ def _of_file(path: str) -> os.stat_result | None:
 
 
 def _parts(found: Read, state: Mapping[str, Any]) -> list[Any]:
-    """Bytes of the head, head, arrays."""
+    """Parts of a cache file: size of the head, head, arrays."""
     dataset = found.dataset
     arrays = Records.of(dataset.records).arrays
     places, end = {}, 0

@@ -273,7 +273,7 @@ class Strictly:
 
 
 def _numbers(read: RawSet | RawColumns | DetectionSet) -> tuple[int, int]:
-    """Images and objects."""
+    """Number of images and of objects."""
     if isinstance(read, RawSet):
         return len(read.images), sum(len(image.objects) for image in read.images)
     if isinstance(read, RawColumns):
@@ -424,7 +424,10 @@ _AT_ONCE = 1 << 18  # objects: what they need in between is small beside what is
 
 
 def _good_objects(columns: RawColumns, policy: "BoxPolicy", by_image_O: np.ndarray) -> _Good:
-    """Args: by_image_O: the numbers of all objects, image after image."""
+    """Good objects of a split.
+
+    Args: by_image_O: the numbers of all objects, image after image.
+    """
     parts = [_Good(by_image_O[:0], np.zeros((0, 4), np.float32), np.zeros(0, np.float32))]
     # No box lies outside an image whose size nobody knows; `data.bad_images` decides about that.
     sizes_N2 = np.where(columns.size_known_N[:, None], columns.sizes_N2, 2**31)
@@ -478,7 +481,7 @@ class BoxPolicy:
         numbers_P: np.ndarray,
         where: Callable[[int], str],
     ) -> tuple[np.ndarray, np.ndarray]:
-        """The boxes to use, and which they are.
+        """Applies the policy; returns the boxes to use, and which they are.
 
         Args:
             boxes_P4: float64 x1 y1 x2 y2, pixels.
@@ -590,7 +593,10 @@ def _have_area(boxes_P4: np.ndarray) -> np.ndarray:
 
 
 def cut_boxes(boxes_P4: np.ndarray, sizes_P2: np.ndarray) -> np.ndarray:
-    """`cut_box` of many boxes.  Args: as `BoxPolicy.apply`."""
+    """`cut_box` of many boxes.
+
+    Args: as `BoxPolicy.apply`.
+    """
     most_P4 = sizes_P2[:, [1, 0, 1, 0]]
     low_P4 = np.where(boxes_P4 < 0, 0.0, boxes_P4)  # as min and max do it, down to the sign of 0
     return np.where(most_P4 < low_P4, most_P4, low_P4)
@@ -604,7 +610,7 @@ def boxes_in_order(boxes_P4: np.ndarray) -> np.ndarray:
 
 
 def box_text(box: Box) -> str:
-    """As messages show a box."""
+    """Box as messages show it."""
     x1, y1, x2, y2 = box
     return f"box (x={x1:g}, y={y1:g}, w={x2 - x1:g}, h={y2 - y1:g})"
 
@@ -869,7 +875,7 @@ def _only_below(folder: str) -> dict[str, str]:
 
 
 def look_anew() -> None:
-    """Files may have come and gone since folders were listed."""
+    """Forgets cached folder listings, since files may have changed."""
     _names_in.cache_clear()
     _only_below.cache_clear()
 
@@ -892,7 +898,7 @@ def folders_below(folder: str | os.PathLike[str]) -> list[str]:
 
 
 def _folders_below(folder: str | os.PathLike[str]) -> Iterator[tuple[str, list[str]]]:
-    """Each with the names of its files."""
+    """Folders below a folder, each with the names of its files."""
     start, top = os.path.abspath(folder), os.path.realpath(folder)
     seen: set[str] = set()
     for place, below, files in os.walk(start, followlinks=True):
@@ -1102,7 +1108,10 @@ def name_lists(folder: Path, complain: Complain | None = None) -> dict[Path, tup
 
 
 def _alike(found: dict[Path, tuple[str, ...]]) -> dict[Path, tuple[str, ...]]:
-    """The same.  Raises: DataError: files name the classes differently."""
+    """Class names per file, checked to be alike.
+
+    Raises: DataError: files name the classes differently.
+    """
     if len(set(found.values())) > 1:
         said = "; ".join(f"{file.name}: {listed(names, 5)}" for file, names in found.items())
         raise DataError(

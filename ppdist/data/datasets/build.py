@@ -489,7 +489,7 @@ def draw_order(records: Records, num_classes: int) -> np.ndarray:
 
 
 def check_files(dataset: DetectionSet) -> None:
-    """Every image is there.
+    """Checks that every image exists.
 
     It takes one listing per folder, and a look-up only of each image that is a link.
 
@@ -573,7 +573,10 @@ def _leads_nowhere(path: str) -> bool:
 
 
 def check_classes(dataset: DetectionSet, num_classes: int) -> None:
-    """The data have as many classes as the model.  Raises: DataError."""
+    """Checks that the data have as many classes as the model.
+
+    Raises: DataError.
+    """
     found = len(dataset.class_names)
     if found != num_classes:
         fix = f"set model.num_classes: {found}"
@@ -629,7 +632,7 @@ def same_sets(config: DataConfig) -> str:
 
 
 def check_same_classes(train: DetectionSet | RawSet, val: DetectionSet | RawSet) -> None:
-    """Both splits mean the same by each class number.
+    """Checks that both splits mean the same by each class number.
 
     Readers take the names of the training split for both; a format of another package may not.
 

@@ -280,7 +280,7 @@ class _File:
         self._count += len(entries)
 
     def _path(self, name: str, number: int) -> str:
-        """Of an image; "": not found, of which is complained."""
+        """Path of an image; "": not found, which it reports."""
         if name.isascii() and _PLAIN_NAME.fullmatch(name):
             if not self._inside:
                 path = str(inside_folder(self._folder, name, str(self._file)))
@@ -494,7 +494,7 @@ class _File:
         self._class_extras = _class_extras(categories, classes)
 
     def as_set(self) -> RawSet:
-        """The same with an object in Python for each image and box."""
+        """Set with a Python object for each image and box."""
         columns = self.columns
         identities, sizes = columns.image_ids_N.tolist(), columns.sizes_N2.tolist()
         lost, known = self._lost_N.tolist(), columns.size_known_N.tolist()
@@ -566,7 +566,10 @@ _OBJECT_COLUMNS = {
 
 
 def _usual_objects(entries: Sequence[Any]) -> dict[str, np.ndarray]:
-    """Columns of objects.  Raises: _UNUSUAL."""
+    """Columns of objects.
+
+    Raises: _UNUSUAL.
+    """
     count = len(entries)
     try:
         image_ids, category_ids, boxes, crowds, areas, ids = zip(*map(_OF_OBJECT, entries))
@@ -590,7 +593,10 @@ def _usual_objects(entries: Sequence[Any]) -> dict[str, np.ndarray]:
 
 
 def _areas(areas: Sequence[Any]) -> np.ndarray:
-    """float64, NaN for none.  Raises: _UNUSUAL: `area_in` must look at each."""
+    """Areas, float64, NaN for none.
+
+    Raises: _UNUSUAL: `area_in` must look at each.
+    """
     kinds = {*map(type, areas)}
     if kinds == {type(None)}:
         return np.full(len(areas), np.nan)
@@ -603,7 +609,10 @@ def _areas(areas: Sequence[Any]) -> np.ndarray:
 
 
 def _boxes(boxes: Sequence[Any]) -> np.ndarray:
-    """[P, 4] float64, xyxy.  Raises: _UNUSUAL: not four numbers."""
+    """Boxes, [P, 4] float64, xyxy.
+
+    Raises: _UNUSUAL: not four numbers.
+    """
     if {*map(type, boxes)} != {list} or {*map(len, boxes)} != {4}:
         raise ValueError("expected lists of four")
     numbers = [*chain.from_iterable(boxes)]
@@ -617,7 +626,10 @@ def _boxes(boxes: Sequence[Any]) -> np.ndarray:
 
 
 def _whole_numbers(values: Sequence[Any]) -> np.ndarray:
-    """int64.  Raises: _UNUSUAL: one is none, see `whole_number`."""
+    """Values as int64.
+
+    Raises: _UNUSUAL: one is none, see `whole_number`.
+    """
     if {*map(type, values)} != {int}:
         values = [whole_number(value) for value in values]
         if None in values:
@@ -742,7 +754,10 @@ def _group(entries: Sequence[Mapping[str, Any]], used: Collection[int | None]) -
 
 
 def _names_by_id(entries: Sequence[Any], file: Path) -> dict[int, str]:
-    """In the order of ids.  Raises: DataError: an entry is malformed."""
+    """Class names by id, in the order of ids.
+
+    Raises: DataError: an entry is malformed.
+    """
     found: dict[int, str] = {}
     for number, entry in enumerate(entries):
         try:
@@ -970,5 +985,5 @@ def _side(low: float, high: float) -> float:
 
 
 def _short(value: float) -> float:
-    """A whole number without a decimal point."""
+    """Number; a whole one becomes an int, without a decimal point."""
     return int(value) if value.is_integer() else value

@@ -135,7 +135,7 @@ def snippet(raws: Mapping[str, RawSet], form: Format, out: Path, *, images: Imag
 
 
 def _annotation_file(form: Format, split: str) -> str:
-    """Below OUT: what `data.*.annotations` names."""
+    """Path below OUT that `data.*.annotations` names."""
     return {
         "coco": f"annotations/instances_{split}.json",
         "voc": f"ImageSets/Main/{split}.txt",

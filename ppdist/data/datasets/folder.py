@@ -218,7 +218,10 @@ def _set_of(
     source: Path,
     notes: tuple[str, ...] = (),
 ) -> DetectionSet:
-    """Args: found: (absolute path, label) of each image."""
+    """Set of these images.
+
+    Args: found: (absolute path, label) of each image.
+    """
     box_14, area_1 = np.zeros((1, 4), np.float32), np.zeros(1, np.float32)
     crowd_1 = np.zeros(1, bool)
     label_1 = [np.array([label], np.int64) for label in range(len(names))]

@@ -137,7 +137,10 @@ def _joined(one: RawObject, other: RawObject) -> RawObject:
 def _of_labelme(
     file: Path, folder: Path, names: dict[str, None], complain: Complain
 ) -> Iterator[_Annotated]:
-    """Raises: Malformed, ValueError, KeyError, TypeError: it is none."""
+    """Yields the image of a labelme file.
+
+    Raises: Malformed, ValueError, KeyError, TypeError: the file is of another kind.
+    """
     content = json.loads(read_text(file, complain))
     name = str(content.get("imagePath") or f"{file.stem}.jpg")
     inside = os.path.relpath(file.parent, folder)

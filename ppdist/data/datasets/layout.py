@@ -211,7 +211,10 @@ _LABEL_KINDS: dict[str, tuple[str, Callable[[Path], bool]]] = {
 
 
 def _check_one_format(layout: Layout) -> None:
-    """Raises: DataError: XML and text files beside each other annotate one image."""
+    """Checks that labels have one format.
+
+    Raises: DataError: XML and text files beside each other annotate one image.
+    """
     xml = _label_kinds(layout.root).get("voc")
     beside = Path(f"{os.path.splitext(xml or '')[0]}.txt")
     if layout.format != "coco" and xml and beside.is_file() and is_label(beside):
@@ -224,7 +227,7 @@ def _check_one_format(layout: Layout) -> None:
 
 
 def _unused(layout: Layout) -> Iterator[tuple[str, str]]:
-    """(what, why) of images and labels in no split, or in two."""
+    """Images and labels in no split, or in two: (what, why)."""
     root = layout.root
     if layout.images == 1 and layout.val is None:
         yield "1 image: used for training and validation", "its score says nothing about others"
@@ -301,7 +304,10 @@ def _beginning(file: str | Path) -> str:
 
 
 def _refuse_foreign(files: Sequence[str], source: str) -> None:
-    """Raises: DataError: annotations of a tool that are not read."""
+    """Rejects annotations of tools that are not read.
+
+    Raises: DataError: there are some.
+    """
     for suffix in dict.fromkeys(each[1] for each in _FOREIGN):
         of_kind = [file for file in files if file.lower().endswith(suffix)]
         for file in of_kind[:_LOOKED_AT]:

@@ -64,7 +64,10 @@ def make_shapes(root: Path, *, train: int, val: int, size: int = 256, seed: int 
 def _absent(
     root: Path, there: set[str], wanted: list[tuple[str, bytes]]
 ) -> list[tuple[str, bytes]]:
-    """What is not there yet.  Raises: DataError: something else is there."""
+    """Files that do not exist yet.
+
+    Raises: DataError: something else is there.
+    """
     same = {
         name
         for name, content in wanted

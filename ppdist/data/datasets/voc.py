@@ -184,7 +184,7 @@ def _of_folder(
 
 
 def _with_suffix(stem: Path) -> list[Path]:
-    """The images that are called so."""
+    """Images with this stem and a known suffix."""
     suffixes = (each for suffix in IMAGE_SUFFIXES for each in (suffix, suffix.upper()))
     found = (stem.with_name(f"{stem.name}{suffix}") for suffix in suffixes)
     return [path for path in found if path.is_file()]
@@ -193,7 +193,10 @@ def _with_suffix(stem: Path) -> list[Path]:
 def _called(
     tree: ElementTree.Element, *, below: Mapping[str, list[Path]], images: Path, file: Path
 ) -> Path:
-    """The image that <filename> means.  Raises: Malformed: there is none, or several."""
+    """Image that <filename> means.
+
+    Raises: Malformed: there is none, or several.
+    """
     name = (tree.findtext("filename") or "").strip().replace("\\", "/").rpartition("/")[2]
     found = below.get(name, []) if name else []
     if len(found) != 1:
@@ -238,7 +241,7 @@ def _parse(file: Path, complain: Complain, encodings: Encodings) -> ElementTree.
 
 @contextlib.contextmanager
 def _unreadable(where: str) -> Iterator[None]:
-    """Inside, what is no annotation in the file `where` raises Malformed."""
+    """Turns errors of the XML file `where` inside into Malformed."""
     try:
         yield
     except (ElementTree.ParseError, ValueError, RecursionError) as error:
@@ -298,7 +301,7 @@ def _image(
 def _add_objects(
     image: RawImage, tree: ElementTree.Element, complain: Complain, everything: bool
 ) -> list[str]:
-    """Returns: the name of each object's class."""
+    """Adds objects to an image; returns the class name of each."""
     names = []
     for number, entry in enumerate(tree.iter("object"), start=1):
         where = f"{image.where}: object {number}"
@@ -432,7 +435,10 @@ def _append_object(entry: ElementTree.Element, thing: RawObject, name: str) -> s
 def _append(
     parent: ElementTree.Element, extra: Mapping[str, Any], taken: Set[str] = frozenset()
 ) -> set[str]:
-    """Inverse of `_children`.  Returns: the keys that no tag can be called."""
+    """Adds tags for `extra`, inverse to `_children`.
+
+    Returns: the keys that no tag can be called.
+    """
     lost = set()
     for key, value in extra.items():
         if not _TAG.match(key) or key in taken:

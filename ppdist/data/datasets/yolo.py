@@ -235,7 +235,10 @@ def _image(path: Path, label: Path, image_id: int) -> RawImage:
 
 
 class _Line(NamedTuple):
-    """A line of a label file.  numbers: those behind the class."""
+    """A line of a label file.
+
+    numbers: those behind the class.
+    """
 
     image: RawImage
     place: int
@@ -410,7 +413,10 @@ def _crosses(ring_K2: np.ndarray) -> bool:
 
 
 def _check_fractions(tables: Sequence[np.ndarray], source: str) -> None:
-    """Raises: DataError: most values are pixels, or percents."""
+    """Checks that values are fractions of the image.
+
+    Raises: DataError: most values are pixels, or percents.
+    """
     rows_R4 = np.concatenate([np.zeros((0, 4)), *tables])
     largest_R = np.abs(rows_R4).max(1, initial=0)
     far_R = np.isfinite(largest_R) & (largest_R > _FAR)
@@ -424,7 +430,10 @@ def _check_fractions(tables: Sequence[np.ndarray], source: str) -> None:
 
 
 def _check_corners(table_R4: np.ndarray, source: str) -> None:
-    """Raises: DataError: the lines hold two corners, not a centre and sides."""
+    """Checks that lines are centre and sides, not two corners.
+
+    Raises: DataError: the lines hold two corners.
+    """
     corners_R = (table_R4[:, 2:] > table_R4[:, :2]).all(1) & (table_R4 <= 1 + _BORDER).all(1)
     outside = int((~_inside(table_R4)).sum())
     if len(table_R4) >= _FEWEST_ALIKE and corners_R.all() and 2 * outside > len(table_R4):
@@ -461,7 +470,10 @@ class _Classes:
         self._lists: dict[str, tuple[str, tuple[str, ...]]] = {}
 
     def number(self, line: _Line) -> int:
-        """Of a line's class.  Raises: Malformed: it is none."""
+        """Class number of a line.
+
+        Raises: Malformed: it is none.
+        """
         where, names = self._list_of(line.image)
         label = line.label
         if not 0 <= label < len(names) or label != int(label):
@@ -502,7 +514,10 @@ def own_names(root: Path, folders: Sequence[Path]) -> tuple[str, tuple[str, ...]
 
 
 def _object(line: _Line, form: str, classes: _Classes) -> RawObject:
-    """Raises: Malformed: it is none."""
+    """Object of a line.
+
+    Raises: Malformed: it is none.
+    """
     if form == _NOTHING:
         text = " ".join(f"{number:g}" for number in (line.label, *line.numbers))
         what = (

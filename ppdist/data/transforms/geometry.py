@@ -59,7 +59,10 @@ class SourceImage:
     def of(
         cls, index: int, image_HW3: np.ndarray, reduced: int, record: ImageRecord, turn: int
     ) -> "SourceImage":
-        """Args: image_HW3: of `record`, reduced, not yet turned; turn: see `random_turn`."""
+        """Source image turned by `turn`, from a reduced one.
+
+        Args: image_HW3: of `record`, reduced, not yet turned; turn: see `random_turn`.
+        """
         width, height = turned_sides(record, turn)
         alone_M = ~record.crowd_M
         boxes_M4, outlines_M = record.boxes_M4[alone_M], record.polygons_M
@@ -625,7 +628,7 @@ def _cut_polygon(points: list[list[float]], size: tuple[int, int]) -> list[list[
 
 
 def _area(points: list[list[float]]) -> float:
-    """Of a polygon, in square pixels."""
+    """Area of a polygon, in square pixels."""
     turned = zip(points, points[-1:] + points[:-1])
     return abs(sum(x0 * y1 - x1 * y0 for (x1, y1), (x0, y0) in turned)) / 2
 
@@ -713,7 +716,10 @@ class MosaicCanvas:
         return left < right and top < bottom
 
     def note(self, boxes_M4: np.ndarray, labels_M: np.ndarray, matrix_33: np.ndarray) -> np.ndarray:
-        """Keeps the boxes that are seen.  Returns: keep_M: which they are."""
+        """Keeps the boxes that are seen.
+
+        Returns: keep_M: which they are.
+        """
         height, width = self._image_HW3.shape[:2]
         mapped_M4, keep_M = map_by_matrix(boxes_M4, matrix_33, (height, width))
         self._boxes.append(mapped_M4[keep_M])

@@ -181,9 +181,11 @@ class Layout(NamedTuple):
 def random_layout(
     images: int, whole: bool, size: tuple[int, int], rng: np.random.Generator
 ) -> Layout:
-    """Of 4 or 9 images for the input `size` (height, width).
+    """Random layout of 4 or 9 images for the input.
 
-    Args: whole: in a grid, for which nothing is drawn.
+    Args:
+        size: (height, width) of the input.
+        whole: in a grid, for which nothing is drawn.
     """
     if whole:
         return in_a_grid(images, size)

@@ -137,7 +137,7 @@ class Samples:
         return self._cache is not None and self._cache.give_up()
 
     def path(self, index: int) -> str:
-        """Of the image of a record."""
+        """Path of the image of a record."""
         return self._dataset.records[index].path
 
     def _record(self, index: int) -> ImageRecord:
@@ -182,7 +182,7 @@ class Samples:
         raise NotImplementedError
 
     def _used(self, samples: list[Sample]) -> list[Sample]:
-        """Those that the batch consists of, at least one."""
+        """Samples that the batch consists of, at least one."""
         return samples
 
     def _read(self, index: int, consequence: str = "") -> np.ndarray | None:
