@@ -80,8 +80,8 @@ def _round(
 ) -> Round:
     """Results of one round by number of processes.
 
-    Of one run over all processes, and of as many single runs as there are processes.  Their files
-    are in the folder.
+    For each number: one run over all processes, and as many single runs as there are
+    processes.  Their files are in the folder.
     """
     groups: list[Group] = []
     files_apart: dict[int, list[Path]] = {}

@@ -109,7 +109,7 @@ class _Variant:
     def report(self, warmup: int) -> Report:
         """Statistics of the steps after `warmup`, see `_typical`.
 
-        Of bytes the mean.
+        Bytes are averaged.
         """
         sent = [each for each in self.sent[warmup:] if each is not None]
         wall, images = self._typical(self.wall[warmup:]), self._typical(self.images[warmup:])
@@ -239,8 +239,8 @@ def _means(steps: Sequence[float], period: int) -> list[float]:
 def _averaging_seconds(train_step: TrainStep, repeats: int = 5) -> float:
     """Median time per step of averaging all ranks' gradients, after backward.
 
-    With sync_every: their weights.  It averages as the run does, but after backward, and spoils
-    what these have learned.
+    With sync_every it averages their weights instead.  It averages as the run does, except for
+    the time, and spoils what these have learned.
     """
     own = train_step.grad_sync
     grad_sync = AllReduceSync() if own.during_backward else own

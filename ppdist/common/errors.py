@@ -68,7 +68,7 @@ class DataError(UserError):
 
 
 class WeightsError(UserError):
-    """A weight file is missing, unreadable, unsafe, or of another model."""
+    """A weight file is missing, unreadable, unsafe, or does not fit."""
 
     kind = "weights"
 
@@ -137,9 +137,9 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 
 def limit_met(error: BaseException) -> str:
-    """FILES_LIMIT or MEMORY_LIMIT if such a limit explains the error.
+    """The code of the limit that explains the error, or "".
 
-    Else "".
+    FILES_LIMIT or MEMORY_LIMIT.
     """
     if isinstance(error, CodedError):
         return ""

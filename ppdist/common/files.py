@@ -35,7 +35,7 @@ _FIRST_PAUSE_SECONDS, _LONGEST_PAUSE_SECONDS = 1.0, 30.0
 def writing(path: Path) -> Iterator[None]:
     """Turns OSErrors of writing `path` into a UserError that names it.
 
-    Such as no such place, no permission, a full disk.
+    For example a missing folder, no permission, or a full disk.
     """
     try:
         yield
@@ -124,7 +124,7 @@ def make_parent(path: Path) -> None:
 def user_cache() -> Path | None:
     """This user's ppdist cache folder; None: the user has no home.
 
-    In $XDG_CACHE_HOME or ~/.cache, for what programs can make again.
+    It lies in $XDG_CACHE_HOME or ~/.cache and holds what ppdist can recreate.
     """
     try:
         return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "ppdist"
@@ -302,7 +302,7 @@ class FileLock:
     def is_taken(self) -> bool:
         """Whether another process holds the lock; not for its holder.
 
-        As far as its file system tells.
+        False if the file system cannot tell.
         """
         assert self._handle is None
         try:
@@ -392,7 +392,7 @@ def hold(output_dir: Path) -> list[str]:
 def is_held(output_dir: Path) -> bool:
     """Whether a training writes into the folder now.
 
-    As far as its file system tells.
+    False if the file system cannot tell.
     """
     # One of this process would be lost by looking.
     return output_dir.resolve() in _held or FileLock(output_dir / _LOCK_FILE).is_taken()

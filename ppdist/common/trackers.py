@@ -127,7 +127,10 @@ class TrackerProcess(MetricWriter):
         self._put(("rollback", (step,)))
 
     def hurry(self, seconds: float = 0.0) -> None:
-        """Limits how long `close` waits: some seconds from now or its call."""
+        """Limits how long `close` waits.
+
+        Until `seconds` from now or a few seconds from its call, whichever is later.
+        """
         self._latest = time.monotonic() + seconds
 
     def end(self) -> None:

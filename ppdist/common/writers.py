@@ -134,7 +134,7 @@ def scalar_points(record: Mapping[str, Any]) -> dict[str, float]:
 
 
 def _training_tag(key: str) -> str:
-    """The TensorBoard tag `group/name` of a training metric.
+    """The tag `group/name` of a training metric.
 
     The page sorts groups by name and unfolds the first.
     """
@@ -387,7 +387,7 @@ class VisualDLWriter(MetricWriter):
         return value.id <= step and not described
 
     def _frame(self, step: int, tag: str, **content: Any) -> bytes:
-        """Args: content: the one field of a Value that holds its kind."""
+        """Args: content: the one type-specific field of a Value."""
         value = {"id": step, "tag": tag, "timestamp": round(time.time() * 1000), **content}
         record = self._record_type(values=[value]).SerializeToString()
         return _LENGTH.pack(len(record)) + record

@@ -739,7 +739,7 @@ def readable(
 ) -> list[ImageRecord]:
     """The first `count` readable records.
 
-    Only the first 2 * count records are tried: if none of them is readable, none is returned.
+    Only the first 2 * count records are tried: if the files are missing, none can be read.
 
     Args: warn: gets one line if unreadable images were replaced.
     """

@@ -199,9 +199,9 @@ def _linear(
 
 
 def left_out(rows: Sequence[Row]) -> list[float]:
-    """Leave-one-out error of each row: what the model predicts, not reproduces.
+    """Leave-one-out error of each row.
 
-    Not a number where nothing is left to fit.
+    It measures what the model predicts, not reproduces.  NaN if nothing is left to fit.
     """
     return [
         fit([*rows[:i], *rows[i + 1 :]]).error(row) if len(rows) > 1 else float("nan")

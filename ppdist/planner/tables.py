@@ -76,8 +76,8 @@ def spent(prediction: Prediction) -> str:
 def helps(job: Job, prediction: Prediction) -> str:
     """What each change would save, best first.
 
-    Of the time of the whole training, or of the rate.  Changes that would do harm or nothing are
-    listed apart.
+    It saves time of the whole training, or raises the rate.  Changes that would do harm or nothing
+    are listed apart.
     """
     rows, harm, idle = [], [], []
     for name, changed in what_ifs(job, prediction.cluster):

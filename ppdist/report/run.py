@@ -71,7 +71,7 @@ class ClassRow(_Part):
 class Confusion(_Part):
     """Confusion matrix: rows are true classes, columns predicted ones.
 
-    Of detectors the last row and column are background.  With very many classes only the largest
+    For detectors the last row and column are background.  With very many classes only the largest
     `cells` (row, column, count) and the row sums are stored.
     """
 

@@ -153,9 +153,9 @@ class Launcher:
 
 
 def _end_with_study() -> Callable[[], None]:
-    """Makes the child's first call: it stops when the study dies.
+    """Returns the child's first call, which ties it to this process.
 
-    The child is then asked to save and end.
+    When this process is gone, the child is asked to save and end.
     """
     end = ends_with_this(signal.SIGTERM)
 
@@ -227,7 +227,7 @@ class Past:
     def end(self) -> bool:
         """Asks a running fleetrun on this host to save and end.
 
-        Of other hosts only the lock of the run is known.
+        On other hosts only the lock of the run is known.
 
         Returns: whether it still runs.
         """

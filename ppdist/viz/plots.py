@@ -100,10 +100,7 @@ def fonts() -> list[str]:
 
 
 def drawable(name: str, label: int, most: int = _MOST_LETTERS) -> str:
-    """The class name, shortened if long, or `#label` if no font fits.
-
-    A font fits if all letters of the name are in the installed fonts.
-    """
+    """The class name, shortened, or `#label` if fonts lack its letters."""
     name = name if len(name) <= most else f"{name[: most - 3]}..."
     missing = set(map(ord, name))
     for family in fonts():
@@ -437,7 +434,7 @@ def rate(history: History, title: str) -> Figure | None:
 def speed(history: History, title: str) -> Figure | None:
     """Images per second and the parts of the step time.
 
-    Over the run and by rank.
+    Plots both over the run and by rank.
     """
     if not np.isfinite(column(history.steps, "images_per_second")).any():
         return None
@@ -546,7 +543,7 @@ def _compute_seconds(axes: Axes, history: History) -> None:
 def _ranks(axes: Axes, history: History) -> None:
     """A bar for each rank, of medians over the run.
 
-    From below: data, computing, waiting.
+    Segments from below: data, computing, waiting.
     """
     records = _of_most_ranks(history.ranks)
     step_W, own_W, data_W = np.median([_rank_seconds(each) for each in records], axis=0)
