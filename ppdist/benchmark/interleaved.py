@@ -31,12 +31,12 @@ _END_SECONDS = 60.0  # fleetrun gives its ranks some to end
 
 
 def wait_for_slice() -> float:
-    """Waits between two steps until this group runs; at once where nothing is interleaved.
+    """Blocks between two steps until this group's time slice begins.
 
-    Collective.
+    Returns at once if nothing is interleaved.  Collective.
 
-    Returns: seconds of the pause.  Waiting here for a rank that is later than this one is none: it
-        would wait for it within the next step.
+    Returns: seconds of the pause.  Waiting here for a rank that is later than this one does not
+        count: this one would wait for it within the next step.
     Raises: RuntimeError: the process that interleaves is gone.
     """
     folder, owner = os.environ.get(_FOLDER), os.environ.get(_OWNER, "")
@@ -98,8 +98,11 @@ class Group:
         self.pause()
 
     def go_on(self) -> None:
-        """Returns when none waits any more: one that slept through a whole slice would wait for the
-        next, and the other ranks for it.  Or when a program has ended, see `has_ended`."""
+        """Resumes the group; returns when no process waits any more.
+
+        One that slept through a whole slice would wait for the next, and the other ranks for it.
+        Also returns when a program has ended, see `has_ended`.
+        """
         self._pause.unlink(missing_ok=True)
         while self._waiting() and None in self.codes and not any(self.codes):
             time.sleep(_LOOK_SECONDS)
@@ -143,7 +146,9 @@ class Group:
 
 
 def interleave(groups: Sequence[Group], slice_seconds: float) -> None:
-    """Runs groups in time slices until all have ended; none runs when it returns or raises.
+    """Runs groups in time slices until all have ended.
+
+    None runs when it returns or raises.
 
     Args: slice_seconds: at least; a slice lasts until the end of a step.
     Raises: LaunchError: a program ended with another code than 0.
@@ -162,7 +167,7 @@ def interleave(groups: Sequence[Group], slice_seconds: float) -> None:
 
 @contextmanager
 def _ended(groups: Sequence[Group]) -> Iterator[None]:
-    """Ends all groups at last, also when this process is asked to end by SIGTERM."""
+    """Ends all groups on exit, also on SIGTERM to this process."""
 
     def interrupt(number: int, frame: object) -> None:
         raise SystemExit(128 + number)

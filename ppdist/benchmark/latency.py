@@ -51,7 +51,10 @@ def formats_here() -> tuple[Format, ...]:
 
 
 def pictures_of(dataset: DetectionSet | None) -> list[np.ndarray]:
-    """The first images that can be read, uint8 RGB [H, W, 3]; without a set, drawn ones."""
+    """The first readable images, uint8 RGB [H, W, 3].
+
+    Without a set, drawn ones.
+    """
     if dataset is None:
         return [scene(512, 0, 0, index)[0] for index in range(IMAGES)]
     images = []
@@ -78,7 +81,7 @@ def predictors_of(
     threads: int,
     backends: Collection[Backend] = (),
 ) -> dict[str, Predictor]:
-    """What can predict here, by name: the model as it is, and all that an export holds.
+    """Available predictors by name: the eager model and all exported files.
 
     Args: backends: of these only; (): of all.
     """
@@ -126,10 +129,10 @@ def measure_predictors(
     threads: int,
     rounds: int,
 ) -> Report:
-    """Milliseconds of one call, pixels of the input size in and boxes out, suppression included.
+    """Times one call per predictor, from resized pixels to suppressed boxes.
 
     Args:
-        predictors: the first one is what the others are compared with.
+        predictors: the first one is the baseline.
         batch: images in one call.
         threads: of the eager model, too.
         rounds: of calls; every round has other images.

@@ -80,7 +80,10 @@ def measure_loading(
 
 
 class Timed:
-    """Images, seconds and CPU seconds so far; one process's share of them are the rates."""
+    """Images, seconds and CPU seconds so far.
+
+    Rates are divided by the number of processes.
+    """
 
     processes = 1
 
@@ -167,9 +170,10 @@ class Loading(Timed):
 
 
 class Straightforward(Timed):
-    """Mosaic, affine, HSV and flip as one writes them down first, in this process: the whole
-    images are decoded and put into a canvas of twice the size, which is then transformed; float32
-    goes out.  Boxes, which ours carries along, are left out.  One thread, as our workers.
+    """Naive baseline: mosaic, affine, HSV and flip in this process.
+
+    The whole images are decoded and put into a canvas of twice the size, which is then transformed;
+    float32 goes out.  Boxes, which ours carries along, are left out.  One thread, as our workers.
     """
 
     def __init__(
@@ -231,8 +235,11 @@ class Straightforward(Timed):
 
 
 def memory_of(processes: Sequence[int]) -> Report:
-    """MB of these processes together: `rss`, where what they share counts in each; `pss`, where it
-    counts once among all that share it; `own`, what each has for itself."""
+    """Total memory of processes in MB: `rss`, `pss` and `own`.
+
+    `rss` counts what they share in each; `pss` counts it once among all that share it; `own` is
+    what each has for itself.
+    """
     totals = dict.fromkeys(("rss", "pss", "own"), 0.0)
     for process in processes:
         rows = Path(f"/proc/{process}/smaps_rollup").read_text(encoding="ascii").splitlines()[1:]
@@ -255,6 +262,6 @@ def children() -> set[int]:
 
 
 def cpu_of(workers: Sequence[int]) -> float:
-    """CPU time so far of this process and of those workers that have not ended."""
+    """CPU time so far of this process and of its live workers."""
     stats = [process_stat(worker) for worker in workers]
     return time.process_time() + sum(stat.cpu_seconds for stat in stats if stat is not None)

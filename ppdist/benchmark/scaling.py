@@ -78,8 +78,11 @@ def _round(
     folder: Path,
     slice_seconds: float,
 ) -> Round:
-    """What the runs of one round found, by the number of processes: of one run, and of as many as
-    there are processes.  Their files are in the folder."""
+    """Results of one round by number of processes.
+
+    For each number: one run over all processes, and as many single runs as there are
+    processes.  Their files are in the folder.
+    """
     groups: list[Group] = []
     files_apart: dict[int, list[Path]] = {}
     for count in counts:
@@ -98,7 +101,7 @@ def _round(
 
 
 def _apart(script: Sequence[str], files: Sequence[Path], folder: Path) -> Group:
-    """The same program several times at once, each a run of its own."""
+    """Runs the same program several times at once, independently."""
     commands, environments = [], []
     for number, file in enumerate(files):
         card = {"CUDA_VISIBLE_DEVICES": str(number)} if _has_cards() else {}
@@ -108,7 +111,7 @@ def _apart(script: Sequence[str], files: Sequence[Path], folder: Path) -> Group:
 
 
 def _result(file: Path) -> Report:
-    """Of a run: its first variant, with all that it found as `result`."""
+    """The first variant of a run, with its full report as `result`."""
     report = json.loads(file.read_text(encoding="utf-8"))["result"]
     return next(iter(report["variants"].values())) | {"result": report}
 
@@ -195,7 +198,10 @@ def _has_cards() -> bool:
 
 
 def _cards(count: int) -> list[str]:
-    """Options of fleetrun for so many processes on this machine: one a card, where it has any."""
+    """Fleetrun options for `count` processes on this machine.
+
+    One per card, if it has any.
+    """
     if not _has_cards():
         return ["--nproc_per_node", str(count)]
     return ["--selected_gpus", f"0-{count - 1}" if count > 1 else "0"]
@@ -209,7 +215,7 @@ def launch(
     environment: Mapping[str, str],
     verdicts: Collection[int] = (0,),
 ) -> Any:
-    """The report of a tool on `count` processes of this machine, through fleetrun.
+    """Runs a tool on `count` processes through fleetrun; returns its report.
 
     Args:
         launcher: command of fleetrun without its options.

@@ -86,7 +86,7 @@ class _Variant:
     sent: list[int | None] = field(default_factory=list)
 
     def step(self) -> None:
-        """One optimizer step of the run, timed; a GPU is waited for at the end of every part."""
+        """Times one optimizer step; synchronises a GPU after every part."""
         derived = self.trainer.derived
         number = len(self.wall) % derived.total_steps  # see _endless
         wall, cpu = time.perf_counter(), time.process_time()
@@ -107,7 +107,10 @@ class _Variant:
         self.sent.append(None if sent is None or after is None else after - sent)
 
     def report(self, warmup: int) -> Report:
-        """Of the steps after the first `warmup`, see `_typical`; of bytes the mean."""
+        """Statistics of the steps after `warmup`, see `_typical`.
+
+        Bytes are averaged.
+        """
         sent = [each for each in self.sent[warmup:] if each is not None]
         wall, images = self._typical(self.wall[warmup:]), self._typical(self.images[warmup:])
         return {
@@ -127,8 +130,11 @@ class _Variant:
         }
 
     def _typical(self, steps: Sequence[float]) -> float:
-        """Median over periods of the mean step: where ranks meet in one step of many, as with
-        `distributed.sync_every`, the median over steps would not show what that one takes."""
+        """Median over periods of the mean step.
+
+        If ranks synchronise in one step of many, as with `distributed.sync_every`, the median over
+        steps would hide what that one takes.
+        """
         return median(_means(steps, self.every))
 
 
@@ -204,7 +210,7 @@ def _start(name: str, config: ExperimentConfig, folder: Path) -> _Variant:
 
 
 def _endless(feed: Feed) -> Iterator[Batch]:
-    """The batches of the run, again from the first where more steps are measured than it has."""
+    """The batches of the run, repeated if more steps are measured."""
     while True:
         yield from feed.batches(0, None)
 
@@ -231,8 +237,11 @@ def _means(steps: Sequence[float], period: int) -> list[float]:
 
 @paddle.no_grad()
 def _averaging_seconds(train_step: TrainStep, repeats: int = 5) -> float:
-    """Median time, for a step, of averaging the gradients of all ranks (sync_every: their weights)
-    as the run does, but after backward; it spoils what these have learned."""
+    """Median time per step of averaging all ranks' gradients, after backward.
+
+    With sync_every it averages their weights instead.  It averages as the run does, except for
+    the time, and spoils what these have learned.
+    """
     own = train_step.grad_sync
     grad_sync = AllReduceSync() if own.during_backward else own
     weights = [each for each in train_step.model.parameters() if not each.stop_gradient]

@@ -41,7 +41,10 @@ def _restore_error(
 
 
 class RankError(CodedError, RuntimeError):
-    """Another rank ended, failed or did not come; the user finds the cause there."""
+    """Another rank ended, failed or did not come.
+
+    The user finds the cause there.
+    """
 
     kind = "rank"
 
@@ -65,7 +68,7 @@ class DataError(UserError):
 
 
 class WeightsError(UserError):
-    """A weight file is missing, unreadable, unsafe, or does not fit the model."""
+    """A weight file is missing, unreadable, unsafe, or does not fit."""
 
     kind = "weights"
 
@@ -77,13 +80,16 @@ class CheckpointError(UserError):
 
 
 class StorageError(CodedError, RuntimeError):
-    """Storage that was there is away; nobody made a mistake, and a restart may find it back."""
+    """Storage became unreachable.
+
+    Nobody made a mistake, and a restart may find it back.
+    """
 
     kind = "storage"
 
 
 class ExportError(UserError):
-    """A model cannot be exported, or its export does not compute what the model computes."""
+    """A model cannot be exported, or its export computes something else."""
 
     kind = "export"
 
@@ -131,7 +137,10 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 
 def limit_met(error: BaseException) -> str:
-    """FILES_LIMIT or MEMORY_LIMIT, where such a limit would explain the error; else ""."""
+    """The code of the limit that explains the error, or "".
+
+    FILES_LIMIT or MEMORY_LIMIT.
+    """
     if isinstance(error, CodedError):
         return ""
     if _has_sign(error, FILES_LIMIT):
@@ -145,7 +154,7 @@ def _has_sign(error: BaseException, code: str) -> bool:
 
 @dataclass(frozen=True)
 class Failure:
-    """Why a process failed, as other processes and hosts get to know it."""
+    """Why a process failed, as sent to other processes and hosts."""
 
     kind: str  # of a CodedError's class, or "crash"
     code: str
@@ -170,7 +179,7 @@ class Failure:
 
 
 def failure_of(error: BaseException, message: str = "") -> Failure:
-    """What kind of failure an exception is; a crash unless it, or what led to it, says otherwise.
+    """Classifies an exception; a crash unless it or its cause says otherwise.
 
     Args: message: for the user, if it is more than the exception's text.
     """

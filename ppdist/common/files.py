@@ -33,8 +33,10 @@ _FIRST_PAUSE_SECONDS, _LONGEST_PAUSE_SECONDS = 1.0, 30.0
 
 @contextmanager
 def writing(path: Path) -> Iterator[None]:
-    """Inside, what the system refuses (no such place, no permission, a full disk) is a UserError
-    that names the path."""
+    """Turns OSErrors of writing `path` into a UserError that names it.
+
+    For example a missing folder, no permission, or a full disk.
+    """
     try:
         yield
     except OSError as error:
@@ -51,12 +53,18 @@ def is_disk_full(error: OSError) -> bool:
 
 
 def is_outage(error: BaseException | None) -> bool:
-    """Whether storage that is away would answer so; a file that was deleted does, too."""
+    """Whether an error may mean unreachable storage.
+
+    A deleted file raises the same error.
+    """
     return isinstance(error, OSError) and error.errno in _OUTAGES
 
 
 def pauses(seconds: float) -> Iterator[float]:
-    """Between tries to reach storage that is away, s: 1, 2, 4 ... 30, up to so many in all."""
+    """Yields retry delays in s, with exponential backoff.
+
+    1, 2, 4 ... 30, `seconds` in total, between attempts to reach storage that is away.
+    """
     deadline, pause = time.monotonic() + seconds, _FIRST_PAUSE_SECONDS
     while (left := deadline - time.monotonic()) > 0:
         yield min(pause, left)
@@ -64,7 +72,7 @@ def pauses(seconds: float) -> Iterator[float]:
 
 
 def can_be_read(path: str | Path) -> bool:
-    """Whether a file that is one, or a folder that holds something, is there now."""
+    """Whether a regular file or a non-empty folder is there now."""
     try:
         if os.path.isdir(path):
             with os.scandir(path) as entries:
@@ -77,7 +85,7 @@ def can_be_read(path: str | Path) -> bool:
 
 
 def make_folder(path: Path) -> None:
-    """Makes a folder that is to be written to, and those above it, where it is not there.
+    """Creates a writable folder and its parents if missing.
 
     Raises: UserError: it cannot be made, or not be written to.
     """
@@ -97,7 +105,9 @@ def make_folder(path: Path) -> None:
 
 
 def make_parent(path: Path) -> None:
-    """Makes the folder of a file that is to be written; call it before the work whose result it is.
+    """Creates the parent folder of a file to be written.
+
+    Call it before the work whose result the file is.
 
     Raises: UserError: it cannot be made, or not be written to, or the path is a folder.
     """
@@ -112,8 +122,10 @@ def make_parent(path: Path) -> None:
 
 
 def user_cache() -> Path | None:
-    """Where this user's programs keep what they can make again ($XDG_CACHE_HOME or ~/.cache), the
-    folder for ours; None: the user has no home."""
+    """This user's ppdist cache folder; None: the user has no home.
+
+    It lies in $XDG_CACHE_HOME or ~/.cache and holds what ppdist can recreate.
+    """
     try:
         return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "ppdist"
     except RuntimeError:
@@ -121,7 +133,9 @@ def user_cache() -> Path | None:
 
 
 def open_file(path: str | Path) -> BinaryIO:
-    """Opens a file that is one for reading; a pipe would be waited for, a device is endless.
+    """Opens a regular file for reading.
+
+    A pipe would block, and a device is endless.
 
     Raises: OSError: absent, no permission, or neither a regular file nor a link to one.
     """
@@ -162,7 +176,7 @@ def too_large(size: int, most_bytes: int, path: str | Path) -> OSError:
 
 
 def digest_of_file(path: Path) -> str:
-    """A fingerprint of a file's content to compare, 16 characters; or why it cannot be read."""
+    """16-character digest of a file's content, or why it cannot be read."""
     content = hashlib.blake2b(digest_size=8)
     try:
         with open_file(path) as file:
@@ -179,9 +193,9 @@ def digest_of_text(text: str) -> str:
 
 
 def replace_file(path: Path, content: bytes, *, sync: bool = False) -> None:
-    """Writes a file that appears whole or not at all: beside its place, then into it.
+    """Writes a file atomically through a temporary file beside it.
 
-    Args: sync: on the disk itself before it takes its place, so that it outlives a power failure.
+    Args: sync: to disk before the file is replaced, so that it survives a power failure.
     Raises: OSError: it cannot be written; what was there before stays.
     """
     draft = path.with_name(path.name + ".tmp")
@@ -194,7 +208,10 @@ def replace_file(path: Path, content: bytes, *, sync: bool = False) -> None:
 
 
 def sync_path(path: Path) -> None:
-    """Puts a file, or the names in a folder, on the disk itself.  Raises: OSError."""
+    """Flushes a file, or the names in a folder, to disk.
+
+    Raises: OSError.
+    """
     handle = os.open(path, os.O_RDONLY)
     try:
         os.fsync(handle)
@@ -203,7 +220,7 @@ def sync_path(path: Path) -> None:
 
 
 def write_json(path: Path, content: object, indent: int | None = None) -> None:
-    """Writes what JSON can hold, UTF-8; the file appears whole or not at all.
+    """Writes JSON in UTF-8 atomically.
 
     A file name that is not UTF-8 gets JSON's escapes of the characters Python has for its bytes.
 
@@ -214,7 +231,7 @@ def write_json(path: Path, content: object, indent: int | None = None) -> None:
 
 
 def write_whole(path: Path, data: bytes) -> None:
-    """Writes a file, and its folder where that is missing; it appears whole or not at all.
+    """Writes a file atomically; creates its folder if missing.
 
     Raises: UserError: it cannot be written.
     """
@@ -227,13 +244,13 @@ def write_whole(path: Path, data: bytes) -> None:
 
 
 class FileLock:
-    """A lock between processes on a file of its own; it ends with its process, however that ends.
+    """A lock between processes on a file; it ends with its process.
 
-    The file stays and means nothing by itself, so nobody has to find out whether the holder of a
-    stale one still lives.  The lock is one of POSIX rather than flock's: that would pass to
-    processes that this one forks, such as the loader's workers, which may outlive a killed rank for
-    a moment.  Such a lock ends when its process closes the file anywhere, so it must be opened by
-    this class alone: one process, one thread, one object a file.
+    It does so however the process ends.  The file stays and means nothing by itself, so nobody has
+    to find out whether the holder of a stale one still lives.  The lock is one of POSIX rather than
+    flock's: that would pass to processes that this one forks, such as the loader's workers, which
+    may outlive a killed rank for a moment.  Such a lock ends when its process closes the file
+    anywhere, so it must be opened by this class alone: one process, one thread, one object a file.
     """
 
     def __init__(self, path: Path) -> None:
@@ -275,12 +292,18 @@ class FileLock:
         return os.pread(self.open(), 4096, 0)
 
     def write(self, content: bytes) -> None:
-        """What the file is to say, for whoever finds it taken.  Raises: OSError."""
+        """Writes what others read when they find the lock taken.
+
+        Raises: OSError.
+        """
         os.ftruncate(self.open(), 0)
         os.pwrite(self.open(), content, 0)
 
     def is_taken(self) -> bool:
-        """Whether another process has it, as far as its file system tells; not for who has it."""
+        """Whether another process holds the lock; not for its holder.
+
+        False if the file system cannot tell.
+        """
         assert self._handle is None
         try:
             handle = os.open(self.path, os.O_RDONLY)
@@ -302,7 +325,10 @@ class FileLock:
 
 
 def _lock(handle: int, kind: int) -> bool:
-    """Whether nobody else has it.  Raises: OSError: the file system has no locks."""
+    """Takes the lock; returns whether nobody else holds it.
+
+    Raises: OSError: the file system has no locks.
+    """
     try:
         fcntl.lockf(handle, kind | fcntl.LOCK_NB)
     except OSError as error:
@@ -318,7 +344,9 @@ _held: dict[Path, FileLock] = {}  # by folder, for the life of this process
 
 
 def hold(output_dir: Path) -> list[str]:
-    """Takes `output_dir` for this process until it ends, however it ends; rank 0 alone calls it.
+    """Locks `output_dir` until this process ends; rank 0 only.
+
+    The lock ends however the process ends.
 
     Returns: a warning where the file system has no locks, else nothing.
     Raises: ConfigError: another process holds it, or nothing can be written there.
@@ -362,13 +390,16 @@ def hold(output_dir: Path) -> list[str]:
 
 
 def is_held(output_dir: Path) -> bool:
-    """Whether a training writes into the folder now, as far as its file system tells."""
+    """Whether a training writes into the folder now.
+
+    False if the file system cannot tell.
+    """
     # One of this process would be lost by looking.
     return output_dir.resolve() in _held or FileLock(output_dir / _LOCK_FILE).is_taken()
 
 
 def _described(content: bytes) -> str:
-    """`process 123 on host a since 2024-01-01 00:00:00`"""
+    """The holder as `process 123 on host a since 2024-01-01 00:00:00`."""
     try:
         about = json.loads(content)
         return f"process {about['pid']} on host {about['host']} since {about['since']}"

@@ -28,7 +28,7 @@ def require_limits(files: int = 0) -> None:
 
 
 def as_limit(error: BaseException) -> BaseException:
-    """The user's error that an error stands for, where a low limit explains it; else the same."""
+    """A UserError if a low limit explains the error; else the error."""
     code = limit_met(error)
     if code == FILES_LIMIT or (code and _limit(resource.RLIMIT_AS) is not None):
         return _too_low(code)

@@ -13,7 +13,7 @@ _UNLIMITED = 2**60  # bytes; cgroup v1 says "no limit" with a number of about 2*
 
 
 def available_cores(root: Path = Path("/")) -> float:
-    """Cores this process may keep busy: the least of its affinity and the quotas of its groups.
+    """Cores this process may use: minimum of affinity and cgroup quotas.
 
     Args:
         root: where `proc` and `sys` are.
@@ -46,8 +46,9 @@ def given_threads(root: Path = Path("/")) -> int | None:
 
 
 def available_memory(root: Path = Path("/")) -> int:
-    """Bytes of memory that can be taken without pushing anything out: the least of what the machine
-    has free and what the groups of this process may still use.
+    """Bytes of memory available without evicting anything.
+
+    The least of what the machine has free and what the groups of this process may still use.
 
     Args:
         root: where `proc` and `sys` are.
@@ -69,7 +70,10 @@ def available_memory(root: Path = Path("/")) -> int:
 
 
 def process_memory() -> dict[str, int]:
-    """Bytes of this process by Linux's names: VmRSS, VmHWM (its peak), VmSize, VmPeak, ..."""
+    """Memory of this process in bytes, by Linux's names.
+
+    VmRSS, VmHWM (its peak), VmSize, VmPeak, ...
+    """
     lines = Path("/proc/self/status").read_text(encoding="utf-8").splitlines()
     pairs = [line.partition(":") for line in lines if line.startswith("Vm")]
     return {name: int(value.split()[0]) * 1024 for name, _, value in pairs}
@@ -81,7 +85,7 @@ def free_disk(path: str | Path) -> int:
 
 
 def existing_folder(path: str | Path) -> Path:
-    """Where a path is, or will be: itself, or the nearest above it that exists."""
+    """The path itself, or its nearest existing parent."""
     place = Path(path).absolute()
     while not place.exists() and place != place.parent:
         place = place.parent
@@ -89,14 +93,14 @@ def existing_folder(path: str | Path) -> Path:
 
 
 def _file_pages(folder: Path) -> int:
-    """Bytes of a group's usage that are copies of files, given up when memory is short."""
+    """Bytes of page cache in a group's usage, reclaimed under memory pressure."""
     counts = dict(line.split() for line in kernel_text(folder / "memory.stat").splitlines())
     names = ("total_inactive_file", "inactive_file")  # v1, where the plain one leaves groups out
     return next((int(counts[name]) for name in names if name in counts), 0)
 
 
 def _group_folders(root: Path, controller: str) -> Iterator[Path]:
-    """Folders of the control groups that this process is in, from its own up to the outermost.
+    """Folders of this process's control groups, from its own to the outermost.
 
     Inside a container the path in /proc/self/cgroup is often that of the host, while the mounted
     tree begins at the container's own group; then only its top exists.
@@ -113,7 +117,10 @@ def _group_folders(root: Path, controller: str) -> Iterator[Path]:
 
 
 def kernel_text(file: Path) -> str:
-    """What a file of the kernel says; "" where there is none, or a device does not answer."""
+    """Content of a kernel file; "" if absent or unreadable.
+
+    A device may not answer.
+    """
     try:
         return file.read_text(encoding="utf-8", errors="replace").strip()
     except OSError:

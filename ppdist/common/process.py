@@ -69,7 +69,7 @@ def quiet_paddle() -> None:
 
 
 def run(main: Callable[[], int | None]) -> NoReturn:
-    """Runs a tool's main and turns how it ended into the documented exit code.
+    """Runs a tool's main and exits with the documented exit code.
 
     Under our launcher every rank ends here; each leaves `rank-N.json` in $PPDIST_EXIT_DIR and the
     launcher prints one message for the whole job instead of one per rank.
@@ -107,7 +107,10 @@ def run(main: Callable[[], int | None]) -> NoReturn:
 
 
 def _how_it_ended(error: BaseException) -> tuple[int, Failure]:
-    """The exit code and message of an error; called while it is handled."""
+    """The exit code and failure of an error.
+
+    Called while the error is handled.
+    """
     if isinstance(error, BrokenPipeError) and _is_unread(sys.stdout):
         return 128 + signal.SIGPIPE, Failure("", "", "")  # `| head` has read enough
     found = as_limit(error)
@@ -133,7 +136,10 @@ def _is_unread(stream: TextIO) -> bool:
 
 @contextmanager
 def _plain_log() -> Iterator[None]:
-    """What is logged goes to stderr as a run's log shows it, and not through Paddle's handler."""
+    """Logs to stderr in the format of a run's log.
+
+    Bypasses Paddle's handler.
+    """
     logger, handler = logging.getLogger("ppdist"), _PlainHandler()
     before = logger.propagate, logger.level
     logger.addHandler(handler)
@@ -167,15 +173,16 @@ def log_line(record: logging.LogRecord) -> str:
 
 
 def _crash() -> str:
-    """The traceback, and whether the Paddle it went through is one that ppdist was run with."""
+    """The traceback, and a notice if ppdist is untested with this Paddle."""
     notice = unknown_paddle(getattr(sys.modules.get("paddle"), "__version__", ""))
     return traceback.format_exc() + (f"\nppdist: {notice}\n" if notice else "")
 
 
 def unknown_paddle(version: str) -> str:
-    """What to know about a Paddle that ppdist was not run with; "" where it was.
+    """A notice if ppdist is untested with this Paddle; else "".
 
-    Such a one is a warning and no error: cards newer than it need a newer Paddle than we could run.
+    It is a warning and no error: cards newer than tested Paddles need a newer one than we could
+    run.
     """
     numbers = paddle_numbers(version)
     if not version or (numbers >= PADDLE_OLDEST and numbers[:2] <= PADDLE_NEWEST):
@@ -187,15 +194,18 @@ def unknown_paddle(version: str) -> str:
 
 
 def paddle_numbers(version: str) -> tuple[int, ...]:
-    """(3, 4, 0) of `3.4.0.dev20261101+cu129`; what was built by hand is often (0, 0, 0)."""
+    """Version numbers: (3, 4, 0) of `3.4.0.dev20261101+cu129`.
+
+    A build by hand is often (0, 0, 0).
+    """
     found = re.match(r"\d+(\.\d+){0,2}", version)
     return tuple(map(int, found[0].split("."))) if found else ()
 
 
 def printable(text: str) -> str:
-    """Names come out of files of strangers: their control characters become what JSON calls them.
+    """Escapes control characters as JSON does.
 
-    Line ends and tabs stay: messages have them.
+    Names come from files of strangers.  Line ends and tabs stay: messages have them.
     """
     return _CONTROLS.sub(lambda found: f"\\u{ord(found[0]):04x}", text)
 
@@ -235,18 +245,18 @@ def _finish(stream: TextIO | None) -> bool:
 
 
 def launcher_folder() -> Path | None:
-    """Where our fleetrun looks for what its ranks say; None where none started this process."""
+    """Where fleetrun reads its ranks' reports; None without fleetrun."""
     folder = os.environ.get(EXIT_DIR_VARIABLE)
     return Path(folder) if folder and Path(folder).is_dir() else None
 
 
 def launched_rank() -> int:
-    """The number that a launcher of Paddle gave to this process; 0 for one on its own."""
+    """Rank assigned by Paddle's launcher; 0 without one."""
     return int(os.environ.get("PADDLE_TRAINER_ID", "0"))
 
 
 def launched_ranks() -> int:
-    """How many such processes a launcher of Paddle started; 1 for one on its own."""
+    """Number of processes started by Paddle's launcher; 1 without one."""
     return int(os.environ.get("PADDLE_TRAINERS_NUM", "1"))
 
 
@@ -273,7 +283,7 @@ class ProcessStat:
 
     @property
     def is_alive(self) -> bool:
-        """False for a zombie: it has ended, and its parent has not asked how."""
+        """False for a zombie, which has ended but was not reaped."""
         return self.state not in ("Z", "X")
 
 

@@ -61,7 +61,7 @@ class TrackedRun:
     resume_step: int | None
 
     def remembered_id(self) -> str | None:
-        """What the tracker called this run when it began; None: it begins now."""
+        """The tracker's id of a resumed run; None: a new run."""
         if self.resume_step is None:
             return None
         try:
@@ -75,10 +75,10 @@ class TrackedRun:
 
 
 class TrackerProcess(MetricWriter):
-    """Hands all it gets to a tracker's writer in another process, and never waits but in `close`.
+    """Passes data to a tracker's writer in another process without waiting.
 
-    Each call raises RuntimeError once, where the tracker has failed or hangs: after that nothing is
-    handed to it any more.
+    Only `close` waits.  Each call raises RuntimeError once if the tracker has failed or hangs:
+    after that nothing is passed to it any more.
     """
 
     def __init__(self, target: str, run: TrackedRun) -> None:
@@ -127,7 +127,10 @@ class TrackerProcess(MetricWriter):
         self._put(("rollback", (step,)))
 
     def hurry(self, seconds: float = 0.0) -> None:
-        """`close` shall not wait beyond so many seconds from now, or some seconds from its call."""
+        """Limits how long `close` waits.
+
+        Until `seconds` from now or a few seconds from its call, whichever is later.
+        """
         self._latest = time.monotonic() + seconds
 
     def end(self) -> None:
@@ -176,7 +179,10 @@ class TrackerProcess(MetricWriter):
         self._pipe.put("tracker", partial(self._send, data), len(data))
 
     def _send(self, data: bytes) -> None:
-        """Waits in place of the run; it fails where the process has ended, which `_put` sees."""
+        """Sends data in a thread, so that the run need not wait.
+
+        It fails where the process has ended, which `_put` sees.
+        """
         assert self._process.stdin is not None
         self._process.stdin.write(data)
         self._process.stdin.flush()
@@ -231,7 +237,10 @@ _LOGIN = re.compile(r"(?<=://)[^/\s@]+@")
 
 
 def without_secrets(text: str) -> str:
-    """A text without logins in addresses, and without values of variables that name secrets."""
+    """Masks logins in addresses and values of secret environment variables.
+
+    Those are variables whose names suggest secrets.
+    """
     text = _LOGIN.sub("***@", text)
     found = {value for name, value in os.environ.items() if _SECRET_NAME.search(name)}
     for value in sorted(found, key=len, reverse=True):
@@ -242,7 +251,10 @@ def without_secrets(text: str) -> str:
 
 @contextmanager
 def _masked_output() -> Iterator[None]:
-    """What this process prints inside, natively too, goes to its stdout without secrets."""
+    """Masks secrets in all output of this process inside the block.
+
+    Native output, too; it goes to the process's stdout.
+    """
     log, (ours, theirs) = os.dup(1), os.pipe()
     for number in (1, 2):
         os.dup2(theirs, number)
@@ -325,7 +337,7 @@ class WandbWriter(MetricWriter):
 
 
 class MLflowWriter(MetricWriter):
-    """MLflow, by its client: nothing of it is global.  Resuming continues the same run."""
+    """MLflow through its client, without global state; resuming continues the run."""
 
     def __init__(self, run: TrackedRun) -> None:
         import mlflow

@@ -42,7 +42,10 @@ class Counts(NamedTuple):
 
 @dataclass(frozen=True)
 class PRCurve:
-    """Precision and recall of a class over T confidence thresholds, rising; NaN: not defined."""
+    """Precision and recall of a class over T ascending confidence thresholds.
+
+    NaN: not defined.
+    """
 
     confidence_T: np.ndarray
     precision_T: np.ndarray
@@ -131,8 +134,10 @@ def scalar_points(record: Mapping[str, Any]) -> dict[str, float]:
 
 
 def _training_tag(key: str) -> str:
-    """Its part before the slash is the group on the page, which sorts groups by name and unfolds
-    the first."""
+    """The tag `group/name` of a training metric.
+
+    The page sorts groups by name and unfolds the first.
+    """
     if "/" in key:
         return key
     if key in ("lr", "momentum"):
@@ -155,7 +160,10 @@ def _speed_tag(key: str) -> str:
 
 
 def pr_curves(analysis: Mapping[str, Any]) -> dict[str, PRCurve]:
-    """The curves of an evaluation.json by tag; a class without objects has none."""
+    """Precision-recall curves of an evaluation.json by tag.
+
+    A class without objects has none.
+    """
     curves = analysis.get("curves")
     if not curves:  # a classifier has none
         return {}
@@ -192,10 +200,10 @@ def histogram(values: np.ndarray) -> Histogram | None:
 
 
 class MetricWriters:
-    """Hands everything to each writer, in a thread; one that fails costs a warning."""
+    """Passes everything to all writers in a thread; failures only warn."""
 
     def __init__(self, thread: WriterThread) -> None:
-        """Args: thread: gets what failed and why, too, by the name of the program."""
+        """Args: thread: also collects failures by the name of the program."""
         self._thread = thread
         self._writers: dict[str, MetricWriter] = {}
 
@@ -222,7 +230,7 @@ class MetricWriters:
         self._each(lambda writer: writer.add_pr_curves(step, curves))
 
     def histograms(self, step: int, arrays: Mapping[str, np.ndarray]) -> None:
-        """How the values of arrays are spread, by tag; what is not finite is left out."""
+        """Histograms of arrays by tag, without values that are not finite."""
 
         def add(writer: MetricWriter) -> None:
             found = {tag: histogram(array) for tag, array in arrays.items()}
@@ -234,7 +242,7 @@ class MetricWriters:
     def describe(
         self, hyper_parameters: Mapping[str, Any], metrics: list[str], texts: Mapping[str, str]
     ) -> None:
-        """What run this is: a row of the page that compares runs, and its configuration.
+        """Hyper-parameters for the page that compares runs, and the configuration.
 
         Args:
             hyper_parameters: numbers and texts.
@@ -251,13 +259,16 @@ class MetricWriters:
         self._each(lambda writer: writer.rollback(step))
 
     def close(self) -> None:
-        """The second call does nothing; those that have to be waited for end at the same time."""
+        """Closes all writers in parallel; the second call does nothing.
+
+        Writers that have to be waited for end at the same time.
+        """
         self._each(lambda writer: writer.end())
         self._each(lambda writer: writer.close())
         self._writers = {}
 
     def _each(self, write: Callable[[MetricWriter], None], size: int = 0) -> None:
-        """Args: size: bytes that wait with it; what has any may be dropped."""
+        """Args: size: bytes kept in the queue; droppable if above 0."""
         for program, writer in self._writers.items():
             self._thread.put(program, partial(write, writer), size, may_drop=size > 0)
 
@@ -266,7 +277,7 @@ _LENGTH = struct.Struct("<Q")  # before each record, in the files of both progra
 
 
 def append_whole(file: io.FileIO, data: bytes) -> None:
-    """Appends all of `data` to an unbuffered file, or, when that fails, nothing.
+    """Appends all of `data` to an unbuffered file, or nothing on failure.
 
     Raises: OSError: the disk is full, or the file was removed.
     """
@@ -284,7 +295,10 @@ def append_whole(file: io.FileIO, data: bytes) -> None:
 
 
 def append(path: Path, data: bytes) -> None:
-    """Appends all of `data` to a file, which is made if need be, or nothing.  Raises: OSError."""
+    """Appends all of `data` to a file, or nothing; creates the file.
+
+    Raises: OSError.
+    """
     with io.FileIO(path, "ab") as file:
         append_whole(file, data)
 
@@ -334,7 +348,7 @@ class VisualDLWriter(MetricWriter):
     """
 
     def __init__(self, folder: Path, run_name: str, keep_until_step: int | None) -> None:
-        """Opens the file, and first cuts it back to what a resumed run has not yet to repeat.
+        """Opens the file; truncates it to what a resumed run keeps.
 
         Args:
             folder: made when it is missing.
@@ -364,13 +378,16 @@ class VisualDLWriter(MetricWriter):
         self._file = io.FileIO(self._path, "ab")
 
     def _is_kept(self, frame: bytes, step: int) -> bool:
-        """Whether it is of up to a step, and not of what `describe` says anew."""
+        """Whether a resumed run keeps a record.
+
+        It must be of at most this step, and not of what `describe` rewrites.
+        """
         (value,) = self._record_type.FromString(frame[_LENGTH.size :]).values
         described = value.tag == _HPARAM_TAG or value.tag.startswith(_CONFIG_TAG)
         return value.id <= step and not described
 
     def _frame(self, step: int, tag: str, **content: Any) -> bytes:
-        """Args: content: the one field of a Value that says what it is."""
+        """Args: content: the one type-specific field of a Value."""
         value = {"id": step, "tag": tag, "timestamp": round(time.time() * 1000), **content}
         record = self._record_type(values=[value]).SerializeToString()
         return _LENGTH.pack(len(record)) + record
@@ -378,7 +395,7 @@ class VisualDLWriter(MetricWriter):
     def describe(
         self, hyper_parameters: Mapping[str, Any], metrics: list[str], texts: Mapping[str, str]
     ) -> None:
-        """Says what run this is, in the place of what was said where it began before a resume.
+        """Writes hyper-parameters and configuration, replacing those before a resume.
 
         Args:
             hyper_parameters: numbers and texts; a row of the page that compares runs.
@@ -398,11 +415,14 @@ class VisualDLWriter(MetricWriter):
         append_whole(self._file, b"".join(self._described))
 
     def add_scalars(self, step: int, values: Mapping[str, float]) -> None:
-        """Adds one point to each tag's curve; `a/b` is shown as curve b in group a."""
+        """Adds one point per tag; `a/b` is curve b in group a."""
         self._add(step, ((tag, {"value": value}) for tag, value in values.items()))
 
     def add_images(self, step: int, tag: str, images_HW3: list[np.ndarray]) -> None:
-        """Adds uint8 RGB images as JPEG under `tag/0`, `tag/1`, ...; sizes may differ."""
+        """Adds images as JPEG under `tag/0`, `tag/1` and so on.
+
+        uint8 RGB; sizes may differ.
+        """
         self._add(
             step,
             (
@@ -422,7 +442,10 @@ class VisualDLWriter(MetricWriter):
         )
 
     def add_pr_curves(self, step: int, curves: Mapping[str, PRCurve]) -> None:
-        """Adds precision over recall; rightly not finding a box has no meaning, so TN is 0."""
+        """Adds precision-recall curves.
+
+        A box that is rightly not found has no meaning, so TN is 0.
+        """
         self._add(step, ((tag, {"pr_curve": _pr_curve(each)}) for tag, each in curves.items()))
 
     def close(self) -> None:
@@ -447,14 +470,20 @@ def _pr_curve(curve: PRCurve) -> dict[str, np.ndarray]:
 
 
 def _info(name: str, value: Any) -> dict[str, Any]:
-    """A hyper-parameter: numbers all as double, so that 1 and 0.5 are of one kind on the page."""
+    """A VisualDL hyper-parameter; all numbers become double.
+
+    So 1 and 0.5 are of one kind on the page.
+    """
     if isinstance(value, (int, float)):
         return {"name": name, "float_value": value}
     return {"name": name, "string_value": str(value)}
 
 
 def _visualdl_frames(data: bytes) -> Iterator[bytes]:
-    """Whole records with their lengths; a last one cut short by a crash is left out."""
+    """Splits data into whole records, including their length prefix.
+
+    A last record truncated by a crash is left out.
+    """
     position = 0
     while position + _LENGTH.size <= len(data):
         (length,) = _LENGTH.unpack_from(data, position)
@@ -484,11 +513,11 @@ def require_tensorboardx() -> None:
 
 
 class TensorBoardWriter(MetricWriter):
-    """Appends to TensorBoard event files of a folder; an event's content is made by tensorboardX.
+    """Appends to TensorBoard event files of a folder.
 
-    tensorboardX's SummaryWriter is not used: seen in release 2.6.5, a thread of it takes what is to
-    be written out of a queue of ten; when a write fails the thread ends, and the eleventh point
-    waits forever, so a full disk would stop a training.
+    tensorboardX makes an event's content.  Its SummaryWriter is not used: seen in release 2.6.5, a
+    thread of it takes what is to be written out of a queue of ten; when a write fails the thread
+    ends, and the eleventh point waits forever, so a full disk would stop a training.
 
     A file is a row of `uint64 length, uint32 masked crc32c of it, protobuf message Event, uint32
     masked crc32c of that`, little-endian.  Where a run is resumed or rolled back, later events are
@@ -541,7 +570,7 @@ class TensorBoardWriter(MetricWriter):
         self._write(events)
 
     def _cut(self, file: Path, step: int) -> None:
-        """Takes the events after a step out of a file, and whatever a crash has cut short."""
+        """Removes events after a step, and events truncated by a crash."""
         data, position, kept = file.read_bytes(), 0, []
         while position + _EVENT_OVERHEAD <= len(data):
             (length,) = _LENGTH.unpack_from(data, position)
@@ -571,7 +600,10 @@ class TensorBoardWriter(MetricWriter):
         self._add(step, [{"value": points}])
 
     def add_images(self, step: int, tag: str, images_HW3: list[np.ndarray]) -> None:
-        """Adds uint8 RGB images as JPEG under `tag/0`, `tag/1`, ...; sizes may differ."""
+        """Adds images as JPEG under `tag/0`, `tag/1` and so on.
+
+        uint8 RGB; sizes may differ.
+        """
         shown = []
         for index, image_HW3 in enumerate(images_HW3):
             height, width, channels = image_HW3.shape
@@ -598,7 +630,10 @@ class TensorBoardWriter(MetricWriter):
         self._add(step, shown)
 
     def add_pr_curves(self, step: int, curves: Mapping[str, PRCurve]) -> None:
-        """Adds precision over recall; rightly not finding a box has no meaning, so TN is 0."""
+        """Adds precision-recall curves.
+
+        A box that is rightly not found has no meaning, so TN is 0.
+        """
         shown = []
         for tag, curve in curves.items():
             at = curve.at(_TENSORBOARD_THRESHOLDS_K)

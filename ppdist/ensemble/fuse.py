@@ -51,9 +51,9 @@ class Saved:
 
 
 def read_saved(path: Path) -> Saved:
-    """Reads a COCO result list, or a data set whose `annotations` have scores.
+    """Reads a COCO result list, or a dataset whose `annotations` have scores.
 
-    Raises: DataError: it is none; the message names the entry.
+    Raises: DataError: it is neither; the message names the entry.
     """
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
@@ -113,7 +113,9 @@ def _require_detection(path: Path, place: int, entry: Any) -> None:
 
 
 def set_of(files: Sequence[Saved]) -> DetectionSet:
-    """The images and classes that occur in files, as a set without objects, ordered by id.
+    """The images and classes in files as a set without objects.
+
+    Ordered by id.
 
     Raises: DataError: an id stands for different images in two files, or in one without names for
         a class of which nobody knows which it is.
@@ -153,7 +155,7 @@ def set_of(files: Sequence[Saved]) -> DetectionSet:
 
 
 def _classes_of(files: Sequence[Saved]) -> dict[int, str]:
-    """Names by id: those of the first file that names them, and what others have beside.
+    """Class names by id; the first file that names an id wins.
 
     Raises: DataError: two files name an id differently, and a third names none.
     """
@@ -219,7 +221,7 @@ def rows_of(saved: Saved, dataset: DetectionSet) -> np.ndarray:
 
 
 def _places(id_R: np.ndarray, ids: Sequence[int]) -> np.ndarray:
-    """Position of each id in `ids`, int64; -1 where it is not there."""
+    """Index of each id in `ids`, int64; -1 where absent."""
     place = {each: position for position, each in enumerate(ids)}
     return np.array([place.get(each, -1) for each in id_R.tolist()], np.int64)
 
@@ -230,8 +232,9 @@ def _places(id_R: np.ndarray, ids: Sequence[int]) -> np.ndarray:
 def read_all(
     files: Sequence[str], configs: Sequence[ExperimentConfig], detections: Sequence[Path]
 ) -> tuple[DetectionSet, list[Saved]]:
-    """The validation set of all configurations (or, without any, the images that occur in saved
-    detections), and the saved detections.
+    """The common validation set of all configurations, and the saved detections.
+
+    Without configurations the set has the images that occur in saved detections.
 
     Args: files: the names of the configurations.
     Raises: ConfigError: one is of a classifier.  DataError: a file is damaged, or the sets differ.
@@ -253,8 +256,11 @@ def read_all(
 
 
 def require_same_images(first: str, one: DetectionSet, second: str, other: DetectionSet) -> None:
-    """Raises: DataError: the validation sets of two configuration files (first, second) are not of
-    the same images in the same order, with the same classes."""
+    """Checks that two configurations have the same validation images and classes.
+
+    Args: first, second: the configuration files.
+    Raises: DataError: the images, their order or the classes differ.
+    """
     if one.class_names != other.class_names:
         raise DataError(
             f"cannot be fused: the classes are {', '.join(one.class_names)} and "
@@ -283,11 +289,11 @@ def _mark(record: ImageRecord) -> tuple[str, int, int]:
 
 @dataclass(frozen=True)
 class Member:
-    """One view of one model, or one file of detections; `member_of` makes one.
+    """One view of a model, or one detections file; see `member_of`.
 
-    rows_R7: float32 (position of the image, class, score, x1, y1, x2, y2), pixels of the original
-    image, of this rank's images.  weight: of this member beside the others, above 0.  boxes: that
-    it found in all images.  scores: its own, where truth is known.
+    rows_R7: float32 (index of the image, class, score, x1, y1, x2, y2), pixels of the original
+    image, of this rank's images.  weight: relative to the other members, above 0.  boxes: number
+    found in all images.  scores: its metrics, if ground truth is known.
     """
 
     name: str
@@ -334,10 +340,12 @@ def members_of_model(
     flip: bool,
     suppression_iou: float | None,
 ) -> Iterator[Member]:
-    """A member for each view of a model.  Collective: to be iterated to its end.
+    """Yields a member for each view of a model.
+
+    Collective: iterate to its end.
 
     Args:
-        dataset: has true boxes.
+        dataset: has ground-truth boxes.
         weight: of each view.
         scales, flip: see `ppdist.ensemble.tta.look`; suppression_iou: its `view_iou`.
     """
@@ -359,10 +367,12 @@ def member_of_file(
 
 
 def fuse_members(members: Sequence[Member], fuse: FuseClass, keep: int) -> np.ndarray:
-    """One set of detections, the same on every rank.  Collective: each has its rows of the same
-    members; images are fused one by one, so the number of ranks plays no part.
+    """Fuses the members' detections; the result is equal on every rank.
 
-    Args: keep: how many boxes of an image stay at most, the surest.
+    Collective: each has its rows of the same members; images are fused one by one, so the number of
+    ranks plays no part.
+
+    Args: keep: maximum number of boxes per image, highest scores first.
     Returns: as `Member.rows_R7`, of all images, ordered by image, best first.
     Raises: EvaluationFailed, on every rank: some rank could not fuse its images.
     """
@@ -391,7 +401,9 @@ def _fuse_share(members: Sequence[Member], fuse: FuseClass, keep: int) -> np.nda
 def fuse_image(
     rows_R7: np.ndarray, weight_R: np.ndarray, total: float, fuse: FuseClass
 ) -> np.ndarray:
-    """Fuses class by class the rows of one image; best first, of equals the lower class first.
+    """Fuses the rows of one image class by class, best first.
+
+    On ties the lower class is first.
 
     Args: weight_R: of the member of each row, at most 1; total: sum of those of all members.
     """
@@ -413,7 +425,9 @@ def write_fused(
     fused_R7: np.ndarray,
     most: int = COCO_DETECTIONS,
 ) -> dict[str, Any] | None:
-    """Writes detections.json and, where the members have scores, scores.json; on rank 0 alone.
+    """Writes detections.json and scores.json; rank 0 only.
+
+    scores.json is written only if the members have scores.
 
     Returns: what is in scores.json.
     """

@@ -45,14 +45,16 @@ def average(
     images: int,
     choose: bool,
 ) -> dict[str, Any]:
-    """Gives the model the average of weights, the same on every rank.  Collective.
+    """Loads averaged weights into the model, equal on every rank.
+
+    Collective.
 
     Args:
         val_set: the average is scored on it; None: it is not.
         images: of the training set for the statistics of batch norm, at most.
         choose: leave out what lowers `evaluate.metric` (the greedy soup); needs a val_set.
-    Returns: what was averaged, of what JSON can hold: `averaged`; of several `statistics_images`;
-        with `choose` `tried`; with a val_set `metrics`.
+    Returns: JSON-serialisable: `averaged`; of several `statistics_images`; with `choose` `tried`;
+        with a val_set `metrics`.
     Raises: WeightsError: a file is damaged or of another model.  ConfigError: the batch of the
         training is not known.  See `renew_statistics` for others.
     """
@@ -84,7 +86,10 @@ def average(
 
 
 def require_different(paths: Sequence[Path]) -> None:
-    """Raises: ConfigError: fewer than two files, or one of them twice, perhaps through a link."""
+    """Requires at least two distinct files, with links resolved.
+
+    Raises: ConfigError: fewer than two, or one of them twice.
+    """
     if len(paths) < 2:
         raise ConfigError(
             f"{len(paths)} given, expected two or more to average",
@@ -120,7 +125,10 @@ class ModelSoup:
     differs: frozenset[str]
 
     def plus(self, path: Path, arrays: Mapping[str, np.ndarray]) -> "ModelSoup":
-        """With one more.  Raises: WeightsError: its constants are not those of the first."""
+        """The soup with one more checkpoint.
+
+        Raises: WeightsError: its constants are not those of the first.
+        """
         other = {key for key, value in arrays.items() if not np.array_equal(value, self.first[key])}
         for key in sorted(other - set(self.sums)):
             raise WeightsError(
@@ -140,7 +148,10 @@ class ModelSoup:
         )
 
     def mean(self) -> dict[str, np.ndarray]:
-        """The average, in the types of the first; of equal numbers exactly that number."""
+        """The average, in the dtypes of the first checkpoint.
+
+        The average of equal numbers is exactly that number.
+        """
         means = {key: total / len(self.paths) for key, total in self.sums.items()}
         return {key: means.get(key, value).astype(value.dtype) for key, value in self.first.items()}
 
@@ -153,8 +164,9 @@ def begin(model: ImageModel, path: Path, arrays: Mapping[str, np.ndarray]) -> Mo
 
 
 def read(model: ImageModel, path: Path) -> dict[str, np.ndarray]:
-    """All entries of a weight file or checkpoint; the model has them, too, afterwards.
+    """Reads all entries of a weight file or checkpoint into the model.
 
+    It returns them, too.
     Collective.  Raises: WeightsError, on every rank: absent, damaged, or of another model.
     """
     fetch_on_all_ranks(path)
@@ -194,13 +206,13 @@ def greedy(
     score: Callable[[], float],
     renew: Callable[[ModelSoup], None],
 ) -> tuple[ModelSoup, list[Tried]]:
-    """The greedy soup: the best checkpoint, then by falling score each that does not make it worse.
+    """The greedy soup: adds checkpoints by descending score unless they hurt.
 
-    Collective.
+    It starts with the best checkpoint.  Collective.
 
     Args:
         score: of the model as it stands, larger is better; the same on every rank.
-        renew: puts a soup of several into the model and makes its running statistics anew.
+        renew: puts a soup of several into the model and recomputes its running statistics.
     Returns: the soup, which the model may not hold; and what was tried, the best first.
     Source: arXiv:2203.05482, recipe 1.
     """
@@ -227,8 +239,9 @@ def greedy(
 
 
 class LastEpoch:
-    """Micro-batches of the last epoch of a training as one rank would make them; each is that of
-    one rank here.
+    """Micro-batches of a training's last epoch, as a single rank forms them.
+
+    Each is a micro-batch of one rank here.
 
     Attributes:
         count: of micro-batches over all ranks.
@@ -279,7 +292,7 @@ class LastEpoch:
         return list(range(comm.rank(), self.count, comm.world_size()))
 
     def batches(self) -> Iterator[Batch]:
-        """This rank's, in the order of `share`; as often as it is called."""
+        """Yields this rank's micro-batches in the order of `share`; may be repeated."""
         self._loader.plan = self.plan()
         return iter(self._loader)
 
@@ -292,15 +305,17 @@ class LastEpoch:
 def renew_statistics(
     model: ImageModel, epoch: LastEpoch, same: frozenset[str] = frozenset()
 ) -> None:
-    """Makes running statistics anew, bit for bit the same on any number of ranks.  Collective.
+    """Recomputes running statistics, bit for bit equal on any number of ranks.
 
         mean     = sum over micro-batches(images * mean of the batch) / images
         variance = likewise, of the variances within the batches, as training averages them
 
+    Collective.
+
     Args:
-        same: state-dict keys of what all members have alike; a layer of which this holds, together
-            with the convolution beside it, keeps its statistics and computes with them (it was
-            frozen in training).
+        same: state-dict keys whose values are equal in all members.  A layer for which this holds,
+            together with the convolution beside it, was frozen in training: it keeps its statistics
+            and computes with them.
     Raises: UserError, on every rank: an image cannot be read and data.bad_images is `error`.
         EvaluationFailed, on every rank: computing failed on some.
     """
@@ -318,7 +333,7 @@ def renew_statistics(
 
 
 def _settled(model: ImageModel, same: frozenset[str]) -> tuple[list[nn.Layer], list[nn.Layer]]:
-    """The layers whose statistics are to be made, and those that keep theirs."""
+    """Layers whose statistics are recomputed, and those that keep theirs."""
     keys = list(model.state_dict())
     norms: list[nn.Layer] = []
     kept: list[nn.Layer] = []
@@ -334,8 +349,10 @@ def _settled(model: ImageModel, same: frozenset[str]) -> tuple[list[nn.Layer], l
 def _measured(
     model: ImageModel, epoch: LastEpoch, norms: list[nn.Layer], kept: list[nn.Layer]
 ) -> np.ndarray:
-    """Float32 rows of this rank's micro-batches: which, how many images, all means and variances
-    one after the other."""
+    """Batch-norm statistics of this rank's micro-batches as float32 rows.
+
+    Each row: index of the micro-batch, number of images, then all means and variances.
+    """
     momenta = [paddle_api.momentum(layer) for layer in norms]
     model.train()
     for layer in model.sublayers():

@@ -16,7 +16,10 @@ from ppdist.models.base import Detector
 
 
 class Mirrored(Detector):
-    """A detector that sees every image mirrored, left for right; its boxes are mirrored back."""
+    """A detector that runs on mirrored images and mirrors its boxes back.
+
+    Images are mirrored left to right.
+    """
 
     def __init__(self, model: Detector) -> None:
         nothing, one = (0.0, 0.0, 0.0), (1.0, 1.0, 1.0)  # the model within normalises
@@ -41,8 +44,9 @@ class Mirrored(Detector):
 def sizes_of(
     image_size: tuple[int, int], scales: Sequence[float], multiple: int
 ) -> list[tuple[int, int]]:
-    """The (height, width) of the input at each scale of `image_size`, to multiples of `multiple`
-    pixels.
+    """Input (height, width) at each scale, rounded to multiples of `multiple`.
+
+    In pixels; scales are relative to `image_size`.
 
     Raises: ConfigError: two scales are the same size, which would count twice.
     """
@@ -70,11 +74,13 @@ def look(
     flip: bool,
     view_iou: float | None,
 ) -> Iterator[tuple[str, np.ndarray]]:
-    """What the model finds in each view of the whole set.  Collective: to be iterated to its end.
+    """Yields the detections of each view of the whole set.
+
+    Collective: iterate to its end.
 
     Args:
-        scales: of the input, beside `model.image_size`.
-        flip: look at everything mirrored, too.
+        scales: of the input, relative to `model.image_size`.
+        flip: add mirrored views.
         view_iou: IoU of the suppression within a view; None: as the configuration says.
     Yields: the name of the view, and rows_R7 as `Evaluator.predict` returns them, on every rank.
     """

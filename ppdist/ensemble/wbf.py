@@ -120,10 +120,12 @@ def weighted_fusion(
 def hard_suppression(
     boxes_R4: np.ndarray, scores_R: np.ndarray, weight_R: np.ndarray, total: float, iou: float
 ) -> Boxes:
-    """Non-maximum suppression over all members: the surest box stays as it is, what overlaps it by
-    more than `iou` goes.  Sure means weight x score; the weight of the largest is 1.
+    """Non-maximum suppression over the boxes of all members.
 
-    Args: total: not used here, the surest box stays however few have found it.
+    The best box stays as it is, and boxes that overlap it by more than `iou` are removed.  Boxes
+    are ranked by weight x score; the largest weight is 1.
+
+    Args: total: not used here, the best box stays however few members have found it.
     """
     boxes_R4, scores_R = _best_first(boxes_R4, scores_R * weight_R)
     left_R = np.ones(len(boxes_R4), bool)
@@ -142,10 +144,11 @@ def soft_suppression(
     total: float,
     keeps: Callable[[np.ndarray], np.ndarray],
 ) -> Boxes:
-    """Soft-NMS: a box that overlaps a surer one is made less sure, again and again.
+    """Soft-NMS: repeatedly lowers the scores of boxes that overlap better ones.
 
-    The surest box (weight x score) is taken, the scores of all others are multiplied by what
-    `keeps` says of their overlap with it, and so on with those left, while they are LEAST_SCORE.
+    The best box (weight x score) is taken, the scores of all others are multiplied by what
+    `keeps` gives for their overlap with it, and so on with those left, while they are at least
+    LEAST_SCORE.
 
     Args:
         keeps: IoU -> factor; `linear` or `gaussian`.
@@ -171,7 +174,10 @@ def soft_suppression(
 
 
 def linear(overlap_R: np.ndarray, iou: float) -> np.ndarray:
-    """1 - IoU where it reaches `iou` (the paper's 0.3), else 1; arXiv:1704.04503, section 3."""
+    """Factor 1 - IoU if IoU >= `iou`, else 1.
+
+    The paper's `iou` is 0.3.  Source: arXiv:1704.04503, section 3.
+    """
     return np.where(overlap_R >= iou, 1 - overlap_R, 1.0)
 
 

@@ -238,7 +238,10 @@ def _export(
 
 @dataclass(frozen=True)
 class _Cases:
-    """What every file is tried on: batches_B3HW as the graph takes them, and eager's answers."""
+    """Test inputs of every exported file and the eager model's outputs.
+
+    images: batches_B3HW as the graph takes them.
+    """
 
     images: list[np.ndarray]
     expected: list[tuple[np.ndarray, ...]]
@@ -298,7 +301,7 @@ def _write_onnx(
 
 @contextmanager
 def _openvino_wanted(needed: bool) -> Iterator[None]:
-    """What OpenVINO cannot do ends the export where it was asked for; else it is only said."""
+    """Raises OpenVINO's ExportError if OpenVINO was requested; otherwise warns."""
     try:
         yield
     except ExportError as error:
@@ -310,7 +313,11 @@ def _openvino_wanted(needed: bool) -> Iterator[None]:
 def _in_openvino(
     scratch: Path, draft: Path, spec: InferenceSpec, cases: _Cases, nms_in_graph: bool
 ) -> Agreement:
-    """Checks the files of _write_onnx in OpenVINO; what is not for use on the first images only."""
+    """Checks the files of _write_onnx in OpenVINO.
+
+    Where the graph with suppression is exported, the one without is checked on the first images
+    only.
+    """
     raw = load_openvino(scratch / "model.onnx")
     if spec.nms is None or not nms_in_graph:
         return compare_raw(raw, cases.images, cases.expected)
@@ -340,7 +347,10 @@ def _write_int8(
     cases: _Cases,
     calibration: Sequence[np.ndarray],
 ) -> ModelFileSection:
-    """Writes the ONNX model in 8-bit integers; scratch: holds it in float32 without suppression."""
+    """Writes the ONNX model in 8-bit integers.
+
+    Args: scratch: holds it in float32 without suppression.
+    """
     from ppdist.export.onnx import add_metadata, append_nms, quantize_onnx
 
     assert spec.onnx is not None
@@ -425,9 +435,9 @@ def _describe(
 
 
 def _require_free(directory: Path, names: set[str]) -> set[str]:
-    """What earlier exports left in a folder and an export of these files would leave there.
+    """Files of an earlier export that this export would not replace.
 
-    Raises: ExportError: the folder is no export, or a file of these names is none of an export.
+    Raises: ExportError: the folder is not an export, or a file of these names belongs to none.
     """
     if not directory.exists() or (directory.is_dir() and not any(directory.iterdir())):
         return set()
@@ -452,10 +462,10 @@ def _require_free(directory: Path, names: set[str]) -> set[str]:
 
 @contextmanager
 def draft_of(directory: Path) -> Iterator[Path]:
-    """A folder whose files take their places in `directory` when the block ends well.
+    """A temporary folder whose files move into `directory` if the block succeeds.
 
-    What else lies there is not touched.  infer.yml goes first and comes last, because a folder
-    without it passes for no export: a kill amid the moves leaves no mixture of two.
+    Other files there are not touched.  infer.yml is removed first and moved last, because a folder
+    without it is not an export: a kill between the moves leaves no mixture of two exports.
     """
     is_new = not directory.exists()
     draft = directory.resolve() / f".export.{os.getpid()}"  # inside: it may be a disk of its own
@@ -483,8 +493,11 @@ def draft_of(directory: Path) -> Iterator[Path]:
 
 
 class RawModel(nn.Layer):
-    """images_B3HW (float32 RGB 0..255) -> what the model decodes: scores_BNC and boxes_BN4 in
-    input pixels of a detector, probabilities_BC of a classifier."""
+    """A model without suppression, as it is exported.
+
+    images_B3HW (float32 RGB 0..255) -> decoded outputs: scores_BNC and boxes_BN4 in input pixels of
+    a detector, probabilities_BC of a classifier.
+    """
 
     def __init__(self, model: ImageModel) -> None:
         super().__init__()
@@ -510,10 +523,10 @@ class ModelWithNMS(nn.Layer):
 
 
 def deployment_copy(model: Model) -> Model:
-    """A copy in eval mode whose layers are Paddle's plain ones; `model` is not touched.
+    """A copy in eval mode that uses Paddle's plain layers.
 
-    Undone are the convolutions of CPU training and every synchronised batch norm: in eval mode
-    they compute the same as the plain layers but have no static graph.
+    It replaces the convolutions of CPU training and every synchronised batch norm: in eval mode
+    they compute the same as the plain layers but have no static graph.  `model` is not touched.
     """
     copied = copy.deepcopy(model)
     copied.to(device="cpu")
@@ -526,8 +539,12 @@ def deployment_copy(model: Model) -> Model:
 
 
 def deployed(model: Model, normalised_input: bool) -> Model:
-    """A deployment copy with as few operations as compute the same: branches merged, batch norms
-    and the pixels' scale folded into convolutions; or without any normalisation of pixels."""
+    """A deployment copy that computes the same with fewest operations.
+
+    Branches are merged, and batch norms and the pixel scale are folded into convolutions.
+
+    Args: normalised_input: the copy does not normalise pixels at all.
+    """
     copied = deployment_copy(model)
     copied.fuse()
     copied.fuse_conv_bn()
@@ -644,8 +661,10 @@ def _reason(output: str) -> str:
 
 
 def _tidy(file: Path, outputs: Sequence[str]) -> None:
-    """Computes beforehand what does not depend on the image, merges what can be merged with
-    standard operators, and names the outputs: of PP-YOLOE 1480 nodes become 417."""
+    """Folds constants, merges operations into standard operators, and names the outputs.
+
+    1480 nodes of PP-YOLOE become 417.
+    """
     import onnx
     import onnxruntime
 
@@ -678,9 +697,9 @@ def _tidy(file: Path, outputs: Sequence[str]) -> None:
 
 
 def spread(records: Sequence[ImageRecord]) -> list[ImageRecord]:
-    """All of them in an order whose every beginning is spread evenly over the list.
+    """Reorders records so that every prefix is spread evenly over the list.
 
-    Those whose place times the golden ratio has the smallest fractional part come first.
+    First are those whose index times the golden ratio has the smallest fractional part.
     """
     places = np.argsort(np.arange(len(records)) * ((5**0.5 - 1) / 2) % 1.0)
     return [records[place] for place in places]
@@ -692,14 +711,17 @@ def read_record(record: ImageRecord) -> np.ndarray:
 
 
 def prepared(image_HW3: np.ndarray, spec: InferenceSpec) -> np.ndarray:
-    """A uint8 RGB image of any size as the model gets it: float32 [3, H, W], 0..255."""
+    """A uint8 RGB image of any size as model input.
+
+    Returns: float32 [3, H, W], 0..255.
+    """
     if spec.resize.mode == "centre_crop":
         return prepare_centre(image_HW3, spec.input.size)
     return prepare(image_HW3, spec.input.size, spec.resize.mode)
 
 
 class Pictures(Sequence[np.ndarray]):
-    """What `prepared` makes of images; each is read when it is asked for, to save memory."""
+    """Images prepared by `prepared`; each is read on access to save memory."""
 
     def __init__(self, records: Sequence[ImageRecord], spec: InferenceSpec) -> None:
         self._records, self._spec = records, spec
@@ -708,16 +730,18 @@ class Pictures(Sequence[np.ndarray]):
         return len(self._records)
 
     def __getitem__(self, place: Any) -> Any:
-        """Args: place: one number; several at once are not what this is for."""
+        """Args: place: a single index; slices are not supported."""
         return prepared(read_record(self._records[place]), self._spec)
 
 
 def readable(
     records: Sequence[ImageRecord], count: int, warn: Callable[[str], None]
 ) -> list[ImageRecord]:
-    """The first of those that can be read; of twice as many: where no file is, none is found.
+    """The first `count` readable records.
 
-    Args: warn: gets one line if others had to stand in.
+    Only the first 2 * count records are tried: if the files are missing, none can be read.
+
+    Args: warn: gets one line if unreadable images were replaced.
     """
     found: list[ImageRecord] = []
     broken: list[str] = []
@@ -743,7 +767,7 @@ MAP_TOLERANCE = 0.01
 
 @dataclass(frozen=True)
 class Sample:
-    """Images with their true boxes, and how well the model does on them before export."""
+    """Images with ground-truth boxes, and the model's accuracy on them before export."""
 
     dataset: DetectionSet
     mAP: float
@@ -755,13 +779,13 @@ def take_sample(
     spec: InferenceSpec,
     count: int = SAMPLE_IMAGES,
 ) -> Sample | None:
-    """So many images of a set, spread over it, and mAP on them before the export.
+    """Samples images evenly over a set and measures mAP before export.
 
-    For an image that cannot be read the next is taken.
+    An unreadable image is replaced by the next one.
 
     Args:
         predict: the model before export.
-    Returns: None: no image can be read, or none of them has an object.
+    Returns: None: no image is readable, or none of them has an object.
     """
     records: list[ImageRecord] = []
     rows: list[np.ndarray] = []
@@ -790,10 +814,10 @@ def precision_on(sample: Sample, predict: Predictor, spec: InferenceSpec) -> flo
 
 
 def with_accuracy(directory: Path, spec: InferenceSpec, sample: Sample) -> InferenceSpec:
-    """The description of an export with what each of its files reaches on the sample.
+    """Adds each exported file's mAP on the sample to the spec.
 
     Args: directory: holds the files and infer.yml.
-    Raises: ExportError: a file that is to compute what the model computes has another mAP.
+    Raises: ExportError: a file that must compute what the model computes has a different mAP.
     """
     options = {
         "paddle": RuntimeOptions(),
@@ -823,7 +847,10 @@ def with_accuracy(directory: Path, spec: InferenceSpec, sample: Sample) -> Infer
 def _rows_of(
     place: int, predict: Predictor, image_HW3: np.ndarray, spec: InferenceSpec
 ) -> np.ndarray:
-    """float32 [R, 7]: (place of the image, class, score, x1, y1, x2, y2), pixels of the image."""
+    """The detections of one image as float32 [R, 7].
+
+    (index of the image, class, score, x1, y1, x2, y2), pixels of the image.
+    """
     assert spec.resize.mode != "centre_crop"  # of classifiers
     rows_R6 = detect(predict, image_HW3, spec.input.size, spec.resize.mode)
     return np.concatenate([np.full((len(rows_R6), 1), place, np.float32), rows_R6], axis=1)

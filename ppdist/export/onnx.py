@@ -42,7 +42,7 @@ class _Builder:
     """An ONNX graph to which nodes are added one after the other."""
 
     def __init__(self, graph: "onnx.GraphProto", prefix: str = "nms") -> None:
-        """Args: prefix: of all names made here; another one for each graph in the file."""
+        """Args: prefix: of all names here; unique per graph in a file."""
         self.graph, self.prefix = graph, prefix
 
     def add(self, operator: str, *inputs: str, outputs: int = 1, **attributes: Any) -> str:
@@ -94,7 +94,7 @@ def add_metadata(file: Path, texts: Mapping[str, str]) -> None:
 
 
 def append_nms(raw: Path, file: Path, nms: NMSConfig) -> None:
-    """Writes a copy of an ONNX model that ends with the suppression, or the choice of the best.
+    """Writes a copy of an ONNX model ending with NMS or top-k.
 
     Args:
         raw: the first two outputs are scores_BNC and boxes_BN4.
@@ -125,7 +125,7 @@ def append_nms(raw: Path, file: Path, nms: NMSConfig) -> None:
 
 
 def _append_best(graph: _Builder, scores_BNC: str, boxes_BN4: str, nms: NMSConfig) -> None:
-    """The outputs: of each image the best `keep` pairs of prediction and class."""
+    """Adds the outputs: the best `keep` prediction-class pairs of each image."""
     from onnx import TensorProto, helper
 
     flat_BX = graph.add("Flatten", scores_BNC, axis=1)
@@ -175,7 +175,10 @@ def _append_suppression(
 
 
 def _best_class_only(graph: _Builder, scores_BNC: str) -> str:
-    """Zero, which passes no threshold, for all but the largest class (the first of equals)."""
+    """Keeps the score of each prediction's best class; zeroes the others.
+
+    Zero passes no threshold.  On ties the first class wins.
+    """
     best_BN1 = graph.add("ArgMax", scores_BNC, axis=2, keepdims=1)
     size = graph.add("Gather", graph.add("Shape", scores_BNC), graph.constant(2))
     classes_C = graph.add("Range", graph.constant(0), size, graph.constant(1))
@@ -184,10 +187,10 @@ def _best_class_only(graph: _Builder, scores_BNC: str) -> str:
 
 
 def _best_candidates(graph: _Builder, scores_BNC: str, nms: NMSConfig) -> str:
-    """scores_BCN with zero for all but the best `candidates` of each class and image.
+    """scores_BCN with only the best `candidates` of each class and image.
 
-    Seldom do so many pass the threshold; only then they are sorted, which takes longer than all
-    else here.
+    All others are zero.  Scores are sorted only if more than that pass the threshold, which is
+    rare; sorting takes longer than everything else here.
     """
     scores_BCN = graph.add("Transpose", scores_BNC, perm=[0, 2, 1])
     threshold = graph.constant(nms.score_threshold, np.float32)
@@ -226,7 +229,10 @@ def _all_candidates(scores_BCN: str) -> "onnx.GraphProto":
 def _keep_best(
     graph: _Builder, rows_M6: str, image_M: str, score_M: str, scores_BNC: str, keep: int
 ) -> None:
-    """The outputs: of each image the best `keep` rows, by falling score; of equals the first."""
+    """Adds the outputs: the best `keep` rows per image by descending score.
+
+    On ties the first row wins.
+    """
     from onnx import TensorProto, helper
 
     # A double holds image and score without rounding the score.
@@ -310,13 +316,13 @@ def last_convolutions(graph: "onnx.GraphProto") -> list[str]:
 
 
 def _name_nodes(graph: "onnx.GraphProto") -> None:
-    """Gives every node a name of its own; names are how nodes are left out."""
+    """Gives every node a unique name, by which quantisation can exclude nodes."""
     for place, node in enumerate(graph.node):
         node.name = f"{node.op_type}_{place}"
 
 
 class _Reader:
-    """The pictures one after the other, as ONNX Runtime's calibration asks for them."""
+    """Feeds the pictures one by one to ONNX Runtime's calibration."""
 
     def __init__(
         self, input_name: str, pictures: Sequence[np.ndarray], spec: InferenceSpec
@@ -339,7 +345,7 @@ class _Reader:
 
 @contextmanager
 def _quietly() -> Iterator[None]:
-    """Without the hints of ONNX Runtime's quantisation, which users can do nothing about."""
+    """Silences hints of ONNX Runtime's quantisation that users cannot act on."""
     import onnxruntime
 
     root = logging.getLogger()

@@ -39,7 +39,7 @@ _LOGGER = logging.getLogger("ppdist")
 
 
 class Graph(Protocol):
-    """A static graph with one input, ready to run for any thread that asks."""
+    """A thread-safe static graph with one input."""
 
     output_names: tuple[str, ...]
 
@@ -182,7 +182,10 @@ class Predictor(Protocol):
     """Images in, kept boxes out."""
 
     def __call__(self, images_B3HW: np.ndarray) -> list[np.ndarray]:
-        """Args: float32 RGB 0..255.  Returns: per image rows_R6 (class, score, xyxy input px)."""
+        """Predicts the rows_R6 (class, score, xyxy in input pixels) of each image.
+
+        Args: images_B3HW: float32 RGB 0..255.
+        """
 
 
 class EagerPredictor:
@@ -252,10 +255,11 @@ def open_exported(
     options: RuntimeOptions,
     file: Path | None = None,
 ) -> tuple[InferenceSpec, ModelFileSection, Graph]:
-    """The description of an export, and of it the file that runs with these options, ready to.
+    """Opens the file of an export that runs with these options.
 
     Args: file: OpenVINO's own form of the ONNX model, which infer.yml does not name; None: one
         that it names.
+    Returns: the description of the export, of that file, and its loaded graph.
     Raises: ExportError: no exported model there, of another task, without that file, or the
         runtime refuses it.
     """
@@ -296,7 +300,7 @@ def open_exported(
 
 
 def graph_input(images_B3HW: np.ndarray, spec: InferenceSpec) -> np.ndarray:
-    """Images as the graph takes them: 0..255 as they are, or normalised where infer.yml says so."""
+    """Images as graph input: 0..255, or normalised if infer.yml says so."""
     if spec.input.normalised is None:
         return images_B3HW
     mean, std = spec.input.normalised.mean, spec.input.normalised.std
@@ -365,5 +369,8 @@ def best_classes_of(
 
 
 def prepare_centre(image_HW3: np.ndarray, size: tuple[int, int]) -> np.ndarray:
-    """Crops and resizes an RGB image as evaluation does; float32 [3, H, W], 0..255."""
+    """Resizes and centre-crops an RGB image as evaluation does.
+
+    Returns: float32 [3, H, W], 0..255.
+    """
     return resize_centre(image_HW3, size).transpose(2, 0, 1).astype(np.float32)

@@ -32,9 +32,9 @@ def export_weights(
     warn: Callable[[str], None],
     class_names: tuple[str, ...] = (),
 ) -> ExportReport:
-    """Writes a folder with the model of these weights and its infer.yml; see `export_detector`.
+    """Exports the model with these weights and its infer.yml into a folder.
 
-    On the device that was chosen before, which should be the CPU.
+    See `export_detector`.  It runs on the device that was set before, which should be the CPU.
 
     Args:
         model: of this config, which takes the weights.
@@ -71,7 +71,10 @@ def export_weights(
 def _calibration(
     config: ExperimentConfig, count: int, spec: InferenceSpec, warn: Callable[[str], None]
 ) -> Pictures:
-    """Of the training split: what is measured on the other must not be tuned on it."""
+    """Calibration images from the training split.
+
+    The validation split measures accuracy, so it must not be used for tuning.
+    """
     dataset = read_split(config.data, "train", config.model.num_classes)
     if dataset.limited:
         warn(f"calibration: {dataset.limited}")

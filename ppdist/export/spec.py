@@ -67,7 +67,7 @@ class OutputSection(Section):
 
 
 class SampleSection(Section):
-    """COCO's mAP of the model and of the exported file, on the same validation images."""
+    """COCO mAP of model and exported file on the same validation images."""
 
     images: int = Field(description="How many, spread over the validation set.")
     mAP_eager: float = Field(description="Of the model before export.")
@@ -94,7 +94,7 @@ class ModelFileSection(Section):
 
 
 class InferenceSpec(Section):
-    """Everything a program needs to use the exported model; the content of infer.yml."""
+    """Content of infer.yml: everything a program needs to use the exported model."""
 
     version: Literal[1] = Field(default=1, description="Version of this description.")
     task: Literal["detect", "classify"] = Field(
@@ -160,9 +160,9 @@ class InferenceSpec(Section):
 def validation_set(
     config: "ExperimentConfig", warn: Callable[[str], None], card: ModelCard | None = None
 ) -> DetectionSet | None:
-    """The set whose class names a model has; None, and a warning, where it is not at hand.
+    """The validation set with the class names; None if it is absent.
 
-    Its annotations are enough: the images may be absent.
+    A warning says so.  Its annotations are enough: the images may be absent.
 
     Args: card: of the weights, see `describe`; the warning says what then comes from it.
     """
@@ -185,13 +185,13 @@ def validation_set(
 def describe(
     config: "ExperimentConfig", dataset: DetectionSet | None, card: ModelCard | None = None
 ) -> InferenceSpec:
-    """The description of an experiment's model, as evaluation uses it; nothing exported yet.
+    """The InferenceSpec of an experiment's model as evaluated, before any export.
 
     Args:
         dataset: gives class names and ids; None: what the config or else the card names, and the
             card's ids, or 1, 2, ... (classes of whole images: 0, 1, ...).
         card: of the weights; also gives licence and source.
-    Raises: ConfigError: data.class_names has not a name for each class of the model.
+    Raises: ConfigError: data.class_names does not name every class of the model.
     """
     given = len(config.data.class_names)
     if given and given != config.model.num_classes:

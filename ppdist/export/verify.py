@@ -69,8 +69,11 @@ def largest_of(found: Sequence[Agreement]) -> Agreement:
 
 
 def check_images(description: InputSection, samples: Sequence[np.ndarray]) -> list[np.ndarray]:
-    """Batches_B3HW to compare on: generated pictures, other batch and image sizes where the graph
-    leaves them free, and the given samples; float32 RGB 0..255."""
+    """Batches_B3HW to compare on, float32 RGB 0..255.
+
+    Generated pictures, other batch and image sizes where the graph leaves them free, and the given
+    samples.
+    """
     height, width = description.size
     step = description.size_multiple
     sizes = [(1, height, width)]
@@ -133,7 +136,7 @@ def _cores() -> int:
 
 
 class _Remembered:
-    """A graph that computes each batch once, for checks that look at the same ones."""
+    """A graph that caches its outputs, for checks that share batches."""
 
     def __init__(self, graph: Graph) -> None:
         self._graph, self._known = graph, list[tuple[np.ndarray, tuple[np.ndarray, ...]]]()
@@ -198,7 +201,7 @@ def compare_kept(
     images: Sequence[np.ndarray],
     nms: NMSConfig,
 ) -> tuple[str, ...]:
-    """The rows of a graph with suppression against the suppressed outputs of the one without.
+    """Compares a graph with NMS with the raw graph's outputs after NMS.
 
     Returns: names of the graph's outputs.
     Raises: ExportError: as compare_raw.
@@ -216,7 +219,7 @@ def compare_rows(
     expected: Sequence[Raw],
     nms: NMSConfig,
 ) -> Agreement:
-    """The rows of a graph with suppression against what the same suppression keeps of eager's.
+    """Compares a graph with NMS with the eager model's outputs after NMS.
 
     Raises: ExportError: as compare_raw.
     """
@@ -259,9 +262,9 @@ def raw_differences(got: Raw, true: Raw, where: str) -> Agreement:
 def kept_differences(
     got: tuple[np.ndarray, ...], raw: Raw, nms: NMSConfig, where: str
 ) -> Agreement:
-    """Of rows_R6 and count_B for one batch, against what suppression keeps of raw outputs.
+    """Compares rows_R6 and count_B of a batch with raw outputs after NMS.
 
-    Raises: ExportError: a row of either side that the other has not, and rounding does not explain.
+    Raises: ExportError: a row is on one side only, and rounding does not explain it.
     """
     (rows_R6, count_B), (scores_BNC, boxes_BN4) = got, raw
     batch, _, classes = scores_BNC.shape
@@ -306,11 +309,12 @@ def _apart(got: np.ndarray, true: np.ndarray) -> np.ndarray:
 def unexplained_rows(
     got_R6: np.ndarray, true_R6: np.ndarray, nms: NMSConfig, raw: Raw | None = None
 ) -> int:
-    """How many rows of either side have no partner on the other, and rounding is not why.
+    """Number of rows without a counterpart that rounding cannot explain.
 
-    Rounding decides about a row at a threshold (_at_threshold), and so about what it suppresses.
-    Args: raw: scores_NC and boxes_N4 of the image; with them known, also that of two overlapping
-        rows of like scores either may stay, and which scores are at the limit of candidates.
+    Rows of both sides count.  Rounding decides about a row at a threshold (_at_threshold), and so
+    about what it suppresses.
+    Args: raw: scores_NC and boxes_N4 of the image.  If given, two more cases are explained: either
+        of two overlapping rows of like scores may stay, and scores may be at the candidate limit.
     """
     sides = got_R6, true_R6
     pairs_P2 = _partners(got_R6, true_R6)
@@ -331,12 +335,15 @@ def unexplained_rows(
 
 
 def _limit(nms: NMSConfig) -> float:
-    """The IoU above which one of two boxes goes; out of reach where nothing is suppressed."""
+    """The IoU threshold of NMS; infinite if nothing is suppressed."""
     return np.inf if nms.iou_threshold is None else nms.iou_threshold
 
 
 def _last_candidates(rows_R6: np.ndarray, scores_NC: np.ndarray, nms: NMSConfig) -> np.ndarray:
-    """Which rows [R] score like the last of the best `candidates` of their class and the next."""
+    """Which rows [R] tie at the candidate limit of their class.
+
+    Their score is like that of the last of the best `candidates` and that of the next one.
+    """
     count, classes = scores_NC.shape
     if count <= nms.candidates or nms.iou_threshold is None:
         return np.zeros(len(rows_R6), bool)
@@ -360,8 +367,11 @@ def _predicted(rows_R6: np.ndarray, raw: Raw) -> np.ndarray:
 
 
 def _partners(got_R6: np.ndarray, true_R6: np.ndarray) -> np.ndarray:
-    """Places [P, 2] in both of rows with the same class, and score and box within the tolerances;
-    the nearest, each row at most once."""
+    """Indices [P, 2] in both of rows that match.
+
+    Rows match if the class is the same, and score and box are within the tolerances; the nearest,
+    each row at most once.
+    """
     pairs = []
     free_R = np.ones(len(true_R6), bool)
     for place, row in enumerate(got_R6):
@@ -381,11 +391,12 @@ def _at_threshold(
     other_R6: np.ndarray,
     nms: NMSConfig,
 ) -> np.ndarray:
-    """Which of the rows that only one side kept [R] were at a threshold.
+    """Which rows [R] that only one side kept were at a threshold.
 
-    That of the score; the lowest score of the other side's full list; an IoU with a better row of
-    the class at its threshold, or none to speak of, because the box is thinner than the tolerance
-    (without area runtimes differ, too); or two classes of one box score alike and one may stay.
+    At the score threshold; at the lowest score of the other side's full list; with an IoU with a
+    better row of the class at its threshold, or no meaningful IoU, because the box is thinner than
+    the tolerance (without area runtimes differ, too); or two classes of one box score alike and one
+    may stay.
     """
     scores_R = rows_R6[:, 1]
     tied_R = np.abs(scores_R - nms.score_threshold) <= _SCORE_TIE
@@ -405,6 +416,6 @@ def _at_threshold(
 
 
 def _iou(one_R6: np.ndarray, other_S6: np.ndarray) -> np.ndarray:
-    """IoU of all pairs of rows [R, S]; -1 where the classes differ."""
+    """Pairwise IoU of rows [R, S]; -1 where the classes differ."""
     same = one_R6[:, None, 0] == other_S6[None, :, 0]
     return np.where(same, box_iou(one_R6[:, 2:], other_S6[:, 2:]), -1.0)

@@ -479,7 +479,7 @@ def _or_none(value: float) -> float | None:
 
 
 def plain(content: Any) -> Any:
-    """The same of what JSON has: lists for arrays, None for what is not a number."""
+    """Converts to JSON types: arrays to lists, NaN and infinity to None."""
     if isinstance(content, dict):
         return {key: plain(value) for key, value in content.items()}
     if isinstance(content, np.ndarray | list | tuple):

@@ -60,10 +60,11 @@ class Fit:
 
 
 def fit(rows: Sequence[Row], jitter: float | None = None, parallel: float | None = None) -> Fit:
-    """Fits (t0 + b t1) (1 + jitter c(N)) + delta [N > 1].
+    """Fits the step-time model to measured rows.
 
-    A parameter is left out where the rows cannot tell it from another: t0 needs two batch sizes,
-    delta rows on one card and on several, jitter yet another number of cards.
+    The model: (t0 + b t1) (1 + jitter c(N)) + delta [N > 1].  A parameter is left
+    out if the rows cannot tell it from another: t0 needs two batch sizes, delta rows on one card
+    and on several, jitter yet another number of cards.
 
     Args: jitter, parallel: given, so not fitted.
     Raises: ConfigError: no rows, or one that measured nothing.
@@ -102,11 +103,11 @@ def fit_in_model(
     jitter: float | None = None,
     parallel: float | None = None,
 ) -> Fit:
-    """`fit` after what the model itself gives to the network and SyncBN of each row, so that
-    `step_time` of a row is the row.
+    """`fit` without the time the model gives to network and SyncBN.
 
-    How much of the network the backward pass hides depends on what is fitted: repeated until it
-    settles.  It does: a step shorter by x hides less than x, and so is charged that much more.
+    So `step_time` of a row is the row.  How much of the network the backward pass hides depends on
+    what is fitted: repeated until it converges.  It does: a step shorter by x hides less than x,
+    and so is charged that much more.
 
     Args:
         job: its gradients, overlap and SyncBN are those of the rows.
@@ -126,8 +127,10 @@ def fit_in_model(
 def fit_at_most(
     rows: Sequence[Row], job: Job, cluster: Cluster, jitter: float, parallel: float | None
 ) -> Fit:
-    """`fit_in_model` at an assumed jitter, or at the largest below it that fits the rows as well
-    as any: what was measured counts for more than what is assumed."""
+    """`fit_in_model` with the largest jitter up to `jitter` that fits best.
+
+    What was measured counts for more than what is assumed.
+    """
     fits = []
     for tried in np.linspace(jitter, 0.0, _GRID):
         fits.append(fit_in_model(rows, job, cluster, float(tried), parallel))
@@ -138,7 +141,7 @@ def fit_at_most(
 
 
 def _communicating(row: Row, found: Fit, job: Job, cluster: Cluster) -> float:
-    """Seconds of the row on the network and in SyncBN, by the model."""
+    """Modelled seconds of the row on the network and in SyncBN."""
     hosts = min(cluster.hosts, math.ceil(row.cards / cluster.cards))
     of_row = replace(
         job,
@@ -168,9 +171,11 @@ def identifiable(rows: Sequence[Row]) -> tuple[str, ...]:
 def _linear(
     rows: Sequence[Row], names: Sequence[str], jitter: float
 ) -> tuple[float, tuple[float, float, float]]:
-    """(squared relative error, (t0, t1, delta)) of the best values, none below 0, at a jitter.
+    """Least-squares (t0, t1, delta), none below 0, at a given jitter.
 
     Three columns at most, so every choice of those that may be above 0 is tried.
+
+    Returns: (squared relative error, (t0, t1, delta)).
     """
     columns = {
         "fixed": [1 + jitter * slowest_of(row.cards) for row in rows],
@@ -194,8 +199,10 @@ def _linear(
 
 
 def left_out(rows: Sequence[Row]) -> list[float]:
-    """Of each row, the error of a fit to all others: what the model predicts, not reproduces.
-    Not a number where nothing is left to fit."""
+    """Leave-one-out error of each row.
+
+    It measures what the model predicts, not reproduces.  NaN if nothing is left to fit.
+    """
     return [
         fit([*rows[:i], *rows[i + 1 :]]).error(row) if len(rows) > 1 else float("nan")
         for i, row in enumerate(rows)
@@ -217,8 +224,9 @@ class Measured:
     hides_network: bool = True  # False: on CPU, where nothing overlaps
 
     def inside(self, gradient_bytes: int) -> Link | None:
-        """The link by which a ring would take as long as the most ranks were measured to take for
-        their gradients, on one host; latency is in its bandwidth.  None: not measured (on GPUs it
+        """The effective link of a ring on one host, from measured all-reduces.
+
+        It is that of the most ranks; latency is in its bandwidth.  None: not measured (on GPUs it
         is not told apart from the step).
 
         Args: gradient_bytes: of each parameter, in those measurements.
@@ -274,9 +282,11 @@ def read_benchmarks(paths: Sequence[Path]) -> Measured:
 
 
 def _add_row(measured: Measured, result: Any, machine: Any, ranks: int, rate: float | None) -> None:
-    """The first variant's step without its wait for data, which the model adds itself.
+    """Adds the first variant's step without its wait for data.
 
-    Args: rate: images a second of all ranks, where it was measured over several runs.
+    The model adds that wait itself.
+
+    Args: rate: images per second of all ranks, if measured over several runs.
     """
     variant = next(iter(result["variants"].values()))
     images = float(variant["images_per_step"])

@@ -257,8 +257,10 @@ def _fitted(
     cluster: Cluster,
     assumed: list[str],
 ) -> Fit:
-    """The step.  What is assumed of it is settled first, so that a row that is asked for comes
-    back as it was measured."""
+    """Fits the step and records its assumptions.
+
+    Assumptions are settled first, so that a prediction for a measured row returns the measurement.
+    """
     told = identifiable(rows)
     several = cluster.size > 1 or all(row.cards > 1 for row in rows)
     source = "as fitted to YOLOv5l on A100"

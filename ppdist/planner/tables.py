@@ -16,7 +16,10 @@ _NO_EFFECT = 0.001
 
 
 def table(rows: Sequence[Sequence[str]]) -> str:
-    """Columns as wide as their longest cell; the first to the left, numbers to the right."""
+    """A text table with columns as wide as their longest cell.
+
+    The first column is aligned left, numbers right.
+    """
     widths = [max(map(len, column)) for column in zip(*rows)]
     return "\n".join(
         "  ".join(
@@ -41,7 +44,7 @@ def percent(fraction: float) -> str:
 
 
 def growth(predictions: Sequence[Prediction]) -> str:
-    """A line for each number of cards: where a step's milliseconds go, and what comes of it."""
+    """A table row per number of cards: step breakdown and throughput."""
     heads = ["cards", "batch", "step ms", "compute", "stragglers", "input", "parallel", "network",
              "SyncBN", "img/s", "efficiency"]  # fmt: skip
     whole = bool(predictions[0].hours)
@@ -71,8 +74,11 @@ def spent(prediction: Prediction) -> str:
 
 
 def helps(job: Job, prediction: Prediction) -> str:
-    """What each change would do to the time (or the rate) of the whole, the best first; apart from
-    them, those that would do harm or nothing."""
+    """What each change would save, best first.
+
+    It saves time of the whole training, or raises the rate.  Changes that would do harm or nothing
+    are listed apart.
+    """
     rows, harm, idle = [], [], []
     for name, changed in what_ifs(job, prediction.cluster):
         if prediction.hours:
@@ -95,7 +101,7 @@ def helps(job: Job, prediction: Prediction) -> str:
 
 
 def fitted(found: Fit) -> str:
-    """The parameters, and how far off each row is, with and without itself."""
+    """The fitted parameters, and each row's error with and without itself."""
     lines = [
         f"fixed {1000 * found.fixed_seconds:.2f} ms a step, {1000 * found.image_seconds:.3f} ms an "
         f"image, jitter {100 * found.jitter:.1f} %, data parallel "

@@ -60,16 +60,20 @@ class Cluster:
 
 
 def ring_seconds(ranks: int, size: float, link: Link) -> float:
-    """All-reduce of `size` bytes around a ring: every rank sends its share 2 (n - 1) times.
+    """Seconds of a ring all-reduce of `size` bytes.
 
-    2 (n - 1) latency + 2 (n - 1) / n size / bandwidth.  The second term is the least that any
-    algorithm of messages between pairs can take (NVIDIA/nccl-tests, doc/PERFORMANCE.md).
+    Every rank sends its share 2 (n - 1) times: 2 (n - 1) latency + 2 (n - 1) / n size / bandwidth.
+    The second term is the least that any algorithm of messages between pairs can take
+    (NVIDIA/nccl-tests, doc/PERFORMANCE.md).
     """
     return 2 * (ranks - 1) * (link.latency_seconds + size / ranks / link.bytes_per_second)
 
 
 def tree_seconds(ranks: int, size: float, link: Link) -> float:
-    """Up a tree and down again: 2 log2(n) latency + 2 size / bandwidth."""
+    """Seconds of a tree all-reduce, up and down.
+
+    2 log2(n) latency + 2 size / bandwidth.
+    """
     if ranks == 1:
         return 0.0
     return 2 * math.log2(ranks) * link.latency_seconds + 2 * size / link.bytes_per_second
@@ -109,7 +113,7 @@ def all_reduce_seconds(size: float, cluster: Cluster) -> float:
 
 @dataclass(frozen=True)
 class Job:
-    """One training; what it does on a card is measured, on N of them predicted."""
+    """One training: measured on one card, predicted on N."""
 
     # A step on one card.
     fixed_seconds: float  # t0, of each micro-batch however few its images
@@ -143,7 +147,7 @@ class Job:
 
 @dataclass(frozen=True)
 class StepTime:
-    """Seconds of a step, by what they are spent on; they add up."""
+    """Seconds of a step by cause; they add up."""
 
     compute: float
     stragglers: float
@@ -159,9 +163,10 @@ class StepTime:
 
 @cache
 def slowest_of(count: int) -> float:
-    """c(N): how many standard deviations the slowest of N equal cards lies above the mean.
+    """c(N): expected maximum of N standard normal variables.
 
-    The expected maximum of N normal variables: 0.56 of 2, 1.42 of 8, 2.07 of 32.
+    It is how many standard deviations the slowest of N equal cards lies above the mean: 0.56 of 2,
+    1.42 of 8, 2.07 of 32.
 
         c(N) = integral of 1 - Phi(x)^N over x > 0  -  integral of Phi(x)^N over x < 0
     """
@@ -175,16 +180,17 @@ def slowest_of(count: int) -> float:
 
 
 def input_seconds(job: Job, cluster: Cluster) -> float:
-    """T_in: for the images of one step to be read; 0 where no rate is known."""
+    """T_in: seconds to read a step's images; 0 without known rates."""
     of_card = job.batch * job.accumulate
     pairs = ((job.card_input, 1), (job.host_input, cluster.cards), (job.total_input, cluster.size))
     return max((of_card * cards / rate for rate, cards in pairs if rate), default=0.0)
 
 
 def network_seconds(job: Job, cluster: Cluster) -> float:
-    """Of the gradients' all-reduce, what the backward pass of the last micro-batch cannot hide.
+    """Seconds of the gradients' all-reduce that the backward pass cannot hide.
 
-    max(last bucket, all-reduce - overlap * backward); Li et al. 2020, arXiv:2006.15704.
+    The backward pass is that of the last micro-batch: max(last bucket, all-reduce - overlap *
+    backward); Li et al. 2020, arXiv:2006.15704.
     Gradients of fewer bytes than float32 are rounded and sent after it, and hide nothing.
     """
     if cluster.size == 1 or not job.parameters:
@@ -307,7 +313,10 @@ def predict(job: Job, cluster: Cluster) -> Prediction:
 
 
 def clusters_up_to(cluster: Cluster) -> list[Cluster]:
-    """1, 2, 4, ... cards of one host, then 2, 4, ... hosts, and the one asked for."""
+    """Clusters of 1, 2, 4, ... cards up to the requested one.
+
+    Cards of one host first, then 2, 4, ... hosts.
+    """
     of_host = _doubling(cluster.cards)
     hosts = [n for n in _doubling(cluster.hosts) if n > 1]
     return [

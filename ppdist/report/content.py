@@ -51,7 +51,7 @@ class Table:
 
 @dataclass
 class Scores:
-    """What is shown of an evaluation; None or empty where it does not say."""
+    """What the page shows of an evaluation; None or empty if absent."""
 
     sizes: Table | None
     metrics: Table | None
@@ -218,7 +218,7 @@ def show(run: Run) -> OneRun:
 
 
 def verdict_on(run: Run) -> list[Finding]:
-    """What came of a run; [] while it goes on, and where there is nothing to judge by."""
+    """Verdicts on a run; [] while it trains or without data."""
     if run.running or not (run.train or run.measured):
         return []
     return verdict(
@@ -297,7 +297,7 @@ def _tiles(run: Run) -> Iterator[Tile]:
 
 
 def _operating_points(best: Numbers) -> str:
-    """Precision and recall at the confidence of the best F1, and at 0.25."""
+    """Precision and recall at the best-F1 confidence and at 0.25."""
     points = [("precision", "recall", best.get("best_f1_threshold"))]
     points.append(("precision_at_25", "recall_at_25", USUAL_THRESHOLD))
     return "; ".join(
@@ -309,7 +309,10 @@ def _operating_points(best: Numbers) -> str:
 
 
 def speed_of(run: Run) -> float | None:
-    """Images a second, the median of the records but the first, which holds what happens once."""
+    """Median images per second of the records after the first.
+
+    The first contains one-time work.
+    """
     name = "images_per_second"
     speeds = [record[name] for record in run.train if name in record]
     return statistics.median(speeds[1:] or speeds) if speeds else None
@@ -327,14 +330,16 @@ def _waiting(records: Sequence[Numbers]) -> float | None:
 
 
 def _of_present_ranks(run: Run, key: str) -> list[tuple[float, list[float]]]:
-    """(step, a number for each rank) of the records with as many ranks as the last has: a run may
-    be resumed on others."""
+    """Pairs of step and per-rank values, for the current rank count.
+
+    A run may be resumed with another number of ranks; the last record gives the current one.
+    """
     lists = [(step, found[key]) for step, found in run.ranks if found.get(key)]
     return [each for each in lists if len(each[1]) == len(lists[-1][1])]
 
 
 def slow_ranks(run: Run) -> str:
-    """Which ranks work longer than the median one, usually; "" for a single rank."""
+    """Ranks that are usually slower than the median; "" for one rank."""
     lists = [seconds_W for _, seconds_W in _of_present_ranks(run, "rank_own_seconds")]
     ranks = len(lists[-1]) if lists else 0
     if ranks < 2:
@@ -395,9 +400,9 @@ class SeveralRuns:
 
 
 def compare(runs: Sequence[Run]) -> SeveralRuns:
-    """Works out everything the page of several runs shows; the first run is the measure of speed.
+    """Computes everything the page of several runs shows.
 
-    Gives each run a name that the others do not have.
+    The first run is the baseline of speed.  Gives each run a unique name.
     """
     for run, name in zip(runs, distinct([run.folder for run in runs])):
         run.name = name
@@ -430,7 +435,7 @@ def distinct(folders: Sequence[Path]) -> list[str]:
 
 
 def grouped(runs: Sequence[Run]) -> list[Group]:
-    """Runs of one configuration but for the seed, in the order in which they were given."""
+    """Groups runs that differ only in the seed, in the given order."""
     found: dict[str, list[Run]] = {}
     for run in runs:
         settings = {
@@ -472,7 +477,7 @@ def _of_best(key: str) -> Callable[[Run], float | None]:
 
 
 def _summary(groups: Sequence[Group]) -> Table:
-    """A row for each group; columns in which no run has a value are left out."""
+    """A row per group; columns without any value are left out."""
     metrics = {run.metric for group in groups for run in group.runs if run.metric}
     metric = next(iter(metrics)) if len(metrics) == 1 else "own metric"
     columns: list[tuple[str, Callable[[Group], object]]] = [
@@ -522,7 +527,7 @@ def _mean_time(group: Group) -> str | None:
 
 
 def _differing(groups: Sequence[Group]) -> Table | None:
-    """Keys of configuration, derived numbers and software that are not the same everywhere."""
+    """Keys of config, schedule and software that differ between groups."""
     configured = dict.fromkeys(key for group in groups for run in group.runs for key in run.config)
     facts: dict[str, Callable[[Run], str | None]] = {
         key: partial(_setting, key=key) for key in configured if not key.startswith(_NOT_COMPARED)

@@ -13,11 +13,11 @@ _NOT_OURS = {"time": 0}  # keys of a record that are no numbers of an epoch
 
 
 def history(output_dir: Path) -> list[dict[str, Any]]:
-    """What is known of each epoch of a run, in their order, also of one that goes on.
+    """What is known of each epoch of a run, in order.
 
-    `epoch`, `step` (its last), the means of `loss` and its parts, `lr`, `images_per_second`,
-    `seconds`; and of an evaluation at its end `mAP`, `val_loss` and the like.  An epoch of which
-    only one of both is known has only its keys.
+    Works on running trainings, too.  Keys: `epoch`, `step` (its last), the means of `loss` and its
+    parts, `lr`, `images_per_second`, `seconds`; and of an evaluation at its end `mAP`, `val_loss`
+    and the like.  An epoch with only training or only evaluation records has only those keys.
     Raises: UserError: it is not the folder of a run.
     """
     file = output_dir / "metrics.jsonl"
@@ -43,7 +43,7 @@ def history(output_dir: Path) -> list[dict[str, Any]]:
 
 
 def write_history(output_dir: Path, file: Path) -> None:
-    """The history as CSV with a header; what is not known of an epoch is empty."""
+    """Writes the history as CSV with a header; unknown values are empty."""
     rows = history(output_dir)
     columns = list(dict.fromkeys(key for row in rows for key in row))
     with writing(file), file.open("w", newline="", encoding="utf-8") as out:

@@ -139,7 +139,10 @@ def _page_of_several(runs: list[Run]) -> str:
 
 
 def _compared(page: SeveralRuns) -> list[Embedded]:
-    """The courses of all runs in one picture; [] where there is nothing to draw, or no way."""
+    """The metric curves of all runs in one picture.
+
+    [] if there is nothing to draw, or drawing fails.
+    """
     try:
         from ppdist.viz import plots
 
@@ -183,7 +186,7 @@ def _pictures(run: Run, patterns: dict[str, str]) -> list[Embedded]:
 
 
 def _address(path: Path) -> Markup:
-    """A picture as an address that holds it, smaller where it is large.
+    """A picture as data URL, shrunk if large.
 
     Raises: OSError, ValueError, SyntaxError, DecompressionBombError: it is no JPEG or PNG, or one
         of absurd size.
@@ -253,7 +256,10 @@ def _digest(text: str) -> str:
 
 
 def number(value: object) -> str:
-    """A cell of a table: a share with three places, a count with separators, a dash for none."""
+    """Formats a table cell.
+
+    Floats get three places, large numbers separators, None a dash.
+    """
     if value is None:
         return "–"
     if isinstance(value, float):

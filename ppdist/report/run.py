@@ -69,9 +69,10 @@ class ClassRow(_Part):
 
 
 class Confusion(_Part):
-    """Rows are true classes, columns predicted ones; of detectors the last is background.
+    """Confusion matrix: rows are true classes, columns predicted ones.
 
-    Of very many classes there are only the largest `cells` (row, column, count), and sums of rows.
+    For detectors the last row and column are background.  With very many classes only the largest
+    `cells` (row, column, count) and the row sums are stored.
     """
 
     counts: list[list[int]] = []
@@ -130,7 +131,10 @@ class Evaluation:
 
 
 def read_evaluation(content: Mapping[str, Any]) -> tuple[Evaluation, list[str]]:
-    """Returns: what could be understood; and for each part that could not, why."""
+    """Parses evaluation.json.
+
+    Returns: what could be parsed, and a message for each part that could not.
+    """
     found: dict[str, Any] = {}
     problems: list[str] = []
     for name, kind in get_type_hints(Evaluation).items():
@@ -225,7 +229,7 @@ class Run:
 
     @property
     def metric(self) -> str:
-        """The number by which its evaluations are compared; "" where there is none."""
+        """Name of the metric that ranks its evaluations; "" if none."""
         wanted = self.config.get("evaluate.metric")
         have = {key for record in self.measured for key in record}
         names = [str(wanted), *_TELLING]
@@ -286,7 +290,7 @@ def read_run(folder: Path) -> Run:
 
 
 def require_run(folder: Path) -> None:
-    """Raises: UserError: there is no such folder, or nothing of a run in it."""
+    """Raises: UserError: the folder does not exist or holds no run."""
     if not folder.is_dir():
         raise UserError(
             "no such folder; expected the output_dir of a run",
@@ -356,7 +360,7 @@ def _derived(content: Mapping[str, Any]) -> Iterator[Derived]:
 
 
 def _lists(record: Mapping[str, Any]) -> dict[str, list[float]]:
-    """The lists of numbers, one for each rank; nan where a number is none."""
+    """Per-rank lists of numbers in a record; non-numbers become nan."""
     found = {}
     for key, value in record.items():
         if key.startswith("rank_") and isinstance(value, list):
@@ -401,7 +405,10 @@ def _json_object(run: Run, name: str) -> dict[str, Any] | None:
 
 
 def _read_log(run: Run) -> None:
-    """Warnings of this run; the lines of an earlier one in the same folder stand before them."""
+    """Reads the warnings of this run from train.log.
+
+    Lines of an earlier run in the same folder precede them.
+    """
     path = run.folder / "train.log"
     if not _readable(run, path):
         return
@@ -433,7 +440,10 @@ def _seconds(clock: str) -> float:
 
 
 def _readable(run: Run, path: Path) -> bool:
-    """Whether to read it; a missing file is noted, and one of absurd size is a problem."""
+    """Whether a file should be read.
+
+    A missing file is noted; a file over 1 GiB is a problem.
+    """
     try:
         if not path.is_file():
             run.missing.append(path.name)
@@ -448,7 +458,7 @@ def _readable(run: Run, path: Path) -> bool:
 
 
 class Setting(NamedTuple):
-    """A key, its value and its default, as YAML writes them; "" for a key without default."""
+    """A key, its value and default as YAML; "" without default."""
 
     key: str
     value: str

@@ -49,10 +49,10 @@ def download(
     say: Callable[[str], None] = _quiet,
     timeout: float = 30.0,
 ) -> str:
-    """Fetches a file, unless it is there once this process may write; it appears whole.
+    """Downloads a file atomically, unless it is already there.
 
-    A cut, a silent server, and answers such as 503 are tried again, from where it stopped where the
-    server can; a later call goes on, too.
+    It waits until no other process of this host downloads it.  A cut, a silent server, and answers
+    such as 503 are retried, from where it stopped if the server can; a later call resumes, too.
 
     Args:
         url: http or https.
@@ -100,7 +100,10 @@ def sha256_of(file: Path) -> str:
 
 @contextmanager
 def _alone(file: Path, say: Callable[[str], None]) -> Iterator[Path]:
-    """Waits until no other process of this host downloads the file; gives the place to write to."""
+    """Waits until no other process of this host downloads the file.
+
+    Yields: the place to write to.
+    """
     lock, said = FileLock(file.with_name(file.name + ".lock")), False
     try:
         with writing(lock.path):
@@ -120,7 +123,10 @@ def _alone(file: Path, say: Callable[[str], None]) -> Iterator[Path]:
 
 
 class _Cut(Exception):
-    """An attempt ended before the file did.  wait: seconds that the server asks for."""
+    """An attempt ended before the file did.
+
+    wait: seconds that the server asks for.
+    """
 
     def __init__(self, why: str, wait: float = 0.0) -> None:
         super().__init__(why)
@@ -128,7 +134,10 @@ class _Cut(Exception):
 
 
 def _arrive(url: str, part: Path, fix: str, say: Callable[[str], None], timeout: float) -> bool:
-    """All bytes of the file into `part`.  Returns: whether some were there before."""
+    """Downloads all bytes of the file into `part`, with retries.
+
+    Returns: whether some were there before.
+    """
     resumed, fruitless = False, 0
     for _ in range(_MOST_ATTEMPTS):
         before = _size(part)
@@ -159,7 +168,10 @@ def _arrive(url: str, part: Path, fix: str, say: Callable[[str], None], timeout:
 
 
 def _attempt(url: str, part: Path, fix: str, say: Callable[[str], None], timeout: float) -> bool:
-    """One request.  Returns: whether it went on where an earlier one stopped.  Raises: _Cut."""
+    """Makes one request.
+
+    Returns: whether it resumed an earlier one.  Raises: _Cut.
+    """
     headers, at = {"Accept-Encoding": "identity", "User-Agent": "ppdist"}, 0
     if version := _version_of(part, url):
         at = _size(part)
@@ -187,7 +199,11 @@ def _attempt(url: str, part: Path, fix: str, say: Callable[[str], None], timeout
 
 
 def _refused(error: urllib.error.HTTPError, url: str, part: Path, at: int, fix: str) -> bool:
-    """What another status than success means.  Returns: True: all bytes are there already."""
+    """Handles an HTTP status other than success.
+
+    Returns: True: all bytes are there already.
+    Raises: _Cut: worth a retry.  UserError: refused.
+    """
     if error.code == http.client.REQUESTED_RANGE_NOT_SATISFIABLE and at:
         if error.headers.get("Content-Range") == f"bytes */{at}":
             return True
@@ -201,7 +217,10 @@ def _refused(error: urllib.error.HTTPError, url: str, part: Path, at: int, fix: 
 
 
 def _length_of(answer: Any, url: str, fix: str) -> int:
-    """Bytes that are to come.  Raises: UserError: that is no file, or nobody could tell its end."""
+    """Number of bytes in the response.
+
+    Raises: UserError: it is no file, or its length is unknown.
+    """
     if "text/html" in (answer.headers.get("Content-Type") or ""):
         raise UserError(
             "the server sent a web page instead of the file: a login page of the network, or the "
@@ -222,7 +241,10 @@ def _length_of(answer: Any, url: str, fix: str) -> int:
 
 
 def _copy(answer: Any, part: Path, at: int, total: int, say: Callable[[str], None]) -> int:
-    """Appends to the first `at` bytes what comes.  Returns: bytes that are there then."""
+    """Writes the response after the first `at` bytes.
+
+    Returns: bytes that are there then.
+    """
     began, first, told = time.monotonic(), at, time.monotonic()
     with writing(part):
         written = part.open("ab" if at else "wb", buffering=0)  # a full disk is noticed here
@@ -291,14 +313,14 @@ def _size(part: Path) -> int:
 
 
 def _note(part: Path, url: str, headers: Any) -> None:
-    """Keeps which version the bytes are of; none: a server that names no version."""
+    """Records the version of the partial file, if the server names one."""
     note = {"url": url, "version": mark_in(headers, strong=True)}
     with writing(part):
         replace_file(_note_of(part), json.dumps(note).encode())
 
 
 def _version_of(part: Path, url: str) -> str:
-    """Of the bytes that are there, for If-Range; "" where there are none to go on from."""
+    """Version of the partial file, for If-Range; "" without a resumable one."""
     if not _size(part):
         return ""
     try:

@@ -29,7 +29,10 @@ _LONGEST_REQUEST_SECONDS = 20.0
 
 
 def use(cache_dir: str | None, store_cache_gib: float, worker_timeout_seconds: float) -> None:
-    """How this process and those that it forks reach stores; see the keys of `data`."""
+    """Configures access to stores for this process and its forks.
+
+    See the keys of `data`.
+    """
     # A worker says that it lives between requests; one takes twice its time at most.
     seconds = min(_LONGEST_REQUEST_SECONDS, worker_timeout_seconds / 3)
     stores.use(cache_dir, int(store_cache_gib * _GIB), seconds)
@@ -82,7 +85,10 @@ def open_file(path: str | Path) -> BinaryIO:
 
 
 def read_file(path: str | Path, most_bytes: int) -> bytes:
-    """All bytes of a file.  Raises: OSError: as `open_file`, or it has more than so many."""
+    """All bytes of a file.
+
+    Raises: OSError: as `open_file`, or it has more than `most_bytes`.
+    """
     text = os.fspath(path)
     try:
         if not stores.is_remote(text):
@@ -100,7 +106,7 @@ def read_file(path: str | Path, most_bytes: int) -> bytes:
 
 
 def can_be_read(path: str | Path) -> bool:
-    """Whether a file that is one, or a folder that holds something, is there now."""
+    """Whether a regular file or a non-empty folder is there now."""
     text = os.fspath(path)
     place = place_in_shard(text)
     if place is not None:
@@ -117,7 +123,9 @@ def can_be_read(path: str | Path) -> bool:
 
 
 def identity_of(path: str) -> Identity:
-    """Content identity of a file; no image is opened, and a server that cannot list is not asked.
+    """Content identity of a file, without opening images.
+
+    A server that cannot list is not asked.
 
     Raises: OSError: it is not there.
     """
@@ -153,7 +161,7 @@ def look_anew(folders: Collection[str]) -> None:
 
 
 def absent_of(folder: str, names: Collection[str]) -> list[str] | None:
-    """Which images of a store, or of a shard, are not there; None: the store cannot list.
+    """Missing images of a store or shard; None: the store cannot list.
 
     Raises: OSError: they cannot be listed.
     """

@@ -32,7 +32,10 @@ _HEADER_BYTES = tarfile.BLOCKSIZE
 
 
 class Member(NamedTuple):
-    """offset, size: bytes of its content in the shard; mark: of the index that says so."""
+    """An index entry: location of an image's content in a shard.
+
+    offset, size: in bytes; mark: of the index that says so.
+    """
 
     offset: int
     size: int
@@ -71,7 +74,7 @@ class ShardIndex:
         return len(self._mark_N)
 
     def find(self, shard: str, name: str) -> Member | None:
-        """An image of a shard; None: the index lists none of this name."""
+        """An image of a shard; None: the index does not list it."""
         mark = np.uint64(_digest(f"{shard}/{name}"))
         at = int(np.searchsorted(self._mark_N, mark))
         if at == len(self._mark_N) or self._mark_N[at] != mark:
@@ -115,7 +118,10 @@ _indexes: dict[str, ShardIndex] = {}  # by folder; workers inherit those of thei
 
 
 def index_of(folder: str) -> ShardIndex:
-    """The index of a folder of shards, read once a process.  Raises: OSError, UserError."""
+    """The index of a folder of shards, read once per process.
+
+    Raises: OSError, UserError.
+    """
     found = _indexes.get(folder)
     if found is None:
         file = os.path.join(folder, INDEX_FILE)
@@ -125,7 +131,7 @@ def index_of(folder: str) -> ShardIndex:
 
 
 def forget_index(folder: str) -> None:
-    """It is read anew when it is needed: the file may have changed since."""
+    """Drops the cached index: the file may have changed since."""
     _indexes.pop(folder, None)
 
 
@@ -139,7 +145,9 @@ def find_member(place: Place) -> Member:
 
 
 def open_member(place: Place) -> BinaryIO:
-    """An image in a shard as a file of its own, which reads no more of the shard than it is asked.
+    """Opens an image in a shard as a file of its own.
+
+    It reads no more of the shard than it is asked.
 
     Raises: OSError: absent, unreadable, or the index is of other shards.
     """
@@ -179,7 +187,10 @@ def read_member(place: Place, most_bytes: int) -> bytes:
 
 
 def _require_header(header: bytes, member: Member, place: Place) -> None:
-    """What the tar says of the bytes that follow is what the index says."""
+    """Checks that the tar header agrees with the index.
+
+    Raises: OSError: it does not.
+    """
     # POSIX.1-1988's fields, which tarfile takes twice as long as the rest of reading to understand.
     name, size, kind = header[:100].rstrip(b"\0"), header[124:136].rstrip(b" \0"), header[257:262]
     same_size = kind == b"ustar" and size == b"%011o" % member.size
@@ -226,7 +237,7 @@ class ShardWriter:
     """Writes images and their annotations into shards, and the index beside them."""
 
     def __init__(self, folder: Path, split: str, shard_bytes: int) -> None:
-        """Args: folder: is there, and holds nothing; shard_bytes: a shard ends beyond so many."""
+        """Args: folder: exists, empty; shard_bytes: a shard ends beyond this."""
         self._folder, self._split, self._shard_bytes = folder, split, shard_bytes
         self._tar: tarfile.TarFile | None = None
         self._rows: list[tuple[str, str, int, int]] = []
@@ -251,7 +262,10 @@ class ShardWriter:
         return f"{shard}/{name}"
 
     def close(self) -> int:
-        """Ends the last shard and writes the index.  Returns: how many shards there are."""
+        """Ends the last shard and writes the index.
+
+        Returns: how many shards there are.
+        """
         with writing(self._folder / INDEX_FILE):
             if self._tar is not None:
                 self._tar.close()

@@ -40,8 +40,10 @@ _FEWEST_FOR_IMPORTANCE = 20  # PED-ANOVA looks at the best tenth, and needs two 
 
 
 def rows(store: "Store") -> list[dict[str, Any]]:
-    """A row for each trial that has ended: what it was and what came out, with what of the study
-    makes rows of several sessions comparable."""
+    """A row per ended trial: its settings and result.
+
+    Each row holds what of the study makes rows of several sessions comparable.
+    """
     return [row for trial in store.trials() if (row := _row(store, trial))]
 
 
@@ -67,8 +69,10 @@ def _row(store: "Store", trial: "FrozenTrial") -> dict[str, Any] | None:
 
 
 def export(store: "Store") -> None:
-    """Writes trials.jsonl anew, and the curves for VisualDL that are not there; any process does,
-    after any trial."""
+    """Rewrites trials.jsonl and adds missing VisualDL curves.
+
+    Any process may call it after any trial.
+    """
     with store.lock:  # what another has just written must not be replaced by less
         found = rows(store)
         file = store.folder / "trials.jsonl"
@@ -80,9 +84,9 @@ def export(store: "Store") -> None:
 
 
 def _write_curves(folder: Path, row: dict[str, Any]) -> None:
-    """A trial as a row of VisualDL's page of hyper-parameters, and its curve.
+    """Writes a trial as a VisualDL hyper-parameter row with its curve.
 
-    What a trial does not vary is left out: that page takes few columns.
+    Only what a trial varies is written: that page takes few columns.
     """
     name = f"{row['trial']:03d}"
     cell = Cell.of(row)
@@ -105,8 +109,9 @@ def _write_curves(folder: Path, row: dict[str, Any]) -> None:
 
 
 def importances(store: "Store") -> dict[str, float]:
-    """How much each key of the space decides about the value, their sum 1; empty where there are
-    too few complete trials to say.
+    """Importance of each key for the value; they sum to 1.
+
+    Empty if there are too few complete trials.
 
     Source: PED-ANOVA, Watanabe et al. 2023, arXiv:2304.10255; fANOVA would need scikit-learn.
     """
@@ -175,10 +180,10 @@ def read_rows(source: Path) -> list[dict[str, Any]]:
 
 
 def ablations(rows: Sequence[Row]) -> str:
-    """Markdown: of each study a table of its settings, each compared with the base it names.
+    """Markdown tables, one per study, comparing each setting with its baseline.
 
-    Trials of one study that come from several sessions stand together where all was alike; of two
-    with the same seed the later counts.  What failed or was pruned is not counted.
+    Trials of one study from several sessions share a table where all was alike; of two with the
+    same seed the later counts.  Failed and pruned trials do not count.
     """
     studies: dict[str, list[Row]] = {}
     for row in rows:
@@ -237,7 +242,10 @@ def _line(name: str, settings: Mapping[str, Mapping[Any, Row]], metric: str) -> 
 
 
 def _compared(differences: Sequence[float], sign: int) -> tuple[str, str]:
-    """The mean difference of the same seeds with half its 95 % interval, and what it shows."""
+    """Mean paired difference with half its 95 % interval, and its meaning.
+
+    Pairs have the same seed.
+    """
     if not differences:
         return "no seed in common", ""
     middle = mean(differences)
@@ -260,8 +268,11 @@ def _compared(differences: Sequence[float], sign: int) -> tuple[str, str]:
 
 
 def _quantile(degrees: int) -> float:
-    """Of Student's t; beyond the table by the first terms of its expansion about the normal one
-    (Fisher and Cornish 1960), which are right to 0.001 there."""
+    """Quantile of Student's t.
+
+    Beyond the table it uses the first terms of its expansion about the normal quantile (Fisher and
+    Cornish 1960), which are right to 0.001 there.
+    """
     if degrees < len(_T95):
         return _T95[degrees]
     z = _NORMAL95
@@ -280,7 +291,7 @@ def _span(values: Sequence[float], form: str) -> str:
 
 
 def ranking(rows: Sequence[Row]) -> str:
-    """Text for a terminal: every trial, the best first, and the settings of the best."""
+    """Terminal text: all trials, best first, and the best settings."""
     if not rows:
         return "no trial has ended yet"
     metric, lower = rows[0]["metric"], rows[0]["lower_is_better"]
@@ -320,7 +331,7 @@ def _number(value: float | None) -> str:
 
 
 def write_into(document: Path, text: str) -> None:
-    """Puts text between the markers of a document, in the place of what stands there.
+    """Replaces the text between the markers of a document.
 
     Raises: ConfigError: it has no markers.
     """

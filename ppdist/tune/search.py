@@ -50,7 +50,7 @@ _TENTHS_BELOW = 20  # shorter runs are given to a tenth of an epoch, longer ones
 
 
 class Timed(NamedTuple):
-    """A calibration that ran: its folder, and how long it took from its start to its end."""
+    """A finished calibration run: its folder and wall time."""
 
     folder: Path
     wall_seconds: float
@@ -58,7 +58,7 @@ class Timed(NamedTuple):
 
 @dataclass(frozen=True)
 class Calibration:
-    """What a setting costs here, and how long it may be for that.
+    """What a setting costs on this machine, and its training length.
 
     Attributes: epochs: of a trial; evaluations: of a trial; the rest in seconds, of this machine
     with so many trials at once.
@@ -87,8 +87,9 @@ class Calibration:
 
 
 def calibrated(runs: Sequence[Timed], minutes: float, wanted: int) -> Calibration:
-    """The greatest length at which a setting takes no more than so many minutes, from runs that
-    were copies of it.
+    """The longest training that fits into `minutes`, from calibration runs.
+
+    The runs were copies of the setting.
 
     Args: wanted: how many evaluations a trial should have.
     Raises: ConfigError: not even its overhead fits into the minutes.
@@ -116,7 +117,7 @@ def calibrated(runs: Sequence[Timed], minutes: float, wanted: int) -> Calibratio
 
 
 def _measured(folder: Path, wall_seconds: float) -> tuple[float, float, float]:
-    """Seconds of a step, of an evaluation, and of everything else in a run."""
+    """Seconds per step, per evaluation, and of everything else in a run."""
     found = MetricRecords.of(read_metrics(folder / "metrics.jsonl"))
     first = _steps_per_epoch(folder)
     steady = [each["step_seconds"] for each in found.steps if each["step"] > first]
@@ -131,7 +132,7 @@ def _steps_per_epoch(folder: Path) -> int:
 
 
 def epochs_for_calibration(folder: Path) -> int:
-    """How long a calibration has to be at least, from one that may have been too short."""
+    """Minimum calibration length in epochs, from one that may be too short."""
     return 1 + math.ceil(_LEAST_STEPS / _steps_per_epoch(folder))
 
 
@@ -142,17 +143,17 @@ def evaluations_of(study: StudyConfig, overrides: Sequence[str]) -> int:
 
 
 def every_epochs(epochs: float, wanted: int) -> int:
-    """Whole epochs between evaluations, of which there are to be about so many."""
+    """Whole epochs between evaluations that give about `wanted` evaluations."""
     return max(1, round(epochs / wanted))
 
 
 def evaluations_in(epochs: float, steps_per_epoch: int, every: int) -> int:
-    """How many a training makes: one after each so many epochs, and one at its end."""
+    """Number of evaluations: every `every` epochs, and one at the end."""
     return math.ceil(round(epochs * steps_per_epoch) / (every * steps_per_epoch))
 
 
 def lengthened(study: StudyConfig, overrides: Sequence[str], epochs: float) -> list[str]:
-    """Overrides that make the experiment so long, with everything in it where it was."""
+    """Overrides that set training length and scale intervals and schedule with it."""
     config = load_config(study.config, overrides)
     written = config.train.phases_for_epochs or config.train.epochs
     every = every_epochs(epochs, evaluations_of(study, overrides))
@@ -166,8 +167,10 @@ def lengthened(study: StudyConfig, overrides: Sequence[str], epochs: float) -> l
 
 
 def for_calibration(study: StudyConfig, overrides: Sequence[str], epochs: int) -> list[str]:
-    """Overrides of the run in miniature: two evaluations, as the first is slow; each step in the
-    log."""
+    """Overrides of a calibration run.
+
+    It has two evaluations, as the first is slow, and logs every step.
+    """
     items = lengthened(study, overrides, epochs)
     every = item_of("evaluate.every_epochs", max(1, epochs // 2))
     return [*items, every, "log.every_steps=1"]
@@ -221,10 +224,11 @@ class Search:
     _failures: int = 0
 
     def run(self, most: int | None = None) -> int:
-        """Returns 0 when nothing is left to do, or `most` trials are made; 75 when it was asked to
-        stop: the same command continues.
+        """Runs trials until none is left, `most` are made, or interrupted.
 
-        Args: most: begins so many trials at most.
+        Args: most: maximum number of trials to begin.
+        Returns: 0: nothing is left to do, or `most` trials are made; 75: interrupted, the same
+            command continues.
         Raises: UserError: the experiment cannot be started or measured as the study says.
         """
         with ExitStack() as undo:
@@ -281,7 +285,7 @@ class Search:
         self.say(f"trial {claim.number:03d} ({cell.label}) {how} in {folder}")
 
     def _look(self, place: int, stop: bool) -> None:
-        """What a trial has measured, and what follows from it or from how it ended."""
+        """Records what a trial has measured; prunes or finishes it."""
         running = self._running[place]
         number = running.claim.number
         code = running.job.poll()
@@ -374,7 +378,7 @@ class Search:
         write_past(running.job, running.crashes, running.noted)
 
     def _abandon(self) -> None:
-        """Whatever happens, no training of ours outlives us; they save and can be continued."""
+        """Ends our trainings on any exit; they save and can be continued."""
         for running in self._running.values():
             running.job.stop()
         for running in self._running.values():
@@ -382,7 +386,10 @@ class Search:
         self._running.clear()
 
     def _calibrate(self) -> dict[str, Calibration]:
-        """The length of each setting; by whichever process comes first, while others wait."""
+        """The length of each setting.
+
+        The first process measures it while others wait.
+        """
         study, file = self.store.config, self.store.folder / "calibration.json"
         if study.minutes_per_trial is None:
             return {}
@@ -485,7 +492,10 @@ def _folder_name(setting: str) -> str:
 
 
 def _unused(folder: Path) -> Path:
-    """A calibration that was broken off must not be continued: it would count as a whole one."""
+    """An unused path for a calibration.
+
+    An interrupted calibration must not be continued: it would count as a whole one.
+    """
     tried, count = folder, 1
     while tried.exists():
         count += 1

@@ -50,7 +50,10 @@ class StudyLock(FileLock):
     """A `FileLock`, without which the processes of a study cannot agree."""
 
     def try_acquire(self) -> bool:
-        """Takes it if nobody has it.  Raises: ConfigError: the file system has no locks."""
+        """Takes the lock if it is free.
+
+        Raises: ConfigError: the file system has no locks.
+        """
         self.open()
         try:
             return super().try_acquire()
@@ -65,11 +68,10 @@ class StudyLock(FileLock):
 
 
 class JournalLock(StudyLock):
-    """What Optuna takes before it adds lines to its journal; its own lock files outlive a killed
-    process.
+    """The lock Optuna takes before it appends to its journal.
 
-    Whoever has it first cuts off a line that a crash or a full disk left without its end: Optuna
-    would append the next to it, and read neither.
+    Optuna's own lock files outlive a killed process.  Whoever has it first cuts off an unfinished
+    line that a crash or a full disk left: Optuna would append the next to it, and read neither.
     """
 
     def __init__(self, journal: Path) -> None:
@@ -104,13 +106,13 @@ class Claim:
 
 
 class Waiting:
-    """No work now, but there will be: a training whose owner is gone has not ended yet."""
+    """Nothing to do yet: a training whose owner died is still running."""
 
 
 class Store:
-    """What a process knows and says of a study.  Close it in the end.
+    """A process's view of a study; close it at the end.
 
-    Attributes: lock: of whatever several processes must not do at once.
+    Attributes: lock: for whatever only one process may do at a time.
     """
 
     def __init__(self, folder: Path, study: StudyConfig) -> None:
@@ -140,7 +142,7 @@ class Store:
         self._failed_before = frozenset(failed)
 
     def _agree(self) -> None:
-        """The study in the folder is this one, perhaps with more to do."""
+        """Checks that the folder holds this study, perhaps with fewer trials."""
         file, now = self.folder / "study.json", self.config.model_dump(mode="json", by_alias=True)
         now["experiment"] = _digest(self.config)
         if file.exists():
@@ -178,12 +180,12 @@ class Store:
         return self.study.get_trials(deepcopy=False)
 
     def cell_of(self, trial: FrozenTrial) -> Cell | None:
-        """None: whoever began it was killed before it could say what it is."""
+        """The cell of a trial; None: its process died before recording it."""
         found = trial.user_attrs.get("cell")
         return Cell.of(found) if found else None
 
     def claim(self, *, begin: bool, retry_failed: bool) -> Claim | Waiting | None:
-        """What to do next; None: there is nothing left that others do not do already.
+        """Claims the next trial; None: nothing is left for this process.
 
         Args:
             begin: also trials that nobody has begun.
@@ -226,7 +228,7 @@ class Store:
         return cell.key() in {each.key() for each in grid(self.config)}
 
     def unwanted(self) -> list[FrozenTrial]:
-        """Those that are not done and of which the study, as it is now, says nothing."""
+        """Unfinished trials that the study as it is now no longer contains."""
         running = [each for each in self.trials() if each.state == TrialState.RUNNING]
         cells = [(each, self.cell_of(each)) for each in running]
         return [each for each, cell in cells if cell is not None and not self._wants(cell)]
@@ -264,7 +266,7 @@ class Store:
         return Claim(number, cell, again=False)
 
     def report(self, number: int, values: dict[int, float]) -> bool:
-        """Says what a trial has reached by epoch; whether it is not worth going on."""
+        """Records a trial's values by epoch; returns whether to prune it."""
         new = sorted(values.keys() - self.trials()[number].intermediate_values.keys())
         trial, hopeless = self._trial(number) if new else None, False
         for epoch in new:
@@ -274,13 +276,19 @@ class Store:
         return hopeless
 
     def give_up(self, number: int) -> None:
-        """Remembers that a trial is not worth going on, also if this process ends before it."""
+        """Records that a trial is pruned, before its training ends.
+
+        The record outlives this process.
+        """
         self._trial(number).set_user_attr("hopeless", True)
 
     def finish(
         self, number: int, state: TrialState, value: float | None, result: dict[str, Any]
     ) -> None:
-        """How a trial of this process ended.  Args: value: of a complete one."""
+        """Records how a trial of this process ended.
+
+        Args: value: of a complete one.
+        """
         self._trial(number).set_user_attr("result", result)
         self.study.tell(number, value if state == TrialState.COMPLETE else None, state=state)
         self.leave(number)
@@ -302,15 +310,20 @@ class Store:
 
 @contextmanager
 def _experimental() -> Iterator[None]:
-    """Without Optuna's warning: the journal, fixed values and multivariate TPE are marked so."""
+    """Silences Optuna's warnings about experimental features.
+
+    These are the journal, fixed values and multivariate TPE.
+    """
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", optuna.exceptions.ExperimentalWarning)
         yield
 
 
 def _digest(study: StudyConfig) -> str:
-    """Of what all trials have in common, whatever its file is called.  Defaults are left out: a new
-    key of a later version changes no experiment."""
+    """Digest of what all trials share, independent of file names.
+
+    Defaults are left out: a new key of a later version changes no experiment.
+    """
     config = load_config(study.config, study.overrides)
     values = config.model_dump(mode="json", exclude_defaults=True, exclude={"output_dir"})
     text = json.dumps(values, sort_keys=True)

@@ -44,7 +44,7 @@ class Cell:
 
     @property
     def setting(self) -> str:
-        """What it is, but for the seed, in words: what calibration and tables go by."""
+        """The setting in words without the seed; keys calibrations and tables."""
         values = ", ".join(f"{key}={_short(value)}" for key, value in self.params.items())
         return ": ".join(part for part in (self.variant, values) if part) or "base"
 
@@ -73,8 +73,10 @@ class Cell:
 
 
 def grid(study: StudyConfig) -> list[Cell]:
-    """Every cell of a grid, all settings of the first seed first: a study that ends early has
-    compared everything."""
+    """Every cell of a grid, ordered by seed first.
+
+    So a study that ends early has compared every setting.
+    """
     points = itertools.product(*(dimension.values() for dimension in study.space.values()))
     params = [dict(zip(study.space, point)) for point in points]
     return [
@@ -86,8 +88,10 @@ def grid(study: StudyConfig) -> list[Cell]:
 
 
 def baseline(study: StudyConfig, cell: Cell) -> str:
-    """The setting that a cell is compared with: the first of a grid, unless `baselines` names
-    another variant; "" where nothing is."""
+    """The baseline setting of a cell; "" if there is none.
+
+    The first of a grid, unless `baselines` names another variant.
+    """
     if study.sampler != "grid":
         return ""
     if cell.variant in study.baselines:
@@ -149,7 +153,10 @@ class Launcher:
 
 
 def _end_with_study() -> Callable[[], None]:
-    """What the child calls first: it is asked to save and end when this process is gone."""
+    """Returns the child's first call, which ties it to this process.
+
+    When this process is gone, the child is asked to save and end.
+    """
     end = ends_with_this(signal.SIGTERM)
 
     def prepare() -> None:
@@ -171,7 +178,10 @@ class Job:
     asked_to_stop: bool = False
 
     def poll(self) -> int | None:
-        """Its exit code: 0 done, 75 stopped after a checkpoint, 2 wrong input; None: it runs."""
+        """Exit code of the training; None while it runs.
+
+        0: done; 75: stopped after a checkpoint; 2: wrong input.
+        """
         return self.process.poll()
 
     def minutes(self) -> float:
@@ -199,7 +209,7 @@ class Job:
 
 @dataclass
 class Past:
-    """What tune.json in the folder of a trial says of the processes that made it."""
+    """What tune.json of a trial says of the processes that ran it."""
 
     crashes: int = 0
     minutes: float = 0.0
@@ -215,8 +225,12 @@ class Past:
             return cls()
 
     def end(self) -> bool:
-        """Asks its fleetrun, if it still runs on this host, to save and end; whether it does run.
-        Of other hosts nothing is known but the lock of the run."""
+        """Asks a running fleetrun on this host to save and end.
+
+        On other hosts only the lock of the run is known.
+
+        Returns: whether it still runs.
+        """
         alive = self.pid > 0 and self.host == socket.gethostname()
         if not alive or not self.started or self.started != _started(self.pid):
             return False
@@ -233,8 +247,10 @@ def write_past(job: Job, crashes: int, minutes: float) -> None:
 
 
 def _started(pid: int) -> str:
-    """When a process began, in ticks since the machine did: ids are used again.  "": it is gone,
-    or there is no /proc."""
+    """Start time of a process, in ticks since boot; ids are reused.
+
+    "": it is gone, or there is no /proc.
+    """
     stat = process_stat(pid)
     return str(stat.began) if stat is not None and stat.is_alive else ""
 
@@ -251,7 +267,7 @@ class Curve:
 
     @classmethod
     def of(cls, folder: Path, metric: str) -> "Curve":
-        """Of the run in a folder; of none, where it has not written anything.
+        """The metric curve of a run; empty before it writes anything.
 
         Raises: ConfigError: its evaluations have no such number.
         """

@@ -55,7 +55,10 @@ JSON_NAME, PAGE_NAME = "accelerator.json", "accelerator.md"
 
 @dataclass
 class Found:
-    """What a part came to: FAIL with any problem, else NOT RUN with any reason, else PASS."""
+    """Result of a check: FAIL, NOT RUN or PASS.
+
+    FAIL with any problem, else NOT RUN with any reason, else PASS.
+    """
 
     measured: Report = field(default_factory=dict)
     problems: list[str] = field(default_factory=list)
@@ -66,7 +69,7 @@ class Found:
         return FAIL if self.problems else NOT_RUN if self.not_run else PASS
 
     def check(self, name: str, off: float, allowed: float) -> None:
-        """Notes how far off something is, and a problem where that is too far; NaN is, too."""
+        """Records an error; a problem if it exceeds `allowed` or is NaN."""
         self.measured[name] = off if math.isfinite(off) else f"{off}"  # JSON has no such number
         if not off <= allowed:
             self.problems.append(f"{name}: off by {off:.1e}, allowed {allowed:.1e}")
@@ -105,10 +108,12 @@ def verify_accelerator(
     command: Callable[[str], list[str]],
     options: Options,
 ) -> Report:
-    """All parts one after the other; writes a JSON and a page into a folder.  Collective.
+    """Runs all checks in order; writes a JSON and a page.
+
+    Collective.
 
     Args:
-        config_file: of the experiment; None: a small model and images that are made here.
+        config_file: of the experiment; None: a small model and generated images.
         out: the same path on every host of the ranks.
         command: the words that start a command of ours, such as `train`.
     Raises: UserError, on every rank: the configuration or its data cannot be used.
@@ -161,7 +166,10 @@ def verify_accelerator(
 def _prepare(
     config_file: str | None, overrides: Sequence[str], out: Path, undo: ExitStack
 ) -> ExperimentConfig:
-    """The configuration, and a folder `out`/work on each host until the end.  Collective."""
+    """Prepares the configuration and a temporary folder `out`/work on each host.
+
+    Collective.
+    """
     work = out / "work"
 
     def make() -> None:
@@ -201,7 +209,10 @@ schedule: {{warmup_epochs: 0}}
 
 
 def _on_this_device(config: ExperimentConfig, images: DetectionSet, steps: int) -> ExperimentConfig:
-    """The same for this kind of device, with epochs for so many steps: a small set has few."""
+    """The config for this kind of device, with epochs for `steps` steps.
+
+    A small set has few steps in an epoch.
+    """
     in_epoch = math.ceil(images_of_epoch(images, config.data.sampling) / _images_of_step(config))
     epochs = max(config.train.epochs, math.ceil((steps + 5) / in_epoch))
     train = config.train.model_copy(update={"epochs": epochs})
@@ -215,7 +226,10 @@ def _images_of_step(config: ExperimentConfig) -> int:
 
 
 def _everywhere(work: Callable[[], Found]) -> Found:
-    """What each rank found by itself, the measured numbers those of rank 0.  Collective."""
+    """Merges each rank's findings; measured numbers are those of rank 0.
+
+    Collective.
+    """
     told_W = comm.evaluate_on_all_ranks(work, say=asdict).said_W
     problems = [
         f"rank {rank}: {problem}"
@@ -290,7 +304,7 @@ _KERNEL_TOLERANCE = 1e-5  # of the largest value
 
 
 def judge_kernels(pairs: Mapping[str, tuple[np.ndarray, np.ndarray]]) -> Found:
-    """The largest difference of what was found and what is right, by the largest value."""
+    """Largest error of each kernel, relative to the largest expected value."""
     result = Found()
     for name, (found, right) in pairs.items():
         off = math.inf
@@ -311,7 +325,10 @@ _SMALL = 1e-3  # a gradient is measured by its own norm, or by this part of the 
 
 
 def card_against_cpu(proof: Proof) -> Found:
-    """Losses and gradients of a batch of each rank, equal weights and images.  Collective."""
+    """Compares a batch's losses and gradients on card and CPU.
+
+    Each rank has a batch of its own; weights and images are equal on both devices.  Collective.
+    """
     config, images = proof.config, proof.images
     if not device.on_accelerator():
         return Found(not_run="this is the CPU: there is no card to be compared with it")
@@ -343,7 +360,10 @@ def losses_and_gradients(
     reference_batch: int,
     moved: bool = False,
 ) -> Gradients:
-    """Of the first step, on the device of the moment; moved: every weight by one rounding."""
+    """Losses and gradients of the first step on the current device.
+
+    Args: moved: perturb every weight by one rounding.
+    """
     model = build_model(config)
     model.set_state_dict({key: paddle.to_tensor(each) for key, each in weights.items()})
     trained = {key: each for key, each in model.named_parameters() if not each.stop_gradient}
@@ -372,9 +392,11 @@ def losses_and_gradients(
 
 
 def judge_gradients(card: Gradients, cpu: Gradients, moved: Gradients) -> Found:
-    """Each term of the loss as part of the loss, each gradient by the L2 norm of its difference.
+    """Judges the card's losses and gradients against the CPU's.
 
-    Args: moved: of the CPU, with weights moved by a rounding.
+    Each term of the loss relative to the loss, each gradient by the L2 norm of its difference.
+
+    Args: moved: of the CPU, with weights perturbed by one rounding.
     """
     gradients = {key for key in cpu if not key.startswith("loss ")}
     size = float(np.sqrt(sum(np.square(cpu[key]).sum() for key in gradients)))
@@ -421,7 +443,10 @@ class OutOfTime(Exception):
 
 
 class Runs:
-    """Runs of our commands on this job's cards, of whose ranks each is started by one of ours."""
+    """Runs our commands on this job's cards.
+
+    Each rank of ours starts one rank of the run.
+    """
 
     def __init__(
         self,
@@ -481,7 +506,10 @@ class Runs:
     def measure(
         self, name: str, words: Sequence[str], overrides: Sequence[str], *, count: int = 0
     ) -> tuple[Any, list[str]]:
-        """The report of a command that writes one with --json, None without; see `start`."""
+        """Runs a command and returns its --json report, None without one.
+
+        See `start`.
+        """
         file = self.work / f"{name}.json"
         problems = self.start(name, [*words, "--json", str(file)], overrides, count=count)
 
@@ -511,7 +539,9 @@ def _run(
     seconds: float,
     sounds: Callable[[], bool],
 ) -> str:
-    """Waits for a process; ends it when its time is over, or some time after the alarm sounds.
+    """Waits for a process; ends it on timeout or alarm.
+
+    After the alarm sounds the process still has some time.
 
     Returns: what went wrong, "" if nothing.
     """
@@ -533,7 +563,7 @@ def _run(
 
 
 def _environment(count: int, ports_W: Sequence[Sequence[int]]) -> dict[str, str]:
-    """Of a process that is this rank in a run of the first `count`."""
+    """Environment of this rank in a run of the first `count` ranks."""
     own_variables = own_environment()
     if count == 1:
         return own_variables
@@ -566,9 +596,9 @@ _LOSS_OFF = 0.01
 
 
 def trained(proof: Proof, dtype: str = "float32") -> Found:
-    """A training without NaN, with AMP in a lower precision compared with float32's.  Collective.
+    """Trains without NaN; compares lower-precision AMP with float32.
 
-    float16 may skip steps while it looks for its loss scale.
+    float16 may skip steps while it looks for its loss scale.  Collective.
     """
     overrides, expected = ["train.amp.enabled=false"], None
     if dtype != "float32":
@@ -605,7 +635,9 @@ def _has_half(dtype: str) -> Found:
 def judge_training(
     losses: Sequence[float], skipped: int, expected: Sequence[float] | None = None
 ) -> Found:
-    """Finite losses, no step left out, and the first and the mean of them as expected.
+    """Checks for finite losses, no skipped steps, and expected loss values.
+
+    The first and the mean loss are compared with the expected ones.
 
     Args: expected: of the training in float32; None: it is this one.
     """
@@ -630,7 +662,10 @@ def judge_training(
 
 
 def cards_like_one(proof: Proof) -> Found:
-    """`ppdist verify equivalence` over epochs whose last step is a part of one.  Collective."""
+    """Runs `ppdist verify equivalence` over epochs with a partial last step.
+
+    Collective.
+    """
     if comm.world_size() == 1:
         return Found(not_run="one rank only")
     runs, total = proof.runs, _images_of_step(proof.config)
@@ -680,7 +715,7 @@ def speed(proof: Proof) -> Found:
 
 
 def judge_speed(rates: Mapping[str, float], least: float, cards: bool) -> Found:
-    """Args: rates: images a second of all ranks together, by their number, 1 among them."""
+    """Args: rates: total images per second by number of ranks, including 1."""
     efficiency = {count: rate / rates["1"] / int(count) for count, rate in rates.items()}
     found = Found({"images_per_second": dict(rates), "efficiency": efficiency})
     if len(rates) == 1:
@@ -697,7 +732,7 @@ def judge_speed(rates: Mapping[str, float], least: float, cards: bool) -> Found:
 
 
 def memory(proof: Proof) -> Found:
-    """Peaks of rank 0's card in the float32 training, against what it must have held at least."""
+    """Compares rank 0's peak card memory with a lower bound, in float32."""
     if not device.on_accelerator():
         return Found(not_run="Paddle counts the memory of cards, not of a CPU")
     if proof.found["float32"].verdict != PASS:
@@ -725,10 +760,10 @@ Checkpoint = dict[str, np.ndarray]
 
 
 def resume(proof: Proof) -> Found:
-    """A run that goes on from its middle ends like one that was not interrupted.  Collective.
+    """Checks that a resumed run ends like an uninterrupted one.
 
-    Where it does not bit for bit, a third run, uninterrupted too, tells how far two equal runs are
-    apart on this device: sums of several blocks may be added in any order.
+    If they are not equal bit for bit, a third run, uninterrupted too, tells how far two equal runs
+    differ on this device: sums of several blocks may be added in any order.  Collective.
     """
     steps, work = max(1, proof.options.steps // 40), proof.runs.work
     shared = [
@@ -763,7 +798,10 @@ def _checkpoint(folder: Path) -> Checkpoint:
 
 
 def differences(one: Checkpoint, other: Checkpoint) -> Report:
-    """How many tensors differ in any bit, and the L2 norm of all differences by that of all."""
+    """Number of tensors that differ in any bit, and their relative difference.
+
+    The latter is the L2 norm of all differences by that of all tensors.
+    """
     if one.keys() != other.keys() or not one:
         raise ValueError(f"the checkpoints hold {len(one)} and {len(other)} tensors")
     odd = [key for key, each in one.items() if each.tobytes() != other[key].tobytes()]

@@ -36,7 +36,9 @@ _ALL_PAIRS = 8  # ranks up to which every pair is measured; of more only neighbo
 
 
 def check_ranks(config: ExperimentConfig | None, output_dir: Path | None) -> list[str]:
-    """Joins the other ranks and compares them, in the end also their data.  Collective.
+    """Joins the other ranks and compares software, settings and data.
+
+    Collective.
 
     Args:
         config, output_dir: of the experiment, or None for what any run needs.
@@ -83,7 +85,9 @@ def measure_cluster() -> Report:
 
 
 def compare_hosts(facts: dict[str, str]) -> Report:
-    """How the hosts differ in what is not software, the same on every rank.  Collective.
+    """Differences between hosts other than software, equal on every rank.
+
+    Collective.
 
     Args: facts: what this host has, by name (ppdist/launch/doctor.py).
     Returns: `differences`, a line for each fact that is not the same everywhere, and `clocks`, how
@@ -104,7 +108,12 @@ def compare_hosts(facts: dict[str, str]) -> Report:
 
 
 def measure_computing(hosts_W: list[str]) -> list[Report]:
-    """A float32 matrix product on all ranks at once: `seconds` and `flops_per_second` of each."""
+    """Times a float32 matrix product on all ranks at once.
+
+    Collective.
+
+    Returns: `seconds` and `flops_per_second` of each rank.
+    """
     side = _SIDE if device.on_accelerator() else _SIDE_ON_CPU
     matrix = paddle.ones([side, side])
     _seconds(lambda: paddle.matmul(matrix, matrix))
@@ -117,11 +126,12 @@ def measure_computing(hosts_W: list[str]) -> list[Report]:
 
 
 def measure_all_reduce() -> Iterator[Report]:
-    """For each size `seconds` (median over repeats, of the slowest rank) and two bandwidths.
+    """Yields `seconds` and two bandwidths of an all-reduce of each size.
 
-    Of n ranks, as nccl-tests defines them (NVIDIA/nccl-tests, doc/PERFORMANCE.md): algorithm
-    bandwidth is bytes / seconds; bus bandwidth is that times 2 (n-1)/n, what each rank's link
-    carries whatever n is.  It ends early where the next size would take too long.
+    `seconds` is the median over repeats, of the slowest rank.  The bandwidths of n ranks are as
+    nccl-tests defines them (NVIDIA/nccl-tests, doc/PERFORMANCE.md): algorithm bandwidth is
+    bytes / seconds; bus bandwidth is that times 2 (n-1)/n, what each rank's link carries whatever n
+    is.  It ends early where the next size would take too long.
     """
     factor = 2 * (comm.world_size() - 1) / comm.world_size()
     for size in SIZES:
@@ -168,7 +178,10 @@ def measure_links(hosts_W: list[str]) -> list[Report]:
 
 
 def _measure_link(first: int, second: int, link: Any) -> Report | None:
-    """Both ranks of a pair call it; the first one returns what it measured."""
+    """Measures the link of two ranks, which both call it.
+
+    Returns: the measurement on the first one, None on the second.
+    """
     piece = paddle.zeros([(_PIECE_BYTES if device.on_accelerator() else _PIECE_BYTES_ON_CPU) // 4])
     mark = paddle.zeros([1])
     if comm.rank() == second:

@@ -73,7 +73,10 @@ _PARTS = 64  # of an array in a sketch
 
 
 def require_comparable(config: ExperimentConfig) -> None:
-    """Raises: ConfigError: many ranks differ from one by design; names the keys to change."""
+    """Requires a configuration whose result does not depend on the ranks.
+
+    Raises: ConfigError: many ranks differ from one by design; names the keys to change.
+    """
     reasons = []
     if config.train.batch_size_per_card == "auto":
         reasons.append("train.batch_size_per_card=8 (one rank has memory for another batch)")
@@ -145,7 +148,9 @@ def _alone(command: Sequence[str], ranks: Trace, job: Report) -> Report:
 
 
 def judge(config: ExperimentConfig, folder: Path) -> None:
-    """Trains alone what the ranks trained that left their trace in the folder; a report joins it.
+    """Repeats the ranks' training on one rank; writes a report.
+
+    The folder holds the trace of the ranks and gets the report.
 
     Args: config: with `alone_overrides`.
     """
@@ -186,8 +191,11 @@ def verify_on(launcher: Sequence[str], script: Sequence[str], count: int) -> Rep
 
 @dataclass(frozen=True)
 class Rounding:
-    """How far every weight is moved in every step, up or down: relative to itself, and to what the
-    step before made of it (gradients of lower precision make it that inexact)."""
+    """Size of the random perturbation of every weight in every step.
+
+    It moves a weight up or down, relative to its value and to its last update (gradients of lower
+    precision make the update that inexact).
+    """
 
     of_weight: float
     of_update: float
@@ -210,8 +218,11 @@ class Rounding:
 
 
 class Average:
-    """What the EMA should hold, made again from the weights of the very run: no chaos comes between
-    the two, so a wrong average stands out however far training amplifies a rounding."""
+    """The expected EMA, recomputed from the weights of the same run.
+
+    No chaos comes between the two, so a wrong average stands out however far training amplifies a
+    rounding.
+    """
 
     def __init__(self, weights: dict[str, np.ndarray], decay: Decay) -> None:
         self.decay = decay
@@ -235,9 +246,10 @@ class Average:
 
 
 class StatisticsInTurn:
-    """Running statistics of several ranks, on one that takes their micro-batches in turn.
+    """Emulates the running statistics of several ranks on one.
 
-    Each rank moves its own from what all had in common, and a step ends with their mean.
+    It takes their micro-batches in turn.  Each rank updates its own from the common ones, and a
+    step ends with their mean.
     """
 
     def __init__(self, model: ImageModel, ranks: int) -> None:
@@ -252,7 +264,10 @@ class StatisticsInTurn:
         self._rank: int | None = None
 
     def _next_rank(self) -> None:
-        """Micro-batch m of rank r is the one of number m * ranks + r: see TrainSampler."""
+        """Micro-batch m of rank r has number m * ranks + r.
+
+        See TrainSampler.
+        """
         self._put_away()
         self._rank = 0 if self._rank is None else (self._rank + 1) % self._ranks
         self._show(self._of_ranks[self._rank])
@@ -266,7 +281,10 @@ class StatisticsInTurn:
             tensor.set_value(array)
 
     def end_step(self, applied: bool) -> None:
-        """Leaves what the ranks would hold; of a step that was not applied what it found."""
+        """Sets the statistics that the ranks would hold.
+
+        A step that was not applied restores what it found.
+        """
         self._put_away()
         if applied:
             self._common = [
@@ -360,10 +378,11 @@ def _sketches(step: TrainStep, weights: dict[str, np.ndarray]) -> dict[str, np.n
 
 
 def sketch(arrays: dict[str, np.ndarray]) -> np.ndarray:
-    """Each array as 64 sums of its values with random signs, the same for the same names.
+    """Random projections of each array: 64 sums with random signs.
 
-    The L2 norm of a sketch, and of the difference of two, is about that of the arrays: its square
-    has the same mean.  So one keeps every step of a large model.
+    The signs are the same for the same names.  The L2 norm of a sketch, and of the difference of
+    two, is about that of the arrays: its square has the same mean.  So one keeps every step of a
+    large model.
     Source: Alon, Matias, Szegedy 1996, "The space complexity of approximating the frequency
     moments", section 2.2.
     """
@@ -389,7 +408,7 @@ def _digest(step: TrainStep) -> np.ndarray:
 
 
 def tolerance_of(config: ExperimentConfig) -> float:
-    """How far ranks may be off, of the lowest precision that is configured."""
+    """Allowed difference of ranks at the lowest configured precision."""
     names = [config.distributed.gradient_dtype]
     names += [config.train.amp.dtype] if config.train.amp.enabled else []
     return max(TOLERANCES[name] for name in names)
@@ -397,7 +416,7 @@ def tolerance_of(config: ExperimentConfig) -> float:
 
 @dataclass(frozen=True)
 class Measurement:
-    """The ranks against one rank, at the step where they are furthest off for what is allowed.
+    """Largest difference between the ranks and one rank, relative to `allowed`.
 
     Attributes:
         difference: relative.
@@ -420,9 +439,9 @@ class Measurement:
 
 
 def compare(ranks: Trace, alone: Trace, moved: Trace, *, tolerance: float) -> Report:
-    """What is measured of the ranks, and how much of it proves anything.
+    """Measures the ranks against one rank, and how much that proves.
 
-    Args: moved: one rank as in `alone`, moved by a rounding.
+    Args: moved: one rank as in `alone`, perturbed by a rounding.
     """
     found = measure(ranks, alone, moved, tolerance=tolerance)
     # A step tells right from wrong if one of the two does.
@@ -459,8 +478,10 @@ def measure(ranks: Trace, alone: Trace, moved: Trace, *, tolerance: float) -> li
 
 
 def _averages(ranks: Trace, alone: Trace) -> Measurement:
-    """Against what they should be of the weights beside them: those are compared already, and what
-    rounding made of weights excuses nothing here."""
+    """Compares the EMA of the ranks with what their weights imply.
+
+    The weights are compared already, so what rounding made of them excuses nothing here.
+    """
     expected_S = alone["average/decay"]
     # A wrong decay is wrong weights of the average, by about as much.
     off_S = ranks["average/off"] + np.abs(ranks["average/decay"] - expected_S)
@@ -484,15 +505,18 @@ def _finite(off_S: np.ndarray) -> np.ndarray:
 
 
 def _envelope(off_S: np.ndarray) -> np.ndarray:
-    """The largest up to the step after each: of two runs that part, now one and now the other is
-    near to where they began.  Not so in the first step, which both begin with equal weights."""
+    """Running maximum up to the step after each.
+
+    Of two runs that diverge, now one and now the other is near to where they began.  Not so in the
+    first step, which both begin with equal weights.
+    """
     later_S = np.append(off_S[1:], off_S[-1:])
     later_S[0] = off_S[0]
     return np.maximum.accumulate(np.maximum(off_S, later_S))
 
 
 def losses_off(one: Trace, other: Trace) -> np.ndarray:
-    """[S]: the largest difference of a term of the loss, as part of the other's whole loss."""
+    """Largest difference of a loss term, relative to the other's total [S]."""
     whole_S = np.maximum(np.abs(other["losses/loss"]), 1e-12)
     keys = [key for key in other if key.startswith("losses/")]
     terms = [np.abs(one[key] - other[key]) / whole_S for key in keys]
@@ -507,12 +531,18 @@ def norm_off(one: Trace, other: Trace) -> np.ndarray:
 
 
 def sketches_off(one: Trace, other: Trace, group: str) -> np.ndarray:
-    """[S]: |one - other| / |other| after each step, L2 norms of all arrays of a group."""
+    """|one - other| / |other| after each step [S].
+
+    L2 norms of all arrays of a group.
+    """
     return _relative(one[f"sketch/{group}"] - other[f"sketch/{group}"], other, group)[1:]
 
 
 def _moved(trace: Trace, group: str) -> np.ndarray:
-    """[S]: |now - at first| / |now| after each step, L2 norms of all arrays of a group."""
+    """|now - at first| / |now| after each step [S].
+
+    L2 norms of all arrays of a group.
+    """
     rows = trace[f"sketch/{group}"]
     return _relative(rows - rows[0], trace, group)[1:]
 
@@ -524,8 +554,11 @@ def _relative(difference: np.ndarray, of: Trace, group: str) -> np.ndarray:
 
 
 def verdict(report: Report) -> str:
-    """PASS, FAIL, or INCONCLUSIVE: of something that was measured, no step could have told the
-    ranks from wrong ones."""
+    """PASS, FAIL, or INCONCLUSIVE.
+
+    INCONCLUSIVE: for something that was measured, no step could have told the ranks from wrong
+    ones.
+    """
     if report["ranks_with_other_weights"] or not all(m["passed"] for m in report["measured"]):
         return "FAIL"
     tells = report["steps_that_tell"] >= min(2, report["steps"])
@@ -534,7 +567,7 @@ def verdict(report: Report) -> str:
 
 
 def lines(report: Report) -> list[str]:
-    """The table of one number of ranks, what has to be known about it, and the verdict."""
+    """The printed table of one number of ranks, with notes and verdict."""
     one, steps, odd = report["one_rank"], report["steps"], report["ranks_with_other_weights"]
     dealt = f"{one['batch_size_per_card']} images x {one['accumulate_steps']} micro-step(s)"
     result = [

@@ -149,7 +149,7 @@ def line(row: Row) -> str:
 
 
 def listing() -> str:
-    """All names for the terminal: what they are, and which are on this host."""
+    """Terminal listing of all names, and which are on this host."""
     lines = [f"{'name':30} {'params M':>8}  {'licence':10} {'published':20} here"]
     for entry in zoo().values():
         parameters = _number(entry.parameters)

@@ -28,7 +28,7 @@ def training_pictures(
     epoch: int,
     count: int,
 ) -> list[np.ndarray]:
-    """The first `count` training samples of an epoch with their boxes, uint8 RGB [H, W, 3] each.
+    """Draws the first `count` training samples of an epoch with their boxes.
 
     Those that one process with this batch size would train on; with data.sampling: difficulty,
     before the first evaluation.
@@ -37,6 +37,7 @@ def training_pictures(
         sizes: (height, width) of the inputs, one drawn each step.
         epochs: of the whole run.
         epoch: from 0.
+    Returns: uint8 RGB [H, W, 3] each.
     Raises: DataError: as training would.
     """
     require_outlines(dataset, config.augment)
@@ -68,11 +69,12 @@ def evaluation_pictures(
     shape_pad: float,
     count: int,
 ) -> list[np.ndarray]:
-    """The first `count` evaluation inputs of a split with their boxes, uint8 RGB each.
+    """Draws the first `count` evaluation inputs of a split with their boxes.
 
     Args:
         image_size: (height, width) of the input, or the largest.
         shape_multiple, shape_pad: of rectangular inputs; None: all have `image_size`.
+    Returns: uint8 RGB each.
     """
     loader = EvalLoader(
         dataset,
@@ -98,7 +100,10 @@ def _drawn(batches: Iterable[Batch], dataset: DetectionSet, task: Task) -> Itera
 
 
 def drawn_samples(batch: Batch, class_names: tuple[str, ...], task: Task) -> Iterator[np.ndarray]:
-    """Each image of a batch with the boxes, or the class, that the loss gets; uint8 RGB."""
+    """Draws each image of a batch with its boxes or class.
+
+    Yields: uint8 RGB, with what the loss gets.
+    """
     images_BHW3 = batch.images_B3HW.numpy().transpose(0, 2, 3, 1)
     boxes_BM4, labels_BM = batch.boxes_BM4.numpy(), batch.labels_BM.numpy()
     real_BM = batch.mask_BM.numpy() > 0

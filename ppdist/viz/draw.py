@@ -52,10 +52,10 @@ def draw_boxes(
     class_names: tuple[str, ...],
     scores_N: np.ndarray | None = None,
 ) -> np.ndarray:
-    """A picture of the image with each box outlined in its class's colour and labelled.
+    """Draws labelled boxes on a copy of the image, coloured by class.
 
-    The surest lie on top.  A class name with letters that no font here has is shown as `#index`.
-    See `draw_labelled`.
+    The highest score is on top.  A class name with letters that no font here has is shown as
+    `#index`.  See `draw_labelled`.
 
     Args:
         image_HW3: uint8 RGB; not changed.
@@ -75,14 +75,16 @@ def draw_boxes(
 def draw_labelled(
     image_HW3: np.ndarray, boxes_N4: np.ndarray, texts: Sequence[str], colours: Sequence[Colour]
 ) -> np.ndarray:
-    """A picture of the image with boxes, then with their labels where they hide least.
+    """Draws boxes on a copy of the image; labels hide little.
 
-    An image of fewer than 480 pixels across and down is drawn so many times as large.  A box that
-    is not finite is left out; parts outside the image are cut off.
+    Each label is placed where it hides least.
+
+    An image of fewer than 480 pixels across and down is enlarged by a whole factor.  A box that is
+    not finite is left out; parts outside the image are cut off.
 
     Args:
         image_HW3: uint8 RGB; not changed.
-        boxes_N4: xyxy in pixels of this image, what is to lie on top last.
+        boxes_N4: xyxy in pixels of this image, the topmost last.
         texts: that are `readable`.
 
     Returns: uint8 RGB [zoom * H, zoom * W, 3].
@@ -111,7 +113,7 @@ def draw_labelled(
 
 
 def _enlarged(image_HW3: np.ndarray) -> tuple[np.ndarray, int]:
-    """A copy in which text can be read, and how many times as large it is."""
+    """A copy large enough to read text on, and its zoom factor."""
     zoom = max(1, math.ceil(_LEAST_PIXELS / max(image_HW3.shape[:2])))
     image_HW3 = np.ascontiguousarray(image_HW3)
     if zoom == 1:
@@ -128,7 +130,9 @@ def _place(
     plates_P4: np.ndarray,
     size: tuple[int, int],
 ) -> tuple[int, int]:
-    """The corner at or in a box at which a label hides least: labels first, then objects.
+    """The corner where the label of a box hides least.
+
+    Hiding labels is worse than hiding objects; the corner is at or in the box.
 
     Args:
         plate: width and height of the label.
@@ -157,7 +161,7 @@ def _place(
 
 
 def _covered(boxes_K4: np.ndarray, others_M4: np.ndarray) -> np.ndarray:
-    """The area that each box shares with others, summed over them; pixels [K]."""
+    """Summed overlap area of each box with the others, in pixels [K]."""
     if not len(others_M4):
         return np.zeros(len(boxes_K4))
     low_KM2 = np.maximum(boxes_K4[:, None, :2], others_M4[None, :, :2])
@@ -171,14 +175,14 @@ def draw_classes(
     class_names: tuple[str, ...],
     scores_K: np.ndarray | None = None,
 ) -> np.ndarray:
-    """A picture of the image with classes of the whole of it in its corner, below each other.
+    """Writes image-level classes in the corner of a copy, below each other.
 
     Lines for which there is no room are left out; for names see `draw_boxes`, for the size
     `draw_labelled`.
 
     Args:
         image_HW3: uint8 RGB; not changed.
-        labels_K: class indices in [0, C), the surest first.
+        labels_K: class indices in [0, C), the highest score first.
         class_names: C names.
         scores_K: in [0, 1], written behind the names; None writes the names alone.
 
@@ -198,7 +202,10 @@ def draw_classes(
 
 
 def caption(image_HW3: np.ndarray, text: str) -> np.ndarray:
-    """The image with a line of text on white below, cut where the image ends; uint8 RGB."""
+    """Adds a line of text on white below a uint8 RGB image.
+
+    The text is cut at the width of the image.
+    """
     scale = 0.45
     _, above, below = text_size(text, scale)
     strip = np.full((above + below + 8, image_HW3.shape[1], 3), _WHITE, np.uint8)
@@ -207,7 +214,10 @@ def caption(image_HW3: np.ndarray, text: str) -> np.ndarray:
 
 
 def side_by_side(left_HW3: np.ndarray, right_HW3: np.ndarray) -> np.ndarray:
-    """Two uint8 RGB images of one height with a white bar between: [H, W1 + 4 + W2, 3]."""
+    """Joins two uint8 RGB images of equal height by a white bar.
+
+    Returns: [H, W1 + 4 + W2, 3].
+    """
     bar = np.full((left_HW3.shape[0], 4, 3), 255, np.uint8)
     return np.concatenate([left_HW3, bar, right_HW3], axis=1)
 
@@ -231,7 +241,7 @@ def grid(pictures: Sequence[np.ndarray], across: int | None = None) -> np.ndarra
 
 
 def within(image_HW3: np.ndarray, pixels: int = _MOST_PIXELS) -> np.ndarray:
-    """The image, made smaller where it is wider or higher than so many pixels."""
+    """Shrinks an image whose width or height exceeds `pixels`."""
     scale = pixels / max(image_HW3.shape[:2])
     if scale >= 1:
         return image_HW3
@@ -272,7 +282,10 @@ def _plate_size(canvas: np.ndarray, text: str) -> tuple[int, int]:
 
 
 def _draw_plate(canvas: np.ndarray, corner: tuple[int, int], text: str, colour: Colour) -> None:
-    """Draws a text on its coloured ground, whose upper left corner is given."""
+    """Draws text on a coloured plate.
+
+    Args: corner: the upper left one of the plate.
+    """
     left, top = corner
     width, height = _plate_size(canvas, text)
     scale = _text_scale(canvas)
@@ -292,12 +305,15 @@ _EUROPEAN_FONTS = ("DejaVuSans.ttf", "arial.ttf")
 
 
 def readable(name: str, label: int) -> str:
-    """A class's name, or `#label` where there is no font here with all its letters."""
+    """The class name, or `#label` if no installed font has its letters."""
     return name if name.isascii() or _font_of(name) else f"#{label}"
 
 
 def text_size(text: str, scale: float) -> tuple[int, int, int]:
-    """Width, height and what is below the baseline, in pixels, of a text that is `readable`."""
+    """Width, height and depth below the baseline of a text, in pixels.
+
+    Args: text: that is `readable`.
+    """
     if text.isascii():
         (width, height), below = cv2.getTextSize(text, _PLAIN, scale, 1)
         return width, height, below
@@ -357,7 +373,7 @@ def _has(file: Path, text: str) -> bool:
 
 @cache
 def installed(names: tuple[str, ...]) -> tuple[Path, ...]:
-    """The fonts of these file names that Pillow finds where the system keeps fonts."""
+    """Those of these font files that Pillow finds among the system fonts."""
     found = []
     for name in names:
         with suppress(OSError):

@@ -25,7 +25,7 @@ _DECODING = "/decode/"  # where operations of no layer stand: boxes of predictio
 
 
 def write_graph(program: Path, folder: Path) -> Path:
-    """Writes the GRAPHS page of a program beside the curves of a run, and returns its file.
+    """Writes the VisualDL GRAPHS page of a program; returns its file.
 
     Args:
         program: model.json of an export.
@@ -38,9 +38,9 @@ def write_graph(program: Path, folder: Path) -> Path:
 
 
 def graph_of(program: dict[str, Any]) -> dict[str, Any]:
-    """Nodes (operations, and layers around them) and variables, as VisualDL names their parts.
+    """Nodes (operations and enclosing layers) and variables in VisualDL's format.
 
-    Constants are left out; those that only hand on others' values stand for them.
+    Constants are left out; operations that only pass on a value are replaced by that value.
     """
     (block,) = program["program"]["regions"][0]["blocks"]
     nodes: dict[str, dict[str, Any]] = {_ROOT: _layer(_ROOT)}
@@ -94,7 +94,7 @@ def graph_of(program: dict[str, Any]) -> dict[str, Any]:
 
 
 def _layer(name: str, kind: str = "") -> dict[str, Any]:
-    """A node with nothing in it yet; its kind is its name without a number."""
+    """An empty node; its default kind is its name without a number."""
     if not kind:
         stem, _, number = name.rpartition("/")[2].rpartition("_")
         kind = stem if number.isdecimal() else name.rpartition("/")[2]
@@ -135,7 +135,7 @@ def _plain(attribute: dict[str, Any]) -> Any:
 
 
 def _put_into_layers(name: str, nodes: dict[str, dict[str, Any]]) -> None:
-    """Notes a node in the layer around it, that one in the next, and so on to the root."""
+    """Adds a node to its enclosing layer, recursively up to the root."""
     while name != _ROOT:
         around = name.rpartition("/")[0] or _ROOT
         nodes[name]["parent_node"] = around
@@ -147,7 +147,10 @@ def _put_into_layers(name: str, nodes: dict[str, dict[str, Any]]) -> None:
 
 
 def _join_layers(nodes: dict[str, dict[str, Any]], variables: dict[str, dict[str, Any]]) -> None:
-    """What comes into each layer and what leaves it: variables made, or used, outside."""
+    """Sets the inputs and outputs of each layer.
+
+    Those are variables made outside and used inside, and the reverse.
+    """
     for name, layer in nodes.items():
         if layer["is_leaf_node"]:
             continue

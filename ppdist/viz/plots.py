@@ -66,7 +66,7 @@ _MOST_LETTERS = 40  # of a class's name
 
 
 def save(figure: Figure | None, path: Path) -> bool:
-    """Writes a PNG file and returns True; there is nothing to write without a figure.
+    """Writes a PNG file; returns whether there was a figure.
 
     Raises: UserError: the system refused.
     """
@@ -91,7 +91,7 @@ def _print(figure: Figure, to: Path | io.BytesIO) -> None:
 
 @cache
 def fonts() -> list[str]:
-    """Families to take letters from, in this order; the first comes with matplotlib."""
+    """Font families in order of preference; the first comes with matplotlib."""
     families = ["DejaVu Sans"]
     for file in installed(CJK_FONTS):
         font_manager.fontManager.addfont(file)
@@ -100,7 +100,7 @@ def fonts() -> list[str]:
 
 
 def drawable(name: str, label: int, most: int = _MOST_LETTERS) -> str:
-    """A class's name, cut where it is long, or `#label` where no font here has its letters."""
+    """The class name, shortened, or `#label` if fonts lack its letters."""
     name = name if len(name) <= most else f"{name[: most - 3]}..."
     missing = set(map(ord, name))
     for family in fonts():
@@ -112,21 +112,21 @@ def drawable(name: str, label: int, most: int = _MOST_LETTERS) -> str:
 
 
 def as_written(*texts: Text) -> None:
-    """Class names as they are: no `$` begins mathematics, and any font may give a letter."""
+    """Shows class names verbatim: `$` starts no mathematics, any font may serve."""
     for text in texts:
         text.set_parse_math(False)
         text.set_fontfamily(fonts())
 
 
 def legend(axes: Axes, **placing: Any) -> None:
-    """A legend whose names are shown as they are; none where nothing has a name."""
+    """A legend that shows names verbatim; none if nothing has a name."""
     handles, names = axes.get_legend_handles_labels()
     if names:
         as_written(*axes.legend(handles, names, **placing).get_texts())
 
 
 def empty(axes: Axes, why: str) -> None:
-    """Says in the middle of a panel why there is nothing in it."""
+    """Writes in the middle of an empty panel why it is empty."""
     axes.text(0.5, 0.5, why, ha="center", va="center", transform=axes.transAxes, color="0.4")
 
 
@@ -147,7 +147,7 @@ CLASS_CURVES = {
 
 
 def class_curves(evaluation: Mapping[str, Any], plot: str) -> Figure | None:
-    """A line for each class, and a thick one for their mean; None: there are no such curves.
+    """A curve per class and a thick mean; None: no such curves.
 
     Args: plot: of `CLASS_CURVES`.
     """
@@ -194,7 +194,7 @@ def _class_lines(
 def _mean_line(
     axes: Axes, at_X: np.ndarray, mean_X: np.ndarray, metrics: Mapping[str, Any], score: str
 ) -> None:
-    """The mean of the classes that have objects, with its number where there is one."""
+    """Draws the mean over classes with objects, and its value if known."""
     value = metrics.get({"AP50": "mAP50"}.get(score, score))
     if not np.isfinite(mean_X).any():
         return
@@ -231,14 +231,15 @@ _FOUND, _MISSED, _WRONG = GREEN, VERMILION, SKY_BLUE
 def mosaic(
     entries: Sequence[Mapping[str, Any]], class_names: Sequence[str], folders: Sequence[Path]
 ) -> np.ndarray | None:
-    """Images in rows, below each what was found; uint8 RGB.  None: none of them can be read.
+    """Images in rows, each with its detections and a caption below.
 
     Found objects are outlined in green, missed ones in vermilion, wrong detections in blue.
 
     Args:
         entries: `worst` or `best` of evaluation.json.
-        folders: where the files are; what lies elsewhere is not shown, because who made the file
-            that names it may be a stranger.
+        folders: where the files are.  Files elsewhere are not shown: evaluation.json may come from
+            a stranger.
+    Returns: uint8 RGB; None: no image is readable.
     """
     tiles = [_tile(entry, class_names, folders) for entry in entries[:_MOST_EXAMPLES]]
     shown = [tile for tile in tiles if tile is not None]
@@ -295,7 +296,10 @@ def _verdicts(
 
 
 def _read_within(file: str, folders: Sequence[Path]) -> np.ndarray | None:
-    """The first that can be read and lies in one of the folders; links in them are followed."""
+    """Reads the first readable candidate that lies in one of the folders.
+
+    Links inside the folders are followed.
+    """
     allowed = [Path(os.path.abspath(folder)) for folder in folders]
     for folder in (Path(), *folders):
         path = Path(os.path.abspath(folder / file))  # without `..`
@@ -347,7 +351,7 @@ class History:
         )
 
     def axis(self, records: Sequence[Record]) -> np.ndarray:
-        """[R] the epochs at which records stand; their steps where no record knows its epoch."""
+        """Epochs [R] of the records; their steps if no epoch is known."""
         step_R = column(records, "step")
         pairs = np.array([[0.0, 0.0], *self._places()])
         if len(pairs) == 1:
@@ -399,7 +403,7 @@ def results(history: History, title: str) -> Figure | None:
 
 
 def rate(history: History, title: str) -> Figure | None:
-    """The learning rate with its warm-up, the norm of the gradient, recorded momentum."""
+    """Learning rate with warm-up, gradient norm, and momentum if recorded."""
     names = {"lr": "learning rate", "momentum": "momentum", "gradient_norm": "norm of the gradient"}
     names = {
         name: said for name, said in names.items() if np.isfinite(column(history.steps, name)).any()
@@ -428,7 +432,10 @@ def rate(history: History, title: str) -> Figure | None:
 
 
 def speed(history: History, title: str) -> Figure | None:
-    """Images a second, and where the time of a step goes: over the run and rank by rank."""
+    """Images per second and the parts of the step time.
+
+    Plots both over the run and by rank.
+    """
     if not np.isfinite(column(history.steps, "images_per_second")).any():
         return None
     count = 2 + bool(history.ranks)
@@ -519,7 +526,7 @@ def compared(groups: Mapping[str, Sequence[History]]) -> Figure | None:
 
 
 def _compute_seconds(axes: Axes, history: History) -> None:
-    """The band between the fastest and the slowest rank, without the waiting for each other."""
+    """Band between fastest and slowest rank, without the time spent waiting."""
     records = _of_most_ranks(history.ranks)
     own_RW = np.stack([_rank_seconds(each)[1] for each in records])  # type: ignore[index]
     axes.fill_between(
@@ -534,7 +541,10 @@ def _compute_seconds(axes: Axes, history: History) -> None:
 
 
 def _ranks(axes: Axes, history: History) -> None:
-    """A bar for each rank: medians over the run, from below data, computing, waiting."""
+    """A bar for each rank, of medians over the run.
+
+    Segments from below: data, computing, waiting.
+    """
     records = _of_most_ranks(history.ranks)
     step_W, own_W, data_W = np.median([_rank_seconds(each) for each in records], axis=0)
     ranks_W = np.arange(len(step_W))
@@ -582,7 +592,10 @@ def _draw_loss(axes: Axes, history: History, name: str) -> None:
 
 
 def _draw_score(axes: Axes, history: History, names: Sequence[str]) -> None:
-    """Curves of scores between 0 and 1; on the chief of them a mark at the best evaluation."""
+    """Draws score curves in [0, 1].
+
+    The panel of the main scores marks the best evaluation.
+    """
     at_R, most = history.axis(history.evaluations), 0.0
     for colour, marker, name in zip(COLOURS, MARKERS, names):
         value_R = _evaluation_scores(history, name)
@@ -600,7 +613,7 @@ def _draw_score(axes: Axes, history: History, names: Sequence[str]) -> None:
 
 
 def _evaluation_scores(history: History, name: str) -> np.ndarray:
-    """[R] of the evaluations; COCO's -1 means that there was nothing to measure."""
+    """The metric [R] of the evaluations; COCO's -1 (undefined) becomes NaN."""
     value_R = column(history.evaluations, name)
     return value_R if name.startswith("val_") else np.where(value_R < 0, np.nan, value_R)
 
@@ -608,7 +621,7 @@ def _evaluation_scores(history: History, name: str) -> np.ndarray:
 def _curve(
     axes: Axes, at_R: np.ndarray, value_R: np.ndarray, label: str, colour: str = COLOURS[0]
 ) -> None:
-    """A curve; of many values a faint one, with their running mean over it."""
+    """Draws a curve; a long one is faint below its running mean."""
     if len(value_R) <= _FEW:
         axes.plot(at_R, value_R, color=colour, marker=".", markersize=3, label=label)
         return
@@ -617,7 +630,7 @@ def _curve(
 
 
 def _smooth(value_R: np.ndarray, reach: int) -> np.ndarray:
-    """Means of each value and so many before and behind it; NaNs do not count."""
+    """Moving average over `reach` values on each side; ignores NaN."""
     window = np.ones(2 * reach + 1)
     known_R = np.isfinite(value_R)
     total_R = np.convolve(np.where(known_R, value_R, 0), window, "same")
@@ -643,7 +656,10 @@ def _fact(history: History, key: str) -> float:
 
 
 def _rank_seconds(record: Record) -> np.ndarray | None:
-    """[3, W] step time, s, own, for data, of each rank; None: it is another record."""
+    """Times [3, W] of the ranks in s; None: another record.
+
+    Step time, own time, time for data.
+    """
     names = ("rank_step_seconds", "rank_own_seconds", "rank_data_seconds")
     found = [record.get(name) for name in names]
     if not all(isinstance(each, list) and each for each in found):
@@ -655,7 +671,7 @@ def _rank_seconds(record: Record) -> np.ndarray | None:
 
 
 def _of_most_ranks(records: Sequence[Record]) -> list[Record]:
-    """Those with as many ranks as the last: a resumed run may have others."""
+    """Records with as many ranks as the last; resuming may change it."""
     count = len(records[-1]["rank_step_seconds"])
     return [each for each in records if len(each["rank_step_seconds"]) == count]
 
@@ -675,7 +691,7 @@ _BACKGROUND = "background"
 
 
 def confusion(evaluation: Mapping[str, Any]) -> Figure | None:
-    """Shares of each true class in percent, and the counts; None: there is no matrix."""
+    """Confusion matrices in percent of true classes and in counts; None: absent."""
     found = evaluation.get("confusion")
     counts = _confusion_counts(found) if found else None
     if found is None or counts is None:
@@ -803,7 +819,7 @@ def _score_points(score_C: np.ndarray, name: str) -> Figure:
 
 
 def calibration(evaluation: Mapping[str, Any]) -> Figure | None:
-    """How often detections of a confidence are right, and how many there are."""
+    """How often detections of a confidence are right, and their number."""
     found = evaluation.get("calibration")
     if not found or not sum(found["count"]):
         return None
@@ -933,7 +949,10 @@ def _count_points(axes: Axes, series: Mapping[str, np.ndarray]) -> None:
 
 
 def _count_axis(axis: XAxis | YAxis, series: Mapping[str, np.ndarray]) -> None:
-    """From 0, logarithmic where they lie far apart; an eighth stays free, for what is beside."""
+    """Scales a count axis from 0, logarithmic if values lie far apart.
+
+    An eighth stays free for annotations.
+    """
     everything = np.concatenate(list(series.values()))
     most, name = max(1, everything.max()), axis.axis_name
     if most > _UNEVEN * max(1, everything.min()):
@@ -1003,7 +1022,7 @@ def _size_histograms(axes: Axes, series: Mapping[str, np.ndarray], xlabel: str, 
 
 
 def _powers_of_two(axis: XAxis | YAxis, bins: np.ndarray) -> None:
-    """A logarithmic axis, as strides and scales go: 8, 16, 32; from a power to a power."""
+    """A base-2 logarithmic axis between powers of two, as for strides."""
     name = axis.axis_name
     low, high = np.floor(np.log2(bins[0])), np.ceil(np.log2(bins[-1]))
     axis.axes.set(**{f"{name}scale": LogScale(None, base=2), f"{name}lim": (2**low, 2**high)})
@@ -1075,9 +1094,9 @@ _STUDY_POINTS = 50
 
 
 def curves(rows: Sequence[Mapping[str, Any]]) -> Figure | None:
-    """The metric of each setting over its run: the mean of its seeds, and between least and most.
+    """The metric over training by setting: mean and range of its seeds.
 
-    Runs of unequal length are drawn over their share that is done, because studies of equal time
+    Runs of unequal length are drawn over the fraction that is done, because studies of equal time
     give fast settings more epochs.
     """
     settings: dict[str, list[np.ndarray]] = {}
@@ -1110,7 +1129,10 @@ def curves(rows: Sequence[Mapping[str, Any]]) -> Figure | None:
 
 
 def _over_run(found: Sequence[np.ndarray], in_shares: bool) -> tuple[np.ndarray, np.ndarray]:
-    """Places, and the values of each curve there, between its first and its last evaluation."""
+    """Resamples curves on the common range between first and last evaluation.
+
+    Returns: places on the axis, and the values of each curve there.
+    """
     placed = [curve[:, 0] / (curve[-1, 0] if in_shares else 1.0) for curve in found]
     first, last = max(each[0] for each in placed), min(each[-1] for each in placed)
     x = np.linspace(min(first, last), last, _STUDY_POINTS)

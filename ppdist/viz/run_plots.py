@@ -41,7 +41,7 @@ def draw_run(
     image_folders: Sequence[Path] | None = None,
     tell: Callable[[int, int], None] = lambda done, total: None,
 ) -> list[Path]:
-    """Draws what metrics.jsonl and evaluation.json of a folder say into its folder `plots`.
+    """Draws metrics.jsonl and evaluation.json of a folder into its folder `plots`.
 
     Whatever fails costs a warning and the picture; nothing is raised.  A picture of which there is
     nothing to show (a run without evaluation, a classifier without boxes) is not made.
@@ -49,7 +49,7 @@ def draw_run(
     Args:
         image_folders: images in them may be shown, others are not; None: the folders of the set
             in the configuration that is in output_dir.
-        tell: hears before each picture how many of them are done.
+        tell: called before each picture with the number of pictures done.
     Returns: the files that were written.
     """
     try:  # a broken matplotlib is as good as none
@@ -65,7 +65,9 @@ def draw_labels(
     config: DataConfig,
     image_size: tuple[int, int],
 ) -> list[Path]:
-    """Draws what objects the sets of a run hold into `plots` of its folder; raises as little.
+    """Draws object statistics of a run's datasets into its folder `plots`.
+
+    A failure costs a warning and the picture; nothing is raised.
 
     Args:
         sets: by the name of the split; two at most.
@@ -119,7 +121,7 @@ def _draw(
 
 
 def _of_run(file: Path, config: Mapping[str, Any]) -> dict[str, Callable[[Path], bool]]:
-    """Name of each picture -> what draws it into a file and says whether there was anything."""
+    """Picture name -> function that draws it, returning False if empty."""
     from ppdist.viz import plots
 
     found = MetricRecords.of(read_metrics(file))
@@ -156,7 +158,10 @@ def _of_evaluation(file: Path, folders: Sequence[Path]) -> dict[str, Callable[[P
 
 
 def _drawn(figure: Callable[..., "Figure | None"], *of: Any) -> Callable[[Path], bool]:
-    """What draws a figure into a file and says whether there was anything."""
+    """Makes a function that draws a figure into a file.
+
+    It returns False if there was nothing to draw.
+    """
     from ppdist.viz import plots
 
     return lambda path: plots.save(figure(*of), path)
@@ -172,7 +177,7 @@ def folders_of_images(config: Mapping[str, Any]) -> list[Path]:
 
 
 def _read_config(file: Path) -> Mapping[str, Any]:
-    """config.yml of a run; empty where there is none that can be read."""
+    """config.yml of a run; empty if it is missing or unreadable."""
     try:
         found = Reader().read_alone(str(file)).plain()
     except (ConfigError, OSError, RecursionError):
