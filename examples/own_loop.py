@@ -11,8 +11,8 @@ import paddle
 
 from ppdist.config import load_config
 from ppdist.data.datasets.build import read_split
-from ppdist.data.loader import TrainLoader
-from ppdist.data.sampler import TrainSampler
+from ppdist.data.loading.loader import TrainLoader
+from ppdist.data.loading.sampler import TrainSampler
 from ppdist.engine.build import build_evaluator, build_model, loss_of
 
 
@@ -44,11 +44,12 @@ def main() -> None:
         criterion.prepare(model, step)
         targets = batch.boxes_BM4, batch.labels_BM, batch.mask_BM
         size = batch.images_B3HW.shape[2:]
-        totals = criterion.counts(*targets, size)
+        totals = criterion.local_normalizers(*targets, size)
         output = criterion(model(model.normalize(batch.images_B3HW)), *targets, step, totals)
         loss = output.total / paddle.clip(output.normalizer, min=1.0)  # a loss is a sum
-        if output.apart is not None:
-            loss = loss + output.apart.total / paddle.clip(output.apart.normalizer, min=1.0)
+        own = output.separate_loss
+        if own is not None:
+            loss = loss + own.total / paddle.clip(own.normalizer, min=1.0)
         loss.backward()
         optimizer.step()
         optimizer.clear_grad()

@@ -27,7 +27,8 @@ class WriterThread:
 
     `put` never waits, and may be called in any thread and inside a signal handler.  What waits is
     bounded: beyond `most_bytes` that which may be dropped is dropped, and counted.  Records never
-    are: they are small.  A copy of this process (fork) has no such thread and writes at once.
+    are: they are small.  A copy of this process (fork) has no such thread and writes at once, as
+    this one does where the system gives it none.
 
     Attributes:
         dropped: how many were dropped, by their name.
@@ -42,6 +43,7 @@ class WriterThread:
         self._put, self._done = [0, 0], [0, 0]  # how many and how many bytes; one writer each
         self._process = os.getpid()
         self._thread = threading.Thread(target=self._run, name="writer", daemon=True)
+        self._starting = threading.Lock()  # nobody waits for it: a signal may come amid a start
 
     @property
     def waiting(self) -> int:
@@ -73,9 +75,15 @@ class WriterThread:
         self._put[0] += 1
         self._put[1] += size
         self._queue.put((name, write, size))
-        if self._thread.ident is None:
-            with suppress(RuntimeError):  # another thread was first; or the interpreter ends
-                self._thread.start()
+        if self._thread.ident is None and self._starting.acquire(blocking=False):
+            try:
+                if self._thread.ident is None:
+                    self._thread.start()
+            except RuntimeError:  # the system has no more threads; or the interpreter ends
+                while not self._queue.empty():
+                    self._write_next()
+            finally:
+                self._starting.release()
 
     def flush(self, seconds: float) -> bool:
         """Waits until everything so far is written, or so long.  Returns: whether it is."""
@@ -87,10 +95,13 @@ class WriterThread:
 
     def _run(self) -> None:
         while True:
-            name, write, size = self._queue.get()
-            self._write(name, write)
-            self._done[0] += 1
-            self._done[1] += size
+            self._write_next()
+
+    def _write_next(self) -> None:
+        name, write, size = self._queue.get()
+        self._write(name, write)
+        self._done[0] += 1
+        self._done[1] += size
 
     def _write(self, name: str, write: Callable[[], object]) -> None:
         try:

@@ -182,13 +182,9 @@ class _ScaleChannels(PyLayer):
 def _scaling_kernel(x: Tensor) -> onednn.Convolution | None:
     """Depthwise convolution of one image with the channels of all.
 
-    It lies in the same memory. With it a product and its gradients take a thirtieth of what
+    It lies in the same memory.  With it a product and its gradients take a thirtieth of what
     Paddle's take; oneDNN's own product has no compiled kernel for a factor of each image and
-    channel. None: oneDNN has no such convolution, or it gives another layout.
-
-    With it a product and its gradients take a thirtieth of what Paddle's take; oneDNN's own product
-    has no compiled kernel for a factor of each image and channel.  None: oneDNN has no such
-    convolution, or it gives another layout.
+    channel.  None: oneDNN has no such convolution, or it gives another layout.
     """
     layout = layout_of(x)
     batch, channels, height, width = layout.shape

@@ -15,6 +15,7 @@ import mmap
 import os
 import struct
 import time
+import uuid
 import zlib
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
@@ -97,7 +98,7 @@ class KeyedCache:
         if self._failed[0] or size > self.most_bytes // 8:
             return False
         place = self.place(key)
-        draft = place.with_name(f"{place.name}.{os.getpid()}")
+        draft = place.with_name(f"{place.name}.{uuid.uuid4().hex}")  # ids repeat between containers
         try:
             place.parent.mkdir(parents=True, exist_ok=True)
             self._require_room(size)

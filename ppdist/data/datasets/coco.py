@@ -5,7 +5,8 @@ import json
 import math
 import re
 from collections import defaultdict
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from itertools import chain
 from operator import itemgetter
@@ -121,9 +122,23 @@ def read_index(annotations: Path) -> tuple[list[str], tuple[str, ...]]:
             given = (e.get("category_id") for e in entries if isinstance(e, dict))
             used.update(each for each in given if isinstance(each, int | float))
 
-    content = _scan(annotations, None, quietly, take)
+    for text in _texts(annotations, quietly):
+        names.clear()
+        used.clear()
+        with suppress(UnicodeDecodeError):
+            content = _scan(annotations, text, quietly, take)
+            break
     whole = {*map(whole_number, used)}
     return names, classes_of(content["categories"], whole, annotations, quietly).names
+
+
+def _texts(file: Path, complain: Complain) -> Iterator[BinaryIO | None]:
+    """None: the file as it is; then, where that is not UTF-8, the whole text to guess from.
+
+    Raises: DataError: its encoding is none that is read.
+    """
+    yield None
+    yield io.BytesIO(read_text(file, complain).encode("utf-8"))
 
 
 def _scan(
@@ -201,17 +216,13 @@ _Keep = Literal["boxes", "outlines", "everything"]
 def _read(
     folder: Path, file: Path, complain: Complain, known: KnownClasses, keep: _Keep
 ) -> "_File":
-    text: BinaryIO | None = None
-    while True:
+    for text in _texts(file, complain):
         found = _File(folder, file, keep)
-        try:
+        with suppress(UnicodeDecodeError):
             content = _scan(file, text, complain, found.take, "annotations", found.further)
-        except UnicodeDecodeError:  # another encoding, which takes the whole text to guess
-            assert text is None
-            text = io.BytesIO(read_text(file, complain).encode("utf-8"))
-            continue
-        found.finish(content["categories"], known, complain)
-        return found
+            break
+    found.finish(content["categories"], known, complain)
+    return found
 
 
 @dataclass

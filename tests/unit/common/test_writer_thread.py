@@ -133,3 +133,16 @@ def test_a_terminal_that_takes_nothing_stops_neither_steps_nor_the_end(
     text = (tmp_path / "train.log").read_text()
     assert text.count("stdout cannot be written, lines go to train.log alone") == 1
     assert "stopped by a signal" in text and "took nothing for a while" in text
+
+
+def test_what_waits_is_written_where_no_thread_can_be_started(monkeypatch):
+    def refuse() -> None:
+        raise RuntimeError("can't start new thread")
+
+    writer, written = WriterThread(), []
+    with monkeypatch.context() as patched:
+        patched.setattr(writer._thread, "start", refuse)
+        writer.put("a line", lambda: written.append(1))
+        assert written == [1] and writer.waiting == 0 and writer.flush(1.0)
+    writer.put("another", lambda: written.append(2))  # once there is room for a thread
+    assert writer.flush(5.0) and written == [1, 2]

@@ -10,9 +10,8 @@ import pytest
 from ppdist.common.errors import ConfigError
 from ppdist.config import load_config
 from ppdist.data.datasets.synthetic import make_shapes
-from ppdist.distributed import comm
+from ppdist.distributed import comm, sync_batch_norm
 from ppdist.engine.train_step import TrainStep
-from ppdist.models import layers
 from ppdist.optim.ema import EMA
 from ppdist.verify import dp_equivalence
 from ppdist.verify.dp_equivalence import (
@@ -96,8 +95,8 @@ def test_steps_with_fewer_images_than_ranks_pass(config_file: Path) -> None:
 
 def weigh_ranks_alike(argument) -> dict:
     """As `verify_ranks`, with statistics in which every rank counts, and each as much."""
-    combine = layers._combine
-    layers._combine = lambda count, *moments: combine(1.0, *moments)
+    combine = sync_batch_norm._combine
+    sync_batch_norm._combine = lambda count, *moments: combine(1.0, *moments)
     return verified_here(argument)
 
 

@@ -33,6 +33,17 @@ def blood(shared_dir) -> dict[tuple[str, str], DetectionSet]:
     }
 
 
+def test_index_of_another_encoding_is_read(tmp_path):
+    content = {
+        "images": [{"id": 1, "file_name": "Größe.jpg"}],
+        "annotations": [{"image_id": 1, "category_id": 1}],
+        "categories": [{"id": 1, "name": "Straße"}],
+    }
+    file = tmp_path / "train.json"
+    file.write_bytes(json.dumps(content, ensure_ascii=False).encode("cp1252"))
+    assert read_index(file) == (["Größe.jpg"], ("Straße",))
+
+
 @pytest.mark.parametrize(
     ("part", "key", "code", "problem"),
     [
