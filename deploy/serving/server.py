@@ -27,9 +27,9 @@ from pathlib import Path
 from typing import NoReturn
 
 _SIGNALS = (signal.SIGTERM, signal.SIGINT)
-# Blocked, and taken by a thread that waits for them: whatever a runtime does to their handlers
-# (importing Paddle replaces SIGTERM's by one that ends the process) does not matter then.  Before
-# the imports below, because threads inherit it and NumPy starts some when it is imported.
+# Blocked, and received by a thread that waits for them: so handlers that a runtime installs do not
+# matter (importing Paddle replaces SIGTERM's with one that ends the process).  Done before the
+# imports below, because threads inherit the mask and importing NumPy starts some.
 if __name__ == "__main__":
     signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS)
 
@@ -53,16 +53,16 @@ from uploads import Refused  # noqa: E402
 TOKEN = "PPDIST_SERVING_TOKEN"
 _RETRY_AFTER = "1"  # second
 _LAST_SECONDS = 0.5  # for requests on connections that were accepted just before the end
-_OTHER_FILES = 64  # open ones besides connections
+_OTHER_FILES = 64  # open files besides connections
 _MOST_HEAD_BYTES = 64 * 1024  # of headers, or of chunks' extensions and trailers
 _MOST_REQUEST_HEADERS = 100
-_MOST_PIPELINED = 8  # requests of a connection that wait behind another
-# Python's time is spent on every chunk, so a body of one-byte chunks would take all of it.
+_MOST_PIPELINED = 8  # requests on one connection that wait behind another
+# Every chunk costs Python time, so a body of one-byte chunks would take all of it.
 _FREE_CHUNKS, _LEAST_MEAN_CHUNK = 100, 256  # bytes
 _LOCAL = ("127.0.0.1", "::1", "localhost")
 
 _DESCRIPTION = "Objects in images, by a model that ppdist has exported."
-_DETECT = {  # of the body, which `detect` reads itself, and of what comes back
+_DETECT = {  # describes the body, which `detect` reads itself, and the response
     "summary": "The objects of an image",
     "parameters": [
         {
@@ -109,7 +109,7 @@ _DETECT = {  # of the body, which `detect` reads itself, and of what comes back
 }
 
 
-# /docs loads Swagger UI from a CDN, which puts itself in the place of what stands here.
+# /docs loads Swagger UI from a CDN, which replaces this text.
 _SWAGGER = '<div id="swagger-ui">'
 _WITHOUT_SWAGGER = (
     "<p>This page is Swagger UI from cdn.jsdelivr.net. Where that is not reached, read "
@@ -118,9 +118,9 @@ _WITHOUT_SWAGGER = (
 
 
 def make_app(service: Service, token: str | None = None) -> FastAPI:
-    """The routes.  Nothing in a request names a file or an address that is opened.
+    """The routes.  Nothing in a request can name a file or an address to open.
 
-    Args: token: what /detect and /metrics ask for; the others show nothing worth hiding.
+    Args: token: required by /detect and /metrics; the other routes show nothing worth hiding.
     """
     app = FastAPI(title="ppdist serving", description=_DESCRIPTION, docs_url=None, redoc_url=None)
     page, page_headers = _page()
@@ -150,7 +150,7 @@ def make_app(service: Service, token: str | None = None) -> FastAPI:
             status = refused.status
             return _refusal(refused)
         except ClientDisconnect:
-            status = 499  # as nginx calls it; nobody is there to read it
+            status = 499  # nginx's code for it; nobody is left to read it
             return JSONResponse({"error": "the client left"}, status)
         finally:
             service.counts.requests.labels(str(status)).inc()
@@ -182,7 +182,10 @@ def make_app(service: Service, token: str | None = None) -> FastAPI:
 
 
 def _threshold(request: Request, usual: float | None) -> float | None:
-    """Not a parameter of FastAPI's, which would refuse it uncounted and without a token."""
+    """The requested threshold, read here and not by FastAPI.
+
+    FastAPI would refuse a wrong one before the token is checked, and without counting it.
+    """
     asked = request.query_params.get("threshold")
     if asked is None:
         return usual
@@ -201,7 +204,7 @@ def _refusal(refused: Refused) -> JSONResponse:
 
 
 def _describe_errors(app: FastAPI) -> None:
-    """Every answer that is no success is {"error": "..."}."""
+    """Makes every response except success {"error": "..."}."""
 
     @app.exception_handler(Refused)
     async def refused(request: Request, error: Refused) -> JSONResponse:
@@ -217,7 +220,7 @@ def _describe_errors(app: FastAPI) -> None:
 
 
 def _page() -> tuple[str, dict[str, str]]:
-    """The page, and headers that let it run its own script and style and nothing else."""
+    """The page, and headers that allow only its own script and style."""
     text = (HERE / "page.html").read_text(encoding="utf-8")
 
     def hashes(tag: str) -> str:
@@ -238,9 +241,9 @@ def _page() -> tuple[str, dict[str, str]]:
 
 
 def _protocol_of(limits: Limits) -> type[HttpToolsProtocol]:
-    """HTTP on one connection, which ends at the first deadline or bound that its client passes.
+    """HTTP on one connection, which closes when its client exceeds a deadline or limit.
 
-    uvicorn alone waits for ever for a request, and for a client to read its answers.
+    uvicorn alone waits forever for a request, and for a client to read its answers.
     """
     files = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
     most = limits.most_connections
@@ -251,14 +254,14 @@ def _protocol_of(limits: Limits) -> type[HttpToolsProtocol]:
         def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
             super().connection_made(transport)
             self.head_bytes = self.chunks = self.body_bytes = 0
-            self.in_body = False  # of a request: its headers are read, and its end is not
+            self.in_body = False  # a request's headers were read, but not its end
             self.reading = self.loop.call_later(limits.header_seconds, transport.abort)
             self.writing: asyncio.TimerHandle | None = None
             if len(self.connections) > most:
-                self.loop.call_soon(transport.abort)  # not now: it will begin to read first
+                self.loop.call_soon(transport.abort)  # not now: it starts reading first
 
         def allow(self, seconds: float) -> None:
-            """Aborts, because a transport that is only closed waits for its client to read."""
+            """Sets the deadline; then aborts, because a mere close waits for the client to read."""
             self.reading.cancel()
             self.reading = self.loop.call_later(seconds, self.transport.abort)
 
@@ -272,7 +275,7 @@ def _protocol_of(limits: Limits) -> type[HttpToolsProtocol]:
         def on_header(self, name: bytes, value: bytes) -> None:
             super().on_header(name, value)
             if len(self.headers) > _MOST_REQUEST_HEADERS:
-                raise ValueError("too many headers")  # to uvicorn, which answers: a broken request
+                raise ValueError("too many headers")  # uvicorn answers it as a broken request
 
         def on_headers_complete(self) -> None:
             self.head_bytes = self.chunks = self.body_bytes = 0
@@ -313,7 +316,7 @@ def _protocol_of(limits: Limits) -> type[HttpToolsProtocol]:
             super().on_message_complete()
 
         def send_400_response(self, msg: str) -> None:
-            # Only where the broken request's answer belongs: elsewhere it is taken for another's.
+            # Only in the place of the broken request's answer: elsewhere it looks like another's.
             cycle = self.cycle
             is_waiting = cycle is not None and not cycle.response_complete
             has_begun = is_waiting and cycle.response_started
@@ -338,7 +341,7 @@ def _protocol_of(limits: Limits) -> type[HttpToolsProtocol]:
 
 
 class _Server(uvicorn.Server):
-    """Answers what it has accepted, also what nobody has read from its connection by the end."""
+    """Answers all that it accepted, even requests that were still unread at the end."""
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         for server in self.servers:
@@ -347,7 +350,7 @@ class _Server(uvicorn.Server):
             listener.close()
         state = self.server_state
         closing = [*state.default_headers, (b"connection", b"close")]
-        state.default_headers = closing  # who keeps a connection is told to send nothing more on it
+        state.default_headers = closing  # tells keep-alive clients to send nothing more
         for connection in state.connections:
             if connection.cycle is not None:
                 connection.cycle.default_headers = closing
@@ -358,12 +361,12 @@ class _Server(uvicorn.Server):
 def serve(
     load: Callable[[], Model], limits: Limits, host: str, port: int, token: str | None = None
 ) -> int:
-    """Serves until SIGTERM or SIGINT; then takes nothing new and answers what it has accepted.
+    """Serves until SIGTERM or SIGINT; then answers what it accepted, and nothing new.
 
     Returns: exit status: 0 stopped; 2 the address is not free or the model cannot be loaded, for a
-        reason that a user can mend; 1 anything else.
+        reason that the user can fix; 1 anything else.
     """
-    try:  # uvicorn would end the process over it, amid its threads
+    try:  # uvicorn would exit the process while threads run
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
         listener = socket.create_server((host, port), family=family)
     except (OSError, OverflowError) as error:
@@ -375,13 +378,13 @@ def serve(
     server = _Server(
         uvicorn.Config(
             make_app(service, token),
-            access_log=False,  # the metrics count; a line a request would be most of the log
-            log_level="error",  # a warning a broken request would let strangers fill the disk
+            access_log=False,  # metrics count; a line per request would be most of the log
+            log_level="error",  # a warning per broken request would let strangers fill the disk
             server_header=False,
             http=_protocol_of(limits),
             ws="none",
-            proxy_headers=False,  # no address counts here
-            lifespan="off",  # it has nothing to do, and old versions write a traceback over it
+            proxy_headers=False,  # addresses of clients are not used
+            lifespan="off",  # nothing to do, and old versions log a traceback
             headers=[("X-Content-Type-Options", "nosniff")],
             timeout_graceful_shutdown=int(limits.seconds) + 2,
         )
@@ -466,7 +469,7 @@ def checked_limits(arguments: argparse.Namespace) -> Limits:
 
 
 def read_token(file: Path | None) -> str | None:
-    """The token of the file or of the environment; None: everybody may ask."""
+    """The token from the file or the environment; None: no token is required."""
     where, token = (
         (f"the environment's {TOKEN}", os.environ.get(TOKEN))
         if file is None
@@ -507,7 +510,7 @@ def main() -> int:
 
 
 def leave(status: int) -> NoReturn:
-    """Ends the process now; Python itself would wait for a busy decoder, however long it takes."""
+    """Exits now; Python itself would wait for a busy decoder, however long."""
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(status)

@@ -1,8 +1,8 @@
-"""Children: processes that this one starts, watches and outlives.
+"""Child processes, which this one starts, watches and outlives.
 
 ends_with_this   makes a child end with this process
-run_command      runs a program until its end or its deadline
-run_in_child     runs a function in a copy of this process
+run_command      runs a program until it ends or its time is up
+run_in_child     runs a function in a forked child
 """
 
 import ctypes
@@ -29,11 +29,11 @@ from ppdist.common.process import (
 from ppdist.common.writer_thread import TERMINAL, Screen
 
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
-_LOOK_SECONDS = 0.2  # between two looks at a program
+_LOOK_SECONDS = 0.2  # between two checks of a program
 
 
 def own_environment() -> dict[str, str]:
-    """The environment for a program that is no rank, and of which fleetrun must not hear."""
+    """Environment for a program that is not a rank, hidden from fleetrun."""
     ours = (EXIT_DIR_VARIABLE, JOB_DIR_VARIABLE, RESTART_VARIABLE, SKIP_STEP_VARIABLE)
     return {
         name: value
@@ -50,13 +50,13 @@ def run_command(
     environment: Mapping[str, str] | None = None,
     stop: Callable[[], object] = lambda: None,
 ) -> int | None:
-    """Runs a program; where this process ends, or the time is over, it and its children are killed.
+    """Runs a program; kills it and its children at the timeout or with this process.
 
     Args:
-        log: gets what it prints.
-        seconds: the longest time that it may take.
-        stop: called while it runs; what is true ends it.
-    Returns: its exit code, below 0 a signal; None: it was ended.
+        log: receives its output.
+        seconds: the timeout.
+        stop: called while it runs; a true result kills it.
+    Returns: its exit code, negative for a signal; None: it was killed here.
     Raises: OSError: it cannot be started.
     """
     deadline = time.monotonic() + seconds
@@ -77,19 +77,21 @@ def run_command(
 
 
 def end_with_parent(number: int, parent: int) -> None:
-    """The kernel sends this process a signal when its parent ends, which may have happened already.
+    """Makes the kernel signal this process when its parent ends.
 
-    Args: parent: its id, found out before it could end.
+    A parent that has already ended counts, too.
+
+    Args: parent: its process id, taken before it could end.
     """
     _ending_with(number, parent)()
 
 
 def ends_with_this(number: int) -> Callable[[], None]:
-    """The same for a child: what it calls first after its fork, as a `preexec_fn`.
+    """The same for a child, as a `preexec_fn` or its first call after a fork.
 
-    Made before the fork, because the linker's lock may be another thread's at that moment.  It does
-    nothing in threads other than the main one: the kernel takes the end of the thread that forks
-    for the end of its process.
+    Created before the fork, because another thread may hold the linker's lock during it.  It does
+    nothing outside the main thread: the kernel takes the end of the forking thread for the end of
+    its process.
     """
     if threading.current_thread() is not threading.main_thread():
         return lambda: None
@@ -99,7 +101,7 @@ def ends_with_this(number: int) -> Callable[[], None]:
 def _ending_with(number: int, parent: int) -> Callable[[], None]:
     try:
         prctl = ctypes.CDLL(None).prctl
-    except (OSError, AttributeError):  # not Linux: each has to look for its parent by itself
+    except (OSError, AttributeError):  # not Linux: children must check for their parent
         return lambda: None
     words = [ctypes.c_ulong(word) for word in (number, 0, 0, 0)]
 
@@ -115,16 +117,17 @@ _DEADLY = (signal.SIGSEGV, signal.SIGABRT, signal.SIGBUS, signal.SIGFPE, signal.
 
 
 def run_in_child(work: Callable[[], object], seconds: float) -> str:
-    """Runs work in a forked copy, so that a crash cannot kill this process; logs what it logs.
+    """Runs work in a forked child, so that a crash cannot kill this process.
 
-    Of this process's threads the copy has one alone, so the work has none and asks no device.
+    The child's log messages are logged here.  It has only the forking thread, so the work must not
+    rely on other threads or on a device.
 
-    Args: seconds: after which it is given up.
+    Args: seconds: the timeout.
     Returns: how it failed; "": it did not.
     """
     ends_with_us = ends_with_this(signal.SIGKILL)
     ours, theirs = os.pipe()
-    for stream in (sys.stdout, sys.stderr):  # else the copy would write what is left, too
+    for stream in (sys.stdout, sys.stderr):  # else the child would write the buffer again
         if not isinstance(stream, Screen):
             with suppress(OSError, ValueError, AttributeError):
                 stream.flush()
@@ -141,7 +144,7 @@ def run_in_child(work: Callable[[], object], seconds: float) -> str:
             ends_with_us()
             os.close(ours)
             code = _work_in_child(work, theirs)
-        finally:  # nothing of this process's own code may run in its copy
+        finally:  # none of this process's own code may run in the child
             os._exit(code)
     os.close(theirs)
     in_time = _pass_on(ours, time.monotonic() + seconds)
@@ -155,7 +158,7 @@ def run_in_child(work: Callable[[], object], seconds: float) -> str:
 
 
 def _work_in_child(work: Callable[[], object], pipe: int) -> int:
-    for number in _DEADLY:  # no page of Paddle's about it, and no core file
+    for number in _DEADLY:  # no page-long report of Paddle's, and no core file
         signal.signal(number, signal.SIG_DFL)
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     logger = logging.getLogger("ppdist")
@@ -169,7 +172,7 @@ def _work_in_child(work: Callable[[], object], pipe: int) -> int:
 
 
 class _PipeHandler(logging.Handler):
-    """Hands records to another process: level and text, a line each."""
+    """Sends records to another process: level and text, one line each."""
 
     def __init__(self, pipe: int) -> None:
         super().__init__()
@@ -182,7 +185,7 @@ class _PipeHandler(logging.Handler):
 
 
 def _pass_on(pipe: int, deadline: float) -> bool:
-    """Logs what comes until its writer ends.  Returns: whether that was before the deadline."""
+    """Logs what arrives until the writer ends.  Returns: whether it ended in time."""
     data = b""
     while select.select([pipe], [], [], max(0.0, deadline - time.monotonic()))[0]:
         block = os.read(pipe, 1 << 16)
@@ -190,7 +193,7 @@ def _pass_on(pipe: int, deadline: float) -> bool:
             return True
         *lines, data = (data + block).split(b"\n")
         for line in lines:
-            with suppress(ValueError):  # it died amid one
+            with suppress(ValueError):  # it died in the middle of one
                 level, text = json.loads(line)
                 logging.getLogger("ppdist").log(level, "%s", text)
     return False

@@ -1,10 +1,10 @@
-"""What a run says while it works: console, train.log, metrics.jsonl, metric writers.
+"""Log of a run: console, train.log, metrics.jsonl and metric writers.
 
-    EarlyLog   the console until the folder of the run is its own
-    RunLog     all of it; who trains, evaluates or saves calls this
+    EarlyLog   the console until the run owns its output folder
+    RunLog     the whole log, for training, evaluation and checkpoints
 
-metrics.jsonl is the truth; the others are views of it.  Only rank 0 writes, in threads: no step
-waits for a terminal or a disk.  Nothing here ever stops a training: a full disk or a closed
+metrics.jsonl is the source of truth; the others are views of it.  Only rank 0 writes, in threads:
+no step waits for a terminal or a disk.  Logging never stops a training: a full disk or a closed
 terminal costs lines, with one warning.
 """
 
@@ -46,19 +46,19 @@ _LOGGER = logging.getLogger("ppdist")
 _FILE_WIDTH = 120  # columns of a table in train.log
 _PLAIN_WIDTH = 80  # of the console where there is no terminal
 _REFRESH_SECONDS = 0.2
-_SILENT_SECONDS = 60.0  # without a terminal: a step is told where nothing was for so long
+_SILENT_SECONDS = 60.0  # without a terminal: longest silence before a step is logged
 _OPENING_LINES = 6  # of warnings on the console before the first step
 _WARNING_LINES = 2  # of each
 _CLOSE_SECONDS, _HURRIED_SECONDS = 90.0, 10.0  # for files and trackers at the end
-_HEADER_EVERY = 20  # rows of a table that grows
+_HEADER_EVERY = 20  # rows of the growing table
 
 
 class RunLog:
-    """The log of one run; on other ranks than 0 every method does nothing.
+    """The log of one run; does nothing on ranks other than 0.
 
-    Messages of every module under the logger `ppdist` join this run's between construction and
-    `close` (Paddle's own handlers would print them a second time, so they stop here).  Other
-    ranks let warnings through to their stderr, which the launcher keeps in workerlog.N.
+    From construction to `close`, all messages under the logger `ppdist` go into this log, and no
+    further (Paddle's own handlers would print them a second time).  Other ranks pass warnings on
+    to their stderr, which the launcher keeps in workerlog.N.
     """
 
     def __init__(
@@ -83,14 +83,14 @@ class RunLog:
             main: True on rank 0.
             total_steps: optimizer steps of the whole run.
             steps_per_epoch: optimizer steps.
-            resume_step: the step that the restored checkpoint had finished.  Lines and points
-                after it are dropped, because they will be made again.  None starts anew.
-            every_steps: between two lines of progress.
-            visualdl, tensorboard: write for them, too.
-            trackers: (`package.module:Class` of its writer, its section) of each tracker.
-            histograms: those who evaluate also write how weights and gradients are spread.
-            early: what was said before: train.log has it, too, and until the first step the
-                console is as short.
+            resume_step: last finished step of the restored checkpoint.  Lines and points after it
+                are dropped, because the run writes them again.  None: a new run.
+            every_steps: steps between two progress lines.
+            visualdl, tensorboard: also write their files.
+            trackers: for each tracker, `package.module:Class` of its writer, and its section.
+            histograms: evaluations also write histograms of weights and gradients.
+            early: earlier messages: train.log gets them, too, and their limit on console lines
+                holds until the first step.
         Raises: ConfigError: output_dir cannot be made or written, or a package is missing.
         """
         self._main = main
@@ -107,13 +107,13 @@ class RunLog:
         self._bar: Progress | None = None
         self._task = TaskID(0)
         self._refreshed = 0.0
-        self._rows = 0  # of the table that grows
-        self._header = ""  # its
+        self._rows = 0  # of the growing table
+        self._header = ""  # of the growing table
         self._warned: set[str] = set()
         self._files = WriterThread()
         self._close_seconds = _CLOSE_SECONDS
-        self.writers = MetricWriters(self._files)  # of other ranks than 0 empty
-        self._trackers: list[TrackerProcess] = []  # of them
+        self.writers = MetricWriters(self._files)  # empty on ranks other than 0
+        self._trackers: list[TrackerProcess] = []  # among them
         self._streams_before = sys.stdout, sys.stderr
         self._screen = Screen(sys.stdout)
         if not main:
@@ -122,7 +122,7 @@ class RunLog:
             return
         self._console = _console_on(self._screen)
         self._dropped_before = TERMINAL.dropped["terminal"]
-        self._told = time.monotonic()  # when a console without a terminal had its last line
+        self._told = time.monotonic()  # last line on a console without a terminal
         self._metrics_path = output_dir / "metrics.jsonl"
         if tensorboard:
             require_tensorboardx()
@@ -159,7 +159,7 @@ class RunLog:
         self.close()
 
     def info(self, message: str) -> None:
-        """One line to console and train.log."""
+        """Logs one line to console and train.log."""
         if self._main:
             _LOGGER.info(message)
 
@@ -184,7 +184,7 @@ class RunLog:
             _LOGGER.info(f"{name:10}{text}", extra=BARE)
 
     def row(self, header: str, row: str) -> None:
-        """A row of a table that grows with the run; repeats the header now and then."""
+        """Adds a row to the growing table of the run; repeats the header now and then."""
         if not self._main:
             return
         if header != self._header or self._rows % _HEADER_EVERY == 0:
@@ -195,16 +195,16 @@ class RunLog:
         _LOGGER.info(row, extra=BARE)
 
     def warn_once(self, what: str, error: Exception) -> None:
-        """For what is written besides, and may fail each time."""
+        """Warns once of an optional output that may fail at every write."""
         if what not in self._warned:
             self._warned.add(what)
             said = f"{type(error).__name__}: {error}"
             self.warning(f"{what} cannot be written, continuing without it: {said}")
 
     def put(self, name: str, write: Callable[[], object], size: int = 0) -> None:
-        """Writes another file of the run beside its steps; a failure is warned of once.
+        """Writes another file of the run in the background; warns once of failures.
 
-        Args: size: bytes that wait with it; what has any, such as a picture, may be dropped.
+        Args: size: bytes that it keeps in memory; with any, as for a picture, it may be dropped.
         """
         if self._main:
             self._files.put(name, write, size, may_drop=size > 0)
@@ -212,7 +212,7 @@ class RunLog:
     def table(
         self, title: str, rows: Sequence[tuple[str, str, str]], on_console: bool = False
     ) -> None:
-        """A table of (what, value, why) to train.log, and to the console where asked."""
+        """Logs a table of (what, value, why) to train.log, and optionally to the console."""
         if not self._main:
             return
         table = Table("", "", "", title=title, title_justify="left", show_header=False)
@@ -225,12 +225,12 @@ class RunLog:
         self.detail("\n" + plain.file.getvalue().rstrip())  # type: ignore[attr-defined]
 
     def metrics(self, record: dict[str, Any]) -> None:
-        """One line of metrics.jsonl; the writers get its numbers.
+        """Writes a line of metrics.jsonl; its numbers also go to the metric writers.
 
         Args:
-            record: flat; `step` is required, numbers go to the writers, too, other values stay
-                in the line.  `time` (seconds since 1970) is added.  A number that is not finite is
-                written as null, because JSON has no other way.
+            record: flat; `step` is required.  Numbers also go to the writers, other values only
+                into the line.  `time` (seconds since 1970) is added.  Non-finite numbers become
+                null, because JSON has none.
         """
         if not self._main:
             return
@@ -242,11 +242,11 @@ class RunLog:
         self.writers.metrics(record)
 
     def sync(self, seconds: float = 30.0) -> bool:
-        """Waits until the records so far are on the disk itself, for a checkpoint that follows.
+        """Syncs the records so far to disk, before the checkpoint that follows.
 
-        May be called from any thread.
-        Args: seconds: the longest wait.
-        Returns: False: the disk refused, or did not take them in time.
+        Safe in any thread.
+        Args: seconds: the timeout.
+        Returns: False: the disk failed, or was too slow.
         """
         if not self._main:
             return True
@@ -254,41 +254,41 @@ class RunLog:
 
         def sync() -> None:
             sync_path(self._metrics_path)
-            sync_path(self._output_dir)  # where the name of a new file stands
+            sync_path(self._output_dir)  # which holds the name of a new file
             synced.append(True)
 
         self._files.put("metrics.jsonl", sync)
         return self._files.flush(seconds) and bool(synced)
 
     def flush(self, seconds: float = 30.0) -> bool:
-        """Waits until all so far is in its files, and on the terminal where that takes it.
+        """Waits until the log so far is in its files, and on a terminal that is not blocked.
 
-        Args: seconds: the longest wait.
-        Returns: False: the disk takes nothing.
+        Args: seconds: the timeout.
+        Returns: False: the disk is blocked.
         """
         written = self._files.flush(seconds)
         TERMINAL.flush()
         return written
 
     def rollback(self, step: int) -> None:
-        """Drops lines of metrics.jsonl and points after a step, because they are made again."""
+        """Drops lines of metrics.jsonl and points after a step; the run writes them again."""
         if not self._main:
             return
         self._files.put("metrics.jsonl", partial(_begin_metrics, self._metrics_path, step))
         self.writers.rollback(step)
 
     def images(self, tag: str, step: int, images_HW3: list[np.ndarray]) -> None:
-        """Adds uint8 RGB images to the pages under `tag/0`, `tag/1`, ..."""
+        """Adds uint8 RGB images under `tag/0`, `tag/1`, ..."""
         self.writers.images(tag, step, images_HW3)
 
     def expect(
         self, evaluate_every: int, save_every: int, evaluation_images: int, images_per_step: int
     ) -> None:
-        """What the run will spend its time on; see `ETA.expect`."""
+        """Tells the ETA what the run will spend its time on; see `ETA.expect`."""
         self._eta.expect(evaluate_every, save_every, evaluation_images, images_per_step)
 
     def spending(self, part: str, step: int) -> AbstractContextManager[None]:
-        """Around an evaluation or a save between two steps; see `ETA.spending`."""
+        """Context of an evaluation or a save between two steps; see `ETA.spending`."""
         if not self._main:
             return nullcontext()
         if part == EVALUATION:
@@ -296,9 +296,9 @@ class RunLog:
         return self._eta.spending(part, step)
 
     def busy(self, what: str, done: int = 0, total: int = 0) -> None:
-        """The bar says what a run does between or after its steps; without one nobody does.
+        """Shows on the bar, if there is one, what the run does between or after steps.
 
-        Args: done, total: parts of it; 0 of 0: not known, the bar stands where it is.
+        Args: done, total: parts of it; 0 of 0: unknown, the bar does not move.
         """
         if self._bar is None or TERMINAL.waiting:
             return
@@ -309,13 +309,13 @@ class RunLog:
     def progress(self, step: int, fields: dict[str, str], waited: float = 0.0) -> None:
         """Shows how far the run is; call it after every optimizer step.
 
-        On a terminal a bar moves.  In train.log a line appears every `log.every_steps` steps and
-        at the last; without a terminal also there, where it was silent for a minute.
+        A terminal shows a moving bar.  train.log gets a line every `log.every_steps` steps and at
+        the last; a console without a terminal gets it, too, after a minute of silence.
 
         Args:
-            step: optimizer steps done since the start of the run (also before a resume).
+            step: optimizer steps since the start of the run (including those before a resume).
             fields: what to show beside it, such as {"loss": "2.31", "img/s": "41.8"}.
-            waited: seconds of the step in which there were no images.
+            waited: seconds that the step waited for images.
         """
         if not self._main:
             return
@@ -338,16 +338,16 @@ class RunLog:
             self._move_bar(step, f"{epoch}/{epochs}  {values}")
 
     def time_left(self, step: int) -> str:
-        """`4m 07s`; "": it cannot be known yet, or the run is over."""
+        """Time left as `4m 07s`; "": not known yet, or the run is over."""
         left = self._eta.left(step) if self._main and step < self._total_steps else None
         return "" if left is None else duration(left)
 
     def closing_seconds(self) -> float:
-        """What a step, an evaluation and a save may take now, on rank 0."""
+        """Seconds that a step, an evaluation and a save may take now, on rank 0."""
         return self._eta.closing()
 
     def run_summary(self, outcome: Sequence[str] = ()) -> None:
-        """The table at the end: how it went, where everything is, where the time went.
+        """Logs the final table: results, files, and where the time went.
 
         Args: outcome: lines about what the run learned.
         """
@@ -358,17 +358,17 @@ class RunLog:
             self.table(f"{self._output_dir}", rows, on_console=True)
             for line in outcome:
                 _LOGGER.info(line, extra=BARE)
-            for command in commands(self._output_dir):  # a table would break them
+            for command in commands(self._output_dir):  # a table would wrap them
                 self.info(f"look at it: {command}")
 
     def hurry(self, seconds: float = 0.0) -> None:
-        """Caps how long `close` waits: who stopped the run does not."""
+        """Caps how long `close` waits, for a run that was asked to stop."""
         self._close_seconds = seconds + _HURRIED_SECONDS
         for tracker in self._trackers:
             tracker.hurry(seconds)
 
     def close(self) -> None:
-        """Closes the files and gives the logger back as it was; the second call does nothing."""
+        """Closes the files and restores the logger; a second call does nothing."""
         self._end_opening()
         self._end_bar()
         if self._is_open:
@@ -383,7 +383,7 @@ class RunLog:
         _LOGGER.propagate = self._propagate_before
 
     def _tell_failures(self) -> None:
-        """Warns of what could not be written, once of each kind."""
+        """Warns of failed writes, once per kind."""
         while self._files.failures:
             self.warn_once(*self._files.failures.popleft())
         problem: object = self._screen.problem
@@ -394,7 +394,7 @@ class RunLog:
             self.warning(f"stdout cannot be written, lines go to train.log alone: {problem}")
 
     def _tell_lost(self, written: bool) -> None:
-        """What is missing at the end, and where.  Args: written: all that was to be."""
+        """Reports what is missing at the end.  Args: written: whether the files are complete."""
         self._tell_failures()
         lost = TERMINAL.dropped["terminal"] - self._dropped_before
         if lost and self._screen.problem is None:
@@ -409,7 +409,7 @@ class RunLog:
             )
 
     def _take_streams(self) -> None:
-        """Whoever prints without asking the log does not wait for a terminal, either."""
+        """Replaces stdout and stderr, so that plain prints do not block, either."""
         sys.stdout, sys.stderr = cast(TextIO, self._screen), cast(TextIO, Screen(sys.stderr))
 
     def _open_handlers(self, early: "EarlyLog | None") -> None:
@@ -426,7 +426,7 @@ class RunLog:
         self._is_open = True
 
     def _end_opening(self) -> None:
-        """Called at the first step: from now on the console shows every message in full."""
+        """At the first step, lets the console show messages in full from now on."""
         if not self._is_open or self._to_console.opening is None:
             return
         withheld, self._to_console.opening = self._to_console.opening.withheld, None
@@ -447,7 +447,7 @@ class RunLog:
             self._bar = None
 
     def _move_bar(self, step: int, text: str) -> None:
-        if TERMINAL.waiting:  # it is behind, so what it would get is old
+        if TERMINAL.waiting:  # it is behind, so an update would be stale
             return
         now = time.monotonic()
         if self._bar is None:
@@ -469,7 +469,7 @@ class RunLog:
 
 
 def _begin_metrics(path: Path, resume_step: int | None) -> list[dict[str, Any]]:
-    """Returns: the records that stay."""
+    """Drops the records after the resumed step, or all.  Returns: those that stay."""
     if resume_step is None:
         path.unlink(missing_ok=True)
         return []
@@ -492,8 +492,11 @@ def _jsonable(value: Any) -> Any:
 
 
 def _console_on(screen: Screen) -> Console:
-    """Plain text in Jupyter, too, which shows rich's tables as HTML and each move of a bar anew."""
-    is_terminal = screen.isatty()  # FORCE_COLOR, which Jupyter sets, makes rich think so anywhere
+    """Console of plain text, in Jupyter, too.
+
+    There rich would draw tables as HTML, and print the bar again at each move.
+    """
+    is_terminal = screen.isatty()  # rich would trust FORCE_COLOR, which Jupyter sets
     width = None if is_terminal else _PLAIN_WIDTH
     return Console(
         file=cast(TextIO, screen), width=width, force_terminal=is_terminal, force_jupyter=False
@@ -559,7 +562,7 @@ class EarlyLog:
 class ConsoleHandler(logging.Handler):
     """Prints through rich, above a moving bar if there is one.
 
-    opening: while it is there, warnings are short.
+    opening: while set, warnings are shortened.
     """
 
     def __init__(self, console: Console) -> None:
@@ -599,7 +602,7 @@ class LogFileHandler(logging.Handler):
 
 
 class _PrintableFormatter(logging.Formatter):
-    """Without what moves a terminal's cursor when somebody reads the file there."""
+    """Escapes control characters, which would move the cursor of a reader's terminal."""
 
     def format(self, record: logging.LogRecord) -> str:
         return printable(super().format(record))

@@ -1,11 +1,10 @@
-"""Threads that write, so that nobody waits for a terminal or disk.
+"""Writer threads: no step waits for a terminal or a disk.
 
     WriterThread   writes what it is given, in order
     Screen         stdout or stderr, written by such a thread
-    TERMINAL       the thread of both, in every process
+    TERMINAL       the thread for both, one per process
 
-Each run has one for its files.  A terminal has another: one that takes nothing must not keep
-records from the disk.
+Each run has another thread for its files: a blocked terminal must not keep records from the disk.
 """
 
 import io
@@ -18,21 +17,21 @@ from contextlib import suppress
 from queue import SimpleQueue
 from typing import TextIO
 
-_DROP_BYTES = 64 << 20  # of what waits for a disk; some hundred images
+_DROP_BYTES = 64 << 20  # queued for a disk; about a hundred images
 _TERMINAL_BYTES, _TERMINAL_SECONDS = 1 << 20, 2.0
 
 
 class WriterThread:
-    """A thread that does, in order, what may block.
+    """A thread that runs operations which may block, in order.
 
-    `put` never waits, and may be called in any thread and inside a signal handler.  What waits is
-    bounded: beyond `most_bytes` that which may be dropped is dropped, and counted.  Records never
-    are: they are small.  A copy of this process (fork) has no such thread and writes at once, as
-    this one does where the system gives it none.
+    `put` never waits, and is safe in any thread and inside a signal handler.  The queue is bounded:
+    beyond `most_bytes`, items that may be dropped are dropped and counted.  Records never are: they
+    are small.  A forked child has no such thread and writes at once, as
+    this process does if the system has no more threads.
 
     Attributes:
-        dropped: how many were dropped, by their name.
-        failures: the name of what failed, and why; for whoever can tell it.
+        dropped: number of dropped items, by name.
+        failures: name and error of each failed write, until somebody reports it.
     """
 
     def __init__(self, most_bytes: int = _DROP_BYTES) -> None:
@@ -40,31 +39,31 @@ class WriterThread:
         self.failures: deque[tuple[str, Exception]] = deque(maxlen=100)
         self._most_bytes = most_bytes
         self._queue: SimpleQueue[tuple[str, Callable[[], object], int]] = SimpleQueue()
-        self._put, self._done = [0, 0], [0, 0]  # how many and how many bytes; one writer each
+        self._put, self._done = [0, 0], [0, 0]  # items and bytes; one writer each
         self._process = os.getpid()
         self._thread = threading.Thread(target=self._run, name="writer", daemon=True)
         self._starting = threading.Lock()  # nobody waits for it: a signal may come amid a start
 
     @property
     def waiting(self) -> int:
-        """How many are not written yet."""
+        """Number of items not yet written."""
         return self._put[0] - self._done[0]
 
     @property
     def waiting_bytes(self) -> int:
-        """Their size."""
+        """Size of the items not yet written."""
         return self._put[1] - self._done[1]
 
     def put(
         self, name: str, write: Callable[[], object], size: int = 0, *, may_drop: bool = False
     ) -> None:
-        """Hands over something to write.
+        """Queues something to write.
 
         Args:
-            name: of what is written, for warnings.
+            name: what is written, for warnings.
             write: may block, and raise.
             size: bytes that it keeps in memory.
-            may_drop: it is no record.
+            may_drop: whether it may be dropped, because it is not a record.
         """
         if os.getpid() != self._process:
             self._write(name, write)
@@ -86,7 +85,7 @@ class WriterThread:
                 self._starting.release()
 
     def flush(self, seconds: float) -> bool:
-        """Waits until everything so far is written, or so long.  Returns: whether it is."""
+        """Waits up to `seconds` until the queue is written.  Returns: whether it is."""
         if os.getpid() != self._process or self._thread.ident is None:
             return True
         done = threading.Event()
@@ -106,12 +105,12 @@ class WriterThread:
     def _write(self, name: str, write: Callable[[], object]) -> None:
         try:
             write()
-        except Exception as error:  # the thread must live
+        except Exception as error:  # the thread must survive
             self.failures.append((name, error))
 
 
 class _Terminal(WriterThread):
-    """One that took nothing since somebody waited for it in vain is not waited for again."""
+    """The terminal's thread; after a timeout, waits again only once output moves."""
 
     _stuck_after = -1
 
@@ -127,9 +126,9 @@ TERMINAL = _Terminal(_TERMINAL_BYTES)
 
 
 class Screen(io.TextIOBase):
-    """stdout or stderr, never waited for; it falls silent when it cannot be written any more.
+    """stdout or stderr, never waited for; silent once it cannot be written.
 
-    A stream that is no file of the system, such as that of a notebook, is written directly.
+    A stream that is not a file of the system, such as a notebook's, is written directly.
 
     Attributes:
         problem: why it is silent; None while it is not.
@@ -151,7 +150,7 @@ class Screen(io.TextIOBase):
         return self._stream.fileno()
 
     def isatty(self) -> bool:
-        """Whether a bar can move there; Jupyter says so of a page where none can."""
+        """Whether a progress bar can move there; Jupyter wrongly claims it for its pages."""
         stream = self._stream
         if stream is None or stream.closed or type(stream).__module__.startswith("ipykernel"):
             return False
@@ -162,7 +161,7 @@ class Screen(io.TextIOBase):
             if self._handle is None:
                 self._write(text)
             else:
-                # By the handle: a buffer of Python's that waits would be in the way at the end.
+                # By descriptor: data stuck in Python's own buffer would block the exit.
                 data = text.encode(self.encoding, "backslashreplace")
                 TERMINAL.put("terminal", lambda: self._write_bytes(data), len(data), may_drop=True)
         return len(text)
@@ -172,7 +171,7 @@ class Screen(io.TextIOBase):
         try:
             self._stream.write(text)
             self._stream.flush()
-        except (OSError, ValueError) as error:  # ValueError: somebody closed it
+        except (OSError, ValueError) as error:  # ValueError: it was closed
             self.problem = error
 
     def _write_bytes(self, data: bytes) -> None:
@@ -181,17 +180,17 @@ class Screen(io.TextIOBase):
             while data and self.problem is None:
                 try:
                     data = data[os.write(self._handle, data) :]
-                except BlockingIOError:  # another program has made it so
+                except BlockingIOError:  # another program made it non-blocking
                     select.select([], [self._handle], [])
         except OSError as error:
             self.problem = error
 
 
 def _handle_of(stream: TextIO) -> int | None:
-    """The system's number of a stream that is a file; what Python has buffered is written first."""
+    """File descriptor of a stream that is a file; flushes Python's buffer first."""
     buffer = getattr(stream, "buffer", None)
     if not isinstance(getattr(buffer, "raw", buffer), io.FileIO):
         return None
-    with suppress(OSError, ValueError, RuntimeError):  # the last: a signal came amid a print
+    with suppress(OSError, ValueError, RuntimeError):  # RuntimeError: a signal interrupted a print
         stream.flush()
     return None if stream.closed else stream.fileno()

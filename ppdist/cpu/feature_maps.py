@@ -1,13 +1,13 @@
 """Operations on feature maps in Paddle's layout or oneDNN's.
 
-A *feature map* is a tensor [B, C, H, W], or between layers that run on oneDNN the same in its
-layout, [B, C / block, H, W, block] (`onednn.layout`).  A float32 map in Paddle's layout takes
-Paddle's operators.
+A *feature map* is a tensor [B, C, H, W], or, between layers that run on oneDNN, the same in its
+layout, [B, C / block, H, W, block] (`onednn.layout`).  Float32 maps in Paddle's layout use Paddle's
+operators.
 
-A map is float32, or bfloat16 at level O2 of `precision.py`: that takes oneDNN's operators in either
-layout.  Paddle has few of bfloat16 on CPUs: neither the sum of two tensors nor the gradient of
-concatenation, pooling or a mean.  It sums gradients of bfloat16, but number by number: a map that
-several layers read is passed to them by `share`.
+A map is float32, or bfloat16 at level O2 of `precision.py`.  Maps of bfloat16 use oneDNN's
+operators in either layout, because Paddle has few on CPUs: neither the sum of two tensors nor the
+gradient of concatenation, pooling or a mean.  It sums gradients of bfloat16, but element by
+element, so `share` passes a map to several layers.
 """
 
 from collections.abc import Sequence
@@ -35,22 +35,22 @@ def dtype_of(x: Tensor) -> str:
 
 
 def _is_low(x: Tensor) -> bool:
-    """Whether a map is oneDNN's and bfloat16.
+    """Whether a map is bfloat16 for oneDNN.
 
-    `paddle.amp` on a card makes maps of bfloat16 that are Paddle's.
+    On a card, `paddle.amp` makes maps of bfloat16 for Paddle's operators.
     """
     return dtype_of(x) == precision.current().dtype == "bfloat16"
 
 
 def _kernels_for(x: Tensor) -> precision.Kernels:
-    """A float32 map takes those of float32 whatever convolutions round to."""
+    """Kernels for a map: of float32 for a float32 map, whatever convolutions round to."""
     return precision.current() if _is_low(x) else precision.FLOAT32
 
 
 def contiguous(x: Tensor, dtype: str | None = None) -> Tensor:
-    """The map without gaps, in the wanted dtype.
+    """The map, contiguous in memory and in the wanted dtype.
 
-    Args: dtype: None: its own. A gradient may come in another.
+    Args: dtype: None: its own.  A gradient may arrive in another.
     """
     if dtype is not None and dtype_of(x) != dtype:
         x = x.astype(dtype)
@@ -62,7 +62,7 @@ _reorder = lru_cache(precision.CACHED_KERNELS)(onednn.Reorder)
 
 @lru_cache(precision.CACHED_KERNELS)
 def _concat_kernel(*parts: onednn.Descriptor) -> onednn.Concat | None:
-    """None: these layouts are none of one whole."""
+    """Kernel of a concatenation; None: these layouts do not form one whole."""
     batch, _, height, width = parts[0].shape
     channels = sum(part.shape[1] for part in parts)
     block = parts[0].block
@@ -180,11 +180,12 @@ class _ScaleChannels(PyLayer):
 
 
 def _scaling_kernel(x: Tensor) -> onednn.Convolution | None:
-    """Depthwise convolution of one image with the channels of all.
+    """Depthwise convolution that scales channels: one image with the channels of all.
 
-    It lies in the same memory.  With it a product and its gradients take a thirtieth of what
-    Paddle's take; oneDNN's own product has no compiled kernel for a factor of each image and
-    channel.  None: oneDNN has no such convolution, or it gives another layout.
+    That image is in the same memory.  The product and its gradients take a thirtieth of Paddle's
+    time; oneDNN's own product has no compiled kernel for a factor per image and channel.
+
+    Returns: None: oneDNN has no such convolution, or its output has another layout.
     """
     layout = layout_of(x)
     batch, channels, height, width = layout.shape
@@ -205,7 +206,7 @@ class OneDNNMaps(FeatureMaps):
         return x if x.ndim == 4 else _Plain.apply(x)
 
     def share(self, x: Tensor, count: int) -> Sequence[Tensor]:
-        """6 to 8 % of a step of YOLOv5 in bfloat16 where Paddle sums the gradients."""
+        """Sums gradients in oneDNN; Paddle's sum takes 6 to 8 % of a bfloat16 YOLOv5 step."""
         if not _is_low(x) or x.stop_gradient:
             return super().share(x, count)
         x = contiguous(x)
@@ -213,7 +214,7 @@ class OneDNNMaps(FeatureMaps):
 
     def add(self, x: Tensor, y: Tensor) -> Tensor:
         x, y = _of_one_dtype([x, y])
-        # Of plain maps no shapes: in a graph that takes any batch and size they are not known.
+        # Shapes of plain maps are not compared: a graph for any batch and size does not know them.
         if x.ndim != y.ndim or (x.ndim == 5 and x.shape != y.shape):
             x, y = self.to_plain(x), self.to_plain(y)
         if _is_low(x):

@@ -1,8 +1,8 @@
-"""Self-check of oneDNN's kernels, kept from one start to the next.
+"""Self-check of oneDNN's kernels, with its pass kept across runs.
 
-The check (switch.py) takes a fifth of a small run's start, and its answer
-depends on nothing but this processor, this Paddle, this code and the model.  A pass is kept under
-$XDG_CACHE_HOME or ~/.cache; a failure never is.
+The check (switch.py) takes a fifth of a small run's start, and its result depends only on this
+processor, this Paddle, this code and the model.  A pass is kept in $XDG_CACHE_HOME or ~/.cache; a
+failure never is.
 """
 
 import json
@@ -19,18 +19,17 @@ from ppdist.storage.keyed_cache import KeyedCache
 
 _MOST_BYTES = 16 << 20
 
-_OF_KERNELS = ("ONEDNN_", "DNNL_", "OMP_", "KMP_", "MKL_", "FLAGS_")  # variables that choose them
+_OF_KERNELS = ("ONEDNN_", "DNNL_", "OMP_", "KMP_", "MKL_", "FLAGS_")  # of variables for them
 _OF_CORES = ("processor", "cpu MHz", "bogomips", "core id", "apicid", "initial apicid", "siblings")
 
 
 def check_once(check: Callable[[], str | None], model: Any) -> str | None:
     """Runs a check unless it has passed here before.
 
-    Returns: why it failed; None: it passed.
-
     Args:
-        check: None where all agree, else the reason.
-        model: what JSON can hold of everything that makes the model, its code too.
+        check: returns None if all agree, else the reason.
+        model: everything that defines the model, its code too, in types that JSON has.
+    Returns: why it failed; None: it passed.
     """
     passed, key = KeyedCache.of_user("kernels", _MOST_BYTES), _key(model)
     if passed is not None and passed.get(key) is not None:

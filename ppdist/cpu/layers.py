@@ -1,10 +1,10 @@
 """Layers on oneDNN's CPU kernels, one for each plain layer.
 
 Every layer takes feature maps in Paddle's layout or in oneDNN's (feature_maps.py).  `ConvBNLayer`
-and `RepConv` give theirs in oneDNN's where `keeps_layout` says that all who get it take it; any
-other `nn.Conv2D` gives Paddle's.  Each class only changes `forward` of the plain layer it derives
-from, so that a built layer can be switched by its class (switch.py).  What oneDNN has no kernel
-for, other dtypes and other kinds of batch norm run as they always did.
+and `RepConv` output oneDNN's if `keeps_layout` says that every consumer accepts it; any other
+`nn.Conv2D` outputs Paddle's.  Each class only overrides `forward` of its plain base class, so that
+changing the class of a built layer switches it (switch.py).  Layers without a oneDNN kernel, other
+dtypes and other kinds of batch norm run as before.
 """
 
 from collections.abc import Callable, Sequence
@@ -58,7 +58,7 @@ def _paddles_own(forward: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
 
 
 def _needs(*inputs: Tensor | None) -> tuple[bool, ...]:
-    """Whether backward shall return each tensor's gradient."""
+    """Whether backward must return the gradient, for each tensor."""
     return tuple(not tensor.stop_gradient for tensor in inputs if tensor is not None)
 
 
@@ -87,7 +87,7 @@ class _Convolve(PyLayer):
 
 
 class OneDNNConv2D(nn.Conv2D):
-    """nn.Conv2D on oneDNN; gives float32."""
+    """nn.Conv2D on oneDNN; outputs float32."""
 
     def forward(self, x: Tensor) -> Tensor:
         conv = _kernel(self, x)
@@ -105,7 +105,7 @@ class _Branch:
         self.bn = kernels.get("BatchNorm", conv.y, paddle_api.epsilon(norm))
 
     def forward(self, x: Tensor, weight: Tensor, gamma_O: Tensor, beta_O: Tensor) -> Tensor:
-        """Buffers in the convolution's layouts; also moves the running statistics."""
+        """Forward on buffers in the convolution's layouts; updates running statistics."""
         self.z = self.conv.forward(x, weight, None)
         out, self.mean_O, self.var_O = self.bn.train(self.z, gamma_O, beta_O)
         keep = paddle_api.momentum(self.norm)
@@ -116,7 +116,7 @@ class _Branch:
         return out
 
     def infer(self, x: Tensor, weight: Tensor, gamma_O: Tensor, beta_O: Tensor) -> Tensor:
-        """Buffers in the convolution's layouts; running statistics, nothing kept."""
+        """The same from running statistics; keeps nothing for backward."""
         z = self.conv.forward(x, weight, None)
         return self.bn.infer(z, gamma_O, beta_O, *paddle_api.running_statistics(self.norm))
 
@@ -129,9 +129,9 @@ class _Branch:
         needs_dx: bool,
         in_place: bool,
     ) -> tuple[Tensor | None, Tensor, Tensor, Tensor]:
-        """Gradients of x (as it was given), weight, gamma and beta.
+        """Gradients of x (in the layout it was given in), weight, gamma and beta.
 
-        Args: in_place: nobody else needs dy.
+        Args: in_place: whether dy may be overwritten.
         """
         dz, dgamma_O, dbeta_O = self.bn.gradient(
             self.z, gamma_O, self.mean_O, self.var_O, dy, in_place
@@ -164,7 +164,7 @@ class _Call:
         return total
 
     def infer(self, x_given: Tensor, parameters: Sequence[Tensor], alpha: Tensor | None) -> Tensor:
-        """The result from running statistics; nothing is kept."""
+        """The result from running statistics; keeps nothing for backward."""
         y = self.total("infer", self.conv.x_in(contiguous(x_given)), parameters, alpha)
         return self.conv.y_out(y if self.activation is None else self.activation.forward(y))
 
@@ -172,8 +172,8 @@ class _Call:
 class _Normalized(PyLayer):
     """activation(bn(conv(x)) + alpha * bn(conv(x))); the second branch may be missing.
 
-    alpha scales gamma and beta of the second instead of a map, and its gradient is that of these
-    two: d alpha = sum(gamma * d(alpha gamma) + beta * d(alpha beta)).
+    alpha scales gamma and beta of the second branch instead of a map, and its gradient follows from
+    theirs: d alpha = sum(gamma * d(alpha gamma) + beta * d(alpha beta)).
     """
 
     @staticmethod
@@ -228,7 +228,7 @@ def _compute(
     for block in blocks:
         inputs += [block.conv.weight, block.bn.weight, block.bn.bias]
     fixed = [not b.bn.training or paddle_api.normalises_by_running(b.bn) for b in blocks]
-    # In evaluation, and in training where all up to here is frozen, no gradient is wanted.
+    # No gradient is needed in evaluation, nor in training if everything up to here is frozen.
     constants = all(fixed) and not (paddle.is_grad_enabled() and any(_needs(*inputs)))
     if not constants and (any(fixed) or any(type(b.bn) is not nn.BatchNorm2D for b in blocks)):
         return None
@@ -248,10 +248,10 @@ def _compute(
 
 
 class OneDNNConvBNLayer(ConvBNLayer):
-    """ConvBNLayer on oneDNN.  Synchronised or frozen batch norm runs as it is.
+    """ConvBNLayer on oneDNN.  Synchronised or frozen batch norm runs as before.
 
     Attributes:
-        keeps_layout: the result is in oneDNN's layout, where it has a name.
+        keeps_layout: whether the output is in oneDNN's layout, if that has a name.
     """
 
     keeps_layout = False
@@ -267,7 +267,7 @@ class OneDNNRepConv(RepConv):
     """RepConv on oneDNN; fused for deployment it is one nn.Conv2D.
 
     Attributes:
-        keeps_layout: the result is in oneDNN's layout, where it has a name.
+        keeps_layout: whether the output is in oneDNN's layout, if that has a name.
     """
 
     keeps_layout = False

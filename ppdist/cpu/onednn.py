@@ -1,17 +1,17 @@
 """oneDNN's C interface inside Paddle's CPU wheel, by ctypes.
 
-Paddle's dygraph convolution on CPU is im2col and a single-threaded product at about 30 GFLOP/s; the
-same wheel carries oneDNN (libdnnl), whose kernels do 5-8 times that on one core and use several.
-Dygraph has no way to them, so this module is one: descriptors, layouts ("reorders") and the
-primitives a convolutional detector needs.  `feature_maps.py` and `layers.py` build on them.
+Paddle's dygraph convolution on CPU is im2col and a single-threaded product at about 30 GFLOP/s.
+The same wheel contains oneDNN (libdnnl), with kernels that reach 5-8 times that on one core and
+can use several.  Dygraph cannot call them, so this module does: descriptors, layouts ("reorders")
+and the primitives a convolutional detector needs.  `feature_maps.py` and `layers.py` build on it.
 
-A *buffer* here is a Paddle tensor, float32 or bfloat16, whose memory holds an activation in the
-layout that its descriptor says; Paddle's allocator owns it.  oneDNN likes channels in blocks of 8
-or 16, or all of them side by side: such a layout without padding is a tensor
-[B, C / block, H, W, block] to Paddle, any other one is flat.
-Kernels use OMP_NUM_THREADS threads, and one where it is unset (Paddle sees to that; fleetrun sets
-cores / processes).  Nothing is loaded before `Library()` is made; `OSError` there means: no such
-library, stay eager.
+A *buffer* here is a Paddle tensor, float32 or bfloat16, with an activation in its memory in the
+layout of its descriptor; Paddle's allocator owns it.  oneDNN prefers channels in blocks of 8 or 16,
+or all of them side by side: such a layout without padding is a tensor [B, C / block, H, W, block]
+to Paddle, any other one is flat.
+Kernels use OMP_NUM_THREADS threads, or one if it is unset (Paddle's default; fleetrun sets cores /
+processes).  Nothing is loaded before `Library()` is created; an `OSError` there means that the
+library is missing: stay eager.
 
 Constants and signatures: oneDNN 3.x C interface, https://uxlfoundation.github.io/oneDNN (stable
 through 3.x by its versioning policy; another major version is refused).
@@ -47,7 +47,7 @@ _ELTWISE = {
     "leaky_relu": (0x20, LEAKY_SLOPE, 0.0),
 }
 _GLOBAL_STATS, _SCALE, _SHIFT = 1, 2, 4
-# What a primitive descriptor is asked for.
+# Queries of a primitive descriptor.
 _Q_IMPLEMENTATION = 8
 _Q_SRC, _Q_DIFF_SRC, _Q_WEIGHTS, _Q_DIFF_WEIGHTS, _Q_DST, _Q_DIFF_DST, _Q_WORKSPACE = range(
     129, 136
@@ -111,12 +111,12 @@ class Library:
 def _let_threads_sleep(folder: Path) -> None:
     """Lets OpenMP's threads sleep 1 ms after a kernel.
 
-    They would spin for 200 ms on a core that a data loader or another rank could use.
+    By default they spin for 200 ms on a core that a data loader or another rank could use.
 
-    From one kernel of a step to the next takes less than 1 ms, and waking a thread 50 us: with two
-    threads that sleep at once a step of YOLOv5n took 1.26 times as long on a quiet machine, in
-    bfloat16 1.5 times, and 0.97 times where another process kept one of two cores busy.
-    Paddle's wheel loads libiomp5, which then serves libdnnl's calls though that names libgomp.
+    The next kernel of a step follows within 1 ms, and waking a thread takes 50 us: with two threads
+    that sleep at once, a step of YOLOv5n took 1.26 times as long on an idle machine (1.5 times in
+    bfloat16), and 0.97 times while another process kept one of two cores busy.
+    Paddle's wheel loads libiomp5, which then serves libdnnl's calls, though libdnnl names libgomp.
     """
     for file in folder.glob("libiomp5.so*"):
         ctypes.CDLL(str(file)).kmp_set_blocktime(c_int(1))
@@ -128,14 +128,14 @@ def library() -> Library:
 
 
 def _create(function: str, *arguments: Any) -> c_void_p:
-    """The handle that `dnnl_<function>` makes of these arguments."""
+    """The handle that `dnnl_<function>` creates from these arguments."""
     handle = c_void_p()
     library().check(getattr(library().c, f"dnnl_{function}")(byref(handle), *arguments), function)
     return handle
 
 
 def _describe(kind: str, *arguments: Any) -> c_void_p:
-    """The description of a primitive, of which a `_Primitive` is made."""
+    """The description from which a `_Primitive` is created."""
     return _create(f"{kind}_primitive_desc_create", library().engine, *arguments, None)
 
 
@@ -143,9 +143,9 @@ class Descriptor:
     """Shape, layout and dtype of a tensor.
 
     Attributes:
-        shape: what it means, [B, C, H, W] of an activation.
+        shape: the logical one, [B, C, H, W] of an activation.
         tensor_shape: of the Paddle tensors that hold it.
-        block: channels side by side in memory; 0: row-major; None: no layout of `layout`.
+        block: channels side by side in memory; 0: row-major; None: not a layout of `layout`.
     """
 
     def __init__(self, handle: c_void_p, shape: Sequence[int], dtype: str = "float32") -> None:
@@ -207,7 +207,7 @@ def _tagged(shape: Sequence[int], tag: int, dtype: str = "float32") -> c_void_p:
 
 
 def _named(chosen: Descriptor) -> Descriptor:
-    """The same layout from `layout`, if it is one of those that need no padding."""
+    """The equal layout from `layout`, if there is one without padding."""
     shape = tuple(chosen.shape)
     if len(shape) != 4:
         return chosen
@@ -239,7 +239,7 @@ class _Primitive:
             slot.index, slot.memory = index, memory.value
 
     def __call__(self, *inputs: Tensor, into: Tensor | None = None) -> list[Tensor]:
-        """Args: into: the buffer that the first output takes, which may be one of the inputs."""
+        """Args: into: buffer of the first output, which may be one of the inputs."""
         lib = library()
         outputs = [layout.empty() for layout in self.outputs[0 if into is None else 1 :]]
         outputs = outputs if into is None else [into, *outputs]
@@ -255,7 +255,7 @@ class _Primitive:
 def _layout(
     description: c_void_p, what: int, shape: Sequence[int], dtype: str = "float32"
 ) -> Descriptor:
-    """The layout that a primitive wants or gives."""
+    """The layout that a primitive expects or produces."""
     handle = library().c.dnnl_primitive_desc_query_md(description, what, 0)
     return _named(Descriptor(c_void_p(handle), shape, dtype))
 
@@ -271,8 +271,8 @@ class Reorder:
     """Copies between two layouts or dtypes of one shape."""
 
     def __init__(self, source: Descriptor, target: Descriptor, of_whole: bool = False) -> None:
-        """Args: of_whole: the source is a part of a larger buffer, so even an equal one is copied:
-        of one image the first part lies as if it were alone."""
+        """Args: of_whole: the source is part of a larger buffer, so even an equal layout is copied:
+        with one image, the first part has the layout of a buffer of its own."""
         self.primitive: _Primitive | None = None
         if source.equals(target) and not of_whole:
             return
@@ -292,12 +292,12 @@ class Convolution:
 
     Args:
         x_shape [B, C, H, W]; w_shape [O, C / groups, kh, kw]; stride, padding, dilation [y, x].
-        x_block: the layout in which x comes, and its gradient goes; see `layout`.
-        keeps_layout: y goes, and its gradient comes, in oneDNN's layout where that has a name;
-            else row-major.
+        x_block: layout of x and of its gradient; see `layout`.
+        keeps_layout: whether y and its gradient are in oneDNN's layout, if that has a name; else
+            row-major.
         dtype: of the kernels; they sum products of bfloat16 in float32, and parameters and their
-            gradients are float32 in any case.
-        x_dtype, y_dtype: in which x comes, and y goes.
+            gradients are always float32.
+        x_dtype, y_dtype: dtypes of x and y outside the kernels.
     Attributes:
         x, y: the layouts of the kernel; x_given, y_given: those outside.
     Raises: OneDNNError: oneDNN has no kernel for it.
@@ -327,13 +327,13 @@ class Convolution:
         )  # fmt: skip
         self.x = _layout(forward, _Q_SRC, x_shape, dtype)
         self.y = _layout(forward, _Q_DST, y_shape, dtype)
-        to_data = None  # in the layouts of the forward kernel, which spares two reorders
+        to_data = None  # in the layouts of the forward kernel, which saves two reorders
         with suppress(OneDNNError):
             to_data = _describe(
                 "convolution_backward_data", direct, self.x.handle, w_any, self.y.handle, *window,
                 forward,
             )  # fmt: skip
-        if to_data is None or not _is_compiled(to_data):  # in those that the kernel likes best
+        if to_data is None or not _is_compiled(to_data):  # in those that the kernel prefers
             to_data = _describe(
                 "convolution_backward_data", direct, x_any, w_any, y_any, *window, forward
             )
@@ -419,7 +419,7 @@ class BatchNorm:
     def gradient(
         self, x: Tensor, scale: Tensor, mean: Tensor, variance: Tensor, dy: Tensor, in_place: bool
     ) -> list[Tensor]:
-        """dx, dscale_C, dshift_C of `train`.  Args: in_place: dx may take the place of dy."""
+        """dx, dscale_C, dshift_C of `train`.  Args: in_place: dx may overwrite dy."""
         return self._back(x, scale, mean, variance, dy, into=dy if in_place else None)
 
 
@@ -454,8 +454,8 @@ class MapKernel:
         self, kind: str, x: Descriptor, y: Descriptor,
         forward: Sequence[Any], back: Sequence[Any], remembers: bool = False,
     ) -> None:  # fmt: skip
-        """Args: forward, back: of `dnnl_<kind>_forward_...` and `_backward_...`; remembers: the
-        gradient needs to know what the kernel chose."""
+        """Args: forward, back: arguments of `dnnl_<kind>_forward_...` and `_backward_...`;
+        remembers: whether the gradient needs the choices of the forward kernel."""
         self.y = y
         described = _describe(f"{kind}_forward", _FORWARD_TRAINING, *forward)
         kept: _Places = []
@@ -511,7 +511,7 @@ def upsample2x(x: Descriptor) -> MapKernel:
 
 
 class Concat:
-    """Concatenation along the channels, and its pieces again."""
+    """Concatenation along the channels, and the split of its gradient."""
 
     def __init__(self, parts: Sequence[Descriptor], whole: Descriptor) -> None:
         self.whole = whole
@@ -549,7 +549,7 @@ class Sum:
         self._primitive = _Primitive(description, places, [(_DST, x)])
 
     def __call__(self, first: Tensor, second: Tensor) -> Tensor:
-        """The sum; it may take the place of `first`."""
+        """The sum; it may overwrite `first`."""
         if self._primitive is None:
             return first.add_(second)
         return self._primitive(first, second, into=first)[0]

@@ -2,18 +2,18 @@
 
     with compute_in(BFLOAT16): outputs = model(images)
 
-is to the CPU what `paddle.amp.auto_cast` is to a GPU, and which Paddle ignores on a CPU.  Layers of
+is the CPU's counterpart of `paddle.amp.auto_cast`, which Paddle ignores on a CPU.  Layers of
 `layers.py` then round their operands to bfloat16 (8 bits of mantissa), multiply those exactly, and
 sum in float32, as the processor's instructions do (AVX512-BF16, AMX).  Parameters, their gradients
-and the statistics of batch norm are float32: no other weights have to be kept, no loss scaled.
-What is between layers follows the level of AMP:
+and the statistics of batch norm are float32: there is no second copy of the weights and no loss
+scaling.  The AMP level decides the dtype between layers:
 
-    O1: tensors between layers are float32, and so is what other operators do with them
-    O2: they are bfloat16, half the bytes, and sums, concatenation, max pooling and upsampling
-        take and give that (feature_maps.py), and so do means and the gates made of them, which
-        are float32 between
+    O1: tensors between layers are float32, and other operators compute in float32
+    O2: they are bfloat16, half the bytes; sums, concatenation, max pooling and upsampling read and
+        write it (feature_maps.py), and so do means and the gates computed from them, which use
+        float32 in between
 
-Plain convolutions, which predict or feed a gate, give float32 at both levels.
+Plain convolutions, which predict or feed a gate, output float32 at both levels.
 """
 
 from collections.abc import Callable, Iterator
@@ -30,13 +30,13 @@ CACHED_KERNELS = 16384  # kinds of operation x image sizes x batch sizes
 
 @dataclass(frozen=True)
 class Kernels:
-    """What computes in a precision.
+    """The kernels of one precision.
 
     Attributes:
         dtype: of buffers.
-        between: of the feature maps that layers with batch norm give.
-        made_by: has the classes and functions of onednn.py; tests put others in their place.
-        missing: says why this machine cannot; "" where it can.
+        between: dtype of the feature maps that layers with batch norm output.
+        made_by: has the classes and functions of onednn.py; tests replace it.
+        missing: returns why this machine cannot use them; "": it can.
     """
 
     dtype: str = "float32"
@@ -49,7 +49,7 @@ class Kernels:
         return dtype in ("float32", self.dtype)
 
     def at(self, level: str) -> "Kernels":
-        """These at a level of AMP, O1 or O2."""
+        """These kernels at AMP level O1 or O2."""
         return replace(self, between=self.dtype if level == "O2" else "float32")
 
     def get(self, name: str, *arguments: Any) -> Any:
@@ -63,14 +63,14 @@ class Kernels:
         return made
 
     def find(self, name: str, *arguments: Any) -> Any:
-        """As `get`; None: there is no such kernel."""
+        """Like `get`; None: there is no such kernel."""
         made = _made(self.made_by, name, *arguments)
         return None if isinstance(made, str) else made
 
 
 @lru_cache(CACHED_KERNELS)
 def _made(made_by: Any, name: str, *arguments: Any) -> Any:
-    """The kernel, or why there is none: both are found out once."""
+    """The kernel, or why there is none; both are cached."""
     try:
         return getattr(made_by, name)(*arguments)
     except onednn.OneDNNError as error:
@@ -81,7 +81,7 @@ def missing_bfloat16() -> str:
     """Why oneDNN cannot train in bfloat16 here; "": it can.
 
     AVX2 processors with AVX-NE-CONVERT have bfloat16 for inference only; AVX-512 without
-    AVX512-BF16 computes it by detours, slower than float32.
+    AVX512-BF16 emulates it, slower than float32.
     """
     flags = ", ".join(sorted(paddle_api.bfloat16_flags()))
     if not flags:
@@ -109,13 +109,13 @@ _current = FLOAT32
 
 
 def current() -> Kernels:
-    """Those of the innermost `compute_in`."""
+    """The kernels of the innermost `compute_in`."""
     return _current
 
 
 @contextmanager
 def compute_in(kernels: Kernels) -> Iterator[None]:
-    """Inside, layers compute forward with these kernels; backward with what forward took."""
+    """Makes layers compute forward with these kernels; backward uses those of forward."""
     global _current
     before, _current = _current, kernels
     try:

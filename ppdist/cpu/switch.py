@@ -1,12 +1,11 @@
-"""Switches a model's CPU convolutions to oneDNN, and proves them equal.
+"""Switches a model's CPU convolutions to oneDNN, and compares the two.
 
 `use_onednn_convolutions(model)` changes the class of layers inside a built model in place:
 parameters, buffers and state-dict keys stay the same objects; `plain_convolutions(model)` changes
 it back (before export).  The values are those of the plain layers up to the order of float32 sums;
-`self_check(model)` holds both against each other on this machine, and training stays eager when
-they differ.
+`self_check(model)` compares both on this machine, and training stays eager if they differ.
 
-Between layers of ours feature maps stay in oneDNN's layout (feature_maps.py) where all around them
+Between our layers, feature maps stay in oneDNN's layout (feature_maps.py) if all layers around them
 are declared by `passes_maps`; other layers get them in Paddle's.
 """
 
@@ -29,11 +28,11 @@ from ppdist.models.layers import ConvBNLayer, RepConv
 
 LAYER_TOLERANCE = 2e-4  # of the largest value; measured 1e-7 to 1e-5, a wrong kernel gives > 1e-1
 MODEL_TOLERANCE = 2e-3  # of the gradient's norm over all parameters; measured 2e-5 to 4e-5
-# In bfloat16 of a norm: where ReLU passes one value more or less the largest difference is as large
+# In bfloat16, of a norm: if ReLU passes one value more or less, the largest difference is as large
 # as the largest value.  Measured 0.01, with ReLU 0.11; a wrong kernel gives > 1.
 BFLOAT16_LAYER_TOLERANCE = 0.25
-# A fresh deep model turns rounding, or noise of 2**-9 in its images, into other directions of its
-# gradient (measured 0.06 to 1.5 of the norm), not into another length (measured 0.93 to 1.05).
+# In a fresh deep model, rounding or noise of 2**-9 in the images changes the direction of the
+# gradient (measured 0.06 to 1.5 of the norm), but not its length (measured 0.93 to 1.05).
 BFLOAT16_LENGTH_RATIO = 2.0
 _LAYER_SIZE = 10  # pixels, one layer's input
 
@@ -46,9 +45,9 @@ _PLAIN = {fast: plain for plain, fast in _FAST.items()}
 def use_onednn_convolutions(model: nn.Layer) -> int:
     """Switches a model's convolutions to oneDNN, in place; returns how many.
 
-    Any rank may do it or not: the values agree to rounding.
+    Ranks may differ in this: the values agree to rounding.
 
-    Raises: OSError, onednn.OneDNNError: there is no usable library; `self_check` says so before.
+    Raises: OSError, onednn.OneDNNError: no usable library, which `self_check` reports before.
     """
     onednn.library()
     maps.__class__ = OneDNNMaps  # it leaves maps in Paddle's layout to Paddle
@@ -70,7 +69,7 @@ def is_on_onednn(model: nn.Layer) -> bool:
 
 
 def undeclared_layers(model: ImageModel) -> list[str]:
-    """Classes that make maps return to Paddle's layout."""
+    """Classes that force maps back into Paddle's layout."""
     found = dict.fromkeys(
         type(layer).__qualname__
         for layer, inside in _with_place(model, True)
@@ -81,9 +80,9 @@ def undeclared_layers(model: ImageModel) -> list[str]:
 
 
 def _with_place(layer: nn.Layer, inside: bool) -> Iterator[tuple[nn.Layer, bool]]:
-    """Each layer, and whether all around it pass maps on.
+    """Yields each layer, and whether all layers around it pass maps on.
 
-    Args: inside: whether those around the first do.
+    Args: inside: whether those around the first one do.
     """
     yield layer, inside
     for part in layer.children():
@@ -100,19 +99,19 @@ def _change_classes(model: nn.Layer, classes: dict[type[nn.Layer], type[nn.Layer
 
 
 def self_check(model: nn.Layer, size: int = 64, kernels: Kernels = FLOAT32) -> str | None:
-    """Compares a model's convolutions, and the model, with eager.
+    """Compares each kind of convolution in a model, and the model, with eager.
 
-    A kind is kernel, channels, stride, padding, dilation, groups, bias, and what follows it.  Of
-    each: output, gradients of input and parameters, running statistics; then a scalar of the
-    model's outputs on two small images with the gradients of all parameters.  Takes 1-3 s, draws
-    nothing from paddle's generators, and leaves the model (which may be plain or switched) with
-    the values, gradients, mode and classes it had.
+    A kind is kernel, channels, stride, padding, dilation, groups, bias, and what follows it.  For
+    each kind, the check compares output, gradients of input and parameters, and running statistics;
+    for the model, a scalar of its outputs on two small images and the gradients of all parameters.
+    It takes 1-3 s, does not touch paddle's generators, and leaves the model (plain or switched)
+    with the values, gradients, mode and classes it had.
 
     Args:
-        size: pixels of the two images: twice the largest stride, because batch norm over fewer
-            cells than that makes much of every rounding.
-        kernels: what computes on oneDNN's side, in its precision; Paddle's is float32.
-    Returns: None if all agree, else the first reason, in words for a log.
+        size: side of the two images in pixels: twice the largest stride, because batch norm over
+            fewer cells amplifies every rounding.
+        kernels: oneDNN's, in their precision; Paddle's side is float32.
+    Returns: None if all agree, else the first reason, as text for a log.
     """
     switched, training = is_on_onednn(model), model.training
     plain_convolutions(model)
@@ -169,7 +168,7 @@ def _check_layers(model: nn.Layer, kernels: Kernels) -> str | None:
 
 
 def _difference(found: np.ndarray, expected: np.ndarray, dtype: str) -> str | None:
-    """In words; None: what rounding in this precision makes."""
+    """The difference, as text; None: within the rounding of this precision."""
     if dtype == "float32":
         largest, error = float(np.abs(expected).max()), float(np.abs(found - expected).max())
         right = error <= LAYER_TOLERANCE * max(largest, 1e-3)
@@ -227,7 +226,7 @@ def _both_ways(
 ) -> tuple[_Values, _Values]:
     """What `call` computes with the layer plain and on oneDNN.
 
-    The layer is plain before and after, its running statistics and gradients as they were.
+    The layer is plain before and after; its running statistics and gradients are restored.
     """
     statistics = {n: t for n, t in layer.state_dict().items() if t.stop_gradient}
     kept_statistics = {name: tensor.numpy().copy() for name, tensor in statistics.items()}

@@ -36,15 +36,15 @@ from ppdist.models.weights import ClassNames, load_all_weights, require_there
 from ppdist.models.zoo import is_name
 from ppdist.viz.run_plots import draw_labels, draw_run
 
-_DRAWING_SECONDS = 600.0  # some ten are usual
-_MOST_CLASSES = 12  # with a row each at the end: the weakest
+_DRAWING_SECONDS = 600.0  # usually about ten
+_MOST_CLASSES = 12  # rows of the final table: the weakest classes
 
 
 @dataclass(frozen=True)
 class TrainingPlan:
     """What a training computes, and where it starts.
 
-    recipe: that the configuration is of, to be written beside the run.
+    recipe: the origin of the configuration, to be written beside the run.
     """
 
     config: ExperimentConfig
@@ -60,12 +60,12 @@ def plan_training(
     overrides: Sequence[str],
     resume: Continuation = ANEW,
 ) -> TrainingPlan:
-    """A recipe for data, a configuration, or, without either, a run that goes on by itself.
+    """Plans a training from data, from a configuration, or from the run to resume.
 
-    Every rank makes the same from files that are the same.
+    From equal files, every rank makes the same plan.
     Args:
-        options: with a configuration or a run they are keys of it.
-        overrides: -o items; they win.
+        options: with a configuration or a run, they override its keys.
+        overrides: -o items, which take precedence.
     Raises: ConfigError: options that do not go together, or wrong keys.
     """
     if data is None and config is None:
@@ -84,7 +84,7 @@ def plan_training(
         )
     if data is not None:
         if options.weights is not None and not is_name(options.weights):
-            require_there(Path(options.weights))  # before all labels are looked at
+            require_there(Path(options.weights))  # before all labels are read
         recipe = fit_recipe(find_layout(str(data)), options, overrides, comm.world_size())
         return TrainingPlan(recipe.config, resume, recipe)
     items = [*options.items(), *overrides]
@@ -102,7 +102,7 @@ def run_training(
     callbacks: Sequence[Callback] = (),
     begin: Callable[[RunLog], object] = lambda log: None,
 ) -> int:
-    """Trains on this rank, draws the pictures of the run; returns the exit code.  Collective.
+    """Trains on this rank and plots the run; returns the exit code.  Collective.
 
     Args:
         begin: called with the log, before the first step; for the others see `build_training`.
@@ -122,7 +122,7 @@ def run_training(
             callbacks=callbacks,
         )
     except DataError:
-        # What was decided stays, to be looked at and edited; never in place of another run's.
+        # The decisions are kept for reading and editing, but never replace another run's.
         if recipe is not None and comm.is_main() and not (output_dir / FILE).exists():
             write_recipe(recipe, output_dir, before, evaluate)
             process.say(f"ppdist: wrote {output_dir / FILE}, the configuration of this run")
@@ -132,9 +132,9 @@ def run_training(
             _tell(recipe, experiment.log, output_dir, before, evaluate)
         begin(experiment.log)
         status = experiment.trainer.fit()
-        if comm.is_main() and status == 0:  # whoever asked to stop kills what does not end in time
+        if comm.is_main() and status == 0:  # a stopped run may be killed if it is slow to end
             experiment.log.info(f"drawing {output_dir / 'plots'}")
-            experiment.log.flush()  # what is drawn is read from its files
+            experiment.log.flush()  # plots are drawn from its files
             failed = run_in_child(lambda: _draw(output_dir, experiment, config), _DRAWING_SECONDS)
             if failed:
                 experiment.log.warning(
@@ -144,13 +144,13 @@ def run_training(
         try:
             if comm.is_main():
                 experiment.log.run_summary(outcome(output_dir, config))
-        except Exception as error:  # no table is worth a run
+        except Exception as error:  # a table must not fail the run
             experiment.log.warn_once("the summary", error)
         return status
 
 
 def outcome(output_dir: Path, config: ExperimentConfig) -> list[str]:
-    """What a run learned: its classes as a table, and the verdict."""
+    """Result of a run: the table of its classes, and the verdict."""
     file, lines = output_dir / "evaluation.json", list[str]()
     if file.is_file():
         evaluation = json.loads(file.read_text("utf-8"))
@@ -161,9 +161,9 @@ def outcome(output_dir: Path, config: ExperimentConfig) -> list[str]:
 
 
 def _tell(recipe: Recipe, log: RunLog, output_dir: Path, before: set[Path], evaluate: bool) -> None:
-    """Logs the reasons of a recipe, and the command that trains with it.  Collective.
+    """Logs a recipe's reasons, and the command that trains with it.  Collective.
 
-    Args: before: the earlier runs in output_dir when this one started.
+    Args: before: earlier runs that were in output_dir when this one started.
     """
     again = comm.run_on_main(lambda: write_recipe(recipe, output_dir, before, evaluate))
     log.headline("again", again)
@@ -173,11 +173,11 @@ def _tell(recipe: Recipe, log: RunLog, output_dir: Path, before: set[Path], eval
 
 
 def _draw(output_dir: Path, experiment: Experiment, config: ExperimentConfig) -> None:
-    """Pictures of the run and of its sets; a decoder may die of an image in them."""
+    """Plots the run and its sets, of which an image may crash a decoder."""
     import cv2
 
-    cv2.setNumThreads(0)  # its threads are not in a copy of the process
-    log = experiment.log  # its bar, too, while the process itself waits
+    cv2.setNumThreads(0)  # its threads do not survive a fork
+    log = experiment.log  # with its bar, as the parent process only waits
     draw_run(output_dir, tell=lambda done, total: log.busy(f"plots {done}/{total}", done, total))
     draw_labels(output_dir, experiment.sets, config.data, config.model.image_size)
 
@@ -201,13 +201,13 @@ def prepare_evaluation(
     annotated: bool = True,
     prepare: Callable[[], None] = lambda: None,
 ) -> Evaluation:
-    """Everything to evaluate weights, after `comm.init`.  Collective.
+    """Prepares the evaluation of weights, after `comm.init`.  Collective.
 
     Args:
-        split: which is evaluated; a class of it is that of its name in the weights.
+        split: the split to evaluate; its classes are matched to those of the weights by name.
         pictures: how many images the evaluator draws.
-        annotated: False: a set without an object is taken, too.
-        prepare: done on every rank before weights and data are read, and may fail.
+        annotated: False: a set without objects is accepted, too.
+        prepare: called on every rank before weights and data are read; may fail.
     Raises: UserError: weights or data are wrong.
     """
     model = build_model(config)

@@ -3,14 +3,14 @@
     fit:      capture_state -> checkpoint
     --resume: find_start -> validate_resume -> prepare_output_dir -> restore_state
 
-Rank 0 alone reads and writes checkpoints; the others receive what it has read.  So output_dir need
-not be on a file system that hosts share, and `--resume` means what it means on rank 0's host.
+Only rank 0 reads and writes checkpoints; the others receive what it has read.  So output_dir need
+not be on a file system that hosts share, and `--resume` refers to rank 0's host.
 
-A run has an id, drawn where it begins and kept in its checkpoints.  Once the folder of its
-checkpoints holds none of other runs, every host notes the id with the job (see
-`process.JOB_DIR_VARIABLE`).  By that an attempt which fleetrun restarts tells the checkpoints of
-its own job from those that an earlier run has left in the same output_dir; and as rank 0's host
-notes what was saved, it does not begin anew where their file system is away for a moment.
+A run has a random id, drawn at its start and kept in its checkpoints.  Once its checkpoint folder
+holds no other run's, every host records the id with the job (see `process.JOB_DIR_VARIABLE`).  So
+an attempt that fleetrun restarts can tell the checkpoints of its own job from those of an earlier
+run in the same output_dir.  Rank 0's host also records what was saved, so that the run does not
+start over if the file system of its checkpoints is briefly unavailable.
 """
 
 import contextlib
@@ -59,14 +59,14 @@ from ppdist.optim.optimizer import filter_optimizer_state, load_optimizer_arrays
 _LOGGER = logging.getLogger("ppdist")
 _CHUNK = 16 << 20  # bytes of a message: gloo gives up on one that takes 30 s
 _NOTE_FILE = "run.json"
-_OWN = "distillation."  # of the student's sublayer that only a teacher's lessons need
+_OWN = "distillation."  # of the student's sublayer that only distillation needs
 _Groups = dict[str, dict[str, np.ndarray]]
 
 
 class Run(BaseModel, extra="forbid"):
     """Identity of a run, the same in all of its checkpoints."""
 
-    id: str = ""  # drawn where it begins
+    id: str = ""  # drawn at its start
     images: int  # in the training set
     data: str  # fingerprint of its annotations
     pixels: str = ""  # of its images, as far as they were checked; "": not known
@@ -76,22 +76,22 @@ class Run(BaseModel, extra="forbid"):
 
 
 class TrainState(BaseModel, populate_by_name=True):
-    """Where a run is; all but `stop` goes into state.json of its checkpoints.
+    """Position of a run; all but `stop` is saved in state.json of its checkpoints.
 
     Some fields have other names there (alias): renaming one would lose older checkpoints.
     """
 
     step: int = Field(default=0, ge=0)
-    best: float = -math.inf  # in JSON null
+    best: float = -math.inf  # null in JSON
     best_step: int = Field(default=0, ge=0)
     bad_steps: int = 0  # in a row
     evaluated_step: int = 0
-    class_scores: list[float | None] | None = None  # by the last evaluation
-    best_f1_threshold: float | None = Field(default=None, ge=0, le=1)  # by it, too
+    class_scores: list[float | None] | None = None  # from the last evaluation
+    best_f1_threshold: float | None = Field(default=None, ge=0, le=1)  # from it, too
     run: Run | None = None  # None: the checkpoint is older than run ids
     # Each halves the learning rate; see engine/recovery.py.
     rollbacks: int = Field(default=0, alias="returns")
-    # Images, once a rank had no memory for a whole one.
+    # Images; set once a rank had no memory for a whole micro-batch.
     max_micro_batch: int | None = Field(default=None, gt=0, alias="most_images")
     # None: not configured, or no evaluation yet.
     early_stopping: EarlyStoppingState | None = Field(default=None, alias="standing")
@@ -108,7 +108,7 @@ class TrainState(BaseModel, populate_by_name=True):
         return value if math.isfinite(value) else None
 
     def roll_back_to(self, earlier: "TrainState") -> None:
-        """Takes on where the run was; keeps rollbacks, micro-batch and identity."""
+        """Returns to an earlier state; keeps rollbacks, micro-batch and identity."""
         for name in TrainState.model_fields.keys() - _KEPT_IN_ROLLBACK:
             setattr(self, name, getattr(earlier, name))
         self.bad_steps = 0
@@ -118,7 +118,7 @@ _KEPT_IN_ROLLBACK = {"rollbacks", "max_micro_batch", "run", "stop"}
 
 
 class _SavedState(TrainState):
-    """state.json: with it, what is known of the attempt that wrote it."""
+    """state.json: a TrainState, and facts about the attempt that wrote it."""
 
     epoch: float | None = None
     total_batch: int
@@ -157,11 +157,11 @@ def capture_state(step: TrainStep, progress: TrainState, derived: ScheduleSetup)
 
 
 def restore_state(saved: Snapshot, step: TrainStep) -> tuple[TrainState, str]:
-    """Puts the state of a checkpoint into a run.  Collective.
+    """Restores a run from a checkpoint.  Collective.
 
-    The checkpoint has as many images in a step.
-    Returns: where the run is now; a warning, if something was lost or starts anew.
-    Raises: CheckpointError: it belongs to a model of another shape, or is not whole.
+    The checkpoint must have the same total batch.
+    Returns: the restored state; a warning, if something was lost or starts anew.
+    Raises: CheckpointError: it belongs to a model of another shape, or is incomplete.
     """
     state = saved.state
     groups = _with_distillation(saved, step.distillation)
@@ -190,7 +190,7 @@ def restore_state(saved: Snapshot, step: TrainStep) -> tuple[TrainState, str]:
         optimizer_state = step.sharding.local_state(optimizer_state)
     load_optimizer_arrays(step.optimizer, step.model, optimizer_state)
     lost = step.grad_sync.load(saved.groups.get("averaging") or {})
-    if step.ema is not None:  # without an average in it, a new one starts at its weights
+    if step.ema is not None:  # without a saved average, a new one starts at the weights
         step.ema.load(groups["ema"] or arrays, state["ema_updates"])
     if state["scaler"]:
         step.scaler.load_state_dict(state["scaler"])
@@ -198,7 +198,7 @@ def restore_state(saved: Snapshot, step: TrainStep) -> tuple[TrainState, str]:
 
 
 def _check_state(checkpoint: Checkpoint) -> None:
-    """Raises: CheckpointError: whoever wrote its state.json was no trainer of ours."""
+    """Validates state.json.  Raises: CheckpointError: no trainer of ours wrote it."""
     try:
         _SavedState.model_validate_json(checkpoint.files["state.json"], strict=True)
     except ValueError as error:
@@ -210,9 +210,9 @@ def _check_state(checkpoint: Checkpoint) -> None:
 
 
 def _without_distillation(groups: _Groups) -> _Groups:
-    """Moves what only distillation needs into a group of its own, as `<group>/<key>`.
+    """Moves what only distillation needs into its own group, as `<group>/<key>`.
 
-    So the other groups are those of a model without a teacher.
+    The other groups are then those of a model without a teacher.
     """
     own: dict[str, np.ndarray] = {}
     kept: _Groups = {}
@@ -228,7 +228,7 @@ def _without_distillation(groups: _Groups) -> _Groups:
 def _with_distillation(
     saved: Snapshot, distillation: Distillation | None
 ) -> dict[str, dict[str, np.ndarray] | None]:
-    """The groups as before `_without_distillation`; without a teacher also without its part.
+    """Undoes `_without_distillation`; without a teacher, leaves its group out.
 
     Raises: CheckpointError: there is a teacher now whose adapters the checkpoint lacks.
     """
@@ -255,7 +255,7 @@ def _with_distillation(
 
 
 def copy_into(targets: dict[str, paddle.Tensor], sources: Mapping[str, Any]) -> None:
-    """Overwrites tensors by arrays or tensors of the same keys; dtypes stay."""
+    """Overwrites tensors with arrays or tensors of the same keys; keeps dtypes."""
     for key, target in targets.items():
         source = sources[key]
         if not isinstance(source, paddle.Tensor):
@@ -270,14 +270,14 @@ def _array(tensor: paddle.Tensor) -> np.ndarray:
 
 
 def _plain(state: dict[str, Any]) -> dict[str, Any]:
-    """The state of a GradScaler as JSON holds it."""
+    """The state of a GradScaler, in types that JSON has."""
     return {
         key: value.tolist() if hasattr(value, "tolist") else value for key, value in state.items()
     }
 
 
 class Change(NamedTuple):
-    """One key, and its values as JSON; `absent` where it does not exist."""
+    """A changed key, and both values as JSON; `absent`: no such key."""
 
     key: str
     then: str
@@ -289,7 +289,7 @@ class Change(NamedTuple):
 
 @dataclass
 class Changes:
-    """Keys with other values than in a checkpoint, by consequence."""
+    """Keys that differ from a checkpoint, by consequence."""
 
     free: list[Change] = field(default_factory=list)  # none
     scores: list[Change] = field(default_factory=list)  # scores cannot be compared any more
@@ -319,10 +319,10 @@ def changes(then: Section, now: Section, by_scores: bool) -> Changes:
 def require_same_settings(
     checkpoint: Path, config: Section, by_scores: bool, asked: Continuation
 ) -> Changes:
-    """What differs from the configuration in a checkpoint.
+    """Differences from the configuration in a checkpoint.
 
     Args: by_scores: see `changes`.
-    Raises: CheckpointError: keys differ that affect training; it lists them.
+    Raises: CheckpointError: keys that affect training differ; it lists them.
     """
     file = checkpoint / "config.yml"
     try:
@@ -357,7 +357,7 @@ class Start:
     """Where a run starts; the same on every rank."""
 
     asked: Continuation
-    job: str | None  # id of the run that earlier attempts of this job have started
+    job: str | None  # id of the run that earlier attempts of this job started
     folder: Path  # of the run's checkpoints
     snapshot: Snapshot | None = None  # None: it starts anew
     path: Path | None = None  # of the checkpoint, on rank 0's host
@@ -368,7 +368,7 @@ class Start:
 
     @property
     def step(self) -> int | None:
-        """Optimizer steps that this run has done; None: it starts only now."""
+        """Optimizer steps done so far; None: a new run."""
         if self.snapshot is not None:
             return self.snapshot.step
         return None if self.job is None else 0
@@ -377,8 +377,8 @@ class Start:
 def find_start(asked: Continuation, output_dir: Path, config: Any) -> Start:
     """Finds and reads the checkpoint to resume from.  Collective.
 
-    An attempt that fleetrun restarts resumes from the newest valid checkpoint that the job has
-    written, whatever the command says; until there is one, the command holds.
+    An attempt that fleetrun restarts resumes from the newest valid checkpoint of its job, whatever
+    the command says; until there is one, the command decides.
 
     Args: config: the ExperimentConfig of this run.
     Raises: CheckpointError on rank 0, UserError on the others: there is none, it is damaged, or
@@ -470,17 +470,19 @@ def _of_job(run: str | None, folder: Path) -> tuple[Checkpoint | None, list[str]
 
 
 def _lacks(note: "JobNote", found: Checkpoint | None, folder: Path) -> bool:
-    """Whether the newest checkpoint that a job has written is not there, not even damaged: it may
-    be on another disk than the one that was found."""
+    """Whether a job's newest checkpoint is missing altogether, not just damaged.
+
+    It may be on another disk than the one that was found.
+    """
     if found is not None and found.state["step"] >= note.saved:
         return False
     return note.saved > 0 and not path_of(folder, note.saved).is_dir()
 
 
 def _wait_for(note: "JobNote", folder: Path, seconds: float) -> tuple[Checkpoint, list[str]]:
-    """The newest valid checkpoint of a job that has written some: a file system may come late.
+    """Waits for the newest valid checkpoint of a job: its file system may mount late.
 
-    Returns: an older one where the newest does not appear in so many seconds.
+    Returns: an older one, if the newest does not appear within `seconds`.
     Raises: CheckpointError: none appears.
     """
     expected = f"the checkpoint of step {note.saved} that an earlier attempt of this job wrote"
@@ -529,7 +531,7 @@ def _warnings(found: Changes) -> list[str]:
 
 def _of_other_code(checkpoint: Checkpoint) -> list[str]:
     if checkpoint.state.get("code", digest_of_package()) == digest_of_package():
-        return []  # also of a checkpoint that is older than these digests
+        return []  # also for checkpoints older than these digests
     return [
         f"{checkpoint.path} was written by other code of ppdist: from here on this one computes, "
         f"perhaps with other last digits (--resume-changed says that this is meant)"
@@ -541,9 +543,9 @@ def _listed(found: Sequence[Change]) -> str:
 
 
 def _broadcast_file(data: bytes, size: int) -> bytes:
-    """The content of a file that rank 0 holds.  Collective."""
+    """Broadcasts the content of a file from rank 0.  Collective."""
     if comm.world_size() > 1:
-        comm.barrier()  # each takes its time to unpack the file before, and gloo only 30 s
+        comm.barrier()  # ranks may still unpack the previous file, and gloo waits only 30 s
         parts = []
         for first in range(0, size, _CHUNK):
             part = np.zeros(min(_CHUNK, size - first), np.uint8)
@@ -560,11 +562,11 @@ def _broadcast_file(data: bytes, size: int) -> bytes:
 def validate_resume(
     start: Start, derived: ScheduleSetup, train_set: DetectionSet, config: Any, pixels: str
 ) -> Run:
-    """The identity of this run, once its checkpoint is known to fit.  Collective.
+    """Checks that the checkpoint fits; returns the identity of this run.  Collective.
 
     Args: config: the ExperimentConfig of this run.  pixels: as in Run.
-    Raises: CheckpointError: another number of images in a step, or other images or another teacher
-        and not `start.asked.changed`.
+    Raises: CheckpointError: another total batch; or, without `start.asked.changed`, other images or
+        another teacher.
     """
     images, data = len(train_set.records), fingerprint(train_set, config.data.root)
     now, before = Run(images=images, data=data, schedule_steps=derived.schedule_steps), None
@@ -585,7 +587,7 @@ def validate_resume(
                 ),
             )
         before = _SavedState.model_validate(start.snapshot.state).run
-    if before is None:  # it starts, or its checkpoint is older than run ids
+    if before is None:  # a new run, or its checkpoint is older than run ids
         now.id = comm.run_on_main(lambda: uuid.uuid4().hex)
         return now
     now.id, now.bad_images = before.id, before.bad_images
@@ -631,10 +633,10 @@ def validate_resume(
 
 
 def prepare_output_dir(output_dir: Path, start: Start, run: Run) -> None:
-    """Leaves only what is this run's in its folder.  Collective.
+    """Clears the run's folder of everything that is not its own.  Collective.
 
-    An earlier run is moved to `old-N` in it, and of this one checkpoints that it will make again
-    beside their folder; then the id of the run is noted with the job.
+    An earlier run moves to `old-N` inside it; checkpoints that this run will write again move
+    beside their folder.  Then the run's id is recorded with the job.
     Raises: CheckpointError: the disk refused.
     """
     snapshot = start.snapshot
@@ -697,11 +699,11 @@ def log_start(start: Start, derived: ScheduleSetup, log: RunLog, record_every: i
 
 @dataclass(frozen=True)
 class JobNote:
-    """What an attempt of a job leaves to the next one, on each host.
+    """Record that an attempt of a job leaves to the next one, on each host.
 
     Attributes:
-        id: of the run that the job has started.
-        saved: the last step of which it wrote a checkpoint, on rank 0's host; 0: none yet.
+        id: of the job's run.
+        saved: step of its last checkpoint, on rank 0's host; 0: none yet.
     """
 
     id: str
@@ -709,22 +711,22 @@ class JobNote:
 
 
 def _note_of_job() -> JobNote | None:
-    """What any host notes of this job.  Collective.
+    """The newest record of this job on any host.  Collective.
 
     None: no attempt got that far, or there is no fleetrun.
     """
     file, mine = _note_file(), None
     if file is not None:
-        with contextlib.suppress(OSError, ValueError, TypeError):  # not there yet; never half there
+        with contextlib.suppress(OSError, ValueError, TypeError):  # not there yet; never incomplete
             mine = asdict(JobNote(**json.loads(file.read_text(encoding="utf-8"))))
     notes = [JobNote(**each) for each in comm.all_gather_object(mine) if each]
     return max(notes, key=lambda note: note.saved, default=None)
 
 
 def note_saved(step: int) -> None:
-    """Notes with the job that a checkpoint of its run is on disk; rank 0 alone.
+    """Records with the job that a checkpoint of its run is on disk; rank 0 only.
 
-    Raises: OSError, ValueError: the note of the run cannot be read or replaced.
+    Raises: OSError, ValueError: the record cannot be read or replaced.
     """
     file = _note_file()
     if file is not None and file.exists():
@@ -733,7 +735,7 @@ def note_saved(step: int) -> None:
 
 
 def _note_file() -> Path | None:
-    """Where the first rank of a host keeps the note with the job; None: nowhere."""
+    """File of the job's record, on the first rank of a host; None: none."""
     folder = os.environ.get(JOB_DIR_VARIABLE)
     if not folder or comm.local_rank() or not Path(folder).is_dir():
         return None

@@ -1,4 +1,4 @@
-"""What signals do to a training before its first step and after."""
+"""Signal handling of a training, before its first step and after."""
 
 import os
 import signal
@@ -15,16 +15,16 @@ _SAME_REQUEST_SECONDS = 2.0
 
 
 def until_first_step() -> None:
-    """Until `listen` a signal ends this process: it has trained nothing yet, so nothing is lost.
+    """Lets a signal end this process until `listen`: nothing is trained yet, so nothing is lost.
 
-    Called once Paddle was imported, with the signals held back by `signals.hold_signals` before:
-    Paddle puts a handler of its own below Python's that prints a page about a "FatalError".  From
-    `comm.init` on a rank that has others just dies by SIGTERM, and fleetrun says what that means.
+    Call it after importing Paddle, with signals held back by `signals.hold_signals` before that:
+    Paddle installs a handler below Python's that prints a page about a "FatalError".  From
+    `comm.init` on, a rank with peers just dies of SIGTERM, and fleetrun explains it.
     """
     own = os.getpid()
 
     def end(number: int, frame: Any) -> None:
-        if os.getpid() != own:  # a copy of this process that looks at images
+        if os.getpid() != own:  # a forked child that checks images
             os._exit(128 + number)
         said = f"stopped by {signal.Signals(number).name} before the first step: nothing is lost"
         say(f"\nppdist: {said}")
@@ -37,11 +37,12 @@ def until_first_step() -> None:
 
 
 def listen(ask: Callable[[], None]) -> None:
-    """From now on SIGTERM, SIGINT, SIGUSR1 and SIGHUP call `ask`, in the main thread; every rank
-    calls it.  SIGHUP that is ignored (nohup, ranks of fleetrun) stays so.
+    """Makes SIGTERM, SIGINT, SIGUSR1 and SIGHUP call `ask` in the main thread.  Collective.
 
-    Under fleetrun a signal for one rank reaches all of them: it passes it on.  Another signal more
-    than two seconds later ends this process, with the code that a shell has for Ctrl-C, else 1.
+    A SIGHUP that is ignored (nohup, ranks of fleetrun) stays ignored.
+
+    Under fleetrun, a signal to one rank reaches all of them: fleetrun forwards it.  Another signal
+    more than two seconds later ends this process, with the shell's code for Ctrl-C, else 1.
     """
     rank = os.getpid()
     first: float | None = None
@@ -49,7 +50,7 @@ def listen(ask: Callable[[], None]) -> None:
     def hear(number: int, frame: Any) -> None:
         nonlocal first
         if os.getpid() != rank:
-            return  # in a copy of this process that prepares images
+            return  # in a forked child that prepares images
         if first is None:
             first = time.monotonic()
             ask()
@@ -63,6 +64,6 @@ def listen(ask: Callable[[], None]) -> None:
             continue
         signal.signal(number, hear)
         if comm.world_size() > 1:
-            # A signal amid a barrier would break the connection to Paddle's store, which takes an
-            # interrupted system call for an error: the call begins anew, and `hear` runs after it.
+            # A signal during a barrier would break the connection to Paddle's store, which takes an
+            # interrupted system call for an error.  So the call restarts; `hear` runs after it.
             signal.siginterrupt(number, False)

@@ -1,18 +1,18 @@
-"""Authentic lines of JSON between two fleetruns, over TCP.
+"""Authenticated JSON lines between two fleetrun processes, over TCP.
 
-Both ends prove that they know one token before anything else is read, by HMAC-SHA256 over a random
-number of each, as multiprocessing.connection does.  Each later line has a MAC over its number and
-the way it goes, so none can be changed, repeated, left out or sent back.
+Before anything else is read, both ends prove that they know the same token, by HMAC-SHA256 over a
+random number from each, as multiprocessing.connection does.  Each later line has a MAC over its
+number and direction, so none can be changed, repeated, omitted or reflected.
 
     called -> caller   ppdist NONCE     or: busy
     caller -> called   NONCE PROOF
     called -> caller   PROOF            or: refused
     both ways          MAC {"type": ..., ...}
 
-The token itself is never sent.  Who sees a proof can try guesses, so a token has to be random.
-Without one everybody knows the key: then the lines are only checked for their form.
+The token itself is never sent.  Anyone who sees a proof can test guesses, so the token must be
+random.  Without a token everybody knows the key: lines are then only checked for their form.
 
-Whoever can reach a port can write to it: until it has proven the token, a connection costs one read
+Anyone who can reach a port can write to it.  Until the token is proven, a connection costs one read
 of 256 bytes and one HMAC.
 """
 
@@ -36,7 +36,7 @@ _GREETING_BYTES = 256  # of a line before the token is proven
 _RECEIVE_BYTES = 64 * 1024
 _MOST_PIECES = 2 * _LINE_BYTES // _RECEIVE_BYTES
 _CONNECT_SECONDS = 5.0
-_BACKLOG = 4096  # calls that wait to be taken; Linux has a limit of its own, often this one
+_BACKLOG = 4096  # connections waiting for accept; Linux has its own limit, often this one
 
 _BUSY, _REFUSED = b"busy", b"refused"
 OTHER_TOKEN = f"wrong job token: set the same {TOKEN_VARIABLE} on every host"
@@ -52,11 +52,11 @@ class Connection:
     """One end of a connection; it never blocks.
 
     Attributes:
-        calls: this end has called the other.
-        closed: why nothing comes any more, in words; None while it is open.
-        peer: the address on the other end, where that had called.
-        heard: when something came last (or it was opened), by time.monotonic().
-        connecting: a call that was not answered yet.
+        calls: whether this end opened the connection.
+        closed: why it is closed, as text for a message; None while it is open.
+        peer: address of the other end, if that end opened the connection.
+        heard: time.monotonic() of the last data (or of the opening).
+        connecting: whether the connection is still being opened.
     """
 
     def __init__(
@@ -65,10 +65,10 @@ class Connection:
         sock.setblocking(False)
         self._socket, self.calls, self.connecting = sock, calls, connecting
         self._incoming, self._outgoing = bytearray(), bytearray()
-        self._waiting: list[Message] = []  # to be sent once the other end is known
+        self._waiting: list[Message] = []  # sent once the other end is authenticated
         self._token, self._nonce = os.fsencode(token), secrets.token_hex(16).encode()
         self._nonces: tuple[bytes, bytes] | None = None  # of caller and called
-        self._key = b""  # of the lines, once both have proven the token
+        self._key = b""  # of the MACs, once both have proven the token
         self._sent = self._received = 0  # lines
         self.closed: str | None = None
         try:
@@ -81,9 +81,9 @@ class Connection:
 
     @classmethod
     def call(cls, address: str, port: int, own: str = "", token: str = "") -> "Connection":
-        """Starts to connect; `receive` finds out how that went.
+        """Starts to connect; `receive` finds the result.
 
-        Args: own: the address to call from, where this machine has it: by it others know a host.
+        Args: own: source address, if this machine has it: other hosts identify this one by it.
         """
         sock = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
         with contextlib.suppress(OSError):
@@ -103,9 +103,9 @@ class Connection:
         return self._socket.fileno()
 
     def send(self, message: Message) -> None:
-        """Sends now what fits, the rest with later calls of `receive`.
+        """Sends what fits now, the rest in later calls of `receive`.
 
-        It waits for the other end to prove the token.
+        Until the other end has proven the token, messages are queued.
         """
         if not self._key:
             self._waiting.append(message)
@@ -115,7 +115,7 @@ class Connection:
         self._sent += 1
 
     def receive(self) -> list[Message]:
-        """What has arrived since the last call; sends what was left."""
+        """Messages since the last call; also sends what is still queued."""
         if self.closed is None and self.connecting:
             self._finish_connecting()
         while self.closed is None and not self.connecting:
@@ -132,18 +132,18 @@ class Connection:
             self.heard = time.monotonic()
             self._incoming += piece
             if len(self._incoming) > (_LINE_BYTES if self._key else _GREETING_BYTES):
-                break  # complete lines of it are read below, the rest with the next call
+                break  # complete lines are read below, the rest at the next call
         self._flush()
         return self._messages()
 
     def close(self, why: str = "closed") -> None:
-        """Ends it; what was sent before still arrives."""
+        """Closes the connection; data sent before still arrives."""
         if self.closed is None:
             self._flush()
-            # Closing with unread bytes would make the system drop what was sent, too.
+            # If unread bytes are left at closing, the system also drops what was sent.
             with contextlib.suppress(OSError):
                 self._socket.shutdown(socket.SHUT_WR)
-                for _ in range(_MOST_PIECES):  # who sends without end is not listened to
+                for _ in range(_MOST_PIECES):  # the peer may never stop sending
                     if not self._socket.recv(_RECEIVE_BYTES):
                         break
             self._end(why)
@@ -155,7 +155,7 @@ class Connection:
             return
         try:
             self._socket.getpeername()
-        except OSError:  # still on its way
+        except OSError:  # still connecting
             if time.monotonic() - self.opened > _CONNECT_SECONDS:
                 self._end(_reason(errno.ETIMEDOUT))
             return
@@ -172,7 +172,7 @@ class Connection:
             del self._outgoing[: self._socket.send(self._outgoing)]
         except BlockingIOError:
             pass
-        except OSError:  # `receive` finds out, once it has read what came before the end
+        except OSError:  # `receive` notices, after reading what came before
             self._outgoing.clear()
 
     def _messages(self) -> list[Message]:
@@ -189,14 +189,14 @@ class Connection:
             if problem:
                 self._incoming.clear()
                 self._end(problem)
-                self.closed = problem  # says more than that the other end closed it as well
+                self.closed = problem  # more telling than that the other end closed it, too
                 return []
         if len(rest) > (_LINE_BYTES if self._key else _GREETING_BYTES):
             self._end(OTHER_PROGRAM)
         return messages
 
     def _authenticate(self, line: bytes) -> str:
-        """Reads a line of the greeting; returns why it fails, or ""."""
+        """Reads a line of the handshake; returns why it fails, or ""."""
         if not self.calls:
             found = re.fullmatch(rb"([0-9a-f]{32}) ([0-9a-f]{64})", line)
             self._nonces = (found[1], self._nonce) if found else None
@@ -220,7 +220,7 @@ class Connection:
         return ""
 
     def _proof(self, what: bytes) -> bytes:
-        """What only who knows the token can say, for this connection alone."""
+        """HMAC that proves knowledge of the token, for this connection only."""
         text = b" ".join((b"ppdist", what, *(self._nonces or ())))
         return hmac.new(self._token, text, "sha256").hexdigest().encode()
 
@@ -229,7 +229,7 @@ class Connection:
         return hmac.new(self._key, text, "sha256").hexdigest().encode()
 
     def _opened(self, line: bytes) -> Message | None:
-        """The message of a line; None: it is not the next one, as sent."""
+        """The message in a line; None: not the next line exactly as sent."""
         mac, _, content = line.partition(b" ")
         if not hmac.compare_digest(mac, self._mac(not self.calls, self._received, content)):
             return None
@@ -248,7 +248,7 @@ class Connection:
 
 
 def open_listener(address: str, port: int) -> socket.socket:
-    """Takes calls.  Raises: OSError."""
+    """Opens a listening socket.  Raises: OSError."""
     listener = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
     try:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -263,7 +263,7 @@ def open_listener(address: str, port: int) -> socket.socket:
 
 def send_away(listener: socket.socket, most: int) -> None:
     """Tells up to `most` callers that a run is in progress."""
-    with contextlib.suppress(OSError):  # BlockingIOError: nobody calls
+    with contextlib.suppress(OSError):  # BlockingIOError: no caller waits
         for _ in range(most):
             caller, _ = listener.accept()
             with caller, contextlib.suppress(OSError):
@@ -276,7 +276,7 @@ def wait_for_any(
     seconds: float,
     calling: Iterable[Connection] = (),
 ) -> None:
-    """Until something arrives, or a call is answered."""
+    """Waits up to `seconds` for data, or for a call to be answered."""
     poll = select.poll()
     for each in reading:
         poll.register(each, select.POLLIN)
@@ -286,7 +286,7 @@ def wait_for_any(
 
 
 def text_of(message: Message, key: str, limit: int = 16_000) -> str:
-    """A text of a message without control characters, or ""."""
+    """Text field of a message, without control characters, or ""."""
     value = message.get(key)
     if not isinstance(value, str):
         return ""
@@ -294,7 +294,7 @@ def text_of(message: Message, key: str, limit: int = 16_000) -> str:
 
 
 def integer_of(message: Message, key: str, least: int, most: int) -> int | None:
-    """A whole number from least to most in a message, or None."""
+    """Integer field of a message, from least to most, or None."""
     value = message.get(key)
     if isinstance(value, bool) or not isinstance(value, int) or not least <= value <= most:
         return None

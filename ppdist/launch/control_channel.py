@@ -1,7 +1,7 @@
 """Control channel between the hosts of a run.
 
-One connection leads from each host to the first.  Over it every host says that it is there, when it
-is stopped and how its ranks ended.  When they failed on one, the others stop theirs at once; in the
+Each host has one connection to the first.  Over it, every host reports that it is alive, when it is
+stopped and how its ranks ended.  If ranks fail on one host, the others stop theirs at once; in the
 end all exit with one code and name one culprit.
 """
 
@@ -25,16 +25,16 @@ from ppdist.launch.signals import at_once
 
 _POLL_SECONDS = 0.1
 _BEAT_SECONDS = 5.0
-_SILENCE_SECONDS = 60.0  # after which a host counts as lost; gloo's own limit, 30 s, comes before
+_SILENCE_SECONDS = 60.0  # after which a host counts as lost; gloo's own limit, 30 s, comes first
 _NOTE_SECONDS = 10.0
-_SENT_AWAY = 32  # callers, at one look
+_SENT_AWAY = 32  # callers per check
 _CLOSE_SECONDS = 3.0
 _NO_CAUSE = (
     "Root cause unknown, every host lost a peer: a rank made no progress, or the network between "
     "the hosts broke (firewall, interface, cable); see the logs of all hosts, and ppdist doctor "
     "--ips"
 )
-_MESSAGE_LIMIT = 12_000  # characters that other hosts get to read
+_MESSAGE_LIMIT = 12_000  # characters sent to other hosts
 
 
 @dataclass(frozen=True)
@@ -48,7 +48,7 @@ class HostEnd:
     time: float  # of the failure, by time.monotonic() of the first host
     step: int | None = None  # that failed, from 1
     stopped: bool = False  # a signal asked the run to stop
-    is_guess: bool = False  # the cause of one host that others do not contradict
+    is_guess: bool = False  # a probable cause: a host that knows one decides
 
     @classmethod
     def read(cls, message: Message, host: str) -> "HostEnd":
@@ -66,7 +66,7 @@ class HostEnd:
         )
 
     def as_message(self, kind: str, age: float = 0.0) -> Message:
-        """As it is sent: with its age in seconds, as clocks differ."""
+        """The message to send.  Args: age: of the end, s, because clocks differ."""
         return {
             "type": kind,
             "host": self.host,
@@ -89,9 +89,9 @@ class HostEnd:
 
 
 def verdict(reports: Sequence[HostEnd]) -> HostEnd:
-    """The report that decides for all hosts: that of the cause.
+    """The report that decides for all hosts: that of the root cause.
 
-    Wrong input goes before everything else, as among the ranks of one host (watchdog.py).
+    Wrong input takes precedence, as among the ranks of one host (watchdog.py).
     """
     failed = [report for report in reports if report.failed]
     if failed:
@@ -101,17 +101,17 @@ def verdict(reports: Sequence[HostEnd]) -> HostEnd:
         )
     else:
         decisive = max(reports, key=lambda report: report.code == STOPPED)
-    # All have to know, or some would restart a run that others have left.
+    # Every host must know, or some would restart a run that others have left.
     return replace(decisive, stopped=any(report.stopped for report in reports))
 
 
 class ControlChannel:
-    """The first host's connections to all others; elsewhere the one to it.
+    """Connections of the first host to all others; elsewhere the one to it.
 
     Attributes:
-        hosts: addresses of all, as the hosts themselves say them.
+        hosts: addresses of all hosts, each as the host itself gives it.
         stopped_by: SIGTERM when another host was stopped by a signal, else None.
-        cause_known: a host has said why its ranks failed, and not only that they lost others.
+        cause_known: whether a host reported why its ranks failed, not only that they lost others.
     """
 
     def __init__(
@@ -131,11 +131,10 @@ class ControlChannel:
         Args:
             own: address of this host, one of `hosts`.
             peers: connections by address.
-            listener: of the first host, where late callers are sent away.
-            silence: after which a host counts as lost, s.
-            attempt, skip: how often the run was restarted and which steps it leaves out, by what
-                its hosts agreed on when they met.
-            drawn: by the first host at random, for the name of the job.
+            listener: of the first host, which turns late callers away.
+            silence: seconds after which a silent host counts as lost.
+            attempt, skip: number of restarts and the skipped steps, as agreed in the handshake.
+            drawn: random text from the first host, for the name of the job.
         """
         self.attempt, self.skip, self.drawn = attempt, skip, drawn
         self._own, self.hosts, self._peers = own, tuple(hosts), dict(peers)
@@ -151,7 +150,7 @@ class ControlChannel:
             peer.heard = time.monotonic()
 
     def watch(self, received: Sequence[int]) -> bool:
-        """Keeps it alive, never blocks; True once this host must stop.
+        """Sends and receives without blocking; True once this host must stop.
 
         Args:
             received: the signals that stopped this fleetrun.
@@ -182,7 +181,7 @@ class ControlChannel:
         return self._must_stop
 
     def tell_failure(self, failure: Outcome) -> None:
-        """Makes other hosts stop before all ranks of this one ended."""
+        """Stops the other hosts before all ranks of this one have ended."""
         if not self._stopping:
             why = failure.told.partition("\n")[0]
             stop = _stop(self._own, why, known=failure.knows_cause)
@@ -194,8 +193,8 @@ class ControlChannel:
         """Reports how this host ended, waits for all, returns the outcome.
 
         Args:
-            received: the signals that stopped this fleetrun; one that comes now stops the others,
-                a second one ends the waiting.
+            received: the signals that stopped this fleetrun; a new one stops the other hosts, a
+                second one ends the wait.
         """
         self._report(outcome, bool(received))
         begin, noted = time.monotonic(), False
@@ -251,7 +250,7 @@ class ControlChannel:
             self._verdict = HostEnd.read(message, text_of(message, "host", 300))
 
     def _end(self, report: HostEnd) -> None:
-        """The first host has learned how one host ended."""
+        """Records on the first host how one host ended."""
         self._reports[report.host] = report
         if report.failed:
             why = report.message.partition("\n")[0] or f"ended with exit code {report.code}"
@@ -259,7 +258,7 @@ class ControlChannel:
 
     def _lose(self, host: str, why: str) -> None:
         if host in self._reports or self._verdict is not None:
-            return  # it has said all
+            return  # it has reported its end
         lost = HostEnd(host, 1, why, False, self._peers[host].heard)
         self._peers[host].close()
         if self._is_first:
@@ -269,7 +268,7 @@ class ControlChannel:
         self._obey(_stop(host, why, known=True), host)
 
     def _obey(self, stop: Message, sender: str) -> None:
-        """Stops the ranks of all hosts, once; the first passes it on."""
+        """Stops the ranks of all hosts, once; the first host forwards the request."""
         if self._stopping:
             return
         of_another = stop["host"] != self._own
@@ -291,7 +290,7 @@ class ControlChannel:
                 peer.send(message)
 
     def close(self) -> None:
-        """Closes all; the first host last, so that its words arrive."""
+        """Closes all connections; the first host last, so that its messages arrive."""
         deadline = time.monotonic() + _CLOSE_SECONDS
         while self._is_first and time.monotonic() < deadline:
             for peer in self._peers.values():
@@ -306,12 +305,12 @@ class ControlChannel:
 
 
 def _as_seen_by(own: str, outcome: Outcome, decisive: HostEnd) -> Outcome:
-    """One host's outcome: everyone's code and the culprit's message."""
+    """Outcome on one host: the common code and the culprit's message."""
     if decisive.host == own or not decisive.failed:
         return replace(outcome, code=decisive.code)
     outcome = replace(outcome, step=decisive.step)
     same = decisive.code == USER_ERROR == outcome.code and not outcome.is_consequence
-    if same:  # most often the same wrong input, in this host's own words
+    if same:  # usually the same wrong input, as this host describes it
         return outcome
     return replace(
         outcome, code=decisive.code, message=f"host {decisive.host}: {decisive.message}".rstrip()
@@ -319,9 +318,9 @@ def _as_seen_by(own: str, outcome: Outcome, decisive: HostEnd) -> Outcome:
 
 
 def _stop(origin: str, why: str, by_signal: bool = False, known: bool = False) -> Message:
-    """What makes the ranks of all hosts stop.
+    """Message that stops the ranks of all hosts.
 
-    Args: known: `why` is the cause, not what it has led to on another host.
+    Args: known: whether `why` is the cause, not its consequence on another host.
     """
     signals, knows = int(by_signal), int(known)
     return {"type": "stop", "host": origin, "why": why, "signal": signals, "known": knows}

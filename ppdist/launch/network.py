@@ -1,7 +1,7 @@
 """Network of a host: its place in --ips, interfaces, ports.
 
-Schedulers make host names known late and give them to other addresses, so names are looked up until
-they answer.
+Schedulers publish host names late and move them to other addresses, so names are looked up until
+they resolve.
 """
 
 import contextlib
@@ -20,16 +20,16 @@ from ppdist.common.errors import LaunchError
 from ppdist.launch.signals import Stopped
 
 _SIOCGIFADDR = 0x8915
-_LOOK_SECONDS, _REPORT_SECONDS = 1.0, 10.0  # between two questions for a name; two lines about it
+_LOOK_SECONDS, _REPORT_SECONDS = 1.0, 10.0  # between two lookups of a name; two lines about it
 
-_SEVERAL_HOSTS_PORT = 6070  # Paddle's own; the hosts meet there and must all use the same
-_ONE_HOST_PORTS = (20000, 32000)  # below the ports that Linux hands out by itself
+_SEVERAL_HOSTS_PORT = 6070  # Paddle's default, for the rendezvous: equal on all hosts
+_ONE_HOST_PORTS = (20000, 32000)  # below the ephemeral ports of Linux
 
 T = TypeVar("T")
 
 
 class NotYetKnown(LaunchError):
-    """A host name that may become known while its host comes up."""
+    """A host name that may resolve once its host is up."""
 
 
 class Network:
@@ -52,8 +52,10 @@ class Network:
         return True
 
     def is_free(self, port: int, address: str = "") -> bool:
-        """True when nothing listens on the port (of that address; of any without one), and no job
-        of this machine is about to."""
+        """Whether nothing listens on the port, and no job of this machine is about to.
+
+        Args: address: where; "": any address of this machine.
+        """
         with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
             probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             try:
@@ -77,7 +79,7 @@ class Network:
         return found
 
     def towards(self, address: str) -> str | None:
-        """This machine's address as the other one sees it; nothing is sent."""
+        """This machine's source address towards another; sends nothing."""
         with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
             try:
                 probe.connect((address, 9))
@@ -87,12 +89,12 @@ class Network:
 
 
 def typed_hosts(ips: str) -> list[str]:
-    """The hosts in the value of --ips, as they were typed."""
+    """The hosts in the value of --ips, as typed."""
     return [name for name in re.split(r"[,\s]+", ips.strip().strip("'\"")) if name]
 
 
 def resolve_hosts(ips: str, network: Network) -> list[str]:
-    """The addresses behind the value of --ips, in its order.
+    """The addresses of the hosts in --ips, in order.
 
     Raises: LaunchError: a name does not resolve, is listed twice, or is one that other hosts
         cannot reach.
@@ -129,7 +131,7 @@ def resolve_hosts(ips: str, network: Network) -> list[str]:
             fix = "each host stands there once (processes per host: --nproc_per_node)"
             if names[place] == same[0]:
                 raise LaunchError(what, code="ips_repeated", where="--ips", fix=fix)
-            # One of two names may be that of a host which has lost this address.
+            # One of the two names may belong to a host that has lost this address.
             raise NotYetKnown(what, code="ips_repeated", where="--ips", fix=fix)
     _refuse_loopback_among_hosts(names, addresses)
     return addresses
@@ -151,7 +153,7 @@ def _refuse_loopback_among_hosts(names: Sequence[str], addresses: Sequence[str])
 
 
 def own_address(addresses: Sequence[str], host: str | None, network: Network) -> str:
-    """Which of the hosts this machine is.
+    """Address of this machine among the hosts.
 
     Args:
         addresses: from `resolve_hosts`.
@@ -190,16 +192,16 @@ def once_known(
     say: Callable[[str], None],
     received: Sequence[int],
 ) -> T:
-    """Calls `look` until names of --ips mean the hosts of the run.
+    """Retries `look` until the names in --ips resolve to the hosts of the run.
 
-    A pod's name is known once the pod runs, and for some seconds it still is that of the one before
-    it.  Addresses are not waited for.
+    A pod's name resolves once the pod runs, and for some seconds still to the pod before it.  With
+    addresses only, there is nothing to wait for.
 
     Args:
-        look: raises NotYetKnown for what may pass.
-        seconds: how long to wait.
-        received: signals so far; with one the waiting ends.
-    Raises: LaunchError: not in time, or it is wrong in a way that does not pass.  Stopped.
+        look: raises NotYetKnown for failures that may be temporary.
+        seconds: the timeout.
+        received: signals so far; any of them ends the wait.
+    Raises: LaunchError: the timeout, or a permanent failure.  Stopped: a signal.
     """
     begin = time.monotonic()
     reported: float | None = None
@@ -222,9 +224,9 @@ def once_known(
 
 
 def socket_variables(address: str, network: Network) -> dict[str, str]:
-    """Makes gloo and NCCL use the interface that holds the address.
+    """Variables that make gloo and NCCL use the interface with this address.
 
-    By itself gloo connects to whatever the host's name resolves to, often 127.0.0.1.  Empty for an
+    By default gloo connects to whatever the host's name resolves to, often 127.0.0.1.  Empty for an
     address that is not an interface's first.
     """
     for name, held in network.interfaces().items():
@@ -235,14 +237,14 @@ def socket_variables(address: str, network: Network) -> dict[str, str]:
 
 
 def check_interfaces(environment: Mapping[str, str], address: str | None, network: Network) -> None:
-    """Refuses interfaces that gloo or NCCL could not use.
+    """Rejects interfaces that gloo or NCCL cannot use.
 
-    gloo takes one name.  NCCL takes a list of beginnings of names, of whole names after `=`, of
-    those to leave out after `^`; it may well use another network than gloo.
+    gloo takes one name.  NCCL takes a list of prefixes, of whole names after `=`, or of exclusions
+    after `^`; it may use another network than gloo.
 
     Args:
-        address: of this host in the run; None where any will do.
-    Raises: LaunchError: no such interface, or gloo's holds another address.
+        address: of this host in the run; None: any.
+    Raises: LaunchError: no such interface, or gloo's has another address.
     """
     held = network.interfaces()
     holder = next((name for name in held if held[name] == address), None)
@@ -271,7 +273,7 @@ def check_interfaces(environment: Mapping[str, str], address: str | None, networ
 
 
 def nccl_takes(wanted: str, name: str) -> bool:
-    """Whether NCCL's selection of interfaces holds one; as described for NCCL_SOCKET_IFNAME."""
+    """Whether a value of NCCL_SOCKET_IFNAME selects an interface, by NCCL's documentation."""
     without = wanted.startswith("^")
     whole = wanted.removeprefix("^").startswith("=")
     words = [word for word in wanted.lstrip("^=").split(",") if word]
@@ -289,15 +291,15 @@ def choose_port(
 ) -> int:
     """The first port of this run.
 
-    One host takes any `count` free ones in a row, so that two runs on a machine do not collide.
-    Several hosts must agree without talking, so they take the same fixed ones: their fleetruns meet
-    on the first, the ranks use the `count` after it.
+    A single host takes any `count` consecutive free ports, so that two runs on a machine do not
+    collide.  Several hosts must agree without communicating, so they use the same fixed ports: the
+    first for the rendezvous, the next `count` for the ranks.
 
     Args:
-        wanted: the port asked for, or None.
-        first: whether this host is the one with rank 0: it alone has to be reached there.
+        wanted: the requested port, or None.
+        first: whether this host has rank 0: only there the ports must be reachable.
         own: this host's address.
-        metrics_port: not for the ranks: who listens there may only be about to open it.
+        metrics_port: never given to ranks, because it may be opened later.
     Raises: LaunchError: a port is taken, or there is no free range.
     """
     if wanted is None and hosts == 1:
@@ -330,9 +332,9 @@ def choose_port(
 
 
 def refuse_metrics_port(port: int | None, ports: range) -> None:
-    """Refuses a --metrics_port that the run needs itself.
+    """Rejects a --metrics_port that the run needs itself.
 
-    All hosts decide alike, so that none waits for one that was refused.
+    All hosts decide alike, so that none waits for another that has exited.
 
     Raises: LaunchError.
     """
@@ -347,12 +349,12 @@ def refuse_metrics_port(port: int | None, ports: range) -> None:
 
 
 def ranks_port(start: int, hosts: int) -> int:
-    """First port of the ranks; with several hosts one is before it."""
+    """First port of the ranks; with several hosts, after the rendezvous port."""
     return start + (hosts > 1)
 
 
 def port_in_use(port: int, hosts: int) -> LaunchError:
-    """The error to raise."""
+    """The error for a port that is in use."""
     others = " (the same on every host)" if hosts > 1 else ""
     return LaunchError(
         f"port {port} is in use on this machine, by another job or program",
@@ -368,12 +370,12 @@ def port_in_use(port: int, hosts: int) -> LaunchError:
 def claimed(ports: Iterable[int], hosts: int) -> Iterator[None]:
     """Reserves ports among the jobs of this machine.
 
-    Rank 0 opens its port seconds after the plan is made; of two jobs that start together the second
-    would die in Paddle.  A name of the kernel's marks a port, in the same network namespace as the
-    port, for all users; it ends with this process, however that ends.
+    Rank 0 opens its port seconds after the plan is made; of two jobs started together the second
+    would die in Paddle.  An abstract socket name marks a port as claimed: it is in the port's
+    network namespace, visible to all users, and disappears with this process.
 
-    Args: hosts: of the run, for the message.
-    Raises: LaunchError: another job was faster.
+    Args: hosts: number of hosts of the run, for the message.
+    Raises: LaunchError: another job claimed a port first.
     """
     with contextlib.ExitStack() as held:
         for port in ports if sys.platform == "linux" else ():

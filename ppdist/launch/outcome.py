@@ -1,6 +1,6 @@
 """Outcome of a run on this host: culprit, message, exit code.
 
-What every rank left behind becomes one of each.
+It combines what every rank left behind.
 """
 
 import contextlib
@@ -17,28 +17,28 @@ from ppdist.common.process import STOPPED, USER_ERROR, boot_seconds
 from ppdist.distributed import heartbeat
 from ppdist.launch import worker
 
-WATCH_FILE = "watch.json"  # where a Watch says what it has found
+WATCH_FILE = "watch.json"  # where a Watch writes what it found
 
 _TAIL_LINES = 40
 _NO_WORD = errors.Failure("", "", "")
-# Codes of a rank that waited for one that may make no progress (see `Watch`).
+# Codes of a rank that waited for another, which may have made no progress (see `Watch`).
 _WAITED_IN_VAIN = (errors.RANK_TIMEOUT, errors.STORE_UNREACHABLE)
 
-_LOADING_SECONDS = 2.0  # Python, Paddle and a model take longer to be loaded
+_LOADING_SECONDS = 2.0  # loading Python, Paddle and a model takes longer
 
 
 @dataclass(frozen=True)
 class Attempt:
-    """Folders of the ranks of this host in one attempt."""
+    """Folders of this host's ranks in one attempt."""
 
     folder: Path  # private: exit-N.json (worker.py), rank-N.json (common/process.py), heartbeats
     log_dir: Path  # with workerlog.N
-    # Local rank -> where this attempt begins in its workerlog, bytes.
+    # Local rank -> byte offset at which this attempt begins in its workerlog.
     offsets: Mapping[int, int] = field(default_factory=dict)
 
     @property
     def launcher_log(self) -> Path:
-        """What Paddle's launcher says, or workers that fleetrun starts."""
+        """Output of Paddle's launcher, or of workers that fleetrun starts."""
         return self.folder / "launcher.log"
 
     def log(self, local: int) -> Path:
@@ -47,17 +47,17 @@ class Attempt:
 
 @dataclass(frozen=True)
 class Stall:
-    """Who made no progress, for `judge`."""
+    """Ranks that made no progress, for `judge`."""
 
     message: str
     time: float  # since when, by `boot_seconds`
-    ranks: list[int]  # however these end now, it is the consequence
+    ranks: list[int]  # however these end now, it is a consequence
     step: int | None  # the optimizer step, from 1, that they all had begun; None: none
     certain: bool  # False: whoever failed first may have had another reason
 
 
 def found_stall(folder: Path) -> Stall | None:
-    """What a Watch of this folder has found."""
+    """The stall that a Watch of this folder found; None: none."""
     with contextlib.suppress(FileNotFoundError):
         return Stall(**json.loads((folder / WATCH_FILE).read_text(encoding="utf-8")))
     return None
@@ -69,14 +69,14 @@ class RankEnd:
 
     rank: int
     local: int  # its number on this host; 0 has the terminal
-    exit_code: int | None  # negative: killed by that signal; None: nobody saw its end
-    failure: errors.Failure  # as process.run has left it; `_NO_WORD`: it has not
+    exit_code: int | None  # negative: killed by that signal; None: unknown
+    failure: errors.Failure  # as process.run reported it; `_NO_WORD`: no report
     time: float  # of the failure, by `boot_seconds`
     pid: int = 0  # of its watcher, worker.py
-    reading: heartbeat.Reading | None = None  # its last sign of life
-    process_code: int | None = None  # the exit code of the process; None: it is still at it
-    began: bool = True  # the script, and not only its watcher
-    seconds: float | None = None  # that the script ran; None: nobody knows
+    reading: heartbeat.Reading | None = None  # its last heartbeat
+    process_code: int | None = None  # exit code of the process; None: still running
+    began: bool = True  # whether the script began, not only its watcher
+    seconds: float | None = None  # that the script ran; None: unknown
 
     @property
     def message(self) -> str:
@@ -84,20 +84,20 @@ class RankEnd:
 
     @property
     def failed(self) -> bool:
-        """Whether it failed, or ended well amid training."""
+        """Whether it failed, or exited with 0 before training was over."""
         early = self.reading is not None and self.reading.phase in ("step", "save")
         return self.exit_code not in (0, STOPPED) or (self.exit_code == 0 and early)
 
     @property
     def is_consequence(self) -> bool:
-        """True when it ended because another rank had."""
+        """Whether it ended because another rank had ended."""
         killed = self.exit_code in (None, -signal.SIGTERM, 128 + signal.SIGTERM)
         lost = self.failure.code == errors.LOST_RANK or self.failure.from_rank is not None
         return lost or (killed and not self.message)
 
     @property
     def waited_in_vain(self) -> bool:
-        """True when it ended because another rank had, or did not come."""
+        """Whether it ended because another rank had ended, or never arrived."""
         return self.is_consequence or self.failure.code in _WAITED_IN_VAIN
 
     @property
@@ -120,14 +120,14 @@ class RankEnd:
 
     @property
     def reached(self) -> int:
-        """The number, from 1, of the last step that it began."""
+        """Number, from 1, of the last step that it began."""
         if self.reading is None:
             return 0
         return self.reading.step + (self.reading.phase == "step")
 
     @property
     def made_no_step(self) -> bool:
-        """Whether this attempt surely did not get beyond its start."""
+        """Whether this attempt certainly finished no step."""
         if self.reading is None:
             return not self.began or (self.seconds or math.inf) < _LOADING_SECONDS
         if self.reading.phase == "start":
@@ -143,7 +143,7 @@ class RankEnd:
 
 
 def phase_of(reading: heartbeat.Reading) -> str:
-    """What a rank was doing, in words."""
+    """What a rank was doing, as text for a message."""
     done = reading.step
     return {
         "start": "before its first step",
@@ -155,7 +155,7 @@ def phase_of(reading: heartbeat.Reading) -> str:
 
 
 def read_ends(folder: Path) -> list[RankEnd]:
-    """The ranks that have begun; those that run have no code."""
+    """Ends of the ranks that have begun; those still running have no exit code."""
     ends = []
     for report in worker.reports(folder):
         end = RankEnd(
@@ -179,7 +179,7 @@ def read_ends(folder: Path) -> list[RankEnd]:
                     end,
                     exit_code=said["exit_code"],
                     failure=errors.Failure(*failure),
-                    # The report comes when the rank fails, the exit when it has been torn down.
+                    # The rank reports when it fails, and exits only after its teardown.
                     time=said["time"],
                 )
         ends.append(end)
@@ -191,15 +191,15 @@ class Outcome:
     """How the run ended on this host."""
 
     code: int  # 0, 1, 2 or 75
-    message: str  # for stderr; "" when everything is said
+    message: str  # for stderr; "": nothing is left to say
     stopped: int | None = None  # the signal that stopped it, if one did
     # For the other hosts of the run:
-    told: str = field(default="", compare=False)  # `message` without what only this terminal has
+    told: str = field(default="", compare=False)  # `message` for readers without this terminal
     is_consequence: bool = field(default=False, compare=False)  # of what happened on another host
     time: float = field(default=0.0, compare=False)  # of the failure, by `boot_seconds`
     step: int | None = field(default=None, compare=False)  # that failed, from 1; None: no step did
     reached: int = field(default=0, compare=False)  # the last step that began here
-    # Somebody made no progress when others had waited in vain, who may have had another reason.
+    # Ranks waited in vain and one made no progress, but the cause may be another.
     is_guess: bool = field(default=False, compare=False)
 
     @property
@@ -208,7 +208,7 @@ class Outcome:
 
     @property
     def is_final(self) -> bool:
-        """True when starting again would be wrong or in vain."""
+        """Whether a restart would be wrong or useless."""
         return self.code in (0, USER_ERROR, STOPPED) or self.stopped is not None
 
 
@@ -216,10 +216,10 @@ def judge(attempt: Attempt, launcher_code: int, stopped: int | None) -> Outcome:
     """How the run ended, from what this host's ranks left.
 
     Args:
-        launcher_code: of Paddle's launcher, 0 without it; it counts only where no rank failed.
+        launcher_code: exit code of Paddle's launcher, 0 without it; used only if no rank failed.
         stopped: the signal that fleetrun received, or None.
     """
-    # Nobody is left: who has not left its exit code was killed.
+    # No rank is left: one without an exit code was killed.
     ends = [
         replace(end, process_code=-signal.SIGKILL) if end.process_code is None else end
         for end in read_ends(attempt.folder)
@@ -241,12 +241,12 @@ def judge(attempt: Attempt, launcher_code: int, stopped: int | None) -> Outcome:
 
 
 def failed_now(said: str) -> Outcome:
-    """A failure that no rank of this host has told."""
+    """A failure that no rank of this host reported."""
     return Outcome(1, said, told=said, time=boot_seconds())
 
 
 def not_started(attempt: Attempt, what: str) -> Outcome:
-    """The reason stands in the launcher's log."""
+    """Outcome whose reason is at the end of the launcher's log."""
     return failed_now(f"{what}:\n{_tail(attempt.launcher_log)}")
 
 
@@ -256,7 +256,7 @@ def stopped_before(number: int, what: str) -> Outcome:
 
 
 def first_cause(attempt: Attempt, ends: Sequence[RankEnd]) -> Outcome | None:
-    """Outcome while ranks still run; None: none failed by itself."""
+    """Outcome while ranks still run; None: no rank failed on its own."""
     causes = [end for end in ends if end.failed and not end.waited_in_vain]
     return _of_failed(attempt, ends, causes, None) if causes else None
 
@@ -264,7 +264,7 @@ def first_cause(attempt: Attempt, ends: Sequence[RankEnd]) -> Outcome | None:
 def _of_failed(
     attempt: Attempt, ends: Sequence[RankEnd], failed: Sequence[RankEnd], stopped: int | None
 ) -> Outcome:
-    """Args: failed: those of `ends` that did, at least one."""
+    """Args: failed: those of `ends` that failed, at least one."""
     user_errors = [end for end in failed if end.exit_code == USER_ERROR and not end.waited_in_vain]
     first = min(
         user_errors or failed, key=lambda end: (end.is_consequence, end.waited_in_vain, end.time)
@@ -307,9 +307,9 @@ def _describe(attempt: Attempt, first: RankEnd, here: bool) -> str:
 
 
 def _said(attempt: Attempt, end: RankEnd, here: bool) -> str:
-    """The rank's last words, unless they are on this terminal."""
+    """The rank's last output, unless it is on this terminal."""
     code = end.process_code
-    cut = code is not None and code < 0  # killed, perhaps amid its last words
+    cut = code is not None and code < 0  # killed, perhaps in the middle of its message
     if end.local == 0 and not (cut and end.message):
         return "" if here else end.message.rstrip()
     return end.message.rstrip() or _tail(attempt.log(end.local), attempt.offsets.get(end.local, 0))

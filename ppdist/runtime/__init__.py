@@ -1,8 +1,8 @@
-"""What runs exported models, with or without ppdist.
+"""Runtime for exported models, with or without ppdist.
 
-Where there is no ppdist it is a package of its own, `ppdist_runtime`: it imports nothing of ppdist,
-and its own modules by relative names, so both names work.  deploy/python links to this folder, and
-makes the wheel `ppdist-runtime` of it.
+Without ppdist it is a package of its own, `ppdist_runtime`: it imports nothing from ppdist, and its
+own modules by relative names, so both names work.  deploy/python links to this folder and builds
+the wheel `ppdist-runtime` from it.
 """
 
 __version__ = "0.1.0"

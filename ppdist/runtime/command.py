@@ -30,7 +30,7 @@ from .predictor import (
 )
 from .results import FILES, Results, picture_names
 
-# What moves a terminal's cursor, changes its title or turns the direction of what follows.
+# Characters that move a terminal's cursor, change its title or reverse the direction of text.
 _CONTROLS = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069]")
 
 
@@ -64,20 +64,20 @@ def parse() -> argparse.Namespace:
 
 
 def main() -> int:
-    if isinstance(sys.stdout, io.TextIOWrapper):  # names of files may hold bytes of any encoding
+    if isinstance(sys.stdout, io.TextIOWrapper):  # file names may hold bytes of any encoding
         sys.stdout.reconfigure(errors="backslashreplace")
     try:
         return run(parse())
     except PredictorError as error:
         say(f"predictor: error: {error}", sys.stderr)
         return 2
-    except BrokenPipeError:  # nobody reads what it says: `| head`
+    except BrokenPipeError:  # the reader is gone: `| head`
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 128 + signal.SIGPIPE
 
 
 def say(text: str, stream: TextIO | None = None) -> None:
-    """A line to the console; control characters, of names of files, become what JSON calls them."""
+    """Prints a line; control characters, as in file names, become JSON's escapes."""
     print(_CONTROLS.sub(lambda found: f"\\u{ord(found[0]):04x}", text), file=stream)
 
 
@@ -143,14 +143,14 @@ def run(arguments: argparse.Namespace) -> int:
 def predictions(
     predictor: Predictor, frames: Iterator[Frame], batch: int
 ) -> Iterator[tuple[Frame, np.ndarray]]:
-    """Each frame with what the predictor finds in it, so many at once, the last ones fewer."""
+    """Yields each frame with its predictions, computed in batches; the last may be smaller."""
     while group := list(itertools.islice(frames, batch)):
         yield from zip(group, predictor([frame.image_HW3 for frame in group]))
 
 
 def require_own_folder(out: Path, source: Path) -> None:
-    """Raises: PredictorError: pictures written to `out` would replace those of `source`, or those
-    already in it would pass for results and not be looked at."""
+    """Raises: PredictorError: pictures in `out` would replace those of `source`, or files already
+    in it would be taken for results and skipped."""
     folder = (source if source.is_dir() else source.parent).resolve()
     above = folder.parents if source.is_dir() else ()
     if out.resolve() in (folder, *above):
@@ -167,7 +167,7 @@ def require_own_folder(out: Path, source: Path) -> None:
 
 
 def require_no_foreign_pictures(out: Path, pictures: Iterable[str]) -> None:
-    """Raises: PredictorError: one of these is in `out` already, where no run of this ended."""
+    """Raises: PredictorError: one of these is in `out` already, and no run of ours ended there."""
     taken = [] if holds_results(out) else [name for name in pictures if (out / name).exists()]
     if taken:
         raise PredictorError(

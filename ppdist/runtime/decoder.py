@@ -1,15 +1,16 @@
-"""Bytes of an image file to pixels; their structure is checked first.
+"""Decoder of image files, which checks their structure first.
 
-A decoder trusts what it is given.  OpenCV 5.0 dies of animated PNGs of 700 bytes whose frames do
-not fit, asks for 4 GB, or dies, over a PNG of 100 bytes whose chunk claims them, paints what is
-missing of a JPEG grey, and unpacks a PNG of 107 KB that is all white to 900 million pixels, 5 GB
-at its peak.  So whoever has a file calls `damage` first, and `decode` hands on what pixels need.
-Of BMPs with masks it takes no notice, or refuses them, as its version is: these are read here.
+A decoder trusts its input.  OpenCV 5.0 crashes on animated PNGs of 700 bytes with frames that do
+not fit.  It allocates 4 GB, or crashes, for a PNG of 100 bytes with a chunk that claims them.  It
+paints the missing part of a JPEG grey, and it unpacks an all-white PNG of 107 KB to 900 million
+pixels, 5 GB at its peak.  So callers call `damage` first, and `decode` passes on only what pixels
+need.  Depending on its version, OpenCV ignores the masks of a BMP or refuses it: such BMPs are read
+here.
 
-Every image goes this way: training, the tools, `deploy/python` and `deploy/serving`.
+Every image is decoded this way: in training, the tools, `deploy/python` and `deploy/serving`.
 
-Where simplejpeg is installed, it decodes upright JPEGs of one or three channels: the same pixels,
-bit for bit, in less time.  Both are libjpeg-turbo; OpenCV allocates an image twice and copies it.
+If simplejpeg is installed, it decodes upright JPEGs of one or three channels: the same pixels, bit
+for bit, in less time.  Both are libjpeg-turbo; OpenCV allocates an image twice and copies it.
 """
 
 import os
@@ -28,11 +29,11 @@ try:
 except ImportError:
     simplejpeg = None
 
-MOST_PIXELS = 1 << 28  # 16384 x 16384: 0.8 GB once decoded, and as much again while it is
+MOST_PIXELS = 1 << 28  # 16384 x 16384: 0.8 GB decoded, and as much again while decoding
 MOST_BYTES = 8 * MOST_PIXELS  # of a file: four channels of 16 bits, not compressed
-# Formats that are read, by their names in Pillow; a file's suffix may have letters of any case.
+# Supported formats, by their names in Pillow; suffixes match in upper and lower case.
 FORMATS = {
-    "JPEG": (".jpg", ".jpeg", ".jpe", ".jfif", ".mpo"),  # of several pictures the first
+    "JPEG": (".jpg", ".jpeg", ".jpe", ".jfif", ".mpo"),  # of several pictures, the first
     "PNG": (".png",),
     "BMP": (".bmp",),
     "WEBP": (".webp",),
@@ -46,17 +47,17 @@ UNREAD_SUFFIXES = (
 # The first bytes of a file.
 JPEG, PNG, BMP, WEBP = b"\xff\xd8", b"\x89PNG\r\n\x1a\n", b"BM", b"RIFF"
 # The chunks of a PNG that pixels need, and that OpenCV gets.  Others change no pixel: frames of an
-# animation, in which OpenCV dies; texts and profiles, which may be packed and which libpng unpacks
-# (0.13 s for a text of 7.7 KB that becomes 7.9 MB, and there may be hundreds).
+# animation, on which OpenCV crashes; texts and profiles, which may be compressed and which libpng
+# unpacks (0.13 s for a text of 7.7 KB that becomes 7.9 MB, and there may be hundreds).
 _PNG_NEEDED = frozenset((b"IHDR", b"PLTE", b"tRNS", b"eXIf", b"IDAT", b"IEND"))
-# Chunks of a PNG, segments of a JPEG; of 12 bytes each they cost seconds and a gigabyte.
+# Chunks of a PNG, segments of a JPEG; at 12 bytes each, they can cost seconds and a gigabyte.
 _MOST_PARTS = 1 << 18  # OpenCV writes a chunk every 8 KB
 _CHUNK = struct.Struct(">I4s")  # length of what follows, and kind
 _PNG_CHANNELS = {0: 1, 2: 3, 3: 1, 4: 2, 6: 4}  # by colour type
-_DEFLATE = 1032  # bytes that one byte of a PNG's pixels can become at most
-_JPEG_PIXELS = 2048  # that one byte of a JPEG can hold at most (a bit a block: 512), and spare
-# A JPEG marker that has a length, found as libjpeg finds it: of 0xFF with 0, with 0xFF and with the
-# markers that stand alone (0x01, 0xD0 to 0xD8), and of other bytes in between, it takes no notice.
+_DEFLATE = 1032  # most bytes that one byte of a PNG's pixel data can unpack to
+_JPEG_PIXELS = 2048  # most that one byte of a JPEG can hold (a bit per block: 512), with a margin
+# A JPEG marker with a length, found as libjpeg finds it.  It ignores 0xFF followed by 0, by 0xFF or
+# by a marker without a length (0x01, 0xD0 to 0xD8), and other bytes in between.
 _SEGMENT = re.compile(b"\xff[\x02-\xcf\xd9-\xfe]")
 _SCAN = 0xDA  # the JPEG marker before the pixels
 _FRAMES = {*range(0xC0, 0xD0)} - {0xC4, 0xC8, 0xCC}  # JPEG markers of a frame's size
@@ -64,14 +65,14 @@ _USUAL_FRAMES = (0xC0, 0xC1, 0xC2)  # Huffman coded: which others are read depen
 _END = b"\xff\xd9"
 _APP1 = 0xE1  # the JPEG marker of EXIF
 _ORIENTATION = 0x112  # a tag of EXIF
-# The first bytes of a TIFF -> byte order, and whether places in it have 64 bits.
+# The first bytes of a TIFF -> byte order, and whether its offsets have 64 bits.
 _TIFF = {
     b"II*\0": ("<", False),
     b"MM\0*": (">", False),
     b"II+\0": ("<", True),
     b"MM\0+": (">", True),
 }
-# Flags are bits: of REDUCED_COLOR_2 those without IMREAD_COLOR say how far to reduce.
+# Flags are bits: those of REDUCED_COLOR_2 beside IMREAD_COLOR say how far to reduce.
 _REDUCED = {
     1: 0,
     2: cv2.IMREAD_REDUCED_COLOR_2 & ~cv2.IMREAD_COLOR,
@@ -79,42 +80,42 @@ _REDUCED = {
     8: cv2.IMREAD_REDUCED_COLOR_8 & ~cv2.IMREAD_COLOR,
 }
 # A BMP's masks say which bits of a pixel are which colour; they follow the first 40 bytes of its
-# header, in it or behind it.
-_BMP_RGB, _BMP_MASKS = 0, (3, 6)  # how it is packed; the latter also has a mask of transparency
-_BMP_HEADERS = (40, 52, 56, 108, 124)  # bytes of one that is followed by masks, or has them
+# header, inside it or after it.
+_BMP_RGB, _BMP_MASKS = 0, (3, 6)  # compression; the last also has an alpha mask
+_BMP_HEADERS = (40, 52, 56, 108, 124)  # sizes of those with masks inside or after them
 _MASKS_AT = 54
-# Of 32 and of 16 bits, which OpenCV reads (of 16 bits behind the shortest header alone); it takes
+# Masks of 32 and 16 bits that OpenCV reads (of 16 bits only after the shortest header); it takes
 # three empty ones of 32 bits for the usual ones.
 _USUAL_MASKS = ((0xFF0000, 0xFF00, 0xFF), (0, 0, 0))
 _USUAL_MASKS_16 = ((0x7C00, 0x3E0, 0x1F), (0xF800, 0x7E0, 0x1F))
 _BMP_ROWS = 64  # unpacked at once
-_TIFF_WHOLE = {3: "H", 4: "I", 16: "Q"}  # types of whole numbers
+_TIFF_WHOLE = {3: "H", 4: "I", 16: "Q"}  # integer types
 _MOST_TIFF_ENTRIES = 1000
-# Tags of a TIFF, by the names that `Tiff` has for their first values.
+# Tags of a TIFF -> the names that `Tiff` has for their first values.
 _TIFF_TAGS = {
     256: "width", 257: "height", 258: "bits", 262: "colours", 274: "orientation", 277: "samples",
     338: "extra", 339: "numbers",
 }  # fmt: skip
-_TIFF_SAMPLES = {0: 1, 1: 1, 2: 3, 3: 1, 5: 4, 6: 3}  # of a pixel, by `colours`, without others
+_TIFF_SAMPLES = {0: 1, 1: 1, 2: 3, 3: 1, 5: 4, 6: 3}  # per pixel, by `colours`, without extra ones
 _TIFF_COLOURS = {8: "CIELAB", 9: "CIELAB", 10: "CIELAB", 32803: "raw", 34892: "raw"}
 _TIFF_NUMBERS = {2: "signed", 3: "float", 5: "complex", 6: "complex"}
-_UNASSOCIATED_ALPHA = 2  # of `extra`: transparency, which libtiff would blend over black
-_DARK = 64  # no pixel of an image of 16 bits is brighter: it uses 14 bits or fewer
+_UNASSOCIATED_ALPHA = 2  # a value of `extra`: transparency, which libtiff would blend over black
+_DARK = 64  # if no pixel of a 16-bit image is brighter, it uses 14 bits or fewer
 _JPEG_2000 = (b"\0\0\0\x0cjP  ", b"\xff\x4f\xff\x51")
-_DENSEST = 4096  # pixels of a byte of these others: a GIF's can become 2731
+_DENSEST = 4096  # most pixels per byte of other formats: a GIF can reach 2731
 
 
 def decode(content: bytes, reduced: int = 1, upright: bool = True) -> np.ndarray | None:
-    """The image as uint8 RGB [H, W, 3], turned upright as its EXIF data say; None: it is none.
+    """The image as uint8 RGB [H, W, 3], turned upright by its EXIF data; None: not an image.
 
-    Grey becomes three equal channels, of 16 bits the upper 8 count, CMYK becomes RGB, transparency
-    is ignored.  Of several frames the first is taken, of an
-    animated PNG the picture that is shown where nothing moves.
+    Grey becomes three equal channels, 16-bit channels keep their upper 8 bits, CMYK becomes RGB,
+    and transparency is ignored.  Of several frames the first is used; of an animated PNG, the
+    picture that is shown by programs without animation.
 
     Args:
-        content: in which `damage` finds nothing.
-        reduced: 2, 4, 8: a half, quarter or eighth of each side, rounded up, of a JPEG.
-        upright: False: as it is stored, whatever its EXIF data say.
+        content: a file in which `damage` finds nothing.
+        reduced: 2, 4 or 8: for a JPEG, a half, quarter or eighth of each side, rounded up.
+        upright: False: as it is stored, ignoring its EXIF data.
     Raises: cv2.error.
     """
     if content.startswith(PNG):
@@ -127,14 +128,14 @@ def decode(content: bytes, reduced: int = 1, upright: bool = True) -> np.ndarray
             return image_HW3
     if content[:4] in _TIFF:
         content = _without_alpha(content)
-    # Straight to RGB: a JPEG takes a sixth longer by way of BGR.
+    # Straight to RGB: through BGR, a JPEG takes a sixth longer.
     flags = cv2.IMREAD_COLOR_RGB | _REDUCED[reduced]
     flags |= 0 if upright else cv2.IMREAD_IGNORE_ORIENTATION
     return cv2.imdecode(np.frombuffer(content, np.uint8), flags)
 
 
 def _by_simplejpeg(jpeg: bytes, reduced: int, upright: bool) -> np.ndarray | None:
-    """None: OpenCV must decode it, or refuse to: of an unusual kind, to be turned, or damaged."""
+    """None: left to OpenCV, because it is of an unusual kind, not upright, or damaged."""
     size = _usual_size(jpeg, upright)
     if size is None:
         return None
@@ -152,7 +153,7 @@ def _by_simplejpeg(jpeg: bytes, reduced: int, upright: bool) -> np.ndarray | Non
 
 
 def _usual_size(jpeg: bytes, upright: bool) -> tuple[int, int] | None:
-    """(height, width) of a JPEG as every decoder reads it; None: not sure, or `upright` turns it.
+    """(height, width) of a JPEG for every decoder; None: unsure, or `upright` turns it.
 
     Walks the segments as `_jpeg_damage` does.
     """
@@ -179,7 +180,7 @@ def _usual_size(jpeg: bytes, upright: bool) -> tuple[int, int] | None:
 
 
 def _is_upright(exif: bytes) -> bool:
-    """Whether its first directory can be read whole, and gives no orientation but the usual one."""
+    """Whether all of its first directory can be read and keeps the usual orientation."""
     if exif[:4] not in (b"II*\0", b"MM\0*"):
         return False
     order = _TIFF[exif[:4]][0]
@@ -196,7 +197,7 @@ def _is_upright(exif: bytes) -> bool:
 
 
 def _still(png: bytes) -> bytes:
-    """The PNG without the chunks that its pixels do not need."""
+    """The PNG with only the chunks that its pixels need."""
     chunks = [*png_chunks(png)]
     if all(kind in _PNG_NEEDED for kind, _, _ in chunks):
         return png
@@ -205,7 +206,7 @@ def _still(png: bytes) -> bytes:
 
 
 def _without_alpha(tiff: bytes) -> bytes:
-    """The TIFF, of which no decoder knows that one of its channels is transparency."""
+    """The TIFF with its alpha channel no longer marked as transparency."""
     found = tiff_of(lambda at, count: tiff[at : at + count])
     if found is None or found.extra != _UNASSOCIATED_ALPHA:
         return tiff
@@ -213,7 +214,7 @@ def _without_alpha(tiff: bytes) -> bytes:
 
 
 def has_sixteen_bits(content: bytes) -> bool:
-    """Whether a PNG or TIFF has 16 bits a channel, of which the upper 8 count."""
+    """Whether a PNG or TIFF has 16 bits per channel, of which the upper 8 are kept."""
     if content.startswith(PNG):
         return content[24] == 16
     tiff = tiff_of(lambda at, count: content[at : at + count])
@@ -226,7 +227,7 @@ def is_dark(image_HW3: np.ndarray) -> bool:
 
 
 def format_of(suffix: str) -> str:
-    """The suffix that OpenCV writes a file of this one as: `.jpg` for `.JFIF`."""
+    """The suffix with which OpenCV writes this format: `.jpg` for `.JFIF`."""
     same = (each for each in FORMATS.values() if suffix.lower() in each)
     return next(same, (suffix,))[0]
 
@@ -245,7 +246,7 @@ def unread_kinds(names: Iterable[str]) -> str:
 
 
 def bmp_masks(content: bytes) -> tuple[int, int, int] | None:
-    """Those of red, green and blue; None: it has none, or some that OpenCV reads."""
+    """Masks of red, green and blue; None: there are none, or OpenCV reads them."""
     if len(content) < _MASKS_AT + 12:
         return None
     header, _, _, _, bits, compression = struct.unpack_from("<IiiHHI", content, 14)
@@ -257,7 +258,7 @@ def bmp_masks(content: bytes) -> tuple[int, int, int] | None:
 
 
 def _masked_bmp(content: bytes, masks: tuple[int, int, int]) -> np.ndarray | None:
-    """Each colour's bits as 0 to 255, rounded; None: the masks make no sense."""
+    """Decodes a BMP by its masks, to 0..255, rounded; None: the masks make no sense."""
     (start,) = struct.unpack_from("<I", content, 10)
     width, signed_height, _, bits = struct.unpack_from("<iiHH", content, 18)
     if not all(_is_mask(mask, bits) for mask in masks):
@@ -292,14 +293,14 @@ class Damage(NamedTuple):
 
 
 def damage(content: bytes, length: int | None = None) -> Damage | None:
-    """What keeps a file from being decoded, as far as its structure shows; None: nothing.
+    """Why a file cannot be decoded, as far as its structure shows; None: nothing found.
 
-    Knows JPEG, PNG, BMP and WebP, and the size of some others; the rest is for the decoder to
-    judge (OpenCV refuses more than 2**30 pixels).
+    It knows JPEG, PNG, BMP and WebP, and the size of some others; the decoder judges the rest
+    (OpenCV refuses more than 2**30 pixels).
 
     Args:
         content: all of the file; its first 66 bytes are enough unless it is a JPEG or PNG.
-        length: bytes of the file, where that is more than `content`.
+        length: bytes of the file, if it is longer than `content`.
     """
     length = len(content) if length is None else length
     if not content:
@@ -347,10 +348,11 @@ def _too_large(name: str, width: int, height: int) -> Damage | None:
 
 
 def _jpeg_damage(content: bytes) -> Damage | None:
-    """Walks the segments up to the pixels (a thumbnail inside a segment has an end of its own);
-    within coded pixels 0xFF is always followed by 0, so 0xFFD9 there is the true end.
+    """Walks the segments up to the pixels, then looks for the end of the image.
 
-    The walk must be that of the decoder: else it jumps over a frame that the decoder then finds.
+    A thumbnail inside a segment has its own end; within coded pixels, 0xFF is always followed by 0,
+    so 0xFFD9 there is the true end.  The walk must match the decoder's: otherwise it could jump
+    over a frame that the decoder finds.
     """
     position, marker, parts = 2, 0, 0
     while marker != _SCAN:
@@ -367,7 +369,7 @@ def _jpeg_damage(content: bytes) -> Damage | None:
             if too_large := _too_large("JPEG", width, height):
                 return too_large
         position += max(2, int.from_bytes(content[position : position + 2], "big"))
-    if content.endswith(_END) and len(content) >= position + 2:  # spares a search of all pixels
+    if content.endswith(_END) and len(content) >= position + 2:  # saves a search of all pixels
         return None
     return _cut_short("JPEG") if content.find(_END, position) < 0 else None
 
@@ -407,7 +409,7 @@ def png_chunks(content: bytes) -> Iterator[tuple[bytes, int, int]]:
 
 
 def _bmp_damage(content: bytes, length: int) -> Damage | None:
-    """Uncompressed pixels must be there; others are for the decoder to judge."""
+    """Uncompressed pixels must be complete; the decoder judges others."""
     if len(content) < 34:
         return _cut_short("BMP")
     start, header, width, height, _, bits, compression = struct.unpack_from("<IIiiHHI", content, 10)
@@ -430,7 +432,7 @@ def _bmp_damage(content: bytes, length: int) -> Damage | None:
 
 
 def _is_mask(mask: int, bits: int) -> bool:
-    """Whether it is bits side by side, within a pixel."""
+    """Whether a mask is one run of bits, within a pixel."""
     ones = mask >> ((mask & -mask).bit_length() - 1) if mask else 0
     return mask >> bits == 0 and ones != 0 and ones & (ones + 1) == 0
 
@@ -446,13 +448,13 @@ def _webp_damage(content: bytes, length: int) -> Damage | None:
 
 
 def _other_sizes(content: bytes) -> Iterator[tuple[str, int, int]]:
-    """(kind, width, height) of what OpenCV knows besides and unpacks to a multiple of its bytes.
+    """(kind, width, height) in other formats that OpenCV unpacks to many times their size.
 
-    A GIF of 627 bytes took it 21 s and 7 GB, a JPEG 2000 of 265 bytes 23 s and 13 GB.
+    OpenCV took 21 s and 7 GB for a GIF of 627 bytes, 23 s and 13 GB for a JPEG 2000 of 265 bytes.
     """
     if content.startswith(b"GIF8") and len(content) >= 10:
         yield "GIF", *struct.unpack_from("<HH", content, 6)
-    elif content.startswith(_JPEG_2000):  # each, because what stands before the true one is skipped
+    elif content.startswith(_JPEG_2000):  # each, as decoders skip false ones before the true one
         for size in re.finditer(b"\xff\x4f\xff\x51.{4}(.{16})", content, re.DOTALL):
             right, lower, left, upper = struct.unpack(">IIII", size[1])
             yield "JPEG 2000", max(0, right - left), max(0, lower - upper)
@@ -468,9 +470,9 @@ def _other_sizes(content: bytes) -> Iterator[tuple[str, int, int]]:
 class Tiff(NamedTuple):
     """The first picture of a TIFF, as its directory describes it (TIFF 6.0, section 8).
 
-    bits: of a sample.  samples: of a pixel.  numbers: their kind, a key of _TIFF_NUMBERS, or 1:
-    whole ones without sign.  colours: their meaning.  extra: of the first sample that is no colour,
-    which the file says at `extra_at`.
+    bits: per sample.  samples: per pixel.  numbers: their kind, a key of _TIFF_NUMBERS, or 1:
+    unsigned integers.  colours: their meaning.  extra: meaning of the first sample that is not a
+    colour, stored in the file at `extra_at`.
     """
 
     width: int = 0
@@ -487,7 +489,7 @@ class Tiff(NamedTuple):
 def tiff_of(read: Callable[[int, int], bytes]) -> Tiff | None:
     """The header of a TIFF; None: not a TIFF, or truncated.
 
-    Args: read: bytes of the file from a place on, so many or fewer.
+    Args: read: returns bytes of the file from an offset on, up to a number of them.
     """
     head = read(0, 16)
     if head[:4] not in _TIFF:
@@ -507,13 +509,13 @@ def tiff_of(read: Callable[[int, int], bytes]) -> Tiff | None:
                 continue
             whole = order + _TIFF_WHOLE[kind]
             where = start + at + value
-            if values * struct.calcsize(whole) > size - value:  # they stand elsewhere
+            if values * struct.calcsize(whole) > size - value:  # they are elsewhere
                 (where,) = struct.unpack_from(order + place, directory, at + value)
             (number,) = struct.unpack(whole, read(where, struct.calcsize(whole)))
             found[_TIFF_TAGS[tag]] = number
             if _TIFF_TAGS[tag] == "extra":
                 found["extra_at"] = where
-    except (struct.error, OverflowError, ValueError, OSError):  # cut short, or no such place
+    except (struct.error, OverflowError, ValueError, OSError):  # truncated, or no such offset
         return None
     return Tiff(**found)
 
@@ -529,7 +531,7 @@ def _tiff_damage(content: bytes) -> Damage | None:
 
 
 def unread_pixels(tiff: Tiff) -> str:
-    """Why pixels have no obvious 8-bit RGB, and what to do; "": they have."""
+    """Why pixels have no obvious form in 8-bit RGB, and what to do; "": they have."""
     if tiff.numbers in _TIFF_NUMBERS or tiff.bits > 16:
         kind = f"{tiff.bits}-bit {_TIFF_NUMBERS.get(tiff.numbers, 'integer')} numbers"
         return f"{kind}: choose the black and white values, then save as unsigned 8 or 16 bits"

@@ -18,7 +18,7 @@ from .predictor import PredictorError
 
 VIDEO_SUFFIXES = (".mp4", ".avi", ".mov", ".mkv", ".webm", ".m4v", ".mpg", ".mpeg")
 KNOWN_SUFFIXES = IMAGE_SUFFIXES + VIDEO_SUFFIXES
-USUAL_RATE = 25.0  # of a video or camera that names none
+USUAL_RATE = 25.0  # frames a second, if a video or camera names none
 Item = TypeVar("Item")
 
 
@@ -33,7 +33,7 @@ class Frame:
 
 
 def find_sources(source: Path, leave_out: Path, warn: Callable[[str], None]) -> list[Path]:
-    """The images and videos a path stands for: itself, or all below it, in name order.
+    """The images and videos at a path: the file, or all below the folder, in name order.
 
     Args: leave_out, warn: as `sources_in`.
     Raises: PredictorError: the path does not exist, or there is nothing to look at.
@@ -58,12 +58,12 @@ def sources_in(folder: Path, leave_out: Path | None, warn: Callable[[str], None]
 
     Args:
         leave_out: a folder whose files do not count (where results are written).
-        warn: told of images of kinds that are not read.
+        warn: called with a line about images in unsupported formats.
     """
     files = [
         file
         for file in sorted(folder.rglob("*"))
-        # What programs put there for themselves: ._a.jpg of macOS, .ipynb_checkpoints/a.jpg.
+        # Files that programs keep for themselves: ._a.jpg of macOS, .ipynb_checkpoints/a.jpg.
         if not any(part.startswith(".") for part in file.relative_to(folder).parts)
     ]
     if unread := unread_kinds(file.name for file in files):
@@ -89,7 +89,7 @@ def frames_of(
 ) -> Iterator[Frame]:
     """The picture of each image file and every frame of each video, in order.
 
-    Args: complain: told of what cannot be read, which is left out.
+    Args: complain: called with the reason for each file that cannot be read and is left out.
     """
     for file, name in zip(files, names):
         try:
@@ -102,9 +102,9 @@ def frames_of(
 
 
 def video_path(file: Path) -> str:
-    """A path as OpenCV's videos take it; one that is not UTF-8 would crash it.
+    """A path for OpenCV's videos, which crash on one that is not UTF-8.
 
-    Raises: PredictorError: it is not.
+    Raises: PredictorError: it is not UTF-8.
     """
     try:
         return str(file).encode().decode()
@@ -122,7 +122,7 @@ def _video_frames(file: Path, name: str) -> Iterator[Frame]:
 
 
 def video_frames(place: str | int, name: str) -> Iterator[Frame]:
-    """Each frame that OpenCV reads of a video, a stream or a camera of that number."""
+    """Yields the frames of a video, a stream, or a camera given by its number."""
     capture = cv2.VideoCapture(place)
     rate = capture.get(cv2.CAP_PROP_FPS) or USUAL_RATE
     try:
@@ -136,9 +136,9 @@ def video_frames(place: str | int, name: str) -> Iterator[Frame]:
 
 
 def read_image(file: Path) -> np.ndarray:
-    """An image file as uint8 RGB [H, W, 3], turned upright as its EXIF data say; see `decode`.
+    """An image file as uint8 RGB [H, W, 3], turned upright by its EXIF data; see `decode`.
 
-    Raises: PredictorError: it cannot be read, is no image, cut short, or of too many pixels.
+    Raises: PredictorError: it cannot be read, is not an image, is truncated, or is too large.
     """
     content = _content(file)
     found = damage(content)
@@ -154,7 +154,7 @@ def read_image(file: Path) -> np.ndarray:
 
 
 def _content(file: Path) -> bytes:
-    """All bytes of a file that is one: a pipe would be waited for, a device is endless."""
+    """Content of a regular file: a pipe would block, a device never ends."""
     try:
         with open(file, "rb", opener=_open_at_once) as opened:
             status = os.fstat(opened.fileno())
@@ -170,9 +170,9 @@ def _open_at_once(path: str, flags: int) -> int:
 
 
 def ahead(items: Iterator[Item], most: int) -> Iterator[Item]:
-    """The same items, made by a thread that is up to `most` of them ahead.
+    """The same items, produced by a thread that is up to `most` of them ahead.
 
-    What the thread raises is raised here; when the reader goes away, the thread ends.
+    Exceptions of the thread are raised here; it ends when the reader stops reading.
     """
     waiting: queue.Queue[tuple[Item | None, BaseException | None]] = queue.Queue(most)
     stopped = threading.Event()

@@ -1,13 +1,13 @@
 """Runs a model that `ppdist export` wrote.
 
-This file is enough, wherever it is copied:
+This file works on its own, wherever it is copied:
 
     predictor = Predictor("export")                       # the folder that holds infer.yml
     for rows in predictor([image]):                       # images: uint8 RGB [H, W, 3], any size
         for label, score, x1, y1, x2, y2 in rows: ...     # pixels of that image, best first
 
-It takes numpy, opencv-python-headless, and one of onnxruntime, openvino and paddlepaddle.  ppdist
-itself puts images through it, also to models that are not exported.
+It needs numpy, opencv-python-headless, and one of onnxruntime, openvino and paddlepaddle.  ppdist
+itself uses it, also for models that are not exported.
 """
 
 import functools
@@ -32,21 +32,21 @@ RUNTIMES = {
     "openvino": "OpenVINO", "onnx": "ONNX Runtime", "tensorrt": "TensorRT through ONNX Runtime",
     "paddle": "Paddle Inference",
 }  # fmt: skip
-_ON_CPU = {  # what auto tries, of kinds of numbers, the fastest first
+_ON_CPU = {  # what auto tries for each number format, the fastest first
     "float32": ("onnx", "openvino", "paddle"),
     "int8": ("onnx",),  # without VNNI OpenVINO's sums of 8-bit products saturate
     "bfloat16": ("openvino",),
 }
-USUAL_THRESHOLD = 0.25  # of scores, where nothing says which is best
+USUAL_THRESHOLD = 0.25  # confidence threshold, if no evaluation set one
 Backend = Literal["auto", "paddle", "onnx", "openvino", "tensorrt"]
 
 
 class PredictorError(ValueError):
-    """What a user can mend: the message says where, what was found and what to do."""
+    """An error that the user can fix: the message says where, what was found, what to do."""
 
 
 class Graph(Protocol):
-    """What computes the outputs of a model, for any thread that asks."""
+    """Computes the outputs of a model; any thread may call it."""
 
     def run(self, batch_B3HW: np.ndarray) -> tuple[np.ndarray, ...]:
         """Args: float32, as `Predictor.prepare` makes it.  Returns: all outputs, in order."""
@@ -55,25 +55,25 @@ class Graph(Protocol):
 class Predictor:
     """An exported detector or classifier.  Any thread may call it, several at once.
 
-    In Paddle Inference and in OpenVINO one call waits for another, as their inputs have one place;
-    ONNX Runtime computes several at once.
+    With Paddle Inference and OpenVINO, calls run one after another, because a model has one set of
+    inputs; ONNX Runtime runs several at once.
 
     Args:
-        directory: holds infer.yml and the files it names; or there an .xml that OpenVINO made of
-            the ONNX model.
+        directory: folder with infer.yml and the files it names; or an .xml in it that OpenVINO made
+            from the ONNX model.
         backend: auto takes the fastest that is installed and that the export was checked in, see
-            `chosen_backend`; tensorrt (ONNX Runtime on a card) was never run by us.
-        threads: of one prediction on the CPU.
+            `chosen_backend`; we have never run tensorrt (ONNX Runtime on a card).
+        threads: CPU threads of one prediction.
         device: gpu needs a CUDA build of the package (onnxruntime-gpu, paddlepaddle-gpu).
         int8: the quantised ONNX model of the export instead of the float32 one.
-        bfloat16: OpenVINO computes in it; faster, less exact, and only where the processor can.
+        bfloat16: OpenVINO computes in bfloat16: faster, less exact, only if the processor can.
     Raises: PredictorError: no usable model there, or nothing installed that runs it.
 
     Attributes:
         spec: the content of infer.yml.
-        backend: what runs it: onnx, openvino, paddle or tensorrt; "" of `of_graph`.
-        runtime: the same in words, with what it computes in and on how many threads.
-        class_names: of class 0, 1, ...
+        backend: what runs the model: onnx, openvino, paddle or tensorrt; "" for `of_graph`.
+        runtime: description of backend, number format and threads.
+        class_names: names of class 0, 1, ...
     """
 
     def __init__(
@@ -117,7 +117,7 @@ class Predictor:
 
     @classmethod
     def of_graph(cls, spec: dict[str, Any], graph: Graph, nms_in_graph: bool) -> "Predictor":
-        """With a graph that is open already, by whatever runs it.
+        """A predictor for a graph that is already open, in any runtime.
 
         Args: spec: the content of infer.yml.  nms_in_graph: its outputs are rows and counts.
         """
@@ -128,12 +128,12 @@ class Predictor:
         return self
 
     def __call__(self, images: Sequence[np.ndarray]) -> list[np.ndarray]:
-        """What the model finds in images, all of them as one batch.
+        """Predictions for images, all of them as one batch.
 
         Args: images: uint8 RGB [H, W, 3], upright, each of any size.
-        Returns: for each image float32 rows [R, 6] of class, score, x1, y1, x2, y2 in its pixels
-            and inside it, best first; of a classifier the probabilities [C].
-        Raises: PredictorError: an argument is no such image, or the runtime fails.
+        Returns: for each image, float32 rows [R, 6] of class, score, x1, y1, x2, y2 in its pixels
+            and inside it, best first; for a classifier, the probabilities [C].
+        Raises: PredictorError: an argument is not such an image, or the runtime fails.
         """
         if not len(images):
             return []
@@ -142,7 +142,7 @@ class Predictor:
         return self.finish(self.run(batch_B3HW), sizes)
 
     def prepare(self, images: Sequence[np.ndarray]) -> np.ndarray:
-        """The images as the graph takes them: float32 [B, 3, H, W]."""
+        """Images as input of the graph: float32 [B, 3, H, W]."""
         description = self.spec["input"]
         height, width = description["size"]
         batch_B3HW = np.empty((len(images), 3, height, width), np.float32)
@@ -162,7 +162,7 @@ class Predictor:
         return batch_B3HW
 
     def run(self, batch_B3HW: np.ndarray) -> tuple[np.ndarray, ...]:
-        """The outputs of the graph; one whose batch is fixed is run image by image."""
+        """Outputs of the graph; if its batch is fixed, images run one by one."""
         if self.spec["input"]["dynamic_batch"] or len(batch_B3HW) == 1:
             return self._graph.run(batch_B3HW)
         each = [self._graph.run(batch_B3HW[at : at + 1]) for at in range(len(batch_B3HW))]
@@ -186,7 +186,7 @@ class Predictor:
         return [self._in_image(rows_R6, size) for rows_R6, size in zip(found, sizes)]
 
     def _in_image(self, rows_R6: np.ndarray, size: tuple[int, int]) -> np.ndarray:
-        """Rows in input pixels -> in pixels of the image of that height and width, best first."""
+        """Rows from input pixels to pixels of an image of (height, width), best first."""
         rows_R6 = rows_R6[np.argsort(-rows_R6[:, 1], kind="stable")]  # a copy
         height, width = size
         place = placed(size, self.spec["input"]["size"], self.spec["resize"]["mode"])
@@ -198,7 +198,7 @@ class Predictor:
 
 
 class Place(NamedTuple):
-    """Where an image lies in the input, in its pixels."""
+    """Position of an image in the input, in input pixels."""
 
     left: int
     top: int
@@ -207,7 +207,7 @@ class Place(NamedTuple):
 
 
 def placed(size: tuple[int, int], input_size: tuple[int, int], mode: str) -> Place:
-    """Where an image of a height and width lies in an input of another.
+    """Position of an image of one (height, width) in an input of another.
 
     Args: mode: stretch or letterbox; infer.yml has the formulas.
     """
@@ -221,7 +221,7 @@ def placed(size: tuple[int, int], input_size: tuple[int, int], mode: str) -> Pla
 
 
 def fit(image_HW3: np.ndarray, size: tuple[int, int], resize: dict[str, Any]) -> np.ndarray:
-    """An image brought to the height and width of the input, as training's evaluation does."""
+    """Resizes an image to the height and width of the input, as evaluation in training does."""
     interpolation = _INTERPOLATIONS[resize["interpolation"]]
     height, width = size
     if resize["mode"] == "centre_crop":
@@ -243,7 +243,7 @@ def _resized(image_HW3: np.ndarray, size_wh: tuple[int, int], interpolation: int
 
 
 def _centre(image_HW3: np.ndarray, size: tuple[int, int]) -> np.ndarray:
-    """The largest centred part of the shape of `size` (height, width)."""
+    """The largest centred crop with the aspect ratio of `size` (height, width)."""
     sides = image_HW3.shape[:2]
     scale = min(sides[0] / size[0], sides[1] / size[1])
     tall, wide = (
@@ -256,12 +256,13 @@ def _centre(image_HW3: np.ndarray, size: tuple[int, int]) -> np.ndarray:
 def suppress(scores_NC: np.ndarray, boxes_N4: np.ndarray, nms: dict[str, Any]) -> np.ndarray:
     """Class-wise non-maximum suppression of one image, as the graphs that contain it do.
 
-    A prediction counts for every class whose score is above `score_threshold` (with `multi_label`
-    off: for its best only); of each class the best `candidates` compete; one whose IoU with a
-    better kept one of its class is above `iou_threshold` goes; the best `keep` of all stay.  With
-    null for `iou_threshold` none goes for another, and `candidates` means nothing.
+    A prediction counts for every class with a score above `score_threshold` (with `multi_label`
+    off: for its best only).  In each class the best `candidates` compete; one is dropped if its IoU
+    with a better kept one of the class is above `iou_threshold`.  The best `keep` of all classes
+    are returned.  If `iou_threshold` is null, none suppresses another, and `candidates` has no
+    effect.
 
-    Returns: rows_R6, float32: class, score, x1, y1, x2, y2; best first, of equals the lower class.
+    Returns: rows_R6, float32: class, score, x1, y1, x2, y2; best first, then by lower class.
     """
     if not nms["multi_label"]:
         best_N = scores_NC.argmax(axis=1)
@@ -284,7 +285,7 @@ def suppress(scores_NC: np.ndarray, boxes_N4: np.ndarray, nms: dict[str, Any]) -
 def _kept(
     boxes_P4: np.ndarray, labels_P: np.ndarray, scores_P: np.ndarray, threshold: float, most: int
 ) -> list[int]:
-    """Which predictions, class after class and each best first, stay; best first of all."""
+    """Indices of the predictions to keep, best first; the input is sorted by class, best first."""
     x1_P, y1_P, x2_P, y2_P = np.ascontiguousarray(boxes_P4.T)
     area_P = np.maximum(x2_P - x1_P, 0) * np.maximum(y2_P - y1_P, 0)
     ends_P = np.searchsorted(labels_P, labels_P, side="right")
@@ -302,7 +303,7 @@ def _kept(
             tall = np.minimum(y2_P[rest], y2_P[best]) - np.maximum(y1_P[rest], y1_P[best])
             inter = wide * tall
             iou = inter / (area_P[best] + area_P[rest] - inter)
-            # Two boxes without an area at one place have no IoU, and one goes.
+            # Two boxes without an area at one place have no IoU; one of them is dropped.
             beaten_P[rest] |= ~((iou <= threshold) | (wide < 0) | (tall < 0))
     return kept
 
@@ -315,7 +316,7 @@ _PROVIDERS = {  # the preferred one first
 
 
 class _OnnxGraph:
-    """An ONNX file in ONNX Runtime; gives its outputs in order."""
+    """An ONNX file in ONNX Runtime; returns its outputs in order."""
 
     def __init__(self, files: Sequence[Path], threads: int, providers: Sequence[str]) -> None:
         import onnxruntime
@@ -329,7 +330,7 @@ class _OnnxGraph:
             )
         except Exception as error:  # its exceptions share no narrower base
             raise PredictorError(f"{files[0]}: ONNX Runtime cannot load it: {error}") from error
-        if providers[0] not in self._session.get_providers():  # it would go on with the CPU
+        if providers[0] not in self._session.get_providers():  # it would fall back to the CPU
             raise PredictorError("device gpu: ONNX Runtime finds no usable card; see its message")
         self._name = self._session.get_inputs()[0].name
 
@@ -341,10 +342,10 @@ class _OnnxGraph:
 
 
 def import_openvino() -> Any:
-    """The package openvino, kept from reporting its import to Google Analytics.
+    """Imports openvino without its report to Google Analytics.
 
-    It would do so by itself, by a child process, and leave a file in the home folder.  Without
-    openvino_telemetry, which is optional to it, it does neither.
+    By default it reports its import through a child process, and leaves a file in the home folder.
+    Without openvino_telemetry, which is optional, it does neither.
 
     Raises: ImportError: it is not installed.
     """
@@ -360,10 +361,10 @@ def import_openvino() -> Any:
 
 @functools.cache
 def openvino_core() -> Any:
-    """The one `openvino.Core` of this process, which stays until it ends.
+    """The only `openvino.Core` of this process, kept until it ends.
 
-    Each Core gives its thread a stack for signals and takes it away with the last model: with two,
-    of which the first ends first, the next signal that Python handles ends the process (SIGSEGV).
+    Each Core gives its thread a signal stack and removes it with the last model.  With two of them,
+    if the first ends first, the next signal that Python handles crashes the process (SIGSEGV).
 
     Raises: ImportError: OpenVINO is not installed.
     """
@@ -376,14 +377,14 @@ def has_bfloat16() -> bool:
 
 
 def compile_with_openvino(file: Path, threads: int, bfloat16: bool) -> Any:
-    """An ONNX file, or OpenVINO's own XML, made ready to run on a CPU.
+    """Compiles an ONNX file, or OpenVINO's own XML, to run on a CPU.
 
-    Its threads are not bound to cores: several processes would share the same first ones.
+    Threads are not pinned to cores: several processes would share the same first ones.
 
     Raises: ImportError: OpenVINO is not installed.  RuntimeError: it cannot load the file.
     """
     settings = {
-        "INFERENCE_PRECISION_HINT": "bf16" if bfloat16 else "f32",  # its own: bf16 where it can
+        "INFERENCE_PRECISION_HINT": "bf16" if bfloat16 else "f32",  # its default: bf16 if it can
         "INFERENCE_NUM_THREADS": threads,
         "PERFORMANCE_HINT": "LATENCY",
         "ENABLE_CPU_PINNING": False,
@@ -392,7 +393,7 @@ def compile_with_openvino(file: Path, threads: int, bfloat16: bool) -> Any:
 
 
 class _OpenVinoGraph:
-    """An ONNX file, or OpenVINO's own XML, in OpenVINO; gives its outputs in order."""
+    """An ONNX file, or OpenVINO's own XML, in OpenVINO; returns its outputs in order."""
 
     def __init__(self, files: Sequence[Path], threads: int, bfloat16: bool) -> None:
         if bfloat16 and not has_bfloat16():
@@ -404,7 +405,7 @@ class _OpenVinoGraph:
         except RuntimeError as error:
             raise PredictorError(f"{files[0]}: OpenVINO cannot load it: {error}") from error
         self._request, self._outputs = model.create_infer_request(), range(len(model.outputs))
-        self._lock = threading.Lock()  # of the request, whose tensors another call would replace
+        self._lock = threading.Lock()  # for the request: another call would replace its tensors
 
     def run(self, batch_B3HW: np.ndarray) -> tuple[np.ndarray, ...]:
         try:
@@ -416,7 +417,7 @@ class _OpenVinoGraph:
 
 
 class _PaddleGraph:
-    """A saved program and its weights in Paddle Inference; gives its outputs in order."""
+    """A saved program and its weights in Paddle Inference; returns its outputs in order."""
 
     def __init__(self, files: Sequence[Path], threads: int, device: str) -> None:
         from paddle import inference
@@ -434,7 +435,7 @@ class _PaddleGraph:
         except (RuntimeError, ValueError, OSError) as error:
             raise PredictorError(f"{files[0]}: Paddle cannot load it: {error}") from error
         self._names = self._predictor.get_output_names()
-        self._lock = threading.Lock()  # of the handles, which another call would fill
+        self._lock = threading.Lock()  # for the handles, which another call would fill
 
     def run(self, batch_B3HW: np.ndarray) -> tuple[np.ndarray, ...]:
         with self._lock:
@@ -498,17 +499,17 @@ def lost_below(spec: dict[str, Any], threshold: float) -> str:
 
 
 def chosen_backend(spec: dict[str, Any], backend: str, device: str, kind: str) -> str:
-    """The backend that is asked for, or of those that are installed and checked the fastest.
+    """The requested backend, or the fastest of those that are installed and checked.
 
-    Checked: when it was exported the outputs were compared with the model's.  Those of Paddle and
-    of ONNX Runtime always are; of OpenVINO where infer.yml has a section `openvino`.  Fastest: in
-    the measurements of docs/dev/performance.md, Predicting.
+    Checked: the export compared its outputs with the model's.  For Paddle and ONNX Runtime it
+    always does; for OpenVINO if infer.yml has a section `openvino`.  Fastest: in the measurements
+    of docs/dev/performance.md, Predicting.
 
     Args:
         spec: the content of infer.yml.
-        backend: auto, or one that must be taken.
-        kind: of numbers: float32, bfloat16 or int8.
-    Raises: PredictorError: nothing that is installed runs it so; says why.
+        backend: auto, or the only one to consider.
+        kind: number format: float32, bfloat16 or int8.
+    Raises: PredictorError: nothing that is installed can run it; the message says why.
     """
     if backend not in ("auto", *_PACKAGES):
         raise PredictorError(f"backend {backend!r}: expected auto, {', '.join(_PACKAGES)}")

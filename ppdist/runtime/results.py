@@ -14,7 +14,7 @@ from .decoder import format_of
 from .pictures import Frame, is_video, video_path
 from .predictor import PredictorError
 
-# Colours that stay apart with any common colour blindness, red, green, blue: Okabe & Ito 2008,
+# Colours (red, green, blue) that stay distinct in all common colour blindness: Okabe & Ito 2008,
 # "Color Universal Design", https://jfly.uni-koeln.de/color/, black replaced by a mid grey.
 PALETTE = (
     (230, 159, 0),
@@ -27,8 +27,8 @@ PALETTE = (
     (153, 153, 153),
 )
 FILES = {"detect": "detections", "classify": "classes"}  # stem of the JSON and CSV, by task
-_NOT_UTF8 = "backslashreplace"  # of names: to JSON the same name, to Python's json at least
-_BEST = 5  # classes of an image that are told
+_NOT_UTF8 = "backslashreplace"  # of names; at least Python's json reads the same name back
+_BEST = 5  # classes reported for an image
 _FONT = cv2.FONT_HERSHEY_SIMPLEX
 _COLUMNS = {
     "detect": ("file_name", "frame", "class", "score", "x1", "y1", "x2", "y2"),
@@ -43,8 +43,8 @@ class Results:
         out: where all files go.
         spec: the content of infer.yml.
         threshold: boxes of a lower score do not count.
-        pictures: by the name of a source: the picture to write for it, below `out`; without
-            it none is drawn.
+        pictures: name of a source -> picture to write for it, below `out`; other sources are
+            not drawn.
 
     Attributes:
         detects: whether boxes are found, not classes of whole images.
@@ -62,7 +62,7 @@ class Results:
         self._writer = _Pictures(out, pictures)
 
     def add(self, frame: Frame, found: np.ndarray) -> str:
-        """Notes and draws what the predictor found; returns it in a few words."""
+        """Records and draws what the predictor found; returns a short summary."""
         height, width = frame.image_HW3.shape[:2]
         image: dict[str, Any] = {"id": len(self.images) + 1, "file_name": frame.name}
         if frame.index is not None:
@@ -84,7 +84,7 @@ class Results:
         return f"{len(self.objects)} objects in {len(self.images)} images"
 
     def write(self, as_csv: bool) -> Path:
-        """Ends the last video and writes the JSON file, and a CSV file of the same where asked."""
+        """Ends the last video; writes the JSON file, and a CSV file with the same if asked."""
         self._writer.close()
         task = self._spec["task"]
         pairs = zip(self._spec["category_ids"], self._spec["class_names"])
@@ -114,7 +114,7 @@ class Results:
         ]
 
     def _annotations(self, rows_R6: np.ndarray, image_id: int) -> Iterator[dict[str, Any]]:
-        """As COCO has them, and with the score of a COCO result."""
+        """COCO annotations, with the score of a COCO result."""
         first = len(self.objects) + 1
         for number, (label, score, x1, y1, x2, y2) in enumerate(rows_R6.tolist(), first):
             yield {
@@ -141,7 +141,7 @@ class Results:
 
 
 class _Pictures:
-    """The pictures that are written: an image as it is called, all frames of a video as one."""
+    """Writes pictures: an image under its name, all frames of a video into one file."""
 
     def __init__(self, out: Path, names: dict[str, str]) -> None:
         self._out, self._names = out, names
@@ -183,7 +183,7 @@ class _Pictures:
 
 
 def picture_names(names: list[str]) -> dict[str, str]:
-    """What the picture of each source is called, no two alike: videos become .mp4."""
+    """A unique picture name for each source; videos become .mp4."""
     taken = set(names)
     result = {}
     for name in names:
@@ -198,7 +198,7 @@ def picture_names(names: list[str]) -> dict[str, str]:
 
 
 def draw_boxes(canvas_HW3: np.ndarray, rows_R6: np.ndarray, class_names: list[str]) -> None:
-    """Outlines boxes (rows of class, score, x1, y1, x2, y2) in place, the surest on top."""
+    """Outlines boxes (rows of class, score, x1, y1, x2, y2) in place, the highest score on top."""
     height, width = canvas_HW3.shape[:2]
     thickness = max(2, round(max(height, width) / 320))
     limits = np.array([width - 1, height - 1, width - 1, height - 1])
@@ -214,7 +214,7 @@ def draw_boxes(canvas_HW3: np.ndarray, rows_R6: np.ndarray, class_names: list[st
 
 
 def draw_classes(canvas_HW3: np.ndarray, best: list[dict[str, Any]]) -> None:
-    """Writes the surest classes into the upper left corner, in place, as many as have room."""
+    """Writes the best classes into the upper left corner, in place, as many as fit."""
     top = 0
     for kind in best:
         text = f"{_readable(kind['name'], kind['class'])} {kind['score']:.2f}"
@@ -226,7 +226,7 @@ def draw_classes(canvas_HW3: np.ndarray, best: list[dict[str, Any]]) -> None:
 
 
 def _readable(name: str, label: int) -> str:
-    """OpenCV's letters are those of ASCII."""
+    """The name, or the label's number: OpenCV draws only ASCII."""
     return name if name.isascii() else f"#{label}"
 
 
@@ -242,7 +242,7 @@ def _plate_size(canvas_HW3: np.ndarray, text: str) -> tuple[int, int]:
 def _draw_plate(
     canvas_HW3: np.ndarray, corner: tuple[int, int], text: str, colour: tuple[int, int, int]
 ) -> None:
-    """Draws a text on a ground of its colour, whose upper left corner is given."""
+    """Draws a text on a filled rectangle, with its upper left corner at `corner`."""
     left, top = corner
     wide, tall = _plate_size(canvas_HW3, text)
     scale = _scale(canvas_HW3)

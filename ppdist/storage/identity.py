@@ -4,8 +4,8 @@
     http         Content-Length, with ETag or Last-Modified
     a store      bytes, with ETag or the time of its last change
 
-The times alone do not tell: archives unpack with those of another day, copies keep them.  Where
-nobody tells a mark, nothing of such a file is kept across runs.
+Modification times alone are not enough: archives restore old ones, and copies keep them.  If a
+file's mark is unknown, nothing of it is kept across runs.
 """
 
 import hashlib
@@ -17,7 +17,7 @@ _VALIDATORS = ("ETag", "etag", "Last-Modified", "LastModified", "mtime", "update
 
 
 class Identity(NamedTuple):
-    """Bytes of a file, and a mark that changes with its content; mark "": not known."""
+    """Size of a file, and a mark that changes with its content; mark "": unknown."""
 
     bytes: int
     mark: str
@@ -35,9 +35,9 @@ def of_stat(found: os.stat_result) -> Identity:
 
 
 def mark_in(told: Mapping[str, Any], *, strong: bool = False) -> str:
-    """Mark in the headers of an answer, or in what a store says of a file; "": none.
+    """Mark in the headers of a response, or in a store's description of a file; "": none.
 
-    Args: strong: byte for byte, as resuming a download needs it; a weak ETag does not count.
+    Args: strong: guarantees equal bytes, as a resumed download needs; weak ETags do not count.
     """
     for key in _VALIDATORS:
         value = told.get(key)

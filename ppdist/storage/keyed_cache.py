@@ -1,13 +1,14 @@
 """Bounded cache on disk: contents by key, shared by all processes.
 
-One file an entry, named by a digest of its key; the least recently used go first.  A key holds all
-that its content depends on, files by their content identity.  An entry appears by a rename and
-carries a checksum: what is damaged is as good as absent.  No failure is an error.
+One file per entry, named by a digest of its key; the least recently used are deleted first.  A key
+contains everything its content depends on, files by their content identity.  An entry is written
+under another name, then renamed, and carries a checksum: a damaged one counts as missing.  A
+failing disk is not an error: the cache then keeps nothing more.
 
     FOLDER/3f/3f9c...   64 bytes (mark, checksum, length), content
-    FOLDER/3f/3f9c...j  journal of work that is under way, a checked line at a time
-    FOLDER/bytes        grows by a byte for each 4 KiB written: its length is what is there,
-                        and needs no lock; who finds it too long counts anew and deletes
+    FOLDER/3f/3f9c...j  journal of unfinished work, one line with checksum at a time
+    FOLDER/bytes        grows by one byte per 4 KiB written: its length is the size of the cache,
+                        without a lock; a process that finds it too long recounts and deletes
 """
 
 import hashlib
@@ -27,10 +28,10 @@ from ppdist.common.files import FileLock, user_cache
 _HEAD = struct.Struct("<4sIQ48x")  # mark, CRC-32 of the content, its bytes; arrays stay aligned
 _MARK = b"ppd2"
 _BLOCK = 4096
-_KEPT_SHARE = 0.9  # of the limit, after old entries were deleted
-_SPARE = 1 << 30  # bytes of the disk to leave free in any case
-_FRESH_SECONDS = 60.0  # an entry used so recently is not marked as used again
-_JOURNAL_SECONDS = 10.0  # of work that a kill may cost
+_KEPT_SHARE = 0.9  # of the limit, after deleting old entries
+_SPARE = 1 << 30  # bytes of the disk that always stay free
+_FRESH_SECONDS = 60.0  # an entry used this recently is not marked again
+_JOURNAL_SECONDS = 10.0  # of work that a kill may lose
 
 
 def _quiet(_: str) -> None:
@@ -38,12 +39,12 @@ def _quiet(_: str) -> None:
 
 
 class KeyedCache:
-    """Contents by key, within so many bytes."""
+    """Contents by key, within a limit of bytes."""
 
     def __init__(
         self, folder: Path, most_bytes: int, say: Callable[[str], object] = _quiet
     ) -> None:
-        """Args: say: hears once why nothing more is kept, of all workers that are forked now."""
+        """Args: say: called once with why nothing more is kept, by one of all forked workers."""
         self.folder = folder
         self.most_bytes = most_bytes
         self._say = say
@@ -53,12 +54,12 @@ class KeyedCache:
     def of_user(
         cls, name: str, most_bytes: int, say: Callable[[str], object] = _quiet
     ) -> "KeyedCache | None":
-        """The cache of that name below $XDG_CACHE_HOME or ~/.cache; None: there is no home."""
+        """The named cache in $XDG_CACHE_HOME or ~/.cache; None: there is no home folder."""
         folder = user_cache()
         return None if folder is None else cls(folder / name, most_bytes, say)
 
     def get(self, key: str) -> bytes | None:
-        """What was put there; None: not there, or damaged, which deletes it."""
+        """Content of a key; None: missing, or damaged and now deleted."""
         try:
             with open(self.open(key), "rb") as file:
                 content = file.read()
@@ -67,7 +68,7 @@ class KeyedCache:
         return self._checked(key, memoryview(content), lambda view: bytes(view))
 
     def map(self, key: str) -> memoryview | None:
-        """As `get`, but of the file itself, which stays on disk."""
+        """Like `get`, but maps the file into memory instead of reading it."""
         try:
             view = mapped(self.open(key), whole=True)
         except (OSError, ValueError):  # an empty file cannot be mapped
@@ -75,7 +76,7 @@ class KeyedCache:
         return self._checked(key, view, lambda view: view)
 
     def open(self, key: str) -> int:
-        """A descriptor of the file of an entry.  Raises: OSError: there is none."""
+        """File descriptor of an entry.  Raises: OSError: there is none."""
         return os.open(self.place(key), os.O_RDONLY | os.O_NOFOLLOW)
 
     def _checked(self, key: str, view: memoryview, take: Callable[[memoryview], Any]) -> Any:
@@ -93,7 +94,7 @@ class KeyedCache:
         return None
 
     def put(self, key: str, *parts: Any) -> bool:
-        """Keeps a content, given in parts, if there is room.  Returns: whether it is kept."""
+        """Stores a content, given in parts, if there is room.  Returns: whether it did."""
         size = _HEAD.size + sum(len(part) for part in parts)
         if self._failed[0] or size > self.most_bytes // 8:
             return False
@@ -118,7 +119,7 @@ class KeyedCache:
         return True
 
     def journal(self, key: str) -> "Journal":
-        """The journal of work whose result is to be kept by this key."""
+        """Journal of the work that computes the content of this key."""
         place = self.place(key)
         return Journal(place.with_name(f"{place.name}j"), self._give_up)
 
@@ -133,7 +134,7 @@ class KeyedCache:
         return self.folder / name[:2] / name
 
     def _require_room(self, needed: int) -> None:
-        """Raises: OSError: the disk has none to spare, also without old entries."""
+        """Deletes old entries if the disk is full.  Raises: OSError: it still is."""
         if _free(self.folder) >= needed + _SPARE:
             return
         self._delete_old(int(_KEPT_SHARE * self._counted()))
@@ -141,7 +142,7 @@ class KeyedCache:
             raise OSError(f"less than {_SPARE >> 20} MiB of its disk are free")
 
     def _counted(self) -> int:
-        """Bytes that lie there, as far as they were counted."""
+        """Bytes in the cache, as counted so far."""
         try:
             return os.stat(self.folder / "bytes").st_size * _BLOCK
         except FileNotFoundError:
@@ -158,7 +159,7 @@ class KeyedCache:
             self._delete_old(int(_KEPT_SHARE * self.most_bytes))
 
     def _delete_old(self, wanted: int) -> None:
-        """Deletes the least recently used until the rest is small enough; one process does."""
+        """Deletes least recently used entries down to `wanted` bytes, in one process."""
         lock = FileLock(self.folder / "lock")
         try:
             if not lock.try_acquire():
@@ -176,7 +177,7 @@ class KeyedCache:
             lock.close()
 
     def _entries(self) -> Iterator[tuple[float, int, str]]:
-        """(time of last use, bytes on disk, path) of each, drafts of killed processes too."""
+        """(time of last use, bytes on disk, path) of each file, drafts of killed processes too."""
         for folder in os.scandir(self.folder):
             if not folder.is_dir():
                 continue
@@ -187,7 +188,7 @@ class KeyedCache:
 
 
 def packed(*parts: Any) -> Sequence[Any]:
-    """An entry as its file has it: the head, then the parts of its content."""
+    """Content of an entry's file: the header, then the parts."""
     checksum = 0
     for part in parts:
         checksum = zlib.crc32(part, checksum)
@@ -195,9 +196,9 @@ def packed(*parts: Any) -> Sequence[Any]:
 
 
 def mapped(descriptor: int, *, whole: bool = False) -> memoryview:
-    """The content of an entry, unchecked, as a mapping of its file; closes the descriptor.
+    """Memory map of an entry's content, unchecked; closes the descriptor.
 
-    Args: whole: with its head.
+    Args: whole: include the header.
     Raises: OSError, ValueError: it cannot be mapped.
     """
     try:
@@ -213,9 +214,9 @@ def _free(folder: Path) -> int:
 
 
 class Journal:
-    """Lines of work that is under way, from which a later process goes on.
+    """Lines of unfinished work, from which a later process continues.
 
-    They are appended some seconds' worth at a time; one that a kill has cut short does not count.
+    They are appended every few seconds; a line that a kill cut short is ignored.
     """
 
     def __init__(self, file: Path, failed: Callable[[OSError], object]) -> None:
@@ -224,7 +225,7 @@ class Journal:
         self._written = time.monotonic()
 
     def lines(self) -> Iterator[str]:
-        """What is on disk."""
+        """The valid lines on disk."""
         with suppress(OSError), open(self._file, "rb") as file:
             for line in file:
                 checksum, _, text = line.rstrip(b"\n").partition(b" ")
@@ -232,14 +233,14 @@ class Journal:
                     yield text.decode("utf-8")
 
     def add(self, line: str) -> None:
-        """Keeps a line, on disk some seconds later."""
+        """Adds a line, which reaches the disk some seconds later."""
         text = line.encode("utf-8")
-        self._lines.append(b"\n%08x %b" % (zlib.crc32(text), text))  # after one that was cut short
+        self._lines.append(b"\n%08x %b" % (zlib.crc32(text), text))  # \n ends a truncated one
         if time.monotonic() - self._written >= _JOURNAL_SECONDS:
             self.write()
 
     def write(self) -> None:
-        """Appends what is not on disk yet."""
+        """Appends the lines that are not on disk yet."""
         lines, self._lines, self._written = self._lines, [], time.monotonic()
         try:
             if lines:
@@ -250,6 +251,6 @@ class Journal:
             self._failed(error)
 
     def remove(self) -> None:
-        """The work is done, and its result kept."""
+        """Deletes the journal, once the result is stored."""
         with suppress(OSError):
             self._file.unlink(missing_ok=True)

@@ -1,10 +1,10 @@
-"""Object stores: files behind s3://, gs://, http:// and the like, by fsspec.
+"""Object stores: files at s3://, gs://, http:// and others, through fsspec.
 
-Every failure is an OSError, as of a disk: FileNotFoundError, PermissionError, or `StoreAway` where
-the same request may succeed later.  No message holds a key, a token or the text of a library.
+Every failure is an OSError, as with a disk: FileNotFoundError, PermissionError, or `StoreAway` if
+the same request may succeed later.  No message contains a key, a token or a library's own text.
 
-`Path` and `os.path` make one slash of two: `s3:/bucket/key` is taken for `s3://bucket/key`.  Event
-loops and clients do not survive a fork, so each process opens its own at its first request.
+`Path` and `os.path` collapse double slashes, so `s3:/bucket/key` is read as `s3://bucket/key`.
+Event loops and clients do not survive a fork: each process opens its own at its first request.
 """
 
 import errno
@@ -31,9 +31,9 @@ from ppdist.storage.keyed_cache import KeyedCache
 _LOGGER = logging.getLogger("ppdist.data")
 _REMOTE = re.compile(r"([a-z][a-z0-9+.-]+):/{1,2}(?=[^/])")
 _CREDENTIALS = re.compile(r"//[^/]*@|[?&](X-|sig=|token=|key=|Signature|AWSAccessKeyId)", re.I)
-_BLOCK_BYTES = 4 << 20  # of a large file, a request each
-_TRIES = 4  # of a request whose failures come at once
-_FIRST_SECONDS = 30.0  # that a start waits for a store, which nobody has reached yet
+_BLOCK_BYTES = 4 << 20  # of one request for a part of a large file
+_TRIES = 4  # of a request that fails immediately
+_FIRST_SECONDS = 30.0  # that a start waits for a store not reached yet
 _LISTING_SECONDS = 300.0
 _PASSING_STATUS = (408, 425, 429)
 _T = TypeVar("_T")
@@ -51,7 +51,7 @@ class StoreAway(OSError):
 
 @dataclass
 class _Settings:
-    """cache: None: nothing is kept; seconds: that one request may take."""
+    """Settings of this process.  cache: None: no caching; seconds: timeout of a request."""
 
     folder: Path | None = None
     cache: KeyedCache | None = None
@@ -61,16 +61,16 @@ class _Settings:
 _settings = _Settings()
 _filesystems: dict[tuple[int, str], Any] = {}  # by process
 _listings: dict[str, Mapping[str, Identity] | None] = {}  # by folder; workers inherit their rank's
-_RUN = uuid.uuid4().hex  # the mark of what has none: kept by this process and those it forks
+_RUN = uuid.uuid4().hex  # mark of files without one: valid in this process and its forks
 
 
 def use(folder: str | None, cache_bytes: int, seconds: float) -> None:
-    """How this process and those that it forks reach stores from now on.
+    """Sets how this process and its forks access stores from now on.
 
     Args:
-        folder: of what is kept; None: ppdist in $XDG_CACHE_HOME or ~/.cache.
-        cache_bytes: that fetched images may take there; 0: none are kept.
-        seconds: after which a request without an answer has failed.
+        folder: of the cache; None: ppdist in $XDG_CACHE_HOME or ~/.cache.
+        cache_bytes: limit of the cached images; 0: none are cached.
+        seconds: timeout of a request.
     """
     home = user_cache() if folder is None else Path(folder)
     place = None if home is None else home / "stores"
@@ -90,13 +90,13 @@ def _say_uncached(why: str) -> None:
 
 
 def is_remote(path: str | os.PathLike[str]) -> bool:
-    """Whether a path is of a store."""
+    """Whether a path is in a store."""
     found = _REMOTE.match(os.fspath(path))
     return found is not None and found[1] != "file"
 
 
 def url_of(path: str | os.PathLike[str]) -> str:
-    """The address of a path, with both slashes; of a local one an absolute path."""
+    """URL of a path in a store, with both slashes; absolute path of a local one."""
     text = os.fspath(path)
     if text.startswith("file:/"):
         return "/" + text[len("file:") :].lstrip("/")
@@ -105,7 +105,7 @@ def url_of(path: str | os.PathLike[str]) -> str:
 
 
 def holds_credentials(path: str) -> bool:
-    """Whether an address has a user, or a signature, which logs and configurations would show."""
+    """Whether an address contains a user or a signature, which logs would show."""
     return is_remote(path) and _CREDENTIALS.search(url_of(path)) is not None
 
 
@@ -123,21 +123,21 @@ def _asked_identity(url: str) -> Identity:
 
 
 def listed_identity(url: str) -> Identity | None:
-    """As its folder was listed; None: it was not."""
+    """Identity in the listing of the file's folder; None: not listed."""
     folder, _, name = url.rpartition("/")
     return (_listings.get(folder) or {}).get(name)
 
 
 def known_identity(path: str | os.PathLike[str]) -> Identity:
-    """As `identity_of`, from what was listed or asked before, until `look_anew`."""
+    """Like `identity_of`, from earlier listings and requests until `look_anew`."""
     url = url_of(path)
     return listed_identity(url) or _asked_identity(url)
 
 
 def list_folder(folder: str) -> Mapping[str, Identity] | None:
-    """The files of a folder, asked for once; None: a store that cannot list (http).
+    """The files of a folder, listed once; None: the store cannot list (http).
 
-    Raises: OSError: FileNotFoundError where there is nothing.
+    Raises: OSError; FileNotFoundError: there is nothing.
     """
     url = url_of(folder)
     if url not in _listings:
@@ -155,14 +155,14 @@ def _listing(url: str) -> Mapping[str, Identity]:
 
 
 def look_anew(folders: Iterable[str]) -> None:
-    """What was listed of these folders before may have changed since."""
+    """Forgets listings of these folders, and all identities asked for."""
     for folder in folders:
         _listings.pop(url_of(folder), None)
     _asked_identity.cache_clear()
 
 
 def answers(path: str | os.PathLike[str]) -> bool:
-    """Whether the store can be reached now, whatever it says of this path."""
+    """Whether the store can be reached now, even if it refuses this path."""
     try:
         _ask(path, "info")
     except StoreAway:
@@ -175,9 +175,9 @@ def answers(path: str | os.PathLike[str]) -> bool:
 def fetch(
     path: str | os.PathLike[str], begin: int = 0, length: int | None = None, kept: bool = True
 ) -> bytes:
-    """A file, or `length` bytes of it, from the cache or the store.
+    """Content of a file, or `length` bytes of it, from the cache or the store.
 
-    The cache has the content of one identity alone; without one it is that of this run.
+    Cached content belongs to one content identity, or to this run if the file has none.
 
     Args: kept: whether the cache keeps it.
     Raises: OSError.
@@ -185,7 +185,7 @@ def fetch(
     url, cache = url_of(path), _settings.cache if kept else None
     key = ""
     if cache is not None:
-        mark = known_identity(url).mark or _RUN  # before the content, which may be a later one
+        mark = known_identity(url).mark or _RUN  # first, as the content may be newer
         key = f"{url}\0{begin}\0{length}\0{mark}"
         content = cache.get(key)
         if content is not None:
@@ -203,9 +203,11 @@ def fetch(
 
 
 def local_copy(path: str | os.PathLike[str]) -> Path:
-    """A file of a store on this host's disk: one process fetches it, others and later runs find it.
+    """Local copy of a file in a store, downloaded once per host.
 
-    Raises: UserError: it cannot be fetched, or not be written.
+    Other processes and later runs reuse it.
+
+    Raises: UserError: it cannot be fetched or written.
     """
     url = url_of(path)
     try:
@@ -218,7 +220,7 @@ def local_copy(path: str | os.PathLike[str]) -> Path:
         with writing(file):
             file.parent.mkdir(parents=True, exist_ok=True)
             lock = FileLock(file.with_name("lock"))
-            with suppress(OSError):  # without locks each fetches it, and renames
+            with suppress(OSError):  # without locks, each process downloads it and renames
                 lock.open()
                 lock.acquire()
         try:
@@ -286,7 +288,9 @@ def with_retries(call: Callable[[], _T]) -> _T:
 def _ask(
     path: str | os.PathLike[str], what: str, seconds: float | None = None, **arguments: Any
 ) -> Any:
-    """A request, again where it fails at once; within about twice the time of one.
+    """Sends a request, with retries if it fails immediately.
+
+    It takes at most about twice the timeout.
 
     Raises: OSError; UserError: the library for such addresses is not installed.
     """
@@ -299,9 +303,9 @@ def _ask(
     for tried in range(1, _TRIES + 1):
         try:
             return getattr(filesystem, what)(url, **arguments)
-        except Exception as error:  # of libraries that have little in common
+        except Exception as error:  # the libraries share no narrower base
             problem = _problem(error, url, limit)
-        # Not from it: a library's text may hold what nobody should read in a log.
+        # Not `from error`: a library's text may contain secrets.
         pause = 0.1 * 2**tried
         if tried == _TRIES or not isinstance(problem, StoreAway):
             raise problem
@@ -324,7 +328,7 @@ def _opened(protocol: str, url: str) -> Any:
         import fsspec
 
         for library in ("botocore", "aiobotocore", "s3fs", "fsspec", "gcsfs"):
-            logging.getLogger(library).setLevel(logging.ERROR)  # they say where keys were found
+            logging.getLogger(library).setLevel(logging.ERROR)  # they log where keys were found
         options: dict[str, Any] = {"skip_instance_cache": True, "use_listings_cache": False}
         if protocol in ("s3", "s3a") and "config_kwargs" not in fsspec.config.conf.get("s3", {}):
             seconds = _settings.seconds
@@ -335,7 +339,7 @@ def _opened(protocol: str, url: str) -> Any:
             }
         filesystem = fsspec.filesystem(protocol, **options)
         if protocol in ("s3", "s3a"):
-            filesystem.retries = 1  # ours alone, within the time limit
+            filesystem.retries = 1  # only our retries, within the timeout
         return filesystem
     except ImportError as error:
         package = {"gs": "gcsfs", "gcs": "gcsfs", "hf": "huggingface_hub", "az": "adlfs",
@@ -356,11 +360,11 @@ def _opened(protocol: str, url: str) -> Any:
 
 
 def _problem(error: Exception, url: str, limit: float) -> OSError:
-    """The failure of a request in words of ours."""
+    """Translates the exception of any library into an OSError."""
     status, code = _answer(error)
     name = f"HTTP {status} {code}".strip() if status else code
     cut = isinstance(error, FileNotFoundError) and url.startswith("http") and not status
-    if cut and error.__cause__ is not None:  # fsspec's word for every failure of its HEAD
+    if cut and error.__cause__ is not None:  # fsspec says so of every failed HEAD
         return _problem(error.__cause__, url, limit)  # type: ignore[arg-type]
     absent = isinstance(error, FileNotFoundError) and status in (0, 404, 410)
     if absent or status in (404, 410):
@@ -385,7 +389,7 @@ def _cut(error: BaseException) -> str:
 
 
 def _answer(error: BaseException) -> tuple[int, str]:
-    """HTTP status and the store's word for it, of whatever library; 0, "": there was no answer."""
+    """HTTP status and error code in any library's exception; 0, "": no response."""
     each: BaseException | None = error
     while each is not None:
         response = getattr(each, "response", None)
@@ -396,7 +400,7 @@ def _answer(error: BaseException) -> tuple[int, str]:
         for holder in (response, each):
             for attribute in ("status_code", "status", "code"):
                 if attribute == "code" and type(holder).__name__ != "HttpError":
-                    continue  # gcsfs has it; aiohttp calls a cut answer so, too
+                    continue  # gcsfs's; aiohttp uses the name for a truncated response
                 status = getattr(holder, attribute, None)
                 if isinstance(status, int) and 100 <= status < 600:
                     return status, ""

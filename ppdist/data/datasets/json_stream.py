@@ -1,7 +1,7 @@
-"""A JSON object of long lists, read in pieces.
+"""Streaming reader of a JSON object of long lists.
 
-A set as large as COCO's is half a gigabyte of JSON and several of Python's objects.  Here the file
-passes through a buffer of a megabyte, whose elements come as one list at a time.
+Annotations as large as COCO's are half a gigabyte of JSON, and several gigabytes of Python objects.
+This reader passes the file through a buffer of a megabyte and yields its elements as one list.
 """
 
 import codecs
@@ -22,8 +22,8 @@ from ppdist.storage.files import open_file
 
 _LOGGER = logging.getLogger("ppdist.data")
 _PIECE = 1 << 20  # bytes that are parsed at a time
-_LONGEST = 1 << 28  # bytes of one element of a list, or of a value that is no list
-_CUT = 64  # characters from the end of what is held, where an error may be its end
+_LONGEST = 1 << 28  # bytes of one list element, or of a value that is not a list
+_CUT = 64  # characters before the buffer's end, where the cut may cause an error
 _SPACE = re.compile(rb"[ \t\n\r]*")
 _BLANKS = re.compile(r"[ \t\n\r]*")
 _MOST_DIGITS = 4000
@@ -31,16 +31,16 @@ _BOM = b"\xef\xbb\xbf"
 
 
 class NotJson(ValueError):
-    """The text is no JSON object, and where that shows."""
+    """The text is not a JSON object; the message says where."""
 
 
 @contextmanager
 def scanning(file: Path, text: BinaryIO | None = None) -> Iterator["Scanner"]:
-    """Reads a file without collection of garbage.
+    """Opens a file to scan, with garbage collection off.
 
-    Millions of dicts come and go, none of them in a circle: nothing to look for.
+    Millions of dicts come and go, none of them in a reference cycle: nothing to collect.
 
-    Args: text: read in place of the file.
+    Args: text: read instead of the file.
     Raises: OSError.
     """
     was = gc.isenabled()
@@ -58,22 +58,22 @@ def scanning(file: Path, text: BinaryIO | None = None) -> Iterator["Scanner"]:
 class Scanner:
     """Reads a JSON object whose values are mostly long lists.
 
-    Attributes: windows: whether lines ended as on Windows, so far.
+    Attributes: windows: whether Windows line ends were seen so far.
     """
 
     def __init__(self, file: BinaryIO, progress: Progress) -> None:
         self._file = file
         self._progress = progress
-        self._held = b""  # what was read and not used yet
+        self._held = b""  # read, but not parsed yet
         self._ended = False
-        self._line, self._column = 1, 1  # of the first byte that is held
+        self._line, self._column = 1, 1  # of the first held byte
         self._decode = json.JSONDecoder(parse_int=_whole).raw_decode
         self.windows = False
 
     def items(self) -> Iterator[tuple[str, Any, bool]]:
-        """(key, some next elements of its list, True), or (key, value, False).
+        """Yields (key, next elements of its list, True) or (key, value, False).
 
-        Of an empty list there is one empty piece.
+        An empty list yields one empty piece.
         Raises: NotJson; UnicodeDecodeError: not UTF-8; RecursionError.
         """
         self._more(_PIECE)
@@ -100,7 +100,7 @@ class Scanner:
             raise self._wrong("Extra data")
 
     def _more(self, count: int) -> None:
-        """Holds so many bytes, or all that are left."""
+        """Reads until `count` bytes are held, or the file ends."""
         parts, held = [self._held], len(self._held)
         while held < count and not self._ended:
             block = self._file.read(max(_PIECE, count - held))
@@ -113,7 +113,7 @@ class Scanner:
             self._held = b"".join(parts)
 
     def _drop(self, count: int) -> None:
-        """Of the bytes that are held those that were used."""
+        """Drops the first `count` held bytes, which were parsed."""
         line = self._held.rfind(b"\n", 0, count)
         if line < 0:
             self._column += count
@@ -123,12 +123,12 @@ class Scanner:
         self._held = self._held[count:]
 
     def _wrong(self, what: str, before: str = "") -> NotJson:
-        """Args: before: characters that are held in front of the place."""
+        """The error at a place.  Args: before: held characters in front of it."""
         self._drop(len(before.encode()))
         return NotJson(f"{what}: line {self._line} column {self._column}")
 
     def _next(self) -> bytes:
-        """The next byte that is no blank, without taking it; b"": the end."""
+        """The next byte that is not blank, which stays held; b"": the end."""
         while True:
             self._drop(_SPACE.match(self._held).end())  # type: ignore[union-attr]
             if self._held or self._ended:
@@ -141,7 +141,7 @@ class Scanner:
         self._drop(1)
 
     def _value(self) -> Any:
-        """Takes a value that is no list of the top: a key, `info`."""
+        """Parses a key, or a top-level value that is not a list, such as `info`."""
         self._next()
         wanted = 1 << 12
         while True:
@@ -149,7 +149,7 @@ class Scanner:
             text = _whole_characters(self._held[:wanted])
             try:
                 value, end = self._decode(text)
-                # A number may go on behind what is held.
+                # A number may continue beyond the held bytes.
                 if _BLANKS.match(text, end).end() < len(text):  # type: ignore[union-attr]
                     self._drop(len(text[:end].encode()))
                     return value
@@ -159,15 +159,15 @@ class Scanner:
             wanted = self._wider(wanted, text, *wrong)
 
     def _wider(self, wanted: int, text: str, what: str, place: int) -> int:
-        """How many bytes to try next.  Raises: NotJson: no more of them would help."""
-        string = what.startswith("Unterminated string")  # its place is the beginning
+        """How many bytes to try next.  Raises: NotJson: more would not help."""
+        string = what.startswith("Unterminated string")  # reported at its start
         cut = wanted <= len(self._held) and (string or place > len(text) - _CUT)
         if not cut or wanted > _LONGEST:
             raise self._wrong(what if not cut else "A longer value than is read", text[:place])
         return wanted * 4
 
     def _elements(self) -> Iterator[list[Any]]:
-        """The elements of the list whose bracket was taken, some at a time."""
+        """Yields the elements of the list whose bracket was parsed, some at a time."""
         if self._next() == b"]":
             self._drop(1)
             yield []
@@ -175,8 +175,8 @@ class Scanner:
         wanted = _PIECE
         while True:
             self._more(wanted)
-            # Most elements end so.  That it is the end of one, and of none inside, is sure where
-            # the piece is a list with a bracket on either side.
+            # Most elements end like this.  It is the end of an element, and not of an object inside
+            # one, if the piece parses as a list once it has brackets.
             cut = self._held.rfind(b"},", 0, wanted) + 1
             if cut:
                 with suppress(ValueError):
@@ -197,9 +197,10 @@ class Scanner:
                 wanted = self._wider(wanted, text, *wrong)
 
     def _one_by_one(self, text: str) -> tuple[list[Any], int, bool, tuple[str, int]]:
-        """The elements that a text begins with, and how many characters they take.
+        """Parses the elements at the beginning of a text, one by one.
 
-        Returns: also whether the list ends there, and what is wrong with the next one, and where.
+        Returns: the elements; how many characters they take; whether the list ends there; what is
+            wrong with the next one, and where.
         """
         entries: list[Any] = []
         place, used = 0, 0
@@ -221,12 +222,12 @@ class Scanner:
 
 
 def _whole(digits: str) -> int | float:
-    """A whole number; Python refuses one of more than 4300 digits, which is infinite then."""
+    """An integer; infinite beyond 4000 digits, because Python refuses more than 4300."""
     return int(digits) if len(digits) <= _MOST_DIGITS else float(digits)
 
 
 def _whole_characters(content: bytes) -> str:
-    """The text, without what was cut off from its last character.
+    """Decodes UTF-8, without an incomplete last character.
 
     Raises: UnicodeDecodeError: not UTF-8.
     """

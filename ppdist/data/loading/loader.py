@@ -3,19 +3,20 @@
     sampler -> keys -> Samples (in a worker) -> images in a slot of shared memory -> Batch
                                              -> boxes and the like through a socket ->
 
-Keys travel through the sampler, so workers need no signal when an epoch begins, and a batch is the
-same whatever the number of workers, and after a restart.  Results come in the order of the plan,
-whoever is done first.  Images cross processes as uint8.
+The sampler provides the keys, so workers need no signal when an epoch begins, and a batch does not
+depend on the number of workers or on restarts.  Results keep the order of the plan, whichever
+worker finishes first.  Images cross processes as uint8.
 
-Where the storage of images is away, a worker waits for it and its rank says so, once; what stays
-away ends the iteration with a blank batch, with which the rank still reaches its collectives.
+If the storage of images is unavailable, a worker waits for it and its rank reports that once.  If
+it stays unavailable, the iteration ends with a blank batch, so that the rank still reaches its
+collectives.
 
 A worker that dies, or is busy with one image for too long, is killed and replaced, and its
-unfinished batches are rebuilt: a batch is a function of its keys, so none is lost, doubled or
-different.  A record that two workers in a row were reading when they died goes to the blocklist.
+unfinished batches are rebuilt.  A batch is a function of its keys, so none is lost, repeated or
+changed.  If two workers in a row died while reading a record, it goes to the blocklist.
 
-The memory of the slots is anonymous and inherited: /dev/shm, which is small in containers, is not
-used.  A worker ends with its rank, however that one ends.
+Slots are in anonymous, inherited memory: /dev/shm, which is small in containers, is not used.  A
+worker ends with its rank, however the rank ends.
 """
 
 import errno
@@ -70,10 +71,10 @@ from ppdist.distributed import comm, device, heartbeat
 
 _LOGGER = logging.getLogger("ppdist.data")
 
-_MOST_WORKERS = 16  # more than 2,000 images a second: no card of today learns from as many
-_CORES_PER_WORKER_ON_CPU = 4  # a worker prepares as many images as four cores learn from, and more
+_MOST_WORKERS = 16  # more than 2,000 images a second: no card of today trains that fast
+_CORES_PER_WORKER_ON_CPU = 4  # a worker prepares more images than four cores train on
 
-# The keys of a batch, what came of them, and its arrays where the model runs, as Batch names them.
+# Keys of a batch, the worker's result, and its arrays on the model's device, named as in Batch.
 _Delivered = tuple[list[SampleKey], WorkerBatch, dict[str, paddle.Tensor]]
 
 
@@ -87,12 +88,12 @@ class _Plan(Protocol):
 class _Loader:
     """Re-iterable batches of a plan.
 
-    Workers start with the first iteration and live as long as the loader: close it, or let go of
-    it.  A new iteration ends the one before it.
+    Workers start with the first iteration and live until the loader is closed or collected.  A new
+    iteration ends the previous one.
 
     Attributes:
-        plan: of the next iteration; another one may be put in its place.
-        workers: how many processes prepare batches.
+        plan: of the next iteration; may be replaced.
+        workers: number of processes that prepare batches.
     """
 
     def __init__(
@@ -104,7 +105,7 @@ class _Loader:
         largest_batch: int,
         timeout_seconds: float,
     ) -> None:
-        """Args: as of WorkerPool."""
+        """Args: see WorkerPool."""
         self.plan = plan
         self.workers = workers
         self._samples = samples
@@ -118,8 +119,8 @@ class _Loader:
 
     def __iter__(self) -> Generator[Batch, None, None]:
         """Raises, while iterating: DataError: an image cannot be read and data.bad_images is
-        `error`, or too many in a row cannot; ImagesAway: their storage stays away; RuntimeError:
-        preparing one failed in another way.
+        `error`, or too many in a row cannot; ImagesAway: their storage stays unavailable;
+        RuntimeError: preparing one failed in another way.
         """
         try:
             for keys, made, tensors in self._made():
@@ -134,7 +135,7 @@ class _Loader:
                     raise ImagesAway(made.outage, batch)
                 yield batch
         except Exception:
-            self.close()  # an exception holds on to this frame, and with it the workers
+            self.close()  # an exception keeps this frame alive, and with it the workers
             raise
 
     def close(self) -> None:
@@ -144,12 +145,12 @@ class _Loader:
             self._pool = None
 
     def hurry(self) -> None:
-        """From now on storage that is away is not waited for; may be called amid an iteration."""
+        """Stops waiting for unavailable storage; may be called during an iteration."""
         self._samples.hurry[0] = 1
 
     @property
     def worker_ids(self) -> list[int]:
-        """Process ids of the workers that live."""
+        """Process ids of the living workers."""
         return self._pool.process_ids if self._pool else []
 
     def _made(self) -> Iterator[_Delivered]:
@@ -185,14 +186,14 @@ class _Loader:
 
 
 class _Outages:
-    """Says once that the storage of images is away, and once that it is back."""
+    """Logs once that the storage of images is unavailable, and once that it is back."""
 
     def __init__(self, samples: Samples) -> None:
         self._samples = samples
         self._since: float | None = None
 
     def look(self, awaited: Iterable[np.ndarray]) -> None:
-        """Args: awaited: of each process that reads images; see `Samples`."""
+        """Args: awaited: one array per process that reads images; see `Samples`."""
         away = next((each.tolist() for each in awaited if each[0] != NOTHING), None)
         if away is not None and self._since is None:
             self._since = time.monotonic()
@@ -209,7 +210,7 @@ class _Outages:
 
 
 def _sleep(seconds: float, alive: Callable[[], None], hurry: np.ndarray) -> None:
-    """Sleeps until somebody is in a hurry, and calls `alive` all the while."""
+    """Sleeps for `seconds` or until `hurry` is set, and keeps calling `alive`."""
     deadline = time.monotonic() + seconds
     alive()
     while (left := deadline - time.monotonic()) > 0 and not hurry[0]:
@@ -218,7 +219,7 @@ def _sleep(seconds: float, alive: Callable[[], None], hurry: np.ndarray) -> None
 
 
 def _tensors(made: WorkerBatch) -> dict[str, paddle.Tensor]:
-    """Copies a batch to where the model runs; its memory may be used again."""
+    """Copies a batch to the model's device; its memory may be reused."""
     arrays = {} if made.arrays is None else made.arrays._asdict()
     return {name: device.put(array) for name, array in arrays.items()}
 
@@ -226,7 +227,7 @@ def _tensors(made: WorkerBatch) -> dict[str, paddle.Tensor]:
 class TrainLoader(_Loader):
     """This rank's training micro-batches, from the sampler's first step to its last.
 
-    Crowd boxes are left out: they are no single object to learn.
+    Crowd boxes are left out: they do not show a single object.
     """
 
     def __init__(
@@ -239,12 +240,12 @@ class TrainLoader(_Loader):
         epochs: int | None = None,
         ranks_on_host: int = 1,
     ) -> None:
-        """With data.cache every rank builds one at the same time.
+        """With data.cache, every rank must build one at the same time.
 
         Args:
             sampler: of this rank; its `dataset_size` is that of `dataset`.
             seed: of augmentation, together with (epoch, index).
-            epochs: of the whole run; epochs of data.augment count back from them.
+            epochs: of the whole run; those of data.augment count back from its end.
             ranks_on_host: ranks that share this machine, this one included.
         """
         kind = ClassifyTrainSamples if config.task == "classify" else TrainSamples
@@ -275,10 +276,10 @@ class TrainLoader(_Loader):
 
 
 class EvalLoader(_Loader):
-    """This rank's share of a split, each image once over all ranks; iterate it again and again.
+    """This rank's share of a split, each image once over all ranks; re-iterable.
 
-    The whole image, stretched or letterboxed (data.resize), with all boxes, crowds too; for a
-    classifier the centre of it.
+    Images are whole, stretched or letterboxed (data.resize), with all boxes, crowds too; a
+    classifier gets their centre.
     """
 
     def __init__(
@@ -300,9 +301,9 @@ class EvalLoader(_Loader):
             batch_size: images per batch; the last may be smaller.
             ranks_on_host: ranks that share this machine, this one included.
             shape_multiple: letterbox each image in the smallest input within `image_size` whose
-                sides are multiples of so many pixels; None: all in `image_size`.
-            shape_pad: of `rectangular_shapes`: inputs may be larger than `image_size`, and the
-                images in them are not.
+                sides are multiples of this many pixels; None: always `image_size`.
+            shape_pad: see `rectangular_shapes`: inputs may be larger than `image_size`, but not
+                the images in them.
         """
         shapes_N2, largest = None, image_size[0] * image_size[1]
         if shape_multiple is not None:
@@ -329,21 +330,23 @@ class EvalLoader(_Loader):
     def learnable(
         self, keys: Sequence[SampleKey]
     ) -> tuple[paddle.Tensor, paddle.Tensor, paddle.Tensor]:
-        """boxes_BM4, labels_BM and mask_BM, as in Batch, of what training would learn of these
-        inputs; no image is read."""
+        """boxes_BM4, labels_BM and mask_BM (see Batch) that training would use for these inputs.
+
+        No image is read.
+        """
         boxes_BM4, labels_BM, mask_BM = padded([self._learnable(key) for key in keys])
         return paddle.to_tensor(boxes_BM4), paddle.to_tensor(labels_BM), paddle.to_tensor(mask_BM)
 
 
 @cache  # one line, not one for each loader
 def worker_count(wanted: int | Literal["auto"], ranks_on_host: int) -> int:
-    """Processes that prepare images for one rank; a line says how many, and why.
+    """Number of processes that prepare images for one rank; logs it with the reason.
 
-    Automatic: with a GPU all cores but the one of each rank, at most 16; without one the
-    cores are needed for training itself, and a fourth of them, at most 4, keep it busy.
+    auto: with a GPU, all cores but one per rank, at most 16.  Without one, training itself needs
+    the cores, and a quarter of them, at most 4, prepare enough images.
 
     Args:
-        wanted: `data.workers`; a number is taken as it is.
+        wanted: `data.workers`; a number is used as it is.
         ranks_on_host: ranks that share this machine, this one included.
     """
     cores = available_cores()
@@ -363,7 +366,7 @@ def worker_count(wanted: int | Literal["auto"], ranks_on_host: int) -> int:
 
 
 def _automatic_workers(share: float, gpu: bool) -> tuple[int, str]:
-    """(workers, why) of a rank that has so many cores."""
+    """(workers, why) for a rank with this share of the cores."""
     if gpu:
         count = min(_MOST_WORKERS, max(1, int(share) - 1))
         return count, "one for the rank itself"
@@ -373,22 +376,22 @@ def _automatic_workers(share: float, gpu: bool) -> tuple[int, str]:
 
 # --- workers -------------------------------------------------------------------------------------
 
-_SLOTS = 2  # of a worker: one is filled while the rank takes out the other
-_SIGN_SECONDS = 0.2  # between two signs of life of whoever waits for storage
-# How often a waiting worker looks for its rank, and the rank for workers that hang, or that wait
-# for storage (which they do for a second at least).
+_SLOTS = 2  # per worker: one is filled while the rank empties the other
+_SIGN_SECONDS = 0.2  # between two heartbeats while waiting for storage
+# How often an idle worker checks its rank, and the rank checks for workers that hang or that wait
+# for storage (for a second at least).
 _LOOK_SECONDS = 0.5
-_REAP_SECONDS = 1.0  # a killed process that waits for a dead disk may take for ever to end
+_REAP_SECONDS = 1.0  # a killed process that waits for a dead disk may never end
 _LENGTH = struct.Struct("<I")  # before each message
-# Paddle's handlers print C++ stacks, and the rank's own ask it to stop after a step.
+# Paddle's handlers print C++ stacks, and the rank's own request a stop after the step.
 _PLAIN_SIGNALS = ("SIGTERM", "SIGINT", "SIGSEGV", "SIGBUS", "SIGFPE", "SIGILL", "SIGABRT")
-# Of one batch: deaths at one record until it is blocked, and in a row until the run fails.
+# Per batch: deaths at one record until it is blocked, and deaths in a row until the run fails.
 _CULPRIT_FAILURES, _MOST_FAILURES = 2, 3
 
 
 @dataclass
 class Task:
-    """A batch to be made.  stopped_at: records that were being read when its workers ended."""
+    """A batch to build.  stopped_at: records being read when its workers ended."""
 
     number: int
     keys: list[SampleKey]
@@ -396,7 +399,7 @@ class Task:
 
 
 class Result(NamedTuple):
-    """made: without its arrays; shape: of the images in the slot, () in case of an error."""
+    """A built batch.  made: without its arrays; shape: of the images in the slot, () on error."""
 
     number: int
     shape: tuple[int, ...]
@@ -405,13 +408,13 @@ class Result(NamedTuple):
 
 
 class _Inbox:
-    """Messages out of a stream of bytes that arrives in pieces."""
+    """Splits a byte stream, which arrives in pieces, into messages."""
 
     def __init__(self) -> None:
         self._content = bytearray()
 
     def messages(self, content: bytes) -> list[Any]:
-        """Those that are complete with this piece."""
+        """The messages that this piece completes."""
         self._content += content
         found = []
         while len(self._content) >= _LENGTH.size:
@@ -430,13 +433,13 @@ def _packed(message: Any) -> bytes:
 
 @dataclass(eq=False)
 class Worker:
-    """A process as its rank sees it.
+    """A worker process, as its rank sees it.
 
-    reading, awaited, beat: written by the process: the record it reads, or whose storage it waits
-    for; when it last began to read one, began or finished a batch, or waited (time.monotonic).
-    process: its id; 0 before it starts and once it is gone, when the id may be that of another
-    process.  free: slots.  tasks: given and not yet done, with their slots, in the given order.
-    changed: when it last sent, or got its only task.
+    reading, awaited, beat: written by the process: the record it reads; the record with the storage
+    it waits for; time.monotonic() when it last began to read, began or finished a batch, or waited.
+    process: its id; 0 before it starts and once it is gone, when another process may have the id.
+    free: free slots.  tasks: unfinished ones with their slots, in the order given.
+    changed: when it last sent something, or got a task while it had none.
     """
 
     link: socket.socket
@@ -455,11 +458,11 @@ class Worker:
         if not self.tasks:
             self.changed = time.monotonic()
         self.tasks[task.number] = task, slot
-        with suppress(OSError):  # it has ended or hangs: noticed later, the task is on its list
+        with suppress(OSError):  # it has ended or hangs: noticed later, the task is listed
             self.link.sendall(_packed((task.number, slot, task.keys)))
 
     def hear(self) -> tuple[bool, list[Result]]:
-        """Whether it still lives, and the results that have arrived in whole."""
+        """Whether it is alive, and the results that have arrived completely."""
         try:
             content = self.link.recv(1 << 20)
         except OSError:
@@ -468,13 +471,13 @@ class Worker:
         return bool(content), self.inbox.messages(content)
 
     def busy_seconds(self) -> float:
-        """How long it has been at its present task without a sign of life."""
+        """Seconds without a sign of life in its present task."""
         if not self.tasks:
             return 0.0
         return time.monotonic() - max(self.changed, float(self.beat[0]))
 
     def kill(self) -> None:
-        """Whatever it does; no matter to one that is ending already."""
+        """Kills it in any state; harmless if it is already ending."""
         if self.process:
             with suppress(ProcessLookupError):
                 os.kill(self.process, signal.SIGKILL)
@@ -487,7 +490,7 @@ class Worker:
         while self.process and time.monotonic() < deadline:
             try:
                 process, status = os.waitpid(self.process, os.WNOHANG)
-            except ChildProcessError:  # somebody else waited for it
+            except ChildProcessError:  # already reaped elsewhere
                 self.process = 0
                 return EXITED
             if process:
@@ -498,7 +501,7 @@ class Worker:
 
 
 class WorkerPool:
-    """Workers that make batches of one Samples, for one run of a plan after the other."""
+    """Workers that build batches of one Samples, for one plan after another."""
 
     def __init__(
         self, samples: Samples, workers: int, largest_batch: int, timeout_seconds: float
@@ -515,9 +518,9 @@ class WorkerPool:
         self._timeout = timeout_seconds
         self._numbers = itertools.count()
         self._outages = _Outages(samples)
-        self._wanted: dict[int, Task] = {}  # of the present run, in its order, not yet taken
+        self._wanted: dict[int, Task] = {}  # of the current run, in order, not yet yielded
         self._done: dict[int, tuple[WorkerBatch, Worker, int]] = {}
-        # Shared: all workers see at once what none of them may open any more.
+        # Shared, so that all workers see at once which records are blocked.
         samples.blocklist_N = _shared(len(samples), np.uint8)
         samples.waited = _shared(2, np.float64)
         in_a_hurry, samples.hurry = samples.hurry, _shared(1, np.uint8)
@@ -537,7 +540,7 @@ class WorkerPool:
             ) from error
 
     def close(self) -> None:
-        """Ends the workers, for good; also done when the pool is let go of."""
+        """Ends the workers for good; also done when the pool is garbage-collected."""
         self._wanted = {}
         self._end()
 
@@ -546,7 +549,7 @@ class WorkerPool:
         return [worker.process for worker in self._workers if worker.process]
 
     def run(self, plan: Iterable[list[SampleKey]]) -> Iterator[_Delivered]:
-        """The batches of a plan in its order; a run before it that has not ended cannot go on.
+        """Yields the batches of a plan in order; ends an earlier run that is unfinished.
 
         Raises, while iterating: RuntimeError: a batch ended three workers, or its run is over.
         """
@@ -586,8 +589,8 @@ class WorkerPool:
         return True
 
     def _listen(self) -> None:
-        """Takes in what workers have sent, and replaces those that have died or hang."""
-        heartbeat.alive()  # who hangs here is a worker, and replaced below
+        """Receives results, and replaces workers that have died or hang."""
+        heartbeat.alive()  # only a worker can hang here, and it is replaced below
         by_link = {worker.link.fileno(): worker for worker in self._workers}
         for link in wait([*by_link], min(_LOOK_SECONDS, self._timeout)):
             assert isinstance(link, int)
@@ -604,7 +607,7 @@ class WorkerPool:
 
     def _note(self, worker: Worker, result: Result) -> None:
         task, slot = worker.tasks.pop(result.number)
-        if task.number not in self._wanted:  # of a run that was given up
+        if task.number not in self._wanted:  # of an abandoned run
             worker.free.append(slot)
             return
         made = result.made
@@ -669,7 +672,7 @@ class WorkerPool:
         worker.reading[0] = worker.awaited[0] = NOTHING
         ours.settimeout(self._timeout)
         rank = os.getpid()
-        # By itself it looks for its rank between batches only, and may hang in a decoder.
+        # A worker checks its rank only between batches, and may hang in a decoder.
         end_with_rank = ends_with_this(signal.SIGKILL)
         worker.process = os.fork()
         if worker.process:
@@ -680,7 +683,7 @@ class WorkerPool:
             ours.close()
             work(self._samples, worker, theirs, rank)
             code = 0
-        except BaseException:  # nothing of the rank's own code may run in its copy
+        except BaseException:  # none of the rank's own code may run in the worker
             traceback.print_exc()
             sys.stderr.flush()
             code = 1
@@ -710,14 +713,14 @@ def _end_workers(workers: list[Worker], rank: int) -> None:
 
 
 def work(samples: Samples, worker: Worker, link: socket.socket, rank: int) -> None:
-    """Makes batches for as long as the rank lives; runs in the process of the worker."""
+    """Main loop of a worker process: builds batches while the rank lives."""
     os.setpgid(0, 0)  # a signal to the rank's group is for the rank: it still needs its workers
     for name in _PLAIN_SIGNALS:
         signal.signal(getattr(signal, name), signal.SIG_DFL)
-    # Of an image of 640 x 480 pixels, page faults took more time than its decoder (1.2 and 0.9 ms).
+    # For a 640 x 480 image, page faults took longer than decoding (1.2 against 0.9 ms).
     comm.keep_freed_memory()
     gc.freeze()  # what is inherited stays shared, and none of it is finalized here
-    cv2.setNumThreads(0)  # one thread a worker
+    cv2.setNumThreads(0)  # one thread per worker
     samples.reading, samples.awaited = worker.reading, worker.awaited
     samples.beat = worker.beat
     samples.pause = lambda seconds: _sleep(seconds, beat, samples.hurry)
@@ -748,7 +751,7 @@ def _received(link: socket.socket, rank: int) -> bytes:
 
 
 def _send(link: socket.socket, content: bytes, rank: int) -> None:
-    """Waits for as long as it takes: a rank may be busy with other things for minutes."""
+    """Sends all, however long it takes: a rank may be busy for minutes."""
     left = memoryview(content)
     while left and os.getppid() == rank:
         with suppress(TimeoutError):
