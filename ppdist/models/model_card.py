@@ -11,7 +11,6 @@
 Of a .pt that holds a pickled model (ultralytics' YOLOv5) the card is made from what stands in it.
 """
 
-import hashlib
 import json
 import math
 from collections.abc import Callable, Mapping, Sequence
@@ -32,7 +31,13 @@ from ppdist.config.preprocess import NormalisationSection, ResizeSection, resize
 from ppdist.config.shipped import find_config, short_names
 from ppdist.models.base import ImageModel
 from ppdist.models.unpickle import Made, mapping, read_torch_content, shown
-from ppdist.models.weights import checkpoint_of, read_notes, require_there
+from ppdist.models.weights import (
+    checked_file,
+    checkpoint_of,
+    read_notes,
+    require_there,
+    through_links,
+)
 from ppdist.models.yolov5 import DEPTH_WIDTH
 from ppdist.models.zoo import PublishedWeights, is_name, local_weights, published, zoo
 
@@ -204,7 +209,8 @@ def read_card(path: Path | str) -> ModelCard | None:
     if path.is_dir():
         if (path / "infer.yml").is_file():
             return _of_export(path / "infer.yml")
-        return _of_checkpoint(path) if (path / "manifest.json").is_file() else None
+        there = (path / "manifest.json").is_file()
+        return through_links(path, _of_checkpoint) if there else None
     if path.suffix.lower() in (".pt", ".pth", ".ckpt"):
         return _of_zoo(entry, _guarded(path, lambda: _of_torch(read_torch_content(path))))
     text = read_notes(path).get(CARD_NOTE)
@@ -299,22 +305,10 @@ def _guarded(path: Path, read: Callable[[], T]) -> T:
 
 
 def _of_checkpoint(folder: Path) -> ModelCard | None:
-    file = folder / CARD_FILE
-    try:
-        files = json.loads(read_file(folder / "manifest.json", _MOST_BYTES))["files"]
-        if CARD_FILE not in files:
-            return _of_config(folder / "config.yml")
-        text, expected = read_file(file, _MOST_BYTES), files[CARD_FILE]["sha256"]
-    except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
-        raise WeightsError(
-            f"damaged checkpoint: {error!r}", code="checkpoint_damaged", where=str(folder)
-        ) from error
-    if hashlib.sha256(text).hexdigest() != expected:
-        raise WeightsError(
-            "damaged: its SHA-256 is not the one in manifest.json",
-            code="checkpoint_damaged",
-            where=str(file),
-        )
+    found = checked_file(folder, (CARD_FILE,), _MOST_BYTES)
+    if found is None:
+        return _of_config(folder / "config.yml")
+    file, text = found
     return _parse(text, file)
 
 

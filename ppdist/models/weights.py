@@ -23,6 +23,7 @@ import zipfile
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TypeVar
 
 import numpy as np
 import safetensors
@@ -45,7 +46,8 @@ from ppdist.models.unpickle import (
 from ppdist.models.zoo import local_weights, similar_names
 
 _MANIFEST = "manifest.json"
-_MOST_MANIFEST = 1 << 24  # bytes; ours have some hundreds
+_MOST_MANIFEST = 1 << 22  # bytes; ours have some hundreds
+_T = TypeVar("_T")
 
 
 def require_there(path: Path) -> None:
@@ -70,7 +72,7 @@ def read_arrays(path: Path) -> dict[str, np.ndarray]:
     """
     require_there(path)
     if path.is_dir():
-        return _read_checkpoint(checkpoint_of(path))
+        return through_links(checkpoint_of(path), _read_folder)
     ending = path.suffix.lower()
     reader = _READERS.get(ending)
     if reader is None:
@@ -197,20 +199,47 @@ def digest_of_weights(path: Path) -> str:
     return digest_of_file(weights / _MANIFEST if weights.is_dir() else weights)
 
 
-def _read_checkpoint(path: Path) -> dict[str, np.ndarray]:
-    """The arrays of a checkpoint; `path` may be a link that a run points elsewhere meanwhile."""
+def through_links(path: Path, read: Callable[[Path], _T]) -> _T:
+    """Reads a checkpoint in its real folder, again if a run moved the link meanwhile."""
     while True:
         folder = path.resolve()
         try:
-            return _read_folder(folder)
+            return read(folder)
         except WeightsError:
             if path.resolve() == folder:
                 raise
 
 
+def checked_file(
+    folder: Path, names: Collection[str], most_bytes: int
+) -> tuple[Path, bytes] | None:
+    """The first of these files in a checkpoint, checked against its manifest.
+
+    Returns: the file and its content; None: the manifest names none of them.
+    Raises: WeightsError: damaged, or larger than `most_bytes`.
+    """
+    try:
+        files = json.loads(read_file(folder / _MANIFEST, _MOST_MANIFEST))["files"]
+        name = next((each for each in names if each in files), None)
+        if name is None:
+            return None
+        file, expected = folder / name, files[name]["sha256"]
+        content = read_file(file, most_bytes)
+    except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
+        raise WeightsError(
+            f"damaged checkpoint: {error!r}", code="checkpoint_damaged", where=str(folder)
+        ) from error
+    if hashlib.sha256(content).hexdigest() != expected:
+        raise WeightsError(
+            "damaged: its SHA-256 is not the one in manifest.json",
+            code="checkpoint_damaged",
+            where=str(file),
+        )
+    return file, content
+
+
 def _read_folder(path: Path) -> dict[str, np.ndarray]:
-    manifest = path / _MANIFEST
-    if not manifest.exists():
+    if not (path / _MANIFEST).exists():
         raise WeightsError(
             "not a checkpoint: it has no manifest.json, nor checkpoints/ with any",
             code="not_a_checkpoint",
@@ -220,21 +249,14 @@ def _read_folder(path: Path) -> dict[str, np.ndarray]:
                 "output/NAME/checkpoints/best, or a weight file"
             ),
         )
-    try:
-        files = json.loads(read_file(manifest, _MOST_MANIFEST))["files"]
-        file = path / next(n for n in ("ema.safetensors", "model.safetensors") if n in files)
-        expected = files[file.name]["sha256"]
-        content = read_file(file, MAX_BYTES)
-    except (OSError, ValueError, KeyError, TypeError, StopIteration) as error:
+    found = checked_file(path, ("ema.safetensors", "model.safetensors"), MAX_BYTES)
+    if found is None:
         raise WeightsError(
-            f"damaged checkpoint: {error!r}", code="checkpoint_damaged", where=str(path)
-        ) from error
-    if hashlib.sha256(content).hexdigest() != expected:
-        raise WeightsError(
-            "damaged: its SHA-256 is not the one in manifest.json",
+            "damaged checkpoint: manifest.json names no weights",
             code="checkpoint_damaged",
-            where=str(file),
+            where=str(path),
         )
+    file, content = found
     return _parsed(file, lambda: _parse_safetensors(content, file))
 
 
