@@ -26,8 +26,8 @@ class WriterThread:
 
     `put` never waits, and is safe in any thread and inside a signal handler.  The queue is bounded:
     beyond `most_bytes`, items that may be dropped are dropped and counted.  Records never are: they
-    are small.  A forked child has no such thread and writes at once, as
-    this process does if the system has no more threads.
+    are small.  A forked child has no such thread and writes at once, as this process does if the
+    system has no more threads.
 
     Attributes:
         dropped: number of dropped items, by name.

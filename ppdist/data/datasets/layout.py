@@ -144,7 +144,10 @@ def _found(path: Path, source: str) -> Layout:
     if path.is_file() and path.suffix.lower() in (".yaml", ".yml"):
         layout = _of_yaml(path)
         own = layout.root == Path(os.path.abspath(path)).parent
-        return replace(layout, notes=(*layout.notes, *_unused(layout))) if own else layout
+        if not own:
+            return layout
+        unused = _unused(layout, _label_kinds(layout.root))
+        return replace(layout, notes=(*layout.notes, *unused))
     if not path.is_dir():
         beside = [each.name for each in path.parent.glob("*")] if not path.exists() else []
         near = get_close_matches(path.name, beside, 1)
@@ -164,8 +167,10 @@ def _found(path: Path, source: str) -> Layout:
         for reader in (_of_coco, _of_voc, _of_yolo):
             found_layout = reader(folder)
             if found_layout is not None:
-                _check_one_format(found_layout)
-                return replace(found_layout, notes=(*found_layout.notes, *_unused(found_layout)))
+                kinds = _label_kinds(found_layout.root)
+                _check_one_format(found_layout, kinds)
+                unused = _unused(found_layout, kinds)
+                return replace(found_layout, notes=(*found_layout.notes, *unused))
     below = [*files_below(path)]
     _refuse_foreign(below, source)
     images = sum(map(_is_image, below))
@@ -210,12 +215,13 @@ _LABEL_KINDS: dict[str, tuple[str, Callable[[Path], bool]]] = {
 }
 
 
-def _check_one_format(layout: Layout) -> None:
+def _check_one_format(layout: Layout, kinds: Mapping[str, str]) -> None:
     """Checks that labels have one format.
 
+    Args: kinds: those of `_label_kinds`.
     Raises: DataError: XML and text files beside each other annotate one image.
     """
-    xml = _label_kinds(layout.root).get("voc")
+    xml = kinds.get("voc")
     beside = Path(f"{os.path.splitext(xml or '')[0]}.txt")
     if layout.format != "coco" and xml and beside.is_file() and is_label(beside):
         raise DataError(
@@ -226,8 +232,11 @@ def _check_one_format(layout: Layout) -> None:
         )
 
 
-def _unused(layout: Layout) -> Iterator[tuple[str, str]]:
-    """Images and labels in no split, or in two: (what, why)."""
+def _unused(layout: Layout, kinds: Mapping[str, str]) -> Iterator[tuple[str, str]]:
+    """Images and labels in no split, or in two: (what, why).
+
+    Args: kinds: those of `_label_kinds`.
+    """
     root = layout.root
     if layout.images == 1 and layout.val is None:
         yield "1 image: used for training and validation", "its score says nothing about others"
@@ -257,7 +266,7 @@ def _unused(layout: Layout) -> Iterator[tuple[str, str]]:
         held = listing.with_name(re.sub("(?i)trainval", "val", listing.name))
         if layout.val is None and held != listing and held.is_file():
             yield f"{held.name}: not used", f"its images are in {listing.name}, too"
-    for kind, file in _label_kinds(root).items():
+    for kind, file in kinds.items():
         if kind != layout.format:
             what = f"{_FORMAT_NAMES[kind]} labels ({_relative(Path(file), root)}, ...): not used"
             yield what, f"the {_FORMAT_NAMES[layout.format]} labels are used"
