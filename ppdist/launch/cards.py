@@ -124,14 +124,18 @@ def expand_ids(text: str) -> list[str]:
                 where=f"cards {text!r}",
                 fix="expected a list such as 0,1 or 0-3,6",
             )
-    double = sorted({index for index in ids if ids.count(index) > 1})
+    _require_once(ids, text, "twice")
+    return ids
+
+
+def _require_once(cards: Sequence[str], text: str, how: str) -> None:
+    double = sorted({card for card in cards if cards.count(card) > 1})
     if double:
         raise LaunchError(
-            f"card {', '.join(double)} is listed twice",
+            f"card {', '.join(double)} is listed {how}",
             code="cards_repeated",
             where=f"cards {text!r}",
         )
-    return ids
 
 
 def cards_of_runs(text: str) -> list[list[str]]:
@@ -146,14 +150,7 @@ def cards_of_runs(text: str) -> list[list[str]]:
             code="cards_uneven",
             where=f"cards {text!r}",
         )
-    every = [card for cards in runs_RC for card in cards]
-    double = sorted({card for card in every if every.count(card) > 1})
-    if double:
-        raise LaunchError(
-            f"card {', '.join(double)} is listed for two runs",
-            code="cards_repeated",
-            where=f"cards {text!r}",
-        )
+    _require_once([card for cards in runs_RC for card in cards], text, "for two runs")
     return runs_RC
 
 
