@@ -395,6 +395,7 @@ class RunLog:
 
     def _tell_lost(self, written: bool) -> None:
         """Reports what is missing at the end.  Args: written: whether the files are complete."""
+        TERMINAL.flush()  # it may be now that a broken pipe is met
         self._tell_failures()
         lost = TERMINAL.dropped["terminal"] - self._dropped_before
         if lost and self._screen.problem is None:
