@@ -1,11 +1,13 @@
 """Content identity: whether a file is still the same one.
 
-    a file       its bytes, mtime, ctime and inode
+    a file       its bytes, mtime and ctime
     http         Content-Length, with ETag or Last-Modified
     a store      bytes, with ETag or the time of its last change
 
-Modification times alone are not enough: archives restore old ones, and copies keep them.  If a
-file's mark is unknown, nothing of it is kept across runs.
+Modification times alone are not enough: archives restore old ones, and copies keep them.  No
+program can set ctime, and every way to put other content in a place (write, link, rename) changes
+it on a local disk and on NFS.  Inodes would tell nothing more there, and FUSE mounts number the
+same files anew at each mount.  If a file's mark is unknown, nothing of it is kept across runs.
 """
 
 import hashlib
@@ -31,7 +33,7 @@ class Identity(NamedTuple):
 
 def of_stat(found: os.stat_result) -> Identity:
     """Identity of a file on disk."""
-    return Identity(found.st_size, f"{found.st_mtime_ns} {found.st_ctime_ns} {found.st_ino}")
+    return Identity(found.st_size, f"{found.st_mtime_ns} {found.st_ctime_ns}")
 
 
 def mark_in(told: Mapping[str, Any], *, strong: bool = False) -> str:

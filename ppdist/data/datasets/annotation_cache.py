@@ -1,10 +1,11 @@
 """Cache of annotations: flat arrays in a file, which ranks map.
 
     first start     read the annotations -> DetectionSet -> file
-    later starts    compare what it was read from -> map the file
+    later starts    look which files it was read from, and what they are now -> map the file
 
-An entry of the cache is named by the settings that decide the result; its head says what it was
-read from, by content identity.
+An entry is named by the settings that decide the result and by the content identity of all that it
+was read from; a second one, named by the settings alone, lists what that is.  So hosts with one
+home and data of their own never map each other's.
 
 The ranks of a host need no such file: `read_on_host` lets the first of them read, and the others
 map what it has, its file in the cache or else memory without a name.
@@ -16,7 +17,7 @@ import logging
 import os
 import stat
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from functools import cache
@@ -32,7 +33,7 @@ from ppdist.storage.identity import of_stat
 from ppdist.storage.keyed_cache import KeyedCache, mapped, packed
 
 _LOGGER = logging.getLogger("ppdist.data")
-_VERSION = f"3 {__version__}"  # raise the number when readers find another result in the same files
+_VERSION = f"4 {__version__}"  # raise the number when readers find another result in the same files
 _PLACES = 64  # bytes: where an array may begin
 _SHORT_SECONDS = 0.5  # a set that is read sooner is not worth a file
 _SETTLED_SECONDS = 2.0  # after so long a change of a file changes its times, too
@@ -79,21 +80,23 @@ def kept_or_read(settings: object, read: Callable[[], Read], *, anew: bool) -> t
     Returns: the split, and whether it came from the cache.
     """
     entries = KeyedCache.of_user("annotations", _MOST_BYTES, _say_once)
-    key = json.dumps([_VERSION, settings], sort_keys=True)
-    if entries is not None and not anew and (found := _kept(entries, key)) is not None:
-        return found, True
+    name = json.dumps([_VERSION, settings], sort_keys=True)
+    if entries is not None and not anew and (told := entries.get(name)) is not None:
+        content, _ = _content_of(Sources(*map(tuple, json.loads(told))))
+        if (found := _kept(entries, f"{name} {content}")) is not None:
+            return found, True
     began, clock = time.time(), time.monotonic()
     found = read()
-    if (
-        entries is None
-        or found.sources is None
-        or time.monotonic() - clock < _SHORT_SECONDS
-        or (state := _state(found.sources, began)) is None
-        or not entries.put(key, *_parts(found, state))
-        or (view := entries.map(key)) is None
-    ):
+    if entries is None or found.sources is None or time.monotonic() - clock < _SHORT_SECONDS:
         return found, False
-    return found._replace(dataset=_opened(view, str(entries.place(key)))[0].dataset), False
+    content, newest = _content_of(found.sources)
+    if newest >= int((began - _SETTLED_SECONDS) * 1e9):  # it may have changed while it was read
+        return found, False
+    key = f"{name} {content}"
+    if entries.put(key, *_parts(found)) and (again := _kept(entries, key)) is not None:
+        entries.put(name, json.dumps(found.sources).encode())
+        found = found._replace(dataset=again.dataset)
+    return found, False
 
 
 def read_on_host(
@@ -143,7 +146,7 @@ def _descriptor(dataset: DetectionSet | None) -> int | None:
     try:
         descriptor = os.memfd_create("ppdist-annotations")
         with open(descriptor, "wb", closefd=False) as memory:
-            memory.writelines(packed(*_parts(Read(dataset, (), None), {})))
+            memory.writelines(packed(*_parts(Read(dataset, (), None))))
     except OSError as error:
         _LOGGER.warning("annotations are not shared by the ranks of this host: %s", error)
         if descriptor >= 0:
@@ -162,48 +165,30 @@ def _of_rank(process: int, descriptor: int | None) -> DetectionSet | None:
     if descriptor < 0:
         raise OSError("it could not make a file of them")
     path = f"/proc/{process}/fd/{descriptor}"
-    return _opened(mapped(os.open(path, os.O_RDONLY)), "")[0].dataset
+    return _opened(mapped(os.open(path, os.O_RDONLY)), "").dataset
 
 
 def _kept(entries: KeyedCache, key: str) -> Read | None:
-    """Cached entry; None: there is none, or its inputs have changed."""
+    """Entry of the cache; None: there is none."""
     view = entries.map(key)
-    if view is None:
-        return None
-    found, state = _opened(view, str(entries.place(key)))
-    fresh = all(identity == _identity(path) for path, identity in state["files"]) and all(
-        summary == _summary(path)[0] for path, summary in state["folders"]
-    )
-    return found if fresh else None
+    return None if view is None else _opened(view, str(entries.place(key)))
 
 
-def _state(sources: Sources, began: float) -> dict[str, Any] | None:
-    """State of the inputs that `_kept` compares.
-
-    Args: began: when reading did, in seconds since 1970.
-    Returns: None: something has changed meanwhile, or so shortly before that its times do not tell.
-    """
-    settled = int((began - _SETTLED_SECONDS) * 1e9)
-    folders = [(path, *_summary(path)) for path in sources.folders]
-    times = [newest for *_, newest in folders]
-    for path in sources.files:
+def _content_of(sources: Sources) -> tuple[str, int]:
+    """Digest of the content identities of a split's sources, and their newest time in ns."""
+    told: list[tuple[str, object]] = []
+    times = [0]
+    for path in sorted(sources.files):
+        found = None
         with suppress(OSError):
             found = os.stat(path)
             times += [found.st_mtime_ns, found.st_ctime_ns]
-    if max(times, default=0) >= settled:
-        return None
-    return {
-        "files": [(path, _identity(path)) for path in sources.files],
-        "folders": [(path, summary) for path, summary, _ in folders],
-    }
-
-
-def _identity(path: str) -> str:
-    """Content identity of a file or folder on disk; "": absent."""
-    try:
-        return " ".join(map(str, of_stat(os.stat(path))))
-    except OSError:
-        return ""
+        told.append((path, found and of_stat(found)))
+    for path in sorted(sources.folders):
+        summary, newest = _summary(path)
+        told.append((path, summary))
+        times.append(newest)
+    return hashlib.blake2b(repr(told).encode(), digest_size=16).hexdigest(), max(times)
 
 
 def _summary(path: str) -> tuple[str, int]:
@@ -241,7 +226,7 @@ def _of_file(path: str) -> os.stat_result | None:
     return None if stat.S_ISDIR(found.st_mode) else found
 
 
-def _parts(found: Read, state: Mapping[str, Any]) -> list[Any]:
+def _parts(found: Read) -> list[Any]:
     """Parts of a cache file: size of the head, head, arrays."""
     dataset = found.dataset
     arrays = Records.of(dataset.records).arrays
@@ -257,7 +242,6 @@ def _parts(found: Read, state: Mapping[str, Any]) -> list[Any]:
             "notes": dataset.notes,
             "limited": dataset.limited,
             "said": found.said,
-            "state": state,
             "arrays": places,
         }
     ).encode()
@@ -269,10 +253,8 @@ def _parts(found: Read, state: Mapping[str, Any]) -> list[Any]:
     return parts
 
 
-def _opened(view: memoryview, file: str) -> tuple[Read, Mapping[str, Any]]:
-    """The set in a file, and its `_state`.
-
-    The set's arrays are the file's.
+def _opened(view: memoryview, file: str) -> Read:
+    """The set in a file, whose memory its arrays share.
 
     Args: file: its path, or "".
     """
@@ -291,4 +273,4 @@ def _opened(view: memoryview, file: str) -> tuple[Read, Mapping[str, Any]]:
         notes=tuple(head["notes"]),
         limited=head["limited"],
     )
-    return Read(dataset, tuple(head["said"]), None), head["state"]
+    return Read(dataset, tuple(head["said"]), None)
