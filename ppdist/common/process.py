@@ -213,7 +213,7 @@ def printable(text: str) -> str:
 def say(text: str) -> None:
     """A line to stderr; signal handlers may call it.
 
-    It is on the terminal at return, unless that takes nothing: then nobody waits long for it.
+    It is on the terminal at return, unless that is blocked: then nobody waits long for it.
     """
     screen = sys.stderr if isinstance(sys.stderr, Screen) else Screen(sys.stderr)
     screen.write(f"{printable(text)}\n")
@@ -226,7 +226,7 @@ def warn(text: str) -> None:
 
 
 def _finish(stream: TextIO | None) -> bool:
-    """Writes what is left of a stream; False: it takes nothing.
+    """Writes what is left of a stream; False: it is blocked.
 
     Where nobody reads it (`| head`), Python would change the exit code.
     """

@@ -49,7 +49,7 @@ _REFRESH_SECONDS = 0.2
 _SILENT_SECONDS = 60.0  # without a terminal: longest silence before a step is logged
 _OPENING_LINES = 6  # of warnings on the console before the first step
 _WARNING_LINES = 2  # of each
-_CLOSE_SECONDS, _HURRIED_SECONDS = 90.0, 10.0  # for files and trackers at the end
+_CLOSE_SECONDS, _STOPPED_SECONDS = 90.0, 10.0  # for files and trackers at the end
 _HEADER_EVERY = 20  # rows of the growing table
 
 
@@ -359,13 +359,13 @@ class RunLog:
             for line in outcome:
                 _LOGGER.info(line, extra=BARE)
             for command in commands(self._output_dir):  # a table would wrap them
-                self.info(f"look at it: {command}")
+                self.info(f"view it with: {command}")
 
-    def hurry(self, seconds: float = 0.0) -> None:
+    def limit_close(self, seconds: float = 0.0) -> None:
         """Caps how long `close` waits, for a run that was asked to stop."""
-        self._close_seconds = seconds + _HURRIED_SECONDS
+        self._close_seconds = seconds + _STOPPED_SECONDS
         for tracker in self._trackers:
-            tracker.hurry(seconds)
+            tracker.limit_close(seconds)
 
     def close(self) -> None:
         """Closes the files and restores the logger; a second call does nothing."""
@@ -375,7 +375,7 @@ class RunLog:
             self.writers.close()
             written = self._files.flush(self._close_seconds)
             self._tell_lost(written)
-            self.flush(_HURRIED_SECONDS if written else 0.0)
+            self.flush(_STOPPED_SECONDS if written else 0.0)
             _LOGGER.handlers = self._handlers_before
             self._is_open = False
         sys.stdout, sys.stderr = self._streams_before
@@ -388,7 +388,7 @@ class RunLog:
             self.warn_once(*self._files.failures.popleft())
         problem: object = self._screen.problem
         if problem is None and TERMINAL.dropped["terminal"] > self._dropped_before:
-            problem = "it takes nothing"
+            problem = "it is blocked"
         if problem is not None and "stdout" not in self._warned:
             self._warned.add("stdout")
             self.warning(f"stdout cannot be written, lines go to train.log alone: {problem}")
@@ -399,13 +399,13 @@ class RunLog:
         self._tell_failures()
         lost = TERMINAL.dropped["terminal"] - self._dropped_before
         if lost and self._screen.problem is None:
-            self.warning(f"the terminal took nothing for a while and lacks {lost} lines of this")
+            self.warning(f"the terminal was blocked for a while and lacks {lost} lines of this")
         if self._files.dropped:
             names = ", ".join(f"{count} of {name}" for name, count in self._files.dropped.items())
-            self.warning(f"the disk took nothing for a while, and these were dropped: {names}")
+            self.warning(f"the disk was blocked for a while, and these were dropped: {names}")
         if not written:
             say(
-                f"{self._output_dir}: the disk takes nothing; the last {self._files.waiting} lines "
+                f"{self._output_dir}: the disk is blocked; the last {self._files.waiting} lines "
                 "and records of this run are not written"
             )
 

@@ -37,9 +37,9 @@ from ppdist.common.writer_thread import WriterThread
 from ppdist.common.writers import Histogram, MetricWriter
 
 _MOST_BYTES = 1 << 26  # that wait for a tracker; some hundred images
-_HUNG_SECONDS = 300.0  # in which a tracker takes nothing
+_HUNG_SECONDS = 300.0  # without a read after which a tracker counts as blocked
 _CLOSE_SECONDS = 60.0  # for what is left at the end of a run
-_HURRIED_SECONDS = 5.0  # the same, where a signal ends the run: who sent it waits some 30
+_STOPPED_SECONDS = 5.0  # the same, where a signal ends the run: who sent it waits some 30
 _LAST_WORDS_SECONDS = 1.0
 _ERROR_FILE, _LOG_FILE, _ID_FILE = "error.txt", "log.txt", "run.json"
 
@@ -126,7 +126,7 @@ class TrackerProcess(MetricWriter):
     def rollback(self, step: int) -> None:
         self._put(("rollback", (step,)))
 
-    def hurry(self, seconds: float = 0.0) -> None:
+    def limit_close(self, seconds: float = 0.0) -> None:
         """Limits how long `close` waits.
 
         Until `seconds` from now or a few seconds from its call, whichever is later.
@@ -144,8 +144,8 @@ class TrackerProcess(MetricWriter):
         if self._off or self._closes is None:
             return
         self._off = True
-        hurried = max(self._latest, self._closes + _HURRIED_SECONDS)
-        last = min(self._closes + _CLOSE_SECONDS, hurried)
+        limited = max(self._latest, self._closes + _STOPPED_SECONDS)
+        last = min(self._closes + _CLOSE_SECONDS, limited)
         try:
             code = self._process.wait(max(0.0, last - time.monotonic()))
         except subprocess.TimeoutExpired:
@@ -167,7 +167,7 @@ class TrackerProcess(MetricWriter):
         elif self._pipe.waiting_bytes > _MOST_BYTES or (
             self._pipe.waiting and time.monotonic() - self._taken > _HUNG_SECONDS
         ):
-            trouble = f"it takes nothing any more; see {self._folder / _LOG_FILE}"
+            trouble = f"it is blocked; see {self._folder / _LOG_FILE}"
         if trouble:
             self._off = True
             self._process.kill()

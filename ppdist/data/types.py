@@ -531,7 +531,7 @@ class Batch:
     bad_images: Mapping[int, str] = field(default_factory=dict)
 
 
-class ImagesAway(StorageError):
+class ImagesUnavailable(StorageError):
     """The storage of images has stayed away.
 
     Attributes:

@@ -215,7 +215,7 @@ def run_on_main(work: Callable[[], Any]) -> Any:
     and longer than distributed.timeout_seconds where it calls `alive` (or adds to a Progress).
 
     Args:
-        work: takes nothing; its result must survive JSON.
+        work: its result must survive JSON.
     Raises: whatever `work` raised, on rank 0; on the other ranks an error of the same kind and code
         if it has one, else RankError.
     """

@@ -146,9 +146,9 @@ class Feed:
         per_step = self._accumulate_steps * self.parts
         return self._pictures.watching(iter(self._loader), first_step, per_step)
 
-    def hurry(self) -> None:
+    def abort_waits(self) -> None:
         """Stops waiting for unavailable images because the run ends soon."""
-        self._loader.hurry()
+        self._loader.abort_waits()
 
     def images_of(self, step: int, scores: ClassScores | None) -> list[int]:
         """Positions of this rank's images of a step, without opening them."""

@@ -65,7 +65,7 @@ class Batches(Protocol):
 
     def __iter__(self) -> Iterator[Batch]: ...
 
-    def hurry(self) -> None: ...
+    def abort_waits(self) -> None: ...
 
 
 class ValidationLoss:
@@ -234,9 +234,9 @@ class DatasetEvaluator(ABC, Generic[Found]):
         self.clock.lap("ranks")
         return metrics
 
-    def hurry(self) -> None:
+    def abort_waits(self) -> None:
         """Stops waiting for unavailable images because the run ends soon.  Local."""
-        self._loader.hurry()
+        self._loader.abort_waits()
 
     def predict(self, model: ImageModel, stopped: Callable[[], bool] = _never) -> Found:
         """Predictions of a model for the whole set, on every rank.  Collective.

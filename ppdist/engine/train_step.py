@@ -13,7 +13,7 @@ from paddle import Tensor, nn
 from ppdist.common.errors import StorageError, is_out_of_memory
 from ppdist.config.train import AmpConfig
 from ppdist.cpu.precision import Kernels, compute_in
-from ppdist.data.types import Batch, ImagesAway
+from ppdist.data.types import Batch, ImagesUnavailable
 from ppdist.distributed import comm, device, heartbeat, paddle_api
 from ppdist.distributed.sync_batch_norm import SyncBatchNorm2D
 from ppdist.engine.distillation import Distillation
@@ -500,7 +500,7 @@ def _taken(batches: Iterator[Batch], count: int) -> tuple[list[Batch], StorageEr
     try:
         for _ in range(count):
             taken.append(next(batches))
-    except ImagesAway as away:
+    except ImagesUnavailable as away:
         return [*taken, *[away.blank] * (count - len(taken))], away
     return taken, None
 

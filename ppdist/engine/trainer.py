@@ -142,7 +142,7 @@ class Trainer:
             saved = self._saves_before_end()
             stopping = any(comm.all_gather_object(self.progress.stop))
             if not (saved and stopping):
-                self.log.hurry()  # a restart waits for the end of this attempt
+                self.log.limit_close()  # a restart waits for the end of this attempt
                 raise
         return self._stopped()
 
@@ -261,9 +261,9 @@ class Trainer:
 
     def _ask_to_stop(self) -> None:
         self.progress.stop = True  # every rank hears of it in the next step's tally
-        self.feed.hurry()
+        self.feed.abort_waits()
         if self.evaluator is not None:
-            self.evaluator.hurry()
+            self.evaluator.abort_waits()
 
     def _reason_to_end(self) -> str:
         """Reason to end before the last step; "": there is none.
@@ -276,7 +276,7 @@ class Trainer:
 
     def _stopped(self) -> int:
         self._end("signal")
-        self.log.hurry()
+        self.log.limit_close()
         self.log.warning(
             f"stopped by a signal after step {self.progress.step}; --resume continues from there"
         )
@@ -300,7 +300,7 @@ class Trainer:
         self._save()
         self._finish_saving()
         if self.budget is not None:
-            self.log.hurry(self.budget.left())
+            self.log.limit_close(self.budget.left())
         heartbeat.beat("end", progress.step)
         self.log.metrics({"step": progress.step, "finished": reason})
         self._each(lambda callback: callback.on_train_end(progress.step, reason))

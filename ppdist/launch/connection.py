@@ -4,7 +4,7 @@ Before anything else is read, both ends prove that they know the same token, by 
 random number from each, as multiprocessing.connection does.  Each later line has a MAC over its
 number and direction, so none can be changed, repeated, omitted or reflected.
 
-    called -> caller   ppdist NONCE     or: busy
+    called -> caller   ppdist NONCE     or: busy, ending
     caller -> called   NONCE PROOF
     called -> caller   PROOF            or: refused
     both ways          MAC {"type": ..., ...}
@@ -38,7 +38,9 @@ _MOST_PIECES = 2 * _LINE_BYTES // _RECEIVE_BYTES
 _CONNECT_SECONDS = 5.0
 _BACKLOG = 4096  # connections waiting for accept; Linux has its own limit, often this one
 
-_BUSY, _REFUSED = b"busy", b"refused"
+_REFUSED = b"refused"
+RUNNING, ENDING = "a run is in progress there", "the run there is ending"
+_ANSWERS = {b"busy": RUNNING, b"ending": ENDING}  # of a fleetrun whose run has begun
 OTHER_TOKEN = f"wrong job token: set the same {TOKEN_VARIABLE} on every host"
 OTHER_PROGRAM = (
     "peer is not fleetrun, or not of this version: another program has the port (give another with "
@@ -207,7 +209,7 @@ class Connection:
         elif self._nonces is None:
             found = re.fullmatch(rb"ppdist ([0-9a-f]{32})", line)
             if not found:
-                return "a run is in progress there" if line == _BUSY else OTHER_PROGRAM
+                return _ANSWERS.get(line, OTHER_PROGRAM)
             self._nonces = (self._nonce, found[1])
             self._write(self._nonce + b" " + self._proof(b"caller"))
             return ""
@@ -261,14 +263,15 @@ def open_listener(address: str, port: int) -> socket.socket:
     return listener
 
 
-def send_away(listener: socket.socket, most: int) -> None:
-    """Tells up to `most` callers that a run is in progress."""
+def send_away(listener: socket.socket, most: int, ending: bool) -> None:
+    """Tells up to `most` callers that a run is in progress, or ending."""
+    line = b"ending\n" if ending else b"busy\n"
     with contextlib.suppress(OSError):  # BlockingIOError: no caller waits
         for _ in range(most):
             caller, _ = listener.accept()
             with caller, contextlib.suppress(OSError):
                 caller.setblocking(False)
-                caller.send(_BUSY + b"\n")
+                caller.send(line)
 
 
 def wait_for_any(
@@ -310,5 +313,5 @@ def _reason(code: int | None) -> str:
     if code in (errno.EHOSTUNREACH, errno.ENETUNREACH, errno.EINVAL, errno.EACCES, errno.EPERM):
         return "no way to it from here: check the address, `ip route` and the firewall"
     if code in (errno.ECONNRESET, errno.EPIPE):
-        return "it broke the connection off"
+        return "connection reset"
     return errno.errorcode.get(code or 0, f"error {code}")

@@ -1,6 +1,6 @@
 """Lines of fleetrun for the user.
 
-Nobody waits for a terminal that takes none (Ctrl-S, tmux's copy mode, a laptop that sleeps at the
+Nobody waits for a blocked terminal (Ctrl-S, tmux's copy mode, a laptop that sleeps at the
 other end of ssh): a thread of common/writer_thread.py writes them.
 """
 

@@ -26,6 +26,7 @@ from ppdist.launch.signals import at_once
 _POLL_SECONDS = 0.1
 _BEAT_SECONDS = 5.0
 _SILENCE_SECONDS = 60.0  # after which a host counts as lost; gloo's own limit, 30 s, comes first
+_QUIET_SECONDS = 3 * _BEAT_SECONDS  # after which a host may be gone, and its successor calls
 _NOTE_SECONDS = 10.0
 _SENT_AWAY = 32  # callers per check
 _CLOSE_SECONDS = 3.0
@@ -170,14 +171,17 @@ class ControlChannel:
             elif silent > self._silence:
                 self._lose(
                     host,
-                    f"no word from it for {self._silence:.0f} s: it is switched off or suspended, "
+                    f"no heartbeat for {self._silence:.0f} s: it is switched off or suspended, "
                     f"or the network between the hosts is down",
                 )
         if time.monotonic() - self._beat > _BEAT_SECONDS:
             self._beat = time.monotonic()
             self._tell({"type": "beat"})
         if self._listener is not None:
-            send_away(self._listener, _SENT_AWAY)
+            ending = self._stopping or any(
+                time.monotonic() - peer.heard > _QUIET_SECONDS for peer in self._peers.values()
+            )
+            send_away(self._listener, _SENT_AWAY, ending)
         return self._must_stop
 
     def tell_failure(self, failure: Outcome) -> None:

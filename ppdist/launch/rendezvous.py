@@ -17,6 +17,7 @@ import platform
 import secrets
 import socket
 import time
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, fields
 from itertools import takewhile
@@ -27,6 +28,7 @@ from ppdist.common.errors import Failure, LaunchError
 from ppdist.launch.connection import (
     OTHER_PROGRAM,
     OTHER_TOKEN,
+    RUNNING,
     Connection,
     Message,
     integer_of,
@@ -231,6 +233,9 @@ _CALL_SECONDS = 1.0  # between two calls of one host
 _HANDSHAKE_SECONDS = 10.0  # for an answer of who has taken the call, or who has called
 _TIMEOUT_SECONDS = 60.0
 _CALLERS = 64  # of unknown addresses, that have not said who they are
+# Calls in a row that meet a run in progress, until this host gives up.  The first may have been
+# waiting while that run began, and a name may be another run's host for as long as it is cached.
+_BUSY_CALLS, _BUSY_CALLS_OF_NAMES = 2, 30
 _MOST_REFUSED = 20  # lines about callers that were refused
 
 
@@ -287,6 +292,7 @@ class _Rendezvous:
         self.firsts: dict[Connection, Handshake] = {}  # what the first host has said of itself
         self.tried: dict[int, str] = {}  # what came of the last call
         self.called: dict[int, float] = {}
+        self.busy: Counter[int] = Counter()  # calls in a row that met a run in progress
         self.refused: set[str] = set()  # what was said of callers
         self.complete = False
         self.attempt, self.skip = mine.attempt, set(mine.skip)  # the most that any host has seen
@@ -420,6 +426,15 @@ class _Rendezvous:
         if place is not None:
             del self.calls[place]
             self.tried[place] = over
+            self.busy[place] = self.busy[place] + 1 if over == RUNNING and not joined else 0
+            most = _BUSY_CALLS_OF_NAMES if self.mine.has_names else _BUSY_CALLS
+            if self.busy[place] >= most:
+                raise LaunchError(
+                    "a run is in progress there, and all of its hosts are connected",
+                    code="run_in_progress",
+                    where=f"{self.hosts[place]}:{self.port}",
+                    fix="wait for its end, or give another --start_port P on every host",
+                )
             return
         self.callers.remove(connection)
         if over == OTHER_TOKEN:

@@ -120,7 +120,7 @@ def _parsed(path: Path, read: Callable[[], dict[str, np.ndarray]]) -> dict[str, 
     return arrays
 
 
-_DOWNLOAD = "the download went wrong: fetch the file again, and look at it before you use it"
+_DOWNLOAD = "the download went wrong: fetch the file again, and inspect it before you use it"
 # How files start that people give by mistake, the endings for which that is right, what they are.
 _STARTS: tuple[tuple[bytes, tuple[str, ...], str], ...] = (
     (b"version https://git-lfs", (), "a Git LFS pointer instead of the file: run git lfs pull"),

@@ -104,15 +104,18 @@ def _alone(file: Path, say: Callable[[str], None]) -> Iterator[Path]:
 
     Yields: the place to write to.
     """
-    lock, said = FileLock(file.with_name(file.name + ".lock")), False
+    lock, begin = FileLock(file.with_name(file.name + ".lock")), time.monotonic()
+    told: float | None = None
     try:
         with writing(lock.path):
             lock.open()
         try:
             while not lock.try_acquire():
-                if not said:
-                    say(f"waiting for another process that downloads {file.name}")
-                    said = True
+                now = time.monotonic()
+                if told is None or now - told >= _REPORT_SECONDS:
+                    told = now
+                    waited = f"({now - begin:.0f} s)"
+                    say(f"waiting for another process that downloads {file.name} {waited}")
                 time.sleep(0.1)
         except OSError:  # a file system without locks: each writes for itself, and begins anew
             yield file.with_name(f"{file.name}.{os.getpid()}.part")

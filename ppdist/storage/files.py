@@ -63,7 +63,7 @@ def is_in_shard(path: str | os.PathLike[str]) -> bool:
 
 
 def open_file(path: str | Path) -> BinaryIO:
-    """Opens a file for reading.  Raises: OSError: as files.open_file; StoreAway."""
+    """Opens a file for reading.  Raises: OSError: as files.open_file; StoreUnavailable."""
     text = os.fspath(path)
     if not stores.is_remote(text):
         try:

@@ -1,7 +1,8 @@
 """Object stores: files at s3://, gs://, http:// and others, through fsspec.
 
-Every failure is an OSError, as with a disk: FileNotFoundError, PermissionError, or `StoreAway` if
-the same request may succeed later.  No message contains a key, a token or a library's own text.
+Every failure is an OSError, as with a disk: FileNotFoundError, PermissionError, or
+`StoreUnavailable` if the same request may succeed later.  No message contains a key, a token or a
+library's own text.
 
 `Path` and `os.path` collapse double slashes, so `s3:/bucket/key` is read as `s3://bucket/key`.
 Event loops and clients do not survive a fork: each process opens its own at its first request.
@@ -39,14 +40,14 @@ _PASSING_STATUS = (408, 425, 429)
 _T = TypeVar("_T")
 
 
-class StoreAway(OSError):
+class StoreUnavailable(OSError):
     """A store is slow, busy or out of reach: the same request may succeed later."""
 
     def __init__(self, why: str, path: str) -> None:
         super().__init__(errno.EREMOTEIO, why, path)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return StoreAway, (self.strerror, self.filename)
+        return StoreUnavailable, (self.strerror, self.filename)
 
 
 @dataclass
@@ -165,7 +166,7 @@ def answers(path: str | os.PathLike[str]) -> bool:
     """Whether the store can be reached now, even if it refuses this path."""
     try:
         _ask(path, "info")
-    except StoreAway:
+    except StoreUnavailable:
         return False
     except OSError:
         return True
@@ -274,7 +275,7 @@ def with_retries(call: Callable[[], _T]) -> _T:
     while True:
         try:
             return call()
-        except StoreAway as away:
+        except StoreUnavailable as away:
             pause = next(left, None)
             if pause is None:
                 raise
@@ -307,7 +308,7 @@ def _ask(
             problem = _problem(error, url, limit)
         # Not `from error`: a library's text may contain secrets.
         pause = 0.1 * 2**tried
-        if tried == _TRIES or not isinstance(problem, StoreAway):
+        if tried == _TRIES or not isinstance(problem, StoreUnavailable):
             raise problem
         if time.monotonic() + pause > deadline:
             raise problem
@@ -376,12 +377,12 @@ def _problem(error: Exception, url: str, limit: float) -> OSError:
         why = f"the store refuses access ({name or 'no credentials'})"
         return PermissionError(errno.EACCES, why, url)
     if isinstance(error, TimeoutError) or "Timeout" in type(error).__name__:
-        return StoreAway(f"no answer within {limit:g} s", url)
+        return StoreUnavailable(f"no answer within {limit:g} s", url)
     if status and 400 <= status < 500 and status not in _PASSING_STATUS:
         return OSError(errno.EINVAL, f"the store answers {name}", url)
     if not status and isinstance(error, ValueError | TypeError | AttributeError | KeyError):
         return OSError(errno.EINVAL, f"the store's library failed ({type(error).__name__})", url)
-    return StoreAway(f"the store answers {name}" if name else _cut(error), url)
+    return StoreUnavailable(f"the store answers {name}" if name else _cut(error), url)
 
 
 def _cut(error: BaseException) -> str:

@@ -63,9 +63,9 @@ KINDS = {
         "its next VALUE files of checkpoints do not fit on the disk (rank 0)", 1, "count"
     ),
     "disk-blocks": Kind(
-        "files of output_dir, and syncs of them, take nothing for VALUE seconds", 2, "positive"
+        "writes and syncs of files in output_dir are blocked for VALUE seconds", 2, "positive"
     ),
-    "terminal-blocks": Kind("its stdout and stderr take nothing for VALUE seconds", 2, "positive"),
+    "terminal-blocks": Kind("its stdout and stderr are blocked for VALUE seconds", 2, "positive"),
     "storage-error": Kind(
         "images answer ESTALE for VALUE seconds, to its data workers too", 2, "positive"
     ),

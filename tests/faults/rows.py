@@ -231,7 +231,7 @@ ROWS = (
          "tests/unit/distributed/test_store_barriers.py::"
          "test_rank_that_shows_life_is_waited_for_and_hung_one_not",
          "tests/unit/data/checks/test_before_training.py::"
-         "test_a_check_that_was_broken_off_goes_on")),
+         "test_an_interrupted_check_goes_on")),
     Row(44, "kept annotations are damaged, cut short, stale, half written, or cannot be written",
         "they are read again, and kept where there is room; one line says so",
         ("tests/unit/storage/test_keyed_cache.py::test_damaged_entry_is_absent_and_deleted",
@@ -242,7 +242,7 @@ ROWS = (
             "test_one_changed_file_of_many_is_noticed",
             "test_cache_that_cannot_be_written_is_done_without",
             "test_rank_that_cannot_map_them_reads_them_itself")))),
-    Row(45, "a terminal that takes no output (Ctrl-S, a sleeping laptop); a disk of output_dir "
+    Row(45, "a blocked terminal (Ctrl-S, a sleeping laptop); a disk of output_dir "
         "that answers nothing for a while", "no step waits; lines of a terminal may be missing, "
         "which is said; a signal still ends the run with 75",
         (BEARS + "[disk-blocks=8@rank0:step3]", BEARS + "[terminal-blocks=8@rank0:step3]",

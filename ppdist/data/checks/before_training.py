@@ -63,7 +63,7 @@ def check_before_training(
 
     Rank 0 checks and all ranks get its result, so all leave out the same images; however long that
     takes, they wait while it gets on.  The result is kept in $XDG_CACHE_HOME or ~/.cache: the next
-    start compares only the files' times and sizes, and one that was broken off goes on.
+    start compares only the files' times and sizes, and an interrupted one goes on.
 
     Args:
         workers: child processes that check images.
@@ -117,7 +117,7 @@ def _remembered(sets: Mapping[str, DetectionSet], *, decode: bool, workers: int)
             for split, each in records.items()
         }
         if done := sum(check.known for check in checks.values()):
-            again = f" ({done} of them known from a check that was broken off)"
+            again = f" ({done} of them known from an interrupted check)"
         try:
             checked = {split: check.run() for split, check in checks.items()}
             if comm.was_restarted():

@@ -62,7 +62,7 @@ from ppdist.data.types import (
     Arrays,
     Batch,
     DetectionSet,
-    ImagesAway,
+    ImagesUnavailable,
     Records,
     SampleKey,
     WorkerBatch,
@@ -119,7 +119,7 @@ class _Loader:
 
     def __iter__(self) -> Generator[Batch, None, None]:
         """Raises, while iterating: DataError: an image cannot be read and data.bad_images is
-        `error`, or too many in a row cannot; ImagesAway: their storage stays unavailable;
+        `error`, or too many in a row cannot; ImagesUnavailable: their storage stays unavailable;
         RuntimeError: preparing one failed in another way.
         """
         try:
@@ -132,7 +132,7 @@ class _Loader:
                     bad_images=made.bad_images,
                 )
                 if made.outage is not None:
-                    raise ImagesAway(made.outage, batch)
+                    raise ImagesUnavailable(made.outage, batch)
                 yield batch
         except Exception:
             self.close()  # an exception keeps this frame alive, and with it the workers
@@ -144,9 +144,9 @@ class _Loader:
             self._pool.close()
             self._pool = None
 
-    def hurry(self) -> None:
+    def abort_waits(self) -> None:
         """Stops waiting for unavailable storage; may be called during an iteration."""
-        self._samples.hurry[0] = 1
+        self._samples.waits_aborted[0] = 1
 
     @property
     def worker_ids(self) -> list[int]:
@@ -166,7 +166,7 @@ class _Loader:
 
             def pause(seconds: float) -> None:
                 outages.look([self._samples.awaited])
-                _sleep(seconds, heartbeat.alive, self._samples.hurry)
+                _sleep(seconds, heartbeat.alive, self._samples.waits_aborted)
 
             self._samples.pause = pause
             for keys in self.plan:
@@ -209,11 +209,11 @@ class _Outages:
             self._since = None
 
 
-def _sleep(seconds: float, alive: Callable[[], None], hurry: np.ndarray) -> None:
-    """Sleeps for `seconds` or until `hurry` is set, and keeps calling `alive`."""
+def _sleep(seconds: float, alive: Callable[[], None], aborted: np.ndarray) -> None:
+    """Sleeps for `seconds` or until `aborted` is set, and keeps calling `alive`."""
     deadline = time.monotonic() + seconds
     alive()
-    while (left := deadline - time.monotonic()) > 0 and not hurry[0]:
+    while (left := deadline - time.monotonic()) > 0 and not aborted[0]:
         time.sleep(min(left, _SIGN_SECONDS))
         alive()
 
@@ -523,8 +523,8 @@ class WorkerPool:
         # Shared, so that all workers see at once which records are blocked.
         samples.blocklist_N = _shared(len(samples), np.uint8)
         samples.waited = _shared(2, np.float64)
-        in_a_hurry, samples.hurry = samples.hurry, _shared(1, np.uint8)
-        samples.hurry |= in_a_hurry  # a stop may come between the two
+        aborted, samples.waits_aborted = samples.waits_aborted, _shared(1, np.uint8)
+        samples.waits_aborted |= aborted  # a stop may come between the two
         self._workers: list[Worker] = []
         self._end = weakref.finalize(self, _end_workers, self._workers, os.getpid())  # also at exit
         try:
@@ -723,7 +723,7 @@ def work(samples: Samples, worker: Worker, link: socket.socket, rank: int) -> No
     cv2.setNumThreads(0)  # one thread per worker
     samples.reading, samples.awaited = worker.reading, worker.awaited
     samples.beat = worker.beat
-    samples.pause = lambda seconds: _sleep(seconds, beat, samples.hurry)
+    samples.pause = lambda seconds: _sleep(seconds, beat, samples.waits_aborted)
     link.settimeout(_LOOK_SECONDS)
 
     def beat() -> None:

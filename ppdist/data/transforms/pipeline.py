@@ -66,7 +66,7 @@ from ppdist.data.types import (
     keyed_generator,
 )
 from ppdist.storage.files import can_be_read, is_remote
-from ppdist.storage.stores import StoreAway
+from ppdist.storage.stores import StoreUnavailable
 
 _AUGMENT = 2  # stream of random numbers, beside the sampler's
 _MOST_REPLACEMENTS = 100
@@ -85,11 +85,11 @@ class Samples:
 
     Every image was there at the start (`check_files`).  So one that cannot be opened, with others
     of its folder that can, was deleted or damaged; where none can, their storage is away: it is
-    waited for, and samples are what they would have been.  pause: waits so many seconds.  hurry:
-    uint8 [1], shared too: 1 once nobody has the time to wait for storage any more.  waited: float64
-    [2], shared too: seconds waited of late, and until when (time.monotonic); time without a wait
-    takes off as much.  So storage that comes and goes never holds a step up for longer than storage
-    that stays away.
+    waited for, and samples are what they would have been.  pause: waits so many seconds.
+    waits_aborted: uint8 [1], shared too: 1 once the run is to stop, so that nothing waits for
+    storage any more.  waited: float64 [2], shared too: seconds waited of late, and until when
+    (time.monotonic); time without a wait takes off as much.  So storage that comes and goes
+    never holds a step up for longer than storage that stays away.
     """
 
     def __init__(
@@ -111,7 +111,7 @@ class Samples:
         self.reading = np.full(1, NOTHING, np.int64)
         self.awaited = np.full(2, NOTHING, np.int64)
         self.pause: Callable[[float], None] = time.sleep
-        self.hurry = np.zeros(1, np.uint8)
+        self.waits_aborted = np.zeros(1, np.uint8)
         self.waited = np.zeros(2)
         self.storage_seconds = storage_seconds
         self.beat = np.zeros(1)
@@ -228,7 +228,7 @@ class Samples:
             except DataError as error:
                 cause = error.__cause__
                 # What a store says of the moment says nothing of the image.
-                passing = isinstance(cause, StoreAway)
+                passing = isinstance(cause, StoreUnavailable)
                 # A store refuses everything once credentials have ended.
                 refused = isinstance(cause, PermissionError) and is_remote(self.path(index))
                 if not passing and (tried or not (is_outage(cause) or refused)):
@@ -244,7 +244,7 @@ class Samples:
                 began, owed = time.monotonic(), self._waited_of_late()
                 left = pauses(self.storage_seconds - owed)
             pause = next(left, None)
-            if pause is None or self.hurry[0]:
+            if pause is None or self.waits_aborted[0]:
                 self.awaited[0] = NOTHING
                 raise self._away(index, why, passing) from why
             assert isinstance(cause, OSError)

@@ -114,7 +114,7 @@ def test_hung_tracker_is_given_up_without_waiting(tmp_path: Path, monkeypatch) -
     tracker = start(tmp_path)
     tracker.add_scalars(1, {"hang": 1.0})
     image = np.zeros((600, 600, 3), np.uint8)
-    with pytest.raises(RuntimeError, match="takes nothing any more"):
+    with pytest.raises(RuntimeError, match="it is blocked"):
         for step in range(9):
             tracker.add_images(step, "val", [image])
     assert tracker._process.returncode == -signal.SIGKILL
@@ -123,10 +123,10 @@ def test_hung_tracker_is_given_up_without_waiting(tmp_path: Path, monkeypatch) -
 
 
 def test_hung_tracker_is_stopped_at_the_end(tmp_path: Path, monkeypatch) -> None:
-    monkeypatch.setattr(trackers, "_HURRIED_SECONDS", 0.1)
+    monkeypatch.setattr(trackers, "_STOPPED_SECONDS", 0.1)
     tracker = start(tmp_path)
     tracker.add_scalars(1, {"hang": 1.0})
-    tracker.hurry()
+    tracker.limit_close()
     with pytest.raises(RuntimeError, match=r"0\.1 s after the end and was stopped"):
         tracker.close()
     assert tracker._process.returncode == -signal.SIGKILL
@@ -300,10 +300,10 @@ def test_hung_trackers_are_waited_for_together(tmp_path: Path, monkeypatch) -> N
 
 
 def test_tracker_is_not_waited_for_beyond_the_hours(tmp_path: Path, monkeypatch) -> None:
-    monkeypatch.setattr(trackers, "_HURRIED_SECONDS", 0.1)
+    monkeypatch.setattr(trackers, "_STOPPED_SECONDS", 0.1)
     tracker = start(tmp_path)
     tracker.add_scalars(1, {"hang": 1.0})
-    tracker.hurry(0.3)
+    tracker.limit_close(0.3)
     with pytest.raises(RuntimeError, match=r"0\.[23]\d* s after the end"):
         tracker.close()
 

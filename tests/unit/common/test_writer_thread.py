@@ -1,4 +1,4 @@
-"""Nobody waits for what takes no output: a terminal, a pipe, a disk."""
+"""Nobody waits for a blocked terminal, pipe or disk."""
 
 import io
 import os
@@ -105,7 +105,7 @@ def main():
             log.progress(step, {"loss": "1"})
             log.metrics({"step": step})
             time.sleep(0.001)
-        log.hurry()
+        log.limit_close()
         log.warning("stopped by a signal")
     return 75
 process.run(main)
@@ -132,7 +132,7 @@ def test_a_terminal_that_takes_nothing_stops_neither_steps_nor_the_end(
     os.close(ours)
     text = (tmp_path / "train.log").read_text()
     assert text.count("stdout cannot be written, lines go to train.log alone") == 1
-    assert "stopped by a signal" in text and "took nothing for a while" in text
+    assert "stopped by a signal" in text and "was blocked for a while" in text
 
 
 def test_what_waits_is_written_where_no_thread_can_be_started(monkeypatch):

@@ -1,4 +1,4 @@
-"""Lines for the user on a terminal that takes none for a while."""
+"""Lines for the user on a terminal that is blocked for a while."""
 
 import os
 import signal

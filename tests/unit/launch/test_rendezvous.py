@@ -121,6 +121,28 @@ def test_a_second_fleetrun_for_one_host_is_refused() -> None:
     assert [hosts[place].error for place in (0, 1, 3)] == ["", "", ""]
 
 
+@pytest.mark.parametrize("stopping", [False, True])
+def test_a_host_that_calls_a_complete_run_gives_up_at_once(stopping: bool) -> None:
+    """One that calls while the run ends waits: it may be a host that was started again."""
+    port = free_port()
+    running = [Host(host(own), port) for own in (A, B)]
+    for each in running:
+        each.start()
+    for each in running:
+        each.thread.join(30)
+    channel = running[0].channel
+    assert channel is not None
+    channel._stopping = stopping
+    late = Host(host(B), port, seconds=3.5)
+    late.start()
+    while late.thread.is_alive():
+        channel.watch([])
+        time.sleep(0.05)
+    for each in reversed(running):
+        each.end()
+    assert late.code == ("hosts_missing" if stopping else "run_in_progress")
+
+
 @pytest.mark.parametrize("speaks", [pytest.param(b"", marks=pytest.mark.slow), b"220 ESMTP\r\n"])
 def test_other_program_on_port_told_from_fleetrun(speaks: bytes, monkeypatch) -> None:
     monkeypatch.setattr(rendezvous, "_HANDSHAKE_SECONDS", 0.5)

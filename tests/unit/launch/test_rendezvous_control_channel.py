@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 import pytest
 
 from ppdist.common.process import boot_seconds
-from ppdist.launch.connection import Connection, open_listener
+from ppdist.launch.connection import ENDING, RUNNING, Connection, open_listener
 from ppdist.launch.control_channel import ControlChannel, HostEnd, verdict
 from ppdist.launch.outcome import Outcome
 from tests.unit.launch.hosts import wait_for
@@ -180,7 +180,7 @@ def test_a_silent_host_is_lost_though_gloo_failed_first(silent: str) -> None:
     hosts = {other: Host(other, made[other], lambda stop: lost)}
     join(hosts)
     assert hosts[other].outcome is not None
-    assert hosts[other].outcome.message.startswith(f"host {silent}: no word from it for 1 s")
+    assert hosts[other].outcome.message.startswith(f"host {silent}: no heartbeat for 1 s")
 
 
 def test_hosts_that_lost_each_other_name_no_culprit() -> None:
@@ -217,11 +217,14 @@ def test_nonsense_on_the_line_counts_as_a_lost_host() -> None:
     assert made[A].watch([]) and made[A]._reports[B].code == 1
 
 
-def test_callers_during_a_run_are_told_so_at_once() -> None:
+@pytest.mark.parametrize(("failed", "said"), [(False, RUNNING), (True, ENDING)])
+def test_callers_during_a_run_are_told_so_at_once(failed: bool, said: str) -> None:
     with open_listener(LOCAL, 0) as listener:
         channel = ControlChannel(LOCAL, (LOCAL, B), {}, listener, print)
+        if failed:
+            channel.tell_failure(Outcome(1, "rank 0 failed first", told="rank 0 failed first"))
         calls = [Connection.call(*listener.getsockname()) for _ in range(10)]
         for _ in range(3):
             channel.watch([])
         assert all(call.receive() == [] and call.closed for call in calls)
-        assert {call.closed for call in calls} == {"a run is in progress there"}
+        assert {call.closed for call in calls} == {said}

@@ -44,7 +44,7 @@ class Names(Network):
 
 
 @pytest.fixture(autouse=True)
-def hurried(monkeypatch: pytest.MonkeyPatch) -> None:
+def fast_look_ups(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(network, "_LOOK_SECONDS", 0.01)
 
 

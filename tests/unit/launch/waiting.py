@@ -34,6 +34,7 @@ class Host:
     said: list[str] = field(default_factory=list)
     channel: ControlChannel | None = None
     error: str = ""
+    code: str = ""
     received: list[int] = field(default_factory=list)
     token: str = ""
     resolve: Callable[[str], str | None] = lambda name: None
@@ -49,7 +50,7 @@ class Host:
                 self.token, self.resolve,
             )  # fmt: skip
         except LaunchError as error:
-            self.error = str(error)
+            self.error, self.code = str(error), error.code
         except rendezvous.Stopped:
             self.error = "stopped"
 

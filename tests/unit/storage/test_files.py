@@ -22,11 +22,11 @@ from ppdist.data.datasets.layout import find_layout
 from ppdist.data.image import read_image
 from ppdist.data.loading.loader import TrainLoader
 from ppdist.data.loading.sampler import TrainSampler
-from ppdist.data.types import ImagesAway
+from ppdist.data.types import ImagesUnavailable
 from ppdist.distributed import store as timeouts
 from ppdist.storage import files as storage
 from ppdist.storage import stores
-from ppdist.storage.stores import StoreAway
+from ppdist.storage.stores import StoreUnavailable
 from tests.unit.data.loaders import assert_equal, loader, warnings_in
 from tests.unit.data.sets import coco_config, sharded, write_coco
 
@@ -91,7 +91,7 @@ class Sick:
         monkeypatch.setattr(stores, "_ask", ask)
 
 
-AWAY = StoreAway("the store answers HTTP 503 SlowDown", "memory://set")
+AWAY = StoreUnavailable("the store answers HTTP 503 SlowDown", "memory://set")
 
 
 @pytest.mark.parametrize("form", ["files", "shards"])
@@ -130,7 +130,7 @@ def test_what_fails_for_a_moment_is_neither_lost_nor_doubled(
 def test_store_that_stays_away_gives_a_blank_batch(memory, tmp_path, monkeypatch):
     monkeypatch.setattr(timeouts, "_timeout", 0.4)
     Sick(monkeypatch, AWAY, times=10**9)
-    with pytest.raises(ImagesAway, match="SlowDown; their storage is away") as caught:
+    with pytest.raises(ImagesUnavailable, match="SlowDown; their storage is away") as caught:
         list(batches_of(of_store(f"{memory}/files", tmp_path)))
     assert (
         caught.value.code == "storage_unreachable" and "reach the store again" in caught.value.fix
@@ -156,7 +156,7 @@ def test_ended_credentials_are_storage_that_is_away(memory, tmp_path, monkeypatc
         raise PermissionError(errno.EACCES, "the store refuses access (HTTP 403)", str(path))
 
     monkeypatch.setattr(stores, "_ask", refuse)
-    with pytest.raises(ImagesAway) as caught:
+    with pytest.raises(ImagesUnavailable) as caught:
         list(batches)
     assert caught.value.code == "storage_unreachable" and "HTTP 403" in str(caught.value)
 

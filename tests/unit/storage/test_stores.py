@@ -9,7 +9,7 @@ import pytest
 
 from ppdist.common.errors import UserError
 from ppdist.storage import stores
-from ppdist.storage.stores import StoreAway
+from ppdist.storage.stores import StoreUnavailable
 
 SECRET = "a-secret-that-no-log-may-show"
 
@@ -80,7 +80,7 @@ def test_every_failed_head_is_what_it_was(use):
     failure = FileNotFoundError("http://host/a")
     failure.__cause__ = ConnectionResetError()
     use(Store(*[failure] * 9))
-    with pytest.raises(StoreAway):
+    with pytest.raises(StoreUnavailable):
         stores.identity_of("http://host/a")
     failure.__cause__ = Foreign(status=404)
     use(Store(failure))
@@ -108,7 +108,7 @@ def test_final_answers_are_errors_at_once(failure, kind, words, use):
     with pytest.raises(kind) as caught:
         stores.fetch("s3://bucket/a.jpg")
     assert store.asked == 1 and words in caught.value.strerror
-    assert not isinstance(caught.value, StoreAway) and SECRET not in repr(caught.value)
+    assert not isinstance(caught.value, StoreUnavailable) and SECRET not in repr(caught.value)
     assert caught.value.__cause__ is None and caught.value.__context__ is None
     assert caught.value.filename == "s3://bucket/a.jpg"
 
@@ -127,7 +127,7 @@ def test_passing_failures_are_tried_again_then_said(failure, words, use):
     store = use(Store(failure, failure))
     assert stores.fetch("s3://bucket/a.jpg") == b"content" and store.asked == 3
     use(Store(*[failure] * 9))
-    with pytest.raises(StoreAway) as caught:
+    with pytest.raises(StoreUnavailable) as caught:
         stores.fetch("s3://bucket/a.jpg")
     assert words in caught.value.strerror and SECRET not in repr(caught.value)
     assert caught.value.errno == errno.EREMOTEIO

@@ -193,7 +193,7 @@ def _checks_of(monkeypatch, most=99):
     return checked
 
 
-def test_a_check_that_was_broken_off_goes_on(home, broken, monkeypatch, caplog):
+def test_an_interrupted_check_goes_on(home, broken, monkeypatch, caplog):
     monkeypatch.setattr(keyed_cache, "_JOURNAL_SECONDS", 0.0)
     first = _checks_of(monkeypatch, most=2)
     with pytest.raises(KeyboardInterrupt):
@@ -203,7 +203,7 @@ def test_a_check_that_was_broken_off_goes_on(home, broken, monkeypatch, caplog):
     train, val, *_ = _check(broken)
     assert (first, rest) == (["0.jpg", "1.jpg"], ["2.jpg"])
     assert [*train.unreadable] == [1] and val.unreadable == {}
-    assert "2 of them known from a check that was broken off" in caplog.text
+    assert "2 of them known from an interrupted check" in caplog.text
     assert not [*home.rglob("*j")]
 
 

@@ -19,7 +19,7 @@ from ppdist.common.process import RESTART_VARIABLE
 from ppdist.data.datasets.build import read_split
 from ppdist.data.loading.loader import EvalLoader
 from ppdist.data.transforms import pipeline
-from ppdist.data.types import ImagesAway
+from ppdist.data.types import ImagesUnavailable
 from ppdist.distributed import heartbeat, store
 from tests.unit.data.loaders import assert_equal, loader, warnings_in
 from tests.unit.data.sets import coco_config, write_coco
@@ -133,7 +133,7 @@ def test_what_stays_away_gives_a_blank_batch(folder, workers, monkeypatch, caplo
     batches = iter(one)
     next(batches)
     (folder / "images").rename(folder / "away")
-    with caplog.at_level(logging.WARNING, "ppdist"), pytest.raises(ImagesAway) as caught:
+    with caplog.at_level(logging.WARNING, "ppdist"), pytest.raises(ImagesUnavailable) as caught:
         list(batches)
     assert caught.value.code == "storage_unreachable" and "waited for (0.8 s" in str(caught.value)
     blank = caught.value.blank
