@@ -2,7 +2,8 @@
 
 ends_with_this   makes a child end with this process
 run_command      runs a program until it ends or its time is up
-run_in_child     runs a function in a forked child
+ForkedChild      runs a function in a forked child
+run_in_child     the same, until it ends or its time is up
 """
 
 import ctypes
@@ -16,6 +17,8 @@ import subprocess
 import sys
 import threading
 import time
+import traceback
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -30,6 +33,8 @@ from ppdist.common.writer_thread import TERMINAL, Screen
 
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
 _LOOK_SECONDS = 0.2  # between two checks of a program
+_REAP_SECONDS = 1.0  # a killed process that waits for a dead disk may never end
+_DEADLY = (signal.SIGSEGV, signal.SIGABRT, signal.SIGBUS, signal.SIGFPE, signal.SIGILL)
 
 
 def own_environment() -> dict[str, str]:
@@ -113,62 +118,103 @@ def _ending_with(number: int, parent: int) -> Callable[[], None]:
     return ask
 
 
-_DEADLY = (signal.SIGSEGV, signal.SIGABRT, signal.SIGBUS, signal.SIGFPE, signal.SIGILL)
+class ForkedChild:
+    """A forked process that runs a function, and ends with this process.
+
+    It has only the forking thread, so the function must not rely on other threads or on a device.
+
+    Attributes:
+        pid: its process id; 0 once it is gone, when another process may have the id.
+    """
+
+    def __init__(self, work: Callable[[], object]) -> None:
+        """Raises: OSError: too little memory, or too many processes."""
+        end_with_us = ends_with_this(signal.SIGKILL)
+        with warnings.catch_warnings():  # Python 3.12 warns of forking beside threads of Paddle's,
+            warnings.simplefilter("ignore", DeprecationWarning)  # which a child never touches
+            self.pid = os.fork()
+        if self.pid:
+            return
+        code = 1
+        try:
+            end_with_us()
+            for number in _DEADLY:  # no page-long report of Paddle's, and no core file
+                signal.signal(number, signal.SIG_DFL)
+            resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+            work()
+            code = 0
+        except BaseException:
+            traceback.print_exc()
+            sys.stderr.flush()
+        finally:  # none of this process's own code may run in the child
+            os._exit(code)
+
+    def kill(self) -> None:
+        """Kills it in any state; harmless if it is already ending."""
+        if self.pid:
+            with suppress(ProcessLookupError):
+                os.kill(self.pid, signal.SIGKILL)
+
+    def end(self) -> int | None:
+        """Kills it.
+
+        Returns: its exit code, negative for a signal; None: unknown, or not gone within a second.
+        """
+        self.kill()
+        deadline = time.monotonic() + _REAP_SECONDS
+        while self.pid and time.monotonic() < deadline:
+            try:
+                process, status = os.waitpid(self.pid, os.WNOHANG)
+            except ChildProcessError:  # already reaped elsewhere
+                self.pid = 0
+                return None
+            if process:
+                self.pid = 0
+                return os.waitstatus_to_exitcode(status)
+            time.sleep(0.002)
+        return None
 
 
 def run_in_child(work: Callable[[], object], seconds: float) -> str:
     """Runs work in a forked child, so that a crash cannot kill this process.
 
-    The child's log messages are logged here.  It has only the forking thread, so the work must not
-    rely on other threads or on a device.
+    The child's log messages are logged here.
 
-    Args: seconds: the timeout.
+    Args: work: see ForkedChild; seconds: the timeout.
     Returns: how it failed; "": it did not.
     """
-    ends_with_us = ends_with_this(signal.SIGKILL)
     ours, theirs = os.pipe()
     for stream in (sys.stdout, sys.stderr):  # else the child would write the buffer again
         if not isinstance(stream, Screen):
             with suppress(OSError, ValueError, AttributeError):
                 stream.flush()
     TERMINAL.flush()
+
+    def logged() -> None:
+        os.close(ours)
+        logger = logging.getLogger("ppdist")
+        logger.handlers = [_PipeHandler(theirs)]
+        try:
+            work()
+        except BaseException as error:
+            logger.warning(f"{type(error).__name__}: {error}")
+            os._exit(1)
+
     try:
-        child = os.fork()
-    except OSError as error:  # too little memory, or too many processes
+        child = ForkedChild(logged)
+    except OSError as error:
         os.close(ours)
         os.close(theirs)
         return f"no process for it: {error.strerror}"
-    if child == 0:
-        code = 1
-        try:
-            ends_with_us()
-            os.close(ours)
-            code = _work_in_child(work, theirs)
-        finally:  # none of this process's own code may run in the child
-            os._exit(code)
     os.close(theirs)
     in_time = _pass_on(ours, time.monotonic() + seconds)
     os.close(ours)
-    if not in_time:
-        os.kill(child, signal.SIGKILL)
-    code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+    code = child.end()
     if not in_time:
         return f"not done after {seconds:g} s"
-    return f"killed by {signal.Signals(-code).name}" if code < 0 else "an error" if code else ""
-
-
-def _work_in_child(work: Callable[[], object], pipe: int) -> int:
-    for number in _DEADLY:  # no page-long report of Paddle's, and no core file
-        signal.signal(number, signal.SIG_DFL)
-    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    logger = logging.getLogger("ppdist")
-    logger.handlers = [_PipeHandler(pipe)]
-    try:
-        work()
-    except BaseException as error:
-        logger.warning(f"{type(error).__name__}: {error}")
-        return 1
-    return 0
+    if code is not None and code < 0:
+        return f"killed by {signal.Signals(-code).name}"
+    return "an error" if code else ""
 
 
 class _PipeHandler(logging.Handler):

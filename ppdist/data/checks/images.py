@@ -5,9 +5,7 @@ and its file is named.
 """
 
 import hashlib
-import multiprocessing
 import os
-import resource
 import signal
 import tempfile
 import time
@@ -15,7 +13,7 @@ import warnings
 from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from multiprocessing.connection import Connection, wait
+from multiprocessing.connection import Connection, Pipe, wait
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
 
@@ -23,7 +21,7 @@ import cv2
 import numpy as np
 from PIL import Image, TiffImagePlugin
 
-from ppdist.common.child import ends_with_this
+from ppdist.common.child import ForkedChild
 from ppdist.common.errors import DataError
 from ppdist.data.image import read_header, read_image
 from ppdist.runtime.decoder import FORMATS, Damage, damage, is_dark
@@ -224,19 +222,12 @@ class _Child:
     """A process that checks files, and gives an answer for each."""
 
     def __init__(self, files: Sequence[ImageFile], decode: bool) -> None:
-        context = multiprocessing.get_context("fork")
-        self.pipe, theirs = context.Pipe()
+        self.pipe, theirs = Pipe()
         self.busy: deque[int] = deque()
         self.since = time.monotonic()
         self.ended: Damage | None = None
-        self._process = context.Process(
-            target=_serve,
-            args=(theirs, files, decode, os.getpid(), ends_with_this(signal.SIGKILL)),
-            daemon=True,
-        )
-        with warnings.catch_warnings():  # Python 3.12 warns of forking beside threads of Paddle's,
-            warnings.simplefilter("ignore", DeprecationWarning)  # which a child never touches
-            self._process.start()
+        parent = os.getpid()
+        self._process = ForkedChild(lambda: _serve(theirs, files, decode, parent))
         theirs.close()
 
     def give(self, waiting: deque[int]) -> None:
@@ -255,16 +246,14 @@ class _Child:
         try:
             position, found = self.pipe.recv()
         except (EOFError, OSError):
-            self._process.join()
-            self.ended = Damage("image_crashes_decoder", _how(self._process.exitcode))
+            self.ended = Damage("image_crashes_decoder", _how(self._process.end()))
             return None
         self.busy.popleft()
         self.since = time.monotonic()
         return position, found
 
     def stop(self) -> None:
-        self._process.kill()
-        self._process.join(1)  # one that waits for its disk for ever is left alone
+        self._process.end()
         self.pipe.close()
 
 
@@ -289,31 +278,17 @@ def _how(exitcode: int | None) -> str:
     return f"decoding it kills the process ({signal.Signals(-exitcode).name})"
 
 
-_FATAL = (
-    signal.SIGTERM,
-    signal.SIGSEGV,
-    signal.SIGBUS,
-    signal.SIGFPE,
-    signal.SIGILL,
-    signal.SIGABRT,
-)
-
-
 def _serve(
     pipe: "Connection[Any, Any]",
     files: Sequence[ImageFile],
     decode: bool,
     parent: int,
-    end_with_parent: Callable[[], None],
 ) -> None:
     """Main loop of a child, until its parent is gone.
 
     It also ends amid an image, which may have no end.
     """
-    end_with_parent()
-    for fatal in _FATAL:  # no stack trace of Paddle's or Python's, and no core file
-        signal.signal(fatal, signal.SIG_DFL)
-    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent stops its children
     os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # what decoders print of damaged files
     warnings.simplefilter("ignore")

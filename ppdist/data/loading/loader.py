@@ -30,9 +30,7 @@ import pickle
 import signal
 import socket
 import struct
-import sys
 import time
-import traceback
 import weakref
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from contextlib import suppress
@@ -45,7 +43,7 @@ import cv2
 import numpy as np
 import paddle
 
-from ppdist.common.child import ends_with_this
+from ppdist.common.child import ForkedChild
 from ppdist.common.errors import DataError
 from ppdist.common.machine import available_cores
 from ppdist.common.process import DETAIL
@@ -381,10 +379,7 @@ _SIGN_SECONDS = 0.2  # between two heartbeats while waiting for storage
 # How often an idle worker checks its rank, and the rank checks for workers that hang or that wait
 # for storage (for a second at least).
 _LOOK_SECONDS = 0.5
-_REAP_SECONDS = 1.0  # a killed process that waits for a dead disk may never end
 _LENGTH = struct.Struct("<I")  # before each message
-# Paddle's handlers print C++ stacks, and the rank's own request a stop after the step.
-_PLAIN_SIGNALS = ("SIGTERM", "SIGINT", "SIGSEGV", "SIGBUS", "SIGFPE", "SIGILL", "SIGABRT")
 # Per batch: deaths at one record until it is blocked, and deaths in a row until the run fails.
 _CULPRIT_FAILURES, _MOST_FAILURES = 2, 3
 
@@ -437,7 +432,7 @@ class Worker:
 
     reading, awaited, beat: written by the process: the record it reads; the record with the storage
     it waits for; time.monotonic() when it last began to read, began or finished a batch, or waited.
-    process: its id; 0 before it starts and once it is gone, when another process may have the id.
+    process: None before it starts.
     free: free slots.  tasks: unfinished ones with their slots, in the order given.
     changed: when it last sent something, or got a task while it had none.
     """
@@ -447,7 +442,7 @@ class Worker:
     reading: np.ndarray
     awaited: np.ndarray
     beat: np.ndarray
-    process: int = 0
+    process: ForkedChild | None = None
     free: list[int] = field(default_factory=lambda: list(range(_SLOTS)))
     tasks: dict[int, tuple[Task, int]] = field(default_factory=dict)
     changed: float = 0.0
@@ -476,28 +471,11 @@ class Worker:
             return 0.0
         return time.monotonic() - max(self.changed, float(self.beat[0]))
 
-    def kill(self) -> None:
-        """Kills it in any state; harmless if it is already ending."""
-        if self.process:
-            with suppress(ProcessLookupError):
-                os.kill(self.process, signal.SIGKILL)
-
     def end(self) -> int:
         """Kills it; returns the signal it ended with, or EXITED."""
         self.link.close()
-        self.kill()
-        deadline = time.monotonic() + _REAP_SECONDS
-        while self.process and time.monotonic() < deadline:
-            try:
-                process, status = os.waitpid(self.process, os.WNOHANG)
-            except ChildProcessError:  # already reaped elsewhere
-                self.process = 0
-                return EXITED
-            if process:
-                self.process = 0
-                return os.WTERMSIG(status) if os.WIFSIGNALED(status) else EXITED
-            time.sleep(0.002)
-        return EXITED
+        code = self.process and self.process.end()
+        return -code if code and code < 0 else EXITED
 
 
 class WorkerPool:
@@ -546,7 +524,8 @@ class WorkerPool:
 
     @property
     def process_ids(self) -> list[int]:
-        return [worker.process for worker in self._workers if worker.process]
+        found = (worker.process.pid for worker in self._workers if worker.process)
+        return [pid for pid in found if pid]
 
     def run(self, plan: Iterable[list[SampleKey]]) -> Iterator[_Delivered]:
         """Yields the batches of a plan in order; ends an earlier run that is unfinished.
@@ -672,23 +651,9 @@ class WorkerPool:
         worker.reading[0] = worker.awaited[0] = NOTHING
         ours.settimeout(self._timeout)
         rank = os.getpid()
-        # A worker checks its rank only between batches, and may hang in a decoder.
-        end_with_rank = ends_with_this(signal.SIGKILL)
-        worker.process = os.fork()
-        if worker.process:
-            theirs.close()
-            return worker
-        try:
-            end_with_rank()
-            ours.close()
-            work(self._samples, worker, theirs, rank)
-            code = 0
-        except BaseException:  # none of the rank's own code may run in the worker
-            traceback.print_exc()
-            sys.stderr.flush()
-            code = 1
-        finally:
-            os._exit(code)
+        worker.process = ForkedChild(lambda: work(self._samples, worker, theirs, rank))
+        theirs.close()
+        return worker
 
 
 def _shared(count: int, dtype: type[np.generic]) -> np.ndarray:
@@ -706,7 +671,8 @@ def _ending(code: int) -> str:
 def _end_workers(workers: list[Worker], rank: int) -> None:
     if os.getpid() == rank:  # and not a copy of it
         for worker in workers:
-            worker.kill()
+            if worker.process:
+                worker.process.kill()
         for worker in workers:
             worker.end()
         workers.clear()
@@ -714,9 +680,10 @@ def _end_workers(workers: list[Worker], rank: int) -> None:
 
 def work(samples: Samples, worker: Worker, link: socket.socket, rank: int) -> None:
     """Main loop of a worker process: builds batches while the rank lives."""
+    worker.link.close()
     os.setpgid(0, 0)  # a signal to the rank's group is for the rank: it still needs its workers
-    for name in _PLAIN_SIGNALS:
-        signal.signal(getattr(signal, name), signal.SIG_DFL)
+    for number in (signal.SIGTERM, signal.SIGINT):  # the rank's own request a stop after the step
+        signal.signal(number, signal.SIG_DFL)
     # For a 640 x 480 image, page faults took longer than decoding (1.2 against 0.9 ms).
     comm.keep_freed_memory()
     gc.freeze()  # what is inherited stays shared, and none of it is finalized here
