@@ -82,12 +82,7 @@ bench: install
 	  train.batch_size_per_card=4 train.multi_scale=[] data.workers=0
 
 docs: install
-	$(PY) tools/config.py docs
-	$(PY) tools/config.py schema
-	$(PY) tools/config.py errors
-	$(PY) tools/config.py zoo
-	$(PY) tools/config.py commands
-	$(PY) tools/config.py python
+	$(PY) tools/docs.py
 
 site: install
 	$(PY) -m mkdocs --version >/dev/null 2>&1 || $(PY) -m pip install --quiet --disable-pip-version-check -e ".[docs]"

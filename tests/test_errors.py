@@ -9,11 +9,11 @@ from pathlib import Path
 
 import pytest
 
-from ppdist.cli.config import Site, error_table, sites
 from ppdist.common import process
 from ppdist.common.errors import ConfigError, Failure, LaunchError, RankError, UserError, failure_of
 from tests.source_tree import REPOSITORY as ROOT
 from tests.source_tree import sources, tree_of
+from tools.docs import Site, error_table, sites
 
 # Here an error is made of what has its code already: of a file, or of another process.
 _PASSED_ON = {
@@ -191,4 +191,4 @@ def test_a_rank_leaves_why_it_ended(
 
 def test_the_page_of_codes_is_up_to_date(found: list[Site]) -> None:
     page = (ROOT / "docs/errors.md").read_text(encoding="utf-8")
-    assert page == error_table(found), "run `python tools/config.py errors`"
+    assert page == error_table(found), "run `make docs`"

@@ -15,8 +15,8 @@ from pydantic import Field, ValidationError, model_validator
 from ppdist.common.errors import ConfigError
 from ppdist.config import ExperimentConfig, load_config
 from ppdist.config.base import Section, dump_yaml, parse_config
-from ppdist.config.schema import json_schema, markdown
 from ppdist.config.yaml import InvalidConfig
+from tools.docs import config_text, json_schema
 
 REPOSITORY = Path(__file__).resolve().parents[3]
 
@@ -440,7 +440,7 @@ def test_problems_are_reported_in_file_order(folder: Path) -> None:
 
 
 def test_schema_docs_list_every_key_and_type() -> None:
-    text = markdown(Tiny)
+    text = config_text(Tiny)
     assert "| `workers` | whole number >= 0 | `2` | Processes that decode images. |" in text
     assert "| `clip_norm` | number > 0 or null | `null` | Largest gradient norm. |" in text
     assert '| `format` | one of coco, voc, yolo | `"coco"` | Annotation format. |' in text
@@ -457,15 +457,15 @@ def test_json_schema_accepts_file_relying_on_base() -> None:
 
 
 def test_every_key_of_an_experiment_is_described() -> None:
-    rows = [line for line in markdown(ExperimentConfig).splitlines() if line.startswith("| `")]
+    rows = [line for line in config_text(ExperimentConfig).splitlines() if line.startswith("| `")]
     assert len(rows) > 40
     assert [row for row in rows if row.endswith("|  |")] == []
 
 
 def test_generated_docs_are_up_to_date() -> None:
-    remedy = "run `python tools/config.py docs && python tools/config.py schema`"
+    remedy = "run `make docs`"
     docs = (REPOSITORY / "docs/config.md").read_text(encoding="utf-8")
-    assert docs == markdown(ExperimentConfig), remedy
+    assert docs == config_text(ExperimentConfig), remedy
     schema = json.loads((REPOSITORY / "configs/schema.json").read_text(encoding="utf-8"))
     assert schema == json_schema(ExperimentConfig), remedy
 
@@ -485,14 +485,12 @@ def test_every_shipped_config_round_trips(folder: Path) -> None:
         yaml.safe_load(dump_yaml(config))  # other programs can read it too
 
 
-@pytest.mark.parametrize("action", ["show", "docs", "schema"])
-def test_reading_and_documenting_keys_needs_no_paddle(folder: Path, action: str) -> None:
+def test_reading_a_config_needs_no_paddle() -> None:
     path = REPOSITORY / "configs/ppyoloe/ppyoloe_plus_s_80e_coco.yml"
-    arguments = ["-c", str(path)] if action == "show" else ["--out", str(folder / "out")]
     # A run of the tool, and what it has imported when it ends.
     code = (
         "import runpy, sys\n"
-        f"sys.argv = ['config.py', {action!r}, *{arguments!r}]\n"
+        f"sys.argv = ['config.py', 'show', '-c', {str(path)!r}]\n"
         f"try: runpy.run_path({str(REPOSITORY / 'tools/config.py')!r}, run_name='__main__')\n"
         "except SystemExit as end: assert not end.code, end\n"
         "print({'paddle', 'cv2', 'matplotlib', 'ppdist.config'} & set(sys.modules))\n"
