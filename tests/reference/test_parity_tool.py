@@ -1,8 +1,8 @@
-"""tools/verify.py: its verdict, its exit code, and that one bad file does not hide the others."""
+"""tools/verify.py parity: its verdict, its exit code, and what it says of files that are odd."""
 
 import json
 import runpy
-import subprocess
+import shutil
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -11,11 +11,12 @@ from typing import NamedTuple
 import numpy as np
 import pytest
 
+from ppdist.common.errors import DataError
 from tests.reference.formulas import CLASSES
-from tests.reference.parity import family_of
+from tests.reference.parity import family_of, verify
+from tests.reference.parity.measure import Measurement, off
 from tests.reference.parity.reference import official_shape, official_state
-from tests.reference.stored import with_one
-from tests.reference.writer import values_of, write_folder
+from tests.reference.writer import NAME, with_one, write_folder
 
 TOOL = Path(__file__).parents[2] / "tools" / "verify.py"
 
@@ -45,90 +46,106 @@ def run_tool(
 @pytest.fixture(scope="module")
 def stored(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("references")
-    write_folder(folder, ("yolov5n_cls",))
+    write_folder(folder)
     return folder
 
 
-@pytest.mark.slow
-def test_parity_tool_passes_and_writes_measurements(stored: Path, tmp_path: Path) -> None:
-    folder = with_one(stored, tmp_path, "yolov5n_cls")
-    model = family_of("yolov5n_cls").build("yolov5n_cls", CLASSES)
+def test_equal_values_pass_and_are_written(stored, tmp_path, run_tool) -> None:
+    folder = with_one(stored, tmp_path)
+    model = family_of(NAME).build(NAME, CLASSES)
     shapes = {key: official_shape(value) for key, value in official_state(model).items()}
-    lists = {"yolov5n_cls": {**shapes, "model.0.bn.num_batches_tracked": []}}
+    lists = {NAME: {**shapes, "model.0.bn.num_batches_tracked": []}}
     (folder / "yolov5_keys.json").write_text(json.dumps(lists))
-    file = tmp_path / "all.json"
-    command = [sys.executable, str(TOOL), "parity", "--reference", str(folder), "--json", str(file)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=600, check=False)
-    assert done.returncode == 0, done.stderr
-    header, line, verdict = done.stdout.splitlines()
+    done = run_tool(folder, "--json", str(tmp_path / "all.json"))
+    assert done.code == 0, done.err
+    header, line, verdict = done.out.splitlines()
     assert header.split()[:3] == ["model", "keys", "features"] and line.endswith("PASS")
-    assert verdict == (
-        "PASS: 1 models, 19 of 19 measurements within tolerance, 0 files not understood"
-    )
-    rows = json.loads(file.read_text())
-    assert len(rows) == 19 and rows[0] == ["yolov5n_cls", "keys", "keys and shapes", 0, 0]
+    assert verdict.startswith("PASS: 1 models, 19 of 19 measurements")
+    rows = json.loads((tmp_path / "all.json").read_text())
+    assert len(rows) == 19 and rows[0] == [NAME, "keys", "keys and shapes", 0, 0]
 
 
-def test_parity_tool_names_unreadable_compares_rest(
-    stored: Path, tmp_path: Path, run_tool: Callable[..., Done]
-) -> None:
-    folder = with_one(stored, tmp_path, "yolov5n_cls")
+def test_unreadable_files_are_named_and_the_rest_is_compared(stored, tmp_path, run_tool) -> None:
+    folder = with_one(stored, tmp_path)
     (folder / "rtdetr_r18.npz").write_bytes(b"no archive")
     (folder / "empty.npz").write_bytes(b"")
     with (folder / "single.npz").open("wb") as file:
         np.save(file, np.ones(3))
     (folder / "broken_keys.json").write_text("{")
     (folder / "yolov5_keys.json").write_text('{"yolov5n": {"model.0.conv.weight": 5}}')
-    np.savez(folder / "yolov8n.npz", **values_of("yolov5n_cls", training=False))
+    shutil.copy(folder / f"{NAME}.npz", folder / "yolov8n.npz")
     done = run_tool(folder)
     assert done.code == 2
-    assert "rtdetr_r18.npz: expected an .npz of plain arrays" in done.err
-    assert "empty.npz: expected an .npz of plain arrays: No data left" in done.err
-    assert "single.npz: a single array of np.save; expected an .npz" in done.err
-    assert "yolov5_keys.json: expected JSON of model -> key -> shape" in done.err
-    assert "broken_keys.json: expected JSON: " in done.err
-    assert "yolov8n.npz: 'yolov8n' is no model known here" in done.err
+    for name in ("rtdetr_r18.npz", "empty.npz", "single.npz", "yolov5_keys.json",
+                 "broken_keys.json", "yolov8n.npz"):  # fmt: skip
+        assert f"{name}: " in done.err
     assert "FAIL: 7 models, 18 of 18 measurements within tolerance, 6 files not" in done.out
 
 
-def test_the_tool_fails_where_a_number_is_off(
-    stored: Path, tmp_path: Path, run_tool: Callable[..., Done]
+@pytest.mark.parametrize(
+    ("changes", "code", "said"),
+    [
+        ({"backbone0_stat": lambda x: x * 1.001}, 1, "features: "),
+        ({"logits": lambda x: np.where(x == x.max(), np.nan, x)}, 1, "scores: logits"),
+        ({"train_logits": lambda x: x * 1.01}, 1, "scores: "),
+        ({"train_grad_l2": lambda x: -x}, 1, "  gradients: "),
+        ({"train_loss": lambda x: x + 9}, 1, "losses: loss: off by"),
+        ({"train_loss": lambda x: x * 0}, 1, "losses: loss: off by inf"),
+        ({"train_loss": lambda x: None}, 2, "'train_loss'"),
+        ({"probs_top5": lambda x: None}, 2, "'probs_top5'"),
+        ({"logits": lambda x: np.zeros((1, 3))}, 1, "a list of labels 0..2"),
+        ({"backbone0_val": lambda x: x[:3]}, 2, "found [3]"),
+        ({"backbone0_idx": lambda x: x * 0 + 10**8}, 2, "IndexError at measure.py:"),
+        ({"backbone0_idx": lambda x: x[:0], "backbone0_val": lambda x: x[:0]}, 2, "found none"),
+        ({"layers_json": lambda x: np.array("{")}, 2, "found '{'"),
+        ({"layers_json": lambda x: np.array('{"backbone": 3}')}, 2, "found '3'"),
+        ({"note": lambda x: np.zeros(1)}, 1, "INCOMPLETE"),
+    ],
+)  # fmt: skip
+def test_what_is_off_missing_or_odd_never_passes(
+    stored, tmp_path, run_tool, changes, code, said
 ) -> None:
-    done = run_tool(with_one(stored, tmp_path, "yolov5n_cls", train_loss=np.array(9.0)))
-    assert done.code == 1
-    assert "  losses: loss: off by" in done.out and "allowed 1e-05" in done.out
-    assert "FAIL: 1 models, 17 of 18 measurements within tolerance" in done.out
+    with np.load(stored / f"{NAME}.npz") as archive:
+        arrays = {key: change(archive.get(key)) for key, change in changes.items()}
+    done = run_tool(with_one(stored, tmp_path, **arrays))
+    assert done.code == code and said in done.out + done.err
 
 
-def test_a_stored_zero_is_a_number_that_is_off(
-    stored: Path, tmp_path: Path, run_tool: Callable[..., Done]
-) -> None:
-    done = run_tool(with_one(stored, tmp_path, "yolov5n_cls", train_loss=np.array(0.0)))
-    assert done.code == 1 and "  losses: loss: off by inf, allowed 1e-05" in done.out
+def test_an_error_below_zero_is_none_that_passes() -> None:
+    assert not Measurement("losses", "loss", -1e-9, 1e-5).passed
+    assert Measurement("losses", "loss", -1e-9, 1e-5).strain == np.inf
+    assert off(0.0, 0.0) == 0 and off(1.0, 0.0) == np.inf and off(1.0, -1.0) == 2
 
 
-def test_the_tool_tries_the_json_file_before_it_compares(
-    stored: Path, run_tool: Callable[..., Done]
-) -> None:
+def test_names_are_parsed_by_form() -> None:
+    families = {
+        "ppyoloe": ("ppyoloe_t", "ppyoloe_m", "ppyoloe_plus_x"),
+        "yolov5": ("yolov5s", "yolov5n6", "yolov5x6"),
+        "yolov5_cls": ("yolov5s_cls", "yolov5m_cls"),
+    }
+    for family, names in families.items():
+        assert {family_of(name).__name__.rpartition(".")[2] for name in names} == {family}
+    for name in ("yolov5", "yolov5n7", "yolov5n6_cls", "ppyoloe_plus", "ppyoloe_s_2", "yolov8n"):
+        with pytest.raises(DataError) as error:
+            family_of(name)
+        assert error.value.code == "unknown_model"
+
+
+def test_folder_without_formulas_or_values_is_named(stored, tmp_path, run_tool) -> None:
+    for formulas, code in (
+        (None, "no_references"),
+        (b"EVAL_CASE = 1\n", "formulas_invalid"),
+        ((stored / "parity_weights.py").read_bytes(), "no_references"),
+    ):
+        if formulas is not None:
+            (tmp_path / "parity_weights.py").write_bytes(formulas)
+        with pytest.raises(DataError) as error:
+            list(verify(tmp_path))
+        assert error.value.code == code
+    assert run_tool(tmp_path / "none").code == 2
+
+
+def test_json_file_is_tried_before_the_comparison(stored, run_tool) -> None:
     file = next(stored.glob("*.npz"))
     done = run_tool(stored, "--json", str(file / "all.json"))
-    assert done.code == 2 and not done.out
-    assert f"{file}: cannot be written to: it is a file; expected a folder" in done.err
-
-
-def test_the_tool_names_a_folder_that_is_not_there(
-    tmp_path: Path, run_tool: Callable[..., Done]
-) -> None:
-    done = run_tool(tmp_path / "none")
-    assert done.code == 2
-    assert done.err.strip().splitlines()[-1] == (
-        f"ppdist: error: {tmp_path / 'none'}: expected a folder of parity references with "
-        "parity_weights.py in it"
-    )
-
-
-def test_file_with_uncompared_values_is_incomplete(
-    stored: Path, tmp_path: Path, run_tool: Callable[..., Done]
-) -> None:
-    done = run_tool(with_one(stored, tmp_path, "yolov5n_cls", note=np.zeros(1)))
-    assert done.code == 1 and "\nINCOMPLETE: 1 models, 18 of 18 measurements" in done.out
+    assert done.code == 2 and not done.out and f"{file}: " in done.err
