@@ -136,8 +136,8 @@ def _ours(size: str, dtype: str, scratch: Path) -> tuple[list[str], Any]:
     )
     experiment.log.close()
     trainer = experiment.trainer
-    step, rates = trainer.train_step, trainer.derived.schedule.rates(0)
-    batch = next(iter(trainer.feed.batches(0, None)))
+    step, rates = trainer.train_step, trainer.schedule.lr_scheduler.rates(0)
+    batch = next(iter(trainer.batch_source.batches(0, None)))
     state = {key: value.numpy() for key, value in step.model.state_dict().items()}
     np.savez(scratch / "weights.npz", **state)
     inputs = step.model.normalize(batch.images_B3HW)
@@ -149,7 +149,7 @@ def _ours(size: str, dtype: str, scratch: Path) -> tuple[list[str], Any]:
 
     def once() -> None:
         # The first step's rates, so that weights stay what both began with.
-        accumulate = trainer.derived.accumulate_steps
+        accumulate = trainer.schedule.accumulate_steps
         step(iter([batch] * accumulate), accumulate, 0, rates, False, Clock())
 
     return files, once

@@ -42,18 +42,18 @@ def measure_saving(config: "ExperimentConfig", *, saves: int, scratch: Path) -> 
         )
         experiment.log.close()
     trainer = experiment.trainer
-    batches = trainer.feed.batches(0, None)
-    derived, progress, writer = trainer.derived, trainer.progress, trainer.writer
+    batches = trainer.batch_source.batches(0, None)
+    schedule, state, writer = trainer.schedule, trainer.state, trainer.writer
 
     def step() -> None:
-        rates = derived.schedule.rates(progress.step)
+        rates = schedule.lr_scheduler.rates(state.step)
         trainer.train_step(
-            batches, derived.accumulate_steps, progress.step, rates, False, Clock(synchronize=True)
+            batches, schedule.accumulate_steps, state.step, rates, False, Clock(synchronize=True)
         )
-        progress.step += 1
+        state.step += 1
 
     def save() -> None:
-        snapshot = capture_state(trainer.train_step, progress, derived)
+        snapshot = capture_state(trainer.train_step, state, schedule)
         if comm.is_main():
             writer.hand_over(snapshot)
 

@@ -520,13 +520,13 @@ def evaluate(
     """
     quiet_paddle()
     file = _weights_file(weights)
-    settled = config_for(file, config, override_items(overrides), needs_data=True)
+    resolved = config_for(file, config, override_items(overrides), needs_data=True)
     from ppdist.distributed import comm
     from ppdist.engine.run import prepare_evaluation
 
     with _signals_given_back():
-        comm.init(settled.device, settled.distributed)
-        ready = prepare_evaluation(settled, file)
+        comm.init(resolved.device, resolved.distributed)
+        ready = prepare_evaluation(resolved, file)
         for note in ready.notes:
             _warn(note)
         found: Any = ready.evaluator.predict(ready.model)
@@ -557,15 +557,15 @@ def export(
     """
     quiet_paddle()
     file = _weights_file(weights)
-    settled = config_for(file, config)
+    resolved = config_for(file, config)
     chosen = parse_plain({**options, "formats": list(formats)}, "export()", (), ExportOptions)
     from ppdist.distributed import device
     from ppdist.engine.build import build_model
     from ppdist.export.run import export_weights
 
     with device.on_cpu():  # files are the same, and checked without a card's TF32
-        model = build_model(settled)
-        return export_weights(settled, model, file, Path(out), chosen, _warn).directory
+        model = build_model(resolved)
+        return export_weights(resolved, model, file, Path(out), chosen, _warn).directory
 
 
 # --- configurations -------------------------------------------------------------------------------
@@ -584,7 +584,7 @@ def _require_callbacks(callbacks: Sequence[object]) -> None:
             )  # fmt: skip
 
 
-def _settled(config: Config, overrides: Sequence[str]) -> ExperimentConfig:
+def _resolved_config(config: Config, overrides: Sequence[str]) -> ExperimentConfig:
     if isinstance(config, ExperimentConfig):
         return changed(config, overrides)
     return load_config(config, overrides)
@@ -601,7 +601,7 @@ def config_for(
         from ppdist.models.model_card import config_of_weights
 
         return config_of_weights(weights, overrides, needs_data=needs_data)
-    return _settled(config, overrides)
+    return _resolved_config(config, overrides)
 
 
 def _item(key: str, value: str) -> str:

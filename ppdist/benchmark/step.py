@@ -34,7 +34,7 @@ from ppdist.engine.build import (
     loss_of,
     speed_up_cpu,
 )
-from ppdist.engine.data import Feed
+from ppdist.engine.data import BatchSource
 from ppdist.engine.evaluator import Evaluator
 from ppdist.engine.train_step import Clock, TrainStep
 from ppdist.engine.trainer import Trainer
@@ -87,15 +87,15 @@ class _Variant:
 
     def step(self) -> None:
         """Times one optimizer step; synchronises a GPU after every part."""
-        derived = self.trainer.derived
-        number = len(self.wall) % derived.total_steps  # see _endless
+        schedule = self.trainer.schedule
+        number = len(self.wall) % schedule.total_steps  # see _endless
         wall, cpu = time.perf_counter(), time.process_time()
         paused = wait_for_slice()
         sent = store.sent_bytes()
         clock = Clock(synchronize=True)
-        rates = derived.schedule.rates(number)
+        rates = schedule.lr_scheduler.rates(number)
         result = self.trainer.train_step(
-            self.batches, derived.accumulate_steps, number, rates, False, clock
+            self.batches, schedule.accumulate_steps, number, rates, False, clock
         )
         self.wall.append(time.perf_counter() - wall - paused)
         self.cpu.append(time.process_time() - cpu)
@@ -206,13 +206,13 @@ def _start(name: str, config: ExperimentConfig, folder: Path) -> _Variant:
         experiment.log.close()
     trainer = experiment.trainer
     every = trainer.train_step.grad_sync.every
-    return _Variant(name, trainer, _endless(trainer.feed), every)
+    return _Variant(name, trainer, _endless(trainer.batch_source), every)
 
 
-def _endless(feed: Feed) -> Iterator[Batch]:
+def _endless(batch_source: BatchSource) -> Iterator[Batch]:
     """The batches of the run, repeated if more steps are measured."""
     while True:
-        yield from feed.batches(0, None)
+        yield from batch_source.batches(0, None)
 
 
 def _compare(first: _Variant, other: _Variant, warmup: int) -> Report:
@@ -269,9 +269,9 @@ def measure_evaluation(
     Raises: ConfigError: the model is a classifier.
     """
     require_detector(config, "evaluation")
-    derived = build_schedule_setup(config, len(dataset.records))
+    schedule = build_schedule_setup(config, len(dataset.records))
     loss = loss_of(config.model.name).build(
-        config.loss, model, derived.steps_per_written_epoch, derived.reference_batch
+        config.loss, model, schedule.steps_per_written_epoch, schedule.reference_batch
     )
     speed_up_cpu(config, [model])
     evaluator = build_evaluator(config, dataset, model, loss=loss)

@@ -36,7 +36,7 @@ from ppdist.distributed.sync_batch_norm import synchronize_batch_norm
 from ppdist.engine.auto_batch import estimate, require_memory, resolve_batch_size
 from ppdist.engine.callbacks import Callback
 from ppdist.engine.continuation import ANEW, Continuation
-from ppdist.engine.data import Blocklist, Feed, images_of_epoch, read_sets
+from ppdist.engine.data import BatchSource, Blocklist, images_of_epoch, read_sets
 from ppdist.engine.distillation import build_distillation
 from ppdist.engine.evaluator import ClassificationEvaluator, Evaluator, ValidationLoss
 from ppdist.engine.monitor import ImageWatch
@@ -155,15 +155,15 @@ def build_training(
         told, more = _prepare(config, model, train_set, output_dir, anew)
         said += told
         doubts += more
-        derived = build_schedule_setup(config, images)
-        run = validate_resume(start, derived, train_set, config, pixels)
+        schedule = build_schedule_setup(config, images)
+        run = validate_resume(start, schedule, train_set, config, pixels)
         bad_images.known |= run.bad_images
         frozen = frozen_keys(model, config.train.freeze)
         size = comm.run_on_all_ranks(lambda: complexity(model, config.train.amp, frozen))
         expected = estimate(
             model,
             size,
-            images=derived.batch_size_per_card,
+            images=schedule.batch_size_per_card,
             sizes=config.train.multi_scale or (config.model.image_size,),
             moments=1 if config.optimizer.name == "momentum" else 2,
             averaged=config.train.ema.enabled,
@@ -174,7 +174,7 @@ def build_training(
         noticed += comm.run_on_main(lambda: files.hold(output_dir))
         prepare_output_dir(output_dir, start, run)
         comm.run_on_main(lambda: describe_run(output_dir, dump_yaml(config), command))
-    log = comm.run_on_all_ranks(lambda: _open_log(config, output_dir, derived, start.step, early))
+    log = comm.run_on_all_ranks(lambda: _open_log(config, output_dir, schedule, start.step, early))
     with ExitStack() as undo:
         undo.callback(log.close)
         for warning in [*noticed, *start.warnings, *found, *doubts, *config_warnings(config, anew)]:
@@ -187,7 +187,7 @@ def build_training(
         log.headline("model", model_line(config, size, anew))
         log.headline("device", device_line())
         log.headline("memory", memory)
-        log.headline("train", train_line(derived))
+        log.headline("train", train_line(schedule))
         log.headline("evaluate", evaluate_line(config, val_set))
         log.headline("output", f"{output_dir} (train.log says why each number)")
         if anew:
@@ -195,16 +195,16 @@ def build_training(
         card = _describe_model(config, model, train_set, start)
         both = train_set, val_set
         trainer = _build_trainer(
-            config, derived, model, both, bad_images, log, output_dir, budget, callbacks, card,
+            config, schedule, model, both, bad_images, log, output_dir, budget, callbacks, card,
             kernels,
         )  # fmt: skip
         if start.snapshot is not None:
             trainer.restore(start.snapshot, start.own, bool(start.rescored))
         if trainer.train_step.distillation is not None:  # now that anchors are known
             trainer.train_step.distillation.check(trainer.train_step.loss)
-        trainer.progress.run = run
-        log_start(start, derived, log, config.log.every_steps)
-        _log_setup(config, derived, start.step, log)
+        trainer.state.run = run
+        log_start(start, schedule, log, config.log.every_steps)
+        _log_setup(config, schedule, start.step, log)
         undo.pop_all()
     sets = {"train": train_set} | ({} if val_set is None else {"val": val_set})
     return Experiment(trainer=trainer, log=log, output_dir=output_dir, sets=sets)
@@ -304,7 +304,7 @@ def _fit_anchors(
 
 def _build_trainer(
     config: ExperimentConfig,
-    derived: ScheduleSetup,
+    schedule: ScheduleSetup,
     model: ImageModel,
     both: tuple[DetectionSet, DetectionSet | None],
     bad_images: Blocklist,
@@ -331,7 +331,7 @@ def _build_trainer(
             "declare them by @passes_maps (docs/adding_a_detector.md)"
         )
     check_low_precision(config, model, slow, kernels)
-    train_step, evaluator = build_train_step(config, derived, model, kernels), None
+    train_step, evaluator = build_train_step(config, schedule, model, kernels), None
     if train_step.distillation is not None:
         log.detail(train_step.distillation.about)
     sets = [train_set] if val_set is None else [train_set, val_set]
@@ -340,16 +340,16 @@ def _build_trainer(
         evaluator = build_evaluator(config, val_set, model, pictures, train_step.loss)
     parts = TrainingParts(
         train_step=train_step,
-        feed=build_feed(config, train_set, derived, output_dir / "plots", log.put),
+        batch_source=build_batch_source(config, train_set, schedule, output_dir / "plots", log.put),
         bad_images=bad_images,
-        derived=derived,
+        schedule=schedule,
         evaluator=evaluator,
         evaluated_model=evaluated_model,
         model_card=model_card,
         log=log,
         output_dir=output_dir,
         budget=budget,
-        callbacks=[ImageWatch(log, sets, derived.steps_per_epoch), *callbacks],
+        callbacks=[ImageWatch(log, sets, schedule.steps_per_epoch), *callbacks],
     )
     return Trainer(config, parts)
 
@@ -357,15 +357,15 @@ def _build_trainer(
 def _open_log(
     config: ExperimentConfig,
     output_dir: Path,
-    derived: ScheduleSetup,
+    schedule: ScheduleSetup,
     start: int | None,
     early: EarlyLog,
 ) -> RunLog:
     return RunLog(
         output_dir,
         comm.is_main(),
-        derived.total_steps,
-        derived.steps_per_epoch,
+        schedule.total_steps,
+        schedule.steps_per_epoch,
         start,
         every_steps=config.log.every_steps,
         visualdl=config.log.visualdl,
@@ -383,18 +383,18 @@ def _writer_of(tracker: str) -> str:
 
 
 def _log_setup(
-    config: ExperimentConfig, derived: ScheduleSetup, start: int | None, log: RunLog
+    config: ExperimentConfig, schedule: ScheduleSetup, start: int | None, log: RunLog
 ) -> None:
     """Logs the schedule and its reasons, then the warnings of `advice`.
 
     The schedule also goes to metrics.jsonl.
     """
-    log.table("derived", derived.rows())
-    log.metrics({"step": start or 0, "derived": derived.record()})
+    log.table("derived", schedule.rows())
+    log.metrics({"step": start or 0, "derived": schedule.record()})
     scores = ClassificationEvaluator if config.model.task == "classify" else Evaluator
-    chosen = hyper_parameters(config.model, config.seed, derived)
+    chosen = hyper_parameters(config.model, config.seed, schedule)
     log.writers.describe(chosen, list(scores.headline[:2]), settings(config))
-    for warning in advice(config, derived):
+    for warning in advice(config, schedule):
         log.warning(warning)
 
 
@@ -450,7 +450,7 @@ def build_schedule_setup(config: ExperimentConfig, dataset_size: int) -> Schedul
 
 def build_train_step(
     config: ExperimentConfig,
-    derived: ScheduleSetup,
+    schedule: ScheduleSetup,
     model: ImageModel,
     kernels: Kernels = BFLOAT16,
 ) -> TrainStep:
@@ -471,20 +471,20 @@ def build_train_step(
     if low_precision:
         model = paddle.amp.decorate(models=model, level="O2", dtype=train.amp.dtype)
     loss = loss_of(config.model.name).build(
-        config.loss, model, derived.steps_per_written_epoch, derived.reference_batch
+        config.loss, model, schedule.steps_per_written_epoch, schedule.reference_batch
     )
     optimizer = build_optimizer(
-        model, derived.scaled, derived.schedule.peak_lr, master_weights=low_precision
+        model, schedule.scaled, schedule.lr_scheduler.peak_lr, master_weights=low_precision
     )
     trained = {key: each for key, each in model.named_parameters() if not each.stop_gradient}
     return TrainStep(
         model=model,
         loss=loss,
         optimizer=optimizer,
-        ema=EMA(model, derived.ema_decay, frozen) if train.ema.enabled else None,
+        ema=EMA(model, schedule.ema_decay, frozen) if train.ema.enabled else None,
         amp=train.amp,
         clip_norm=train.clip_norm,
-        grad_sync=build_grad_sync(config.distributed, trained, optimizer, derived.total_steps),
+        grad_sync=build_grad_sync(config.distributed, trained, optimizer, schedule.total_steps),
         sharding=build_sharding(config.distributed, trained),
         loss_divisor=float(train.images_per_card),
         average_statistics=not train.sync_bn or comm.world_size() == 1,
@@ -493,25 +493,25 @@ def build_train_step(
     )
 
 
-def build_feed(
+def build_batch_source(
     config: ExperimentConfig,
     train_set: DetectionSet,
-    derived: ScheduleSetup,
+    schedule: ScheduleSetup,
     plots: Path | None = None,
     put: Put = lambda name, write, size: write(),
-) -> Feed:
+) -> BatchSource:
     """This rank's training micro-batches; every rank builds one at the same time.
 
     Args:
         plots: the folder in which rank 0 draws some of its batches; None: no pictures.
         put: writes them, see `RunLog.put`.
     """
-    augment = config.data.augment.with_epoch_scale(derived.phase_scale)
+    augment = config.data.augment.with_epoch_scale(schedule.phase_scale)
     data, pictures = config.data.model_copy(update={"augment": augment}), None
     if plots is not None and comm.is_main() and config.log.images:
-        pictures = BatchPictures(plots, train_set.class_names, data, derived, put)
+        pictures = BatchPictures(plots, train_set.class_names, data, schedule, put)
     sizes = config.train.multi_scale or (config.model.image_size,)
-    return Feed(train_set, data, derived, sizes=sizes, seed=config.seed, pictures=pictures)
+    return BatchSource(train_set, data, schedule, sizes=sizes, seed=config.seed, pictures=pictures)
 
 
 def build_evaluator(

@@ -79,7 +79,7 @@ def images_of_epoch(dataset: DetectionSet, config: SamplingConfig) -> int:
     return len(dataset.records) if copies_N is None else epoch_size(copies_N)
 
 
-class Feed:
+class BatchSource:
     """Micro-batches of this rank, from any step on.
 
     Every rank builds one at the same time: those of a host share a cache.
@@ -96,7 +96,7 @@ class Feed:
         self,
         dataset: DetectionSet,
         config: DataConfig,
-        derived: ScheduleSetup,
+        schedule: ScheduleSetup,
         sizes: Sequence[tuple[int, int]],
         seed: int,
         pictures: BatchPictures | None = None,
@@ -112,24 +112,24 @@ class Feed:
         self.follows_scores = config.sampling.name == "difficulty"
         self._sampler = TrainSampler(
             dataset_size=len(dataset.records),
-            batch_size_per_card=derived.batch_size_per_card,
-            accumulate=derived.accumulate_steps,
+            batch_size_per_card=schedule.batch_size_per_card,
+            accumulate=schedule.accumulate_steps,
             rank=comm.rank(),
             world=comm.world_size(),
             seed=seed,
             start_step=0,
-            end_step=derived.total_steps,
+            end_step=schedule.total_steps,
             sizes=sizes,
             copies_N=copies(dataset, config.sampling, None),
         )
         self._pictures = pictures
-        self._accumulate_steps = derived.accumulate_steps
+        self._accumulate_steps = schedule.accumulate_steps
         self._loader = TrainLoader(
             dataset,
             config,
             self._sampler,
             seed=seed,
-            epochs=math.ceil(derived.schedule_steps / derived.steps_per_epoch),
+            epochs=math.ceil(schedule.schedule_steps / schedule.steps_per_epoch),
             ranks_on_host=comm.local_size(),
         )
 
@@ -292,8 +292,8 @@ def _first_difference(records: Records, top: str, other: int) -> str:
     both_N = comm.all_gather_rows(np.array(marks, np.int64).reshape(-1, 1))[:, 0]
     ours_N, theirs_N = both_N[: counts_W[0]], both_N[counts_W[0] :]
     common = min(len(ours_N), len(theirs_N))
-    apart = np.flatnonzero(ours_N[:common] != theirs_N[:common])
-    first = int(apart[0]) if len(apart) else common
+    differing = np.flatnonzero(ours_N[:common] != theirs_N[:common])
+    first = int(differing[0]) if len(differing) else common
     record = records[first] if compared and first < len(records) else None
     told_W = comm.all_gather_large_object(
         None if record is None else [record.path.removeprefix(top), _columns(record)]
@@ -356,17 +356,17 @@ def _other_images(records: Records, top: str, count: int) -> tuple[int, str] | N
     told = comm.rank() in (0, other)
     both_M = comm.all_gather_rows((found_M if told else found_M[:0]).reshape(-1, 1))[:, 0]
     ours_M, theirs_M = np.split(both_M, 2)
-    apart = np.flatnonzero(ours_M != theirs_M)
-    in_size = apart[apart < len(records)]
+    differing = np.flatnonzero(ours_M != theirs_M)
+    in_size = differing[differing < len(records)]
     if len(in_size):
         first = int(in_size[0])
         sizes = [f"{n} bytes" if n >= 0 else "absent" for n in (ours_M[first], theirs_M[first])]
         what = f"{sizes[0]} and {sizes[1]}"
         more = f" ({len(in_size)} images differ in size)" if len(in_size) > 1 else ""
     else:
-        first = int(chosen_K[apart[0] - len(records)])
+        first = int(chosen_K[differing[0] - len(records)])
         what = "of the same size, but other content"
-        more = f" ({len(apart)} of {len(chosen_K)} images differ)" if len(apart) > 1 else ""
+        more = f" ({len(differing)} of {len(chosen_K)} images differ)" if len(differing) > 1 else ""
     return other, f"{records.path(first).removeprefix(top)}: {what}{more}"
 
 

@@ -55,7 +55,7 @@ class Distillation:
 
         Raises: ConfigError, on every rank: they are not comparable.
         """
-        if problem := loss.misfit(self.teacher):
+        if problem := loss.teacher_mismatch(self.teacher):
             raise ConfigError(
                 problem,
                 code="teacher_unsuitable",

@@ -88,8 +88,8 @@ def _trials(config: ExperimentConfig, job: Job, meter: Meter) -> Iterator[dict[s
     """
     model, evaluated = build_model(config), build_model(config)
     speed_up_cpu(config, [model, evaluated])
-    derived = build_schedule_setup(config, job.images)
-    step = build_train_step(config, derived, model)
+    schedule = build_schedule_setup(config, job.images)
+    step = build_train_step(config, schedule, model)
     if config.train.sync_bn and job.several_ranks:
         take_sync_batch_norm(step.model)  # as on several ranks, where it is not fused into others
     rates = LearningRates(0.0, 0.0, config.optimizer.momentum)  # weights stay
@@ -97,7 +97,7 @@ def _trials(config: ExperimentConfig, job: Job, meter: Meter) -> Iterator[dict[s
     sent = sum(4 * p.size for p in trained) if job.several_ranks else 0
     sizes = list(config.train.multi_scale or (config.model.image_size,))
     by_area = sorted(sizes, key=lambda size: size[0] * size[1])
-    last = derived.total_steps - 1  # perhaps with another assigner than the first step
+    last = schedule.total_steps - 1  # perhaps with another assigner than the first step
     passes = [(by_area[-1], 0), (by_area[-1], last)]
     if len(by_area) > 1:  # the memory that other sizes leave does not always fit the largest
         passes += [(by_area[0], last), (by_area[-1], last)]
@@ -109,7 +109,7 @@ def _trials(config: ExperimentConfig, job: Job, meter: Meter) -> Iterator[dict[s
             if result.ran_out:
                 raise MemoryError(f"no memory for {batch} images")
         if kept is None:  # one to roll back to, one being written
-            kept = [capture_state(step, TrainState(), derived) for _ in range(2)]
+            kept = [capture_state(step, TrainState(), schedule) for _ in range(2)]
         yield {kind: used + sent for kind, used in meter.peak().items()}
 
 

@@ -24,7 +24,7 @@ from ppdist.common.writers import append
 from ppdist.distributed import comm, device
 from ppdist.distributed.agreement import equal_ranks
 from ppdist.engine.checkpoint import Snapshot
-from ppdist.engine.data import Feed
+from ppdist.engine.data import BatchSource
 from ppdist.engine.schedule_setup import ScheduleSetup
 from ppdist.engine.state import TrainState, restore_state
 from ppdist.engine.train_step import StepResult, TrainStep, loss_scale
@@ -50,8 +50,8 @@ class Recovery:
         self,
         *,
         train_step: TrainStep,
-        feed: Feed,
-        derived: ScheduleSetup,
+        batch_source: BatchSource,
+        schedule: ScheduleSetup,
         log: RunLog,
         output_dir: Path,
         bad_steps_limit: int,
@@ -59,24 +59,24 @@ class Recovery:
         """Args: bad_steps_limit: `train.bad_steps_limit`."""
         self.skipped_steps = _steps_of(os.environ.get(SKIP_STEP_VARIABLE, ""))
         self._train_step = train_step
-        self._feed = feed
-        self._batch_size = derived.batch_size_per_card
+        self._batch_source = batch_source
+        self._batch_size = schedule.batch_size_per_card
         self._log = log
         self._folder = output_dir
         self._limit = bad_steps_limit
         self._good: Snapshot | None = None
         self._repeated = -1  # the step of the snapshot from which `roll_back_once` has repeated
 
-    def begin(self, progress: TrainState, snapshot: Snapshot) -> None:
+    def begin(self, state: TrainState, snapshot: Snapshot) -> None:
         """Prepares for the first step of this process.
 
         Args: snapshot: where the run is.
         """
         self.keep(snapshot)
         noted_W = comm.all_gather_object(_noted())
-        known = [most for most in (progress.max_micro_batch, *noted_W) if most is not None]
-        progress.max_micro_batch = min(known, default=None)
-        self._feed.parts = parts_of(self._batch_size, progress.max_micro_batch)
+        known = [most for most in (state.max_micro_batch, *noted_W) if most is not None]
+        state.max_micro_batch = min(known, default=None)
+        self._batch_source.parts = parts_of(self._batch_size, state.max_micro_batch)
 
     def keep(self, snapshot: Snapshot) -> None:
         """Keeps a snapshot for rollback unless taken amid bad steps.  Local.
@@ -86,13 +86,13 @@ class Recovery:
         if self._good is None or not snapshot.state["bad_steps"]:
             self._good = snapshot
 
-    def handle_bad_step(self, result: StepResult, progress: TrainState) -> bool:
+    def handle_bad_step(self, result: StepResult, state: TrainState) -> bool:
         """Handles a step that was skipped because of non-finite values.
 
-        Returns: whether the run was rolled back, and `progress` with it.
+        Returns: whether the run was rolled back, and `state` with it.
         Raises: UserError, on every rank: rolling back did not help.
         """
-        step = progress.step + 1
+        step = state.step + 1
         found = f"loss {result.losses['loss']:g}, gradient norm {result.gradient_norm:g}"
         scale = loss_scale(self._train_step.scaler)
         if result.searching:
@@ -101,7 +101,7 @@ class Recovery:
                 f"loss scale is now {scale:g}"
             )
             return False
-        progress.bad_steps += 1
+        state.bad_steps += 1
         hint = ""
         if 0 < scale < 1:
             hint = (
@@ -110,9 +110,9 @@ class Recovery:
             )
         self._log.warning(f"step {step}: {found}: not finite, so no rank applied it{hint}")
         self._record(step, "not finite", result.own_images, result.own_loss)
-        if progress.bad_steps < self._limit:
+        if state.bad_steps < self._limit:
             return False
-        if progress.rollbacks >= MAX_ROLLBACKS:
+        if state.rollbacks >= MAX_ROLLBACKS:
             raise UserError(
                 f"loss or gradient was not finite for {self._limit} steps in a row, up to step "
                 f"{step}, and {MAX_ROLLBACKS} rollbacks, each with half the learning rate, did not "
@@ -123,20 +123,20 @@ class Recovery:
                     f"checkpoints are intact{hint}"
                 ),
             )
-        self._roll_back(progress)
-        progress.rollbacks += 1
-        factor = lr_factor(progress.rollbacks)
+        self._roll_back(state)
+        state.rollbacks += 1
+        factor = lr_factor(state.rollbacks)
         self._log.warning(
             f"not finite for {self._limit} steps in a row, up to step {step}: rolled back to the "
-            f"weights after step {progress.step}, with {factor:g} of the learning rate from there "
-            f"on (rollback {progress.rollbacks} of at most {MAX_ROLLBACKS}); the images of these "
+            f"weights after step {state.step}, with {factor:g} of the learning rate from there "
+            f"on (rollback {state.rollbacks} of at most {MAX_ROLLBACKS}); the images of these "
             f"steps are listed in {self._folder / _BAD_STEPS}"
         )
-        record = _record_of_rollback(progress, step, "loss or gradient not finite")
+        record = _record_of_rollback(state, step, "loss or gradient not finite")
         self._log.metrics({**record, "lr_factor": factor})
         return True
 
-    def roll_back_once(self, progress: TrainState) -> bool:
+    def roll_back_once(self, state: TrainState) -> bool:
         """Rolls back where replicas differ and none is known right.
 
         Returns: whether it did; once for each snapshot, because steps that make replicas differ
@@ -146,22 +146,22 @@ class Recovery:
         if self._repeated == self._good.step:
             return False
         self._repeated = self._good.step
-        step = progress.step
-        self._roll_back(progress)
+        step = state.step
+        self._roll_back(state)
         self._log.warning(
-            f"after step {step}: rolled back to the weights after step {progress.step}, as each "
+            f"after step {step}: rolled back to the weights after step {state.step}, as each "
             f"rank has kept them; repeating the steps since"
         )
-        record = _record_of_rollback(progress, step, "ranks held different weights")
+        record = _record_of_rollback(state, step, "ranks held different weights")
         self._log.metrics(record)
         return True
 
-    def _roll_back(self, progress: TrainState) -> None:
+    def _roll_back(self, state: TrainState) -> None:
         assert self._good is not None, "begin was not called"
         restored, _ = restore_state(self._good, self._train_step)
         self._train_step.forget()
-        progress.roll_back_to(restored)
-        self._log.rollback(progress.step)
+        state.roll_back_to(restored)
+        self._log.rollback(state.step)
 
     def require_images(self, result: StepResult) -> None:
         """Checks images after a step that was given up.
@@ -176,25 +176,25 @@ class Recovery:
             ranks = comm.ranks_named(away, [host for _, host in told_W])
             raise StorageError(f"{ranks}: {told_W[away[0]][0]}", code="storage_unreachable")
 
-    def shrink_micro_batches(self, result: StepResult, progress: TrainState) -> None:
+    def shrink_micro_batches(self, result: StepResult, state: TrainState) -> None:
         """Halves the micro-batches after some rank ran out of memory.
 
         Raises: ConfigError, on every rank: they have one image already.
         """
-        step = progress.step + 1
+        step = state.step + 1
         told_W = comm.all_gather_large_object([result.ran_out, comm.host()])
         ranks = comm.ranks_named(
             [rank for rank, (ran_out, _) in enumerate(told_W) if ran_out],
             [host for _, host in told_W],
         )
-        most = _halved(self._batch_size, self._feed.parts, step, ranks)
-        progress.max_micro_batch = most
-        self._feed.parts = parts_of(self._batch_size, most)
+        most = _halved(self._batch_size, self._batch_source.parts, step, ranks)
+        state.max_micro_batch = most
+        self._batch_source.parts = parts_of(self._batch_size, most)
         self._log.warning(
             f"step {step}: {ranks} ran out of memory; from here on all ranks use micro-batches of "
             f"at most {most} instead of {self._batch_size} images (train.batch_size_per_card), "
-            f"{self._feed.parts} times as many; total batch, learning rate and order of the images "
-            f"stay; repeating the step"
+            f"{self._batch_source.parts} times as many; total batch, learning rate and order of "
+            f"the images stay; repeating the step"
         )
 
     @contextlib.contextmanager
@@ -210,7 +210,7 @@ class Recovery:
             if not is_out_of_memory(error):
                 raise
             me = f"rank {comm.rank()} (host {comm.host()})"
-            most = _halved(self._batch_size, self._feed.parts, step, me)
+            most = _halved(self._batch_size, self._batch_source.parts, step, me)
             _note(most)
             where = " while the others wait for it in a collective" * (comm.world_size() > 1)
             raise MemoryError(
@@ -220,11 +220,11 @@ class Recovery:
                 f"same factor, and start again with --resume"
             ) from error
 
-    def skip_step(self, progress: TrainState) -> None:
+    def skip_step(self, state: TrainState) -> None:
         """Skips the next step, one of `skipped_steps`, without opening its images."""
-        step = progress.step + 1
-        images = self._feed.images_of(progress.step, progress.class_scores)
-        self._train_step.skip(progress.step)
+        step = state.step + 1
+        images = self._batch_source.images_of(state.step, state.class_scores)
+        self._train_step.skip(state.step)
         shown = self._record(step, "left out", images, math.nan)
         self._log.warning(
             f"step {step} is skipped, because the run ended there twice; its images: {shown}"
@@ -246,7 +246,7 @@ class Recovery:
                 "rank": rank,
                 "why": why,
                 "loss": loss,
-                "images": [self._feed.path(index) for index in indices],
+                "images": [self._batch_source.path(index) for index in indices],
             }
             for rank, (loss, indices) in enumerate(told_W)
         ]
@@ -259,12 +259,12 @@ class Recovery:
         )
 
 
-def _record_of_rollback(progress: TrainState, step: int, reason: str) -> dict[str, Any]:
+def _record_of_rollback(state: TrainState, step: int, reason: str) -> dict[str, Any]:
     """Record of a rollback for metrics.jsonl.
 
     It leads from a step to where the run is now.
     """
-    return {"step": progress.step, "returned_from_step": step, "reason": reason}
+    return {"step": state.step, "returned_from_step": step, "reason": reason}
 
 
 def lr_factor(rollbacks: int) -> float:

@@ -44,13 +44,12 @@ _MUCH_LARGER = 4.0  # times the reference: one machine to four in PaddleDetectio
 # recipe, where SyncBN is optional; it matters with fewer, and on more cards (its pull request 401).
 _FEW_IMAGES, _FEW_CARDS = 8, 8
 _UNSTABLE_WITHOUT_SYNC = 32  # the smallest total batch at which MegDet saw training fail
-_YOLOV5_BATCH = 64  # the nominal batch of YOLOv5's trainer
 _NOISE_SCALE = 450  # to try first: that of Mask R-CNN, by MLPerf's epochs
 _MORE = "docs/distributed.md"
 
 
 class Fact(NamedTuple):
-    """One derived value: a row of the table, an entry of metrics.jsonl."""
+    """A number of the schedule: a row of the table, an entry of metrics.jsonl."""
 
     key: str
     value: Any  # as JSON holds it
@@ -75,7 +74,7 @@ class ScheduleSetup:
     epoch_scale: float  # epochs of this run / epochs as configured
     phase_scale: float  # epoch_scale x train.phases_factor: phases in epochs / as configured
     ema_decay: Decay
-    schedule: LRScheduler
+    lr_scheduler: LRScheduler
     compensated_warmup: int  # its warm-up steps if schedule.warmup_compensation is auto
     optimizer: OptimizerConfig  # as configured
     scaled: OptimizerConfig  # for the total batch of this run
@@ -112,7 +111,7 @@ class ScheduleSetup:
         return {fact.key: {"value": fact.value, "why": fact.why} for fact in self.facts()}
 
     def facts(self) -> Iterator[Fact]:
-        """Yields everything derived, in table order.
+        """Yields every number, in table order.
 
         The keys are those of metrics.jsonl.
         """
@@ -173,8 +172,8 @@ class ScheduleSetup:
             yield Fact("betas", betas, "betas", shown, why)
 
     def _of_length(self) -> Iterator[Fact]:
-        schedule, ramp = self.schedule.config, self.ema_decay.ramp_steps
-        warm = self.schedule.warmup_steps
+        schedule, ramp = self.lr_scheduler.config, self.ema_decay.ramp_steps
+        warm = self.lr_scheduler.warmup_steps
         written = self.phase_scale / self.epoch_scale
         yield Fact(
             "warmup_steps",
@@ -225,7 +224,7 @@ class ScheduleSetup:
 
     def _warmup_bounds(self) -> str:
         """The bound of the warm-up that applies, in words."""
-        warm, least = self.schedule.warmup_steps, self.schedule.config.warmup_least_steps
+        warm, least = self.lr_scheduler.warmup_steps, self.lr_scheduler.config.warmup_least_steps
         if warm == self.schedule_steps // 2:
             return ", at most half the run"
         return f", at least {least} steps" if warm == least > 0 else ""
@@ -293,7 +292,7 @@ def set_up_schedule(
         epoch_scale=epoch_scale,
         phase_scale=epoch_scale * phases_factor,
         ema_decay=Decay(ema.decay, total_batch / reference, ema.ramp_steps),
-        schedule=LRScheduler(
+        lr_scheduler=LRScheduler(
             config=schedule,
             peak_lr=scaled.lr,
             momentum=optimizer.momentum,
@@ -342,109 +341,72 @@ def _scaled(config: OptimizerConfig, total_batch: int, reference_batch: int) -> 
     )
 
 
-def advice(config: Any, derived: ScheduleSetup) -> Iterator[str]:
+def advice(config: Any, schedule: ScheduleSetup) -> Iterator[str]:
     """Warnings where published runs like this lost accuracy, with remedies.
 
     docs/distributed.md (What the advice rests on) gives the source of each.  Evidence from
-    detectors does not count for classifiers, which lost nothing up to batches of 8192
-    (Goyal et al. 2017, arXiv:1706.02677).
+    detectors does not count for classifiers.
 
     Args: config: an ExperimentConfig.
     """
-    detects = config.model.task == "detect"
-    yield from _advice_on_reference(derived)
-    yield from _advice_on_rate(derived, config.model.name, detects)
-    yield from _advice_on_length(derived, detects, config.model.pretrained is not None)
-    total, batch = derived.total_batch, derived.batch_size_per_card
-    if (
-        detects
-        and derived.world > 1
-        and total >= _UNSTABLE_WITHOUT_SYNC
-        and (batch < _FEW_IMAGES or (batch == _FEW_IMAGES and derived.world > _FEW_CARDS))
-        and not config.train.sync_bn
-    ):
+    detects, written = config.model.task == "detect", schedule.optimizer
+    world, batch, total = schedule.world, schedule.batch_size_per_card, schedule.total_batch
+    ratio, noise, rate = schedule.batch_ratio, written.noise_scale, schedule.scaled.lr
+    if world > 1 and written.reference_batch_size is None:
+        yield (
+            f"optimizer.reference_batch_size: null on {world} ranks: the learning rate stays "
+            f"{written.lr:g}, and nothing else adapts to the total batch of {total}; set it to the "
+            f"total batch that your values were tuned for: {total // world} if that was one card, "
+            f"{total} if it was this many ({_MORE})"
+        )
+    if ratio > 1 and written.lr_scaling == "none":
+        rule = "sqrt" if written.name == "adamw" else "linear"
+        yield (
+            f"optimizer.lr_scaling: none with {ratio:g} times the reference batch: the rate is too "
+            f"low for so many images a step; set optimizer.lr_scaling={rule} ({_MORE})"
+        )
+    elif ratio > 1 and detects and total >= _LARGE_BATCH and noise is None:
+        yield (
+            f"total batch {total}: the learning rate becomes {rate:g}, and detectors lose mAP with "
+            f"so many images a step; use fewer images a step, or limit the rate with "
+            f"optimizer.noise_scale={_NOISE_SCALE} ({_MORE})"
+        )
+    warmup, longer = schedule.lr_scheduler.warmup_steps, schedule.compensated_warmup
+    if ratio >= _MUCH_LARGER and longer > warmup:
+        yield (
+            f"schedule.warmup_compensation: none with {ratio:g} times the reference batch: large "
+            f"batches need a longer warm-up; set schedule.warmup_compensation=auto for "
+            f"{longer} steps instead of {warmup} ({_MORE})"
+        )
+    if detects and ratio >= _MUCH_LARGER and schedule.epoch_scale == 1:
+        yield (
+            f"{ratio:g} times the reference batch in {schedule.epochs:g} epochs: large batches "
+            f"need more epochs for the same mAP; raise train.epochs, or set "
+            f"optimizer.noise_scale={_NOISE_SCALE} train.epochs_compensation=auto ({_MORE})"
+        )
+    if noise is not None and total > noise / 2:
+        yield (
+            f"total batch {total} is more than half of optimizer.noise_scale {noise:g}: the same "
+            f"accuracy needs {1 + total / noise:.2f} times as many images as with small batches; "
+            f"use fewer images a step, or more epochs ({_MORE})"
+        )
+    # Weights that have learned score after one epoch: 0.92 mAP50 in 9 steps of a set of one class.
+    if schedule.schedule_steps < LEAST_WARMUP_STEPS and config.model.pretrained is None:
+        yield (
+            f"{schedule.schedule_steps} optimizer steps are too few from random weights; start "
+            f"from pretrained weights (--weights, model.pretrained), or raise train.epochs"
+        )
+    few = batch < _FEW_IMAGES or (batch == _FEW_IMAGES and world > _FEW_CARDS)
+    unstable = world > 1 and total >= _UNSTABLE_WITHOUT_SYNC and few
+    if detects and unstable and not config.train.sync_bn:
         yield (
             f"train.sync_bn: false with {batch} images per card and a total batch of {total}: "
             f"trainings of this kind fail or lose mAP; set train.sync_bn=true ({_MORE})"
         )
 
 
-def _advice_on_reference(derived: ScheduleSetup) -> Iterator[str]:
-    if derived.world > 1 and derived.optimizer.reference_batch_size is None:
-        yield (
-            f"optimizer.reference_batch_size: null on {derived.world} ranks: the learning rate "
-            f"stays {derived.optimizer.lr:g}, and nothing else adapts to the total batch of "
-            f"{derived.total_batch}; set it to the total batch that your values were tuned for: "
-            f"{derived.total_batch // derived.world} if that was one card, {derived.total_batch} "
-            f"if it was this many ({_MORE})"
-        )
-
-
-def _advice_on_rate(derived: ScheduleSetup, model: str, detects: bool) -> Iterator[str]:
-    total, ratio, written = derived.total_batch, derived.batch_ratio, derived.optimizer
-    if ratio <= 1:
-        return
-    if written.lr_scaling == "none":
-        rule = "sqrt" if written.name == "adamw" else "linear"
-        yield (
-            f"optimizer.lr_scaling: none with {ratio:g} times the reference batch: the rate is too "
-            f"low for so many images a step; set optimizer.lr_scaling={rule} ({_MORE})"
-        )
-    elif detects and total >= _LARGE_BATCH and written.noise_scale is None:
-        yield (
-            f"total batch {total}: the learning rate becomes {derived.scaled.lr:g}, and detectors "
-            f"lose mAP with so many images a step; use fewer images a step, or limit the rate "
-            f"with optimizer.noise_scale={_NOISE_SCALE} ({_MORE})"
-        )
-    elif (
-        model == "yolov5"
-        and total > _YOLOV5_BATCH
-        and written.lr_scaling == "linear"
-        and written.noise_scale is None
-    ):
-        yield (
-            f"total batch {total}: the learning rate becomes {derived.scaled.lr:g}, in proportion "
-            f"to the batch, as in YOLOv5's own trainer; if the loss jumps, use fewer images a "
-            f"step or set optimizer.lr_scaling=sqrt ({_MORE})"
-        )
-
-
-def _advice_on_length(derived: ScheduleSetup, detects: bool, fine_tuned: bool) -> Iterator[str]:
-    total, ratio, noise = (
-        derived.total_batch,
-        derived.batch_ratio,
-        derived.optimizer.noise_scale,
-    )
-    warmup = derived.schedule.warmup_steps
-    if ratio >= _MUCH_LARGER and derived.compensated_warmup > warmup:
-        yield (
-            f"schedule.warmup_compensation: none with {ratio:g} times the reference batch: large "
-            f"batches need a longer warm-up; set schedule.warmup_compensation=auto for "
-            f"{derived.compensated_warmup} steps instead of {warmup} ({_MORE})"
-        )
-    if detects and ratio >= _MUCH_LARGER and derived.epoch_scale == 1:
-        yield (
-            f"{ratio:g} times the reference batch in {derived.epochs:g} epochs: large batches need "
-            f"more epochs for the same mAP; raise train.epochs, or set "
-            f"optimizer.noise_scale={_NOISE_SCALE} train.epochs_compensation=auto ({_MORE})"
-        )
-    if noise is not None and total > noise / 2:
-        extra = total / noise
-        yield (
-            f"total batch {total} is more than half of optimizer.noise_scale {noise:g}: the same "
-            f"accuracy needs {1 + extra:.2f} times as many images as with small batches; use "
-            f"fewer images a step, or more epochs ({_MORE})"
-        )
-    # Weights that have learned score after one epoch: 0.92 mAP50 in 9 steps of a set of one class.
-    if derived.schedule_steps < LEAST_WARMUP_STEPS and not fine_tuned:
-        yield (
-            f"{derived.schedule_steps} optimizer steps are too few from random weights; start from "
-            f"pretrained weights (--weights, model.pretrained), or raise train.epochs"
-        )
-
-
 def hyper_parameters(
-    model: ModelConfig, seed: int, derived: ScheduleSetup
+    model: ModelConfig, seed: int, schedule: ScheduleSetup
 ) -> dict[str, float | str]:
     """Values for VisualDL's hyperparameters page, which compares runs.
 
@@ -456,10 +418,10 @@ def hyper_parameters(
     return {
         "model": " ".join(str(getattr(model, key)) for key in ("name", "size") if key in keys),
         "image_size": f"{height} x {width}",
-        "total_batch": derived.total_batch,
-        "lr": derived.scaled.lr,
-        "weight_decay": derived.scaled.weight_decay,
-        "epochs": derived.total_steps / derived.steps_per_epoch,
+        "total_batch": schedule.total_batch,
+        "lr": schedule.scaled.lr,
+        "weight_decay": schedule.scaled.weight_decay,
+        "epochs": schedule.total_steps / schedule.steps_per_epoch,
         "seed": seed,
     }
 
@@ -520,20 +482,20 @@ def _git_commit() -> str | None:
     return done.stdout.strip() or None
 
 
-def extension_note(derived: ScheduleSetup, before_steps: int, step: int) -> str:
+def extension_note(schedule: ScheduleSetup, before_steps: int, step: int) -> str:
     """A line about the schedule of an extended run.
 
     Args:
         before_steps: of the schedule it had.
         step: optimizer steps made.
     """
-    schedule = derived.schedule
-    warmup = round(schedule.warmup_steps * before_steps / derived.schedule_steps)
-    before = replace(schedule, total_steps=before_steps, warmup_steps=warmup)
+    rate = schedule.lr_scheduler
+    warmup = round(rate.warmup_steps * before_steps / schedule.schedule_steps)
+    before = replace(rate, total_steps=before_steps, warmup_steps=warmup)
     last = before(min(step, before_steps) - 1)
-    made, planned = (each / derived.steps_per_epoch for each in (step, derived.schedule_steps))
+    made, planned = (each / schedule.steps_per_epoch for each in (step, schedule.schedule_steps))
     return (
         f"continuing from epoch {made:g} to {planned:g} on a schedule over all {planned:g} epochs: "
-        f"the learning rate, which had ended at {last:.2g}, is {schedule(step):.2g} now and "
-        f"{schedule(derived.schedule_steps - 1):.2g} at the end"
+        f"the learning rate, which had ended at {last:.2g}, is {rate(step):.2g} now and "
+        f"{rate(schedule.schedule_steps - 1):.2g} at the end"
     )

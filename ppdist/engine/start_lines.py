@@ -51,16 +51,16 @@ def device_line() -> str:
     return f"CPU, {counted(world, 'process', 'es')} on {available_cores():g} cores{where}"
 
 
-def train_line(derived: ScheduleSetup) -> str:
+def train_line(schedule: ScheduleSetup) -> str:
     """Line about training at the start of a run.
 
     For example `30 epochs of 13 steps, 16 images a step; adamw, learning rate 0.001`.
     """
-    epochs = derived.total_steps / derived.steps_per_epoch
+    epochs = schedule.total_steps / schedule.steps_per_epoch
     return (
-        f"{counted(round(epochs, 2), 'epoch')} of {counted(derived.steps_per_epoch, 'step')}, "
-        f"{counted(derived.step_images, 'image')} a step; {derived.optimizer.name}, "
-        f"learning rate {derived.scaled.lr:.3g}"
+        f"{counted(round(epochs, 2), 'epoch')} of {counted(schedule.steps_per_epoch, 'step')}, "
+        f"{counted(schedule.step_images, 'image')} a step; {schedule.optimizer.name}, "
+        f"learning rate {schedule.scaled.lr:.3g}"
     )
 
 

@@ -130,7 +130,7 @@ class _SavedState(TrainState):
     code: str | None = None
 
 
-def capture_state(step: TrainStep, progress: TrainState, derived: ScheduleSetup) -> Snapshot:
+def capture_state(step: TrainStep, state: TrainState, schedule: ScheduleSetup) -> Snapshot:
     """A copy of everything a run resumes from.  Collective."""
     optimizer = optimizer_arrays(step.optimizer, step.model)
     groups = {
@@ -143,17 +143,17 @@ def capture_state(step: TrainStep, progress: TrainState, derived: ScheduleSetup)
     if step.ema is not None:
         groups["ema"] = step.ema.state()
     about = {
-        "epoch": progress.step / derived.steps_per_epoch,
-        "total_batch": derived.total_batch,
-        "batch_size_per_card": derived.batch_size_per_card,
-        "world": derived.world,
+        "epoch": state.step / schedule.steps_per_epoch,
+        "total_batch": schedule.total_batch,
+        "batch_size_per_card": schedule.batch_size_per_card,
+        "world": schedule.world,
         "bucket_mb": comm.bucket_mb(),
         "ema_updates": step.ema.updates if step.ema is not None else 0,
         "scaler": _plain(step.scaler.state_dict()),
         "code": digest_of_package(),
     }
-    state = _SavedState(**{**dict(progress), **about}).model_dump(mode="json", by_alias=True)
-    return Snapshot(progress.step, _without_distillation(groups), state)
+    saved = _SavedState(**{**dict(state), **about}).model_dump(mode="json", by_alias=True)
+    return Snapshot(state.step, _without_distillation(groups), saved)
 
 
 def restore_state(saved: Snapshot, step: TrainStep) -> tuple[TrainState, str]:
@@ -560,7 +560,7 @@ def _broadcast_file(data: bytes, size: int) -> bytes:
 
 
 def validate_resume(
-    start: Start, derived: ScheduleSetup, train_set: DetectionSet, config: Any, pixels: str
+    start: Start, schedule: ScheduleSetup, train_set: DetectionSet, config: Any, pixels: str
 ) -> Run:
     """Checks that the checkpoint fits; returns the identity of this run.  Collective.
 
@@ -569,15 +569,15 @@ def validate_resume(
         another teacher.
     """
     images, data = len(train_set.records), fingerprint(train_set, config.data.root)
-    now, before = Run(images=images, data=data, schedule_steps=derived.schedule_steps), None
+    now, before = Run(images=images, data=data, schedule_steps=schedule.schedule_steps), None
     now.pixels = pixels
     if config.distill is not None:
         now.teacher = digest_of_weights(Path(config.distill.teacher))
     if start.snapshot is not None:
         then = start.snapshot.state["total_batch"]
-        if then != derived.total_batch:
+        if then != schedule.total_batch:
             raise CheckpointError(
-                f"its steps have {then} images, those of this run {derived.total_batch}",
+                f"its steps have {then} images, those of this run {schedule.total_batch}",
                 code="resume_batch_differs",
                 where=f"{start.path}",
                 fix=(
@@ -622,11 +622,11 @@ def validate_resume(
                 fix="give distill.teacher the checkpoint folder it was, or add --resume-changed",
             )
         start.warnings.append("--resume-changed: another teacher from here on")
-    if before.schedule_steps != derived.schedule_steps and start.asked.extends:
-        start.notes.append(extension_note(derived, before.schedule_steps, start.step or 0))
-    elif before.schedule_steps != derived.schedule_steps:
+    if before.schedule_steps != schedule.schedule_steps and start.asked.extends:
+        start.notes.append(extension_note(schedule, before.schedule_steps, start.step or 0))
+    elif before.schedule_steps != schedule.schedule_steps:
         start.warnings.append(
-            f"the schedule continues at step {start.step} of {derived.schedule_steps}; it had "
+            f"the schedule continues at step {start.step} of {schedule.schedule_steps}; it had "
             f"{before.schedule_steps} steps before"
         )
     return now
@@ -674,7 +674,7 @@ def _missing_best(folder: Path, state: dict[str, Any]) -> list[str]:
     ]
 
 
-def log_start(start: Start, derived: ScheduleSetup, log: RunLog, record_every: int) -> None:
+def log_start(start: Start, schedule: ScheduleSetup, log: RunLog, record_every: int) -> None:
     """Logs where the run resumes, what it lacks, and whether anything is left to train.
 
     Args: record_every: steps between two records of metrics.jsonl.
@@ -689,9 +689,9 @@ def log_start(start: Start, derived: ScheduleSetup, log: RunLog, record_every: i
             f"metrics.jsonl has no record of steps {log.recorded_step + 1} to "
             f"{start.snapshot.step}: its disk did not keep them; the checkpoint has them all"
         )
-    if start.snapshot.step >= derived.total_steps:
+    if start.snapshot.step >= schedule.total_steps:
         log.info(
-            f"nothing is left to train: this run ends after step {derived.total_steps}; "
+            f"nothing is left to train: this run ends after step {schedule.total_steps}; "
             "`ppdist train --resume RUN --epochs +10` makes it longer (with -c: train.epochs, "
             "train.max_steps)"
         )

@@ -28,7 +28,7 @@ from ppdist.engine.checkpoint import (
     room_warning,
     set_aside,
 )
-from ppdist.engine.data import Blocklist, Feed
+from ppdist.engine.data import BatchSource, Blocklist
 from ppdist.engine.early_stopping import EarlyStopping, LossCurves
 from ppdist.engine.evaluator import ClassificationEvaluator, EvaluationStopped, Evaluator
 from ppdist.engine.monitor import (
@@ -64,7 +64,7 @@ class TrainingParts:
     """Components of a training run, each built from its configuration section.
 
     Attributes:
-        feed: this rank's micro-batches.
+        batch_source: this rank's micro-batches.
         evaluator: None: no evaluation during training.
         evaluated_model: a second model that takes the averaged weights for evaluation; any model
             where there is no evaluator.
@@ -73,9 +73,9 @@ class TrainingParts:
     """
 
     train_step: TrainStep
-    feed: Feed
+    batch_source: BatchSource
     bad_images: Blocklist
-    derived: ScheduleSetup
+    schedule: ScheduleSetup
     evaluator: Evaluator | ClassificationEvaluator | None
     evaluated_model: ImageModel
     model_card: ModelCard
@@ -86,11 +86,11 @@ class TrainingParts:
 
 
 class Trainer:
-    """Trains until `derived.total_steps`; every rank builds one and calls `fit`."""
+    """Trains until `schedule.total_steps`; every rank builds one and calls `fit`."""
 
     def __init__(self, config: ExperimentConfig, parts: TrainingParts) -> None:
-        self.train_step, self.feed = parts.train_step, parts.feed
-        self.bad_images, self.derived = parts.bad_images, parts.derived
+        self.train_step, self.batch_source = parts.train_step, parts.batch_source
+        self.bad_images, self.schedule = parts.bad_images, parts.schedule
         self.evaluator, self.evaluated_model = parts.evaluator, parts.evaluated_model
         self.log, self.budget = parts.log, parts.budget
         self.seed = config.seed
@@ -99,17 +99,17 @@ class Trainer:
             self.folder, dump_yaml(config), config.checkpoint.keep, note_saved,
             parts.model_card, self.log.sync,
         )  # fmt: skip
-        self.progress = TrainState()
+        self.state = TrainState()
         self.early_stopping: EarlyStopping | None = None
         self.recovery = Recovery(
             train_step=self.train_step,
-            feed=self.feed,
-            derived=self.derived,
+            batch_source=self.batch_source,
+            schedule=self.schedule,
             log=self.log,
             output_dir=parts.output_dir,
             bad_steps_limit=config.train.bad_steps_limit,
         )
-        per_epoch, log = self.derived.steps_per_epoch, self.log
+        per_epoch, log = self.schedule.steps_per_epoch, self.log
         self.epoch_means = EpochMeans(per_epoch)
         shown = self.evaluator.headline[:2] if self.evaluator else ()
         self.callbacks = [
@@ -140,30 +140,30 @@ class Trainer:
             return self._fit()
         except StorageError:  # on all ranks
             saved = self._saves_before_end()
-            stopping = any(comm.all_gather_object(self.progress.stop))
+            stopping = any(comm.all_gather_object(self.state.stop))
             if not (saved and stopping):
                 self.log.limit_close()  # a restart waits for the end of this attempt
                 raise
         return self._stopped()
 
     def _fit(self) -> int:
-        progress, total = self.progress, self.derived.total_steps
+        state, total = self.state, self.schedule.total_steps
         self._begin()
-        if progress.step and self._time_is_up_already():
+        if state.step and self._time_is_up_already():
             return self._out_of_time()
         if self._missed_an_evaluation() and not self._evaluate():
             return self._stopped()
-        snapshot = capture_state(self.train_step, progress, self.derived)
-        self.recovery.begin(progress, snapshot)
+        snapshot = capture_state(self.train_step, state, self.schedule)
+        self.recovery.begin(state, snapshot)
         if comm.is_main() and (warning := room_warning(self.folder, snapshot, self.writer.keep)):
             self.log.warning(warning)
         self._seek()
-        while progress.step < total and not self._reason_to_end():
+        while state.step < total and not self._reason_to_end():
             self._warn_of_saving()
             watch = Stopwatch()  # what holds this rank up before its step is its own time, too
-            self._each(lambda callback: callback.on_step_begin(progress.step + 1))
+            self._each(lambda callback: callback.on_step_begin(state.step + 1))
             stopping = late = False
-            if progress.step + 1 in self.recovery.skipped_steps:
+            if state.step + 1 in self.recovery.skipped_steps:
                 self._skip_step()
             else:
                 result = self._step(watch)
@@ -172,9 +172,9 @@ class Trainer:
                 stopping, late = result.stop_requested, result.time_is_up
             if self._due(self.check_every) and self._weights_differ():
                 continue
-            ended = progress.step == total
+            ended = state.step == total
             # Amid bad steps no run stops and nothing is saved: see Recovery.keep.
-            settled = ended or not progress.bad_steps
+            settled = ended or not state.bad_steps
             stopping = stopping and settled and not ended
             late = late and settled and not ended
             # Whoever asked to stop waits seconds for the checkpoint, not minutes for a number.
@@ -188,11 +188,9 @@ class Trainer:
             self._owes_save |= ended or self._due(self.save_every)
             if self._owes_save and settled:
                 self._save()
-        if progress.step < total:
-            self.log.info(
-                f"training ends early, after step {progress.step}: {self._reason_to_end()}"
-            )
-        self._end("total" if progress.step == total else "early_stopping")
+        if state.step < total:
+            self.log.info(f"training ends early, after step {state.step}: {self._reason_to_end()}")
+        self._end("total" if state.step == total else "early_stopping")
         return 0
 
     def restore(self, saved: Snapshot, own: bool, rescored: bool) -> None:
@@ -203,23 +201,23 @@ class Trainer:
             rescored: the best so far was measured otherwise, so whatever scores next is better.
         Raises: CheckpointError: it belongs to a model of another shape.
         """
-        self.progress, lost = restore_state(saved, self.train_step)
+        self.state, lost = restore_state(saved, self.train_step)
         if lost:
             self.log.warning(lost)
         if rescored:
-            self.progress.best, self.progress.best_step = -math.inf, 0
-            self.progress.losses = LossCurves()
+            self.state.best, self.state.best_step = -math.inf, 0
+            self.state.losses = LossCurves()
         if rescored or not self.early_stopping:  # to go on without it is to begin it anew
-            self.progress.early_stopping = None
+            self.state.early_stopping = None
         if own:
-            self._saved_step = self.progress.step
+            self._saved_step = self.state.step
             comm.run_on_main(self._mend_links)
 
     # Begin and end
 
     def _set_intervals(self, config: ExperimentConfig) -> None:
         """Sets save, evaluation and check intervals in optimizer steps."""
-        per_epoch, grad_sync = self.derived.steps_per_epoch, self.train_step.grad_sync
+        per_epoch, grad_sync = self.schedule.steps_per_epoch, self.train_step.grad_sync
         save_every = config.checkpoint.every_steps or 0
         if config.checkpoint.every_steps is None and config.checkpoint.every_epochs > 0:
             save_every = max(1, round(config.checkpoint.every_epochs * per_epoch))
@@ -229,23 +227,23 @@ class Trainer:
         self.check_every = grad_sync.next_synchronised(config.distributed.check_weights_every)
         self.log.expect(
             self.evaluate_every if self.evaluator else 0,
-            self.save_every or self.derived.total_steps,
+            self.save_every or self.schedule.total_steps,
             self.evaluator.images if self.evaluator else 0,
-            self.derived.total_batch,
+            self.schedule.total_batch,
         )
 
     def _begin(self) -> None:
         """Installs signal handlers and starts callbacks."""
         listen(self._ask_to_stop)
-        progress = self.progress
+        state = self.state
         if self.budget is not None:
             self.log.info(f"{self.budget}")
         run = TrainingRun(
             train_step=self.train_step,
             evaluated_model=self.evaluated_model,
             output_dir=self.folder.parent,
-            done_steps=progress.step,
-            total_steps=self.derived.total_steps,
+            done_steps=state.step,
+            total_steps=self.schedule.total_steps,
         )
         self._each(lambda callback: callback.on_train_begin(run))
 
@@ -255,13 +253,13 @@ class Trainer:
         Asked where a run resumes.
         """
         budget = self.budget
-        if budget is None or self.progress.step == self.derived.total_steps:
+        if budget is None or self.state.step == self.schedule.total_steps:
             return False
         return bool(comm.run_on_main(lambda: budget.is_over(self.log.closing_seconds())))
 
     def _ask_to_stop(self) -> None:
-        self.progress.stop = True  # every rank hears of it in the next step's tally
-        self.feed.abort_waits()
+        self.state.stop = True  # every rank hears of it in the next step's tally
+        self.batch_source.abort_waits()
         if self.evaluator is not None:
             self.evaluator.abort_waits()
 
@@ -272,20 +270,20 @@ class Trainer:
         """
         if self.early_stopping is None:
             return ""
-        return self.early_stopping.reason(self.progress.early_stopping)
+        return self.early_stopping.reason(self.state.early_stopping)
 
     def _stopped(self) -> int:
         self._end("signal")
         self.log.limit_close()
         self.log.warning(
-            f"stopped by a signal after step {self.progress.step}; --resume continues from there"
+            f"stopped by a signal after step {self.state.step}; --resume continues from there"
         )
         return STOPPED
 
     def _out_of_time(self) -> int:
         assert self.budget is not None
-        step, total = self.progress.step, self.derived.total_steps
-        epoch, epochs = (math.ceil(each / self.derived.steps_per_epoch) for each in (step, total))
+        step, total = self.state.step, self.schedule.total_steps
+        epoch, epochs = (math.ceil(each / self.schedule.steps_per_epoch) for each in (step, total))
         self.log.info(
             f"training ends after {duration(self.budget.elapsed())} of train.hours: "
             f"{self.budget.hours:g}, in epoch {epoch} of {epochs} (step {step} of {total}); "
@@ -296,18 +294,18 @@ class Trainer:
 
     def _end(self, reason: str) -> None:
         """Ends with a checkpoint of this step on disk.  Collective."""
-        progress = self.progress
+        state = self.state
         self._save()
         self._finish_saving()
         if self.budget is not None:
             self.log.limit_close(self.budget.left())
-        heartbeat.beat("end", progress.step)
-        self.log.metrics({"step": progress.step, "finished": reason})
-        self._each(lambda callback: callback.on_train_end(progress.step, reason))
+        heartbeat.beat("end", state.step)
+        self.log.metrics({"step": state.step, "finished": reason})
+        self._each(lambda callback: callback.on_train_end(state.step, reason))
         if self.evaluator and (self.folder / "best").exists():
             self.log.info(
-                f"best: {self.folder / 'best'}, step {progress.best_step}, "
-                f"{self.best_metric} {progress.best:.4f}"
+                f"best: {self.folder / 'best'}, step {state.best_step}, "
+                f"{self.best_metric} {state.best:.4f}"
             )
 
     def _saves_before_end(self) -> bool:
@@ -315,9 +313,9 @@ class Trainer:
 
         Returns: whether it saved.
         """
-        step = self.progress.step
+        step = self.state.step
         whole = step > 0 and self.train_step.grad_sync.synchronised(step - 1)
-        if not whole or self.progress.bad_steps:
+        if not whole or self.state.bad_steps:
             return False
         try:
             self._save()
@@ -330,7 +328,7 @@ class Trainer:
 
     def _end_epoch(self) -> None:
         """Reports an epoch that ended with this step, after its evaluation."""
-        step = self.progress.step
+        step = self.state.step
         if self.epoch_means.ends(step):
             epoch, numbers = self.epoch_means.take(step)
             self._each(lambda callback: callback.on_epoch_end(epoch, step, numbers))
@@ -343,53 +341,53 @@ class Trainer:
 
     def _seek(self) -> None:
         """Fetches the batches of the next step from here on."""
-        self._batches = self.feed.batches(self.progress.step, self.progress.class_scores)
+        self._batches = self.batch_source.batches(self.state.step, self.state.class_scores)
 
     def _step(self, watch: Stopwatch) -> StepResult | None:
         """Runs the next step; None: retry, perhaps from an earlier step.
 
         Args: watch: runs since this rank began the step.
         """
-        progress = self.progress
+        state = self.state
         clock = Clock()
         # Whatever the model draws is a function of the step, so that a resumed run draws the same.
-        draws = np.random.SeedSequence([self.seed, progress.step, comm.rank()])
+        draws = np.random.SeedSequence([self.seed, state.step, comm.rank()])
         paddle.seed(int(draws.generate_state(1)[0]))
-        rates = self.derived.schedule.rates(progress.step).scaled(lr_factor(progress.rollbacks))
-        count, stop = self.derived.accumulate_steps * self.feed.parts, progress.stop
+        rates = self.schedule.lr_scheduler.rates(state.step).scaled(lr_factor(state.rollbacks))
+        count, stop = self.schedule.accumulate_steps * self.batch_source.parts, state.stop
         known_bad = self.bad_images.known
         time_is_up = (
             self.budget is not None
             and comm.is_main()
             and self.budget.is_over(self.log.closing_seconds())
         )
-        with self.recovery.watching_memory(progress.step + 1):
+        with self.recovery.watching_memory(state.step + 1):
             result = self.train_step(
-                self._batches, count, progress.step, rates, stop, clock, known_bad, time_is_up
+                self._batches, count, state.step, rates, stop, clock, known_bad, time_is_up
             )
         seconds = watch.stop(clock.seconds["data"])
         if result.bad_somewhere:
             self._meet_bad_images(result.bad_images)
         if result.given_up:
             self.recovery.require_images(result)
-            self.recovery.shrink_micro_batches(result, progress)
+            self.recovery.shrink_micro_batches(result, state)
             self._seek()
             return None
-        step = progress.step + 1
+        step = state.step + 1
         self._each(lambda callback: callback.on_step_end(step, result, rates.lr, seconds))
         if result.applied:
-            progress.bad_steps = 0
-            progress.losses.trained(result.losses["loss"])
-        elif self.recovery.handle_bad_step(result, progress):
+            state.bad_steps = 0
+            state.losses.trained(result.losses["loss"])
+        elif self.recovery.handle_bad_step(result, state):
             self._rolled_back()
             return None
-        progress.step = step
+        state.step = step
         return result
 
     def _skip_step(self) -> None:
         """Skips a step and its batches."""
-        self.recovery.skip_step(self.progress)
-        self.progress.step += 1
+        self.recovery.skip_step(self.state)
+        self.state.step += 1
         self._seek()
 
     def _weights_differ(self) -> bool:
@@ -399,8 +397,8 @@ class Trainer:
         """
         warning, sure = check_replica_consistency(self.train_step)
         if warning:
-            self.log.warning(f"after step {self.progress.step}: {warning}")
-        if sure or not self.recovery.roll_back_once(self.progress):
+            self.log.warning(f"after step {self.state.step}: {warning}")
+        if sure or not self.recovery.roll_back_once(self.state):
             return False
         self._rolled_back()
         return True
@@ -412,21 +410,21 @@ class Trainer:
         """
 
         def move_aside() -> str:
-            self.writer.drop_beyond(self.progress.step)
+            self.writer.drop_beyond(self.state.step)
             try:
-                aside = set_aside(self.folder, self.progress.step)
+                aside = set_aside(self.folder, self.state.step)
                 self._mend_links()
                 note_saved(newest_step(self.folder))  # a restart would wait for one that was moved
             except (CheckpointError, OSError, ValueError) as error:
                 return f"{error}; they hold steps that this run makes again"
-            moved = f"checkpoints beyond step {self.progress.step} are now in {aside}"
+            moved = f"checkpoints beyond step {self.state.step} are now in {aside}"
             return moved if aside else ""
 
         told = comm.run_on_main(move_aside)
         if told:
             self.log.warning(told)
         self._saved_step, self._owes_save = -1, False
-        self._each(lambda callback: callback.on_rollback(self.progress.step))
+        self._each(lambda callback: callback.on_rollback(self.state.step))
         self._weights_differ()  # each rank went back to what it had kept itself
         self._seek()
 
@@ -439,9 +437,9 @@ class Trainer:
         """
         for line in self.bad_images.add(found):
             self.log.warning(f"cannot be used, another image takes its place: {line}")
-        if self.progress.run is not None:
-            self.progress.run.bad_images = self.bad_images.known
-        self.log.metrics({"step": self.progress.step + 1, "bad_images": len(self.bad_images.known)})
+        if self.state.run is not None:
+            self.state.run.bad_images = self.bad_images.known
+        self.log.metrics({"step": self.state.step + 1, "bad_images": len(self.bad_images.known)})
 
     # Evaluate
 
@@ -450,9 +448,9 @@ class Trainer:
 
         Whoever asked to stop did not wait for it.
         """
-        step = self.progress.step
-        due = self._due(self.evaluate_every) or step == self.derived.total_steps
-        return 0 < step != self.progress.evaluated_step and due
+        step = self.state.step
+        due = self._due(self.evaluate_every) or step == self.schedule.total_steps
+        return 0 < step != self.state.evaluated_step and due
 
     def _evaluate(self) -> bool:
         """Evaluates the averaged weights, if the run evaluates at all.  Collective.
@@ -461,14 +459,14 @@ class Trainer:
         """
         if self.evaluator is None:
             return True
-        with self.log.spending(EVALUATION, self.progress.step):
+        with self.log.spending(EVALUATION, self.state.step):
             try:
                 metrics = self._measure(self.evaluator)
             except EvaluationStopped:
                 return False
             if metrics is not None:
                 self._learn_from(self.evaluator, metrics)
-        if self.feed.follows_scores and self.progress.step < self.derived.total_steps:
+        if self.batch_source.follows_scores and self.state.step < self.schedule.total_steps:
             self._seek()
         return True
 
@@ -478,14 +476,14 @@ class Trainer:
         Training goes on whatever fails here: evaluation has a model of its own.
         Raises: EvaluationStopped, on every rank: one was asked to stop.
         """
-        step = self.progress.step
+        step = self.state.step
         heartbeat.beat("evaluate", step)
         ema = self.train_step.ema
         for consequence in ("retrying", "skipping this evaluation"):
             weights = dict(self.train_step.model.state_dict()) if ema is None else ema.average
             copy_into(self.evaluated_model.state_dict(), weights)
             try:
-                return evaluator.evaluate(self.evaluated_model, lambda: self.progress.stop, step)
+                return evaluator.evaluate(self.evaluated_model, lambda: self.state.stop, step)
             except comm.EvaluationFailed as error:
                 if error.__cause__ is not None:  # on this rank; others than rank 0 have their log
                     trace = "".join(traceback.format_exception(error.__cause__))
@@ -500,54 +498,54 @@ class Trainer:
 
         Args: metrics: the same on every rank.
         """
-        progress = self.progress
-        progress.evaluated_step = progress.step
+        state = self.state
+        state.evaluated_step = state.step
         found = metrics.get("f1", 0.0) > 0  # else any threshold is as good; a classifier has none
-        progress.best_f1_threshold = metrics["best_f1_threshold"] if found else None
+        state.best_f1_threshold = metrics["best_f1_threshold"] if found else None
         if self._due(self.evaluate_every):
             # Not at an end amid an epoch: where this run resumed or a longer one has no evaluation.
-            progress.class_scores = evaluator.class_scores(metrics)
+            state.class_scores = evaluator.class_scores(metrics)
             if self.early_stopping:
-                progress.early_stopping = self.early_stopping.updated(
-                    progress.early_stopping, progress.step, metrics
+                state.early_stopping = self.early_stopping.updated(
+                    state.early_stopping, state.step, metrics
                 )
-            if warning := progress.losses.evaluated(metrics.get("val_loss", math.nan)):
+            if warning := state.losses.evaluated(metrics.get("val_loss", math.nan)):
                 self.log.warning(warning)
         score = metrics[self.best_metric]
-        is_best = score > progress.best
+        is_best = score > state.best
         if is_best:
-            progress.best, progress.best_step = score, progress.step
+            state.best, state.best_step = score, state.step
         # First what was found is recorded: who resumes at this checkpoint does not evaluate again.
-        self._each(lambda callback: callback.on_evaluate_end(progress.step, metrics, is_best))
+        self._each(lambda callback: callback.on_evaluate_end(state.step, metrics, is_best))
         if is_best:
-            if self._saved_step != progress.step:
+            if self._saved_step != state.step:
                 self._save()
             else:  # Resumed here.  It lacks the score, but who resumes here again evaluates again.
-                comm.run_on_main(lambda: self.writer.mend_links(best_step=progress.step))
+                comm.run_on_main(lambda: self.writer.mend_links(best_step=state.step))
 
     # Save
 
     def _due(self, every: int) -> bool:
-        return every > 0 and self.progress.step % every == 0
+        return every > 0 and self.state.step % every == 0
 
     def _save(self) -> None:
         """Takes a snapshot, which rank 0 writes while training continues.
 
         No rank waits for it.
         """
-        progress = self.progress
+        state = self.state
         self._owes_save = False
-        if self._saved_step == progress.step:
+        if self._saved_step == state.step:
             return
-        heartbeat.beat("save", progress.step)
-        with self.log.spending(SAVING, progress.step):
+        heartbeat.beat("save", state.step)
+        with self.log.spending(SAVING, state.step):
             self.writer.make_room()
-            snapshot = capture_state(self.train_step, progress, self.derived)
+            snapshot = capture_state(self.train_step, state, self.schedule)
             self.recovery.keep(snapshot)
             if comm.is_main():
                 self.writer.hand_over(snapshot)
-        self._saved_step = progress.step
-        self._each(lambda callback: callback.on_save(progress.step))
+        self._saved_step = state.step
+        self._each(lambda callback: callback.on_save(state.step))
 
     def _warn_of_saving(self) -> None:
         for trouble in self.writer.troubles():
@@ -558,8 +556,8 @@ class Trainer:
 
         Raises: CheckpointError, on every rank: the disk did not take the newest or the best one.
         """
-        heartbeat.beat("save", self.progress.step)
-        with self.log.spending(SAVING, self.progress.step):
+        heartbeat.beat("save", self.state.step)
+        with self.log.spending(SAVING, self.state.step):
             comm.run_on_main(self._write_the_last)
 
     def _write_the_last(self) -> None:
@@ -578,4 +576,4 @@ class Trainer:
             raise trouble
 
     def _mend_links(self) -> None:
-        self.writer.mend_links(last_step=self.progress.step, best_step=self.progress.best_step)
+        self.writer.mend_links(last_step=self.state.step, best_step=self.state.best_step)

@@ -35,7 +35,7 @@ class BatchPictures:
         folder: Path,
         class_names: tuple[str, ...],
         config: DataConfig,
-        derived: ScheduleSetup,
+        schedule: ScheduleSetup,
         put: Put = lambda name, write, size: write(),
     ) -> None:
         """
@@ -48,8 +48,8 @@ class BatchPictures:
         self._folder, self._put = folder, put
         self._class_names = class_names
         self._task = config.task
-        self._steps_per_epoch = derived.steps_per_epoch
-        epochs = math.ceil(derived.schedule_steps / derived.steps_per_epoch)
+        self._steps_per_epoch = schedule.steps_per_epoch
+        epochs = math.ceil(schedule.schedule_steps / schedule.steps_per_epoch)
         kinds = [config.augment.in_epoch(epoch, epochs) for epoch in range(epochs)]
         self._starts = [at for at in range(epochs) if at == 0 or kinds[at] != kinds[at - 1]]
         self._drawn = dict.fromkeys(self._starts, 0)

@@ -258,8 +258,8 @@ class LastEpoch:
             images: how many at most, to whole micro-batches.
         Raises: ConfigError: the batch of the training is not known (auto), or not to be had.
         """
-        derived = build_schedule_setup(config, images_of_epoch(train_set, config.data.sampling))
-        batch_size = derived.batch_size_per_card  # statistics depend on it
+        schedule = build_schedule_setup(config, images_of_epoch(train_set, config.data.sampling))
+        batch_size = schedule.batch_size_per_card  # statistics depend on it
         self._sampler = TrainSampler(
             dataset_size=len(train_set.records),
             batch_size_per_card=batch_size,
@@ -272,8 +272,8 @@ class LastEpoch:
             sizes=config.train.multi_scale or (config.model.image_size,),
             copies_N=copies(train_set, config.data.sampling, None),
         )
-        augment = config.data.augment.with_epoch_scale(derived.phase_scale)
-        epochs = math.ceil(derived.epochs * derived.epoch_scale - 1e-9)
+        augment = config.data.augment.with_epoch_scale(schedule.phase_scale)
+        epochs = math.ceil(schedule.epochs * schedule.epoch_scale - 1e-9)
         per_epoch = self._sampler.steps_per_epoch
         self._first = (epochs - 1) * per_epoch
         self.count = min(per_epoch, math.ceil(images / batch_size))
@@ -319,7 +319,7 @@ def renew_statistics(
     Raises: UserError, on every rank: an image cannot be read and data.bad_images is `error`.
         EvaluationFailed, on every rank: computing failed on some.
     """
-    norms, kept = _settled(model, same)
+    norms, kept = _batch_norms(model, same)
     tensors = [tensor for layer in norms for tensor in paddle_api.running_statistics(layer)]
     if not tensors:
         return
@@ -332,7 +332,7 @@ def renew_statistics(
         tensor.set_value(values.reshape(tensor.shape))
 
 
-def _settled(model: ImageModel, same: frozenset[str]) -> tuple[list[nn.Layer], list[nn.Layer]]:
+def _batch_norms(model: ImageModel, same: frozenset[str]) -> tuple[list[nn.Layer], list[nn.Layer]]:
     """Layers whose statistics are recomputed, and those that keep theirs."""
     keys = list(model.state_dict())
     norms: list[nn.Layer] = []

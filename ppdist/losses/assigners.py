@@ -78,7 +78,7 @@ def atss_assigner(
     inside_BMK = _inside(_rows(points_N2, anchor_BMK), boxes_BM4.unsqueeze(2))
     valid_BMK = (iou_BMK > threshold_BM1) & inside_BMK & (mask_BM.unsqueeze(2) > 0)
     anchors_BN4 = anchors_N4.unsqueeze(0).expand([batch, *anchors_N4.shape])
-    return _settle(anchor_BMK, valid_BMK, boxes_BM4, anchors_BN4)
+    return _resolve_conflicts(anchor_BMK, valid_BMK, boxes_BM4, anchors_BN4)
 
 
 @paddle.no_grad()
@@ -137,7 +137,8 @@ def task_aligned_assigner(
     anchor_BMK = paddle.concat(named, axis=1)
     reach_BMK1 = None if reach_N1 is None else _rows(reach_N1, anchor_BMK)
     near_BMK = _eligible(_rows(points_N2, anchor_BMK), boxes_BM4.unsqueeze(2), reach_BMK1)
-    slots = _settle(anchor_BMK, near_BMK & (mask_BM.unsqueeze(2) > 0), boxes_BM4, pred_BN4)
+    valid_BMK = near_BMK & (mask_BM.unsqueeze(2) > 0)
+    slots = _resolve_conflicts(anchor_BMK, valid_BMK, boxes_BM4, pred_BN4)
 
     is_positive_BS = slots.is_positive_BS
     iou_BS = aligned_iou(take_boxes(boxes_BM4, slots.box_BS), take_boxes(pred_BN4, slots.anchor_BS))
@@ -167,7 +168,7 @@ def flat_index(label_BS: Tensor, anchor_BS: Tensor, shape_BCN: list[int]) -> Ten
     return (image_B1 * classes + label_BS) * count + anchor_BS
 
 
-def _settle(
+def _resolve_conflicts(
     anchor_BMK: Tensor, valid_BMK: Tensor, boxes_BM4: Tensor, rivals_BN4: Tensor
 ) -> Assignment:
     """Gives every prediction that objects name to exactly one of them.

@@ -106,7 +106,7 @@ class Loss(nn.Layer):
         """
         raise NotImplementedError
 
-    def misfit(self, teacher: Any) -> str:
+    def teacher_mismatch(self, teacher: Any) -> str:
         """Why a teacher's outputs mean something else; "": they do not.
 
         A teacher is a detector of the same family, classes and strides. The text says what to do,

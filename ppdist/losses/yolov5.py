@@ -303,8 +303,8 @@ class YOLOv5Loss(Loss):
                 parts={name: part.detach() for name, part in parts.items()},
             )
 
-    def misfit(self, teacher: YOLOv5) -> str:
-        """See `Loss.misfit`: anchors say what a logit of a size means."""
+    def teacher_mismatch(self, teacher: YOLOv5) -> str:
+        """See `Loss.teacher_mismatch`: anchors say what a logit of a size means."""
         ours, theirs = (each.astype("float32") for each in (self.anchors_LA2, teacher.head.anchors))
         if bool(paddle.allclose(ours, theirs, rtol=1e-3)):
             return ""

@@ -30,7 +30,7 @@ from ppdist.config.model import ModelConfig, YOLOv5Config
 from ppdist.config.preprocess import NormalisationSection, ResizeSection, resize_section
 from ppdist.config.shipped import find_config, short_names
 from ppdist.models.base import ImageModel
-from ppdist.models.unpickle import Made, mapping, read_torch_content, shown
+from ppdist.models.unpickle import PickledObject, mapping, read_torch_content, shown
 from ppdist.models.weights import (
     checked_file,
     checkpoint_of,
@@ -351,12 +351,12 @@ def _of_torch(content: object) -> ModelCard | None:
     """Card of a pickled model; None: a state dict says nothing."""
     saved = mapping(content) or {}
     for each in (saved.get("ema"), saved.get("model"), content):
-        if isinstance(each, Made) and each.maker.module.startswith(_ULTRALYTICS):
+        if isinstance(each, PickledObject) and each.maker.module.startswith(_ULTRALYTICS):
             return _of_ultralytics(each, saved)
     return None
 
 
-def _of_ultralytics(model: Made, saved: Mapping[str, object]) -> ModelCard:
+def _of_ultralytics(model: PickledObject, saved: Mapping[str, object]) -> ModelCard:
     state = mapping(model.state) or {}
     names = _names(state.get("names"))
     section = None
@@ -377,7 +377,7 @@ def _of_ultralytics(model: Made, saved: Mapping[str, object]) -> ModelCard:
 
 def _names(value: object) -> tuple[str, ...]:
     """Class names of a list or dict; (): neither."""
-    if isinstance(value, Made):
+    if isinstance(value, PickledObject):
         value = [name for _, name in sorted((k, v) for k, v in value.items if type(k) is int)]
     if not isinstance(value, list) or len(value) > _MOST_CLASSES:
         return ()
@@ -398,7 +398,7 @@ def _yolov5(rows: Mapping[str, Any], named: int, opt: object) -> YOLOv5Config | 
     if kind != "Detect" or levels not in (3, 4) or not numbers or type(count) is not int:
         return None
     suffix, side, step = ("6", 1280, 64) if levels == 4 else ("", 640, 32)
-    settings = mapping(opt) or mapping(opt.state if isinstance(opt, Made) else None) or {}
+    settings = mapping(opt) or mapping(opt.state if isinstance(opt, PickledObject) else None) or {}
     given = settings.get("imgsz", settings.get("img_size"))
     given = given[0] if isinstance(given, list) and given else given
     if type(given) is int and 0 < given <= 8192:

@@ -2,7 +2,7 @@
 
 A pickle is a program for a small stack machine.  The usual reader runs it; this one only writes
 down what the program would make: nothing the file names is imported, called or given attributes.
-`np.zeros(3)` comes out as `Made(Name("numpy", "zeros"), (3,))`, and `read_pdparams` and
+`np.zeros(3)` comes out as `PickledObject(Name("numpy", "zeros"), (3,))`, and `read_pdparams` and
 `read_torch`, which know what an array looks like there, take it apart.  So there is no list of
 forbidden names that could have a gap: no name leads anywhere.  A file that asks for a call no
 weight file needs is refused all the same, so that its owner hears of it.
@@ -72,7 +72,7 @@ class Reference(NamedTuple):
 
 
 @dataclass(eq=False, slots=True)
-class Made:
+class PickledObject:
     """A dict, set, or object that the file describes.
 
     Equal to itself alone.
@@ -137,7 +137,7 @@ def read_pickle(stream: BytesIO, path: Path) -> object:
 
 def mapping(value: object) -> dict[str, object] | None:
     """A dict, or what has entries as one, with those under text keys; None for anything else."""
-    if not isinstance(value, Made) or not (value.maker in _MAPPINGS or value.items):
+    if not isinstance(value, PickledObject) or not (value.maker in _MAPPINGS or value.items):
         return None
     pairs = [tuple(pair) for pair in _pairs_of_python2(value) if len(pair) == 2] + value.items
     return {key: item for key, item in pairs if isinstance(key, str)}
@@ -145,17 +145,19 @@ def mapping(value: object) -> dict[str, object] | None:
 
 def entry_count(value: object) -> int:
     """How many entries `mapping` goes through."""
-    return len(value.items) + len(_pairs_of_python2(value)) if isinstance(value, Made) else 0
+    return (
+        len(value.items) + len(_pairs_of_python2(value)) if isinstance(value, PickledObject) else 0
+    )
 
 
-def _pairs_of_python2(value: Made) -> list[Any]:
+def _pairs_of_python2(value: PickledObject) -> list[Any]:
     args = value.args if value.maker in _MAPPINGS and isinstance(value.args, tuple) else ()
     return args[0] if args and isinstance(args[0], list) else []
 
 
 def describe(value: object) -> str:
     """What a value is, for messages; short whatever the file says."""
-    if isinstance(value, Made):
+    if isinstance(value, PickledObject):
         return str(value.maker)
     return str(value) if isinstance(value, Name) else type(value).__name__
 
@@ -235,16 +237,16 @@ class _Machine:
         self._stack.append(self._pop_to_mark())
 
     def make_empty_dict(self, _: object) -> None:
-        self._stack.append(Made(_DICT))
+        self._stack.append(PickledObject(_DICT))
 
     def make_dict(self, _: object) -> None:
-        self._stack.append(Made(_DICT, items=_pairs(self._pop_to_mark())))
+        self._stack.append(PickledObject(_DICT, items=_pairs(self._pop_to_mark())))
 
     def make_empty_set(self, _: object) -> None:
-        self._stack.append(Made(_SET))
+        self._stack.append(PickledObject(_SET))
 
     def make_frozen_set(self, _: object) -> None:
-        self._stack.append(Made(_SET, args=(self._pop_to_mark(),)))
+        self._stack.append(PickledObject(_SET, args=(self._pop_to_mark(),)))
 
     def make_tuple(self, _: object) -> None:
         self._stack.append(tuple(self._pop_to_mark()))
@@ -271,7 +273,7 @@ class _Machine:
         target = self._stack[-1]
         if isinstance(target, list):
             target.extend(values)
-        elif not isinstance(target, Made):
+        elif not isinstance(target, PickledObject):
             raise ValueError(f"entries for {describe(target)}")
 
     def set_item(self, _: object) -> None:
@@ -286,10 +288,10 @@ class _Machine:
         state = self._pop()
         self._target().state = state
 
-    def _target(self) -> Made:
+    def _target(self) -> PickledObject:
         """Only what the file made itself can be changed, never a name it mentions."""
         target = self._stack[-1]
-        if not isinstance(target, Made):
+        if not isinstance(target, PickledObject):
             raise ValueError(f"items or state for {describe(target)}")
         return target
 
@@ -322,7 +324,7 @@ class _Machine:
         # An instance of any class, as yet without its state: how modules are stored.
         if not isinstance(maker, Name):
             raise ValueError(f"an object of {describe(maker)}")
-        self._stack.append(Made(maker, args))
+        self._stack.append(PickledObject(maker, args))
 
     def reduce(self, _: object) -> None:
         args, maker = self._pop(), self._pop()
@@ -348,7 +350,7 @@ class _Machine:
             )
         if maker in _RECONSTRUCTORS and isinstance(args[0], Name):  # objects in protocols 0 and 1
             maker, args = args[0], ()
-        self._stack.append(Made(maker, args))
+        self._stack.append(PickledObject(maker, args))
 
 
 def _pairs(values: list[Any]) -> list[tuple[object, object]]:
@@ -403,7 +405,7 @@ WRAPPERS = (
 _NESTED = 2  # wrappers in wrappers, as in {"ema": {"module": ...}}
 
 # What a dict, or an object such as a model, holds directly: keys and described tensors.
-_WeightsIn = Callable[[Made], list[tuple[str, object]]]
+_WeightsIn = Callable[[PickledObject], list[tuple[str, object]]]
 
 
 def find_weights(content: object, path: Path, weights_in: _WeightsIn) -> list[tuple[str, object]]:
@@ -429,7 +431,7 @@ def find_weights(content: object, path: Path, weights_in: _WeightsIn) -> list[tu
 
 
 def _search(content: object, weights_in: _WeightsIn, nested: int) -> list[tuple[str, object]]:
-    if not isinstance(content, Made) or entry_count(content) > MAX_ENTRIES:
+    if not isinstance(content, PickledObject) or entry_count(content) > MAX_ENTRIES:
         return []
     inside = mapping(content)
     own = weights_in(content)
@@ -464,27 +466,27 @@ def read_pdparams(path: Path) -> dict[str, np.ndarray]:
     """
     content = read_pickle(BytesIO(read_file(path, MAX_BYTES)), path)
     found = find_weights(content, path, _paddle_arrays)
-    return {key: _array(value) for key, value in found if isinstance(value, Made)}
+    return {key: _array(value) for key, value in found if isinstance(value, PickledObject)}
 
 
-def _paddle_arrays(value: Made) -> list[tuple[str, object]]:
+def _paddle_arrays(value: PickledObject) -> list[tuple[str, object]]:
     entries = [(key, _unnamed(entry)) for key, entry in (mapping(value) or {}).items()]
     return [
         (key, entry)
         for key, entry in entries
-        if isinstance(entry, Made) and entry.maker in _RECONSTRUCT | _FROM_BUFFER
+        if isinstance(entry, PickledObject) and entry.maker in _RECONSTRUCT | _FROM_BUFFER
     ]
 
 
 def _unnamed(value: object) -> object:
     """The array of a tensor that paddle.save met inside another dict: `tuple((name, array))`."""
-    if isinstance(value, Made) and value.maker in _TUPLES and len(value.args) == 1:
+    if isinstance(value, PickledObject) and value.maker in _TUPLES and len(value.args) == 1:
         pair = value.args[0]
         return pair[1] if isinstance(pair, tuple) and len(pair) == 2 else value
     return value
 
 
-def _array(made: Made) -> np.ndarray:
+def _array(made: PickledObject) -> np.ndarray:
     """The array as numpy's own __setstate__ or _frombuffer would build it, sizes checked first."""
     if made.maker in _FROM_BUFFER:
         raw, dtype, shape, order = made.args
@@ -503,7 +505,7 @@ def _array(made: Made) -> np.ndarray:
 
 
 def _dtype(value: object) -> np.dtype:
-    if isinstance(value, Made) and value.maker == _DTYPE:
+    if isinstance(value, PickledObject) and value.maker == _DTYPE:
         code, order = value.args[0], value.state[1]
         if code in _TYPES and order in tuple("<>|="):
             return np.dtype(f"{order}{code}")
@@ -514,7 +516,7 @@ def _dtype(value: object) -> np.dtype:
 
 def _bytes(value: object) -> bytes | bytearray:
     """Bytes, which protocol 2 of Python 3 and all of Python 2 keep in text of one byte a letter."""
-    if isinstance(value, Made) and value.maker == _ENCODE:
+    if isinstance(value, PickledObject) and value.maker == _ENCODE:
         value = value.args[0]
     if isinstance(value, str):
         return value.encode("latin-1")
@@ -705,7 +707,7 @@ def _torch_arrays(path: Path, content: object, fetch: _Fetch) -> dict[str, np.nd
     return {key: tensors.array(shown(key), value) for key, value in found}
 
 
-def _torch_tensors(value: Made, path: Path) -> list[tuple[str, object]]:
+def _torch_tensors(value: PickledObject, path: Path) -> list[tuple[str, object]]:
     """Key and described tensor of a state dict or a model; nothing of anything else."""
     entries = mapping(value)
     if entries is None and not _is_tensor(value):
@@ -714,12 +716,12 @@ def _torch_tensors(value: Made, path: Path) -> list[tuple[str, object]]:
 
 
 def _is_tensor(value: object) -> bool:
-    return isinstance(value, Made) and value.maker in (
+    return isinstance(value, PickledObject) and value.maker in (
         *_TENSORS, *_PARAMETERS, _SUBCLASS, _NEWER,
     )  # fmt: skip
 
 
-def _walk(model: Made, path: Path) -> list[tuple[str, object]]:
+def _walk(model: PickledObject, path: Path) -> list[tuple[str, object]]:
     """Parameters and buffers of a pickled model, in the order of torch's `state_dict()`.
 
     Whatever its classes are called, a module keeps its parts in `_parameters`, `_buffers` and
@@ -740,7 +742,7 @@ def _walk(model: Made, path: Path) -> list[tuple[str, object]]:
             for entries in (mapping(group) or {} for group in groups)
         )
         found += [pair for pairs in tensors for pair in pairs if pair[1] is not None]
-        inner = [(f"{name}.", part) for name, part in children if isinstance(part, Made)]
+        inner = [(f"{name}.", part) for name, part in children if isinstance(part, PickledObject)]
         pending += reversed(inner)
         modules += len(inner)
         if modules + len(found) > MAX_ENTRIES or len(prefix) > MAX_KEY_LENGTH:
@@ -764,16 +766,16 @@ class _Tensors:
 
     def array(self, key: str, value: object) -> np.ndarray:
         """Raises: WeightsError: `value` is no tensor, or reaches beyond its storage."""
-        if isinstance(value, Made) and value.maker in _PARAMETERS:
+        if isinstance(value, PickledObject) and value.maker in _PARAMETERS:
             value = value.args[0]
-        if isinstance(value, Made) and value.maker == _SUBCLASS:
+        if isinstance(value, PickledObject) and value.maker == _SUBCLASS:
             maker, _, args = value.args[:3]
-            value = Made(maker, args) if isinstance(maker, Name) else None
-        if isinstance(value, Made) and value.maker == _NEWER:
+            value = PickledObject(maker, args) if isinstance(maker, Name) else None
+        if isinstance(value, PickledObject) and value.maker == _NEWER:
             raise NotSupportedError(
                 f"{key}: numbers of type {describe(value.args[6])} are not supported"
             )
-        if not isinstance(value, Made) or value.maker not in _TENSORS:
+        if not isinstance(value, PickledObject) or value.maker not in _TENSORS:
             raise WeightsError(
                 f"expected a tensor, found {describe(value)}",
                 code="weights_not_arrays",

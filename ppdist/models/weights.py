@@ -580,7 +580,7 @@ def load_weights(
         for key in by_name.keys:
             matched[key] = by_name.reordered(as_numbers(matched[key]), state[key].numpy())
     fresh, reason = _fresh(model, matched, shapes)
-    _refuse_misfits(path, matched, shapes, fresh)
+    _require_shapes(path, matched, shapes, fresh)
     loaded = {
         key: _converted(path, key, value, str(state[key].dtype).removeprefix("paddle."))
         for key, value in matched.items()
@@ -721,15 +721,15 @@ def _init_missing_parts(
 ) -> tuple[str, ...]:
     """Starts parts that the file lacks as copies of others."""
     said = []
-    for part, twin in model.init_from:
+    for part, source in model.init_from:
         own = [key for key in shapes if key.startswith(part)]
-        pairs = {key: twin + key.removeprefix(part) for key in own}
+        pairs = {key: source + key.removeprefix(part) for key in own}
         if any(key in matched for key in own) or not any(
             each in matched for each in pairs.values()
         ):
             continue
         matched |= {key: matched[each] for key, each in pairs.items() if each in matched}
-        said.append(f"the file lacks {part[:-1]}, which starts as a copy of its {twin[:-1]}")
+        said.append(f"the file lacks {part[:-1]}, which starts as a copy of its {source[:-1]}")
     return tuple(said)
 
 
@@ -873,7 +873,7 @@ def _class_reason(
     )
 
 
-def _refuse_misfits(
+def _require_shapes(
     path: Path,
     matched: Mapping[str, np.ndarray],
     shapes: Mapping[str, tuple[int, ...]],

@@ -41,7 +41,7 @@ from ppdist.data.datasets.synthetic import make_shapes
 from ppdist.data.types import Arrays, Batch, DetectionSet
 from ppdist.distributed import comm, device, heartbeat, paddle_api
 from ppdist.distributed.store import free_ports
-from ppdist.engine.build import build_feed, build_model, build_schedule_setup, loss_of
+from ppdist.engine.build import build_batch_source, build_model, build_schedule_setup, loss_of
 from ppdist.engine.data import images_of_epoch, read_sets
 from ppdist.engine.train_step import add_up, normalise_losses, whole
 from ppdist.losses.nms import multiclass_nms
@@ -333,15 +333,15 @@ def card_against_cpu(proof: Proof) -> Found:
     if not device.on_accelerator():
         return Found(not_run="this is the CPU: there is no card to be compared with it")
     alone = config.model_copy(update={"data": config.data.model_copy(update={"workers": 0})})
-    derived = build_schedule_setup(alone, images_of_epoch(images, alone.data.sampling))
+    schedule = build_schedule_setup(alone, images_of_epoch(images, alone.data.sampling))
 
     def work() -> Found:
-        batch = next(build_feed(alone, images, derived).batches(0, None))
+        batch = next(build_batch_source(alone, images, schedule).batches(0, None))
         arrays = {name: getattr(batch, name)[:_IMAGES_OF_BATCH].numpy() for name in Arrays._fields}
         weights = {key: each.numpy() for key, each in build_model(config).state_dict().items()}
         take = partial(
             losses_and_gradients, config, weights, arrays,
-            derived.steps_per_written_epoch, derived.reference_batch,
+            schedule.steps_per_written_epoch, schedule.reference_batch,
         )  # fmt: skip
         with paddle_api.whole_float32():
             card = take()

@@ -316,29 +316,29 @@ def train_steps(
             config, output_dir=Path(folder), evaluate=False, command=["verify"]
         )
         experiment.log.close()
-    trainer, derived = experiment.trainer, experiment.trainer.derived
+    trainer, schedule = experiment.trainer, experiment.trainer.schedule
     step = trainer.train_step
     turns = None
     if config.train.sync_bn:
-        trainer.feed.stands_for = stands_for
+        trainer.batch_source.stands_for = stands_for
     else:
         turns = StatisticsInTurn(step.model, stands_for)
     if rounding is not None and config.train.sync_bn:
         # Of the two programs that compute batch norm the other one: what they round differently in
         # every layer becomes more than what a few roundings of the weights become.
         take_sync_batch_norm(step.model)
-    count = min(steps, derived.total_steps)
+    count = min(steps, schedule.total_steps)
     parameters = {k: v for k, v in step.model.named_parameters() if not v.stop_gradient}
     weights = before = _weights(step)
-    average = Average(weights, derived.ema_decay)
+    average = Average(weights, schedule.ema_decay)
     sketches, averages = [_sketches(step, weights)], []
-    batches, results = trainer.feed.batches(0, None), []
+    batches, results = trainer.batch_source.batches(0, None), []
     for number in range(count):
         if rounding is not None:
             rounding.move(parameters, before, number)
             before = {key: _array(value) for key, value in parameters.items()}
-        rates = derived.schedule.rates(number)
-        results.append(step(batches, derived.accumulate_steps, number, rates, False, Clock()))
+        rates = schedule.lr_scheduler.rates(number)
+        results.append(step(batches, schedule.accumulate_steps, number, rates, False, Clock()))
         if turns is not None:
             turns.end_step(results[-1].applied)
         weights = _weights(step)

@@ -48,7 +48,7 @@ def golden_losses(detector: str, folder: Path) -> dict[str, list[float]]:
     init_cpu()
     config = golden_config(detector, folder)
     train_step, _ = build_step(config, frozen=False)
-    schedule = build_schedule_setup(config, DATASET).schedule
+    schedule = build_schedule_setup(config, DATASET).lr_scheduler
     losses: dict[str, list[float]] = {}
     for step in range(STEPS):
         batches = iter([fixed_batch(step, 0, IMAGES)])

@@ -64,12 +64,12 @@ def test_every_recipe_builds_for_any_number_of_cards(monkeypatch, world):
         if (config.train.total_batch or math.inf) < world * config.train.images_per_card:
             continue  # a recipe for fewer cards
         size = IMAGES.get(Path(config.data.root).name, 205)
-        derived = build_schedule_setup(config, size)
-        assert derived.total_steps > 0, path
-        assert 0 < derived.schedule.peak_lr < 0.2, path
-        assert derived.schedule.warmup_steps <= derived.schedule_steps // 2, path
-        for step in (0, derived.total_steps // 2, derived.total_steps - 1):
-            assert 0 < derived.schedule(step) <= derived.schedule.peak_lr, path
+        schedule = build_schedule_setup(config, size)
+        assert schedule.total_steps > 0, path
+        assert 0 < schedule.lr_scheduler.peak_lr < 0.2, path
+        assert schedule.lr_scheduler.warmup_steps <= schedule.schedule_steps // 2, path
+        for step in (0, schedule.total_steps // 2, schedule.total_steps - 1):
+            assert 0 < schedule.lr_scheduler(step) <= schedule.lr_scheduler.peak_lr, path
 
 
 @pytest.mark.parametrize(
@@ -84,9 +84,9 @@ def test_every_recipe_builds_for_any_number_of_cards(monkeypatch, world):
 def test_one_and_eight_cards_make_the_same_steps(monkeypatch, recipe, world, expected):
     monkeypatch.setattr(comm, "world_size", lambda: world)
     config = load_config(CONFIGS / "examples" / f"coco_{recipe}.yml")
-    derived = build_schedule_setup(config, IMAGES["coco"])
-    epochs = derived.total_steps / derived.steps_per_epoch
-    found = derived.total_batch, derived.accumulate_steps, derived.schedule.peak_lr, epochs
+    schedule = build_schedule_setup(config, IMAGES["coco"])
+    epochs = schedule.total_steps / schedule.steps_per_epoch
+    found = schedule.total_batch, schedule.accumulate_steps, schedule.lr_scheduler.peak_lr, epochs
     assert found == pytest.approx(expected)
 
 
@@ -98,9 +98,9 @@ def test_four_hosts_lengthen_warm_up_and_epochs(monkeypatch):
         found[world] = build_schedule_setup(config, IMAGES["coco"])
     one, four = found[8], found[32]
     assert (one.total_batch, four.total_batch) == (64, 256)
-    assert 2 < four.schedule.peak_lr / one.schedule.peak_lr < 4
+    assert 2 < four.lr_scheduler.peak_lr / one.lr_scheduler.peak_lr < 4
     assert one.epoch_scale == 1.0 and 1.0 < four.epoch_scale < 1.2
-    images = [each.schedule.warmup_steps * each.total_batch for each in (one, four)]
+    images = [each.lr_scheduler.warmup_steps * each.total_batch for each in (one, four)]
     assert images[1] >= images[0] * 0.99
 
 
@@ -126,10 +126,10 @@ def test_other_run_length_keeps_template_shape():
     file = CONFIGS / "examples" / "my_data.yml"
     shares = []
     for epochs in (60, 12, 300):
-        derived = build_schedule_setup(load_config(file, [f"train.epochs={epochs}"]), 4000)
-        static = 20 * derived.steps_per_written_epoch
-        steps = derived.schedule.warmup_steps, static
-        shares.append([each / derived.schedule_steps for each in steps])
+        schedule = build_schedule_setup(load_config(file, [f"train.epochs={epochs}"]), 4000)
+        static = 20 * schedule.steps_per_written_epoch
+        steps = schedule.lr_scheduler.warmup_steps, static
+        shares.append([each / schedule.schedule_steps for each in steps])
     for other in shares[1:]:
         assert other == pytest.approx(shares[0], rel=0.01)
 

@@ -353,7 +353,7 @@ def best_possible_recall(wh_N2: np.ndarray, anchors_LA2: np.ndarray, threshold: 
     """
     if not len(wh_N2):
         return 1.0
-    return float((_misfit(np.log(wh_N2), _logs(anchors_LA2)) < np.log(threshold)).mean())
+    return float((_log_ratio(np.log(wh_N2), _logs(anchors_LA2)) < np.log(threshold)).mean())
 
 
 def fitness(wh_N2: np.ndarray, anchors_LA2: np.ndarray, threshold: float) -> float:
@@ -445,7 +445,7 @@ def _logs(anchors_LA2: np.ndarray) -> np.ndarray:
     return np.log(anchors_LA2.reshape(-1, 2).astype(np.float32))
 
 
-def _misfit(logs_N2: np.ndarray, anchors_K2: np.ndarray) -> np.ndarray:
+def _log_ratio(logs_N2: np.ndarray, anchors_K2: np.ndarray) -> np.ndarray:
     """Log of the worse of two ratios to the best anchor, [N].
 
     Both arguments are in logarithms.
@@ -458,8 +458,8 @@ def _misfit(logs_N2: np.ndarray, anchors_K2: np.ndarray) -> np.ndarray:
 
 
 def _fitness(logs_N2: np.ndarray, anchors_K2: np.ndarray, threshold: float) -> float:
-    misfit_N = _misfit(logs_N2, anchors_K2)
-    return float((np.exp(-misfit_N) * (misfit_N < np.log(threshold))).mean(dtype=np.float64))
+    ratio_N = _log_ratio(logs_N2, anchors_K2)
+    return float((np.exp(-ratio_N) * (ratio_N < np.log(threshold))).mean(dtype=np.float64))
 
 
 def _k_means(logs_N2: np.ndarray, count: int, rng: np.random.Generator) -> np.ndarray:

@@ -987,11 +987,11 @@ class Encodings:
         return (fitting[0][1], fitting[0][0]) if found and fitting else None
 
 
-def unread_twin(path: str | Path) -> str:
+def unread_image(path: str | Path) -> str:
     """File with an absent image's name but an unsupported suffix; else ""."""
     stem = os.path.splitext(path)[0]
-    twins = (stem + each for suffix in UNREAD_SUFFIXES for each in (suffix, suffix.upper()))
-    return next(filter(os.path.isfile, twins), "")
+    files = (stem + each for suffix in UNREAD_SUFFIXES for each in (suffix, suffix.upper()))
+    return next(filter(os.path.isfile, files), "")
 
 
 MOST_TEXT = 1 << 34  # 16 GiB; the JSON of two million images has six

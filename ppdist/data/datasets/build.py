@@ -29,7 +29,7 @@ from ppdist.data.datasets.annotations import (
     listed,
     look_anew,
     to_detection_set,
-    unread_twin,
+    unread_image,
 )
 from ppdist.data.datasets.coco import (
     OWN_CLASSES,
@@ -114,7 +114,7 @@ def _kept_or_read(
     limit = None if whole else _section(config, split).limit
 
     def read() -> Read:
-        found = _settled(config, split, masks, whole)
+        found = _read_split(config, split, masks, whole)
         return found._replace(dataset=limited(found.dataset, limit, f"data.{split}.limit"))
 
     fields = {"format", "train", "val", "test", "val_fraction", "class_names", "bad_boxes"}
@@ -218,7 +218,7 @@ def _section(config: DataConfig, split: Split) -> SplitConfig:
     return section
 
 
-def _settled(config: DataConfig, split: Split, masks: bool, whole: bool) -> Read:
+def _read_split(config: DataConfig, split: Split, masks: bool, whole: bool) -> Read:
     strictly = Strictly()
     look_anew()
     if config.task == "classify":
@@ -515,8 +515,8 @@ def check_files(dataset: DetectionSet) -> None:
                 absent.add(f"{folder}/{name}")
     if absent:
         first = [path for path in paths if path in absent][:3]
-        twin = unread_twin(first[0])
-        hint = f" (there is {os.path.basename(twin)}, a kind that is not read)" if twin else ""
+        unread = unread_image(first[0])
+        hint = f" (there is {os.path.basename(unread)}, a kind that is not read)" if unread else ""
         raise DataError(
             f"{len(absent)} of {len(dataset.records)} images do not exist, first "
             f"{', '.join(first)}{hint}",

@@ -249,14 +249,14 @@ def whole_copies(copies_N: np.ndarray, offset: float) -> np.ndarray:
     Source: Madow 1949, Ann. Math. Statist. 20(3): systematic sampling.
     """
     floor_N = np.floor(copies_N)
-    fraction_N = _settled(copies_N - floor_N, epoch_size(copies_N) - int(floor_N.sum()))
+    fraction_N = _with_sum(copies_N - floor_N, epoch_size(copies_N) - int(floor_N.sum()))
     # In whole numbers: what is lost in adding must not give a turn to an image without a fraction.
     end_N = np.rint(np.cumsum(fraction_N) * _UNIT).astype(np.int64)
     turns_N = -((int(offset * _UNIT) - end_N) // _UNIT)
     return floor_N.astype(np.int64) + np.diff(turns_N, prepend=0)
 
 
-def _settled(fraction_N: np.ndarray, wanted: int) -> np.ndarray:
+def _with_sum(fraction_N: np.ndarray, wanted: int) -> np.ndarray:
     """Fractions whose sum is made exactly `wanted`.
 
     `wanted` is their own sum, rounded up or down.  What is 0 stays 0, so that an image that is to

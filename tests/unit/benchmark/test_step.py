@@ -54,8 +54,10 @@ def test_a_step_is_timed_without_a_pause(monkeypatch):
 
     done = SimpleNamespace(losses={"loss": 1.0}, images=4, applied=True)
     trainer = SimpleNamespace(
-        derived=SimpleNamespace(
-            schedule=SimpleNamespace(rates=lambda number: None), accumulate_steps=1, total_steps=9
+        schedule=SimpleNamespace(
+            lr_scheduler=SimpleNamespace(rates=lambda number: None),
+            accumulate_steps=1,
+            total_steps=9,
         ),
         train_step=lambda *_: passes(3.0, done),
     )
@@ -67,7 +69,7 @@ def test_a_step_is_timed_without_a_pause(monkeypatch):
 
 
 def test_more_steps_than_the_run_has_begin_anew():
-    feed = SimpleNamespace(batches=lambda first, scores: iter(["a", "b"]))
+    batch_source = SimpleNamespace(batches=lambda first, scores: iter(["a", "b"]))
     done = SimpleNamespace(losses={"loss": 1.0}, images=4, applied=True)
     seen = []
 
@@ -75,10 +77,10 @@ def test_more_steps_than_the_run_has_begin_anew():
         seen.append((next(batches), number))
         return done
 
-    schedule = SimpleNamespace(rates=lambda number: None)
-    derived = SimpleNamespace(schedule=schedule, accumulate_steps=1, total_steps=2)
-    trainer = SimpleNamespace(derived=derived, train_step=train_step)
-    variant = _Variant("a", trainer, _endless(feed))
+    rates = SimpleNamespace(rates=lambda number: None)
+    schedule = SimpleNamespace(lr_scheduler=rates, accumulate_steps=1, total_steps=2)
+    trainer = SimpleNamespace(schedule=schedule, train_step=train_step)
+    variant = _Variant("a", trainer, _endless(batch_source))
     for _ in range(5):
         variant.step()
     assert seen == [("a", 0), ("b", 1), ("a", 0), ("b", 1), ("a", 0)]

@@ -53,8 +53,8 @@ def losses(output):
 def test_auto_batch_is_trained_and_kept_on_resume(shapes, tmp_path, monkeypatch):
     small = ("train.auto_batch_most=3", "train.max_steps=4")
     first = train(shapes, tmp_path / "whole", *small)
-    assert first.trainer.derived.batch_size_per_card == 3
-    assert first.trainer.derived.total_batch == 3
+    assert first.trainer.schedule.batch_size_per_card == 3
+    assert first.trainer.schedule.total_batch == 3
     assert settled(tmp_path / "whole")["batch_size_per_card"] == 3
     text = (tmp_path / "whole" / "train.log").read_text()
     assert "train.batch_size_per_card: auto is 3: of rank 0 (host " in text
@@ -67,7 +67,7 @@ def test_auto_batch_is_trained_and_kept_on_resume(shapes, tmp_path, monkeypatch)
     number = "train.batch_size_per_card=3"
     train(shapes, tmp_path / "parts", number, "train.max_steps=2")
     again = train(shapes, tmp_path / "parts", "train.max_steps=4", resume=True)
-    assert again.trainer.derived.batch_size_per_card == 3
+    assert again.trainer.schedule.batch_size_per_card == 3
     assert losses(tmp_path / "parts") == losses(tmp_path / "whole")
     text = (tmp_path / "parts" / "train.log").read_text()
     assert "train.batch_size_per_card: auto is 3, as in the checkpoint" in text
@@ -102,8 +102,8 @@ def under_limits(argument):
         found = train(argument["shapes"], argument["output"], *argument["overrides"])
     except UserError as error:
         return f"{error}"
-    derived = found.trainer.derived
-    return [derived.batch_size_per_card, derived.accumulate_steps, derived.total_batch]
+    schedule = found.trainer.schedule
+    return [schedule.batch_size_per_card, schedule.accumulate_steps, schedule.total_batch]
 
 
 def on_two(shapes, output, megabytes, *overrides):

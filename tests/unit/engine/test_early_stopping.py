@@ -136,7 +136,7 @@ def trained(data, output, *overrides, resume=None, before=lambda trainer: None, 
     inner = trainer.evaluator.evaluate
 
     def evaluate(*arguments):
-        epochs = trainer.progress.step / trainer.derived.steps_per_epoch
+        epochs = trainer.state.step / trainer.schedule.steps_per_epoch
         return {**inner(*arguments), "mAP": SCORES[epochs]}
 
     trainer.evaluator.evaluate = evaluate
@@ -146,27 +146,27 @@ def trained(data, output, *overrides, resume=None, before=lambda trainer: None, 
 
 
 def ask_to_stop(trainer, step):
-    inner = trainer.feed.batches
+    inner = trainer.batch_source.batches
 
     def batches(first, scores):
         for number, batch in enumerate(inner(first, scores), start=first):
-            trainer.progress.stop |= number == step and comm.rank() == 1
+            trainer.state.stop |= number == step and comm.rank() == 1
             yield batch
 
-    trainer.feed.batches = batches
+    trainer.batch_source.batches = batches
 
 
 def two_ranks(argument):
     data, folder = Path(argument["data"]), Path(argument["folder"])
     slow = FaultInjector(parse_faults(f"slow={SLOW}@rank1:step1"))
     whole, trainer = trained(data, folder / "whole", callbacks=[slow])
-    found = [[whole, asdict(trainer.progress.early_stopping)]]
+    found = [[whole, asdict(trainer.state.early_stopping)]]
     stopped, _ = trained(data, folder / "resumed", before=lambda each: ask_to_stop(each, 10))
     ended, trainer = trained(data, folder / "resumed", resume=folder / "resumed")
-    found.append([ended, asdict(trainer.progress.early_stopping)])
+    found.append([ended, asdict(trainer.state.early_stopping)])
     assert len(trainer.evaluator.pictures) == 2 * comm.is_main(), "rank 0 alone draws its share"
     again, trainer = trained(data, folder / "resumed", resume=folder / "resumed")
-    return [*found, [stopped, again, trainer.progress.step]]
+    return [*found, [stopped, again, trainer.state.step]]
 
 
 def lines_of(folder):
@@ -209,10 +209,10 @@ def test_two_ranks_stop_early_alike_resumed_or_not(shapes, tmp_path):
 @pytest.mark.slow
 def test_more_patience_on_resume_goes_on(shapes, tmp_path):
     epochs_of_one_step = ("train.batch_size_per_card=10", "log.images=0")
-    assert trained(shapes, tmp_path, *epochs_of_one_step)[1].progress.step == 6
+    assert trained(shapes, tmp_path, *epochs_of_one_step)[1].state.step == 6
     more = (*epochs_of_one_step, "early_stopping.patience=3", "train.max_steps=7")
     code, trainer = trained(shapes, tmp_path, *more, resume=tmp_path)
-    assert (code, trainer.progress.step, trainer.progress.best_step) == (0, 7, 7)
+    assert (code, trainer.state.step, trainer.state.best_step) == (0, 7, 7)
     assert lines_of(tmp_path)[-1]["finished"] == "total"
 
 
@@ -221,14 +221,14 @@ def test_early_stopping_restarts_after_gap(shapes, tmp_path):
     def goes_on(before, *overrides):
         overrides = ("train.batch_size_per_card=8", *overrides)
         _, trainer = trained(shapes, tmp_path / "other", *overrides, resume=tmp_path / before)
-        return trainer.progress, (tmp_path / "other" / "train.log").read_text()
+        return trainer.state, (tmp_path / "other" / "train.log").read_text()
 
     trained(shapes, tmp_path / "run", "train.batch_size_per_card=8")
-    progress, text = goes_on("run", "early_stopping=null", "train.max_steps=13")
-    assert (progress.step, progress.best_step) == (13, BEST)
+    state, text = goes_on("run", "early_stopping=null", "train.max_steps=13")
+    assert (state.step, state.best_step) == (13, BEST)
     assert "best: " not in text, "the best was not left there"
-    progress, text = goes_on("other", "train.max_steps=14")
-    assert (progress.step, progress.early_stopping.in_vain) == (14, 0)
+    state, text = goes_on("other", "train.max_steps=14")
+    assert (state.step, state.early_stopping.in_vain) == (14, 0)
     assert f"best: {tmp_path / 'other' / 'checkpoints' / 'best'}, step 14, mAP 0.9000" in text
 
 

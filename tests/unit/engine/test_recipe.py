@@ -61,7 +61,7 @@ def test_every_short_name_fits(model):
 def test_warmup_never_eats_the_run(model, images, epochs):
     config = fitted(model, images, epochs=epochs).config
     setup = build_schedule_setup(config, images)
-    assert setup.schedule.warmup_steps <= max(1, 0.11 * setup.total_steps)
+    assert setup.lr_scheduler.warmup_steps <= max(1, 0.11 * setup.total_steps)
 
 
 @pytest.mark.parametrize(

@@ -53,7 +53,7 @@ def at_step(trainer, number, action, times=1):
     inner, done = trainer._step, []
 
     def step(*arguments):
-        if trainer.progress.step == number and len(done) < times:
+        if trainer.state.step == number and len(done) < times:
             done.append(True)
             action()
         return inner(*arguments)
@@ -133,8 +133,8 @@ def two_ranks(argument):
         ours = np.concatenate([p.numpy().ravel() for p in trainer.train_step.model.parameters()])
         found[name] = [
             float(ours.sum(dtype="float64")),
-            trainer.feed.parts,
-            trainer.progress.rollbacks,
+            trainer.batch_source.parts,
+            trainer.state.rollbacks,
         ]
 
     run("whole")
@@ -163,7 +163,7 @@ def break_evaluations(trainer):
     inner = trainer.evaluator.measure
 
     def measure(found):
-        assert trainer.progress.step != 4
+        assert trainer.state.step != 4
         return inner(found)
 
     trainer.evaluator.measure = measure
@@ -303,7 +303,7 @@ def test_run_stopped_amid_bad_steps_resumes_equal(shapes, tmp_path):
     alone(shapes, tmp_path / "killed", short, before=bad, resume=True)
     assert_same_checkpoint(tmp_path / "whole", tmp_path / "killed")
     trainer = alone(shapes, tmp_path / "stopped", short, before=stopped)
-    assert (trainer.progress.step, trainer.progress.rollbacks) == (4, 1)  # not before it was back
+    assert (trainer.state.step, trainer.state.rollbacks) == (4, 1)  # not before it was back
     alone(shapes, tmp_path / "stopped", short, resume=True)
     assert_same_checkpoint(tmp_path / "whole", tmp_path / "stopped")
 
@@ -315,7 +315,7 @@ def test_rollback_sets_later_best_aside_and_logs_it(shapes, tmp_path):
         inner = trainer.evaluator.evaluate
 
         def evaluate(*arguments):
-            return {**inner(*arguments), "mAP": float(trainer.progress.step)}
+            return {**inner(*arguments), "mAP": float(trainer.state.step)}
 
         trainer.evaluator.evaluate = evaluate
 
@@ -349,7 +349,7 @@ def test_non_finite_images_leave_running_stats_equal(shapes, tmp_path, monkeypat
         inner = trainer.train_step.model.normalize
 
         def normalize(images_B3HW):
-            factor = math.nan if trainer.progress.step == 1 else 1.0
+            factor = math.nan if trainer.state.step == 1 else 1.0
             return inner(images_B3HW) * factor
 
         trainer.train_step.model.normalize = normalize
@@ -369,16 +369,16 @@ def test_skipped_step_opens_no_image_keeps_weights(shapes, tmp_path, monkeypatch
     opened = []
 
     def note(trainer):
-        inner = trainer.feed._loader._samples.batch
+        inner = trainer.batch_source._loader._samples.batch
 
         def batch(keys, *rest):
             opened.extend(key.index for key in keys)
             return inner(keys, *rest)
 
-        trainer.feed._loader._samples.batch = batch
+        trainer.batch_source._loader._samples.batch = batch
 
     trainer = alone(shapes, tmp_path / "three", "train.max_steps=3", before=note, evaluate=True)
-    left_out = trainer.feed.images_of(2, None)
+    left_out = trainer.batch_source.images_of(2, None)
     assert sorted([*opened, *left_out]) == list(range(10))
     assert_same_checkpoint(tmp_path / "two", tmp_path / "three")
     assert (
@@ -399,9 +399,9 @@ def test_single_image_out_of_memory_is_user_error(shapes, tmp_path):
 @pytest.mark.slow
 def test_resume_keeps_split_and_takes_smaller_batch(shapes, tmp_path):
     alone(shapes, tmp_path, "train.max_steps=2", before=lambda t: out_of_memory(t, 3))
-    assert alone(shapes, tmp_path, "train.max_steps=4", resume=True).feed.parts == 2
+    assert alone(shapes, tmp_path, "train.max_steps=4", resume=True).batch_source.parts == 2
     smaller = ("train.batch_size_per_card=1", "train.accumulate_steps=4", "train.max_steps=6")
-    assert alone(shapes, tmp_path, *smaller, resume=True).feed.parts == 1
+    assert alone(shapes, tmp_path, *smaller, resume=True).batch_source.parts == 1
 
 
 def test_gpu_rank_failing_alone_leaves_it_to_restart(shapes, tmp_path, monkeypatch):
@@ -425,7 +425,7 @@ def test_gpu_rank_failing_alone_leaves_it_to_restart(shapes, tmp_path, monkeypat
 
 
 def recovered_parts(shapes, folder, before=lambda trainer: None):
-    return alone(shapes, folder, "train.max_steps=1", before=before).feed.parts
+    return alone(shapes, folder, "train.max_steps=1", before=before).batch_source.parts
 
 
 def test_what_counts_as_too_little_memory():
@@ -478,7 +478,7 @@ def go_back_in_every_way(argument):
 
 
 def halve(trainer):
-    trainer.progress.rollbacks = 1
+    trainer.state.rollbacks = 1
 
 
 @pytest.mark.slow

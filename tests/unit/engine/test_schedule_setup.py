@@ -33,8 +33,8 @@ def run(world=1, optimizer=None, schedule=None, **values):
     )
 
 
-def why(derived, name):
-    return next(reason for shown, _, reason in derived.rows() if shown == name)
+def why(schedule, name):
+    return next(reason for shown, _, reason in schedule.rows() if shown == name)
 
 
 def test_four_cards_scale_run_from_same_config():
@@ -42,9 +42,9 @@ def test_four_cards_scale_run_from_same_config():
     one, four = run(1, schedule=plain), run(4, schedule=plain)
     assert (one.total_batch, four.total_batch) == (16, 64)
     assert (one.steps_per_epoch, four.steps_per_epoch) == (63, 16)
-    assert four.schedule.peak_lr == pytest.approx(0.04)
+    assert four.lr_scheduler.peak_lr == pytest.approx(0.04)
     assert four.scaled.weight_decay == one.scaled.weight_decay == 5e-4
-    assert (one.schedule.warmup_steps, four.schedule.warmup_steps) == (63, 16)
+    assert (one.lr_scheduler.warmup_steps, four.lr_scheduler.warmup_steps) == (63, 16)
     assert four.ema_decay.limit == pytest.approx(0.99**4)
     assert ("total batch", "64", "4 ranks x 8 images x 2 micro-steps") in four.rows()
 
@@ -54,7 +54,7 @@ def test_a_warm_up_is_not_shorter_than_asked_for():
         return run(
             dataset_size=205, accumulate_steps=1, batch_size_per_card=16, epochs=60,
             schedule={"warmup_epochs": 3, "warmup_least_steps": least},
-        ).schedule.warmup_steps  # fmt: skip
+        ).lr_scheduler.warmup_steps  # fmt: skip
 
     assert (warmup_steps(0), warmup_steps(100), warmup_steps(10_000)) == (39, 100, 390)
 
@@ -79,7 +79,7 @@ def test_sqrt_rule_scales_decay_and_moments():
 
 def test_rate_is_for_the_images_that_a_step_has():
     whole, beyond = (run(dataset_size=48, batch_size_per_card=batch) for batch in (24, 2500))
-    assert beyond.schedule.peak_lr == whole.schedule.peak_lr == pytest.approx(0.03)
+    assert beyond.lr_scheduler.peak_lr == whole.lr_scheduler.peak_lr == pytest.approx(0.03)
     assert beyond.ema_decay == whole.ema_decay and beyond.batch_ratio == 3
     assert beyond.steps_per_epoch == whole.steps_per_epoch == 1
     assert why(beyond, "batch / reference").startswith("all 48 images / ")
@@ -88,8 +88,8 @@ def test_rate_is_for_the_images_that_a_step_has():
 def test_noise_scale_caps_rate_of_weights_and_biases():
     # r = 1: 4 times the batch counts as 4 * 2 / 5 = 1.6 times.
     capped = run(4, {"noise_scale": 16}, {"warmup_bias_lr": 0.1})
-    assert capped.schedule.peak_lr == pytest.approx(0.016)
-    assert capped.schedule.bias_start_lr == pytest.approx(0.16)
+    assert capped.lr_scheduler.peak_lr == pytest.approx(0.016)
+    assert capped.lr_scheduler.bias_start_lr == pytest.approx(0.16)
     assert capped.scaled.weight_decay == pytest.approx(5e-4 * 4 / 1.6)
     assert "which counts as 1.6 at a noise scale of 16" in why(capped, "learning rate")
 
@@ -101,7 +101,7 @@ def test_a_longer_run_lengthens_all_its_phases():
     assert longer.epoch_scale == pytest.approx(1.6)
     assert longer.schedule_steps == 16 * 16
     assert longer.steps_per_written_epoch * 5 == pytest.approx(8 * 16)  # 5 of 10 are 8 of 16
-    rate = longer.schedule
+    rate = longer.lr_scheduler
     before, after = rate(8 * 16 - 1), rate(8 * 16)
     assert after == pytest.approx(before * 0.1)
     assert "1.6 x the 10 epochs configured" in why(longer, "steps")
@@ -129,8 +129,8 @@ def test_a_run_below_one_epoch_is_not_rounded_up_to_one():
 
 def test_warm_up_images_count_smaller_last_steps():
     def said(world, epochs):
-        derived = run(world, {"lr_scaling": "none"}, {"warmup_epochs": epochs})
-        return why(derived, "warm-up").rpartition(": ")[2]
+        schedule = run(world, {"lr_scaling": "none"}, {"warmup_epochs": epochs})
+        return why(schedule, "warm-up").rpartition(": ")[2]
 
     assert said(1, 2) == "2000 images (2.00 epochs)"  # 63 steps of 16 would be 1008 an epoch
     assert said(1, 1.5) == "1496 images (1.49 epochs)"  # 94 steps: 1000 + 31 * 16
@@ -139,12 +139,12 @@ def test_warm_up_images_count_smaller_last_steps():
 def test_phases_keep_their_share_of_other_run_length():
     drops = {"name": "step", "step_epochs": (5, 8), "warmup_epochs": 2, "warmup_least_steps": 0}
     written, short = run(schedule=drops), run(schedule=drops, epochs=4, phases_factor=0.4)
-    assert written.schedule.warmup_steps == 2 * 63
-    assert short.schedule.warmup_steps == round(0.8 * 63)
+    assert written.lr_scheduler.warmup_steps == 2 * 63
+    assert short.lr_scheduler.warmup_steps == round(0.8 * 63)
     assert short.schedule_steps == 4 * 63 and short.epoch_scale == 1.0
     assert short.steps_per_written_epoch == pytest.approx(0.4 * 63)
     for share in (0.25, 0.45, 0.55, 0.75, 0.85, 0.95):
-        at = written.schedule(round(share * 630)), short.schedule(round(share * 252))
+        at = written.lr_scheduler(round(share * 630)), short.lr_scheduler(round(share * 252))
         assert at[0] == pytest.approx(at[1], rel=0.01)
     assert why(short, "steps") == (
         "4.0 epochs; step schedule over 252 steps; phases in epochs are 0.4 x as long as "
@@ -164,11 +164,11 @@ def test_phases_for_epochs_reach_loss_and_augmentation(tmp_path, monkeypatch):
         "data.augment={mosaic: 1.0, combine_epochs: [1, 5], close_mosaic_epochs: 2}",
     ]
     config = tiny_config(tmp_path, overrides)
-    derived = build.build_schedule_setup(config, 64)
-    step = build.build_train_step(config, derived, build.build_model(config))
+    schedule = build.build_schedule_setup(config, 64)
+    step = build.build_train_step(config, schedule, build.build_model(config))
     assert step.loss.static_steps == 6 * 8
-    monkeypatch.setattr(build, "Feed", lambda dataset, data, *_, **__: data)
-    augment = build.build_feed(config, None, derived).augment
+    monkeypatch.setattr(build, "BatchSource", lambda dataset, data, *_, **__: data)
+    augment = build.build_batch_source(config, None, schedule).augment
     assert (augment.combine_epochs, augment.close_mosaic_epochs) == ((2, 10), 4)
     as_written = tiny_config(tmp_path, ["train.epochs=20"])
     assert build.build_schedule_setup(as_written, 64).phase_scale == 1.0
@@ -197,8 +197,10 @@ def test_schedule_setup_reaches_optimizer_and_loss(tmp_path, monkeypatch):
             "data.augment={mosaic: 1.0, close_mosaic_epochs: 5}",
         ],
     )
-    derived = build.build_schedule_setup(config, 64)  # batch 8: E = 10 * (1 + 1) / (1 + 1 / 4) = 16
-    step = build.build_train_step(config, derived, build.build_model(config))
+    schedule = build.build_schedule_setup(
+        config, 64
+    )  # batch 8: E = 10 * (1 + 1) / (1 + 1 / 4) = 16
+    step = build.build_train_step(config, schedule, build.build_model(config))
     adam = step.optimizer
     assert (adam._beta1, adam._beta2) == pytest.approx((0.6, 0.996))
     assert adam._epsilon == pytest.approx(5e-9)
@@ -207,17 +209,17 @@ def test_schedule_setup_reaches_optimizer_and_loss(tmp_path, monkeypatch):
     decays = [group["weight_decay"] for group in adam._param_groups]
     assert decays[0] == pytest.approx(0.05 * 4 / rate) and decays[1] == 0.0
     assert step.loss.static_steps == round(3 * 1.6 * 8)  # 3 of 10 epochs, of 8 steps each
-    monkeypatch.setattr(build, "Feed", lambda dataset, data, *_, **__: data)
-    assert build.build_feed(config, None, derived).augment.close_mosaic_epochs == 8
+    monkeypatch.setattr(build, "BatchSource", lambda dataset, data, *_, **__: data)
+    assert build.build_batch_source(config, None, schedule).augment.close_mosaic_epochs == 8
 
 
 def test_the_record_says_all_that_the_table_says():
     adam = {"name": "adamw", "lr_scaling": "sqrt", "betas_scaling": "auto", "noise_scale": 1000}
-    for derived in (run(4), run(4, adam), run(4, {"noise_scale": 64}, epochs_compensation="auto")):
-        record = derived.record()
-        assert [entry["why"] for entry in record.values()] == [row[2] for row in derived.rows()]
+    for schedule in (run(4), run(4, adam), run(4, {"noise_scale": 64}, epochs_compensation="auto")):
+        record = schedule.record()
+        assert [entry["why"] for entry in record.values()] == [row[2] for row in schedule.rows()]
         assert record["total_batch"]["value"] == 64
-        assert record["lr"]["value"] == derived.schedule.peak_lr
+        assert record["lr"]["value"] == schedule.lr_scheduler.peak_lr
     assert run(4, adam).record()["betas"]["value"] == [0.6, 0.996]
     assert why(run(4, adam), "betas") == (
         "0.9, 0.999, scaling auto: 1 - beta x 4, epsilon 1e-08 / sqrt(4)"

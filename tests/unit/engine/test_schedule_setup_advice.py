@@ -27,7 +27,7 @@ BCCD = "examples/bccd_ppyoloe"
 def said(name, world, *overrides):
     """What is said of a run of one of our configurations on so many ranks."""
     config = load_config(CONFIGS / f"{name}.yml", list(overrides))
-    derived = set_up_schedule(
+    schedule = set_up_schedule(
         world=world,
         dataset_size=next(size for key, size in SIZES.items() if key in name),
         batch_size_per_card=config.train.images_per_card,
@@ -39,7 +39,7 @@ def said(name, world, *overrides):
         schedule=config.schedule,
         ema=config.train.ema,
     )
-    return [*advice(config, derived)]
+    return [*advice(config, schedule)]
 
 
 OURS = [
@@ -88,9 +88,6 @@ CASES = {
         "optimizer.reference_batch_size: null on 32 ranks: the learning rate stays 0.01",
     ),
     "a run of few steps": (BCCD, 8, [], "420 optimizer steps are too few"),
-    "YOLOv5 above its nominal batch": (
-        YOLOV5, 16, [], "total batch 128: the learning rate becomes 0.02",
-    ),
 }  # fmt: skip
 
 

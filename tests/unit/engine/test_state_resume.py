@@ -154,10 +154,10 @@ def test_another_training_set_is_noticed(shapes, output, tmp_path):
 def test_other_evaluation_metric_resets_best(shapes, output):
     experiment = build(shapes, output, evaluate=True, resume=output)
     experiment.log.close()
-    assert np.isfinite(experiment.trainer.progress.best)
+    assert np.isfinite(experiment.trainer.state.best)
     experiment = build(shapes, output, "evaluate.metric=mAP50", evaluate=True, resume=output)
     experiment.log.close()
-    assert experiment.trainer.progress.best == -np.inf
+    assert experiment.trainer.state.best == -np.inf
     assert 'evaluate.metric: null then, "mAP50" now): best starts anew' in said(output)
 
 
@@ -252,13 +252,13 @@ def test_checkpoint_carries_blocklist_and_run_id(shapes, output):
     assert saved["images"] == 10 and saved["schedule_steps"] == 9
     experiment = build(shapes, output, "train.max_steps=6", resume=output)
     with experiment.log:
-        assert experiment.trainer.progress.run.id == saved["id"]
+        assert experiment.trainer.state.run.id == saved["id"]
         experiment.trainer._meet_bad_images({7: "cut short"})
         experiment.trainer.fit()
     experiment = build(shapes, output, resume=output)
     experiment.log.close()
     assert experiment.trainer.bad_images.known == {7: "cut short"}
-    assert experiment.trainer.progress.run.id == saved["id"]
+    assert experiment.trainer.state.run.id == saved["id"]
 
 
 @pytest.fixture
@@ -276,7 +276,7 @@ def test_restart_resumes_from_job_output_unprompted(shapes, job, tmp_path):
     run(shapes, output, "train.max_steps=4")
     experiment = build(shapes, output)  # the very command, which does not say --resume
     with experiment.log:
-        assert experiment.trainer.progress.step == 4
+        assert experiment.trainer.state.step == 4
         experiment.trainer.fit()
     assert logged_steps(output) == [*range(1, 10)]
     assert not (output / "old-1").exists()
@@ -286,14 +286,14 @@ def test_restart_ignores_checkpoints_of_earlier_run(shapes, job, output):
     # The job's first attempt was killed before it could move them aside: nothing is noted.
     experiment = build(shapes, output)
     experiment.log.close()
-    assert experiment.trainer.progress.step == 0
+    assert experiment.trainer.state.step == 0
     old = output / "old-1"
     assert steps_in(old / "checkpoints") == [3, 4, 5]
     assert f"moved the earlier run in {output} to {old}" in said(output)
     # The second was killed before its first checkpoint.
     experiment = build(shapes, output)
     experiment.log.close()
-    assert experiment.trainer.progress.step == 0
+    assert experiment.trainer.state.step == 0
     assert '"loss"' in (old / "metrics.jsonl").read_text()
     assert not (output / "old-2").exists()  # of the attempt before this one nothing is kept
 
@@ -305,7 +305,7 @@ def test_restart_of_resumed_run_begins_at_given_path(shapes, job, output, tmp_pa
     for expected in (4, 4, 6):  # killed before its first checkpoint; after it; and once more
         experiment = build(shapes, other, "train.max_steps=6", resume=path)
         with experiment.log:
-            assert experiment.trainer.progress.step == expected
+            assert experiment.trainer.state.step == expected
             if (job / "again").exists():
                 experiment.trainer.fit()
         (job / "again").touch()
@@ -336,7 +336,7 @@ def test_checkpoints_that_are_away_are_waited_for(shapes, job, tmp_path, monkeyp
     monkeypatch.setattr(time, "sleep", mount)
     experiment = build(shapes, output)
     experiment.log.close()
-    assert experiment.trainer.progress.step == 4
+    assert experiment.trainer.state.step == 4
 
 
 def test_bucket_size_is_of_checkpoint_of_same_world(shapes, five_steps, tmp_path, monkeypatch):
@@ -409,7 +409,7 @@ def test_newest_checkpoint_that_is_away_is_waited_for(shapes, job, tmp_path, mon
     monkeypatch.setattr(time, "sleep", lambda seconds: None)
     experiment = build(shapes, output, own, "distributed.timeout_seconds=0.4")
     experiment.log.close()
-    assert experiment.trainer.progress.step == 2
+    assert experiment.trainer.state.step == 2
     assert "skipped checkpoint of step 4" in said(output)
     module.note_saved(4)
 
@@ -420,4 +420,4 @@ def test_newest_checkpoint_that_is_away_is_waited_for(shapes, job, tmp_path, mon
     monkeypatch.setattr(time, "sleep", mount)
     experiment = build(shapes, output, own)
     experiment.log.close()
-    assert experiment.trainer.progress.step == 4
+    assert experiment.trainer.state.step == 4

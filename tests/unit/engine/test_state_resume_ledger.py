@@ -10,7 +10,7 @@ import pytest
 
 from ppdist.data.datasets.synthetic import make_shapes
 from ppdist.distributed import comm
-from ppdist.engine.build import build_feed, build_schedule_setup
+from ppdist.engine.build import build_batch_source, build_schedule_setup
 from ppdist.engine.data import read_sets
 from tests.unit.engine.tiny import tiny_config
 
@@ -53,14 +53,14 @@ def ledger(monkeypatch, shapes, overrides, steps, world, batch, accumulate, work
     for rank in range(world):
         monkeypatch.setattr(comm, "world_size", lambda: world)
         monkeypatch.setattr(comm, "rank", lambda rank=rank: rank)
-        feed = build_feed(config, train_set, build_schedule_setup(config, IMAGES))
+        batch_source = build_batch_source(config, train_set, build_schedule_setup(config, IMAGES))
         monkeypatch.undo()
-        batches = feed.batches(steps[0], SCORES if feed.follows_scores else None)
+        batches = batch_source.batches(steps[0], SCORES if batch_source.follows_scores else None)
         for step in steps:
             for _ in range(accumulate):
                 found[step].update(entries(next(batches)))
         batches.close()
-        feed._loader.close()
+        batch_source._loader.close()
     return found
 
 

@@ -82,7 +82,7 @@ def test_replaced_images_are_noticed_at_next_epoch(shapes, tmp_path):
         inner = trainer._step
 
         def step(*arguments):
-            if trainer.progress.step == 1:
+            if trainer.state.step == 1:
                 one.write_bytes(two.read_bytes())
                 os.utime(one, ns=(1, 1))
             return inner(*arguments)
@@ -192,15 +192,15 @@ def test_resume_uses_metrics_of_last_whole_epoch(shapes, tmp_path):
     seen = {}
 
     def note(trainer):
-        batches, progress = trainer.feed.batches, trainer.progress
+        batches, state = trainer.batch_source.batches, trainer.state
 
         def noting(step, scores):
             seen[step] = scores
             return batches(step, scores)
 
-        trainer.feed.batches = noting
+        trainer.batch_source.batches = noting
         # What so short a run learns is 0 for every class.
-        trainer.evaluator.class_scores = lambda metrics: [progress.step / 20, 0.9, None]
+        trainer.evaluator.class_scores = lambda metrics: [state.step / 20, 0.9, None]
 
     def train(folder, *overrides, resume=False):
         sampled = ["data.sampling.name=difficulty", "data.workers=1", "data.cache=ram"]
@@ -275,7 +275,7 @@ def test_signal_saves_checkpoint_and_exits_75(shapes, tmp_path):
 def test_stop_waits_until_ranks_hold_equal_weights(shapes, tmp_path):
     def unequal_until_step_5(trainer):
         trainer.train_step.grad_sync.synchronised = lambda step: step >= 4
-        trainer.progress.stop = True
+        trainer.state.stop = True
 
     assert run(shapes, tmp_path, before=unequal_until_step_5) == 75
     assert (tmp_path / "checkpoints" / "last").resolve().name == "step-00000005"

@@ -89,14 +89,14 @@ def test_training_on_does_not_change_a_snapshot(shapes, tmp_path):
         trainer._begin()
         trainer._seek()
         trainer._step(Stopwatch())
-        snapshot = capture_state(trainer.train_step, trainer.progress, trainer.derived)
+        snapshot = capture_state(trainer.train_step, trainer.state, trainer.schedule)
         kept = {
             (group, key): array.copy()
             for group, arrays in snapshot.groups.items()
             for key, array in arrays.items()
         }
         trainer._step(Stopwatch())
-        moved = capture_state(trainer.train_step, trainer.progress, trainer.derived)
+        moved = capture_state(trainer.train_step, trainer.state, trainer.schedule)
     assert {group for group, _ in kept} == {"model", "ema", "optimizer"}
     for (group, key), array in kept.items():
         np.testing.assert_array_equal(snapshot.groups[group][key], array)
@@ -240,21 +240,21 @@ def test_rollback_and_resume_undo_everything_learned(shapes, tmp_path):
     experiment = build(shapes, tmp_path)
     with experiment.log:
         trainer = experiment.trainer
-        progress = trainer.progress
-        progress.early_stopping = EarlyStoppingState("mAP", 0.5, 3, 1)
-        progress.losses.trained(2.0)
+        state = trainer.state
+        state.early_stopping = EarlyStoppingState("mAP", 0.5, 3, 1)
+        state.losses.trained(2.0)
         scaler = trainer.train_step.scaler
         enable_scaling(scaler)
-        snapshot = capture_state(trainer.train_step, progress, trainer.derived)
+        snapshot = capture_state(trainer.train_step, state, trainer.schedule)
         lower_scale(scaler)
         assert loss_scale(scaler) == 512.0
         restored, _ = restore_state(snapshot, trainer.train_step)
         assert loss_scale(scaler) == 1024.0
-        progress.early_stopping = EarlyStoppingState("mAP", 0.9, 6, 0)
-        progress.losses.trained(99.0)
-        progress.roll_back_to(restored)
-    assert progress.early_stopping == EarlyStoppingState("mAP", 0.5, 3, 1)
-    assert (progress.losses.summed, progress.losses.steps) == (2.0, 1)
+        state.early_stopping = EarlyStoppingState("mAP", 0.9, 6, 0)
+        state.losses.trained(99.0)
+        state.roll_back_to(restored)
+    assert state.early_stopping == EarlyStoppingState("mAP", 0.5, 3, 1)
+    assert (state.losses.summed, state.losses.steps) == (2.0, 1)
 
 
 def test_what_a_rollback_undoes_is_saved_again(shapes, tmp_path):

@@ -31,8 +31,8 @@ def batch(images: int = 2, real: bool = True) -> Batch:
 
 def pictures(folder: Path, epochs: int = 5, **augment: object) -> BatchPictures:
     config = SimpleNamespace(task="detect", augment=AugmentConfig(**augment))
-    derived = SimpleNamespace(schedule_steps=epochs * STEPS, steps_per_epoch=STEPS)
-    return BatchPictures(folder, ("cat",), config, derived)
+    schedule = SimpleNamespace(schedule_steps=epochs * STEPS, steps_per_epoch=STEPS)
+    return BatchPictures(folder, ("cat",), config, schedule)
 
 
 def look(drawn: BatchPictures, first: int, last: int, per_step: int = 1) -> list[Batch]:

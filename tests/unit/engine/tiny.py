@@ -139,10 +139,10 @@ def build_step(
     model = build_model(config)
     if frozen:
         freeze_statistics(model)
-    derived = build_schedule_setup(config, images)
-    peak = derived.schedule.peak_lr
+    schedule = build_schedule_setup(config, images)
+    peak = schedule.lr_scheduler.peak_lr
     speed_up_cpu(config, [model])
-    return build_train_step(config, derived, model, kernels), LearningRates(
+    return build_train_step(config, schedule, model, kernels), LearningRates(
         peak, peak, config.optimizer.momentum
     )
 

@@ -290,8 +290,8 @@ def test_a_yolov5_with_other_anchors_is_no_teacher() -> None:
     teacher = paddle.nn.Layer()
     teacher.head = paddle.nn.Layer()
     teacher.head.register_buffer("anchors", loss.anchors_LA2.clone())
-    assert loss.misfit(teacher) == ""
+    assert loss.teacher_mismatch(teacher) == ""
     teacher.head.anchors.set_value(paddle.ones([3, 3, 2]))
-    said = loss.misfit(teacher)
+    said = loss.teacher_mismatch(teacher)
     assert "give both the same: model.anchors=[[[8.0, 8.0], [8.0, 8.0]" in said
-    assert ppyoloe_loss().misfit(teacher) == ""
+    assert ppyoloe_loss().teacher_mismatch(teacher) == ""
