@@ -12,9 +12,9 @@ import pytest
 import yaml
 
 from ppdist.cli import train
-from ppdist.common.errors import LaunchError
 from ppdist.launch.network import typed_hosts
 from ppdist.launch.options import Options, parse_options
+from tests.errors import raises
 
 ROOT = Path(__file__).resolve().parents[2]
 FOLDER = ROOT / "deploy" / "k8s"
@@ -177,7 +177,7 @@ def test_paddlejob_pods_are_fleetrun_hosts() -> None:
     assert typed_hosts(options.ips or "") == expected
     assert container("paddlejob.yml")["name"] == "paddle"
     assert options.host == "10.1.2.3" and options.master is None
-    with pytest.raises(LaunchError, match="PADDLE_MASTER"):  # why the command takes it away
+    with raises("environment_of_other_launch", "PADDLE_MASTER"):  # why the command takes it away
         parse_options(["--ips=a,b", "t.py"], OF_OPERATOR)
 
 

@@ -11,7 +11,7 @@ from typing import NamedTuple
 import numpy as np
 import pytest
 
-from ppdist.common.errors import DataError
+from tests.errors import raises
 from tests.reference.formulas import CLASSES
 from tests.reference.parity import family_of, verify
 from tests.reference.parity.measure import Measurement, off
@@ -126,9 +126,8 @@ def test_names_are_parsed_by_form() -> None:
     for family, names in families.items():
         assert {family_of(name).__name__.rpartition(".")[2] for name in names} == {family}
     for name in ("yolov5", "yolov5n7", "yolov5n6_cls", "ppyoloe_plus", "ppyoloe_s_2", "yolov8n"):
-        with pytest.raises(DataError) as error:
+        with raises("unknown_model"):
             family_of(name)
-        assert error.value.code == "unknown_model"
 
 
 def test_folder_without_formulas_or_values_is_named(stored, tmp_path, run_tool) -> None:
@@ -139,9 +138,8 @@ def test_folder_without_formulas_or_values_is_named(stored, tmp_path, run_tool) 
     ):
         if formulas is not None:
             (tmp_path / "parity_weights.py").write_bytes(formulas)
-        with pytest.raises(DataError) as error:
+        with raises(code):
             list(verify(tmp_path))
-        assert error.value.code == code
     assert run_tool(tmp_path / "none").code == 2
 
 
