@@ -194,6 +194,17 @@ def test_only_distributed_touches_paddle_distributed() -> None:
     assert not wrong, "\n".join(wrong)
 
 
+def test_only_child_starts_programs() -> None:
+    wrong = [
+        f"{path.relative_to(REPOSITORY)}:{line}"
+        for module, path in sources().items()
+        for line, name in imports_of(path)
+        if inside(module, "ppdist") and module != "ppdist.common.child"
+        if inside(name, "subprocess")
+    ]
+    assert not wrong, "\n".join(wrong)
+
+
 def private_names(path: Path) -> Iterator[tuple[int, str]]:
     """Where a module takes a private attribute of something, or a part of Paddle's inside."""
     for node in ast.walk(tree_of(path)):

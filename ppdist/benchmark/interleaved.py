@@ -11,7 +11,6 @@ end of a slice.)
 import math
 import os
 import signal
-import subprocess
 import time
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
@@ -20,6 +19,7 @@ from pathlib import Path
 
 import paddle
 
+from ppdist.common.child import DISCARD, Process, TimeoutExpired, start_here
 from ppdist.common.errors import LaunchError
 from ppdist.common.process import is_alive
 from ppdist.distributed import comm, heartbeat
@@ -83,7 +83,7 @@ class Group:
         mine = {_FOLDER: str(folder), _OWNER: str(os.getpid())}
         self.commands, self._environments = commands, [{**each, **mine} for each in environments]
         self._pause, self._processes = folder / _PAUSE, processes
-        self._running: list[subprocess.Popen] = []
+        self._running: list[Process] = []
 
     @property
     def codes(self) -> list[int | None]:
@@ -93,8 +93,7 @@ class Group:
         """Returns when all wait for their first slice."""
         self._pause.touch()
         for command, environment in zip(self.commands, self._environments):
-            started = subprocess.Popen(command, stdout=subprocess.DEVNULL, env=environment)
-            self._running.append(started)
+            self._running.append(start_here(command, stdout=DISCARD, env=environment))
         self.pause()
 
     def go_on(self) -> None:
@@ -140,7 +139,7 @@ class Group:
         for each in self._running:
             try:
                 each.wait(max(0.0, deadline - time.monotonic()))
-            except subprocess.TimeoutExpired:
+            except TimeoutExpired:
                 each.kill()
                 each.wait()
 

@@ -6,7 +6,6 @@ run of ppdist benchmark.
 
 import json
 import os
-import subprocess
 import sys
 import tempfile
 from collections.abc import Collection, Mapping, Sequence
@@ -15,6 +14,7 @@ from statistics import median
 from typing import Any
 
 from ppdist.benchmark.interleaved import Group, interleave
+from ppdist.common.child import DISCARD, start_here
 from ppdist.common.errors import LaunchError
 from ppdist.distributed import device
 
@@ -227,11 +227,10 @@ def launch(
         file = Path(folder) / "report.json"
         command = [*launcher, *_cards(count), "--log_dir", f"{folder}/log", *script]
         command += ["--json", str(file)]
-        done = subprocess.run(command, stdout=subprocess.DEVNULL, env=environment, check=False)
-        if done.returncode not in verdicts or not file.exists():
+        code = start_here(command, stdout=DISCARD, env=environment).wait()
+        if code not in verdicts or not file.exists():
             raise LaunchError(
-                f"the run on {count} processes ended with exit code {done.returncode}: "
-                f"{' '.join(command)}",
+                f"the run on {count} processes ended with exit code {code}: {' '.join(command)}",
                 code="run_failed",
             )
         return json.loads(file.read_text(encoding="utf-8"))

@@ -12,8 +12,6 @@ import argparse
 import json
 import os
 import shutil
-import signal
-import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator
@@ -22,7 +20,7 @@ from typing import Any, Literal
 
 from ppdist.cli import add_config, parser_of, script_of
 from ppdist.common import errors
-from ppdist.common.child import ends_with_this
+from ppdist.common.child import start_here
 from ppdist.launch.doctor import (
     FAIL,
     WARN,
@@ -151,15 +149,11 @@ def check_together(
     script += ["-o", *arguments.override] if arguments.override else []
     folder = Path(tempfile.mkdtemp(prefix="ppdist-doctor-"))
     file, logs = folder / "report.json", folder / "log"
-    done = subprocess.run(
-        [*launcher, "--log_dir", str(logs), *script],
-        env={**os.environ, _REPORT: str(file)},
-        preexec_fn=ends_with_this(signal.SIGTERM),
-        check=False,
-    )
-    if done.returncode or not file.exists():  # the logs stay: the messages name them
+    command = [*launcher, "--log_dir", str(logs), *script]
+    code = start_here(command, env={**os.environ, _REPORT: str(file)}).wait()
+    if code or not file.exists():  # the logs stay: the messages name them
         remedy = f"what it said is above, more in {logs}; start the same command on every host"
-        found = f"the processes ended with exit code {done.returncode}"
+        found = f"the processes ended with exit code {code}"
         return [Finding(FAIL, "together", found, remedy)], {}
     report = json.loads(file.read_text(encoding="utf-8"))
     shutil.rmtree(folder)

@@ -1,7 +1,8 @@
 """Child processes, which this one starts, watches and outlives.
 
-ends_with_this   makes a child end with this process
+start            starts a program; start_here: in the session of this process
 run_command      runs a program until it ends or its time is up
+output_of        runs a program and returns what it prints
 ForkedChild      runs a function in a forked child
 run_in_child     the same, until it ends or its time is up
 """
@@ -13,15 +14,19 @@ import os
 import resource
 import select
 import signal
-import subprocess
 import sys
 import threading
 import time
 import traceback
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
+from subprocess import DEVNULL as DISCARD
+from subprocess import PIPE as PIPE
+from subprocess import Popen as Process
+from subprocess import TimeoutExpired as TimeoutExpired
+from typing import Any
 
 from ppdist.common.process import (
     EXIT_DIR_VARIABLE,
@@ -29,6 +34,7 @@ from ppdist.common.process import (
     RESTART_VARIABLE,
     SKIP_STEP_VARIABLE,
 )
+from ppdist.common.signals import release_signals
 from ppdist.common.writer_thread import TERMINAL, Screen
 
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
@@ -45,6 +51,63 @@ def own_environment() -> dict[str, str]:
         for name, value in os.environ.items()
         if not name.startswith("PADDLE_") and name not in ours
     }
+
+
+def start(
+    command: Sequence[str],
+    *,
+    ends_by: int = signal.SIGKILL,
+    ignored: Collection[int] = (),
+    default: Collection[int] = (),
+    **settings: Any,
+) -> Process:
+    """Starts a program that ends with this process.
+
+    It has no input and a session of its own, so that Ctrl-C reaches this process alone.
+
+    Args:
+        ends_by: the signal that it gets when this process ends; 0: none.
+        ignored: signals that it ignores.
+        default: signals that end it although this process handles or holds them.
+        settings: of subprocess.Popen.
+    Raises: OSError: it cannot be started.
+    """
+    end_with_this = ends_with_this(ends_by) if ends_by else lambda: None
+
+    def prepare() -> None:
+        for handler, numbers in ((signal.SIG_IGN, ignored), (signal.SIG_DFL, default)):
+            for number in numbers:
+                signal.signal(number, handler)
+        end_with_this()
+        if default:
+            release_signals()
+
+    settings = {"stdin": DISCARD, "start_new_session": True, **settings}
+    return Process(command, preexec_fn=prepare, **settings)
+
+
+def start_here(command: Sequence[str], **settings: Any) -> Process:
+    """Starts a program in this session; at the end of this process it is asked to end."""
+    return start(command, ends_by=signal.SIGTERM, stdin=None, start_new_session=False, **settings)
+
+
+def output_of(
+    command: Sequence[str], seconds: float, environment: Mapping[str, str] | None = None
+) -> tuple[int, str, str] | None:
+    """Exit code and text on stdout and stderr of a program; None: timeout.
+
+    Raises: OSError: it cannot be started.
+    """
+    with start(
+        command, stdout=PIPE, stderr=PIPE, env=environment, text=True, errors="replace"
+    ) as child:
+        try:
+            output, errors = child.communicate(timeout=seconds)
+        except TimeoutExpired:
+            os.killpg(child.pid, signal.SIGKILL)
+            child.communicate()
+            return None
+    return child.returncode, output, errors
 
 
 def run_command(
@@ -66,13 +129,10 @@ def run_command(
     """
     deadline = time.monotonic() + seconds
     with log.open("wb") as output:
-        child = subprocess.Popen(
-            command, stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT,
-            env=environment, start_new_session=True, preexec_fn=ends_with_this(signal.SIGKILL),
-        )  # fmt: skip
+        child = start(command, stdout=output, stderr=output, env=environment)
     try:
         while child.poll() is None and time.monotonic() < deadline and not stop():
-            with suppress(subprocess.TimeoutExpired):
+            with suppress(TimeoutExpired):
                 child.wait(_LOOK_SECONDS)
         return child.poll()
     finally:

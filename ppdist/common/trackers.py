@@ -16,7 +16,6 @@ import os
 import pickle
 import re
 import signal
-import subprocess
 import sys
 import threading
 import time
@@ -31,6 +30,7 @@ from typing import Any
 
 import numpy as np
 
+from ppdist.common.child import PIPE, TimeoutExpired, start
 from ppdist.common.errors import ConfigError
 from ppdist.common.files import replace_file
 from ppdist.common.writer_thread import WriterThread
@@ -94,10 +94,10 @@ class TrackerProcess(MetricWriter):
         # Not by -m: there this module would be another one, with classes of its own.
         command = [sys.executable, "-c", "from ppdist.common.trackers import main; main()"]
         with (run.folder / _LOG_FILE).open("ab") as output:
-            self._process = subprocess.Popen(
-                command, stdin=subprocess.PIPE, stdout=output, stderr=output, env=environment,
-                start_new_session=True,
-            )  # fmt: skip
+            # Not tied to this process: it writes what it has when its input ends.
+            self._process = start(
+                command, stdin=PIPE, stdout=output, stderr=output, env=environment, ends_by=0
+            )
         self._latest = math.inf  # when to be closed, by time.monotonic()
         self._closes: float | None = None  # when it was asked to
         self._off = False
@@ -148,7 +148,7 @@ class TrackerProcess(MetricWriter):
         last = min(self._closes + _CLOSE_SECONDS, limited)
         try:
             code = self._process.wait(max(0.0, last - time.monotonic()))
-        except subprocess.TimeoutExpired:
+        except TimeoutExpired:
             self._process.kill()
             self._process.wait()
             raise RuntimeError(

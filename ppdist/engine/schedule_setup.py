@@ -8,7 +8,6 @@ import json
 import math
 import os
 import platform
-import subprocess
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
@@ -17,6 +16,7 @@ from typing import Any, NamedTuple
 
 import paddle
 
+from ppdist.common.child import output_of
 from ppdist.common.errors import ConfigError
 from ppdist.common.files import digest_of_text
 from ppdist.config.base import Section, flattened
@@ -470,16 +470,10 @@ def describe_run(output_dir: Path, config_yaml: str, command: list[str]) -> None
 def _git_commit() -> str | None:
     """Commit of the checkout this package runs from; None outside git."""
     try:
-        done = subprocess.run(
-            ["git", "rev-parse", "HEAD"],
-            cwd=Path(__file__).parent,
-            capture_output=True,
-            text=True,
-            timeout=10,
-        )
-    except (OSError, subprocess.TimeoutExpired):
+        said = output_of(["git", "-C", str(Path(__file__).parent), "rev-parse", "HEAD"], 10)
+    except OSError:
         return None
-    return done.stdout.strip() or None
+    return said[1].strip() or None if said is not None else None
 
 
 def extension_note(schedule: ScheduleSetup, before_steps: int, step: int) -> str:

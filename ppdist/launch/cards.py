@@ -8,11 +8,11 @@ of another kind are taken as they are named: only Paddle's plug-in could count t
 import ctypes
 import re
 import shutil
-import subprocess
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from ppdist.common.child import output_of
 from ppdist.common.errors import LaunchError
 
 _SMI_SECONDS = 60.0  # the first call after boot wakes every card
@@ -37,12 +37,10 @@ def _cards_of_nvidia_smi() -> list[Card]:
     if program is None:
         return []
     try:
-        listed = subprocess.run(
-            [program, "-L"], capture_output=True, text=True, timeout=_SMI_SECONDS, check=False
-        )
-    except (OSError, subprocess.TimeoutExpired):
+        listed = output_of([program, "-L"], _SMI_SECONDS)
+    except OSError:
         return []
-    return parse_nvidia_smi(listed.stdout) if listed.returncode == 0 else []
+    return parse_nvidia_smi(listed[1]) if listed is not None and listed[0] == 0 else []
 
 
 def parse_nvidia_smi(listing: str) -> list[Card]:

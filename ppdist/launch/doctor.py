@@ -12,7 +12,6 @@ import os
 import platform
 import re
 import socket
-import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -21,6 +20,7 @@ from pathlib import Path
 from statistics import median, median_high, median_low
 from typing import Any
 
+from ppdist.common.child import output_of
 from ppdist.common.errors import LaunchError, UserError
 from ppdist.common.machine import available_memory, existing_folder, free_disk, kernel_text
 from ppdist.common.process import paddle_numbers, unknown_paddle
@@ -177,20 +177,14 @@ def _check_paddle(cards: Sequence[str]) -> Finding:
         "    assert float(paddle.ones([2]).sum()) == 2, f'card {card} computes 1 + 1 wrong'\n"
         "print('ppdist', paddle.__version__, paddle.version.cuda() if cuda else 'CPU', count)"
     )
-    try:
-        ended = subprocess.run(
-            [sys.executable, "-c", code],
-            env={**os.environ, **({"CUDA_VISIBLE_DEVICES": ",".join(cards)} if cards else {})},
-            capture_output=True,
-            text=True,
-            timeout=_IMPORT_SECONDS,
-            check=False,
-        )
-    except subprocess.TimeoutExpired:
+    variables = {**os.environ, **({"CUDA_VISIBLE_DEVICES": ",".join(cards)} if cards else {})}
+    ended = output_of([sys.executable, "-c", code], _IMPORT_SECONDS, variables)
+    if ended is None:
         return Finding(FAIL, "paddle", f"importing it takes over {_IMPORT_SECONDS} s")
-    answer = [line.split() for line in ended.stdout.splitlines() if line.startswith("ppdist ")]
-    if ended.returncode or not answer:
-        last = (ended.stderr.strip().splitlines() or [f"exit code {ended.returncode}"])[-1]
+    exit_code, output, errors = ended
+    answer = [line.split() for line in output.splitlines() if line.startswith("ppdist ")]
+    if exit_code or not answer:
+        last = (errors.strip().splitlines() or [f"exit code {exit_code}"])[-1]
         remedy = "reinstall it; where an error of CUDA is named, look at nvidia-smi"
         return Finding(FAIL, "paddle", f"cannot be used: {last}", remedy)
     _, version, cuda, count = answer[0]

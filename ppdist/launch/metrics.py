@@ -14,7 +14,6 @@ import os
 import re
 import signal
 import socket
-import subprocess
 import sys
 import threading
 import time
@@ -25,7 +24,7 @@ from socketserver import ThreadingMixIn
 from typing import Any
 from wsgiref.simple_server import WSGIRequestHandler, WSGIServer, make_server
 
-from ppdist.common.child import ends_with_this
+from ppdist.common import child
 from ppdist.common.process import is_alive
 from ppdist.common.signals import STOP_SIGNALS
 from ppdist.distributed import heartbeat
@@ -314,14 +313,8 @@ def exporting(folder: Path, endpoint: tuple[str, int] | None) -> Iterator[None]:
     command = [sys.executable, "-m", "ppdist.launch.metrics", str(folder), *map(str, endpoint)]
     process = None
     try:
-        process = subprocess.Popen(
-            command,
-            cwd=_ROOT,  # nothing in the folder where the user is hides a module
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.DEVNULL,
-            start_new_session=True,  # Ctrl-C is for the ranks
-            preexec_fn=ends_with_this(signal.SIGKILL),
-        )
+        # In that folder, so that nothing where the user is hides a module.
+        process = child.start(command, cwd=_ROOT, stdout=child.DISCARD)
     except OSError as error:
         _give_up(f"no process could be started ({error})")
     try:
@@ -329,7 +322,7 @@ def exporting(folder: Path, endpoint: tuple[str, int] | None) -> Iterator[None]:
     finally:
         if process is not None:
             process.kill()
-            with suppress(subprocess.TimeoutExpired):  # a driver that hangs may hold it
+            with suppress(child.TimeoutExpired):  # a driver that hangs may hold it
                 process.wait(_END_SECONDS)
 
 

@@ -14,7 +14,6 @@ import os
 import select
 import signal
 import socket
-import subprocess
 import sys
 import tempfile
 import time
@@ -24,7 +23,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import BinaryIO
 
-from ppdist.common.child import ends_with_this
+from ppdist.common import child
 from ppdist.common.errors import LaunchError
 from ppdist.common.process import EXIT_DIR_VARIABLE, STOPPED, boot_seconds, is_alive
 from ppdist.launch import paddle_launcher, worker
@@ -126,7 +125,7 @@ class _Job:
         self._attempt, self._folder, self._plan = attempt, attempt.folder, plan
         self._watch = Watch(attempt, channel is not None, say)
         self._channel, self._received = channel, received
-        self._processes: list[subprocess.Popen] = []  # the workers by local rank, or the launcher
+        self._processes: list[child.Process] = []  # the workers by local rank, or the launcher
         self._asked = False  # all ranks to end: SIGTERM was sent
         self._stop_sent = False
         self._left = False  # a rank has stopped by itself, and the others shall too
@@ -167,26 +166,18 @@ class _Job:
             options = self._plan.paddle_options | {"--log_dir": str(self._folder / "paddle")}
             words = [word for option in options.items() for word in option]
             command = [sys.executable, paddle_launcher.__file__, *words, worker.__file__]
-        end_with_fleetrun = ends_with_this(signal.SIGTERM)
-
-        def prepare() -> None:
-            # Schedulers send them to all processes of a job.  Ranks hear of them from fleetrun, or
-            # once they listen; who asks one for its stacks too early gets none.
-            for number in (signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2):
-                signal.signal(number, signal.SIG_IGN)
-            end_with_fleetrun()
-
         environment = self._plan.environment | {EXIT_DIR_VARIABLE: str(self._folder)}
         for variables in ranks or ({},):
             try:
-                process = subprocess.Popen(
+                process = child.start(
                     command,
-                    stdin=subprocess.DEVNULL,
                     stdout=output,
-                    stderr=subprocess.STDOUT,
+                    stderr=output,
                     env=environment | variables,
-                    start_new_session=True,  # Ctrl-C reaches us alone, and is forwarded once
-                    preexec_fn=prepare,
+                    ends_by=signal.SIGTERM,
+                    # Schedulers send them to all processes of a job.  Ranks hear of them from
+                    # fleetrun, or once they listen; who asks one for stacks too early gets none.
+                    ignored=(signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2),
                 )
             except OSError as error:  # as for one process more than the user may have
                 self._verdict = failed_now(f"a rank cannot be started: {error.strerror}")

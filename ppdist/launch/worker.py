@@ -12,7 +12,6 @@ import json
 import os
 import signal
 import socket
-import subprocess
 import sys
 import time
 from dataclasses import asdict, dataclass
@@ -26,7 +25,7 @@ if __name__ == "__main__":  # by its path: modules beside this file must not hid
     if _root not in sys.path:  # a checkout that was never installed
         sys.path.insert(0, _root)
 
-from ppdist.common.child import end_with_parent, ends_with_this
+from ppdist.common.child import Process, end_with_parent, start
 from ppdist.common.files import replace_file
 from ppdist.common.process import EXIT_DIR_VARIABLE, boot_seconds
 from ppdist.common.signals import hold_signals, release_signals
@@ -55,7 +54,7 @@ def main() -> int:
     folder = Path(os.environ[EXIT_DIR_VARIABLE])
     job = json.loads((folder / "job.json").read_text(encoding="utf-8"))
     rank, local = int(os.environ["PADDLE_TRAINER_ID"]), int(os.environ["PADDLE_LOCAL_RANK"])
-    child: subprocess.Popen | None = None
+    child: Process | None = None
     parent = os.getppid()
 
     def stop(number: int, frame: FrameType | None) -> None:
@@ -80,22 +79,15 @@ def main() -> int:
     begin_report(folder, rank, local)
     forget_environment(folder)
     output, errors = streams(folder, local, Path(job["log_dir"]), job)
-    end_with_worker = ends_with_this(signal.SIGKILL)
-
-    def prepare() -> None:
-        end_with_worker()
-        for number in (signal.SIGTERM, signal.SIGINT):  # not `stop`, in a copy of this process
-            signal.signal(number, signal.SIG_DFL)
-        release_signals()
-
     hold_signals()  # one that came amid the start of the script would reach neither
     began = time.monotonic()
-    child = subprocess.Popen(
+    child = start(
         job["command"],
         stdout=output,
         stderr=errors,
         env=environment(job["log_dir"]),
-        preexec_fn=prepare,
+        start_new_session=False,
+        default=(signal.SIGTERM, signal.SIGINT),  # not `stop`, in a copy of this process
     )
     if signal.sigpending() & {signal.SIGTERM, signal.SIGINT}:
         child.terminate()  # it may have come before there was a child

@@ -5,15 +5,14 @@ import json
 import os
 import signal
 import socket
-import subprocess
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from ppdist.common.child import ends_with_this
+from ppdist.common.child import Process, start
 from ppdist.common.errors import ConfigError
 from ppdist.common.files import write_json
 from ppdist.common.process import process_stat
@@ -140,39 +139,23 @@ class Launcher:
         line += ["-o", *overrides, item_of("output_dir", str(folder))]
         environment = {"OMP_NUM_THREADS": str(self.threads), **os.environ}
         with (folder / "console.log").open("ab") as console:
-            process = subprocess.Popen(
+            # When this process is gone, it is asked to save and end.
+            process = start(
                 line,
-                stdin=subprocess.DEVNULL,
                 stdout=console,
-                stderr=subprocess.STDOUT,
+                stderr=console,
                 env=environment,
-                start_new_session=True,  # Ctrl-C is for us, who pass on what is meant
-                preexec_fn=_end_with_study(),
+                ends_by=signal.SIGTERM,
+                default=(signal.SIGTERM,),
             )
         return Job(process, folder)
-
-
-def _end_with_study() -> Callable[[], None]:
-    """Returns the child's first call, which ties it to this process.
-
-    When this process is gone, the child is asked to save and end.
-    """
-    end = ends_with_this(signal.SIGTERM)
-
-    def prepare() -> None:
-        # Until it is another program, our own handlers would swallow the signal.
-        signal.signal(signal.SIGTERM, signal.SIG_DFL)
-        end()
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM, signal.SIGINT})
-
-    return prepare
 
 
 @dataclass
 class Job:
     """A training that was started."""
 
-    process: subprocess.Popen
+    process: Process
     folder: Path
     began: float = field(default_factory=time.monotonic)
     asked_to_stop: bool = False

@@ -25,7 +25,6 @@ import hashlib
 import io
 import json
 import os
-import subprocess
 import sys
 import tempfile
 import zlib
@@ -39,7 +38,7 @@ import numpy as np
 import paddle
 
 from ppdist.benchmark.scaling import launch
-from ppdist.common.child import own_environment
+from ppdist.common.child import own_environment, start_here
 from ppdist.common.errors import ConfigError, LaunchError
 from ppdist.config import ExperimentConfig
 from ppdist.distributed import comm, device
@@ -137,10 +136,10 @@ def _alone(command: Sequence[str], ranks: Trace, job: Report) -> Report:
         np.savez(Path(folder) / "ranks.npz", **ranks)  # type: ignore[arg-type]
         (Path(folder) / "job.json").write_text(json.dumps(job), encoding="utf-8")
         whole = [*command, "--alone", folder]
-        done = subprocess.run(whole, stdout=sys.stderr, env=own_environment(), check=False)
-        if done.returncode:
+        code = start_here(whole, stdout=sys.stderr, env=own_environment()).wait()
+        if code:
             raise LaunchError(
-                f"the run of one rank ended with exit code {done.returncode}, what it said is "
+                f"the run of one rank ended with exit code {code}, what it said is "
                 f"above: {' '.join(whole)}",
                 code="run_failed",
             )

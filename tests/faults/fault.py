@@ -21,6 +21,7 @@ from typing import Any
 from ppdist.common.errors import ConfigError
 
 VARIABLE = "PPDIST_FAULT"
+_CLOCK_REALTIME_COARSE = 5  # linux/time.h
 _FORM = re.compile(r"(?P<kind>[a-z0-9-]+)(=(?P<value>[^@]*))?@rank(?P<rank>\d+):step(?P<step>\d+)")
 
 
@@ -51,7 +52,7 @@ KINDS = {
     "hang": Kind("sleeps for ever, in Python", ends=True),
     "hang-gil": Kind("sleeps for ever in C and keeps the interpreter's lock", ends=True),
     "slow": Kind("sleeps VALUE seconds before this step and each later one", 0.5, "positive"),
-    "clock": Kind("its clock (time.time) is VALUE seconds ahead from then on", 600),
+    "clock": Kind("its wall clock is VALUE seconds ahead from then on, in native code too", 600),
     "nan": Kind("its loss is NaN for VALUE steps", 1, "count"),
     "oom": Kind("runs out of memory (MemoryError) in the next forward pass"),
     "flip": Kind("one bit of one weight flips"),
@@ -65,9 +66,14 @@ KINDS = {
     "disk-blocks": Kind(
         "writes and syncs of files in output_dir are blocked for VALUE seconds", 2, "positive"
     ),
+    "log-full": Kind("its next VALUE writes to logs and metrics find a full disk", 3, "count"),
+    "terminal-error": Kind("its stdout and stderr answer EIO from then on"),
     "terminal-blocks": Kind("its stdout and stderr are blocked for VALUE seconds", 2, "positive"),
     "storage-error": Kind(
         "images answer ESTALE for VALUE seconds, to its data workers too", 2, "positive"
+    ),
+    "storage-blocks": Kind(
+        "reads of images are blocked for VALUE seconds, in its data workers too", 2, "positive"
     ),
     "slow-stat": Kind(
         "each look at an image's size and times takes VALUE seconds, from the start of its process",
@@ -163,8 +169,8 @@ def struck_file(output_dir: Path, rank: int) -> Path:
 
 def write_down(output_dir: Path, fault: Fault) -> None:
     """On disk when it returns: the next thing may be the end of this process."""
-    # Not time.time(), which the fault `clock` moves.
-    line = {"fault": str(fault), "time": time.clock_gettime(time.CLOCK_REALTIME)}
+    # By a clock that the fault `clock` does not move.
+    line = {"fault": str(fault), "time": time.clock_gettime(_CLOCK_REALTIME_COARSE)}
     with struck_file(output_dir, fault.rank).open("a", encoding="utf-8") as file:
         file.write(json.dumps(line) + "\n")
         file.flush()

@@ -26,12 +26,12 @@ from ppdist.common.process import RESTART_VARIABLE, say
 from ppdist.data.image import is_image_name
 from ppdist.distributed import comm
 from ppdist.engine.callbacks import Callback, TrainingRun
+from tests.faults import clock
 from tests.faults import fault as faults
 from tests.faults.fault import Fault
 
 _LONG_SECONDS = 10**6
 _MANTISSA_BIT = 1 << 22  # the highest: the weight changes by a third to a half and stays finite
-_CLOCK = time.time
 
 
 class FaultInjector(Callback):
@@ -73,8 +73,8 @@ class FaultInjector(Callback):
             same = [fault for fault in self._pending if str(fault) == struck["fault"]]
             if same:
                 self._pending.remove(same[0])
-        if any(fault.kind == "storage-error" for fault in self._pending):
-            self._prepare_storage_error()
+        if any(fault.kind.startswith("storage-") for fault in self._pending):
+            self._prepare_storage()
 
     def on_step_begin(self, step: int) -> None:
         for entry in self._hooks:  # steps as they are made: after a rollback some are made again
@@ -93,20 +93,23 @@ class FaultInjector(Callback):
     def _slow(self, fault: Fault) -> None:
         self._pause_seconds += fault.value
 
-    def _prepare_storage_error(self) -> None:
-        """Before data workers are forked: they share until when images answer ESTALE."""
-        self._stale_until = np.frombuffer(mmap.mmap(-1, 8), np.float64)
+    def _prepare_storage(self) -> None:
+        """Before data workers are forked: they share until when images fail or block."""
+        self._away_until = np.frombuffer(mmap.mmap(-1, 16), np.float64)
         opened: Callable[[str, int], int] = vars(files)["_open_at_once"]
 
-        def stale(path: str, flags: int) -> int:
-            if is_image_name(os.path.basename(path)) and time.monotonic() < self._stale_until[0]:
-                raise OSError(errno.ESTALE, os.strerror(errno.ESTALE), path)
+        def away(path: str, flags: int) -> int:
+            if is_image_name(os.path.basename(path)):
+                fails, blocks = self._away_until - time.monotonic()
+                time.sleep(max(0.0, blocks))
+                if fails > 0:
+                    raise OSError(errno.ESTALE, os.strerror(errno.ESTALE), path)
             return opened(path, flags)
 
-        vars(files)["_open_at_once"] = stale
+        vars(files)["_open_at_once"] = away
 
-    def _storage_error(self, fault: Fault) -> None:
-        self._stale_until[0] = time.monotonic() + fault.value
+    def _storage(self, fault: Fault) -> None:
+        self._away_until[int(fault.kind == "storage-blocks")] = time.monotonic() + fault.value
 
     def _nan(self, fault: Fault) -> None:
         def poisoned(loss: Any, arguments: Any, output: Any) -> Any:
@@ -189,10 +192,6 @@ def _hang_with_lock(injector: FaultInjector, fault: Fault) -> None:
         library.sleep(_LONG_SECONDS)
 
 
-def _move_clock(injector: FaultInjector, fault: Fault) -> None:
-    vars(time)["time"] = lambda: _CLOCK() + fault.value
-
-
 def _skip_sum(injector: FaultInjector, fault: Fault) -> None:
     before = comm.all_reduce_sum
 
@@ -259,6 +258,29 @@ def _block_disk(injector: FaultInjector, fault: Fault) -> None:
     vars(writers)["append_whole"], vars(os)["fsync"] = append_late, sync_late
 
 
+def _fill_log(injector: FaultInjector, fault: Fault) -> None:
+    append, left = writers.append_whole, [int(fault.value)]
+
+    def full(file: io.FileIO, data: bytes) -> None:
+        if left[0] > 0:
+            left[0] -= 1
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), file.name)
+        append(file, data)
+
+    vars(writers)["append_whole"] = full
+
+
+def _end_terminal(injector: FaultInjector, fault: Fault) -> None:
+    write = os.write
+
+    def fail(descriptor: int, data: Any) -> int:
+        if descriptor in (1, 2):
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+        return write(descriptor, data)
+
+    vars(os)["write"] = fail
+
+
 def _block_terminal(injector: FaultInjector, fault: Fault) -> None:
     until, write = time.monotonic() + fault.value, os.write
 
@@ -281,7 +303,7 @@ _ACTIONS: dict[str, Callable[[FaultInjector, Fault], None]] = {
     "hang": _hang,
     "hang-gil": _hang_with_lock,
     "slow": FaultInjector._slow,
-    "clock": _move_clock,
+    "clock": lambda injector, fault: clock.move(fault.value),
     "nan": FaultInjector._nan,
     "oom": FaultInjector._oom,
     "flip": FaultInjector._flip,
@@ -291,8 +313,11 @@ _ACTIONS: dict[str, Callable[[FaultInjector, Fault], None]] = {
     "loader-hang": _to_a_worker(signal.SIGSTOP),
     "disk-full": _fill_disk,
     "disk-blocks": _block_disk,
+    "log-full": _fill_log,
+    "terminal-error": _end_terminal,
     "terminal-blocks": _block_terminal,
-    "storage-error": FaultInjector._storage_error,
+    "storage-error": FaultInjector._storage,
+    "storage-blocks": FaultInjector._storage,
     "slow-stat": lambda injector, fault: None,  # since the start
     "eval-error": FaultInjector._eval_error,
 }

@@ -171,7 +171,8 @@ ROWS = (
         (JOBS + "test_evaluation_failure_on_one_rank_keeps_state",
          RECOVERY + "test_training_skips_evaluation_that_fails_twice")),
     Row(36, "a log cannot be written", "training goes on and says so once",
-        (OUTLETS + "test_visualdl_may_fail_in_any_call_and_in_any_way",
+        (BEARS + "[log-full=3@rank0:step3]",
+         OUTLETS + "test_visualdl_may_fail_in_any_call_and_in_any_way",
          OUTLETS + "test_full_disk_tears_no_line_warns_per_writer",
          OUTLETS + "test_read_only_disk_fails_start_not_running_job",
          OUTLETS + "test_training_needs_neither_visualdl_nor_matplotlib")),
@@ -205,7 +206,7 @@ ROWS = (
         "then a checkpoint and a restart, which waits for annotations, weights and cache too",
         (STORAGE + "test_images_away_for_8_seconds_cost_no_step",
          STORAGE + "test_images_away_for_longer_cost_one_restart",
-         BEARS + "[storage-error=2@rank1:step3]",
+         BEARS + "[storage-error=2@rank1:step3]", BEARS + "[storage-blocks=8@rank1:step3]",
          OUTAGES + "test_folder_away_for_a_while_changes_no_batch",
          OUTAGES + "test_errors_of_a_network_disk_are_waited_out",
          OUTAGES + "test_empty_mount_point_is_an_outage_too",
@@ -242,10 +243,11 @@ ROWS = (
             "test_one_changed_file_of_many_is_noticed",
             "test_cache_that_cannot_be_written_is_done_without",
             "test_rank_that_cannot_map_them_reads_them_itself")))),
-    Row(45, "a blocked terminal (Ctrl-S, a sleeping laptop); a disk of output_dir "
+    Row(45, "a blocked or lost terminal (Ctrl-S, a sleeping laptop); a disk of output_dir "
         "that answers nothing for a while", "no step waits; lines of a terminal may be missing, "
         "which is said; a signal still ends the run with 75",
         (BEARS + "[disk-blocks=8@rank0:step3]", BEARS + "[terminal-blocks=8@rank0:step3]",
+         JOBS + "test_a_terminal_that_is_gone_costs_lines_only",
          "tests/unit/common/test_writer_thread.py::"
          "test_a_terminal_that_takes_nothing_stops_neither_steps_nor_the_end",
          "tests/unit/common/test_writer_thread.py::test_a_frozen_disk_holds_up_no_step",

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.faults import clock
 from tests.faults.scenario import RANKS, FaultScenario, Job, first_difference
 
 
@@ -106,8 +107,10 @@ HARMLESS = {
     "loader-hang@rank1:step3": ["data.workers=1", "data.worker_timeout_seconds=3"],
     "disk-full=2@rank0:step3": [],
     "disk-blocks=8@rank0:step3": [],
+    "log-full=3@rank0:step3": [],
     "terminal-blocks=8@rank0:step3": [],
     "storage-error=2@rank1:step3": ["data.workers=1"],
+    "storage-blocks=8@rank1:step3": ["data.workers=1"],
     "clock=600@rank1:step3": [],
     "clock=-600@rank0:step3": [],
     "slow=0.2@rank1:step3": [],
@@ -119,10 +122,25 @@ HARMLESS = {
 def test_what_one_rank_can_bear_needs_no_restart(
     fault: str, scenario: FaultScenario, undisturbed: Path, record_property
 ) -> None:
+    if fault.startswith("clock") and clock.COMPILER is None:
+        pytest.skip("no C compiler, cc")
     name = fault.partition("@")[0].replace("=", "-")
     job = scenario.survive(f"bears-{name}", fault, 0, overrides=HARMLESS[fault])
     assert first_difference(undisturbed, job.output_dir) == ""
     assert job.steps == list(range(1, scenario.steps + 1))
+    record_property("figure", "0 steps made again")
+
+
+@pytest.mark.slow
+def test_a_terminal_that_is_gone_costs_lines_only(
+    scenario: FaultScenario, undisturbed: Path, record_property
+) -> None:
+    job = scenario.survive("bears-terminal-error", "terminal-error@rank0:step3", 0)
+    assert first_difference(undisturbed, job.output_dir) == ""
+    log = (job.output_dir / "train.log").read_text(encoding="utf-8")
+    assert (
+        len(re.findall(r"stdout cannot be written", log)) == 1 and f"step {scenario.steps}/" in log
+    )
     record_property("figure", "0 steps made again")
 
 

@@ -1,13 +1,15 @@
 """PPDIST_FAULT as a user writes it."""
 
+import subprocess
+import sys
 import time
 
 import pytest
 
 from ppdist.common.errors import ConfigError
 from ppdist.engine.callbacks import TrainingRun
+from tests.faults import clock, injector
 from tests.faults import fault as faults
-from tests.faults import injector
 from tests.faults.fault import Fault, parse_faults
 
 
@@ -70,12 +72,28 @@ def test_a_fault_of_a_rank_that_there_is_not_is_refused(left) -> None:
         left("kill@rank9:step1", 0)
 
 
-def test_clock_jump_does_not_change_recorded_faults(tmp_path, monkeypatch) -> None:
-    now = time.time()
-    monkeypatch.setattr(time, "time", lambda: now + 600)
-    faults.write_down(tmp_path, *parse_faults("kill@rank1:step7"))
+_MOVED = """
+import sys, threading, time
+from pathlib import Path
+from tests.faults import clock, fault
+clock.preload()
+before, coarse = time.time(), time.monotonic()
+clock.move(600)
+print(round(time.time() - before), time.localtime() > time.localtime(before + 300))
+threading.Event().wait(0.1)
+fault.write_down(Path(sys.argv[1]), *fault.parse_faults("kill@rank1:step7"))
+print(time.monotonic() - coarse < 60)
+"""
+
+
+@pytest.mark.skipif(clock.COMPILER is None, reason="no C compiler, cc")
+def test_clock_jump_moves_the_process_and_no_recorded_fault(tmp_path) -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", _MOVED, str(tmp_path)], capture_output=True, text=True, timeout=60
+    )
+    assert done.stdout.split() == ["600", "True", "True"], done.stderr
     (line,) = faults.struck(tmp_path, 1)
-    assert abs(line["time"] - now) < 300 and faults.struck(tmp_path, 0) == []
+    assert abs(line["time"] - time.time()) < 300 and faults.struck(tmp_path, 0) == []
 
 
 def test_every_kind_has_something_that_does_it() -> None:

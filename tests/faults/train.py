@@ -5,6 +5,7 @@ import os
 from ppdist import cli
 from ppdist.cli import train
 from ppdist.common import process, run_log
+from ppdist.common.process import launched_rank
 from ppdist.common.signals import hold_signals
 
 
@@ -15,6 +16,10 @@ def main() -> int:
 
     run_log._SILENT_SECONDS = 0.0  # whoever looks on wants to see each step
     planned = parse_faults(os.environ.get(VARIABLE, ""))
+    if any(fault.kind == "clock" and fault.rank == launched_rank() for fault in planned):
+        from tests.faults import clock
+
+        clock.preload()
     hold_signals()  # Paddle, which the injector imports, has handlers of its own
     from tests.faults.injector import FaultInjector
 

@@ -17,6 +17,7 @@ import pytest
 from ppdist.common.child import (
     end_with_parent,
     ends_with_this,
+    output_of,
     own_environment,
     run_command,
     run_in_child,
@@ -106,6 +107,19 @@ def test_a_command_is_ended_with_its_children_when_its_time_is_over(tmp_path: Pa
             run_command(["sh", "-c", "sleep 60 & echo $!; wait"], log, seconds, stop=stop) is None
         )
         wait_for(lambda: not is_alive(int(log.read_text())))
+
+
+def test_output_of_a_program_has_a_timeout() -> None:
+    assert output_of(["sh", "-c", "echo said; echo wrong >&2; exit 3"], WAIT) == (
+        3,
+        "said\n",
+        "wrong\n",
+    )
+    began = time.monotonic()
+    assert output_of(["sh", "-c", "sleep 60 & wait"], 0.3) is None
+    assert time.monotonic() - began < 20
+    with pytest.raises(OSError):
+        output_of(["/nowhere"], WAIT)
 
 
 def test_a_program_of_its_own_hears_of_no_launcher(monkeypatch: pytest.MonkeyPatch) -> None:

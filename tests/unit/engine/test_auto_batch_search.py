@@ -127,12 +127,12 @@ def test_the_tightest_kind_is_named():
 
 def end_as(monkeypatch, code):
     """The process does this instead of training."""
-    real = child.subprocess.Popen
+    real = child.Process
 
     def start(command, **more):
         return real([sys.executable, "-c", code, command[-1]], **more)
 
-    monkeypatch.setattr(child.subprocess, "Popen", start)
+    monkeypatch.setattr(child, "Process", start)
 
 
 TELLS_ONE = (

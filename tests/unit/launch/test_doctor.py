@@ -84,11 +84,11 @@ def test_doctor_takes_the_environment_as_fleetrun_does(
 def test_only_the_cards_of_the_run_are_asked_to_compute(monkeypatch: pytest.MonkeyPatch) -> None:
     given: dict[str, str] = {}
 
-    def run(command: list[str], env: dict[str, str], **words) -> subprocess.CompletedProcess:
-        given.update(env)
-        return subprocess.CompletedProcess(command, 0, "ppdist 3.3.1 12.6 2\n", "")
+    def output_of(command: list[str], seconds: float, variables: dict[str, str]):
+        given.update(variables)
+        return 0, "ppdist 3.3.1 12.6 2\n", ""
 
-    monkeypatch.setattr(doctor.subprocess, "run", run)
+    monkeypatch.setattr(doctor, "output_of", output_of)
     finding = doctor.check_software("gpu", ["4", "5"])[1]
     assert finding.found == "3.3.1, CUDA 12.6, computes on 2 cards"
     assert given["CUDA_VISIBLE_DEVICES"] == "4,5"

@@ -11,12 +11,13 @@ from ppdist.launch.worker import reports
 # A launcher signals the group of a worker in the moment in which that starts its script.
 SIGNALLED_AMID_THE_START = """
 import os, signal, sys
+from ppdist.common import child
 from ppdist.launch import worker
 
 def amid(number):
     return lambda: [os.kill(each, signal.SIGTERM) for each in (os.getppid(), os.getpid())]
 
-worker.ends_with_this = amid
+child.ends_with_this = amid
 sys.exit(worker.main())
 """
 
