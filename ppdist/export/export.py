@@ -32,6 +32,7 @@ from paddle import Tensor, nn
 import ppdist
 from ppdist.common.child import run_command
 from ppdist.common.errors import DataError, ExportError
+from ppdist.common.process import is_alive
 from ppdist.config.evaluate import NMSConfig
 from ppdist.config.runtime import RuntimeOptions
 from ppdist.cpu.switch import plain_convolutions
@@ -439,51 +440,82 @@ def _require_free(directory: Path, names: set[str]) -> set[str]:
 
     Raises: ExportError: the folder is not an export, or a file of these names belongs to none.
     """
+    with _writing_to(directory):
+        _move_into_place(directory)  # what an interrupted export left
     if not directory.exists() or (directory.is_dir() and not any(directory.iterdir())):
         return set()
     if not (directory / SPEC_FILE).is_file():
         raise ExportError(
-            f"is there already and is not an export (no {SPEC_FILE})",
+            f"the folder is not empty and not an export (it has no {SPEC_FILE})",
             code="out_not_ours",
             where=str(directory),
-            fix="choose another --out or remove it",
+            fix="choose another --out, or remove the folder",
         )
     ours = read_spec(directory).file_names()
     taken = sorted(name for name in names - ours if os.path.lexists(directory / name))
     if taken:
         raise ExportError(
-            f"is there already and is no file of the export that {SPEC_FILE} names",
+            f"the file exists, but {SPEC_FILE} beside it does not list it",
             code="out_not_ours",
             where=", ".join(str(directory / name) for name in taken),
-            fix="choose another --out or move it away",
+            fix="choose another --out, or move the file elsewhere",
         )
     return {name for name in ours - names if (directory / name).is_file()}
+
+
+# Drafts are inside the folder, which may be mounted, and so can be neither renamed nor on the disk
+# of its parent.  The name without a process number says: complete and checked, to be moved.
+_DRAFT = ".export"
 
 
 @contextmanager
 def draft_of(directory: Path) -> Iterator[Path]:
     """A temporary folder whose files move into `directory` if the block succeeds.
 
-    Other files there are not touched.  infer.yml is removed first and moved last, because a folder
-    without it is not an export: a kill between the moves leaves no mixture of two exports.
+    Other files there are not touched.  The next export finishes a move that was interrupted.
     """
     is_new = not directory.exists()
-    draft = directory.resolve() / f".export.{os.getpid()}"  # inside: it may be a disk of its own
+    draft = directory.resolve() / f"{_DRAFT}.{os.getpid()}"
     try:
-        draft.mkdir(parents=True)
-        yield draft
-        (directory / SPEC_FILE).unlink(missing_ok=True)
-        for file in sorted(draft.iterdir(), key=lambda file: file.name == SPEC_FILE):
-            file.replace(directory / file.name)
-    except OSError as error:
-        raise ExportError(
-            f"cannot write the export: {error}", code="folder_unwritable", where=str(directory)
-        ) from error
+        with _writing_to(directory):
+            draft.mkdir(parents=True)
+            yield draft
+            draft.replace(draft.with_name(_DRAFT))
+            _move_into_place(directory)
     finally:
         shutil.rmtree(draft, ignore_errors=True)
         if is_new:
             with suppress(OSError):  # of a folder with an export
                 directory.rmdir()
+
+
+@contextmanager
+def _writing_to(directory: Path) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise ExportError(
+            f"cannot write the export: {error}", code="folder_unwritable", where=str(directory)
+        ) from error
+
+
+def _move_into_place(directory: Path) -> None:
+    """Moves a complete draft's files into their folder; removes drafts of dead processes.
+
+    infer.yml is removed first and moved last, because a folder without it is not an export: nobody
+    can load a mixture of two.
+    """
+    draft = directory / _DRAFT
+    if (draft / SPEC_FILE).is_file():
+        (directory / SPEC_FILE).unlink(missing_ok=True)
+        for file in sorted(draft.iterdir(), key=lambda file: file.name == SPEC_FILE):
+            file.replace(directory / file.name)
+    with suppress(OSError):  # of one that is not there
+        draft.rmdir()
+    for left in directory.glob(f"{_DRAFT}.*"):
+        pid = left.suffix[1:]
+        if pid.isdecimal() and (int(pid) == os.getpid() or not is_alive(int(pid))):
+            shutil.rmtree(left)
 
 
 # --- the graph -----------------------------------------------------------------------------------

@@ -1,6 +1,9 @@
 """Exported models: what they compute, what is refused, what stays untouched."""
 
+import itertools
+import os
 import shutil
+import signal
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -19,6 +22,7 @@ from ppdist.distributed.sync_batch_norm import SyncBatchNorm2D
 from ppdist.export.export import (
     ModelWithNMS,
     RawModel,
+    _move_into_place,
     deployment_copy,
     draft_of,
     export_detector,
@@ -179,7 +183,7 @@ def test_differing_export_is_refused_older_one_stays(tmp_path: Path, with_nms: P
 
 def test_a_folder_that_is_no_export_is_not_replaced(tmp_path: Path, model: PPYOLOE) -> None:
     (tmp_path / "thesis.txt").write_text("years of work", encoding="utf-8")
-    with pytest.raises(ExportError, match="is there already and is not an export") as error:
+    with pytest.raises(ExportError, match="not empty and not an export") as error:
         export_detector(model, tmp_path, tiny_spec())
     assert error.value.code == "out_not_ours"
     assert (tmp_path / "thesis.txt").read_text(encoding="utf-8") == "years of work"
@@ -218,49 +222,73 @@ def test_a_strangers_file_of_a_needed_name_is_not_replaced(
     write_spec(tmp_path, read_spec(with_nms).model_copy(update={"paddle": None}))
     (tmp_path / "model.json").write_text("mine", encoding="utf-8")
     before = {file.name: file.read_bytes() for file in tmp_path.iterdir()}
-    with pytest.raises(ExportError, match=r"no file of the export that infer\.yml names") as error:
+    with pytest.raises(ExportError, match=r"infer\.yml beside it does not list it") as error:
         export_detector(model, tmp_path, tiny_spec())
     assert error.value.code == "out_not_ours"
     assert {file.name: file.read_bytes() for file in tmp_path.iterdir()} == before
 
 
-def test_replacement_that_fails_midway_is_no_export(
-    tmp_path: Path, with_nms: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    replace, done = Path.replace, []
+NAMES = ("infer.yml", "model.json", "model.pdiparams")
 
-    def fails_late(self: Path, target: Path) -> Path:
-        done.append(target.name)
-        if len(done) == fails_at:
-            raise OSError(5, "Input/output error")
-        return replace(self, target)
 
-    def export(directory: Path) -> dict[str, bytes]:
-        done.clear()
+def export_names(directory: Path) -> None:
+    """An export of three files that name themselves, infer.yml included."""
+    with draft_of(directory) as draft:
+        for name in NAMES:
+            (draft / name).write_text(name, encoding="utf-8")
+
+
+def export_until(directory: Path, stop_at: int, *, kill: bool) -> bool:
+    """Exports in a forked process; whether that came to its end before step `stop_at`."""
+    pid = os.fork()
+    if pid:
+        return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
+    steps = itertools.count(1)
+
+    def stopping(step: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            if next(steps) == stop_at:
+                if kill:
+                    os.kill(os.getpid(), signal.SIGKILL)
+                raise OSError(5, "Input/output error")
+            return step(*args, **kwargs)
+
+        return call
+
+    try:
+        for name in ("mkdir", "write_text", "replace", "unlink"):
+            setattr(Path, name, stopping(getattr(Path, name)))
         with draft_of(directory) as draft:
             for name in NAMES:
                 (draft / name).write_text("new", encoding="utf-8")
-        return {file.name: file.read_bytes() for file in directory.iterdir()}
-
-    monkeypatch.setattr(Path, "replace", fails_late)
-    for fails_at in (1, 2, 3):
-        directory = tmp_path / f"model{fails_at}"
-        shutil.copytree(with_nms, directory)
-        with pytest.raises(ExportError) as error:
-            export(directory)
-        assert error.value.code == "folder_unwritable"
-        left = {file.name for file in directory.iterdir()}
-        assert "infer.yml" not in left and not any(name.startswith(".export") for name in left)
-    fails_at = 0
-    assert export(tmp_path / "new") == dict.fromkeys(NAMES, b"new")
-    assert done[-1] == "infer.yml"
-    fails_at = 1
-    with pytest.raises(ExportError):
-        export(tmp_path / "gone")
-    assert not (tmp_path / "gone").exists()
+        os._exit(0)
+    finally:
+        os._exit(1)
 
 
-NAMES = ("infer.yml", "model.json", "model.pdiparams")
+@pytest.mark.parametrize("kill", [True, False], ids=["killed", "failed"])
+@pytest.mark.parametrize("earlier", [True, False], ids=["over an earlier", "into a new folder"])
+def test_interrupted_export_is_whole_or_absent_for_the_next(
+    kill: bool, earlier: bool, tmp_path: Path, with_nms: Path
+) -> None:
+    def content(directory: Path) -> dict[str, bytes]:
+        return {file.name: file.read_bytes() for file in directory.glob("*") if file.is_file()}
+
+    old = content(with_nms) if earlier else {}
+    new = old | dict.fromkeys(NAMES, b"new")
+    for stop_at in itertools.count(1):
+        directory = tmp_path / f"model{stop_at}"
+        if earlier:
+            shutil.copytree(with_nms, directory)
+        ended = export_until(directory, stop_at, kill=kill)
+        if (directory / "infer.yml").exists():
+            assert content(directory) in (old, new), "a mixture of two exports can be loaded"
+        _move_into_place(directory)  # as the next export begins
+        assert content(directory) in (old, new)
+        assert not list(directory.glob(".export*"))
+        if ended:
+            break
+    assert stop_at > 8 and content(directory) == new
 
 
 @pytest.mark.parametrize(
