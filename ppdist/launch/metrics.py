@@ -32,7 +32,8 @@ from ppdist.launch import worker
 from ppdist.launch.console import finish, say
 
 # Name -> what it says.  Those that end with _total only grow, as long as the ranks live; with
-# ppdist_run_ begins what holds for the whole run: rank 0's host alone says that.
+# ppdist_run_ begins what holds for the whole run.  Rank 0's host alone says that, but for the number
+# of ranks, which each host says: it has to outlive the loss of any of them.
 METRICS = {
     "ppdist_run_ranks": "Ranks of the run, on all hosts.",
     "ppdist_run_step": "Optimizer steps done.",
@@ -128,6 +129,8 @@ class Measures:
         place = folder / "job.json"
         orders = json.loads(place.read_text(encoding="utf-8")) if place.is_file() else {}
         yield "ppdist_host_ranks", {}, float(orders.get("processes", 0))
+        if self._run:
+            yield "ppdist_run_ranks", {}, float(self._run["world"])
         for name, card, value in self._cards(orders.get("cards", ())):
             yield name, {"gpu": card}, value
 
@@ -179,7 +182,6 @@ class Measures:
                 yield "ppdist_run_loss", {}, work.loss
         if not self._run:
             return
-        yield "ppdist_run_ranks", {}, float(self._run["world"])
         output_dir = Path(self._run["output_dir"])
         saved = newest_checkpoint(output_dir / "checkpoints")
         if saved is not None:

@@ -1,6 +1,7 @@
-"""The Dockerfiles are linted, copy what exists, leave out what must not enter, and install what
-setup.py asks for.  Building them needs a Docker daemon and is not tested."""
+"""The Dockerfiles are linted, each stage has the files that its commands need, nothing enters that
+must not, and the locks hold what setup.py asks for.  A whole build needs a Docker daemon."""
 
+import compileall
 import fnmatch
 import itertools
 import json
@@ -10,6 +11,7 @@ import shlex
 import shutil
 import subprocess
 import sys
+import zipfile
 from pathlib import Path
 from typing import Any
 
@@ -109,6 +111,112 @@ def test_what_is_copied_exists_and_may_enter(file: Path) -> None:
 )  # fmt: skip
 def test_what_is_not_meant_for_it_stays_out(path: str) -> None:
     assert not enters(path)
+
+
+def context(folder: Path) -> Path:
+    """What Docker would send to the builder: the tracked files that .dockerignore lets in."""
+    listed = subprocess.run(
+        ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"],
+        cwd=ROOT, capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    if listed.returncode != 0:
+        pytest.skip("not a git checkout")
+    for path in filter(None, listed.stdout.split("\0")):
+        if (ROOT / path).is_file() and enters(path):
+            (folder / path).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copyfile(ROOT / path, folder / path)
+    return folder
+
+
+def copies(sent: Path, stage: list[tuple[str, str]], image: Path, upto: int | None = None) -> None:
+    """Makes the COPYs of a stage from what was sent, up to an instruction, as Docker does."""
+    workdir = "/"
+    for name, rest in stage[:upto]:
+        if name == "WORKDIR":
+            workdir = rest
+        words = shlex.split(rest)
+        if name != "COPY" or words[0].startswith("--from"):
+            continue
+        *sources, target = words
+        place = image / (Path(workdir) / target).relative_to("/")
+        for source in sources:
+            if (sent / source).is_dir():  # a folder is copied as what is in it
+                shutil.copytree(sent / source, place, dirs_exist_ok=True)
+                continue
+            into = target.endswith("/") or target == "." or len(sources) > 1
+            file = place / Path(source).name if into else place
+            file.parent.mkdir(parents=True, exist_ok=True)
+            shutil.copyfile(sent / source, file)
+
+
+OWN_INSTALL = "pip install --no-cache-dir --no-deps --no-build-isolation ."
+
+
+@pytest.mark.parametrize(
+    ("file", "stage"), [(FILES[0], "train-packages"), (FILES[1], "packages")],
+    ids=lambda each: getattr(each, "name", each),
+)  # fmt: skip
+def test_a_training_image_builds_our_wheel_from_what_it_has_copied(
+    file: Path, stage: str, tmp_path: Path
+) -> None:
+    """The wheel has all modules, configurations and data files of the checkout."""
+    pytest.importorskip("setuptools")
+    rows = stages(file)[stage]
+    (at,) = (number for number, row in enumerate(rows) if row == ("RUN", OWN_INSTALL))
+    copies(context(tmp_path / "sent"), rows, tmp_path / "image", upto=at)
+    build = ["wheel", "--no-deps", "--no-build-isolation", "--quiet", "--wheel-dir", tmp_path, "."]
+    subprocess.run(
+        [sys.executable, "-m", "pip", *build], cwd=tmp_path / "image" / "build", check=True
+    )
+    (wheel,) = tmp_path.glob("*.whl")
+    with zipfile.ZipFile(wheel) as packed:
+        packed.extractall(tmp_path / "installed")
+    sources = [path for path in (ROOT / "ppdist").rglob("*") if path.suffix in {".py", ".yml"}]
+    wanted = {str(path.relative_to(ROOT)) for path in sources if "configs" not in path.parts}
+    wanted |= {f"ppdist/{path.relative_to(ROOT)}" for path in (ROOT / "configs").rglob("*.yml")}
+    installed = tmp_path / "installed"
+    assert wanted <= {str(path.relative_to(installed)) for path in installed.rglob("*.*")}
+    code = "import ppdist.cli, ppdist.config; print(ppdist.cli.__file__)"
+    ended = subprocess.run(
+        [sys.executable, "-c", code], cwd=installed, capture_output=True, text=True, check=False
+    )
+    assert str(tmp_path) in ended.stdout, ended.stderr
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("stage", ["train-packages", "serve-packages"])
+def test_what_the_cpu_image_runs_to_install_can_run(stage: str, tmp_path: Path) -> None:
+    """Replays the RUN lines of a stage in a folder in place of /; needs PyPI."""
+    python = shutil.which("python3.12") or "python3.12"
+    if subprocess.run(["sh", "-c", f"{python} -c ''"], check=False, capture_output=True).returncode:
+        pytest.skip("the locks are for Python 3.12, which is not here")
+    rows, sent = stages(FILES[0])[stage], context(tmp_path / "sent")
+    venv = tmp_path / "image" / "opt" / "venv"
+    for at, (name, rest) in enumerate(rows):
+        if name == "RUN":
+            copies(sent, rows, tmp_path / "image", upto=at)
+            line = rest.replace("/opt/venv", str(venv)).replace("python -m", f"{python} -m")
+            subprocess.run(
+                ["sh", "-c", line], cwd=tmp_path / "image" / "build", check=True,
+                env={"PATH": f"{venv}/bin:/usr/bin:/bin", "HOME": str(tmp_path)},
+            )  # fmt: skip
+    program = "fleetrun" if stage == "train-packages" else "uvicorn"
+    subprocess.run([venv / "bin" / program, "--help"], check=True, stdout=subprocess.DEVNULL)
+
+
+@pytest.mark.parametrize("file", FILES, ids=lambda file: file.name)
+def test_shipped_stages_have_the_programs_that_they_start(file: Path, tmp_path: Path) -> None:
+    sent = context(tmp_path / "sent")
+    for name in ("train", "serve"):
+        copies(sent, stages(file)[name], tmp_path / name)
+        assert compileall.compile_dir(tmp_path / name, quiet=1)
+    app = tmp_path / "serve" / "app"
+    script = json.loads(dict(stages(file)["serve"])["ENTRYPOINT"])[1]
+    ended = subprocess.run(
+        [sys.executable, script, "--help"], cwd=app, capture_output=True, text=True, check=False
+    )
+    assert ended.returncode == 0 and "--model" in ended.stdout, ended.stderr
+    assert (tmp_path / "train" / "workspace" / "tools" / "train.py").is_file()
 
 
 @pytest.mark.parametrize("file", FILES, ids=lambda file: file.name)
@@ -229,3 +337,11 @@ def test_server_knows_options_passed_by_images() -> None:
     for word in words:
         if str(word).startswith("--"):
             assert f'"{word}"' in source, word
+
+
+def test_the_workflow_builds_every_image() -> None:
+    found = yaml.safe_load((ROOT / ".github" / "workflows" / "images.yml").read_text())
+    rows = found["jobs"]["image"]["strategy"]["matrix"]["include"]
+    built = sorted((row["file"], row["target"]) for row in rows)
+    assert built == [(file.name, each) for file in FILES for each in ("serve", "train")]
+    assert all({"serve", "train"} <= stages(file).keys() for file in FILES)

@@ -20,6 +20,7 @@ ROOT = Path(__file__).resolve().parents[2]
 FOLDER = ROOT / "deploy" / "k8s"
 # Kubernetes gained what the files use by 1.30; the newest that the validator knows is added.
 OLDEST = "1.30.0"
+TRAININGS = ["train.yml", "paddlejob.yml", "jobset.yml"]
 GRACE_SECONDS = 30  # that ranks may take to save (ppdist/launch/worker.py), and a bit
 # What the operator (v1) adds to the environment of a worker, if no master is declared.
 OF_OPERATOR = {
@@ -49,6 +50,68 @@ RUN_POLICY = {
     "suspend": {"type": "boolean"},
     "ttlSecondsAfterFinished": POSITIVE,
 }  # fmt: skip
+# The fields of a JobSet beside its Jobs, from the API of JobSet v0.8 (jobset.x-k8s.io/v1alpha2).
+JOB_SET = {
+    "type": "object",
+    "required": ["apiVersion", "kind", "metadata", "spec"],
+    "additionalProperties": False,
+    "properties": {
+        "apiVersion": {"const": "jobset.x-k8s.io/v1alpha2"},
+        "kind": {"const": "JobSet"},
+        "metadata": {"type": "object", "required": ["name"]},
+        "spec": {
+            "type": "object",
+            "required": ["replicatedJobs"],
+            "additionalProperties": False,
+            "properties": {
+                "coordinator": {"type": "object"},
+                "failurePolicy": {"type": "object"},
+                "managedBy": TEXT,
+                "network": {
+                    "type": "object",
+                    "additionalProperties": False,
+                    "properties": {
+                        "enableDNSHostnames": {"type": "boolean"},
+                        "publishNotReadyAddresses": {"type": "boolean"},
+                        "subdomain": TEXT,
+                    },
+                },
+                "replicatedJobs": {
+                    "type": "array",
+                    "items": {
+                        "type": "object",
+                        "required": ["name", "template"],
+                        "additionalProperties": False,
+                        "properties": {
+                            "dependsOn": {"type": "array"},
+                            "groupName": TEXT,
+                            "name": TEXT,
+                            "replicas": POSITIVE,
+                            "template": {"type": "object", "required": ["spec"]},
+                        },
+                    },
+                },
+                "startupPolicy": {"type": "object"},
+                "successPolicy": {"type": "object"},
+                "suspend": {"type": "boolean"},
+                "ttlSecondsAfterFinished": POSITIVE,
+            },
+        },
+    },
+}
+# What the Prometheus operator (v0.80) knows of an endpoint, as far as our files may need it.
+ENDPOINT = {
+    "type": "object",
+    "required": ["port"],
+    "additionalProperties": False,
+    "properties": {
+        "authorization": {"type": "object", "required": ["credentials"]},
+        "interval": TEXT,
+        "path": TEXT,
+        "port": TEXT,
+        "scrapeTimeout": TEXT,
+    },
+}
 REPLICAS = {
     "replicas": POSITIVE,
     "restartPolicy": {"enum": ["Always", "OnFailure", "Never", "ExitCode"]},
@@ -92,8 +155,19 @@ def documents(name: str) -> dict[str, dict[str, Any]]:
     return by_kind
 
 
+def job_of(name: str) -> dict[str, Any]:
+    """The spec of the Job of a file."""
+    found = documents(name)
+    if "JobSet" in found:
+        (only,) = found["JobSet"]["spec"]["replicatedJobs"]
+        return only["template"]["spec"]
+    return found["Job"]["spec"]
+
+
 def pod_template(name: str) -> dict[str, Any]:
     found = documents(name)
+    if "JobSet" in found:
+        return job_of(name)["template"]
     if "PaddleJob" in found:
         return found["PaddleJob"]["spec"]["paddleReplicaSpecs"]["Worker"]["template"]
     return found["Job" if "Job" in found else "Deployment"]["spec"]["template"]
@@ -128,16 +202,20 @@ def fleetrun_options(name: str, given: Mapping[str, str]) -> Options:
 
 def given_to_pods(name: str) -> dict[str, str]:
     variables = {"POD_IP": "10.1.2.3"}
-    if name == "train.yml":
+    if name in ("train.yml", "jobset.yml"):
         return variables | {"JOB_COMPLETION_INDEX": "1"}
     return variables | {"POD_NAME": "ppdist-worker-1"} | OF_OPERATOR
 
 
-@pytest.mark.parametrize("name", ["train.yml", "serve.yml", "paddlejob.yml"])
+@pytest.mark.parametrize("name", [*TRAININGS, "serve.yml"])
 def test_kubernetes_takes_the_files(name: str) -> None:
     validator = pytest.importorskip("kubernetes_validate")
     for kind, each in documents(name).items():
         checked = each
+        if kind == "JobSet":  # its own schema knows it; what it makes of it is a Job
+            pytest.importorskip("jsonschema").validate(each, JOB_SET)
+            checked = {"apiVersion": "batch/v1", "kind": "Job", "metadata": {"name": "x"}}
+            checked["spec"] = job_of(name)
         if kind == "PaddleJob":  # its own schema knows it; what it makes of it is a pod
             pytest.importorskip("jsonschema").validate(each, PADDLE_JOB)
             pod = pod_template(name)
@@ -146,7 +224,7 @@ def test_kubernetes_takes_the_files(name: str) -> None:
             validator.validate(checked, version, strict=True)
 
 
-@pytest.mark.parametrize("name", ["train.yml", "paddlejob.yml"])
+@pytest.mark.parametrize("name", TRAININGS)
 def test_the_files_differ_from_what_is_wrong(name: str) -> None:
     """The checks above would find a key that is written wrongly."""
     validator = pytest.importorskip("kubernetes_validate")
@@ -169,6 +247,45 @@ def test_the_pods_of_a_job_are_the_hosts_of_fleetrun() -> None:
     assert options.log_dir.endswith("/1")  # of its own, for the folder is that of all pods
 
 
+def test_jobset_pods_are_fleetrun_hosts() -> None:
+    job_set = documents("jobset.yml")["JobSet"]
+    name, network = job_set["metadata"]["name"], job_set["spec"]["network"]
+    (hosts,) = job_set["spec"]["replicatedJobs"]
+    assert hosts["replicas"] == 1 and network["publishNotReadyAddresses"]
+    expected = [
+        f"{name}-{hosts['name']}-0-{index}.{network['subdomain']}"
+        for index in range(job_of("jobset.yml")["completions"])
+    ]
+    options = fleetrun_options("jobset.yml", given_to_pods("jobset.yml"))
+    assert typed_hosts(options.ips or "") == expected and options.host == "10.1.2.3"
+    assert job_set["metadata"]["labels"]["kueue.x-k8s.io/queue-name"]
+    assert {**job_of("jobset.yml"), "template": 0} == {
+        key: value
+        for key, value in {**job_of("train.yml"), "template": 0}.items()
+        if key != "ttlSecondsAfterFinished"  # the JobSet's own
+    }
+
+
+def test_monitors_scrape_ports_and_tokens_that_the_pods_have() -> None:
+    found = documents("monitors.yml")
+    pods, service = found["PodMonitor"]["spec"], found["ServiceMonitor"]["spec"]
+    check = pytest.importorskip("jsonschema").validate
+    for endpoint in (*pods["podMetricsEndpoints"], *service["endpoints"]):
+        check(endpoint, ENDPOINT)
+    for name in ("train.yml", "jobset.yml"):
+        labels = pod_template(name)["metadata"]["labels"].items()
+        assert pods["selector"]["matchLabels"].items() <= labels
+        ports = {each["name"] for each in container(name)["ports"]}
+        assert {each["port"] for each in pods["podMetricsEndpoints"]} <= ports
+    served = documents("serve.yml")["Service"]
+    assert service["selector"]["matchLabels"].items() <= served["metadata"]["labels"].items()
+    (endpoint,) = service["endpoints"]
+    assert endpoint["port"] == served["spec"]["ports"][0]["name"]
+    (secret,) = (each["valueFrom"]["secretKeyRef"] for each in container("serve.yml")["env"]
+                 if "secretKeyRef" in each.get("valueFrom", ()))  # fmt: skip
+    assert endpoint["authorization"]["credentials"] == secret
+
+
 def test_paddlejob_pods_are_fleetrun_hosts() -> None:
     job = documents("paddlejob.yml")["PaddleJob"]
     name, workers = job["metadata"]["name"], job["spec"]["paddleReplicaSpecs"]["Worker"]
@@ -181,7 +298,7 @@ def test_paddlejob_pods_are_fleetrun_hosts() -> None:
         parse_options(["--ips=a,b", "t.py"], OF_OPERATOR)
 
 
-@pytest.mark.parametrize("name", ["train.yml", "paddlejob.yml"])
+@pytest.mark.parametrize("name", TRAININGS)
 def test_training_understands_its_command(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     options = fleetrun_options(name, given_to_pods(name))
     assert (ROOT / options.script).is_file()
@@ -197,7 +314,7 @@ def test_training_understands_its_command(name: str, monkeypatch: pytest.MonkeyP
         assert place.startswith("/output/") and "readOnly" not in mounted["/output"]
 
 
-@pytest.mark.parametrize("name", ["train.yml", "paddlejob.yml", "serve.yml"])
+@pytest.mark.parametrize("name", [*TRAININGS, "serve.yml"])
 def test_no_pod_runs_without_its_token(name: str) -> None:
     (secret,) = (each["valueFrom"]["secretKeyRef"] for each in container(name)["env"]
                  if "secretKeyRef" in each.get("valueFrom", ()))  # fmt: skip
@@ -205,7 +322,7 @@ def test_no_pod_runs_without_its_token(name: str) -> None:
     assert f"kubectl create secret generic {secret['name']} " in (FOLDER / name).read_text()
 
 
-@pytest.mark.parametrize("name", ["train.yml", "paddlejob.yml"])
+@pytest.mark.parametrize("name", TRAININGS)
 def test_pods_wait_for_nodes_and_restart_what_fails(name: str) -> None:
     options = fleetrun_options(name, given_to_pods(name))
     assert options.start_timeout >= 3600 and options.max_restart > 0
@@ -214,7 +331,7 @@ def test_pods_wait_for_nodes_and_restart_what_fails(name: str) -> None:
 
 
 def test_exit_codes_say_what_becomes_of_a_job() -> None:
-    job = documents("train.yml")["Job"]["spec"]
+    job = job_of("train.yml")
     assert job["template"]["spec"]["restartPolicy"] == "Never"  # else there may be no policy
     rules = job["podFailurePolicy"]["rules"]
     by_code = {
@@ -231,7 +348,7 @@ def test_exit_codes_say_what_becomes_of_a_job() -> None:
     assert job["backoffLimit"] % job["completions"] == 0
 
 
-@pytest.mark.parametrize("name", ["train.yml", "paddlejob.yml", "serve.yml"])
+@pytest.mark.parametrize("name", [*TRAININGS, "serve.yml"])
 def test_pods_have_minimal_rights_and_time_to_end(name: str) -> None:
     spec, own = pod_template(name)["spec"], container(name)
     assert spec["securityContext"]["runAsNonRoot"] and spec["securityContext"]["runAsUser"] > 0
@@ -245,11 +362,12 @@ def test_pods_have_minimal_rights_and_time_to_end(name: str) -> None:
     declared = {each["name"] for each in spec["volumes"]}
     assert declared == {each["name"] for each in own["volumeMounts"]}
     assert "limits" in own["resources"]
+    assert re.search(r":[\w.-]+$", own["image"])  # a tag: nobody serves what `latest` became
     for probe in (key for key in own if key.endswith("Probe")):
         assert own[probe]["httpGet"]["port"] in {port["name"] for port in own["ports"]}
 
 
-@pytest.mark.parametrize("name", ["train.yml", "paddlejob.yml"])
+@pytest.mark.parametrize("name", TRAININGS)
 def test_cards_have_shared_memory(name: str) -> None:
     spec, own = pod_template(name)["spec"], container(name)
     shared = next(each["name"] for each in own["volumeMounts"] if each["mountPath"] == "/dev/shm")
@@ -259,11 +377,12 @@ def test_cards_have_shared_memory(name: str) -> None:
     assert resources["requests"]["nvidia.com/gpu"] == resources["limits"]["nvidia.com/gpu"]
 
 
-@pytest.mark.parametrize("name", ["train.yml", "serve.yml"])
+@pytest.mark.parametrize("name", ["train.yml", "jobset.yml", "serve.yml"])
 def test_services_and_policies_select_their_pods(name: str) -> None:
     labels = pod_template(name)["metadata"]["labels"].items()
     found = documents(name)
-    assert found["Service"]["spec"]["selector"].items() <= labels
+    if "Service" in found:
+        assert found["Service"]["spec"]["selector"].items() <= labels
     for kind in ("NetworkPolicy", "PodDisruptionBudget"):
         if kind in found:
             spec = found[kind]["spec"]
@@ -272,7 +391,7 @@ def test_services_and_policies_select_their_pods(name: str) -> None:
     if name == "train.yml":  # names have to be known before anything runs in a pod
         spec = found["Service"]["spec"]
         assert spec["clusterIP"] == "None" and spec["publishNotReadyAddresses"]
-    else:
+    elif name == "serve.yml":
         target = found["HorizontalPodAutoscaler"]["spec"]["scaleTargetRef"]
         assert target["name"] == found["Deployment"]["metadata"]["name"]
         assert found["Service"]["spec"]["ports"][0]["targetPort"] == "http"

@@ -157,7 +157,7 @@ def test_shellcheck_finds_nothing() -> None:
 
 
 def test_each_node_gets_same_command_and_own_name(submit: Submit) -> None:
-    batch = submit("-c", "a file.yml", "--eval", variables={"EXIT": "0"})
+    batch = submit("-c", "a file.yml", "--eval", variables={"EXIT": "0", "METRICS_PORT": "9410"})
     assert batch.ended() == 0, batch.said
     first, second = (batch.given(node) for node in NODES.split())
     job = str(7_000_000 + os.getpid())
@@ -168,7 +168,7 @@ def test_each_node_gets_same_command_and_own_name(submit: Submit) -> None:
     options = parse_options(first["words"], {})
     assert (options.ips, options.host) == ("127.0.0.2,127.0.0.3", "127.0.0.2")
     assert options.max_restart == 3 and 10000 <= (options.start_port or 0) < 30000
-    assert options.script == "tools/train.py"
+    assert options.script == "tools/train.py" and options.metrics_port == 9410
     assert options.script_arguments == ("--resume", "auto", "-c", "a file.yml", "--eval")
     assert batch.asked == []
 
@@ -330,7 +330,7 @@ def test_slurm_stop_requeues_unless_cancelled(
     for name, value in (variables | {"PYTHONPATH": str(ROOT)}).items():
         monkeypatch.setenv(name, value)
     with cluster(tmp_path / "slurm") as slurm:
-        here = ["--nodes=1", "--gpus-per-node=0", "--time=30", f"--cpus-per-task={slurm.cores}"]
+        here = ["--nodes=1", "--time=30", f"--cpus-per-task={slurm.cores}"]
         words = [str(SCRIPT), "-c", str(scenario.config), "-o", f"output_dir={out}"]
         words += ["distributed.timeout_seconds=120", "checkpoint.every_steps=1000"]
         job = slurm.ask("sbatch", "--parsable", *here, *words)
