@@ -48,7 +48,7 @@ def measure_runtimes(scratch: Path, *, steps: int, rounds: int) -> dict[str, Any
     data = scratch / "data"
     make_shapes(data, train=_IMAGES, val=1, size=_LEARNED_SIZE, seed=0)
     _pad_classes(data / "annotations" / "instances_train.json")
-    command = f"ppdist benchmark runtimes --steps {steps} --repeats {rounds}"
+    command = f"python -m benchmarks runtimes --steps {steps} --repeats {rounds}"
     report: dict[str, Any] = {"command": command, "versions": _versions()}
     for recipe, lr in MODELS:
         report[recipe] = _measure(_config(recipe, data, steps, lr), scratch / recipe, rounds)

@@ -104,8 +104,6 @@ def test_imports_point_down() -> None:
             allowed = True
         elif inside(target, LAUNCHER):
             allowed = inside(module, COMMANDS)
-        elif folder(target) in PROGRAMS:
-            allowed = inside(module, COMMANDS)  # in a clone alone: use_clone
         else:
             allowed = folder(module) == folder(target) or floor(target) < floor(module)
         if not allowed:

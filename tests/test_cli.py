@@ -22,13 +22,6 @@ DOORS = {"infer": "predict"}  # tools/NAME.py -> command, where they differ
 TOOLS = {path.stem for path in (ROOT / "tools").glob("*.py")}
 
 
-def test_command_without_its_clone_is_refused(monkeypatch, tmp_path):
-    monkeypatch.setattr(cli, "CLONE", tmp_path)
-    with raises("needs_clone", "tests/reference") as error:
-        cli.use_clone("tests/reference")
-    assert str(tmp_path) in error.value.where
-
-
 @pytest.mark.parametrize("tool", sorted(TOOLS - {"launch", "faults", "docs"}))
 def test_tool_is_a_door_of_its_command(tool):
     body = ast.parse((ROOT / "tools" / f"{tool}.py").read_text(encoding="utf-8")).body

@@ -1,10 +1,11 @@
 """Injects faults into small two-rank trainings: python tools/faults.py --help"""
 
-from ppdist import cli
-from ppdist.common import process
+import sys
+from pathlib import Path
 
 if __name__ == "__main__":
-    cli.use_clone("tests/faults")
+    sys.path[0] = str(Path(__file__).resolve().parents[1])
+    from ppdist.common import process
     from tests.faults.command import main
 
     process.run(main)

@@ -344,30 +344,6 @@ def is_clone() -> bool:
     return (CLONE / "setup.py").is_file()
 
 
-def require_clone(folder: str) -> Path:
-    """A folder of the source repository, which no installed package has.
-
-    Args: folder: such as "tests/reference".
-    Raises: ConfigError: ppdist was not started from a clone of its repository.
-    """
-    found = CLONE / folder
-    if not (is_clone() and found.is_dir()):
-        raise errors.ConfigError(
-            f"this command needs the folder {folder} of the source repository",
-            code="needs_clone",
-            where=str(found),
-            fix="clone the repository and run the command there",
-        )
-    return found
-
-
-def use_clone(folder: str) -> None:
-    """Makes a folder of the source repository importable; see `require_clone`."""
-    require_clone(folder)
-    if str(CLONE) not in sys.path:
-        sys.path.insert(0, str(CLONE))
-
-
 def folder_for(weights: Path, what: str) -> Path:
     """Default folder of what is made of weights: in their run, else named after them.
 

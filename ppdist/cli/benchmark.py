@@ -17,15 +17,6 @@ ppdist benchmark WHAT -c cfg.yml [-o k=v ...]
   scaling  `train` through fleetrun on 1 and 2 (--processes) processes, and as many apart,
            interleaved in slices of 5 s (--seconds): efficiency, what the machine allows, exposed
            and hidden communication
-  startup  seconds and CPU seconds from the command to the end of the first training step, and their
-           parts, alone and through fleetrun on 2 (--processes) processes, in turns; what importing
-           takes by package
-  runtimes the same for four models of 640 pixels, with 1 and 2 threads, and the mAP that each
-           runtime reaches, on a set that they learn by heart before (--steps); no -c
-  coco     seconds of COCO's numbers on a made-up set (--images), beside pycocotools; no -c
-  checkpoint
-           how long a checkpoint blocks training, what writing it beside the steps takes, and what
-           waiting for the write would
 
 `--synthetic` draws a small data set instead of reading `data.root` (model.num_classes becomes 3).
 """
@@ -37,7 +28,7 @@ import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ppdist.cli import add_config, parser_of, script_of, use_clone
+from ppdist.cli import add_config, parser_of, script_of
 from ppdist.common import errors, process
 from ppdist.common.arguments import at_least, time_in
 
@@ -58,9 +49,7 @@ def parse() -> argparse.Namespace:
                         help="train: further overrides that make the second variant")  # fmt: skip
     parser.add_argument("--synthetic", type=at_least(1), nargs="?", const=64, metavar="IMAGES",
                         help="measure on data it draws itself (default: 64 images)")  # fmt: skip
-    parser.add_argument(
-        "--steps", type=at_least(1), help="train, scaling (10): measured; runtimes (200): learned"
-    )
+    parser.add_argument("--steps", type=at_least(1), help="train, scaling (10): measured")
     parser.add_argument(
         "--warmup", type=at_least(0), default=2, help="steps before that, not counted"
     )
@@ -75,7 +64,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument(
         "--repeats",
         type=at_least(1),
-        help="eval, startup (3), infer, scaling, checkpoint (5): how often",
+        help="eval (3), infer, scaling (5): how often",
     )
     parser.add_argument("--batch", type=at_least(1), default=1, help="infer: images in one call")
     parser.add_argument(
@@ -85,16 +74,11 @@ def parse() -> argparse.Namespace:
         "--processes",
         type=at_least(1),
         nargs="+",
-        help="scaling, startup (1 2), eval: on so many each",
-    )
-    parser.add_argument(
-        "--images", type=at_least(1), default=5000, help="coco: of the made-up set (5000)"
+        help="scaling (1 2), eval: on so many each",
     )
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the JSON here as well")
     arguments = parser.parse_args()
-    without = arguments.what in ("coco", "runtimes")
-    without = without or (arguments.what == "infer" and arguments.model)
-    if not arguments.config and not without:
+    if not arguments.config and not (arguments.what == "infer" and arguments.model):
         parser.error("the following arguments are required: -c/--config")
     if not arguments.config and (arguments.weights or arguments.override or arguments.synthetic):
         parser.error("-w, -o and --synthetic go with -c/--config")
@@ -273,45 +257,6 @@ def scaling(arguments: argparse.Namespace, scratch: Path) -> dict[str, Any]:
     )
 
 
-def checkpoint(arguments: argparse.Namespace, scratch: Path) -> dict[str, Any]:
-    use_clone("benchmarks")
-    from benchmarks.checkpoint import measure_saving
-
-    config = join_ranks(arguments)
-    return measure_saving(config, saves=arguments.repeats or 5, scratch=scratch / "run")
-
-
-def startup(arguments: argparse.Namespace, scratch: Path) -> dict[str, Any]:
-    use_clone("benchmarks")
-    from benchmarks.startup import measure_startup
-
-    options = ["-c", arguments.config]
-    options += ["-o", *arguments.override] if arguments.override else []
-    return measure_startup(
-        [sys.executable, *script_of("launch")],
-        options,
-        counts=arguments.processes or [1, 2],
-        repeats=arguments.repeats or 3,
-        out=scratch / "startup",
-    )
-
-
-def coco(arguments: argparse.Namespace, scratch: Path) -> dict[str, Any]:
-    use_clone("benchmarks")
-    from benchmarks.coco import measure_coco
-
-    repeats = arguments.repeats or 1
-    return measure_coco(images=arguments.images, detections=100, classes=80, repeats=repeats)
-
-
-def runtimes(arguments: argparse.Namespace, scratch: Path) -> dict[str, Any]:
-    use_clone("benchmarks")
-    from benchmarks.inference import measure_runtimes
-
-    return measure_runtimes(scratch, steps=arguments.steps or 200, rounds=arguments.repeats or 10)
-
-
 MEASURES = {
     "train": train, "loader": loader, "eval": evaluation, "infer": inference, "scaling": scaling,
-    "checkpoint": checkpoint, "startup": startup, "coco": coco, "runtimes": runtimes,
 }  # fmt: skip

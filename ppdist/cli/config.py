@@ -114,7 +114,7 @@ def _published() -> dict[str, tuple[str, float, float]]:
 
 
 def measured_runtimes() -> dict[str, Any]:
-    """What `ppdist benchmark runtimes --json` wrote."""
+    """What `python -m benchmarks runtimes --json` wrote."""
     found: dict[str, Any] = json.loads((_MODELS / "runtimes.json").read_text(encoding="utf-8"))
     return found
 

@@ -1,14 +1,15 @@
-"""tools/verify.py coco: COCO's own example, and what it says of files that are not that."""
+"""COCO's own example, and what is said of files that are not that."""
 
 import json
 import shutil
+import sys
 from pathlib import Path
 
 import pytest
 
 from ppdist.metrics.coco import METRICS
 from tests.errors import raises
-from tests.forked import run_tool
+from tests.reference import __main__ as command
 from tests.reference import coco_example
 from tests.reference.coco_example import PUBLISHED, RESULTS, TRUTH, Row, compare, lines
 
@@ -21,11 +22,20 @@ def example(shared_dir: Path) -> Path:
     return folder
 
 
-def test_twelve_example_metrics_equal_published_ones(example: Path, tmp_path: Path) -> None:
+def run(monkeypatch: pytest.MonkeyPatch, *options: object) -> int:
+    monkeypatch.setattr(sys, "argv", ["reference", "coco", *map(str, options)])
+    return command.main()
+
+
+def test_twelve_example_metrics_equal_published_ones(
+    example: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     file = tmp_path / "coco.json"
-    done = run_tool("verify", "coco", "--reference", example, "--json", file)
-    assert done.returncode == 0, done.stderr
-    assert "PASS: all 12 equal those of pycocotools to 1e-09" in done.stdout
+    assert run(monkeypatch, "--reference", example, "--json", file) == 0
+    assert "PASS: all 12 equal those of pycocotools to 1e-09" in capsys.readouterr().out
     rows = json.loads(file.read_text())
     assert [row["name"] for row in rows] == list(METRICS)
     assert [round(row["ours"], 3) for row in rows] == pytest.approx(list(PUBLISHED))
@@ -34,13 +44,18 @@ def test_twelve_example_metrics_equal_published_ones(example: Path, tmp_path: Pa
     )
 
 
-def test_other_detections_are_difference_with_exit_1(example: Path, tmp_path: Path) -> None:
+def test_other_detections_are_difference_with_exit_1(
+    example: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     shutil.copy(example / TRUTH, tmp_path)
     results = json.loads((example / RESULTS).read_text())
     (tmp_path / RESULTS).write_text(json.dumps(results[:300]))
-    done = run_tool("verify", "coco", "--reference", tmp_path)
-    assert done.returncode == 1
-    assert "DIFFERS" in done.stdout and "FAIL: 12 of 12 differ" in done.stdout
+    assert run(monkeypatch, "--reference", tmp_path) == 1
+    said = capsys.readouterr().out
+    assert "DIFFERS" in said and "FAIL: 12 of 12 differ" in said
 
 
 def test_missing_pycocotools_uses_published_metrics(

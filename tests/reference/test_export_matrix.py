@@ -106,7 +106,7 @@ def test_a_folder_without_images_is_an_error(tmp_path: Path) -> None:
 def test_verify_export_prints_rows_and_writes_json(tmp_path: Path) -> None:
     pytest.importorskip("paddle2onnx")
     report = tmp_path / "rows.json"
-    command = [sys.executable, "tools/verify.py", "export", "--models", "yolov5n"]
+    command = [sys.executable, "-m", "tests.reference", "export", "--models", "yolov5n"]
     done = subprocess.run(
         [*command, "--json", str(report)], cwd=REPOSITORY, capture_output=True, text=True,
         timeout=1800,
@@ -122,6 +122,6 @@ def test_verify_export_refuses_what_it_does_not_know(tmp_path: Path) -> None:
         (["--models", "resnet"], "--models resnet: expected some of yolov5n"),
         (["--weights", f"a={tmp_path}"], "DIR with config.yml and checkpoints/best"),
     ):
-        command = [sys.executable, "tools/verify.py", "export", *options]
+        command = [sys.executable, "-m", "tests.reference", "export", *options]
         done = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, timeout=300)
         assert done.returncode == 2 and said in done.stderr

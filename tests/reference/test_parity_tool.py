@@ -1,4 +1,4 @@
-"""tools/verify.py parity: its verdict, its exit code, and what it says of files that are odd."""
+"""Parity: its verdict, its exit code, and what it says of files that are odd."""
 
 import json
 import runpy
@@ -18,8 +18,6 @@ from tests.reference.parity.measure import Measurement, off
 from tests.reference.parity.reference import official_shape, official_state
 from tests.reference.writer import NAME, with_one, write_folder
 
-TOOL = Path(__file__).parents[2] / "tools" / "verify.py"
-
 
 class Done(NamedTuple):
     code: int | str | None
@@ -31,13 +29,13 @@ class Done(NamedTuple):
 def run_tool(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> Callable[..., Done]:
-    """tools/verify.py parity, in this process: Paddle takes seconds to import."""
+    """python -m tests.reference parity, in this process: Paddle takes seconds to import."""
 
     def run(folder: Path, *options: str) -> Done:
-        arguments = ["verify.py", "parity", "--reference", str(folder), *options]
+        arguments = ["reference", "parity", "--reference", str(folder), *options]
         monkeypatch.setattr(sys, "argv", arguments)
         with pytest.raises(SystemExit) as ended:
-            runpy.run_path(str(TOOL), run_name="__main__")
+            runpy.run_module("tests.reference", run_name="__main__")
         return Done(ended.value.code, *capsys.readouterr())
 
     return run
