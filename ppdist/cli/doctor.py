@@ -26,7 +26,6 @@ from ppdist.launch.doctor import (
     WARN,
     Finding,
     attempt,
-    check_equipment,
     check_host,
     check_writable,
     facts,
@@ -76,8 +75,6 @@ def main() -> int:
     except errors.LaunchError as error:
         add(Finding(FAIL, "run", str(error)))
     for finding in check_host(plan, os.environ, machine):
-        add(finding)
-    for finding in check_equipment(machine, plan, os.environ) if plan else ():
         add(finding)
     if arguments.config:
         writes = plan is not None and plan.host == plan.hosts[0]

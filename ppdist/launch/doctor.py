@@ -1,12 +1,9 @@
 """Preflight of one host: what would stop a run, and the remedy.
 
-Driver, network, clock and limits are read from /proc and /sys, so it needs neither Paddle nor root.
-The rows about cards and RDMA are written from the documentation of Linux, NVIDIA and NCCL: neither
-was within reach, so tests make up those files.  What was measured between ranks comes from
-ppdist/verify/cluster.py.
+Driver and network are read from /proc and /sys, so it needs neither Paddle nor root.  What was
+measured between ranks comes from ppdist/verify/cluster.py.
 """
 
-import ctypes
 import importlib.util
 import os
 import platform
@@ -25,7 +22,6 @@ from ppdist.common.errors import LaunchError, UserError
 from ppdist.common.machine import available_memory, existing_folder, free_disk, kernel_text
 from ppdist.common.process import paddle_numbers, unknown_paddle
 from ppdist.launch.cli import whose_fleetrun
-from ppdist.launch.network import nccl_takes
 from ppdist.launch.options import refuse_stale_environment
 from ppdist.launch.topology import LaunchPlan, Machine, installed_version
 
@@ -40,11 +36,6 @@ _OPENCV = (
 )  # each holds the module cv2
 
 _ROOT = Path("/")
-# First driver branch that runs programs of a CUDA major version, whatever its minor version:
-# docs.nvidia.com/deploy/cuda-compatibility, "Minor Version Compatibility", table 1.
-_DRIVER_OF_CUDA = {11: 450, 12: 525, 13: 580}
-_CAP_IPC_LOCK = 14  # linux/capability.h: locks memory beyond the limit
-_TIME_ERROR = 5  # adjtimex(2): the clock is not synchronized
 
 _SLOW_COMPUTING = 1.5  # times the median time: well beyond what equal machines differ by
 _SLOW_LINK = 0.5  # of the rate to expect
@@ -55,7 +46,6 @@ _REMEDIES = {
     "driver": "install the same on every host",
     "CUDA of Paddle": "install the same build of Paddle on every host",
     "cores": "the host with the fewest sets the pace of loading: give data.workers there its own",
-    "RDMA": "NCCL uses what all hosts have: look at the host with less (ibstat, lspci)",
     "MTU": "set it alike on all hosts: large packets may vanish, so that only large messages hang",
     "speed": "every step waits for the slowest link",
 }
@@ -279,49 +269,17 @@ def check_fleetrun(search_path: str | None = None) -> Finding:
     return Finding(OK, "fleetrun", f"{path} is ppdist's")
 
 
-@dataclass(frozen=True)
-class RdmaPort:
-    """One port of an RDMA device."""
-
-    name: str  # mlx5_0:1
-    kind: str  # InfiniBand, RoCE or EFA
-    state: str  # ACTIVE where it can be used
-    rate: str  # "400 Gb/sec (4X NDR)"
-
-
-def check_equipment(
-    machine: Machine, plan: LaunchPlan, environment: Mapping[str, str], root: Path = _ROOT
-) -> Iterator[Finding]:
-    """Driver of the cards; with several hosts link, RDMA and clock.
-
-    Args: root: of the files to read; tests give a made-up one.
-    """
-    if machine.cards:
-        yield check_driver(driver_version(root), cuda_of_paddle())
-    if plan.rendezvous_port is None:
-        return
-    interface = plan.environment.get("GLOO_SOCKET_IFNAME", "")
-    if interface:
-        found = ", ".join(f"{name} {value}" for name, value in link_facts(interface, root).items())
-        yield Finding(OK, "link", f"{interface}: {found or 'nothing known'}")
-    yield check_clock(clock_state())
-    if machine.cards:  # gloo talks over TCP
-        yield check_rdma(rdma_ports(root), environment, root)
-
-
 def facts(machine: Machine, environment: Mapping[str, str], root: Path = _ROOT) -> dict[str, str]:
     """What hosts of a run are compared by, as far as known.
 
     Args: environment: of a rank, to which fleetrun has told its interface.
     """
     models = sorted(card.name for card in machine.cards)
-    ports = [port for port in rdma_ports(root) if port.state == "ACTIVE"]
     found = {
         "cards": _counted(models),
         "driver": driver_version(root) if models else "",
         "CUDA of Paddle": cuda_of_paddle(),
         "cores": str(machine.cores),
-        "RDMA": _counted([f"{port.kind} {port.rate}" for port in ports]),
         **link_facts(environment.get("GLOO_SOCKET_IFNAME", ""), root),
     }
     return {name: value for name, value in found.items() if value}
@@ -345,21 +303,6 @@ def cuda_of_paddle() -> str:
     return ""
 
 
-def check_driver(driver: str, cuda: str) -> Finding:
-    """Whether the driver runs what Paddle was built for."""
-    if not driver:
-        return Finding(OK, "driver", "of an unknown version")
-    needed = _DRIVER_OF_CUDA.get(int(cuda.split(".")[0])) if cuda else None
-    if needed is None or int(driver.split(".")[0]) >= needed:
-        return Finding(OK, "driver", driver)
-    remedy = (
-        f"install driver {needed} or newer on this host, or a Paddle for an older CUDA; data "
-        f"centre cards may have CUDA's forward compatibility (cuda-compat) in place of it"
-    )
-    found = f"{driver}, but Paddle is built for CUDA {cuda}, which needs {needed} or newer"
-    return Finding(WARN, "driver", found, remedy)  # whether it works: `paddle` computes on cards
-
-
 def link_facts(interface: str, root: Path = _ROOT) -> dict[str, str]:
     """MTU and speed of an interface, as far as known."""
     if not interface or "/" in interface:
@@ -369,88 +312,6 @@ def link_facts(interface: str, root: Path = _ROOT) -> dict[str, str]:
     speed = kernel_text(device / "speed")  # Mb/s; -1 or no answer in most VMs
     found = {"MTU": mtu} if mtu else {}
     return found | ({"speed": f"{int(speed) / 1000:g} Gb/s"} if speed.isdigit() else {})
-
-
-def rdma_ports(root: Path = _ROOT) -> list[RdmaPort]:
-    """All ports, active or not."""
-    found = []
-    for folder in sorted(root.glob("sys/class/infiniband/*/ports/*")):
-        device = folder.parents[1]
-        layer = kernel_text(folder / "link_layer")
-        kind = {"Ethernet": "RoCE"}.get(layer, layer or "unknown")
-        if (device / "device/driver").resolve().name == "efa":
-            kind = "EFA"
-        state = kernel_text(folder / "state").rpartition(": ")[2]  # "4: ACTIVE"
-        rate = kernel_text(folder / "rate")
-        found.append(RdmaPort(f"{device.name}:{folder.name}", kind, state, rate))
-    return found
-
-
-def check_rdma(
-    ports: Sequence[RdmaPort], environment: Mapping[str, str], root: Path = _ROOT
-) -> Finding:
-    """Whether NCCL can use RDMA; having none is no finding."""
-    if not ports:
-        return Finding(OK, "RDMA", "no device, so NCCL talks over TCP")
-    active = [port for port in ports if port.state == "ACTIVE"]
-    found = _counted([f"{port.kind} {port.rate}" for port in active]) or "no port is active"
-    troubles = [] if active else [("", "look at the cable and, for InfiniBand, the subnet manager")]
-    if environment.get("NCCL_IB_DISABLE", "0") not in ("", "0"):
-        troubles.append(("switched off by NCCL_IB_DISABLE", "unset it, unless that is meant"))
-    wanted = environment.get("NCCL_IB_HCA", "")
-    if wanted and not any(_is_chosen(wanted, port) for port in active):
-        names = ", ".join(port.name for port in active) or "none"
-        troubles.append((f"NCCL_IB_HCA={wanted} fits no active port ({names})", "correct it"))
-    if not list(root.glob("dev/infiniband/uverbs*")):
-        troubles.append(("/dev/infiniband is empty here", "docker run --device=/dev/infiniband"))
-    limit = memory_lock_limit(root)
-    if limit:
-        remedy = "ulimit -l unlimited (docker run --ulimit memlock=-1; Slurm: limits of slurmd)"
-        troubles.append((f"only {limit} of memory can be locked", remedy))
-    said = [text for text, _ in troubles if text]
-    remedies = "; ".join(remedy for _, remedy in troubles)
-    return Finding.warning_if(remedies, "RDMA", "; ".join([found, *said]))
-
-
-def _is_chosen(wanted: str, port: RdmaPort) -> bool:
-    """Whether NCCL_IB_HCA, a list of devices or device:port, takes the port."""
-    takes = [nccl_takes(wanted, name) for name in (port.name, port.name.partition(":")[0])]
-    return all(takes) if wanted.startswith("^") else any(takes)
-
-
-def memory_lock_limit(root: Path = _ROOT) -> str:
-    """How much memory this process may lock; "": any amount."""
-    process = root / "proc/self"
-    limits = re.search(r"^Max locked memory\s+(\S+)", kernel_text(process / "limits"), re.MULTILINE)
-    capable = re.search(r"^CapEff:\s*(\w+)", kernel_text(process / "status"), re.MULTILINE)
-    if limits is None or limits[1] == "unlimited":
-        return ""
-    if capable and int(capable[1], 16) >> _CAP_IPC_LOCK & 1:
-        return ""
-    return f"{int(limits[1]) / 1024:g} KiB"
-
-
-def clock_state() -> int | None:
-    """State of the clock by adjtimex(2); None: unknown."""
-    try:
-        state = ctypes.CDLL(None).adjtimex(ctypes.create_string_buffer(512))  # zeros: only read
-    except (OSError, AttributeError):
-        return None
-    return None if state < 0 else int(state)
-
-
-def check_clock(state: int | None) -> Finding:
-    """Whether the clock is synchronised; only logs depend on it."""
-    if state is None:
-        return Finding(OK, "clock", "Linux does not say whether it is kept right")
-    if state == _TIME_ERROR:
-        remedy = (
-            "start chrony (its option rtcsync lets Linux know) or systemd-timesyncd on the host, "
-            "if neither runs there: logs of hosts are read by time"
-        )
-        found = "Linux was not told that something keeps it right (adjtimex: TIME_ERROR)"
-        return Finding(WARN, "clock", found, remedy)
-    return Finding(OK, "clock", "kept right (adjtimex)")
 
 
 def _counted(names: Sequence[str]) -> str:
@@ -538,7 +399,8 @@ def _judge_links(links: Sequence[Measured], kind: str) -> Finding:
         return Finding(OK, kind, found)
     remedy = (
         "the whole ring is as slow as its slowest link: look at the speed of its interface "
-        "(ethtool), its cable, and which one is used (NCCL_SOCKET_IFNAME, GLOO_SOCKET_IFNAME)"
+        "(ethtool), its cable, and which one is used (NCCL_SOCKET_IFNAME, GLOO_SOCKET_IFNAME; "
+        "NCCL_DEBUG=INFO says NET/IB where it is RDMA)"
     )
     return Finding(WARN, kind, f"{found}; {'; '.join(said)}", remedy)
 
