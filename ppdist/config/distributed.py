@@ -2,12 +2,12 @@
 
 from typing import Annotated, Literal
 
-from pydantic import Field
+from pydantic import BeforeValidator, Field
 
 from ppdist.config.base import OnResume, Section
 
 # What the hosts of one run may each set as they like: where things lie, not what is computed.
-HOSTS_OWN_KEYS = (
+PER_HOST_KEYS = (
     "output_dir",  # only rank 0 writes
     "data.root",  # the data themselves are compared: ppdist.engine.data
     "data.cache_dir",
@@ -20,12 +20,16 @@ HOSTS_OWN_KEYS = (
 class DistributedConfig(Section):
     """How ranks talk to one another."""
 
-    bucket_mb: Annotated[Annotated[int, Field(gt=0)] | Literal["auto"], OnResume.FREE] = Field(
+    bucket_mb: Annotated[
+        int,
+        OnResume.FREE,
+        BeforeValidator(lambda value: 25 if value == "auto" else value),  # of earlier versions
+    ] = Field(
         default=25,
+        gt=0,
         description="Gradients are all-reduced in messages of this many MiB, on GPUs while "
         "backward runs; without GPUs, where a host has several ranks, of 8 at most, between the "
-        "hosts too. auto: on CPU the size that is measured to be worth it, at the start; on GPUs "
-        "25, because sums alone do not tell what backward hides.",
+        "hosts too.",
     )
     gradient_dtype: Literal["float32", "bfloat16", "float16"] = Field(
         default="float32",

@@ -8,8 +8,8 @@ Ranks communicate in two ways, and every rank must reach both:
   the places where ranks may be minutes apart: evaluation, checkpoints, start-up.
 
 Work that may fail on one rank runs so that all of them hear of it.  On one process every function
-is the identity or a plain call, so nobody above asks.  Also here: how large messages are between
-these ranks, measured at the start, and how glibc keeps the memory of tensors on the CPU.
+is the identity or a plain call, so nobody above asks.  Also here: how glibc keeps the memory of
+tensors on the CPU.
 """
 
 import contextlib
@@ -20,11 +20,9 @@ import math
 import os
 import signal
 import sys
-import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
-from statistics import median
 from typing import Any, Generic, TypeVar, cast
 
 import numpy as np
@@ -45,19 +43,18 @@ from ppdist.config.distributed import DistributedConfig
 from ppdist.distributed import device, heartbeat, paddle_api
 from ppdist.distributed.agreement import require_agreement
 from ppdist.distributed.shm_allreduce import MESSAGE_MB, SharedMemoryAllReduce, join
-from ppdist.distributed.store import (
-    AllGatherObject,
-    drowsy_threads,
-    require_ways,
-    set_timeout,
-    store_apart,
-)
 from ppdist.distributed.store import addresses as addresses
 from ppdist.distributed.store import alarm as alarm
 from ppdist.distributed.store import alive as alive
 from ppdist.distributed.store import all_gather_object as all_gather_object
 from ppdist.distributed.store import announce_arrival as announce_arrival
 from ppdist.distributed.store import barrier as barrier
+from ppdist.distributed.store import (
+    drowsy_threads,
+    require_ways,
+    set_timeout,
+    store_apart,
+)
 from ppdist.distributed.store import host as host
 from ppdist.distributed.store import is_main as is_main
 from ppdist.distributed.store import local_rank as local_rank
@@ -75,7 +72,6 @@ from ppdist.distributed.store import world_size as world_size
 _GLOO_SECONDS = 30.0  # after which it gives up, whatever is configured
 _hang_seconds = math.inf
 _bucket_mb = 25
-_bucket_measured = False
 _host: SharedMemoryAllReduce | None = None  # on CPU, where a host has several ranks
 _leaders: Any = None  # the group of the first ranks of all hosts, where there are several
 
@@ -87,7 +83,7 @@ def init(wanted: str, config: DistributedConfig) -> None:
     Raises: ConfigError: the device cannot be used, or ranks would join in different ways.
         LaunchError: hosts do not reach one another, or see `require_own_ranks`.
     """
-    global _hang_seconds
+    global _bucket_mb, _hang_seconds
     require_own_ranks(os.environ)
     _hang_seconds = math.inf if config.hang_seconds is None else config.hang_seconds
     heartbeat.begin(config.timeout_seconds, config.hang_seconds)
@@ -104,7 +100,10 @@ def init(wanted: str, config: DistributedConfig) -> None:
         _join()
         if kind == device.CPU:
             _share_memory(config)
-        _use_bucket(_measured_bucket() if config.bucket_mb == "auto" else config.bucket_mb)
+        _bucket_mb = config.bucket_mb
+        paddle_api.set_fleet_bucket(_bucket_mb)
+        if _host is not None:
+            _host.message_bytes = min(_bucket_mb << 20, _host.longest)
 
 
 def require_own_ranks(environment: Mapping[str, str]) -> None:
@@ -178,7 +177,7 @@ def _share_memory(config: DistributedConfig) -> None:
     """Lets the ranks of each host sum in memory. Collective."""
     global _host, _leaders
     first, timeout = rank() - local_rank(), config.timeout_seconds
-    mb = LARGEST_MB if config.bucket_mb == "auto" else min(config.bucket_mb, MESSAGE_MB)
+    mb = min(config.bucket_mb, MESSAGE_MB)
     _host = join(
         all_gather_object, rank=rank(), first=first, message_bytes=mb << 20, timeout_seconds=timeout
     )
@@ -437,75 +436,3 @@ def evaluate_on_all_ranks(
     ended = EvaluationFailed("; ".join(text for _, text, _ in failed), code="evaluation_failed")
     ended.from_rank = None if failure else first.from_rank
     raise ended from failure
-
-
-SIZES_MB = (1, 2, 4, 8, 16)
-LARGEST_MB = SIZES_MB[-1]
-_REPEATS = 3
-_NEARLY = 1.05  # within the differences between one measurement and the next
-_SLOW_SECONDS = 0.08  # for the largest: below 200 MB/s the link limits, whatever the size
-
-
-def bucket_mb() -> int:
-    """Size of gradient messages, MiB; it belongs into checkpoints."""
-    return _bucket_mb
-
-
-def resume_bucket(mb: int | None) -> None:
-    """Takes a checkpoint's bucket size, before `wrap`. Collective.
-
-    Over sockets three ranks or more sum in an order that depends on it, so that a resumed run would
-    differ in the last bits; in the memory of one host no bit does.
-    """
-    if _bucket_measured and mb is not None:
-        _use_bucket(mb)
-
-
-def _use_bucket(mb: int) -> None:
-    global _bucket_mb
-    _bucket_mb = mb
-    if world_size() > 1:
-        paddle_api.set_fleet_bucket(mb)
-    if _host is not None:
-        _host.message_bytes = min(mb << 20, _host.longest)
-
-
-def _measured_bucket() -> int:
-    global _bucket_measured
-    if device.on_accelerator():
-        return _bucket_mb
-    _bucket_measured = True
-    tensors = [paddle.zeros([1 << 18]) for _ in range(LARGEST_MB)]  # of 1 MiB each
-
-    def try_bucket(mb: int) -> None:
-        _use_bucket(mb)
-        sum_tensors(tensors)
-
-    return fastest_bucket_mb(try_bucket, all_gather_object)
-
-
-def fastest_bucket_mb(try_size: Callable[[int], None], all_gather_object: AllGatherObject) -> int:
-    """The smallest bucket as fast as any, MiB. Collective.
-
-    Small messages leave early and take less memory, large ones have less to wait for.
-
-    Args:
-        try_size: sums the same LARGEST_MB MiB in messages of so many MiB; all ranks run it.
-    Returns: what rank 0 found, on every rank.
-    """
-    try_size(LARGEST_MB)  # makes the connections
-    if all_gather_object(_seconds(try_size, LARGEST_MB))[0] > _SLOW_SECONDS:
-        return LARGEST_MB
-    seconds: dict[int, list[float]] = {mb: [] for mb in SIZES_MB}
-    for _ in range(_REPEATS):
-        for mb in SIZES_MB:
-            seconds[mb].append(_seconds(try_size, mb))
-    typical = {mb: median(found) for mb, found in seconds.items()}
-    best = min(typical.values())
-    return all_gather_object(min(mb for mb in SIZES_MB if typical[mb] <= _NEARLY * best))[0]
-
-
-def _seconds(try_size: Callable[[int], None], mb: int) -> float:
-    began = time.perf_counter()
-    try_size(mb)
-    return time.perf_counter() - began

@@ -29,7 +29,7 @@ from ppdist.common.machine import available_memory, free_disk
 from ppdist.common.process import unknown_paddle
 from ppdist.config import plugins
 from ppdist.config.base import flattened
-from ppdist.config.distributed import HOSTS_OWN_KEYS
+from ppdist.config.distributed import PER_HOST_KEYS
 from ppdist.cpu.precision import BFLOAT16, Kernels
 from ppdist.distributed import comm, device
 from ppdist.distributed.agreement import Facts, require_agreement
@@ -302,7 +302,7 @@ def flat_config(config: Any) -> Facts:
     facts = {
         key: json.dumps(value)
         for key, value in flattened(config).items()
-        if key not in HOSTS_OWN_KEYS
+        if key not in PER_HOST_KEYS
     }
     for key, path in _sources(config).items():
         facts[f"{key} (its content)"] = digest_of_weights(path)

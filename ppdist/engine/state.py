@@ -124,7 +124,7 @@ class _SavedState(TrainState):
     total_batch: int
     batch_size_per_card: int | None = None
     world: int
-    bucket_mb: int | None = None
+    bucket_mb: int | None = None  # of earlier versions
     ema_updates: int = 0
     scaler: dict[str, Any]
     code: str | None = None
@@ -147,7 +147,6 @@ def capture_state(step: TrainStep, state: TrainState, schedule: ScheduleSetup) -
         "total_batch": schedule.total_batch,
         "batch_size_per_card": schedule.batch_size_per_card,
         "world": schedule.world,
-        "bucket_mb": comm.bucket_mb(),
         "ema_updates": step.ema.updates if step.ema is not None else 0,
         "scaler": _plain(step.scaler.state_dict()),
         "code": digest_of_package(),
@@ -422,8 +421,6 @@ def find_start(asked: Continuation, output_dir: Path, config: Any) -> Start:
     if head is None:
         return Start(asked, job, folder)
     state = head["state"]
-    if state["world"] == comm.world_size():
-        comm.resume_bucket(state.get("bucket_mb"))
     path = Path(head["path"])
     groups = {
         name: unpacked(_broadcast_file(held.pop(name, b""), size), path / f"{name}.safetensors")

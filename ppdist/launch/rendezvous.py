@@ -13,7 +13,6 @@ promised against strangers (docs/security.md).
 
 import contextlib
 import errno
-import platform
 import secrets
 import socket
 import time
@@ -57,7 +56,6 @@ class Handshake:
     arguments: tuple[str, ...]
     ppdist: str  # versions
     paddle: str
-    python: str
     names: tuple[str, ...] = ()  # of the hosts, as they were typed
     max_restart: int = 0
     attempt: int = 0  # how often this host has restarted the run
@@ -100,7 +98,6 @@ def own_handshake(
         arguments=options.script_arguments,
         ppdist=installed_version("ppdist"),
         paddle=installed_version("paddlepaddle-gpu") or installed_version("paddlepaddle"),
-        python=platform.python_version(),
         names=tuple(typed_hosts(options.ips or "")),
         max_restart=options.max_restart,
         attempt=attempt,
@@ -177,20 +174,6 @@ def differences(mine: Handshake, theirs: Handshake) -> list[str]:
     return found
 
 
-def remarks(mine: Handshake, theirs: Handshake) -> list[str]:
-    """What differs and may: worth a line."""
-    pairs = [("script", mine.script, theirs.script), ("python", mine.python, theirs.python)]
-    pairs += [
-        ("argument", own, other)
-        for own, other in _different_words(mine.arguments, theirs.arguments)
-    ]
-    return [
-        f"note: {what} {own} here, {other} on host {theirs.host}"
-        for what, own, other in pairs
-        if own != other
-    ]
-
-
 def _different_words(mine: Sequence[str], theirs: Sequence[str]) -> list[tuple[str, str]]:
     own, other = _of_the_run(mine), _of_the_run(theirs)
     if len(own) == len(other):
@@ -209,9 +192,9 @@ def _same(own: Sequence[str], other: Sequence[str]) -> int:
 def _of_the_run(words: Sequence[str]) -> list[str]:
     """The arguments without those that set where something lies on this host."""
     # Here, because reading Sections would take half of the time and memory of fleetrun's start.
-    from ppdist.config.distributed import HOSTS_OWN_KEYS
+    from ppdist.config.distributed import PER_HOST_KEYS
 
-    kept = [word for word in words if word.partition("=")[0] not in HOSTS_OWN_KEYS]
+    kept = [word for word in words if word.partition("=")[0] not in PER_HOST_KEYS]
     alone = len(kept) < len(words)  # an -o may have lost all its values
     return [
         word
@@ -511,8 +494,6 @@ class _Rendezvous:
             self.say(text)
 
     def _join(self, theirs: Handshake, connection: Connection) -> None:
-        for line in remarks(self.mine, theirs):
-            self.say(line)
         self.joined[theirs.place] = connection
         self.identities[theirs.place] = theirs.identity
         self.hosts[theirs.place] = theirs.host

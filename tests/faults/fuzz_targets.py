@@ -819,7 +819,7 @@ def messages() -> list[bytes]:
     hosts = ("10.0.0.1", "10.0.0.2")
     hello = Handshake(
         host="10.0.0.2", hosts=hosts, processes=2, device="cpu", script="train.py",
-        arguments=("-c", "a.yml"), ppdist="1.0", paddle="3.3", python="3.12", names=hosts,
+        arguments=("-c", "a.yml"), ppdist="1.0", paddle="3.3", names=hosts,
         max_restart=1, skip=(7, 9), identity="d" * 32,
     )  # fmt: skip
     end = HostEnd("10.0.0.2", 1, "rank 1 failed", False, 0.0, 7).as_message("ended", 2.0)

@@ -14,7 +14,6 @@ import pytest
 from ppdist.common.errors import RankError, failure_of
 from ppdist.config.distributed import DistributedConfig
 from ppdist.distributed import comm, heartbeat
-from ppdist.distributed.comm import LARGEST_MB, SIZES_MB, fastest_bucket_mb
 from ppdist.distributed.shm_allreduce import SharedMemoryAllReduce, _messages, _pieces, _share
 from ppdist.distributed.store import drowsy_threads
 from ppdist.launch.outcome import RankEnd
@@ -265,26 +264,3 @@ def test_timer_slack_applies_to_gloo_threads_only():
     with drowsy_threads():
         assert slack() == 30_000_000
     assert slack() == before < 1_000_000
-
-
-def auto(argument):
-    began = time.perf_counter()
-    comm.init("cpu", DistributedConfig(bucket_mb="auto"))
-    chosen, seconds = comm.bucket_mb(), time.perf_counter() - began
-    comm.resume_bucket(3)
-    return [chosen, seconds, comm.bucket_mb()]
-
-
-def test_all_ranks_choose_the_same_size_of_message():
-    first, second = run_on_ranks(2, "tests.unit.distributed.test_shm_allreduce:auto", hosts=1)
-    assert first[0] == second[0] and first[0] in SIZES_MB
-    assert first[2] == second[2] == 3  # that of a checkpoint goes before a measured one
-
-
-def test_the_smallest_of_the_fastest_sizes_is_taken(monkeypatch):
-    took = {1: 0.03, 2: 0.02, 4: 0.0101, 8: 0.0102, 16: 0.01}
-    monkeypatch.setattr("ppdist.distributed.comm._seconds", lambda try_size, mb: took[mb])
-    assert fastest_bucket_mb(lambda mb: None, lambda value: [value, None]) == 4
-    assert (
-        fastest_bucket_mb(lambda mb: None, lambda value: [LARGEST_MB, None]) == LARGEST_MB
-    )  # slow link

@@ -15,7 +15,7 @@ import pytest
 
 from ppdist.common.errors import ConfigError, StorageError, UserError
 from ppdist.config.base import flattened
-from ppdist.config.distributed import HOSTS_OWN_KEYS, DistributedConfig
+from ppdist.config.distributed import PER_HOST_KEYS, DistributedConfig
 from ppdist.data.datasets.build import read_split
 from ppdist.data.datasets.synthetic import make_shapes
 from ppdist.distributed import comm, device, store
@@ -43,7 +43,7 @@ def test_handshake_compares_all_but_per_host_keys(tmp_path: Path) -> None:
     one = flat_config(tiny_config(tmp_path, ["output_dir=a", "data.workers=0"]))
     other = flat_config(tiny_config(tmp_path, ["output_dir=b", "data.workers=3"]))
     assert one == other and "train.amp.enabled" in one and "data.cache" in one
-    assert flattened(tiny_config(tmp_path)).keys() >= set(HOSTS_OWN_KEYS)
+    assert flattened(tiny_config(tmp_path)).keys() >= set(PER_HOST_KEYS)
 
 
 def test_weights_are_compared_by_content_not_path(tmp_path: Path) -> None:
@@ -97,7 +97,7 @@ def attempt(work: Callable[[], Any]) -> str:
 def on_two_ranks(folder: str) -> dict[str, str]:
     """Several differences between two ranks, one after the other; all of them are told of each."""
     texts = {"devices": attempt(lambda: init_with(device, "choose", lambda wanted: "gpu"))}
-    other = DistributedConfig(bucket_mb="auto" if comm.rank() else 25)
+    other = DistributedConfig(bucket_mb=8 if comm.rank() else 25)
     texts["joining"] = attempt(lambda: comm.init("cpu", other))
     init_cpu()
     facts = {"a": "1", "b": "2"} if comm.rank() else {"b": "2", "a": "1"}
@@ -234,7 +234,7 @@ def test_settings_that_hang_rendezvous_are_refused(told: list[dict[str, str]]) -
     for texts in told:
         device = f"start: device: cpu on rank 0 (host {HOST}); gpu on rank 1 (host {HOST})\n"
         assert device in texts["devices"]
-        bucket = f"distributed.bucket_mb: 25 on rank 0 (host {HOST}); auto on rank 1"
+        bucket = f"distributed.bucket_mb: 25 on rank 0 (host {HOST}); 8 on rank 1"
         assert bucket in texts["joining"]
 
 

@@ -11,7 +11,7 @@ import pytest
 from ppdist.common.errors import LaunchError
 from ppdist.launch import connection, rendezvous
 from ppdist.launch.connection import OTHER_PROGRAM, Connection
-from ppdist.launch.rendezvous import Handshake, differences, read_handshake, remarks
+from ppdist.launch.rendezvous import Handshake, differences, read_handshake
 from tests.ports import free_port
 from tests.unit.launch.waiting import TRAIN, A, B, C, Host, host
 
@@ -263,7 +263,6 @@ def test_what_must_agree_is_named_with_both_sides(change: dict, says: str) -> No
     [
         {},
         {"script": "/opt/ppdist/tools/train.py"},
-        {"python": "3.11.9"},
         {"arguments": ("-c", "/home/b/cfg.yml", "-o", "seed=1")},
         {"arguments": ("-c", "cfg.yml", "-o", "seed=1", "data.root=/mnt/coco")},
         {"arguments": ("-c", "cfg.yml", "-o", "seed=1", "model.pretrained=/b/w.pdparams")},
@@ -272,8 +271,6 @@ def test_what_must_agree_is_named_with_both_sides(change: dict, says: str) -> No
 def test_what_may_differ_between_hosts_is_let_through(change: dict) -> None:
     other = replace(TRAIN, host=B, **change)
     assert differences(TRAIN, other) == []
-    changed = change.get("python") or change.get("script")
-    assert not changed or changed in " ".join(remarks(TRAIN, other))
 
 
 def test_per_host_keys_may_be_on_one_host_alone() -> None:

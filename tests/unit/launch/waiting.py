@@ -20,7 +20,6 @@ TRAIN = Handshake(
     arguments=("-c", "cfg.yml", "-o", "seed=1"),
     ppdist="0.1.0",
     paddle="3.3.1",
-    python="3.11.7",
 )
 
 
