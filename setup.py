@@ -45,6 +45,7 @@ setup(
     package_data={
         "ppdist": ["py.typed"],
         "ppdist.report": ["templates/*"],
+        "ppdist.config": ["migration.yml"],
         "ppdist.models": ["zoo.yml", "runtimes.json"],
     },
     install_requires=[

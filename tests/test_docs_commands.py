@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from ppdist.config.migration import KEYS, WORDS
+from ppdist.config.migration import table
 from ppdist.models.zoo import zoo
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -67,7 +67,7 @@ def test_the_check_notices_what_is_gone() -> None:
 @pytest.mark.parametrize("page", ["from_ultralytics", "from_paddledetection"])
 def test_keys_of_other_trainers_are_those_that_messages_name(page: str) -> None:
     rows = ROW.findall((ROOT / f"docs/{page}.md").read_text("utf-8"))
-    ours = {name: each.key for name, each in {**KEYS, **WORDS}.items() if each.key}
+    ours = {name: each.key for name, each in {**table().keys, **table().words}.items() if each.key}
     named = {theirs: key for theirs, key in rows if theirs in ours}
     assert len(named) > 5
     assert named == {theirs: ours[theirs] for theirs in named}

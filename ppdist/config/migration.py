@@ -8,8 +8,11 @@ a whole file behind -c        data.yaml, a PaddleDetection config, a model's YAM
 
 from collections.abc import Container, Mapping, Sequence
 from dataclasses import replace
-from pathlib import PurePath
+from functools import cache
+from pathlib import Path, PurePath
 from typing import NamedTuple
+
+import yaml
 
 from ppdist.common.errors import ConfigError
 from ppdist.config.shipped import find_config
@@ -69,217 +72,39 @@ _OF_TRAINING = (
 )  # fmt: skip
 _WITH_KEYS = ("train", "eval", "predict", "export", "convert", "data")  # commands with -o
 _WITHOUT_DATA = ("predict", "export", "convert")
-_PER_CARD = "images per card, not of all"
-_FIRST = "train DATA --model NAME"
-_SIZE = "one number is a square"
-_DEVICE = {"cpu": "cpu", "gpu": "gpu", "cuda": "gpu", "0": "gpu", "cuda:0": "gpu", "gpu:0": "gpu"}
+_REMOVED = {  # keys of earlier versions
+    "checkpoint.fallback_dir": "leave it out, and put output_dir on a disk with room for "
+    "checkpoint.keep + 2 checkpoints",
+}
 
-KEYS: dict[str, Equivalent] = {
-    # PaddleDetection: of its YAML files and its -o.
-    "TrainReader.batch_size": Equivalent(PADDLE, "train.batch_size_per_card", "", "--batch {}"),
-    "EvalReader.batch_size": Equivalent(PADDLE, "evaluate.batch_size_per_card"),
-    "TestReader.batch_size": Equivalent(PADDLE, "evaluate.batch_size_per_card"),
-    "TrainReader": Equivalent(PADDLE, "", "see data.augment, data.resize, train.multi_scale"),
-    "EvalReader": Equivalent(PADDLE, "", "see data.resize and model.image_size"),
-    "TestReader": Equivalent(PADDLE, "", "see data.resize and model.image_size"),
-    "LearningRate.base_lr": Equivalent(PADDLE, "optimizer.lr"),
-    "LearningRate": Equivalent(PADDLE, "", "see optimizer.lr and schedule"),
-    "OptimizerBuilder": Equivalent(PADDLE, "", "see optimizer"),
-    "OptimizerBuilder.optimizer.type": Equivalent(PADDLE, "optimizer.name"),
-    "OptimizerBuilder.regularizer.factor": Equivalent(PADDLE, "optimizer.weight_decay"),
-    "OptimizerBuilder.clip_grad_by_norm": Equivalent(PADDLE, "train.clip_norm"),
-    "TrainDataset": Equivalent(PADDLE, "", "see data.format, data.root and data.train"),
-    "TrainDataset.dataset_dir": Equivalent(PADDLE, "data.root"),
-    "TrainDataset.image_dir": Equivalent(PADDLE, "data.train.images"),
-    "TrainDataset.anno_path": Equivalent(PADDLE, "data.train.annotations"),
-    "EvalDataset": Equivalent(PADDLE, "", "see data.val"),
-    "EvalDataset.dataset_dir": Equivalent(PADDLE, "data.root"),
-    "EvalDataset.image_dir": Equivalent(PADDLE, "data.val.images"),
-    "EvalDataset.anno_path": Equivalent(PADDLE, "data.val.annotations"),
-    "TestDataset": Equivalent(PADDLE, "", "not needed: names travel with the weights"),
-    "num_classes": Equivalent(PADDLE, "model.num_classes"),
-    "worker_num": Equivalent(PADDLE, "data.workers"),
-    "snapshot_epoch": Equivalent(PADDLE, "checkpoint.every_epochs"),
-    "architecture": Equivalent(PADDLE, "", "see model.name: ppyoloe or yolov5"),
-    "pretrain_weights": Equivalent(PADDLE, "model.pretrained", "", "--weights {}"),
-    "weights": Equivalent(PADDLE, "model.pretrained", "to start from", "--weights {}"),
-    "save_dir": Equivalent(PADDLE, "output_dir"),
-    "use_gpu": Equivalent(PADDLE, "device", values={"true": "gpu", "false": "cpu", "": "gpu"}),
-    "use_xpu": Equivalent(PADDLE, "device", values={"true": "xpu", "false": "auto", "": "xpu"}),
-    "use_npu": Equivalent(PADDLE, "device", values={"true": "npu", "false": "auto", "": "npu"}),
-    "use_ema": Equivalent(PADDLE, "train.ema.enabled"),
-    "ema_decay": Equivalent(PADDLE, "train.ema.decay"),
-    "log_iter": Equivalent(PADDLE, "log.every_steps"),
-    "use_vdl": Equivalent(PADDLE, "log.visualdl", "on as it is"),
-    "metric": Equivalent(PADDLE, "", "see data.format (COCO, VOC) and evaluate.metric"),
-    "norm_type": Equivalent(
-        PADDLE, "train.sync_bn", values={"sync_bn": "true", "bn": "false", "": "true"}
-    ),
-    "depth_mult": Equivalent(PADDLE, "model.depth_multiple"),
-    "width_mult": Equivalent(PADDLE, "model.width_multiple"),
-    "PPYOLOEHead": Equivalent(PADDLE, "", "see model, loss and nms"),
-    "CSPResNet": Equivalent(PADDLE, "", "see model"),
-    "CustomCSPPAN": Equivalent(PADDLE, "", "see model"),
-    "find_unused_parameters": Equivalent(PADDLE, "", "not needed: leave it out"),
-    "use_shared_memory": Equivalent(PADDLE, "", "not needed: leave it out"),
-    # ultralytics, YOLOv5 and newer.
-    "imgsz": Equivalent(ULTRA, "model.image_size", _SIZE, "--image-size {}"),
-    "img_size": Equivalent(ULTRA, "model.image_size", _SIZE, "--image-size {}"),
-    "img": Equivalent(ULTRA, "model.image_size", _SIZE, "--image-size {}"),
-    "batch": Equivalent(ULTRA, "train.batch_size_per_card", _PER_CARD, "--batch {}"),
-    "batch_size": Equivalent(ULTRA, "train.batch_size_per_card", _PER_CARD, "--batch {}"),
-    "nbs": Equivalent(ULTRA, "optimizer.reference_batch_size"),
-    "lr0": Equivalent(ULTRA, "optimizer.lr"),
-    "lrf": Equivalent(ULTRA, "schedule.final_factor"),
-    "cos_lr": Equivalent(
-        ULTRA, "schedule.name", values={"true": "cosine", "": "cosine", "false": "linear"}
-    ),
-    "save_period": Equivalent(ULTRA, "checkpoint.every_epochs"),
-    "project": Equivalent(ULTRA, "output_dir", "project and name in one"),
-    "fliplr": Equivalent(ULTRA, "data.augment.flip"),
-    "flipud": Equivalent(ULTRA, "data.augment.flip_vertical"),
-    "degrees": Equivalent(ULTRA, "data.augment.affine.rotate"),
-    "hsv_h": Equivalent(ULTRA, "", "see data.augment.hsv: [h, s, v]"),
-    "hsv_s": Equivalent(ULTRA, "", "see data.augment.hsv: [h, s, v]"),
-    "hsv_v": Equivalent(ULTRA, "", "see data.augment.hsv: [h, s, v]"),
-    "nc": Equivalent(ULTRA, "model.num_classes"),
-    "names": Equivalent(ULTRA, "data.class_names"),
-    "conf": Equivalent(ULTRA, "nms.score_threshold"),
-    "iou": Equivalent(ULTRA, "nms.iou_threshold"),
-    "max_det": Equivalent(ULTRA, "nms.keep"),
-    # Ours once.
-    "checkpoint.fallback_dir": Equivalent(
-        EARLIER, "", "leave it out, and put output_dir on a disk with room for checkpoint.keep + 2"
-    ),
-}
-# What is typed behind a command, `name=value` or `--name value`, by its name with underscores.
-_CARDS = "write `fleetrun --selected_gpus {} ppdist train ...`"
-WORDS: dict[str, Equivalent] = {
-    **{name: each for name, each in KEYS.items() if each.owner == ULTRA},
-    "data": Equivalent(ULTRA, "", f"give the data as the first argument: `{_FIRST}`"),
-    "model": Equivalent(ULTRA, "", "", "DATA --model {}"),
-    "weights": KEYS["weights"],
-    "device": Equivalent(
-        ULTRA, "device", f"{_CARDS}; for one process: -o device=gpu or cpu", values=_DEVICE
-    ),
-    "gpus": Equivalent(ULTRA, "", _CARDS),
-    "epochs": Equivalent(ULTRA, "train.epochs", "", "--epochs {}"),
-    "resume": Equivalent(ULTRA, "", "write `--resume`, or `--resume PATH` of a checkpoint or run"),
-    "name": Equivalent(ULTRA, "output_dir"),
-    "pretrained": Equivalent(ULTRA, "model.pretrained", "", "--weights {}"),
-    "workers": Equivalent(ULTRA, "data.workers"),
-    "patience": Equivalent(ULTRA, "early_stopping.patience", "in evaluations"),
-    "optimizer": Equivalent(ULTRA, "optimizer.name", "momentum or adamw"),
-    "momentum": Equivalent(ULTRA, "optimizer.momentum"),
-    "weight_decay": Equivalent(ULTRA, "optimizer.weight_decay"),
-    "warmup_epochs": Equivalent(ULTRA, "schedule.warmup_epochs"),
-    "amp": Equivalent(ULTRA, "train.amp.enabled", values={"": "true"}),
-    "half": Equivalent(ULTRA, "train.amp.enabled", values={"": "true"}),
-    "seed": Equivalent(ULTRA, "seed"),
-    "cache": Equivalent(ULTRA, "data.cache", values={"true": "ram", "": "ram", "false": "none"}),
-    "freeze": Equivalent(ULTRA, "train.freeze"),
-    "close_mosaic": Equivalent(ULTRA, "data.augment.close_mosaic_epochs"),
-    "mosaic": Equivalent(ULTRA, "data.augment.mosaic"),
-    "mixup": Equivalent(ULTRA, "data.augment.mixup"),
-    "rect": Equivalent(ULTRA, "evaluate.rectangular", values={"": "true"}),
-    "val": Equivalent(
-        ULTRA, "", "leave it out: the validation split is evaluated unless --no-eval"
-    ),
-    "noval": Equivalent(ULTRA, "", "write `--no-eval`"),
-    "task": Equivalent(ULTRA, "", "leave it out: the model determines it"),
-    "mode": Equivalent(ULTRA, "", "leave it out: the command determines it"),
-    "cfg": Equivalent(ULTRA, "", "name the model: `--model yolov5s` (ppdist config list)"),
-    "hyp": Equivalent(ULTRA, "", "see the keys of optimizer, schedule, loss and data.augment"),
-    "sync_bn": Equivalent(ULTRA, "train.sync_bn", values={"": "true"}),
-    "multi_scale": Equivalent(ULTRA, "", "write `-o train.multi_scale=[[320,320],[640,640]]`"),
-    "label_smoothing": Equivalent(ULTRA, "loss.label_smoothing"),
-    "image_weights": Equivalent(ULTRA, "data.sampling.name", values={"": "balanced"}),
-    "conf_thres": KEYS["conf"],
-    "iou_thres": KEYS["iou"],
-    "classes": Equivalent(ULTRA, "", "leave it out: training uses all classes of the data"),
-    "exist_ok": Equivalent(ULTRA, "", "leave it out: an earlier run in the folder is moved aside"),
-    "save": Equivalent(ULTRA, "", "leave it out: this is always done"),
-    "plots": Equivalent(ULTRA, "", "leave it out: they are in plots/ of the run"),
-    "verbose": Equivalent(ULTRA, "", "leave it out: this is always done"),
-    "evolve": Equivalent(ULTRA, "", "see `ppdist tune`"),
-    "r": Equivalent(PADDLE, "", "", "--resume {}"),
-    "resume_from": Equivalent(PADDLE, "", "", "--resume {}"),
-    "slim_config": Equivalent(
-        PADDLE, "", "pruning is not supported; for distillation see `distill`"
-    ),
-    "use_gpu": KEYS["use_gpu"],
-    "use_vdl": KEYS["use_vdl"],
-    "vdl_log_dir": Equivalent(PADDLE, "", "leave it out: curves are in vdl/ of the output_dir"),
-    "use_wandb": Equivalent(PADDLE, "", "see docs/monitoring.md for trackers"),
-    "fleet": Equivalent(PADDLE, "", "leave it out: fleetrun sets it"),
-    "to_static": Equivalent(PADDLE, "", "leave it out: training always runs in dynamic mode"),
-    "opt": Equivalent(PADDLE, "", "write `-o KEY=VALUE ...`"),
-    "enable_ce": Equivalent(PADDLE, "", "write `-o train.deterministic=true` on GPUs"),
-    "output_dir": Equivalent(PADDLE, "output_dir"),
-}
-# What another command has for a word; WORDS holds for all others.
-_ON_ONE_CARD = "it uses one card, the first of CUDA_VISIBLE_DEVICES; for the CPU: `-o device=cpu`"
-_ON_CPU = "leave it out: exports are made on the CPU, with the same result"
-_CLASSES = "leave it out: the weights store the classes"
-_SHOWN = "leave it out: --out receives the pictures"
-ELSEWHERE: dict[str, dict[str, dict[str, str]]] = {
-    "predict": {
-        ULTRA: {
-            "model": "write `-w {}`", "source": "write `--source {}`", "data": _CLASSES,
-            "conf": "write `--threshold {}`", "conf_thres": "write `--threshold {}`",
-            "iou": "write `--iou {}`", "iou_thres": "write `--iou {}`",
-            "classes": "write `--classes` with names or numbers",
-            "device": _ON_ONE_CARD, "gpus": _ON_ONE_CARD,
-            "half": "leave it out; for exports see --bfloat16",
-            "project": "write `--out {}`", "name": "write `--out {}`",
-            "save_txt": "write `--format yolo`", "save_conf": "write `--format yolo`",
-            "save_crop": "write `--format crops`", "save_csv": "write `--format csv`",
-            "save_json": "leave it out: detections.json is always written",
-            "save": _SHOWN, "show": _SHOWN, "view_img": _SHOWN, "nosave": "write `--no-pictures`",
-            "augment": "see `ppdist ensemble tta`",
-        },
-        PADDLE: {
-            "weights": "write `-w {}`", "model_dir": "write `--model {}`",
-            "infer_img": "write `--source {}`", "infer_dir": "write `--source {}`",
-            "image_file": "write `--source {}`", "image_dir": "write `--source {}`",
-            "video_file": "write `--source {}`", "draw_threshold": "write `--threshold {}`",
-            "output_dir": "write `--out {}`", "slice_infer": "write `--slice PIXELS`",
-        },
-    },
-    "eval": {
-        ULTRA: {
-            "model": "write `-w {}`", "data": "write `ppdist eval {} -w WEIGHTS`",
-            "split": "write `--split {}`", "task": "write `--split {}` if it names a split",
-            "device": "write `-o device=gpu` or cpu; on several cards "
-            "`fleetrun --selected_gpus {} ppdist eval ...`",
-            "gpus": "write `fleetrun --selected_gpus {} ppdist eval ...`",
-            "project": "write `--out {}`", "name": "write `--out {}`",
-            "save_json": "write `--save-detections FILE`", "save_txt": "write `--out DIR`",
-            "plots": "write `--out DIR`, which receives plots/", "half": "leave it out",
-            "augment": "see `ppdist ensemble tta`",
-        },
-        PADDLE: {
-            "weights": "write `-w {}`", "output_eval": "write `--out {}`",
-            "classwise": "leave it out: classes are always shown",
-        },
-    },
-    "export": {
-        ULTRA: {
-            "model": "write `-w {}`", "data": _CLASSES,
-            "include": "write `--format {}`", "format": "write `--format {}`",
-            "device": _ON_CPU, "gpus": _ON_CPU,
-            "half": "leave it out: runtimes convert to half themselves (docs/deploy.md)",
-            "project": "write `--out {}`", "name": "write `--out {}`",
-            "dynamic": "leave it out: this is the default (off: --fixed-batch, --fixed-size)",
-            "simplify": "leave it out: this is always done",
-            "opset": "leave it out: infer.yml records the opset",
-            "nms": "leave it out: this is the default (off: --without-nms)",
-        },
-        PADDLE: {"weights": "write `-w {}`", "output_dir": "write `--out {}`"},
-    },
-    "convert": {ULTRA: {"model": "write `-w {}`"}, PADDLE: {"weights": "write `-w {}`"}},
-    "data": {ULTRA: {"data": "write `ppdist data check {}`"}},
-}  # fmt: skip
+
+class Table(NamedTuple):
+    """Content of migration.yml, by what was typed."""
+
+    keys: Mapping[str, Equivalent]
+    words: Mapping[str, Equivalent]
+    commands: Mapping[str, Mapping[str, Mapping[str, str]]]  # command -> owner -> word -> text
+
+
+@cache
+def table() -> Table:
+    """migration.yml, read when somebody typed what is not ours."""
+    file = Path(__file__).with_suffix(".yml")
+    found = yaml.safe_load(file.read_text(encoding="utf-8"))
+    keys = {
+        name: Equivalent(owner, **({"key": each} if isinstance(each, str) else each))
+        for owner, rows in found["keys"].items()
+        for name, each in rows.items()
+    }
+    keys |= {name: Equivalent(EARLIER, note=note) for name, note in _REMOVED.items()}
+    words = {name: each for name, each in keys.items() if each.owner == ULTRA}
+    for owner, rows in found["words"].items():
+        for name, each in rows.items():
+            given = {"key": each} if isinstance(each, str) else each
+            words[name] = keys[given["same"]] if "same" in given else Equivalent(owner, **given)
+    return Table(keys, words, found["commands"])
+
+
 _NOT_RESUMED = (".pt", ".pth", ".pdparams", ".onnx")
 
 
@@ -292,11 +117,12 @@ def answer_key(path: Sequence[str | int], node: Node) -> str:
     while isinstance(value.value, dict) and len(value.value) == 1:  # -o TrainReader.batch_size=8
         (name, below), *_ = value.value.items()
         key, value = f"{key}.{name}", below
-    while key not in KEYS:
+    known = table().keys
+    while key not in known:
         key, dot, _ = key.rpartition(".")
         if not dot:
             return ""
-    equivalent = KEYS[key]
+    equivalent = known[key]
     plain = "" if isinstance(value.value, dict | list) else value.text
     told = equivalent.in_config(plain, ": " if node.place.line else "=")
     return f"{key} is a key of {equivalent.owner}; {told}"
@@ -304,8 +130,8 @@ def answer_key(path: Sequence[str | int], node: Node) -> str:
 
 def without_removed_keys(tree: Node) -> Node:
     """The tree without keys that are gone where they are null, as our config.yml has all keys."""
-    for path in (name.split(".") for name, each in KEYS.items() if each.owner == EARLIER):
-        tree = _without_null(tree, path)
+    for name in _REMOVED:
+        tree = _without_null(tree, name.split("."))
     return tree
 
 
@@ -354,16 +180,14 @@ def _answer(command: str, name: str, value: str, *, item: bool) -> str:
 
     Args: item: it stands behind -o, where only what is no key of a configuration is answered.
     """
-    for owner, words in ELSEWHERE.get(command, {}).items():
-        if name in words and (not item or owner == PADDLE):
-            told = words[name].replace("{}", value or "...")
-            return f"an option of {owner}; {told}"
-    if item or name not in WORDS:
+    for owner, texts in table().commands.get(command, {}).items():
+        if name in texts and (not item or owner == PADDLE):
+            return f"an option of {owner}; {texts[name].replace('{}', value or '...')}"
+    found = table().words.get(name)
+    if item or found is None:
         return ""
     told = _of_model(value) if command == "train" and name == "model" else ""
-    return (
-        f"an option of {WORDS[name].owner}; {told or WORDS[name].on_command_line(command, value)}"
-    )
+    return f"an option of {found.owner}; {told or found.on_command_line(command, value)}"
 
 
 def refuse_weights(value: str) -> None:
@@ -421,7 +245,8 @@ def refuse_file(tree: Node, path: str) -> None:
         return
     bases = keys.get(BASE_KEY)
     listed = bases.value if bases is not None and isinstance(bases.value, list) else []
-    theirs = [name for name in keys if name in KEYS and KEYS[name].owner == PADDLE]
+    known = table().keys
+    theirs = [name for name in keys if name in known and known[name].owner == PADDLE]
     if len(theirs) < 2 and not any("runtime.yml" in str(base.value) for base in listed):
         return
     lines = [answer_key((name,), keys[name]) for name in theirs]

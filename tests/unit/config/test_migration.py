@@ -8,8 +8,8 @@ import pytest
 
 from ppdist.cli import main_of
 from ppdist.common.errors import ConfigError
-from ppdist.config import ExperimentConfig, load_config, migration
-from ppdist.config.migration import refuse_options
+from ppdist.config import ExperimentConfig, load_config
+from ppdist.config.migration import refuse_options, table
 from ppdist.config.schema import all_keys
 
 OURS = "data: {root: x, train: {}, val: {}}\nmodel: {name: yolov5}\n"
@@ -29,8 +29,8 @@ def config(folder: Path, text: str) -> Path:
 
 def test_every_equivalent_is_a_key_or_a_note():
     known = {".".join(key) for key in all_keys(ExperimentConfig)}
-    tables = (migration.KEYS, migration.WORDS)
-    for name, each in ((name, each) for table in tables for name, each in table.items()):
+    tables = (table().keys, table().words)
+    for name, each in ((name, each) for rows in tables for name, each in rows.items()):
         assert each.key in known or (not each.key and (each.note or each.option)), name
         named = re.findall(r"\b((?:data|model|train|optimizer|schedule|nms)\.\w+)", each.note)
         assert {*named} - {"train.py"} <= known, name

@@ -339,9 +339,7 @@ def test_checkpoints_that_are_away_are_waited_for(shapes, job, tmp_path, monkeyp
     assert experiment.trainer.state.step == 4
 
 
-def test_another_number_of_ranks_is_noted(
-    shapes, five_steps, tmp_path, monkeypatch
-):
+def test_another_number_of_ranks_is_noted(shapes, five_steps, tmp_path, monkeypatch):
     found = read_checkpoint(five_steps / "checkpoints" / "step-00000005")
     checkpoint = replace(found, state={**found.state, "world": 2})
     monkeypatch.setattr(module, "_asked_for", lambda asked: (checkpoint, []))
