@@ -408,7 +408,7 @@ class Run(_Path):
         `seconds`, and of an evaluation at its end `mAP`, `mAP50`, `val_loss` and the like.
         Raises: UserError: it is not the folder of a run.
         """
-        from ppdist.report.history import history
+        from ppdist.metrics.run import history
 
         return history(Path(self))
 

@@ -37,10 +37,9 @@ def parse() -> argparse.Namespace:
 
 def main() -> int:
     arguments = parse()
+    from ppdist.metrics.run import read_run, require_run, write_history
     from ppdist.report.content import verdict_on
-    from ppdist.report.history import write_history
     from ppdist.report.page import write_report
-    from ppdist.report.run import read_run, require_run
     from ppdist.viz.run_plots import draw_run
 
     alone = len(arguments.runs) == 1

@@ -29,6 +29,7 @@ from ppdist.engine.evaluator import ClassificationEvaluator, Evaluator
 from ppdist.engine.preflight import fetch_on_all_ranks
 from ppdist.engine.recipe import ASIDE, FILE, Recipe, TrainOptions, fit_recipe, write_recipe
 from ppdist.metrics.analysis import class_table
+from ppdist.metrics.run import read_run
 from ppdist.metrics.verdict import verdict_of
 from ppdist.models.base import ImageModel
 from ppdist.models.model_card import read_card_or_warn
@@ -143,21 +144,20 @@ def run_training(
                 )
         try:
             if comm.is_main():
-                experiment.log.run_summary(outcome(output_dir, config))
+                experiment.log.run_summary(outcome(output_dir))
         except Exception as error:  # a table must not fail the run
             experiment.log.warn_once("the summary", error)
         return status
 
 
-def outcome(output_dir: Path, config: ExperimentConfig) -> list[str]:
+def outcome(output_dir: Path) -> list[str]:
     """Result of a run: the table of its classes, and the verdict."""
     file, lines = output_dir / "evaluation.json", list[str]()
     if file.is_file():
         evaluation = json.loads(file.read_text("utf-8"))
         if len(evaluation["per_class"]) > 1:
             lines = class_table(evaluation, most=_MOST_CLASSES).splitlines()
-    findings = verdict_of(output_dir, config.model.pretrained is not None)
-    return [*lines, *(finding.text for finding in findings)]
+    return [*lines, *(finding.text for finding in verdict_of(read_run(output_dir)))]
 
 
 def _tell(recipe: Recipe, log: RunLog, output_dir: Path, before: set[Path], evaluate: bool) -> None:

@@ -9,15 +9,13 @@
 The end of a training, its report and `ppdist report` say the same sentences.
 """
 
-import json
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from pathlib import Path
 from statistics import median
 from typing import Any, NamedTuple, TypeGuard
 
-from ppdist.common.records import MetricRecords, read_metrics
 from ppdist.metrics.analysis import left_out_line
+from ppdist.metrics.run import Run
 
 # Of mAP50, or of a classifier's accuracy above chance: below the first nothing is learned, from the
 # second on a model is.  Published detectors of COCO have 0.46 (YOLOv5n) and more.
@@ -99,21 +97,15 @@ def verdict(
     ]
 
 
-def verdict_of(folder: Path, fine_tuned: bool) -> list[Finding]:
-    """The verdict on the run in a folder, by its files.
-
-    Raises: OSError, ValueError: they cannot be read.
-    """
-    records = MetricRecords.of(read_metrics(folder / "metrics.jsonl"))
-    file = folder / "evaluation.json"
-    evaluation = json.loads(file.read_text("utf-8")) if file.is_file() else None
+def verdict_of(run: Run) -> list[Finding]:
+    """The verdict on a run, by its files."""
     return verdict(
-        records.evaluations,
-        steps=records.steps,
-        evaluation=evaluation,
-        fine_tuned=fine_tuned,
-        finished=records.finished,
-        run=f"{folder}",
+        run.measured,
+        steps=run.train,
+        evaluation=run.evaluation,
+        fine_tuned=run.config.get("model.pretrained") is not None,
+        finished=run.finished,
+        run=f"{run.folder}",
     )
 
 
@@ -280,7 +272,8 @@ def _weak_classes(course: _Course, evaluation: Mapping[str, Any]) -> Iterator[Fi
     if not weak:
         return
     named = ", ".join(
-        f"{row['name']} ({key} {row[key]:.2f}, {row[count]} {_plural(row[count], count)})"
+        f"{row.get('name')} ({key} {row[key]:.2f}, {row.get(count)} "
+        f"{_plural(row.get(count), count)})"
         for row in weak[:_MOST_WEAK]
     )
     more = f" and {len(weak) - _MOST_WEAK} more" if len(weak) > _MOST_WEAK else ""
@@ -288,7 +281,7 @@ def _weak_classes(course: _Course, evaluation: Mapping[str, Any]) -> Iterator[Fi
     yield Finding("weak_classes", f"{what}: {named}{more}; the mean is {mean:.2f}")
 
 
-def _plural(count: int, noun: str) -> str:
+def _plural(count: object, noun: str) -> str:
     return noun.removesuffix("s") if count == 1 else noun
 
 

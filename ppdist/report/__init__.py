@@ -1,6 +1,5 @@
 """Report: one HTML page about one run or several.
 
-run       what a run's folder says
-content   what is shown of it
+content   what is shown of runs, which ppdist.metrics.run reads
 page      the HTML, with the plots that ppdist/viz draws
 """

@@ -5,32 +5,45 @@ deviation over its runs as their spread.
 """
 
 import json
-import math
 import re
 import statistics
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from itertools import takewhile
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
+import numpy as np
+from pydantic import BaseModel, ValidationError
+from pydantic_core import PydanticUndefined
+
+from ppdist.common.errors import ConfigError
 from ppdist.common.eta import duration
+from ppdist.config.base import leaves
+from ppdist.config.experiment import experiment_of
 from ppdist.metrics.analysis import CLASS_HEADINGS
-from ppdist.metrics.verdict import Finding, verdict
-from ppdist.report.run import ClassRow, Confusion, Evaluation, Numbers, Picture, Run, written
+from ppdist.metrics.run import Numbers, Run
+from ppdist.metrics.verdict import Finding, verdict_of
 from ppdist.runtime.predictor import USUAL_THRESHOLD
 
 # An evaluation.
 
 _MOST_PAIRS = 15
 _MOST_PICTURES = 12
-_SIZES = {  # key of `metrics` -> which objects, and their area
-    "mAP": ("all sizes", ""),
-    "mAP_small": ("small", "below 32² pixels"),
-    "mAP_medium": ("medium", "32² to 96² pixels"),
-    "mAP_large": ("large", "above 96² pixels"),
+_SIZES = {  # keys of `metrics` -> which objects, and their area
+    ("mAP", "AR100"): ("all sizes", ""),
+    ("mAP_small", "AR_small"): ("small", "below 32² pixels"),
+    ("mAP_medium", "AR_medium"): ("medium", "32² to 96² pixels"),
+    ("mAP_large", "AR_large"): ("large", "above 96² pixels"),
+}
+_ERRORS = {
+    "correct": "right",
+    "localisation": "right class, box too far off",
+    "class": "right box, wrong class",
+    "duplicate": "an object that was found already",
+    "background": "where nothing is",
+    "missed": "objects not found",
 }
 
 
@@ -59,71 +72,37 @@ class Scores:
     confused: Table | None
     errors: Table | None
     folder: str  # of the images below, where it is one
-    worst: list[Picture]
-    best: list[Picture]
+    worst: list[dict[str, Any]]
+    best: list[dict[str, Any]]
 
 
-def scores_of(found: Evaluation) -> Scores:
-    """Works out what is shown of an evaluation."""
-    names = found.class_names or [row.name for row in found.per_class]
-    folder = _folder([*found.worst, *found.best])
-    return Scores(
-        sizes=_sizes(found),
-        metrics=_metrics(found),
-        classes=_classes(found.per_class),
-        confused=_confused(found.confusion, names),
-        errors=_errors(found),
-        folder=folder,
-        worst=_inside(folder, found.worst),
-        best=_inside(folder, found.best),
-    )
+def scores_of(found: Mapping[str, Any]) -> Scores:
+    """Works out what is shown of an evaluation.
 
-
-def _folder(pictures: Sequence[Picture]) -> str:
-    folders = {picture.file.rpartition("/")[0] for picture in pictures}
-    return folders.pop() if len(folders) == 1 else ""
-
-
-def _inside(folder: str, pictures: Sequence[Picture]) -> list[Picture]:
+    Args: found: as `Run.evaluation`.
+    """
+    metrics = {name: share(value) for name, value in (found.get("metrics") or {}).items()}
+    values = [[*about, *map(metrics.get, keys)] for keys, about in _SIZES.items()]
+    sizes = [row for row in values if row[2:] != [None, None]]
+    pictures = {name: (found.get(name) or [])[:_MOST_PICTURES] for name in ("worst", "best")}
+    folders = {each["file"].rpartition("/")[0] for both in pictures.values() for each in both}
+    folder = folders.pop() if len(folders) == 1 else ""
     start = len(folder) + 1 if folder else 0
-    shown = pictures[:_MOST_PICTURES]
-    return [picture.model_copy(update={"file": picture.file[start:]}) for picture in shown]
-
-
-def _named(names: Sequence[str], label: int) -> str:
-    return names[label] if 0 <= label < len(names) else f"#{label}"
-
-
-def _sizes(found: Evaluation) -> Table | None:
-    rows: list[list[Any]] = []
-    for key, (name, area) in _SIZES.items():
-        recall = "AR100" if key == "mAP" else key.replace("mAP_", "AR_")
-        values = [share(found.metrics.get(each)) for each in (key, recall)]
-        if any(value is not None for value in values):
-            rows.append([name, area, *values])
-    columns = ["objects", "area", "AP", "AR"]
-    return Table(columns, rows, bars=2) if len(rows) > 1 else None
-
-
-def _metrics(found: Evaluation) -> Table | None:
-    rows = [[name, share(value)] for name, value in found.metrics.items()]
-    return Table(["metric", "value"], rows) if rows else None
-
-
-def _classes(per_class: Sequence[ClassRow]) -> Table | None:
-    if not per_class:
-        return None
-    keys = [key for key in CLASS_HEADINGS if any(getattr(row, key) for row in per_class)]
-    counts = ("objects", "images")
-    rows = [
-        [
-            row.name,
-            *(getattr(row, key) if key in counts else share(getattr(row, key)) for key in keys),
-        ]
-        for row in per_class
-    ]
-    bars = next((1 + place for place, key in enumerate(keys) if key in ("AP", "top1")), None)
-    return Table(["class", *(CLASS_HEADINGS[key] for key in keys)], rows, bars)
+    worst, best = (
+        [{**each, "file": each["file"][start:]} for each in both] for both in pictures.values()
+    )
+    return Scores(
+        sizes=Table(["objects", "area", "AP", "AR"], sizes, bars=2) if len(sizes) > 1 else None,
+        metrics=Table(["metric", "value"], [list(row) for row in metrics.items()])
+        if metrics
+        else None,
+        classes=_classes(found.get("per_class") or ()),
+        confused=_confused(found),
+        errors=_errors(found.get("errors")),
+        folder=folder,
+        worst=worst,
+        best=best,
+    )
 
 
 def share(value: float | None) -> float | None:
@@ -131,52 +110,51 @@ def share(value: float | None) -> float | None:
     return None if value is None or value < 0 else float(value)
 
 
-def _confused(found: Confusion | None, names: Sequence[str]) -> Table | None:
+def _classes(per_class: Sequence[Mapping[str, Any]]) -> Table | None:
+    keys = [key for key in CLASS_HEADINGS if any(row.get(key) for row in per_class)]
+    bars = next((1 + place for place, key in enumerate(keys) if key in ("AP", "top1")), None)
+    rows = [[row.get("name"), *(_cell(row.get(key)) for key in keys)] for row in per_class]
+    return Table(["class", *(CLASS_HEADINGS[key] for key in keys)], rows, bars) if rows else None
+
+
+def _cell(value: object) -> object:
+    return share(value) if isinstance(value, float) else value
+
+
+def _confused(evaluation: Mapping[str, Any]) -> Table | None:
     """The pairs of classes that are confused most often."""
-    size = len(found.counts or found.true_counts) if found else 0
-    if found is None or not size:
-        return None
-    labels = [_named(names, label) for label in range(size)]
-    if size == len(names) + 1:
-        labels[-1] = "background"
-    of_true, cells = found.true_counts, found.cells
-    if found.counts:
-        of_true = [sum(counts) for counts in found.counts]
+    found = evaluation.get("confusion") or {}
+    counts, of_true, cells = (found.get(key) or [] for key in ("counts", "true_counts", "cells"))
+    if counts:
+        of_true = [sum(row) for row in counts]
         cells = [
-            (row, column, count)
-            for row, counts in enumerate(found.counts)
-            for column, count in enumerate(counts)
+            (true, at, times) for true, row in enumerate(counts) for at, times in enumerate(row)
         ]
+    rows = evaluation.get("per_class") or ()
+    labels = [*(evaluation.get("class_names") or [row.get("name") for row in rows])]
+    if len(of_true) == len(labels) + 1:
+        labels.append("background")
+    labels += [f"#{label}" for label in range(len(labels), len(of_true))]
     wrong = sorted((cell for cell in cells if cell[0] != cell[1]), key=lambda cell: -cell[2])
-    rows = [
-        [labels[row], labels[column], count, count / max(1, of_true[row])]
-        for row, column, count in wrong[:_MOST_PAIRS]
-        if count > 0
+    pairs = [
+        [labels[true], labels[predicted], times, times / max(1, of_true[true])]
+        for true, predicted, times in wrong[:_MOST_PAIRS]
+        if times > 0
     ]
-    return Table(["true", "predicted", "times", "of the true"], rows) if rows else None
+    return Table(["true", "predicted", "times", "of the true"], pairs) if pairs else None
 
 
-_ERRORS = {
-    "correct": "right",
-    "localisation": "right class, box too far off",
-    "class": "right box, wrong class",
-    "duplicate": "an object that was found already",
-    "background": "where nothing is",
-    "missed": "objects not found",
-}
-
-
-def _errors(found: Evaluation) -> Table | None:
-    if found.errors is None:
+def _errors(found: Mapping[str, Any] | None) -> Table | None:
+    if not found or not found["counts"]:
         return None
-    gains = {name: share(gain) for name, gain in found.errors.AP50_gain.items()}
+    gains = {name: share(gain) for name, gain in found["AP50_gain"].items()}
     rows = [
         [name, _ERRORS.get(name, ""), count, gains.get(name)]
-        for name, count in found.errors.counts.items()
+        for name, count in found["counts"].items()
     ]
     full = max((gain for gain in gains.values() if gain is not None), default=0.0)
     columns = ["what", "meaning", "times", "AP50 gained without"]
-    return Table(columns, rows, bars=3, full=full or 1.0) if rows else None
+    return Table(columns, rows, bars=3, full=full or 1.0)
 
 
 # One run.
@@ -219,26 +197,7 @@ def show(run: Run) -> OneRun:
 
 def verdict_on(run: Run) -> list[Finding]:
     """Verdicts on a run; [] while it trains or without data."""
-    if run.running or not (run.train or run.measured):
-        return []
-    return verdict(
-        run.measured,
-        steps=run.train,
-        evaluation=_plain(run.evaluation),
-        fine_tuned=run.config.get("model.pretrained") is not None,
-        finished=run.finished,
-    )
-
-
-def _plain(found: Evaluation | None) -> dict[str, Any]:
-    """What the verdict reads of evaluation.json, as the file has it."""
-    if found is None:
-        return {}
-    return {
-        "images": found.images,
-        "left_out": [each.model_dump() for each in found.left_out],
-        "per_class": [each.model_dump() for each in found.per_class],
-    }
+    return [] if run.running or not (run.train or run.measured) else verdict_of(run)
 
 
 def status_of(run: Run) -> tuple[str, str]:
@@ -265,7 +224,7 @@ def _tiles(run: Run) -> Iterator[Tile]:
     best, name = run.best, run.metric
     if run.alone_evaluated and run.evaluation:
         for key in ("mAP", "mAP50", "mAP75", "f1", "precision", "recall", "top1", "top5"):
-            value = share(run.evaluation.metrics.get(key))
+            value = share(run.evaluation.get("metrics", {}).get(key))
             if value is not None:
                 yield Tile(key, f"{value:.4f}")
     elif best:
@@ -329,29 +288,18 @@ def _waiting(records: Sequence[Numbers]) -> float | None:
     return sum(each["data_seconds"] for each in both) / total if total > 0 else None
 
 
-def _of_present_ranks(run: Run, key: str) -> list[tuple[float, list[float]]]:
-    """Pairs of step and per-rank values, for the current rank count.
-
-    A run may be resumed with another number of ranks; the last record gives the current one.
-    """
-    lists = [(step, found[key]) for step, found in run.ranks if found.get(key)]
-    return [each for each in lists if len(each[1]) == len(lists[-1][1])]
-
-
 def slow_ranks(run: Run) -> str:
     """Ranks that are usually slower than the median; "" for one rank."""
-    lists = [seconds_W for _, seconds_W in _of_present_ranks(run, "rank_own_seconds")]
-    ranks = len(lists[-1]) if lists else 0
-    if ranks < 2:
+    seconds_RW = run.rank_seconds("rank_own_seconds")[1][:, 0]
+    if seconds_RW.shape[1] < 2:
         return ""
-    ratios_W: list[list[float]] = [[] for _ in range(ranks)]
-    for seconds_W in lists:
-        middle = statistics.median_low(seconds_W)  # of two ranks the faster one
-        for ratios, seconds in zip(ratios_W, seconds_W):
-            if middle > 0 and math.isfinite(seconds):
-                ratios.append(seconds / middle)
-    usual = [(statistics.median(ratios), rank) for rank, ratios in enumerate(ratios_W) if ratios]
-    slow = sorted((each for each in usual if each[0] > _SLOW), reverse=True)
+    middle_R1 = np.quantile(
+        seconds_RW, 0.5, axis=1, keepdims=True, method="lower"
+    )  # of two the faster
+    usual_W = np.median(seconds_RW / np.maximum(middle_R1, 1e-12), axis=0).tolist()
+    slow = sorted(
+        ((ratio, rank) for rank, ratio in enumerate(usual_W) if ratio > _SLOW), reverse=True
+    )
     if not slow:
         return "All ranks take the same time for their own work of a step, within 10 %."
     named = ", ".join(f"rank {rank} {ratio:.2f}x" for ratio, rank in slow[:_MOST_RANKS])
@@ -359,7 +307,7 @@ def slow_ranks(run: Run) -> str:
 
 
 def _happened(run: Run) -> Iterator[str]:
-    for step, _ in run.starts[1:]:
+    for step in run.starts[1:]:
         yield f"Started again, from step {step:.0f}."
     for came, went, why in run.rollbacks:
         yield f"Went back from step {came:.0f} to step {went:.0f}: {why}."
@@ -493,7 +441,7 @@ def _summary(groups: Sequence[Group]) -> Table:
     columns += [
         ("steps", lambda group: ", ".join(map(str, sorted({run.steps for run in group.runs})))),
         ("images a second", lambda group: _spread([speed_of(run) for run in group.runs], 1)),
-        ("speed", lambda group: _ratio(_mean_speed(group), first)),
+        ("speed", lambda group: _times(_mean_speed(group), first)),
         ("time", _mean_time),
     ]
     cells = {name: [value_of(group) for group in groups] for name, value_of in columns}
@@ -517,7 +465,7 @@ def _mean_speed(group: Group) -> float | None:
     return statistics.fmean(speeds) if speeds else None
 
 
-def _ratio(speed: float | None, first: float | None) -> str | None:
+def _times(speed: float | None, first: float | None) -> str | None:
     return f"{speed / first:.2f}x" if speed and first else None
 
 
@@ -528,31 +476,30 @@ def _mean_time(group: Group) -> str | None:
 
 def _differing(groups: Sequence[Group]) -> Table | None:
     """Keys of config, schedule and software that differ between groups."""
-    configured = dict.fromkeys(key for group in groups for run in group.runs for key in run.config)
-    facts: dict[str, Callable[[Run], str | None]] = {
-        key: partial(_setting, key=key) for key in configured if not key.startswith(_NOT_COMPARED)
-    }
-    facts |= {f"{key} (derived)": partial(Run.derived_value, key=key) for key in _DERIVED}
-    facts |= {f"{key} (environment)": partial(_software, key=key) for key in _SOFTWARE}
-    rows = [[name, *_values(groups, value_of)] for name, value_of in facts.items()]
-    rows = [row for row in rows if len(set(row[1:])) > 1 or _BETWEEN in row[1]]
-    return Table(["key", *(group.name for group in groups)], rows) if rows else None
-
-
-def _values(groups: Sequence[Group], value_of: Callable[[Run], str | None]) -> list[str]:
-    """One for each group, or all that its runs have."""
-    return [
-        _BETWEEN.join(dict.fromkeys(value_of(run) or "–" for run in group.runs)) for group in groups
+    configured = dict.fromkeys(
+        key
+        for group in groups
+        for run in group.runs
+        for key in run.config
+        if not key.startswith(_NOT_COMPARED)
+    )
+    sources: list[tuple[str, Iterable[str], Callable[[Run], Mapping[str, Any]]]] = [
+        ("", configured, lambda run: run.config),
+        (" (derived)", _DERIVED, lambda run: {key: said for key, (said, _) in run.derived.items()}),
+        (" (environment)", _SOFTWARE, lambda run: run.environment),
     ]
-
-
-def _setting(run: Run, key: str) -> str | None:
-    return written(run.config[key]) if key in run.config else None
-
-
-def _software(run: Run, key: str) -> str | None:
-    value = run.environment.get(key)
-    return None if value is None else written(value)
+    rows = []
+    for suffix, keys, facts_of in sources:
+        for key in keys:
+            said = [
+                _BETWEEN.join(
+                    dict.fromkeys(written(facts_of(run).get(key, "–")) for run in group.runs)
+                )
+                for group in groups
+            ]
+            if len(set(said)) > 1 or _BETWEEN in said[0]:
+                rows.append([key + suffix, *said])
+    return Table(["key", *(group.name for group in groups)], rows) if rows else None
 
 
 def _classes_of_best(groups: Sequence[Group]) -> Table | None:
@@ -571,3 +518,55 @@ def _classes_of_best(groups: Sequence[Group]) -> Table | None:
         for key in names
     ]
     return Table(["class", *(group.name for group in groups)], rows)
+
+
+# The configuration, beside the defaults.
+
+
+class Setting(NamedTuple):
+    """A key, its value and default as YAML; "" without default."""
+
+    key: str
+    value: str
+    default: str
+
+
+def written(value: object) -> str:
+    """A value on one line, nearly as YAML has it."""
+    if isinstance(value, str):
+        return value
+    return json.dumps(value, ensure_ascii=False, default=str)
+
+
+def settings_of(tree: Mapping[str, Any]) -> tuple[list[Setting], str]:
+    """Compares a configuration with the defaults of this version.
+
+    Returns: the keys that differ, in the order of the file; and "", or why none could be compared.
+    """
+    if not tree:
+        return [], "there is no configuration"
+    try:
+        config = experiment_of(tree)
+    except ConfigError as error:
+        return [], f"{error}"
+    except ValidationError as error:
+        first = error.errors()[0]
+        where = ".".join(str(part) for part in first["loc"])
+        return [], f"another version wrote it: {where}: {first['msg']}"
+    differing = dict(leaves(config.model_dump(mode="json", exclude_defaults=True)))
+    return [
+        Setting(key, written(value), _default(config, key.split(".")))
+        for key, value in leaves(tree)
+        if key in differing
+    ], ""
+
+
+def _default(config: BaseModel, path: list[str]) -> str:
+    section: Any = config
+    for part in path[:-1]:
+        section = getattr(section, part, None)
+    field = type(section).model_fields.get(path[-1]) if isinstance(section, BaseModel) else None
+    value = PydanticUndefined if field is None else field.get_default(call_default_factory=True)
+    if value is PydanticUndefined:
+        return ""
+    return written(value.model_dump(mode="json") if isinstance(value, BaseModel) else value)

@@ -24,39 +24,41 @@ from ppdist.common.eta import duration
 from ppdist.common.files import make_parent, writing
 from ppdist.common.process import printable
 from ppdist.common.records import visualdl_command
-from ppdist.report.content import SeveralRuns, compare, show
-from ppdist.report.run import Run, read_run, settings_of, written
+from ppdist.metrics.run import Run, read_run
+from ppdist.report.content import compare, settings_of, show, written
 
 _HERE = Path(__file__).parent
 _MOST_PICTURE_BYTES = 1_500_000  # of a file that is taken as it is
 _MOST_FILE_BYTES = 100_000_000  # of one that is opened at all
 _MOST_PICTURE_PIXELS = 64_000_000
 _LARGEST_SIDE = 1600
-# What the engine and ppdist/plots draw: pattern in plots/ -> what it shows.
-_TRAIN_PICTURES = {
-    "train_batch_[0-9].jpg": "a training batch, as the network sees it",
-    "train_batch_epoch_*.jpg": "a training batch since augmentation changed",
-}
-_VAL_PICTURES = {"val_batch_*.jpg": "validation images, truth beside prediction"}
-_WORST_PICTURES = {"worst.jpg": "the worst images", "best.jpg": "the best images"}
-_CURVES = {
-    "results.png": "losses and scores",
-    "speed.png": "images a second, and where the time of a step goes",
-    "lr.png": "learning rate and gradients",
-}
-_SCORES = {
-    "pr_curve.png": "precision over recall",
-    "f1_curve.png": "F1 over confidence",
-    "p_curve.png": "precision over confidence",
-    "r_curve.png": "recall over confidence",
-    "calibration.png": "calibration",
-}
-_CONFUSION = {"confusion.png": "confusion of the classes"}
-_DATA_PICTURES = {
-    "classes.png": "objects of each class",
-    "boxes.png": "sizes and shapes of boxes",
-    "positions.png": "where boxes lie",
-    "images.png": "objects in an image, sizes of images",
+# What the engine and ppdist/viz draw: place in the page -> pattern in plots/ -> what it shows.
+_PICTURES = {
+    "train": {
+        "train_batch_[0-9].jpg": "a training batch, as the network sees it",
+        "train_batch_epoch_*.jpg": "a training batch since augmentation changed",
+    },
+    "val": {"val_batch_*.jpg": "validation images, truth beside prediction"},
+    "worst": {"worst.jpg": "the worst images", "best.jpg": "the best images"},
+    "curves": {
+        "results.png": "losses and scores",
+        "speed.png": "images a second, and where the time of a step goes",
+        "lr.png": "learning rate and gradients",
+    },
+    "scores": {
+        "pr_curve.png": "precision over recall",
+        "f1_curve.png": "F1 over confidence",
+        "p_curve.png": "precision over confidence",
+        "r_curve.png": "recall over confidence",
+        "calibration.png": "calibration",
+    },
+    "confusion": {"confusion.png": "confusion of the classes"},
+    "data": {
+        "classes.png": "objects of each class",
+        "boxes.png": "sizes and shapes of boxes",
+        "positions.png": "where boxes lie",
+        "images.png": "objects in an image, sizes of images",
+    },
 }
 _MOST_PER_PATTERN = 3
 _FILES = {
@@ -92,6 +94,9 @@ def write_report(folders: Sequence[Path], out: Path) -> list[str]:
     """
     distinct = list({folder.resolve(): folder for folder in folders}.values())
     runs = [read_run(folder) for folder in distinct]
+    for run in runs:
+        if not run.alone_evaluated:  # ppdist eval leaves no more
+            run.problems += [f"{name} is not there" for name in run.missing]
     text = _page_of_one(runs[0]) if len(runs) == 1 else _page_of_several(runs)
     make_parent(out)
     with writing(out):
@@ -101,24 +106,18 @@ def write_report(folders: Sequence[Path], out: Path) -> list[str]:
 
 def _page_of_one(run: Run) -> str:
     settings, why_none = settings_of(run.config_tree)
-    pictures = {
-        "train": _pictures(run, _TRAIN_PICTURES),
-        "val": _pictures(run, _VAL_PICTURES),
-        "worst": _pictures(run, _WORST_PICTURES),
-        "data": _pictures(run, _DATA_PICTURES),
-        "curves": _pictures(run, _CURVES),
-        "scores": _pictures(run, _SCORES),
-        "confusion": _pictures(run, _CONFUSION),
-    }
-    page = show(run)
+    pictures = {place: _pictures(run, place) for place in _PICTURES}
     return _render(
         "one.html",
         title=f"{run.name} · run",
-        page=page,
+        page=show(run),
         settings=settings,
         why_none=why_none,
         config=[(key, written(value)) for key, value in run.config.items()],
-        environment=[(key, _in_words(value)) for key, value in run.environment.items()],
+        environment=[
+            (key, shlex.join(map(str, value)) if isinstance(value, list) else written(value))
+            for key, value in run.environment.items()
+        ],
         files=[(name, what) for name, what in _FILES.items() if (run.folder / name).exists()],
         commands=_commands(run),
         pictures=pictures,
@@ -127,37 +126,23 @@ def _page_of_one(run: Run) -> str:
 
 def _page_of_several(runs: list[Run]) -> str:
     page = compare(runs)
-    pictures = {run.name: _pictures(run, _VAL_PICTURES)[:1] for run in runs}
+    curves = []
+    try:
+        from ppdist.viz import plots
+
+        figure = plots.compared({group.name: group.runs for group in page.groups})
+        if figure is not None:
+            curves = [Embedded("", "curves of all runs", _embedded("png", plots.png(figure)))]
+    except Exception as error:  # a broken matplotlib is as good as none
+        runs[0].problems.append(f"the curves cannot be drawn: {error}")
     return _render(
         "several.html",
         title=f"{len(runs)} runs compared",
         page=page,
         runs=runs,
-        curves=_compared(page),
-        pictures={name: found[0] for name, found in pictures.items() if found},
+        curves=curves,
+        pictures={run.name: found[0] for run in runs if (found := _pictures(run, "val"))},
     )
-
-
-def _compared(page: SeveralRuns) -> list[Embedded]:
-    """The metric curves of all runs in one picture.
-
-    [] if there is nothing to draw, or drawing fails.
-    """
-    try:
-        from ppdist.viz import plots
-
-        figure = plots.compared({
-            group.name: [
-                plots.History(run.train, run.evaluations, [], {}, run.metric) for run in group.runs
-            ]
-            for group in page.groups
-        })  # fmt: skip
-        if figure is None:
-            return []
-        return [Embedded("", "curves of all runs", _embedded("png", plots.png(figure)))]
-    except Exception as error:  # a broken matplotlib is as good as none
-        page.groups[0].runs[0].problems.append(f"the curves cannot be drawn: {error}")
-        return []
 
 
 def _commands(run: Run) -> list[tuple[str, str]]:
@@ -174,9 +159,9 @@ def _commands(run: Run) -> list[tuple[str, str]]:
     return commands
 
 
-def _pictures(run: Run, patterns: dict[str, str]) -> list[Embedded]:
+def _pictures(run: Run, place: str) -> list[Embedded]:
     found = []
-    for pattern, what in patterns.items():
+    for pattern, what in _PICTURES[place].items():
         for path in sorted((run.folder / "plots").glob(pattern))[:_MOST_PER_PATTERN]:
             try:
                 found.append(Embedded(path.name, what, _address(path)))
@@ -212,12 +197,6 @@ def _address(path: Path) -> Markup:
 
 def _embedded(kind: str, content: bytes) -> Markup:
     return Markup(f"data:image/{kind};base64,{base64.b64encode(content).decode()}")
-
-
-def _in_words(value: object) -> str:
-    if isinstance(value, list):
-        return shlex.join(str(item) for item in value)
-    return written(value)
 
 
 def _render(template: str, **content: Any) -> str:

@@ -141,7 +141,10 @@ def draw(store: "Store") -> list[Path]:
         "curves.png": plots.curves(found),
         "importance.png": plots.importance(importances(store)),
     }
-    return [folder / name for name, figure in figures.items() if plots.save(figure, folder / name)]
+    drawn = {folder / name: figure for name, figure in figures.items() if figure is not None}
+    for path, figure in drawn.items():
+        plots.save(path, figure)
+    return [*drawn]
 
 
 # From folders and files to tables; without Optuna.

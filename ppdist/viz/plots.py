@@ -6,8 +6,8 @@ system, is never imported.  Letters: C classes, T confidences, R records or reca
 
 import io
 import os
+import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from functools import cache
 from itertools import cycle
 from pathlib import Path
@@ -27,9 +27,9 @@ from matplotlib.ticker import MaxNLocator
 
 from ppdist.common.errors import DataError
 from ppdist.common.files import make_folder, writing
-from ppdist.common.records import MetricRecords, Record
 from ppdist.data.checks.statistics import Objects, per_class
 from ppdist.data.image import read_image
+from ppdist.metrics.run import Numbers, Run
 from ppdist.viz.draw import (
     BLUE,
     CJK_FONTS,
@@ -41,7 +41,6 @@ from ppdist.viz.draw import (
     SKY_BLUE,
     VERMILION,
     YELLOW,
-    Colour,
     caption,
     draw_labelled,
     grid,
@@ -65,16 +64,10 @@ _DOTS = 110  # per inch
 _MOST_LETTERS = 40  # of a class's name
 
 
-def save(figure: Figure | None, path: Path) -> bool:
-    """Writes a PNG file; returns whether there was a figure.
-
-    Raises: UserError: the system refused.
-    """
-    if figure is None:
-        return False
+def save(path: Path, figure: Figure) -> None:
+    """Writes a PNG file.  Raises: UserError: the system refused."""
     with writing(path):
         _print(figure, path)
-    return True
 
 
 def png(figure: Figure) -> bytes:
@@ -125,9 +118,39 @@ def legend(axes: Axes, **placing: Any) -> None:
         as_written(*axes.legend(handles, names, **placing).get_texts())
 
 
-def empty(axes: Axes, why: str) -> None:
-    """Writes in the middle of an empty panel why it is empty."""
-    axes.text(0.5, 0.5, why, ha="center", va="center", transform=axes.transAxes, color="0.4")
+def panels(
+    count: int,
+    across: int,
+    width: float,
+    height: float,
+    besides: float = 0.0,
+    *,
+    xlabel: str = "",
+    title: str = "",
+    grid: bool = True,
+    sharex: bool = False,
+) -> tuple[Figure, list[Axes]]:
+    """A new figure, and its axes row by row.
+
+    Args:
+        across: how many in a row, at most.
+        width, height: of each, in inches; besides: of the figure's title, in inches.
+        xlabel: of all of them.
+        title: of the figure, verbatim.
+    """
+    across = min(count, across)
+    down = -(-count // across)
+    figure = Figure(figsize=(across * width, down * height + besides), layout="constrained")
+    axes = list(np.ravel(figure.subplots(down, across, sharex=sharex, squeeze=False)))
+    for each in axes[count:]:
+        each.set_visible(False)
+    for each in axes[:count]:
+        each.set_xlabel(xlabel)
+        if grid:
+            each.grid(alpha=0.25)
+    if title:
+        as_written(figure.suptitle(title))
+    return figure, axes[:count]
 
 
 # Curves of classes.
@@ -151,71 +174,42 @@ def class_curves(evaluation: Mapping[str, Any], plot: str) -> Figure | None:
 
     Args: plot: of `CLASS_CURVES`.
     """
-    curves = evaluation.get("curves") or {}
+    curves, metrics = evaluation.get("curves") or {}, evaluation.get("metrics") or {}
     across, each, mean, score = CLASS_CURVES[plot]
     if not curves.get(each):
         return None
-    at_X, value_CX = _numbers(curves[across]), _numbers(curves[each])
-    labels = [name.split("_")[0].replace("f1", "F1") for name in (across, each)]
-    figure = Figure(figsize=(9, 5.6), layout="constrained")
-    axes = figure.subplots()
-    names = [_class_label(evaluation, label, score) for label in curves["curve_classes"]]
-    _class_lines(axes, at_X, value_CX, names, curves["curve_classes"])
-    _mean_line(axes, at_X, _numbers(curves[mean]), evaluation.get("metrics") or {}, score)
-    axes.set(xlabel=labels[0], ylabel=labels[1], xlim=(0, 1), ylim=(0, 1.01))
-    axes.set_title(f"{labels[1]} over {labels[0]}, IoU 0.5")
-    axes.grid(alpha=0.25)
-    legend(axes, loc="upper left", bbox_to_anchor=(1.01, 1), borderaxespad=0)
-    return figure
-
-
-def _class_lines(
-    axes: Axes,
-    at_X: np.ndarray,
-    value_CX: np.ndarray,
-    names: Sequence[str],
-    labels: Sequence[int],
-) -> None:
+    at_X, value_CX, mean_X = (np.array(curves[key], np.float64) for key in (across, each, mean))
+    figure, (axes,) = panels(1, 1, 9, 5.6)
     known_C = np.isfinite(value_CX).any(1)
-    if known_C.sum() > _MOST_NAMED_CURVES:
-        axes.plot(at_X, value_CX[known_C].T, color="0.7", linewidth=0.6, alpha=0.7)
-        axes.plot([], [], color="0.7", label=f"{known_C.sum()} classes")
-        return
     indices = np.flatnonzero(known_C).tolist()
-    looks = [labels[index] for index in indices]
-    if max(looks, default=0) >= len(CLASS_COLOURS) * len(DASHES):  # few of very many classes
+    looks = [curves["curve_classes"][index] for index in indices]
+    if len(indices) > _MOST_NAMED_CURVES:
+        axes.plot(at_X, value_CX[known_C].T, color="0.7", linewidth=0.6, alpha=0.7)
+        axes.plot([], [], color="0.7", label=f"{len(indices)} classes")
+        looks = []
+    elif max(looks, default=0) >= len(CLASS_COLOURS) * len(DASHES):  # few of very many classes
         looks = [*range(len(indices))]
     for index, look in zip(indices, looks):
-        colour = CLASS_COLOURS[look % len(CLASS_COLOURS)]
-        dashes = DASHES[look // len(CLASS_COLOURS)]
-        axes.plot(at_X, value_CX[index], dashes, color=colour, linewidth=1.4, label=names[index])
-
-
-def _mean_line(
-    axes: Axes, at_X: np.ndarray, mean_X: np.ndarray, metrics: Mapping[str, Any], score: str
-) -> None:
-    """Draws the mean over classes with objects, and its value if known."""
-    value = metrics.get({"AP50": "mAP50"}.get(score, score))
-    if not np.isfinite(mean_X).any():
-        return
-    text = "mean" if value is None else f"mean {value:.3f}"
-    axes.plot(at_X, mean_X, color="black", linewidth=3, label=text)
-    confidence = metrics.get("best_f1_threshold")
-    if score != "AP50" and confidence is not None:
-        label = f"confidence {confidence:.3f}:\nthe best mean F1"
-        axes.axvline(confidence, color="black", linewidth=0.8, linestyle=":", label=label)
-
-
-def _class_label(evaluation: Mapping[str, Any], label: int, score: str) -> str:
-    """A class and its score."""
-    name = drawable(evaluation["class_names"][label], label, _CURVE_NAME_LETTERS)
-    value = evaluation["per_class"][label].get(score)
-    return name if value is None else f"{name} {value:.3f}"
-
-
-def _numbers(values: Any) -> np.ndarray:
-    """float64, NaN for null."""
-    return np.array(values, np.float64)
+        label = curves["curve_classes"][index]
+        name = drawable(evaluation["class_names"][label], label, _CURVE_NAME_LETTERS)
+        value = evaluation["per_class"][label].get(score)
+        axes.plot(
+            at_X, value_CX[index], DASHES[look // len(CLASS_COLOURS)], linewidth=1.4,
+            color=CLASS_COLOURS[look % len(CLASS_COLOURS)],
+            label=name if value is None else f"{name} {value:.3f}",
+        )  # fmt: skip
+    if np.isfinite(mean_X).any():
+        value = metrics.get({"AP50": "mAP50"}.get(score, score))
+        label = "mean" if value is None else f"mean {value:.3f}"
+        axes.plot(at_X, mean_X, color="black", linewidth=3, label=label)
+        confidence = metrics.get("best_f1_threshold")
+        if score != "AP50" and confidence is not None:
+            label = f"confidence {confidence:.3f}:\nthe best mean F1"
+            axes.axvline(confidence, color="black", linewidth=0.8, linestyle=":", label=label)
+    x, y = (name.split("_")[0].replace("f1", "F1") for name in (across, each))
+    axes.set(xlabel=x, ylabel=y, xlim=(0, 1), ylim=(0, 1.01), title=f"{y} over {x}, IoU 0.5")
+    legend(axes, loc="upper left", bbox_to_anchor=(1.01, 1), borderaxespad=0)
+    return figure
 
 
 # The best and the worst images.
@@ -252,6 +246,7 @@ def mosaic(
 def _tile(
     entry: Mapping[str, Any], class_names: Sequence[str], folders: Sequence[Path]
 ) -> np.ndarray | None:
+    """A picture with what an entry lists: `true` and `predicted`, see ppdist.metrics.analysis."""
     image_HW3 = _read_within(str(entry["file"]), folders)
     if image_HW3 is None:
         return None
@@ -261,38 +256,25 @@ def _tile(
     image_HW3 = cv2.resize(
         image_HW3, size, interpolation=cv2.INTER_AREA if scale < 1 else cv2.INTER_LINEAR
     )
-    image_HW3 = _verdicts(image_HW3, entry, class_names, scale)
+    # The surest come first; an untrained model has hundreds, which would hide the image.
+    wrong = [each for each in entry.get("predicted") or () if each[-1] != "correct"]
+    drawn = [
+        (box_4, readable(str(class_names[label]), label), _FOUND if found else _MISSED)
+        for label, *box_4, found in entry.get("true") or ()
+    ] + [
+        (box_4, f"{readable(str(class_names[label]), label)} {score:.2f}", _WRONG)
+        for label, score, *box_4, _ in wrong[:_MOST_WRONG]
+    ]
+    boxes, texts, colours = zip(*drawn) if drawn else ((), (), ())
+    boxes_N4 = scale * np.array(boxes).reshape(-1, 4)
+    image_HW3 = draw_labelled(image_HW3, boxes_N4, texts, colours)
     room = max(0, _TILE_WIDTH - size[0])  # beside a narrow one, to write below
     white = (255, 255, 255)
     image_HW3 = cv2.copyMakeBorder(image_HW3, 0, 0, 0, room, cv2.BORDER_CONSTANT, value=white)
     counts = ", ".join(f"{what} {entry[what]}" for what in ("objects", "found", "missed", "wrong"))
     if entry["wrong"] > _MOST_WRONG:
         counts += f" ({_MOST_WRONG} drawn)"
-    named = caption(image_HW3, counts)
-    return caption(named, readable(Path(str(entry["file"])).name, 0))
-
-
-def _verdicts(
-    image_HW3: np.ndarray, entry: Mapping[str, Any], class_names: Sequence[str], scale: float
-) -> np.ndarray:
-    """A picture with what an entry lists: `true` and `predicted`, see ppdist.metrics.analysis."""
-    boxes: list[Sequence[float]] = []
-    texts: list[str] = []
-    colours: list[Colour] = []
-
-    def add(box_4: Sequence[float], colour: Colour, label: int, score: float | None) -> None:
-        name = readable(str(class_names[label]), label)
-        boxes.append(box_4)
-        texts.append(name if score is None else f"{name} {score:.2f}")
-        colours.append(colour)
-
-    for label, *box_4, found in entry.get("true") or ():
-        add(box_4, _FOUND if found else _MISSED, label, None)
-    # The surest come first; an untrained model has hundreds, which would hide the image.
-    wrong = [each for each in entry.get("predicted") or () if each[-1] != "correct"]
-    for label, score, *box_4, _ in wrong[:_MOST_WRONG]:
-        add(box_4, _WRONG, label, score)
-    return draw_labelled(image_HW3, scale * np.array(boxes).reshape(-1, 4), texts, colours)
+    return caption(caption(image_HW3, counts), readable(Path(str(entry["file"])).name, 0))
 
 
 def _read_within(file: str, folders: Sequence[Path]) -> np.ndarray | None:
@@ -321,149 +303,161 @@ _SCORES = {
     "at the confidence of the best F1": ("precision", "recall", "f1"),
     "accuracy": ("top1", "top5"),
 }
-_RULING = ("mAP", "top1")  # what a run is judged by, if its configuration says nothing else
+_RULING = ("mAP", "top1")  # first scores of the panel in which the best evaluation is marked
 _SPREAD = 20  # times as much: a linear axis would show the beginning of a curve and a flat rest
 _LOW = 0.3  # a best score below it would lie at the bottom of an axis that ends at 1
 _FEW = 60  # records that are drawn as they are; of more, their running mean, too
 _MOST_RANKS = 64  # whose numbers stand below their bars
+_RANK_SECONDS = ("rank_step_seconds", "rank_own_seconds", "rank_data_seconds")
 
 
-@dataclass(frozen=True)
-class History:
-    """What metrics.jsonl says, as far as it is drawn."""
-
-    steps: Sequence[Record]
-    evaluations: Sequence[Record]
-    ranks: list[Record]  # such as `_rank_seconds` understands
-    derived: Mapping[str, Any]  # what the run made of its configuration
-    metric: str  # what its best evaluation is the best in; "" without evaluations
-
-    @classmethod
-    def of(cls, found: MetricRecords, metric: str = "") -> "History":
-        """Args: metric: `evaluate.metric`; one that no evaluation has: the usual one."""
-        have = {name for each in found.evaluations for name in each}
-        return cls(
-            steps=found.steps,
-            evaluations=found.evaluations,
-            ranks=[each for each in found.ranks if _rank_seconds(each) is not None],
-            derived=found.starts[-1]["derived"] if found.starts else {},
-            metric=next((name for name in (metric, *_RULING) if name in have), ""),
-        )
-
-    def axis(self, records: Sequence[Record]) -> np.ndarray:
-        """Epochs [R] of the records; their steps if no epoch is known."""
-        step_R = column(records, "step")
-        pairs = np.array([[0.0, 0.0], *self._places()])
-        if len(pairs) == 1:
-            return step_R
-        pairs = pairs[np.argsort(pairs[:, 0], kind="stable")]
-        return np.interp(step_R, pairs[:, 0], pairs[:, 1])
-
-    @property
-    def unit(self) -> str:
-        return "epoch" if self._places() else "step"
-
-    def _places(self) -> list[list[float]]:
-        known = (*self.steps, *self.evaluations)
-        pairs = [[_number(each.get("step")), _number(each.get("epoch"))] for each in known]
-        return [pair for pair in pairs if np.isfinite(pair).all()]
-
-
-def column(records: Sequence[Record], name: str) -> np.ndarray:
+def column(records: Sequence[Numbers], name: str) -> np.ndarray:
     """float64 [R], NaN where a record has no such number."""
-    return np.array([_number(each.get(name)) for each in records], np.float64)
+    return np.array([each.get(name, np.nan) for each in records], np.float64)
 
 
-def results(history: History, title: str) -> Figure | None:
+def _has(records: Sequence[Numbers], name: str) -> bool:
+    return any(name in each for each in records)
+
+
+def _unit(run: Run) -> str:
+    return "epoch" if _has([*run.train, *run.evaluations], "epoch") else "step"
+
+
+def _places(run: Run, step_R: np.ndarray) -> np.ndarray:
+    """Epochs [R] of some steps; the steps if no epoch is known."""
+    known = [each for each in (*run.train, *run.evaluations) if "epoch" in each]
+    if not known:
+        return step_R
+    pairs = np.array([[0.0, 0.0], *([each["step"], each["epoch"]] for each in known)])
+    pairs = pairs[np.argsort(pairs[:, 0], kind="stable")]
+    return np.interp(step_R, pairs[:, 0], pairs[:, 1])
+
+
+def results(run: Run, title: str) -> Figure | None:
     """Each loss in training and validation, then scores."""
-    losses = _losses(history.steps)
+    names = dict.fromkeys(["loss", *(name for each in run.train for name in each)])
+    losses = [name for name in names if re.match("loss(_|$)", name) and _has(run.train, name)]
     scores = {
-        what: [name for name in names if np.isfinite(_evaluation_scores(history, name)).any()]
+        what: found
         for what, names in _SCORES.items()
+        if (found := [name for name in names if _has(run.evaluations, name)])
     }
-    scores = {what: names for what, names in scores.items() if names}
     count = len(losses) + len(scores)
     if not count:
         return None
-    rows = -(-count // _ACROSS)
-    figure = Figure(figsize=(4 * min(count, _ACROSS), 3.1 * rows + 0.4), layout="constrained")
-    panels = list(np.ravel(figure.subplots(rows, min(count, _ACROSS), squeeze=False)))
-    for axes in panels[count:]:
-        axes.set_visible(False)
-    for axes, name in zip(panels, losses):
-        _draw_loss(axes, history, name)
-    for axes, (what, names) in zip(panels[len(losses) :], scores.items()):
-        _draw_score(axes, history, names)
+    step_R, evaluated_R = (
+        _places(run, column(records, "step")) for records in (run.train, run.evaluations)
+    )
+    figure, shown = panels(count, _ACROSS, 4, 3.1, 0.4, xlabel=_unit(run), title=title)
+    for axes, name in zip(shown, losses):
+        validation = f"val_{name}"
+        _curve(axes, step_R, column(run.train, name), "training")
+        if _has(run.evaluations, validation):
+            axes.plot(
+                evaluated_R, column(run.evaluations, validation), color=COLOURS[3],
+                marker=MARKERS[1], markersize=3.5, label="validation",
+            )  # fmt: skip
+        _scale(axes, [column(run.train, name), column(run.evaluations, validation)])
+        axes.set_title(name)
+        legend(axes, fontsize=8)
+    for axes, (what, found) in zip(shown[len(losses) :], scores.items()):
+        most = 0.0
+        for colour, marker, name in zip(COLOURS, MARKERS, found):
+            value_R = column(run.evaluations, name)
+            most = max(most, np.nanmax(value_R))
+            axes.plot(evaluated_R, value_R, color=colour, marker=marker, markersize=3.5, label=name)
+        if found[0] in _RULING and run.best:
+            name = run.metric if run.metric in found else found[0]  # fitness has no curve
+            best = _places(run, np.array([run.best["step"]])), [run.best.get(name, np.nan)]
+            label = f"best {run.metric}: {run.best[run.metric]:.3f}"
+            axes.plot(*best, "o", markersize=10, markerfacecolor="none", color="black", label=label)
+        axes.set_ylim(0, 1 if most > _LOW or not most else 1.2 * most)
         axes.set_title(what)
-    for axes in panels[:count]:
-        axes.set_xlabel(history.unit)
-        axes.grid(alpha=0.25)
-    as_written(figure.suptitle(title))
+        legend(axes, fontsize=8)
     return figure
 
 
-def rate(history: History, title: str) -> Figure | None:
+def rate(run: Run, title: str) -> Figure | None:
     """Learning rate with warm-up, gradient norm, and momentum if recorded."""
     names = {"lr": "learning rate", "momentum": "momentum", "gradient_norm": "norm of the gradient"}
-    names = {
-        name: said for name, said in names.items() if np.isfinite(column(history.steps, name)).any()
-    }
+    names = {name: said for name, said in names.items() if _has(run.train, name)}
     if "lr" not in names:
         return None
-    figure = Figure(figsize=(8, 1 + 3 * len(names)), layout="constrained")
-    panels = figure.subplots(len(names), 1, sharex=True, squeeze=False)[:, 0]
-    at_R, step_R = history.axis(history.steps), column(history.steps, "step")
-    for axes, (name, said) in zip(panels, names.items()):
+    figure, shown = panels(len(names), 1, 8, 3, 1, title=title, sharex=True)
+    step_R = column(run.train, "step")
+    at_R = _places(run, step_R)
+    for axes, (name, said) in zip(shown, names.items()):
+        value_R = column(run.train, name)
         if name == "gradient_norm":
-            _curve(axes, at_R, column(history.steps, name), "")
+            _curve(axes, at_R, value_R, "")
         else:
-            axes.plot(at_R, column(history.steps, name), color=COLOURS[0])
-        _scale(axes, [column(history.steps, name)])
+            axes.plot(at_R, value_R, color=COLOURS[0])
+        _scale(axes, [value_R])
         axes.set_title(said)
-        axes.grid(alpha=0.25)
-    warm = _fact(history, "warmup_steps")
-    if warm > 0 and step_R[-1] > 0:
-        panels[0].set_title(f"learning rate; warm-up: {warm:g} steps (shaded)")
+    warm = run.derived_count("warmup_steps") or 0
+    if warm and step_R[-1] > 0:
+        shown[0].set_title(f"learning rate; warm-up: {warm} steps (shaded)")
         end = min(warm / step_R[-1], 1) * at_R[-1]
-        panels[0].axvspan(0, end, color=COLOURS[1], alpha=0.2, linewidth=0)
-    panels[-1].set_xlabel(history.unit)
-    as_written(figure.suptitle(title))
+        shown[0].axvspan(0, end, color=COLOURS[1], alpha=0.2, linewidth=0)
+    shown[-1].set_xlabel(_unit(run))
     return figure
 
 
-def speed(history: History, title: str) -> Figure | None:
+def speed(run: Run, title: str) -> Figure | None:
     """Images per second and the parts of the step time.
 
     Plots both over the run and by rank.
     """
-    if not np.isfinite(column(history.steps, "images_per_second")).any():
+    if not _has(run.train, "images_per_second"):
         return None
-    count = 2 + bool(history.ranks)
-    figure = Figure(figsize=(5.3 * count, 4.2), layout="constrained")
-    panels = figure.subplots(1, count)
-    at_R = history.axis(history.steps)
-    images_R = column(history.steps, "images_per_second")
-    _curve(panels[0], at_R, images_R, "")
+    rank_step_R, seconds_R3W = run.rank_seconds(*_RANK_SECONDS)
+    count = 2 + bool(seconds_R3W.size)
+    figure, (images, step, *by_rank) = panels(count, count, 5.3, 4.2, title=title)
+    at_R = _places(run, column(run.train, "step"))
+    images_R = column(run.train, "images_per_second")
+    _curve(images, at_R, images_R, "")
     middle = np.nanmedian(images_R)
-    panels[0].axhline(middle, color="0.4", linewidth=0.8, linestyle="--")
-    panels[0].text(
-        0.98, 0.03, f"median {middle:.3g}", transform=panels[0].transAxes, ha="right", color="0.3"
+    images.axhline(middle, color="0.4", linewidth=0.8, linestyle="--")
+    images.text(
+        0.98, 0.03, f"median {middle:.3g}", transform=images.transAxes, ha="right", color="0.3"
     )
-    panels[0].set_title("images per second, all ranks")
+    images.set_title("images per second, all ranks")
     names = {"step_seconds": "whole step", "data_seconds": "waiting for images"}
     for colour, (name, label) in zip(COLOURS, names.items()):
-        _curve(panels[1], at_R, column(history.steps, name), f"{label}, rank 0", colour)
-    panels[1].set_title("step time, s")
-    if history.ranks:
-        _compute_seconds(panels[1], history)
-        _ranks(panels[2], history)
-    legend(panels[1])
-    for axes in panels[:2]:
-        axes.set_xlabel(history.unit)
+        _curve(step, at_R, column(run.train, name), f"{label}, rank 0", colour)
+    step.set_title("step time, s")
+    for axes in by_rank:
+        own_RW = seconds_R3W[:, 1]  # without the time spent waiting for others
+        step.fill_between(
+            _places(run, rank_step_R), own_RW.min(1), own_RW.max(1), color=COLOURS[2], alpha=0.35,
+            linewidth=1, label="compute seconds, fastest to slowest rank",
+        )  # fmt: skip
+        _ranks(axes, np.median(seconds_R3W, axis=0))
+    legend(step)
+    for axes in (images, step):
+        axes.set_xlabel(_unit(run))
         axes.set_ylim(bottom=0)
-        axes.grid(alpha=0.25)
-    as_written(figure.suptitle(title))
     return figure
+
+
+def _ranks(axes: Axes, seconds_3W: np.ndarray) -> None:
+    """A bar for each rank: data below, then computing, then waiting."""
+    step_W, own_W, data_W = seconds_3W
+    ranks_W, below_W = np.arange(len(step_W)), np.zeros(len(step_W))
+    for label, part_W, colour in (
+        ("waiting for images", data_W, COLOURS[1]),
+        ("computing", np.maximum(own_W - data_W, 0), COLOURS[2]),
+        ("waiting for other ranks", np.maximum(step_W - own_W, 0), COLOURS[6]),
+    ):
+        axes.bar(ranks_W, part_W, 0.85, bottom=below_W, color=colour, label=label)
+        below_W = below_W + part_W
+    axes.grid(False)
+    axes.set(title="step time by rank, s", xlabel="rank", xlim=(-0.6, len(step_W) - 0.4))
+    axes.set_ylim(0, 1.35 * max(below_W.max(), 1e-9))  # room for the legend
+    if len(step_W) <= _MOST_RANKS:
+        axes.set_xticks(ranks_W[:: -(-len(step_W) // 16)])
+    legend(axes, loc="upper left")
 
 
 # Panels that compare runs: what they show, and whether evaluations know it, else steps.
@@ -480,142 +474,43 @@ _COMPARED = {
 }
 
 
-def compared(groups: Mapping[str, Sequence[History]]) -> Figure | None:
+def compared(groups: Mapping[str, Sequence[Run]]) -> Figure | None:
     """Losses, scores, rate and speed of several runs over one another.
 
     Args: groups: name -> its runs, which share a look.
     """
-    runs = [run for group in groups.values() for run in group]
-    metrics = dict.fromkeys(run.metric for run in runs if run.metric)
-    panels = {**_COMPARED, **{name: (name, True) for name in metrics if name not in _COMPARED}}
-    unit = "epoch" if all(run.unit == "epoch" for run in runs) else "step"
-    looks = cycle([(colour, dash) for dash in DASHES for colour in COLOURS])
-    drawn: dict[str, list[tuple[np.ndarray, np.ndarray, dict[str, str]]]] = {}
-    for (name, group), (colour, dash) in zip(groups.items(), looks):
-        for run in group:
-            for key, (_, evaluated) in panels.items():
-                records = run.evaluations if evaluated else run.steps
-                value_R = _evaluation_scores(run, key) if evaluated else column(records, key)
-                if np.isfinite(value_R).any():
-                    at_R = run.axis(records) if unit == "epoch" else column(records, "step")
-                    look = {"color": colour, "linestyle": dash, "label": name}
-                    drawn.setdefault(key, []).append((at_R, value_R, look))
+    runs = [(name, run) for name, group in groups.items() for run in group]
+    unit = "epoch" if all(_unit(run) == "epoch" for _, run in runs) else "step"
+    looks = dict(zip(groups, cycle([(colour, dash) for dash in DASHES for colour in COLOURS])))
+    metrics = {run.metric: (run.metric, True) for _, run in runs if run.metric}
+    drawn = {}
+    for key, (title, evaluated) in (_COMPARED | metrics | _COMPARED).items():
+        found = [(name, run, run.evaluations if evaluated else run.train) for name, run in runs]
+        if found := [each for each in found if _has(each[2], key)]:
+            drawn[key] = title, evaluated, found
     if not drawn:
         return None
     across = min(len(drawn), 3)
-    rows = -(-len(drawn) // across)
-    figure = Figure(figsize=(5 * across, 3.3 * rows + 0.5), layout="constrained")
-    shown = np.ravel(figure.subplots(rows, across, squeeze=False))
+    figure, shown = panels(len(drawn), across, 5, 3.3, 0.5, xlabel=unit)
     handles: dict[str, Any] = {}
-    for axes, key in zip(shown, [key for key in panels if key in drawn]):
-        for at_R, value_R, look in drawn[key]:
+    for axes, (key, (title, evaluated, found)) in zip(shown, drawn.items()):
+        curves = []
+        for name, run, records in found:
+            value_R, step_R = column(records, key), column(records, "step")
+            curves.append(value_R)
             if len(value_R) > _FEW:
                 value_R = _smooth(value_R, len(value_R) // _FEW + 2)
-            (handles[look["label"]],) = axes.plot(at_R, value_R, alpha=0.8, **look)
-        if not panels[key][1] or key.startswith("val_"):
-            _scale(axes, [value_R for _, value_R, _ in drawn[key]])
-        axes.set(title=panels[key][0], xlabel=unit)
-        axes.grid(alpha=0.25)
-    for axes in shown[len(drawn) :]:
-        axes.set_visible(False)
+            at_R = _places(run, step_R) if unit == "epoch" else step_R
+            colour, dash = looks[name]
+            (handles[name],) = axes.plot(at_R, value_R, alpha=0.8, color=colour, linestyle=dash)
+        if not evaluated or key.startswith("val_"):
+            _scale(axes, curves)
+        axes.set_title(title)
     names = [drawable(name, number) for number, name in enumerate(handles)]
     columns = min(len(names), 2 * across)
-    found = figure.legend([*handles.values()], names, loc="outside upper left", ncols=columns)
-    as_written(*found.get_texts())
+    said = figure.legend([*handles.values()], names, loc="outside upper left", ncols=columns)
+    as_written(*said.get_texts())
     return figure
-
-
-def _compute_seconds(axes: Axes, history: History) -> None:
-    """Band between fastest and slowest rank, without the time spent waiting."""
-    records = _of_most_ranks(history.ranks)
-    own_RW = np.stack([_rank_seconds(each)[1] for each in records])  # type: ignore[index]
-    axes.fill_between(
-        history.axis(records),
-        own_RW.min(1),
-        own_RW.max(1),
-        color=COLOURS[2],
-        alpha=0.35,
-        linewidth=1,
-        label="compute seconds, fastest to slowest rank",
-    )
-
-
-def _ranks(axes: Axes, history: History) -> None:
-    """A bar for each rank, of medians over the run.
-
-    Segments from below: data, computing, waiting.
-    """
-    records = _of_most_ranks(history.ranks)
-    step_W, own_W, data_W = np.median([_rank_seconds(each) for each in records], axis=0)
-    ranks_W = np.arange(len(step_W))
-    computing_W = np.maximum(own_W - data_W, 0)
-    waiting_W = np.maximum(step_W - own_W, 0)
-    parts = {
-        "waiting for images": (data_W, COLOURS[1]),
-        "computing": (computing_W, COLOURS[2]),
-        "waiting for other ranks": (waiting_W, COLOURS[6]),
-    }
-    below_W = np.zeros(len(step_W))
-    for label, (part_W, colour) in parts.items():
-        axes.bar(ranks_W, part_W, 0.85, bottom=below_W, color=colour, label=label)
-        below_W += part_W
-    axes.set(title="step time by rank, s", xlabel="rank", xlim=(-0.6, len(step_W) - 0.4))
-    axes.set_ylim(0, 1.35 * max(below_W.max(), 1e-9))  # room for the legend
-    if len(step_W) <= _MOST_RANKS:
-        axes.set_xticks(ranks_W[:: -(-len(step_W) // 16)])
-    legend(axes, loc="upper left")
-
-
-def _losses(steps: Sequence[Record]) -> list[str]:
-    """Names of the losses: the whole one, then its parts."""
-    names = dict.fromkeys(name for each in steps for name in each)
-    parts = [name for name in names if name.startswith("loss_")]
-    return [name for name in ("loss", *parts) if np.isfinite(column(steps, name)).any()]
-
-
-def _draw_loss(axes: Axes, history: History, name: str) -> None:
-    trained_R = column(history.steps, name)
-    measured_R = _evaluation_scores(history, f"val_{name}")
-    _curve(axes, history.axis(history.steps), trained_R, "training")
-    if np.isfinite(measured_R).any():
-        axes.plot(
-            history.axis(history.evaluations),
-            measured_R,
-            color=COLOURS[3],
-            marker=MARKERS[1],
-            markersize=3.5,
-            label="validation",
-        )
-    _scale(axes, [trained_R, measured_R])
-    axes.set_title(name)
-    legend(axes, fontsize=8)
-
-
-def _draw_score(axes: Axes, history: History, names: Sequence[str]) -> None:
-    """Draws score curves in [0, 1].
-
-    The panel of the main scores marks the best evaluation.
-    """
-    at_R, most = history.axis(history.evaluations), 0.0
-    for colour, marker, name in zip(COLOURS, MARKERS, names):
-        value_R = _evaluation_scores(history, name)
-        most = max(most, np.nanmax(value_R))
-        axes.plot(at_R, value_R, color=colour, marker=marker, markersize=3.5, label=name)
-    judged_R = _evaluation_scores(history, history.metric)
-    if names[0] in _RULING and np.isfinite(judged_R).any():
-        place = int(np.nanargmax(judged_R))
-        on = history.metric if history.metric in names else names[0]  # fitness has no curve
-        label = f"best {history.metric}: {judged_R[place]:.3f}"
-        best = at_R[place], _evaluation_scores(history, on)[place]
-        axes.plot(*best, "o", markersize=10, markerfacecolor="none", color="black", label=label)
-    axes.set_ylim(0, 1 if most > _LOW or not most else 1.2 * most)
-    legend(axes, fontsize=8)
-
-
-def _evaluation_scores(history: History, name: str) -> np.ndarray:
-    """The metric [R] of the evaluations; COCO's -1 (undefined) becomes NaN."""
-    value_R = column(history.evaluations, name)
-    return value_R if name.startswith("val_") else np.where(value_R < 0, np.nan, value_R)
 
 
 def _curve(
@@ -643,41 +538,14 @@ def _scale(axes: Axes, values: Sequence[np.ndarray]) -> None:
     known = np.concatenate(values)
     known = known[np.isfinite(known)]
     if not len(known):
-        empty(axes, "nothing was finite")
+        axes.text(
+            0.5, 0.5, "nothing was finite", ha="center", va="center", transform=axes.transAxes,
+            color="0.4",
+        )  # fmt: skip
     elif known.min() > 0 and known.max() > _SPREAD * np.median(known):
         axes.set_yscale("log")
     elif known.min() >= 0:
         axes.set_ylim(0, 1.05 * known.max() or 1)
-
-
-def _fact(history: History, key: str) -> float:
-    fact = history.derived.get(key)
-    return _number(fact.get("value")) if isinstance(fact, Mapping) else np.nan
-
-
-def _rank_seconds(record: Record) -> np.ndarray | None:
-    """Times [3, W] of the ranks in s; None: another record.
-
-    Step time, own time, time for data.
-    """
-    names = ("rank_step_seconds", "rank_own_seconds", "rank_data_seconds")
-    found = [record.get(name) for name in names]
-    if not all(isinstance(each, list) and each for each in found):
-        return None
-    if len({len(each) for each in found if each}) != 1:
-        return None
-    seconds_3W = np.array([[_number(value) for value in each or ()] for each in found])
-    return seconds_3W if np.isfinite(seconds_3W).all() else None
-
-
-def _of_most_ranks(records: Sequence[Record]) -> list[Record]:
-    """Records with as many ranks as the last; resuming may change it."""
-    count = len(records[-1]["rank_step_seconds"])
-    return [each for each in records if len(each["rank_step_seconds"]) == count]
-
-
-def _number(value: object) -> float:
-    return float(value) if isinstance(value, int | float) and abs(value) < 1e300 else np.nan
 
 
 # Confusion of classes.
@@ -693,48 +561,30 @@ _BACKGROUND = "background"
 def confusion(evaluation: Mapping[str, Any]) -> Figure | None:
     """Confusion matrices in percent of true classes and in counts; None: absent."""
     found = evaluation.get("confusion")
-    counts = _confusion_counts(found) if found else None
-    if found is None or counts is None:
+    size = len(found.get("counts") or found["true_counts"]) if found else 0
+    if not found or not size or size > _MOST_DRAWN:
         return None
+    counts = np.array(found.get("counts") or np.zeros((size, size)), np.float64)
+    for row, column, count in found.get("cells") or ():
+        counts[row, column] = count
     names = [
         drawable(name, at, _ROW_NAME_LETTERS) for at, name in enumerate(evaluation["class_names"])
     ]
-    if len(counts) == len(names) + 1:  # of a classifier there is no background
+    if size == len(names) + 1:  # of a classifier there is no background
         names.append(_BACKGROUND)
-    size = float(np.clip(0.205 * len(names), 3.2, 18)) + 2.4
     beside = len(names) <= _BESIDE
-    figure = Figure(
-        figsize=(2 * size, size) if beside else (size + 0.6, 2 * size), layout="constrained"
-    )
-    shares_axes, counts_axes = figure.subplots(*((1, 2) if beside else (2, 1)))
+    side = float(np.clip(0.205 * len(names), 3.2, 18)) + 2.4
+    title, iou, confidence = "confusion", found.get("iou"), found.get("confidence")
+    if iou is not None and confidence is not None:
+        title += f" of boxes that meet with IoU {iou:g} or more, confidence {confidence:.3g}"
+    width = side if beside else side + 0.6
+    figure, (shares, absolute) = panels(2, 1 + beside, width, side, title=title, grid=False)
     known = np.maximum(found.get("true_counts") or counts.sum(1), 1)
-    percent = 100 * counts / known[:, None]
-    _matrix(shares_axes, percent, names, Normalize(0, 100))
-    _matrix(counts_axes, counts, names, PowerNorm(0.4, 0, max(1.0, counts.max())))
-    shares_axes.set_title("row-normalised, %")
-    counts_axes.set_title("detections" if _BACKGROUND in names[-1:] else "images")
-    as_written(figure.suptitle(_confusion_title(found)))
+    _matrix(shares, 100 * counts / known[:, None], names, Normalize(0, 100))
+    _matrix(absolute, counts, names, PowerNorm(0.4, 0, max(1.0, counts.max())))
+    shares.set_title("row-normalised, %")
+    absolute.set_title("detections" if _BACKGROUND in names[-1:] else "images")
     return figure
-
-
-def _confusion_counts(found: Mapping[str, Any]) -> np.ndarray | None:
-    """float64 [size, size]; None: too large to be seen."""
-    if "counts" in found:
-        return np.array(found["counts"], np.float64)
-    size = len(found["true_counts"])
-    if size > _MOST_DRAWN:
-        return None
-    counts = np.zeros((size, size))
-    for row, column, count in found["cells"]:
-        counts[row, column] = count
-    return counts
-
-
-def _confusion_title(found: Mapping[str, Any]) -> str:
-    iou, confidence = found.get("iou"), found.get("confidence")
-    if iou is None or confidence is None:
-        return "confusion"
-    return f"confusion of boxes that meet with IoU {iou:g} or more, confidence {confidence:.3g}"
 
 
 def _matrix(axes: Axes, value: np.ndarray, names: Sequence[str], norm: Normalize) -> None:
@@ -784,10 +634,14 @@ def per_class_scores(evaluation: Mapping[str, Any]) -> Figure | None:
         return None
     rows.sort(key=lambda named: -named[1][bar])
     score_C = np.array([row[bar] for _, row in rows])
+    title = f"{bar} of each class; mean {score_C.mean():.3f}"
     if len(rows) > _MOST_SCORE_BARS:
-        return _score_points(score_C, bar)
-    figure = Figure(figsize=(8.5, 1.4 + 0.24 * len(rows)), layout="constrained")
-    axes = figure.subplots()
+        figure, (axes,) = panels(1, 1, 8, 5)
+        axes.plot(score_C, ".", color=COLOURS[0], markersize=3)
+        axes.axhline(score_C.mean(), color="0.3", linewidth=0.8, linestyle="--")
+        axes.set(xlabel="classes, sorted by AP", ylabel=bar, ylim=(0, 1), title=title)
+        return figure
+    figure, (axes,) = panels(1, 1, 8.5, 0.24 * len(rows), 1.4, grid=False)
     places = np.arange(len(rows))
     axes.barh(places, score_C, 0.75, color=COLOURS[0], label=bar)
     point_C = np.array([row.get(point) for _, row in rows], np.float64)  # None: NaN
@@ -800,21 +654,9 @@ def per_class_scores(evaluation: Mapping[str, Any]) -> Figure | None:
     as_written(*axes.get_yticklabels())
     axes.axvline(score_C.mean(), color="0.3", linewidth=0.8, linestyle="--")
     axes.set(xlim=(0, 1), ylim=(len(rows) - 0.5, -0.5))
-    axes.set_title(f"{bar} of each class; mean {score_C.mean():.3f}", pad=24)
+    axes.set_title(title, pad=24)
     legend(axes, loc="lower center", bbox_to_anchor=(0.5, 1), ncols=2, frameon=False)
     axes.grid(axis="x", alpha=0.25)
-    return figure
-
-
-def _score_points(score_C: np.ndarray, name: str) -> Figure:
-    """Where there are too many classes for bars."""
-    figure = Figure(figsize=(8, 5), layout="constrained")
-    axes = figure.subplots()
-    axes.plot(score_C, ".", color=COLOURS[0], markersize=3)
-    axes.axhline(score_C.mean(), color="0.3", linewidth=0.8, linestyle="--")
-    axes.set(xlabel="classes, sorted by AP", ylabel=name, ylim=(0, 1))
-    axes.set_title(f"{name} of each class; mean {score_C.mean():.3f}")
-    axes.grid(alpha=0.25)
     return figure
 
 
@@ -823,10 +665,9 @@ def calibration(evaluation: Mapping[str, Any]) -> Figure | None:
     found = evaluation.get("calibration")
     if not found or not sum(found["count"]):
         return None
-    edges = np.array(found["edges"], np.float64)
-    precision_B = np.array(found["precision"], np.float64)  # null: NaN
-    confidence_B = np.array(found["confidence"], np.float64)
-    count_B = np.array(found["count"], np.float64)
+    edges, precision_B, confidence_B, count_B = (
+        np.array(found[name], np.float64) for name in ("edges", "precision", "confidence", "count")
+    )  # null: NaN
     figure = Figure(figsize=(6, 6.6), layout="constrained")
     above, below = figure.subplots(2, 1, sharex=True, height_ratios=(3, 1))
     widths_B = np.diff(edges)
@@ -855,17 +696,14 @@ def errors(evaluation: Mapping[str, Any]) -> Figure | None:
     if not found:
         return None
     gains = {kind: gain for kind, gain in found["AP50_gain"].items() if gain is not None}
-    figure = Figure(figsize=(11, 3.8), layout="constrained")
-    for axes, values, text in zip(
-        figure.subplots(1, 2), (found["counts"], gains), ("{:.0f}", "+{:.3f}")
-    ):
+    figure, (left, right) = panels(2, 2, 5.5, 3.8, grid=False)
+    for axes, values, text in ((left, found["counts"], "{:.0f}"), (right, gains, "+{:.3f}")):
         colours = [COLOURS[2] if kind == "correct" else COLOURS[3] for kind in values]
         bars = axes.barh([*values], list(values.values()), 0.7, color=colours)
         axes.bar_label(bars, [text.format(value) for value in values.values()], padding=3)
         axes.invert_yaxis()
         axes.set_xlim(0, 1.18 * max(1e-9, *values.values()) if values else 1)
         axes.grid(axis="x", alpha=0.25)
-    left, right = figure.axes
     left.set(title="detections and objects by error type", xlabel="number")
     right.set(title="AP50 gain without each error type", xlabel="AP50")
     return figure
@@ -901,7 +739,7 @@ def plot_statistics(
     paths = []
     for name, figure in figures.items():
         paths.append(folder / f"{name}.png")
-        save(figure, paths[-1])
+        save(paths[-1], figure)
     return paths
 
 
@@ -915,37 +753,28 @@ def _classes(splits: Mapping[str, Objects], class_names: Sequence[str], boxes: b
         titles = {1: "images of each class"}
     height = 1.5 + (0.32 * len(class_names) if shown else 5)
     figure = Figure(figsize=(1 + 6 * len(titles), max(3.0, height)), layout="constrained")
-    panels = figure.subplots(1, len(titles), sharey=shown, squeeze=False)[0]
-    for axes, (what, title) in zip(panels, titles.items()):
+    columns = figure.subplots(1, len(titles), sharey=shown, squeeze=False)[0]
+    thick = 0.8 / len(splits)
+    for axes, (what, title) in zip(columns, titles.items()):
         series = {name: count[what][order_C] for name, count in counts.items()}
-        (_count_bars if shown else _count_points)(axes, series)
+        for position, (colour, (name, count_C)) in enumerate(zip(COLOURS, series.items())):
+            if shown:
+                offset = (position - (len(series) - 1) / 2) * thick
+                places_C = np.arange(len(count_C)) + offset
+                bars = axes.barh(places_C, count_C, thick, color=colour, label=name)
+                axes.bar_label(bars, [f"{count}" for count in count_C], padding=2, fontsize=7)
+            else:  # too many for bars
+                axes.plot(count_C, ".", color=colour, label=name, markersize=3)
+                axes.set_xlabel("classes, sorted by frequency")
+        _count_axis(axes.xaxis if shown else axes.yaxis, series)
         axes.set_title(title)
     if shown:
         names = [drawable(class_names[label], label) for label in order_C]
-        panels[0].set_yticks(range(len(order_C)), names)
-        panels[0].set_ylim(len(order_C) - 0.5, -0.5)
-        as_written(*panels[0].get_yticklabels())
-    figure.legend(*panels[0].get_legend_handles_labels(), loc="outside right upper")
+        columns[0].set_yticks(range(len(order_C)), names)
+        columns[0].set_ylim(len(order_C) - 0.5, -0.5)
+        as_written(*columns[0].get_yticklabels())
+    figure.legend(*columns[0].get_legend_handles_labels(), loc="outside right upper")
     return figure
-
-
-def _count_bars(axes: Axes, series: Mapping[str, np.ndarray]) -> None:
-    thick = 0.8 / len(series)
-    for position, (name, count_C) in enumerate(series.items()):
-        offset = (position - (len(series) - 1) / 2) * thick
-        bars = axes.barh(
-            np.arange(len(count_C)) + offset, count_C, thick, color=COLOURS[position], label=name
-        )
-        axes.bar_label(bars, [f"{count}" for count in count_C], padding=2, fontsize=7)
-    _count_axis(axes.xaxis, series)
-
-
-def _count_points(axes: Axes, series: Mapping[str, np.ndarray]) -> None:
-    """A point for each class, where there are too many for bars."""
-    for colour, (name, count_C) in zip(COLOURS, series.items()):
-        axes.plot(count_C, ".", color=colour, label=name, markersize=3)
-    _count_axis(axes.yaxis, series)
-    axes.set_xlabel("classes, sorted by frequency")
 
 
 def _count_axis(axis: XAxis | YAxis, series: Mapping[str, np.ndarray]) -> None:
@@ -967,8 +796,7 @@ def _count_axis(axis: XAxis | YAxis, series: Mapping[str, np.ndarray]) -> None:
 
 def _boxes(splits: Mapping[str, Objects]) -> Figure:
     """Sizes in the input, and shapes; crowds do not count."""
-    figure = Figure(figsize=(15, 4.6), layout="constrained")
-    plane, sides, shapes = figure.subplots(1, 3)
+    figure, (plane, sides, shapes) = panels(3, 3, 5, 4.6, grid=False)
     alone = {name: ~objects.crowd_M for name, objects in splits.items()}
     first, objects = next(iter(splits.items()))
     input_M2 = np.maximum(objects.input_M2[alone[first]], 0.1)
@@ -1004,20 +832,21 @@ def _size_histograms(axes: Axes, series: Mapping[str, np.ndarray], xlabel: str, 
     everything = np.concatenate(list(positive.values()))
     low, high = (everything.min(), everything.max()) if len(everything) else (1, 1)
     bins = np.geomspace(low / 1.05, high * 1.05, 50)
-    for colour, (name, values) in zip(COLOURS, positive.items()):
+    _shares(axes, positive, bins, "boxes")
+    axes.set(xlabel=xlabel, title=title)
+    _powers_of_two(axes.xaxis, bins)
+
+
+def _shares(axes: Axes, series: Mapping[str, np.ndarray], bins: np.ndarray, what: str) -> None:
+    """Outlined histograms, each as shares of its own values."""
+    for colour, (name, values) in zip(COLOURS, series.items()):
         weights = np.full(len(values), 100 / max(1, len(values)))
         axes.hist(
-            values,
-            bins.tolist(),
-            weights=weights,
-            histtype="step",
-            color=colour,
-            linewidth=1.6,
+            values, bins.tolist(), weights=weights, histtype="step", color=colour, linewidth=1.6,
             label=name,
-        )
-    axes.set(xlabel=xlabel, ylabel="boxes, %", title=title)
+        )  # fmt: skip
+    axes.set_ylabel(f"{what}, %")
     axes.set_ylim(bottom=0)
-    _powers_of_two(axes.xaxis, bins)
     axes.legend()
 
 
@@ -1039,8 +868,8 @@ def _power(exponent: int) -> str:
 
 def _positions(splits: Mapping[str, Objects]) -> Figure:
     """Where the box centres lie."""
-    figure = Figure(figsize=(6 * len(splits), 5), layout="constrained")
-    for axes, (name, objects) in zip(np.ravel(figure.subplots(1, len(splits))), splits.items()):
+    figure, shown = panels(len(splits), len(splits), 6, 5, grid=False)
+    for axes, (name, objects) in zip(shown, splits.items()):
         centres_M2 = objects.centres_M2[~objects.crowd_M]
         # About eight boxes a field, or chance would be all there is to see.
         fields = int(np.clip(np.sqrt(len(centres_M2) / 8), 5, _MOST_FIELDS))
@@ -1057,33 +886,27 @@ def _positions(splits: Mapping[str, Objects]) -> Figure:
 
 def _images(splits: Mapping[str, Objects]) -> Figure:
     """How many objects images have, and how large they are."""
-    figure = Figure(figsize=(12, 4.6), layout="constrained")
-    objects_axes, sizes_axes = figure.subplots(1, 2)
+    figure, (objects_axes, sizes_axes) = panels(2, 2, 6, 4.6, grid=False)
     counts = {name: objects.per_image_N for name, objects in splits.items()}
     most = int(max(count_N.max(initial=1) for count_N in counts.values()))
     step = -(-(most + 1) // _MOST_COUNT_BARS)
-    bins = (np.arange(0, most + 1 + step, step) - 0.5).tolist()
-    for colour, (name, count_N) in zip(COLOURS, counts.items()):
-        weights = np.full(len(count_N), 100 / max(1, len(count_N)))
-        objects_axes.hist(
-            count_N, bins, weights=weights, histtype="step", color=colour, linewidth=1.6, label=name
-        )
-    objects_axes.set(xlabel="objects per image", ylabel="images, %", title="objects per image")
+    _shares(objects_axes, counts, np.arange(0, most + 1 + step, step) - 0.5, "images")
+    objects_axes.set(xlabel="objects per image", title="objects per image")
     objects_axes.locator_params(integer=True)
-    objects_axes.legend()
     for colour, marker, (name, objects) in zip(COLOURS, "os", splits.items()):
         sizes_S2, count_S = np.unique(objects.sizes_N2, axis=0, return_counts=True)
         area_S = 12 + 500 * count_S / count_S.sum()
         sizes_axes.scatter(
-            *sizes_S2.T, s=area_S, marker=marker, facecolor="none", edgecolor=colour, label=name
-        )
+            sizes_S2[:, 0], sizes_S2[:, 1], area_S, marker=marker, facecolor="none",
+            edgecolor=colour, label=name,
+        )  # fmt: skip
     sizes_axes.set(
         xlabel="width, pixels", ylabel="height, pixels", title="image sizes, area by frequency"
     )
     widest, highest = np.max([objects.sizes_N2.max(0) for objects in splits.values()], axis=0)
     sizes_axes.set(xlim=(0, 1.1 * widest), ylim=(0, 1.1 * highest))
-    for handle in sizes_axes.legend().legend_handles:
-        handle.set_sizes([40])
+    for handle in filter(None, sizes_axes.legend().legend_handles):
+        handle.set(sizes=[40])
     return figure
 
 
@@ -1105,8 +928,7 @@ def curves(rows: Sequence[Mapping[str, Any]]) -> Figure | None:
             settings.setdefault(row["setting"], []).append(np.array(row["curve"], np.float64))
     if not settings:
         return None
-    figure = Figure(figsize=(8, 5), layout="constrained")
-    axes = figure.subplots()
+    figure, (axes,) = panels(1, 1, 8, 5)
     named = len(settings) <= _MOST_NAMED_SETTINGS
     lengths = {round(curve[-1, 0], 3) for found in settings.values() for curve in found}
     in_shares = len(lengths) > 1 and named
@@ -1116,27 +938,18 @@ def curves(rows: Sequence[Mapping[str, Any]]) -> Figure | None:
             for curve in found:
                 axes.plot(curve[:, 0], curve[:, 1], color=COLOURS[0], alpha=0.4, linewidth=0.8)
             continue
-        x, values = _over_run(found, in_shares)
+        placed = [curve[:, 0] / (curve[-1, 0] if in_shares else 1.0) for curve in found]
+        first, last = max(each[0] for each in placed), min(each[-1] for each in placed)
+        x = np.linspace(min(first, last), last, _STUDY_POINTS)  # where all of them have been
+        values = np.stack([np.interp(x, at, curve[:, 1]) for at, curve in zip(placed, found)])
         axes.plot(x, values.mean(0), dash, color=colour, label=f"{name} ({len(found)})")
         if len(found) > 1:
             axes.fill_between(x, values.min(0), values.max(0), color=colour, alpha=0.15)
     axes.set_xlabel("share of the run" if in_shares else "epoch")
     axes.set_ylabel(str(rows[0]["metric"]))
-    axes.grid(alpha=0.25)
     legend(axes, fontsize="small")
     as_written(axes.set_title(str(rows[0]["study"])))
     return figure
-
-
-def _over_run(found: Sequence[np.ndarray], in_shares: bool) -> tuple[np.ndarray, np.ndarray]:
-    """Resamples curves on the common range between first and last evaluation.
-
-    Returns: places on the axis, and the values of each curve there.
-    """
-    placed = [curve[:, 0] / (curve[-1, 0] if in_shares else 1.0) for curve in found]
-    first, last = max(each[0] for each in placed), min(each[-1] for each in placed)
-    x = np.linspace(min(first, last), last, _STUDY_POINTS)
-    return x, np.stack([np.interp(x, at, curve[:, 1]) for at, curve in zip(placed, found)])
 
 
 def importance(importances: Mapping[str, float]) -> Figure | None:
@@ -1144,8 +957,7 @@ def importance(importances: Mapping[str, float]) -> Figure | None:
     if not importances:
         return None
     ordered = sorted(importances.items(), key=lambda item: item[1])
-    figure = Figure(figsize=(7, 1.2 + 0.4 * len(ordered)), layout="constrained")
-    axes = figure.subplots()
+    figure, (axes,) = panels(1, 1, 7, 0.4 * len(ordered), 1.2, grid=False)
     axes.barh(range(len(ordered)), [value for _, value in ordered], color=COLOURS[0])
     axes.set_yticks(range(len(ordered)), [key for key, _ in ordered])
     as_written(*axes.get_yticklabels())

@@ -8,26 +8,26 @@ the data set     -> classes, boxes, positions, images
 Nothing here raises, also where matplotlib is missing or broken: it is imported when needed.
 """
 
-import json
 import logging
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ppdist.common.errors import ConfigError
+import numpy as np
+
 from ppdist.common.files import make_folder
-from ppdist.common.records import MetricRecords, read_metrics
 from ppdist.config.data import DataConfig
-from ppdist.config.yaml import Reader
 from ppdist.data.checks.statistics import objects_of
 from ppdist.data.types import DetectionSet
+from ppdist.metrics.run import Run, read_run
 from ppdist.viz.draw import write_jpeg
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-
 _LOGGER = logging.getLogger("ppdist")
+_DRAWN = ("metrics.jsonl", "evaluation.json")
 _ENDS = {
     "total": "completed",
     "early_stopping": "early stopping",
@@ -52,11 +52,71 @@ def draw_run(
         tell: called before each picture with the number of pictures done.
     Returns: the files that were written.
     """
+    folder, written = output_dir / "plots", list[Path]()
     try:  # a broken matplotlib is as good as none
-        return _draw(output_dir, image_folders, tell)
+        from ppdist.viz import plots
+
+        there = any((output_dir / name).exists() for name in _DRAWN)
+        run = read_run(output_dir) if there else Run(output_dir)
+        failed = [problem for problem in run.problems if problem.startswith(_DRAWN)]
+        images = folders_of_images(run.config) if image_folders is None else image_folders
+        pictures = _pictures(run, images)
+        make_folder(folder)
+        for done, (name, draw) in enumerate(pictures.items()):
+            tell(done, len(pictures))
+            try:
+                picture = draw()
+                if picture is None:
+                    continue
+                if isinstance(picture, np.ndarray):
+                    write_jpeg(folder / name, picture)
+                else:
+                    plots.save(folder / name, picture)
+                written.append(folder / name)
+            except Exception as error:
+                failed.append(f"{name}: {type(error).__name__}: {error}")
+        if failed:
+            raise ValueError("; ".join(failed))
     except Exception as error:
-        _LOGGER.warning(f"{output_dir / 'plots'}: nothing can be drawn: {_said(error)}")
+        _LOGGER.warning(f"{folder}: could not draw everything: {error}")
+    return written
+
+
+def _pictures(
+    run: Run, image_folders: Sequence[Path]
+) -> dict[str, "Callable[[], Figure | np.ndarray | None]"]:
+    """Picture name -> function that draws it, returning None if there is nothing to show."""
+    from ppdist.viz import plots
+
+    ended = _ENDS.get(run.finished, run.finished)
+    title = run.name + (f" ({ended})" if ended else "")
+    figures = {"results": plots.results, "lr": plots.rate, "speed": plots.speed}
+    pictures: dict[str, Any] = {
+        f"{name}.png": partial(draw, run, title) for name, draw in figures.items()
+    }
+    found = run.evaluation
+    if found is not None:
+        pictures["confusion.png"] = partial(plots.confusion, found)
+        for name in plots.CLASS_CURVES:
+            pictures[f"{name}.png"] = partial(plots.class_curves, found, name)
+        pictures["per_class.png"] = partial(plots.per_class_scores, found)
+        pictures["calibration.png"] = partial(plots.calibration, found)
+        pictures["errors.png"] = partial(plots.errors, found)
+        for name in ("worst", "best"):
+            entries, names = found.get(name) or [], found.get("class_names") or []
+            pictures[f"{name}.jpg"] = partial(plots.mosaic, entries, names, image_folders)
+    return pictures
+
+
+def folders_of_images(config: Mapping[str, Any]) -> list[Path]:
+    """Where a configuration says that the images of the validation set are.
+
+    Args: config: flat, as `Run.config`.
+    """
+    root = config.get("data.root")
+    if not isinstance(root, str):
         return []
+    return [Path(root, str(config.get("data.val.images") or "")), Path(root)]
 
 
 def draw_labels(
@@ -83,112 +143,5 @@ def draw_labels(
         names = next(iter(sets.values())).class_names
         return plots.plot_statistics(objects, names, folder, boxes=config.task == "detect")
     except Exception as error:
-        _LOGGER.warning(f"{folder}: the objects of the sets cannot be drawn: {_said(error)}")
+        _LOGGER.warning(f"{folder}: could not draw the objects of the sets: {error}")
         return []
-
-
-def _draw(
-    output_dir: Path, image_folders: Sequence[Path] | None, tell: Callable[[int, int], None]
-) -> list[Path]:
-    config = _read_config(output_dir / "config.yml")
-    folders = folders_of_images(config) if image_folders is None else image_folders
-    pictures: dict[str, Callable[[Path], bool]] = {}
-    written, failed = [], []
-    for file, pictures_of in {
-        "metrics.jsonl": lambda file: _of_run(file, config),
-        "evaluation.json": lambda file: _of_evaluation(file, folders),
-    }.items():
-        try:
-            place = output_dir / file
-            if place.is_file():
-                pictures |= pictures_of(place)
-            elif place.exists():  # a pipe would be waited for
-                failed.append(f"what {file} says (it is not a file)")
-        except Exception as error:  # one bad file costs no picture of the other
-            failed.append(f"what {file} says ({_said(error)})")
-    make_folder(output_dir / "plots")
-    for done, (name, draw) in enumerate(pictures.items()):
-        tell(done, len(pictures))
-        path = output_dir / "plots" / name
-        try:
-            if draw(path):
-                written.append(path)
-        except Exception as error:
-            failed.append(f"{name} ({_said(error)})")
-    if failed:
-        _LOGGER.warning(f"{output_dir / 'plots'}: could not draw {', '.join(failed)}")
-    return written
-
-
-def _of_run(file: Path, config: Mapping[str, Any]) -> dict[str, Callable[[Path], bool]]:
-    """Picture name -> function that draws it, returning False if empty."""
-    from ppdist.viz import plots
-
-    found = MetricRecords.of(read_metrics(file))
-    run = plots.History.of(found, str(_section(config, "evaluate").get("metric")))
-    ended = _ENDS.get(found.finished, found.finished)
-    title = file.parent.resolve().name + (f" ({ended})" if ended else "")
-    figures = {"results": plots.results, "lr": plots.rate, "speed": plots.speed}
-    return {f"{name}.png": _drawn(draw, run, title) for name, draw in figures.items()}
-
-
-def _of_evaluation(file: Path, folders: Sequence[Path]) -> dict[str, Callable[[Path], bool]]:
-    """As `_of_run`.  Args: folders: of images that may be shown."""
-    from ppdist.viz import plots
-
-    found = json.loads(file.read_text(encoding="utf-8"))
-    if not isinstance(found, dict) or not isinstance(found.get("class_names"), list):
-        raise ValueError("it is not what an evaluation writes")
-
-    def write_examples(path: Path) -> bool:
-        picture = plots.mosaic(found.get(path.stem) or [], found["class_names"], folders)
-        if picture is not None:
-            write_jpeg(path, picture)
-        return picture is not None
-
-    figures = {
-        "confusion": _drawn(plots.confusion, found),
-        **{name: _drawn(plots.class_curves, found, name) for name in plots.CLASS_CURVES},
-        "per_class": _drawn(plots.per_class_scores, found),
-        "calibration": _drawn(plots.calibration, found),
-        "errors": _drawn(plots.errors, found),
-    }
-    pictures = {f"{name}.png": draw for name, draw in figures.items()}
-    return {**pictures, "worst.jpg": write_examples, "best.jpg": write_examples}
-
-
-def _drawn(figure: Callable[..., "Figure | None"], *of: Any) -> Callable[[Path], bool]:
-    """Makes a function that draws a figure into a file.
-
-    It returns False if there was nothing to draw.
-    """
-    from ppdist.viz import plots
-
-    return lambda path: plots.save(figure(*of), path)
-
-
-def folders_of_images(config: Mapping[str, Any]) -> list[Path]:
-    """Where a configuration says that the images of the validation set are."""
-    data = _section(config, "data")
-    if not isinstance(data.get("root"), str):
-        return []
-    root = Path(data["root"])
-    return [root / str(_section(data, "val").get("images") or ""), root]
-
-
-def _read_config(file: Path) -> Mapping[str, Any]:
-    """config.yml of a run; empty if it is missing or unreadable."""
-    try:
-        found = Reader().read_alone(str(file)).plain()
-    except (ConfigError, OSError, RecursionError):
-        return {}
-    return found if isinstance(found, dict) else {}
-
-
-def _section(config: Mapping[str, Any], name: str) -> Mapping[str, Any]:
-    found = config.get(name)
-    return found if isinstance(found, dict) else {}
-
-
-def _said(error: Exception) -> str:
-    return f"{type(error).__name__}: {error}"

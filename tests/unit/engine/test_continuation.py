@@ -8,7 +8,7 @@ from ppdist.common.errors import CheckpointError, ConfigError
 from ppdist.common.process import JOB_DIR_VARIABLE
 from ppdist.config.base import dump_yaml
 from ppdist.engine.continuation import config_of_run
-from ppdist.report.history import history, write_history
+from ppdist.metrics.run import history, write_history
 from tests.unit.engine.runs import build_run, run_to_end
 from tests.unit.engine.tiny import FASTEST, tiny_config
 

@@ -4,6 +4,7 @@ import json
 
 import pytest
 
+from ppdist.metrics.run import read_run
 from ppdist.metrics.verdict import over_fitting, verdict, verdict_of
 
 
@@ -148,7 +149,7 @@ def test_verdict_reads_the_files_of_a_run(tmp_path):
     text = "".join(json.dumps(record) + "\n" for record in records)
     (tmp_path / "metrics.jsonl").write_text(text)
     (tmp_path / "evaluation.json").write_text(json.dumps(per_class(cat=(0.7, 9), king=(0.1, 2))))
-    found = verdict_of(tmp_path, fine_tuned=True)
+    found = verdict_of(read_run(tmp_path))
     codes = ["learned", "still_rising", "weak_classes", "ended_by_hours"]
     assert [finding.code for finding in found] == codes
     assert found[-1].text == "train.hours ran out before the last step; --resume continues"

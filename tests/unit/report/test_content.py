@@ -5,9 +5,9 @@ import math
 import statistics
 from pathlib import Path
 
+from ppdist.metrics.run import read_run
 from ppdist.report.content import compare, distinct, grouped, verdict_on
 from ppdist.report.page import write_report
-from ppdist.report.run import read_run
 from tests.unit.report.folders import make_run
 
 

@@ -17,9 +17,10 @@ import pytest
 from ppdist.common.errors import UserError
 from ppdist.config import load_config
 from ppdist.config.base import dump_yaml
+from ppdist.metrics.run import read_run
 from ppdist.report import page
+from ppdist.report.content import settings_of
 from ppdist.report.page import write_report
-from ppdist.report.run import read_run, settings_of
 from ppdist.viz import plots
 from tests.forked import run_tool
 from tests.unit.report.folders import NAMES, make_run, png_that_claims

@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
+from ppdist.metrics.run import read_run
 from ppdist.report.content import scores_of, show, status_of
-from ppdist.report.run import read_run
 from tests.unit.report.folders import make_run
 
 

@@ -1,0 +1,413 @@
+"""A run's folder, read: its records, configuration, evaluation and log.
+
+Everything in the folder is read as what it may be: written by a stranger, cut short, of another
+version.  What cannot be read is left out and said so (`Run.problems`); nothing here raises for it.
+"""
+
+import csv
+import json
+import math
+import re
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from pydantic import BaseModel, ConfigDict, TypeAdapter, ValidationError, model_validator
+
+from ppdist.common import files
+from ppdist.common.errors import ConfigError, UserError
+from ppdist.common.files import writing
+from ppdist.common.records import MetricRecords, read_metrics
+from ppdist.config.base import leaves
+from ppdist.config.yaml import Reader
+
+Numbers = dict[str, float]  # of a record of metrics.jsonl: those that are finite
+
+_NOT_FINITE = "loss or gradient not finite"
+_MOST_BYTES = 1 << 30  # of a file to read: what is larger was not written by a training
+_LOG_LINE = re.compile(r"^(\d{4}-\d\d-\d\d \d\d:\d\d:\d\d) (WARNING|ERROR|CRITICAL) (.*)$")
+_SLACK_SECONDS = 120  # lines of train.log so long before the first record belong to its run
+_LOWER_IS_BETTER = ("val_loss",)
+_TELLING = ("mAP", "top1")  # which number of an evaluation is its headline, unless configured
+
+
+# evaluation.json: its parts that are shown, as they must be.
+
+
+class Confusion(BaseModel):
+    """Rows are true classes, columns predicted ones; of detectors the last is background.
+
+    With very many classes only the largest `cells` (row, column, count) and the row sums are
+    stored.
+    """
+
+    counts: list[list[int]] = []
+    cells: list[tuple[int, int, int]] = []
+    true_counts: list[int] = []
+    iou: float | None = None
+    confidence: float | None = None
+
+    @model_validator(mode="after")
+    def _is_whole(self) -> "Confusion":
+        if any(len(row) != len(self.counts) for row in self.counts):
+            raise ValueError("it is not square")
+        if any(not 0 <= at < len(self.true_counts) for cell in self.cells for at in cell[:2]):
+            raise ValueError("a cell lies outside")
+        return self
+
+
+class _Errors(BaseModel):
+    counts: dict[str, int]
+    AP50_gain: dict[str, float | None] = {}
+
+
+class _LeftOut(BaseModel):
+    file: str
+    why: str
+
+
+class _Picture(BaseModel):
+    model_config = ConfigDict(extra="allow")
+
+    file: str
+
+
+_PARTS: dict[str, TypeAdapter[Any]] = {
+    name: TypeAdapter(kind)
+    for name, kind in {
+        "step": int,
+        "images": int,
+        "left_out": list[_LeftOut],
+        "class_names": list[str],
+        "metrics": dict[str, float | None],
+        "per_class": list[dict[str, int | float | str | None]],
+        "confusion": Confusion,
+        "errors": _Errors,
+        "worst": list[_Picture],
+        "best": list[_Picture],
+    }.items()
+}
+
+
+# The folder.
+
+
+@dataclass
+class Warned:
+    """A warning of train.log, as often as it came."""
+
+    first: str
+    text: str
+    count: int = 1
+
+
+@dataclass
+class Run:
+    """A run; lists are in the order of the files.
+
+    Attributes:
+        train: records of steps.
+        evaluations: records of evaluations.
+        ranks: records of ranks, as they are in the file.
+        derived: what it made of its configuration at start: key -> value as text, and why.
+        starts: the step where a process began: more than one after restarts.
+        rollbacks: (step from, step to, why).
+        bad_images: how many were replaced; 0 where none.
+        finished: why the run ended, as it says itself; "" while it has not.
+        times: of the first and the last record, in seconds since 1970.
+        config: flat: dotted key -> value as YAML has it.
+        evaluation: content of evaluation.json, without the parts that are none.
+        problems: what could not be read.
+        missing: names of files that are not there.
+    """
+
+    folder: Path
+    name: str = ""
+    train: list[Numbers] = field(default_factory=list)
+    evaluations: list[Numbers] = field(default_factory=list)
+    ranks: list[Mapping[str, Any]] = field(default_factory=list)
+    derived: dict[str, tuple[str, str]] = field(default_factory=dict)
+    starts: list[float] = field(default_factory=list)
+    rollbacks: list[tuple[float, float, str]] = field(default_factory=list)
+    bad_images: int = 0
+    finished: str = ""
+    times: tuple[float, float] | None = None
+    config: dict[str, Any] = field(default_factory=dict)
+    config_tree: dict[str, Any] = field(default_factory=dict)
+    environment: dict[str, Any] = field(default_factory=dict)
+    evaluation: dict[str, Any] | None = None
+    warnings: list[Warned] = field(default_factory=list)
+    running: bool = False
+    problems: list[str] = field(default_factory=list)
+    missing: list[str] = field(default_factory=list)
+
+    @property
+    def steps(self) -> int:
+        """How far it came."""
+        last = [records[-1]["step"] for records in (self.train, self.evaluations) if records]
+        return int(max(last, default=0))
+
+    @property
+    def total_steps(self) -> int | None:
+        """How far it was to come; None: it does not say."""
+        return self.derived_count("steps")
+
+    @property
+    def alone_evaluated(self) -> bool:
+        """Whether this is no training: weights were evaluated."""
+        return self.evaluation is not None and not (self.times or self.config or self.warnings)
+
+    @property
+    def metric(self) -> str:
+        """Name of the metric that ranks its evaluations; "" if none."""
+        have = {key for record in self.measured for key in record}
+        names = [str(self.config.get("evaluate.metric")), *_TELLING]
+        return next((name for name in names if name in have), "")
+
+    @property
+    def best(self) -> Numbers | None:
+        """The evaluation with the best `metric`, the first of equals."""
+        name = self.metric
+        measured = [record for record in self.measured if name in record]
+        sign = 1 if name in _LOWER_IS_BETTER else -1
+        return min(measured, key=lambda record: sign * record[name], default=None)
+
+    @property
+    def last(self) -> Numbers | None:
+        """The last evaluation with a `metric`."""
+        return next((each for each in reversed(self.measured) if self.metric in each), None)
+
+    @property
+    def measured(self) -> list[Numbers]:
+        """Its evaluations; where no training tells of any, the one of evaluation.json."""
+        if self.evaluations or self.evaluation is None:
+            return self.evaluations
+        rows = self.evaluation.get("per_class") or ()
+        per_class = {f"AP/{row.get('name')}": row.get("AP") for row in rows}
+        return [numbers({**(self.evaluation.get("metrics") or {}), **per_class})]
+
+    @property
+    def ended(self) -> bool:
+        """Whether it came to its end, as far as its records say."""
+        if self.finished:
+            return self.finished != "signal"
+        return self.total_steps is not None and self.steps >= self.total_steps
+
+    def derived_value(self, key: str) -> str | None:
+        """A number derived at start, as text."""
+        return self.derived[key][0] if key in self.derived else None
+
+    def derived_count(self, key: str) -> int | None:
+        """A whole number derived at start."""
+        text = self.derived_value(key) or ""
+        return int(text) if text.isdecimal() else None
+
+    def rank_seconds(self, *keys: str) -> tuple[np.ndarray, np.ndarray]:
+        """Seconds of the ranks there are now: a resumed run may have others than before.
+
+        Returns: the steps [R] of the records that hold all keys, and the seconds [R, keys, ranks].
+        """
+        found = []
+        for record in self.ranks:
+            rows = [record.get(key) for key in keys]
+            try:
+                seconds_KW = np.array(rows, np.float64)
+            except (ValueError, TypeError, OverflowError):  # ragged, or no numbers
+                continue
+            if seconds_KW.ndim == 2 and seconds_KW.size and np.isfinite(seconds_KW).all():
+                found.append((record["step"], seconds_KW))
+        shape = found[-1][1].shape if found else (len(keys), 0)
+        now = [each for each in found if each[1].shape == shape]
+        steps_R = np.array([step for step, _ in now], np.float64)
+        return steps_R, np.array([each for _, each in now]).reshape(len(now), *shape)
+
+    def add_records(self, records: Sequence[Mapping[str, Any]]) -> None:
+        """Takes the records of its metrics.jsonl."""
+        found = MetricRecords.of(records)
+        self.train = [numbers(record) for record in found.steps]
+        self.evaluations = [numbers(record) for record in found.evaluations]
+        self.ranks, self.finished = found.ranks, found.finished
+        self.starts = [record["step"] for record in found.starts]
+        for key, item in found.starts[-1]["derived"].items() if found.starts else ():
+            if isinstance(item, dict):
+                value = item.get("value")
+                shown = f"{value:.6g}" if isinstance(value, float) else json.dumps(value)
+                self.derived[key] = shown.strip('"'), str(item.get("why", ""))
+        self.rollbacks = [
+            (record["returned_from_step"], record["step"], str(record.get("reason") or _NOT_FINITE))
+            for record in found.rollbacks
+        ]
+        replaced = [numbers(record).get("bad_images", 0) for record in found.bad_images]
+        self.bad_images = int(max(replaced, default=0))
+        times = [each["time"] for record in records if "time" in (each := numbers(record))]
+        self.times = (min(times), max(times)) if times else None
+
+
+def numbers(record: Mapping[str, Any]) -> Numbers:
+    """What of a record is a finite number.
+
+    COCO's -1, for an average over nothing, is no number either.
+    """
+    found = {}
+    for key, value in record.items():
+        if isinstance(value, bool) or not isinstance(value, (int, float)):
+            continue
+        nothing = value < 0 and key.startswith(("mAP", "AP", "AR", "VOC"))
+        if abs(value) < 1e300 and math.isfinite(value) and not nothing:
+            found[key] = float(value)
+    return found
+
+
+def read_run(folder: Path) -> Run:
+    """Reads what a training left in its output_dir.
+
+    Raises: UserError: as `require_run`.
+    """
+    require_run(folder)
+    run = Run(folder, folder.resolve().name)
+    for name, read in _FILES.items():
+        path = folder / name
+        try:
+            if not path.exists():
+                run.missing.append(name)
+            elif not path.is_file():  # a pipe would never end
+                raise ValueError("it is not a file")
+            elif path.stat().st_size > _MOST_BYTES:
+                raise ValueError("it is larger than 1 GiB")
+            else:
+                read(run, path)
+        except (OSError, ValueError, RecursionError, ConfigError) as error:
+            run.problems.append(f"{name} cannot be read: {error}")
+    run.running = files.is_held(folder)
+    return run
+
+
+def require_run(folder: Path) -> None:
+    """Raises: UserError: the folder does not exist or holds no run."""
+    if not folder.is_dir():
+        raise UserError(
+            "no such folder; expected the output_dir of a run",
+            code="run_not_found",
+            where=str(folder),
+        )
+    if not any((folder / name).is_file() for name in _FILES):
+        raise UserError(
+            f"no run: it holds none of {', '.join(_FILES)}; expected the output_dir of a "
+            "training, or the --out folder of ppdist eval",
+            code="run_not_found",
+            where=str(folder),
+        )
+
+
+def _read_config(run: Run, path: Path) -> None:
+    # Alone: what a run wrote names no other files, which would be none of ours to show.
+    reader = Reader()
+    tree = reader.read_alone(str(path)).plain()
+    if not isinstance(tree, dict) or reader.problems:
+        raise ValueError("it is not a configuration")
+    run.config_tree, run.config = tree, dict(leaves(tree))
+
+
+def _read_evaluation(run: Run, path: Path) -> None:
+    """Parts that are none, of another version or by a stranger, are left out by themselves."""
+    run.evaluation = _json_object(path)
+    for name in _PARTS.keys() & run.evaluation.keys():
+        if run.evaluation[name] is None:
+            continue
+        try:
+            part = _PARTS[name].validate_python(run.evaluation[name])
+            run.evaluation[name] = _PARTS[name].dump_python(part)
+        except ValidationError as error:
+            del run.evaluation[name]
+            first = error.errors()[0]
+            where = ".".join(str(each) for each in (name, *first["loc"]))
+            run.problems.append(f"{path.name}: {where}: {first['msg']}")
+
+
+def _json_object(path: Path) -> dict[str, Any]:
+    # JSON knows neither NaN nor infinity; Python's reader takes them.
+    content = json.loads(path.read_text("utf-8", "replace"), parse_constant=lambda _: None)
+    if not isinstance(content, dict):
+        raise ValueError("expected an object")
+    return content
+
+
+def _read_log(run: Run, path: Path) -> None:
+    """Reads the warnings of this run; lines of an earlier one in the folder precede them."""
+    began = run.times[0] - _SLACK_SECONDS if run.times else -math.inf
+    every: dict[str, Warned] = {}
+    recent: dict[str, Warned] = {}
+    with path.open(encoding="utf-8", errors="replace") as file:
+        for found in filter(None, map(_LOG_LINE.match, file)):
+            try:
+                seconds = time.mktime(time.strptime(found[1], "%Y-%m-%d %H:%M:%S"))
+            except (ValueError, OverflowError):
+                seconds = math.inf
+            for warned in [every, recent] if seconds >= began else [every]:
+                warned.setdefault(found[3], Warned(found[1], found[3], 0)).count += 1
+    # None since it began: perhaps written in another time zone.
+    run.warnings = list((recent or every).values())
+
+
+def _read_environment(run: Run, path: Path) -> None:
+    run.environment = _json_object(path)
+
+
+def _read_metrics(run: Run, path: Path) -> None:
+    run.add_records(read_metrics(path))
+
+
+_FILES: dict[str, Callable[[Run, Path], None]] = {
+    "metrics.jsonl": _read_metrics,
+    "config.yml": _read_config,
+    "environment.json": _read_environment,
+    "train.log": _read_log,
+    "evaluation.json": _read_evaluation,
+}
+
+
+# Its history: a row an epoch.
+
+
+def history(output_dir: Path) -> list[dict[str, Any]]:
+    """What is known of each epoch of a run, in order.
+
+    Works on running trainings, too.  Keys: `epoch`, `step` (its last), the means of `loss` and its
+    parts, `lr`, `images_per_second`, `seconds`; and of an evaluation at its end `mAP`, `val_loss`
+    and the like.  An epoch with only training or only evaluation records has only those keys.
+    Raises: UserError: it is not the folder of a run.
+    """
+    file = output_dir / "metrics.jsonl"
+    try:
+        found = MetricRecords.of(read_metrics(file))
+    except OSError as error:
+        raise UserError(
+            f"no history: {error.strerror}; expected the output_dir of a training",
+            code="run_not_found",
+            where=f"{file}",
+        ) from error
+    rows: dict[int, dict[str, Any]] = {}
+    for record in found.epochs:
+        values = record["epoch_end"]
+        if isinstance(values.get("epoch"), int):
+            own = {"epoch": values["epoch"], "step": record["step"], **values}
+            rows.setdefault(values["epoch"], {}).update(own)
+    for record in found.evaluations:
+        epoch = max(1, math.floor(record.get("epoch", 1) + 0.5))  # at whose end it was due
+        row = rows.setdefault(epoch, {"epoch": epoch, "step": record["step"]})
+        known = {*row, "time"}
+        row.update({key: value for key, value in record.items() if key not in known})
+    return [rows[epoch] for epoch in sorted(rows)]
+
+
+def write_history(output_dir: Path, file: Path) -> None:
+    """Writes the history as CSV with a header; unknown values are empty."""
+    rows = history(output_dir)
+    columns = list(dict.fromkeys(key for row in rows for key in row))
+    with writing(file), file.open("w", newline="", encoding="utf-8") as out:
+        writer = csv.DictWriter(out, columns)
+        writer.writeheader()
+        writer.writerows(rows)
