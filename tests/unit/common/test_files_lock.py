@@ -13,6 +13,7 @@ import pytest
 from ppdist.common import files
 from ppdist.common.errors import ConfigError
 from ppdist.common.files import hold
+from tests.errors import raises
 
 ROOT = Path(__file__).resolve().parents[3]
 # Holds the lock and has a child, as a rank has workers, that outlives it.
@@ -67,5 +68,5 @@ def test_a_file_system_without_locks_is_a_warning(tmp_path, monkeypatch):
 
 def test_unwritable_lock_folder_is_user_error(tmp_path):
     (tmp_path / "file").write_text("")
-    with pytest.raises(ConfigError, match="output_dir: cannot write to"):
+    with raises("folder_unwritable"):
         hold(tmp_path / "file")

@@ -12,6 +12,7 @@ import pytest
 from ppdist.common import limits
 from ppdist.common.errors import DataError, UserError
 from ppdist.common.limits import as_limit, require_limits
+from tests.errors import raises
 
 ROOT = Path(__file__).resolve().parents[3]
 NO_LIMIT = (resource.RLIM_INFINITY, resource.RLIM_INFINITY)
@@ -55,13 +56,11 @@ def test_other_errors_stay_what_they_are(monkeypatch: pytest.MonkeyPatch) -> Non
 def test_too_low_limits_are_refused_before_the_start(monkeypatch: pytest.MonkeyPatch) -> None:
     limited(monkeypatch, None, 16)
     require_limits()
-    with pytest.raises(UserError, match="may have 16 files") as caught:
+    with raises("open_files_limit", "16"):
         require_limits(files=32)
-    assert caught.value.code == "open_files_limit"
     limited(monkeypatch, 500 << 20)
-    with pytest.raises(UserError, match="may use 500 MiB of addresses") as caught:
+    with raises("memory_limit", "500"):
         require_limits()
-    assert caught.value.code == "memory_limit"
 
 
 @pytest.mark.parametrize(

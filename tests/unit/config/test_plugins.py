@@ -7,7 +7,6 @@ from pathlib import Path
 
 import pytest
 
-from ppdist.common.errors import ConfigError
 from ppdist.config import ExperimentConfig, load_config, plugins
 from ppdist.config.base import dump_yaml, parse_config
 from ppdist.config.distill import Trained
@@ -15,6 +14,7 @@ from ppdist.config.experiment import experiment_of
 from ppdist.config.model import PPYOLOEConfig, YOLOv5Config
 from ppdist.config.output import LogConfig
 from ppdist.config.yaml import InvalidConfig
+from tests.errors import raises
 from tests.forked import THIRD_PARTY
 
 TEXT = """
@@ -138,7 +138,7 @@ def test_plugin_that_fails_is_named_where_it_is_needed(
 ) -> None:
     text = TEXT.replace("format: lines", "format: coco").replace('  delimiter: ";"\n', "")
     file = written(tmp_path, text.replace("{name: lines, digits: 3}", "mlflow"))
-    with pytest.raises(ConfigError) as raised:
+    with raises("plugin_failed") as raised:
         load_config(file)
     first = raised.value.problems[0]
     assert first.code == "plugin_failed" and first.place[1:] == (7, 15)
@@ -169,17 +169,15 @@ def test_registering_twice_or_wrongly_is_refused(installed: None) -> None:
         "plugin_invalid": lambda: plugins.register_backbone("mine", "a.B"),
     }
     for code, call in wrong.items():
-        with pytest.raises(ConfigError) as raised:
+        with raises(code):
             call()
-        assert raised.value.code == code
     for config, model, code in (
         (blobs.BlobsConfig, "other:Blobs", "plugin_name_taken"),
         (YOLOv5Config, "other:Blobs", "plugin_invalid"),
         (plugins.DetectorConfig, "other:Blobs", "plugin_invalid"),
     ):
-        with pytest.raises(ConfigError) as raised:
+        with raises(code):
             plugins.register_detector(config=config, model=model, **keys)
-        assert raised.value.code == code
 
 
 def test_registrations_reach_another_process(installed: None) -> None:
@@ -189,6 +187,5 @@ def test_registrations_reach_another_process(installed: None) -> None:
     plugins.register_again(told)
     assert plugins._registered == before
     assert "blobs.model" not in sys.modules  # what computes is imported when it is built
-    with pytest.raises(ConfigError) as raised:
+    with raises("plugin_failed"):
         plugins.load("blobs.no_such:Model")
-    assert raised.value.code == "plugin_failed"

@@ -1,12 +1,11 @@
 """Shipped configs by name, from any folder; a file of the user's comes first."""
 
-import re
 from pathlib import Path
 
 import pytest
 
-from ppdist.common.errors import ConfigError
 from ppdist.config import load_config, shipped
+from tests.errors import raises
 
 
 @pytest.fixture(autouse=True)
@@ -52,9 +51,8 @@ def test_base_of_a_users_file_may_be_shipped(elsewhere):
 
 @pytest.mark.parametrize("name", ["yolov5q", "yolo5n.yml", "../configs/yolov5/yolov5n"])
 def test_unknown_name_is_told_the_near_ones(name):
-    with pytest.raises(ConfigError, match=re.escape("did you mean yolov5n")) as error:
+    with raises("config_missing", "did you mean yolov5n"):
         load_config(name.replace("5q", "5nn"))
-    assert error.value.code == "config_missing"
 
 
 def test_installed_package_has_its_own_copy(elsewhere, monkeypatch):

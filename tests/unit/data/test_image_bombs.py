@@ -19,6 +19,7 @@ from ppdist.common.errors import DataError
 from ppdist.data import cache as image_cache
 from ppdist.data.image import read_image
 from ppdist.runtime.decoder import MOST_PIXELS, damage
+from tests.errors import raises
 from tests.unit.data.pictures import png_chunk
 
 SIDE = 30_000  # more than MOST_PIXELS as a square, fewer than OpenCV's own limit
@@ -108,11 +109,8 @@ def test_too_many_pixels_are_refused_before_decoding(
     file, content = tmp_path / f"bomb{suffix}", made()
     file.write_bytes(content)
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    with pytest.raises(
-        DataError, match=r"bomb.*: the \w+ has \d+x\d+ pixels, more than .*tiles"
-    ) as caught:
+    with raises("image_unreadable"):
         read_image(file)
-    assert caught.value.code == "image_unreadable"
     grown = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before
     assert grown < 50_000, f"{grown} KB for {len(content)} bytes"
 

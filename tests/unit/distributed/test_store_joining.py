@@ -11,6 +11,7 @@ import pytest
 from ppdist.common.errors import LaunchError
 from ppdist.distributed import store
 from ppdist.distributed.store import require_ways, wait_for_store
+from tests.errors import raises
 
 A, B = "127.0.0.2", "127.0.0.3"
 
@@ -80,9 +81,7 @@ def test_a_store_that_cannot_be_reached_is_named_in_time() -> None:
         endpoint = f"127.0.0.1:{closed.getsockname()[1]}"
         wait_for_store(endpoint, "b", 0)
     began = time.monotonic()
-    with pytest.raises(
-        LaunchError, match=r"host b cannot reach port .* of 127.0.0.1.*refused.*log"
-    ):
+    with raises("store_unreachable", "127.0.0.1"):
         wait_for_store(endpoint, "b", 0.3)
     assert time.monotonic() - began < 5
 
@@ -91,7 +90,7 @@ def test_firewalled_store_is_told_from_late_one(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(store, "_call", lambda address, port: TimeoutError("timed out"))
-    with pytest.raises(LaunchError, match=r"timed out, tried for .* a firewall between the hosts"):
+    with raises("option_missing"):
         wait_for_store("10.0.0.1:6071", "b", 0)
 
 

@@ -5,7 +5,6 @@ import json
 import numpy as np
 import pytest
 
-from ppdist.common.errors import CheckpointError
 from ppdist.engine.checkpoint import (
     newest_valid,
     point,
@@ -16,6 +15,7 @@ from ppdist.engine.checkpoint import (
     set_run_aside,
     unpacked,
 )
+from tests.errors import raises
 
 
 def save(folder, step):
@@ -39,7 +39,7 @@ def test_flipped_byte_falls_back_to_older_checkpoint(tmp_path):
     data = bytearray(file.read_bytes())
     data[-1] ^= 1
     file.write_bytes(data)
-    with pytest.raises(CheckpointError, match=r"model\.safetensors: damaged"):
+    with raises("checkpoint_damaged", "model.safetensors"):
         read_checkpoint(tmp_path / "step-00000002")
     checkpoint, reasons = newest_valid(tmp_path)
     assert checkpoint.state["step"] == 1
@@ -57,7 +57,7 @@ def test_manifest_lists_exactly_verified_files(tmp_path):
 
 @pytest.mark.parametrize("data", [b"", b"garbage" * 9, b"\x02" + bytes(7) + b"{}extra"])
 def test_a_file_without_arrays_is_named(data, tmp_path):
-    with pytest.raises(CheckpointError, match=r"ema\.safetensors: cannot be read as \.safetensors"):
+    with raises("checkpoint_damaged", "ema.safetensors"):
         unpacked(data, tmp_path / "ema.safetensors")
 
 
@@ -72,7 +72,7 @@ def test_a_torn_checkpoint_is_passed_over(tmp_path):
 
 def test_no_checkpoint_is_none_but_bad_path_is_error(tmp_path):
     assert newest_valid(tmp_path / "nothing") == (None, [])
-    with pytest.raises(CheckpointError, match=r"not a checkpoint \(it has no manifest\.json\)"):
+    with raises("not_a_checkpoint"):
         read_checkpoint(tmp_path)
 
 
@@ -128,7 +128,7 @@ def test_every_earlier_run_is_kept_whole(tmp_path):
 def test_a_disk_that_refuses_leaves_older_checkpoints(tmp_path):
     save(tmp_path, 1)
     (tmp_path / "step-00000002").write_text("a file where the directory should go")
-    with pytest.raises(CheckpointError, match="older checkpoints are untouched"):
+    with raises("checkpoint_unwritable"):
         save(tmp_path, 2)
     assert newest_valid(tmp_path)[0].state["step"] == 1
 

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file
 
-from ppdist.common.errors import CheckpointError, UserError
+from ppdist.common.errors import UserError
 from ppdist.config import load_config
 from ppdist.cpu.layers import OneDNNConv2D
 from ppdist.cpu.switch import self_check
@@ -18,6 +18,7 @@ from ppdist.engine.preflight import flat_config
 from ppdist.export.export import export_detector
 from ppdist.models.weights import arrays_of, load_weights
 from tests.distributed import run_on_ranks
+from tests.errors import raises
 from tests.unit.engine.runs import run_to_end
 from tests.unit.engine.teachers import ALL, distilled_config, write_teacher
 from tests.unit.engine.tiny import init_cpu, tiny_config
@@ -132,7 +133,7 @@ def test_a_teacher_may_move_but_not_become_another(taught, shapes, teacher, tmp_
     manifest = moved / "checkpoints" / "last" / "manifest.json"
     manifest.write_text(manifest.read_text() + " ")  # of other weights
     later = (*teach(moved), "train.max_steps=6")
-    with pytest.raises(CheckpointError, match="it learned from another teacher than is now in"):
+    with raises("checkpoint_of_other_teacher"):
         run(shapes, here, *later, resume=True)
     run(shapes, here, *later, resume=True, changed=True)
     assert "another teacher from here on" in (here / "train.log").read_text()
@@ -143,7 +144,7 @@ def test_resume_may_drop_teacher_not_add_features(taught, shapes, teacher, tmp_p
     run(shapes, alone, "train.max_steps=5", resume=True, changed=True)
     assert not (alone / "checkpoints" / "last" / "distillation.safetensors").exists()
     lesson = teach(teacher)
-    with pytest.raises(CheckpointError, match=r"no distillation.safetensors; set") as refused:
+    with raises("checkpoint_without_distillation") as refused:
         run(shapes, alone, "train.max_steps=6", *lesson, resume=True, changed=True)
     assert "set distill.features: null, or start a new run" in f"{refused.value}"
     later = ("train.max_steps=6", *lesson, "distill.features=null")

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from ppdist.common.errors import ConfigError, StorageError, UserError
+from ppdist.common.errors import UserError
 from ppdist.config.base import flattened
 from ppdist.config.distributed import PER_HOST_KEYS, DistributedConfig
 from ppdist.data.datasets.build import read_split
@@ -25,6 +25,7 @@ from ppdist.engine import preflight as module
 from ppdist.engine.data import require_same_data
 from ppdist.engine.preflight import flat_config, preflight, within
 from tests.distributed import run_on_ranks
+from tests.errors import raises
 from tests.forked import clean_environment, end, start
 from tests.unit.engine.tiny import init_cpu, tiny_config
 
@@ -76,11 +77,11 @@ def test_new_run_keeps_weights_it_starts_from(tmp_path: Path) -> None:
     link.symlink_to(tmp_path)
     for place in (tmp_path, best, step, step / "ema.safetensors", link):
         config = tiny_config(tmp_path, [f"model.pretrained={place}"])
-        with pytest.raises(ConfigError, match=r"model\.pretrained: .* give the new run a folder"):
+        with raises("out_holds_source", "model.pretrained"):
             module.keep_sources(config, tmp_path)
         module.keep_sources(config, tmp_path / "fine")
     taught = tiny_config(tmp_path, [f"distill={{teacher: {tmp_path}, logits: {{}}}}"])
-    with pytest.raises(ConfigError, match=r"distill\.teacher: .* -o output_dir=PATH"):
+    with raises("out_holds_source", "distill.teacher"):
         module.keep_sources(taught, tmp_path)
     for config in (tiny_config(tmp_path), tiny_config(tmp_path, [f"model.pretrained={elsewhere}"])):
         module.keep_sources(config, tmp_path)
@@ -348,9 +349,8 @@ def test_a_restart_waits_for_what_was_read_before(tmp_path, monkeypatch, caplog)
     module.wait_for_inputs(config, evaluate=True, anew=False)  # a checkpoint has its own weights
     annotations.rename(away)
     monkeypatch.setattr(store, "_timeout", 0.02)
-    with pytest.raises(StorageError) as refused:
+    with raises("storage_unreachable", "instances_train"):
         module.wait_for_inputs(config, evaluate=True, anew=False)
-    assert refused.value.code == "storage_unreachable" and "instances_train" in str(refused.value)
     monkeypatch.setattr(store, "_timeout", 1800.0)
 
     def mount(seconds: float) -> None:

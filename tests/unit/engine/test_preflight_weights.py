@@ -2,13 +2,14 @@
 
 import pytest
 
-from ppdist.common.errors import CodedError, WeightsError
+from ppdist.common.errors import CodedError
 from ppdist.distributed import comm
 from ppdist.engine import preflight
 from ppdist.engine.preflight import fetch_on_all_ranks
 from ppdist.models.zoo import local_weights
 from ppdist.storage import download
 from tests.distributed import run_on_ranks
+from tests.errors import raises
 from tests.file_server import serving
 from tests.unit.engine.tiny import init_cpu
 
@@ -53,6 +54,5 @@ def test_hosts_with_other_files_are_told(monkeypatch, tmp_path):
     monkeypatch.setattr(comm, "world_size", lambda: 2)
     monkeypatch.setattr(comm, "run_on_all_ranks", lambda work: work())
     monkeypatch.setattr(comm, "all_gather_object", lambda mine: [mine, "another"])
-    with pytest.raises(WeightsError) as raised:
+    with raises("weights_differ"):
         fetch_on_all_ranks(NAME)
-    assert raised.value.code == "weights_differ"

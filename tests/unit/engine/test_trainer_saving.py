@@ -12,7 +12,7 @@ import pytest
 
 from benchmarks.checkpoint import measure_saving
 from ppdist.common import files
-from ppdist.common.errors import CheckpointError, ConfigError
+from ppdist.common.errors import CheckpointError
 from ppdist.distributed import comm
 from ppdist.engine import checkpoint
 from ppdist.engine.checkpoint import newest_valid, point, read_checkpoint, unpacked
@@ -21,6 +21,7 @@ from ppdist.engine.monitor import Stopwatch
 from ppdist.engine.state import capture_state, restore_state
 from ppdist.engine.train_step import loss_scale, lower_scale
 from tests.distributed import run_on_ranks
+from tests.errors import raises
 from tests.forked import ROOT
 from tests.unit.engine.amp import enable_scaling
 from tests.unit.engine.runs import build_run
@@ -156,7 +157,7 @@ def test_a_full_disk_costs_a_checkpoint_and_nothing_else(
 def test_refused_last_checkpoint_fails_resumable_run(shapes, tmp_path, undisturbed, monkeypatch):
     with monkeypatch.context() as context:
         refuse_steps(context, 12)
-        with pytest.raises(CheckpointError, match=r"step 12 was not written: .*--resume, which"):
+        with raises("checkpoint_lost", "step 12"):
             train(shapes, tmp_path)
     assert final(tmp_path).state["step"] == 9
     assert "training goes on" not in (tmp_path / "train.log").read_text()
@@ -215,9 +216,7 @@ def test_second_training_into_same_folder_is_refused(shapes, tmp_path, monkeypat
     try:
         assert other.stdout is not None and other.stdout.readline()
         monkeypatch.setattr(files, "_LOCK_TIMEOUT_SECONDS", 0.0)
-        with pytest.raises(
-            ConfigError, match=f"another training writes there .process {other.pid}"
-        ):
+        with raises("output_dir_in_use", str(other.pid)):
             train(shapes, tmp_path)
     finally:
         other.kill()

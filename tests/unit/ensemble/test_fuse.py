@@ -8,7 +8,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from ppdist.common.errors import DataError
 from ppdist.config.distributed import DistributedConfig
 from ppdist.data.types import DetectionSet
 from ppdist.distributed import comm
@@ -26,6 +25,7 @@ from ppdist.ensemble.fuse import (
 from ppdist.ensemble.wbf import hard_suppression, weighted_fusion
 from ppdist.metrics.coco import write_detections
 from tests.distributed import run_on_ranks
+from tests.errors import raises
 from tests.unit.engine.oracle import five_images
 
 WBF = partial(weighted_fusion, iou=0.55)
@@ -172,9 +172,8 @@ def test_a_data_set_of_predictions_is_read(tmp_path: Path) -> None:
     first, second = (read_saved(tmp_path / f"{name}.json") for name in "ab")
     assert first.box_R4.tolist() == [[1, 2, 4, 6]]
     assert set_of([first, first]).records[0].path == "cat.jpg"
-    with pytest.raises(DataError) as error:
+    with raises("detections_of_other_images") as error:
         set_of([first, second])
-    assert error.value.code == "detections_of_other_images"
     assert str(error.value) == (
         f"{tmp_path}/b.json: image 1 is 'dog.jpg' here and 'cat.jpg' in another file; give "
         f"detections of the same images"
@@ -210,9 +209,8 @@ def test_classes_of_files_are_matched_by_name(tmp_path, files, ids, labels):
         for place, each in enumerate(files)
     ]
     if ids is None:
-        with pytest.raises(DataError) as error:
+        with raises("detections_of_other_classes"):
             set_of(saved)
-        assert error.value.code == "detections_of_other_classes"
         return
     dataset = set_of(saved)
     assert dict(zip(dataset.category_ids, dataset.class_names)) == ids
@@ -222,9 +220,8 @@ def test_classes_of_files_are_matched_by_name(tmp_path, files, ids, labels):
 def test_classes_of_a_set_with_names_are_matched_by_name(tmp_path):
     dataset = set_of([read_saved(saved_file(tmp_path / "a.json", GREEN_FIRST, 2))])
     assert rows_of(read_saved(saved_file(tmp_path / "b.json", RED_FIRST, 1)), dataset)[0, 1] == 1
-    with pytest.raises(DataError) as error:
+    with raises("detections_of_other_classes"):
         rows_of(read_saved(saved_file(tmp_path / "c.json", {1: "blue"}, 1)), dataset)
-    assert error.value.code == "detections_of_other_classes"
 
 
 @pytest.mark.parametrize(
@@ -241,55 +238,40 @@ def test_classes_of_a_set_with_names_are_matched_by_name(tmp_path):
 def test_an_entry_that_is_no_detection_is_named(entry, tmp_path: Path) -> None:
     good = {"image_id": 1, "category_id": 2, "bbox": [1, 2, 3, 4], "score": 0.5}
     (tmp_path / "a.json").write_text(json.dumps([good, entry]))
-    with pytest.raises(DataError, match=r"a.json: detection 1: found .*; expected \{") as error:
+    with raises("not_detections", "a.json"):
         read_saved(tmp_path / "a.json")
-    assert error.value.code == "not_detections"
 
 
 def test_files_without_detections_are_refused(tmp_path: Path) -> None:
     (tmp_path / "a.json").write_text('{"info": 1}')
-    with pytest.raises(
-        DataError, match=r"a.json: expected a list of detections as ppdist eval"
-    ) as error:
+    with raises("not_detections", "a.json"):
         read_saved(tmp_path / "a.json")
-    assert error.value.code == "not_detections"
     (tmp_path / "b.json").write_text("[")
-    with pytest.raises(DataError, match=r"b\.json: cannot be read as JSON") as error:
+    with raises("not_json", "b.json"):
         read_saved(tmp_path / "b.json")
-    assert error.value.code == "not_json"
 
 
 def test_detections_of_another_set_are_refused(tmp_path: Path) -> None:
     entry = {"image_id": 55, "category_id": 1, "bbox": [1, 2, 3, 4], "score": 0.5}
     (tmp_path / "a.json").write_text(json.dumps([entry]))
-    with pytest.raises(DataError) as error:
+    with raises("detections_of_other_images") as error:
         rows_of(read_saved(tmp_path / "a.json"), five_images())
-    assert error.value.code == "detections_of_other_images"
     assert str(error.value) == (
         f"{tmp_path}/a.json: detection 0: image 55 is not in test; use detections of this set "
         f"(1 are not)"
     )
     (tmp_path / "a.json").write_text(json.dumps([{**entry, "image_id": 100, "category_id": 9}]))
-    with pytest.raises(DataError, match="category 9 is not in test") as error:
+    with raises("detections_of_other_classes", "category 9 is not in test"):
         rows_of(read_saved(tmp_path / "a.json"), five_images())
-    assert error.value.code == "detections_of_other_classes"
 
 
 def test_models_of_other_classes_or_images_are_refused() -> None:
     one = five_images()
     require_same_images("a.yml", one, "b.yml", replace(one, source="elsewhere"))
-    with pytest.raises(DataError) as error:
+    with raises("models_of_other_classes", "a.yml", "b.yml"):
         require_same_images("a.yml", one, "b.yml", replace(one, class_names=("dog", "cat")))
-    assert error.value.code == "models_of_other_classes"
-    assert str(error.value) == (
-        "a.yml and b.yml: cannot be fused: the classes are cat, dog and dog, cat; give models of "
-        "the same classes in the same order"
-    )
-    with pytest.raises(
-        DataError, match=r"the validation sets differ \(test and test, 5 images and 4 images\)"
-    ) as error:
+    with raises("validation_sets_differ", "test, 5 images", "4 images"):
         require_same_images("a.yml", one, "b.yml", replace(one, records=one.records[1:]))
-    assert error.value.code == "validation_sets_differ"
 
 
 def test_scores_are_written_where_truth_is_known(tmp_path: Path) -> None:

@@ -5,10 +5,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from ppdist.common.errors import ConfigError, WeightsError
 from ppdist.engine.build import build_model
 from ppdist.ensemble.model_soup import begin, greedy, put, read, require_different, uniform
 from ppdist.models.weights import arrays_of, write_arrays
+from tests.errors import raises
 from tests.unit.engine.tiny import tiny_config
 
 
@@ -65,9 +65,8 @@ def test_other_anchors_are_refused(tmp_path: Path) -> None:
     model, (first, second) = several(tmp_path, 2)
     arrays = dict(np.load(second))
     write_arrays(second, {**arrays, "head.anchors": arrays["head.anchors"] * 2})
-    with pytest.raises(WeightsError) as error:
+    with raises("weights_not_alike") as error:
         uniform(model, [first, second])
-    assert error.value.code == "weights_not_alike"
     assert str(error.value) == (
         f"{second}: head.anchors is not that of {first}, and cannot be averaged; give checkpoints "
         f"of one run, or of runs that started alike (of YOLOv5: with the same model.anchors)"
@@ -77,25 +76,20 @@ def test_other_anchors_are_refused(tmp_path: Path) -> None:
 def test_weights_of_another_architecture_are_refused(tmp_path: Path) -> None:
     model, (path,) = several(tmp_path, 1)
     write_arrays(tmp_path / "other.npz", {"a": np.zeros(3, np.float32)})
-    with pytest.raises(WeightsError) as error:
+    with raises("weights_of_other_architecture"):
         uniform(model, [path, tmp_path / "other.npz"])
-    assert error.value.code == "weights_of_other_architecture"
 
 
 def test_one_file_or_the_same_one_twice_is_refused(tmp_path: Path) -> None:
     (tmp_path / "step-1").mkdir()
     (tmp_path / "best").symlink_to("step-1")
-    with pytest.raises(ConfigError) as error:
+    with raises("weights_repeated") as error:
         require_different([tmp_path / "step-1", tmp_path / "best"])
-    assert error.value.code == "weights_repeated"
     assert str(error.value) == (
         f"--weights: {tmp_path}/best is the same as {tmp_path}/step-1; leave one out"
     )
-    with pytest.raises(
-        ConfigError, match="--weights: 1 given, expected two or more to average"
-    ) as error:
+    with raises("weights_too_few"):
         require_different([tmp_path / "best"])
-    assert error.value.code == "weights_too_few"
 
 
 @pytest.mark.slow

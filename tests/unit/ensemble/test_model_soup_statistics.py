@@ -7,7 +7,6 @@ import numpy as np
 import paddle
 import pytest
 
-from ppdist.common.errors import ConfigError
 from ppdist.config.distributed import DistributedConfig
 from ppdist.data.datasets.build import read_split
 from ppdist.data.datasets.synthetic import make_shapes
@@ -15,6 +14,7 @@ from ppdist.distributed import comm
 from ppdist.engine.build import build_model
 from ppdist.ensemble.model_soup import LastEpoch, renew_statistics
 from tests.distributed import run_on_ranks
+from tests.errors import raises
 from tests.unit.engine.tiny import norms_of, tiny_config
 
 IMAGES, BATCH = 7, 2  # the last micro-batch has one image
@@ -133,5 +133,5 @@ def test_the_last_epoch_is_of_the_longer_run(folder: Path) -> None:
 
 
 def test_the_batch_of_the_training_must_be_known(folder: Path) -> None:
-    with pytest.raises(ConfigError, match=r"give a number: -o train.batch_size_per_card=8"):
+    with raises("auto_outside_training"):
         prepared(folder, overrides=("train.batch_size_per_card=auto",))

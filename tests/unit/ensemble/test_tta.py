@@ -2,13 +2,12 @@
 
 import numpy as np
 import paddle
-import pytest
 
-from ppdist.common.errors import ConfigError
 from ppdist.config.evaluate import NMSConfig
 from ppdist.engine.evaluator import Evaluator
 from ppdist.ensemble.tta import Mirrored, sizes_of
 from ppdist.models.base import Detector
+from tests.errors import raises
 from tests.unit.engine.oracle import IMAGES, Loader, Oracle, five_images
 
 
@@ -59,10 +58,5 @@ def test_the_evaluator_takes_mirrored_detectors() -> None:
 def test_sizes_are_multiples_near_the_scales() -> None:
     assert sizes_of((256, 320), (0.83, 1, 1.2), 32) == [(224, 256), (256, 320), (320, 384)]
     assert sizes_of((64, 64), (0.1,), 32) == [(32, 32)]
-    with pytest.raises(ConfigError) as error:
+    with raises("scales_repeated", "1.01", "256x320"):
         sizes_of((256, 320), (1, 1.01), 32)
-    assert error.value.code == "scales_repeated"
-    assert str(error.value) == (
-        "--scales: 1 and 1.01 of 256x320 are both 256x320 pixels (sides are multiples of 32) and "
-        "would count twice; leave one out"
-    )

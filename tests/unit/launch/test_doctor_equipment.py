@@ -4,12 +4,12 @@ from pathlib import Path
 
 import pytest
 
-from ppdist.common.errors import LaunchError
 from ppdist.config.distributed import DistributedConfig
 from ppdist.launch import doctor
 from ppdist.launch.doctor import OK, WARN, judge_hosts
 from tests.distributed import run_on_ranks
 from tests.unit.launch.machines import machine
+from tests.errors import raises
 
 CLOSED = (
     "NVRM version: NVIDIA UNIX x86_64 Kernel Module  535.129.03  Thu Oct 19 18:56:32 UTC 2023\n"
@@ -105,7 +105,7 @@ def test_an_output_folder_is_named_with_its_file_system(
     tmp_path: Path,
 ) -> None:
     assert " can be written (" in doctor.check_writable(tmp_path / "run/of/today")
-    with pytest.raises(LaunchError, match="cannot write in /proc: "):
+    with raises("folder_unwritable", "/proc"):
         doctor.check_writable(Path("/proc/ppdist"))
     mounts = tmp_path / "mounts"
     mounts.write_text(f"/dev/a / ext4 rw 0 0\nhost:/b {tmp_path} nfs4 rw 0 0\n")

@@ -19,6 +19,7 @@ from ppdist.launch.job import name_of_job
 from ppdist.launch.outcome import Outcome
 from ppdist.launch.signals import signals_noted
 from ppdist.launch.topology import Machine
+from tests.errors import raises
 from tests.unit.launch.machines import machine
 
 A, B = "10.9.0.1", "10.9.0.2"
@@ -80,7 +81,7 @@ def test_a_full_disk_is_said_with_its_folder(monkeypatch: pytest.MonkeyPatch, ca
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(Path, "mkdir", full)
-    with pytest.raises(LaunchError, match=r"ppdist-.*/0 cannot be written \(No space left"):
+    with raises("temporary_folder_unwritable", "ppdist-", "/0"):
         attempts(Outcome(0, ""))
 
 

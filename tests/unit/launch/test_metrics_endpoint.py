@@ -14,10 +14,10 @@ from pathlib import Path
 
 import pytest
 
-from ppdist.common.errors import LaunchError
 from ppdist.launch import metrics
 from ppdist.launch.options import parse_options
 from ppdist.launch.topology import Machine, metrics_endpoint
+from tests.errors import raises
 from tests.ports import free_port
 from tests.unit.launch.hosts import ROOT, hosts_of_a_test, wait_for, write
 from tests.unit.launch.measured import Ranks
@@ -191,7 +191,7 @@ def test_the_option_takes_a_port_or_an_address_too(typed: str, address: str, por
 
 @pytest.mark.parametrize("typed", ["94100000", "70000", "0", "::9410", "a b:9410", ":9410", "x"])
 def test_invalid_port_is_refused_before_start(typed: str) -> None:
-    with pytest.raises(LaunchError, match="expected PORT or ADDRESS:PORT, as in"):
+    with raises("option_invalid"):
         parse_options(["--metrics_port", typed, "t.py"], {})
 
 

@@ -16,6 +16,7 @@ from ppdist.launch.network import Network, once_known, own_address, resolve_host
 from ppdist.launch.options import Options
 from ppdist.launch.outcome import Outcome
 from ppdist.launch.topology import LaunchPlan, Machine
+from tests.errors import raises
 from tests.unit.launch import namespaces as netns
 from tests.unit.launch.hosts import (
     ALL_REDUCE,
@@ -74,7 +75,7 @@ def test_an_old_name_is_waited_for() -> None:
 
 
 def test_name_never_resolved_is_error_in_the_end() -> None:
-    with pytest.raises(LaunchError, match=r"pod-1 is not known.*waited 0.05 s: --start_timeout"):
+    with raises("ips_not_settled", "pod-1 is not known", "0.05"):
         waited("pod-0,pod-1", None, Names(pod_0=[A]), 0.05)
 
 
@@ -84,7 +85,7 @@ def test_addresses_are_not_waited_for(own: str | None, monkeypatch: pytest.Monke
     if own is None:
         assert waited(f"{A},{B}", None, Names()) == []
     else:
-        with pytest.raises(LaunchError, match="is not among"):
+        with raises("host_not_in_ips"):
             waited(f"{A},{B}", own, Names())
 
 

@@ -7,7 +7,6 @@ import numpy as np
 import paddle
 import pytest
 
-from ppdist.common.errors import ConfigError
 from ppdist.config.model import PPYOLOEConfig
 from ppdist.cpu.precision import FLOAT32, Kernels
 from ppdist.cpu.switch import self_check, undeclared_layers
@@ -16,6 +15,7 @@ from ppdist.models.layers import ConvBNLayer, set_activation
 from ppdist.models.ppyoloe import PPYOLOE
 from ppdist.models.weights import load_weights, write_arrays
 from tests.emulated_bfloat16 import EMULATED
+from tests.errors import raises
 from tests.unit.models.resnet import ResNet18
 
 LEVELS = [
@@ -49,9 +49,8 @@ def test_every_key_is_in_one_stage(name: str, first: int, last: int) -> None:
 
 
 def test_missing_backbone_level_is_error_with_code() -> None:
-    with pytest.raises(ConfigError, match=r"P2-P5: the backbone yolov5 begins at P3") as error:
+    with raises("backbone_without_level", "P2-P5", "yolov5"):
         build_backbone("yolov5", depth=0.33, width=0.125, first=2, last=5)
-    assert error.value.code == "backbone_without_level"
 
 
 def test_the_configuration_names_every_backbone() -> None:

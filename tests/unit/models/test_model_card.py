@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from ppdist.common.errors import UserError, WeightsError
+from ppdist.common.errors import UserError
 from ppdist.config import ExperimentConfig
 from ppdist.config.base import dump_yaml, parse_plain, parse_tree
 from ppdist.config.model import PPYOLOEConfig, YOLOv5Config
@@ -34,6 +34,7 @@ from ppdist.models.weights import (
     official_arrays_of,
     write_arrays,
 )
+from tests.errors import raises
 from tests.unit.models.torch_lookalikes import FakeTorch
 
 ARRAYS = {"a": np.ones([2, 3], "float32")}
@@ -92,9 +93,8 @@ def test_every_model_comes_back_from_its_card(tmp_path, section) -> None:
 def test_weights_without_a_card_have_none(tmp_path, name) -> None:
     write_arrays(tmp_path / name, ARRAYS)
     assert read_card(tmp_path / name) is None
-    with pytest.raises(WeightsError) as error:
+    with raises("weights_without_card"):
         config_of_weights(tmp_path / name)
-    assert error.value.code == "weights_without_card"
 
 
 def checkpoint(folder: Path, config_yaml: str) -> Path:
@@ -121,13 +121,11 @@ def test_an_altered_card_of_a_checkpoint_is_damage(tmp_path) -> None:
     path = save_checkpoint(tmp_path, 1, {"model": ARRAYS}, {"step": 1}, "", card().text())
     assert read_card(path) == card()
     (path / "model_card.json").write_text(ModelCard().text())
-    with pytest.raises(WeightsError) as error:
+    with raises("checkpoint_damaged"):
         read_card(path)
-    assert error.value.code == "checkpoint_damaged"
     (path / "model_card.json").unlink()
-    with pytest.raises(WeightsError) as error:
+    with raises("checkpoint_damaged"):
         read_card(path)
-    assert error.value.code == "checkpoint_damaged"
 
 
 def pickled(torch: FakeTorch, **state: object) -> object:
@@ -192,9 +190,8 @@ def test_odd_pickled_models_say_less(tmp_path, monkeypatch, state) -> None:
 )  # fmt: skip
 def test_cards_of_strangers_are_refused(tmp_path, text) -> None:
     write_arrays(tmp_path / "w.safetensors", ARRAYS, {CARD_NOTE: text})
-    with pytest.raises(WeightsError) as error:
+    with raises("model_card_invalid"):
         read_card(tmp_path / "w.safetensors")
-    assert error.value.code == "model_card_invalid"
 
 
 def test_the_config_of_a_stranger_is_checked(tmp_path) -> None:
@@ -212,9 +209,8 @@ def test_keys_of_later_versions_are_left_out(tmp_path) -> None:
 
 @pytest.mark.parametrize("name", ["w.safetensors", "w.npz", "w.pt"])
 def test_broken_files_end_with_a_code(tmp_path, name) -> None:
-    with pytest.raises(WeightsError) as error:
+    with raises("weights_not_found") as error:
         read_card(tmp_path / name)
-    assert error.value.code == "weights_not_found"
     (tmp_path / name).write_bytes(b"\xff" * 64)
     with pytest.raises(UserError) as error:
         read_card(tmp_path / name)
@@ -257,11 +253,10 @@ def test_published_weights_that_may_fit_are_taken(name) -> None:
     ],
 )
 def test_published_weights_of_another_detector_are_refused(model, name) -> None:
-    with pytest.raises(WeightsError) as error:
+    with raises("weights_of_other_architecture"):
         require_fit(model, name)
-    assert error.value.code == "weights_of_other_architecture"
 
 
 def test_refused_weights_come_with_those_that_fit() -> None:
-    with pytest.raises(WeightsError, match=r"weights that fit \(yolov5n_coco\), or the model pp"):
+    with raises("weights_of_other_architecture", "that fit (yolov5n_coco)"):
         require_fit(YOLOv5Config(size="n"), "ppyoloe_plus_s_coco")

@@ -19,6 +19,7 @@ from ppdist.planner.what_if import (
     step_time,
     what_ifs,
 )
+from tests.errors import raises
 
 SLOW = ["--parameters", "50", "--sync-bn", "150", "--inside-gbytes", "2"]
 
@@ -69,11 +70,8 @@ def test_a_row_that_is_missed_is_named():
 
 
 def test_a_row_faster_than_its_network_is_refused():
-    with pytest.raises(
-        ConfigError, match=r"8x8=300 ms \(of these .* is a link, --parameters or"
-    ) as error:
+    with raises("rows_do_not_fit", "8x8=300 ms"):
         ask("--rows", "8x8=300", "--cards", 8, "--parameters", 500, "--inside-gbytes", 1)
-    assert error.value.code == "rows_do_not_fit"
 
 
 def scaling(folder, ranks, device="cpu"):
@@ -99,11 +97,8 @@ def test_cpu_ranks_have_the_measured_link(tmp_path):
     assert step.network == pytest.approx(0.041)
     assert step.seconds == pytest.approx(0.637)
     assert any(line.startswith("inside a host 0.771 GB/s") for line in asked.assumed)
-    with pytest.raises(
-        ConfigError, match="measured on CPUs, none of them on several: how fast"
-    ) as error:
+    with raises("option_missing"):
         ask("--benchmark", scaling(tmp_path, (1,)), "--cards", 2)
-    assert error.value.code == "option_missing"
     ask("--benchmark", scaling(tmp_path, (1,)), "--cards", 2, "--inside-gbytes", 1)
     ask("--benchmark", scaling(tmp_path, (1,), "gpu:0"), "--cards", 2)
 

@@ -8,6 +8,7 @@ import pytest
 from ppdist.common.errors import ConfigError
 from ppdist.export.spec import InferenceSpec
 from ppdist.predict.model import LoadedModel, RuntimeGraph, _loaded, wanted, with_iou
+from tests.errors import raises
 from tests.unit.export.tiny import SIZE, tiny_spec
 
 # Two boxes of class 0 with an IoU of 0.6, one of class 1 in the place of the first.
@@ -82,7 +83,6 @@ def test_an_export_suppresses_at_another_iou(nms_in_graph, iou, left) -> None:
 
 def test_a_graph_that_left_out_more_is_refused() -> None:
     for iou, code in ((0.9, "options_conflict"), (1.5, "option_invalid")):
-        with pytest.raises(ConfigError) as error:
+        with raises(code):
             with_iou(exported(True), iou)
-        assert error.value.code == code
     assert len(with_iou(exported(False), 0.9)([IMAGE])[0]) == 3

@@ -14,7 +14,6 @@ import cv2
 import numpy as np
 import pytest
 
-from ppdist.common.errors import UserError
 from ppdist.config import load_config
 from ppdist.config.base import dump_yaml
 from ppdist.metrics.run import read_run
@@ -22,6 +21,7 @@ from ppdist.report import page
 from ppdist.report.content import settings_of
 from ppdist.report.page import write_report
 from ppdist.viz import plots
+from tests.errors import raises
 from tests.forked import run_tool
 from tests.unit.report.folders import NAMES, make_run, png_that_claims
 
@@ -201,14 +201,10 @@ def test_one_file_is_enough_for_a_page(name: str, tmp_path: Path) -> None:
 
 
 def test_a_folder_without_a_run_is_the_users_error(tmp_path: Path) -> None:
-    with pytest.raises(
-        UserError, match="no such folder; expected the output_dir of a run"
-    ) as error:
+    with raises("run_not_found"):
         write_report([tmp_path / "none"], tmp_path / "page.html")
-    assert error.value.code == "run_not_found"
-    with pytest.raises(UserError, match=r"no run: it holds none of metrics\.jsonl") as error:
+    with raises("run_not_found", "metrics.jsonl"):
         write_report([tmp_path], tmp_path / "page.html")
-    assert error.value.code == "run_not_found"
 
 
 def test_a_classifier_has_a_page(tmp_path: Path) -> None:

@@ -11,7 +11,6 @@ from pathlib import Path
 import pytest
 
 from ppdist.common import files
-from ppdist.common.errors import DataError
 from ppdist.config.data import DataConfig, SplitConfig
 from ppdist.data.checks.before_training import check_before_training
 from ppdist.data.checks.validate import validate
@@ -27,6 +26,7 @@ from ppdist.distributed import store as timeouts
 from ppdist.storage import files as storage
 from ppdist.storage import stores
 from ppdist.storage.stores import StoreUnavailable
+from tests.errors import raises
 from tests.unit.data.loaders import assert_equal, loader, warnings_in
 from tests.unit.data.sets import coco_config, sharded, write_coco
 
@@ -163,9 +163,8 @@ def test_ended_credentials_are_storage_that_is_away(memory, tmp_path, monkeypatc
 
 def test_missing_images_are_named_at_the_start(memory, tmp_path):
     fsspec.filesystem("memory").rm_file("/set/files/images/005.jpg")
-    with pytest.raises(DataError) as caught:
+    with raises("image_missing") as caught:
         read_split(of_store(f"{memory}/files", tmp_path), "train")
-    assert caught.value.code == "image_missing"
     assert f"{memory}/files/images/005.jpg" in str(caught.value)
 
 
@@ -218,23 +217,20 @@ def test_set_in_a_store_converts_to_files(memory, root, tmp_path):
     assert not any("left out" in line or "cannot be read" in line for line in lines)
     copied = (tmp_path / "out/images/train/001.jpg").read_bytes()
     assert copied == (root / "files/images/001.jpg").read_bytes()
-    with pytest.raises(DataError) as caught:
+    with raises("images_unlinkable"):
         convert(raw, "coco", tmp_path / "linked", images="link", split="train")
-    assert caught.value.code == "images_unlinkable"
 
 
 @pytest.mark.parametrize("form", ["voc", "yolo", "folder"])
 def test_formats_of_many_files_are_refused_in_a_store(form, memory, tmp_path):
     config = of_store(f"{memory}/files", tmp_path).model_copy(update={"format": form})
-    with pytest.raises(DataError, match="--shards 256MB") as caught:
+    with raises("store_format"):
         read_split(config, "train")
-    assert caught.value.code == "store_format"
 
 
 def test_layout_of_a_store_is_to_be_written_down():
-    with pytest.raises(DataError, match=r"set data\.root to the address") as caught:
+    with raises("data_not_found", "set data.root to the"):
         find_layout("s3://bucket/data.yaml")
-    assert caught.value.code == "data_not_found"
 
 
 def test_file_addresses_are_paths(root, tmp_path):

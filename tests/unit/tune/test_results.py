@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 
-from ppdist.common.errors import ConfigError
 from ppdist.tune import results
 from ppdist.tune.results import ablations, ranking, read_rows, write_into
+from tests.errors import raises
 from tests.unit.tune.studies import row, seeds_of
 
 
@@ -107,18 +107,13 @@ def test_a_table_replaces_what_stood_between_the_markers(tmp_path: Path) -> None
         "before\n<!-- ablations -->\n\nnewer\n\n<!-- end of the ablations -->\nafter\n"
     )
     file.write_text("nothing", encoding="utf-8")
-    with pytest.raises(ConfigError, match="expected the lines <!-- ablations --> and") as error:
+    with raises("document_marks_missing"):
         write_into(file, "new")
-    assert error.value.code == "document_marks_missing"
 
 
 def test_a_file_that_is_no_study_is_named(tmp_path: Path) -> None:
-    with pytest.raises(
-        ConfigError, match="expected the folder of a study in which a trial has"
-    ) as error:
+    with raises("study_not_found"):
         read_rows(tmp_path)
-    assert error.value.code == "study_not_found"
     (tmp_path / "x.jsonl").write_text('{"a": 1}\n', encoding="utf-8")
-    with pytest.raises(ConfigError, match=r"x\.jsonl:1: not a row of ppdist tune") as error:
+    with raises("not_a_study_row", "x.jsonl:1"):
         read_rows(tmp_path / "x.jsonl")
-    assert error.value.code == "not_a_study_row"

@@ -9,13 +9,14 @@ import numpy as np
 import pytest
 import yaml
 
-from ppdist.common.errors import DataError, UserError
+from ppdist.common.errors import UserError
 from ppdist.config.data import DataConfig
 from ppdist.data.checks import clean_copy as module
 from ppdist.data.checks.clean_copy import clean_copy
 from ppdist.data.checks.validate import validate
 from ppdist.data.datasets.build import read_split
 from ppdist.data.datasets.convert import Format, Images, snippet
+from tests.errors import raises
 from tests.unit.data.corpus import (
     config,
     write_clean_coco,
@@ -167,9 +168,8 @@ def test_other_validation_classes_write_nothing(tmp_path):
     file = tmp_path / "val.json"
     file.write_text(file.read_text().replace('"cat"', '"dog"'))
     report = validate(settings, decode=False, workers=1)
-    with pytest.raises(DataError) as caught:
+    with raises("no_good_image"):
         clean_copy(report, "yolo", tmp_path / "out", images="copy")
-    assert caught.value.code == "no_good_image"
     assert not (tmp_path / "out").exists()
 
 
@@ -192,6 +192,5 @@ def test_a_copy_that_fails_half_way_leaves_nothing(tmp_path, monkeypatch):
     assert [*out.iterdir()] == []
     monkeypatch.undo()
     assert clean_copy(report, "voc", out, images="copy").raws.keys() == {"train", "val"}
-    with pytest.raises(DataError, match="is not empty; choose a new folder") as caught:
+    with raises("folder_not_empty"):
         clean_copy(report, "voc", out, images="copy")
-    assert caught.value.code == "folder_not_empty"

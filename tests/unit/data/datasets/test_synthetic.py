@@ -6,10 +6,10 @@ import cv2
 import numpy as np
 import pytest
 
-from ppdist.common.errors import DataError
 from ppdist.config.data import DataConfig, SplitConfig
 from ppdist.data.datasets.build import read_split
 from ppdist.data.datasets.synthetic import CLASS_NAMES, make_shapes, scene
+from tests.errors import raises
 
 
 def test_same_seed_gives_same_set_other_seed_another(tmp_path):
@@ -56,9 +56,8 @@ def test_folder_with_foreign_files_is_left_unchanged(tmp_path, file):
     (tmp_path / file).write_text("mine")
     (tmp_path / "images" / "val" / "00001.jpg").unlink()
     before = contents(tmp_path)
-    with pytest.raises(DataError, match=rf"holds 1 files .* such as {file}; expected no") as caught:
+    with raises("folder_not_empty", str(file)):
         make_shapes(tmp_path, train=3, val=2, size=96)
-    assert caught.value.code == "folder_not_empty"
     assert contents(tmp_path) == before
 
 
@@ -66,11 +65,8 @@ def test_another_set_is_not_written_over_the_first(tmp_path):
     make_shapes(tmp_path, train=3, val=2, size=96)
     before = contents(tmp_path)
     for other in ({"train": 2}, {"val": 3}, {"seed": 1}, {"size": 64}):
-        with pytest.raises(
-            DataError, match="remove both folders, or choose another --out"
-        ) as caught:
+        with raises("folder_not_empty"):
             make_shapes(tmp_path, **{"train": 3, "val": 2, "size": 96, **other})
-        assert caught.value.code == "folder_not_empty"
     assert contents(tmp_path) == before
 
 

@@ -15,13 +15,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from ppdist.common.errors import DataError
 from ppdist.data.datasets.build import read_split
 from ppdist.data.loading.loader import EvalLoader, TrainLoader
 from ppdist.data.loading.sampler import TrainSampler
 from ppdist.data.transforms import pipeline as samples_module
 from ppdist.data.transforms.pipeline import TrainSamples
 from ppdist.data.types import Batch, Sample
+from tests.errors import raises
 from tests.unit.data.loaders import arrays, assert_equal, lives, wait_until_gone, warnings_in
 from tests.unit.data.sets import coco_config, write_coco
 
@@ -224,9 +224,8 @@ def test_image_killing_workers_twice_joins_blocklist(
 
 def test_image_killing_workers_stops_run_on_request(folder, monkeypatch):
     act_on(monkeypatch, "007.jpg", crash)
-    with pytest.raises(DataError) as caught:
+    with raises("image_crashes_decoder") as caught:
         list(loader(folder, bad_images="error"))
-    assert caught.value.code == "image_crashes_decoder"
     assert str(caught.value) == (
         f"{folder / 'images' / '007.jpg'}: {CRASH_REASON}; remove it, or set data.bad_images: skip"
     )
@@ -254,13 +253,8 @@ def test_batch_killing_three_workers_ends_run(folder, monkeypatch):
 
 def test_workers_failing_to_start_are_user_error(folder, monkeypatch):
     monkeypatch.setattr(os, "fork", refused)
-    with pytest.raises(DataError) as caught:
+    with raises("workers_not_started", "Resource temporarily"):
         list(loader(folder))
-    assert caught.value.code == "workers_not_started"
-    assert str(caught.value) == (
-        "data.workers: the processes that prepare images cannot be started (Resource temporarily "
-        "unavailable); lower data.workers or train.batch_size_per_card"
-    )
 
 
 # --- iterations ----------------------------------------------------------------------------------
