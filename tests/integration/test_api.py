@@ -27,20 +27,15 @@ from ppdist.models.model_card import CARD_NOTE, card_of
 from ppdist.models.weights import load_all_weights, write_arrays
 from tests.errors import raises
 from tests.media import write_video
+from tests.project import TINY_PPYOLOE, write_config
 from tests.unit.export.tiny import NMS, exported_classifier, exported_detector, tiny_model
 from tests.wheel import PIP, built_wheel
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 CONFIG = """
-data:
-  root: {root}
-  train: {{images: images, annotations: annotations/instances_train.json}}
-  val: {{images: images, annotations: annotations/instances_val.json}}
-  workers: 0
-model: {{name: ppyoloe, width_multiple: 0.125, depth_multiple: 0.33, num_classes: 3,
-         image_size: [64, 96]}}
-nms: {{score_threshold: 0.3}}
-train: {{cpu_convolutions: plain}}
+model: {image_size: [64, 96]}
+nms: {score_threshold: 0.3}
+train: {cpu_convolutions: plain}
 """
 
 
@@ -49,7 +44,7 @@ def project(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """cfg.yml, data/ and photos/; w.npz without a card, carded.npz with one."""
     folder = tmp_path_factory.mktemp("project")
     make_shapes(folder / "data", train=4, val=2, size=128)
-    (folder / "cfg.yml").write_text(CONFIG.format(root=folder / "data"), encoding="utf-8")
+    write_config(folder, CONFIG, TINY_PPYOLOE)
     model = tiny_model()
     arrays = {key: value.numpy() for key, value in model.state_dict().items()}
     write_arrays(folder / "w.npz", arrays)

@@ -11,21 +11,12 @@ import pytest
 
 from ppdist.data.datasets.synthetic import make_shapes
 from tests.forked import ROOT, run_tool
-
-CONFIG = """
-data:
-  root: {root}
-  train: {{annotations: annotations/instances_train.json}}
-  val: {{annotations: annotations/instances_val.json}}
-model: {{name: ppyoloe, num_classes: 3, image_size: [96, 96]}}
-train: {{epochs: {epochs}}}
-"""
+from tests.project import write_config
 
 
 def write_experiment(folder: Path, epochs: int) -> None:
     make_shapes(folder / "data", train=4, val=2, size=64)
-    text = CONFIG.format(root=folder / "data", epochs=epochs)
-    (folder / "cfg.yml").write_text(text, encoding="utf-8")
+    write_config(folder, f"train: {{epochs: {epochs}}}", {"name": "ppyoloe"})
 
 
 @pytest.mark.slow

@@ -12,18 +12,13 @@ from ppdist.data.datasets.synthetic import make_shapes
 from ppdist.engine.build import build_model
 from ppdist.metrics.coco import METRICS
 from tests.forked import run_tool, succeeded
+from tests.project import write_config
 from tests.unit.data.classified import CONFIG as CLASSIFIER
 from tests.unit.data.classified import PATTERNS, write_patterns
 
 CONFIG = """
-data:
-  root: {folder}/data
-  train: {{annotations: annotations/instances_train.json}}
-  val: {{annotations: annotations/instances_val.json}}
-  workers: 0
-model: {{name: yolov5, size: n, width_multiple: 0.0625, num_classes: 3, image_size: [64, 64]}}
-train: {{epochs: 1, batch_size_per_card: 2}}
-nms: {{score_threshold: 0.0, keep: 50}}
+train: {epochs: 1, batch_size_per_card: 2}
+nms: {score_threshold: 0.0, keep: 50}
 """
 
 
@@ -38,7 +33,7 @@ def fresh_weights(folder: Path) -> Path:
 @pytest.mark.slow
 def test_detector_writes_tables_detections_and_plots(tmp_path: Path) -> None:
     make_shapes(tmp_path / "data", train=1, val=4, size=64, seed=0)
-    (tmp_path / "cfg.yml").write_text(CONFIG.format(folder=tmp_path), encoding="utf-8")
+    write_config(tmp_path, CONFIG)
     out = tmp_path / "out"
     weights = fresh_weights(tmp_path)
     more = ["--out", out, "--vdl", tmp_path / "vdl", "--json", tmp_path / "metrics.json"]

@@ -7,20 +7,13 @@ import pytest
 
 from ppdist.data.datasets.synthetic import make_shapes
 from tests.forked import run_tool, succeeded
+from tests.project import TINY_PPYOLOE, write_config
 
 CONFIG = """
-data:
-  root: {root}
-  train: {{annotations: annotations/instances_train.json}}
-  val: {{annotations: annotations/instances_val.json}}
-  workers: 0
-  check_images: none
-model: {{name: ppyoloe, depth_multiple: 0.33, width_multiple: 0.125, num_classes: 3,
-        image_size: [64, 64]}}
-train: {{epochs: 2, batch_size_per_card: 4}}
-schedule: {{warmup_epochs: 0}}
-log: {{every_steps: 1, visualdl: false}}
-output_dir: {out}
+data: {check_images: none}
+train: {epochs: 2, batch_size_per_card: 4}
+schedule: {warmup_epochs: 0}
+log: {every_steps: 1, visualdl: false}
 """
 
 
@@ -41,8 +34,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
         make_shapes(folder / name, train=8, val=4, size=64, seed=0)
     for split in ("train", "val"):
         merge_classes(folder / "two" / "annotations" / f"instances_{split}.json")
-    text = CONFIG.format(root=folder / "three", out=folder / "first")
-    (folder / "cfg.yml").write_text(text, encoding="utf-8")
+    write_config(folder, f"output_dir: {folder}/first{CONFIG}", TINY_PPYOLOE, folder / "three")
     succeeded(run_tool("train", "-c", folder / "cfg.yml", "--eval", "-o", "train.epochs=1"))
     return folder
 

@@ -10,22 +10,14 @@ import pytest
 
 from tests.distributed import run_on_ranks
 from tests.forked import ROOT, run_tool, succeeded
+from tests.project import TINY_PPYOLOE, write_config
 from tests.unit.data.pictures import broken_animation
 
 CONFIG = """
-data:
-  root: {folder}/data
-  train: {{annotations: annotations/instances_train.json}}
-  val: {{annotations: annotations/instances_train.json}}
-  workers: 0
-  check_images: none
-  bad_images_limit: 0.5
-output_dir: {folder}/out
-model: {{name: ppyoloe, depth_multiple: 0.33, width_multiple: 0.25, num_classes: 3,
-        image_size: [64, 64]}}
-train: {{max_steps: 2, batch_size_per_card: 4}}
-optimizer: {{name: momentum, lr: 0.001}}
-schedule: {{warmup_epochs: 0}}
+data: {check_images: none, bad_images_limit: 0.5}
+train: {max_steps: 2, batch_size_per_card: 4}
+optimizer: {name: momentum, lr: 0.001}
+schedule: {warmup_epochs: 0}
 """
 
 
@@ -49,7 +41,7 @@ def test_deadly_images_and_pictures_cost_no_run(tmp_path: Path) -> None:
     names[0].write_bytes(broken_animation(64, 64))  # of which OpenCV dies
     names[1].unlink()
     os.mkfifo(names[1])
-    (tmp_path / "cfg.yml").write_text(CONFIG.format(folder=tmp_path), encoding="utf-8")
+    write_config(tmp_path, f"output_dir: {tmp_path}/out{CONFIG}", TINY_PPYOLOE, val="train")
     assert run_on_ranks(1, f"{__name__}:train", str(tmp_path), hosts=1) == [0]
     log = (tmp_path / "out" / "train.log").read_text(encoding="utf-8")
     assert f"{names[1]}: not a file" in log

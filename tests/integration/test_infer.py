@@ -29,24 +29,10 @@ from ppdist.predict.sources import Frame, Source, find_sources, frames_of
 from tests.errors import raises
 from tests.forked import run_tool
 from tests.media import assert_usable_by_pycocotools, write_video
+from tests.project import TINY_PPYOLOE, write_config
 from tests.unit.export.tiny import tiny_model
 
 REPOSITORY = Path(__file__).resolve().parents[2]
-CONFIG = """
-data:
-  root: {root}
-  train: {{images: images, annotations: annotations/instances_train.json}}
-  val: {{images: images, annotations: annotations/instances_val.json}}
-  workers: 0
-model:
-  name: ppyoloe
-  width_multiple: 0.125
-  depth_multiple: 0.33
-  num_classes: 3
-  image_size: [64, 96]
-nms:
-  score_threshold: 0.3
-"""
 
 
 @pytest.fixture(scope="module")
@@ -54,8 +40,7 @@ def project(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """cfg.yml, weights.npz, data/, and a folder `photos` of images, a video and broken files."""
     folder = tmp_path_factory.mktemp("project")
     make_shapes(folder / "data", train=1, val=3, size=128)
-    text = CONFIG.format(root=folder / "data")
-    (folder / "cfg.yml").write_text(text, encoding="utf-8")
+    write_config(folder, "model: {image_size: [64, 96]}\nnms: {score_threshold: 0.3}", TINY_PPYOLOE)
     state = tiny_model().state_dict()
     np.savez(folder / "weights.npz", **{key: value.numpy() for key, value in state.items()})
 

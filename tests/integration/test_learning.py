@@ -4,38 +4,32 @@ import json
 
 import pytest
 
-from ppdist.config import ExperimentConfig
-from ppdist.config.base import parse_config
+from ppdist.config import load_config
 from ppdist.data.datasets.synthetic import make_shapes
 from ppdist.distributed import comm
 from ppdist.engine.build import build_training
+from tests.project import write_config
 
 # 8 images a step; 38 and 40 s of one core of an Intel Xeon at 2.8 GHz.
 CONFIG = """
-data:
-  root: {root}
-  train: {{images: images, annotations: annotations/instances_train.json}}
-  val: {{images: images, annotations: annotations/instances_train.json}}  # the same: by heart
-  workers: 0
-  augment: {{distort: 0, expand: 0, crop: 0, flip: 0, random_interpolation: false}}
-model: {{{model}, num_classes: 3, image_size: [96, 96]}}
-train: {{epochs: {epochs}, batch_size_per_card: 8, clip_norm: 10.0, ema: {{decay: 0.9}}}}
-optimizer: {{name: adamw, lr: {lr}, weight_decay: 0.0}}
-schedule: {{warmup_epochs: 2}}
-evaluate: {{every_epochs: 50}}
-checkpoint: {{every_epochs: 300}}
-log: {{visualdl: false}}
-{more}
+data: {augment: {distort: 0, expand: 0, crop: 0, flip: 0, random_interpolation: false}}
+model: {image_size: [96, 96]}
+train: {batch_size_per_card: 8, clip_norm: 10.0, ema: {decay: 0.9}}
+optimizer: {name: adamw, weight_decay: 0.0}
+schedule: {warmup_epochs: 2}
+evaluate: {every_epochs: 50}
+checkpoint: {every_epochs: 300}
+log: {visualdl: false}
 """
-DETECTORS = {  # model, steps, learning rate, more
+DETECTORS = {  # model, steps, learning rate, options
     "ppyoloe": (
-        "name: ppyoloe, variant: plus, depth_multiple: 0.33, width_multiple: 0.25",
+        {"name": "ppyoloe", "variant": "plus", "depth_multiple": 0.33, "width_multiple": 0.25},
         150,  # not 100, where a processor with AVX-512, which rounds otherwise, comes to 0.88
         0.005,
-        "loss: {static_assigner_epochs: 10}",
+        ["loss.static_assigner_epochs=10"],
     ),
     # Longer: its running statistics forget 3 % a step, so they need a hundred to settle.
-    "yolov5": ("name: yolov5, size: n", 200, 0.01, ""),
+    "yolov5": ({"name": "yolov5", "size": "n"}, 200, 0.01, []),
 }
 
 
@@ -43,11 +37,9 @@ DETECTORS = {  # model, steps, learning rate, more
 @pytest.mark.parametrize("detector", DETECTORS)
 def test_eight_images_are_learned_by_heart(detector, tmp_path):
     make_shapes(tmp_path / "data", train=8, val=1, size=96, seed=0)
-    model, epochs, lr, more = DETECTORS[detector]
-    file = tmp_path / "learn.yml"
-    values = {"model": model, "epochs": epochs, "lr": lr, "more": more}
-    file.write_text(CONFIG.format(root=tmp_path / "data", **values))
-    config = parse_config(file, (), ExperimentConfig)
+    model, epochs, lr, options = DETECTORS[detector]
+    options = [*options, f"train.epochs={epochs}", f"optimizer.lr={lr}"]
+    config = load_config(write_config(tmp_path, CONFIG, model, val="train"), options)
     comm.init("cpu", config.distributed)
     out = tmp_path / "out"
     experiment = build_training(config, output_dir=out, evaluate=True, command=[])

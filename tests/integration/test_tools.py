@@ -17,24 +17,18 @@ from ppdist.config import load_config
 from ppdist.metrics.coco import METRICS
 from tests.distributed import run_on_ranks
 from tests.forked import ROOT, run_on_two_ranks, run_tool, succeeded
+from tests.project import TINY_PPYOLOE, write_config
 
-STEPS, ALONE = 32, 30  # of which one rank makes the first ones, and two the others
+STEPS, ALONE = 32, 30  # epochs of CONFIG: one rank makes the first ones, and two the others
 CONFIG = """
-data:
-  root: {folder}/data
-  train: {{annotations: annotations/instances_train.json}}
-  val: {{annotations: annotations/instances_train.json}}  # by heart, so that there is a score
-  workers: 0
-  augment: {{distort: 0, expand: 0, crop: 0, flip: 0, random_interpolation: false}}
-output_dir: {folder}/out
-model: {{name: ppyoloe, depth_multiple: 0.33, width_multiple: 0.25, num_classes: 3,
-        image_size: [96, 96]}}
-loss: {{static_assigner_epochs: 10}}
-train: {{epochs: {steps}, batch_size_per_card: 2, clip_norm: 10.0, ema: {{decay: 0.8}}}}
-optimizer: {{name: adamw, lr: 0.008, weight_decay: 0.0}}
-schedule: {{warmup_epochs: 2}}
-evaluate: {{every_epochs: 15}}
-log: {{every_steps: 1}}
+data: {augment: {distort: 0, expand: 0, crop: 0, flip: 0, random_interpolation: false}}
+model: {width_multiple: 0.25, image_size: [96, 96]}
+loss: {static_assigner_epochs: 10}
+train: {epochs: 32, batch_size_per_card: 2, clip_norm: 10.0, ema: {decay: 0.8}}
+optimizer: {name: adamw, lr: 0.008, weight_decay: 0.0}
+schedule: {warmup_epochs: 2}
+evaluate: {every_epochs: 15}
+log: {every_steps: 1}
 """
 # Four images, two ranks of two: a step an epoch.
 
@@ -46,7 +40,7 @@ def project(tmp_path_factory: pytest.TempPathFactory) -> Path:
     sizes = ["--train", 4, "--val", 5, "--size", 256]
     made = succeeded(run_tool("data", "synthetic", "--out", folder / "data", *sizes))
     assert "wrote 4 + 5 images" in made
-    (folder / "cfg.yml").write_text(CONFIG.format(folder=folder, steps=STEPS), encoding="utf-8")
+    write_config(folder, f"output_dir: {folder}/out{CONFIG}", TINY_PPYOLOE, val="train")
     assert run_on_ranks(1, f"{__name__}:begin", str(folder), hosts=1) == [0]
     assert run_on_ranks(2, f"{__name__}:resume", str(folder), hosts=1) == [0, 0]
     return folder

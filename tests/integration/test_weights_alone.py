@@ -16,17 +16,12 @@ from ppdist.models import build_model
 from ppdist.models.model_card import AGPL, card_of, read_card
 from ppdist.models.weights import arrays_of, read_arrays
 from tests.errors import raises
+from tests.project import write_config
 
 NAMES, IDS = ("disc", "box", "wedge"), (7, 8, 9)
 CONFIG = """
-data:
-  root: {root}
-  train: {{annotations: annotations/instances_train.json}}
-  val: {{annotations: annotations/instances_val.json}}
-  workers: 0
-  resize: letterbox
-model: {{name: yolov5, size: n, width_multiple: 0.0625, num_classes: 3, image_size: [64, 64]}}
-nms: {{score_threshold: 0.0}}
+data: {resize: letterbox}
+nms: {score_threshold: 0.0}
 device: cpu
 """
 
@@ -36,8 +31,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with a data set, and checkpoints/step-00000007 of a run on it, AGPL's."""
     folder = tmp_path_factory.mktemp("alone")
     make_shapes(folder / "data", train=2, val=2, size=64, seed=0)
-    (folder / "cfg.yml").write_text(CONFIG.format(root=folder / "data"), encoding="utf-8")
-    config = load_config(folder / "cfg.yml")
+    config = load_config(write_config(folder, CONFIG))
     model = build_model(config.model)
     card = card_of(config, model, NAMES, IDS, licence=AGPL, source="fine-tuned from there")
     groups = {"model": arrays_of(model), "ema": arrays_of(model)}

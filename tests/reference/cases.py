@@ -1,4 +1,4 @@
-"""The small cases: five models of tiny width by our code and by numpy."""
+"""The small cases: what five models of tiny width and their losses compute."""
 
 from typing import Any, NamedTuple
 
@@ -13,7 +13,7 @@ from ppdist.losses.yolov5 import YOLOv5Loss
 from ppdist.models.base import ImageModel
 from ppdist.models.ppyoloe import PPYOLOE
 from ppdist.models.yolov5 import YOLOv5, YOLOv5Classifier
-from tests.reference import formulas, layers, ppyoloe, yolov5
+from tests.reference import formulas
 from tests.reference.formulas import CLASSES, CLS_CASE, EVAL_CASE, TRAIN_CASE, parity_image
 from tests.reference.parity.reference import padded_truth, set_weights
 
@@ -23,7 +23,7 @@ CLS_TRAIN_CASE = (2, 64, 64, 4)
 
 
 class Outcome(NamedTuple):
-    """What one implementation says.
+    """What a model and its loss say.
 
     outputs: by name, arrays of the evaluation image.
     losses: by name, of the training images with and without boxes in the second.
@@ -34,7 +34,7 @@ class Outcome(NamedTuple):
 
 
 def build(name: str) -> ImageModel:
-    """Our model of a case, weights by the formulas."""
+    """The model of a case, weights by the formulas."""
     tiny = {"num_classes": CLASSES, "depth_multiple": 0.33, "width_multiple": 0.125}
     model: ImageModel
     if name.startswith("ppyoloe"):
@@ -49,8 +49,8 @@ def build(name: str) -> ImageModel:
     return model
 
 
-def by_ours(name: str) -> Outcome:
-    """Our model and loss, float32."""
+def computed(name: str) -> Outcome:
+    """Outputs and losses, float32."""
     model = build(name)
     model.eval()
     kind = "normal" if name.startswith("ppyoloe") else "unit"
@@ -91,62 +91,3 @@ def _our_losses(model: ImageModel, outputs: Any) -> dict[str, float]:
                 losses[f"{label} score_sum"] = float(result.normalizer)
                 losses[f"{label} total"] = float(result.total) / divisor
     return losses
-
-
-def by_numpy(name: str) -> Outcome:
-    """The independent computation, float64."""
-    if name == "yolov5_cls":
-        return _classifier_by_numpy()
-    plus, levels = name == "ppyoloe_plus", 4 if name == "yolov5_p6" else 3
-    losses: dict[str, float] = {}
-    if name.startswith("ppyoloe"):
-        images = parity_image("normal", *EVAL_CASE), parity_image("normal", *TRAIN_CASE)
-        seen = ppyoloe.detector(ppyoloe.Layers(False, plus), images[0])
-        maps = ppyoloe.detector(ppyoloe.Layers(True, plus), images[1])
-        decoded = ppyoloe.decode(seen)
-    else:
-        images = parity_image("unit", *EVAL_CASE), parity_image("unit", *TRAIN_CASE)
-        seen = yolov5.detector(yolov5.Rows(False), images[0], levels)
-        maps = yolov5.detector(yolov5.Rows(True), images[1], levels)
-        decoded = yolov5.decode(seen)
-    for variant, empty in (("full", False), ("empty1", True)):
-        targets = formulas.parity_targets(empty)
-        if name.startswith("ppyoloe"):
-            for phase in ("atss", "tal"):
-                parts = ppyoloe.loss(maps, targets, phase)
-                losses |= {f"{variant} {phase} {key}": value for key, value in parts.items()}
-                total = parts["loss_cls"] + 2.5 * parts["loss_iou"] + 0.5 * parts["loss_dfl"]
-                losses[f"{variant} {phase} total"] = total
-        else:
-            parts = yolov5.loss(maps, targets)
-            losses |= {f"{variant} {key}": value for key, value in parts.items()}
-            losses[f"{variant} total"] = 64 * sum(parts.values())
-    return Outcome(dict(zip(("scores", "boxes"), decoded)), losses)
-
-
-def _classifier_by_numpy() -> Outcome:
-    logits = yolov5.classifier(yolov5.Rows(False), parity_image("unit", *CLS_CASE))
-    trained = yolov5.classifier(yolov5.Rows(True), parity_image("unit", *CLS_TRAIN_CASE))
-    losses = {}
-    for smoothing in (0.0, 0.1):
-        target = np.full((2, CLASSES), smoothing / CLASSES)
-        target[np.arange(2), LABELS] += 1 - smoothing
-        cost = -(target * np.log(layers.softmax(trained))).sum(1)
-        losses[f"smoothing {smoothing}"] = float(cost.mean())
-    return Outcome({"logits": logits, "probabilities": layers.softmax(logits)}, losses)
-
-
-def keys_of(name: str) -> dict[str, list[int]]:
-    """Key and shape of every weight the numpy computation uses in evaluation."""
-    net: layers.Net
-    if name.startswith("ppyoloe"):
-        net = ppyoloe.Layers(False, name == "ppyoloe_plus")
-        ppyoloe.detector(net, parity_image("normal", *EVAL_CASE))
-    elif name == "yolov5_cls":
-        net = yolov5.Rows(False)
-        yolov5.classifier(net, parity_image("unit", *CLS_CASE))
-    else:
-        net = yolov5.Rows(False)
-        levels = 4 if name == "yolov5_p6" else 3
-        yolov5.detector(net, parity_image("unit", *EVAL_CASE), levels)
-    return net.asked

@@ -17,6 +17,7 @@ from ppdist.engine.build import build_training
 from ppdist.engine.continuation import Continuation
 from tests.distributed import run_on_ranks
 from tests.forked import ROOT
+from tests.project import TINY_PPYOLOE, write_config
 from tests.unit.engine.tiny import FASTEST, freeze_statistics, norms_of, tiny_config
 
 HERE = "tests.unit.engine.test_state_resume_ranks"
@@ -151,19 +152,11 @@ def test_rank_without_auto_is_refused_at_once(words, shapes, tmp_path):
 
 
 CONFIG = """
-data:
-  root: {shapes}
-  train: {{annotations: annotations/instances_train.json}}
-  val: {{annotations: annotations/instances_val.json}}
-  workers: 1
-  augment: {{mosaic: 0.5}}
-  resize: letterbox
-model: {{name: ppyoloe, depth_multiple: 0.33, width_multiple: 0.125, num_classes: 3,
-        image_size: [64, 64]}}
-train: {{epochs: 4, batch_size_per_card: 2, clip_norm: 5.0}}
-optimizer: {{lr: 0.003, reference_batch_size: 8}}
-checkpoint: {{every_steps: 2}}
-log: {{every_steps: 1, visualdl: false}}
+data: {workers: 1, augment: {mosaic: 0.5}, resize: letterbox}
+train: {epochs: 4, batch_size_per_card: 2, clip_norm: 5.0}
+optimizer: {lr: 0.003, reference_batch_size: 8}
+checkpoint: {every_steps: 2}
+log: {every_steps: 1, visualdl: false}
 """
 KINDS = {
     "plain": [],
@@ -196,7 +189,7 @@ def fleetrun(folder, output, overrides, *arguments, fault="", restarts=0):
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
 def test_killed_run_resumes_bit_for_bit_equal(kind, shapes, tmp_path):
-    (tmp_path / "cfg.yml").write_text(CONFIG.format(shapes=shapes))
+    write_config(tmp_path, CONFIG, TINY_PPYOLOE, shapes)
     whole, parts = tmp_path / "whole", tmp_path / "parts"
     code, said = fleetrun(tmp_path, whole, KINDS[kind])
     assert code == 0, said
@@ -213,7 +206,7 @@ def test_killed_run_resumes_bit_for_bit_equal(kind, shapes, tmp_path):
 
 @pytest.mark.slow
 def test_restarted_job_uses_own_checkpoints_only(shapes, tmp_path):
-    (tmp_path / "cfg.yml").write_text(CONFIG.format(shapes=shapes))
+    write_config(tmp_path, CONFIG, TINY_PPYOLOE, shapes)
     whole, parts = tmp_path / "whole", tmp_path / "parts"
     code, said = fleetrun(tmp_path, whole, [])
     assert code == 0, said

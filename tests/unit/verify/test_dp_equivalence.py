@@ -27,19 +27,14 @@ from ppdist.verify.dp_equivalence import (
 from tests.distributed import run_on_ranks
 from tests.errors import raises
 from tests.forked import ROOT, run_tool, succeeded
+from tests.project import write_config
 
 STEPS = 5
 SYNCHRONISED = ["train.sync_bn=true"]
 CONFIG = """
-data:
-  root: {folder}/data
-  train: {{annotations: annotations/instances_train.json}}
-  val: {{annotations: annotations/instances_val.json}}
-  workers: 0
-model: {{name: yolov5, size: n, width_multiple: 0.0625, num_classes: 3, image_size: [64, 64]}}
-train: {{epochs: 20, batch_size_per_card: 2, clip_norm: 5.0}}
-optimizer: {{lr: 0.003, reference_batch_size: 8}}
-schedule: {{warmup_epochs: 0}}
+train: {epochs: 20, batch_size_per_card: 2, clip_norm: 5.0}
+optimizer: {lr: 0.003, reference_batch_size: 8}
+schedule: {warmup_epochs: 0}
 """
 # Seven images, two ranks of two: the second step of an epoch has three.
 
@@ -48,8 +43,7 @@ schedule: {{warmup_epochs: 0}}
 def config_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("equivalence")
     make_shapes(folder / "data", train=7, val=1, size=96, seed=0)
-    (folder / "cfg.yml").write_text(CONFIG.format(folder=folder), encoding="utf-8")
-    return folder / "cfg.yml"
+    return write_config(folder, CONFIG)
 
 
 def verify(config_file: Path, *more: object):
