@@ -5,7 +5,6 @@ from pathlib import Path
 
 import pytest
 
-from ppdist.common.errors import LaunchError
 from ppdist.launch import network
 from ppdist.launch.cards import (
     Card,
@@ -80,22 +79,6 @@ def test_without_cards_processes_share_the_cores() -> None:
     assert kept.environment["OMP_NUM_THREADS"] == "3"
 
 
-@pytest.mark.parametrize("typed", ["--selected_gpus 0,1", "--selected_gpu=0-1", "--gpus 0,1"])
-def test_cards_asked_but_absent_says_what_to_type(typed: str) -> None:
-    with pytest.raises(LaunchError) as caught:
-        plan(typed, machine())
-    assert str(caught.value) == (
-        "cards 0,1 were asked for, but this machine has no visible GPU; to train on its CPU, type: "
-        "fleetrun --nproc_per_node 2 t.py"
-    )
-
-
-def test_the_suggested_command_is_typed_as_ppdist() -> None:
-    with raises("no_cards") as caught:
-        plan("--gpus 0,1 ppdist train -c", machine())
-    assert str(caught.value).endswith("fleetrun --nproc_per_node 2 ppdist train -c t.py")
-
-
 @pytest.mark.parametrize(
     ("typed", "fix"),
     [
@@ -112,13 +95,6 @@ def test_a_script_of_a_clone_is_a_command_elsewhere(typed: str, fix: str) -> Non
     assert bool(fix) is ("write `fleetrun" in str(caught.value))
 
 
-def test_a_command_for_two_hosts_is_suggested_whole() -> None:
-    with pytest.raises(
-        LaunchError, match=r"fleetrun --ips 10\.9\.0\.1,10\.9\.0\.2 --nproc_per_nod"
-    ):
-        plan(f"--ips={A},{B} --selected_gpus 0-7", machine())
-
-
 def test_card_ids_physical_and_in_visible_devices() -> None:
     made = plan("--selected_gpus 4,5", machine(cards=8), CUDA_VISIBLE_DEVICES="4, 5")
     assert (made.gpus, told(made, "FLAGS_selected_gpus")) == (("4", "5"), "0 1")
@@ -126,12 +102,6 @@ def test_card_ids_physical_and_in_visible_devices() -> None:
     assert plan("", machine(cards=8), CUDA_VISIBLE_DEVICES="6,2").gpus == ("6", "2")
     one = plan("--gpus 2", machine(cards=8), CUDA_VISIBLE_DEVICES="6,2")
     assert (one.gpus, told(one, "FLAGS_selected_gpus")) == (("2",), "1")
-    with pytest.raises(LaunchError) as caught:
-        plan("--selected_gpus 0,1", machine(cards=8), CUDA_VISIBLE_DEVICES="4,5")
-    assert str(caught.value) == (
-        "card 0, 1 is hidden by CUDA_VISIBLE_DEVICES=4,5: the ids are those nvidia-smi shows, here "
-        "cards 4, 5; choose among these, or unset CUDA_VISIBLE_DEVICES"
-    )
 
 
 def test_empty_cuda_visible_devices_means_cpu() -> None:
@@ -143,8 +113,6 @@ def test_empty_cuda_visible_devices_means_cpu() -> None:
     made = plan(many, machine(cards=8), CUDA_VISIBLE_DEVICES="")
     assert made.environment["CUDA_VISIBLE_DEVICES"] == "0,1,2"
     assert made.environment["PPDIST_CPU"] == "1" and given(made, "--nproc_per_node") == "3"
-    with pytest.raises(LaunchError, match="CUDA_VISIBLE_DEVICES='' hides all GPUs"):
-        plan("--gpus 0", machine(cards=8), CUDA_VISIBLE_DEVICES="")
 
 
 @pytest.mark.parametrize(
@@ -163,40 +131,84 @@ def test_visible_cards_are_those_cuda_would_show(variable: str | None, labels: l
     assert visible_labels(machine(cards=4).cards, variable) == labels
 
 
-@pytest.mark.parametrize(
-    ("command", "says"),
-    [
-        ("--selected_gpus 0-8", "there is no card 8: this machine has cards 0, 1, 2, 3, 4, 5, 6"),
-        ("--selected_gpus 3-1", "3-1 is not a range from low to high"),
-        ("--selected_gpus 0,0", "0 is listed twice"),
-        ("--selected_gpus 0-2,1", "1 is listed twice"),
-        ("--selected_gpus a", "invalid card id 'a'; expected a list such as 0,1 or 0-3,6"),
-        ("--selected_gpus -1", "invalid card id '-1'"),
-        ("--selected_gpus 0,1 --nproc_per_node 3", "2 cards and --nproc_per_node 3 contradict"),
-        ("--nproc_per_node 9", "this machine has 8 visible GPUs and each process needs its own"),
-    ],
-)
-def test_cards_that_cannot_be_had_are_refused(command: str, says: str) -> None:
-    with pytest.raises(LaunchError) as caught:
-        plan(command, machine(cards=8))
-    assert says in str(caught.value)
-
-
 def test_a_cpu_build_beside_cards_is_pointed_out() -> None:
-    with raises("device_unavailable", "8 visible GPUs"):
-        plan("--selected_gpus 0-7", machine(cards=8, build="cpu"))
     made = plan("--nproc_per_node 2", machine(cards=8, build="cpu"))
     assert (made.device, made.processes) == ("cpu", 2)
     assert "no card is used" in made.description
 
 
-def test_missing_paddle_script_or_number_reported() -> None:
-    with raises("paddle_missing"):
-        plan("", machine(build="none"))
-    with pytest.raises(LaunchError, match=r"no script 'absent\.py'"):
-        make_plan(parse_options(["absent.py"], {}), {}, machine())
-    with raises("script_missing"):
-        make_plan(parse_options(["--gpus", "0", "1", "t.py"], {}), {}, machine(cards=2))
+IPS = f"--ips={A},{B}"
+EIGHT = {"cards": 8}
+NPU = {"PADDLE_XCCL_BACKEND": "npu"}
+# What is typed, on which machine, with which variables -> the error and what it names.
+REFUSED = [
+    ("--selected_gpus 0,1", {}, {}, "no_cards", "type: fleetrun --nproc_per_node 2 t.py"),
+    ("--selected_gpu=0-1", {}, {}, "no_cards", "type: fleetrun --nproc_per_node 2 t.py"),
+    ("--gpus 0,1 ppdist train -c", {}, {}, "no_cards", "--nproc_per_node 2 ppdist train -c t.py"),
+    (f"{IPS} --gpus 0-7", {}, {}, "no_cards", f"fleetrun --ips {A},{B} --nproc_per_node 8"),
+    ("--gpus 0", EIGHT, {"CUDA_VISIBLE_DEVICES": ""}, "no_cards", "CUDA_VISIBLE_DEVICES=''"),
+    ("--npus 0", {}, {**NPU, "NPU_VISIBLE_DEVICES": ""}, "no_cards", "NPU_VISIBLE_DEVICES=''"),
+    ("", {}, NPU, "no_cards", "PADDLE_XCCL_BACKEND=npu"),
+    ("--gpus 0,1", EIGHT, {"CUDA_VISIBLE_DEVICES": "4,5"}, "card_hidden", "here cards 4, 5"),
+    ("--devices 2", {}, {**NPU, "NPU_VISIBLE_DEVICES": "0,1"}, "card_hidden", "DEVICES=0,1"),
+    ("--selected_gpus 0-8", EIGHT, {}, "card_missing", "card 8: "),
+    ("--selected_gpus 3-1", EIGHT, {}, "cards_invalid", "3-1 "),
+    ("--selected_gpus a", EIGHT, {}, "cards_invalid", "'a'"),
+    ("--selected_gpus -1", EIGHT, {}, "cards_invalid", "'-1'"),
+    ("--selected_gpus 0,0", EIGHT, {}, "cards_repeated", "card 0 "),
+    ("--selected_gpus 0-2,1", EIGHT, {}, "cards_repeated", "card 1 "),
+    ("--gpus 0,1 --nproc_per_node 3", EIGHT, {}, "options_conflict", "2 cards"),
+    ("--devices 0,1 --nproc_per_node 3", {}, NPU, "options_conflict", "2 cards"),
+    (f"--master {B}:33000 --ips {A},{B}", {}, {}, "options_conflict", "--ips"),
+    (f"--master {B}:33000 --max_restart 2", {}, {}, "options_conflict", "--max_restart"),
+    ("--nproc_per_node 9", EIGHT, {}, "cards_too_few", "8 visible GPUs"),
+    ("--nproc_per_node 3", {}, {**NPU, "NPU_VISIBLE_DEVICES": "0"}, "cards_too_few", "1 visible"),
+    ("--gpus 0-7", {"cards": 8, "build": "cpu"}, {}, "paddle_without_cards", "8 visible GPUs"),
+    ("", {"build": "none"}, {}, "paddle_missing", ""),
+    ("absent.py", {}, {}, "script_not_found", "'absent.py'"),
+    ("--gpus 0 1", {"cards": 2}, {}, "script_missing", "--selected_gpus 0,1"),
+    (IPS, {}, {"GLOO_SOCKET_IFNAME": "ib0"}, "interface_wrong", f"eth1 ({A}), sit0 (without IPv4)"),
+    (IPS, {}, {"GLOO_SOCKET_IFNAME": "sit0"}, "interface_wrong", "IFNAME=sit0"),
+    (IPS, {}, {"GLOO_SOCKET_IFNAME": "lo"}, "interface_wrong", "holds 127.0.0.1"),
+    ("", {}, {"GLOO_SOCKET_IFNAME": "eth9"}, "interface_wrong", "IFNAME=eth9"),
+    (IPS, {}, {"NCCL_SOCKET_IFNAME": "ib"}, "interface_wrong", "IFNAME=ib "),
+    (IPS, {}, {"NCCL_SOCKET_IFNAME": "=eth"}, "interface_wrong", "IFNAME==eth "),
+    (IPS, {}, {"NCCL_SOCKET_IFNAME": "^eth,lo,sit"}, "interface_wrong", "IFNAME=^eth,lo,sit "),
+    ("--ips=10.1.1.1,10.1.1.2", {}, {}, "ips_without_this_host", "10.1.1.1, 10.1.1.2"),
+    (f"--ips={A},{A}", {}, {}, "ips_repeated", f"{A} and {A}"),
+    (f"--ips={A},node-a", {}, {}, "ips_repeated", f"node-a and {A}"),
+    (f"--ips=127.0.0.1,{A}", {}, {}, "ips_loopback", "127.0.0.1"),
+    ("--ips=127.0.0.1,127.0.0.2", {}, {}, "ips_loopback", "127.0.0.1"),
+    (f"--ips=self,{B}", {}, {}, "ips_loopback", "self (here 127.0.1.1)"),
+    (f"--ips=nowhere,{A}", {}, {}, "host_name_unknown", "nowhere"),
+    (f"--ips={A}:6070,{B}", {}, {}, "ips_invalid", f"{A}:6070"),
+    ("--ips=127.0.0.2,127.0.0.3", {}, {}, "ips_ambiguous", "--host 127.0.0.2"),
+    ("--ips=,", {}, {}, "ips_empty", ""),
+    (f"{IPS} --host 10.9.0.3", {}, {}, "host_not_in_ips", "10.9.0.3"),
+]
+
+
+@pytest.mark.parametrize(("command", "on", "variables", "code", "named"), REFUSED)
+def test_what_cannot_work_is_refused_before_the_start(command, on, variables, code, named) -> None:
+    with raises(code, named):
+        plan(command, machine(**on), **variables)
+
+
+METRICS_PORTS = [
+    ("--start_port 9440 --metrics_port 9440", A, "port 9440"),
+    ("--start_port 9439 --nproc_per_node 2 --metrics_port 9440", A, "ports 9439-9440"),
+    (f"{IPS} --metrics_port 6070", A, "ports 6070-6071"),
+    (f"{IPS} --metrics_port 0.0.0.0:6071", B, "ports 6070-6071"),
+    (f"--master {B}:9440 --nnodes 2 --metrics_port 9440", A, "port 9440"),
+]
+
+
+@pytest.mark.parametrize(("command", "own", "needs"), METRICS_PORTS)
+def test_a_metrics_port_that_the_run_needs_is_refused(command: str, own: str, needs: str) -> None:
+    with raises("metrics_port_taken", f"the run itself needs {needs};"):
+        plan(command, machine(own=own, taken=(9440,)))
+    free = command.replace("metrics_port 9440", "metrics_port 9441")
+    assert plan(free.replace(":6071", ":6072").replace("t 6070", "t 6069"), machine(own=own))
 
 
 @pytest.mark.parametrize("own", [A, B])
@@ -225,69 +237,15 @@ def test_interfaces_that_the_user_chose_are_kept(nccl: str) -> None:
     assert made.environment["NCCL_SOCKET_IFNAME"] == nccl
 
 
-@pytest.mark.parametrize(
-    ("variable", "value", "says"),
-    [
-        ("GLOO_SOCKET_IFNAME", "ib0", "GLOO_SOCKET_IFNAME=ib0 is no interface of this machine"),
-        ("GLOO_SOCKET_IFNAME", "ib0", f"lo (127.0.0.1), eth1 ({A}), sit0 (without IPv4)"),
-        ("GLOO_SOCKET_IFNAME", "sit0", "GLOO_SOCKET_IFNAME=sit0 has no IPv4 address"),
-        (
-            "GLOO_SOCKET_IFNAME",
-            "lo",
-            f"GLOO_SOCKET_IFNAME=lo holds 127.0.0.1, but this host of the run is {A}, which is on "
-            f"eth1: unset the variable",
-        ),
-        ("NCCL_SOCKET_IFNAME", "ib", "NCCL_SOCKET_IFNAME=ib fits no interface of this machine"),
-        ("NCCL_SOCKET_IFNAME", "=eth", "NCCL_SOCKET_IFNAME==eth fits no interface"),
-        ("NCCL_SOCKET_IFNAME", "^eth,lo,sit", "fits no interface"),
-    ],
-)
-def test_an_interface_that_cannot_work_is_refused(variable: str, value: str, says: str) -> None:
-    with pytest.raises(LaunchError) as caught:
-        plan(f"--ips={A},{B}", machine(), **{variable: value})
-    assert says in str(caught.value)
-
-
 def test_on_one_host_any_interface_that_exists_will_do() -> None:
     made = plan("", machine(), GLOO_SOCKET_IFNAME="eth1")
     assert made.environment["GLOO_SOCKET_IFNAME"] == "eth1" and made.rendezvous_port is None
-    with raises("interface_wrong", "GLOO_SOCKET_IFNAME=eth9"):
-        plan("", machine(), GLOO_SOCKET_IFNAME="eth9")
 
 
 def test_a_second_address_leaves_the_interface_open() -> None:
     made = plan("--ips 127.0.0.2,127.0.0.3 --host 127.0.0.3", machine())
     assert made.host == "127.0.0.3"
     assert "GLOO_SOCKET_IFNAME" not in made.environment
-
-
-@pytest.mark.parametrize(
-    ("ips", "says"),
-    [
-        (
-            "10.1.1.1,10.1.1.2",
-            "none of --ips 10.1.1.1, 10.1.1.2 is this machine (its addresses: 10",
-        ),
-        (f"{A},{A}", f"--ips: {A} and {A} are both {A}; each host stands there once"),
-        (f"{A},node-a", f"--ips: node-a and {A} are both {A}"),
-        (f"127.0.0.1,{A}", "--ips: 127.0.0.1 means every machine to itself"),
-        ("127.0.0.1,127.0.0.2", "--ips: 127.0.0.1 means every machine to itself"),
-        (f"self,{B}", "--ips: self (here 127.0.1.1) means every machine to itself"),
-        (f"nowhere,{A}", "the name nowhere is not known on this machine"),
-        (f"{A}:6070,{B}", "without a port"),
-        ("127.0.0.2,127.0.0.3", "are all this machine's; say which one this launch is: --host 127"),
-        (",", "--ips is empty"),
-    ],
-)
-def test_hosts_that_cannot_work_are_refused(ips: str, says: str) -> None:
-    with pytest.raises(LaunchError) as caught:
-        plan(f"--ips={ips}", machine())
-    assert says in str(caught.value)
-
-
-def test_host_must_be_in_the_list() -> None:
-    with raises("host_not_in_ips", "10.9.0.3"):
-        plan(f"--ips={A},{B} --host 10.9.0.3", machine())
 
 
 def test_one_host_takes_free_ports_for_two_runs() -> None:
@@ -305,25 +263,8 @@ def test_taken_port_refused_on_listening_host(own: str, refused: bool, taken: in
     if not refused:
         assert plan(command, on).rendezvous_port == 7000
         return
-    with pytest.raises(LaunchError, match=f"port {taken} is in use on this machine"):
+    with raises("port_in_use", str(taken)):
         plan(command, on)
-
-
-@pytest.mark.parametrize(
-    ("command", "own", "needs"),
-    [
-        ("--start_port 9440 --metrics_port 9440", A, "port 9440"),
-        ("--start_port 9439 --nproc_per_node 2 --metrics_port 9440", A, "ports 9439-9440"),
-        (f"--ips={A},{B} --metrics_port 6070", A, "ports 6070-6071"),
-        (f"--ips={A},{B} --metrics_port 0.0.0.0:6071", B, "ports 6070-6071"),
-        (f"--master {B}:9440 --nnodes 2 --metrics_port 9440", A, "port 9440"),
-    ],
-)
-def test_a_metrics_port_that_the_run_needs_is_refused(command: str, own: str, needs: str) -> None:
-    with pytest.raises(LaunchError, match=rf"--metrics_port \d+: the run itself needs {needs};"):
-        plan(command, machine(own=own, taken=(9440,)))
-    free = command.replace("metrics_port 9440", "metrics_port 9441")
-    assert plan(free.replace(":6071", ":6072").replace("t 6070", "t 6069"), machine(own=own))
 
 
 def test_free_ports_are_not_where_the_metrics_will_be(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -344,8 +285,6 @@ def test_master_gets_host_address_and_paddle_options() -> None:
     assert given(made, "--nnodes") == "2" and given(made, "--rank") == "1"
     assert given(made, "--ips") is None and made.ranks == ()
     assert made.environment["GLOO_SOCKET_IFNAME"] == "eth1"
-    with raises("options_conflict"):
-        plan(f"--master {B}:33000 --ips {A},{B}", machine())
 
 
 def test_only_what_paddle_alone_can_do_needs_its_launcher() -> None:
@@ -423,33 +362,6 @@ def test_paddle_is_built_for_xpu_and_needs_no_plug_in(name: str) -> None:
     assert not {"PADDLE_XCCL_BACKEND", "PADDLE_DISTRI_BACKEND"} & set(made.ranks[0])
 
 
-@pytest.mark.parametrize(
-    ("command", "variables", "says"),
-    [
-        ("", {}, "PADDLE_XCCL_BACKEND=npu: how many cards of kind npu this machine has is not"),
-        (
-            "--devices 2",
-            {"NPU_VISIBLE_DEVICES": "0,1"},
-            "2 is hidden by NPU_VISIBLE_DEVICES=0",
-        ),
-        ("--npus 0", {"NPU_VISIBLE_DEVICES": ""}, "NPU_VISIBLE_DEVICES='' hides all npus"),
-        ("--nproc_per_node 3", {"NPU_VISIBLE_DEVICES": "0"}, "has 1 visible npus and each"),
-        ("--devices 0,1 --nproc_per_node 3", {}, "2 cards and --nproc_per_node 3 contradict"),
-    ],
-)
-def test_cards_of_another_kind_that_cannot_be_had(
-    command: str, variables: dict[str, str], says: str
-) -> None:
-    with pytest.raises(LaunchError) as caught:
-        plan(command, machine(), PADDLE_XCCL_BACKEND="npu", **variables)
-    assert says in str(caught.value)
-
-
-def test_restarts_are_refused_with_paddles_rendezvous() -> None:
-    with raises("options_conflict"):
-        plan(f"--master {B}:33000 --max_restart 2", machine())
-
-
 def test_ranges_ignore_spaces_and_quotes() -> None:
     assert expand_ids(" '0 - 2, 5' ".strip()) == expand_ids("0-2,5") == ["0", "1", "2", "5"]
     assert expand_ids("0 1") == ["0", "1"]
@@ -461,7 +373,7 @@ def test_runs_side_by_side_have_cards_of_their_own() -> None:
     assert deal_out(["0", "1", "2", "3", "4"], 2, 2) == [["0", "1"], ["2", "3"]]
     with raises("cards_uneven", "'0-1|2'"):
         cards_of_runs("0-1|2")
-    with pytest.raises(LaunchError, match=r"cards '0-1\|1,2': card 1 is listed for two runs"):
+    with raises("cards_repeated", "card 1 "):
         cards_of_runs("0-1|1,2")
     with raises("cards_too_few"):
         deal_out(["0", "1", "2"], 2, 2)
@@ -498,8 +410,7 @@ def test_a_port_of_another_job_is_refused_before_it_listens() -> None:
     with claimed((port,), 1):
         with raises("port_in_use", "FLAGS_START_PORT"):
             choose_port(port, 2, 1, True, network)
-        both_looked = pytest.raises(LaunchError, match="is in use")
-        with both_looked, claimed((port,), 1):
+        with raises("port_in_use"), claimed((port,), 1):
             pass
     assert choose_port(port, 2, 1, True, network) == port
 
