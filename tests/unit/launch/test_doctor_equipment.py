@@ -8,8 +8,8 @@ from ppdist.config.distributed import DistributedConfig
 from ppdist.launch import doctor
 from ppdist.launch.doctor import OK, WARN, judge_hosts
 from tests.distributed import run_on_ranks
-from tests.unit.launch.machines import machine
 from tests.errors import raises
+from tests.unit.launch.machines import machine
 
 CLOSED = (
     "NVRM version: NVIDIA UNIX x86_64 Kernel Module  535.129.03  Thu Oct 19 18:56:32 UTC 2023\n"
