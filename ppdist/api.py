@@ -219,7 +219,7 @@ class Detector:
         evaluate: bool = True,
         callbacks: Sequence["Callback"] = (),
     ) -> "Detector":
-        """Trains on from these weights, in this process; the detector itself stays as it is.
+        """Fine-tunes these weights in this process; the detector stays unchanged.
 
         Classes whose names agree keep what they know.  On several cards use `fleetrun`.
 
@@ -396,7 +396,7 @@ def _frame(given: Any, position: int) -> Frame:
 
 
 class Run(_Path):
-    """The output_dir of a training: a path, and the numbers of its epochs.
+    """A training's output_dir: a path, and the numbers of its epochs.
 
     `Run("output/my_run")` opens any run, also one that still trains.
     """
@@ -510,7 +510,7 @@ def train(
 def evaluate(
     weights: Place, *, config: Config | None = None, overrides: Overrides = ()
 ) -> dict[str, float]:
-    """Measures weights on the validation split, as `ppdist eval` does: mAP, mAP50, ...
+    """Evaluates weights on the validation split, as `ppdist eval` does.
 
     Args:
         weights: see `Detector`.
@@ -541,7 +541,7 @@ def export(
     formats: Sequence[Literal["paddle", "onnx", "openvino"]] = ("paddle",),
     **options: Any,
 ) -> Path:
-    """Writes a model for deployment, as `ppdist export` does, checked against the weights.
+    """Exports weights for deployment, as `ppdist export` does.
 
     Args:
         weights: see `Detector`.
@@ -605,12 +605,12 @@ def config_for(
 
 
 def _item(key: str, value: str) -> str:
-    """A value as it is, whatever it would mean in YAML (`a #b`, `2024`), as an item of -o."""
+    """An item of -o whose value means itself (`a #b`, `2024`)."""
     return f"{key}={json.dumps(value, ensure_ascii=False)}"
 
 
 def _free_folder(name: str) -> str:
-    """The folder, or the first of `name-2`, `name-3`, ... in which no run has written.  Collective.
+    """The folder, or the first unused of `name-2`, ...  Collective.
 
     A job that fleetrun starts anew goes on in the one that it had.
     """

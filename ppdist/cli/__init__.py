@@ -168,7 +168,7 @@ def parser_of(command: str, text: str | None) -> Parser:
 
 
 def _typed_so_far() -> list[str]:
-    """The command of the line that a shell wants completed; ends here where there is none yet.
+    """The command line to complete; exits when no command is typed yet.
 
     What follows a command is completed by its own parser (`Parser`), which
     _ARGCOMPLETE tells that its options begin one word later.
@@ -252,7 +252,10 @@ def add_data(
 
 
 def add_model(parser: Any, what: str) -> None:
-    """--model, completed by the names that ship.  Args: parser: or a group of its options."""
+    """Adds --model, with completion of shipped names.
+
+    Args: parser: or a group of its options.
+    """
     parser.add_argument("--model", metavar="NAME", help=what).completer = _models  # argcomplete's
 
 
@@ -280,7 +283,7 @@ def require_one_source(arguments: argparse.Namespace, command: str, model: str =
 
 
 def experiment_of(arguments: argparse.Namespace, command: str) -> "ExperimentConfig":
-    """The configuration of -c, or a shipped recipe fitted to DATA, with -o applied.
+    """The configuration of -c, or a recipe for DATA, with -o.
 
     Args: arguments: of `add_data`.  command: as users type it, for messages.
     """
@@ -308,7 +311,7 @@ def experiment_of(arguments: argparse.Namespace, command: str) -> "ExperimentCon
 
 
 def config_of(arguments: argparse.Namespace, *, needs_data: bool = False) -> "ExperimentConfig":
-    """The configuration of -c, or the one that the weights of -w bring along, with -o.
+    """The configuration of -c, or of the weights of -w, with -o.
 
     Args: needs_data: see `config_of_weights`.
     """
@@ -329,7 +332,7 @@ def command_line() -> list[str]:
 
 
 def script_of(command: str) -> list[str]:
-    """The words by which fleetrun starts one of COMMANDS on each of its ranks.
+    """The words by which fleetrun starts a command on its ranks.
 
     Runs record them and messages show them, so a clone's door is named as a user would type it.
     """
@@ -340,12 +343,12 @@ def script_of(command: str) -> list[str]:
 
 
 def is_clone() -> bool:
-    """Whether this package stands in its source repository, and not where pip put it."""
+    """Whether this package is in its repository, not in site-packages."""
     return (CLONE / "setup.py").is_file()
 
 
 def folder_for(weights: Path, what: str) -> Path:
-    """Default folder of what is made of weights: in their run, else named after them.
+    """Default output folder: in the weights' run, else named after them.
 
     Args: weights: a run, a checkpoint, a file or a name; or an export in a run.
     """

@@ -115,7 +115,7 @@ def main() -> int:
 
 
 def synthetic_data(arguments: argparse.Namespace, root: Path) -> list[str]:
-    """Draws the data set (each rank its own, the same) and returns the overrides that name it."""
+    """Draws a data set, equal on each rank; returns its overrides."""
     from ppdist.data.datasets.synthetic import make_shapes
 
     overrides = [f"data.root={root}", "model.num_classes=3"]

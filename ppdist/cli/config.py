@@ -61,7 +61,7 @@ Other sets and examples: `-c NAME`; to edit one, `ppdist config copy NAME`.
 
 
 def listing() -> str:
-    """The configs that ship, in 80 columns: recipes with their figures, then all others."""
+    """The shipped configs in 80 columns: recipes with figures, then others."""
     measured, known = measured_runtimes(), _published()
     head = ("name", "pixels", "params M", "AP", "ms", "weights")
     rows: list[tuple[str, ...]] = []
@@ -104,7 +104,7 @@ def _by_size(row: tuple[str, ...]) -> tuple[str, int, float]:
 
 
 def _published() -> dict[str, tuple[str, float, float]]:
-    """Name, parameters (millions) and AP of the weights of each recipe on COCO."""
+    """Weights of each COCO recipe: name, parameters (millions), AP."""
     entries = yaml.safe_load((_MODELS / "zoo.yml").read_text(encoding="utf-8"))["weights"]
     found: dict[str, tuple[str, float, float]] = {}
     for name, each in entries.items():
@@ -127,7 +127,9 @@ def _about(path: Path) -> str:
 
 
 def copied(name: str, file: Path | None) -> Path:
-    """Writes a shipped config to a new file; its `_BASE_` names the shipped parts.
+    """Copies a shipped config to a new file.
+
+    Its `_BASE_` names the shipped parts.
 
     Raises: ConfigError: no such config, or the file is there already.
     """

@@ -130,7 +130,7 @@ def load(arguments: argparse.Namespace) -> "ExperimentConfig":
 
 
 def source_of(arguments: argparse.Namespace) -> "DataConfig":
-    """The data of DATA or the configuration, or what --format says; then val is train.
+    """The data of DATA, -c or --format (then val is train).
 
     Raises: ConfigError: it says several, none, or too little.
     """
@@ -431,7 +431,7 @@ def split(arguments: argparse.Namespace) -> int:
 
 
 def anchors(arguments: argparse.Namespace) -> int:
-    """Shows how well the configured anchors fit the training set, and fitted ones to paste."""
+    """Shows how well anchors fit the training set, and better ones."""
     from ppdist.data.checks.statistics import fit_anchors, refit, sizes_in_input
     from ppdist.data.datasets.build import read_split
     from ppdist.engine.build import build_model

@@ -140,7 +140,7 @@ def check_experiment(path: str, overrides: list[str], writes: bool) -> Iterator[
 def check_together(
     arguments: argparse.Namespace, options: Options
 ) -> tuple[list[Finding], dict[str, Any]]:
-    """Starts the processes of this host, which compare and measure; findings and measurements."""
+    """Starts this host's processes; returns their findings and measurements."""
     launcher = [sys.executable, *script_of("launch"), *options.typed]
     script = [*script_of("doctor"), *(["-c", arguments.config] if arguments.config else [])]
     script += ["-o", *arguments.override] if arguments.override else []

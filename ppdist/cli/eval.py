@@ -113,7 +113,7 @@ def main() -> int:
 
 
 def config_for(arguments: argparse.Namespace) -> "ExperimentConfig":
-    """The configuration of -c or of the weights, with DATA where that is given, with -o."""
+    """The configuration of -c or the weights, with DATA and -o."""
     if not arguments.data:
         return config_of(arguments, needs_data=True)
     from ppdist.config import changed, load_config
@@ -133,7 +133,7 @@ def config_for(arguments: argparse.Namespace) -> "ExperimentConfig":
 
 
 def show(metrics: Mapping[str, float], analysis: Mapping[str, Any]) -> None:
-    """Prints the metrics as a table, and those of the classes below it.
+    """Prints the metrics, and below them those of the classes.
 
     Args: metrics: -1 where there is no such object, which is shown as a dash.
     """
@@ -193,7 +193,7 @@ def write_vdl(
     analysis: dict[str, Any],
     pictures: "list[np.ndarray]",
 ) -> None:
-    """What a training shows of its evaluations; one folder may take several checkpoints in turn."""
+    """Adds the evaluation of a checkpoint to a VisualDL folder."""
     from ppdist.common.files import writing
     from ppdist.common.writers import VisualDLWriter, pr_curves, scalar_points
 

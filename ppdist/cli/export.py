@@ -177,7 +177,7 @@ def tell(report: "ExportReport") -> None:
 
 
 def show_graph(weights: Path, report: "ExportReport") -> None:
-    """Puts the exported graph beside the curves of the run that the weights are from, if any."""
+    """Puts the exported graph into the VisualDL folder of its run."""
     from ppdist.common.records import visualdl_command
     from ppdist.viz.graph import write_graph
 
@@ -195,6 +195,6 @@ def show_graph(weights: Path, report: "ExportReport") -> None:
 
 
 def stop(number: int, frame: object) -> None:
-    """Ends the export as an error would: what is half made is removed, the converter ended."""
+    """Ends the export as an error would, which cleans up."""
     signal.signal(number, signal.SIG_IGN)
     raise SystemExit(128 + number)

@@ -168,7 +168,7 @@ def main() -> int:
 def noting(
     results: "Results", choice: "Wanted | None", track: bool
 ) -> "tuple[Callable[[Frame, Any], Any], Callable[[list[Any]], str]]":
-    """What notes what was found in a frame, and what puts notes into words."""
+    """A function that adds a frame's detections, and one that describes them."""
     from ppdist.predict.model import detections
     from ppdist.predict.results import Classes, Objects
     from ppdist.predict.tracking import following
@@ -300,7 +300,7 @@ def of_weights(arguments: argparse.Namespace) -> "LoadedModel":
 
 
 def are_weights(path: Path) -> bool:
-    """Whether -w would take it: a run, a checkpoint, a file of weights or a published name."""
+    """Whether -w takes it: run, checkpoint, weight file or published name."""
     from ppdist.models.weights import checkpoint_of
     from ppdist.models.zoo import is_name
 

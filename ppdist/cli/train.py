@@ -211,7 +211,7 @@ def _dry_run(plan: "TrainingPlan", output_dir: Path, evaluate: bool) -> int:
 
 
 def import_engine() -> None:
-    """Imports what a training needs: a million objects, which no collection looks at again."""
+    """Imports what a training needs, outside of garbage collection."""
     gc.disable()
     import ppdist.engine.run  # noqa: F401
 

@@ -14,7 +14,7 @@ COMBINES = ("mosaic", "mixup", "cutmix", "copy_paste")  # several images in one 
 
 
 class AffineConfig(Section):
-    """Turn, zoom, slant, shift and tilt about the middle of the input, uniform, of every image."""
+    """Random rotation, zoom, shear, shift and perspective about the input's centre."""
 
     rotate: float = Field(
         default=0.0, ge=0, le=180, description="Largest angle either way, degrees."
@@ -46,7 +46,7 @@ class AffineConfig(Section):
 
 
 class AugmentConfig(Section):
-    """Random changes of training images, each with its probability; 0 switches it off.
+    """Random changes of training images, each with a probability; 0: off.
 
     In order: rotate90 of each image; mosaic, or else expand and crop; affine and flip; distort;
     copy_paste; cutmix; mixup; hsv; blur; grey; erase.
@@ -188,7 +188,7 @@ class AugmentConfig(Section):
         return window
 
     def in_epoch(self, epoch: int, epochs: int | None) -> "AugmentConfig":
-        """What is on in one epoch, counted from 0, of a run of so many (None: no last ones)."""
+        """Augmentation of one epoch, counted from 0 (epochs None: no last ones)."""
         left = math.inf if epochs is None else epochs - epoch
         if self.plain_epochs and left <= self.plain_epochs:
             return AugmentConfig(
@@ -220,7 +220,7 @@ class AugmentConfig(Section):
         return self.combine_epochs is not None and isinstance(self.combine_epochs[1], float)
 
     def with_epoch_scale(self, factor: float) -> "AugmentConfig":
-        """The same for a run that is `factor` times as long: what counts epochs counts more.
+        """Augmentation for a run `factor` times as long: epoch counts grow.
 
         To whole epochs, and no phase disappears: what had an epoch keeps one.
         """
@@ -244,7 +244,7 @@ class AugmentConfig(Section):
 
     @property
     def most_zoom(self) -> float:
-        """How much larger than in a whole view an image may be shown, along x or y.
+        """Largest magnification of an image over its whole view, per axis.
 
         A crop has crop_least ** 2 of the area at least, and 0.5 to 2 times the aspect.  Affine
         counts as 1: a closer view magnifies the pixels that fit, as in YOLOv5.

@@ -28,7 +28,7 @@ Task = Literal["detect", "classify"]  # boxes with classes, or one class for eac
 
 
 class OnResume(Enum):
-    """What another value of a key does to a run that resumes; noted in `Annotated` of its field.
+    """Effect of a changed key on a resumed run; in `Annotated`.
 
     A key, or the section it is in, without a note affects training from there on (rates, phases,
     order of images, losses): a run resumes with another value only when it is told to.
@@ -40,7 +40,7 @@ class OnResume(Enum):
 
 
 class Section(BaseModel):
-    """Base of every part of the configuration: immutable, and closed to undeclared keys.
+    """Base of configuration parts: immutable, closed to undeclared keys.
 
     Give every field `Field(description=...)` with its unit: it becomes the documentation.
     """
@@ -55,7 +55,7 @@ class Section(BaseModel):
 
     @classmethod
     def opened(cls, tree: Node, problems: list[Problem]) -> type["Section"]:
-        """This Section with what installed plugins add to it, as far as the tree names it.
+        """This Section with the plugin parts that the tree names.
 
         Args: problems: gets those of plugins that the tree needs.
         """
@@ -63,7 +63,7 @@ class Section(BaseModel):
 
     @classmethod
     def completed(cls, tree: Node) -> Node:
-        """What was read, with what follows from it and need not be written; before the check."""
+        """Adds implied keys to the tree before it is checked."""
         return tree
 
 
@@ -76,7 +76,7 @@ def parse_config(
     schema: type[SectionT],
     defaults: Mapping[str, str] | None = None,
 ) -> SectionT:
-    """Reads a file as any Section, as `experiment.load_config` does the tree of all.
+    """Reads a file as any Section; `load_config` reads experiments.
 
     Args:
         path: of a file, or the name of one that is shipped.
@@ -95,7 +95,7 @@ def parse_plain(
     schema: type[SectionT],
     defaults: Mapping[str, str] | None = None,
 ) -> SectionT:
-    """As `parse_config`, of plain data that did not come from a YAML file.
+    """As `parse_config`, of plain data instead of a file.
 
     Args: source: where it came from, for messages.
     """
@@ -171,7 +171,7 @@ def _as_text(tree: Node, path: Sequence[str | int]) -> Node:
 
 
 def dump_yaml(config: Section) -> str:
-    """YAML text with every key, defaults included; reading it gives the same configuration."""
+    """YAML text with every key; reading it gives the same configuration."""
     return dump(config.model_dump(mode="json"))
 
 
@@ -189,7 +189,7 @@ def override_items(overrides: Overrides, above: str = "") -> list[str]:
 
 
 def on_resume(config: Section, key: str) -> OnResume | None:
-    """The note of a key, or of the section it is in; None: it has none, or is not there."""
+    """The note of a key or of its section; None: none."""
     for part in key.split("."):
         field = type(config).model_fields.get(part)
         if field is None:
@@ -205,12 +205,12 @@ def on_resume(config: Section, key: str) -> OnResume | None:
 
 
 def flattened(config: Section) -> dict[str, Any]:
-    """The value of each key, as JSON holds it, by key path: `train.amp.enabled`."""
+    """JSON values by key path: `train.amp.enabled`."""
     return dict(leaves(config.model_dump(mode="json")))
 
 
 def leaves(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """(key path, value) of a configuration as a tree; a list is one value."""
+    """Yields (key path, value); a list is one value."""
     for key, value in tree.items():
         if isinstance(value, dict):
             yield from leaves(value, f"{prefix}{key}.")

@@ -46,14 +46,14 @@ class SplitConfig(Section):
 
     @property
     def annotation_files(self) -> tuple[str, ...]:
-        """Files or folders, relative to data.root; none: they are found by the images."""
+        """Files or folders, relative to data.root; none: beside the images."""
         if isinstance(self.annotations, str):
             return (self.annotations,) if self.annotations else ()
         return self.annotations
 
 
 class SamplingConfig(Section):
-    """How often each training image comes in an epoch, the same on any number of ranks."""
+    """How often each training image comes in an epoch."""
 
     name: Literal["shuffle", "balanced", "difficulty"] = Field(
         default="shuffle",
@@ -216,5 +216,5 @@ class DataConfig(Section):
 
     @property
     def task(self) -> Task:
-        """What the annotations teach: boxes with classes, or one class for each image."""
+        """What the annotations teach: boxes or image classes."""
         return "classify" if self.format in ("folder", "csv") else "detect"

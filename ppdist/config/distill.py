@@ -31,8 +31,7 @@ class FeaturesConfig(Section):
 
 
 class BoxesConfig(Section):
-    """Boxes where the teacher is sure (PP-YOLOE: the distributions of sides, LD, arXiv:2102.12252;
-    YOLOv5: GIoU with the teacher's boxes)."""
+    """Boxes where the teacher is sure."""
 
     weight: float = Field(
         default=1.0,
@@ -61,7 +60,9 @@ class DistillConfig(Section):
         default=None, description="features of the neck; null: not learned from it"
     )
     boxes: BoxesConfig | None = Field(
-        default=BoxesConfig(), description="boxes; null: not learned from it"
+        default=BoxesConfig(),
+        description="boxes: PP-YOLOE by the distributions of sides (LD, arXiv:2102.12252), YOLOv5 "
+        "by GIoU with the teacher's; null: not learned from it",
     )
 
     @model_validator(mode="after")
@@ -75,8 +76,10 @@ class DistillConfig(Section):
 
 
 class Trained(Section):
-    """What counts of the configuration of a teacher's run; its other keys may be those of another
-    version."""
+    """The model section of a teacher's run.
+
+    Its other keys may be those of another version.
+    """
 
     model_config = ConfigDict(extra="ignore")
 

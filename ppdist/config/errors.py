@@ -29,7 +29,7 @@ Path = tuple[str | int, ...]
 
 
 class CrossKeyErrors(ValueError):
-    """What does not fit between keys: messages, each of which begins with its key and a colon."""
+    """Conflicts between keys: messages that begin with `key: `."""
 
     def __init__(self, messages: Sequence[str]) -> None:
         super().__init__("; ".join(messages))
@@ -88,12 +88,12 @@ def _path(detail: Any, tree: Node) -> Path:
 
 
 def _is_absent(detail: Any) -> bool:
-    """Whether a key is missing; an item missing from a list is a list of the wrong length."""
+    """Whether a key is missing; a missing item is a wrong length."""
     return detail["type"] == "missing" and isinstance(detail["loc"][-1], str)
 
 
 def _nearest(tree: Node, path: Path) -> Node:
-    """The node at a path, or where it is absent the closest one that holds it."""
+    """The node at a path, or its nearest existing parent."""
     for part in path:
         child = tree.child(part)
         if child is None:
@@ -151,7 +151,7 @@ def _dotted(path: Path) -> str:
 
 
 def _expected(field: FieldInfo, path: Path, tree: Node) -> str:
-    """The type in words; for an item of a list, of the whole list; for a section, its keys."""
+    """The expected type in words, of an item that of its list."""
     sections = fitting(sections_in(field.annotation), _nearest(tree, path))
     if sections and not isinstance(path[-1], int):
         return "a mapping with keys such as " + ", ".join(list(sections[0].model_fields)[:5])
@@ -169,7 +169,7 @@ def _tag_values(section: SectionType, key: Any) -> list[str]:
 
 
 def _hint(node: Node, annotation: Any) -> str:
-    """What the user probably meant, as `; did you mean ...`, or nothing."""
+    """`; did you mean ...`, or ""."""
     value, words = node.value, type_in_words(annotation)
     if isinstance(value, str):
         close = _close(value, choices(annotation))
@@ -195,7 +195,7 @@ def _close(text: str, candidates: Sequence[str]) -> str:
 
 
 def _suggest_key(path: Path, tree: Node, schema: SectionType) -> str:
-    """The key that was probably meant: near this one, or of this name in another section."""
+    """The key probably meant: a similar one, or from another section."""
     key = str(path[-1])
     siblings = list(dict.fromkeys(k for s in owners(schema, path, tree) for k in s.model_fields))
     elsewhere: dict[str, str] = {}  # the last part of each key path -> the whole of the first

@@ -37,7 +37,7 @@ class Equivalent(NamedTuple):
     values: Mapping[str, str] = {}
 
     def in_config(self, value: str, sign: str) -> str:
-        """What to write in a file (sign `: `) or behind -o (sign `=`)."""
+        """What to write in a file (`: `) or after -o (`=`)."""
         ours = self._ours(value)
         return self._told(f"{self.key}{sign}{ours}" if ours else self.key, value)
 
@@ -109,7 +109,7 @@ _NOT_RESUMED = (".pt", ".pth", ".pdparams", ".onnx")
 
 
 def answer_key(path: Sequence[str | int], node: Node) -> str:
-    """What to write for an unknown key of a file or -o item; "": it is nobody's.
+    """What to write for an unknown key; "": unknown everywhere.
 
     Args: node: its value.
     """
@@ -129,7 +129,10 @@ def answer_key(path: Sequence[str | int], node: Node) -> str:
 
 
 def without_removed_keys(tree: Node) -> Node:
-    """The tree without keys that are gone where they are null, as our config.yml has all keys."""
+    """The tree without removed keys that are null.
+
+    The config.yml of an earlier run has every key.
+    """
     for name in _REMOVED:
         tree = _without_null(tree, name.split("."))
     return tree
@@ -146,7 +149,7 @@ def _without_null(tree: Node, path: Sequence[str]) -> Node:
 
 
 def refuse_options(command: str, words: Sequence[str], unknown: Container[str]) -> None:
-    """Answers words of other trainers on the command line of one of ours.
+    """Refuses other trainers' words on our command line.
 
     Args:
         words: what follows the command.
@@ -176,7 +179,7 @@ def refuse_options(command: str, words: Sequence[str], unknown: Container[str]) 
 
 
 def _answer(command: str, name: str, value: str, *, item: bool) -> str:
-    """What to write for a word behind a command; "": it is nobody's.
+    """What to write for a word; "": unknown everywhere.
 
     Args: item: it stands behind -o, where only what is no key of a configuration is answered.
     """
@@ -213,7 +216,7 @@ def _of_model(value: str) -> str:
 
 
 def is_data_yaml(tree: Node) -> bool:
-    """Whether a file is a data file of ultralytics or Roboflow, and no configuration."""
+    """Whether a file is a data.yaml of ultralytics or Roboflow."""
     keys = tree.value if isinstance(tree.value, dict) else {}
     named = "names" in keys or ("nc" in keys and "backbone" not in keys)
     return named and any(key in keys for key in ("train", "val", "valid", "path"))

@@ -12,7 +12,7 @@ _Anchor = tuple[_Side, _Side]
 
 
 def _square(size: object) -> object:
-    """One number is a square; a list becomes the tuple that strict checks want."""
+    """One number is a square; a list becomes a tuple."""
     if isinstance(size, int) and not isinstance(size, bool):
         return size, size
     return tuple(size) if isinstance(size, list) else size

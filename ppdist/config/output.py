@@ -22,7 +22,7 @@ class CheckpointConfig(Section):
 
 
 class TrackerConfig(Section):
-    """Keys that every experiment tracker has; what another package registers adds its own."""
+    """Keys of every experiment tracker; plugins add their own."""
 
     name: str = Field(description="the tracker")
     project: str = Field(default="ppdist", description="the project in which the run is shown")

@@ -161,7 +161,7 @@ def _register(new: Registration) -> None:
 
 
 def _name_of(section: Any, key: str, base: type[Section]) -> str:
-    """The one value that a Section of a plugin allows for the key that says what it is."""
+    """The one value that a plugin's Section allows for its tag."""
     shown = getattr(section, "__name__", section)
     if not (isinstance(section, type) and issubclass(section, base)):
         raise _invalid(shown, f"it is no subclass of {base.__module__}.{base.__name__}")
@@ -194,7 +194,7 @@ def _taken(new: Registration, by: str) -> ConfigError:
 
 
 def registrations() -> list[dict[str, Any]]:
-    """All registrations as JSON holds them, for a process that this one starts."""
+    """All registrations as JSON, for a child process."""
 
     def text(section: type[Section] | None) -> str:
         return f"{section.__module__}:{section.__qualname__}" if section else ""
@@ -281,7 +281,7 @@ def find_names(tree: Node) -> list[Problem]:
 
 
 def _unknown(tree: Node) -> Iterator[tuple[str, str, Node]]:
-    """(kind, key, value) of each name in the tree that nobody has registered."""
+    """(kind, key, value) of each unregistered name in the tree."""
     for kind, key, node in _named(tree):
         if isinstance(node.value, str) and node.value not in names_of(kind):
             yield kind, key, node
@@ -310,7 +310,7 @@ def _named(tree: Node) -> Iterator[tuple[str, str, Node]]:
 
 
 def open_section(schema: type[SectionT], tree: Node) -> type[SectionT]:
-    """The Section with the registered names in its unions; itself where nothing is registered.
+    """The Section with registered names added to its unions.
 
     Args: tree: what will be read as it; the keys of `data` depend on the format that it names.
     """

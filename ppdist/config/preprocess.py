@@ -11,14 +11,14 @@ GREY = (114, 114, 114)  # what lies beside a letterboxed image
 
 
 class NormalisationSection(Section):
-    """What is done to the pixels x of 0..255 before the graph: (x / 255 - mean) / std."""
+    """Normalisation of pixels 0..255: (x / 255 - mean) / std."""
 
     mean: tuple[float, float, float] = Field(description="Of red, green and blue, 0..1.")
     std: tuple[float, float, float] = Field(description="Of red, green and blue, 0..1.")
 
 
 class ResizeSection(Section):
-    """How an image becomes the input, and a box of the output a box of the image."""
+    """How images become inputs, and output boxes boxes of images."""
 
     mode: Resize | Literal["centre_crop"] = Field(
         default="stretch",

@@ -26,7 +26,7 @@ _LIMITS = (("ge", ">="), ("gt", ">"), ("le", "<="), ("lt", "<"), ("multiple_of",
 
 
 def type_in_words(annotation: Any, metadata: Sequence[Any] = ()) -> str:
-    """A type as a user reads it: `whole number >= 1`, `one of s, m, l`, `list of text`."""
+    """A type in words: `whole number >= 1`, `list of text`."""
     origin, args = get_origin(annotation), get_args(annotation)
     if origin is Annotated:
         return type_in_words(args[0], [*metadata, *args[1:]])
@@ -93,7 +93,7 @@ def sections_in(annotation: Any) -> list[SectionType]:
 
 
 def fitting(sections: Sequence[SectionType], node: Node | None) -> list[SectionType]:
-    """Of the members of a union, those whose tag (`name: ppyoloe`) is the node's, or else all."""
+    """The union members with the node's tag (`name: ppyoloe`), else all."""
 
     def fits(section: SectionType) -> bool:
         for key, field in section.model_fields.items():
@@ -108,7 +108,7 @@ def fitting(sections: Sequence[SectionType], node: Node | None) -> list[SectionT
 
 
 def owners(schema: SectionType, path: Sequence[str | int], tree: Node) -> list[SectionType]:
-    """The sections that the last key of a path belongs to (several in an undecided union)."""
+    """Sections that own a path's last key (undecided union: several)."""
     current: list[SectionType] = [schema]
     node: Node | None = tree
     for part in path[:-1]:
@@ -122,7 +122,7 @@ def owners(schema: SectionType, path: Sequence[str | int], tree: Node) -> list[S
 
 
 def field_at(schema: SectionType, path: Sequence[str | int], tree: Node) -> FieldInfo | None:
-    """The declaration that rules a path; for an item of a list, the declaration of the list."""
+    """The field at a path (of a list item: its list)."""
     while path and isinstance(path[-1], int):
         path = path[:-1]
     for section in owners(schema, path, tree) if path else []:

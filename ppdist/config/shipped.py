@@ -19,13 +19,13 @@ _CLONE_FOLDER = "configs"
 
 
 def folder() -> Path:
-    """Of the shipped configs: inside the installed package, or beside it in a clone."""
+    """Folder of the shipped configs, in the package or the clone."""
     installed = _PACKAGE / _CLONE_FOLDER
     return installed if installed.is_dir() else _PACKAGE.parent / _CLONE_FOLDER
 
 
 def recipes() -> dict[str, Path]:
-    """Whole configs by name, in the order of their folders; no parts and no studies."""
+    """Shipped experiments by name; no parts and no studies."""
     files = sorted(folder().rglob("*.yml"))
     kinds = {path: path.parent.name for path in files}
     return {path.stem: path for path in files if kinds[path] not in ("_base_", "studies")}
@@ -38,7 +38,7 @@ def short_names() -> dict[str, str]:
 
 
 def find_config(path: str) -> str:
-    """The file that a path or a name stands for; the path itself where there is none.
+    """The file behind a path or name; else the path itself.
 
     Args: path: what was typed where a config is asked for.
     """
@@ -54,6 +54,6 @@ def find_config(path: str) -> str:
 
 
 def near(path: str) -> list[str]:
-    """Names of shipped configs that somebody who typed this may have meant, best first."""
+    """Names of shipped configs similar to this, best first."""
     word = Path(path).name.removesuffix(".yml")
     return difflib.get_close_matches(word, [*short_names(), *recipes()], n=3)

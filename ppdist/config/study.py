@@ -32,7 +32,7 @@ _MOST_VALUES = 1000  # of a key in a grid; each is tried on the experiment first
 
 
 class Dimension(Section):
-    """What one key may be: numbers between two ends, or one of some values."""
+    """Values of one key: a range of numbers, or choices."""
 
     low: int | float | None = Field(default=None, alias="from", description="Least value.")
     high: int | float | None = Field(default=None, alias="to", description="Largest value.")
@@ -62,14 +62,19 @@ class Dimension(Section):
         return all(isinstance(number, int) for number in numbers)
 
     def examples(self, in_grid: bool) -> list[Any]:
-        """What the configuration must be able to take: everything in a grid, else every choice or
-        both ends.  Raises: ValueError: as values."""
+        """Values to check: all of a grid, else choices or ends.
+
+        Raises: ValueError: as values.
+        """
         if in_grid:
             return self.values()
         return [self.low, self.high] if self.choices is None else list(self.choices)
 
     def values(self) -> list[Any]:
-        """All values, for a grid.  Raises: ValueError: there is no end of them."""
+        """All values, for a grid.
+
+        Raises: ValueError: they are infinite, or too many.
+        """
         if self.choices is not None:
             return list(self.choices)
         assert self.low is not None and self.high is not None
@@ -193,7 +198,7 @@ class StudyConfig(Section):
 
 
 def load_study(path: Path, overrides: tuple[str, ...] = ()) -> StudyConfig:
-    """Reads the file of a study and tries everything it names on the experiment's configuration.
+    """Reads a study, and checks all its values on the experiment.
 
     Args:
         path: of a file, or the name of a shipped study.

@@ -11,12 +11,12 @@ _BatchSize = Annotated[int, Field(gt=0)] | Literal["auto"]
 
 
 def max_micro_batch(images: int, micro_batches: int) -> int:
-    """Images of each of so many micro-batches that deal out a whole set in one step."""
+    """Micro-batch size at which one step takes the whole set."""
     return max(1, -(-images // micro_batches))
 
 
 class AmpConfig(Section):
-    """Automatic mixed precision: on GPUs Paddle's, on CPUs with bfloat16 that of oneDNN layers."""
+    """Automatic mixed precision: Paddle's on GPUs, oneDNN's bfloat16 on CPUs."""
 
     enabled: bool = Field(
         default=False,
@@ -37,7 +37,7 @@ class AmpConfig(Section):
 
 
 class GPUConfig(Section):
-    """How NVIDIA's cards compute; none of it has been run on one, and CPU runs refuse it."""
+    """How NVIDIA cards compute; refused on CPU, never run on GPUs."""
 
     cudnn_search: bool = Field(
         default=False,

@@ -12,7 +12,7 @@ from ppdist.config.evaluate import CLASSIFICATION_METRICS, COCO_DETECTIONS, DETE
 
 
 def cross_key_errors(config: Any) -> Iterator[str]:
-    """Messages, each of which begins with its key and a colon, for `CrossKeyErrors`.
+    """Messages for `CrossKeyErrors`, each beginning with its key.
 
     Args: config: an ExperimentConfig.
     """

@@ -33,7 +33,7 @@ Scalar = str | int | float | bool | None
 
 
 class Place(NamedTuple):
-    """Where something was written: a spot in a file, or a whole -o item (line 0)."""
+    """A position in a file, or a whole -o item (line 0)."""
 
     source: str
     line: int = 0
@@ -49,7 +49,7 @@ class Place(NamedTuple):
 
 @dataclass(frozen=True)
 class Node:
-    """One value: a scalar, a list of nodes, or a mapping of text to nodes."""
+    """A scalar, a list of nodes, or a mapping to nodes."""
 
     value: "Scalar | list[Node] | dict[str, Node]"
     place: Place  # of the value
@@ -74,7 +74,7 @@ class Node:
 
 
 def tree_of(value: object, place: Place) -> Node:
-    """The tree of plain data, all of it from one place; inverse of `Node.plain`."""
+    """The tree of plain data of one place; inverse of `Node.plain`."""
     if isinstance(value, dict):
         return Node({key: tree_of(each, place) for key, each in value.items()}, place, place)
     if isinstance(value, list | tuple):
@@ -84,7 +84,7 @@ def tree_of(value: object, place: Place) -> Node:
 
 
 class Problem(NamedTuple):
-    """One line of an InvalidConfig: the place, and `key.path: what is wrong; what to do`.
+    """One problem: the place, and `key.path: what is wrong; what to do`.
 
     code: as of a UserError.
     """
@@ -95,7 +95,7 @@ class Problem(NamedTuple):
 
 
 class InvalidConfig(ConfigError):
-    """All problems of a configuration, each on a line; of one alone the error has its code."""
+    """All problems of a configuration; a single one gives its code."""
 
     def __init__(self, problems: tuple[Problem, ...]) -> None:
         self.problems = problems
@@ -132,7 +132,7 @@ class _Loader(yaml.SafeLoader):
 
 
 class _Dumper(yaml.SafeDumper):
-    """Quotes every text that _Loader, or a YAML 1.1 reader, would take for something else."""
+    """Quotes text that a YAML reader would take for another type."""
 
 
 _Loader.add_implicit_resolver(
@@ -154,12 +154,12 @@ _Dumper.add_representer(
 
 
 def dump(value: object) -> str:
-    """YAML text of plain data: keys in their order, lists of scalars on one line."""
+    """YAML text of plain data; lists of scalars on one line."""
     return yaml.dump(value, Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=100)
 
 
 def merge(base: Node, over: Node) -> Node:
-    """Mappings merge key by key; anything else of `over` replaces what `base` has there."""
+    """Merges mappings key by key; other values of `over` replace."""
     if not (isinstance(base.value, dict) and isinstance(over.value, dict)):
         return over
     value = dict(base.value)
@@ -170,7 +170,7 @@ def merge(base: Node, over: Node) -> Node:
 
 
 class Reader:
-    """Reads files and -o items; collects every problem that does not stop the reading.
+    """Reads files and -o items; collects problems.
 
     Files whose structure cannot be known (missing, not YAML) raise ConfigError at once, because
     whatever a later check said about them would be wrong.
@@ -212,7 +212,7 @@ class Reader:
         return merge(merged, tree)
 
     def read_alone(self, path: str, where: str = "") -> Node:
-        """The mapping that one file holds, `_BASE_` too; no other file is opened.
+        """The mapping in one file; its `_BASE_` is not opened.
 
         Args: where: the place that names the file, which messages begin with; "" for none.
         """
@@ -264,7 +264,7 @@ class Reader:
                 self.problems.append(Problem(base.place, message, "bad_value"))
 
     def read_override(self, item: str) -> Node | None:
-        """The tree of one `a.b=value`, or None (and a problem) where it is not one."""
+        """The tree of one `a.b=value`; None, and a problem, if malformed."""
         place = Place(f"-o {item}" if len(item) <= 80 else f"-o {item[:77]}...")
         dotted, equals, text = item.partition("=")
         keys = [key.strip() for key in dotted.split(".")]
@@ -328,7 +328,7 @@ class Reader:
 
 
 class _Converter:
-    """Turns PyYAML nodes into ours, for one file, or for one -o item where `file` is None."""
+    """Turns PyYAML nodes of a file (None: -o item) into ours."""
 
     def __init__(self, problems: list[Problem], file: str | None, place: Place) -> None:
         self.problems = problems

@@ -500,7 +500,7 @@ def _writing_to(directory: Path) -> Iterator[None]:
 
 
 def _move_into_place(directory: Path) -> None:
-    """Moves a complete draft's files into their folder; removes drafts of dead processes.
+    """Moves a complete draft into place; removes drafts of dead processes.
 
     infer.yml is removed first and moved last, because a folder without it is not an export: nobody
     can load a mixture of two.
