@@ -40,12 +40,14 @@ from fastapi.responses import HTMLResponse, JSONResponse, PlainTextResponse  # n
 from prometheus_client import generate_latest  # noqa: E402
 from starlette.exceptions import HTTPException  # noqa: E402
 from starlette.requests import ClientDisconnect  # noqa: E402
+from starlette.types import ASGIApp  # noqa: E402
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol  # noqa: E402
 
 HERE = Path(__file__).resolve().parent
 # An installed copy may keep the two folders elsewhere, but side by side.
 sys.path[:0] = [str(HERE), str(HERE.parent / "python")]
 
+from access_log import AccessLog, Lines  # noqa: E402
 from batching import Model  # noqa: E402
 from service import Limits, Service  # noqa: E402
 from uploads import Refused  # noqa: E402
@@ -53,6 +55,7 @@ from uploads import Refused  # noqa: E402
 TOKEN = "PPDIST_SERVING_TOKEN"
 _RETRY_AFTER = "1"  # second
 _LAST_SECONDS = 0.5  # for requests on connections that were accepted just before the end
+_LOG_SECONDS = 2.0  # for whoever reads stdout to take the last lines
 _OTHER_FILES = 64  # open files besides connections
 _MOST_HEAD_BYTES = 64 * 1024  # of headers, or of chunks' extensions and trailers
 _MOST_REQUEST_HEADERS = 100
@@ -117,10 +120,14 @@ _WITHOUT_SWAGGER = (
 )
 
 
-def make_app(service: Service, token: str | None = None) -> FastAPI:
+def make_app(
+    service: Service, token: str | None = None, log: Callable[[str], None] = lambda line: None
+) -> ASGIApp:
     """The routes.  Nothing in a request can name a file or an address to open.
 
-    Args: token: required by /detect and /metrics; the other routes show nothing worth hiding.
+    Args:
+        token: required by /detect and /metrics; the other routes show nothing worth hiding.
+        log: takes the line of each request; must not block.
     """
     app = FastAPI(title="ppdist serving", description=_DESCRIPTION, docs_url=None, redoc_url=None)
     page, page_headers = _page()
@@ -153,14 +160,16 @@ def make_app(service: Service, token: str | None = None) -> FastAPI:
             status = 499  # nginx's code for it; nobody is left to read it
             return JSONResponse({"error": "the client left"}, status)
         finally:
-            service.counts.requests.labels(str(status)).inc()
-            service.counts.seconds.observe(time.perf_counter() - started)
+            seconds = time.perf_counter() - started
+            service.counts.seconds.labels(str(status)).observe(seconds)
 
+    @app.head("/health", include_in_schema=False)
     @app.get("/health", summary="200 while the process can still answer; 503: start it anew")
     async def health() -> JSONResponse:
         ill = service.ill()
         return JSONResponse({"alive": ill is None, "reason": ill}, 503 if ill else 200)
 
+    @app.head("/ready", include_in_schema=False)
     @app.get("/ready", summary="200 once the model is loaded and warm")
     async def ready() -> JSONResponse:
         is_ready = service.batcher.model is not None
@@ -178,7 +187,7 @@ def make_app(service: Service, token: str | None = None) -> FastAPI:
         return HTMLResponse(page, headers=page_headers)
 
     _describe_errors(app)
-    return app
+    return AccessLog(app, log)
 
 
 def _threshold(request: Request, usual: float | None) -> float | None:
@@ -359,7 +368,12 @@ class _Server(uvicorn.Server):
 
 
 def serve(
-    load: Callable[[], Model], limits: Limits, host: str, port: int, token: str | None = None
+    load: Callable[[], Model],
+    limits: Limits,
+    host: str,
+    port: int,
+    token: str | None = None,
+    logs_requests: bool = True,
 ) -> int:
     """Serves until SIGTERM or SIGINT; then answers what it accepted, and nothing new.
 
@@ -374,11 +388,11 @@ def serve(
         return 2
     address = f"[{host}]" if ":" in host else host
     print(f"serving: http://{address}:{listener.getsockname()[1]}/  (the API: /docs)", flush=True)
-    service = Service(load, limits)
+    service, lines = Service(load, limits), Lines()
     server = _Server(
         uvicorn.Config(
-            make_app(service, token),
-            access_log=False,  # metrics count; a line per request would be most of the log
+            make_app(service, token, lines) if logs_requests else make_app(service, token),
+            access_log=False,  # ours is for machines, and blocks no request
             log_level="error",  # a warning per broken request would let strangers fill the disk
             server_header=False,
             http=_protocol_of(limits),
@@ -405,6 +419,7 @@ def serve(
         server.run(sockets=[listener])
     finally:
         service.stop()
+        lines.close(_LOG_SECONDS)
     failure = service.batcher.failure
     if failure is None:
         return 0
@@ -435,6 +450,8 @@ def parse() -> argparse.Namespace:
     add("--host", default="127.0.0.1", help="0.0.0.0: all interfaces (default: 127.0.0.1)")
     add("--port", type=int, default=8000)
     add("--token-file", type=Path, help=f"holds the bearer token; or set {TOKEN} (default: none)")
+    add("--no-access-log", dest="access_log", action="store_false",
+        help="no JSON line for each request on stdout")  # fmt: skip
     add("--threshold", type=float,
         help="lowest score of a box, 0..1 (default: that of the best F1, where infer.yml says it, "
         "else 0.25)")  # fmt: skip
@@ -506,7 +523,7 @@ def main() -> int:
         print(f"serving: the model runs in {predictor.runtime}", file=sys.stderr, flush=True)
         return predictor
 
-    return serve(load, limits, arguments.host, arguments.port, token)
+    return serve(load, limits, arguments.host, arguments.port, token, arguments.access_log)
 
 
 def leave(status: int) -> NoReturn:

@@ -14,11 +14,16 @@ import numpy as np
 from batching import Batcher, Model
 from fastapi import Request
 from ppdist_runtime.predictor import default_threshold
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, ProcessCollector
+from prometheus_client import CollectorRegistry, Gauge, Histogram, ProcessCollector
 from uploads import Refused, decode, file_part
 
 _log = logging.getLogger("serving")
 _FORM_BYTES = 64 * 1024  # of a multipart body besides its file
+# Seconds; to twice what --seconds allows, so that no quantile ends at the last bound.
+_BUCKETS = (
+    0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.5, 0.75, 1, 1.5, 2, 3, 5, 7.5, 10,
+    15, 20, 30, 45, 60,
+)  # fmt: skip
 _TOP = 5  # classes a classifier names
 _GRACE_SECONDS = 5.0  # before a body has to have come at Limits.least_rate
 _END_SECONDS = 5.0  # for the model's thread to end; nobody waits for its answers by then
@@ -55,9 +60,12 @@ class Counts:
         ProcessCollector(registry=self.registry)
         # Name, help and labels differ; these are alike.
         given: dict[str, Any] = {"registry": self.registry, "namespace": "ppdist_serving"}
-        self.requests = Counter("requests", "Answers of /detect.", ["status"], **given)
         self.seconds = Histogram(
-            "request_seconds", "From the first byte of a request to its answer.", **given
+            "request_seconds",
+            "Of a request to /detect, from its headers to its answer, by the answer's status.",
+            ["status"],
+            buckets=_BUCKETS,
+            **given,
         )
         self.under_way = Gauge("requests_under_way", "Requests not answered yet.", **given)
         self.waiting = Gauge("images_waiting", "Decoded images in no batch yet.", **given)

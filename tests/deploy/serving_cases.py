@@ -22,6 +22,7 @@ for package in (
 import httpx  # noqa: E402
 
 sys.path.insert(0, str(SERVING))
+from access_log import Lines  # noqa: E402, F401
 from server import make_app  # noqa: E402
 from service import Limits, Service  # noqa: E402
 
@@ -32,7 +33,10 @@ WAIT = 60.0  # a bound against hanging, seconds
 
 @contextmanager
 def served(
-    model: FakeModel | None = None, token: str | None = None, **limits: float
+    model: FakeModel | None = None,
+    token: str | None = None,
+    log: Callable[[str], None] = lambda line: None,
+    **limits: float,
 ) -> Iterator[tuple[Service, Callable[..., httpx.AsyncClient]]]:
     """A service that is ready, and what makes clients of it."""
     model = model or FakeModel()
@@ -40,7 +44,7 @@ def served(
     service.batcher.start()
     try:
         wait_until(lambda: service.batcher.model is not None)
-        app = make_app(service, token)
+        app = make_app(service, token, log)
 
         def client() -> httpx.AsyncClient:
             transport = httpx.ASGITransport(app=app, raise_app_exceptions=False)

@@ -21,7 +21,10 @@ from tests.ports import free_port
 
 ROOT = Path(__file__).resolve().parents[2]
 FOLDER = ROOT / "deploy" / "monitoring"
-DASHBOARD = json.loads((FOLDER / "grafana" / "dashboards" / "ppdist.json").read_text())
+DASHBOARDS = {
+    path.stem: json.loads(path.read_text())
+    for path in (FOLDER / "grafana" / "dashboards").glob("*.json")
+}
 needs_prometheus = pytest.mark.skipif(
     shutil.which("promtool") is None or shutil.which("prometheus") is None,
     reason="Prometheus is not installed (apt-get install prometheus)",
@@ -36,24 +39,37 @@ def rules() -> list[dict[str, Any]]:
     return [rule for group in groups() for rule in group["rules"]]
 
 
-def expressions() -> dict[str, str]:
-    """What the dashboard asks, by where, with Grafana's variables filled in."""
+def expressions(name: str) -> dict[str, str]:
+    """What a dashboard asks, by where, with Grafana's variables filled in."""
+    dashboard = DASHBOARDS[name]
     found = {
         f"{panel['title']} {target['refId']}": target["expr"]
-        for panel in DASHBOARD["panels"]
+        for panel in dashboard["panels"]
         for target in panel["targets"]
     }
     found |= {
-        f"annotation {each['name']}": each["expr"] for each in DASHBOARD["annotations"]["list"]
+        f"annotation {each['name']}": each["expr"] for each in dashboard["annotations"]["list"]
     }
     return {
-        where: text.replace("$__rate_interval", "1m").replace("$run", ".*")
+        where: re.sub(r"\$(run|instance)", ".*", text.replace("$__rate_interval", "1m"))
         for where, text in found.items()
     }
 
 
+def served_names() -> set[str]:
+    """Every number of the HTTP service, as Prometheus names it."""
+    for package in ("fastapi", "httptools", "httpx", "python_multipart", "prometheus_client"):
+        pytest.importorskip(package)
+    from tests.deploy.serving_cases import served
+
+    with served() as (service, _):
+        service.counts.seconds.labels("200").observe(0.1)
+        families = list(service.counts.registry.collect())
+    return {sample.name for family in families for sample in family.samples}
+
+
 def names_in(text: str) -> set[str]:
-    return set(re.findall(r"\bppdist[:_][\w:]+", text))
+    return set(re.findall(r"\b(?:ppdist|process)[:_][\w:]+", text))
 
 
 def promtool(*words: str, folder: Path = FOLDER) -> None:
@@ -65,7 +81,7 @@ def promtool(*words: str, folder: Path = FOLDER) -> None:
 
 @needs_prometheus
 def test_promtool_accepts_configuration_and_rules() -> None:
-    promtool("check", "config", "prometheus.yml")
+    promtool("check", "config", "--syntax-only", "prometheus.yml")  # the token is the user's
     promtool("check", "rules", "alerts.yml")
 
 
@@ -79,27 +95,28 @@ def test_each_alert_fires_when_it_should_and_only_then() -> None:
 
 @needs_prometheus
 def test_what_the_dashboard_asks_is_promql(tmp_path: Path) -> None:
-    asked = [
-        {"record": f"asked:{number}", "expr": text}
-        for number, text in enumerate(expressions().values())
-    ]
+    texts = [text for name in DASHBOARDS for text in expressions(name).values()]
+    asked = [{"record": f"asked:{number}", "expr": text} for number, text in enumerate(texts)]
     (tmp_path / "asked.yml").write_text(yaml.safe_dump({"groups": [{"name": "a", "rules": asked}]}))
     promtool("check", "rules", "asked.yml", folder=tmp_path)
 
 
 def test_dashboard_and_alerts_ask_for_numbers_that_exist() -> None:
-    known = set(METRICS) | {rule["record"] for rule in rules() if "record" in rule}
-    for where, text in (
-        *expressions().items(),
-        *((rule.get("alert") or rule["record"], rule["expr"]) for rule in rules()),
-        *((each["name"], str(each["query"])) for each in DASHBOARD["templating"]["list"]),
-    ):
+    known = set(METRICS) | {rule["record"] for rule in rules() if "record" in rule} | served_names()
+    asked = [(rule.get("alert") or rule["record"], rule["expr"]) for rule in rules()]
+    for name, dashboard in DASHBOARDS.items():
+        shown = expressions(name)
+        assert all(names_in(text) for text in shown.values())
+        asked += shown.items()
+        asked += ((each["name"], str(each["query"])) for each in dashboard["templating"]["list"])
+    for where, text in asked:
         assert names_in(text) <= known, f"{where}: {names_in(text) - known}"
-    assert all(names_in(text) for text in expressions().values())
 
 
 def test_every_number_is_on_the_dashboard_or_in_an_alert() -> None:
-    shown = names_in(" ".join([*expressions().values(), *(rule["expr"] for rule in rules())]))
+    shown = names_in(
+        " ".join([*expressions("ppdist").values(), *(rule["expr"] for rule in rules())])
+    )
     left_out = {
         "ppdist_host_ranks", "ppdist_run_checkpoint_step", "ppdist_run_evaluation_step",
         "ppdist_rank_step",
@@ -107,9 +124,11 @@ def test_every_number_is_on_the_dashboard_or_in_an_alert() -> None:
     assert set(METRICS) - shown == left_out
 
 
-def test_the_dashboard_is_one_that_grafana_loads() -> None:
-    panels = DASHBOARD["panels"]
-    assert DASHBOARD["uid"] and DASHBOARD["title"] and DASHBOARD["schemaVersion"] >= 30
+@pytest.mark.parametrize("name", DASHBOARDS)
+def test_the_dashboard_is_one_that_grafana_loads(name: str) -> None:
+    dashboard = DASHBOARDS[name]
+    panels = dashboard["panels"]
+    assert dashboard["uid"] and dashboard["title"] and dashboard["schemaVersion"] >= 30
     assert len({panel["id"] for panel in panels}) == len(panels)
     cells: set[tuple[int, int]] = set()
     for panel in panels:
@@ -127,7 +146,7 @@ def test_the_dashboard_is_one_that_grafana_loads() -> None:
     source = yaml.safe_load(
         (FOLDER / "grafana" / "provisioning" / "datasources" / "prometheus.yml").read_text()
     )["datasources"][0]
-    variable = next(each for each in DASHBOARD["templating"]["list"] if each["name"] == "source")
+    variable = next(each for each in dashboard["templating"]["list"] if each["name"] == "source")
     assert source["uid"] == variable["current"]["value"] and source["type"] == "prometheus"
 
 
@@ -217,6 +236,6 @@ def test_prometheus_scrapes_real_run_with_straggler(
         assert ask("ppdist_run_evaluation_step")[""] >= 16
         assert ask('ppdist_run_evaluation{metric="mAP"}')[""] >= 0
         assert ask("sum by (rank) (ppdist_rank_up)") == {"0": 1.0, "1": 1.0}
-        for where, text in expressions().items():
+        for where, text in expressions("ppdist").items():
             assert ask(text) or "GPU" in where or "annotation" in where, where
         assert "slow: rank 1 (host" in job.text

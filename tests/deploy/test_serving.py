@@ -2,6 +2,8 @@
 
 import asyncio
 import io
+import json
+import re
 import threading
 import time
 from collections.abc import AsyncIterator
@@ -16,6 +18,7 @@ from tests.deploy.serving_cases import (  # fmt: skip
     PNG,
     WAIT,
     Limits,
+    Lines,
     Service,
     ask,
     ask_together,
@@ -81,7 +84,7 @@ def test_the_threshold_of_the_request_counts():
     # 0.3 as float32 is a little more than 0.3.
     assert counts == {"0": 2, "0.3": 2, "0.31": 1, "0.95": 0}
     assert {answer.status_code for answer in wrong} == {400}
-    assert 'requests_total{status="400"} 5.0' in counted
+    assert 'request_seconds_count{status="400"} 5.0' in counted
     assert {answer.json()["error"] for answer in wrong} == {"threshold: expected a number of 0..1"}
 
 
@@ -271,14 +274,60 @@ def test_the_metrics_are_what_prometheus_reads():
         for family in text_string_to_metric_families(text)
         for sample in family.samples
     }
-    assert values["ppdist_serving_requests_total", ("200",)] == 1
-    assert values["ppdist_serving_requests_total", ("415",)] == 1
+    assert values["ppdist_serving_request_seconds_count", ("200",)] == 1
+    assert values["ppdist_serving_request_seconds_count", ("415",)] == 1
     assert values["ppdist_serving_ready", ()] == 1
     assert values["ppdist_serving_requests_under_way", ()] == 0
     assert values["ppdist_serving_images_waiting", ()] == 0
     assert values["ppdist_serving_batch_images_count", ()] == 1
-    assert values["ppdist_serving_request_seconds_count", ()] == 2
     assert values["process_resident_memory_bytes", ()] > 10**7
+
+
+def test_each_request_is_named_traced_and_logged_once():
+    lines: list[str] = []
+    trace = "00-4bf92f3577b34da6a3ce929d0e0e4736-00f067aa0ba902b7-01"
+    sent = [
+        ({"X-Request-ID": "job-7", "traceparent": trace}, "job-7", trace),
+        ({"X-Request-ID": 'a"b\x7f', "traceparent": trace.replace("4", "g")}, None, None),
+        ({"traceparent": f"00-{'0' * 32}-00f067aa0ba902b7-01"}, None, None),
+    ]
+    with served(log=lines.append) as (_, client):
+        for headers, name, trace_back in sent:
+            answer = ask(client, "POST", "/detect?threshold=0.5", content=PNG, headers=headers)
+            line = json.loads(lines.pop())
+            given = answer.headers["x-request-id"]
+            assert given == name if name else re.fullmatch("[0-9a-f]{32}", given)
+            assert answer.headers.get("traceparent") == line["traceparent"] == trace_back
+            assert (line["request_id"], line["method"]) == (given, "POST")
+            assert (line["path"], line["status"]) == ("/detect", 200)
+            assert line["bytes_sent"] == len(answer.content) and 0 < line["seconds"] < WAIT
+        assert ask(client, "POST", "/detect", content=b"x").headers["x-request-id"]
+        assert json.loads(lines.pop())["status"] == 415
+        for method in ("GET", "HEAD"):  # probes are no news
+            assert ask(client, method, "/health").status_code == 200
+            assert ask(client, method, "/ready").status_code == 200
+        assert lines == []
+
+
+def test_access_log_drops_lines_and_says_so_where_nobody_reads(monkeypatch):
+    reading, written, blocked = threading.Event(), [], threading.Event()
+
+    def block(line: str, **_: object) -> None:
+        blocked.set()
+        assert reading.wait(WAIT)
+        written.append(line)
+
+    monkeypatch.setattr("access_log._MOST_LINES", 3)
+    monkeypatch.setattr("builtins.print", block)
+    lines = Lines()
+    lines("0")
+    assert blocked.wait(WAIT)
+    for number in range(1, 10):
+        lines(str(number))
+    lines.close(0.01)
+    reading.set()
+    wait_until(lambda: len(written) == 4)
+    assert written == ["0", '1\n{"lines_lost": 6}', "2", "3"]
 
 
 def test_api_describes_every_route():

@@ -265,7 +265,7 @@ def test_broken_http_closes_one_connection_and_no_more(port):
         connection.sendall(b"POST /detect HTTP/1.1\r\nHost: a\r\nContent-Length: 9999\r\n\r\nabc")
     assert ask(port, "POST", "/detect", PNG)[0] == 200
     deadline = time.monotonic() + WAIT
-    while b'requests_total{status="499"} 1.0' not in ask(port, "GET", "/metrics")[1]:
+    while b'request_seconds_count{status="499"} 1.0' not in ask(port, "GET", "/metrics")[1]:
         assert time.monotonic() < deadline
         time.sleep(0.05)
 

@@ -1,0 +1,103 @@
+"""Names each request, returns its trace, and logs one JSON line at its end."""
+
+import json
+import queue
+import re
+import sys
+import threading
+import time
+import uuid
+from collections.abc import Callable
+from contextlib import suppress
+from datetime import datetime, timezone
+from typing import Any
+
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+# What another service may name a request; anything else could forge lines in its logs.
+_NAME = re.compile(r"[\w.:/+=-]{1,128}", re.ASCII)
+# Version 00 of W3C Trace Context, section 3.2; neither of its two ids may be zero.
+_TRACE = re.compile(r"00-(?!0{32})[0-9a-f]{32}-(?!0{16})[0-9a-f]{16}-[0-9a-f]{2}")
+_PROBES = ("/health", "/ready", "/metrics")  # asked every few seconds: only failures are news
+_MOST_LINES = 10_000  # that wait for a reader of stdout
+_MOST_PATH = 200  # characters
+
+
+class AccessLog:
+    """An ASGI application around another one.
+
+    Args: write: takes the line of a request; must not block.
+    """
+
+    def __init__(self, app: ASGIApp, write: Callable[[str], None]) -> None:
+        self._app, self._write = app, write
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        given = {name: value.decode("latin-1") for name, value in scope["headers"]}
+        name, trace = given.get(b"x-request-id", ""), given.get(b"traceparent", "")
+        named = {"x-request-id": name if _NAME.fullmatch(name) else uuid.uuid4().hex}
+        if _TRACE.fullmatch(trace):
+            named["traceparent"] = trace
+        started, status, sent = time.perf_counter(), 500, 0
+
+        async def send_named(message: Message) -> None:
+            nonlocal status, sent
+            if message["type"] == "http.response.start":
+                status = message["status"]
+                more = [(key.encode(), value.encode()) for key, value in named.items()]
+                message = {**message, "headers": [*message.get("headers", ()), *more]}
+            sent += len(message.get("body", b""))
+            await send(message)
+
+        try:
+            await self._app(scope, receive, send_named)
+        finally:
+            if status != 200 or scope["path"] not in _PROBES:
+                line: dict[str, Any] = {
+                    "time": datetime.now(timezone.utc).isoformat(timespec="milliseconds"),
+                    "request_id": named["x-request-id"],
+                    "traceparent": named.get("traceparent"),
+                    "method": scope["method"],
+                    "path": scope["path"][:_MOST_PATH],
+                    "status": status,
+                    "seconds": round(time.perf_counter() - started, 6),
+                    "bytes_sent": sent,
+                }
+                self._write(json.dumps(line))
+
+
+class Lines:
+    """Writes lines to stdout in a thread: a reader that stops reading stops no request."""
+
+    def __init__(self) -> None:
+        self._waiting: queue.Queue[str | None] = queue.Queue(_MOST_LINES)
+        self._lost = 0
+        self._thread = threading.Thread(target=self._work, name="access log", daemon=True)
+        self._thread.start()
+
+    def __call__(self, line: str) -> None:
+        """Drops the line where too many wait; the log says later how many it lost."""
+        try:
+            self._waiting.put_nowait(line)
+        except queue.Full:
+            self._lost += 1
+
+    def close(self, seconds: float) -> None:
+        """Writes what waits, for so long at most."""
+        with suppress(queue.Full):
+            self._waiting.put_nowait(None)
+            self._thread.join(seconds)
+
+    def _work(self) -> None:
+        while (line := self._waiting.get()) is not None:
+            if self._lost:
+                line += f'\n{{"lines_lost": {self._lost}}}'
+                self._lost = 0
+            try:
+                print(line, flush=True)
+            except (OSError, ValueError):  # nobody can read it any more
+                print("serving: stdout is closed: no access log", file=sys.stderr, flush=True)
+                return
