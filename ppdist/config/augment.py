@@ -48,8 +48,8 @@ class AffineConfig(Section):
 class AugmentConfig(Section):
     """Random changes of training images, each with a probability; 0: off.
 
-    In order: rotate90 of each image; mosaic, or else expand and crop; affine and flip; distort;
-    copy_paste; cutmix; mixup; hsv; blur; grey; erase.
+    In order: rotate90 of each image; mosaic, or else expand, crop; flip, flip_vertical, affine;
+    distort; copy_paste; cutmix; mixup; hsv; blur; grey; erase.
     """
 
     distort: float = Field(

@@ -15,10 +15,11 @@ from ppdist.data.datasets.build import read_split
 from ppdist.data.loading.loader import EvalLoader
 from ppdist.data.transforms.geometry import (
     GREY,
+    GeometryParams,
     fitted,
     letterbox,
     map_boxes,
-    random_placement,
+    random_geometry,
     resize_for_evaluation,
 )
 from ppdist.data.types import DetectionSet, ImageRecord
@@ -61,7 +62,8 @@ def test_plain_training_places_image_as_evaluation():
     rng = np.random.default_rng(0)
     for width, height in IMAGES:
         boxes = np.array([[1, 1, 4, 4]], np.float32)
-        placed = random_placement(boxes, width, height, (320, 416), still, rng, "letterbox")
+        params = GeometryParams.of_image(boxes, width, height, (320, 416))
+        placed = random_geometry(params, still, rng).placement("letterbox")
         assert placed == letterbox(width, height, (320, 416))
 
 

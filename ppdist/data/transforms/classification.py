@@ -10,15 +10,18 @@ Sources: the random part is that of Szegedy et al. 2014 (arXiv:1409.4842, sectio
 """
 
 import math
+from dataclasses import replace
 
 import cv2
 import numpy as np
 
 from ppdist.data.transforms.color import augment_pixels, random_colours
 from ppdist.data.transforms.geometry import (
+    GeometryParams,
+    flip,
+    flip_vertical,
     place,
     random_interpolation,
-    random_mirror,
     random_turn,
     render,
     turned_pixels,
@@ -42,14 +45,18 @@ class ClassifyTrainSamples(TrainSamples):
         window = centred_part(width, height, size)
         if rng.random() < augment.crop:
             window = random_part(width, height, augment.crop_least, rng)
-        mirror_x, mirror_y = random_mirror(augment, rng)
-        placement = place(window, width, height, size)
-        placement = placement._replace(mirror_x=mirror_x, mirror_y=mirror_y)
+        params = GeometryParams(width, height, size, window=window)
+        for step in (flip, flip_vertical):
+            params = step(params, augment, rng)
+        placement = params.placement("stretch")._replace(
+            mirror_x=params.mirror_x, mirror_y=params.mirror_y
+        )
         colours_34 = random_colours(augment.distort, rng)
         interpolation = random_interpolation(augment.random_interpolation, rng)
         input_HW3 = render(image_HW3, placement, interpolation, colours_34)
-        input_HW3, _ = augment_pixels(input_HW3, augment, rng)
-        return _sample(input_HW3, self._dataset.records[index].labels_M, index)
+        sample = _sample(input_HW3, self._dataset.records[index].labels_M, index)
+        # Whatever is hidden of the input, it keeps its class.
+        return replace(sample, image_HW3=augment_pixels(sample, augment, rng).image_HW3)
 
 
 class ClassifyEvalSamples(EvalSamples):

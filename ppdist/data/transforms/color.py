@@ -10,11 +10,13 @@ Changes of colour (`distort`) are those of SSD, of HSV those of YOLOv5.
 
 import math
 from collections.abc import Callable
+from dataclasses import replace
 
 import cv2
 import numpy as np
 
 from ppdist.config.augment import AugmentConfig
+from ppdist.data.types import Sample
 
 _BLUR = (0.5, 2.0)  # standard deviation, input pixels
 _STRIP = 64  # rows at once: what three steps in a row work on stays in the cache, twice as fast
@@ -46,24 +48,13 @@ def random_colours(chance: float, rng: np.random.Generator) -> np.ndarray | None
     return np.concatenate([rgb_33, np.full((3, 1), shift)], 1)
 
 
-def random_hsv(
-    gains: tuple[float, float, float], rng: np.random.Generator
-) -> tuple[float, float, float]:
-    """Random change of hue, saturation and value.
-
-    Hue turns by a share of the circle; saturation and value change by shares of themselves.  Each
-    is uniform, up to its gain either way.
-    """
-    turn, saturation, value = (rng.uniform(-1, 1, 3) * gains).tolist()
-    return turn, saturation, value
-
-
 def recolour_hsv(image_HW3: np.ndarray, change: tuple[float, float, float]) -> np.ndarray:
-    """RGB image with the change from `random_hsv` applied.
+    """RGB image with hue, saturation and value changed.
 
-    The turn is within +-0.4.  A linear map of (H, S, V) that saturates, in a ninth of the time of a
-    table.  What it adds to a hue must not lead below 0, so a turn back is one forth with red and
-    blue exchanged, which turns the circle over.
+    Hue turns by a share of the circle, within +-0.4; saturation and value change by shares of
+    themselves.  A linear map of (H, S, V) that saturates, in a ninth of the time of a table.  What
+    it adds to a hue must not lead below 0, so a turn back is one forth with red and blue exchanged,
+    which turns the circle over.
     """
     turn, saturation, value = change
     to_hsv, to_rgb = cv2.COLOR_RGB2HSV, cv2.COLOR_HSV2RGB
@@ -77,15 +68,6 @@ def recolour_hsv(image_HW3: np.ndarray, change: tuple[float, float, float]) -> n
         cv2.transform(hsv_SW3, map_34, dst=hsv_SW3)
         cv2.cvtColor(hsv_SW3, to_rgb, dst=recoloured_HW3[top : top + _STRIP])
     return recoloured_HW3
-
-
-def blurred(image_HW3: np.ndarray, rng: np.random.Generator) -> np.ndarray:
-    return cv2.GaussianBlur(image_HW3, (0, 0), rng.uniform(*_BLUR))
-
-
-def without_colours(image_HW3: np.ndarray, rng: np.random.Generator) -> np.ndarray:
-    """As bright as before, in RGB."""
-    return cv2.cvtColor(cv2.cvtColor(image_HW3, cv2.COLOR_RGB2GRAY), cv2.COLOR_GRAY2RGB)
 
 
 def erased(image_HW3: np.ndarray, rng: np.random.Generator) -> tuple[np.ndarray, np.ndarray]:
@@ -109,30 +91,55 @@ def erased(image_HW3: np.ndarray, rng: np.random.Generator) -> tuple[np.ndarray,
     return image_HW3, hidden_HW
 
 
-# In the order in which they happen: a probability of `data.augment`, and what happens then.
-PIXEL_STEPS: tuple[tuple[str, Callable[[np.ndarray, np.random.Generator], np.ndarray]], ...] = (
-    ("blur", blurred),
-    ("grey", without_colours),
+def hsv(sample: Sample, augment: AugmentConfig, rng: np.random.Generator) -> Sample:
+    if not any(augment.hsv):
+        return sample
+    turn, saturation, value = (rng.uniform(-1, 1, 3) * augment.hsv).tolist()
+    return replace(sample, image_HW3=recolour_hsv(sample.image_HW3, (turn, saturation, value)))
+
+
+def blur(sample: Sample, augment: AugmentConfig, rng: np.random.Generator) -> Sample:
+    if not (augment.blur and rng.random() < augment.blur):
+        return sample
+    deviation = rng.uniform(*_BLUR)
+    return replace(sample, image_HW3=cv2.GaussianBlur(sample.image_HW3, (0, 0), deviation))
+
+
+def grey(sample: Sample, augment: AugmentConfig, rng: np.random.Generator) -> Sample:
+    if not (augment.grey and rng.random() < augment.grey):
+        return sample
+    brightness_HW = cv2.cvtColor(sample.image_HW3, cv2.COLOR_RGB2GRAY)
+    return replace(sample, image_HW3=cv2.cvtColor(brightness_HW, cv2.COLOR_GRAY2RGB))
+
+
+def erase(sample: Sample, augment: AugmentConfig, rng: np.random.Generator) -> Sample:
+    if not (augment.erase and rng.random() < augment.erase):
+        return sample
+    image_HW3, hidden_HW = erased(sample.image_HW3, rng)
+    return behind(replace(sample, image_HW3=image_HW3), hidden_HW)
+
+
+# In the order in which they happen, after several images were combined.  Each is named like its key
+# of `data.augment`.  A step that is off draws no random number, so that the samples of other
+# configurations stay.
+PIXEL_STEPS: tuple[Callable[[Sample, AugmentConfig, np.random.Generator], Sample], ...] = (
+    hsv,
+    blur,
+    grey,
+    erase,
 )
 
 
-def augment_pixels(
-    image_HW3: np.ndarray, augment: AugmentConfig, rng: np.random.Generator
-) -> tuple[np.ndarray, np.ndarray | None]:
-    """Applies the final pixel augmentations; returns hidden_HW of `erased`, too.
+def augment_pixels(sample: Sample, augment: AugmentConfig, rng: np.random.Generator) -> Sample:
+    for step in PIXEL_STEPS:
+        sample = step(sample, augment, rng)
+    return sample
 
-    None: nothing is hidden.  A step that is off draws no random number, so that the samples of
-    other configurations stay.
-    """
-    if any(augment.hsv):
-        image_HW3 = recolour_hsv(image_HW3, random_hsv(augment.hsv, rng))
-    for key, step in PIXEL_STEPS:
-        probability = getattr(augment, key)
-        if probability and rng.random() < probability:
-            image_HW3 = step(image_HW3, rng)
-    if augment.erase and rng.random() < augment.erase:
-        return erased(image_HW3, rng)
-    return image_HW3, None
+
+def behind(sample: Sample, hidden_HW: np.ndarray) -> Sample:
+    """Sample with only the objects still seen beside hidden pixels."""
+    boxes_M4, keep_M = left_of(sample.boxes_M4, hidden_HW)
+    return replace(sample, boxes_M4=boxes_M4[keep_M], labels_M=sample.labels_M[keep_M])
 
 
 def left_of(boxes_M4: np.ndarray, hidden_HW: np.ndarray) -> tuple[np.ndarray, np.ndarray]:

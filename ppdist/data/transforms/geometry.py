@@ -1,7 +1,8 @@
 """Geometry of a sample: resize, expand, crop, mirror, affine; boxes follow.
 
-    random window (expand, crop) -> ResizeParams -> one resize of one part -> colours -> mirror
-    original pixels --(where the image lies)--> canvas --(random_view)--> input
+    GEOMETRY_STEPS change GeometryParams: a window of the image, mirrors, a matrix
+    no matrix: window -> ResizeParams -> one resize of one part -> colours -> mirror
+    a matrix, or a mosaic: image -> its place on a canvas -> the matrix -> input, in one warp
 
 Where an image lies in the input is settled on its boxes before any pixel is touched, and matrices
 are multiplied first, so an image is resampled once, straight into its part of the input.  Matrices
@@ -15,7 +16,7 @@ that of YOLOv5.
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -23,7 +24,7 @@ import cv2
 import numpy as np
 
 from ppdist.config import preprocess
-from ppdist.config.augment import AffineConfig, AugmentConfig
+from ppdist.config.augment import AugmentConfig
 from ppdist.config.data import Resize
 from ppdist.data.boxes import box_iou
 from ppdist.data.types import ImageRecord, Sample
@@ -119,8 +120,6 @@ _INTERPOLATIONS = (
     cv2.INTER_AREA,
     cv2.INTER_LANCZOS4,
 )
-_CROP_OVERLAPS = (None, 0.0, 0.1, 0.3, 0.5, 0.7, 0.9)  # None: no crop
-_CROP_TRIES = 50
 _SMALLEST_SIDE = 1.0  # input pixels: less of a box is no object to learn
 
 
@@ -222,43 +221,6 @@ def resize_for_evaluation(
     return render(image_HW3, fitted(width, height, size, resize, within), interpolation)
 
 
-def random_placement(
-    boxes_M4: np.ndarray,
-    width: int,
-    height: int,
-    size: tuple[int, int],
-    config: AugmentConfig,
-    rng: np.random.Generator,
-    resize: Resize = "stretch",
-    reduced: int = 1,
-) -> ResizeParams:
-    """Randomly expands, crops and mirrors a training image into the input.
-
-    Args:
-        size: (height, width) of the input.
-        reduced: a part of the image begins and ends at multiples of so many of its pixels.
-    """
-    window = everything = np.array([0.0, 0.0, width, height])
-    if rng.random() < config.expand:
-        window = expanded(window, config.expand_most, rng)
-    if rng.random() < config.crop and len(boxes_M4):
-        window = cropped(window, boxes_M4, config.crop_least, rng)
-    if resize == "stretch":
-        placement = place(window, width, height, size, reduced)
-    elif np.array_equal(window, everything):
-        placement = letterbox(width, height, size)  # in the very pixels of evaluation
-    else:
-        around = grown(window, size)
-        placement = place(around, width, height, size, reduced)._replace(fill=GREY)
-    mirror_x, mirror_y = random_mirror(config, rng)
-    return placement._replace(mirror_x=mirror_x, mirror_y=mirror_y)
-
-
-def random_mirror(config: AugmentConfig, rng: np.random.Generator) -> tuple[bool, bool]:
-    """Whether (left to right, top to bottom)."""
-    return rng.random() < config.flip, rng.random() < config.flip_vertical
-
-
 def grown(window: np.ndarray, size: tuple[int, int]) -> np.ndarray:
     """Smallest window shaped like the input around the given one.
 
@@ -268,46 +230,6 @@ def grown(window: np.ndarray, size: tuple[int, int]) -> np.ndarray:
     shape = np.array([size[1], size[0]], np.float64)
     room = shape * (sides / shape).max() - sides
     return np.concatenate([window[:2] - room / 2, window[2:] + room / 2])
-
-
-def expanded(window: np.ndarray, most: float, rng: np.random.Generator) -> np.ndarray:
-    """Random window that holds the given one.
-
-    Each side is 1 to `most` times as long.  Both windows are (x1, y1, x2, y2).
-    """
-    sides = window[2:] - window[:2]
-    room = sides * (rng.uniform(1.0, most) - 1.0)
-    corner = window[:2] - rng.random(2) * room
-    return np.concatenate([corner, corner + sides + room])
-
-
-def cropped(
-    window: np.ndarray, boxes_M4: np.ndarray, least: float, rng: np.random.Generator
-) -> np.ndarray:
-    """Random part of a window whose IoU with some box suffices.
-
-    It reaches a random threshold.  Thresholds are tried in random order, each with 50
-    random parts of aspect 0.5 to 2; the part holds the centre of a box, at least.  One of the
-    thresholds, and failing at all, is no crop.
-    """
-    sides = window[2:] - window[:2]
-    centres_M2 = (boxes_M4[:, :2] + boxes_M4[:, 2:]) / 2
-    for choice in rng.permutation(len(_CROP_OVERLAPS)):
-        overlap = _CROP_OVERLAPS[choice]
-        if overlap is None:
-            return window
-        scale_T = rng.uniform(least, 1.0, _CROP_TRIES)
-        aspect_T = rng.uniform(np.maximum(0.5, scale_T**2), np.minimum(2.0, scale_T**-2))
-        part_T2 = np.stack([scale_T * np.sqrt(aspect_T), scale_T / np.sqrt(aspect_T)], 1) * sides
-        corner_T2 = window[:2] + rng.random((_CROP_TRIES, 2)) * (sides - part_T2)
-        parts_T4 = np.concatenate([corner_T2, corner_T2 + part_T2], 1)
-        inside_TM = (
-            (centres_M2 > parts_T4[:, None, :2]) & (centres_M2 < parts_T4[:, None, 2:])
-        ).all(2)
-        good_T = inside_TM.any(1) & (box_iou(parts_T4, boxes_M4).max(1) >= overlap)
-        if good_T.any():
-            return parts_T4[good_T.argmax()]
-    return window
 
 
 def place(
@@ -393,7 +315,164 @@ def random_interpolation(on: bool, rng: np.random.Generator) -> int:
     return _INTERPOLATIONS[rng.integers(len(_INTERPOLATIONS))] if on else cv2.INTER_LINEAR
 
 
-# --- views: turn, zoom, slant, shift, tilt -------------------------------------------------------
+# --- steps: what the input shows -----------------------------------------------------------------
+
+_CROP_OVERLAPS = (None, 0.0, 0.1, 0.3, 0.5, 0.7, 0.9)  # None: no crop
+_CROP_TRIES = 50
+
+
+class GeometryParams(NamedTuple):
+    """What the input shows of an image or a mosaic; the steps change it.
+
+    width, height: of the image, or of the mosaic's canvas, in pixels.
+    size: (height, width) of the input.
+    boxes_M4: of the image's objects, xyxy in its pixels; none of a mosaic's.
+    window: the part of the image that fills the input, x1 y1 x2 y2; it may reach beyond the image.
+        None: a mosaic, whose images have places of their own.
+    matrix_33: moves what the input shows, in input pixels from its middle; None: it stays.
+    mirror_x, mirror_y: the input is mirrored at last.
+    """
+
+    width: int
+    height: int
+    size: tuple[int, int]
+    boxes_M4: np.ndarray = np.zeros((0, 4), np.float32)
+    window: np.ndarray | None = None
+    matrix_33: np.ndarray | None = None
+    mirror_x: bool = False
+    mirror_y: bool = False
+
+    @classmethod
+    def of_image(
+        cls, boxes_M4: np.ndarray, width: int, height: int, size: tuple[int, int]
+    ) -> "GeometryParams":
+        """All of an image."""
+        return cls(width, height, size, boxes_M4, np.array([0.0, 0.0, width, height]))
+
+    def moved_by(self, matrix_33: np.ndarray) -> "GeometryParams":
+        """The same, moved by one more matrix, in input pixels from its middle."""
+        if self.matrix_33 is not None:
+            matrix_33 = matrix_33 @ self.matrix_33
+        return self._replace(matrix_33=matrix_33)
+
+    @property
+    def view_33(self) -> np.ndarray:
+        """Pixels of the mosaic's canvas, or of the placed window, -> pixels of the input."""
+        target = np.array(self.size[::-1]) / 2
+        middle = np.array([self.width, self.height]) / 2 if self.window is None else target
+        mirror = np.where([self.mirror_x, self.mirror_y], -1.0, 1.0)
+        moved_33 = np.eye(3) if self.matrix_33 is None else self.matrix_33
+        return moved(scale=mirror, to=target) @ moved_33 @ moved(to=-middle)
+
+    def placement(self, resize: Resize, reduced: int = 1) -> ResizeParams:
+        """The window of an image in the input, not mirrored.
+
+        Args: reduced: a part of the image begins and ends at multiples of so many of its pixels.
+        """
+        assert self.window is not None, "a mosaic has none"
+        if resize == "stretch":
+            return place(self.window, self.width, self.height, self.size, reduced)
+        if np.array_equal(self.window, [0, 0, self.width, self.height]):
+            return letterbox(self.width, self.height, self.size)  # the very pixels of evaluation
+        around = grown(self.window, self.size)
+        return place(around, self.width, self.height, self.size, reduced)._replace(fill=GREY)
+
+
+def expand(
+    params: GeometryParams, augment: AugmentConfig, rng: np.random.Generator
+) -> GeometryParams:
+    """Random window that holds the present one, of 1 to expand_most times its sides."""
+    if params.window is None or rng.random() >= augment.expand:
+        return params
+    sides = params.window[2:] - params.window[:2]
+    room = sides * (rng.uniform(1.0, augment.expand_most) - 1.0)
+    corner = params.window[:2] - rng.random(2) * room
+    return params._replace(window=np.concatenate([corner, corner + sides + room]))
+
+
+def crop(
+    params: GeometryParams, augment: AugmentConfig, rng: np.random.Generator
+) -> GeometryParams:
+    """Random part of the window whose IoU with some box reaches a random threshold.
+
+    Thresholds are tried in random order, each with 50 random parts of aspect 0.5 to 2; the part
+    holds the centre of a box, at least.  One of the thresholds, and failing at all, is no crop.
+    """
+    window, boxes_M4 = params.window, params.boxes_M4
+    if window is None or rng.random() >= augment.crop or not len(boxes_M4):
+        return params
+    sides = window[2:] - window[:2]
+    centres_M2 = (boxes_M4[:, :2] + boxes_M4[:, 2:]) / 2
+    for choice in rng.permutation(len(_CROP_OVERLAPS)):
+        overlap = _CROP_OVERLAPS[choice]
+        if overlap is None:
+            break
+        scale_T = rng.uniform(augment.crop_least, 1.0, _CROP_TRIES)
+        aspect_T = rng.uniform(np.maximum(0.5, scale_T**2), np.minimum(2.0, scale_T**-2))
+        part_T2 = np.stack([scale_T * np.sqrt(aspect_T), scale_T / np.sqrt(aspect_T)], 1) * sides
+        corner_T2 = window[:2] + rng.random((_CROP_TRIES, 2)) * (sides - part_T2)
+        parts_T4 = np.concatenate([corner_T2, corner_T2 + part_T2], 1)
+        inside_TM = (
+            (centres_M2 > parts_T4[:, None, :2]) & (centres_M2 < parts_T4[:, None, 2:])
+        ).all(2)
+        good_T = inside_TM.any(1) & (box_iou(parts_T4, boxes_M4).max(1) >= overlap)
+        if good_T.any():
+            return params._replace(window=parts_T4[good_T.argmax()])
+    return params
+
+
+def flip(
+    params: GeometryParams, augment: AugmentConfig, rng: np.random.Generator
+) -> GeometryParams:
+    return params._replace(mirror_x=rng.random() < augment.flip)
+
+
+def flip_vertical(
+    params: GeometryParams, augment: AugmentConfig, rng: np.random.Generator
+) -> GeometryParams:
+    return params._replace(mirror_y=rng.random() < augment.flip_vertical)
+
+
+def affine(
+    params: GeometryParams, augment: AugmentConfig, rng: np.random.Generator
+) -> GeometryParams:
+    """Random turn, zoom, slant, shift and tilt about the middle of the input."""
+    config = augment.affine
+    if not config.moves and params.window is not None:
+        return params  # a mosaic has always drawn these numbers, and its samples stay
+    angle = np.deg2rad(rng.uniform(-config.rotate, config.rotate))
+    gain = rng.uniform(1 - config.scale, 1 + config.scale)
+    slant_x, slant_y = np.tan(np.deg2rad(rng.uniform(-config.shear, config.shear, 2)))
+    sides = np.array(params.size[::-1])
+    shift = rng.uniform(-config.translate, config.translate, 2) * sides
+    turn_33, tilt_33 = np.eye(3), np.eye(3)
+    turn_33[:2, :2] = [[np.cos(angle), np.sin(angle)], [-np.sin(angle), np.cos(angle)]]
+    turn_33[:2, :2] *= gain
+    slant_33 = np.array([[1, slant_x, 0], [slant_y, 1, 0], [0, 0, 1]])
+    if config.perspective:
+        tilt = rng.uniform(-config.perspective, config.perspective, 2)
+        tilt_33[2, :2] = tilt / (sides / 2)  # of points in halves of the input
+    return params.moved_by(moved(to=shift) @ slant_33 @ turn_33 @ tilt_33)
+
+
+# In the order in which they happen.  Each is named like its key of `data.augment`, draws what it
+# needs and gives the parameters on; a mosaic has no window, which is for `expand` and `crop` alone.
+# A new step is a function and a row.  It draws nothing where its key is 0, so that the samples of
+# other configurations stay.
+GEOMETRY_STEPS: tuple[
+    Callable[[GeometryParams, AugmentConfig, np.random.Generator], GeometryParams], ...
+] = (expand, crop, flip, flip_vertical, affine)
+
+
+def random_geometry(
+    params: GeometryParams, augment: AugmentConfig, rng: np.random.Generator
+) -> GeometryParams:
+    for step in GEOMETRY_STEPS:
+        params = step(params, augment, rng)
+    return params
+
+
+# --- drawing through a matrix --------------------------------------------------------------------
 
 # Of what a view shows of a box; what is smaller, or longer, is no object to learn.
 _LEAST_SIDE = 2.0  # input pixels
@@ -401,46 +480,6 @@ _LEAST_SEEN = 0.1  # of the box's area
 _MOST_ASPECT = 100.0
 _MOST_ROUNDED = 2.0  # zoom of `paste` up to which half a pixel of the image is one of the input
 _SUBPIXELS = 4  # bits
-
-
-def random_view(
-    canvas: tuple[int, int],
-    size: tuple[int, int],
-    config: AffineConfig,
-    mirrored: tuple[bool, bool],
-    rng: np.random.Generator,
-) -> np.ndarray:
-    """Random affine view from a canvas to the input.
-
-    It puts the middle of the canvas (height, width), moved at random, in the middle of the input
-    `size`.
-
-    Args:
-        mirrored: the input at last, (left to right, top to bottom).
-    Returns: the matrix_33 that takes pixels of the canvas to pixels of the input.
-    """
-    angle = np.deg2rad(rng.uniform(-config.rotate, config.rotate))
-    gain = rng.uniform(1 - config.scale, 1 + config.scale)
-    slant_x, slant_y = np.tan(np.deg2rad(rng.uniform(-config.shear, config.shear, 2)))
-    shift = rng.uniform(-config.translate, config.translate, 2) * [size[1], size[0]]
-    middle, target = np.array([canvas[1], canvas[0]]) / 2, np.array([size[1], size[0]]) / 2
-    turn_33 = np.eye(3)
-    turn_33[:2, :2] = [[np.cos(angle), np.sin(angle)], [-np.sin(angle), np.cos(angle)]]
-    turn_33[:2, :2] *= gain
-    slant_33 = np.array([[1, slant_x, 0], [slant_y, 1, 0], [0, 0, 1]])
-    mirror = np.where(mirrored, -1.0, 1.0)
-    matrix_33 = (
-        moved(scale=mirror, to=target)
-        @ moved(to=shift)
-        @ slant_33
-        @ turn_33
-        @ moved(to=-middle)
-    )  # fmt: skip
-    if config.perspective:
-        tilt_33 = np.eye(3)  # of points of the canvas about its middle, in halves of the input
-        tilt_33[2, :2] = rng.uniform(-config.perspective, config.perspective, 2) / target
-        matrix_33 = matrix_33 @ moved(to=middle) @ tilt_33 @ moved(to=-middle)
-    return matrix_33
 
 
 def paste(

@@ -16,7 +16,7 @@ from typing import NamedTuple
 import cv2
 import numpy as np
 
-from ppdist.data.transforms.color import left_of
+from ppdist.data.transforms.color import behind, left_of
 from ppdist.data.transforms.geometry import corners, map_points
 from ppdist.data.types import Sample
 
@@ -116,12 +116,6 @@ def copy_paste(one: Sample, donor: PasteSource, rng: np.random.Generator) -> Sam
         donor.sample.boxes_M4[chosen_M],
         donor.sample.labels_M[chosen_M],
     )
-
-
-def behind(sample: Sample, hidden_HW: np.ndarray) -> Sample:
-    """Sample with only the objects still seen beside hidden pixels."""
-    boxes_M4, keep_M = left_of(sample.boxes_M4, hidden_HW)
-    return replace(sample, boxes_M4=boxes_M4[keep_M], labels_M=sample.labels_M[keep_M])
 
 
 def _with_objects(sample: Sample, boxes_M4: np.ndarray, labels_M: np.ndarray) -> Sample:

@@ -1,7 +1,7 @@
 """Pipeline from a key to a transformed sample, in training and evaluation.
 
-    key -> one image, or several (mosaic) -> geometry (affine, flip) -> one resampling each
-        -> copy_paste, cutmix, mixup with others made like it -> colours, blur, erase
+    key -> one image, or several (mosaic) -> GEOMETRY_STEPS -> one resampling each
+        -> copy_paste, cutmix, mixup with others made like it -> PIXEL_STEPS
 
 Geometry is settled first, on sizes and boxes; pixels come last.  What a sample becomes is a
 function of (seed, epoch, index), its partners too.  Runs in the loader's workers, so everything
@@ -15,7 +15,6 @@ import signal
 import time
 import traceback
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
 
 import cv2
 import numpy as np
@@ -28,17 +27,16 @@ from ppdist.data.cache import ImageCache
 from ppdist.data.image import read_image, reduction
 from ppdist.data.transforms.color import augment_pixels, random_colours
 from ppdist.data.transforms.geometry import (
+    GeometryParams,
     MosaicCanvas,
     ResizeParams,
     SourceImage,
     between,
     fitted,
     map_boxes,
+    random_geometry,
     random_interpolation,
-    random_mirror,
-    random_placement,
     random_turn,
-    random_view,
     render,
     resize_for_evaluation,
     turned_sides,
@@ -46,7 +44,6 @@ from ppdist.data.transforms.geometry import (
 from ppdist.data.transforms.mix import (
     PasteSource,
     Slot,
-    behind,
     copy_paste,
     cutmix,
     mixup,
@@ -379,9 +376,7 @@ class TrainSamples(Samples):
             sample = cutmix(sample, self._other(size, augment, rng), rng)
         if augment.mixup and rng.random() < augment.mixup:
             sample = mixup(sample, self._other(size, augment, rng), rng)
-        image_HW3, hidden_HW = augment_pixels(sample.image_HW3, augment, rng)
-        sample = replace(sample, image_HW3=image_HW3)
-        return sample if hidden_HW is None else behind(sample, hidden_HW)
+        return augment_pixels(sample, augment, rng)
 
     def _augment_in(self, epoch: int) -> AugmentConfig:
         if epoch not in self._by_epoch:
@@ -404,68 +399,33 @@ class TrainSamples(Samples):
     def _single(
         self, index: int, size: tuple[int, int], augment: AugmentConfig, rng: np.random.Generator
     ) -> PasteSource:
-        """One image."""
-        original = self._open(index, random_turn(augment.rotate90, rng))
-        return (self._moved if augment.affine.moves else self._placed)(original, size, augment, rng)
-
-    def _placed(
-        self,
-        original: SourceImage,
-        size: tuple[int, int],
-        augment: AugmentConfig,
-        rng: np.random.Generator,
-    ) -> PasteSource:
-        """One image, cropped and resized along the sides of the input."""
-        placement = random_placement(
-            original.boxes_M4,
-            original.width,
-            original.height,
-            size,
-            augment,
-            rng,
-            self._resize,
-            original.reduced,
-        )
+        """One image, placed in the input by `GEOMETRY_STEPS`."""
+        one = self._open(index, random_turn(augment.rotate90, rng))
+        params = GeometryParams.of_image(one.boxes_M4, one.width, one.height, size)
+        params = random_geometry(params, augment, rng)
         colours_34 = random_colours(augment.distort, rng)
-        interpolation = random_interpolation(augment.random_interpolation, rng)
-        boxes_M4, keep_M = map_boxes(original.boxes_M4, placement)
-        sample = Sample(
-            render(original.image_HW3, placement, interpolation, colours_34, original.reduced),
-            boxes_M4[keep_M],
-            original.labels_M[keep_M],
-            original.index,
-        )
-        kept = np.flatnonzero(keep_M)
-        return PasteSource.of(
-            sample, original.outlines_M, kept, placement.source, placement.matrix_33
-        )
-
-    def _moved(
-        self,
-        original: SourceImage,
-        size: tuple[int, int],
-        augment: AugmentConfig,
-        rng: np.random.Generator,
-    ) -> PasteSource:
-        """One image, placed as in `_placed` and seen through a random view."""
-        placement = random_placement(
-            original.boxes_M4, original.width, original.height, size, augment, rng, self._resize
-        )
-        mirrored = placement.mirror_x, placement.mirror_y
-        placement = placement._replace(mirror_x=False, mirror_y=False)
-        view_33 = random_view(size, size, augment.affine, mirrored, rng)
-        canvas = MosaicCanvas(size)
-        boxes_M4, placed_M = map_boxes(original.boxes_M4, placement)
-        placed_33 = between(placement.source, placement.target)
-        matrix_33 = canvas.draw(
-            original.image_HW3, placement.source, view_33 @ placed_33, original.reduced
-        )
-        from_canvas_33 = matrix_33 @ between(placement.target, placement.source)
-        labels_M = original.labels_M[placed_M]
-        seen_M = canvas.note(boxes_M4[placed_M], labels_M, from_canvas_33)
-        sample = canvas.sample(original.index, random_colours(augment.distort, rng))
-        keep_M = np.flatnonzero(placed_M)[seen_M]
-        return PasteSource.of(sample, original.outlines_M, keep_M, placement.source, matrix_33)
+        if params.matrix_33 is None:
+            interpolation = random_interpolation(augment.random_interpolation, rng)
+            placement = params.placement(self._resize, one.reduced)._replace(
+                mirror_x=params.mirror_x, mirror_y=params.mirror_y
+            )
+            boxes_M4, keep_M = map_boxes(one.boxes_M4, placement)
+            image_HW3 = render(one.image_HW3, placement, interpolation, colours_34, one.reduced)
+            sample = Sample(image_HW3, boxes_M4[keep_M], one.labels_M[keep_M], one.index)
+            kept, matrix_33 = np.flatnonzero(keep_M), placement.matrix_33
+        else:
+            placement = params.placement(self._resize)
+            placed_33 = between(placement.source, placement.target)
+            boxes_M4, placed_M = map_boxes(one.boxes_M4, placement)
+            canvas = MosaicCanvas(size)
+            matrix_33 = canvas.draw(
+                one.image_HW3, placement.source, params.view_33 @ placed_33, one.reduced
+            )
+            from_placed_33 = matrix_33 @ between(placement.target, placement.source)
+            seen_M = canvas.note(boxes_M4[placed_M], one.labels_M[placed_M], from_placed_33)
+            sample = canvas.sample(one.index, colours_34)
+            kept = np.flatnonzero(placed_M)[seen_M]
+        return PasteSource.of(sample, one.outlines_M, kept, placement.source, matrix_33)
 
     def _mosaic(
         self, index: int, size: tuple[int, int], augment: AugmentConfig, rng: np.random.Generator
@@ -475,8 +435,9 @@ class TrainSamples(Samples):
         others = rng.integers(len(self._dataset.records), size=images - 1)
         order = rng.permutation(images)
         layout = random_layout(images, augment.mosaic_whole, size, rng)
-        mirrored = random_mirror(augment, rng)
-        view_33 = random_view(layout.canvas, size, augment.affine, mirrored, rng)
+        height, width = layout.canvas
+        params = random_geometry(GeometryParams(width, height, size), augment, rng)
+        view_33 = params.view_33
         canvas, used, cell = MosaicCanvas(size), [], layout.cell
         for place, wanted in zip(order, [index, *others.tolist()]):
             slot = layout.slots[place]

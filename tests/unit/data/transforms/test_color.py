@@ -6,34 +6,41 @@ import cv2
 import numpy as np
 import pytest
 
+from ppdist.config.augment import AugmentConfig
 from ppdist.data.transforms.color import (
-    blurred,
+    blur,
+    grey,
+    hsv,
     random_colours,
-    random_hsv,
     recolour_hsv,
-    without_colours,
 )
-from ppdist.data.types import keyed_generator
+from ppdist.data.types import Sample, keyed_generator
+
+
+def changed(step, image_HW3, key=0, **augment) -> np.ndarray:
+    """Pixels after a step of PIXEL_STEPS."""
+    sample = Sample(image_HW3, np.zeros((0, 4), np.float32), np.zeros(0, np.int64), 0)
+    return step(sample, AugmentConfig(**augment), keyed_generator(0, key)).image_HW3
 
 
 def test_neutral_colours_are_identity():
-    grey = np.full((4, 4, 3), 100, np.uint8)
-    changed = 0
+    plain = np.full((4, 4, 3), 100, np.uint8)
+    recoloured = 0
     for sample in range(50):
         assert random_colours(0.0, keyed_generator(0, sample)) is None
         matrix = random_colours(1.0, keyed_generator(0, sample))
-        after = cv2.transform(grey, matrix)
+        after = cv2.transform(plain, matrix)
         assert np.ptp(after.astype(int), axis=2).max() <= 2, "hue and saturation leave grey alone"
         assert 100 * 0.5 - 33 <= after.mean() <= 100 * 1.5 + 33
-        changed += abs(after.mean() - 100) > 5
-    assert changed > 30
+        recoloured += abs(after.mean() - 100) > 5
+    assert recoloured > 30
 
 
 def test_hsv_turns_scales_and_leaves_grey_grey():
     colours = np.array([[[200, 80, 40], [100, 180, 120], [128, 128, 128]]], np.uint8)
     hues, saturations, values = [], [], []
     for key in range(200):
-        after = recolour_hsv(colours, random_hsv((0.05, 0.5, 0.3), keyed_generator(0, key)))
+        after = changed(hsv, colours, key, hsv=(0.05, 0.5, 0.3))
         assert np.ptp(after[0, 2].astype(int)) <= 1
         before, now = (cv2.cvtColor(x, cv2.COLOR_RGB2HSV)[0].astype(int) for x in (colours, after))
         hues.append((now[0, 0] - before[0, 0] + 90) % 180 - 90)
@@ -42,7 +49,7 @@ def test_hsv_turns_scales_and_leaves_grey_grey():
     assert -12 <= min(hues) < -5 and 5 < max(hues) <= 12  # 0.05 of 180 is 9, and rounding
     assert 0.45 < min(saturations) < 0.6 and 1.3 < max(saturations) <= 1.55
     assert 0.69 < min(values) < 0.75 and 1.25 < max(values) < 1.31
-    assert random_hsv((0.0, 0.0, 0.0), keyed_generator(0, 1)) == (0.0, 0.0, 0.0)
+    assert changed(hsv, colours) is colours
 
 
 @pytest.mark.parametrize(
@@ -61,8 +68,8 @@ def test_hsv_is_that_of_the_standard_library(change):
 
 def test_blur_and_grey_do_what_they_say():
     noise = np.random.RandomState(0).randint(0, 256, (64, 64, 3)).astype(np.uint8)
-    spreads = [blurred(noise, keyed_generator(0, key)).std() for key in range(20)]
+    spreads = [changed(blur, noise, key, blur=1.0).std() for key in range(20)]
     assert max(spreads) < noise.std() * 0.8 and min(spreads) < noise.std() * 0.3
-    grey = without_colours(noise, keyed_generator(0, 0))
-    assert np.ptp(grey, axis=2).max() == 0
-    np.testing.assert_allclose(grey[..., 0], noise @ [0.299, 0.587, 0.114], atol=0.6)
+    found = changed(grey, noise, grey=1.0)
+    assert np.ptp(found, axis=2).max() == 0
+    np.testing.assert_allclose(found[..., 0], noise @ [0.299, 0.587, 0.114], atol=0.6)

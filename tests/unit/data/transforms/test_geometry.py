@@ -7,12 +7,13 @@ from ppdist.config.augment import AugmentConfig
 from ppdist.data.transforms import geometry
 from ppdist.data.transforms.geometry import (
     FILL,
+    GeometryParams,
     ResizeParams,
-    cropped,
-    expanded,
+    crop,
+    expand,
     map_boxes,
     place,
-    random_placement,
+    random_geometry,
     render,
     resize_for_evaluation,
     whole,
@@ -32,7 +33,8 @@ def white_boxes(boxes, height=120, width=160) -> np.ndarray:
 
 def test_plain_image_of_input_size_is_unchanged():
     image, boxes = picture(), np.array([[3, 4, 30, 40]], np.float32)
-    placement = random_placement(boxes, 64, 48, (48, 64), NOTHING, keyed_generator(0, 1))
+    whole_image = GeometryParams.of_image(boxes, 64, 48, (48, 64))
+    placement = random_geometry(whole_image, NOTHING, keyed_generator(0, 1)).placement("stretch")
     np.testing.assert_array_equal(render(image, placement, cv2.INTER_LINEAR), image)
     mapped, keep = map_boxes(boxes, placement)
     np.testing.assert_array_equal(mapped, boxes)
@@ -48,7 +50,8 @@ def test_boxes_follow_pixels_in_expand_crop_and_flip():
         for number, box in enumerate(boxes):
             image = white_boxes([box.astype(int)])
             rng = keyed_generator(5, sample)
-            placement = random_placement(boxes, 160, 120, (200, 240), config, rng)
+            params = GeometryParams.of_image(boxes, 160, 120, (200, 240))
+            placement = random_geometry(params, config, rng).placement("stretch")
             mapped, keep = map_boxes(boxes, placement)
             drawn = render(image, placement, cv2.INTER_NEAREST)
             ys, xs = np.nonzero((drawn == 255).all(2))
@@ -82,8 +85,8 @@ def test_what_an_expanded_image_does_not_cover_is_fill():
 
 def test_expanding_keeps_the_image_inside_and_the_aspect():
     for sample in range(50):
-        window = expanded(np.array([0.0, 0, 64, 48]), 4.0, keyed_generator(0, sample))
-        x1, y1, x2, y2 = window
+        params = GeometryParams.of_image(np.zeros((0, 4)), 64, 48, (48, 64))
+        x1, y1, x2, y2 = expand(params, AugmentConfig(expand=1), keyed_generator(0, sample)).window
         assert x1 <= 0 and y1 <= 0 and x2 >= 64 and y2 >= 48
         assert 1 <= (x2 - x1) / 64 <= 4
         assert np.isclose((x2 - x1) / (y2 - y1), 64 / 48)
@@ -93,7 +96,8 @@ def test_crop_holds_box_centre_and_stays_in_window():
     boxes = np.array([[10, 10, 40, 40], [100, 80, 140, 110]], np.float32)
     window, crops = np.array([0.0, 0, 160, 120]), 0
     for sample in range(100):
-        part = cropped(window, boxes, 0.3, keyed_generator(1, sample))
+        params = GeometryParams.of_image(boxes, 160, 120, (120, 160))
+        part = crop(params, AugmentConfig(crop=1), keyed_generator(1, sample)).window
         centres = (boxes[:, :2] + boxes[:, 2:]) / 2
         assert ((centres > part[:2]) & (centres < part[2:])).all(1).any()
         assert (part[:2] >= 0).all() and (part[2:] <= window[2:] + 1e-9).all()
@@ -106,7 +110,8 @@ def test_a_crop_is_good_when_one_box_overlaps_it_enough(monkeypatch):
     monkeypatch.setattr(geometry, "_CROP_OVERLAPS", (0.5,))
     window = np.array([0.0, 0.0, 160.0, 120.0])
     boxes = np.array([[10.0, 10.0, 130.0, 110.0], [150.0, 2.0, 156.0, 8.0]])  # one large, one far
-    parts = [cropped(window, boxes, 0.3, keyed_generator(2, sample)) for sample in range(10)]
+    params, config = GeometryParams.of_image(boxes, 160, 120, (120, 160)), AugmentConfig(crop=1)
+    parts = [crop(params, config, keyed_generator(2, sample)).window for sample in range(10)]
     assert not any(np.array_equal(part, window) for part in parts)
     for x1, y1, x2, y2 in parts:
         inter = (min(x2, 130) - max(x1, 10)) * (min(y2, 110) - max(y1, 10))

@@ -4,14 +4,15 @@ import cv2
 import numpy as np
 import pytest
 
-from ppdist.config.augment import AffineConfig
+from ppdist.config.augment import AffineConfig, AugmentConfig
 from ppdist.data.transforms.geometry import (
+    GeometryParams,
+    affine,
     between,
     covered,
     map_by_matrix,
     moved,
     paste,
-    random_view,
 )
 from ppdist.data.types import keyed_generator
 
@@ -21,7 +22,8 @@ UPRIGHT = AffineConfig(scale=0.5, translate=0.2)
 
 
 def view(config, key=0, canvas=(120, 160), size=(120, 160), mirrored=(False, False)):
-    return random_view(canvas, size, config, mirrored, keyed_generator(7, key))
+    mosaic = GeometryParams(*canvas[::-1], size, mirror_x=mirrored[0], mirror_y=mirrored[1])
+    return affine(mosaic, AugmentConfig(affine=config), keyed_generator(7, key)).view_33
 
 
 def extent_of(image_HW3) -> np.ndarray:

@@ -1,5 +1,6 @@
 """Every augmentation: boxes follow pixels, and a sample is a function of its key alone."""
 
+import re
 from collections.abc import Iterator
 from dataclasses import replace
 from functools import cache
@@ -14,7 +15,8 @@ from ppdist.config import load_config
 from ppdist.config.augment import AugmentConfig
 from ppdist.data.image import read_image
 from ppdist.data.transforms import pipeline
-from ppdist.data.transforms.geometry import random_placement
+from ppdist.data.transforms.color import PIXEL_STEPS, hsv
+from ppdist.data.transforms.geometry import GEOMETRY_STEPS, GeometryParams, random_geometry
 from ppdist.data.transforms.pipeline import TrainSamples, reductions
 from ppdist.data.types import DetectionSet, ImageRecord, Sample, SampleKey, keyed_generator
 
@@ -41,7 +43,7 @@ GEOMETRY = {
 }
 TURNED = ("rotate", "shear", "perspective", "mosaic in perspective")
 CUTS = ("crop", "copy_paste", "copy_paste after a crop", "all that hides")
-EFFECTS = ("distort", "mixup", "blur", "grey", "erase")
+EFFECTS = ("distort", "mixup", *(step.__name__ for step in PIXEL_STEPS if step is not hsv))
 COLOURS = np.array(
     [(255, 0, 0), (0, 255, 0), (0, 0, 255), (255, 255, 0), (255, 0, 255), (0, 255, 255),
      (255, 255, 255)]
@@ -214,6 +216,15 @@ def test_a_sample_is_a_function_of_its_key_alone(dataset, name):
         assert others - {first.image_HW3.tobytes()}
 
 
+def test_steps_are_keys_in_their_documented_order():
+    names = [step.__name__ for step in (*GEOMETRY_STEPS, *PIXEL_STEPS)]
+    assert set(names) <= set(AugmentConfig.model_fields)
+    order = re.findall(r"\w+", AugmentConfig.__doc__)
+    assert [word for word in order if word in names] == names
+    tried = set().union(*GEOMETRY.values())
+    assert {step.__name__ for step in GEOMETRY_STEPS} <= tried
+
+
 def test_rng_key_alone_determines_numbers():
     draws = {key: tuple(keyed_generator(*key).random(3)) for key in
              [(0, 1), (0, 1, 0), (0, 2), (1, 1), (0, 0, 1), (0, 1, 1)]}  # fmt: skip
@@ -324,9 +335,9 @@ def test_images_are_read_as_small_as_any_sample_allows(dataset, augment, resize,
 def test_no_crop_enlarges_image_beyond_decoded_size(least):
     config, rng = AugmentConfig(crop=1, expand=0, crop_least=least), keyed_generator(5)
     box_14 = np.array([[900, 700, 1000, 800]], np.float32)
+    params = GeometryParams.of_image(box_14, 2000, 1600, (1600, 2000))
     found = [
-        np.max(random_placement(box_14, 2000, 1600, (1600, 2000), config, rng).scale)
-        for _ in range(1000)
+        np.max(random_geometry(params, config, rng).placement("stretch").scale) for _ in range(1000)
     ]
     assert 0.9 * config.most_zoom < max(found) < 1.01 * config.most_zoom
 
