@@ -136,22 +136,6 @@ class StudyConfig(Section):
         description="Variant -> the one that it is compared with instead of the first.",
     )
     seeds: tuple[int, ...] = Field(default=(), description="Of training; empty: the config's own.")
-    minutes_per_trial: float | None = Field(
-        default=None,
-        gt=0,
-        description="train.epochs of each variant is chosen so that it takes so long here; what "
-        "is counted in epochs grows or shrinks alike. null: the epochs of the config.",
-    )
-    costs_like: dict[str, str] = Field(
-        default={},
-        description="Variant -> the one whose epochs it gets, as a step of it costs the same; two "
-        "measurements of the same would differ.",
-    )
-    calibration_epochs: int = Field(
-        default=4,
-        ge=2,
-        description="Length of the runs that find that out; in the first caches are filled.",
-    )
     workers: int = Field(default=1, gt=0, description="Trials at a time on one machine.")
     processes: int = Field(default=1, gt=0, description="Of each trial, on a CPU.")
 
@@ -169,26 +153,16 @@ class StudyConfig(Section):
         if self.sampler == "grid":
             if not (self.variants or self.space or self.seeds):
                 raise ValueError("sampler: grid: needs variants, space or seeds")
-            for key, names in {"baselines": self.baselines, "costs_like": self.costs_like}.items():
-                for name in (*names, *names.values()):
-                    if name not in self.variants:
-                        raise ValueError(f"{key}: {name} is no variant of this study")
-            for name, like in self.costs_like.items():
-                if like in self.costs_like:
-                    raise ValueError(
-                        f"costs_like.{name}: {like} is not measured itself; name the one that it "
-                        f"costs like: {self.costs_like[like]}"
-                    )
-            if self.costs_like and not self.minutes_per_trial:
-                raise ValueError("costs_like: goes with minutes_per_trial")
+            for name in (*self.baselines, *self.baselines.values()):
+                if name not in self.variants:
+                    raise ValueError(f"baselines: {name} is no variant of this study")
             return self
         if not self.space or not self.trials:
             raise ValueError(f"sampler: {self.sampler}: needs space, and trials: how many")
-        named = self.variants or self.baselines or self.costs_like
-        if named or self.seeds or self.minutes_per_trial:
+        if self.variants or self.baselines or self.seeds:
             raise ValueError(
-                f"variants, seeds and minutes_per_trial go with sampler: grid, not "
-                f"{self.sampler}, whose trials are all different"
+                f"variants and seeds go with sampler: grid, not {self.sampler}, whose trials are "
+                "all different"
             )
         return self
 

@@ -27,8 +27,9 @@ _T95 = (math.inf, 12.71, 4.30, 3.18, 2.78, 2.57, 2.45, 2.36, 2.31, 2.26, 2.23)
 _NORMAL95 = 1.95996
 # Rows that differ in one of these were not measured alike: they stand in tables of their own.
 _CONDITIONS = (
-    "study", "config", "overrides", "metric", "minutes_per_trial", "workers", "processes",
+    "study", "config", "overrides", "metric", "workers", "processes",
 )  # fmt: skip
+_EQUAL_TIME = "minutes_per_trial"  # in rows of earlier versions
 _NEEDED = (
     *_CONDITIONS, "lower_is_better", "trial", "state", "setting", "base", "seed",
     "variant_overrides", "params", "minutes", "epochs", "best", "curve",
@@ -58,7 +59,6 @@ def _row(store: "Store", trial: "FrozenTrial") -> dict[str, Any] | None:
         "overrides": list(study.overrides),
         "metric": study.metric,
         "lower_is_better": study.lower_is_better,
-        "minutes_per_trial": study.minutes_per_trial,
         "trial": trial.number,
         "state": trial.state.name.lower(),
         "setting": cell.setting,
@@ -190,7 +190,7 @@ def ablations(rows: Sequence[Row]) -> str:
     """
     studies: dict[str, list[Row]] = {}
     for row in rows:
-        alike = json.dumps([row[key] for key in _CONDITIONS])
+        alike = json.dumps([row.get(key) for key in (*_CONDITIONS, _EQUAL_TIME)])
         studies.setdefault(alike, []).append(row)
     return "\n\n".join(_study(found) for found in studies.values())
 
@@ -204,8 +204,8 @@ def _study(rows: Sequence[Row]) -> str:
     about = f"**{first['study']}**: `{first['config']}`"
     if first["overrides"]:
         about += " with `" + " ".join(first["overrides"]) + "`"
-    if first["minutes_per_trial"]:
-        about += f", {first['minutes_per_trial']:g} minutes a trial"
+    if first.get(_EQUAL_TIME):
+        about += f", {first[_EQUAL_TIME]:g} minutes a trial"
     about += f", {first['processes']} process(es) a trial, {first['workers']} trial(s) at a time."
     lines = [
         about,

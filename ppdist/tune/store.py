@@ -39,8 +39,8 @@ from ppdist.tune.trial import Cell, Past, grid
 
 # What may change between two starts: more to do, and how fast; variants are compared one by one.
 _MAY_CHANGE = {
-    "name", "trials", "variants", "baselines", "costs_like", "seeds", "workers",
-    "calibration_epochs", "config", "overrides",  # the last two: which `experiment` stands for
+    "name", "trials", "variants", "baselines", "seeds", "workers",
+    "config", "overrides",  # the last two: which `experiment` stands for
 }  # fmt: skip
 _SEEDS_APART = 1_000_003  # of the sampler, between two trials
 _NAME = "ppdist"  # of the one study in the journal
@@ -157,12 +157,7 @@ class Store:
                 f"variants.{name}" for name in before["variants"]
                 if known[name] != before["variants"][name]
             }  # fmt: skip
-            liked = before.get("costs_like", {})
-            changed |= {
-                f"costs_like.{name}" for name in before["variants"].keys() & now["variants"].keys()
-                if now["costs_like"].get(name) != liked.get(name)
-            }  # fmt: skip
-            now |= {"variants": known, "costs_like": liked | now["costs_like"]}
+            now |= {"variants": known}
             if changed:
                 raise ConfigError(
                     f"{self.folder} holds a study with other values of "

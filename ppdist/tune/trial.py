@@ -43,7 +43,7 @@ class Cell:
 
     @property
     def setting(self) -> str:
-        """The setting in words without the seed; keys calibrations and tables."""
+        """The setting in words without the seed."""
         values = ", ".join(f"{key}={_short(value)}" for key, value in self.params.items())
         return ": ".join(part for part in (self.variant, values) if part) or "base"
 
@@ -96,11 +96,6 @@ def baseline(study: StudyConfig, cell: Cell) -> str:
     if cell.variant in study.baselines:
         return Cell(study.baselines[cell.variant], params=cell.params).setting
     return grid(study)[0].setting
-
-
-def timed_by(study: StudyConfig, cell: Cell) -> str:
-    """The setting whose calibration says how long a cell is."""
-    return Cell(study.costs_like.get(cell.variant, cell.variant), params=cell.params).setting
 
 
 def _short(value: Any) -> str:

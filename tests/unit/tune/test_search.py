@@ -1,6 +1,5 @@
 """The loop of a study, with trainings that only say what they measured (fake_train.py)."""
 
-import dataclasses
 import json
 import os
 import signal
@@ -12,11 +11,9 @@ from pathlib import Path
 import pytest
 from optuna.trial import TrialState
 
-from ppdist.common.files import write_json
 from ppdist.common.records import read_metrics
 from ppdist.tune import results
 from ppdist.tune.results import read_rows
-from ppdist.tune.search import Calibration
 from ppdist.tune.store import Claim, Store, Waiting
 from ppdist.tune.trial import write_past
 from tests.errors import raises
@@ -219,32 +216,6 @@ def test_trials_of_gone_variants_are_left_alone(tmp_path: Path) -> None:
     assert search.run() == 0
     assert "trial 001 is left alone: the study has no such one now" in said
     assert [row["variant"] for row in read_rows(tmp_path / "out")] == ["plain", "plain"]
-    store.close()
-
-
-def test_what_costs_like_another_is_as_long(tmp_path: Path) -> None:
-    alike = GRID + "minutes_per_trial: 1\ncosts_like: {fast: plain}"
-    store = Store(tmp_path / "out", study_of(tmp_path, alike))
-    search, said = search_in(store)
-    places = [list(each) for each in search.places]
-    known = {"conditions": {"workers": 1, "places": places, "cores": LAUNCHER.cores}}
-    plain = Calibration(3.0, 3, 10, 1.0, 1.0, 1.0)
-    write_json(store.folder / "calibration.json", known | {"lengths": {"plain": plain.record()}})
-    assert search.run() == 0
-    store.close()
-    assert not any("calibrating" in line for line in said)
-    assert [row["epochs"] for row in read_rows(tmp_path / "out")] == [3.0] * 4
-
-
-@pytest.mark.parametrize("failing", [0, 1])
-def test_a_failed_calibration_ends_its_copies(tmp_path: Path, failing: int) -> None:
-    copy = f"import sys, time\nif sys.argv[1] == 'place{failing}': sys.exit(1)\ntime.sleep(3600)\n"
-    store = Store(tmp_path / "out", study_of(tmp_path, GRID + "minutes_per_trial: 1"))
-    search, _ = search_in(store)
-    search.launcher = dataclasses.replace(LAUNCHER, command=[sys.executable, "-c", copy])
-    search.places = [["place0"], ["place1"]]
-    with raises("calibration_failed"):
-        search.run()
     store.close()
 
 
