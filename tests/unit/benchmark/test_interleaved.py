@@ -12,7 +12,6 @@ import pytest
 
 from ppdist.benchmark import interleaved
 from ppdist.benchmark.interleaved import Group, _ended, interleave, wait_for_slice
-from ppdist.common.errors import LaunchError
 from ppdist.config.distributed import DistributedConfig
 from ppdist.distributed import comm
 from tests.distributed import run_on_ranks
@@ -127,7 +126,7 @@ def test_a_slice_begins_when_all_have_seen_it(tmp_path):
 def test_a_program_that_dies_while_it_waits_is_no_hang(tmp_path):
     place = tmp_path / "1"
     killed = group(place, "", code="wait()")
-    with pytest.raises(LaunchError, match="exit code -9"), _ended([killed]):
+    with raises("run_failed", "exit code -9"), _ended([killed]):
         killed.start()
         (waits,) = place.glob("waits-*")
         os.kill(int(waits.name.removeprefix("waits-")), signal.SIGKILL)

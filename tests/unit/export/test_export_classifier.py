@@ -9,7 +9,6 @@ import paddle
 import pytest
 import yaml
 
-from ppdist.common.errors import ConfigError
 from ppdist.config.evaluate import NMSConfig
 from ppdist.config.runtime import RuntimeOptions
 from ppdist.export.export import deployment_copy, export_classifier
@@ -134,6 +133,6 @@ def test_an_export_is_only_used_for_its_task(exported: Path, tmp_path: Path) -> 
     assert spec.paddle is not None and spec.paddle.max_box_error is None
     text = (exported / "infer.yml").read_text(encoding="utf-8")
     (tmp_path / "infer.yml").write_text(text.replace('"classify"', '"detect"'))
-    with pytest.raises(ConfigError, match="nms is missing: task detect needs it"):
+    with raises("bad_value"):
         read_spec(tmp_path)
     assert tiny_spec().task == "detect"

@@ -6,7 +6,6 @@ from pathlib import Path
 
 import pytest
 
-from ppdist.common.errors import LaunchError
 from ppdist.launch import job as front
 from ppdist.launch import network
 from ppdist.launch.console import finish
@@ -93,7 +92,7 @@ def test_two_names_of_one_address_are_waited_for() -> None:
     """A pod has the address that another one had, whose name is still known by it."""
     said = waited("pod-0,pod-1", B, Names(pod_0=[B, B, A], pod_1=[B]))
     assert said and said[0].startswith(f"--ips: pod-1 and pod-0 are both {B}")
-    with pytest.raises(LaunchError, match=f"pod-0 and pod-0 are both {A}"):
+    with raises("ips_repeated", "pod-0 and pod-0 are both", str(A)):
         waited("pod-0,pod-0", None, Names(pod_0=[A]), 60)
 
 

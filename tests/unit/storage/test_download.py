@@ -121,7 +121,7 @@ def test_what_is_final_is_asked_once(server, tmp_path):
         server.faults = [fault]
         assert code_of(server, tmp_path / "a.pt") == "server_refused"
     assert len(server.asked) == 5 and left(tmp_path) == []
-    with pytest.raises(UserError, match=r"HTTP 404 Not Found; ask somebody"):
+    with raises("server_refused", "404 Not Found; ask"):
         download(f"{server.url}/b.pt", tmp_path / "b.pt", fix="ask somebody")
     with raises("server_refused"):
         download("file:///etc/passwd", tmp_path / "b.pt")

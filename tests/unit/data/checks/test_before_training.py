@@ -8,7 +8,6 @@ from pathlib import Path
 
 import pytest
 
-from ppdist.common.errors import DataError
 from ppdist.common.process import RESTART_VARIABLE
 from ppdist.config.data import DataConfig
 from ppdist.data.checks import images
@@ -144,7 +143,7 @@ def test_check_of_a_restart_waits_for_its_images(home, broken, tmp_path, monkeyp
     train, val = read_split(broken, "train"), read_split(broken, "val")
     pictures, away = Path(broken.root) / "images", tmp_path / "away"
     pictures.rename(away)
-    with pytest.raises(DataError):  # at a first start
+    with raises("no_good_image"):  # at a first start
         check_before_training(broken, train, val, workers=1)
     monkeypatch.setenv(RESTART_VARIABLE, "1")
     monkeypatch.setattr(store, "_timeout", 0.02)

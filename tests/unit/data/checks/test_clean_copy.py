@@ -187,7 +187,7 @@ def test_a_copy_that_fails_half_way_leaves_nothing(tmp_path, monkeypatch):
         return lines
 
     monkeypatch.setattr(module, "convert", full)
-    with pytest.raises(UserError, match="No space left"):
+    with raises("disk_full", "No space left"):
         clean_copy(report, "voc", out, images="copy")
     assert [*out.iterdir()] == []
     monkeypatch.undo()

@@ -5,9 +5,6 @@ import shutil
 from dataclasses import replace
 from pathlib import Path
 
-import pytest
-
-from ppdist.common.errors import DataError
 from ppdist.data.datasets.annotations import quietly
 from ppdist.data.datasets.build import (
     check_classes,
@@ -48,7 +45,7 @@ def test_a_folder_that_cannot_be_listed_is_named(tmp_path, monkeypatch):
         return original(folder)
 
     monkeypatch.setattr(os, "scandir", scandir)
-    with pytest.raises(DataError) as caught:
+    with raises("folder_unreadable") as caught:
         read_split(settings, "train")
     assert str(caught.value) == (
         f"{images}: the folder of images that {tmp_path}/train.json lists cannot be listed: "
