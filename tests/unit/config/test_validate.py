@@ -7,116 +7,44 @@ from ppdist.config.validate import config_warnings
 from tests.errors import raises
 from tests.unit.engine.tiny import tiny_config
 
-MISFITS = {
-    "boxes for a classifier": (
-        "yolov5_cls",
-        "data.format=coco",
-        "data.format: coco has boxes of images, model.name: yolov5_cls learns classes; "
-        "choose the other model or the other format",
-    ),
-    "classes for a detector": (
-        "yolov5",
-        "data.format=folder",
-        "data.format: folder has classes of images, model.name: yolov5 learns boxes; "
-        "choose the other model or the other format",
-    ),
-    "another model's loss": (
-        "yolov5",
-        "loss={name: ppyoloe}",
-        "loss.name: ppyoloe is the loss of another model than model.name: yolov5; "
-        "leave loss.name out",
-    ),
-    "a metric of classifiers": (
-        "ppyoloe",
-        "evaluate.metric=top1",
-        "evaluate.metric: top1 is not measured for model.name: ppyoloe; expected one of "
-        "mAP, mAP50, fitness",
-    ),
-    "a metric of detectors": (
-        "yolov5_cls",
-        "evaluate.metric=fitness",
-        "evaluate.metric: fitness is not measured for model.name: yolov5_cls; expected one of "
-        "top1, top5",
-    ),
-    "mosaic for a classifier": (
-        "yolov5_cls",
-        "data.augment.mosaic=1",
-        "data.augment.mosaic: has no effect for a classifier; leave it out",
-    ),
-    "letterbox for a classifier": (
-        "yolov5_cls",
-        "data.resize=letterbox",
-        "data.resize: has no effect for a classifier; leave it out",
-    ),
-    "difficulty for a classifier": (
-        "yolov5_cls",
-        "data.sampling.name=difficulty",
-        "data.sampling.name: difficulty: has no effect for a classifier; leave it out",
-    ),
-    "rectangles of stretched images": (
-        "ppyoloe",
-        "evaluate.rectangular=true",
-        "evaluate.rectangular: true: needs data.resize: letterbox, which keeps the shape",
-    ),
-    "padded rectangles without rectangles": (
-        "ppyoloe",
-        "evaluate.rectangular_pad=0.5",
-        "evaluate.rectangular_pad: means nothing without evaluate.rectangular: true",
-    ),
-    "suppression for a classifier": (
-        "yolov5_cls",
-        "nms.keep=5",
-        "nms: has no effect for a classifier; leave it out",
-    ),
-    "more epochs by an unknown noise scale": (
-        "ppyoloe",
-        "train.epochs_compensation=auto",
-        "train.epochs_compensation: auto needs optimizer.noise_scale",
-    ),
-    "a noise scale for a rate left alone": (
+MISFITS = [  # the model, what is set, and where the message begins
+    ("yolov5_cls", "data.format=coco", "data.format: "),
+    ("yolov5", "data.format=folder", "data.format: "),
+    ("yolov5", "loss={name: ppyoloe}", "loss.name: "),
+    ("ppyoloe", "evaluate.metric=top1", "evaluate.metric: "),
+    ("yolov5_cls", "evaluate.metric=fitness", "evaluate.metric: "),
+    ("yolov5_cls", "data.augment.mosaic=1", "data.augment.mosaic: "),
+    ("yolov5_cls", "data.resize=letterbox", "data.resize: "),
+    ("yolov5_cls", "data.sampling.name=difficulty", "data.sampling.name: "),
+    ("ppyoloe", "evaluate.rectangular=true", "evaluate.rectangular: "),
+    ("ppyoloe", "evaluate.rectangular_pad=0.5", "evaluate.rectangular_pad: "),
+    ("yolov5_cls", "nms.keep=5", "nms: "),
+    ("ppyoloe", "train.epochs_compensation=auto", "train.epochs_compensation: "),
+    (
         "ppyoloe",
         "optimizer={reference_batch_size: 8, noise_scale: 500, lr_scaling: none}",
-        "optimizer.noise_scale: has no effect with optimizer.lr_scaling: none",
+        "optimizer.noise_scale: ",
     ),
-    "a noise scale without a reference": (
+    (
         "ppyoloe",
         "optimizer={reference_batch_size: null, noise_scale: 500}",
-        "optimizer.noise_scale: needs optimizer.reference_batch_size",
+        "optimizer.noise_scale: ",
     ),
-    "scaled betas for momentum": (
-        "ppyoloe",
-        "optimizer={betas_scaling: auto}",
-        "optimizer.betas_scaling: auto: has no effect with optimizer.name: momentum",
-    ),
-    "scaled betas with the linear rule": (
-        "ppyoloe",
-        "optimizer={name: adamw, betas_scaling: auto}",
-        "optimizer.betas_scaling: auto: belongs to the square-root rule",
-    ),
-    "local SGD and shares of the optimizer": (
-        "ppyoloe",
-        "distributed={sync_every: 4, shard_optimizer: true}",
-        "distributed.sync_every: 4 lets the ranks' weights differ, "
-        "distributed.shard_optimizer: true needs them equal; choose one",
-    ),
-    "the fastest algorithm and always the same": (
+    ("ppyoloe", "optimizer={betas_scaling: auto}", "optimizer.betas_scaling: "),
+    ("ppyoloe", "optimizer={name: adamw, betas_scaling: auto}", "optimizer.betas_scaling: "),
+    ("ppyoloe", "distributed={sync_every: 4, shard_optimizer: true}", "distributed.sync_every: "),
+    (
         "ppyoloe",
         "train={deterministic: true, gpu: {cudnn_search: true}}",
-        "train.gpu.cudnn_search: true takes what is fastest, train.deterministic: true what "
-        "always gives the same; choose one",
+        "train.gpu.cudnn_search: ",
     ),
-    "momentum for AdamW": (
-        "ppyoloe",
-        "optimizer={name: adamw, nesterov: true}",
-        "optimizer.nesterov: has no effect with optimizer.name: adamw; set it to false",
-    ),
-}
+    ("ppyoloe", "optimizer={name: adamw, nesterov: true}", "optimizer.nesterov: "),
+]
 
 
-@pytest.mark.parametrize("case", MISFITS)
-def test_parts_that_do_not_fit_are_refused(case, tmp_path):
-    model, override, message = MISFITS[case]
-    with raises("bad_value", message) as caught:
+@pytest.mark.parametrize(("model", "override", "key"), MISFITS)
+def test_parts_that_do_not_fit_are_refused(model, override, key, tmp_path):
+    with raises("bad_value", f"-o {override}: {key}") as caught:
         tiny_config(tmp_path, [override], model)
     (problem,) = caught.value.problems
     assert problem.code == "bad_value" and str(problem.place) == f"-o {override}"

@@ -196,180 +196,82 @@ def test_file_value_replaces_file_dependent_default(folder: Path) -> None:
     assert parse_config("a.yml", ["output_dir=b"], Tiny, defaults).output_dir == "b"
 
 
-# Each case: what is appended to GOOD (or replaces it, when it begins with "!"), and the message.
-BAD_FILES = {
-    "unknown key": (
-        "train:\n  epoch: 3\n",
-        "cfg.yml:8:3: train.epoch: unknown key; did you mean train.epochs?",
-    ),
-    "key of another section": (
-        "train:\n  lr: 0.1\n",
-        "cfg.yml:8:3: train.lr: unknown key; did you mean optimizer.lr?",
-    ),
-    "misspelt key of another section": (
-        "epoch: 3\n",
-        "cfg.yml:7:1: epoch: unknown key; did you mean train.epochs?",
-    ),
-    "unknown key like nothing": (
-        "optimizer: {zebra: 1}\n",
-        "cfg.yml:7:13: optimizer.zebra: unknown key; optimizer knows lr",
-    ),
-    "wrong type": (
-        "train:\n  epochs: ten\n",
-        'cfg.yml:8:11: train.epochs: found "ten" (text), expected whole number >= 1',
-    ),
-    "quoted number": (
-        "train: {epochs: '10'}\n",
-        'cfg.yml:7:17: train.epochs: found "10" (text), expected whole number >= 1; '
-        "remove the quotes",
-    ),
-    "fraction for a whole number": (
-        "train: {epochs: 1e3}\n",
-        "cfg.yml:7:17: train.epochs: found 1e3, expected whole number >= 1; did you mean 1000?",
-    ),
-    "number for text": (
-        "output_dir: 7\n",
-        'cfg.yml:7:13: output_dir: found 7, expected text; did you mean "7" with quotes?',
-    ),
-    "yes for true": (
+NO_MODEL = "!data: {root: x, train: {images: a}}\n"
+# What is appended to GOOD (or replaces it, when it begins with "!"), where it is wrong, the code,
+# and what the message says of the value or the remedy.
+BAD_FILES = [
+    ("train:\n  epoch: 3\n", "8:3: train.epoch", "unknown_key", "did you mean train.epochs?"),
+    ("train:\n  lr: 0.1\n", "8:3: train.lr", "unknown_key", "did you mean optimizer.lr?"),
+    ("epoch: 3\n", "7:1: epoch", "unknown_key", "did you mean train.epochs?"),
+    ("optimizer: {zebra: 1}\n", "7:13: optimizer.zebra", "unknown_key", "knows lr"),
+    ("train:\n  epochs: ten\n", "8:11: train.epochs", "bad_value", 'found "ten" (text)'),
+    ("train: {epochs: '10'}\n", "7:17: train.epochs", "bad_value", "remove the quotes"),
+    ("train: {epochs: 1e3}\n", "7:17: train.epochs", "bad_value", "did you mean 1000?"),
+    ("output_dir: 7\n", "7:13: output_dir", "bad_value", 'did you mean "7" with quotes?'),
+    (
         "train: {amp: {enabled: yes}}\n",
-        'cfg.yml:7:24: train.amp.enabled: found "yes" (text), expected true or false; '
+        "7:24: train.amp.enabled",
+        "bad_value",
         "did you mean true?",
     ),
-    "None for null": (
-        "train: {clip_norm: None}\n",
-        'cfg.yml:7:20: train.clip_norm: found "None" (text), expected number > 0 or null; '
-        "did you mean null?",
-    ),
-    "bad choice": (
+    ("train: {clip_norm: None}\n", "7:20: train.clip_norm", "bad_value", "did you mean null?"),
+    (
         "train: {amp: {dtype: float61}}\n",
-        'cfg.yml:7:22: train.amp.dtype: found "float61" (text), expected one of float16, bfloat16; '
+        "7:22: train.amp.dtype",
+        "bad_value",
         "did you mean float16?",
     ),
-    "out of range": (
-        "optimizer: {lr: -1e-3}\n",
-        "cfg.yml:7:17: optimizer.lr: found -1e-3, expected number > 0 and <= 1",
-    ),
-    "not finite": (
-        "optimizer: {lr: .nan}\n",
-        "cfg.yml:7:17: optimizer.lr: found .nan, expected number > 0 and <= 1",
-    ),
-    "wrong length": (
-        "  image_size: [320]\n",
-        "cfg.yml:7:15: model.image_size: found a list of 1, expected [whole number, whole number]",
-    ),
-    "bad list item": (
-        "  image_size: [320, big]\n",
-        'cfg.yml:7:21: model.image_size[1]: found "big" (text), expected '
-        "[whole number, whole number] for model.image_size",
-    ),
-    "scalar for a section": (
-        "train: 10\n",
-        "cfg.yml:7:8: train: found 10, expected a mapping with keys such as "
-        "epochs, amp, multi_scale, clip_norm",
-    ),
-    "empty section": (
-        "train:\n",
-        "cfg.yml:7:7: train: found nothing (null), expected a mapping with keys such as "
-        "epochs, amp, multi_scale, clip_norm",
-    ),
-    "missing key": (
-        "!data: {root: x, train: {images: a}}\nmodel: {name: yolox}\n",
-        "cfg.yml:2:1: model.num_classes: missing, expected whole number >= 1 (Number of classes)",
-    ),
-    "missing section": (
-        "!data: {root: x, train: {images: a}}\n",
-        "cfg.yml:1:1: model: missing, expected a mapping with keys such as "
-        "name, size, image_size, num_classes",
-    ),
-    "unknown member of a union": (
-        "!data: {root: x, train: {images: a}}\nmodel: {name: yolo, num_classes: 2}\n",
-        'cfg.yml:2:15: model.name: found "yolo" (text), expected one of yolox, detr; '
+    ("optimizer: {lr: -1e-3}\n", "7:17: optimizer.lr", "bad_value", "found -1e-3"),
+    ("optimizer: {lr: .nan}\n", "7:17: optimizer.lr", "bad_value", "found .nan"),
+    ("  image_size: [320]\n", "7:15: model.image_size", "bad_value", "found a list of 1"),
+    ("  image_size: [320, big]\n", "7:21: model.image_size[1]", "bad_value", 'found "big" (text)'),
+    ("train: 10\n", "7:8: train", "bad_value", "found 10"),
+    ("train:\n", "7:7: train", "bad_value", "found nothing (null)"),
+    (NO_MODEL + "model: {name: yolox}\n", "2:1: model.num_classes", "missing_key", ""),
+    (NO_MODEL, "1:1: model", "missing_key", ""),
+    (
+        NO_MODEL + "model: {name: yolo, num_classes: 2}\n",
+        "2:15: model.name",
+        "bad_value",
         "did you mean yolox?",
     ),
-    "no member of a union": (
-        "!data: {root: x, train: {images: a}}\nmodel: {num_classes: 2}\n",
-        "cfg.yml:2:1: model.name: missing, expected one of yolox, detr",
+    (NO_MODEL + "model: {num_classes: 2}\n", "2:1: model.name", "missing_key", ""),
+    (
+        NO_MODEL + "model: {name: detr, num_classes: 2}\n",
+        "2:21: model.num_classes",
+        "unknown_key",
+        "knows name, queries",
     ),
-    "key of another member of a union": (
-        "!data: {root: x, train: {images: a}}\nmodel: {name: detr, num_classes: 2}\n",
-        "cfg.yml:2:21: model.num_classes: unknown key; model knows name, queries",
-    ),
-    "section given twice": (
+    (
         "train: {epochs: 1}\ndata: {workers: 99}\n",
-        "cfg.yml:8:1: data: given twice; the first is at cfg.yml:1:1; remove one",
+        "8:1: data",
+        "duplicate_key",
+        "the first is at cfg.yml:1:1",
     ),
-    "duplicate key": (
+    (
         "train:\n  epochs: 1\n  epochs: 2\n",
-        "cfg.yml:9:3: train.epochs: given twice; the first is at cfg.yml:8:3; remove one",
+        "9:3: train.epochs",
+        "duplicate_key",
+        "the first is at cfg.yml:8:3",
     ),
-    "syntax": (
-        "train: {epochs: 1\n",
-        "cfg.yml:8:1: not YAML: while parsing a flow mapping, expected ',' or '}', "
-        "but got '<stream end>'",
-    ),
-    "tab": ("train:\n\tepochs: 1\n", "cfg.yml:8:1: not YAML: a tab; indent with spaces"),
-    "control character": (
-        "output_dir: a\x07\n",
-        "cfg.yml:7:14: not YAML: character U+0007 is not allowed",
-    ),
-    "tag of another program": (
-        "optimizer: {lr: !Cosine 3}\n",
-        "optimizer.lr: the tag !Cosine has no meaning here; write a plain value",
-    ),
-    "alias of itself": (
-        "train: &t {amp: *t}\n",
-        "cfg.yml:7:8: train.amp: the alias contains itself",
-    ),
-    "top level is a list": (
-        "!- a\n- b\n",
-        "cfg.yml:1:1: expected `key: value` lines, found a list of 2",
-    ),
-    "missing base": (
-        "_BASE_: [../_base_/no.yml]\n",
-        "cfg.yml:7:10: _BASE_: ../_base_/no.yml: no such file (looked in {cwd}), and no config of "
-        "this name is shipped; see `ppdist config list`",
-    ),
-    "cyclic base": (
-        "_BASE_: ./cfg.yml\n",
-        "cfg.yml:7:9: _BASE_: the files include each other: cfg.yml -> cfg.yml",
-    ),
-    "base of the wrong type": (
-        "_BASE_: {a: 1}\n",
-        "cfg.yml:7:9: _BASE_: found a mapping with the keys a, expected a file name "
-        "or a list of them",
-    ),
-}
+    ("train: {epochs: 1\n", "8:1", "not_yaml", "<stream end>"),
+    ("train:\n\tepochs: 1\n", "8:1", "not_yaml", "a tab"),
+    ("output_dir: a\x07\n", "7:14", "not_yaml", "U+0007"),
+    ("optimizer: {lr: !Cosine 3}\n", "7:17: optimizer.lr", "unknown_tag", "write a plain value"),
+    ("train: &t {amp: *t}\n", "7:8: train.amp", "alias_contains_itself", ""),
+    ("!- a\n- b\n", "1:1", "not_a_mapping", "found a list of 2"),
+    ("_BASE_: [../_base_/no.yml]\n", "7:10: _BASE_", "config_missing", "no.yml"),
+    ("_BASE_: ./cfg.yml\n", "7:9: _BASE_", "include_cycle", "-> cfg.yml"),
+    ("_BASE_: {a: 1}\n", "7:9: _BASE_", "bad_value", "found a mapping with the keys a"),
+]
 
 
-CODES_OF_FILES = {
-    "scalar for a section": "bad_value",
-    "unknown member of a union": "bad_value",
-    "missing key": "missing_key",
-    "no member of a union": "missing_key",
-    "key of another member of a union": "unknown_key",
-    "duplicate key": "duplicate_key",
-    "syntax": "not_yaml",
-    "control character": "not_yaml",
-    "tag of another program": "unknown_tag",
-    "alias of itself": "alias_contains_itself",
-    "top level is a list": "not_a_mapping",
-    "missing base": "config_missing",
-    "cyclic base": "include_cycle",
-    "base of the wrong type": "bad_value",
-}
-
-
-@pytest.mark.parametrize("case", BAD_FILES)
-def test_invalid_file_reports_line_key_and_remedy(folder: Path, case: str) -> None:
-    added, expected = BAD_FILES[case]
+@pytest.mark.parametrize(("added", "place", "code", "named"), BAD_FILES)
+def test_invalid_file_reports_line_key_and_remedy(folder, added, place, code, named) -> None:
     error = refused(added[1:] if added.startswith("!") else GOOD + added)
-    lines = str(error).splitlines()
-    assert expected.replace("{cwd}", str(folder)) in lines[-1] and len(lines) <= 4, str(error)
-    if case in CODES_OF_FILES:
-        assert error.code == CODES_OF_FILES[case]
-        assert error.where.startswith("cfg.yml:")
-        assert str(error).startswith(f"{error.where}: {error.what}")
+    assert error.code == code and error.where.startswith("cfg.yml:")
+    assert str(error).startswith(f"cfg.yml:{place}: ")
+    assert named in str(error) and "\n" not in str(error)
 
 
 def test_several_problems_keep_their_codes_and_places(folder: Path) -> None:
@@ -387,23 +289,22 @@ def test_several_problems_keep_their_codes_and_places(folder: Path) -> None:
     ]
 
 
-BAD_OVERRIDES = {
-    "data.rot=../x": "-o data.rot=../x: data.rot: unknown key; did you mean data.root?",
-    "train.epochs": "-o train.epochs: expected key.path=value, as in -o train.epochs=10",
-    "=3": "-o =3: expected key.path=value, as in -o train.epochs=10",
-    "train..epochs=3": "-o train..epochs=3: expected key.path=value, as in -o train.epochs=10",
-    "train.epochs=[1": "-o train.epochs=[1: train.epochs: '[1' is not a YAML value; to give it as "
-    "text, quote it twice: -o 'train.epochs=\"...\"'",
-    "train.epochs=0": "-o train.epochs=0: train.epochs: found 0, expected whole number >= 1",
-    "_BASE_=x.yml": "-o _BASE_=x.yml: _BASE_ belongs in the file, not in -o",
-    "train={epochs: 1, epochs: 2}": "-o train={epochs: 1, epochs: 2}: train.epochs: given twice; "
-    "the first is at -o train={epochs: 1, epochs: 2}; remove one",
-}
+BAD_OVERRIDES = [
+    ("data.rot=../x", "unknown_key", "did you mean data.root?"),
+    ("train.epochs", "bad_override", "as in -o train.epochs=10"),
+    ("=3", "bad_override", ""),
+    ("train..epochs=3", "bad_override", ""),
+    ("train.epochs=[1", "override_not_yaml", "-o 'train.epochs=\"...\"'"),
+    ("train.epochs=0", "bad_value", "train.epochs: found 0"),
+    ("_BASE_=x.yml", "base_in_override", ""),
+    ("train={epochs: 1, epochs: 2}", "duplicate_key", "train.epochs: given twice"),
+]
 
 
-@pytest.mark.parametrize("item", BAD_OVERRIDES)
-def test_a_wrong_override_is_quoted_as_it_was_typed(folder: Path, item: str) -> None:
-    assert error_of(GOOD, item) == BAD_OVERRIDES[item]
+@pytest.mark.parametrize(("item", "code", "named"), BAD_OVERRIDES)
+def test_a_wrong_override_is_quoted_as_it_was_typed(folder, item, code, named) -> None:
+    with raises(code, f"-o {item}: ", named):
+        parse(GOOD, item)
 
 
 def test_a_missing_file_says_where_it_was_looked_for(folder: Path) -> None:
