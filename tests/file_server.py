@@ -54,7 +54,7 @@ class _Handler(BaseHTTPRequestHandler):
             return self.answer(404, b"nothing here")
         if fault == "page":
             return self.answer(200, b"<html>please log in</html>", {"Content-Type": "text/html"})
-        found = re.fullmatch(r"bytes=(\d+)-", self.headers.get("Range") or "")
+        found = re.fullmatch(r"bytes=(\d+)-(\d*)", self.headers.get("Range") or "")
         fresh = self.headers.get("If-Range") in (None, server.version)
         headers = {"ETag": server.version}
         if not found or not fresh or fault == "no ranges":
@@ -62,8 +62,13 @@ class _Handler(BaseHTTPRequestHandler):
         first = int(found[1])
         if first >= len(content):
             return self.answer(416, b"", {"Content-Range": f"bytes */{len(content)}"})
-        headers["Content-Range"] = f"bytes {first}-{len(content) - 1}/{len(content)}"
-        return self.answer(206, content[first:], headers, fault)
+        end = int(found[2]) + 1 if found[2] else len(content)
+        headers["Content-Range"] = f"bytes {first}-{end - 1}/{len(content)}"
+        return self.answer(206, content[first:end], headers, fault)
+
+    def do_HEAD(self) -> None:
+        self.server.asked.append((f"HEAD {self.path}", None))
+        self.answer(200, self.server.files[self.path], {"ETag": self.server.version}, "cut 0")
 
     def answer(
         self, status: int, content: bytes, headers: dict[str, str] | None = None, fault: str = ""

@@ -21,14 +21,6 @@ from typing import BinaryIO
 from ppdist.common.errors import ConfigError, UserError
 
 _BLOCK_BYTES = 1 << 20
-# What the files of a network disk answer while its server, its mount or the network is away.
-_OUTAGES = frozenset((
-    errno.ENOENT, errno.EIO, errno.ESTALE, errno.ETIMEDOUT, errno.ENOTCONN, errno.ENODEV,
-    errno.ENXIO, errno.EREMOTEIO, errno.ENOLINK, errno.ESHUTDOWN, errno.ECONNREFUSED,
-    errno.ECONNRESET, errno.ECONNABORTED, errno.EHOSTDOWN, errno.EHOSTUNREACH, errno.ENETDOWN,
-    errno.ENETUNREACH,
-))  # fmt: skip
-_FIRST_PAUSE_SECONDS, _LONGEST_PAUSE_SECONDS = 1.0, 30.0
 
 
 @contextmanager
@@ -50,25 +42,6 @@ def writing(path: Path) -> Iterator[None]:
 def is_disk_full(error: OSError) -> bool:
     """No room is left there, or none that this user may take."""
     return error.errno in (errno.ENOSPC, errno.EDQUOT)
-
-
-def is_outage(error: BaseException | None) -> bool:
-    """Whether an error may mean unreachable storage.
-
-    A deleted file raises the same error.
-    """
-    return isinstance(error, OSError) and error.errno in _OUTAGES
-
-
-def pauses(seconds: float) -> Iterator[float]:
-    """Yields retry delays in s, with exponential backoff.
-
-    1, 2, 4 ... 30, `seconds` in total, between attempts to reach storage that is away.
-    """
-    deadline, pause = time.monotonic() + seconds, _FIRST_PAUSE_SECONDS
-    while (left := deadline - time.monotonic()) > 0:
-        yield min(pause, left)
-        pause = min(2 * pause, _LONGEST_PAUSE_SECONDS)
 
 
 def can_be_read(path: str | Path) -> bool:

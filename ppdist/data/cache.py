@@ -27,11 +27,13 @@ from typing import Literal, NamedTuple
 import cv2
 import numpy as np
 
-from ppdist.common.files import is_outage, user_cache
+from ppdist.common.errors import StorageError
+from ppdist.common.files import user_cache
 from ppdist.common.machine import available_memory
 from ppdist.data.types import DetectionSet, Records
 from ppdist.distributed import comm
 from ppdist.storage import files as storage
+from ppdist.storage.retry import is_outage, unavailable
 
 _LOGGER = logging.getLogger("ppdist.data")
 _FORMAT = "ppdist image cache 2"
@@ -221,22 +223,23 @@ def _made_or_nothing(make: Callable[[], _Opened], seconds: float) -> _Opened:
 
     Args: seconds: how long to wait for unavailable storage.
     """
-    made, why = _NOTHING, ""
 
-    def away() -> str:
-        nonlocal made, why
+    def once() -> _Opened:
         try:
-            made, why = make(), ""
+            return make()
         except OSError as error:
             where = f"{error.filename}: " if error.filename else ""
             why = f"{where}{error.strerror or error}"
-            return f"data.cache: {why}" if is_outage(error) else ""
-        return ""
+            if is_outage(error):
+                raise unavailable(why, "data.cache") from error
+            _warn(f"goes on without, because it cannot be made: {why}")
+            return _NOTHING
 
-    comm.wait_for_storage(away, seconds)
-    if why:
-        _warn(f"goes on without, because it cannot be made: {why}")
-    return made
+    try:
+        return comm.once_there(once, seconds)
+    except StorageError as error:
+        _warn(f"goes on without, because it cannot be made: {error.what}")
+        return _NOTHING
 
 
 def _of_first_on_host(begin: Callable[[], _Opened]) -> _Opened:

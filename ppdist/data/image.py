@@ -19,7 +19,7 @@ import numpy as np
 from PIL import BmpImagePlugin, ExifTags, Image, JpegImagePlugin, TiffImagePlugin, WebPImagePlugin
 from PIL.Image import Transpose
 
-from ppdist.common.errors import DataError
+from ppdist.common.errors import DataError, StorageError
 from ppdist.runtime.decoder import (
     BMP,
     IMAGE_SUFFIXES,
@@ -279,6 +279,8 @@ def read_header(path: str | Path) -> ImageHeader | None:
     try:
         with open_file(path) as file:
             found = _header_of_png(file) if file.read(8) == PNG else _header_by_pillow(file)
+    except StorageError:
+        raise
     except Exception:  # Pillow's readers raise nearly anything for damaged files
         return None
     return found if found.width > 0 and found.height > 0 else None

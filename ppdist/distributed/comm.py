@@ -59,13 +59,12 @@ from ppdist.distributed.store import host as host
 from ppdist.distributed.store import is_main as is_main
 from ppdist.distributed.store import local_rank as local_rank
 from ppdist.distributed.store import local_size as local_size
+from ppdist.distributed.store import once_there as once_there
 from ppdist.distributed.store import rank as rank
 from ppdist.distributed.store import ranks_named as ranks_named
-from ppdist.distributed.store import require_storage as require_storage
 from ppdist.distributed.store import run_on_all_ranks as run_on_all_ranks
 from ppdist.distributed.store import run_on_main as run_on_main
 from ppdist.distributed.store import storage_seconds as storage_seconds
-from ppdist.distributed.store import wait_for_storage as wait_for_storage
 from ppdist.distributed.store import was_restarted as was_restarted
 from ppdist.distributed.store import world_size as world_size
 

@@ -27,7 +27,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from ppdist.common.errors import (
     Failure,
@@ -37,10 +37,11 @@ from ppdist.common.errors import (
     UserError,
     failure_of,
 )
-from ppdist.common.files import pauses
 from ppdist.common.process import JOB_VARIABLE, RESTART_VARIABLE
 from ppdist.distributed import heartbeat, paddle_api
+from ppdist.storage.retry import with_retries
 
+_T = TypeVar("_T")
 AllGatherObject = Callable[[Any], list[Any]]  # gives what every rank gave to it, in rank order
 _LOGGER = logging.getLogger("ppdist")
 _FIRST_POLL_SECONDS, _POLL_SECONDS = 0.0005, 0.02
@@ -147,35 +148,18 @@ def storage_seconds() -> float:
     return _timeout / 2
 
 
-def wait_for_storage(away: Callable[[], str], seconds: float) -> str:
-    """Waits for storage, and says once that it does.  Local.
+def once_there(call: Callable[[], _T], seconds: float | None = None) -> _T:
+    """Result of a call, once storage that is away is back.  Local.
 
-    Args: away: says what cannot be read now; "": nothing, or it is no matter of waiting.
-    Returns: what it said last, after so many seconds at most.
-    """
-    what = away()
-    if what and seconds > 0:
-        _LOGGER.warning("%s; waiting for up to %.0f s for its storage", what, seconds)
-        for pause in pauses(seconds):
-            heartbeat.alive()
-            time.sleep(pause)
-            if not (what := away()):
-                _LOGGER.info("it can be read again")
-                break
-    return what
-
-
-def require_storage(away: Callable[[], str]) -> None:
-    """Waits for storage as `wait_for_storage` does.  Local.
-
+    Args: seconds: how long to wait; None: `storage_seconds`.
     Raises: StorageError: it stays away.
     """
-    if what := wait_for_storage(away, storage_seconds()):
-        raise StorageError(
-            f"{what}; waited for {storage_seconds():g} s (half of distributed.timeout_seconds)",
-            code="storage_unreachable",
-            fix="mount it again, and start with --resume; --max_restart does so by itself",
-        )
+
+    def pause(seconds: float, _: StorageError) -> None:
+        heartbeat.alive()
+        time.sleep(seconds)
+
+    return with_retries(call, storage_seconds() if seconds is None else seconds, pause=pause)
 
 
 def was_restarted() -> bool:

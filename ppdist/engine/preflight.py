@@ -41,6 +41,7 @@ from ppdist.models.zoo import entry_of, is_name, local_weights
 from ppdist.storage import files as storage
 from ppdist.storage import stores
 from ppdist.storage.download import sha256_of
+from ppdist.storage.retry import unavailable
 
 _SUM_SECONDS = 60.0  # gloo itself gives up after 30
 _GIB = 1 << 30
@@ -129,21 +130,16 @@ def wait_for_inputs(config: Any, *, evaluate: bool, anew: bool) -> None:
     if config.distill is not None:
         paths.append(Path(config.distill.teacher))
 
-    def away() -> str:
-        path = next((path for path in paths if not _is_there(path)), None)
-        if path is None:
-            return ""
-        return f"{path}: cannot be read, though an earlier attempt of this job has read it"
+    def look() -> None:
+        for path in paths:
+            if stores.is_remote(path):
+                with suppress(OSError):  # an answer suffices: not every store has folders
+                    stores.identity_of(path)
+            elif not storage.can_be_read(path):
+                why = "cannot be read, though an earlier attempt of this job has read it"
+                raise unavailable(why, f"{path}")
 
-    comm.run_on_all_ranks(lambda: comm.require_storage(away))
-
-
-def _is_there(path: Path) -> bool:
-    """Whether a path is there.
-
-    For a store an answer suffices: not every store has folders.
-    """
-    return stores.answers(path) if stores.is_remote(path) else storage.can_be_read(path)
+    comm.run_on_all_ranks(lambda: comm.once_there(look))
 
 
 def check_precision(config: Any, kernels: Kernels = BFLOAT16) -> None:

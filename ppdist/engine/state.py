@@ -28,7 +28,7 @@ import numpy as np
 import paddle
 from pydantic import BaseModel, Field, field_serializer, field_validator
 
-from ppdist.common.errors import CheckpointError, ConfigError
+from ppdist.common.errors import CheckpointError, ConfigError, StorageError
 from ppdist.common.files import replace_file
 from ppdist.common.process import JOB_DIR_VARIABLE
 from ppdist.common.run_log import RunLog
@@ -55,6 +55,7 @@ from ppdist.engine.schedule_setup import ScheduleSetup, extension_note
 from ppdist.engine.train_step import TrainStep
 from ppdist.models.weights import digest_of_weights
 from ppdist.optim.optimizer import filter_optimizer_state, load_optimizer_arrays, optimizer_arrays
+from ppdist.storage.retry import unavailable
 
 _LOGGER = logging.getLogger("ppdist")
 _CHUNK = 16 << 20  # bytes of a message: gloo gives up on one that takes 30 s
@@ -486,16 +487,20 @@ def _wait_for(note: "JobNote", folder: Path, seconds: float) -> tuple[Checkpoint
     found: Checkpoint | None = None
     skipped: list[str] = []
 
-    def away() -> str:
+    def look() -> None:
         nonlocal found, skipped
         found, skipped = _of_job(note.id, folder)
-        return f"{folder}: {expected} is not there" if _lacks(note, found, folder) else ""
+        if _lacks(note, found, folder):
+            raise unavailable(f"{expected} is not there", f"{folder}")
 
-    still_away = comm.wait_for_storage(away, seconds)
+    late = []
+    try:
+        comm.once_there(look, seconds)
+    except StorageError:
+        why = "which an earlier attempt of this job wrote: it is not there after"
+        late = [f"of step {note.saved} in {folder}, {why} {seconds:.0f} s"]
     if found is not None:
-        late = f"of step {note.saved} in {folder}, which an earlier attempt of this job wrote: it "
-        late += f"is not there after {seconds:.0f} s"
-        return found, [*skipped, *([late] if still_away else [])]
+        return found, [*skipped, *late]
     raise CheckpointError(
         f"{expected} is not there, nor any other of its run, after {seconds:.0f} s",
         code="checkpoint_unreachable",

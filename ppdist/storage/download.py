@@ -4,33 +4,38 @@
     FILE.lock                   one process of a host downloads, the others wait for it
     FILE                        appears by a rename, when all bytes are there and the checksum holds
 
-Only the standard library: docs/dev/libraries.md says what packages for this lack.  Proxies are
-those of the environment.
+http takes only the standard library: docs/dev/libraries.md says what packages for this lack.
+Proxies are those of the environment.  A file of another store is read in parts (`_OfStore`).
 """
 
 import hashlib
 import http.client
 import json
+import logging
 import os
 import time
 import urllib.error
 import urllib.request
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from pathlib import Path
 from typing import Any
 
-from ppdist.common.errors import UserError
+from ppdist.common.errors import StorageError, UserError
 from ppdist.common.files import FileLock, make_folder, open_file, read_file, replace_file, writing
 from ppdist.common.machine import free_disk
+from ppdist.storage import stores
 from ppdist.storage.identity import mark_in
+from ppdist.storage.retry import unavailable, with_retries
+
+_LOGGER = logging.getLogger("ppdist.data")
 
 _BLOCK_BYTES = 1 << 18
-_WAITS = (1.0, 2.0, 4.0, 8.0)  # seconds before each new attempt; one that got bytes starts anew
-_MOST_WAIT = 60.0  # seconds that a server may ask for
+_PART_BYTES = 4 << 20  # of one request to a store
 _MOST_ATTEMPTS = 1 << 12  # however little each brings
 _REPORT_SECONDS = 5.0
 _MOST_NOTE = 1 << 16  # bytes of FILE.part.json
+_TIMEOUT_SECONDS = 30.0  # without any byte that count as a cut
 # That the server is busy, being restarted, or lost another one it asks; the rest is final.
 _PASSING = (408, 425, 429, 500, 502, 503, 504)
 _KEEP_PROXIES = "_original"  # fleetrun renames http_proxy for its ranks, as Paddle's launcher does
@@ -47,7 +52,7 @@ def download(
     sha256: str | None = None,
     fix: str = "",
     say: Callable[[str], None] = _quiet,
-    timeout: float = 30.0,
+    timeout: float = _TIMEOUT_SECONDS,
 ) -> str:
     """Downloads a file atomically, unless it is already there.
 
@@ -68,12 +73,22 @@ def download(
     with _alone(file, say) as part:
         if file.exists():  # another process was faster
             return sha256_of(file)
-        resumed = _arrive(url, part, fix, say, timeout)
-        found = sha256_of(part)
-        if sha256 and found != sha256 and resumed:  # perhaps halves of two versions
-            _drop(part)
-            _arrive(url, part, fix, say, timeout)
+        try:
+            resumed = _arrive(url, part, fix, say, timeout)
             found = sha256_of(part)
+            if sha256 and found != sha256 and resumed:  # perhaps halves of two versions
+                _drop(part)
+                _arrive(url, part, fix, say, timeout)
+                found = sha256_of(part)
+        except StorageError as error:
+            arrived = _size(part)
+            kept = f"; {arrived} bytes are kept, and the next start goes on" if arrived else ""
+            raise UserError(
+                f"cannot be downloaded: {error.what}{kept}",
+                code="download_failed",
+                where=url,
+                fix=fix,
+            ) from error
         if sha256 and found != sha256:
             _drop(part)
             raise UserError(
@@ -87,6 +102,51 @@ def download(
             part.replace(file)
         _drop(part)
     return found
+
+
+def local_copy(path: str | os.PathLike[str]) -> Path:
+    """Local copy of a file in a store, downloaded once per host.
+
+    Other processes and later runs reuse it.
+
+    Raises: UserError: it cannot be fetched or written.  StorageError.
+    """
+    url = stores.url_of(path)
+    try:
+        found = stores.identity_of(url)
+    except OSError as error:
+        raise _unreadable(error, url) from error
+    name = hashlib.blake2b(url.encode(), digest_size=8).hexdigest()
+    file = stores.folder_of_copies() / name / url.rpartition("/")[2]
+    version = file.with_name("version.json")
+    wanted = json.dumps([url, found.bytes, stores.mark_of_run(found).decode(errors="replace")])
+    make_folder(file.parent)
+    with _alone(file, _LOGGER.info) as part:
+        try:
+            current = read_file(version, _MOST_NOTE).decode() == wanted and file.is_file()
+        except (OSError, UnicodeDecodeError):
+            current = False
+        if not current:
+            _arrive(url, part, _check_address(url), _LOGGER.info, _TIMEOUT_SECONDS)
+            with writing(file):
+                part.replace(file)
+                replace_file(version, wanted.encode())
+            _drop(part)
+    return file
+
+
+def _unreadable(error: OSError, url: str) -> UserError:
+    fix = _check_address(url)
+    if isinstance(error, PermissionError):
+        fix = (
+            "give credentials as the store's own tools take them (AWS_PROFILE, "
+            "AWS_ACCESS_KEY_ID, GOOGLE_APPLICATION_CREDENTIALS, HF_TOKEN), or for a public "
+            "bucket FSSPEC_S3_ANON=true"
+        )
+    if isinstance(error, FileNotFoundError):
+        fix = "check data.root and the names of the files"
+    why = error.strerror or str(error)
+    return UserError(why, code="store_file_unreadable", where=url, fix=fix)
 
 
 def sha256_of(file: Path) -> str:
@@ -125,55 +185,40 @@ def _alone(file: Path, say: Callable[[str], None]) -> Iterator[Path]:
         lock.close()
 
 
-class _Cut(Exception):
-    """An attempt ended before the file did.
-
-    wait: seconds that the server asks for.
-    """
-
-    def __init__(self, why: str, wait: float = 0.0) -> None:
-        super().__init__(why)
-        self.wait = wait
-
-
 def _arrive(url: str, part: Path, fix: str, say: Callable[[str], None], timeout: float) -> bool:
-    """Downloads all bytes of the file into `part`, with retries.
+    """Downloads all bytes of the file into `part`.
+
+    An attempt that ends early is followed by another; one that brought no byte, after a pause.
 
     Returns: whether some were there before.
+    Raises: StorageError: the server stays away.  UserError: it refuses.
     """
-    resumed, fruitless = False, 0
+    resumed = False
     for _ in range(_MOST_ATTEMPTS):
-        before = _size(part)
-        try:
-            resumed = _attempt(url, part, fix, say, timeout) or resumed
+
+        def attempt() -> tuple[bool, str]:
+            nonlocal resumed
+            before = _size(part)
+            goes_on, why = _attempt(url, part, fix, say, timeout)
+            resumed = resumed or goes_on
+            if why and _size(part) <= before:
+                raise unavailable(why, url, "reach the server again")
+            return goes_on, why
+
+        _, why = with_retries(attempt)
+        if not why:
             return resumed
-        except _Cut as cut:
-            fruitless = 0 if _size(part) > before else fruitless + 1
-            if fruitless > len(_WAITS):
-                arrived = f"; {_size(part)} bytes are kept, and the next start goes on" * (
-                    _size(part) > 0
-                )
-                raise UserError(
-                    f"cannot be downloaded: {cut}{arrived}",
-                    code="download_failed",
-                    where=url,
-                    fix=fix,
-                ) from cut
-            pause = min(_MOST_WAIT, max(cut.wait, _WAITS[max(0, fruitless - 1)]))
-            say(f"{url}: {cut}; trying again in {pause:g} s")
-            time.sleep(pause)
-    raise UserError(
-        f"cannot be downloaded: cut off {_MOST_ATTEMPTS} times",
-        code="download_failed",
-        where=url,
-        fix=fix,
-    )
+        say(f"{url}: {why}; trying again")
+    raise unavailable(f"cut off {_MOST_ATTEMPTS} times", url, "reach the server again")
 
 
-def _attempt(url: str, part: Path, fix: str, say: Callable[[str], None], timeout: float) -> bool:
+def _attempt(
+    url: str, part: Path, fix: str, say: Callable[[str], None], timeout: float
+) -> tuple[bool, str]:
     """Makes one request.
 
-    Returns: whether it resumed an earlier one.  Raises: _Cut.
+    Returns: whether it resumed an earlier one; why it ended before the file did, "": it did not.
+    Raises: UserError: refused.
     """
     headers, at = {"Accept-Encoding": "identity", "User-Agent": "ppdist"}, 0
     if version := _version_of(part, url):
@@ -184,7 +229,7 @@ def _attempt(url: str, part: Path, fix: str, say: Callable[[str], None], timeout
             goes_on = answer.status == http.client.PARTIAL_CONTENT
             if goes_on and not answer.headers.get("Content-Range", "").startswith(f"bytes {at}-"):
                 _drop(part)
-                raise _Cut("the server sent another part than it was asked for")
+                return False, "the server sent another part than it was asked for"
             at = at if goes_on else 0
             total = at + _length_of(answer, url, fix)
             _require_room(part, total - at, url)
@@ -193,30 +238,24 @@ def _attempt(url: str, part: Path, fix: str, say: Callable[[str], None], timeout
             arrived = _copy(answer, part, at, total, say)
     except urllib.error.HTTPError as error:
         with error:
-            return _refused(error, url, part, at, fix)
+            gone = error.code == http.client.REQUESTED_RANGE_NOT_SATISFIABLE and at
+            if gone and error.headers.get("Content-Range") == f"bytes */{at}":
+                return True, ""  # all bytes are there already
+            if gone:
+                _drop(part)
+                return False, "the file there has become a shorter one"
+            if error.code in _PASSING:
+                return False, f"HTTP {error.code} {error.reason}"
+            raise UserError(
+                f"HTTP {error.code} {error.reason}", code="server_refused", where=url, fix=fix
+            ) from error
+    except StorageError as error:
+        return False, error.what
     except (http.client.HTTPException, OSError) as error:
-        raise _Cut(_reason(error)) from error
-    if arrived != total:
-        raise _Cut(f"cut off after {arrived} of {total} bytes")
-    return goes_on
-
-
-def _refused(error: urllib.error.HTTPError, url: str, part: Path, at: int, fix: str) -> bool:
-    """Handles an HTTP status other than success.
-
-    Returns: True: all bytes are there already.
-    Raises: _Cut: worth a retry.  UserError: refused.
-    """
-    if error.code == http.client.REQUESTED_RANGE_NOT_SATISFIABLE and at:
-        if error.headers.get("Content-Range") == f"bytes */{at}":
-            return True
-        _drop(part)
-        raise _Cut("the file there has become a shorter one") from error
-    if error.code in _PASSING:
-        raise _Cut(f"HTTP {error.code} {error.reason}", _asked(error.headers)) from error
-    raise UserError(
-        f"HTTP {error.code} {error.reason}", code="server_refused", where=url, fix=fix
-    ) from error
+        cause = error.reason if isinstance(error, urllib.error.URLError) else error
+        silent = isinstance(cause, TimeoutError)
+        return False, "the server is silent" if silent else f"{cause}" or type(cause).__name__
+    return goes_on, "" if arrived == total else f"cut off after {arrived} of {total} bytes"
 
 
 def _length_of(answer: Any, url: str, fix: str) -> int:
@@ -268,6 +307,9 @@ def _copy(answer: Any, part: Path, at: int, total: int, say: Callable[[str], Non
 
 
 def _opened(url: str, headers: Mapping[str, str], timeout: float) -> Any:
+    """The answer to a request for a file, a context manager."""
+    if stores.is_remote(url) and not url.startswith("http"):
+        return nullcontext(_OfStore(url, headers))
     if not url.startswith(("http://", "https://")):
         raise UserError("expected http:// or https://", code="server_refused", where=url)
     proxies = urllib.request.getproxies()
@@ -279,20 +321,37 @@ def _opened(url: str, headers: Mapping[str, str], timeout: float) -> Any:
     return opener.open(urllib.request.Request(url, headers=dict(headers)), timeout=timeout)
 
 
-def _reason(error: Exception) -> str:
-    """Why no answer came, in short."""
-    cause = error.reason if isinstance(error, urllib.error.URLError) else error
-    if isinstance(cause, TimeoutError):
-        return "the server is silent"
-    return f"{cause}" or type(cause).__name__
+class _OfStore:
+    """A file of a store as http would answer for it."""
+
+    def __init__(self, url: str, headers: Mapping[str, str]) -> None:
+        try:
+            found = stores.identity_of(url)
+        except OSError as error:
+            raise _unreadable(error, url) from error
+        self._url, self._at, self._end = url, 0, found.bytes
+        goes_on = found.mark and headers.get("If-Range") == found.mark
+        if goes_on:
+            self._at = int(headers["Range"].removeprefix("bytes=").rstrip("-"))
+        self.status = http.client.PARTIAL_CONTENT if goes_on else http.client.OK
+        self.headers = {
+            "ETag": found.mark,
+            "Content-Length": f"{self._end - self._at}",
+            "Content-Range": f"bytes {self._at}-",
+        }
+
+    def read1(self, _: int) -> bytes:
+        length = min(_PART_BYTES, self._end - self._at)
+        if length <= 0:
+            return b""
+        content = stores.fetch(self._url, self._at, length, kept=False)
+        self._at += length
+        return content
 
 
-def _asked(headers: Any) -> float:
-    """Seconds of Retry-After; 0: none, or a date."""
-    try:
-        return max(0.0, float(headers.get("Retry-After", 0)))
-    except ValueError:
-        return 0.0
+def _check_address(url: str) -> str:
+    other = " (AWS_ENDPOINT_URL for a store other than Amazon's)" if url.startswith("s3") else ""
+    return f"check the network and the address{other}"
 
 
 def _require_room(part: Path, missing: int, url: str) -> None:

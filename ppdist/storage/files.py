@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import BinaryIO
 
 from ppdist.common import files
-from ppdist.storage import stores
+from ppdist.storage import download, stores
 from ppdist.storage.identity import Identity, of_stat
 from ppdist.storage.shards import (
     find_member,
@@ -63,7 +63,7 @@ def is_in_shard(path: str | os.PathLike[str]) -> bool:
 
 
 def open_file(path: str | Path) -> BinaryIO:
-    """Opens a file for reading.  Raises: OSError: as files.open_file; StoreUnavailable."""
+    """Opens a file for reading.  Raises: OSError: as files.open_file; StorageError."""
     text = os.fspath(path)
     if not stores.is_remote(text):
         try:
@@ -179,5 +179,5 @@ def absent_of(folder: str, names: Collection[str]) -> list[str] | None:
 
 
 def local_copy(path: Path) -> Path:
-    """The file itself, or what was fetched of it.  Raises: UserError."""
-    return stores.local_copy(path) if stores.is_remote(path) else path
+    """The file itself, or what was fetched of it.  Raises: UserError, StorageError."""
+    return download.local_copy(path) if stores.is_remote(path) else path

@@ -23,6 +23,7 @@ import numpy as np
 
 from ppdist.common.files import open_file, read_file, too_large, writing
 from ppdist.storage import stores
+from ppdist.storage.download import local_copy
 
 INDEX_FILE = "index.csv"
 _COLUMNS = ["name", "shard", "offset", "size"]
@@ -125,7 +126,7 @@ def index_of(folder: str) -> ShardIndex:
     found = _indexes.get(folder)
     if found is None:
         file = os.path.join(folder, INDEX_FILE)
-        local = stores.local_copy(file) if stores.is_remote(folder) else Path(file)
+        local = local_copy(file) if stores.is_remote(folder) else Path(file)
         found = _indexes[folder] = ShardIndex(read_file(local, _MOST_INDEX), stores.url_of(file))
     return found
 

@@ -1,53 +1,38 @@
 """Object stores: files at s3://, gs://, http:// and others, through fsspec.
 
-Every failure is an OSError, as with a disk: FileNotFoundError, PermissionError, or
-`StoreUnavailable` if the same request may succeed later.  No message contains a key, a token or a
-library's own text.
+Every failure is an OSError, as with a disk: FileNotFoundError, PermissionError.  If the same
+request may succeed later, it is sent again (storage/retry.py), at last a StorageError.  No message
+contains a key, a token or a library's own text.
 
 `Path` and `os.path` collapse double slashes, so `s3:/bucket/key` is read as `s3://bucket/key`.
 Event loops and clients do not survive a fork: each process opens its own at its first request.
 """
 
 import errno
-import hashlib
-import json
 import logging
 import os
 import re
 import tempfile
-import time
 import uuid
 from collections.abc import Callable, Iterable, Mapping
-from contextlib import suppress
 from dataclasses import dataclass
-from functools import lru_cache
 from pathlib import Path
 from typing import Any, TypeVar
 
-from ppdist.common.errors import UserError
-from ppdist.common.files import FileLock, pauses, replace_file, user_cache, writing
+from ppdist.common.errors import StorageError, UserError
+from ppdist.common.files import user_cache
 from ppdist.storage.identity import Identity, mark_in
 from ppdist.storage.keyed_cache import KeyedCache
+from ppdist.storage.retry import unavailable, with_retries
 
 _LOGGER = logging.getLogger("ppdist.data")
 _REMOTE = re.compile(r"([a-z][a-z0-9+.-]+):/{1,2}(?=[^/])")
 _CREDENTIALS = re.compile(r"//[^/]*@|[?&](X-|sig=|token=|key=|Signature|AWSAccessKeyId)", re.I)
-_BLOCK_BYTES = 4 << 20  # of one request for a part of a large file
-_TRIES = 4  # of a request that fails immediately
-_FIRST_SECONDS = 30.0  # that a start waits for a store not reached yet
 _LISTING_SECONDS = 300.0
 _PASSING_STATUS = (408, 425, 429)
 _T = TypeVar("_T")
-
-
-class StoreUnavailable(OSError):
-    """A store is slow, busy or out of reach: the same request may succeed later."""
-
-    def __init__(self, why: str, path: str) -> None:
-        super().__init__(errno.EREMOTEIO, why, path)
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return StoreUnavailable, (self.strerror, self.filename)
+_MOST_ASKED = 1 << 16
+_HTTP = ("http:", "https:")
 
 
 @dataclass
@@ -62,7 +47,14 @@ class _Settings:
 _settings = _Settings()
 _filesystems: dict[tuple[int, str], Any] = {}  # by process
 _listings: dict[str, Mapping[str, Identity] | None] = {}  # by folder; workers inherit their rank's
+_asked: dict[str, Identity] = {}  # by URL
 _RUN = uuid.uuid4().hex  # mark of files without one: valid in this process and its forks
+
+
+def folder_of_copies() -> Path:
+    """Where whole files of stores are kept."""
+    folder = _settings.folder or Path(tempfile.gettempdir()) / f"ppdist-stores-{os.getuid()}"
+    return folder / "copies"
 
 
 def use(folder: str | None, cache_bytes: int, seconds: float) -> None:
@@ -111,16 +103,11 @@ def holds_credentials(path: str) -> bool:
 
 
 def identity_of(path: str | os.PathLike[str]) -> Identity:
-    """Asks for the content identity of one file.  Raises: OSError."""
+    """Asks for the content identity of one file.  Raises: OSError, StorageError."""
     found = _ask(path, "info")
     if found.get("type") == "directory":
         raise IsADirectoryError(errno.EISDIR, "a folder", url_of(path))
     return _identity(found)
-
-
-@lru_cache(maxsize=1 << 16)
-def _asked_identity(url: str) -> Identity:
-    return identity_of(url)
 
 
 def listed_identity(url: str) -> Identity | None:
@@ -132,22 +119,30 @@ def listed_identity(url: str) -> Identity | None:
 def known_identity(path: str | os.PathLike[str]) -> Identity:
     """Like `identity_of`, from earlier listings and requests until `look_anew`."""
     url = url_of(path)
-    return listed_identity(url) or _asked_identity(url)
+    found = listed_identity(url) or _asked.get(url)
+    return _note(url, identity_of(url)) if found is None else found
+
+
+def _note(url: str, found: Identity) -> Identity:
+    if len(_asked) >= _MOST_ASKED:
+        _asked.clear()
+    _asked[url] = found
+    return found
 
 
 def list_folder(folder: str) -> Mapping[str, Identity] | None:
     """The files of a folder, listed once; None: the store cannot list (http).
 
-    Raises: OSError; FileNotFoundError: there is nothing.
+    Raises: OSError; FileNotFoundError: there is nothing.  StorageError.
     """
     url = url_of(folder)
     if url not in _listings:
-        _listings[url] = None if url.startswith(("http:", "https:")) else _listing(url)
+        _listings[url] = None if url.startswith(_HTTP) else _listing(url)
     return _listings[url]
 
 
 def _listing(url: str) -> Mapping[str, Identity]:
-    entries = with_retries(lambda: _ask(url, "ls", detail=True, seconds=_LISTING_SECONDS))
+    entries = _ask(url, "ls", detail=True, seconds=_LISTING_SECONDS)
     return {
         str(each["name"]).rstrip("/").rpartition("/")[2]: _identity(each)
         for each in entries
@@ -159,18 +154,7 @@ def look_anew(folders: Iterable[str]) -> None:
     """Forgets listings of these folders, and all identities asked for."""
     for folder in folders:
         _listings.pop(url_of(folder), None)
-    _asked_identity.cache_clear()
-
-
-def answers(path: str | os.PathLike[str]) -> bool:
-    """Whether the store can be reached now, even if it refuses this path."""
-    try:
-        _ask(path, "info")
-    except StoreUnavailable:
-        return False
-    except OSError:
-        return True
-    return True
+    _asked.clear()
 
 
 def fetch(
@@ -181,106 +165,36 @@ def fetch(
     Cached content belongs to one content identity, or to this run if the file has none.
 
     Args: kept: whether the cache keeps it.
-    Raises: OSError.
+    Raises: OSError, StorageError.
     """
     url, cache = url_of(path), _settings.cache if kept else None
-    key = ""
-    if cache is not None:
-        mark = known_identity(url).mark or _RUN  # first, as the content may be newer
-        key = f"{url}\0{begin}\0{length}\0{mark}"
-        content = cache.get(key)
-        if content is not None:
+    key = f"{url}\0{begin}\0{length}"
+    entry = None if cache is None else cache.get(key)
+    if entry is not None:
+        mark, _, content = entry.partition(b"\n")
+        if mark == mark_of_run(known_identity(url)):
             return content
-    end = None if length is None else begin + length
-    content = _ask(path, "cat_file", start=begin if length is not None else None, end=end)
+    end, found = None if length is None else begin + length, Identity(0, "")
+    if url.startswith(_HTTP):
+        content, found = _get(url, begin, end)
+    else:
+        if cache is not None:
+            found = known_identity(url)  # first, as the content may be newer
+        start = None if length is None else begin
+        content = bytes(_ask(url, "cat_file", start=start, end=end))
     if length is not None and len(content) > length:  # a server without ranges sends all
         content = content[begin:end]
     if length is not None and len(content) != length:
         what = f"{len(content)} bytes came of {length}: it was replaced since the start"
         raise OSError(errno.EINVAL, what, url)
     if cache is not None:
-        cache.put(key, content)
-    return bytes(content)
+        cache.put(key, mark_of_run(found) + b"\n", content)
+    return content
 
 
-def local_copy(path: str | os.PathLike[str]) -> Path:
-    """Local copy of a file in a store, downloaded once per host.
-
-    Other processes and later runs reuse it.
-
-    Raises: UserError: it cannot be fetched or written.
-    """
-    url = url_of(path)
-    try:
-        found = with_retries(lambda: identity_of(url))
-        folder = _settings.folder or Path(tempfile.gettempdir()) / f"ppdist-stores-{os.getuid()}"
-        name = hashlib.blake2b(url.encode(), digest_size=8).hexdigest()
-        file = folder / "copies" / name / url.rpartition("/")[2]
-        note = file.with_name("version.json")
-        wanted = json.dumps([url, found.bytes, found.mark or _RUN])
-        with writing(file):
-            file.parent.mkdir(parents=True, exist_ok=True)
-            lock = FileLock(file.with_name("lock"))
-            with suppress(OSError):  # without locks, each process downloads it and renames
-                lock.open()
-                lock.acquire()
-        try:
-            if _said(note) != wanted or not file.is_file() or file.stat().st_size != found.bytes:
-                draft = file.with_name(f"{file.name}.{os.getpid()}")
-                _download(url, found.bytes, draft)
-                with writing(file):
-                    draft.replace(file)
-                    replace_file(note, wanted.encode())
-        finally:
-            lock.close()
-    except UserError:
-        raise
-    except OSError as error:
-        raise UserError(
-            error.strerror or str(error), code="store_file_unreadable", where=url, fix=_fix(error)
-        ) from error
-    return file
-
-
-def _said(note: Path) -> str:
-    try:
-        return note.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError):
-        return ""
-
-
-def _download(url: str, size: int, draft: Path) -> None:
-    with writing(draft), open(draft, "wb") as file:
-        for begin in range(0, size, _BLOCK_BYTES):
-            length = min(_BLOCK_BYTES, size - begin)
-            block = with_retries(lambda at=begin, n=length: fetch(url, at, n, kept=False))  # type: ignore[misc]
-            file.write(block)
-
-
-def _fix(error: OSError) -> str:
-    if isinstance(error, PermissionError):
-        return (
-            "give credentials as the store's own tools take them (AWS_PROFILE, "
-            "AWS_ACCESS_KEY_ID, GOOGLE_APPLICATION_CREDENTIALS, HF_TOKEN), or for a public "
-            "bucket FSSPEC_S3_ANON=true"
-        )
-    if isinstance(error, FileNotFoundError):
-        return "check data.root and the names of the files"
-    return "check the network and the address (AWS_ENDPOINT_URL for a store other than Amazon's)"
-
-
-def with_retries(call: Callable[[], _T]) -> _T:
-    """Retries a call for half a minute while a store is away.  Raises: OSError."""
-    left = pauses(_FIRST_SECONDS)
-    while True:
-        try:
-            return call()
-        except StoreUnavailable as away:
-            pause = next(left, None)
-            if pause is None:
-                raise
-            _LOGGER.warning("%s: %s; trying again", away.filename, away.strerror)
-            time.sleep(pause)
+def mark_of_run(found: Identity) -> bytes:
+    """The mark of an identity, that of this run where it has none."""
+    return (found.mark or _RUN).encode("utf-8", "surrogateescape")
 
 
 # --- requests -------------------------------------------------------------------------------------
@@ -289,31 +203,53 @@ def with_retries(call: Callable[[], _T]) -> _T:
 def _ask(
     path: str | os.PathLike[str], what: str, seconds: float | None = None, **arguments: Any
 ) -> Any:
-    """Sends a request, with retries if it fails immediately.
+    """Calls a method of the store's file system for a path.
 
-    It takes at most about twice the timeout.
-
-    Raises: OSError; UserError: the library for such addresses is not installed.
+    Args: seconds: timeout of the request.
+    Raises: as `_request`.
     """
     url = url_of(path)
     filesystem = _filesystem(url)
     limit = _settings.seconds if seconds is None else seconds
     if filesystem.async_impl:  # the others have limits of their own
         arguments["timeout"] = limit
-    deadline = time.monotonic() + limit
-    for tried in range(1, _TRIES + 1):
+    return _request(lambda: getattr(filesystem, what)(url, **arguments), url, limit)
+
+
+def _get(url: str, begin: int, end: int | None) -> tuple[bytes, Identity]:
+    """Content behind http and, from the same answer, the identity of the whole file."""
+    from fsspec.asyn import sync
+
+    filesystem, seconds = _filesystem(url), _settings.seconds
+    headers = {"Accept-Encoding": "identity"}
+    if end is not None:
+        headers["Range"] = f"bytes={begin}-{end - 1}"
+
+    async def get() -> tuple[bytes, str]:
+        session, options = await filesystem.set_session(), dict(filesystem.kwargs)
+        options["headers"] = {**options.get("headers", {}), **headers}
+        async with session.get(filesystem.encode_url(url), **options) as answer:
+            answer.raise_for_status()
+            return await answer.read(), mark_in(answer.headers)
+
+    content, mark = _request(lambda: sync(filesystem.loop, get, timeout=seconds), url, seconds)
+    return content, _note(url, Identity(0 if end else len(content), mark.strip('"')))
+
+
+def _request(send: Callable[[], _T], url: str, seconds: float) -> _T:
+    """Sends a request, again while the store is away.
+
+    Raises: OSError; StorageError: it stays away.  UserError: its library is not installed.
+    """
+
+    def once() -> _T:
         try:
-            return getattr(filesystem, what)(url, **arguments)
+            return send()
         except Exception as error:  # the libraries share no narrower base
-            problem = _problem(error, url, limit)
-        # Not `from error`: a library's text may contain secrets.
-        pause = 0.1 * 2**tried
-        if tried == _TRIES or not isinstance(problem, StoreUnavailable):
-            raise problem
-        if time.monotonic() + pause > deadline:
-            raise problem
-        time.sleep(pause)
-    raise AssertionError("unreachable")
+            problem = _problem(error, url, seconds)
+        raise problem  # not `from error`: a library's text may contain secrets
+
+    return with_retries(once)
 
 
 def _filesystem(url: str) -> Any:
@@ -360,12 +296,12 @@ def _opened(protocol: str, url: str) -> Any:
         ) from None
 
 
-def _problem(error: Exception, url: str, limit: float) -> OSError:
-    """Translates the exception of any library into an OSError."""
+def _problem(error: Exception, url: str, limit: float) -> OSError | StorageError:
+    """Translates the exception of any library."""
     status, code = _answer(error)
     name = f"HTTP {status} {code}".strip() if status else code
-    cut = isinstance(error, FileNotFoundError) and url.startswith("http") and not status
-    if cut and error.__cause__ is not None:  # fsspec says so of every failed HEAD
+    unclear = isinstance(error, FileNotFoundError) and url.startswith("http") and not status
+    if unclear and error.__cause__ is not None:  # fsspec says so of every failed HEAD
         return _problem(error.__cause__, url, limit)  # type: ignore[arg-type]
     absent = isinstance(error, FileNotFoundError) and status in (0, 404, 410)
     if absent or status in (404, 410):
@@ -377,16 +313,17 @@ def _problem(error: Exception, url: str, limit: float) -> OSError:
         why = f"the store refuses access ({name or 'no credentials'})"
         return PermissionError(errno.EACCES, why, url)
     if isinstance(error, TimeoutError) or "Timeout" in type(error).__name__:
-        return StoreUnavailable(f"no answer within {limit:g} s", url)
+        return _away(f"no answer within {limit:g} s", url)
     if status and 400 <= status < 500 and status not in _PASSING_STATUS:
         return OSError(errno.EINVAL, f"the store answers {name}", url)
     if not status and isinstance(error, ValueError | TypeError | AttributeError | KeyError):
         return OSError(errno.EINVAL, f"the store's library failed ({type(error).__name__})", url)
-    return StoreUnavailable(f"the store answers {name}" if name else _cut(error), url)
+    cut = f"the connection failed ({type(error).__name__})"
+    return _away(f"the store answers {name}" if name else cut, url)
 
 
-def _cut(error: BaseException) -> str:
-    return f"the connection failed ({type(error).__name__})"
+def _away(why: str, url: str) -> StorageError:
+    return unavailable(why, url, "reach the store again")
 
 
 def _answer(error: BaseException) -> tuple[int, str]:

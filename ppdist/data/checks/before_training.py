@@ -37,6 +37,7 @@ from ppdist.runtime.decoder import Damage
 from ppdist.storage import files as storage
 from ppdist.storage.files import can_be_read
 from ppdist.storage.keyed_cache import Journal, KeyedCache
+from ppdist.storage.retry import unavailable
 
 _LOGGER = logging.getLogger("ppdist.data")
 _EXAMPLES = 3
@@ -196,22 +197,19 @@ class _Check:
         path = self._records.path
         folder_of = [os.path.dirname(path(at)) for at in range(len(self._records))]
 
-        def away() -> str:
-            """Why a failed file's storage seems unavailable; "" if it does not.
-
-            It does where none of the first files of its folder can be read.
-            """
+        def look() -> None:
+            """Raises: StorageError: no file beside a failed one can be read."""
             for folder in dict.fromkeys(folder_of[at] for at in failed):
                 inside = [path(at) for at, place in enumerate(folder_of) if place == folder]
                 if not inside[1:]:  # it is alone there: any others of the set, or the folder
                     others = [path(at) for at in range(min(len(folder_of), _PROBED))]
                     inside = others if others[1:] else [folder]
                 if not any(map(can_be_read, inside[:_PROBED])):
-                    return f"{inside[0]}: cannot be read, though an earlier attempt of this job has"
-            return ""
+                    why = "cannot be read, though an earlier attempt of this job has read it"
+                    raise unavailable(why, inside[0])
 
         if failed:
-            comm.require_storage(away)
+            comm.once_there(look)
             for at in failed:
                 self._checks_N[at] = None
         return self.run()

@@ -22,11 +22,10 @@ import numpy as np
 from PIL import Image, TiffImagePlugin
 
 from ppdist.common.child import ForkedChild
-from ppdist.common.errors import DataError
+from ppdist.common.errors import DataError, StorageError
 from ppdist.data.image import read_header, read_image
 from ppdist.runtime.decoder import FORMATS, Damage, damage, is_dark
 from ppdist.storage import files as storage
-from ppdist.storage import stores
 from ppdist.storage.files import open_file
 
 
@@ -188,6 +187,7 @@ def check_images(
         workers: child processes, at least 1.
         timeout: seconds after which a child that is at one file counts as hung.
         told: hears of each file that a child has checked; not of those that it was given up at.
+    Raises: StorageError: a store stays away.
     """
     checks: list[ImageCheck | None] = [None] * len(files)
     waiting = deque(range(len(files)))
@@ -248,6 +248,8 @@ class _Child:
         except (EOFError, OSError):
             self.ended = Damage("image_crashes_decoder", _how(self._process.end()))
             return None
+        if isinstance(found, StorageError):
+            raise found
         self.busy.popleft()
         self.since = time.monotonic()
         return position, found
@@ -298,9 +300,12 @@ def _serve(
         if not pipe.poll(1.0):
             continue
         for position in pipe.recv():
-            pipe.send(
-                (position, check_image(files[position].path, files[position].size, decode=decode))
-            )
+            found: ImageCheck | StorageError
+            try:
+                found = check_image(files[position].path, files[position].size, decode=decode)
+            except StorageError as error:
+                found = error
+            pipe.send((position, found))
 
 
 _HEAD, _TAIL = 64 * 1024, 8 * 1024  # bytes that a check of the header reads of a large file
@@ -308,17 +313,19 @@ _ENDS = {b"\xff\xd8": b"\xff\xd9", b"\x89P": b"IEND"}  # of a JPEG, of a PNG
 
 
 def check_image(path: str, size: tuple[int, int] | None, *, decode: bool) -> ImageCheck:
-    """Checks one image file; never raises because of it.
+    """Checks one image file.
 
     A decoder may crash or hang on it: `check_images` calls this in a child process.
+    Storage that is away says nothing of it.
 
     Args:
         size: (width, height) that the annotation says; None: not known.
         decode: all of its pixels; else its header and its end (0.1 to 0.4 ms), and
             all of it where these say that it cannot be used: the decoder has the last word.
+    Raises: StorageError: its store stays away.
     """
     try:
-        with stores.with_retries(lambda: open_file(path)) as file:
+        with open_file(path) as file:
             return _check_content(file, path, size, decode)
     except FileNotFoundError:
         problem = Damage("image_missing", "does not exist")

@@ -46,7 +46,6 @@ from ppdist.data.image import ImageHeader, read_header
 from ppdist.data.types import Box, DetectionSet, RawImage, RawSet, keyed_generator
 from ppdist.runtime.decoder import MOST_BYTES
 from ppdist.storage import files as storage
-from ppdist.storage import stores
 from ppdist.storage.shards import ShardWriter, place_in_shard
 
 Format = Literal["coco", "voc", "yolo"]
@@ -473,7 +472,7 @@ def _absent_line(absent: Sequence[str]) -> str:
 def _content(source: str) -> bytes | None:
     """Bytes of an image of a store, shard or disk; None: unreadable."""
     try:
-        return stores.with_retries(lambda: storage.read_file(source, MOST_BYTES))
+        return storage.read_file(source, MOST_BYTES)
     except OSError:
         return None
 

@@ -14,13 +14,12 @@ import os
 import signal
 import time
 import traceback
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 
 import cv2
 import numpy as np
 
 from ppdist.common.errors import DataError, StorageError
-from ppdist.common.files import is_outage, pauses
 from ppdist.config.augment import AugmentConfig
 from ppdist.config.data import Resize
 from ppdist.data.cache import ImageCache
@@ -63,7 +62,7 @@ from ppdist.data.types import (
     keyed_generator,
 )
 from ppdist.storage.files import can_be_read, is_remote
-from ppdist.storage.stores import StoreUnavailable
+from ppdist.storage.retry import TOLD_SECONDS, is_outage, unavailable, with_retries
 
 _AUGMENT = 2  # stream of random numbers, beside the sampler's
 _MOST_REPLACEMENTS = 100
@@ -211,42 +210,52 @@ class Samples:
 
         Raises: DataError: the file cannot be read.  StorageError: storage stays away.
         """
-        left: Iterator[float] | None = None  # pauses, from the first failure on
-        began = owed = 0.0  # what was waited of late already
-        tried = False  # since others of its folder were seen to be there
-        while True:
+        began, owed, waited = time.monotonic(), self._waited_of_late(), False
+
+        def pause(seconds: float, away: StorageError) -> None:
+            nonlocal waited
+            if self.waits_aborted[0]:
+                raise away
+            waited = True
+            if seconds >= TOLD_SECONDS:
+                self.awaited[:] = index, getattr(away.__cause__, "errno", errno.EREMOTEIO)
+            self.pause(seconds)
+
+        left = self.storage_seconds - owed
+        try:
+            image_HW3 = with_retries(lambda: self._pixels_now(index), left, pause=pause, quiet=True)
+        finally:
+            self.awaited[0] = NOTHING
+        if waited:
+            self._note_wait(owed + time.monotonic() - began)
+        return image_HW3
+
+    def _pixels_now(self, index: int) -> np.ndarray:
+        """The image, reduced.
+
+        Raises: DataError: the file cannot be read.  StorageError: its storage is away.
+        """
+        path = self.path(index)
+        for others_seen in (False, True):
             try:
                 self.reading[0], self.beat[0] = index, time.monotonic()
-                image_HW3 = self._pixels(index)
-                self.awaited[0] = NOTHING
-                if left is not None:
-                    self._note_wait(owed + time.monotonic() - began)
-                return image_HW3
+                return self._pixels(index)
             except DataError as error:
-                cause = error.__cause__
-                # What a store says of the moment says nothing of the image.
-                passing = isinstance(cause, StoreUnavailable)
+                why, cause = error, error.__cause__
                 # A store refuses everything once credentials have ended.
-                refused = isinstance(cause, PermissionError) and is_remote(self.path(index))
-                if not passing and (tried or not (is_outage(cause) or refused)):
-                    self.awaited[0] = NOTHING
+                refused = isinstance(cause, PermissionError) and is_remote(path)
+                if others_seen or not (is_outage(cause) or refused):
                     raise
-                why = error
             finally:
                 self.reading[0] = NOTHING
-            tried = not passing and self._others_are_there(index)
-            if tried:  # it may be back just now, and this image with it
-                continue
-            if left is None:
-                began, owed = time.monotonic(), self._waited_of_late()
-                left = pauses(self.storage_seconds - owed)
-            pause = next(left, None)
-            if pause is None or self.waits_aborted[0]:
-                self.awaited[0] = NOTHING
-                raise self._away(index, why, passing) from why
-            assert isinstance(cause, OSError)
-            self.awaited[:] = index, cause.errno or errno.EIO
-            self.pause(pause)
+            if not self._others_are_there(index):
+                break  # else it may be back just now, and this image with it
+        raise unavailable(
+            f"{why.what}; nor can others of its folder be read, which were there at the start: "
+            "their storage is away",
+            path,
+            "reach the store again" if is_remote(path) else "mount it again",
+        ) from cause
 
     def _waited_of_late(self) -> float:
         seconds, until = self.waited.tolist()
@@ -258,17 +267,6 @@ class Samples:
         Args: seconds: waited of late; workers that wait at the same time count once.
         """
         self.waited[:] = max(seconds, self._waited_of_late()), time.monotonic()
-
-    def _away(self, index: int, why: DataError, passing: bool) -> StorageError:
-        others = "nor can others of its folder be read, which were there at the start: "
-        again = "reach the store" if passing else "mount it"
-        return StorageError(
-            f"{why.what}; {others * (not passing)}their storage is away, and was waited for "
-            f"({self.storage_seconds:g} s; see distributed.timeout_seconds)",
-            code="storage_unreachable",
-            where=self.path(index),
-            fix=f"{again} again, and start with --resume; --max_restart does so by itself",
-        )
 
     def _others_are_there(self, index: int) -> bool:
         """Whether any nearby image of the same folder can be opened.

@@ -24,6 +24,7 @@ from ppdist.engine import data
 from ppdist.engine import preflight as module
 from ppdist.engine.data import require_same_data
 from ppdist.engine.preflight import flat_config, preflight, within
+from ppdist.storage import retry
 from tests.distributed import run_on_ranks
 from tests.errors import raises
 from tests.forked import clean_environment, end, start
@@ -360,6 +361,7 @@ def test_a_restart_waits_for_what_was_read_before(tmp_path, monkeypatch, caplog)
             weights.touch()
 
     monkeypatch.setattr(time, "sleep", mount)
+    monkeypatch.setattr(retry, "_FIRST_PAUSE_SECONDS", 1.0)
     caplog.clear()
     module.wait_for_inputs(config, evaluate=True, anew=True)
     assert weights.exists() and annotations.exists()

@@ -7,7 +7,7 @@ from ppdist.distributed import comm
 from ppdist.engine import preflight
 from ppdist.engine.preflight import fetch_on_all_ranks
 from ppdist.models.zoo import local_weights
-from ppdist.storage import download
+from ppdist.storage import retry
 from tests.distributed import run_on_ranks
 from tests.errors import raises
 from tests.file_server import serving
@@ -22,7 +22,7 @@ def on_ranks(environment):
     with pytest.MonkeyPatch.context() as patch:
         for name, value in environment.items():
             patch.setenv(name, value)
-        patch.setattr(download, "_WAITS", (0.0,))
+        patch.setattr(retry, "_START_SECONDS", 0.1)
         init_cpu()
         fetch_on_all_ranks(NAME)
         fetch_on_all_ranks("x.pt")

@@ -6,11 +6,11 @@ from pathlib import Path
 
 import pytest
 
-from ppdist.common import files
 from ppdist.common.errors import StorageError
 from ppdist.common.process import STOPPED
 from ppdist.distributed import comm, store
 from ppdist.engine.callbacks import Callback
+from ppdist.storage import retry
 from tests.errors import raises
 from tests.unit.engine.runs import assert_same_checkpoint, build_run, run_to_end
 from tests.unit.engine.tiny import FASTEST
@@ -31,7 +31,7 @@ class TakeAway(Callback):
 def impatient(monkeypatch):
     monkeypatch.setattr(store, "_timeout", 0.1)
     monkeypatch.setattr(comm, "set_timeout", lambda seconds: None)
-    monkeypatch.setattr(files, "_FIRST_PAUSE_SECONDS", 0.05)
+    monkeypatch.setattr(retry, "_FIRST_PAUSE_SECONDS", 0.05)
 
 
 def test_work_is_saved_before_images_end_a_run(shapes, tmp_path):

@@ -19,7 +19,7 @@ from ppdist.models import zoo as module
 from ppdist.models.model_card import config_of_weights, licence_warning, read_card
 from ppdist.models.weights import load_weights, official_arrays_of, write_arrays
 from ppdist.models.zoo import local_weights, zoo
-from ppdist.storage import download
+from ppdist.storage import retry
 from tests.errors import raises
 from tests.file_server import serving
 
@@ -30,7 +30,7 @@ NAME, FILE = "yolov5n_coco", "yolov5n.pt"
 @pytest.fixture
 def server(monkeypatch, tmp_path):
     """A mirror; the cache is a folder of the test."""
-    monkeypatch.setattr(download, "_WAITS", (0.0,))
+    monkeypatch.setattr(retry, "_START_SECONDS", 0.1)
     monkeypatch.setenv("XDG_CACHE_HOME", f"{tmp_path / 'cache'}")
     for name in ("http_proxy", "HTTP_PROXY", "PPDIST_OFFLINE"):
         monkeypatch.delenv(name, raising=False)

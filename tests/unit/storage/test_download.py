@@ -11,6 +11,7 @@ import pytest
 from ppdist.common.errors import UserError
 from ppdist.common.files import FileLock
 from ppdist.storage import download as module
+from ppdist.storage import retry
 from ppdist.storage.download import download
 from tests.errors import raises
 from tests.file_server import serving
@@ -21,7 +22,8 @@ SHA256 = hashlib.sha256(CONTENT).hexdigest()
 
 @pytest.fixture
 def server(monkeypatch):
-    monkeypatch.setattr(module, "_WAITS", (0.0, 0.0))
+    monkeypatch.setattr(retry, "_FIRST_PAUSE_SECONDS", 0.001)
+    monkeypatch.setattr(retry, "_START_SECONDS", 0.1)
     for name in ("http_proxy", "https_proxy", "all_proxy"):
         monkeypatch.delenv(name, raising=False)
         monkeypatch.delenv(name.upper(), raising=False)
@@ -34,6 +36,13 @@ def code_of(server, file, path="/a.pt", **options):
     with pytest.raises(UserError) as error:
         download(server.url + path, file, fix="ask somebody", **options)
     return error.value.code
+
+
+def cut_off(server, file):
+    """The first part of a file, whose server is then away."""
+    server.faults = ["cut 300000", *[503] * 99]
+    assert code_of(server, file) == "download_failed"
+    server.faults = []
 
 
 def left(folder):
@@ -64,9 +73,8 @@ def test_a_cut_file_goes_on_where_it_stopped(server, tmp_path):
 
 
 def test_a_later_start_goes_on_too(server, tmp_path):
-    server.faults = ["cut 300000", 503, 503, 503]
     file = tmp_path / "a.pt"
-    assert code_of(server, file) == "download_failed"
+    cut_off(server, file)
     assert left(tmp_path) == ["a.pt.part", "a.pt.part.json"]
     download(f"{server.url}/a.pt", file)
     assert server.asked[-1] == ("/a.pt", "bytes=300000-")
@@ -74,8 +82,7 @@ def test_a_later_start_goes_on_too(server, tmp_path):
 
 
 def test_a_part_that_is_whole_is_not_fetched_again(server, tmp_path):
-    server.faults = ["cut 300000", 503, 503, 503]
-    code_of(server, tmp_path / "a.pt")
+    cut_off(server, tmp_path / "a.pt")
     (tmp_path / "a.pt.part").write_bytes(CONTENT)
     download(f"{server.url}/a.pt", tmp_path / "a.pt", sha256=SHA256)
     assert (tmp_path / "a.pt").read_bytes() == CONTENT
@@ -83,8 +90,7 @@ def test_a_part_that_is_whole_is_not_fetched_again(server, tmp_path):
 
 @pytest.mark.parametrize("change", ["another version", "shorter", "no ranges", "another address"])
 def test_halves_of_two_files_are_never_joined(server, tmp_path, change):
-    server.faults = ["cut 300000", 503, 503, 503]
-    code_of(server, tmp_path / "a.pt")
+    cut_off(server, tmp_path / "a.pt")
     url, wanted = f"{server.url}/a.pt", CONTENT[::-1]
     if change == "another address":
         url = f"{server.url}/b.pt"
@@ -106,8 +112,7 @@ def test_a_wrong_checksum_is_refused_and_deleted(server, tmp_path):
 
 
 def test_a_wrong_first_half_is_fetched_anew(server, tmp_path):
-    server.faults = ["cut 300000", 503, 503, 503]
-    code_of(server, tmp_path / "a.pt")
+    cut_off(server, tmp_path / "a.pt")
     (tmp_path / "a.pt.part").write_bytes(b"?" * 300000)
     download(f"{server.url}/a.pt", tmp_path / "a.pt", sha256=SHA256)
     assert (tmp_path / "a.pt").read_bytes() == CONTENT

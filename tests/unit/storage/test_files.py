@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from ppdist.common import files
+from ppdist.common.errors import StorageError
 from ppdist.config.data import DataConfig, SplitConfig
 from ppdist.data.checks.before_training import check_before_training
 from ppdist.data.checks.validate import validate
@@ -21,11 +21,11 @@ from ppdist.data.datasets.layout import find_layout
 from ppdist.data.image import read_image
 from ppdist.data.loading.loader import TrainLoader
 from ppdist.data.loading.sampler import TrainSampler
+from ppdist.data.transforms import pipeline
 from ppdist.data.types import ImagesUnavailable
 from ppdist.distributed import store as timeouts
 from ppdist.storage import files as storage
-from ppdist.storage import stores
-from ppdist.storage.stores import StoreUnavailable
+from ppdist.storage import retry, stores
 from tests.errors import raises
 from tests.unit.data.loaders import assert_equal, loader, warnings_in
 from tests.unit.data.sets import coco_config, sharded, write_coco
@@ -46,7 +46,7 @@ def root(tmp_path_factory) -> Path:
 def memory(root, tmp_path, monkeypatch) -> Iterator[str]:
     """The address of both sets in fsspec's store in memory, which forked workers see, too."""
     monkeypatch.setattr(stores, "_settings", stores._Settings())
-    monkeypatch.setattr(files, "_FIRST_PAUSE_SECONDS", 0.2)
+    monkeypatch.setattr(retry, "_FIRST_PAUSE_SECONDS", 0.2)
     monkeypatch.setenv("XDG_CACHE_HOME", f"{tmp_path / 'home'}")
     stores._listings.clear()
     filesystem = fsspec.filesystem("memory")
@@ -74,7 +74,9 @@ def batches_of(config: DataConfig) -> TrainLoader:
 class Sick:
     """Fails the requests of images, each so many times, then gives what is there."""
 
-    def __init__(self, monkeypatch, failure: OSError, times: int, only: str = "") -> None:
+    def __init__(
+        self, monkeypatch, failure: OSError | StorageError, times: int, only: str = ""
+    ) -> None:
         self.asked: Counter[tuple] = Counter()
         self.well = threading.Event()
         asking = stores._ask
@@ -91,7 +93,7 @@ class Sick:
         monkeypatch.setattr(stores, "_ask", ask)
 
 
-AWAY = StoreUnavailable("the store answers HTTP 503 SlowDown", "memory://set")
+AWAY = stores._away("the store answers HTTP 503 SlowDown", "memory://set")
 
 
 @pytest.mark.parametrize("form", ["files", "shards"])
@@ -118,7 +120,8 @@ def test_what_fails_for_a_moment_is_neither_lost_nor_doubled(
     """Others can be read at the same time, which for a file would mean that this one is bad."""
     whole = list(loader(root / "files"))
     Sick(monkeypatch, AWAY, times=2, only="005")
-    monkeypatch.setattr(files, "_FIRST_PAUSE_SECONDS", 0.01)
+    monkeypatch.setattr(retry, "_FIRST_PAUSE_SECONDS", 0.01)
+    monkeypatch.setattr(pipeline, "TOLD_SECONDS", 0.0)
     with caplog.at_level(logging.INFO, "ppdist"):
         ours = list(batches_of(of_store(f"{memory}/files", tmp_path, workers=0)))
     assert_equal(ours, whole)
@@ -130,7 +133,7 @@ def test_what_fails_for_a_moment_is_neither_lost_nor_doubled(
 def test_store_that_stays_away_gives_a_blank_batch(memory, tmp_path, monkeypatch):
     monkeypatch.setattr(timeouts, "_timeout", 0.4)
     Sick(monkeypatch, AWAY, times=10**9)
-    with pytest.raises(ImagesUnavailable, match="SlowDown; their storage is away") as caught:
+    with pytest.raises(ImagesUnavailable, match=r"SlowDown; waited for 0\.2 s") as caught:
         list(batches_of(of_store(f"{memory}/files", tmp_path)))
     assert (
         caught.value.code == "storage_unreachable" and "reach the store again" in caught.value.fix

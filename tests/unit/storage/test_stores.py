@@ -1,15 +1,15 @@
 """Object stores: addresses, failures in our words, and no secret in any of them."""
 
-import errno
 import importlib
-import pickle
 import sys
 
 import pytest
 
-from ppdist.storage import stores
-from ppdist.storage.stores import StoreUnavailable
+from ppdist.common.errors import StorageError
+from ppdist.storage import retry, stores
+from ppdist.storage.download import local_copy
 from tests.errors import raises
+from tests.file_server import serving
 
 SECRET = "a-secret-that-no-log-may-show"
 
@@ -43,7 +43,8 @@ class Store:
 @pytest.fixture
 def use(monkeypatch, tmp_path):
     monkeypatch.setattr(stores, "_settings", stores._Settings())
-    monkeypatch.setattr(stores.time, "sleep", lambda seconds: None)
+    monkeypatch.setattr(retry, "_FIRST_PAUSE_SECONDS", 0.001)
+    monkeypatch.setattr(retry, "_START_SECONDS", 0.1)
     stores.use(str(tmp_path), 0, 5.0)
 
     def using(store: Store) -> Store:
@@ -80,7 +81,7 @@ def test_every_failed_head_is_what_it_was(use):
     failure = FileNotFoundError("http://host/a")
     failure.__cause__ = ConnectionResetError()
     use(Store(*[failure] * 9))
-    with pytest.raises(StoreUnavailable):
+    with pytest.raises(StorageError):
         stores.identity_of("http://host/a")
     failure.__cause__ = Foreign(status=404)
     use(Store(failure))
@@ -108,7 +109,7 @@ def test_final_answers_are_errors_at_once(failure, kind, words, use):
     with pytest.raises(kind) as caught:
         stores.fetch("s3://bucket/a.jpg")
     assert store.asked == 1 and words in caught.value.strerror
-    assert not isinstance(caught.value, StoreUnavailable) and SECRET not in repr(caught.value)
+    assert SECRET not in repr(caught.value)
     assert caught.value.__cause__ is None and caught.value.__context__ is None
     assert caught.value.filename == "s3://bucket/a.jpg"
 
@@ -126,12 +127,11 @@ def test_final_answers_are_errors_at_once(failure, kind, words, use):
 def test_passing_failures_are_tried_again_then_said(failure, words, use):
     store = use(Store(failure, failure))
     assert stores.fetch("s3://bucket/a.jpg") == b"content" and store.asked == 3
-    use(Store(*[failure] * 9))
-    with pytest.raises(StoreUnavailable) as caught:
+    use(Store(*[failure] * 99))
+    with pytest.raises(StorageError) as caught:
         stores.fetch("s3://bucket/a.jpg")
-    assert words in caught.value.strerror and SECRET not in repr(caught.value)
-    assert caught.value.errno == errno.EREMOTEIO
-    assert pickle.loads(pickle.dumps(caught.value)).strerror == caught.value.strerror
+    assert words in caught.value.what and SECRET not in repr(caught.value)
+    assert caught.value.code == "storage_unreachable"
 
 
 def test_bytes_of_a_range_are_as_many_as_asked_for(use):
@@ -141,10 +141,11 @@ def test_bytes_of_a_range_are_as_many_as_asked_for(use):
         stores.fetch("s3://bucket/a", 8, 3)
 
 
-def test_server_without_ranges_is_cut_to_the_range(use, monkeypatch):
-    store = use(Store())
-    monkeypatch.setattr(store, "cat_file", lambda url, start=None, end=None: b"0123456789")
-    assert stores.fetch("http://host/a", 2, 3) == b"234"
+def test_server_without_ranges_is_cut_to_the_range():
+    pytest.importorskip("aiohttp")
+    with serving() as server:
+        server.files["/a"], server.faults = b"0123456789", ["no ranges"]
+        assert stores.fetch(f"{server.url}/a", 2, 3) == b"234"
 
 
 @pytest.mark.parametrize("marks", [("1", "1", "2"), (None, None, None)])
@@ -157,24 +158,47 @@ def test_cache_answers_for_the_same_identity_alone(marks, use, tmp_path, monkeyp
         monkeypatch.setattr(store, "info", lambda url, mark=mark: {"size": 7, "ETag": mark})
         stores.look_anew([])
         store.content = b"%d" % run
-        contents += [stores.fetch("http://host/a") for _ in range(2)]
+        contents += [stores.fetch("s3://bucket/a") for _ in range(2)]
     assert b"".join(contents) == (b"000022" if marks[0] else b"001122")
+
+
+@pytest.mark.parametrize("whole", [True, False])
+def test_http_is_asked_once_for_content_and_identity(whole, tmp_path, monkeypatch):
+    """And once, for the identity alone, for what is kept."""
+    pytest.importorskip("aiohttp")
+    monkeypatch.setattr(stores, "_settings", stores._Settings())
+    stores.use(str(tmp_path), 1 << 20, 5.0)
+    span = () if whole else (2, 3)
+
+    def start() -> bytes:
+        stores.look_anew([])
+        return b"".join(stores.fetch(f"{server.url}/a", *span) for _ in range(2))
+
+    with serving() as server:
+        server.files["/a"] = b"0123456789"
+        get = ("/a", None if whole else "bytes=2-4")
+        first = start()
+        assert server.asked == [get] and start() == first
+        assert server.asked == [get, ("HEAD /a", None)]
+        server.files["/a"], server.version = b"abcdefghij", '"2"'
+        assert start() == (b"abcdefghij" if whole else b"cde") * 2
+        assert server.asked[2:] == [("HEAD /a", None), get]
 
 
 def test_copy_is_fetched_once_and_anew_when_it_changed(use):
     store = use(Store(ConnectionResetError()))
-    file = stores.local_copy("s3://bucket/x/set.json")
+    file = local_copy("s3://bucket/x/set.json")
     assert file.name == "set.json" and file.read_bytes() == b"content"
     asked = store.asked
-    assert stores.local_copy("s3:/bucket/x/set.json") == file and store.asked == asked + 1
+    assert local_copy("s3:/bucket/x/set.json") == file and store.asked == asked + 1
     store.content = b"of another length"
-    assert stores.local_copy("s3://bucket/x/set.json").read_bytes() == b"of another length"
+    assert local_copy("s3://bucket/x/set.json").read_bytes() == b"of another length"
 
 
 def test_copy_that_cannot_be_had_says_what_to_do(use):
     use(Store(PermissionError(), PermissionError()))
     with raises("store_file_unreadable") as caught:
-        stores.local_copy("s3://bucket/set.json")
+        local_copy("s3://bucket/set.json")
     assert "AWS_PROFILE" in caught.value.fix
 
 

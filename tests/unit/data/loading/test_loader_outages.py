@@ -21,6 +21,7 @@ from ppdist.data.loading.loader import EvalLoader
 from ppdist.data.transforms import pipeline
 from ppdist.data.types import ImagesUnavailable
 from ppdist.distributed import heartbeat, store
+from ppdist.storage import retry
 from tests.unit.data.loaders import assert_equal, loader, warnings_in
 from tests.unit.data.sets import coco_config, write_coco
 
@@ -42,7 +43,7 @@ def folder(original, tmp_path) -> Path:
 @pytest.fixture(autouse=True)
 def short_pauses(monkeypatch) -> None:
     """Shorter than in use, and longer than a rank takes to look after its workers."""
-    monkeypatch.setattr(files, "_FIRST_PAUSE_SECONDS", 0.6)
+    monkeypatch.setattr(retry, "_FIRST_PAUSE_SECONDS", 0.6)
 
 
 def outages_in(caplog) -> list[str]:
@@ -135,7 +136,7 @@ def test_what_stays_away_gives_a_blank_batch(folder, workers, monkeypatch, caplo
     (folder / "images").rename(folder / "away")
     with caplog.at_level(logging.WARNING, "ppdist"), pytest.raises(ImagesUnavailable) as caught:
         list(batches)
-    assert caught.value.code == "storage_unreachable" and "waited for (0.8 s" in str(caught.value)
+    assert caught.value.code == "storage_unreachable" and "waited for 0.8 s" in str(caught.value)
     blank = caught.value.blank
     assert not blank.real and blank.image_index_B.numpy().tolist() == [-1]
     assert np.all(blank.images_B3HW.numpy() == 0) and blank.images_B3HW.shape[2:] != [0, 0]
@@ -220,7 +221,7 @@ def flapping(folder: Path, monkeypatch, storage_seconds: float):
             away[0] = False
 
     monkeypatch.setattr(files, "_open_at_once", refusing)
-    monkeypatch.setattr(files, "_FIRST_PAUSE_SECONDS", 1.0)
+    monkeypatch.setattr(retry, "_FIRST_PAUSE_SECONDS", 1.0)
     monkeypatch.setattr(time, "monotonic", lambda: clock[0])
     samples.pause = sleep
     return samples, clock, away
