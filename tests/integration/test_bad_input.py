@@ -1,7 +1,6 @@
 """Wrong input ends tools/train.py with exit code 2 and one message that says what to do."""
 
 import json
-import re
 import runpy
 import subprocess
 import sys
@@ -43,49 +42,26 @@ def train(monkeypatch, capsys, tmp_path, *overrides, config=CONFIG):
     return ended.value.code, captured.err
 
 
-CASES = {
-    "unknown key": (["train.epoch=3"], None, r"train\.epoch", r"did you mean .*epochs"),
-    "wrong type": (["train.epochs=many"], None, r"train\.epochs", "number"),
-    "class count mismatch": (["model.num_classes=4"], None, "has 3 categories", "num_classes: 3"),
-    "no such weights": (["model.pretrained=nowhere.pdparams"], None, "nowhere.pdparams", "no such"),
-    "no such folder": (["data.root=nowhere"], None, "nowhere is not a folder", "data.root"),
-    "an option of GPUs on CPU": (
-        ["device=cpu", "train.gpu.tf32=false"],
-        None,
-        r"train\.gpu\.tf32: was given, but this run is on cpu",
-        "leave it out",
-    ),
-    "not COCO": (
-        [],
-        lambda content: content.pop("categories"),
-        r"instances_train\.json: not COCO",
-        "categories",
-    ),
-    "category out of range": (
-        [],
-        lambda content: content["annotations"][0].update(category_id=9),
-        "category_id 9",
-        "categories",
-    ),
-    "no images": (
-        [],
-        lambda content: content.update(images=[], annotations=[]),
-        r"instances_train\.json",
-        "no image",
-    ),
-}
+CASES = [  # one of each layer: the file of keys, the options, the weights, the folder, the images
+    (["train.epoch=3"], None, ("train.epoch", "did you mean train.epochs")),
+    (["model.num_classes=4"], None, ("has 3 categories", "num_classes: 3")),
+    (["model.pretrained=nowhere.pdparams"], None, ("nowhere.pdparams",)),
+    (["data.root=nowhere"], None, ("nowhere is not a folder", "data.root")),
+    (["device=cpu", "train.gpu.tf32=false"], None, ("train.gpu.tf32",)),
+    ([], lambda content: content.pop("categories"), ("instances_train.json", "categories")),
+    ([], lambda content: content["annotations"][0].update(category_id=9), ("category_id 9",)),
+]
 
 
-@pytest.mark.parametrize("case", CASES)
-def test_wrong_input_is_one_message_and_exit_2(case, shapes, tmp_path, monkeypatch, capsys):
-    overrides, change, *expected = CASES[case]
+@pytest.mark.parametrize(("overrides", "change", "named"), CASES)
+def test_wrong_input_is_one_message_and_exit_2(
+    overrides, change, named, shapes, tmp_path, monkeypatch, capsys
+):
     if change:
         edit(shapes / "annotations" / "instances_train.json", change)
     code, stderr = train(monkeypatch, capsys, tmp_path, *overrides)
-    assert code == 2
     message = stderr[stderr.index("ppdist: error:") :]
-    for pattern in expected:
-        assert re.search(pattern, message), message
+    assert code == 2 and all(each in message for each in named), message
 
 
 def test_a_missing_config_is_one_message(shapes, tmp_path, monkeypatch, capsys):

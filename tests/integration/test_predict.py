@@ -3,6 +3,7 @@
 import io
 import json
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import cv2
@@ -49,24 +50,25 @@ def project(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def run(
-    monkeypatch: pytest.MonkeyPatch, project: Path, *arguments: object, weights: str = "w.npz"
-) -> None:
-    monkeypatch.chdir(project)
-    words = ["predict", "-w", weights, *arguments]
-    monkeypatch.setattr(sys, "argv", [*map(str, words)])
-    assert predict.main() == 0
+@pytest.fixture
+def run(project: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
+    """The command in this process, in the folder of the project."""
+
+    def run(*arguments: object, weights: str = "w.npz") -> None:
+        monkeypatch.chdir(project)
+        monkeypatch.setattr(sys, "argv", [*map(str, ("predict", "-w", weights, *arguments))])
+        assert predict.main() == 0
+
+    return run
 
 
 def written(out: Path) -> set[str]:
     return {str(file.relative_to(out)) for file in out.rglob("*.*")}
 
 
-def test_several_sources_give_one_set_of_results(
-    project: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
-) -> None:
+def test_several_sources_give_one_set_of_results(run, tmp_path, capsys) -> None:
     sources = ["one", "two/*.jpg", "film.avi", "one/a.jpg"]
-    run(monkeypatch, project, "--source", *sources, "--out", tmp_path / "o",
+    run("--source", *sources, "--out", tmp_path / "o",
         "--threshold", 0.31, "--batch", 2)  # fmt: skip
     assert written(tmp_path / "o") == {
         "a.jpg", "deep/b.png", "a_2.jpg", "film.mp4", "detections.json",
@@ -79,7 +81,7 @@ def test_several_sources_give_one_set_of_results(
     assert found["categories"][1] == {"id": 2, "name": "bus"}
     first = [one["category_id"] for one in found["annotations"] if one["image_id"] == 1]
     assert first and lines[0].split(": ")[1].startswith(f"{max(map(first.count, first))} ")
-    run(monkeypatch, project, "--source", *sources, "--out", tmp_path / "p",
+    run("--source", *sources, "--out", tmp_path / "p",
         "--threshold", 0.31, "--classes", "bus", "2", "--iou", 0.1)  # fmt: skip
     fewer = json.loads((tmp_path / "p/detections.json").read_text(encoding="utf-8"))
     assert {one["category_id"] for one in fewer["annotations"]} <= {2, 3}
@@ -87,27 +89,23 @@ def test_several_sources_give_one_set_of_results(
     assert_usable_by_pycocotools(tmp_path / "o/detections.json")
 
 
-def test_formats_are_written_without_pictures(
-    project: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_formats_are_written_without_pictures(run, tmp_path) -> None:
     out = tmp_path / "o"
     options = ["--format", "yolo,voc,csv", "--no-pictures", "--threshold", 0.31]
-    run(monkeypatch, project, "--source", "one/a.jpg", "--out", out, *options)
+    run("--source", "one/a.jpg", "--out", out, *options)
     assert written(out) == {
         "detections.json", "detections.csv", "labels/a.txt", "labels/classes.txt",
         "annotations/a.xml",
     }  # fmt: skip
-    run(monkeypatch, project, "--source", "one/a.jpg", "--out", out, *options)  # its own: again
+    run("--source", "one/a.jpg", "--out", out, *options)  # its own: again
     other = tmp_path / "other"
     (other / "labels").mkdir(parents=True)
     with raises("out_not_ours"):
-        run(monkeypatch, project, "--source", "one/a.jpg", "--out", other, *options)
+        run("--source", "one/a.jpg", "--out", other, *options)
 
 
 @pytest.mark.parametrize("what", ["w.npz", "yolov5n_coco", "run"])
-def test_weights_as_a_model_are_told_from_an_export(
-    project: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, what: str
-) -> None:
+def test_weights_as_a_model_are_told_from_an_export(project, tmp_path, monkeypatch, what) -> None:
     monkeypatch.chdir(project)
     checkpoint = project / "run/checkpoints/step-00000001"
     checkpoint.mkdir(parents=True, exist_ok=True)
@@ -119,40 +117,43 @@ def test_weights_as_a_model_are_told_from_an_export(
         predict.main()
 
 
-def test_an_image_on_standard_input(
-    project: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.mark.parametrize(
+    ("arguments", "code"),
+    [
+        ("--source one --out o --format coco,pdf", "option_invalid"),
+        ("--source one --out o --overlap 0.5", "option_missing"),
+        ("--source one --out o --overlap 1 --slice 64", "option_invalid"),
+        ("--source one --out o --track", "options_conflict"),
+        ("--source one/deep/*.png --out one/deep", "out_holds_source"),
+        ("--source one nothing/*.png --out o", "no_images"),
+    ],
+)
+def test_arguments_that_make_no_sense_are_refused(run, arguments, code) -> None:
+    with raises(code):
+        run(*arguments.split())
+
+
+def test_an_image_on_standard_input(run, project, tmp_path, monkeypatch) -> None:
     class Stdin:
         buffer = io.BytesIO((project / "one/a.jpg").read_bytes())
 
     monkeypatch.setattr(sys, "stdin", Stdin())
-    run(monkeypatch, project, "--source", "-", "--out", tmp_path / "o")
+    run("--source", "-", "--out", tmp_path / "o")
     assert written(tmp_path / "o") == {"stdin.jpg", "detections.json"}
 
 
-def test_slices_of_a_large_image(
-    project: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_slices_of_a_large_image(run, tmp_path) -> None:
     cv2.imwrite(str(tmp_path / "large.png"), picture(200, 300))
     counts = []
     for out, options in (("whole", []), ("sliced", ["--slice", 128, "--overlap", 0.1])):
-        run(monkeypatch, project, "--source", tmp_path / "large.png", "--out", tmp_path / out,
+        run("--source", tmp_path / "large.png", "--out", tmp_path / out,
             "--threshold", 0.31, *options)  # fmt: skip
         found = json.loads((tmp_path / out / "detections.json").read_text(encoding="utf-8"))
         counts.append(len(found["annotations"]))
     assert counts[1] > counts[0]
 
 
-def test_track_without_a_video_is_refused(
-    project: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    with raises("options_conflict"):
-        run(monkeypatch, project, "--source", project / "one", "--out", tmp_path / "o", "--track")
-
-
-def test_tracks_go_through_a_video(
-    project: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
-) -> None:
+def test_tracks_go_through_a_video(run, tmp_path, capsys) -> None:
     pytest.importorskip("trackers", reason="needs trackers: pip install 'ppdist[track]'")
     frames = [picture(96, 128)] * 4
     video = cv2.VideoWriter(
@@ -161,7 +162,7 @@ def test_tracks_go_through_a_video(
     for frame in frames:
         video.write(frame)
     video.release()
-    run(monkeypatch, project, "--source", tmp_path / "still.avi", "--out", tmp_path / "o",
+    run("--source", tmp_path / "still.avi", "--out", tmp_path / "o",
         "--track", "--threshold", 0.31)  # fmt: skip
     found = json.loads((tmp_path / "o/detections.json").read_text(encoding="utf-8"))
     tracks: dict[int, list[int]] = {}
@@ -172,71 +173,39 @@ def test_tracks_go_through_a_video(
     assert "followed through 4 frames" in capsys.readouterr().out
 
 
-def test_tracking_without_its_package_is_told(
-    project: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_tracking_without_its_package_is_told(run, tmp_path, monkeypatch) -> None:
     monkeypatch.setitem(sys.modules, "trackers", None)
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     with raises("package_missing"):
-        run(monkeypatch, project, "--source", "film.avi", "--out", tmp_path / "o", "--track")
+        run("--source", "film.avi", "--out", tmp_path / "o", "--track")
     assert not (tmp_path / "o").exists()
-
-
-@pytest.mark.parametrize(
-    ("options", "code"),
-    [
-        (["--format", "coco,pdf"], "option_invalid"),
-        (["--overlap", "0.5"], "option_missing"),
-        (["--overlap", "1", "--slice", "64"], "option_invalid"),
-    ],
-)
-def test_options_that_make_no_sense_are_told(
-    project: Path, monkeypatch: pytest.MonkeyPatch, options: list[str], code: str
-) -> None:
-    with raises(code):
-        run(monkeypatch, project, "--source", "one", "--out", "o", *options)
 
 
 @pytest.mark.parametrize(
     "options", [["--threshold", "0.4"], ["--slice", "64"], ["--track"], ["--format", "yolo"]]
 )
-def test_a_classifier_has_no_boxes(
-    project: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, options: list[str]
-) -> None:
+def test_a_classifier_has_no_boxes(run, tmp_path, options) -> None:
     if options == ["--track"]:
         pytest.importorskip("trackers", reason="needs trackers")
     with raises("options_conflict"):
-        run(monkeypatch, project, "--source", "one", "--out", tmp_path / "o", *options,
+        run("--source", "one", "--out", tmp_path / "o", *options,
             weights="classes.npz")  # fmt: skip
     assert not (tmp_path / "o").exists()
 
 
-def test_a_classifier_tells_its_best_classes(
-    project: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
-) -> None:
-    run(monkeypatch, project, "--source", "one", "film.avi", "--out", tmp_path / "o",
+def test_a_classifier_tells_its_best_classes(run, tmp_path, capsys) -> None:
+    run("--source", "one", "film.avi", "--out", tmp_path / "o",
         weights="classes.npz")  # fmt: skip
     assert "classes.json" in written(tmp_path / "o")
     out = capsys.readouterr().out
     assert "film.avi: of 3 frames" in out and "the class of 5 images" in out
 
 
-def test_a_folder_above_its_source_is_refused(
-    project: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    with raises("out_holds_source"):
-        run(monkeypatch, project, "--source", "one/deep/*.png", "--out", "one/deep")
-    with raises("no_images"):
-        run(monkeypatch, project, "--source", "one", "nothing/*.png", "--out", "o")
-
-
-def test_a_pattern_reads_no_earlier_results(
-    project: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_pattern_reads_no_earlier_results(run, project, tmp_path) -> None:
     (tmp_path / "p").mkdir()
     (tmp_path / "p/a.jpg").write_bytes((project / "one/a.jpg").read_bytes())
     for _ in range(2):
-        run(monkeypatch, project, "--source", tmp_path / "p/**/*.jpg", "--out", tmp_path / "p/o")
+        run("--source", tmp_path / "p/**/*.jpg", "--out", tmp_path / "p/o")
         found = json.loads((tmp_path / "p/o/detections.json").read_text(encoding="utf-8"))
         assert [image["file_name"] for image in found["images"]] == ["a.jpg"]
     assert np.array_equal(cv2.imread(str(tmp_path / "p/a.jpg")),
