@@ -10,18 +10,87 @@ installed, with as many workers as ours.
 import argparse
 import importlib.util
 import json
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, closing
 from statistics import median
 from typing import Any
 
 import cv2
+import numpy as np
 
-from ppdist.benchmark.loader import Loading, Straightforward, Timed, children, cpu_of
+from ppdist.benchmark.loader import Loading, Timed, children, cpu_of
 from ppdist.config import load_config
 from ppdist.config.data import DataConfig
 from ppdist.data.datasets.build import read_split
-from ppdist.data.types import DetectionSet
+from ppdist.data.types import DetectionSet, Records
+
+GREY = 114
+
+
+class Straightforward(Timed):
+    """Naive baseline: mosaic, affine, HSV and flip in this process.
+
+    The whole images are decoded and put into a canvas of twice the size, which is then transformed;
+    float32 goes out.  Boxes, which ours carries along, are left out.  One thread, as our workers.
+    """
+
+    def __init__(
+        self, dataset: DetectionSet, size: tuple[int, int], batch_size: int, seed: int = 0
+    ) -> None:
+        super().__init__()
+        records = Records.of(dataset.records)
+        self._paths = [records.path(index) for index in range(len(records))]
+        self._height, self._width = size
+        self._batch_size = batch_size
+        self._rng = np.random.default_rng(seed)
+
+    def measure(self, seconds: float) -> None:
+        cv2.setNumThreads(0)
+        self.run(self._next, time.process_time, seconds)
+
+    def _next(self) -> int:
+        return len(np.stack([self.sample() for _ in range(self._batch_size)]))
+
+    def sample(self) -> np.ndarray:
+        """float32 RGB [3, H, W] in [0, 1]."""
+        rng, height, width = self._rng, self._height, self._width
+        centre_y, centre_x = (int(side * rng.uniform(0.5, 1.5)) for side in (height, width))
+        canvas_HW3 = np.full((2 * height, 2 * width, 3), GREY, np.uint8)
+        for corner in range(4):
+            image_HW3 = cv2.imread(self._paths[int(rng.integers(len(self._paths)))])
+            assert image_HW3 is not None, "measured on images that can be read"
+            scale = min(height / image_HW3.shape[0], width / image_HW3.shape[1])
+            image_HW3 = cv2.resize(image_HW3, None, fx=scale, fy=scale)
+            h, w = image_HW3.shape[:2]
+            top = centre_y - h if corner < 2 else centre_y
+            left = centre_x - w if corner % 2 == 0 else centre_x
+            y1, x1 = max(top, 0), max(left, 0)
+            y2, x2 = min(top + h, 2 * height), min(left + w, 2 * width)
+            canvas_HW3[y1:y2, x1:x2] = image_HW3[y1 - top : y2 - top, x1 - left : x2 - left]
+        scale = rng.uniform(0.5, 1.5)
+        matrix_23 = np.array(
+            [
+                [scale, 0, width * rng.uniform(0.4, 0.6) - scale * width],
+                [0, scale, height * rng.uniform(0.4, 0.6) - scale * height],
+            ]
+        )
+        border = (GREY,) * 3
+        view_HW3 = cv2.warpAffine(canvas_HW3, matrix_23, (width, height), borderValue=border)
+        hue, saturation, value = cv2.split(cv2.cvtColor(view_HW3, cv2.COLOR_BGR2HSV))
+        gains = rng.uniform(-1, 1, 3) * (0.015, 0.7, 0.4) + 1
+        levels = np.arange(256)
+        turned = (levels * gains[0] % 180).astype(np.uint8)
+        stronger, lighter = (np.clip(levels * g, 0, 255).astype(np.uint8) for g in gains[1:])
+        changed = cv2.LUT(hue, turned), cv2.LUT(saturation, stronger), cv2.LUT(value, lighter)
+        view_HW3 = cv2.cvtColor(cv2.merge(changed), cv2.COLOR_HSV2BGR)
+        if rng.random() < 0.5:
+            view_HW3 = np.fliplr(view_HW3)
+        rgb_3HW = view_HW3[:, :, ::-1].transpose(2, 0, 1)
+        return np.ascontiguousarray(rgb_3HW, np.float32) / 255
+
+    def report(self) -> dict[str, float]:
+        return {"images_per_second": self.rate, "images_per_cpu_second": self.cpu_rate}
 
 
 def compare_loaders(

@@ -10,21 +10,18 @@ end of a slice.)
 
 import math
 import os
-import signal
 import time
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import paddle
 
 from ppdist.common.child import DISCARD, Process, TimeoutExpired, start_here
 from ppdist.common.errors import LaunchError
-from ppdist.common.process import is_alive
 from ppdist.distributed import comm, heartbeat
 
-_FOLDER, _OWNER = "PPDIST_INTERLEAVED", "PPDIST_INTERLEAVED_OWNER"
+_FOLDER = "PPDIST_INTERLEAVED"
 _PAUSE = "pause"
 _LOOK_SECONDS = 0.1  # rarely: it takes time from those that run
 _END_SECONDS = 60.0  # fleetrun gives its ranks some to end
@@ -37,9 +34,8 @@ def wait_for_slice() -> float:
 
     Returns: seconds of the pause.  Waiting here for a rank that is later than this one does not
         count: this one would wait for it within the next step.
-    Raises: RuntimeError: the process that interleaves is gone.
     """
-    folder, owner = os.environ.get(_FOLDER), os.environ.get(_OWNER, "")
+    folder = os.environ.get(_FOLDER)
     if folder is None:
         return 0.0
     pause, waits = Path(folder) / _PAUSE, Path(folder) / f"waits-{os.getpid()}"
@@ -49,8 +45,6 @@ def wait_for_slice() -> float:
         began = began or time.perf_counter()
         waits.touch()
         while pause.exists():
-            if not is_alive(int(owner)):
-                raise RuntimeError(f"process {owner}, which measured this one, is gone")
             heartbeat.alive()
             time.sleep(_LOOK_SECONDS)
         waits.unlink()
@@ -80,8 +74,8 @@ class Group:
             processes: of each command, that call `wait_for_slice`.
         """
         folder.mkdir()
-        mine = {_FOLDER: str(folder), _OWNER: str(os.getpid())}
-        self.commands, self._environments = commands, [{**each, **mine} for each in environments]
+        self.commands = commands
+        self._environments = [{**each, _FOLDER: str(folder)} for each in environments]
         self._pause, self._processes = folder / _PAUSE, processes
         self._running: list[Process] = []
 
@@ -152,7 +146,7 @@ def interleave(groups: Sequence[Group], slice_seconds: float) -> None:
     Args: slice_seconds: at least; a slice lasts until the end of a step.
     Raises: LaunchError: a program ended with another code than 0.
     """
-    with _ended(groups):
+    try:
         for group in groups:  # one after another: a start would disturb those that are at it
             group.start()
         waiting = deque(groups)
@@ -162,19 +156,6 @@ def interleave(groups: Sequence[Group], slice_seconds: float) -> None:
             if not group.has_ended(slice_seconds if waiting else math.inf):
                 group.pause()
                 waiting.append(group)
-
-
-@contextmanager
-def _ended(groups: Sequence[Group]) -> Iterator[None]:
-    """Ends all groups on exit, also on SIGTERM to this process."""
-
-    def interrupt(number: int, frame: object) -> None:
-        raise SystemExit(128 + number)
-
-    before = signal.signal(signal.SIGTERM, interrupt)
-    try:
-        yield
     finally:
         for group in groups:
             group.end()
-        signal.signal(signal.SIGTERM, before)

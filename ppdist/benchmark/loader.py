@@ -1,4 +1,4 @@
-"""Speed and memory of the data loader, beside a straightforward pipeline.
+"""Speed and memory of the data loader, beside the same without its cache.
 
 On a machine that others use too, one measurement after the other compares two moments rather than
 two programs.  So everything is measured interleaved, in short pieces, and CPU time is told beside
@@ -12,19 +12,15 @@ from contextlib import ExitStack, closing
 from pathlib import Path
 from typing import Any
 
-import cv2
-import numpy as np
-
 from ppdist.common.process import process_stat
 from ppdist.config.data import DataConfig
 from ppdist.data.loading.loader import TrainLoader
 from ppdist.data.loading.sampler import TrainSampler
-from ppdist.data.types import Batch, DetectionSet, Records
+from ppdist.data.types import Batch, DetectionSet
 
 Report = dict[str, Any]
 _ROUNDS = 4
 _ENDLESS = 2**31
-_GREY = 114
 _TICKS = os.sysconf("SC_CLK_TCK")
 _MIB = 2**20
 
@@ -42,14 +38,12 @@ def measure_loading(
 
     Args:
         image_size: (height, width) of the input in pixels.
-        seconds: of measuring for each of: the loader, the same without cache where data.cache is
-            set (its first epoch is not counted), a straightforward pipeline.
+        seconds: of measuring for each of: the loader, and the same without cache where data.cache
+            is set (its first epoch is not counted).
         epochs: so many follow, with the memory of all workers after each.
     Returns: of the loader, and of it `without_cache`, images_per_second over all workers, per
         worker and per second of CPU, the workers' and this process's; `workers` (0: this process);
-        `straightforward`
-        and `times_straightforward`, the ratio of rates by clock and by CPU, of one worker and one
-        process; `memory`, see `memory_of`, as lists over epochs.
+        `memory`, see `memory_of`, as lists over epochs.
     """
     variants = {"with": config}
     if config.cache != "none":
@@ -60,19 +54,13 @@ def measure_loading(
             for name, one in variants.items()
         }
         running["with"].one_epoch()  # what is kept is there then, and all code has run once
-        plain = Straightforward(dataset, image_size, batch_size)
         for _ in range(_ROUNDS):
-            for one in (plain, *running.values()):
+            for one in running.values():
                 one.measure(seconds / _ROUNDS)
         ours = running["with"]
         report = ours.report()
         if "without_cache" in running:
             report["without_cache"] = running["without_cache"].report()
-        report["straightforward"] = plain.report()
-        report["times_straightforward"] = {
-            "clock": ours.rate / plain.rate,
-            "cpu": ours.cpu_rate / plain.cpu_rate,
-        }
         if epochs:
             rows = [ours.one_epoch() for _ in range(epochs)]
             report["memory"] = {key: [round(row[key], 1) for row in rows] for key in rows[0]}
@@ -144,13 +132,10 @@ class Loading(Timed):
     def measure(self, seconds: float) -> None:
         for _ in range(2 * len(self._workers)):  # prepared while others were measured
             next(self._batches)
-        self.run(self._next, self._cpu, seconds)
+        self.run(self._next, lambda: cpu_of(self._workers), seconds)
 
     def _next(self) -> int:
         return int(next(self._batches).images_B3HW.shape[0])
-
-    def _cpu(self) -> float:
-        return cpu_of(self._workers)
 
     def one_epoch(self) -> Report:
         """Runs so many images, and returns the memory they left in use."""
@@ -167,71 +152,6 @@ class Loading(Timed):
             "workers": len(self._workers),
             "images": self.images,
         }
-
-
-class Straightforward(Timed):
-    """Naive baseline: mosaic, affine, HSV and flip in this process.
-
-    The whole images are decoded and put into a canvas of twice the size, which is then transformed;
-    float32 goes out.  Boxes, which ours carries along, are left out.  One thread, as our workers.
-    """
-
-    def __init__(
-        self, dataset: DetectionSet, size: tuple[int, int], batch_size: int, seed: int = 0
-    ) -> None:
-        super().__init__()
-        records = Records.of(dataset.records)
-        self._paths = [records.path(index) for index in range(len(records))]
-        self._height, self._width = size
-        self._batch_size = batch_size
-        self._rng = np.random.default_rng(seed)
-
-    def measure(self, seconds: float) -> None:
-        cv2.setNumThreads(0)
-        self.run(self._next, time.process_time, seconds)
-
-    def _next(self) -> int:
-        return len(np.stack([self.sample() for _ in range(self._batch_size)]))
-
-    def sample(self) -> np.ndarray:
-        """float32 RGB [3, H, W] in [0, 1]."""
-        rng, height, width = self._rng, self._height, self._width
-        centre_y, centre_x = (int(side * rng.uniform(0.5, 1.5)) for side in (height, width))
-        canvas_HW3 = np.full((2 * height, 2 * width, 3), _GREY, np.uint8)
-        for corner in range(4):
-            image_HW3 = cv2.imread(self._paths[int(rng.integers(len(self._paths)))])
-            assert image_HW3 is not None, "measured on images that can be read"
-            scale = min(height / image_HW3.shape[0], width / image_HW3.shape[1])
-            image_HW3 = cv2.resize(image_HW3, None, fx=scale, fy=scale)
-            h, w = image_HW3.shape[:2]
-            top = centre_y - h if corner < 2 else centre_y
-            left = centre_x - w if corner % 2 == 0 else centre_x
-            y1, x1 = max(top, 0), max(left, 0)
-            y2, x2 = min(top + h, 2 * height), min(left + w, 2 * width)
-            canvas_HW3[y1:y2, x1:x2] = image_HW3[y1 - top : y2 - top, x1 - left : x2 - left]
-        scale = rng.uniform(0.5, 1.5)
-        matrix_23 = np.array(
-            [
-                [scale, 0, width * rng.uniform(0.4, 0.6) - scale * width],
-                [0, scale, height * rng.uniform(0.4, 0.6) - scale * height],
-            ]
-        )
-        border = (_GREY,) * 3
-        view_HW3 = cv2.warpAffine(canvas_HW3, matrix_23, (width, height), borderValue=border)
-        hue, saturation, value = cv2.split(cv2.cvtColor(view_HW3, cv2.COLOR_BGR2HSV))
-        gains = rng.uniform(-1, 1, 3) * (0.015, 0.7, 0.4) + 1
-        levels = np.arange(256)
-        turned = (levels * gains[0] % 180).astype(np.uint8)
-        stronger, lighter = (np.clip(levels * g, 0, 255).astype(np.uint8) for g in gains[1:])
-        changed = cv2.LUT(hue, turned), cv2.LUT(saturation, stronger), cv2.LUT(value, lighter)
-        view_HW3 = cv2.cvtColor(cv2.merge(changed), cv2.COLOR_HSV2BGR)
-        if rng.random() < 0.5:
-            view_HW3 = np.fliplr(view_HW3)
-        rgb_3HW = view_HW3[:, :, ::-1].transpose(2, 0, 1)
-        return np.ascontiguousarray(rgb_3HW, np.float32) / 255
-
-    def report(self) -> Report:
-        return {"images_per_second": self.rate, "images_per_cpu_second": self.cpu_rate}
 
 
 def memory_of(processes: Sequence[int]) -> Report:

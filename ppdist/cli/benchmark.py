@@ -6,7 +6,7 @@ ppdist benchmark WHAT -c cfg.yml [-o k=v ...]
            a step (nothing between ranks of one CPU host: they share memory).  `--vs k=v ...` adds
            a second variant whose steps alternate with the first's in the same process
   loader   img/s of the training loader, over all workers and per worker, with and without
-           data.cache, and as a multiple of a straightforward pipeline interleaved with it;
+           data.cache, interleaved;
            `--epochs N` adds the memory of all workers after each of N epochs
   eval     seconds and img/s of evaluating the validation split, and where they go;
            `--processes 1 2` does it through fleetrun on so many, interleaved, and compares

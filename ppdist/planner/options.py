@@ -217,17 +217,20 @@ def _given(link: Link, gbytes: float | None, us: float | None) -> Link:
 def _inside(arguments: argparse.Namespace, measured: Measured, assumed: list[str]) -> Link:
     """Between the cards of a host, where no doctor measured it."""
     hosts, cards = arguments.cards
-    asked = cards > 1
-    given = bool(arguments.inside_gbytes), arguments.inside_us is not None
+    unknown = {
+        "--inside-gbytes": f"{_INSIDE_GBYTES:g} GB/s" * (not arguments.inside_gbytes),
+        "--inside-us": f"{_INSIDE_US:g} us a hop" * (arguments.inside_us is None),
+    }
+    unknown = {option: said for option, said in unknown.items() if said and cards > 1}
     link = measured.inside(_gradient_bytes(arguments))
     if link:
-        if asked and not all(given):
+        if unknown:
             assumed.append(
                 f"inside a host {link.bytes_per_second / 1e9:.3g} GB/s, no latency apart, from the "
                 "all-reduce of the benchmark: --inside-gbytes, --inside-us or --doctor"
             )
         return link
-    if asked and not measured.hides_network and not given[0]:
+    if "--inside-gbytes" in unknown and not measured.hides_network:
         raise ConfigError(
             "the rows were measured on CPUs, none of them on several: how fast is the link "
             "inside a host? Give --doctor FILE of ppdist doctor, a report of "
@@ -235,13 +238,10 @@ def _inside(arguments: argparse.Namespace, measured: Measured, assumed: list[str
             code="option_missing",
             where=f"--cards {hosts}x{cards}",
         )
-    parts = (f"{_INSIDE_GBYTES:g} GB/s", f"{_INSIDE_US:g} us a hop")
-    options = ("--inside-gbytes", "--inside-us")
-    left = [index for index in range(2) if asked and not given[index]]
-    if left:
+    if unknown:
         assumed.append(
-            f"inside a host {', '.join(parts[i] for i in left)} (NVLink of an A100 host): "
-            f"{', '.join(options[i] for i in left)} or --doctor"
+            f"inside a host {', '.join(unknown.values())} (NVLink of an A100 host): "
+            f"{', '.join(unknown)} or --doctor"
         )
     return Link(_INSIDE_US * 1e-6, _INSIDE_GBYTES * 1e9)
 

@@ -317,28 +317,20 @@ def clusters_up_to(cluster: Cluster) -> list[Cluster]:
 
     Cards of one host first, then 2, 4, ... hosts.
     """
-    of_host = _doubling(cluster.cards)
-    hosts = [n for n in _doubling(cluster.hosts) if n > 1]
+
+    def doubling(last: int) -> list[int]:
+        return [*(1 << i for i in range(last.bit_length()) if 1 << i < last), last]
+
     return [
-        *(replace(cluster, hosts=1, cards=n) for n in of_host),
-        *(replace(cluster, hosts=n) for n in hosts),
+        *(replace(cluster, hosts=1, cards=n) for n in doubling(cluster.cards)),
+        *(replace(cluster, hosts=n) for n in doubling(cluster.hosts) if n > 1),
     ]
-
-
-def _doubling(last: int) -> list[int]:
-    return [*(1 << i for i in range(last.bit_length()) if 1 << i < last), last]
 
 
 def what_ifs(job: Job, cluster: Cluster) -> list[tuple[str, Prediction]]:
     """What could be changed, the most helpful first; accuracy is nobody's promise."""
     changed = [(name, predict(j, c)) for name, j, c in _changes(job, cluster)]
-    return sorted(changed, key=lambda pair: _cost(pair[1], job))
-
-
-def _cost(prediction: Prediction, job: Job) -> float:
-    if prediction.hours:
-        return prediction.hours
-    return 1 / prediction.images_per_second
+    return sorted(changed, key=lambda pair: pair[1].hours or 1 / pair[1].images_per_second)
 
 
 def _changes(job: Job, cluster: Cluster) -> Iterator[tuple[str, Job, Cluster]]:
@@ -352,14 +344,11 @@ def _changes(job: Job, cluster: Cluster) -> Iterator[tuple[str, Job, Cluster]]:
     if job.card_input:
         yield "twice the loader workers", replace(job, card_input=2 * job.card_input), cluster
     if job.host_input:
-        yield (
-            "a host that reads twice as fast",
-            replace(job, host_input=2 * job.host_input),
-            cluster,
-        )
+        faster = replace(job, host_input=2 * job.host_input)
+        yield "a host that reads twice as fast", faster, cluster
     if job.total_input:
-        more = replace(job, total_input=2 * job.total_input)
-        yield "shared storage twice as fast", more, cluster
+        faster = replace(job, total_input=2 * job.total_input)
+        yield "shared storage twice as fast", faster, cluster
     if several and job.evaluation_images and not job.sharded_evaluation:
         yield "evaluation on all cards", replace(job, sharded_evaluation=True), cluster
     if job.evaluation_images:
