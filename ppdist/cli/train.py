@@ -108,13 +108,6 @@ def _check_source(arguments: argparse.Namespace) -> None:
                 fix="leave it out: a resumed run keeps its own settings",
             )
         return
-    if isinstance(arguments.epochs, str):
-        raise ConfigError(
-            "--epochs +N needs a run to extend",
-            code="options_conflict",
-            where=f"--epochs {arguments.epochs}",
-            fix="`ppdist train --resume RUN --epochs +50`, RUN being the output_dir of a training",
-        )
     require_one_source(arguments, "train", model=RECIPE)
     if arguments.data and not arguments.model:
         raise ConfigError(

@@ -28,7 +28,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -392,82 +392,35 @@ def _why_it_ended(code: int, folder: Path, output: Path) -> str:
 
 @dataclass(frozen=True)
 class Estimate:
-    """Bytes of a rank by purpose, for a micro-batch."""
+    """Bytes that training takes of a rank, by purpose."""
 
-    images: int
-    size: tuple[int, int]  # height, width in pixels
-    weights: int
-    gradients: int
-    moments: int
-    average: int
-    activations: int  # of all images, themselves included
+    state: int  # on the device: weights, their gradients, moments, EMA
+    image: int  # on the device, for each image of a micro-batch, itself included
+    kept: int  # on the host: the snapshot to roll back to and the one being written
 
-    @property
-    def step(self) -> int:
-        """Bytes on the device."""
-        return self.weights + self.gradients + self.moments + self.average + self.activations
-
-    @property
-    def kept(self) -> int:
-        """Bytes on the host for weights, moments and EMA of snapshots.
-
-        Counts the snapshot to roll back to and the one being written.
-        """
-        return 2 * (self.weights // 2 + self.moments + self.average) + _LIBRARIES
-
-    @property
-    def total(self) -> int:
-        """Bytes on the host if there is no card."""
-        return self.step + self.kept
-
-    def needs(self, free: Bytes) -> Bytes:
-        """Bytes needed of each kind of memory in `free`.
+    def needs(self, images: int, free: Bytes) -> Bytes:
+        """Bytes that a micro-batch needs of each kind of memory in `free`.
 
         Without a card the host holds everything.
         """
-        on_host = self.kept if CARD in free else self.total
-        return {kind: self.step if kind == CARD else on_host for kind in free}
-
-    def of(self, images: int) -> "Estimate":
-        """Estimate for another micro-batch."""
-        return replace(self, images=images, activations=self.activations * images // self.images)
-
-    def lines(self, free: Bytes) -> tuple[str, str]:
-        """Short summary for the terminal and full one for the log.
-
-        Args: free: as `free_memory` returns it.
-        """
-        height, width = self.size
-        host = f"of {shown(free[HOST])} free"
-        short, full = f"{shown(self.total)} {host}", shown(self.total)
-        if device.on_accelerator():
-            card = f" of the card's {shown(free[CARD])}" if CARD in free else ""
-            short = f"{shown(self.step)}{card}"
-            full = f"{shown(self.step)} on its card and {shown(self.kept)} on the host"
-        return (
-            f"a step of {self.images} images takes about {short}",
-            f"a step is estimated to take {full} of each rank: "
-            f"weights {shown(self.weights)}, gradients {shown(self.gradients)}, moments "
-            f"{shown(self.moments)}, average {shown(self.average)}, {self.images} images of "
-            f"{height} x {width} pixels {shown(self.activations)}, kept and being written "
-            f"{shown(self.kept)}; with its data loaded a rank holds "
-            f"{shown(process_memory()['VmRSS'])}, and {shown(free[HOST])} are free for each rank",
-        )
+        step = self.state + images * self.image
+        host = self.kept if CARD in free else self.kept + step
+        return {kind: step if kind == CARD else host for kind in free}
 
 
-def require_memory(expected: Estimate) -> tuple[str, str, list[str]]:
+def require_memory(expected: Estimate, images: int) -> tuple[str, list[str]]:
     """Compares the memory a step needs with free memory.  Collective.
 
-    Args: expected: of this rank.
-    Returns: a line in short and one in full, of this rank; warnings of all ranks with too little.
+    Args: expected: of this rank; images: of a micro-batch.
+    Returns: a line for the terminal, of this rank; warnings of all ranks with too little.
     Raises: ConfigError, on every rank: some rank has less than half.
     """
     free = free_memory(comm.local_size())
-    needed = expected.needs(free)
+    needed = expected.needs(images, free)
     lacking = [kind for kind in free if needed[kind] > free[kind]]
-    fitting = images_that_fit(expected, free) if lacking else expected.images
+    fitting = images_that_fit(expected, images, free) if lacking else images
     warnings = [
-        f"a step of {expected.images} images is estimated to take {shown(needed[kind])} of the "
+        f"a step of {images} images is estimated to take {shown(needed[kind])} of the "
         f"{kind}, and rank {comm.rank()} (host {comm.host()}) has {shown(free[kind])} left"
         for kind in lacking
     ]
@@ -481,19 +434,21 @@ def require_memory(expected: Estimate) -> tuple[str, str, list[str]]:
             fix=_remedy(min(fitting for _, fitting, _ in found_W)),
         )
     told = [f"{each}; {_remedy(fitting)}" for warnings, fitting, _ in found_W for each in warnings]
-    return *expected.lines(free), told
+    kind = CARD if CARD in free else HOST
+    line = f"a step of {images} images takes about {shown(needed[kind])} of {shown(free[kind])}"
+    return f"{line} free", told
 
 
-def images_that_fit(expected: Estimate, free: Bytes) -> int:
-    """Largest micro-batch that fits with some room left; 0: none fits.
+def images_that_fit(expected: Estimate, most: int, free: Bytes) -> int:
+    """Largest micro-batch up to `most` that fits with some room left; 0: none fits.
 
     From 8 on it is a power of two.
 
     Args: free: bytes that this rank may still take, by kind.
     """
-    points = {images: expected.of(images).needs(free) for images in {1, expected.images}}
+    points = {images: expected.needs(images, free) for images in {1, most}}
     limits = {kind: int(_ROOM * there) for kind, there in free.items()}
-    most = largest_batch(points, limits, expected.images)
+    most = largest_batch(points, limits, most)
     return most if most < 8 else 1 << (most.bit_length() - 1)
 
 
@@ -511,7 +466,6 @@ def estimate(
     model: ImageModel,
     counted: Complexity,
     *,
-    images: int,
     sizes: Sequence[tuple[int, int]],
     moments: int,
     averaged: bool,
@@ -521,27 +475,23 @@ def estimate(
 
     Args:
         counted: of the model, with the same frozen parts.
-        images: of a micro-batch.
         sizes: (height, width) in pixels that training uses; the largest counts.
         moments: values that the optimizer keeps for each weight (momentum 1, AdamW 2).
         averaged: there is an EMA.
         frozen: state-dict keys of what will not be trained.
     """
     state = {key: tensor_bytes(tensor) for key, tensor in model.state_dict().items()}
-    everything, still = sum(state.values()), sum(state[key] for key in frozen)
+    weights, still = sum(state.values()), sum(state[key] for key in frozen)
     learn = {key: each for key, each in model.named_parameters() if not each.stop_gradient}
     trained = sum(tensor_bytes(each) for key, each in learn.items() if key not in frozen)
-    height, width = max(sizes, key=lambda size: size[0] * size[1])
+    average = weights - still if averaged else 0
+    pixels = max(height * width for height, width in sizes)
     inputs = 3 * (1 + 2 * _FLOAT)  # uint8, float32, normalised
     pixel = counted.saved + inputs + _IN_LOSS * counted.outputs
     return Estimate(
-        images=images,
-        size=(height, width),
-        weights=2 * everything,  # and those that evaluation uses
-        gradients=trained,
-        moments=moments * trained,
-        average=everything - still if averaged else 0,
-        activations=round(_IN_BACKWARD * images * height * width * pixel),
+        state=2 * weights + (1 + moments) * trained + average,  # those of evaluation, too
+        image=round(_IN_BACKWARD * pixels * pixel),
+        kept=2 * (weights + moments * trained + average) + _LIBRARIES,
     )
 
 

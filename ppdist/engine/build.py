@@ -39,7 +39,6 @@ from ppdist.engine.continuation import ANEW, Continuation
 from ppdist.engine.data import BatchSource, Blocklist, images_of_epoch, read_sets
 from ppdist.engine.distillation import build_distillation
 from ppdist.engine.evaluator import ClassificationEvaluator, Evaluator, ValidationLoss
-from ppdist.engine.monitor import ImageWatch
 from ppdist.engine.preflight import (
     digests_of_code,
     fetch_on_all_ranks,
@@ -163,14 +162,12 @@ def build_training(
         expected = estimate(
             model,
             size,
-            images=schedule.batch_size_per_card,
             sizes=config.train.multi_scale or (config.model.image_size,),
             moments=1 if config.optimizer.name == "momentum" else 2,
             averaged=config.train.ema.enabled,
             frozen=frozen,
         )
-        memory, full, short_of = require_memory(expected)
-        said.append(full)
+        memory, short_of = require_memory(expected, schedule.batch_size_per_card)
         noticed += comm.run_on_main(lambda: files.hold(output_dir))
         prepare_output_dir(output_dir, start, run)
         comm.run_on_main(lambda: describe_run(output_dir, dump_yaml(config), command))
@@ -334,7 +331,6 @@ def _build_trainer(
     train_step, evaluator = build_train_step(config, schedule, model, kernels), None
     if train_step.distillation is not None:
         log.detail(train_step.distillation.about)
-    sets = [train_set] if val_set is None else [train_set, val_set]
     if val_set is not None:
         pictures = config.log.images if comm.is_main() else 0  # no other rank shows them
         evaluator = build_evaluator(config, val_set, model, pictures, train_step.loss)
@@ -349,7 +345,7 @@ def _build_trainer(
         log=log,
         output_dir=output_dir,
         budget=budget,
-        callbacks=[ImageWatch(log, sets, schedule.steps_per_epoch), *callbacks],
+        callbacks=callbacks,
     )
     return Trainer(config, parts)
 

@@ -42,11 +42,12 @@ import numpy as np
 import safetensors.numpy
 from safetensors import SafetensorError
 
-from ppdist.common.errors import CheckpointError
+from ppdist.common.errors import CheckpointError, WeightsError
 from ppdist.common.files import is_disk_full, sync_path
 from ppdist.common.machine import free_disk
 from ppdist.common.process import is_alive
 from ppdist.models.model_card import CARD_FILE, CARD_NOTE, ModelCard
+from ppdist.models.weights import checked_files
 
 _NAME = re.compile(r"^step-(\d+)$")
 _DRAFT = re.compile(r"^\.(step-\d+|last|best)\.((?P<host>.+)\.)?(?P<pid>\d+)$")
@@ -406,37 +407,23 @@ def read_checkpoint(path: Path) -> Checkpoint:
     Each file is read once.  Files that are not in the manifest are ignored.
     Raises: CheckpointError: absent, torn, or altered; the message names the file.
     """
-    manifest_file = path / _MANIFEST
-    if not manifest_file.is_file():
+    if not (path / _MANIFEST).is_file():
         raise CheckpointError(
             f"not a checkpoint (it has no {_MANIFEST})",
             code="not_a_checkpoint",
             where=f"{path}",
         )
     try:
-        manifest = json.loads(manifest_file.read_bytes())["files"]
-        files: dict[str, bytes] = {}
-        for name, expected in manifest.items():
-            if Path(name).name != name or not (path / name).is_file():
-                raise ValueError(f"{_MANIFEST}: {name!r} is missing")
-            files[name] = (path / name).read_bytes()
-            if hashlib.sha256(files[name]).hexdigest() != expected["sha256"]:
-                raise CheckpointError(
-                    f"damaged (its SHA-256 is not the one in {_MANIFEST})",
-                    code="checkpoint_damaged",
-                    where=f"{path / name}",
-                    fix="use an older checkpoint",
-                )
+        files = checked_files(path)
         state = json.loads(files["state.json"])
         if not isinstance(state["step"], int):
             raise ValueError("state.json: step is not a number")
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        if isinstance(error, CheckpointError):
-            raise
+    except (WeightsError, ValueError, KeyError, TypeError, RecursionError) as error:
         raise CheckpointError(
             f"unreadable checkpoint: {error}",
             code="checkpoint_damaged",
             where=f"{path}",
+            fix="use an older checkpoint",
         ) from error
     return Checkpoint(path=path, state=state, files=files)
 
@@ -632,12 +619,6 @@ class CheckpointWriter:
         point_at_step(self.folder / "last", last_step)
         point_at_step(self.folder / "best", best_step)
 
-    def _card_of(self, snapshot: Snapshot) -> str:
-        if self.model_card is None:
-            return ""
-        found = {"best_f1_threshold": snapshot.state["best_f1_threshold"]}
-        return self.model_card.model_copy(update=found).text()
-
     def _save(self, snapshot: Snapshot) -> None:
         """Writes a snapshot; a full disk makes it delete older ones first.
 
@@ -645,10 +626,13 @@ class CheckpointWriter:
         more.
         """
         self._sync_records()
-        step = snapshot.step
+        step, card = snapshot.step, ""
+        if self.model_card is not None:
+            found = {"best_f1_threshold": snapshot.state["best_f1_threshold"]}
+            card = self.model_card.model_copy(update=found).text()
         save = partial(
             save_checkpoint, self.folder, step, snapshot.groups, snapshot.state,
-            self.config_yaml, self._card_of(snapshot),
+            self.config_yaml, card,
         )  # fmt: skip
         try:
             save()

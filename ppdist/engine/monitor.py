@@ -2,7 +2,6 @@
 
 import logging
 import resource
-import threading
 import time
 from collections import deque
 from collections.abc import Mapping, Sequence
@@ -10,20 +9,17 @@ from functools import partial
 from statistics import median, median_low
 from typing import Any, NamedTuple
 
-import numpy as np
 import paddle
 from paddle import nn
 
 from ppdist.common.eta import duration
 from ppdist.common.files import write_json
 from ppdist.common.run_log import RunLog
-from ppdist.data.types import DetectionSet, Records
 from ppdist.distributed import comm, device, heartbeat
 from ppdist.engine.callbacks import Callback, StepSeconds, TrainingRun
 from ppdist.engine.evaluator import ClassificationEvaluator, Evaluator
 from ppdist.engine.train_step import StepResult
 from ppdist.engine.visualize import write_validation
-from ppdist.storage import files as storage
 
 _LOGGER = logging.getLogger("ppdist.engine")
 _GIB = 1 << 30
@@ -31,7 +27,6 @@ _RECENT = 20  # steps of the speed that the console shows
 _WINDOW = 15  # steps of one comparison of ranks
 _SLOW = 1.43  # times what others take: a score of 0.7
 _TABLE_WIDTH, _ETA_WIDTH = 80, 7  # columns
-_SHORT_LOOK_SECONDS = 0.2  # a look at all files may hold up an epoch for so long
 
 
 class Stopwatch:
@@ -313,88 +308,6 @@ def _memory() -> float:
     if device.on_accelerator():
         return device.peak_allocated_bytes() / _GIB
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / _GIB
-
-
-class ImageWatch(Callback):
-    """Warns at the next epoch of image files replaced during the run.
-
-    Later epochs learn from images that were not checked, and hosts may differ in them.  The first
-    rank of each host looks, in a thread beside the steps, and reports once each file whose content
-    identity differs from that at the start of the run.  A missing file is not reported.
-    """
-
-    def __init__(self, log: RunLog, sets: Sequence[DetectionSet], steps_per_epoch: int) -> None:
-        self._log = log
-        self._sets = [Records.of(dataset.records) for dataset in sets]
-        self._steps_per_epoch = steps_per_epoch
-        self._known_N: np.ndarray | None = None  # before the first look is over: not known
-        self._found_N: np.ndarray | None = None  # of a look that is over
-        self._thread: threading.Thread | None = None
-
-    def on_train_begin(self, run: TrainingRun) -> None:
-        self._look()
-
-    def on_step_begin(self, step: int) -> None:
-        self._tell(step - 1)
-        if step > 1 and (step - 1) % self._steps_per_epoch == 0:
-            self._look()
-            self._tell(step - 1)
-
-    def on_train_end(self, step: int, reason: str) -> None:
-        if reason != "signal":  # whoever asked to stop does not wait
-            self._look()
-            self._tell(step)
-
-    def _look(self) -> None:
-        """Starts a check unless one is running.
-
-        A small set has been checked on return.
-        """
-        if comm.local_rank() != 0 or (self._thread is not None and self._thread.is_alive()):
-            return
-        self._thread = threading.Thread(target=self._states, name="image watch", daemon=True)
-        self._thread.start()
-        self._thread.join(_SHORT_LOOK_SECONDS)
-
-    def _states(self) -> None:
-        paths = (records.path(n) for records in self._sets for n in range(len(records)))
-        self._found_N = np.array([_identity(path) for path in paths], np.int64)
-
-    def _tell(self, step: int) -> None:
-        found_N, self._found_N = self._found_N, None
-        if found_N is None:
-            return
-        known_N = self._known_N
-        if known_N is None:
-            self._known_N = found_N
-            return
-        changed_N = (found_N != _AWAY) & (known_N != _AWAY) & (found_N != known_N)
-        self._known_N = np.where(found_N != _AWAY, found_N, known_N)
-        if not changed_N.any():
-            return
-        paths = [records.path(n) for records in self._sets for n in range(len(records))]
-        changed = list(dict.fromkeys(paths[n] for n in np.flatnonzero(changed_N)))
-        warning = (
-            f"{len(changed)} image files were replaced or written during this run, first "
-            f"{changed[0]}: from epoch {step // self._steps_per_epoch + 1} on it may learn other "
-            f"pixels than were checked; start anew if that was not meant"
-        )
-        if comm.is_main():
-            self._log.warning(warning)
-            self._log.metrics({"step": step, "images_replaced": len(changed)})
-        else:
-            _LOGGER.warning(warning)
-
-
-_AWAY = -1
-
-
-def _identity(path: str) -> int:
-    """Number of a file's content identity; _AWAY: unavailable now."""
-    try:
-        return storage.identity_of(path).number
-    except OSError:  # whoever reads it says so
-        return _AWAY
 
 
 class EvaluationLogger(Callback):

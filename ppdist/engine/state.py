@@ -143,13 +143,14 @@ def capture_state(step: TrainStep, state: TrainState, schedule: ScheduleSetup) -
         groups["averaging"] = residuals
     if step.ema is not None:
         groups["ema"] = step.ema.state()
+    scaler = step.scaler.state_dict()
     about = {
         "epoch": state.step / schedule.steps_per_epoch,
         "total_batch": schedule.total_batch,
         "batch_size_per_card": schedule.batch_size_per_card,
         "world": schedule.world,
         "ema_updates": step.ema.updates if step.ema is not None else 0,
-        "scaler": _plain(step.scaler.state_dict()),
+        "scaler": {k: v.tolist() if hasattr(v, "tolist") else v for k, v in scaler.items()},
         "code": digest_of_package(),
     }
     saved = _SavedState(**{**dict(state), **about}).model_dump(mode="json", by_alias=True)
@@ -195,18 +196,6 @@ def restore_state(saved: Snapshot, step: TrainStep) -> tuple[TrainState, str]:
     if state["scaler"]:
         step.scaler.load_state_dict(state["scaler"])
     return _SavedState.model_validate(state), "; ".join(filter(None, [begun, lost]))
-
-
-def _check_state(checkpoint: Checkpoint) -> None:
-    """Validates state.json.  Raises: CheckpointError: no trainer of ours wrote it."""
-    try:
-        _SavedState.model_validate_json(checkpoint.files["state.json"], strict=True)
-    except ValueError as error:
-        raise CheckpointError(
-            f"state.json is malformed: {error}",
-            code="checkpoint_damaged",
-            where=f"{checkpoint.path}",
-        ) from error
 
 
 def _without_distillation(groups: _Groups) -> _Groups:
@@ -267,13 +256,6 @@ def _array(tensor: paddle.Tensor) -> np.ndarray:
     """As numpy; low precisions as float32, because numpy has no bfloat16."""
     low = tensor.dtype in (paddle.float16, paddle.bfloat16)
     return (tensor.astype("float32") if low else tensor).numpy()
-
-
-def _plain(state: dict[str, Any]) -> dict[str, Any]:
-    """The state of a GradScaler, in types that JSON has."""
-    return {
-        key: value.tolist() if hasattr(value, "tolist") else value for key, value in state.items()
-    }
 
 
 class Change(NamedTuple):
@@ -398,9 +380,17 @@ def find_start(asked: Continuation, output_dir: Path, config: Any) -> Start:
             found, skipped = _asked_for(output_dir if source == AUTO else Path(source))
         if found is None:
             return None
-        _check_state(found)
+        try:
+            _SavedState.model_validate_json(found.files["state.json"], strict=True)
+        except ValueError as error:
+            raise CheckpointError(
+                f"state.json is malformed: {error}",
+                code="checkpoint_damaged",
+                where=f"{found.path}",
+            ) from error
         by_scores = config.data.sampling.name == "difficulty"
         differing = require_same_settings(found.path, config, by_scores, asked)
+        notes, warnings = _told(differing, found, asked)
         for name, data in found.files.items():
             if name.endswith(".safetensors"):
                 held[Path(name).stem] = data
@@ -410,12 +400,8 @@ def find_start(asked: Continuation, output_dir: Path, config: Any) -> Start:
             "own": found.path.resolve().parent == folder.resolve(),
             "sizes": {name: len(data) for name, data in held.items()},
             "rescored": _listed(differing.scores),
-            "notes": _notes(differing, found),
-            "warnings": [
-                *(f"skipped checkpoint {reason}" for reason in skipped),
-                *_warnings(differing),
-                *([] if asked.changed else _of_other_code(found)),
-            ],
+            "notes": notes,
+            "warnings": [*(f"skipped checkpoint {reason}" for reason in skipped), *warnings],
         }
 
     head = comm.run_on_main(look)
@@ -509,35 +495,28 @@ def _wait_for(note: "JobNote", folder: Path, seconds: float) -> tuple[Checkpoint
     )
 
 
-def _notes(found: Changes, checkpoint: Checkpoint) -> list[str]:
-    notes, world = [], checkpoint.state["world"]
+def _told(changed: Changes, found: Checkpoint, asked: Continuation) -> tuple[list[str], list[str]]:
+    """Notes and warnings about what differs from a checkpoint."""
+    notes, warnings, world = [], [], found.state["world"]
     if world != comm.world_size():
         notes.append(f"ranks: {world} then, {comm.world_size()} now; each step has the same images")
-    if found.free:
-        notes.append(f"changed settings that do not affect training: {_listed(found.free)}")
-    return notes
-
-
-def _warnings(found: Changes) -> list[str]:
-    warnings = []
-    if found.learned:
+    if changed.free:
+        notes.append(f"changed settings that do not affect training: {_listed(changed.free)}")
+    if changed.learned:
         warnings.append(
-            f"--resume-changed: changed settings that affect training: {_listed(found.learned)}"
+            f"--resume-changed: changed settings that affect training: {_listed(changed.learned)}"
         )
-    if found.scores:
+    if changed.scores:
         warnings.append(
-            f"scores cannot be compared any more ({_listed(found.scores)}): best starts anew"
+            f"scores cannot be compared any more ({_listed(changed.scores)}): best starts anew"
         )
-    return warnings
-
-
-def _of_other_code(checkpoint: Checkpoint) -> list[str]:
-    if checkpoint.state.get("code", digest_of_package()) == digest_of_package():
-        return []  # also for checkpoints older than these digests
-    return [
-        f"{checkpoint.path} was written by other code of ppdist: from here on this one computes, "
-        f"perhaps with other last digits (--resume-changed says that this is meant)"
-    ]
+    code = digest_of_package()
+    if not asked.changed and found.state.get("code", code) != code:  # older ones have no digest
+        warnings.append(
+            f"{found.path} was written by other code of ppdist: from here on this one computes, "
+            f"perhaps with other last digits (--resume-changed says that this is meant)"
+        )
+    return notes, warnings
 
 
 def _listed(found: Sequence[Change]) -> str:
@@ -652,28 +631,21 @@ def prepare_output_dir(output_dir: Path, start: Start, run: Run) -> None:
         elif (aside := set_aside(start.folder, kept)) is not None:
             what = "beyond the step resumed from, or damaged," if kept else "of another run"
             said.append(f"moved checkpoints {what} to {aside}")
-        if snapshot is not None and not start.rescored:
-            said += _missing_best(start.folder, snapshot.state)
+        best = 0 if snapshot is None or start.rescored else snapshot.state["best_step"]
+        if snapshot is not None and best and not path_of(start.folder, best).is_dir():
+            said.append(
+                f"the best checkpoint so far ({snapshot.state['best']:.4f}, step {best}) is not in "
+                f"{start.folder}: best appears there once an evaluation scores more"
+            )
         return said
 
     start.warnings += comm.run_on_main(clear)
     file = _note_file()
     if file is not None:
-        saved = snapshot.step if snapshot is not None and start.own else 0
         try:
-            replace_file(file, json.dumps(asdict(JobNote(run.id, saved))).encode())
+            replace_file(file, json.dumps(asdict(JobNote(run.id, kept))).encode())
         except OSError as error:
             _LOGGER.warning("a restart by fleetrun will start this run anew: %s", error)
-
-
-def _missing_best(folder: Path, state: dict[str, Any]) -> list[str]:
-    step = state["best_step"]
-    if not step or path_of(folder, step).is_dir():
-        return []
-    return [
-        f"the best checkpoint so far ({state['best']:.4f}, step {step}) is not in {folder}: "
-        f"best appears there once an evaluation scores more"
-    ]
 
 
 def log_start(start: Start, schedule: ScheduleSetup, log: RunLog, record_every: int) -> None:

@@ -32,7 +32,7 @@ from ppdist.config.shipped import find_config, short_names
 from ppdist.models.base import ImageModel
 from ppdist.models.unpickle import PickledObject, mapping, read_torch_content, shown
 from ppdist.models.weights import (
-    checked_file,
+    checked_files,
     checkpoint_of,
     read_notes,
     require_there,
@@ -305,11 +305,10 @@ def _guarded(path: Path, read: Callable[[], T]) -> T:
 
 
 def _of_checkpoint(folder: Path) -> ModelCard | None:
-    found = checked_file(folder, (CARD_FILE,), _MOST_BYTES)
-    if found is None:
+    found = checked_files(folder, (CARD_FILE,), _MOST_BYTES)
+    if not found:
         return _of_config(folder / "config.yml")
-    file, text = found
-    return _parse(text, file)
+    return _parse(found[CARD_FILE], folder / CARD_FILE)
 
 
 def _of_config(file: Path) -> ModelCard | None:

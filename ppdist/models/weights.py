@@ -210,32 +210,34 @@ def through_links(path: Path, read: Callable[[Path], _T]) -> _T:
                 raise
 
 
-def checked_file(
-    folder: Path, names: Collection[str], most_bytes: int
-) -> tuple[Path, bytes] | None:
-    """The first of these files in a checkpoint, checked against its manifest.
+def checked_files(
+    folder: Path, names: Sequence[str] | None = None, most_bytes: int = MAX_BYTES
+) -> dict[str, bytes]:
+    """Files of a checkpoint by name, read once and checked against its manifest.
 
-    Returns: the file and its content; None: the manifest names none of them.
-    Raises: WeightsError: damaged, or larger than `most_bytes`.
+    Args: names: the first of these that the manifest has; None: all files.
+    Returns: {}: the manifest has none of them.
+    Raises: WeightsError: absent, torn, altered, or larger than `most_bytes`; it names the file.
     """
+    at, files = folder / _MANIFEST, dict[str, bytes]()
     try:
-        files = json.loads(read_file(folder / _MANIFEST, _MOST_MANIFEST))["files"]
-        name = next((each for each in names if each in files), None)
-        if name is None:
-            return None
-        file, expected = folder / name, files[name]["sha256"]
-        content = read_file(file, most_bytes)
+        manifest = json.loads(read_file(at, _MOST_MANIFEST))["files"]
+        for name in manifest if names is None else [each for each in names if each in manifest][:1]:
+            if Path(name).name != name:
+                raise ValueError(f"{name!r} is in another folder")
+            at = folder / name
+            files[name] = read_file(at, most_bytes)
+            if hashlib.sha256(files[name]).hexdigest() != manifest[name]["sha256"]:
+                raise WeightsError(
+                    f"damaged: its SHA-256 is not the one in {_MANIFEST}",
+                    code="checkpoint_damaged",
+                    where=str(at),
+                )
     except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
         raise WeightsError(
-            f"damaged checkpoint: {error!r}", code="checkpoint_damaged", where=str(folder)
+            f"damaged checkpoint: {error!r}", code="checkpoint_damaged", where=str(at)
         ) from error
-    if hashlib.sha256(content).hexdigest() != expected:
-        raise WeightsError(
-            "damaged: its SHA-256 is not the one in manifest.json",
-            code="checkpoint_damaged",
-            where=str(file),
-        )
-    return file, content
+    return files
 
 
 def _read_folder(path: Path) -> dict[str, np.ndarray]:
@@ -249,15 +251,15 @@ def _read_folder(path: Path) -> dict[str, np.ndarray]:
                 "output/NAME/checkpoints/best, or a weight file"
             ),
         )
-    found = checked_file(path, ("ema.safetensors", "model.safetensors"), MAX_BYTES)
-    if found is None:
+    found = checked_files(path, ("ema.safetensors", "model.safetensors"))
+    if not found:
         raise WeightsError(
             "damaged checkpoint: manifest.json names no weights",
             code="checkpoint_damaged",
             where=str(path),
         )
-    file, content = found
-    return _parsed(file, lambda: _parse_safetensors(content, file))
+    ((name, content),) = found.items()
+    return _parsed(path / name, lambda: _parse_safetensors(content, path / name))
 
 
 _SAFETENSORS = {

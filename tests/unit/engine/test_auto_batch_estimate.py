@@ -38,9 +38,9 @@ FAMILIES = ("ppyoloe", "yolov5", "yolov5_cls")
 GIB = 1 << 30
 
 
-def of(model, images=1, size=SIZE, moments=1, averaged=True, frozen=()):
+def of(model, size=SIZE, moments=1, averaged=True, frozen=()):
     return estimate(
-        model, complexity(model, frozen=frozen), images=images, sizes=[(size, size)],
+        model, complexity(model, frozen=frozen), sizes=[(size, size)],
         moments=moments, averaged=averaged, frozen=frozen,
     )  # fmt: skip
 
@@ -51,9 +51,9 @@ def test_estimate_counts_optimizer_and_ema_memory(family, tmp_path):
     found = of(model, moments=2)
     everything = sum(value.numpy().nbytes for value in model.state_dict().values())
     trained = sum(p.numpy().nbytes for p in model.parameters() if not p.stop_gradient)
-    assert (found.weights, found.average) == (2 * everything, everything)
-    assert (found.gradients, found.moments) == (trained, 2 * trained)
-    assert of(model, averaged=False).average == 0
+    assert found.state == 3 * everything + 3 * trained
+    assert of(model, moments=2, averaged=False).state == 2 * everything + 3 * trained
+    assert found.kept == 4 * everything + 4 * trained + auto_batch._LIBRARIES
 
 
 def test_frozen_layers_keep_no_gradient_or_tensor(tmp_path):
@@ -67,18 +67,18 @@ def test_frozen_layers_keep_no_gradient_or_tensor(tmp_path):
         for key, each in model.named_parameters()
         if not each.stop_gradient and key not in frozen
     )
-    assert (found.gradients, found.moments) == (learned, 2 * learned)
-    assert (found.weights, found.average) == (plain.weights, plain.average - still)
-    assert found.activations < tenth.activations < plain.activations
+    trained = sum(each.numpy().nbytes for each in model.parameters() if not each.stop_gradient)
+    assert plain.state - found.state == still + 3 * (trained - learned)
+    assert found.image < tenth.image < plain.image
     assert of(model, moments=2) == plain
 
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_activations_grow_with_images_and_pixels(family, tmp_path, monkeypatch):
     model = build_model(tiny_config(tmp_path, model=family))
-    one = of(model).activations
-    assert of(model, images=6).activations == pytest.approx(6 * one, rel=1e-6)
-    assert of(model, size=4 * SIZE).activations == pytest.approx(16 * one, rel=1e-6)
+    one = of(model)
+    assert one.needs(6, {HOST: 0})[HOST] - one.needs(1, {HOST: 0})[HOST] == 5 * one.image
+    assert of(model, size=4 * SIZE).image == pytest.approx(16 * one.image, rel=1e-6)
     small = complexity(model)
     monkeypatch.setattr(counting, "_SIDE", 8)
     assert complexity(model).saved == pytest.approx(
@@ -147,10 +147,10 @@ def test_the_estimate_is_near_what_steps_take(case, record_property):
     config = load_config(ROOT / "configs" / f"{name}.yml", sizes)
     model = build_model(config)
     expected = estimate(
-        model, complexity(model, config.train.amp), images=batch, sizes=[(height, width)],
+        model, complexity(model, config.train.amp), sizes=[(height, width)],
         moments=1 if config.optimizer.name == "momentum" else 2,
         averaged=config.train.ema.enabled,
-    ).total  # fmt: skip
+    ).needs(batch, {HOST: 0})[HOST]  # fmt: skip
     trial = trial_of(job_of(config, 20, 1000), {HOST: 1 << 50}, time.monotonic() + 600)
     took, why = trial([batch])
     assert why == ""
@@ -166,34 +166,35 @@ def test_the_estimate_is_near_what_steps_take(case, record_property):
     [(100 * GIB, 4096), (11 * GIB, 2048), (2 * GIB, 256), (GIB // 4, 32), (1, 0)],
 )
 def test_a_batch_that_fits_is_a_power_of_two(free, images):
-    expected = Estimate(5000 if free < 50 * GIB else 4096, (64, 64), 1, 1, 1, 1, 20 * GIB)
-    assert images_that_fit(expected, {HOST: free}) == images
+    most = 5000 if free < 50 * GIB else 4096
+    expected = Estimate(4, 20 * GIB // most, auto_batch._LIBRARIES)
+    assert images_that_fit(expected, most, {HOST: free}) == images
 
 
 def test_a_step_of_several_times_the_memory_is_refused(monkeypatch):
     there = {HOST: 2 * GIB, ADDRESSES: 100 * GIB}
     monkeypatch.setattr(auto_batch, "free_memory", lambda ranks: there)
-    expected = Estimate(4, (64, 64), 1, 1, 1, 1, 3 * GIB)
-    short, _, warnings = require_memory(expected)
+    expected = Estimate(4, 3 * GIB // 4, auto_batch._LIBRARIES)
+    short, warnings = require_memory(expected, 4)
     assert short.startswith("a step of 4 images takes about")
     assert warnings == [
-        f"a step of 4 images is estimated to take {shown(expected.total)} of the memory of the "
+        f"a step of 4 images is estimated to take {shown(3 * GIB + (60 << 20))} of the memory of the "
         f"host, and rank 0 (host {comm.host()}) has 2 GiB left; use --batch 2 or --batch auto "
         "(with -c: train.batch_size_per_card)"
     ]
     with raises("batch_exceeds_memory") as caught:
-        require_memory(Estimate(5000, (64, 64), 1, 1, 1, 1, 20 * GIB))
+        require_memory(Estimate(4, 20 * GIB // 5000, auto_batch._LIBRARIES), 5000)
     assert caught.value.fix.startswith("use --batch 256 or --batch auto")
     monkeypatch.setitem(there, HOST, 50 * GIB)
-    assert require_memory(expected)[2] == []
+    assert require_memory(expected, 4)[1] == []
 
 
 def test_a_card_that_does_not_say_what_is_free_is_left_out(monkeypatch):
     monkeypatch.setattr(auto_batch, "_free_on_card", lambda: None)
     monkeypatch.setattr(device, "on_accelerator", lambda: True)
     assert CARD not in free_memory(1)
-    _, full, warnings = require_memory(Estimate(4, (64, 64), 1, 1, 1, 1, 1))
-    assert "a step is estimated to take 0 MiB on its card" in full and warnings == []
+    line, warnings = require_memory(Estimate(4, 1, 1), 4)
+    assert line.startswith("a step of 4 images takes about 0 MiB of") and warnings == []
 
 
 @pytest.mark.slow

@@ -2,18 +2,14 @@
 
 import json
 import os
-import shutil
 import signal
-from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import paddle
 import pytest
 
-from ppdist.data.datasets.build import read_split
 from ppdist.engine import trainer
-from ppdist.engine.monitor import ImageWatch
 from ppdist.engine.state import _array, copy_into
 from ppdist.models.model_card import read_card
 from ppdist.models.yolov5 import P5_ANCHORS
@@ -21,7 +17,7 @@ from tests.distributed import run_on_ranks
 from tests.errors import raises
 from tests.unit.data.classified import write_patterns
 from tests.unit.engine.runs import assert_same_checkpoint, build_run, records, weights
-from tests.unit.engine.tiny import FASTEST, tiny_config
+from tests.unit.engine.tiny import FASTEST
 
 OVERRIDES = (
     "train.batch_size_per_card=4", "train.epochs=4", "log.every_steps=1",
@@ -69,67 +65,6 @@ def test_one_set_for_both_splits_is_a_warning(shapes, tmp_path):
         run(shapes, tmp_path / folder, "train.max_steps=1", *overrides, evaluate=evaluate)
         text = (tmp_path / folder / "train.log").read_text()
         assert ("both data.train and data.val" in text) == (folder == "a")
-
-
-@pytest.mark.slow
-def test_replaced_images_are_noticed_at_next_epoch(shapes, tmp_path):
-    """Once, with the first of them; one that is away for a while is nothing new."""
-    data = tmp_path / "data"
-    shutil.copytree(shapes, data)
-    one, two = sorted((data / "images" / "train").iterdir())[2:4]
-
-    def change(trainer):
-        inner = trainer._step
-
-        def step(*arguments):
-            if trainer.state.step == 1:
-                one.write_bytes(two.read_bytes())
-                os.utime(one, ns=(1, 1))
-            return inner(*arguments)
-
-        trainer._step = step
-
-    assert run(data, tmp_path / "run", "train.epochs=3", before=change) == 0
-    found = [each for each in records(tmp_path / "run") if "images_replaced" in each]
-    assert [(each["step"], each["images_replaced"]) for each in found] == [(3, 1)]
-    lines = (tmp_path / "run" / "train.log").read_text().splitlines()
-    (warning,) = [line for line in lines if "were replaced or written during this run" in line]
-    assert f"first {one}: from epoch 2 on" in warning
-
-
-def test_absent_or_untouched_images_are_not_replaced_ones(shapes, tmp_path):
-    log, state = [], {}
-
-    class Log:
-        def warning(self, text):
-            log.append(text)
-
-        def metrics(self, record):
-            pass
-
-    (tmp_path / "images").mkdir()
-    files = [tmp_path / "images" / name for name in ("a", "b")]
-    for file in files:
-        file.write_bytes(b"1")
-    sets = read_split(tiny_config(shapes).data, "train")
-    records_of = [replace(sets.records[0], path=str(file)) for file in files]
-    watch = ImageWatch(Log(), [replace(sets, records=records_of)], steps_per_epoch=2)
-    watch.on_train_begin(state)
-    (tmp_path / "images").rename(tmp_path / "away")
-    for step in (1, 2, 3):
-        watch.on_step_begin(step)
-    (tmp_path / "away").rename(tmp_path / "images")
-    watch.on_step_begin(5)
-    assert log == []
-    files[1].write_bytes(b"22")
-    watch.on_step_begin(6)
-    assert log == []  # at the next epoch
-    watch.on_step_begin(7)
-    watch.on_step_begin(9)
-    (text,) = log
-    assert text.startswith(
-        f"1 image files were replaced or written during this run, first {files[1]}"
-    )
 
 
 def test_each_step_draws_by_a_seed_of_its_own(shapes, tmp_path, monkeypatch):
