@@ -167,11 +167,8 @@ def be_rank(arguments: argparse.Namespace, report_file: Path) -> int:
     from ppdist.config import load_config
     from ppdist.verify.cluster import check_ranks, compare_hosts, measure_cluster
 
-    config, output_dir = None, None
-    if arguments.config:
-        config = load_config(arguments.config, arguments.override)
-        output_dir = Path(config.output_dir or "output")
-    warnings = check_ranks(config, output_dir)
+    config = load_config(arguments.config, arguments.override) if arguments.config else None
+    warnings = check_ranks(config)
     hosts = compare_hosts(facts(this_machine(), os.environ))
     report = {**measure_cluster(), **hosts, "warnings": warnings}
     if os.environ.get("PADDLE_LOCAL_RANK", "0") == "0":

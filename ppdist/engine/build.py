@@ -129,13 +129,7 @@ def build_training(
     with early:
         budget = None if config.train.hours is None else TimeBudget(config.train.hours)
         comm.run_on_all_ranks(lambda: set_device_options(config.train))
-        noticed = preflight(
-            config,
-            output_dir=output_dir,
-            evaluate=evaluate,
-            resume=resume,
-            kernels=kernels,
-        )
+        noticed = preflight(config, evaluate=evaluate, resume=resume, kernels=kernels)
         # A folder that does not exist is made only once the run is known to start.
         noticed += comm.run_on_main(lambda: files.hold(output_dir) if output_dir.exists() else [])
         start = find_start(resume, output_dir, config)
@@ -171,7 +165,21 @@ def build_training(
         noticed += comm.run_on_main(lambda: files.hold(output_dir))
         prepare_output_dir(output_dir, start, run)
         comm.run_on_main(lambda: describe_run(output_dir, dump_yaml(config), command))
-    log = comm.run_on_all_ranks(lambda: _open_log(config, output_dir, schedule, start.step, early))
+    log = comm.run_on_all_ranks(
+        lambda: RunLog(
+            output_dir,
+            comm.is_main(),
+            schedule.total_steps,
+            schedule.steps_per_epoch,
+            start.step,
+            every_steps=config.log.every_steps,
+            visualdl=config.log.visualdl,
+            tensorboard=config.log.tensorboard,
+            trackers=[(_writer_of(each.name), each) for each in config.log.trackers],
+            histograms=config.log.histograms,
+            early=early,
+        )
+    )
     with ExitStack() as undo:
         undo.callback(log.close)
         for warning in [*noticed, *start.warnings, *found, *doubts, *config_warnings(config, anew)]:
@@ -201,7 +209,13 @@ def build_training(
             trainer.train_step.distillation.check(trainer.train_step.loss)
         trainer.state.run = run
         log_start(start, schedule, log, config.log.every_steps)
-        _log_setup(config, schedule, start.step, log)
+        log.table("derived", schedule.rows())
+        log.metrics({"step": start.step or 0, "derived": schedule.record()})
+        scores = ClassificationEvaluator if config.model.task == "classify" else Evaluator
+        chosen = hyper_parameters(config.model, config.seed, schedule)
+        log.writers.describe(chosen, list(scores.headline[:2]), settings(config))
+        for warning in advice(config, schedule):
+            log.warning(warning)
         undo.pop_all()
     sets = {"train": train_set} | ({} if val_set is None else {"val": val_set})
     return Experiment(trainer=trainer, log=log, output_dir=output_dir, sets=sets)
@@ -350,48 +364,10 @@ def _build_trainer(
     return Trainer(config, parts)
 
 
-def _open_log(
-    config: ExperimentConfig,
-    output_dir: Path,
-    schedule: ScheduleSetup,
-    start: int | None,
-    early: EarlyLog,
-) -> RunLog:
-    return RunLog(
-        output_dir,
-        comm.is_main(),
-        schedule.total_steps,
-        schedule.steps_per_epoch,
-        start,
-        every_steps=config.log.every_steps,
-        visualdl=config.log.visualdl,
-        tensorboard=config.log.tensorboard,
-        trackers=[(_writer_of(each.name), each) for each in config.log.trackers],
-        histograms=config.log.histograms,
-        early=early,
-    )
-
-
 def _writer_of(tracker: str) -> str:
     """`package.module:Class` of the writer of a tracker, ours or a plugin's."""
     found = plugins.registered("tracker", tracker)
     return TRACKERS[tracker] if found is None else found.target
-
-
-def _log_setup(
-    config: ExperimentConfig, schedule: ScheduleSetup, start: int | None, log: RunLog
-) -> None:
-    """Logs the schedule and its reasons, then the warnings of `advice`.
-
-    The schedule also goes to metrics.jsonl.
-    """
-    log.table("derived", schedule.rows())
-    log.metrics({"step": start or 0, "derived": schedule.record()})
-    scores = ClassificationEvaluator if config.model.task == "classify" else Evaluator
-    chosen = hyper_parameters(config.model, config.seed, schedule)
-    log.writers.describe(chosen, list(scores.headline[:2]), settings(config))
-    for warning in advice(config, schedule):
-        log.warning(warning)
 
 
 def build_model(config: ExperimentConfig) -> ImageModel:

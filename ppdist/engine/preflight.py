@@ -1,4 +1,4 @@
-"""Checks before a run: ranks agree, the all-reduce works, resources suffice.
+"""Checks before a run: ranks agree, and the all-reduce works.
 
 Everything before the first all-reduce goes through the store, which works where the network between
 the ranks does not.
@@ -25,7 +25,6 @@ import paddle
 import ppdist
 from ppdist.common.errors import ConfigError, LaunchError, WeightsError
 from ppdist.common.files import digest_of_file, digest_of_text
-from ppdist.common.machine import available_memory, free_disk
 from ppdist.common.process import unknown_paddle
 from ppdist.config import plugins
 from ppdist.config.base import flattened
@@ -44,20 +43,11 @@ from ppdist.storage.download import sha256_of
 from ppdist.storage.retry import unavailable
 
 _SUM_SECONDS = 60.0  # gloo itself gives up after 30
-_GIB = 1 << 30
-# Measured, see docs/dev/memory_estimate.md: what a rank of the smallest model takes beyond what it
-# has by now (a larger one is estimated once it is built), and what a byte of annotations takes
-# while one rank of a host reads it: with outlines for copy-paste it is read whole.
-_RANK_BYTES = _GIB // 4
-_READING_FACTOR, _WHOLE_FACTOR = 1.5, 6.2
-_SHARED_BYTES = 1 * _GIB
-_DISK_BYTES = 5 * _GIB
 
 
 def preflight(
     config: Any,
     *,
-    output_dir: Path,
     evaluate: bool,
     resume: Continuation = ANEW,
     kernels: Kernels = BFLOAT16,
@@ -68,7 +58,7 @@ def preflight(
         config: ExperimentConfig.
         evaluate: whether `--eval` was given.
         kernels: what a CPU computes bfloat16 with.
-    Returns: warnings of all hosts, on every rank.
+    Returns: warnings.
     Raises: UserError, on every rank: this card cannot compute as configured, the ranks differ, or
         the all-reduce fails; early stopping without evaluations; published weights of another
         detector, by their name.
@@ -100,14 +90,8 @@ def preflight(
             fix="start with --eval, or set early_stopping: null",
         )
     require_sum()
-    hosts_W = comm.all_gather_object(comm.host())
-    first_of_host = hosts_W.index(hosts_W[comm.rank()]) == comm.rank()
-    size = annotation_bytes(config, evaluate) if first_of_host else 0
-    outlines = config.data.augment.copy_paste > 0
-    mine = list(resource_warnings(output_dir, size, outlines)) if first_of_host else []
-    notices = [warning for host in comm.all_gather_object(mine) for warning in host]
     unknown = unknown_paddle(paddle.__version__)
-    return [unknown, *notices] if unknown else notices
+    return [unknown] if unknown else []
 
 
 def wait_for_inputs(config: Any, *, evaluate: bool, anew: bool) -> None:
@@ -159,26 +143,22 @@ def check_precision(config: Any, kernels: Kernels = BFLOAT16) -> None:
             where="distributed.gradient_dtype",
             fix="set bfloat16, which has the same size, or float32",
         )
-    if amp.enabled and not device.on_accelerator():
-        _check_cpu_precision(config, kernels)
+    if not amp.enabled:
         return
-    supported = {
-        "float16": paddle.amp.is_float16_supported,
-        "bfloat16": paddle.amp.is_bfloat16_supported,
-    }
-    if amp.enabled and not supported[amp.dtype]():
-        raise ConfigError(
-            f"{amp.dtype} is not supported by this card, and Paddle would silently compute in "
-            "float32",
-            code="amp_dtype_unsupported",
-            where="train.amp.dtype",
-            fix="set the other one, or train.amp.enabled: false",
-        )
-
-
-def _check_cpu_precision(config: Any, kernels: Kernels) -> None:
-    missing = kernels.missing()
-    if missing:
+    if device.on_accelerator():
+        supported = {
+            "float16": paddle.amp.is_float16_supported,
+            "bfloat16": paddle.amp.is_bfloat16_supported,
+        }
+        if not supported[amp.dtype]():
+            raise ConfigError(
+                f"{amp.dtype} is not supported by this card, and Paddle would silently compute in "
+                "float32",
+                code="amp_dtype_unsupported",
+                where="train.amp.dtype",
+                fix="set the other one, or train.amp.enabled: false",
+            )
+    elif missing := kernels.missing():
         raise ConfigError(
             f"true, but on host {comm.host()} {missing}",
             code="amp_on_cpu",
@@ -186,15 +166,14 @@ def _check_cpu_precision(config: Any, kernels: Kernels) -> None:
             fix="set train.amp.enabled: false, or use a processor with AVX512-BF16 or AMX, or a "
             "GPU",
         )
-    if config.train.amp.dtype != "bfloat16":
+    elif amp.dtype != "bfloat16":
         raise ConfigError(
-            f"{config.train.amp.dtype}, but this run is on CPU, where oneDNN trains in bfloat16 "
-            "alone",
+            f"{amp.dtype}, but this run is on CPU, where oneDNN trains in bfloat16 alone",
             code="amp_dtype_on_cpu",
             where="train.amp.dtype",
             fix="set bfloat16, or train.amp.enabled: false",
         )
-    if config.train.cpu_convolutions == "plain":
+    elif config.train.cpu_convolutions == "plain":
         raise ConfigError(
             "plain, but only oneDNN's convolutions compute in bfloat16 on a CPU",
             code="amp_needs_onednn",
@@ -385,58 +364,6 @@ def within(seconds: float, what: str, absent: Callable[[], str] = lambda: "") ->
     finally:
         faulthandler.cancel_dump_traceback_later()
         timer.cancel()
-
-
-def annotation_bytes(config: Any, evaluate: bool) -> int:
-    """Bytes of the annotation files that a run reads.
-
-    Folders of many small ones, which take little, count nothing.
-
-    Args: config: ExperimentConfig.
-    """
-    splits = [config.data.train, config.data.val][: 1 + evaluate]
-    names = {name for each in splits for name in each.annotation_files}
-    size = 0
-    for name in names:
-        with suppress(OSError):  # whoever reads it says more
-            path = Path(config.data.root) / name
-            size += path.stat().st_size if path.is_file() else 0
-    return size
-
-
-def resource_warnings(output_dir: Path, annotations: int, outlines: bool = False) -> Iterator[str]:
-    """Warnings about resources that may run out on this host.
-
-    Only rank 0 warns about the disk.
-
-    Args:
-        annotations: bytes of their files, which one rank reads for all.
-        outlines: those of objects are read, too.
-    """
-    host, count, memory = comm.host(), comm.local_size(), available_memory()
-    reading = round((_WHOLE_FACTOR if outlines else _READING_FACTOR) * annotations)
-    needed = count * _RANK_BYTES + reading
-    if memory < needed:
-        yield (
-            f"host {host} has {memory / _GIB:.1f} GiB of memory left for {count} rank"
-            f"{'s' * (count > 1)}, which take {needed / _GIB:.1f} GiB at least: "
-            f"{reading / _GIB:.1f} to read {annotations / 1e6:.0f} MB of annotations, the "
-            f"rest for the smallest model; use fewer processes"
-        )
-    if device.on_accelerator() and count > 1:  # NCCL; our own data loader needs none of it
-        free = free_disk("/dev/shm")
-        if free < _SHARED_BYTES:
-            yield (
-                f"host {host} has {free / _GIB:.2f} GiB free in /dev/shm, which NCCL may need "
-                f"between cards; docker run --shm-size=8g (or --ipc=host) gives more"
-            )
-    if comm.is_main():
-        free = free_disk(output_dir)
-        if free < _DISK_BYTES:
-            yield (
-                f"output_dir: {output_dir} is on a disk with {free / _GIB:.1f} GiB free; "
-                f"checkpoints and logs need more: delete files, or set another output_dir"
-            )
 
 
 def keep_sources(config: Any, output_dir: Path) -> None:

@@ -21,7 +21,7 @@ from typing import Any, Literal, TypeVar
 from pydantic import Field, ValidationError
 
 import ppdist
-from ppdist.common.errors import UserError, WeightsError
+from ppdist.common.errors import WeightsError
 from ppdist.common.files import read_file
 from ppdist.config import ExperimentConfig, load_config
 from ppdist.config.base import Section, Task, parse_plain
@@ -196,8 +196,7 @@ def read_card(path: Path | str) -> ModelCard | None:
 
     Files without are .pdparams, those of older versions, others.
 
-    An older checkpoint's is completed from its config.yml.  Nothing in it is run, and its size is
-    bounded; its texts are a stranger's.
+    Nothing in it is run, and its size is bounded; its texts are a stranger's.
 
     Args: path: a checkpoint, a run's output_dir (its best), an export's folder, a weight file, or a
         name of the zoo, which is downloaded where need be; what is known of a published file is
@@ -306,25 +305,7 @@ def _guarded(path: Path, read: Callable[[], T]) -> T:
 
 def _of_checkpoint(folder: Path) -> ModelCard | None:
     found = checked_files(folder, (CARD_FILE,), _MOST_BYTES)
-    if not found:
-        return _of_config(folder / "config.yml")
-    return _parse(found[CARD_FILE], folder / CARD_FILE)
-
-
-def _of_config(file: Path) -> ModelCard | None:
-    """Card of an older checkpoint; None: its config is none."""
-    try:
-        config = load_config(file)
-    except UserError:
-        return None
-    return ModelCard(
-        task=config.model.task,
-        model=section_of(config),
-        class_names=config.data.class_names,
-        image_size=config.model.image_size,
-        resize=resize_section(config.data.resize, config.model.task),
-        nms=config.suppression if config.model.task == "detect" else None,
-    )
+    return _parse(found[CARD_FILE], folder / CARD_FILE) if found else None
 
 
 def _of_export(file: Path) -> ModelCard:

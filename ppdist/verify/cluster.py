@@ -9,7 +9,6 @@ import time
 from collections.abc import Callable, Iterator
 from functools import partial
 from itertools import combinations
-from pathlib import Path
 from statistics import median
 from typing import Any
 
@@ -35,24 +34,23 @@ _PIECE_BYTES, _PIECE_BYTES_ON_CPU = 64 << 20, 4 << 20  # sent to find the rate o
 _ALL_PAIRS = 8  # ranks up to which every pair is measured; of more only neighbours in rank
 
 
-def check_ranks(config: ExperimentConfig | None, output_dir: Path | None) -> list[str]:
+def check_ranks(config: ExperimentConfig | None) -> list[str]:
     """Joins the other ranks and compares software, settings and data.
 
     Collective.
 
-    Args:
-        config, output_dir: of the experiment, or None for what any run needs.
-    Returns: warnings of all hosts.
+    Args: config: of the experiment, or None for what any run needs.
+    Returns: warnings.
     Raises: UserError, on every rank: they differ, cannot sum, or the data are wrong.
     """
     with within(_STAGE_SECONDS, "joining the other ranks"):
         wanted = config.device if config else "auto"
         comm.init(wanted, config.distributed if config else DistributedConfig())
-    if config is None or output_dir is None:
+    if config is None:
         require_agreement({"versions": versions(), "code": digests_of_code()})
         require_sum()
         return []
-    warnings = preflight(config, output_dir=output_dir, evaluate=True)
+    warnings = preflight(config, evaluate=True)
     classes = config.model.num_classes
     for dataset in (
         comm.run_on_all_ranks(lambda: read_split(config.data, "train", classes)),

@@ -178,9 +178,9 @@ def test_a_step_of_several_times_the_memory_is_refused(monkeypatch):
     short, warnings = require_memory(expected, 4)
     assert short.startswith("a step of 4 images takes about")
     assert warnings == [
-        f"a step of 4 images is estimated to take {shown(3 * GIB + (60 << 20))} of the memory of the "
-        f"host, and rank 0 (host {comm.host()}) has 2 GiB left; use --batch 2 or --batch auto "
-        "(with -c: train.batch_size_per_card)"
+        "a step of 4 images is estimated to take 3.06 GiB of the memory of the host, and rank 0 "
+        f"(host {comm.host()}) has 2 GiB left; use --batch 2 or --batch auto (with -c: "
+        "train.batch_size_per_card)"
     ]
     with raises("batch_exceeds_memory") as caught:
         require_memory(Estimate(4, 20 * GIB // 5000, auto_batch._LIBRARIES), 5000)

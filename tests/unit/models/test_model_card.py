@@ -1,14 +1,13 @@
 """Model cards: written beside weights, read back from every kind, bounded."""
 
 import json
-from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
 
 from ppdist.config import ExperimentConfig
-from ppdist.config.base import dump_yaml, parse_plain, parse_tree
+from ppdist.config.base import parse_plain, parse_tree
 from ppdist.config.model import PPYOLOEConfig, YOLOv5Config
 from ppdist.config.yaml import Place, tree_of
 from ppdist.engine.checkpoint import save_checkpoint
@@ -94,26 +93,6 @@ def test_weights_without_a_card_have_none(tmp_path, name) -> None:
     assert read_card(tmp_path / name) is None
     with raises("weights_without_card"):
         config_of_weights(tmp_path / name)
-
-
-def checkpoint(folder: Path, config_yaml: str) -> Path:
-    """One of a version without cards."""
-    folder.mkdir()
-    write_arrays(folder / "model.safetensors", ARRAYS)
-    (folder / "manifest.json").write_text(json.dumps({"files": {}}))
-    (folder / "config.yml").write_text(config_yaml)
-    return folder
-
-
-def test_an_older_checkpoint_takes_it_from_its_config(tmp_path) -> None:
-    folder = checkpoint(tmp_path / "old", dump_yaml(experiment(num_classes=4)))
-    for path in (folder, folder / "model.safetensors"):
-        found = read_card(path)
-        assert found.model["num_classes"] == 4 and found.class_names == ()
-    assert config_of_weights(folder) == config_of_weights(folder / "model.safetensors")
-    (folder / "model_card.json").write_text("not in the manifest")
-    assert read_card(folder).model["num_classes"] == 4
-    assert read_card(checkpoint(tmp_path / "odd", "no: config\n")) is None
 
 
 def test_an_altered_card_of_a_checkpoint_is_damage(tmp_path) -> None:
