@@ -67,9 +67,6 @@ from ppdist.engine.train_step import TrainStep
 from ppdist.engine.trainer import Trainer, TrainingParts
 from ppdist.engine.visualize import BatchPictures, Put
 from ppdist.losses.base import Loss
-from ppdist.losses.classification import ClassificationLoss
-from ppdist.losses.ppyoloe import PPYOLOELoss
-from ppdist.losses.yolov5 import YOLOv5Loss
 from ppdist.models.base import ImageModel, freeze, freezing, frozen_keys
 from ppdist.models.complexity import complexity
 from ppdist.models.model_card import ModelCard, card_of, origin, read_card, read_card_or_warn
@@ -79,10 +76,10 @@ from ppdist.optim.grad_sync import build_grad_sync, build_sharding, last_step
 from ppdist.optim.optimizer import build_optimizer, layerwise_lr_decay
 
 # The loss of each model of ours, by `model.name`; the models are in ppdist/models/__init__.py.
-_LOSSES: dict[str, type[Loss]] = {
-    "ppyoloe": PPYOLOELoss,
-    "yolov5": YOLOv5Loss,
-    "yolov5_cls": ClassificationLoss,
+_LOSSES = {
+    "ppyoloe": "ppdist.losses.ppyoloe:PPYOLOELoss",
+    "yolov5": "ppdist.losses.yolov5:YOLOv5Loss",
+    "yolov5_cls": "ppdist.losses.classification:ClassificationLoss",
 }
 
 
@@ -92,7 +89,8 @@ def loss_of(name: str) -> type[Loss]:
     Raises: ConfigError: it is a plugin's and cannot be imported.
     """
     found = plugins.registered("detector", name)
-    return _LOSSES[name] if found is None else plugins.load(found.loss_target)
+    loss: type[Loss] = plugins.load(found.loss_target if found else _LOSSES[name])
+    return loss
 
 
 @dataclass

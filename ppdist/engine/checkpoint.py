@@ -490,7 +490,7 @@ class CheckpointWriter:
         keep: int,
         told: Callable[[int], None] = lambda step: None,
         model_card: ModelCard | None = None,
-        sync_records: Callable[[], object] = lambda: None,
+        sync_records: Callable[[], bool] = lambda: True,
     ) -> None:
         """
         Args:
@@ -499,8 +499,8 @@ class CheckpointWriter:
             keep: how many of the newest stay; best and last always do.
             told: hears of each step whose checkpoint is on disk.
             model_card: for each of them, with the threshold that its evaluation found.
-            sync_records: puts the records of the run on disk.  A checkpoint that outlives them in a
-                power cut would have steps that nothing tells of.
+            sync_records: puts the records of the run on disk; False: that failed.  A checkpoint
+                that outlives them in a power cut would have steps that nothing tells of.
         """
         self.folder = folder
         self.config_yaml = config_yaml
@@ -513,6 +513,7 @@ class CheckpointWriter:
         self._waiting: list[Snapshot] = []  # oldest first
         self._refused: list[tuple[Snapshot, Exception]] = []  # by the disk, and why; newest last
         self._troubles: list[str] = []
+        self._unsynced = -1  # step whose records could not be put on disk
 
     def make_room(self) -> None:
         """Drops what waits or was refused, except the best, to free memory."""
@@ -625,8 +626,9 @@ class CheckpointWriter:
         Those older than the newest go: a disk may have room for `keep` checkpoints but not for one
         more.
         """
-        self._sync_records()
         step, card = snapshot.step, ""
+        if self._unsynced != step and not self._sync_records():  # once: a stuck disk takes 30 s
+            self._unsynced = step
         if self.model_card is not None:
             found = {"best_f1_threshold": snapshot.state["best_f1_threshold"]}
             card = self.model_card.model_copy(update=found).text()

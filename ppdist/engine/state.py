@@ -195,7 +195,9 @@ def restore_state(saved: Snapshot, step: TrainStep) -> tuple[TrainState, str]:
         step.ema.load(groups["ema"] or arrays, state["ema_updates"])
     if state["scaler"]:
         step.scaler.load_state_dict(state["scaler"])
-    return _SavedState.model_validate(state), "; ".join(filter(None, [begun, lost]))
+    # Older versions did not say what was evaluated; nothing is evaluated twice because of that.
+    restored = _SavedState.model_validate({"evaluated_step": saved.step} | state)
+    return restored, "; ".join(filter(None, [begun, lost]))
 
 
 def _without_distillation(groups: _Groups) -> _Groups:

@@ -83,12 +83,13 @@ def started_by_stock_launcher(environment: Mapping[str, str] | None = None) -> s
     Args:
         environment: of the rank; None for this process's own.
     """
-    from ppdist.launch.topology import LAUNCHER_VARIABLE
-
     variables = os.environ if environment is None else environment
     # Both are set by every launcher of Paddle; ranks started by hand set the first alone.
-    launched = "PADDLE_TRAINERS_NUM" in variables and "PADDLE_RANK_IN_NODE" in variables
-    if not launched or LAUNCHER_VARIABLE in variables:
+    if not {"PADDLE_TRAINERS_NUM", "PADDLE_RANK_IN_NODE"} <= variables.keys():
+        return None
+    from ppdist.launch.topology import LAUNCHER_VARIABLE
+
+    if LAUNCHER_VARIABLE in variables:
         return None
     text = (
         "started by Paddle's own launcher, not by ppdist's fleetrun: card ranges, exit codes and "

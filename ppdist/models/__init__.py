@@ -1,22 +1,17 @@
 """Models, their building blocks, and the weights they start from."""
 
-from collections.abc import Callable
-from typing import Any
-
 from ppdist.config import plugins
 from ppdist.config.model import DetectorConfig, ModelConfig
 from ppdist.models.base import Detector, ImageModel
-from ppdist.models.ppyoloe import PPYOLOE
-from ppdist.models.yolov5 import YOLOv5, YOLOv5Classifier
 
 __all__ = ["Detector", "ImageModel", "build_model"]
 
 # Every model of ours, by `model.name`; its Section in config/model.py says the rest.  Models of
-# other packages are registered (config/plugins.py).
-MODELS: dict[str, Callable[[Any], ImageModel]] = {
-    "ppyoloe": PPYOLOE,
-    "yolov5": YOLOv5,
-    "yolov5_cls": YOLOv5Classifier,
+# other packages are registered (config/plugins.py).  By name, so that a run imports its own alone.
+MODELS = {
+    "ppyoloe": "ppdist.models.ppyoloe:PPYOLOE",
+    "yolov5": "ppdist.models.yolov5:YOLOv5",
+    "yolov5_cls": "ppdist.models.yolov5:YOLOv5Classifier",
 }
 
 
@@ -28,5 +23,5 @@ def build_model(config: ModelConfig | DetectorConfig) -> ImageModel:
     Raises: ConfigError: it is a plugin's, whose model cannot be imported.
     """
     found = plugins.registered("detector", config.name)
-    build = MODELS[config.name] if found is None else plugins.load(found.target)
-    return build(config)
+    model: ImageModel = plugins.load(found.target if found else MODELS[config.name])(config)
+    return model

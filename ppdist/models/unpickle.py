@@ -163,16 +163,16 @@ def describe(value: object) -> str:
 
 
 class _Machine:
-    """The stack machine, with marks as the sentinel `_mark` among the values.
+    """The stack machine, with marks as the sentinel `marker` among the values.
 
     references: every Reference that the pickle made.
     """
 
     def __init__(self, path: Path) -> None:
         self._path = path
-        self._stack: list[Any] = []
-        self._memo: dict[int, object] = {}
-        self._mark = object()
+        self.stack: list[Any] = []
+        self.memo: dict[int, object] = {}
+        self.marker = object()
         self.references: list[Reference] = []
 
     def run(self, stream: BytesIO) -> object:
@@ -188,156 +188,59 @@ class _Machine:
             if opcode.name == "STOP":
                 break
             if opcode.name in _VALUES:
-                self._stack.append(arg)
-            elif opcode.name in _CONSTANTS:
-                self._stack.append(_CONSTANTS[opcode.name])
+                self.stack.append(arg)
+            elif opcode.name in _PUSHED:
+                self.stack.append(_PUSHED[opcode.name](self, arg))
             elif opcode.name in _ACTIONS:
                 _ACTIONS[opcode.name](self, arg)
             elif opcode.name not in ("PROTO", "FRAME"):
                 raise ValueError(f"pickle operation {opcode.name}")
-        return self._pop()
+        return self.pop(1)[0]
 
-    def _pop(self) -> Any:
-        value = self._stack.pop()
-        if value is self._mark:
+    def pop(self, count: int) -> tuple[Any, ...]:
+        """The last values of the stack, in the order in which they came."""
+        values = [self.stack.pop() for _ in range(count)]
+        if any(value is self.marker for value in values):
             raise ValueError("a pickle operation lacks its operands")
-        return value
+        return tuple(values[::-1])
 
-    def _pop_to_mark(self) -> list[Any]:
+    def pop_to_mark(self) -> list[Any]:
         values = []
-        while (value := self._stack.pop()) is not self._mark:
+        while (value := self.stack.pop()) is not self.marker:
             values.append(value)
         return values[::-1]
 
-    def mark(self, _: object) -> None:
-        self._stack.append(self._mark)
-
-    def pop(self, _: object) -> None:
-        self._stack.pop()
-
-    def pop_mark(self, _: object) -> None:
-        self._pop_to_mark()
-
-    def dup(self, _: object) -> None:
-        self._stack.append(self._stack[-1])
-
     def put(self, index: int) -> None:
-        self._memo[index] = self._stack[-1]
+        self.memo[index] = self.stack[-1]
 
-    def memoize(self, _: object) -> None:
-        self._memo[len(self._memo)] = self._stack[-1]
-
-    def get(self, index: int) -> None:
-        self._stack.append(self._memo[index])
-
-    def make_empty_list(self, _: object) -> None:
-        self._stack.append([])
-
-    def make_list(self, _: object) -> None:
-        self._stack.append(self._pop_to_mark())
-
-    def make_empty_dict(self, _: object) -> None:
-        self._stack.append(PickledObject(_DICT))
-
-    def make_dict(self, _: object) -> None:
-        self._stack.append(PickledObject(_DICT, items=_pairs(self._pop_to_mark())))
-
-    def make_empty_set(self, _: object) -> None:
-        self._stack.append(PickledObject(_SET))
-
-    def make_frozen_set(self, _: object) -> None:
-        self._stack.append(PickledObject(_SET, args=(self._pop_to_mark(),)))
-
-    def make_tuple(self, _: object) -> None:
-        self._stack.append(tuple(self._pop_to_mark()))
-
-    def make_tuple1(self, _: object) -> None:
-        self._stack.append((self._pop(),))
-
-    def make_tuple2(self, _: object) -> None:
-        second, first = self._pop(), self._pop()
-        self._stack.append((first, second))
-
-    def make_tuple3(self, _: object) -> None:
-        third, second, first = self._pop(), self._pop(), self._pop()
-        self._stack.append((first, second, third))
-
-    def append(self, _: object) -> None:
-        self._extend([self._pop()])
-
-    def appends(self, _: object) -> None:
-        self._extend(self._pop_to_mark())
-
-    def _extend(self, values: list[Any]) -> None:
+    def extend(self, values: Sequence[Any]) -> None:
         # An object that is a list (or set) besides, such as a deque: nobody needs what is in it.
-        target = self._stack[-1]
+        target = self.stack[-1]
         if isinstance(target, list):
             target.extend(values)
         elif not isinstance(target, PickledObject):
             raise ValueError(f"entries for {describe(target)}")
 
-    def set_item(self, _: object) -> None:
-        value, key = self._pop(), self._pop()
-        self._target().items.append((key, value))
-
-    def set_items(self, _: object) -> None:
-        pairs = _pairs(self._pop_to_mark())
+    def set_items(self, pairs: Sequence[Any]) -> None:
         self._target().items.extend(pairs)
 
-    def build(self, _: object) -> None:
-        state = self._pop()
+    def build(self, state: object) -> None:
         self._target().state = state
 
     def _target(self) -> PickledObject:
         """Only what the file made itself can be changed, never a name it mentions."""
-        target = self._stack[-1]
+        target = self.stack[-1]
         if not isinstance(target, PickledObject):
             raise ValueError(f"items or state for {describe(target)}")
         return target
 
-    def named(self, arg: str) -> None:
-        self._stack.append(_name(arg))
-
-    def stack_named(self, _: object) -> None:
-        name, module = self._pop(), self._pop()
-        if not isinstance(module, str) or not isinstance(name, str):
-            raise ValueError("a name that is not text")
-        self._stack.append(Name(module, name))
-
-    def reference(self, _: object) -> None:
-        identity = self._pop()
+    def reference(self, identity: Any) -> object:
         if isinstance(identity, tuple) and identity[:1] == ("module",) and len(identity) > 1:
-            self._stack.append(identity[1])  # torch before 1.6: a class, beside its source code
-        else:
-            self.references.append(Reference(identity))
-            self._stack.append(self.references[-1])
+            return identity[1]  # torch before 1.6: a class, beside its source code
+        self.references.append(Reference(identity))
+        return self.references[-1]
 
-    def new_object(self, _: object) -> None:
-        args, maker = self._pop(), self._pop()
-        self._describe_object(maker, args)
-
-    def new_object_ex(self, _: object) -> None:
-        _, args, maker = self._pop(), self._pop(), self._pop()
-        self._describe_object(maker, args)
-
-    def _describe_object(self, maker: object, args: object) -> None:
-        # An instance of any class, as yet without its state: how modules are stored.
-        if not isinstance(maker, Name):
-            raise ValueError(f"an object of {describe(maker)}")
-        self._stack.append(PickledObject(maker, args))
-
-    def reduce(self, _: object) -> None:
-        args, maker = self._pop(), self._pop()
-        self._describe_call(maker, args)
-
-    def instance(self, arg: str) -> None:
-        self._describe_call(_name(arg), tuple(self._pop_to_mark()))
-
-    def make_object(self, _: object) -> None:
-        maker, *args = self._pop_to_mark()
-        self._describe_call(maker, tuple(args))
-
-    def _describe_call(self, maker: Any, args: Any) -> None:
+    def call(self, maker: Any, args: Any) -> PickledObject:
         if not isinstance(maker, Name) or maker not in _CALLS:
             raise WeightsError(
                 f"refused: it asks to run {describe(maker)}, and a weight file needs arrays only",
@@ -350,7 +253,14 @@ class _Machine:
             )
         if maker in _RECONSTRUCTORS and isinstance(args[0], Name):  # objects in protocols 0 and 1
             maker, args = args[0], ()
-        self._stack.append(PickledObject(maker, args))
+        return PickledObject(maker, args)
+
+
+def _object(maker: object, args: object) -> PickledObject:
+    """An instance of any class, as yet without its state: how modules are stored."""
+    if not isinstance(maker, Name):
+        raise ValueError(f"an object of {describe(maker)}")
+    return PickledObject(maker, args)
 
 
 def _pairs(values: list[Any]) -> list[tuple[object, object]]:
@@ -365,8 +275,9 @@ def _remedy(path: Path) -> str:
     return "torch.save({k: v for k, v in model.state_dict().items()}, 'clean.pt')"
 
 
-def _name(arg: str) -> Name:
-    module, _, name = arg.partition(" ")
+def _name(module: object, name: object) -> Name:
+    if not isinstance(module, str) or not isinstance(name, str):
+        raise ValueError("a name that is not text")
     return Name(module, name)
 
 
@@ -375,27 +286,46 @@ _VALUES = {
     "STRING", "BINSTRING", "SHORT_BINSTRING", "UNICODE", "BINUNICODE", "SHORT_BINUNICODE",
     "BINUNICODE8", "BINBYTES", "SHORT_BINBYTES", "BINBYTES8", "BYTEARRAY8",
 }  # fmt: skip
-_CONSTANTS: dict[str, object] = {
-    "NONE": None, "NEWTRUE": True, "NEWFALSE": False, "EMPTY_TUPLE": (),
-}  # fmt: skip
-_ACTIONS: dict[str, Callable[[_Machine, Any], None]] = {
-    "MARK": _Machine.mark, "POP": _Machine.pop, "POP_MARK": _Machine.pop_mark, "DUP": _Machine.dup,
-    "PUT": _Machine.put, "BINPUT": _Machine.put, "LONG_BINPUT": _Machine.put,
-    "MEMOIZE": _Machine.memoize,
-    "GET": _Machine.get, "BINGET": _Machine.get, "LONG_BINGET": _Machine.get,
-    "EMPTY_LIST": _Machine.make_empty_list, "LIST": _Machine.make_list,
-    "APPEND": _Machine.append, "APPENDS": _Machine.appends, "ADDITEMS": _Machine.appends,
-    "EMPTY_DICT": _Machine.make_empty_dict, "DICT": _Machine.make_dict,
-    "SETITEM": _Machine.set_item, "SETITEMS": _Machine.set_items,
-    "EMPTY_SET": _Machine.make_empty_set, "FROZENSET": _Machine.make_frozen_set,
-    "TUPLE": _Machine.make_tuple, "TUPLE1": _Machine.make_tuple1, "TUPLE2": _Machine.make_tuple2,
-    "TUPLE3": _Machine.make_tuple3,
-    "GLOBAL": _Machine.named, "STACK_GLOBAL": _Machine.stack_named,
-    "BINPERSID": _Machine.reference,
-    "NEWOBJ": _Machine.new_object, "NEWOBJ_EX": _Machine.new_object_ex,
-    "REDUCE": _Machine.reduce, "INST": _Machine.instance, "OBJ": _Machine.make_object,
-    "BUILD": _Machine.build,
-}  # fmt: skip
+# What an operation pushes: made of its argument (arg) and of what it takes off the stack.
+_PUSHED: dict[str, Callable[[_Machine, Any], object]] = {
+    "NONE": lambda m, arg: None,
+    "NEWTRUE": lambda m, arg: True,
+    "NEWFALSE": lambda m, arg: False,
+    "MARK": lambda m, arg: m.marker,
+    "DUP": lambda m, arg: m.stack[-1],
+    **dict.fromkeys(("GET", "BINGET", "LONG_BINGET"), lambda m, arg: m.memo[arg]),
+    "EMPTY_LIST": lambda m, arg: [],
+    "LIST": lambda m, arg: m.pop_to_mark(),
+    "EMPTY_DICT": lambda m, arg: PickledObject(_DICT),
+    "DICT": lambda m, arg: PickledObject(_DICT, items=_pairs(m.pop_to_mark())),
+    "EMPTY_SET": lambda m, arg: PickledObject(_SET),
+    "FROZENSET": lambda m, arg: PickledObject(_SET, args=(m.pop_to_mark(),)),
+    "EMPTY_TUPLE": lambda m, arg: (),
+    "TUPLE": lambda m, arg: tuple(m.pop_to_mark()),
+    "TUPLE1": lambda m, arg: m.pop(1),
+    "TUPLE2": lambda m, arg: m.pop(2),
+    "TUPLE3": lambda m, arg: m.pop(3),
+    "GLOBAL": lambda m, arg: _name(*arg.split(" ", 1)),
+    "STACK_GLOBAL": lambda m, arg: _name(*m.pop(2)),
+    "BINPERSID": lambda m, arg: m.reference(*m.pop(1)),
+    "NEWOBJ": lambda m, arg: _object(*m.pop(2)),
+    "NEWOBJ_EX": lambda m, arg: _object(*m.pop(3)[:2]),
+    "REDUCE": lambda m, arg: m.call(*m.pop(2)),
+    "INST": lambda m, arg: m.call(_name(*arg.split(" ", 1)), tuple(m.pop_to_mark())),
+    "OBJ": lambda m, arg: (lambda maker, *args: m.call(maker, args))(*m.pop_to_mark()),
+}
+# What changes what is there already.
+_ACTIONS: dict[str, Callable[[_Machine, Any], object]] = {
+    "POP": lambda m, arg: m.stack.pop(),
+    "POP_MARK": lambda m, arg: m.pop_to_mark(),
+    **dict.fromkeys(("PUT", "BINPUT", "LONG_BINPUT"), lambda m, arg: m.put(arg)),
+    "MEMOIZE": lambda m, arg: m.put(len(m.memo)),
+    "APPEND": lambda m, arg: m.extend(m.pop(1)),
+    **dict.fromkeys(("APPENDS", "ADDITEMS"), lambda m, arg: m.extend(m.pop_to_mark())),
+    "SETITEM": lambda m, arg: m.set_items([m.pop(2)]),
+    "SETITEMS": lambda m, arg: m.set_items(_pairs(m.pop_to_mark())),
+    "BUILD": lambda m, arg: m.build(*m.pop(1)),
+}
 
 # Where people keep a state dict or a model in what they save.  In this order: where there is an
 # average (`ema`), the originals evaluate it and not the model.
