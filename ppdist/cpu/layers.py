@@ -218,62 +218,52 @@ def _scaled(values: Tensor, alpha: Tensor | None) -> Tensor:
 
 
 def _compute(
-    layer: Any, x: Tensor, blocks: Sequence[ConvBNLayer], alpha: Tensor | None = None
-) -> Tensor | None:
-    """Activated sum of one or two convolutions with batch norm.
-
-    Returns: None: Paddle has to compute it.
-    """
+    layer: Any,
+    plain: Callable[[Tensor], Tensor],
+    x: Tensor,
+    blocks: Sequence[ConvBNLayer],
+    alpha: Tensor | None = None,
+) -> Tensor:
+    """Activated sum of one or two convolutions with batch norm; of none what `plain` computes."""
     inputs = [x, alpha]
     for block in blocks:
         inputs += [block.conv.weight, block.bn.weight, block.bn.bias]
     fixed = [not b.bn.training or paddle_api.normalises_by_running(b.bn) for b in blocks]
     # No gradient is needed in evaluation, nor in training if everything up to here is frozen.
     constants = all(fixed) and not (paddle.is_grad_enabled() and any(_needs(*inputs)))
-    if not constants and (any(fixed) or any(type(b.bn) is not nn.BatchNorm2D for b in blocks)):
-        return None
-    kernels, branches = precision.current(), []
-    for block in blocks:
-        conv = _kernel(block.conv, x, layer.keeps_layout, kernels.between)
-        if conv is None:
-            return None
-        branches.append(_Branch(kernels, conv, block.bn))
-    first, last = branches[0].conv, branches[-1].conv
-    if first is not last and not (first.x.equals(last.x) and first.y.equals(last.y)):
-        return None
+    moving = not any(fixed) and all(type(b.bn) is nn.BatchNorm2D for b in blocks)
+    kernels, convs = precision.current(), list[Any]()
+    if constants or moving:
+        convs = [_kernel(b.conv, x, layer.keeps_layout, kernels.between) for b in blocks]
+    if not convs or None in convs or not _same_layouts(convs[0], convs[-1]):
+        return _paddles_own(plain, x)
+    branches = [_Branch(kernels, conv, b.bn) for conv, b in zip(convs, blocks)]
     call = _Call(kernels, branches, layer.activation)
     if constants:
         return call.infer(x, inputs[2:], alpha)
     return _Normalized.apply(x, alpha, call, _needs(*inputs), *inputs[2:])
 
 
+def _same_layouts(one: onednn.Convolution, other: onednn.Convolution) -> bool:
+    return one is other or (one.x.equals(other.x) and one.y.equals(other.y))
+
+
 class OneDNNConvBNLayer(ConvBNLayer):
-    """ConvBNLayer on oneDNN.  Synchronised or frozen batch norm runs as before.
+    """ConvBNLayer on oneDNN.  Synchronised or frozen batch norm runs as before."""
 
-    Attributes:
-        keeps_layout: whether the output is in oneDNN's layout, if that has a name.
-    """
-
-    keeps_layout = False
+    keeps_layout = False  # the output is in oneDNN's layout, if that has a name
 
     def forward(self, x: Tensor) -> Tensor:
-        y = None
-        if isinstance(self.bn, nn.BatchNorm2D):  # not folded into the convolution
-            y = _compute(self, x, [self])
-        return _paddles_own(super().forward, x) if y is None else y
+        folded = not isinstance(self.bn, nn.BatchNorm2D)
+        return _compute(self, super().forward, x, [] if folded else [self])
 
 
 class OneDNNRepConv(RepConv):
-    """RepConv on oneDNN; fused for deployment it is one nn.Conv2D.
-
-    Attributes:
-        keeps_layout: whether the output is in oneDNN's layout, if that has a name.
-    """
+    """RepConv on oneDNN; fused for deployment it is one nn.Conv2D."""
 
     keeps_layout = False
 
     def forward(self, x: Tensor) -> Tensor:
-        y = None
-        if self.conv is None:
-            y = _compute(self, x, [self.conv1, self.conv2], self.alpha)
-        return _paddles_own(super().forward, x) if y is None else y
+        if self.conv is not None:
+            return _compute(self, super().forward, x, [])
+        return _compute(self, super().forward, x, [self.conv1, self.conv2], self.alpha)

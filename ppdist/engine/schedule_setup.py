@@ -121,25 +121,17 @@ class ScheduleSetup:
             else "one process, no launcher needed"
         )
         yield Fact("ranks", self.world, "ranks", f"{self.world}", why)
-        yield Fact(
-            "total_batch",
-            self.total_batch,
-            "total batch",
-            f"{self.total_batch}",
+        why = (
             f"{counted(self.world, 'rank')} x {counted(self.batch_size_per_card, 'image')} x "
-            f"{counted(self.accumulate_steps, 'micro-step')}",
+            f"{counted(self.accumulate_steps, 'micro-step')}"
         )
+        yield Fact("total_batch", self.total_batch, "total batch", f"{self.total_batch}", why)
         given = self.optimizer.reference_batch_size is not None
         whole = self.step_images < self.total_batch
         images = f"all {self.step_images} images" if whole else f"total batch {self.total_batch}"
-        yield Fact(
-            "kappa",
-            self.batch_ratio,
-            "batch / reference",
-            f"{self.batch_ratio:g}",
-            f"{images} / optimizer.reference_batch_size "
-            + (f"{self.reference_batch}" if given else "null: nothing is scaled"),
-        )
+        why = f"{images} / optimizer.reference_batch_size "
+        why += f"{self.reference_batch}" if given else "null: nothing is scaled"
+        yield Fact("kappa", self.batch_ratio, "batch / reference", f"{self.batch_ratio:g}", why)
         yield from self._of_optimizer()
         yield from self._of_length()
 
@@ -175,31 +167,27 @@ class ScheduleSetup:
         schedule, ramp = self.lr_scheduler.config, self.ema_decay.ramp_steps
         warm = self.lr_scheduler.warmup_steps
         written = self.phase_scale / self.epoch_scale
-        yield Fact(
-            "warmup_steps",
-            warm,
-            "warm-up",
-            f"{warm} steps",
+        least, bound = schedule.warmup_least_steps, ""
+        if warm == self.schedule_steps // 2:
+            bound = ", at most half the run"
+        elif warm == least > 0:
+            bound = f", at least {least} steps"
+        full, rest = divmod(warm, self.steps_per_epoch)  # the last step of an epoch may be smaller
+        why = (
             f"{schedule.warmup_epochs * written:g} epochs at the reference batch, compensation "
-            f"{schedule.warmup_compensation}{self._warmup_bounds()}: {self._images(warm)} "
-            f"images ({warm / self.steps_per_epoch:.2f} epochs)",
+            f"{schedule.warmup_compensation}{bound}: "
+            f"{full * self.dataset_size + rest * self.total_batch} images "
+            f"({warm / self.steps_per_epoch:.2f} epochs)"
         )
-        yield Fact(
-            "ema_decay",
-            self.ema_decay.limit,
-            "EMA decay",
-            f"{self.ema_decay.limit:.6g}",
-            f"{self.ema_decay.decay:g} ** {self.batch_ratio:g}, ramp "
-            + (f"of {ramp / self.batch_ratio:g} steps" if ramp else "(1 + t) / (10 + t)")
-            + f": {self.ema_decay(self.schedule_steps):.4g} at the end",
-        )
-        yield Fact(
-            "steps_per_epoch",
-            self.steps_per_epoch,
-            "steps per epoch",
-            f"{self.steps_per_epoch}",
-            f"{self.dataset_size} images / {self.total_batch}, the last step smaller",
-        )
+        yield Fact("warmup_steps", warm, "warm-up", f"{warm} steps", why)
+        limit = self.ema_decay.limit
+        why = f"{self.ema_decay.decay:g} ** {self.batch_ratio:g}, ramp "
+        why += f"of {ramp / self.batch_ratio:g} steps" if ramp else "(1 + t) / (10 + t)"
+        why += f": {self.ema_decay(self.schedule_steps):.4g} at the end"
+        yield Fact("ema_decay", limit, "EMA decay", f"{limit:.6g}", why)
+        steps, key = self.steps_per_epoch, "steps_per_epoch"
+        why = f"{self.dataset_size} images / {self.total_batch}, the last step smaller"
+        yield Fact(key, steps, "steps per epoch", f"{steps}", why)
         why = f"{self.total_steps / self.steps_per_epoch:.1f} epochs; {schedule.name} schedule "
         why += f"over {self.schedule_steps} steps"
         if self.epoch_scale > 1:
@@ -213,21 +201,6 @@ class ScheduleSetup:
                 f"(train.phases_for_epochs)"
             )
         yield Fact("steps", self.total_steps, "steps", f"{self.total_steps}", why)
-
-    def _images(self, steps: int) -> int:
-        """Images of the first steps.
-
-        The last step of every epoch may have fewer than the others.
-        """
-        epochs, rest = divmod(steps, self.steps_per_epoch)
-        return epochs * self.dataset_size + rest * self.total_batch
-
-    def _warmup_bounds(self) -> str:
-        """The bound of the warm-up that applies, in words."""
-        warm, least = self.lr_scheduler.warmup_steps, self.lr_scheduler.config.warmup_least_steps
-        if warm == self.schedule_steps // 2:
-            return ", at most half the run"
-        return f", at least {least} steps" if warm == least > 0 else ""
 
 
 def counted(number: float, what: str, plural: str = "s") -> str:
