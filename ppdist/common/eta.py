@@ -10,7 +10,7 @@ from statistics import fmean, median
 EVALUATION, SAVING, IMAGES, TRAINING = "evaluation", "saving", "waiting for images", "training"
 _KEPT_STEPS = 2000  # steps whose seconds are remembered; the later half counts
 _FEWEST_STEPS = 50  # unless the run is younger, so many count
-_LAST_PARTS = 3  # evaluations, saves, first steps of epochs: they change as the model learns
+_LAST_PARTS = 3  # evaluations, saves: they change as the model learns
 _STALL = 10.0  # a step that takes more times the median than this met something that passes
 # Until the first evaluation an image of it is taken to cost this part of one of training.  Seen on
 # CPUs, YOLOv5 n and s and PP-YOLOE s: 0.2 to 2.4 in the first evaluation (an untrained model scores
@@ -21,22 +21,15 @@ _EVALUATION_COST = 0.5
 class ETA:
     """Wall seconds of one process by part, and how long the rest of the run takes.
 
-        left = steps * step + epochs * what their first step takes longer
-               + evaluations * evaluation + saves * save          (each of what is still to come)
+        left = steps * step + evaluations * evaluation + saves * save    (of those still to come)
 
     Every part is measured as the run goes: an average over everything since the start would be
     wrong until the first evaluation was seen, and again after each.
     """
 
-    def __init__(
-        self,
-        total_steps: int,
-        steps_per_epoch: int,
-        clock: Callable[[], float] = time.monotonic,
-    ) -> None:
+    def __init__(self, total_steps: int, clock: Callable[[], float] = time.monotonic) -> None:
         """Args: clock: seconds from any point in time."""
         self._total_steps = total_steps
-        self._steps_per_epoch = steps_per_epoch
         self._clock = clock
         self._began = clock()
         self._every = {EVALUATION: 0, SAVING: 0}  # optimizer steps; 0: never
@@ -45,7 +38,6 @@ class ETA:
         self._between = 0.0  # seconds of evaluations and saves so far
         self._last: tuple[int, float] | None = None  # the last step, and seconds outside of others
         self._steps: deque[float] = deque(maxlen=_KEPT_STEPS)
-        self._first_steps: deque[float] = deque(maxlen=_LAST_PARTS)
         self._parts = {part: deque[float](maxlen=_LAST_PARTS) for part in self._every}
         self._done_at = dict.fromkeys(self._every, 0)  # the step after which it last was done
 
@@ -92,9 +84,7 @@ class ETA:
         self._seconds[IMAGES] += waited
         outside = self._clock() - self._began - self._between
         if self._last is not None and step == self._last[0] + 1:
-            first = (step - 1) % self._steps_per_epoch == 0
-            kind = self._first_steps if first and self._steps_per_epoch > 1 else self._steps
-            kind.append(outside - self._last[1])
+            self._steps.append(outside - self._last[1])
         self._last = step, outside
 
     def left(self, step: int) -> float | None:
@@ -106,10 +96,6 @@ class ETA:
             return None
         each = self._step_seconds()
         seconds = (self._total_steps - step) * each
-        if self._first_steps:
-            begun = math.ceil(step / self._steps_per_epoch)
-            epochs = math.ceil(self._total_steps / self._steps_per_epoch) - begun
-            seconds += epochs * max(0.0, fmean(self._first_steps) - each)
         for part, every in self._every.items():
             # How often it still comes, at this step included if it was not done yet.
             since = max(step - 1, self._done_at[part])

@@ -85,7 +85,7 @@ def run(main: Callable[[], int | None]) -> NoReturn:
     except SystemExit as error:  # argparse and clean stops
         code = error.code if isinstance(error.code, int) else int(error.code is not None)
     except BaseException as error:
-        code, failure = _how_it_ended(error)
+        code, failure = _exit_code_of(error)
     message = failure.message
     launched = _report_to_launcher(code, failure)
     if message and code == 1:
@@ -106,7 +106,7 @@ def run(main: Callable[[], int | None]) -> NoReturn:
     sys.exit(code)
 
 
-def _how_it_ended(error: BaseException) -> tuple[int, Failure]:
+def _exit_code_of(error: BaseException) -> tuple[int, Failure]:
     """The exit code and failure of an error.
 
     Called while the error is handled.
@@ -122,7 +122,7 @@ def _how_it_ended(error: BaseException) -> tuple[int, Failure]:
         )
     code = USER_ERROR if isinstance(found, UserError) else 1
     told = isinstance(found, UserError | StorageError)  # by its text, without a traceback
-    return code, failure_of(found, "" if told else _crash())
+    return code, failure_of(found, "" if told else _traceback())
 
 
 def _is_unread(stream: TextIO) -> bool:
@@ -172,7 +172,7 @@ def log_line(record: logging.LogRecord) -> str:
     return f"{clock} {mark}{printable(record.getMessage())}"
 
 
-def _crash() -> str:
+def _traceback() -> str:
     """The traceback, and a notice if ppdist is untested with this Paddle."""
     notice = unknown_paddle(getattr(sys.modules.get("paddle"), "__version__", ""))
     return traceback.format_exc() + (f"\nppdist: {notice}\n" if notice else "")

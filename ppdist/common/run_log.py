@@ -103,7 +103,7 @@ class RunLog:
         self._handlers_before = [*_LOGGER.handlers]
         self._level_before = _LOGGER.level
         self._propagate_before = _LOGGER.propagate
-        self._eta = ETA(total_steps, steps_per_epoch)
+        self._eta = ETA(total_steps)
         self._bar: Progress | None = None
         self._task = TaskID(0)
         self._refreshed = 0.0

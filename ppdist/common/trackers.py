@@ -152,7 +152,7 @@ class TrackerProcess(MetricWriter):
             self._process.kill()
             self._process.wait()
             raise RuntimeError(
-                f"it had not taken everything {last - self._closes:.2g} s after the end and was "
+                f"it did not finish within {last - self._closes:.2g} s of the end and was "
                 f"stopped; see {self._folder / _LOG_FILE}"
             ) from None
         if code:

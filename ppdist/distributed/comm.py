@@ -49,12 +49,6 @@ from ppdist.distributed.store import alive as alive
 from ppdist.distributed.store import all_gather_object as all_gather_object
 from ppdist.distributed.store import announce_arrival as announce_arrival
 from ppdist.distributed.store import barrier as barrier
-from ppdist.distributed.store import (
-    drowsy_threads,
-    require_ways,
-    set_timeout,
-    store_apart,
-)
 from ppdist.distributed.store import host as host
 from ppdist.distributed.store import is_main as is_main
 from ppdist.distributed.store import local_rank as local_rank
@@ -62,6 +56,11 @@ from ppdist.distributed.store import local_size as local_size
 from ppdist.distributed.store import once_there as once_there
 from ppdist.distributed.store import rank as rank
 from ppdist.distributed.store import ranks_named as ranks_named
+from ppdist.distributed.store import (
+    require_connectivity,
+    separate_store,
+    set_timeout,
+)
 from ppdist.distributed.store import run_on_all_ranks as run_on_all_ranks
 from ppdist.distributed.store import run_on_main as run_on_main
 from ppdist.distributed.store import storage_seconds as storage_seconds
@@ -95,7 +94,7 @@ def init(wanted: str, config: DistributedConfig) -> None:
     if world_size() > 1:
         settings = {f"distributed.{key}": f"{value}" for key, value in config.model_dump().items()}
         require_agreement({"start": {"device": kind} | settings})
-        require_ways(all_gather_object, addresses(), rank(), os.environ)
+        require_connectivity(all_gather_object, addresses(), rank(), os.environ)
         _join()
         if kind == device.CPU:
             _share_memory(config)
@@ -145,7 +144,7 @@ def _join() -> None:
     strategy.find_unused_parameters = False  # every loss stays connected to every head
     with contextlib.redirect_stderr(io.StringIO()), warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        with drowsy_threads(), _one_communicator():
+        with _one_communicator():
             fleet.init(is_collective=True, strategy=strategy, log_level="WARNING")
 
 
@@ -189,7 +188,7 @@ def _new_group(members: list[int]) -> Any:
     """A group of some ranks besides that of all.  Collective."""
     if device.on_accelerator():
         return pd.new_group(members)
-    with drowsy_threads(), store_apart(members):
+    with separate_store(members):
         return pd.new_group(members)
 
 

@@ -109,16 +109,12 @@ def put(values: Any) -> paddle.Tensor:
     """
     if not on_accelerator():
         return paddle.to_tensor(values)
-    staged = paddle.to_tensor(values, place=_staging_place())
+    pinned = {"gpu": "CUDAPinnedPlace", "xpu": "XPUPinnedPlace"}.get(kind(), "")
+    place = getattr(paddle, pinned, paddle.CPUPlace)()
+    staged = paddle.to_tensor(values, place=place)
     tensor = staged.to(_card(), blocking=False)
     tensor.staged = staged
     return tensor
-
-
-def _staging_place() -> Any:
-    """Pinned memory, where Paddle has it."""
-    pinned = {"gpu": "CUDAPinnedPlace", "xpu": "XPUPinnedPlace"}.get(kind())
-    return getattr(paddle, pinned)() if pinned and hasattr(paddle, pinned) else paddle.CPUPlace()
 
 
 def synchronize() -> None:

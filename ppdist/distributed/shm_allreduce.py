@@ -41,11 +41,11 @@ MESSAGE_MB = 8  # what one rank writes of a larger one has left the caches befor
 _LINE = 64  # bytes of a cache line
 _CELL = _LINE // 8  # from one counter to the next
 _SPIN_SECONDS = 0.001  # longer than ranks that are on time differ
-_NAP_SECONDS = (0.00005, 0.001)  # the first and the longest sleep after that
+_SLEEP_SECONDS = (0.00005, 0.001)  # the first and the longest sleep after that
 _LOOK_SECONDS = 0.1  # between two looks whether those waited for still live
 _ELEMENT = 4  # bytes of a float32
 # Values added up at a time: three times so many fit in the second cache of a core (1 MiB).
-_AT_A_TIME = 1 << 16
+_CHUNK_VALUES = 1 << 16
 # Ranks of other hosts wait for this one in gloo, which ends them after 30 s without a word about
 # who was late.  Whoever waits for that one on its own host says it before.
 _BETWEEN_HOSTS_SECONDS = 25.0
@@ -105,7 +105,7 @@ def join(
         os.close(descriptor)
     if problem or memory is None:
         if rank == 0:
-            _LOGGER.warning("ranks of one host talk through sockets, not memory: %s", problem)
+            _LOGGER.warning("ranks of this host use sockets instead of shared memory: %s", problem)
         return None
     return SharedMemoryAllReduce(
         memory,
@@ -194,7 +194,7 @@ class SharedMemoryAllReduce:
         Raises: RankError: another rank has ended, did not come in time, or is in another exchange
             (on every rank).
         """
-        self._show("sum", sum(count for _, count in places))
+        self._announce("sum", sum(count for _, count in places))
         slot, sums = self._slots[self._me].ctypes.data, self._sums.ctypes.data
         timeout = self._timeout if across is None else min(self._timeout, _BETWEEN_HOSTS_SECONDS)
         for message in _messages(places, self.message_bytes // _ELEMENT):
@@ -203,15 +203,15 @@ class SharedMemoryAllReduce:
             others = [*_pieces(message, 0, mine.start), *_pieces(message, mine.stop, count)]
             for at, address, values in others:
                 ctypes.memmove(slot + _ELEMENT * at, address, _ELEMENT * values)
-            self._meet(timeout)
+            self._barrier(timeout)
             self._require_same_exchange()
             self._add_up(_pieces(message, mine.start, mine.stop), factor if across is None else 1.0)
-            self._meet(timeout)
+            self._barrier(timeout)
             if across is not None:
                 if self._me == 0:
                     across(self._sums[:count])
                     self._sums[:count] *= np.float32(factor)
-                self._meet(self._timeout)  # the first may wait for another host meanwhile
+                self._barrier(self._timeout)  # the first may wait for another host meanwhile
                 others = list(_pieces(message, 0, count))
             for at, address, values in others:
                 ctypes.memmove(address, sums + _ELEMENT * at, _ELEMENT * values)
@@ -237,15 +237,15 @@ class SharedMemoryAllReduce:
         Raises: as `sum`.
         """
         address, count = place
-        self._show("gather", count)
+        self._announce("gather", count)
         ctypes.memmove(self._slots[self._me].ctypes.data, address, _ELEMENT * count)
-        self._meet(self._timeout)
+        self._barrier(self._timeout)
         self._require_same_exchange()
         for number, slot in enumerate(self._slots):
             ctypes.memmove(into + number * _ELEMENT * count, slot.ctypes.data, _ELEMENT * count)
-        self._meet(self._timeout)  # before anybody writes to a slot again
+        self._barrier(self._timeout)  # before anybody writes to a slot again
 
-    def _show(self, kind: str, values: int) -> None:
+    def _announce(self, kind: str, values: int) -> None:
         """Says which exchange this rank begins."""
         self._exchanges += 1
         cell = self._me * _CELL
@@ -273,12 +273,12 @@ class SharedMemoryAllReduce:
             f"rank {self._ranks[number]} in a {_KINDS[kind]} of {values} values of step {step + 1}"
         )
 
-    def _meet(self, timeout: float) -> None:
+    def _barrier(self, timeout: float) -> None:
         """Waits until every rank has called it as often."""
         self._arrivals += 1
         self._counters[self._me * _CELL] = self._arrivals
         began = time.perf_counter()
-        looked, nap = began, _NAP_SECONDS[0]
+        looked, nap = began, _SLEEP_SECONDS[0]
         for other, process in enumerate(self._processes):
             while self._counters[other * _CELL] < self._arrivals:
                 now = time.perf_counter()
@@ -289,7 +289,7 @@ class SharedMemoryAllReduce:
                     looked = now
                     self._require(other, process, now - began, timeout)
                 time.sleep(nap)
-                nap = min(2 * nap, _NAP_SECONDS[1])
+                nap = min(2 * nap, _SLEEP_SECONDS[1])
 
     def _require(self, other: int, process: int, waited: float, timeout: float) -> None:
         """Raises, unless it makes sense to go on waiting for that rank."""
@@ -302,8 +302,8 @@ class SharedMemoryAllReduce:
             if timeout < self._timeout:
                 limit = "other hosts wait 30 s for this one, which cannot be configured"
             raise RankError(
-                f"rank {self._rank} waited {timeout:g} s ({limit}) for {late}, which lives but "
-                f"did not come to the same exchange",
+                f"rank {self._rank} waited {timeout:g} s ({limit}) for {late}, which is alive "
+                f"but did not reach the same collective",
                 code="rank_timeout",
             )
 
@@ -340,12 +340,12 @@ def _messages(places: Sequence[Place], most: int) -> Iterator[list[Place]]:
 
 
 def _pieces(message: Sequence[Place], first: int, last: int) -> Iterator[Piece]:
-    """A message between two elements, in pieces of _AT_A_TIME."""
+    """A message between two elements, in pieces of _CHUNK_VALUES."""
     begin = 0
     for address, count in message:
         at, end = max(begin, first), min(begin + count, last)
         while at < end:
-            values = min(end - at, _AT_A_TIME)
+            values = min(end - at, _CHUNK_VALUES)
             yield at, address + _ELEMENT * (at - begin), values
             at += values
         begin += count

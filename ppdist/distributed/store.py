@@ -10,7 +10,6 @@ this process has sent, by the kernel.
 """
 
 import contextlib
-import ctypes
 import hashlib
 import itertools
 import json
@@ -19,7 +18,6 @@ import math
 import os
 import socket
 import struct
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -52,7 +50,7 @@ _SIGNS = "ppdist/alive"
 _barriers = itertools.count()  # every rank counts the same barriers, so the numbers agree
 _timeout = 1800.0
 _reached = False  # the store, by this process
-_hastened = False  # its connections
+_nagle_disabled = False  # its connections
 _signed = -math.inf  # when this rank last gave a sign of life at the store
 
 
@@ -299,7 +297,7 @@ def alarm() -> tuple[Callable[[], None], Callable[[], bool]]:
 
 def _arrive(key: str) -> None:
     """Waits until every rank has called it with this key."""
-    global _hastened
+    global _nagle_disabled
     store = _store()
     timeout = _Timeout()
     with heartbeat.Waiting(f"barrier {key}"):
@@ -308,9 +306,9 @@ def _arrive(key: str) -> None:
         while arrived < world_size():
             timeout.sleep(lambda: f"{_absent(key, '/here')} did not arrive")
             arrived = store.add(f"{key}/arrived", 0)
-    if not _hastened:  # All ranks are connected now: rank 0 has their connections, too.
-        send_at_once()
-        _hastened = True
+    if not _nagle_disabled:  # All ranks are connected now: rank 0 has their connections, too.
+        disable_nagle()
+        _nagle_disabled = True
 
 
 def _absent(key: str, what: str = "") -> str:
@@ -434,14 +432,14 @@ def wait_for_store(endpoint: str, here: str, timeout: float) -> None:
                 else "a firewall between the hosts? Open everything between them"
             )
             raise LaunchError(
-                f"host {here} cannot reach port {port} of {address}, where rank 0 keeps what ranks "
-                f"tell each other ({problem.strerror or problem}, tried for {waited:.0f} s): {why}",
+                f"host {here} cannot reach port {port} of {address}, the TCP store of rank 0 "
+                f"({problem.strerror or problem}, tried for {waited:.0f} s): {why}",
                 code="store_unreachable",
             )
         time.sleep(_PAUSE_SECONDS)
 
 
-def require_ways(
+def require_connectivity(
     all_gather_object: AllGatherObject,
     addresses_W: Sequence[str],
     rank: int,
@@ -482,7 +480,7 @@ def require_ways(
     lost = [way for failed in failed_W for way in failed]
     if lost:
         raise LaunchError(
-            f"hosts do not reach one another: {'; '.join(lost)}. gloo and NCCL choose such ports "
+            f"hosts cannot reach one another: {'; '.join(lost)}. gloo and NCCL choose such ports "
             "by themselves: open everything between these hosts in the firewall, and see that "
             f"{interfaces(environment)} is the interface of their network",
             code="hosts_unreachable",
@@ -520,7 +518,7 @@ def _call(address: str, port: int) -> OSError | None:
 
 
 @contextmanager
-def store_apart(members: Sequence[int]) -> Iterator[None]:
+def separate_store(members: Sequence[int]) -> Iterator[None]:
     """Inside, gloo's group has a store of its own. Collective.
 
     Paddle 3.3.1 keeps the addresses of all groups under the same names (0, 1, ...), so members of a
@@ -548,31 +546,6 @@ def free_ports(count: int) -> list[int]:
         for each in chosen:
             each.bind(("", 0))
         return [each.getsockname()[1] for each in chosen]
-
-
-_LATER_NS = 30_000_000
-_PR_SET_TIMERSLACK = 29
-
-
-@contextmanager
-def drowsy_threads() -> Iterator[None]:
-    """Lets gloo's threads wake up later.
-
-    Inside, gloo makes its groups: two threads each, which wake up every 10 ms to look whether they
-    are to end, 0.3 to 0.5 % of a core that computes.
-
-    Linux may wake up those that were made inside 30 ms later.  What comes over a connection wakes
-    them at once as before (latency measured: the same); joining takes up to 0.3 s longer.
-    """
-    if sys.platform != "linux":
-        yield
-        return
-    prctl = ctypes.CDLL(None).prctl
-    prctl(_PR_SET_TIMERSLACK, ctypes.c_ulong(_LATER_NS))  # threads inherit it from who makes them
-    try:
-        yield
-    finally:
-        prctl(_PR_SET_TIMERSLACK, ctypes.c_ulong(0))  # that of before
 
 
 # Places of tcpi_notsent_bytes and tcpi_bytes_sent in struct tcp_info (linux/tcp.h, since 4.19).
@@ -606,7 +579,7 @@ def sent_bytes() -> int | None:
     return total
 
 
-def send_at_once() -> None:
+def disable_nagle() -> None:
     """Disables Nagle's algorithm on this process's connections.
 
     Paddle's store sends what belongs together in several small pieces, and the kernel holds back

@@ -129,7 +129,7 @@ class Connection:
                 self._end(_reason(error.errno))
                 break
             if not piece:
-                self._end("it closed the connection")
+                self._end("connection closed by peer")
                 break
             self.heard = time.monotonic()
             self._incoming += piece
@@ -311,7 +311,7 @@ def _reason(code: int | None) -> str:
     if code in (errno.ETIMEDOUT, errno.EAGAIN):
         return "no answer: a firewall, a wrong address, or the host is down"
     if code in (errno.EHOSTUNREACH, errno.ENETUNREACH, errno.EINVAL, errno.EACCES, errno.EPERM):
-        return "no way to it from here: check the address, `ip route` and the firewall"
+        return "no route to host: check the address, `ip route` and the firewall"
     if code in (errno.ECONNRESET, errno.EPIPE):
         return "connection reset"
     return errno.errorcode.get(code or 0, f"error {code}")

@@ -126,7 +126,7 @@ class ControlChannel:
         *,
         attempt: int = 0,
         skip: tuple[int, ...] = (),
-        drawn: str = "",
+        nonce: str = "",
     ) -> None:
         """
         Args:
@@ -135,9 +135,9 @@ class ControlChannel:
             listener: of the first host, which turns late callers away.
             silence: seconds after which a silent host counts as lost.
             attempt, skip: number of restarts and the skipped steps, as agreed in the handshake.
-            drawn: random text from the first host, for the name of the job.
+            nonce: random text from the first host, for the name of the job.
         """
-        self.attempt, self.skip, self.drawn = attempt, skip, drawn
+        self.attempt, self.skip, self.nonce = attempt, skip, nonce
         self._own, self.hosts, self._peers = own, tuple(hosts), dict(peers)
         self._is_first = own == hosts[0]
         self._listener, self._say, self._silence = listener, say, silence
@@ -166,7 +166,7 @@ class ControlChannel:
             silent = time.monotonic() - peer.heard
             if peer.closed is not None:
                 self._lose(
-                    host, "its fleetrun is gone: it was killed, or the host was switched off"
+                    host, "connection lost: its fleetrun was killed, or the host was switched off"
                 )
             elif silent > self._silence:
                 self._lose(
@@ -212,7 +212,7 @@ class ControlChannel:
                 break
             if not noted and time.monotonic() - begin > _NOTE_SECONDS:
                 noted = True
-                self._say("the ranks of this host have ended; waiting for the other hosts")
+                self._say("the ranks of this host have ended; waiting for other hosts")
             self._wait()
         if self._is_first:
             self._tell(self._verdict.as_message("verdict"))
@@ -228,10 +228,12 @@ class ControlChannel:
     def _report(self, outcome: Outcome, stopped: bool) -> None:
         age = max(0.0, boot_seconds() - outcome.time) if outcome.time else 0.0
         told = outcome.told or outcome.message
+        if len(told) > _MESSAGE_LIMIT:
+            told = f"{told[:2000]}\n...\n{told[2000 - _MESSAGE_LIMIT :]}"
         mine = HostEnd(
             host=self._own,
             code=outcome.code,
-            message=_shortened(told),
+            message=told,
             is_consequence=outcome.is_consequence,
             time=time.monotonic(),
             step=outcome.step,
@@ -328,9 +330,3 @@ def _stop(origin: str, why: str, by_signal: bool = False, known: bool = False) -
     """
     signals, knows = int(by_signal), int(known)
     return {"type": "stop", "host": origin, "why": why, "signal": signals, "known": knows}
-
-
-def _shortened(text: str) -> str:
-    if len(text) <= _MESSAGE_LIMIT:
-        return text
-    return text[:2000] + "\n...\n" + text[2000 - _MESSAGE_LIMIT :]

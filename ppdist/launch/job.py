@@ -122,9 +122,9 @@ class _Job:
             if pause:  # in which a port may have been taken
                 plan = self.plan()
             self.say_plan(plan)
-        # With --master hosts do not meet here, so that nothing can be drawn for all of them.
-        drawn = channel.drawn if channel is not None else "" if self.options.master else None
-        variables = {JOB_VARIABLE: name_of_job(self.options.token, drawn)}
+        # With --master hosts do not meet here, so that there is no nonce of all of them.
+        nonce = channel.nonce if channel is not None else "" if self.options.master else None
+        variables = {JOB_VARIABLE: name_of_job(self.options.token, nonce)}
         variables |= {JOB_DIR_VARIABLE: str(self.folder), **self.restarts.variables}
         variables |= {STARTED_VARIABLE: f"{self.started}"}
         plan = replace(plan, environment=plan.environment | variables)
@@ -179,13 +179,13 @@ class _Job:
         return once_known(look, ips, self.machine.network, seconds, say, self.received)
 
 
-def name_of_job(token: str, drawn: str | None = None) -> str:
+def name_of_job(token: str, nonce: str | None = None) -> str:
     """A name for this attempt, the same on all of its hosts.
 
-    Args: drawn: what the first host has drawn at random; None: this host is alone and draws.
+    Args: nonce: random text of the first host; None: this host is alone and draws.
     """
-    drawn = secrets.token_hex(16) if drawn is None else drawn
-    return hmac.new(os.fsencode(token), drawn.encode(), hashlib.sha256).hexdigest()
+    nonce = secrets.token_hex(16) if nonce is None else nonce
+    return hmac.new(os.fsencode(token), nonce.encode(), hashlib.sha256).hexdigest()
 
 
 def stopped_before_begin(received: Sequence[int]) -> Outcome:
@@ -218,14 +218,14 @@ class Restarts:
         self.skip: tuple[int, ...] = ()
         self._failures: Counter[int] = Counter()  # by step
         self._furthest = 0  # step that was reached
-        self._in_vain = 0  # failures since an attempt got further than all before it
+        self._without_progress = 0  # failures since an attempt got further than all before it
 
     def learn(self, outcome: Outcome) -> None:
         """An attempt has failed; the next begins."""
         self.attempt += 1
         step = outcome.step or 0
         reached = max(step, outcome.reached)
-        self._in_vain = 1 if reached > self._furthest else self._in_vain + 1
+        self._without_progress = 1 if reached > self._furthest else self._without_progress + 1
         self._furthest = max(self._furthest, reached)
         for passed in [each for each in self._failures if each < step]:
             del self._failures[passed]
@@ -241,9 +241,9 @@ class Restarts:
     @property
     def pause(self) -> float:
         """Seconds until the next attempt: 1, 2, 4, ...; 0 at first."""
-        if self._in_vain == 0:
+        if self._without_progress == 0:
             return 0.0
-        return min(_LONGEST_PAUSE_SECONDS, 2.0 ** min(self._in_vain - 1, 10))
+        return min(_LONGEST_PAUSE_SECONDS, 2.0 ** min(self._without_progress - 1, 10))
 
     @property
     def variables(self) -> dict[str, str]:

@@ -128,7 +128,7 @@ def resolve_hosts(ips: str, network: Network) -> list[str]:
         same = [names[other] for other in range(place) if addresses[other] == address]
         if same:
             what = f"{names[place]} and {same[0]} are both {address}"
-            fix = "each host stands there once (processes per host: --nproc_per_node)"
+            fix = "list each host once (processes per host: --nproc_per_node)"
             if names[place] == same[0]:
                 raise LaunchError(what, code="ips_repeated", where="--ips", fix=fix)
             # One of the two names may belong to a host that has lost this address.
@@ -145,7 +145,7 @@ def _refuse_loopback_among_hosts(names: Sequence[str], addresses: Sequence[str])
         if loops and (not all(loopback) or address == "127.0.0.1"):
             shown = name if name == address else f"{name} (here {address})"
             raise LaunchError(
-                f"{shown} means every machine to itself, so the others cannot reach it",
+                f"{shown} is a loopback address, which other hosts cannot reach",
                 code="ips_loopback",
                 where="--ips",
                 fix="give the address that they see (ip -br addr shows it)",
@@ -172,7 +172,7 @@ def own_address(addresses: Sequence[str], host: str | None, network: Network) ->
     mine = ", ".join(sorted(set(network.interfaces().values()) - {""})) or "none"
     if local:
         raise LaunchError(
-            f"{', '.join(local)} are all this machine's",
+            f"{', '.join(local)} are all addresses of this machine",
             code="ips_ambiguous",
             where="--ips",
             fix=f"say which one this launch is: --host {local[0]}",

@@ -129,19 +129,8 @@ _PADDLES = (
     Option(("--sort_ip",), "BOOL", variables=("PADDLE_SORT_IP",)),
     Option(("--job_id",), "NAME", variables=("PADDLE_JOB_ID",)),
     Option(("--log_level",), "LEVEL", variables=("PADDLE_LOG_LEVEL",)),
-    Option(("--enable_gpu_log",), "BOOL"),
-    Option(("--run_mode",), "MODE", variables=("PADDLE_RUN_MODE",)),
     Option(("--elastic_level",), "N", variables=("PADDLE_ELASTIC_LEVEL",)),
     Option(("--elastic_timeout",), "SECONDS", variables=("PADDLE_ELASTIC_TIMEOUT",)),
-    Option(("--auto_parallel_config",), "FILE", variables=("PADDLE_AUTO_PARALLEL_CONFIG",)),
-    Option(("--auto_cluster_config",), "BOOL", variables=("PADDLE_AUTO_CLUSTER",)),
-    Option(("--auto_tuner_json",), "FILE"),
-    Option(("--servers",), "LIST", variables=("PADDLE_SERVERS_ENDPOINTS",)),
-    Option(("--trainers",), "LIST", variables=("PADDLE_TRAINERS_ENDPOINTS",)),
-    Option(("--server_num",), "N", variables=("PADDLE_SERVER_NUM",)),
-    Option(("--trainer_num",), "N", variables=("PADDLE_TRAINER_NUM",)),
-    Option(("--gloo_port",), "P", variables=("PADDLE_GLOO_PORT",)),
-    Option(("--with_gloo",), "0|1", variables=("PADDLE_WITH_GLOO",)),
 )
 _BY_NAME = {name: option for option in _OURS + _PADDLES for name in option.names}
 # What they do shows in the log of Paddle's launcher alone, which nobody sees.
@@ -196,9 +185,7 @@ def parse_options(arguments: Sequence[str], environment: Mapping[str, str]) -> O
     refuse_stale_environment(environment)
     token = job_token(environment)
     if not rest:
-        raise LaunchError(
-            f"which script is to be started? None was given.\n{USAGE}", code="script_missing"
-        )
+        raise LaunchError(f"no script was given.\n{USAGE}", code="script_missing")
     for option in _OURS + _PADDLES:
         for variable in option.variables:
             if environment.get(variable):
@@ -289,7 +276,7 @@ def job_token(environment: Mapping[str, str]) -> str:
             )
     if (token or name) and len(token) < _LEAST_TOKEN:
         raise LaunchError(
-            f"a token of {len(token)} characters is found by trying: it must have {_LEAST_TOKEN} "
+            f"a token of {len(token)} characters can be guessed: it must have {_LEAST_TOKEN} "
             "or more",
             code="job_token_short",
             where=where,

@@ -20,9 +20,9 @@ from ppdist.launch import worker
 WATCH_FILE = "watch.json"  # where a Watch writes what it found
 
 _TAIL_LINES = 40
-_NO_WORD = errors.Failure("", "", "")
+_NO_REPORT = errors.Failure("", "", "")
 # Codes of a rank that waited for another, which may have made no progress (see `Watch`).
-_WAITED_IN_VAIN = (errors.RANK_TIMEOUT, errors.STORE_UNREACHABLE)
+_PEER_TIMEOUTS = (errors.RANK_TIMEOUT, errors.STORE_UNREACHABLE)
 
 _LOADING_SECONDS = 2.0  # loading Python, Paddle and a model takes longer
 
@@ -46,7 +46,7 @@ class Attempt:
 
 
 @dataclass(frozen=True)
-class Stall:
+class Hang:
     """Ranks that made no progress, for `judge`."""
 
     message: str
@@ -56,10 +56,10 @@ class Stall:
     certain: bool  # False: whoever failed first may have had another reason
 
 
-def found_stall(folder: Path) -> Stall | None:
+def found_hang(folder: Path) -> Hang | None:
     """The stall that a Watch of this folder found; None: none."""
     with contextlib.suppress(FileNotFoundError):
-        return Stall(**json.loads((folder / WATCH_FILE).read_text(encoding="utf-8")))
+        return Hang(**json.loads((folder / WATCH_FILE).read_text(encoding="utf-8")))
     return None
 
 
@@ -70,7 +70,7 @@ class RankEnd:
     rank: int
     local: int  # its number on this host; 0 has the terminal
     exit_code: int | None  # negative: killed by that signal; None: unknown
-    failure: errors.Failure  # as process.run reported it; `_NO_WORD`: no report
+    failure: errors.Failure  # as process.run reported it; `_NO_REPORT`: no report
     time: float  # of the failure, by `boot_seconds`
     pid: int = 0  # of its watcher, worker.py
     reading: heartbeat.Reading | None = None  # its last heartbeat
@@ -96,9 +96,9 @@ class RankEnd:
         return lost or (killed and not self.message)
 
     @property
-    def waited_in_vain(self) -> bool:
+    def waited_for_peer(self) -> bool:
         """Whether it ended because another rank had ended, or never arrived."""
-        return self.is_consequence or self.failure.code in _WAITED_IN_VAIN
+        return self.is_consequence or self.failure.code in _PEER_TIMEOUTS
 
     @property
     def how(self) -> str:
@@ -162,7 +162,7 @@ def read_ends(folder: Path) -> list[RankEnd]:
             rank=report.rank,
             local=report.local,
             exit_code=report.code,
-            failure=_NO_WORD,
+            failure=_NO_REPORT,
             time=report.time,
             pid=report.pid,
             reading=heartbeat.read(heartbeat.file_of(folder, report.rank)),
@@ -257,7 +257,7 @@ def stopped_before(number: int, what: str) -> Outcome:
 
 def first_cause(attempt: Attempt, ends: Sequence[RankEnd]) -> Outcome | None:
     """Outcome while ranks still run; None: no rank failed on its own."""
-    causes = [end for end in ends if end.failed and not end.waited_in_vain]
+    causes = [end for end in ends if end.failed and not end.waited_for_peer]
     return _of_failed(attempt, ends, causes, None) if causes else None
 
 
@@ -265,13 +265,13 @@ def _of_failed(
     attempt: Attempt, ends: Sequence[RankEnd], failed: Sequence[RankEnd], stopped: int | None
 ) -> Outcome:
     """Args: failed: those of `ends` that failed, at least one."""
-    user_errors = [end for end in failed if end.exit_code == USER_ERROR and not end.waited_in_vain]
+    user_errors = [end for end in failed if end.exit_code == USER_ERROR and not end.waited_for_peer]
     first = min(
-        user_errors or failed, key=lambda end: (end.is_consequence, end.waited_in_vain, end.time)
+        user_errors or failed, key=lambda end: (end.is_consequence, end.waited_for_peer, end.time)
     )
-    stall = found_stall(attempt.folder)
+    stall = found_hang(attempt.folder)
     named = stall is not None and first.rank in stall.ranks
-    if stall is not None and (stall.certain or named or first.waited_in_vain):
+    if stall is not None and (stall.certain or named or first.waited_for_peer):
         guess = not stall.certain
         said = stall.message
         return Outcome(1, said, stopped, said, False, stall.time, stall.step, is_guess=guess)

@@ -163,7 +163,9 @@ def differences(mine: Handshake, theirs: Handshake) -> list[str]:
     remedy = "start the same script on every host"
     differ("script", PurePath(mine.script).name, PurePath(theirs.script).name, remedy)
     for own, other in _different_words(mine.arguments, theirs.arguments):
-        if not _may_differ(own, other):
+        has_path = ("/" in own or "/" in other) and "=" not in own + other
+        same_file = has_path and PurePath(own).name == PurePath(other).name != ""
+        if not same_file:
             remedy = "start every host with the same command"
             differ("arguments of the script", own or "none", other or "none", remedy)
     remedy = "hosts restart together: give the same --max_restart on every host"
@@ -201,12 +203,6 @@ def _of_the_run(words: Sequence[str]) -> list[str]:
         for word, following in zip(kept, [*kept[1:], "-"])
         if not (alone and word == "-o" and following.startswith("-"))
     ]
-
-
-def _may_differ(own: str, other: str) -> bool:
-    """True for two paths to a file of one name."""
-    has_path = ("/" in own or "/" in other) and "=" not in own + other
-    return has_path and PurePath(own).name == PurePath(other).name != ""
 
 
 _POLL_SECONDS = 0.1
@@ -307,11 +303,11 @@ class _Rendezvous:
             # Who has joined leaves it to the first host, which knows who is missing.
             timeout = seconds + _TIMEOUT_SECONDS * (not self.mine.is_first and not self.missing)
             if not self.complete and now - begin > timeout:
-                what = f"gave up after {seconds:g} s (--start_timeout): {self._who()}"
+                what = f"gave up after {seconds:g} s (--start_timeout): {self._missing_hosts()}"
                 self._fail(LaunchError(what, code="hosts_missing"))
             if not self.complete and now - reported >= _REPORT_SECONDS:
                 reported = now
-                text = f"{self._who()} ({now - begin:.0f} s)"
+                text = f"{self._missing_hosts()} ({now - begin:.0f} s)"
                 if self.missing:
                     self.say(text)
                 if self.mine.is_first:
@@ -319,11 +315,11 @@ class _Rendezvous:
                     self._tell_joined({"type": "waiting", "text": waiting})
 
     def channel(self) -> ControlChannel:
-        self._hang_up()
+        self._close_pending()
         if not self.mine.is_first and self.listener is not None:
             self.listener.close()
             self.listener = None
-        self.say(f"all {len(self.hosts)} hosts are here")
+        self.say(f"all {len(self.hosts)} hosts are connected")
         return ControlChannel(
             self.mine.host,
             self.hosts,
@@ -332,17 +328,17 @@ class _Rendezvous:
             self.say,
             attempt=self.attempt,
             skip=tuple(sorted(self.skip)),
-            drawn=self.identities.get(0, self.mine.identity),
+            nonce=self.identities.get(0, self.mine.identity),
         )
 
     def leave(self) -> None:
-        self._hang_up()
+        self._close_pending()
         for connection in self.joined.values():
             connection.close()
         if self.listener is not None:
             self.listener.close()
 
-    def _hang_up(self) -> None:
+    def _close_pending(self) -> None:
         for connection in (*self.callers, *self.calls.values()):
             connection.close()
 
@@ -393,7 +389,7 @@ class _Rendezvous:
         over = ""
         for message in connection.receive():
             if connection in self.joined.values():
-                self._follow(message)
+                self._obey(message)
             elif not over:
                 over = self._answer(connection, place, message)
         joined = connection in self.joined.values()
@@ -421,13 +417,13 @@ class _Rendezvous:
             return
         self.callers.remove(connection)
         if over == OTHER_TOKEN:
-            self._say_refused(f"rejected a call from {connection.peer}: {OTHER_TOKEN}")
+            self._report_refused(f"rejected a call from {connection.peer}: {OTHER_TOKEN}")
 
     def _answer(self, connection: Connection, place: int | None, message: Message) -> str:
         """Two hosts get to know each other.  Returns: why the other one does not join, or ""."""
         theirs = read_handshake(message)
         if theirs is not None:
-            return self._meet(connection, place, theirs)
+            return self._compare(connection, place, theirs)
         if message["type"] == "joined" and connection in self.firsts:
             self._join(self.firsts[connection], connection)
             return ""
@@ -439,22 +435,22 @@ class _Rendezvous:
             return f"it refuses this one: {text}"
         return OTHER_PROGRAM
 
-    def _meet(self, connection: Connection, place: int | None, theirs: Handshake) -> str:
+    def _compare(self, connection: Connection, place: int | None, theirs: Handshake) -> str:
         """Compares, and lets a host join that may; returns as `_answer`.
 
         Raises: LaunchError: it belongs to this run, and was started with something else.
         """
         if theirs.identity == self.mine.identity:
-            return "that way leads back to this host"
+            return "it is this host itself"
         found = differences(self.mine, theirs)
         refusal = self._refusal(theirs, agrees=not found)
         known = self.token or place is not None or connection.peer == theirs.host
         if found and not refusal and not known:  # anybody may say so, and must not end the run
-            self._say_refused(f"rejected a call from {connection.peer}: {found[0]}")
+            self._report_refused(f"rejected a call from {connection.peer}: {found[0]}")
             refusal = f"it was started differently from host {self.mine.host}"
         if refusal:
             connection.send({"type": "refused", "text": refusal})
-            return "it has no place in this run"
+            return "it is not part of this run"
         if place is None:
             connection.send(self.mine.message())
         if found:
@@ -474,20 +470,20 @@ class _Rendezvous:
     def _refusal(self, theirs: Handshake, agrees: bool) -> str:
         """Why a host has no place in this run, or ""."""
         if theirs.host not in self.mine.hosts and not self.mine.same_names(theirs):
-            self._say_refused(f"rejected {theirs.host[:60]}: it is not among --ips of this host")
+            self._report_refused(f"rejected {theirs.host[:60]}: it is not among --ips of this host")
             return f"it is not among --ips {','.join(self.mine.hosts)} there"
         known = self.identities | {self.mine.place: self.mine.identity}
         taken = [self.hosts[place] for place in known if known[place] != theirs.identity]
         same_place = agrees and known.get(theirs.place, theirs.identity) != theirs.identity
         if same_place or theirs.host in taken:
-            self._say_refused(f"rejected a second fleetrun that says it is host {theirs.host}")
+            self._report_refused(f"rejected a second fleetrun that says it is host {theirs.host}")
             return (
                 f"another fleetrun is host {theirs.host} of this run already: it was started "
                 f"twice, or --host is wrong on one of the two"
             )
         return ""
 
-    def _say_refused(self, text: str) -> None:
+    def _report_refused(self, text: str) -> None:
         """Says it once; it calls every second and may be a stranger."""
         if text not in self.refused and len(self.refused) < _MOST_REFUSED:
             self.refused.add(text)
@@ -503,13 +499,13 @@ class _Rendezvous:
     def _hear_joined(self) -> None:
         for place, connection in list(self.joined.items()):
             for message in connection.receive():
-                self._follow(message)
+                self._obey(message)
             if connection.closed is not None and not self.complete:
                 del self.joined[place], self.identities[place]
-                self.tried[place] = "it was here and went away"
-                self.say(f"host {self.hosts[place]} went away before the run began")
+                self.tried[place] = "it disconnected"
+                self.say(f"host {self.hosts[place]} disconnected before the run began")
 
-    def _follow(self, message: Message) -> None:
+    def _obey(self, message: Message) -> None:
         """Obeys the first host, or a host that stops."""
         if message["type"] == "stopped":
             if self.mine.is_first:
@@ -528,7 +524,7 @@ class _Rendezvous:
             text, code = text_of(message, "text"), text_of(message, "code", 100)
             raise Failure(LaunchError.kind, code, f"host {self.hosts[0]}: {text}").error()
 
-    def _who(self) -> str:
+    def _missing_hosts(self) -> str:
         if not self.missing:
             return f"waiting for host {self.hosts[0]} to say that all are there"
         each = [

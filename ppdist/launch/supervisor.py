@@ -46,10 +46,10 @@ from ppdist.launch.watchdog import Watch
 
 _POLL_SECONDS = 0.2  # a look takes half a millisecond of a core that computes
 _PEER_SECONDS = 3.0  # in which ranks that have lost one can say so by themselves
-_WORD_SECONDS = 1.0  # after which they are asked to end
-_GONE_SECONDS = 10.0  # a killed process that waits for a dead disk may take for ever to end
-_GONE_POLL_SECONDS = 0.02
-_ROOM_BYTES = 16 * 1024  # of a rank: its reports, heartbeat, stacks, in pages
+_TERM_SECONDS = 1.0  # after which they are asked to end
+_KILL_SECONDS = 10.0  # a killed process that waits for a dead disk may take for ever to end
+_KILL_POLL_SECONDS = 0.02
+_RESERVED_BYTES = 16 * 1024  # of a rank: its reports, heartbeat, stacks, in pages
 _PATH_LIMIT = 100  # a socket's path holds at most 108 bytes
 
 
@@ -95,7 +95,7 @@ def run_job(
         (folder / "job.json").write_text(json.dumps(orders), encoding="utf-8")
         # Ranks that could not say how they ended would count as ranks that never began.
         room = folder / "room"
-        room.write_bytes(bytes(_ROOM_BYTES * (1 + plan.processes)))
+        room.write_bytes(bytes(_RESERVED_BYTES * (1 + plan.processes)))
         room.unlink()
     attempt = Attempt(folder, log_dir)
     if not afresh:
@@ -200,10 +200,16 @@ class _Job:
         if others_failed and self._ending is None:
             self._ending = time.monotonic()
         if at_once(self._received):
-            self._end_at_once()
+            name = signal.Signals(self._received[-1]).name
+            said = f"{name} again: the ranks were killed at once; older checkpoints are intact"
+            code, first = code_of(self._received), self._received[0]
+            self._verdict = Outcome(
+                code, said, first, said, is_consequence=True, time=boot_seconds()
+            )
+            self._end()
         elif self._ending is not None:
             seconds = time.monotonic() - self._ending
-            if seconds > _WORD_SECONDS:
+            if seconds > _TERM_SECONDS:
                 self._ask()
             if seconds > _PEER_SECONDS:
                 self._end()
@@ -233,26 +239,14 @@ class _Job:
         if any(end.failed for end in ends):
             cause = first_cause(self._attempt, ends)
             if cause is not None:
-                self._announce(cause)
+                self.said = cause.message
+                say_end(cause)
+                if self._channel is not None:
+                    self._channel.tell_failure(cause)
             # Whoever lost it may need a moment to find out, and may know more.
             self._ending = self._ending or time.monotonic()
         elif any(end.exit_code == STOPPED for end in ends):
             self._left = True
-
-    def _end_at_once(self) -> None:
-        name = signal.Signals(self._received[-1]).name
-        said = f"{name} again: the ranks were killed at once; older checkpoints are intact"
-        code, first = code_of(self._received), self._received[0]
-        self._verdict = Outcome(code, said, first, said, is_consequence=True, time=boot_seconds())
-        self._end()
-
-    def _announce(self, failure: Outcome) -> None:
-        """Says it here and to the other hosts, once."""
-        if not self.said:
-            self.said = failure.message
-            say_end(failure)
-            if self._channel is not None:
-                self._channel.tell_failure(failure)
 
     def _pass_stop_on(self, others_stop: bool) -> None:
         """Passes a signal for one process on to all ranks."""
@@ -283,10 +277,10 @@ class _Job:
             if process.poll() is None:
                 process.kill()  # Paddle's launcher before its workers, which it would look after
                 process.wait()
-        stubborn = _end_all(self._folder)
-        if stubborn:
-            ids = ", ".join(str(pid) for pid in stubborn)
-            say(f"processes {ids} were killed and do not end: they wait for a disk or a driver")
+        unkillable = _end_all(self._folder)
+        if unkillable:
+            ids = ", ".join(str(pid) for pid in unkillable)
+            say(f"processes {ids} were killed but do not exit: blocked by a disk or a driver")
 
 
 def _ended(folder: Path, by_themselves: bool) -> list[RankEnd]:
@@ -323,14 +317,14 @@ def _end_all(folder: Path) -> list[int]:
 
     Returns: process ids of those that do not end.
     """
-    deadline = time.monotonic() + _GONE_SECONDS
+    deadline = time.monotonic() + _KILL_SECONDS
     while left := worker.started_by(folder):
         for pid in left:
             with suppress(ProcessLookupError, PermissionError):
                 os.kill(pid, signal.SIGKILL)
         if time.monotonic() > deadline:
             return left
-        time.sleep(_GONE_POLL_SECONDS)
+        time.sleep(_KILL_POLL_SECONDS)
     return []
 
 

@@ -150,7 +150,13 @@ def make_plan(options: Options, environment: Mapping[str, str], machine: Machine
         variables[name] = ",".join(visible if labels else ())  # some readers keep its spaces
     if labels:
         device = options.kind
-        cards = [_card_variables(device, label, visible) for label in labels]
+        cards = []
+        for label in labels:
+            index = label if visible is None else str(visible.index(label))
+            found = {f"FLAGS_selected_{device}s": index}  # by which Paddle finds the card of a rank
+            if device not in ("gpu", "xpu"):  # Paddle is built for these; a plug-in brings others
+                found |= {"PADDLE_DISTRI_BACKEND": "xccl", KIND_VARIABLE: device}
+            cards.append(found)
         what = f"card{'s' * (processes > 1)}" if device == "gpu" else device
         what += f" {','.join(labels)}"
     else:
@@ -221,15 +227,6 @@ def _clean(environment: Mapping[str, str]) -> dict[str, str]:
     return variables
 
 
-def _card_variables(kind: str, label: str, visible: Sequence[str] | None) -> dict[str, str]:
-    """Variables by which Paddle finds the card of a rank."""
-    index = label if visible is None else str(visible.index(label))
-    selected = {f"FLAGS_selected_{kind}s": index}
-    if kind in ("gpu", "xpu"):  # which Paddle is built for; others come with a plug-in
-        return selected
-    return selected | {"PADDLE_DISTRI_BACKEND": "xccl", KIND_VARIABLE: kind}
-
-
 def _check_paddle_and_script(options: Options, machine: Machine) -> None:
     if machine.build == "none":
         raise LaunchError(
@@ -240,16 +237,21 @@ def _check_paddle_and_script(options: Options, machine: Machine) -> None:
     script = options.script
     if script.isdigit():
         raise LaunchError(
-            f"{script!r} stands where the script belongs",
+            f"expected a script, found {script!r}",
             code="script_missing",
             fix="write lists with commas, e.g. --selected_gpus 0,1",
         )
-    found = Path(script).is_file() if script.endswith(".py") else shutil.which(script) is not None
+    path = Path(script)
+    own = _OWN.get(path.stem)
+    found = path.is_file() if script.endswith(".py") else shutil.which(script) is not None
     if not found:
         raise LaunchError(
-            f"found no script {script!r} (looked in {Path.cwd()})",
+            f"script {script!r} not found (in {Path.cwd()})",
             code="script_not_found",
-            fix=_own_command(script),
+            # tools/train.py in a folder that is no clone
+            fix=f"write `fleetrun ... ppdist {own} ...` (tools/ exists only in a clone)"
+            if own and (path.parent.name == "tools" or not path.suffix)
+            else "",
         )
     if options.max_restart and options.master:
         raise LaunchError(
@@ -261,15 +263,6 @@ def _check_paddle_and_script(options: Options, machine: Machine) -> None:
 
 
 _OWN = {"infer": "predict"} | {name: name for name in ("train", "eval", "predict", "export")}
-
-
-def _own_command(script: str) -> str:
-    """The ppdist command for a script of tools/, or ""."""
-    path = Path(script)
-    command = _OWN.get(path.stem)
-    if command is None or (path.suffix and path.parent.name != "tools"):
-        return ""
-    return f"write `fleetrun ... ppdist {command} ...` (tools/ exists only in a clone)"
 
 
 def cards_of_run(
@@ -293,7 +286,7 @@ def cards_of_run(
         if machine.cards or options.kind != "gpu":
             found = f"{name}={variable!r} hides all {noun}s of this machine"
         raise LaunchError(
-            f"cards {','.join(wanted)} were asked for, but {found}; to train on its CPU, type: "
+            f"cards {','.join(wanted)} were requested, but {found}; to train on its CPU, type: "
             f"{_instead(options, len(wanted), machine)}",
             code="no_cards",
         )
@@ -361,13 +354,13 @@ def _refuse_absent(
         raise LaunchError(
             f"there is no card {absent}: this machine has {listed_ids(visible)}",
             code="card_missing",
-            fix="choose among these",
+            fix="choose from these",
         )
     shown = "those nvidia-smi shows, here " if name == "CUDA_VISIBLE_DEVICES" else ""
     raise LaunchError(
         f"card {absent} is hidden by {name}={variable}: the ids are {shown}{listed_ids(visible)}",
         code="card_hidden",
-        fix=f"choose among these, or unset {name}",
+        fix=f"choose from these, or unset {name}",
     )
 
 

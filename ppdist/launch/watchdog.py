@@ -27,7 +27,7 @@ from ppdist.common.process import STOPPED, boot_seconds, process_stat
 from ppdist.distributed import heartbeat
 from ppdist.distributed.heartbeat import Reading
 from ppdist.launch import worker
-from ppdist.launch.outcome import WATCH_FILE, Attempt, Stall, phase_of
+from ppdist.launch.outcome import WATCH_FILE, Attempt, Hang, phase_of
 
 _LOOK_SECONDS = 0.5
 # If fleetrun itself was stopped or got no processor, so did the ranks: no more than this of a gap
@@ -81,7 +81,7 @@ class Watch:
         self._ranks: dict[int, RankStatus] = {}
         self._step_seconds: deque[float] = deque(maxlen=1000)
         self._ended: set[int] = set()  # ranks whose end was looked into
-        self._struck = False
+        self._ended_hung = False
 
     def look(self, others_wait: bool = False) -> None:
         """Looks at all ranks; blocks only while stacks are written.
@@ -98,16 +98,20 @@ class Watch:
         for log in self._collect_stacks("asked for by a signal"):
             self._say(f"stacks of a rank were asked for by a signal: {log}")
         ranks = [self._ranks[rank] for rank in sorted(self._ranks)]
-        if self._struck or not ranks:
+        if self._ended_hung or not ranks:
             return
         limits = {seen.rank: self.limit(seen) for seen in ranks}
-        culprits, how = _stalled(ranks, limits, self._now, self._several_hosts)
+        culprits, how = _hung(ranks, limits, self._now, self._several_hosts)
         certain = True
-        if not culprits and (self._somebody_failed() or others_wait):
+        codes = {each.rank: each.code for each in worker.reports(self._folder)}
+        ended = {rank for rank, code in codes.items() if code is not None} - self._ended
+        self._ended |= ended
+        failed = any(codes[rank] not in (0, STOPPED) for rank in ended)
+        if not culprits and (failed or others_wait):
             culprits, how = _suspects(ranks, self._usual_seconds(), self._now)
             certain = False
         if culprits:
-            self._strike(culprits, how, certain)
+            self._end_hung(culprits, how, certain)
 
     def limit(self, seen: RankStatus) -> float:
         """How long this rank may give no sign of life, s."""
@@ -166,19 +170,12 @@ class Watch:
             elif seen.stopped_at is None:
                 seen.stopped_at = self._now
 
-    def _somebody_failed(self) -> bool:
-        """Whether a rank has failed since the last look."""
-        now = {each.rank: each.code for each in worker.reports(self._folder)}
-        new = {rank for rank, code in now.items() if code is not None} - self._ended
-        self._ended |= new
-        return any(now[rank] not in (0, STOPPED) for rank in new)
-
-    def _strike(self, culprits: Sequence[RankStatus], how: str, certain: bool) -> None:
+    def _end_hung(self, culprits: Sequence[RankStatus], how: str, certain: bool) -> None:
         """Records who makes no progress, and kills the ranks.
 
         Args: certain: nothing has failed yet, so all are to be ended; else supervisor.py does it.
         """
-        self._struck = True
+        self._ended_hung = True
         since = boot_seconds() - max(self._now - seen.changed for seen in culprits)
         # Now: one that is woken up to write its stacks may get into the next step.
         makings = [seen.reading.making for seen in self._ranks.values()]
@@ -191,7 +188,7 @@ class Watch:
         files = self._awaited_stacks(how)
         where = f"; the stacks of all ranks of this host: {files}" if files else ""
         ranks = [seen.rank for seen in culprits]
-        stall = Stall(f"{how}{where}", since, ranks, step, certain)
+        stall = Hang(f"{how}{where}", since, ranks, step, certain)
         replace_file(self._folder / WATCH_FILE, json.dumps(asdict(stall)).encode())
         for seen in self._ranks.values() if certain else culprits:
             _send(seen, signal.SIGKILL)
@@ -219,7 +216,7 @@ class Watch:
         return files
 
 
-def _stalled(
+def _hung(
     ranks: Sequence[RankStatus], limits: dict[int, float], now: float, several_hosts: bool
 ) -> tuple[Sequence[RankStatus], str]:
     """Ranks that make no progress, and how to say it.
@@ -248,7 +245,7 @@ def _stalled(
     # Ranks that wait in different places wait for ever, whatever the phase.
     if apart and (len(over) == len(ranks) or (all_wait and still > ranks[0].reading.limit)):
         return ranks, (
-            f"the ranks of this host wait for one another in different places, since {still:.0f} "
+            f"the ranks of this host wait in different collectives, for {still:.0f} "
             f"s: {'; '.join(f'{_named(seen)} {_where(seen)}' for seen in ranks)}; one of them left "
             f"out a collective or took another way"
         )

@@ -38,7 +38,7 @@ class Run:
         """By step the relative error of what is left, against how long it then took."""
         clock, generator = Clock(), np.random.default_rng(0)
         total = self.epochs * self.steps_per_epoch
-        meter = ETA(total, self.steps_per_epoch, clock)
+        meter = ETA(total, clock)
         meter.expect(self.steps_per_epoch, self.save_every, *self.images)
         if self.start:
             meter.remember(self.evaluation)
@@ -100,7 +100,7 @@ def test_eta_before_first_evaluation_uses_its_images():
 
 def test_every_second_is_booked_once():
     clock = Clock()
-    meter = ETA(10, 5, clock)
+    meter = ETA(10, clock)
     clock.now += 7.0
     meter.stepped(1, 2.0)
     with meter.spending(EVALUATION, 1):
@@ -113,7 +113,7 @@ def test_every_second_is_booked_once():
 
 def test_steps_that_are_made_again_do_not_confuse_it():
     clock = Clock()
-    meter = ETA(100, 100, clock)
+    meter = ETA(100, clock)
     for step in [*range(1, 50), *range(10, 40)]:
         clock.now += 1.0
         meter.stepped(step, 0.0)

@@ -1,6 +1,5 @@
 """Sums through the memory of a host, on real ranks and against what sockets give."""
 
-import ctypes
 import mmap
 import os
 import signal
@@ -15,7 +14,6 @@ from ppdist.common.errors import RankError, failure_of
 from ppdist.config.distributed import DistributedConfig
 from ppdist.distributed import comm, heartbeat
 from ppdist.distributed.shm_allreduce import SharedMemoryAllReduce, _messages, _pieces, _share
-from ppdist.distributed.store import drowsy_threads
 from ppdist.launch.outcome import RankEnd
 from tests.distributed import run_on_ranks
 
@@ -98,7 +96,7 @@ def test_wait_hears_signals_and_names_missing_rank():
         [2.0],
         True,
         "rank_timeout: rank 0 waited 0.5 s (distributed.timeout_seconds) for rank 1 (process "
-        f"{pid_1} of this host), which lives but did not come to the same exchange",
+        f"{pid_1} of this host), which is alive but did not reach the same collective",
     ]
     gone = f"lost_rank: rank 0 (process {pid_0} of this host) ended while rank 1 waited for it"
     assert second == [[2.0], True, gone]
@@ -209,7 +207,7 @@ def test_buckets_and_shares_cover_every_value_once():
 @pytest.mark.parametrize("across", [False, True])
 @pytest.mark.parametrize("ranks", [2, 3])
 def test_values_are_summed_in_rank_order(monkeypatch, ranks, across):
-    monkeypatch.setattr("ppdist.distributed.shm_allreduce._AT_A_TIME", 13)
+    monkeypatch.setattr("ppdist.distributed.shm_allreduce._CHUNK_VALUES", 13)
     draw = np.random.default_rng(0)
     arrays = [[draw.normal(size=size).astype(np.float32) for size in (3, 100, 1, 70)]
               for _ in range(ranks)]  # fmt: skip
@@ -250,17 +248,3 @@ def test_pieces_cover_part_of_bucket_exactly_once():
     assert list(_pieces(message, 0, 14)) == [(0, 0, 3), (3, 1000, 10), (13, 5000, 1)]
     assert list(_pieces(message, 2, 5)) == [(2, 8, 1), (3, 1000, 2)]
     assert list(_pieces(message, 5, 5)) == []
-
-
-def test_timer_slack_applies_to_gloo_threads_only():
-    def slack():
-        found = []
-        thread = threading.Thread(target=lambda: found.append(ctypes.CDLL(None).prctl(30)))
-        thread.start()
-        thread.join()
-        return found[0]
-
-    before = slack()
-    with drowsy_threads():
-        assert slack() == 30_000_000
-    assert slack() == before < 1_000_000

@@ -64,7 +64,7 @@ def test_connections_that_close_meanwhile_do_no_harm():
     with listener, socket.create_connection(listener.getsockname()) as connection:
         for each in store._connections():
             assert each.fileno() >= 0
-        store.send_at_once()
+        store.disable_nagle()
         assert connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY)
 
 

@@ -10,7 +10,7 @@ import pytest
 
 from ppdist.common.errors import LaunchError
 from ppdist.distributed import store
-from ppdist.distributed.store import require_ways, wait_for_store
+from ppdist.distributed.store import require_connectivity, wait_for_store
 from tests.errors import raises
 
 A, B = "127.0.0.2", "127.0.0.3"
@@ -37,7 +37,7 @@ class Ranks:
 
     def _be(self, rank: int, addresses_W: Sequence[str], environment: Mapping[str, str]) -> None:
         try:
-            require_ways(self._exchange(rank), addresses_W, rank, environment)
+            require_connectivity(self._exchange(rank), addresses_W, rank, environment)
         except LaunchError as error:
             self.said[rank] = str(error)
 
@@ -67,7 +67,7 @@ def test_a_way_that_is_closed_is_named_on_every_rank(monkeypatch: pytest.MonkeyP
 
     monkeypatch.setattr(socket, "create_connection", through_a_firewall)
     said = Ranks(3).run([A, A, B], {"GLOO_SOCKET_IFNAME": "eth7"})
-    assert len(set(said)) == 1 and f"hosts do not reach one another: {A} -> {B} (port " in said[0]
+    assert len(set(said)) == 1 and f"hosts cannot reach one another: {A} -> {B} (port " in said[0]
     assert f"{B} -> {A}" not in said[0]
     assert "timed out" in said[0] and "firewall" in said[0]
     assert "GLOO_SOCKET_IFNAME=eth7, NCCL_SOCKET_IFNAME=not set" in said[0]

@@ -44,7 +44,7 @@ def test_no_jump_of_the_wall_clock_ends_a_run(monkeypatch: pytest.MonkeyPatch) -
 
 def test_closing_is_the_longest_of_what_was_seen() -> None:
     now = [0.0]
-    eta = ETA(100, 10, lambda: now[0])
+    eta = ETA(100, lambda: now[0])
     eta.expect(10, 10, evaluation_images=40, images_per_step=4)
     for step in range(1, 6):
         eta.stepped(step, 0.0)

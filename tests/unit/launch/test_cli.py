@@ -231,7 +231,7 @@ def test_cards_that_are_not_there_exit_2(program: list[str]) -> None:
     ended = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
     assert ended.returncode == 2
     assert ended.stderr == (
-        "ppdist: error: cards 0,1 were asked for, but this machine has no visible GPU; to train on "
+        "ppdist: error: cards 0,1 were requested, but this machine has no visible GPU; to train on "
         "its CPU, type: fleetrun --nproc_per_node 2 t.py -c a.yml\n"
     )
 

@@ -52,7 +52,7 @@ def test_ranks_count_across_hosts_and_end_together(start, port: str) -> None:
     assert (first.code, second.code) == (0, 0), first.errors + second.errors
     assert (first.output, second.output) == ("rank 0\n", "rank 2\n")
     assert "fleetrun: host 1 of 2, 2 processes on CPU" in first.errors
-    assert "fleetrun: all 2 hosts are here" in first.errors
+    assert "fleetrun: all 2 hosts are connected" in first.errors
     assert "rank 3" in Path(f"log_{B}/workerlog.1").read_text()
 
 
@@ -88,7 +88,7 @@ def test_a_host_whose_fleetrun_is_killed_ends_the_other(start, port: str) -> Non
     hosts[1].process.send_signal(signal.SIGKILL)
     ended = hosts[0].ended()
     assert ended.code == 1
-    assert f"fleetrun: host {B}: its fleetrun is gone: it was killed" in ended.errors
+    assert f"fleetrun: host {B}: connection lost: its fleetrun was killed" in ended.errors
 
 
 def test_different_commands_are_refused_before_start(start, port: str) -> None:
@@ -165,7 +165,7 @@ def test_all_hosts_restart_together(start, port: str) -> None:
     assert f"fleetrun: host {B}: rank 1 failed first: it was killed by SIGKILL" in first.errors
     for host in (first, second):
         assert "fleetrun: restart 1 of 2 in 1 s" in host.errors
-        assert host.errors.count("all 2 hosts are here") == 2
+        assert host.errors.count("all 2 hosts are connected") == 2
 
 
 @pytest.mark.slow
@@ -187,7 +187,7 @@ def test_a_lost_host_started_again_joins_the_next_attempt(
     record_property("seconds_from_its_start_to_the_end", round(time.monotonic() - begin, 1))
     assert [host.code for host in ended] == [0, 0], ended
     assert attempts(0) == attempts(1) == ["0", "1"]
-    assert f"host {lost}: its fleetrun is gone" in ended[0].errors
+    assert f"host {lost}: connection lost: its fleetrun" in ended[0].errors
 
 
 @pytest.mark.slow

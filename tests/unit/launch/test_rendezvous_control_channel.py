@@ -169,7 +169,7 @@ def test_host_without_fleetrun_ends_others_by_name(gone: str) -> None:
     join(hosts)
     for host in hosts.values():
         assert host.outcome is not None and host.outcome.code == 1
-        assert host.outcome.message.startswith(f"host {gone}: its fleetrun is gone")
+        assert host.outcome.message.startswith(f"host {gone}: connection lost: its fleetrun")
 
 
 @pytest.mark.parametrize("silent", [A, B])

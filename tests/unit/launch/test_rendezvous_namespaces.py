@@ -70,7 +70,7 @@ def test_a_blocked_way_is_named_until_it_is_open(cable: Cable, cabled) -> None:
     script = write(ALL_REDUCE)
     cable.block(A)
     hosts = [cabled(A, script), cabled(B, script)]
-    wait_for(lambda: f"host {A} ({A}:6070: no way to it from here" in hosts[1].said, 30)
+    wait_for(lambda: f"host {A} ({A}:6070: no route to host" in hosts[1].said, 30)
     wait_for(lambda: f"host {B} ({B}:6070: " in hosts[0].said, 30)
     cable.unblock(A)
     assert [end.code for end in ended(hosts)] == [0, 0], hosts[0].said + hosts[1].said
@@ -148,8 +148,8 @@ def _training(folder: Path, request: pytest.FixtureRequest) -> list[str]:
         root = folder / "absent"
     if root.is_dir():
         return [str(ROOT / "configs/examples/bccd_ppyoloe.yml"), f"data.root={root}"]
-    drawn = [sys.executable, "tools/data.py", "synthetic", "--out", str(folder / "data")]
-    subprocess.run([*drawn, "--train", "48", "--val", "8"], cwd=ROOT, check=True)
+    command = [sys.executable, "tools/data.py", "synthetic", "--out", str(folder / "data")]
+    subprocess.run([*command, "--train", "48", "--val", "8"], cwd=ROOT, check=True)
     return [str(ROOT / "configs/examples/demo.yml"), f"data.root={folder / 'data'}"]
 
 

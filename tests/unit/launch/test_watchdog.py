@@ -21,7 +21,7 @@ from ppdist.common.errors import Failure
 from ppdist.common.process import boot_seconds
 from ppdist.distributed import heartbeat
 from ppdist.launch import worker
-from ppdist.launch.outcome import Attempt, found_stall, judge
+from ppdist.launch.outcome import Attempt, found_hang, judge
 from ppdist.launch.watchdog import Watch
 from tests.unit.launch.beats import write_beat
 from tests.unit.launch.hosts import hosts_of_a_test, wait_for, write
@@ -104,7 +104,7 @@ class Ranks:
 
     @property
     def found(self) -> str:
-        stall = found_stall(self.folder)
+        stall = found_hang(self.folder)
         return stall.message if stall else ""
 
     def alive(self) -> list[int]:
@@ -136,7 +136,7 @@ def test_a_stopped_rank_is_named_and_stacks_are_kept(host) -> None:
     ranks.stop(1)
     assert ranks.wait(57) == "" and ranks.alive() == [0, 1, 2]
     found = ranks.wait(14)
-    stall = found_stall(ranks.folder)
+    stall = found_hang(ranks.folder)
     assert stall is not None and stall.step == 6  # whatever a rank that was woken up does next
     pid = ranks.processes[1].pid
     assert re.search(
@@ -268,7 +268,7 @@ def test_ranks_in_different_collectives_told_apart(host) -> None:
     ranks.beat(0, step=5, collectives=11, place="all_reduce of 10 values")
     ranks.beat(1, "evaluate", step=6, collectives=11, place="barrier ppdist/barrier/3")
     found = ranks.wait(70)
-    assert found.startswith("the ranks of this host wait for one another in different places")
+    assert found.startswith("the ranks of this host wait in different collectives")
     assert "in all_reduce of 10 values, its collective 11, in step 6; rank 1" in found
     assert "in barrier ppdist/barrier/3, its collective 11, in the evaluation after step 6" in found
 

@@ -136,7 +136,7 @@ def test_a_rank_that_gave_up_on_the_store_says_so(
     tmp_path: Path,
 ) -> None:
     said = (
-        "host a cannot reach port 6071 of 10.0.0.1, where rank 0 keeps what ranks tell each other "
+        "host a cannot reach port 6071 of 10.0.0.1, the TCP store of rank 0 "
         "(Connection refused, tried for 300 s): nothing listens there: see in its log what keeps"
     )
     gone = (2, 1.0, 2, failure_of(LaunchError(said, code="store_unreachable")))
