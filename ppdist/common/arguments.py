@@ -19,7 +19,10 @@ def at_least(least: int) -> Callable[[str], int]:
 
 
 def time_in(unit: str) -> Callable[[str], float]:
-    """For `type=` of an option: a time above 0, in a unit that the message names."""
+    """For `type=` of an option: a time above 0.
+
+    Args: unit: for the message.
+    """
 
     def number(text: str) -> float:
         try:

@@ -87,14 +87,14 @@ def start(
 
 
 def start_here(command: Sequence[str], **settings: Any) -> Process:
-    """Starts a program in this session; at the end of this process it is asked to end."""
+    """Starts a program in this session; it gets SIGTERM when this process ends."""
     return start(command, ends_by=signal.SIGTERM, stdin=None, start_new_session=False, **settings)
 
 
 def output_of(
     command: Sequence[str], seconds: float, environment: Mapping[str, str] | None = None
 ) -> tuple[int, str, str] | None:
-    """Exit code and text on stdout and stderr of a program; None: timeout.
+    """Exit code, stdout and stderr of a program; None: timeout.
 
     Raises: OSError: it cannot be started.
     """
@@ -118,7 +118,7 @@ def run_command(
     environment: Mapping[str, str] | None = None,
     stop: Callable[[], object] = lambda: None,
 ) -> int | None:
-    """Runs a program; kills it and its children at the timeout or with this process.
+    """Runs a program; kills it and its children at the timeout.
 
     Args:
         log: receives its output.
@@ -152,7 +152,7 @@ def end_with_parent(number: int, parent: int) -> None:
 
 
 def ends_with_this(number: int) -> Callable[[], None]:
-    """The same for a child, as a `preexec_fn` or its first call after a fork.
+    """As `end_with_parent`, for the first call of a forked child.
 
     Created before the fork, because another thread may hold the linker's lock during it.  It does
     nothing outside the main thread: the kernel takes the end of the forking thread for the end of
@@ -236,7 +236,7 @@ class ForkedChild:
 
 
 def run_in_child(work: Callable[[], object], seconds: float) -> str:
-    """Runs work in a forked child, so that a crash cannot kill this process.
+    """Runs work in a forked child, whose crash harms nothing here.
 
     The child's log messages are logged here.
 
@@ -291,7 +291,7 @@ class _PipeHandler(logging.Handler):
 
 
 def _pass_on(pipe: int, deadline: float) -> bool:
-    """Logs what arrives until the writer ends.  Returns: whether it ended in time."""
+    """Logs what arrives; returns whether the writer ended in time."""
     data = b""
     while select.select([pipe], [], [], max(0.0, deadline - time.monotonic()))[0]:
         block = os.read(pipe, 1 << 16)

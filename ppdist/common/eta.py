@@ -19,7 +19,7 @@ _EVALUATION_COST = 0.5
 
 
 class ETA:
-    """Wall seconds of one process by part, and how long the rest of the run takes.
+    """Wall seconds of one process by part, and the time left.
 
         left = steps * step + evaluations * evaluation + saves * save    (of those still to come)
 
@@ -106,7 +106,7 @@ class ETA:
         return seconds
 
     def closing(self) -> float:
-        """Seconds that a step, an evaluation and a save may take now: the longest of late."""
+        """Longest recent seconds of a step, an evaluation and a save together."""
         each = self._step_seconds() if self._steps else 0.0
         seconds = 2 * each + max(self._parts[SAVING], default=0.0)
         if self._every[EVALUATION]:
@@ -115,7 +115,7 @@ class ETA:
         return seconds
 
     def seconds(self) -> dict[str, float]:
-        """Wall seconds since the start by part; `training` is what no other part took."""
+        """Wall seconds since the start by part; `training` is the rest."""
         total = self._clock() - self._began
         return {TRAINING: total - sum(self._seconds.values()), **self._seconds}
 

@@ -18,7 +18,7 @@ Record = Mapping[str, Any]
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:
-    """The records of a metrics.jsonl; lines cut short by a crash or a full disk are left out."""
+    """The records of a metrics.jsonl, without lines that a crash truncated."""
     records = []
     for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
         try:
@@ -56,7 +56,7 @@ class MetricRecords:
 
     @classmethod
     def of(cls, records: Sequence[Record]) -> "MetricRecords":
-        """Sorts them; those without a step, or of no known kind, are left out.
+        """Sorts records by kind, without unknown kinds and those without a step.
 
         A rollback takes back what stands before it and lies beyond its step.
         """
@@ -101,7 +101,7 @@ _SUMMARY_SCORES = ("mAP", "mAP50", "top1", "top5", "val_loss")
 
 
 def run_summary(output_dir: Path, seconds: Mapping[str, float]) -> list[tuple[str, str, str]]:
-    """(what, value, where or why) from what a run has left; what is not there has no row.
+    """Rows of (what, value, where or why) from the files of a run.
 
     Args: seconds: wall time of this process by part.
     """
@@ -167,7 +167,7 @@ def commands(output_dir: Path) -> list[str]:
 
 
 def step_of(checkpoint: Path) -> int | None:
-    """The step of a checkpoint, or of one that a link names; None: it is none, or not there."""
+    """The step of a checkpoint or of a link to one, or None."""
     try:
         kind, _, step = checkpoint.resolve(strict=True).name.partition("-")
         return int(step) if kind == "step" else None

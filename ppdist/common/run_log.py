@@ -174,7 +174,7 @@ class RunLog:
             _LOGGER.info(message, extra=DETAIL)
 
     def note(self, message: str) -> None:
-        """Like `info`, but shortened on the console before the first step, as warnings are."""
+        """Like `info`, but before the first step shortened as warnings are."""
         if self._main:
             _LOGGER.info(message, extra=NOTE)
 
@@ -184,7 +184,7 @@ class RunLog:
             _LOGGER.info(f"{name:10}{text}", extra=BARE)
 
     def row(self, header: str, row: str) -> None:
-        """Adds a row to the growing table of the run; repeats the header now and then."""
+        """Adds a row to the run's growing table, at times with its header."""
         if not self._main:
             return
         if header != self._header or self._rows % _HEADER_EVERY == 0:
@@ -202,7 +202,7 @@ class RunLog:
             self.warning(f"{what} cannot be written, continuing without it: {said}")
 
     def put(self, name: str, write: Callable[[], object], size: int = 0) -> None:
-        """Writes another file of the run in the background; warns once of failures.
+        """Writes another file in the background; warns once of failures.
 
         Args: size: bytes that it keeps in memory; with any, as for a picture, it may be dropped.
         """
@@ -212,7 +212,7 @@ class RunLog:
     def table(
         self, title: str, rows: Sequence[tuple[str, str, str]], on_console: bool = False
     ) -> None:
-        """Logs a table of (what, value, why) to train.log, and optionally to the console."""
+        """Logs a table of (what, value, why), optionally on the console."""
         if not self._main:
             return
         table = Table("", "", "", title=title, title_justify="left", show_header=False)
@@ -225,7 +225,7 @@ class RunLog:
         self.detail("\n" + plain.file.getvalue().rstrip())  # type: ignore[attr-defined]
 
     def metrics(self, record: dict[str, Any]) -> None:
-        """Writes a line of metrics.jsonl; its numbers also go to the metric writers.
+        """Writes a record to metrics.jsonl and to the metric writers.
 
         Args:
             record: flat; `step` is required.  Numbers also go to the writers, other values only
@@ -261,7 +261,7 @@ class RunLog:
         return self._files.flush(seconds) and bool(synced)
 
     def flush(self, seconds: float = 30.0) -> bool:
-        """Waits until the log so far is in its files, and on a terminal that is not blocked.
+        """Waits until the log is written, except to a blocked terminal.
 
         Args: seconds: the timeout.
         Returns: False: the disk is blocked.
@@ -271,7 +271,7 @@ class RunLog:
         return written
 
     def rollback(self, step: int) -> None:
-        """Drops lines of metrics.jsonl and points after a step; the run writes them again."""
+        """Drops records and points after a step, because they are made again."""
         if not self._main:
             return
         self._files.put("metrics.jsonl", partial(_begin_metrics, self._metrics_path, step))
@@ -284,7 +284,7 @@ class RunLog:
     def expect(
         self, evaluate_every: int, save_every: int, evaluation_images: int, images_per_step: int
     ) -> None:
-        """Tells the ETA what the run will spend its time on; see `ETA.expect`."""
+        """Tells the ETA what comes between steps; see `ETA.expect`."""
         self._eta.expect(evaluate_every, save_every, evaluation_images, images_per_step)
 
     def spending(self, part: str, step: int) -> AbstractContextManager[None]:
@@ -296,7 +296,7 @@ class RunLog:
         return self._eta.spending(part, step)
 
     def busy(self, what: str, done: int = 0, total: int = 0) -> None:
-        """Shows on the bar, if there is one, what the run does between or after steps.
+        """Shows on the bar what the run does between steps.
 
         Args: done, total: parts of it; 0 of 0: unknown, the bar does not move.
         """
@@ -338,12 +338,12 @@ class RunLog:
             self._move_bar(step, f"{epoch}/{epochs}  {values}")
 
     def time_left(self, step: int) -> str:
-        """Time left as `4m 07s`; "": not known yet, or the run is over."""
+        """Time left as `4m 07s`; "": unknown, or the run is over."""
         left = self._eta.left(step) if self._main and step < self._total_steps else None
         return "" if left is None else duration(left)
 
     def closing_seconds(self) -> float:
-        """Seconds that a step, an evaluation and a save may take now, on rank 0."""
+        """Seconds that a step, an evaluation and a save may take."""
         return self._eta.closing()
 
     def run_summary(self, outcome: Sequence[str] = ()) -> None:
@@ -362,7 +362,7 @@ class RunLog:
                 self.info(f"view it with: {command}")
 
     def limit_close(self, seconds: float = 0.0) -> None:
-        """Caps how long `close` waits, for a run that was asked to stop."""
+        """Limits how long `close` waits after a request to stop."""
         self._close_seconds = seconds + _STOPPED_SECONDS
         for tracker in self._trackers:
             tracker.limit_close(seconds)
@@ -394,7 +394,10 @@ class RunLog:
             self.warning(f"stdout cannot be written, lines go to train.log alone: {problem}")
 
     def _tell_lost(self, written: bool) -> None:
-        """Reports what is missing at the end.  Args: written: whether the files are complete."""
+        """Reports what is missing at the end.
+
+        Args: written: whether the files are complete.
+        """
         TERMINAL.flush()  # it may be now that a broken pipe is met
         self._tell_failures()
         lost = TERMINAL.dropped["terminal"] - self._dropped_before
@@ -427,7 +430,7 @@ class RunLog:
         self._is_open = True
 
     def _end_opening(self) -> None:
-        """At the first step, lets the console show messages in full from now on."""
+        """Ends the limit of `Opening` at the first step."""
         if not self._is_open or self._to_console.opening is None:
             return
         withheld, self._to_console.opening = self._to_console.opening.withheld, None
@@ -470,7 +473,7 @@ class RunLog:
 
 
 def _begin_metrics(path: Path, resume_step: int | None) -> list[dict[str, Any]]:
-    """Drops the records after the resumed step, or all.  Returns: those that stay."""
+    """Drops the records after the resumed step; returns the others."""
     if resume_step is None:
         path.unlink(missing_ok=True)
         return []
@@ -505,7 +508,7 @@ def _console_on(screen: Screen) -> Console:
 
 
 class Opening:
-    """Limits warnings on the console before the first step; train.log has them in full."""
+    """Limits the lines of warnings on the console before the first step."""
 
     def __init__(self, width: int) -> None:
         """Args: width: columns of the console."""

@@ -9,10 +9,10 @@ STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP)
 
 
 def hold_signals() -> None:
-    """They wait from here on, until who is ready for them calls `release_signals`."""
+    """Holds these signals until `release_signals`."""
     signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
 
 
 def release_signals() -> None:
-    """Those that waited come now."""
+    """Delivers the held signals."""
     signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)

@@ -85,7 +85,7 @@ class WriterThread:
                 self._starting.release()
 
     def flush(self, seconds: float) -> bool:
-        """Waits up to `seconds` until the queue is written.  Returns: whether it is."""
+        """Waits until the queue is written; returns whether it is."""
         if os.getpid() != self._process or self._thread.ident is None:
             return True
         done = threading.Event()
@@ -150,7 +150,7 @@ class Screen(io.TextIOBase):
         return self._stream.fileno()
 
     def isatty(self) -> bool:
-        """Whether a progress bar can move there; Jupyter wrongly claims it for its pages."""
+        """Whether a progress bar can move there; not in Jupyter's pages."""
         stream = self._stream
         if stream is None or stream.closed or type(stream).__module__.startswith("ipykernel"):
             return False
@@ -187,7 +187,7 @@ class Screen(io.TextIOBase):
 
 
 def _handle_of(stream: TextIO) -> int | None:
-    """File descriptor of a stream that is a file; flushes Python's buffer first."""
+    """Descriptor of a stream that is a file; flushes Python's buffer."""
     buffer = getattr(stream, "buffer", None)
     if not isinstance(getattr(buffer, "raw", buffer), io.FileIO):
         return None

@@ -69,7 +69,7 @@ def _takes(flag: str, value: bool | int) -> bool:
 
 
 def _set_tf32(allow: bool) -> None:
-    """By the flags of new versions of Paddle, by the switches of those before.
+    """Sets TF32 by flags, in older versions of Paddle by switches.
 
     Of the flags some versions obey in forward only, so a no is said to NVIDIA's libraries, too.
     """

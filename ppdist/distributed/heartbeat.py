@@ -293,7 +293,7 @@ def _read(path: Path, layout: struct.Struct, offset: int) -> tuple | None:
 
 
 def sealed(layout: struct.Struct, *values: object) -> bytes:
-    """What a file of a rank holds: of BEAT, behind it of WORK."""
+    """A block of a rank's file, with its checksum."""
     data = layout.pack(*values)
     return data + _SEAL.pack(zlib.crc32(data))
 

@@ -117,7 +117,7 @@ def join(
 
 
 def _make(size: int, token: int) -> int:
-    """Raises: OSError: this machine cannot do it, or there is not so much memory."""
+    """Makes the memory.  Raises: OSError: impossible or too little."""
     if platform.machine() not in ("x86_64", "AMD64"):
         raise OSError(f"the processor is {platform.machine()}, which may reorder stores")
     descriptor = os.memfd_create("ppdist-sums")
@@ -132,7 +132,7 @@ def _make(size: int, token: int) -> int:
 
 
 def _map(descriptor: int, size: int, token: int) -> mmap.mmap:
-    """Raises: OSError: it cannot be mapped, or is not what was made with this token."""
+    """Maps the memory.  Raises: OSError: impossible, or not ours."""
     try:
         memory = mmap.mmap(descriptor, size)
     except ValueError as error:  # a shorter file

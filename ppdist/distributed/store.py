@@ -349,7 +349,10 @@ class _Timeout:
         self._signs: int | None = None  # seen so far, by all ranks; None: not looked yet
 
     def sleep(self, missing: Callable[[], str]) -> None:
-        """A moment.  Raises: RankError: that was long enough; `missing` says who did not come."""
+        """Sleeps a moment.
+
+        Raises: RankError: the timeout is over; `missing` says who did not come.
+        """
         now = time.monotonic()
         if now - self._looked >= _sign_seconds():
             signs = _store().add(_SIGNS, 0)

@@ -48,7 +48,10 @@ class SyncBatchNorm2D(nn.BatchNorm2D):
 
 
 class _Normalize(PyLayer):
-    """y = gamma * (x - mean) / sqrt(var + eps) + beta with mean and var over all ranks that count.
+    """Normalises by the mean and variance over all ranks that count.
+
+        y = gamma * (x - mean) / sqrt(var + eps) + beta
+
 
     For a rank that does not, y = beta: far from the others' images, x could grow from layer to
     layer until it is no number any more.

@@ -94,7 +94,7 @@ def visible_labels(cards: Sequence[Card], variable: str | None) -> list[str]:
 
 
 def expand_ids(text: str) -> list[str]:
-    """Ids of a list with ranges: `0-3,6` -> 0 1 2 3 6.
+    """Expands ids with ranges: `0-3,6` -> 0 1 2 3 6.
 
     Raises: LaunchError: not a list of ids, a range that runs backwards, or an id twice.
     """

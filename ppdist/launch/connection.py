@@ -231,7 +231,7 @@ class Connection:
         return hmac.new(self._key, text, "sha256").hexdigest().encode()
 
     def _opened(self, line: bytes) -> Message | None:
-        """The message in a line; None: not the next line exactly as sent."""
+        """The message in a line; None: not authentic."""
         mac, _, content = line.partition(b" ")
         if not hmac.compare_digest(mac, self._mac(not self.calls, self._received, content)):
             return None
@@ -264,7 +264,7 @@ def open_listener(address: str, port: int) -> socket.socket:
 
 
 def send_away(listener: socket.socket, most: int, ending: bool) -> None:
-    """Tells up to `most` callers that a run is in progress, or ending."""
+    """Tells up to `most` callers that the run is in progress."""
     line = b"ending\n" if ending else b"busy\n"
     with contextlib.suppress(OSError):  # BlockingIOError: no caller waits
         for _ in range(most):
@@ -279,7 +279,7 @@ def wait_for_any(
     seconds: float,
     calling: Iterable[Connection] = (),
 ) -> None:
-    """Waits up to `seconds` for data, or for a call to be answered."""
+    """Waits for data, or for an answered call, up to `seconds`."""
     poll = select.poll()
     for each in reading:
         poll.register(each, select.POLLIN)

@@ -67,7 +67,10 @@ class HostEnd:
         )
 
     def as_message(self, kind: str, age: float = 0.0) -> Message:
-        """The message to send.  Args: age: of the end, s, because clocks differ."""
+        """The message to send.
+
+        Args: age: of the end, s, because clocks differ.
+        """
         return {
             "type": kind,
             "host": self.host,
@@ -107,7 +110,7 @@ def verdict(reports: Sequence[HostEnd]) -> HostEnd:
 
 
 class ControlChannel:
-    """Connections of the first host to all others; elsewhere the one to it.
+    """The first host's connections to all others; elsewhere the one to it.
 
     Attributes:
         hosts: addresses of all hosts, each as the host itself gives it.
@@ -274,7 +277,7 @@ class ControlChannel:
         self._obey(_stop(host, why, known=True), host)
 
     def _obey(self, stop: Message, sender: str) -> None:
-        """Stops the ranks of all hosts, once; the first host forwards the request."""
+        """Stops the ranks of all hosts, once; the first host forwards it."""
         if self._stopping:
             return
         of_another = stop["host"] != self._own

@@ -374,8 +374,11 @@ def _judge_computing(ranks: Sequence[Measured]) -> Finding:
 
 
 def _judge_links(links: Sequence[Measured], kind: str) -> Finding:
-    """A rank is slow when its best link is far below that of most ranks; a link, when it is far
-    below the best ones of both of its ends."""
+    """Names slow ranks and slow links.
+
+    A rank is slow when its best link is far below that of most ranks; a link, when it is far below
+    the best ones of both of its ends.
+    """
     host_of = {rank: host for link in links for rank, host in zip(link["ranks"], link["hosts"])}
     best = {
         rank: max(link["bytes_per_second"] for link in links if rank in link["ranks"])

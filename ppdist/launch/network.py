@@ -52,7 +52,7 @@ class Network:
         return True
 
     def is_free(self, port: int, address: str = "") -> bool:
-        """Whether nothing listens on the port, and no job of this machine is about to.
+        """Whether no program uses the port, and no job has claimed it.
 
         Args: address: where; "": any address of this machine.
         """
@@ -192,7 +192,7 @@ def once_known(
     say: Callable[[str], None],
     received: Sequence[int],
 ) -> T:
-    """Retries `look` until the names in --ips resolve to the hosts of the run.
+    """Retries `look` until the names in --ips resolve to the run's hosts.
 
     A pod's name resolves once the pod runs, and for some seconds still to the pod before it.  With
     addresses only, there is nothing to wait for.

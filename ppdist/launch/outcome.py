@@ -155,7 +155,7 @@ def phase_of(reading: heartbeat.Reading) -> str:
 
 
 def read_ends(folder: Path) -> list[RankEnd]:
-    """Ends of the ranks that have begun; those still running have no exit code."""
+    """Ends of the ranks that have begun; no exit code: still running."""
     ends = []
     for report in worker.reports(folder):
         end = RankEnd(

@@ -343,9 +343,9 @@ class _Rendezvous:
             connection.close()
 
     def _stop(self) -> NoReturn:
-        """Before a restart the others must not wait for a host that ends the job.  Raises: Stopped.
+        """Raises Stopped; before a restart, stops the other hosts, too.
 
-        At the very start they may: the command is being typed again.
+        At the very start they go on waiting: the command is being typed again.
         """
         if self.attempt:
             self._tell_joined({"type": "stopped"})
@@ -385,7 +385,10 @@ class _Rendezvous:
             each.close()
 
     def _hear(self, connection: Connection, place: int | None = None) -> None:
-        """Reads lines of a host that has not joined.  Args: place: that was called."""
+        """Reads lines of a host that has not joined.
+
+        Args: place: that was called.
+        """
         over = ""
         for message in connection.receive():
             if connection in self.joined.values():
@@ -420,7 +423,7 @@ class _Rendezvous:
             self._report_refused(f"rejected a call from {connection.peer}: {OTHER_TOKEN}")
 
     def _answer(self, connection: Connection, place: int | None, message: Message) -> str:
-        """Two hosts get to know each other.  Returns: why the other one does not join, or ""."""
+        """Handles a message of the handshake; returns why it failed, or ""."""
         theirs = read_handshake(message)
         if theirs is not None:
             return self._compare(connection, place, theirs)
@@ -468,7 +471,7 @@ class _Rendezvous:
         return ""
 
     def _refusal(self, theirs: Handshake, agrees: bool) -> str:
-        """Why a host has no place in this run, or ""."""
+        """Why a host is not part of this run, or ""."""
         if theirs.host not in self.mine.hosts and not self.mine.same_names(theirs):
             self._report_refused(f"rejected {theirs.host[:60]}: it is not among --ips of this host")
             return f"it is not among --ips {','.join(self.mine.hosts)} there"

@@ -159,7 +159,10 @@ class _Job:
         return judge(self._attempt, code, stopped)
 
     def _start(self, output: BinaryIO) -> None:
-        """Args: output: of Paddle's launcher, or of the workers until they have their own."""
+        """Starts all processes.
+
+        Args: output: of Paddle's launcher, or of the workers until they have their own.
+        """
         command, ranks = [sys.executable, worker.__file__], self._plan.ranks
         if not ranks:
             # It writes the whole environment, secrets too, into its log directory: a private one.

@@ -102,8 +102,10 @@ def main() -> int:
 
 
 def forget_environment(folder: Path) -> None:
-    """Removes what Paddle's launcher has written of all variables, secrets too, before it started
-    this process; the folder stays behind where fleetrun is killed."""
+    """Removes the environment, secrets too, that Paddle's launcher has written.
+
+    The folder stays behind where fleetrun is killed.
+    """
     if "PADDLE_TRAINER_ENDPOINTS" not in os.environ:  # too long to be passed on otherwise
         return
     for pattern in ("envlog.*", "backup_env.*.json", "*.log"):
@@ -139,8 +141,9 @@ def _is_same_folder(path: str, folder: Path) -> bool:
 
 
 def begin_report(folder: Path, rank: int, local: int, child: int = 0) -> None:
-    """Writes to exit-RANK.json that the script begins, and makes room for how it ends: a disk that
-    is full by then must not turn success into failure.
+    """Writes to exit-RANK.json that the script begins.
+
+    It reserves space for how it ends: a full disk must not turn success into failure.
 
     Args: child: the process of the script, 0 before there is one.
     """
