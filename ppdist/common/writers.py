@@ -276,6 +276,20 @@ class MetricWriters:
 _LENGTH = struct.Struct("<Q")  # before each record, in the files of both programs
 
 
+def _whole_records(data: bytes, overhead: int) -> Iterator[bytes]:
+    """Splits data into records, without a last one that a crash truncated.
+
+    Args: overhead: bytes of a record besides its content; they begin with the content's length.
+    """
+    position = 0
+    while position + overhead <= len(data):
+        end = position + overhead + _LENGTH.unpack_from(data, position)[0]
+        if end > len(data):
+            return
+        yield data[position:end]
+        position = end
+
+
 def append_whole(file: io.FileIO, data: bytes) -> None:
     """Appends all of `data` to an unbuffered file, or nothing on failure.
 
@@ -370,7 +384,7 @@ class VisualDLWriter(MetricWriter):
     def _open(self, keep_until_step: int | None) -> None:
         kept = []
         if keep_until_step is not None and self._path.exists():
-            frames = _visualdl_frames(self._path.read_bytes())
+            frames = _whole_records(self._path.read_bytes(), _LENGTH.size)
             kept = [frame for frame in frames if self._is_kept(frame, keep_until_step)]
         if not kept:
             kept = [self._frame(0, "meta_data_tag", meta_data={"display_name": self._run_name})]
@@ -479,21 +493,6 @@ def _info(name: str, value: Any) -> dict[str, Any]:
     return {"name": name, "string_value": str(value)}
 
 
-def _visualdl_frames(data: bytes) -> Iterator[bytes]:
-    """Splits data into whole records, including their length prefix.
-
-    A last record truncated by a crash is left out.
-    """
-    position = 0
-    while position + _LENGTH.size <= len(data):
-        (length,) = _LENGTH.unpack_from(data, position)
-        end = position + _LENGTH.size + length
-        if end > len(data):
-            return
-        yield data[position:end]
-        position = end
-
-
 _EVENTS_PREFIX, _EVENTS_SUFFIX = "events.out.tfevents.", ".ppdist"
 _EVENT_OVERHEAD = 16  # bytes of a length and two checksums
 # The page writes k / (K - 1) beside the k-th point.
@@ -571,15 +570,9 @@ class TensorBoardWriter(MetricWriter):
 
     def _cut(self, file: Path, step: int) -> None:
         """Removes events after a step, and events truncated by a crash."""
-        data, position, kept = file.read_bytes(), 0, []
-        while position + _EVENT_OVERHEAD <= len(data):
-            (length,) = _LENGTH.unpack_from(data, position)
-            end = position + length + _EVENT_OVERHEAD
-            if end > len(data):
-                break
-            if self._event_pb2.Event.FromString(data[position + 12 : end - 4]).step <= step:
-                kept.append(data[position:end])
-            position = end
+        event_of = self._event_pb2.Event.FromString
+        records = _whole_records(file.read_bytes(), _EVENT_OVERHEAD)
+        kept = [each for each in records if event_of(each[12:-4]).step <= step]
         replace_file(file, b"".join(kept))
 
     def describe(

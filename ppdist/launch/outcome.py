@@ -57,7 +57,7 @@ class Hang:
 
 
 def found_hang(folder: Path) -> Hang | None:
-    """The stall that a Watch of this folder found; None: none."""
+    """The hang that a Watch of this folder found; None: none."""
     with contextlib.suppress(FileNotFoundError):
         return Hang(**json.loads((folder / WATCH_FILE).read_text(encoding="utf-8")))
     return None
@@ -269,12 +269,12 @@ def _of_failed(
     first = min(
         user_errors or failed, key=lambda end: (end.is_consequence, end.waited_for_peer, end.time)
     )
-    stall = found_hang(attempt.folder)
-    named = stall is not None and first.rank in stall.ranks
-    if stall is not None and (stall.certain or named or first.waited_for_peer):
-        guess = not stall.certain
-        said = stall.message
-        return Outcome(1, said, stopped, said, False, stall.time, stall.step, is_guess=guess)
+    hang = found_hang(attempt.folder)
+    named = hang is not None and first.rank in hang.ranks
+    if hang is not None and (hang.certain or named or first.waited_for_peer):
+        guess = not hang.certain
+        said = hang.message
+        return Outcome(1, said, stopped, said, False, hang.time, hang.step, is_guess=guess)
     if first.exit_code == USER_ERROR and first.message:
         said = f"error: {first.message}"
         return _failure(first, USER_ERROR, said, said, stopped)

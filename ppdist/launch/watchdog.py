@@ -188,8 +188,8 @@ class Watch:
         files = self._awaited_stacks(how)
         where = f"; the stacks of all ranks of this host: {files}" if files else ""
         ranks = [seen.rank for seen in culprits]
-        stall = Hang(f"{how}{where}", since, ranks, step, certain)
-        replace_file(self._folder / WATCH_FILE, json.dumps(asdict(stall)).encode())
+        hang = Hang(f"{how}{where}", since, ranks, step, certain)
+        replace_file(self._folder / WATCH_FILE, json.dumps(asdict(hang)).encode())
         for seen in self._ranks.values() if certain else culprits:
             _send(seen, signal.SIGKILL)
 

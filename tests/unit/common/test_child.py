@@ -106,7 +106,7 @@ def test_a_command_is_ended_with_its_children_when_its_time_is_over(tmp_path: Pa
         assert (
             run_command(["sh", "-c", "sleep 60 & echo $!; wait"], log, seconds, stop=stop) is None
         )
-        wait_for(lambda: not is_alive(int(log.read_text())))
+        wait_for(lambda: not is_alive(int(log.read_text())), 20)  # less than it sleeps
 
 
 def test_output_of_a_program_has_a_timeout() -> None:

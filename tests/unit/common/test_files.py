@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from ppdist.common import files
 from ppdist.common.errors import UserError
 from ppdist.common.files import digest_of_file, make_parent, read_file, write_json
 
@@ -16,6 +17,28 @@ def test_file_is_written_atomically_with_its_folders(tmp_path: Path) -> None:
         write_json(file, content)
         assert json.loads(file.read_text(encoding="utf-8")) == content
         assert list(file.parent.iterdir()) == [file]
+
+
+def test_a_synced_file_is_on_disk_before_it_has_its_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    done: list[str] = []
+    sync, replace = os.fsync, Path.replace
+    monkeypatch.setattr(os, "fsync", lambda handle: (done.append("sync"), sync(handle)))
+    monkeypatch.setattr(Path, "replace", lambda *to: (done.append("name"), replace(*to)))
+    files.replace_file(tmp_path / "a", b"1", sync=True)
+    files.replace_file(tmp_path / "a", b"2")
+    assert done == ["sync", "name", "name"]
+
+
+def test_retries_come_ever_less_often_until_the_timeout(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = [0.0]
+    monkeypatch.setattr(files.time, "monotonic", lambda: now[0])
+    found = []
+    for pause in files.pauses(100.0):
+        found.append(pause)
+        now[0] += pause
+    assert found == [1, 2, 4, 8, 16, 30, 30, 9]
 
 
 def test_non_utf8_name_comes_back_as_same_file(tmp_path: Path) -> None:

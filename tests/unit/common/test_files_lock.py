@@ -12,7 +12,7 @@ import pytest
 
 from ppdist.common import files
 from ppdist.common.errors import ConfigError
-from ppdist.common.files import hold
+from ppdist.common.files import hold, is_held
 from tests.errors import raises
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -20,7 +20,7 @@ ROOT = Path(__file__).resolve().parents[3]
 HOLDER = """
 import os, sys, time
 from pathlib import Path
-from ppdist.common.files import hold
+from ppdist.common.files import hold, is_held
 hold(Path(sys.argv[1]))
 child = os.fork()
 if child:
@@ -47,11 +47,13 @@ def test_second_training_is_refused_until_first_dies(holder, tmp_path, monkeypat
     process, child = holder
     monkeypatch.setattr(files, "_LOCK_TIMEOUT_SECONDS", 0.2)
     told = rf"another training writes there \(process {process.pid} on host .+ since \d{{4}}-"
+    assert is_held(tmp_path / "run") and not is_held(tmp_path)
     with pytest.raises(ConfigError, match=told):
         hold(tmp_path / "run")
     process.send_signal(signal.SIGKILL)
     process.wait()
     assert Path(f"/proc/{child}").exists()  # the copy has not taken the lock over
+    assert not is_held(tmp_path / "run")
     assert hold(tmp_path / "run") == []
     assert hold(tmp_path / "run" / ".." / "run") == []  # its own
     assert f'"pid": {os.getpid()}' in (tmp_path / "run" / "run.lock").read_text()

@@ -25,7 +25,7 @@ def test_a_reader_that_has_enough_is_no_error(
         if not is_read:
             reader.close()
         monkeypatch.setattr(sys, "stdout", stdout)
-        found, failure = process._how_it_ended(BrokenPipeError())
+        found, failure = process._exit_code_of(BrokenPipeError())
     assert found == code and bool(failure.message) == is_read
 
 

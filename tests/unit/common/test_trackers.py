@@ -127,7 +127,7 @@ def test_hung_tracker_is_stopped_at_the_end(tmp_path: Path, monkeypatch) -> None
     tracker = start(tmp_path)
     tracker.add_scalars(1, {"hang": 1.0})
     tracker.limit_close()
-    with pytest.raises(RuntimeError, match=r"0\.1 s after the end and was stopped"):
+    with pytest.raises(RuntimeError, match=r"0\.1 s of the end and was stopped"):
         tracker.close()
     assert tracker._process.returncode == -signal.SIGKILL
 
@@ -294,7 +294,7 @@ def test_hung_trackers_are_waited_for_together(tmp_path: Path, monkeypatch) -> N
     thread.flush(30)
     warned = [f"{program}: {error}" for program, error in thread.failures]
     assert 2.0 <= time.monotonic() - began < 3.8
-    assert [line[:2] for line in warned] == ["a:", "b:"] and "2 s after the end" in warned[1]
+    assert [line[:2] for line in warned] == ["a:", "b:"] and "2 s of the end" in warned[1]
     assert all(tracker._process.returncode == -signal.SIGKILL for tracker in hung)
 
 
@@ -303,7 +303,7 @@ def test_tracker_is_not_waited_for_beyond_the_hours(tmp_path: Path, monkeypatch)
     tracker = start(tmp_path)
     tracker.add_scalars(1, {"hang": 1.0})
     tracker.limit_close(0.3)
-    with pytest.raises(RuntimeError, match=r"0\.[23]\d* s after the end"):
+    with pytest.raises(RuntimeError, match=r"0\.[23]\d* s of the end"):
         tracker.close()
 
 

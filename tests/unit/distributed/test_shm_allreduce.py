@@ -133,7 +133,7 @@ def test_launcher_blames_late_rank_not_lost_rank():
     slow = failure_of(RankError("", code="rank_timeout"))
     assert RankEnd(1, 1, 1, lost, 0.0).is_consequence
     late = RankEnd(0, 0, 1, slow, 0.0)
-    assert late.waited_in_vain and not late.is_consequence
+    assert late.waited_for_peer and not late.is_consequence
 
 
 def apart(argument):
