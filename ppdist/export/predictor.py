@@ -1,6 +1,6 @@
 """Predictors: eager and exported models on images.
 
-    outputs = graph(images_B3HW)                          PaddleGraph, OnnxGraph, OpenVinoGraph
+    outputs = graph(images_B3HW)                          open_graph
     rows_R6, ... = predict(images_B3HW)                   EagerPredictor, ExportedPredictor
     probabilities_BC = predict(images_B3HW)               EagerClassifier, ExportedClassifier
     rows_R6 = detect(predict, image_HW3, size)            an image of any size, boxes in its pixels
@@ -11,10 +11,9 @@ docs/dev/performance.md says what each option of the runtimes brought.
 """
 
 import logging
-import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, Literal, Protocol
+from typing import Literal, Protocol
 
 import numpy as np
 import paddle
@@ -29,150 +28,64 @@ from ppdist.export.spec import SPEC_FILE, InferenceSpec, ModelFileSection, read_
 from ppdist.losses.nms import multiclass_nms
 from ppdist.metrics.classification import rank
 from ppdist.models.base import Detector, ImageModel
-from ppdist.runtime.predictor import compile_with_openvino, has_bfloat16
+from ppdist.runtime.predictor import (
+    RUNTIMES,
+    Graph,
+    OnnxGraph,
+    OpenVinoGraph,
+    PaddleGraph,
+    PredictorError,
+    has_bfloat16,
+    onnx_providers,
+)
 
 DEFAULT = RuntimeOptions()
 _LOGGER = logging.getLogger("ppdist")
 
 
-# --- graphs: one saved model in its runtime -------------------------------------------------------
+def open_graph(files: Sequence[Path], options: RuntimeOptions) -> Graph:
+    """Loads the files of a saved model in its runtime.
 
-
-class Graph(Protocol):
-    """A thread-safe static graph with one input."""
-
-    output_names: tuple[str, ...]
-
-    def __call__(self, images_B3HW: np.ndarray) -> tuple[np.ndarray, ...]:
-        """Args: float32.  Returns: all outputs, in the order of `output_names`."""
-
-
-class PaddleGraph:
-    """A saved static graph in Paddle Inference.
-
-    `enable_memory_optim` is left off: it breaks the predictor of Paddle 3.x.  oneDNN keeps the
-    kernels of every image size it has met.
+    Raises: ExportError: the runtime is not installed, has no such device, or refuses the files.
     """
+    backend, half = options.backend, options.precision == "bfloat16"
+    try:
+        if backend == "paddle":
+            return PaddleGraph(
+                *files,
+                device=options.device,
+                threads=options.threads,
+                onednn=options.onednn,
+                precision=options.precision,
+                gpu_memory_mb=options.gpu_memory_mb,
+            )
+        if backend == "openvino":
+            graph = OpenVinoGraph(files[0], options.threads, half)
+            if half and not has_bfloat16():
+                _LOGGER.warning("this processor has no bfloat16: OpenVINO computes in float32")
+            return graph
+        import onnxruntime
 
-    def __init__(self, program: Path, weights: Path, options: RuntimeOptions) -> None:
-        precision = paddle.inference.PrecisionType
-        config = paddle.inference.Config(str(program), str(weights))
-        config.disable_glog_info()
-        if options.device == "gpu":
-            half = options.precision == "float16"
-            kind = precision.Half if half else precision.Float32
-            config.enable_use_gpu(options.gpu_memory_mb, 0, kind)
-        else:
-            config.disable_gpu()
-            config.set_cpu_math_library_num_threads(options.threads)
-            if options.onednn:
-                config.enable_onednn()
-            else:
-                config.disable_onednn()
-            if options.precision == "bfloat16":
-                config.enable_onednn_bfloat16()
-        self._predictor = paddle.inference.create_predictor(config)
-        self.input_name = self._predictor.get_input_names()[0]
-        self.output_names = tuple(self._predictor.get_output_names())
-        self._lock = threading.Lock()  # of the handles, which another call would fill
-
-    def __call__(self, images_B3HW: np.ndarray) -> tuple[np.ndarray, ...]:
-        images = np.ascontiguousarray(images_B3HW, dtype=np.float32)
-        with self._lock:
-            handle = self._predictor.get_input_handle(self.input_name)
-            handle.reshape(images.shape)
-            handle.copy_from_cpu(images)
-            self._predictor.run()
-            outputs = [self._predictor.get_output_handle(name) for name in self.output_names]
-            return tuple(output.copy_to_cpu() for output in outputs)
-
-
-class OnnxGraph:
-    """An ONNX file in ONNX Runtime.
-
-    Raises: ExportError: ONNX Runtime is not installed, has no such device, or refuses the file.
-    """
-
-    def __init__(self, file: Path, options: RuntimeOptions) -> None:
-        try:
-            import onnxruntime
-        except ImportError as error:
-            raise ExportError(
-                f"{file} needs ONNX Runtime: pip install onnxruntime (on a card: onnxruntime-gpu)",
-                code="package_missing",
-            ) from error
-        providers = _providers(options)
+        providers = onnx_providers(backend, options.device, options.precision == "float16")
         wanted, there = providers[0][0], onnxruntime.get_available_providers()
         if wanted not in there:
-            needs = " and TensorRT's libraries" if options.backend == "tensorrt" else ""
+            needs = " and TensorRT's libraries" if backend == "tensorrt" else ""
             raise ExportError(
                 f"this ONNX Runtime has no {wanted}, only {', '.join(there)}",
                 code="package_build",
                 fix=f"on a card it takes onnxruntime-gpu, which replaces onnxruntime{needs}",
             )
-        settings = onnxruntime.SessionOptions()
-        settings.log_severity_level = 3  # its warnings about unused constants are noise here
-        settings.intra_op_num_threads = options.threads
-        settings.add_session_config_entry(
-            "session.intra_op.allow_spinning", "1" if options.spinning else "0"
-        )
-        try:
-            self._session = onnxruntime.InferenceSession(str(file), settings, providers=providers)
-        except Exception as error:  # its exceptions share no narrower base
-            raise ExportError(
-                f"ONNX Runtime cannot load {file}: {error}", code="runtime_load_failed"
-            ) from error
-        self.input_name = self._session.get_inputs()[0].name
-        self.output_names = tuple(output.name for output in self._session.get_outputs())
-
-    def __call__(self, images_B3HW: np.ndarray) -> tuple[np.ndarray, ...]:
-        images = np.ascontiguousarray(images_B3HW, dtype=np.float32)
-        return tuple(self._session.run(None, {self.input_name: images}))
-
-
-class OpenVinoGraph:
-    """An ONNX file, or OpenVINO's own XML, in OpenVINO on the CPU.
-
-    Raises: ExportError: OpenVINO is not installed, or refuses the file.
-    """
-
-    def __init__(self, file: Path, options: RuntimeOptions) -> None:
-        half = options.precision == "bfloat16"
-        try:
-            model = compile_with_openvino(file, options.threads, half)
-        except ImportError as error:
-            raise ExportError(
-                f"{file} is to run in OpenVINO, which is not installed",
-                code="package_missing",
-                fix="pip install 'ppdist[openvino]', or choose another backend",
-            ) from error
-        except RuntimeError as error:
-            raise ExportError(
-                f"OpenVINO cannot load {file}: {error}", code="runtime_load_failed"
-            ) from error
-        if half and not has_bfloat16():
-            _LOGGER.warning("this processor has no bfloat16: OpenVINO computes in float32")
-        self._request = model.create_infer_request()
-        self._lock = threading.Lock()  # of the request, whose tensors another call would replace
-        self.input_name = model.input(0).get_any_name()
-        self.output_names = tuple(output.get_any_name() for output in model.outputs)
-
-    def __call__(self, images_B3HW: np.ndarray) -> tuple[np.ndarray, ...]:
-        images = np.ascontiguousarray(images_B3HW, dtype=np.float32)
-        with self._lock:
-            found = self._request.infer({0: images}, share_inputs=True)
-        return tuple(found[place] for place in range(len(self.output_names)))
-
-
-def _providers(options: RuntimeOptions) -> list[tuple[str, dict[str, Any]]]:
-    """Of kernels, the preferred one first."""
-    providers: list[tuple[str, dict[str, Any]]] = [("CPUExecutionProvider", {})]
-    if options.device == "gpu":  # also of TensorRT, for what it has no kernel for
-        providers.insert(0, ("CUDAExecutionProvider", {}))
-    if options.backend == "tensorrt":
-        half = options.precision == "float16"
-        providers.insert(0, ("TensorrtExecutionProvider", {"trt_fp16_enable": half}))
-    return providers
+        return OnnxGraph(files[0], options.threads, providers, options.spinning)
+    except ImportError as error:
+        package = "'ppdist[openvino]'" if backend == "openvino" else "onnxruntime"
+        raise ExportError(
+            f"{RUNTIMES[backend]}, which is to run it, is not installed",
+            code="package_missing",
+            where=str(files[0]),
+            fix=f"pip install {package}, or choose another backend",
+        ) from error
+    except PredictorError as error:
+        raise ExportError(str(error), code="runtime_load_failed") from error
 
 
 # --- predictors: images of the input's size in, boxes or probabilities out ------------------------
@@ -293,10 +206,7 @@ def open_exported(
                 where=str(each),
                 fix="export again",
             )
-    if options.backend == "paddle":
-        return spec, form, PaddleGraph(files[0], files[1], options)
-    open_graph = OpenVinoGraph if options.backend == "openvino" else OnnxGraph
-    return spec, form, open_graph(file or files[0], options)
+    return spec, form, open_graph(files if file is None else [file], options)
 
 
 def graph_input(images_B3HW: np.ndarray, spec: InferenceSpec) -> np.ndarray:

@@ -19,15 +19,13 @@ from ppdist.config.evaluate import NMSConfig
 from ppdist.config.runtime import RuntimeOptions
 from ppdist.data.boxes import box_iou
 from ppdist.export.predictor import (
-    Graph,
-    OnnxGraph,
-    OpenVinoGraph,
-    PaddleGraph,
+    open_graph,
     split_rows,
     suppress,
 )
 from ppdist.export.spec import InputSection
 from ppdist.models.base import ImageModel
+from ppdist.runtime.predictor import Graph
 
 SCORE_TOLERANCE = 1e-4
 BOX_TOLERANCE = 0.05  # pixels, of a box with sides up to
@@ -36,7 +34,6 @@ _SCORE_TIE = 2 * SCORE_TOLERANCE  # of two scores, each off by the tolerance
 _IOU_TIE = 1e-3
 PLAIN = "Paddle Inference without oneDNN"
 _BACKENDS = (("Paddle Inference with oneDNN", True), (PLAIN, False))
-_PADDLE_ERRORS = (RuntimeError, ValueError, IndexError, OSError)
 Raw = tuple[np.ndarray, ...]  # scores_BNC and boxes_BN4, or probabilities_BC alone
 
 
@@ -114,21 +111,16 @@ def load_graphs(directory: Path) -> dict[str, Graph]:
     Raises: ExportError: Paddle cannot load it.
     """
     files = directory / "model.json", directory / "model.pdiparams"
-    graphs: dict[str, Graph] = {}
-    for backend, onednn in _BACKENDS:
-        try:
-            graphs[backend] = PaddleGraph(*files, RuntimeOptions(onednn=onednn, threads=_cores()))
-        except _PADDLE_ERRORS as error:
-            raise ExportError(
-                f"{backend} cannot load the exported model: {error}", code="runtime_load_failed"
-            ) from error
-    return graphs
+    return {
+        backend: open_graph(files, RuntimeOptions(onednn=onednn, threads=_cores()))
+        for backend, onednn in _BACKENDS
+    }
 
 
 def load_onnx(file: Path) -> dict[str, Graph]:
     """As load_graphs, of an ONNX file."""
     options = RuntimeOptions(backend="onnx", threads=_cores(), spinning=False)
-    return {"ONNX Runtime": OnnxGraph(file, options)}
+    return {"ONNX Runtime": open_graph([file], options)}
 
 
 def _cores() -> int:
@@ -142,11 +134,11 @@ class _Remembered:
         self._graph, self._known = graph, list[tuple[np.ndarray, tuple[np.ndarray, ...]]]()
         self.output_names = graph.output_names
 
-    def __call__(self, images_B3HW: np.ndarray) -> tuple[np.ndarray, ...]:
+    def __call__(self, batch_B3HW: np.ndarray) -> tuple[np.ndarray, ...]:
         for batch, outputs in self._known:
-            if batch is images_B3HW:
+            if batch is batch_B3HW:
                 return outputs
-        self._known.append((images_B3HW, self._graph(images_B3HW)))
+        self._known.append((batch_B3HW, self._graph(batch_B3HW)))
         return self._known[-1][1]
 
 
@@ -157,7 +149,7 @@ def remembered(graphs: dict[str, Graph]) -> dict[str, Graph]:
 
 def load_openvino(file: Path) -> dict[str, Graph]:
     """As load_graphs, of an ONNX file in OpenVINO."""
-    return {"OpenVINO": OpenVinoGraph(file, RuntimeOptions(backend="openvino"))}
+    return {"OpenVINO": open_graph([file], RuntimeOptions(backend="openvino"))}
 
 
 def compare_raw(

@@ -25,7 +25,7 @@ from ppdist.config.evaluate import NMSConfig
 from ppdist.config.runtime import Backend, RuntimeOptions
 from ppdist.distributed import device
 from ppdist.engine.build import build_model
-from ppdist.export.predictor import Graph, open_exported
+from ppdist.export.predictor import open_exported
 from ppdist.export.spec import SPEC_FILE, InferenceSpec, describe, read_spec, validation_set
 from ppdist.losses.nms import multiclass_nms
 from ppdist.models.base import ImageModel
@@ -35,6 +35,7 @@ from ppdist.predict.detections import Detections
 from ppdist.predict.sources import Frame
 from ppdist.runtime.predictor import (
     RUNTIMES,
+    Graph,
     Predictor,
     PredictorError,
     chosen_backend,
@@ -55,28 +56,20 @@ class EagerGraph:
     nms: of a detector.
     """
 
+    output_names: tuple[str, ...] = ()
+
     def __init__(self, model: ImageModel, nms: NMSConfig | None) -> None:
         self.model, self.nms = model, nms
         model.eval()
 
     @paddle.no_grad()
-    def run(self, batch_B3HW: np.ndarray) -> tuple[np.ndarray, ...]:
+    def __call__(self, batch_B3HW: np.ndarray) -> tuple[np.ndarray, ...]:
         found = self.model.predict(paddle.to_tensor(batch_B3HW))
         if self.nms is None:
             return (found.numpy(),)
         scores_BNC, boxes_BN4 = found
         rows_R6, count_B = multiclass_nms(scores_BNC, boxes_BN4, self.nms)
         return rows_R6.numpy(), count_B.numpy()
-
-
-class RuntimeGraph:
-    """An exported graph in its runtime."""
-
-    def __init__(self, graph: Graph) -> None:
-        self._graph = graph
-
-    def run(self, batch_B3HW: np.ndarray) -> tuple[np.ndarray, ...]:
-        return self._graph(batch_B3HW)
 
 
 @dataclass(frozen=True)
@@ -88,7 +81,7 @@ class LoadedModel:
     """
 
     spec: InferenceSpec
-    graph: EagerGraph | RuntimeGraph
+    graph: Graph
     nms_in_graph: bool
     predictor: Predictor
 
@@ -168,7 +161,7 @@ def load_export(
     spec, form, graph = open_exported(directory, spec.task, options, xml)
     where = "on the card" if options.device == "gpu" else f"threads: {threads}"
     _LOGGER.info("%s runs in %s, %s, %s", path, RUNTIMES[options.backend], precision, where)
-    return _loaded(spec, RuntimeGraph(graph), form.nms_in_graph)
+    return _loaded(spec, graph, form.nms_in_graph)
 
 
 def runtime_of(
@@ -317,9 +310,7 @@ def _class_id(asked: str | int, spec: InferenceSpec) -> int:
     )
 
 
-def _loaded(
-    spec: InferenceSpec, graph: EagerGraph | RuntimeGraph, nms_in_graph: bool
-) -> LoadedModel:
+def _loaded(spec: InferenceSpec, graph: Graph, nms_in_graph: bool) -> LoadedModel:
     predictor = Predictor.of_graph(spec.model_dump(mode="json"), graph, nms_in_graph)
     return LoadedModel(spec, graph, nms_in_graph, predictor)
 

@@ -46,9 +46,11 @@ class PredictorError(ValueError):
 
 
 class Graph(Protocol):
-    """Computes the outputs of a model; any thread may call it."""
+    """A loaded model with one input; any thread may call it."""
 
-    def run(self, batch_B3HW: np.ndarray) -> tuple[np.ndarray, ...]:
+    output_names: tuple[str, ...]
+
+    def __call__(self, batch_B3HW: np.ndarray) -> tuple[np.ndarray, ...]:
         """Args: float32, as `Predictor.prepare` makes it.  Returns: all outputs, in order."""
 
 
@@ -106,11 +108,15 @@ class Predictor:
                 raise PredictorError(f"{each}: named by {SPEC_FILE} but not there; export again")
         self._graph: Graph
         if self.backend == "paddle":
-            self._graph = _PaddleGraph(files, threads, device)
+            self._graph = PaddleGraph(*files, device=device, threads=threads)
         elif self.backend == "openvino":
-            self._graph = _OpenVinoGraph(files, threads, bfloat16)
+            if bfloat16 and not has_bfloat16():
+                raise PredictorError(
+                    "bfloat16: this processor has no instructions for it; leave it out"
+                )
+            self._graph = OpenVinoGraph(files[0], threads, bfloat16)
         else:
-            self._graph = _OnnxGraph(files, threads, _PROVIDERS[self.backend, device])
+            self._graph = OnnxGraph(files[0], threads, onnx_providers(self.backend, device))
         where = "on the card" if device == "gpu" else f"threads: {threads}"
         self.runtime = f"{RUNTIMES[self.backend]}, {kind}, {where}"
         self._nms_in_graph: bool = part["nms_in_graph"]
@@ -164,8 +170,8 @@ class Predictor:
     def run(self, batch_B3HW: np.ndarray) -> tuple[np.ndarray, ...]:
         """Outputs of the graph; if its batch is fixed, images run one by one."""
         if self.spec["input"]["dynamic_batch"] or len(batch_B3HW) == 1:
-            return self._graph.run(batch_B3HW)
-        each = [self._graph.run(batch_B3HW[at : at + 1]) for at in range(len(batch_B3HW))]
+            return self._graph(batch_B3HW)
+        each = [self._graph(batch_B3HW[at : at + 1]) for at in range(len(batch_B3HW))]
         return tuple(np.concatenate(parts) for parts in zip(*each))
 
     def finish(
@@ -308,33 +314,55 @@ def _kept(
     return kept
 
 
-_PROVIDERS = {  # the preferred one first
-    ("onnx", "cpu"): ["CPUExecutionProvider"],
-    ("onnx", "gpu"): ["CUDAExecutionProvider"],
-    ("tensorrt", "gpu"): ["TensorrtExecutionProvider", "CUDAExecutionProvider"],
-}
+def onnx_providers(
+    backend: str, device: str, float16: bool = False
+) -> list[tuple[str, dict[str, Any]]]:
+    """Kernels for ONNX Runtime with their options, the preferred ones first."""
+    providers: list[tuple[str, dict[str, Any]]] = [("CPUExecutionProvider", {})]
+    if device == "gpu":  # also of TensorRT, for what it has no kernel for
+        providers.insert(0, ("CUDAExecutionProvider", {}))
+    if backend == "tensorrt":
+        providers.insert(0, ("TensorrtExecutionProvider", {"trt_fp16_enable": float16}))
+    return providers
 
 
-class _OnnxGraph:
-    """An ONNX file in ONNX Runtime; returns its outputs in order."""
+class OnnxGraph:
+    """An ONNX file in ONNX Runtime.
 
-    def __init__(self, files: Sequence[Path], threads: int, providers: Sequence[str]) -> None:
+    Args:
+        providers: see `onnx_providers`.
+        spinning: threads wait for each other awake.
+    Raises: ImportError: it is not installed.  PredictorError: it cannot load the file.
+    """
+
+    def __init__(
+        self,
+        file: Path,
+        threads: int,
+        providers: Sequence[tuple[str, dict[str, Any]]],
+        spinning: bool = True,
+    ) -> None:
         import onnxruntime
 
         options = onnxruntime.SessionOptions()
         options.log_severity_level = 3  # its warnings about unused constants are noise here
         options.intra_op_num_threads = threads
+        options.add_session_config_entry(
+            "session.intra_op.allow_spinning", "1" if spinning else "0"
+        )
         try:
             self._session = onnxruntime.InferenceSession(
-                str(files[0]), options, providers=list(providers)
+                str(file), options, providers=list(providers)
             )
         except Exception as error:  # its exceptions share no narrower base
-            raise PredictorError(f"{files[0]}: ONNX Runtime cannot load it: {error}") from error
-        if providers[0] not in self._session.get_providers():  # it would fall back to the CPU
+            raise PredictorError(f"{file}: ONNX Runtime cannot load it: {error}") from error
+        if providers[0][0] not in self._session.get_providers():  # it would fall back to the CPU
             raise PredictorError("device gpu: ONNX Runtime finds no usable card; see its message")
         self._name = self._session.get_inputs()[0].name
+        self.output_names = tuple(output.name for output in self._session.get_outputs())
 
-    def run(self, batch_B3HW: np.ndarray) -> tuple[np.ndarray, ...]:
+    def __call__(self, batch_B3HW: np.ndarray) -> tuple[np.ndarray, ...]:
+        batch_B3HW = np.ascontiguousarray(batch_B3HW, np.float32)
         try:
             return tuple(self._session.run(None, {self._name: batch_B3HW}))
         except Exception as error:
@@ -376,77 +404,98 @@ def has_bfloat16() -> bool:
     return "BF16" in openvino_core().get_property("CPU", "OPTIMIZATION_CAPABILITIES")
 
 
-def compile_with_openvino(file: Path, threads: int, bfloat16: bool) -> Any:
-    """Compiles an ONNX file, or OpenVINO's own XML, to run on a CPU.
+class OpenVinoGraph:
+    """An ONNX file, or OpenVINO's own XML, in OpenVINO on the CPU.
 
     Threads are not pinned to cores: several processes would share the same first ones.
 
-    Raises: ImportError: OpenVINO is not installed.  RuntimeError: it cannot load the file.
+    Raises: ImportError: it is not installed.  PredictorError: it cannot load the file.
     """
-    settings = {
-        "INFERENCE_PRECISION_HINT": "bf16" if bfloat16 else "f32",  # its default: bf16 if it can
-        "INFERENCE_NUM_THREADS": threads,
-        "PERFORMANCE_HINT": "LATENCY",
-        "ENABLE_CPU_PINNING": False,
-    }
-    return openvino_core().compile_model(str(file), "CPU", settings)
 
-
-class _OpenVinoGraph:
-    """An ONNX file, or OpenVINO's own XML, in OpenVINO; returns its outputs in order."""
-
-    def __init__(self, files: Sequence[Path], threads: int, bfloat16: bool) -> None:
-        if bfloat16 and not has_bfloat16():
-            raise PredictorError(
-                "bfloat16: this processor has no instructions for it; leave it out"
-            )
+    def __init__(self, file: Path, threads: int, bfloat16: bool = False) -> None:
+        settings = {
+            "INFERENCE_PRECISION_HINT": "bf16" if bfloat16 else "f32",  # not bf16 by itself
+            "INFERENCE_NUM_THREADS": threads,
+            "PERFORMANCE_HINT": "LATENCY",
+            "ENABLE_CPU_PINNING": False,
+        }
         try:
-            model = compile_with_openvino(files[0], threads, bfloat16)
+            model = openvino_core().compile_model(str(file), "CPU", settings)
         except RuntimeError as error:
-            raise PredictorError(f"{files[0]}: OpenVINO cannot load it: {error}") from error
-        self._request, self._outputs = model.create_infer_request(), range(len(model.outputs))
+            raise PredictorError(f"{file}: OpenVINO cannot load it: {error}") from error
+        self._request = model.create_infer_request()
         self._lock = threading.Lock()  # for the request: another call would replace its tensors
+        self.output_names = tuple(output.get_any_name() for output in model.outputs)
 
-    def run(self, batch_B3HW: np.ndarray) -> tuple[np.ndarray, ...]:
+    def __call__(self, batch_B3HW: np.ndarray) -> tuple[np.ndarray, ...]:
+        batch_B3HW = np.ascontiguousarray(batch_B3HW, np.float32)
         try:
             with self._lock:
                 found = self._request.infer({0: batch_B3HW}, share_inputs=True)
         except RuntimeError as error:
             raise PredictorError(f"OpenVINO cannot run this model: {error}") from error
-        return tuple(found[place] for place in self._outputs)
+        return tuple(found[place] for place in range(len(self.output_names)))
 
 
-class _PaddleGraph:
-    """A saved program and its weights in Paddle Inference; returns its outputs in order."""
+class PaddleGraph:
+    """A saved program and its weights in Paddle Inference.
 
-    def __init__(self, files: Sequence[Path], threads: int, device: str) -> None:
+    `enable_memory_optim` is left off: it breaks the predictor of Paddle 3.x.  oneDNN keeps the
+    kernels of every image size it has met.
+
+    Args:
+        precision: float32; bfloat16 with oneDNN; float16 on a card.
+        gpu_memory_mb: what Paddle reserves on the card at the start, MiB.
+    Raises: PredictorError: it cannot load them.
+    """
+
+    def __init__(
+        self,
+        program: Path,
+        weights: Path,
+        *,
+        device: str = "cpu",
+        threads: int = 1,
+        onednn: bool = True,
+        precision: str = "float32",
+        gpu_memory_mb: int = 256,
+    ) -> None:
         from paddle import inference
 
         try:
-            config = inference.Config(*map(str, files))
+            config = inference.Config(str(program), str(weights))
             config.disable_glog_info()
             if device == "gpu":
-                config.enable_use_gpu(256, 0)  # MiB at the start, of card 0
+                kinds = inference.PrecisionType
+                kind = kinds.Half if precision == "float16" else kinds.Float32
+                config.enable_use_gpu(gpu_memory_mb, 0, kind)  # card 0
             else:
                 config.disable_gpu()
                 config.set_cpu_math_library_num_threads(threads)
-                config.enable_onednn()
+                if onednn:
+                    config.enable_onednn()
+                else:
+                    config.disable_onednn()
+                if precision == "bfloat16":
+                    config.enable_onednn_bfloat16()
             self._predictor = inference.create_predictor(config)
         except (RuntimeError, ValueError, OSError) as error:
-            raise PredictorError(f"{files[0]}: Paddle cannot load it: {error}") from error
-        self._names = self._predictor.get_output_names()
+            raise PredictorError(f"{program}: Paddle cannot load it: {error}") from error
+        self._name = self._predictor.get_input_names()[0]
+        self.output_names = tuple(self._predictor.get_output_names())
         self._lock = threading.Lock()  # for the handles, which another call would fill
 
-    def run(self, batch_B3HW: np.ndarray) -> tuple[np.ndarray, ...]:
+    def __call__(self, batch_B3HW: np.ndarray) -> tuple[np.ndarray, ...]:
+        batch_B3HW = np.ascontiguousarray(batch_B3HW, np.float32)
         with self._lock:
-            handle = self._predictor.get_input_handle(self._predictor.get_input_names()[0])
+            handle = self._predictor.get_input_handle(self._name)
             handle.reshape(batch_B3HW.shape)
             handle.copy_from_cpu(batch_B3HW)
             try:
                 self._predictor.run()
             except (RuntimeError, ValueError, IndexError, OSError) as error:
                 raise PredictorError(f"Paddle Inference cannot run this model: {error}") from error
-            outputs = [self._predictor.get_output_handle(name) for name in self._names]
+            outputs = [self._predictor.get_output_handle(name) for name in self.output_names]
             return tuple(output.copy_to_cpu() for output in outputs)
 
 
@@ -563,7 +612,7 @@ def _has_gpu(name: str) -> bool:
     module = importlib.import_module(_PACKAGES[name])
     if name == "paddle":
         return bool(module.is_compiled_with_cuda())
-    return _PROVIDERS[name, "gpu"][0] in module.get_available_providers()
+    return onnx_providers(name, "gpu")[0][0] in module.get_available_providers()
 
 
 def _require_image(image_HW3: np.ndarray, position: int) -> None:

@@ -23,7 +23,7 @@ from ppdist.export.predictor import (
     EagerClassifier,
     EagerPredictor,
     ExportedPredictor,
-    OnnxGraph,
+    open_graph,
     split_rows,
     suppress,
 )
@@ -126,7 +126,7 @@ def predictions(batch: int, count: int, classes: int, steps: int = 0) -> np.ndar
 )
 def test_onnx_nms_keeps_rows_of_paddle(tmp_path: Path, nms: NMSConfig, batch: int) -> None:
     append_nms(raw_model(tmp_path / "raw.onnx", 4), tmp_path / "kept.onnx", nms)
-    graph = OnnxGraph(tmp_path / "kept.onnx", ONNX)
+    graph = open_graph([tmp_path / "kept.onnx"], ONNX)
     assert graph.output_names == ("rows", "count")
     both = predictions(batch, 200, 4)
     rows_R6, count_B = graph(both)
@@ -143,7 +143,7 @@ def test_onnx_breaks_score_ties_as_paddle(tmp_path: Path, candidates: int) -> No
     nms = NMSConfig(score_threshold=0.05, iou_threshold=0.6, candidates=candidates, keep=25)
     append_nms(raw_model(tmp_path / "raw.onnx", 4), tmp_path / "kept.onnx", nms)
     both = predictions(2, 200, 4, steps=20)
-    rows_R6, count_B = OnnxGraph(tmp_path / "kept.onnx", ONNX)(both)
+    rows_R6, count_B = open_graph([tmp_path / "kept.onnx"], ONNX)(both)
     expected = suppress(paddle.to_tensor(both[..., :4]), paddle.to_tensor(both[..., 4:]), nms)
     for got_R6, true_R6 in zip(split_rows(rows_R6, count_B), expected, strict=True):
         best_first = true_R6[np.argsort(-true_R6[:, 1], kind="stable")]
@@ -154,7 +154,7 @@ def test_one_image_of_a_batch_may_have_no_rows(tmp_path: Path) -> None:
     append_nms(raw_model(tmp_path / "raw.onnx", 4), tmp_path / "kept.onnx", NMS)
     both = predictions(3, 200, 4)
     both[1, :, :4] = 0
-    _, count_B = OnnxGraph(tmp_path / "kept.onnx", ONNX)(both)
+    _, count_B = open_graph([tmp_path / "kept.onnx"], ONNX)(both)
     assert count_B[1] == 0 and count_B[0] > 0 and count_B[2] > 0
 
 
@@ -193,7 +193,7 @@ def test_onnx_classifier_equals_eager_probabilities(tmp_path: Path, converter: N
     assert set(report.agreement) == {"paddle", "onnx", *["openvino"] * bool(find_spec("openvino"))}
     assert all(found.box is None for found in report.agreement.values())
     images = pictures(3, 96, 64)
-    (found_BC,) = OnnxGraph(report.directory / "model.onnx", ONNX)(images)
+    (found_BC,) = open_graph([report.directory / "model.onnx"], ONNX)(images)
     np.testing.assert_allclose(found_BC, EagerClassifier(model)(images), atol=1e-4)
 
 

@@ -20,7 +20,7 @@ from ppdist.export.export import (
     spread,
     take_sample,
 )
-from ppdist.export.predictor import EagerPredictor, ExportedPredictor, OnnxGraph
+from ppdist.export.predictor import EagerPredictor, ExportedPredictor, open_graph
 from ppdist.export.spec import read_spec, write_spec
 from tests.errors import raises
 from tests.forked import run_tool
@@ -47,8 +47,8 @@ def exported(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_int8_model_scores_close_to_float_model(exported: Path) -> None:
     images = pictures(3, 96, 64)  # neither the batch nor the size of the calibration
-    floats, _ = OnnxGraph(exported / "model.onnx", INT8)(images)
-    integers, _ = OnnxGraph(exported / "model_int8.onnx", INT8)(images)
+    floats, _ = open_graph([exported / "model.onnx"], INT8)(images)
+    integers, _ = open_graph([exported / "model_int8.onnx"], INT8)(images)
     errors = np.abs(floats - integers)
     assert errors.max() > 0
     assert errors.mean() < 0.2 * floats.std()

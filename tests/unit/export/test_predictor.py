@@ -10,6 +10,7 @@ from typing import Any
 
 import cv2
 import numpy as np
+import paddle
 import pytest
 from pydantic import ValidationError
 
@@ -18,20 +19,17 @@ from ppdist.benchmark.latency import measure_predictors, pictures_of, predictors
 from ppdist.cli import predict
 from ppdist.common.errors import ExportError
 from ppdist.config.runtime import RuntimeOptions
-from ppdist.export import predictor as runtime
 from ppdist.export.export import deployment_copy
 from ppdist.export.predictor import (
     EagerPredictor,
     ExportedPredictor,
-    OnnxGraph,
-    OpenVinoGraph,
-    PaddleGraph,
     graph_input,
+    open_graph,
     prepare,
 )
 from ppdist.export.spec import InferenceSpec, read_spec, write_spec
 from ppdist.models.ppyoloe import PPYOLOE
-from ppdist.runtime.predictor import has_bfloat16, import_openvino
+from ppdist.runtime.predictor import has_bfloat16, import_openvino, onnx_providers
 from tests.errors import raises
 from tests.unit.export.tiny import (
     FORMATS,
@@ -113,11 +111,11 @@ def test_each_option_arrives_at_paddle_inference(monkeypatch: pytest.MonkeyPatch
     inference = SimpleNamespace(
         Config=Config, create_predictor=lambda config: predictor, PrecisionType=kinds
     )
-    monkeypatch.setattr(runtime.paddle, "inference", inference)
+    monkeypatch.setattr(paddle, "inference", inference)
 
     def set_by(**options: Any) -> list[tuple[Any, ...]]:
         calls.clear()
-        PaddleGraph(Path("a"), Path("b"), RuntimeOptions(**options))
+        open_graph([Path("a"), Path("b")], RuntimeOptions(**options))
         return calls[1:]  # without the one that silences it
 
     cpu = [("disable_gpu",), ("set_cpu_math_library_num_threads", 3)]
@@ -130,14 +128,11 @@ def test_each_option_arrives_at_paddle_inference(monkeypatch: pytest.MonkeyPatch
 
 
 def test_onnx_runtime_gets_best_kernels_first() -> None:
-    def asked(**options: Any) -> list[tuple[str, dict[str, Any]]]:
-        return runtime._providers(RuntimeOptions(**{"backend": "onnx", **options}))
-
     cpu, card = ("CPUExecutionProvider", {}), ("CUDAExecutionProvider", {})
-    assert asked() == [cpu]
-    assert asked(device="gpu") == [card, cpu]
+    assert onnx_providers("onnx", "cpu") == [cpu]
+    assert onnx_providers("onnx", "gpu") == [card, cpu]
     half = ("TensorrtExecutionProvider", {"trt_fp16_enable": True})
-    assert asked(backend="tensorrt", device="gpu", precision="float16") == [half, card, cpu]
+    assert onnx_providers("tensorrt", "gpu", float16=True) == [half, card, cpu]
 
 
 def test_onnx_runtime_reports_no_gpu_or_broken_file(tmp_path: Path) -> None:
@@ -145,15 +140,15 @@ def test_onnx_runtime_reports_no_gpu_or_broken_file(tmp_path: Path) -> None:
     file = tmp_path / "model.onnx"
     file.write_bytes(b"no model")
     with raises("runtime_load_failed", "model.onnx"):
-        OnnxGraph(file, RuntimeOptions(backend="onnx"))
+        open_graph([file], RuntimeOptions(backend="onnx"))
     with raises("package_build", "CUDAExecutionProvider"):
-        OnnxGraph(file, RuntimeOptions(backend="onnx", device="gpu"))
+        open_graph([file], RuntimeOptions(backend="onnx", device="gpu"))
 
 
 def test_without_tensorrt_what_it_needs_is_named() -> None:
     pytest.importorskip("onnxruntime")
     with raises("package_build", "TensorrtExecutionProvider", "TensorRT's lib"):
-        OnnxGraph(Path("model.onnx"), RuntimeOptions(backend="tensorrt", device="gpu"))
+        open_graph([Path("model.onnx")], RuntimeOptions(backend="tensorrt", device="gpu"))
 
 
 def needs_openvino() -> Any:
@@ -180,11 +175,11 @@ def test_openvino_reports_a_broken_file_or_its_absence(
     file = tmp_path / "model.onnx"
     file.write_bytes(b"no model")
     with raises("runtime_load_failed", "model.onnx"):
-        OpenVinoGraph(file, RuntimeOptions(backend="openvino"))
+        open_graph([file], RuntimeOptions(backend="openvino"))
     monkeypatch.setitem(sys.modules, "openvino", None)
     monkeypatch.setattr("ppdist.runtime.predictor.openvino_core", import_openvino)
     with raises("package_missing"):
-        OpenVinoGraph(file, RuntimeOptions(backend="openvino"))
+        open_graph([file], RuntimeOptions(backend="openvino"))
 
 
 def test_openvino_computes_in_what_was_asked_for(exported: Path, caplog: Any) -> None:
@@ -194,7 +189,7 @@ def test_openvino_computes_in_what_was_asked_for(exported: Path, caplog: Any) ->
 
     def compiled(precision: Any) -> Any:
         options = RuntimeOptions(backend="openvino", precision=precision)
-        graph = OpenVinoGraph(exported / "model.onnx", options)
+        graph = open_graph([exported / "model.onnx"], options)
         return graph._request.get_compiled_model().get_property(read)
 
     assert compiled("float32") == openvino.Type.f32
@@ -206,7 +201,7 @@ def test_openvino_computes_in_what_was_asked_for(exported: Path, caplog: Any) ->
 def test_without_onnx_runtime_the_package_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "onnxruntime", None)
     with raises("package_missing"):
-        OnnxGraph(Path("model.onnx"), RuntimeOptions(backend="onnx"))
+        open_graph([Path("model.onnx")], RuntimeOptions(backend="onnx"))
 
 
 def test_export_without_wanted_file_says_remedy(tmp_path: Path) -> None:
@@ -269,7 +264,7 @@ def test_predictors_are_interleaved_against_first(monkeypatch: pytest.MonkeyPatc
 def test_every_form_of_an_export_is_measured(model: PPYOLOE, exported: Path) -> None:
     spec: InferenceSpec = read_spec(exported)
     names = ["eager", "Paddle Inference", "Paddle Inference, oneDNN"]
-    if runtime.paddle.base.core.supports_bfloat16_fast_performance():
+    if paddle.base.core.supports_bfloat16_fast_performance():
         names.append(f"{names[-1]}, bfloat16")
     if spec.onnx is not None:
         names.append("ONNX Runtime")
