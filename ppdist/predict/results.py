@@ -16,7 +16,8 @@ from ppdist.common.files import make_parent, write_json, writing
 from ppdist.export.spec import InferenceSpec
 from ppdist.metrics.classification import best_classes, rank
 from ppdist.predict.detections import Detection, Detections, counted, write_picture
-from ppdist.predict.sources import Frame, is_video, video_path
+from ppdist.predict.sources import Frame, data_errors, is_video
+from ppdist.runtime.pictures import video_path
 from ppdist.viz.draw import draw_classes
 
 FOLDERS = {"yolo": "labels", "voc": "annotations", "crops": "crops"}  # below the results
@@ -141,7 +142,9 @@ def _open_video(file: Path, first_HW3: np.ndarray, rate: float) -> cv2.VideoWrit
     height, width = first_HW3.shape[:2]
     make_parent(file)
     codec = cv2.VideoWriter.fourcc(*"mp4v")
-    video = cv2.VideoWriter(video_path(file), codec, rate, (width, height))
+    with data_errors(file):
+        path = video_path(file)
+    video = cv2.VideoWriter(path, codec, rate, (width, height))
     if not video.isOpened():
         raise DataError("this OpenCV cannot write videos", code="video_unwritable", where=str(file))
     return video

@@ -24,13 +24,14 @@ from PIL import Image
 
 from ppdist.common.errors import DataError
 from ppdist.data.image import decode_image, of_array, of_pillow, read_content
-from ppdist.runtime.decoder import has_sixteen_bits, is_dark, unread_kind
+from ppdist.runtime.decoder import has_sixteen_bits, is_dark
 from ppdist.runtime.pictures import (
     KNOWN_SUFFIXES,
     VIDEO_SUFFIXES,
     Frame,
+    SourceError,
+    find_sources,
     is_source,
-    sources_in,
     video_frames,
 )
 
@@ -84,7 +85,7 @@ def is_many(place: Path | str | int) -> bool:
     """
     if isinstance(place, str) and (place == STDIN or place.startswith(_WEB)):
         return is_video(place)
-    with _allowed(place):
+    with data_errors(place):
         return is_video(place) or Path(str(place)).is_dir() or _is_pattern(place)
 
 
@@ -100,7 +101,7 @@ def expand(words: Sequence[Path | str | int], leave_out: Path | None = None) -> 
     """
     found: list[Source] = []
     for word in words:
-        with _allowed(word):
+        with data_errors(word):
             found += _expand(word, leave_out)
     if len(words) == 1:
         return found
@@ -120,7 +121,7 @@ def root_of(word: Path | str | int) -> Path | None:
 
     Raises: DataError: it may not be read.
     """
-    with _allowed(word):
+    with data_errors(word):
         if _is_pattern(word):
             parts = Path(str(word)).parts
             return Path(*parts[: _magic_part(parts)])
@@ -129,10 +130,12 @@ def root_of(word: Path | str | int) -> Path | None:
 
 
 @contextmanager
-def _allowed(word: Path | str | int) -> Iterator[None]:
-    """Raises: DataError: the system refuses what is asked about a place."""
+def data_errors(word: Path | str | int) -> Iterator[None]:
+    """Raises: DataError: the system refuses what is asked about a place, or it cannot be used."""
     try:
         yield
+    except SourceError as error:
+        raise DataError(error.what, code=error.code, where=error.where, fix=error.fix) from error
     except OSError as error:
         what, where = error.strerror or str(error), str(error.filename or word)
         raise DataError(what, code="folder_unreadable", where=where) from error
@@ -166,7 +169,8 @@ def _expand(word: Path | str | int, leave_out: Path | None) -> list[Source]:
         return [Source(each, str(Path(*each.parts[plain:]))) for each in chosen]
     path = Path(word)
     root = path if path.is_dir() else path.parent
-    return [Source(file, str(file.relative_to(root))) for file in find_sources(path, leave_out)]
+    found = find_sources(path, leave_out, _LOGGER.warning)
+    return [Source(file, str(file.relative_to(root))) for file in found]
 
 
 def _is_pattern(word: Path | str | int) -> bool:
@@ -193,39 +197,6 @@ def _free(name: str, taken: set[str]) -> str:
     return chosen
 
 
-def find_sources(source: Path, leave_out: Path | None = None) -> list[Path]:
-    """The images and videos a path stands for: itself, or all below it, in name order.
-
-    Args:
-        leave_out: a folder whose files do not count (where results are written).
-    Raises: DataError: the path does not exist, or there is nothing to look at.
-    """
-    if source.is_file():
-        if source.suffix.lower() not in KNOWN_SUFFIXES:
-            kind = unread_kind(source.name)
-            raise DataError(
-                f"{kind} is not supported" if kind else "neither an image nor a video",
-                code="not_a_picture",
-                where=str(source),
-                fix=f"convert it to one of {_listed()}",
-            )
-        return [source]
-    if not source.is_dir():
-        raise DataError(
-            "no such image, folder or video", code="source_not_found", where=str(source)
-        )
-    found = sources_in(source, leave_out, _LOGGER.warning)
-    if not found:
-        raise DataError(
-            f"no image or video in this folder ({_listed()})", code="no_images", where=str(source)
-        )
-    return found
-
-
-def _listed() -> str:
-    return " ".join(sorted(KNOWN_SUFFIXES))
-
-
 # --- sources to frames ----------------------------------------------------------------------------
 
 
@@ -233,10 +204,10 @@ def frames_of(source: Source, report: Callable[[str], None]) -> Iterator[Frame]:
     """The picture of an image, or each frame of a video; what cannot be read is reported."""
     try:
         if source.is_video:
-            yield from _video_frames(source)
+            yield from video_frames(source.place, source.name)
         else:
             yield Frame(source.name, None, read_source(source.place))
-    except DataError as error:
+    except (DataError, SourceError) as error:
         report(str(error))
 
 
@@ -292,34 +263,6 @@ def _bounded(content: bytes, where: str) -> bytes:
             where=where,
         )
     return content
-
-
-def _video_frames(source: Source) -> Iterator[Frame]:
-    """Raises: DataError: not one frame can be read."""
-    place = source.place
-    frames = video_frames(place if isinstance(place, int) else video_path(place), source.name)
-    first = next(frames, None)
-    if first is None:
-        kind = "video" if isinstance(place, Path) else "camera or stream"
-        where = source.name if isinstance(place, int) else str(place)
-        raise DataError(
-            f"no frame of this {kind} can be read", code="video_unreadable", where=where
-        )
-    yield first
-    yield from frames
-
-
-def video_path(file: Path | str) -> str:
-    """A path as OpenCV takes one of a video.  Raises: DataError: not UTF-8, which crashes it."""
-    try:
-        return str(file).encode().decode()
-    except UnicodeEncodeError as error:
-        raise DataError(
-            "OpenCV wants UTF-8 in a video's path",
-            code="path_not_utf8",
-            where=str(file),
-            fix="rename it",
-        ) from error
 
 
 def is_picture(given: Any) -> bool:

@@ -32,43 +32,51 @@ class Frame:
     rate: float = 0.0  # frames a second of the video; of an image 0
 
 
-def find_sources(source: Path, leave_out: Path, warn: Callable[[str], None]) -> list[Path]:
+class SourceError(PredictorError):
+    """A source that cannot be used; ppdist's own commands report it with `code`."""
+
+    def __init__(self, what: str, *, code: str, where: str, fix: str = "") -> None:
+        super().__init__(f"{where}: {what}; {fix}" if fix else f"{where}: {what}")
+        self.what, self.code, self.where, self.fix = what, code, where, fix
+
+
+def find_sources(source: Path, leave_out: Path | None, warn: Callable[[str], None]) -> list[Path]:
     """The images and videos at a path: the file, or all below the folder, in name order.
 
-    Args: leave_out, warn: as `sources_in`.
-    Raises: PredictorError: the path does not exist, or there is nothing to look at.
+    Args:
+        leave_out: a folder whose files do not count (where results are written).
+        warn: called with a line about images in unsupported formats.
+    Raises: SourceError: the path does not exist, or there is nothing to look at.
     """
     shown = " ".join(sorted(KNOWN_SUFFIXES))
     if source.is_file():
         if source.suffix.lower() not in KNOWN_SUFFIXES:
             kind = unread_kind(source.name)
-            what = f"{kind} is not read" if kind else "neither an image nor a video"
-            raise PredictorError(f"{source}: {what}; make it one of {shown}")
+            raise SourceError(
+                f"{kind} is not supported" if kind else "neither an image nor a video",
+                code="not_a_picture",
+                where=str(source),
+                fix=f"convert it to one of {shown}",
+            )
         return [source]
     if not source.is_dir():
-        raise PredictorError(f"{source}: no such image, folder or video")
-    found = sources_in(source, leave_out, warn)
-    if not found:
-        raise PredictorError(f"{source}: no image or video in this folder ({shown})")
-    return found
-
-
-def sources_in(folder: Path, leave_out: Path | None, warn: Callable[[str], None]) -> list[Path]:
-    """The images and videos in a folder and below it, in name order.
-
-    Args:
-        leave_out: a folder whose files do not count (where results are written).
-        warn: called with a line about images in unsupported formats.
-    """
+        raise SourceError(
+            "no such image, folder or video", code="source_not_found", where=str(source)
+        )
     files = [
         file
-        for file in sorted(folder.rglob("*"))
+        for file in sorted(source.rglob("*"))
         # Files that programs keep for themselves: ._a.jpg of macOS, .ipynb_checkpoints/a.jpg.
-        if not any(part.startswith(".") for part in file.relative_to(folder).parts)
+        if not any(part.startswith(".") for part in file.relative_to(source).parts)
     ]
     if unread := unread_kinds(file.name for file in files):
-        warn(f"{folder}: {unread}")
-    return [file for file in files if is_source(file, leave_out)]
+        warn(f"{source}: {unread}")
+    found = [file for file in files if is_source(file, leave_out)]
+    if not found:
+        raise SourceError(
+            f"no image or video in this folder ({shown})", code="no_images", where=str(source)
+        )
+    return found
 
 
 def is_source(file: Path, leave_out: Path | None) -> bool:
@@ -94,45 +102,50 @@ def frames_of(
     for file, name in zip(files, names):
         try:
             if is_video(file):
-                yield from _video_frames(file, name)
+                yield from video_frames(file, name)
             else:
                 yield Frame(name, None, read_image(file))
         except PredictorError as error:
             complain(str(error))
 
 
-def video_path(file: Path) -> str:
+def video_path(file: Path | str) -> str:
     """A path for OpenCV's videos, which crash on one that is not UTF-8.
 
-    Raises: PredictorError: it is not UTF-8.
+    Raises: SourceError: it is not UTF-8.
     """
     try:
         return str(file).encode().decode()
     except UnicodeEncodeError as error:
-        raise PredictorError(f"{file}: OpenCV wants UTF-8 in a video's path; rename it") from error
+        raise SourceError(
+            "OpenCV wants UTF-8 in a video's path",
+            code="path_not_utf8",
+            where=str(file),
+            fix="rename it",
+        ) from error
 
 
-def _video_frames(file: Path, name: str) -> Iterator[Frame]:
-    frames = video_frames(video_path(file), name)
-    first = next(frames, None)
-    if first is None:
-        raise PredictorError(f"{file}: no frame of this video can be read")
-    yield first
-    yield from frames
+def video_frames(place: Path | str | int, name: str) -> Iterator[Frame]:
+    """Yields the frames of a video file, a stream, or a camera given by its number.
 
-
-def video_frames(place: str | int, name: str) -> Iterator[Frame]:
-    """Yields the frames of a video, a stream, or a camera given by its number."""
-    capture = cv2.VideoCapture(place)
+    Raises: SourceError: not one frame can be read.
+    """
+    capture = cv2.VideoCapture(place if isinstance(place, int) else video_path(place))
     rate = capture.get(cv2.CAP_PROP_FPS) or USUAL_RATE
     try:
         for index in itertools.count():
             there, frame_bgr = capture.read()
             if not there:
-                return
+                break
             yield Frame(name, index, cv2.cvtColor(frame_bgr, cv2.COLOR_BGR2RGB), rate)
     finally:
         capture.release()
+    if not index:
+        kind = "video" if isinstance(place, Path) else "camera or stream"
+        where = name if isinstance(place, int) else str(place)
+        raise SourceError(
+            f"no frame of this {kind} can be read", code="video_unreadable", where=where
+        )
 
 
 def read_image(file: Path) -> np.ndarray:

@@ -25,7 +25,7 @@ from ppdist.predict.results import (
     require_no_foreign_files,
     require_own_folder,
 )
-from ppdist.predict.sources import Frame, Source, find_sources, frames_of
+from ppdist.predict.sources import Frame, Source, expand, frames_of
 from tests.errors import raises
 from tests.forked import run_tool
 from tests.media import assert_usable_by_pycocotools, write_video
@@ -260,7 +260,8 @@ def test_folder_search_recurses_but_skips_results(tmp_path: Path) -> None:
     for name in ("b/x.PNG", "a.jpg", "b/c.txt", "out/a.jpg", "b/._x.PNG"):
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).touch()
-    assert find_sources(tmp_path, tmp_path / "out") == [tmp_path / "a.jpg", tmp_path / "b/x.PNG"]
+    found = expand([tmp_path], tmp_path / "out")
+    assert [each.name for each in found] == ["a.jpg", "b/x.PNG"]
 
 
 def test_non_utf8_name_is_read_written_and_printed(tmp_path: Path) -> None:
