@@ -4,6 +4,7 @@ The imports would be three seconds of every process; this is one process for all
 pytest.  So what is forked shares its hash seed; ranks of tools/launch.py do not.
 """
 
+import io
 import multiprocessing
 import os
 import runpy
@@ -12,6 +13,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Mapping
+from contextlib import redirect_stderr, redirect_stdout
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
@@ -106,6 +108,26 @@ def run_tool(
         raise subprocess.TimeoutExpired(command, seconds, *texts)
     assert "Traceback" not in texts[0] + texts[1], texts[1] + texts[0]
     return subprocess.CompletedProcess(command, code, *texts)
+
+
+def exit_code_of(name: str, *arguments: object) -> int:
+    """Runs tools/<name>.py in this process."""
+    command = [str(ROOT / "tools" / f"{name}.py"), *map(str, arguments)]
+    with patch.object(sys, "argv", command), patch.object(sys, "path", [*sys.path]):
+        try:
+            runpy.run_path(command[0], run_name="__main__")
+        except SystemExit as ended:
+            return ended.code or 0
+    raise AssertionError("a command ends by an exit code")
+
+
+def run_here(name: str, *arguments: object) -> subprocess.CompletedProcess[str]:
+    """`run_tool` in this process, which has imported what takes seconds."""
+    out, err = io.StringIO(), io.StringIO()
+    with redirect_stdout(out), redirect_stderr(err):
+        code = exit_code_of(name, *arguments)
+    assert "Traceback" not in out.getvalue() + err.getvalue()
+    return subprocess.CompletedProcess(arguments, code, out.getvalue(), err.getvalue())
 
 
 def run_on_two_ranks(

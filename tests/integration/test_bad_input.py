@@ -1,7 +1,6 @@
 """Wrong input ends tools/train.py with exit code 2 and one message that says what to do."""
 
 import json
-import runpy
 import subprocess
 import sys
 from pathlib import Path
@@ -13,6 +12,7 @@ from safetensors.numpy import save_file
 from ppdist.config import load_config
 from ppdist.data.datasets.synthetic import make_shapes
 from ppdist.models import build_model
+from tests.forked import run_here
 
 ROOT = Path(__file__).resolve().parents[2]
 CONFIG = ROOT / "configs" / "examples" / "demo.yml"
@@ -30,16 +30,12 @@ def edit(file, change):
     file.write_text(json.dumps(content))
 
 
-def train(monkeypatch, capsys, tmp_path, *overrides, config=CONFIG):
-    """Exit code and what stderr says, without the noise of Paddle."""
+def train(tmp_path, *overrides, config=CONFIG):
+    """Exit code and what stderr says."""
     arguments = [f"data.root={tmp_path / 'data'}", f"output_dir={tmp_path / 'out'}"]
     arguments += ["train.max_steps=1", "model.image_size=[64,64]", *overrides]
-    monkeypatch.setattr(sys, "argv", ["train.py", "-c", str(config), "-o", *arguments])
-    with pytest.raises(SystemExit) as ended:
-        runpy.run_path(str(ROOT / "tools" / "train.py"), run_name="__main__")
-    captured = capsys.readouterr()
-    assert "Traceback" not in captured.err + captured.out
-    return ended.value.code, captured.err
+    done = run_here("train", "-c", config, "-o", *arguments)
+    return done.returncode, done.stderr
 
 
 CASES = [  # one of each layer: the file of keys, the options, the weights, the folder, the images
@@ -54,30 +50,26 @@ CASES = [  # one of each layer: the file of keys, the options, the weights, the 
 
 
 @pytest.mark.parametrize(("overrides", "change", "named"), CASES)
-def test_wrong_input_is_one_message_and_exit_2(
-    overrides, change, named, shapes, tmp_path, monkeypatch, capsys
-):
+def test_wrong_input_is_one_message_and_exit_2(overrides, change, named, shapes, tmp_path):
     if change:
         edit(shapes / "annotations" / "instances_train.json", change)
-    code, stderr = train(monkeypatch, capsys, tmp_path, *overrides)
+    code, stderr = train(tmp_path, *overrides)
     message = stderr[stderr.index("ppdist: error:") :]
     assert code == 2 and all(each in message for each in named), message
 
 
-def test_a_missing_config_is_one_message(shapes, tmp_path, monkeypatch, capsys):
-    code, stderr = train(monkeypatch, capsys, tmp_path, config=tmp_path / "absent.yml")
+def test_a_missing_config_is_one_message(shapes, tmp_path):
+    code, stderr = train(tmp_path, config=tmp_path / "absent.yml")
     assert code == 2
     assert "absent.yml" in stderr
 
 
-def test_weights_of_another_shape_name_both_shapes(shapes, tmp_path, monkeypatch, capsys):
+def test_weights_of_another_shape_name_both_shapes(shapes, tmp_path):
     key = "backbone.stem.conv1.conv.weight"
     model = build_model(load_config(CONFIG).model)
     weights = {name: value.numpy() for name, value in model.state_dict().items()}
     save_file(weights | {key: np.zeros((5, 3, 3, 3), "float32")}, tmp_path / "odd.safetensors")
-    code, stderr = train(
-        monkeypatch, capsys, tmp_path, f"model.pretrained={tmp_path / 'odd.safetensors'}"
-    )
+    code, stderr = train(tmp_path, f"model.pretrained={tmp_path / 'odd.safetensors'}")
     assert code == 2
     assert key in stderr
     assert "[5, 3, 3, 3]" in stderr

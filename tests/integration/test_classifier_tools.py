@@ -1,8 +1,6 @@
 """The tools on a classifier: check, stats, train, eval, export, infer, each as a user runs it."""
 
 import json
-import runpy
-import sys
 from pathlib import Path
 
 import cv2
@@ -10,7 +8,7 @@ import numpy as np
 import pytest
 
 from ppdist.export.spec import read_spec
-from tests.forked import ROOT, run_tool, succeeded
+from tests.forked import run_here, run_tool, succeeded
 from tests.media import write_video
 from tests.unit.data.classified import CONFIG, PATTERNS, write_patterns
 
@@ -120,22 +118,14 @@ def test_export_without_data_set_takes_names_file(project: Path, tmp_path: Path)
     assert (spec.class_names, spec.category_ids) == (("one", "two", "three"), (0, 1, 2))
 
 
-@pytest.fixture
-def refused(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
-    """Runs a tool in this process; what it says on stderr when it ends with 2, having done none."""
-
-    def run(tool: str, *arguments: object) -> str:
-        monkeypatch.setattr(sys, "argv", [f"{tool}.py", *map(str, arguments)])
-        with pytest.raises(SystemExit) as ended:
-            runpy.run_path(str(ROOT / "tools" / f"{tool}.py"), run_name="__main__")
-        printed = capsys.readouterr()
-        assert ended.value.code == 2 and not printed.out
-        return printed.err
-
-    return run
+def refused(tool: str, *arguments: object) -> str:
+    """What a tool says on stderr when it ends with 2, having done nothing."""
+    done = run_here(tool, *arguments)
+    assert done.returncode == 2 and not done.stdout
+    return done.stderr
 
 
-def test_what_only_boxes_have_is_refused(project: Path, exported: Path, refused, tmp_path) -> None:
+def test_what_only_boxes_have_is_refused(project: Path, exported: Path, tmp_path) -> None:
     eager = ("-c", project / "cfg.yml", "-w", weights(project), "--out", tmp_path / "out")
     looking = ("--source", project / "val", "--threshold", 0.3)
     message = "--threshold is for boxes, and a classifier has none; leave it out"
@@ -147,7 +137,7 @@ def test_what_only_boxes_have_is_refused(project: Path, exported: Path, refused,
     assert not (tmp_path / "out").exists()
 
 
-def test_a_file_of_class_names_is_read_with_care(project: Path, refused, tmp_path) -> None:
+def test_a_file_of_class_names_is_read_with_care(project: Path, tmp_path) -> None:
     eager = ("-c", project / "cfg.yml", "-w", weights(project), "--out", tmp_path / "out")
     names = tmp_path / "names.txt"
     for content, message in (
@@ -160,7 +150,7 @@ def test_a_file_of_class_names_is_read_with_care(project: Path, refused, tmp_pat
     assert not (tmp_path / "out").exists()
 
 
-def test_eval_refuses_bad_options_before_evaluating(project: Path, refused, tmp_path) -> None:
+def test_eval_refuses_bad_options_before_evaluating(project: Path, tmp_path) -> None:
     eager = ("-c", project / "cfg.yml", "-w", weights(project))
     for option, value, message in (
         ("--at-least", "mAP=0.5", "--at-least: no metric 'mAP'; there is top1, top5"),

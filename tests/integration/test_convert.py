@@ -1,7 +1,5 @@
 """tools/convert.py: from every kind of weights to every other, and its messages."""
 
-import runpy
-import sys
 from itertools import pairwise
 from pathlib import Path
 
@@ -19,8 +17,8 @@ from ppdist.models.weights import (
     read_arrays,
     write_arrays,
 )
+from tests.forked import run_here
 
-ROOT = Path(__file__).resolve().parents[2]
 CONFIG = """
 data: {root: nowhere, train: {annotations: a.json}, val: {annotations: a.json}}
 model: {name: yolov5, size: n, width_multiple: 0.0625, num_classes: 3}
@@ -34,17 +32,12 @@ def config(tmp_path: Path) -> Path:
 
 
 @pytest.fixture
-def convert(config: Path, monkeypatch, capsys):
+def convert(config: Path):
     """Runs the tool; exit code, and what it printed."""
 
     def run(source: Path, out: Path, *more: str) -> tuple[int, str]:
-        arguments = ["-c", config, "-w", source, "--out", out, *more]
-        monkeypatch.setattr(sys, "argv", ["convert.py", *map(str, arguments)])
-        with pytest.raises(SystemExit) as ended:
-            runpy.run_path(str(ROOT / "tools" / "convert.py"), run_name="__main__")
-        captured = capsys.readouterr()
-        assert "Traceback" not in captured.err
-        return ended.value.code, captured.out + captured.err
+        done = run_here("convert", "-c", config, "-w", source, "--out", out, *more)
+        return done.returncode, done.stdout + done.stderr
 
     return run
 

@@ -12,8 +12,8 @@ import numpy as np
 import pytest
 from PIL import Image
 
+from tests.forked import run_here
 from tests.unit.data.sets import write_images
-from tests.unit.data.tool import run
 
 TOOL = str(Path(__file__).resolve().parents[2] / "tools" / "data.py")
 
@@ -21,7 +21,7 @@ TOOL = str(Path(__file__).resolve().parents[2] / "tools" / "data.py")
 @pytest.fixture(scope="module")
 def made(tmp_path_factory) -> Path:
     root = tmp_path_factory.mktemp("shapes")
-    done = run("synthetic", "--out", root, "--train", 6, "--val", 3, "--size", 96)
+    done = run_here("data", "synthetic", "--out", root, "--train", 6, "--val", 3, "--size", 96)
     assert done.returncode == 0, done.stderr
     assert f"wrote 6 + 3 images of circle, square, triangle to {root}" in done.stdout
     (root / "cfg.yml").write_text(
@@ -46,7 +46,9 @@ def test_it_runs_as_a_program(made):
 
 
 def test_check_says_that_all_is_well(made, tmp_path):
-    done = run("check", "-c", made / "cfg.yml", "--json", tmp_path / "new" / "found.json")
+    done = run_here(
+        "data", "check", "-c", made / "cfg.yml", "--json", tmp_path / "new" / "found.json"
+    )
     assert done.returncode == 0, done.stderr
     assert f"train: {made}/annotations/instances_train.json: 6 images" in done.stdout
     assert f"val: {made}/annotations/instances_val.json: 3 images" in done.stdout
@@ -58,7 +60,7 @@ def test_check_says_that_all_is_well(made, tmp_path):
 @pytest.mark.parametrize("command", ["check --fast", "stats", "show --count 2"])
 def test_a_folder_needs_no_configuration(made, tmp_path, monkeypatch, command):
     monkeypatch.chdir(tmp_path)
-    done = run(*command.split(), made, "-o", "model.image_size=96")
+    done = run_here("data", *command.split(), made, "-o", "model.image_size=96")
     assert done.returncode == 0, done.stderr
     assert (tmp_path / "samples.png").is_file() is command.startswith("show")
 
@@ -67,10 +69,10 @@ def test_every_command_on_data_writes_the_same_set(made, tmp_path):
     told = {}
     for source in ([made], ["-c", made / "cfg.yml"]):
         out = tmp_path / str(len(source))
-        assert run("convert", *source, "--to", "yolo", "--out", out).returncode == 0
+        assert run_here("data", "convert", *source, "--to", "yolo", "--out", out).returncode == 0
         told[out.name] = {f.relative_to(out): f.read_bytes() for f in out.rglob("*.txt")}
     assert told["1"] == told["2"] and len(told["1"]) > 8
-    done = run("split", made, "--parts", "a=0.5", "b=0.5", "--out", tmp_path / "parts")
+    done = run_here("data", "split", made, "--parts", "a=0.5", "b=0.5", "--out", tmp_path / "parts")
     assert done.returncode == 0 and (tmp_path / "parts").is_dir(), done.stderr
 
 
@@ -79,7 +81,7 @@ def test_data_without_a_validation_split_are_checked(made, tmp_path):
     shutil.copy(made / "annotations" / "instances_train.json", tmp_path / "one" / "all.json")
     file = tmp_path / "one" / "all.json"
     file.write_text(file.read_text().replace("train/", ""))
-    done = run("check", tmp_path / "one", "--fast")
+    done = run_here("data", "check", tmp_path / "one", "--fast")
     assert done.returncode == 0, done.stderr + done.stdout
 
 
@@ -131,7 +133,7 @@ REFUSED = [  # a command, and what its message names
 @pytest.mark.parametrize(("command", "named"), REFUSED)
 def test_what_cannot_be_done_is_one_message_and_exit_2(made, tmp_path, command, named):
     places = {"made": made, "cfg": made / "cfg.yml", "tmp": tmp_path}
-    done = run(*command.format(**places).split())
+    done = run_here("data", *command.format(**places).split())
     assert done.returncode == 2 and "Traceback" not in done.stderr
     assert not done.stdout or (command.startswith("check") and "ok:" not in done.stdout)
     assert named.format(**places) in done.stderr and not list(tmp_path.iterdir())
@@ -155,7 +157,7 @@ def dirty(made, tmp_path) -> Path:
 
 
 def test_check_lists_issues_with_count_and_example(dirty, tmp_path):
-    done = run("check", "-c", dirty / "cfg.yml", "--json", tmp_path / "found.json")
+    done = run_here("data", "check", "-c", dirty / "cfg.yml", "--json", tmp_path / "found.json")
     assert done.returncode == 2 and "Traceback" not in done.stderr
     assert done.stderr.strip().endswith("1 errors: training stops, or loses images")
     found = json.loads((tmp_path / "found.json").read_text())
@@ -172,13 +174,13 @@ def test_check_lists_issues_with_count_and_example(dirty, tmp_path):
 
 
 def test_check_writes_clean_copy_without_issues(dirty, tmp_path):
-    done = run("check", "-c", dirty / "cfg.yml", "--fix", tmp_path / "clean")
+    done = run_here("data", "check", "-c", dirty / "cfg.yml", "--fix", tmp_path / "clean")
     assert done.returncode == 2  # what was checked is as bad as before
     told = [line for line in done.stdout.splitlines() if line.startswith("fixed: ")]
     assert told and all(len(line) < 300 for line in told)
     _, _, settings = done.stdout.partition("to use it:\n")
     (tmp_path / "cfg.yml").write_text(f"{settings}model: {{name: ppyoloe, num_classes: 3}}\n")
-    again = run("check", "-c", tmp_path / "cfg.yml")
+    again = run_here("data", "check", "-c", tmp_path / "cfg.yml")
     assert again.returncode == 0, again.stderr
     assert "clean/annotations/instances_val.json: 2 images" in again.stdout
     for kind in ("image_truncated", "box_swapped"):
@@ -187,13 +189,23 @@ def test_check_writes_clean_copy_without_issues(dirty, tmp_path):
 
 @pytest.mark.parametrize("form", ["voc", "yolo"])
 def test_convert_there_and_back_gives_the_same_boxes(made, tmp_path, form):
-    done = run("convert", "--to", form, "--out", tmp_path / form, "-c", made / "cfg.yml")
+    done = run_here(
+        "data", "convert", "--to", form, "--out", tmp_path / form, "-c", made / "cfg.yml"
+    )
     assert done.returncode == 0, done.stderr
     assert f"train: {made}/annotations/instances_train.json: 6 images" in done.stdout
     lists = {"voc": "ImageSets/Main/train.txt", "yolo": "train.txt"}
     back = ["--format", form, "--root", tmp_path / form, "--annotations", lists[form]]
-    done = run(
-        "convert", "--to", "coco", "--out", tmp_path / "coco", *back, "--image-files", "link"
+    done = run_here(
+        "data",
+        "convert",
+        "--to",
+        "coco",
+        "--out",
+        tmp_path / "coco",
+        *back,
+        "--image-files",
+        "link",
     )
     assert done.returncode == 0, done.stderr
     contents = [
@@ -210,10 +222,12 @@ def test_convert_there_and_back_gives_the_same_boxes(made, tmp_path, form):
 
 
 def test_convert_prints_settings_that_can_be_used(made, tmp_path):
-    done = run("convert", "--to", "yolo", "--out", tmp_path / "yolo", "-c", made / "cfg.yml")
+    done = run_here(
+        "data", "convert", "--to", "yolo", "--out", tmp_path / "yolo", "-c", made / "cfg.yml"
+    )
     _, _, settings = done.stdout.partition("to use it:\n")
     (tmp_path / "cfg.yml").write_text(f"{settings}model: {{name: ppyoloe, num_classes: 3}}\n")
-    assert run("check", "-c", tmp_path / "cfg.yml", "--fast").returncode == 0
+    assert run_here("data", "check", "-c", tmp_path / "cfg.yml", "--fast").returncode == 0
 
 
 @pytest.mark.parametrize(
@@ -224,7 +238,7 @@ def test_every_option_is_explained(command):
     with mock.patch.object(
         argparse.ArgumentParser, "print_help", lambda self: parsers.append(self)
     ):
-        assert run(command, "--help").returncode == 0
+        assert run_here("data", command, "--help").returncode == 0
     actions = parsers[0]._actions
     assert len(actions) > 3
     assert not [action.dest for action in actions if not action.help]
@@ -234,15 +248,17 @@ def test_synthetic_data_never_replaces_other_data(made, tmp_path):
     shutil.copytree(made, tmp_path / "data")
     file = tmp_path / "data" / "annotations" / "instances_train.json"
     sizes = ["--train", 6, "--val", 3, "--size", 96]
-    assert run("synthetic", "--out", tmp_path / "data", *sizes).returncode == 0
+    assert run_here("data", "synthetic", "--out", tmp_path / "data", *sizes).returncode == 0
     file.write_text("mine")
-    done = run("synthetic", "--out", tmp_path / "data", *sizes)
+    done = run_here("data", "synthetic", "--out", tmp_path / "data", *sizes)
     assert done.returncode == 2 and file.read_text() == "mine"
     assert "holds 1 files that these arguments do not make, such as annotations/" in done.stderr
 
 
 def test_stats_shows_both_splits_and_writes_counts(made, tmp_path):
-    done = run("stats", "-c", made / "cfg.yml", "--json", tmp_path / "new" / "counts.json")
+    done = run_here(
+        "data", "stats", "-c", made / "cfg.yml", "--json", tmp_path / "new" / "counts.json"
+    )
     assert done.returncode == 0, done.stderr
     for text in (f"train: {made}/annotations/instances_train.json", "96x96 (6)", "96x96 (3)"):
         assert text in done.stdout
@@ -259,7 +275,7 @@ def test_stats_shows_both_splits_and_writes_counts(made, tmp_path):
 
 @pytest.mark.slow
 def test_stats_plots(made, tmp_path):
-    done = run("stats", "-c", made / "cfg.yml", "--plots", tmp_path / "plots")
+    done = run_here("data", "stats", "-c", made / "cfg.yml", "--plots", tmp_path / "plots")
     assert done.returncode == 0, done.stderr
     names = sorted(path.name for path in (tmp_path / "plots").iterdir())
     assert names == ["boxes.png", "classes.png", "images.png", "positions.png"]
@@ -271,7 +287,9 @@ def test_show_draws_training_and_evaluation_inputs(made, tmp_path):
     pictures = {}
     for name, *more in (("one",), ("again",), ("later", "--epoch", "1"), ("eval", "--eval")):
         file = tmp_path / f"{name}.png"
-        done = run("show", "-c", made / "cfg.yml", "--count", 3, "--out", file, *more, *tune)
+        done = run_here(
+            "data", "show", "-c", made / "cfg.yml", "--count", 3, "--out", file, *more, *tune
+        )
         assert done.returncode == 0, done.stderr
         assert str(file) in done.stdout
         pictures[name] = np.asarray(Image.open(file))
@@ -285,7 +303,8 @@ def test_show_draws_training_and_evaluation_inputs(made, tmp_path):
 
 def test_split_divides_and_its_settings_can_be_used(made, tmp_path):
     source = COCO.format(made=made).split()
-    done = run(
+    done = run_here(
+        "data",
         "split",
         *source,
         "annotations/instances_train.json",
@@ -301,7 +320,7 @@ def test_split_divides_and_its_settings_can_be_used(made, tmp_path):
     assert sorted(found) == [1, 2, 3, 4, 5, 6]
     _, _, settings = done.stdout.partition("to train and evaluate with them:\n")
     (tmp_path / "cfg.yml").write_text(f"{settings}model: {{name: ppyoloe, num_classes: 3}}\n")
-    again = run("stats", "-c", tmp_path / "cfg.yml")
+    again = run_here("data", "stats", "-c", tmp_path / "cfg.yml")
     assert again.returncode == 0, again.stderr
 
 
@@ -309,12 +328,12 @@ def test_split_divides_and_its_settings_can_be_used(made, tmp_path):
 def test_split_divides_all_images_whatever_the_limit(made, tmp_path, form):
     source = ["-c", made / "cfg.yml"]
     if form == "voc":
-        done = run("convert", "--to", "voc", "--out", tmp_path / "voc", *source)
+        done = run_here("data", "convert", "--to", "voc", "--out", tmp_path / "voc", *source)
         data = done.stdout.partition("to use it:\n")[2]
         (tmp_path / "voc.yml").write_text(f"{data}model: {{name: ppyoloe, num_classes: 3}}\n")
         source = ["-c", tmp_path / "voc.yml"]
     parts = ["--parts", "a=0.5", "b=0.5", "--out", tmp_path / "parts"]
-    done = run("split", *source, *parts, "-o", "data.train.limit=4")
+    done = run_here("data", "split", *source, *parts, "-o", "data.train.limit=4")
     assert done.returncode == 0, done.stderr
     texts = [file.read_text() for file in (tmp_path / "parts").iterdir()]
     counted = [json.loads(t)["images"] if form == "coco" else t.splitlines() for t in texts]
@@ -323,7 +342,9 @@ def test_split_divides_all_images_whatever_the_limit(made, tmp_path, form):
 
 def test_stats_says_what_a_limit_leaves_out(made, tmp_path):
     file = tmp_path / "counts.json"
-    done = run("stats", "-c", made / "cfg.yml", "-o", "data.train.limit=4", "--json", file)
+    done = run_here(
+        "data", "stats", "-c", made / "cfg.yml", "-o", "data.train.limit=4", "--json", file
+    )
     assert "instances_train.json (data.train.limit: 4 of 6 images" in done.stdout
     counts = json.loads(file.read_text())
     assert counts["train"]["limited"] and counts["val"]["limited"] is None
@@ -339,16 +360,16 @@ def test_class_only_set_is_counted_shown_and_split(tmp_path):
         f"model: {{name: yolov5_cls, num_classes: 2, image_size: [64, 64]}}\n"
     )
     config = ["-c", tmp_path / "cfg.yml"]
-    done = run("stats", *config, "--plots", tmp_path / "plots")
+    done = run_here("data", "stats", *config, "--plots", tmp_path / "plots")
     assert done.returncode == 0, done.stderr
     assert [path.name for path in (tmp_path / "plots").iterdir()] == ["classes.png"]
     for more in ([], ["--eval"]):
-        done = run("show", *config, "--count", 4, "--out", tmp_path / "x.png", *more)
+        done = run_here("data", "show", *config, "--count", 4, "--out", tmp_path / "x.png", *more)
         assert done.returncode == 0, done.stderr
-    done = run("split", *config, "--parts", "a=0.5", "b=0.5")
+    done = run_here("data", "split", *config, "--parts", "a=0.5", "b=0.5")
     assert done.returncode == 0, done.stderr
     rows = (tmp_path / "train_a.csv").read_text().split()
     assert rows[0] == "path,label"
     assert sorted(row.split(",")[1] for row in rows[1:]) == ["cat", "cat", "dog", "dog"]
-    done = run("check", *config, "--fix", tmp_path / "clean")
+    done = run_here("data", "check", *config, "--fix", tmp_path / "clean")
     assert done.returncode == 2 and "--fix: data.format folder has no boxes to fix" in done.stderr

@@ -1,15 +1,13 @@
 """A training that is complete stays so, whatever its images and its pictures do."""
 
 import os
-import runpy
 import signal
-import sys
 from pathlib import Path
 
 import pytest
 
 from tests.distributed import run_on_ranks
-from tests.forked import ROOT, run_tool, succeeded
+from tests.forked import exit_code_of, run_tool, succeeded
 from tests.project import TINY_PPYOLOE, write_config
 from tests.unit.data.pictures import broken_animation
 
@@ -26,11 +24,7 @@ def train(folder: str) -> int:
     from ppdist.viz import run_plots
 
     run_plots.draw_run = lambda folder, **_: os.kill(os.getpid(), signal.SIGSEGV)  # type: ignore
-    script = str(ROOT / "tools" / "train.py")
-    sys.argv = [script, "-c", f"{folder}/cfg.yml", "--eval"]
-    with pytest.raises(SystemExit) as ended:
-        runpy.run_path(script, run_name="__main__")
-    return ended.value.code or 0
+    return exit_code_of("train", "-c", f"{folder}/cfg.yml", "--eval")
 
 
 @pytest.mark.slow

@@ -1,7 +1,6 @@
 """Another package adds a detector, a format and a tracker by an entry point, and trains."""
 
 import json
-import runpy
 import sys
 from pathlib import Path
 
@@ -9,7 +8,7 @@ import pytest
 
 from ppdist.data.datasets.synthetic import make_shapes
 from tests.distributed import run_on_ranks
-from tests.forked import ROOT, THIRD_PARTY, run_on_two_ranks, run_tool, succeeded
+from tests.forked import THIRD_PARTY, exit_code_of, run_on_two_ranks, run_tool, succeeded
 
 pytestmark = pytest.mark.slow
 CONFIG = """
@@ -57,11 +56,7 @@ def project(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def train(folder: str) -> int:
     """tools/train.py on this rank, where the package is installed: its exit code."""
     sys.path.append(str(THIRD_PARTY))
-    script = str(ROOT / "tools" / "train.py")
-    sys.argv = [script, "-c", f"{folder}/cfg.yml", "--eval"]
-    with pytest.raises(SystemExit) as ended:
-        runpy.run_path(script, run_name="__main__")
-    return ended.value.code or 0
+    return exit_code_of("train", "-c", f"{folder}/cfg.yml", "--eval")
 
 
 def records(project: Path) -> list[dict]:

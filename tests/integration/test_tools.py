@@ -2,9 +2,7 @@
 
 import json
 import re
-import runpy
 import subprocess
-import sys
 from pathlib import Path
 from unittest import mock
 
@@ -16,7 +14,7 @@ from pycocotools.cocoeval import COCOeval
 from ppdist.config import load_config
 from ppdist.metrics.coco import METRICS
 from tests.distributed import run_on_ranks
-from tests.forked import ROOT, run_on_two_ranks, run_tool, succeeded
+from tests.forked import exit_code_of, run_on_two_ranks, run_tool, succeeded
 from tests.project import TINY_PPYOLOE, write_config
 
 STEPS, ALONE = 32, 30  # epochs of CONFIG: one rank makes the first ones, and two the others
@@ -58,11 +56,7 @@ def resume(folder: str) -> int:
 
 def train(folder: str, *arguments: str) -> int:
     """tools/train.py on this rank: its exit code."""
-    script = str(ROOT / "tools" / "train.py")
-    sys.argv = [script, "-c", f"{folder}/cfg.yml", *arguments]
-    with pytest.raises(SystemExit) as ended:
-        runpy.run_path(script, run_name="__main__")
-    return ended.value.code or 0
+    return exit_code_of("train", "-c", f"{folder}/cfg.yml", *arguments)
 
 
 @pytest.fixture(scope="module")

@@ -15,7 +15,7 @@ from tests.unit.benchmark.tool import report_of
 @pytest.mark.parametrize("workers", [0, 1])
 def test_the_loader_is_measured_beside_one_without_cache(monkeypatch, capsys, workers):
     options = ["data.cache=ram", f"data.workers={workers}", "--seconds", "0.4", "--epochs", "2"]
-    result = report_of(monkeypatch, capsys, "loader", *options)["result"]
+    result = report_of("loader", *options)["result"]
     assert result["images"] > 0 and result["workers"] == workers
     assert result["images_per_second_per_worker"] == result["images_per_second"] > 0
     assert result["without_cache"]["images_per_second"] > 0

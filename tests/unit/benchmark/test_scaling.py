@@ -58,9 +58,9 @@ def test_a_failed_scaling_run_names_its_command():
 
 
 @pytest.mark.slow
-def test_two_processes_evaluate_as_one_does(monkeypatch, capsys):
+def test_two_processes_evaluate_as_one_does():
     options = ["--repeats", "1", "--processes", "1", "2"]
-    result = report_of(monkeypatch, capsys, "eval", *options)["result"]
+    result = report_of("eval", *options)["result"]
     assert result["metrics_identical"] and result["images"] == 4
     one, two = (result["processes"][count] for count in ("1", "2"))
     assert one["of_first"] == 1 and two["of_first"] == two["seconds"] / one["seconds"]

@@ -15,9 +15,9 @@ from tests.unit.benchmark.tool import CONFIG, ROOT, refusal_of, report_of
 
 
 @pytest.mark.slow
-def test_training_variants_alternate(monkeypatch, capsys):
+def test_training_variants_alternate():
     options = ["--vs", "train.cpu_convolutions=plain", "--steps", "2", "--warmup", "1"]
-    report = report_of(monkeypatch, capsys, "train", *options)
+    report = report_of("train", *options)
     assert report["machine"]["ranks"] == 1
     variants = report["result"]["variants"]
     assert list(variants) == ["base", "train.cpu_convolutions=plain"]
@@ -36,8 +36,8 @@ def test_training_variants_alternate(monkeypatch, capsys):
 
 
 @pytest.mark.slow
-def test_evaluation_is_measured_over_the_whole_split(monkeypatch, capsys):
-    report = report_of(monkeypatch, capsys, "eval", "--repeats", "1")
+def test_evaluation_is_measured_over_the_whole_split():
+    report = report_of("eval", "--repeats", "1")
     assert report["result"]["images"] == 4
     result = report["result"]
     assert result["images_per_second"] == pytest.approx(4 / result["seconds"])
@@ -182,14 +182,14 @@ def test_cocos_numbers_are_faster_and_the_same(monkeypatch, capsys, tmp_path):
     assert ours["times_less_cpu"] > 1 and set(result["ours"]) == {"evaluation", "evaluation.json"}
 
 
-def test_other_measurements_ask_for_a_configuration(monkeypatch, capsys):
-    said = refusal_of(monkeypatch, capsys, "train")
+def test_other_measurements_ask_for_a_configuration():
+    said = refusal_of("train")
     assert "the following arguments are required: -c/--config" in said
 
 
-def test_a_variant_of_what_ranks_settle_once_is_refused(monkeypatch, capsys):
+def test_a_variant_of_what_ranks_settle_once_is_refused():
     key = "distributed.bucket_mb=1"
-    said = refusal_of(monkeypatch, capsys, "train", "-c", CONFIG, "--synthetic", "2", "--vs", key)
+    said = refusal_of("train", "-c", CONFIG, "--synthetic", "2", "--vs", key)
     assert (
         "distributed.bucket_mb: 1 in the variant 'distributed.bucket_mb=1', 25 in 'base': it is "
         "settled once for a process; measure the two in runs of their own"
@@ -205,10 +205,10 @@ def test_a_variant_of_what_ranks_settle_once_is_refused(monkeypatch, capsys):
         (["infer", "--json", "/dev/null/x"], "/dev/null: cannot be written to"),
     ],
 )  # fmt: skip
-def test_what_a_classifier_has_not_is_refused(monkeypatch, capsys, options, message):
+def test_what_a_classifier_has_not_is_refused(options, message):
     config = ROOT / "configs" / "yolov5" / "yolov5s_cls_imagenet.yml"
     small = ["-o", "model.width_multiple=0.125", "model.image_size=[64,64]"]
-    assert message in refusal_of(monkeypatch, capsys, *options, "-c", config, *small)
+    assert message in refusal_of(*options, "-c", config, *small)
 
 
 @pytest.mark.parametrize(
@@ -222,5 +222,5 @@ def test_what_a_classifier_has_not_is_refused(monkeypatch, capsys, options, mess
           for option in (["-w", "x"], ["-o", "seed=1"], ["--synthetic"])),
     ],
 )  # fmt: skip
-def test_nonsense_is_refused_in_one_line(monkeypatch, capsys, arguments, message):
-    assert message in refusal_of(monkeypatch, capsys, *arguments)
+def test_nonsense_is_refused_in_one_line(arguments, message):
+    assert message in refusal_of(*arguments)

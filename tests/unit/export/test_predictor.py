@@ -1,7 +1,6 @@
 """Runtimes of exported models: options, what they compute, how their speed is measured."""
 
 import json
-import runpy
 import sys
 from importlib.util import find_spec
 from pathlib import Path
@@ -31,6 +30,7 @@ from ppdist.export.spec import InferenceSpec, read_spec, write_spec
 from ppdist.models.ppyoloe import PPYOLOE
 from ppdist.runtime.predictor import has_bfloat16, import_openvino, onnx_providers
 from tests.errors import raises
+from tests.forked import run_here, succeeded
 from tests.unit.export.tiny import (
     FORMATS,
     NMS,
@@ -308,14 +308,9 @@ def test_the_tool_runs_an_export_in_either_runtime(
 
 @pytest.mark.slow
 def test_the_tool_measures_an_export_without_a_config(
-    exported: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    exported: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    command = ["benchmark.py", "infer", "--model", str(exported), "--repeats", "1"]
-    monkeypatch.setattr(sys, "argv", command)
     monkeypatch.setattr(latency, "_PAUSE_SECONDS", 0.0)
-    with pytest.raises(SystemExit) as ended:
-        runpy.run_path(str(ROOT / "tools" / "benchmark.py"), run_name="__main__")
-    printed = capsys.readouterr()
-    assert ended.value.code == 0, printed.err
-    result = json.loads(printed.out)["result"]
+    printed = succeeded(run_here("benchmark", "infer", "--model", exported, "--repeats", "1"))
+    result = json.loads(printed)["result"]
     assert result["predictors"]["Paddle Inference"]["ratio"] == 1

@@ -20,6 +20,7 @@ from ppdist.data.types import RawSet
 from ppdist.storage import files as storage
 from ppdist.storage import shards
 from tests.errors import raises
+from tests.forked import run_here
 from tests.unit.data.loaders import assert_equal, loader
 from tests.unit.data.sets import (
     coco_config,
@@ -29,7 +30,6 @@ from tests.unit.data.sets import (
     write_images,
     write_json,
 )
-from tests.unit.data.tool import run
 
 _KEY = re.compile(r"^((?:.*/|)[^.]+)[.]([^/]*)$")  # WebDataset's own
 
@@ -203,10 +203,10 @@ def test_command_writes_shards_and_says_how_to_use_them(tmp_path):
     source = ("--format", "coco", "--root", tmp_path / "in", "--annotations", "set.json")
     words = ("convert", "--out", tmp_path / "out", *source, "--shards")
     for wrong in (("1MB", "--to", "voc"), ("1MB", "--to", "coco", "--image-files", "link")):
-        refused = run(*words, *wrong)
+        refused = run_here("data", *words, *wrong)
         assert refused.returncode == 2 and "--shards goes with --to coco" in refused.stderr
-    assert "such as 256MB" in run(*words, "many", "--to", "coco").stderr
-    done = run(*words, "1MB", "--to", "coco")
+    assert "such as 256MB" in run_here("data", *words, "many", "--to", "coco").stderr
+    done = run_here("data", *words, "1MB", "--to", "coco")
     assert done.returncode == 0 and "images: images/train" in done.stdout
     split = SplitConfig(images="images/train", annotations="annotations/instances_train.json")
     config = DataConfig(root=f"{tmp_path}/out", train=split, val=split)

@@ -10,8 +10,8 @@ from ppdist.data.checks import statistics
 from ppdist.data.datasets.build import read_split
 from ppdist.data.types import DetectionSet, ImageRecord
 from tests.errors import raises
+from tests.forked import run_here
 from tests.unit.data.sets import bccd
-from tests.unit.data.tool import run
 
 PUBLISHED = np.float32(
     [
@@ -125,7 +125,7 @@ def test_blood_cell_anchors_beat_published_ones(shared_dir: Path) -> None:
 @pytest.fixture(scope="module")
 def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
     root = tmp_path_factory.mktemp("shapes")
-    done = run("synthetic", "--out", root, "--train", 6, "--val", 3, "--size", 96)
+    done = run_here("data", "synthetic", "--out", root, "--train", 6, "--val", 3, "--size", 96)
     assert done.returncode == 0, done.stderr
     (root / "cfg.yml").write_text(
         f"data: {{root: {root}, train: {{annotations: annotations/instances_train.json}},"
@@ -137,7 +137,7 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_the_tool_prints_anchors_that_can_be_pasted(made: Path) -> None:
     config = made / "cfg.yml"
-    done = run("anchors", "-c", config, "--generations", 50)
+    done = run_here("data", "anchors", "-c", config, "--generations", 50)
     assert done.returncode == 0, done.stderr
     assert any("level 2" in line and "373, 326" in line for line in done.stdout.splitlines())
     shown = yaml.safe_load(
@@ -146,17 +146,19 @@ def test_the_tool_prints_anchors_that_can_be_pasted(made: Path) -> None:
     pasted = made / "pasted.yml"
     anchors_text = str(shown["model"]["anchors"])
     pasted.write_text(config.read_text().replace("size: n,", f"size: n, anchors: {anchors_text},"))
-    again = run("anchors", "-c", pasted, "--generations", 0)
+    again = run_here("data", "anchors", "-c", pasted, "--generations", 0)
     assert again.returncode == 0, again.stderr
     row = next(line for line in again.stdout.splitlines() if "best possible recall" in line)
     assert row.count("1.0000") == 2
     assert "training would keep the present anchors (model.anchors)" in again.stdout
-    fitted = run("anchors", "-c", config, "-o", "loss.anchor_threshold=1.5")
+    fitted = run_here("data", "anchors", "-c", config, "-o", "loss.anchor_threshold=1.5")
     assert "of others fitted to them: " in fitted.stdout.splitlines()[-1]
 
 
 def test_the_tool_refuses_a_model_without_anchors(made: Path) -> None:
-    done = run("anchors", "-c", made / "cfg.yml", "-o", "model.name=ppyoloe", "model.size=s")
+    done = run_here(
+        "data", "anchors", "-c", made / "cfg.yml", "-o", "model.name=ppyoloe", "model.size=s"
+    )
     assert done.returncode == 2
     assert done.stderr.strip().endswith(
         "ppdist: error: model.name: ppyoloe has no anchors; yolov5 has"
