@@ -110,7 +110,10 @@ def analyse(
     sure_F = found.score_F >= confidence
     matched = Matched(truth, found, match_F, kind_F, about_F, sure_F)
     arrays = coco_arrays(truth, found, classes, most)
-    voc_C2 = _voc(truth, found, match_as_voc(truth, found, pairs), classes)
+    voc_rights = right_by_class(found.label_F, match_as_voc(truth, found, pairs), classes)
+    voc_C2 = np.array([*map(voc_average_precision, voc_rights, counts.objects_C.tolist())]).reshape(
+        -1, 2
+    )
     coco = arrays.summary()
     voc_2 = mean_of_measured(voc_C2)
     content = {
@@ -245,7 +248,12 @@ def gains(
         values = [coco_average_precision(right, n) for right, n in zip(rights, objects_C.tolist())]
         return float(mean_of_measured(np.array([values]).T)[0])
 
-    mendable_F = _mendable(truth, kind_F, about_F)
+    # The surest detection to mend for each object not found: of a wrong place or class.
+    found_G = np.zeros(len(truth.label_G), bool)
+    found_G[about_F[kind_F == Kind.CORRECT]] = True
+    wrong_F = np.flatnonzero((kind_F == Kind.LOCALISATION) | (kind_F == Kind.CLASS))
+    wrong_F = wrong_F[~found_G[about_F[wrong_F]]]
+    mendable_F = wrong_F[np.unique(about_F[wrong_F], return_index=True)[1]]
 
     def mended(kind: Kind) -> float:
         """CROWD stands for left out: both do not count."""
@@ -264,19 +272,6 @@ def gains(
     fewer_C = np.bincount(truth.label_G[asked_for], minlength=classes)
     gained["missed"] = mean_precision(found.label_F, match_F, fewer_C) - before
     return gained
-
-
-def _mendable(truth: GroundTruth, kind_F: np.ndarray, about_F: np.ndarray) -> np.ndarray:
-    """The surest detection to mend for each object not found.
-
-    It is about the object with a wrong place or class.  Returns: int64 [K], in `Detections`.
-    """
-    found_G = np.zeros(len(truth.label_G), bool)
-    found_G[about_F[kind_F == Kind.CORRECT]] = True
-    wrong_F = np.flatnonzero((kind_F == Kind.LOCALISATION) | (kind_F == Kind.CLASS))
-    wrong_F = wrong_F[~found_G[about_F[wrong_F]]]
-    _, first = np.unique(about_F[wrong_F], return_index=True)
-    return wrong_F[first]
 
 
 def confused(
@@ -320,14 +315,6 @@ def confusion_table(true_K: np.ndarray, called_K: np.ndarray, size: int) -> dict
     largest = np.argsort(-counts, kind="stable")[:_MOST_CELLS]
     rows = np.stack([cells[largest] // size, cells[largest] % size, counts[largest]], axis=1)
     return {"cells": rows.tolist(), "true_counts": np.bincount(true_K, minlength=size).tolist()}
-
-
-def _voc(truth: GroundTruth, found: Detections, match_F: np.ndarray, classes: int) -> np.ndarray:
-    """VOC's average precision of each class; [C, 2]."""
-    rights = right_by_class(found.label_F, match_F, classes)
-    objects = objects_of(truth, classes).tolist()
-    values = [voc_average_precision(right_F, count) for right_F, count in zip(rights, objects)]
-    return np.array(values).reshape(-1, 2)
 
 
 def _per_class(
@@ -500,9 +487,18 @@ def tables(evaluation: dict[str, Any]) -> str:
     parts = [f"{left_out}\n"] if left_out else []
     parts.append(_table("metric", evaluation["metrics"].items()))
     if "errors" in evaluation:
-        parts += [_by_size(evaluation["metrics"]), _error_types(evaluation)]
-    parts.append(_per_class_tables(evaluation["per_class"]))
-    return "\n".join(parts)
+        metrics, errors = evaluation["metrics"], evaluation["errors"]
+        sizes = {"all": ("mAP", "AR100")} | {size: (f"mAP_{size}", f"AR_{size}") for size in SIZES}
+        scores = [(size, [metrics[key] for key in keys]) for size, keys in sizes.items()]
+        parts.append(_table("size", scores, ("mAP", "AR")))
+        count = f"count at {evaluation['confusion']['confidence']:.3f}"
+        gain = errors["AP50_gain"]
+        kinds = [(kind, [number, gain.get(kind)]) for kind, number in errors["counts"].items()]
+        parts.append(_table("kind", kinds, (count, "mAP50 gained without")))
+    rows = evaluation["per_class"]
+    columns = [key for key in rows[0] if key != "name"] if rows else []
+    values = ((row["name"], [row[column] for column in columns]) for row in rows)
+    return "\n".join([*parts, _table("class", values, columns)])
 
 
 # Of a class: key of `per_class` -> heading, in the order in which tables have them.
@@ -555,25 +551,6 @@ def class_table(evaluation: Mapping[str, Any], most: int | None = None) -> str:
     if threshold is not None and metrics.get("f1"):
         text += f"P and R at IoU 0.5: confidence {threshold:.3f} (best mean F1) and 0.25\n"
     return text
-
-
-def _by_size(metrics: dict[str, Any]) -> str:
-    rows = [("all", [metrics["mAP"], metrics["AR100"]])]
-    rows += [(size, [metrics[f"mAP_{size}"], metrics[f"AR_{size}"]]) for size in SIZES]
-    return _table("size", rows, ("mAP", "AR"))
-
-
-def _error_types(evaluation: dict[str, Any]) -> str:
-    counts, gain = evaluation["errors"]["counts"], evaluation["errors"]["AP50_gain"]
-    rows = [(kind, [count, gain.get(kind)]) for kind, count in counts.items()]
-    confidence = evaluation["confusion"]["confidence"]
-    return _table("kind", rows, (f"count at {confidence:.3f}", "mAP50 gained without"))
-
-
-def _per_class_tables(rows: list[dict[str, Any]]) -> str:
-    columns = [key for key in rows[0] if key != "name"] if rows else []
-    values = ((row["name"], [row[column] for column in columns]) for row in rows)
-    return _table("class", values, columns)
 
 
 def _table(head: str, rows: Any, columns: Sequence[str] = ("value",)) -> str:

@@ -371,13 +371,8 @@ def operating_points(counts: Counts) -> dict[str, float]:
 
 # Means at the confidence that is best for all classes, that itself, and means at 0.25.
 OPERATING_POINTS = (
-    "precision",
-    "recall",
-    "f1",
-    "best_f1_threshold",
-    "precision_at_25",
-    "recall_at_25",
-)
+    "precision", "recall", "f1", "best_f1_threshold", "precision_at_25", "recall_at_25",
+)  # fmt: skip
 
 
 def usual_step() -> int:
@@ -409,8 +404,7 @@ def coco_average_precision(right_F: np.ndarray, objects: int) -> float:
     """COCO's average precision of a class; NaN without objects."""
     if not objects:
         return float("nan")
-    precision_F, recall_F = _precision_recall(right_F, objects)
-    envelope_F = np.append(_envelope(precision_F), 0.0)
+    envelope_F, recall_F = _best_precision(right_F, objects)
     return float(envelope_F[np.searchsorted(recall_F, RECALL_R, side="left")].mean())
 
 
@@ -424,26 +418,23 @@ def voc_average_precision(right_F: np.ndarray, objects: int) -> tuple[float, flo
     """
     if not objects:
         return float("nan"), float("nan")
-    precision_F, recall_F = _precision_recall(right_F, objects)
-    envelope_F = np.append(_envelope(precision_F), 0.0)
+    envelope_F, recall_F = _best_precision(right_F, objects)
     eleven = envelope_F[np.searchsorted(recall_F, np.arange(11) / 10, side="left")].mean()
     area = (np.diff(recall_F, prepend=0.0) * envelope_F[:-1]).sum()
     return float(eleven), float(area)
 
 
-def _precision_recall(right_F: np.ndarray, objects: int) -> tuple[np.ndarray, np.ndarray]:
-    """Precision and recall of a class by number of detections.
+def _best_precision(right_F: np.ndarray, objects: int) -> tuple[np.ndarray, np.ndarray]:
+    """The best precision of a class from each of its recalls on, and these.
 
     Args:
-        right_F: bool, whether each found an object, the surest first.
+        right_F: bool, whether each detection found an object, the surest first.
+    Returns: [F + 1], 0 behind the last; [F].
     """
     hits_F = right_F.cumsum()
-    return hits_F / np.arange(1, len(right_F) + 1), hits_F / objects
-
-
-def _envelope(precision_F: np.ndarray) -> np.ndarray:
-    """The best precision from each recall on."""
-    return np.maximum.accumulate(precision_F[::-1])[::-1]
+    precision_F = hits_F / np.arange(1, len(right_F) + 1)
+    envelope_F = np.maximum.accumulate(precision_F[::-1])[::-1]
+    return np.append(envelope_F, 0.0), hits_F / objects
 
 
 def calibration(found: Detections, match_F: np.ndarray, least: float) -> dict[str, Any]:

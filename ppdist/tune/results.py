@@ -15,8 +15,6 @@ from ppdist.common.writers import VisualDLWriter
 from ppdist.tune.trial import Cell, baseline
 
 if TYPE_CHECKING:
-    from optuna.trial import FrozenTrial
-
     from ppdist.tune.store import Store
 
 BEGIN, END = "<!-- ablations -->", "<!-- end of the ablations -->"
@@ -45,27 +43,21 @@ def rows(store: "Store") -> list[dict[str, Any]]:
 
     Each row holds what of the study makes rows of several sessions comparable.
     """
-    return [row for trial in store.trials() if (row := _row(store, trial))]
-
-
-def _row(store: "Store", trial: "FrozenTrial") -> dict[str, Any] | None:
-    cell, study = store.cell_of(trial), store.config
-    result = trial.user_attrs.get("result")
-    if cell is None or result is None or not trial.state.is_finished():
-        return None
-    return {
+    study, found = store.config, []
+    of_study = {
         "study": study.name,
         "config": study.config,
         "overrides": list(study.overrides),
         "metric": study.metric,
         "lower_is_better": study.lower_is_better,
-        "trial": trial.number,
-        "state": trial.state.name.lower(),
-        "setting": cell.setting,
-        "base": baseline(study, cell),
-        **cell.record(),
-        **result,
     }
+    for trial in store.trials():
+        cell, result = store.cell_of(trial), trial.user_attrs.get("result")
+        if cell is not None and result is not None and trial.state.is_finished():
+            own = {"trial": trial.number, "state": trial.state.name.lower()}
+            own |= {"setting": cell.setting, "base": baseline(study, cell)}
+            found.append(of_study | own | cell.record() | result)
+    return found
 
 
 def export(store: "Store") -> None:

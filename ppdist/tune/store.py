@@ -34,7 +34,7 @@ from ppdist.common import files
 from ppdist.common.errors import ConfigError
 from ppdist.common.files import FileLock, make_folder, write_json
 from ppdist.config import load_config
-from ppdist.config.study import Dimension, PrunerConfig, StudyConfig
+from ppdist.config.study import PrunerConfig, StudyConfig
 from ppdist.tune.trial import Cell, Past, grid
 
 # What may change between two starts: more to do, and how fast; variants are compared one by one.
@@ -242,16 +242,24 @@ class Store:
             cell = next((each for each in grid(self.config) if each.key() not in taken), None)
             if cell is None:
                 return None
-            coded = {key: _coded(self.config.space[key], cell.params[key]) for key in cell.params}
-            self.study.sampler = _fixed(coded)
+            coded = {
+                key: value if self.config.space[key].choices is None else json.dumps(value)
+                for key, value in cell.params.items()
+            }
+            with _experimental():
+                self.study.sampler = optuna.samplers.PartialFixedSampler(
+                    coded, optuna.samplers.RandomSampler(0)
+                )
             trial = self.study.ask(_distributions(self.config))
         else:
             # Of its own for each trial: one that went on would draw its first numbers again after
             # a restart.
             self.study.sampler = _sampler(self.config, number)
             trial = self.study.ask(_distributions(self.config))
-            space = self.config.space
-            params = {key: _plain(space[key], trial.params[key]) for key in space}
+            params = {
+                key: json.loads(trial.params[key]) if dimension.choices else trial.params[key]
+                for key, dimension in self.config.space.items()
+            }
             cell = Cell(params=params)
         assert trial.number == number, "somebody asked without the lock"
         trial.set_user_attr("cell", cell.record())
@@ -325,11 +333,6 @@ def _digest(study: StudyConfig) -> str:
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
-def _fixed(values: dict[str, Any]) -> optuna.samplers.BaseSampler:
-    with _experimental():
-        return optuna.samplers.PartialFixedSampler(values, optuna.samplers.RandomSampler(0))
-
-
 def _sampler(study: StudyConfig, number: int) -> optuna.samplers.BaseSampler:
     seed = (study.seed * _SEEDS_APART + number) % 2**32
     if study.sampler == "random":
@@ -352,23 +355,16 @@ def _pruner(config: PrunerConfig) -> optuna.pruners.BasePruner:
 
 
 def _distributions(study: StudyConfig) -> dict[str, BaseDistribution]:
-    return {key: _distribution(dimension) for key, dimension in study.space.items()}
-
-
-def _distribution(dimension: Dimension) -> BaseDistribution:
-    if dimension.choices is not None:
-        return CategoricalDistribution([json.dumps(each) for each in dimension.choices])
-    low, high, step = dimension.low, dimension.high, dimension.step
-    assert low is not None and high is not None
-    if dimension.whole:
-        return IntDistribution(int(low), int(high), log=dimension.log, step=int(step or 1))
-    return FloatDistribution(low, high, log=dimension.log, step=step)
-
-
-def _coded(dimension: Dimension, value: Any) -> Any:
-    """As Optuna has it: of lists and mappings it knows nothing."""
-    return value if dimension.choices is None else json.dumps(value)
-
-
-def _plain(dimension: Dimension, value: Any) -> Any:
-    return value if dimension.choices is None else json.loads(value)
+    """Choices are JSON: of lists and mappings Optuna knows nothing."""
+    found: dict[str, BaseDistribution] = {}
+    for key, dimension in study.space.items():
+        low, high, step, log = dimension.low, dimension.high, dimension.step, dimension.log
+        if dimension.choices is not None:
+            found[key] = CategoricalDistribution([json.dumps(each) for each in dimension.choices])
+            continue
+        assert low is not None and high is not None
+        if dimension.whole:
+            found[key] = IntDistribution(int(low), int(high), log=log, step=int(step or 1))
+        else:
+            found[key] = FloatDistribution(low, high, log=log, step=step)
+    return found
