@@ -267,10 +267,7 @@ def test_importing_ppdist_costs_nothing() -> None:
 
 
 def test_files_reach_opencv_by_way_of_the_decoder() -> None:
-    allowed = {
-        "ppdist/runtime/decoder.py",
-        "benchmarks/loader.py",  # what others do, on images that were read before
-    }
+    allowed = {"ppdist/runtime/decoder.py"}
     calls = re.compile(r"cv2\.(imdecode|imread)")
     found = {
         str(path.relative_to(REPOSITORY))
