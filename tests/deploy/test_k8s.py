@@ -29,122 +29,7 @@ OF_OPERATOR = {
     "PADDLE_NNODES": "2",
     "PADDLE_MASTER": "ppdist-worker-0:36543",
 }
-# The fields of a PaddleJob beside its pods, from the API of training-operator v1.9:
-# KubeflowOrgV1PaddleJobSpec, ...RunPolicy, ...SchedulingPolicy, ...ReplicaSpec.
-POSITIVE, TEXT = {"type": "integer", "minimum": 1}, {"type": "string"}
-SCHEDULING = {
-    "minAvailable": POSITIVE,
-    "minResources": {"type": "object"},
-    "priorityClass": TEXT,
-    "queue": TEXT,
-    "scheduleTimeoutSeconds": POSITIVE,
-}
-RUN_POLICY = {
-    "activeDeadlineSeconds": POSITIVE,
-    "backoffLimit": POSITIVE,
-    "cleanPodPolicy": {"enum": ["None", "Running", "All"]},
-    "managedBy": TEXT,
-    "schedulingPolicy": {
-        "type": "object", "properties": SCHEDULING, "additionalProperties": False,
-    },
-    "suspend": {"type": "boolean"},
-    "ttlSecondsAfterFinished": POSITIVE,
-}  # fmt: skip
-# The fields of a JobSet beside its Jobs, from the API of JobSet v0.8 (jobset.x-k8s.io/v1alpha2).
-JOB_SET = {
-    "type": "object",
-    "required": ["apiVersion", "kind", "metadata", "spec"],
-    "additionalProperties": False,
-    "properties": {
-        "apiVersion": {"const": "jobset.x-k8s.io/v1alpha2"},
-        "kind": {"const": "JobSet"},
-        "metadata": {"type": "object", "required": ["name"]},
-        "spec": {
-            "type": "object",
-            "required": ["replicatedJobs"],
-            "additionalProperties": False,
-            "properties": {
-                "coordinator": {"type": "object"},
-                "failurePolicy": {"type": "object"},
-                "managedBy": TEXT,
-                "network": {
-                    "type": "object",
-                    "additionalProperties": False,
-                    "properties": {
-                        "enableDNSHostnames": {"type": "boolean"},
-                        "publishNotReadyAddresses": {"type": "boolean"},
-                        "subdomain": TEXT,
-                    },
-                },
-                "replicatedJobs": {
-                    "type": "array",
-                    "items": {
-                        "type": "object",
-                        "required": ["name", "template"],
-                        "additionalProperties": False,
-                        "properties": {
-                            "dependsOn": {"type": "array"},
-                            "groupName": TEXT,
-                            "name": TEXT,
-                            "replicas": POSITIVE,
-                            "template": {"type": "object", "required": ["spec"]},
-                        },
-                    },
-                },
-                "startupPolicy": {"type": "object"},
-                "successPolicy": {"type": "object"},
-                "suspend": {"type": "boolean"},
-                "ttlSecondsAfterFinished": POSITIVE,
-            },
-        },
-    },
-}
-# What the Prometheus operator (v0.80) knows of an endpoint, as far as our files may need it.
-ENDPOINT = {
-    "type": "object",
-    "required": ["port"],
-    "additionalProperties": False,
-    "properties": {
-        "authorization": {"type": "object", "required": ["credentials"]},
-        "interval": TEXT,
-        "path": TEXT,
-        "port": TEXT,
-        "scrapeTimeout": TEXT,
-    },
-}
-REPLICAS = {
-    "replicas": POSITIVE,
-    "restartPolicy": {"enum": ["Always", "OnFailure", "Never", "ExitCode"]},
-    "template": {"type": "object"},
-}
-PADDLE_JOB = {
-    "type": "object",
-    "required": ["apiVersion", "kind", "metadata", "spec"],
-    "additionalProperties": False,
-    "properties": {
-        "apiVersion": {"const": "kubeflow.org/v1"},
-        "kind": {"const": "PaddleJob"},
-        "metadata": {"type": "object", "required": ["name"]},
-        "spec": {
-            "type": "object",
-            "required": ["paddleReplicaSpecs"],
-            "additionalProperties": False,
-            "properties": {
-                "elasticPolicy": {"type": "object"},
-                "runPolicy": {
-                    "type": "object", "properties": RUN_POLICY, "additionalProperties": False,
-                },
-                "paddleReplicaSpecs": {
-                    "type": "object",
-                    "propertyNames": {"enum": ["Master", "Worker"]},
-                    "additionalProperties": {
-                        "type": "object", "properties": REPLICAS, "additionalProperties": False,
-                    },
-                },
-            },
-        },
-    },
-}  # fmt: skip
+SCHEMAS = yaml.safe_load(Path(__file__).with_name("kubernetes_schemas.yml").read_text())
 
 
 def documents(name: str) -> dict[str, dict[str, Any]]:
@@ -213,11 +98,11 @@ def test_kubernetes_takes_the_files(name: str) -> None:
     for kind, each in documents(name).items():
         checked = each
         if kind == "JobSet":  # its own schema knows it; what it makes of it is a Job
-            pytest.importorskip("jsonschema").validate(each, JOB_SET)
+            pytest.importorskip("jsonschema").validate(each, SCHEMAS["JobSet"])
             checked = {"apiVersion": "batch/v1", "kind": "Job", "metadata": {"name": "x"}}
             checked["spec"] = job_of(name)
         if kind == "PaddleJob":  # its own schema knows it; what it makes of it is a pod
-            pytest.importorskip("jsonschema").validate(each, PADDLE_JOB)
+            pytest.importorskip("jsonschema").validate(each, SCHEMAS["PaddleJob"])
             pod = pod_template(name)
             checked = {"apiVersion": "v1", "kind": "Pod", "metadata": {"name": "x"}, **pod}
         for version in (OLDEST, validator.latest_version()):
@@ -271,7 +156,7 @@ def test_monitors_scrape_ports_and_tokens_that_the_pods_have() -> None:
     pods, service = found["PodMonitor"]["spec"], found["ServiceMonitor"]["spec"]
     check = pytest.importorskip("jsonschema").validate
     for endpoint in (*pods["podMetricsEndpoints"], *service["endpoints"]):
-        check(endpoint, ENDPOINT)
+        check(endpoint, SCHEMAS["Endpoint"])
     for name in ("train.yml", "jobset.yml"):
         labels = pod_template(name)["metadata"]["labels"].items()
         assert pods["selector"]["matchLabels"].items() <= labels

@@ -13,7 +13,7 @@ from tests.unit.benchmark.tool import report_of
 
 @pytest.mark.slow
 @pytest.mark.parametrize("workers", [0, 1])
-def test_the_loader_is_measured_beside_one_without_cache(monkeypatch, capsys, workers):
+def test_the_loader_is_measured_beside_one_without_cache(workers):
     options = ["data.cache=ram", f"data.workers={workers}", "--seconds", "0.4", "--epochs", "2"]
     result = report_of("loader", *options)["result"]
     assert result["images"] > 0 and result["workers"] == workers
