@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from ppdist.common import run_log
 from ppdist.common.records import read_metrics
 from ppdist.common.run_log import RunLog
 from ppdist.common.writer_thread import Screen, WriterThread
@@ -74,14 +75,16 @@ def test_a_frozen_disk_holds_up_no_step(tmp_path: Path, capsys) -> None:
     assert (tmp_path / "train.log").read_text().count("step 9/9") == 1
 
 
-def test_a_disk_that_stays_frozen_is_told_at_the_end(tmp_path: Path, capsys) -> None:
-    gate = threading.Event()
+def test_a_disk_that_stays_frozen_is_told_at_the_end(tmp_path: Path, capsys, monkeypatch) -> None:
+    monkeypatch.setattr(run_log, "_STOPPED_SECONDS", 0.05)
+    monkeypatch.setattr(run_log, "_CLOSE_SECONDS", 20.0)
+    gate, began = threading.Event(), time.monotonic()
     with RunLog(tmp_path, True, 9, 3, None, visualdl=False) as log:
         log._files.put("frozen", gate.wait)
         log.metrics({"step": 1})
-        log._close_seconds = 0.05
+        log.limit_close()
         capsys.readouterr()
-    assert "are not written" in capsys.readouterr().err
+    assert "are not written" in capsys.readouterr().err and time.monotonic() - began < 15
     gate.set()
 
 
