@@ -186,12 +186,11 @@ def test_keys_of_later_versions_are_left_out(tmp_path) -> None:
 
 @pytest.mark.parametrize("name", ["w.safetensors", "w.npz", "w.pt"])
 def test_broken_files_end_with_a_code(tmp_path, name) -> None:
-    with raises("weights_not_found") as error:
+    with raises("weights_not_found"):
         read_card(tmp_path / name)
     (tmp_path / name).write_bytes(b"\xff" * 64)
-    with raises("weights_damaged") as error:
+    with raises("weights_damaged"):
         read_card(tmp_path / name)
-    assert error.value.code in ("weights_damaged", "weights_format")
 
 
 def test_an_average_keeps_the_licences_of_its_members(tmp_path) -> None:
