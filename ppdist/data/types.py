@@ -351,14 +351,11 @@ class Records(Sequence[ImageRecord]):
     def _outlines(self, begin: int, end: int) -> tuple[tuple[np.ndarray, ...], ...]:
         """Outlines of the objects from `begin` to before `end`."""
         ring_ends = self.arrays["ring_ends"][begin : end + 1].tolist()
+        point_ends, points_Q2 = self.arrays["point_ends"], self.arrays["points_Q2"]
         return tuple(
-            tuple(self._ring(number) for number in range(first, last))
+            tuple(points_Q2[slice(*point_ends[at : at + 2].tolist())] for at in range(first, last))
             for first, last in pairwise(ring_ends)
         )
-
-    def _ring(self, number: int) -> np.ndarray:
-        begin, end = self.arrays["point_ends"][number : number + 2].tolist()
-        return self.arrays["points_Q2"][begin:end]
 
 
 def packed_paths(paths: Sequence[str]) -> dict[str, np.ndarray]:

@@ -1,7 +1,8 @@
 """Files of a data set: on disk, in shards, in stores.
 
 A path is what it was: `/data/images/a.jpg`; through a shard `/data/shards/train-000003.tar/a.jpg`;
-in a store `s3://bucket/images/a.jpg`, and both at once.  Failures are those of a disk: OSError.
+in a store `s3://bucket/images/a.jpg`, and both at once.  Failures are those of a disk, OSError; a
+store that stays away is a StorageError.
 """
 
 import errno
@@ -23,6 +24,7 @@ from ppdist.storage.shards import (
     place_in_shard,
     read_member,
 )
+from ppdist.storage.stores import is_remote as is_remote
 
 _GIB = 1 << 30
 _LONGEST_REQUEST_SECONDS = 20.0
@@ -40,7 +42,7 @@ def use(cache_dir: str | None, store_cache_gib: float, worker_timeout_seconds: f
 
 def folder_of(root: str, name: str = "") -> Path:
     """A folder, or what is relative to it; an address stays one."""
-    if stores.is_remote(name) or name.startswith("file:/"):
+    if is_remote(name) or name.startswith("file:/"):
         root, name = name, ""
     place = stores.url_of(root) if root.startswith("file:/") else root
     return Path(place, name)
@@ -49,11 +51,6 @@ def folder_of(root: str, name: str = "") -> Path:
 def absolute(path: str | os.PathLike[str]) -> str:
     """An absolute path, or the address of a file in a store."""
     return stores.url_of(path)
-
-
-def is_remote(path: str | os.PathLike[str]) -> bool:
-    """Whether a path is of an object store."""
-    return stores.is_remote(path)
 
 
 def is_in_shard(path: str | os.PathLike[str]) -> bool:
@@ -65,7 +62,7 @@ def is_in_shard(path: str | os.PathLike[str]) -> bool:
 def open_file(path: str | Path) -> BinaryIO:
     """Opens a file for reading.  Raises: OSError: as files.open_file; StorageError."""
     text = os.fspath(path)
-    if not stores.is_remote(text):
+    if not is_remote(text):
         try:
             return files.open_file(text)
         except NotADirectoryError:
@@ -91,7 +88,7 @@ def read_file(path: str | Path, most_bytes: int) -> bytes:
     """
     text = os.fspath(path)
     try:
-        if not stores.is_remote(text):
+        if not is_remote(text):
             return files.read_file(text, most_bytes)
     except NotADirectoryError:
         place = place_in_shard(text)
@@ -111,7 +108,7 @@ def can_be_read(path: str | Path) -> bool:
     place = place_in_shard(text)
     if place is not None:
         text = os.path.join(place.folder, place.shard)
-    if not stores.is_remote(text):
+    if not is_remote(text):
         return files.can_be_read(text)
     try:
         stores.identity_of(text)
@@ -129,7 +126,7 @@ def identity_of(path: str) -> Identity:
 
     Raises: OSError: it is not there.
     """
-    place, remote = None, stores.is_remote(path)
+    place, remote = None, is_remote(path)
     if not remote:
         try:
             return of_stat(os.stat(path))
@@ -180,4 +177,4 @@ def absent_of(folder: str, names: Collection[str]) -> list[str] | None:
 
 def local_copy(path: Path) -> Path:
     """The file itself, or what was fetched of it.  Raises: UserError, StorageError."""
-    return download.local_copy(path) if stores.is_remote(path) else path
+    return download.local_copy(path) if is_remote(path) else path

@@ -19,7 +19,10 @@ _VALIDATORS = ("ETag", "etag", "Last-Modified", "LastModified", "mtime", "update
 
 
 class Identity(NamedTuple):
-    """Size of a file, and a mark that changes with its content; mark "": unknown."""
+    """Size of a file, and a mark that changes with its content.
+
+    mark: "": unknown.
+    """
 
     bytes: int
     mark: str
@@ -37,7 +40,7 @@ def of_stat(found: os.stat_result) -> Identity:
 
 
 def mark_in(told: Mapping[str, Any], *, strong: bool = False) -> str:
-    """Mark in the headers of a response, or in a store's description of a file; "": none.
+    """Mark in a response's headers, or a store's description; "": none.
 
     Args: strong: guarantees equal bytes, as a resumed download needs; weak ETags do not count.
     """

@@ -44,7 +44,7 @@ class KeyedCache:
     def __init__(
         self, folder: Path, most_bytes: int, say: Callable[[str], object] = _quiet
     ) -> None:
-        """Args: say: called once with why nothing more is kept, by one of all forked workers."""
+        """Args: say: told once, by one forked worker, why caching ended."""
         self.folder = folder
         self.most_bytes = most_bytes
         self._say = say
@@ -54,7 +54,7 @@ class KeyedCache:
     def of_user(
         cls, name: str, most_bytes: int, say: Callable[[str], object] = _quiet
     ) -> "KeyedCache | None":
-        """The named cache in $XDG_CACHE_HOME or ~/.cache; None: there is no home folder."""
+        """The named cache of this user; None: there is no home folder."""
         folder = user_cache()
         return None if folder is None else cls(folder / name, most_bytes, say)
 
@@ -94,7 +94,7 @@ class KeyedCache:
         return None
 
     def put(self, key: str, *parts: Any) -> bool:
-        """Stores a content, given in parts, if there is room.  Returns: whether it did."""
+        """Stores a content, given in parts; returns whether there was room."""
         size = _HEAD.size + sum(len(part) for part in parts)
         if self._failed[0] or size > self.most_bytes // 8:
             return False
@@ -134,7 +134,7 @@ class KeyedCache:
         return self.folder / name[:2] / name
 
     def _require_room(self, needed: int) -> None:
-        """Deletes old entries if the disk is full.  Raises: OSError: it still is."""
+        """Deletes old entries of a full disk.  Raises: OSError: still full."""
         if _free(self.folder) >= needed + _SPARE:
             return
         self._delete_old(int(_KEPT_SHARE * self._counted()))
@@ -177,7 +177,7 @@ class KeyedCache:
             lock.close()
 
     def _entries(self) -> Iterator[tuple[float, int, str]]:
-        """(time of last use, bytes on disk, path) of each file, drafts of killed processes too."""
+        """(time of last use, bytes on disk, path) of each file."""
         for folder in os.scandir(self.folder):
             if not folder.is_dir():
                 continue

@@ -37,7 +37,10 @@ _HTTP = ("http:", "https:")
 
 @dataclass
 class _Settings:
-    """Settings of this process.  cache: None: no caching; seconds: timeout of a request."""
+    """Settings of this process.
+
+    cache: None: no caching.  seconds: timeout of a request.
+    """
 
     folder: Path | None = None
     cache: KeyedCache | None = None
@@ -89,7 +92,7 @@ def is_remote(path: str | os.PathLike[str]) -> bool:
 
 
 def url_of(path: str | os.PathLike[str]) -> str:
-    """URL of a path in a store, with both slashes; absolute path of a local one."""
+    """URL of a path in a store; of a local one, absolute."""
     text = os.fspath(path)
     if text.startswith("file:/"):
         return "/" + text[len("file:") :].lstrip("/")
@@ -98,7 +101,7 @@ def url_of(path: str | os.PathLike[str]) -> str:
 
 
 def holds_credentials(path: str) -> bool:
-    """Whether an address contains a user or a signature, which logs would show."""
+    """Whether an address contains a user or a signature."""
     return is_remote(path) and _CREDENTIALS.search(url_of(path)) is not None
 
 
@@ -131,7 +134,7 @@ def _note(url: str, found: Identity) -> Identity:
 
 
 def list_folder(folder: str) -> Mapping[str, Identity] | None:
-    """The files of a folder, listed once; None: the store cannot list (http).
+    """The files of a folder, listed once; None: http cannot list.
 
     Raises: OSError; FileNotFoundError: there is nothing.  StorageError.
     """
@@ -160,7 +163,7 @@ def look_anew(folders: Iterable[str]) -> None:
 def fetch(
     path: str | os.PathLike[str], begin: int = 0, length: int | None = None, kept: bool = True
 ) -> bytes:
-    """Content of a file, or `length` bytes of it, from the cache or the store.
+    """Content of a file, or of a part, from cache or store.
 
     Cached content belongs to one content identity, or to this run if the file has none.
 
@@ -193,7 +196,7 @@ def fetch(
 
 
 def mark_of_run(found: Identity) -> bytes:
-    """The mark of an identity, that of this run where it has none."""
+    """Mark of an identity; without one, that of this run."""
     return (found.mark or _RUN).encode("utf-8", "surrogateescape")
 
 
@@ -217,7 +220,7 @@ def _ask(
 
 
 def _get(url: str, begin: int, end: int | None) -> tuple[bytes, Identity]:
-    """Content behind http and, from the same answer, the identity of the whole file."""
+    """Content behind http, and the file's identity from the same answer."""
     from fsspec.asyn import sync
 
     filesystem, seconds = _filesystem(url), _settings.seconds
@@ -327,7 +330,7 @@ def _away(why: str, url: str) -> StorageError:
 
 
 def _answer(error: BaseException) -> tuple[int, str]:
-    """HTTP status and error code in any library's exception; 0, "": no response."""
+    """HTTP status and error code in an exception; 0, "": no response."""
     each: BaseException | None = error
     while each is not None:
         response = getattr(each, "response", None)

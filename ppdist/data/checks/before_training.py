@@ -24,13 +24,8 @@ from ppdist.data.checks.images import (
     leaks,
     same_list,
 )
-from ppdist.data.datasets.annotations import (
-    KINDS,
-)
-from ppdist.data.types import (
-    DetectionSet,
-    Records,
-)
+from ppdist.data.datasets.annotations import KINDS
+from ppdist.data.types import DetectionSet, Records
 from ppdist.distributed import comm
 from ppdist.distributed.progress import Progress
 from ppdist.runtime.decoder import Damage
@@ -103,10 +98,14 @@ def _remembered(sets: Mapping[str, DetectionSet], *, decode: bool, workers: int)
     started = time.monotonic()
     records = {split: Records.of(dataset.records) for split, dataset in sets.items()}
     keys = {split: _keys(each, decode) for split, each in records.items()}
-    kept = KeyedCache.of_user("checks", _MOST_BYTES, _say_unkept)
+    unkept = "data check: not kept for the next time: %s"
+    kept = KeyedCache.of_user("checks", _MOST_BYTES, lambda why: _LOGGER.info(unkept, why))
     certain = kept is not None and all((keys_N != _UNKNOWN).all() for keys_N in keys.values())
     name = "\n".join(os.path.abspath(dataset.source) for dataset in sets.values())
-    key = f"{name}\n{_fingerprint(keys)}"
+    summary = hashlib.blake2b(digest_size=16)
+    for split, keys_N in keys.items():
+        summary.update(f"\n{split}".encode() + keys_N.tobytes())
+    key = f"{name}\n{summary.hexdigest()}"
     stored = kept.get(key) if kept is not None and certain else None
     known = None if stored is None else json.loads(stored)
     again = " (unchanged since the last check)" if known else ""
@@ -138,10 +137,6 @@ def _remembered(sets: Mapping[str, DetectionSet], *, decode: bool, workers: int)
     said = "data check: %s of %d images in %.1f s%s"
     _LOGGER.info(said, what, count, seconds, again, extra=DETAIL)
     return known
-
-
-def _say_unkept(why: str) -> None:
-    _LOGGER.info("data check: not kept for the next time: %s", why)
 
 
 class _Check:
@@ -191,6 +186,7 @@ class _Check:
         """Rechecks unreadable files once storage returns.
 
         For a job that was started anew: its images were there before.
+
         Raises: StorageError: it stays away.
         """
         failed = [at for at, found in enumerate(self._checks_N) if found and found.passing]
@@ -326,14 +322,6 @@ def _keys(records: Records, decode: bool) -> np.ndarray:
 
     progress = Progress(_LOGGER, "data check: what has changed", len(records))
     return look_at_all(key, len(records), progress)
-
-
-def _fingerprint(keys: Mapping[str, np.ndarray]) -> str:
-    """Fingerprint of everything that the outcome depends on."""
-    summary = hashlib.blake2b(digest_size=16)
-    for split, keys_N in keys.items():
-        summary.update(f"\n{split}".encode() + keys_N.tobytes())
-    return summary.hexdigest()
 
 
 def _read_journal(journal: Journal | None) -> dict[int, ImageCheck]:

@@ -12,15 +12,10 @@ from ppdist.common.errors import DataError
 from ppdist.common.files import make_folder, writing
 from ppdist.data.checks.images import ImageCheck, duplicates, leaks, same_list
 from ppdist.data.checks.validate import Report, ValidatedSplit, good_objects
-from ppdist.data.datasets.annotations import (
-    KINDS,
-)
+from ppdist.data.datasets.annotations import KINDS
 from ppdist.data.datasets.build import check_same_classes
 from ppdist.data.datasets.convert import Format, Images, convert
-from ppdist.data.types import (
-    RawImage,
-    RawSet,
-)
+from ppdist.data.types import RawImage, RawSet
 
 _LEAVES_OUT = (  # the image
     "annotation_unreadable",

@@ -246,7 +246,11 @@ class _Child:
         try:
             position, found = self.pipe.recv()
         except (EOFError, OSError):
-            self.ended = Damage("image_crashes_decoder", _how(self._process.end()))
+            code = self._process.end()
+            how = f"ends the process with code {code}"
+            if code is not None and code < 0:
+                how = f"kills the process ({signal.Signals(-code).name})"
+            self.ended = Damage("image_crashes_decoder", f"decoding it {how}")
             return None
         if isinstance(found, StorageError):
             raise found
@@ -272,12 +276,6 @@ def _answers(children: list[_Child], timeout: float) -> Iterator[tuple[int, Imag
                 yield answer
         elif child.busy and time.monotonic() - child.since > timeout:
             child.ended = Damage("image_hangs_decoder", f"not decoded after {timeout:g} s")
-
-
-def _how(exitcode: int | None) -> str:
-    if exitcode is None or exitcode >= 0:
-        return f"decoding it ends the process with code {exitcode}"
-    return f"decoding it kills the process ({signal.Signals(-exitcode).name})"
 
 
 def _serve(

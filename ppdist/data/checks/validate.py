@@ -30,13 +30,7 @@ from ppdist.data.datasets.annotations import (
 )
 from ppdist.data.datasets.build import check_same_classes, read_raw, same_sets
 from ppdist.data.image import is_image_name
-from ppdist.data.types import (
-    Issue,
-    RawImage,
-    RawObject,
-    RawSet,
-    Split,
-)
+from ppdist.data.types import Issue, RawImage, RawObject, RawSet, Split
 from ppdist.distributed.progress import Progress
 from ppdist.storage import files as storage
 

@@ -175,7 +175,7 @@ def _kept(entries: KeyedCache, key: str) -> Read | None:
 
 
 def _content_of(sources: Sources) -> tuple[str, int]:
-    """Digest of the content identities of a split's sources, and their newest time in ns."""
+    """Digest of the sources' content identities, and their newest time in ns."""
     told: list[tuple[str, object]] = []
     times = [0]
     for path in sorted(sources.files):

@@ -184,7 +184,7 @@ class _Loader:
 
 
 class _Outages:
-    """Logs once that the storage of images is unavailable, and once that it is back."""
+    """Logs begin and end of an outage of the images' storage."""
 
     def __init__(self, samples: Samples) -> None:
         self._samples = samples
@@ -274,7 +274,7 @@ class TrainLoader(_Loader):
 
 
 class EvalLoader(_Loader):
-    """This rank's share of a split, each image once over all ranks; re-iterable.
+    """This rank's share of a split, each image once; re-iterable.
 
     Images are whole, stretched or letterboxed (data.resize), with all boxes, crowds too; a
     classifier gets their centre.
@@ -328,7 +328,7 @@ class EvalLoader(_Loader):
     def learnable(
         self, keys: Sequence[SampleKey]
     ) -> tuple[paddle.Tensor, paddle.Tensor, paddle.Tensor]:
-        """boxes_BM4, labels_BM and mask_BM (see Batch) that training would use for these inputs.
+        """boxes_BM4, labels_BM and mask_BM that training would use; see Batch.
 
         No image is read.
         """
@@ -338,7 +338,7 @@ class EvalLoader(_Loader):
 
 @cache  # one line, not one for each loader
 def worker_count(wanted: int | Literal["auto"], ranks_on_host: int) -> int:
-    """Number of processes that prepare images for one rank; logs it with the reason.
+    """Number of workers for one rank; logs it with the reason.
 
     auto: with a GPU, all cores but one per rank, at most 16.  Without one, training itself needs
     the cores, and a quarter of them, at most 4, prepare enough images.
@@ -394,7 +394,10 @@ class Task:
 
 
 class Result(NamedTuple):
-    """A built batch.  made: without its arrays; shape: of the images in the slot, () on error."""
+    """A built batch.
+
+    made: without its arrays.  shape: of the images in the slot, () on error.
+    """
 
     number: int
     shape: tuple[int, ...]
@@ -528,7 +531,7 @@ class WorkerPool:
         return [pid for pid in found if pid]
 
     def run(self, plan: Iterable[list[SampleKey]]) -> Iterator[_Delivered]:
-        """Yields the batches of a plan in order; ends an earlier run that is unfinished.
+        """Yields the batches of a plan in order; ends an unfinished run.
 
         Raises, while iterating: RuntimeError: a batch ended three workers, or its run is over.
         """
@@ -554,7 +557,7 @@ class WorkerPool:
                 raise RuntimeError("this iteration is over: its loader was closed or iterated anew")
 
     def _hand_out(self, remaining: Iterator[list[SampleKey]]) -> bool:
-        """Gives every free slot a batch, those of the least busy worker first.
+        """Gives every free slot a batch, least busy workers first.
 
         Returns: whether there may be more.
         """
@@ -625,7 +628,7 @@ class WorkerPool:
             replacement.give(task)
 
     def _blame(self, task: Task, index: int, code: int, how: str) -> None:
-        """Adds the record at `index` to the blocklist if it stopped this batch before.
+        """Blocks the record at `index` if it stopped this batch before.
 
         Raises: RuntimeError: the batch was stopped too often, and no record is to blame.
         """
@@ -718,7 +721,7 @@ def _received(link: socket.socket, rank: int) -> bytes:
 
 
 def _send(link: socket.socket, content: bytes, rank: int) -> None:
-    """Sends all, however long it takes: a rank may be busy for minutes."""
+    """Sends all; a rank may be busy for minutes."""
     left = memoryview(content)
     while left and os.getppid() == rank:
         with suppress(TimeoutError):

@@ -181,6 +181,14 @@ def test_checks_look_at_a_store_by_its_listing(form, memory, tmp_path, monkeypat
     assert validate(config, decode=True, workers=1).errors == 0 and sick.asked
 
 
+def test_check_of_a_store_that_stays_away_is_no_check(memory, tmp_path, monkeypatch):
+    """Else all its images were left out as unreadable."""
+    config = of_store(f"{memory}/files", tmp_path)
+    Sick(monkeypatch, AWAY, times=10**9, only="005")
+    with raises("storage_unreachable", "SlowDown"):
+        validate(config, decode=True, workers=1)
+
+
 def test_empty_object_is_found_by_the_check(memory, tmp_path):
     fsspec.filesystem("memory").pipe_file("/set/files/images/005.jpg", b"")
     config = of_store(f"{memory}/files", tmp_path)
