@@ -389,7 +389,7 @@ def _frame(given: Any, position: int) -> Frame:
                 "an item of a list is one image",
                 code="source_of_many",
                 where=str(given),
-                fix="give the folder, pattern or video alone",
+                fix="give the folder, pattern or video by itself, not in a list",
             )
         return Frame(str(given), None, read_source(given))
     return Frame(f"{position}", None, as_image(given))
@@ -645,7 +645,7 @@ def _signals_given_back() -> Iterator[None]:
     """
     if threading.current_thread() is not threading.main_thread():
         raise ConfigError(
-            "training and evaluation listen to signals, which only the main thread can",
+            "training and evaluation handle signals, which only the main thread can do",
             code="not_main_thread",
             fix="call it from there, or start a process",
         )

@@ -136,14 +136,17 @@ def copied(name: str, file: Path | None) -> Path:
     source = Path(find_config(name))
     if not source.is_relative_to(folder()):
         raise ConfigError(
-            f"{name} is the name of no shipped config",
+            f"no shipped config is called {name}",
             code="config_missing",
             fix=f"did you mean {' or '.join(near(name)) or 'one of `ppdist config list`'}?",
         )
     target = file or Path(source.name)
     if target.exists():
         raise ConfigError(
-            "is there already", code="file_exists", where=str(target), fix="name another file"
+            "the file exists already",
+            code="file_exists",
+            where=str(target),
+            fix="give another name",
         )
     text = source.read_text(encoding="utf-8")
     bases = _BASES.search(text)

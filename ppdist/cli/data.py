@@ -440,7 +440,7 @@ def anchors(arguments: argparse.Namespace) -> int:
     config: Any = load(arguments)  # of a model with anchors, or else refused
     if not hasattr(config.model, "anchors"):
         raise errors.ConfigError(
-            f"{config.model.name} has no anchors; yolov5 has",
+            f"{config.model.name} has no anchors; only yolov5 has",
             code="model_without_anchors",
             where="model.name",
         )

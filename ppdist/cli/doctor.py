@@ -149,7 +149,7 @@ def check_together(
     command = [*launcher, "--log_dir", str(logs), *script]
     code = start_here(command, env={**os.environ, _REPORT: str(file)}).wait()
     if code or not file.exists():  # the logs stay: the messages name them
-        remedy = f"what it said is above, more in {logs}; start the same command on every host"
+        remedy = f"its output is above, more of it in {logs}; start the same command on every host"
         found = f"the processes ended with exit code {code}"
         return [Finding(FAIL, "together", found, remedy)], {}
     report = json.loads(file.read_text(encoding="utf-8"))

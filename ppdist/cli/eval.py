@@ -228,13 +228,13 @@ def require_metric(name: str, metrics: Sequence[str]) -> None:
             f"no metric {name!r}",
             code="unknown_metric",
             where="--at-least",
-            fix=f"there is {', '.join(metrics)}",
+            fix=f"choose one of {', '.join(metrics)}",
         )
 
 
 def judge(name: str, floor: float, metrics: dict[str, float]) -> None:
     if metrics[name] < floor:
         raise errors.UserError(
-            f"{name} is {metrics[name]:.4f}, below the {floor:g} asked for",
+            f"{name} is {metrics[name]:.4f}, below the required {floor:g}",
             code="metric_below_floor",
         )

@@ -70,7 +70,7 @@ def main() -> int:
         arguments.without_nms or arguments.accuracy is not None
     ):
         raise errors.ConfigError(
-            "--without-nms and --accuracy are for boxes, and a classifier has none",
+            "--without-nms and --accuracy only apply to detectors",
             code="options_conflict",
             fix="leave them out",
         )
@@ -140,11 +140,11 @@ def formats_of(arguments: argparse.Namespace) -> "list[Format]":
         )
     if arguments.int8 and not {"onnx", "openvino"} & {*wanted}:
         raise errors.ConfigError(
-            "--int8 is a form of the ONNX model", code="option_missing", fix="add --format onnx"
+            "--int8 needs the ONNX model", code="option_missing", fix="add --format onnx"
         )
     if arguments.calibration is not None and not arguments.int8:
         raise errors.ConfigError(
-            "--calibration is for --int8", code="option_missing", fix="add it or leave both out"
+            "--calibration needs --int8", code="option_missing", fix="add --int8, or leave both out"
         )
     return [name for name in FORMATS if name in wanted]
 

@@ -232,7 +232,7 @@ def require_sense(arguments: argparse.Namespace) -> None:
             )
     if arguments.overlap is not None and not arguments.slice:
         raise errors.ConfigError(
-            "--overlap is for --slice", code="option_missing", fix="add it or leave both out"
+            "--overlap needs --slice", code="option_missing", fix="add --slice, or leave both out"
         )
     if arguments.overlap is not None and not 0 <= arguments.overlap < 1:
         raise errors.ConfigError(
@@ -264,7 +264,7 @@ def require_boxes_unasked(arguments: argparse.Namespace, formats: Sequence[str])
     for option, there in asked.items():
         if there:
             raise errors.ConfigError(
-                f"{option} is for boxes, and a classifier has none",
+                f"{option} only applies to detectors",
                 code="options_conflict",
                 fix="leave it out",
             )

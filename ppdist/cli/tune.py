@@ -99,7 +99,7 @@ def run(arguments: argparse.Namespace) -> int:
     for path in draw(store):
         say(f"wrote {path}")
     if code:
-        say("stopped before its end; the same command goes on")
+        say("stopped early; run the same command to continue")
     return code
 
 

@@ -344,7 +344,7 @@ def hold(output_dir: Path) -> list[str]:
                     f"{output_dir}: another training writes there ({holder})",
                     code="output_dir_in_use",
                     where="output_dir",
-                    fix="wait for it or stop it, or give this one a folder of its own: "
+                    fix="wait for it or stop it, or give this one its own folder: "
                     "-o output_dir=...",
                 )
             time.sleep(0.1)

@@ -391,7 +391,7 @@ class RunLog:
             problem = "it is blocked"
         if problem is not None and "stdout" not in self._warned:
             self._warned.add("stdout")
-            self.warning(f"stdout cannot be written, lines go to train.log alone: {problem}")
+            self.warning(f"cannot write to stdout; lines only go to train.log: {problem}")
 
     def _tell_lost(self, written: bool) -> None:
         """Reports what is missing at the end.

@@ -190,8 +190,9 @@ class DataConfig(Section):
         ):
             if holds_credentials(address):
                 raise ValueError(
-                    f"{key}: an address with a password or a signature in it, which logs and saved "
-                    f"configurations would show; give credentials by the environment (docs/data.md)"
+                    f"{key}: the address contains a password or a signature, which logs and saved "
+                    f"configurations would show; pass credentials through the environment "
+                    f"(docs/data.md)"
                 )
         return self
 
@@ -200,7 +201,7 @@ class DataConfig(Section):
         for key, part in self.splits:
             several = len(part.image_folders) > 1 or len(part.annotation_files) > 1
             if several and self.format != "yolo":
-                raise ValueError(f"{key}: a list of folders or files is for format: yolo")
+                raise ValueError(f"{key}: only format: yolo takes a list of folders or files")
             if not part.image_folders:
                 raise ValueError(f"{key}.images: an empty list, expected a folder or several")
         places = [(part.images, part.annotations) for part in (self.train, self.val)]

@@ -183,7 +183,7 @@ def _invalid(name: object, why: str) -> ConfigError:
 
 def _taken(new: Registration, by: str) -> ConfigError:
     return ConfigError(
-        f"the {new.kind} {new.name} is there already ({by})",
+        f"the name of the {new.kind} {new.name} is taken ({by})",
         code="plugin_name_taken",
         where=f"plugin part {new.target}",
         fix=f"give it another name, or switch one of them off with {OFF_VARIABLE}",

@@ -45,14 +45,14 @@ class Dimension(Section):
         ends = (self.low, self.high)
         if self.choices is not None:
             if not self.choices or ends != (None, None) or self.log or self.step:
-                raise ValueError("choices: needs one value at least, and nothing beside it")
+                raise ValueError("choices: needs at least one value, and no other key")
             return self
         if self.low is None or self.high is None:
             raise ValueError("expected {from: A, to: B} or {choices: [...]}")
         if self.low > self.high:
-            raise ValueError(f"from: {self.low} lies above to: {self.high}")
+            raise ValueError(f"from: {self.low} is greater than to: {self.high}")
         if self.log and (self.low <= 0 or self.step):
-            raise ValueError("log: needs from above 0, and no step")
+            raise ValueError("log: needs from > 0, and no step")
         return self
 
     @property
@@ -155,7 +155,7 @@ class StudyConfig(Section):
                 raise ValueError("sampler: grid: needs variants, space or seeds")
             for name in (*self.baselines, *self.baselines.values()):
                 if name not in self.variants:
-                    raise ValueError(f"baselines: {name} is no variant of this study")
+                    raise ValueError(f"baselines: {name} is not a variant of this study")
             return self
         if not self.space or not self.trials:
             raise ValueError(f"sampler: {self.sampler}: needs space, and trials: how many")

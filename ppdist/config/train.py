@@ -193,7 +193,7 @@ class TrainConfig(Section):
                 f"backbone, such as 2, or a list such as [backbone]; null freezes nothing"
             )
         if isinstance(what, str):
-            raise ValueError(f"{what!r} is no list; write [{what}]")
+            raise ValueError(f"{what!r} is not a list; write [{what}]")
         return tuple(what) if isinstance(what, list) else what  # strict: no list
 
     @property
@@ -209,10 +209,10 @@ class TrainConfig(Section):
         """
         if self.batch_size_per_card == "auto":
             raise ConfigError(
-                "auto is found out by a training run alone",
+                "auto only works in a training run",
                 code="auto_outside_training",
                 where="train.batch_size_per_card",
-                fix="here give a number: -o train.batch_size_per_card=8",
+                fix="give a number: -o train.batch_size_per_card=8",
             )
         return self.batch_size_per_card
 
@@ -226,11 +226,11 @@ class TrainConfig(Section):
         batch = self.images_per_card
         if self.total_batch % (world * batch):
             raise ConfigError(
-                f"{self.total_batch} is no multiple of {world} rank{'s' * (world > 1)} x {batch} "
-                "images (train.batch_size_per_card)",
+                f"{self.total_batch} is not a multiple of {world} rank{'s' * (world > 1)} x "
+                f"{batch} images (train.batch_size_per_card)",
                 code="batch_indivisible",
                 where="train.total_batch",
-                fix="take such a multiple, another batch_size_per_card, or auto",
+                fix="choose such a multiple, another batch_size_per_card, or auto",
             )
         return self.total_batch // (world * batch)
 

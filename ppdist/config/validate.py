@@ -123,7 +123,7 @@ def _ignored(config: Any) -> Iterator[str]:
     if config.evaluate.rectangular and config.data.resize != "letterbox":
         yield "evaluate.rectangular: true: needs data.resize: letterbox, which keeps the shape"
     if config.evaluate.rectangular_pad and not config.evaluate.rectangular:
-        yield "evaluate.rectangular_pad: means nothing without evaluate.rectangular: true"
+        yield "evaluate.rectangular_pad: has no effect without evaluate.rectangular: true"
     yield from _of_scaling(config)
     yield from _of_suppression(config)
     if config.optimizer.name == "adamw":
@@ -214,14 +214,14 @@ def _of_augmentation(config: Any) -> Iterator[str]:
     epochs, written = math.ceil(config.train.epochs), config.data.augment
     if written.mosaic_whole and not written.mosaic:
         yield (
-            "data.augment.mosaic_whole: true means nothing without data.augment.mosaic, the chance "
+            "data.augment.mosaic_whole: true has no effect without data.augment.mosaic, the chance "
             "of a mosaic"
         )
     window = written.combine_epochs
     if window == (0, 1) and isinstance(window[1], int) and epochs > 1:
         yield (
-            "data.augment.combine_epochs: [0, 1] is the first epoch alone; the whole run is "
-            "[0.0, 1.0] or null"
+            "data.augment.combine_epochs: [0, 1] means the first epoch only; for the whole run "
+            "write [0.0, 1.0] or null"
         )
     augment = written.with_epoch_scale(config.train.phases_factor)
     by_epoch = [augment.in_epoch(epoch, epochs) for epoch in range(epochs)]

@@ -121,8 +121,8 @@ class ImageCache:
         lost, self._lost[0], self._failed[0] = self._lost[0], 1, 1
         if not lost:
             _warn(
-                "reading it failed (SIGBUS: its disk is away, or the file was cut); the run goes "
-                "on and decodes all images each time"
+                "reading it failed (SIGBUS: its disk is unavailable, or the file was cut); images "
+                "are decoded each time from now on"
             )
         return not lost
 
@@ -148,7 +148,7 @@ class ImageCache:
             if not said:
                 _warn(
                     f"no more images are kept, because writing one failed "
-                    f"({error.strerror or error}); the run goes on and decodes the others each time"
+                    f"({error.strerror or error}); the others are decoded each time"
                 )
 
     def _write(self, content: memoryview, place: int) -> None:
@@ -214,7 +214,8 @@ def open_cache(
     try:
         return ImageCache(opened.descriptor, layout, opened.kept)
     except OSError as error:
-        _warn(f"goes on without, because it cannot be mapped: {error.strerror or error}")
+        why = error.strerror or error
+        _warn(f"training continues without it, because it cannot be mapped: {why}")
         return None
 
 
@@ -232,13 +233,13 @@ def _made_or_nothing(make: Callable[[], _Opened], seconds: float) -> _Opened:
             why = f"{where}{error.strerror or error}"
             if is_outage(error):
                 raise unavailable(why, "data.cache") from error
-            _warn(f"goes on without, because it cannot be made: {why}")
+            _warn(f"training continues without it, because it cannot be created: {why}")
             return _NOTHING
 
     try:
         return comm.once_there(once, seconds)
     except StorageError as error:
-        _warn(f"goes on without, because it cannot be made: {error.what}")
+        _warn(f"training continues without it, because it cannot be created: {error.what}")
         return _NOTHING
 
 
@@ -345,7 +346,7 @@ def _others(folder: Path, name: str) -> str:
         sizes.extend(os.stat(other).st_blocks * 512 for other in others)
     if not sizes:
         return ""
-    caches = "1 other cache lies" if len(sizes) == 1 else f"{len(sizes)} other caches lie"
+    caches = "1 other cache is" if len(sizes) == 1 else f"{len(sizes)} other caches are"
     return f"; {caches} there, {sum(sizes) / _GIB:.2f} GiB: delete those that no run needs"
 
 

@@ -34,7 +34,7 @@ def set_device_options(train: TrainConfig) -> None:
     for key, given in asked.items():
         if given and kind != "gpu":
             raise ConfigError(
-                f"was given, but this run is on {kind}, where it means nothing",
+                f"was given, but this run is on {kind}, where it has no effect",
                 code="gpu_option_elsewhere",
                 where=key,
                 fix="leave it out, or use a GPU",

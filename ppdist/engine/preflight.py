@@ -168,7 +168,7 @@ def check_precision(config: Any, kernels: Kernels = BFLOAT16) -> None:
         )
     elif amp.dtype != "bfloat16":
         raise ConfigError(
-            f"{amp.dtype}, but this run is on CPU, where oneDNN trains in bfloat16 alone",
+            f"{amp.dtype}, but this run is on CPU, where oneDNN only trains in bfloat16",
             code="amp_dtype_on_cpu",
             where="train.amp.dtype",
             fix="set bfloat16, or train.amp.enabled: false",
@@ -379,7 +379,7 @@ def keep_sources(config: Any, output_dir: Path) -> None:
                 code="out_holds_source",
                 where=f"{key}",
                 fix=(
-                    "give the new run a folder of its own: -o output_dir=PATH (to resume the run "
+                    "give the new run its own folder: -o output_dir=PATH (to resume the run "
                     "there: --resume)"
                 ),
             )

@@ -281,7 +281,7 @@ def _steps_of(text: str) -> set[int]:
         raise ConfigError(
             f"{SKIP_STEP_VARIABLE}={text}: expected the numbers of steps, from 1, as in 7,12",
             code="skip_step_invalid",
-            fix="fleetrun --max_restart sets it by itself",
+            fix="fleetrun --max_restart sets it automatically",
         )
     return {int(step) for step in text.split(",") if step}
 

@@ -153,7 +153,7 @@ class ScheduleSetup:
         decay = after.weight_decay
         yield Fact("weight_decay", decay, "weight decay", f"{decay:g}", why)
         if before.name == "momentum":
-            why = "as written: a larger batch changes the rate alone"
+            why = "as written: a larger batch only changes the rate"
             yield Fact("momentum", after.momentum, "momentum", f"{after.momentum:g}", why)
         else:
             betas = [float(f"{beta:.6g}") for beta in after.betas]

@@ -549,7 +549,7 @@ class Trainer:
 
     def _warn_of_saving(self) -> None:
         for trouble in self.writer.troubles():
-            self.log.warning(f"{trouble}; training goes on and tries again: make room")
+            self.log.warning(f"{trouble}; training continues and will retry; free disk space")
 
     def _finish_saving(self) -> None:
         """Waits until the last checkpoint is on disk.  Collective.

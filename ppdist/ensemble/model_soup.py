@@ -136,8 +136,8 @@ class ModelSoup:
                 code="weights_not_alike",
                 where=str(path),
                 fix=(
-                    "give checkpoints of one run, or of runs that started alike (of YOLOv5: "
-                    "with the same model.anchors)"
+                    "give checkpoints of one run, or of runs that started from the same weights "
+                    "(YOLOv5: with the same model.anchors)"
                 ),
             )
         return ModelSoup(

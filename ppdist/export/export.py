@@ -308,7 +308,7 @@ def _openvino_wanted(needed: bool) -> Iterator[None]:
     except ExportError as error:
         if needed:
             raise
-        _LOGGER.warning("OpenVINO is left out: %s", error)
+        _LOGGER.warning("skipping OpenVINO: %s", error)
 
 
 def _in_openvino(
@@ -388,7 +388,7 @@ def _require_usable(model: ImageModel, spec: InferenceSpec) -> None:
     for name in spec.class_names:
         if any("\ud800" <= letter <= "\udfff" for letter in name):
             raise ExportError(
-                f"class name {name!r} holds half a character (a lone surrogate), and no file can",
+                f"class name {name!r} contains a lone surrogate, which no file can store",
                 code="class_name_unwritable",
                 fix="correct it in the annotations or give --class-names",
             )
@@ -641,9 +641,9 @@ def require_openvino() -> None:
     """Raises: ExportError: it is not installed."""
     if find_spec("openvino") is None:
         raise ExportError(
-            "a model for OpenVINO is checked in it, and it is not installed",
+            "OpenVINO, in which the exported model is checked, is not installed",
             code="package_missing",
-            fix="pip install 'ppdist[openvino]', or take --format onnx, which it runs unchecked",
+            fix="pip install 'ppdist[openvino]', or use --format onnx (same file, unchecked)",
         )
 
 
@@ -670,12 +670,12 @@ def convert_to_onnx(directory: Path, file: Path, outputs: Sequence[str]) -> None
         said = log.read_text(encoding="utf-8", errors="replace")
     if code is None:
         raise ExportError(
-            f"paddle2onnx was not done after {CONVERSION_SECONDS} seconds and was ended",
+            f"paddle2onnx did not finish within {CONVERSION_SECONDS} seconds",
             code="conversion_timeout",
         )
     if code or not file.is_file():
         raise ExportError(
-            f"paddle2onnx cannot convert this model: {_reason(said)} (it ended with {code})",
+            f"paddle2onnx cannot convert this model: {_reason(said)} (exit code {code})",
             code="conversion_failed",
             fix="leave onnx out of --format",
         )

@@ -73,7 +73,7 @@ def open_graph(files: Sequence[Path], options: RuntimeOptions) -> Graph:
             raise ExportError(
                 f"this ONNX Runtime has no {wanted}, only {', '.join(there)}",
                 code="package_build",
-                fix=f"on a card it takes onnxruntime-gpu, which replaces onnxruntime{needs}",
+                fix=f"for a card, install onnxruntime-gpu in place of onnxruntime{needs}",
             )
         return OnnxGraph(files[0], options.threads, providers, options.spinning)
     except ImportError as error:
@@ -182,7 +182,7 @@ def open_exported(
             f"made to {spec.task}, not to {task}",
             code="export_of_other_task",
             where=str(directory),
-            fix="take another export",
+            fix=f"use an export of a model to {task}",
         )
     int8 = options.precision == "int8"
     form, name, remedy = {
@@ -201,7 +201,7 @@ def open_exported(
     for each in files if file is None else ():
         if not each.is_file():
             raise ExportError(
-                f"named by {SPEC_FILE} but not there",
+                f"this file, which {SPEC_FILE} lists, is missing",
                 code="export_incomplete",
                 where=str(each),
                 fix="export again",

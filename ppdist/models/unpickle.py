@@ -248,7 +248,7 @@ class _Machine:
                 where=str(self._path),
                 fix=(
                     "do not use this file unless you trust it; if you do, load it where it was "
-                    f"made and keep its arrays alone: {_remedy(self._path)}"
+                    f"made and save only its arrays: {_remedy(self._path)}"
                 ),
             )
         if maker in _RECONSTRUCTORS and isinstance(args[0], Name):  # objects in protocols 0 and 1

@@ -820,7 +820,7 @@ def _fresh(
     missing = [key for key in shapes if key not in matched]
     if _is_backbone_alone(matched, missing):
         absent = sorted({_part(key) for key in missing if key.startswith("backbone.")})
-        parts = ["the file holds a backbone alone", *(f"without {part}" for part in absent)]
+        parts = ["the file holds only a backbone", *(f"without {part}" for part in absent)]
         return tuple(missing), ", ".join(parts)
     fresh = [key for key in matched if _class_count_differs(model, matched[key].shape, shapes, key)]
     reasons = [_class_reason(model, fresh[0], matched, shapes)] if fresh else []

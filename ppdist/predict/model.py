@@ -157,7 +157,7 @@ def load_export(
     able = spec.model_copy(update={"paddle": None}) if suffix == ".onnx" else spec
     options = runtime_of(able, backend, threads, precision, wanted_device)
     if xml is not None and options.backend != "openvino":
-        raise ConfigError("OpenVINO alone runs this", code="options_conflict", where=str(xml))
+        raise ConfigError("only OpenVINO runs this", code="options_conflict", where=str(xml))
     spec, form, graph = open_exported(directory, spec.task, options, xml)
     where = "on the card" if options.device == "gpu" else f"threads: {threads}"
     _LOGGER.info("%s runs in %s, %s, %s", path, RUNTIMES[options.backend], precision, where)

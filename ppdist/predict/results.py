@@ -43,7 +43,7 @@ def require_own_folder(out: Path, source: Path) -> None:
     inside = source.is_dir() and source.resolve() in out.resolve().parents
     if inside and not own_results(out) and out.is_dir() and any(out.iterdir()):
         raise ConfigError(
-            "lies in --source and holds files that are no results of this tool",
+            "is inside --source and holds files that `ppdist predict` did not write",
             code="out_not_ours",
             where=f"--out {out}",
             fix="choose another folder, or empty it",
@@ -57,10 +57,10 @@ def require_no_foreign_files(out: Path, names: Iterable[str]) -> None:
     taken = [name for name in there if name not in own]
     if taken:
         raise ConfigError(
-            f"is there already, one of {len(taken)}, and is no result of this tool",
+            f"the file (one of {len(taken)}) exists, and `ppdist predict` did not write it",
             code="out_not_ours",
             where=str(out / taken[0]),
-            fix="choose another --out, or move it away",
+            fix="choose another --out, or move that file",
         )
 
 

@@ -210,14 +210,14 @@ def status_of(run: Run) -> tuple[str, str]:
     if run.finished == "early_stopping":
         return "finished", f"stopped early after step {run.steps}{of}"
     if run.finished == "hours":
-        return "finished", f"train.hours was over after step {run.steps}{of}; --resume goes on"
+        return "finished", f"train.hours was over after step {run.steps}{of}; --resume continues it"
     if run.ended:
         return "finished", f"all {run.steps} steps"
     if not run.train and not run.evaluations:
         return "no records", "it has not yet written down a step"
     if run.finished == "signal":
-        return "stopped", f"by a signal after step {run.steps}{of}; --resume goes on"
-    return "not finished", f"last record at step {run.steps}{of}; --resume goes on"
+        return "stopped", f"by a signal after step {run.steps}{of}; --resume continues it"
+    return "not finished", f"last record at step {run.steps}{of}; --resume continues it"
 
 
 def _tiles(run: Run) -> Iterator[Tile]:

@@ -63,7 +63,7 @@ _PICTURES = {
 _MOST_PER_PATTERN = 3
 _FILES = {
     "checkpoints/best": "the weights with the best score",
-    "checkpoints/last": "the newest weights; --resume goes on from here",
+    "checkpoints/last": "the newest weights; --resume continues from here",
     "config.yml": "the whole configuration",
     "environment.json": "software, machine, command",
     "metrics.jsonl": "every number, one record a line",

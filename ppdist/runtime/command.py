@@ -161,7 +161,7 @@ def require_own_folder(out: Path, source: Path) -> None:
     inside = source.is_dir() and source.resolve() in out.resolve().parents
     if inside and not holds_results(out) and out.is_dir() and any(out.iterdir()):
         raise PredictorError(
-            f"--out {out}: lies in --source and holds files that are no results of this program; "
+            f"--out {out}: is inside --source and holds files that this program did not write; "
             "choose another folder, or empty it"
         )
 
@@ -171,8 +171,8 @@ def require_no_foreign_pictures(out: Path, pictures: Iterable[str]) -> None:
     taken = [] if holds_results(out) else [name for name in pictures if (out / name).exists()]
     if taken:
         raise PredictorError(
-            f"{out / taken[0]}: is there already, one of {len(taken)}, and is no result of this "
-            "program; choose another --out, or move it away"
+            f"{out / taken[0]}: the file (one of {len(taken)}) exists, and this program did not "
+            "write it; choose another --out, or move that file"
         )
 
 

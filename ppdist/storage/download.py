@@ -82,7 +82,7 @@ def download(
                 found = sha256_of(part)
         except StorageError as error:
             arrived = _size(part)
-            kept = f"; {arrived} bytes are kept, and the next start goes on" if arrived else ""
+            kept = f"; {arrived} bytes are kept for the next start" if arrived else ""
             raise UserError(
                 f"cannot be downloaded: {error.what}{kept}",
                 code="download_failed",
@@ -92,8 +92,8 @@ def download(
         if sha256 and found != sha256:
             _drop(part)
             raise UserError(
-                f"SHA-256 is {found}, expected {sha256}: the file was changed or damaged on its "
-                "way, and was deleted",
+                f"SHA-256 is {found}, expected {sha256}: the file was changed or damaged in "
+                "transit, and was deleted",
                 code="download_damaged",
                 where=url,
                 fix=fix,

@@ -80,9 +80,7 @@ def use(folder: str | None, cache_bytes: int, seconds: float) -> None:
 
 
 def _say_uncached(why: str) -> None:
-    _LOGGER.warning(
-        "data.store_cache_gib: %s; the run goes on and fetches each time what is not there", why
-    )
+    _LOGGER.warning("data.store_cache_gib: %s; files that are not kept are fetched each time", why)
 
 
 def is_remote(path: str | os.PathLike[str]) -> bool:
@@ -285,7 +283,7 @@ def _opened(protocol: str, url: str) -> Any:
         package = {"gs": "gcsfs", "gcs": "gcsfs", "hf": "huggingface_hub", "az": "adlfs",
                    "abfs": "adlfs"}.get(protocol)  # fmt: skip
         raise UserError(
-            f"{protocol}:// is read by a package that is not installed ({error.name or protocol})",
+            f"{protocol}:// needs a package that is not installed ({error.name or protocol})",
             code="store_library_missing",
             where=url,
             fix="pip install 'ppdist[stores]'" + (f" {package}" if package else ""),
@@ -293,7 +291,7 @@ def _opened(protocol: str, url: str) -> Any:
     except ValueError:
         known = "s3://, gs://, hf://, http:// and what else fsspec opens"
         raise UserError(
-            f"nothing is known of {protocol}://; expected a folder, or {known}",
+            f"unknown protocol {protocol}://; expected a folder, or {known}",
             code="store_unknown",
             where=url,
         ) from None

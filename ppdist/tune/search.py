@@ -72,7 +72,7 @@ class Search:
         with ExitStack() as undo:
             undo.callback(self._abandon)
             for trial in self.store.unwanted():
-                self.say(f"trial {trial.number:03d} is left alone: the study has no such one now")
+                self.say(f"trial {trial.number:03d} is ignored: the study no longer has it")
             begun = 0
             while True:
                 stop = self.asked_to_stop()
@@ -151,7 +151,7 @@ class Search:
             self._finish(claim, TrialState.PRUNED, curve, running.minutes)
         elif stop:
             self.store.leave(number)
-            self.say(f"trial {number:03d} was stopped; the same command goes on with it")
+            self.say(f"trial {number:03d} was stopped; run the same command to continue it")
         elif (code == _WRONG_INPUT and not claim.again) or running.crashes >= _MOST_CRASHES:
             # What was right at its beginning, and is wrong now, may be an orphan in the way.
             why = f"exit code {code}: {running.job.said()}"

@@ -163,7 +163,7 @@ class Store:
                     f"{self.folder} holds a study with other values of "
                     f"{', '.join(sorted(changed))}; its trials could not be compared with new ones",
                     code="study_settings_differ",
-                    fix="give this study a folder of its own by --out",
+                    fix="give this study its own folder with --out",
                 )
         write_json(file, now, indent=1)
 

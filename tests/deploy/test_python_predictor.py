@@ -397,7 +397,7 @@ def test_what_runs_the_model_is_told_and_xml_is_run(exported: Exported, tmp_path
         assert_same_rows(got_R6, expected_R6)
     detected = Detector(tmp_path / "own.xml")(images[0], threshold=0.0)
     assert len(detected) == len(found(images[:1])[0]) > 0
-    with pytest.raises(ConfigError, match="OpenVINO alone runs this"):
+    with pytest.raises(ConfigError, match="only OpenVINO runs this"):
         Detector(tmp_path / "own.xml", backend="onnx")
     with pytest.raises(PredictorError, match=r"gone\.xml"):
         Predictor(tmp_path / "gone.xml")

@@ -34,7 +34,7 @@ def test_images_away_for_8_seconds_cost_no_step(
         assert job.wait() == 0, job.text
     assert job.steps == list(range(1, scenario.steps + 1))
     assert first_difference(undisturbed, job.output_dir) == ""
-    assert job.text.count("their storage is away") == 1, job.text
+    assert job.text.count("their storage is unavailable") == 1, job.text
     again = [line for line in job.text.splitlines() if "the images can be read again" in line]
     assert len(again) == 1
     record_property("figure", f"waited {again[0].rpartition('after ')[2]}, 0 steps made again")

@@ -128,10 +128,10 @@ def refused(tool: str, *arguments: object) -> str:
 def test_what_only_boxes_have_is_refused(project: Path, exported: Path, tmp_path) -> None:
     eager = ("-c", project / "cfg.yml", "-w", weights(project), "--out", tmp_path / "out")
     looking = ("--source", project / "val", "--threshold", 0.3)
-    message = "--threshold is for boxes, and a classifier has none; leave it out"
+    message = "--threshold only applies to detectors; leave it out"
     assert message in refused("infer", *eager, *looking)
     assert message in refused("infer", "--model", exported, "--out", tmp_path / "out", *looking)
-    message = "--without-nms and --accuracy are for boxes, and a classifier has none"
+    message = "--without-nms and --accuracy only apply to detectors"
     assert message in refused("export", *eager, "--without-nms")
     assert message in refused("export", *eager, "--accuracy", 5)
     assert not (tmp_path / "out").exists()

@@ -141,7 +141,7 @@ def call_infer(monkeypatch: pytest.MonkeyPatch, *arguments: object) -> None:
          "--backend, --bfloat16 and --int8 are for"),
         (["--source", "a.jpg", "--out", "o", "--model", "m", "--int8", "--backend", "paddle"],
          ConfigError, "--int8 is an ONNX file: leave out --backend paddle"),
-        (["--source", ".", "--out", "theirs"], ConfigError, "--out theirs: lies in --source and"),
+        (["--source", ".", "--out", "theirs"], ConfigError, "--out theirs: is inside --source and"),
     ],
 )  # fmt: skip
 def test_wrong_arguments_are_named(

@@ -81,7 +81,7 @@ def check_before_training(
         if len(unreadable) == len(dataset.records):
             at, why = next(iter(unreadable.items()))
             raise DataError(
-                f"not one image can be used, first {dataset.records[at].path}: {why}",
+                f"no image can be used; the first is {dataset.records[at].path}: {why}",
                 code="no_good_image",
                 where=dataset.source,
             )

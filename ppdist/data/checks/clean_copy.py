@@ -84,13 +84,13 @@ def clean_copy(report: Report, form: Format, out: Path, *, images: Images) -> Cl
         raws[split] = _clean(validated.raw, left_out, done)
         if not raws[split].images:
             raise DataError(
-                "not one image is good; nothing was written",
+                "no image can be used; nothing was written",
                 code="no_good_image",
                 where=validated.raw.source,
             )
         if not any(image.objects for image in raws[split].images):
             raise DataError(
-                "not one object is good; nothing was written",
+                "no object can be used; nothing was written",
                 code="objects_missing",
                 where=validated.raw.source,
             )

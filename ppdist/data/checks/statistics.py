@@ -428,16 +428,16 @@ def refit(wh_N2: np.ndarray, before_LA2: np.ndarray, *, threshold: float, seed: 
     Args: as `fit_anchors`.
     """
     recall = best_possible_recall(wh_N2, before_LA2, threshold)
-    told = f"{recall:.1%} of the {len(wh_N2)} training boxes are within reach of one"
+    told = f"{recall:.1%} of the {len(wh_N2)} training boxes are within reach of an anchor"
     if recall >= ENOUGH_RECALL:
-        return Refit(None, f"{told}; they stay as they are")
+        return Refit(None, f"{told}; the anchors are kept")
     if len(wh_N2) < before_LA2.size // 2:
         return Refit(None, f"{told}, but there are too few boxes to fit others")
     found = fit_anchors(wh_N2, before_LA2, threshold=threshold, seed=seed)
     if found.recall_after <= recall:
-        return Refit(None, f"{told}, and fitting finds none better; they stay as they are")
+        return Refit(None, f"{told}, and fitting finds no better ones; the anchors are kept")
     levels = [" ".join(f"{w:g},{h:g}" for w, h in level) for level in found.anchors_LA2]
-    after = f"{found.recall_after:.1%} of others fitted to them"
+    after = f"{found.recall_after:.1%} of anchors fitted to them"
     return Refit(found.anchors_LA2, f"{told}, {after}: {'; '.join(levels)} (pixels)")
 
 

@@ -214,7 +214,7 @@ def _of_boxes(raw: RawSet) -> Iterator[Issue]:
             first = before.setdefault((entry.label, entry.crowd, *entry.box), entry.where)
             if first != entry.where:
                 name = raw.class_names[entry.label]
-                what = f"{shown}, {name!r}, of {path} is there already ({first})"
+                what = f"{shown}, {name!r}, of {path} is a duplicate of {first}"
                 yield Issue("box_duplicate", what, path, entry.where)
 
 

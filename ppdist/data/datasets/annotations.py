@@ -72,30 +72,30 @@ KINDS: dict[str, Kind] = {
         "error", "the annotation file of one image is malformed", _STOPS, "the image is left out"
     ),
     "annotation_line": Kind("error", "one line or object is malformed", _STOPS, _LEFT_OUT),
-    "encoding": Kind("warning", "text is not UTF-8", "read as it says", "written as UTF-8"),
+    "encoding": Kind("warning", "text is not UTF-8", "read in its encoding", "written as UTF-8"),
     "line_ends": Kind("note", "lines end as on Windows", "read all the same", "written with \\n"),
-    "class_unknown": Kind("error", "an object of a class that nobody declares", _STOPS, _LEFT_OUT),
+    "class_unknown": Kind("error", "an object of an undeclared class", _STOPS, _LEFT_OUT),
     "class_ids_gap": Kind(
-        "note", "category ids do not simply count up", "mapped to 0, 1, 2, ...", _AS_IT_IS
+        "note", "category ids are not 1, 2, 3, ...", "mapped to 0, 1, 2, ...", _AS_IT_IS
     ),
     "classes_differ": Kind(
-        "error", "training and validation have other classes", _STOPS, _NOT_FIXED
+        "error", "training and validation have different classes", _STOPS, _NOT_FIXED
     ),
     "class_names_alike": Kind(
-        "warning", "names that differ in capitals or blanks alone", "two classes", _AS_IT_IS
+        "warning", "names that differ only in case or spaces", "two classes", _AS_IT_IS
     ),
     "class_count_differs": Kind(
-        "warning", "`nc` is not the number of `names`", "the names count", "the names alone"
+        "warning", "`nc` is not the number of `names`", "the names count", "only the names"
     ),
     "objects_missing": Kind("error", "a split without any object", _STOPS, _NOT_FIXED),
     "splits_same": Kind(
         "warning",
-        "training and validation are one set",
-        "scores tell nothing about other images",
+        "training and validation are the same set",
+        "scores say nothing about new images",
         _AS_IT_IS,
     ),
     "class_group": Kind(
-        "warning", "a category without objects that groups the others", "not a class", "not a class"
+        "warning", "a category without objects that groups others", "not a class", "not a class"
     ),
     "class_names_same": Kind(
         "warning", "two categories with the same name", "merged into one class", "merged"
@@ -116,10 +116,10 @@ KINDS: dict[str, Kind] = {
         "warning", "an image listed more than once", "used as often", "once, with all its objects"
     ),
     "outline_malformed": Kind(
-        "warning", "an outline that is no list of points", "its box alone is used", "its box alone"
+        "warning", "an outline that is not a list of points", "only its box is used", "only its box"
     ),
     "shape_unread": Kind("warning", "a labelme or CVAT shape without a box", "not used", _LEFT_OUT),
-    "area_invalid": Kind("warning", "an area that is no number", "that of the box", _LEFT_OUT),
+    "area_invalid": Kind("warning", "an area that is not a number", "that of the box", _LEFT_OUT),
     "label_columns": Kind(
         "warning", "more columns than a box has", "the first four numbers are the box", "the box"
     ),
@@ -127,11 +127,11 @@ KINDS: dict[str, Kind] = {
         "warning", "an image without a label file", "used as background", "an empty label file"
     ),
     "label_without_image": Kind(
-        "warning", "a label file of no image", "not used, and its objects neither", _LEFT_OUT
+        "warning", "a label file without an image", "not used, nor are its objects", _LEFT_OUT
     ),
     "label_shared": Kind(
         "warning",
-        "images that differ in their suffix alone have one label file",
+        "images that differ only in suffix share a label file",
         "both are used with its objects",
         "each gets its own",
     ),
@@ -1157,7 +1157,7 @@ def find_alike(names: Sequence[str], source: str, complain: Complain) -> None:
         key = " ".join(unicodedata.normalize("NFKC", name).casefold().split())
         first = first_of.setdefault(key, name)
         if first != name:
-            what = f"classes {first!r} and {name!r} differ in capitals or blanks alone"
+            what = f"classes {first!r} and {name!r} differ only in case or spaces"
             complain(Issue("class_names_alike", what, where=source))
 
 

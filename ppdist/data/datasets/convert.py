@@ -155,18 +155,18 @@ def _check(raw: RawSet, form: Format, out: Path, images: Images, split: str) -> 
         )
     if form == "yolo" and images == "none":
         raise DataError(
-            "YOLO labels lie beside the images",
+            "YOLO labels must be beside the images",
             code="images_needed",
-            fix="choose to copy the images or to link them",
+            fix="use --image-files copy or link",
         )
     if images == "link":
         for image in raw.images:
             if storage.is_remote(image.path) or place_in_shard(str(image.path)) is not None:
                 raise DataError(
-                    "no link can lead to an image in a shard or an object store",
+                    "images in a shard or an object store cannot be linked",
                     code="images_unlinkable",
                     where=str(image.path),
-                    fix="choose to copy the images",
+                    fix="use --image-files copy",
                 )
     targets = [_annotation_file(form, split)]
     targets += {"coco": [], "voc": [f"Annotations/{split}"], "yolo": [f"labels/{split}"]}[form]
@@ -174,7 +174,7 @@ def _check(raw: RawSet, form: Format, out: Path, images: Images, split: str) -> 
     for target in targets:
         if os.path.lexists(out / target):
             raise DataError(
-                "is there already",
+                "exists already",
                 code="file_exists",
                 where=str(out / target),
                 fix="choose a new folder",
@@ -434,7 +434,7 @@ def _check_names_stay(form: Format, names: Sequence[str]) -> None:
         raise DataError(
             f"XML cannot hold the file name {strange[0]!r}",
             code="file_name_unwritable",
-            fix="choose to copy the images",
+            fix="use --image-files copy",
         )
 
 
@@ -729,11 +729,10 @@ def write_parts(
     empty = [name for name, parts in wanted.items() if not np.isin(part_N, [*parts]).any()]
     if empty:
         raise DataError(
-            f"{len(part_N)} images, copies of one another together, leave none for "
-            f"{', '.join(empty)}: expected one for each part",
+            f"{len(part_N)} images (duplicates stay together) leave none for {', '.join(empty)}",
             code="empty_part",
             where=dataset.source,
-            fix="give it a larger share, or make fewer parts",
+            fix="give it a larger share, or use fewer parts",
         )
     root = Path(config.root)
     sources = [root / name for name in config.train.annotation_files]
@@ -748,7 +747,7 @@ def write_parts(
     there = [str(file) for file in files if file.exists()]
     if there:
         raise UserError(
-            "is there already",
+            "exists already",
             code="file_exists",
             where=", ".join(there),
             fix="remove it, or choose --out",
@@ -795,7 +794,7 @@ def _texts(
             f"line",
             code="list_not_divisible",
             where=named,
-            fix="`ppdist data check` says what is wrong with it",
+            fix="run `ppdist data check` to see what is wrong",
         )
     texts = [[line for line, of in zip(lines, part_N) if of in parts] for parts in wanted]
     return [header + "\n".join(text) + "\n" for text in texts]
@@ -840,10 +839,10 @@ def _require_labels_beside_images(config: DataConfig) -> None:
     expected = Path(*above, "labels") if last == "images" else None
     if Path(labels) != expected:
         raise DataError(
-            "a list of images finds their labels only in `labels` beside `images`",
+            "a list of images needs the folders `images` and `labels` side by side",
             code="labels_not_beside_images",
             where=str(Path(config.root) / labels),
-            fix=f"rename the folders {images} and {labels} so",
+            fix=f"rename {images} and {labels} accordingly",
         )
 
 

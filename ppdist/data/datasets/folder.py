@@ -57,7 +57,7 @@ def read_folder(
     strange = [name for name in folders if name not in set(known)]
     if strange:
         raise DataError(
-            f"{len(strange)} folders are no class, first {listed(strange, _SHOWN)}; "
+            f"{len(strange)} folders are not classes, first {listed(strange, _SHOWN)}; "
             f"the {len(known)} classes are {listed(known, _SHOWN)}",
             code="class_unknown",
             where=str(images),
@@ -140,7 +140,7 @@ def read_csv(
         if not 0 <= label < len(known):
             hint = " (numbers start at 0)" if text.isdecimal() else ""
             raise DataError(
-                f"label {text!r} is no class; expected a name ({listed(known, _SHOWN)}) or a "
+                f"label {text!r} is not a class; expected a name ({listed(known, _SHOWN)}) or a "
                 f"number from 0 to {len(known) - 1}{hint}",
                 code="class_unknown",
                 where=where,
@@ -161,10 +161,10 @@ def _rows(table: Path) -> list[tuple[int, str, str]]:
     elif _is_strange_header(lines):
         number, cells = lines[0]
         raise DataError(
-            f"{','.join(cells)[:80]!r}: a header that names other columns than `path` and `label`",
+            f"{','.join(cells)[:80]!r}: a header without the columns `path` and `label`",
             code="bad_csv_header",
             where=f"{table}:{number}",
-            fix="rename these two, or remove the line",
+            fix="rename its columns, or remove the line",
         )
     for number, cells in lines:
         if len(cells) != columns or not cells[path_column] or not cells[label_column]:

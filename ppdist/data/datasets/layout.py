@@ -160,7 +160,7 @@ def _found(path: Path, source: str) -> Layout:
         files = [each for each in sorted(folder.glob("*.y*ml")) if _holds_data(each)]
         if len(files) > 1:
             what = f"holds several data files: {', '.join(each.name for each in files)}"
-            fix = f"name the one that is meant: {files[0]}, say"
+            fix = f"give the one that you mean, such as {files[0]}"
             raise DataError(what, code="split_ambiguous", where=str(folder), fix=fix)
         if files:
             return _found(files[0], str(files[0]))
@@ -550,7 +550,7 @@ def _names(file: Path, keys: Mapping[str, Node]) -> tuple[tuple[str, ...], list[
     if node is None:
         if not isinstance(number, int):
             raise DataError("has no names of classes", code="class_names_missing", where=str(file))
-        note = ("names: class_0, class_1, ...", "the file gives nc alone")
+        note = ("names: class_0, class_1, ...", "the file only gives nc")
         return tuple(f"class_{label}" for label in range(number)), [note]
     if isinstance(node.value, dict):
         items = {key: each for key, each in node.value.items() if key.isdecimal()}
@@ -617,7 +617,7 @@ def _yolo_split(root: Path, places: Sequence[Path], file: Path) -> SplitConfig |
     folders = [_relative(place, root) for place in places if place.is_dir()]
     if lists and folders:
         what = f"folders ({folders[0]}) and lists ({lists[0]}) in one split"
-        fix = "name folders alone, or .txt files alone"
+        fix = "name only folders, or only .txt files"
         raise DataError(what, code="bad_data_yaml", where=str(file), fix=fix)
     images: str | tuple[str, ...] = folders[0] if len(folders) == 1 else tuple(folders)
     listed: str | tuple[str, ...] = lists[0] if len(lists) == 1 else tuple(lists)

@@ -160,7 +160,7 @@ def _of_folder(
     files = [Path(file) for file in xml_files(annotations)]
     if not files:
         raise DataError(
-            "holds no XML file, nor does a folder in it",
+            "holds no XML file, not even in subfolders",
             code="annotation_file_missing",
             where=str(annotations),
             fix="name the folder of the XML files, or a list of images, as data.*.annotations",

@@ -197,7 +197,7 @@ class _Outages:
             self._since = time.monotonic()
             others = ", nor can others of its folder be read" * (away[1] != errno.EREMOTEIO)
             _LOGGER.warning(
-                "%s: %s%s: their storage is away; waiting for it for up to %.0f s",
+                "%s: %s%s: their storage is unavailable; waiting for it for up to %.0f s",
                 self._samples.path(away[0]), os.strerror(away[1]), others,
                 self._samples.storage_seconds,
             )  # fmt: skip

@@ -252,7 +252,7 @@ class Samples:
                 break  # else it may be back just now, and this image with it
         raise unavailable(
             f"{why.what}; nor can others of its folder be read, which were there at the start: "
-            "their storage is away",
+            "their storage is unavailable",
             path,
             "reach the store again" if is_remote(path) else "mount it again",
         ) from cause
@@ -522,8 +522,8 @@ def require_outlines(dataset: DetectionSet, augment: AugmentConfig) -> None:
     """
     if augment.copy_paste and not any(any(record.polygons_M) for record in dataset.records):
         raise DataError(
-            f"data.augment.copy_paste: {augment.copy_paste:g} needs outlines of objects, and there "
-            f"is none",
+            f"data.augment.copy_paste: {augment.copy_paste:g} needs object outlines, but the "
+            f"annotations have none",
             code="outlines_missing",
             where=dataset.source,
             fix="set it to 0",

@@ -134,7 +134,7 @@ def test_a_terminal_that_takes_nothing_stops_neither_steps_nor_the_end(
     assert process.wait(20) == 75
     os.close(ours)
     text = (tmp_path / "train.log").read_text()
-    assert text.count("stdout cannot be written, lines go to train.log alone") == 1
+    assert text.count("cannot write to stdout; lines only go to train.log") == 1
     assert "stopped by a signal" in text and "was blocked for a while" in text
 
 

@@ -203,7 +203,7 @@ def test_a_reader_that_goes_away_changes_no_exit_code(ends: str, code: int, tmp_
     assert process.wait(60) == code
     assert len(read_metrics(tmp_path / "metrics.jsonl")) == 9
     log = (tmp_path / "train.log").read_text()
-    assert log.count("stdout cannot be written, lines go to train.log alone: [Errno 32]") == 1
+    assert log.count("cannot write to stdout; lines only go to train.log: [Errno 32]") == 1
     assert "step 9/9" in log
 
 

@@ -95,14 +95,14 @@ def test_training_sizes_far_from_the_evaluated_one_are_said(tmp_path):
 def test_mosaic_whole_without_mosaic_is_warned_about(tmp_path):
     whole = "data.augment.mosaic_whole=true"
     (line,) = said_of(tmp_path, whole)
-    assert line.startswith("data.augment.mosaic_whole: true means nothing without data.augment.mos")
+    assert line.startswith("data.augment.mosaic_whole: true has no effect without data.augment.mos")
     assert not said_of(tmp_path, whole, "data.augment.mosaic=0.5")
 
 
 def test_ambiguous_epoch_window_is_warned_about(tmp_path):
     window = "data.augment.combine_epochs={}"
     (line,) = said_of(tmp_path, window.format("[0, 1]"))
-    assert "[0, 1] is the first epoch alone; the whole run is [0.0, 1.0] or null" in line
+    assert "[0, 1] means the first epoch only; for the whole run write [0.0, 1.0] or null" in line
     for other in ("[0.0, 1.0]", "[0, 2]", "[0, 0.5]", "null"):
         assert not said_of(tmp_path, window.format(other)), other
     assert not said_of(tmp_path, window.format("[0, 1]"), "train.epochs=1")

@@ -142,8 +142,8 @@ def test_missing_home_folder_disables_cache(tmp_path, monkeypatch, caplog):
     monkeypatch.setattr(cache_module.Path, "home", nowhere)
     assert open_cache("disk", small_set(tmp_path), FACTORS, None) is None
     assert caplog.messages[-1] == (
-        "data.cache: goes on without, because it cannot be made: this user has no home folder; "
-        "set data.cache_dir"
+        "data.cache: training continues without it, because it cannot be created: this "
+        "user has no home folder; set data.cache_dir"
     )
 
 
@@ -155,11 +155,11 @@ def test_other_caches_are_named_for_deletion(tmp_path, caplog):
         (folder / "report.json").touch()
         (folder / "images-1.cache").write_bytes(bytes(48 << 20))
         open_cache("disk", dataset, FACTORS, folder)
-        text = "; 1 other cache lies there, 0.05 GiB: delete those that no run needs"
+        text = "; 1 other cache is there, 0.05 GiB: delete those that no run needs"
         assert caplog.messages[-1].endswith(text)
         (folder / "images-2.cache").touch()
         open_cache("disk", dataset, FACTORS, folder)
-        assert "; 2 other caches lie there, 0.05 GiB: delete " in caplog.messages[-1]
+        assert "; 2 other caches are there, 0.05 GiB: delete " in caplog.messages[-1]
     assert len(list(folder.iterdir())) == 4
 
 
@@ -217,7 +217,7 @@ def test_a_full_disk_is_said_once_and_the_run_goes_on(tmp_path, monkeypatch, cap
     assert cache.get(0) is not None and cache.get(1) is None
     assert [record.getMessage() for record in caplog.records if record.levelname == "WARNING"] == [
         "data.cache: no more images are kept, because writing one failed (No space left on "
-        "device); the run goes on and decodes the others each time"
+        "device); the others are decoded each time"
     ]
 
 
@@ -280,7 +280,7 @@ def test_uncreatable_cache_is_line_not_error(tmp_path, caplog, kind):
     (tmp_path / "file").touch()
     if kind == "disk":
         assert open_cache(kind, dataset, FACTORS, tmp_path / "file" / "below") is None
-        assert f"cannot be made: {tmp_path}/file/below: Not a directory" in caplog.text
+        assert f"cannot be created: {tmp_path}/file/below: Not a directory" in caplog.text
 
 
 def test_image_of_unknown_size_is_never_cached(tmp_path):

@@ -176,8 +176,8 @@ def test_total_batch_prints_number_of_micro_steps(tmp_path):
     with raises("batch_indivisible") as caught:
         config.train.micro_steps(5)
     assert f"{caught.value}" == (
-        "train.total_batch: 24 is no multiple of 5 ranks x 2 images (train.batch_size_per_card); "
-        "take such a multiple, another batch_size_per_card, or auto"
+        "train.total_batch: 24 is not a multiple of 5 ranks x 2 images "
+        "(train.batch_size_per_card); choose such a multiple, another batch_size_per_card, or auto"
     )
     per_card = "train.batch_size_per_card=2"
     plain = tiny_config(tmp_path, [per_card, "train.accumulate_steps=2"])
@@ -195,7 +195,7 @@ def test_what_needs_a_number_says_so(tmp_path):
     with raises("auto_outside_training") as caught:
         config.train.images_per_card  # noqa: B018
     assert f"{caught.value}" == (
-        "train.batch_size_per_card: auto is found out by a training run alone; here give a number: "
+        "train.batch_size_per_card: auto only works in a training run; here give a number: "
         "-o train.batch_size_per_card=8"
     )
 

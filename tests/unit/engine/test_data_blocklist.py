@@ -112,4 +112,7 @@ def test_sampling_by_difficulty_asks_for_evaluations(tmp_path):
 def test_pasting_objects_asks_for_outlines(tmp_path):
     write_shapes(tmp_path, damaged=0)
     message, _ = train(tmp_path, tmp_path / "run", "data.augment.copy_paste=0.5")
-    assert "data.augment.copy_paste: 0.5 needs outlines of objects, and there is none" in message
+    assert (
+        "data.augment.copy_paste: 0.5 needs object outlines, but the annotations have none"
+        in message
+    )

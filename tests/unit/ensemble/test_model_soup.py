@@ -69,7 +69,8 @@ def test_other_anchors_are_refused(tmp_path: Path) -> None:
         uniform(model, [first, second])
     assert str(error.value) == (
         f"{second}: head.anchors is not that of {first}, and cannot be averaged; give checkpoints "
-        f"of one run, or of runs that started alike (of YOLOv5: with the same model.anchors)"
+        f"of one run, or of runs that started from the same weights "
+        "(YOLOv5: with the same model.anchors)"
     )
 
 

@@ -22,7 +22,7 @@ def test_a_continued_and_killed_run_is_not_finished(ending: str, tmp_path: Path)
     text += "".join(json.dumps(record) + "\n" for record in records)
     (run / "metrics.jsonl").write_text(text, encoding="utf-8")
     assert status_of(read_run(run)) == (
-        "not finished", "last record at step 240 of 1000; --resume goes on",
+        "not finished", "last record at step 240 of 1000; --resume continues it",
     )  # fmt: skip
 
 

@@ -97,7 +97,7 @@ def test_a_backbone_alone_fills_the_backbone(tmp_path: Path) -> None:
     report = load_weights(target, tmp_path / "imagenet.npz")
     assert_same(target.backbone, source.backbone)
     assert report.ignored == ("fc.weight",) and len(report.loaded) == len(arrays)
-    assert "the file holds a backbone alone" in str(report)
+    assert "the file holds only a backbone" in str(report)
 
 
 def test_weights_of_other_size_list_both_shapes(tmp_path: Path) -> None:

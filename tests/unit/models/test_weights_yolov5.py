@@ -117,13 +117,13 @@ def test_detector_and_classifier_share_backbone(tmp_path, form) -> None:
     target = classifier(seed=2)
     report = load_weights(target, tmp_path / "detector.npz")
     assert all(key.startswith("head.") for key in report.fresh)
-    assert report.reason == "the file holds a backbone alone"
+    assert report.reason == "the file holds only a backbone"
     theirs = arrays_of(detector(seed=1))
     assert all(np.array_equal(arrays_of(target)[key], theirs[key]) for key in report.loaded)
 
     write_arrays(tmp_path / "classifier.npz", form(classifier(seed=1)))
     report = load_weights(detector(seed=2), tmp_path / "classifier.npz")
-    assert report.reason == "the file holds a backbone alone, without backbone.sppf"
+    assert report.reason == "the file holds only a backbone, without backbone.sppf"
     assert not any(key.startswith("backbone.stage") for key in report.fresh)
 
 

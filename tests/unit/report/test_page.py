@@ -280,8 +280,8 @@ def test_settings_are_keys_that_are_not_default(tmp_path: Path) -> None:
     [
         ("total", 400, "all 400 steps"),
         ("early_stopping", 200, "stopped early after step 200 of 400"),
-        ("signal", 200, "by a signal after step 200 of 400; --resume goes on"),
-        ("", 200, "last record at step 200 of 400; --resume goes on"),
+        ("signal", 200, "by a signal after step 200 of 400; --resume continues it"),
+        ("", 200, "last record at step 200 of 400; --resume continues it"),
         ("", 400, "all 400 steps"),
     ],
 )

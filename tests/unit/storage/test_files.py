@@ -126,8 +126,8 @@ def test_what_fails_for_a_moment_is_neither_lost_nor_doubled(
         ours = list(batches_of(of_store(f"{memory}/files", tmp_path, workers=0)))
     assert_equal(ours, whole)
     assert not any(batch.bad_images for batch in ours)
-    (line,) = [line for line in warnings_in(caplog) if "their storage is away" in line]
-    assert "Remote I/O error: their storage is away; waiting for it for up to 900 s" in line
+    (line,) = [line for line in warnings_in(caplog) if "their storage is unavailable" in line]
+    assert "Remote I/O error: their storage is unavailable; waiting for it for up to 900 s" in line
 
 
 def test_store_that_stays_away_gives_a_blank_batch(memory, tmp_path, monkeypatch):
@@ -250,7 +250,7 @@ def test_file_addresses_are_paths(root, tmp_path):
 
 
 def test_addresses_with_passwords_are_refused_unshown():
-    with pytest.raises(ValueError, match="by the environment") as caught:
+    with pytest.raises(ValueError, match="through the environment") as caught:
         coco_config("https://user:secretpw@host/set")
     assert "docs/data.md" in str(caught.value)
 

@@ -123,7 +123,7 @@ def test_stop_leaves_trials_resumable_and_says_so(tmp_path: Path, monkeypatch) -
     monkeypatch.setenv("FAKE_SECONDS", "20")
     search, said = search_in(store, stop=lambda: (tmp_path / "out/trials/000/starts").exists())
     assert search.run() == 75
-    assert "trial 000 was stopped; the same command goes on with it" in said
+    assert "trial 000 was stopped; run the same command to continue it" in said
     assert store.trials()[0].state == TrialState.RUNNING
     monkeypatch.setenv("FAKE_SECONDS", "0")
     assert search_in(store)[0].run() == 0
@@ -214,7 +214,7 @@ def test_trials_of_gone_variants_are_left_alone(tmp_path: Path) -> None:
     store = Store(tmp_path / "out", study_of(tmp_path, gone))
     search, said = search_in(store)
     assert search.run() == 0
-    assert "trial 001 is left alone: the study has no such one now" in said
+    assert "trial 001 is ignored: the study no longer has it" in said
     assert [row["variant"] for row in read_rows(tmp_path / "out")] == ["plain", "plain"]
     store.close()
 

@@ -152,7 +152,7 @@ def test_the_tool_prints_anchors_that_can_be_pasted(made: Path) -> None:
     assert row.count("1.0000") == 2
     assert "training would keep the present anchors (model.anchors)" in again.stdout
     fitted = run_here("data", "anchors", "-c", config, "-o", "loss.anchor_threshold=1.5")
-    assert "of others fitted to them: " in fitted.stdout.splitlines()[-1]
+    assert "of anchors fitted to them: " in fitted.stdout.splitlines()[-1]
 
 
 def test_the_tool_refuses_a_model_without_anchors(made: Path) -> None:
@@ -161,5 +161,5 @@ def test_the_tool_refuses_a_model_without_anchors(made: Path) -> None:
     )
     assert done.returncode == 2
     assert done.stderr.strip().endswith(
-        "ppdist: error: model.name: ppyoloe has no anchors; yolov5 has"
+        "ppdist: error: model.name: ppyoloe has no anchors; only yolov5 has"
     )

@@ -157,7 +157,7 @@ def test_chinese_class_names_stay_chinese(tmp_path, name):
 def test_alike_class_names_are_a_warning_with_both(tmp_path):
     config = voc_set(tmp_path, {"a": "train"}, {"a": ["Raccoon", "raccoon", "cat"]})
     (note,) = read_split(config, "train", 3).notes
-    assert "classes 'Raccoon' and 'raccoon' differ in capitals or blanks alone" in note
+    assert "classes 'Raccoon' and 'raccoon' differ only in case or spaces" in note
     folder = tmp_path / "of_classes"
     for name in ("Cat", "cat "):
         write_images(folder / name, 1)

@@ -107,7 +107,7 @@ def test_a_validation_folder_that_is_no_class_is_named(tmp_path):
     with raises("class_unknown") as error:
         read_split(folder_config(tmp_path), "val")
     assert str(error.value) == (
-        f"{tmp_path}/val: 1 folders are no class, first B; the 2 classes are a, b"
+        f"{tmp_path}/val: 1 folders are not classes, first B; the 2 classes are a, b"
     )
 
 
@@ -179,10 +179,10 @@ def test_numeric_class_name_is_found_by_name(tmp_path):
         ("a.jpg,cat,1\n", "{}:1: 'a.jpg,cat,1': expected `path,label`"),
         ("a.jpg,\n", "{}:1: 'a.jpg,': expected `path,label`"),
         ("id,path,label\n1,a.jpg\n", "{}:2: '1,a.jpg': expected 3 columns, as the header has"),
-        ("image,class\na.jpg,cat\n", "{}:1: 'image,class': a header that names other columns than "
-         "`path` and `label`; rename these two, or remove the line"),
-        ("id,image,class\n1,a.jpg,cat\n", "{}:1: 'id,image,class': a header that names other "
-         "columns than `path` and `label`; rename these two, or remove the line"),
+        ("image,class\na.jpg,cat\n", "{}:1: 'image,class': a header without the columns "
+         "`path` and `label`; rename its columns, or remove the line"),
+        ("id,image,class\n1,a.jpg,cat\n", "{}:1: 'id,image,class': a header without the "
+         "columns `path` and `label`; rename its columns, or remove the line"),
         ("a.jpg;cat\n", "{}:1: 'a.jpg;cat': expected `path,label` with a comma between, found a "
          "semicolon"),
         ("path\tlabel\na.jpg\tcat\n", "{}:1: 'path\\tlabel': expected `path,label` with a comma "
@@ -208,7 +208,8 @@ def test_unknown_label_is_named_with_known_classes(tmp_path):
     with raises("class_unknown") as error:
         read_split(csv_config(tmp_path), "val")
     assert str(error.value) == (
-        f"{file}:1: label 'mouse' is no class; expected a name (cat, dog) or a number from 0 to 1"
+        f"{file}:1: label 'mouse' is not a class; expected a name (cat, dog) or a number from 0 "
+        "to 1"
     )
 
 

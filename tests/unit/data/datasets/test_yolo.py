@@ -270,5 +270,7 @@ def test_yolo_takes_several_folders_or_lists(tmp_path):
 
 def test_several_folders_are_yolos_alone(tmp_path):
     part = SplitConfig(images=("a", "b"), annotations="labels")
-    with pytest.raises(ValueError, match="train: a list of folders or files is for format: yolo"):
+    with pytest.raises(
+        ValueError, match="train: only format: yolo takes a list of folders or files"
+    ):
         DataConfig(format="coco", root=str(tmp_path), train=part, val=part)

@@ -47,7 +47,7 @@ def short_pauses(monkeypatch) -> None:
 
 
 def outages_in(caplog) -> list[str]:
-    return [line for line in warnings_in(caplog) if "their storage is away" in line]
+    return [line for line in warnings_in(caplog) if "their storage is unavailable" in line]
 
 
 def back_later(away: Path, place: Path, seconds: float = 0.5) -> threading.Timer:
@@ -194,7 +194,7 @@ def test_cache_is_waited_for_at_a_restart_alone(folder, tmp_path, monkeypatch, c
     options = {"cache": "disk", "cache_dir": f"{tmp_path / 'cache'}"}
     with caplog.at_level(logging.WARNING, "ppdist"):
         loader(folder, **options)
-    assert len(tries) == 1 and "goes on without" in warnings_in(caplog)[-1]
+    assert len(tries) == 1 and "continues without" in warnings_in(caplog)[-1]
     monkeypatch.setenv(RESTART_VARIABLE, "1")
     caplog.clear()
     with caplog.at_level(logging.WARNING, "ppdist"):
