@@ -1,4 +1,4 @@
-"""Speed and memory of the data loader, beside the same without its cache.
+"""Speed and memory of the data loader, with and without its cache.
 
 On a machine that others use too, one measurement after the other compares two moments rather than
 two programs.  So everything is measured interleaved, in short pieces, and CPU time is told beside

@@ -425,11 +425,11 @@ def voc_average_precision(right_F: np.ndarray, objects: int) -> tuple[float, flo
 
 
 def _best_precision(right_F: np.ndarray, objects: int) -> tuple[np.ndarray, np.ndarray]:
-    """The best precision of a class from each of its recalls on, and these.
+    """The best precision from each recall of a class on.
 
     Args:
         right_F: bool, whether each detection found an object, the surest first.
-    Returns: [F + 1], 0 behind the last; [F].
+    Returns: [F + 1], 0 behind the last; the recalls [F].
     """
     hits_F = right_F.cumsum()
     precision_F = hits_F / np.arange(1, len(right_F) + 1)

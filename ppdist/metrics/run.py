@@ -38,8 +38,9 @@ _TELLING = ("mAP", "top1")  # which number of an evaluation is its headline, unl
 
 
 class Confusion(BaseModel):
-    """Rows are true classes, columns predicted ones; of detectors the last is background.
+    """Confusion matrix: rows are true classes, columns predicted ones.
 
+    Of detectors the last is background.
     With very many classes only the largest `cells` (row, column, count) and the row sums are
     stored.
     """
@@ -206,7 +207,9 @@ class Run:
         return int(text) if text.isdecimal() else None
 
     def rank_seconds(self, *keys: str) -> tuple[np.ndarray, np.ndarray]:
-        """Seconds of the ranks there are now: a resumed run may have others than before.
+        """Seconds of the ranks that the run has now.
+
+        One that is resumed may have had others before.
 
         Returns: the steps [R] of the records that hold all keys, and the seconds [R, keys, ranks].
         """
@@ -312,7 +315,10 @@ def _read_config(run: Run, path: Path) -> None:
 
 
 def _read_evaluation(run: Run, path: Path) -> None:
-    """Parts that are none, of another version or by a stranger, are left out by themselves."""
+    """Reads evaluation.json, and leaves out parts that are none.
+
+    Another version wrote them, or a stranger.
+    """
     run.evaluation = _json_object(path)
     for name in _PARTS.keys() & run.evaluation.keys():
         if run.evaluation[name] is None:
@@ -336,7 +342,10 @@ def _json_object(path: Path) -> dict[str, Any]:
 
 
 def _read_log(run: Run, path: Path) -> None:
-    """Reads the warnings of this run; lines of an earlier one in the folder precede them."""
+    """Reads the warnings of this run.
+
+    Lines of an earlier run in the same folder precede them.
+    """
     began = run.times[0] - _SLACK_SECONDS if run.times else -math.inf
     every: dict[str, Warned] = {}
     recent: dict[str, Warned] = {}

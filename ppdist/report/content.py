@@ -411,7 +411,12 @@ def _names(groups: Sequence[Sequence[Run]]) -> list[str]:
     ]
 
 
-def _spread(values: Sequence[float | None], places: int = 4) -> str | None:
+def _mean(values: Iterable[float | None]) -> float | None:
+    known = [value for value in values if value is not None]
+    return statistics.fmean(known) if known else None
+
+
+def _spread(values: Iterable[float | None], places: int = 4) -> str | None:
     """`0.561`, or `0.561 ± 0.004` of several."""
     known = [value for value in values if value is not None]
     if not known:
@@ -420,58 +425,35 @@ def _spread(values: Sequence[float | None], places: int = 4) -> str | None:
     return f"{mean} ± {statistics.stdev(known):.{places}f}" if len(known) > 1 else mean
 
 
-def _of_best(key: str) -> Callable[[Run], float | None]:
-    return lambda run: run.best.get(key) if run.best else None
-
-
 def _summary(groups: Sequence[Group]) -> Table:
     """A row per group; columns without any value are left out."""
     metrics = {run.metric for group in groups for run in group.runs if run.metric}
     metric = next(iter(metrics)) if len(metrics) == 1 else "own metric"
-    columns: list[tuple[str, Callable[[Group], object]]] = [
-        ("runs", lambda group: len(group.runs)),
-        ("state", lambda group: ", ".join(sorted({status_of(run)[0] for run in group.runs}))),
-        (f"best {metric}", _of_group(lambda run: run.best[run.metric] if run.best else None)),
-        (f"last {metric}", _of_group(lambda run: run.last[run.metric] if run.last else None)),
-    ]
-    for key in ("mAP", "mAP50", "mAP75", "f1", "val_loss", "top5"):
-        if key != metric:
-            columns.append((key, _of_group(_of_best(key))))
-    first = _mean_speed(groups[0])
-    columns += [
-        ("steps", lambda group: ", ".join(map(str, sorted({run.steps for run in group.runs})))),
-        ("images a second", lambda group: _spread([speed_of(run) for run in group.runs], 1)),
-        ("speed", lambda group: _times(_mean_speed(group), first)),
-        ("time", _mean_time),
-    ]
-    cells = {name: [value_of(group) for group in groups] for name, value_of in columns}
-    shown = [name for name, values in cells.items() if any(value is not None for value in values)]
+    scores = [key for key in ("mAP", "mAP50", "mAP75", "f1", "val_loss", "top5") if key != metric]
+    first = _mean(map(speed_of, groups[0].runs))
+    rows = []
+    for group in groups:
+        runs = group.runs
+        best, last = [run.best or {} for run in runs], [run.last or {} for run in runs]
+        speed, seconds = _mean(map(speed_of, runs)), _mean(map(seconds_of, runs))
+        rows.append({
+            "": group.name,
+            "runs": len(runs),
+            "state": ", ".join(sorted({status_of(run)[0] for run in runs})),
+            f"best {metric}": _spread(each.get(run.metric) for each, run in zip(best, runs)),
+            f"last {metric}": _spread(each.get(run.metric) for each, run in zip(last, runs)),
+            **{key: _spread(each.get(key) for each in best) for key in scores},
+            "steps": ", ".join(map(str, sorted({run.steps for run in runs}))),
+            "images a second": _spread(map(speed_of, runs), 1),
+            "speed": f"{speed / first:.2f}x" if speed and first else None,
+            "time": None if seconds is None else duration(seconds),
+        })  # fmt: skip
+    shown = [name for name in rows[0] if any(row[name] is not None for row in rows)]
     if all(len(group.runs) == 1 for group in groups):
         shown.remove("runs")
-    rows = [
-        [group.name, *(cells[name][place] for name in shown)] for place, group in enumerate(groups)
-    ]
-    best = f"Other scores are those of the evaluation with the best {metric}." if metrics else ""
-    speed = f"Speed: images a second against {groups[0].name}." if first else ""
-    return Table(["", *shown], rows, note=f"{best} {speed}".strip())
-
-
-def _of_group(value_of: Callable[[Run], float | None]) -> Callable[[Group], object]:
-    return lambda group: _spread([value_of(run) for run in group.runs])
-
-
-def _mean_speed(group: Group) -> float | None:
-    speeds = [speed for run in group.runs if (speed := speed_of(run))]
-    return statistics.fmean(speeds) if speeds else None
-
-
-def _times(speed: float | None, first: float | None) -> str | None:
-    return f"{speed / first:.2f}x" if speed and first else None
-
-
-def _mean_time(group: Group) -> str | None:
-    times = [seconds for run in group.runs if (seconds := seconds_of(run)) is not None]
-    return duration(statistics.fmean(times)) if times else None
+    note = f"Other scores are those of the evaluation with the best {metric}." if metrics else ""
+    note += f" Speed: images a second against {groups[0].name}." if first else ""
+    return Table(shown, [[row[name] for name in shown] for row in rows], note=note.strip())
 
 
 def _differing(groups: Sequence[Group]) -> Table | None:
@@ -514,7 +496,10 @@ def _classes_of_best(groups: Sequence[Group]) -> Table | None:
     if not names or len(names) > _MOST_COMPARED_CLASSES:
         return None
     rows = [
-        [key.removeprefix("AP/"), *(_of_group(_of_best(key))(group) for group in groups)]
+        [
+            key.removeprefix("AP/"),
+            *(_spread((run.best or {}).get(key) for run in group.runs) for group in groups),
+        ]
         for key in names
     ]
     return Table(["class", *(group.name for group in groups)], rows)

@@ -1,4 +1,4 @@
-"""Search: the loop of a study, which makes its trials side by side."""
+"""The loop of a study, which makes its trials side by side."""
 
 import time
 from collections.abc import Callable, Sequence

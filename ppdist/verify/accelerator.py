@@ -55,7 +55,10 @@ JSON_NAME, PAGE_NAME = "accelerator.json", "accelerator.md"
 
 @dataclass
 class Found:
-    """Result of a part: FAIL with any problem, else NOT RUN with any reason, else PASS."""
+    """Result of a part.
+
+    FAIL with any problem, else NOT RUN with any reason, else PASS.
+    """
 
     measured: Report = field(default_factory=dict)
     problems: list[str] = field(default_factory=list)
@@ -99,7 +102,10 @@ class Proof:
 
 
 class Part(NamedTuple):
-    """A part of the proof; what it needs: why it is not run without."""
+    """A part of the proof.
+
+    `card`, `ranks`: that it needs them: why it is not run without.
+    """
 
     work: Callable[[Proof], Found]
     card: str = ""

@@ -85,7 +85,7 @@ def draw_run(
 def _pictures(
     run: Run, image_folders: Sequence[Path]
 ) -> dict[str, "Callable[[], Figure | np.ndarray | None]"]:
-    """Picture name -> function that draws it, returning None if there is nothing to show."""
+    """Picture name -> what draws it, or returns None: nothing to show."""
     from ppdist.viz import plots
 
     ended = _ENDS.get(run.finished, run.finished)
