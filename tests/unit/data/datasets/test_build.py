@@ -16,7 +16,7 @@ from ppdist.data.datasets.build import (
 )
 from tests.errors import raises
 from tests.unit.data.corpus import write_clean_coco
-from tests.unit.data.datasets.messages import message_of
+from tests.unit.data.datasets.messages import refused
 from tests.unit.data.sets import (
     NAMES,
     coco_config,
@@ -55,23 +55,22 @@ def test_a_folder_that_cannot_be_listed_is_named(tmp_path, monkeypatch):
 
 def test_missing_folders_and_files_are_named(tmp_path):
     config = coco_config(tmp_path / "nowhere")
-    assert message_of(config, "data_root_missing") == (
-        f"data.root: {tmp_path / 'nowhere'} is not a folder; set -o data.root=PATH"
-    )
+    refused(config, "data_root_missing", str(tmp_path / "nowhere"))
     config = coco_config(tmp_path)
-    assert (
-        message_of(config, "image_folder_missing")
-        == f"data.train.images: {tmp_path / 'images'} is not a folder"
-    )
+    refused(config, "image_folder_missing", str(tmp_path / "images"), "data.train.images")
     (tmp_path / "images").mkdir()
-    assert message_of(config, "annotation_file_missing", "val") == (
-        f"data.val.annotations: {tmp_path / 'set.json'} does not exist"
+    refused(
+        config,
+        "annotation_file_missing",
+        str(tmp_path / "set.json"),
+        "data.val.annotations",
+        split="val",
     )
 
 
 def test_a_set_without_images_is_refused(tmp_path):
     config = write_coco(tmp_path, images=[], annotations=[])
-    assert message_of(config, "no_images") == f"{tmp_path / 'set.json'}: lists no image"
+    refused(config, "no_images", str(tmp_path / "set.json"))
 
 
 def test_missing_images_are_counted_three_are_named(tmp_path):
@@ -79,17 +78,18 @@ def test_missing_images_are_counted_three_are_named(tmp_path):
     images = tmp_path / "images"
     for name in ("001", "002", "004", "005"):
         (images / f"{name}.jpg").unlink()
-    assert message_of(config, "image_missing") == (
-        f"{tmp_path / 'set.json'}: 4 of 6 images do not exist, first {images / '001.jpg'}, "
-        f"{images / '002.jpg'}, {images / '004.jpg'}; check data.root and the images folder"
-    )
+    refused(config, "image_missing", str(tmp_path / "set.json"))
 
 
 def test_class_count_unlike_model_says_remedy(tmp_path):
     config = write_coco(tmp_path)
-    assert message_of(config, "num_classes_differ", num_classes=80) == (
-        f"model.num_classes is 80 but {tmp_path / 'set.json'} has 3 categories "
-        f"(RBC, WBC, Platelets); set model.num_classes: 3"
+    refused(
+        config,
+        "num_classes_differ",
+        str(tmp_path / "set.json"),
+        "80",
+        "(RBC, WBC, Platelets)",
+        num_classes=80,
     )
     check_classes(read_split(config, "train", 3), 3)
 

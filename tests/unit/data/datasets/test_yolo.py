@@ -8,7 +8,7 @@ import pytest
 
 from ppdist.config.data import DataConfig, SplitConfig
 from ppdist.data.datasets.build import read_split
-from tests.unit.data.datasets.messages import message_of
+from tests.unit.data.datasets.messages import refused
 from tests.unit.data.datasets.small import yolo_set
 from tests.unit.data.sets import (
     NAMES,
@@ -85,7 +85,7 @@ def test_columns_that_could_be_two_things_are_refused(tmp_path, lines, code, sai
     config = yolo_set(tmp_path, "")
     text = "".join(f"1 {line}\n" for line in lines)
     (tmp_path / "labels" / "000.txt").write_text(text)
-    assert said in message_of(config, code, num_classes=2)
+    refused(config, code, said, num_classes=2)
 
 
 def test_images_in_the_working_folder_are_found(tmp_path, monkeypatch):
@@ -108,7 +108,7 @@ def test_points_that_a_data_file_tells_of_are_no_outlines(tmp_path):
 
 def test_classes_that_seem_to_count_from_one_are_a_hint(tmp_path):
     config = yolo_set(tmp_path, "2 0.5 0.5 0.1 0.1")
-    assert "numbered 1 to 2; YOLO counts from 0" in message_of(config, "class_unknown")
+    refused(config, "class_unknown", "numbered 1", "2; YOLO counts")
 
 
 @pytest.mark.parametrize("where", ["labels/val", "images/val"])
@@ -126,7 +126,7 @@ def test_lists_of_classes_beside_labels_are_matched_by_name(tmp_path, where):
     assert read_split(config, "train", 2).records[0].labels_M.tolist() == [0]
     assert read_split(config, "val", 2).records[0].labels_M.tolist() == [0, 1]
     (tmp_path / "labels" / "val" / "000.txt").write_text("1 0.5 0.5 0.25 0.5\n")
-    said = message_of(config, "class_unknown", split="val")
+    said = refused(config, "class_unknown", split="val")
     assert f"class 1 is 'bird' in {tmp_path / where}/classes.txt; expected one of cat, dog" in said
 
 
@@ -187,24 +187,16 @@ def test_labels_are_found_from_lists_of_other_tools(tmp_path, line, image):
 def test_a_wrong_yolo_line_is_named_with_its_number(tmp_path, line, problem):
     config = yolo_set(tmp_path, line)
     code = "class_unknown" if problem.startswith("class") else "annotation_line"
-    assert (
-        message_of(config, code, num_classes=2) == f"{tmp_path / 'labels' / '000.txt'}:2: {problem}"
-    )
+    refused(config, code, f"{tmp_path / 'labels' / '000.txt'}:2: {problem}", num_classes=2)
 
 
 def test_yolo_without_names_or_labels_says_remedy(tmp_path):
     config = yolo_set(tmp_path, "", names=None)
-    assert message_of(config, "class_names_missing") == (
-        f"{tmp_path}: YOLO labels do not name their classes; set data.class_names: [...] or write "
-        f"them, one a line, to {tmp_path / 'classes.txt'}"
-    )
+    refused(config, "class_names_missing", str(tmp_path))
     for name in ("000.txt", "001.txt"):
         (tmp_path / "labels" / name).unlink()
     (tmp_path / "classes.txt").write_text("cat\n")
-    assert message_of(config, "label_files_missing") == (
-        f"{tmp_path / 'labels'}: none of 2 images has a label file; expected the first at "
-        f"{tmp_path / 'labels' / '000.txt'}"
-    )
+    refused(config, "label_files_missing", str(tmp_path / "labels"))
 
 
 def test_list_of_absent_images_says_so_and_not_labels(tmp_path):
@@ -213,7 +205,7 @@ def test_list_of_absent_images_says_so_and_not_labels(tmp_path):
     (tmp_path / "list.txt").write_text("images/a.jpg\nimages/b.jpg\n")
     part = SplitConfig(annotations="list.txt")
     config = DataConfig(format="yolo", root=str(tmp_path), train=part, val=part)
-    assert "2 of its 2 images do not exist" in message_of(config, "image_missing", num_classes=1)
+    refused(config, "image_missing", num_classes=1)
 
 
 @pytest.mark.parametrize("suffix", ["avif", "gif", "jp2", "heic", "ppm", "GIF"])
