@@ -222,7 +222,8 @@ class SharedMemoryAllReduce:
         """Sums over the ranks of the host, times a factor."""
         for at, address, values in pieces:
             here = slice(at, at + values)
-            own_F, sums_F = _floats(address, values), self._sums[here]
+            own = (ctypes.c_float * values).from_address(address)
+            own_F, sums_F = np.frombuffer(memoryview(own), np.float32), self._sums[here]
             parts = [slot[here] for slot in self._slots]
             parts[self._me] = own_F
             _add(parts, sums_F)
@@ -316,11 +317,6 @@ def _add(parts_LF: Sequence[np.ndarray], sums_F: np.ndarray) -> None:
     np.add(parts_LF[0], parts_LF[1], out=sums_F)
     for part_F in parts_LF[2:]:
         np.add(sums_F, part_F, out=sums_F)
-
-
-def _floats(address: int, count: int) -> np.ndarray:
-    """The values at an address themselves."""
-    return np.frombuffer(memoryview((ctypes.c_float * count).from_address(address)), np.float32)
 
 
 def _messages(places: Sequence[Place], most: int) -> Iterator[list[Place]]:

@@ -253,14 +253,17 @@ class _Job:
 
     def _pass_stop_on(self, others_stop: bool) -> None:
         """Passes a signal for one process on to all ranks."""
-        asked = _asked_to_stop(self._folder)
-        if asked is not None and not self._received and not others_stop:
-            rank, number = asked
-            say(f"rank {rank} got {signal.Signals(number).name}: stopping all ranks")
-            self._received.append(number)
-        elif self._received:
+        if self._received:
             name = signal.Signals(self._received[0]).name
             say(f"got {name}: stopping all ranks after their step; a second signal kills them")
+        for path in sorted(self._folder.glob("stop-*")):
+            if self._received or others_stop:
+                break
+            with suppress(ValueError, OSError):
+                number = signal.Signals(int(path.read_text()))
+                rank = path.name.removeprefix("stop-")
+                say(f"rank {rank} got {number.name}: stopping all ranks")
+                self._received.append(number)
         if self._received or others_stop or self._left:
             self._stop_sent = True
             self._ask()
@@ -305,14 +308,6 @@ def _ended(folder: Path, by_themselves: bool) -> list[RankEnd]:
                 worker.end_report(folder, end.rank, end.local, -signal.SIGKILL)
         ends = read_ends(folder)
     return [end for end in ends if end.exit_code is not None]
-
-
-def _asked_to_stop(folder: Path) -> tuple[int, int] | None:
-    """(rank, signal) of a rank that got a signal itself, or None."""
-    for path in sorted(folder.glob("stop-*")):
-        with suppress(ValueError, OSError):
-            return int(path.name.removeprefix("stop-")), signal.Signals(int(path.read_text()))
-    return None
 
 
 def _end_all(folder: Path) -> list[int]:

@@ -118,7 +118,7 @@ def started_by(folder: Path, rank: int | None = None) -> list[int]:
 
     Zombies have none, nor has anything where there is no /proc.
     """
-    mark = f"{EXIT_DIR_VARIABLE}=".encode()
+    of_attempt = f"{EXIT_DIR_VARIABLE}={folder}".encode()
     of_rank = None if rank is None else f"PADDLE_TRAINER_ID={rank}".encode()
     found = []
     for place in Path("/proc").glob("[0-9]*"):
@@ -126,18 +126,13 @@ def started_by(folder: Path, rank: int | None = None) -> list[int]:
             variables = (place / "environ").read_bytes().split(b"\0")
         except OSError:  # it ended, or is another user's
             continue
-        told = [each.removeprefix(mark) for each in variables if each.startswith(mark)]
-        same = any(_is_same_folder(os.fsdecode(each), folder) for each in told)
-        if same and (of_rank is None or of_rank in variables) and int(place.name) != os.getpid():
+        if (
+            of_attempt in variables
+            and (of_rank is None or of_rank in variables)
+            and int(place.name) != os.getpid()
+        ):
             found.append(int(place.name))
     return found
-
-
-def _is_same_folder(path: str, folder: Path) -> bool:
-    """Whether a path names the folder, links followed."""
-    if os.path.basename(path) != folder.name:
-        return False
-    return path == f"{folder}" or os.path.realpath(path) == os.path.realpath(folder)
 
 
 def begin_report(folder: Path, rank: int, local: int, child: int = 0) -> None:

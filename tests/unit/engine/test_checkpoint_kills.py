@@ -178,7 +178,6 @@ def test_kill_at_any_call_leaves_whole_checkpoints(tmp_path, record_property):
     assert report["kills"] > 50
 
 
-@pytest.mark.slow
 def test_naming_and_deleting_wait_for_fsync(tmp_path):
     """What a power loss may leave is what was synced: files before their directory is renamed, the
     rename and the links before an older checkpoint goes."""
