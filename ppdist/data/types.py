@@ -326,6 +326,11 @@ class Records(Sequence[ImageRecord]):
             polygons_M=self._outlines(begin, end) if self._has_outlines else (),
         )
 
+    @property
+    def image_O(self) -> np.ndarray:
+        """Position of the image that each object is in, int64 [O]."""
+        return np.repeat(np.arange(len(self)), self.counts_N)
+
     def path(self, index: int) -> str:
         """Path of image `index` in [0, N).
 

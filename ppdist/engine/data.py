@@ -12,7 +12,7 @@ from pathlib import Path
 
 import numpy as np
 
-from ppdist.common.errors import ConfigError, DataError
+from ppdist.common.errors import ConfigError, DataError, StorageError
 from ppdist.common.files import digest_of_file
 from ppdist.common.machine import available_cores
 from ppdist.config.data import DataConfig, SamplingConfig
@@ -380,5 +380,5 @@ def _size(path: str) -> int:
     """Bytes of a file; -1 where there is none."""
     try:
         return storage.identity_of(path).bytes
-    except OSError:  # whoever reads it reports why
+    except (OSError, StorageError):  # whoever reads it reports why
         return -1

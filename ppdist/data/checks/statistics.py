@@ -38,7 +38,7 @@ def crowding(dataset: DetectionSet, max_detections: int, keep: int) -> list[str]
         keep: boxes of an image that stay, as `ExperimentConfig.suppression` says.
     """
     records = Records.of(dataset.records)
-    image_O = np.repeat(np.arange(len(records)), records.counts_N)[~records.crowd_O]
+    image_O = records.image_O[~records.crowd_O]
     classes = max(1, len(dataset.class_names))
     of_class, count_P = np.unique(
         image_O * classes + records.labels_O[~records.crowd_O], return_counts=True
@@ -114,7 +114,7 @@ def objects_of(dataset: DetectionSet, image_size: tuple[int, int], resize: Resiz
     """
     records = Records.of(dataset.records)
     boxes_M4 = records.boxes_O4.astype(np.float64)
-    image_M = _image_of_objects(records)
+    image_M = records.image_O
     scale_N2 = _scales(records, image_size, resize)
     return Objects(
         image_M=image_M,
@@ -125,11 +125,6 @@ def objects_of(dataset: DetectionSet, image_size: tuple[int, int], resize: Resiz
         input_M2=(boxes_M4[:, 2:] - boxes_M4[:, :2]) * scale_N2[image_M],
         sizes_N2=records.sizes_N2[:, ::-1],
     )
-
-
-def _image_of_objects(records: Records) -> np.ndarray:
-    """[M] the position of the image that each object is in."""
-    return np.repeat(np.arange(len(records)), records.counts_N)
 
 
 def _scales(records: Records, image_size: tuple[int, int], resize: Resize) -> np.ndarray:
@@ -338,7 +333,7 @@ def sizes_in_input(
         resize: `data.resize`.
     """
     records = Records.of(dataset.records)
-    image_M = _image_of_objects(records)[~records.crowd_O]
+    image_M = records.image_O[~records.crowd_O]
     boxes_M4 = records.boxes_O4[~records.crowd_O]
     scale_N2 = _scales(records, image_size, resize).astype(np.float32)
     wh_M2 = (boxes_M4[:, 2:] - boxes_M4[:, :2]) * scale_N2[image_M]

@@ -472,7 +472,7 @@ def draw_order(records: Records, num_classes: int) -> np.ndarray:
     order_N = keyed_generator(_SEED, count).permutation(count)
     rank_N = np.empty(count, np.int64)
     rank_N[order_N] = np.arange(count)
-    image_O = np.repeat(np.arange(count), records.counts_N)
+    image_O = records.image_O
     counted_O = ~records.crowd_O
     # Pairs (image, class), each once; images by their place in the drawn order, so that the first
     # of several that show as many new classes is the earliest.

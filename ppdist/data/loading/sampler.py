@@ -290,7 +290,9 @@ def copies(
     """
     if config.name == "shuffle":
         return None
-    image_O, label_O = _objects(dataset)
+    records = Records.of(dataset.records)
+    alone_O = ~records.crowd_O
+    image_O, label_O = records.image_O[alone_O], records.labels_O[alone_O]
     count, classes = len(dataset.records), len(dataset.class_names)
     if config.name == "balanced":
         return repeat_factors(image_O, label_O, count, classes, config.balance_threshold)
@@ -298,16 +300,6 @@ def copies(
     if weight_C.shape != (classes,):
         raise ValueError(f"{weight_C.size} difficulties for {classes} classes")
     return difficulty_copies(image_O, label_O, count, weight_C)
-
-
-def _objects(dataset: DetectionSet) -> tuple[np.ndarray, np.ndarray]:
-    """Image position and class of each object, int64 [O] each.
-
-    Crowds are left out.
-    """
-    records = Records.of(dataset.records)
-    image_O = np.repeat(np.arange(len(records)), records.counts_N)
-    return image_O[~records.crowd_O], records.labels_O[~records.crowd_O]
 
 
 def repeat_factors(

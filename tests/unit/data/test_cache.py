@@ -112,6 +112,7 @@ def test_replaced_image_of_equal_size_and_time_is_decoded_anew(tmp_path):
     os.utime(file, ns=(1, 1))
     fill(open_cache("disk", dataset, FACTORS, folder), dataset)
     content = file.read_bytes()
+    time.sleep(0.02)  # kernels count ctime in steps of 4 ms
     file.unlink()
     file.write_bytes(content)
     os.utime(file, ns=(1, 1))
