@@ -31,16 +31,6 @@ def test_a_synced_file_is_on_disk_before_it_has_its_name(
     assert done == ["sync", "name", "name"]
 
 
-def test_retries_come_ever_less_often_until_the_timeout(monkeypatch: pytest.MonkeyPatch) -> None:
-    now = [0.0]
-    monkeypatch.setattr(files.time, "monotonic", lambda: now[0])
-    found = []
-    for pause in files.pauses(100.0):
-        found.append(pause)
-        now[0] += pause
-    assert found == [1, 2, 4, 8, 16, 30, 30, 9]
-
-
 def test_non_utf8_name_comes_back_as_same_file(tmp_path: Path) -> None:
     name = os.fsdecode("图.jpg".encode("gbk"))
     write_json(tmp_path / "names.json", [name])
