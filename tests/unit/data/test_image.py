@@ -40,9 +40,8 @@ def test_truncated_jpeg_with_thumbnail_is_refused(tmp_path, progressive):
     file.write_bytes(whole_file + b"trailing bytes are fine")
     assert read_image(file).shape == (300, 400, 3)
     file.write_bytes(whole_file[: len(whole_file) // 2])
-    with raises("image_truncated") as caught:
+    with raises("image_truncated", str(file), "the JPEG data end early"):
         read_image(file)
-    assert str(caught.value) == f"{file}: the JPEG data end early (incomplete file)"
 
 
 def test_what_is_no_image_is_named(tmp_path):
@@ -118,9 +117,8 @@ def test_wrong_size_is_refused_reduced_or_rotated(tmp_path):
 def test_what_is_refused_in_full_is_refused_reduced(tmp_path):
     file = tmp_path / "a.jpg"
     file.write_bytes(jpeg(smooth(48, 64)))
-    with raises("size_mismatch") as caught:
+    with raises("size_mismatch", str(file), "64x48", "64x50"):
         read_image(file, (50, 64), 2)
-    assert str(caught.value) == f"{file}: the image is 64x48 but its annotation says 64x50"
     file.write_bytes(file.read_bytes()[:600])
     with raises("image_truncated"):
         read_image(file, (48, 64), 2)

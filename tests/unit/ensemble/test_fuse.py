@@ -172,12 +172,8 @@ def test_a_data_set_of_predictions_is_read(tmp_path: Path) -> None:
     first, second = (read_saved(tmp_path / f"{name}.json") for name in "ab")
     assert first.box_R4.tolist() == [[1, 2, 4, 6]]
     assert set_of([first, first]).records[0].path == "cat.jpg"
-    with raises("detections_of_other_images") as error:
+    with raises("detections_of_other_images", str(tmp_path), "/b.json", "'dog.jpg'"):
         set_of([first, second])
-    assert str(error.value) == (
-        f"{tmp_path}/b.json: image 1 is 'dog.jpg' here and 'cat.jpg' in another file; give "
-        f"detections of the same images"
-    )
 
 
 def saved_file(path: Path, classes: dict[int, str], category: int) -> Path:
@@ -254,12 +250,8 @@ def test_files_without_detections_are_refused(tmp_path: Path) -> None:
 def test_detections_of_another_set_are_refused(tmp_path: Path) -> None:
     entry = {"image_id": 55, "category_id": 1, "bbox": [1, 2, 3, 4], "score": 0.5}
     (tmp_path / "a.json").write_text(json.dumps([entry]))
-    with raises("detections_of_other_images") as error:
+    with raises("detections_of_other_images", str(tmp_path), "/a.json", "55"):
         rows_of(read_saved(tmp_path / "a.json"), five_images())
-    assert str(error.value) == (
-        f"{tmp_path}/a.json: detection 0: image 55 is not in test; use detections of this set "
-        f"(1 are not)"
-    )
     (tmp_path / "a.json").write_text(json.dumps([{**entry, "image_id": 100, "category_id": 9}]))
     with raises("detections_of_other_classes", "category 9 is not in test"):
         rows_of(read_saved(tmp_path / "a.json"), five_images())

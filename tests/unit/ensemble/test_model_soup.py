@@ -65,13 +65,8 @@ def test_other_anchors_are_refused(tmp_path: Path) -> None:
     model, (first, second) = several(tmp_path, 2)
     arrays = dict(np.load(second))
     write_arrays(second, {**arrays, "head.anchors": arrays["head.anchors"] * 2})
-    with raises("weights_not_alike") as error:
+    with raises("weights_not_alike", str(second), "head.anchors"):
         uniform(model, [first, second])
-    assert str(error.value) == (
-        f"{second}: head.anchors is not that of {first}, and cannot be averaged; give checkpoints "
-        f"of one run, or of runs that started from the same weights "
-        "(YOLOv5: with the same model.anchors)"
-    )
 
 
 def test_weights_of_another_architecture_are_refused(tmp_path: Path) -> None:
@@ -84,11 +79,8 @@ def test_weights_of_another_architecture_are_refused(tmp_path: Path) -> None:
 def test_one_file_or_the_same_one_twice_is_refused(tmp_path: Path) -> None:
     (tmp_path / "step-1").mkdir()
     (tmp_path / "best").symlink_to("step-1")
-    with raises("weights_repeated") as error:
+    with raises("weights_repeated", str(tmp_path), "/best", "/step-1"):
         require_different([tmp_path / "step-1", tmp_path / "best"])
-    assert str(error.value) == (
-        f"--weights: {tmp_path}/best is the same as {tmp_path}/step-1; leave one out"
-    )
     with raises("weights_too_few"):
         require_different([tmp_path / "best"])
 

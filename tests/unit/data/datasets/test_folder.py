@@ -104,11 +104,8 @@ def test_class_names_of_the_config_give_the_order(tmp_path):
 
 def test_a_validation_folder_that_is_no_class_is_named(tmp_path):
     write(tmp_path, "train/a/1.jpg", "train/b/1.jpg", "val/B/1.jpg")
-    with raises("class_unknown") as error:
+    with raises("class_unknown", str(tmp_path), "/val: 1"):
         read_split(folder_config(tmp_path), "val")
-    assert str(error.value) == (
-        f"{tmp_path}/val: 1 folders are not classes, first B; the 2 classes are a, b"
-    )
 
 
 @pytest.mark.parametrize(
@@ -205,23 +202,15 @@ def test_unknown_label_is_named_with_known_classes(tmp_path):
     write(tmp_path, "images/a.jpg")
     table(tmp_path, "a.jpg,cat\na.jpg,dog\n")
     file = table(tmp_path, "a.jpg,mouse\n", "val.csv")
-    with raises("class_unknown") as error:
+    with raises("class_unknown", str(file), ":1", "'mouse'"):
         read_split(csv_config(tmp_path), "val")
-    assert str(error.value) == (
-        f"{file}:1: label 'mouse' is not a class; expected a name (cat, dog) or a number from 0 "
-        "to 1"
-    )
 
 
 def test_labels_counted_from_1_get_zero_based_hint(tmp_path):
     write(tmp_path, "images/a.jpg")
     file = table(tmp_path, "a.jpg,1\na.jpg,2\n")
-    with raises("num_classes_differ") as error:
+    with raises("num_classes_differ", str(file), "(0, 1, 2)"):
         read_split(csv_config(tmp_path), "train", 2)
-    assert str(error.value) == (
-        f"model.num_classes is 2 but {file} has 3 categories (0, 1, 2); set model.num_classes: 3; "
-        f"nothing there is of class 0, and numbers of classes start at 0"
-    )
     with raises("class_unknown", "1 (numbers start at"):
         read_split(csv_config(tmp_path, class_names=("cat", "dog")), "train", 2)
 

@@ -224,11 +224,8 @@ def test_image_killing_workers_twice_joins_blocklist(
 
 def test_image_killing_workers_stops_run_on_request(folder, monkeypatch):
     act_on(monkeypatch, "007.jpg", crash)
-    with raises("image_crashes_decoder") as caught:
+    with raises("image_crashes_decoder", str(folder / "images" / "007.jpg")):
         list(loader(folder, bad_images="error"))
-    assert str(caught.value) == (
-        f"{folder / 'images' / '007.jpg'}: {CRASH_REASON}; remove it, or set data.bad_images: skip"
-    )
 
 
 def test_what_a_check_found_unreadable_is_never_opened(folder, monkeypatch):
