@@ -46,6 +46,7 @@ def test_pauses_double_and_only_the_outermost_waits(monkeypatch, caplog):
     ("seconds", "pauses", "words"),
     [
         (1.0, [0.2, 0.4, 0.4], "no answer; waited for 1 s;"),
+        (100.0, [0.2, 0.4, 0.8, 1.6, 3.2, 6.4, 12.8, 25.6, 30.0, 19.0], "waited for 100 s"),
         (0.0, [], "waited for 0 s; mount it again, and start with --resume"),
     ],
 )
