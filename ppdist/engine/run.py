@@ -1,6 +1,5 @@
 """Runs: one training, or one evaluation of weights, from its config."""
 
-import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -152,12 +151,10 @@ def run_training(
 
 def outcome(output_dir: Path) -> list[str]:
     """Result of a run: the table of its classes, and the verdict."""
-    file, lines = output_dir / "evaluation.json", list[str]()
-    if file.is_file():
-        evaluation = json.loads(file.read_text("utf-8"))
-        if len(evaluation["per_class"]) > 1:
-            lines = class_table(evaluation, most=_MOST_CLASSES).splitlines()
-    return [*lines, *(finding.text for finding in verdict_of(read_run(output_dir)))]
+    run, lines = read_run(output_dir), list[str]()
+    if run.evaluation and len(run.evaluation["per_class"]) > 1:
+        lines = class_table(run.evaluation, most=_MOST_CLASSES).splitlines()
+    return [*lines, *(finding.text for finding in verdict_of(run))]
 
 
 def _tell(recipe: Recipe, log: RunLog, output_dir: Path, before: set[Path], evaluate: bool) -> None:

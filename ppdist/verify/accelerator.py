@@ -702,13 +702,11 @@ def judge_speed(rates: Mapping[str, float], least: float, cards: bool) -> Found:
     return found
 
 
-def memory(proof: Proof) -> Found:
-    """Compares rank 0's peak card memory with a lower bound, in float32."""
-    return judge_memory(proof.found["float32"].measured)
-
-
 def judge_memory(measured: Report) -> Found:
-    """Args: measured: `peak_allocated_bytes`, `peak_reserved_bytes` and `parameters`."""
+    """Compares peak card memory of a training in float32 with a lower bound.
+
+    Args: measured: `peak_allocated_bytes`, `peak_reserved_bytes` and `parameters`.
+    """
     peak, reserved = measured["peak_allocated_bytes"], measured["peak_reserved_bytes"]
     least = 2 * 4 * measured["parameters"]  # float32 weights and gradients
     found = Found({"peak_allocated_bytes": peak, "peak_reserved_bytes": reserved, "least": least})
@@ -806,7 +804,11 @@ PARTS = {
     "AMP float16": Part(partial(trained, dtype="float16"), float32=True),
     "N cards like one": Part(cards_like_one, ranks="one rank only"),
     "speed": Part(speed),
-    "memory": Part(memory, "Paddle counts the memory of cards, not of a CPU", float32=True),
+    "memory": Part(
+        lambda proof: judge_memory(proof.found["float32"].measured),
+        card="Paddle counts the memory of cards, not of a CPU",
+        float32=True,
+    ),
     "resume": Part(resume),
 }
 
