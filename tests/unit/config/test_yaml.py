@@ -288,11 +288,10 @@ def test_a_wrong_override_is_quoted_as_it_was_typed(folder, item, code, named) -
 
 
 def test_a_missing_file_says_where_it_was_looked_for(folder: Path) -> None:
-    with raises("config_missing") as caught:
+    with raises("config_missing", str(folder), "configs/no.yml"):
         parse_config("configs/no.yml", [], Tiny)
-    assert f"configs/no.yml: no such file (looked in {folder}), and no" in str(caught.value)
     (folder / "configs").mkdir()
-    with raises("config_unreadable", "Is a directory") as caught:
+    with raises("config_unreadable", "Is a directory"):
         parse_config("configs", [], Tiny)
     (folder / "latin.yml").write_bytes(b"output_dir: caf\xe9\n")
     with raises("not_utf8"):

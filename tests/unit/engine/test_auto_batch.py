@@ -173,12 +173,8 @@ def test_total_batch_prints_number_of_micro_steps(tmp_path):
     config = tiny_config(tmp_path, ["train.batch_size_per_card=2", "train.total_batch=24"])
     assert config.train.micro_steps(1) == 12
     assert config.train.micro_steps(4) == 3
-    with raises("batch_indivisible") as caught:
+    with raises("batch_indivisible", "24", "5 ranks x 2 images"):
         config.train.micro_steps(5)
-    assert f"{caught.value}" == (
-        "train.total_batch: 24 is not a multiple of 5 ranks x 2 images "
-        "(train.batch_size_per_card); choose such a multiple, another batch_size_per_card, or auto"
-    )
     per_card = "train.batch_size_per_card=2"
     plain = tiny_config(tmp_path, [per_card, "train.accumulate_steps=2"])
     total = tiny_config(tmp_path, [per_card, "train.total_batch=4"])
@@ -192,22 +188,14 @@ def test_micro_steps_that_follow_are_not_given(tmp_path):
 
 def test_what_needs_a_number_says_so(tmp_path):
     config = tiny_config(tmp_path, AUTO)
-    with raises("auto_outside_training") as caught:
+    with raises("auto_outside_training"):
         config.train.images_per_card  # noqa: B018
-    assert f"{caught.value}" == (
-        "train.batch_size_per_card: auto only works in a training run; here give a number: "
-        "-o train.batch_size_per_card=8"
-    )
 
 
 def test_unevenly_divisible_total_batch_is_error():
     assert images_per_rank(12, 3) == 4
-    with raises("batch_indivisible") as caught:
+    with raises("batch_indivisible", "64", "3 ranks"):
         images_per_rank(64, 3)
-    assert f"{caught.value}" == (
-        "train.total_batch: 64 images of a step cannot be shared evenly by 3 ranks; start a number "
-        "of ranks that divides it, or take a multiple of 3"
-    )
 
 
 @pytest.mark.parametrize(
@@ -248,12 +236,8 @@ def test_resumed_run_keeps_requested_total_batch():
     assert batch_of_checkpoint(state, 2, 24, 1) == (6, {})
     assert batch_of_checkpoint(state, 1, 24, 1) == (6, {})
     assert batch_of_checkpoint(state, 2, 20, 1) == (5, {})  # for `validate_resume`
-    with raises("batch_indivisible") as caught:
+    with raises("batch_indivisible", "24", "5 ranks"):
         batch_of_checkpoint(state, 5, None, 1)
-    assert f"{caught.value}" == (
-        "a step of the checkpoint has 24 images, which 5 ranks cannot share evenly; start a number "
-        "of ranks that divides it"
-    )
 
 
 def test_images_put_together_bring_the_objects_of_all():

@@ -98,13 +98,8 @@ def test_every_kind_of_memory_limits():
 
 
 def test_not_even_one_image_is_an_error_with_the_numbers():
-    with raises("no_image_fits") as caught:
+    with raises("no_image_fits", "it takes 2 GiB", "1 GiB"):
         search(Made(lambda batch: GIB * (1 + batch)), {HOST: GIB}, 8)
-    assert f"{caught.value}" == (
-        "train.batch_size_per_card: auto: not even one image can be trained with: it takes 2 GiB "
-        "of 1 GiB memory of the host; lower model.image_size (or train.multi_scale), take a "
-        "smaller model, or give a number"
-    )
     with raises("no_image_fits", "SIGKILL; buy"):
         search(Made(line, dies_above=0), {HOST: GIB}, 8)
 

@@ -144,9 +144,8 @@ def test_resume_may_drop_teacher_not_add_features(taught, shapes, teacher, tmp_p
     run(shapes, alone, "train.max_steps=5", resume=True, changed=True)
     assert not (alone / "checkpoints" / "last" / "distillation.safetensors").exists()
     lesson = teach(teacher)
-    with raises("checkpoint_without_distillation") as refused:
+    with raises("checkpoint_without_distillation"):
         run(shapes, alone, "train.max_steps=6", *lesson, resume=True, changed=True)
-    assert "set distill.features: null, or start a new run" in f"{refused.value}"
     later = ("train.max_steps=6", *lesson, "distill.features=null")
     run(shapes, alone, *later, resume=True, changed=True)
 
