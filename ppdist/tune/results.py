@@ -4,7 +4,7 @@ import json
 import math
 import shutil
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from statistics import mean, stdev
 from typing import TYPE_CHECKING, Any
@@ -228,7 +228,8 @@ def _line(name: str, settings: Mapping[str, Mapping[Any, Row]], metric: str) -> 
         differences = [found[seed]["final"][metric] - base[seed]["final"][metric] for seed in both]
         against, verdict = _compared(differences, sign)
         against += f" against {base_name}"
-    epochs = _span([row["epochs"] for row in rows], "g")
+    low, high = (extreme(row["epochs"] for row in rows) for extreme in (min, max))
+    epochs = f"{low:g}" if low == high else f"{low:g} to {high:g}"
     minutes = f"{mean(row['minutes'] for row in rows):.1f}"
     return (
         f"| {name} | {changed} | {len(rows)} | {epochs} | {minutes} | {_spread(last)} | "
@@ -251,13 +252,10 @@ def _compared(differences: Sequence[float], sign: int) -> tuple[str, str]:
     text = f"{middle:+.4f} ± {half:.4f}"
     if len(differences) < _FEWEST_PAIRS:
         return text, "too few seeds"
-    alike = all(sign * each > 0 for each in differences) or all(
-        sign * each < 0 for each in differences
-    )
+    way = "better" if sign * middle > 0 else "worse"
     if abs(middle) > half:
-        return text, "better" if sign * middle > 0 else "worse"
-    if alike:
-        way = "better" if sign * middle > 0 else "worse"
+        return text, way
+    if all(middle * each > 0 for each in differences):
         return text, f"{way} with every seed, but not surely"
     return text, "no difference shown"
 
@@ -280,29 +278,29 @@ def _spread(values: Sequence[float]) -> str:
     return f"{mean(values):.4f} ± {stdev(values):.4f}"
 
 
-def _span(values: Sequence[float], form: str) -> str:
-    low, high = min(values), max(values)
-    return f"{low:{form}}" if low == high else f"{low:{form}} to {high:{form}}"
-
-
 def ranking(rows: Sequence[Row]) -> str:
     """Terminal text: all trials, best first, and the best settings."""
     if not rows:
         return "no trial has ended yet"
-    metric, lower = rows[0]["metric"], rows[0]["lower_is_better"]
+    metric, sign = rows[0]["metric"], 1 if rows[0]["lower_is_better"] else -1
+
+    def order(row: Row) -> tuple[bool, bool, float]:
+        value = row["final"].get(metric)
+        return value is None, row["state"] != "complete", sign * (value or 0.0)
+
+    def number(value: float | None) -> str:
+        return "-" if value is None else f"{value:.4f}"
+
     states = [row["state"] for row in rows]
     counts = ", ".join(f"{states.count(name)} {name}" for name in dict.fromkeys(states))
-    ordered = sorted(rows, key=lambda row: _order(row, metric, lower))
-    return "\n".join([f"{rows[0]['study']}: {counts}", "", *_ranking_lines(ordered, metric)])
-
-
-def _ranking_lines(ordered: Sequence[Row], metric: str) -> Iterator[str]:
-    yield f"trial  state     {metric:>10}       best  epochs  minutes  setting"
+    lines = [f"{rows[0]['study']}: {counts}", ""]
+    lines.append(f"trial  state     {metric:>10}       best  epochs  minutes  setting")
+    ordered = sorted(rows, key=order)
     for row in ordered:
-        last, best = (_number(row[name].get(metric)) for name in ("final", "best"))
+        last, best = (number(row[name].get(metric)) for name in ("final", "best"))
         seed = "" if row["seed"] is None else f", seed {row['seed']}"
         why = f"  ({row['why']})" if row.get("why") else ""
-        yield (
+        lines.append(
             f"{row['trial']:>5}  {row['state']:<8}  {last:>10} {best:>10}  {row['epochs']:>6g}  "
             f"{row['minutes']:>7.1f}  {row['setting']}{seed}{why}"
         )
@@ -310,19 +308,8 @@ def _ranking_lines(ordered: Sequence[Row], metric: str) -> Iterator[str]:
     if first["state"] == "complete":
         items = [f"{key}={json.dumps(value)}" for key, value in first["params"].items()]
         chosen = " ".join([*first["variant_overrides"], *items])
-        yield ""
-        yield f"best: trial {first['trial']:03d}" + (f": -o {chosen}" if chosen else "")
-
-
-def _order(row: Row, metric: str, lower: bool) -> tuple[bool, float]:
-    value = row["final"].get(metric)
-    if value is None:
-        return True, math.inf
-    return row["state"] != "complete", value if lower else -value
-
-
-def _number(value: float | None) -> str:
-    return "-" if value is None else f"{value:.4f}"
+        lines += ["", f"best: trial {first['trial']:03d}" + (f": -o {chosen}" if chosen else "")]
+    return "\n".join(lines)
 
 
 def write_into(document: Path, text: str) -> None:
