@@ -1,47 +1,55 @@
 """Loaders of a tiny set, whether their batches are equal, and whether their workers are gone."""
 
 import time
+from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 
+from ppdist.config.data import DataConfig
 from ppdist.data.datasets.build import read_split
-from ppdist.data.loading.loader import TrainLoader
+from ppdist.data.loading.loader import EvalLoader, TrainLoader
 from ppdist.data.loading.sampler import TrainSampler
-from ppdist.data.types import Batch
+from ppdist.data.types import Arrays, Batch
 from tests.unit.data.sets import coco_config
 
+_OPTIONS = {
+    "start": 0, "end": 6, "seed": 3, "rank": 0, "world": 1, "batch": 2, "accumulate": 2,
+    "sizes": ((64, 96), (96, 64)), "unreadable": {},
+}  # fmt: skip
 
-def loader(root: Path, workers=0, start=0, end=6, seed=3, rank=0, world=1, sizes=None, **changes):
-    config = coco_config(root, workers=workers, **changes)
-    dataset = read_split(config, "train", 3)
+
+def loader(root: Path, workers=0, **options) -> TrainLoader:
+    """A loader of a COCO set; options: of `loader_of`, the others of `data`."""
+    own = {name: options.pop(name) for name in _OPTIONS if name in options}
+    return loader_of(coco_config(root, workers=workers, **options), **own)
+
+
+def loader_of(config: DataConfig, **options) -> TrainLoader:
+    """A loader of a configured set."""
+    of = SimpleNamespace(**_OPTIONS | options)
+    dataset = replace(read_split(config, "train", 3), unreadable=of.unreadable)
     sampler = TrainSampler(
-        dataset_size=len(dataset.records),
-        batch_size_per_card=2,
-        accumulate=2,
-        rank=rank,
-        world=world,
-        seed=seed,
-        start_step=start,
-        end_step=end,
-        sizes=sizes or [(64, 96), (96, 64)],
+        dataset_size=len(dataset.records), batch_size_per_card=of.batch, accumulate=of.accumulate,
+        rank=of.rank, world=of.world, seed=of.seed, start_step=of.start, end_step=of.end,
+        sizes=of.sizes,
+    )  # fmt: skip
+    return TrainLoader(dataset, config, sampler, seed=of.seed)
+
+
+def eval_loader(
+    root: Path, workers=0, rank=0, world=1, batch_size=3, size=(32, 80), **changes
+) -> EvalLoader:
+    config = coco_config(root, workers=workers, **changes)
+    dataset = replace(read_split(config, "val", 3), unreadable={})
+    return EvalLoader(
+        dataset, config, image_size=size, batch_size=batch_size, rank=rank, world=world
     )
-    return TrainLoader(dataset, config, sampler, seed=seed)
 
 
 def arrays(batch: Batch) -> list[np.ndarray]:
-    return [
-        tensor.numpy()
-        for tensor in (
-            batch.images_B3HW,
-            batch.boxes_BM4,
-            batch.labels_BM,
-            batch.mask_BM,
-            batch.image_index_B,
-            batch.scale_B2,
-            batch.offset_B2,
-        )
-    ]
+    return [getattr(batch, name).numpy() for name in Arrays._fields]
 
 
 def assert_equal(ours, theirs) -> None:

@@ -19,15 +19,13 @@ from ppdist.data.datasets.build import read_raw, read_split
 from ppdist.data.datasets.convert import convert
 from ppdist.data.datasets.layout import find_layout
 from ppdist.data.image import read_image
-from ppdist.data.loading.loader import TrainLoader
-from ppdist.data.loading.sampler import TrainSampler
 from ppdist.data.transforms import pipeline
 from ppdist.data.types import ImagesUnavailable
 from ppdist.distributed import store as timeouts
 from ppdist.storage import files as storage
 from ppdist.storage import retry, stores
 from tests.errors import raises
-from tests.unit.data.loaders import assert_equal, loader, warnings_in
+from tests.unit.data.loaders import assert_equal, loader, loader_of, warnings_in
 from tests.unit.data.sets import coco_config, sharded, write_coco
 
 fsspec = pytest.importorskip("fsspec")
@@ -62,15 +60,6 @@ def of_store(address: str, tmp_path: Path, **changes) -> DataConfig:
     return coco_config(address, **options)
 
 
-def batches_of(config: DataConfig) -> TrainLoader:
-    dataset = read_split(config, "train", 3)
-    sampler = TrainSampler(
-        dataset_size=COUNT, batch_size_per_card=2, accumulate=2, rank=0, world=1, seed=3,
-        start_step=0, end_step=6, sizes=[(64, 96), (96, 64)],
-    )  # fmt: skip
-    return TrainLoader(dataset, config, sampler, seed=3)
-
-
 class Sick:
     """Fails the requests of images, each so many times, then gives what is there."""
 
@@ -100,7 +89,7 @@ AWAY = stores._away("the store answers HTTP 503 SlowDown", "memory://set")
 @pytest.mark.parametrize("workers", [0, 1])
 def test_batches_are_those_of_the_same_set_on_disk(form, workers, memory, root, tmp_path):
     config = of_store(f"{memory}/{form}", tmp_path, workers=workers)
-    assert_equal(batches_of(config), loader(root / "files"))
+    assert_equal(loader_of(config), loader(root / "files"))
     record = read_split(config, "train").records[0]
     assert record.path.startswith(f"{memory}/{form}/images/")
 
@@ -108,9 +97,9 @@ def test_batches_are_those_of_the_same_set_on_disk(form, workers, memory, root, 
 @pytest.mark.parametrize("form", ["files", "shards"])
 def test_second_run_takes_everything_from_the_cache(form, memory, root, tmp_path, monkeypatch):
     config = of_store(f"{memory}/{form}", tmp_path, store_cache_gib=1.0)
-    first = list(batches_of(config))
+    first = list(loader_of(config))
     sick = Sick(monkeypatch, AWAY, times=10**9)
-    assert_equal(batches_of(config), first)
+    assert_equal(loader_of(config), first)
     assert not sick.asked
 
 
@@ -123,7 +112,7 @@ def test_what_fails_for_a_moment_is_neither_lost_nor_doubled(
     monkeypatch.setattr(retry, "_FIRST_PAUSE_SECONDS", 0.01)
     monkeypatch.setattr(pipeline, "TOLD_SECONDS", 0.0)
     with caplog.at_level(logging.INFO, "ppdist"):
-        ours = list(batches_of(of_store(f"{memory}/files", tmp_path, workers=0)))
+        ours = list(loader_of(of_store(f"{memory}/files", tmp_path, workers=0)))
     assert_equal(ours, whole)
     assert not any(batch.bad_images for batch in ours)
     (line,) = [line for line in warnings_in(caplog) if "their storage is unavailable" in line]
@@ -134,7 +123,7 @@ def test_store_that_stays_away_gives_a_blank_batch(memory, tmp_path, monkeypatch
     monkeypatch.setattr(timeouts, "_timeout", 0.4)
     Sick(monkeypatch, AWAY, times=10**9)
     with pytest.raises(ImagesUnavailable, match=r"SlowDown; waited for 0\.2 s") as caught:
-        list(batches_of(of_store(f"{memory}/files", tmp_path)))
+        list(loader_of(of_store(f"{memory}/files", tmp_path)))
     assert (
         caught.value.code == "storage_unreachable" and "reach the store again" in caught.value.fix
     )
@@ -146,14 +135,14 @@ def test_image_refused_for_good_is_a_bad_one(number, memory, tmp_path, monkeypat
     monkeypatch.setattr(time, "sleep", lambda seconds: pytest.fail("nothing is waited for"))
     Sick(monkeypatch, failure, times=10**9, only="005")
     config = of_store(f"{memory}/files", tmp_path, workers=0)
-    bad = {index for batch in batches_of(config) for index in batch.bad_images}
+    bad = {index for batch in loader_of(config) for index in batch.bad_images}
     assert bad == {5}
 
 
 def test_ended_credentials_are_storage_that_is_away(memory, tmp_path, monkeypatch):
     monkeypatch.setattr(timeouts, "_timeout", 0.4)
     config = of_store(f"{memory}/files", tmp_path, workers=0)
-    batches = batches_of(config)
+    batches = loader_of(config)
 
     def refuse(path, what, seconds=None, **arguments):
         raise PermissionError(errno.EACCES, "the store refuses access (HTTP 403)", str(path))
@@ -258,7 +247,7 @@ def test_addresses_with_passwords_are_refused_unshown():
 def test_replaced_images_are_fetched_and_trained_on(form, memory, root, tmp_path):
     """Other pixels of as many bytes in the same place: the next run reads them."""
     config = of_store(f"{memory}/{form}", tmp_path, store_cache_gib=1.0)
-    list(batches_of(config))
+    list(loader_of(config))
     place = {"files": "files/images/005.jpg", "shards": "shards/images/train-000000.tar"}[form]
     store, place = fsspec.filesystem("memory"), f"/set/{place}"
     content = bytearray(store.cat_file(place))

@@ -7,7 +7,6 @@ import resource
 import shutil
 import threading
 import time
-from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -16,14 +15,12 @@ import pytest
 from ppdist.common import files
 from ppdist.common.errors import StorageError
 from ppdist.common.process import RESTART_VARIABLE
-from ppdist.data.datasets.build import read_split
-from ppdist.data.loading.loader import EvalLoader
 from ppdist.data.transforms import pipeline
 from ppdist.data.types import ImagesUnavailable
 from ppdist.distributed import heartbeat, store
 from ppdist.storage import retry
-from tests.unit.data.loaders import assert_equal, loader, warnings_in
-from tests.unit.data.sets import coco_config, write_coco
+from tests.unit.data.loaders import assert_equal, eval_loader, loader, warnings_in
+from tests.unit.data.sets import write_coco
 
 COUNT = 24
 
@@ -146,9 +143,7 @@ def test_what_stays_away_gives_a_blank_batch(folder, workers, monkeypatch, caplo
 
 
 def test_evaluation_waits_for_its_images(folder, caplog):
-    config = coco_config(folder, workers=1)
-    dataset = replace(read_split(config, "val", 3), unreadable={})
-    one = EvalLoader(dataset, config, image_size=(32, 32), batch_size=5, rank=0, world=1)
+    one = eval_loader(folder, workers=1, batch_size=5)
     whole = list(one)
     (folder / "images").rename(folder / "away")
     timer = back_later(folder / "away", folder / "images", 0.3)

@@ -9,21 +9,19 @@ import signal
 import subprocess
 import sys
 import time
-from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 
-from ppdist.data.datasets.build import read_split
-from ppdist.data.loading.loader import EvalLoader, TrainLoader
-from ppdist.data.loading.sampler import TrainSampler
+from ppdist.data.loading.loader import TrainLoader
 from ppdist.data.transforms import pipeline as samples_module
 from ppdist.data.transforms.pipeline import TrainSamples
 from ppdist.data.types import Batch, Sample
 from tests.errors import raises
+from tests.unit.data import loaders
 from tests.unit.data.loaders import arrays, assert_equal, lives, wait_until_gone, warnings_in
-from tests.unit.data.sets import coco_config, write_coco
+from tests.unit.data.sets import write_coco
 
 ROOT = Path(__file__).resolve().parents[4]
 COUNT = 24
@@ -36,21 +34,9 @@ def folder(tmp_path_factory) -> Path:
     return root
 
 
-def loader(root: Path, workers=2, end=24, timeout=20.0, unreadable=None, **changes) -> TrainLoader:
-    config = coco_config(root, workers=workers, worker_timeout_seconds=timeout, **changes)
-    dataset = replace(read_split(config, "train", 3), unreadable=unreadable or {})
-    sampler = TrainSampler(
-        dataset_size=COUNT,
-        batch_size_per_card=4,
-        accumulate=1,
-        rank=0,
-        world=1,
-        seed=5,
-        start_step=0,
-        end_step=end,
-        sizes=[(64, 96), (96, 64)],
-    )
-    return TrainLoader(dataset, config, sampler, seed=5)
+def loader(root: Path, workers=2, end=24, timeout=20.0, **options) -> TrainLoader:
+    own = {"batch": 4, "accumulate": 1, "seed": 5, "worker_timeout_seconds": timeout}
+    return loaders.loader(root, workers, end=end, **own, **options)
 
 
 def slow_down(monkeypatch, seconds: float) -> None:
@@ -169,14 +155,7 @@ def test_unrestartable_worker_ends_only_its_own_run(folder, monkeypatch):
 
 
 def test_a_worker_that_dies_while_idle_is_replaced(folder, caplog):
-    one = EvalLoader(
-        read_split(coco_config(folder), "val", 3),
-        coco_config(folder, workers=2),
-        image_size=(32, 32),
-        batch_size=5,
-        rank=0,
-        world=1,
-    )
+    one = loaders.eval_loader(folder, workers=2, batch_size=5)
     before, workers = list(one), one.worker_ids
     os.kill(workers[0], signal.SIGKILL)
     wait_until_gone(workers[:1])
@@ -328,7 +307,7 @@ def test_signal_to_rank_group_does_not_reach_workers(folder):
 SCRIPT = """
 import os, signal, sys, time
 from pathlib import Path
-from ppdist.common import process
+from ppdist.common import child
 from ppdist.data.transforms.pipeline import TrainSamples
 from tests.unit.data.loading.test_loader_workers import loader
 
@@ -346,7 +325,7 @@ def loop(self, key):
 if how == "loops":
     TrainSamples.make = loop
 if how == "sees it alone":
-    process._PR_SET_PDEATHSIG = -1  # unknown to the kernel
+    child._PR_SET_PDEATHSIG = -1  # unknown to the kernel
 one = loader(folder, end=10**6, workers=1)
 batches = iter(one)
 next(batches)
