@@ -43,7 +43,7 @@ def _is_low(x: Tensor) -> bool:
 
 
 def _kernels_for(x: Tensor) -> precision.Kernels:
-    """Kernels for a map: of float32 for a float32 map, whatever convolutions round to."""
+    """Kernels for a map: float32 for float32, whatever convolutions round to."""
     return precision.current() if _is_low(x) else precision.FLOAT32
 
 
@@ -206,7 +206,7 @@ class OneDNNMaps(FeatureMaps):
         return x if x.ndim == 4 else _Plain.apply(x)
 
     def share(self, x: Tensor, count: int) -> Sequence[Tensor]:
-        """Sums gradients in oneDNN; Paddle's sum takes 6 to 8 % of a bfloat16 YOLOv5 step."""
+        """Sums gradients in oneDNN; Paddle's sum takes 6 % of a step."""
         if not _is_low(x) or x.stop_gradient:
             return super().share(x, count)
         x = contiguous(x)

@@ -129,7 +129,7 @@ class _Branch:
         needs_dx: bool,
         in_place: bool,
     ) -> tuple[Tensor | None, Tensor, Tensor, Tensor]:
-        """Gradients of x (in the layout it was given in), weight, gamma and beta.
+        """Gradients of x (in its given layout), weight, gamma and beta.
 
         Args: in_place: whether dy may be overwritten.
         """
@@ -224,7 +224,7 @@ def _compute(
     blocks: Sequence[ConvBNLayer],
     alpha: Tensor | None = None,
 ) -> Tensor:
-    """Activated sum of one or two convolutions with batch norm; of none what `plain` computes."""
+    """Activated sum of convolutions with batch norm; else what `plain` computes."""
     inputs = [x, alpha]
     for block in blocks:
         inputs += [block.conv.weight, block.bn.weight, block.bn.bias]

@@ -99,7 +99,7 @@ def _change_classes(model: nn.Layer, classes: dict[type[nn.Layer], type[nn.Layer
 
 
 def self_check(model: nn.Layer, size: int = 64, kernels: Kernels = FLOAT32) -> str | None:
-    """Compares each kind of convolution in a model, and the model, with eager.
+    """Compares each kind of convolution, and the model, with eager.
 
     A kind is kernel, channels, stride, padding, dilation, groups, bias, and what follows it.  For
     each kind, the check compares output, gradients of input and parameters, and running statistics;

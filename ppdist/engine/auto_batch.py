@@ -440,9 +440,9 @@ def require_memory(expected: Estimate, images: int) -> tuple[str, list[str]]:
 
 
 def images_that_fit(expected: Estimate, most: int, free: Bytes) -> int:
-    """Largest micro-batch up to `most` that fits with some room left; 0: none fits.
+    """Largest micro-batch up to `most` that fits with some room left.
 
-    From 8 on it is a power of two.
+    0: none fits.  From 8 on it is a power of two.
 
     Args: free: bytes that this rank may still take, by kind.
     """

@@ -1,4 +1,4 @@
-"""What a run resumes from, and the settings it goes on with."""
+"""What a run resumes from, its settings, and notes for the next attempt."""
 
 import json
 import math
@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from ppdist.common.errors import CheckpointError, ConfigError
 from ppdist.common.files import replace_file
@@ -99,12 +100,28 @@ def _total(asked: str, base: float) -> float:
     if not asked.startswith("+"):
         return float(asked)
     total = math.ceil(base) + float(asked)
-    folder = os.environ.get(JOB_DIR_VARIABLE)
-    if not folder:
-        return total
-    note = Path(folder) / _NOTE_FILE
-    if note.exists():
-        return float(note.read_text(encoding="utf-8"))
+    noted = read_note(_NOTE_FILE)
+    if noted is not None:
+        return float(noted)
     if comm.local_rank() == 0:  # each host has a folder of its own
-        replace_file(note, f"{total:g}".encode())
+        write_note(_NOTE_FILE, total)
     return total
+
+
+def read_note(name: str) -> Any:
+    """Note of an earlier attempt of this job on this host; None: nothing."""
+    folder = os.environ.get(JOB_DIR_VARIABLE)  # of fleetrun
+    if folder:
+        with suppress(OSError, ValueError):  # not there yet; never incomplete
+            return json.loads((Path(folder) / name).read_text(encoding="utf-8"))
+    return None
+
+
+def write_note(name: str, content: Any) -> None:
+    """Notes something for the next attempt of this job.
+
+    Raises: OSError: the folder of the job cannot be written to.
+    """
+    folder = os.environ.get(JOB_DIR_VARIABLE)
+    if folder and Path(folder).is_dir():
+        replace_file(Path(folder) / name, json.dumps(content).encode())

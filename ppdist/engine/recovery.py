@@ -18,12 +18,13 @@ import numpy as np
 import paddle
 
 from ppdist.common.errors import ConfigError, StorageError, UserError, is_out_of_memory
-from ppdist.common.process import JOB_DIR_VARIABLE, SKIP_STEP_VARIABLE
+from ppdist.common.process import SKIP_STEP_VARIABLE
 from ppdist.common.run_log import RunLog
 from ppdist.common.writers import append
 from ppdist.distributed import comm, device
 from ppdist.distributed.agreement import equal_ranks
 from ppdist.engine.checkpoint import Snapshot
+from ppdist.engine.continuation import read_note, write_note
 from ppdist.engine.data import BatchSource
 from ppdist.engine.schedule_setup import ScheduleSetup
 from ppdist.engine.state import TrainState, restore_state
@@ -33,7 +34,7 @@ MAX_ROLLBACKS = 3  # of a whole run; the last continues at an eighth of the lear
 _LR_FACTOR = 0.5  # of each
 _SHOWN = 8  # images in a message
 _BAD_STEPS = "bad_steps.jsonl"
-_OUT_OF_MEMORY_FILE = "out_of_memory.json"
+_MICRO_BATCH_FILE = "max_micro_batch.json"  # a note for the next attempt of the job
 _DIGEST_BITS, _PARTS = 64, 4  # 16 bits each, which a float32 holds exactly
 _ODD = 0x9E3779B97F4A7C15  # mixes the sums of tensors, so that their order counts
 _INTEGERS = {1: "uint8", 2: "int16", 4: "int32", 8: "int64"}
@@ -73,7 +74,7 @@ class Recovery:
         Args: snapshot: where the run is.
         """
         self.keep(snapshot)
-        noted_W = comm.all_gather_object(_noted())
+        noted_W = comm.all_gather_object(read_note(_MICRO_BATCH_FILE))
         known = [most for most in (state.max_micro_batch, *noted_W) if most is not None]
         state.max_micro_batch = min(known, default=None)
         self._batch_source.parts = parts_of(self._batch_size, state.max_micro_batch)
@@ -211,7 +212,8 @@ class Recovery:
                 raise
             me = f"rank {comm.rank()} (host {comm.host()})"
             most = _halved(self._batch_size, self._batch_source.parts, step, me)
-            _note(most)
+            with contextlib.suppress(OSError):  # then the next attempt runs out of memory, too
+                write_note(_MICRO_BATCH_FILE, most)
             where = " while the others wait for it in a collective" * (comm.world_size() > 1)
             raise MemoryError(
                 f"step {step}: {me} ran out of memory{where};"
@@ -317,28 +319,6 @@ def _halved(batch_size: int, parts: int, step: int, ranks: str) -> int:
             ),
         )
     return math.ceil(images / 2)
-
-
-def _note(max_micro_batch: int) -> None:
-    """Tells the next attempt of this job that micro-batches must shrink."""
-    folder = os.environ.get(JOB_DIR_VARIABLE)
-    if folder:
-        with contextlib.suppress(OSError):  # then the next attempt runs out of memory, too
-            text = json.dumps({"most_images": max_micro_batch})
-            (Path(folder) / _OUT_OF_MEMORY_FILE).write_text(text, encoding="utf-8")
-
-
-def _noted() -> int | None:
-    """Micro-batch that an earlier attempt of this job noted; None: nothing.
-
-    The note is on this host.
-    """
-    folder = os.environ.get(JOB_DIR_VARIABLE)
-    if folder:
-        with contextlib.suppress(OSError, ValueError, KeyError):
-            text = (Path(folder) / _OUT_OF_MEMORY_FILE).read_text(encoding="utf-8")
-            return int(json.loads(text)["most_images"])
-    return None
 
 
 @paddle.no_grad()

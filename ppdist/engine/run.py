@@ -60,7 +60,7 @@ def plan_training(
     overrides: Sequence[str],
     resume: Continuation = ANEW,
 ) -> TrainingPlan:
-    """Plans a training from data, from a configuration, or from the run to resume.
+    """Plans a training from data, a configuration, or the run to resume.
 
     From equal files, every rank makes the same plan.
     Args:
@@ -102,7 +102,7 @@ def run_training(
     callbacks: Sequence[Callback] = (),
     begin: Callable[[RunLog], object] = lambda log: None,
 ) -> int:
-    """Trains on this rank and plots the run; returns the exit code.  Collective.
+    """Trains and plots the run; returns the exit code.  Collective.
 
     Args:
         begin: called with the log, before the first step; for the others see `build_training`.
@@ -170,7 +170,7 @@ def _tell(recipe: Recipe, log: RunLog, output_dir: Path, before: set[Path], eval
 
 
 def _draw(output_dir: Path, experiment: Experiment, config: ExperimentConfig) -> None:
-    """Plots the run and its sets, of which an image may crash a decoder."""
+    """Plots the run and its sets; an image may crash a decoder."""
     import cv2
 
     cv2.setNumThreads(0)  # its threads do not survive a fork

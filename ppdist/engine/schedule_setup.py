@@ -49,7 +49,7 @@ _MORE = "docs/distributed.md"
 
 
 class Fact(NamedTuple):
-    """A number of the schedule: a row of the table, an entry of metrics.jsonl."""
+    """A number of the schedule, for the table and for metrics.jsonl."""
 
     key: str
     value: Any  # as JSON holds it

@@ -13,11 +13,9 @@ run in the same output_dir.  Rank 0's host also records what was saved, so that 
 start over if the file system of its checkpoints is briefly unavailable.
 """
 
-import contextlib
 import json
 import logging
 import math
-import os
 import uuid
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
@@ -29,8 +27,6 @@ import paddle
 from pydantic import BaseModel, Field, field_serializer, field_validator
 
 from ppdist.common.errors import CheckpointError, ConfigError, StorageError
-from ppdist.common.files import replace_file
-from ppdist.common.process import JOB_DIR_VARIABLE
 from ppdist.common.run_log import RunLog
 from ppdist.config.base import OnResume, Section, flattened, on_resume, parse_config
 from ppdist.data.types import DetectionSet
@@ -46,7 +42,7 @@ from ppdist.engine.checkpoint import (
     set_run_aside,
     unpacked,
 )
-from ppdist.engine.continuation import AUTO, Continuation
+from ppdist.engine.continuation import AUTO, Continuation, read_note, write_note
 from ppdist.engine.data import fingerprint
 from ppdist.engine.distillation import Distillation
 from ppdist.engine.early_stopping import EarlyStoppingState, LossCurves
@@ -77,7 +73,7 @@ class Run(BaseModel, extra="forbid"):
 
 
 class TrainState(BaseModel, populate_by_name=True):
-    """Position of a run; all but `stop` is saved in state.json of its checkpoints.
+    """Position of a run, saved in state.json of its checkpoints.
 
     Some fields have other names there (alias): renaming one would lose older checkpoints.
     """
@@ -447,7 +443,7 @@ def _asked_for(asked: Path) -> tuple[Checkpoint, list[str]]:
 
 
 def _of_job(run: str | None, folder: Path) -> tuple[Checkpoint | None, list[str]]:
-    """The newest valid checkpoint of a run, and why newer ones were skipped."""
+    """Newest valid checkpoint of a run, and why newer were skipped."""
     if run is None:
         return None, []
     checkpoint, reasons = newest_valid(folder)
@@ -466,7 +462,9 @@ def _lacks(note: "JobNote", found: Checkpoint | None, folder: Path) -> bool:
 
 
 def _wait_for(note: "JobNote", folder: Path, seconds: float) -> tuple[Checkpoint, list[str]]:
-    """Waits for the newest valid checkpoint of a job: its file system may mount late.
+    """Waits for the newest valid checkpoint of a job.
+
+    Its file system may mount late.
 
     Returns: an older one, if the newest does not appear within `seconds`.
     Raises: CheckpointError: none appears.
@@ -642,16 +640,15 @@ def prepare_output_dir(output_dir: Path, start: Start, run: Run) -> None:
         return said
 
     start.warnings += comm.run_on_main(clear)
-    file = _note_file()
-    if file is not None:
+    if comm.local_rank() == 0:  # each host has a folder of its own
         try:
-            replace_file(file, json.dumps(asdict(JobNote(run.id, kept))).encode())
+            write_note(_NOTE_FILE, asdict(JobNote(run.id, kept)))
         except OSError as error:
             _LOGGER.warning("a restart by fleetrun will start this run anew: %s", error)
 
 
 def log_start(start: Start, schedule: ScheduleSetup, log: RunLog, record_every: int) -> None:
-    """Logs where the run resumes, what it lacks, and whether anything is left to train.
+    """Logs where the run resumes, and what is missing or left.
 
     Args: record_every: steps between two records of metrics.jsonl.
     """
@@ -675,7 +672,7 @@ def log_start(start: Start, schedule: ScheduleSetup, log: RunLog, record_every: 
 
 @dataclass(frozen=True)
 class JobNote:
-    """Record that an attempt of a job leaves to the next one, on each host.
+    """Record that an attempt of a job leaves to the next one.
 
     Attributes:
         id: of the job's run.
@@ -691,28 +688,15 @@ def _note_of_job() -> JobNote | None:
 
     None: no attempt got that far, or there is no fleetrun.
     """
-    file, mine = _note_file(), None
-    if file is not None:
-        with contextlib.suppress(OSError, ValueError, TypeError):  # not there yet; never incomplete
-            mine = asdict(JobNote(**json.loads(file.read_text(encoding="utf-8"))))
-    notes = [JobNote(**each) for each in comm.all_gather_object(mine) if each]
+    own = None if comm.local_rank() else read_note(_NOTE_FILE)
+    notes = [JobNote(**each) for each in comm.all_gather_object(own) if each]
     return max(notes, key=lambda note: note.saved, default=None)
 
 
 def note_saved(step: int) -> None:
-    """Records with the job that a checkpoint of its run is on disk; rank 0 only.
+    """Notes for the job that a checkpoint is on disk; rank 0 only.
 
-    Raises: OSError, ValueError: the record cannot be read or replaced.
+    Raises: OSError: the record cannot be replaced.
     """
-    file = _note_file()
-    if file is not None and file.exists():
-        note = json.loads(file.read_text(encoding="utf-8"))
-        replace_file(file, json.dumps({**note, "saved": step}).encode())
-
-
-def _note_file() -> Path | None:
-    """File of the job's record, on the first rank of a host; None: none."""
-    folder = os.environ.get(JOB_DIR_VARIABLE)
-    if not folder or comm.local_rank() or not Path(folder).is_dir():
-        return None
-    return Path(folder) / _NOTE_FILE
+    if (note := read_note(_NOTE_FILE)) is not None:
+        write_note(_NOTE_FILE, {**note, "saved": step})

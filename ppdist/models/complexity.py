@@ -16,7 +16,9 @@ _SIDE = 2  # of the image that is counted with, in multiples of the model's
 
 @dataclass(frozen=True)
 class Complexity:
-    """Of a model in its training form; operations and bytes grow with the pixels of its input.
+    """Size of a model in its training form.
+
+    Operations and bytes grow with the pixels of its input.
 
     parameters: trained and frozen, without statistics.
     operations: of a pixel; of convolutions and linear layers, a multiplication and an addition
@@ -31,7 +33,7 @@ class Complexity:
     outputs: float
 
     def told(self, image_size: tuple[int, int]) -> str:
-        """`1.77 M parameters, 0.28 GFLOPs at 160 x 160`; args: (height, width) in pixels."""
+        """`1.77 M parameters, 0.28 GFLOPs at 160 x 160`; sizes are (height, width)."""
         height, width = image_size
         gflops = 1e-9 * self.operations * height * width
         return (

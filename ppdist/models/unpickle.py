@@ -198,7 +198,7 @@ class _Machine:
         return self.pop(1)[0]
 
     def pop(self, count: int) -> tuple[Any, ...]:
-        """The last values of the stack, in the order in which they came."""
+        """The last values of the stack, oldest first."""
         values = [self.stack.pop() for _ in range(count)]
         if any(value is self.marker for value in values):
             raise ValueError("a pickle operation lacks its operands")
@@ -228,7 +228,7 @@ class _Machine:
         self._target().state = state
 
     def _target(self) -> PickledObject:
-        """Only what the file made itself can be changed, never a name it mentions."""
+        """Object to change: one that the file made, never a name."""
         target = self.stack[-1]
         if not isinstance(target, PickledObject):
             raise ValueError(f"items or state for {describe(target)}")
@@ -257,7 +257,7 @@ class _Machine:
 
 
 def _object(maker: object, args: object) -> PickledObject:
-    """An instance of any class, as yet without its state: how modules are stored."""
+    """Instance of any class without its state, as modules are stored."""
     if not isinstance(maker, Name):
         raise ValueError(f"an object of {describe(maker)}")
     return PickledObject(maker, args)
@@ -638,7 +638,7 @@ def _torch_arrays(path: Path, content: object, fetch: _Fetch) -> dict[str, np.nd
 
 
 def _torch_tensors(value: PickledObject, path: Path) -> list[tuple[str, object]]:
-    """Key and described tensor of a state dict or a model; nothing of anything else."""
+    """Keys and described tensors of a state dict or a model."""
     entries = mapping(value)
     if entries is None and not _is_tensor(value):
         return _walk(value, path)
@@ -652,7 +652,7 @@ def _is_tensor(value: object) -> bool:
 
 
 def _walk(model: PickledObject, path: Path) -> list[tuple[str, object]]:
-    """Parameters and buffers of a pickled model, in the order of torch's `state_dict()`.
+    """Parameters and buffers of a pickled model, in torch's order.
 
     Whatever its classes are called, a module keeps its parts in `_parameters`, `_buffers` and
     `_modules`.  Modules may be shared, so a small file can describe an endless tree; hence limits.
@@ -739,7 +739,7 @@ class _Tensors:
 
 
 def _out_of_bounds(count: int, offset: object, shape: object, strides: object) -> str:
-    """Why a view of `count` numbers is none; empty when it is one."""
+    """Why a view of `count` numbers is invalid; empty: it is valid."""
     for values in (shape, strides, (offset,)):
         if not isinstance(values, tuple) or len(values) > MAX_DIMENSIONS:
             return "a tensor without a sensible shape"

@@ -161,7 +161,7 @@ def _refuse_known_mistakes(path: Path, ending: str) -> None:
 
 
 def _detail(error: Exception) -> str:
-    """What a parser said, short and without control characters; it may quote the file."""
+    """A parser's message, short and without control characters."""
     try:
         return ascii(f"{type(error).__name__}: {error}")[1:-1][:200]
     except RecursionError:  # quoting something nested too deeply
@@ -200,7 +200,7 @@ def digest_of_weights(path: Path) -> str:
 
 
 def through_links(path: Path, read: Callable[[Path], _T]) -> _T:
-    """Reads a checkpoint in its real folder, again if a run moved the link meanwhile."""
+    """Reads a checkpoint in its real folder; again if a link moved."""
     while True:
         folder = path.resolve()
         try:
@@ -213,7 +213,7 @@ def through_links(path: Path, read: Callable[[Path], _T]) -> _T:
 def checked_files(
     folder: Path, names: Sequence[str] | None = None, most_bytes: int = MAX_BYTES
 ) -> dict[str, bytes]:
-    """Files of a checkpoint by name, read once and checked against its manifest.
+    """Files of a checkpoint by name, checked against its manifest.
 
     Args: names: the first of these that the manifest has; None: all files.
     Returns: {}: the manifest has none of them.
@@ -802,14 +802,14 @@ def _by_name(
 
 
 def _plain_names(names: Sequence[str]) -> list[str]:
-    """For comparison; [] where they tell classes not apart or only number them."""
+    """Names to compare; [] where they are numbers or not distinct."""
     plain = [name.strip().casefold() for name in names]
     numbers = all(name.removeprefix("class").strip().isdecimal() for name in plain)
     return [] if numbers or len(set(plain)) < len(plain) else plain
 
 
 def _rows_first(shape: tuple[int, ...]) -> tuple[int, ...]:
-    """Of a linear layer, [in, out], as of a convolution: what belongs to classes first."""
+    """Shape with the classes first, for linear layers, too."""
     return shape[::-1] if len(shape) == 2 else shape
 
 
@@ -832,7 +832,7 @@ def _fresh(
 
 
 def _is_backbone_alone(matched: Mapping[str, np.ndarray], missing: list[str]) -> bool:
-    """Whether the file fills most of the backbone, in whole parts, and nothing else."""
+    """Whether the file fills whole parts of the backbone, and nothing else."""
     lacking = [key for key in missing if key.startswith("backbone.")]
     return (
         bool(missing)
@@ -864,7 +864,7 @@ def _class_reason(
     matched: Mapping[str, np.ndarray],
     shapes: Mapping[str, tuple[int, ...]],
 ) -> str:
-    """Why class layers such as `key` start fresh, in classes where the layer shows them."""
+    """Why class layers such as `key` start fresh."""
     axis = -1 if matched[key].ndim == 2 else 0
     found, wanted = matched[key].shape[axis], shapes[key][axis]
     if wanted == model.num_classes:
@@ -906,7 +906,10 @@ def _require_shapes(
 
 
 def _converted(path: Path, key: str, value: np.ndarray, dtype: str) -> np.ndarray:
-    """The numbers as the model keeps them.  Raises: WeightsError: they are no weights."""
+    """The numbers as the model keeps them.
+
+    Raises: WeightsError: they are no weights.
+    """
     numbers = as_numbers(value)
     if dtype.startswith("float") and numbers.dtype.kind != "f":
         raise WeightsError(

@@ -122,7 +122,7 @@ def entry_of(weights: Path | str) -> PublishedWeights | None:
 
 
 def _plain(url: str) -> str:
-    """An address without scheme, of which a Path loses a slash; one server has two names."""
+    """Address without scheme (a Path loses a slash) and server alias."""
     return _ADDRESS.sub("", url).replace("bj.bcebos.com/v1/paddledet/", "paddledet.bj.bcebos.com/")
 
 
@@ -200,7 +200,7 @@ def is_here(entry: PublishedWeights) -> bool:
 
 
 def _here(entry: PublishedWeights) -> tuple[Path | None, str | None]:
-    """The file of the mirror's folder or of the cache, and the SHA-256 it came with."""
+    """File in the mirror's folder or the cache, and its noted SHA-256."""
     mirror = os.environ.get(MIRROR, "")
     if mirror and not mirror.startswith(_WEB) and (file := Path(mirror) / entry.file).is_file():
         return file, None
@@ -251,7 +251,7 @@ def _note(file: Path, url: str, entry: PublishedWeights, sha256: str) -> None:
 
 
 def _noted(file: Path) -> str | None:
-    """The SHA-256 that a file had when it arrived; None: it was put there by hand."""
+    """SHA-256 of a file when it arrived; None: put there by hand."""
     try:
         return str(json.loads(read_file(_note_of(file), _MOST_NOTE))["sha256"])
     except (OSError, ValueError, KeyError, TypeError):

@@ -14,7 +14,7 @@ from ppdist.optim.flat_storage import BUCKET_BYTES, FlatStorage, coalesce
 
 @dataclass(frozen=True)
 class Decay:
-    """Decay of the average at each update, for a total batch of kappa times the reference.
+    """Decay of the average at each update of kappa reference batches.
 
         reference:  r_t = decay * (1 - exp(-t / ramp_steps)), or min(decay, (1 + t) / (10 + t))
         here:       r_(kappa t) ** kappa,                     or min(decay ** kappa, ...)

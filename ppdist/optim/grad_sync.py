@@ -86,11 +86,11 @@ class AllReduceSync:
         return lost(arrays)
 
     def synchronised(self, step: int) -> bool:
-        """Whether all ranks hold the same weights once `updated` has seen a step (0-based)."""
+        """Whether all ranks hold the same weights after `updated(step)`."""
         return True
 
     def next_synchronised(self, steps: int) -> int:
-        """`steps`, or the next number of steps after which all ranks hold the same weights."""
+        """`steps`, or the next number at which all ranks are equal."""
         return _multiple_from(steps, self.every)
 
 
@@ -207,18 +207,18 @@ class _Feedback(AllReduceSync):
             paddle.assign((mean / factor).reshape(gradient.shape), gradient)
 
     def _exchange(self) -> Iterator[paddle.Tensor]:
-        """Sends some of each rest and takes it off; yields what all ranks sent of each, summed."""
+        """Sends some of each rest; yields the sum of what ranks sent."""
         raise NotImplementedError
 
     def state(self) -> dict[str, np.ndarray]:
-        """`<name>/rest/<key>` -> [W, N, K]: W times the gradients in all, so use few ranks."""
+        """`<name>/rest/<key>` -> [W, N, K], W times the gradients in all."""
         comm.barrier()  # ranks may be minutes apart, but a collective of gloo has 30 s:
         # one by one, too, because links are slow where this is used.
         gathered = [comm.all_gather(rest).numpy() for rest in self.rest]
         return {f"{self.name}/rest/{key}": each for key, each in zip(self.keys, gathered)}
 
     def load(self, arrays: dict[str, np.ndarray]) -> str:
-        """As it was on the same number of ranks; on another, each gets an equal part of the sum.
+        """Restores the rest; other numbers of ranks share its sum equally.
 
         Of a gradient that was not compressed so (by a run that compressed none, or otherwise) it
         starts with nothing kept.  Returns, raises: see `Averaging`.
@@ -404,7 +404,7 @@ class LocalSGD(AllReduceSync):
         return comm.all_reduce_sum(own) / comm.world_size()
 
     def synchronised(self, step: int) -> bool:
-        """Whether weights and moments are the same on all ranks after a step (0-based)."""
+        """Whether weights and moments are equal on all ranks after a step."""
         return (step + 1) % self.every == 0 or step + 1 == self._last
 
     @paddle.no_grad()
