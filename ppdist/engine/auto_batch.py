@@ -225,9 +225,9 @@ def job_of(config: ExperimentConfig, objects: int, images: int) -> dict[str, Any
     """
     train = config.train
     several = 2 if (train.total_batch is not None or train.accumulate_steps > 1) else 1
-    settled = _with_batch(config, 1, {"total_batch": None, "accumulate_steps": several})
+    trial_config = _with_batch(config, 1, {"total_batch": None, "accumulate_steps": several})
     return {
-        "config": settled.model_copy(update={"device": device.kind()}).model_dump(mode="json"),
+        "config": trial_config.model_copy(update={"device": device.kind()}).model_dump(mode="json"),
         "registered": plugins.registrations(),
         "micro_steps": several,
         "objects": objects,

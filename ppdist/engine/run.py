@@ -72,8 +72,8 @@ def plan_training(
         assert isinstance(resume.source, Path)
         own = options.items("batch", "weights", "image_size", "output_dir")
         epochs = None if options.epochs is None else f"{options.epochs}"
-        settled, extends = config_of_run(resume.source, epochs, [*own, *overrides])
-        return TrainingPlan(settled, replace(resume, extends=extends))
+        longer, extends = config_of_run(resume.source, epochs, [*own, *overrides])
+        return TrainingPlan(longer, replace(resume, extends=extends))
     if isinstance(options.epochs, str):
         raise ConfigError(
             "more epochs need a run to extend",

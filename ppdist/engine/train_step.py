@@ -407,7 +407,7 @@ class TrainStep:
         """
         make_float32(self._parameters)
         if self._separate:
-            factor = _apart_factor(summed, names)
+            factor = _separate_factor(summed, names)
             for parameter in self._separate:
                 if parameter.grad is not None:
                     parameter.grad.multiply_(factor)
@@ -595,7 +595,7 @@ def normalise_losses(sums: dict[str, float]) -> NormalisedLosses:
     return NormalisedLosses(losses, divisor, divisor / own)
 
 
-def _apart_factor(summed: Tensor, names: list[str]) -> Tensor:
+def _separate_factor(summed: Tensor, names: list[str]) -> Tensor:
     """What `normalise_losses` calls `separate`, 0-D float32, without waiting for it."""
     at, own = (_COUNTS + names.index(name) for name in (_NORMALIZER, _SEPARATE + _NORMALIZER))
     divisors = paddle.clip(summed.astype("float64"), min=1.0)
