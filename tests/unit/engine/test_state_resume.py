@@ -135,7 +135,7 @@ def test_another_training_set_is_noticed(shapes, output, tmp_path):
     content = json.loads(file.read_text())
     content["annotations"][0]["bbox"][2] -= 1
     file.write_text(json.dumps(content))
-    with raises("output_dir_in_use", "set: 10 images then, 10"):
+    with raises("checkpoint_of_other_data", "set: 10 images then, 10"):
         run(other, output, f"data.root={other}", resume=output)
     moved = shutil.copytree(shapes, tmp_path / "moved")
     run(moved, output, f"data.root={moved}", "train.max_steps=6", resume=output)
