@@ -6,7 +6,7 @@ import sys
 import pytest
 
 from ppdist.common.errors import StorageError
-from ppdist.storage import retry, stores
+from ppdist.storage import download, retry, stores
 from ppdist.storage.download import local_copy
 from tests.errors import raises
 from tests.file_server import serving
@@ -193,6 +193,25 @@ def test_copy_is_fetched_once_and_anew_when_it_changed(use):
     assert local_copy("s3:/bucket/x/set.json") == file and store.asked == asked + 1
     store.content = b"of another length"
     assert local_copy("s3://bucket/x/set.json").read_bytes() == b"of another length"
+
+
+def test_copy_goes_on_where_the_store_went_away(use, monkeypatch):
+    monkeypatch.setattr(download, "_PART_BYTES", 3)
+    store, spans, away = use(Store()), [], [True]
+
+    def cat_file(url, start=None, end=None):
+        if start and away[0]:
+            raise ConnectionResetError
+        spans.append((start, end))
+        return b"content"[start:end]
+
+    monkeypatch.setattr(store, "cat_file", cat_file)
+    monkeypatch.setattr(store, "info", lambda url: {"size": 7, "type": "file", "ETag": "1"})
+    with raises("storage_unreachable"):
+        local_copy("s3://bucket/set.json")
+    away[0] = False
+    assert local_copy("s3://bucket/set.json").read_bytes() == b"content"
+    assert spans == [(0, 3), (3, 6), (6, 7)]
 
 
 def test_copy_that_cannot_be_had_says_what_to_do(use):
