@@ -19,7 +19,7 @@ from ppdist.data.datasets.build import read_split
 from ppdist.data.datasets.synthetic import make_shapes
 from ppdist.distributed import device
 from ppdist.engine.build import build_model
-from ppdist.export.export import Pictures, export_detector, precision_on, take_sample
+from ppdist.export.export import Pictures, export_model, precision_on, take_sample
 from ppdist.export.predictor import EagerPredictor
 from ppdist.export.spec import describe
 from ppdist.models.weights import checkpoint_of, load_weights
@@ -69,7 +69,7 @@ def _measure(config: ExperimentConfig, folder: Path, rounds: int) -> dict[str, A
         model: Any = build_model(config)
         load_weights(model, weights)
         spec = describe(config, dataset)
-        report = export_detector(
+        report = export_model(
             model, exported, spec, ("paddle", "onnx"),
             calibration=list(Pictures(dataset.records, spec)),
         )  # fmt: skip

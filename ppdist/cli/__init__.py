@@ -14,7 +14,7 @@ import os
 import platform
 import re
 import sys
-from collections.abc import Callable, Container, Iterable
+from collections.abc import Callable, Container, Iterable, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
@@ -345,6 +345,18 @@ def script_of(command: str) -> list[str]:
 def is_clone() -> bool:
     """Whether this package is in its repository, not in site-packages."""
     return (CLONE / "setup.py").is_file()
+
+
+def print_table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> None:
+    """Prints a table on stdout; a long cell, such as a path, is folded."""
+    from rich.console import Console
+    from rich.markup import escape
+    from rich.table import Column, Table
+
+    drawn = Table(*(Column(each, overflow="fold") for each in header))
+    for row in rows:
+        drawn.add_row(*map(escape, row))
+    Console(width=None if sys.stdout.isatty() else 120).print(drawn)
 
 
 def folder_for(weights: Path, what: str) -> Path:

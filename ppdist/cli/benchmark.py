@@ -204,7 +204,7 @@ def inference(arguments: argparse.Namespace, scratch: Path) -> dict[str, Any]:
         predictors_of,
     )
     from ppdist.benchmark.step import require_detector
-    from ppdist.export.export import export_detector
+    from ppdist.export.export import export_model
     from ppdist.export.spec import describe, read_spec, validation_set
 
     model: Any = None
@@ -218,7 +218,7 @@ def inference(arguments: argparse.Namespace, scratch: Path) -> dict[str, Any]:
             model = build(config, arguments.weights)
     if directory is None:
         directory = scratch / "exported"
-        export_detector(model, directory, describe(config, dataset), formats_here())
+        export_model(model, directory, describe(config, dataset), formats_here())
     spec = read_spec(directory)
     return measure_predictors(
         predictors_of(model, directory, spec, arguments.threads, arguments.backend),

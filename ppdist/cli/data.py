@@ -20,15 +20,11 @@ With DATA and -c also -o KEY=VALUE ...
 import argparse
 import math
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from rich.console import Console
-from rich.markup import escape
-from rich.table import Column, Table
-
-from ppdist.cli import RECIPE, add_data, experiment_of, parser_of
+from ppdist.cli import RECIPE, add_data, experiment_of, parser_of, print_table
 from ppdist.common import errors, process
 from ppdist.common.arguments import at_least, byte_count
 from ppdist.storage.stores import is_remote
@@ -226,7 +222,7 @@ def looked_at(config: "ExperimentConfig", *, fast: bool, workers: int = 0) -> "R
         more = row.count - len(row.examples)
         print(f"{row.name}:", *row.examples, *([f"and {more} more"] if more else []), sep="\n  ")
     if rows:
-        table(["", "kind", *report.splits, "what it is", "training"], rows)
+        print_table(["", "kind", *report.splits, "what it is", "training"], rows)
     return report
 
 
@@ -319,9 +315,9 @@ def stats(arguments: argparse.Namespace) -> int:
         print(f"{split}: {dataset.source}" + (f" ({dataset.limited})" if dataset.limited else ""))
         print("".join(f"{line}\n" for line in crowding_of(config, dataset)), end="")
     both = zip(*(overview(counts) for counts in report.values()))
-    table(["", *sets], [[what, train, val] for (what, train), (_, val) in both])
+    print_table(["", *sets], [[what, train, val] for (what, train), (_, val) in both])
     columns = [f"{what}, {split}" for split in sets for what in ("objects", "images")[not boxes :]]
-    table(["id", "class", *columns], class_rows([*report.values()], _MOST_CLASSES))
+    print_table(["id", "class", *columns], class_rows([*report.values()], _MOST_CLASSES))
     if arguments.json:
         write_json(arguments.json, report, indent=1)
     if arguments.plots:
@@ -415,7 +411,7 @@ def split(arguments: argparse.Namespace) -> int:
     files = write_parts(config, dataset, part_N, wanted, arguments.out)
     print(f"{dataset.source}: images of each class")
     named = [f"{name} ({part:.4g})" for name, part in shares.items()]
-    table(["class", "all", *named], rows_of_parts(dataset, part_N, len(shares)))
+    print_table(["class", "all", *named], rows_of_parts(dataset, part_N, len(shares)))
     copies = len(group_N) - len(set(group_N.tolist()))
     if copies:
         print(f"{copies} images are copies of others, and with them in one part")
@@ -466,7 +462,7 @@ def anchors(arguments: argparse.Namespace) -> int:
     for level, both in enumerate(zip(before_LA2, found.anchors_LA2)):
         for present_2, fitted_2 in zip(*both):
             rows.append([f"level {level}: width, height", sides(present_2), sides(fitted_2)])
-    table(["", "present", "fitted"], rows)
+    print_table(["", "present", "fitted"], rows)
     print("to use the fitted ones:\nmodel:\n  anchors:")
     for fitted_A2 in found.anchors_LA2:
         print(f"    - [{', '.join(f'[{sides(fitted)}]' for fitted in fitted_A2)}]")
@@ -499,13 +495,6 @@ def synthetic(arguments: argparse.Namespace) -> int:
         f"{arguments.out}; use it with data.root={arguments.out} data.format=coco"
     )
     return 0
-
-
-def table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> None:
-    drawn = Table(*(Column(each, overflow="fold") for each in header))  # a path is not cut
-    for row in rows:
-        drawn.add_row(*map(escape, row))
-    Console().print(drawn)
 
 
 COMMANDS = {

@@ -9,12 +9,11 @@ Sharded over the ranks of fleetrun; the numbers are the same on any number of ra
 """
 
 import argparse
-import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ppdist.cli import OR_OF_WEIGHTS, add_data, config_of, parser_of
+from ppdist.cli import OR_OF_WEIGHTS, add_data, config_of, parser_of, print_table
 from ppdist.common import errors, process
 
 if TYPE_CHECKING:
@@ -137,9 +136,6 @@ def show(metrics: Mapping[str, float], analysis: Mapping[str, Any]) -> None:
 
     Args: metrics: -1 where there is no such object, which is shown as a dash.
     """
-    from rich.console import Console
-    from rich.table import Table
-
     from ppdist.metrics.analysis import class_table
 
     def shown(value: float) -> str:
@@ -147,22 +143,12 @@ def show(metrics: Mapping[str, float], analysis: Mapping[str, Any]) -> None:
             return str(value)
         return "-" if value < 0 else f"{value:.4f}"
 
-    console = Console(width=None if sys.stdout.isatty() else 120)
-    console.print(_images(analysis))
-    table = Table("metric", "value")
-    for name, value in metrics.items():
-        if "/" not in name:  # of one class: below
-            table.add_row(name, shown(value))
-    console.print(table)
-    print(class_table(analysis))
-
-
-def _images(analysis: Mapping[str, Any]) -> str:
-    """Over how many images the score is."""
     images, left_out = analysis["images"], len(analysis["left_out"])
-    if not left_out:
-        return f"{images} images"
-    return f"{images} of {images + left_out} images: {left_out} could not be read"
+    unread = f" of {images + left_out} images: {left_out} could not be read"
+    print(f"{images}{unread if left_out else ' images'}")
+    whole = {name: value for name, value in metrics.items() if "/" not in name}  # not of a class
+    print_table(["metric", "value"], [(name, shown(value)) for name, value in whole.items()])
+    print(class_table(analysis))
 
 
 def write_out(

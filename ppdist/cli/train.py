@@ -17,7 +17,15 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ppdist.cli import RECIPE, add_config, add_model, command_line, parser_of, require_one_source
+from ppdist.cli import (
+    RECIPE,
+    add_config,
+    add_model,
+    command_line,
+    parser_of,
+    print_table,
+    require_one_source,
+)
 from ppdist.common.arguments import at_least
 from ppdist.common.errors import ConfigError
 from ppdist.common.limits import require_limits
@@ -189,13 +197,13 @@ def train(arguments: argparse.Namespace, callbacks: Sequence["Callback"] = ()) -
 
 def _dry_run(plan: "TrainingPlan", output_dir: Path, evaluate: bool) -> int:
     """Makes and checks every decision of a training without training."""
-    from ppdist.cli.data import looked_at, table, verdict
+    from ppdist.cli.data import looked_at, verdict
     from ppdist.engine.build import build_model
     from ppdist.engine.recipe import ASIDE, FILE, write_recipe
 
     build_model(plan.config)  # whose sizes may not fit
     if plan.recipe:
-        table(["decided", "value", "why"], plan.recipe.rows)
+        print_table(["decided", "value", "why"], plan.recipe.rows)
         again = write_recipe(plan.recipe, output_dir, {*output_dir.glob(ASIDE)}, evaluate)
     failed = verdict(plan.config, looked_at(plan.config, fast=True))
     if plan.recipe:

@@ -116,8 +116,8 @@ class ExportReport:
     seconds: float
 
 
-def export_detector(
-    model: Detector,
+def export_model(
+    model: ImageModel,
     directory: Path,
     spec: InferenceSpec,
     formats: Sequence[Format] = ("paddle",),
@@ -129,16 +129,18 @@ def export_detector(
 ) -> ExportReport:
     """Writes `directory` with the model in each format, and infer.yml.
 
-    Everything is written beside `directory`, loaded again and compared with `model` in eager mode
-    on the CPU (generated pictures and `samples`; Paddle's with and without oneDNN); only when all
-    agree (ppdist/export/verify.py has the tolerances) it takes its place.  Of an earlier export
-    there the files of the same names are replaced, all else stays; any other folder is refused.
+    Everything is written to a draft, loaded again and compared with `model` in eager mode on the
+    CPU (generated pictures and `samples`; Paddle's with and without oneDNN); only when all agree
+    (ppdist/export/verify.py has the tolerances) it takes its place.  Of an earlier export there
+    the files of the same names are replaced, all else stays; any other folder is refused.
     `model` itself is not changed.  One process calls this.
 
     Args:
+        model: a detector, or a classifier: it gives probabilities_BC.
         spec: input size, thresholds and class names; the `paddle` and `onnx` parts are filled in
             here.  `input.dynamic_batch` / `dynamic_size` decide what stays free in the graph, and
             `input.normalised` whether it takes normalised pixels (`normalisation_of`).
+        nms_in_graph: of a detector: the graph ends with its suppression.
         samples: pictures_3HW, float32 RGB 0..255, of the size in `spec`.
         calibration: likewise, of the training split; with any the ONNX model is written in 8-bit
             integers, too.  How far that is off is noted, not bounded.
@@ -147,37 +149,6 @@ def export_detector(
 
     Raises: ExportError: the model cannot be exported, or a file does not compute what it does.
     """
-    return _export(
-        model, directory, spec, formats, samples, nms_in_graph, calibration, validation, sampled
-    )
-
-
-def export_classifier(
-    model: ImageModel,
-    directory: Path,
-    spec: InferenceSpec,
-    formats: Sequence[Format] = ("paddle",),
-    samples: Sequence[np.ndarray] = (),
-    calibration: Sequence[np.ndarray] = (),
-) -> ExportReport:
-    """As `export_detector`, for a model that gives probabilities_BC.
-
-    Raises: ExportError: as `export_detector`.
-    """
-    return _export(model, directory, spec, formats, samples, False, calibration, None, 0)
-
-
-def _export(
-    model: ImageModel,
-    directory: Path,
-    spec: InferenceSpec,
-    formats: Sequence[Format],
-    samples: Sequence[np.ndarray],
-    nms_in_graph: bool,
-    calibration: Sequence[np.ndarray],
-    validation: DetectionSet | None,
-    sampled: int,
-) -> ExportReport:
     start = time.monotonic()
     needs_openvino = "openvino" in formats
     if needs_openvino:
@@ -408,31 +379,23 @@ def _complete(
     spec: InferenceSpec, agreement: dict[Format, Agreement], nms_in_graph: bool
 ) -> InferenceSpec:
     """The description with what was written filled in."""
-    parts: dict[str, ModelFileSection] = {}
     kept = nms_in_graph and spec.nms is not None
     outputs = _CLASS_OUTPUTS if spec.nms is None else _KEPT_OUTPUTS if kept else _RAW_OUTPUTS
-    for name, found in agreement.items():
-        parts[name] = _describe(_FILES[name], outputs, kept, found)
+    parts: dict[str, ModelFileSection] = {
+        name: ModelFileSection(
+            files=_FILES[name],
+            nms_in_graph=kept,
+            outputs=tuple(
+                OutputSection(name=called, shape=shape, meaning=f"{what}: {meaning}")
+                for called, (what, shape, meaning) in zip(found.output_names, outputs)
+            ),
+            max_score_error=found.score,
+            max_box_error=found.box,
+        )
+        for name, found in agreement.items()
+    }
     made_with = f"ppdist {ppdist.__version__}, paddle {paddle.__version__}"
     return spec.model_copy(update={**parts, "made_with": made_with})
-
-
-def _describe(
-    files: tuple[str, ...],
-    outputs: tuple[tuple[str, str, str], ...],
-    nms_in_graph: bool,
-    agreement: Agreement,
-) -> ModelFileSection:
-    return ModelFileSection(
-        files=files,
-        nms_in_graph=nms_in_graph,
-        outputs=tuple(
-            OutputSection(name=name, shape=shape, meaning=f"{what}: {meaning}")
-            for name, (what, shape, meaning) in zip(agreement.output_names, outputs)
-        ),
-        max_score_error=agreement.score,
-        max_box_error=agreement.box,
-    )
 
 
 def _require_free(directory: Path, names: set[str]) -> set[str]:

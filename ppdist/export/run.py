@@ -10,13 +10,12 @@ from ppdist.data.datasets.build import read_split
 from ppdist.export.export import (
     ExportReport,
     Pictures,
-    export_classifier,
-    export_detector,
+    export_model,
     readable,
     spread,
 )
 from ppdist.export.spec import InferenceSpec, describe, validation_set
-from ppdist.models.base import Detector, ImageModel
+from ppdist.models.base import ImageModel
 from ppdist.models.model_card import normalisation_of, read_card_or_warn
 from ppdist.models.weights import load_all_weights
 
@@ -34,7 +33,7 @@ def export_weights(
 ) -> ExportReport:
     """Exports the model with these weights and its infer.yml into a folder.
 
-    See `export_detector`.  It runs on the device that was set before, which should be the CPU.
+    See `export_model`.  It runs on the device that was set before, which should be the CPU.
 
     Args:
         model: of this config, which takes the weights.
@@ -59,10 +58,7 @@ def export_weights(
     records = readable(dataset.records, SAMPLES, warn) if dataset else []
     samples = list(Pictures(records, spec))
     calibration = _calibration(config, options.calibration, spec, warn) if options.int8 else ()
-    if spec.task == "classify":
-        return export_classifier(model, out, spec, options.formats, samples, calibration)
-    assert isinstance(model, Detector)
-    return export_detector(
+    return export_model(
         model, out, spec, options.formats, options.nms, samples, calibration,
         dataset if options.accuracy else None, options.accuracy,
     )  # fmt: skip

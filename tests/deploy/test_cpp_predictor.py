@@ -21,7 +21,7 @@ from PIL import Image
 
 from ppdist.config.preprocess import resize_section
 from ppdist.data.image import read_image
-from ppdist.export.export import export_classifier, export_detector
+from ppdist.export.export import export_model
 from ppdist.models.model_card import normalisation_of
 from tests.unit.export.tiny import classifier_spec, tiny_classifier, tiny_model, tiny_spec
 
@@ -119,7 +119,7 @@ def test_cpp_boxes_equal_python_on_twenty_images(
     spec = spec.model_copy(
         update={"resize": resize_section("letterbox" if normalised else "stretch")}
     )
-    export_detector(model, tmp_path / "m", spec, formats=("onnx",), nms_in_graph=nms_in_graph)
+    export_model(model, tmp_path / "m", spec, formats=("onnx",), nms_in_graph=nms_in_graph)
     lines = lines_of(run("--model", tmp_path / "m", "--source", photos, "--threshold", 0))
     assert len(lines) == 20
     predict = Predictor(tmp_path / "m", "onnx")
@@ -138,7 +138,7 @@ def test_cpp_boxes_equal_python_on_twenty_images(
 
 
 def test_a_classifier_gives_the_five_surest_classes(run: Run, photos: Path, tmp_path: Path) -> None:
-    export_classifier(tiny_classifier(), tmp_path / "m", classifier_spec(), formats=("onnx",))
+    export_model(tiny_classifier(), tmp_path / "m", classifier_spec(), formats=("onnx",))
     predict = Predictor(tmp_path / "m", "onnx")
     for line in lines_of(run("--model", tmp_path / "m", "--source", photos, "--threads", 2)):
         (probabilities_C,) = predict([read_image(photos / line["file"])])
@@ -150,7 +150,7 @@ def test_a_classifier_gives_the_five_surest_classes(run: Run, photos: Path, tmp_
 
 def test_cpp_draws_images_and_reports_one_message(run: Run, photos: Path, tmp_path: Path) -> None:
     model = tmp_path / "m"
-    export_detector(tiny_model(), model, tiny_spec(), formats=("onnx",))
+    export_model(tiny_model(), model, tiny_spec(), formats=("onnx",))
     file = photos / "0.png"
     drawn = run("--model", model, "--source", file, "--out", tmp_path / "out", "--threshold", 0.1)
     assert lines_of(drawn)[0]["objects"]

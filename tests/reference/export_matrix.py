@@ -19,8 +19,7 @@ from ppdist.config.runtime import RuntimeOptions
 from ppdist.export.export import (
     Format,
     deployment_copy,
-    export_classifier,
-    export_detector,
+    export_model,
     precision_on,
 )
 from ppdist.export.predictor import ExportedPredictor, graph_input, open_exported
@@ -138,11 +137,11 @@ def _export(
     changed = {"input": subject.spec.input.model_copy(update=takes)}
     spec = subject.spec.model_copy(update=changed)
     if isinstance(subject.model, Detector):
-        export_detector(
+        export_model(
             subject.model, directory, spec, _FILES, form.nms_in_graph, calibration=calibration
         )
     else:
-        export_classifier(subject.model, directory, spec, _FILES, calibration=calibration)
+        export_model(subject.model, directory, spec, _FILES, calibration=calibration)
 
 
 def _row(subject: Subject, name: Format, form: Form, directory: Path) -> Row:

@@ -15,7 +15,7 @@ from ppdist.distributed import comm
 from ppdist.engine.build import build_model
 from ppdist.engine.distillation import build_distillation
 from ppdist.engine.preflight import flat_config
-from ppdist.export.export import export_detector
+from ppdist.export.export import export_model
 from ppdist.models.weights import arrays_of, load_weights
 from tests.distributed import run_on_ranks
 from tests.errors import raises
@@ -160,7 +160,7 @@ def test_student_evaluates_and_exports_no_adapter(shapes, teacher, tmp_path):
     assert '"mAP": ' in (tmp_path / "run" / "metrics.jsonl").read_text()
     model = build_model(tiny_config(shapes))
     load_weights(model, tmp_path / "run")
-    export_detector(model, tmp_path / "exported", tiny_spec(), nms_in_graph=False)  # compares
+    export_model(model, tmp_path / "exported", tiny_spec(), nms_in_graph=False)  # compares
     assert (tmp_path / "exported" / "infer.yml").is_file()
 
 

@@ -25,7 +25,7 @@ from ppdist.export.export import (
     _move_into_place,
     deployment_copy,
     draft_of,
-    export_detector,
+    export_model,
     save_graph,
 )
 from ppdist.export.predictor import EagerPredictor, ExportedPredictor, detect, split_rows
@@ -111,7 +111,7 @@ def test_infer_yml_suffices_for_eager_boxes(model: PPYOLOE, with_nms: Path) -> N
 def test_every_activation_is_exported_as_in_eager(name: str, tmp_path: Path) -> None:
     """Suppression is left out of the graph, as no activation matters to it."""
     model = tiny_model(activation=name)
-    report = export_detector(model, tmp_path / "model", tiny_spec(), FORMATS, nms_in_graph=False)
+    report = export_model(model, tmp_path / "model", tiny_spec(), FORMATS, nms_in_graph=False)
     assert set(report.agreement) == set(FORMATS)
     assert_untouched(model, tiny_model(activation=name))
     images = pictures(4, 96, 64)
@@ -173,7 +173,7 @@ def test_differing_export_is_refused_older_one_stays(tmp_path: Path, with_nms: P
     shutil.copytree(with_nms, directory)
     kept = {file.name: file.read_bytes() for file in directory.iterdir()}
     with raises("export_differs") as error:
-        export_detector(tiny_model(OtherWhenStatic), directory, tiny_spec())
+        export_model(tiny_model(OtherWhenStatic), directory, tiny_spec())
     message = str(error.value)
     assert "Paddle Inference with oneDNN does not compute what the model computes" in message
     assert "boxes by up to 4 px (allowed 0.05); nothing was kept" in message
@@ -184,7 +184,7 @@ def test_differing_export_is_refused_older_one_stays(tmp_path: Path, with_nms: P
 def test_a_folder_that_is_no_export_is_not_replaced(tmp_path: Path, model: PPYOLOE) -> None:
     (tmp_path / "thesis.txt").write_text("years of work", encoding="utf-8")
     with raises("out_not_ours"):
-        export_detector(model, tmp_path, tiny_spec())
+        export_model(model, tmp_path, tiny_spec())
     assert (tmp_path / "thesis.txt").read_text(encoding="utf-8") == "years of work"
 
 
@@ -203,7 +203,7 @@ def test_new_export_replaces_only_files_of_the_old(
     left = {name for name in ("model.onnx",) if (directory / name).is_file()}
     kept = {name: (directory / name).read_bytes() for name in left}
 
-    first = export_detector(model, directory, tiny_spec(), ("paddle",), nms_in_graph=False)
+    first = export_model(model, directory, tiny_spec(), ("paddle",), nms_in_graph=False)
     assert {name: (directory / name).read_text() for name in strangers} == strangers
     assert {name: (directory / name).read_bytes() for name in left} == kept
     assert set(first.spec.earlier) == left and first.spec.onnx is None
@@ -222,7 +222,7 @@ def test_a_strangers_file_of_a_needed_name_is_not_replaced(
     (tmp_path / "model.json").write_text("mine", encoding="utf-8")
     before = {file.name: file.read_bytes() for file in tmp_path.iterdir()}
     with raises("out_not_ours", "infer.yml"):
-        export_detector(model, tmp_path, tiny_spec())
+        export_model(model, tmp_path, tiny_spec())
     assert {file.name: file.read_bytes() for file in tmp_path.iterdir()} == before
 
 
@@ -308,7 +308,7 @@ def test_spec_not_fitting_model_is_refused(
     tmp_path: Path, model: PPYOLOE, spec: InferenceSpec, code: str, message: str
 ) -> None:
     with pytest.raises(ExportError, match=message) as error:
-        export_detector(model, tmp_path / "model", spec)
+        export_model(model, tmp_path / "model", spec)
     assert error.value.code == code
     assert list(tmp_path.iterdir()) == []
 
@@ -318,7 +318,7 @@ def test_weights_that_are_not_finite_are_refused_by_name(tmp_path: Path) -> None
     key, value = next(iter(model.state_dict().items()))
     value.set_value(paddle.full_like(value, float("nan")))
     with raises("weights_not_finite", str(key)):
-        export_detector(model, tmp_path / "model", tiny_spec())
+        export_model(model, tmp_path / "model", tiny_spec())
 
 
 def test_a_folder_without_infer_yml_is_no_model(tmp_path: Path) -> None:
@@ -438,7 +438,7 @@ def test_non_finite_or_misshapen_output_disagrees() -> None:
 def test_half_a_character_in_a_class_name_is_refused(tmp_path: Path, model: PPYOLOE) -> None:
     spec = tiny_spec(class_names=("red", "gr\ud800en", "blue"))
     with raises("class_name_unwritable", "'gr\\ud800en'"):
-        export_detector(model, tmp_path / "model", spec)
+        export_model(model, tmp_path / "model", spec)
 
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
@@ -446,4 +446,4 @@ def test_weights_of_low_precision_are_refused(dtype: str, tmp_path: Path) -> Non
     model = tiny_model()
     model.yolo_head.pred_cls[0].to(dtype=dtype)
     with raises("weights_not_float32"):
-        export_detector(model, tmp_path / "model", tiny_spec())
+        export_model(model, tmp_path / "model", tiny_spec())

@@ -11,7 +11,7 @@ import yaml
 
 from ppdist.config.evaluate import NMSConfig
 from ppdist.config.runtime import RuntimeOptions
-from ppdist.export.export import deployment_copy, export_classifier
+from ppdist.export.export import deployment_copy, export_model
 from ppdist.export.predictor import (
     EagerClassifier,
     ExportedClassifier,
@@ -96,7 +96,7 @@ class OtherWhenStatic(YOLOv5Classifier):
 
 def test_a_file_that_computes_something_else_is_refused(tmp_path: Path) -> None:
     with raises("export_differs", "(allowed 0.0001)"):
-        export_classifier(tiny_classifier(OtherWhenStatic), tmp_path / "model", classifier_spec())
+        export_model(tiny_classifier(OtherWhenStatic), tmp_path / "model", classifier_spec())
     assert list(tmp_path.iterdir()) == []
 
 

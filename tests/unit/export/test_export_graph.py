@@ -15,7 +15,7 @@ from ppdist.export.export import (
     RawModel,
     deployed,
     deployment_copy,
-    export_detector,
+    export_model,
 )
 from ppdist.export.predictor import EagerPredictor, ExportedPredictor
 from ppdist.export.spec import read_spec
@@ -115,7 +115,7 @@ def test_folded_norm_equals_single_convolution() -> None:
 def test_normalised_pixel_export_keeps_eager_boxes(tmp_path: Path) -> None:
     model = tiny_model(variant="crn")
     spec = tiny_spec(normalised=normalisation_of(model))
-    export_detector(model, tmp_path / "model", spec)
+    export_model(model, tmp_path / "model", spec)
     section = read_spec(tmp_path / "model").input.normalised
     assert section is not None and section.mean == pytest.approx((0.485, 0.456, 0.406))
     exported = ExportedPredictor(tmp_path / "model", RuntimeOptions())

@@ -11,7 +11,7 @@ import pytest
 from ppdist.config.evaluate import NMSConfig
 from ppdist.config.model import PPYOLOEConfig
 from ppdist.config.runtime import RuntimeOptions
-from ppdist.export.export import deployment_copy, export_detector
+from ppdist.export.export import deployment_copy, export_model
 from ppdist.export.predictor import EagerPredictor, ExportedPredictor, prepare
 from ppdist.export.spec import read_spec
 from ppdist.models.ppyoloe import PPYOLOE
@@ -53,7 +53,7 @@ IN_GRAPH = [
 def exported(model: PPYOLOE, request, tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("exported") / "model"
     spec = tiny_spec().model_copy(update={"nms": NO_NMS})
-    export_detector(model, folder, spec, FORMATS, nms_in_graph=request.param)
+    export_model(model, folder, spec, FORMATS, nms_in_graph=request.param)
     return folder
 
 

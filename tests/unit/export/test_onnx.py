@@ -17,7 +17,7 @@ from ppdist.common.errors import ExportError
 from ppdist.config.evaluate import NMSConfig
 from ppdist.config.runtime import RuntimeOptions
 from ppdist.export import export as export_graph
-from ppdist.export.export import deployment_copy, export_classifier, export_detector
+from ppdist.export.export import deployment_copy, export_model
 from ppdist.export.onnx import append_nms
 from ppdist.export.predictor import (
     EagerClassifier,
@@ -180,7 +180,7 @@ def test_graph_has_no_batch_norms_and_no_pixel_scale(with_nms: Path) -> None:
 
 @pytest.mark.slow
 def test_onnx_without_nms_gives_scores_and_boxes(tmp_path: Path, converter: None) -> None:
-    report = export_detector(tiny_model(), tmp_path / "model", tiny_spec(), ("onnx",), False)
+    report = export_model(tiny_model(), tmp_path / "model", tiny_spec(), ("onnx",), False)
     assert report.spec.onnx is not None
     assert [output.name for output in report.spec.onnx.outputs] == ["scores", "boxes"]
     assert_boxes_of_eager(tmp_path / "model")
@@ -189,7 +189,7 @@ def test_onnx_without_nms_gives_scores_and_boxes(tmp_path: Path, converter: None
 @pytest.mark.slow
 def test_onnx_classifier_equals_eager_probabilities(tmp_path: Path, converter: None) -> None:
     model = tiny_classifier()
-    report = export_classifier(model, tmp_path / "model", classifier_spec(), ("paddle", "onnx"))
+    report = export_model(model, tmp_path / "model", classifier_spec(), ("paddle", "onnx"))
     assert set(report.agreement) == {"paddle", "onnx", *["openvino"] * bool(find_spec("openvino"))}
     assert all(found.box is None for found in report.agreement.values())
     images = pictures(3, 96, 64)
@@ -202,7 +202,7 @@ def test_without_its_packages_onnx_says_what_to_install(
 ) -> None:
     monkeypatch.setattr(export_graph, "find_spec", lambda name: None)
     with raises("package_missing", "paddle2onnx"):
-        export_detector(tiny_model(), tmp_path / "model", tiny_spec(), ("paddle", "onnx"))
+        export_model(tiny_model(), tmp_path / "model", tiny_spec(), ("paddle", "onnx"))
 
 
 def test_openvino_is_left_out_or_ends_the_export(
@@ -218,7 +218,7 @@ def test_openvino_is_left_out_or_ends_the_export(
         raise ExportError("the same", code="export_differs")
     monkeypatch.setattr(export_graph, "find_spec", lambda name: None)
     with raises("package_missing"):
-        export_detector(tiny_model(), Path("model"), tiny_spec(), ("openvino",))
+        export_model(tiny_model(), Path("model"), tiny_spec(), ("openvino",))
 
 
 @pytest.mark.slow

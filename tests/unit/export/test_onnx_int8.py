@@ -14,7 +14,7 @@ from ppdist.data.types import DetectionSet, ImageRecord
 from ppdist.export import onnx as onnx_nms
 from ppdist.export.export import (
     Pictures,
-    export_detector,
+    export_model,
     precision_on,
     readable,
     spread,
@@ -41,7 +41,7 @@ def exported(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Without suppression, to see scores and boxes."""
     directory = tmp_path_factory.mktemp("int8") / "model"
     calibration = list(pictures(6))
-    export_detector(tiny_model(), directory, tiny_spec(), ["onnx"], False, calibration=calibration)
+    export_model(tiny_model(), directory, tiny_spec(), ["onnx"], False, calibration=calibration)
     return directory
 
 
@@ -117,7 +117,7 @@ def test_accuracy_of_each_file_is_noted_beside_eager(
     tmp_path: Path, validation: DetectionSet
 ) -> None:
     directory = tmp_path / "model"
-    export_detector(
+    export_model(
         tiny_model(), directory, tiny_spec(), ["paddle", "onnx"],
         calibration=list(pictures(6)), validation=validation,
     )  # fmt: skip
@@ -148,7 +148,7 @@ def test_a_float_file_of_another_accuracy_is_not_kept(
 ) -> None:
     monkeypatch.setattr("ppdist.export.export.precision_on", lambda *_: 0.25)
     with raises("export_differs", "0.2500"):
-        export_detector(tiny_model(), tmp_path / "model", tiny_spec(), validation=validation)
+        export_model(tiny_model(), tmp_path / "model", tiny_spec(), validation=validation)
     assert not (tmp_path / "model").exists()
 
 
@@ -186,7 +186,7 @@ def test_int8_file_with_broken_nms_is_not_kept(
 
     monkeypatch.setattr(onnx_nms, "append_nms", append)
     with raises("export_differs"):
-        export_detector(
+        export_model(
             tiny_model(), tmp_path / "model", tiny_spec(), ["onnx"], calibration=list(pictures(2))
         )
     assert not (tmp_path / "model").exists()

@@ -11,7 +11,7 @@ from ppdist.benchmark.latency import formats_here
 from ppdist.config.evaluate import NMSConfig
 from ppdist.config.model import PPYOLOEConfig, YOLOv5ClsConfig
 from ppdist.config.preprocess import ResizeSection
-from ppdist.export.export import export_classifier, export_detector
+from ppdist.export.export import export_model
 from ppdist.export.spec import InferenceSpec, InputSection
 from ppdist.export.verify import unexplained_rows
 from ppdist.models.ppyoloe import PPYOLOE
@@ -104,7 +104,7 @@ def exported_detector(factory: pytest.TempPathFactory, nms_in_graph: bool = True
     """`tiny_model` in all of FORMATS, made once for all tests; they only read it."""
 
     def make(folder: Path) -> None:
-        export_detector(tiny_model(), folder / "model", tiny_spec(), FORMATS, nms_in_graph)
+        export_model(tiny_model(), folder / "model", tiny_spec(), FORMATS, nms_in_graph)
 
     name = "detector-with-nms" if nms_in_graph else "detector-without-nms"
     return for_all_workers(factory, name, make) / "model"
@@ -114,6 +114,6 @@ def exported_classifier(factory: pytest.TempPathFactory) -> Path:
     """As exported_detector, of `tiny_classifier`."""
 
     def make(folder: Path) -> None:
-        export_classifier(tiny_classifier(), folder / "model", classifier_spec(), FORMATS)
+        export_model(tiny_classifier(), folder / "model", classifier_spec(), FORMATS)
 
     return for_all_workers(factory, "classifier", make) / "model"

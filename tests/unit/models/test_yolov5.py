@@ -17,7 +17,7 @@ from ppdist.config.evaluate import NMSConfig
 from ppdist.config.model import YOLOv5Config
 from ppdist.cpu import onednn
 from ppdist.cpu.switch import self_check, use_onednn_convolutions
-from ppdist.export.export import export_detector
+from ppdist.export.export import export_model
 from ppdist.export.spec import InferenceSpec, InputSection
 from ppdist.models import build_model
 from ppdist.models.layers import ConvBNLayer
@@ -252,7 +252,7 @@ def description(size: tuple[int, int]) -> InferenceSpec:
 @pytest.mark.slow
 def test_export_with_nms_keeps_boxes_of_eager(tmp_path: Path) -> None:
     model = adapt(tiny(depth_multiple=0.1))
-    report = export_detector(model, tmp_path / "m", description((64, 96)))
+    report = export_model(model, tmp_path / "m", description((64, 96)))
     assert report.agreement["paddle"].box < 0.05  # pixels
     assert report.spec.paddle is not None and report.spec.paddle.nms_in_graph
 
@@ -265,5 +265,5 @@ def test_onnx_keeps_the_boxes_of_eager(
     pytest.importorskip("paddle2onnx")
     pytest.importorskip("onnxruntime")
     model = adapt(tiny(size))
-    report = export_detector(model, tmp_path / "m", description(image_size), ("onnx",))
+    report = export_model(model, tmp_path / "m", description(image_size), ("onnx",))
     assert report.agreement["onnx"].box < 0.05  # pixels
