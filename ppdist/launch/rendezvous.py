@@ -411,12 +411,13 @@ class _Rendezvous:
             self.busy[place] = self.busy[place] + 1 if over == RUNNING and not joined else 0
             most = _BUSY_CALLS_OF_NAMES if self.mine.has_names else _BUSY_CALLS
             if self.busy[place] >= most:
-                raise LaunchError(
+                error = LaunchError(
                     "a run is in progress there, and all of its hosts are connected",
                     code="run_in_progress",
                     where=f"{self.hosts[place]}:{self.port}",
                     fix="wait for its end, or give another --start_port P on every host",
                 )
+                self._fail(error)
             return
         self.callers.remove(connection)
         if over == OTHER_TOKEN:
