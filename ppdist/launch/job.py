@@ -107,7 +107,7 @@ class _Job:
         """
         pause = self.restarts.pause
         try:
-            plan, channel = self.meet()
+            plan, channel = self.connect_hosts()
         except Stopped:
             return stopped_before_begin(self.received)
         if channel is not None:
@@ -144,7 +144,7 @@ class _Job:
         say_end(outcome)
         return outcome
 
-    def meet(self) -> tuple[LaunchPlan, ControlChannel | None]:
+    def connect_hosts(self) -> tuple[LaunchPlan, ControlChannel | None]:
         """The plan, and the channel to other hosts if there are any.
 
         Raises: LaunchError.  Stopped.
