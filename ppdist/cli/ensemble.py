@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 from ppdist.cli import add_config, parser_of
 from ppdist.common import errors, process
-from ppdist.common.arguments import at_least
+from ppdist.common.arguments import at_least, share
 from ppdist.config.distributed import DistributedConfig
 from ppdist.config.evaluate import COCO_DETECTIONS
 from ppdist.ensemble.wbf import IOU, METHODS, SIGMA, VIEW_MARGIN
@@ -82,17 +82,6 @@ def add_average(parser: argparse.ArgumentParser) -> None:
                         help="weight file to write (.pdparams, .safetensors, ...)")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the report here, too")
     # fmt: on
-
-
-def share(text: str) -> float:
-    """For `type=` of an option: 0..1."""
-    try:
-        found = float(text)
-    except ValueError:
-        found = -1.0
-    if not 0 <= found <= 1:
-        raise argparse.ArgumentTypeError(f"expected a number from 0 to 1, found {text!r}")
-    return found
 
 
 def scales(text: str) -> tuple[float, ...]:

@@ -17,8 +17,8 @@ from typing import TYPE_CHECKING
 
 from ppdist.cli import OR_OF_WEIGHTS, add_config, config_of, folder_for, parser_of
 from ppdist.common import errors, process
-from ppdist.common.arguments import at_least
-from ppdist.config.export import CALIBRATION, ExportOptions
+from ppdist.common.arguments import at_least, share
+from ppdist.config.export import CALIBRATION, INT8_LOSS, ExportOptions
 
 if TYPE_CHECKING:
     from ppdist.export.export import ExportReport, Format
@@ -49,9 +49,12 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--calibration", type=at_least(1), metavar="N",
                         help="training images that tell --int8 what numbers occur "
                         f"({CALIBRATION})")  # fmt: skip
+    parser.add_argument("--int8-loss", type=share, metavar="X",
+                        help="mAP that --int8 may lose; an export that loses more is not kept "
+                        f"({INT8_LOSS:g})")  # fmt: skip
     parser.add_argument("--accuracy", type=at_least(0), metavar="N",
                         help="validation images that tell mAP before and after, for infer.yml "
-                        "(0: none)")  # fmt: skip
+                        "(100 with --int8, else none; 0: none)")  # fmt: skip
     parser.add_argument("--class-names", type=Path, metavar="FILE",
                         help="one name a line, where the data set is not at hand")  # fmt: skip
     return parser.parse_args()
@@ -85,7 +88,8 @@ def main() -> int:
         normalised_input=arguments.normalised_input,
         int8=arguments.int8,
         calibration=arguments.calibration or CALIBRATION,
-        accuracy=arguments.accuracy or 0,
+        int8_loss=INT8_LOSS if arguments.int8_loss is None else arguments.int8_loss,
+        accuracy=arguments.accuracy,
     )
     names = read_names(arguments.class_names) if arguments.class_names else ()
     out = arguments.out or folder_for(Path(arguments.weights), "export")
@@ -142,10 +146,13 @@ def formats_of(arguments: argparse.Namespace) -> "list[Format]":
         raise errors.ConfigError(
             "--int8 needs the ONNX model", code="option_missing", fix="add --format onnx"
         )
-    if arguments.calibration is not None and not arguments.int8:
-        raise errors.ConfigError(
-            "--calibration needs --int8", code="option_missing", fix="add --int8, or leave both out"
-        )
+    for name in ("calibration", "int8_loss"):
+        if getattr(arguments, name) is not None and not arguments.int8:
+            raise errors.ConfigError(
+                f"--{name.replace('_', '-')} needs --int8",
+                code="option_missing",
+                fix="add --int8, or leave both out",
+            )
     return [name for name in FORMATS if name in wanted]
 
 
@@ -155,8 +162,8 @@ def tell(report: "ExportReport") -> None:
         "paddle: equals eager": spec.paddle,
         "onnx: equals eager": spec.onnx,
         "openvino (the ONNX file): equals eager": spec.openvino,
-        "onnx int8: near eager": spec.onnx_int8,
-        "openvino (the ONNX file) int8: near eager": spec.openvino_int8,
+        "onnx int8, beside eager": spec.onnx_int8,
+        "openvino (the ONNX file) int8, beside eager": spec.openvino_int8,
     }
     for name, section in sections.items():
         if section is None:

@@ -18,6 +18,17 @@ def at_least(least: int) -> Callable[[str], int]:
     return number
 
 
+def share(text: str) -> float:
+    """For `type=` of an option: 0..1."""
+    try:
+        found = float(text)
+    except ValueError:
+        found = -1.0
+    if not 0 <= found <= 1:
+        raise argparse.ArgumentTypeError(f"expected a number from 0 to 1, found {text!r}")
+    return found
+
+
 def time_in(unit: str) -> Callable[[str], float]:
     """For `type=` of an option: a time above 0.
 

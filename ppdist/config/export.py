@@ -7,6 +7,7 @@ from pydantic import Field, model_validator
 from ppdist.config.base import Section
 
 CALIBRATION = 64  # images
+INT8_LOSS = 0.02  # mAP
 
 
 class ExportOptions(Section):
@@ -37,10 +38,17 @@ class ExportOptions(Section):
         ge=1,
         description="training images that tell int8 what numbers occur",
     )
-    accuracy: int = Field(
-        default=0,
+    int8_loss: float = Field(
+        default=INT8_LOSS,
         ge=0,
-        description="validation images that tell mAP before and after, for infer.yml; 0: none",
+        le=1,
+        description="mAP that int8 may lose against eager; an export that loses more is not kept",
+    )
+    accuracy: int | None = Field(
+        default=None,
+        ge=0,
+        description="validation images that tell mAP before and after, for infer.yml; null: 100 "
+        "with int8, else none; 0: none",
     )
 
     @model_validator(mode="after")

@@ -34,6 +34,7 @@ from ppdist.common.child import run_command
 from ppdist.common.errors import DataError, ExportError
 from ppdist.common.process import is_alive
 from ppdist.config.evaluate import NMSConfig
+from ppdist.config.export import INT8_LOSS
 from ppdist.config.runtime import RuntimeOptions
 from ppdist.cpu.switch import plain_convolutions
 from ppdist.data.image import read_image
@@ -126,6 +127,7 @@ def export_model(
     calibration: Sequence[np.ndarray] = (),
     validation: DetectionSet | None = None,
     sampled: int = SAMPLE_IMAGES,
+    int8_loss: float = INT8_LOSS,
 ) -> ExportReport:
     """Writes `directory` with the model in each format, and infer.yml.
 
@@ -143,9 +145,11 @@ def export_model(
         nms_in_graph: of a detector: the graph ends with its suppression.
         samples: pictures_3HW, float32 RGB 0..255, of the size in `spec`.
         calibration: likewise, of the training split; with any the ONNX model is written in 8-bit
-            integers, too.  How far that is off is noted, not bounded.
+            integers, too.
         validation: `sampled` of its images give mAP before and after export, for infer.yml; None:
             it is not measured.
+        int8_loss: see `ExportOptions`; without `validation`, raw scores may be off by this or
+            INT8_SCORE, whichever is more.
 
     Raises: ExportError: the model cannot be exported, or a file does not compute what it does.
     """
@@ -203,7 +207,13 @@ def export_model(
             sample = take_sample(validation, eager, spec, sampled)
             if sample is not None:
                 spec = with_accuracy(draft, spec, sample)
-                write_spec(draft, spec)
+        require_int8("ONNX Runtime", spec.onnx_int8, int8_loss)
+        unchecked = spec.model_copy(update={"openvino_int8": None})
+        with _openvino_wanted(needs_openvino):
+            require_int8("OpenVINO", spec.openvino_int8, int8_loss)
+            unchecked = spec
+        spec = unchecked
+        write_spec(draft, spec)
         size = sum(file.stat().st_size for file in draft.iterdir()) / 1e6
     return ExportReport(directory, spec, agreement, size, time.monotonic() - start)
 
@@ -338,6 +348,30 @@ def _write_int8(
         shutil.copy2(raw_file, file)
     noted = {"files": _INT8_FILES, "max_score_error": off.score, "max_box_error": off.box}
     return spec.onnx.model_copy(update=noted)
+
+
+def require_int8(runtime: str, section: ModelFileSection | None, most: float) -> None:
+    """Raises ExportError where the quantised file loses too much."""
+    if section is None:
+        return
+    found = section.sample
+    if found is not None:
+        is_too_much = found.mAP_eager - found.mAP > most
+        what = (
+            f"mAP is {found.mAP:.4f} on {found.images} validation images, eager "
+            f"{found.mAP_eager:.4f}; it may lose {most:g}"
+        )
+    else:
+        allowed = max(most, INT8_SCORE)
+        is_too_much = section.max_score_error > allowed
+        what = f"scores are off by up to {section.max_score_error:.2f}, and may be by {allowed:g}"
+    if is_too_much:
+        raise ExportError(
+            f"in {runtime} {what}; nothing was kept",
+            code="int8_loses",
+            where=section.files[0],
+            fix="leave out --int8, give more --calibration images, or allow more with --int8-loss",
+        )
 
 
 def _require_usable(model: ImageModel, spec: InferenceSpec) -> None:
@@ -758,6 +792,9 @@ def readable(
 
 # A score at a threshold may fall on the other side; on few images one box is much.
 MAP_TOLERANCE = 0.01
+# Of any raw score, where no mAP tells what it costs.  Sound files were off by 0.05 to 0.25, a wrong
+# one by 0.33 to 0.54.
+INT8_SCORE = 0.3
 
 
 @dataclass(frozen=True)

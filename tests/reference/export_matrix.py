@@ -138,10 +138,16 @@ def _export(
     spec = subject.spec.model_copy(update=changed)
     if isinstance(subject.model, Detector):
         export_model(
-            subject.model, directory, spec, _FILES, form.nms_in_graph, calibration=calibration
+            subject.model,
+            directory,
+            spec,
+            _FILES,
+            form.nms_in_graph,
+            calibration=calibration,
+            int8_loss=1,
         )
     else:
-        export_model(subject.model, directory, spec, _FILES, calibration=calibration)
+        export_model(subject.model, directory, spec, _FILES, calibration=calibration, int8_loss=1)
 
 
 def _row(subject: Subject, name: Format, form: Form, directory: Path) -> Row:

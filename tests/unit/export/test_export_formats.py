@@ -13,7 +13,9 @@ from tests.forked import ROOT
 
 
 def asked(form: str) -> argparse.Namespace:
-    return argparse.Namespace(format=form, int8=False, calibration=None, weights="run")
+    return argparse.Namespace(
+        format=form, int8=False, calibration=None, int8_loss=None, weights="run"
+    )
 
 
 @pytest.mark.parametrize("form", [name for names in ROADS for name in names])

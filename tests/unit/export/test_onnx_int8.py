@@ -17,11 +17,13 @@ from ppdist.export.export import (
     export_model,
     precision_on,
     readable,
+    require_int8,
     spread,
     take_sample,
 )
 from ppdist.export.predictor import EagerPredictor, ExportedPredictor, open_graph
-from ppdist.export.spec import read_spec, write_spec
+from ppdist.export.spec import ModelFileSection, SampleSection, read_spec, write_spec
+from ppdist.runtime.predictor import OpenVinoGraph
 from tests.errors import raises
 from tests.forked import run_tool
 from tests.unit.export.tiny import NMS, SIZE, pictures, tiny_model, tiny_spec
@@ -119,7 +121,7 @@ def test_accuracy_of_each_file_is_noted_beside_eager(
     directory = tmp_path / "model"
     export_model(
         tiny_model(), directory, tiny_spec(), ["paddle", "onnx"],
-        calibration=list(pictures(6)), validation=validation,
+        calibration=list(pictures(6)), validation=validation, int8_loss=1,
     )  # fmt: skip
     spec = read_spec(directory)
     for section in (spec.paddle, spec.onnx, spec.onnx_int8):
@@ -190,6 +192,51 @@ def test_int8_file_with_broken_nms_is_not_kept(
             tiny_model(), tmp_path / "model", tiny_spec(), ["onnx"], calibration=list(pictures(2))
         )
     assert not (tmp_path / "model").exists()
+
+
+def described(eager: float, reached: float, score_error: float = 0.1) -> ModelFileSection:
+    sample = SampleSection(images=80, mAP_eager=eager, mAP=reached) if eager else None
+    return ModelFileSection(
+        files=("model_int8.onnx",),
+        nms_in_graph=True,
+        outputs=(),
+        max_score_error=score_error,
+        sample=sample,
+    )
+
+
+@pytest.mark.parametrize(
+    ("section", "most", "is_kept"),
+    [
+        (described(0.70, 0.69, score_error=0.9), 0.02, True),  # mAP counts where it is known
+        (described(0.70, 0.64), 0.02, False),
+        (described(0.70, 0.64), 0.1, True),
+        (described(0, 0, score_error=0.25), 0.02, True),
+        (described(0, 0, score_error=0.33), 0.02, False),
+        (described(0, 0, score_error=0.33), 1, True),
+        (None, 0.0, True),
+    ],
+)
+def test_int8_that_loses_more_than_it_may_is_refused(
+    section: ModelFileSection | None, most: float, is_kept: bool
+) -> None:
+    if is_kept:
+        require_int8("OpenVINO", section, most)
+    else:
+        with raises("int8_loses"):
+            require_int8("OpenVINO", section, most)
+
+
+@pytest.mark.skipif(not find_spec("openvino"), reason="OpenVINO is not installed")
+def test_int8_scores_in_openvino_are_those_of_onnx_runtime(exported: Path) -> None:
+    """With free sizes OpenVINO computes quantised graphs wrongly, so it compiles each shape."""
+    model = OpenVinoGraph(exported / "model_int8.onnx", 1)
+    reference = open_graph([exported / "model_int8.onnx"], INT8)
+    for count in (1, 3, 1):
+        scores, _ = model(pictures(count))
+        expected, _ = reference(pictures(count))
+        assert np.abs(scores - expected).max() < 0.2  # 0.35 with free sizes
+        assert np.abs(scores - expected).mean() < 0.01  # 0.03
 
 
 def test_a_model_that_cannot_be_quantised_is_one_message(tmp_path: Path) -> None:
