@@ -1,4 +1,8 @@
-"""Fixtures every test may use."""
+"""Fixtures every test may use.
+
+What many tests do has one place: errors are expected by tests/errors.raises, tools run by
+tests/forked (here, or as a process), tiny runs configured by tests/project.write_config.
+"""
 
 import gc
 import re
