@@ -348,7 +348,7 @@ def is_clone() -> bool:
 
 
 def print_table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> None:
-    """Prints a table on stdout; a long cell, such as a path, is folded."""
+    """Prints a table on stdout; long cells are folded."""
     from rich.console import Console
     from rich.markup import escape
     from rich.table import Column, Table
