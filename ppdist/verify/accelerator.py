@@ -703,7 +703,7 @@ def judge_speed(rates: Mapping[str, float], least: float, cards: bool) -> Found:
 
 
 def judge_memory(measured: Report) -> Found:
-    """Compares peak card memory of a training in float32 with a lower bound.
+    """Compares the peak memory of a card with a lower bound.
 
     Args: measured: `peak_allocated_bytes`, `peak_reserved_bytes` and `parameters`.
     """
