@@ -257,8 +257,9 @@ def on_cpu() -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (["--int8"], "--int8 is a form of the ONNX model; add --format onnx"),
-        (["--calibration", "9"], "--calibration is for --int8; add it or leave both out"),
+        (["--int8"], "--int8 needs the ONNX model; add --format onnx"),
+        (["--calibration", "9"], "--calibration needs --int8; add --int8, or leave both out"),
+        (["--int8-loss", "0.1"], "--int8-loss needs --int8; add --int8, or leave both out"),
     ],
 )
 def test_options_of_int8_alone_are_refused(
