@@ -92,13 +92,13 @@ class Detections:
         return f"<Detections{where}{at}: {self}>"
 
     def plot(self) -> np.ndarray:
-        """The image with every box drawn, uint8 RGB; one of fewer than 480 pixels is enlarged."""
+        """The image with boxes drawn, uint8 RGB; a small one is enlarged."""
         if self.track_ids is not None:
             return _draw_tracks(self)
         return draw_boxes(self.image, self.boxes_xyxy, self.class_ids, self.names, self.scores)
 
     def save(self, path: str | Path) -> Path:
-        """Writes `plot()` to a file; its suffix says the format.  A file there is replaced.
+        """Writes `plot()` to a file in the format of its suffix.
 
         Raises: DataError: OpenCV writes no such format; UserError: it cannot be written.
         """
@@ -107,7 +107,7 @@ class Detections:
         return path
 
     def show(self) -> None:
-        """Shows `plot()`: in a notebook below the cell, on a desktop in its viewer of images.
+        """Shows `plot()` below a notebook's cell, or in the desktop's viewer.
 
         Where there is neither, a line names the file that it is written to.
         """
@@ -160,7 +160,7 @@ class Detections:
         return found
 
     def to_yolo(self, scores: bool = False) -> str:
-        """As a YOLO label file: `class x_centre y_centre width height` per line, 0..1.
+        """YOLO label file: `class x_centre y_centre width height` per line, 0..1.
 
         Args: scores: a sixth column, which is no part of a label for training.
         """
@@ -214,7 +214,7 @@ class Detections:
         )
 
     def to_pandas(self) -> Any:
-        """As a `pandas.DataFrame`: x1, y1, x2, y2, score, class_id, name, one row an object.
+        """`pandas.DataFrame`: x1, y1, x2, y2, score, class_id, name per object.
 
         Raises: ConfigError: that package is not installed.
         """
@@ -235,7 +235,7 @@ def _has_desktop() -> bool:
 
 
 def counted(names: Iterable[str]) -> str:
-    """Such as "4 person, 1 bus", of equal numbers the first met; "nothing" of none."""
+    """Counts such as "4 person, 1 bus"; "nothing" of none."""
     return ", ".join(f"{n} {name}" for name, n in Counter(names).most_common()) or "nothing"
 
 

@@ -51,7 +51,7 @@ Predict = Callable[[Sequence[np.ndarray]], list[np.ndarray]]  # see LoadedModel.
 
 
 class EagerGraph:
-    """A dygraph model as a graph: put into eval mode, with its suppression at the end.
+    """A dygraph model as a graph, with its suppression at the end.
 
     nms: of a detector.
     """
@@ -74,7 +74,7 @@ class EagerGraph:
 
 @dataclass(frozen=True)
 class LoadedModel:
-    """A detector or classifier with its weights, and all it needs to use them.
+    """A detector or classifier with all it needs to be used.
 
     spec: names, sizes, thresholds.  graph: what computes its outputs.  nms_in_graph: whether these
     are what is left after suppression.  predictor: what puts images through it.
@@ -106,7 +106,7 @@ def load_weights(
     *,
     names_alone: bool = False,
 ) -> LoadedModel:
-    """A model of a config with weights, fused, on the device that was chosen before.
+    """Model of a config with weights, fused, on the chosen device.
 
     Args:
         weights: see `models.weights.load_weights`.
@@ -197,7 +197,7 @@ def runtime_of(
 
 
 def export_folder(path: Path) -> Path | None:
-    """The folder of an export that a path means: itself, or that of a file of it; None: none."""
+    """Folder of an export, given itself or one of its files."""
     if path.is_dir():
         return path if (path / SPEC_FILE).is_file() else None
     beside = path.suffix.lower() in (".onnx", ".xml", ".pdiparams", ".pdmodel", ".json", ".yml")
@@ -230,7 +230,7 @@ def with_iou(model: LoadedModel, iou: float) -> Predict:
 
 
 def suppressed(rows_R6: np.ndarray, iou: float) -> np.ndarray:
-    """Rows without those that overlap a better one of their class by more."""
+    """Rows that no better one of their class overlaps by more."""
     if not len(rows_R6):
         return rows_R6
     scores_RC = np.zeros((len(rows_R6), int(rows_R6[:, 0].max()) + 1), np.float32)
@@ -329,7 +329,7 @@ def require_task(spec: InferenceSpec, task: str, where: str) -> None:
 def predictions(
     predict: Predict, frames: Iterator[Frame], batch: int
 ) -> Iterator[tuple[Frame, np.ndarray]]:
-    """Each frame with what the model finds in it, so many at once, the last ones fewer."""
+    """Yields each frame with its predictions, computed in batches."""
     while group := list(islice(frames, batch)):
         yield from zip(group, predict([frame.image_HW3 for frame in group]))
 

@@ -29,8 +29,11 @@ _NOT_UTF8 = "backslashreplace"  # of names: to JSON the same name
 
 
 def require_own_folder(out: Path, source: Path) -> None:
-    """Raises: ConfigError: pictures written to `out` would replace those of `source`, or those
-    already in it would pass for results and not be looked at."""
+    """Refuses an `out` whose files would be replaced or taken for results.
+
+    Raises: ConfigError: pictures written to it would replace those of `source`, or those already in
+        it would pass for results and be skipped.
+    """
     folder = (source if source.is_dir() else source.parent).resolve()
     above = folder.parents if source.is_dir() else ()
     if out.resolve() in (folder, *above):
@@ -51,7 +54,7 @@ def require_own_folder(out: Path, source: Path) -> None:
 
 
 def require_no_foreign_files(out: Path, names: Iterable[str]) -> None:
-    """Raises: ConfigError: one of these is in `out` already, and no run of this tool wrote it."""
+    """Raises ConfigError if one of these is in `out` and not ours."""
     there = [name for name in names if (out / name).exists()]
     own = own_results(out) if there else set()
     taken = [name for name in there if name not in own]
@@ -65,7 +68,7 @@ def require_no_foreign_files(out: Path, names: Iterable[str]) -> None:
 
 
 def own_results(out: Path) -> set[str]:
-    """Files and folders in `out` that runs of this tool have written, as its JSON says."""
+    """Files and folders in `out` that earlier runs have written."""
     own: set[str] = set()
     for name in FILES.values():
         try:
@@ -78,7 +81,7 @@ def own_results(out: Path) -> set[str]:
 
 
 def picture_names(names: Sequence[str], films: Iterable[str] = ()) -> list[str]:
-    """What the pictures of some sources are called, no two alike: videos become .mp4.
+    """A unique picture name for each source; videos become .mp4.
 
     Args: films: those of `names` that are videos, whatever they are called.
     """
@@ -96,7 +99,7 @@ def picture_names(names: Sequence[str], films: Iterable[str] = ()) -> list[str]:
 
 
 class Pictures:
-    """The pictures that are written: an image as it is called, all frames of a video as one.
+    """Writes pictures: an image under its name, a video as one file.
 
     Nothing is created when nothing is written.  Raises: UserError: the disk or OpenCV refused.
 
@@ -161,7 +164,7 @@ class Results:
         self.images: list[dict[str, Any]] = []
 
     def write(self) -> Path:
-        """Ends the last video; writes the JSON file.  Raises: UserError: it cannot be written."""
+        """Ends the last video and writes the JSON file; raises UserError."""
         self.pictures.close()
         file = self.out / FILES[self.spec.task]
         files = sorted({*own_results(self.out), *self.files()})
@@ -173,11 +176,11 @@ class Results:
         raise NotImplementedError
 
     def hint(self, threshold: float) -> str:
-        """What to try where nothing was found at or above a score; "": nothing."""
+        """What to try where nothing was found; "": nothing."""
         return ""
 
     def files(self) -> Iterator[str]:
-        """What is written, relative to the folder: files, and folders whose files are."""
+        """Files and folders that are written, relative to the output folder."""
         yield FILES[self.spec.task]
         yield from self.pictures.files
 
@@ -229,12 +232,12 @@ class Objects(Results):
             self._write_crops(frame, found)
 
     def note_highest(self, frame: Frame, rows_R6: np.ndarray) -> None:
-        """Remembers the highest score, for `hint`.  Args: rows_R6: of any score, best first."""
+        """Remembers the highest score for `hint`; rows_R6 has it first."""
         if len(rows_R6) and rows_R6[0, 1] > self._highest[0]:
             self._highest = float(rows_R6[0, 1]), frame.name
 
     def hint(self, threshold: float) -> str:
-        """What to try where nothing was found at or above a score; "": something was."""
+        """What to try where nothing was found; "": nothing."""
         if self._annotations:
             return ""
         score, name = self._highest
@@ -244,7 +247,7 @@ class Objects(Results):
         return f"{nothing}; highest score {score:.2g} in {name}: try --threshold {below(score):g}"
 
     def said(self, frames: Sequence[Sequence[Detection]]) -> str:
-        """What was found in one image, or in all frames of a video, in a few words; "": nothing."""
+        """Short summary of one image, or of all frames of a video."""
         objects = [one for frame in frames for one in frame]
         if not objects:
             return ""
@@ -322,7 +325,7 @@ class Objects(Results):
 
 
 def below(score: float) -> float:
-    """A number of one digit that is not above a score: 0.1 for 0.12."""
+    """Number of one digit not above a score: 0.1 for 0.12."""
     unit = 10.0 ** math.floor(math.log10(score))
     return round(math.floor(score / unit + 1e-9) * unit, 12)
 
@@ -337,7 +340,7 @@ class Classes(Results):
     """Of a classifier."""
 
     def add(self, frame: Frame, probabilities_C: np.ndarray) -> dict[str, Any]:
-        """Notes and draws the five surest classes; returns the entry of the JSON file."""
+        """Notes and draws the five surest classes; returns their JSON entry."""
         image, names = self.note(frame), self.spec.class_names
         ranking = rank(probabilities_C[None], np.zeros(1, np.int64), np.zeros(1, np.int64))
         labels_K, scores_K = ranking.labels_NK[0], ranking.scores_NK[0]
@@ -348,7 +351,7 @@ class Classes(Results):
         return image
 
     def said(self, images: Sequence[dict[str, Any]]) -> str:
-        """What one image shows, or all frames of a video, in a few words."""
+        """Short summary of one image, or of all frames of a video."""
         if len(images) == 1:
             return ", ".join(f"{kind['name']} {kind['score']:.2f}" for kind in images[0]["best"])
         first = Counter(image["best"][0]["name"] for image in images)

@@ -35,7 +35,7 @@ def sliced(predict: Predict, size: int, overlap: float, batch: int) -> Predict:
 
 
 def corners(height: int, width: int, size: int, overlap: float) -> list[tuple[int, int]]:
-    """Left and top of the slices that cover an image, the last ones moved inside."""
+    """Left and top of the slices; the last ones are moved inside."""
     step = max(1, round(size * (1 - overlap)))
 
     def starts(side: int) -> list[int]:
@@ -72,7 +72,7 @@ def _of_image(
 
 
 def _merged(rows_R6: np.ndarray, cut_R: np.ndarray) -> np.ndarray:
-    """Whole objects first; a part only where no whole object of its class covers it."""
+    """Whole objects, and parts that no whole object of their class covers."""
     whole_R6 = suppressed(rows_R6[~cut_R], _IOU)
     parts_R6 = suppressed(rows_R6[cut_R], _IOU)
     kept = [part for part in parts_R6 if not _is_covered(part, whole_R6)]

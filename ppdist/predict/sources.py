@@ -68,7 +68,7 @@ class Source:
 
 
 def is_video(place: Path | str | int) -> bool:
-    """Whether a place has frames: a video by its suffix, a camera, a stream."""
+    """Whether a place has frames: a video, a camera, a stream."""
     if isinstance(place, int):
         return True
     text = str(place)
@@ -90,7 +90,7 @@ def is_many(place: Path | str | int) -> bool:
 
 
 def expand(words: Sequence[Path | str | int], leave_out: Path | None = None) -> list[Source]:
-    """What paths, globs, addresses and cameras stand for, in order, no two of one name.
+    """Sources of paths, globs, addresses and cameras, in order, names unique.
 
     Args:
         words: file, folder (searched to its depth), pattern such as `a/**/*.jpg`, address (http,
@@ -117,7 +117,7 @@ def expand(words: Sequence[Path | str | int], leave_out: Path | None = None) -> 
 
 
 def root_of(word: Path | str | int) -> Path | None:
-    """The file, or the folder that a folder or pattern is searched from; None: none is.
+    """File or folder that a word is searched from, or None.
 
     Raises: DataError: it may not be read.
     """
@@ -131,7 +131,7 @@ def root_of(word: Path | str | int) -> Path | None:
 
 @contextmanager
 def data_errors(word: Path | str | int) -> Iterator[None]:
-    """Raises: DataError: the system refuses what is asked about a place, or it cannot be used."""
+    """Turns the system's errors and SourceError into DataError."""
     try:
         yield
     except SourceError as error:
@@ -142,7 +142,7 @@ def data_errors(word: Path | str | int) -> Iterator[None]:
 
 
 def _magic_part(parts: Sequence[str]) -> int:
-    """The first part that is a pattern, and no folder with brackets in its name."""
+    """Position of the first part that is a pattern, no bracketed folder."""
     return next(
         at
         for at, part in enumerate(parts)
@@ -179,7 +179,7 @@ def _is_pattern(word: Path | str | int) -> bool:
 
 
 def _name_of_address(text: str) -> str:
-    """A file name that an address suggests; never one of a folder above."""
+    """File name that an address suggests, never of a folder above."""
     parts = urllib.parse.urlsplit(text)
     name = Path(urllib.parse.unquote(parts.path)).name or parts.hostname or "address"
     name = "".join(each for each in name if each.isprintable() and each not in '\\:*?"<>|')
@@ -188,7 +188,7 @@ def _name_of_address(text: str) -> str:
 
 
 def _free(name: str, taken: set[str]) -> str:
-    """The name, or one like it that no other source has: `a.jpg`, `a_2.jpg`, ..."""
+    """A name that no other source has: `a.jpg`, `a_2.jpg`, ..."""
     path, chosen, number = Path(name), name, 1
     while chosen in taken:
         number += 1
@@ -201,7 +201,7 @@ def _free(name: str, taken: set[str]) -> str:
 
 
 def frames_of(source: Source, report: Callable[[str], None]) -> Iterator[Frame]:
-    """The picture of an image, or each frame of a video; what cannot be read is reported."""
+    """Yields the frames of a source; reports what cannot be read."""
     try:
         if source.is_video:
             yield from video_frames(source.place, source.name)
@@ -212,7 +212,7 @@ def frames_of(source: Source, report: Callable[[str], None]) -> Iterator[Frame]:
 
 
 def read_source(place: Path | str | int) -> np.ndarray:
-    """One image, of a file, an address or standard input, as uint8 RGB [H, W, 3].
+    """Image of a file, an address or standard input, uint8 RGB.
 
     Raises: DataError: it cannot be had, is no image, damaged, or too large.
     """
@@ -226,7 +226,7 @@ def read_source(place: Path | str | int) -> np.ndarray:
 
 
 def _lit(image_HW3: np.ndarray, of_16_bits: bool) -> np.ndarray:
-    """The image; one of 16 bits of which few are used is warned of."""
+    """The image; warns of 16 bits of which few are used."""
     if of_16_bits and is_dark(image_HW3):
         _warn_of_dark()
     return image_HW3
@@ -241,7 +241,7 @@ def _warn_of_dark() -> None:
 
 
 def _download(address: str) -> bytes:
-    """An image's bytes.  Raises: DataError: it cannot be had, or is too large."""
+    """Bytes of an image at an address; raises DataError."""
     quoted = urllib.parse.quote(address, safe="/:?#[]@!$&'()*+,;=%~")  # blanks, other letters
     request = urllib.request.Request(quoted, headers={"User-Agent": "ppdist"})
     try:
@@ -272,7 +272,7 @@ def is_picture(given: Any) -> bool:
 
 
 def as_image(given: Any) -> np.ndarray:
-    """A numpy or Pillow image, or the bytes of a file, as uint8 RGB [H, W, 3].
+    """Image that Python holds, or bytes of a file, as uint8 RGB.
 
     Raises: DataError: none of these, or pixels of another kind.
     """

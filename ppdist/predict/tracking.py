@@ -28,7 +28,7 @@ def require_tracker() -> None:
 
 
 def following(threshold: float) -> Callable[[Frame, Detections], Detections]:
-    """What follows the objects of videos, one video after the other; images stay as they are.
+    """Adds `track_ids` to the objects of each video; images stay.
 
     Args: threshold: lowest score of the boxes it gets.
     Raises: ConfigError: the package is not installed.
@@ -70,7 +70,7 @@ class Tracker:
         )
 
     def update(self, found: Detections) -> Detections:
-        """The objects of the next frame, the same boxes, with `track_ids` from 0.
+        """Objects of the next frame, with `track_ids` from 0.
 
         An object has one from its second frame on; -1: none yet.
         """

@@ -143,14 +143,17 @@ def run(arguments: argparse.Namespace) -> int:
 def predictions(
     predictor: Predictor, frames: Iterator[Frame], batch: int
 ) -> Iterator[tuple[Frame, np.ndarray]]:
-    """Yields each frame with its predictions, computed in batches; the last may be smaller."""
+    """Yields each frame with its predictions, computed in batches."""
     while group := list(itertools.islice(frames, batch)):
         yield from zip(group, predictor([frame.image_HW3 for frame in group]))
 
 
 def require_own_folder(out: Path, source: Path) -> None:
-    """Raises: PredictorError: pictures in `out` would replace those of `source`, or files already
-    in it would be taken for results and skipped."""
+    """Refuses an `out` whose files would be replaced or taken for results.
+
+    Raises: PredictorError: pictures in it would replace those of `source`, or files already in it
+        would be taken for results and skipped.
+    """
     folder = (source if source.is_dir() else source.parent).resolve()
     above = folder.parents if source.is_dir() else ()
     if out.resolve() in (folder, *above):
@@ -167,7 +170,7 @@ def require_own_folder(out: Path, source: Path) -> None:
 
 
 def require_no_foreign_pictures(out: Path, pictures: Iterable[str]) -> None:
-    """Raises: PredictorError: one of these is in `out` already, and no run of ours ended there."""
+    """Raises PredictorError if one of these is in `out` and not ours."""
     taken = [] if holds_results(out) else [name for name in pictures if (out / name).exists()]
     if taken:
         raise PredictorError(

@@ -106,7 +106,7 @@ _DENSEST = 4096  # most pixels per byte of other formats: a GIF can reach 2731
 
 
 def decode(content: bytes, reduced: int = 1, upright: bool = True) -> np.ndarray | None:
-    """The image as uint8 RGB [H, W, 3], turned upright by its EXIF data; None: not an image.
+    """Decodes an image to upright uint8 RGB; None: not an image.
 
     Grey becomes three equal channels, 16-bit channels keep their upper 8 bits, CMYK becomes RGB,
     and transparency is ignored.  Of several frames the first is used; of an animated PNG, the
@@ -135,7 +135,7 @@ def decode(content: bytes, reduced: int = 1, upright: bool = True) -> np.ndarray
 
 
 def _by_simplejpeg(jpeg: bytes, reduced: int, upright: bool) -> np.ndarray | None:
-    """None: left to OpenCV, because it is of an unusual kind, not upright, or damaged."""
+    """Decodes a usual, upright, undamaged JPEG; None: left to OpenCV."""
     size = _usual_size(jpeg, upright)
     if size is None:
         return None
@@ -153,7 +153,7 @@ def _by_simplejpeg(jpeg: bytes, reduced: int, upright: bool) -> np.ndarray | Non
 
 
 def _usual_size(jpeg: bytes, upright: bool) -> tuple[int, int] | None:
-    """(height, width) of a JPEG for every decoder; None: unsure, or `upright` turns it.
+    """(height, width) of a usual, upright JPEG; None: unsure.
 
     Walks the segments as `_jpeg_damage` does.
     """
@@ -180,7 +180,7 @@ def _usual_size(jpeg: bytes, upright: bool) -> tuple[int, int] | None:
 
 
 def _is_upright(exif: bytes) -> bool:
-    """Whether all of its first directory can be read and keeps the usual orientation."""
+    """Whether the first directory is readable and keeps the orientation."""
     if exif[:4] not in (b"II*\0", b"MM\0*"):
         return False
     order = _TIFF[exif[:4]][0]
@@ -214,7 +214,7 @@ def _without_alpha(tiff: bytes) -> bytes:
 
 
 def has_sixteen_bits(content: bytes) -> bool:
-    """Whether a PNG or TIFF has 16 bits per channel, of which the upper 8 are kept."""
+    """Whether a PNG or TIFF has 16 bits per channel."""
     if content.startswith(PNG):
         return content[24] == 16
     tiff = tiff_of(lambda at, count: content[at : at + count])
@@ -222,7 +222,7 @@ def has_sixteen_bits(content: bytes) -> bool:
 
 
 def is_dark(image_HW3: np.ndarray) -> bool:
-    """Whether the upper 8 of 16 bits use at most a quarter of their range."""
+    """Whether pixels use at most a quarter of their 8 bits."""
     return 0 < int(image_HW3.max()) < _DARK
 
 
@@ -246,7 +246,7 @@ def unread_kinds(names: Iterable[str]) -> str:
 
 
 def bmp_masks(content: bytes) -> tuple[int, int, int] | None:
-    """Masks of red, green and blue; None: there are none, or OpenCV reads them."""
+    """Masks of red, green and blue that OpenCV does not read."""
     if len(content) < _MASKS_AT + 12:
         return None
     header, _, _, _, bits, compression = struct.unpack_from("<IiiHHI", content, 14)
@@ -258,7 +258,7 @@ def bmp_masks(content: bytes) -> tuple[int, int, int] | None:
 
 
 def _masked_bmp(content: bytes, masks: tuple[int, int, int]) -> np.ndarray | None:
-    """Decodes a BMP by its masks, to 0..255, rounded; None: the masks make no sense."""
+    """Decodes a BMP by its masks; None: they make no sense."""
     (start,) = struct.unpack_from("<I", content, 10)
     width, signed_height, _, bits = struct.unpack_from("<iiHH", content, 18)
     if not all(_is_mask(mask, bits) for mask in masks):
@@ -293,7 +293,7 @@ class Damage(NamedTuple):
 
 
 def damage(content: bytes, length: int | None = None) -> Damage | None:
-    """Why a file cannot be decoded, as far as its structure shows; None: nothing found.
+    """Damage that the structure of a file shows, or None.
 
     It knows JPEG, PNG, BMP and WebP, and the size of some others; the decoder judges the rest
     (OpenCV refuses more than 2**30 pixels).
@@ -348,7 +348,7 @@ def _too_large(name: str, width: int, height: int) -> Damage | None:
 
 
 def _jpeg_damage(content: bytes) -> Damage | None:
-    """Walks the segments up to the pixels, then looks for the end of the image.
+    """Damage of a JPEG: of its segments, or a missing end.
 
     A thumbnail inside a segment has its own end; within coded pixels, 0xFF is always followed by 0,
     so 0xFFD9 there is the true end.  The walk must match the decoder's: otherwise it could jump
@@ -396,7 +396,7 @@ def _png_damage(content: bytes) -> Damage | None:
 
 
 def png_chunks(content: bytes) -> Iterator[tuple[bytes, int, int]]:
-    """(kind, where it begins, where it ends) of each whole chunk, up to the end of the image."""
+    """Yields (kind, begin, end) of each whole chunk of the image."""
     position, size = len(PNG), len(content)
     while position + 12 <= size:
         length, kind = _CHUNK.unpack_from(content, position)
@@ -438,7 +438,7 @@ def _is_mask(mask: int, bits: int) -> bool:
 
 
 def _webp_damage(content: bytes, length: int) -> Damage | None:
-    """A single picture has at most 16383 pixels a side; the canvas of several may be larger."""
+    """Damage of a WebP: a picture of over 16383 pixels a side."""
     if content[12:16] == b"VP8X" and len(content) >= 30:
         width, height = (int.from_bytes(content[at : at + 3], "little") + 1 for at in (24, 27))
         if too_large := _too_large("WebP", width, height):
@@ -448,7 +448,7 @@ def _webp_damage(content: bytes, length: int) -> Damage | None:
 
 
 def _other_sizes(content: bytes) -> Iterator[tuple[str, int, int]]:
-    """(kind, width, height) in other formats that OpenCV unpacks to many times their size.
+    """(kind, width, height) in other formats that unpack to many times.
 
     OpenCV took 21 s and 7 GB for a GIF of 627 bytes, 23 s and 13 GB for a JPEG 2000 of 265 bytes.
     """
@@ -468,7 +468,7 @@ def _other_sizes(content: bytes) -> Iterator[tuple[str, int, int]]:
 
 
 class Tiff(NamedTuple):
-    """The first picture of a TIFF, as its directory describes it (TIFF 6.0, section 8).
+    """First picture of a TIFF, by its directory (TIFF 6.0, section 8).
 
     bits: per sample.  samples: per pixel.  numbers: their kind, a key of _TIFF_NUMBERS, or 1:
     unsigned integers.  colours: their meaning.  extra: meaning of the first sample that is not a
@@ -531,7 +531,7 @@ def _tiff_damage(content: bytes) -> Damage | None:
 
 
 def unread_pixels(tiff: Tiff) -> str:
-    """Why pixels have no obvious form in 8-bit RGB, and what to do; "": they have."""
+    """Why pixels have no obvious 8-bit RGB form; "": they have."""
     if tiff.numbers in _TIFF_NUMBERS or tiff.bits > 16:
         kind = f"{tiff.bits}-bit {_TIFF_NUMBERS.get(tiff.numbers, 'integer')} numbers"
         return f"{kind}: choose the black and white values, then save as unsigned 8 or 16 bits"

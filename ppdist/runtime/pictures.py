@@ -33,7 +33,7 @@ class Frame:
 
 
 class SourceError(PredictorError):
-    """A source that cannot be used; ppdist's own commands report it with `code`."""
+    """A source that cannot be used; ppdist reports it with `code`."""
 
     def __init__(self, what: str, *, code: str, where: str, fix: str = "") -> None:
         super().__init__(f"{where}: {what}; {fix}" if fix else f"{where}: {what}")
@@ -41,7 +41,7 @@ class SourceError(PredictorError):
 
 
 def find_sources(source: Path, leave_out: Path | None, warn: Callable[[str], None]) -> list[Path]:
-    """The images and videos at a path: the file, or all below the folder, in name order.
+    """Images and videos at a path, below a folder in name order.
 
     Args:
         leave_out: a folder whose files do not count (where results are written).
@@ -80,7 +80,7 @@ def find_sources(source: Path, leave_out: Path | None, warn: Callable[[str], Non
 
 
 def is_source(file: Path, leave_out: Path | None) -> bool:
-    """Whether it is an image or video by its name, and not in the folder that is left out."""
+    """Whether a file is an image or video outside `leave_out`."""
     return (
         file.suffix.lower() in KNOWN_SUFFIXES
         and file.is_file()
@@ -95,7 +95,7 @@ def is_video(name: str | Path) -> bool:
 def frames_of(
     files: Sequence[Path], names: Sequence[str], complain: Callable[[str], None]
 ) -> Iterator[Frame]:
-    """The picture of each image file and every frame of each video, in order.
+    """Yields the images and every frame of the videos, in order.
 
     Args: complain: called with the reason for each file that cannot be read and is left out.
     """
@@ -110,7 +110,7 @@ def frames_of(
 
 
 def video_path(file: Path | str) -> str:
-    """A path for OpenCV's videos, which crash on one that is not UTF-8.
+    """Path for OpenCV's videos, which crash on one not UTF-8.
 
     Raises: SourceError: it is not UTF-8.
     """
@@ -126,7 +126,7 @@ def video_path(file: Path | str) -> str:
 
 
 def video_frames(place: Path | str | int, name: str) -> Iterator[Frame]:
-    """Yields the frames of a video file, a stream, or a camera given by its number.
+    """Yields the frames of a video, a stream or a numbered camera.
 
     Raises: SourceError: not one frame can be read.
     """
@@ -149,7 +149,7 @@ def video_frames(place: Path | str | int, name: str) -> Iterator[Frame]:
 
 
 def read_image(file: Path) -> np.ndarray:
-    """An image file as uint8 RGB [H, W, 3], turned upright by its EXIF data; see `decode`.
+    """Image file as uint8 RGB, upright by EXIF; see `decode`.
 
     Raises: PredictorError: it cannot be read, is not an image, is truncated, or is too large.
     """
@@ -167,7 +167,7 @@ def read_image(file: Path) -> np.ndarray:
 
 
 def _content(file: Path) -> bytes:
-    """Content of a regular file: a pipe would block, a device never ends."""
+    """Content of a regular file; a pipe or device would block."""
     try:
         with open(file, "rb", opener=_open_at_once) as opened:
             status = os.fstat(opened.fileno())
@@ -183,7 +183,7 @@ def _open_at_once(path: str, flags: int) -> int:
 
 
 def ahead(items: Iterator[Item], most: int) -> Iterator[Item]:
-    """The same items, produced by a thread that is up to `most` of them ahead.
+    """The same items, produced ahead by a thread, `most` at most.
 
     Exceptions of the thread are raised here; it ends when the reader stops reading.
     """

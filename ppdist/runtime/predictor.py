@@ -43,7 +43,7 @@ Backend = Literal["auto", "paddle", "onnx", "openvino", "tensorrt"]
 
 
 class PredictorError(ValueError):
-    """An error that the user can fix: the message says where, what was found, what to do."""
+    """An error that the user can fix; the message says how."""
 
 
 class Graph(Protocol):
@@ -56,7 +56,7 @@ class Graph(Protocol):
 
 
 class Predictor:
-    """An exported detector or classifier.  Any thread may call it, several at once.
+    """An exported detector or classifier; any threads may call it.
 
     With Paddle Inference and OpenVINO, calls run one after another, because a model has one set of
     inputs; ONNX Runtime runs several at once.
@@ -169,7 +169,7 @@ class Predictor:
         return batch_B3HW
 
     def run(self, batch_B3HW: np.ndarray) -> tuple[np.ndarray, ...]:
-        """Outputs of the graph; if its batch is fixed, images run one by one."""
+        """Outputs of the graph; a fixed batch runs image by image."""
         if self.spec["input"]["dynamic_batch"] or len(batch_B3HW) == 1:
             return self._graph(batch_B3HW)
         each = [self._graph(batch_B3HW[at : at + 1]) for at in range(len(batch_B3HW))]
@@ -193,7 +193,7 @@ class Predictor:
         return [self._in_image(rows_R6, size) for rows_R6, size in zip(found, sizes)]
 
     def _in_image(self, rows_R6: np.ndarray, size: tuple[int, int]) -> np.ndarray:
-        """Rows from input pixels to pixels of an image of (height, width), best first."""
+        """Rows in pixels of an image of (height, width), best first."""
         rows_R6 = rows_R6[np.argsort(-rows_R6[:, 1], kind="stable")]  # a copy
         height, width = size
         place = placed(size, self.spec["input"]["size"], self.spec["resize"]["mode"])
@@ -214,7 +214,7 @@ class Place(NamedTuple):
 
 
 def placed(size: tuple[int, int], input_size: tuple[int, int], mode: str) -> Place:
-    """Position of an image of one (height, width) in an input of another.
+    """Position of an image in an input; sizes are (height, width).
 
     Args: mode: stretch or letterbox; infer.yml has the formulas.
     """
@@ -228,7 +228,7 @@ def placed(size: tuple[int, int], input_size: tuple[int, int], mode: str) -> Pla
 
 
 def fit(image_HW3: np.ndarray, size: tuple[int, int], resize: dict[str, Any]) -> np.ndarray:
-    """Resizes an image to the height and width of the input, as evaluation in training does."""
+    """Resizes an image to the input's (height, width), as evaluation does."""
     interpolation = _INTERPOLATIONS[resize["interpolation"]]
     height, width = size
     if resize["mode"] == "centre_crop":
@@ -261,7 +261,7 @@ def _centre(image_HW3: np.ndarray, size: tuple[int, int]) -> np.ndarray:
 
 
 def suppress(scores_NC: np.ndarray, boxes_N4: np.ndarray, nms: dict[str, Any]) -> np.ndarray:
-    """Class-wise non-maximum suppression of one image, as the graphs that contain it do.
+    """Class-wise non-maximum suppression of one image, as in exported graphs.
 
     A prediction counts for every class with a score above `score_threshold` (with `multi_label`
     off: for its best only).  In each class the best `candidates` compete; one is dropped if its IoU
@@ -292,7 +292,10 @@ def suppress(scores_NC: np.ndarray, boxes_N4: np.ndarray, nms: dict[str, Any]) -
 def _kept(
     boxes_P4: np.ndarray, labels_P: np.ndarray, scores_P: np.ndarray, threshold: float, most: int
 ) -> list[int]:
-    """Indices of the predictions to keep, best first; the input is sorted by class, best first."""
+    """Indices of the predictions to keep, best first.
+
+    The predictions are sorted by class, best first.
+    """
     x1_P, y1_P, x2_P, y2_P = np.ascontiguousarray(boxes_P4.T)
     area_P = np.maximum(x2_P - x1_P, 0) * np.maximum(y2_P - y1_P, 0)
     ends_P = np.searchsorted(labels_P, labels_P, side="right")
@@ -552,7 +555,7 @@ def default_threshold(spec: dict[str, Any]) -> tuple[float, str]:
 
 
 def lost_below(spec: dict[str, Any], threshold: float) -> str:
-    """A warning if the model itself drops boxes above the threshold; "": none."""
+    """Warning where the model itself drops wanted boxes; "": none."""
     least = spec["nms"]["score_threshold"] if spec.get("nms") else 0.0
     if threshold >= least:
         return ""
@@ -564,7 +567,7 @@ def lost_below(spec: dict[str, Any], threshold: float) -> str:
 
 
 def chosen_backend(spec: dict[str, Any], backend: str, device: str, kind: str) -> str:
-    """The requested backend, or the fastest of those that are installed and checked.
+    """The requested backend, or the fastest installed and checked one.
 
     Checked: the export compared its outputs with the model's.  For Paddle and ONNX Runtime it
     always does; for OpenVINO if infer.yml has a section `openvino`.  Fastest: in the measurements
@@ -601,7 +604,7 @@ def _part(backend: str, int8: bool) -> str:
 
 
 def _unusable(name: str, spec: dict[str, Any], device: str, kind: str) -> str | None:
-    """Why a backend cannot run an export on a device; None: it can."""
+    """Why a backend cannot run an export; None: it can."""
     if kind == "int8" and name in ("paddle", "tensorrt"):
         return "an int8 model runs in ONNX Runtime or OpenVINO only"
     if kind == "bfloat16" and name != "openvino":

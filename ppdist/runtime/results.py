@@ -84,7 +84,7 @@ class Results:
         return f"{len(self.objects)} objects in {len(self.images)} images"
 
     def write(self, as_csv: bool) -> Path:
-        """Ends the last video; writes the JSON file, and a CSV file with the same if asked."""
+        """Ends the last video; writes the JSON file, CSV if asked."""
         self._writer.close()
         task = self._spec["task"]
         pairs = zip(self._spec["category_ids"], self._spec["class_names"])
@@ -141,7 +141,7 @@ class Results:
 
 
 class _Pictures:
-    """Writes pictures: an image under its name, all frames of a video into one file."""
+    """Writes pictures: an image under its name, a video as one file."""
 
     def __init__(self, out: Path, names: dict[str, str]) -> None:
         self._out, self._names = out, names
@@ -198,7 +198,7 @@ def picture_names(names: list[str]) -> dict[str, str]:
 
 
 def draw_boxes(canvas_HW3: np.ndarray, rows_R6: np.ndarray, class_names: list[str]) -> None:
-    """Outlines boxes (rows of class, score, x1, y1, x2, y2) in place, the highest score on top."""
+    """Outlines boxes in place, the highest score on top."""
     height, width = canvas_HW3.shape[:2]
     thickness = max(2, round(max(height, width) / 320))
     limits = np.array([width - 1, height - 1, width - 1, height - 1])
@@ -214,7 +214,7 @@ def draw_boxes(canvas_HW3: np.ndarray, rows_R6: np.ndarray, class_names: list[st
 
 
 def draw_classes(canvas_HW3: np.ndarray, best: list[dict[str, Any]]) -> None:
-    """Writes the best classes into the upper left corner, in place, as many as fit."""
+    """Writes the best classes that fit into the upper left corner."""
     top = 0
     for kind in best:
         text = f"{_readable(kind['name'], kind['class'])} {kind['score']:.2f}"
@@ -242,7 +242,7 @@ def _plate_size(canvas_HW3: np.ndarray, text: str) -> tuple[int, int]:
 def _draw_plate(
     canvas_HW3: np.ndarray, corner: tuple[int, int], text: str, colour: tuple[int, int, int]
 ) -> None:
-    """Draws a text on a filled rectangle, with its upper left corner at `corner`."""
+    """Draws a text on a filled rectangle from its upper left `corner`."""
     left, top = corner
     wide, tall = _plate_size(canvas_HW3, text)
     scale = _scale(canvas_HW3)

@@ -133,7 +133,7 @@ def read_index(annotations: Path) -> tuple[list[str], tuple[str, ...]]:
 
 
 def _texts(file: Path, complain: Complain) -> Iterator[BinaryIO | None]:
-    """None: the file as it is; then, where that is not UTF-8, the whole text to guess from.
+    """None, the file itself; then, if not UTF-8, its guessed text.
 
     Raises: DataError: its encoding is none that is read.
     """

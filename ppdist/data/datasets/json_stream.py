@@ -78,6 +78,8 @@ class Scanner:
         """
         self._more(_PIECE)
         self._held = self._held.removeprefix(_BOM)
+        if self._held.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)):
+            raise self._wrong("UTF-16 text; save it as UTF-8")
         self._expect(b"{", "Expecting an object")
         if self._next() == b"}":
             self._drop(1)
@@ -123,12 +125,12 @@ class Scanner:
         self._held = self._held[count:]
 
     def _wrong(self, what: str, before: str = "") -> NotJson:
-        """The error at a place.  Args: before: held characters in front of it."""
+        """Error at a place, `before` held characters from the next byte."""
         self._drop(len(before.encode()))
         return NotJson(f"{what}: line {self._line} column {self._column}")
 
     def _next(self) -> bytes:
-        """The next byte that is not blank, which stays held; b"": the end."""
+        """Next byte that is not blank, still held; b"": the end."""
         while True:
             self._drop(_SPACE.match(self._held).end())  # type: ignore[union-attr]
             if self._held or self._ended:
@@ -141,7 +143,7 @@ class Scanner:
         self._drop(1)
 
     def _value(self) -> Any:
-        """Parses a key, or a top-level value that is not a list, such as `info`."""
+        """Parses a key, or a top-level value other than a list."""
         self._next()
         wanted = 1 << 12
         while True:
@@ -167,7 +169,7 @@ class Scanner:
         return wanted * 4
 
     def _elements(self) -> Iterator[list[Any]]:
-        """Yields the elements of the list whose bracket was parsed, some at a time."""
+        """Yields the elements of the opened list, some at a time."""
         if self._next() == b"]":
             self._drop(1)
             yield []

@@ -322,7 +322,7 @@ _CROP_TRIES = 50
 
 
 class GeometryParams(NamedTuple):
-    """What the input shows of an image or a mosaic; the steps change it.
+    """What the input shows of an image or a mosaic.
 
     width, height: of the image, or of the mosaic's canvas, in pixels.
     size: (height, width) of the input.
@@ -350,14 +350,14 @@ class GeometryParams(NamedTuple):
         return cls(width, height, size, boxes_M4, np.array([0.0, 0.0, width, height]))
 
     def moved_by(self, matrix_33: np.ndarray) -> "GeometryParams":
-        """The same, moved by one more matrix, in input pixels from its middle."""
+        """The same with one more matrix, about the middle, input pixels."""
         if self.matrix_33 is not None:
             matrix_33 = matrix_33 @ self.matrix_33
         return self._replace(matrix_33=matrix_33)
 
     @property
     def view_33(self) -> np.ndarray:
-        """Pixels of the mosaic's canvas, or of the placed window, -> pixels of the input."""
+        """Pixels of canvas or placed window -> pixels of the input."""
         target = np.array(self.size[::-1]) / 2
         middle = np.array([self.width, self.height]) / 2 if self.window is None else target
         mirror = np.where([self.mirror_x, self.mirror_y], -1.0, 1.0)
@@ -381,7 +381,7 @@ class GeometryParams(NamedTuple):
 def expand(
     params: GeometryParams, augment: AugmentConfig, rng: np.random.Generator
 ) -> GeometryParams:
-    """Random window that holds the present one, of 1 to expand_most times its sides."""
+    """Random window around the present one, up to expand_most as long."""
     if params.window is None or rng.random() >= augment.expand:
         return params
     sides = params.window[2:] - params.window[:2]
@@ -393,7 +393,7 @@ def expand(
 def crop(
     params: GeometryParams, augment: AugmentConfig, rng: np.random.Generator
 ) -> GeometryParams:
-    """Random part of the window whose IoU with some box reaches a random threshold.
+    """Random part of the window whose IoU with some box suffices.
 
     Thresholds are tried in random order, each with 50 random parts of aspect 0.5 to 2; the part
     holds the centre of a box, at least.  One of the thresholds, and failing at all, is no crop.
@@ -436,7 +436,7 @@ def flip_vertical(
 def affine(
     params: GeometryParams, augment: AugmentConfig, rng: np.random.Generator
 ) -> GeometryParams:
-    """Random turn, zoom, slant, shift and tilt about the middle of the input."""
+    """Random turn, zoom, slant, shift and tilt about the middle."""
     config = augment.affine
     if not config.moves and params.window is not None:
         return params  # a mosaic has always drawn these numbers, and its samples stay
