@@ -367,8 +367,9 @@ class Detector:
         batch: int,
         track: bool,
     ) -> Iterator[Detections]:
-        from ppdist.predict.model import detections, predictions
+        from ppdist.predict.model import detections
         from ppdist.predict.tracking import following
+        from ppdist.runtime.pictures import predictions
 
         follow = following(choice.threshold) if track else lambda frame, found: found
         for frame, rows_R6 in predictions(predict, frames, batch):

@@ -89,20 +89,19 @@ def main() -> int:
         made_by = Path(arguments.model or arguments.weights or "")
         arguments.out = folder_for(made_by, "predictions")
     from ppdist.common.files import make_folder
-    from ppdist.predict.model import predictions
     from ppdist.predict.results import (
         FILES,
         FOLDERS,
         TABLE,
         Classes,
         Objects,
-        Pictures,
-        picture_names,
         require_no_foreign_files,
         require_own_folder,
     )
     from ppdist.predict.sources import expand, frames_of, root_of
     from ppdist.predict.tracking import require_tracker
+    from ppdist.runtime.pictures import predictions
+    from ppdist.runtime.results import Pictures, picture_names
 
     for root in map(root_of, arguments.source):
         if root is not None:

@@ -20,13 +20,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import cv2
 import numpy as np
 from PIL import Image, ImageShow
 
-from ppdist.common.errors import ConfigError, DataError
-from ppdist.common.files import make_parent, writing
-from ppdist.runtime.decoder import format_of
+from ppdist.common.errors import ConfigError
+from ppdist.common.files import make_parent
+from ppdist.predict.sources import data_errors
+from ppdist.runtime import results as runtime
 from ppdist.viz.draw import PALETTE, draw_boxes, draw_labelled, readable
 
 _DISPLAYS = ("DISPLAY", "WAYLAND_DISPLAY")  # what a desktop sets
@@ -244,17 +244,9 @@ def write_picture(path: Path, image_HW3: np.ndarray) -> None:
 
     Raises: DataError: OpenCV writes no such format; UserError: it cannot be written.
     """
-    image_bgr = cv2.cvtColor(image_HW3, cv2.COLOR_RGB2BGR)
-    try:
-        # cv2.imwrite crashes on a name that is not UTF-8.
-        done, content = cv2.imencode(format_of(path.suffix), image_bgr)
-    except cv2.error:
-        done = False
-    if not done:
-        raise DataError("this format cannot hold the image", code="picture_format", where=str(path))
     make_parent(path)
-    with writing(path):
-        path.write_bytes(content.tobytes())
+    with data_errors(path):
+        runtime.write_picture(path, image_HW3)
 
 
 def _draw_tracks(found: Detections) -> np.ndarray:

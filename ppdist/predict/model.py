@@ -10,9 +10,8 @@ computes the outputs.
 
 import difflib
 import logging
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from itertools import islice
 from pathlib import Path
 from typing import Literal, cast, get_args
 
@@ -324,14 +323,6 @@ def require_task(spec: InferenceSpec, task: str, where: str) -> None:
             where=where,
             fix="a classifier is used by `ppdist predict`",
         )
-
-
-def predictions(
-    predict: Predict, frames: Iterator[Frame], batch: int
-) -> Iterator[tuple[Frame, np.ndarray]]:
-    """Yields each frame with its predictions, computed in batches."""
-    while group := list(islice(frames, batch)):
-        yield from zip(group, predict([frame.image_HW3 for frame in group]))
 
 
 def detections(frame: Frame, rows_R6: np.ndarray, spec: InferenceSpec) -> Detections:

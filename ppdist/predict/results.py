@@ -8,16 +8,16 @@ from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-import cv2
 import numpy as np
 
-from ppdist.common.errors import ConfigError, DataError
+from ppdist.common.errors import ConfigError
 from ppdist.common.files import make_parent, write_json, writing
 from ppdist.export.spec import InferenceSpec
 from ppdist.metrics.classification import best_classes, rank
 from ppdist.predict.detections import Detection, Detections, counted, write_picture
-from ppdist.predict.sources import Frame, data_errors, is_video
-from ppdist.runtime.pictures import video_path
+from ppdist.predict.sources import data_errors
+from ppdist.runtime.pictures import Frame
+from ppdist.runtime.results import Pictures
 from ppdist.viz.draw import draw_classes
 
 FOLDERS = {"yolo": "labels", "voc": "annotations", "crops": "crops"}  # below the results
@@ -78,79 +78,6 @@ def own_results(out: Path) -> set[str]:
         except (OSError, ValueError, LookupError, TypeError, RecursionError):
             continue  # absent, or somebody else's
     return own
-
-
-def picture_names(names: Sequence[str], films: Iterable[str] = ()) -> list[str]:
-    """A unique picture name for each source; videos become .mp4.
-
-    Args: films: those of `names` that are videos, whatever they are called.
-    """
-    taken, films = set(names), set(films)
-    result = []
-    for name in names:
-        chosen = name
-        if (is_video(name) or name in films) and not name.endswith(".mp4"):
-            chosen = str(Path(name).with_suffix(".mp4"))
-            while chosen in taken:
-                name = chosen = f"{name}.mp4"
-            taken.add(chosen)
-        result.append(chosen)
-    return result
-
-
-class Pictures:
-    """Writes pictures: an image under its name, a video as one file.
-
-    Nothing is created when nothing is written.  Raises: UserError: the disk or OpenCV refused.
-
-    Args:
-        out: where they go.
-        names: by the name of a source: of its picture, see `picture_names`; without it none is.
-    """
-
-    def __init__(self, out: Path, names: dict[str, str]) -> None:
-        self._out, self._names = out, names
-        self._video: cv2.VideoWriter | None = None
-        self._film = ""  # the name of the source whose video is open
-
-    @property
-    def files(self) -> Iterable[str]:
-        """What is written, relative to the folder."""
-        return self._names.values()
-
-    def wants(self, frame: Frame) -> bool:
-        """Whether a picture is written of it."""
-        return frame.name in self._names
-
-    def write(self, frame: Frame, drawn_HW3: np.ndarray) -> None:
-        """Args: drawn_HW3: uint8 RGB; of a video all have one size."""
-        if frame.name != self._film:
-            self.close()
-        file = self._out / self._names[frame.name]
-        if frame.index is None:
-            write_picture(file, drawn_HW3)
-            return
-        if self._video is None:
-            self._film, self._video = frame.name, _open_video(file, drawn_HW3, frame.rate)
-        self._video.write(cv2.cvtColor(drawn_HW3, cv2.COLOR_RGB2BGR))
-
-    def close(self) -> None:
-        """Ends the video that is open."""
-        if self._video is not None:
-            self._video.release()
-        self._video, self._film = None, ""
-
-
-def _open_video(file: Path, first_HW3: np.ndarray, rate: float) -> cv2.VideoWriter:
-    height, width = first_HW3.shape[:2]
-    make_parent(file)
-    codec = cv2.VideoWriter.fourcc(*"mp4v")
-    with data_errors(file):
-        path = video_path(file)
-    video = cv2.VideoWriter(path, codec, rate, (width, height))
-    if not video.isOpened():
-        raise DataError("this OpenCV cannot write videos", code="video_unwritable", where=str(file))
-    return video
 
 
 class Results:
@@ -223,7 +150,8 @@ class Objects(Results):
             rest = {"area": round((x2 - x1) * (y2 - y1), 2), "iscrowd": 0}
             self._annotations.append({"id": len(self._annotations) + 1, **entry, **rest})
         if self.pictures.wants(frame):
-            self.pictures.write(frame, found.plot())
+            with data_errors(self.out):
+                self.pictures.write(frame, found.plot())
         if "yolo" in self._formats:
             self._write_text(self._file(frame, "yolo", ".txt"), found.to_yolo(scores=True))
         if "voc" in self._formats:
@@ -347,7 +275,8 @@ class Classes(Results):
         image["best"] = best_classes(labels_K, scores_K, names)
         if self.pictures.wants(frame):
             drawn = draw_classes(frame.image_HW3, labels_K, names, scores_K)
-            self.pictures.write(frame, drawn)
+            with data_errors(self.out):
+                self.pictures.write(frame, drawn)
         return image
 
     def said(self, images: Sequence[dict[str, Any]]) -> str:

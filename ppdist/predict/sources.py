@@ -28,8 +28,8 @@ from ppdist.runtime.decoder import has_sixteen_bits, is_dark
 from ppdist.runtime.pictures import (
     KNOWN_SUFFIXES,
     VIDEO_SUFFIXES,
+    FileError,
     Frame,
-    SourceError,
     find_sources,
     is_source,
     video_frames,
@@ -131,10 +131,10 @@ def root_of(word: Path | str | int) -> Path | None:
 
 @contextmanager
 def data_errors(word: Path | str | int) -> Iterator[None]:
-    """Turns the system's errors and SourceError into DataError."""
+    """Turns the system's errors and FileError into DataError."""
     try:
         yield
-    except SourceError as error:
+    except FileError as error:
         raise DataError(error.what, code=error.code, where=error.where, fix=error.fix) from error
     except OSError as error:
         what, where = error.strerror or str(error), str(error.filename or word)
@@ -207,7 +207,7 @@ def frames_of(source: Source, report: Callable[[str], None]) -> Iterator[Frame]:
             yield from video_frames(source.place, source.name)
         else:
             yield Frame(source.name, None, read_source(source.place))
-    except (DataError, SourceError) as error:
+    except (DataError, FileError) as error:
         report(str(error))
 
 

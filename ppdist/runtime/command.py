@@ -14,13 +14,11 @@ import os
 import re
 import signal
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from pathlib import Path
 from typing import TextIO
 
-import numpy as np
-
-from .pictures import Frame, ahead, find_sources, frames_of
+from .pictures import ahead, find_sources, frames_of, predictions
 from .predictor import (
     USUAL_THRESHOLD,
     Predictor,
@@ -95,7 +93,7 @@ def run(arguments: argparse.Namespace) -> int:
     sources = find_sources(arguments.source, out, warn)
     root = arguments.source if arguments.source.is_dir() else arguments.source.parent
     names = [str(file.relative_to(root)) for file in sources]
-    pictures = {} if arguments.no_pictures else picture_names(names)
+    pictures = {} if arguments.no_pictures else dict(zip(names, picture_names(names)))
     require_no_foreign_pictures(out, pictures.values())
     predictor = Predictor(
         arguments.model, arguments.backend, arguments.threads, arguments.device, arguments.int8,
@@ -138,14 +136,6 @@ def run(arguments: argparse.Namespace) -> int:
     written = results.write(arguments.csv)
     say(f"{results.total()}; see {written}")
     return 0
-
-
-def predictions(
-    predictor: Predictor, frames: Iterator[Frame], batch: int
-) -> Iterator[tuple[Frame, np.ndarray]]:
-    """Yields each frame with its predictions, computed in batches."""
-    while group := list(itertools.islice(frames, batch)):
-        yield from zip(group, predictor([frame.image_HW3 for frame in group]))
 
 
 def require_own_folder(out: Path, source: Path) -> None:

@@ -32,8 +32,8 @@ class Frame:
     rate: float = 0.0  # frames a second of the video; of an image 0
 
 
-class SourceError(PredictorError):
-    """A source that cannot be used; ppdist reports it with `code`."""
+class FileError(PredictorError):
+    """A file that cannot be used; ppdist reports it with `code`."""
 
     def __init__(self, what: str, *, code: str, where: str, fix: str = "") -> None:
         super().__init__(f"{where}: {what}; {fix}" if fix else f"{where}: {what}")
@@ -46,13 +46,13 @@ def find_sources(source: Path, leave_out: Path | None, warn: Callable[[str], Non
     Args:
         leave_out: a folder whose files do not count (where results are written).
         warn: called with a line about images in unsupported formats.
-    Raises: SourceError: the path does not exist, or there is nothing to look at.
+    Raises: FileError: the path does not exist, or there is nothing to look at.
     """
     shown = " ".join(sorted(KNOWN_SUFFIXES))
     if source.is_file():
         if source.suffix.lower() not in KNOWN_SUFFIXES:
             kind = unread_kind(source.name)
-            raise SourceError(
+            raise FileError(
                 f"{kind} is not supported" if kind else "neither an image nor a video",
                 code="not_a_picture",
                 where=str(source),
@@ -60,7 +60,7 @@ def find_sources(source: Path, leave_out: Path | None, warn: Callable[[str], Non
             )
         return [source]
     if not source.is_dir():
-        raise SourceError(
+        raise FileError(
             "no such image, folder or video", code="source_not_found", where=str(source)
         )
     files = [
@@ -73,7 +73,7 @@ def find_sources(source: Path, leave_out: Path | None, warn: Callable[[str], Non
         warn(f"{source}: {unread}")
     found = [file for file in files if is_source(file, leave_out)]
     if not found:
-        raise SourceError(
+        raise FileError(
             f"no image or video in this folder ({shown})", code="no_images", where=str(source)
         )
     return found
@@ -112,12 +112,12 @@ def frames_of(
 def video_path(file: Path | str) -> str:
     """Path for OpenCV's videos, which crash on one not UTF-8.
 
-    Raises: SourceError: it is not UTF-8.
+    Raises: FileError: it is not UTF-8.
     """
     try:
         return str(file).encode().decode()
     except UnicodeEncodeError as error:
-        raise SourceError(
+        raise FileError(
             "OpenCV wants UTF-8 in a video's path",
             code="path_not_utf8",
             where=str(file),
@@ -128,7 +128,7 @@ def video_path(file: Path | str) -> str:
 def video_frames(place: Path | str | int, name: str) -> Iterator[Frame]:
     """Yields the frames of a video, a stream or a numbered camera.
 
-    Raises: SourceError: not one frame can be read.
+    Raises: FileError: not one frame can be read.
     """
     capture = cv2.VideoCapture(place if isinstance(place, int) else video_path(place))
     rate = capture.get(cv2.CAP_PROP_FPS) or USUAL_RATE
@@ -143,7 +143,7 @@ def video_frames(place: Path | str | int, name: str) -> Iterator[Frame]:
     if not index:
         kind = "video" if isinstance(place, Path) else "camera or stream"
         where = name if isinstance(place, int) else str(place)
-        raise SourceError(
+        raise FileError(
             f"no frame of this {kind} can be read", code="video_unreadable", where=where
         )
 
@@ -180,6 +180,16 @@ def _content(file: Path) -> bytes:
 
 def _open_at_once(path: str, flags: int) -> int:
     return os.open(path, flags | os.O_NONBLOCK)
+
+
+def predictions(
+    predict: Callable[[Sequence[np.ndarray]], list[np.ndarray]],
+    frames: Iterator[Frame],
+    batch: int,
+) -> Iterator[tuple[Frame, np.ndarray]]:
+    """Yields each frame with its predictions, computed in batches."""
+    while group := list(itertools.islice(frames, batch)):
+        yield from zip(group, predict([frame.image_HW3 for frame in group]))
 
 
 def ahead(items: Iterator[Item], most: int) -> Iterator[Item]:

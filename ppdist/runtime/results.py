@@ -2,8 +2,9 @@
 
 import csv
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from errno import EDQUOT, ENOSPC
 from pathlib import Path
 from typing import Any
 
@@ -11,8 +12,7 @@ import cv2
 import numpy as np
 
 from .decoder import format_of
-from .pictures import Frame, is_video, video_path
-from .predictor import PredictorError
+from .pictures import FileError, Frame, is_video, video_path
 
 # Colours (red, green, blue) that stay distinct in all common colour blindness: Okabe & Ito 2008,
 # "Color Universal Design", https://jfly.uni-koeln.de/color/, black replaced by a mid grey.
@@ -59,7 +59,7 @@ class Results:
         self.images: list[dict[str, Any]] = []
         self.objects: list[dict[str, Any]] = []
         self._spec, self._threshold = spec, threshold
-        self._writer = _Pictures(out, pictures)
+        self._writer = Pictures(out, pictures)
 
     def add(self, frame: Frame, found: np.ndarray) -> str:
         """Records and draws what the predictor found; returns a short summary."""
@@ -70,13 +70,19 @@ class Results:
         self.images.append({**image, "width": width, "height": height})
         if not self.detects:
             best = self.images[-1]["best"] = self._best_classes(found)
-            self._writer.write(frame, lambda canvas: draw_classes(canvas, best))
+            self._draw(frame, lambda canvas: draw_classes(canvas, best))
             return ", ".join(f"{kind['name']} {kind['score']:.2f}" for kind in best)
         rows_R6 = found[found[:, 1] >= self._threshold]
         self.objects += self._annotations(rows_R6, image["id"])
         names = self._spec["class_names"]
-        self._writer.write(frame, lambda canvas: draw_boxes(canvas, rows_R6, names))
+        self._draw(frame, lambda canvas: draw_boxes(canvas, rows_R6, names))
         return f"{len(rows_R6)} objects"
+
+    def _draw(self, frame: Frame, draw: Callable[[np.ndarray], None]) -> None:
+        if self._writer.wants(frame):
+            canvas_HW3 = frame.image_HW3.copy()
+            draw(canvas_HW3)
+            self._writer.write(frame, canvas_HW3)
 
     def total(self) -> str:
         if not self.detects:
@@ -93,13 +99,13 @@ class Results:
         if self.detects:
             content["annotations"] = self.objects
         file = self.out / f"{FILES[task]}.json"
-        with _writing(file):
+        with writing(file):
             text = json.dumps(content, ensure_ascii=False)
             file.write_text(text, encoding="utf-8", errors=_NOT_UTF8)
         if as_csv:
             table = file.with_suffix(".csv")
             options: dict[str, Any] = {"encoding": "utf-8", "errors": _NOT_UTF8, "newline": ""}
-            with _writing(table), table.open("w", **options) as opened:
+            with writing(table), table.open("w", **options) as opened:
                 writer = csv.writer(opened)
                 writer.writerow(_COLUMNS[task])
                 writer.writerows(self._lines())
@@ -140,60 +146,94 @@ class Results:
             yield image["file_name"], image.get("frame", ""), name, one["score"], *box
 
 
-class _Pictures:
-    """Writes pictures: an image under its name, a video as one file."""
+class Pictures:
+    """Writes pictures: an image under its name, a video as one file.
+
+    Nothing is created when nothing is written.
+
+    Args:
+        out: where they go.
+        names: name of a source -> that of its picture, see `picture_names`; others are not written.
+    """
 
     def __init__(self, out: Path, names: dict[str, str]) -> None:
         self._out, self._names = out, names
         self._video: cv2.VideoWriter | None = None
         self._film = ""  # the name of the source whose video is open
 
-    def write(self, frame: Frame, draw: Callable[[np.ndarray], None]) -> None:
-        """Args: draw: changes a uint8 RGB picture in place."""
+    @property
+    def files(self) -> Iterable[str]:
+        """Names of the pictures, relative to the folder."""
+        return self._names.values()
+
+    def wants(self, frame: Frame) -> bool:
+        """Whether a picture of it is written."""
+        return frame.name in self._names
+
+    def write(self, frame: Frame, drawn_HW3: np.ndarray) -> None:
+        """Writes one picture, or the next frame of a video.
+
+        Args: drawn_HW3: uint8 RGB; of a video all have one size.
+        Raises: FileError: the disk or OpenCV refuses.
+        """
         if frame.name != self._film:
             self.close()
-        if frame.name not in self._names:
-            return
         file = self._out / self._names[frame.name]
-        canvas = frame.image_HW3.copy()
-        draw(canvas)
-        canvas_bgr = cv2.cvtColor(canvas, cv2.COLOR_RGB2BGR)
-        with _writing(file):
-            file.parent.mkdir(parents=True, exist_ok=True)
-        if not is_video(frame.name):
-            # cv2.imwrite crashes on a name that is not UTF-8.
-            done, content = cv2.imencode(format_of(file.suffix), canvas_bgr)
-            if not done:
-                raise PredictorError(f"{file}: this format cannot hold the image")
-            with _writing(file):
-                file.write_bytes(content.tobytes())
+        if frame.index is None:
+            write_picture(file, drawn_HW3)
             return
         if self._video is None:
+            with writing(file):
+                file.parent.mkdir(parents=True, exist_ok=True)
             self._film, codec = frame.name, cv2.VideoWriter.fourcc(*"mp4v")
-            size = (canvas.shape[1], canvas.shape[0])
+            size = (drawn_HW3.shape[1], drawn_HW3.shape[0])
             self._video = cv2.VideoWriter(video_path(file), codec, frame.rate, size)
             if not self._video.isOpened():
-                raise PredictorError(f"{file}: this OpenCV cannot write videos")
-        self._video.write(canvas_bgr)
+                raise FileError(
+                    "this OpenCV cannot write videos", code="video_unwritable", where=str(file)
+                )
+        self._video.write(cv2.cvtColor(drawn_HW3, cv2.COLOR_RGB2BGR))
 
     def close(self) -> None:
+        """Ends the video that is open."""
         if self._video is not None:
             self._video.release()
         self._video, self._film = None, ""
 
 
-def picture_names(names: list[str]) -> dict[str, str]:
-    """A unique picture name for each source; videos become .mp4."""
-    taken = set(names)
-    result = {}
+def write_picture(file: Path, image_HW3: np.ndarray) -> None:
+    """Writes a uint8 RGB image in the format of the suffix.
+
+    Raises: FileError: OpenCV writes no such format, or the disk refuses.
+    """
+    try:
+        # cv2.imwrite crashes on a name that is not UTF-8.
+        image_bgr = cv2.cvtColor(image_HW3, cv2.COLOR_RGB2BGR)
+        done, content = cv2.imencode(format_of(file.suffix), image_bgr)
+    except cv2.error:
+        done = False
+    if not done:
+        raise FileError("this format cannot hold the image", code="picture_format", where=str(file))
+    with writing(file):
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_bytes(content.tobytes())
+
+
+def picture_names(names: Sequence[str], films: Iterable[str] = ()) -> list[str]:
+    """A unique picture name for each source; videos become .mp4.
+
+    Args: films: those of `names` that are videos, whatever they are called.
+    """
+    taken, films = set(names), set(films)
+    result = []
     for name in names:
         chosen = name
-        if is_video(name) and not name.endswith(".mp4"):
+        if (is_video(name) or name in films) and not name.endswith(".mp4"):
             chosen = str(Path(name).with_suffix(".mp4"))
             while chosen in taken:
-                chosen = f"{chosen}.mp4"
+                name = chosen = f"{name}.mp4"
             taken.add(chosen)
-        result[name] = chosen
+        result.append(chosen)
     return result
 
 
@@ -256,8 +296,13 @@ def _draw_plate(
 
 
 @contextmanager
-def _writing(file: Path) -> Iterator[None]:
+def writing(file: Path) -> Iterator[None]:
+    """Raises: FileError: the disk refuses."""
     try:
         yield
     except OSError as error:
-        raise PredictorError(f"{file}: cannot be written: {error.strerror}") from error
+        raise FileError(
+            f"cannot be written: {error.strerror}",
+            code="disk_full" if error.errno in (ENOSPC, EDQUOT) else "file_unwritable",
+            where=str(file),
+        ) from error

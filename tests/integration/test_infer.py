@@ -19,13 +19,10 @@ from ppdist.data.datasets.synthetic import make_shapes
 from ppdist.export.spec import describe, read_spec, validation_set
 from ppdist.models.ppyoloe import PPYOLOE
 from ppdist.models.weights import load_all_weights
-from ppdist.predict.results import (
-    Pictures,
-    picture_names,
-    require_no_foreign_files,
-    require_own_folder,
-)
-from ppdist.predict.sources import Frame, Source, expand, frames_of
+from ppdist.predict.results import require_no_foreign_files, require_own_folder
+from ppdist.predict.sources import Source, expand, frames_of
+from ppdist.runtime.pictures import Frame
+from ppdist.runtime.results import Pictures, picture_names
 from tests.errors import raises
 from tests.forked import run_tool
 from tests.media import assert_usable_by_pycocotools, write_video

@@ -948,43 +948,9 @@ _GUESSES: tuple[tuple[str, Callable[[bytes], bool]], ...] = (
 _ENCODING_NAMES = {"gb18030": "GBK", "cp1252": "Windows-1252"}
 
 
-class Encodings:
-    """Guesses the encoding of files that are not UTF-8.
-
-    It prefers one that all of them share.
-    """
-
-    def __init__(self, files: Callable[[], Iterable[str | Path]] = tuple) -> None:
-        """Takes the files of a set.
-
-        Args: files: those of a set, read when the first of them is not UTF-8.
-        """
-        self._files = files
-        self._shared: tuple[Callable[[bytes], bool], str] | None = None
-        self._looked = False
-
-    def guess(self, content: bytes) -> str | None:
-        """Guesses the encoding of a file; None: nothing fits.
-
-        Args: content: of a file that is not UTF-8.
-        """
-        if not self._looked:
-            self._shared, self._looked = self._common(), True
-        if self._shared is not None and self._shared[0](content):
-            return self._shared[1]
-        return next((encoding for encoding, fits in _GUESSES if fits(content)), None)
-
-    def _common(self) -> tuple[Callable[[bytes], bool], str] | None:
-        fitting, found = [*_GUESSES], False
-        for file in self._files():
-            try:
-                content = read_file(Path(file), MOST_TEXT)
-            except OSError:  # whoever needs it says so
-                continue
-            if not _decodes(content, "utf-8"):
-                found = True
-                fitting = [(encoding, fits) for encoding, fits in fitting if fits(content)]
-        return (fitting[0][1], fitting[0][0]) if found and fitting else None
+def guessed_encoding(content: bytes) -> str | None:
+    """Encoding that text which is not UTF-8 may have; None: nothing fits."""
+    return next((encoding for encoding, fits in _GUESSES if fits(content)), None)
 
 
 def unread_image(path: str | Path) -> str:
@@ -998,17 +964,13 @@ MOST_TEXT = 1 << 34  # 16 GiB; the JSON of two million images has six
 _XML_ENCODING = re.compile(rb"""<\?xml[^>]{1,60}encoding=["']([\w.-]{1,20})["']""")
 
 
-def read_text(
-    path: Path, complain: Complain | None = None, encodings: Encodings | None = None
-) -> str:
+def read_text(path: Path, complain: Complain | None = None) -> str:
     """Text of an annotation file, decoded as UTF-8 or another encoding.
 
     Anything but UTF-8 is what the file declares or is guessed, and an issue.  UTF-8 may begin with
     its mark.
 
-    Args:
-        complain: gets `encoding` and `line_ends`; without it only UTF-8 is read.
-        encodings: of the set that the file is one of many of.
+    Args: complain: gets `encoding` and `line_ends`; without it only UTF-8 is read.
     Raises: DataError: absent, unreadable, or in another encoding.
     """
     try:
@@ -1033,7 +995,7 @@ def read_text(
             what = f"not UTF-8 text: read as {encoding}, as it declares"
             complain(Issue("encoding", what, where=str(path)))
             return text
-    guessed = (encodings or Encodings()).guess(content)
+    guessed = guessed_encoding(content)
     if guessed is not None:
         what = f"not UTF-8 text: read as {_ENCODING_NAMES[guessed]}, a guess"
         complain(Issue("encoding", what, where=str(path)))
@@ -1046,13 +1008,13 @@ def read_text(
     )
 
 
-def read_text_of_image(path: Path, complain: Complain, encodings: Encodings | None = None) -> str:
+def read_text_of_image(path: Path, complain: Complain) -> str:
     """`read_text` of a file that annotates one image.
 
     Raises: Malformed: it cannot be read.
     """
     try:
-        return read_text(path, complain, encodings)
+        return read_text(path, complain)
     except DataError as error:
         what = f"{error.what}; {error.fix}" if error.fix else error.what
         raise Malformed(Issue("annotation_unreadable", what, where=error.where)) from error

@@ -14,7 +14,6 @@ from xml.etree import ElementTree
 
 from ppdist.common.errors import DataError
 from ppdist.data.datasets.annotations import (
-    Encodings,
     Malformed,
     area_in,
     class_names,
@@ -104,8 +103,6 @@ def _read(
     """
     result: list[tuple[RawImage, list[str]]] = []
     is_folder = annotations.is_dir()
-    folder = annotations if is_folder else root / "Annotations"
-    encodings = Encodings(lambda: xml_files(folder))
     entries = _of_folder if is_folder else _of_list
     for position, entry in enumerate(entries(root, images, annotations, complain), start=1):
         alive()
@@ -113,7 +110,7 @@ def _read(
             continue
         file, path, image_of = entry
         try:
-            tree = _parse(file, complain, encodings)
+            tree = _parse(file, complain)
             if path is None:
                 path = image_of(tree)
             if path is not None:
@@ -228,11 +225,11 @@ def _stem(root: Path, line: str) -> str:
     return line
 
 
-def _parse(file: Path, complain: Complain, encodings: Encodings) -> ElementTree.Element:
+def _parse(file: Path, complain: Complain) -> ElementTree.Element:
     if not os.path.isfile(file):
         what = "does not exist, but its image is listed"
         raise Malformed(Issue("annotation_missing", what, where=str(file)))
-    text = read_text_of_image(file, complain, encodings)
+    text = read_text_of_image(file, complain)
     with _unreadable(str(file)):
         if "<!ENTITY" in text:  # a few of them can stand for gigabytes, and no annotation has any
             raise ValueError("it defines XML entities")

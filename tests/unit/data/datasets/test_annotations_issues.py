@@ -129,7 +129,7 @@ def test_warnings_take_one_line_and_keep_training(tmp_path, caplog):
     assert [record.getMessage() for record in caplog.records] == [line]
 
 
-def test_encoding_is_the_one_that_all_files_share(tmp_path):
+def test_western_class_names_stay_western(tmp_path):
     """ "L\u00f6we" in Windows-1252 is GBK text, too, and "Caf\u00e9" is not."""
     classes = {"a": "L\u00f6we", "b": "Caf\u00e9", "c": "L\u00f6we"}
     config = voc_set(

@@ -189,6 +189,10 @@ def test_other_encodings_and_line_ends_are_read_and_said(tmp_path):
     file.write_bytes(json.dumps(content, indent=1).replace("\n", "\r\n").encode())
     read_coco_columns(tmp_path, file, issues.append)
     assert [issue.code for issue in issues] == ["encoding", "line_ends"]
+    file.write_bytes(json.dumps(content).encode("utf-16"))
+    with raises("not_json") as caught:
+        read_coco_columns(tmp_path, file, quietly)
+    assert "UTF-16" in caught.value.what
 
 
 def test_real_set_takes_the_short_way(shared_dir, monkeypatch):
