@@ -2,16 +2,14 @@
 
     outputs = graph(images_B3HW)                          open_graph
     rows_R6, ... = predict(images_B3HW)                   EagerPredictor, ExportedPredictor
-    probabilities_BC = predict(images_B3HW)               EagerClassifier, ExportedClassifier
     rows_R6 = detect(predict, image_HW3, size)            an image of any size, boxes in its pixels
-    labels_K, scores_K = best_classes_of(predict, image_HW3, size)
 
 ppdist/predict/ puts files, videos and cameras through them.
 docs/dev/performance.md says what each option of the runtimes brought.
 """
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Literal, Protocol
 
@@ -26,8 +24,7 @@ from ppdist.data.transforms.classification import resize_centre
 from ppdist.data.transforms.geometry import fitted, resize_for_evaluation
 from ppdist.export.spec import SPEC_FILE, InferenceSpec, ModelFileSection, read_spec
 from ppdist.losses.nms import multiclass_nms
-from ppdist.metrics.classification import rank
-from ppdist.models.base import Detector, ImageModel
+from ppdist.models.base import Detector
 from ppdist.runtime.predictor import (
     RUNTIMES,
     Graph,
@@ -135,33 +132,6 @@ class ExportedPredictor:
             return suppress(paddle.to_tensor(first), paddle.to_tensor(second), self.spec.nms)
 
 
-# images_B3HW, float32 RGB 0..255 -> probabilities_BC, float32
-Classifier = Callable[[np.ndarray], np.ndarray]
-
-
-class EagerClassifier:
-    """The dygraph model as it stands; it is put into eval mode."""
-
-    def __init__(self, model: ImageModel) -> None:
-        self.model = model
-        model.eval()
-
-    @paddle.no_grad()
-    def __call__(self, images_B3HW: np.ndarray) -> np.ndarray:
-        return self.model.predict(paddle.to_tensor(images_B3HW)).numpy()
-
-
-class ExportedClassifier:
-    """An exported classifier; arguments and errors: ExportedPredictor."""
-
-    def __init__(self, directory: Path, options: RuntimeOptions = DEFAULT) -> None:
-        self.spec, _, self.graph = open_exported(directory, "classify", options)
-
-    def __call__(self, images_B3HW: np.ndarray) -> np.ndarray:
-        (probabilities_BC,) = self.graph(graph_input(images_B3HW, self.spec))
-        return probabilities_BC
-
-
 def open_exported(
     directory: Path,
     task: Literal["detect", "classify"],
@@ -261,21 +231,6 @@ def detect(
 def prepare(image_HW3: np.ndarray, size: tuple[int, int], resize: Resize = "stretch") -> np.ndarray:
     """Resizes an RGB image as evaluation does; float32 [3, H, W], 0..255."""
     return resize_for_evaluation(image_HW3, size, resize).transpose(2, 0, 1).astype(np.float32)
-
-
-def best_classes_of(
-    predict: Classifier, image_HW3: np.ndarray, size: tuple[int, int]
-) -> tuple[np.ndarray, np.ndarray]:
-    """The surest classes of one image, five at most.
-
-    Args:
-        image_HW3: uint8 RGB, any size.
-        size: height and width the model gets.
-    Returns: labels_K int64, best first, and scores_K float32, 0..1.
-    """
-    probabilities_1C = predict(prepare_centre(image_HW3, size)[None])
-    ranking = rank(probabilities_1C, np.zeros(1, np.int64), np.zeros(1, np.int64))
-    return ranking.labels_NK[0], ranking.scores_NK[0]
 
 
 def prepare_centre(image_HW3: np.ndarray, size: tuple[int, int]) -> np.ndarray:

@@ -26,7 +26,6 @@ from ppdist.config.preprocess import resize_section
 from ppdist.data.image import read_image
 from ppdist.export.export import deployment_copy
 from ppdist.export.predictor import (
-    EagerClassifier,
     EagerPredictor,
     detect,
     prepare,
@@ -55,6 +54,7 @@ from tests.unit.export.tiny import (
     classifier_spec,
     exported_classifier,
     exported_detector,
+    probabilities_of,
     tiny_classifier,
     tiny_model,
     tiny_spec,
@@ -243,9 +243,9 @@ def classifier(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_a_classifier_gives_the_probabilities_of_eager(classifier: Path, backend: Any) -> None:
     images = [picture(*shape) for shape in SHAPES]
     found = Predictor(classifier, backend)(images)
-    eager = EagerClassifier(deployment_copy(tiny_classifier()))
+    model = deployment_copy(tiny_classifier())
     for image_HW3, got_C in zip(images, found, strict=True):
-        expected_1C = eager(prepare_centre(image_HW3, SIZE)[None])
+        expected_1C = probabilities_of(model, prepare_centre(image_HW3, SIZE)[None])
         np.testing.assert_allclose(got_C, expected_1C[0], atol=1e-4)
 
 

@@ -1,6 +1,7 @@
 """Exported classifiers compute what the model computes, from raw pixels to probabilities."""
 
 import json
+from functools import partial
 from pathlib import Path
 
 import cv2
@@ -13,10 +14,9 @@ from ppdist.config.evaluate import NMSConfig
 from ppdist.config.runtime import RuntimeOptions
 from ppdist.export.export import deployment_copy, export_model
 from ppdist.export.predictor import (
-    EagerClassifier,
-    ExportedClassifier,
     ExportedPredictor,
-    best_classes_of,
+    open_exported,
+    prepare_centre,
 )
 from ppdist.export.spec import InferenceSpec, read_spec, write_spec
 from ppdist.models.yolov5 import YOLOv5Classifier
@@ -26,6 +26,7 @@ from tests.unit.export.tiny import (
     classifier_spec,
     exported_classifier,
     pictures,
+    probabilities_of,
     tiny_classifier,
     tiny_spec,
 )
@@ -45,10 +46,10 @@ def exported(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_exported_classifier_gives_eager_output(
     model: YOLOv5Classifier, exported: Path, onednn: bool
 ) -> None:
-    classify = ExportedClassifier(exported, RuntimeOptions(onednn=onednn))
-    eager = EagerClassifier(deployment_copy(model))
+    _, _, classify = open_exported(exported, "classify", RuntimeOptions(onednn=onednn))
+    eager = partial(probabilities_of, deployment_copy(model))
     for images in (pictures(1), pictures(3), pictures(2, 96, 64)):
-        found_BC, expected_BC = classify(images), eager(images)
+        (found_BC,), expected_BC = classify(images), eager(images)
         assert found_BC.shape == (len(images), 7)
         np.testing.assert_allclose(found_BC, expected_BC, atol=1e-4)
         np.testing.assert_allclose(found_BC.sum(1), 1, atol=1e-5)
@@ -81,10 +82,9 @@ def test_infer_yml_suffices_for_eager_probabilities(
     predictor.run()
     (probability_C,) = predictor.get_output_handle(output["name"]).copy_to_cpu()
 
-    eager = EagerClassifier(deployment_copy(model))
-    labels_K, scores_K = best_classes_of(eager, image_HW3, SIZE)
-    assert labels_K.tolist() == np.argsort(-probability_C)[:5].tolist()
-    np.testing.assert_allclose(scores_K, probability_C[labels_K], atol=1e-4)
+    prepared_13HW = prepare_centre(image_HW3, SIZE)[None]
+    expected_1C = probabilities_of(deployment_copy(model), prepared_13HW)
+    np.testing.assert_allclose(expected_1C[0], probability_C, atol=1e-4)
 
 
 class OtherWhenStatic(YOLOv5Classifier):

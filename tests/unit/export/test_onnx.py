@@ -20,7 +20,6 @@ from ppdist.export import export as export_graph
 from ppdist.export.export import deployment_copy, export_model
 from ppdist.export.onnx import append_nms
 from ppdist.export.predictor import (
-    EagerClassifier,
     EagerPredictor,
     ExportedPredictor,
     open_graph,
@@ -37,6 +36,7 @@ from tests.unit.export.tiny import (
     classifier_spec,
     exported_detector,
     pictures,
+    probabilities_of,
     tiny_classifier,
     tiny_model,
     tiny_spec,
@@ -194,7 +194,7 @@ def test_onnx_classifier_equals_eager_probabilities(tmp_path: Path, converter: N
     assert all(found.box is None for found in report.agreement.values())
     images = pictures(3, 96, 64)
     (found_BC,) = open_graph([report.directory / "model.onnx"], ONNX)(images)
-    np.testing.assert_allclose(found_BC, EagerClassifier(model)(images), atol=1e-4)
+    np.testing.assert_allclose(found_BC, probabilities_of(model, images), atol=1e-4)
 
 
 def test_without_its_packages_onnx_says_what_to_install(

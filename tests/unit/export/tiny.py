@@ -14,6 +14,7 @@ from ppdist.config.preprocess import ResizeSection
 from ppdist.export.export import export_model
 from ppdist.export.spec import InferenceSpec, InputSection
 from ppdist.export.verify import unexplained_rows
+from ppdist.models.base import ImageModel
 from ppdist.models.ppyoloe import PPYOLOE
 from ppdist.models.yolov5 import YOLOv5Classifier
 from tests.once import for_all_workers
@@ -117,3 +118,10 @@ def exported_classifier(factory: pytest.TempPathFactory) -> Path:
         export_model(tiny_classifier(), folder / "model", classifier_spec(), FORMATS)
 
     return for_all_workers(factory, "classifier", make) / "model"
+
+
+@paddle.no_grad()
+def probabilities_of(model: ImageModel, images_B3HW: np.ndarray) -> np.ndarray:
+    """What a classifier computes in dygraph, [B, C]."""
+    model.eval()
+    return model.predict(paddle.to_tensor(images_B3HW)).numpy()
