@@ -13,9 +13,7 @@ def box_area(boxes: np.ndarray) -> np.ndarray:
 
 
 def box_iou(a_N4: np.ndarray, b_M4: np.ndarray) -> np.ndarray:
-    """IoU [N, M] of each box of `a` with each of `b`.
-
-    0 where neither has an area.
+    """IoU [N, M] of all pairs; 0 where neither has an area.
 
     Args: both xyxy, in the same unit.
     """

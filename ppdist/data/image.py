@@ -38,10 +38,7 @@ from ppdist.storage.files import open_file, read_file
 
 
 def is_image_name(name: str) -> bool:
-    """Whether a file name is that of a visible image.
-
-    Hidden files, such as `._a.jpg`, are not images.
-    """
+    """Whether a file name is an image's, and not hidden like `._a.jpg`."""
     return name.lower().endswith(IMAGE_SUFFIXES) and not name.startswith(".")
 
 
@@ -96,9 +93,7 @@ def decode_image(content: bytes, name: str) -> np.ndarray:
 
 
 def of_array(array: np.ndarray) -> np.ndarray:
-    """Converts an array to uint8 RGB [H, W, 3].
-
-    Copies it only if necessary.
+    """Converts an array to uint8 RGB [H, W, 3], copied if necessary.
 
     Args: array: uint8 or uint16 [H, W] or [H, W, C]: C of grey 1 or 2, of RGB 3 or 4.
     Raises: DataError: of another type or shape.
@@ -134,9 +129,7 @@ _TURNS = {
 
 
 def of_pillow(picture: Image.Image) -> np.ndarray:
-    """Converts a Pillow image to uint8 RGB [H, W, 3].
-
-    The pixels equal those of `read_image` of its file.
+    """Converts a Pillow image to the pixels `read_image` gives.
 
     Raises: DataError: of another kind of pixels, of more than MOST_PIXELS, or damaged.
     """
@@ -196,10 +189,7 @@ def _reduced_size(size: tuple[int, int], factor: int) -> tuple[int, int]:
 
 
 def _turns_unnoticed(size: tuple[int, int] | None, factor: int) -> bool:
-    """Whether the reduced image, turned, would have the same size.
-
-    Then its orientation goes unnoticed.
-    """
+    """Whether the reduced image, turned, would have the same size."""
     if size is None or size[0] == size[1]:
         return False
     return _reduced_size(size, factor) == _reduced_size(size[::-1], factor)

@@ -105,9 +105,7 @@ class RawSet:
 
 @dataclass(slots=True)
 class RawColumns:
-    """A split as its files give it, in columns.
-
-    It has no object in Python for each box.
+    """A split as its files give it, in columns, without Python objects.
 
     paths: of the N images, as RawImage has them; image_ids_N, sizes_N2 (height, width; pixels):
     int64.  size_known_N: as in RawImage.
@@ -332,18 +330,12 @@ class Records(Sequence[ImageRecord]):
         return np.repeat(np.arange(len(self)), self.counts_N)
 
     def path(self, index: int) -> str:
-        """Path of image `index` in [0, N).
-
-        Builds no other part of its record.
-        """
+        """Path of image `index` in [0, N), without the rest of it."""
         begin, end = self._path_ends[index : index + 2].tolist()
         return os.fsdecode(self._paths[begin:end].tobytes())
 
     def paths(self, begin: int = 0, end: int | None = None) -> list[str]:
-        """Paths of images [begin, end).
-
-        A hundred times as fast as one after another.
-        """
+        """Paths of images [begin, end), much faster than one by one."""
         end = len(self) if end is None else min(end, len(self))
         ends_N = self._path_ends[begin : end + 1]
         whole = self._paths[ends_N[0] : ends_N[-1]].tobytes()
@@ -384,10 +376,7 @@ def packed_outlines(outlines: Sequence[tuple[np.ndarray, ...]]) -> dict[str, np.
 
 
 def _fixed(array: np.ndarray) -> np.ndarray:
-    """Read-only copy of an array.
-
-    A write would stay in one worker.
-    """
+    """Read-only copy of an array: a write would stay in one worker."""
     array = np.ascontiguousarray(array)
     array.flags.writeable = False
     return array

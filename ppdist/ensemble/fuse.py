@@ -113,9 +113,7 @@ def _require_detection(path: Path, place: int, entry: Any) -> None:
 
 
 def set_of(files: Sequence[Saved]) -> DetectionSet:
-    """The images and classes in files as a set without objects.
-
-    Ordered by id.
+    """Images and classes in files, by id, as a set without objects.
 
     Raises: DataError: an id stands for different images in two files, or in one without names for
         a class of which nobody knows which it is.

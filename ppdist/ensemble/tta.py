@@ -16,10 +16,7 @@ from ppdist.models.base import Detector
 
 
 class Mirrored(Detector):
-    """A detector that runs on mirrored images and mirrors its boxes back.
-
-    Images are mirrored left to right.
-    """
+    """A detector on images mirrored left to right; boxes come back."""
 
     def __init__(self, model: Detector) -> None:
         nothing, one = (0.0, 0.0, 0.0), (1.0, 1.0, 1.0)  # the model within normalises

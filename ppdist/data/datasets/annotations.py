@@ -299,10 +299,7 @@ def quietly(issue: Issue) -> None:
 
 
 class Malformed(Exception):
-    """Raised for a part of a file that its reader leaves out.
-
-    The reader complains of it.
-    """
+    """Part of a file that its reader complains of and leaves out."""
 
     def __init__(self, issue: Issue) -> None:
         super().__init__(issue.text)
@@ -393,10 +390,7 @@ def absolute_paths(paths: Iterable[str]) -> list[str]:
 
 
 def _say_lost(columns: RawColumns, lost: Sequence[str], background: int) -> tuple[str, ...]:
-    """Logs and returns a line about images without a good box.
-
-    They are left out; images annotated as background count apart.
-    """
+    """Logs and returns a line about images without a good box."""
     if not lost:
         return ()
     count = len(columns.paths)
@@ -752,10 +746,7 @@ SPLIT_WORDS = {
 
 
 def split_of(name: str) -> str:
-    """Split that a name indicates: train, val, test or "" for none.
-
-    For example `instances_train2017` is train.
-    """
+    """Split that a name like `instances_train2017` indicates; "": none."""
     words = re.findall("[a-z]+|训练|验证|测试", name.lower())
     return next((SPLIT_WORDS[word] for word in words if word in SPLIT_WORDS), "")
 
@@ -816,10 +807,7 @@ def _other_spellings(name: str) -> Iterator[str]:
 
 
 def _by_its_end(folder: str, name: str) -> str:
-    """File at the longest matching end of a path.
-
-    "" if there is none, or several.
-    """
+    """Only file at the longest matching end of a path, or ""."""
     parts = [part for part in name.split("/") if part not in ("", os.curdir, os.pardir)]
     for begin in range(1, len(parts) - 1):
         path = os.path.join(folder, *parts[begin:])
@@ -845,10 +833,7 @@ def _of_another_split(path: str, name: str, where: str) -> bool:
 
 
 def is_there(path: str | os.PathLike[str]) -> bool:
-    """Whether a file is in its folder.
-
-    Lists each folder once, until `look_anew`.
-    """
+    """Whether a file is in its folder, listed once until `look_anew`."""
     place, name = os.path.split(path)
     return name in _names_in(place or os.curdir) or storage.is_in_shard(path)
 
@@ -863,10 +848,7 @@ def _names_in(folder: str) -> frozenset[str]:
 
 @lru_cache(maxsize=4)
 def _only_below(folder: str) -> dict[str, str]:
-    """Maps lower-case names to paths of files below a folder.
-
-    "": several have the name.
-    """
+    """Maps lower-case names to the only file below a folder, or ""."""
     found: dict[str, str] = {}
     for file in files_below(folder):
         name = os.path.basename(file).casefold()
@@ -1164,10 +1146,7 @@ def _data_yaml(file: Path, complain: Complain | None) -> dict[Any, Any]:
 
 
 def points_shape(root: Path) -> tuple[int, int] | None:
-    """`kpt_shape` of the data files: points of an object, numbers per point.
-
-    The data files are those in root.
-    """
+    """`kpt_shape` of the data files in root: points, numbers per point."""
     for file in sorted(root.glob("*.y*ml")):
         match _data_yaml(file, quietly).get("kpt_shape"):
             case [int(points), int(numbers)]:

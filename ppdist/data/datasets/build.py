@@ -105,9 +105,7 @@ def _kept_or_read(
     whole: bool,
     check: Callable[[DetectionSet], None],
 ) -> DetectionSet:
-    """Reads a split, from the cache if it is up to date.
-
-    Up to date: as it would be read now.
+    """Reads a split, from the cache if nothing it depends on changed.
 
     Raises: DataError: the split cannot be read, or as `check`.
     """
@@ -167,10 +165,7 @@ def _check_folder(config: DataConfig, split: Split) -> None:
 
 
 def _places(config: DataConfig, split: Split) -> tuple[Path, tuple[Path, ...]]:
-    """`data.root`, and the folders of a split's images.
-
-    There is one folder, unless the format is YOLO.
-    """
+    """`data.root`, and the image folders of a split (YOLO: several)."""
     root = storage.folder_of(config.root)
     folders = tuple(
         storage.folder_of(config.root, name) for name in _section(config, split).image_folders
@@ -544,10 +539,7 @@ def _absent_in_store(folder: str, names: Sequence[str], source: str) -> set[str]
 
 
 def _listing(folder: str, source: str) -> dict[str, bool]:
-    """Maps names in a folder to whether each is a link.
-
-    Empty where there is no such folder.
-    """
+    """Maps names in a folder to whether each is a link."""
     try:
         with os.scandir(folder) as entries:
             return {entry.name: entry.is_symlink() for entry in entries}

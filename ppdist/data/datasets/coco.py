@@ -100,8 +100,6 @@ def read_coco_columns(
 ) -> RawColumns:
     """As `read_coco`, in columns, with only what training needs.
 
-    It builds no object in Python for each box.
-
     Args: masks: outlines, too.
     """
     return _read(images, annotations, complain, known, "outlines" if masks else "boxes").columns
@@ -753,10 +751,7 @@ def classes_of(
 
 
 def _group(entries: Sequence[Mapping[str, Any]], used: Collection[int | None]) -> str:
-    """Category that groups all others, as in Roboflow's exports; else "".
-
-    It is the supercategory of all others, and no annotation has it.
-    """
+    """Unused category that is the supercategory of all others; "": none."""
     for entry in entries:
         others = [each.get("supercategory") for each in entries if each is not entry]
         if whole_number(entry["id"]) not in used and {*map(str, others)} == {str(entry["name"])}:
@@ -823,10 +818,7 @@ def _class_extras(
 
 
 def _as_text(value: Any) -> str:
-    """ " is text" for a value in quotes, for messages.
-
-    A number looks the same without them.
-    """
+    """ " is text" for a value in quotes, which messages would hide."""
     return " is text" if isinstance(value, str) else ""
 
 
@@ -979,10 +971,7 @@ def _entry(
 
 
 def _bbox(box: Box) -> list[float]:
-    """COCO's bbox [x, y, w, h] in shortest form.
-
-    x + w is still exactly the right edge.
-    """
+    """COCO's [x, y, w, h] in shortest form, right edge exact."""
     x1, y1, x2, y2 = box
     return [_short(value) for value in (x1, y1, _side(x1, x2), _side(y1, y2))]
 

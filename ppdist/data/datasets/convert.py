@@ -229,10 +229,7 @@ _DEEPEST = 50  # lists and mappings in one another
 
 
 def _finite_only(value: Any, lost: Counter[str], depth: int = 0) -> Any:
-    """Replaces NaN, infinity and too deep nesting by null.
-
-    JSON has neither NaN nor infinity.
-    """
+    """Replaces NaN, infinity and too deep nesting by null, for JSON."""
     if isinstance(value, dict | list) and depth == _DEEPEST:
         lost["further properties: nested too deeply, become null"] += 1
         return None
@@ -247,10 +244,7 @@ def _finite_only(value: Any, lost: Counter[str], depth: int = 0) -> Any:
 
 
 def _once(raw: RawSet, lines: list[str]) -> RawSet:
-    """Merges the objects of images that are listed several times.
-
-    Such an image has one annotation file.
-    """
+    """Merges the objects of images that are listed several times."""
     first: dict[Path, RawImage] = {}
     for image in raw.images:
         before = first.setdefault(image.path, image)
@@ -263,10 +257,7 @@ def _once(raw: RawSet, lines: list[str]) -> RawSet:
 
 
 def _as_files_are(raw: RawSet, lines: list[str]) -> RawSet:
-    """Gives each image the size its file has.
-
-    Then fractions of it mean the same pixels.
-    """
+    """Gives each image its file's size, so that fractions keep their meaning."""
     kept, turned, strange = [], 0, []
     for image in raw.images:
         frame, size = read_header(image.path), (image.width, image.height)
@@ -287,10 +278,7 @@ def _as_files_are(raw: RawSet, lines: list[str]) -> RawSet:
 
 
 def turned_upright(image: RawImage, frame: ImageHeader) -> RawImage:
-    """Annotations turned upright like the image's pixels will be.
-
-    They are given for the pixels as stored.
-    """
+    """Annotations of the stored pixels, turned upright as these will be."""
     objects = []
     for thing in image.objects:
         x1, y1, x2, y2 = thing.box
@@ -378,10 +366,7 @@ def _clean(name: str) -> str:
 
 
 def _named(part: str) -> str:
-    """Strips surrounding whitespace; keeps names distinct from `.`, `..` and "".
-
-    Whitespace kept such a name from meaning another folder.
-    """
+    """Strips surrounding whitespace unless that gives `.`, `..` or ""."""
     bare = part.strip()
     return "_" if bare in ("", ".", "..") else bare
 
@@ -516,10 +501,7 @@ def _sharded(
 
 
 def _shard_names(names: Sequence[str]) -> list[str]:
-    """Names whose key WebDataset finds.
-
-    The key ends at the first dot of the last part.
-    """
+    """Names whose key WebDataset ends at the right dot."""
     result: dict[str, str] = {}
     taken: set[str] = set()
     for name in dict.fromkeys(names):
@@ -536,10 +518,7 @@ def _shard_names(names: Sequence[str]) -> list[str]:
 
 
 def _place_of_xml(out: Path, split: str, folder: str) -> str:
-    """Free name of a folder for XML files below Annotations.
-
-    A reader would take images in a folder of this name for those meant.
-    """
+    """Folder below Annotations that readers take for no image folder."""
     place = split
     while os.path.lexists(os.path.join(folder, place)) or (out / "Annotations" / place).exists():
         place += "_"
@@ -815,10 +794,7 @@ def _csv_line(cells: Sequence[str]) -> str:
 
 
 def _csv_lines(table: Path, count: int) -> tuple[str, list[str]]:
-    """Header and lines of a table.
-
-    A table has a header where it has one row more than images.
-    """
+    """Header, if a table has a row more than images, and lines."""
     rows = [
         row
         for row in csv.reader(read_text(table, quietly).splitlines())

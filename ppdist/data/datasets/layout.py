@@ -94,8 +94,6 @@ def is_layout(path: str | Path) -> bool:
 def find_layout(source: str) -> Layout:
     """Determines what a path is by its files alone.
 
-    It is the same on every host that has the same files.
-
     Args: source: a data.yaml or a folder.
     Raises: DataError: no data set that can be read, or not plainly one; ConfigError: not YAML.
     """
@@ -295,10 +293,7 @@ _LOOKED_AT = 20  # files of a kind
 
 
 def foreign_kind(file: str | Path) -> tuple[str, str]:
-    """Tool that wrote an annotation file, and what to do.
-
-    Both are "" if no tool is known.
-    """
+    """Tool that wrote an annotation file, and the remedy, or ""."""
     suffix = os.path.splitext(file)[1].lower()
     kinds = [each for each in _FOREIGN if each[1] == suffix]
     beginning = _beginning(file) if kinds else ""
@@ -368,10 +363,7 @@ _WHOLE_SET = ("images", "image_list", "list", "all")  # as tools call the only l
 
 
 def _lists(folder: Path) -> dict[str, Path]:
-    """Image lists of a folder by split.
-
-    Leaves out lists of one class (`cat_train.txt`).
-    """
+    """Image lists of a folder by split, without those of one class."""
     by_split: dict[str, list[Path]] = {}
     for file in sorted(folder.iterdir()) if folder.is_dir() else []:
         stem = file.stem.lower()
@@ -882,10 +874,7 @@ def _yolo_lists(root: Path) -> dict[str, list[Path]]:
 
 
 def _darknet_valid(folder: Path) -> Path | None:
-    """List that an `obj.data` beside the lists calls `valid`.
-
-    Its name does not matter.
-    """
+    """List that an `obj.data` beside the lists calls `valid`."""
     for file in sorted(folder.glob("*.data")):
         said = re.findall(
             r"^\s*valid\s*=\s*(\S+)", "\n".join(read_list(file, quietly)), re.MULTILINE

@@ -178,10 +178,7 @@ def _free_place(size: int, boxes: list[np.ndarray], rng: np.random.Generator) ->
 
 
 def _outline(label: int, box: np.ndarray, rng: np.random.Generator) -> np.ndarray:
-    """Corners [K, 2] of a shape, turned and squeezed at random.
-
-    The shape lies in a square region.
-    """
+    """Corners [K, 2] of a shape in a square, turned and squeezed."""
     corners, turn = {
         0: (40, 0.0),
         1: (4, rng.uniform(-0.25, 0.25)),

@@ -97,10 +97,7 @@ def read_voc(
 def _read(
     root: Path, images: Path, annotations: Path, complain: Complain, everything: bool
 ) -> list[tuple[RawImage, list[str]]]:
-    """Each image with the class names of its objects.
-
-    The objects have no label yet.
-    """
+    """Each image with its objects' class names; they have no label yet."""
     result: list[tuple[RawImage, list[str]]] = []
     is_folder = annotations.is_dir()
     entries = _of_folder if is_folder else _of_list
@@ -128,10 +125,7 @@ _Entry = tuple[Path, Path | None, Callable[[ElementTree.Element], Path | None]]
 def _of_list(
     root: Path, images: Path, image_list: Path, complain: Complain
 ) -> Iterator[_Entry | None]:
-    """One entry per line of a list; None: left out.
-
-    What the line names is then left out of the set.
-    """
+    """One entry per line of a list; None: image left out."""
     for line in read_list(image_list, complain):
         path: Path | None = None
         stem = ""
@@ -206,18 +200,12 @@ def _called(
 
 
 def xml_files(folder: Path) -> Iterator[str]:
-    """Absolute paths of all XML files below a folder, sorted by name.
-
-    Files in the folder itself count, too.
-    """
+    """Absolute paths of all XML files in or below a folder, sorted."""
     return (file for file in files_below(folder) if file.lower().endswith(".xml"))
 
 
 def _stem(root: Path, line: str) -> str:
-    """Image name without suffix, from a line of a list.
-
-    In VOC's lists of one class 1, 0 or -1 follows the name.
-    """
+    """Image name in a line, without suffix and VOC's 1, 0, -1."""
     first, *rest = line.rsplit(maxsplit=1)
     if rest and rest[0] in ("1", "0", "-1"):
         whole = os.path.join(root, "Annotations", f"{line}.xml")
@@ -367,10 +355,7 @@ def _children(element: ElementTree.Element, known: Set[str]) -> dict[str, Any]:
 
 
 def _take_ids(images: Sequence[RawImage]) -> None:
-    """Restores image ids kept by `write_voc`, if all images have one.
-
-    Otherwise positions are the ids.
-    """
+    """Restores image ids kept by `write_voc`, if all images have one."""
     ids = [image.extra.get("image_id") for image in images]
     if all(type(one) is int and abs(one) < 2**63 for one in ids) and len(set(ids)) == len(ids):
         for image in images:

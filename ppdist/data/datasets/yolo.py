@@ -153,10 +153,7 @@ def _in_folder(
 
 
 def _listed_image(root: Path, line: str, listing: Path, complain: Complain) -> Path | None:
-    """Image on a line of a list.
-
-    `./a.jpg` may also be relative to where the list is.
-    """
+    """Image on a line of a list, relative to root or list."""
     beside = os.path.normpath(listing.parent / line.replace("\\", "/"))
     if not is_there(root / line) and is_there(beside):
         return find_image(root, beside, str(listing), complain)
@@ -177,10 +174,7 @@ def _find_unused(folder: Path, labels: Sequence[Path], images: Path, complain: C
 
 
 def is_label(file: Path) -> bool:
-    """Whether a text file has lines of objects.
-
-    It may be a README or a list instead.
-    """
+    """Whether a text file has lines of objects, unlike a README."""
     if file.suffix.lower() != ".txt" or is_name_list(file.name):
         return False
     try:
@@ -214,10 +208,7 @@ def _label_in(folder: Path, stem: str) -> Path:
 
 
 def label_folder(images: Path, root: Path) -> Path:
-    """Label folder of a folder of images.
-
-    The last `images` below root becomes `labels`.
-    """
+    """Folder of labels: the last `images` below root becomes `labels`."""
     below = os.path.relpath(images, root)  # with .. where images are elsewhere
     folders = [*Path(below).parts]
     small = [each.lower() for each in folders]
@@ -235,10 +226,7 @@ def _image(path: Path, label: Path, image_id: int) -> RawImage:
 
 
 class _Line(NamedTuple):
-    """A line of a label file.
-
-    numbers: those behind the class.
-    """
+    """A line of a label file; numbers: those behind the class."""
 
     image: RawImage
     place: int
@@ -279,9 +267,7 @@ _BOX, _OUTLINE, _NOTHING = "box", "outline", ""
 def _read_columns(
     lines: Sequence[_Line], shape: tuple[int, int] | None, source: str, complain: Complain
 ) -> Mapping[int, str]:
-    """_BOX, _OUTLINE or _NOTHING for each line length.
-
-    All lines of a length decide.
+    """_BOX, _OUTLINE or _NOTHING for each line length of a set.
 
     Args: shape: of points, as a data file says it.
     Raises: DataError: the boxes are no fractions of images, or the numbers could be two things.
@@ -371,10 +357,7 @@ def _inside(boxes_R4: np.ndarray) -> np.ndarray:
 
 
 def _surround(table_RN: np.ndarray, width: int) -> bool:
-    """Whether each line's box surrounds its points of `width` numbers.
-
-    The first four numbers of a line are the box.
-    """
+    """Whether each line's box, its first four numbers, surrounds its points."""
     if not _inside(table_RN[:, :4]).all():
         return False
     points_RK2 = table_RN[:, 4:].reshape(len(table_RN), -1, width)[..., :2]
@@ -457,10 +440,7 @@ def _hint_at_numbers(
 
 
 class _Classes:
-    """Maps class numbers of label lists to those of the set.
-
-    The lists lie beside label files.
-    """
+    """Maps class numbers of lists beside label files to the set's."""
 
     def __init__(self, root: Path, names: tuple[str, ...], source: str, complain: Complain) -> None:
         self._root = root
@@ -599,10 +579,7 @@ def write_yolo(
 
 
 def _outline_numbers(thing: RawObject, image: RawImage) -> tuple[list[float], Box] | None:
-    """Numbers of an object's outline, and the box read from them.
-
-    None where the outline cannot stand for the object.
-    """
+    """Numbers of an object's outline and their box; None: unfit."""
     if len(thing.polygons) != 1 or len(thing.polygons[0]) < 3:
         return None
     numbers = [
@@ -640,8 +617,5 @@ def _centred(low: float, high: float, pixels: int) -> tuple[float, float]:
 
 
 def _decimal(value: float) -> str:
-    """Exact decimal number without an exponent.
-
-    Some readers of such files do not know exponents.
-    """
+    """Exact decimal number without an exponent, which some readers do not know."""
     return np.format_float_positional(value, trim="0")

@@ -71,9 +71,7 @@ def recolour_hsv(image_HW3: np.ndarray, change: tuple[float, float, float]) -> n
 
 
 def erased(image_HW3: np.ndarray, rng: np.random.Generator) -> tuple[np.ndarray, np.ndarray]:
-    """Image with a random rectangle of noise, and hidden_HW.
-
-    hidden_HW: uint8, 1 in the rectangle, else 0.
+    """Image with a random rectangle of noise; hidden_HW: 1 in it.
 
     Its area is uniform in 2 to 20 % of the image's, its aspect log-uniform in 0.3 to 3.3; it lies
     inside the image.

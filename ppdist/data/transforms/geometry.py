@@ -94,10 +94,7 @@ def _turn_matrix(turn: int, record: ImageRecord) -> np.ndarray:
 
 
 def random_turn(chance: float, rng: np.random.Generator) -> int:
-    """Quarter turns clockwise, 0 to 3.
-
-    Draws nothing where `chance` is 0.
-    """
+    """Quarter turns clockwise, 0 to 3; draws nothing if `chance` is 0."""
     return int(rng.integers(1, 4)) if chance and rng.random() < chance else 0
 
 
@@ -222,10 +219,7 @@ def resize_for_evaluation(
 
 
 def grown(window: np.ndarray, size: tuple[int, int]) -> np.ndarray:
-    """Smallest window shaped like the input around the given one.
-
-    Both are (x1, y1, x2, y2).
-    """
+    """Smallest window (x1, y1, x2, y2) shaped like the input around another."""
     sides = window[2:] - window[:2]
     shape = np.array([size[1], size[0]], np.float64)
     room = shape * (sides / shape).max() - sides
@@ -490,8 +484,6 @@ def paste(
 ) -> np.ndarray:
     """Draws part of an image into the input in place, linear.
 
-    The rest of the input stays.
-
     Args:
         source: the part (x1, y1, x2, y2), pixels of the image.
         matrix_33: pixels of the image -> pixels of the input.
@@ -523,10 +515,7 @@ def paste(
 def _resize(
     image_HW3: np.ndarray, matrix_33: np.ndarray, out_HW3: np.ndarray, left: int, top: int
 ) -> np.ndarray:
-    """Resizes into all of `out_HW3`; returns as `paste` does.
-
-    `out_HW3` begins at (left, top) of the input.
-    """
+    """Resizes into `out_HW3`, at (left, top); returns as `paste` does."""
     (scale_x, _, shift_x), (_, scale_y, shift_y), _ = matrix_33.tolist()
     size = out_HW3.shape[1], out_HW3.shape[0]
     right, bottom = left + size[0], top + size[1]
@@ -544,10 +533,7 @@ def _resize(
 
 
 def _span(one: float, other: float, limit: int) -> tuple[int, int]:
-    """Both numbers in order, in whole pixels of `limit`.
-
-    They differ by one at least.
-    """
+    """Both numbers in order, in whole pixels, one apart at least."""
     low = min(max(round(min(one, other)), 0), limit - 1)
     return low, min(max(round(max(one, other)), low + 1), limit)
 
@@ -683,10 +669,7 @@ def moved(
 
 
 def between(source: Sequence[float], target: Sequence[float]) -> np.ndarray:
-    """Matrix that takes one upright box to another.
-
-    Both are (x1, y1, x2, y2).
-    """
+    """Matrix from one upright box (x1, y1, x2, y2) to another."""
     x1, y1, x2, y2 = source
     left, top, right, bottom = target
     scale_x, scale_y = (right - left) / (x2 - x1), (bottom - top) / (y2 - y1)
@@ -736,9 +719,7 @@ class MosaicCanvas:
     def draw(
         self, image_HW3: np.ndarray, source: Sequence[float], matrix_33: np.ndarray, reduced: int
     ) -> np.ndarray:
-        """As `paste`, in pixels of the original.
-
-        One pixel of the image is `reduced` of those.
+        """As `paste`, in pixels of the original, `reduced` per image pixel.
 
         Returns: where the image lies now, which is where its boxes lie too.
         """

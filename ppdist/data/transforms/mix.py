@@ -60,19 +60,14 @@ class PasteSource(NamedTuple):
 
 
 def mixup(one: Sample, other: Sample, rng: np.random.Generator) -> Sample:
-    """Blends two samples with a random share; keeps both's objects.
-
-    The first has a share drawn from Beta(32, 32).
-    """
+    """Blends two samples by a Beta(32, 32) share; all objects stay."""
     share = rng.beta(_MIXUP_BETA, _MIXUP_BETA)
     mixed_HW3 = cv2.addWeighted(one.image_HW3, share, other.image_HW3, 1 - share, 0)
     return _with_objects(replace(one, image_HW3=mixed_HW3), other.boxes_M4, other.labels_M)
 
 
 def cutmix(one: Sample, other: Sample, rng: np.random.Generator) -> Sample:
-    """Replaces a rectangle of one input by that of another.
-
-    Objects of both stay as much as is left of them.
+    """Replaces a rectangle of one input, with its objects, by another's.
 
     The rectangle is shaped like the input, its area uniform in 0 to all of it, its middle anywhere.
     """
@@ -94,10 +89,7 @@ def cutmix(one: Sample, other: Sample, rng: np.random.Generator) -> Sample:
 
 
 def copy_paste(one: Sample, donor: PasteSource, rng: np.random.Generator) -> Sample:
-    """Pastes about half of another's outlined objects into one input.
-
-    They keep their places.
-    """
+    """Pastes half of another's outlined objects at their places."""
     given_M = np.array([len(outlines) > 0 for outlines in donor.outlines_M], bool)
     chosen_M = (rng.random(len(given_M)) < _PASTED) & given_M
     if not chosen_M.any():
@@ -187,10 +179,7 @@ def random_layout(
 
 
 def in_a_grid(images: int, size: tuple[int, int]) -> Layout:
-    """Mosaic with each image in the middle of its own cell.
-
-    The cells fill a canvas like the input.
-    """
+    """Mosaic of cells that fill the input, an image in each."""
     across = math.isqrt(images)
     slots = [
         Slot((column + 0.5) * size[1] / across, (row + 0.5) * size[0] / across, 0.5, 0.5)

@@ -137,10 +137,7 @@ class Samples:
         return self._dataset.records[index].path
 
     def _record(self, index: int) -> ImageRecord:
-        """Record at `index`, cached until another one is asked for.
-
-        Making one costs 10 us, and more with outlines.
-        """
+        """Record at `index`, cached: making one costs 10 us or more."""
         if self._last is None or self._last[0] != index:
             self._last = index, self._dataset.records[index]
         return self._last[1]
@@ -298,10 +295,7 @@ class Samples:
 
 
 def _blocked(ended: int) -> tuple[str, str]:
-    """Code and text of why a record is blocked, or empty.
-
-    A blocked record is never opened again.
-    """
+    """Why a record is never opened again, code and text, or ""."""
     if not ended:
         return "", ""
     if ended == HUNG:
@@ -455,10 +449,7 @@ class TrainSamples(Samples):
         return canvas.sample(used[0], random_colours(augment.distort, rng))
 
     def _tile(self, slot: Slot, width: int, height: int, cell: tuple[int, int]) -> np.ndarray:
-        """Matrix that takes an image to its place in a mosaic.
-
-        The place is in pixels of the canvas.
-        """
+        """Matrix from an image to its place on a mosaic's canvas."""
         placement = fitted(width, height, cell, self._resize)
         left, top, right, bottom = placement.target
         return between(placement.source, slot.tile(bottom - top, right - left))
@@ -473,9 +464,7 @@ class TrainSamples(Samples):
         return SourceImage.of(found, image_HW3, reduced, self._record(found), turn)
 
     def _next_good(self, index: int) -> tuple[int, np.ndarray]:
-        """Image at `index`, reduced, or the next one that can be read.
-
-        It is a function of `index` alone.
+        """First readable image from `index` on, reduced: a function of `index`.
 
         Raises: DataError: a hundred in a row cannot.
         """
@@ -588,8 +577,6 @@ class EvalSamples(Samples):
 
 def collate(samples: Sequence[Sample], out: np.ndarray | None = None) -> Arrays:
     """Stacks samples, padding boxes with zeros to a multiple of 8.
-
-    The multiple is common to all and at least 8.
 
     Args:
         samples: all of one shape.
