@@ -10,12 +10,12 @@ from typing import Any
 
 import numpy as np
 
-from ppdist.common.errors import ConfigError
 from ppdist.common.files import make_parent, write_json, writing
 from ppdist.export.spec import InferenceSpec
 from ppdist.metrics.classification import best_classes, rank
 from ppdist.predict.detections import Detection, Detections, counted, write_picture
 from ppdist.predict.sources import data_errors
+from ppdist.runtime import results as runtime
 from ppdist.runtime.pictures import Frame
 from ppdist.runtime.results import Pictures
 from ppdist.viz.draw import draw_classes
@@ -29,42 +29,15 @@ _NOT_UTF8 = "backslashreplace"  # of names: to JSON the same name
 
 
 def require_own_folder(out: Path, source: Path) -> None:
-    """Refuses an `out` whose files would be replaced or taken for results.
-
-    Raises: ConfigError: pictures written to it would replace those of `source`, or those already in
-        it would pass for results and be skipped.
-    """
-    folder = (source if source.is_dir() else source.parent).resolve()
-    above = folder.parents if source.is_dir() else ()
-    if out.resolve() in (folder, *above):
-        raise ConfigError(
-            "the pictures of --source are there, or below, and could be overwritten",
-            code="out_holds_source",
-            where=f"--out {out}",
-            fix="choose another folder",
-        )
-    inside = source.is_dir() and source.resolve() in out.resolve().parents
-    if inside and not own_results(out) and out.is_dir() and any(out.iterdir()):
-        raise ConfigError(
-            "is inside --source and holds files that `ppdist predict` did not write",
-            code="out_not_ours",
-            where=f"--out {out}",
-            fix="choose another folder, or empty it",
-        )
+    """As that of `ppdist.runtime.results`; raises DataError."""
+    with data_errors(out):
+        runtime.require_own_folder(out, source, bool(own_results(out)))
 
 
 def require_no_foreign_files(out: Path, names: Iterable[str]) -> None:
-    """Raises ConfigError if one of these is in `out` and not ours."""
-    there = [name for name in names if (out / name).exists()]
-    own = own_results(out) if there else set()
-    taken = [name for name in there if name not in own]
-    if taken:
-        raise ConfigError(
-            f"the file (one of {len(taken)}) exists, and `ppdist predict` did not write it",
-            code="out_not_ours",
-            where=str(out / taken[0]),
-            fix="choose another --out, or move that file",
-        )
+    """As that of `ppdist.runtime.results`; raises DataError."""
+    with data_errors(out):
+        runtime.require_no_foreign_files(out, names, own_results)
 
 
 def own_results(out: Path) -> set[str]:

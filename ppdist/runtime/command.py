@@ -14,7 +14,6 @@ import os
 import re
 import signal
 import sys
-from collections.abc import Iterable
 from pathlib import Path
 from typing import TextIO
 
@@ -26,7 +25,13 @@ from .predictor import (
     default_threshold,
     lost_below,
 )
-from .results import FILES, Results, picture_names
+from .results import (
+    FILES,
+    Results,
+    picture_names,
+    require_no_foreign_files,
+    require_own_folder,
+)
 
 # Characters that move a terminal's cursor, change its title or reverse the direction of text.
 _CONTROLS = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069]")
@@ -89,12 +94,14 @@ def run(arguments: argparse.Namespace) -> int:
         raise PredictorError(f"--batch {arguments.batch}: expected 1 or more")
     if arguments.threshold is not None and not 0 <= arguments.threshold <= 1:
         raise PredictorError(f"--threshold {arguments.threshold:g}: expected 0..1")
-    require_own_folder(out, arguments.source)
+    ours = holds_results(out)
+    require_own_folder(out, arguments.source, ours)
     sources = find_sources(arguments.source, out, warn)
     root = arguments.source if arguments.source.is_dir() else arguments.source.parent
     names = [str(file.relative_to(root)) for file in sources]
     pictures = {} if arguments.no_pictures else dict(zip(names, picture_names(names)))
-    require_no_foreign_pictures(out, pictures.values())
+    if not ours:
+        require_no_foreign_files(out, pictures.values())
     predictor = Predictor(
         arguments.model, arguments.backend, arguments.threads, arguments.device, arguments.int8,
         arguments.bfloat16,
@@ -136,37 +143,6 @@ def run(arguments: argparse.Namespace) -> int:
     written = results.write(arguments.csv)
     say(f"{results.total()}; see {written}")
     return 0
-
-
-def require_own_folder(out: Path, source: Path) -> None:
-    """Refuses an `out` whose files would be replaced or taken for results.
-
-    Raises: PredictorError: pictures in it would replace those of `source`, or files already in it
-        would be taken for results and skipped.
-    """
-    folder = (source if source.is_dir() else source.parent).resolve()
-    above = folder.parents if source.is_dir() else ()
-    if out.resolve() in (folder, *above):
-        raise PredictorError(
-            f"--out {out}: the pictures of --source are there, or below, and could be overwritten; "
-            "choose another folder"
-        )
-    inside = source.is_dir() and source.resolve() in out.resolve().parents
-    if inside and not holds_results(out) and out.is_dir() and any(out.iterdir()):
-        raise PredictorError(
-            f"--out {out}: is inside --source and holds files that this program did not write; "
-            "choose another folder, or empty it"
-        )
-
-
-def require_no_foreign_pictures(out: Path, pictures: Iterable[str]) -> None:
-    """Raises PredictorError if one of these is in `out` and not ours."""
-    taken = [] if holds_results(out) else [name for name in pictures if (out / name).exists()]
-    if taken:
-        raise PredictorError(
-            f"{out / taken[0]}: the file (one of {len(taken)}) exists, and this program did not "
-            "write it; choose another --out, or move that file"
-        )
 
 
 def holds_results(out: Path) -> bool:

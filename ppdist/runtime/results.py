@@ -2,7 +2,7 @@
 
 import csv
 import json
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from errno import EDQUOT, ENOSPC
 from pathlib import Path
@@ -34,6 +34,52 @@ _COLUMNS = {
     "detect": ("file_name", "frame", "class", "score", "x1", "y1", "x2", "y2"),
     "classify": ("file_name", "frame", "class", "score"),
 }
+
+
+def require_own_folder(out: Path, source: Path, ours: bool) -> None:
+    """Refuses an `out` whose files would be replaced or taken for results.
+
+    Args: ours: an earlier run wrote results there.
+    Raises: FileError: pictures in it would replace those of `source`, or files already in it would
+        be taken for results and skipped.
+    """
+    folder = (source if source.is_dir() else source.parent).resolve()
+    above = folder.parents if source.is_dir() else ()
+    if out.resolve() in (folder, *above):
+        raise FileError(
+            "the pictures of --source are there, or below, and could be overwritten",
+            code="out_holds_source",
+            where=f"--out {out}",
+            fix="choose another folder",
+        )
+    inside = source.is_dir() and source.resolve() in out.resolve().parents
+    if inside and not ours and out.is_dir() and any(out.iterdir()):
+        raise FileError(
+            "is inside --source and holds files that this program did not write",
+            code="out_not_ours",
+            where=f"--out {out}",
+            fix="choose another folder, or empty it",
+        )
+
+
+def require_no_foreign_files(
+    out: Path, names: Iterable[str], ours: Callable[[Path], Collection[str]] = lambda out: ()
+) -> None:
+    """Refuses names that are in `out` already and not ours.
+
+    Args: ours: the names there that earlier runs wrote, looked up only if needed.
+    Raises: FileError.
+    """
+    there = [name for name in names if (out / name).exists()]
+    own = ours(out) if there else ()
+    taken = [name for name in there if name not in own]
+    if taken:
+        raise FileError(
+            f"the file (one of {len(taken)}) exists, and this program did not write it",
+            code="out_not_ours",
+            where=str(out / taken[0]),
+            fix="choose another --out, or move that file",
+        )
 
 
 class Results:
