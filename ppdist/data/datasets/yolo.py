@@ -140,7 +140,9 @@ def _in_folder(
     below = sorted(name for name in names_below if is_image_name(name.name))
     unread = [name for name in names_below if unread_kind(name.name)]
     for name in unread:
-        _say_unread(images / name, complain)
+        path, kind = str(images / name), unread_kind(name.name)
+        what = f"{kind}: this kind is not read; make it JPEG or PNG"
+        complain(Issue("image_kind_unread", what, path, path))
 
     def label_of(name: Path) -> Path:
         if annotations is None:
@@ -148,7 +150,11 @@ def _in_folder(
         return _label_in(annotations / name.parent, name.stem)
 
     labels = [label_of(name) for name in (*below, *unread)]
-    _find_unused(annotations or label_folder(images, root), labels, images, complain)
+    known = {os.path.abspath(label) for label in labels}
+    for file in files_below(annotations or label_folder(images, root)):
+        if file not in known and is_label(Path(file)):
+            what = f"there is no image of this name in {images}"
+            complain(Issue("label_without_image", what, where=file))
     return [(images / name, label) for name, label in zip(below, labels)]
 
 
@@ -158,19 +164,6 @@ def _listed_image(root: Path, line: str, listing: Path, complain: Complain) -> P
     if not is_there(root / line) and is_there(beside):
         return find_image(root, beside, str(listing), complain)
     return find_image(root, line, str(listing), complain)
-
-
-def _say_unread(path: Path, complain: Complain) -> None:
-    what = f"{unread_kind(path.name)}: this kind is not read; make it JPEG or PNG"
-    complain(Issue("image_kind_unread", what, str(path), str(path)))
-
-
-def _find_unused(folder: Path, labels: Sequence[Path], images: Path, complain: Complain) -> None:
-    known = {os.path.abspath(label) for label in labels}
-    for file in files_below(folder):
-        if file not in known and is_label(Path(file)):
-            what = f"there is no image of this name in {images}"
-            complain(Issue("label_without_image", what, where=file))
 
 
 def is_label(file: Path) -> bool:
@@ -563,7 +556,12 @@ def write_yolo(
             lost["extent"] += outline is not None and outline[1] != thing.box
             lost["area"] += thing.area is not None
             lost["extra"] += bool(thing.extra)
-            numbers = _box_numbers(thing.box, image) if outline is None else outline[0]
+            if outline is not None:
+                numbers = outline[0]
+            else:
+                x1, y1, x2, y2 = thing.box
+                (cx, w), (cy, h) = _centred(x1, x2, image.width), _centred(y1, y2, image.height)
+                numbers = [cx, cy, w, h]
             lines.append(" ".join([str(thing.label), *map(_decimal, numbers)]))
         text = "".join(f"{line}\n" for line in lines)
         write_text(labels / f"{os.path.splitext(name)[0]}.txt", text)
@@ -597,12 +595,6 @@ def _fraction(value: float, pixels: int) -> float:
     exact = value / pixels
     candidates = (round(exact, digits) for digits in range(6, 17))
     return next((short for short in candidates if short * pixels == value), exact)
-
-
-def _box_numbers(box: Box, image: RawImage) -> list[float]:
-    x1, y1, x2, y2 = box
-    (cx, w), (cy, h) = _centred(x1, x2, image.width), _centred(y1, y2, image.height)
-    return [cx, cy, w, h]
 
 
 def _centred(low: float, high: float, pixels: int) -> tuple[float, float]:
