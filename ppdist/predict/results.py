@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 
+from ppdist.common.errors import ConfigError
 from ppdist.common.files import make_parent, write_json, writing
 from ppdist.export.spec import InferenceSpec
 from ppdist.metrics.classification import best_classes, rank
@@ -29,14 +30,14 @@ _NOT_UTF8 = "backslashreplace"  # of names: to JSON the same name
 
 
 def require_own_folder(out: Path, source: Path) -> None:
-    """As that of `ppdist.runtime.results`; raises DataError."""
-    with data_errors(out):
+    """As that of `ppdist.runtime.results`; raises ConfigError."""
+    with data_errors(out, ConfigError):
         runtime.require_own_folder(out, source, bool(own_results(out)))
 
 
 def require_no_foreign_files(out: Path, names: Iterable[str]) -> None:
-    """As that of `ppdist.runtime.results`; raises DataError."""
-    with data_errors(out):
+    """As that of `ppdist.runtime.results`; raises ConfigError."""
+    with data_errors(out, ConfigError):
         runtime.require_no_foreign_files(out, names, own_results)
 
 

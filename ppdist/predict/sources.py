@@ -22,7 +22,7 @@ from typing import Any
 import numpy as np
 from PIL import Image
 
-from ppdist.common.errors import DataError
+from ppdist.common.errors import DataError, UserError
 from ppdist.data.image import decode_image, of_array, of_pillow, read_content
 from ppdist.runtime.decoder import has_sixteen_bits, is_dark
 from ppdist.runtime.pictures import (
@@ -130,12 +130,12 @@ def root_of(word: Path | str | int) -> Path | None:
 
 
 @contextmanager
-def data_errors(word: Path | str | int) -> Iterator[None]:
-    """Turns the system's errors and FileError into DataError."""
+def data_errors(word: Path | str | int, kind: type[UserError] = DataError) -> Iterator[None]:
+    """Turns FileError into our own `kind`, and the system's into DataError."""
     try:
         yield
     except FileError as error:
-        raise DataError(error.what, code=error.code, where=error.where, fix=error.fix) from error
+        raise kind(error.what, code=error.code, where=error.where, fix=error.fix) from error
     except OSError as error:
         what, where = error.strerror or str(error), str(error.filename or word)
         raise DataError(what, code="folder_unreadable", where=where) from error
