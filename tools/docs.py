@@ -206,10 +206,7 @@ def _kinds(trees: Mapping[str, ast.Module]) -> dict[str, str]:
     """Of each class of errors with codes."""
     nodes = [node for tree in trees.values() for node in tree.body]
     classes = [node for node in nodes if isinstance(node, ast.ClassDef)]
-    kinds = {
-        _BASE_CLASS: "",
-        "FileError": "user",
-    }  # a DataError or ConfigError, where ppdist reports it
+    kinds = {_BASE_CLASS: "", "FileError": "user"}  # which ppdist reports as one of its own
     before = 0
     while len(kinds) > before:
         before = len(kinds)
