@@ -1,4 +1,4 @@
-"""What a run resumes from, its settings, and notes for the next attempt."""
+"""What a run resumes from, its settings, notes for the next attempt."""
 
 import json
 import math
