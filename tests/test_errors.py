@@ -24,6 +24,7 @@ _PASSED_ON = {
     "ppdist/data/loading/loader.py",
     "ppdist/data/transforms/pipeline.py",
     "ppdist/data/checks/before_training.py",
+    "ppdist/predict/sources.py",
 }
 # The only function that reads texts, of other programs.
 _FOREIGN = ("ppdist/common/errors.py", "_has_sign")

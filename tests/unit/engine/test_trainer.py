@@ -162,7 +162,7 @@ def test_fitted_anchors_are_part_of_checkpoint(shapes, tmp_path):
     saved = weights(tmp_path)["head.anchors"] * np.float32([8, 16, 32])[:, None, None]
     np.testing.assert_array_equal(saved, before["anchors"])
     assert np.abs(saved - np.array(P5_ANCHORS)).max() > 1
-    assert "others fitted to them" in (tmp_path / "train.log").read_text()
+    assert "anchors fitted to them" in (tmp_path / "train.log").read_text()
     given = "model.anchors=[[[4,4],[5,5],[6,6]],[[8,8],[9,9],[10,10]],[[12,12],[14,14],[16,16]]]"
     run(shapes, tmp_path / "given", *overrides, given, model="yolov5", before=note)
     assert before["anchors"][0, 0].tolist() == [4, 4]  # what the user gave stays

@@ -150,7 +150,7 @@ def test_a_full_disk_costs_a_checkpoint_and_nothing_else(
     for step in (6, 9):
         assert f"the checkpoint of step {step} was not written" in said
     assert "No space left on device (needs" in said and "inodes free" in said
-    assert "training goes on and tries again" in said
+    assert "training continues and will retry" in said
 
 
 @pytest.mark.slow
