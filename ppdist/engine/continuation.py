@@ -1,8 +1,4 @@
-<<<<<<< HEAD
 """What a run resumes from, its settings, notes for the next attempt."""
-=======
-"""What a run resumes from, its settings, and notes between attempts."""
->>>>>>> 3d70ab7 (Tests of the trainer follow plainer messages; a module's first line)
 
 import json
 import math
