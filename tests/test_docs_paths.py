@@ -41,7 +41,7 @@ def _is_the_readers(path: str) -> bool:
 
 def _is_importable(dotted: str) -> bool:
     """Whether `ppdist.a.b` is a module, or a name that the module `ppdist.a` mentions."""
-    if dotted == GROUP:  # of entry points
+    if dotted == GROUP or dotted.endswith(".x"):  # of entry points; the reader's
         return True
     target = ROOT.joinpath(*dotted.split("."))
     if target.is_dir() or target.with_suffix(".py").is_file():

@@ -177,7 +177,7 @@ def test_meaningless_values_are_config_errors(tmp_path):
         "train.freeze=0": r"train\.freeze: 0 freezes nothing; for that write null",
         "train.freeze=[]": r"train\.freeze: \[\] freezes nothing; for that write null",
         "train.freeze=true": r"train\.freeze: true does not say which part; write a number of",
-        "train.freeze=backbone": r"train\.freeze: 'backbone' is no list; write \[backbone\]",
+        "train.freeze=backbone": r"train\.freeze: 'backbone' is not a list; write \[backbone\]",
         "train.freeze=-1": r"train\.freeze: found -1, expected",
         "optimizer.layer_decay=1.5": r"optimizer\.layer_decay",
         "data.train.limit=0": r"data\.train\.limit",

@@ -486,7 +486,7 @@ def test_several_data_files_are_told(tmp_path):
     for name in ("a.yaml", "b.yml"):
         write(tmp_path, name, "train: images\nnames: [cat]\n")
     said = refused(tmp_path, "split_ambiguous")
-    assert "several data files: a.yaml, b.yml" in said and f"{tmp_path / 'a.yaml'}, say" in said
+    assert "several data files: a.yaml, b.yml" in said and f"such as {tmp_path / 'a.yaml'}" in said
 
 
 def test_name_beside_a_wrong_one_is_told(tmp_path):
