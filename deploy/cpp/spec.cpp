@@ -1,5 +1,7 @@
 #include "spec.hpp"
 
+#include "sha256.hpp"
+
 #include <fstream>
 
 #include <nlohmann/json.hpp>
@@ -51,6 +53,12 @@ Spec spec_of(const json& content, const std::filesystem::path& directory, bool i
     Spec spec{};
     spec.classifies = content.at("task") == "classify";
     spec.model = directory / std::filesystem::u8path(file.at("files").at(0).get<std::string>());
+    const std::string name = spec.model.filename().u8string();
+    if (has(content, "sha256") && content.at("sha256").contains(name) &&
+        content.at("sha256").at(name) != sha256_of(spec.model)) {
+        throw Error("describes another " + name + " (its SHA-256 differs); copy the whole export "
+                    "again, or take its sha256 out if you changed it on purpose");
+    }
     spec.nms_in_graph = file.at("nms_in_graph");
     spec.input = input.at("name");
     for (const json& output : file.at("outputs")) spec.outputs.push_back(output.at("name"));
@@ -90,6 +98,8 @@ Spec read_spec(const std::filesystem::path& directory, bool int8) {
     } catch (const json::exception& error) {
         throw Error(file.string() + ": not as tools/export.py writes it: " + error.what() +
                     "; export again");
+    } catch (const std::ios_base::failure& error) {
+        throw Error(file.string() + ": the model that it names " + error.what() + "; export again");
     } catch (const Error& error) {
         throw Error(file.string() + ": " + error.what());
     }

@@ -48,7 +48,8 @@ struct Spec {
     std::vector<std::string> class_names;
 };
 
-// Reads DIR/infer.yml, which is JSON.  int8: take the quantised file.  Throws Error.
+// Reads DIR/infer.yml, which is JSON.  int8: take the quantised file.  Throws Error, also where the
+// model's file is not the one that infer.yml describes.
 Spec read_spec(const std::filesystem::path& directory, bool int8 = false);
 
 }  // namespace ppdist

@@ -17,6 +17,7 @@ class Model(Protocol):
     """What ppdist/runtime/predictor.py makes."""
 
     spec: dict[str, Any]
+    identity: dict[str, str]  # name, and sha256 of its file
 
     def __call__(self, images: Sequence[np.ndarray]) -> list[np.ndarray]:
         """Args: uint8 RGB [H, W, 3] each.  Returns: rows_R6 each, or probabilities_C."""

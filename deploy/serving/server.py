@@ -96,6 +96,7 @@ _DETECT = {  # describes the body, which `detect` reads itself, and the response
                     "example": {
                         "width": 640,
                         "height": 480,
+                        "model": {"name": "cells", "sha256": "9f86d081..."},
                         "objects": [
                             {
                                 "class": "RBC",
@@ -172,12 +173,14 @@ def make_app(
     @app.head("/ready", include_in_schema=False)
     @app.get("/ready", summary="200 once the model is loaded and warm")
     async def ready() -> JSONResponse:
-        is_ready = service.batcher.model is not None
-        return JSONResponse({"ready": is_ready}, 200 if is_ready else 503)
+        model = service.identity()
+        is_ready = model is not None
+        return JSONResponse({"ready": is_ready, "model": model}, 200 if is_ready else 503)
 
     @app.get("/metrics", summary="For Prometheus")
     async def metrics(request: Request) -> PlainTextResponse:
         require_token(request)
+        service.counts.model.info(service.identity() or {})
         return PlainTextResponse(
             generate_latest(service.counts.registry), media_type="text/plain; version=0.0.4"
         )

@@ -14,7 +14,7 @@ import numpy as np
 from batching import Batcher, Model
 from fastapi import Request
 from ppdist_runtime.predictor import default_threshold
-from prometheus_client import CollectorRegistry, Gauge, Histogram, ProcessCollector
+from prometheus_client import CollectorRegistry, Gauge, Histogram, Info, ProcessCollector
 from uploads import Refused, decode, file_part
 
 _log = logging.getLogger("serving")
@@ -69,6 +69,7 @@ class Counts:
         )
         self.under_way = Gauge("requests_under_way", "Requests not answered yet.", **given)
         self.waiting = Gauge("images_waiting", "Decoded images in no batch yet.", **given)
+        self.model = Info("model", "Name of the model, and the SHA-256 of its file.", **given)
         self.ready = Gauge("ready", "1: the model is warm and answers.", **given)
         self.images = Histogram(
             "batch_images", "Images in a batch.", buckets=(1, 2, 4, 8, 16, 32, 64), **given
@@ -96,6 +97,10 @@ class Service:
         self._decoders = ThreadPoolExecutor(limits.decoders, "decoder")
         self._decoding: dict[int, float] = {}  # thread -> time.monotonic() when it began
         self._decoded = asyncio.Semaphore(2 * limits.most_batch)
+
+    def identity(self) -> dict[str, str] | None:
+        """Of the model; None: it is not ready."""
+        return None if self.batcher.model is None else self.batcher.model.identity
 
     def stop(self) -> None:
         """Ends the threads; a decoder that is busy still is not waited for."""
@@ -198,7 +203,8 @@ class Service:
         height, width = image_HW3.shape[:2]
         if threshold is None:
             threshold, _ = default_threshold(model.spec)
-        return {"width": width, "height": height, **described(model.spec, result, threshold)}
+        found = described(model.spec, result, threshold)
+        return {"width": width, "height": height, "model": model.identity, **found}
 
 
 def _content_type(request: Request) -> str:

@@ -79,6 +79,7 @@ from ppdist.losses.nms import multiclass_nms
 from ppdist.metrics.coco import evaluate_boxes
 from ppdist.models.base import Detector, ImageModel
 from ppdist.models.model_card import CARD_NOTE
+from ppdist.runtime.predictor import digest
 
 Model = TypeVar("Model", bound=ImageModel)
 Format = Literal["paddle", "onnx", "openvino"]
@@ -212,7 +213,10 @@ def export_model(
         with _openvino_wanted(needs_openvino):
             require_int8("OpenVINO", spec.openvino_int8, int8_loss)
             unchecked = spec
-        spec = unchecked
+        digests = {
+            file.name: digest(file) for file in sorted(draft.iterdir()) if file.name != SPEC_FILE
+        }
+        spec = unchecked.model_copy(update={"sha256": digests})
         write_spec(draft, spec)
         size = sum(file.stat().st_size for file in draft.iterdir()) / 1e6
     return ExportReport(directory, spec, agreement, size, time.monotonic() - start)

@@ -34,6 +34,7 @@ from ppdist.runtime.predictor import (
     PredictorError,
     has_bfloat16,
     onnx_providers,
+    require_described,
 )
 
 DEFAULT = RuntimeOptions()
@@ -176,6 +177,10 @@ def open_exported(
                 where=str(each),
                 fix="export again",
             )
+        try:
+            require_described(each, spec.sha256)
+        except PredictorError as error:
+            raise ExportError(str(error), code="export_altered") from error
     return spec, form, open_graph(files if file is None else [file], options)
 
 

@@ -1,9 +1,13 @@
 """Export run: weights, checked on the data of their config."""
 
+import json
+import re
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 
 from ppdist.common.errors import DataError
+from ppdist.common.files import read_file
 from ppdist.config import ExperimentConfig
 from ppdist.config.export import ExportOptions
 from ppdist.data.datasets.build import read_split
@@ -15,11 +19,14 @@ from ppdist.export.export import (
     readable,
     spread,
 )
-from ppdist.export.spec import InferenceSpec, describe, validation_set
+from ppdist.export.spec import InferenceSpec, LineageSection, describe, validation_set
 from ppdist.models.base import ImageModel
 from ppdist.models.model_card import normalisation_of, read_card_or_warn
-from ppdist.models.weights import load_all_weights
+from ppdist.models.weights import checkpoint_of, load_all_weights
+from ppdist.models.zoo import local_weights
+from ppdist.runtime.predictor import digest
 
+_MOST_NOTES = 1 << 20  # bytes of environment.json
 SAMPLES = 2  # validation images that take part in the check, when they are there
 
 
@@ -48,6 +55,7 @@ def export_weights(
     load_all_weights(model, weights)
     dataset = validation_set(config, warn, card)
     spec = describe(config, dataset, card)
+    spec = spec.model_copy(update={"lineage": lineage_of(weights)})
     if class_names:
         spec = spec.model_copy(update={"class_names": class_names})
     takes = {
@@ -66,6 +74,19 @@ def export_weights(
         model, out, spec, options.formats, options.nms, samples, calibration,
         dataset if sampled else None, sampled, options.int8_loss,
     )  # fmt: skip
+
+
+def lineage_of(weights: Path) -> LineageSection:
+    """The weights, and the run that they are of as far as its files say."""
+    found = checkpoint_of(local_weights(weights)).resolve()
+    known = digest(found / "manifest.json" if found.is_dir() else found)
+    step = re.fullmatch(r"step-(\d+)", found.name)
+    if not found.is_dir() or step is None:
+        return LineageSection(weights=known)
+    run, commit = found.parents[1], ""
+    with suppress(OSError, ValueError):
+        commit = json.loads(read_file(run / "environment.json", _MOST_NOTES))["git_commit"] or ""
+    return LineageSection(weights=known, run=run.name, step=int(step[1]), commit=commit)
 
 
 def _calibration(

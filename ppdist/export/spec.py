@@ -66,6 +66,20 @@ class OutputSection(Section):
     meaning: str = Field(description="What the numbers are.")
 
 
+class LineageSection(Section):
+    """Where an exported model comes from."""
+
+    weights: str = Field(
+        description="SHA-256 of the weight file; of a checkpoint that of its manifest.json, which "
+        "holds those of its files."
+    )
+    run: str = Field(default="", description="Name of the run's folder; empty: no run of ours.")
+    step: int | None = Field(default=None, description="Optimizer steps of the checkpoint.")
+    commit: str = Field(
+        default="", description="Git commit of ppdist when the run started; empty: not known."
+    )
+
+
 class SampleSection(Section):
     """COCO mAP of model and exported file on the same validation images."""
 
@@ -103,6 +117,12 @@ class InferenceSpec(Section):
     )
     model: str = Field(description="What was exported, for the reader.")
     made_with: str = Field(default="", description="Versions of ppdist and Paddle.")
+    lineage: LineageSection | None = Field(default=None, description="The weights and their run.")
+    sha256: dict[str, str] = Field(
+        default_factory=dict,
+        description="SHA-256 of each file of this export, by name. What runs the model refuses "
+        "another file; take the entry out if you changed a file on purpose.",
+    )
     input: InputSection = Field(description="The input.")
     resize: ResizeSection = Field(default=STRETCH, description="Image to input.")
     nms: NMSConfig | None = Field(

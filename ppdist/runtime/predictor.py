@@ -11,12 +11,13 @@ itself uses it, also for models that are not exported.
 """
 
 import functools
+import hashlib
 import importlib.util
 import json
 import math
 import sys
 import threading
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, Protocol
 
@@ -77,6 +78,7 @@ class Predictor:
         backend: what runs the model: onnx, openvino, paddle or tensorrt; "" for `of_graph`.
         runtime: description of backend, number format and threads.
         class_names: names of class 0, 1, ...
+        identity: its name and the SHA-256 of its file; see `identity`.  Not of `of_graph`.
     """
 
     def __init__(
@@ -107,6 +109,7 @@ class Predictor:
         for each in files:
             if not each.is_file():
                 raise PredictorError(f"{each}: named by {SPEC_FILE} but not there; export again")
+            require_described(each, self.spec.get("sha256", {}))
         self._graph: Graph
         if self.backend == "paddle":
             self._graph = PaddleGraph(*files, device=device, threads=threads)
@@ -121,6 +124,7 @@ class Predictor:
         where = "on the card" if device == "gpu" else f"threads: {threads}"
         self.runtime = f"{RUNTIMES[self.backend]}, {kind}, {where}"
         self._nms_in_graph: bool = part["nms_in_graph"]
+        self.identity = identity(self.spec, files[-1].name)
 
     @classmethod
     def of_graph(cls, spec: dict[str, Any], graph: Graph, nms_in_graph: bool) -> "Predictor":
@@ -541,6 +545,34 @@ def read_spec(directory: Path) -> dict[str, Any]:
     if missing:
         raise PredictorError(f"{file}: {', '.join(sorted(missing))} missing; export again")
     return spec
+
+
+def digest(file: Path) -> str:
+    """SHA-256 of a file, in hex."""
+    return hashlib.sha256(file.read_bytes()).hexdigest()
+
+
+def require_described(file: Path, sha256: Mapping[str, str]) -> None:
+    """Raises PredictorError where a file is not the one that infer.yml describes.
+
+    Args: sha256: file name -> digest; files without one are not checked.
+    """
+    expected = sha256.get(file.name)
+    if expected is not None and digest(file) != expected:
+        raise PredictorError(
+            f"{file}: not the file that {SPEC_FILE} describes (its SHA-256 differs); copy the "
+            f"export again, or take its sha256 out of {SPEC_FILE} if you changed it on purpose"
+        )
+
+
+def identity(spec: Mapping[str, Any], file: str) -> dict[str, str]:
+    """Name of a model, which is that of its run, and the SHA-256 of its file.
+
+    Args: spec: the content of infer.yml.
+    """
+    lineage = spec.get("lineage") or {}
+    name = lineage.get("run") or str(spec.get("model", "")).partition(",")[0]
+    return {"name": name, "sha256": spec.get("sha256", {}).get(file, "")}
 
 
 def default_threshold(spec: dict[str, Any]) -> tuple[float, str]:

@@ -25,6 +25,7 @@ class FakeModel:
             "task": task, "input": size, "class_names": names, "category_ids": [1, 7],
             "best_f1_threshold": 0.5,
         }  # fmt: skip
+        self.identity = {"name": "fake", "sha256": "ab" * 32}
         self.seconds = seconds
         self.batches: list[int] = []  # sizes, after those of the warm-up
 

@@ -181,7 +181,11 @@ def test_cpp_draws_images_and_reports_one_message(run: Run, photos: Path, tmp_pa
         assert done.returncode == 2 and said in done.stderr, (arguments, done.stderr)
 
     spec = json.loads((model / "infer.yml").read_text(encoding="utf-8"))
-    del spec["resize"]["mode"]
+    spec["sha256"]["model.onnx"] = "0" * 64
+    (model / "infer.yml").write_text(json.dumps(spec), encoding="utf-8")
+    done = run("--model", model, "--source", file)
+    assert done.returncode == 2 and "describes another model.onnx" in done.stderr
+    del spec["sha256"], spec["resize"]["mode"]
     (model / "infer.yml").write_text(json.dumps(spec), encoding="utf-8")
     done = run("--model", model, "--source", file)
     assert done.returncode == 2 and "key 'mode' not found; export again" in done.stderr

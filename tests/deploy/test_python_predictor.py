@@ -27,12 +27,13 @@ from ppdist.data.image import read_image
 from ppdist.export.export import deployment_copy
 from ppdist.export.predictor import (
     EagerPredictor,
+    ExportedPredictor,
     detect,
     prepare,
     prepare_centre,
     split_rows,
 )
-from ppdist.export.spec import write_spec
+from ppdist.export.spec import read_spec, write_spec
 from ppdist.export.verify import unexplained_rows
 from ppdist.losses.nms import multiclass_nms
 from ppdist.models.ppyoloe import PPYOLOE
@@ -46,6 +47,7 @@ from tests.deploy.python_folder import (
     results,
     run_file,
 )
+from tests.errors import raises
 from tests.media import picture
 from tests.unit.export.tiny import (
     FORMATS,
@@ -286,6 +288,30 @@ def test_nms_keeps_exactly_paddle_rows(limits: dict[str, Any], multi_label: bool
         np.testing.assert_array_equal(found_R6, best_first_R6)
 
 
+def cut_unnoticed(folder: Path) -> None:
+    """A file that was changed on purpose: its digest is taken out."""
+    spec = json.loads((folder / "infer.yml").read_text(encoding="utf-8"))
+    del spec["sha256"]["model.json"]
+    (folder / "infer.yml").write_text(json.dumps(spec), encoding="utf-8")
+    (folder / "model.json").write_text("{}")
+
+
+def test_every_predictor_refuses_a_file_of_another_export(
+    exported: Exported, tmp_path: Path
+) -> None:
+    for file in exported().iterdir():
+        (tmp_path / file.name).write_bytes(file.read_bytes())
+    spec = read_spec(tmp_path)
+    assert set(spec.sha256) == {path.name for path in tmp_path.iterdir()} - {"infer.yml"}
+    assert Predictor(tmp_path, "paddle").identity["sha256"] == spec.sha256["model.pdiparams"]
+    with (tmp_path / "model.pdiparams").open("ab") as file:
+        file.write(b"\0")
+    with pytest.raises(PredictorError, match="SHA-256 differs"):
+        Predictor(tmp_path, "paddle")
+    with raises("export_altered"):
+        ExportedPredictor(tmp_path)
+
+
 @pytest.mark.parametrize(
     ("damage", "message"),
     [
@@ -296,7 +322,8 @@ def test_nms_keeps_exactly_paddle_rows(limits: dict[str, Any], multi_label: bool
             "resize, task missing",
         ),
         (lambda folder: (folder / "model.pdiparams").unlink(), "pdiparams: named by infer.yml but"),
-        (lambda folder: (folder / "model.json").write_text("{}"), "model.json: Paddle cannot load"),
+        (lambda folder: (folder / "model.json").write_text("{}"), "model.json: not the file that "),
+        (cut_unnoticed, "model.json: Paddle cannot load"),
     ],
 )
 def test_a_damaged_export_is_named(

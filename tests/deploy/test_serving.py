@@ -38,6 +38,7 @@ def test_answer_has_size_classes_and_pixel_boxes():
     assert answer.json() == {
         "width": 120,
         "height": 80,
+        "model": FakeModel().identity,
         "objects": [
             {"class": "thing", "category_id": 1, "score": 0.9, "box": [float(v) for v in BOX]}
         ],
@@ -225,7 +226,7 @@ def test_alive_while_loading_and_ready_when_warm():
     service.batcher.start()
     try:
         assert ask(client, "GET", "/health").status_code == 200
-        assert ask(client, "GET", "/ready").json() == {"ready": False}
+        assert ask(client, "GET", "/ready").json() == {"ready": False, "model": None}
         refused = ask(client, "POST", "/detect", content=PNG)
         assert (refused.status_code, refused.headers["retry-after"]) == (503, "1")
         go_on.set()
@@ -277,6 +278,7 @@ def test_the_metrics_are_what_prometheus_reads():
     assert values["ppdist_serving_request_seconds_count", ("200",)] == 1
     assert values["ppdist_serving_request_seconds_count", ("415",)] == 1
     assert values["ppdist_serving_ready", ()] == 1
+    assert values["ppdist_serving_model_info", ("fake", "ab" * 32)] == 1
     assert values["ppdist_serving_requests_under_way", ()] == 0
     assert values["ppdist_serving_images_waiting", ()] == 0
     assert values["ppdist_serving_batch_images_count", ()] == 1

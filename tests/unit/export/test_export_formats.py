@@ -1,6 +1,7 @@
 """What `ppdist export` is asked for, before anything is exported."""
 
 import argparse
+import hashlib
 import re
 from pathlib import Path
 
@@ -8,6 +9,8 @@ import pytest
 
 from ppdist.cli import folder_for
 from ppdist.cli.export import ROADS, formats_of
+from ppdist.export.run import lineage_of
+from ppdist.export.spec import LineageSection
 from tests.errors import raises
 from tests.forked import ROOT
 
@@ -35,6 +38,21 @@ def test_every_road_stands_in_the_table_for_users() -> None:
 def test_an_unknown_format_is_still_unknown() -> None:
     with raises("option_invalid"):
         formats_of(asked("onnxx"))
+
+
+def test_an_export_names_its_weights_and_their_run(tmp_path: Path) -> None:
+    step = tmp_path / "cells" / "checkpoints" / "step-00000640"
+    step.mkdir(parents=True)
+    (step / "manifest.json").write_text("{}")
+    (step.parent / "best").symlink_to(step.name)
+    known = hashlib.sha256(b"{}").hexdigest()
+    expected = LineageSection(weights=known, run="cells", step=640)
+    assert lineage_of(tmp_path / "cells") == expected  # an old run without environment.json
+    (tmp_path / "cells" / "environment.json").write_text('{"git_commit": "05443bab"}')
+    for weights in (tmp_path / "cells", step.parent / "best", step):
+        assert lineage_of(weights) == expected.model_copy(update={"commit": "05443bab"})
+    (tmp_path / "soup.npz").write_bytes(b"{}")
+    assert lineage_of(tmp_path / "soup.npz") == LineageSection(weights=known)
 
 
 @pytest.mark.parametrize(
