@@ -531,7 +531,7 @@ def main() -> int:
 
 def leave(status: int) -> NoReturn:
     """Exits now; Python itself would wait for a busy decoder, however long."""
-    sys.stdout.flush()
+    # Each line on stdout was flushed.  The access log may hold its lock, and wait for a reader.
     sys.stderr.flush()
     os._exit(status)
 

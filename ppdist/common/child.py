@@ -82,8 +82,11 @@ def start(
         if default:
             release_signals()
 
+    # Without a call in the child, Python neither copies this process's page tables for it nor runs
+    # any of its code beside the locks of its threads.
+    call = prepare if ends_by or ignored or default else None
     settings = {"stdin": DISCARD, "start_new_session": True, **settings}
-    return Process(command, preexec_fn=prepare, **settings)
+    return Process(command, preexec_fn=call, **settings)
 
 
 def start_here(command: Sequence[str], **settings: Any) -> Process:

@@ -231,7 +231,7 @@ def _made_or_nothing(make: Callable[[], _Opened], seconds: float) -> _Opened:
         except OSError as error:
             where = f"{error.filename}: " if error.filename else ""
             why = f"{where}{error.strerror or error}"
-            if is_outage(error):
+            if is_outage(error) and seconds:
                 raise unavailable(why, "data.cache") from error
             _warn(f"training continues without it, because it cannot be created: {why}")
             return _NOTHING

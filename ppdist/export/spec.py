@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from pydantic import Field, model_validator
 
 import ppdist
-from ppdist.common.errors import ConfigError, ExportError, UserError
+from ppdist.common.errors import ConfigError, ExportError, StorageError, UserError
 from ppdist.config.base import Section, parse_config
 from ppdist.config.evaluate import NMSConfig
 from ppdist.config.preprocess import (
@@ -189,7 +189,7 @@ def validation_set(
     data, count = config.data, config.model.num_classes
     try:
         return read_annotations(data, "val", count)
-    except UserError as error:
+    except (UserError, StorageError) as error:  # the second: without the network of a store
         named = "are made up (class 0, ...)"
         if data.class_names:
             named = "are those of data.class_names"

@@ -18,7 +18,7 @@ from statistics import median, median_high, median_low
 from typing import Any
 
 from ppdist.common.child import output_of
-from ppdist.common.errors import LaunchError, UserError
+from ppdist.common.errors import LaunchError, StorageError, UserError
 from ppdist.common.machine import available_memory, existing_folder, free_disk, kernel_text
 from ppdist.common.process import paddle_numbers, unknown_paddle
 from ppdist.launch.cli import whose_fleetrun
@@ -73,10 +73,10 @@ class Finding:
 
 
 def attempt(subject: str, check: Callable[[], str]) -> Finding:
-    """Runs a check; a UserError becomes a FAIL."""
+    """Runs a check; an error of the user's or of storage becomes a FAIL."""
     try:
         return Finding(OK, subject, check())
-    except UserError as error:
+    except (UserError, StorageError) as error:
         return Finding(FAIL, subject, str(error))
 
 

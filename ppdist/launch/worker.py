@@ -118,7 +118,7 @@ def started_by(folder: Path, rank: int | None = None) -> list[int]:
 
     Zombies have none, nor has anything where there is no /proc.
     """
-    of_attempt = f"{EXIT_DIR_VARIABLE}={folder}".encode()
+    of_attempt = os.fsencode(f"{EXIT_DIR_VARIABLE}={folder}")
     of_rank = None if rank is None else f"PADDLE_TRAINER_ID={rank}".encode()
     found = []
     for place in Path("/proc").glob("[0-9]*"):

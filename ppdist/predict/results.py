@@ -32,7 +32,9 @@ _NOT_UTF8 = "backslashreplace"  # of names: to JSON the same name
 def require_own_folder(out: Path, source: Path) -> None:
     """As that of `ppdist.runtime.results`; raises ConfigError."""
     with data_errors(out, ConfigError):
-        runtime.require_own_folder(out, source, bool(own_results(out)))
+        # A shell gives thousands of files, and reading the results takes a second.
+        ours = source.is_dir() and bool(own_results(out))
+        runtime.require_own_folder(out, source, ours)
 
 
 def require_no_foreign_files(out: Path, names: Iterable[str]) -> None:

@@ -39,7 +39,7 @@ _COLUMNS = {
 def require_own_folder(out: Path, source: Path, ours: bool) -> None:
     """Refuses an `out` whose files would be replaced or taken for results.
 
-    Args: ours: an earlier run wrote results there.
+    Args: ours: an earlier run wrote results there; only asked of a folder as source.
     Raises: FileError: pictures in it would replace those of `source`, or files already in it would
         be taken for results and skipped.
     """

@@ -1,7 +1,8 @@
 """Bounded cache on disk: contents by key, shared by all processes.
 
 One file per entry, named by a digest of its key; the least recently used are deleted first.  A key
-contains everything its content depends on, files by their content identity.  An entry is written
+contains everything its content depends on, files by their content identity; where that is only
+known with the content, as behind http, the content begins with it (stores.py).  An entry is written
 under another name, then renamed, and carries a checksum: a damaged one counts as missing.  A
 failing disk is not an error: the cache then keeps nothing more.
 

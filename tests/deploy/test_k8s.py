@@ -169,6 +169,9 @@ def test_monitors_scrape_ports_and_tokens_that_the_pods_have() -> None:
     (secret,) = (each["valueFrom"]["secretKeyRef"] for each in container("serve.yml")["env"]
                  if "secretKeyRef" in each.get("valueFrom", ()))  # fmt: skip
     assert endpoint["authorization"]["credentials"] == secret
+    (job,) = endpoint["relabelings"]  # else the operator calls it like the Service
+    alerts = (ROOT / "deploy" / "monitoring" / "alerts.yml").read_text(encoding="utf-8")
+    assert job["targetLabel"] == "job" and f'up{{job="{job["replacement"]}"}} == 0' in alerts
 
 
 def test_paddlejob_pods_are_fleetrun_hosts() -> None:

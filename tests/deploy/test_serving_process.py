@@ -2,6 +2,7 @@
 
 import http.client
 import json
+import os
 import re
 import signal
 import socket
@@ -128,6 +129,28 @@ service.decode = lambda *_: time.sleep(600)
 limits = server.Limits(seconds=0.5)
 server.leave(server.serve(FakeModel, limits, "127.0.0.1", int(sys.argv[1])))
 """
+
+
+UNREAD = """
+import sys
+sys.path[:0] = sys.argv[1:]
+import server
+lines = server.Lines()
+for _ in range(2000):  # more than a pipe holds
+    lines("x" * 200)
+lines.close(0.2)
+server.leave(0)
+"""
+
+
+def test_exit_does_not_wait_for_a_reader_of_the_access_log():
+    buffered = {key: value for key, value in os.environ.items() if key != "PYTHONUNBUFFERED"}
+    command = [sys.executable, "-c", UNREAD, SERVING, REPOSITORY]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, env=buffered) as process:
+        try:
+            assert process.wait(WAIT) == 0
+        finally:
+            process.kill()
 
 
 RUDE = """

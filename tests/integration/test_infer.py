@@ -26,6 +26,7 @@ from ppdist.runtime.results import Pictures, picture_names
 from tests.errors import raises
 from tests.forked import run_tool
 from tests.media import assert_usable_by_pycocotools, write_video
+from tests.ports import free_port
 from tests.project import TINY_PPYOLOE, write_config
 from tests.unit.export.tiny import tiny_model
 
@@ -227,6 +228,16 @@ def test_missing_data_set_numbers_classes_and_warns(project: Path) -> None:
         "class names are made up (class 0, ...), category ids are made up (1, 2, ...): the "
         "validation set cannot be read: data.root: /nowhere is not a folder; set -o data.root=PATH"
     ]
+
+
+def test_unreachable_store_numbers_classes_and_warns(
+    project: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("ppdist.storage.retry._START_SECONDS", 0.0)
+    address = f"data.root=http://127.0.0.1:{free_port()}/set"
+    warnings: list[str] = []
+    assert validation_set(load_config(project / "cfg.yml", [address]), warnings.append) is None
+    assert len(warnings) == 1 and "the connection failed" in warnings[0]
 
 
 def test_names_and_ids_come_from_annotations_alone(project: Path, tmp_path: Path) -> None:

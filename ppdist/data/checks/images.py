@@ -13,6 +13,7 @@ import warnings
 from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from multiprocessing.connection import Connection, Pipe, wait
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
@@ -27,6 +28,7 @@ from ppdist.data.image import read_header, read_image
 from ppdist.runtime.decoder import FORMATS, Damage, damage, is_dark
 from ppdist.storage import files as storage
 from ppdist.storage.files import open_file
+from ppdist.storage.retry import with_retries
 
 
 class ImageFile(NamedTuple):
@@ -242,9 +244,9 @@ class _Child:
             return
 
     def take(self) -> tuple[int, ImageCheck] | None:
-        """An answer; None, and `ended`, when the process is no more."""
+        """An answer; None: a sign of life, or `ended` is set."""
         try:
-            position, found = self.pipe.recv()
+            answer = self.pipe.recv()
         except (EOFError, OSError):
             code = self._process.end()
             how = f"ends the process with code {code}"
@@ -252,10 +254,13 @@ class _Child:
                 how = f"kills the process ({signal.Signals(-code).name})"
             self.ended = Damage("image_crashes_decoder", f"decoding it {how}")
             return None
+        self.since = time.monotonic()
+        if answer is None:
+            return None
+        position, found = answer
         if isinstance(found, StorageError):
             raise found
         self.busy.popleft()
-        self.since = time.monotonic()
         return position, found
 
     def stop(self) -> None:
@@ -294,13 +299,20 @@ def _serve(
     warnings.simplefilter("ignore")
     cv2.setNumThreads(0)
     Image.MAX_IMAGE_PIXELS = None
+
+    def pause(seconds: float, _: StorageError) -> None:
+        pipe.send(None)  # a store is waited for longer than a child may be silent
+        time.sleep(seconds)
+
     while os.getppid() == parent:
         if not pipe.poll(1.0):
             continue
         for position in pipe.recv():
+            file = files[position]
+            check = partial(check_image, file.path, file.size, decode=decode)
             found: ImageCheck | StorageError
             try:
-                found = check_image(files[position].path, files[position].size, decode=decode)
+                found = with_retries(check, pause=pause)
             except StorageError as error:
                 found = error
             pipe.send((position, found))

@@ -524,7 +524,7 @@ def check_files(dataset: DetectionSet) -> None:
 def _absent_in_store(folder: str, names: Sequence[str], source: str) -> set[str]:
     """Paths of listed images that the store does not have.
 
-    Raises: DataError: the store, or the index of the shards, does not answer.
+    Raises: DataError: the store or the index of the shards refuses.  StorageError: it is away.
     """
     try:
         absent = storage.absent_of(folder, names)

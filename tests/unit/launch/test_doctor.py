@@ -10,6 +10,7 @@ from ppdist.cli.doctor import launch_options, parse
 from ppdist.launch import doctor
 from ppdist.launch.cli import started_by_stock_launcher, whose_fleetrun
 from ppdist.launch.doctor import FAIL, OK, WARN
+from ppdist.storage.retry import unavailable
 from tests.unit.launch.machines import A, B, machine, planned
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -118,6 +119,14 @@ def test_a_failed_check_exits_2_with_the_remedy() -> None:
     assert "FAIL  run: none of --ips 10.254.1.1, 10.254.1.2 is this machine" in ended.stdout
     assert "FAIL  config: " in ended.stdout and "Traceback" not in ended.stderr
     assert "OK    cores: " in ended.stdout
+
+
+def test_a_store_that_is_away_fails_one_row() -> None:
+    def read() -> str:
+        raise unavailable("no answer within 20 s", "s3://bucket/val.json")
+
+    finding = doctor.attempt("data.val", read)
+    assert finding.level == FAIL and "s3://bucket/val.json: no answer" in finding.found
 
 
 @pytest.mark.parametrize(

@@ -362,6 +362,7 @@ def test_a_rank_that_ends_well_leaves_others_alone(job) -> None:
 
 
 def test_rank_processes_found_by_their_environment(tmp_path: Path) -> None:
+    tmp_path /= os.fsdecode(b"not UTF-8 \xff")
     variables = {"PPDIST_EXIT_DIR": str(tmp_path), "PADDLE_TRAINER_ID": "3"}
     command = [sys.executable, "-c", "print(1, flush=True); input()"]
     pipe = subprocess.PIPE

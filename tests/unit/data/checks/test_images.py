@@ -16,6 +16,7 @@ from ppdist.data.checks import images as module
 from ppdist.data.checks.images import ImageCheck, ImageFile, check_image, check_images
 from ppdist.data.image import read_header, read_image
 from ppdist.runtime.decoder import damage
+from ppdist.storage.retry import unavailable, with_retries
 from tests.unit.data.corpus import (
     SIZE,
     exif,
@@ -177,6 +178,22 @@ def test_file_killing_or_hanging_child_is_named(tmp_path, monkeypatch):
             assert found.passing
         else:  # also the one that was killed once, by the system as it seems
             assert found == ImageCheck(digest=file.path)
+
+
+def test_child_that_waits_for_a_store_is_not_hung(tmp_path, monkeypatch):
+    back = time.monotonic() + 1.8
+    monkeypatch.setattr("ppdist.storage.retry._LONGEST_PAUSE_SECONDS", 0.2)
+
+    def read(path, size, *, decode):
+        if time.monotonic() < back:
+            raise unavailable("no answer within 20 s", path)
+        return ImageCheck(digest=path)
+
+    # As a request of a store does, in the child alone.
+    monkeypatch.setattr(module, "check_image", lambda *a, **k: with_retries(lambda: read(*a, **k)))
+    path = str(tmp_path / "a.jpg")
+    found = check_images([ImageFile(path, None)], decode=True, workers=1, timeout=0.7)
+    assert found == [ImageCheck(digest=path)]
 
 
 def test_a_child_amid_an_image_ends_with_its_parent(tmp_path, monkeypatch):
