@@ -1,1 +1,1 @@
-"""Measurements for whoever changes the code; run by tools/benchmark.py in a clone."""
+"""Measurements for whoever changes the code; run by `python -m benchmarks` in a clone."""

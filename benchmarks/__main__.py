@@ -64,9 +64,10 @@ def main() -> int:
         report |= {"overrides": arguments.override, "vs": []}
         report["result"] = MEASURES[arguments.what](arguments, Path(scratch))
         report["machine"] = machine()
-    print(json.dumps(report, indent=1))
-    if arguments.json:
-        write_json(arguments.json, report, indent=1)
+    if comm.is_main():  # of checkpoint there may be several, under fleetrun
+        print(json.dumps(report, indent=1))
+        if arguments.json:
+            write_json(arguments.json, report, indent=1)
     return 0
 
 

@@ -224,7 +224,7 @@ def _tiles(run: Run) -> Iterator[Tile]:
     best, name = run.best, run.metric
     if run.alone_evaluated and run.evaluation:
         for key in ("mAP", "mAP50", "mAP75", "f1", "precision", "recall", "top1", "top5"):
-            value = share(run.evaluation.get("metrics", {}).get(key))
+            value = share((run.evaluation.get("metrics") or {}).get(key))
             if value is not None:
                 yield Tile(key, f"{value:.4f}")
     elif best:

@@ -502,7 +502,7 @@ class PaddleGraph:
                 if precision == "bfloat16":
                     config.enable_onednn_bfloat16()
             self._predictor = inference.create_predictor(config)
-        except (RuntimeError, ValueError, OSError) as error:
+        except (RuntimeError, ValueError, IndexError, OSError) as error:
             raise PredictorError(f"{program}: Paddle cannot load it: {error}") from error
         self._name = self._predictor.get_input_names()[0]
         self.output_names = tuple(self._predictor.get_output_names())

@@ -1,5 +1,6 @@
 """What processes that share a study know of each other."""
 
+import json
 import subprocess
 import sys
 from pathlib import Path
@@ -170,6 +171,18 @@ def test_a_changed_experiment_is_refused(tmp_path: Path) -> None:
     Store(tmp_path / "out", renamed).close()
     experiment.write_text(EXPERIMENT + "optimizer: {lr: 0.5}\n", encoding="utf-8")
     with raises("study_settings_differ"):
+        Store(tmp_path / "out", study)
+
+
+def test_a_study_of_an_earlier_version_goes_on(tmp_path: Path) -> None:
+    study, file = study_of(tmp_path, GRID), tmp_path / "out" / "study.json"
+    Store(tmp_path / "out", study).close()
+    now = json.loads(file.read_text(encoding="utf-8"))
+    earlier = now | {"minutes_per_trial": None, "costs_like": {}, "calibration_epochs": 4}
+    file.write_text(json.dumps(earlier), encoding="utf-8")
+    Store(tmp_path / "out", study).close()
+    file.write_text(json.dumps(earlier | {"minutes_per_trial": 3}), encoding="utf-8")
+    with raises("study_settings_differ", "minutes_per_trial"):  # its trials took equal time
         Store(tmp_path / "out", study)
 
 

@@ -237,6 +237,24 @@ def test_a_rank_that_fails_does_not_hang_the_others(tmp_path) -> None:
         assert problem.startswith("broken: rank 1: exit code 1: broken card")
 
 
+def test_a_verdict_other_than_pass_is_read_from_the_report(tmp_path) -> None:
+    """`ppdist verify equivalence` ends with 1 where nothing could tell right from wrong, too."""
+    comm.init("cpu", DistributedConfig())
+    (tmp_path / "logs").mkdir()
+    (tmp_path / "work").mkdir()
+    program = (
+        "import sys; open(sys.argv[sys.argv.index('--json') + 1], 'w').write('[1]'); sys.exit(1)"
+    )
+    config = tiny_config(tmp_path, model=FASTEST)
+    runs = Runs(config, tmp_path, lambda name: [sys.executable, "-c", program], math.inf)
+    assert runs.measure("judged", ["verify"], [], judges=True) == [1]
+    with pytest.raises(accelerator.RunFailed):
+        runs.measure("measured", ["benchmark"], [])
+    runs = Runs(config, tmp_path, lambda name: [sys.executable, "-c", "exit(1)"], math.inf)
+    with pytest.raises(accelerator.RunFailed):
+        runs.measure("silent", ["verify"], [], judges=True)
+
+
 # The whole of it
 
 
