@@ -2,7 +2,7 @@
 
 ppdist eval -w RUN [--split test] [--out DIR]     the data that the run was trained with
 ppdist eval DATA -w WEIGHTS                       other data: a data.yaml or a folder
-ppdist eval -c cfg.yml -w WEIGHTS                 weights that do not say which model they are of
+ppdist eval -c cfg.yml -w WEIGHTS                 weights that do not record their model
 
 Classes are compared by their names, whatever their order in the data and in the weights.
 Sharded over the ranks of fleetrun; the numbers are the same on any number of ranks.

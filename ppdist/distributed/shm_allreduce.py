@@ -261,10 +261,10 @@ class SharedMemoryAllReduce:
             if cells[other * _CELL + 1 : other * _CELL + 4] != own:
                 raise RankError(
                     f"the ranks are not in the same collective, number {self._exchanges} of this "
-                    f"run: {self._exchange(self._me)}, {self._exchange(other)}: one of them left "
-                    f"one out or took another way",
+                    f"run: {self._exchange(self._me)}, {self._exchange(other)}: one of them "
+                    f"skipped one or took another branch",
                     code="collectives_differ",
-                    fix="what decides about a collective must be the same on all ranks",
+                    fix="conditions around a collective must have the same value on all ranks",
                 )
 
     def _exchange(self, number: int) -> str:

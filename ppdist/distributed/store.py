@@ -483,8 +483,8 @@ def require_connectivity(
     lost = [way for failed in failed_W for way in failed]
     if lost:
         raise LaunchError(
-            f"hosts cannot reach one another: {'; '.join(lost)}. gloo and NCCL choose such ports "
-            "by themselves: open everything between these hosts in the firewall, and see that "
+            f"hosts cannot reach one another: {'; '.join(lost)}. gloo and NCCL pick their "
+            "own ports: open all ports between these hosts in the firewall, and check that "
             f"{interfaces(environment)} is the interface of their network",
             code="hosts_unreachable",
         )

@@ -208,7 +208,7 @@ def _limits(share: float) -> dict[str, int]:
     free = free_memory(comm.local_size())
     if device.on_accelerator() and CARD not in free:
         raise ConfigError(
-            "auto: the card does not say how much memory it has free",
+            "auto: the card does not report its free memory",
             code="free_memory_unknown",
             where="train.batch_size_per_card",
             fix="give a number, or install Paddle 3.3",
@@ -265,7 +265,7 @@ def search(trial: Callable[[Sequence[int]], Outcome], limits: Bytes, most: int) 
     if not good:
         took = f"it takes {tightest(measured[1], limits)}; {_SMALLER}" if measured else why
         raise ConfigError(
-            f"auto: not even one image can be trained with: {took}",
+            f"auto: not even one image fits: {took}",
             code="no_image_fits",
             where="train.batch_size_per_card",
         )

@@ -342,7 +342,7 @@ def within(seconds: float, what: str, absent: Callable[[], str] = lambda: "") ->
 
     def end() -> None:
         print(
-            f"ppdist: rank {comm.rank()} on host {comm.host()}: {what} has not come back "
+            f"ppdist: rank {comm.rank()} on host {comm.host()}: {what} did not complete "
             f"within {seconds:g} s; possible causes: a firewall between the hosts, a wrong "
             f"interface ({interfaces(os.environ)}), or a rank that hangs: see the logs of the "
             f"others, and on GPUs NCCL_DEBUG=INFO",

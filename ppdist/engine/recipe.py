@@ -212,7 +212,7 @@ def _model_choices(layout: Layout, options: TrainOptions, base: Node) -> list[Ch
     family = _value(base, "model.name")
     if family is None or family == "yolov5_cls":
         raise ConfigError(
-            "is a recipe for classes of whole images; data given so has boxes",
+            "is a recipe for classifiers, but data given this way has boxes",
             code="model_without_boxes",
             where=f"--model {options.model}",
             fix="choose a detector (ppdist config list), or write a configuration",
@@ -244,15 +244,15 @@ def _run_choices(images: int, options: TrainOptions, base: Node, world: int) -> 
     written = _value(base, "train.epochs")
     if not isinstance(written, int | float):
         raise ConfigError(
-            "does not say train.epochs, of which its warm-up and the like are shares",
+            "does not set train.epochs, of which its warm-up and other phases are fractions",
             code="model_without_epochs",
             where=f"--model {options.model}",
-            fix="write it there: the passes over COCO, say, that its other numbers were chosen for",
+            fix="set it there: the epochs (of COCO, say) that its other values were tuned for",
         )
     tuning = bool(options.weights) or bool(_value(base, "model.pretrained"))
     epochs, why = _epochs(images, options, float(written), tuning)
     choices = [Choice("train.epochs", epochs, why)]
-    phases = "warm-up and the like keep their shares of the recipe's epochs"
+    phases = "warm-up and other phases keep their fractions of the recipe's epochs"
     choices.append(Choice("train.phases_for_epochs", written, phases))
     batch, why = _batch(images, options, _value(base, "train.batch_size_per_card") or 8, world)
     choices.append(Choice("train.batch_size_per_card", batch, why))

@@ -98,7 +98,7 @@ class Recovery:
         scale = loss_scale(self._train_step.scaler)
         if result.searching:
             self._log.warning(
-                f"step {step}: {found}: too large for float16, so no rank applied it; the "
+                f"step {step}: {found}: float16 overflow, step skipped on all ranks; the "
                 f"loss scale is now {scale:g}"
             )
             return False
@@ -109,7 +109,7 @@ class Recovery:
                 "; float16 does not reach that far: set train.amp.dtype: bfloat16, which needs no "
                 "loss scale"
             )
-        self._log.warning(f"step {step}: {found}: not finite, so no rank applied it{hint}")
+        self._log.warning(f"step {step}: {found}: not finite, step skipped on all ranks{hint}")
         self._record(step, "not finite", result.own_images, result.own_loss)
         if state.bad_steps < self._limit:
             return False
@@ -129,7 +129,7 @@ class Recovery:
         factor = lr_factor(state.rollbacks)
         self._log.warning(
             f"not finite for {self._limit} steps in a row, up to step {step}: rolled back to the "
-            f"weights after step {state.step}, with {factor:g} of the learning rate from there "
+            f"weights after step {state.step}, with {factor:g} of the learning rate from now "
             f"on (rollback {state.rollbacks} of at most {MAX_ROLLBACKS}); the images of these "
             f"steps are listed in {self._folder / _BAD_STEPS}"
         )
@@ -150,8 +150,8 @@ class Recovery:
         step = state.step
         self._roll_back(state)
         self._log.warning(
-            f"after step {step}: rolled back to the weights after step {state.step}, as each "
-            f"rank has kept them; repeating the steps since"
+            f"after step {step}: rolled back to each rank's copy of the weights after step "
+            f"{state.step}; repeating the steps since"
         )
         record = _record_of_rollback(state, step, "ranks held different weights")
         self._log.metrics(record)

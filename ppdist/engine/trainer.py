@@ -431,12 +431,12 @@ class Trainer:
     def _meet_bad_images(self, found: dict[int, str]) -> None:
         """Counts and names unusable images.  Collective.
 
-        This rank's loader has warned of its own already; rank 0 alone writes the log.
+        This rank's loader has already warned of its own; only rank 0 writes the log.
 
         Raises: DataError, on every rank: too many.
         """
         for line in self.bad_images.add(found):
-            self.log.warning(f"cannot be used, another image takes its place: {line}")
+            self.log.warning(f"unusable image, substituted by another: {line}")
         if self.state.run is not None:
             self.state.run.bad_images = self.bad_images.known
         self.log.metrics({"step": self.state.step + 1, "bad_images": len(self.bad_images.known)})
@@ -487,7 +487,7 @@ class Trainer:
             except comm.EvaluationFailed as error:
                 if error.__cause__ is not None:  # on this rank; others than rank 0 have their log
                     trace = "".join(traceback.format_exception(error.__cause__))
-                    _LOGGER.warning(f"what this rank met in the evaluation:\n{trace}")
+                    _LOGGER.warning(f"the evaluation failed on this rank:\n{trace}")
                 self.log.warning(f"the evaluation after step {step} failed, {consequence}: {error}")
         return None
 
@@ -567,10 +567,9 @@ class Trainer:
                 self.log.warning(f"at the end of the run: {each}")
         if isinstance(trouble, CheckpointError):
             raise CheckpointError(
-                f"{trouble}; what was learned since the newest one in {self.folder} is lost",
+                f"{trouble}; the steps since the newest one in {self.folder} are lost",
                 code="checkpoint_lost",
-                fix="make room (or make it writable) and start again with --resume, which repeats "
-                "it",
+                fix="free disk space (or make it writable) and rerun with --resume to repeat them",
             )
         if trouble is not None:
             raise trouble

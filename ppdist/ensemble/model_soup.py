@@ -132,7 +132,7 @@ class ModelSoup:
         other = {key for key, value in arrays.items() if not np.array_equal(value, self.first[key])}
         for key in sorted(other - set(self.sums)):
             raise WeightsError(
-                f"{key} is not that of {self.paths[0]}, and cannot be averaged",
+                f"{key} differs from that of {self.paths[0]} and cannot be averaged",
                 code="weights_not_alike",
                 where=str(path),
                 fix=(

@@ -175,7 +175,7 @@ def own_address(addresses: Sequence[str], host: str | None, network: Network) ->
             f"{', '.join(local)} are all addresses of this machine",
             code="ips_ambiguous",
             where="--ips",
-            fix=f"say which one this launch is: --host {local[0]}",
+            fix=f"choose the one for this launch: --host {local[0]}",
         )
     raise LaunchError(
         f"none of --ips {listed} is this machine (its addresses: {mine})",

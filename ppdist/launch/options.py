@@ -244,7 +244,7 @@ def refuse_stale_environment(environment: Mapping[str, str]) -> None:
         raise LaunchError(
             "the environment holds "
             f"{', '.join(f'{name}={environment[name]!r}' for name in stale)} from another "
-            "launch, and Paddle's launcher would follow that instead of the command line",
+            "launch, which Paddle's launcher would obey instead of the command line",
             code="environment_of_other_launch",
             fix=f"start with: env {remove} fleetrun ...",
         )
@@ -276,11 +276,10 @@ def job_token(environment: Mapping[str, str]) -> str:
             )
     if (token or name) and len(token) < _LEAST_TOKEN:
         raise LaunchError(
-            f"a token of {len(token)} characters can be guessed: it must have {_LEAST_TOKEN} "
-            "or more",
+            f"a token of {len(token)} characters can be guessed: use {_LEAST_TOKEN} or more",
             code="job_token_short",
             where=where,
-            fix=f"give all hosts one that `openssl rand -hex {_LEAST_TOKEN}` has drawn, or none",
+            fix=f"give all hosts the same one from `openssl rand -hex {_LEAST_TOKEN}`, or none",
         )
     return token
 
@@ -314,7 +313,7 @@ def _split(arguments: Sequence[str]) -> tuple[dict[str, str], list[str]]:
             value = f"{_KIND_OF_NAME[name]}:{value}"
         if option.key in values:
             raise LaunchError(
-                f"{' / '.join(option.names)} was given before, as {values[option.key]!r}",
+                f"{' / '.join(option.names)} is already given as {values[option.key]!r}",
                 code="option_repeated",
                 where=f"{name} {value}",
                 fix="give it once",

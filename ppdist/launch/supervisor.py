@@ -333,10 +333,9 @@ def private_files(folder: Path) -> Iterator[None]:
         yield
     except OSError as error:
         raise LaunchError(
-            f"{folder} cannot be written ({error.strerror}): fleetrun keeps there what ranks tell "
-            "it",
+            f"{folder} cannot be written ({error.strerror}); fleetrun keeps reports of ranks there",
             code="temporary_folder_unwritable",
-            fix="make room, or set TMPDIR to a folder with some",
+            fix="free disk space, or set TMPDIR to a folder that has some",
         ) from error
 
 

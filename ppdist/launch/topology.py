@@ -274,10 +274,10 @@ def cards_of_run(
     if visible is None:
         if wanted is None and options.processes is None:
             raise LaunchError(
-                f"how many cards of kind {options.kind} this machine has is not known here",
+                f"cannot count the {options.kind} cards of this machine",
                 code="no_cards",
                 where=f"{KIND_VARIABLE}={options.kind}",
-                fix="name them, as in --devices 0-7, or say how many: --nproc_per_node N",
+                fix="list them, as in --devices 0-7, or give their number: --nproc_per_node N",
             )
         visible = wanted or [str(index) for index in range(options.processes or 0)]
     variable, noun = environment.get(name), "GPU" if options.kind == "gpu" else options.kind

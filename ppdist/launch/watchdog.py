@@ -96,7 +96,7 @@ class Watch:
         self._now += min(gap, _GAP_SECONDS)
         self._see()
         for log in self._collect_stacks("asked for by a signal"):
-            self._say(f"stacks of a rank were asked for by a signal: {log}")
+            self._say(f"a signal asked for the stacks of a rank: {log}")
         ranks = [self._ranks[rank] for rank in sorted(self._ranks)]
         if self._ended_hung or not ranks:
             return

@@ -313,7 +313,7 @@ def frozen_keys(model: ImageModel, what: Freeze) -> frozenset[str]:
                 code="freeze_too_many_stages",
                 where="train.freeze",
                 fix=(
-                    "to freeze more than it, give the beginnings of keys, such as [backbone, "
+                    "to freeze more than the backbone, give key prefixes, such as [backbone, "
                     f"{next(n for n in stages if n not in backbone)}]"
                 ),
             )

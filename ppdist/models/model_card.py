@@ -287,7 +287,7 @@ def _no_card(where: Path, why: str) -> WeightsError:
         f"its model card cannot be read: {why}",
         code="model_card_invalid",
         where=str(where),
-        fix="give -c CONFIG, or a newer version of ppdist where one wrote it",
+        fix="give -c CONFIG, or install the newer ppdist that wrote it",
     )
 
 
@@ -455,7 +455,7 @@ def config_of_weights(
     Args:
         overrides: items of -o.
         needs_data: those data are needed, so -o must name them.
-    Raises: WeightsError: they do not say which model they are of, or not which data; ConfigError:
+    Raises: WeightsError: they do not record their model, or their data; ConfigError:
         see `load_config`.
     """
     path = checkpoint_of(Path(weights))
@@ -469,14 +469,14 @@ def config_of_weights(
     card = _of_zoo(entry, None) if entry else read_card(path)
     if card is None or card.model is None:
         raise WeightsError(
-            "these weights do not say which model they are of",
+            "these weights do not record their model",
             code="weights_without_card",
             where=str(path),
-            fix="give -c CONFIG, that of their training",
+            fix="give their training's config: -c CONFIG",
         )
     if needs_data and not any(item.startswith("data.root=") for item in overrides):
         raise WeightsError(
-            "these weights do not say which data to take",
+            "these weights do not record their data",
             code="weights_without_data",
             where=str(path),
             fix="give -c CONFIG, or -o data.root=FOLDER data.train.annotations=FILE "

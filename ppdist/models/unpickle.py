@@ -558,10 +558,10 @@ def _open_zip(archive: zipfile.ZipFile, path: Path) -> tuple[object, _Fetch]:
         )
     if f"{top[0]}/constants.pkl" in entries:
         raise WeightsError(
-            "a TorchScript program, which has no weights to take out",
+            "a TorchScript program, from which weights cannot be extracted",
             code="weights_torchscript",
             where=str(path),
-            fix="give the file it was made from",
+            fix="give the checkpoint it was exported from",
         )
     # Nothing torch writes is compressed, so honest entries take no more than the file.
     listed = archive.infolist()

@@ -406,7 +406,7 @@ def check_arrays(path: Path, expected: Mapping[str, np.ndarray]) -> None:
              or found[key].tobytes() != expected[key].tobytes()]  # fmt: skip
     if wrong or len(found) != len(expected):
         raise WeightsError(
-            f"what was written reads differently: {wrong[:5]}",
+            f"reads back differently from what was written: {wrong[:5]}",
             code="weights_written_wrong",
             where=str(path),
             fix="do not use it",
@@ -609,7 +609,7 @@ def load_all_weights(model: ImageModel, path: Path, names: ClassNames | None = N
     report = load_weights(model, path, None if strange else names)
     if report.copied:
         raise WeightsError(
-            f"{report.copied[0]}: that starts a training, it has not learned to predict without "
+            f"{report.copied[0]}: a start for training, not yet trained to predict without "
             "suppression",
             code="weights_of_other_config",
             where=str(path),
@@ -706,12 +706,12 @@ def _refuse_other_designs(
             "undone",
             code="weights_folded",
             where=str(path),
-            fix="give the checkpoint from before that, such as the best.pt of the training",
+            fix="give the checkpoint from before folding, such as the training's best.pt",
         )
     masks = [key for key in ignored if ".proto." in key]
     if masks and not all(key.startswith("backbone.") for key in matched):
         raise WeightsError(
-            f"a segmentation model ({shown(masks[0])}), whose head predicts masks besides boxes",
+            f"a segmentation model ({shown(masks[0])}), whose head also predicts masks",
             code="weights_of_segmentation",
             where=str(path),
             fix="give the weights of a detector",
@@ -916,7 +916,7 @@ def _converted(path: Path, key: str, value: np.ndarray, dtype: str) -> np.ndarra
             f"holds {numbers.dtype} numbers, expected floating point",
             code="weights_quantised",
             where=f"{path}: {key}",
-            fix="of a quantised model give the weights from before",
+            fix="give the model's weights from before quantisation",
         )
     with np.errstate(over="ignore"):
         numbers = numbers.astype(dtype)

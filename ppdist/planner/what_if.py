@@ -328,7 +328,7 @@ def clusters_up_to(cluster: Cluster) -> list[Cluster]:
 
 
 def what_ifs(job: Job, cluster: Cluster) -> list[tuple[str, Prediction]]:
-    """What could be changed, the most helpful first; accuracy is nobody's promise."""
+    """Possible changes, the most helpful first; accuracy is not considered."""
     changed = [(name, predict(j, c)) for name, j, c in _changes(job, cluster)]
     return sorted(changed, key=lambda pair: pair[1].hours or 1 / pair[1].images_per_second)
 

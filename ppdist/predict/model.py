@@ -318,10 +318,10 @@ def require_task(spec: InferenceSpec, task: str, where: str) -> None:
     """Raises: ConfigError: the model does something else."""
     if spec.task != task:
         raise ConfigError(
-            f"a model to {spec.task}, and this is to {task}",
+            f"this model can only {spec.task}, not {task}",
             code="model_of_other_task",
             where=where,
-            fix="a classifier is used by `ppdist predict`",
+            fix="run classifiers with `ppdist predict`",
         )
 
 

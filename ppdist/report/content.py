@@ -308,11 +308,11 @@ def slow_ranks(run: Run) -> str:
 
 def _happened(run: Run) -> Iterator[str]:
     for step in run.starts[1:]:
-        yield f"Started again, from step {step:.0f}."
+        yield f"Resumed from step {step:.0f}."
     for came, went, why in run.rollbacks:
-        yield f"Went back from step {came:.0f} to step {went:.0f}: {why}."
+        yield f"Rolled back from step {came:.0f} to step {went:.0f}: {why}."
     if run.bad_images:
-        yield f"{run.bad_images} images could not be used; others took their places."
+        yield f"{run.bad_images} images could not be used and were substituted by others."
 
 
 # Several runs.

@@ -208,7 +208,7 @@ def _arrive(url: str, part: Path, fix: str, say: Callable[[str], None], timeout:
         _, why = with_retries(attempt)
         if not why:
             return resumed
-        say(f"{url}: {why}; trying again")
+        say(f"{url}: {why}; retrying")
     raise unavailable(f"cut off {_MOST_ATTEMPTS} times", url, "reach the server again")
 
 

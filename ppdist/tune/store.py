@@ -59,11 +59,11 @@ class StudyLock(FileLock):
             return super().try_acquire()
         except OSError as error:
             raise ConfigError(
-                f"{self.path.parent} is on a file system without locks ({error.strerror}), with "
-                "which the processes of a study agree",
+                f"{self.path.parent} is on a file system without locks ({error.strerror}), "
+                "which the processes of a study need",
                 code="file_system_without_locks",
                 where="--out",
-                fix="take another",
+                fix="choose a folder on another file system",
             ) from error
 
 

@@ -78,21 +78,21 @@ def require_comparable(config: ExperimentConfig) -> None:
     """
     reasons = []
     if config.train.batch_size_per_card == "auto":
-        reasons.append("train.batch_size_per_card=8 (one rank has memory for another batch)")
+        reasons.append("train.batch_size_per_card=8 (one rank would choose another batch size)")
     if getattr(config.model, "dropout", 0) > 0:
-        reasons.append("model.dropout=0 (every rank drops other values)")
+        reasons.append("model.dropout=0 (each rank drops different values)")
     if config.data.sampling.name == "difficulty":
         reasons.append("data.sampling.name=balanced (difficulty follows evaluations)")
     ranks = config.distributed
     if ranks.sync_every is not None:
         reasons.append("distributed.sync_every=null (ranks step on their own, each with its norm)")
     if ranks.topk_fraction is not None:
-        reasons.append("distributed.topk_fraction=null (what is left out comes late)")
+        reasons.append("distributed.topk_fraction=null (dropped gradients are applied late)")
     if ranks.gradient_rank is not None:
-        reasons.append("distributed.gradient_rank=null (what is left out comes late)")
+        reasons.append("distributed.gradient_rank=null (dropped gradients are applied late)")
     if reasons:
         raise ConfigError(
-            "here many ranks differ from one by design",
+            "with these settings, many ranks differ from one by design",
             code="differs_by_design",
             fix=f"to compare the rest, add -o with {' and '.join(reasons)}",
         )

@@ -174,7 +174,7 @@ def _check(raw: RawSet, form: Format, out: Path, images: Images, split: str) -> 
     for target in targets:
         if os.path.lexists(out / target):
             raise DataError(
-                "exists already",
+                "already exists",
                 code="file_exists",
                 where=str(out / target),
                 fix="choose a new folder",
@@ -252,7 +252,7 @@ def _once(raw: RawSet, lines: list[str]) -> RawSet:
             first[image.path] = replace(before, objects=before.objects + image.objects)
     if len(first) < len(raw.images):
         repeats = len(raw.images) - len(first)
-        lines.append(f"{repeats} images: listed before, their objects put together")
+        lines.append(f"{repeats} images: listed more than once, their objects merged")
     return replace(raw, images=list(first.values()))
 
 
@@ -375,7 +375,7 @@ def _write_classes(raw: RawSet, form: Format, out: Path, split: str) -> None:
     known = class_names(out, ())
     if known and known != raw.class_names:
         raise DataError(
-            f"there are files of other classes ({', '.join(known[:5])}) than those of "
+            f"already holds files with classes ({', '.join(known[:5])}) other than those of "
             f"{raw.source} ({', '.join(raw.class_names[:5])})",
             code="folder_of_other_classes",
             where=str(out),
@@ -402,10 +402,10 @@ def _data_yaml(raw: RawSet, splits: Sequence[str]) -> str:
 
 def _say_what_is_lost(raw: RawSet, form: Format, lines: list[str]) -> None:
     if raw.extra:
-        lines.append(f"{', '.join(map(str, raw.extra))}: said of the whole set, left out")
+        lines.append(f"{', '.join(map(str, raw.extra))}: of the whole set, left out")
     of_classes = dict.fromkeys(str(key) for extra in raw.class_extras for key in extra)
     if of_classes:
-        lines.append(f"{', '.join(of_classes)}: said of classes, left out")
+        lines.append(f"{', '.join(of_classes)}: of classes, left out")
     if raw.category_ids != tuple(range(1, len(raw.category_ids) + 1)):
         lines.append(f"category ids: become 1 to {len(raw.category_ids)}")
     ids = [image.image_id for image in raw.images]
@@ -726,7 +726,7 @@ def write_parts(
     there = [str(file) for file in files if file.exists()]
     if there:
         raise UserError(
-            "exists already",
+            "already exists",
             code="file_exists",
             where=", ".join(there),
             fix="remove it, or choose --out",
@@ -769,7 +769,7 @@ def _texts(
             _require_labels_beside_images(config)
     if len(lines) != len(dataset.records):
         raise DataError(
-            f"{len(lines)} lines for {len(dataset.records)} images: it cannot be divided line by "
+            f"{len(lines)} lines for {len(dataset.records)} images: it cannot be split line by "
             f"line",
             code="list_not_divisible",
             where=named,

@@ -86,8 +86,7 @@ def _class_folders(images: Path) -> list[str]:
         folders = sorted(e.name for e in entries if e.is_dir() and not is_no_data(e.name))
     if not folders:
         raise DataError(
-            f"there are no folders in it; expected one per class, such as "
-            f"{images / 'cat' / '1.jpg'}",
+            f"contains no folders; expected one per class, such as {images / 'cat' / '1.jpg'}",
             code="class_folders_missing",
             where=str(images),
         )
@@ -204,10 +203,10 @@ def _names_in(labels: Sequence[str], table: Path) -> tuple[str, ...]:
     largest = max(map(int, used))
     if largest >= _MOST_NUMBERED:
         raise DataError(
-            f"label {largest} is too large for the number of a class (numbers start at 0)",
+            f"label {largest} is too large for a class index (indices start at 0)",
             code="class_number_too_large",
             where=str(table),
-            fix="where labels are names that consist of digits, list them in data.class_names",
+            fix="if labels are names made of digits, list them in data.class_names",
         )
     return tuple(map(str, range(largest + 1)))
 
