@@ -444,7 +444,7 @@ def train(
         data: a data.yaml (ultralytics, Roboflow) or a folder with COCO's JSON, Pascal VOC's XML or
             YOLO's labels; everything else is decided for it.
         model: the shipped recipe for `data`: "yolov5n", "ppyoloe_plus_s", ...
-        epochs: passes over the training images; "+50" goes on with `resume` for so many more.
+        epochs: passes over the training images; "+50" extends the `resume` run by 50.
         batch: images on this card, or "auto".
         weights: a name or a file to start from, as model.pretrained.
         image_size: pixels; one number is a square, two are height and width.
@@ -613,7 +613,7 @@ def _item(key: str, value: str) -> str:
 def _free_folder(name: str) -> str:
     """The folder, or the first unused of `name-2`, ...  Collective.
 
-    A job that fleetrun starts anew goes on in the one that it had.
+    A job restarted by fleetrun continues in the one it had.
     """
     from ppdist.distributed import comm
 

@@ -186,7 +186,7 @@ def write_vdl(
     step = analysis["step"] or 0
     with writing(folder):
         file = VisualDLWriter(folder, folder.name, step - 1)
-        # Its presence says that this is an evaluation; nobody measured it here.
+        # Its presence marks an evaluation; it was not measured here.
         file.add_scalars(step, scalar_points({**metrics, "eval_seconds": float("nan")}))
         file.add_pr_curves(step, pr_curves(analysis))
         file.add_images(step, "validation", pictures)

@@ -184,7 +184,7 @@ class RunLog:
             _LOGGER.info(f"{name:10}{text}", extra=BARE)
 
     def row(self, header: str, row: str) -> None:
-        """Adds a row to the run's growing table, at times with its header."""
+        """Adds a row to the run's table, sometimes with its header."""
         if not self._main:
             return
         if header != self._header or self._rows % _HEADER_EVERY == 0:

@@ -88,7 +88,7 @@ class Table(NamedTuple):
 
 @cache
 def table() -> Table:
-    """migration.yml, read when somebody typed what is not ours."""
+    """migration.yml, read when a user typed a foreign option."""
     file = Path(__file__).with_suffix(".yml")
     found = yaml.safe_load(file.read_text(encoding="utf-8"))
     keys = {
@@ -158,7 +158,7 @@ def refuse_options(command: str, words: Sequence[str], unknown: Container[str]) 
     """
     lines: list[str] = []
     behind_o = False
-    leading = True  # nothing of ours that takes name=value has come
+    leading = True  # none of our options that take name=value has come
     for at, word in enumerate(words):
         following = words[at + 1] if at + 1 < len(words) else ""
         name, equals, value = word.partition("=")

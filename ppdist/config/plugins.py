@@ -45,7 +45,7 @@ class Registration:
     kind: "detector", "dataset", "backbone" or "tracker".
     name: as a configuration has it.
     target: `package.module:Name` of what computes: model, reader, backbone or writer.
-    section: its keys; None: a backbone has none.
+    section: its keys; None for a backbone.
     loss_target, loss_section: of a detector.
     """
 
@@ -208,7 +208,7 @@ def registrations() -> list[dict[str, Any]]:
 def register_again(found: Sequence[Mapping[str, Any]]) -> None:
     """Repeats in a new process what another one had registered.
 
-    Raises: ConfigError: a Section cannot be imported, such as one that stands in a script.
+    Raises: ConfigError: a Section cannot be imported, such as one defined in a script.
     """
     for each in found:
         keys = ("section", "loss_section")

@@ -8,7 +8,7 @@ Ranks communicate in two ways, and every rank must reach both:
   the places where ranks may be minutes apart: evaluation, checkpoints, start-up.
 
 Work that may fail on one rank runs so that all of them hear of it.  On one process every function
-is the identity or a plain call, so nobody above asks.  Also here: how glibc keeps the memory of
+is the identity or a plain call, so callers never check.  Also here: how glibc keeps the memory of
 tensors on the CPU.
 """
 
@@ -185,7 +185,7 @@ def _share_memory(config: DistributedConfig) -> None:
 
 
 def _new_group(members: list[int]) -> Any:
-    """A group of some ranks besides that of all.  Collective."""
+    """A group of some of the ranks.  Collective."""
     if device.on_accelerator():
         return pd.new_group(members)
     with separate_store(members):

@@ -86,7 +86,7 @@ def require_arithmetic() -> None:
     """Refuses a card on which 1 + 1 is not 2.
 
     Where the wheel holds no code for a card, Paddle warns and every operator gives zeros, and a
-    training goes on with them (PaddlePaddle/Paddle#72252).
+    training continues with them (PaddlePaddle/Paddle#72252).
 
     Raises: ConfigError: it is one.
     """
@@ -156,4 +156,4 @@ def peak_reserved_bytes() -> int:
 
 
 def _card() -> str:
-    return paddle.device.get_device()  # without it a plug-in's first card is asked
+    return paddle.device.get_device()  # without it Paddle queries a plug-in's first card

@@ -75,7 +75,7 @@ from ppdist.optim.ema import EMA
 from ppdist.optim.grad_sync import build_grad_sync, build_sharding, last_step
 from ppdist.optim.optimizer import build_optimizer, layerwise_lr_decay
 
-# The loss of each model of ours, by `model.name`; the models are in ppdist/models/__init__.py.
+# The losses of our models, by `model.name`; the models are in ppdist/models/__init__.py.
 _LOSSES = {
     "ppyoloe": "ppdist.losses.ppyoloe:PPYOLOELoss",
     "yolov5": "ppdist.losses.yolov5:YOLOv5Loss",

@@ -30,7 +30,7 @@ from ppdist.data.datasets.layout import VAL_FRACTION, Layout, find_layout, is_la
 FILE = "recipe.yml"  # in output_dir
 ASIDE = "old-*"  # in output_dir: earlier runs
 _COMMON = ("yolov5n", "yolov5s", "ppyoloe_plus_s", "ppyoloe_plus_m")  # recipes to name first
-# Below so many training images a recipe for COCO is changed: 5 % of COCO, half of VOC 2007 + 2012.
+# With fewer training images a recipe for COCO is changed: 5 % of COCO, half of VOC 2007 + 2012.
 _FEW_IMAGES = 8000
 # Training from scratch saw 12,000 (PP-YOLOE) to 31,000 images (YOLOv5) of the 205 of BCCD until it
 # was good: configs/examples/bccd_*.yml.  Where a set has more, an epoch has more as well.
@@ -57,7 +57,7 @@ _ON_FEW: Mapping[str, Any] = {
     "schedule.warmup_bias_lr": None,
     "schedule.warmup_momentum": None,
 }
-_WARMUP_PHASE = 30  # its warm-up takes this part of the run: one in so many epochs
+_WARMUP_PHASE = 30  # its warm-up takes one in this many epochs of the run
 
 
 class Choice(NamedTuple):
@@ -84,9 +84,9 @@ class Recipe:
 
 @dataclass(frozen=True)
 class TrainOptions:
-    """What a training is told besides its data or configuration; None: nothing.
+    """Options of a training beyond data or configuration; None: not given.
 
-    model: name of a shipped recipe, or a YAML file.  epochs: "+50" is for a run that goes on.
+    model: name of a shipped recipe, or a YAML file.  epochs: "+50" extends a run.
     batch: images per card.  image_size: (height, width) in pixels.
     """
 

@@ -270,7 +270,7 @@ def _record_of_rollback(state: TrainState, step: int, reason: str) -> dict[str, 
 
 
 def lr_factor(rollbacks: int) -> float:
-    """Learning-rate factor after so many rollbacks."""
+    """Learning-rate factor after a number of rollbacks."""
     return _LR_FACTOR**rollbacks
 
 
@@ -327,7 +327,7 @@ def check_replica_consistency(step: TrainStep) -> tuple[str, bool]:
 
     Compares weights, running statistics and EMA.  A flipped bit, or a sum that went wrong on one
     rank, would silently make the ranks train different models.  What more than half of the ranks
-    hold is right, or what alone is finite.  Otherwise, as with two ranks, nobody can tell: all get
+    hold is right, or what alone is finite.  Otherwise, as with two ranks, it is unclear: all get
     the most frequent values, and of equally frequent ones those of the lowest rank.  The optimizer
     state is copied with them but not compared: where it differs, so do the weights one step later.
 

@@ -694,7 +694,7 @@ def _note_of_job() -> JobNote | None:
 
 
 def note_saved(step: int) -> None:
-    """Notes for the job that a checkpoint is on disk; rank 0 only.
+    """Records for the job that a checkpoint is saved; rank 0 only.
 
     Raises: OSError: the record cannot be replaced.
     """

@@ -1,6 +1,6 @@
 """Trains a model to the end: step, log, evaluate, save, stop.
 
-What changes the numbers of a run stands in `Trainer`; what only looks on is a `Callback`.
+`Trainer` holds what changes a run's numbers; what only observes is a `Callback`.
 """
 
 import logging
@@ -177,7 +177,7 @@ class Trainer:
             settled = ended or not state.bad_steps
             stopping = stopping and settled and not ended
             late = late and settled and not ended
-            # Whoever asked to stop waits seconds for the checkpoint, not minutes for a number.
+            # After a stop signal, take seconds for the checkpoint, not minutes for a metric.
             if (ended or late or self._due(self.evaluate_every)) and not stopping:
                 stopping = not self._evaluate()
             self._end_epoch()
@@ -207,7 +207,7 @@ class Trainer:
         if rescored:
             self.state.best, self.state.best_step = -math.inf, 0
             self.state.losses = LossCurves()
-        if rescored or not self.early_stopping:  # to go on without it is to begin it anew
+        if rescored or not self.early_stopping:  # switched off in between, it starts over
             self.state.early_stopping = None
         if own:
             self._saved_step = self.state.step
@@ -446,7 +446,7 @@ class Trainer:
     def _missed_an_evaluation(self) -> bool:
         """Whether a due evaluation was skipped on stop.
 
-        Whoever asked to stop did not wait for it.
+        A stop signal skips it.
         """
         step = self.state.step
         due = self._due(self.evaluate_every) or step == self.schedule.total_steps
@@ -473,7 +473,7 @@ class Trainer:
     def _measure(self, evaluator: Evaluator | ClassificationEvaluator) -> dict[str, float] | None:
         """Evaluates, once more if that fails; None: both failed.
 
-        Training goes on whatever fails here: evaluation has a model of its own.
+        Training continues whatever fails here: evaluation has its own model.
         Raises: EvaluationStopped, on every rank: one was asked to stop.
         """
         step = self.state.step

@@ -115,8 +115,8 @@ def _require_detection(path: Path, place: int, entry: Any) -> None:
 def set_of(files: Sequence[Saved]) -> DetectionSet:
     """Images and classes in files, by id, as a set without objects.
 
-    Raises: DataError: an id stands for different images in two files, or in one without names for
-        a class of which nobody knows which it is.
+    Raises: DataError: an id means different images in two files, or in one without names for
+        a class that cannot be identified.
     """
     names: dict[int, str] = {}
     for each in files:

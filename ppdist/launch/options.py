@@ -24,7 +24,7 @@ Starts one process of the script per card (or per --nproc_per_node on a CPU) on 
 75 stopped by a signal after a clean checkpoint; 1 anything else (the failing rank is named).
 """
 
-# What `ppdist` stands for where a script is asked for; PATH may have none, or another Python's.
+# The script run for `ppdist`; PATH may have none, or another Python's.
 _OWN_COMMANDS = str(Path(__file__).resolve().parents[1] / "__main__.py")
 
 # Paddle's launcher gives these to its workers.  Left over in the environment from another launch
@@ -133,7 +133,7 @@ _PADDLES = (
     Option(("--elastic_timeout",), "SECONDS", variables=("PADDLE_ELASTIC_TIMEOUT",)),
 )
 _BY_NAME = {name: option for option in _OURS + _PADDLES for name in option.names}
-# What they do shows in the log of Paddle's launcher alone, which nobody sees.
+# They only show in the log of Paddle's own launcher.
 _WITHOUT_EFFECT = {"job_id", "log_level"}
 # Taken from the environment by the options above, so Paddle's launcher must not see them again:
 # it would let them override the command line.
@@ -142,7 +142,7 @@ OPTION_VARIABLES = tuple(name for option in _OURS + _PADDLES for name in option.
 
 @dataclass(frozen=True)
 class Options:
-    """What was asked for, not yet compared with the machine."""
+    """The requested launch, not yet compared with the machine."""
 
     script: str
     script_arguments: tuple[str, ...]

@@ -65,7 +65,7 @@ def installed_version(distribution: str) -> str:
 
 @dataclass(frozen=True)
 class Machine:
-    """What a plan depends on besides the command."""
+    """What a plan depends on, apart from the command."""
 
     cards: Sequence[Card]
     build: str  # of Paddle, see `paddle_build`
@@ -219,7 +219,7 @@ def _clean(environment: Mapping[str, str]) -> dict[str, str]:
         variables.pop(name, None)
     variables.setdefault("GLOG_minloglevel", "1")  # not every connection that Paddle opens
     # As Paddle's launcher does: by POD_NAME its auto-parallel knows that ranks were launched, and
-    # a proxy is said to disturb NCCL.
+    # a proxy is reported to disturb NCCL.
     variables.setdefault("POD_NAME", socket.gethostname())
     for name in ("http_proxy", "https_proxy"):
         if name in variables:
@@ -346,7 +346,7 @@ def _visible(
 def _refuse_absent(
     wanted: Sequence[str], visible: Sequence[str], name: str, variable: str | None
 ) -> None:
-    """Raises: LaunchError: a card that was asked for is not visible."""
+    """Raises: LaunchError: a requested card is not visible."""
     absent = ", ".join(label for label in wanted if label not in visible)
     if not absent:
         return

@@ -20,7 +20,7 @@ from ppdist.metrics.run import Run
 # Of mAP50, or of a classifier's accuracy above chance: below the first nothing is learned, from the
 # second on a model is.  Published detectors of COCO have 0.46 (YOLOv5n) and more.
 _LEARNED_NOTHING, _LEARNED = 0.1, 0.4
-_FEWEST = 5  # evaluations that tell a course; losses are smoothed by the median of so many at least
+_FEWEST = 5  # evaluations that make a trend; losses are smoothed by a median of at least as many
 _SHARE = 5  # or of this part of them
 _RISE_OF_LOSS = 0.2  # of the validation loss above its lowest: over-fitting
 _SMOOTH = 3  # evaluations of which the median counts, where a fall is looked for
@@ -75,7 +75,7 @@ def verdict(
 
     Args:
         evaluations, steps: records of metrics.jsonl, in order; of an evaluation alone its metrics.
-        evaluation: content of evaluation.json, or what is known of it.
+        evaluation: content of evaluation.json, or parts of it.
         fine_tuned: it began with weights that had learned.
         finished: why it ended, as metrics.jsonl says: total, early_stopping, hours or signal; "":
             it has not.

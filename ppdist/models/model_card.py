@@ -4,11 +4,11 @@
     ModelCard.text          -> model_card.json of a checkpoint; the entry `model_card` of
                                .safetensors (metadata), .npz and ONNX (metadata_props)
     read_card               a checkpoint, run, export or weight file -> ModelCard
-    read_card_or_warn       the same, for whoever can do without
+    read_card_or_warn       the same, for callers that can do without
     require_fit             the model to train, a name of the zoo: before a download
     config_of_weights       a checkpoint or weight file -> ExperimentConfig (`-w` without -c)
 
-Of a .pt that holds a pickled model (ultralytics' YOLOv5) the card is made from what stands in it.
+Of a .pt that holds a pickled model (ultralytics' YOLOv5) the card is made from its contents.
 """
 
 import json
@@ -199,7 +199,7 @@ def read_card(path: Path | str) -> ModelCard | None:
     Nothing in it is run, and its size is bounded; its texts are a stranger's.
 
     Args: path: a checkpoint, a run's output_dir (its best), an export's folder, a weight file, or a
-        name of the zoo, which is downloaded where need be; what is known of a published file is
+        name of the zoo, which is downloaded if needed; what is known of a published file is
         added.
     Raises: WeightsError: no such file, damaged, or a card that is none.
     """

@@ -542,7 +542,7 @@ def load_weights(
     A file may use our keys or the original's (`model.official_keys()`), also behind the prefix of a
     wrapper; of a run's output_dir its best checkpoint is taken, else its last.  All or nothing: the
     model is untouched when an error is raised.  Where only the number of classes differs, the class
-    layers keep their initial values and the report says so; a file with the backbone alone
+    layers keep their initial values, and are reported; a file with the backbone alone
     (ImageNet, or a detector's for a classifier and the reverse) fills the backbone.  Nothing else
     may be missing or misshapen.
 
@@ -599,7 +599,7 @@ def load_all_weights(model: ImageModel, path: Path, names: ClassNames | None = N
 
     It is not trained any further.
 
-    Args: names: where not one agrees, row c is class c, and the line says so.
+    Args: names: if none matches, row c is class c, which is reported.
     Returns: a line about the names of classes; "": there is nothing to say.
     Raises: WeightsError: also where a layer would keep its random initial values, or start as a
         copy of another.
@@ -760,7 +760,7 @@ class _ByName:
         return f"{line}, in another order" if len(self.names.of_file) == wanted else line
 
     def reordered(self, theirs: np.ndarray, ours: np.ndarray) -> np.ndarray:
-        """The entry of a class layer: rows of the file where names agree, else those of `ours`."""
+        """A class layer's entry: file rows for matching names, else `ours`."""
         theirs, mixed = _swap_layout(theirs), _swap_layout(ours).copy()
         counts = len(self.names.of_file), len(self.names.of_model)
         theirs_G, mixed_G = (

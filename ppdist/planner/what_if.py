@@ -251,7 +251,7 @@ class Prediction:
     epochs: float
     hours: float  # 0: the job names no images or epochs
     parts: dict[str, float]  # hours by PARTS; they add up to `hours`
-    limit: str  # of PARTS: where most hours go besides the arithmetic, if they are worth naming
+    limit: str  # of PARTS: where most hours go, apart from the arithmetic, if worth naming
 
     @property
     def gpu_hours(self) -> float:

@@ -59,7 +59,7 @@ class Detections:
         source: the file, address or position that it came from; "" where unknown.
         category_ids: what a COCO result calls class 0, 1, ...
         frame: number in a video from 0; None: an image.
-        track_ids: int64 [N], -1: not followed yet; None: nobody follows.
+        track_ids: int64 [N], -1: not tracked yet; None: no tracking.
     """
 
     boxes_xyxy: np.ndarray

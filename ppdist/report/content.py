@@ -317,7 +317,7 @@ def _happened(run: Run) -> Iterator[str]:
 
 # Several runs.
 
-# Keys that make no other experiment: where files lie, what is said, and chance.
+# Keys that do not change the experiment: paths, logging, and seeds.
 _SAME_EXPERIMENT = ("seed", "output_dir", "log.")
 _NOT_COMPARED = ("output_dir", "log.")
 _DERIVED = ("ranks", "total_batch", "lr", "steps", "steps_per_epoch", "warmup_steps")

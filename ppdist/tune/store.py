@@ -1,12 +1,12 @@
 """Store of a study: a folder that any number of processes share.
 
     journal.log    Optuna's storage: every trial, its values as they come, how it ended
-    study.json     what was asked for when the study began
+    study.json     settings with which the study began
     trials/NNN/    the output_dir of trial NNN; tune.lock there belongs to who runs it
-    *.lock         locks of whoever must be alone; a process that ends in any way has none
+    *.lock         locks for exclusive work; released however their process ends
 
-A trial that is running in the journal, and whose lock nobody has, was left by a process that is
-gone: whoever asks for work next goes on with it.
+A trial that the journal lists as running but whose lock is free was left by a process that is gone;
+the next process that asks for work continues it.
 """
 
 import hashlib
@@ -70,7 +70,7 @@ class StudyLock(FileLock):
 class JournalLock(StudyLock):
     """The lock Optuna takes before it appends to its journal.
 
-    Optuna's own lock files outlive a killed process.  Whoever has it first cuts off an unfinished
+    Optuna's own lock files outlive a killed process.  The holder of this one first cuts off a
     line that a crash or a full disk left: Optuna would append the next to it, and read neither.
     """
 
@@ -183,7 +183,7 @@ class Store:
         """Claims the next trial; None: nothing is left for this process.
 
         Args:
-            begin: also trials that nobody has begun.
+            begin: include trials not started yet.
             retry_failed: a cell of a grid whose trials failed before this process began is free.
         """
         with self.lock:
@@ -302,7 +302,7 @@ class Store:
         return optuna.Trial(self.study, self.trials()[number]._trial_id)
 
     def leave(self, number: int) -> None:
-        """Whoever asks next may go on with it."""
+        """Releases a trial; the next process that asks may continue it."""
         self._mine.pop(number).close()
 
     def close(self) -> None:

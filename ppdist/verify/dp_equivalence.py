@@ -5,7 +5,7 @@ that trains the same steps alone:
 
     train.sync_bn: false    1 rank, the same micro-batches one after the other: each is normalised
                             by its own statistics there as here, and moves the running statistics
-                            of the rank that it stands for
+                            of the rank that it simulates
     train.sync_bn: true     1 rank, batches of all ranks together: as synchronised statistics see it
 
 Two ways to add the same numbers differ by rounding, and training amplifies that; how far depends on

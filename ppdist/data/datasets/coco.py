@@ -153,7 +153,7 @@ def _scan(
         text: read in place of the file.
         take: gets the key and some next entries.
         optional: a list that may be absent.
-        further: gets what stands beside the three lists.
+        further: gets everything outside the three lists.
     Returns: the three lists; of those that were passed on, empty ones.
     Raises: DataError: the file as a whole is not COCO.  UnicodeDecodeError: not UTF-8.
     """
@@ -412,7 +412,7 @@ class _File:
         labels = {identity: label for identity, label in classes.label_of.items()}
         ids_K, label_K = np.array([*labels], np.int64), np.array([*labels.values()], np.int64)
         class_O = _positions(ids_K, np.arange(len(ids_K)), objects["category_ids"])
-        for number, odd in self._odd.items():  # 0 stands for what is no number
+        for number, odd in self._odd.items():  # 0 replaces what is no number
             if whole_number(odd.image_id) is None:
                 image_O[number] = -1
             if whole_number(odd.category_id) is None:

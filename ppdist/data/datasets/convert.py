@@ -66,9 +66,9 @@ def convert(
     Boxes come back exactly (through YOLO's fractions within 1e-12 pixels, exactly in float32); ids,
     areas, outlines, crowds and further properties do where the format can hold them.  Images of one
     name are told apart by a number, and names become UTF-8.  Boxes that are not finite are left
-    out, images that have no others (they are no background), and images of which nobody knows the
-    size.  YOLO's fractions are of the image as its file
-    has it: annotations of another frame are turned with it, or left out with their image.
+    out, images that have no others (they are no background), and images of unknown size.  YOLO's
+    fractions are of the image as its file has it: annotations of another frame are turned with it,
+    or left out with their image.
 
     Args:
         out: a folder, made if need be; several splits may share it.
@@ -202,7 +202,7 @@ def _sized(raw: RawSet, lines: list[str]) -> RawSet:
     unknown = [image.path for image in raw.images if not image.size_known]
     if unknown:
         lines.append(
-            f"{len(unknown)} images: absent or unreadable, so that nobody knows where their boxes "
+            f"{len(unknown)} images: absent or unreadable, so it is unknown where their boxes "
             f"are, left out, first {unknown[0]}"
         )
     return replace(raw, images=[image for image in raw.images if image.size_known])
@@ -570,7 +570,7 @@ def groups_of_one_content(paths: Sequence[str]) -> np.ndarray:
     """int64 [N]: the same number where files hold the same bytes.
 
     Only files of the same length are read, so a set without copies costs one look at each entry.
-    An image that is not there stands alone.
+    A missing image is a group of its own.
     """
     same_length: defaultdict[int, list[int]] = defaultdict(list)
     group_N = np.arange(len(paths))
@@ -692,7 +692,7 @@ def write_parts(
     """Writes files of one part or several.
 
     Entries and lines are those of the file that is divided.  COCO: a JSON file with the same
-    categories and everything else that stands beside them; VOC and YOLO: a list of images; CSV: the
+    categories and everything else outside the lists; VOC and YOLO: a list of images; CSV: the
     lines, with the header; a folder of classes becomes CSV files.
 
     Args:

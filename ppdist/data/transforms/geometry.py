@@ -99,12 +99,12 @@ def random_turn(chance: float, rng: np.random.Generator) -> int:
 
 
 def turned_sides(record: ImageRecord, turn: int) -> tuple[int, int]:
-    """(width, height) after so many quarter turns."""
+    """(width, height) after a number of quarter turns."""
     return (record.height, record.width) if turn % 2 else (record.width, record.height)
 
 
 def turned_pixels(image_HW3: np.ndarray, turn: int) -> np.ndarray:
-    """The image after so many quarter turns clockwise."""
+    """The image after a number of quarter turns clockwise."""
     return cv2.rotate(image_HW3, _TURNS[turn]) if turn else image_HW3
 
 
