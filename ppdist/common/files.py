@@ -377,4 +377,4 @@ def _described(content: bytes) -> str:
         about = json.loads(content)
         return f"process {about['pid']} on host {about['host']} since {about['since']}"
     except (ValueError, KeyError, TypeError):
-        return "it has not yet said which"
+        return "which is not known yet"

@@ -65,7 +65,7 @@ def quiet_paddle() -> None:
     for noise in _PADDLE_NOISE:
         warnings.filterwarnings("ignore", message=noise)
     if "GLOG_v" not in os.environ:  # who debugs Paddle wants all it says
-        os.environ.setdefault("GLOG_minloglevel", "2")  # errors; its C++ warnings are no advice
+        os.environ.setdefault("GLOG_minloglevel", "2")  # errors; its C++ warnings do not help users
 
 
 def run(main: Callable[[], int | None]) -> NoReturn:

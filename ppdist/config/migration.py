@@ -153,7 +153,7 @@ def refuse_options(command: str, words: Sequence[str], unknown: Container[str]) 
 
     Args:
         words: what follows the command.
-        unknown: options, with their dashes, that it has not.
+        unknown: options, with their dashes, that it lacks.
     Raises: ConfigError: there are some; it says what to write for each.
     """
     lines: list[str] = []
@@ -181,7 +181,7 @@ def refuse_options(command: str, words: Sequence[str], unknown: Container[str]) 
 def _answer(command: str, name: str, value: str, *, item: bool) -> str:
     """What to write for a word; "": unknown everywhere.
 
-    Args: item: it stands behind -o, where only what is no key of a configuration is answered.
+    Args: item: of -o; only items that are not configuration keys are answered.
     """
     for owner, texts in table().commands.get(command, {}).items():
         if name in texts and (not item or owner == PADDLE):

@@ -164,7 +164,7 @@ def _name_of(section: Any, key: str, base: type[Section]) -> str:
     """The one value that a plugin's Section allows for its tag."""
     shown = getattr(section, "__name__", section)
     if not (isinstance(section, type) and issubclass(section, base)):
-        raise _invalid(shown, f"it is no subclass of {base.__module__}.{base.__name__}")
+        raise _invalid(shown, f"it is not a subclass of {base.__module__}.{base.__name__}")
     field = section.model_fields.get(key)
     allowed = choices(field.annotation) if field is not None else []
     if len(allowed) != 1 or get_origin(field and field.annotation) is not Literal:

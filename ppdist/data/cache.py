@@ -131,7 +131,7 @@ class ImageCache:
 
         On a full disk a rank logs one line, and it and its workers stop writing.
 
-        Raises: ValueError: it has not the size of its record, reduced.
+        Raises: ValueError: its size is not that of its record, reduced.
         """
         size = tuple(self._layout.sizes_N2[index].tolist())
         if index >= self._kept or self._failed[0] or not all(size):

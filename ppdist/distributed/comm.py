@@ -126,7 +126,7 @@ def require_own_ranks(environment: Mapping[str, str]) -> None:
 
 
 def step_storage_seconds() -> float:
-    """How long a rank waits for storage amid steps.
+    """How long a rank waits for storage during training.
 
     Within a host they bear it as long as at a barrier.  Between hosts gloo gives up, and elsewhere
     a fleetrun whose ranks all wait for those of other hosts does (launch/watchdog.py).
@@ -396,7 +396,7 @@ class OnAllRanks(Generic[T]):
 class EvaluationFailed(CodedError, RuntimeError):
     """An evaluation failed on some rank; training is untouched.
 
-    Raised on every rank alike.
+    Raised on every rank.
     """
 
     kind = "evaluation"

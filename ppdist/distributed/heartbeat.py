@@ -274,8 +274,8 @@ def read_work(path: Path) -> Work | None:
 def _read(path: Path, layout: struct.Struct, offset: int) -> tuple | None:
     """Reads the file; None if there is nothing.
 
-    The rank may be writing at this very moment, or lose its core amid that, so what does not fit
-    its checksum is read again.  What never does is believed: it is newer than nothing.
+    The rank may be writing right now, or be preempted meanwhile, so data that does not match its
+    checksum is read again.  Data that never does is used anyway: better than none.
     """
     data = b""
     try:

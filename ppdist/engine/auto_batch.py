@@ -384,7 +384,7 @@ def _why_it_ended(code: int, folder: Path, output: Path) -> str:
     words = f"it ended with {ended}{': ' * bool(tail)}{tail}"
     if code < 0 or code == NO_MEMORY:  # limits end a process by signals, too
         return f"{words}; {_SMALLER}"
-    return f"{words}; if that is no lack of memory, give a number: training then tells more"
+    return f"{words}; if memory is not the cause, give a number: training then says more"
 
 
 # Estimate

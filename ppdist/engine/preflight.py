@@ -199,7 +199,7 @@ def fetch_on_all_ranks(weights: Path | str | None) -> None:
 
     The first rank of each host downloads; the others wait for as long as bytes arrive.
 
-    Args: weights: as a user gave them; None, or anything that is no name, needs nothing.
+    Args: weights: as a user gave them; None, or anything but a name, needs nothing.
     Raises: what `local_weights` raises, of the same kind and code on every rank; WeightsError: two
         hosts have files of different content.
     """

@@ -80,7 +80,7 @@ class Recovery:
         self._batch_source.parts = parts_of(self._batch_size, state.max_micro_batch)
 
     def keep(self, snapshot: Snapshot) -> None:
-        """Keeps a snapshot for rollback unless taken amid bad steps.  Local.
+        """Keeps a snapshot for rollback unless taken during bad steps.  Local.
 
         A run that resumes from such a snapshot (the best, or the end) rolls back no further.
         """
@@ -141,7 +141,7 @@ class Recovery:
         """Rolls back where replicas differ and none is known right.
 
         Returns: whether it did; once for each snapshot, because steps that make replicas differ
-            again would be repeated for ever.
+            again would be repeated forever.
         """
         assert self._good is not None, "begin was not called"
         if self._repeated == self._good.step:

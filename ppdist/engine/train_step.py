@@ -333,7 +333,7 @@ class TrainStep:
     def _undo(self, before: Tensor | None) -> None:
         """Undoes everything of a step that was not applied.
 
-        Non-finite running statistics would stay so for ever, and a step made again must not move
+        Non-finite running statistics would stay so forever, and a step made again must not move
         them twice.
         """
         self.optimizer.clear_grad()

@@ -173,7 +173,7 @@ class Trainer:
             if self._due(self.check_every) and self._weights_differ():
                 continue
             ended = state.step == total
-            # Amid bad steps no run stops and nothing is saved: see Recovery.keep.
+            # During bad steps no run stops and nothing is saved: see Recovery.keep.
             settled = ended or not state.bad_steps
             stopping = stopping and settled and not ended
             late = late and settled and not ended
@@ -503,7 +503,7 @@ class Trainer:
         found = metrics.get("f1", 0.0) > 0  # else any threshold is as good; a classifier has none
         state.best_f1_threshold = metrics["best_f1_threshold"] if found else None
         if self._due(self.evaluate_every):
-            # Not at an end amid an epoch: where this run resumed or a longer one has no evaluation.
+            # Not at an end in mid-epoch: a resumed or longer run has no evaluation there.
             state.class_scores = evaluator.class_scores(metrics)
             if self.early_stopping:
                 state.early_stopping = self.early_stopping.updated(

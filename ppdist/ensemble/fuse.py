@@ -184,7 +184,7 @@ def rows_of(saved: Saved, dataset: DetectionSet) -> np.ndarray:
 
     Its classes are those of the set of the same name, or where it names none of the same id.
 
-    Raises: DataError: it has images or classes that the set has not.
+    Raises: DataError: it has images or classes that the set lacks.
     """
     position_R = _places(saved.image_R, [record.image_id for record in dataset.records])
     label_of = {identity: label for label, identity in enumerate(dataset.category_ids)}

@@ -296,7 +296,7 @@ def quantize_onnx(
             )
     except UserError:  # a picture
         raise
-    except Exception as error:  # its exceptions share no narrower base
+    except Exception as error:  # its exceptions have no narrower common base
         raise ExportError(
             f"ONNX Runtime cannot quantise this model: {error}", code="quantise_failed"
         ) from error

@@ -395,7 +395,7 @@ class _Handler(WSGIRequestHandler):
     timeout = _CLIENT_SECONDS
 
     def log_message(self, format: str, *values: Any) -> None:
-        """Scrapes are no news."""
+        """Scrapes are not logged."""
 
 
 class _Server(ThreadingMixIn, WSGIServer):

@@ -253,7 +253,7 @@ def check_interfaces(environment: Mapping[str, str], address: str | None, networ
     gloo = environment.get("GLOO_SOCKET_IFNAME", "")
     instead = f"; {address} is on {holder}: use that or unset it" if holder else "; correct it"
     if gloo and not held.get(gloo):
-        problem = "has no IPv4 address" if gloo in held else "is no interface of this machine"
+        problem = "has no IPv4 address" if gloo in held else "is not an interface of this machine"
         raise LaunchError(
             f"GLOO_SOCKET_IFNAME={gloo} {problem}: {here}{instead}", code="interface_wrong"
         )

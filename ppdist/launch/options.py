@@ -345,7 +345,7 @@ def _cards(text: str | None, kind: str) -> tuple[str, str | None]:
     kind = typed if colon else kind
     if not re.fullmatch(r"[a-z][a-z0-9_]*", kind) or kind == "cpu":
         raise LaunchError(
-            f"{kind!r} is no kind of card",
+            f"{kind!r} is not a kind of card",
             code="cards_invalid",
             where=f"cards {text!r}" if colon else f"{KIND_VARIABLE}={kind}",
             fix="expected a list such as 0-3 or npu:0-3; for CPUs --nproc_per_node N alone",

@@ -79,7 +79,7 @@ def main() -> int:
     begin_report(folder, rank, local)
     forget_environment(folder)
     output, errors = streams(folder, local, Path(job["log_dir"]), job)
-    hold_signals()  # one that came amid the start of the script would reach neither
+    hold_signals()  # one that arrives while the script starts would reach neither
     began = time.monotonic()
     child = start(
         job["command"],

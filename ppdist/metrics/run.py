@@ -158,7 +158,7 @@ class Run:
 
     @property
     def alone_evaluated(self) -> bool:
-        """Whether this is no training: weights were evaluated."""
+        """Whether this is an evaluation of weights, not a training."""
         return self.evaluation is not None and not (self.times or self.config or self.warnings)
 
     @property
@@ -252,7 +252,7 @@ class Run:
 def numbers(record: Mapping[str, Any]) -> Numbers:
     """What of a record is a finite number.
 
-    COCO's -1, for an average over nothing, is no number either.
+    COCO's -1, for an average over nothing, is not a number either.
     """
     found = {}
     for key, value in record.items():

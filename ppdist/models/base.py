@@ -272,7 +272,7 @@ def freeze(model: ImageModel, what: Freeze) -> frozenset[str]:
 
     Called before an optimizer is built.
 
-    Every rank does so alike.  Their weights get no gradient and so neither an update nor decay;
+    Every rank does the same.  Their weights get no gradient and so neither an update nor decay;
     their batch norms normalise by the running statistics and leave them alone, also in training
     mode.  Nothing is computed backwards for what comes before the first weight that trains.
 

@@ -201,7 +201,7 @@ def read_card(path: Path | str) -> ModelCard | None:
     Args: path: a checkpoint, a run's output_dir (its best), an export's folder, a weight file, or a
         name of the zoo, which is downloaded if needed; what is known of a published file is
         added.
-    Raises: WeightsError: no such file, damaged, or a card that is none.
+    Raises: WeightsError: no such file, damaged, or an invalid card.
     """
     entry, path = published(path), checkpoint_of(local_weights(path))
     require_there(path)
@@ -247,7 +247,7 @@ def _of_zoo(entry: PublishedWeights | None, card: ModelCard | None) -> ModelCard
 def read_card_or_warn(path: Path | str, warn: Callable[[str], None]) -> ModelCard | None:
     """As `read_card`; what is wrong becomes a warning.
 
-    A card that is none, and a licence that reaches what is made of the weights.
+    Warns of an invalid card, and of a licence that extends to derived weights.
 
     Raises: WeightsError: no such file, or damaged.
     """

@@ -695,7 +695,7 @@ class _Tensors:
         self._fetched: dict[str, bytes | memoryview] = {}
 
     def array(self, key: str, value: object) -> np.ndarray:
-        """Raises: WeightsError: `value` is no tensor, or reaches beyond its storage."""
+        """Raises: WeightsError: `value` is not a tensor, or exceeds its storage."""
         if isinstance(value, PickledObject) and value.maker in _PARAMETERS:
             value = value.args[0]
         if isinstance(value, PickledObject) and value.maker == _SUBCLASS:

@@ -8,7 +8,7 @@
 .pdparams, .pdema   Paddle's pickled dict (paddle.load would execute whatever the file says)
 .pt, .pth, .ckpt    what torch.save writes: a state dict, or a checkpoint with a pickled model
 .safetensors        as it is
-.npz                as it is; entries that are no numbers are left out
+.npz                as it is; entries that are not numeric are left out
 a directory         one of our checkpoints: its averaged weights, else its raw ones (read only);
                     an output_dir: its best checkpoint, else its last
 
@@ -538,7 +538,7 @@ def load_weights(
 
     Every rank calls it and reads the file itself.
 
-    A name of the zoo is downloaded where need be; see `zoo.local_weights`.
+    A name of the zoo is downloaded if needed; see `zoo.local_weights`.
     A file may use our keys or the original's (`model.official_keys()`), also behind the prefix of a
     wrapper; of a run's output_dir its best checkpoint is taken, else its last.  All or nothing: the
     model is untouched when an error is raised.  Where only the number of classes differs, the class
@@ -908,7 +908,7 @@ def _require_shapes(
 def _converted(path: Path, key: str, value: np.ndarray, dtype: str) -> np.ndarray:
     """The numbers as the model keeps them.
 
-    Raises: WeightsError: they are no weights.
+    Raises: WeightsError: they are not weights.
     """
     numbers = as_numbers(value)
     if dtype.startswith("float") and numbers.dtype.kind != "f":

@@ -162,7 +162,7 @@ class Detections:
     def to_yolo(self, scores: bool = False) -> str:
         """YOLO label file: `class x_centre y_centre width height` per line, 0..1.
 
-        Args: scores: a sixth column, which is no part of a label for training.
+        Args: scores: adds a sixth column, which training labels do not have.
         """
         height, width = self.image.shape[:2]
         lines = []

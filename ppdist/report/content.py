@@ -214,7 +214,7 @@ def status_of(run: Run) -> tuple[str, str]:
     if run.ended:
         return "finished", f"all {run.steps} steps"
     if not run.train and not run.evaluations:
-        return "no records", "it has not yet written down a step"
+        return "no records", "it has not recorded a step yet"
     if run.finished == "signal":
         return "stopped", f"by a signal after step {run.steps}{of}; --resume continues it"
     return "not finished", f"last record at step {run.steps}{of}; --resume continues it"

@@ -191,7 +191,7 @@ def _arrive(url: str, part: Path, fix: str, say: Callable[[str], None], timeout:
     An attempt that ends early is followed by another; one that brought no byte, after a pause.
 
     Returns: whether some were there before.
-    Raises: StorageError: the server stays away.  UserError: it refuses.
+    Raises: StorageError: the server stays unreachable.  UserError: it refuses.
     """
     resumed = False
     for _ in range(_MOST_ATTEMPTS):
@@ -261,7 +261,7 @@ def _attempt(
 def _length_of(answer: Any, url: str, fix: str) -> int:
     """Number of bytes in the response.
 
-    Raises: UserError: it is no file, or its length is unknown.
+    Raises: UserError: it is not a file, or its length is unknown.
     """
     if "text/html" in (answer.headers.get("Content-Type") or ""):
         raise UserError(

@@ -246,7 +246,7 @@ def _request(send: Callable[[], _T], url: str, seconds: float) -> _T:
     def once() -> _T:
         try:
             return send()
-        except Exception as error:  # the libraries share no narrower base
+        except Exception as error:  # the libraries have no narrower common base
             problem = _problem(error, url, seconds)
         raise problem  # not `from error`: a library's text may contain secrets
 

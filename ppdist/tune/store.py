@@ -230,7 +230,7 @@ class Store:
 
     def _begin(self, trials: Sequence[FrozenTrial], retry_failed: bool) -> Claim | None:
         """A trial of its own, under the lock of the study."""
-        # What fails in this process is not free again: it would be made for ever.
+        # A trial that fails in this process is not released: it would be retried forever.
         freed = self._failed_before if retry_failed else frozenset()
         counted = [each for each in trials if each.number not in freed]
         if self.config.trials is not None and len(counted) >= self.config.trials:

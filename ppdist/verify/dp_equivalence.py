@@ -61,7 +61,7 @@ Trace = dict[str, np.ndarray]
 TOLERANCES = {"float32": 1e-5, "float16": 5e-3, "bfloat16": 2e-2}
 _ROUNDINGS_ALLOWED = 10.0  # times what the second run is off by: it is but one example
 _SOME_ROUNDINGS = 1e-6  # of float32, relative: how close two arrays can be at all
-_NOT_FINITE = 1e9  # a difference that is no number, as JSON can hold it
+_NOT_FINITE = 1e9  # a difference that is not a number, in a form that JSON can hold
 # A step where more is allowed proves nothing: of a loss or a norm; of what training moved.
 _BLIND, _BLIND_OF_MOVED = 0.05, 0.1
 ROUNDINGS = {"float32": 2.0**-23, "float16": 2.0**-11, "bfloat16": 2.0**-8}

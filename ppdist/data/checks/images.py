@@ -286,7 +286,7 @@ def _serve(
 ) -> None:
     """Main loop of a child, until its parent is gone.
 
-    It also ends amid an image, which may have no end.
+    It also stops within an image, which may never end.
     """
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent stops its children

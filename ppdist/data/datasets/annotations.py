@@ -207,7 +207,7 @@ KINDS: dict[str, Kind] = {
     "image_objects_lost": Kind(
         "error",
         "an image of which no annotated object can be used",
-        "the image is left out: it is no background",
+        "the image is left out, as it is not background",
         "the image is left out",
     ),
     "image_kind_unread": Kind(
@@ -701,7 +701,7 @@ _LARGEST_AREA = 1e300  # JSON has whole numbers that no float can hold
 
 
 def area_in(value: Any) -> float | None:
-    """An area as files have it; None: it is no finite number."""
+    """An area as in the files; None: not a finite number."""
     good = isinstance(value, int | float) and abs(value) < _LARGEST_AREA
     return float(value) if good else None
 
@@ -784,7 +784,7 @@ def find_image(folder: Path, name: str, where: str, complain: Complain) -> Path 
     elsewhere = _by_its_end(str(folder), forward)
     if elsewhere and not _of_another_split(os.path.relpath(elsewhere, folder), forward, where):
         expected = os.path.normpath(os.path.join(folder, forward))
-        if elsewhere.casefold() != expected.casefold():  # capitals alone are no surprise
+        if elsewhere.casefold() != expected.casefold():  # differing only in case is expected
             what = f"{name}: not found; using {elsewhere}"
             complain(Issue("image_elsewhere", what, elsewhere, where))
         return Path(elsewhere)
@@ -895,7 +895,7 @@ def _folders_below(folder: str | os.PathLike[str]) -> Iterator[tuple[str, list[s
 
 
 def is_no_data(name: str) -> bool:
-    """Whether a name says that a file or folder is no data."""
+    """Whether a file or folder is not data, by its name."""
     return name.startswith(".") or name == "__MACOSX"
 
 

@@ -66,7 +66,7 @@ def convert(
     Boxes come back exactly (through YOLO's fractions within 1e-12 pixels, exactly in float32); ids,
     areas, outlines, crowds and further properties do where the format can hold them.  Images of one
     name are told apart by a number, and names become UTF-8.  Boxes that are not finite are left
-    out, images that have no others (they are no background), and images of unknown size.  YOLO's
+    out, images that have no others (they are not background), and images of unknown size.  YOLO's
     fractions are of the image as its file has it: annotations of another frame are turned with it,
     or left out with their image.
 

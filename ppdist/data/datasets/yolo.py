@@ -63,7 +63,7 @@ def read_yolo(
     those of the nearest list of classes above a label file, which is matched by name.
 
     Args:
-        folders: of the images; with lists, of no concern.
+        folders: of the images; ignored with lists.
         annotations: none, the folder of the labels of the only folder of images, or lists.
         names: of the classes, by number; none: see `class_names`.
     Raises: DataError: no class names, no label file at all, or it is unclear what the
@@ -263,7 +263,7 @@ def _read_columns(
     """_BOX, _OUTLINE or _NOTHING for each line length of a set.
 
     Args: shape: of points, as a data file says it.
-    Raises: DataError: the boxes are no fractions of images, or the numbers could be two things.
+    Raises: DataError: the boxes are not fractions of images, or the numbers are ambiguous.
     """
     rows_of: dict[int, list[list[float]]] = defaultdict(list)
     for line in lines:

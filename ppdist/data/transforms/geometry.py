@@ -117,7 +117,7 @@ _INTERPOLATIONS = (
     cv2.INTER_AREA,
     cv2.INTER_LANCZOS4,
 )
-_SMALLEST_SIDE = 1.0  # input pixels: less of a box is no object to learn
+_SMALLEST_SIDE = 1.0  # input pixels: a smaller rest of a box is dropped
 
 
 class ResizeParams(NamedTuple):
@@ -468,7 +468,7 @@ def random_geometry(
 
 # --- drawing through a matrix --------------------------------------------------------------------
 
-# Of what a view shows of a box; what is smaller, or longer, is no object to learn.
+# Of what a view shows of a box; smaller or longer objects are dropped.
 _LEAST_SIDE = 2.0  # input pixels
 _LEAST_SEEN = 0.1  # of the box's area
 _MOST_ASPECT = 100.0

@@ -64,7 +64,7 @@ def test_options_of_paddles_launcher_pass_through() -> None:
         (["--selected_gpus"], "--selected_gpus needs a value, e.g. --selected_gpus 0-3,6"),
         (["--ips", "--nproc_per_node", "2", "t.py"], "--ips needs a value"),
         (["--gpus", "0", "--devices=1", "t.py"], "is already given as '0'; give it once"),
-        (["--devices", "cpu:0", "t.py"], "cards 'cpu:0': 'cpu' is no kind of card"),
+        (["--devices", "cpu:0", "t.py"], "cards 'cpu:0': 'cpu' is not a kind of card"),
         (["--devices", "npu:0,npu:1", "t.py"], "expected a list such as 0-3 or npu:0-3"),
         (["--nproc_per_node", "two", "t.py"], "--nproc_per_node two: expected a whole number"),
         (["--nproc_per_node", "0", "t.py"], "expected a whole number from 1"),
