@@ -4,7 +4,7 @@ import sys
 from pathlib import Path
 
 _FOLDER = Path(__file__).resolve().parent
-if Path(sys.path[0]).resolve() == _FOLDER:  # started as a script: our folders are no modules
+if Path(sys.path[0]).resolve() == _FOLDER:  # started as a script: our folders are not modules
     sys.path[0] = str(_FOLDER.parent)
 
 from ppdist.common.signals import hold_signals  # noqa: E402

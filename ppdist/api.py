@@ -111,7 +111,7 @@ class Detector:
                     "backend, threads and precision are for exports; these are weights",
                     code="options_conflict",
                     where=str(weights),
-                    fix="leave them out; of weights the variable OMP_NUM_THREADS sets threads",
+                    fix="leave them out; for weights, OMP_NUM_THREADS sets the threads",
                 )
             self._model = self._load()
         require_task(self._model.spec, "detect", str(weights))
@@ -282,7 +282,7 @@ class Detector:
                 "an export cannot be trained, evaluated or exported again",
                 code="export_not_weights",
                 where=str(self.weights),
-                fix="open the weights that it was made of",
+                fix="open the weights it was exported from",
             )
         return self._config
 
@@ -444,7 +444,7 @@ def train(
         data: a data.yaml (ultralytics, Roboflow) or a folder with COCO's JSON, Pascal VOC's XML or
             YOLO's labels; everything else is decided for it.
         model: the shipped recipe for `data`: "yolov5n", "ppyoloe_plus_s", ...
-        epochs: passes over the training images; "+50" goes on with `resume` for so many more.
+        epochs: passes over the training images; "+50" extends the `resume` run by 50.
         batch: images on this card, or "auto".
         weights: a name or a file to start from, as model.pretrained.
         image_size: pixels; one number is a square, two are height and width.
@@ -613,7 +613,7 @@ def _item(key: str, value: str) -> str:
 def _free_folder(name: str) -> str:
     """The folder, or the first unused of `name-2`, ...  Collective.
 
-    A job that fleetrun starts anew goes on in the one that it had.
+    A job restarted by fleetrun continues in the one it had.
     """
     from ppdist.distributed import comm
 
@@ -646,9 +646,9 @@ def _signals_given_back() -> Iterator[None]:
     """
     if threading.current_thread() is not threading.main_thread():
         raise ConfigError(
-            "training and evaluation handle signals, which only the main thread can do",
+            "training and evaluation handle signals, so they need the main thread",
             code="not_main_thread",
-            fix="call it from there, or start a process",
+            fix="call it from the main thread, or start a process",
         )
     before = {number: signal.getsignal(number) for number in STOP_SIGNALS}
     try:

@@ -1,4 +1,4 @@
-"""Names each request, returns its trace, and logs one JSON line at its end."""
+"""Assigns request ids, echoes traces, and logs a JSON line per request."""
 
 import json
 import queue
@@ -14,17 +14,17 @@ from typing import Any
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-# What another service may name a request; anything else could forge lines in its logs.
+# Accepted request ids of clients; anything else could forge lines in their logs.
 _NAME = re.compile(r"[\w.:/+=-]{1,128}", re.ASCII)
 # Version 00 of W3C Trace Context, section 3.2; neither of its two ids may be zero.
 _TRACE = re.compile(r"00-(?!0{32})[0-9a-f]{32}-(?!0{16})[0-9a-f]{16}-[0-9a-f]{2}")
-_PROBES = ("/health", "/ready", "/metrics")  # asked every few seconds: only failures are news
+_PROBES = ("/health", "/ready", "/metrics")  # polled every few seconds: only failures matter
 _MOST_LINES = 10_000  # that wait for a reader of stdout
 _MOST_PATH = 200  # characters
 
 
 class AccessLog:
-    """An ASGI application around another one.
+    """ASGI middleware that logs requests.
 
     Args: write: takes the line of a request; must not block.
     """
@@ -70,7 +70,7 @@ class AccessLog:
 
 
 class Lines:
-    """Writes lines to stdout in a thread: a reader that stops reading stops no request."""
+    """Writes lines to stdout in a thread: a blocked stdout blocks no request."""
 
     def __init__(self) -> None:
         self._waiting: queue.Queue[str | None] = queue.Queue(_MOST_LINES)

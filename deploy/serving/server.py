@@ -165,7 +165,7 @@ def make_app(
             service.counts.seconds.labels(str(status)).observe(seconds)
 
     @app.head("/health", include_in_schema=False)
-    @app.get("/health", summary="200 while the process can still answer; 503: start it anew")
+    @app.get("/health", summary="200 while the process can still answer; 503: restart it")
     async def health() -> JSONResponse:
         ill = service.ill()
         return JSONResponse({"alive": ill is None, "reason": ill}, 503 if ill else 200)

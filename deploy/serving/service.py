@@ -39,7 +39,7 @@ class Limits:
 
     most_batch: int = 8
     most_delay: float = 0.005  # seconds the first image of a batch waits for others
-    most_waiting: int = 64  # requests under way at once; more are told to come back
+    most_waiting: int = 64  # requests in flight; more are rejected with 503
     most_bytes: int = 10 * 2**20  # of an image as it is sent
     most_pixels: int = 25_000_000  # of an image
     seconds: float = 30.0  # for a request, from its first byte to its answer
@@ -121,15 +121,15 @@ class Service:
         return None
 
     async def answer(self, request: Request, threshold: float | None) -> dict[str, Any]:
-        """The objects in the image of a request, as JSON takes them.
+        """Detects the objects in a request's image, as JSON data.
 
-        Raises: Refused: 400 to 422 about the request; 408 its body, 504 its answer took too long;
-            503 not now.
+        Raises: Refused: 400 to 422: invalid request; 408: its body, 504: its answer took too long;
+            503: not now.
         """
         if self.batcher.model is None:
             raise Refused(503, "the model is not ready yet")
         if self.under_way >= self.limits.most_waiting:
-            raise Refused(503, f"{self.under_way} requests are under way already; come back soon")
+            raise Refused(503, f"{self.under_way} requests are already in flight; retry soon")
         began = time.monotonic()
         self.under_way += 1
         try:

@@ -110,7 +110,7 @@ class Group:
         return sum(1 for _ in self._pause.parent.glob("waits-*"))
 
     def has_ended(self, seconds: float) -> bool:
-        """Waits until all have, so many seconds at most.
+        """Waits until all have, up to a number of seconds.
 
         Raises: LaunchError: one ended with another code than 0.
         """
@@ -125,7 +125,7 @@ class Group:
         return None not in self.codes
 
     def end(self) -> None:
-        """Asks what still runs to end, waits, and kills whoever does not."""
+        """Terminates running processes, waits, and kills those that remain."""
         for each in self._running:
             if each.poll() is None:
                 each.terminate()

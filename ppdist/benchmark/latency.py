@@ -144,7 +144,7 @@ def measure_predictors(
         among the other's (`boxes_differing`; within the tolerances of an export's check, so not
         of forms in fewer bits).
         Beside them, of one image: `prepare_ms`, and `detect_other_ms`, what finding the objects of
-        an image takes besides the call: preparing it and mapping boxes back.
+        an image takes outside the call: preparing it and mapping boxes back.
     """
     paddle_api.set_num_threads(threads)
     size, mode = spec.input.size, spec.resize.mode

@@ -1,7 +1,7 @@
 """Speed and memory of the data loader, with and without its cache.
 
 On a machine that others use too, one measurement after the other compares two moments rather than
-two programs.  So everything is measured interleaved, in short pieces, and CPU time is told beside
+two programs.  So everything is measured interleaved, in short pieces, and CPU time is shown beside
 the clock's: what a worker gets done in a second of its own does not depend on its neighbours.
 """
 
@@ -40,7 +40,7 @@ def measure_loading(
         image_size: (height, width) of the input in pixels.
         seconds: of measuring for each of: the loader, and the same without cache where data.cache
             is set (its first epoch is not counted).
-        epochs: so many follow, with the memory of all workers after each.
+        epochs: measured afterwards, with the memory of all workers after each.
     Returns: of the loader, and of it `without_cache`, images_per_second over all workers, per
         worker and per second of CPU, the workers' and this process's; `workers` (0: this process);
         `memory`, see `memory_of`, as lists over epochs.
@@ -53,7 +53,7 @@ def measure_loading(
             name: stack.enter_context(closing(Loading(dataset, one, image_size, batch_size)))
             for name, one in variants.items()
         }
-        running["with"].one_epoch()  # what is kept is there then, and all code has run once
+        running["with"].one_epoch()  # fills the caches and warms up all code
         for _ in range(_ROUNDS):
             for one in running.values():
                 one.measure(seconds / _ROUNDS)
@@ -138,7 +138,7 @@ class Loading(Timed):
         return int(next(self._batches).images_B3HW.shape[0])
 
     def one_epoch(self) -> Report:
-        """Runs so many images, and returns the memory they left in use."""
+        """Runs a number of images; returns the memory still in use."""
         images = 0
         while images < self._size:
             images += self._next()

@@ -191,10 +191,10 @@ def _require_same_process(variants: Mapping[str, ExperimentConfig]) -> None:
             if of_both[0] != of_both[1]:
                 raise ConfigError(
                     f"{of_both[1]} in the variant {name!r}, {of_both[0]} in {base!r}: "
-                    "it is settled once for a process",
+                    "a process can only set it once",
                     code="variants_not_comparable",
                     where=key,
-                    fix="measure the two in runs of their own",
+                    fix="measure the two in separate runs",
                 )
 
 
@@ -302,8 +302,8 @@ def require_detector(config: ExperimentConfig, what: str) -> None:
     """Raises: ConfigError: the model is a classifier."""
     if config.model.task == "classify":
         raise ConfigError(
-            f"{config.model.name} is a classifier, but {what} is measured of detectors alone; of "
-            "classifiers train and loader are",
+            f"{config.model.name} is a classifier, but {what} measures detectors only; "
+            "classifiers support train and loader",
             code="needs_detector",
             where="model.name",
         )

@@ -143,7 +143,7 @@ def copied(name: str, file: Path | None) -> Path:
     target = file or Path(source.name)
     if target.exists():
         raise ConfigError(
-            "the file exists already",
+            "the file already exists",
             code="file_exists",
             where=str(target),
             fix="give another name",

@@ -414,7 +414,7 @@ def split(arguments: argparse.Namespace) -> int:
     print_table(["class", "all", *named], rows_of_parts(dataset, part_N, len(shares)))
     copies = len(group_N) - len(set(group_N.tolist()))
     if copies:
-        print(f"{copies} images are copies of others, and with them in one part")
+        print(f"{copies} images are duplicates; each stays in the same part as its original")
     for file in files:
         print(f"wrote {file}")
     print(

@@ -2,7 +2,7 @@
 
 ppdist eval -w RUN [--split test] [--out DIR]     the data that the run was trained with
 ppdist eval DATA -w WEIGHTS                       other data: a data.yaml or a folder
-ppdist eval -c cfg.yml -w WEIGHTS                 weights that do not say which model they are of
+ppdist eval -c cfg.yml -w WEIGHTS                 weights that do not record their model
 
 Classes are compared by their names, whatever their order in the data and in the weights.
 Sharded over the ranks of fleetrun; the numbers are the same on any number of ranks.
@@ -186,7 +186,7 @@ def write_vdl(
     step = analysis["step"] or 0
     with writing(folder):
         file = VisualDLWriter(folder, folder.name, step - 1)
-        # Its presence says that this is an evaluation; nobody measured it here.
+        # Its presence marks an evaluation; it was not measured here.
         file.add_scalars(step, scalar_points({**metrics, "eval_seconds": float("nan")}))
         file.add_pr_curves(step, pr_curves(analysis))
         file.add_images(step, "validation", pictures)

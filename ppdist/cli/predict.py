@@ -251,7 +251,7 @@ def require_films(arguments: argparse.Namespace, films: Sequence[str]) -> None:
 
 
 def require_boxes_unasked(arguments: argparse.Namespace, formats: Sequence[str]) -> None:
-    """Raises: ConfigError: what is for boxes is asked of a classifier."""
+    """Raises: ConfigError: an option for boxes with a classifier."""
     asked = {
         "--threshold": arguments.threshold is not None,
         "--classes": arguments.classes is not None,

@@ -3,7 +3,7 @@
 ppdist report RUN... [--out FILE]
 ppdist report RUN --csv FILE
 
-RUN is the output_dir of a training, also of one that goes on or was killed, or the --out folder
+RUN is the output_dir of a training, also of one still running or killed, or the --out folder
 of ppdist eval.  The page holds all it shows, pictures too, and loads nothing.  Of several runs
 those that differ only in their seed are grouped.  --csv writes a row an epoch instead, as
 `ppdist.Run(RUN).history()` has them.

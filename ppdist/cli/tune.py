@@ -1,7 +1,7 @@
 """Runs hyper-parameter searches and ablation studies:
 
 ppdist tune run -c configs/studies/x.yml --out DIR [--workers 2] [-o key=value ...]
-    makes the trials that are left; stopped or killed, the same command goes on.  The same command
+    makes the trials that are left; stopped or killed, the same command continues.  The same command
     in another terminal, or on another machine that shares DIR, takes its part
 ppdist tune show DIR                     what came out so far, the best first
 ppdist tune table DIR|FILE.jsonl ...     the table of variants; --document FILE.md
@@ -33,7 +33,7 @@ def parse() -> argparse.Namespace:
     run.add_argument("--cards", metavar="0,1|2-3", help="cards of each worker, instead of both")
     run.add_argument("--trials", type=at_least(1), metavar="N", help="maximum number of trials")
     run.add_argument(
-        "--budget", type=time_in("minutes"), metavar="MIN", help="stop after so many minutes"
+        "--budget", type=time_in("minutes"), metavar="MIN", help="stop after this many minutes"
     )
     run.add_argument("--retry_failed", action="store_true", help="again what has failed before")
     show = commands.add_parser("show", help="what came out so far")

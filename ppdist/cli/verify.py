@@ -4,7 +4,7 @@
   ppdist verify equivalence -c cfg.yml [-o k=v ...]      many ranks train like one
   ppdist verify zoo [NAME | FILE | DIR ...] [-o k=v ...] published weights: list, or their AP
 
-accelerator is one command of proof for whoever has cards; it takes less than 30 minutes, on those
+accelerator checks an installation with cards; it takes less than 30 minutes, on those
 that fleetrun gives it (`fleetrun --selected_gpus 0-7 ppdist verify accelerator`) or on one.  Its
 parts: kernels against numpy, losses and gradients of a batch against the CPU, training in float32,
 AMP in bfloat16 and float16 against that, N cards like one with a partial last step, images a second
@@ -21,7 +21,7 @@ memory for the images of all ranks on one card.  Nothing is left in output_dir.
 
 zoo without a word lists published weights by name (docs/model_zoo.md).  With names, files of
 published names or folders of them, each is evaluated as its publisher did, which the line names,
-and its AP stands beside the published one.  The data are the validation set of its config (-o
+and its AP is shown beside the published one.  The data are the validation set of its config (-o
 data.root=... says where); it runs on the ranks that fleetrun starts of it.
 
 Exit code 1 when anything is further off than its tolerance or nothing could tell whether it is, 2

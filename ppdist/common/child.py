@@ -90,7 +90,7 @@ def start(
 
 
 def start_here(command: Sequence[str], **settings: Any) -> Process:
-    """Starts a program in this session; it gets SIGTERM when this process ends."""
+    """Starts a program that gets SIGTERM when this process ends."""
     return start(command, ends_by=signal.SIGTERM, stdin=None, start_new_session=False, **settings)
 
 

@@ -16,7 +16,7 @@ class CodedError(Exception):
         fix: what to do; "" where `what` says it.
 
     Attributes:
-        from_rank: the rank that failed, where this error only says so on another one.
+        from_rank: the rank that failed, if this error only reports it on another one.
     """
 
     kind = ""
@@ -50,7 +50,7 @@ class RankError(CodedError, RuntimeError):
 
 
 class UserError(CodedError, ValueError):
-    """An error that the user can put right."""
+    """An error that the user can fix."""
 
     kind = "user"
 
@@ -82,7 +82,7 @@ class CheckpointError(UserError):
 class StorageError(CodedError, RuntimeError):
     """Storage became unreachable.
 
-    Nobody made a mistake, and a restart may find it back.
+    It is no user error, and a restart may find it back.
     """
 
     kind = "storage"

@@ -126,7 +126,7 @@ def _open_at_once(path: str, flags: int) -> int:
 def read_file(path: str | Path, most_bytes: int) -> bytes:
     """All bytes of a file that is one.
 
-    Raises: OSError: as `open_file`, or it has more than so many bytes.
+    Raises: OSError: as `open_file`, or it has more bytes than that.
     """
     with open_file(path) as file:
         size, content = os.fstat(file.fileno()).st_size, b""
@@ -142,7 +142,7 @@ def read_file(path: str | Path, most_bytes: int) -> bytes:
 
 
 def too_large(size: int, most_bytes: int, path: str | Path) -> OSError:
-    """What `read_file` raises of a file of so many bytes."""
+    """The error `read_file` raises for a file that is too large."""
     return OSError(
         errno.EFBIG, f"too large: {size} bytes, expected at most {most_bytes}", str(path)
     )
@@ -156,7 +156,7 @@ def digest_of_file(path: Path) -> str:
             while block := file.read(_BLOCK_BYTES):
                 content.update(block)
     except OSError as error:
-        return f"cannot be read: {error.strerror}"  # whoever loads it says more
+        return f"cannot be read: {error.strerror}"  # loading it says more
     return content.hexdigest()
 
 
@@ -219,7 +219,7 @@ def write_whole(path: Path, data: bytes) -> None:
 class FileLock:
     """A lock between processes on a file; it ends with its process.
 
-    It does so however the process ends.  The file stays and means nothing by itself, so nobody has
+    It does so however the process ends.  The file stays and means nothing by itself, so none has
     to find out whether the holder of a stale one still lives.  The lock is one of POSIX rather than
     flock's: that would pass to processes that this one forks, such as the loader's workers, which
     may outlive a killed rank for a moment.  Such a lock ends when its process closes the file
@@ -244,7 +244,7 @@ class FileLock:
         return True
 
     def try_acquire(self) -> bool:
-        """Takes it if nobody has it.
+        """Takes the lock if it is free.
 
         Raises: OSError: the file cannot be made, or its file system has no locks.
         """
@@ -298,7 +298,7 @@ class FileLock:
 
 
 def _lock(handle: int, kind: int) -> bool:
-    """Takes the lock; returns whether nobody else holds it.
+    """Takes the lock if it is free; returns whether it did.
 
     Raises: OSError: the file system has no locks.
     """
@@ -377,4 +377,4 @@ def _described(content: bytes) -> str:
         about = json.loads(content)
         return f"process {about['pid']} on host {about['host']} since {about['since']}"
     except (ValueError, KeyError, TypeError):
-        return "it has not yet said which"
+        return "which is not known yet"

@@ -46,11 +46,11 @@ def _too_low(code: str) -> UserError:
         )
     mib = (_limit(resource.RLIMIT_AS) or 0) // _MIB
     return UserError(
-        f"this process may use {mib} MiB of addresses, and needs more: Paddle takes about 2 GiB "
-        "on a CPU, and tens of GiB with cards, before it uses any of them",
+        f"the address space limit of {mib} MiB is too low: Paddle reserves about 2 GiB on a CPU, "
+        "and tens of GiB with cards, before it uses any of it",
         code="memory_limit",
-        fix="lift the limit before the command: ulimit -v unlimited (some schedulers set it as the "
-        "memory of a job: h_vmem of SGE)",
+        fix="lift the limit before the command: ulimit -v unlimited (some schedulers set it from a "
+        "job's memory: h_vmem of SGE)",
     )
 
 

@@ -1,6 +1,6 @@
 """Cores, memory and disk that this process may use.
 
-A container usually sees all cores and all memory of its host; what it may use of them stands in its
+A container usually sees all cores and all memory of its host; its limits are in its
 control group (kernel documentation: admin-guide/cgroup-v2, cgroup-v1/memory, scheduler/sched-bwc).
 """
 

@@ -55,7 +55,7 @@ _CONTROLS = re.compile(
 def boot_seconds() -> float:
     """Seconds since this machine booted, time asleep included.
 
-    All its processes share this clock, and nobody sets it: durations and budgets go by it.
+    All its processes share this clock, which is never adjusted; use it for durations and budgets.
     """
     return time.clock_gettime(time.CLOCK_BOOTTIME)
 
@@ -65,7 +65,7 @@ def quiet_paddle() -> None:
     for noise in _PADDLE_NOISE:
         warnings.filterwarnings("ignore", message=noise)
     if "GLOG_v" not in os.environ:  # who debugs Paddle wants all it says
-        os.environ.setdefault("GLOG_minloglevel", "2")  # errors; its C++ warnings are no advice
+        os.environ.setdefault("GLOG_minloglevel", "2")  # errors; its C++ warnings do not help users
 
 
 def run(main: Callable[[], int | None]) -> NoReturn:
@@ -94,8 +94,8 @@ def run(main: Callable[[], int | None]) -> NoReturn:
         say(f"ppdist: error: {message}")
     written = [_finish(stream) for stream in (sys.stdout, sys.stderr)]
     if launched:
-        # The code is said.  While Python ends, its handlers are gone, and the SIGTERM with which
-        # the launcher ends the other ranks would put itself in the place of this code.
+        # The exit code is set.  While Python shuts down, its handlers are gone, and the SIGTERM
+        # with which the launcher ends the other ranks would replace this code.
         for number in STOP_SIGNALS:
             signal.signal(number, signal.SIG_IGN)
     if not all(written):  # Python would wait for the terminal, too
@@ -213,7 +213,7 @@ def printable(text: str) -> str:
 def say(text: str) -> None:
     """A line to stderr; signal handlers may call it.
 
-    It is on the terminal at return, unless that is blocked: then nobody waits long for it.
+    It is on the terminal at return, unless the terminal is blocked: then the wait is short.
     """
     screen = sys.stderr if isinstance(sys.stderr, Screen) else Screen(sys.stderr)
     screen.write(f"{printable(text)}\n")
@@ -226,9 +226,9 @@ def warn(text: str) -> None:
 
 
 def _finish(stream: TextIO | None) -> bool:
-    """Writes what is left of a stream; False: it is blocked.
+    """Flushes a stream; False: it is blocked.
 
-    Where nobody reads it (`| head`), Python would change the exit code.
+    Without a reader (`| head`), Python would change the exit code.
     """
 
     def flush() -> None:

@@ -101,7 +101,7 @@ _SUMMARY_SCORES = ("mAP", "mAP50", "top1", "top5", "val_loss")
 
 
 def run_summary(output_dir: Path, seconds: Mapping[str, float]) -> list[tuple[str, str, str]]:
-    """Rows of (what, value, where or why) from the files of a run.
+    """Rows (what, value, where or why) from a run's files.
 
     Args: seconds: wall time of this process by part.
     """
@@ -167,7 +167,7 @@ def commands(output_dir: Path) -> list[str]:
 
 
 def step_of(checkpoint: Path) -> int | None:
-    """The step of a checkpoint or of a link to one, or None."""
+    """Step of a checkpoint or a link to one, or None."""
     try:
         kind, _, step = checkpoint.resolve(strict=True).name.partition("-")
         return int(step) if kind == "step" else None

@@ -184,7 +184,7 @@ class RunLog:
             _LOGGER.info(f"{name:10}{text}", extra=BARE)
 
     def row(self, header: str, row: str) -> None:
-        """Adds a row to the run's growing table, at times with its header."""
+        """Adds a row to the run's table, sometimes with its header."""
         if not self._main:
             return
         if header != self._header or self._rows % _HEADER_EVERY == 0:
@@ -402,14 +402,14 @@ class RunLog:
         self._tell_failures()
         lost = TERMINAL.dropped["terminal"] - self._dropped_before
         if lost and self._screen.problem is None:
-            self.warning(f"the terminal was blocked for a while and lacks {lost} lines of this")
+            self.warning(f"the terminal was blocked for a while and missed {lost} of these lines")
         if self._files.dropped:
             names = ", ".join(f"{count} of {name}" for name, count in self._files.dropped.items())
             self.warning(f"the disk was blocked for a while, and these were dropped: {names}")
         if not written:
             say(
                 f"{self._output_dir}: the disk is blocked; the last {self._files.waiting} lines "
-                "and records of this run are not written"
+                "and records of this run are lost"
             )
 
     def _take_streams(self) -> None:

@@ -6,7 +6,7 @@
 A tracker's library patches what it finds, starts threads and waits for networks.  So each tracker
 has a process of its own, of rank 0 alone: whatever it does there, a step waits for none of it, and
 a signal or a fork of the run does not meet it.  What cannot be handed over is dropped, with one
-warning; the run goes on.
+warning; the run continues.
 """
 
 import importlib
@@ -38,7 +38,7 @@ from ppdist.common.writers import Histogram, MetricWriter
 
 _MOST_BYTES = 1 << 26  # that wait for a tracker; some hundred images
 _HUNG_SECONDS = 300.0  # without a read after which a tracker counts as blocked
-_CLOSE_SECONDS = 60.0  # for what is left at the end of a run
+_CLOSE_SECONDS = 60.0  # for the rest at the end of a run
 _STOPPED_SECONDS = 5.0  # the same, where a signal ends the run: who sent it waits some 30
 _LAST_WORDS_SECONDS = 1.0
 _ERROR_FILE, _LOG_FILE, _ID_FILE = "error.txt", "log.txt", "run.json"
@@ -52,7 +52,7 @@ class TrackedRun:
         config: its section of `log.trackers`.
         folder: output_dir/trackers/NAME, its own; it exists.
         name: how the run is called.
-        resume_step: the step that this run continues from; None: it starts anew.
+        resume_step: the step that this run continues from; None: a new run.
     """
 
     config: Any
@@ -415,7 +415,7 @@ class ClearMLWriter(MetricWriter):
             auto_resource_monitoring=False,
             auto_connect_streams=False,
         )
-        self._task.set_initial_iteration(0)  # ours go on from where they were
+        self._task.set_initial_iteration(0)  # ours continue from where they were
         run.remember_id(self._task.id)
         self._logger: Any = self._task.get_logger()
 

@@ -42,7 +42,7 @@ class WriterThread:
         self._put, self._done = [0, 0], [0, 0]  # items and bytes; one writer each
         self._process = os.getpid()
         self._thread = threading.Thread(target=self._run, name="writer", daemon=True)
-        self._starting = threading.Lock()  # nobody waits for it: a signal may come amid a start
+        self._starting = threading.Lock()  # never waited for: a signal may arrive during a start
 
     @property
     def waiting(self) -> int:

@@ -111,7 +111,7 @@ class MetricWriter:
         """Nothing more comes but `close`; must not wait."""
 
     def close(self) -> None:
-        """Writes what is left."""
+        """Writes the rest."""
 
 
 def scalar_points(record: Mapping[str, Any]) -> dict[str, float]:
@@ -279,7 +279,7 @@ _LENGTH = struct.Struct("<Q")  # before each record, in the files of both progra
 def _whole_records(data: bytes, overhead: int) -> Iterator[bytes]:
     """Splits data into records, without a last one that a crash truncated.
 
-    Args: overhead: bytes of a record besides its content; they begin with the content's length.
+    Args: overhead: bytes of a record beyond its content; they begin with the content's length.
     """
     position = 0
     while position + overhead <= len(data):
@@ -296,7 +296,7 @@ def append_whole(file: io.FileIO, data: bytes) -> None:
     Raises: OSError: the disk is full, or the file was removed.
     """
     status = os.fstat(file.fileno())
-    if not status.st_nlink:  # the system would take it, and nobody could read it
+    if not status.st_nlink:  # writing would succeed, but the data would be lost
         raise FileNotFoundError(errno.ENOENT, "it was removed", file.name)
     size = status.st_size
     try:
@@ -579,7 +579,7 @@ class TensorBoardWriter(MetricWriter):
         self, hyper_parameters: Mapping[str, Any], metrics: list[str], texts: Mapping[str, str]
     ) -> None:
         """Says what run this is; see `VisualDLWriter.describe`."""
-        # The third says that the run has ended, which nobody knows here.
+        # The third would mark the run as ended, which is unknown here.
         experiment, session, _ = self._summary.hparams(
             dict(hyper_parameters), dict.fromkeys(metrics, 0.0)
         )

@@ -206,7 +206,7 @@ class AugmentConfig(Section):
         return self
 
     def _window(self, epochs: int | None) -> tuple[int, float]:
-        """[first, end) in epochs of a run of so many."""
+        """[first, end) in epochs of a run with a number of epochs."""
         if self.combine_epochs is None:
             return 0, math.inf
         first, end = self.combine_epochs

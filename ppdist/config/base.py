@@ -122,7 +122,7 @@ def _parsed(
 
 
 def parse_tree(tree: Node, schema: type[SectionT], problems: Sequence[Problem]) -> SectionT:
-    """The Section that a tree of files and -o items stands for.
+    """Builds the Section described by files and -o items.
 
     Args: problems: found in reading them.
     Raises: ConfigError: as `parse_config`.

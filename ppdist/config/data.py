@@ -150,7 +150,7 @@ class DataConfig(Section):
         default=60.0,
         gt=0,
         description="A worker that is busy with one image for longer counts as hung: it is "
-        "replaced, and its batches are made anew.",
+        "replaced, and its batches are rebuilt.",
     )
     cache: Annotated[Literal["none", "ram", "disk"], OnResume.FREE] = Field(
         default="none",

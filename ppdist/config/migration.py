@@ -88,7 +88,7 @@ class Table(NamedTuple):
 
 @cache
 def table() -> Table:
-    """migration.yml, read when somebody typed what is not ours."""
+    """migration.yml, read when a user typed a foreign option."""
     file = Path(__file__).with_suffix(".yml")
     found = yaml.safe_load(file.read_text(encoding="utf-8"))
     keys = {
@@ -153,12 +153,12 @@ def refuse_options(command: str, words: Sequence[str], unknown: Container[str]) 
 
     Args:
         words: what follows the command.
-        unknown: options, with their dashes, that it has not.
+        unknown: options, with their dashes, that it lacks.
     Raises: ConfigError: there are some; it says what to write for each.
     """
     lines: list[str] = []
     behind_o = False
-    leading = True  # nothing of ours that takes name=value has come
+    leading = True  # none of our options that take name=value has come
     for at, word in enumerate(words):
         following = words[at + 1] if at + 1 < len(words) else ""
         name, equals, value = word.partition("=")
@@ -181,7 +181,7 @@ def refuse_options(command: str, words: Sequence[str], unknown: Container[str]) 
 def _answer(command: str, name: str, value: str, *, item: bool) -> str:
     """What to write for a word; "": unknown everywhere.
 
-    Args: item: it stands behind -o, where only what is no key of a configuration is answered.
+    Args: item: of -o; only items that are not configuration keys are answered.
     """
     for owner, texts in table().commands.get(command, {}).items():
         if name in texts and (not item or owner == PADDLE):

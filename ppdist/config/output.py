@@ -11,10 +11,10 @@ class CheckpointConfig(Section):
     """When checkpoints are written and how many stay."""
 
     every_epochs: float = Field(
-        default=1.0, ge=0, description="Write one every so many epochs; 0: only at the end."
+        default=1.0, ge=0, description="Write one every N epochs; 0: only at the end."
     )
     every_steps: int | None = Field(
-        default=None, gt=0, description="Write one every so many optimizer steps instead."
+        default=None, gt=0, description="Write one every N optimizer steps instead."
     )
     keep: int = Field(
         default=3, gt=0, description="How many of the newest stay; best and last always do."

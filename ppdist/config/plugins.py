@@ -45,7 +45,7 @@ class Registration:
     kind: "detector", "dataset", "backbone" or "tracker".
     name: as a configuration has it.
     target: `package.module:Name` of what computes: model, reader, backbone or writer.
-    section: its keys; None: a backbone has none.
+    section: its keys; None for a backbone.
     loss_target, loss_section: of a detector.
     """
 
@@ -164,7 +164,7 @@ def _name_of(section: Any, key: str, base: type[Section]) -> str:
     """The one value that a plugin's Section allows for its tag."""
     shown = getattr(section, "__name__", section)
     if not (isinstance(section, type) and issubclass(section, base)):
-        raise _invalid(shown, f"it is no subclass of {base.__module__}.{base.__name__}")
+        raise _invalid(shown, f"it is not a subclass of {base.__module__}.{base.__name__}")
     field = section.model_fields.get(key)
     allowed = choices(field.annotation) if field is not None else []
     if len(allowed) != 1 or get_origin(field and field.annotation) is not Literal:
@@ -208,7 +208,7 @@ def registrations() -> list[dict[str, Any]]:
 def register_again(found: Sequence[Mapping[str, Any]]) -> None:
     """Repeats in a new process what another one had registered.
 
-    Raises: ConfigError: a Section cannot be imported, such as one that stands in a script.
+    Raises: ConfigError: a Section cannot be imported, such as one defined in a script.
     """
     for each in found:
         keys = ("section", "loss_section")

@@ -2,7 +2,7 @@
 
     ppyoloe_plus_s_80e_coco                         the name of a file
     ppyoloe_plus_s                                  short for it: the recipe on COCO
-    configs/ppyoloe/ppyoloe_plus_s_80e_coco.yml     where it stands in a clone
+    configs/ppyoloe/ppyoloe_plus_s_80e_coco.yml     its place in a clone
     _base_/coco.yml                                 a part, as `_BASE_` of a copy names it
 
 A file of the user's comes first.
@@ -40,7 +40,7 @@ def short_names() -> dict[str, str]:
 def find_config(path: str) -> str:
     """The file behind a path or name; else the path itself.
 
-    Args: path: what was typed where a config is asked for.
+    Args: path: as typed for a config.
     """
     if os.path.exists(path) and not os.path.isdir(path):
         return path

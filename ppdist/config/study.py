@@ -103,7 +103,7 @@ class PrunerConfig(Section):
         default=3, ge=2, description="halving: the share that ends is 1 - 1/factor."
     )
     startup_trials: int = Field(
-        default=5, ge=1, description="median: so many trials run to their end first."
+        default=5, ge=1, description="median: number of trials that first run to their end."
     )
 
 

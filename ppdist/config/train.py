@@ -205,7 +205,7 @@ class TrainConfig(Section):
     def images_per_card(self) -> int:
         """Images per rank and micro-step.
 
-        Raises: ConfigError: nobody has found out how many, which only a training run does.
+        Raises: ConfigError: not resolved yet, which only a training run does.
         """
         if self.batch_size_per_card == "auto":
             raise ConfigError(

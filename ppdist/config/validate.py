@@ -55,14 +55,14 @@ def _between_ranks(config: Any) -> Iterator[str]:
     }
     taken = [f"{key}: {value}" for key, (value, default) in ways.items() if value != default]
     if len(taken) > 1:
-        yield f"{taken[0]} and {taken[1]} are two ways to send less; choose one"
+        yield f"{taken[0]} and {taken[1]} both reduce communication; choose one"
     if ranks.sync_every is not None:
         apart = f"distributed.sync_every: {ranks.sync_every} lets the ranks' weights differ"
         if ranks.shard_optimizer:
             yield f"{apart}, distributed.shard_optimizer: true needs them equal; choose one"
         if train.sync_bn:
             yield (
-                f"{apart} to talk less, train.sync_bn: true talks in every layer; "
+                f"{apart} to communicate less, train.sync_bn: true communicates in every layer; "
                 f"set train.sync_bn: false"
             )
     for key, given in {
@@ -93,8 +93,8 @@ def _ignored(config: Any) -> Iterator[str]:
     augment, train = config.data.augment, config.train
     if train.deterministic and train.gpu.cudnn_search:
         yield (
-            "train.gpu.cudnn_search: true takes what is fastest, train.deterministic: true what "
-            "always gives the same; choose one"
+            "train.gpu.cudnn_search: true picks the fastest algorithms, train.deterministic: true "
+            "reproducible ones; choose one"
         )
     if train.total_batch is not None and train.accumulate_steps > 1:
         yield (

@@ -10,7 +10,7 @@ written to, and written with `pwrite`, where a full disk is an error and not a s
 signal ends a reader (SIGBUS: its disk is away), the loader gives the cache up.  The checksum goes
 in after the pixels, and each process compares it at its first look at an image: what a killed
 process or a power cut left half written counts as absent.  Two that write the same image at once
-write the same bytes, so nobody waits for a lock.
+write the same bytes, so no lock is needed.
 """
 
 import hashlib
@@ -129,9 +129,9 @@ class ImageCache:
     def put(self, index: int, image_HW3: np.ndarray) -> None:
         """Keeps an image, if there is room for it.
 
-        On a full disk one line says so, of a rank and its workers, which all stop writing.
+        On a full disk a rank logs one line, and it and its workers stop writing.
 
-        Raises: ValueError: it has not the size of its record, reduced.
+        Raises: ValueError: its size is not that of its record, reduced.
         """
         size = tuple(self._layout.sizes_N2[index].tolist())
         if index >= self._kept or self._failed[0] or not all(size):
@@ -358,7 +358,7 @@ def _opened_or_closed(descriptor: int, kept: int) -> _Opened:
 
 
 def _room(free: int) -> int:
-    """How many of so many free bytes a cache may take."""
+    """Bytes a cache may take of the free ones."""
     return max(0, min(int(_SHARE * free), free - _SPARE))
 
 
@@ -388,7 +388,7 @@ def _name_of(records: Records, reductions_N: np.ndarray) -> str:
 
     That is the files, their sizes, and how they are decoded.
 
-    Returns: "": nobody can tell whether some image changes.
+    Returns: "": changes of some image cannot be detected.
     """
     summary = hashlib.blake2b(f"{_FORMAT} {cv2.__version__}".encode(), digest_size=10)
     for index in range(len(records)):

@@ -117,7 +117,7 @@ def of_array(array: np.ndarray) -> np.ndarray:
     return image if image.shape[2] == 3 else np.repeat(image, 3, axis=2)
 
 
-# Modes of Pillow that are no colours of 8 or 16 bits, and what they are.
+# Pillow modes that are not colours of 8 or 16 bits, and their meaning.
 _PILLOW_KINDS = {"F": "float numbers", "I": "32-bit integers", "LAB": "CIELAB colours"}
 # Modes that Pillow does not turn into RGB at once.
 _PILLOW_STEPS = {"La": "LA", "RGBa": "RGBA", "PA": "RGBA", "1": "L"}

@@ -6,7 +6,7 @@
     DetectionSet -> sampler: SampleKey -> worker: Sample, Arrays, WorkerBatch -> Batch
 
 A reader hands everything odd to `complain` as an Issue.  Training lets that raise, so it stops at
-the first; a check collects them all, and the reader goes on without the part it complained of.
+the first; a check collects them all, and the reader continues without the faulty part.
 """
 
 import os
@@ -72,7 +72,7 @@ class RawImage:
     """One listed image.
 
     width, height: pixels, as its annotation says (YOLO: as its file is).
-    size_known: False where a YOLO image is absent or unreadable: 1x1 stands for its size.
+    size_known: False if a YOLO image is absent or unreadable; its size is then 1x1.
     lost: annotated objects that its reader complained of and left out.
     """
 
@@ -111,7 +111,7 @@ class RawColumns:
     int64.  size_known_N: as in RawImage.
     Of the O objects, in any order: image_O, the position of its image, boxes_O4 and area_O (NaN:
     none) float64, labels_O int64, crowd_O bool: all as in RawObject.  where: of an object, for
-    messages.  outlines: the rings of each object; None: nobody wants them.
+    messages.  outlines: the rings of each object; None: not needed.
     class_names, category_ids, source: as in DetectionSet.
     """
 
@@ -400,7 +400,7 @@ class DetectionSet:
     """A split: its images and what its classes are called.
 
     category_ids: what a COCO result file calls each class; source: the file or folder that a
-    message about this set names; notes: one line for each kind of defect that was put right;
+    message about this set names; notes: one line for each kind of defect corrected;
     limited: a line about `data.*.limit`, empty where none is set; unreadable: position in records
     -> why that image is never to be opened (a check found it), without its path, which may be
     another on another host.
@@ -526,7 +526,7 @@ class ImagesUnavailable(StorageError):
     """The storage of images has stayed away.
 
     Attributes:
-        blank: stands for the batch that lacks them, so that a rank reaches every collective.
+        blank: replaces a missing batch, so that a rank reaches every collective.
     """
 
     def __init__(self, why: StorageError, blank: Batch) -> None:

@@ -8,7 +8,7 @@ Ranks communicate in two ways, and every rank must reach both:
   the places where ranks may be minutes apart: evaluation, checkpoints, start-up.
 
 Work that may fail on one rank runs so that all of them hear of it.  On one process every function
-is the identity or a plain call, so nobody above asks.  Also here: how glibc keeps the memory of
+is the identity or a plain call, so callers never check.  Also here: how glibc keeps the memory of
 tensors on the CPU.
 """
 
@@ -126,7 +126,7 @@ def require_own_ranks(environment: Mapping[str, str]) -> None:
 
 
 def step_storage_seconds() -> float:
-    """How long a rank waits for storage amid steps.
+    """How long a rank waits for storage during training.
 
     Within a host they bear it as long as at a barrier.  Between hosts gloo gives up, and elsewhere
     a fleetrun whose ranks all wait for those of other hosts does (launch/watchdog.py).
@@ -185,7 +185,7 @@ def _share_memory(config: DistributedConfig) -> None:
 
 
 def _new_group(members: list[int]) -> Any:
-    """A group of some ranks besides that of all.  Collective."""
+    """A group of some of the ranks.  Collective."""
     if device.on_accelerator():
         return pd.new_group(members)
     with separate_store(members):
@@ -396,7 +396,7 @@ class OnAllRanks(Generic[T]):
 class EvaluationFailed(CodedError, RuntimeError):
     """An evaluation failed on some rank; training is untouched.
 
-    Raised on every rank alike.
+    Raised on every rank.
     """
 
     kind = "evaluation"

@@ -60,14 +60,14 @@ def choose(wanted: str) -> str:
         able = [CPU, *paddle.device.get_all_device_type()]
         found = "sees no card" if wanted in able else f"knows only {', '.join(able)}"
         raise ConfigError(
-            f"{wanted} was asked for, but the installed Paddle {paddle.__version__} {found}",
+            f"{wanted} was requested, but the installed Paddle {paddle.__version__} {found}",
             code="device_unavailable",
             where="device",
             fix="install the Paddle for it (README, GPU), or set device: cpu",
         )
     if wanted not in ("auto", CPU) and for_cpus:
         raise ConfigError(
-            f"{wanted} was asked for, but the launcher started processes for CPUs",
+            f"{wanted} was requested, but the launcher started CPU processes",
             code="launched_for_cpu",
             where="device",
             fix="start it with --selected_gpus (--devices for other kinds), or set device: cpu",
@@ -86,7 +86,7 @@ def require_arithmetic() -> None:
     """Refuses a card on which 1 + 1 is not 2.
 
     Where the wheel holds no code for a card, Paddle warns and every operator gives zeros, and a
-    training goes on with them (PaddlePaddle/Paddle#72252).
+    training continues with them (PaddlePaddle/Paddle#72252).
 
     Raises: ConfigError: it is one.
     """
@@ -94,7 +94,7 @@ def require_arithmetic() -> None:
     if two != 2.0:
         raise ConfigError(
             f"rank {rank()} (host {host()}): 1 + 1 is {two:g} on {_card()}, for which this Paddle "
-            f"{paddle.__version__} holds no code",
+            f"{paddle.__version__} has no kernels",
             code="card_without_code",
             where="device",
             fix=f"install the build for it: pip install paddlepaddle-gpu -i {_NVIDIA_BUILDS}",
@@ -156,4 +156,4 @@ def peak_reserved_bytes() -> int:
 
 
 def _card() -> str:
-    return paddle.device.get_device()  # without it a plug-in's first card is asked
+    return paddle.device.get_device()  # without it Paddle queries a plug-in's first card

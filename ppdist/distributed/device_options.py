@@ -23,7 +23,7 @@ def set_device_options(train: TrainConfig) -> None:
     Before the first product or convolution.  What is off is left as Paddle, or a FLAGS_ variable of
     the user's, has it.
 
-    Raises: ConfigError: this run is not on a GPU, or this Paddle lacks what was asked for.
+    Raises: ConfigError: this run is not on a GPU, or this Paddle lacks the option.
     """
     options, kind = train.gpu, device.kind()
     asked = {
@@ -71,7 +71,7 @@ def _takes(flag: str, value: bool | int) -> bool:
 def _set_tf32(allow: bool) -> None:
     """Sets TF32 by flags, in older versions of Paddle by switches.
 
-    Of the flags some versions obey in forward only, so a no is said to NVIDIA's libraries, too.
+    Some versions obey the flags in forward only, so NVIDIA's libraries are also told to disable it.
     """
     flags, switches = [_takes(flag, allow) for flag in _TF32_FLAGS], paddle_api.set_tf32(allow)
     if not allow:

@@ -29,7 +29,7 @@ PHASES = ("start", "step", "evaluate", "save", "end")
 STACKS_SIGNAL = signal.SIGUSR2
 BEAT = struct.Struct("=IHHQQQdd40sQQd")  # as in `Reading`
 _PLACE_BYTES = 40
-WORK = struct.Struct("=QQQQdddd")  # what the steps came to; it stands behind the beat
+WORK = struct.Struct("=QQQQdddd")  # totals of the steps; follows the beat
 _SEAL = struct.Struct("=I")  # behind each of both: the checksum of what was written at once
 _BEAT_BYTES, _WORK_BYTES = BEAT.size + _SEAL.size, WORK.size + _SEAL.size
 _READS, _PAUSE_SECONDS = 5, 0.002  # until the checksum is right
@@ -272,10 +272,10 @@ def read_work(path: Path) -> Work | None:
 
 
 def _read(path: Path, layout: struct.Struct, offset: int) -> tuple | None:
-    """What stands there; None where nothing does.
+    """Reads the file; None if there is nothing.
 
-    The rank may be writing at this very moment, or lose its core amid that, so what does not fit
-    its checksum is read again.  What never does is believed: it is newer than nothing.
+    The rank may be writing right now, or be preempted meanwhile, so data that does not match its
+    checksum is read again.  Data that never does is used anyway: better than none.
     """
     data = b""
     try:

@@ -170,7 +170,7 @@ def forget_update_lists(optimizer: Any) -> None:
 
 
 def part(flat_F: Tensor, start: int, size: int) -> Tensor:
-    """[size]: so many elements from `start` on, in the same storage."""
+    """[size]: a slice from `start` on, in the same storage."""
     return flat_F._slice(start, start + size)
 
 
@@ -200,7 +200,7 @@ def global_store() -> Any:
 
 
 def make_store(address: str, port: int, is_master: bool) -> Any:
-    """A TCP store besides that of all ranks."""
+    """An additional TCP store."""
     return core.TCPStore(address, port, is_master, 0)
 
 

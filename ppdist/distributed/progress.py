@@ -12,7 +12,7 @@ _REPORT_SECONDS = 15.0
 class Progress:
     """Of one piece of work, whose parts are much alike.
 
-    Whoever waits for this rank waits for as long as parts get done: see `store.alive`.
+    Other ranks wait for this one for as long as parts get done: see `store.alive`.
     """
 
     def __init__(self, logger: logging.Logger, work: str, total: float, unit: str = "images"):
@@ -22,7 +22,7 @@ class Progress:
         self._began = self._reported = time.monotonic()
 
     def add(self, count: float = 1) -> None:
-        """So many parts more are done."""
+        """Adds finished parts."""
         alive()
         self._done += count
         now = time.monotonic()

@@ -3,7 +3,7 @@
 The memory is a file that has no name (memfd_create), so it does not count against /dev/shm and is
 gone with the last process that has it open, however that one ends:
 
-    head         a number drawn by whoever made it, to know it again
+    head         a random number of its creator, to recognise it
     counters     of every rank in a cache line of its own, int64: how many times it has arrived,
                  and the exchange it is in: step, kind, values
     slots        of every rank, what it brings
@@ -215,8 +215,8 @@ class SharedMemoryAllReduce:
                 others = list(_pieces(message, 0, count))
             for at, address, values in others:
                 ctypes.memmove(address, sums + _ELEMENT * at, _ELEMENT * values)
-            # No third barrier: whoever comes back writes to its slot, which all have read, and
-            # nobody writes to the sums before all have come back.
+            # No third barrier: a rank that returns writes to its slot, which all have read, and
+            # no rank writes to the sums before all have returned.
 
     def _add_up(self, pieces: Iterable[Piece], factor: float) -> None:
         """Sums over the ranks of the host, times a factor."""
@@ -261,10 +261,10 @@ class SharedMemoryAllReduce:
             if cells[other * _CELL + 1 : other * _CELL + 4] != own:
                 raise RankError(
                     f"the ranks are not in the same collective, number {self._exchanges} of this "
-                    f"run: {self._exchange(self._me)}, {self._exchange(other)}: one of them left "
-                    f"one out or took another way",
+                    f"run: {self._exchange(self._me)}, {self._exchange(other)}: one of them "
+                    f"skipped one or took another branch",
                     code="collectives_differ",
-                    fix="what decides about a collective must be the same on all ranks",
+                    fix="conditions around a collective must have the same value on all ranks",
                 )
 
     def _exchange(self, number: int) -> str:
@@ -293,7 +293,7 @@ class SharedMemoryAllReduce:
                 nap = min(2 * nap, _SLEEP_SECONDS[1])
 
     def _require(self, other: int, process: int, waited: float, timeout: float) -> None:
-        """Raises, unless it makes sense to go on waiting for that rank."""
+        """Raises unless waiting for that rank still makes sense."""
         late = f"rank {self._ranks[other]} (process {process} of this host)"
         # It may have come and ended since the counter was read.
         if not is_alive(process) and self._counters[other * _CELL] < self._arrivals:

@@ -124,7 +124,7 @@ def set_timeout(seconds: float) -> None:
 
 
 def alive() -> None:
-    """Tells fleetrun and waiting ranks that work goes on.
+    """Tells fleetrun and waiting ranks that work continues.
 
     These wait for distributed.timeout_seconds from its last sign of life on.  So call it, in the
     main thread, when a part of the work is done, and never while nothing happens: a rank that
@@ -284,7 +284,7 @@ def announce_arrival() -> Callable[[], str]:
 
 
 def alarm() -> tuple[Callable[[], None], Callable[[], bool]]:
-    """An alarm that any rank raises; nobody waits. Collective.
+    """An alarm that any rank can raise; never blocks. Collective.
 
     Returns: raises it; whether some rank has.
     """
@@ -483,8 +483,8 @@ def require_connectivity(
     lost = [way for failed in failed_W for way in failed]
     if lost:
         raise LaunchError(
-            f"hosts cannot reach one another: {'; '.join(lost)}. gloo and NCCL choose such ports "
-            "by themselves: open everything between these hosts in the firewall, and see that "
+            f"hosts cannot reach one another: {'; '.join(lost)}. gloo and NCCL pick their "
+            "own ports: open all ports between these hosts in the firewall, and check that "
             f"{interfaces(environment)} is the interface of their network",
             code="hosts_unreachable",
         )
@@ -504,7 +504,7 @@ def _other_network(environment: Mapping[str, str]) -> bool:
 
 
 def _listen(address: str, callers: int) -> socket.socket:
-    """The system answers who connects; nobody has to accept."""
+    """The kernel completes connections; no process needs to accept."""
     try:
         return socket.create_server((address, 0), backlog=callers)
     except OSError:  # an address that only others see, behind a translation

@@ -23,7 +23,7 @@ def take_sync_batch_norm(model: nn.Layer) -> None:
 class SyncBatchNorm2D(nn.BatchNorm2D):
     """nn.BatchNorm2D whose training statistics are those of all images of all ranks.
 
-    Paddle's own nn.SyncBatchNorm has no CPU kernel and weighs ranks alike, however many images each
+    Paddle's own nn.SyncBatchNorm has no CPU kernel and weights ranks equally, whatever images each
     has (PaddlePaddle/Paddle#32464).  Every rank runs the same layers in the same order, so every
     rank reaches each collective.  Parameters, statistics and state-dict keys are those of
     nn.BatchNorm2D; a layer that normalises by its running statistics (frozen) goes on to.
@@ -54,7 +54,7 @@ class _Normalize(PyLayer):
 
 
     For a rank that does not, y = beta: far from the others' images, x could grow from layer to
-    layer until it is no number any more.
+    layer until it is not finite.
 
     Source of the gradient: Ioffe and Szegedy 2015, arXiv:1502.03167, section 3, with the two sums
     over the batch taken over all ranks.  Gradients of gamma and beta stay local: the gradient

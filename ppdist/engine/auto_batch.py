@@ -208,7 +208,7 @@ def _limits(share: float) -> dict[str, int]:
     free = free_memory(comm.local_size())
     if device.on_accelerator() and CARD not in free:
         raise ConfigError(
-            "auto: the card does not say how much memory it has free",
+            "auto: the card does not report its free memory",
             code="free_memory_unknown",
             where="train.batch_size_per_card",
             fix="give a number, or install Paddle 3.3",
@@ -265,7 +265,7 @@ def search(trial: Callable[[Sequence[int]], Outcome], limits: Bytes, most: int) 
     if not good:
         took = f"it takes {tightest(measured[1], limits)}; {_SMALLER}" if measured else why
         raise ConfigError(
-            f"auto: not even one image can be trained with: {took}",
+            f"auto: not even one image fits: {took}",
             code="no_image_fits",
             where="train.batch_size_per_card",
         )
@@ -384,7 +384,7 @@ def _why_it_ended(code: int, folder: Path, output: Path) -> str:
     words = f"it ended with {ended}{': ' * bool(tail)}{tail}"
     if code < 0 or code == NO_MEMORY:  # limits end a process by signals, too
         return f"{words}; {_SMALLER}"
-    return f"{words}; if that is no lack of memory, give a number: training then tells more"
+    return f"{words}; if memory is not the cause, give a number: training then says more"
 
 
 # Estimate

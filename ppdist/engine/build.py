@@ -1,4 +1,4 @@
-"""The build: the one place where data, models, losses and optim meet."""
+"""Builds experiments: the one place where data, models, losses and optim meet."""
 
 from collections.abc import Sequence
 from contextlib import ExitStack
@@ -75,7 +75,7 @@ from ppdist.optim.ema import EMA
 from ppdist.optim.grad_sync import build_grad_sync, build_sharding, last_step
 from ppdist.optim.optimizer import build_optimizer, layerwise_lr_decay
 
-# The loss of each model of ours, by `model.name`; the models are in ppdist/models/__init__.py.
+# The losses of our models, by `model.name`; the models are in ppdist/models/__init__.py.
 _LOSSES = {
     "ppyoloe": "ppdist.losses.ppyoloe:PPYOLOELoss",
     "yolov5": "ppdist.losses.yolov5:YOLOv5Loss",
@@ -100,7 +100,7 @@ class Experiment:
     trainer: Trainer
     log: RunLog
     output_dir: Path
-    sets: dict[str, DetectionSet]  # by the name of the split: those that the run reads
+    sets: dict[str, DetectionSet]  # by split: those that the run reads
 
 
 def build_training(
@@ -120,19 +120,19 @@ def build_training(
         evaluate: evaluate during training and keep the best (`--eval`).
         command: what the user typed, for environment.json.
         callbacks: of this rank, called in this order.
-        kernels: what a CPU computes `train.amp` with.
-    Raises: UserError: data, weights, checkpoint or configuration are wrong.
+        kernels: the CPU kernels of `train.amp`.
+    Raises: UserError: invalid data, weights, checkpoint or configuration.
     """
     early = EarlyLog(comm.is_main())
     with early:
         budget = None if config.train.hours is None else TimeBudget(config.train.hours)
         comm.run_on_all_ranks(lambda: set_device_options(config.train))
         noticed = preflight(config, evaluate=evaluate, resume=resume, kernels=kernels)
-        # A folder that does not exist is made only once the run is known to start.
+        # Create a missing folder only once the run is sure to start.
         noticed += comm.run_on_main(lambda: files.hold(output_dir) if output_dir.exists() else [])
         start = find_start(resume, output_dir, config)
         anew = start.snapshot is None
-        if start.job is not None:  # an earlier attempt of this job has read all of it
+        if start.job is not None:  # an earlier attempt of this job had read the inputs
             wait_for_inputs(config, evaluate=evaluate, anew=anew)
         train_set, val_set, found, pixels = read_sets(
             config.data, config.model.num_classes, evaluate
@@ -243,9 +243,9 @@ def _prepare(
 def _load_pretrained(
     weights: Path, model: ImageModel, class_names: tuple[str, ...]
 ) -> tuple[LoadReport, list[str]]:
-    """Loads `model.pretrained`, the rows of classes by name.  Collective.
+    """Loads `model.pretrained`, matching classes by name.  Collective.
 
-    Returns: what became of it; warnings.
+    Returns: a report; warnings.
     """
 
     def load() -> tuple[LoadReport, list[str]]:
@@ -257,7 +257,7 @@ def _load_pretrained(
     fetch_on_all_ranks(weights)
     report, warnings = comm.run_on_all_ranks(load)
     if model.needs_anchors and model.given_anchors_LA2 is not None:
-        model.set_anchors(model.given_anchors_LA2)  # they win over those of the file
+        model.set_anchors(model.given_anchors_LA2)  # they override those of the file
     return report, warnings
 
 
@@ -266,7 +266,7 @@ def _describe_model(
 ) -> ModelCard:
     """Builds the model card for the checkpoints of this run.  Collective.
 
-    A run that resumes keeps the licence and the source of its weights.
+    A resumed run keeps the licence and source of its weights.
     """
     data = f"{Path(config.data.root).resolve().name}, {len(train_set.records)} images"
     pretrained = Path(config.model.pretrained) if config.model.pretrained else None
@@ -277,7 +277,7 @@ def _describe_model(
             if resumed is not None and resumed.source:
                 return [resumed.licence, resumed.source]
             known = read_card(pretrained) if pretrained is not None else None
-        except UserError:  # said already, or no longer there
+        except UserError:  # already reported, or no longer there
             known = None
         return [*origin(data, pretrained, known)]
 
@@ -324,7 +324,7 @@ def _build_trainer(
     model_card: ModelCard,
     kernels: Kernels,
 ) -> Trainer:
-    """Builds the trainer of a model that has its weights.
+    """Builds the trainer for a model with its weights loaded.
 
     Every rank builds one.
     """
@@ -335,9 +335,9 @@ def _build_trainer(
         log.warning(slow)
     elif is_on_onednn(model) and (undeclared := undeclared_layers(model)):
         log.warning(
-            f"slower on this CPU than need be: {', '.join(undeclared)} copies feature maps to "
-            "Paddle's layout after each convolution; build such layers of ConvBNLayer and "
-            "declare them by @passes_maps (docs/adding_a_detector.md)"
+            f"slower on this CPU than necessary: {', '.join(undeclared)} copies feature maps to "
+            "Paddle's layout after each convolution; build such layers from ConvBNLayer "
+            "and declare them with @passes_maps (docs/adding_a_detector.md)"
         )
     check_low_precision(config, model, slow, kernels)
     train_step, evaluator = build_train_step(config, schedule, model, kernels), None
@@ -373,7 +373,7 @@ def build_model(config: ExperimentConfig) -> ImageModel:
 
     The seed determines the weights.
 
-    Raises: ConfigError: the model cannot take images of the configured sizes.
+    Raises: ConfigError: the model does not support the configured image sizes.
     """
     paddle.seed(config.seed)
     model = models.build_model(config.model)
@@ -426,10 +426,10 @@ def build_train_step(
 ) -> TrainStep:
     """Combines model, loss, optimizer and EMA into one optimizer step.
 
-    Every rank builds one.  On a CPU with `train.amp` the model's parameters stay float32: they are
-    the master weights.
+    Every rank builds one.  On a CPU with `train.amp` the model's parameters stay float32, as
+    master weights.
 
-    Args: kernels: what a CPU computes `train.amp` with.
+    Args: kernels: the CPU kernels of `train.amp`.
     """
     train = config.train
     frozen = freeze(model, train.freeze)
@@ -473,7 +473,7 @@ def build_batch_source(
     """This rank's training micro-batches; every rank builds one at the same time.
 
     Args:
-        plots: the folder in which rank 0 draws some of its batches; None: no pictures.
+        plots: folder where rank 0 draws some of its batches; None: no pictures.
         put: writes them, see `RunLog.put`.
     """
     augment = config.data.augment.with_epoch_scale(schedule.phase_scale)
@@ -495,7 +495,7 @@ def build_evaluator(
 
     Every rank builds one.
 
-    Args: loss: the training loss, to be measured as well; None: not measured.
+    Args: loss: the training loss, measured as well; None: not measured.
     """
     loader = EvalLoader(
         dataset,
@@ -522,7 +522,7 @@ def build_evaluator(
 
 
 def crowding_of(config: ExperimentConfig, dataset: DetectionSet) -> list[str]:
-    """See `ppdist.data.checks.statistics.crowding`; of classified images nothing."""
+    """See `ppdist.data.checks.statistics.crowding`; empty for classifiers."""
     if config.model.task == "classify":
         return []
     return crowding(dataset, config.evaluate.max_detections, config.suppression.keep)
@@ -531,12 +531,12 @@ def crowding_of(config: ExperimentConfig, dataset: DetectionSet) -> list[str]:
 def speed_up_cpu(config: ExperimentConfig, models: list[ImageModel]) -> str:
     """Divides the host's cores among its ranks and enables oneDNN.  Collective.
 
-    OMP_NUM_THREADS, where set, gives the cores of each rank instead.  CPU convolutions use oneDNN
-    where they equal Paddle's on every rank.
+    OMP_NUM_THREADS, if set, overrides the cores per rank.  CPU convolutions use oneDNN if they
+    match Paddle's on every rank.
 
-    Called once the data are read: from here on freed memory is kept for the next step.
+    Call it after the data are read: from then on freed memory is kept for the next step.
 
-    Returns: a warning where the convolutions differ; else "".
+    Returns: a warning if the convolutions differ; else "".
     """
     comm.keep_freed_memory()
     if device.on_accelerator():
@@ -568,7 +568,7 @@ def check_low_precision(
     Compares every kind of layer and the whole model, forward and backward, with Paddle in float32.
 
     Args: slow: what `speed_up_cpu` returned.
-    Raises: ConfigError, on every rank: the results of some rank differ.
+    Raises: ConfigError, on every rank: results differ on some rank.
     """
     amp = config.train.amp
     if not amp.enabled or device.on_accelerator():

@@ -25,10 +25,10 @@ _NOTE_FILE = "epochs"  # in the folder of a job
 class Continuation:
     """What a run resumes from (`--resume`), and what may differ from then.
 
-    source: a checkpoint, or an output_dir for its newest valid one; None: start anew; AUTO: its own
-        output_dir if it holds checkpoints, valid or not, else anew.
+    source: a checkpoint, or an output_dir for its newest valid one; None: a new run; AUTO: its own
+        output_dir if it holds checkpoints, valid or not, else a new run.
     changed: also settings that affect training (`--resume-changed`).
-    extends: it has more epochs than it was planned for; patience begins anew.
+    extends: it has more epochs than it was planned for; patience is reset.
     """
 
     source: Path | str | None = None
@@ -95,7 +95,7 @@ def _stopped_early(output_dir: Path) -> bool:
 def _total(asked: str, base: float) -> float:
     """The epochs of the whole run.
 
-    A job that fleetrun starts anew reads the same `+N`, and must not add it once more.
+    A job restarted by fleetrun reads the same `+N`, and must not add it again.
     """
     if not asked.startswith("+"):
         return float(asked)
@@ -109,7 +109,7 @@ def _total(asked: str, base: float) -> float:
 
 
 def read_note(name: str) -> Any:
-    """Note of an earlier attempt of this job on this host; None: nothing."""
+    """Note of an earlier attempt of this job on this host, or None."""
     folder = os.environ.get(JOB_DIR_VARIABLE)  # of fleetrun
     if folder:
         with suppress(OSError, ValueError):  # not there yet; never incomplete

@@ -31,10 +31,10 @@ from ppdist.engine.visualize import BatchPictures
 from ppdist.storage import files as storage
 
 _LOGGER = logging.getLogger("ppdist.data")
-_COMPARED_IMAGES = 64  # of each set, by content; the others by the size of the file
-_PATHS_AT_ONCE = 10_000  # of millions, which as a list would take hundreds of megabytes
+_COMPARED_IMAGES = 64  # per set, by content; the others by file size
+_PATHS_AT_ONCE = 10_000  # per chunk: a list of millions would take hundreds of megabytes
 _SHOWN = 20  # images of the blocklist in a message
-ClassScores = Sequence[float | None]  # AP of each class; None where the set has no object of it
+ClassScores = Sequence[float | None]  # AP of each class; None if the set has no object of it
 
 
 def read_sets(config: DataConfig, num_classes: int, evaluate: bool) -> Checked:
@@ -67,7 +67,7 @@ def read_sets(config: DataConfig, num_classes: int, evaluate: bool) -> Checked:
         if dataset is not None:
             require_same_data(dataset, config)
     cores = max(1, int(available_cores()))  # rank 0 checks the images, the others wait
-    # Twice as many: half of the time a child waits for the disk, even for a local one.
+    # Twice as many: even with a local disk, a child waits for it half of the time.
     checked = check_before_training(config, train_set, val_set, workers=2 * cores)
     same = same_sets(config) if evaluate else ""
     return checked._replace(lines=(*checked.lines, same)) if same else checked
@@ -80,13 +80,13 @@ def images_of_epoch(dataset: DetectionSet, config: SamplingConfig) -> int:
 
 
 class BatchSource:
-    """Micro-batches of this rank, from any step on.
+    """Micro-batches of this rank, starting at any step.
 
-    Every rank builds one at the same time: those of a host share a cache.
+    All ranks build one at the same time: those of a host share a cache.
     Attributes:
         follows_scores: the order of images depends on the scores of the last evaluation.
-        parts: into how many a micro-batch is split, from the next `batches` on; see TrainSampler.
-        stands_for: ranks whose micro-batches make one of this rank, from then on.
+        parts: number of splits of a micro-batch, from the next `batches` on; see TrainSampler.
+        stands_for: number of ranks whose micro-batches this rank merges, from then on.
     """
 
     parts = 1
@@ -105,7 +105,7 @@ class BatchSource:
         Args:
             sizes: (height, width) choices in pixels of multi-scale training.
             seed: of order and augmentation.
-            pictures: draws some of the batches; None: nobody does.
+            pictures: draws some of the batches; None: none.
         """
         self._dataset = dataset
         self._sampling = config.sampling
@@ -136,9 +136,9 @@ class BatchSource:
     def batches(self, first_step: int, scores: ClassScores | None) -> Iterator[Batch]:
         """Micro-batches from a step to the end of the run.
 
-        Earlier iterators end.
+        Ends earlier iterators.
 
-        Args: scores: of the last evaluation; None: there was none.
+        Args: scores: of the last evaluation; None: none yet.
         """
         self._loader.plan = self._plan(first_step, scores)
         if self._pictures is None:
@@ -179,7 +179,7 @@ class Blocklist:
     def __init__(self, dataset: DetectionSet, limit: float) -> None:
         """
         Args:
-            dataset: the training set; what a check found unreadable in it counts.
+            dataset: the training set; images already found unreadable count.
             limit: `data.bad_images_limit`; one bad image is always allowed.
         Raises: DataError: there are too many already.
         """
@@ -220,17 +220,17 @@ class Blocklist:
             code="too_many_bad_images",
             where=f"{self._dataset.source}",
             fix=(
-                "`ppdist data check` lists all, its --fix writes a set without them; or raise "
+                "`ppdist data check` lists them, its --fix writes a set without them; or raise "
                 f"the limit:\n{lines}"
             ),
         )
 
 
 def require_same_data(dataset: DetectionSet, config: DataConfig) -> None:
-    """Compares a set and its images over all hosts.  Collective.
+    """Compares a set and its images across hosts.  Collective.
 
-    Args: config: of this rank; hosts may have their `root` at different places.
-    Raises: DataError, on every rank: sets or images differ; it says where first.
+    Args: config: of this rank; `root` may differ between hosts.
+    Raises: DataError, on every rank: sets or images differ; names the first difference.
     """
     if comm.world_size() == 1:
         return
@@ -245,11 +245,11 @@ def require_same_data(dataset: DetectionSet, config: DataConfig) -> None:
     other, what = differs
     hosts_W = comm.all_gather_object(comm.host())
     raise DataError(
-        f"not the same on rank 0 (host {hosts_W[0]}) and rank {other} (host {hosts_W[other]}): "
+        f"differs between rank 0 (host {hosts_W[0]}) and rank {other} (host {hosts_W[other]}): "
         f"{what}",
         code="dataset_differs",
         where=f"{dataset.source}",
-        fix="give every host the same files below data.root",
+        fix="put the same files below data.root on every host",
     )
 
 
@@ -271,7 +271,7 @@ def fingerprint(dataset: DetectionSet, root: str) -> str:
 def _other_records(
     dataset: DetectionSet, records: Records, root: str, top: str
 ) -> tuple[int, str] | None:
-    """Rank whose annotations differ from rank 0's, and where first.  Collective."""
+    """First rank whose annotations differ from rank 0's, and where.  Collective."""
     classes = [list(dataset.class_names), list(dataset.category_ids)]
     found_W = comm.all_gather_object([classes, fingerprint(dataset, root)])
     groups = equal_ranks(found_W)
@@ -285,7 +285,7 @@ def _other_records(
 
 
 def _first_difference(records: Records, top: str, other: int) -> str:
-    """Where rank 0 and rank `other` first differ, in words.  Collective."""
+    """Describes the first difference between ranks 0 and `other`.  Collective."""
     compared = comm.rank() in (0, other)
     counts_W = comm.all_gather_large_object(len(records))
     marks = [_mark(record, top) for record in records] if compared else []
@@ -311,13 +311,13 @@ def _first_difference(records: Records, top: str, other: int) -> str:
 
 
 def _mark(record: ImageRecord, top: str) -> int:
-    """Checksum of everything that is compared of a record."""
+    """Checksum of all compared fields of a record."""
     parts = [os.fsencode(record.path.removeprefix(top)), *_columns(record).values()]
     return zlib.crc32("\n".join(map(repr, parts)).encode())
 
 
 def _columns(record: ImageRecord) -> dict[str, str]:
-    """Everything that is compared of a record besides its name."""
+    """Compared fields of a record, except its name."""
     return {
         "size": f"{record.width} x {record.height}",
         "number of objects": f"{len(record.labels_M)}",
@@ -328,11 +328,11 @@ def _columns(record: ImageRecord) -> dict[str, str]:
 
 
 def _other_images(records: Records, top: str, count: int) -> tuple[int, str] | None:
-    """Rank whose image files differ from rank 0's, and where.  Collective.
+    """First rank whose image files differ from rank 0's, and where.  Collective.
 
-    The first rank of each host reads them; a single host has none to compare.
+    The first rank of each host reads them; a single host has nothing to compare.
 
-    Args: count: images whose content is compared, at equal distances; of the others only the size.
+    Args: count: evenly spaced images compared by content; the others only by size.
     """
     if comm.local_size() == comm.world_size():
         return None
@@ -340,7 +340,7 @@ def _other_images(records: Records, top: str, count: int) -> tuple[int, str] | N
     reads = comm.local_rank() == 0
     found_M = np.zeros(0, np.int64)  # M: N sizes, K contents
     if reads:
-        progress = Progress(_LOGGER, "comparing images over hosts", len(records) + len(chosen_K))
+        progress = Progress(_LOGGER, "comparing images across hosts", len(records) + len(chosen_K))
         found_M = np.concatenate(
             [
                 look_at_all(lambda at: _size(records.path(at)), len(records), progress),
@@ -365,7 +365,7 @@ def _other_images(records: Records, top: str, count: int) -> tuple[int, str] | N
         more = f" ({len(in_size)} images differ in size)" if len(in_size) > 1 else ""
     else:
         first = int(chosen_K[differing[0] - len(records)])
-        what = "of the same size, but other content"
+        what = "same size, but different content"
         more = f" ({len(differing)} of {len(chosen_K)} images differ)" if len(differing) > 1 else ""
     return other, f"{records.path(first).removeprefix(top)}: {what}{more}"
 
@@ -380,5 +380,5 @@ def _size(path: str) -> int:
     """Bytes of a file; -1 where there is none."""
     try:
         return storage.identity_of(path).bytes
-    except (OSError, StorageError):  # whoever reads it reports why
+    except (OSError, StorageError):  # its reader reports why
         return -1

@@ -41,7 +41,7 @@ class EarlyStopping:
         """The state after an evaluation.
 
         Args:
-            state: before it; None: this is the first.  One of another metric starts anew.
+            state: before it; None: this is the first.  Another metric resets it.
             step: optimizer steps done.
         """
         if state is None or state.metric != self._metric:

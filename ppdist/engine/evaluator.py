@@ -1,9 +1,9 @@
 """Evaluation of detectors and classifiers over a set, sharded over the ranks.
 
-Every image is seen once, by one rank, so the result does not depend on the number of ranks.  One
-that cannot be read is left out of the score: neither its objects count nor detections in it.  The
-loop holds no collective, so ranks may have different numbers of batches; at its end they wait for
-each other as long as `distributed.timeout_seconds` allows.
+Each image is evaluated once, by one rank, so the result does not depend on the number of ranks.
+Unreadable images do not count, with all their objects and detections.  The loop contains no
+collective, so ranks may have different numbers of batches; at its end they wait for each other, for
+up to `distributed.timeout_seconds`.
 """
 
 import logging
@@ -47,9 +47,9 @@ from ppdist.models.base import Detector, ImageModel
 from ppdist.viz.draw import draw_boxes, draw_classes, side_by_side
 
 _LOGGER = logging.getLogger("ppdist")
-_DRAWN_SCORE = 0.3  # predictions that are less sure are not drawn
-_SEEN = -1  # in place of a class: the row only says that its rank has seen the image
-_STOPPED = -1  # in place of the position of an image: the rank was asked to stop
+_DRAWN_SCORE = 0.3  # predictions below it are not drawn
+_SEEN = -1  # instead of a class: the row only marks the image as seen
+_STOPPED = -1  # instead of an image's position: the rank was asked to stop
 
 
 class EvaluationStopped(Exception):
@@ -61,7 +61,7 @@ def _never() -> bool:
 
 
 class Batches(Protocol):
-    """What an evaluation runs over: an EvalLoader, or what looks like one."""
+    """Batches to evaluate: an EvalLoader, or anything with its interface."""
 
     def __iter__(self) -> Iterator[Batch]: ...
 
@@ -71,8 +71,8 @@ class Batches(Protocol):
 class ValidationLoss:
     """The training loss over a whole validation set and all ranks.
 
-    The images are those of the evaluation, not augmented; the objects those that training would
-    learn of them, without crowds.  An auxiliary head, which only training has, does not count.
+    Images are those of the evaluation, without augmentation; targets are those of training, without
+    crowds.  The auxiliary head, which only training has, does not count.
 
     Attributes:
         sums: over this rank's batches since `begin`, not normalised; see `normalised`.
@@ -99,7 +99,7 @@ class ValidationLoss:
         Args: step: optimizer steps done; the loss is that of the last one.
         """
         self._step, self.sums = max(0, step - 1), {}
-        if not self._counted:  # once: the set, the size of its inputs and the anchors stay
+        if not self._counted:  # once: set, input sizes and anchors do not change
             counts_W = evaluate_on_all_ranks(self._counts, say=lambda counts: counts).said_W
             totals = [sum(each) for each in zip(*filter(None, counts_W))]
             if totals:
@@ -107,7 +107,7 @@ class ValidationLoss:
             self._counted = True
 
     def _counts(self) -> list[float]:
-        """What the loss counts in this rank's targets; [] if nothing."""
+        """Local normalizers summed over this rank's targets; [] if none."""
         summed: paddle.Tensor | None = None
         for planned in self._loader.plan:
             keys = [key for key in planned if key.index not in self._unreadable]
@@ -141,7 +141,7 @@ def normalised(sums_W: list[dict[str, float]]) -> dict[str, float]:
         for name, value in sums.items():
             whole[name] = whole.get(name, 0.0) + value
     divisor = max(1.0, whole.pop("normalizer"))
-    # A part that is no loss (train_top1 of a classifier) is a metric already.
+    # A part that is not a loss (a classifier's train_top1) is already a metric.
     losses = {name: value / divisor for name, value in whole.items() if name.startswith("loss")}
     return {f"val_{name}": value for name, value in losses.items()}
 
@@ -152,7 +152,7 @@ Found = TypeVar("Found")
 class _Share(NamedTuple):
     """Results of one rank's images.
 
-    Rows, and (position, why) of images that cannot be read.
+    Rows, and (position, reason) of unreadable images.
     """
 
     rows_RX: np.ndarray
@@ -163,7 +163,7 @@ class DatasetEvaluator(ABC, Generic[Found]):
     """Runs a model over a set; subclasses define results and metrics.
 
     Attributes:
-        headline: names of metrics for the log; the first chooses the best by default.
+        headline: names of metrics for the log; by default the first selects the best checkpoint.
         metrics: names of what `measure` returns.
         images: in the whole set.
         pictures: after an evaluation, the first images of this rank's share: ground truth on the
@@ -187,17 +187,17 @@ class DatasetEvaluator(ABC, Generic[Found]):
         """
         Args:
             dataset: the whole set, the same on every rank.
-            loader: gives this rank's share of it anew at each iteration; `image_index_B` is the
-                position in `dataset.records`, or -1 for padding.
+            loader: iterates over this rank's share; `image_index_B` is the position in
+                `dataset.records`, or -1 for padding.
             max_pictures: how many images to draw.
             loss: measured by `evaluate`, too; None: no loss.
         """
         self.images = len(dataset.records)
         self.pictures: list[np.ndarray] = []
         self.clock = Clock()
-        self._dataset = self._scored = dataset  # the latter: with what the last evaluation met
+        self._dataset = self._scored = dataset  # the latter: minus unreadable images
         self._loader = loader
-        self._told = set(dataset.unreadable)  # whoever found them has said so
+        self._told = set(dataset.unreadable)  # already reported by the check
         self._max_pictures = max_pictures
         self._loss = loss
 
@@ -206,14 +206,14 @@ class DatasetEvaluator(ABC, Generic[Found]):
     ) -> dict[str, float]:
         """Metrics of the model, the same on every rank.  Collective.
 
-        Rank 0 computes them while the others wait.  The mode (train or eval) of every layer is
-        as before when it returns.
+        Rank 0 computes them while the others wait.  Restores the mode (train or eval) of every
+        layer.
 
         Args:
             model: the model itself, not its data-parallel wrapper.
             stopped: whether this rank was asked to stop; called after each batch.
             step: optimizer steps done, on which the loss depends.
-        Returns: what `measure` does; with a loss `val_loss` and `val_loss_<part>`; and
+        Returns: the result of `measure`; with a loss `val_loss` and `val_loss_<part>`; and
             `eval_seconds` (rank 0's wall time).
         Raises: EvaluationStopped, on all ranks: one was asked to stop.  EvaluationFailed.
         """
@@ -248,37 +248,37 @@ class DatasetEvaluator(ABC, Generic[Found]):
         return self._over_ranks(model, stopped, None)[0]
 
     def measure(self, found: Found) -> dict[str, float]:
-        """Metrics of what `predict` found; `left_out_images`, where some cannot be read.  Local."""
+        """Metrics of `predict`'s results; `left_out_images` if some are unreadable.  Local."""
         metrics, left_out = self._measure(found), len(self._scored.unreadable)
         return {**metrics, "left_out_images": left_out} if left_out else metrics
 
     @abstractmethod
     def _measure(self, found: Found) -> dict[str, float]:
-        """Computes the metrics alone."""
+        """Computes only the metrics."""
 
     @abstractmethod
     def analyse(self, found: Found, step: int | None = None) -> dict[str, Any]:
         """The content of evaluation.json.  Local."""
 
     def analyse_last(self, step: int) -> dict[str, Any]:
-        """`analyse` of what `evaluate` measured last; rank 0 alone."""
+        """`analyse` of the last `evaluate`; rank 0 only."""
         return self.analyse(self._last, step)
 
     @abstractmethod
     def class_scores(self, metrics: dict[str, float]) -> list[float | None] | None:
-        """Score of each class; None: there are no scores.
+        """Score of each class; None: no scores.
 
-        A class without an object in the set has the score None.
+        A class without objects in the set scores None.
         """
 
     @abstractmethod
     def save(self, path: Path, found: Found) -> None:
-        """Writes what `predict` found."""
+        """Writes the results of `predict`."""
 
     def _over_ranks(
         self, model: ImageModel, stopped: Callable[[], bool], loss: ValidationLoss | None
     ) -> tuple[Found, dict[str, float]]:
-        """What `predict` returns, and the losses.  Collective."""
+        """Result of `predict`, and the losses.  Collective."""
         share = evaluate_on_all_ranks(
             lambda: self._share(model, stopped, loss),
             say=lambda share: (share.unreadable, {} if loss is None else loss.sums),
@@ -293,9 +293,9 @@ class DatasetEvaluator(ABC, Generic[Found]):
         return self._found_in(rows_RX), {} if loss is None else normalised(sums_W)
 
     def _leave_out(self, unreadable: list[tuple[int, str]]) -> None:
-        """Leaves these images out of the score from now on.
+        """Excludes these images from the score from now on.
 
-        Raises: DataError: none is left.
+        Raises: DataError: no image is left.
         """
         self._scored = replace(self._dataset, unreadable={at: why for at, why in unreadable})
         told = left_out_line(scored_images(self._scored))
@@ -355,12 +355,12 @@ class DatasetEvaluator(ABC, Generic[Found]):
 
     @abstractmethod
     def _found_in(self, rows_RX: np.ndarray) -> Found:
-        """What `predict` returns, from the rows of all ranks, ordered by position."""
+        """Result of `predict`, from the rows of all ranks, ordered by position."""
 
     def _check_each_once(self, seen_S: np.ndarray) -> None:
         """Checks that every image occurs once.
 
-        Raises: RuntimeError: these positions are not those of all images, each once.
+        Raises: RuntimeError: an image is missing or repeated.
         """
         seen_S = np.append(seen_S, [*self._scored.unreadable]).astype(np.int64)
         counts_N = np.bincount(seen_S, minlength=len(self._dataset.records))
@@ -376,7 +376,7 @@ class DatasetEvaluator(ABC, Generic[Found]):
 class Evaluator(DatasetEvaluator[np.ndarray]):
     """Runs a detector over a set.
 
-    What it finds is float32 [R, 7], (position in dataset.records, class, score, x1, y1, x2, y2) in
+    Results are float32 [R, 7], (position in dataset.records, class, score, x1, y1, x2, y2) in
     pixels of the original image, ordered by position.
     """
 
@@ -394,8 +394,8 @@ class Evaluator(DatasetEvaluator[np.ndarray]):
     ) -> None:
         """
         Args:
-            nms: bounds the time of an untrained model too, by `candidates` and `keep`.
-            max_detections: of a class in an image that count.
+            nms: its `candidates` and `keep` bound the time of an untrained model, too.
+            max_detections: scored per class and image.
         """
         super().__init__(dataset, loader, max_pictures=max_pictures, loss=loss)
         self.metrics = (*metric_names(dataset.class_names), "fitness")
@@ -426,7 +426,7 @@ class Evaluator(DatasetEvaluator[np.ndarray]):
     def _rows_of(self, model: Detector, batch: Batch) -> tuple[Any, np.ndarray]:
         """Adds a row of class _SEEN for each image.
 
-        An image may have no detection.
+        Otherwise images without detections would be missing.
         """
         outputs, rows_R6, count_B = detect(model, batch.images_B3HW, self._nms, self.clock)
         wanted = self._max_pictures - len(self.pictures)
@@ -539,7 +539,7 @@ class ClassificationEvaluator(DatasetEvaluator[Ranking]):
         return np.zeros((0, 2 + 2 * kept), np.float64)
 
     def _rows_of(self, model: ImageModel, batch: Batch) -> tuple[Any, np.ndarray]:
-        """Columns: position, place of the true class, the surest classes, their scores."""
+        """Columns: position, rank of the true class, top classes, their scores."""
         outputs, probabilities_BC = classify(model, batch.images_B3HW)
         self.clock.lap("forward")
         index_B, label_B = batch.image_index_B.numpy(), batch.labels_BM[:, 0].numpy()

@@ -23,14 +23,14 @@ from ppdist.engine.visualize import write_validation
 
 _LOGGER = logging.getLogger("ppdist.engine")
 _GIB = 1 << 30
-_RECENT = 20  # steps of the speed that the console shows
-_WINDOW = 15  # steps of one comparison of ranks
-_SLOW = 1.43  # times what others take: a score of 0.7
+_RECENT = 20  # steps averaged for the speed on the console
+_WINDOW = 15  # steps per comparison of ranks
+_SLOW = 1.43  # times as long as the others: a score of 0.7
 _TABLE_WIDTH, _ETA_WIDTH = 80, 7  # columns
 
 
 class Stopwatch:
-    """Runs from when it is made until `stop`."""
+    """Measures a step's time, from construction until `stop`."""
 
     def __init__(self) -> None:
         self._began, self._waited = time.perf_counter(), heartbeat.waited_seconds()
@@ -38,7 +38,7 @@ class Stopwatch:
     def stop(self, data_seconds: float) -> StepSeconds:
         """Ends the step's time measurement.
 
-        Args: data_seconds: of the time, waiting for images.
+        Args: data_seconds: spent waiting for images.
         """
         wall = time.perf_counter() - self._began
         return StepSeconds(wall, wall - (heartbeat.waited_seconds() - self._waited), data_seconds)
@@ -72,14 +72,14 @@ class _Step(NamedTuple):
 class MetricsLogger(Callback):
     """Updates the progress line each step and writes metrics.jsonl at intervals.
 
-    A record has means, speed and seconds.  Every rank has one, because the record names the seconds
-    of each; rank 0's log writes it.
+    A record has means, speed and seconds.  All ranks run this callback, because a record includes
+    the seconds of each; only rank 0 writes.
     """
 
     def __init__(self, log: RunLog, every: int, steps_per_epoch: int) -> None:
         """Sets the interval between records.
 
-        Args: every: steps between two records; the last step of a run has one, too.
+        Args: every: steps between records; the last step is always recorded.
         """
         self._log = log
         self._every = every
@@ -138,7 +138,7 @@ def _per_rank(steps: Sequence[StepSeconds]) -> dict[str, list[float]]:
     ]
     all_W3 = comm.all_gather(paddle.to_tensor(own_3, dtype="float32")).numpy()
     names = ("rank_step_seconds", "rank_own_seconds", "rank_data_seconds")
-    # Digits beyond the float32 in which they travelled say nothing.
+    # Sent as float32: further digits are noise.
     return {
         name: [round(float(value), 6) for value in all_W3[:, column]]
         for column, name in enumerate(names)
@@ -161,7 +161,7 @@ class EpochMeans(Callback):
         self._data_seconds += seconds.data
         self._wall_seconds += seconds.wall
         self._lr = lr
-        if not result.applied:  # its losses need not be finite
+        if not result.applied:  # its losses may not be finite
             return
         self._applied += 1
         for name, value in result.losses.items():
@@ -217,7 +217,7 @@ class EpochLogger(Callback):
         """
         Args:
             means: of the run.
-            shown: metrics of an evaluation that have a column, where there is room.
+            shown: evaluation metrics that get a column, space permitting.
         """
         self._log = log
         self._means = means
@@ -226,13 +226,13 @@ class EpochLogger(Callback):
 
     def on_train_begin(self, run: TrainingRun) -> None:
         self._epochs = -(-run.total_steps // self._steps_per_epoch)
-        self._found: Mapping[str, float] = {}  # by the evaluation of the epoch that ends
+        self._found: Mapping[str, float] = {}  # results of the epoch's evaluation
 
     def on_evaluate_end(self, step: int, metrics: Mapping[str, float], is_best: bool) -> None:
         if self._means.ends(step):
             self._found = metrics
             return
-        # Amid an epoch; or before the first step, by a run that was stopped before it was due.
+        # Mid-epoch; or before the first step, where a stop had skipped a due evaluation.
         found = [name for name in ("val_loss", *self._shown) if name in metrics]
         scores = "".join(f"  {name} {metrics[name]:.4f}" for name in found)
         self._log.info(f"after step {step}:{scores}")
@@ -256,7 +256,7 @@ class _Column(NamedTuple):
     head: str
     text: str
     width: int
-    rank: int  # the highest goes first where there is too little room
+    rank: int  # the highest is dropped first if the row is too wide
 
 
 def _columns(
@@ -290,7 +290,7 @@ def _fitted(columns: list[_Column]) -> list[_Column]:
 
 
 def _loss(value: float | None) -> str:
-    """Loss with four digits, where six places hold them."""
+    """Formats a loss in six characters or fewer."""
     if value is None:
         return ""
     return f"{value:.3f}" if abs(value) < 100 else f"{value:.1f}" if value < 1e4 else f"{value:.0e}"
@@ -313,7 +313,7 @@ def _memory() -> float:
 class EvaluationLogger(Callback):
     """Shows each evaluation: metrics.jsonl, curves, pictures, evaluation.json of the best.
 
-    No picture and no account of the numbers is worth a run: what fails here is warned of once.
+    A failure here must not end the run: it is a warning, given once.
     """
 
     def __init__(
@@ -372,8 +372,8 @@ def _values(model: nn.Layer) -> dict[str, Any]:
 class StragglerMonitor(Callback):
     """Reports stragglers: ranks that are slow in two successive comparisons.
 
-    Compares every 15 steps.  A rank's own time of a step is all but the wait in collectives.  On a
-    GPU it is that of the host alone (images, launching kernels): a slow card is not seen.
+    Compares every 15 steps.  A rank's compute time is its step time without waits in collectives.
+    On a GPU it covers the host only (images, kernel launches): a slow card goes undetected.
     """
 
     def __init__(self, log: RunLog) -> None:
@@ -404,7 +404,8 @@ class StragglerMonitor(Callback):
         self._named |= set(found)
         longest = max(seconds_W[rank] for rank in found)
         return (
-            f"slow: {comm.ranks_named(found, comm.addresses())}, whose own part of a step takes "
-            f"{longest:.3g} s, {longest / usual:.1f} times that of the others ({usual:.3g} s), "
-            f"which wait for it; look for another program on its processors, heat, or slow storage"
+            f"straggler: {comm.ranks_named(found, comm.addresses())}, with a compute time of "
+            f"{longest:.3g} s per step, {longest / usual:.1f} times that of the others "
+            f"({usual:.3g} s), which wait for it; check its host for other programs, throttling "
+            f"by heat, and slow storage"
         )

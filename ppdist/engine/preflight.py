@@ -199,7 +199,7 @@ def fetch_on_all_ranks(weights: Path | str | None) -> None:
 
     The first rank of each host downloads; the others wait for as long as bytes arrive.
 
-    Args: weights: as a user gave them; None, or anything that is no name, needs nothing.
+    Args: weights: as a user gave them; None, or anything but a name, needs nothing.
     Raises: what `local_weights` raises, of the same kind and code on every rank; WeightsError: two
         hosts have files of different content.
     """
@@ -342,7 +342,7 @@ def within(seconds: float, what: str, absent: Callable[[], str] = lambda: "") ->
 
     def end() -> None:
         print(
-            f"ppdist: rank {comm.rank()} on host {comm.host()}: {what} has not come back "
+            f"ppdist: rank {comm.rank()} on host {comm.host()}: {what} did not complete "
             f"within {seconds:g} s; possible causes: a firewall between the hosts, a wrong "
             f"interface ({interfaces(os.environ)}), or a rank that hangs: see the logs of the "
             f"others, and on GPUs NCCL_DEBUG=INFO",

@@ -30,7 +30,7 @@ from ppdist.data.datasets.layout import VAL_FRACTION, Layout, find_layout, is_la
 FILE = "recipe.yml"  # in output_dir
 ASIDE = "old-*"  # in output_dir: earlier runs
 _COMMON = ("yolov5n", "yolov5s", "ppyoloe_plus_s", "ppyoloe_plus_m")  # recipes to name first
-# Below so many training images a recipe for COCO is changed: 5 % of COCO, half of VOC 2007 + 2012.
+# With fewer training images a recipe for COCO is changed: 5 % of COCO, half of VOC 2007 + 2012.
 _FEW_IMAGES = 8000
 # Training from scratch saw 12,000 (PP-YOLOE) to 31,000 images (YOLOv5) of the 205 of BCCD until it
 # was good: configs/examples/bccd_*.yml.  Where a set has more, an epoch has more as well.
@@ -57,7 +57,7 @@ _ON_FEW: Mapping[str, Any] = {
     "schedule.warmup_bias_lr": None,
     "schedule.warmup_momentum": None,
 }
-_WARMUP_PHASE = 30  # its warm-up takes this part of the run: one in so many epochs
+_WARMUP_PHASE = 30  # its warm-up takes one in this many epochs of the run
 
 
 class Choice(NamedTuple):
@@ -84,9 +84,9 @@ class Recipe:
 
 @dataclass(frozen=True)
 class TrainOptions:
-    """What a training is told besides its data or configuration; None: nothing.
+    """Options of a training beyond data or configuration; None: not given.
 
-    model: name of a shipped recipe, or a YAML file.  epochs: "+50" is for a run that goes on.
+    model: name of a shipped recipe, or a YAML file.  epochs: "+50" extends a run.
     batch: images per card.  image_size: (height, width) in pixels.
     """
 
@@ -212,7 +212,7 @@ def _model_choices(layout: Layout, options: TrainOptions, base: Node) -> list[Ch
     family = _value(base, "model.name")
     if family is None or family == "yolov5_cls":
         raise ConfigError(
-            "is a recipe for classes of whole images; data given so has boxes",
+            "is a recipe for classifiers, but data given this way has boxes",
             code="model_without_boxes",
             where=f"--model {options.model}",
             fix="choose a detector (ppdist config list), or write a configuration",
@@ -244,15 +244,15 @@ def _run_choices(images: int, options: TrainOptions, base: Node, world: int) -> 
     written = _value(base, "train.epochs")
     if not isinstance(written, int | float):
         raise ConfigError(
-            "does not say train.epochs, of which its warm-up and the like are shares",
+            "does not set train.epochs, of which its warm-up and other phases are fractions",
             code="model_without_epochs",
             where=f"--model {options.model}",
-            fix="write it there: the passes over COCO, say, that its other numbers were chosen for",
+            fix="set it there: the epochs (of COCO, say) that its other values were tuned for",
         )
     tuning = bool(options.weights) or bool(_value(base, "model.pretrained"))
     epochs, why = _epochs(images, options, float(written), tuning)
     choices = [Choice("train.epochs", epochs, why)]
-    phases = "warm-up and the like keep their shares of the recipe's epochs"
+    phases = "warm-up and other phases keep their fractions of the recipe's epochs"
     choices.append(Choice("train.phases_for_epochs", written, phases))
     batch, why = _batch(images, options, _value(base, "train.batch_size_per_card") or 8, world)
     choices.append(Choice("train.batch_size_per_card", batch, why))

@@ -80,7 +80,7 @@ class Recovery:
         self._batch_source.parts = parts_of(self._batch_size, state.max_micro_batch)
 
     def keep(self, snapshot: Snapshot) -> None:
-        """Keeps a snapshot for rollback unless taken amid bad steps.  Local.
+        """Keeps a snapshot for rollback unless taken during bad steps.  Local.
 
         A run that resumes from such a snapshot (the best, or the end) rolls back no further.
         """
@@ -98,7 +98,7 @@ class Recovery:
         scale = loss_scale(self._train_step.scaler)
         if result.searching:
             self._log.warning(
-                f"step {step}: {found}: too large for float16, so no rank applied it; the "
+                f"step {step}: {found}: float16 overflow, step skipped on all ranks; the "
                 f"loss scale is now {scale:g}"
             )
             return False
@@ -109,7 +109,7 @@ class Recovery:
                 "; float16 does not reach that far: set train.amp.dtype: bfloat16, which needs no "
                 "loss scale"
             )
-        self._log.warning(f"step {step}: {found}: not finite, so no rank applied it{hint}")
+        self._log.warning(f"step {step}: {found}: not finite, step skipped on all ranks{hint}")
         self._record(step, "not finite", result.own_images, result.own_loss)
         if state.bad_steps < self._limit:
             return False
@@ -129,7 +129,7 @@ class Recovery:
         factor = lr_factor(state.rollbacks)
         self._log.warning(
             f"not finite for {self._limit} steps in a row, up to step {step}: rolled back to the "
-            f"weights after step {state.step}, with {factor:g} of the learning rate from there "
+            f"weights after step {state.step}, with {factor:g} of the learning rate from now "
             f"on (rollback {state.rollbacks} of at most {MAX_ROLLBACKS}); the images of these "
             f"steps are listed in {self._folder / _BAD_STEPS}"
         )
@@ -141,7 +141,7 @@ class Recovery:
         """Rolls back where replicas differ and none is known right.
 
         Returns: whether it did; once for each snapshot, because steps that make replicas differ
-            again would be repeated for ever.
+            again would be repeated forever.
         """
         assert self._good is not None, "begin was not called"
         if self._repeated == self._good.step:
@@ -150,8 +150,8 @@ class Recovery:
         step = state.step
         self._roll_back(state)
         self._log.warning(
-            f"after step {step}: rolled back to the weights after step {state.step}, as each "
-            f"rank has kept them; repeating the steps since"
+            f"after step {step}: rolled back to each rank's copy of the weights after step "
+            f"{state.step}; repeating the steps since"
         )
         record = _record_of_rollback(state, step, "ranks held different weights")
         self._log.metrics(record)
@@ -270,7 +270,7 @@ def _record_of_rollback(state: TrainState, step: int, reason: str) -> dict[str, 
 
 
 def lr_factor(rollbacks: int) -> float:
-    """Learning-rate factor after so many rollbacks."""
+    """Learning-rate factor after a number of rollbacks."""
     return _LR_FACTOR**rollbacks
 
 
@@ -327,7 +327,7 @@ def check_replica_consistency(step: TrainStep) -> tuple[str, bool]:
 
     Compares weights, running statistics and EMA.  A flipped bit, or a sum that went wrong on one
     rank, would silently make the ranks train different models.  What more than half of the ranks
-    hold is right, or what alone is finite.  Otherwise, as with two ranks, nobody can tell: all get
+    hold is right, or what alone is finite.  Otherwise, as with two ranks, it is unclear: all get
     the most frequent values, and of equally frequent ones those of the lowest rank.  The optimizer
     state is copied with them but not compared: where it differs, so do the weights one step later.
 

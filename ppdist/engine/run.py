@@ -44,7 +44,7 @@ _MOST_CLASSES = 12  # rows of the final table: the weakest classes
 class TrainingPlan:
     """What a training computes, and where it starts.
 
-    recipe: the origin of the configuration, to be written beside the run.
+    recipe: where the configuration came from; written beside the run.
     """
 
     config: ExperimentConfig
@@ -62,11 +62,11 @@ def plan_training(
 ) -> TrainingPlan:
     """Plans a training from data, a configuration, or the run to resume.
 
-    From equal files, every rank makes the same plan.
+    Every rank derives the same plan from the same files.
     Args:
         options: with a configuration or a run, they override its keys.
         overrides: -o items, which take precedence.
-    Raises: ConfigError: options that do not go together, or wrong keys.
+    Raises: ConfigError: conflicting options, or invalid keys.
     """
     if data is None and config is None:
         assert isinstance(resume.source, Path)
@@ -76,11 +76,11 @@ def plan_training(
         return TrainingPlan(longer, replace(resume, extends=extends))
     if isinstance(options.epochs, str):
         raise ConfigError(
-            "more epochs need a run to extend",
+            "+N epochs need a run to extend",
             code="options_conflict",
             where=f"epochs {options.epochs}",
-            fix='`ppdist train --resume RUN --epochs +50`, or train(resume=RUN, epochs="+50"), RUN '
-            "being the output_dir of a training",
+            fix='`ppdist train --resume RUN --epochs +50`, or train(resume=RUN, epochs="+50"); '
+            "RUN is the output_dir of a training",
         )
     if data is not None:
         if options.weights is not None and not is_name(options.weights):
@@ -106,7 +106,7 @@ def run_training(
 
     Args:
         begin: called with the log, before the first step; for the others see `build_training`.
-    Raises: UserError: data, weights, checkpoint or configuration are wrong.
+    Raises: UserError: invalid data, weights, checkpoint or configuration.
     """
     config, recipe = plan.config, plan.recipe
     comm.init(config.device, config.distributed)
@@ -138,8 +138,8 @@ def run_training(
             failed = run_in_child(lambda: _draw(output_dir, experiment, config), _DRAWING_SECONDS)
             if failed:
                 experiment.log.warning(
-                    f"the training has ended, but its pictures in {output_dir / 'plots'} are not "
-                    f"all drawn ({failed}); to draw them: {commands(output_dir)[0]}"
+                    f"the training has completed, but drawing {output_dir / 'plots'} failed "
+                    f"({failed}); to draw them: {commands(output_dir)[0]}"
                 )
         try:
             if comm.is_main():
@@ -150,7 +150,7 @@ def run_training(
 
 
 def outcome(output_dir: Path) -> list[str]:
-    """Result of a run: the table of its classes, and the verdict."""
+    """Summary of a run: per-class table and verdict."""
     run, lines = read_run(output_dir), list[str]()
     if run.evaluation and len(run.evaluation["per_class"]) > 1:
         lines = class_table(run.evaluation, most=_MOST_CLASSES).splitlines()
@@ -203,9 +203,9 @@ def prepare_evaluation(
     Args:
         split: the split to evaluate; its classes are matched to those of the weights by name.
         pictures: how many images the evaluator draws.
-        annotated: False: a set without objects is accepted, too.
+        annotated: False: accept a set without objects.
         prepare: called on every rank before weights and data are read; may fail.
-    Raises: UserError: weights or data are wrong.
+    Raises: UserError: invalid weights or data.
     """
     model = build_model(config)
 

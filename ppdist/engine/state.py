@@ -3,14 +3,14 @@
     fit:      capture_state -> checkpoint
     --resume: find_start -> validate_resume -> prepare_output_dir -> restore_state
 
-Only rank 0 reads and writes checkpoints; the others receive what it has read.  So output_dir need
-not be on a file system that hosts share, and `--resume` refers to rank 0's host.
+Only rank 0 reads and writes checkpoints, and broadcasts what it has read.  So output_dir need not
+be on a shared file system, and `--resume` refers to rank 0's host.
 
-A run has a random id, drawn at its start and kept in its checkpoints.  Once its checkpoint folder
-holds no other run's, every host records the id with the job (see `process.JOB_DIR_VARIABLE`).  So
-an attempt that fleetrun restarts can tell the checkpoints of its own job from those of an earlier
-run in the same output_dir.  Rank 0's host also records what was saved, so that the run does not
-start over if the file system of its checkpoints is briefly unavailable.
+A run has a random id, kept in its checkpoints.  Once its checkpoint folder holds no other run's,
+every host records the id with the job (see `process.JOB_DIR_VARIABLE`).  So an attempt restarted by
+fleetrun can tell its own job's checkpoints from those of an earlier run in the same output_dir.
+Rank 0's host also records the last saved step, so that the run does not start over if the file
+system of its checkpoints is briefly unavailable.
 """
 
 import json
@@ -54,9 +54,9 @@ from ppdist.optim.optimizer import filter_optimizer_state, load_optimizer_arrays
 from ppdist.storage.retry import unavailable
 
 _LOGGER = logging.getLogger("ppdist")
-_CHUNK = 16 << 20  # bytes of a message: gloo gives up on one that takes 30 s
+_CHUNK = 16 << 20  # bytes per message: gloo times out after 30 s
 _NOTE_FILE = "run.json"
-_OWN = "distillation."  # of the student's sublayer that only distillation needs
+_OWN = "distillation."  # key prefix of the student's sublayer used only by distillation
 _Groups = dict[str, dict[str, np.ndarray]]
 
 
@@ -84,11 +84,11 @@ class TrainState(BaseModel, populate_by_name=True):
     bad_steps: int = 0  # in a row
     evaluated_step: int = 0
     class_scores: list[float | None] | None = None  # from the last evaluation
-    best_f1_threshold: float | None = Field(default=None, ge=0, le=1)  # from it, too
-    run: Run | None = None  # None: the checkpoint is older than run ids
+    best_f1_threshold: float | None = Field(default=None, ge=0, le=1)  # ditto
+    run: Run | None = None  # None: the checkpoint predates run ids
     # Each halves the learning rate; see engine/recovery.py.
     rollbacks: int = Field(default=0, alias="returns")
-    # Images; set once a rank had no memory for a whole micro-batch.
+    # Images; set once a rank ran out of memory for a whole micro-batch.
     max_micro_batch: int | None = Field(default=None, gt=0, alias="most_images")
     # None: not configured, or no evaluation yet.
     early_stopping: EarlyStoppingState | None = Field(default=None, alias="standing")
@@ -157,8 +157,8 @@ def restore_state(saved: Snapshot, step: TrainStep) -> tuple[TrainState, str]:
     """Restores a run from a checkpoint.  Collective.
 
     The checkpoint must have the same total batch.
-    Returns: the restored state; a warning, if something was lost or starts anew.
-    Raises: CheckpointError: it belongs to a model of another shape, or is incomplete.
+    Returns: the restored state; a warning, if something was lost or reset.
+    Raises: CheckpointError: its model has other shapes, or it is incomplete.
     """
     state = saved.state
     groups = _with_distillation(saved, step.distillation)
@@ -168,7 +168,7 @@ def restore_state(saved: Snapshot, step: TrainStep) -> tuple[TrainState, str]:
     if live != there:
         odd = sorted(key for key in live | there if live.get(key) != there.get(key))
         raise CheckpointError(
-            f"the checkpoint is of another model: {odd[0]} has shape "
+            f"the checkpoint does not fit this model: {odd[0]} has shape "
             f"{there.get(odd[0], 'absent')} there and {live.get(odd[0], 'absent')} here",
             code="checkpoint_of_other_config",
             fix="resume with the configuration the run was started with",
@@ -187,19 +187,19 @@ def restore_state(saved: Snapshot, step: TrainStep) -> tuple[TrainState, str]:
         optimizer_state = step.sharding.local_state(optimizer_state)
     load_optimizer_arrays(step.optimizer, step.model, optimizer_state)
     lost = step.grad_sync.load(saved.groups.get("averaging") or {})
-    if step.ema is not None:  # without a saved average, a new one starts at the weights
+    if step.ema is not None:  # without a saved average, start a new one from the weights
         step.ema.load(groups["ema"] or arrays, state["ema_updates"])
     if state["scaler"]:
         step.scaler.load_state_dict(state["scaler"])
-    # Older versions did not say what was evaluated; nothing is evaluated twice because of that.
+    # Older versions did not record evaluations; without this, one would be repeated.
     restored = _SavedState.model_validate({"evaluated_step": saved.step} | state)
     return restored, "; ".join(filter(None, [begun, lost]))
 
 
 def _without_distillation(groups: _Groups) -> _Groups:
-    """Moves what only distillation needs into its own group, as `<group>/<key>`.
+    """Moves arrays used only by distillation into their own group, as `<group>/<key>`.
 
-    The other groups are then those of a model without a teacher.
+    The other groups then equal those of a model without a teacher.
     """
     own: dict[str, np.ndarray] = {}
     kept: _Groups = {}
@@ -215,9 +215,9 @@ def _without_distillation(groups: _Groups) -> _Groups:
 def _with_distillation(
     saved: Snapshot, distillation: Distillation | None
 ) -> dict[str, dict[str, np.ndarray] | None]:
-    """Undoes `_without_distillation`; without a teacher, leaves its group out.
+    """Undoes `_without_distillation`; without a teacher, omits its group.
 
-    Raises: CheckpointError: there is a teacher now whose adapters the checkpoint lacks.
+    Raises: CheckpointError: the checkpoint lacks the adapters of the current teacher.
     """
     groups = {name: saved.groups.get(name) for name in ("model", "optimizer", "ema")}
     if distillation is None or not distillation.adapts:
@@ -236,7 +236,7 @@ def _with_distillation(
     for entry, array in own.items():
         name, _, key = entry.partition("/")
         there = groups[name]
-        if there is not None:  # there may be no average
+        if there is not None:  # there may be no EMA
             groups[name] = there | {key: array}
     return groups
 
@@ -251,13 +251,13 @@ def copy_into(targets: dict[str, paddle.Tensor], sources: Mapping[str, Any]) -> 
 
 
 def _array(tensor: paddle.Tensor) -> np.ndarray:
-    """As numpy; low precisions as float32, because numpy has no bfloat16."""
+    """Converts to numpy; low precision becomes float32, as numpy has no bfloat16."""
     low = tensor.dtype in (paddle.float16, paddle.bfloat16)
     return (tensor.astype("float32") if low else tensor).numpy()
 
 
 class Change(NamedTuple):
-    """A changed key, and both values as JSON; `absent`: no such key."""
+    """A changed key, and both values as JSON; `absent` if missing."""
 
     key: str
     then: str
@@ -272,7 +272,7 @@ class Changes:
     """Keys that differ from a checkpoint, by consequence."""
 
     free: list[Change] = field(default_factory=list)  # none
-    scores: list[Change] = field(default_factory=list)  # scores cannot be compared any more
+    scores: list[Change] = field(default_factory=list)  # scores are no longer comparable
     learned: list[Change] = field(default_factory=list)  # training changes
 
 
@@ -299,7 +299,7 @@ def changes(then: Section, now: Section, by_scores: bool) -> Changes:
 def require_same_settings(
     checkpoint: Path, config: Section, by_scores: bool, asked: Continuation
 ) -> Changes:
-    """Differences from the configuration in a checkpoint.
+    """Compares the configuration with that of a checkpoint.
 
     Args: by_scores: see `changes`.
     Raises: CheckpointError: keys that affect training differ; it lists them.
@@ -311,10 +311,10 @@ def require_same_settings(
         if asked.changed:
             return Changes(learned=[Change("(all keys)", "not of this version", "as they are")])
         raise CheckpointError(
-            f"--resume: {file} cannot be compared with the present configuration, because another "
+            f"--resume: {file} cannot be compared with the current configuration, because another "
             f"version wrote it: {error}",
             code="config_of_other_version",
-            fix="add --resume-changed to resume with the present one",
+            fix="add --resume-changed to resume with the current one",
         ) from error
     found = changes(then, config, by_scores)
     if asked.extends:
@@ -339,7 +339,7 @@ class Start:
     asked: Continuation
     job: str | None  # id of the run that earlier attempts of this job started
     folder: Path  # of the run's checkpoints
-    snapshot: Snapshot | None = None  # None: it starts anew
+    snapshot: Snapshot | None = None  # None: a new run
     path: Path | None = None  # of the checkpoint, on rank 0's host
     own: bool = False  # it lies in `folder`
     rescored: str = ""  # changed settings that make the best score so far incomparable
@@ -357,8 +357,8 @@ class Start:
 def find_start(asked: Continuation, output_dir: Path, config: Any) -> Start:
     """Finds and reads the checkpoint to resume from.  Collective.
 
-    An attempt that fleetrun restarts resumes from the newest valid checkpoint of its job, whatever
-    the command says; until there is one, the command decides.
+    An attempt restarted by fleetrun resumes from the newest valid checkpoint of its job, whatever
+    the command says; until one exists, the command decides.
 
     Args: config: the ExperimentConfig of this run.
     Raises: CheckpointError on rank 0, UserError on the others: there is none, it is damaged, or
@@ -425,7 +425,7 @@ def find_start(asked: Continuation, output_dir: Path, config: Any) -> Start:
 
 
 def _asked_for(asked: Path) -> tuple[Checkpoint, list[str]]:
-    """The checkpoint that `--resume` means, and why newer ones were skipped."""
+    """The checkpoint `--resume` refers to, and why newer ones were skipped."""
     if (asked / "manifest.json").exists():
         return read_checkpoint(asked.resolve()), []
     folder = asked / "checkpoints"
@@ -438,12 +438,12 @@ def _asked_for(asked: Path) -> tuple[Checkpoint, list[str]]:
         f"no valid checkpoint in {folder}{where}{skipped}",
         code="checkpoint_missing",
         where="--resume",
-        fix="give --resume a checkpoint folder or an output_dir, or leave it out to start anew",
+        fix="give --resume a checkpoint folder or an output_dir, or omit it to start a new run",
     )
 
 
 def _of_job(run: str | None, folder: Path) -> tuple[Checkpoint | None, list[str]]:
-    """Newest valid checkpoint of a run, and why newer were skipped."""
+    """Newest valid checkpoint of a run, and why newer ones were skipped."""
     if run is None:
         return None, []
     checkpoint, reasons = newest_valid(folder)
@@ -488,15 +488,15 @@ def _wait_for(note: "JobNote", folder: Path, seconds: float) -> tuple[Checkpoint
     if found is not None:
         return found, [*skipped, *late]
     raise CheckpointError(
-        f"{expected} is not there, nor any other of its run, after {seconds:.0f} s",
+        f"found neither {expected} nor an older one after {seconds:.0f} s",
         code="checkpoint_unreachable",
         where=f"{folder}",
-        fix="see that its file system is mounted, and start again with --resume",
+        fix="check that its file system is mounted, then rerun with --resume",
     )
 
 
 def _told(changed: Changes, found: Checkpoint, asked: Continuation) -> tuple[list[str], list[str]]:
-    """Notes and warnings about what differs from a checkpoint."""
+    """Notes and warnings about differences from a checkpoint."""
     notes, warnings, world = [], [], found.state["world"]
     if world != comm.world_size():
         notes.append(f"ranks: {world} then, {comm.world_size()} now; each step has the same images")
@@ -508,13 +508,13 @@ def _told(changed: Changes, found: Checkpoint, asked: Continuation) -> tuple[lis
         )
     if changed.scores:
         warnings.append(
-            f"scores cannot be compared any more ({_listed(changed.scores)}): best starts anew"
+            f"scores are no longer comparable ({_listed(changed.scores)}): best is reset"
         )
     code = digest_of_package()
     if not asked.changed and found.state.get("code", code) != code:  # older ones have no digest
         warnings.append(
-            f"{found.path} was written by other code of ppdist: from here on this one computes, "
-            f"perhaps with other last digits (--resume-changed says that this is meant)"
+            f"{found.path} was written by another version of ppdist: results may differ in the "
+            f"last digits from here on (--resume-changed silences this)"
         )
     return notes, warnings
 
@@ -568,7 +568,7 @@ def validate_resume(
                 ),
             )
         before = _SavedState.model_validate(start.snapshot.state).run
-    if before is None:  # a new run, or its checkpoint is older than run ids
+    if before is None:  # a new run, or its checkpoint predates run ids
         now.id = comm.run_on_main(lambda: uuid.uuid4().hex)
         return now
     now.id, now.bad_images = before.id, before.bad_images
@@ -589,20 +589,20 @@ def validate_resume(
         now.bad_images = {}
     elif before.pixels.split()[:1] == pixels.split()[:1] and before.pixels != pixels:
         start.warnings.append(
-            "image files of the training set have changed since the checkpoint: from here on it "
-            "learns other pixels; start a new run if that was not meant"
+            "image files of the training set have changed since the checkpoint: training continues "
+            "with the new ones; start a new run if that was not intended"
         )
     now.pixels = pixels or before.pixels
     if before.teacher and now.teacher and before.teacher != now.teacher:
         if not start.asked.changed:
             raise CheckpointError(
-                f"it learned from another teacher than is now in {config.distill.teacher} (the "
-                "best of a run that still trains changes)",
+                f"its teacher was not the one now in {config.distill.teacher} (the best "
+                "checkpoint of a run in progress changes)",
                 code="checkpoint_of_other_teacher",
                 where=f"{start.path}",
-                fix="give distill.teacher the checkpoint folder it was, or add --resume-changed",
+                fix="set distill.teacher to the original checkpoint, or add --resume-changed",
             )
-        start.warnings.append("--resume-changed: another teacher from here on")
+        start.warnings.append("--resume-changed: training continues with another teacher")
     if before.schedule_steps != schedule.schedule_steps and start.asked.extends:
         start.notes.append(extension_note(schedule, before.schedule_steps, start.step or 0))
     elif before.schedule_steps != schedule.schedule_steps:
@@ -614,11 +614,11 @@ def validate_resume(
 
 
 def prepare_output_dir(output_dir: Path, start: Start, run: Run) -> None:
-    """Clears the run's folder of everything that is not its own.  Collective.
+    """Moves files of other runs out of the run's folder.  Collective.
 
-    An earlier run moves to `old-N` inside it; checkpoints that this run will write again move
-    beside their folder.  Then the run's id is recorded with the job.
-    Raises: CheckpointError: the disk refused.
+    An earlier run moves to `old-N` inside it; checkpoints that this run will rewrite move beside
+    their folder.  Then the run's id is recorded with the job.
+    Raises: CheckpointError: an OS error.
     """
     snapshot = start.snapshot
     kept = snapshot.step if snapshot is not None and start.own else 0
@@ -635,7 +635,7 @@ def prepare_output_dir(output_dir: Path, start: Start, run: Run) -> None:
         if snapshot is not None and best and not path_of(start.folder, best).is_dir():
             said.append(
                 f"the best checkpoint so far ({snapshot.state['best']:.4f}, step {best}) is not in "
-                f"{start.folder}: best appears there once an evaluation scores more"
+                f"{start.folder}: best appears there once an evaluation scores higher"
             )
         return said
 
@@ -644,11 +644,11 @@ def prepare_output_dir(output_dir: Path, start: Start, run: Run) -> None:
         try:
             write_note(_NOTE_FILE, asdict(JobNote(run.id, kept)))
         except OSError as error:
-            _LOGGER.warning("a restart by fleetrun will start this run anew: %s", error)
+            _LOGGER.warning("a restart by fleetrun will start this run from scratch: %s", error)
 
 
 def log_start(start: Start, schedule: ScheduleSetup, log: RunLog, record_every: int) -> None:
-    """Logs where the run resumes, and what is missing or left.
+    """Logs where the run resumes, and missing records or remaining steps.
 
     Args: record_every: steps between two records of metrics.jsonl.
     """
@@ -660,19 +660,19 @@ def log_start(start: Start, schedule: ScheduleSetup, log: RunLog, record_every: 
     if start.own and comm.is_main() and start.snapshot.step - log.recorded_step >= record_every:
         log.warning(
             f"metrics.jsonl has no record of steps {log.recorded_step + 1} to "
-            f"{start.snapshot.step}: its disk did not keep them; the checkpoint has them all"
+            f"{start.snapshot.step}: they were lost on disk; the checkpoint is complete"
         )
     if start.snapshot.step >= schedule.total_steps:
         log.info(
-            f"nothing is left to train: this run ends after step {schedule.total_steps}; "
-            "`ppdist train --resume RUN --epochs +10` makes it longer (with -c: train.epochs, "
+            f"nothing left to train: this run ends after step {schedule.total_steps}; "
+            "`ppdist train --resume RUN --epochs +10` extends it (with -c: train.epochs, "
             "train.max_steps)"
         )
 
 
 @dataclass(frozen=True)
 class JobNote:
-    """Record that an attempt of a job leaves to the next one.
+    """Record that one attempt of a job leaves for the next.
 
     Attributes:
         id: of the job's run.
@@ -694,7 +694,7 @@ def _note_of_job() -> JobNote | None:
 
 
 def note_saved(step: int) -> None:
-    """Notes for the job that a checkpoint is on disk; rank 0 only.
+    """Records for the job that a checkpoint is saved; rank 0 only.
 
     Raises: OSError: the record cannot be replaced.
     """

@@ -15,11 +15,12 @@ _SAME_REQUEST_SECONDS = 2.0
 
 
 def until_first_step() -> None:
-    """Lets a signal end this process until `listen`: nothing is trained yet, so nothing is lost.
+    """Lets a signal end this process until `listen`.
 
-    Call it after importing Paddle, with signals held back by `signals.hold_signals` before that:
-    Paddle installs a handler below Python's that prints a page about a "FatalError".  From
-    `comm.init` on, a rank with peers just dies of SIGTERM, and fleetrun explains it.
+    Nothing is trained yet, so nothing is lost.  Call it after importing Paddle, with signals held
+    back by `signals.hold_signals` before that: Paddle installs a handler below Python's that prints
+    a page about a "FatalError".  From `comm.init` on, a rank with peers just dies of SIGTERM, and
+    fleetrun explains it.
     """
     own = os.getpid()
 

@@ -69,7 +69,7 @@ class StepResult:
     outage: StorageError | None  # why this rank had no images
     own_loss: float  # sum over this rank's images, not normalised
     own_images: list[int]  # positions of the images of this rank, where the step was not applied
-    time_is_up: bool = False  # rank 0 said so, and all hold the same weights now
+    time_is_up: bool = False  # decided by rank 0; all ranks hold the same weights now
 
 
 class NormalisedLosses(NamedTuple):
@@ -333,7 +333,7 @@ class TrainStep:
     def _undo(self, before: Tensor | None) -> None:
         """Undoes everything of a step that was not applied.
 
-        Non-finite running statistics would stay so for ever, and a step made again must not move
+        Non-finite running statistics would stay so forever, and a step made again must not move
         them twice.
         """
         self.optimizer.clear_grad()

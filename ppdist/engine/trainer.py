@@ -1,6 +1,6 @@
 """Trains a model to the end: step, log, evaluate, save, stop.
 
-What changes the numbers of a run stands in `Trainer`; what only looks on is a `Callback`.
+`Trainer` holds what changes a run's numbers; what only observes is a `Callback`.
 """
 
 import logging
@@ -173,11 +173,11 @@ class Trainer:
             if self._due(self.check_every) and self._weights_differ():
                 continue
             ended = state.step == total
-            # Amid bad steps no run stops and nothing is saved: see Recovery.keep.
+            # During bad steps no run stops and nothing is saved: see Recovery.keep.
             settled = ended or not state.bad_steps
             stopping = stopping and settled and not ended
             late = late and settled and not ended
-            # Whoever asked to stop waits seconds for the checkpoint, not minutes for a number.
+            # After a stop signal, take seconds for the checkpoint, not minutes for a metric.
             if (ended or late or self._due(self.evaluate_every)) and not stopping:
                 stopping = not self._evaluate()
             self._end_epoch()
@@ -207,7 +207,7 @@ class Trainer:
         if rescored:
             self.state.best, self.state.best_step = -math.inf, 0
             self.state.losses = LossCurves()
-        if rescored or not self.early_stopping:  # to go on without it is to begin it anew
+        if rescored or not self.early_stopping:  # switched off in between, it starts over
             self.state.early_stopping = None
         if own:
             self._saved_step = self.state.step
@@ -431,12 +431,12 @@ class Trainer:
     def _meet_bad_images(self, found: dict[int, str]) -> None:
         """Counts and names unusable images.  Collective.
 
-        This rank's loader has warned of its own already; rank 0 alone writes the log.
+        This rank's loader has already warned of its own; only rank 0 writes the log.
 
         Raises: DataError, on every rank: too many.
         """
         for line in self.bad_images.add(found):
-            self.log.warning(f"cannot be used, another image takes its place: {line}")
+            self.log.warning(f"unusable image, substituted by another: {line}")
         if self.state.run is not None:
             self.state.run.bad_images = self.bad_images.known
         self.log.metrics({"step": self.state.step + 1, "bad_images": len(self.bad_images.known)})
@@ -446,7 +446,7 @@ class Trainer:
     def _missed_an_evaluation(self) -> bool:
         """Whether a due evaluation was skipped on stop.
 
-        Whoever asked to stop did not wait for it.
+        A stop signal skips it.
         """
         step = self.state.step
         due = self._due(self.evaluate_every) or step == self.schedule.total_steps
@@ -473,7 +473,7 @@ class Trainer:
     def _measure(self, evaluator: Evaluator | ClassificationEvaluator) -> dict[str, float] | None:
         """Evaluates, once more if that fails; None: both failed.
 
-        Training goes on whatever fails here: evaluation has a model of its own.
+        Training continues whatever fails here: evaluation has its own model.
         Raises: EvaluationStopped, on every rank: one was asked to stop.
         """
         step = self.state.step
@@ -487,7 +487,7 @@ class Trainer:
             except comm.EvaluationFailed as error:
                 if error.__cause__ is not None:  # on this rank; others than rank 0 have their log
                     trace = "".join(traceback.format_exception(error.__cause__))
-                    _LOGGER.warning(f"what this rank met in the evaluation:\n{trace}")
+                    _LOGGER.warning(f"the evaluation failed on this rank:\n{trace}")
                 self.log.warning(f"the evaluation after step {step} failed, {consequence}: {error}")
         return None
 
@@ -503,7 +503,7 @@ class Trainer:
         found = metrics.get("f1", 0.0) > 0  # else any threshold is as good; a classifier has none
         state.best_f1_threshold = metrics["best_f1_threshold"] if found else None
         if self._due(self.evaluate_every):
-            # Not at an end amid an epoch: where this run resumed or a longer one has no evaluation.
+            # Not at an end in mid-epoch: a resumed or longer run has no evaluation there.
             state.class_scores = evaluator.class_scores(metrics)
             if self.early_stopping:
                 state.early_stopping = self.early_stopping.updated(
@@ -567,10 +567,9 @@ class Trainer:
                 self.log.warning(f"at the end of the run: {each}")
         if isinstance(trouble, CheckpointError):
             raise CheckpointError(
-                f"{trouble}; what was learned since the newest one in {self.folder} is lost",
+                f"{trouble}; the steps since the newest one in {self.folder} are lost",
                 code="checkpoint_lost",
-                fix="make room (or make it writable) and start again with --resume, which repeats "
-                "it",
+                fix="free disk space (or make it writable) and rerun with --resume to repeat them",
             )
         if trouble is not None:
             raise trouble

@@ -115,8 +115,8 @@ def _require_detection(path: Path, place: int, entry: Any) -> None:
 def set_of(files: Sequence[Saved]) -> DetectionSet:
     """Images and classes in files, by id, as a set without objects.
 
-    Raises: DataError: an id stands for different images in two files, or in one without names for
-        a class of which nobody knows which it is.
+    Raises: DataError: an id means different images in two files, or in one without names for
+        a class that cannot be identified.
     """
     names: dict[int, str] = {}
     for each in files:
@@ -184,7 +184,7 @@ def rows_of(saved: Saved, dataset: DetectionSet) -> np.ndarray:
 
     Its classes are those of the set of the same name, or where it names none of the same id.
 
-    Raises: DataError: it has images or classes that the set has not.
+    Raises: DataError: it has images or classes that the set lacks.
     """
     position_R = _places(saved.image_R, [record.image_id for record in dataset.records])
     label_of = {identity: label for label, identity in enumerate(dataset.category_ids)}

@@ -4,7 +4,7 @@ Sources: Izmailov et al. 2018, arXiv:1803.05407 (SWA); Wortsman et al. 2022, arX
 soups).
 
 The mean of two sets of weights computes other activations than either, so the mean of their running
-statistics is that of neither.  They are made anew from training images, augmented as in the last
+statistics is that of neither.  They are recomputed from training images, augmented as in the last
 epoch of the training: a model is evaluated with statistics of such images otherwise, too (SWA,
 section 3.2).
 """
@@ -132,7 +132,7 @@ class ModelSoup:
         other = {key for key, value in arrays.items() if not np.array_equal(value, self.first[key])}
         for key in sorted(other - set(self.sums)):
             raise WeightsError(
-                f"{key} is not that of {self.paths[0]}, and cannot be averaged",
+                f"{key} differs from that of {self.paths[0]} and cannot be averaged",
                 code="weights_not_alike",
                 where=str(path),
                 fix=(
@@ -211,7 +211,7 @@ def greedy(
     It starts with the best checkpoint.  Collective.
 
     Args:
-        score: of the model as it stands, larger is better; the same on every rank.
+        score: of the current model, larger is better; the same on every rank.
         renew: puts a soup of several into the model and recomputes its running statistics.
     Returns: the soup, which the model may not hold; and what was tried, the best first.
     Source: arXiv:2203.05482, recipe 1.

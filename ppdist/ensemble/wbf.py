@@ -1,8 +1,8 @@
 """Box fusion in numpy: WBF and its relatives, class by class.
 
-Each function takes boxes_R4 (xyxy, any one unit), their scores_R in 0..1, and weight_R, that of the
-member each box comes from, in (0, 1]; float64.  Each returns boxes_K4 and scores_K, best first, the
-earlier of equals first.  R may be 0.
+Each function takes boxes_R4 (xyxy, any one unit), their scores_R in 0..1, and weight_R in (0, 1],
+the weight of the member that found each box; float64.  Each returns boxes_K4 and scores_K, best
+first, ties in input order.  R may be 0.
 """
 
 import functools
@@ -16,26 +16,26 @@ from ppdist.data.boxes import box_iou
 METHODS = ("wbf", "nms", "soft-nms-linear", "soft-nms-gaussian")
 IOU = {"wbf": 0.55, "nms": 0.7, "soft-nms-linear": 0.3}  # of the papers; nms: nms.iou_threshold's
 SIGMA = 0.5
-# Suppression within a view is stricter than a cluster of wbf is wide, by this: boxes that one view
-# has around an object join its cluster and make it less sure.  Measured on one under-trained model:
+# Suppression within a view uses an IoU this much below that of wbf's clusters: else several boxes
+# of one view join an object's cluster and lower its score.  Measured on one under-trained model:
 # see the table in docs/dev/ensembling.md.
 VIEW_MARGIN = 0.1
 
-LEAST_SCORE = 0.001  # what soft-NMS has made less sure is of no use, as in the paper's experiments
+LEAST_SCORE = 0.001  # soft-NMS drops boxes below it, as in the paper's experiments
 Boxes = tuple[np.ndarray, np.ndarray]
 FuseClass = Callable[[np.ndarray, np.ndarray, np.ndarray, float], Boxes]  # see fuse_class
 
 
 def fuse_class(method: str, iou: float | None, sigma: float | None) -> FuseClass:
-    """What fuses the boxes of a class.
+    """Returns the function that fuses the boxes of a class.
 
     Args: method: of METHODS.  iou, sigma: its setting; None: the default.
-    Raises: ConfigError: a setting of another method, or one that makes no sense.
+    Raises: ConfigError: a setting of another method, or an invalid one.
     """
     if method == "soft-nms-gaussian":
         if iou is not None:
             raise ConfigError(
-                "soft-nms-gaussian has none",
+                "has no effect with soft-nms-gaussian",
                 code="options_conflict",
                 where="--iou",
                 fix="give --sigma",
@@ -66,8 +66,8 @@ def view_iou(
 
     Args:
         iou: of the fusion; None: the default.
-        asked: for by the user, who is obeyed.
-        written: in the configuration of the model; None: it has no suppression.
+        asked: set by the user; takes precedence.
+        written: set in the model's configuration; None: it has no suppression.
     """
     if asked is not None or method != "wbf" or written is None:
         return asked
@@ -79,20 +79,20 @@ def weighted_fusion(
 ) -> Boxes:
     """Weighted boxes fusion: boxes that overlap become their mean.
 
-    Boxes are taken by falling weight x score.  Each joins the cluster whose mean so far overlaps it
-    most, if by more than `iou`, else it begins one.  Of a cluster of boxes b_i with weights w_i:
+    Boxes are taken by falling weight x score.  Each joins the cluster whose running mean overlaps
+    it most, if by more than `iou`, else starts one.  For a cluster of boxes b_i with weights w_i:
 
         box   = sum(w_i score_i b_i) / sum(w_i score_i)
         score = sum(w_i score_i) / sum(w_i) * min(sum(w_i), total) / total
 
-    so what few of the members found is less sure.  With equal weights this is the paper's
+    so boxes that few members found score lower.  With equal weights this is the paper's
     mean(score_i) * min(T, N) / N; with others its implementation divides by T in place of
     sum(w_i), which is the same unless one member has several boxes in a cluster, where it can
     exceed 1.
 
     Args:
         total: sum of the weights of all members, whether they found something or not.
-        iou: the paper's threshold; 0.55 there.
+        iou: the paper's threshold (0.55 there).
     Source: Solovyev, Wang, Gabruseva 2021, arXiv:1910.13302, section 3.
     """
     order_R = np.argsort(-(scores_R * weight_R), kind="stable")
@@ -110,7 +110,7 @@ def weighted_fusion(
         mass_K[best] += mass
         weight_K[best] += weight
         sums_K4[best] += mass * box
-        # A cluster of boxes whose scores are 0 has no mean: it stays where it began.
+        # A cluster whose scores are all 0 has no weighted mean: use the box.
         mean_K4[best] = sums_K4[best] / mass_K[best] if mass_K[best] > 0 else box
     found_K = weight_K[:count]
     scores_K = mass_K[:count] / found_K * np.minimum(found_K, total) / total
@@ -122,10 +122,10 @@ def hard_suppression(
 ) -> Boxes:
     """Non-maximum suppression over the boxes of all members.
 
-    The best box stays as it is, and boxes that overlap it by more than `iou` are removed.  Boxes
-    are ranked by weight x score; the largest weight is 1.
+    Keeps the best box unchanged and removes boxes that overlap it by more than `iou`.  Boxes are
+    ranked by weight x score; the largest weight is 1.
 
-    Args: total: not used here, the best box stays however few members have found it.
+    Args: total: unused; the best box stays however few members found it.
     """
     boxes_R4, scores_R = _best_first(boxes_R4, scores_R * weight_R)
     left_R = np.ones(len(boxes_R4), bool)
@@ -146,13 +146,12 @@ def soft_suppression(
 ) -> Boxes:
     """Soft-NMS: repeatedly lowers the scores of boxes that overlap better ones.
 
-    The best box (weight x score) is taken, the scores of all others are multiplied by what
-    `keeps` gives for their overlap with it, and so on with those left, while they are at least
-    LEAST_SCORE.
+    Takes the best box (weight x score), multiplies the scores of all others by `keeps` of their
+    overlap with it, and repeats with those that are at least LEAST_SCORE.
 
     Args:
         keeps: IoU -> factor; `linear` or `gaussian`.
-        total: not used here.
+        total: unused.
     Source: Bodla, Singh, Chellappa, Davis 2017, arXiv:1704.04503, figure 2.
     """
     left_R4, score_R = boxes_R4, scores_R * weight_R

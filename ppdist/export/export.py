@@ -707,7 +707,7 @@ def _tidy(file: Path, outputs: Sequence[str]) -> None:
     options.optimized_model_filepath = str(file)
     try:
         onnxruntime.InferenceSession(file.read_bytes(), options, providers=["CPUExecutionProvider"])
-    except Exception as error:  # its exceptions share no narrower base
+    except Exception as error:  # its exceptions have no narrower common base
         raise ExportError(
             f"ONNX Runtime cannot load the exported model: {error}", code="runtime_load_failed"
         ) from error

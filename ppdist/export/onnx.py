@@ -267,7 +267,7 @@ def quantize_onnx(
 
     Args:
         source: a float32 model with one input, images_B3HW.
-        pictures: float32 RGB [3, H, W], 0..255, of the training split; each is asked for once.
+        pictures: float32 RGB [3, H, W], 0..255, of the training split; each is read once.
         spec: how the input takes them.
     Raises: ExportError: ONNX Runtime cannot calibrate or quantise this model.
     """
@@ -296,7 +296,7 @@ def quantize_onnx(
             )
     except UserError:  # a picture
         raise
-    except Exception as error:  # its exceptions share no narrower base
+    except Exception as error:  # its exceptions have no narrower common base
         raise ExportError(
             f"ONNX Runtime cannot quantise this model: {error}", code="quantise_failed"
         ) from error

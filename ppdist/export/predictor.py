@@ -44,7 +44,7 @@ _LOGGER = logging.getLogger("ppdist")
 def open_graph(files: Sequence[Path], options: RuntimeOptions) -> Graph:
     """Loads the files of a saved model in its runtime.
 
-    Raises: ExportError: the runtime is not installed, has no such device, or refuses the files.
+    Raises: ExportError: the runtime is not installed, lacks the device, or rejects the files.
     """
     backend, half = options.backend, options.precision == "bfloat16"
     try:

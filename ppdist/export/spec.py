@@ -1,6 +1,6 @@
 """infer.yml: all that a program needs to use an exported model.
 
-It stands beside every exported model and is the only source of its pre- and post-processing; the
+It accompanies every exported model and is the only source of its pre- and post-processing; the
 same description is made from a config when the eager model predicts, so both roads resize,
 threshold and map back alike.  Its text is JSON, which is YAML, too: a program that deploys the
 model needs no YAML reader.
@@ -182,7 +182,7 @@ def validation_set(
 ) -> DetectionSet | None:
     """The validation set with the class names; None if it is absent.
 
-    A warning says so.  Its annotations are enough: the images may be absent.
+    A warning reports it.  The annotations are enough: images may be absent.
 
     Args: card: of the weights, see `describe`; the warning says what then comes from it.
     """

@@ -1,7 +1,7 @@
 """Cards of a host: present, visible, asked for.
 
 A card is named by its physical id, the number nvidia-smi shows; CUDA_VISIBLE_DEVICES lists physical
-ids (or UUIDs) and what is asked for must be in it: that is how Paddle's launcher reads both.  Cards
+ids (or UUIDs) and requested cards must be in it: that is how Paddle's launcher reads both.  Cards
 of another kind are taken as they are named: only Paddle's plug-in could count them.
 """
 

@@ -1,6 +1,6 @@
 """Lines of fleetrun for the user.
 
-Nobody waits for a blocked terminal (Ctrl-S, tmux's copy mode, a laptop that sleeps at the
+No rank waits for a blocked terminal (Ctrl-S, tmux's copy mode, a laptop that sleeps at the
 other end of ssh): a thread of common/writer_thread.py writes them.
 """
 
@@ -23,5 +23,5 @@ def say_end(outcome: Outcome) -> None:
 
 
 def finish() -> None:
-    """Before the end: waits a moment for what is not written yet."""
+    """Before the end: waits briefly for unwritten lines."""
     TERMINAL.flush()

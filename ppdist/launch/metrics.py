@@ -2,7 +2,7 @@
 
 All numbers are read when asked for: the heartbeat of each rank, what the attempts of the job left
 in fleetrun's private folder, and on rank 0's host the files of the run.  Nothing is asked of a
-rank, so nobody who asks can hold one up.  docs/monitoring.md explains each number.
+rank, so no scrape can delay one.  docs/monitoring.md explains each number.
 
 Who answers is a process of its own beside the ranks, which fleetrun starts and ends.  It only
 reads, so neither a port that is taken, nor a package that is missing, nor a driver that hangs
@@ -97,7 +97,7 @@ class Measures:
         self._said: set[str] = set()
 
     def samples(self) -> list[Sample]:
-        """All numbers that can be read now; warns once of others."""
+        """All numbers that can be read now; warns once about the others."""
         attempt = max((int(path.name) for path in self._folder.glob("[0-9]*")), default=0)
         folder = self._folder / str(attempt)
         with self._said_once("run"):
@@ -259,7 +259,7 @@ class Cards:
         self._said = False
 
     def __call__(self, labels: Sequence[str]) -> list[tuple[str, str, float]]:
-        """Nothing while the driver does not answer, which is said once."""
+        """Nothing while the driver does not answer; warns once."""
         if not labels:
             return []
         if self._asking is None or not self._asking.is_alive():
@@ -307,7 +307,7 @@ def exporting(folder: Path, endpoint: tuple[str, int] | None) -> Iterator[None]:
 
     Args:
         folder: the private one of fleetrun.
-        endpoint: address and port; None: nobody asks.
+        endpoint: address and port; None: no endpoint.
     """
     if endpoint is None:
         yield
@@ -334,7 +334,7 @@ def main(arguments: Sequence[str]) -> int:
     Args: arguments: folder, address and port, as of `exporting`.
     """
     folder, address, port = Path(arguments[0]), arguments[1], int(arguments[2])
-    for number in STOP_SIGNALS:  # schedulers send them to all processes of a job, which may go on
+    for number in STOP_SIGNALS:  # schedulers signal all processes of a job, which may continue
         signal.signal(number, signal.SIG_IGN)
     parent = os.getppid()
     try:
@@ -395,7 +395,7 @@ class _Handler(WSGIRequestHandler):
     timeout = _CLIENT_SECONDS
 
     def log_message(self, format: str, *values: Any) -> None:
-        """Scrapes are no news."""
+        """Scrapes are not logged."""
 
 
 class _Server(ThreadingMixIn, WSGIServer):
@@ -416,7 +416,7 @@ def _say(text: str) -> None:
 
 
 def _give_up(why: str) -> None:
-    _say(f"{why}; the run goes on without it")
+    _say(f"{why}; the run continues without it")
 
 
 if __name__ == "__main__":

@@ -175,7 +175,7 @@ def own_address(addresses: Sequence[str], host: str | None, network: Network) ->
             f"{', '.join(local)} are all addresses of this machine",
             code="ips_ambiguous",
             where="--ips",
-            fix=f"say which one this launch is: --host {local[0]}",
+            fix=f"choose the one for this launch: --host {local[0]}",
         )
     raise LaunchError(
         f"none of --ips {listed} is this machine (its addresses: {mine})",
@@ -253,7 +253,7 @@ def check_interfaces(environment: Mapping[str, str], address: str | None, networ
     gloo = environment.get("GLOO_SOCKET_IFNAME", "")
     instead = f"; {address} is on {holder}: use that or unset it" if holder else "; correct it"
     if gloo and not held.get(gloo):
-        problem = "has no IPv4 address" if gloo in held else "is no interface of this machine"
+        problem = "has no IPv4 address" if gloo in held else "is not an interface of this machine"
         raise LaunchError(
             f"GLOO_SOCKET_IFNAME={gloo} {problem}: {here}{instead}", code="interface_wrong"
         )

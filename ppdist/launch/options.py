@@ -24,7 +24,7 @@ Starts one process of the script per card (or per --nproc_per_node on a CPU) on 
 75 stopped by a signal after a clean checkpoint; 1 anything else (the failing rank is named).
 """
 
-# What `ppdist` stands for where a script is asked for; PATH may have none, or another Python's.
+# The script run for `ppdist`; PATH may have none, or another Python's.
 _OWN_COMMANDS = str(Path(__file__).resolve().parents[1] / "__main__.py")
 
 # Paddle's launcher gives these to its workers.  Left over in the environment from another launch
@@ -133,7 +133,7 @@ _PADDLES = (
     Option(("--elastic_timeout",), "SECONDS", variables=("PADDLE_ELASTIC_TIMEOUT",)),
 )
 _BY_NAME = {name: option for option in _OURS + _PADDLES for name in option.names}
-# What they do shows in the log of Paddle's launcher alone, which nobody sees.
+# They only show in the log of Paddle's own launcher.
 _WITHOUT_EFFECT = {"job_id", "log_level"}
 # Taken from the environment by the options above, so Paddle's launcher must not see them again:
 # it would let them override the command line.
@@ -142,7 +142,7 @@ OPTION_VARIABLES = tuple(name for option in _OURS + _PADDLES for name in option.
 
 @dataclass(frozen=True)
 class Options:
-    """What was asked for, not yet compared with the machine."""
+    """The requested launch, not yet compared with the machine."""
 
     script: str
     script_arguments: tuple[str, ...]
@@ -244,7 +244,7 @@ def refuse_stale_environment(environment: Mapping[str, str]) -> None:
         raise LaunchError(
             "the environment holds "
             f"{', '.join(f'{name}={environment[name]!r}' for name in stale)} from another "
-            "launch, and Paddle's launcher would follow that instead of the command line",
+            "launch, which Paddle's launcher would obey instead of the command line",
             code="environment_of_other_launch",
             fix=f"start with: env {remove} fleetrun ...",
         )
@@ -276,11 +276,10 @@ def job_token(environment: Mapping[str, str]) -> str:
             )
     if (token or name) and len(token) < _LEAST_TOKEN:
         raise LaunchError(
-            f"a token of {len(token)} characters can be guessed: it must have {_LEAST_TOKEN} "
-            "or more",
+            f"a token of {len(token)} characters can be guessed: use {_LEAST_TOKEN} or more",
             code="job_token_short",
             where=where,
-            fix=f"give all hosts one that `openssl rand -hex {_LEAST_TOKEN}` has drawn, or none",
+            fix=f"give all hosts the same one from `openssl rand -hex {_LEAST_TOKEN}`, or none",
         )
     return token
 
@@ -314,7 +313,7 @@ def _split(arguments: Sequence[str]) -> tuple[dict[str, str], list[str]]:
             value = f"{_KIND_OF_NAME[name]}:{value}"
         if option.key in values:
             raise LaunchError(
-                f"{' / '.join(option.names)} was given before, as {values[option.key]!r}",
+                f"{' / '.join(option.names)} is already given as {values[option.key]!r}",
                 code="option_repeated",
                 where=f"{name} {value}",
                 fix="give it once",
@@ -346,7 +345,7 @@ def _cards(text: str | None, kind: str) -> tuple[str, str | None]:
     kind = typed if colon else kind
     if not re.fullmatch(r"[a-z][a-z0-9_]*", kind) or kind == "cpu":
         raise LaunchError(
-            f"{kind!r} is no kind of card",
+            f"{kind!r} is not a kind of card",
             code="cards_invalid",
             where=f"cards {text!r}" if colon else f"{KIND_VARIABLE}={kind}",
             fix="expected a list such as 0-3 or npu:0-3; for CPUs --nproc_per_node N alone",

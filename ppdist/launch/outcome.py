@@ -53,7 +53,7 @@ class Hang:
     time: float  # since when, by `boot_seconds`
     ranks: list[int]  # however these end now, it is a consequence
     step: int | None  # the optimizer step, from 1, that they all had begun; None: none
-    certain: bool  # False: whoever failed first may have had another reason
+    certain: bool  # False: the first failure may have another cause
 
 
 def found_hang(folder: Path) -> Hang | None:

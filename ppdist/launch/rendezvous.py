@@ -345,7 +345,7 @@ class _Rendezvous:
     def _stop(self) -> NoReturn:
         """Raises Stopped; before a restart, stops the other hosts, too.
 
-        At the very start they go on waiting: the command is being typed again.
+        At the very start they keep waiting: the command is being typed again.
         """
         if self.attempt:
             self._tell_joined({"type": "stopped"})
@@ -376,7 +376,7 @@ class _Rendezvous:
         """Accepts callers; of unknown ones only the newest stay."""
         if self.listener is None:
             return
-        with contextlib.suppress(OSError):  # BlockingIOError: nobody calls
+        with contextlib.suppress(OSError):  # BlockingIOError: no connection
             for _ in range(_CALLERS):
                 self.callers.append(Connection(self.listener.accept()[0], self.token))
         known = [each for each in self.callers if each.peer in self.hosts]

@@ -2,7 +2,7 @@
 
 fleetrun starts a worker (worker.py) for each rank itself.  Paddle's launcher, which would load all
 of Paddle first, does it only where something is asked for that it alone can do, as with --master;
-it forgets who failed first, and when it is killed nobody looks after its workers.  So fleetrun
+it forgets who failed first, and when it is killed its workers are orphaned.  So fleetrun
 looks by itself, five times a second, and ends the peers of the first failure.
 
 Whatever an attempt starts has the attempt's own folder in its environment.  By that a process is
@@ -46,7 +46,7 @@ from ppdist.launch.watchdog import Watch
 
 _POLL_SECONDS = 0.2  # a look takes half a millisecond of a core that computes
 _PEER_SECONDS = 3.0  # in which ranks that have lost one can say so by themselves
-_TERM_SECONDS = 1.0  # after which they are asked to end
+_TERM_SECONDS = 1.0  # before ranks get SIGTERM
 _KILL_SECONDS = 10.0  # a killed process that waits for a dead disk may take for ever to end
 _KILL_POLL_SECONDS = 0.02
 _RESERVED_BYTES = 16 * 1024  # of a rank: its reports, heartbeat, stacks, in pages
@@ -130,7 +130,7 @@ class _Job:
         self._stop_sent = False
         self._left = False  # a rank has stopped by itself, and the others shall too
         self._ending: float | None = None  # since when the ranks end because one has failed
-        self._verdict: Outcome | None = None  # what is known without asking how the ranks ended
+        self._verdict: Outcome | None = None  # known without looking at how the ranks ended
         self.said = ""
 
     def run(self) -> Outcome:
@@ -246,7 +246,7 @@ class _Job:
                 say_end(cause)
                 if self._channel is not None:
                     self._channel.tell_failure(cause)
-            # Whoever lost it may need a moment to find out, and may know more.
+            # The host that lost it may need a moment to notice, and may know more.
             self._ending = self._ending or time.monotonic()
         elif any(end.exit_code == STOPPED for end in ends):
             self._left = True
@@ -278,7 +278,7 @@ class _Job:
                 os.killpg(process.pid, signal.SIGTERM)
 
     def _end(self) -> None:
-        """Kills what is left of this attempt."""
+        """Kills all remaining processes of this attempt."""
         for process in self._processes:
             if process.poll() is None:
                 process.kill()  # Paddle's launcher before its workers, which it would look after
@@ -293,7 +293,7 @@ def _ended(folder: Path, by_themselves: bool) -> list[RankEnd]:
     """The ranks of this host that have ended.
 
     Args:
-        by_themselves: nobody has begun to end ranks.  One whose watcher (worker.py) is gone without
+        by_themselves: no rank is being terminated.  One whose watcher (worker.py) is gone without
             a word was killed then, and that is written down here.
     """
     ends = read_ends(folder)
@@ -333,10 +333,9 @@ def private_files(folder: Path) -> Iterator[None]:
         yield
     except OSError as error:
         raise LaunchError(
-            f"{folder} cannot be written ({error.strerror}): fleetrun keeps there what ranks tell "
-            "it",
+            f"{folder} cannot be written ({error.strerror}); fleetrun keeps reports of ranks there",
             code="temporary_folder_unwritable",
-            fix="make room, or set TMPDIR to a folder with some",
+            fix="free disk space, or set TMPDIR to a folder that has some",
         ) from error
 
 

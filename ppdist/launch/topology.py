@@ -65,7 +65,7 @@ def installed_version(distribution: str) -> str:
 
 @dataclass(frozen=True)
 class Machine:
-    """What a plan depends on besides the command."""
+    """What a plan depends on, apart from the command."""
 
     cards: Sequence[Card]
     build: str  # of Paddle, see `paddle_build`
@@ -219,7 +219,7 @@ def _clean(environment: Mapping[str, str]) -> dict[str, str]:
         variables.pop(name, None)
     variables.setdefault("GLOG_minloglevel", "1")  # not every connection that Paddle opens
     # As Paddle's launcher does: by POD_NAME its auto-parallel knows that ranks were launched, and
-    # a proxy is said to disturb NCCL.
+    # a proxy is reported to disturb NCCL.
     variables.setdefault("POD_NAME", socket.gethostname())
     for name in ("http_proxy", "https_proxy"):
         if name in variables:
@@ -274,10 +274,10 @@ def cards_of_run(
     if visible is None:
         if wanted is None and options.processes is None:
             raise LaunchError(
-                f"how many cards of kind {options.kind} this machine has is not known here",
+                f"cannot count the {options.kind} cards of this machine",
                 code="no_cards",
                 where=f"{KIND_VARIABLE}={options.kind}",
-                fix="name them, as in --devices 0-7, or say how many: --nproc_per_node N",
+                fix="list them, as in --devices 0-7, or give their number: --nproc_per_node N",
             )
         visible = wanted or [str(index) for index in range(options.processes or 0)]
     variable, noun = environment.get(name), "GPU" if options.kind == "gpu" else options.kind
@@ -346,7 +346,7 @@ def _visible(
 def _refuse_absent(
     wanted: Sequence[str], visible: Sequence[str], name: str, variable: str | None
 ) -> None:
-    """Raises: LaunchError: a card that was asked for is not visible."""
+    """Raises: LaunchError: a requested card is not visible."""
     absent = ", ".join(label for label in wanted if label not in visible)
     if not absent:
         return

@@ -96,7 +96,7 @@ class Watch:
         self._now += min(gap, _GAP_SECONDS)
         self._see()
         for log in self._collect_stacks("asked for by a signal"):
-            self._say(f"stacks of a rank were asked for by a signal: {log}")
+            self._say(f"a signal asked for the stacks of a rank: {log}")
         ranks = [self._ranks[rank] for rank in sorted(self._ranks)]
         if self._ended_hung or not ranks:
             return
@@ -136,7 +136,7 @@ class Watch:
     def _readings(self) -> dict[int, Reading]:
         """Heartbeats of all ranks that have begun.
 
-        Those have the limits that the others have told, and none while nobody has.
+        Those have the limits that the other ranks reported, or none so far.
         """
         found: dict[int, Reading] = {}
         for path in self._folder.glob("heartbeat-*"):
@@ -262,7 +262,7 @@ def _suspects(
 ) -> tuple[Sequence[RankStatus], str]:
     """Ranks without progress, once others say they waited in vain.
 
-    Args: usual: what steps take here, s; None while nobody knows, and nobody is blamed for one.
+    Args: usual: what steps take here, s; None while unknown; then no rank is blamed for one.
     """
     stopped = [seen for seen in ranks if seen.state == "T"]
     alone = [

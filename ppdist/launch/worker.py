@@ -4,7 +4,7 @@ It runs the training script as a child, and stays until that has ended:
   * the first rank of a host gets fleetrun's own terminal, which a progress bar wants to see; the
     others get a file;
   * it leaves in the folder of the run how the script ended and when;
-  * when fleetrun is killed, the script is asked to stop, and does not outlive that for long.
+  * when fleetrun is killed, the script is told to stop, and killed soon after.
 """
 
 import contextlib
@@ -32,7 +32,7 @@ from ppdist.common.signals import hold_signals, release_signals
 
 CPU_VARIABLE = "PPDIST_CPU"  # set for ranks that shall see no card
 # For a clean checkpoint.  Paddle's launcher, where it started this process, kills it after 30, and
-# then nobody would be left who could end what the script has started.
+# then no process would be left to end the script's children.
 GRACE_SECONDS = 28
 _RECORD_BYTES = 200  # of a report: more than numbers and a time can take
 
@@ -47,7 +47,7 @@ class Report:
     code: int | None  # with which the script ended; None: it runs
     time: float  # of this report, by `boot_seconds`
     child: int = 0  # the process of the script; 0: there is none yet, or no more
-    seconds: float | None = None  # that the script ran; None: it runs, or nobody saw its end
+    seconds: float | None = None  # of the script; None: still running, or its end was missed
 
 
 def main() -> int:
@@ -64,7 +64,7 @@ def main() -> int:
         # process alone is passed on to all ranks by fleetrun, which finds this file.
         with contextlib.suppress(OSError):
             (folder / f"stop-{rank}").write_text(str(int(number)), encoding="utf-8")
-        if os.getppid() != parent:  # the launcher is gone, and nobody else signals
+        if os.getppid() != parent:  # the launcher is gone, and nothing else signals
             os.kill(child.pid, signal.SIGTERM)
         signal.alarm(GRACE_SECONDS)
 
@@ -79,7 +79,7 @@ def main() -> int:
     begin_report(folder, rank, local)
     forget_environment(folder)
     output, errors = streams(folder, local, Path(job["log_dir"]), job)
-    hold_signals()  # one that came amid the start of the script would reach neither
+    hold_signals()  # one that arrives while the script starts would reach neither
     began = time.monotonic()
     child = start(
         job["command"],

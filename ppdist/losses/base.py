@@ -131,7 +131,7 @@ class Loss(nn.Layer):
                 truth, and features and boxes like its boxes (a PP-YOLOE's boxes like its
                 distributions of sides).
             global_normalizers: as in `forward`.
-        Returns: parts `loss_distill_logits`, `loss_distill_features`, `loss_distill_boxes` besides,
+        Returns: parts `loss_distill_logits`, `loss_distill_features`, `loss_distill_boxes` as well,
             weights and gains included.
         """
         raise NotImplementedError

@@ -243,7 +243,7 @@ class PPYOLOELoss(Loss):
         there.
 
         Of the features an image counts by what it has of the normalizer, by which the step divides:
-        a weighted mean over all images of the step, known to nobody before the backward passes.
+        a weighted mean over all images of the step, unknown before the backward passes.
         """
         assert output.normalizer_B is not None, "as `forward` gives it"
         gains, terms = self.config, {}

@@ -371,8 +371,10 @@ class YOLOv5Loss(Loss):
     def _taught_logits(
         self, ours_BAKN: Tensor, theirs_BAKN: Tensor, sure_BAN: Tensor, term: Term, level: int
     ) -> Tensor:
-        """Sums of a level, gains included: of the objectness, to be divided by the images, and of
-        the classes, to be divided by the matches; [2]."""
+        """Objectness and class sums of a level, gains included; [2].
+
+        To be divided by the images and by the matches.
+        """
         kl_BAKN = yes_or_no_distillation(
             ours_BAKN[:, :, 4:], theirs_BAKN[:, :, 4:], term.temperature
         )

@@ -229,7 +229,7 @@ def gains(
 
     All others are left.
 
-    All detections count, however unsure.  A wrong place or class is put right where no detection
+    All detections count, however unsure.  A wrong place or class is corrected where no detection
     found the object, of several about one object that of the surest; the others of the kind are
     left out.  Duplicates and background are left out; missed objects are not asked for.
 
@@ -256,7 +256,7 @@ def gains(
     mendable_F = wrong_F[np.unique(about_F[wrong_F], return_index=True)[1]]
 
     def mended(kind: Kind) -> float:
-        """CROWD stands for left out: both do not count."""
+        """CROWD also marks ignored ones: neither counts."""
         new_match_F, label_F = np.where(kind_F == kind, CROWD, match_F), found.label_F.copy()
         put_right_F = mendable_F[kind_F[mendable_F] == kind]
         new_match_F[put_right_F] = about_F[put_right_F]
@@ -461,7 +461,7 @@ def _rounded(content: dict[str, Any]) -> dict[str, Any]:
 
 
 def _or_none(value: float) -> float | None:
-    """-1 stands for nothing to measure."""
+    """-1 means nothing to measure."""
     return None if value < 0 else value
 
 

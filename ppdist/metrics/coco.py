@@ -242,7 +242,7 @@ def write_detections(path: Path, dataset: DetectionSet, detections_R7: np.ndarra
 
 
 _ROWS = 1 << 16  # at once: 10 MB
-_LARGEST = 1e12  # pixels; of a diverged model, as what is not finite
+_LARGEST = 1e12  # pixels; larger ones, of a diverged model, count as not finite
 
 
 def _parts(rows_RK: np.ndarray) -> Iterator[np.ndarray]:

@@ -441,7 +441,7 @@ def calibration(found: Detections, match_F: np.ndarray, least: float) -> dict[st
     """Precision by confidence, in ten bins of equal width.
 
     An evaluation keeps detections of nearly no confidence, hundreds an image, which are rightly
-    unsure.  A mean over all of them says how these are calibrated; whoever uses the model sees
+    unsure.  A mean over all of them says how these are calibrated; a user of the model sees
     none of them.  So the expected error is over those of at least the confidence that is used.
 
     Args: least: `best_f1_threshold`.

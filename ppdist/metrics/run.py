@@ -1,7 +1,7 @@
 """A run's folder, read: its records, configuration, evaluation and log.
 
 Everything in the folder is read as what it may be: written by a stranger, cut short, of another
-version.  What cannot be read is left out and said so (`Run.problems`); nothing here raises for it.
+version.  Unreadable parts are left out and listed in `Run.problems`; they raise no error.
 """
 
 import csv
@@ -27,7 +27,7 @@ from ppdist.config.yaml import Reader
 Numbers = dict[str, float]  # of a record of metrics.jsonl: those that are finite
 
 _NOT_FINITE = "loss or gradient not finite"
-_MOST_BYTES = 1 << 30  # of a file to read: what is larger was not written by a training
+_MOST_BYTES = 1 << 30  # of a file to read: a training writes no larger one
 _LOG_LINE = re.compile(r"^(\d{4}-\d\d-\d\d \d\d:\d\d:\d\d) (WARNING|ERROR|CRITICAL) (.*)$")
 _SLACK_SECONDS = 120  # lines of train.log so long before the first record belong to its run
 _LOWER_IS_BETTER = ("val_loss",)
@@ -158,7 +158,7 @@ class Run:
 
     @property
     def alone_evaluated(self) -> bool:
-        """Whether this is no training: weights were evaluated."""
+        """Whether this is an evaluation of weights, not a training."""
         return self.evaluation is not None and not (self.times or self.config or self.warnings)
 
     @property
@@ -252,7 +252,7 @@ class Run:
 def numbers(record: Mapping[str, Any]) -> Numbers:
     """What of a record is a finite number.
 
-    COCO's -1, for an average over nothing, is no number either.
+    COCO's -1, for an average over nothing, is not a number either.
     """
     found = {}
     for key, value in record.items():
@@ -306,7 +306,7 @@ def require_run(folder: Path) -> None:
 
 
 def _read_config(run: Run, path: Path) -> None:
-    # Alone: what a run wrote names no other files, which would be none of ours to show.
+    # Without includes: a run's file must not make us show other files.
     reader = Reader()
     tree = reader.read_alone(str(path)).plain()
     if not isinstance(tree, dict) or reader.problems:
@@ -382,7 +382,7 @@ _FILES: dict[str, Callable[[Run, Path], None]] = {
 
 
 def history(output_dir: Path) -> list[dict[str, Any]]:
-    """What is known of each epoch of a run, in order.
+    """Records of each epoch of a run, in order.
 
     Works on running trainings, too.  Keys: `epoch`, `step` (its last), the means of `loss` and its
     parts, `lr`, `images_per_second`, `seconds`; and of an evaluation at its end `mAP`, `val_loss`

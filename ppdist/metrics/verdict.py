@@ -20,14 +20,14 @@ from ppdist.metrics.run import Run
 # Of mAP50, or of a classifier's accuracy above chance: below the first nothing is learned, from the
 # second on a model is.  Published detectors of COCO have 0.46 (YOLOv5n) and more.
 _LEARNED_NOTHING, _LEARNED = 0.1, 0.4
-_FEWEST = 5  # evaluations that tell a course; losses are smoothed by the median of so many at least
+_FEWEST = 5  # evaluations that make a trend; losses are smoothed by a median of at least as many
 _SHARE = 5  # or of this part of them
 _RISE_OF_LOSS = 0.2  # of the validation loss above its lowest: over-fitting
 _SMOOTH = 3  # evaluations of which the median counts, where a fall is looked for
 _FALL = 0.03  # of the score, or the next number times its best: more is a fall
 _FALL_OF_BEST = 0.07
 _LATE = 0.25  # the last part of the evaluations, whose gain says whether more epochs would help
-_GAIN, _GAIN_OF_BEST = 0.01, 0.02  # of the score, and of its best: less is no rise
+_GAIN, _GAIN_OF_BEST = 0.01, 0.02  # of the score, and of its best: less is not a rise
 _EARLY = 0.6  # a best before this part of the run was not surpassed for long
 _WEAK = 0.5  # times the mean AP of all classes
 _MOST_WEAK = 3  # classes that are named
@@ -75,7 +75,7 @@ def verdict(
 
     Args:
         evaluations, steps: records of metrics.jsonl, in order; of an evaluation alone its metrics.
-        evaluation: content of evaluation.json, or what is known of it.
+        evaluation: content of evaluation.json, or parts of it.
         fine_tuned: it began with weights that had learned.
         finished: why it ended, as metrics.jsonl says: total, early_stopping, hours or signal; "":
             it has not.

@@ -6,7 +6,7 @@ from ppdist.models.base import Detector, ImageModel
 
 __all__ = ["Detector", "ImageModel", "build_model"]
 
-# Every model of ours, by `model.name`; its Section in config/model.py says the rest.  Models of
+# Our models, by `model.name`; its Section in config/model.py says the rest.  Models of
 # other packages are registered (config/plugins.py).  By name, so that a run imports its own alone.
 MODELS = {
     "ppyoloe": "ppdist.models.ppyoloe:PPYOLOE",

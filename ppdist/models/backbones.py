@@ -178,7 +178,7 @@ class CSPDarknet(Backbone):
         return features[self.first - 1 :]
 
 
-# Every backbone of ours, by the name that `model.body` gives it.  Other packages add theirs by
+# Our backbones, by their name in `model.body`.  Other packages add theirs by
 # `register_backbone` (config/plugins.py).
 BACKBONES: dict[str, type[Backbone]] = {"csprepresnet": CSPRepResNet, "yolov5": CSPDarknet}
 

@@ -48,7 +48,7 @@ class ImageModel(nn.Layer):
             of a class layer; a group is an anchor.
         training_only: state-dict key prefixes of what only training uses; weights may lack it.
         init_from: pairs of state-dict key prefixes: of a part, and of the one of which it starts
-            as a copy where weights lack it.  Training goes on from that; nothing predicts with it.
+            as a copy where weights lack it.  Training continues from it; predictions do not use it.
     """
 
     task: ClassVar[Task]
@@ -167,7 +167,7 @@ class ImageModel(nn.Layer):
         """Moves the division by `pixel_std` into the first convolution, in place.
 
         The mean is still subtracted before it: the convolution pads the borders with zeros, and
-        zero stands for the mean colour only where the mean was subtracted.
+        zero is the mean colour only if the mean was subtracted.
         """
         first = next(layer for layer in self.sublayers() if isinstance(layer, nn.Conv2D))
         first.weight.set_value(first.weight / _channels(self.pixel_std))
@@ -187,7 +187,7 @@ class Detector(ImageModel):
     Attributes:
         strides: pixels per cell of each output level, in the order of the outputs.
         distillation: takes the neck's features, level by level in the order of the outputs, and
-            its tuple becomes `outputs.features`; None: nobody compares them with a teacher's.
+            its tuple becomes `outputs.features`; None: they are not compared with a teacher's.
     """
 
     task = "detect"
@@ -272,7 +272,7 @@ def freeze(model: ImageModel, what: Freeze) -> frozenset[str]:
 
     Called before an optimizer is built.
 
-    Every rank does so alike.  Their weights get no gradient and so neither an update nor decay;
+    Every rank does the same.  Their weights get no gradient and so neither an update nor decay;
     their batch norms normalise by the running statistics and leave them alone, also in training
     mode.  Nothing is computed backwards for what comes before the first weight that trains.
 
@@ -313,7 +313,7 @@ def frozen_keys(model: ImageModel, what: Freeze) -> frozenset[str]:
                 code="freeze_too_many_stages",
                 where="train.freeze",
                 fix=(
-                    "to freeze more than it, give the beginnings of keys, such as [backbone, "
+                    "to freeze more than the backbone, give key prefixes, such as [backbone, "
                     f"{next(n for n in stages if n not in backbone)}]"
                 ),
             )
@@ -336,7 +336,7 @@ def _beginning_with(prefix: str, keys: list[str]) -> list[str]:
     found = [key for key in keys if key == beginning or key.startswith(f"{beginning}.")]
     if beginning and found:
         return found
-    # As far as the key is right, what could go on there.
+    # Possible continuations of the valid part of the key.
     parts = beginning.split(".")
     known, after = "", keys
     while parts and (inside := [k for k in keys if k.startswith(f"{known}{parts[0]}.")]):

@@ -4,11 +4,11 @@
     ModelCard.text          -> model_card.json of a checkpoint; the entry `model_card` of
                                .safetensors (metadata), .npz and ONNX (metadata_props)
     read_card               a checkpoint, run, export or weight file -> ModelCard
-    read_card_or_warn       the same, for whoever can do without
+    read_card_or_warn       the same, for callers that can do without
     require_fit             the model to train, a name of the zoo: before a download
     config_of_weights       a checkpoint or weight file -> ExperimentConfig (`-w` without -c)
 
-Of a .pt that holds a pickled model (ultralytics' YOLOv5) the card is made from what stands in it.
+Of a .pt that holds a pickled model (ultralytics' YOLOv5) the card is made from its contents.
 """
 
 import json
@@ -199,9 +199,9 @@ def read_card(path: Path | str) -> ModelCard | None:
     Nothing in it is run, and its size is bounded; its texts are a stranger's.
 
     Args: path: a checkpoint, a run's output_dir (its best), an export's folder, a weight file, or a
-        name of the zoo, which is downloaded where need be; what is known of a published file is
+        name of the zoo, which is downloaded if needed; what is known of a published file is
         added.
-    Raises: WeightsError: no such file, damaged, or a card that is none.
+    Raises: WeightsError: no such file, damaged, or an invalid card.
     """
     entry, path = published(path), checkpoint_of(local_weights(path))
     require_there(path)
@@ -247,7 +247,7 @@ def _of_zoo(entry: PublishedWeights | None, card: ModelCard | None) -> ModelCard
 def read_card_or_warn(path: Path | str, warn: Callable[[str], None]) -> ModelCard | None:
     """As `read_card`; what is wrong becomes a warning.
 
-    A card that is none, and a licence that reaches what is made of the weights.
+    Warns of an invalid card, and of a licence that extends to derived weights.
 
     Raises: WeightsError: no such file, or damaged.
     """
@@ -287,7 +287,7 @@ def _no_card(where: Path, why: str) -> WeightsError:
         f"its model card cannot be read: {why}",
         code="model_card_invalid",
         where=str(where),
-        fix="give -c CONFIG, or a newer version of ppdist where one wrote it",
+        fix="give -c CONFIG, or install the newer ppdist that wrote it",
     )
 
 
@@ -455,7 +455,7 @@ def config_of_weights(
     Args:
         overrides: items of -o.
         needs_data: those data are needed, so -o must name them.
-    Raises: WeightsError: they do not say which model they are of, or not which data; ConfigError:
+    Raises: WeightsError: they do not record their model, or their data; ConfigError:
         see `load_config`.
     """
     path = checkpoint_of(Path(weights))
@@ -469,14 +469,14 @@ def config_of_weights(
     card = _of_zoo(entry, None) if entry else read_card(path)
     if card is None or card.model is None:
         raise WeightsError(
-            "these weights do not say which model they are of",
+            "these weights do not record their model",
             code="weights_without_card",
             where=str(path),
-            fix="give -c CONFIG, that of their training",
+            fix="give their training's config: -c CONFIG",
         )
     if needs_data and not any(item.startswith("data.root=") for item in overrides):
         raise WeightsError(
-            "these weights do not say which data to take",
+            "these weights do not record their data",
             code="weights_without_data",
             where=str(path),
             fix="give -c CONFIG, or -o data.root=FOLDER data.train.annotations=FILE "

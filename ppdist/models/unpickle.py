@@ -136,7 +136,7 @@ def read_pickle(stream: BytesIO, path: Path) -> object:
 
 
 def mapping(value: object) -> dict[str, object] | None:
-    """A dict, or what has entries as one, with those under text keys; None for anything else."""
+    """Text-keyed entries of a dict or dict-like object; else None."""
     if not isinstance(value, PickledObject) or not (value.maker in _MAPPINGS or value.items):
         return None
     pairs = [tuple(pair) for pair in _pairs_of_python2(value) if len(pair) == 2] + value.items
@@ -214,7 +214,7 @@ class _Machine:
         self.memo[index] = self.stack[-1]
 
     def extend(self, values: Sequence[Any]) -> None:
-        # An object that is a list (or set) besides, such as a deque: nobody needs what is in it.
+        # An object that is also a list (or set), such as a deque: its items are not needed.
         target = self.stack[-1]
         if isinstance(target, list):
             target.extend(values)
@@ -314,7 +314,7 @@ _PUSHED: dict[str, Callable[[_Machine, Any], object]] = {
     "INST": lambda m, arg: m.call(_name(*arg.split(" ", 1)), tuple(m.pop_to_mark())),
     "OBJ": lambda m, arg: (lambda maker, *args: m.call(maker, args))(*m.pop_to_mark()),
 }
-# What changes what is there already.
+# Operations that modify existing objects.
 _ACTIONS: dict[str, Callable[[_Machine, Any], object]] = {
     "POP": lambda m, arg: m.stack.pop(),
     "POP_MARK": lambda m, arg: m.pop_to_mark(),
@@ -345,7 +345,7 @@ def find_weights(content: object, path: Path, weights_in: _WeightsIn) -> list[tu
     first in itself, then under WRAPPERS in its `__dict__` (an object that keeps averages).
 
     Args: weights_in: those of one dict or object, Paddle's or torch's.
-    Raises: WeightsError: there are none; it says what is there.
+    Raises: WeightsError: there are none; names what was found.
     """
     found = _search(content, weights_in, _NESTED)
     if found:
@@ -386,7 +386,7 @@ _PROTOCOL = 4  # of Paddle's own; 5 needs numpy.core.numeric, which moved
 
 
 def read_pdparams(path: Path) -> dict[str, np.ndarray]:
-    """The arrays of the dict by key; entries that are none (Paddle's table of names) are left out.
+    """Arrays of the dict by key, without other entries (Paddle's name table).
 
     The dict may be in another one under the usual names (`WRAPPERS`).
 
@@ -417,7 +417,7 @@ def _unnamed(value: object) -> object:
 
 
 def _array(made: PickledObject) -> np.ndarray:
-    """The array as numpy's own __setstate__ or _frombuffer would build it, sizes checked first."""
+    """Builds an array like numpy's __setstate__ or _frombuffer; checks sizes."""
     if made.maker in _FROM_BUFFER:
         raw, dtype, shape, order = made.args
         fortran = order == "F"
@@ -445,7 +445,7 @@ def _dtype(value: object) -> np.dtype:
 
 
 def _bytes(value: object) -> bytes | bytearray:
-    """Bytes, which protocol 2 of Python 3 and all of Python 2 keep in text of one byte a letter."""
+    """Decodes bytes that older pickle protocols store as Latin-1 text."""
     if isinstance(value, PickledObject) and value.maker == _ENCODE:
         value = value.args[0]
     if isinstance(value, str):
@@ -558,10 +558,10 @@ def _open_zip(archive: zipfile.ZipFile, path: Path) -> tuple[object, _Fetch]:
         )
     if f"{top[0]}/constants.pkl" in entries:
         raise WeightsError(
-            "a TorchScript program, which has no weights to take out",
+            "a TorchScript program, from which weights cannot be extracted",
             code="weights_torchscript",
             where=str(path),
-            fix="give the file it was made from",
+            fix="give the checkpoint it was exported from",
         )
     # Nothing torch writes is compressed, so honest entries take no more than the file.
     listed = archive.infolist()
@@ -695,7 +695,7 @@ class _Tensors:
         self._fetched: dict[str, bytes | memoryview] = {}
 
     def array(self, key: str, value: object) -> np.ndarray:
-        """Raises: WeightsError: `value` is no tensor, or reaches beyond its storage."""
+        """Raises: WeightsError: `value` is not a tensor, or exceeds its storage."""
         if isinstance(value, PickledObject) and value.maker in _PARAMETERS:
             value = value.args[0]
         if isinstance(value, PickledObject) and value.maker == _SUBCLASS:

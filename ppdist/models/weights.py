@@ -8,7 +8,7 @@
 .pdparams, .pdema   Paddle's pickled dict (paddle.load would execute whatever the file says)
 .pt, .pth, .ckpt    what torch.save writes: a state dict, or a checkpoint with a pickled model
 .safetensors        as it is
-.npz                as it is; entries that are no numbers are left out
+.npz                as it is; entries that are not numeric are left out
 a directory         one of our checkpoints: its averaged weights, else its raw ones (read only);
                     an output_dir: its best checkpoint, else its last
 
@@ -406,7 +406,7 @@ def check_arrays(path: Path, expected: Mapping[str, np.ndarray]) -> None:
              or found[key].tobytes() != expected[key].tobytes()]  # fmt: skip
     if wrong or len(found) != len(expected):
         raise WeightsError(
-            f"what was written reads differently: {wrong[:5]}",
+            f"reads back differently from what was written: {wrong[:5]}",
             code="weights_written_wrong",
             where=str(path),
             fix="do not use it",
@@ -538,11 +538,11 @@ def load_weights(
 
     Every rank calls it and reads the file itself.
 
-    A name of the zoo is downloaded where need be; see `zoo.local_weights`.
+    A name of the zoo is downloaded if needed; see `zoo.local_weights`.
     A file may use our keys or the original's (`model.official_keys()`), also behind the prefix of a
     wrapper; of a run's output_dir its best checkpoint is taken, else its last.  All or nothing: the
     model is untouched when an error is raised.  Where only the number of classes differs, the class
-    layers keep their initial values and the report says so; a file with the backbone alone
+    layers keep their initial values, and are reported; a file with the backbone alone
     (ImageNet, or a detector's for a classifier and the reverse) fills the backbone.  Nothing else
     may be missing or misshapen.
 
@@ -599,7 +599,7 @@ def load_all_weights(model: ImageModel, path: Path, names: ClassNames | None = N
 
     It is not trained any further.
 
-    Args: names: where not one agrees, row c is class c, and the line says so.
+    Args: names: if none matches, row c is class c, which is reported.
     Returns: a line about the names of classes; "": there is nothing to say.
     Raises: WeightsError: also where a layer would keep its random initial values, or start as a
         copy of another.
@@ -609,7 +609,7 @@ def load_all_weights(model: ImageModel, path: Path, names: ClassNames | None = N
     report = load_weights(model, path, None if strange else names)
     if report.copied:
         raise WeightsError(
-            f"{report.copied[0]}: that starts a training, it has not learned to predict without "
+            f"{report.copied[0]}: a start for training, not yet trained to predict without "
             "suppression",
             code="weights_of_other_config",
             where=str(path),
@@ -706,12 +706,12 @@ def _refuse_other_designs(
             "undone",
             code="weights_folded",
             where=str(path),
-            fix="give the checkpoint from before that, such as the best.pt of the training",
+            fix="give the checkpoint from before folding, such as the training's best.pt",
         )
     masks = [key for key in ignored if ".proto." in key]
     if masks and not all(key.startswith("backbone.") for key in matched):
         raise WeightsError(
-            f"a segmentation model ({shown(masks[0])}), whose head predicts masks besides boxes",
+            f"a segmentation model ({shown(masks[0])}), whose head also predicts masks",
             code="weights_of_segmentation",
             where=str(path),
             fix="give the weights of a detector",
@@ -760,7 +760,7 @@ class _ByName:
         return f"{line}, in another order" if len(self.names.of_file) == wanted else line
 
     def reordered(self, theirs: np.ndarray, ours: np.ndarray) -> np.ndarray:
-        """The entry of a class layer: rows of the file where names agree, else those of `ours`."""
+        """A class layer's entry: file rows for matching names, else `ours`."""
         theirs, mixed = _swap_layout(theirs), _swap_layout(ours).copy()
         counts = len(self.names.of_file), len(self.names.of_model)
         theirs_G, mixed_G = (
@@ -908,7 +908,7 @@ def _require_shapes(
 def _converted(path: Path, key: str, value: np.ndarray, dtype: str) -> np.ndarray:
     """The numbers as the model keeps them.
 
-    Raises: WeightsError: they are no weights.
+    Raises: WeightsError: they are not weights.
     """
     numbers = as_numbers(value)
     if dtype.startswith("float") and numbers.dtype.kind != "f":
@@ -916,7 +916,7 @@ def _converted(path: Path, key: str, value: np.ndarray, dtype: str) -> np.ndarra
             f"holds {numbers.dtype} numbers, expected floating point",
             code="weights_quantised",
             where=f"{path}: {key}",
-            fix="of a quantised model give the weights from before",
+            fix="give the model's weights from before quantisation",
         )
     with np.errstate(over="ignore"):
         numbers = numbers.astype(dtype)

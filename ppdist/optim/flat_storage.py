@@ -49,7 +49,7 @@ class FlatStorage:
             paddle_api.share_buffer(paddle_api.part(self._flat, start, tensor.size), tensor)
 
     def places(self) -> paddle.Tensor:
-        """Positions, in what `gather` gives, of all that is no gap, int64."""
+        """Positions in `gather`'s result that are not gaps, int64."""
         owned = zip(self._starts, self.tensors)
         return paddle.concat([paddle.arange(start, start + each.size) for start, each in owned])
 

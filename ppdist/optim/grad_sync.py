@@ -35,7 +35,7 @@ class AllReduceSync:
 
     Attributes:
         during_backward: the wrapped model's own backward communicates, so `gradients` need not.
-        every: after so many steps, at the latest, all ranks hold the same weights.
+        every: steps after which, at the latest, all ranks hold the same weights.
         needs_factor: `gradients` looks at its factor, for which the host has to wait.
     """
 
@@ -154,7 +154,7 @@ def float16_scale(square: float) -> float:
     """
     bound = math.sqrt(comm.world_size() * square)
     if not math.isfinite(bound) or bound == 0.0:
-        return 1.0  # not finite: neither will be what is sent, so no rank applies it
+        return 1.0  # not finite: so are the messages, and no rank applies the step
     return 2.0 ** max(-126, min(126, math.floor(math.log2(_SAFE_FLOAT16 / bound))))
 
 
@@ -296,7 +296,7 @@ class PowerSGD(_Feedback):
         }
 
     def load(self, arrays: dict[str, np.ndarray]) -> str:
-        """See `_Feedback`; of another rank R it starts the power iteration anew."""
+        """See `_Feedback`; of another rank R it restarts the power iteration."""
         warning = super().load(arrays)
         for key, q in zip(self.keys, self._q):
             saved = arrays.get(f"low_rank/q/{key}")

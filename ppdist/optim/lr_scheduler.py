@@ -1,8 +1,8 @@
 """Learning rate by optimizer step, and its scaling with the batch.
 
-Plain arithmetic in O(1) per step, so resuming needs only the step number.  A total batch other than
-the reference, the one all values of a configuration were tuned for, changes rate, decay, moments,
-warm-up and length:
+Plain arithmetic in O(1) per step, so resuming needs only the step number.  If the total batch
+differs from the reference batch, for which a configuration's values were tuned, learning rate,
+decay, moments, warm-up and length are scaled by:
 
     kappa = total batch / reference batch
 """
@@ -15,20 +15,20 @@ from ppdist.common.errors import ConfigError
 from ppdist.config.optimizer import ScheduleConfig
 
 # The shortest warm-up of MLPerf's Mask R-CNN entries (mlcommons training results 3.0 to 4.1: 500 to
-# 2300 steps); below it a warm-up protects little.
+# 2300 steps); a shorter one protects little.
 LEAST_WARMUP_STEPS = 500
 _MOST_WARMUP_EPOCHS = 4.0
 
 
 class LearningRates(NamedTuple):
-    """What one optimizer step uses."""
+    """Learning rates and momentum of one optimizer step."""
 
     lr: float
     bias_lr: float  # of biases
     momentum: float
 
     def scaled(self, factor: float) -> "LearningRates":
-        """With other learning rates; momentum stays."""
+        """Scales the learning rates but not the momentum."""
         return LearningRates(self.lr * factor, self.bias_lr * factor, self.momentum)
 
 
@@ -48,7 +48,7 @@ class LRScheduler:
     steps_per_epoch: float  # as step_epochs counts them
 
     def rates(self, step: int) -> LearningRates:
-        """Everything a step needs; biases and momentum differ in warm-up only."""
+        """Rates of a step; biases and momentum only differ during warm-up."""
         lr, warm = self(step), min(1.0, (step + 1) / max(1, self.warmup_steps))
         start = self.config.warmup_momentum
         momentum = self.momentum if start is None else start + (self.momentum - start) * warm
@@ -81,17 +81,17 @@ class LRScheduler:
 def effective_batch_ratio(
     total_batch: int, reference_batch: int, noise_scale: float | None
 ) -> float:
-    """Improvement of a step, in steps at the reference batch.
+    """Progress per step, in steps at the reference batch.
 
         kappa_eff = kappa * (1 + r) / (1 + kappa * r),   r = reference_batch / noise_scale
 
     A gradient of B images allows the step eps(B) = eps_max / (1 + B_noise / B); this is
-    eps(total) / eps(reference).  It is kappa while batches are far below the noise scale, and never
-    more than 1 + 1 / r.  Without a noise scale it is kappa.
+    eps(total) / eps(reference).  It is about kappa for batches far below the noise scale and never
+    exceeds 1 + 1 / r.  Without a noise scale it is kappa.
     Source: McCandlish et al. 2018, arXiv:1812.06162, equation 2.6.
 
     Args:
-        noise_scale: B_noise in images; None: without end.
+        noise_scale: B_noise in images; None: infinite.
     """
     kappa = total_batch / reference_batch
     if noise_scale is None:
@@ -107,10 +107,10 @@ def rate_factor(effective: float, rule: str) -> float:
         sqrt:   sqrt(kappa_eff)  (Adam; Malladi et al. 2022, arXiv:2205.10287)
         none:   1
 
-    SGD's momentum stays what it is: Goyal et al. keep 0.9 up to batches of 8192 images, for the
-    rule scales lr / (1 - momentum), the sum of one gradient's parts in all updates.  Their momentum
-    correction (section 3, remark 2) belongs to the form v = m v + lr g.  Paddle's is v = m v + g,
-    w -= lr v: the rate stands outside v, so nothing needs correction when it changes.
+    SGD's momentum is not scaled: Goyal et al. keep 0.9 up to batches of 8192 images, because the
+    rule scales lr / (1 - momentum), a gradient's total contribution to all updates.  Their momentum
+    correction (section 3, remark 2) is for the form v = m v + lr g.  Paddle uses v = m v + g,
+    w -= lr v: the rate is outside v, so a change of it needs no correction.
 
     Args:
         effective: from `effective_batch_ratio`.
@@ -124,10 +124,10 @@ def decay_factor(kappa: float, lr_factor: float) -> float:
         kappa / lr_factor
 
     One step shrinks a weight by lr * decay, an epoch by lr * decay * steps, and a batch kappa times
-    as large makes kappa times fewer steps: so lr * decay per image stays the same.  With the linear
-    rule that is 1, with the square-root rule sqrt(kappa).
-    Source: Wang and Aitchison 2024, arXiv:2405.13698 (1 / (lr * decay), in epochs, is what stays);
-    for L2 with batch norm van Laarhoven 2017, arXiv:1706.05350 (lr * decay is what acts).
+    as large takes kappa times fewer steps, so this keeps lr * decay per image constant.  It is 1
+    with the linear rule, sqrt(kappa) with the square-root rule.
+    Source: Wang and Aitchison 2024, arXiv:2405.13698 (1 / (lr * decay), in epochs, is constant);
+    for L2 with batch norm van Laarhoven 2017, arXiv:1706.05350 (only lr * decay matters).
     """
     return kappa / lr_factor
 
@@ -139,9 +139,9 @@ def adam_moments(
 
         1 - beta' = kappa * (1 - beta) for both,   epsilon' = epsilon / sqrt(kappa)
 
-    The rest of the square-root rule.  epsilon goes with the noise of the gradient, which falls by
+    Completes the square-root rule.  epsilon scales with the gradient noise, which falls by
     sqrt(kappa).  Past kappa * (1 - beta) = 1 a moment would have to forget within less than a step:
-    the rule has no answer there, and an invented one (0) would pass for it, so that is an error.
+    the rule is undefined there, so this raises instead of clipping beta to 0.
     Source: Malladi et al. 2022, arXiv:2205.10287, the square root scaling rule for Adam.
 
     Raises: ConfigError: kappa is that large.
@@ -149,7 +149,7 @@ def adam_moments(
     fastest = max(1 - beta for beta in betas)
     if kappa * fastest >= 1:
         raise ConfigError(
-            f"auto: the total batch is {kappa:g} times optimizer.reference_batch_size, and betas "
+            f"auto: the total batch is {kappa:g} times optimizer.reference_batch_size, but betas "
             f"{list(betas)} allow less than {1 / fastest:g} times: 1 - beta grows with the batch "
             "and must stay below 1",
             code="betas_not_scalable",
@@ -174,8 +174,8 @@ def warmup_images(
         kappa <= 1 or compensation none:  ref
         otherwise:  ref * kappa ** p, at most max(ref, 4 epochs)
 
-    A larger batch takes a larger rate and fewer steps per epoch, so a warm-up constant in epochs
-    gets too few steps.  p is 1/2, and up to 1 (as many steps as at the reference) where that would
+    A larger batch uses a larger rate and fewer steps per epoch, so a warm-up of fixed epochs has
+    too few steps.  p is 1/2, and up to 1 (as many steps as at the reference) where that would
     be below 500 reference steps * sqrt(kappa), or with Adam below 2 / (1 - beta2) steps.
 
     The form follows published runs: MLPerf Mask R-CNN entries went from 4k to 460k warm-up images
@@ -183,7 +183,7 @@ def warmup_images(
     is their longest.  Adam: Ma and Yarats 2019, arXiv:1910.04209.
 
     Args:
-        beta2: of Adam, as this run uses it; None for an optimizer without a second moment.
+        beta2: Adam's, as this run uses it; None for an optimizer without a second moment.
     """
     reference = epochs * dataset_size
     kappa = total_batch / reference_batch
@@ -201,7 +201,7 @@ def epochs_factor(total_batch: int, reference_batch: int, noise_scale: float) ->
 
         E(B) = E_min * (1 + B / B_c):   (1 + total / B_c) / (1 + reference / B_c)
 
-    A configuration's epochs are what its author settled on, so a smaller batch does not cut them.
+    A configuration's epochs are its author's choice, so a smaller batch does not reduce them.
     Source: McCandlish et al. 2018, arXiv:1812.06162, equation 2.11 (B_c = E_min / S_min is about
     the noise scale).  MLPerf's RetinaNet (mlcommons/logging, training 4.1.0, rcps_ssd.json) follows
     it from batch 256 to 2560 with B_c near 1800: 4.0 to 8.6 epochs; Mask R-CNN (3.1.0) went from

@@ -245,7 +245,7 @@ def filter_optimizer_state(
     Those that were frozen then begin with the state of a first step; the state of those that are
     frozen now is left out.
 
-    Returns: the arrays; a warning that says so, else "".
+    Returns: the arrays; a warning, else "".
     """
     parameters = dict(model.named_parameters())
     trains = {key: not each.stop_gradient for key, each in parameters.items()}

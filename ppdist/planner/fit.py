@@ -78,7 +78,7 @@ def fit(rows: Sequence[Row], jitter: float | None = None, parallel: float | None
         raise ConfigError(
             "the step cannot be fitted: expected rows of cards, batch per card and seconds "
             "above those of the network, SyncBN and the fixed cost of several cards, found "
-            f"{found or 'none'}; is a link, --parameters or --parallel-ms not that of these rows?",
+            f"{found or 'none'}; are links, --parameters and --parallel-ms those of these rows?",
             code="rows_do_not_fit",
         )
     told = identifiable(rows)

@@ -35,13 +35,13 @@ _MISSED = 0.005  # of a row's seconds: worth saying
 
 @dataclass(frozen=True)
 class Question:
-    """What is asked, and what the answer rests on."""
+    """The question, and the basis of the answer."""
 
     job: Job
     cluster: Cluster
     fitted: Fit
     assumed: tuple[str, ...]
-    missing: tuple[str, ...]  # what is not in the answer
+    missing: tuple[str, ...]  # parts the answer lacks
 
 
 def number(text: str) -> float:
@@ -112,7 +112,7 @@ def add_cluster(parser: argparse.ArgumentParser) -> None:
 
 
 def add_job(parser: argparse.ArgumentParser) -> None:
-    """What is trained."""
+    """The model and data to train."""
     step = parser.add_argument_group("a step")
     step.add_argument("--batch", type=at_least(1),
                       help="images of a card (as in the rows, if they all agree)")  # fmt: skip
@@ -353,7 +353,7 @@ def _job(
 
 
 def _missing(job: Job, fitted: Fit, cluster: Cluster) -> list[str]:
-    """What the answer leaves out, in words."""
+    """Lists what the answer leaves out."""
     missing = ["accuracy"]
     if not job.images or not job.epochs:
         missing.append("hours: --images and --epochs")

@@ -251,7 +251,7 @@ class Prediction:
     epochs: float
     hours: float  # 0: the job names no images or epochs
     parts: dict[str, float]  # hours by PARTS; they add up to `hours`
-    limit: str  # of PARTS: where most hours go besides the arithmetic, if they are worth naming
+    limit: str  # of PARTS: where most hours go, apart from the arithmetic, if worth naming
 
     @property
     def gpu_hours(self) -> float:
@@ -328,7 +328,7 @@ def clusters_up_to(cluster: Cluster) -> list[Cluster]:
 
 
 def what_ifs(job: Job, cluster: Cluster) -> list[tuple[str, Prediction]]:
-    """What could be changed, the most helpful first; accuracy is nobody's promise."""
+    """Possible changes, the most helpful first; accuracy is not considered."""
     changed = [(name, predict(j, c)) for name, j, c in _changes(job, cluster)]
     return sorted(changed, key=lambda pair: pair[1].hours or 1 / pair[1].images_per_second)
 

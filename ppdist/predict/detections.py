@@ -59,7 +59,7 @@ class Detections:
         source: the file, address or position that it came from; "" where unknown.
         category_ids: what a COCO result calls class 0, 1, ...
         frame: number in a video from 0; None: an image.
-        track_ids: int64 [N], -1: not followed yet; None: nobody follows.
+        track_ids: int64 [N], -1: not tracked yet; None: no tracking.
     """
 
     boxes_xyxy: np.ndarray
@@ -162,7 +162,7 @@ class Detections:
     def to_yolo(self, scores: bool = False) -> str:
         """YOLO label file: `class x_centre y_centre width height` per line, 0..1.
 
-        Args: scores: a sixth column, which is no part of a label for training.
+        Args: scores: adds a sixth column, which training labels do not have.
         """
         height, width = self.image.shape[:2]
         lines = []

@@ -76,7 +76,7 @@ class LoadedModel:
     """A detector or classifier with all it needs to be used.
 
     spec: names, sizes, thresholds.  graph: what computes its outputs.  nms_in_graph: whether these
-    are what is left after suppression.  predictor: what puts images through it.
+    are those left after suppression.  predictor: runs the model.
     """
 
     spec: InferenceSpec
@@ -243,7 +243,7 @@ def suppressed(rows_R6: np.ndarray, iou: float) -> np.ndarray:
 class Wanted:
     """Which boxes to keep.
 
-    threshold: lowest score.  whence: where it comes from; "": it was asked for.  class_ids: None:
+    threshold: lowest score.  whence: where it comes from; "": requested.  class_ids: None:
     of all classes.
     """
 
@@ -273,7 +273,7 @@ def wanted(
     Args:
         threshold: None: that of the best F1 which the model's card knows, else 0.25.
         classes: names or numbers from 0; None: all.
-        warn: told where the model itself leaves out boxes that are asked for.
+        warn: called if the model itself drops requested boxes.
     Raises: ConfigError: no such threshold or class.
     """
     known = spec.model_dump(mode="json")
@@ -318,10 +318,10 @@ def require_task(spec: InferenceSpec, task: str, where: str) -> None:
     """Raises: ConfigError: the model does something else."""
     if spec.task != task:
         raise ConfigError(
-            f"a model to {spec.task}, and this is to {task}",
+            f"this model can only {spec.task}, not {task}",
             code="model_of_other_task",
             where=where,
-            fix="a classifier is used by `ppdist predict`",
+            fix="run classifiers with `ppdist predict`",
         )
 
 

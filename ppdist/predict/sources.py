@@ -214,7 +214,7 @@ def frames_of(source: Source, report: Callable[[str], None]) -> Iterator[Frame]:
 def read_source(place: Path | str | int) -> np.ndarray:
     """Image of a file, an address or standard input, uint8 RGB.
 
-    Raises: DataError: it cannot be had, is no image, damaged, or too large.
+    Raises: DataError: it is unavailable, not an image, damaged, or too large.
     """
     text = str(place)
     if text == STDIN:

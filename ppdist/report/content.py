@@ -214,7 +214,7 @@ def status_of(run: Run) -> tuple[str, str]:
     if run.ended:
         return "finished", f"all {run.steps} steps"
     if not run.train and not run.evaluations:
-        return "no records", "it has not yet written down a step"
+        return "no records", "it has not recorded a step yet"
     if run.finished == "signal":
         return "stopped", f"by a signal after step {run.steps}{of}; --resume continues it"
     return "not finished", f"last record at step {run.steps}{of}; --resume continues it"
@@ -308,16 +308,16 @@ def slow_ranks(run: Run) -> str:
 
 def _happened(run: Run) -> Iterator[str]:
     for step in run.starts[1:]:
-        yield f"Started again, from step {step:.0f}."
+        yield f"Resumed from step {step:.0f}."
     for came, went, why in run.rollbacks:
-        yield f"Went back from step {came:.0f} to step {went:.0f}: {why}."
+        yield f"Rolled back from step {came:.0f} to step {went:.0f}: {why}."
     if run.bad_images:
-        yield f"{run.bad_images} images could not be used; others took their places."
+        yield f"{run.bad_images} images could not be used and were substituted by others."
 
 
 # Several runs.
 
-# Keys that make no other experiment: where files lie, what is said, and chance.
+# Keys that do not change the experiment: paths, logging, and seeds.
 _SAME_EXPERIMENT = ("seed", "output_dir", "log.")
 _NOT_COMPARED = ("output_dir", "log.")
 _DERIVED = ("ranks", "total_batch", "lr", "steps", "steps_per_epoch", "warmup_steps")

@@ -173,11 +173,11 @@ def _pictures(run: Run, place: str) -> list[Embedded]:
 def _address(path: Path) -> Markup:
     """A picture as data URL, shrunk if large.
 
-    Raises: OSError, ValueError, SyntaxError, DecompressionBombError: it is no JPEG or PNG, or one
-        of absurd size.
+    Raises: OSError, ValueError, SyntaxError, DecompressionBombError: not a JPEG or PNG, or one of
+        absurd size.
     """
     if not path.is_file():  # a pipe would never end
-        raise ValueError("it is no file")
+        raise ValueError("not a file")
     size = path.stat().st_size
     if size > _MOST_FILE_BYTES:
         raise ValueError(f"it has {size} bytes")

@@ -118,7 +118,7 @@ def video_path(file: Path | str) -> str:
         return str(file).encode().decode()
     except UnicodeEncodeError as error:
         raise FileError(
-            "OpenCV wants UTF-8 in a video's path",
+            "OpenCV needs a UTF-8 path for a video",
             code="path_not_utf8",
             where=str(file),
             fix="rename it",

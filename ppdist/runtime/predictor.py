@@ -362,7 +362,7 @@ class OnnxGraph:
             self._session = onnxruntime.InferenceSession(
                 str(file), options, providers=list(providers)
             )
-        except Exception as error:  # its exceptions share no narrower base
+        except Exception as error:  # its exceptions have no narrower common base
             raise PredictorError(f"{file}: ONNX Runtime cannot load it: {error}") from error
         if providers[0][0] not in self._session.get_providers():  # it would fall back to the CPU
             raise PredictorError("device gpu: ONNX Runtime finds no usable card; see its message")

@@ -1,4 +1,4 @@
-"""What was found, as files: JSON, CSV, drawn pictures."""
+"""Writes results as JSON, CSV and drawn pictures."""
 
 import csv
 import json
@@ -27,7 +27,7 @@ PALETTE = (
     (153, 153, 153),
 )
 FILES = {"detect": "detections", "classify": "classes"}  # stem of the JSON and CSV, by task
-_NOT_UTF8 = "backslashreplace"  # of names; at least Python's json reads the same name back
+_NOT_UTF8 = "backslashreplace"  # of names; Python's json, at least, reads them back unchanged
 _BEST = 5  # classes reported for an image
 _FONT = cv2.FONT_HERSHEY_SIMPLEX
 _COLUMNS = {
@@ -37,11 +37,11 @@ _COLUMNS = {
 
 
 def require_own_folder(out: Path, source: Path, ours: bool) -> None:
-    """Refuses an `out` whose files would be replaced or taken for results.
+    """Refuses an `out` whose files would be overwritten or mistaken for results.
 
-    Args: ours: an earlier run wrote results there; only asked of a folder as source.
-    Raises: FileError: pictures in it would replace those of `source`, or files already in it would
-        be taken for results and skipped.
+    Args: ours: an earlier run wrote results there; asked only of a folder as source.
+    Raises: FileError: pictures would overwrite those of `source`, or files already in it would be
+        mistaken for results and skipped.
     """
     folder = (source if source.is_dir() else source.parent).resolve()
     above = folder.parents if source.is_dir() else ()
@@ -65,7 +65,7 @@ def require_own_folder(out: Path, source: Path, ours: bool) -> None:
 def require_no_foreign_files(
     out: Path, names: Iterable[str], ours: Callable[[Path], Collection[str]] = lambda out: ()
 ) -> None:
-    """Refuses names that are in `out` already and not ours.
+    """Refuses names that already exist in `out` and are not ours.
 
     Args: ours: the names there that earlier runs wrote, looked up only if needed.
     Raises: FileError.
@@ -83,17 +83,17 @@ def require_no_foreign_files(
 
 
 class Results:
-    """What was found so far; `add` each picture in order, then `write`.
+    """Collects results; `add` each picture in order, then `write`.
 
     Args:
         out: where all files go.
         spec: the content of infer.yml.
-        threshold: boxes of a lower score do not count.
+        threshold: boxes with lower scores are dropped.
         pictures: name of a source -> picture to write for it, below `out`; other sources are
             not drawn.
 
     Attributes:
-        detects: whether boxes are found, not classes of whole images.
+        detects: True for boxes, False for classes of whole images.
         images, objects: `images` and `annotations` of the JSON file.
     """
 
@@ -136,7 +136,7 @@ class Results:
         return f"{len(self.objects)} objects in {len(self.images)} images"
 
     def write(self, as_csv: bool) -> Path:
-        """Ends the last video; writes the JSON file, CSV if asked."""
+        """Closes the last video; writes the JSON file, and CSV on request."""
         self._writer.close()
         task = self._spec["task"]
         pairs = zip(self._spec["category_ids"], self._spec["class_names"])
@@ -195,7 +195,7 @@ class Results:
 class Pictures:
     """Writes pictures: an image under its name, a video as one file.
 
-    Nothing is created when nothing is written.
+    Creates nothing until the first picture.
 
     Args:
         out: where they go.
@@ -213,14 +213,14 @@ class Pictures:
         return self._names.values()
 
     def wants(self, frame: Frame) -> bool:
-        """Whether a picture of it is written."""
+        """Whether to write a picture of this frame."""
         return frame.name in self._names
 
     def write(self, frame: Frame, drawn_HW3: np.ndarray) -> None:
         """Writes one picture, or the next frame of a video.
 
-        Args: drawn_HW3: uint8 RGB; of a video all have one size.
-        Raises: FileError: the disk or OpenCV refuses.
+        Args: drawn_HW3: uint8 RGB; all frames of a video have one size.
+        Raises: FileError: the file system or OpenCV fails.
         """
         if frame.name != self._film:
             self.close()
@@ -241,7 +241,7 @@ class Pictures:
         self._video.write(cv2.cvtColor(drawn_HW3, cv2.COLOR_RGB2BGR))
 
     def close(self) -> None:
-        """Ends the video that is open."""
+        """Closes the open video."""
         if self._video is not None:
             self._video.release()
         self._video, self._film = None, ""
@@ -250,7 +250,7 @@ class Pictures:
 def write_picture(file: Path, image_HW3: np.ndarray) -> None:
     """Writes a uint8 RGB image in the format of the suffix.
 
-    Raises: FileError: OpenCV writes no such format, or the disk refuses.
+    Raises: FileError: OpenCV cannot write this format, or the file system fails.
     """
     try:
         # cv2.imwrite crashes on a name that is not UTF-8.
@@ -268,7 +268,7 @@ def write_picture(file: Path, image_HW3: np.ndarray) -> None:
 def picture_names(names: Sequence[str], films: Iterable[str] = ()) -> list[str]:
     """A unique picture name for each source; videos become .mp4.
 
-    Args: films: those of `names` that are videos, whatever they are called.
+    Args: films: those of `names` that are videos, whatever their suffix.
     """
     taken, films = set(names), set(films)
     result = []
@@ -295,7 +295,7 @@ def draw_boxes(canvas_HW3: np.ndarray, rows_R6: np.ndarray, class_names: list[st
         cv2.rectangle(canvas_HW3, (x1, y1), (x2, y2), colour, thickness)
         text = f"{_readable(class_names[label], label)} {row[1]:.2f}"
         wide, tall = _plate_size(canvas_HW3, text)
-        top = y1 - tall if y1 >= tall else y1  # inside, where there is no room above
+        top = y1 - tall if y1 >= tall else y1  # inside the box if there is no room above
         _draw_plate(canvas_HW3, (max(0, min(x1, width - wide)), top), text, colour)
 
 
@@ -343,7 +343,7 @@ def _draw_plate(
 
 @contextmanager
 def writing(file: Path) -> Iterator[None]:
-    """Raises: FileError: the disk refuses."""
+    """Raises: FileError: in place of an OSError."""
     try:
         yield
     except OSError as error:

@@ -62,7 +62,7 @@ def download(
     Args:
         url: http or https.
         file: its place; the folder is made.
-        sha256: hexadecimal; None: nobody published one, and the number of bytes alone is checked.
+        sha256: hexadecimal; None: none is published, and only the number of bytes is checked.
         fix: what else the user can do, for messages.
         say: gets a line every few seconds.
         timeout: seconds without any byte that count as a cut.
@@ -177,7 +177,7 @@ def _alone(file: Path, say: Callable[[str], None]) -> Iterator[Path]:
                     waited = f"({now - begin:.0f} s)"
                     say(f"waiting for another process that downloads {file.name} {waited}")
                 time.sleep(0.1)
-        except OSError:  # a file system without locks: each writes for itself, and begins anew
+        except OSError:  # no locks on this file system: each downloads alone, from the start
             yield file.with_name(f"{file.name}.{os.getpid()}.part")
         else:
             yield file.with_name(f"{file.name}.part")
@@ -191,7 +191,7 @@ def _arrive(url: str, part: Path, fix: str, say: Callable[[str], None], timeout:
     An attempt that ends early is followed by another; one that brought no byte, after a pause.
 
     Returns: whether some were there before.
-    Raises: StorageError: the server stays away.  UserError: it refuses.
+    Raises: StorageError: the server stays unreachable.  UserError: it refuses.
     """
     resumed = False
     for _ in range(_MOST_ATTEMPTS):
@@ -208,7 +208,7 @@ def _arrive(url: str, part: Path, fix: str, say: Callable[[str], None], timeout:
         _, why = with_retries(attempt)
         if not why:
             return resumed
-        say(f"{url}: {why}; trying again")
+        say(f"{url}: {why}; retrying")
     raise unavailable(f"cut off {_MOST_ATTEMPTS} times", url, "reach the server again")
 
 
@@ -229,7 +229,7 @@ def _attempt(
             goes_on = answer.status == http.client.PARTIAL_CONTENT
             if goes_on and not answer.headers.get("Content-Range", "").startswith(f"bytes {at}-"):
                 _drop(part)
-                return False, "the server sent another part than it was asked for"
+                return False, "the server sent another part than requested"
             at = at if goes_on else 0
             total = at + _length_of(answer, url, fix)
             _require_room(part, total - at, url)
@@ -261,7 +261,7 @@ def _attempt(
 def _length_of(answer: Any, url: str, fix: str) -> int:
     """Number of bytes in the response.
 
-    Raises: UserError: it is no file, or its length is unknown.
+    Raises: UserError: it is not a file, or its length is unknown.
     """
     if "text/html" in (answer.headers.get("Content-Type") or ""):
         raise UserError(
@@ -365,7 +365,7 @@ def _require_room(part: Path, missing: int, url: str) -> None:
         )
 
 
-# --- what is known of a part ----------------------------------------------------------------------
+# --- records of partial downloads -----------------------------------------------------------------
 
 
 def _size(part: Path) -> int:

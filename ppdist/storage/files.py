@@ -77,7 +77,7 @@ def open_file(path: str | Path) -> BinaryIO:
     known = stores.listed_identity(text)
     if known is None or not known.bytes:
         return io.BytesIO(stores.fetch(text))
-    # A range, for whose size nobody has to ask first.
+    # A range request, which needs no size beforehand.
     return io.BytesIO(stores.fetch(text, 0, known.bytes))
 
 

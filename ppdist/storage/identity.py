@@ -6,8 +6,8 @@
 
 Modification times alone are not enough: archives restore old ones, and copies keep them.  No
 program can set ctime, and every way to put other content in a place (write, link, rename) changes
-it on a local disk and on NFS.  Inodes would tell nothing more there, and FUSE mounts number the
-same files anew at each mount.  If a file's mark is unknown, nothing of it is kept across runs.
+it on a local disk and on NFS.  Inodes would tell nothing more there, and FUSE numbers the same
+files differently at each mount.  If a file's mark is unknown, nothing of it is kept across runs.
 """
 
 import hashlib

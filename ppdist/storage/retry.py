@@ -1,6 +1,6 @@
 """Storage that is away: one exception, and one place that waits.
 
-Whoever finds that storage does not answer raises `unavailable`, a StorageError.  A request of an
+Code that finds storage not answering raises `unavailable`, a StorageError.  A request of an
 object store waits by itself.  Of files on a disk, only the files beside them tell an outage from a
 deleted one: who knows these puts `with_retries` outside, which then waits alone.
 """
@@ -23,7 +23,7 @@ _OUTAGES = frozenset((
     errno.ENETUNREACH,
 ))  # fmt: skip
 _FIRST_PAUSE_SECONDS, _LONGEST_PAUSE_SECONDS = 0.2, 30.0
-TOLD_SECONDS = 0.5  # a busy store asks for shorter pauses every day; longer ones are told
+TOLD_SECONDS = 0.5  # busy stores often cause shorter pauses; longer ones are reported
 _START_SECONDS = 30.0  # that a start waits for a store not reached yet
 _T = TypeVar("_T")
 _inside: ContextVar[bool] = ContextVar("inside", default=False)
@@ -53,13 +53,13 @@ def with_retries(
     pause: Callable[[float, StorageError], object] = _sleep,
     quiet: bool = False,
 ) -> _T:
-    """Calls again while storage is away, for so many seconds at most.
+    """Retries a call while storage is away, up to a time limit.
 
     Inside another one it calls once: the outermost alone waits.
 
     Args:
         seconds: None: half a minute.
-        pause: waits so many seconds because of this error; it may raise it to give up.
+        pause: waits these seconds because of this error; may raise it to give up.
         quiet: somebody else tells the user.
     Raises: StorageError: it stays away.
     """

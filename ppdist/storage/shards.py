@@ -35,7 +35,7 @@ _HEADER_BYTES = tarfile.BLOCKSIZE
 class Member(NamedTuple):
     """An index entry: location of an image's content in a shard.
 
-    offset, size: in bytes; mark: of the index that says so.
+    offset, size: in bytes; mark: of the index that lists them.
     """
 
     offset: int
@@ -148,7 +148,7 @@ def find_member(place: Place) -> Member:
 def open_member(place: Place) -> BinaryIO:
     """Opens an image in a shard as a file of its own.
 
-    It reads no more of the shard than it is asked.
+    Reads only the requested bytes of the shard.
 
     Raises: OSError: absent, unreadable, or the index is of other shards.
     """
@@ -169,7 +169,7 @@ def open_member(place: Place) -> BinaryIO:
 def read_member(place: Place, most_bytes: int) -> bytes:
     """All of an image in a shard, by one read.
 
-    Raises: OSError: as `open_member`, or it has more than so many bytes.
+    Raises: OSError: as `open_member`, or it has more bytes than that.
     """
     member = find_member(place)
     shard = os.path.join(place.folder, place.shard)

@@ -246,7 +246,7 @@ def _request(send: Callable[[], _T], url: str, seconds: float) -> _T:
     def once() -> _T:
         try:
             return send()
-        except Exception as error:  # the libraries share no narrower base
+        except Exception as error:  # the libraries have no narrower common base
             problem = _problem(error, url, seconds)
         raise problem  # not `from error`: a library's text may contain secrets
 
@@ -302,7 +302,7 @@ def _problem(error: Exception, url: str, limit: float) -> OSError | StorageError
     status, code = _answer(error)
     name = f"HTTP {status} {code}".strip() if status else code
     unclear = isinstance(error, FileNotFoundError) and url.startswith("http") and not status
-    if unclear and error.__cause__ is not None:  # fsspec says so of every failed HEAD
+    if unclear and error.__cause__ is not None:  # fsspec's message for every failed HEAD
         return _problem(error.__cause__, url, limit)  # type: ignore[arg-type]
     absent = isinstance(error, FileNotFoundError) and status in (0, 404, 410)
     if absent or status in (404, 410):

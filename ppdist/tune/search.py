@@ -72,7 +72,7 @@ class Search:
         with ExitStack() as undo:
             undo.callback(self._abandon)
             for trial in self.store.unwanted():
-                self.say(f"trial {trial.number:03d} is ignored: the study no longer has it")
+                self.say(f"trial {trial.number:03d} is ignored: it is no longer in the study")
             begun = 0
             while True:
                 stop = self.asked_to_stop()
@@ -107,7 +107,7 @@ class Search:
         job = self.launcher.start(folder, self.places[place], study.config, cell.overrides(study))
         self._running[place] = _Running(claim, job, past.crashes, past.minutes)
         self._note(self._running[place])
-        how = "goes on" if claim.again else "begins"
+        how = "continues" if claim.again else "starts"
         self.say(f"trial {claim.number:03d} ({cell.label}) {how} in {folder}")
 
     def _look(self, place: int, stop: bool) -> None:
@@ -125,7 +125,7 @@ class Search:
         if self.store.report(number, values) and code is None and not running.hopeless:
             running.hopeless = True
             self.store.give_up(number)
-            self.say(f"trial {number:03d} is not worth going on at epoch {max(values)}: stopping")
+            self.say(f"trial {number:03d} is pruned at epoch {max(values)}: stopping")
         for epoch in sorted(values.keys() - running.said):
             running.said.add(epoch)
             self.say(f"trial {number:03d} epoch {epoch}: {curve.metric} {values[epoch]:.4f}")
@@ -157,7 +157,7 @@ class Search:
             why = f"exit code {code}: {running.job.said()}"
             self._finish(claim, TrialState.FAIL, curve, running.minutes, why)
         else:
-            self.say(f"trial {number:03d} ended with exit code {code}: it is continued")
+            self.say(f"trial {number:03d} ended with exit code {code}: continuing it")
             self.store.leave(number)  # and claimed again in the next round
 
     def _finish(
@@ -187,7 +187,7 @@ class Search:
         good = states & {TrialState.COMPLETE, TrialState.PRUNED}
         if self._failures >= _MOST_FAILURES and not good:
             raise LaunchError(
-                f"{self._failures} trials failed and none went well, the last with {why}",
+                f"{self._failures} trials failed and none succeeded, the last with {why}",
                 code="trials_failed",
                 fix=(
                     f"see console.log in {self.store.trial_folder(claim.number)}, then start "

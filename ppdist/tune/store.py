@@ -1,12 +1,12 @@
 """Store of a study: a folder that any number of processes share.
 
     journal.log    Optuna's storage: every trial, its values as they come, how it ended
-    study.json     what was asked for when the study began
+    study.json     settings with which the study began
     trials/NNN/    the output_dir of trial NNN; tune.lock there belongs to who runs it
-    *.lock         locks of whoever must be alone; a process that ends in any way has none
+    *.lock         locks for exclusive work; released however their process ends
 
-A trial that is running in the journal, and whose lock nobody has, was left by a process that is
-gone: whoever asks for work next goes on with it.
+A trial that the journal lists as running but whose lock is free was left by a process that is gone;
+the next process that asks for work continues it.
 """
 
 import hashlib
@@ -60,18 +60,18 @@ class StudyLock(FileLock):
             return super().try_acquire()
         except OSError as error:
             raise ConfigError(
-                f"{self.path.parent} is on a file system without locks ({error.strerror}), with "
-                "which the processes of a study agree",
+                f"{self.path.parent} is on a file system without locks ({error.strerror}), "
+                "which the processes of a study need",
                 code="file_system_without_locks",
                 where="--out",
-                fix="take another",
+                fix="choose a folder on another file system",
             ) from error
 
 
 class JournalLock(StudyLock):
     """The lock Optuna takes before it appends to its journal.
 
-    Optuna's own lock files outlive a killed process.  Whoever has it first cuts off an unfinished
+    Optuna's own lock files outlive a killed process.  The holder of this one first cuts off a
     line that a crash or a full disk left: Optuna would append the next to it, and read neither.
     """
 
@@ -184,7 +184,7 @@ class Store:
         """Claims the next trial; None: nothing is left for this process.
 
         Args:
-            begin: also trials that nobody has begun.
+            begin: include trials not started yet.
             retry_failed: a cell of a grid whose trials failed before this process began is free.
         """
         with self.lock:
@@ -231,7 +231,7 @@ class Store:
 
     def _begin(self, trials: Sequence[FrozenTrial], retry_failed: bool) -> Claim | None:
         """A trial of its own, under the lock of the study."""
-        # What fails in this process is not free again: it would be made for ever.
+        # A trial that fails in this process is not released: it would be retried forever.
         freed = self._failed_before if retry_failed else frozenset()
         counted = [each for each in trials if each.number not in freed]
         if self.config.trials is not None and len(counted) >= self.config.trials:
@@ -303,7 +303,7 @@ class Store:
         return optuna.Trial(self.study, self.trials()[number]._trial_id)
 
     def leave(self, number: int) -> None:
-        """Whoever asks next may go on with it."""
+        """Releases a trial; the next process that asks may continue it."""
         self._mine.pop(number).close()
 
     def close(self) -> None:

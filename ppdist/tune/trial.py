@@ -134,7 +134,7 @@ class Launcher:
         line += ["-o", *overrides, item_of("output_dir", str(folder))]
         environment = {"OMP_NUM_THREADS": str(self.threads), **os.environ}
         with (folder / "console.log").open("ab") as console:
-            # When this process is gone, it is asked to save and end.
+            # When this process is gone, the trial is told to save and end.
             process = start(
                 line,
                 stdout=console,
@@ -261,7 +261,7 @@ class Curve:
                     code="unknown_metric",
                     where="metric",
                 )
-        # One that could not be measured (null) stands for nothing.
+        # One that could not be measured (null) is ignored.
         return cls(metric, [each for each in found if isinstance(each[metric], int | float)])
 
     def values(self) -> dict[int, float]:
@@ -288,7 +288,7 @@ class Curve:
 
 
 def _numbers(record: Record) -> dict[str, Any]:
-    """Without classes (`AP/name`) and what is said of every record."""
+    """Without classes (`AP/name`) and fields common to all records."""
     return {
         key: round(value, 6) if isinstance(value, float) else value
         for key, value in record.items()

@@ -4,7 +4,7 @@ Every part ends in one of three words:
 
     PASS      something was compared, and nothing was further off than it may be
     FAIL      something was
-    NOT RUN   it could not be compared here; the reason stands beside, and what was measured anyway
+    NOT RUN   it could not be compared here; with the reason, and what was measured anyway
 
 What a rank does by itself (kernels, one batch on card and CPU) runs in this process.  What trains
 is a command that users run, too: each rank starts a process of it beside itself on its card, as a
@@ -77,12 +77,12 @@ class Found:
 
 @dataclass(frozen=True)
 class Options:
-    """How much is done, and what is asked of it.
+    """Amount of work, and the limits to meet.
 
     Attributes:
         steps: of the trainings in each precision; a tenth of them measures speed.
         efficiency: the least part of so many times the rate of one card.
-        minutes: after so many no further run is started, and one that goes on is ended.
+        minutes: after these no further run starts, and a running one is stopped.
     """
 
     steps: int = 200

@@ -5,7 +5,7 @@ that trains the same steps alone:
 
     train.sync_bn: false    1 rank, the same micro-batches one after the other: each is normalised
                             by its own statistics there as here, and moves the running statistics
-                            of the rank that it stands for
+                            of the rank that it simulates
     train.sync_bn: true     1 rank, batches of all ranks together: as synchronised statistics see it
 
 Two ways to add the same numbers differ by rounding, and training amplifies that; how far depends on
@@ -61,7 +61,7 @@ Trace = dict[str, np.ndarray]
 TOLERANCES = {"float32": 1e-5, "float16": 5e-3, "bfloat16": 2e-2}
 _ROUNDINGS_ALLOWED = 10.0  # times what the second run is off by: it is but one example
 _SOME_ROUNDINGS = 1e-6  # of float32, relative: how close two arrays can be at all
-_NOT_FINITE = 1e9  # a difference that is no number, as JSON can hold it
+_NOT_FINITE = 1e9  # a difference that is not a number, in a form that JSON can hold
 # A step where more is allowed proves nothing: of a loss or a norm; of what training moved.
 _BLIND, _BLIND_OF_MOVED = 0.05, 0.1
 ROUNDINGS = {"float32": 2.0**-23, "float16": 2.0**-11, "bfloat16": 2.0**-8}
@@ -78,21 +78,21 @@ def require_comparable(config: ExperimentConfig) -> None:
     """
     reasons = []
     if config.train.batch_size_per_card == "auto":
-        reasons.append("train.batch_size_per_card=8 (one rank has memory for another batch)")
+        reasons.append("train.batch_size_per_card=8 (one rank would choose another batch size)")
     if getattr(config.model, "dropout", 0) > 0:
-        reasons.append("model.dropout=0 (every rank drops other values)")
+        reasons.append("model.dropout=0 (each rank drops different values)")
     if config.data.sampling.name == "difficulty":
         reasons.append("data.sampling.name=balanced (difficulty follows evaluations)")
     ranks = config.distributed
     if ranks.sync_every is not None:
         reasons.append("distributed.sync_every=null (ranks step on their own, each with its norm)")
     if ranks.topk_fraction is not None:
-        reasons.append("distributed.topk_fraction=null (what is left out comes late)")
+        reasons.append("distributed.topk_fraction=null (dropped gradients are applied late)")
     if ranks.gradient_rank is not None:
-        reasons.append("distributed.gradient_rank=null (what is left out comes late)")
+        reasons.append("distributed.gradient_rank=null (dropped gradients are applied late)")
     if reasons:
         raise ConfigError(
-            "here many ranks differ from one by design",
+            "with these settings, many ranks differ from one by design",
             code="differs_by_design",
             fix=f"to compare the rest, add -o with {' and '.join(reasons)}",
         )

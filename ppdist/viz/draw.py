@@ -254,8 +254,8 @@ def write_jpeg(path: Path, image_HW3: np.ndarray) -> None:
     height, width = image_HW3.shape[:2]
     if max(height, width) > _JPEG_PIXELS:
         raise UserError(
-            f"cannot be written: a picture of {width} x {height} pixels; expected at most "
-            f"{_JPEG_PIXELS} across and down, which is all that a JPEG has room for",
+            f"cannot be written: a picture of {width} x {height} pixels, but JPEG allows at most "
+            f"{_JPEG_PIXELS} per side",
             code="picture_too_large",
             where=str(path),
         )

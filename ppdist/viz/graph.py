@@ -1,9 +1,9 @@
 """VisualDL's GRAPHS page of an exported model.
 
-`LogWriter.add_graph` of VisualDL 2.5.3 needs Paddle's old format of programs and fails with the
-present one.  An export has the same in model.json: operations, the layers they stand in
-(`struct_name`) and shapes.  What is written here is what `add_graph` writes, as far as the page
-reads it; beside a run's curves `visualdl --logdir OUTPUT/vdl` shows it.
+`LogWriter.add_graph` of VisualDL 2.5.3 needs Paddle's old program format and fails with the
+current one.  An export's model.json has the same content: operations, their layers (`struct_name`)
+and shapes.  This module writes what the page reads of `add_graph`'s output;
+`visualdl --logdir OUTPUT/vdl` shows it beside a run's curves.
 
 Source: github.com/PaddlePaddle/VisualDL 2.5.3, visualdl/reader/graph_reader.py and
 component/graph/{graph_component,netron_graph}.py.
@@ -19,9 +19,9 @@ _FILE = "vdlgraph.model.log"  # the page looks for `vdlgraph` in names
 _VERSION = "1.0.0"
 _ROOT = "/"
 _DTYPES = {"t_f32": "float32", "t_f64": "float64", "t_i32": "int32", "t_i64": "int64"}
-_HANDED_ON = ("combine", "split")  # no operations: what they make is what they get
-_ENDS = {"data": "feed", "fetch": "fetch"}  # as the page knows inputs and outputs
-_DECODING = "/decode/"  # where operations of no layer stand: boxes of predictions, suppression
+_HANDED_ON = ("combine", "split")  # pass-through: outputs equal inputs
+_ENDS = {"data": "feed", "fetch": "fetch"}  # the page's names for inputs and outputs
+_DECODING = "/decode/"  # for operations outside any layer: box decoding, suppression
 
 
 def write_graph(program: Path, folder: Path) -> Path:
@@ -30,7 +30,7 @@ def write_graph(program: Path, folder: Path) -> Path:
     Args:
         program: model.json of an export.
         folder: where VisualDL looks (`--logdir`).
-    Raises: OSError: one cannot be read, or the other written.  KeyError: it is no such program.
+    Raises: OSError: cannot read the program or write the page.  KeyError: not such a program.
     """
     graph = graph_of(json.loads(program.read_bytes()))
     replace_file(folder / _FILE, json.dumps(graph).encode())
@@ -40,12 +40,12 @@ def write_graph(program: Path, folder: Path) -> Path:
 def graph_of(program: dict[str, Any]) -> dict[str, Any]:
     """Nodes (operations and enclosing layers) and variables in VisualDL's format.
 
-    Constants are left out; operations that only pass on a value are replaced by that value.
+    Omits constants; replaces pass-through operations by their inputs.
     """
     (block,) = program["program"]["regions"][0]["blocks"]
     nodes: dict[str, dict[str, Any]] = {_ROOT: _layer(_ROOT)}
     variables: dict[str, dict[str, Any]] = {}
-    behind: dict[int, list[str]] = {}  # a value of the program -> the variables it stands for
+    behind: dict[int, list[str]] = {}  # value of the program -> variables it represents
     for place, operation in enumerate(block["ops"]):
         kind = operation["#"].partition(".")[2] or operation["#"]
         outputs = operation["O"] if isinstance(operation["O"], list) else [operation["O"]]
@@ -113,7 +113,7 @@ def _layer(name: str, kind: str = "") -> dict[str, Any]:
 
 
 def _variable(name: str, kind: dict[str, Any] | None, *, parameter: bool) -> dict[str, Any]:
-    """Args: kind: of a tensor: its type and shape; None: no tensor."""
+    """Args: kind: type and shape of a tensor; None: not a tensor."""
     dtype, shape = "", []
     if kind is not None and kind["#"].endswith("t_dtensor"):
         dtype, shape = kind["D"][0]["#"].rpartition(".")[2], kind["D"][1]
@@ -128,7 +128,7 @@ def _variable(name: str, kind: dict[str, Any] | None, *, parameter: bool) -> dic
 
 
 def _plain(attribute: dict[str, Any]) -> Any:
-    """The value of an attribute, lists in it too."""
+    """The value of an attribute, lists converted recursively."""
     if attribute["#"].endswith("a_array"):
         return [_plain(each) for each in attribute["D"]]
     return attribute.get("D")
@@ -149,7 +149,7 @@ def _put_into_layers(name: str, nodes: dict[str, dict[str, Any]]) -> None:
 def _join_layers(nodes: dict[str, dict[str, Any]], variables: dict[str, dict[str, Any]]) -> None:
     """Sets the inputs and outputs of each layer.
 
-    Those are variables made outside and used inside, and the reverse.
+    Inputs are variables made outside and used inside; outputs the reverse.
     """
     for name, layer in nodes.items():
         if layer["is_leaf_node"]:

@@ -238,4 +238,4 @@ def test_prometheus_scrapes_real_run_with_straggler(
         assert ask("sum by (rank) (ppdist_rank_up)") == {"0": 1.0, "1": 1.0}
         for where, text in expressions("ppdist").items():
             assert ask(text) or "GPU" in where or "annotation" in where, where
-        assert "slow: rank 1 (host" in job.text
+        assert "straggler: rank 1 (host" in job.text

@@ -177,7 +177,7 @@ def test_odd_file_names_are_escaped_on_terminal(exported: Path, tmp_path: Path) 
                     "--csv")  # fmt: skip
     assert done.returncode == 0, done.stderr
     assert r"a\u001b[2J\u202e.jpg: " in done.stdout and r"caf\udce9.jpg: " in done.stdout
-    assert r"film\udce9.avi: OpenCV wants UTF-8 in a video's path" in done.stderr
+    assert r"film\udce9.avi: OpenCV needs a UTF-8 path for a video" in done.stderr
     assert "\x1b" not in done.stdout + done.stderr
     found = json.loads((out / "detections.json").read_text(encoding="utf-8"))
     assert [image["file_name"] for image in found["images"]] == names

@@ -138,7 +138,7 @@ def test_requests_over_capacity_are_told_to_retry():
     assert sorted(statuses) == [200] * 3 + [503] * 5
     refused = answers[statuses.index(503)]
     assert refused.headers["retry-after"] == "1"
-    assert refused.json()["error"] == "3 requests are under way already; come back soon"
+    assert refused.json()["error"] == "3 requests are already in flight; retry soon"
     assert later.status_code == 200
 
 

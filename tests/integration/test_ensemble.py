@@ -170,7 +170,7 @@ def test_the_greedy_soup_says_what_it_tried(project: Path, capsys) -> None:
         (["fuse", "--model", "a.yml:b", "--sigma", "1"], "options_conflict",
          "--sigma is for soft-nms-gaussian; wbf takes --iou"),
         (["fuse", "--model", "a.yml:b", "--method", "soft-nms-gaussian", "--iou", "0.5"],
-         "options_conflict", "--iou: soft-nms-gaussian has none; give --sigma"),
+         "options_conflict", "--iou: has no effect with soft-nms-gaussian; give --sigma"),
         (["fuse", "--detections", "a.json", "--flip"], "options_conflict",
          "--flip, --scales and --view-iou are for --model; leave them out"),
         (["fuse", "--model", "a.yml:b", "-c", "a.yml"], "options_conflict",

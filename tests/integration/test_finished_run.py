@@ -39,7 +39,7 @@ def test_deadly_images_and_pictures_cost_no_run(tmp_path: Path) -> None:
     assert run_on_ranks(1, f"{__name__}:train", str(tmp_path), hosts=1) == [0]
     log = (tmp_path / "out" / "train.log").read_text(encoding="utf-8")
     assert f"{names[1]}: not a file" in log
-    assert "the training has ended, but its pictures in" in log and "(killed by SIGSEGV)" in log
+    assert "the training has completed, but drawing " in log and "(killed by SIGSEGV)" in log
     assert f"to draw them: ppdist report {tmp_path / 'out'}" in log
     succeeded(run_tool("report", tmp_path / "out"))
     assert (tmp_path / "out" / "plots" / "worst.jpg").is_file()

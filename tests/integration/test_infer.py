@@ -287,7 +287,7 @@ def test_non_utf8_name_is_read_written_and_printed(tmp_path: Path) -> None:
     assert printable(source.name) == r"caf\udce9.png"
     film, reports = source.with_suffix(".mp4"), []
     assert list(frames_of(Source(film, "film"), reports.append)) == []
-    assert reports == [f"{film}: OpenCV wants UTF-8 in a video's path; rename it"]
+    assert reports == [f"{film}: OpenCV needs a UTF-8 path for a video; rename it"]
 
 
 def test_no_two_pictures_have_one_name() -> None:

@@ -59,7 +59,7 @@ def check_before_training(
 
     Rank 0 checks and all ranks get its result, so all leave out the same images; however long that
     takes, they wait while it gets on.  The result is kept in $XDG_CACHE_HOME or ~/.cache: the next
-    start compares only the files' times and sizes, and an interrupted one goes on.
+    start compares only the files' times and sizes, and an interrupted one continues.
 
     Args:
         workers: child processes that check images.
@@ -294,7 +294,7 @@ def look_at_all(look: Callable[[int], int], count: int, progress: Progress) -> n
     return found_N
 
 
-_UNKNOWN = 0  # key of an image of which nobody tells whether it changes
+_UNKNOWN = 0  # key of an image whose changes cannot be detected
 _MOST_BYTES = 1 << 30
 
 
@@ -302,7 +302,7 @@ def _keys(records: Records, decode: bool) -> np.ndarray:
     """Keys, int64 [N], of what each image's check depends on.
 
     These are its path, its annotated size, and its content identity (ctime: new permissions, too).
-    _UNKNOWN: that cannot be told.
+    _UNKNOWN: changes cannot be detected.
     """
     start = hashlib.blake2b(f"{_VERSION} {decode}".encode(), digest_size=8)
 

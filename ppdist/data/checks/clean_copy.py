@@ -90,7 +90,7 @@ def clean_copy(report: Report, form: Format, out: Path, *, images: Images) -> Cl
             )
         if not any(image.objects for image in raws[split].images):
             raise DataError(
-                "no object can be used; nothing was written",
+                "no usable object; nothing was written",
                 code="objects_missing",
                 where=validated.raw.source,
             )

@@ -1,6 +1,6 @@
 """What each image file is, and which are equal.
 
-Images are checked in child processes: a decoder that crashes or hangs takes none of ours with it,
+Images are checked in child processes: a decoder that crashes or hangs takes no rank with it,
 and its file is named.
 """
 
@@ -233,7 +233,7 @@ class _Child:
         theirs.close()
 
     def give(self, waiting: deque[int]) -> None:
-        """Hands it work from the front when it has none."""
+        """Gives an idle worker the first of the queue."""
         if self.busy or self.ended or not waiting:
             return
         self.busy.extend(waiting.popleft() for _ in range(min(_AT_ONCE, len(waiting))))
@@ -291,7 +291,7 @@ def _serve(
 ) -> None:
     """Main loop of a child, until its parent is gone.
 
-    It also ends amid an image, which may have no end.
+    It also stops within an image, which may never end.
     """
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent stops its children
@@ -382,7 +382,7 @@ _BITS_PER_SAMPLE, _BEGINNINGS, _BYTES = 258, (273, 324), (279, 325)
 
 
 class _Header(NamedTuple):
-    """What is said of an image without decoding it.
+    """Checks an image without decoding it.
 
     sizes: each (width, height) for which training surely takes the image, if it can decode it.
     cut_short: pixels should lie beyond the end of the file.

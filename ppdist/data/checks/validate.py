@@ -206,7 +206,7 @@ def _of_boxes(raw: RawSet) -> Iterator[Issue]:
             shown = box_text(entry.box)
             problem = box_problem(entry.box, image.width, image.height)
             if problem in ("box_outside", "box_sticking_out") and not image.size_known:
-                problem = None  # YOLO's fractions, of an image whose size nobody knows
+                problem = None  # YOLO's fractions, of an image of unknown size
             if problem is not None:
                 inside = f" of {path} ({image.width}x{image.height})"
                 meaning = KINDS[problem].meaning

@@ -55,7 +55,7 @@ class Sources(NamedTuple):
 class Read(NamedTuple):
     """A split that was read.
 
-    said: lines that reading it logged.  sources: None: nobody knows; it is not kept.
+    said: lines that reading it logged.  sources: None: unknown; not cached.
     """
 
     dataset: DetectionSet
@@ -70,12 +70,12 @@ def _say_once(why: str) -> None:
 
 
 def kept_or_read(settings: object, read: Callable[[], Read], *, anew: bool) -> tuple[Read, bool]:
-    """Cached split if nothing has changed since; else reads it anew.
+    """Cached split if nothing has changed since; else reads it again.
 
     What is read is cached.
 
     Args:
-        settings: everything besides files that decides the result; it must survive JSON.
+        settings: everything but files that determines the result; must survive JSON.
         anew: read in any case.
     Returns: the split, and whether it came from the cache.
     """

@@ -44,7 +44,7 @@ Severity = Literal["error", "warning", "note"]
 class Kind(NamedTuple):
     """A kind of issue.
 
-    severity: error: training stops or loses images; warning: something is put right or left out;
+    severity: error: training stops or loses images; warning: something is corrected or left out;
     note: handled, good to know.  training, evaluation, fix: what they do about it; evaluation "":
     as training.
     """
@@ -207,7 +207,7 @@ KINDS: dict[str, Kind] = {
     "image_objects_lost": Kind(
         "error",
         "an image of which no annotated object can be used",
-        "the image is left out: it is no background",
+        "the image is left out, as it is not background",
         "the image is left out",
     ),
     "image_kind_unread": Kind(
@@ -326,7 +326,7 @@ def to_detection_set(
     Args:
         bad_boxes: see BoxPolicy.
         masks: keep the outlines of objects, float32 as they are, also where a box was cut.
-        notes: what reading the files put right.
+        notes: corrections made while reading the files.
         whole: keep all images.
     Raises: DataError: a bad box where the policy is `error`, not one good box in images with boxes.
     """
@@ -423,7 +423,7 @@ def _good_objects(columns: RawColumns, policy: "BoxPolicy", by_image_O: np.ndarr
     Args: by_image_O: the numbers of all objects, image after image.
     """
     parts = [_Good(by_image_O[:0], np.zeros((0, 4), np.float32), np.zeros(0, np.float32))]
-    # No box lies outside an image whose size nobody knows; `data.bad_images` decides about that.
+    # No box lies outside an image of unknown size; `data.bad_images` handles those.
     sizes_N2 = np.where(columns.size_known_N[:, None], columns.sizes_N2, 2**31)
     for begin in range(0, len(by_image_O), _AT_ONCE):
         numbers_P = by_image_O[begin : begin + _AT_ONCE]
@@ -661,7 +661,7 @@ def extent_of(value: Any) -> Box | None:
 class Size(NamedTuple):
     """Image size in pixels.
 
-    known: False: 1x1 stands for a size that nobody knows.
+    known: False: the size is unknown, given as 1x1.
     """
 
     width: int
@@ -701,7 +701,7 @@ _LARGEST_AREA = 1e300  # JSON has whole numbers that no float can hold
 
 
 def area_in(value: Any) -> float | None:
-    """An area as files have it; None: it is no finite number."""
+    """An area as in the files; None: not a finite number."""
     good = isinstance(value, int | float) and abs(value) < _LARGEST_AREA
     return float(value) if good else None
 
@@ -784,7 +784,7 @@ def find_image(folder: Path, name: str, where: str, complain: Complain) -> Path 
     elsewhere = _by_its_end(str(folder), forward)
     if elsewhere and not _of_another_split(os.path.relpath(elsewhere, folder), forward, where):
         expected = os.path.normpath(os.path.join(folder, forward))
-        if elsewhere.casefold() != expected.casefold():  # capitals alone are no surprise
+        if elsewhere.casefold() != expected.casefold():  # differing only in case is expected
             what = f"{name}: not found; using {elsewhere}"
             complain(Issue("image_elsewhere", what, elsewhere, where))
         return Path(elsewhere)
@@ -817,9 +817,9 @@ def _by_its_end(folder: str, name: str) -> str:
 
 
 def _of_another_split(path: str, name: str, where: str) -> bool:
-    """Whether a file's folders indicate another split than was asked for.
+    """Whether a file's folders indicate another split than the requested one.
 
-    Its name and the list that names it say which split was asked for.
+    Its name and the list that names it tell which split was requested.
     """
 
     def of_folders(file: str) -> str:
@@ -895,7 +895,7 @@ def _folders_below(folder: str | os.PathLike[str]) -> Iterator[tuple[str, list[s
 
 
 def is_no_data(name: str) -> bool:
-    """Whether a name says that a file or folder is no data."""
+    """Whether a file or folder is not data, by its name."""
     return name.startswith(".") or name == "__MACOSX"
 
 
@@ -1070,7 +1070,7 @@ def _alike(found: dict[Path, tuple[str, ...]]) -> dict[Path, tuple[str, ...]]:
 def class_names(
     root: Path, configured: tuple[str, ...], complain: Complain | None = None
 ) -> tuple[str, ...]:
-    """Class names in the order of their numbers; (): nobody gives them.
+    """Class names in the order of their numbers; (): none given.
 
     From data.class_names, else the lists in root (see `name_lists`) and the `names` of YAML files
     there (ultralytics' data file).

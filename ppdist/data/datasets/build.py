@@ -122,7 +122,7 @@ def _kept_or_read(
     if kept:
         try:
             check(found.dataset)
-        except DataError:  # said of what is there now
+        except DataError:  # reported for the current files
             found, _ = kept_or_read(settings, read, anew=True)
         else:
             for line in found.said:
@@ -241,7 +241,7 @@ def _sources(config: DataConfig, split: Split, beside: Collection[str]) -> Sourc
     """What the result of a split depends on.
 
     Args: beside: folders of files that were read, which may lie anywhere.
-    Returns: None: nobody knows: a plugin does, or it is not on disk.
+    Returns: None: unknown: a plugin reads it, or it is not on disk.
     """
     if plugins.registered("dataset", config.format) is not None:
         return None
@@ -423,7 +423,7 @@ def limited(dataset: DetectionSet, limit: int | None, key: str) -> DetectionSet:
 
     They depend on the annotations alone.  The images keep their order in the files, and the set its
     classes, also those without an object.  Of a set of as many images or fewer all are taken.
-    Whoever reads the set for a user says its `limited`, which tells what was done.
+    Readers for a user report its `limited`, which tells what was done.
 
     Args:
         limit: images; None: all.

@@ -79,7 +79,7 @@ def read_coco(
 
     Class numbers follow category ids, or `known`.  A box that is not given is that of the outline
     or mask.  A file without `annotations` is one of images to be annotated.  `extra` of an object
-    holds its id, masks that are no polygons (RLE), and keys COCO has not; that of the set, info and
+    holds its id, masks that are not polygons (RLE), and unknown keys; that of the set, info and
     licenses; that of a class, its supercategory and the like.
 
     Args:
@@ -153,7 +153,7 @@ def _scan(
         text: read in place of the file.
         take: gets the key and some next entries.
         optional: a list that may be absent.
-        further: gets what stands beside the three lists.
+        further: gets everything outside the three lists.
     Returns: the three lists; of those that were passed on, empty ones.
     Raises: DataError: the file as a whole is not COCO.  UnicodeDecodeError: not UTF-8.
     """
@@ -260,7 +260,7 @@ class _File:
         self._object_columns: defaultdict[str, list[np.ndarray]] = defaultdict(list)
         self._count = 0
         self._used: set[int | None] = set()  # ids of categories
-        # By number, of few objects: ids that are no int, and what is wrong.
+        # By number, of few objects: ids that are not int, and the problem.
         self._texts: dict[int, Any] = {}
         self._odd: dict[int, _Odd] = {}
         self._odd_areas: dict[int, str] = {}
@@ -412,7 +412,7 @@ class _File:
         labels = {identity: label for identity, label in classes.label_of.items()}
         ids_K, label_K = np.array([*labels], np.int64), np.array([*labels.values()], np.int64)
         class_O = _positions(ids_K, np.arange(len(ids_K)), objects["category_ids"])
-        for number, odd in self._odd.items():  # 0 stands for what is no number
+        for number, odd in self._odd.items():  # 0 replaces what is no number
             if whole_number(odd.image_id) is None:
                 image_O[number] = -1
             if whole_number(odd.category_id) is None:
@@ -744,7 +744,7 @@ def classes_of(
         complain(Issue("class_ids_gap", what, where=str(file)))
     free = max(name_of, default=0) + 1
     ids = []
-    for name in names:  # one that the file has not still has an id of its own in results
+    for name in names:  # one missing from the file still has its own id in results
         ids.append(own.get(name, free))
         free += name not in own
     return Categories(name_of, label_of, names, tuple(ids), known)

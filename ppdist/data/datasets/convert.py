@@ -66,9 +66,9 @@ def convert(
     Boxes come back exactly (through YOLO's fractions within 1e-12 pixels, exactly in float32); ids,
     areas, outlines, crowds and further properties do where the format can hold them.  Images of one
     name are told apart by a number, and names become UTF-8.  Boxes that are not finite are left
-    out, images that have no others (they are no background), and images of which nobody knows the
-    size.  YOLO's fractions are of the image as its file
-    has it: annotations of another frame are turned with it, or left out with their image.
+    out, images that have no others (they are not background), and images of unknown size.  YOLO's
+    fractions are of the image as its file has it: annotations of another frame are turned with it,
+    or left out with their image.
 
     Args:
         out: a folder, made if need be; several splits may share it.
@@ -174,7 +174,7 @@ def _check(raw: RawSet, form: Format, out: Path, images: Images, split: str) -> 
     for target in targets:
         if os.path.lexists(out / target):
             raise DataError(
-                "exists already",
+                "already exists",
                 code="file_exists",
                 where=str(out / target),
                 fix="choose a new folder",
@@ -202,7 +202,7 @@ def _sized(raw: RawSet, lines: list[str]) -> RawSet:
     unknown = [image.path for image in raw.images if not image.size_known]
     if unknown:
         lines.append(
-            f"{len(unknown)} images: absent or unreadable, so that nobody knows where their boxes "
+            f"{len(unknown)} images: absent or unreadable, so it is unknown where their boxes "
             f"are, left out, first {unknown[0]}"
         )
     return replace(raw, images=[image for image in raw.images if image.size_known])
@@ -252,7 +252,7 @@ def _once(raw: RawSet, lines: list[str]) -> RawSet:
             first[image.path] = replace(before, objects=before.objects + image.objects)
     if len(first) < len(raw.images):
         repeats = len(raw.images) - len(first)
-        lines.append(f"{repeats} images: listed before, their objects put together")
+        lines.append(f"{repeats} images: listed more than once, their objects merged")
     return replace(raw, images=list(first.values()))
 
 
@@ -375,7 +375,7 @@ def _write_classes(raw: RawSet, form: Format, out: Path, split: str) -> None:
     known = class_names(out, ())
     if known and known != raw.class_names:
         raise DataError(
-            f"there are files of other classes ({', '.join(known[:5])}) than those of "
+            f"already holds files with classes ({', '.join(known[:5])}) other than those of "
             f"{raw.source} ({', '.join(raw.class_names[:5])})",
             code="folder_of_other_classes",
             where=str(out),
@@ -402,10 +402,10 @@ def _data_yaml(raw: RawSet, splits: Sequence[str]) -> str:
 
 def _say_what_is_lost(raw: RawSet, form: Format, lines: list[str]) -> None:
     if raw.extra:
-        lines.append(f"{', '.join(map(str, raw.extra))}: said of the whole set, left out")
+        lines.append(f"{', '.join(map(str, raw.extra))}: of the whole set, left out")
     of_classes = dict.fromkeys(str(key) for extra in raw.class_extras for key in extra)
     if of_classes:
-        lines.append(f"{', '.join(of_classes)}: said of classes, left out")
+        lines.append(f"{', '.join(of_classes)}: of classes, left out")
     if raw.category_ids != tuple(range(1, len(raw.category_ids) + 1)):
         lines.append(f"category ids: become 1 to {len(raw.category_ids)}")
     ids = [image.image_id for image in raw.images]
@@ -570,7 +570,7 @@ def groups_of_one_content(paths: Sequence[str]) -> np.ndarray:
     """int64 [N]: the same number where files hold the same bytes.
 
     Only files of the same length are read, so a set without copies costs one look at each entry.
-    An image that is not there stands alone.
+    A missing image is a group of its own.
     """
     same_length: defaultdict[int, list[int]] = defaultdict(list)
     group_N = np.arange(len(paths))
@@ -692,7 +692,7 @@ def write_parts(
     """Writes files of one part or several.
 
     Entries and lines are those of the file that is divided.  COCO: a JSON file with the same
-    categories and everything else that stands beside them; VOC and YOLO: a list of images; CSV: the
+    categories and everything else outside the lists; VOC and YOLO: a list of images; CSV: the
     lines, with the header; a folder of classes becomes CSV files.
 
     Args:
@@ -726,7 +726,7 @@ def write_parts(
     there = [str(file) for file in files if file.exists()]
     if there:
         raise UserError(
-            "exists already",
+            "already exists",
             code="file_exists",
             where=", ".join(there),
             fix="remove it, or choose --out",
@@ -769,7 +769,7 @@ def _texts(
             _require_labels_beside_images(config)
     if len(lines) != len(dataset.records):
         raise DataError(
-            f"{len(lines)} lines for {len(dataset.records)} images: it cannot be divided line by "
+            f"{len(lines)} lines for {len(dataset.records)} images: it cannot be split line by "
             f"line",
             code="list_not_divisible",
             where=named,

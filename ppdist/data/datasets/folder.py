@@ -38,7 +38,7 @@ def read_folder(
     """Records of all images in the folders of a folder.
 
     The folder an image is in is its class.  Classes and images are in the order of their names.
-    Files that are no images by their suffix are left out, and a note counts them; hidden ones, and
+    Files without an image suffix are left out, and a note counts them; hidden ones, and
     what macOS adds to archives (`__MACOSX`), are left out without a word.  Links to folders are
     followed.
 
@@ -71,7 +71,7 @@ def read_folder(
     notes: tuple[str, ...] = ()
     if others:
         kinds = ", ".join(f"{count} {suffix}" for suffix, count in others.most_common(_SHOWN))
-        notes = (f"{images}: {others.total()} files are no images and left out ({kinds})",)
+        notes = (f"{images}: {others.total()} files are not images and left out ({kinds})",)
     return _set_of(found, known, images, notes)
 
 
@@ -86,8 +86,7 @@ def _class_folders(images: Path) -> list[str]:
         folders = sorted(e.name for e in entries if e.is_dir() and not is_no_data(e.name))
     if not folders:
         raise DataError(
-            f"there are no folders in it; expected one per class, such as "
-            f"{images / 'cat' / '1.jpg'}",
+            f"contains no folders; expected one per class, such as {images / 'cat' / '1.jpg'}",
             code="class_folders_missing",
             where=str(images),
         )
@@ -124,7 +123,7 @@ def read_csv(
         names: of the classes, by number; none: see `class_names`, else those of
             `naming_table` (the training split; by default `table`): its sorted labels, or where
             all are numbers, 0 to the largest.
-    Raises: DataError: a line is not of this form, or its label is no class.
+    Raises: DataError: a malformed line, or its label is not a class.
     """
     rows = _rows(table)
     known = class_names(root, names)
@@ -204,10 +203,10 @@ def _names_in(labels: Sequence[str], table: Path) -> tuple[str, ...]:
     largest = max(map(int, used))
     if largest >= _MOST_NUMBERED:
         raise DataError(
-            f"label {largest} is too large for the number of a class (numbers start at 0)",
+            f"label {largest} is too large for a class index (indices start at 0)",
             code="class_number_too_large",
             where=str(table),
-            fix="where labels are names that consist of digits, list them in data.class_names",
+            fix="if labels are names made of digits, list them in data.class_names",
         )
     return tuple(map(str, range(largest + 1)))
 

@@ -121,7 +121,7 @@ def _image(each: _Annotated, number: int, known: Sequence[str], complain: Compla
         thing = RawObject(shape.box, known.index(shape.name), shape.where, polygons=shape.outlines)
         objects[key] = thing if before is None else _joined(before, thing)
     things = [*objects.values()]
-    lost = len(each.shapes) if each.shapes and not things else 0  # it is no background
+    lost = len(each.shapes) if each.shapes and not things else 0  # it is not background
     return RawImage(
         each.path, number, size.width, size.height, things, each.where,
         size_known=size.known, lost=lost,

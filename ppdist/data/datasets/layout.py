@@ -738,7 +738,7 @@ def _of_voc(root: Path) -> Layout | None:
     notes = _tests_note("test" in parts)
     unlabelled = _count(root / config.train.image_folders[0]) - len(raw.images)
     if not lists and "val" not in parts and unlabelled > 0:
-        why = "nobody said what they show; an XML file without objects makes one background"
+        why = "they have no labels; an XML file without objects makes one background"
         notes += ((f"{unlabelled} images without an XML file: not used", why),)
     return Layout(
         name=_named(root),

@@ -366,7 +366,7 @@ def _take_ids(images: Sequence[RawImage]) -> None:
 def write_voc(
     image_list: Path, annotations: Path, raw: RawSet, names: Sequence[str], stems: Sequence[str]
 ) -> list[str]:
-    """Writes a list and XML files that `read_voc` reads alike.
+    """Writes a list and XML files that `read_voc` reads back.
 
     What VOC has no tag for (ids, areas, outlines) gets one of its own, which others ignore; values
     that are not text are JSON there.

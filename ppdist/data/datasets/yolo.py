@@ -63,10 +63,10 @@ def read_yolo(
     those of the nearest list of classes above a label file, which is matched by name.
 
     Args:
-        folders: of the images; with lists, of no concern.
+        folders: of the images; ignored with lists.
         annotations: none, the folder of the labels of the only folder of images, or lists.
         names: of the classes, by number; none: see `class_names`.
-    Raises: DataError: no names of classes, no label file at all, or nobody can say what the
+    Raises: DataError: no class names, no label file at all, or it is unclear what the
         numbers in them are.
     """
     known = class_names(root, names, complain)
@@ -263,7 +263,7 @@ def _read_columns(
     """_BOX, _OUTLINE or _NOTHING for each line length of a set.
 
     Args: shape: of points, as a data file says it.
-    Raises: DataError: the boxes are no fractions of images, or the numbers could be two things.
+    Raises: DataError: the boxes are not fractions of images, or the numbers are ambiguous.
     """
     rows_of: dict[int, list[list[float]]] = defaultdict(list)
     for line in lines:
@@ -272,7 +272,7 @@ def _read_columns(
     _check_fractions([table_R[:, :4] for count, table_R in tables.items() if count >= 4], source)
     if 4 in tables:
         _check_corners(tables[4], source)
-    # What stands behind boxes is as long everywhere; outlines have as many points as they need.
+    # Columns after a box are equally many everywhere; outlines vary in length.
     outlines = sum(count >= _FEWEST_OUTLINE and count % 2 == 0 for count in tables) > 1
     found = {}
     for count, table_RN in tables.items():

@@ -641,7 +641,7 @@ class WorkerPool:
             images = f"its first image is {self._samples.path(first)}; " if first >= 0 else ""
             raise RuntimeError(
                 f"{_MOST_FAILURES} workers in a row failed to prepare the same batch of images, "
-                f"the last {how}, and no one image is to blame; {images}if the disk is slow, "
+                f"the last {how}, not because of one image; {images}if the disk is slow, "
                 f"raise data.worker_timeout_seconds"
             )
 

@@ -31,7 +31,7 @@ class TrainSampler:
     of a step do not depend on how world, accumulation and batch make up the total batch.  A
     micro-batch that gets nothing holds one padding key, so that every rank has as many
     micro-batches as the others: index -1, or EMPTY where no rank got anything.  With `parts` each
-    micro-batch comes in so many, for ranks that have too little memory for it as a whole.  With
+    micro-batch is split into parts, for ranks that lack the memory for it as a whole.  With
     `stands_for` a rank takes in each micro-batch what so many ranks would take in theirs.
 
     Every rank builds one, alike but for `rank`.  `sizes`: (height, width) choices in pixels of
@@ -93,7 +93,7 @@ class TrainSampler:
             shares = [np.concatenate(shares[at : at + self.stands_for]) for at in starts]
         height, width = self.size_of(step)
         # Micro-batch m of rank r is share m * world + r: what is one more in the last step of an
-        # epoch goes to the ranks in turn, and rank 0 has nothing only where nobody has.
+        # epoch goes to the ranks in turn, and rank 0 has nothing only if no rank has.
         return [
             [SampleKey(epoch, index, height, width, copy) for index, copy in share.tolist()]
             or [SampleKey(epoch, -1 if len(of_rank_0) else EMPTY, height, width)]
@@ -172,7 +172,7 @@ def rectangular_shapes(
     """Smallest inputs that letterbox each image as in `size`, int64 [N, 2].
 
     In such an input an image has the very pixels that it has in `size`, with less grey beside
-    them: its shape is a function of the image alone, whoever evaluates it and beside which others.
+    them: its shape depends only on the image, not on the rank or batch.
 
         scale = min(size / image),  side = ceil(image * scale / multiple + pad) * multiple
 

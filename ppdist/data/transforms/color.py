@@ -22,7 +22,7 @@ _BLUR = (0.5, 2.0)  # standard deviation, input pixels
 _STRIP = 64  # rows at once: what three steps in a row work on stays in the cache, twice as fast
 _ERASED = (0.02, 0.2)  # of the input's area
 _ASPECTS = (0.3, 1 / 0.3)
-_LEAST_LEFT = 1 / 3  # of a box's pixels: less is no object to learn
+_LEAST_LEFT = 1 / 3  # of a box's pixels: with less, the object is dropped
 _LEAST_SIDE = 2  # input pixels
 _YIQ = np.array([[0.299, 0.587, 0.114], [0.596, -0.274, -0.321], [0.211, -0.523, 0.311]])
 

@@ -99,12 +99,12 @@ def random_turn(chance: float, rng: np.random.Generator) -> int:
 
 
 def turned_sides(record: ImageRecord, turn: int) -> tuple[int, int]:
-    """(width, height) after so many quarter turns."""
+    """(width, height) after a number of quarter turns."""
     return (record.height, record.width) if turn % 2 else (record.width, record.height)
 
 
 def turned_pixels(image_HW3: np.ndarray, turn: int) -> np.ndarray:
-    """The image after so many quarter turns clockwise."""
+    """The image after a number of quarter turns clockwise."""
     return cv2.rotate(image_HW3, _TURNS[turn]) if turn else image_HW3
 
 
@@ -117,7 +117,7 @@ _INTERPOLATIONS = (
     cv2.INTER_AREA,
     cv2.INTER_LANCZOS4,
 )
-_SMALLEST_SIDE = 1.0  # input pixels: less of a box is no object to learn
+_SMALLEST_SIDE = 1.0  # input pixels: a smaller rest of a box is dropped
 
 
 class ResizeParams(NamedTuple):
@@ -468,7 +468,7 @@ def random_geometry(
 
 # --- drawing through a matrix --------------------------------------------------------------------
 
-# Of what a view shows of a box; what is smaller, or longer, is no object to learn.
+# Of what a view shows of a box; smaller or longer objects are dropped.
 _LEAST_SIDE = 2.0  # input pixels
 _LEAST_SEEN = 0.1  # of the box's area
 _MOST_ASPECT = 100.0

@@ -383,7 +383,7 @@ class TrainSamples(Samples):
     def _compose(
         self, index: int, size: tuple[int, int], augment: AugmentConfig, rng: np.random.Generator
     ) -> Sample:
-        """What stands for image `index`, before it is combined with another."""
+        """Image `index`, or its substitute, before it is combined with another."""
         if augment.mosaic and rng.random() < augment.mosaic:
             return self._mosaic(index, size, augment, rng)
         return self._single(index, size, augment, rng).sample

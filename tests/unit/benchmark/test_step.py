@@ -191,15 +191,15 @@ def test_a_variant_of_what_ranks_settle_once_is_refused():
     key = "distributed.bucket_mb=1"
     said = refusal_of("train", "-c", CONFIG, "--synthetic", "2", "--vs", key)
     assert (
-        "distributed.bucket_mb: 1 in the variant 'distributed.bucket_mb=1', 25 in 'base': it is "
-        "settled once for a process; measure the two in runs of their own"
+        "distributed.bucket_mb: 1 in the variant 'distributed.bucket_mb=1', 25 in 'base': a "
+        "process can only set it once; measure the two in separate runs"
     ) in said
 
 
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (["infer"], "is a classifier, but inference is measured of detectors alone"),
+        (["infer"], "is a classifier, but inference measures detectors only"),
         (["train", "--synthetic"], "--synthetic draws objects for detectors, but model.name: "
          "yolov5_cls is a classifier; leave it out and set data.root"),
         (["infer", "--json", "/dev/null/x"], "/dev/null: cannot be written to"),

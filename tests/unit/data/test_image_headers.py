@@ -166,7 +166,7 @@ def test_yolo_image_of_unknown_size_is_not_converted(tmp_path):
     raw = read_raw(config, "train", lambda finding: None)
     assert [image.size_known for image in raw.images] == [True, False]
     assert convert(raw, "coco", tmp_path / "out", images="copy", split="train") == [
-        f"1 images: absent or unreadable, so that nobody knows where their boxes are, left out, "
+        f"1 images: absent or unreadable, so it is unknown where their boxes are, left out, "
         f"first {tmp_path}/images/b.jpg"
     ]
     text = snippet({"train": raw, "val": raw}, "coco", tmp_path / "out", images="copy")

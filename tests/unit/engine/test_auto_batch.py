@@ -164,7 +164,7 @@ def test_what_fails_on_one_rank_ends_the_run_on_all(tmp_path):
 @pytest.mark.slow
 def test_rank_without_room_for_one_image_ends_all(shapes, tmp_path):
     wide, narrow = on_two(shapes, tmp_path, [8192, 64])
-    assert "train.batch_size_per_card: auto: not even one image can be trained with: " in narrow
+    assert "train.batch_size_per_card: auto: not even one image fits: " in narrow
     assert "rank 1 (host " in wide
     assert "not even one image" in wide
 

@@ -152,8 +152,8 @@ def test_what_a_failed_process_said_is_in_the_message(monkeypatch):
     trial = trial_of({}, {HOST: GIB}, time.monotonic() + 60)
     assert trial([1]) == (
         {},
-        "it ended with exit code 1: oneDNN: status 1; if that is no lack of memory, give a number: "
-        "training then tells more",
+        "it ended with exit code 1: oneDNN: status 1; if memory is not the cause, give a number: "
+        "training then says more",
     )
 
 

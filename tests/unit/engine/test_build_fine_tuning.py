@@ -207,7 +207,7 @@ def test_subset_run_cannot_resume_with_other_images(shapes, tmp_path):
     with pytest.raises(CheckpointError, match=r"data\.train\.limit: 5 then, 6 now"):
         run(shapes, tmp_path, "data.train.limit=6", resume=tmp_path)
     run(shapes, tmp_path, "data.train.limit=5", "data.val.limit=3", evaluate=True, resume=tmp_path)
-    assert "best starts anew" in said(tmp_path)
+    assert "best is reset" in said(tmp_path)
 
 
 STEPS, SAMPLES = 4, 29  # eight images a step, the last has five: four on one rank, one on the other

@@ -136,7 +136,7 @@ def test_a_teacher_may_move_but_not_become_another(taught, shapes, teacher, tmp_
     with raises("checkpoint_of_other_teacher"):
         run(shapes, here, *later, resume=True)
     run(shapes, here, *later, resume=True, changed=True)
-    assert "another teacher from here on" in (here / "train.log").read_text()
+    assert "training continues with another teacher" in (here / "train.log").read_text()
 
 
 def test_resume_may_drop_teacher_not_add_features(taught, shapes, teacher, tmp_path):

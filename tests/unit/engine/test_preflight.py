@@ -243,7 +243,7 @@ def test_settings_that_hang_rendezvous_are_refused(told: list[dict[str, str]]) -
 def test_data_that_differ_are_named_by_image_and_column(told: list[dict[str, str]]) -> None:
     for texts in told:
         box, classes, fewer, renamed = (texts[f"data: {name}"] for name in CHANGES[:4])
-        assert ".jpg: boxes: [[" in box and "give every host the same files below" in box
+        assert ".jpg: boxes: [[" in box and "put the same files below" in box
         assert f"rank 0 (host {HOST}) and rank 1 (host {HOST}): the classes are" in classes
         assert "4 and 3 images, of which only one has images/train/" in fewer
         assert "other.jpg" in renamed and "in their order, image 1 is" in renamed
@@ -253,16 +253,16 @@ def test_images_that_differ_are_named(told: list[dict[str, str]]) -> None:
     for texts in told:
         pixels, longer = (texts[f"data: {name}"] for name in CHANGES[4:])
         for text in (pixels, longer):
-            assert f"not the same on rank 0 (host {HOST}) and rank 1 (host {HOST}): " in text
-        assert ".jpg: of the same size, but other content; give every host the same" in pixels
+            assert f"differs between rank 0 (host {HOST}) and rank 1 (host {HOST}): " in text
+        assert ".jpg: same size, but different content; put the same files" in pixels
         size = int(longer.partition(".jpg: ")[2].split()[0])
-        assert f".jpg: {size} bytes and {size + 1} bytes; give" in longer
+        assert f".jpg: {size} bytes and {size + 1} bytes; put" in longer
 
 
 def test_pixels_of_every_image_are_compared_on_request(told: list[dict[str, str]]) -> None:
     for texts in told:
         assert texts["some"].startswith("agreed")
-        assert ".jpg: of the same size, but other content; give every host" in texts["all"]
+        assert ".jpg: same size, but different content; put the same" in texts["all"]
 
 
 def test_rank_missing_from_first_allreduce_is_named(told: list[dict[str, str]]) -> None:
@@ -308,7 +308,7 @@ def test_hung_call_ends_process_with_reason(tmp_path: Path) -> None:
     end(process)
     assert code == 1
     said = (tmp_path / "err").read_text()
-    assert "the first all-reduce has not come back within 0.2 s" in said
+    assert "the first all-reduce did not complete within 0.2 s" in said
     assert "NCCL_SOCKET_IFNAME=" in said and f"on host {HOST}" in said
 
 

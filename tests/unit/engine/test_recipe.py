@@ -130,7 +130,7 @@ def test_unfit_model_is_told(model, code, said):
 
 def test_recipe_without_epochs_is_told(tmp_path):
     (tmp_path / "my.yml").write_text("model: {name: yolov5}\n")
-    with raises("model_without_epochs", "does not say train"):
+    with raises("model_without_epochs", "does not set train"):
         fitted(str(tmp_path / "my.yml"))
 
 

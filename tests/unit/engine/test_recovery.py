@@ -193,7 +193,7 @@ def test_nan_step_is_skipped_and_several_roll_back(ranks):
         "not finite for 3 steps in a row, up to step 7: rolled back to the weights after step 3"
         in text
     )
-    assert "with 0.5 of the learning rate from there on (rollback 1 of at most 3)" in text
+    assert "with 0.5 of the learning rate from now on (rollback 1 of at most 3)" in text
     bad = records(folder / "nan", "bad_steps.jsonl")
     assert [(line["step"], line["rank"]) for line in bad] == [
         (step, rank) for step in (2, 5, 6, 7) for rank in (0, 1)
@@ -243,8 +243,7 @@ def test_unequal_replicas_are_named_and_roll_back(ranks):
     assert "after step 6: rank 1 (host " in text and "held other weights than rank 0 (host " in text
     assert text.count("which of them are right is unknown, so all have those of rank 0") == 2
     assert (
-        text.count("after step 6: rolled back to the weights after step 3, as each rank has kept")
-        == 1
+        text.count("after step 6: rolled back to each rank's copy of the weights after step 3") == 1
     )
     assert text.count("held other weights") == 2  # velocity, too, is then the same
     found = records(ranks[0] / "flip")

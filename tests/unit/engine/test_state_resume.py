@@ -118,7 +118,7 @@ def test_settings_affecting_training_need_flag(shapes, output):
 
 @pytest.mark.slow
 def test_other_code_than_the_checkpoints_is_said(shapes, output, monkeypatch):
-    told = "was written by other code of ppdist"
+    told = "was written by another version of ppdist"
     build(shapes, output, resume=output).log.close()
     assert told not in said(output)
     monkeypatch.setattr(module, "digest_of_package", lambda: "another")
@@ -156,7 +156,7 @@ def test_other_evaluation_metric_resets_best(shapes, output):
     experiment = build(shapes, output, "evaluate.metric=mAP50", evaluate=True, resume=output)
     experiment.log.close()
     assert experiment.trainer.state.best == -np.inf
-    assert 'evaluate.metric: null then, "mAP50" now): best starts anew' in said(output)
+    assert 'evaluate.metric: null then, "mAP50" now): best is reset' in said(output)
 
 
 def test_damaged_newest_checkpoint_is_set_aside(shapes, output, tmp_path):
@@ -233,12 +233,12 @@ def test_run_may_resume_in_any_other_folder(shapes, output, tmp_path):
     assert steps_in(other / "old-1" / "checkpoints") == [3, 4, 5]
     assert steps_in(output / "checkpoints")[-3:] == [6, 8, 9]
     assert_same_checkpoint(output, other)
-    assert "best appears there once an evaluation scores more" in said(other)
+    assert "best appears there once an evaluation scores higher" in said(other)
 
 
 def test_a_finished_run_has_nothing_left_to_train(shapes, output):
     run(shapes, output, "train.max_steps=5", evaluate=True, resume=output)
-    assert "nothing is left to train: this run ends after step 5" in said(output)
+    assert "nothing left to train: this run ends after step 5" in said(output)
     run(shapes, output, "train.max_steps=3", evaluate=True, resume=output)
     assert steps_in(output / "checkpoints")[-1] == 5
     assert logged_steps(output) == [1, 2, 3, 4, 5]

@@ -202,7 +202,7 @@ def test_each_method_has_its_papers_setting(method, iou, sigma, scores) -> None:
         (
             ("soft-nms-gaussian", 0.5, None),
             "options_conflict",
-            "--iou: soft-nms-gaussian has none; give --sigma",
+            "--iou: has no effect with soft-nms-gaussian; give --sigma",
         ),
         (
             ("soft-nms-gaussian", None, 0.0),

@@ -166,7 +166,7 @@ def test_an_address_that_cannot_be_opened_is_one_line(
         assert metrics.main([str(tmp_path), address, str(port)]) == 1
     said = capfd.readouterr().err
     assert said.startswith(f"fleetrun: --metrics_port: {address}:{port} cannot be opened (")
-    assert says in said and said.endswith("; the run goes on without it\n")
+    assert says in said and said.endswith("; the run continues without it\n")
 
 
 def test_missing_package_is_one_line_with_remedy(
@@ -176,7 +176,7 @@ def test_missing_package_is_one_line_with_remedy(
     assert metrics.main([str(tmp_path), "127.0.0.1", str(port)]) == 1
     assert capfd.readouterr().err == (
         "fleetrun: --metrics_port: the package prometheus-client is missing: "
-        "pip install 'ppdist[monitoring]'; the run goes on without it\n"
+        "pip install 'ppdist[monitoring]'; the run continues without it\n"
     )
 
 

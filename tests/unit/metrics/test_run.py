@@ -38,7 +38,7 @@ def test_the_best_is_none_that_was_taken_back(tmp_path: Path) -> None:
         file.writelines(json.dumps(record) + "\n" for record in records)
     found = read_run(run)
     assert found.best and found.best["step"] == 160
-    assert list(show(found).happened)[-1] == f"Went back from step 260 to step 180: {reason}."
+    assert list(show(found).happened)[-1] == f"Rolled back from step 260 to step 180: {reason}."
 
 
 def test_records_without_epochs_have_a_page(tmp_path: Path) -> None:

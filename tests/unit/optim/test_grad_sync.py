@@ -314,12 +314,12 @@ def test_what_was_kept_for_another_model_is_refused():
     [
         (
             ["distributed={gradient_dtype: bfloat16, topk_fraction: 0.01}"],
-            "distributed.gradient_dtype: bfloat16 and distributed.topk_fraction: 0.01 are two "
-            "ways to send less; choose one",
+            "distributed.gradient_dtype: bfloat16 and distributed.topk_fraction: 0.01 both "
+            "reduce communication; choose one",
         ),
         (
             ["distributed={gradient_rank: 4, sync_every: 8}"],
-            "distributed.gradient_rank: 4 and distributed.sync_every: 8 are two ways to send less; "
+            "distributed.gradient_rank: 4 and distributed.sync_every: 8 both reduce communication; "
             "choose one",
         ),
     ],

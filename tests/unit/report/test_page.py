@@ -326,8 +326,8 @@ def test_restarts_and_returns_are_told(tmp_path: Path) -> None:
     with (run / "metrics.jsonl").open("a", encoding="utf-8") as file:
         file.writelines(json.dumps(record) + "\n" for record in records)
     text, _ = made(tmp_path / "page.html", run)
-    assert "Started again, from step 200." in text
-    assert "Went back from step 240 to step 220" in text
+    assert "Resumed from step 200." in text
+    assert "Rolled back from step 240 to step 220" in text
     assert "3 images could not be used" in text
 
 

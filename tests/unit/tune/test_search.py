@@ -144,7 +144,7 @@ def test_hopeless_trials_are_stopped_and_told_as_pruned(tmp_path: Path, monkeypa
     rows = read_rows(tmp_path / "out")
     assert [row["state"] for row in rows] == ["complete", "pruned", "pruned"]
     assert [row["epochs"] for row in rows] == [6, 1, 1]
-    assert any("trial 002 is not worth going on at epoch 1" in line for line in said)
+    assert any("trial 002 is pruned at epoch 1" in line for line in said)
 
 
 def test_what_was_given_up_is_told_as_pruned(tmp_path: Path) -> None:
@@ -214,7 +214,7 @@ def test_trials_of_gone_variants_are_left_alone(tmp_path: Path) -> None:
     store = Store(tmp_path / "out", study_of(tmp_path, gone))
     search, said = search_in(store)
     assert search.run() == 0
-    assert "trial 001 is ignored: the study no longer has it" in said
+    assert "trial 001 is ignored: it is no longer in the study" in said
     assert [row["variant"] for row in read_rows(tmp_path / "out")] == ["plain", "plain"]
     store.close()
 
@@ -229,7 +229,7 @@ def test_a_crash_is_continued_twice(tmp_path: Path, monkeypatch) -> None:
     row = read_rows(tmp_path / "out")[0]
     assert row["state"] == "fail"
     assert row["why"] == "exit code 1: ppdist: error: the lamp is broken"
-    assert said.count("trial 000 ended with exit code 1: it is continued") == 2
+    assert said.count("trial 000 ended with exit code 1: continuing it") == 2
 
 
 def test_a_study_of_failures_ends_with_the_reason(tmp_path: Path, monkeypatch) -> None:

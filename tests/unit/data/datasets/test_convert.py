@@ -240,7 +240,7 @@ def test_what_cannot_be_written_is_refused_or_said(tmp_path):
     lines = convert(raw, "voc", tmp_path / "out", images="copy", split="train")
     assert lines == [
         "1 objects: box is not finite, left out",
-        "1 images: listed before, their objects put together",
+        "1 images: listed more than once, their objects merged",
         f"1 images: do not exist or cannot be read, first {raw.images[2].path}; only their "
         f"annotations were written",
     ]
@@ -282,8 +282,8 @@ def test_coco_info_and_class_fields_survive(tmp_path):
 @pytest.mark.parametrize("form", ["voc", "yolo"])
 def test_fields_lost_in_other_formats_are_reported(tmp_path, form):
     assert convert(described_set(tmp_path), form, tmp_path / "out", images="copy", split="a") == [
-        "info, licenses: said of the whole set, left out",
-        "supercategory, keypoints, skeleton: said of classes, left out",
+        "info, licenses: of the whole set, left out",
+        "supercategory, keypoints, skeleton: of classes, left out",
     ]
 
 

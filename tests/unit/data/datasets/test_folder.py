@@ -63,7 +63,9 @@ def test_non_image_files_are_skipped_and_counted(tmp_path):
     write(tmp_path, "train/cat/x.jpg", "train/cat/Thumbs.db", "train/cat/y.txt", "train/cat/z.txt",
           "train/readme.md", "val/cat/x.jpg")  # fmt: skip
     found = read_split(folder_config(tmp_path), "train", 1)
-    assert found.notes == (f"{tmp_path}/train: 3 files are no images and left out (2 .txt, 1 .db)",)
+    assert found.notes == (
+        f"{tmp_path}/train: 3 files are not images and left out (2 .txt, 1 .db)",
+    )
 
 
 def test_hidden_and_macos_files_are_ignored(tmp_path):
@@ -111,7 +113,7 @@ def test_a_validation_folder_that_is_no_class_is_named(tmp_path):
 @pytest.mark.parametrize(
     ("files", "message"),
     [
-        (["train/1.jpg"], "{}/train: there are no folders in it; expected one per class, such as "
+        (["train/1.jpg"], "{}/train: contains no folders; expected one per class, such as "
                           "{}/train/cat/1.jpg"),
         (["train/cat/1.txt"], "{}/train: lists no image"),
         (["1.jpg"], "data.train.images: {}/train is not a folder"),
@@ -185,8 +187,8 @@ def test_numeric_class_name_is_found_by_name(tmp_path):
         ("path\tlabel\na.jpg\tcat\n", "{}:1: 'path\\tlabel': expected `path,label` with a comma "
          "between, found a tab"),
         ("../a.jpg,cat\n", "{}:1: file name '../a.jpg' leads out of {root}/images"),
-        ("a.jpg,99999999999\n", "{}: label 99999999999 is too large for the number of a class "
-         "(numbers start at 0); where labels are names that consist of digits, list them in "
+        ("a.jpg,99999999999\n", "{}: label 99999999999 is too large for a class index "
+         "(indices start at 0); if labels are names made of digits, list them in "
          "data.class_names"),
     ],
 )  # fmt: skip
