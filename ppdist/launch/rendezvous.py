@@ -212,9 +212,10 @@ _CALL_SECONDS = 1.0  # between two calls of one host
 _HANDSHAKE_SECONDS = 10.0  # for an answer of who has taken the call, or who has called
 _TIMEOUT_SECONDS = 60.0
 _CALLERS = 64  # of unknown addresses, that have not said who they are
-# Calls in a row that meet a run in progress, until this host gives up.  The first may have been
-# waiting while that run began, and a name may be another run's host for as long as it is cached.
-_BUSY_CALLS, _BUSY_CALLS_OF_NAMES = 2, 30
+# Calls in a row that meet a run in progress, until this host gives up: a call a second, for longer
+# than the others need to miss the host that this one may have come back as, and for as long as a
+# name may be cached that was another run's host.
+_BUSY_CALLS = 30
 _MOST_REFUSED = 20  # lines about callers that were refused
 
 
@@ -409,8 +410,7 @@ class _Rendezvous:
             del self.calls[place]
             self.tried[place] = over
             self.busy[place] = self.busy[place] + 1 if over == RUNNING and not joined else 0
-            most = _BUSY_CALLS_OF_NAMES if self.mine.has_names else _BUSY_CALLS
-            if self.busy[place] >= most:
+            if self.busy[place] >= _BUSY_CALLS:
                 error = LaunchError(
                     "a run is in progress there, and all of its hosts are connected",
                     code="run_in_progress",

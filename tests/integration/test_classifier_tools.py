@@ -153,7 +153,7 @@ def test_a_file_of_class_names_is_read_with_care(project: Path, tmp_path) -> Non
 def test_eval_refuses_bad_options_before_evaluating(project: Path, tmp_path) -> None:
     eager = ("-c", project / "cfg.yml", "-w", weights(project))
     for option, value, message in (
-        ("--at-least", "mAP=0.5", "--at-least: no metric 'mAP'; there is top1, top5"),
+        ("--at-least", "mAP=0.5", "--at-least: no metric 'mAP'; choose one of top1, top5"),
         ("--json", "/dev/null/x.json", "/dev/null: cannot be written to: it is a file"),
         ("--save-detections", tmp_path, f"{tmp_path}: cannot be written: it is a folder"),
     ):

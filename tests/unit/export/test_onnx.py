@@ -314,7 +314,7 @@ def test_stopped_export_leaves_no_folder_or_process(
         ("pass", "paddle2onnx cannot convert this model"),
         pytest.param(
             "import time; time.sleep(60)",
-            "paddle2onnx was not done after 2 seconds",
+            "paddle2onnx did not finish within 2 seconds",
             marks=pytest.mark.slow,
         ),
     ],

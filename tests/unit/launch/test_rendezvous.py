@@ -123,8 +123,11 @@ def test_a_second_fleetrun_for_one_host_is_refused() -> None:
 
 
 @pytest.mark.parametrize("stopping", [False, True])
-def test_a_host_that_calls_a_complete_run_gives_up_at_once(stopping: bool) -> None:
+def test_a_host_that_calls_a_complete_run_gives_up(
+    stopping: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """One that calls while the run ends waits: it may be a host that was started again."""
+    monkeypatch.setattr(rendezvous, "_BUSY_CALLS", 2)
     port = free_port()
     running = [Host(host(own), port) for own in (A, B)]
     for each in running:

@@ -180,8 +180,6 @@ def test_the_doctor_finds_another_mtu_on_both_hosts(cable: Cable, tmp_path: Path
         assert process.returncode == 0, said
         findings = json.loads((tmp_path / f"{host}.json").read_text())["findings"]
         found = {each["subject"]: (each["level"], each["found"]) for each in findings}
-        place = (A, B).index(host)
-        assert found["link"][1].startswith(f"cable{place}: MTU {(1500, 1400)[place]}")
         level, text = found["hosts differ"]
         assert level == "WARN" and text.startswith("MTU: 1500 on rank 0 ") and "; 1400 on " in text
         assert found["clocks"][0] == "OK"  # one machine has one clock
