@@ -172,6 +172,7 @@ def test_checks_look_at_a_store_by_its_listing(form, memory, tmp_path, monkeypat
 def test_check_of_a_store_that_stays_away_is_no_check(memory, tmp_path, monkeypatch):
     """Else all its images were left out as unreadable."""
     config = of_store(f"{memory}/files", tmp_path)
+    monkeypatch.setattr("ppdist.storage.retry._START_SECONDS", 1.0)  # its children are forks
     Sick(monkeypatch, AWAY, times=10**9, only="005")
     with raises("storage_unreachable", "SlowDown"):
         validate(config, decode=True, workers=1)
