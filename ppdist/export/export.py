@@ -209,14 +209,14 @@ def export_model(
             if sample is not None:
                 spec = with_accuracy(draft, spec, sample)
         require_int8("ONNX Runtime", spec.onnx_int8, int8_loss)
-        unchecked = spec.model_copy(update={"openvino_int8": None})
+        kept = None  # of OpenVINO, where its INT8 is good enough
         with _openvino_wanted(needs_openvino):
             require_int8("OpenVINO", spec.openvino_int8, int8_loss)
-            unchecked = spec
+            kept = spec.openvino_int8
         digests = {
             file.name: digest(file) for file in sorted(draft.iterdir()) if file.name != SPEC_FILE
         }
-        spec = unchecked.model_copy(update={"sha256": digests})
+        spec = spec.model_copy(update={"openvino_int8": kept, "sha256": digests})
         write_spec(draft, spec)
         size = sum(file.stat().st_size for file in draft.iterdir()) / 1e6
     return ExportReport(directory, spec, agreement, size, time.monotonic() - start)

@@ -1,13 +1,11 @@
 """Export run: weights, checked on the data of their config."""
 
-import json
 import re
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 
-from ppdist.common.errors import DataError
-from ppdist.common.files import read_file
+from ppdist.common.errors import DataError, UserError
 from ppdist.config import ExperimentConfig
 from ppdist.config.export import ExportOptions
 from ppdist.data.datasets.build import read_split
@@ -20,13 +18,13 @@ from ppdist.export.export import (
     spread,
 )
 from ppdist.export.spec import InferenceSpec, LineageSection, describe, validation_set
+from ppdist.metrics.run import read_run
 from ppdist.models.base import ImageModel
 from ppdist.models.model_card import normalisation_of, read_card_or_warn
 from ppdist.models.weights import checkpoint_of, load_all_weights
 from ppdist.models.zoo import local_weights
 from ppdist.runtime.predictor import digest
 
-_MOST_NOTES = 1 << 20  # bytes of environment.json
 SAMPLES = 2  # validation images that take part in the check, when they are there
 
 
@@ -83,10 +81,12 @@ def lineage_of(weights: Path) -> LineageSection:
     step = re.fullmatch(r"step-(\d+)", found.name)
     if not found.is_dir() or step is None:
         return LineageSection(weights=known)
-    run, commit = found.parents[1], ""
-    with suppress(OSError, ValueError):
-        commit = json.loads(read_file(run / "environment.json", _MOST_NOTES))["git_commit"] or ""
-    return LineageSection(weights=known, run=run.name, step=int(step[1]), commit=commit)
+    folder, commit = found.parents[1], None
+    with suppress(UserError):  # a checkpoint that was copied out of its run
+        commit = read_run(folder, ["environment.json"]).environment.get("git_commit")
+    return LineageSection(
+        weights=known, run=folder.name, step=int(step[1]), commit=str(commit or "")
+    )
 
 
 def _calibration(

@@ -9,7 +9,7 @@ import json
 import math
 import re
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -264,15 +264,16 @@ def numbers(record: Mapping[str, Any]) -> Numbers:
     return found
 
 
-def read_run(folder: Path) -> Run:
+def read_run(folder: Path, names: Collection[str] | None = None) -> Run:
     """Reads what a training left in its output_dir.
 
+    Args: names: of the files to read; None: all.
     Raises: UserError: as `require_run`.
     """
     require_run(folder)
     run = Run(folder, folder.resolve().name)
-    for name, read in _FILES.items():
-        path = folder / name
+    for name in _FILES if names is None else names:
+        path, read = folder / name, _FILES[name]
         try:
             if not path.exists():
                 run.missing.append(name)

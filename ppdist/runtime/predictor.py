@@ -35,7 +35,7 @@ RUNTIMES = {
 }  # fmt: skip
 _ON_CPU = {  # what auto tries for each number format, the fastest first
     "float32": ("onnx", "openvino", "paddle"),
-    "int8": ("onnx",),  # without VNNI OpenVINO's sums of 8-bit products saturate
+    "int8": ("onnx",),  # OpenVINO's, compiled for each shape, has not been timed beside it
     "bfloat16": ("openvino",),
 }
 _MOST_SHAPES = 16  # compiled models that OpenVINO keeps, one for each size of batch

@@ -48,6 +48,9 @@ def test_an_export_names_its_weights_and_their_run(tmp_path: Path) -> None:
     known = hashlib.sha256(b"{}").hexdigest()
     expected = LineageSection(weights=known, run="cells", step=640)
     assert lineage_of(tmp_path / "cells") == expected  # an old run without environment.json
+    for unknown in ("{}", "[]", '{"git_commit": null}', "{"):  # of another version, or damaged
+        (tmp_path / "cells" / "environment.json").write_text(unknown)
+        assert lineage_of(tmp_path / "cells") == expected
     (tmp_path / "cells" / "environment.json").write_text('{"git_commit": "05443bab"}')
     for weights in (tmp_path / "cells", step.parent / "best", step):
         assert lineage_of(weights) == expected.model_copy(update={"commit": "05443bab"})
