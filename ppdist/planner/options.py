@@ -146,6 +146,19 @@ def add_job(parser: argparse.ArgumentParser) -> None:
     run.add_argument("--scoring-seconds", type=number, help="of an evaluation, on one rank")
     run.add_argument("--startup-seconds", type=number, help="from the command to the first step "
                      "(measured constants, by the images)")  # fmt: skip
+    lost = parser.add_argument_group("hosts that fail, or are taken away (preemptible machines)")
+    lost.add_argument("--host-mtbf", type=positive, metavar="HOURS",
+                      help="mean time between failures of one; without it none fails")  # fmt: skip
+    lost.add_argument("--away-minutes", type=number, default=0.0,
+                      help="until a lost host, or another in its place, is there (0)")  # fmt: skip
+    lost.add_argument("--restart-seconds", type=number,
+                      help=f"from then to the next step ({_STARTUP_SECONDS:g})")  # fmt: skip
+    lost.add_argument("--checkpoint-epochs", type=positive, default=1.0,
+                      help="of training between checkpoints (1)")  # fmt: skip
+    lost.add_argument("--checkpoint-seconds", type=number, default=0.0,
+                      help="for which one holds up the steps (0)")  # fmt: skip
+    lost.add_argument("--goes-on", action="store_true",
+                      help="the others go on meanwhile: fleetrun --min_hosts")  # fmt: skip
 
 
 def question(arguments: argparse.Namespace) -> Question:
@@ -316,6 +329,10 @@ def _job(
             assumed.append("the network hides behind 90 % of the backward pass: --overlap")
     parameters = arguments.parameters * 1e6 if arguments.parameters else measured.parameters
     scoring, startup = arguments.scoring_seconds, arguments.startup_seconds
+    restart = arguments.restart_seconds
+    if restart is None and arguments.host_mtbf:
+        restart = _STARTUP_SECONDS
+        assumed.append(f"a restart {restart:g} s, with images known: --restart-seconds")
     if startup is None:
         startup = 0.0
         if arguments.images and arguments.epochs:
@@ -349,6 +366,12 @@ def _job(
         evaluate_every=arguments.eval_every,
         sharded_evaluation=not arguments.eval_on_one,
         startup_seconds=startup,
+        host_hours=arguments.host_mtbf,
+        away_seconds=60 * arguments.away_minutes,
+        restart_seconds=restart or 0.0,
+        checkpoint_seconds=arguments.checkpoint_seconds,
+        checkpoint_epochs=arguments.checkpoint_epochs,
+        goes_on=arguments.goes_on,
     )
 
 
@@ -363,6 +386,8 @@ def _missing(job: Job, fitted: Fit, cluster: Cluster) -> list[str]:
         missing.append("evaluation: --eval-images and --eval-rate")
     if not (job.card_input or job.host_input or job.total_input):
         missing.append("waiting for images: --card-input, or ppdist benchmark loader --json")
+    if cluster.hosts > 1 and not job.host_hours:
+        missing.append("hosts that fail or are taken away: --host-mtbf")
     if cluster.size > 1 and not job.parameters:
         missing.append("the network: --parameters, in millions")
     if job.batch != fitted.rows[0].batch and "fixed" not in fitted.parameters:

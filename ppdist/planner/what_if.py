@@ -24,6 +24,7 @@ _BACKWARD = 2 / 3  # of the arithmetic: two matrix products a layer there, one f
 # Bytes of the last bucket, which nothing is left to hide: last_comm_group_size_MB of Paddle's
 # DataParallel is 1.
 _LAST_BUCKET = 1 << 20
+_HOPELESS = 50.0  # mean times between failures, in which nothing gets done
 _LIMIT = 0.05  # of the hours: what takes less does not limit
 
 
@@ -143,6 +144,13 @@ class Job:
     evaluate_every: int = 1  # epochs
     sharded_evaluation: bool = True
     startup_seconds: float = 0.0
+    # Hosts that fail, or are taken away.
+    host_hours: float | None = None  # mean time between failures of one host; None: none fails
+    away_seconds: float = 0.0  # until a lost host, or one in its place, is there
+    restart_seconds: float = 0.0  # from then to the next step
+    checkpoint_seconds: float = 0.0  # for which one holds up the steps
+    checkpoint_epochs: float = 1.0  # from one to the next
+    goes_on: bool = False  # without the lost host, until it is back
 
 
 @dataclass(frozen=True)
@@ -236,6 +244,7 @@ PARTS = {
     "evaluation": "evaluation",
     "epochs": "more epochs, which a large batch needs",
     "startup": "start-up",
+    "failures": "checkpoints, lost hosts, and steps made again",
 }
 
 
@@ -283,6 +292,31 @@ def evaluation_seconds(job: Job, cards: int) -> float:
     return job.evaluation_images / job.evaluation_rate / working + job.scoring_seconds
 
 
+def failure_factor(job: Job, hosts: int, interval: float) -> float:
+    """Wall clock with checkpoints and failures / without.
+
+        T / T_s = M / tau  e^(R / M)  (e^((tau + delta) / M) - 1)
+
+    M: mean time between failures of the job, that of a host / hosts; tau: `interval`, seconds of
+    training between two checkpoints; delta: what one costs; R: from a loss to the next step.  Who
+    waits for lost hosts has R = away + restart.  Who goes on has R = restart, a second restart when
+    the host is back, and meanwhile the pace of the hosts that are there.
+    Source: Daly 2006, doi:10.1016/j.future.2004.11.016, equation 20.
+    """
+    if not job.host_hours or not interval:
+        return 1.0
+    between = 3600 * job.host_hours / hosts
+    goes_on = job.goes_on and hosts > 1
+    back = job.restart_seconds + (0.0 if goes_on else job.away_seconds)
+    restarting = math.exp(min(back / between, _HOPELESS))
+    training = math.expm1(min((interval + job.checkpoint_seconds) / between, _HOPELESS))
+    factor = between / interval * restarting * training
+    if goes_on:
+        away = job.away_seconds / (3600 * job.host_hours + job.away_seconds)
+        factor *= (1 + job.restart_seconds / between) / (1 - away)
+    return factor
+
+
 def predict(job: Job, cluster: Cluster) -> Prediction:
     """The whole training, with its hours by what they are spent on."""
     total_batch = cluster.size * job.batch * job.accumulate
@@ -295,6 +329,8 @@ def predict(job: Job, cluster: Cluster) -> Prediction:
     parts["evaluation"] = evaluations * evaluation_seconds(job, cluster.size) / 3600
     # Rounding to whole epochs may take some off: then this is negative; the parts still add up.
     parts["epochs"] = (epochs - job.epochs) * steps_of_epoch * step.seconds / 3600
+    interval = job.checkpoint_epochs * steps_of_epoch * step.seconds
+    parts["failures"] = sum(parts.values()) * (failure_factor(job, cluster.hosts, interval) - 1)
     parts["startup"] = job.startup_seconds / 3600
     hours = sum(parts.values()) if job.images and job.epochs else 0.0
     lost = parts if hours else asdict(step)
@@ -354,6 +390,11 @@ def _changes(job: Job, cluster: Cluster) -> Iterator[tuple[str, Job, Cluster]]:
     if job.evaluation_images:
         rarer = replace(job, evaluate_every=2 * job.evaluate_every)
         yield "half as many evaluations", rarer, cluster
+    if job.host_hours:
+        often = replace(job, checkpoint_epochs=job.checkpoint_epochs / 2)
+        yield "checkpoints twice as often", often, cluster
+        if cluster.hosts > 1 and not job.goes_on:
+            yield "going on without a lost host", replace(job, goes_on=True), cluster
     if several and job.sync_bn_layers:
         yield "no SyncBN", replace(job, sync_bn_layers=0), cluster
     if several and job.jitter:
