@@ -1,11 +1,12 @@
 """ONNX: non-maximum suppression in the graph, and 8-bit integers.
 
-    scores, boxes -> best `candidates` of each class -> ONNX NonMaxSuppression -> best `keep` of
-    each image -> rows, count
-    scores, boxes -> best `keep` of each image -> rows, count         (without an iou_threshold)
+    scores, boxes -> best `candidates` of each class -> ONNX NonMaxSuppression -> scores, boxes
+    scores, boxes -> best `keep` of each image -> rows, count
 
-Written with ONNX's own operators: the converter's translation of Paddle's suppression keeps other
-boxes and does not take more than one image.
+(the second line alone without an iou_threshold).  Written with ONNX's own operators: the
+converter's translation of Paddle's suppression keeps other boxes and does not take more than one
+image.  Only those are used that TensorRT's parser lists (docs/deploy.md, Which runtime reads which
+file), so no Compress, and no TopK over all images, whose length is not known before.
 
     model.onnx + calibration pictures -> ranges of the activations -> model_int8.onnx
 
@@ -26,6 +27,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+import ppdist
 from ppdist.common.errors import ExportError, UserError
 from ppdist.config.evaluate import NMSConfig
 from ppdist.export.predictor import graph_input
@@ -70,6 +72,13 @@ class _Builder:
 
         return self.add("Cast", name, to=TensorProto.DataType.Value(kind))
 
+    def zeros(self, shape: str) -> str:
+        """Float32 zeros of a shape that the graph computes."""
+        from onnx import numpy_helper
+
+        value = numpy_helper.from_array(np.zeros(1, np.float32))
+        return self.add("ConstantOfShape", shape, value=value)
+
     def returning(self, name: str) -> "onnx.GraphProto":
         """The graph, with one float32 output."""
         from onnx import TensorProto, helper
@@ -77,20 +86,33 @@ class _Builder:
         self.graph.output.append(helper.make_tensor_value_info(name, TensorProto.FLOAT, None))
         return self.graph
 
-    def column(self, name_M3: str, index: int) -> str:
-        """One column of [M, 3] as [M]."""
-        return self.add("Gather", name_M3, self.constant(index), axis=1)
 
+def sign(file: Path, texts: Mapping[str, str]) -> None:
+    """Names ppdist as the producer, and sets entries of `metadata_props`.
 
-def add_metadata(file: Path, texts: Mapping[str, str]) -> None:
-    """Sets entries of `metadata_props`, in place; other ones stay."""
+    Other entries stay.  Shapes that a tool noted between nodes go; runtimes find their own.
+    """
     import onnx
     from onnx import helper
 
     model = onnx.load(str(file))
+    model.producer_name, model.producer_version = "ppdist", ppdist.__version__
+    del model.graph.value_info[:]
     there = {entry.key: entry.value for entry in model.metadata_props}
     helper.set_model_props(model, {**there, **texts})
     onnx.save(model, str(file))
+
+
+# What the axes are called that have no fixed size.
+INPUT_AXES = ("batch", "channels", "height", "width")
+OUTPUT_AXES = ("batch", "predictions")
+
+
+def name_axes(value: "onnx.ValueInfoProto", names: Sequence[str]) -> None:
+    """Names the free axes of an input or output, in place."""
+    for axis, name in zip(value.type.tensor_type.shape.dim, names):
+        if not axis.dim_value:
+            axis.dim_param = name
 
 
 def append_nms(raw: Path, file: Path, nms: NMSConfig) -> None:
@@ -109,69 +131,68 @@ def append_nms(raw: Path, file: Path, nms: NMSConfig) -> None:
     scores, boxes = (output.name for output in list(model.graph.output)[:2])
     if not nms.multi_label:
         scores = _best_class_only(graph, scores)
-    if nms.iou_threshold is None:
-        _append_best(graph, scores, boxes, nms)
-    else:
-        _append_suppression(graph, scores, boxes, nms, nms.iou_threshold)
+    scores = graph.add("Transpose", scores, perm=[0, 2, 1])
+    if nms.iou_threshold is not None:
+        scores = _suppressed(graph, scores, boxes, nms, nms.iou_threshold)
+    _append_best(graph, scores, boxes, nms)
+    batch = model.graph.input[0].type.tensor_type.shape.dim[0]
     del model.graph.output[:]
     model.graph.output.extend(
         [
-            helper.make_tensor_value_info(ROWS, TensorProto.FLOAT, ["R", 6]),
-            helper.make_tensor_value_info(COUNT, TensorProto.INT32, ["B"]),
+            helper.make_tensor_value_info(ROWS, TensorProto.FLOAT, ["rows", 6]),
+            helper.make_tensor_value_info(
+                COUNT, TensorProto.INT32, [batch.dim_value or batch.dim_param]
+            ),
         ]
     )
     onnx.checker.check_model(model)
     onnx.save(model, str(file))
 
 
-def _append_best(graph: _Builder, scores_BNC: str, boxes_BN4: str, nms: NMSConfig) -> None:
-    """Adds the outputs: the best `keep` prediction-class pairs of each image."""
+def _append_best(graph: _Builder, scores_BCN: str, boxes_BN4: str, nms: NMSConfig) -> None:
+    """Adds the outputs: the best `keep` prediction-class pairs of each image.
+
+    On ties the lower class wins, then the first prediction.
+    """
     from onnx import TensorProto, helper
 
-    flat_BX = graph.add("Flatten", scores_BNC, axis=1)
+    flat_BX = graph.add("Flatten", scores_BCN, axis=1)
     size = graph.add("Gather", graph.add("Shape", flat_BX), graph.constant([1]))
     most = graph.add("Min", size, graph.constant([nms.keep]))
     score_BK, index_BK = graph.add_all("TopK", flat_BX, most, outputs=2, axis=1)
-    classes = graph.add("Gather", graph.add("Shape", scores_BNC), graph.constant(2))
-    place_BK = graph.add("Div", index_BK, classes)
-    label_BK = graph.cast(graph.add("Mod", index_BK, classes), "FLOAT")
+    predictions = graph.add("Gather", graph.add("Shape", scores_BCN), graph.constant(2))
+    label_BK = graph.cast(graph.add("Div", index_BK, predictions), "FLOAT")
     last = graph.constant([2])
-    place_BK1 = graph.add("Unsqueeze", place_BK, last)
+    place_BK1 = graph.add("Unsqueeze", graph.add("Mod", index_BK, predictions), last)
     box_BK4 = graph.add("GatherND", boxes_BN4, place_BK1, batch_dims=1)
     columns = [graph.add("Unsqueeze", each, last) for each in (label_BK, score_BK)]
     rows_BK6 = graph.add("Concat", *columns, box_BK4, axis=2)
     passes_BK = graph.add("Greater", score_BK, graph.constant(nms.score_threshold, np.float32))
+    passes_BK = graph.cast(passes_BK, "FLOAT")  # not every runtime finds or counts booleans
     rows_M6 = graph.add("Reshape", rows_BK6, graph.constant([-1, 6]))
     passes_M = graph.add("Reshape", passes_BK, graph.constant([-1]))
-    one = graph.constant([1])
-    count_B = graph.add("ReduceSum", graph.cast(passes_BK, "INT32"), one, keepdims=0)
-    rows = helper.make_node("Compress", [rows_M6, passes_M], [ROWS], axis=0)
+    place_R = graph.add("Squeeze", graph.add("NonZero", passes_M), graph.constant([0]))
+    count_B = graph.add("ReduceSum", passes_BK, graph.constant([1]), keepdims=0)
+    rows = helper.make_node("Gather", [rows_M6, place_R], [ROWS], axis=0)
     count = helper.make_node("Cast", [count_B], [COUNT], to=TensorProto.INT32)
     graph.graph.node.extend([rows, count])
 
 
-def _append_suppression(
-    graph: _Builder, scores: str, boxes: str, nms: NMSConfig, iou_threshold: float
-) -> None:
-    """The outputs, of what ONNX's own suppression leaves."""
-    scores_BCN = _best_candidates(graph, scores, nms)
-    # (image, class, prediction) of each box kept, class after class, each by falling score.  No
-    # class can leave more than all of them together may.
+def _suppressed(
+    graph: _Builder, scores_BCN: str, boxes_BN4: str, nms: NMSConfig, iou_threshold: float
+) -> str:
+    """scores_BCN, zero where ONNX's own suppression drops the box."""
+    best_BCN = _best_candidates(graph, scores_BCN, nms)
+    # (image, class, prediction) of each box kept.  No class can leave more than all of them
+    # together may.
     kept_M3 = graph.add(
-        "NonMaxSuppression", boxes, scores_BCN, graph.constant([nms.keep]),
+        "NonMaxSuppression", boxes_BN4, best_BCN, graph.constant([nms.keep]),
         graph.constant([iou_threshold], np.float32),
         graph.constant([nms.score_threshold], np.float32),
     )  # fmt: skip
-    score_M = graph.add("GatherND", scores_BCN, kept_M3)
-    image_M, class_M = graph.column(kept_M3, 0), graph.column(kept_M3, 1)
-    place_M2 = graph.add("Gather", kept_M3, graph.constant([0, 2]), axis=1)
-    columns = [
-        graph.add("Unsqueeze", graph.cast(class_M, "FLOAT"), graph.constant([1])),
-        graph.add("Unsqueeze", score_M, graph.constant([1])),
-        graph.add("GatherND", boxes, place_M2),
-    ]
-    rows_M6 = graph.add("Concat", *columns, axis=1)
-    _keep_best(graph, rows_M6, image_M, score_M, scores, nms.keep)
+    score_M = graph.add("GatherND", best_BCN, kept_M3)
+    nothing_BCN = graph.zeros(graph.add("Shape", scores_BCN))
+    return graph.add("ScatterND", nothing_BCN, kept_M3, score_M)
 
 
 def _best_class_only(graph: _Builder, scores_BNC: str) -> str:
@@ -186,13 +207,12 @@ def _best_class_only(graph: _Builder, scores_BNC: str) -> str:
     return graph.add("Where", is_best_BNC, scores_BNC, graph.constant(0, np.float32))
 
 
-def _best_candidates(graph: _Builder, scores_BNC: str, nms: NMSConfig) -> str:
+def _best_candidates(graph: _Builder, scores_BCN: str, nms: NMSConfig) -> str:
     """scores_BCN with only the best `candidates` of each class and image.
 
     All others are zero.  Scores are sorted only if more than that pass the threshold, which is
     rare; sorting takes longer than everything else here.
     """
-    scores_BCN = graph.add("Transpose", scores_BNC, perm=[0, 2, 1])
     threshold = graph.constant(nms.score_threshold, np.float32)
     passes_BCN = graph.cast(graph.add("Greater", scores_BCN, threshold), "FLOAT")
     passing_BC = graph.add("ReduceSum", passes_BCN, graph.constant([2]), keepdims=0)
@@ -207,15 +227,13 @@ def _best_candidates(graph: _Builder, scores_BNC: str, nms: NMSConfig) -> str:
 
 def _sorted_candidates(scores_BCN: str, candidates: int) -> "onnx.GraphProto":
     import onnx
-    from onnx import numpy_helper
 
     graph = _Builder(onnx.GraphProto(name="nms_sorted"), "nms_sorted")
     shape = graph.add("Shape", scores_BCN)
     size = graph.add("Gather", shape, graph.constant([2]))
     most = graph.add("Min", size, graph.constant([candidates]))
-    values, places = graph.add_all("TopK", scores_BCN, most, outputs=2, axis=2, sorted=0)
-    zero = numpy_helper.from_array(np.zeros(1, np.float32))
-    nothing = graph.add("ConstantOfShape", shape, value=zero)
+    values, places = graph.add_all("TopK", scores_BCN, most, outputs=2, axis=2)
+    nothing = graph.zeros(shape)
     return graph.returning(graph.add("ScatterElements", nothing, places, values, axis=2))
 
 
@@ -224,40 +242,6 @@ def _all_candidates(scores_BCN: str) -> "onnx.GraphProto":
 
     graph = _Builder(onnx.GraphProto(name="nms_all"), "nms_all")
     return graph.returning(graph.add("Identity", scores_BCN))
-
-
-def _keep_best(
-    graph: _Builder, rows_M6: str, image_M: str, score_M: str, scores_BNC: str, keep: int
-) -> None:
-    """Adds the outputs: the best `keep` rows per image by descending score.
-
-    On ties the first row wins.
-    """
-    from onnx import TensorProto, helper
-
-    # A double holds image and score without rounding the score.
-    two = graph.constant(-2.0, np.float64)
-    first = graph.add("Mul", graph.cast(image_M, "DOUBLE"), two)
-    key_M = graph.add("Add", first, graph.cast(score_M, "DOUBLE"))
-    total = graph.add("Shape", image_M)
-    order_M = graph.add("TopK", key_M, total, outputs=2, axis=0)
-    images = graph.add("Gather", graph.add("Shape", scores_BNC), graph.constant(0))
-    image_B = graph.add("Range", graph.constant(0), images, graph.constant(1))
-    image_M1 = graph.add("Unsqueeze", image_M, graph.constant([1]))
-    is_of_MB = graph.cast(graph.add("Equal", image_M1, image_B), "INT64")
-    found_B = graph.add("ReduceSum", is_of_MB, graph.constant([0]), keepdims=0)
-    start_B = graph.add("CumSum", found_B, graph.constant(0), exclusive=1)
-    # The rows of an image are neighbours in the order found as well as in the sorted one.
-    start_M = graph.add("Gather", start_B, image_M)
-    number = graph.add("Gather", total, graph.constant(0))
-    place_M = graph.add("Range", graph.constant(0), number, graph.constant(1))
-    rank_M = graph.add("Sub", place_M, start_M)
-    stays_M = graph.add("Less", rank_M, graph.constant(keep))
-    sorted_M6 = graph.add("Gather", rows_M6, order_M, axis=0)
-    count_B = graph.add("Min", found_B, graph.constant(keep))
-    rows = helper.make_node("Compress", [sorted_M6, stays_M], [ROWS], axis=0)
-    count = helper.make_node("Cast", [count_B], [COUNT], to=TensorProto.INT32)
-    graph.graph.node.extend([rows, count])
 
 
 def quantize_onnx(

@@ -13,6 +13,7 @@ import numpy as np
 import paddle
 import pytest
 
+import ppdist
 from ppdist.common.errors import ExportError
 from ppdist.config.evaluate import NMSConfig
 from ppdist.config.runtime import RuntimeOptions
@@ -66,6 +67,48 @@ def test_the_model_card_travels_in_the_file(with_nms: Path) -> None:
     assert found.class_names == spec.class_names == ("red", "green", "blue")
     assert found.image_size == spec.input.size and found.nms == NMS
     assert found == read_card(with_nms).model_copy(update={"made_with": found.made_with})
+
+
+def axes_of(file: Path) -> list[list[str | int]]:
+    """Of the input and the outputs."""
+    graph = onnx.load(str(file)).graph
+    shapes = [value.type.tensor_type.shape for value in (*graph.input, *graph.output)]
+    return [[axis.dim_param or axis.dim_value for axis in shape.dim] for shape in shapes]
+
+
+def test_the_file_names_its_axes_and_ppdist(with_nms: Path) -> None:
+    images = ["batch", 3, "height", "width"]
+    assert axes_of(with_nms / "model.onnx") == [images, ["rows", 6], ["batch"]]
+    model = onnx.load(str(with_nms / "model.onnx"))
+    assert (model.producer_name, model.producer_version) == ("ppdist", ppdist.__version__)
+
+
+# Of all that TensorRT's parser lists (onnx-tensorrt, docs/operators.md, TensorRT 10.15), what a
+# suppression needs; it wants TopK sorted and computes float64 in float32.
+LISTED = {
+    "ArgMax", "Cast", "Concat", "ConstantOfShape", "Div", "Equal", "Flatten", "Gather", "GatherND",
+    "Greater", "Identity", "If", "Min", "Mod", "NonMaxSuppression", "NonZero", "Range", "ReduceMax",
+    "ReduceSum", "Reshape", "ScatterElements", "ScatterND", "Shape", "Split", "Squeeze", "TopK",
+    "Transpose", "Unsqueeze", "Where",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("iou_threshold", [0.5, None])
+def test_the_suppression_uses_what_tensorrt_lists(
+    tmp_path: Path, iou_threshold: float | None
+) -> None:
+    nms = NMSConfig(iou_threshold=iou_threshold, multi_label=False)
+    append_nms(raw_model(tmp_path / "raw.onnx", 4), tmp_path / "kept.onnx", nms)
+    graphs = [onnx.load(str(tmp_path / "kept.onnx")).graph]
+    for graph in graphs:
+        graphs += [each.g for node in graph.node for each in node.attribute if each.HasField("g")]
+    assert len(graphs) == (1 if iou_threshold is None else 3)
+    nodes = [node for graph in graphs for node in graph.node]
+    assert {node.op_type for node in nodes} <= LISTED
+    cast_to = [each.i for node in nodes for each in node.attribute if each.name == "to"]
+    assert onnx.TensorProto.DOUBLE not in cast_to
+    named = {each.name for node in nodes if node.op_type == "TopK" for each in node.attribute}
+    assert "sorted" not in named  # it is by itself
 
 
 def raw_model(file: Path, classes: int) -> Path:
@@ -183,6 +226,8 @@ def test_onnx_without_nms_gives_scores_and_boxes(tmp_path: Path, converter: None
     report = export_model(tiny_model(), tmp_path / "model", tiny_spec(), ("onnx",), False)
     assert report.spec.onnx is not None
     assert [output.name for output in report.spec.onnx.outputs] == ["scores", "boxes"]
+    _, scores, boxes = axes_of(tmp_path / "model" / "model.onnx")
+    assert scores == ["batch", "predictions", 3] and boxes == ["batch", "predictions", 4]
     assert_boxes_of_eager(tmp_path / "model")
 
 
