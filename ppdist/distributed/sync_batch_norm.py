@@ -50,11 +50,16 @@ class SyncBatchNorm2D(nn.BatchNorm2D):
 class _Normalize(PyLayer):
     """Normalises by the mean and variance over all ranks that count.
 
+        mean = sum(x) / n,  var = sum((x - mean)**2) / n
         y = gamma * (x - mean) / sqrt(var + eps) + beta
 
+    The sums are over the n values of a channel on all ranks, however many each has, also none.  Two
+    all-reduces take C floats each, whatever the number of ranks.  (One for x and x**2 would lose
+    digits where the mean is far from 0; merging variances by ranks, Chan et al. 1979, eq. 2.1,
+    needs the mean of each.)
 
-    For a rank that does not, y = beta: far from the others' images, x could grow from layer to
-    layer until it is not finite.
+    For a rank that does not count, y = beta: far from the others' images, x could grow from layer
+    to layer until it is not finite.
 
     Source of the gradient: Ioffe and Szegedy 2015, arXiv:1502.03167, section 3, with the two sums
     over the batch taken over all ranks.  Gradients of gamma and beta stay local: the gradient
@@ -65,17 +70,19 @@ class _Normalize(PyLayer):
     def forward(
         ctx, x_BCHW, gamma_C, beta_C, epsilon, running_mean_C, running_var_C, momentum, counts
     ):
-        batch, _, height, width = x_BCHW.shape
-        local_count = float(batch * height * width) if counts else 0.0
-        local_mean_C = x_BCHW.mean([0, 2, 3])
-        local_square_C = ((x_BCHW - local_mean_C.reshape([1, -1, 1, 1])) ** 2).sum([0, 2, 3])
+        batch, channels, height, width = x_BCHW.shape
+        share = 1.0 if counts else 0.0
+        sums_1C = paddle.concat(
+            [paddle.full([1], share * batch * height * width), share * x_BCHW.sum([0, 2, 3])]
+        )
+        count, sum_C = comm.all_reduce_sum(sums_1C).split([1, channels])
+        mean_C = sum_C / count
+        centred_BCHW = x_BCHW - mean_C.reshape([1, -1, 1, 1])
         if not counts:
-            local_square_C = paddle.zeros_like(local_square_C)
-        count, mean_C, var_C = _combine(local_count, local_mean_C, local_square_C)
+            centred_BCHW = paddle.zeros_like(centred_BCHW)
+        var_C = comm.all_reduce_sum((centred_BCHW**2).sum([0, 2, 3])) / count
         inverse_C = paddle.rsqrt(var_C + epsilon)
-        normal_BCHW = (x_BCHW - mean_C.reshape([1, -1, 1, 1])) * inverse_C.reshape([1, -1, 1, 1])
-        if not counts:
-            normal_BCHW = paddle.zeros_like(normal_BCHW)
+        normal_BCHW = centred_BCHW * inverse_C.reshape([1, -1, 1, 1])
         ctx.counts = counts
         ctx.save_for_backward(normal_BCHW, gamma_C, inverse_C, count)
         # Paddle on CPU keeps the biased variance (1/n) as its running statistic; so do we.
@@ -95,20 +102,3 @@ class _Normalize(PyLayer):
         scale_1C11 = (gamma_C * inverse_C).reshape([1, -1, 1, 1])
         dx_BCHW = scale_1C11 * (dy_BCHW - mean_dy_1C11 - normal_BCHW * mean_dy_normal_1C11)
         return dx_BCHW, dgamma_C, dbeta_C
-
-
-def _combine(count: float, mean_C: Tensor, square_C: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Count, mean and biased variance of all ranks, in one collective.
-
-    Source: Chan, Golub and LeVeque 1979, STAN-CS-79-773, eq. 2.1.  (Summing x and x**2 instead
-    would lose digits where the mean is far from 0.)
-
-    Args: count, mean and sum of squared deviations of this rank; some rank's count is not 0.
-    """
-    counts_C = paddle.full_like(mean_C, count)
-    gathered_W3C = comm.all_gather(paddle.stack([counts_C, mean_C, square_C]))
-    counts_WC, means_WC, squares_WC = gathered_W3C.unbind(1)
-    total_C = counts_WC.sum(0)
-    all_mean_C = (counts_WC * means_WC).sum(0) / total_C
-    spread_WC = counts_WC * (means_WC - all_mean_C) ** 2
-    return total_C[0], all_mean_C, (squares_WC + spread_WC).sum(0) / total_C

@@ -49,8 +49,9 @@ def normalised(share):
 
 
 def test_ranks_normalise_like_one_process():
-    shares = [[[0, 4], [0, 5]], [[4, 5], []]]  # by rank: uneven, and one rank without an image
-    by_rank = run_on_ranks(2, "tests.unit.distributed.test_sync_batch_norm:normalise", shares)
+    # By rank: uneven in three ways, with ranks that have no image.
+    shares = [[[0, 4], [0, 5], [0, 1]], [[4, 5], [], [1, 3]], [[], [], [3, 5]]]
+    by_rank = run_on_ranks(3, "tests.unit.distributed.test_sync_batch_norm:normalise", shares)
     (alone,) = normalise([[[0, 5]]])
     for ranks in zip(*by_rank, strict=True):
         for key in ("y", "dx"):
