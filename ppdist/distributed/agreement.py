@@ -11,7 +11,7 @@ from typing import Any
 
 from ppdist.common.errors import ConfigError
 from ppdist.common.files import digest_of_text
-from ppdist.distributed.store import all_gather_object, host, rank, ranks_named
+from ppdist.distributed.store import all_gather_object, gather_on_main, host, rank, ranks_named
 
 Facts = dict[str, str]  # of one rank about one subject: name -> value as a text
 _REMEDIES = {
@@ -52,13 +52,10 @@ def require_agreement(subjects: Mapping[str, Facts]) -> None:
         subject: digest_of_text(json.dumps(facts, sort_keys=True))
         for subject, facts in subjects.items()
     }
-    told_W = all_gather_object([mine, host()])
-    hosts_W = [of_host for _, of_host in told_W]
+    differing = gather_on_main([mine, host()], _differing)
     lines: list[str] = []
-    for subject, facts in subjects.items():
-        groups = equal_ranks([digests[subject] for digests, _ in told_W])
-        if len(groups) == 1:
-            continue
+    for subject, groups in differing["groups"].items():
+        facts, hosts_W = subjects[subject], differing["hosts_W"]
         speaks = any(rank() == group[0] for group in groups)
         facts_W = all_gather_object(facts if speaks else None)
         for group in groups:
@@ -75,6 +72,16 @@ def require_agreement(subjects: Mapping[str, Facts]) -> None:
             f"the ranks differ, so nothing was started:\n{text}",
             code="ranks_differ",
         )
+
+
+def _differing(told_W: Sequence[Any]) -> dict[str, Any]:
+    """Groups of ranks by subjects that differ, and their hosts, if there are any."""
+    groups = {
+        subject: equal_ranks([digests[subject] for digests, _ in told_W])
+        for subject in told_W[0][0]
+    }
+    groups = {subject: found for subject, found in groups.items() if len(found) > 1}
+    return {"groups": groups, "hosts_W": [of_host for _, of_host in told_W] if groups else []}
 
 
 def differences(facts_W: Sequence[Facts], hosts_W: Sequence[str]) -> Iterator[str]:

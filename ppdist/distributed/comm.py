@@ -49,6 +49,7 @@ from ppdist.distributed.store import alive as alive
 from ppdist.distributed.store import all_gather_object as all_gather_object
 from ppdist.distributed.store import announce_arrival as announce_arrival
 from ppdist.distributed.store import barrier as barrier
+from ppdist.distributed.store import gather_on_main as gather_on_main
 from ppdist.distributed.store import host as host
 from ppdist.distributed.store import is_main as is_main
 from ppdist.distributed.store import local_rank as local_rank
@@ -174,12 +175,15 @@ def _one_communicator() -> Iterator[None]:
 def _share_memory(config: DistributedConfig) -> None:
     """Lets the ranks of each host sum in memory. Collective."""
     global _host, _leaders
-    first, timeout = rank() - local_rank(), config.timeout_seconds
-    mb = min(config.bucket_mb, MESSAGE_MB)
+    firsts_W = all_gather_object(rank() - local_rank())
     _host = join(
-        all_gather_object, rank=rank(), first=first, message_bytes=mb << 20, timeout_seconds=timeout
+        all_gather_object,
+        rank=rank(),
+        firsts_W=firsts_W,
+        message_bytes=min(config.bucket_mb, MESSAGE_MB) << 20,
+        timeout_seconds=config.timeout_seconds,
     )
-    leaders = sorted(set(all_gather_object(first)))
+    leaders = sorted(set(firsts_W))
     if _host is not None and len(leaders) > 1:
         _leaders = _new_group(leaders)
 

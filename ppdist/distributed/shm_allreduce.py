@@ -61,7 +61,7 @@ def join(
     all_gather_object: Callable[[Any], list[Any]],
     *,
     rank: int,
-    first: int,
+    firsts_W: Sequence[int],
     message_bytes: int,
     timeout_seconds: float,
 ) -> "SharedMemoryAllReduce | None":
@@ -71,14 +71,15 @@ def join(
 
     Args:
         all_gather_object: gives what every rank of the run gave to it, in rank order.
-        first: the lowest rank of this host.  It makes the memory; the others reach it through its
-            entry in /proc, which needs no name and no permission but that of the same user.
+        firsts_W: the lowest rank of each rank's host.  It makes the memory; the others reach it
+            through its entry in /proc, which needs no name and no permission but that of the same
+            user.
         message_bytes: the longest message, a multiple of 4; longer ones are cut.
         timeout_seconds: how long a rank waits for another one; with several hosts 25 s at most.
     Returns: None on every rank where every host has one, or where it cannot be had on every host;
         then a warning says why.
     """
-    firsts_W = all_gather_object(first)
+    first = firsts_W[rank]
     if len(set(firsts_W)) == len(firsts_W):
         return None  # one rank a host
     ranks = [other for other, theirs in enumerate(firsts_W) if theirs == first]

@@ -44,10 +44,13 @@ AllGatherObject = Callable[[Any], list[Any]]  # gives what every rank gave to it
 _LOGGER = logging.getLogger("ppdist")
 _FIRST_POLL_SECONDS, _POLL_SECONDS = 0.0005, 0.02
 _LONG_POLL_SECONDS, _POLLS = 0.2, 100  # a wait that lasts is looked at less often
+_REQUEST_SECONDS = 0.0001  # of the store's time that a rank takes for a look
 _LINGER_SECONDS = 10.0  # rank 0 holds the store: at most so long it stays for the others to read it
 _SIGN_SECONDS = 5.0  # between two signs of life at the store, and two looks for them
 _SIGNS = "ppdist/alive"
 _barriers = itertools.count()  # every rank counts the same barriers, so the numbers agree
+_HERE, _GAVE = 1, 3  # without a value, with one
+_RANKS_OF_A_KEY = 31  # two bits each of what the store counts in, int64
 _timeout = 1800.0
 _reached = False  # the store, by this process
 _nagle_disabled = False  # its connections
@@ -166,28 +169,57 @@ def was_restarted() -> bool:
 
 
 def all_gather_object(value: Any) -> list[Any]:
-    """What every rank gave, in rank order, through the store.  Collective.
-
-    It must survive JSON and be small.  No device takes part, so it works before ranks have joined.
-    """
-    if world_size() == 1:
-        return [value]
-    key = f"ppdist/exchange/{next(_barriers)}"
-    store = _store()
-    store.set(f"{key}/{rank()}", json.dumps(value))
-    _arrive(key)
-    values = [json.loads(bytes(store.get(f"{key}/{each}"))) for each in range(world_size())]
-    _leave(key)
-    return values
+    """What every rank gave, in rank order; see `gather_on_main`.  Collective."""
+    return gather_on_main(value, lambda values_W: values_W)
 
 
 def barrier() -> None:
     """Waits, up to the configured timeout, until every rank is here.  Collective."""
+    gather_on_main(None, lambda values_W: None)
+
+
+def gather_on_main(value: Any, work: Callable[[list[Any]], Any]) -> Any:
+    """Runs `work` on rank 0 with what every rank gave; all get the result. Collective.
+
+    No device takes part, so it works before ranks have joined.  A rank makes a few requests at the
+    store, however many ranks there are, and rank 0 one for each value that is not None.
+
+    Args:
+        value: small; it must survive JSON, as must the result.
+        work: takes the values in rank order.
+    Raises: as `run_on_main`.
+    """
     if world_size() == 1:
-        return
-    key = f"ppdist/barrier/{next(_barriers)}"
-    _arrive(key)
-    _leave(key)
+        return work([value])
+    key = f"ppdist/gather/{next(_barriers)}"
+    store = _store()
+
+    def give() -> None:
+        if value is not None:
+            store.set(f"{key}/{rank()}", json.dumps(value))
+        _arrive(key, _HERE if value is None else _GAVE)
+
+    def absent() -> str:
+        return f"{_absent(key) or 'the answer of rank 0'} did not arrive"
+
+    def gathered() -> Any:
+        timeout = _Timeout()
+        with heartbeat.Waiting(f"barrier {key}"):
+            give()
+            while 0 in (arrived_W := _arrived(key)):
+                timeout.sleep(absent)
+            _send_at_once()
+            texts_W = [
+                bytes(store.get(f"{key}/{each}")) if arrived == _GAVE else "null"
+                for each, arrived in enumerate(arrived_W)
+            ]
+        return work([json.loads(text) for text in texts_W])
+
+    if is_main():
+        return _answer(key, gathered)
+    with heartbeat.Waiting(f"barrier {key}"):
+        give()
+        return _answer_of_main(key, absent)
 
 
 def run_on_main(work: Callable[[], Any]) -> Any:
@@ -204,25 +236,38 @@ def run_on_main(work: Callable[[], Any]) -> Any:
     if world_size() == 1:
         return work()
     key = f"ppdist/main/{next(_barriers)}"
-    store = _store()
     if is_main():
         with heartbeat.Waiting(f"barrier {key}"):
             pass  # the others count the same barriers; it waits for none
-        try:
-            result = work()
-            text = json.dumps({"value": result})
-            return result
-        except BaseException as error:
-            text = json.dumps({"failure": _told(error)})
-            raise
-        finally:
-            store.set(f"{key}/result", text)
-            store.add(f"{key}/done", 1)
-            _leave(key)
-    timeout = _Timeout()
+        return _answer(key, work)
     with heartbeat.Waiting(f"barrier {key}"):
-        while store.add(f"{key}/done", 0) == 0:
-            timeout.sleep(lambda: "rank 0 did not finish its work")
+        return _answer_of_main(key, lambda: "rank 0 did not finish its work")
+
+
+def _answer(key: str, work: Callable[[], Any]) -> Any:
+    """What `work` returns or raises, which the other ranks hear."""
+    store = _store()
+    try:
+        result = work()
+        text = json.dumps({"value": result})
+        return result
+    except BaseException as error:
+        text = json.dumps({"failure": _told(error)})
+        raise
+    finally:
+        store.set(f"{key}/result", text)
+        store.add(f"{key}/done", 1)
+        _leave(key)
+
+
+def _answer_of_main(key: str, missing: Callable[[], str]) -> Any:
+    """What rank 0 gave to `_answer`.
+
+    Args: missing: what did not happen, where it is not there in time.
+    """
+    store, timeout = _store(), _Timeout()
+    while store.add(f"{key}/done", 0) == 0:
+        timeout.sleep(missing)
     outcome = json.loads(bytes(store.get(f"{key}/result")).decode())
     _leave(key)
     if "failure" in outcome:
@@ -243,27 +288,21 @@ def run_on_all_ranks(work: Callable[[], Any]) -> Any:
     """
     if world_size() == 1:
         return work()
-    key = f"ppdist/together/{next(_barriers)}"
-    store = _store()
     try:
         result = work()
     except Exception as error:
-        kind = "user" if isinstance(error, UserError) else "bug"
-        store.set(f"{key}/{kind}", json.dumps(_told(error)))
-        store.add(f"{key}/{kind}s", 1)
-        _arrive(key)
-        _leave(key)
+        gather_on_main([isinstance(error, UserError), _told(error)], _gravest)
         raise
-    _arrive(key)
-    failures = {
-        kind: json.loads(bytes(store.get(f"{key}/{kind}")))
-        for kind in ("bug", "user")
-        if store.add(f"{key}/{kind}s", 0) > 0
-    }
-    _leave(key)
-    for failure in failures.values():
+    failure = gather_on_main(None, _gravest)
+    if failure is not None:
         raise Failure(**failure).error()
     return result
+
+
+def _gravest(failures_W: Sequence[Any]) -> dict[str, Any] | None:
+    """The failure that the other ranks hear of: of a bug before a user's mistake."""
+    failed = [each for each in failures_W if each is not None]
+    return min(failed, key=lambda each: each[0])[1] if failed else None
 
 
 def _told(error: BaseException) -> dict[str, Any]:
@@ -279,7 +318,7 @@ def announce_arrival() -> Callable[[], str]:
     if world_size() == 1:
         return lambda: ""
     key = f"ppdist/announced/{next(_barriers)}"
-    _store().add(f"{key}/{rank()}", 1)
+    _arrive(key, _HERE)
     return lambda: _absent(key)
 
 
@@ -295,27 +334,33 @@ def alarm() -> tuple[Callable[[], None], Callable[[], bool]]:
     return lambda: _store().add(key, 1), lambda: _store().add(key, 0) > 0
 
 
-def _arrive(key: str) -> None:
-    """Waits until every rank has called it with this key."""
+def _send_at_once() -> None:
+    """Disables Nagle's algorithm at the store, once all ranks are connected to it."""
     global _nagle_disabled
-    store = _store()
-    timeout = _Timeout()
-    with heartbeat.Waiting(f"barrier {key}"):
-        store.add(f"{key}/{rank()}/here", 1)
-        arrived = store.add(f"{key}/arrived", 1)
-        while arrived < world_size():
-            timeout.sleep(lambda: f"{_absent(key, '/here')} did not arrive")
-            arrived = store.add(f"{key}/arrived", 0)
-    if not _nagle_disabled:  # All ranks are connected now: rank 0 has their connections, too.
+    if not _nagle_disabled:
         disable_nagle()
         _nagle_disabled = True
 
 
-def _absent(key: str, what: str = "") -> str:
+def _arrive(key: str, what: int) -> None:
+    """Says, once, that this rank is here: _HERE or _GAVE."""
+    place, shift = divmod(rank(), _RANKS_OF_A_KEY)
+    _store().add(f"{key}/here/{place}", what << 2 * shift)
+
+
+def _arrived(key: str) -> list[int]:
+    """What each rank said to `_arrive`; 0: nothing yet."""
+    store, found = _store(), []
+    for first in range(0, world_size(), _RANKS_OF_A_KEY):
+        said = store.add(f"{key}/here/{first // _RANKS_OF_A_KEY}", 0)
+        found += [said >> 2 * shift & 3 for shift in range(_RANKS_OF_A_KEY)]
+    return found[: world_size()]
+
+
+def _absent(key: str) -> str:
     """Ranks that have not arrived; "": all have."""
-    store = _store()
     hosts_W = addresses() if len(addresses()) == world_size() else ["?"] * world_size()
-    ranks = [each for each in range(world_size()) if store.add(f"{key}/{each}{what}", 0) == 0]
+    ranks = [each for each, arrived in enumerate(_arrived(key)) if not arrived]
     return ranks_named(ranks, hosts_W)
 
 
@@ -335,7 +380,9 @@ def _leave(key: str) -> None:
 def _pause(waited: float) -> float:
     """Polling interval of a rank that has waited so long."""
     short = min(max(waited / 4, _FIRST_POLL_SECONDS), _POLL_SECONDS)
-    return max(short, min(waited / _POLLS, _LONG_POLL_SECONDS))
+    # The store answers one request after the other, 25 to 40 us each.
+    least = world_size() * _REQUEST_SECONDS
+    return max(least, short, min(waited / _POLLS, _LONG_POLL_SECONDS))
 
 
 class _Timeout:
@@ -379,6 +426,7 @@ def _store() -> Any:
             wait_for_store(endpoint, host(), _timeout)
         store = paddle_api.global_store()
         _reached = True
+        disable_nagle()
         _require_same_job(store)
     return store
 
