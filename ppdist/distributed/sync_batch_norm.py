@@ -71,11 +71,10 @@ class _Normalize(PyLayer):
         ctx, x_BCHW, gamma_C, beta_C, epsilon, running_mean_C, running_var_C, momentum, counts
     ):
         batch, channels, height, width = x_BCHW.shape
-        share = 1.0 if counts else 0.0
-        sums_1C = paddle.concat(
-            [paddle.full([1], share * batch * height * width), share * x_BCHW.sum([0, 2, 3])]
-        )
-        count, sum_C = comm.all_reduce_sum(sums_1C).split([1, channels])
+        count, sum_C = paddle.full([1], float(batch * height * width)), x_BCHW.sum([0, 2, 3])
+        own_N = paddle.concat([count, sum_C])  # N = 1 + C
+        all_N = comm.all_reduce_sum(own_N if counts else paddle.zeros_like(own_N))
+        count, sum_C = all_N.split([1, channels])
         mean_C = sum_C / count
         centred_BCHW = x_BCHW - mean_C.reshape([1, -1, 1, 1])
         if not counts:
