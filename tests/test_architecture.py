@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.source_tree import REPOSITORY, sources, tree_of
+from tests.source_tree import REPOSITORY, nodes_of, sources, tree_of
 
 PROGRAMS = ("tools", "benchmarks", "tests", "__main__")
 
@@ -37,6 +37,7 @@ BELOW_LAUNCHER = ("ppdist.launch", "ppdist.common", "ppdist.config", "ppdist.dis
 WITHOUT_PADDLE = ("ppdist.cli", "ppdist.common", "ppdist.config", "ppdist.launch", "ppdist.planner")
 SEAM = "ppdist.distributed"  # the only importer of paddle.distributed
 PRIVATE_PADDLE = "ppdist.distributed.paddle_api"  # alone names what Paddle does not promise to keep
+PADDLES_INSIDE = ("paddle.base", "paddle.framework.core")
 # Private attributes that are not Paddle's: of named tuples, of os, of a trial of Optuna.
 OTHERS_PRIVATE = {"_replace", "_asdict", "_exit", "_trial_id"}
 BUILD = "ppdist.engine.build"  # alone sees data, models, losses and optimizer together
@@ -48,7 +49,7 @@ CONTRACTS = ("ppdist.data.types", "ppdist.models.base", "ppdist.losses.base")
 def imports_of(path: Path, top_level: bool = False) -> list[tuple[int, str]]:
     """(line, dotted name) of what is imported: at any depth, also inside functions, or not."""
     result = []
-    for node in tree_of(path).body if top_level else ast.walk(tree_of(path)):
+    for node in tree_of(path).body if top_level else nodes_of(path):
         if isinstance(node, ast.Import):
             result += [(node.lineno, alias.name) for alias in node.names]
         elif isinstance(node, ast.ImportFrom):
@@ -182,7 +183,7 @@ def test_only_distributed_touches_paddle_distributed() -> None:
     wrong = []
     for module, path in sources().items():
         names = [*imports_of(path)]
-        for node in ast.walk(tree_of(path)):
+        for node in nodes_of(path):
             if isinstance(node, ast.Attribute):
                 names.append((node.lineno, ast.unparse(node)))
         wrong += [
@@ -206,17 +207,17 @@ def test_only_child_starts_programs() -> None:
 
 def private_names(path: Path) -> Iterator[tuple[int, str]]:
     """Where a module takes a private attribute of something, or a part of Paddle's inside."""
-    for node in ast.walk(tree_of(path)):
+    for node in nodes_of(path):
         if isinstance(node, ast.Attribute):
             if re.match("_[^_]", node.attr):
                 yield node.lineno, node.attr
-            if ast.unparse(node) in ("paddle.base", "paddle.framework.core"):
+            if node.attr in ("base", "core") and ast.unparse(node) in PADDLES_INSIDE:
                 yield node.lineno, ast.unparse(node)
 
 
 def given_names(path: Path) -> Iterator[str]:
     """What a module defines: functions, classes, variables, attributes of `self` and `cls`."""
-    for node in ast.walk(tree_of(path)):
+    for node in nodes_of(path):
         if isinstance(node, ast.FunctionDef | ast.ClassDef):
             yield node.name
         elif not isinstance(getattr(node, "ctx", None), ast.Store):
@@ -293,7 +294,7 @@ def test_no_utils_no_star_import_and_no_bare_except() -> None:
         wrong += [
             f"{path}:{line}: {name}" for line, name in imports_of(path) if name.endswith(".*")
         ]
-        for node in ast.walk(tree_of(path)):
+        for node in nodes_of(path):
             if isinstance(node, ast.ExceptHandler) and node.type is None:
                 wrong.append(f"{path}:{node.lineno}: bare except")
     assert not wrong, "\n".join(wrong)

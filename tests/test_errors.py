@@ -33,7 +33,7 @@ _COMPARE = ("startswith", "endswith", "search", "match", "fullmatch", "find", "i
 
 @pytest.fixture(scope="module")
 def found() -> list[Site]:
-    return sites(ROOT)
+    return sites({str(path.relative_to(ROOT)): tree_of(path) for path in sources().values()})
 
 
 def test_every_user_error_has_snake_case_code(found: list[Site]) -> None:
@@ -61,21 +61,25 @@ def is_error(node: ast.AST) -> bool:
 
 def decisions(tree: ast.AST) -> Iterator[tuple[int, ast.AST]]:
     """Comparisons that look into a text: the line and the function they are in."""
-    for function in ast.walk(tree):
-        if not isinstance(function, ast.FunctionDef):
-            continue
-        for node in ast.walk(function):
-            looked_at: list[ast.AST] = []
-            if isinstance(node, ast.Compare):
-                contains = any(isinstance(each, (ast.In, ast.NotIn)) for each in node.ops)
-                words = [node.left, *node.comparators]
-                texts = [each for each in words if isinstance(each, ast.Constant) and each.value]
-                if contains or any(isinstance(each.value, str) for each in texts):
-                    looked_at = words
-            elif isinstance(node, ast.Call) and getattr(node.func, "attr", "") in _COMPARE:
-                looked_at = [*ast.iter_child_nodes(node.func), *node.args]
-            if any(reads_an_error(part) for each in looked_at for part in ast.walk(each)):
-                yield node.lineno, function
+    found = [node for node in ast.walk(tree) if decides(node)]
+    for function in ast.walk(tree) if found else ():
+        if isinstance(function, ast.FunctionDef):
+            inside = set(ast.walk(function))
+            yield from ((node.lineno, function) for node in found if node in inside)
+
+
+def decides(node: ast.AST) -> bool:
+    """Whether it compares the text of an error."""
+    looked_at: list[ast.AST] = []
+    if isinstance(node, ast.Compare):
+        contains = any(isinstance(each, (ast.In, ast.NotIn)) for each in node.ops)
+        words = [node.left, *node.comparators]
+        texts = [each for each in words if isinstance(each, ast.Constant) and each.value]
+        if contains or any(isinstance(each.value, str) for each in texts):
+            looked_at = words
+    elif isinstance(node, ast.Call) and getattr(node.func, "attr", "") in _COMPARE:
+        looked_at = [*ast.iter_child_nodes(node.func), *node.args]
+    return any(reads_an_error(part) for each in looked_at for part in ast.walk(each))
 
 
 def test_no_program_decides_by_a_sentence() -> None:

@@ -187,13 +187,17 @@ def _escaped(text: str) -> str:
     return " ".join(text.split()).replace("|", "\\|").replace("<", "&lt;").replace("*", "\\*")
 
 
-def sites(repository: Path) -> list[Site]:
-    """All of `ppdist` and `tools`, by path and line."""
-    trees = {
-        str(path.relative_to(repository)): ast.parse(path.read_text(encoding="utf-8"))
+def trees() -> dict[str, ast.Module]:
+    """Each file of `ppdist` and `tools` by its path in the repository."""
+    return {
+        str(path.relative_to(REPOSITORY)): ast.parse(path.read_text(encoding="utf-8"))
         for folder in ("ppdist", "tools")
-        for path in sorted((repository / folder).rglob("*.py"))
+        for path in sorted((REPOSITORY / folder).rglob("*.py"))
     }
+
+
+def sites(trees: Mapping[str, ast.Module]) -> list[Site]:
+    """All of these files, in their order and by line."""
     kinds = _kinds(trees)
     return [
         site
@@ -489,7 +493,7 @@ PAGES: dict[str, Callable[[], str]] = {
     "configs/schema.json": lambda: (
         json.dumps(json_schema(ExperimentConfig), indent=2, ensure_ascii=False) + "\n"
     ),
-    "docs/errors.md": lambda: error_table(sites(REPOSITORY)),
+    "docs/errors.md": lambda: error_table(sites(trees())),
     "docs/model_zoo.md": zoo_text,
     "docs/commands.md": commands_text,
     "docs/python.md": python_text,

@@ -2,7 +2,7 @@
 
 import ast
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 import pytest
@@ -46,10 +46,10 @@ ALLOWED = {
 }
 
 
-def dotted(module: ast.Module) -> dict[str, str]:
+def dotted(nodes: Iterable[ast.AST]) -> dict[str, str]:
     """Local names of what a module imports -> what they stand for."""
     names = {}
-    for node in ast.walk(module):
+    for node in nodes:
         if isinstance(node, ast.Import):
             for alias in node.names:
                 names[alias.asname or alias.name.partition(".")[0]] = (
@@ -63,8 +63,9 @@ def dotted(module: ast.Module) -> dict[str, str]:
 
 def calls(module: ast.Module) -> Iterator[tuple[ast.Call, str]]:
     """Every call, with the full name of what is called as far as imports tell."""
-    known = dotted(module)
-    for node in ast.walk(module):
+    nodes = tuple(ast.walk(module))
+    known = dotted(nodes)
+    for node in nodes:
         if isinstance(node, ast.Call):
             first, _, rest = ast.unparse(node.func).partition(".")
             name = known.get(first, first)
@@ -129,7 +130,7 @@ def test_listening_sockets_match_documented_table() -> None:
         for module, path in sources().items()
         for node, name in calls(tree_of(path))
         if name == "socket.create_server"
-        or (name.endswith(".listen") and "socket" in dotted(tree_of(path)))
+        or (name.endswith(".listen") and "socket" in dotted(ast.walk(tree_of(path))))
     }
     assert found == {
         "ppdist.launch.connection",
