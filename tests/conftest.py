@@ -31,8 +31,9 @@ gc.set_threshold(50_000, 20, 20)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """The longest files first, so that no worker waits for another that ends with one of them."""
-    items.sort(key=lambda item: item.path.parent.name not in ("integration", "faults"))
+    """Folders of long files first, so that no worker waits for another that ends with one."""
+    long = ("integration", "deploy", "export", "engine", "launch", "faults", "report", "viz")
+    items.sort(key=lambda item: item.path.parent.name not in long)
 
 
 _ALL_SLOW = re.compile(r"^pytestmark = (\[\s*)?pytest\.mark\.slow\b", re.MULTILINE)

@@ -113,8 +113,10 @@ def test_what_is_not_meant_for_it_stays_out(path: str) -> None:
     assert not enters(path)
 
 
-def context(folder: Path) -> Path:
+@pytest.fixture(scope="module")
+def sent(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """What Docker would send to the builder: the tracked files that .dockerignore lets in."""
+    folder = tmp_path_factory.mktemp("sent")
     listed = subprocess.run(
         ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"],
         cwd=ROOT, capture_output=True, text=True, check=False,
@@ -152,18 +154,30 @@ def copies(sent: Path, stage: list[tuple[str, str]], image: Path, upto: int | No
 OWN_INSTALL = "pip install --no-cache-dir --no-deps --no-build-isolation ."
 
 
-@pytest.mark.parametrize(
-    ("file", "stage"), [(FILES[0], "train-packages"), (FILES[1], "packages")],
-    ids=lambda each: getattr(each, "name", each),
-)  # fmt: skip
+def same_copies(*of_files: list[tuple[str, str]]) -> list[tuple[str, str]]:
+    """What a stage copies from the checkout, and where to: in both Dockerfiles, so that what is
+    built of one stands for the other.  Their locks differ."""
+    first, second = (
+        [
+            (name, rest)
+            for name, rest in rows
+            if name == "WORKDIR"
+            or (name == "COPY" and not rest.startswith("--from") and ".lock" not in rest)
+        ]
+        for rows in of_files
+    )
+    assert first == second
+    return first
+
+
 def test_a_training_image_builds_our_wheel_from_what_it_has_copied(
-    file: Path, stage: str, tmp_path: Path
+    sent: Path, tmp_path: Path
 ) -> None:
     """The wheel has all modules, configurations and data files of the checkout."""
     pytest.importorskip("setuptools")
-    rows = stages(file)[stage]
-    (at,) = (number for number, row in enumerate(rows) if row == ("RUN", OWN_INSTALL))
-    copies(context(tmp_path / "sent"), rows, tmp_path / "image", upto=at)
+    of_files = [stages(FILES[0])["train-packages"], stages(FILES[1])["packages"]]
+    before = [rows[: rows.index(("RUN", OWN_INSTALL))] for rows in of_files]
+    copies(sent, same_copies(*before), tmp_path / "image")
     build = ["wheel", "--no-deps", "--no-build-isolation", "--quiet", "--wheel-dir", tmp_path, "."]
     subprocess.run(
         [sys.executable, "-m", "pip", *build], cwd=tmp_path / "image" / "build", check=True
@@ -185,12 +199,12 @@ def test_a_training_image_builds_our_wheel_from_what_it_has_copied(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("stage", ["train-packages", "serve-packages"])
-def test_what_the_cpu_image_runs_to_install_can_run(stage: str, tmp_path: Path) -> None:
+def test_what_the_cpu_image_runs_to_install_can_run(stage: str, sent: Path, tmp_path: Path) -> None:
     """Replays the RUN lines of a stage in a folder in place of /; needs PyPI."""
     python = shutil.which("python3.12") or "python3.12"
     if subprocess.run(["sh", "-c", f"{python} -c ''"], check=False, capture_output=True).returncode:
         pytest.skip("the locks are for Python 3.12, which is not here")
-    rows, sent = stages(FILES[0])[stage], context(tmp_path / "sent")
+    rows = stages(FILES[0])[stage]
     venv = tmp_path / "image" / "opt" / "venv"
     for at, (name, rest) in enumerate(rows):
         if name == "RUN":
@@ -204,14 +218,12 @@ def test_what_the_cpu_image_runs_to_install_can_run(stage: str, tmp_path: Path) 
     subprocess.run([venv / "bin" / program, "--help"], check=True, stdout=subprocess.DEVNULL)
 
 
-@pytest.mark.parametrize("file", FILES, ids=lambda file: file.name)
-def test_shipped_stages_have_the_programs_that_they_start(file: Path, tmp_path: Path) -> None:
-    sent = context(tmp_path / "sent")
+def test_shipped_stages_have_the_programs_that_they_start(sent: Path, tmp_path: Path) -> None:
     for name in ("train", "serve"):
-        copies(sent, stages(file)[name], tmp_path / name)
+        copies(sent, same_copies(*(stages(file)[name] for file in FILES)), tmp_path / name)
         assert compileall.compile_dir(tmp_path / name, quiet=1)
     app = tmp_path / "serve" / "app"
-    script = json.loads(dict(stages(file)["serve"])["ENTRYPOINT"])[1]
+    (script,) = {json.loads(dict(stages(file)["serve"])["ENTRYPOINT"])[1] for file in FILES}
     ended = subprocess.run(
         [sys.executable, script, "--help"], cwd=app, capture_output=True, text=True, check=False
     )

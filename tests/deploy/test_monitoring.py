@@ -85,6 +85,7 @@ def test_promtool_accepts_configuration_and_rules() -> None:
     promtool("check", "rules", "alerts.yml")
 
 
+@pytest.mark.slow
 @needs_prometheus
 def test_each_alert_fires_when_it_should_and_only_then() -> None:
     promtool("test", "rules", "alerts_test.yml")

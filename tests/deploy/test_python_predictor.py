@@ -108,8 +108,17 @@ def test_the_threshold_of_an_export_is_that_of_its_best_f1(ready: Any) -> None:
     assert "nms.score_threshold" in predictor.lost_below(ready.spec, least / 2)
 
 
-@pytest.mark.parametrize("who", ["deploy", "ppdist"])
-@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize(
+    ("who", "backend"),
+    [
+        pytest.param("deploy", "onnx", marks=needs_onnx),
+        pytest.param("deploy", "openvino", marks=needs_openvino),
+        ("ppdist", "paddle"),
+        pytest.param("deploy", "paddle", marks=pytest.mark.slow),
+        pytest.param("ppdist", "onnx", marks=[needs_onnx, pytest.mark.slow]),
+        pytest.param("ppdist", "openvino", marks=[needs_openvino, pytest.mark.slow]),
+    ],
+)
 def test_threads_of_one_model_get_their_own_boxes(
     exported: Exported, backend: Any, who: str
 ) -> None:

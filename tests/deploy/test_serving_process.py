@@ -413,6 +413,7 @@ def test_connections_beyond_the_bound_are_refused_until_one_ends(hasty):
     assert half.finish() == 200
 
 
+@pytest.mark.slow
 def test_missing_model_is_one_line_and_exit_2():
     ended = subprocess.run(
         [sys.executable, SERVING / "server.py", "--port", str(free_port()), "--model", "nowhere"],
@@ -635,6 +636,7 @@ def test_late_answer_is_not_shown_for_another_file(port, browser, tmp_path):
     assert browser.run("document.getElementById('status').textContent") == ""
 
 
+@pytest.mark.slow
 @needs_chromium
 def test_the_page_asks_for_the_token_and_goes_on(browser, tmp_path):
     number = free_port()

@@ -11,7 +11,7 @@ from ppdist.config import load_config
 from ppdist.data.datasets.synthetic import make_shapes
 from ppdist.engine.build import build_model
 from ppdist.metrics.coco import METRICS
-from tests.forked import run_tool, succeeded
+from tests.forked import run_here, run_tool, succeeded
 from tests.project import write_config
 from tests.unit.data.classified import CONFIG as CLASSIFIER
 from tests.unit.data.classified import PATTERNS, write_patterns
@@ -74,7 +74,7 @@ def test_file_in_place_of_folder_is_refused_early(tmp_path: Path) -> None:
     write_patterns(tmp_path / "val", 1, seed=0)
     (tmp_path / "cfg.yml").write_text(CLASSIFIER.format(root=tmp_path), encoding="utf-8")
     (tmp_path / "out").write_text("in the way")
-    done = run_tool("eval", "-c", tmp_path / "cfg.yml", "-w", "no.pdparams", "--out",
+    done = run_here("eval", "-c", tmp_path / "cfg.yml", "-w", "no.pdparams", "--out",
                     tmp_path / "out")  # fmt: skip
     assert done.returncode == 2
     assert "out: cannot be written to: it is a file; expected a folder" in done.stderr

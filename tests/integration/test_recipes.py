@@ -3,12 +3,13 @@
 import math
 import re
 import subprocess
+from functools import cache
 from pathlib import Path
 
 import pytest
 from PIL import Image
 
-from ppdist.config import load_config
+from ppdist.config import ExperimentConfig, load_config
 from ppdist.config.study import load_study
 from ppdist.data.datasets.build import read_split
 from ppdist.distributed import comm
@@ -31,6 +32,11 @@ TEMPLATES = {
 
 def named(path: Path) -> str:
     return f"{path.relative_to(CONFIGS)}"
+
+
+@cache
+def shipped(path: Path) -> ExperimentConfig:
+    return load_config(path)
 
 
 def header_of(path: Path) -> str:
@@ -60,7 +66,7 @@ def test_a_header_says_what_it_is_and_how_to_run_it(path):
 def test_every_recipe_builds_for_any_number_of_cards(monkeypatch, world):
     monkeypatch.setattr(comm, "world_size", lambda: world)
     for path in SHIPPED:
-        config = load_config(path)
+        config = shipped(path)
         if (config.train.total_batch or math.inf) < world * config.train.images_per_card:
             continue  # a recipe for fewer cards
         size = IMAGES.get(Path(config.data.root).name, 205)

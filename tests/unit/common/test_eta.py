@@ -78,10 +78,10 @@ def worst(run: Run, after: float) -> float:
     "run",
     [
         Run(),
-        Run(evaluation=1.0),
-        Run(epochs=300, steps_per_epoch=7, noise=0.5),
+        pytest.param(Run(evaluation=1.0), marks=pytest.mark.slow),
+        pytest.param(Run(epochs=300, steps_per_epoch=7, noise=0.5), marks=pytest.mark.slow),
         Run(start=1000),  # resumed in the middle
-        Run(first_of_epoch=0.0, save_every=1999),
+        pytest.param(Run(first_of_epoch=0.0, save_every=1999), marks=pytest.mark.slow),
         Run(stall_at=60),  # somebody stopped the process for five minutes
     ],
     ids=["slow evaluation", "fast", "short epochs", "resumed", "rare saves", "a stall"],

@@ -115,7 +115,7 @@ process.run(main)
 """
 
 
-@pytest.mark.parametrize("kind", ["terminal", "pipe"])
+@pytest.mark.parametrize("kind", ["terminal", pytest.param("pipe", marks=pytest.mark.slow)])
 def test_a_terminal_that_takes_nothing_stops_neither_steps_nor_the_end(
     kind: str, tmp_path: Path
 ) -> None:

@@ -204,11 +204,20 @@ def test_self_check_passes_and_names_wrong_kernel(tmp_path):
 
 
 @native
-@pytest.mark.parametrize("name", ["O2", pytest.param("O1", marks=pytest.mark.slow)])
-@pytest.mark.parametrize("model", ["ppyoloe", "yolov5"])
-def test_processor_trains_like_the_emulation(model, name, tmp_path, record_property):
-    _, emulated = steps(tmp_path, level(name), 20, model=model)
-    _, found = steps(tmp_path, level(name), 20, model=model, kernels=BFLOAT16)
+@pytest.mark.parametrize(
+    ("model", "name", "count"),
+    [
+        ("yolov5", "O2", 5),
+        *(
+            pytest.param(model, name, 20, marks=pytest.mark.slow)
+            for model in ("ppyoloe", "yolov5")
+            for name in LEVELS
+        ),
+    ],
+)
+def test_processor_trains_like_the_emulation(model, name, count, tmp_path, record_property):
+    _, emulated = steps(tmp_path, level(name), count, model=model)
+    _, found = steps(tmp_path, level(name), count, model=model, kernels=BFLOAT16)
     difference = abs(np.mean(found) / np.mean(emulated) - 1)
     record_property("figure", f"means differ by {difference:.2%}")
     assert difference < 0.01

@@ -34,8 +34,8 @@ def recipe(name: str, folder: Path, *overrides: str) -> ExperimentConfig:
     [
         ("ppyoloe", (), 300),
         ("yolov5", (), 300),
-        ("yolov5", ("optimizer.layer_decay=0.8",), 300),
-        ("ppyoloe", ("optimizer.name=adamw",), 550),
+        pytest.param("yolov5", ("optimizer.layer_decay=0.8",), 300, marks=pytest.mark.slow),
+        pytest.param("ppyoloe", ("optimizer.name=adamw",), 550, marks=pytest.mark.slow),
     ],
 )
 def test_bookkeeping_operators_of_a_step(name, overrides, limit, tmp_path, record_property):

@@ -82,6 +82,7 @@ def assert_same_run(first, second):
 
 # What a step depends on besides weights, by what has most of it: model, epochs, overrides.
 RESUMED = {
+    "the fastest": (FASTEST, 2, ["schedule.warmup_epochs=1", "train.ema.ramp_steps=10"]),
     "ppyoloe": ("ppyoloe", 2, ["train.cpu_convolutions=auto"]),
     "an auxiliary head": (
         "ppyoloe", 4, ["model.size=t", "model.auxiliary=true", "loss.auxiliary_attached_epochs=3"],
@@ -101,7 +102,9 @@ RESUMED = {
 @pytest.mark.parametrize(
     "case",
     [
-        pytest.param(each, marks=[pytest.mark.slow] * (each in ("an auxiliary head", "yolov5")))
+        each
+        if each in ("the fastest", "a classifier with dropout")
+        else pytest.param(each, marks=pytest.mark.slow)
         for each in RESUMED
     ],
 )

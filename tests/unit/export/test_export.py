@@ -168,6 +168,7 @@ class OtherWhenStatic(PPYOLOE):
         return scores_BNC, boxes_BN4 + (0.0 if paddle.in_dynamic_mode() else 4.0)
 
 
+@pytest.mark.slow
 def test_differing_export_is_refused_older_one_stays(tmp_path: Path, with_nms: Path) -> None:
     directory = tmp_path / "model"
     shutil.copytree(with_nms, directory)
@@ -264,7 +265,9 @@ def export_until(directory: Path, stop_at: int, *, kill: bool) -> bool:
         os._exit(1)
 
 
-@pytest.mark.parametrize("kill", [True, False], ids=["killed", "failed"])
+@pytest.mark.parametrize(
+    "kill", [True, pytest.param(False, marks=pytest.mark.slow)], ids=["killed", "failed"]
+)
 @pytest.mark.parametrize("earlier", [True, False], ids=["over an earlier", "into a new folder"])
 def test_interrupted_export_is_whole_or_absent_for_the_next(
     kill: bool, earlier: bool, tmp_path: Path, with_nms: Path

@@ -1,6 +1,7 @@
 """Exported classifiers compute what the model computes, from raw pixels to probabilities."""
 
 import json
+import shutil
 from functools import partial
 from pathlib import Path
 
@@ -94,10 +95,14 @@ class OtherWhenStatic(YOLOv5Classifier):
         return super().decode(outputs * (1.0 if paddle.in_dynamic_mode() else 2.0))
 
 
-def test_a_file_that_computes_something_else_is_refused(tmp_path: Path) -> None:
+def test_differing_export_is_refused_older_one_stays(exported: Path, tmp_path: Path) -> None:
+    directory = tmp_path / "model"
+    shutil.copytree(exported, directory)
+    kept = {file.name: file.read_bytes() for file in directory.iterdir()}
     with raises("export_differs", "(allowed 0.0001)"):
-        export_model(tiny_classifier(OtherWhenStatic), tmp_path / "model", classifier_spec())
-    assert list(tmp_path.iterdir()) == []
+        export_model(tiny_classifier(OtherWhenStatic), directory, classifier_spec())
+    assert {file.name: file.read_bytes() for file in directory.iterdir()} == kept
+    assert list(tmp_path.iterdir()) == [directory]
 
 
 @pytest.mark.parametrize("spec", [classifier_spec(), tiny_spec()], ids=["classes", "boxes"])

@@ -59,8 +59,9 @@ def variants() -> list[Any]:
     onnx = pytest.mark.skipif("onnx" not in FORMATS, reason="needs paddle2onnx and onnxruntime")
     openvino = pytest.mark.skipif("openvino" not in FORMATS, reason="needs ppdist[onnx,openvino]")
     return [
-        pytest.param({"threads": 2}, id="oneDNN"),
-        pytest.param({"onednn": False, "threads": 2}, id="without oneDNN"),
+        # By default test_export.py has Paddle's.
+        pytest.param({"threads": 2}, id="oneDNN", marks=pytest.mark.slow),
+        pytest.param({"onednn": False, "threads": 2}, id="without oneDNN", marks=pytest.mark.slow),
         pytest.param({"backend": "onnx"}, id="ONNX Runtime", marks=onnx),
         pytest.param({"backend": "onnx", "threads": 2, "spinning": False}, id="asleep", marks=onnx),
         pytest.param({"backend": "openvino", "threads": 2}, id="OpenVINO", marks=openvino),
@@ -288,7 +289,8 @@ def test_pictures_are_those_that_can_be_read(tmp_path: Path) -> None:
         pictures_of(SimpleNamespace(records=[record]))  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("backend", ["paddle", pytest.param("onnx", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("backend", ["paddle", "onnx"])
 def test_the_tool_runs_an_export_in_either_runtime(
     exported: Path, tmp_path: Path, backend: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -63,9 +63,9 @@ def test_the_first_host_that_is_late_is_named_too(monkeypatch) -> None:
 
 
 def test_missing_host_named_after_start_timeout() -> None:
-    hosts = met(host(A, (A, B, C)), host(B, (A, B, C)), seconds=1.5)
+    hosts = met(host(A, (A, B, C)), host(B, (A, B, C)), seconds=0.7)
     for each in hosts:
-        assert "gave up after 1.5 s (--start_timeout): " in each.error
+        assert "gave up after 0.7 s (--start_timeout): " in each.error
         assert "still waiting for host 127.0.0.4 (127.0.0.4:" in each.error
 
 
@@ -75,7 +75,7 @@ def test_before_a_restart_a_signal_ends_all_waiting(stopped: int) -> None:
     hosts = [Host(host(own, all_hosts, attempt=1), port, 60) for own in (A, B, C)]
     for each in hosts:
         each.start()
-    time.sleep(1.5)
+    time.sleep(0.5)
     hosts[stopped].received.append(signal.SIGTERM)
     for each in hosts:
         each.end()
@@ -137,7 +137,7 @@ def test_a_host_that_calls_a_complete_run_gives_up(
     channel = running[0].channel
     assert channel is not None
     channel._stopping = stopping
-    late = Host(host(B), port, seconds=3.5)
+    late = Host(host(B), port, seconds=1.5 if stopping else 10)
     late.start()
     while late.thread.is_alive():
         channel.watch([])
@@ -151,7 +151,7 @@ def test_a_host_that_calls_a_complete_run_gives_up(
 def test_other_program_on_port_told_from_fleetrun(speaks: bytes, monkeypatch) -> None:
     monkeypatch.setattr(rendezvous, "_HANDSHAKE_SECONDS", 0.5)
     with socket.create_server((A, 0)) as server:
-        waiting = Host(host(B), server.getsockname()[1], seconds=1.5)
+        waiting = Host(host(B), server.getsockname()[1], seconds=1)
         waiting.start()
         caller, _ = server.accept()
         caller.sendall(speaks)

@@ -4,6 +4,7 @@ import itertools
 import json
 import os
 import shutil
+import signal
 import socket
 import tempfile
 import threading
@@ -51,7 +52,7 @@ def test_hosts_of_one_token_meet() -> None:
 def test_a_host_without_the_token_is_refused(others: str) -> None:
     port = free_port()
     first, stranger = started(
-        Host(host(A), port, 15, token=TOKEN), Host(host(B), port, 3, token=others)
+        Host(host(A), port, 15, token=TOKEN), Host(host(B), port, 1, token=others)
     )
     stranger.thread.join(30)
     assert OTHER_TOKEN in stranger.error and first.thread.is_alive()
@@ -233,7 +234,7 @@ def test_a_flood_of_strangers_prevents_no_start(content: bytes, token: str) -> N
     (first,) = started(Host(host(A), port, 20, token=token))
     launched.wait_for(lambda: answers(port), 10)
     with crowd(port, content, held=200, threads=2):
-        time.sleep(0.5)
+        time.sleep(0.2)
         began = time.monotonic()
         (second,) = started(Host(host(B), port, 20, token=token))
         finished(first, second)
@@ -253,13 +254,14 @@ def hung_up(caller: socket.socket) -> bool:
 
 def test_of_silent_strangers_only_the_newest_are_kept() -> None:
     port = free_port()
-    (first,) = started(Host(host(A), port, 4))
+    (first,) = started(Host(host(A), port, 20))
     launched.wait_for(lambda: answers(port), 10)
     silent = [socket.create_connection((A, port)) for _ in range(150)]
     launched.wait_for(lambda: sum(hung_up(each) for each in silent) == 150 - 64, 3)
     assert [hung_up(each) for each in silent[-64:]] == [False] * 64
     for each in silent:
         each.close()
+    first.received.append(signal.SIGTERM)
     first.end()
 
 

@@ -292,7 +292,9 @@ def fail(ranks: Ranks, rank: int, code: str) -> None:
     (ranks.folder / f"rank-{rank}.json").write_text(json.dumps(said))
 
 
-@pytest.mark.parametrize("code", ["lost_rank", "rank_timeout"])
+@pytest.mark.parametrize(
+    "code", ["lost_rank", pytest.param("rank_timeout", marks=pytest.mark.slow)]
+)
 def test_rank_that_gave_up_leaves_stopped_rank_named(host, code: str) -> None:
     ranks = host(2)
     ranks.train(5, 1.0)

@@ -14,7 +14,8 @@ from ppdist.data.datasets.annotations import to_detection_set
 from ppdist.data.datasets.build import read_raw, read_split
 from tests.unit.data.corpus import config, mutated, write_clean_coco, write_picture
 
-_MUTATIONS = 400  # of each of five kinds of file
+# Files of each of five kinds.
+_MUTATIONS = pytest.mark.parametrize("count", [80, pytest.param(400, marks=pytest.mark.slow)])
 _TOKENS = {
     "json": (b"NaN", b"null", b"-1", b"[]", b"{}", b'""', b"1e999", b"9" * 25, b"\xff", b'"id"'),
     "xml": (b"<", b"/>", b"&x;", b"<object>", b"NaN", b"-5", b"1e999", b"\x00", b"\xff", b"<size>"),
@@ -28,8 +29,9 @@ def put(file: Path, content: bytes) -> None:
     file.write_bytes(content)
 
 
+@_MUTATIONS
 @pytest.mark.parametrize("suffix", ["jpg", "png"])
-def test_damaged_images_never_kill_or_hang_decoder(tmp_path, suffix):
+def test_damaged_images_never_kill_or_hang_decoder(tmp_path, suffix, count):
     kinds = {
         "jpg": (("RGB", {}), ("L", {"progressive": True}), ("CMYK", {})),
         "png": (("RGB", {}), ("P", {}), ("LA", {}), ("RGBA", {}), ("1", {})),
@@ -39,14 +41,14 @@ def test_damaged_images_never_kill_or_hang_decoder(tmp_path, suffix):
         for number, (mode, options) in enumerate(kinds)
     ]
     files = []
-    for seed in range(_MUTATIONS):
+    for seed in range(count):
         rng = np.random.RandomState(seed)
         file = tmp_path / f"{seed}.{suffix}"
         file.write_bytes(mutated(originals[seed % len(originals)], rng))
         files.append(ImageFile(str(file), None))
     checks = check_images(files, decode=True, workers=2, timeout=10.0)
     kinds_found = {found.problem.code for found in checks if found.problem}
-    assert len(checks) == _MUTATIONS
+    assert len(checks) == count
     assert kinds_found <= {"image_truncated", "image_unreadable", "image_empty"}
     assert "image_truncated" in kinds_found and "image_unreadable" in kinds_found
 
@@ -89,14 +91,15 @@ def _write_json(root: Path) -> tuple[DataConfig, Path]:
     return settings, file
 
 
+@_MUTATIONS
 @pytest.mark.parametrize(
     "suffix, write", [("json", _write_json), ("xml", _write_voc), ("txt", _write_yolo)]
 )
-def test_damaged_annotations_give_issues_or_message(tmp_path, suffix, write):
+def test_damaged_annotations_give_issues_or_message(tmp_path, suffix, write, count):
     settings, file = write(tmp_path)
     original = file.read_bytes()
     outcomes = {"read": 0, "found": 0, "refused": 0}
-    for seed in range(_MUTATIONS):
+    for seed in range(count):
         put(file, mutated(original, np.random.RandomState(seed), _TOKENS[suffix]))
         issues = []
         try:
@@ -110,8 +113,9 @@ def test_damaged_annotations_give_issues_or_message(tmp_path, suffix, write):
             read_split(settings, "train", masks=True)
         except DataError:
             continue
-    assert sum(outcomes.values()) == _MUTATIONS and outcomes["read"] > 5, outcomes
-    assert outcomes["found"] + outcomes["refused"] > 100, outcomes
+    assert sum(outcomes.values()) == count, outcomes
+    assert outcomes["read"] > 5 or count < 400, outcomes  # few are as good as before
+    assert outcomes["found"] + outcomes["refused"] > count / 4, outcomes
 
 
 @pytest.mark.parametrize(
