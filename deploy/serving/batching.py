@@ -35,7 +35,8 @@ class Batcher:
     """The model is made, warmed up and called in one thread: runtimes keep threads' settings apart.
 
     A batch is taken when it is full, when every request that is under way is in it (so one client
-    alone never waits), or `most_delay` seconds after its first image.
+    alone never waits), or `most_delay` seconds after its first image.  The model gets it in parts
+    of `sizes`: OpenVINO compiles a model for each size, which takes seconds and memory.
 
     Args:
         load: makes the model.
@@ -54,6 +55,7 @@ class Batcher:
     ) -> None:
         self.model: Model | None = None  # from warm-up to the end
         self.failure: Exception | None = None  # what ended the thread
+        self.sizes = _sizes(most_images)
         self._load, self._most_images, self._most_delay = load, most_images, most_delay
         self._under_way, self._measured = under_way, measured
         self._jobs: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
@@ -103,9 +105,9 @@ class Batcher:
             self._ended()
 
     def _warm_up(self, model: Model) -> None:
-        """Every size of a batch once: runtimes prepare each when they first see it."""
+        """Runs each size once, because runtimes prepare it when they first see it."""
         height, width = model.spec["input"]["size"]
-        for images in range(1, self._most_images + 1):
+        for images in self.sizes:
             model([np.full((height, width, 3), 114, np.uint8)] * images)
 
     def _next_batch(self) -> list[_Job]:
@@ -129,13 +131,15 @@ class Batcher:
     def _answer(self, model: Model, batch: list[_Job]) -> bool:
         """Returns: False where the batch is the end."""
         wanted = [job for job in batch if job.answer.set_running_or_notify_cancel()]
-        if wanted:
+        while wanted:
+            size = next(size for size in self.sizes if size <= len(wanted))
+            part, wanted = wanted[:size], wanted[size:]
             self._busy_since = started = time.monotonic()
-            results = self._predict(model, wanted)
+            results = self._predict(model, part)
             self._busy_since = None
             # First: whoever has an answer finds it counted.
-            self._measured(len(wanted), time.monotonic() - started)
-            for job, result in zip(wanted, results, strict=True):
+            self._measured(size, time.monotonic() - started)
+            for job, result in zip(part, results, strict=True):
                 if isinstance(result, Exception):
                     job.answer.set_exception(result)
                 else:
@@ -151,3 +155,9 @@ class Batcher:
                 return [error]
             _log.warning("a batch of %d failed (%s): image by image now", len(batch), error)
             return [result for job in batch for result in self._predict(model, [job])]
+
+
+def _sizes(most_images: int) -> tuple[int, ...]:
+    """Sizes of batches, descending: `most_images`, and each smaller power of two."""
+    powers = (2**power for power in range(most_images.bit_length()))
+    return tuple(sorted({most_images, *powers}, reverse=True))

@@ -1,6 +1,5 @@
 """Result files: JSON, labels, tables, crops, and pictures with boxes drawn."""
 
-import csv
 import json
 import math
 from collections import Counter
@@ -10,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from ppdist.common.errors import ConfigError
+from ppdist.common.errors import ConfigError, UserError
 from ppdist.common.files import make_parent, write_json, writing
 from ppdist.export.spec import InferenceSpec
 from ppdist.metrics.classification import best_classes, rank
@@ -24,7 +23,6 @@ from ppdist.viz.draw import draw_classes
 FOLDERS = {"yolo": "labels", "voc": "annotations", "crops": "crops"}  # below the results
 FILES = {"detect": "detections.json", "classify": "classes.json"}  # by task
 TABLE = "detections.csv"
-_COLUMNS = ("file_name", "frame", "class", "score", "x1", "y1", "x2", "y2", "track_id")
 _MADE_BY = "found by ppdist predict"  # how a later run knows its own results
 _NOT_UTF8 = "backslashreplace"  # of names: to JSON the same name
 
@@ -164,7 +162,8 @@ class Objects(Results):
 
     def write(self) -> Path:
         if "csv" in self._formats:
-            self._write_table(self.out / TABLE)
+            with data_errors(self.out, UserError):
+                runtime.write_table(self.out / TABLE, self.content())
         if "yolo" in self._formats:
             names = "".join(f"{name}\n" for name in self.spec.class_names)
             self._write_text(self.out / FOLDERS["yolo"] / "classes.txt", names)
@@ -213,19 +212,6 @@ class Objects(Results):
             file = name.with_name(f"{name.name}{at}_{number}.jpg")
             folder = self.out / FOLDERS["crops"] / folder_name(one.name, one.class_id)
             write_picture(folder / file, frame.image_HW3[top:bottom, left:right])
-
-    def _write_table(self, file: Path) -> None:
-        names = dict(zip(self.spec.category_ids, self.spec.class_names))
-        images = {image["id"]: image for image in self.images}
-        with writing(file), file.open("w", encoding="utf-8", errors=_NOT_UTF8, newline="") as text:
-            writer = csv.writer(text)
-            writer.writerow(_COLUMNS)
-            for one in self._annotations:
-                image, (left, top, width, height) = images[one["image_id"]], one["bbox"]
-                box = (left, top, round(left + width, 2), round(top + height, 2))
-                where = image["file_name"], image.get("frame", "")
-                track = one.get("track_id", "")
-                writer.writerow([*where, names[one["category_id"]], one["score"], *box, track])
 
 
 def below(score: float) -> float:

@@ -2,7 +2,7 @@
 
 import csv
 import json
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from errno import EDQUOT, ENOSPC
 from pathlib import Path
@@ -31,7 +31,7 @@ _NOT_UTF8 = "backslashreplace"  # of names; Python's json, at least, reads them 
 _BEST = 5  # classes reported for an image
 _FONT = cv2.FONT_HERSHEY_SIMPLEX
 _COLUMNS = {
-    "detect": ("file_name", "frame", "class", "score", "x1", "y1", "x2", "y2"),
+    "detect": ("file_name", "frame", "class", "score", "x1", "y1", "x2", "y2", "track_id"),
     "classify": ("file_name", "frame", "class", "score"),
 }
 
@@ -149,12 +149,7 @@ class Results:
             text = json.dumps(content, ensure_ascii=False)
             file.write_text(text, encoding="utf-8", errors=_NOT_UTF8)
         if as_csv:
-            table = file.with_suffix(".csv")
-            options: dict[str, Any] = {"encoding": "utf-8", "errors": _NOT_UTF8, "newline": ""}
-            with writing(table), table.open("w", **options) as opened:
-                writer = csv.writer(opened)
-                writer.writerow(_COLUMNS[task])
-                writer.writerows(self._lines())
+            write_table(file.with_suffix(".csv"), content)
         return file
 
     def _best_classes(self, probabilities_C: np.ndarray) -> list[dict[str, Any]]:
@@ -179,17 +174,33 @@ class Results:
                 "score": round(score, 5),
             }
 
-    def _lines(self) -> Iterator[tuple[Any, ...]]:
-        names = dict(zip(self._spec["category_ids"], self._spec["class_names"]))
-        images = {image["id"]: image for image in self.images}
-        for image in self.images:
-            for kind in image.get("best", ()):
-                yield image["file_name"], image.get("frame", ""), kind["name"], kind["score"]
-        for one in self.objects:
-            image, (left, top, width, height) = images[one["image_id"]], one["bbox"]
-            box = (left, top, round(left + width, 2), round(top + height, 2))
-            name = names[one["category_id"]]
-            yield image["file_name"], image.get("frame", ""), name, one["score"], *box
+
+def write_table(file: Path, content: Mapping[str, Any]) -> None:
+    """Writes results as CSV: a line per object, or per class of an image.
+
+    Every CSV of ppdist is this one, so all have the same columns.
+
+    Args: content: of the JSON file; `annotations` only of a detector.
+    Raises: FileError: the file system fails.
+    """
+    options: dict[str, Any] = {"encoding": "utf-8", "errors": _NOT_UTF8, "newline": ""}
+    with writing(file), file.open("w", **options) as opened:
+        writer = csv.writer(opened)
+        writer.writerow(_COLUMNS["detect" if "annotations" in content else "classify"])
+        writer.writerows(_lines(content))
+
+
+def _lines(content: Mapping[str, Any]) -> Iterator[tuple[Any, ...]]:
+    names = {category["id"]: category["name"] for category in content["categories"]}
+    images = {image["id"]: image for image in content["images"]}
+    for image in content["images"]:
+        for kind in image.get("best", ()):
+            yield image["file_name"], image.get("frame", ""), kind["name"], kind["score"]
+    for one in content.get("annotations", ()):
+        image, (left, top, width, height) = images[one["image_id"]], one["bbox"]
+        box = (left, top, round(left + width, 2), round(top + height, 2))
+        found = names[one["category_id"]], one["score"], *box, one.get("track_id", "")
+        yield image["file_name"], image.get("frame", ""), *found
 
 
 class Pictures:

@@ -27,11 +27,14 @@ class FakeModel:
         }  # fmt: skip
         self.identity = {"name": "fake", "sha256": "ab" * 32}
         self.seconds = seconds
-        self.batches: list[int] = []  # sizes, after those of the warm-up
+        self.warm: list[int] = []  # sizes of the warm-up's batches
+        self.batches: list[int] = []  # of those after it
 
     def __call__(self, images: Sequence[np.ndarray]) -> list[np.ndarray]:
         is_warm_up = all(image.shape == (64, 96, 3) and (image == 114).all() for image in images)
-        if not is_warm_up:
+        if is_warm_up:
+            self.warm.append(len(images))
+        else:
             self.batches.append(len(images))
             time.sleep(self.seconds)
         if any(image.shape[:2] == (13, 13) for image in images):

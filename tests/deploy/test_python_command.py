@@ -113,7 +113,7 @@ def test_the_command_writes_what_tools_infer_writes(
     ours = run_file(FOLDER / "predictor.py", *common, "--out", tmp_path / "a", "--batch", 3,
                     "--backend", "paddle", "--csv", cwd=tmp_path)  # fmt: skip
     assert ours.returncode == 0, ours.stderr
-    theirs = run_file("tools/infer.py", *common, "--out", tmp_path / "b")
+    theirs = run_file("tools/infer.py", *common, "--out", tmp_path / "b", "--format", "csv")
     assert theirs.returncode == 0, theirs.stderr
     for name in ("broken.jpg", "cut.jpg", "empty.png"):
         assert f"photos/{name}: " in ours.stderr and name not in ours.stdout
@@ -131,14 +131,18 @@ def test_the_command_writes_what_tools_infer_writes(
         assert one["score"] == pytest.approx(other["score"], abs=1e-4)
         assert one["bbox"] == pytest.approx(other["bbox"], abs=0.06)
     assert_usable_by_pycocotools(tmp_path / "a" / "detections.json")
-    with (tmp_path / "a" / "detections.csv").open(encoding="utf-8") as opened:
-        lines = list(csv.DictReader(opened))
-    assert len(lines) == len(found["annotations"]) and lines[0]["class"] in ("red", "green", "blue")
+    tables = []
+    for out in "ab":
+        with (tmp_path / out / "detections.csv").open(encoding="utf-8") as opened:
+            tables.append(list(csv.DictReader(opened)))
+    lines, expected = tables
+    assert len(lines) == len(expected) == len(found["annotations"])
+    assert lines[0].keys() == expected[0].keys() and lines[0]["class"] in ("red", "green", "blue")
     written, wanted = (
         sorted(str(file.relative_to(tmp_path / out)) for file in (tmp_path / out).rglob("*.*"))
         for out in "ab"
     )
-    assert [name for name in written if name != "detections.csv"] == wanted
+    assert written == wanted
     assert cv2.VideoCapture(str(tmp_path / "a" / "film.mp4")).get(cv2.CAP_PROP_FRAME_COUNT) == 5
     drawn = cv2.imread(str(tmp_path / "a" / "turned.jpg"))
     assert drawn.shape == (90, 60, 3)

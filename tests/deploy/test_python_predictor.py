@@ -188,7 +188,7 @@ def test_results_hold_corner_and_sides_as_coco_does(tmp_path: Path) -> None:
     (one,) = content["annotations"]
     assert (one["bbox"], one["area"], one["category_id"]) == ([15, 30, 30, 60], 1800, 9)
     lines = (tmp_path / "detections.csv").read_text().splitlines()
-    assert lines[1:] == ["a.jpg,,green,0.5,15.0,30.0,45.0,90.0"]
+    assert lines[1:] == ["a.jpg,,green,0.5,15.0,30.0,45.0,90.0,"]
 
 
 @pytest.mark.parametrize(

@@ -110,6 +110,17 @@ def test_requests_of_one_moment_share_batches():
     assert max(model.batches) == 4 and len(model.batches) <= 6
 
 
+def test_the_model_gets_only_batches_of_sizes_it_has_seen():
+    """A runtime that compiles a model for each size compiles none amid requests."""
+    model = FakeModel()
+    with served(model, most_batch=24, most_delay=1.0, most_waiting=100) as (_, client):
+        for count in (1, 3, 7, 23, 31):
+            answers = ask_together(client, [PNG] * count)
+            assert [answer.status_code for answer in answers] == [200] * count
+    assert model.warm == [24, 16, 8, 4, 2, 1]
+    assert sum(model.batches) == 65 and set(model.batches) <= set(model.warm)
+
+
 def test_a_request_alone_waits_for_no_others():
     with served(most_delay=WAIT) as (_, client):
         started = time.monotonic()
