@@ -259,7 +259,7 @@ def convert(arguments: argparse.Namespace) -> int:
     from ppdist.data.datasets.annotations import Strictly
     from ppdist.data.datasets.build import read_raw
     from ppdist.data.datasets.convert import convert as write
-    from ppdist.data.datasets.convert import snippet
+    from ppdist.data.datasets.convert import removed_on_failure, snippet, targets_of
     from ppdist.data.datasets.foreign import read_foreign, tool_of
     from ppdist.data.types import RawSet
 
@@ -278,13 +278,16 @@ def convert(arguments: argparse.Namespace) -> int:
         config, splits = source_of(arguments), SPLITS[:1] if arguments.format else SPLITS
         raws = {split: read_raw(config, split, strictly) for split in splits}
     strictly.report(*raws.values())
-    for split, raw in raws.items():
-        lines = write(
-            raw, kind, arguments.out, images=files, split=split, shard_bytes=arguments.shards
-        )
-        objects = sum(len(image.objects) for image in raw.images)
-        print(f"{split}: {raw.source}: {len(raw.images)} images, {objects} objects")
-        print("".join(f"  lost or changed: {line}\n" for line in lines), end="")
+    written: list[Path] = []
+    with removed_on_failure(written):
+        for split, raw in raws.items():
+            lines = write(
+                raw, kind, arguments.out, images=files, split=split, shard_bytes=arguments.shards
+            )
+            written += targets_of(arguments.out, kind, files, split)
+            objects = sum(len(image.objects) for image in raw.images)
+            print(f"{split}: {raw.source}: {len(raw.images)} images, {objects} objects")
+            print("".join(f"  lost or changed: {line}\n" for line in lines), end="")
     print(f"wrote {arguments.out}; to use it:")
     print(snippet(raws, kind, arguments.out, images=files), end="")
     return 0

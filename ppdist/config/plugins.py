@@ -131,16 +131,19 @@ def packages() -> list[str]:
 def load(target: str) -> Any:
     """What `package.module:Name` names.
 
-    Raises: ConfigError: it cannot be imported.
+    Raises: ConfigError: it is not of ppdist, and cannot be imported.
     """
     module, _, name = target.partition(":")
+    package = module.partition(".")[0]
     try:
         return reduce(getattr, name.split("."), importlib.import_module(module))
     except (Exception, SystemExit) as error:  # another's code runs when it is imported
+        if package == __name__.partition(".")[0]:
+            raise
         raise ConfigError(
             f"registered as {target}, cannot be imported: {type(error).__name__}: {error}",
             code="plugin_failed",
-            where=f"plugin {module.partition('.')[0]}",
+            where=f"plugin {package}",
             fix="repair or reinstall that package",
         ) from error
 

@@ -29,7 +29,6 @@ import json
 import os
 import re
 import shutil
-import socket
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -42,16 +41,15 @@ import numpy as np
 import safetensors.numpy
 from safetensors import SafetensorError
 
+from ppdist.common.drafts import draft_of, remove_drafts
 from ppdist.common.errors import CheckpointError, WeightsError
 from ppdist.common.files import is_disk_full, sync_path
 from ppdist.common.machine import free_disk
-from ppdist.common.process import is_alive
 from ppdist.models.model_card import CARD_FILE, CARD_NOTE, ModelCard
 from ppdist.models.weights import checked_files
 
 _NAME = re.compile(r"^step-(\d+)$")
-_DRAFT = re.compile(r"^\.(step-\d+|last|best)\.((?P<host>.+)\.)?(?P<pid>\d+)$")
-_DRAFT_SECONDS = 24 * 3600.0  # older ones are abandoned, whatever process has their number
+_DRAFTS = r"step-\d+|last|best"
 _MANIFEST = "manifest.json"
 # What a run writes to its output_dir, its report and its export: see README, but for run.lock,
 # which this run holds, and recipe.yml, which this run may have been started with.
@@ -120,13 +118,13 @@ def save_checkpoint(
     Raises: CheckpointError: the disk refused (full, read-only); older checkpoints are untouched.
     """
     final = path_of(folder, step)
-    draft = _draft_of(final)
+    draft = draft_of(final)
     texts = {"state.json": json.dumps(state, indent=1), "config.yml": config_yaml}
     texts |= {CARD_FILE: model_card} if model_card else {}
     notes = {name: {CARD_NOTE: model_card} for name in ("model", "ema") if model_card}
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        remove_drafts(folder)  # before, because they may be what fills the disk
+        remove_drafts(folder, _DRAFTS)  # before, because they may be what fills the disk
         draft.mkdir()
         files = {
             f"{name}.safetensors": _write_durably(
@@ -244,7 +242,7 @@ def path_of(folder: Path, step: int) -> Path:
 
 def point(link: Path, target: Path) -> None:
     """Makes `link` a relative link to a checkpoint beside it, atomically."""
-    draft = _draft_of(link)
+    draft = draft_of(link)
     draft.unlink(missing_ok=True)
     draft.symlink_to(target.name)
     draft.replace(link)
@@ -265,7 +263,7 @@ def prune(folder: Path, *, keep: int, best_step: int = 0) -> None:
 
     The newest `keep`, the best, and what `best` and `last` name stay.
     """
-    remove_drafts(folder)
+    remove_drafts(folder, _DRAFTS)
     _delete(_steps(folder)[keep:], folder, best_step)
 
 
@@ -294,40 +292,10 @@ def _delete(paths: Sequence[Path], folder: Path, best_step: int) -> bool:
     if old:
         sync_path(folder)  # or a power loss might keep the deletion and lose the new `best`
     for path in old:
-        draft = _draft_of(path)
+        draft = draft_of(path)
         path.rename(draft)  # at once: half a checkpoint must not have the name of a whole one
         shutil.rmtree(draft, ignore_errors=True)
     return bool(old)
-
-
-def remove_drafts(folder: Path) -> None:
-    """Deletes unfinished drafts of killed processes; those of living ones stay."""
-    for path in folder.glob(".*"):
-        made_by = _DRAFT.match(path.name)
-        if made_by is None or _is_in_use(path, made_by["host"], int(made_by["pid"])):
-            continue
-        if path.is_symlink():
-            path.unlink(missing_ok=True)
-        else:
-            shutil.rmtree(path, ignore_errors=True)
-
-
-def _draft_of(path: Path) -> Path:
-    """The name under which this process writes, or deletes, a path."""
-    return path.with_name(f".{path.name}.{socket.gethostname()}.{os.getpid()}")
-
-
-def _is_in_use(draft: Path, host: str | None, pid: int) -> bool:
-    """Whether a process may still write a draft, to this host's knowledge."""
-    try:
-        old = time.time() - draft.lstat().st_mtime > _DRAFT_SECONDS
-    except OSError:  # gone already
-        return True
-    if old or host is None:
-        return False
-    if host != socket.gethostname():
-        return True
-    return pid != os.getpid() and is_alive(pid)
 
 
 def set_aside(folder: Path, step: int) -> Path | None:

@@ -175,7 +175,11 @@ class Recovery:
         away = [rank for rank, (text, _) in enumerate(told_W) if text is not None]
         if away:
             ranks = comm.ranks_named(away, [host for _, host in told_W])
-            raise StorageError(f"{ranks}: {told_W[away[0]][0]}", code="storage_unreachable")
+            raise StorageError(
+                f"{ranks}: {told_W[away[0]][0]}",
+                code="storage_unreachable",
+                fix="then start with --resume (--max_restart does it for you)",
+            )
 
     def shrink_micro_batches(self, result: StepResult, state: TrainState) -> None:
         """Halves the micro-batches after some rank ran out of memory.

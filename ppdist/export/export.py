@@ -31,8 +31,8 @@ from paddle import Tensor, nn
 
 import ppdist
 from ppdist.common.child import run_command
+from ppdist.common.drafts import draft_of, remove_drafts
 from ppdist.common.errors import DataError, ExportError
-from ppdist.common.process import is_alive
 from ppdist.config.evaluate import NMSConfig
 from ppdist.config.export import INT8_LOSS
 from ppdist.config.runtime import RuntimeOptions
@@ -169,7 +169,7 @@ def export_model(
     earlier = _require_free(directory, {SPEC_FILE, *names})
     spec = spec.model_copy(update={"earlier": tuple(sorted(earlier))})
     # The check must not depend on a card's rounding.
-    with device.on_cpu(), draft_of(directory) as draft:
+    with device.on_cpu(), drafted(directory) as draft:
         images = check_images(spec.input, samples)
         _LOGGER.info("tracing the model; %d batches to compare its files on", len(images))
         cases = _Cases(
@@ -202,12 +202,11 @@ def export_model(
                     int8 = _int8_in_openvino(scratch, draft, spec, cases)
                     spec = spec.model_copy(update={"openvino_int8": int8})
         shutil.rmtree(scratch)
-        write_spec(draft, spec)
         if validation is not None and spec.nms is not None:
             eager = EagerPredictor(deployment_copy(model), spec.nms)
             sample = take_sample(validation, eager, spec, sampled)
             if sample is not None:
-                spec = with_accuracy(draft, spec, sample)
+                spec = with_accuracy(draft, spec, sample, needs_openvino)
         require_int8("ONNX Runtime", spec.onnx_int8, int8_loss)
         kept = None  # of OpenVINO, where its INT8 is good enough
         with _openvino_wanted(needs_openvino):
@@ -465,18 +464,18 @@ def _require_free(directory: Path, names: set[str]) -> set[str]:
 
 
 # Drafts are inside the folder, which may be mounted, and so can be neither renamed nor on the disk
-# of its parent.  The name without a process number says: complete and checked, to be moved.
+# of its parent.  The name without host and process says: complete and checked, to be moved.
 _DRAFT = ".export"
 
 
 @contextmanager
-def draft_of(directory: Path) -> Iterator[Path]:
+def drafted(directory: Path) -> Iterator[Path]:
     """A temporary folder whose files move into `directory` if the block succeeds.
 
     Other files there are not touched.  The next export finishes a move that was interrupted.
     """
     is_new = not directory.exists()
-    draft = directory.resolve() / f"{_DRAFT}.{os.getpid()}"
+    draft = draft_of(directory.resolve() / _DRAFT[1:])
     try:
         with _writing_to(directory):
             draft.mkdir(parents=True)
@@ -501,7 +500,7 @@ def _writing_to(directory: Path) -> Iterator[None]:
 
 
 def _move_into_place(directory: Path) -> None:
-    """Moves a complete draft into place; removes drafts of dead processes.
+    """Moves a complete draft into place; removes drafts of ended processes.
 
     infer.yml is removed first and moved last, because a folder without it is not an export: nobody
     can load a mixture of two.
@@ -513,10 +512,7 @@ def _move_into_place(directory: Path) -> None:
             file.replace(directory / file.name)
     with suppress(OSError):  # of one that is not there
         draft.rmdir()
-    for left in directory.glob(f"{_DRAFT}.*"):
-        pid = left.suffix[1:]
-        if pid.isdecimal() and (int(pid) == os.getpid() or not is_alive(int(pid))):
-            shutil.rmtree(left)
+    remove_drafts(directory, _DRAFT[1:])
 
 
 # --- the graph -----------------------------------------------------------------------------------
@@ -853,10 +849,14 @@ def precision_on(sample: Sample, predict: Predictor, spec: InferenceSpec) -> flo
     return _precision(sample.dataset, rows)
 
 
-def with_accuracy(directory: Path, spec: InferenceSpec, sample: Sample) -> InferenceSpec:
+def with_accuracy(
+    directory: Path, spec: InferenceSpec, sample: Sample, needs_openvino: bool = True
+) -> InferenceSpec:
     """Adds each exported file's mAP on the sample to the spec.
 
-    Args: directory: holds the files and infer.yml.
+    Args:
+        directory: holds the files that the spec names.
+        needs_openvino: False: what fails in OpenVINO is left out of the spec.
     Raises: ExportError: a file that must compute what the model computes has a different mAP.
     """
     options = {
@@ -867,20 +867,24 @@ def with_accuracy(directory: Path, spec: InferenceSpec, sample: Sample) -> Infer
         "openvino_int8": RuntimeOptions(backend="openvino", precision="int8"),
     }
     sections: dict[str, ModelFileSection | None] = {name: getattr(spec, name) for name in options}
-    changed = {}
+    changed: dict[str, ModelFileSection | None] = {}
     for name, section in sections.items():
         if section is None:
             continue
-        reached = precision_on(sample, ExportedPredictor(directory, options[name]), spec)
-        found = SampleSection(images=len(sample.dataset.records), mAP_eager=sample.mAP, mAP=reached)
-        if not name.endswith("int8") and abs(reached - sample.mAP) > MAP_TOLERANCE:
-            raise ExportError(
-                f"mAP {reached:.4f} on {found.images} validation images, eager {sample.mAP:.4f}; "
-                "nothing was kept",
-                code="export_differs",
-                where=str(section.files[0]),
-            )
-        changed[name] = section.model_copy(update={"sample": found})
+        changed[name] = None
+        with _openvino_wanted(needs_openvino or not name.startswith("openvino")):
+            predict = ExportedPredictor(directory, options[name], spec)
+            reached = precision_on(sample, predict, spec)
+            count = len(sample.dataset.records)
+            if not name.endswith("int8") and abs(reached - sample.mAP) > MAP_TOLERANCE:
+                raise ExportError(
+                    f"mAP {reached:.4f} on {count} validation images, eager {sample.mAP:.4f}; "
+                    "nothing was kept",
+                    code="export_differs",
+                    where=str(section.files[0]),
+                )
+            found = SampleSection(images=count, mAP_eager=sample.mAP, mAP=reached)
+            changed[name] = section.model_copy(update={"sample": found})
     return spec.model_copy(update=changed)
 
 

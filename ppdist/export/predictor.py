@@ -11,7 +11,7 @@ docs/dev/performance.md says what each option of the runtimes brought.
 import logging
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Literal, Protocol
+from typing import Protocol
 
 import numpy as np
 import paddle
@@ -118,11 +118,25 @@ class ExportedPredictor:
     Args:
         directory: holds infer.yml and the files it names.
         options: the runtime, and so which of the files; how it runs.
-    Raises: ExportError: no exported model there, or not the one of these options.
+        spec: the description of the files; None: infer.yml.
+    Raises: ExportError: no exported model there, of another task, or not that of these options.
     """
 
-    def __init__(self, directory: Path, options: RuntimeOptions = DEFAULT) -> None:
-        self.spec, self.form, self.graph = open_exported(directory, "detect", options)
+    def __init__(
+        self,
+        directory: Path,
+        options: RuntimeOptions = DEFAULT,
+        spec: InferenceSpec | None = None,
+    ) -> None:
+        self.spec = read_spec(directory) if spec is None else spec
+        if self.spec.task != "detect":
+            raise ExportError(
+                f"made to {self.spec.task}, not to detect",
+                code="export_of_other_task",
+                where=str(directory),
+                fix="use an export of a model to detect",
+            )
+        self.form, self.graph = open_exported(directory, self.spec, options)
 
     def __call__(self, images_B3HW: np.ndarray) -> list[np.ndarray]:
         first, second = self.graph(graph_input(images_B3HW, self.spec))
@@ -135,26 +149,19 @@ class ExportedPredictor:
 
 def open_exported(
     directory: Path,
-    task: Literal["detect", "classify"],
+    spec: InferenceSpec,
     options: RuntimeOptions,
     file: Path | None = None,
-) -> tuple[InferenceSpec, ModelFileSection, Graph]:
+) -> tuple[ModelFileSection, Graph]:
     """Opens the file of an export that runs with these options.
 
-    Args: file: OpenVINO's own form of the ONNX model, which infer.yml does not name; None: one
-        that it names.
-    Returns: the description of the export, of that file, and its loaded graph.
-    Raises: ExportError: no exported model there, of another task, without that file, or the
-        runtime refuses it.
+    Args:
+        spec: the description of the export.
+        file: OpenVINO's own form of the ONNX model, which the description does not name; None: one
+            that it names.
+    Returns: the description of that file, and its loaded graph.
+    Raises: ExportError: it is not there, or the runtime refuses it.
     """
-    spec = read_spec(directory)
-    if spec.task != task:
-        raise ExportError(
-            f"made to {spec.task}, not to {task}",
-            code="export_of_other_task",
-            where=str(directory),
-            fix=f"use an export of a model to {task}",
-        )
     int8 = options.precision == "int8"
     form, name, remedy = {
         "paddle": (spec.paddle, "Paddle", "--format paddle"),
@@ -181,7 +188,7 @@ def open_exported(
             require_described(each, spec.sha256)
         except PredictorError as error:
             raise ExportError(str(error), code="export_altered") from error
-    return spec, form, open_graph(files if file is None else [file], options)
+    return form, open_graph(files if file is None else [file], options)
 
 
 def graph_input(images_B3HW: np.ndarray, spec: InferenceSpec) -> np.ndarray:

@@ -96,11 +96,6 @@ class Connection:
             connection._end(_reason(code))
         return connection
 
-    @property
-    def is_authentic(self) -> bool:
-        """Whether the other end has proven that it knows the token."""
-        return bool(self._key)
-
     def fileno(self) -> int:
         return self._socket.fileno()
 

@@ -157,7 +157,7 @@ def load_export(
     options = runtime_of(able, backend, threads, precision, wanted_device)
     if xml is not None and options.backend != "openvino":
         raise ConfigError("only OpenVINO runs this", code="options_conflict", where=str(xml))
-    spec, form, graph = open_exported(directory, spec.task, options, xml)
+    form, graph = open_exported(directory, spec, options, xml)
     where = "on the card" if options.device == "gpu" else f"threads: {threads}"
     _LOGGER.info("%s runs in %s, %s, %s", path, RUNTIMES[options.backend], precision, where)
     return _loaded(spec, graph, form.nms_in_graph)

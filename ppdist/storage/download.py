@@ -35,7 +35,9 @@ _PART_BYTES = 4 << 20  # of one request to a store
 _MOST_ATTEMPTS = 1 << 12  # however little each brings
 _REPORT_SECONDS = 5.0
 _MOST_NOTE = 1 << 16  # bytes of FILE.part.json
-_TIMEOUT_SECONDS = 30.0  # without any byte that count as a cut
+# Without any byte that count as a cut: a silent server gets several tries in the half minute of
+# `with_retries`.
+_TIMEOUT_SECONDS = 10.0
 # That the server is busy, being restarted, or lost another one it asks; the rest is final.
 _PASSING = (408, 425, 429, 500, 502, 503, 504)
 _KEEP_PROXIES = "_original"  # fleetrun renames http_proxy for its ranks, as Paddle's launcher does

@@ -83,7 +83,7 @@ def with_retries(
                     f"{away.what}; waited for {max(0.0, seconds):g} s",
                     code="storage_unreachable",
                     where=away.where,
-                    fix=f"{away.fix}, and start with --resume (--max_restart does it for you)",
+                    fix=away.fix,
                 ) from away
             if not told and length >= TOLD_SECONDS:
                 told = True

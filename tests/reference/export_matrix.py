@@ -193,7 +193,8 @@ def _differences(
     expected: Sequence[Raw],
 ) -> Agreement:
     """Of one runtime over all images, opened by infer.yml as a user would."""
-    spec, form, graph = open_exported(directory, subject.spec.task, options)
+    spec = read_spec(directory)
+    form, graph = open_exported(directory, spec, options)
     found = []
     for images, true in zip(batches(subject.images_N3HW, batch), expected, strict=True):
         got = graph(graph_input(images, spec))

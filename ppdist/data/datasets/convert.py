@@ -20,7 +20,8 @@ import os
 import re
 import shutil
 from collections import Counter, defaultdict
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
@@ -78,9 +79,41 @@ def convert(
         shard_bytes: the copies go into tar shards, which end beyond so many bytes (COCO only).
     Returns: what was lost or changed, a line for each kind.
     Raises: DataError: there are no boxes, classes that the format cannot tell apart, or a split of
-        this name is there already.  UserError: something cannot be written.
+        this name is there already.  UserError: something cannot be written.  StorageError.  Nothing
+        of the split is left then.
     """
     _check(raw, form, out, images, split)
+    with removed_on_failure(targets_of(out, form, images, split)):
+        return _write(raw, form, out, images, split, shard_bytes)
+
+
+def targets_of(out: Path, form: Format, images: Images, split: str) -> list[Path]:
+    """Files and folders that `convert` writes for one split alone."""
+    targets = [_annotation_file(form, split)]
+    targets += {"coco": [], "voc": [f"Annotations/{split}"], "yolo": [f"labels/{split}"]}[form]
+    targets += [f"images/{split}"] if images != "none" else []
+    return [out / target for target in targets]
+
+
+@contextmanager
+def removed_on_failure(targets: Sequence[Path]) -> Iterator[None]:
+    """Deletes these if the block fails: the next run would refuse a folder that holds them."""
+    try:
+        yield
+    except BaseException:  # an interrupt, too
+        for target in targets:
+            if target.is_dir():
+                shutil.rmtree(target, ignore_errors=True)
+            else:
+                with suppress(OSError):  # it is not there yet
+                    target.unlink()
+        raise
+
+
+def _write(
+    raw: RawSet, form: Format, out: Path, images: Images, split: str, shard_bytes: int | None
+) -> list[str]:
+    """As `convert`, which has checked that nothing of the split is there."""
     lines: list[str] = []
     folder = _common_folder(raw)
     raw = _finite(_sized(raw, lines), lines)
@@ -168,15 +201,12 @@ def _check(raw: RawSet, form: Format, out: Path, images: Images, split: str) -> 
                     where=str(image.path),
                     fix="use --image-files copy",
                 )
-    targets = [_annotation_file(form, split)]
-    targets += {"coco": [], "voc": [f"Annotations/{split}"], "yolo": [f"labels/{split}"]}[form]
-    targets += [f"images/{split}"] if images != "none" else []
-    for target in targets:
-        if os.path.lexists(out / target):
+    for target in targets_of(out, form, images, split):
+        if os.path.lexists(target):
             raise DataError(
                 "already exists",
                 code="file_exists",
-                where=str(out / target),
+                where=str(target),
                 fix="choose a new folder",
             )
     if form == "coco":

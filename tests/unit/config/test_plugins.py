@@ -189,3 +189,5 @@ def test_registrations_reach_another_process(installed: None) -> None:
     assert "blobs.model" not in sys.modules  # what computes is imported when it is built
     with raises("plugin_failed"):
         plugins.load("blobs.no_such:Model")
+    with pytest.raises(ModuleNotFoundError):  # our own bug is no other package's
+        plugins.load("ppdist.no_such:Model")

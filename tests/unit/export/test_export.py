@@ -24,7 +24,7 @@ from ppdist.export.export import (
     RawModel,
     _move_into_place,
     deployment_copy,
-    draft_of,
+    drafted,
     export_model,
     save_graph,
 )
@@ -232,7 +232,7 @@ NAMES = ("infer.yml", "model.json", "model.pdiparams")
 
 def export_names(directory: Path) -> None:
     """An export of three files that name themselves, infer.yml included."""
-    with draft_of(directory) as draft:
+    with drafted(directory) as draft:
         for name in NAMES:
             (draft / name).write_text(name, encoding="utf-8")
 
@@ -257,7 +257,7 @@ def export_until(directory: Path, stop_at: int, *, kill: bool) -> bool:
     try:
         for name in ("mkdir", "write_text", "replace", "unlink"):
             setattr(Path, name, stopping(getattr(Path, name)))
-        with draft_of(directory) as draft:
+        with drafted(directory) as draft:
             for name in NAMES:
                 (draft / name).write_text("new", encoding="utf-8")
         os._exit(0)

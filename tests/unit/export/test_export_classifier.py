@@ -47,7 +47,8 @@ def exported(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_exported_classifier_gives_eager_output(
     model: YOLOv5Classifier, exported: Path, onednn: bool
 ) -> None:
-    _, _, classify = open_exported(exported, "classify", RuntimeOptions(onednn=onednn))
+    options = RuntimeOptions(onednn=onednn)
+    _, classify = open_exported(exported, read_spec(exported), options)
     eager = partial(probabilities_of, deployment_copy(model))
     for images in (pictures(1), pictures(3), pictures(2, 96, 64)):
         (found_BC,), expected_BC = classify(images), eager(images)

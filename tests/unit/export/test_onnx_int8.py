@@ -11,6 +11,7 @@ import pytest
 from ppdist.config.evaluate import NMSConfig
 from ppdist.config.runtime import RuntimeOptions
 from ppdist.data.types import DetectionSet, ImageRecord
+from ppdist.export import export
 from ppdist.export import onnx as onnx_nms
 from ppdist.export.export import (
     Pictures,
@@ -203,6 +204,22 @@ def described(eager: float, reached: float, score_error: float = 0.1) -> ModelFi
         max_score_error=score_error,
         sample=sample,
     )
+
+
+def test_openvino_that_was_not_asked_for_fails_no_export(
+    validation: DetectionSet, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    mAP = {"onnx": 0.7, "openvino": 0.5}
+    monkeypatch.setattr(export, "ExportedPredictor", lambda _, options, spec: options.backend)
+    monkeypatch.setattr(export, "precision_on", lambda sample, predict, spec: mAP[predict])
+    spec = tiny_spec().model_copy(update=dict.fromkeys(mAP, described(0, 0)))
+    sample = export.Sample(validation, 0.7)
+    found = export.with_accuracy(tmp_path, spec, sample, needs_openvino=False)
+    assert found.openvino is None
+    assert found.onnx is not None and found.onnx.sample is not None
+    assert found.onnx.sample.mAP == 0.7
+    with raises("export_differs"):
+        export.with_accuracy(tmp_path, spec, sample, needs_openvino=True)
 
 
 @pytest.mark.parametrize(

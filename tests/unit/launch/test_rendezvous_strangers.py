@@ -76,7 +76,6 @@ def ends(own: str, other: str) -> tuple[Connection, Connection]:
 def test_lines_between_hosts_of_one_token_arrive(token: str) -> None:
     called, calls = ends(token, token)
     for one, other in ((called, calls), (calls, called)):
-        assert one.is_authentic
         for number in range(3):
             one.send({"type": "x", "number": number})
         assert [each["number"] for each in other.receive()] == [0, 1, 2]
@@ -86,7 +85,6 @@ def test_lines_between_hosts_of_one_token_arrive(token: str) -> None:
 def test_another_token_is_noticed_on_both_sides(own: str, other: str) -> None:
     called, calls = ends(own, other)
     assert called.closed == OTHER_TOKEN and calls.closed == OTHER_TOKEN
-    assert not called.is_authentic and not calls.is_authentic
 
 
 @pytest.mark.parametrize(

@@ -15,6 +15,7 @@ from ppdist.config.data import DataConfig, SplitConfig
 from ppdist.data.datasets.build import read_raw, read_split
 from ppdist.data.datasets.convert import convert, snippet
 from ppdist.data.types import RawImage, RawObject, RawSet
+from ppdist.storage.retry import unavailable
 from tests.errors import raises
 from tests.unit.data.sets import NAMES, bccd, write_images
 
@@ -224,6 +225,24 @@ def test_nothing_that_is_there_is_overwritten(tmp_path):
     other = replace(raw, class_names=("x", "y", "z"))
     with raises("folder_of_other_classes"):
         convert(other, "yolo", tmp_path / "yolo", images="copy", split="test")
+
+
+@pytest.mark.parametrize("form", FORMATS)
+@pytest.mark.parametrize("stopped_by", [unavailable("no answer"), KeyboardInterrupt()])
+def test_a_conversion_that_ended_early_can_be_repeated(form, stopped_by, tmp_path, monkeypatch):
+    raw = plain_set(tmp_path, 3)
+    with monkeypatch.context() as patch:
+        reads = iter([b"", stopped_by])
+
+        def copy(source: str, target: Path) -> None:
+            if isinstance(found := next(reads), BaseException):
+                raise found
+            target.write_bytes(found)
+
+        patch.setattr("shutil.copyfile", copy)
+        with pytest.raises(type(stopped_by)):
+            convert(raw, form, tmp_path / "out", images="copy", split="train")
+    assert convert(raw, form, tmp_path / "out", images="copy", split="train") == []
 
 
 def test_what_cannot_be_written_is_refused_or_said(tmp_path):
