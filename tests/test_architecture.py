@@ -16,7 +16,8 @@ PROGRAMS = ("tools", "benchmarks", "tests", "__main__")
 
 # From the bottom up.  A folder may import itself and whatever stands on a lower floor.
 FLOORS: tuple[tuple[str, ...], ...] = (
-    ("common", "runtime"),
+    ("runtime",),
+    ("common",),
     ("storage",),
     ("config",),
     ("distributed",),
@@ -33,7 +34,10 @@ FLOORS: tuple[tuple[str, ...], ...] = (
 # by programs and the command line alone.
 LAUNCHER = "ppdist.launch"
 COMMANDS = "ppdist.cli"
-BELOW_LAUNCHER = ("ppdist.launch", "ppdist.common", "ppdist.config", "ppdist.distributed.heartbeat")
+BELOW_LAUNCHER = (
+    "ppdist.launch", "ppdist.common", "ppdist.config", "ppdist.distributed.heartbeat",
+    "ppdist.runtime.writer_thread",
+)  # fmt: skip
 WITHOUT_PADDLE = ("ppdist.cli", "ppdist.common", "ppdist.config", "ppdist.launch", "ppdist.planner")
 SEAM = "ppdist.distributed"  # the only importer of paddle.distributed
 PRIVATE_PADDLE = "ppdist.distributed.paddle_api"  # alone names what Paddle does not promise to keep

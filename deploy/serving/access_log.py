@@ -1,17 +1,15 @@
 """Assigns request ids, echoes traces, and logs a JSON line per request."""
 
 import json
-import queue
 import re
 import sys
-import threading
 import time
 import uuid
 from collections.abc import Callable
-from contextlib import suppress
 from datetime import datetime, timezone
-from typing import Any
+from typing import Any, TextIO
 
+from ppdist_runtime.writer_thread import TERMINAL, Screen
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 # Accepted request ids of clients; anything else could forge lines in their logs.
@@ -19,7 +17,6 @@ _NAME = re.compile(r"[\w.:/+=-]{1,128}", re.ASCII)
 # Version 00 of W3C Trace Context, section 3.2; neither of its two ids may be zero.
 _TRACE = re.compile(r"00-(?!0{32})[0-9a-f]{32}-(?!0{16})[0-9a-f]{16}-[0-9a-f]{2}")
 _PROBES = ("/health", "/ready", "/metrics")  # polled every few seconds: only failures matter
-_MOST_LINES = 10_000  # that wait for a reader of stdout
 _MOST_PATH = 200  # characters
 
 
@@ -41,7 +38,7 @@ class AccessLog:
         named = {"x-request-id": name if _NAME.fullmatch(name) else uuid.uuid4().hex}
         if _TRACE.fullmatch(trace):
             named["traceparent"] = trace
-        started, status, sent = time.perf_counter(), 500, 0
+        started, status, sent = scope.get("came", time.perf_counter()), 500, 0
 
         async def send_named(message: Message) -> None:
             nonlocal status, sent
@@ -70,34 +67,22 @@ class AccessLog:
 
 
 class Lines:
-    """Writes lines to stdout in a thread: a blocked stdout blocks no request."""
+    """Writes lines to a stream, by default stdout; if that blocks, no request does.
 
-    def __init__(self) -> None:
-        self._waiting: queue.Queue[str | None] = queue.Queue(_MOST_LINES)
-        self._lost = 0
-        self._thread = threading.Thread(target=self._work, name="access log", daemon=True)
-        self._thread.start()
+    Beyond 1 MiB of waiting lines they are dropped, and a later line says how many.
+    """
+
+    def __init__(self, stream: TextIO | None = None) -> None:
+        self._screen = Screen(stream or sys.stdout)
+        self._told = TERMINAL.dropped["terminal"]
 
     def __call__(self, line: str) -> None:
-        """Drops the line where too many wait; the log says later how many it lost."""
-        try:
-            self._waiting.put_nowait(line)
-        except queue.Full:
-            self._lost += 1
+        dropped = TERMINAL.dropped["terminal"]
+        lost = f'{{"lines_lost": {dropped - self._told}}}\n' if dropped > self._told else ""
+        self._screen.write(f"{lost}{line}\n")
+        if TERMINAL.dropped["terminal"] == dropped:
+            self._told = dropped
 
     def close(self, seconds: float) -> None:
         """Writes what waits, for so long at most."""
-        with suppress(queue.Full):
-            self._waiting.put_nowait(None)
-            self._thread.join(seconds)
-
-    def _work(self) -> None:
-        while (line := self._waiting.get()) is not None:
-            if self._lost:
-                line += f'\n{{"lines_lost": {self._lost}}}'
-                self._lost = 0
-            try:
-                print(line, flush=True)
-            except (OSError, ValueError):  # nobody can read it any more
-                print("serving: stdout is closed: no access log", file=sys.stderr, flush=True)
-                return
+        TERMINAL.flush(seconds)

@@ -1,25 +1,31 @@
-"""Asks a running server without a pause: does it answer everything, and does its memory stay?
+"""Asks a running server without a pause: are answers, metrics and memory as they should be?
 
     python deploy/serving/soak.py --images DIR --clients 4 --minutes 10
 
-Prints JSON and exits with 1 if an answer was wrong, or the memory grew or was never told.  An image
-must get what it got when it was first sent; some of the requests are broken images on purpose,
-which must be refused with a status of 400 to 499.  Only Python's own library is needed.
+Prints JSON and exits with 1 if an answer was wrong, the memory grew or was never told, or the
+server counted other answers than the clients.  An image must get what it got when it was first
+sent, or a 503 that says when to retry; some of the requests are broken images on purpose, which
+must be refused with a status of 400 to 499.  Nobody else may ask meanwhile.  Only Python's own
+library is needed.
 """
 
 import argparse
 import http.client
 import json
+import math
+import multiprocessing
 import os
 import random
 import re
 import sys
 import threading
 import time
+from bisect import bisect_left
 from collections import Counter
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
-from statistics import median, quantiles
+from statistics import median
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -28,19 +34,38 @@ _REPLY_SECONDS = 120  # a bound against hanging, and for a server that starts
 _THRESHOLD = 0.5
 # Runtimes add up in another order for each size of a batch, so an image's answers differ a little.
 _SCORE, _PIXELS = 0.002, 0.5
+_PER_PROCESS = 10  # clients: with more, they measure how long they wait for each other
+_BUSY, _RETRY_SECONDS = 503, 1.0  # the server's Retry-After
+_QUANTILES = (50, 90, 99)  # percent
+_BUCKET = re.compile(r"^ppdist_serving_request_seconds_bucket\{(.+)\} (\S+)$", re.MULTILINE)
+Histogram = dict[int, dict[float, float]]  # status -> upper bound in seconds -> answers up to it
 
 
 @dataclass
 class Seen:
-    """What all clients saw; the lock is for all but `memory`."""
+    """What one client saw, or all of them."""
 
-    answered: list[float] = field(default_factory=list)  # milliseconds of answers with boxes
+    took: dict[int, list[float]] = field(default_factory=dict)  # status -> milliseconds of each
     refused: int = 0  # broken images, as they should be
     objects: int = 0
     first: dict[bytes, list[Any]] = field(default_factory=dict)  # image -> what it got first
     errors: Counter[str] = field(default_factory=Counter)
     memory: list[tuple[float, float]] = field(default_factory=list)  # (seconds, MB)
-    lock: threading.Lock = field(default_factory=threading.Lock)
+
+    def add(self, other: "Seen") -> None:
+        """Adds what another client saw."""
+        for status, times in other.took.items():
+            self.took.setdefault(status, []).extend(times)
+        self.refused += other.refused
+        self.objects += other.objects
+        self.errors.update(other.errors)
+        for image, found in other.first.items():
+            self.compare(image, found)
+
+    def compare(self, image: bytes, found: list[Any]) -> None:
+        """Counts an error if an image got something else before."""
+        if not alike(self.first.setdefault(image, found), found):
+            self.errors["image: not the answer it got at first"] += 1
 
 
 class Client:
@@ -121,6 +146,7 @@ def ask_on(
 ) -> None:
     """One client until `end` (time.monotonic)."""
     rng = random.Random(seed)
+    time.sleep(rng.random())  # not all at the same moment
     while time.monotonic() < end:
         image, is_broken = rng.choice(images), rng.random() < share
         body = broken(image, rng) if is_broken else image
@@ -128,20 +154,40 @@ def ask_on(
         try:
             status, content = client.ask("POST", f"/detect?threshold={_THRESHOLD}", body)
         except (OSError, http.client.HTTPException) as error:
-            with seen.lock:
-                seen.errors[f"no answer: {type(error).__name__}"] += 1
+            seen.errors[f"no answer: {type(error).__name__}"] += 1
             time.sleep(0.2)
             continue
         milliseconds = 1000 * (time.monotonic() - started)
-        with seen.lock:
-            if is_broken and 400 <= status < 500:
-                seen.refused += 1
-            elif not is_broken and status == 200:
-                seen.answered.append(milliseconds)
-                note(image, content, seen)
-            else:
-                seen.errors[f"{'broken image' if is_broken else 'image'}: status {status}"] += 1
+        seen.took.setdefault(status, []).append(milliseconds)
+        if is_broken and 400 <= status < 500:
+            seen.refused += 1
+        elif not is_broken and status == 200:
+            note(image, content, seen)
+        elif status != _BUSY:
+            seen.errors[f"{'broken image' if is_broken else 'image'}: status {status}"] += 1
+        if status == _BUSY:
+            pause = _RETRY_SECONDS * rng.uniform(1, 2)
+            time.sleep(min(pause, max(0.0, end - time.monotonic())))
     client.close()
+
+
+def ask_together(
+    url: str, token: str | None, images: list[bytes], share: float, seeds: range, end: float
+) -> Seen:
+    """One client for each seed, in threads of this process."""
+    each = [Seen() for _ in seeds]
+    threads = [
+        threading.Thread(target=ask_on, args=(Client(url, token), images, share, seed, end, seen))
+        for seed, seen in zip(seeds, each)
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    together = Seen()
+    for seen in each:
+        together.add(seen)
+    return together
 
 
 def note(image: bytes, content: bytes, seen: Seen) -> None:
@@ -149,8 +195,7 @@ def note(image: bytes, content: bytes, seen: Seen) -> None:
     try:
         answer = json.loads(content)
         found = answer["classes"] if "classes" in answer else answer["objects"]
-        if not alike(seen.first.setdefault(image, found), found):
-            seen.errors["image: not the answer it got at first"] += 1
+        seen.compare(image, found)
         seen.objects += len(found)
     except (ValueError, TypeError, KeyError) as error:
         seen.errors[f"image: an answer that cannot be read: {type(error).__name__}"] += 1
@@ -167,6 +212,48 @@ def watch_memory(client: Client, started: float, end: float, seen: Seen) -> None
         if match:
             seen.memory.append((time.monotonic() - started, float(match[1]) / 2**20))
         time.sleep(1)
+
+
+def histogram_of(client: Client) -> Histogram:
+    """The server's seconds by status; empty where nobody answers."""
+    try:
+        _, content = client.ask("GET", "/metrics")
+    except (OSError, http.client.HTTPException):
+        return {}
+    found: Histogram = {}
+    for labels, count in _BUCKET.findall(content.decode("utf-8", "replace")):
+        of = dict(re.findall(r'(\w+)="([^"]*)"', labels))
+        found.setdefault(int(of["status"]), {})[float(of["le"])] = float(count)
+    return found
+
+
+def quantile(milliseconds: list[float], percent: int) -> float:
+    """Smallest value that so many percent do not exceed."""
+    ranked = sorted(milliseconds)
+    return ranked[max(0, math.ceil(len(ranked) * percent / 100) - 1)]
+
+
+def latency(seen: Seen, before: Histogram, after: Histogram) -> dict[str, Any]:
+    """What the clients measured, beside the bucket of the server's histogram.
+
+    `agrees`: the server counted as many answers, and each quantile of the clients is in its bucket
+    or a neighbour of it.  Clients also measure the network, and waits on busy machines.
+    """
+    found: dict[str, Any] = {}
+    for status, times in sorted(seen.took.items()):
+        earlier, bounds = before.get(status, {}), sorted(after.get(status, {}))
+        counts = [after[status][bound] - earlier.get(bound, 0.0) for bound in bounds]
+        row: dict[str, Any] = {"count": len(times), "server_count": counts[-1] if counts else 0}
+        agrees = row["count"] == row["server_count"]
+        for percent in _QUANTILES:
+            row[f"p{percent}_ms"] = value = quantile(times, percent)
+            if counts and counts[-1]:
+                rank = math.ceil(counts[-1] * percent / 100)
+                theirs = bisect_left(counts, rank)
+                row[f"server_p{percent}_ms_at_most"] = 1000 * bounds[theirs]
+                agrees = agrees and abs(bisect_left(bounds, value / 1000) - theirs) <= 1
+        found[f"{status}"] = {**row, "agrees": agrees}
+    return found
 
 
 def growth(memory: list[tuple[float, float]]) -> dict[str, float]:
@@ -190,9 +277,8 @@ def growth(memory: list[tuple[float, float]]) -> dict[str, float]:
     }
 
 
-def report(seen: Seen, arguments: argparse.Namespace, seconds: float) -> dict[str, object]:
-    times = sorted(seen.answered)
-    cuts = quantiles(times, n=100) if len(times) > 1 else [0.0] * 99
+def report(seen: Seen, arguments: argparse.Namespace, seconds: float) -> dict[str, Any]:
+    times = seen.took.get(200, [])
     return {
         "minutes": seconds / 60,
         "clients": arguments.clients,
@@ -201,10 +287,7 @@ def report(seen: Seen, arguments: argparse.Namespace, seconds: float) -> dict[st
         "broken_refused": seen.refused,
         "errors": dict(seen.errors),
         "images_per_second": len(times) / seconds,
-        "median_ms": cuts[49],
-        "p95_ms": cuts[94],
-        "p99_ms": cuts[98],
-        "slowest_ms": times[-1] if times else 0.0,
+        "slowest_ms": max(times, default=0.0),
         "memory": growth(seen.memory),
     }
 
@@ -233,26 +316,27 @@ def main() -> int:
     if not images:
         print(f"soak: error: {arguments.images}: no images there", file=sys.stderr)
         return 2
-    wait_until_ready(Client(arguments.url, token))
+    watching = Client(arguments.url, token)
+    wait_until_ready(watching)
+    before = histogram_of(watching)
     seen, started = Seen(), time.monotonic()
     end = started + 60 * arguments.minutes
-    threads = [
-        threading.Thread(
-            target=ask_on,
-            args=(Client(arguments.url, token), images, arguments.broken, seed, end, seen),
-        )
-        for seed in range(arguments.clients)
-    ]
-    watcher = (Client(arguments.url, token), started, end, seen)
-    threads.append(threading.Thread(target=watch_memory, args=watcher))
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    count = arguments.clients
+    groups = [range(at, min(at + _PER_PROCESS, count)) for at in range(0, count, _PER_PROCESS)]
+    context = multiprocessing.get_context("fork")
+    with ProcessPoolExecutor(len(groups), context) as processes:
+        whole = (arguments.url, token, images, arguments.broken)
+        parts = [processes.submit(ask_together, *whole, seeds, end) for seeds in groups]
+        watch_memory(watching, started, end, seen)
+        for part in parts:
+            seen.add(part.result())
+    watching.close()
     result = report(seen, arguments, time.monotonic() - started)
+    result["latency"] = latency(seen, before, histogram_of(watching))
     print(json.dumps(result, indent=2))
     grew = growth(seen.memory).get("growth_mb", 0.0) > arguments.most_growth
-    return 1 if seen.errors or not seen.answered or not seen.memory or grew else 0
+    differs = any(row["count"] != row["server_count"] for row in result["latency"].values())
+    return 1 if seen.errors or 200 not in seen.took or not seen.memory or grew or differs else 0
 
 
 if __name__ == "__main__":

@@ -35,7 +35,7 @@ from ppdist.common.process import (
     SKIP_STEP_VARIABLE,
 )
 from ppdist.common.signals import release_signals
-from ppdist.common.writer_thread import TERMINAL, Screen
+from ppdist.runtime.writer_thread import TERMINAL, Screen
 
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
 _LOOK_SECONDS = 0.2  # between two checks of a program

@@ -26,7 +26,7 @@ from ppdist.common.errors import Failure, StorageError, UserError, failure_of
 from ppdist.common.files import replace_file
 from ppdist.common.limits import as_limit
 from ppdist.common.signals import STOP_SIGNALS
-from ppdist.common.writer_thread import TERMINAL, Screen
+from ppdist.runtime.writer_thread import TERMINAL, Screen
 
 USER_ERROR, STOPPED = 2, 75  # exit codes
 

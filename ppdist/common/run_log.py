@@ -33,7 +33,6 @@ from ppdist.common.files import replace_file, sync_path
 from ppdist.common.process import BARE, DETAIL, NOTE, log_line, printable, say
 from ppdist.common.records import commands, read_metrics, run_summary
 from ppdist.common.trackers import TrackedRun, TrackerProcess, require_tracker
-from ppdist.common.writer_thread import TERMINAL, Screen, WriterThread
 from ppdist.common.writers import (
     MetricWriters,
     TensorBoardWriter,
@@ -41,6 +40,7 @@ from ppdist.common.writers import (
     append,
     require_tensorboardx,
 )
+from ppdist.runtime.writer_thread import TERMINAL, Screen, WriterThread
 
 _LOGGER = logging.getLogger("ppdist")
 _FILE_WIDTH = 120  # columns of a table in train.log

@@ -33,8 +33,8 @@ import numpy as np
 from ppdist.common.child import PIPE, TimeoutExpired, start
 from ppdist.common.errors import ConfigError
 from ppdist.common.files import replace_file
-from ppdist.common.writer_thread import WriterThread
 from ppdist.common.writers import Histogram, MetricWriter
+from ppdist.runtime.writer_thread import WriterThread
 
 _MOST_BYTES = 1 << 26  # that wait for a tracker; some hundred images
 _HUNG_SECONDS = 300.0  # without a read after which a tracker counts as blocked

@@ -24,7 +24,7 @@ import numpy as np
 
 from ppdist.common.errors import ConfigError
 from ppdist.common.files import replace_file
-from ppdist.common.writer_thread import WriterThread
+from ppdist.runtime.writer_thread import WriterThread
 
 _HISTOGRAM_BINS = 50
 _FLOAT32_MAX = float(np.finfo(np.float32).max)  # both programs keep a point as float32

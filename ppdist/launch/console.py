@@ -1,14 +1,14 @@
 """Lines of fleetrun for the user.
 
 No rank waits for a blocked terminal (Ctrl-S, tmux's copy mode, a laptop that sleeps at the
-other end of ssh): a thread of common/writer_thread.py writes them.
+other end of ssh): a thread of runtime/writer_thread.py writes them.
 """
 
 import sys
 
 from ppdist.common.process import USER_ERROR, printable
-from ppdist.common.writer_thread import TERMINAL, Screen
 from ppdist.launch.outcome import Outcome
+from ppdist.runtime.writer_thread import TERMINAL, Screen
 
 
 def say(text: str, name: str = "fleetrun") -> None:

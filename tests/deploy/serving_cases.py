@@ -21,8 +21,8 @@ for package in (
     pytest.importorskip(package)
 import httpx  # noqa: E402
 
-sys.path.insert(0, str(SERVING))
-from access_log import Lines  # noqa: E402, F401
+sys.path[:0] = [str(SERVING), str(SERVING.parent / "python")]
+from access_log import TERMINAL, Lines  # noqa: E402, F401
 from server import make_app  # noqa: E402
 from service import Limits, Service  # noqa: E402
 

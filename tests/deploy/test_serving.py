@@ -3,6 +3,7 @@
 import asyncio
 import io
 import json
+import os
 import re
 import threading
 import time
@@ -16,6 +17,7 @@ from tests.deploy.fake_model import BOX, FakeModel, encoded, picture
 from tests.deploy.serving_cases import (  # fmt: skip
     JPEG,
     PNG,
+    TERMINAL,
     WAIT,
     Limits,
     Lines,
@@ -323,24 +325,23 @@ def test_each_request_is_named_traced_and_logged_once():
 
 
 def test_access_log_drops_lines_and_says_so_where_nobody_reads(monkeypatch):
-    reading, written, blocked = threading.Event(), [], threading.Event()
-
-    def block(line: str, **_: object) -> None:
-        blocked.set()
-        assert reading.wait(WAIT)
-        written.append(line)
-
-    monkeypatch.setattr("access_log._MOST_LINES", 3)
-    monkeypatch.setattr("builtins.print", block)
-    lines = Lines()
-    lines("0")
-    assert blocked.wait(WAIT)
-    for number in range(1, 10):
-        lines(str(number))
-    lines.close(0.01)
-    reading.set()
-    wait_until(lambda: len(written) == 4)
-    assert written == ["0", '1\n{"lines_lost": 6}', "2", "3"]
+    reads, writes = os.pipe()
+    monkeypatch.setattr(TERMINAL, "_most_bytes", 50_000)
+    with os.fdopen(reads) as reader, os.fdopen(writes, "w") as stream:
+        lines = Lines(stream)
+        for number in range(3000):  # more than a pipe holds, and that
+            lines(f"{number:0100}")
+        lines.close(0.01)
+        seen: list[str] = []
+        thread = threading.Thread(target=lambda: seen.extend(iter(reader.readline, "last\n")))
+        thread.start()
+        wait_until(lambda: TERMINAL.waiting == 0)
+        lines("after")
+        lines("last")
+        thread.join(WAIT)
+    lost = [json.loads(line)["lines_lost"] for line in seen if line.startswith("{")]
+    assert seen[-1] == "after\n" and seen[-2].startswith("{")
+    assert sum(lost) == 3000 - (len(seen) - len(lost) - 1) > 1000
 
 
 def test_api_describes_every_route():

@@ -279,6 +279,18 @@ def test_refused_large_body_still_gets_answer(port):
     assert json.loads(content) == {"error": "more than the 10485760 bytes allowed here"}
 
 
+def test_an_answer_on_a_kept_connection_waits_for_no_ack(port):
+    """Without TCP_NODELAY each took the 40 ms of a delayed ACK."""
+    connection, took = http.client.HTTPConnection("127.0.0.1", port, timeout=WAIT), []
+    for _ in range(30):
+        started = time.monotonic()
+        connection.request("GET", "/health")
+        assert connection.getresponse().read()
+        took.append(time.monotonic() - started)
+    connection.close()
+    assert min(took[10:]) < 0.02, took
+
+
 def test_broken_http_closes_one_connection_and_no_more(port):
     for broken in (b"\0\1\2\r\n\r\n", b"POST /detect HTTP/1.1\r\nContent-Length: x\r\n\r\n",
                    b"GET / HTTP/1.1\r\nHost: " + b"a" * 200_000):  # fmt: skip
@@ -501,6 +513,20 @@ def test_soak_counts_answers_refusals_and_memory(port, tmp_path):
     seen = json.loads(ended.stdout)
     assert seen["errors"] == {} and seen["objects"] == seen["answered"] > 0
     assert seen["broken_refused"] > 0
+
+
+@pytest.mark.slow
+def test_the_histogram_tells_what_clients_measure(tmp_path):
+    (tmp_path / "a.png").write_bytes(PNG)
+    number = free_port()
+    command = [sys.executable, SERVING / "soak.py", "--url", f"http://127.0.0.1:{number}",
+               "--images", tmp_path, "--clients", "12", "--minutes", "0.1"]  # fmt: skip
+    with fake(number, 0.1):
+        ended = subprocess.run(command, capture_output=True, text=True, timeout=WAIT, check=False)
+    assert ended.returncode == 0, ended.stdout + ended.stderr
+    seen = json.loads(ended.stdout)["latency"]
+    assert seen["200"]["agrees"] and seen["200"]["count"] > 20, seen
+    assert len(seen) > 1 and all(row["count"] == row["server_count"] for row in seen.values())
 
 
 @pytest.mark.slow

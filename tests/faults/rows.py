@@ -248,10 +248,10 @@ ROWS = (
         "which is said; a signal still ends the run with 75",
         (BEARS + "[disk-blocks=8@rank0:step3]", BEARS + "[terminal-blocks=8@rank0:step3]",
          JOBS + "test_a_terminal_that_is_gone_costs_lines_only",
-         "tests/unit/common/test_writer_thread.py::"
+         "tests/unit/runtime/test_writer_thread.py::"
          "test_a_terminal_that_takes_nothing_stops_neither_steps_nor_the_end",
-         "tests/unit/common/test_writer_thread.py::test_a_frozen_disk_holds_up_no_step",
-         "tests/unit/common/test_writer_thread.py::"
+         "tests/unit/runtime/test_writer_thread.py::test_a_frozen_disk_holds_up_no_step",
+         "tests/unit/runtime/test_writer_thread.py::"
          "test_a_disk_that_stays_frozen_is_told_at_the_end",
          "tests/unit/launch/test_console.py::test_a_blocked_terminal_leaves_the_exit_code")),
     Row(46, "strangers flood the start port with greetings, garbage or silence", "the hosts meet, "

@@ -16,10 +16,10 @@ from ppdist.common import trackers
 from ppdist.common.records import read_metrics
 from ppdist.common.run_log import RunLog
 from ppdist.common.trackers import TRACKERS, TrackedRun, TrackerProcess
-from ppdist.common.writer_thread import WriterThread
 from ppdist.common.writers import MetricWriter, MetricWriters, scalar_points
 from ppdist.config import output
 from ppdist.config.base import Section, parse_config
+from ppdist.runtime.writer_thread import WriterThread
 from tests.errors import raises
 
 HERE = "tests.unit.common.test_trackers"

@@ -15,7 +15,7 @@ import pytest
 from ppdist.common import run_log
 from ppdist.common.records import read_metrics
 from ppdist.common.run_log import RunLog
-from ppdist.common.writer_thread import Screen, WriterThread
+from ppdist.runtime.writer_thread import Screen, WriterThread
 
 
 def test_writes_come_in_order_and_failures_are_kept() -> None:
