@@ -2,7 +2,7 @@
 
 Paddle's parser takes the value of an option that it does not know for the training script, so
 everything before the script is checked here and nothing unknown reaches it.  Its launcher starts
-the ranks only where that is needed for one of its own options (`Options.needs_paddle`).
+the ranks only with --master; what would have no effect without it is refused.
 """
 
 import difflib
@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from ppdist.common.errors import LaunchError
+from ppdist.launch.network import typed_hosts
 
 USAGE = """\
 usage: fleetrun [options] script.py [arguments of the script]
@@ -133,8 +134,33 @@ _PADDLES = (
     Option(("--elastic_timeout",), "SECONDS", variables=("PADDLE_ELASTIC_TIMEOUT",)),
 )
 _BY_NAME = {name: option for option in _OURS + _PADDLES for name in option.names}
-# They only show in the log of Paddle's own launcher.
-_WITHOUT_EFFECT = {"job_id", "log_level"}
+_ELASTIC = "Paddle changes the number of hosts only with --master etcd://"
+_RESTARTS = "leave it out; --max_restart K restarts a failed run from its newest checkpoint"
+_NO_SERVERS = "ppdist has no parameter servers: all ranks train"
+# Paddle's, by key, that change something only with --master: why not else, and what to type.
+_WITH_MASTER = {
+    "nnodes": ("without --master each host would train for itself", "name the hosts: --ips A,B"),
+    "rank": ("without --master the number of a host is its place in --ips", "leave it out"),
+    "sort_ip": ("without --master hosts are in the order of --ips", "list them as wanted"),
+    "elastic_level": (_ELASTIC, _RESTARTS),
+    "elastic_timeout": (_ELASTIC, _RESTARTS),
+}
+# Paddle's that do not exist here: why, and what to do instead.
+_REFUSED = {
+    "--legacy": "it starts Paddle's old launcher, which leaves its processes running when it is "
+    "stopped; leave the option out",
+    "--run_mode": "the ranks of ppdist are always collective; leave the option out",
+    "--servers": _NO_SERVERS,
+    "--trainers": _NO_SERVERS,
+    "--server_num": _NO_SERVERS,
+    "--trainer_num": f"{_NO_SERVERS}; --nproc_per_node N sets how many",
+    "--gloo_port": "the ranks use the ports after --start_port P; give that",
+    "--with_gloo": "CPU ranks always use it and cards never do; leave the option out",
+    "--enable_gpu_log": "cards are watched by --metrics_port (docs/monitoring.md); leave it out",
+    "--auto_parallel_config": "ppdist trains with data parallelism only; leave the option out",
+    "--auto_cluster_config": "ppdist trains with data parallelism only; leave the option out",
+    "--auto_tuner_json": "`ppdist tune` searches settings; leave the option out",
+}
 # Taken from the environment by the options above, so Paddle's launcher must not see them again:
 # it would let them override the command line.
 OPTION_VARIABLES = tuple(name for option in _OURS + _PADDLES for name in option.variables)
@@ -171,7 +197,7 @@ class Options:
     @property
     def needs_paddle(self) -> bool:
         """Whether Paddle's launcher has to start the ranks."""
-        return self.master is not None or not self.passed.keys() <= _WITHOUT_EFFECT
+        return self.master is not None
 
 
 def parse_options(arguments: Sequence[str], environment: Mapping[str, str]) -> Options:
@@ -186,10 +212,13 @@ def parse_options(arguments: Sequence[str], environment: Mapping[str, str]) -> O
     token = job_token(environment)
     if not rest:
         raise LaunchError(f"no script was given.\n{USAGE}", code="script_missing")
+    given = {key: f"--{key} {value}" for key, value in values.items()}  # as it was, for messages
     for option in _OURS + _PADDLES:
         for variable in option.variables:
-            if environment.get(variable):
-                values.setdefault(option.key, environment[variable])
+            if environment.get(variable) and option.key not in values:
+                values[option.key] = environment[variable]
+                given[option.key] = f"{variable}={environment[variable]}"
+    _refuse_without_effect(values, given)
     taken = {option.key for option in _OURS}
     metrics_address, metrics_port = _endpoint(values, "metrics_port")
     kind, cards = _cards(values.get(_CARDS.key), environment.get(KIND_VARIABLE) or _GPU)
@@ -215,18 +244,38 @@ def parse_options(arguments: Sequence[str], environment: Mapping[str, str]) -> O
     )
 
 
+def _refuse_without_effect(values: Mapping[str, str], given: Mapping[str, str]) -> None:
+    """Raises: LaunchError: an option of Paddle's would change nothing.
+
+    Args: given: each value as it was given.
+    """
+    master, hosts = values.get("master", ""), len(typed_hosts(values.get("ips", ""))) or 1
+    holds = {"nnodes": f"{hosts}", "rank": "0", "sort_ip": "false", "elastic_level": "-1"}
+    for key, (why, fix) in _WITH_MASTER.items():
+        value = values.get(key)
+        if key == "sort_ip":
+            value = f"{_boolean(values, key)}".lower()
+        if value is None or value == holds.get(key):
+            continue
+        elastic = why == _ELASTIC or ":" in value
+        if not master or (elastic and not master.startswith("etcd://")):
+            raise LaunchError(
+                f"it would have no effect: {_ELASTIC if elastic else why}",
+                code="option_without_effect",
+                where=given[key],
+                fix=fix if not master else _RESTARTS,
+            )
+
+
 def help_text() -> str:
     """What `fleetrun --help` prints."""
     lines = [USAGE, "options:"]
     for option in _OURS:
         lines.append(f"  {', '.join(option.names)} {option.metavar}")
         lines.append(_wrapped(option.help, "      "))
-    lines.append("\nPaddle's launcher also takes, and gets unchanged:")
+    lines.append("\nWith --master Paddle's launcher starts the ranks, which takes a second and")
+    lines.append("300 MB more; it also takes, and gets unchanged:")
     lines.append(_wrapped(", ".join(name for each in _PADDLES for name in each.names), "  "))
-    lines.append(
-        "With one of them, but job_id and log_level, or with --master it starts the ranks, which\n"
-        "takes a second and 300 MB more."
-    )
     return "\n".join(lines)
 
 
@@ -291,6 +340,12 @@ def _split(arguments: Sequence[str]) -> tuple[dict[str, str], list[str]]:
     while rest and rest[0].startswith("-"):
         name, equals, value = rest.pop(0).partition("=")
         option = _BY_NAME.get(name)
+        if name in _REFUSED:
+            raise LaunchError(
+                f"fleetrun does not take this option of Paddle's launcher: {_REFUSED[name]}",
+                code="option_refused",
+                where=name,
+            )
         if option is None:
             raise LaunchError(_unknown(name), code="option_unknown")
         if not equals:
@@ -323,11 +378,6 @@ def _split(arguments: Sequence[str]) -> tuple[dict[str, str], list[str]]:
 
 
 def _unknown(name: str) -> str:
-    if name == "--legacy":
-        return (
-            "--legacy starts Paddle's old launcher, which leaves its processes running when it is "
-            "stopped; leave the option out"
-        )
     close = difflib.get_close_matches(name, _BY_NAME, n=1)
     hint = f"did you mean {close[0]}? Otherwise: " if close else ""
     return (

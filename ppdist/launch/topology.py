@@ -130,8 +130,7 @@ class LaunchPlan:
     @property
     def paddle_options(self) -> dict[str, str]:
         """Of Paddle's launcher, but its --log_dir; {} where it is not needed."""
-        hosts = {"--ips": ",".join(self.hosts)} if self.hosts else {}
-        return {} if self.devices else hosts | self.own_options
+        return {} if self.devices else self.own_options
 
 
 def make_plan(options: Options, environment: Mapping[str, str], machine: Machine) -> LaunchPlan:

@@ -214,10 +214,12 @@ for _ in range(3):
 
 @pytest.mark.slow
 def test_failure_before_ranks_shows_launcher_error() -> None:
-    ended = fleetrun("--nproc_per_node", "1", "--elastic_level", "high", write(""))
+    master = f"127.0.0.1:{free_port()}"
+    typed = ("--master", master, "--rank", "high", "--nproc_per_node", "1")
+    ended = fleetrun(*typed, write(""))
     assert ended.returncode == 1
     assert "Paddle's launcher failed before any rank began" in ended.stderr
-    assert "--elastic_level: invalid int value: 'high'" in ended.stderr
+    assert "--rank: invalid int value: 'high'" in ended.stderr
 
 
 @pytest.mark.parametrize("program", [[str(FLEETRUN)], [sys.executable, f"{ROOT}/tools/launch.py"]])

@@ -3,7 +3,8 @@
 import pytest
 
 from ppdist.common.errors import LaunchError
-from ppdist.launch.options import STALE_VARIABLES, help_text, parse_options
+from ppdist.launch.options import _REFUSED, STALE_VARIABLES, help_text, parse_options
+from tests.errors import raises
 
 SCRIPT = ["tools/train.py", "-c", "cfg.yml"]
 
@@ -50,9 +51,41 @@ def test_everything_after_the_script_is_the_scripts() -> None:
     assert options.script_arguments == tuple(words)
 
 
-def test_options_of_paddles_launcher_pass_through() -> None:
-    options = parse_options(["--job_id", "a", "--elastic_level=1", "--nnodes", "2", "t.py"], {})
-    assert options.passed == {"job_id": "a", "elastic_level": "1", "nnodes": "2"}
+def test_options_of_paddles_launcher_pass_through_with_master() -> None:
+    typed = ["--master", "etcd://a:2379", "--elastic_level=1", "--nnodes", "2:4", "t.py"]
+    options = parse_options(typed, {"PADDLE_ELASTIC_TIMEOUT": "30"})
+    assert options.passed == {"elastic_level": "1", "nnodes": "2:4", "elastic_timeout": "30"}
+
+
+WITHOUT = "option_without_effect"
+
+
+@pytest.mark.parametrize(
+    ("typed", "code"),
+    [
+        ("--nnodes 2", WITHOUT),
+        ("--nnodes 2:3", WITHOUT),
+        ("--nnodes 3 --ips A,B", WITHOUT),
+        ("--nnodes 2 --ips A,B", None),
+        ("--nnodes 1 --rank 0 --sort_ip no --elastic_level -1 --job_id x", None),
+        ("--rank 1", WITHOUT),
+        ("--rank 1 --nnodes 2 --sort_ip 1 --master A:7000", None),
+        ("--sort_ip 1 --ips A,B", WITHOUT),
+        ("--elastic_level 1", WITHOUT),
+        ("--elastic_timeout 30 --master A:7000", WITHOUT),
+        ("--nnodes 2:3 --master A:7000", WITHOUT),
+        ("PADDLE_ELASTIC_LEVEL=1", WITHOUT),
+        *((f"{name} x", "option_refused") for name in _REFUSED),
+    ],
+)
+def test_options_of_paddle_without_effect_are_refused(typed: str, code: str | None) -> None:
+    variables = dict(word.split("=") for word in typed.split() if "=" in word)
+    words = [word for word in typed.split() if "=" not in word]
+    if code is None:
+        assert parse_options([*words, *SCRIPT], variables).script == SCRIPT[0]
+        return
+    with raises(code, typed.split()[0]):
+        parse_options([*words, *SCRIPT], variables)
 
 
 @pytest.mark.parametrize(

@@ -15,6 +15,7 @@ import pytest
 
 from ppdist.launch import paddle_launcher, worker
 from ppdist.launch.worker import started_by
+from tests.ports import free_port
 from tests.unit.launch.hosts import FLEETRUN, ROOT, Host, hosts_of_a_test, wait_for, write
 
 MARK = "PPDIST_TEST_MARK"
@@ -129,14 +130,18 @@ time.sleep(300)
 
 
 slow = pytest.mark.slow
-PADDLES = ("--nnodes", "1")  # with which Paddle's launcher starts the ranks
+
+
+def paddles() -> tuple[str, ...]:
+    """With which Paddle's launcher starts the ranks."""
+    return "--master", f"127.0.0.1:{free_port()}", "--nnodes", "1"
 
 
 @pytest.mark.parametrize(
     "victim", [pytest.param("rank", marks=slow), pytest.param("watcher", marks=slow), "launcher"]
 )
 def test_whichever_process_is_killed_nothing_is_left(job, victim: str) -> None:
-    running = job(IGNORES, *(PADDLES if victim == "launcher" else ()))
+    running = job(IGNORES, *(paddles() if victim == "launcher" else ()))
     running.ready()
     pids = {"launcher": running.launcher()}
     pids["rank"], pids["watcher"] = running.rank(1)
@@ -200,10 +205,10 @@ def test_paddles_launcher_hears_the_first_signal_alone(monkeypatch) -> None:
 
 
 @slow
-@pytest.mark.parametrize("words", [(), PADDLES], ids=["", "paddles"])
+@pytest.mark.parametrize("words", [tuple, paddles])
 @pytest.mark.parametrize("name", ["SIGTERM", "SIGINT"])
 def test_a_signal_for_all_processes_leaves_ranks_grace(job, name: str, words) -> None:
-    running = job(STOPS.replace("time.sleep(0.5)", "time.sleep(14)"), *words)  # Paddle's: 10 s
+    running = job(STOPS.replace("time.sleep(0.5)", "time.sleep(14)"), *words())  # Paddle's: 10 s
     running.ready()
     (rank_0, watcher_0), (rank_1, watcher_1) = running.rank(0), running.rank(1)
     for pid in (running.pid, running.launcher(), watcher_0, watcher_1, rank_0, rank_1):

@@ -287,13 +287,13 @@ def test_master_gets_host_address_and_paddle_options() -> None:
     assert made.environment["GLOO_SOCKET_IFNAME"] == "eth1"
 
 
-def test_only_what_paddle_alone_can_do_needs_its_launcher() -> None:
-    assert plan("--job_id x", machine(), PADDLE_LOG_LEVEL="DEBUG").ranks
-    made = plan("--nnodes 2:4 --start_port 7000 --nproc_per_node 2", machine())
-    assert made.ranks == () and given(made, "--nnodes") == "2:4"
-    assert (given(made, "--ips"), given(made, "--host")) == ("127.0.0.1", "127.0.0.1")
+def test_paddles_launcher_starts_ranks_with_master_only() -> None:
+    assert plan("--job_id x --nnodes 1", machine(), PADDLE_LOG_LEVEL="DEBUG").ranks
+    master = f"--master {B}:33000"
+    made = plan(f"{master} --nnodes 2 --start_port 7000 --nproc_per_node 2", machine())
+    assert made.ranks == () and given(made, "--host") == A
     assert (given(made, "--start_port"), given(made, "--nproc_per_node")) == ("7000", "2")
-    cards = plan("--nnodes 1 --gpus 0-1", machine(cards=4))
+    cards = plan(f"{master} --gpus 0-1", machine(cards=4))
     assert given(cards, "--devices") == "0,1" and given(cards, "--nproc_per_node") is None
 
 
