@@ -47,9 +47,8 @@ def measure_saving(config: "ExperimentConfig", *, saves: int, scratch: Path) -> 
 
     def step() -> None:
         rates = schedule.lr_scheduler.rates(state.step)
-        trainer.train_step(
-            batches, schedule.accumulate_steps, state.step, rates, False, Clock(synchronize=True)
-        )
+        count = trainer.batch_source.count(state.step)
+        trainer.train_step(batches, count, state.step, rates, False, Clock(synchronize=True))
         state.step += 1
 
     def save() -> None:

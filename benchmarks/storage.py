@@ -23,6 +23,7 @@ from typing import Any, NamedTuple
 
 from ppdist.config import load_config
 from ppdist.config.data import DataConfig, SplitConfig
+from ppdist.config.train import MicroBatches
 from ppdist.data.datasets.annotations import quietly
 from ppdist.data.datasets.build import read_raw, read_split
 from ppdist.data.datasets.convert import convert
@@ -83,8 +84,9 @@ def _ratios(ours: list[float], theirs: list[float]) -> list[float]:
 def _rate(config: DataConfig, size: tuple[int, int], batches: int) -> Rate:
     dataset = read_split(config, "train")
     sampler = TrainSampler(
-        dataset_size=len(dataset.records), batch_size_per_card=_BATCH_SIZE, accumulate=1, rank=0,
-        world=1, seed=0, start_step=0, end_step=batches, sizes=[size],
+        dataset_size=len(dataset.records),
+        batches=MicroBatches(_BATCH_SIZE, _BATCH_SIZE, spread=False),
+        rank=0, world=1, seed=0, start_step=0, end_step=batches, sizes=[size],
     )  # fmt: skip
     loader = TrainLoader(dataset, config, sampler, seed=0, epochs=1000)
     began, cpu_began = time.perf_counter(), time.process_time()

@@ -14,6 +14,7 @@ from typing import Any
 
 from ppdist.common.process import process_stat
 from ppdist.config.data import DataConfig
+from ppdist.config.train import MicroBatches
 from ppdist.data.loading.loader import TrainLoader
 from ppdist.data.loading.sampler import TrainSampler
 from ppdist.data.types import Batch, DetectionSet
@@ -110,8 +111,7 @@ class Loading(Timed):
         self._size = len(dataset.records)
         sampler = TrainSampler(
             dataset_size=self._size,
-            batch_size_per_card=batch_size,
-            accumulate=1,
+            batches=MicroBatches(batch_size, batch_size, spread=False),
             rank=0,
             world=1,
             seed=0,

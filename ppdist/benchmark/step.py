@@ -94,9 +94,8 @@ class _Variant:
         sent = store.sent_bytes()
         clock = Clock(synchronize=True)
         rates = schedule.lr_scheduler.rates(number)
-        result = self.trainer.train_step(
-            self.batches, schedule.accumulate_steps, number, rates, False, clock
-        )
+        count = self.trainer.batch_source.count(number)
+        result = self.trainer.train_step(self.batches, count, number, rates, False, clock)
         self.wall.append(time.perf_counter() - wall - paused)
         self.cpu.append(time.process_time() - cpu)
         self.parts.append(dict(clock.seconds))

@@ -35,6 +35,7 @@ class OnResume(Enum):
     """
 
     FREE = "what is learned does not change"
+    STEP = "what counts is the micro-batches that come of all of these; see MicroBatches"
     SCORES = "the same weights score otherwise: the best so far cannot be compared"
     EVALUATIONS = "as FREE, but where the order of images follows the scores"
 

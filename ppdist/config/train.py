@@ -1,5 +1,7 @@
 """The `train` and `early_stopping` sections: length, batch and numerics of a run."""
 
+import math
+from dataclasses import dataclass
 from typing import Annotated, Literal
 
 from pydantic import Field, field_validator
@@ -13,6 +15,43 @@ _BatchSize = Annotated[int, Field(gt=0)] | Literal["auto"]
 def max_micro_batch(images: int, micro_batches: int) -> int:
     """Micro-batch size at which one step takes the whole set."""
     return max(1, -(-images // micro_batches))
+
+
+@dataclass(frozen=True)
+class MicroBatches:
+    """What an optimizer step is made of, whatever the number of ranks.
+
+    A micro-batch is one forward and backward pass and one batch-norm group.
+
+    Attributes:
+        total_batch: images of a step, a multiple of `images`.
+        images: of a micro-batch.
+        spread: every rank takes a share of each (`train.sync_bn`); False: one rank takes it whole.
+    """
+
+    total_batch: int
+    images: int
+    spread: bool
+
+    @property
+    def count(self) -> int:
+        """Micro-batches of a step."""
+        return self.total_batch // self.images
+
+    def per_rank(self, world: int) -> int:
+        """Most images of a pass on one of so many ranks."""
+        return -(-self.images // world) if self.spread else self.images
+
+    def told(self, world: int) -> str:
+        """`3 micro-batches of 2 images, at most 2 a rank`."""
+        plural = "es" * (self.count > 1)
+        told = f"{self.count} micro-batch{plural} of {self.images} image{'s' * (self.images > 1)}"
+        if world == 1:
+            return told
+        if self.spread:
+            return f"{told} over all ranks, at most {self.per_rank(world)} a rank"
+        even = self.count % world == 0
+        return f"{told}, {'' if even else 'at most '}{-(-self.count // world)} a rank"
 
 
 class AmpConfig(Section):
@@ -110,20 +149,25 @@ class TrainConfig(Section):
         "optimizer.noise_scale, and all phases counted in epochs grow alike; none: epochs as "
         "written.",
     )
-    # Instead of each of the next three, ranks x batch x micro-steps is compared.
-    batch_size_per_card: Annotated[_BatchSize, OnResume.FREE] = Field(
+    batch_size_per_card: Annotated[_BatchSize, OnResume.STEP] = Field(
         default=8,
-        description="Images per rank and micro-step. auto: as many as every rank has memory for, "
-        "tried out where a run begins; one that goes on takes those of its checkpoint.",
+        description="Images of a micro-batch on one rank: of one forward and backward pass, which "
+        "is one batch-norm group (with sync_bn those of all ranks together are). auto: as many as "
+        "every rank has memory for, tried out where a run begins; one that goes on keeps the "
+        "micro-batches of its checkpoint.",
     )
-    accumulate_steps: Annotated[int, OnResume.FREE] = Field(
-        default=1, gt=0, description="Micro-steps whose gradients make one optimizer step."
+    accumulate_steps: Annotated[int, OnResume.STEP] = Field(
+        default=1,
+        gt=0,
+        description="Micro-batches of each rank whose gradients make one optimizer step, where "
+        "total_batch is null.",
     )
-    total_batch: Annotated[int | None, OnResume.FREE] = Field(
+    total_batch: Annotated[int | None, OnResume.STEP] = Field(
         default=None,
         gt=0,
-        description="Images of an optimizer step over all ranks; accumulate_steps follows from it "
-        "and is left out. null: ranks x batch_size_per_card x accumulate_steps.",
+        description="Images of an optimizer step over all ranks, a multiple of the micro-batch; "
+        "ranks share its micro-batches, not all of them equally many if that does not work out. "
+        "null: ranks x batch_size_per_card x accumulate_steps where the run begins.",
     )
     auto_batch_memory: Annotated[float, OnResume.FREE] = Field(
         default=0.8,
@@ -163,7 +207,9 @@ class TrainConfig(Section):
         default=GPUConfig(), description="How NVIDIA's cards compute."
     )
     sync_bn: bool = Field(
-        default=False, description="Batch-norm statistics over all ranks instead of each its own."
+        default=False,
+        description="Batch-norm statistics over all ranks instead of each its own: a micro-batch "
+        "is ranks x batch_size_per_card images, of which each rank takes a share.",
     )
     clip_norm: float | None = Field(
         default=None, gt=0, description="Largest L2 norm of the whole gradient; null: no clipping."
@@ -216,23 +262,27 @@ class TrainConfig(Section):
             )
         return self.batch_size_per_card
 
-    def micro_steps(self, world: int) -> int:
-        """Micro-steps of an optimizer step of so many ranks.
+    def micro_batches(self, world: int) -> MicroBatches:
+        """What a step of so many ranks is made of.
 
         Raises: ConfigError: `total_batch` is not to be had.
         """
-        if self.total_batch is None:
-            return self.accumulate_steps
         batch = self.images_per_card
-        if self.total_batch % (world * batch):
+        total = self.total_batch or world * batch * self.accumulate_steps
+        if self.sync_bn:  # as few as can be; some ranks may take an image less than others
+            count = math.ceil(total / (world * batch))
+            words = f"{count}, its micro-batches of {world} x {batch} images at most"
+        else:
+            count = max(1, total // batch)
+            words = f"{batch} images, a micro-batch"
+        if total % count or not (self.sync_bn or total == count * batch):
             raise ConfigError(
-                f"{self.total_batch} is not a multiple of {world} rank{'s' * (world > 1)} x "
-                f"{batch} images (train.batch_size_per_card)",
+                f"{total} is not a multiple of {words} (train.batch_size_per_card)",
                 code="batch_indivisible",
                 where="train.total_batch",
                 fix="choose such a multiple, another batch_size_per_card, or auto",
             )
-        return self.total_batch // (world * batch)
+        return MicroBatches(total, total // count, self.sync_bn)
 
 
 class EarlyStoppingConfig(Section):

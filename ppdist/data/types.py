@@ -415,15 +415,12 @@ class DetectionSet:
     unreadable: Mapping[int, str] = field(default_factory=dict)
 
 
-EMPTY = -2
-
-
 @dataclass(frozen=True, slots=True)
 class SampleKey:
     """Everything a worker needs to make one sample.
 
-    index -1 stands for no image (padding), EMPTY for none on any rank.  copy: 0, 1, ... where an
-    epoch has an image more than once.
+    index -1 stands for no image (padding).  copy: 0, 1, ... where an epoch has an image more than
+    once.
     """
 
     epoch: int
@@ -504,8 +501,7 @@ class Batch:
     scale_B2, offset_B2: float32 (y, x): original pixels * scale + offset = input pixels; in
         evaluation only (training: ones and zeros).
     real: False for a batch of one blank image, which only keeps a rank in step with the others
-        where an epoch's last images did not suffice for all.
-    real_somewhere: False where no rank has an image.
+        where there are too few images or micro-batches for all.
     bad_images: position in DetectionSet.records -> why, of the images met here that could not be
         used; the path, which may differ between hosts, is not part of why.
     """
@@ -518,7 +514,6 @@ class Batch:
     scale_B2: Tensor
     offset_B2: Tensor
     real: bool = True
-    real_somewhere: bool = True
     bad_images: Mapping[int, str] = field(default_factory=dict)
 
 

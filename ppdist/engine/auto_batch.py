@@ -3,7 +3,7 @@
 `train.batch_size_per_card: auto` (`resolve_batch_size`): each rank trains with a few batches in a
 process of its own (`memory_probe`), so whatever ends it ends no run: the kernel's out-of-memory
 killer, a limit, oneDNN without memory for its buffers.  All ranks then take the least.  A run that
-resumes takes what its checkpoint was trained with and looks for nothing.
+resumes keeps the micro-batches of its checkpoint and looks for nothing.
 
 The estimate (`require_memory`), before the run touches its folder:
 
@@ -21,6 +21,7 @@ and the memory of a card.
 """
 
 import json
+import math
 import os
 import resource
 import signal
@@ -36,14 +37,14 @@ import numpy as np
 import paddle
 
 from ppdist.common.child import own_environment, run_command
-from ppdist.common.errors import CheckpointError, ConfigError, Failure
+from ppdist.common.errors import ConfigError, Failure
 from ppdist.common.machine import available_memory, process_memory
 from ppdist.config import ExperimentConfig, plugins
 from ppdist.config.augment import AugmentConfig
-from ppdist.config.train import max_micro_batch
+from ppdist.config.train import MicroBatches, max_micro_batch
 from ppdist.data.types import ImageRecord
 from ppdist.distributed import comm, device, heartbeat
-from ppdist.engine.checkpoint import Snapshot
+from ppdist.engine.state import Start, resumed_micro_batches
 from ppdist.models.base import ImageModel
 from ppdist.models.complexity import Complexity, tensor_bytes
 
@@ -73,43 +74,47 @@ _LIBRARIES = 60 << 20  # what oneDNN and its like take with the first step
 
 
 def resolve_batch_size(
-    config: ExperimentConfig, records: Sequence[ImageRecord], images: int, saved: Snapshot | None
-) -> tuple[ExperimentConfig, list[str]]:
+    config: ExperimentConfig, records: Sequence[ImageRecord], images: int, start: Start
+) -> tuple[ExperimentConfig, MicroBatches, list[str]]:
     """Replaces `train.batch_size_per_card: auto`, or more than the set has.  Collective.
 
     Called before anything large is built.
     Args:
         records: the training images.
         images: of an epoch over all ranks.
-        saved: what the run resumes from; None: it starts.
-    Returns: the configuration, the same on every rank, and lines for the log.
+        start: where the run starts; one that resumes keeps its micro-batches.
+    Returns: the configuration, the same on every rank; what its steps are made of; lines for the
+        log.
     Raises: UserError, on every rank: not even one image fits somewhere, the run could not be built,
-        or the ranks cannot share the total batch.
+        the total batch is not to be had, or a run that resumes would have other micro-batches.
     """
     train, world = config.train, comm.world_size()
     whole_set = max_micro_batch(images, world * train.accumulate_steps)
-    if train.batch_size_per_card != "auto":
-        train.micro_steps(world)  # raises where total_batch does not divide
-        if train.batch_size_per_card <= whole_set or train.total_batch is not None:
-            return config, []
-        said = f"{whole_set}, not {train.batch_size_per_card}: the set has {images} images"
-        config = _with_batch(config, whole_set, {})
-        return config, [f"train.batch_size_per_card: {said}"]
-    if saved is not None:
-        batch, changes = batch_of_checkpoint(
-            saved.state, world, train.total_batch, train.accumulate_steps
-        )
-        config, said = _with_batch(config, batch, changes), f"auto is {batch}, as in the checkpoint"
-        if changes:
-            said = (
-                f"auto is {batch}, and micro-steps are {config.train.micro_steps(world)} "
-                f"(train.accumulate_steps: {train.accumulate_steps}), for the "
-                f"{saved.state['total_batch']} images of a step of the checkpoint"
-            )
-        return config, [f"train.batch_size_per_card: {said}"]
+    given = train.batch_size_per_card
+    if start.snapshot is not None:
+        then = start.snapshot.state["batch_size_per_card"]
+        follows = given == "auto" or (given >= whole_set and train.total_batch is None)
+        config = _with_batch(config, then, {}) if follows else config
+        batches = resumed_micro_batches(start, config.train, follows)
+        said = [f"{given} is {then}, as in the checkpoint"] if follows and given != then else []
+    elif given == "auto":
+        config, batches, said = _searched(config, records, images, whole_set)
+    else:
+        said = []
+        if given > whole_set and train.total_batch is None:
+            said = [f"{whole_set}, not {given}: the set has {images} images"]
+            config = _with_batch(config, whole_set, {})
+        batches = config.train.micro_batches(world)
+    return config, batches, [f"train.batch_size_per_card: {each}" for each in said]
+
+
+def _searched(
+    config: ExperimentConfig, records: Sequence[ImageRecord], images: int, whole_set: int
+) -> tuple[ExperimentConfig, MicroBatches, list[str]]:
+    """As `resolve_batch_size`, for a new run with auto.  Collective."""
+    train, world = config.train, comm.world_size()
     total = train.total_batch
-    share = None if total is None else images_per_rank(total, world)
-    most = min(train.auto_batch_most, share or whole_set)
+    most = min(train.auto_batch_most, whole_set if total is None else math.ceil(total / world))
     objects = max_objects([len(record.labels_M) for record in records], config.data.augment)
     # A barrier, too: all ranks look before the first process takes some of it.
     limits = comm.run_on_all_ranks(lambda: _limits(train.auto_batch_memory))
@@ -119,60 +124,32 @@ def resolve_batch_size(
     told_W = comm.all_gather_object([own.images, own.why])
     hosts_W = comm.all_gather_object(comm.host())
     least = min(found for found, _ in told_W)
-    batch = least if share is None else largest_divisor(share, least)
     ranks = [rank for rank, (found, _) in enumerate(told_W) if found == least]
+    batch = least if total is None else shared_batch(total, world, least, train.sync_bn)
     said = f"auto is {batch}: of {comm.ranks_named(ranks, hosts_W)} {told_W[ranks[0]][1]}"
     if batch != least:
-        said += f"; {batch} divides the {share} images of each rank in train.total_batch"
-    return _with_batch(config, batch, {}), [f"train.batch_size_per_card: {said}"]
+        said += f"; {batch} suits the {total} images of train.total_batch on {world} ranks"
+    config = _with_batch(config, batch, {})
+    return config, config.train.micro_batches(world), [said]
 
 
-def batch_of_checkpoint(
-    state: Mapping[str, Any], world: int, asked: int | None, accumulate_steps: int
-) -> tuple[int, dict[str, int]]:
-    """Images per rank and micro-step of a run that resumes.
+def shared_batch(total: int, world: int, most: int, spread: bool) -> int:
+    """Largest micro-batch up to `most` into which ranks can share a step's images.
 
-    Another number of ranks shares the same total batch, in micro-batches that are no larger; the
-    second value is what else changes in `train`.
+    Evenly if that is possible; else the rank with most micro-batches takes an eighth more images
+    than its share at most, or as few as can be.
 
-    Args:
-        state: of the checkpoint.
-        asked: `train.total_batch`; another than the checkpoint's is refused later.
-        accumulate_steps: those of the configuration, kept where micro-batches stay small enough.
-    Raises: UserError: the ranks cannot share a step evenly.
+    Args: spread: each micro-batch is one of all ranks; then this is what a rank takes of it.
     """
-    total = state["total_batch"]
-    # Absent in older checkpoints; what does not fit then is halved as it shows.
-    before = state.get("batch_size_per_card", total // state["world"])
-    if asked is not None and asked != total:
-        return largest_divisor(images_per_rank(asked, world), before), {}
-    if total % world:
-        raise CheckpointError(
-            f"a step of the checkpoint has {total} images, which {world} ranks cannot share evenly",
-            code="batch_indivisible",
-            fix="start a number of ranks that divides it",
-        )
-    share = total // world
-    if asked is not None:
-        return largest_divisor(share, before), {}
-    if share % accumulate_steps == 0 and share // accumulate_steps <= before:
-        return share // accumulate_steps, {}
-    return largest_divisor(share, before), {"total_batch": total, "accumulate_steps": 1}
-
-
-def images_per_rank(total_batch: int, world: int) -> int:
-    """Images of a step on each rank.
-
-    Raises: ConfigError: they cannot share it evenly.
-    """
-    if total_batch % world:
-        raise ConfigError(
-            f"{total_batch} images of a step cannot be shared evenly by {world} ranks",
-            code="batch_indivisible",
-            where="train.total_batch",
-            fix=f"start a number of ranks that divides it, or take a multiple of {world}",
-        )
-    return total_batch // world
+    if spread:
+        counts = [count for count in range(1, total + 1) if total % count == 0]
+        return next(each for count in counts if (each := math.ceil(total / count / world)) <= most)
+    if total % world == 0:
+        return largest_divisor(total // world, most)
+    divisors = [each for each in range(1, max(1, min(total, most)) + 1) if total % each == 0]
+    slowest = {each: math.ceil(total // each / world) * each for each in divisors}
+    allowed = max(min(slowest.values()), total / world * (1 + 1 / _WORTH_A_TRIAL))
+    return max(each for each in divisors if slowest[each] <= allowed)
 
 
 def largest_divisor(number: int, most: int) -> int:
@@ -229,7 +206,7 @@ def job_of(config: ExperimentConfig, objects: int, images: int) -> dict[str, Any
     return {
         "config": trial_config.model_copy(update={"device": device.kind()}).model_dump(mode="json"),
         "registered": plugins.registrations(),
-        "micro_steps": several,
+        "micro_batches": several,
         "objects": objects,
         "images": images,
         "several_ranks": comm.world_size() > 1,

@@ -17,6 +17,7 @@ from ppdist.common.run_log import EarlyLog, RunLog
 from ppdist.common.trackers import TRACKERS
 from ppdist.config import ExperimentConfig, plugins
 from ppdist.config.base import dump_yaml, flattened
+from ppdist.config.train import MicroBatches
 from ppdist.config.validate import config_warnings
 from ppdist.cpu.kernel_check import check_once
 from ppdist.cpu.precision import BFLOAT16, Kernels
@@ -139,14 +140,14 @@ def build_training(
         )
         bad_images = Blocklist(train_set, config.data.bad_images_limit)
         images = images_of_epoch(train_set, config.data.sampling)
-        config, said = resolve_batch_size(config, train_set.records, images, start.snapshot)
+        config, batches, said = resolve_batch_size(config, train_set.records, images, start)
         model = build_model(config)
         said += [*limits(train_set, val_set)]
         doubts = crowding_of(config, train_set if val_set is None else val_set)
         told, more = _prepare(config, model, train_set, output_dir, anew)
         said += told
         doubts += more
-        schedule = build_schedule_setup(config, images)
+        schedule = build_schedule_setup(config, images, batches)
         run = validate_resume(start, schedule, train_set, config, pixels)
         bad_images.known |= run.bad_images
         frozen = frozen_keys(model, config.train.freeze)
@@ -398,16 +399,19 @@ def _multiples(side: int, step: int) -> str:
     return " or ".join(f"{each}" for each in sorted({below, -(-side // step) * step}) if each)
 
 
-def build_schedule_setup(config: ExperimentConfig, dataset_size: int) -> ScheduleSetup:
+def build_schedule_setup(
+    config: ExperimentConfig, dataset_size: int, batches: MicroBatches | None = None
+) -> ScheduleSetup:
     """Builds the schedule of a run.
 
-    Args: dataset_size: samples of an epoch over all ranks.
+    Args:
+        dataset_size: samples of an epoch over all ranks.
+        batches: of a step; None: those of the configuration on as many ranks as there are.
     """
     return set_up_schedule(
         world=comm.world_size(),
         dataset_size=dataset_size,
-        batch_size_per_card=config.train.images_per_card,
-        accumulate_steps=config.train.micro_steps(comm.world_size()),
+        batches=batches or config.train.micro_batches(comm.world_size()),
         epochs=config.train.epochs,
         phases_factor=config.train.phases_factor,
         epochs_compensation=config.train.epochs_compensation,
@@ -456,8 +460,9 @@ def build_train_step(
         clip_norm=train.clip_norm,
         grad_sync=build_grad_sync(config.distributed, trained, optimizer, schedule.total_steps),
         sharding=build_sharding(config.distributed, trained),
-        loss_divisor=float(train.images_per_card),
-        average_statistics=not train.sync_bn or comm.world_size() == 1,
+        loss_divisor=float(schedule.batch_size_per_card),
+        spread=schedule.batches.spread,
+        seed=config.seed,
         distillation=distillation,
         kernels=kernels.at(train.amp.level) if amp_on_cpu else None,
     )

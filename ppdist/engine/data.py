@@ -86,11 +86,9 @@ class BatchSource:
     Attributes:
         follows_scores: the order of images depends on the scores of the last evaluation.
         parts: number of splits of a micro-batch, from the next `batches` on; see TrainSampler.
-        stands_for: number of ranks whose micro-batches this rank merges, from then on.
     """
 
     parts = 1
-    stands_for = 1
 
     def __init__(
         self,
@@ -112,8 +110,7 @@ class BatchSource:
         self.follows_scores = config.sampling.name == "difficulty"
         self._sampler = TrainSampler(
             dataset_size=len(dataset.records),
-            batch_size_per_card=schedule.batch_size_per_card,
-            accumulate=schedule.accumulate_steps,
+            batches=schedule.batches,
             rank=comm.rank(),
             world=comm.world_size(),
             seed=seed,
@@ -122,8 +119,8 @@ class BatchSource:
             sizes=sizes,
             copies_N=copies(dataset, config.sampling, None),
         )
+        self._taken = self._sampler
         self._pictures = pictures
-        self._accumulate_steps = schedule.accumulate_steps
         self._loader = TrainLoader(
             dataset,
             config,
@@ -140,11 +137,14 @@ class BatchSource:
 
         Args: scores: of the last evaluation; None: none yet.
         """
-        self._loader.plan = self._plan(first_step, scores)
+        self._taken = self._loader.plan = self._plan(first_step, scores)
         if self._pictures is None:
             return iter(self._loader)
-        per_step = self._accumulate_steps * self.parts
-        return self._pictures.watching(iter(self._loader), first_step, per_step)
+        return self._pictures.watching(iter(self._loader), self._taken)
+
+    def count(self, step: int) -> int:
+        """Micro-batches of this rank in a step, as `batches` last yields them."""
+        return self._taken.count(step)
 
     def abort_waits(self) -> None:
         """Stops waiting for unavailable images because the run ends soon."""
@@ -160,9 +160,7 @@ class BatchSource:
         return self._dataset.records[index].path
 
     def _plan(self, first_step: int, scores: ClassScores | None) -> TrainSampler:
-        sampler = replace(
-            self._sampler, start_step=first_step, parts=self.parts, stands_for=self.stands_for
-        )
+        sampler = replace(self._sampler, start_step=first_step, parts=self.parts)
         if self.follows_scores and scores is not None:
             copies_N = copies(self._dataset, self._sampling, difficulty(scores).tolist())
             sampler = replace(sampler, copies_N=copies_N)

@@ -40,7 +40,7 @@ class Job:
     config: dict[str, Any]  # of the run
     registered: list[dict[str, Any]]  # of `plugins.registrations`
     batches: list[int]  # images of a micro-batch, ascending
-    micro_steps: int  # of a step, 1 or 2: gradients of the second are added to others
+    micro_batches: int  # of a step, 1 or 2: gradients of the second are added to others
     objects: int  # padded boxes of an image
     images: int  # of an epoch
     several_ranks: bool  # then gradients are copied once, to be sent
@@ -105,7 +105,7 @@ def _trials(config: ExperimentConfig, job: Job, meter: Meter) -> Iterator[dict[s
     for batch in job.batches:
         for size, number in passes:
             drawn = _batches(batch, job.objects, size, config.model.num_classes)
-            result = step(drawn, job.micro_steps, number, rates, False, Clock())
+            result = step(drawn, job.micro_batches, number, rates, False, Clock())
             if result.ran_out:
                 raise MemoryError(f"no memory for {batch} images")
         if kept is None:  # one to roll back to, one being written

@@ -378,11 +378,11 @@ class StragglerMonitor(Callback):
 
     def __init__(self, log: RunLog) -> None:
         self._log = log
-        self._compute: list[float] = []  # seconds of each step since the last comparison
+        self._compute: list[float] = []  # seconds a micro-batch, of each step since the last one
         self._slow, self._named = set[int](), set[int]()
 
     def on_step_end(self, step: int, result: StepResult, lr: float, seconds: StepSeconds) -> None:
-        self._compute.append(seconds.compute)
+        self._compute.append(seconds.compute / result.own_micro_batches)
         if len(self._compute) < _WINDOW or comm.world_size() == 1:
             return
         usual, self._compute = median(self._compute), []
@@ -405,7 +405,7 @@ class StragglerMonitor(Callback):
         longest = max(seconds_W[rank] for rank in found)
         return (
             f"straggler: {comm.ranks_named(found, comm.addresses())}, with a compute time of "
-            f"{longest:.3g} s per step, {longest / usual:.1f} times that of the others "
+            f"{longest:.3g} s per micro-batch, {longest / usual:.1f} times that of the others "
             f"({usual:.3g} s), which wait for it; check its host for other programs, throttling "
             f"by heat, and slow storage"
         )

@@ -198,8 +198,8 @@ class Recovery:
         self._log.warning(
             f"step {step}: {ranks} ran out of memory; from here on all ranks use micro-batches of "
             f"at most {most} instead of {self._batch_size} images (train.batch_size_per_card), "
-            f"{self._batch_source.parts} times as many; total batch, learning rate and order of "
-            f"the images stay; repeating the step"
+            f"{self._batch_source.parts} times as many; batch norm normalises over these, total "
+            f"batch, learning rate and order of the images stay; repeating the step"
         )
 
     @contextlib.contextmanager
@@ -223,7 +223,7 @@ class Recovery:
                 f"step {step}: {me} ran out of memory{where};"
                 f" fleetrun --max_restart resumes with micro-batches of at most {most} images; "
                 f"without it, lower train.batch_size_per_card, raise train.accumulate_steps by the "
-                f"same factor, and start again with --resume"
+                f"same factor, and start again with --resume --resume-changed"
             ) from error
 
     def skip_step(self, state: TrainState) -> None:

@@ -22,7 +22,7 @@ from ppdist.common.files import digest_of_text
 from ppdist.config.base import Section, flattened
 from ppdist.config.model import ModelConfig
 from ppdist.config.optimizer import OptimizerConfig, ScheduleConfig
-from ppdist.config.train import EMAConfig
+from ppdist.config.train import EMAConfig, MicroBatches
 from ppdist.distributed import comm, device
 from ppdist.engine.preflight import digests_of_code, versions
 from ppdist.optim.ema import Decay
@@ -63,8 +63,7 @@ class ScheduleSetup:
     """Schedule of a run, which rank 0 logs as a table."""
 
     world: int
-    batch_size_per_card: int
-    accumulate_steps: int
+    batches: MicroBatches
     dataset_size: int
     steps_per_epoch: int
     schedule_steps: int
@@ -81,8 +80,13 @@ class ScheduleSetup:
 
     @property
     def total_batch(self) -> int:
-        """Images per optimizer step over all ranks and micro-steps."""
-        return self.world * self.batch_size_per_card * self.accumulate_steps
+        """Images per optimizer step over all ranks and micro-batches."""
+        return self.batches.total_batch
+
+    @property
+    def batch_size_per_card(self) -> int:
+        """Most images of a pass on a rank."""
+        return self.batches.per_rank(self.world)
 
     @property
     def step_images(self) -> int:
@@ -121,10 +125,7 @@ class ScheduleSetup:
             else "one process, no launcher needed"
         )
         yield Fact("ranks", self.world, "ranks", f"{self.world}", why)
-        why = (
-            f"{counted(self.world, 'rank')} x {counted(self.batch_size_per_card, 'image')} x "
-            f"{counted(self.accumulate_steps, 'micro-step')}"
-        )
+        why = self.batches.told(self.world)
         yield Fact("total_batch", self.total_batch, "total batch", f"{self.total_batch}", why)
         given = self.optimizer.reference_batch_size is not None
         whole = self.step_images < self.total_batch
@@ -212,8 +213,7 @@ def set_up_schedule(
     *,
     world: int,
     dataset_size: int,
-    batch_size_per_card: int,
-    accumulate_steps: int,
+    batches: MicroBatches,
     epochs: float,
     epochs_compensation: str,
     max_steps: int | None,
@@ -230,7 +230,7 @@ def set_up_schedule(
     Raises: ConfigError: a run without a single step; betas that cannot follow the batch.
     """
     # What a step has, and so what everything is scaled for; a set may be smaller than the batch.
-    total_batch = min(world * batch_size_per_card * accumulate_steps, dataset_size)
+    total_batch = min(batches.total_batch, dataset_size)
     reference = optimizer.reference_batch_size or total_batch
     steps_per_epoch = math.ceil(dataset_size / total_batch)
     noise_scale = optimizer.noise_scale if epochs_compensation == "auto" else None
@@ -254,8 +254,7 @@ def set_up_schedule(
 
     return ScheduleSetup(
         world=world,
-        batch_size_per_card=batch_size_per_card,
-        accumulate_steps=accumulate_steps,
+        batches=batches,
         dataset_size=dataset_size,
         steps_per_epoch=steps_per_epoch,
         schedule_steps=schedule_steps,

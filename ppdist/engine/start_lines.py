@@ -54,12 +54,14 @@ def device_line() -> str:
 def train_line(schedule: ScheduleSetup) -> str:
     """Line about training at the start of a run.
 
-    For example `30 epochs of 13 steps, 16 images a step; adamw, learning rate 0.001`.
+    For example `30 epochs of 13 steps, 16 images a step; adamw, learning rate 0.001`; of several
+    micro-batches, each of which is a batch-norm group, it says how they are shared.
     """
+    shared = "" if schedule.batches.count == 1 else f", {schedule.batches.told(schedule.world)}"
     epochs = schedule.total_steps / schedule.steps_per_epoch
     return (
         f"{counted(round(epochs, 2), 'epoch')} of {counted(schedule.steps_per_epoch, 'step')}, "
-        f"{counted(schedule.step_images, 'image')} a step; {schedule.optimizer.name}, "
+        f"{counted(schedule.step_images, 'image')} a step{shared}; {schedule.optimizer.name}, "
         f"learning rate {schedule.scaled.lr:.3g}"
     )
 

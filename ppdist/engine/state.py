@@ -18,7 +18,7 @@ import logging
 import math
 import uuid
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -29,6 +29,7 @@ from pydantic import BaseModel, Field, field_serializer, field_validator
 from ppdist.common.errors import CheckpointError, ConfigError, StorageError
 from ppdist.common.run_log import RunLog
 from ppdist.config.base import OnResume, Section, flattened, on_resume, parse_config
+from ppdist.config.train import MicroBatches, TrainConfig
 from ppdist.data.types import DetectionSet
 from ppdist.distributed import comm
 from ppdist.engine.checkpoint import (
@@ -120,6 +121,9 @@ class _SavedState(TrainState):
     epoch: float | None = None
     total_batch: int
     batch_size_per_card: int | None = None
+    # None: of earlier versions, see `_with_micro_batches`.
+    micro_batch: int | None = None
+    sync_bn: bool | None = None
     world: int
     bucket_mb: int | None = None  # of earlier versions
     ema_updates: int = 0
@@ -144,6 +148,8 @@ def capture_state(step: TrainStep, state: TrainState, schedule: ScheduleSetup) -
         "epoch": state.step / schedule.steps_per_epoch,
         "total_batch": schedule.total_batch,
         "batch_size_per_card": schedule.batch_size_per_card,
+        "micro_batch": schedule.batches.images,
+        "sync_bn": schedule.batches.spread,
         "world": schedule.world,
         "ema_updates": step.ema.updates if step.ema is not None else 0,
         "scaler": {k: v.tolist() if hasattr(v, "tolist") else v for k, v in scaler.items()},
@@ -274,6 +280,7 @@ class Changes:
     free: list[Change] = field(default_factory=list)  # none
     scores: list[Change] = field(default_factory=list)  # scores are no longer comparable
     learned: list[Change] = field(default_factory=list)  # training changes
+    step: list[Change] = field(default_factory=list)  # by the micro-batches that come of them
 
 
 def changes(then: Section, now: Section, by_scores: bool) -> Changes:
@@ -288,7 +295,9 @@ def changes(then: Section, now: Section, by_scores: bool) -> Changes:
         if values[0] == values[1]:
             continue
         note = on_resume(now, key) or on_resume(then, key)
-        if note is None or (by_scores and note is not OnResume.FREE):
+        if note is OnResume.STEP:
+            kind = found.step
+        elif note is None or (by_scores and note is not OnResume.FREE):
             kind = found.learned
         else:
             kind = found.scores if note is OnResume.SCORES else found.free
@@ -343,6 +352,7 @@ class Start:
     path: Path | None = None  # of the checkpoint, on rank 0's host
     own: bool = False  # it lies in `folder`
     rescored: str = ""  # changed settings that make the best score so far incomparable
+    of_step: list[Change] = field(default_factory=list)  # changed settings, see OnResume.STEP
     notes: list[str] = field(default_factory=list)  # for the log
     warnings: list[str] = field(default_factory=list)
 
@@ -392,12 +402,15 @@ def find_start(asked: Continuation, output_dir: Path, config: Any) -> Start:
         for name, data in found.files.items():
             if name.endswith(".safetensors"):
                 held[Path(name).stem] = data
+        flipped = any(change.key == "train.sync_bn" for change in differing.learned)
+        state = _with_micro_batches(found.state, config.train.sync_bn != flipped)
         return {
             "path": f"{found.path}",
-            "state": found.state | ({"standing": None} if asked.extends else {}),
+            "state": state | ({"standing": None} if asked.extends else {}),
             "own": found.path.resolve().parent == folder.resolve(),
             "sizes": {name: len(data) for name, data in held.items()},
             "rescored": _listed(differing.scores),
+            "of_step": differing.step,
             "notes": notes,
             "warnings": [*(f"skipped checkpoint {reason}" for reason in skipped), *warnings],
         }
@@ -419,6 +432,7 @@ def find_start(asked: Continuation, output_dir: Path, config: Any) -> Start:
         path=path,
         own=head["own"],
         rescored=head["rescored"],
+        of_step=[Change(*each) for each in head["of_step"]],
         notes=head["notes"],
         warnings=head["warnings"],
     )
@@ -497,9 +511,7 @@ def _wait_for(note: "JobNote", folder: Path, seconds: float) -> tuple[Checkpoint
 
 def _told(changed: Changes, found: Checkpoint, asked: Continuation) -> tuple[list[str], list[str]]:
     """Notes and warnings about differences from a checkpoint."""
-    notes, warnings, world = [], [], found.state["world"]
-    if world != comm.world_size():
-        notes.append(f"ranks: {world} then, {comm.world_size()} now; each step has the same images")
+    notes, warnings = list[str](), list[str]()
     if changed.free:
         notes.append(f"changed settings that do not affect training: {_listed(changed.free)}")
     if changed.learned:
@@ -540,14 +552,78 @@ def _broadcast_file(data: bytes, size: int) -> bytes:
     return data
 
 
+def _with_micro_batches(state: dict[str, Any], sync_bn: bool) -> dict[str, Any]:
+    """A checkpoint's state with its micro-batches, which older versions did not record."""
+    batch = state.get("batch_size_per_card") or state["total_batch"] // state["world"]
+    group = batch * state["world"] if sync_bn else batch
+    known = {key: value for key, value in state.items() if value is not None}
+    return {"batch_size_per_card": batch, "micro_batch": group, "sync_bn": sync_bn} | known
+
+
+def resumed_micro_batches(start: Start, train: TrainConfig, follows: bool) -> MicroBatches:
+    """Micro-batches of a run that resumes: its checkpoint's, on any number of ranks.
+
+    Others only where the configuration, compared with that of the checkpoint, asks for them.
+
+    Args:
+        train: of this run, with a number for its batch.
+        follows: the number follows from memory or from the data, so it asks for nothing.
+    Raises: CheckpointError: it has others, without `start.asked.changed`; ConfigError: they are not
+        to be had.
+    """
+    assert start.snapshot is not None
+    state, world = start.snapshot.state, comm.world_size()
+    then = MicroBatches(state["total_batch"], state["micro_batch"], state["sync_bn"])
+    typed = [] if follows else [change.key.rpartition(".")[2] for change in start.of_step]
+    total = train.total_batch or then.total_batch
+    if train.total_batch is None and {"batch_size_per_card", "accumulate_steps"} & {*typed}:
+        total = world * train.images_per_card * train.accumulate_steps
+    now = replace(then, total_batch=total)
+    if "batch_size_per_card" in typed or train.sync_bn != then.spread or total % then.images:
+        now = train.model_copy(update={"total_batch": total}).micro_batches(world)
+    if (now.total_batch, now.images) == (then.total_batch, then.images):
+        if world != state["world"]:
+            start.notes.append(
+                f"ranks: {state['world']} then, {world} now; each step has the same images and "
+                f"micro-batches: {now.told(world)}"
+            )
+        if typed:
+            same = "changed settings that do not affect training, as the micro-batches stay"
+            start.notes.append(f"{same}: {_listed(start.of_step)}")
+        return now
+    becomes = []
+    if now.total_batch != then.total_batch:
+        becomes.append("the learning rate follows, and epochs are counted in steps of that size")
+    if now.images != then.images:
+        becomes.append(
+            f"batch norm normalises over {now.images} instead of {then.images} images at a time, "
+            f"so losses and gradients jump"
+        )
+    what = (
+        f"its steps have {then.told(state['world'])}; those of this run have {now.told(world)}: "
+        f"{'; '.join(becomes)}"
+    )
+    if not start.asked.changed:
+        raise CheckpointError(
+            what,
+            code="resume_batch_differs",
+            where=f"{start.path}",
+            fix=(
+                "leave train.total_batch, batch_size_per_card and accumulate_steps as they were, "
+                "on any number of ranks, or add --resume-changed"
+            ),
+        )
+    start.warnings.append(f"--resume-changed: {what}")
+    return now
+
+
 def validate_resume(
     start: Start, schedule: ScheduleSetup, train_set: DetectionSet, config: Any, pixels: str
 ) -> Run:
     """Checks that the checkpoint fits; returns the identity of this run.  Collective.
 
     Args: config: the ExperimentConfig of this run.  pixels: as in Run.
-    Raises: CheckpointError: another total batch; or, without `start.asked.changed`, other images or
-        another teacher.
+    Raises: CheckpointError: without `start.asked.changed`, other images or another teacher.
     """
     images, data = len(train_set.records), fingerprint(train_set, config.data.root)
     now, before = Run(images=images, data=data, schedule_steps=schedule.schedule_steps), None
@@ -555,18 +631,6 @@ def validate_resume(
     if config.distill is not None:
         now.teacher = digest_of_weights(Path(config.distill.teacher))
     if start.snapshot is not None:
-        then = start.snapshot.state["total_batch"]
-        if then != schedule.total_batch:
-            raise CheckpointError(
-                f"its steps have {then} images, those of this run {schedule.total_batch}",
-                code="resume_batch_differs",
-                where=f"{start.path}",
-                fix=(
-                    "change train.accumulate_steps or train.batch_size_per_card so that ranks x "
-                    "batch x micro-steps is the same, or start a new run with its weights: "
-                    f"model.pretrained={start.path}"
-                ),
-            )
         before = _SavedState.model_validate(start.snapshot.state).run
     if before is None:  # a new run, or its checkpoint predates run ids
         now.id = comm.run_on_main(lambda: uuid.uuid4().hex)

@@ -7,6 +7,7 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
+import numpy as np
 import paddle
 from paddle import Tensor, nn
 
@@ -69,6 +70,7 @@ class StepResult:
     outage: StorageError | None  # why this rank had no images
     own_loss: float  # sum over this rank's images, not normalised
     own_images: list[int]  # positions of the images of this rank, where the step was not applied
+    own_micro_batches: int  # of this rank, padding included
     time_is_up: bool = False  # decided by rank 0; all ranks hold the same weights now
 
 
@@ -90,6 +92,7 @@ class _Tally(NamedTuple):
     """Sums that ranks exchange in a step, in transfer and reading order."""
 
     images: float
+    micro_batches: float  # of images, not padding
     stops: float  # ranks that were asked to stop
     late: float  # 1: rank 0 says that the time is up
     bad_images: float
@@ -99,9 +102,8 @@ class _Tally(NamedTuple):
 
     @classmethod
     def of(cls, values: list[float], names: Iterable[str]) -> "_Tally":
-        images, stops, late, bad_images, short, broken, *sums = values
-        sums_by_name = dict(zip(names, sums, strict=True))
-        return cls(images, stops, late, bad_images, short, broken, sums_by_name)
+        sums = dict(zip(names, values[_COUNTS:], strict=True))
+        return cls._make([*values[:_COUNTS], sums])
 
 
 _COUNTS = len(_Tally._fields) - 1  # before the sums
@@ -119,9 +121,16 @@ class TrainStep:
     which is the gradient of one rank with one large batch, however the images were dealt out.
     A loss that knows its divisors from the targets alone gets them summed beforehand instead, and
     parameters that a term with a normalizer of its own trains, and nothing else, have that divisor.
-    Collective: every rank calls the step with the same number of micro-batches and reaches the same
-    collectives: one gradient all-reduce (inside the last backward, or after it) and one or two
-    small ones.
+
+    Running statistics of batch norm make one update a step, too, by the mean over its M micro-
+    batches, of whatever ranks, of what each was normalised by:
+
+        running <- rho * running + (1 - rho) / M * sum over micro-batches of statistic
+
+    Collective: every rank calls the step with at least one micro-batch, if need be a blank one, and
+    reaches the same collectives: one gradient all-reduce (inside the last backward, or after it)
+    and one or two small ones.  Where batch norm meets in forward and backward all have equally
+    many.
 
     The host reads once from the device, whether to apply and by what to divide, when all but the
     update is queued; see `_read`.
@@ -139,7 +148,8 @@ class TrainStep:
         grad_sync: AllReduceSync,
         sharding: Sharding | None,
         loss_divisor: float,
-        average_statistics: bool,
+        spread: bool,
+        seed: int,
         distillation: Distillation | None = None,
         kernels: Kernels | None = None,
     ) -> None:
@@ -148,8 +158,8 @@ class TrainStep:
             grad_sync: makes the gradients of all ranks one.
             sharding: each rank updates its share of the parameters; None: all of them.
             loss_divisor: keeps loss sums in the range of low precisions; cancels out exactly.
-            average_statistics: average running statistics of batch norm over ranks with the
-                weights, so that ranks without SyncBN stay identical.  Nothing to do on one rank.
+            spread: each micro-batch is spread over all ranks, whose batch norm meets in it.
+            seed: of what the model draws at random, with the step and the micro-batch.
             distillation: a teacher; None: the ground truth alone teaches.
             kernels: what oneDNN layers compute `amp` with, on a CPU; None: Paddle's autocast.
         """
@@ -178,11 +188,14 @@ class TrainStep:
         ]
         statistics = running_statistics(model)
         self._statistics = FlatStorage(statistics) if statistics else None
-        self._averages_statistics = bool(statistics) and average_statistics
         if self._statistics is not None:
             self._places = self._statistics.places()
         self._sync_norms = [n for n in model.sublayers() if isinstance(n, SyncBatchNorm2D)]
-        self._norms_meet = bool(statistics) and not average_statistics
+        self._spread = spread and comm.world_size() > 1
+        self._norms_meet = bool(statistics) and self._spread
+        # Micro-batches since the ranks held the same statistics: this rank's, all ranks'.
+        self._counted = self._counted_everywhere = 0.0
+        self._seed = seed
         self._in_backward = False
         self._flat_gradients: FlatGradients | None = None  # of the last step
 
@@ -214,15 +227,16 @@ class TrainStep:
         before = None if self._statistics is None else self._statistics.gather().clone()
         global_normalizers = self._global_normalizers(micro_batches)
         clock.lap("communication")
-        sums, fitted = self._gradients(micro_batches, step, global_normalizers, clock)
+        sums, fitted = self._gradients(micro_batches, step, before, global_normalizers, clock)
         bad_images: dict[int, str] = {}
         for batch in micro_batches:
             bad_images |= {at: why for at, why in batch.bad_images.items() if at not in known_bad}
-        images = sum(batch.images_B3HW.shape[0] for batch in micro_batches if batch.real)
+        real = [batch for batch in micro_batches if batch.real]
+        images = sum(batch.images_B3HW.shape[0] for batch in real)
         finite = paddle.isfinite(sums[_LOSS]).astype("float32")
         short = not fitted or outage is not None
-        own = [float(each) for each in (images, stop, time_is_up, len(bad_images), short)]
-        counts = [device.put(own), 1.0 - finite, *sums.values()]
+        own = images, len(real), stop, time_is_up, len(bad_images), short
+        counts = [device.put([float(each) for each in own]), 1.0 - finite, *sums.values()]
         summed = comm.all_reduce_sum(paddle.concat(counts))
         clock.lap("communication")
         square = self._reduce(summed, list(sums))
@@ -236,7 +250,10 @@ class TrainStep:
             forget_unscaling(self.scaler)
         else:
             norm, applied = self._update(rates, result.divisor, square, tally.broken == 0)
-        if not applied:
+        if applied:
+            self._counted += len(real)
+            self._counted_everywhere += tally.micro_batches
+        else:
             self._undo(before)
         if not tally.short:
             self._synchronise(step, applied)
@@ -258,6 +275,7 @@ class TrainStep:
             outage=outage,
             own_loss=own_loss,
             own_images=[] if applied else _positions(micro_batches),
+            own_micro_batches=len(micro_batches),
             time_is_up=may_end and tally.late > 0,
         )
 
@@ -272,23 +290,28 @@ class TrainStep:
         """
         self.optimizer.clear_grad()
         self._updates = 0
+        self._counted = self._counted_everywhere = 0.0
 
     def _gradients(
         self,
         micro_batches: list[Batch],
         step: int,
+        before: Tensor | None,
         global_normalizers: paddle.Tensor | None,
         clock: Clock,
     ) -> tuple[dict[str, paddle.Tensor], bool]:
-        """Adds up the gradients of this rank's micro-batches.
+        """Adds up the gradients of this rank's micro-batches, and averages their statistics.
 
+        Args: before: the running statistics, which each of them moves for itself.
         Returns: sums of the normalizer, the loss and its parts; False: there was too little memory,
             and these are of less than all images.
         """
         sums: dict[str, paddle.Tensor] = {}
         fitted = True
+        moved: Tensor | float = 0.0
         for micro, batch in enumerate(micro_batches):
             heartbeat.alive()
+            self._draw_anew(step, micro)
             communicates = micro == len(micro_batches) - 1 and self.grad_sync.during_backward
             with nullcontext() if communicates else comm.local_gradients(self.wrapped):
                 if fitted:
@@ -300,7 +323,25 @@ class TrainStep:
                     )
             assert output is not None
             add_up(sums, output)
+            if self._statistics is not None and before is not None and len(micro_batches) > 1:
+                moved = self._statistics.gather() + moved
+                self._set_statistics(before)
+        if isinstance(moved, Tensor):
+            self._set_statistics(moved / len(micro_batches))
         return sums, fitted
+
+    def _draw_anew(self, step: int, micro: int) -> None:
+        """Makes what the model draws a function of seed, step and micro-batch.
+
+        So it is the same on any number of ranks, and in a resumed run.  Ranks that share a micro-
+        batch draw by their share, too.
+
+        Args: micro: number among this rank's micro-batches.
+        """
+        rank, world = comm.rank(), comm.world_size()
+        which = (micro, rank) if self._spread else (micro * world + rank,)
+        draws = np.random.SeedSequence([self._seed, step, *which])
+        paddle.seed(int(draws.generate_state(1)[0]))
 
     def _if_it_fits(
         self,
@@ -337,8 +378,13 @@ class TrainStep:
         them twice.
         """
         self.optimizer.clear_grad()
-        if self._statistics is not None and before is not None:
-            self._statistics.scatter(paddle.assign(before, self._statistics.gather()))
+        if before is not None:
+            self._set_statistics(before)
+
+    @paddle.no_grad()
+    def _set_statistics(self, values_F: Tensor) -> None:
+        assert self._statistics is not None
+        self._statistics.scatter(paddle.assign(values_F, self._statistics.gather()))
 
     @paddle.no_grad()
     def _global_normalizers(self, micro_batches: list[Batch]) -> paddle.Tensor | None:
@@ -361,10 +407,9 @@ class TrainStep:
     def _forward_backward(
         self, batch: Batch, step: int, global_normalizers: paddle.Tensor | None, clock: Clock
     ) -> LossOutput:
-        # A blank image must not enter running statistics.  While any rank has images, synchronised
-        # ones need all ranks in their collectives, where such a rank then counts for nothing.
-        needed = batch.real_somewhere and not self._averages_statistics
-        self.model.train() if batch.real or needed else self.model.eval()
+        # A blank image must not enter running statistics.  Synchronised ones need all ranks in
+        # their collectives, where such a rank then counts for nothing.
+        self.model.train() if batch.real or self._spread else self.model.eval()
         for norm in self._sync_norms:
             norm.counts = batch.real
         taught = None
@@ -471,18 +516,23 @@ class TrainStep:
             if self.ema is not None:
                 self.ema.update(self._masters(), self._updates)
             self._updates = 0
+            self._counted = self._counted_everywhere = 0.0
 
     def _average_statistics(self) -> None:
-        """Averages running statistics over ranks.  Collective.
+        """Averages running statistics over ranks, by their micro-batches.  Collective.
 
-        Without SyncBN each rank has moved them by its own images.
+        Without SyncBN each rank has moved them by its own.
         """
-        if self._statistics is not None and self._averages_statistics and comm.world_size() > 1:
-            own = self._statistics.gather()
-            # Without the gaps: what else is in a message changes the order of sums over sockets.
-            mean = paddle.gather(own, self._places)
-            comm.mean_tensors([mean])
-            self._statistics.scatter(paddle.assign(paddle.scatter(own, self._places, mean), own))
+        if self._statistics is None or self._spread or comm.world_size() == 1:
+            return
+        own = self._statistics.gather()
+        # Without the gaps: what else is in a message changes the order of sums over sockets.
+        mean = paddle.gather(own, self._places)
+        weight = self._counted / self._counted_everywhere * comm.world_size()
+        if weight != 1.0:
+            mean.scale_(weight)
+        comm.mean_tensors([mean])
+        self._statistics.scatter(paddle.assign(paddle.scatter(own, self._places, mean), own))
 
     def _masters(self) -> dict[str, paddle.Tensor]:
         """Float32 masters of low-precision parameters (AMP O2), by state-dict key."""

@@ -10,9 +10,6 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-import numpy as np
-import paddle
-
 from ppdist.common.errors import CheckpointError, StorageError
 from ppdist.common.eta import EVALUATION, SAVING, duration
 from ppdist.common.process import STOPPED
@@ -93,7 +90,6 @@ class Trainer:
         self.bad_images, self.schedule = parts.bad_images, parts.schedule
         self.evaluator, self.evaluated_model = parts.evaluator, parts.evaluated_model
         self.log, self.budget = parts.log, parts.budget
-        self.seed = config.seed
         self.folder = parts.output_dir / "checkpoints"
         self.writer = CheckpointWriter(
             self.folder, dump_yaml(config), config.checkpoint.keep, note_saved,
@@ -350,11 +346,8 @@ class Trainer:
         """
         state = self.state
         clock = Clock()
-        # Whatever the model draws is a function of the step, so that a resumed run draws the same.
-        draws = np.random.SeedSequence([self.seed, state.step, comm.rank()])
-        paddle.seed(int(draws.generate_state(1)[0]))
         rates = self.schedule.lr_scheduler.rates(state.step).scaled(lr_factor(state.rollbacks))
-        count, stop = self.schedule.accumulate_steps * self.batch_source.parts, state.stop
+        count, stop = self.batch_source.count(state.step), state.stop
         known_bad = self.bad_images.known
         time_is_up = (
             self.budget is not None

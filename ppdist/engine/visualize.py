@@ -10,6 +10,7 @@ from pathlib import Path
 import numpy as np
 
 from ppdist.config.data import DataConfig
+from ppdist.data.loading.sampler import TrainSampler
 from ppdist.data.types import Batch
 from ppdist.engine.schedule_setup import ScheduleSetup
 from ppdist.viz.dataset import drawn_samples
@@ -55,18 +56,14 @@ class BatchPictures:
         self._drawn = dict.fromkeys(self._starts, 0)
         self._started_at: int | None = None  # step at which this process started
 
-    def watching(self, batches: Iterator[Batch], first_step: int, per_step: int) -> Iterator[Batch]:
-        """Passes batches on, and draws some of them.
-
-        Args:
-            first_step: the step of the first one.
-            per_step: micro-batches of an optimizer step.
-        """
+    def watching(self, batches: Iterator[Batch], plan: TrainSampler) -> Iterator[Batch]:
+        """Passes the batches of a plan on, and draws some of them."""
         if self._started_at is None:
-            self._started_at = first_step
-        for number, batch in enumerate(batches):
-            self._draw(batch, first_step + number // per_step)
-            yield batch
+            self._started_at = plan.start_step
+        for step in range(plan.start_step, plan.end_step):
+            for batch in islice(batches, plan.count(step)):
+                self._draw(batch, step)
+                yield batch
 
     def _draw(self, batch: Batch, step: int) -> None:
         epoch = step // self._steps_per_epoch

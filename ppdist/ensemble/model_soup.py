@@ -21,6 +21,7 @@ from paddle import nn
 
 from ppdist.common.errors import ConfigError, WeightsError
 from ppdist.config import ExperimentConfig
+from ppdist.config.train import MicroBatches
 from ppdist.data.loading.loader import TrainLoader
 from ppdist.data.loading.sampler import TrainSampler, copies
 from ppdist.data.types import Batch, DetectionSet, SampleKey
@@ -262,8 +263,7 @@ class LastEpoch:
         batch_size = schedule.batch_size_per_card  # statistics depend on it
         self._sampler = TrainSampler(
             dataset_size=len(train_set.records),
-            batch_size_per_card=batch_size,
-            accumulate=1,
+            batches=MicroBatches(batch_size, batch_size, spread=False),
             rank=0,
             world=1,
             seed=config.seed,

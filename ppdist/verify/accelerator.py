@@ -233,8 +233,7 @@ schedule: {{warmup_epochs: 0}}
 
 def _images_of_step(config: ExperimentConfig) -> int:
     """Over all ranks."""
-    world, train = comm.world_size(), config.train
-    return world * train.images_per_card * train.micro_steps(world)
+    return config.train.micro_batches(comm.world_size()).total_batch
 
 
 def _everywhere(work: Callable[[], Found]) -> Found:

@@ -1,12 +1,8 @@
 """Proves that many ranks train like one, on the user's data.
 
 The ranks train some steps as configured.  Then rank 0, while the others wait, starts one process
-that trains the same steps alone:
-
-    train.sync_bn: false    1 rank, the same micro-batches one after the other: each is normalised
-                            by its own statistics there as here, and moves the running statistics
-                            of the rank that it simulates
-    train.sync_bn: true     1 rank, batches of all ranks together: as synchronised statistics see it
+that trains the same steps alone, of the same micro-batches: they are one after the other there what
+ranks share here, and with train.sync_bn each is whole there of which every rank has a part here.
 
 Two ways to add the same numbers differ by rounding, and training amplifies that; how far depends on
 network and learning rate.  So the process alone trains once more with every weight moved by one
@@ -44,8 +40,7 @@ from ppdist.config import ExperimentConfig
 from ppdist.distributed import comm, device
 from ppdist.distributed.sync_batch_norm import take_sync_batch_norm
 from ppdist.engine.build import build_training
-from ppdist.engine.train_step import Clock, TrainStep, running_statistics
-from ppdist.models.base import ImageModel
+from ppdist.engine.train_step import Clock, TrainStep
 from ppdist.optim.ema import Decay
 
 Report = dict[str, Any]
@@ -79,8 +74,10 @@ def require_comparable(config: ExperimentConfig) -> None:
     reasons = []
     if config.train.batch_size_per_card == "auto":
         reasons.append("train.batch_size_per_card=8 (one rank would choose another batch size)")
-    if getattr(config.model, "dropout", 0) > 0:
-        reasons.append("model.dropout=0 (each rank drops different values)")
+    if getattr(config.model, "dropout", 0) > 0 and config.train.sync_bn:
+        reasons.append(
+            "model.dropout=0 (each rank drops other values of its part of a micro-batch)"
+        )
     if config.data.sampling.name == "difficulty":
         reasons.append("data.sampling.name=balanced (difficulty follows evaluations)")
     ranks = config.distributed
@@ -100,12 +97,12 @@ def require_comparable(config: ExperimentConfig) -> None:
 
 def alone_overrides(config: ExperimentConfig, world: int) -> list[str]:
     """What makes one rank train as `world` ranks would."""
-    train = config.train
-    if train.sync_bn:
-        return [f"train.batch_size_per_card={world * train.images_per_card}"]
-    if train.total_batch is not None:  # the steps of one rank follow from it
-        return [f"train.total_batch={train.total_batch}"]
-    return [f"train.accumulate_steps={world * train.accumulate_steps}"]
+    batches = config.train.micro_batches(world)
+    return [
+        f"train.total_batch={batches.total_batch}",
+        f"train.batch_size_per_card={batches.images}",
+        "train.accumulate_steps=1",
+    ]
 
 
 def verify_ranks(config: ExperimentConfig, steps: int, command: Sequence[str]) -> Report:
@@ -157,17 +154,14 @@ def judge(config: ExperimentConfig, folder: Path) -> None:
     job = json.loads((folder / "job.json").read_text(encoding="utf-8"))
     with np.load(folder / "ranks.npz") as file:
         ranks = dict(file)
-    train = config.train
+    batches = config.train.micro_batches(1)
     with redirect_stdout(io.StringIO()):  # the ranks have said all of it
-        alone = train_steps(config, job["steps"], stands_for=job["ranks"])
-        moved = train_steps(config, job["steps"], Rounding.of(config), stands_for=job["ranks"])
+        alone = train_steps(config, job["steps"])
+        moved = train_steps(config, job["steps"], Rounding.of(config))
     report = {
         **job,
-        "one_rank": {
-            "batch_size_per_card": train.images_per_card,
-            "accumulate_steps": train.micro_steps(1),
-        },
-        "sync_bn": train.sync_bn,
+        "micro_batches": {"count": batches.count, "images": batches.images},
+        "sync_bn": batches.spread,
     }
     report |= compare(ranks, alone, moved, tolerance=tolerance_of(config))
     (folder / "report.json").write_text(json.dumps(report), encoding="utf-8")
@@ -244,71 +238,13 @@ class Average:
         return (off / max(size, 1e-24)) ** 0.5
 
 
-class StatisticsInTurn:
-    """Emulates the running statistics of several ranks on one.
-
-    It takes their micro-batches in turn.  Each rank updates its own from the common ones, and a
-    step ends with their mean.
-    """
-
-    def __init__(self, model: ImageModel, ranks: int) -> None:
-        self._live = running_statistics(model)
-        self._ranks = ranks
-        self._common = [_array(each) for each in self._live]
-        self._begin_step()
-        model.register_forward_pre_hook(lambda layer, inputs: self._next_rank())
-
-    def _begin_step(self) -> None:
-        self._of_ranks = [self._common] * self._ranks
-        self._rank: int | None = None
-
-    def _next_rank(self) -> None:
-        """Micro-batch m of rank r has number m * ranks + r.
-
-        See TrainSampler.
-        """
-        self._put_away()
-        self._rank = 0 if self._rank is None else (self._rank + 1) % self._ranks
-        self._show(self._of_ranks[self._rank])
-
-    def _put_away(self) -> None:
-        if self._rank is not None:
-            self._of_ranks[self._rank] = [_array(each) for each in self._live]
-
-    def _show(self, arrays: list[np.ndarray]) -> None:
-        for tensor, array in zip(self._live, arrays):
-            tensor.set_value(array)
-
-    def end_step(self, applied: bool) -> None:
-        """Sets the statistics that the ranks would hold.
-
-        A step that was not applied restores what it found.
-        """
-        self._put_away()
-        if applied:
-            self._common = [
-                sum(arrays[1:], arrays[0]) * np.float32(1 / self._ranks)
-                for arrays in zip(*self._of_ranks)
-            ]
-        self._show(self._common)
-        self._begin_step()
-
-
-def train_steps(
-    config: ExperimentConfig,
-    steps: int,
-    rounding: Rounding | None = None,
-    *,
-    stands_for: int = 1,
-) -> Trace:
+def train_steps(config: ExperimentConfig, steps: int, rounding: Rounding | None = None) -> Trace:
     """Trains and returns what it left.  Collective.
 
     Args:
         steps: it takes fewer if the run is shorter.
         rounding: is done to the weights before every step.  With synchronised statistics one rank
             then computes batch norm as ranks do, not as it would.
-        stands_for: ranks whose micro-batches this one takes: with synchronised statistics those of
-            all together as one, else one after the other.
     """
     with tempfile.TemporaryDirectory() as folder:
         experiment = build_training(
@@ -317,11 +253,6 @@ def train_steps(
         experiment.log.close()
     trainer, schedule = experiment.trainer, experiment.trainer.schedule
     step = trainer.train_step
-    turns = None
-    if config.train.sync_bn:
-        trainer.batch_source.stands_for = stands_for
-    else:
-        turns = StatisticsInTurn(step.model, stands_for)
     if rounding is not None and config.train.sync_bn:
         # Of the two programs that compute batch norm the other one: what they round differently in
         # every layer becomes more than what a few roundings of the weights become.
@@ -337,9 +268,8 @@ def train_steps(
             rounding.move(parameters, before, number)
             before = {key: _array(value) for key, value in parameters.items()}
         rates = schedule.lr_scheduler.rates(number)
-        results.append(step(batches, schedule.accumulate_steps, number, rates, False, Clock()))
-        if turns is not None:
-            turns.end_step(results[-1].applied)
+        taken = trainer.batch_source.count(number)
+        results.append(step(batches, taken, number, rates, False, Clock()))
         weights = _weights(step)
         sketches.append(_sketches(step, weights))
         if results[-1].applied:
@@ -567,10 +497,10 @@ def verdict(report: Report) -> str:
 
 def lines(report: Report) -> list[str]:
     """The printed table of one number of ranks, with notes and verdict."""
-    one, steps, odd = report["one_rank"], report["steps"], report["ranks_with_other_weights"]
-    dealt = f"{one['batch_size_per_card']} images x {one['accumulate_steps']} micro-step(s)"
+    of, steps, odd = report["micro_batches"], report["steps"], report["ranks_with_other_weights"]
+    made = f"{of['count']} micro-batch(es) of {of['images']} images"
     result = [
-        f"{report['ranks']} rank(s) against 1 rank of {dealt}, {steps} steps",
+        f"{report['ranks']} rank(s) against 1 rank, {steps} steps of {made}",
         f"  {'':<18}{'off by':>9}{'step':>6}{'by rounding':>13}{'allowed':>9}",
     ]
     for m in report["measured"]:

@@ -10,6 +10,7 @@ import numpy as np
 
 from ppdist.config.base import Task
 from ppdist.config.data import DataConfig
+from ppdist.config.train import MicroBatches
 from ppdist.data.loading.loader import EvalLoader, TrainLoader
 from ppdist.data.loading.sampler import TrainSampler, copies
 from ppdist.data.transforms.pipeline import require_outlines
@@ -43,8 +44,7 @@ def training_pictures(
     require_outlines(dataset, config.augment)
     sampler = TrainSampler(
         dataset_size=len(dataset.records),
-        batch_size_per_card=batch_size,
-        accumulate=1,
+        batches=MicroBatches(batch_size, batch_size, spread=False),
         rank=0,
         world=1,
         seed=seed,

@@ -102,7 +102,7 @@ ROWS = (
     Row(19, "images do not divide by ranks", "each image once an epoch, as many steps on each rank",
         ("tests/unit/data/loading/test_sampler.py::test_every_image_comes_exactly_once_in_every_epoch",
          "tests/unit/data/loading/test_sampler.py::"
-         "test_ranks_have_equal_nonempty_micro_batches")),
+         "test_any_number_of_ranks_shares_same_micro_batches")),
     Row(20, "a rank runs out of memory", "all ranks take smaller micro-batches and repeat the step",
         (AGREEMENT + "test_out_of_memory_rank_splits_all_micro_batches",
          RECOVERY + "test_out_of_memory_rank_splits_steps_on_all")),
@@ -164,7 +164,7 @@ ROWS = (
         ("tests/unit/engine/test_state_resume_ledger.py::"
          "test_rank_change_mid_epoch_uses_each_sample_once",
          "tests/unit/engine/test_state_resume_ranks.py::"
-         "test_1_2_and_4_ranks_resume_with_same_losses",
+         "test_run_that_changes_its_ranks_equals_one_that_does_not",
          "tests/unit/engine/test_train_step_local_sgd.py::"
          "test_sharded_checkpoint_resumes_on_any_ranks")),
     Row(35, "an evaluation fails on one rank", "training is unaffected, it is evaluated again",

@@ -1,13 +1,14 @@
-"""The signature: many ranks, or many micro-batches, train like one rank with all the images.
+"""The signature: ranks that share a step's micro-batches train like one that takes them all.
 
-Every case deals the same images out by the real sampler, four steps an epoch of which the last is
-smaller, over its own number of ranks and micro-batches, and is compared with one rank that trains
-alone.  Ranks are started once for all cases of their number: that takes longer than a case.
+Every case deals the same images out by the real sampler, of a few steps an epoch the last smaller,
+over its own number of ranks, and is compared with one rank that trains alone: on the same micro-
+batches where batch norm follows them, else on the whole step at once.  Ranks are started once for
+all cases of their number: that takes longer than a case.
 """
 
 import hashlib
 import tempfile
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -17,6 +18,7 @@ from ppdist.data.loading.sampler import TrainSampler
 from ppdist.distributed import comm
 from ppdist.engine.train_step import Clock
 from tests.distributed import run_on_ranks
+from tests.emulated_bfloat16 import EMULATED
 from tests.unit.engine.tiny import IMAGES, build_step, init_cpu, sampled_batches, tiny_config
 
 STEPS = 12
@@ -59,59 +61,79 @@ RATES = {
     "yolov5": (0.02, 0.0002),
     "yolov5_cls": (0.003, 0.0005),
 }
+# What is set beside; local SGD that averages each step is the step itself where updates are linear
+# in gradients that are not clipped.
+BESIDE = {
+    "": [],
+    "bfloat16": [
+        "train.cpu_convolutions=auto",
+        "train.amp={enabled: true, dtype: bfloat16}",
+    ],
+    "dropout": ["model.dropout=0.5"],
+    "sharded": ["distributed.shard_optimizer=true"],
+    "local SGD": ["distributed.sync_every=1", "train.clip_norm=null"],
+}
 FAMILIES = ("ppyoloe", "yolov5", "yolov5_cls")
 
 
 @dataclass(frozen=True)
 class Case:
-    """How a total batch of 8 is dealt out.
+    """How a step is shared.
 
     Attributes:
         trained: key of TRAINED.
-        norm: `frozen` statistics of batch norm, of `all` ranks, or of each rank its `own`.
-        images: of the data set.  29 leave 5 to the last step of an epoch; 25 leave 1, so that there
-            all ranks but one have none.
+        micro: images of a micro-batch.
+        norm: `frozen` statistics of batch norm, of `all` ranks in a micro-batch that they share, or
+            of each rank its `own`.
+        total: images of a step.
+        images: of the data set.  Of steps of 8, 29 leave 5 to the last of an epoch; 25 leave 1, so
+            that there all ranks but one have none.
+        beside: key of BESIDE.
     """
 
     trained: str
     world: int
-    accumulate: int
+    micro: int
     norm: str
+    total: int = IMAGES
     images: int = 29
     steps: int = STEPS
+    beside: str = ""
 
 
 def train(case: Case) -> dict:
     """Trains this rank's part; what it leaves, weights as a digest and on rank 0 as themselves."""
     model, clip_norm, overrides = TRAINED[case.trained]
-    batch = IMAGES // case.world // case.accumulate
+    share = -(-case.micro // case.world) if case.norm == "all" else case.micro
     overrides = [
         *overrides,
         f"train.clip_norm={clip_norm}",
         f"optimizer.lr={RATES[case.trained][case.norm != 'frozen']}",
-        f"train.batch_size_per_card={batch}",
-        f"train.accumulate_steps={case.accumulate}",
+        f"train.total_batch={case.total}",
+        f"train.batch_size_per_card={share}",
         f"train.sync_bn={str(case.norm == 'all').lower()}",
+        *BESIDE[case.beside],
     ]
     with tempfile.TemporaryDirectory() as folder:
         config = tiny_config(Path(folder), overrides, model)
-    step, rates = build_step(config, case.norm == "frozen", case.images)
+    step, rates = build_step(config, case.norm == "frozen", case.images, EMULATED)
+    batches = config.train.micro_batches(case.world)
+    assert (batches.total_batch, batches.images) == (case.total, case.micro)
     sampler = TrainSampler(
-        case.images, batch, case.accumulate, comm.rank(), case.world,
+        case.images, batches, comm.rank(), case.world,
         seed=0, start_step=0, end_step=case.steps, sizes=[config.model.image_size],
     )  # fmt: skip
     start = joined(weights_of(step.model))
     results = []
     for number in range(case.steps):
-        batches = sampled_batches(sampler, number)
-        results.append(step(iter(batches), case.accumulate, number, rates, False, Clock()))
+        taken = sampled_batches(sampler, number)
+        results.append(step(iter(taken), len(taken), number, rates, False, Clock()))
     assert all(result.applied for result in results)
     weights = weights_of(step.model)
     state = {key: value.numpy() for key, value in step.model.state_dict().items()}
     averages = step.ema.state()
     arrays = {"weights": weights, "averages": {key: averages[key] for key in weights}}
-    if case.norm != "own":  # those of ranks are averaged, of micro-batches one follows the other
-        arrays["statistics"] = {key: state[key] for key in state if key not in weights}
+    arrays["statistics"] = {key: state[key] for key in state if key not in weights}
     digest = hashlib.blake2b(b"".join(value.tobytes() for value in state.values())).hexdigest()
     return {
         "lr": rates.lr,
@@ -161,7 +183,7 @@ class Runs:
             with tempfile.TemporaryDirectory() as folder:
                 argument = {"cases": [asdict(one) for one in together], "folder": folder}
                 target = "tests.integration.test_equivalence:train_on_ranks"
-                by_rank = run_on_ranks(case.world, target, argument, seconds=600)
+                by_rank = run_on_ranks(case.world, target, argument, seconds=1800)
                 for number, one in enumerate(together):
                     self.results[one] = [results[number] for results in by_rank]
                     with np.load(Path(folder) / f"{number}.npz") as file:
@@ -170,43 +192,54 @@ class Runs:
 
 
 def reference(case: Case) -> Case:
-    """One rank that is to train the same: with its own statistics each micro-batch has to be the
-    same too, otherwise all eight images may be one."""
-    micro_batches = case.world * case.accumulate if case.norm == "own" else 1
-    return Case(case.trained, 1, micro_batches, case.norm, case.images, case.steps)
+    """One rank that is to train the same: where batch norm follows the micro-batches on the same
+    ones, otherwise the whole step may be one."""
+    return replace(case, world=1, micro=case.total if case.norm == "frozen" else case.micro)
 
 
 EPOCH = 4  # steps; all their steps: in SLOW
 DEFAULT = [
-    Case("yolov5_cls", 1, 4, "frozen", steps=EPOCH),
+    Case("yolov5_cls", 1, 2, "frozen", steps=EPOCH),
     *(Case(trained, 2, 2, "frozen", steps=EPOCH) for trained in ("yolov5", "yolov5_cls")),
     Case("ppyoloe", 2, 2, "frozen", steps=6),
-    Case("yolov5", 2, 2, "frozen", images=25, steps=4),  # one image in the last of them
-    # Two images a step: the second micro-batch is blank on both ranks, and synchronised statistics
-    # must not see it.  Each step sums 100 statistics over gloo four times, so there are few.
-    Case("ppyoloe", 2, 2, "all", images=2, steps=4),
-    # One rank has no image in the last of them.
-    Case("yolov5", 2, 1, "all", images=25, steps=4),
+    # Three micro-batches for two ranks; in the last step there is one image.
+    Case("yolov5", 2, 2, "own", total=6, images=25, steps=5),
+    # Two micro-batches of three images, of which one rank has two.  Each step sums 100 statistics
+    # over gloo four times, so there are few.
+    Case("ppyoloe", 2, 4, "all", images=6, steps=4),
+    # One rank has no image in the last of them: synchronised statistics must not see its blank one.
+    Case("yolov5", 2, 8, "all", images=25, steps=4),
 ]
 SLOW = [
-    Case("ppyoloe with an auxiliary head", 2, 1, "frozen"),
+    Case("ppyoloe with an auxiliary head", 2, 4, "frozen"),
     *(Case(trained, 2, 2, "frozen") for trained in FAMILIES),
     Case("ppyoloe one to one", 2, 2, "frozen"),
-    Case("ppyoloe on yolov5's body", 2, 1, "frozen"),
-    *(Case(trained, 4, 1, "frozen", images=25) for trained in FAMILIES),
-    *(Case(trained, 1, 4, "frozen") for trained in TRAINED),
-    *(Case(trained, 2, 4, "frozen", images=25) for trained in TRAINED),
+    Case("ppyoloe on yolov5's body", 2, 4, "frozen"),
+    *(Case(trained, 4, 2, "frozen", images=25) for trained in FAMILIES),
+    *(Case(trained, 1, 2, "frozen") for trained in TRAINED),
+    *(Case(trained, 2, 1, "frozen", images=25) for trained in TRAINED),
+    *(Case(trained, 3, 1, "frozen") for trained in TRAINED),
     *(Case(trained, 2, 2, "own") for trained in FAMILIES),
-    *(Case(trained, 2, 1, "all") for trained in TRAINED),
-    *(Case(trained, 4, 2, "frozen") for trained in TRAINED),
-    *(Case(trained, 4, 1, "all") for trained in TRAINED),
+    *(Case(trained, 3, 2, "own", images=25) for trained in FAMILIES),  # 2, 1 and 1 of them
+    *(Case(trained, 4, 2, "own", total=6) for trained in FAMILIES),  # one rank has none
+    *(Case(trained, 2, 8, "all") for trained in TRAINED),
+    *(Case(trained, 3, 8, "all", images=25) for trained in FAMILIES),  # 3, 3 and 2 images
+    *(Case(trained, 4, 4, "all") for trained in FAMILIES),
+    *(Case(trained, 4, 8, "all") for trained in TRAINED),
+    *(
+        Case(trained, world, 2, "own", total=6, steps=6, beside=beside)
+        for trained in FAMILIES[:2]
+        for world in (2, 4)
+        for beside in ("bfloat16", "sharded", "local SGD")
+    ),
+    *(Case(trained, 3, 8, "all", steps=6, beside="bfloat16") for trained in FAMILIES[:2]),
+    *(Case("yolov5_cls", world, 2, "own", total=6, beside="dropout") for world in (2, 4)),
 ]
 
 
 def name_of(case: Case) -> str:
-    return (
-        f"{case.trained}-{case.world}x{case.accumulate}-{case.norm}-statistics-{case.images}images"
-    )
+    name = f"{case.trained}-{case.world}ranks-{case.total}by{case.micro}-{case.norm}-statistics"
+    return f"{name}-{case.images}images{'-' * bool(case.beside)}{case.beside}"
 
 
 @pytest.fixture(scope="module")

@@ -81,10 +81,10 @@ def test_every_recipe_builds_for_any_number_of_cards(monkeypatch, world):
 @pytest.mark.parametrize(
     ("recipe", "world", "expected"),
     [
-        # total batch, micro-steps, rate, epochs
-        ("one_card", 1, (64, 4, 0.001, 80)),
-        ("eight_cards", 8, (64, 1, 0.001, 80)),
-        ("eight_cards", 4, (64, 2, 0.001, 80)),
+        # total batch, images of a pass on a rank, rate, epochs
+        ("one_card", 1, (64, 16, 0.001, 80)),
+        ("eight_cards", 8, (64, 8, 0.001, 80)),
+        ("eight_cards", 4, (64, 8, 0.001, 80)),
     ],
 )
 def test_one_and_eight_cards_make_the_same_steps(monkeypatch, recipe, world, expected):
@@ -92,7 +92,12 @@ def test_one_and_eight_cards_make_the_same_steps(monkeypatch, recipe, world, exp
     config = load_config(CONFIGS / "examples" / f"coco_{recipe}.yml")
     schedule = build_schedule_setup(config, IMAGES["coco"])
     epochs = schedule.total_steps / schedule.steps_per_epoch
-    found = schedule.total_batch, schedule.accumulate_steps, schedule.lr_scheduler.peak_lr, epochs
+    found = (
+        schedule.total_batch,
+        schedule.batch_size_per_card,
+        schedule.lr_scheduler.peak_lr,
+        epochs,
+    )
     assert found == pytest.approx(expected)
 
 

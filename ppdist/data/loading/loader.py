@@ -53,7 +53,6 @@ from ppdist.data.loading.sampler import EvalSampler, TrainSampler, rectangular_s
 from ppdist.data.transforms.classification import ClassifyEvalSamples, ClassifyTrainSamples
 from ppdist.data.transforms.pipeline import EvalSamples, Samples, TrainSamples, padded, reductions
 from ppdist.data.types import (
-    EMPTY,
     EXITED,
     HUNG,
     NOTHING,
@@ -126,7 +125,6 @@ class _Loader:
                 batch = Batch(
                     **tensors,
                     real=keys[0].index >= 0 and made.outage is None,
-                    real_somewhere=keys[0].index != EMPTY,
                     bad_images=made.bad_images,
                 )
                 if made.outage is not None:
@@ -268,7 +266,7 @@ class TrainLoader(_Loader):
             samples,
             sampler,
             workers=worker_count(config.workers, ranks_on_host),
-            largest_batch=sampler.batch_size_per_card * 3 * pixels,
+            largest_batch=sampler.batches.per_rank(sampler.world) * 3 * pixels,
             timeout_seconds=config.worker_timeout_seconds,
         )
 

@@ -15,7 +15,8 @@ from functools import cached_property
 import numpy as np
 
 from ppdist.config.data import SamplingConfig
-from ppdist.data.types import EMPTY, DetectionSet, Records, SampleKey, keyed_generator
+from ppdist.config.train import MicroBatches
+from ppdist.data.types import DetectionSet, Records, SampleKey, keyed_generator
 
 _ORDER, _SIZE = 0, 1  # streams of random numbers
 
@@ -24,15 +25,14 @@ _ORDER, _SIZE = 0, 1  # streams of random numbers
 class TrainSampler:
     """Keys of this rank's micro-batches from start_step to end_step; re-iterable.
 
-    An epoch has ceil(epoch_size / (world * accumulate * batch_size_per_card)) optimizer steps.
-    Each takes the next `world * accumulate * batch_size_per_card` positions of the epoch's order;
-    the last takes what is left, dealt out over all micro-batches of all ranks as evenly as it goes.
-    So every image comes exactly once an epoch, or as often as its `copies_N` says, and the images
-    of a step do not depend on how world, accumulation and batch make up the total batch.  A
-    micro-batch that gets nothing holds one padding key, so that every rank has as many
-    micro-batches as the others: index -1, or EMPTY where no rank got anything.  With `parts` each
-    micro-batch is split into parts, for ranks that lack the memory for it as a whole.  With
-    `stands_for` a rank takes in each micro-batch what so many ranks would take in theirs.
+    An epoch has ceil(epoch_size / total_batch) optimizer steps.  Each takes the next `total_batch`
+    positions of the epoch's order and splits them into its micro-batches; the last takes what is
+    left, in as many as evenly as it goes.  So every image comes exactly once an epoch, or as often
+    as its `copies_N` says, and neither the images of a step nor those of a micro-batch depend on
+    the number of ranks.  Rank r of W takes micro-batches r, r + W, ..., so ranks may differ by one;
+    of one that is spread every rank takes a share.  A rank without an image gets one padding key,
+    index -1, with which it keeps the others company.  With `parts` each micro-batch is split into
+    so many, for ranks that lack the memory for it as a whole.
 
     Every rank builds one, alike but for `rank`.  `sizes`: (height, width) choices in pixels of
     multi-scale training; one is drawn per step, the same on all ranks.  `copies_N`: how often each
@@ -40,8 +40,7 @@ class TrainSampler:
     """
 
     dataset_size: int
-    batch_size_per_card: int
-    accumulate: int
+    batches: MicroBatches
     rank: int
     world: int
     seed: int
@@ -50,7 +49,6 @@ class TrainSampler:
     sizes: Sequence[tuple[int, int]]
     copies_N: np.ndarray | None = None
     parts: int = 1
-    stands_for: int = 1
     _orders: dict[int, np.ndarray] = field(default_factory=dict, init=False)
 
     @cached_property
@@ -59,16 +57,11 @@ class TrainSampler:
         return self.dataset_size if self.copies_N is None else epoch_size(self.copies_N)
 
     @property
-    def total_batch(self) -> int:
-        """Images of a full optimizer step over all ranks."""
-        return self.world * self.accumulate * self.batch_size_per_card
-
-    @property
     def steps_per_epoch(self) -> int:
-        return math.ceil(self.epoch_size / self.total_batch)
+        return math.ceil(self.epoch_size / self.batches.total_batch)
 
     def __len__(self) -> int:
-        return (self.end_step - self.start_step) * self.accumulate * self.parts
+        return sum(map(self.count, range(self.start_step, self.end_step)))
 
     def __iter__(self) -> Iterator[list[SampleKey]]:
         for step in range(self.start_step, self.end_step):
@@ -80,24 +73,28 @@ class TrainSampler:
         height, width = self.sizes[int(choice)]
         return height, width
 
+    def count(self, step: int) -> int:
+        """This rank's micro-batches of one optimizer step, padding included."""
+        total = self.batches.total_batch
+        images = min(total, self.epoch_size - step % self.steps_per_epoch * total)
+        whole = min(self.batches.count * self.parts, images)
+        return whole if self.batches.spread else max(1, -(-(whole - self.rank) // self.world))
+
     def micro_batches(self, step: int) -> list[list[SampleKey]]:
         """This rank's keys of one optimizer step, one list per micro-batch."""
         epoch, within = divmod(step, self.steps_per_epoch)
-        first = within * self.total_batch
-        shares = np.array_split(
-            self._order(epoch)[first : first + self.total_batch],
-            self.world * self.stands_for * self.accumulate * self.parts,
-        )
-        if self.stands_for > 1:
-            starts = range(0, len(shares), self.stands_for)
-            shares = [np.concatenate(shares[at : at + self.stands_for]) for at in starts]
+        first = within * self.batches.total_batch
+        order = self._order(epoch)[first : first + self.batches.total_batch]
+        whole = np.array_split(order, min(self.batches.count * self.parts, len(order)))
+        if self.batches.spread:
+            own = [np.array_split(each, self.world)[self.rank] for each in whole]
+        else:
+            own = whole[self.rank :: self.world] or [order[:0]]
         height, width = self.size_of(step)
-        # Micro-batch m of rank r is share m * world + r: what is one more in the last step of an
-        # epoch goes to the ranks in turn, and rank 0 has nothing only if no rank has.
         return [
-            [SampleKey(epoch, index, height, width, copy) for index, copy in share.tolist()]
-            or [SampleKey(epoch, -1 if len(of_rank_0) else EMPTY, height, width)]
-            for share, of_rank_0 in zip(shares[self.rank :: self.world], shares[:: self.world])
+            [SampleKey(epoch, index, height, width, copy) for index, copy in each.tolist()]
+            or [SampleKey(epoch, -1, height, width)]
+            for each in own
         ]
 
     def _order(self, epoch: int) -> np.ndarray:

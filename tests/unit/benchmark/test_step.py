@@ -58,9 +58,9 @@ def test_a_step_is_timed_without_a_pause(monkeypatch):
     trainer = SimpleNamespace(
         schedule=SimpleNamespace(
             lr_scheduler=SimpleNamespace(rates=lambda number: None),
-            accumulate_steps=1,
             total_steps=9,
         ),
+        batch_source=SimpleNamespace(count=lambda step: 1),
         train_step=lambda *_: passes(3.0, done),
     )
     monkeypatch.setattr(step.time, "perf_counter", lambda: now[0])
@@ -71,7 +71,9 @@ def test_a_step_is_timed_without_a_pause(monkeypatch):
 
 
 def test_more_steps_than_the_run_has_begin_anew():
-    batch_source = SimpleNamespace(batches=lambda first, scores: iter(["a", "b"]))
+    batch_source = SimpleNamespace(
+        batches=lambda first, scores: iter(["a", "b"]), count=lambda step: 1
+    )
     done = SimpleNamespace(losses={"loss": 1.0}, images=4, applied=True)
     seen = []
 
@@ -80,8 +82,8 @@ def test_more_steps_than_the_run_has_begin_anew():
         return done
 
     rates = SimpleNamespace(rates=lambda number: None)
-    schedule = SimpleNamespace(lr_scheduler=rates, accumulate_steps=1, total_steps=2)
-    trainer = SimpleNamespace(schedule=schedule, train_step=train_step)
+    schedule = SimpleNamespace(lr_scheduler=rates, total_steps=2)
+    trainer = SimpleNamespace(schedule=schedule, train_step=train_step, batch_source=batch_source)
     variant = _Variant("a", trainer, _endless(batch_source))
     for _ in range(5):
         variant.step()

@@ -8,6 +8,7 @@ from types import SimpleNamespace
 import numpy as np
 
 from ppdist.config.data import DataConfig
+from ppdist.config.train import MicroBatches
 from ppdist.data.datasets.build import read_split
 from ppdist.data.loading.loader import EvalLoader, TrainLoader
 from ppdist.data.loading.sampler import TrainSampler
@@ -31,7 +32,8 @@ def loader_of(config: DataConfig, **options) -> TrainLoader:
     of = SimpleNamespace(**_OPTIONS | options)
     dataset = replace(read_split(config, "train", 3), unreadable=of.unreadable)
     sampler = TrainSampler(
-        dataset_size=len(dataset.records), batch_size_per_card=of.batch, accumulate=of.accumulate,
+        dataset_size=len(dataset.records),
+        batches=MicroBatches(of.world * of.batch * of.accumulate, of.batch, spread=False),
         rank=of.rank, world=of.world, seed=of.seed, start_step=of.start, end_step=of.end,
         sizes=of.sizes,
     )  # fmt: skip

@@ -4,6 +4,7 @@ agree, and a run that goes on takes what it had.
 
 import json
 import resource
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -15,22 +16,26 @@ from ppdist.common.errors import ConfigError, UserError
 from ppdist.common.machine import process_memory
 from ppdist.config.augment import AugmentConfig
 from ppdist.config.distributed import DistributedConfig
+from ppdist.config.train import MicroBatches
 from ppdist.distributed import comm
 from ppdist.engine import auto_batch
 from ppdist.engine.auto_batch import (
     SearchResult,
-    batch_of_checkpoint,
     free_memory,
-    images_per_rank,
     largest_divisor,
     max_objects,
+    shared_batch,
 )
 from ppdist.engine.build import build_schedule_setup
+from ppdist.engine.checkpoint import Snapshot
+from ppdist.engine.continuation import ANEW, Continuation
+from ppdist.engine.state import Change, Start, resumed_micro_batches
 from tests.distributed import run_on_ranks
 from tests.errors import raises
 from tests.unit.engine.runs import run_to_end
 from tests.unit.engine.tiny import init_cpu, tiny_config
 
+NEW = Start(ANEW, None, Path())
 HERE = "tests.unit.engine.test_auto_batch"
 AUTO = (
     "train.batch_size_per_card=auto", "log.every_steps=1", "checkpoint.every_steps=1",
@@ -102,7 +107,7 @@ def under_limits(argument):
     except UserError as error:
         return f"{error}"
     schedule = found.trainer.schedule
-    return [schedule.batch_size_per_card, schedule.accumulate_steps, schedule.total_batch]
+    return [schedule.batch_size_per_card, schedule.batches.images, schedule.total_batch]
 
 
 def on_two(shapes, output, megabytes, *overrides):
@@ -119,7 +124,7 @@ def on_two(shapes, output, megabytes, *overrides):
 def test_ranks_train_with_smallest_fitting_batch(shapes, tmp_path):
     more = ("model.image_size=[384,384]", "train.sync_bn=true", "train.auto_batch_memory=0.6")
     wide, narrow = on_two(shapes, tmp_path, [8192, 640], *more)
-    assert wide == narrow == [1, 1, 2], f"{wide}, {narrow}"
+    assert wide == narrow == [1, 2, 2], f"{wide}, {narrow}"
     assert "address space (ulimit -v)" in (tmp_path / "train.log").read_text()
     assert "of rank 1 (host " in (tmp_path / "train.log").read_text()
     assert len(losses(tmp_path)) == 2
@@ -127,10 +132,11 @@ def test_ranks_train_with_smallest_fitting_batch(shapes, tmp_path):
 
 def test_batch_above_the_set_is_the_set(tmp_path):
     config = tiny_config(tmp_path, ("train.batch_size_per_card=500", "train.accumulate_steps=2"))
-    settled, said = auto_batch.resolve_batch_size(config, [], 41, None)
+    settled, batches, said = auto_batch.resolve_batch_size(config, [], 41, NEW)
     assert settled.train.batch_size_per_card == 21
+    assert batches == MicroBatches(42, 21, spread=False)
     assert said == ["train.batch_size_per_card: 21, not 500: the set has 41 images"]
-    assert auto_batch.resolve_batch_size(settled, [], 41, None) == (settled, [])
+    assert auto_batch.resolve_batch_size(settled, [], 41, NEW) == (settled, batches, [])
 
 
 def failing_on_one(argument):
@@ -147,7 +153,7 @@ def failing_on_one(argument):
     for name in ("free_memory", "search"):
         setattr(auto_batch, name, fail)
         try:
-            auto_batch.resolve_batch_size(config, records, 10, None)
+            auto_batch.resolve_batch_size(config, records, 10, NEW)
         except UserError as error:
             said.append(f"{error}")
         auto_batch.free_memory = lambda _: {}
@@ -169,12 +175,16 @@ def test_rank_without_room_for_one_image_ends_all(shapes, tmp_path):
     assert "not even one image" in wide
 
 
-def test_total_batch_prints_number_of_micro_steps(tmp_path):
+def test_ranks_share_the_micro_batches_of_a_total_batch(tmp_path):
     config = tiny_config(tmp_path, ["train.batch_size_per_card=2", "train.total_batch=24"])
-    assert config.train.micro_steps(1) == 12
-    assert config.train.micro_steps(4) == 3
-    with raises("batch_indivisible", "24", "5 ranks x 2 images"):
-        config.train.micro_steps(5)
+    for world in (1, 4, 5):
+        assert config.train.micro_batches(world) == MicroBatches(24, 2, spread=False)
+    together = config.train.model_copy(update={"sync_bn": True})
+    assert [together.micro_batches(world).images for world in (1, 2, 4, 5, 12)] == [2, 4, 8, 8, 24]
+    with raises("batch_indivisible", "24", "5 images"):
+        config.train.model_copy(update={"batch_size_per_card": 5}).micro_batches(1)
+    with raises("batch_indivisible", "24", "5, its"):
+        together.model_copy(update={"batch_size_per_card": 5}).micro_batches(1)
     per_card = "train.batch_size_per_card=2"
     plain = tiny_config(tmp_path, [per_card, "train.accumulate_steps=2"])
     total = tiny_config(tmp_path, [per_card, "train.total_batch=4"])
@@ -192,10 +202,22 @@ def test_what_needs_a_number_says_so(tmp_path):
         config.train.images_per_card  # noqa: B018
 
 
-def test_unevenly_divisible_total_batch_is_error():
-    assert images_per_rank(12, 3) == 4
-    with raises("batch_indivisible", "64", "3 ranks"):
-        images_per_rank(64, 3)
+@pytest.mark.parametrize(
+    ("total", "world", "most", "spread", "expected"),
+    [
+        (64, 4, 20, False, 16),
+        (60, 2, 20, False, 15),
+        (64, 3, 16, False, 8),  # 24, 24, 16 images; of 16 they would be 32, 16, 16
+        (6, 4, 8, False, 2),
+        (7, 2, 8, False, 1),
+        (2, 4, 8, False, 1),
+        (64, 3, 22, True, 22),  # one of 64: 22, 21, 21
+        (64, 3, 16, True, 11),  # two of 32
+        (7, 2, 2, True, 1),
+    ],
+)
+def test_auto_takes_a_batch_that_ranks_can_share(total, world, most, spread, expected):
+    assert shared_batch(total, world, most, spread) == expected
 
 
 @pytest.mark.parametrize(
@@ -205,39 +227,51 @@ def test_a_rank_deals_its_share_out_in_equal_parts(number, most, expected):
     assert largest_divisor(number, most) == expected
 
 
-@pytest.mark.parametrize(
-    ("state", "world", "accumulate", "expected"),
-    [
-        ({"total_batch": 24, "world": 2, "batch_size_per_card": 12}, 2, 1, (12, {})),
-        ({"total_batch": 24, "world": 2, "batch_size_per_card": 6}, 2, 2, (6, {})),
-        (
-            {"total_batch": 24, "world": 2, "batch_size_per_card": 12},
-            1,
-            1,
-            (12, {"total_batch": 24, "accumulate_steps": 1}),
-        ),
-        ({"total_batch": 24, "world": 2, "batch_size_per_card": 12}, 4, 1, (6, {})),
-        ({"total_batch": 24, "world": 2, "batch_size_per_card": 12}, 2, 2, (6, {})),
-        (
-            {"total_batch": 24, "world": 2, "batch_size_per_card": 12},
-            2,
-            5,
-            (12, {"total_batch": 24, "accumulate_steps": 1}),
-        ),
-        ({"total_batch": 24, "world": 2}, 2, 1, (12, {})),  # older than auto
-    ],
-)
-def test_resumed_run_splits_same_total_batch(state, world, accumulate, expected):
-    assert batch_of_checkpoint(state, world, None, accumulate) == expected
+# Of a checkpoint of 2 ranks x 3 images: what the resumed run has on how many ranks, and what was
+# typed since; images of a step and of a micro-batch, or those that need --resume-changed.
+RESUMED = [
+    (False, 1, {}, (6, 3), True),
+    (False, 4, {}, (6, 3), True),
+    (True, 4, {}, (6, 6), True),
+    (False, 1, {"accumulate_steps": 2}, (6, 3), True),
+    (False, 5, {"total_batch": 6}, (6, 3), True),
+    (False, 5, {"total_batch": 12}, (12, 3), False),
+    (False, 2, {"batch_size_per_card": 1, "accumulate_steps": 3}, (6, 1), False),
+    (False, 1, {"batch_size_per_card": 6}, (6, 6), False),
+    (True, 1, {"batch_size_per_card": 6}, (6, 6), True),
+    (True, 3, {"batch_size_per_card": 2}, (6, 6), True),
+    (True, 2, {"batch_size_per_card": 1, "accumulate_steps": 3}, (6, 2), False),
+    (True, 2, {"accumulate_steps": 2}, (12, 6), False),
+]
 
 
-def test_resumed_run_keeps_requested_total_batch():
-    state = {"total_batch": 24, "world": 2, "batch_size_per_card": 6}
-    assert batch_of_checkpoint(state, 2, 24, 1) == (6, {})
-    assert batch_of_checkpoint(state, 1, 24, 1) == (6, {})
-    assert batch_of_checkpoint(state, 2, 20, 1) == (5, {})  # for `validate_resume`
-    with raises("batch_indivisible", "24", "5 ranks"):
-        batch_of_checkpoint(state, 5, None, 1)
+@pytest.mark.parametrize(("sync_bn", "world", "typed", "expected", "same"), RESUMED)
+def test_resumed_run_keeps_its_micro_batches(
+    sync_bn, world, typed, expected, same, tmp_path, monkeypatch
+):
+    monkeypatch.setattr(comm, "world_size", lambda: world)
+    items = {"batch_size_per_card": 3, "sync_bn": sync_bn} | typed
+    config = tiny_config(tmp_path, [f"train.{key}={json.dumps(items[key])}" for key in items])
+    state = {"total_batch": 6, "world": 2, "micro_batch": 6 if sync_bn else 3, "sync_bn": sync_bn}
+
+    def resumed(changed=False, follows=False):
+        of_step = [Change(f"train.{key}", "then", "now") for key in typed]
+        start = replace(NEW, asked=Continuation(changed=changed), of_step=of_step, notes=[])
+        start.snapshot, start.warnings = Snapshot(4, {}, state), []
+        return resumed_micro_batches(start, config.train, follows), start
+
+    now, start = resumed(changed=True)
+    assert (now.total_batch, now.images) == expected
+    assert len(start.warnings) == (not same)
+    if same:
+        now, start = resumed()
+        assert (now.total_batch, now.images) == expected and not start.warnings
+        assert len(start.notes) == (world != 2) + bool(typed)
+        return
+    with raises("resume_batch_differs"):
+        resumed()
+    if "total_batch" not in typed:  # auto, say
+        assert resumed(follows=True)[0].total_batch == 6
 
 
 def test_images_put_together_bring_the_objects_of_all():

@@ -242,7 +242,7 @@ def trained_by(model: str, world: int, overrides: tuple[str, ...]) -> dict:
     step, rates = build_step(config, False, SAMPLES)
     before = {key: value.numpy() for key, value in step.model.state_dict().items()}
     sampler = TrainSampler(
-        SAMPLES, batch, 1, comm.rank(), world,
+        SAMPLES, config.train.micro_batches(world), comm.rank(), world,
         seed=0, start_step=0, end_step=STEPS, sizes=[config.model.image_size],
     )  # fmt: skip
     found = []

@@ -41,7 +41,9 @@ def test_brief_or_small_slowness_is_no_straggler(monkeypatch):
     monkeypatch.setattr(comm, "addresses", lambda: ["a", "b"])
     said = pace.judge([1.0, 2.0])
     assert "straggler: rank 1 (host b), with" in said
-    assert "a compute time of 2 s per step, 2.0 times that of the others (1 s), which" in said
+    assert (
+        "a compute time of 2 s per micro-batch, 2.0 times that of the others (1 s), which" in said
+    )
     assert pace.judge([1.0, 2.0]) == ""  # it was said
 
 

@@ -29,13 +29,16 @@ OVERRIDES = (
 # ten images: three steps an epoch on one rank, two on two
 
 
-def train(shapes, folder, *overrides, before=lambda trainer: None, resume=False, evaluate=False):
+def train(
+    shapes, folder, *overrides, before=lambda trainer: None, resume=False, changed=False,
+    evaluate=False,
+):  # fmt: skip
     """A run in this process; `before` gets the trainer.  Returns the trainer, when it is done."""
     experiment = build_training(
         tiny_config(Path(shapes), [*OVERRIDES, *overrides], FASTEST),
         output_dir=Path(folder),
         evaluate=evaluate,
-        resume=Continuation(folder if resume else None),
+        resume=Continuation(folder if resume else None, changed),
         command=["test"],
     )
     with experiment.log:
@@ -398,7 +401,9 @@ def test_resume_keeps_split_and_takes_smaller_batch(shapes, tmp_path):
     alone(shapes, tmp_path, "train.max_steps=2", before=lambda t: out_of_memory(t, 3))
     assert alone(shapes, tmp_path, "train.max_steps=4", resume=True).batch_source.parts == 2
     smaller = ("train.batch_size_per_card=1", "train.accumulate_steps=4", "train.max_steps=6")
-    assert alone(shapes, tmp_path, *smaller, resume=True).batch_source.parts == 1
+    with raises("resume_batch_differs"):
+        alone(shapes, tmp_path, *smaller, resume=True)
+    assert alone(shapes, tmp_path, *smaller, resume=True, changed=True).batch_source.parts == 1
 
 
 def test_gpu_rank_failing_alone_leaves_it_to_restart(shapes, tmp_path, monkeypatch):

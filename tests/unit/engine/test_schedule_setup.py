@@ -6,19 +6,18 @@ import pytest
 
 from ppdist.config.augment import AugmentConfig
 from ppdist.config.optimizer import OptimizerConfig, ScheduleConfig
-from ppdist.config.train import EMAConfig
+from ppdist.config.train import EMAConfig, MicroBatches
 from ppdist.engine import build
 from ppdist.engine.schedule_setup import set_up_schedule
 from tests.errors import raises
 from tests.unit.engine.tiny import tiny_config
 
 
-def run(world=1, optimizer=None, schedule=None, **values):
+def run(world=1, optimizer=None, schedule=None, batch=8, accumulate=2, **values):
     """1000 images in batches of 8 x 2, which is the reference."""
     given = {
         "dataset_size": 1000,
-        "batch_size_per_card": 8,
-        "accumulate_steps": 2,
+        "batches": MicroBatches(world * batch * accumulate, batch, spread=False),
         "epochs": 10,
         "epochs_compensation": "none",
         "max_steps": None,
@@ -45,13 +44,13 @@ def test_four_cards_scale_run_from_same_config():
     assert four.scaled.weight_decay == one.scaled.weight_decay == 5e-4
     assert (one.lr_scheduler.warmup_steps, four.lr_scheduler.warmup_steps) == (63, 16)
     assert four.ema_decay.limit == pytest.approx(0.99**4)
-    assert ("total batch", "64", "4 ranks x 8 images x 2 micro-steps") in four.rows()
+    assert ("total batch", "64", "8 micro-batches of 8 images, 2 a rank") in four.rows()
 
 
 def test_a_warm_up_is_not_shorter_than_asked_for():
     def warmup_steps(least):
         return run(
-            dataset_size=205, accumulate_steps=1, batch_size_per_card=16, epochs=60,
+            dataset_size=205, accumulate=1, batch=16, epochs=60,
             schedule={"warmup_epochs": 3, "warmup_least_steps": least},
         ).lr_scheduler.warmup_steps  # fmt: skip
 
@@ -77,7 +76,7 @@ def test_sqrt_rule_scales_decay_and_moments():
 
 
 def test_rate_is_for_the_images_that_a_step_has():
-    whole, beyond = (run(dataset_size=48, batch_size_per_card=batch) for batch in (24, 2500))
+    whole, beyond = (run(dataset_size=48, batch=batch) for batch in (24, 2500))
     assert beyond.lr_scheduler.peak_lr == whole.lr_scheduler.peak_lr == pytest.approx(0.03)
     assert beyond.ema_decay == whole.ema_decay and beyond.batch_ratio == 3
     assert beyond.steps_per_epoch == whole.steps_per_epoch == 1

@@ -30,8 +30,7 @@ def said(name, world, *overrides):
     schedule = set_up_schedule(
         world=world,
         dataset_size=next(size for key, size in SIZES.items() if key in name),
-        batch_size_per_card=config.train.images_per_card,
-        accumulate_steps=config.train.accumulate_steps,
+        batches=config.train.micro_batches(world),
         epochs=config.train.epochs,
         epochs_compensation=config.train.epochs_compensation,
         max_steps=config.train.max_steps,

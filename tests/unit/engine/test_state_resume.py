@@ -12,6 +12,7 @@ import pytest
 from ppdist.common.process import JOB_DIR_VARIABLE
 from ppdist.common.run_log import RunLog
 from ppdist.config.experiment import load_config
+from ppdist.config.train import MicroBatches
 from ppdist.distributed import comm
 from ppdist.engine import state as module
 from ppdist.engine.callbacks import Callback
@@ -88,11 +89,11 @@ def test_settings_are_told_apart_by_what_they_change(tmp_path):
 
 @pytest.mark.slow
 def test_settings_not_affecting_training_may_change(shapes, output, tmp_path):
-    free = ["data.workers=1", "train.batch_size_per_card=2", "train.accumulate_steps=2"]
+    free = ["data.workers=1", "train.total_batch=4"]
     run(shapes, output, *free, "train.max_steps=6", resume=output)
-    line = next(line for line in said(output).splitlines() if "do not affect training" in line)
-    assert "data.workers: 0 then, 1 now" in line
-    assert "train.batch_size_per_card: 4 then, 2 now" in line
+    lines = [line for line in said(output).splitlines() if "do not affect training" in line]
+    assert "data.workers: 0 then, 1 now" in lines[0]
+    assert "train.total_batch: null then, 4 now" in lines[1]
     assert logged_steps(output) == [1, 2, 3, 4, 5, 6]
 
 
@@ -334,14 +335,26 @@ def test_checkpoints_that_are_away_are_waited_for(shapes, job, tmp_path, monkeyp
     assert experiment.trainer.state.step == 4
 
 
-def test_another_number_of_ranks_is_noted(shapes, five_steps, tmp_path, monkeypatch):
+@pytest.mark.parametrize("sync_bn", [False, True])
+def test_ranks_keep_micro_batches_of_an_older_checkpoint(
+    sync_bn, shapes, five_steps, tmp_path, monkeypatch
+):
     found = read_checkpoint(five_steps / "checkpoints" / "step-00000005")
-    checkpoint = replace(found, state={**found.state, "world": 2})
+    old = {**found.state, "world": 2, "total_batch": 16}  # 2 x 4 x 2
+    del old["micro_batch"], old["sync_bn"]
+    checkpoint = replace(found, state=old)
     monkeypatch.setattr(module, "_asked_for", lambda asked: (checkpoint, []))
-    config = tiny_config(shapes, [*OVERRIDES, "train.max_steps=5"], FASTEST)
-    start = module.find_start(Continuation(five_steps), tmp_path, config)
+    settings = [*OVERRIDES, "train.max_steps=5", f"train.sync_bn={json.dumps(sync_bn)}"]
+    config = tiny_config(shapes, settings, FASTEST)
+    asked = Continuation(five_steps, changed=True)
+    monkeypatch.setattr(
+        module, "require_same_settings", lambda *_: module.Changes(step=[], learned=[])
+    )
+    start = module.find_start(asked, tmp_path, config)
     assert start.step == 5 and not start.own
-    assert start.notes[0] == "ranks: 2 then, 1 now; each step has the same images"
+    batches = module.resumed_micro_batches(start, config.train, follows=False)
+    assert batches == MicroBatches(16, 8 if sync_bn else 4, sync_bn)
+    assert start.notes[0].startswith("ranks: 2 then, 1 now; each step has the same images and ")
 
 
 def test_config_of_other_version_is_shown_unguessed(tmp_path):

@@ -66,7 +66,8 @@ def test_clipped_momentum_steps_equal_numpy(clip):
         grad_sync=AllReduceSync(),
         sharding=None,
         loss_divisor=1.0,
-        average_statistics=False,
+        spread=False,
+        seed=0,
     )
     velocity, norms = np.zeros(4), []
     for number, micro_batches in enumerate(steps):
@@ -116,7 +117,8 @@ def test_a_weight_that_loses_its_gradient_stays():
         grad_sync=AllReduceSync(),
         sharding=None,
         loss_divisor=1.0,
-        average_statistics=False,
+        spread=False,
+        seed=0,
     )
     rates = LearningRates(lr=LR, bias_lr=2 * LR, momentum=MOMENTUM)
 

@@ -80,7 +80,8 @@ def build() -> tuple[TrainStep, RecordingOptimizer]:
         grad_sync=DuringBackward(),  # as on GPUs
         sharding=None,
         loss_divisor=1.0,
-        average_statistics=False,
+        spread=False,
+        seed=0,
     )
     return step, optimizer
 

@@ -9,7 +9,7 @@ import numpy as np
 import paddle
 import pytest
 
-from ppdist.engine import trainer
+from ppdist.engine import train_step
 from ppdist.engine.state import _array, copy_into
 from ppdist.models.model_card import read_card
 from ppdist.models.yolov5 import P5_ANCHORS
@@ -67,11 +67,12 @@ def test_one_set_for_both_splits_is_a_warning(shapes, tmp_path):
         assert ("both data.train and data.val" in text) == (folder == "a")
 
 
-def test_each_step_draws_by_a_seed_of_its_own(shapes, tmp_path, monkeypatch):
+def test_each_micro_batch_draws_by_a_seed_of_its_own(shapes, tmp_path, monkeypatch):
     seeds = []
-    monkeypatch.setattr(trainer.paddle, "seed", lambda number: seeds.append(number))
-    assert run(shapes, tmp_path, "train.max_steps=3") == 0
-    assert len(seeds) > 3 and len({*seeds[-3:]}) == 3
+    monkeypatch.setattr(train_step.paddle, "seed", lambda number: seeds.append(number))
+    small = ["train.batch_size_per_card=2", "train.total_batch=4"]
+    assert run(shapes, tmp_path, "train.max_steps=3", *small) == 0
+    assert len(seeds) > 6 and len({*seeds[-6:]}) == 6
 
 
 def assert_same_run(first, second):

@@ -37,7 +37,8 @@ def pictures(folder: Path, epochs: int = 5, **augment: object) -> BatchPictures:
 
 def look(drawn: BatchPictures, first: int, last: int, per_step: int = 1) -> list[Batch]:
     batches = [batch() for _ in range((last - first) * per_step)]
-    seen = list(drawn.watching(iter(batches), first, per_step))
+    plan = SimpleNamespace(start_step=first, end_step=last, count=lambda step: per_step)
+    seen = list(drawn.watching(iter(batches), plan))
     assert all(one is other for one, other in zip(seen, batches, strict=True))
     return seen
 
@@ -78,7 +79,8 @@ def test_resume_keeps_drawn_images_new_run_redraws(tmp_path):
 
 def test_batches_that_hold_no_image_are_passed_over(tmp_path):
     drawn = pictures(tmp_path)
-    assert len(list(drawn.watching(iter([batch(real=False), batch()]), 0, 1))) == 2
+    plan = SimpleNamespace(start_step=0, end_step=2, count=lambda step: 1)
+    assert len(list(drawn.watching(iter([batch(real=False), batch()]), plan))) == 2
     assert made(tmp_path) == ["train_batch_0.jpg"]
 
 

@@ -15,7 +15,7 @@ from ppdist.config.base import parse_config
 from ppdist.config.distributed import DistributedConfig
 from ppdist.cpu.precision import BFLOAT16, Kernels
 from ppdist.data.loading.sampler import TrainSampler
-from ppdist.data.types import EMPTY, Arrays, Batch
+from ppdist.data.types import Arrays, Batch
 from ppdist.distributed import comm
 from ppdist.engine.build import build_model, build_schedule_setup, build_train_step, speed_up_cpu
 from ppdist.engine.train_step import StepResult, TrainStep
@@ -101,7 +101,7 @@ def sampled_batches(sampler: TrainSampler, step: int) -> list[Batch]:
     for keys in sampler.micro_batches(step):
         index_B = [key.index for key in keys]
         if index_B[0] < 0:
-            result.append(blank_batch(index_B[0] != EMPTY))
+            result.append(blank_batch())
             continue
         at = [(pool[index // IMAGES], index % IMAGES) for index in index_B]
         fields = {
@@ -112,9 +112,9 @@ def sampled_batches(sampler: TrainSampler, step: int) -> list[Batch]:
     return result
 
 
-def blank_batch(somewhere: bool) -> Batch:
-    """What a rank gets that is left without an image, while others have some (`somewhere`)."""
-    return replace(fixed_batch(0, 0, 1), real=False, real_somewhere=somewhere)
+def blank_batch() -> Batch:
+    """What a rank gets that is left without an image, while others have some."""
+    return replace(fixed_batch(0, 0, 1), real=False)
 
 
 def freeze_statistics(model: ImageModel) -> None:
@@ -152,7 +152,7 @@ def step_result(**changes: object) -> StepResult:
     result = StepResult(
         losses={"loss": 2.5}, images=8, gradient_norm=1.0, applied=True,
         stop_requested=False, bad_images={}, bad_somewhere=False, searching=False, given_up=False,
-        ran_out=False, outage=None, own_loss=9.0, own_images=[],
+        ran_out=False, outage=None, own_loss=9.0, own_images=[], own_micro_batches=1,
     )  # fmt: skip
     return replace(result, **changes)
 

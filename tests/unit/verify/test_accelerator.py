@@ -166,7 +166,7 @@ def test_equivalence_passes_only_what_tells() -> None:
     report = {
         "measured": [row], "steps": 2, "steps_asked_for": 2, "steps_that_tell": 2, "ranks": 2,
         "sync_bn": True, "ranks_with_other_weights": [], "weights_moved": 1e-3,
-        "one_rank": {"batch_size_per_card": 4, "accumulate_steps": 1},
+        "micro_batches": {"count": 1, "images": 4},
     }  # fmt: skip
     assert judge_equivalence(report).verdict == PASS
     assert judge_equivalence(report | {"measured": [row | {"telling_steps": 0}]}).not_run

@@ -59,7 +59,7 @@ def test_two_ranks_train_like_one(config_file: Path) -> None:
     assert "PASS" in succeeded(done).splitlines()[-1]
     (report,) = json.loads(file.read_text(encoding="utf-8"))
     assert report["ranks"] == 2 and report["steps"] == STEPS
-    assert report["one_rank"] == {"batch_size_per_card": 2, "accumulate_steps": 2}
+    assert report["micro_batches"] == {"count": 2, "images": 2}
     measured = {each["name"]: each for each in report["measured"]}
     assert set(measured) == {
         "losses",
@@ -126,7 +126,7 @@ def test_gradients_two_per_cent_off_are_found_out(config_file: Path) -> None:
     target = f"{__name__}:train_too_fast"
     report, same = run_on_ranks(2, target, str(config_file), seconds=300)
     assert report == same
-    assert report["one_rank"] == {"batch_size_per_card": 4, "accumulate_steps": 1}  # sync_bn
+    assert report["micro_batches"] == {"count": 1, "images": 4}  # sync_bn
     assert verdict(report) == "FAIL"
     measured = {each["name"]: each for each in report["measured"]}
     assert measured["gradient norm"]["difference"] > 0.01

@@ -7,6 +7,7 @@ augmentation on its own meets them in the slow run only.
 """
 
 import hashlib
+import itertools
 import json
 import os
 import subprocess
@@ -22,6 +23,7 @@ from PIL import Image
 
 from ppdist.config.augment import AffineConfig, AugmentConfig
 from ppdist.config.data import DataConfig, SamplingConfig
+from ppdist.config.train import MicroBatches
 from ppdist.data.datasets.build import read_split
 from ppdist.data.image import read_image
 from ppdist.data.loading.loader import EvalLoader, TrainLoader
@@ -177,8 +179,7 @@ def stream(
     for rank in range(world):
         sampler = TrainSampler(
             dataset_size=len(dataset.records),
-            batch_size_per_card=TOTAL_BATCH // world // accumulate,
-            accumulate=accumulate,
+            batches=MicroBatches(TOTAL_BATCH, TOTAL_BATCH // world // accumulate, spread=False),
             rank=rank,
             world=world,
             seed=seed,
@@ -189,14 +190,16 @@ def stream(
         )
         sampler = replace(sampler, end_step=EPOCHS * sampler.steps_per_epoch)
         with closing(TrainLoader(dataset, config, sampler, seed=seed, epochs=EPOCHS)) as loader:
-            of_ranks.append([samples_of(batch) for batch in loader])
-    # Micro-batch m of rank r holds share m * world + r of its step.
-    shares = [share for of_all in zip(*of_ranks) for share in of_all]
-    in_step = world * accumulate
+            of_rank = [samples_of(batch) for batch in loader]
+        counts = [sampler.count(step) for step in range(first, sampler.end_step)]
+        ends = [*itertools.accumulate(counts)]
+        of_ranks.append([of_rank[end - count : end] for count, end in zip(counts, ends)])
+    # Micro-batch m of rank r has number m * world + r in its step.
     return [
-        [sample for share in shares[begin : begin + in_step] for sample in share]
-        for begin in range(0, len(shares), in_step)
-    ]
+        [sample for of_all in itertools.zip_longest(*step, fillvalue=[]) for share in of_all
+         for sample in share]
+        for step in zip(*of_ranks)
+    ]  # fmt: skip
 
 
 _REFERENCES: dict[str, list[list[Sample]]] = {}

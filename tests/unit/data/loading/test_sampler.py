@@ -8,9 +8,9 @@ from fractions import Fraction
 import numpy as np
 import pytest
 
+from ppdist.config.train import MicroBatches
 from ppdist.data.loading.sampler import EvalSampler, TrainSampler, epoch_order, rectangular_shapes
 from ppdist.data.transforms.geometry import letterbox
-from ppdist.data.types import EMPTY
 
 SIZES = ((320, 320), (256, 288), (384, 352))
 # (images, world, accumulate, batch per card)
@@ -34,8 +34,7 @@ def sampler(
 ) -> TrainSampler:
     return TrainSampler(
         dataset_size=images,
-        batch_size_per_card=batch,
-        accumulate=accumulate,
+        batches=MicroBatches(world * accumulate * batch, batch, spread=False),
         rank=rank,
         world=world,
         seed=seed,
@@ -86,24 +85,43 @@ def test_step_holds_same_images_for_any_batch_layout(images, world, accumulate, 
         assert indices_of_step(shared, step) == expected
 
 
-@pytest.mark.parametrize(("images", "world", "accumulate", "batch"), SHAPES)
-def test_ranks_have_equal_nonempty_micro_batches(images, world, accumulate, batch):
-    samplers = ranks(images, world, accumulate, batch)
-    for step in range(samplers[0].steps_per_epoch):
-        sizes = []
-        for one in samplers:
-            micro_batches = one.micro_batches(step)
-            assert len(micro_batches) == accumulate
-            for keys in micro_batches:
-                real = sum(key.index >= 0 for key in keys)
-                assert len(keys) == max(1, real) and len(keys) <= batch
-                sizes.append(real)
-        assert max(sizes) - min(sizes) <= 1, "the last step must be dealt out evenly"
+# (images of the set, of a step, of a micro-batch)
+STEPS = [(205, 24, 2), (7, 4, 1), (1, 6, 2), (17, 16, 4), (100, 21, 7), (31, 16, 16), (64, 12, 3)]
+
+
+def shared(images, total, micro, spread, world) -> list[TrainSampler]:
+    batches = MicroBatches(total, micro, spread)
+    return [replace(sampler(images, rank=r), batches=batches, world=world) for r in range(world)]
+
+
+@pytest.mark.parametrize("spread", [False, True])
+@pytest.mark.parametrize(("images", "total", "micro"), STEPS)
+def test_any_number_of_ranks_shares_same_micro_batches(images, total, micro, spread):
+    (alone,) = shared(images, total, micro, spread, 1)
+    for world in (2, 3, 4, 5):
+        ranks_W = shared(images, total, micro, spread, world)
+        for step in range(2 * alone.steps_per_epoch):
+            of_W = [one.micro_batches(step) for one in ranks_W]
+            assert [one.count(step) for one in ranks_W] == [*map(len, of_W)]
+            wanted = alone.micro_batches(step)
+            if spread:  # every rank has a share of each, as even as can be
+                found = [[key for share in shares for key in share] for shares in zip(*of_W)]
+                sizes = [[sum(key.index >= 0 for key in share) for share in each] for each in of_W]
+                assert all(max(each) - min(each) <= 1 for each in zip(*sizes))
+            else:  # one after the other, each whole
+                found = [of_W[at % world][at // world] for at in range(len(wanted))]
+                idle = max(0, world - len(wanted))
+                assert [*map(len, of_W)].count(1) >= idle
+                found += [of_W[-1 - at][0] for at in range(idle)]
+            real = [[key for key in keys if key.index >= 0] for keys in found]
+            assert [keys for keys in real if keys] == wanted
+            assert all(len(keys) <= micro for keys in wanted)
 
 
 def test_the_length_is_the_number_of_micro_batches():
-    one = sampler(50, world=2, accumulate=3, batch=2, start=4, end=11)
-    assert len(list(one)) == len(one) == 21
+    for one in shared(50, 6, 2, False, 2):
+        assert len(list(replace(one, start_step=4, end_step=11))) == (13 if one.rank == 0 else 7)
+        assert len(replace(one, start_step=4, end_step=11)) == (13 if one.rank == 0 else 7)
 
 
 @pytest.mark.parametrize("images, world, accumulate, batch", SHAPES)
@@ -115,8 +133,7 @@ def test_split_micro_batches_keep_images_of_step(images, world, accumulate, batc
             assert indices_of_step(samplers, step) == indices_of_step(whole, step)
         micro = [keys for one in samplers for keys in one.micro_batches(0)]
         assert max(map(len, micro)) <= -(-batch // parts)
-        assert len(micro) == world * accumulate * parts
-        assert len(samplers[0]) == 5 * accumulate * parts == len([*samplers[0]])
+        assert len(samplers[0]) == len([*samplers[0]])
 
 
 def test_resumed_sampler_continues_same_sequence():
@@ -313,23 +330,3 @@ def test_rectangular_batches_are_equal_on_any_ranks(world):
 def test_largest_inputs_come_first_to_test_memory():
     pixels = [shape[0] * shape[1] for shape, _ in batches_of(IMAGES_HW * 5, 4, 1)]
     assert pixels == sorted(pixels, reverse=True)
-
-
-# --- padding -------------------------------------------------------------------------------------
-
-
-def test_micro_batch_empty_on_every_rank_is_reported():
-    def indices(images):
-        step = [one.micro_batches(0) for one in ranks(images, world=2, accumulate=2, batch=4)]
-        return [[min(micro[0].index, 0) for micro in of_rank] for of_rank in step]
-
-    assert indices(3) == [[0, 0], [0, -1]]  # 3 images for 2 ranks x 2 micro-batches
-    assert indices(2) == [[0, EMPTY], [0, EMPTY]]
-    assert indices(1) == [[0, EMPTY], [-1, EMPTY]]
-
-
-def test_the_input_size_is_drawn_for_each_step():
-    drawn = sampler(40, batch=4)  # ten steps an epoch
-    first = [drawn.size_of(step) for step in range(10)]
-    assert {*first} == {*SIZES} and first == [drawn.size_of(step) for step in range(10)]
-    assert first != [drawn.size_of(step) for step in range(10, 20)]

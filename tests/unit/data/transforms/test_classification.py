@@ -8,6 +8,7 @@ import pytest
 
 from ppdist.config.augment import AugmentConfig
 from ppdist.config.data import DataConfig, SplitConfig
+from ppdist.config.train import MicroBatches
 from ppdist.data.datasets.build import read_split
 from ppdist.data.loading.loader import EvalLoader, TrainLoader
 from ppdist.data.loading.sampler import TrainSampler
@@ -125,7 +126,7 @@ def test_batches_carry_the_class_in_the_first_column(dataset):
     assert labels.tolist() == [0, 0, 0, 1, 1, 1, 2, 2, 2]
     assert all((batch.mask_BM[:, 0] == 1).all() for batch in batches)
 
-    sampler = TrainSampler(dataset_size=9, batch_size_per_card=4, accumulate=1, rank=0, world=1,
+    sampler = TrainSampler(dataset_size=9, batches=MicroBatches(4, 4, False), rank=0, world=1,
                            seed=0, start_step=0, end_step=3, sizes=[(64, 64)])  # fmt: skip
     epoch = list(TrainLoader(dataset, config, sampler, seed=0))
     seen = {

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from ppdist.config.augment import AugmentConfig
+from ppdist.config.train import MicroBatches
 from ppdist.data.datasets.build import read_split
 from ppdist.data.loading.loader import TrainLoader
 from ppdist.data.loading.sampler import TrainSampler
@@ -38,8 +39,7 @@ def loader(root: Path, workers=0) -> TrainLoader:
     config = coco_config(root, workers=workers, augment=YOLOV5, resize="letterbox")
     sampler = TrainSampler(
         dataset_size=11,
-        batch_size_per_card=2,
-        accumulate=2,
+        batches=MicroBatches(4, 2, spread=False),
         rank=0,
         world=1,
         seed=3,
