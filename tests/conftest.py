@@ -26,8 +26,15 @@ def shared_dir() -> Path:
 
 
 # Thousands of tests leave much that lives on, models and Paddle's programs: with Python's own
-# thresholds a tenth of their time goes into searching it for garbage again and again.
+# thresholds a tenth of their time goes into searching it for garbage again and again.  What is
+# imported and collected before the first of them is not searched at all.
 gc.set_threshold(50_000, 20, 20)
+gc.disable()
+
+
+def pytest_collection_finish() -> None:
+    gc.freeze()
+    gc.enable()
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

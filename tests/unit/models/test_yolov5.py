@@ -59,7 +59,9 @@ def census(size: str) -> tuple[int, list[tuple[str, list[int]]]]:
     return model.parameter_count(), entries
 
 
-@pytest.mark.parametrize("size", PARAMETERS)
+@pytest.mark.parametrize(
+    "size", ["n", "n6", *(pytest.param(size, marks=pytest.mark.slow) for size in "sm")]
+)
 def test_parameter_counts_are_the_published_ones(size: str) -> None:
     assert census(size)[0] == PARAMETERS[size]
 
