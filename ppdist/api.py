@@ -551,7 +551,8 @@ def export(
         formats: paddle (Paddle Inference), onnx, openvino (the ONNX model, which must compute the
             same in OpenVINO).
         options: nms=False (end with scores and boxes of all predictions), fixed_batch, fixed_size,
-            normalised_input, int8 (True or False), calibration and accuracy (numbers of images:
+            normalised_input, int8 (True, False or "signed"), layout ("triton": formats=["onnx"]
+            alone), calibration and accuracy (numbers of images:
             accuracy=100 measures mAP before and after).
     Returns: the folder; `Detector(out)` opens it.
     Raises: ExportError: the model cannot be exported, or a file does not compute what it does.

@@ -2,12 +2,14 @@
 
 ppdist export -w RUN [--format paddle,onnx] [--out DIR]
 ppdist export [-c cfg.yml] -w WEIGHTS [--out DIR]
+ppdist export -w RUN --layout triton --out REPOSITORY/NAME
 
 Without -c the configuration is the one in the checkpoint or its model card.
 DIR is RUN/export, of other weights output/NAME_export.  It gets model.json and model.pdiparams
 (Paddle Inference), model.onnx where asked, and infer.yml, which says how to prepare an image and
 read the outputs (of a classifier: probabilities).  Nothing is kept that does not compute what the
-model computes.  Other formats are made of model.onnx: docs/deploy.md.
+model computes.  Other formats are made of model.onnx: docs/deploy.md.  --layout triton writes a
+model for Triton's repository instead: DIR/config.pbtxt, DIR/1/model.onnx, DIR/infer.yml.
 """
 
 import argparse
@@ -30,11 +32,15 @@ def parse() -> argparse.Namespace:
     parser.add_argument("-w", "--weights", required=True, help="weight file or checkpoint")
     parser.add_argument("--out", type=Path, metavar="DIR",
                         help="output folder (RUN/export, or output/NAME_export)")  # fmt: skip
-    parser.add_argument("--format", default="paddle", metavar="LIST",
-                        help="comma-separated: paddle, onnx, openvino (default: paddle); onnx is "
+    parser.add_argument("--format", metavar="LIST",
+                        help="comma-separated: paddle, onnx, openvino (default: paddle, of "
+                        "--layout triton onnx); onnx is "
                         "also tested in OpenVINO if that is installed; openvino writes the same "
                         "file and fails if OpenVINO's results differ; for other formats see "
                         "docs/deploy.md")  # fmt: skip
+    parser.add_argument("--layout", choices=("flat", "triton"), default="flat",
+                        help="triton: the ONNX model for NVIDIA's Triton, which calls it what DIR "
+                        "is called")  # fmt: skip
     parser.add_argument("--without-nms", action="store_true",
                         help="end with scores and boxes of all predictions")  # fmt: skip
     parser.add_argument("--fixed-batch", action="store_true", help="the graph takes one image only")
@@ -43,9 +49,9 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--normalised-input", action="store_true",
                         help="the graph takes (x / 255 - mean) / std instead of pixels x; "
                         "infer.yml has the numbers")  # fmt: skip
-    parser.add_argument("--int8", action="store_true",
+    parser.add_argument("--int8", nargs="?", choices=("signed",), const=True, default=False,
                         help="the ONNX model in 8-bit integers, too; needs the training "
-                        "images")  # fmt: skip
+                        "images; signed: the form TensorRT reads, slower on CPUs")  # fmt: skip
     parser.add_argument("--calibration", type=at_least(1), metavar="N",
                         help="training images that tell --int8 what numbers occur "
                         f"({CALIBRATION})")  # fmt: skip
@@ -82,6 +88,7 @@ def main() -> int:
         signal.signal(number, stop)
     options = ExportOptions(
         formats=tuple(formats),
+        layout=arguments.layout,
         nms=not arguments.without_nms,
         fixed_batch=arguments.fixed_batch,
         fixed_size=arguments.fixed_size,
@@ -125,7 +132,9 @@ ROADS: dict[tuple[str, ...], tuple[str, str]] = {
 def formats_of(arguments: argparse.Namespace) -> "list[Format]":
     from ppdist.export.export import FORMATS
 
-    wanted = [word.strip() for word in arguments.format.split(",")]
+    is_triton = arguments.layout == "triton"
+    listed = arguments.format or ("onnx" if is_triton else "paddle")
+    wanted = [word.strip() for word in listed.split(",")]
     unknown = [word for word in wanted if word not in FORMATS]
     road = next((each for names, each in ROADS.items() if {*unknown} & {*names}), None)
     if road:
@@ -134,13 +143,25 @@ def formats_of(arguments: argparse.Namespace) -> "list[Format]":
             code="format_of_others",
             where="--format",
             fix=f"`ppdist export -w {arguments.weights} {road[0]}`, then {road[1]} "
-            "(docs/deploy.md, Other formats)",
+            "(docs/deploy.md, Which runtime reads which file)",
         )
     if unknown:
         raise errors.ConfigError(
             f"{unknown[0]!r}: expected one of {', '.join(FORMATS)}",
             code="option_invalid",
             where="--format",
+        )
+    if is_triton and "paddle" in wanted:
+        raise errors.ConfigError(
+            "--layout triton holds the ONNX model alone",
+            code="options_conflict",
+            fix="leave --format out, or export twice",
+        )
+    if is_triton and arguments.out is None:
+        raise errors.ConfigError(
+            "--layout triton needs --out: Triton calls the model what its folder is called",
+            code="option_missing",
+            fix="add --out REPOSITORY/NAME",
         )
     if arguments.int8 and not {"onnx", "openvino"} & {*wanted}:
         raise errors.ConfigError(

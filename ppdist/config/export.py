@@ -19,6 +19,10 @@ class ExportOptions(Section):
         description="paddle: Paddle Inference; onnx: ONNX, tried in OpenVINO where that is "
         "installed; openvino: ONNX, which must compute the same in OpenVINO",
     )
+    layout: Literal["flat", "triton"] = Field(
+        default="flat",
+        description="triton: the ONNX model as a model of a Triton repository, with config.pbtxt",
+    )
     nms: bool = Field(
         default=True, description="of a detector: the graph ends with its suppression"
     )
@@ -29,9 +33,10 @@ class ExportOptions(Section):
         description="the graph takes (x / 255 - mean) / std instead of pixels x; infer.yml has the "
         "numbers",
     )
-    int8: bool = Field(
+    int8: bool | Literal["signed"] = Field(
         default=False,
-        description="the ONNX model in 8-bit integers, too; needs the training images",
+        description="the ONNX model in 8-bit integers, too; needs the training images; signed: the "
+        "form that TensorRT reads",
     )
     calibration: int = Field(
         default=CALIBRATION,
@@ -55,4 +60,6 @@ class ExportOptions(Section):
     def _exist_together(self) -> "ExportOptions":
         if self.int8 and not {"onnx", "openvino"} & {*self.formats}:
             raise ValueError("int8 is a form of the ONNX model: add onnx to formats")
+        if self.layout == "triton" and "paddle" in self.formats:
+            raise ValueError("layout triton holds the ONNX model alone: set formats to onnx")
         return self

@@ -51,6 +51,7 @@ from ppdist.export.predictor import (
 )
 from ppdist.export.spec import (
     SPEC_FILE,
+    TRITON_FILE,
     InferenceSpec,
     InputSection,
     ModelFileSection,
@@ -60,6 +61,7 @@ from ppdist.export.spec import (
     read_spec,
     write_spec,
 )
+from ppdist.export.triton import VERSION, arrange
 from ppdist.export.verify import (
     PLAIN,
     Agreement,
@@ -129,6 +131,8 @@ def export_model(
     validation: DetectionSet | None = None,
     sampled: int = SAMPLE_IMAGES,
     int8_loss: float = INT8_LOSS,
+    int8_signed: bool = False,
+    layout: Literal["flat", "triton"] = "flat",
 ) -> ExportReport:
     """Writes `directory` with the model in each format, and infer.yml.
 
@@ -151,6 +155,8 @@ def export_model(
             it is not measured.
         int8_loss: see `ExportOptions`; without `validation`, raw scores may be off by this or
             INT8_SCORE, whichever is more.
+        int8_signed: see `quantize_onnx`.
+        layout: triton: of the ONNX model alone; see ppdist/export/triton.py.
 
     Raises: ExportError: the model cannot be exported, or a file does not compute what it does.
     """
@@ -166,6 +172,8 @@ def export_model(
         require_onnx(int8=bool(calibration))
     names = [name for format in formats for name in _FILES[format]]
     names += _INT8_FILES if "onnx" in formats and calibration else []
+    if layout == "triton":
+        names = [TRITON_FILE, *(f"{VERSION}/{name}" for name in names)]
     earlier = _require_free(directory, {SPEC_FILE, *names})
     spec = spec.model_copy(update={"earlier": tuple(sorted(earlier))})
     # The check must not depend on a card's rounding.
@@ -195,7 +203,7 @@ def export_model(
         spec = _complete(spec, agreement, nms_in_graph)
         if "onnx" in formats and calibration:
             _LOGGER.info("ONNX in 8-bit integers: calibrating")
-            int8 = _write_int8(scratch, draft, spec, cases, calibration)
+            int8 = _write_int8(scratch, draft, spec, cases, calibration, int8_signed)
             spec = spec.model_copy(update={"onnx_int8": int8})
             if "openvino" in agreement:
                 with _openvino_wanted(needs_openvino):
@@ -216,8 +224,10 @@ def export_model(
             file.name: digest(file) for file in sorted(draft.iterdir()) if file.name != SPEC_FILE
         }
         spec = spec.model_copy(update={"openvino_int8": kept, "sha256": digests})
+        if layout == "triton":
+            spec = arrange(draft, spec)
         write_spec(draft, spec)
-        size = sum(file.stat().st_size for file in draft.iterdir()) / 1e6
+        size = sum(file.stat().st_size for file in draft.rglob("*") if file.is_file()) / 1e6
     return ExportReport(directory, spec, agreement, size, time.monotonic() - start)
 
 
@@ -331,16 +341,17 @@ def _write_int8(
     spec: InferenceSpec,
     cases: _Cases,
     calibration: Sequence[np.ndarray],
+    signed: bool,
 ) -> ModelFileSection:
     """Writes the ONNX model in 8-bit integers.
 
-    Args: scratch: holds it in float32 without suppression.
+    Args: scratch: holds it in float32 without suppression.  signed: see `quantize_onnx`.
     """
     from ppdist.export.onnx import append_nms, quantize_onnx, sign
 
     assert spec.onnx is not None
     raw_file, file = scratch / "model_int8.onnx", draft / "model_int8.onnx"
-    quantize_onnx(scratch / "model.onnx", raw_file, calibration, spec)
+    quantize_onnx(scratch / "model.onnx", raw_file, calibration, spec, signed)
     sign(raw_file, {CARD_NOTE: card_of_spec(spec).text()})
     raw = load_onnx(raw_file)
     off = measure_raw(raw, cases.images, cases.expected)
@@ -508,10 +519,14 @@ def _move_into_place(directory: Path) -> None:
     draft = directory / _DRAFT
     if (draft / SPEC_FILE).is_file():
         (directory / SPEC_FILE).unlink(missing_ok=True)
-        for file in sorted(draft.iterdir(), key=lambda file: file.name == SPEC_FILE):
-            file.replace(directory / file.name)
-    with suppress(OSError):  # of one that is not there
-        draft.rmdir()
+        files = [path for path in draft.rglob("*") if path.is_file()]
+        for file in sorted(files, key=lambda file: file.name == SPEC_FILE):
+            place = directory / file.relative_to(draft)
+            place.parent.mkdir(exist_ok=True)
+            file.replace(place)
+    for folder in (*draft.glob("*"), draft):
+        with suppress(OSError):  # of a file, or one that is not there
+            folder.rmdir()
     remove_drafts(directory, _DRAFT[1:])
 
 

@@ -70,7 +70,8 @@ def export_weights(
         sampled = SAMPLE_IMAGES if options.int8 else 0
     return export_model(
         model, out, spec, options.formats, options.nms, samples, calibration,
-        dataset if sampled else None, sampled, options.int8_loss,
+        dataset if sampled else None, sampled, options.int8_loss, options.int8 == "signed",
+        options.layout,
     )  # fmt: skip
 
 

@@ -33,6 +33,7 @@ if TYPE_CHECKING:
 
 
 SPEC_FILE = "infer.yml"
+TRITON_FILE = "config.pbtxt"
 
 
 class InputSection(Section):
@@ -123,6 +124,9 @@ class InferenceSpec(Section):
         description="SHA-256 of each file of this export, by name. What runs the model refuses "
         "another file; take the entry out if you changed a file on purpose.",
     )
+    layout: Literal["flat", "triton"] = Field(
+        default="flat", description="triton: a model of a Triton repository, with config.pbtxt."
+    )
     input: InputSection = Field(description="The input.")
     resize: ResizeSection = Field(default=STRETCH, description="Image to input.")
     nms: NMSConfig | None = Field(
@@ -168,7 +172,8 @@ class InferenceSpec(Section):
     def file_names(self) -> set[str]:
         """Every file that exports wrote to its folder, infer.yml itself included."""
         written = [part.files for part in (self.paddle, self.onnx, self.onnx_int8) if part]
-        return {SPEC_FILE, *self.earlier, *(name for names in written for name in names)}
+        config = {TRITON_FILE} if self.layout == "triton" else set()
+        return {SPEC_FILE, *config, *self.earlier, *(name for names in written for name in names)}
 
     @model_validator(mode="after")
     def _detection_has_thresholds(self) -> "InferenceSpec":

@@ -15,10 +15,9 @@ from tests.errors import raises
 from tests.forked import ROOT
 
 
-def asked(form: str) -> argparse.Namespace:
-    return argparse.Namespace(
-        format=form, int8=False, calibration=None, int8_loss=None, weights="run"
-    )
+def asked(form: str | None, **options: object) -> argparse.Namespace:
+    usual = {"int8": False, "calibration": None, "int8_loss": None, "layout": "flat", "out": None}
+    return argparse.Namespace(format=form, weights="run", **{**usual, **options})
 
 
 @pytest.mark.parametrize("form", [name for names in ROADS for name in names])
@@ -29,7 +28,7 @@ def test_a_format_of_others_is_told_its_road_from_onnx(form: str) -> None:
 
 def test_every_road_stands_in_the_table_for_users() -> None:
     page = (ROOT / "docs" / "deploy.md").read_text(encoding="utf-8")
-    _, _, table = page.partition("## Other formats")
+    _, _, table = page.partition("## Which runtime reads which file")
     for _, made_by in ROADS.values():
         for word in re.findall(r"[\w-]+(?:\.[\w-]+)?", made_by):
             assert word in table or word in ("and", "then"), word
@@ -38,6 +37,19 @@ def test_every_road_stands_in_the_table_for_users() -> None:
 def test_an_unknown_format_is_still_unknown() -> None:
     with raises("option_invalid"):
         formats_of(asked("onnxx"))
+
+
+@pytest.mark.parametrize(
+    ("form", "out", "code"),
+    [(None, None, "option_missing"), ("onnx,paddle", "models/cells", "options_conflict")],
+)
+def test_a_layout_for_triton_needs_a_name_and_onnx(
+    form: str | None, out: str | None, code: str
+) -> None:
+    with raises(code):
+        formats_of(asked(form, layout="triton", out=out))
+    assert formats_of(asked(None, layout="triton", out="models/cells")) == ["onnx"]
+    assert formats_of(asked(None)) == ["paddle"]
 
 
 def test_an_export_names_its_weights_and_their_run(tmp_path: Path) -> None:

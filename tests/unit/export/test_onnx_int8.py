@@ -69,6 +69,23 @@ def test_all_convolutions_but_the_last_run_on_integers(exported: Path) -> None:
     assert onnx.TensorProto.INT8 in {tensor.data_type for tensor in graph.initializer}
 
 
+def test_signed_integers_are_those_that_tensorrt_reads(tmp_path: Path, exported: Path) -> None:
+    """Its parser takes zero points of 0 alone, and dequantises 8-bit integers alone."""
+    from ppdist.export.onnx import quantize_onnx
+
+    file, images = tmp_path / "signed.onnx", pictures(3)
+    quantize_onnx(exported / "model.onnx", file, list(pictures(6)), tiny_spec(), signed=True)
+    graph = onnx.load(file).graph
+    values = {each.name: onnx.numpy_helper.to_array(each) for each in graph.initializer}
+    ends = [node for node in graph.node if node.op_type in ("QuantizeLinear", "DequantizeLinear")]
+    zeros = [values[node.input[2]] for node in ends]
+    assert len(zeros) > 100 and {zero.dtype for zero in zeros} == {np.dtype(np.int8)}
+    assert not any(zero.any() for zero in zeros)
+    floats, _ = open_graph([exported / "model.onnx"], INT8)(images)
+    integers, _ = open_graph([file], INT8)(images)
+    assert np.abs(floats - integers).mean() < 0.2 * floats.std()
+
+
 def test_int8_model_is_described_beside_float_model(exported: Path) -> None:
     spec = read_spec(exported)
     assert {file.name for file in exported.iterdir()} == {
