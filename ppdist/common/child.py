@@ -295,8 +295,9 @@ class _PipeHandler(logging.Handler):
 
 def _pass_on(pipe: int, deadline: float) -> bool:
     """Logs what arrives; returns whether the writer ended in time."""
-    data = b""
-    while select.select([pipe], [], [], max(0.0, deadline - time.monotonic()))[0]:
+    data, poll = b"", select.poll()  # select() takes no descriptor above 1023
+    poll.register(pipe, select.POLLIN)
+    while poll.poll(1000 * max(0.0, deadline - time.monotonic())):
         block = os.read(pipe, 1 << 16)
         if not block:
             return True

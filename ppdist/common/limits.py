@@ -24,7 +24,19 @@ def require_limits(files: int = 0) -> None:
         raise _too_low(MEMORY_LIMIT)
     most = _limit(resource.RLIMIT_NOFILE)
     if most is not None and most < files:
-        raise _too_low(FILES_LIMIT)
+        raise _too_low(FILES_LIMIT, files)
+
+
+def allow_files(files: int) -> None:
+    """Raises this process's limit on open files and connections to so many.
+
+    Raises: UserError: the hard limit is lower.
+    """
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if resource.RLIM_INFINITY not in (soft, hard) and hard < files:
+        raise _too_low(FILES_LIMIT, files)
+    if soft != resource.RLIM_INFINITY and soft < files:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (files, hard))
 
 
 def as_limit(error: BaseException) -> BaseException:
@@ -35,14 +47,15 @@ def as_limit(error: BaseException) -> BaseException:
     return error
 
 
-def _too_low(code: str) -> UserError:
+def _too_low(code: str, files: int = 0) -> UserError:
     if code == FILES_LIMIT:
+        enough = max(4096, files)
         return UserError(
             f"this process may have {_limit(resource.RLIMIT_NOFILE)} files and connections open at "
-            "once, and needs more",
+            f"once, and needs {files or 'more'}",
             code="open_files_limit",
-            fix="raise the limit before the command: ulimit -n 4096 (systemd: LimitNOFILE=, "
-            "docker: --ulimit nofile=4096)",
+            fix=f"raise the limit before the command: ulimit -n {enough} (systemd: LimitNOFILE=, "
+            f"docker: --ulimit nofile={enough})",
         )
     mib = (_limit(resource.RLIMIT_AS) or 0) // _MIB
     return UserError(

@@ -10,6 +10,7 @@ this process has sent, by the kernel.
 """
 
 import contextlib
+import functools
 import hashlib
 import itertools
 import json
@@ -35,7 +36,7 @@ from ppdist.common.errors import (
     UserError,
     failure_of,
 )
-from ppdist.common.process import JOB_VARIABLE, RESTART_VARIABLE
+from ppdist.common.process import BACKUP_VARIABLE, JOB_VARIABLE, RESTART_VARIABLE
 from ppdist.distributed import heartbeat, paddle_api
 from ppdist.storage.retry import with_retries
 
@@ -48,6 +49,7 @@ _REQUEST_SECONDS = 0.0001  # of the store's time that a rank takes for a look
 _LINGER_SECONDS = 10.0  # rank 0 holds the store: at most so long it stays for the others to read it
 _SIGN_SECONDS = 5.0  # between two signs of life at the store, and two looks for them
 _SIGNS = "ppdist/alive"
+_ENDPOINTS = "PADDLE_TRAINER_ENDPOINTS"
 _barriers = itertools.count()  # every rank counts the same barriers, so the numbers agree
 _HERE, _GAVE = 1, 3  # without a value, with one
 _RANKS_OF_A_KEY = 31  # two bits each of what the store counts in, int64
@@ -91,8 +93,16 @@ def host() -> str:
 
 def addresses() -> list[str]:
     """Address of each rank's host; [""] without a launcher."""
-    endpoints = os.environ.get("PADDLE_TRAINER_ENDPOINTS", "").split(",")
-    return [endpoint.rpartition(":")[0] for endpoint in endpoints]
+    endpoints, file = os.environ.get(_ENDPOINTS), os.environ.get(BACKUP_VARIABLE)
+    if endpoints is None:
+        endpoints = _variables_of(file).get(_ENDPOINTS, "") if file else ""
+    return [endpoint.rpartition(":")[0] for endpoint in endpoints.split(",")]
+
+
+@functools.cache
+def _variables_of(file: str) -> dict[str, str]:
+    """Variables that Paddle reads from a file where they are too long."""
+    return json.loads(Path(file).read_text(encoding="utf-8"))
 
 
 def ranks_named(ranks: Sequence[int], hosts_W: Sequence[str]) -> str:

@@ -31,7 +31,7 @@ from typing import Any
 
 from ppdist.launch.options import TOKEN_VARIABLE
 
-_LINE_BYTES = 256 * 1024  # longer than any handshake or report that this side makes
+_LINE_BYTES = 1024 * 1024  # longer than any handshake or report that this side makes
 _GREETING_BYTES = 256  # of a line before the token is proven
 _RECEIVE_BYTES = 64 * 1024
 _MOST_PIECES = 2 * _LINE_BYTES // _RECEIVE_BYTES
@@ -42,6 +42,15 @@ _REFUSED = b"refused"
 RUNNING, ENDING = "a run is in progress there", "the run there is ending"
 _ANSWERS = {b"busy": RUNNING, b"ending": ENDING}  # of a fleetrun whose run has begun
 OTHER_TOKEN = f"wrong job token: set the same {TOKEN_VARIABLE} on every host"
+SILENT = (
+    "it takes the call and says nothing: fleetrun there is stopped (Ctrl-Z), a firewall or a proxy "
+    "drops what is sent, or another program has the port"
+)
+CUT_OFF = (
+    "fleetrun there began to answer, then nothing came: long packets are lost on the way (an MTU "
+    "that is too large for it, or a firewall: `ping -M do -s 1472 ADDRESS` must pass both ways), "
+    "or it is stopped"
+)
 OTHER_PROGRAM = (
     "peer is not fleetrun, or not of this version: another program has the port (give another with "
     "--start_port P on every host), or install the same ppdist on every host"
@@ -95,6 +104,11 @@ class Connection:
         if code not in (0, errno.EINPROGRESS):
             connection._end(_reason(code))
         return connection
+
+    @property
+    def silence(self) -> str:
+        """What it means that nothing more comes."""
+        return SILENT if self._nonces is None else CUT_OFF
 
     def fileno(self) -> int:
         return self._socket.fileno()
@@ -273,14 +287,14 @@ def wait_for_any(
     reading: Iterable[Connection | socket.socket],
     seconds: float,
     calling: Iterable[Connection] = (),
-) -> None:
-    """Waits for data, or for an answered call, up to `seconds`."""
+) -> bool:
+    """Waits for data, or for an answered call, up to `seconds`; whether there is some."""
     poll = select.poll()
     for each in reading:
         poll.register(each, select.POLLIN)
     for call in calling:
         poll.register(call, select.POLLOUT)
-    poll.poll(1000 * seconds)
+    return bool(poll.poll(1000 * seconds))
 
 
 def text_of(message: Message, key: str, limit: int = 16_000) -> str:
@@ -302,7 +316,10 @@ def integer_of(message: Message, key: str, least: int, most: int) -> int | None:
 def _reason(code: int | None) -> str:
     """Why a connection failed, and what to check."""
     if code == errno.ECONNREFUSED:
-        return "connection refused: nothing listens there (is fleetrun started on that host?)"
+        return (
+            "connection refused: nothing listens there (is fleetrun started on that host, with the "
+            "same --start_port or FLAGS_START_PORT?)"
+        )
     if code in (errno.ETIMEDOUT, errno.EAGAIN):
         return "no answer: a firewall, a wrong address, or the host is down"
     if code in (errno.EHOSTUNREACH, errno.ENETUNREACH, errno.EINVAL, errno.EACCES, errno.EPERM):

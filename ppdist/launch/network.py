@@ -22,6 +22,8 @@ from ppdist.launch.signals import Stopped
 _SIOCGIFADDR = 0x8915
 _LOOK_SECONDS, _REPORT_SECONDS = 1.0, 10.0  # between two lookups of a name; two lines about it
 
+MOST_HOSTS = 4096  # whose names fit into the handshake
+_LISTED_HOSTS = 3
 _SEVERAL_HOSTS_PORT = 6070  # Paddle's default, for the rendezvous: equal on all hosts
 _ONE_HOST_PORTS = (20000, 32000)  # below the ephemeral ports of Linux
 
@@ -41,6 +43,14 @@ class Network:
             return socket.gethostbyname(name)
         except (OSError, UnicodeError):
             return None
+
+    def has_ipv6_only(self, name: str) -> bool:
+        """Whether a host name is known, but by no IPv4 address."""
+        try:
+            found = socket.getaddrinfo(name, None, type=socket.SOCK_STREAM)
+        except (OSError, UnicodeError):
+            return False
+        return {family for family, *_ in found} == {socket.AF_INET6}
 
     def is_local(self, address: str) -> bool:
         """Whether this machine holds the address."""
@@ -93,6 +103,12 @@ def typed_hosts(ips: str) -> list[str]:
     return [name for name in re.split(r"[,\s]+", ips.strip().strip("'\"")) if name]
 
 
+def listed(hosts: Sequence[str]) -> str:
+    """`10.0.0.1, 10.0.0.2, 10.0.0.3 and 997 more`"""
+    more = len(hosts) - _LISTED_HOSTS
+    return ", ".join(hosts[:_LISTED_HOSTS]) + (f" and {more} more" if more > 0 else "")
+
+
 def resolve_hosts(ips: str, network: Network) -> list[str]:
     """The addresses of the hosts in --ips, in order.
 
@@ -106,16 +122,29 @@ def resolve_hosts(ips: str, network: Network) -> list[str]:
             code="ips_empty",
             fix="expected the hosts of the run, e.g. --ips 10.0.0.1,10.0.0.2",
         )
+    if len(names) > MOST_HOSTS:
+        raise LaunchError(
+            f"{len(names)} hosts; a run has at most {MOST_HOSTS}",
+            code="ips_invalid",
+            where="--ips",
+        )
     addresses = []
     for name in names:
         if ":" in name:
             raise LaunchError(
-                "expected an IPv4 address or a host name, without a port (--start_port P sets the "
-                "ports)",
+                "expected a host name or an IPv4 address (Paddle's ranks reach one another by IPv4 "
+                "only), without a port (--start_port P sets the ports)",
                 code="ips_invalid",
                 where=f"--ips: {name}",
             )
         address = network.resolve(name)
+        if address is None and network.has_ipv6_only(name):
+            raise LaunchError(
+                f"{name} has IPv6 addresses only; Paddle's ranks reach one another by IPv4",
+                code="ips_invalid",
+                where="--ips",
+                fix="give the hosts IPv4 addresses too, private ones are enough, and list those",
+            )
         if address is None:
             raise NotYetKnown(
                 f"the name {name} is not known on this machine",
@@ -160,11 +189,11 @@ def own_address(addresses: Sequence[str], host: str | None, network: Network) ->
         host: the value of --host, or None to find out.
     Raises: LaunchError: none of them, or several.
     """
-    listed = ", ".join(addresses)
+    among = f"--ips {listed(addresses)}"
     if host is not None:
         address = network.resolve(host)
         if address is None or address not in addresses:
-            raise NotYetKnown(f"--host {host} is not among --ips {listed}", code="host_not_in_ips")
+            raise NotYetKnown(f"--host {host} is not among {among}", code="host_not_in_ips")
         return address
     local = [address for address in addresses if network.is_local(address)]
     if len(local) == 1:
@@ -178,7 +207,7 @@ def own_address(addresses: Sequence[str], host: str | None, network: Network) ->
             fix=f"choose the one for this launch: --host {local[0]}",
         )
     raise LaunchError(
-        f"none of --ips {listed} is this machine (its addresses: {mine})",
+        f"none of {among} is this machine (its addresses: {mine})",
         code="ips_without_this_host",
         fix="start fleetrun on each of the hosts, or correct --ips",
     )

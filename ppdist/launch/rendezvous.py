@@ -18,12 +18,13 @@ import socket
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, fields
+from dataclasses import dataclass, fields
 from itertools import takewhile
 from pathlib import PurePath
 from typing import Any, NoReturn
 
 from ppdist.common.errors import Failure, LaunchError
+from ppdist.common.limits import allow_files
 from ppdist.launch.connection import (
     OTHER_PROGRAM,
     OTHER_TOKEN,
@@ -36,12 +37,12 @@ from ppdist.launch.connection import (
     wait_for_any,
 )
 from ppdist.launch.control_channel import ControlChannel
-from ppdist.launch.network import port_in_use, typed_hosts
+from ppdist.launch.network import MOST_HOSTS, listed, port_in_use, typed_hosts
 from ppdist.launch.options import MOST_RESTARTS, Options
 from ppdist.launch.signals import Stopped
 from ppdist.launch.topology import LaunchPlan, installed_version
 
-_LIST_LIMIT, _WORD_LIMIT = 4096, 4096
+_LIST_LIMIT, _WORD_LIMIT = MOST_HOSTS, 4096
 
 
 @dataclass(frozen=True)
@@ -64,7 +65,9 @@ class Handshake:
 
     def message(self) -> Message:
         """As it is sent."""
-        return {"type": "handshake", **asdict(self)}
+        return {"type": "handshake"} | {
+            each.name: getattr(self, each.name) for each in fields(self)
+        }
 
     @property
     def place(self) -> int:
@@ -216,6 +219,7 @@ _CALLERS = 64  # of unknown addresses, that have not said who they are
 # than the others need to miss the host that this one may have come back as, and for as long as a
 # name may be cached that was another run's host.
 _BUSY_CALLS = 30
+_OTHER_FILES = 64  # of fleetrun, but connections
 _MOST_REFUSED = 20  # lines about callers that were refused
 
 
@@ -265,8 +269,8 @@ class _Rendezvous:
         self.mine, self.port, self.say, self.token = mine, port, say, token
         self.resolve, self.looked_up = resolve, dict.fromkeys(range(len(mine.hosts)), 0.0)
         self.hosts = list(mine.hosts)  # addresses, as far as known
-        self.joined: dict[int, Connection] = {}  # the first host has all the others', they have its
-        self.identities: dict[int, str] = {}
+        self.joined: dict[Connection, int] = {}  # the first host has all the others', they have its
+        self.identities: dict[int, str] = {}  # of those that have joined
         self.callers: list[Connection] = []  # that have not yet joined
         self.calls: dict[int, Connection] = {}  # begun here, of hosts that have not yet joined
         self.firsts: dict[Connection, Handshake] = {}  # what the first host has said of itself
@@ -276,12 +280,14 @@ class _Rendezvous:
         self.refused: set[str] = set()  # what was said of callers
         self.complete = False
         self.attempt, self.skip = mine.attempt, set(mine.skip)  # the most that any host has seen
+        if mine.is_first:  # who calls while it is called has two connections
+            allow_files(2 * len(mine.hosts) + _CALLERS + _OTHER_FILES)
         self.listener = _listen(mine, port)
 
     @property
     def missing(self) -> list[int]:
         expected = range(1, len(self.hosts)) if self.mine.is_first else (0,)
-        return [place for place in expected if place not in self.joined]
+        return [place for place in expected if place not in self.identities]
 
     def wait(self, seconds: float, received: Sequence[int]) -> None:
         begin = reported = time.monotonic()
@@ -324,7 +330,7 @@ class _Rendezvous:
         return ControlChannel(
             self.mine.host,
             self.hosts,
-            {self.hosts[place]: connection for place, connection in self.joined.items()},
+            {self.hosts[place]: connection for connection, place in self.joined.items()},
             self.listener,
             self.say,
             attempt=self.attempt,
@@ -334,7 +340,7 @@ class _Rendezvous:
 
     def leave(self) -> None:
         self._close_pending()
-        for connection in self.joined.values():
+        for connection in self.joined:
             connection.close()
         if self.listener is not None:
             self.listener.close()
@@ -366,7 +372,7 @@ class _Rendezvous:
             call.send(self.mine.message())
 
     def _pause(self) -> None:
-        others = (*self.callers, *self.joined.values(), *self.calls.values())
+        others = (*self.callers, *self.joined, *self.calls.values())
         open_ones = [each for each in others if each.closed is None]
         calling = [each for each in open_ones if each.connecting]
         reading = [each for each in open_ones if not each.connecting]
@@ -380,9 +386,10 @@ class _Rendezvous:
         with contextlib.suppress(OSError):  # BlockingIOError: no connection
             for _ in range(_CALLERS):
                 self.callers.append(Connection(self.listener.accept()[0], self.token))
-        known = [each for each in self.callers if each.peer in self.hosts]
-        strangers = [each for each in self.callers if each.peer not in self.hosts]
-        for each in (*known[: -_CALLERS - len(self.hosts)], *strangers[:-_CALLERS]):
+        hosts = set(self.hosts)
+        known = [each for each in self.callers if each.peer in hosts]
+        strangers = [each for each in self.callers if each.peer not in hosts]
+        for each in (*known[: -_CALLERS - len(hosts)], *strangers[:-_CALLERS]):
             each.close()
 
     def _hear(self, connection: Connection, place: int | None = None) -> None:
@@ -392,15 +399,15 @@ class _Rendezvous:
         """
         over = ""
         for message in connection.receive():
-            if connection in self.joined.values():
+            if connection in self.joined:
                 self._obey(message)
             elif not over:
                 over = self._answer(connection, place, message)
-        joined = connection in self.joined.values()
+        joined = connection in self.joined
         if not over and not joined:
             since = connection.opened if place is None else connection.heard
             late = time.monotonic() - since > _HANDSHAKE_SECONDS and not connection.connecting
-            over = connection.closed or (OTHER_PROGRAM if late else "")
+            over = connection.closed or (connection.silence if late else "")
             if not over:
                 return
         self.firsts.pop(connection, None)
@@ -464,7 +471,7 @@ class _Rendezvous:
             self._fail(LaunchError(what, code="hosts_differ"))
         if not self.mine.is_first:
             self.firsts[connection] = theirs
-        elif theirs.place in self.joined:
+        elif theirs.place in self.identities:
             return "it has joined by another connection"
         else:
             connection.send({"type": "joined"})
@@ -475,7 +482,7 @@ class _Rendezvous:
         """Why a host is not part of this run, or ""."""
         if theirs.host not in self.mine.hosts and not self.mine.same_names(theirs):
             self._report_refused(f"rejected {theirs.host[:60]}: it is not among --ips of this host")
-            return f"it is not among --ips {','.join(self.mine.hosts)} there"
+            return f"it is not among --ips {listed(self.mine.hosts)} there"
         known = self.identities | {self.mine.place: self.mine.identity}
         taken = [self.hosts[place] for place in known if known[place] != theirs.identity]
         same_place = agrees and known.get(theirs.place, theirs.identity) != theirs.identity
@@ -494,18 +501,18 @@ class _Rendezvous:
             self.say(text)
 
     def _join(self, theirs: Handshake, connection: Connection) -> None:
-        self.joined[theirs.place] = connection
+        self.joined[connection] = theirs.place
         self.identities[theirs.place] = theirs.identity
         self.hosts[theirs.place] = theirs.host
         self.attempt = max(self.attempt, theirs.attempt)
         self.skip |= set(theirs.skip)
 
     def _hear_joined(self) -> None:
-        for place, connection in list(self.joined.items()):
+        for connection, place in list(self.joined.items()):
             for message in connection.receive():
                 self._obey(message)
             if connection.closed is not None and not self.complete:
-                del self.joined[place], self.identities[place]
+                del self.joined[connection], self.identities[place]
                 self.tried[place] = "it disconnected"
                 self.say(f"host {self.hosts[place]} disconnected before the run began")
 
@@ -531,12 +538,13 @@ class _Rendezvous:
     def _missing_hosts(self) -> str:
         if not self.missing:
             return f"waiting for host {self.hosts[0]} to say that all are there"
-        each = [
-            f"host {self.hosts[place]} ({self.hosts[place]}:{self.port}: "
-            f"{self.tried.get(place, 'no answer yet')})"
-            for place in self.missing
-        ]
-        return f"still waiting for {', '.join(each)}"
+        whose: dict[str, list[str]] = {}  # by what came of the calls
+        for place in self.missing:
+            why = self.tried.get(place, "no answer yet")
+            whose.setdefault(why, []).append(self.hosts[place])
+        each = [f"{listed(hosts)} ({why})" for why, hosts in whose.items()]
+        of_all = f"{len(self.missing)} of {len(self.hosts)} hosts on port {self.port}"
+        return f"still waiting for {of_all}: {'; '.join(each)}"
 
     def _fail(self, error: LaunchError) -> NoReturn:
         """Raises: this error, which the hosts that have joined get as well."""
@@ -545,7 +553,7 @@ class _Rendezvous:
         raise error
 
     def _tell_joined(self, message: Message) -> None:
-        for connection in self.joined.values():
+        for connection in self.joined:
             connection.send(message)
 
 

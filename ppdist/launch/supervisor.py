@@ -11,7 +11,6 @@ found though its parent and its process group are gone, and none outlives the at
 
 import json
 import os
-import select
 import signal
 import socket
 import sys
@@ -25,8 +24,15 @@ from typing import BinaryIO
 
 from ppdist.common import child
 from ppdist.common.errors import LaunchError
-from ppdist.common.process import EXIT_DIR_VARIABLE, STOPPED, boot_seconds, is_alive
+from ppdist.common.process import (
+    BACKUP_VARIABLE,
+    EXIT_DIR_VARIABLE,
+    STOPPED,
+    boot_seconds,
+    is_alive,
+)
 from ppdist.launch import paddle_launcher, worker
+from ppdist.launch.connection import wait_for_any
 from ppdist.launch.console import say, say_end
 from ppdist.launch.control_channel import ControlChannel
 from ppdist.launch.options import Options
@@ -50,6 +56,7 @@ _TERM_SECONDS = 1.0  # before ranks get SIGTERM
 _KILL_SECONDS = 10.0  # a killed process that waits for a dead disk may take for ever to end
 _KILL_POLL_SECONDS = 0.02
 _RESERVED_BYTES = 16 * 1024  # of a rank: its reports, heartbeat, stacks, in pages
+_LONGEST_VARIABLE = 100_000  # characters; Linux passes 128 KiB on, with its name
 _PATH_LIMIT = 100  # a socket's path holds at most 108 bytes
 
 
@@ -142,7 +149,7 @@ class _Job:
             try:
                 self._start(output)
                 while any([each.poll() is None for each in self._processes]):
-                    if select.select([terminal], [], [], _POLL_SECONDS)[0]:
+                    if wait_for_any([terminal], _POLL_SECONDS):
                         connection, _ = terminal.accept()
                         with connection:
                             socket.send_fds(connection, [b"t"], [1, 2])
@@ -170,8 +177,9 @@ class _Job:
             words = [word for option in options.items() for word in option]
             command = [sys.executable, paddle_launcher.__file__, *words, worker.__file__]
         environment = self._plan.environment | {EXIT_DIR_VARIABLE: str(self._folder)}
-        for variables in ranks or ({},):
+        for each in ranks or ({},):
             try:
+                variables = passed_on(each, self._folder)
                 process = child.start(
                     command,
                     stdout=output,
@@ -287,6 +295,20 @@ class _Job:
         if unkillable:
             ids = ", ".join(str(pid) for pid in unkillable)
             say(f"processes {ids} were killed but do not exit: blocked by a disk or a driver")
+
+
+def passed_on(variables: dict[str, str], folder: Path) -> dict[str, str]:
+    """Variables of a rank; those too long for Linux are in a file that Paddle reads, too.
+
+    Above about 5,000 ranks that is PADDLE_TRAINER_ENDPOINTS.
+    """
+    long = {name: text for name, text in variables.items() if len(text) > _LONGEST_VARIABLE}
+    if not long:
+        return variables
+    file = folder / "environment.json"
+    file.write_text(json.dumps(long), encoding="utf-8")
+    kept = {name: text for name, text in variables.items() if name not in long}
+    return kept | {BACKUP_VARIABLE: str(file)}
 
 
 def _ended(folder: Path, by_themselves: bool) -> list[RankEnd]:

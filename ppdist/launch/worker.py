@@ -27,7 +27,7 @@ if __name__ == "__main__":  # by its path: modules beside this file must not hid
 
 from ppdist.common.child import Process, end_with_parent, start
 from ppdist.common.files import replace_file
-from ppdist.common.process import EXIT_DIR_VARIABLE, boot_seconds
+from ppdist.common.process import BACKUP_VARIABLE, EXIT_DIR_VARIABLE, boot_seconds
 from ppdist.common.signals import hold_signals, release_signals
 
 CPU_VARIABLE = "PPDIST_CPU"  # set for ranks that shall see no card
@@ -205,7 +205,7 @@ def environment(log_dir: str) -> dict[str, str]:
     variables = dict(os.environ)
     variables["PADDLE_LOG_DIR"] = log_dir
     if "PADDLE_TRAINER_ENDPOINTS" in variables:
-        variables.pop("PADDLE_BACKUP_ENV_PATH", None)  # what forget_environment has removed
+        variables.pop(BACKUP_VARIABLE, None)  # what forget_environment has removed
     if variables.pop(CPU_VARIABLE, None):
         for name in ("FLAGS_selected_gpus", "FLAGS_selected_cpus"):
             variables.pop(name, None)

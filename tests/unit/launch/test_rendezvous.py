@@ -1,6 +1,7 @@
 """Hosts find each other and compare, whichever way they are started."""
 
 import json
+import resource
 import signal
 import socket
 import time
@@ -10,8 +11,9 @@ import pytest
 
 from ppdist.common.errors import LaunchError
 from ppdist.launch import connection, rendezvous
-from ppdist.launch.connection import OTHER_PROGRAM, Connection
+from ppdist.launch.connection import CUT_OFF, OTHER_PROGRAM, SILENT, Connection
 from ppdist.launch.rendezvous import Handshake, differences, read_handshake
+from tests.errors import raises
 from tests.ports import free_port
 from tests.unit.launch.waiting import TRAIN, A, B, C, Host, host
 
@@ -46,10 +48,10 @@ def test_late_host_awaited_and_named_on_every_host(monkeypatch) -> None:
     hosts = met(host(A, (A, B, C)), host(B, (A, B, C)), host(C, (A, B, C)), pause=1.2)
     assert [each.error for each in hosts] == ["", "", ""]
     said = "\n".join(hosts[0].said)
-    assert "still waiting for host 127.0.0.3 (127.0.0.3:" in said
-    assert "connection refused: nothing listens there (is fleetrun started on that host?)" in said
+    assert "still waiting for " in said and ": 127.0.0.3, 127.0.0.4 (" in said
+    assert "connection refused: nothing listens there (is fleetrun started on that host, " in said
     assert any(
-        line.startswith("host 127.0.0.2: still waiting for host 127.0.0.4")
+        line.startswith("host 127.0.0.2: still waiting for ") and ": 127.0.0.4 (" in line
         for line in hosts[1].said
     )
 
@@ -59,14 +61,27 @@ def test_the_first_host_that_is_late_is_named_too(monkeypatch) -> None:
     monkeypatch.setattr(rendezvous, "_REPORT_SECONDS", 0.4)
     hosts = met(host(B), host(A), pause=1.0)
     assert [each.error for each in hosts] == ["", ""]
-    assert "still waiting for host 127.0.0.2 (127.0.0.2:" in "\n".join(hosts[0].said)
+    assert "still waiting for 1 of 2 hosts on port " in "\n".join(hosts[0].said)
+
+
+def test_many_missing_hosts_are_one_short_line() -> None:
+    hosts = tuple(f"127.0.3.{each}" for each in range(1, 101))
+    (first,) = met(host(hosts[0], hosts), seconds=0.7)
+    assert ": 127.0.3.2, 127.0.3.3, 127.0.3.4 and 96 more (" in first.error
+    assert len(first.error) < 400
+
+
+def test_fewer_files_than_hosts_are_one_message(monkeypatch) -> None:
+    monkeypatch.setattr(resource, "getrlimit", lambda kind: (100, 100))
+    with raises("open_files_limit", "100 files"):
+        rendezvous.rendezvous(host(A, (A, B)), free_port(), 1, print)
 
 
 def test_missing_host_named_after_start_timeout() -> None:
     hosts = met(host(A, (A, B, C)), host(B, (A, B, C)), seconds=0.7)
     for each in hosts:
         assert "gave up after 0.7 s (--start_timeout): " in each.error
-        assert "still waiting for host 127.0.0.4 (127.0.0.4:" in each.error
+        assert ": 127.0.0.4 (connection refused" in each.error
 
 
 @pytest.mark.parametrize("stopped", [pytest.param(0, marks=pytest.mark.slow), 1])
@@ -113,7 +128,7 @@ def test_a_host_not_in_the_list_is_refused() -> None:
     first, stranger = met(host(A, (A, B)), host(C, (A, C)), seconds=2)
     assert "host 127.0.0.2 refused this one, 127.0.0.4: it is not among --ips" in stranger.error
     assert "rejected 127.0.0.4: it is not among --ips of this host" in first.said
-    assert "still waiting for host 127.0.0.3" in first.error
+    assert ": 127.0.0.3 (connection refused" in first.error
 
 
 def test_a_second_fleetrun_for_one_host_is_refused() -> None:
@@ -147,8 +162,15 @@ def test_a_host_that_calls_a_complete_run_gives_up(
     assert late.code == ("hosts_missing" if stopping else "run_in_progress")
 
 
-@pytest.mark.parametrize("speaks", [pytest.param(b"", marks=pytest.mark.slow), b"220 ESMTP\r\n"])
-def test_other_program_on_port_told_from_fleetrun(speaks: bytes, monkeypatch) -> None:
+@pytest.mark.parametrize(
+    ("speaks", "says"),
+    [
+        pytest.param(b"", SILENT, marks=pytest.mark.slow),
+        (b"220 ESMTP\r\n", OTHER_PROGRAM),
+        (b"ppdist " + 32 * b"0" + b"\n", CUT_OFF),  # what follows is lost on the way
+    ],
+)
+def test_who_answers_wrongly_or_no_more_is_told_apart(speaks, says, monkeypatch) -> None:
     monkeypatch.setattr(rendezvous, "_HANDSHAKE_SECONDS", 0.5)
     with socket.create_server((A, 0)) as server:
         waiting = Host(host(B), server.getsockname()[1], seconds=1)
@@ -157,7 +179,7 @@ def test_other_program_on_port_told_from_fleetrun(speaks: bytes, monkeypatch) ->
         caller.sendall(speaks)
         waiting.end()
         caller.close()
-    assert OTHER_PROGRAM in waiting.error
+    assert says in waiting.error
 
 
 def test_a_port_that_is_taken_is_said_on_the_first_host() -> None:

@@ -44,8 +44,8 @@ def test_a_host_that_starts_late_is_waited_for(cabled) -> None:
     late = cabled(B, script)
     one, other = ended([first, late])
     assert (one.code, other.code) == (0, 0), one.errors + other.errors
-    waiting = [line for line in one.errors.splitlines() if "still waiting for host" in line]
-    assert len(waiting) >= 2 and all(f"host {B} ({B}:6070: " in line for line in waiting)
+    waiting = [line for line in one.errors.splitlines() if "still waiting for " in line]
+    assert len(waiting) >= 2 and all(f" on port 6070: {B} (" in line for line in waiting)
 
 
 def test_two_hosts_in_the_wrong_order_are_refused(cable: Cable, cabled) -> None:

@@ -1,5 +1,6 @@
 """What ranks, or Paddle's launcher, are given on a made-up machine."""
 
+import socket
 from dataclasses import replace
 from pathlib import Path
 
@@ -14,7 +15,7 @@ from ppdist.launch.cards import (
     parse_nvidia_smi,
     visible_labels,
 )
-from ppdist.launch.network import Network, choose_port, claimed
+from ppdist.launch.network import Network, choose_port, claimed, resolve_hosts
 from ppdist.launch.options import parse_options
 from ppdist.launch.topology import LaunchPlan, Machine, make_plan
 from tests.errors import raises
@@ -285,6 +286,14 @@ def test_master_gets_host_address_and_paddle_options() -> None:
     assert given(made, "--nnodes") == "2" and given(made, "--rank") == "1"
     assert given(made, "--ips") is None and made.ranks == ()
     assert made.environment["GLOO_SOCKET_IFNAME"] == "eth1"
+
+
+def test_a_host_with_ipv6_alone_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = [(socket.AF_INET6, socket.SOCK_STREAM, 6, "", ("fd00::1", 0, 0, 0))]
+    monkeypatch.setattr(socket, "getaddrinfo", lambda *where, **how: found)
+    monkeypatch.setattr(Network, "resolve", lambda network, name: None)
+    with raises("ips_invalid", "pod-0 has IPv6 addresses only"):
+        resolve_hosts("pod-0,pod-1", Network())
 
 
 def test_paddles_launcher_starts_ranks_with_master_only() -> None:
