@@ -26,6 +26,7 @@ ENDED = 2**22 + 1  # beyond the largest number of a process
         (f".user.{HOST}.{ENDED}", 0, True),
         (".model", 0, True),
     ],
+    ids=range(9),  # names of processes differ from worker to worker
 )
 def test_drafts_of_ended_processes_go(name: str, age: float, stays: bool, tmp_path: Path) -> None:
     draft = tmp_path / name
