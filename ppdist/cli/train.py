@@ -29,10 +29,10 @@ from ppdist.cli import (
 from ppdist.common.arguments import at_least
 from ppdist.common.errors import ConfigError
 from ppdist.common.limits import require_limits
+from ppdist.common.process import launched_rank, say
 from ppdist.common.signals import hold_signals
 
 if TYPE_CHECKING:
-    from ppdist.common.run_log import RunLog
     from ppdist.engine.callbacks import Callback
     from ppdist.engine.recipe import TrainOptions
     from ppdist.engine.run import TrainingPlan
@@ -180,18 +180,15 @@ def train(arguments: argparse.Namespace, callbacks: Sequence["Callback"] = ()) -
     if arguments.dry_run:
         return _dry_run(plan, output_dir, evaluate)
 
-    def begin(log: "RunLog") -> None:
-        notice = started_by_stock_launcher()
-        if notice:
-            log.warning(notice)
-
+    notice = started_by_stock_launcher()
+    if notice and launched_rank() == 0:  # before ranks join, where they may wait for ever
+        say(f"ppdist: warning: {notice}")
     return run_training(
         plan,
         output_dir,
         evaluate=evaluate,
         command=command_line(),
         callbacks=callbacks,
-        begin=begin,
     )
 
 

@@ -100,12 +100,11 @@ def run_training(
     evaluate: bool,
     command: list[str],
     callbacks: Sequence[Callback] = (),
-    begin: Callable[[RunLog], object] = lambda log: None,
 ) -> int:
     """Trains and plots the run; returns the exit code.  Collective.
 
-    Args:
-        begin: called with the log, before the first step; for the others see `build_training`.
+    For the arguments see `build_training`.
+
     Raises: UserError: invalid data, weights, checkpoint or configuration.
     """
     config, recipe = plan.config, plan.recipe
@@ -130,7 +129,6 @@ def run_training(
     with experiment.log:
         if recipe is not None:
             _tell(recipe, experiment.log, output_dir, before, evaluate)
-        begin(experiment.log)
         status = experiment.trainer.fit()
         if comm.is_main() and status == 0:  # a stopped run may be killed if it is slow to end
             experiment.log.info(f"drawing {output_dir / 'plots'}")
