@@ -52,7 +52,7 @@ def test_hosts_of_one_token_meet() -> None:
 def test_a_host_without_the_token_is_refused(others: str) -> None:
     port = free_port()
     first, stranger = started(
-        Host(host(A), port, 15, token=TOKEN), Host(host(B), port, 1, token=others)
+        Host(host(A), port, 15, token=TOKEN), Host(host(B), port, 1.8, token=others)
     )
     stranger.thread.join(30)
     assert OTHER_TOKEN in stranger.error and first.thread.is_alive()
