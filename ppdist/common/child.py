@@ -31,6 +31,7 @@ from typing import Any
 from ppdist.common.process import (
     EXIT_DIR_VARIABLE,
     JOB_DIR_VARIABLE,
+    MIN_HOSTS_VARIABLE,
     RESTART_VARIABLE,
     SKIP_STEP_VARIABLE,
 )
@@ -45,7 +46,10 @@ _DEADLY = (signal.SIGSEGV, signal.SIGABRT, signal.SIGBUS, signal.SIGFPE, signal.
 
 def own_environment() -> dict[str, str]:
     """Environment for a program that is not a rank, hidden from fleetrun."""
-    ours = (EXIT_DIR_VARIABLE, JOB_DIR_VARIABLE, RESTART_VARIABLE, SKIP_STEP_VARIABLE)
+    ours = (
+        EXIT_DIR_VARIABLE, JOB_DIR_VARIABLE, MIN_HOSTS_VARIABLE, RESTART_VARIABLE,
+        SKIP_STEP_VARIABLE,
+    )  # fmt: skip
     return {
         name: value
         for name, value in os.environ.items()

@@ -316,10 +316,12 @@ _LOCK_TIMEOUT_SECONDS = 5.0  # a run that was killed just now takes a moment to 
 _held: dict[Path, FileLock] = {}  # by folder, for the life of this process
 
 
-def hold(output_dir: Path) -> list[str]:
-    """Locks `output_dir` until this process ends; rank 0 only.
+def hold(output_dir: Path, seconds: float = _LOCK_TIMEOUT_SECONDS) -> list[str]:
+    """Locks `output_dir` until this process ends; only ranks that write there.
 
     The lock ends however the process ends.
+
+    Args: seconds: how long to wait for it.
 
     Returns: a warning where the file system has no locks, else nothing.
     Raises: ConfigError: another process holds it, or nothing can be written there.
@@ -334,7 +336,7 @@ def hold(output_dir: Path) -> list[str]:
         raise ConfigError(
             f"cannot write to {output_dir}: {error}", code="folder_unwritable", where="output_dir"
         ) from error
-    deadline = time.monotonic() + _LOCK_TIMEOUT_SECONDS
+    deadline = time.monotonic() + seconds
     try:
         while not lock.try_acquire():
             if time.monotonic() > deadline:

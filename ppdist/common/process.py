@@ -39,6 +39,9 @@ JOB_VARIABLE = "PPDIST_JOB"  # set by our fleetrun: the name of this attempt, fo
 RESTART_VARIABLE, SKIP_STEP_VARIABLE = "PPDIST_RESTART", "PPDIST_SKIP_STEP"
 BACKUP_VARIABLE = "PADDLE_BACKUP_ENV_PATH"  # Paddle's: a JSON file of variables that are too long
 STARTED_VARIABLE = "PPDIST_STARTED"  # set by our fleetrun: `boot_seconds` when it began
+# Set by our fleetrun with --min_hosts: the run goes on without hosts that are lost.
+MIN_HOSTS_VARIABLE = "PPDIST_MIN_HOSTS"
+RUN_NOTE = "run.json"  # in the folder of a job: what one attempt leaves for the next
 PADDLE_OLDEST, PADDLE_NEWEST = (3, 2, 2), (3, 3)  # whose versions ppdist was run with: README.md
 # Warnings of Paddle's about itself that no user of a tool can act on.
 _PADDLE_NOISE = (

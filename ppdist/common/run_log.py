@@ -75,6 +75,7 @@ class RunLog:
         trackers: Sequence[tuple[str, Any]] = (),
         histograms: bool = False,
         early: "EarlyLog | None" = None,
+        records: bool = False,
     ) -> None:
         """Opens the files of the run.
 
@@ -91,6 +92,7 @@ class RunLog:
             histograms: evaluations also write histograms of weights and gradients.
             early: earlier messages: train.log gets them, too, and their limit on console lines
                 holds until the first step.
+            records: also without `main`, keep metrics.jsonl.
         Raises: ConfigError: output_dir cannot be made or written, or a package is missing.
         """
         self._main = main
@@ -116,26 +118,22 @@ class RunLog:
         self._trackers: list[TrackerProcess] = []  # among them
         self._streams_before = sys.stdout, sys.stderr
         self._screen = Screen(sys.stdout)
+        self._metrics_path = output_dir / "metrics.jsonl"
+        self._records = main or records
         if not main:
             _LOGGER.setLevel(logging.WARNING)
             self._take_streams()
+            if records:
+                self._begin_records(resume_step)
             return
         self._console = _console_on(self._screen)
         self._dropped_before = TERMINAL.dropped["terminal"]
         self._told = time.monotonic()  # last line on a console without a terminal
-        self._metrics_path = output_dir / "metrics.jsonl"
         if tensorboard:
             require_tensorboardx()
         for _, tracker in trackers:
             require_tracker(tracker.name)
-        try:
-            output_dir.mkdir(parents=True, exist_ok=True)
-            kept = _begin_metrics(self._metrics_path, resume_step)
-        except OSError as error:
-            raise ConfigError(
-                f"output_dir: {output_dir} cannot be written: {error}",
-                code="folder_unwritable",
-            ) from error
+        kept = self._begin_records(resume_step)
         self.recorded_step = max((each["step"] for each in kept if "loss" in each), default=0)
         for record in kept:
             if record.get("eval_seconds") is not None:
@@ -151,6 +149,17 @@ class RunLog:
             self.writers.open(
                 tracker.name, partial(self._start_tracker, target, tracker, resume_step)
             )
+
+    def _begin_records(self, resume_step: int | None) -> list[dict[str, Any]]:
+        """Makes output_dir; returns the records in it that stay."""
+        try:
+            self._output_dir.mkdir(parents=True, exist_ok=True)
+            return _begin_metrics(self._metrics_path, resume_step)
+        except OSError as error:
+            raise ConfigError(
+                f"output_dir: {self._output_dir} cannot be written: {error}",
+                code="folder_unwritable",
+            ) from error
 
     def __enter__(self) -> "RunLog":
         return self
@@ -232,9 +241,10 @@ class RunLog:
                 into the line.  `time` (seconds since 1970) is added.  Non-finite numbers become
                 null, because JSON has none.
         """
-        if not self._main:
+        if not self._records:
             return
-        self._tell_failures()
+        if self._main:
+            self._tell_failures()
         record = {"time": round(time.time(), 3), **record}
         line = json.dumps({key: _jsonable(value) for key, value in record.items()}) + "\n"
         write = partial(append, self._metrics_path, line.encode())
@@ -248,7 +258,7 @@ class RunLog:
         Args: seconds: the timeout.
         Returns: False: the disk failed, or was too slow.
         """
-        if not self._main:
+        if not self._records:
             return True
         synced = []
 
@@ -272,7 +282,7 @@ class RunLog:
 
     def rollback(self, step: int) -> None:
         """Drops records and points after a step, because they are made again."""
-        if not self._main:
+        if not self._records:
             return
         self._files.put("metrics.jsonl", partial(_begin_metrics, self._metrics_path, step))
         self.writers.rollback(step)
@@ -378,6 +388,8 @@ class RunLog:
             self.flush(_STOPPED_SECONDS if written else 0.0)
             _LOGGER.handlers = self._handlers_before
             self._is_open = False
+        elif self._records:
+            self._files.flush(self._close_seconds)
         sys.stdout, sys.stderr = self._streams_before
         _LOGGER.setLevel(self._level_before)
         _LOGGER.propagate = self._propagate_before

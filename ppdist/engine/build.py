@@ -40,6 +40,7 @@ from ppdist.engine.continuation import ANEW, Continuation
 from ppdist.engine.data import BatchSource, Blocklist, images_of_epoch, read_sets
 from ppdist.engine.distillation import build_distillation
 from ppdist.engine.evaluator import ClassificationEvaluator, Evaluator, ValidationLoss
+from ppdist.engine.output_dirs import OutputDirs, find_output_dirs
 from ppdist.engine.preflight import (
     digests_of_code,
     fetch_on_all_ranks,
@@ -76,6 +77,7 @@ from ppdist.optim.ema import EMA
 from ppdist.optim.grad_sync import build_grad_sync, build_sharding, last_step
 from ppdist.optim.optimizer import build_optimizer, layerwise_lr_decay
 
+_LOST_HOST_SECONDS = 120.0  # NFS gives its locks back after 90
 # The losses of our models, by `model.name`; the models are in ppdist/models/__init__.py.
 _LOSSES = {
     "ppyoloe": "ppdist.losses.ppyoloe:PPYOLOELoss",
@@ -130,8 +132,14 @@ def build_training(
         comm.run_on_all_ranks(lambda: set_device_options(config.train))
         noticed = preflight(config, evaluate=evaluate, resume=resume, kernels=kernels)
         # Create a missing folder only once the run is sure to start.
-        noticed += comm.run_on_main(lambda: files.hold(output_dir) if output_dir.exists() else [])
-        start = find_start(resume, output_dir, config)
+        dirs = find_output_dirs(output_dir, config.checkpoint.on_every_host)
+        dirs.require_reachable()
+        # A lost host's lock ends when the server of its files misses it.
+        seconds = {"seconds": _LOST_HOST_SECONDS} if comm.was_restarted() else {}
+        noticed += dirs.run(
+            lambda: files.hold(output_dir, **seconds) if output_dir.exists() else []
+        )
+        start = find_start(resume, dirs, config)
         anew = start.snapshot is None
         if start.job is not None:  # an earlier attempt of this job had read the inputs
             wait_for_inputs(config, evaluate=evaluate, anew=anew)
@@ -161,8 +169,8 @@ def build_training(
             frozen=frozen,
         )
         memory, short_of = require_memory(expected, schedule.batch_size_per_card)
-        noticed += comm.run_on_main(lambda: files.hold(output_dir))
-        prepare_output_dir(output_dir, start, run)
+        noticed += dirs.run(lambda: files.hold(output_dir))
+        prepare_output_dir(start, run)
         comm.run_on_main(lambda: describe_run(output_dir, dump_yaml(config), command))
     log = comm.run_on_all_ranks(
         lambda: RunLog(
@@ -177,6 +185,7 @@ def build_training(
             trackers=[(_writer_of(each.name), each) for each in config.log.trackers],
             histograms=config.log.histograms,
             early=early,
+            records=dirs.writes,
         )
     )
     with ExitStack() as undo:
@@ -199,14 +208,14 @@ def build_training(
         card = _describe_model(config, model, train_set, start)
         both = train_set, val_set
         trainer = _build_trainer(
-            config, schedule, model, both, bad_images, log, output_dir, budget, callbacks, card,
+            config, schedule, model, both, bad_images, log, dirs, budget, callbacks, card,
             kernels,
         )  # fmt: skip
         if start.snapshot is not None:
             trainer.restore(start.snapshot, start.own, bool(start.rescored))
         if trainer.train_step.distillation is not None:  # now that anchors are known
             trainer.train_step.distillation.check(trainer.train_step.loss)
-        trainer.state.run = run
+        trainer.state.run, trainer.state.generation = run, start.generation
         log_start(start, schedule, log, config.log.every_steps)
         log.table("derived", schedule.rows())
         log.metrics({"step": start.step or 0, "derived": schedule.record()})
@@ -319,7 +328,7 @@ def _build_trainer(
     both: tuple[DetectionSet, DetectionSet | None],
     bad_images: Blocklist,
     log: RunLog,
-    output_dir: Path,
+    dirs: OutputDirs,
     budget: TimeBudget | None,
     callbacks: Sequence[Callback],
     model_card: ModelCard,
@@ -349,14 +358,16 @@ def _build_trainer(
         evaluator = build_evaluator(config, val_set, model, pictures, train_step.loss)
     parts = TrainingParts(
         train_step=train_step,
-        batch_source=build_batch_source(config, train_set, schedule, output_dir / "plots", log.put),
+        batch_source=build_batch_source(
+            config, train_set, schedule, dirs.folder / "plots", log.put
+        ),
         bad_images=bad_images,
         schedule=schedule,
         evaluator=evaluator,
         evaluated_model=evaluated_model,
         model_card=model_card,
         log=log,
-        output_dir=output_dir,
+        dirs=dirs,
         budget=budget,
         callbacks=callbacks,
     )

@@ -4,7 +4,10 @@
     --resume: find_start -> validate_resume -> prepare_output_dir -> restore_state
 
 Only rank 0 reads and writes checkpoints, and broadcasts what it has read.  So output_dir need not
-be on a shared file system, and `--resume` refers to rank 0's host.
+be on a shared file system, and `--resume` refers to rank 0's host.  With `checkpoint.on_every_host`
+every host writes its own, and a run resumes from the newest of any.  Which that is says first the
+generation, how often the run was resumed: steps that a lost host had saved alone, after those from
+which the others went on, are of an earlier one.
 
 A run has a random id, kept in its checkpoints.  Once its checkpoint folder holds no other run's,
 every host records the id with the job (see `process.JOB_DIR_VARIABLE`).  So an attempt restarted by
@@ -18,6 +21,7 @@ import logging
 import math
 import uuid
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -27,6 +31,8 @@ import paddle
 from pydantic import BaseModel, Field, field_serializer, field_validator
 
 from ppdist.common.errors import CheckpointError, ConfigError, StorageError
+from ppdist.common.files import replace_file
+from ppdist.common.process import RUN_NOTE
 from ppdist.common.run_log import RunLog
 from ppdist.config.base import OnResume, Section, flattened, on_resume, parse_config
 from ppdist.config.train import MicroBatches, TrainConfig
@@ -47,6 +53,7 @@ from ppdist.engine.continuation import AUTO, Continuation, read_note, write_note
 from ppdist.engine.data import fingerprint
 from ppdist.engine.distillation import Distillation
 from ppdist.engine.early_stopping import EarlyStoppingState, LossCurves
+from ppdist.engine.output_dirs import OutputDirs
 from ppdist.engine.preflight import digest_of_package
 from ppdist.engine.schedule_setup import ScheduleSetup, extension_note
 from ppdist.engine.train_step import TrainStep
@@ -56,8 +63,8 @@ from ppdist.storage.retry import unavailable
 
 _LOGGER = logging.getLogger("ppdist")
 _CHUNK = 16 << 20  # bytes per message: gloo times out after 30 s
-_NOTE_FILE = "run.json"
 _OWN = "distillation."  # key prefix of the student's sublayer used only by distillation
+_RECORDS = "metrics.jsonl"
 _Groups = dict[str, dict[str, np.ndarray]]
 
 
@@ -94,6 +101,7 @@ class TrainState(BaseModel, populate_by_name=True):
     # None: not configured, or no evaluation yet.
     early_stopping: EarlyStoppingState | None = Field(default=None, alias="standing")
     losses: LossCurves = Field(default_factory=LossCurves)
+    generation: int = Field(default=0, ge=0)  # see above; 0 without checkpoint.on_every_host
     stop: bool = Field(default=False, exclude=True)  # this process was asked to stop
 
     @field_validator("best", mode="before")
@@ -112,7 +120,7 @@ class TrainState(BaseModel, populate_by_name=True):
         self.bad_steps = 0
 
 
-_KEPT_IN_ROLLBACK = {"rollbacks", "max_micro_batch", "run", "stop"}
+_KEPT_IN_ROLLBACK = {"rollbacks", "max_micro_batch", "run", "generation", "stop"}
 
 
 class _SavedState(TrainState):
@@ -348,9 +356,12 @@ class Start:
     asked: Continuation
     job: str | None  # id of the run that earlier attempts of this job started
     folder: Path  # of the run's checkpoints
+    dirs: OutputDirs
     snapshot: Snapshot | None = None  # None: a new run
     path: Path | None = None  # of the checkpoint, on rank 0's host
     own: bool = False  # it lies in `folder`
+    generation: int = 0  # of this attempt
+    records: bytes = b""  # metrics.jsonl of the host with the checkpoint, if hosts have copies
     rescored: str = ""  # changed settings that make the best score so far incomparable
     of_step: list[Change] = field(default_factory=list)  # changed settings, see OnResume.STEP
     notes: list[str] = field(default_factory=list)  # for the log
@@ -364,7 +375,7 @@ class Start:
         return None if self.job is None else 0
 
 
-def find_start(asked: Continuation, output_dir: Path, config: Any) -> Start:
+def find_start(asked: Continuation, dirs: OutputDirs, config: Any) -> Start:
     """Finds and reads the checkpoint to resume from.  Collective.
 
     An attempt restarted by fleetrun resumes from the newest valid checkpoint of its job, whatever
@@ -372,12 +383,17 @@ def find_start(asked: Continuation, output_dir: Path, config: Any) -> Start:
 
     Args: config: the ExperimentConfig of this run.
     Raises: CheckpointError on rank 0, UserError on the others: there is none, it is damaged, or
-        it was trained with other settings.
+        it was trained with other settings; with AUTO, the run has checkpoints on a host that is
+        not here.
     """
+    output_dir = dirs.folder
     held: dict[str, bytes] = {}
     note = _note_of_job()
     job = None if note is None else note.id
     folder = output_dir / "checkpoints"
+    holder, generation = _newest_holder(dirs, folder, asked, job)
+    if note is not None:
+        generation = max(generation, note.generation)
 
     def look() -> dict[str, Any] | None:
         found, skipped = _of_job(job, folder)
@@ -402,32 +418,49 @@ def find_start(asked: Continuation, output_dir: Path, config: Any) -> Start:
         for name, data in found.files.items():
             if name.endswith(".safetensors"):
                 held[Path(name).stem] = data
+        records = b""
+        if dirs.copies and dirs.shared is not None:
+            with suppress(OSError):
+                records = held[_RECORDS] = (output_dir / _RECORDS).read_bytes()
         flipped = any(change.key == "train.sync_bn" for change in differing.learned)
         state = _with_micro_batches(found.state, config.train.sync_bn != flipped)
         return {
             "path": f"{found.path}",
             "state": state | ({"standing": None} if asked.extends else {}),
             "own": found.path.resolve().parent == folder.resolve(),
-            "sizes": {name: len(data) for name, data in held.items()},
+            "sizes": {name: len(data) for name, data in held.items() if name != _RECORDS},
+            "records": len(records),
             "rescored": _listed(differing.scores),
             "of_step": differing.step,
             "notes": notes,
             "warnings": [*(f"skipped checkpoint {reason}" for reason in skipped), *warnings],
         }
 
-    head = comm.run_on_main(look)
+    if holder == 0:
+        head = comm.run_on_main(look)
+    else:
+        own = comm.run_on_all_ranks(lambda: look() if comm.rank() == holder else None)
+        head = comm.all_gather_object(own)[holder]
     if head is None:
-        return Start(asked, job, folder)
+        if asked.source == AUTO:
+            dirs.require_no_other()
+        return Start(asked, job, folder, dirs, generation=generation + dirs.copies)
     state = head["state"]
     path = Path(head["path"])
     groups = {
-        name: unpacked(_broadcast_file(held.pop(name, b""), size), path / f"{name}.safetensors")
+        name: unpacked(
+            _broadcast_file(held.pop(name, b""), size, holder), path / f"{name}.safetensors"
+        )
         for name, size in head["sizes"].items()
     }
+    records = _broadcast_file(held.pop(_RECORDS, b""), head["records"], holder)
     return Start(
         asked=asked,
         job=job,
         folder=folder,
+        dirs=dirs,
+        generation=generation + dirs.copies,
+        records=records,
         snapshot=Snapshot(state["step"], groups, state),
         path=path,
         own=head["own"],
@@ -436,6 +469,25 @@ def find_start(asked: Continuation, output_dir: Path, config: Any) -> Start:
         notes=head["notes"],
         warnings=head["warnings"],
     )
+
+
+def _newest_holder(
+    dirs: OutputDirs, folder: Path, asked: Continuation, job: str | None
+) -> tuple[int, int]:
+    """The rank whose host has the newest checkpoint, and its generation.  Collective."""
+    source = dirs.folder if asked.source in (None, AUTO) else Path(asked.source)
+    own_run = job is not None or source.resolve() == dirs.folder.resolve()
+    if not (dirs.copies and own_run):
+        return 0, 0
+    found = None
+    if dirs.writes:
+        checkpoint = newest_valid(folder)[0] if job is None else _of_job(job, folder)[0]
+        if checkpoint is not None:
+            found = [checkpoint.state.get("generation", 0), checkpoint.state["step"]]
+    found_W = comm.all_gather_object(found)
+    there = [(*each, -rank) for rank, each in enumerate(found_W) if each is not None]
+    generation, _, rank = max(there, default=(0, 0, 0))
+    return -rank, generation
 
 
 def _asked_for(asked: Path) -> tuple[Checkpoint, list[str]]:
@@ -535,18 +587,18 @@ def _listed(found: Sequence[Change]) -> str:
     return "; ".join(map(str, found))
 
 
-def _broadcast_file(data: bytes, size: int) -> bytes:
-    """Broadcasts the content of a file from rank 0.  Collective."""
+def _broadcast_file(data: bytes, size: int, source: int) -> bytes:
+    """Broadcasts the content of a file from a rank.  Collective."""
     if comm.world_size() > 1:
         comm.barrier()  # ranks may still unpack the previous file, and gloo waits only 30 s
         parts = []
         for first in range(0, size, _CHUNK):
             part = np.zeros(min(_CHUNK, size - first), np.uint8)
-            if comm.is_main():
+            if comm.rank() == source:
                 part[:] = np.frombuffer(data, np.uint8, len(part), first)
             tensor = paddle.to_tensor(part)
-            comm.broadcast_tensors([tensor], 0)
-            if not comm.is_main():
+            comm.broadcast_tensors([tensor], source)
+            if comm.rank() != source:
                 parts.append(tensor.numpy().tobytes())
         data = data or b"".join(parts)
     return data
@@ -677,14 +729,14 @@ def validate_resume(
     return now
 
 
-def prepare_output_dir(output_dir: Path, start: Start, run: Run) -> None:
-    """Moves files of other runs out of the run's folder.  Collective.
+def prepare_output_dir(start: Start, run: Run) -> None:
+    """Moves files of other runs out of the run's folder, wherever it writes.  Collective.
 
     An earlier run moves to `old-N` inside it; checkpoints that this run will rewrite move beside
     their folder.  Then the run's id is recorded with the job.
     Raises: CheckpointError: an OS error.
     """
-    snapshot = start.snapshot
+    snapshot, dirs, output_dir = start.snapshot, start.dirs, start.dirs.folder
     kept = snapshot.step if snapshot is not None and start.own else 0
 
     def clear() -> list[str]:
@@ -701,12 +753,20 @@ def prepare_output_dir(output_dir: Path, start: Start, run: Run) -> None:
                 f"the best checkpoint so far ({snapshot.state['best']:.4f}, step {best}) is not in "
                 f"{start.folder}: best appears there once an evaluation scores higher"
             )
+        if start.records:
+            replace_file(output_dir / _RECORDS, start.records)
         return said
 
-    start.warnings += comm.run_on_main(clear)
+    start.warnings += dirs.run(clear)
+    if snapshot is None:
+        dirs.forget()
     if comm.local_rank() == 0:  # each host has a folder of its own
         try:
-            write_note(_NOTE_FILE, asdict(JobNote(run.id, kept)))
+            before = read_note(RUN_NOTE) or {}
+            shared = before.get("shared", False) if dirs.shared is None else dirs.shared
+            folder = f"{output_dir.absolute()}"
+            note = JobNote(run.id, kept, start.generation, shared, folder)
+            write_note(RUN_NOTE, asdict(note))
         except OSError as error:
             _LOGGER.warning("a restart by fleetrun will start this run from scratch: %s", error)
 
@@ -740,11 +800,16 @@ class JobNote:
 
     Attributes:
         id: of the job's run.
-        saved: step of its last checkpoint, on rank 0's host; 0: none yet.
+        saved: step of its last checkpoint, on hosts that write them; 0: none yet.
+        generation: of the attempt.
+        shared: all hosts have the same output_dir.
     """
 
     id: str
     saved: int = 0
+    generation: int = 0
+    shared: bool = False
+    output_dir: str = ""
 
 
 def _note_of_job() -> JobNote | None:
@@ -752,15 +817,15 @@ def _note_of_job() -> JobNote | None:
 
     None: no attempt got that far, or there is no fleetrun.
     """
-    own = None if comm.local_rank() else read_note(_NOTE_FILE)
+    own = None if comm.local_rank() else read_note(RUN_NOTE)
     notes = [JobNote(**each) for each in comm.all_gather_object(own) if each]
-    return max(notes, key=lambda note: note.saved, default=None)
+    return max(notes, key=lambda note: (note.generation, note.saved), default=None)
 
 
 def note_saved(step: int) -> None:
-    """Records for the job that a checkpoint is saved; rank 0 only.
+    """Records for the job that a checkpoint is saved, where it is.
 
     Raises: OSError: the record cannot be replaced.
     """
-    if (note := read_note(_NOTE_FILE)) is not None:
-        write_note(_NOTE_FILE, {**note, "saved": step})
+    if (note := read_note(RUN_NOTE)) is not None:
+        write_note(RUN_NOTE, {**note, "saved": step})

@@ -8,7 +8,6 @@ import math
 import traceback
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 from ppdist.common.errors import CheckpointError, StorageError
 from ppdist.common.eta import EVALUATION, SAVING, duration
@@ -22,6 +21,7 @@ from ppdist.engine.callbacks import Callback, TrainingRun
 from ppdist.engine.checkpoint import (
     CheckpointWriter,
     newest_step,
+    path_of,
     room_warning,
     set_aside,
 )
@@ -37,6 +37,7 @@ from ppdist.engine.monitor import (
     Stopwatch,
     StragglerMonitor,
 )
+from ppdist.engine.output_dirs import OutputDirs
 from ppdist.engine.recovery import Recovery, check_replica_consistency, lr_factor
 from ppdist.engine.schedule_setup import ScheduleSetup
 from ppdist.engine.state import (
@@ -77,7 +78,7 @@ class TrainingParts:
     evaluated_model: ImageModel
     model_card: ModelCard
     log: RunLog
-    output_dir: Path
+    dirs: OutputDirs
     budget: TimeBudget | None = None
     callbacks: Sequence[Callback] = ()
 
@@ -90,7 +91,8 @@ class Trainer:
         self.bad_images, self.schedule = parts.bad_images, parts.schedule
         self.evaluator, self.evaluated_model = parts.evaluator, parts.evaluated_model
         self.log, self.budget = parts.log, parts.budget
-        self.folder = parts.output_dir / "checkpoints"
+        self.dirs = parts.dirs
+        self.folder = self.dirs.folder / "checkpoints"
         self.writer = CheckpointWriter(
             self.folder, dump_yaml(config), config.checkpoint.keep, note_saved,
             parts.model_card, self.log.sync,
@@ -102,7 +104,7 @@ class Trainer:
             batch_source=self.batch_source,
             schedule=self.schedule,
             log=self.log,
-            output_dir=parts.output_dir,
+            output_dir=self.dirs.folder,
             bad_steps_limit=config.train.bad_steps_limit,
         )
         per_epoch, log = self.schedule.steps_per_epoch, self.log
@@ -207,7 +209,9 @@ class Trainer:
             self.state.early_stopping = None
         if own:
             self._saved_step = self.state.step
-            comm.run_on_main(self._mend_links)
+            self.dirs.run(self._mend_links)
+            if self.dirs.copies and not path_of(self.folder, saved.step).is_dir():
+                self._hand_over(saved)  # this host had none
 
     # Begin and end
 
@@ -237,7 +241,7 @@ class Trainer:
         run = TrainingRun(
             train_step=self.train_step,
             evaluated_model=self.evaluated_model,
-            output_dir=self.folder.parent,
+            output_dir=self.dirs.folder,
             done_steps=state.step,
             total_steps=self.schedule.total_steps,
         )
@@ -413,7 +417,7 @@ class Trainer:
             moved = f"checkpoints beyond step {self.state.step} are now in {aside}"
             return moved if aside else ""
 
-        told = comm.run_on_main(move_aside)
+        told = self.dirs.run(move_aside)
         if told:
             self.log.warning(told)
         self._saved_step, self._owes_save = -1, False
@@ -514,7 +518,7 @@ class Trainer:
             if self._saved_step != state.step:
                 self._save()
             else:  # Resumed here.  It lacks the score, but who resumes here again evaluates again.
-                comm.run_on_main(lambda: self.writer.mend_links(best_step=state.step))
+                self.dirs.run(lambda: self.writer.mend_links(best_step=state.step))
 
     # Save
 
@@ -535,14 +539,19 @@ class Trainer:
             self.writer.make_room()
             snapshot = capture_state(self.train_step, state, self.schedule)
             self.recovery.keep(snapshot)
-            if comm.is_main():
-                self.writer.hand_over(snapshot)
+            self._hand_over(snapshot)
         self._saved_step = state.step
         self._each(lambda callback: callback.on_save(state.step))
 
+    def _hand_over(self, snapshot: Snapshot) -> None:
+        if self.dirs.writes:
+            self.writer.hand_over(snapshot)
+        self.dirs.note_newest(snapshot.step)
+
     def _warn_of_saving(self) -> None:
         for trouble in self.writer.troubles():
-            self.log.warning(f"{trouble}; training continues and will retry; free disk space")
+            warn = self.log.warning if comm.is_main() else _LOGGER.warning
+            warn(f"{trouble}; training continues and will retry; free disk space")
 
     def _finish_saving(self) -> None:
         """Waits until the last checkpoint is on disk.  Collective.
@@ -551,7 +560,7 @@ class Trainer:
         """
         heartbeat.beat("save", self.state.step)
         with self.log.spending(SAVING, self.state.step):
-            comm.run_on_main(self._write_the_last)
+            self.dirs.run(self._write_the_last)
 
     def _write_the_last(self) -> None:
         trouble = self.writer.finish()

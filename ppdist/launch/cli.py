@@ -8,6 +8,8 @@
       cards          which there are, which were asked for
       network        hosts, interfaces, ports
     rendezvous       hosts find each other and compare
+      membership     which of them train together
+      lease          who may, where they share output_dir
       connection     authentic lines between two of them
     control_channel  hosts tell one another how they end
     supervisor       the processes of this host's ranks

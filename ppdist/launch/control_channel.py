@@ -10,6 +10,7 @@ import socket
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Protocol
 
 from ppdist.common.process import STOPPED, USER_ERROR, boot_seconds
 from ppdist.launch.connection import (
@@ -21,7 +22,7 @@ from ppdist.launch.connection import (
     wait_for_any,
 )
 from ppdist.launch.outcome import Outcome
-from ppdist.launch.signals import at_once
+from ppdist.launch.signals import at_once, is_notice
 
 _POLL_SECONDS = 0.1
 _BEAT_SECONDS = 5.0
@@ -50,6 +51,8 @@ class HostEnd:
     step: int | None = None  # that failed, from 1
     stopped: bool = False  # a signal asked the run to stop
     is_guess: bool = False  # a probable cause: a host that knows one decides
+    leaves: bool = False  # it alone shall stop
+    goes_on: bool = False  # of a verdict: other hosts make the next world
 
     @classmethod
     def read(cls, message: Message, host: str) -> "HostEnd":
@@ -64,6 +67,8 @@ class HostEnd:
             step=integer_of(message, "step", 1, 10**12),
             stopped=bool(message.get("stopped")),
             is_guess=bool(message.get("guess")),
+            leaves=bool(message.get("leaves")),
+            goes_on=bool(message.get("goes_on")),
         )
 
     def as_message(self, kind: str, age: float = 0.0) -> Message:
@@ -81,6 +86,8 @@ class HostEnd:
             "step": self.step,
             "stopped": int(self.stopped),
             "guess": int(self.is_guess),
+            "leaves": int(self.leaves),
+            "goes_on": int(self.goes_on),
         }
 
     @property
@@ -109,6 +116,21 @@ def verdict(reports: Sequence[HostEnd]) -> HostEnd:
     return replace(decisive, stopped=any(report.stopped for report in reports))
 
 
+class Door(Protocol):
+    """Where hosts ask to be taken in: see rendezvous.py."""
+
+    def look(self) -> None: ...
+    def close(self) -> None: ...
+    def places(self) -> frozenset[int]:
+        """Hosts that asked just now, by their place in --ips."""
+
+    def waiting(self) -> list[str]:
+        """The same, as a user knows them."""
+
+    def replaced(self) -> list[str]:
+        """Addresses of hosts of this world whose fleetrun was started anew."""
+
+
 class ControlChannel:
     """The first host's connections to all others; elsewhere the one to it.
 
@@ -116,6 +138,8 @@ class ControlChannel:
         hosts: addresses of all hosts, each as the host itself gives it.
         stopped_by: SIGTERM when another host was stopped by a signal, else None.
         cause_known: whether a host reported why its ranks failed, not only that they lost others.
+        door: of the first host, where others ask to be taken in; None: nobody may.
+        left: hosts that said at the end that they go for good.
     """
 
     def __init__(
@@ -128,8 +152,11 @@ class ControlChannel:
         silence: float = _SILENCE_SECONDS,
         *,
         attempt: int = 0,
+        changes: int = 0,
         skip: tuple[int, ...] = (),
         nonce: str = "",
+        is_elastic: bool = False,
+        door: Door | None = None,
     ) -> None:
         """
         Args:
@@ -137,10 +164,18 @@ class ControlChannel:
             peers: connections by address.
             listener: of the first host, which turns late callers away.
             silence: seconds after which a silent host counts as lost.
-            attempt, skip: number of restarts and the skipped steps, as agreed in the handshake.
+            attempt, changes, skip: number of worlds before, how many ended because hosts went or
+                came, and the skipped steps, as agreed in the handshake.
             nonce: random text from the first host, for the name of the job.
+            is_elastic: the run goes on without hosts that are lost.
+            door: of the first host, where others ask to be taken in.
         """
-        self.attempt, self.skip, self.nonce = attempt, skip, nonce
+        self.attempt, self.changes, self.skip, self.nonce = attempt, changes, skip, nonce
+        self._is_elastic, self.door = is_elastic, door
+        self.left: list[str] = []
+        self._saved: int | None = None  # the step that was saved when a host first asked
+        self._makes_room = False  # it ends so that other hosts can join
+        self._lost: set[str] = set()
         self._own, self.hosts, self._peers = own, tuple(hosts), dict(peers)
         self._is_first = own == hosts[0]
         self._listener, self._say, self._silence = listener, say, silence
@@ -163,6 +198,11 @@ class ControlChannel:
             self._told_signal = True
             name = signal.Signals(received[0]).name
             self._tell(_stop(self._own, f"got {name}", by_signal=True))
+        if self.door is not None:
+            self.door.look()
+            for host in self.door.replaced():
+                if host in self._peers:
+                    self._lose(host, "its fleetrun was started anew")
         for host, peer in self._peers.items():
             for message in peer.receive():
                 self._hear(host, message)
@@ -187,6 +227,24 @@ class ControlChannel:
             send_away(self._listener, _SENT_AWAY, ending)
         return self._must_stop
 
+    def take_in(self, saved: int) -> None:
+        """Ends the world, at a checkpoint, if other hosts ask to be taken in.
+
+        Args: saved: step of the newest checkpoint.
+        """
+        waiting = self.door.waiting() if self.door is not None else []
+        if not waiting or self._stopping:
+            self._saved = None
+        elif self._saved is None:
+            self._saved = saved
+            self._say(f"host {', '.join(waiting)} is back; taken in at the next checkpoint")
+        elif saved > self._saved:
+            why = f"takes in host {', '.join(waiting)}"
+            self._say(f"{why}: stopping all ranks after their step")
+            self._makes_room = self._must_stop = True
+            self._obey(_stop(self._own, why, by_signal=True), self._own)
+            self._must_stop = True
+
     def tell_failure(self, failure: Outcome) -> None:
         """Stops the other hosts before all ranks of this one have ended."""
         if not self._stopping:
@@ -203,7 +261,7 @@ class ControlChannel:
             received: the signals that stopped this fleetrun; a new one stops the other hosts, a
                 second one ends the wait.
         """
-        self._report(outcome, bool(received))
+        self._report(outcome, received)
         begin, noted = time.monotonic(), False
         while self._verdict is None:
             self.watch(received)
@@ -211,16 +269,18 @@ class ControlChannel:
                 self.close()
                 return outcome
             if self._is_first and len(self._reports) == len(self.hosts):
-                self._verdict = verdict(list(self._reports.values()))
+                self._verdict = self._decide()
                 break
             if not noted and time.monotonic() - begin > _NOTE_SECONDS:
                 noted = True
                 self._say("the ranks of this host have ended; waiting for other hosts")
             self._wait()
         if self._is_first:
-            self._tell(self._verdict.as_message("verdict"))
+            self._tell(self._verdict.as_message("verdict") | {"left": self.left})
         self.close()
         ended = _as_seen_by(self._own, outcome, self._verdict)
+        if self._verdict.goes_on and not received:
+            return replace(ended, goes_on=True)
         if self._verdict.stopped and ended.stopped is None:
             ended = replace(ended, stopped=signal.SIGTERM)
         stopped = self._verdict.stopped or bool(received)
@@ -228,7 +288,22 @@ class ControlChannel:
             return ended
         return replace(ended, message=f"{ended.message}\n{_NO_CAUSE}")
 
-    def _report(self, outcome: Outcome, stopped: bool) -> None:
+    def _decide(self) -> HostEnd:
+        """The verdict, and whether the run goes on with other hosts."""
+        reports = list(self._reports.values())
+        found = verdict(reports)
+        self.left = [each.host for each in reports if each.leaves]
+        if not self._is_elastic or found.code == 0:
+            return found
+        if any(each.stopped and not each.leaves for each in reports):
+            return found  # a user has stopped the whole run
+        changed = self._makes_room or self.left or found.host in self._lost
+        if not changed or found.code == USER_ERROR:
+            return found
+        return replace(found, stopped=False, goes_on=True)
+
+    def _report(self, outcome: Outcome, received: Sequence[int]) -> None:
+        stopped = bool(received)
         age = max(0.0, boot_seconds() - outcome.time) if outcome.time else 0.0
         told = outcome.told or outcome.message
         if len(told) > _MESSAGE_LIMIT:
@@ -242,6 +317,7 @@ class ControlChannel:
             step=outcome.step,
             stopped=stopped,
             is_guess=outcome.is_guess,
+            leaves=self._is_elastic and stopped and is_notice(received),
         )
         if self._is_first:
             self._end(replace(mine, time=mine.time - age))
@@ -257,6 +333,8 @@ class ControlChannel:
             self._end(HostEnd.read(message, host))
         elif message["type"] == "verdict" and not self._is_first:
             self._verdict = HostEnd.read(message, text_of(message, "host", 300))
+            left = message.get("left")
+            self.left = [host for host in self.hosts if isinstance(left, list) and host in left]
 
     def _end(self, report: HostEnd) -> None:
         """Records on the first host how one host ended."""
@@ -268,7 +346,8 @@ class ControlChannel:
     def _lose(self, host: str, why: str) -> None:
         if host in self._reports or self._verdict is not None:
             return  # it has reported its end
-        lost = HostEnd(host, 1, why, False, self._peers[host].heard)
+        lost = HostEnd(host, 1, why, False, self._peers[host].heard, goes_on=self._is_elastic)
+        self._lost.add(host)
         self._peers[host].close()
         if self._is_first:
             self._end(lost)
@@ -311,6 +390,8 @@ class ControlChannel:
             peer.close()
         if self._listener is not None:
             self._listener.close()
+        if self.door is not None:
+            self.door.close()
 
 
 def _as_seen_by(own: str, outcome: Outcome, decisive: HostEnd) -> Outcome:

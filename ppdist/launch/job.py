@@ -2,13 +2,14 @@
 
 import hashlib
 import hmac
+import json
 import os
 import secrets
 import signal
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import TypeVar
@@ -17,7 +18,9 @@ from ppdist.common.errors import LaunchError, UserError
 from ppdist.common.process import (
     JOB_DIR_VARIABLE,
     JOB_VARIABLE,
+    MIN_HOSTS_VARIABLE,
     RESTART_VARIABLE,
+    RUN_NOTE,
     SKIP_STEP_VARIABLE,
     STARTED_VARIABLE,
     USER_ERROR,
@@ -25,12 +28,14 @@ from ppdist.common.process import (
 )
 from ppdist.launch.console import say, say_end
 from ppdist.launch.control_channel import ControlChannel
+from ppdist.launch.lease import Lease
+from ppdist.launch.membership import Memory
 from ppdist.launch.metrics import exporting
-from ppdist.launch.network import claimed, once_known
+from ppdist.launch.network import claimed, once_known, ranks_port
 from ppdist.launch.options import Options, parse_options
 from ppdist.launch.outcome import Outcome, stopped_before
 from ppdist.launch.rendezvous import own_handshake, rendezvous
-from ppdist.launch.signals import Stopped
+from ppdist.launch.signals import Stopped, noting_file
 from ppdist.launch.supervisor import private_files, private_folder
 from ppdist.launch.topology import LaunchPlan, Machine, make_plan, metrics_endpoint
 
@@ -53,7 +58,8 @@ def fleetrun(
 
     A restart runs the same command with PPDIST_RESTART in the environment, which makes
     tools/train.py continue from the newest checkpoint of this job.  No restart follows what would
-    only be repeated (wrong input) or was wanted (a signal).
+    only be repeated (wrong input) or was wanted (a signal).  With --min_hosts an attempt also ends
+    when a host goes or comes back; the next one, of the hosts that are there, is no restart.
 
     Args:
         machine: looks at the machine; called when the command line is known to be right.
@@ -70,10 +76,17 @@ def fleetrun(
         except Stopped:
             return stopped_before_begin(received).code
         beside.enter_context(exporting(folder, endpoint))
+        beside.enter_context(noting_file(options.preemption_file, say))
         outcome = job.attempt()
-        while not outcome.is_final and job.restarts.attempt < options.max_restart:
-            job.restarts.learn(outcome)
-            say(job.restarts.announcement(options.max_restart))
+        while not outcome.is_final and (
+            outcome.goes_on or job.restarts.failures < options.max_restart
+        ):
+            if outcome.goes_on:
+                job.restarts.change_hosts()
+                say("the hosts that are there go on from the newest checkpoint of this job")
+            else:
+                job.restarts.learn(outcome)
+                say(job.restarts.announcement(options.max_restart))
             try:
                 outcome = job.attempt()
             except LaunchError as error:  # the command was right; a host or a port is missing now
@@ -97,6 +110,7 @@ class _Job:
         self.options, self.environment, self.machine = options, environment, machine
         self.run, self.folder, self.received = run, folder, received
         self.restarts = Restarts()
+        self.memory, self.lease = Memory(), Lease()
         self.started = boot_seconds()
 
     def attempt(self) -> Outcome:
@@ -111,7 +125,7 @@ class _Job:
         except Stopped:
             return stopped_before_begin(self.received)
         if channel is not None:
-            self.restarts.agree(channel.attempt, channel.skip)
+            self.restarts.agree(channel.attempt, channel.changes, channel.skip)
         if not wait(pause, channel, self.received):
             outcome = stopped_before_begin(self.received)
             if channel is not None:
@@ -127,6 +141,8 @@ class _Job:
         variables = {JOB_VARIABLE: name_of_job(self.options.token, nonce)}
         variables |= {JOB_DIR_VARIABLE: str(self.folder), **self.restarts.variables}
         variables |= {STARTED_VARIABLE: f"{self.started}"}
+        if self.options.min_hosts is not None:
+            variables[MIN_HOSTS_VARIABLE] = f"{self.options.min_hosts}"
         plan = replace(plan, environment=plan.environment | variables)
         restarts = self.restarts.attempt
         folder = self.folder / str(restarts)
@@ -141,8 +157,21 @@ class _Job:
             # The others wait for this host already.
             code = 1 if restarts else USER_ERROR  # it has worked before
             outcome = channel.finish(Outcome(code, f"error: {error}"), [])
+        if channel is not None:
+            self.remember(channel)
         say_end(outcome)
         return outcome
+
+    def remember(self, channel: ControlChannel) -> None:
+        """What the next world depends on."""
+        place_of = dict(zip(channel.hosts, sorted(self.memory.formed.places)))
+        self.memory.left |= {place_of[host] for host in channel.left}
+        if channel.door is not None:
+            self.memory.awaited |= channel.door.places()
+        with suppress(OSError, ValueError, KeyError):  # no rank got so far
+            note = json.loads((self.folder / RUN_NOTE).read_text(encoding="utf-8"))
+            if note["shared"]:
+                self.memory.shares_output, self.lease.folder = True, Path(note["output_dir"])
 
     def connect_hosts(self) -> tuple[LaunchPlan, ControlChannel | None]:
         """The plan, and the channel to other hosts if there are any.
@@ -153,16 +182,20 @@ class _Job:
         if plan.rendezvous_port is None:
             return plan, None
         self.say_plan(plan)
+        restarts, port = self.restarts, plan.rendezvous_port
         channel = rendezvous(
-            own_handshake(self.options, plan, self.restarts.attempt, self.restarts.skip),
-            plan.rendezvous_port,
+            own_handshake(self.options, plan, restarts.attempt, restarts.changes, restarts.skip),
+            port,
             self.options.start_timeout,
             say,
             self.received,
             self.options.token,
             self.machine.network.resolve,
+            self.memory,
+            self.lease,
         )
-        return replace(plan, hosts=channel.hosts), channel
+        ports = (port, ranks_port(port, len(plan.hosts))) if channel.hosts[0] == plan.host else ()
+        return replace(plan, hosts=channel.hosts, ports=ports), channel
 
     def plan(self) -> LaunchPlan:
         return make_plan(self.options, self.environment, self.machine)
@@ -210,11 +243,12 @@ class Restarts:
 
     Attributes:
         attempt: 0 at first.
+        changes: attempts that ended because a host went or came.
         skip: steps that failed twice: something in their images ends the ranks.
     """
 
     def __init__(self) -> None:
-        self.attempt = 0
+        self.attempt = self.changes = 0
         self.skip: tuple[int, ...] = ()
         self._failures: Counter[int] = Counter()  # by step
         self._furthest = 0  # step that was reached
@@ -234,9 +268,19 @@ class Restarts:
             if self._failures[step] >= _POISON_FAILURES:
                 self.skip = tuple(sorted({*self.skip, step}))
 
-    def agree(self, attempt: int, skip: tuple[int, ...]) -> None:
+    def change_hosts(self) -> None:
+        """The next attempt has other hosts; none has failed."""
+        self.attempt += 1
+        self.changes += 1
+        self._without_progress = 0
+
+    def agree(self, attempt: int, changes: int, skip: tuple[int, ...]) -> None:
         """What all hosts agreed on when they met."""
-        self.attempt, self.skip = attempt, skip
+        self.attempt, self.changes, self.skip = attempt, changes, skip
+
+    @property
+    def failures(self) -> int:
+        return self.attempt - self.changes
 
     @property
     def pause(self) -> float:
@@ -258,7 +302,7 @@ class Restarts:
     def announcement(self, most: int) -> str:
         """What happens next, and why."""
         text = (
-            f"restart {self.attempt} of {most} in {self.pause:g} s, from the newest checkpoint "
+            f"restart {self.failures} of {most} in {self.pause:g} s, from the newest checkpoint "
             f"of this job, or anew where there is none"
         )
         if self.skip:

@@ -52,7 +52,8 @@ TOKEN_VARIABLE, TOKEN_FILE_VARIABLE = "PPDIST_JOB_TOKEN", "PPDIST_JOB_TOKEN_FILE
 TOKEN_VARIABLES = (TOKEN_VARIABLE, TOKEN_FILE_VARIABLE)
 _LEAST_TOKEN, _MOST_TOKEN = 16, 4096  # characters
 START_SECONDS = 600
-MOST_RESTARTS = 1_000_000
+MOST_RESTARTS, MOST_SECONDS = 1_000_000, 1_000_000
+REJOIN_SECONDS = 60
 
 
 @dataclass(frozen=True)
@@ -95,6 +96,23 @@ _OURS = (
         "start again from the newest checkpoint up to K times after a failure, on all hosts "
         "together (default 0)",
         ("PADDLE_MAX_RESTART",),
+    ),
+    Option(
+        ("--min_hosts",),
+        "N",
+        "with --ips: go on without hosts that are lost or leave, while N are there; those that "
+        "come back are taken in at the next checkpoint (docs/distributed.md; default: all)",
+    ),
+    Option(
+        ("--rejoin_seconds",),
+        "SECONDS",
+        f"with --min_hosts: how long to wait for a lost host (default {REJOIN_SECONDS})",
+    ),
+    Option(
+        ("--preemption_file",),
+        "FILE",
+        "a notice that this host will be taken away: once FILE is there, it stops like after "
+        "SIGTERM, with a checkpoint",
     ),
     Option(("--host",), "A", "this host in --ips, where it cannot be detected", ("POD_IP",)),
     Option(
@@ -184,6 +202,9 @@ class Options:
     metrics_port: int | None = None
     master: str | None = None
     max_restart: int = 0
+    min_hosts: int | None = None  # None: all
+    rejoin_seconds: int = REJOIN_SECONDS
+    preemption_file: str | None = None
     log_dir: str = "log"
     log_overwrite: bool = False
     token: str = field(default="", repr=False)  # of the job; "": none was given
@@ -221,6 +242,7 @@ def parse_options(arguments: Sequence[str], environment: Mapping[str, str]) -> O
     _refuse_without_effect(values, given)
     taken = {option.key for option in _OURS}
     metrics_address, metrics_port = _endpoint(values, "metrics_port")
+    rejoin = _integer(values, "rejoin_seconds", 0, MOST_SECONDS)
     kind, cards = _cards(values.get(_CARDS.key), environment.get(KIND_VARIABLE) or _GPU)
     return Options(
         script=_OWN_COMMANDS if rest[0] == "ppdist" else rest[0],
@@ -232,11 +254,14 @@ def parse_options(arguments: Sequence[str], environment: Mapping[str, str]) -> O
         processes=_integer(values, "nproc_per_node", 1, 4096),
         host=values.get("host"),
         start_port=_integer(values, "start_port", 1024, 65535),
-        start_timeout=_integer(values, "start_timeout", 1, 1_000_000) or START_SECONDS,
+        start_timeout=_integer(values, "start_timeout", 1, MOST_SECONDS) or START_SECONDS,
         metrics_address=metrics_address,
         metrics_port=metrics_port,
         master=values.get("master"),
         max_restart=_integer(values, "max_restart", 0, MOST_RESTARTS) or 0,
+        min_hosts=_integer(values, "min_hosts", 1, 4096),
+        rejoin_seconds=REJOIN_SECONDS if rejoin is None else rejoin,
+        preemption_file=values.get("preemption_file"),
         log_dir=values.get("log_dir", "log"),
         log_overwrite=_boolean(values, "log_overwrite"),
         token=token,

@@ -201,6 +201,8 @@ class Outcome:
     reached: int = field(default=0, compare=False)  # the last step that began here
     # Ranks waited in vain and one made no progress, but the cause may be another.
     is_guess: bool = field(default=False, compare=False)
+    # Its hosts went or came, and those that are there make the next world.
+    goes_on: bool = field(default=False, compare=False)
 
     @property
     def knows_cause(self) -> bool:
@@ -209,6 +211,8 @@ class Outcome:
     @property
     def is_final(self) -> bool:
         """Whether a restart would be wrong or useless."""
+        if self.goes_on:
+            return False
         return self.code in (0, USER_ERROR, STOPPED) or self.stopped is not None
 
 

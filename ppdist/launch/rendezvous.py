@@ -2,6 +2,9 @@
 
     handshake    what each host was started with, and what must agree
     rendezvous   all hosts listen on the start port; the first calls the others, they call it
+    door         where the first of a running world hears of hosts that come back
+
+Which of them train together is decided in membership.py.
 
 So two runs of rank 0, ranks that would wait for ever or that would train different things are one
 message on every host instead.  Each host says its own address: names of --ips may be known late, or
@@ -17,7 +20,7 @@ import secrets
 import socket
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from itertools import takewhile
 from pathlib import PurePath
@@ -37,9 +40,11 @@ from ppdist.launch.connection import (
     wait_for_any,
 )
 from ppdist.launch.control_channel import ControlChannel
+from ppdist.launch.lease import Lease
+from ppdist.launch.membership import Gathering, Knocks, Memory
 from ppdist.launch.network import MOST_HOSTS, listed, port_in_use, typed_hosts
-from ppdist.launch.options import MOST_RESTARTS, Options
-from ppdist.launch.signals import Stopped
+from ppdist.launch.options import MOST_RESTARTS, MOST_SECONDS, Options
+from ppdist.launch.signals import Stopped, is_notice
 from ppdist.launch.topology import LaunchPlan, installed_version
 
 _LIST_LIMIT, _WORD_LIMIT = MOST_HOSTS, 4096
@@ -59,7 +64,10 @@ class Handshake:
     paddle: str
     names: tuple[str, ...] = ()  # of the hosts, as they were typed
     max_restart: int = 0
-    attempt: int = 0  # how often this host has restarted the run
+    min_hosts: int = 0  # 0: all of them
+    rejoin_seconds: int = 0
+    attempt: int = 0  # how many worlds of the run this host has seen end
+    changes: int = 0  # how many of them because a host went or came
     skip: tuple[int, ...] = ()  # steps that failed twice and are left out
     identity: str = ""  # of this fleetrun, drawn at random
 
@@ -79,6 +87,11 @@ class Handshake:
         return self.place == 0
 
     @property
+    def is_elastic(self) -> bool:
+        """Whether the run goes on without hosts that are lost."""
+        return 0 < self.min_hosts < len(self.hosts)
+
+    @property
     def has_names(self) -> bool:
         """Whether hosts were named: names may get other addresses."""
         return self.names not in ((), self.hosts)
@@ -89,7 +102,7 @@ class Handshake:
 
 
 def own_handshake(
-    options: Options, plan: LaunchPlan, attempt: int, skip: tuple[int, ...]
+    options: Options, plan: LaunchPlan, attempt: int, changes: int, skip: tuple[int, ...]
 ) -> Handshake:
     """What this host says."""
     return Handshake(
@@ -103,7 +116,10 @@ def own_handshake(
         paddle=installed_version("paddlepaddle-gpu") or installed_version("paddlepaddle"),
         names=tuple(typed_hosts(options.ips or "")),
         max_restart=options.max_restart,
+        min_hosts=options.min_hosts or 0,
+        rejoin_seconds=options.rejoin_seconds,
         attempt=attempt,
+        changes=changes,
         skip=skip,
         identity=secrets.token_hex(16),
     )
@@ -116,7 +132,10 @@ def read_handshake(message: Message) -> Handshake | None:
     values: dict[str, Any] = {
         "processes": integer_of(message, "processes", 1, 4096),
         "max_restart": integer_of(message, "max_restart", 0, MOST_RESTARTS),
+        "min_hosts": integer_of(message, "min_hosts", 0, _LIST_LIMIT),
+        "rejoin_seconds": integer_of(message, "rejoin_seconds", 0, MOST_SECONDS),
         "attempt": integer_of(message, "attempt", 0, MOST_RESTARTS),
+        "changes": integer_of(message, "changes", 0, MOST_RESTARTS),
         "skip": _steps(message),
         **{key: _words(message, key) for key in ("hosts", "arguments", "names")},
     }
@@ -173,6 +192,9 @@ def differences(mine: Handshake, theirs: Handshake) -> list[str]:
             differ("arguments of the script", own or "none", other or "none", remedy)
     remedy = "hosts restart together: give the same --max_restart on every host"
     differ("restarts", str(mine.max_restart), str(theirs.max_restart), remedy)
+    remedy = "hosts must agree on when to go on without one: give the same options on every host"
+    differ("--min_hosts", str(mine.min_hosts), str(theirs.min_hosts), remedy)
+    differ("--rejoin_seconds", str(mine.rejoin_seconds), str(theirs.rejoin_seconds), remedy)
     remedy = "install the same version on every host"
     differ("ppdist", mine.ppdist or "none", theirs.ppdist or "none", remedy)
     differ("paddle", mine.paddle or "none", theirs.paddle or "none", remedy)
@@ -220,6 +242,7 @@ _CALLERS = 64  # of unknown addresses, that have not said who they are
 # name may be cached that was another run's host.
 _BUSY_CALLS = 30
 _OTHER_FILES = 64  # of fleetrun, but connections
+LATER = "the others train; this host is taken in at their next checkpoint"
 _MOST_REFUSED = 20  # lines about callers that were refused
 
 
@@ -231,8 +254,10 @@ def rendezvous(
     received: Sequence[int] = (),
     token: str = "",
     resolve: Callable[[str], str | None] = lambda name: None,
+    memory: Memory | None = None,
+    lease: Lease | None = None,
 ) -> ControlChannel:
-    """Waits for all hosts of the run and connects them.
+    """Waits for the hosts of the next world and connects them.
 
     For a restart they meet again.  A host that was lost and is started again joins them: it takes
     over from the others how often the run was restarted, and which steps are left out.
@@ -244,9 +269,12 @@ def rendezvous(
         received: signals so far; with one the waiting ends.
         token: of the job; hosts that do not know it are refused.
         resolve: the address behind a name of --ips by now, or None.
+        memory: of earlier worlds; gets the next.
+        lease: of the job, for hosts that share output_dir.
     Raises: LaunchError: a host does not come in time, or was started with something else.  Stopped.
     """
-    hosts = _Rendezvous(mine, port, say, token, resolve)
+    memory, lease = memory or Memory(), lease or Lease()
+    hosts = _Rendezvous(mine, port, say, token, resolve, memory, lease)
     try:
         hosts.wait(seconds, received)
         return hosts.channel()
@@ -265,35 +293,50 @@ class _Rendezvous:
         say: Callable[[str], None],
         token: str,
         resolve: Callable[[str], str | None],
+        memory: Memory,
+        lease: Lease,
     ) -> None:
         self.mine, self.port, self.say, self.token = mine, port, say, token
         self.resolve, self.looked_up = resolve, dict.fromkeys(range(len(mine.hosts)), 0.0)
         self.hosts = list(mine.hosts)  # addresses, as far as known
-        self.joined: dict[Connection, int] = {}  # the first host has all the others', they have its
-        self.identities: dict[int, str] = {}  # of those that have joined
+        self.memory, self.lease = memory, lease
+        self.links: dict[int, Connection] = {}  # to the hub, or of the hub to those that follow it
+        self.identities: dict[int, str] = {}
         self.callers: list[Connection] = []  # that have not yet joined
         self.calls: dict[int, Connection] = {}  # begun here, of hosts that have not yet joined
-        self.firsts: dict[Connection, Handshake] = {}  # what the first host has said of itself
+        self.met: dict[Connection, Handshake] = {}  # started alike, and not yet joined
+        self.meeting: Connection | None = None  # one of them, while it is met
         self.tried: dict[int, str] = {}  # what came of the last call
         self.called: dict[int, float] = {}
         self.busy: Counter[int] = Counter()  # calls in a row that met a run in progress
         self.refused: set[str] = set()  # what was said of callers
-        self.complete = False
-        self.attempt, self.skip = mine.attempt, set(mine.skip)  # the most that any host has seen
-        if mine.is_first:  # who calls while it is called has two connections
+        # The most that any host has seen.
+        self.attempt, self.changes, self.skip = mine.attempt, mine.changes, set(mine.skip)
+        if mine.is_first or mine.is_elastic:  # who calls while it is called has two connections
             allow_files(2 * len(mine.hosts) + _CALLERS + _OTHER_FILES)
         self.listener = _listen(mine, port)
+        self.since = time.monotonic()  # the latest news that the waiting is worth it
+        self.gathering = Gathering(
+            memory, mine.place, len(mine.hosts), mine.min_hosts or len(mine.hosts),
+            mine.rejoin_seconds, self.since, self._send, self._drop, lease.take,
+        )  # fmt: skip
+
+    @property
+    def is_hub(self) -> bool:
+        return self.gathering.hub == self.mine.place
 
     @property
     def missing(self) -> list[int]:
-        expected = range(1, len(self.hosts)) if self.mine.is_first else (0,)
-        return [place for place in expected if place not in self.identities]
+        """Hosts that this one would like to reach."""
+        now = time.monotonic()
+        places = range(len(self.hosts))
+        return [place for place in places if self.gathering.looks_for(place, now)]
 
     def wait(self, seconds: float, received: Sequence[int]) -> None:
         begin = reported = time.monotonic()
-        while not self.complete:
+        while self.gathering.world is None:
             if received:
-                self._stop()
+                self._stop(received)
             self._call_missing()
             self._pause()
             self._take_calls()
@@ -302,45 +345,59 @@ class _Rendezvous:
             for place, call in list(self.calls.items()):
                 self._hear(call, place)
             self._hear_joined()
-            if self.mine.is_first and not self.missing:
-                go = {"type": "go", "attempt": self.attempt, "skip": sorted(self.skip)}
-                self._tell_joined(go | {"hosts": self.hosts})
-                self.complete = True
             now = time.monotonic()
-            # Who has joined leaves it to the first host, which knows who is missing.
-            timeout = seconds + _TIMEOUT_SECONDS * (not self.mine.is_first and not self.missing)
-            if not self.complete and now - begin > timeout:
+            self.gathering.tick(now)
+            if not self.is_hub:
+                self.lease.release()
+            if self.gathering.world is not None:
+                return
+            # Who has joined leaves it to the hub, which knows who is missing.
+            timeout = seconds + _TIMEOUT_SECONDS * (not self.is_hub)
+            if now - self.since > timeout:
                 what = f"gave up after {seconds:g} s (--start_timeout): {self._missing_hosts()}"
                 self._fail(LaunchError(what, code="hosts_missing"))
-            if not self.complete and now - reported >= _REPORT_SECONDS:
+            if now - reported >= _REPORT_SECONDS:
                 reported = now
                 text = f"{self._missing_hosts()} ({now - begin:.0f} s)"
-                if self.missing:
+                if self.is_hub or self.missing:
                     self.say(text)
-                if self.mine.is_first:
+                if self.is_hub:
                     waiting = f"host {self.mine.host}: {text}"
                     self._tell_joined({"type": "waiting", "text": waiting})
 
     def channel(self) -> ControlChannel:
+        world, own = self.gathering.world, self.mine.place
+        assert world is not None
         self._close_pending()
-        if not self.mine.is_first and self.listener is not None:
+        places, door = sorted(world.places), None
+        if not self.is_hub and self.listener is not None:
             self.listener.close()
             self.listener = None
-        self.say(f"all {len(self.hosts)} hosts are connected")
+        if self.mine.is_elastic and self.listener is not None:
+            there = {place: self.hosts[place] for place in places}
+            door = Door(self.listener, self.mine, self.token, there)
+        known = self.identities | {own: self.mine.identity}
+        absent = [self.hosts[each] for each in range(len(self.hosts)) if each not in places]
+        all_of = f"all {len(places)}" if not absent else f"{len(places)} of {len(self.hosts)}"
+        without = f", without {', '.join(absent)}" if absent else ""
+        self.say(f"{all_of} hosts are connected{without}")
         return ControlChannel(
             self.mine.host,
-            self.hosts,
-            {self.hosts[place]: connection for connection, place in self.joined.items()},
-            self.listener,
+            [self.hosts[place] for place in places],
+            {self.hosts[place]: link for place, link in self.links.items() if place in places},
+            None if door else self.listener,
             self.say,
             attempt=self.attempt,
+            changes=self.changes,
             skip=tuple(sorted(self.skip)),
-            nonce=self.identities.get(0, self.mine.identity),
+            nonce=known[self.gathering.hub],
+            is_elastic=self.mine.is_elastic,
+            door=door,
         )
 
     def leave(self) -> None:
         self._close_pending()
-        for connection in self.joined:
+        for connection in self.links.values():
             connection.close()
         if self.listener is not None:
             self.listener.close()
@@ -349,12 +406,14 @@ class _Rendezvous:
         for connection in (*self.callers, *self.calls.values()):
             connection.close()
 
-    def _stop(self) -> NoReturn:
+    def _stop(self, received: Sequence[int]) -> NoReturn:
         """Raises Stopped; before a restart, stops the other hosts, too.
 
         At the very start they keep waiting: the command is being typed again.
         """
-        if self.attempt:
+        if self.mine.is_elastic and is_notice(received):
+            self._tell_joined({"type": "left"})
+        elif self.attempt:
             self._tell_joined({"type": "stopped"})
         raise Stopped
 
@@ -372,7 +431,7 @@ class _Rendezvous:
             call.send(self.mine.message())
 
     def _pause(self) -> None:
-        others = (*self.callers, *self.joined, *self.calls.values())
+        others = (*self.callers, *self.links.values(), *self.calls.values())
         open_ones = [each for each in others if each.closed is None]
         calling = [each for each in open_ones if each.connecting]
         reading = [each for each in open_ones if not each.connecting]
@@ -399,18 +458,18 @@ class _Rendezvous:
         """
         over = ""
         for message in connection.receive():
-            if connection in self.joined:
-                self._obey(message)
+            if self._has_joined(connection):
+                self._obey(self.met[connection].place, message)
             elif not over:
                 over = self._answer(connection, place, message)
-        joined = connection in self.joined
+        joined = self._has_joined(connection)
         if not over and not joined:
             since = connection.opened if place is None else connection.heard
             late = time.monotonic() - since > _HANDSHAKE_SECONDS and not connection.connecting
             over = connection.closed or (connection.silence if late else "")
             if not over:
                 return
-        self.firsts.pop(connection, None)
+        self.met.pop(connection, None)
         if not joined:
             connection.close()
         if place is not None:
@@ -435,19 +494,21 @@ class _Rendezvous:
         theirs = read_handshake(message)
         if theirs is not None:
             return self._compare(connection, place, theirs)
-        if message["type"] == "joined" and connection in self.firsts:
-            self._join(self.firsts[connection], connection)
-            return ""
+        if message["type"] == "later" and place is not None and self.mine.is_elastic:
+            self.since = time.monotonic()
+            return LATER
         if message["type"] == "refused" and place is not None:
             text = text_of(message, "text")
             if not self.mine.has_names:  # else another run may have the address that a name had
                 what = f"host {self.hosts[place]} refused this one, {self.mine.host}: {text}"
                 self._fail(LaunchError(what, code="host_refused"))
             return f"it refuses this one: {text}"
+        if connection in self.met:
+            return self._join(self.met[connection], connection, message)
         return OTHER_PROGRAM
 
     def _compare(self, connection: Connection, place: int | None, theirs: Handshake) -> str:
-        """Compares, and lets a host join that may; returns as `_answer`.
+        """Compares, and meets a host that may join; returns as `_answer`.
 
         Raises: LaunchError: it belongs to this run, and was started with something else.
         """
@@ -469,13 +530,12 @@ class _Rendezvous:
             lines = "\n".join(found)
             what = f"host {theirs.host} was started differently.\n{lines}"
             self._fail(LaunchError(what, code="hosts_differ"))
-        if not self.mine.is_first:
-            self.firsts[connection] = theirs
-        elif theirs.place in self.identities:
+        if theirs.place in self.links:
             return "it has joined by another connection"
-        else:
-            connection.send({"type": "joined"})
-            self._join(theirs, connection)
+        self.met[connection] = theirs
+        self.meeting = connection
+        self.gathering.meet(theirs.place)
+        self.meeting = None
         return ""
 
     def _refusal(self, theirs: Handshake, agrees: bool) -> str:
@@ -483,6 +543,10 @@ class _Rendezvous:
         if theirs.host not in self.mine.hosts and not self.mine.same_names(theirs):
             self._report_refused(f"rejected {theirs.host[:60]}: it is not among --ips of this host")
             return f"it is not among --ips {listed(self.mine.hosts)} there"
+        before = self.identities.get(theirs.place)
+        if self.mine.is_elastic and agrees and before not in (None, theirs.identity):
+            self._drop(theirs.place)  # it was started again, and its power was gone before
+            self.gathering.lose(theirs.place)
         known = self.identities | {self.mine.place: self.mine.identity}
         taken = [self.hosts[place] for place in known if known[place] != theirs.identity]
         same_place = agrees and known.get(theirs.place, theirs.identity) != theirs.identity
@@ -500,61 +564,170 @@ class _Rendezvous:
             self.refused.add(text)
             self.say(text)
 
-    def _join(self, theirs: Handshake, connection: Connection) -> None:
-        self.joined[connection] = theirs.place
-        self.identities[theirs.place] = theirs.identity
-        self.hosts[theirs.place] = theirs.host
+    def _join(self, theirs: Handshake, connection: Connection, message: Message) -> str:
+        """Handles what a host says that was met; returns as `_answer`."""
+        place = theirs.place
+        if message["type"] == "join":
+            if place in self.links:
+                return "it has joined by another connection"
+        elif message["type"] not in ("joined", "moved"):
+            return OTHER_PROGRAM
+        self.links[place], self.identities[place] = connection, theirs.identity
+        self.hosts[place] = theirs.host
         self.attempt = max(self.attempt, theirs.attempt)
+        self.changes = max(self.changes, theirs.changes)
         self.skip |= set(theirs.skip)
+        return "" if self.gathering.hear(place, message) else OTHER_PROGRAM
+
+    def _has_joined(self, connection: Connection) -> bool:
+        theirs = self.met.get(connection)
+        return theirs is not None and self.links.get(theirs.place) is connection
+
+    def _send(self, place: int, message: Message) -> None:
+        """Sends a message of the gathering."""
+        if message["type"] == "begin":
+            message = message | {
+                "attempt": self.attempt,
+                "changes": self.changes,
+                "skip": sorted(self.skip),
+                "hosts": self.hosts,
+            }
+        connection = self.links.get(place, self.meeting)
+        if connection is not None:
+            connection.send(message)
+
+    def _drop(self, place: int) -> None:
+        """Ends the connection to a host that this one does not follow, or that does not follow."""
+        connection = self.links.pop(place, self.meeting)
+        self.identities.pop(place, None)
+        if connection is not None:
+            connection.close("it follows another host")
 
     def _hear_joined(self) -> None:
-        for connection, place in list(self.joined.items()):
+        now = time.monotonic()
+        for place, connection in list(self.links.items()):
             for message in connection.receive():
-                self._obey(message)
-            if connection.closed is not None and not self.complete:
-                del self.joined[connection], self.identities[place]
-                self.tried[place] = "it disconnected"
-                self.say(f"host {self.hosts[place]} disconnected before the run began")
+                if self.links.get(place) is connection:
+                    self._obey(place, message)
+            silent = place == self.gathering.hub and now - connection.heard > _TIMEOUT_SECONDS
+            if self.mine.is_elastic and silent and connection.closed is None:
+                connection.close("no answer")
+            if connection.closed is not None and self.links.get(place) is connection:
+                if self.gathering.world is None:
+                    del self.links[place], self.identities[place]
+                    self.tried[place] = "it disconnected"
+                    if not self.mine.is_elastic:  # else it may follow another host now
+                        self.say(f"host {self.hosts[place]} disconnected before the run began")
+                self.gathering.lose(place)
 
-    def _obey(self, message: Message) -> None:
-        """Obeys the first host, or a host that stops."""
+    def _obey(self, place: int, message: Message) -> None:
+        """Obeys the hub, or a host that stops."""
+        of_hub = place == self.gathering.hub
         if message["type"] == "stopped":
-            if self.mine.is_first:
-                self._stop()
+            if self.is_hub:
+                self._tell_joined({"type": "stopped"})
             raise Stopped
-        if self.mine.is_first:
-            return
-        if message["type"] == "go":
-            self.complete = True
-            self.attempt = integer_of(message, "attempt", 0, MOST_RESTARTS) or 0
-            self.skip = set(_steps(message) or ())
-            self.hosts = list(_words(message, "hosts") or self.hosts)
-        elif message["type"] == "waiting":
+        if message["type"] == "left":
+            self.memory.left |= {place}
+        elif message["type"] == "waiting" and of_hub:
             self.say(text_of(message, "text"))
-        elif message["type"] == "refused":
+        elif message["type"] == "refused" and of_hub:
             text, code = text_of(message, "text"), text_of(message, "code", 100)
-            raise Failure(LaunchError.kind, code, f"host {self.hosts[0]}: {text}").error()
+            raise Failure(LaunchError.kind, code, f"host {self.hosts[place]}: {text}").error()
+        else:
+            if message["type"] == "begin" and of_hub:
+                self.attempt = integer_of(message, "attempt", 0, MOST_RESTARTS) or 0
+                self.changes = integer_of(message, "changes", 0, MOST_RESTARTS) or 0
+                self.skip = set(_steps(message) or ())
+                hosts = _words(message, "hosts") or ()
+                self.hosts = list(hosts) if len(hosts) == len(self.hosts) else self.hosts
+            self.gathering.hear(place, message)
 
     def _missing_hosts(self) -> str:
-        if not self.missing:
-            return f"waiting for host {self.hosts[0]} to say that all are there"
+        hub = self.gathering.hub
+        if not self.is_hub:
+            return f"waiting for host {self.hosts[hub]} to say that all are there"
+        here, places = {self.mine.place, *self.gathering.followers}, range(len(self.hosts))
+        if not (self.mine.is_first or self.mine.is_elastic):  # it can only join the first
+            places = range(1)
+        missing = [place for place in places if place not in here]
         whose: dict[str, list[str]] = {}  # by what came of the calls
-        for place in self.missing:
+        for place in missing:
             why = self.tried.get(place, "no answer yet")
             whose.setdefault(why, []).append(self.hosts[place])
         each = [f"{listed(hosts)} ({why})" for why, hosts in whose.items()]
-        of_all = f"{len(self.missing)} of {len(self.hosts)} hosts on port {self.port}"
-        return f"still waiting for {of_all}: {'; '.join(each)}"
+        of_all = f"{len(missing)} of {len(self.hosts)} hosts on port {self.port}"
+        text = f"still waiting for {of_all}: {'; '.join(each)}"
+        return f"{text}; {self.gathering.waits_for}" if self.mine.is_elastic else text
 
     def _fail(self, error: LaunchError) -> NoReturn:
         """Raises: this error, which the hosts that have joined get as well."""
-        if self.mine.is_first:
+        if self.is_hub:
             self._tell_joined({"type": "refused", "text": str(error), "code": error.code})
         raise error
 
     def _tell_joined(self, message: Message) -> None:
-        for connection in self.joined:
+        for connection in self.links.values():
             connection.send(message)
+
+
+class Door:
+    """Where the hub of a running world hears of hosts that come back.
+
+    Args: world: addresses of its hosts, by place.
+    """
+
+    def __init__(
+        self, listener: socket.socket, mine: Handshake, token: str, world: Mapping[int, str]
+    ) -> None:
+        self._listener, self._mine, self._token, self._world = listener, mine, token, world
+        self._callers: list[Connection] = []
+        self._knocks = Knocks()
+
+    def look(self) -> None:
+        """Answers whoever calls."""
+        with contextlib.suppress(OSError):  # BlockingIOError: no connection
+            for _ in range(_CALLERS):
+                self._callers.append(Connection(self._listener.accept()[0], self._token))
+        now = time.monotonic()
+        for caller in list(self._callers):
+            for message in caller.receive()[:1]:
+                self._answer(caller, message, now)
+            if caller.closed is None and now - caller.opened > _HANDSHAKE_SECONDS:
+                caller.close()
+            if caller.closed is not None:
+                self._callers.remove(caller)
+
+    def waiting(self) -> list[str]:
+        """Hosts that ask to be taken in, as typed or by address."""
+        names = self._mine.names or self._mine.hosts
+        return [names[place] for place in sorted(self.places())]
+
+    def replaced(self) -> list[str]:
+        """Addresses of hosts of this world whose fleetrun was started anew."""
+        return [self._world[place] for place in self.places() & self._world.keys()]
+
+    def places(self) -> frozenset[int]:
+        """Of hosts that asked just now."""
+        return self._knocks.waiting(time.monotonic())
+
+    def close(self) -> None:
+        for caller in self._callers:
+            caller.close()
+        self._listener.close()
+
+    def _answer(self, caller: Connection, message: Message, now: float) -> None:
+        theirs = read_handshake(message)
+        if theirs is None:
+            caller.close()
+            return
+        found = differences(self._mine, theirs)
+        if found:
+            caller.send({"type": "refused", "text": found[0]})
+        else:
+            caller.send({"type": "later"})
+            self._knocks.hear(theirs.place, now)
+        caller.close()
 
 
 def _listen(mine: Handshake, port: int) -> socket.socket | None:
@@ -565,6 +738,6 @@ def _listen(mine: Handshake, port: int) -> socket.socket | None:
         except OSError as error:
             if error.errno != errno.EADDRNOTAVAIL:
                 break
-    if mine.is_first:
+    if mine.is_first or mine.is_elastic:
         raise port_in_use(port, len(mine.hosts))
     return None

@@ -27,6 +27,7 @@ from ppdist.common.errors import LaunchError
 from ppdist.common.process import (
     BACKUP_VARIABLE,
     EXIT_DIR_VARIABLE,
+    RUN_NOTE,
     STOPPED,
     boot_seconds,
     is_alive,
@@ -199,6 +200,8 @@ class _Job:
         """What has happened since the last look, and what follows from it."""
         others_stop = others_failed = others_wait = False
         if self._channel is not None:
+            if self._channel.door is not None and not self._stop_sent:
+                self._channel.take_in(_saved_step(self._folder.parent))
             others_stop = self._channel.watch(self._received)
             others_failed = others_stop and self._channel.stopped_by is None
             others_wait = others_failed and not self._channel.cause_known
@@ -309,6 +312,16 @@ def passed_on(variables: dict[str, str], folder: Path) -> dict[str, str]:
     file.write_text(json.dumps(long), encoding="utf-8")
     kept = {name: text for name, text in variables.items() if name not in long}
     return kept | {BACKUP_VARIABLE: str(file)}
+
+
+def _saved_step(job: Path) -> int:
+    """Step of the newest checkpoint that this job has on this host; 0: none.
+
+    Args: job: its folder.
+    """
+    with suppress(OSError, ValueError, KeyError):
+        return int(json.loads((job / RUN_NOTE).read_text(encoding="utf-8"))["saved"])
+    return 0
 
 
 def _ended(folder: Path, by_themselves: bool) -> list[RankEnd]:

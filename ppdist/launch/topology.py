@@ -19,6 +19,7 @@ from ppdist.common.process import (
     EXIT_DIR_VARIABLE,
     JOB_DIR_VARIABLE,
     JOB_VARIABLE,
+    MIN_HOSTS_VARIABLE,
     RESTART_VARIABLE,
     SKIP_STEP_VARIABLE,
     STARTED_VARIABLE,
@@ -40,8 +41,8 @@ from ppdist.launch.worker import CPU_VARIABLE
 LAUNCHER_VARIABLE = "PPDIST_LAUNCHER"  # how a worker knows that our front started it
 # Of a run around this one.
 _OWN_VARIABLES = (
-    EXIT_DIR_VARIABLE, JOB_DIR_VARIABLE, JOB_VARIABLE, RESTART_VARIABLE, SKIP_STEP_VARIABLE,
-    STARTED_VARIABLE,
+    EXIT_DIR_VARIABLE, JOB_DIR_VARIABLE, JOB_VARIABLE, MIN_HOSTS_VARIABLE, RESTART_VARIABLE,
+    SKIP_STEP_VARIABLE, STARTED_VARIABLE,
 )  # fmt: skip
 
 
@@ -170,8 +171,10 @@ def make_plan(options: Options, environment: Mapping[str, str], machine: Machine
         place = {"--master": options.master}
     else:
         hosts, own = _with_hosts(options, variables, machine.network)
+        # With --min_hosts the first host may come back, while another has its ports.
+        has_ports = own == hosts[0] and options.min_hosts is None
         port = choose_port(
-            options.start_port, processes, len(hosts), own == hosts[0], machine.network, own,
+            options.start_port, processes, len(hosts), has_ports, machine.network, own,
             options.metrics_port,
         )  # fmt: skip
         first_port = ranks_port(port, len(hosts))
@@ -189,6 +192,15 @@ def make_plan(options: Options, environment: Mapping[str, str], machine: Machine
                 variables["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, range(processes)))
     else:
         place = {}
+    if options.min_hosts is not None and not 1 <= options.min_hosts <= len(hosts) > 1:
+        raise LaunchError(
+            f"--ips names {len(hosts)} host{'s' * (len(hosts) != 1)}"
+            if options.ips
+            else "the hosts of the run are not named",
+            code="option_invalid",
+            where=f"--min_hosts {options.min_hosts}",
+            fix="name two or more with --ips, and give at most their number",
+        )
     plural = "process" if processes == 1 else "processes"
     ports: tuple[int, ...] = ()
     if port is not None and own == hosts[0]:

@@ -645,6 +645,7 @@ def make_checkpoint(rng: Rng) -> Files:
 
 def read_a_checkpoint(folder: Path, files: Files) -> str:
     from ppdist.engine.continuation import Continuation
+    from ppdist.engine.output_dirs import OutputDirs
     from ppdist.engine.state import find_start
 
     config = demo()
@@ -652,7 +653,7 @@ def read_a_checkpoint(folder: Path, files: Files) -> str:
     problems = []
     for read in (
         lambda: read_arrays(folder),
-        lambda: find_start(Continuation(step, changed=True), folder, config),
+        lambda: find_start(Continuation(step, changed=True), OutputDirs(folder), config),
     ):
         try:
             read()

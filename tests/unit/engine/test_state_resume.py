@@ -19,6 +19,7 @@ from ppdist.engine.callbacks import Callback
 from ppdist.engine.checkpoint import path_of, read_checkpoint
 from ppdist.engine.continuation import AUTO, Continuation
 from ppdist.engine.evaluator import EvaluationStopped, Evaluator
+from ppdist.engine.output_dirs import OutputDirs
 from ppdist.engine.state import changes, require_same_settings
 from tests.errors import raises
 from tests.unit.engine.runs import assert_same_checkpoint, build_run, records, run_to_end
@@ -208,7 +209,7 @@ def test_odd_state_with_right_checksum_is_damaged(change, output):
     (step / "manifest.json").write_text(json.dumps(manifest))
     config = load_config(step / "config.yml")
     with raises("checkpoint_damaged"):
-        module.find_start(Continuation(step, changed=True), output, config)
+        module.find_start(Continuation(step, changed=True), OutputDirs(output), config)
 
 
 def test_stop_in_late_evaluation_saves_checkpoint(shapes, output, tmp_path, monkeypatch):
@@ -350,7 +351,7 @@ def test_ranks_keep_micro_batches_of_an_older_checkpoint(
     monkeypatch.setattr(
         module, "require_same_settings", lambda *_: module.Changes(step=[], learned=[])
     )
-    start = module.find_start(asked, tmp_path, config)
+    start = module.find_start(asked, OutputDirs(tmp_path), config)
     assert start.step == 5 and not start.own
     batches = module.resumed_micro_batches(start, config.train, follows=False)
     assert batches == MicroBatches(16, 8 if sync_bn else 4, sync_bn)
@@ -370,11 +371,11 @@ def test_config_of_other_version_is_shown_unguessed(tmp_path):
 def test_auto_means_output_dir_with_checkpoint(shapes, five_steps, tmp_path):
     config = tiny_config(shapes, [*OVERRIDES, "train.max_steps=5"], FASTEST)
     (tmp_path / "checkpoints").mkdir()
-    assert module.find_start(Continuation(AUTO), tmp_path, config).step is None
-    assert module.find_start(Continuation(AUTO), five_steps, config).step == 5
+    assert module.find_start(Continuation(AUTO), OutputDirs(tmp_path), config).step is None
+    assert module.find_start(Continuation(AUTO), OutputDirs(five_steps), config).step == 5
     (tmp_path / "checkpoints" / "step-00000005").mkdir()  # torn: an error, rather than anew
     with raises("checkpoint_missing"):
-        module.find_start(Continuation(AUTO), tmp_path, config)
+        module.find_start(Continuation(AUTO), OutputDirs(tmp_path), config)
 
 
 def test_steps_that_metrics_lack_are_said(shapes, output):
