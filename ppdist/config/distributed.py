@@ -4,6 +4,7 @@ from typing import Annotated, Literal
 
 from pydantic import BeforeValidator, Field
 
+from ppdist.common.errors import ConfigError
 from ppdist.config.base import OnResume, Section
 
 # What the hosts of one run may each set as they like: where things lie, not what is computed.
@@ -15,6 +16,9 @@ PER_HOST_KEYS = (
     "data.worker_timeout_seconds",
     "model.pretrained",  # the content of the file is compared: preflight.flat_config
 )
+
+
+_Speed = Annotated[float, Field(gt=0)]
 
 
 class DistributedConfig(Section):
@@ -62,6 +66,14 @@ class DistributedConfig(Section):
         "signal's stop wait for such a step; the EMA moves there; train.clip_norm looks at the "
         "root mean square of the ranks' own norms. null: gradients are averaged in every step.",
     )
+    shares: Annotated[Literal["auto"] | tuple[_Speed, ...] | None, OnResume.FREE] = Field(
+        default=None,
+        description="How ranks share the micro-batches of a step, or with train.sync_bn the images "
+        "of each, so that slower cards get fewer; which rank takes which does not change training. "
+        "[2, 2, 1]: by these relative speeds, one for each rank. auto: evenly at first, then by "
+        "measured compute times, changed where an epoch ends or a straggler was found, if that "
+        "saves 5 % of them; on CPUs only. null: evenly.",
+    )
     shard_optimizer: Annotated[bool, OnResume.FREE] = Field(
         default=False,
         description="Each rank updates its share of the parameters and sends them to the others, "
@@ -93,3 +105,23 @@ class DistributedConfig(Section):
         "those of most is named and gets theirs; where none can tell which are right, as of two "
         "ranks, all go back to the last checkpoint. 0: never.",
     )
+
+    def speeds(self, world: int) -> tuple[float, ...] | None:
+        """Relative speeds by which so many ranks share micro-batches at first.
+
+        None: they are equal, and stay so.
+
+        Raises: ConfigError: `shares` is of another number of ranks.
+        """
+        if self.shares is None:
+            return None
+        if self.shares == "auto":
+            return (1.0,) * world
+        if len(self.shares) != world:
+            raise ConfigError(
+                f"{len(self.shares)} relative speeds, but this run has {world} ranks",
+                code="shares_of_other_world",
+                where="distributed.shares",
+                fix="give one for each rank, in their order; null shares evenly",
+            )
+        return self.shares

@@ -1,7 +1,10 @@
 """The `train` and `early_stopping` sections: length, batch and numerics of a run."""
 
+import heapq
 import math
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from functools import lru_cache
 from typing import Annotated, Literal
 
 from pydantic import Field, field_validator
@@ -27,11 +30,14 @@ class MicroBatches:
         total_batch: images of a step, a multiple of `images`.
         images: of a micro-batch.
         spread: every rank takes a share of each (`train.sync_bn`); False: one rank takes it whole.
+        speeds: of the ranks, relative, by which they share them; None: equal.  Training does not
+            depend on it.
     """
 
     total_batch: int
     images: int
     spread: bool
+    speeds: tuple[float, ...] | None = field(default=None, compare=False)
 
     @property
     def count(self) -> int:
@@ -42,16 +48,63 @@ class MicroBatches:
         """Most images of a pass on one of so many ranks."""
         return -(-self.images // world) if self.spread else self.images
 
+    def takers(self, pieces: int, world: int) -> tuple[int, ...]:
+        """Rank of each of so many micro-batches, or images of one that is spread; see `takers`."""
+        return takers(pieces, self.speeds or (1.0,) * world)
+
+    def shares(self, world: int) -> list[int]:
+        """Micro-batches of each rank in a full step, or its images of one that is spread."""
+        of_pieces = self.takers(self.images if self.spread else self.count, world)
+        return [of_pieces.count(rank) for rank in range(world)]
+
+    def compute_seconds(self, seconds_W: Sequence[float]) -> float:
+        """Compute time of the rank that ends a full step last.
+
+        Args: seconds_W: of each rank for a micro-batch; for an even share of one that is spread.
+        """
+        world = len(seconds_W)
+        piece = self.count * world / self.images if self.spread else 1.0
+        return max(n * piece * each for n, each in zip(self.shares(world), seconds_W))
+
     def told(self, world: int) -> str:
         """`3 micro-batches of 2 images, at most 2 a rank`."""
         plural = "es" * (self.count > 1)
         told = f"{self.count} micro-batch{plural} of {self.images} image{'s' * (self.images > 1)}"
         if world == 1:
             return told
+        if self.speeds is not None and len(set(shares := self.shares(world))) > 1:
+            what = "images of each" if self.spread else "of them"
+            return f"{told}, {min(shares)} to {max(shares)} {what} a rank (distributed.shares)"
         if self.spread:
             return f"{told} over all ranks, at most {self.per_rank(world)} a rank"
         even = self.count % world == 0
         return f"{told}, {'' if even else 'at most '}{-(-self.count // world)} a rank"
+
+
+@lru_cache(maxsize=64)
+def takers(pieces: int, speeds: tuple[float, ...]) -> tuple[int, ...]:
+    """Rank that takes each of some equal pieces of work, so that the last to end ends soonest.
+
+    If there are enough, each rank has one.  The others go, one after the other, to the rank that
+    would end it first, of several to the lowest:
+
+        argmin over r of (n_r + 1) / speed_r
+
+    No other shares end sooner.  With equal speeds ranks take turns.
+
+    Args: speeds: of each rank, relative.
+    """
+    world = len(speeds)
+    first = world if pieces >= world else 0
+    ends = [(((first > 0) + 1) / speed, rank) for rank, speed in enumerate(speeds)]
+    heapq.heapify(ends)
+    taken, found = [int(first > 0)] * world, [*range(first)]
+    for _ in range(first, pieces):
+        _, rank = ends[0]
+        found.append(rank)
+        taken[rank] += 1
+        heapq.heapreplace(ends, ((taken[rank] + 1) / speeds[rank], rank))
+    return tuple(found)
 
 
 class AmpConfig(Section):

@@ -60,6 +60,8 @@ def _between_ranks(config: Any) -> Iterator[str]:
         apart = f"distributed.sync_every: {ranks.sync_every} lets the ranks' weights differ"
         if ranks.shard_optimizer:
             yield f"{apart}, distributed.shard_optimizer: true needs them equal; choose one"
+        if ranks.shares is not None:
+            yield f"{apart} by what each took, distributed.shares: changes that; choose one"
         if train.sync_bn:
             yield (
                 f"{apart} to communicate less, train.sync_bn: true communicates in every layer; "

@@ -203,8 +203,10 @@ def job_of(config: ExperimentConfig, objects: int, images: int) -> dict[str, Any
     train = config.train
     several = 2 if (train.total_batch is not None or train.accumulate_steps > 1) else 1
     trial_config = _with_batch(config, 1, {"total_batch": None, "accumulate_steps": several})
+    alone = config.distributed.model_copy(update={"shares": None})
+    changes = {"device": device.kind(), "distributed": alone}
     return {
-        "config": trial_config.model_copy(update={"device": device.kind()}).model_dump(mode="json"),
+        "config": trial_config.model_copy(update=changes).model_dump(mode="json"),
         "registered": plugins.registrations(),
         "micro_batches": several,
         "objects": objects,

@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -168,7 +168,7 @@ def build_training(
             averaged=config.train.ema.enabled,
             frozen=frozen,
         )
-        memory, short_of = require_memory(expected, schedule.batch_size_per_card)
+        memory, short_of = require_memory(expected, schedule.largest_share)
         noticed += dirs.run(lambda: files.hold(output_dir))
         prepare_output_dir(start, run)
         comm.run_on_main(lambda: describe_run(output_dir, dump_yaml(config), command))
@@ -419,10 +419,12 @@ def build_schedule_setup(
         dataset_size: samples of an epoch over all ranks.
         batches: of a step; None: those of the configuration on as many ranks as there are.
     """
+    world = comm.world_size()
+    batches = batches or config.train.micro_batches(world)
     return set_up_schedule(
-        world=comm.world_size(),
+        world=world,
         dataset_size=dataset_size,
-        batches=batches or config.train.micro_batches(comm.world_size()),
+        batches=replace(batches, speeds=config.distributed.speeds(world)),
         epochs=config.train.epochs,
         phases_factor=config.train.phases_factor,
         epochs_compensation=config.train.epochs_compensation,

@@ -86,6 +86,7 @@ class BatchSource:
     Attributes:
         follows_scores: the order of images depends on the scores of the last evaluation.
         parts: number of splits of a micro-batch, from the next `batches` on; see TrainSampler.
+        shared: how ranks share micro-batches, likewise.
     """
 
     parts = 1
@@ -107,6 +108,7 @@ class BatchSource:
         """
         self._dataset = dataset
         self._sampling = config.sampling
+        self.shared = schedule.batches
         self.follows_scores = config.sampling.name == "difficulty"
         self._sampler = TrainSampler(
             dataset_size=len(dataset.records),
@@ -146,6 +148,10 @@ class BatchSource:
         """Micro-batches of this rank in a step, as `batches` last yields them."""
         return self._taken.count(step)
 
+    def numbers(self, step: int) -> Sequence[int]:
+        """Which of a step's micro-batches those of this rank are."""
+        return self._taken.numbers(step)
+
     def abort_waits(self) -> None:
         """Stops waiting for unavailable images because the run ends soon."""
         self._loader.abort_waits()
@@ -160,7 +166,9 @@ class BatchSource:
         return self._dataset.records[index].path
 
     def _plan(self, first_step: int, scores: ClassScores | None) -> TrainSampler:
-        sampler = replace(self._sampler, start_step=first_step, parts=self.parts)
+        sampler = replace(
+            self._sampler, start_step=first_step, parts=self.parts, batches=self.shared
+        )
         if self.follows_scores and scores is not None:
             copies_N = copies(self._dataset, self._sampling, difficulty(scores).tolist())
             sampler = replace(sampler, copies_N=copies_N)

@@ -5,6 +5,7 @@ import resource
 import time
 from collections import deque
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from statistics import median, median_low
 from typing import Any, NamedTuple
@@ -15,6 +16,7 @@ from paddle import nn
 from ppdist.common.eta import duration
 from ppdist.common.files import write_json
 from ppdist.common.run_log import RunLog
+from ppdist.config.train import MicroBatches
 from ppdist.distributed import comm, device, heartbeat
 from ppdist.engine.callbacks import Callback, StepSeconds, TrainingRun
 from ppdist.engine.evaluator import ClassificationEvaluator, Evaluator
@@ -26,6 +28,7 @@ _GIB = 1 << 30
 _RECENT = 20  # steps averaged for the speed on the console
 _WINDOW = 15  # steps per comparison of ranks
 _SLOW = 1.43  # times as long as the others: a score of 0.7
+_SAVES = 0.05  # of a step's compute time, at least, where ranks share anew
 _TABLE_WIDTH, _ETA_WIDTH = 80, 7  # columns
 
 
@@ -374,20 +377,29 @@ class StragglerMonitor(Callback):
 
     Compares every 15 steps.  A rank's compute time is its step time without waits in collectives.
     On a GPU it covers the host only (images, kernel launches): a slow card goes undetected.
+
+    Attributes:
+        seconds_W: of each rank for a micro-batch, as last compared; empty: not yet.
+        named: some rank was named after the last step.
     """
 
     def __init__(self, log: RunLog) -> None:
         self._log = log
+        self.seconds_W: list[float] = []
+        self.named = False
         self._compute: list[float] = []  # seconds a micro-batch, of each step since the last one
         self._slow, self._named = set[int](), set[int]()
 
     def on_step_end(self, step: int, result: StepResult, lr: float, seconds: StepSeconds) -> None:
+        self.named = False
         self._compute.append(seconds.compute / result.own_micro_batches)
         if len(self._compute) < _WINDOW or comm.world_size() == 1:
             return
         usual, self._compute = median(self._compute), []
         seconds_W = comm.all_gather(paddle.to_tensor([usual], dtype="float32")).numpy().ravel()
-        if warning := self.judge([float(each) for each in seconds_W]):
+        self.seconds_W = [float(each) for each in seconds_W]
+        if warning := self.judge(self.seconds_W):
+            self.named = True
             self._log.warning(warning)
 
     def judge(self, seconds_W: list[float]) -> str:
@@ -409,3 +421,20 @@ class StragglerMonitor(Callback):
             f"({usual:.3g} s), which wait for it; check its host for other programs, throttling "
             f"by heat, and slow storage"
         )
+
+
+def shared_by_speed(batches: MicroBatches, seconds_W: Sequence[float]) -> MicroBatches | None:
+    """Micro-batches shared by measured speeds; None: that saves too little.
+
+    None also where no times are known, or some rank has no micro-batch whose time could be known.
+
+    Args: seconds_W: of each rank for a micro-batch; see `MicroBatches.compute_seconds`.
+    """
+    if not seconds_W or min(*batches.shares(len(seconds_W)), *seconds_W) <= 0:
+        return None
+    fastest = min(seconds_W)
+    found = replace(
+        batches, speeds=tuple(max(0.001, round(fastest / each, 3)) for each in seconds_W)
+    )
+    before, after = batches.compute_seconds(seconds_W), found.compute_seconds(seconds_W)
+    return found if after < (1 - _SAVES) * before else None

@@ -28,7 +28,7 @@ from ppdist.common.files import digest_of_file, digest_of_text
 from ppdist.common.process import unknown_paddle
 from ppdist.config import plugins
 from ppdist.config.base import flattened
-from ppdist.config.distributed import PER_HOST_KEYS
+from ppdist.config.distributed import PER_HOST_KEYS, DistributedConfig
 from ppdist.cpu.precision import BFLOAT16, Kernels
 from ppdist.distributed import comm, device
 from ppdist.distributed.agreement import Facts, require_agreement
@@ -66,6 +66,7 @@ def preflight(
 
     def check_own() -> None:
         check_precision(config, kernels)
+        check_shares(config.distributed)
         if config.model.pretrained:
             require_fit(config.model, config.model.pretrained)
 
@@ -179,6 +180,22 @@ def check_precision(config: Any, kernels: Kernels = BFLOAT16) -> None:
             code="amp_needs_onednn",
             where="train.cpu_convolutions",
             fix="set auto, or train.amp.enabled: false",
+        )
+
+
+def check_shares(ranks: DistributedConfig) -> None:
+    """Checks that `distributed.shares` is of this world, and can be measured if it has to.
+
+    Raises: ConfigError: it is not.
+    """
+    ranks.speeds(comm.world_size())
+    if ranks.shares == "auto" and device.on_accelerator():
+        raise ConfigError(
+            "auto measures the compute time of CPU processes; that of cards is not known",
+            code="shares_unmeasured",
+            where="distributed.shares",
+            fix="give relative speeds, such as the images per second of `ppdist benchmark train`"
+            " on each card alone: [90, 90, 45]",
         )
 
 

@@ -85,8 +85,13 @@ class ScheduleSetup:
 
     @property
     def batch_size_per_card(self) -> int:
-        """Most images of a pass on a rank."""
+        """Most images of a pass on a rank where ranks share evenly."""
         return self.batches.per_rank(self.world)
+
+    @property
+    def largest_share(self) -> int:
+        """Most images of a pass on a rank, by `distributed.shares` as it is at first."""
+        return max(self.batches.shares(self.world)) if self.batches.spread else self.batches.images
 
     @property
     def step_images(self) -> int:

@@ -2,7 +2,7 @@
 
 import math
 import time
-from collections.abc import Container, Iterable, Iterator
+from collections.abc import Container, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from typing import NamedTuple
@@ -70,7 +70,7 @@ class StepResult:
     outage: StorageError | None  # why this rank had no images
     own_loss: float  # sum over this rank's images, not normalised
     own_images: list[int]  # positions of the images of this rank, where the step was not applied
-    own_micro_batches: int  # of this rank, padding included
+    own_micro_batches: float  # of this rank, padding included; of those it shares, an even share
     time_is_up: bool = False  # decided by rank 0; all ranks hold the same weights now
 
 
@@ -209,10 +209,13 @@ class TrainStep:
         clock: Clock,
         known_bad: Container[int] = (),
         time_is_up: bool = False,
+        numbers: Sequence[int] | None = None,
     ) -> StepResult:
         """Takes `count` micro-batches from `batches` and makes one optimizer step.
 
         Args:
+            numbers: which of the step's micro-batches they are, for what the model draws at random;
+                None: ranks take turns.
             known_bad: positions of images that all ranks know to be bad.
             time_is_up: what rank 0 tells the others; theirs is False.
         """
@@ -227,7 +230,12 @@ class TrainStep:
         before = None if self._statistics is None else self._statistics.gather().clone()
         global_normalizers = self._global_normalizers(micro_batches)
         clock.lap("communication")
-        sums, fitted = self._gradients(micro_batches, step, before, global_normalizers, clock)
+        if numbers is None:
+            first, by = (0, 1) if self._spread else (comm.rank(), comm.world_size())
+            numbers = range(first, first + count * by, by)
+        sums, fitted = self._gradients(
+            micro_batches, numbers, step, before, global_normalizers, clock
+        )
         bad_images: dict[int, str] = {}
         for batch in micro_batches:
             bad_images |= {at: why for at, why in batch.bad_images.items() if at not in known_bad}
@@ -275,9 +283,13 @@ class TrainStep:
             outage=outage,
             own_loss=own_loss,
             own_images=[] if applied else _positions(micro_batches),
-            own_micro_batches=len(micro_batches),
+            own_micro_batches=len(micro_batches) * self._part(images, tally.images),
             time_is_up=may_end and tally.late > 0,
         )
+
+    def _part(self, own: int, everywhere: float) -> float:
+        """Images of this rank's part of micro-batches that are spread / of an even one."""
+        return own * comm.world_size() / everywhere if self._spread and own else 1.0
 
     def skip(self, step: int) -> None:
         """Skips a step (0-based).  Collective."""
@@ -295,6 +307,7 @@ class TrainStep:
     def _gradients(
         self,
         micro_batches: list[Batch],
+        numbers: Sequence[int],
         step: int,
         before: Tensor | None,
         global_normalizers: paddle.Tensor | None,
@@ -302,7 +315,9 @@ class TrainStep:
     ) -> tuple[dict[str, paddle.Tensor], bool]:
         """Adds up the gradients of this rank's micro-batches, and averages their statistics.
 
-        Args: before: the running statistics, which each of them moves for itself.
+        Args:
+            numbers: of the micro-batches in the step.
+            before: the running statistics, which each of them moves for itself.
         Returns: sums of the normalizer, the loss and its parts; False: there was too little memory,
             and these are of less than all images.
         """
@@ -311,7 +326,7 @@ class TrainStep:
         moved: Tensor | float = 0.0
         for micro, batch in enumerate(micro_batches):
             heartbeat.alive()
-            self._draw_anew(step, micro)
+            self._draw_anew(step, numbers[micro])
             communicates = micro == len(micro_batches) - 1 and self.grad_sync.during_backward
             with nullcontext() if communicates else comm.local_gradients(self.wrapped):
                 if fitted:
@@ -330,16 +345,15 @@ class TrainStep:
             self._set_statistics(moved / len(micro_batches))
         return sums, fitted
 
-    def _draw_anew(self, step: int, micro: int) -> None:
+    def _draw_anew(self, step: int, number: int) -> None:
         """Makes what the model draws a function of seed, step and micro-batch.
 
         So it is the same on any number of ranks, and in a resumed run.  Ranks that share a micro-
         batch draw by their share, too.
 
-        Args: micro: number among this rank's micro-batches.
+        Args: number: of the micro-batch in the step.
         """
-        rank, world = comm.rank(), comm.world_size()
-        which = (micro, rank) if self._spread else (micro * world + rank,)
+        which = (number, comm.rank()) if self._spread else (number,)
         draws = np.random.SeedSequence([self._seed, step, *which])
         paddle.seed(int(draws.generate_state(1)[0]))
 

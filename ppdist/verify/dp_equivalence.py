@@ -102,6 +102,7 @@ def alone_overrides(config: ExperimentConfig, world: int) -> list[str]:
         f"train.total_batch={batches.total_batch}",
         f"train.batch_size_per_card={batches.images}",
         "train.accumulate_steps=1",
+        "distributed.shares=null",
     ]
 
 
@@ -269,7 +270,8 @@ def train_steps(config: ExperimentConfig, steps: int, rounding: Rounding | None 
             before = {key: _array(value) for key, value in parameters.items()}
         rates = schedule.lr_scheduler.rates(number)
         taken = trainer.batch_source.count(number)
-        results.append(step(batches, taken, number, rates, False, Clock()))
+        numbers = trainer.batch_source.numbers(number)
+        results.append(step(batches, taken, number, rates, False, Clock(), numbers=numbers))
         weights = _weights(step)
         sketches.append(_sketches(step, weights))
         if results[-1].applied:

@@ -90,6 +90,7 @@ class Case:
         images: of the data set.  Of steps of 8, 29 leave 5 to the last of an epoch; 25 leave 1, so
             that there all ranks but one have none.
         beside: key of BESIDE.
+        speeds: of the ranks, by which they share micro-batches; None: equal.
     """
 
     trained: str
@@ -100,6 +101,7 @@ class Case:
     images: int = 29
     steps: int = STEPS
     beside: str = ""
+    speeds: tuple[float, ...] | None = None
 
 
 def train(case: Case) -> dict:
@@ -120,6 +122,7 @@ def train(case: Case) -> dict:
     step, rates = build_step(config, case.norm == "frozen", case.images, EMULATED)
     batches = config.train.micro_batches(case.world)
     assert (batches.total_batch, batches.images) == (case.total, case.micro)
+    batches = replace(batches, speeds=tuple(case.speeds) if case.speeds else None)
     sampler = TrainSampler(
         case.images, batches, comm.rank(), case.world,
         seed=0, start_step=0, end_step=case.steps, sizes=[config.model.image_size],
@@ -128,7 +131,10 @@ def train(case: Case) -> dict:
     results = []
     for number in range(case.steps):
         taken = sampled_batches(sampler, number)
-        results.append(step(iter(taken), len(taken), number, rates, False, Clock()))
+        numbers = sampler.numbers(number)
+        results.append(
+            step(iter(taken), len(taken), number, rates, False, Clock(), (), False, numbers)
+        )
     assert all(result.applied for result in results)
     weights = weights_of(step.model)
     state = {key: value.numpy() for key, value in step.model.state_dict().items()}
@@ -196,7 +202,8 @@ class Runs:
 def reference(case: Case) -> Case:
     """One rank that is to train the same: where batch norm follows the micro-batches on the same
     ones, otherwise the whole step may be one."""
-    return replace(case, world=1, micro=case.total if case.norm == "frozen" else case.micro)
+    micro = case.total if case.norm == "frozen" else case.micro
+    return replace(case, world=1, micro=micro, speeds=None)
 
 
 EPOCH = 4  # steps; all their steps: in SLOW
@@ -204,8 +211,9 @@ DEFAULT = [
     Case("yolov5_cls", 1, 2, "frozen", steps=EPOCH),
     *(Case(trained, 2, 2, "frozen", steps=EPOCH) for trained in ("yolov5", "yolov5_cls")),
     Case("ppyoloe", 2, 2, "frozen", steps=6),
-    # Three micro-batches for two ranks; in the last step there is one image.
-    Case("yolov5", 2, 2, "own", total=6, images=25, steps=5),
+    # Three micro-batches for two ranks, of which the second is faster; in the last step there is
+    # one image.
+    Case("yolov5", 2, 2, "own", total=6, images=25, steps=5, speeds=(1.0, 2.0)),
     # Two micro-batches of three images, of which one rank has two.  Each step sums 100 statistics
     # over gloo four times, so there are few.
     Case("ppyoloe", 2, 4, "all", images=6, steps=4),
@@ -235,12 +243,17 @@ SLOW = [
         for beside in ("bfloat16", "sharded", "local SGD")
     ),
     *(Case("yolov5_cls", world, 2, "own", total=6, beside="dropout") for world in (2, 4)),
+    Case("yolov5_cls", 2, 2, "own", steps=6, beside="dropout", speeds=(1.0, 3.0)),
+    Case("yolov5", 2, 2, "own", total=6, images=25, steps=5),
+    Case("ppyoloe", 3, 1, "frozen", steps=6, speeds=(1.0, 4.0, 2.0)),
+    Case("yolov5", 3, 8, "all", steps=6, speeds=(3.0, 1.0, 1.0)),
 ]
 
 
 def name_of(case: Case) -> str:
     name = f"{case.trained}-{case.world}ranks-{case.total}by{case.micro}-{case.norm}-statistics"
-    return f"{name}-{case.images}images{'-' * bool(case.beside)}{case.beside}"
+    speeds = "".join(f"-{speed:g}" for speed in case.speeds or ())
+    return f"{name}-{case.images}images{'-' * bool(case.beside)}{case.beside}{speeds}"
 
 
 @pytest.fixture(scope="module")

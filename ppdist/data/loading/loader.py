@@ -262,11 +262,14 @@ class TrainLoader(_Loader):
             storage_seconds=comm.step_storage_seconds(),
         )
         pixels = max(height * width for height, width in sampler.sizes)
+        batches = sampler.batches
+        uneven = batches.speeds is not None  # or may become so
+        largest_pass = batches.images if uneven else batches.per_rank(sampler.world)
         super().__init__(
             samples,
             sampler,
             workers=worker_count(config.workers, ranks_on_host),
-            largest_batch=sampler.batches.per_rank(sampler.world) * 3 * pixels,
+            largest_batch=largest_pass * 3 * pixels,
             timeout_seconds=config.worker_timeout_seconds,
         )
 

@@ -29,8 +29,9 @@ class TrainSampler:
     positions of the epoch's order and splits them into its micro-batches; the last takes what is
     left, in as many as evenly as it goes.  So every image comes exactly once an epoch, or as often
     as its `copies_N` says, and neither the images of a step nor those of a micro-batch depend on
-    the number of ranks.  Rank r of W takes micro-batches r, r + W, ..., so ranks may differ by one;
-    of one that is spread every rank takes a share.  A rank without an image gets one padding key,
+    the number of ranks.  Rank r of W takes micro-batches r, r + W, ..., so ranks may differ by one,
+    or as many as its speed says, see `MicroBatches.takers`; of one that is spread every rank takes
+    a share.  A rank without an image gets one padding key,
     index -1, with which it keeps the others company.  With `parts` each micro-batch is split into
     so many, for ranks that lack the memory for it as a whole.
 
@@ -75,10 +76,20 @@ class TrainSampler:
 
     def count(self, step: int) -> int:
         """This rank's micro-batches of one optimizer step, padding included."""
+        return len(self.numbers(step))
+
+    def numbers(self, step: int) -> Sequence[int]:
+        """Which micro-batches of one optimizer step this rank takes.
+
+        A rank that keeps the others company has one beyond the last.
+        """
         total = self.batches.total_batch
         images = min(total, self.epoch_size - step % self.steps_per_epoch * total)
         whole = min(self.batches.count * self.parts, images)
-        return whole if self.batches.spread else max(1, -(-(whole - self.rank) // self.world))
+        if self.batches.spread:
+            return range(whole)
+        takers = self.batches.takers(whole, self.world)
+        return [at for at, rank in enumerate(takers) if rank == self.rank] or [whole + self.rank]
 
     def micro_batches(self, step: int) -> list[list[SampleKey]]:
         """This rank's keys of one optimizer step, one list per micro-batch."""
@@ -87,15 +98,21 @@ class TrainSampler:
         order = self._order(epoch)[first : first + self.batches.total_batch]
         whole = np.array_split(order, min(self.batches.count * self.parts, len(order)))
         if self.batches.spread:
-            own = [np.array_split(each, self.world)[self.rank] for each in whole]
+            own = [self._share(each) for each in whole]
         else:
-            own = whole[self.rank :: self.world] or [order[:0]]
+            own = [whole[at] for at in self.numbers(step) if at < len(whole)] or [order[:0]]
         height, width = self.size_of(step)
         return [
             [SampleKey(epoch, index, height, width, copy) for index, copy in each.tolist()]
             or [SampleKey(epoch, -1, height, width)]
             for each in own
         ]
+
+    def _share(self, keys_B2: np.ndarray) -> np.ndarray:
+        """What this rank takes of a micro-batch that is spread."""
+        takers = self.batches.takers(len(keys_B2), self.world)
+        first = sum(rank < self.rank for rank in takers)
+        return keys_B2[first : first + takers.count(self.rank)]
 
     def _order(self, epoch: int) -> np.ndarray:
         """Image and copy at each position, int64 [epoch_size, 2].

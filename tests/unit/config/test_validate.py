@@ -33,6 +33,7 @@ MISFITS = [  # the model, what is set, and where the message begins
     ("ppyoloe", "optimizer={betas_scaling: auto}", "optimizer.betas_scaling: "),
     ("ppyoloe", "optimizer={name: adamw, betas_scaling: auto}", "optimizer.betas_scaling: "),
     ("ppyoloe", "distributed={sync_every: 4, shard_optimizer: true}", "distributed.sync_every: "),
+    ("ppyoloe", "distributed={sync_every: 4, shares: [1, 2]}", "distributed.sync_every: "),
     (
         "ppyoloe",
         "train={deterministic: true, gpu: {cudnn_search: true}}",

@@ -4,9 +4,16 @@ import time
 from types import SimpleNamespace
 
 import paddle
+import pytest
 
+from ppdist.config.train import MicroBatches
 from ppdist.distributed import comm, heartbeat
-from ppdist.engine.monitor import HeartbeatCallback, Stopwatch, StragglerMonitor
+from ppdist.engine.monitor import (
+    HeartbeatCallback,
+    Stopwatch,
+    StragglerMonitor,
+    shared_by_speed,
+)
 from tests.distributed import run_on_ranks
 from tests.unit.engine.tiny import init_cpu, step_result
 
@@ -76,3 +83,25 @@ def test_each_step_is_told_to_fleetrun(monkeypatch):
     for each in told:
         assert (each["loss"], each["images"], each["data_seconds"]) == (2.5, 8, 0.001)
         assert 0 < each["own_seconds"] <= each["step_seconds"] - 0.02
+
+
+# (micro-batches, spread, speeds until now, seconds of each rank for a micro-batch, shares then)
+TIMES = [
+    (8, False, None, [0.1, 0.2], [6, 2]),
+    (8, False, None, [0.1, 0.11], None),  # 4 and 4 are the best
+    (80, False, None, [0.1, 0.108], None),  # 42 and 38 would save 4 %
+    (80, False, None, [0.1, 0.12], [44, 36]),
+    (8, False, (1.0, 0.5), [0.1, 0.2], None),  # they are so already
+    (8, False, (1.0, 0.5), [0.1, 0.1], [4, 4]),  # the slow one has recovered
+    (2, False, None, [0.1, 0.2], None),
+    (1, False, None, [0.1, 0.2], None),  # what the second needs is not known
+    (8, False, None, [], None),
+    (8, True, None, [0.1, 0.2], [6, 2]),
+]
+
+
+@pytest.mark.parametrize(("count", "spread", "speeds", "seconds_W", "shares"), TIMES)
+def test_measured_times_change_shares_where_that_saves(count, spread, speeds, seconds_W, shares):
+    batches = MicroBatches(count, count if spread else 1, spread, speeds)
+    found = shared_by_speed(batches, seconds_W)
+    assert (found and found.shares(2)) == shares

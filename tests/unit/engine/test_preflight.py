@@ -23,7 +23,7 @@ from ppdist.distributed.agreement import require_agreement
 from ppdist.engine import data
 from ppdist.engine import preflight as module
 from ppdist.engine.data import require_same_data
-from ppdist.engine.preflight import flat_config, preflight, within
+from ppdist.engine.preflight import check_shares, flat_config, preflight, within
 from ppdist.storage import retry
 from tests.distributed import run_on_ranks
 from tests.errors import raises
@@ -362,3 +362,13 @@ def test_plugins_are_compared_before_they_are_imported(tmp_path, monkeypatch):
     (tmp_path / "plugged_file.py").write_text("# other")
     assert module.digests_of_code()["plugged_file.py"] != found["plugged_file.py"]
     assert not {"plugged_file", "plugged_package"} & sys.modules.keys()
+
+
+def test_shares_of_other_ranks_or_unmeasured_are_refused(monkeypatch):
+    with raises("shares_of_other_world", "distributed.shares: 3 relative speeds, but this run"):
+        check_shares(DistributedConfig(shares=(2, 2, 1)))  # one rank
+    check_shares(DistributedConfig(shares="auto"))
+    monkeypatch.setattr(device, "on_accelerator", lambda: True)
+    check_shares(DistributedConfig(shares=(1.0,)))
+    with raises("shares_unmeasured"):
+        check_shares(DistributedConfig(shares="auto"))

@@ -1,5 +1,6 @@
 """The order of training and evaluation: exactly once, or as often as asked, whoever shares it."""
 
+import itertools
 import math
 from collections import Counter
 from dataclasses import replace
@@ -8,7 +9,7 @@ from fractions import Fraction
 import numpy as np
 import pytest
 
-from ppdist.config.train import MicroBatches
+from ppdist.config.train import MicroBatches, takers
 from ppdist.data.loading.sampler import EvalSampler, TrainSampler, epoch_order, rectangular_shapes
 from ppdist.data.transforms.geometry import letterbox
 
@@ -116,6 +117,61 @@ def test_any_number_of_ranks_shares_same_micro_batches(images, total, micro, spr
             real = [[key for key in keys if key.index >= 0] for keys in found]
             assert [keys for keys in real if keys] == wanted
             assert all(len(keys) <= micro for keys in wanted)
+
+
+# (pieces, speeds of the ranks, pieces of each)
+SHARES = [
+    (8, (1, 1), (4, 4)),
+    (3, (1, 1), (2, 1)),  # of equal ranks the lower first
+    (2, (1, 1, 1), (1, 1, 0)),
+    (8, (1, 0.5), (6, 2)),  # 6 and 4 in half units; 5 and 3 would take 6
+    (8, (2, 2, 1), (4, 3, 1)),
+    (10, (2, 2, 1), (4, 4, 2)),
+    (8, (1, 0.01), (7, 1)),  # one, if there are enough
+    (2, (1, 1, 3), (0, 0, 2)),
+    (0, (1, 2), (0, 0)),
+]
+
+
+@pytest.mark.parametrize(("pieces", "speeds", "expected"), SHARES)
+def test_micro_batches_are_shared_by_speed(pieces, speeds, expected):
+    found = takers(pieces, speeds)
+    assert tuple(map(found.count, range(len(speeds)))) == expected
+
+
+@pytest.mark.parametrize("pieces", range(3, 11))
+def test_no_other_shares_end_sooner(pieces):
+    speeds = 1.0, 0.7, 0.3
+
+    def ends(counts):
+        return max(count / speed for count, speed in zip(counts, speeds))
+
+    found = takers(pieces, speeds)
+    others = itertools.product(range(1, pieces + 1), repeat=3)
+    least = min(ends(counts) for counts in others if sum(counts) == pieces)
+    assert ends([found.count(rank) for rank in range(3)]) == least
+
+
+@pytest.mark.parametrize("spread", [False, True])
+@pytest.mark.parametrize(("images", "total", "micro"), STEPS)
+def test_uneven_shares_hold_the_same_micro_batches(images, total, micro, spread):
+    (alone,) = shared(images, total, micro, spread, 1)
+    speeds = 1.0, 0.2, 3.0
+    ranks_W = shared(images, total, micro, spread, 3)
+    ranks_W = [replace(one, batches=replace(one.batches, speeds=speeds)) for one in ranks_W]
+    for step in range(2 * alone.steps_per_epoch):
+        wanted = alone.micro_batches(step)
+        found = [[] for _ in wanted]
+        for one in ranks_W:
+            own, numbers = one.micro_batches(step), one.numbers(step)
+            assert one.count(step) == len(own) == len(numbers)
+            for number, keys in zip(numbers, own):
+                real = [key for key in keys if key.index >= 0]
+                if real:
+                    found[number] += real
+        assert found == wanted
+        sizes = [one.count(step) for one in ranks_W]
+        assert spread or sizes[2] >= max(sizes)
 
 
 def test_the_length_is_the_number_of_micro_batches():
