@@ -132,6 +132,23 @@ def test_the_pods_of_a_job_are_the_hosts_of_fleetrun() -> None:
     assert options.log_dir.endswith("/1")  # of its own, for the folder is that of all pods
 
 
+@pytest.mark.parametrize("name", TRAININGS)
+@pytest.mark.parametrize("count", [1, 3])
+def test_job_created_anew_with_other_hosts_resumes(name: str, count: int) -> None:
+    """Only --ips changes: a command that names other hosts still goes on where it was."""
+    words = words_of(name, given_to_pods(name))
+    (place,) = (index for index, word in enumerate(words) if word.startswith("--ips="))
+    first = typed_hosts(words[place].removeprefix("--ips="))[0]
+    hosts = [re.sub(r"0(?=(\.|$))", f"{index}", first, count=1) for index in range(count)]
+    words[place] = "--ips=" + ",".join(hosts)
+    options = parse_options(words[words.index("fleetrun") + 1 :], {"POD_IP": "10.1.2.3"})
+    assert typed_hosts(options.ips or "") == hosts and len(set(hosts)) == count
+    given = options.script_arguments
+    assert given[given.index("--resume") + 1] == "auto"
+    # Nothing else in it depends on how many there are, so the checkpoint says how large a step is.
+    assert not [word for word in words if "total_batch" in word or "nproc" in word]
+
+
 def test_jobset_pods_are_fleetrun_hosts() -> None:
     job_set = documents("jobset.yml")["JobSet"]
     name, network = job_set["metadata"]["name"], job_set["spec"]["network"]
