@@ -62,6 +62,16 @@ def positive(text: str) -> float:
     return value
 
 
+def speeds(text: str) -> tuple[float, ...]:
+    """Parses `1,1,0.5`, each above 0 and at most 1."""
+    found = tuple(positive(word) for word in text.split(","))
+    if max(found) > 1:
+        raise argparse.ArgumentTypeError(
+            f"{text}: measure the fastest card, so that none is above 1"
+        )
+    return found
+
+
 def hosts_and_cards(text: str) -> tuple[int, int]:
     """HOSTSxCARDS, or the cards of one host."""
     parts = text.lower().split("x")
@@ -125,6 +135,8 @@ def add_job(parser: argparse.ArgumentParser) -> None:
     step.add_argument("--sync-bn", type=at_least(0), default=0, metavar="LAYERS",
                       help="batch norms synchronised over cards")  # fmt: skip
     step.add_argument("--jitter", type=number, help="deviation of a step's arithmetic / its mean")
+    step.add_argument("--speeds", type=speeds, metavar="S,S,...", default=(), help="of each card, "
+                      "that of the measured one 1: 1,1,0.5 are two and a slower one")  # fmt: skip
     step.add_argument("--parallel-ms", type=number, help="fixed cost of being several cards")
     images = parser.add_argument_group("images a second that can be read")
     images.add_argument("--card-input", type=positive, help="by the loader of one card")
@@ -327,6 +339,13 @@ def _job(
         overlap = 0.9 if measured.hides_network and gradient_bytes == 4 else 0.0
         if cluster.size > 1 and overlap:
             assumed.append("the network hides behind 90 % of the backward pass: --overlap")
+    if arguments.speeds and len(arguments.speeds) != cluster.size:
+        raise ConfigError(
+            f"{len(arguments.speeds)} speeds for {cluster.size} cards",
+            code="shares_of_other_world",
+            where="--speeds",
+            fix="give one for each card",
+        )
     parameters = arguments.parameters * 1e6 if arguments.parameters else measured.parameters
     scoring, startup = arguments.scoring_seconds, arguments.startup_seconds
     restart = arguments.restart_seconds
@@ -352,6 +371,7 @@ def _job(
         gradient_bytes=gradient_bytes,
         overlap=overlap,
         sync_bn_layers=arguments.sync_bn,
+        speeds=arguments.speeds,
         card_input=arguments.card_input or measured.card_input,
         host_input=arguments.host_input,
         total_input=arguments.total_input,

@@ -20,6 +20,8 @@ from dataclasses import asdict, dataclass, fields, replace
 from functools import cache
 from statistics import NormalDist
 
+from ppdist.config.train import takers
+
 _BACKWARD = 2 / 3  # of the arithmetic: two matrix products a layer there, one forward
 # Bytes of the last bucket, which nothing is left to hide: last_comm_group_size_MB of Paddle's
 # DataParallel is 1.
@@ -123,6 +125,8 @@ class Job:
     accumulate: int = 1
     # What more cards bring.
     jitter: float = 0.0  # standard deviation of a micro-batch's arithmetic / its mean
+    speeds: tuple[float, ...] = ()  # of each card / that of the measured one; empty: all 1
+    by_speed: bool = False  # they share micro-batches by these: distributed.shares
     parallel_seconds: float = 0.0  # delta
     parameters: float = 0.0  # gradients summed over cards, each ...
     gradient_bytes: int = 4  # ... so large on the wire
@@ -220,6 +224,10 @@ def step_time(job: Job, cluster: Cluster) -> StepTime:
     # Independent micro-batches: their deviations add up as squares.
     sigma = job.jitter * micro * job.accumulate**0.5
     stragglers = sigma * slowest_of(count)
+    if speeds := job.speeds[:count]:
+        taken = takers(job.accumulate * count, speeds if job.by_speed else (1.0,) * count)
+        last = max(taken.count(card) / speed for card, speed in enumerate(speeds))
+        stragglers += last * micro - compute
     # Two sums over cards a layer, forward and backward, too small for bandwidth to matter.
     sums = 2 * job.sync_bn_layers * job.accumulate if count > 1 else 0
     return StepTime(
@@ -399,6 +407,8 @@ def _changes(job: Job, cluster: Cluster) -> Iterator[tuple[str, Job, Cluster]]:
         yield "no SyncBN", replace(job, sync_bn_layers=0), cluster
     if several and job.jitter:
         yield "cards of even speed (no jitter)", replace(job, jitter=0.0), cluster
+    if several and len(set(job.speeds)) > 1 and not job.by_speed:
+        yield "micro-batches by speed (distributed.shares)", replace(job, by_speed=True), cluster
     if several:
         yield "twice the accumulation", replace(job, accumulate=2 * job.accumulate), cluster
     yield "twice the batch per card", replace(job, batch=2 * job.batch), cluster

@@ -260,3 +260,13 @@ def test_a_published_run_of_2048_hosts_leaves_minutes_for_each_failure():
     quick = replace(JOB, host_hours=host, restart_seconds=600.0)
     slow = replace(quick, restart_seconds=900.0)
     assert 1 / failure_factor(quick, 2048, 600) > 0.90 > 1 / failure_factor(slow, 2048, 600)
+
+
+def test_shares_by_speed_shorten_the_wait_for_a_slow_card():
+    cluster = Cluster(1, 3, ANY_LINK, ANY_LINK)
+    job = Job(0.1, 0.0, batch=1, accumulate=5, speeds=(1.0, 1.0, 0.5))
+    assert step_time(job, cluster).compute == pytest.approx(0.5)
+    assert step_time(job, cluster).stragglers == pytest.approx(0.5)  # 5 of 0.2 s
+    shared = step_time(replace(job, by_speed=True), cluster)  # 6, 6 and 3
+    assert shared.stragglers == pytest.approx(0.1)
+    assert "micro-batches by speed (distributed.shares)" in dict(what_ifs(job, cluster))
