@@ -29,13 +29,14 @@ from ppdist.engine.auto_batch import (
 from ppdist.engine.build import build_schedule_setup
 from ppdist.engine.checkpoint import Snapshot
 from ppdist.engine.continuation import ANEW, Continuation
+from ppdist.engine.output_dirs import OutputDirs
 from ppdist.engine.state import Change, Start, resumed_micro_batches
 from tests.distributed import run_on_ranks
 from tests.errors import raises
 from tests.unit.engine.runs import run_to_end
 from tests.unit.engine.tiny import init_cpu, tiny_config
 
-NEW = Start(ANEW, None, Path())
+NEW = Start(ANEW, None, Path(), OutputDirs(Path()))
 HERE = "tests.unit.engine.test_auto_batch"
 AUTO = (
     "train.batch_size_per_card=auto", "log.every_steps=1", "checkpoint.every_steps=1",
