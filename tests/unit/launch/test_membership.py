@@ -163,7 +163,12 @@ class Simulation:
     def begin(self, host: Host) -> None:
         if host.gathering is None or host.gathering.world is None:
             return
-        host.world, host.gathering, host.knocks = host.gathering.world, None, Knocks()
+        world = host.gathering.world
+        host.world, host.gathering, host.knocks = world, None, Knocks()
+        for pair in [
+            pair for pair in self.links if host.place in pair and not pair <= world.places
+        ]:
+            self.end_link(pair, told=host.place)  # as rendezvous.py does
 
     # Training
 
