@@ -218,16 +218,18 @@ class Gathering:
     def followers(self) -> list[int]:
         return sorted(self._followers)
 
-    def looks_for(self, place: int, now: float) -> bool:
-        """Whether this host should call another."""
-        if self.hub != self.place or place == self.place or place in self._followers:
-            return False
+    def wanted(self, now: float) -> list[int]:
+        """Hosts that this one should call."""
+        if self.hub != self.place:
+            return []
+        waited, before = now - self._began, self.place
         if self._least == self._hosts:
-            return 0 in (place, self.place)
-        waited = now - self._began
-        if place < self.place:  # of a thousand not all at once
-            return place <= waited
-        return self.place == 0 or waited > _HIGHER_SECONDS
+            before = min(before, 1)
+        elif before:  # of a thousand not all at once
+            before = min(before, int(waited) + 1)
+        after = self.place == 0 or (self._least < self._hosts and waited > _HIGHER_SECONDS)
+        places = (*range(before), *range(self.place + 1, self._hosts if after else 0))
+        return [place for place in places if place not in self._followers]
 
     def meet(self, place: int) -> None:
         """A connection to a host that was started alike."""

@@ -328,9 +328,7 @@ class _Rendezvous:
     @property
     def missing(self) -> list[int]:
         """Hosts that this one would like to reach."""
-        now = time.monotonic()
-        places = range(len(self.hosts))
-        return [place for place in places if self.gathering.looks_for(place, now)]
+        return self.gathering.wanted(time.monotonic())
 
     def wait(self, seconds: float, received: Sequence[int]) -> None:
         begin = reported = time.monotonic()

@@ -145,7 +145,7 @@ class Simulation:
         assert gathering is not None
         for place in range(self.count):
             pair = frozenset({host.place, place})
-            if not gathering.looks_for(place, self.now) or not self.reaches(host.place, place):
+            if place not in gathering.wanted(self.now) or not self.reaches(host.place, place):
                 continue
             other = self.alive[place]
             if other.gathering is None:  # only a hub listens while a world trains
