@@ -1,12 +1,15 @@
 """The HTTP service of deploy/serving: answers, batches, limits, who may ask."""
 
 import asyncio
+import fcntl
 import io
 import json
 import os
 import re
+import termios
 import threading
 import time
+from array import array
 from collections.abc import AsyncIterator
 
 import numpy as np
@@ -324,6 +327,13 @@ def test_each_request_is_named_traced_and_logged_once():
         assert lines == []
 
 
+def unread(pipe: int) -> int:
+    """Bytes in a pipe."""
+    count = array("i", [0])
+    fcntl.ioctl(pipe, termios.FIONREAD, count)
+    return count[0]
+
+
 def test_access_log_drops_lines_and_says_so_where_nobody_reads(monkeypatch):
     reads, writes = os.pipe()
     monkeypatch.setattr(TERMINAL, "_most_bytes", 50_000)
@@ -331,6 +341,10 @@ def test_access_log_drops_lines_and_says_so_where_nobody_reads(monkeypatch):
         lines = Lines(stream)
         for number in range(3000):  # more than a pipe holds, and that
             lines(f"{number:0100}")
+            if number == 300:
+                wait_until(lambda: TERMINAL.waiting == 0)
+            if number == 700:  # from here on nothing leaves the queue, so the last line is lost
+                wait_until(lambda: unread(reads) > 60_000)
         lines.close(0.01)
         seen: list[str] = []
         thread = threading.Thread(target=lambda: seen.extend(iter(reader.readline, "last\n")))

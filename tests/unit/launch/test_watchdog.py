@@ -125,7 +125,7 @@ def host(tmp_path: Path) -> Iterator[Callable[..., Ranks]]:
     for each in made:
         for process in each.processes.values():
             process.send_signal(signal.SIGKILL)
-            process.wait()
+            process.communicate()  # closes its pipe as well
 
 
 def test_a_stopped_rank_is_named_and_stacks_are_kept(host) -> None:
