@@ -16,7 +16,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from itertools import islice
 from pathlib import Path
-from typing import BinaryIO
+from typing import Any, BinaryIO
 
 from ppdist.common.errors import ConfigError, UserError
 
@@ -190,6 +190,13 @@ def sync_path(path: Path) -> None:
         os.fsync(handle)
     finally:
         os.close(handle)
+
+
+def read_json(path: Path) -> Any:
+    """Content of a JSON file in UTF-8; None: it is not there, or is not JSON."""
+    with suppress(OSError, ValueError):
+        return json.loads(path.read_text(encoding="utf-8"))
+    return None
 
 
 def write_json(path: Path, content: object, indent: int | None = None) -> None:

@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from ppdist.common import files
 from ppdist.common.errors import CheckpointError, ConfigError
-from ppdist.common.files import replace_file
 from ppdist.common.process import JOB_DIR_VARIABLE
 from ppdist.common.records import MetricRecords, read_metrics
 from ppdist.config import ExperimentConfig
@@ -111,10 +111,7 @@ def _total(asked: str, base: float) -> float:
 def read_note(name: str) -> Any:
     """Note of an earlier attempt of this job on this host, or None."""
     folder = os.environ.get(JOB_DIR_VARIABLE)  # of fleetrun
-    if folder:
-        with suppress(OSError, ValueError):  # not there yet; never incomplete
-            return json.loads((Path(folder) / name).read_text(encoding="utf-8"))
-    return None
+    return files.read_json(Path(folder) / name) if folder else None
 
 
 def write_note(name: str, content: Any) -> None:
@@ -124,4 +121,4 @@ def write_note(name: str, content: Any) -> None:
     """
     folder = os.environ.get(JOB_DIR_VARIABLE)
     if folder and Path(folder).is_dir():
-        replace_file(Path(folder) / name, json.dumps(content).encode())
+        files.replace_file(Path(folder) / name, json.dumps(content).encode())

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from ppdist.common.errors import CheckpointError, ConfigError
-from ppdist.common.files import replace_file
+from ppdist.common.files import read_json, replace_file
 from ppdist.common.process import MIN_HOSTS_VARIABLE
 from ppdist.distributed import comm
 
@@ -75,10 +75,7 @@ class OutputDirs:
 
         Raises: CheckpointError.
         """
-        found = None
-        if comm.local_rank() == 0:
-            with suppress(OSError, ValueError):
-                found = json.loads((self.folder / _NOTE).read_text(encoding="utf-8"))
+        found = None if comm.local_rank() else read_json(self.folder / _NOTE)
         noting = [
             (each["step"], each["host"], host)
             for each, host in comm.all_gather_object((found, comm.host()))

@@ -227,18 +227,18 @@ class ControlChannel:
             send_away(self._listener, _SENT_AWAY, ending)
         return self._must_stop
 
-    def take_in(self, saved: int) -> None:
+    def take_in(self, saved_step: Callable[[], int]) -> None:
         """Ends the world, at a checkpoint, if other hosts ask to be taken in.
 
-        Args: saved: step of the newest checkpoint.
+        Args: saved_step: finds the step of the newest checkpoint.
         """
         waiting = self.door.waiting() if self.door is not None else []
         if not waiting or self._stopping:
             self._saved = None
         elif self._saved is None:
-            self._saved = saved
+            self._saved = saved_step()
             self._say(f"host {', '.join(waiting)} is back; taken in at the next checkpoint")
-        elif saved > self._saved:
+        elif saved_step() > self._saved:
             why = f"takes in host {', '.join(waiting)}"
             self._say(f"{why}: stopping all ranks after their step")
             self._makes_room = self._must_stop = True

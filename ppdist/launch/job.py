@@ -2,19 +2,19 @@
 
 import hashlib
 import hmac
-import json
 import os
 import secrets
 import signal
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 from typing import TypeVar
 
 from ppdist.common.errors import LaunchError, UserError
+from ppdist.common.files import read_json
 from ppdist.common.process import (
     JOB_DIR_VARIABLE,
     JOB_VARIABLE,
@@ -168,10 +168,9 @@ class _Job:
         self.memory.left |= {place_of[host] for host in channel.left}
         if channel.door is not None:
             self.memory.awaited |= channel.door.places()
-        with suppress(OSError, ValueError, KeyError):  # no rank got so far
-            note = json.loads((self.folder / RUN_NOTE).read_text(encoding="utf-8"))
-            if note["shared"]:
-                self.memory.shares_output, self.lease.folder = True, Path(note["output_dir"])
+        note = read_json(self.folder / RUN_NOTE)  # None: no rank got so far
+        if note and note["shared"]:
+            self.memory.shares_output, self.lease.folder = True, Path(note["output_dir"])
 
     def connect_hosts(self) -> tuple[LaunchPlan, ControlChannel | None]:
         """The plan, and the channel to other hosts if there are any.

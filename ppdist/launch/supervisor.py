@@ -24,6 +24,7 @@ from typing import BinaryIO
 
 from ppdist.common import child
 from ppdist.common.errors import LaunchError
+from ppdist.common.files import read_json
 from ppdist.common.process import (
     BACKUP_VARIABLE,
     EXIT_DIR_VARIABLE,
@@ -201,7 +202,7 @@ class _Job:
         others_stop = others_failed = others_wait = False
         if self._channel is not None:
             if self._channel.door is not None and not self._stop_sent:
-                self._channel.take_in(_saved_step(self._folder.parent))
+                self._channel.take_in(lambda: _saved_step(self._folder.parent))
             others_stop = self._channel.watch(self._received)
             others_failed = others_stop and self._channel.stopped_by is None
             others_wait = others_failed and not self._channel.cause_known
@@ -319,9 +320,8 @@ def _saved_step(job: Path) -> int:
 
     Args: job: its folder.
     """
-    with suppress(OSError, ValueError, KeyError):
-        return int(json.loads((job / RUN_NOTE).read_text(encoding="utf-8"))["saved"])
-    return 0
+    note = read_json(job / RUN_NOTE)
+    return int(note["saved"]) if note else 0
 
 
 def _ended(folder: Path, by_themselves: bool) -> list[RankEnd]:
