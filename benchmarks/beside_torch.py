@@ -149,8 +149,8 @@ def _ours(size: str, dtype: str, scratch: Path) -> tuple[list[str], Any]:
 
     def once() -> None:
         # The first step's rates, so that weights stay what both began with.
-        count = trainer.batch_source.count(0)
-        step(iter([batch] * count), count, 0, rates, False, Clock())
+        numbers = trainer.batch_source.numbers(0)
+        step(iter([batch] * len(numbers)), numbers, 0, rates, False, Clock())
 
     return files, once
 

@@ -47,8 +47,8 @@ def measure_saving(config: "ExperimentConfig", *, saves: int, scratch: Path) -> 
 
     def step() -> None:
         rates = schedule.lr_scheduler.rates(state.step)
-        count = trainer.batch_source.count(state.step)
-        trainer.train_step(batches, count, state.step, rates, False, Clock(synchronize=True))
+        numbers = trainer.batch_source.numbers(state.step)
+        trainer.train_step(batches, numbers, state.step, rates, False, Clock(synchronize=True))
         state.step += 1
 
     def save() -> None:

@@ -144,12 +144,8 @@ class BatchSource:
             return iter(self._loader)
         return self._pictures.watching(iter(self._loader), self._taken)
 
-    def count(self, step: int) -> int:
-        """Micro-batches of this rank in a step, as `batches` last yields them."""
-        return self._taken.count(step)
-
     def numbers(self, step: int) -> Sequence[int]:
-        """Which of a step's micro-batches those of this rank are."""
+        """This rank's micro-batches of a step, as `batches` last yields them."""
         return self._taken.numbers(step)
 
     def abort_waits(self) -> None:

@@ -105,7 +105,7 @@ def _trials(config: ExperimentConfig, job: Job, meter: Meter) -> Iterator[dict[s
     for batch in job.batches:
         for size, number in passes:
             drawn = _batches(batch, job.objects, size, config.model.num_classes)
-            result = step(drawn, job.micro_batches, number, rates, False, Clock())
+            result = step(drawn, range(job.micro_batches), number, rates, False, Clock())
             if result.ran_out:
                 raise MemoryError(f"no memory for {batch} images")
         if kept is None:  # one to roll back to, one being written

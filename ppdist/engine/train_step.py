@@ -202,20 +202,18 @@ class TrainStep:
     def __call__(
         self,
         batches: Iterator[Batch],
-        count: int,
+        numbers: Sequence[int],
         step: int,
         rates: LearningRates,
         stop: bool,
         clock: Clock,
         known_bad: Container[int] = (),
         time_is_up: bool = False,
-        numbers: Sequence[int] | None = None,
     ) -> StepResult:
-        """Takes `count` micro-batches from `batches` and makes one optimizer step.
+        """Takes this rank's micro-batches from `batches` and makes one optimizer step.
 
         Args:
-            numbers: which of the step's micro-batches they are, for what the model draws at random;
-                None: ranks take turns.
+            numbers: which micro-batches of the step they are; see `TrainSampler.numbers`.
             known_bad: positions of images that all ranks know to be bad.
             time_is_up: what rank 0 tells the others; theirs is False.
         """
@@ -224,15 +222,12 @@ class TrainStep:
             self._flat_gradients.release()
         self.loss.prepare(self.model, step)
         heartbeat.at("waiting for its images")
-        micro_batches, outage = _taken(batches, count)
+        micro_batches, outage = _taken(batches, len(numbers))
         heartbeat.at("")
         clock.lap("data")
         before = None if self._statistics is None else self._statistics.gather().clone()
         global_normalizers = self._global_normalizers(micro_batches)
         clock.lap("communication")
-        if numbers is None:
-            first, by = (0, 1) if self._spread else (comm.rank(), comm.world_size())
-            numbers = range(first, first + count * by, by)
         sums, fitted = self._gradients(
             micro_batches, numbers, step, before, global_normalizers, clock
         )

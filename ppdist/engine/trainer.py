@@ -357,7 +357,7 @@ class Trainer:
         state = self.state
         clock = Clock()
         rates = self.schedule.lr_scheduler.rates(state.step).scaled(lr_factor(state.rollbacks))
-        count, stop = self.batch_source.count(state.step), state.stop
+        numbers, stop = self.batch_source.numbers(state.step), state.stop
         known_bad = self.bad_images.known
         time_is_up = (
             self.budget is not None
@@ -366,9 +366,8 @@ class Trainer:
         )
         with self.recovery.watching_memory(state.step + 1):
             result = self.train_step(
-                self._batches, count, state.step, rates, stop, clock, known_bad, time_is_up,
-                self.batch_source.numbers(state.step),
-            )  # fmt: skip
+                self._batches, numbers, state.step, rates, stop, clock, known_bad, time_is_up
+            )
         seconds = watch.stop(clock.seconds["data"])
         if result.bad_somewhere:
             self._meet_bad_images(result.bad_images)

@@ -269,9 +269,8 @@ def train_steps(config: ExperimentConfig, steps: int, rounding: Rounding | None 
             rounding.move(parameters, before, number)
             before = {key: _array(value) for key, value in parameters.items()}
         rates = schedule.lr_scheduler.rates(number)
-        taken = trainer.batch_source.count(number)
         numbers = trainer.batch_source.numbers(number)
-        results.append(step(batches, taken, number, rates, False, Clock(), numbers=numbers))
+        results.append(step(batches, numbers, number, rates, False, Clock()))
         weights = _weights(step)
         sketches.append(_sketches(step, weights))
         if results[-1].applied:

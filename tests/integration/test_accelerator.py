@@ -153,7 +153,7 @@ def _take(train_step: TrainStep, step: int) -> None:
     if step == 2 and comm.rank():  # one micro-batch less, or none of the images of one
         batches = [halves[0], blank_batch()] if train_step._spread else halves[:1]
     rates = LearningRates(0.1, 0.1, 0.9)
-    assert train_step(iter(batches), len(batches), step, rates, False, Clock()).applied
+    assert train_step(iter(batches), range(len(batches)), step, rates, False, Clock()).applied
 
 
 def _checked_replicas() -> list:

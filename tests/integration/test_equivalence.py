@@ -132,9 +132,8 @@ def train(case: Case) -> dict:
     for number in range(case.steps):
         taken = sampled_batches(sampler, number)
         numbers = sampler.numbers(number)
-        results.append(
-            step(iter(taken), len(taken), number, rates, False, Clock(), (), False, numbers)
-        )
+        assert len(taken) == len(numbers)
+        results.append(step(iter(taken), numbers, number, rates, False, Clock()))
     assert all(result.applied for result in results)
     weights = weights_of(step.model)
     state = {key: value.numpy() for key, value in step.model.state_dict().items()}

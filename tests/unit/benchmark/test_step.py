@@ -60,7 +60,7 @@ def test_a_step_is_timed_without_a_pause(monkeypatch):
             lr_scheduler=SimpleNamespace(rates=lambda number: None),
             total_steps=9,
         ),
-        batch_source=SimpleNamespace(count=lambda step: 1),
+        batch_source=SimpleNamespace(numbers=lambda step: [0]),
         train_step=lambda *_: passes(3.0, done),
     )
     monkeypatch.setattr(step.time, "perf_counter", lambda: now[0])
@@ -72,12 +72,12 @@ def test_a_step_is_timed_without_a_pause(monkeypatch):
 
 def test_more_steps_than_the_run_has_begin_anew():
     batch_source = SimpleNamespace(
-        batches=lambda first, scores: iter(["a", "b"]), count=lambda step: 1
+        batches=lambda first, scores: iter(["a", "b"]), numbers=lambda step: [0]
     )
     done = SimpleNamespace(losses={"loss": 1.0}, images=4, applied=True)
     seen = []
 
-    def train_step(batches, count, number, *_):
+    def train_step(batches, numbers, number, *_):
         seen.append((next(batches), number))
         return done
 

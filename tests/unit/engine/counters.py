@@ -76,7 +76,7 @@ def count_step(
     with pytest.MonkeyPatch.context() as patch, _listing():
         patch.setattr(step.loss, "local_normalizers", apart)
         _watch_reads(patch, counts)
-        result = step(iter(batches), len(batches), number, rates, False, clock)
+        result = step(iter(batches), range(len(batches)), number, rates, False, clock)
         clock.lap("rest")
     return result, counts
 

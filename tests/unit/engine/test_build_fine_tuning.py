@@ -248,7 +248,7 @@ def trained_by(model: str, world: int, overrides: tuple[str, ...]) -> dict:
     found = []
     for number in range(STEPS):
         batches = iter(sampled_batches(sampler, number))
-        result = step(batches, 1, number, rates, False, Clock())
+        result = step(batches, range(1), number, rates, False, Clock())
         assert result.applied
         found.append(result.losses["loss"])
     after = {key: value.numpy() for key, value in step.model.state_dict().items()}

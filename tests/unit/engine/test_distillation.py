@@ -86,7 +86,7 @@ def test_steps_train_student_and_keep_teacher(model, teachers, tmp_path):
     results = []
     for number in range(2):
         batch = iter([fixed_batch(0, 0, IMAGES)])
-        results.append(step(batch, 1, number, rates, False, Clock()))
+        results.append(step(batch, range(1), number, rates, False, Clock()))
     after = arrays_of(teacher)
     assert all((before[key] == after[key]).all() for key in before)
     unmerged = [key for key in before if key in kept]
@@ -121,7 +121,7 @@ def test_the_student_comes_to_say_what_the_teacher_says(model, name, weight, tea
     )  # fmt: skip
     step, rates = build_step(config, frozen=True)
     lessons = [
-        step(iter([fixed_batch(0, 0, IMAGES)]), 1, number, rates, False, Clock()).losses
+        step(iter([fixed_batch(0, 0, IMAGES)]), range(1), number, rates, False, Clock()).losses
         for number in range(9)
     ]
     first, last = (lessons[number][f"loss_distill_{name}"] for number in (1, 8))
@@ -155,7 +155,7 @@ def test_bfloat16_on_a_cpu_asks_the_teacher_too(teachers, tmp_path):
     for overrides in (amp, amp[1:]):
         config = distilled_config(tmp_path, teachers["ppyoloe"], *overrides)
         step, rates = build_step(config, frozen=False, kernels=EMULATED)
-        result = step(iter([fixed_batch(0, 0, IMAGES)]), 1, 0, rates, False, Clock())
+        result = step(iter([fixed_batch(0, 0, IMAGES)]), range(1), 0, rates, False, Clock())
         assert result.applied
         losses.append(result.losses)
     low, plain = losses
@@ -167,7 +167,7 @@ def test_uncompared_features_have_no_adapters(teachers, tmp_path):
     config = distilled_config(tmp_path, teachers["ppyoloe"], "distill.features=null")
     step, rates = build_step(config, frozen=False)
     assert step.model.distillation is None
-    result = step(iter([fixed_batch(0, 0, IMAGES)]), 1, 0, rates, False, Clock())
+    result = step(iter([fixed_batch(0, 0, IMAGES)]), range(1), 0, rates, False, Clock())
     assert "loss_distill_features" not in result.losses
 
 
@@ -203,7 +203,7 @@ def train(case: str, teachers: dict[str, str]) -> dict:
         seed=0, start_step=0, end_step=STEPS, sizes=[config.model.image_size],
     )  # fmt: skip
     results = [
-        step(iter(taken), len(taken), number, rates, False, Clock())
+        step(iter(taken), range(len(taken)), number, rates, False, Clock())
         for number, taken in enumerate(sampled_batches(sampler, at) for at in range(STEPS))
     ]
     assert all(result.applied for result in results)
@@ -277,7 +277,7 @@ def test_nms_free_teacher_teaches_by_other_head(teachers, tmp_path):
     ema = load_file(teacher / "checkpoints" / "last" / "ema.safetensors")
     assert (head == ema["yolo_head.pred_cls.0.weight"]).all()
     assert (head != ema["one_to_one_head.pred_cls.0.weight"]).any()
-    result = step(iter([fixed_batch(0, 0, IMAGES)]), 1, 0, rates, False, Clock())
+    result = step(iter([fixed_batch(0, 0, IMAGES)]), range(1), 0, rates, False, Clock())
     assert {"loss_distill_logits", "loss_distill_boxes", "loss_one_to_one"} <= set(result.losses)
 
 

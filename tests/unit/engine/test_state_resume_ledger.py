@@ -57,7 +57,7 @@ def ledger(monkeypatch, shapes, overrides, steps, world, batch, accumulate, work
         monkeypatch.undo()
         batches = batch_source.batches(steps[0], SCORES if batch_source.follows_scores else None)
         for step in steps:
-            for _ in range(batch_source.count(step)):
+            for _ in batch_source.numbers(step):
                 found[step].update(entries(next(batches)))
         batches.close()
         batch_source._loader.close()

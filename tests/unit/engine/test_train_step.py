@@ -81,7 +81,7 @@ def test_clipped_momentum_steps_equal_numpy(clip):
         weight, bias = weight - LR * velocity[:3], bias - LR * velocity[3]
         rates = LearningRates(lr=LR, bias_lr=LR, momentum=MOMENTUM)
         batches = iter([batch_of(x_B3) for x_B3 in micro_batches])
-        result = step(batches, len(micro_batches), number, rates, False, Clock())
+        result = step(batches, range(len(micro_batches)), number, rates, False, Clock())
         assert result.applied and result.images == 5
         assert result.losses["loss"] == pytest.approx((y_N**2).mean() / 2, rel=1e-5)
         assert result.gradient_norm == pytest.approx(norm, rel=1e-5)  # before clipping
@@ -125,7 +125,7 @@ def test_a_weight_that_loses_its_gradient_stays():
     def weights_after_a_step():
         before = [p.numpy() for p in model.parameters()]
         batches = iter([batch_of(np.ones((2, 3), "float32"))])
-        assert step(batches, 1, 0, rates, False, Clock()).applied
+        assert step(batches, range(1), 0, rates, False, Clock()).applied
         return [not np.array_equal(a, b.numpy()) for a, b in zip(before, model.parameters())]
 
     assert weights_after_a_step() == [True] * 4

@@ -93,7 +93,7 @@ def test_overflow_halves_loss_scale(record_property):
     paddle.amp.auto_cast(enable=False, dtype="float16").__enter__()  # what scale() looks at
     scales = []
     for number, value in enumerate((2.0, float("inf"), float("inf"), 4.0)):
-        result = step(iter([batch(value)]), 1, number, RATES, False, Clock())
+        result = step(iter([batch(value)]), range(1), number, RATES, False, Clock())
         assert result.applied == (value < 5)
         scales.append(step.scaler._scale.item())
     assert scales == [1024.0, 512.0, 256.0, 256.0]
@@ -110,7 +110,7 @@ def test_high_loss_scale_is_no_fault_until_below_one():
     def searching(value, scale):
         state = step.scaler.state_dict()
         step.scaler.load_state_dict({**state, "scale": np.array([scale], "float32")})
-        result = step(iter([batch(value)]), 1, 0, RATES, False, Clock())
+        result = step(iter([batch(value)]), range(1), 0, RATES, False, Clock())
         assert not result.applied
         return result.searching
 
@@ -126,7 +126,7 @@ def accumulate(argument):
     rank = comm.rank()
     for number in range(2):
         micro = iter([batch(1.0 + rank), batch(3.0 + rank)])
-        step(micro, 2, number, RATES, False, Clock())
+        step(micro, range(2), number, RATES, False, Clock())
     return optimizer.gradients
 
 

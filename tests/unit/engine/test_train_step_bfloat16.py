@@ -47,7 +47,7 @@ def steps(folder, overrides, count, *, model="ppyoloe", frozen=False, parts=((0,
     losses = []
     for number in range(count):
         batches = iter([fixed_batch(number, *part) for part in parts])
-        result = step(batches, len(parts), number, rates, False, Clock())
+        result = step(batches, range(len(parts)), number, rates, False, Clock())
         assert result.applied
         losses.append(result.losses["loss"])
     return step, losses
@@ -250,7 +250,7 @@ def test_processor_steps_faster_in_bfloat16(model, tmp_path, record_property):
     for number in range(8):
         for name, (step, rates) in built.items():
             began = time.process_time()
-            step(iter([batch]), 1, number, rates, False, Clock())
+            step(iter([batch]), range(1), number, rates, False, Clock())
             seconds[name].append(time.process_time() - began)
     ratio = np.median(np.array(seconds["bfloat16"][2:]) / np.array(seconds["float32"][2:]))
     record_property("figure", f"{ratio:.2f} of float32's CPU seconds")

@@ -45,7 +45,7 @@ def train(overrides, steps, poisoned=()):
     for step in range(steps):
         now["step"] = step
         batches = iter([fixed_batch(step, *PARTS[comm.rank()])])
-        result = train_step(batches, 1, step, rates, False, Clock())
+        result = train_step(batches, range(1), step, rates, False, Clock())
         state = state_of(train_step)
         said = {
             "loss": result.losses["loss"],

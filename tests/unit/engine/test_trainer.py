@@ -196,10 +196,10 @@ def test_signal_saves_checkpoint_and_exits_75(shapes, tmp_path):
     def interrupt(trainer):
         original = trainer.train_step.__call__
 
-        def step(batches, count, step, rates, stop, *rest):
+        def step(batches, numbers, step, rates, stop, *rest):
             if step == 4:
                 os.kill(os.getpid(), signal.SIGTERM)
-            return original(batches, count, step, rates, stop, *rest)
+            return original(batches, numbers, step, rates, stop, *rest)
 
         trainer.train_step = SimpleStep(trainer.train_step, step)
 
@@ -250,8 +250,8 @@ def test_resuming_with_another_total_batch_is_refused(shapes, tmp_path):
 
 def test_stopped_run_saves_and_resume_evaluates(shapes, tmp_path):
     def stop_now(trainer):
-        def call(batches, count, step, rates, stop, *rest):
-            return original(batches, count, step, rates, True, *rest)
+        def call(batches, numbers, step, rates, stop, *rest):
+            return original(batches, numbers, step, rates, True, *rest)
 
         original = trainer.train_step
         trainer.train_step = SimpleStep(original, call)

@@ -81,7 +81,7 @@ def test_training_leaves_all_tensors_in_their_storage(tmp_path, monkeypatch):
         lambda loss, given, output: output._replace(total=output.total * poison["by"])
     )
     for number, poison["by"] in enumerate((1.0, float("nan"), 1.0)):  # the second is undone
-        result = step(iter([fixed_batch(number, 0, 8)]), 1, number, rates, False, Clock())
+        result = step(iter([fixed_batch(number, 0, 8)]), range(1), number, rates, False, Clock())
         assert result.applied == (number != 1)
 
 

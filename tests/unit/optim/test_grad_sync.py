@@ -92,7 +92,7 @@ def training_steps(folder):
         start, sent = 4 * comm.rank(), []
         for step in range(5):
             half = iter([fixed_batch(step, start, start + 4)])
-            assert train_step(half, 1, step, rates, False, Clock()).applied
+            assert train_step(half, range(1), step, rates, False, Clock()).applied
             sent.append(sent_bytes())
         weights = train_step.model.parameters()
         found[mode or "plain"] = {
