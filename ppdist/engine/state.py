@@ -127,12 +127,12 @@ class _SavedState(TrainState):
     """state.json: a TrainState, and facts about the attempt that wrote it."""
 
     epoch: float | None = None
-    total_batch: int
-    batch_size_per_card: int | None = None
+    total_batch: int = Field(gt=0)
+    batch_size_per_card: int | None = Field(default=None, gt=0)
     # None: of earlier versions, see `_with_micro_batches`.
-    micro_batch: int | None = None
+    micro_batch: int | None = Field(default=None, gt=0)
     sync_bn: bool | None = None
-    world: int
+    world: int = Field(gt=0)
     bucket_mb: int | None = None  # of earlier versions
     ema_updates: int = 0
     scaler: dict[str, Any]

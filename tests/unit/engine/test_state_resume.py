@@ -190,6 +190,8 @@ def test_checkpoint_without_optimizer_is_not_resumed(shapes, output):
     "change",
     [
         lambda state: state.pop("world"),
+        lambda state: state.update(world=0),
+        lambda state: state.update(micro_batch=0),
         lambda state: state.update(step="5"),
         lambda state: state.update(best_step=-1),
         lambda state: state["run"].update(images=[]),
