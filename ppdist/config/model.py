@@ -205,4 +205,57 @@ class YOLOv5ClsConfig(Section):
     )
 
 
+RTDETR_SIZES = {
+    "rtdetr": ("r18", "r34", "r50", "r101", "l", "x"),
+    "rtdetrv2": ("r18", "r34", "r50"),
+    "dfine": ("n", "s", "m", "l", "x"),
+}
+
+
+class RTDETRConfig(Section):
+    """Which RT-DETR, RT-DETRv2 or D-FINE."""
+
+    task: ClassVar[Task] = "detect"
+    needs_nms: ClassVar[bool] = False
+    name: Literal["rtdetr"] = Field(default="rtdetr", description="detector family")
+    variant: Literal["rtdetr", "rtdetrv2", "dfine"] = Field(
+        default="rtdetr",
+        description="rtdetr: arXiv:2304.08069; rtdetrv2: arXiv:2407.17140, the same network for "
+        "other recipes; dfine: D-FINE, arXiv:2410.13842, boxes refined as distributions",
+    )
+    size: Literal["n", "s", "m", "l", "x", "r18", "r34", "r50", "r101"] = Field(
+        default="r18",
+        description="rtdetr: r18, r34, r50, r101 (ResNet-vd), l, x (HGNetv2); rtdetrv2: r18, r34, "
+        "r50; dfine: n, s, m, l, x",
+    )
+    num_classes: int = Field(default=80, ge=1, description="object classes C")
+    pretrained: Pretrained = None
+    image_size: ImageSize = Field(
+        default=(640, 640),
+        description="input [height, width] in pixels, multiples of 32; one number: a square",
+    )
+    queries: int = Field(
+        default=300, ge=1, description="boxes that the decoder refines: the most objects it finds"
+    )
+    denoising: int = Field(
+        default=100,
+        ge=0,
+        description="training: about so many noisy copies of an image's boxes are queries as well, "
+        "and as many that must find nothing; 0: none",
+    )
+    freeze_norm: bool = Field(
+        default=False,
+        description="the backbone's batch norms keep the statistics and weights they start with; "
+        "published for r50, r101, l and x, and of use only with `pretrained`",
+    )
+
+    @field_validator("size")
+    @classmethod
+    def _of_variant(cls, size: str, info: ValidationInfo) -> str:
+        variant = info.data.get("variant")
+        if variant is not None and size not in RTDETR_SIZES[variant]:
+            raise ValueError(f"{variant} has the sizes {', '.join(RTDETR_SIZES[variant])}")
+        return size
+
+
 ModelConfig = PPYOLOEConfig | YOLOv5Config | YOLOv5ClsConfig
