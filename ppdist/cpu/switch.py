@@ -22,7 +22,7 @@ from ppdist.cpu.feature_maps import OneDNNMaps
 from ppdist.cpu.layers import OneDNNConv2D, OneDNNConvBNLayer, OneDNNRepConv
 from ppdist.cpu.precision import FLOAT32, Kernels, compute_in
 from ppdist.distributed import paddle_api
-from ppdist.models.base import ImageModel
+from ppdist.models.base import ImageModel, Targets
 from ppdist.models.feature_maps import is_passing, maps
 from ppdist.models.layers import ConvBNLayer, RepConv
 
@@ -183,9 +183,10 @@ def _difference(found: np.ndarray, expected: np.ndarray, dtype: str) -> str | No
 def _check_model(model: nn.Layer, size: int, kernels: Kernels) -> str | None:
     images = np.random.default_rng(1).standard_normal((2, 3, size, size))
     x = paddle.to_tensor(images.astype(np.float32))
+    inputs = model.training_inputs(x, Targets.example(x)) if isinstance(model, ImageModel) else (x,)
 
     def scalar() -> Tensor:
-        maps = [out.astype("float32") for out in _tensors(model(x))]
+        maps = [out.astype("float32") for out in _tensors(model(*inputs))]
         return paddle.add_n([out.square().mean() for out in maps]).reshape([1])
 
     plain, fast = _both_ways(model, scalar, [], kernels)

@@ -446,7 +446,10 @@ def keyed_generator(seed: int, *key: int) -> np.random.Generator:
 
 @dataclass(frozen=True)
 class Sample:
-    """One image at input size and its objects."""
+    """One image at input size and its objects.
+
+    seed: see `Batch.seeds_B`.
+    """
 
     image_HW3: np.ndarray
     boxes_M4: np.ndarray
@@ -454,6 +457,7 @@ class Sample:
     index: int
     scale: tuple[float, float] = (1.0, 1.0)
     offset: tuple[float, float] = (0.0, 0.0)
+    seed: int = 0
 
 
 class Arrays(NamedTuple):
@@ -466,6 +470,7 @@ class Arrays(NamedTuple):
     image_index_B: np.ndarray
     scale_B2: np.ndarray
     offset_B2: np.ndarray
+    seeds_B: np.ndarray
 
 
 NOTHING = -1  # no record is being read
@@ -500,6 +505,8 @@ class Batch:
     image_index_B: int64 position in DetectionSet.records, -1 for padding.
     scale_B2, offset_B2: float32 (y, x): original pixels * scale + offset = input pixels; in
         evaluation only (training: ones and zeros).
+    seeds_B: int64, on the host, >= 0: of what a model draws at random for each image in training, a
+        function of (seed, epoch, index, copy) as the image is (evaluation and padding: 0).
     real: False for a batch of one blank image, which only keeps a rank in step with the others
         where there are too few images or micro-batches for all.
     bad_images: position in DetectionSet.records -> why, of the images met here that could not be
@@ -513,6 +520,7 @@ class Batch:
     image_index_B: Tensor
     scale_B2: Tensor
     offset_B2: Tensor
+    seeds_B: np.ndarray
     real: bool = True
     bad_images: Mapping[int, str] = field(default_factory=dict)
 

@@ -129,6 +129,7 @@ def _batches(batch: int, objects: int, size: tuple[int, int], classes: int) -> I
             image_index_B=paddle.arange(batch, dtype="int64"),
             scale_B2=paddle.ones([batch, 2]),
             offset_B2=paddle.zeros([batch, 2]),
+            seeds_B=np.arange(batch),
         )
 
 

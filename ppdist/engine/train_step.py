@@ -14,12 +14,12 @@ from paddle import Tensor, nn
 from ppdist.common.errors import StorageError, is_out_of_memory
 from ppdist.config.train import AmpConfig
 from ppdist.cpu.precision import Kernels, compute_in
-from ppdist.data.types import Batch, ImagesUnavailable
+from ppdist.data.types import Arrays, Batch, ImagesUnavailable
 from ppdist.distributed import comm, device, heartbeat, paddle_api
 from ppdist.distributed.sync_batch_norm import SyncBatchNorm2D
 from ppdist.engine.distillation import Distillation
 from ppdist.losses.base import Loss, LossOutput
-from ppdist.models.base import ImageModel
+from ppdist.models.base import ImageModel, Targets
 from ppdist.optim.ema import EMA
 from ppdist.optim.flat_storage import FlatGradients, FlatStorage
 from ppdist.optim.grad_sync import AllReduceSync, Sharding
@@ -426,7 +426,8 @@ class TrainStep:
             if self.distillation is not None:  # first: it keeps little, the student much
                 taught = self.distillation.ask(batch.images_B3HW)
                 clock.lap("teacher")
-            outputs = self.wrapped(self.model.normalize(batch.images_B3HW))
+            images = self.model.normalize(batch.images_B3HW)
+            outputs = self.wrapped(*self.model.training_inputs(images, Targets.of(batch)))
         clock.lap("forward")
         output = self.loss(
             outputs, batch.boxes_BM4, batch.labels_BM, batch.mask_BM, step, global_normalizers
@@ -566,9 +567,7 @@ def _taken(batches: Iterator[Batch], count: int) -> tuple[list[Batch], StorageEr
 
 def _blank_batch(batch: Batch) -> Batch:
     """Batch without an image, shaped like another's first; see `Batch`."""
-    fields = ("images_B3HW", "boxes_BM4", "labels_BM", "mask_BM", "image_index_B", "scale_B2",
-              "offset_B2")  # fmt: skip
-    return replace(batch, **{name: getattr(batch, name)[:1] for name in fields}, real=False)
+    return replace(batch, **{n: getattr(batch, n)[:1] for n in Arrays._fields}, real=False)
 
 
 def _positions(micro_batches: list[Batch]) -> list[int]:

@@ -30,7 +30,7 @@ from ppdist.distributed.comm import evaluate_on_all_ranks
 from ppdist.engine.build import build_evaluator, build_schedule_setup
 from ppdist.engine.data import images_of_epoch
 from ppdist.engine.preflight import fetch_on_all_ranks
-from ppdist.models.base import ImageModel
+from ppdist.models.base import ImageModel, Targets
 from ppdist.models.weights import arrays_of, checkpoint_of, load_all_weights
 
 _NORMS = (nn.BatchNorm1D, nn.BatchNorm2D)
@@ -364,7 +364,8 @@ def _measured(
             paddle_api.set_momentum(layer, 0.0)  # what was before counts nothing
         for place, batch in zip(epoch.share(), epoch.batches()):
             heartbeat.alive()
-            model(model.normalize(batch.images_B3HW))
+            images = model.normalize(batch.images_B3HW)
+            model(*model.training_inputs(images, Targets.of(batch)))
             tensors = [tensor for layer in norms for tensor in paddle_api.running_statistics(layer)]
             flat = [tensor.numpy().ravel() for tensor in tensors]
             rows.append(np.concatenate([[place, len(batch.images_B3HW)], *flat]))

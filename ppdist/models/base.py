@@ -7,7 +7,7 @@ serves the detectors.  `freeze` and its kin mean what `train.freeze` says.
 import math
 from collections.abc import Sequence
 from functools import lru_cache
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
 import paddle
@@ -23,6 +23,35 @@ NECK, HEAD = "neck", "head"  # stages behind those of the backbone
 _NECKS = ("neck.", "aux_neck.")
 
 
+class Targets(NamedTuple):
+    """What a model is given in training that learns from it in its forward pass.
+
+    boxes_BM4, labels_BM, mask_BM, seeds_B: see `Batch`.
+    """
+
+    boxes_BM4: Tensor
+    labels_BM: Tensor
+    mask_BM: Tensor
+    seeds_B: np.ndarray
+
+    @classmethod
+    def of(cls, batch: Any) -> "Targets":
+        """Those of a `Batch`."""
+        return cls(*(getattr(batch, name) for name in cls._fields))
+
+    @classmethod
+    def example(cls, images_B3HW: Tensor) -> "Targets":
+        """One object of class 0 in the middle of each image, for a look at the outputs."""
+        batch, _, height, width = images_B3HW.shape
+        box = [width / 4, height / 4, 3 * width / 4, 3 * height / 4]
+        return cls(
+            paddle.to_tensor([[box]] * batch, dtype="float32"),
+            paddle.zeros([batch, 1], dtype="int64"),
+            paddle.ones([batch, 1]),
+            np.arange(batch),
+        )
+
+
 class ImageModel(nn.Layer):
     """Base of all models.
 
@@ -32,6 +61,7 @@ class ImageModel(nn.Layer):
 
     Attributes:
         task: what it predicts: "detect" boxes with classes, "classify" whole images.
+        takes_targets: a training forward is `model(images_B3HW, targets)`; see `training_inputs`.
         needs_nms: predictions of one object overlap, so they need suppression.
         needs_anchors: boxes are predicted as multiples of anchors, which fit a training set; then
             the model has the next two, `anchors_LA2` and `set_anchors`, and its loss the key
@@ -52,6 +82,7 @@ class ImageModel(nn.Layer):
     """
 
     task: ClassVar[Task]
+    takes_targets: ClassVar[bool] = False
     needs_nms: bool = False
     needs_anchors: ClassVar[bool] = False
     given_anchors_LA2: np.ndarray | None = None
@@ -136,6 +167,18 @@ class ImageModel(nn.Layer):
     def forward(self, images_B3HW: Tensor) -> Any:
         """Raw outputs of normalised images; H and W are multiples of `size_multiple`."""
         raise NotImplementedError
+
+    def training_inputs(self, images_B3HW: Tensor, targets: Targets) -> tuple[Any, ...]:
+        """What a training forward is called with: `model(*model.training_inputs(...))`.
+
+        A model that takes targets gives with them, in train and in eval mode (a blank image, a
+        count of operations), outputs that reach every parameter, also where no image has an object.
+        Without them it gives what evaluation, export and a student need; the validation loss is
+        that of these.
+
+        Args: images_B3HW: normalised.
+        """
+        return (images_B3HW, targets) if self.takes_targets else (images_B3HW,)
 
     def decode(self, outputs: Any) -> Any:
         """Raw outputs to what a user wants to know."""

@@ -9,7 +9,7 @@ import paddle
 from paddle import nn
 
 from ppdist.config.train import AmpConfig
-from ppdist.models.base import ImageModel
+from ppdist.models.base import ImageModel, Targets
 
 _SIDE = 2  # of the image that is counted with, in multiples of the model's
 
@@ -81,7 +81,8 @@ def complexity(
             paddle.amp.auto_cast(enable=amp.enabled, dtype=amp.dtype),
             paddle.autograd.saved_tensors_hooks(keep, lambda tensor: tensor),
         ):
-            outputs = model(model.normalize(paddle.zeros([1, 3, side, side], dtype="uint8")))
+            images = model.normalize(paddle.zeros([1, 3, side, side], dtype="uint8"))
+            outputs = model(*model.training_inputs(images, Targets.example(images)))
     finally:
         for hook in hooks:
             hook.remove()

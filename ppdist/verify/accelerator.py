@@ -45,6 +45,7 @@ from ppdist.engine.build import build_batch_source, build_model, build_schedule_
 from ppdist.engine.data import images_of_epoch, read_sets
 from ppdist.engine.train_step import add_up, normalise_losses, whole
 from ppdist.losses.nms import multiclass_nms
+from ppdist.models.base import Targets
 from ppdist.verify import dp_equivalence
 from ppdist.verify.dp_equivalence import ROUNDINGS, Rounding
 
@@ -346,7 +347,8 @@ def card_against_cpu(proof: Proof) -> Found:
 
     def work() -> Found:
         batch = next(build_batch_source(alone, images, schedule).batches(0, None))
-        arrays = {name: getattr(batch, name)[:_IMAGES_OF_BATCH].numpy() for name in Arrays._fields}
+        whole_arrays = {name: getattr(batch, name) for name in Arrays._fields}
+        arrays = {name: np.asarray(x[:_IMAGES_OF_BATCH]) for name, x in whole_arrays.items()}
         weights = {key: each.numpy() for key, each in build_model(config).state_dict().items()}
         take = partial(
             losses_and_gradients, config, weights, arrays,
@@ -380,14 +382,16 @@ def losses_and_gradients(
         before = {key: weights[key] for key in trained}
         Rounding(ROUNDINGS["float32"], 0.0).move(trained, before, 0)
     loss = loss_of(config.model.name).build(config.loss, model, steps_per_epoch, reference_batch)
-    batch = Batch(**{name: paddle.to_tensor(each) for name, each in arrays.items()})
-    targets = batch.boxes_BM4, batch.labels_BM, batch.mask_BM
+    tensors = {name: paddle.to_tensor(each) for name, each in arrays.items() if name != "seeds_B"}
+    batch = Batch(**tensors, seeds_B=arrays["seeds_B"])
+    truth = batch.boxes_BM4, batch.labels_BM, batch.mask_BM
     model.train()
     loss.prepare(model, 0)
     global_normalizers = loss.local_normalizers(
-        *targets, (batch.images_B3HW.shape[2], batch.images_B3HW.shape[3])
+        *truth, (batch.images_B3HW.shape[2], batch.images_B3HW.shape[3])
     )
-    output = loss(model(model.normalize(batch.images_B3HW)), *targets, 0, global_normalizers)
+    inputs = model.training_inputs(model.normalize(batch.images_B3HW), Targets.of(batch))
+    output = loss(model(*inputs), *truth, 0, global_normalizers)
     assert output.total.place.is_cpu_place() == (not device.on_accelerator())
     sums: dict[str, paddle.Tensor] = {}
     add_up(sums, output)

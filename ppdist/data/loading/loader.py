@@ -71,8 +71,8 @@ _LOGGER = logging.getLogger("ppdist.data")
 _MOST_WORKERS = 16  # more than 2,000 images a second: no card of today trains that fast
 _CORES_PER_WORKER_ON_CPU = 4  # a worker prepares more images than four cores train on
 
-# Keys of a batch, the worker's result, and its arrays on the model's device, named as in Batch.
-_Delivered = tuple[list[SampleKey], WorkerBatch, dict[str, paddle.Tensor]]
+# Keys of a batch, the worker's result, and its arrays, named as in Batch.
+_Delivered = tuple[list[SampleKey], WorkerBatch, dict[str, Any]]
 
 
 class _Plan(Protocol):
@@ -120,10 +120,10 @@ class _Loader:
         RuntimeError: preparing one failed in another way.
         """
         try:
-            for keys, made, tensors in self._made():
+            for keys, made, arrays in self._made():
                 self._report(made)
                 batch = Batch(
-                    **tensors,
+                    **arrays,
                     real=keys[0].index >= 0 and made.outage is None,
                     bad_images=made.bad_images,
                 )
@@ -168,7 +168,7 @@ class _Loader:
             for keys in self.plan:
                 made = self._samples.batch(keys)
                 outages.look([self._samples.awaited])
-                yield keys, made, _tensors(made)
+                yield keys, made, _arrays(made)
 
     def _report(self, made: WorkerBatch) -> None:
         if made.user_error:
@@ -214,10 +214,10 @@ def _sleep(seconds: float, alive: Callable[[], None], aborted: np.ndarray) -> No
         alive()
 
 
-def _tensors(made: WorkerBatch) -> dict[str, paddle.Tensor]:
-    """Copies a batch to the model's device; its memory may be reused."""
+def _arrays(made: WorkerBatch) -> dict[str, Any]:
+    """Copies a batch to the model's device, all but its seeds; its memory may be reused."""
     arrays = {} if made.arrays is None else made.arrays._asdict()
-    return {name: device.put(array) for name, array in arrays.items()}
+    return {name: x if name == "seeds_B" else device.put(x) for name, x in arrays.items()}
 
 
 class TrainLoader(_Loader):
@@ -549,11 +549,11 @@ class WorkerPool:
                 more = more and self._hand_out(remaining)
                 continue
             made, worker, slot = self._done.pop(number)
-            tensors = _tensors(made)
+            arrays = _arrays(made)
             worker.free.append(slot)
             task = wanted.pop(number)
             more = more and self._hand_out(remaining)
-            yield task.keys, made, tensors
+            yield task.keys, made, arrays
             if self._wanted is not wanted:
                 raise RuntimeError("this iteration is over: its loader was closed or iterated anew")
 

@@ -56,7 +56,8 @@ class ClassifyTrainSamples(TrainSamples):
         input_HW3 = render(image_HW3, placement, interpolation, colours_34)
         sample = _sample(input_HW3, self._dataset.records[index].labels_M, index)
         # Whatever is hidden of the input, it keeps its class.
-        return replace(sample, image_HW3=augment_pixels(sample, augment, rng).image_HW3)
+        sample = replace(sample, image_HW3=augment_pixels(sample, augment, rng).image_HW3)
+        return self._with_seed(key, sample)
 
 
 class ClassifyEvalSamples(EvalSamples):

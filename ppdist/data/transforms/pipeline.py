@@ -15,6 +15,7 @@ import signal
 import time
 import traceback
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 import cv2
 import numpy as np
@@ -64,7 +65,7 @@ from ppdist.data.types import (
 from ppdist.storage.files import can_be_read, is_remote
 from ppdist.storage.retry import TOLD_SECONDS, is_outage, unavailable, with_retries
 
-_AUGMENT = 2  # stream of random numbers, beside the sampler's
+_AUGMENT, _SEEDS = 2, 4  # streams of random numbers, beside the sampler's
 _MOST_REPLACEMENTS = 100
 _NEAR, _PROBED = 64, 8  # records among which others of a folder are looked for; so many are opened
 _BOX_ROUNDING = 8  # boxes per image are padded to a multiple, so that shapes repeat
@@ -368,7 +369,11 @@ class TrainSamples(Samples):
             sample = cutmix(sample, self._other(size, augment, rng), rng)
         if augment.mixup and rng.random() < augment.mixup:
             sample = mixup(sample, self._other(size, augment, rng), rng)
-        return augment_pixels(sample, augment, rng)
+        return self._with_seed(key, augment_pixels(sample, augment, rng))
+
+    def _with_seed(self, key: SampleKey, sample: Sample) -> Sample:
+        rng = keyed_generator(self._seed, _SEEDS, *key.rng_key)
+        return replace(sample, seed=int(rng.integers(2**63)))
 
     def _augment_in(self, epoch: int) -> AugmentConfig:
         if epoch not in self._by_epoch:
@@ -595,6 +600,7 @@ def collate(samples: Sequence[Sample], out: np.ndarray | None = None) -> Arrays:
         np.array([sample.index for sample in samples], np.int64),
         np.array([sample.scale for sample in samples], np.float32),
         np.array([sample.offset for sample in samples], np.float32),
+        np.array([sample.seed for sample in samples], np.int64),
     )
 
 

@@ -70,6 +70,7 @@ class Loader:
                 image_index_B=paddle.to_tensor(np.array(index_B, np.int64)),
                 scale_B2=paddle.to_tensor(np.array([SCALE_YX] * 2, np.float32)),
                 offset_B2=paddle.zeros([2, 2]),
+                seeds_B=np.zeros(2, int),
             )
 
 

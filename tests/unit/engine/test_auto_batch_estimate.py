@@ -28,7 +28,7 @@ from ppdist.engine.auto_batch import (
 )
 from ppdist.engine.build import build_model
 from ppdist.models import complexity as counting
-from ppdist.models.base import frozen_keys
+from ppdist.models.base import ImageModel, frozen_keys
 from ppdist.models.complexity import complexity
 from tests.errors import raises
 from tests.forked import ROOT
@@ -90,11 +90,9 @@ def test_activations_grow_with_images_and_pixels(family, tmp_path, monkeypatch):
 def test_one_pass_counts_what_backward_needs_and_operations():
     """Of y = relu(conv(x)): the convolution keeps x, the relu its result."""
 
-    class Known(paddle.nn.Layer):
-        size_multiple = 8
-
+    class Known(ImageModel):
         def __init__(self):
-            super().__init__()
+            super().__init__(1, 8, (0.0, 0.0, 0.0), (1.0, 1.0, 1.0))
             self.conv = paddle.nn.Conv2D(3, 5, 3, padding=1)
 
         def normalize(self, images):

@@ -1,5 +1,7 @@
 """One optimizer step against the same step computed by hand in numpy."""
 
+from dataclasses import replace
+
 import numpy as np
 import paddle
 import pytest
@@ -10,6 +12,7 @@ from ppdist.config.train import AmpConfig
 from ppdist.data.types import Batch
 from ppdist.engine.train_step import Clock, TrainStep
 from ppdist.losses.base import Loss, LossOutput
+from ppdist.models.base import ImageModel, Targets
 from ppdist.optim.grad_sync import AllReduceSync
 from ppdist.optim.lr_scheduler import LearningRates
 from ppdist.optim.optimizer import build_optimizer
@@ -18,11 +21,11 @@ from tests.unit.engine.tiny import init_cpu
 LR, MOMENTUM, CLIP = 0.1, 0.9, 0.5
 
 
-class Plane(nn.Layer):
+class Plane(ImageModel):
     """y = w x + b of the three channel means x of each image."""
 
     def __init__(self, weight_3: np.ndarray, bias: float) -> None:
-        super().__init__()
+        super().__init__(1, 1, (0.0, 0.0, 0.0), (1.0, 1.0, 1.0))
         self.linear = nn.Linear(3, 1)
         self.linear.weight.set_value(weight_3.reshape(3, 1))
         self.linear.bias.set_value(np.array([bias], "float32"))
@@ -44,19 +47,12 @@ class HalfSquares(Loss):
 
 def batch_of(x_B3: np.ndarray) -> Batch:
     images = paddle.to_tensor(x_B3.reshape(-1, 3, 1, 1)).tile([1, 1, 2, 2])
-    rest = paddle.zeros([len(x_B3), 1])
-    return Batch(images, paddle.zeros([len(x_B3), 1, 4]), rest, rest, rest, rest, rest)
+    boxes, rest = paddle.zeros([len(x_B3), 1, 4]), [paddle.zeros([len(x_B3), 1])] * 5
+    return Batch(images, boxes, *rest, seeds_B=np.arange(len(x_B3)))
 
 
-@pytest.mark.parametrize("clip", [None, CLIP])
-def test_clipped_momentum_steps_equal_numpy(clip):
-    init_cpu()
-    rng = np.random.default_rng(0)
-    weight, bias = rng.normal(size=3).astype("float32"), 0.5
-    steps = [[rng.normal(size=(images, 3)).astype("float32") for images in (2, 3)] for _ in "123"]
-    model = Plane(weight, bias)
-    config = OptimizerConfig(name="momentum", momentum=MOMENTUM, nesterov=False, weight_decay=0.0)
-    step = TrainStep(
+def step_of(model: Plane, config: OptimizerConfig, clip: float | None = None) -> TrainStep:
+    return TrainStep(
         model=model,
         loss=HalfSquares(),
         optimizer=build_optimizer(model, config, LR, False),
@@ -69,6 +65,17 @@ def test_clipped_momentum_steps_equal_numpy(clip):
         spread=False,
         seed=0,
     )
+
+
+@pytest.mark.parametrize("clip", [None, CLIP])
+def test_clipped_momentum_steps_equal_numpy(clip):
+    init_cpu()
+    rng = np.random.default_rng(0)
+    weight, bias = rng.normal(size=3).astype("float32"), 0.5
+    steps = [[rng.normal(size=(images, 3)).astype("float32") for images in (2, 3)] for _ in "123"]
+    model = Plane(weight, bias)
+    config = OptimizerConfig(name="momentum", momentum=MOMENTUM, nesterov=False, weight_decay=0.0)
+    step = step_of(model, config, clip)
     velocity, norms = np.zeros(4), []
     for number, micro_batches in enumerate(steps):
         x_N3 = np.concatenate(micro_batches).astype("float64")
@@ -91,6 +98,26 @@ def test_clipped_momentum_steps_equal_numpy(clip):
     assert max(norms) > CLIP and min(norms) != CLIP  # clipping had something to do
 
 
+def test_a_model_that_takes_targets_gets_them_of_each_batch():
+    init_cpu()
+
+    class Asks(Plane):
+        takes_targets = True
+
+        def forward(self, images_B3HW, targets):
+            asked.append((self.training, targets))
+            return super().forward(images_B3HW)
+
+    asked: list[tuple[bool, Targets]] = []
+    step = step_of(Asks(np.ones(3, "float32"), 0.5), OptimizerConfig())
+    real = batch_of(np.ones((2, 3), "float32"))
+    rates = LearningRates(lr=LR, bias_lr=LR, momentum=MOMENTUM)
+    result = step(iter([real, replace(real, real=False)]), range(2), 0, rates, False, Clock())
+    assert result.applied and [training for training, _ in asked] == [True, False]
+    for _, targets in asked:
+        assert all(getattr(targets, name) is getattr(real, name) for name in Targets._fields)
+
+
 def test_a_weight_that_loses_its_gradient_stays():
     """Paddle's optimizer has a list of those it updates at once, of its first step."""
     init_cpu()
@@ -107,19 +134,7 @@ def test_a_weight_that_loses_its_gradient_stays():
             return self.linear(mean_B3).flatten() + other
 
     model = Planes()
-    step = TrainStep(
-        model=model,
-        loss=HalfSquares(),
-        optimizer=build_optimizer(model, OptimizerConfig(), LR, False),
-        ema=None,
-        amp=AmpConfig(),
-        clip_norm=None,
-        grad_sync=AllReduceSync(),
-        sharding=None,
-        loss_divisor=1.0,
-        spread=False,
-        seed=0,
-    )
+    step = step_of(model, OptimizerConfig())
     rates = LearningRates(lr=LR, bias_lr=2 * LR, momentum=MOMENTUM)
 
     def weights_after_a_step():

@@ -10,6 +10,7 @@ from ppdist.data.types import Batch
 from ppdist.distributed import comm
 from ppdist.engine.train_step import Clock, TrainStep
 from ppdist.losses.base import Loss, LossOutput
+from ppdist.models.base import ImageModel
 from ppdist.optim.grad_sync import DuringBackward
 from ppdist.optim.lr_scheduler import LearningRates
 from tests.distributed import run_on_ranks
@@ -19,11 +20,11 @@ from tests.unit.engine.tiny import init_cpu
 RATES = LearningRates(lr=0.1, bias_lr=0.1, momentum=0.9)
 
 
-class Scale(nn.Layer):
+class Scale(ImageModel):
     """y = w * mean of each image, w in bfloat16 and computed in float32."""
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__(1, 1, (0.0, 0.0, 0.0), (1.0, 1.0, 1.0))
         self.w = self.create_parameter([1], default_initializer=nn.initializer.Constant(1.0))
         self.to(dtype="bfloat16")
 
@@ -64,7 +65,7 @@ class RecordingOptimizer:
 def batch(value: float) -> Batch:
     image = paddle.full([1, 3, 2, 2], value)
     empty = paddle.zeros([1, 1])
-    return Batch(image, paddle.zeros([1, 1, 4]), empty, empty, empty, empty, empty)
+    return Batch(image, paddle.zeros([1, 1, 4]), *[empty] * 5, seeds_B=np.zeros(1, int))
 
 
 def build() -> tuple[TrainStep, RecordingOptimizer]:

@@ -26,7 +26,7 @@ def batch(images: int = 2, real: bool = True) -> Batch:
     mask = np.ones((images, 1), np.float32)
     index = np.arange(images) if real else np.full(images, -1)
     arrays = (pixels, boxes, labels, mask, index, np.ones((images, 2)), np.zeros((images, 2)))
-    return Batch(*map(paddle.to_tensor, arrays), real=real)
+    return Batch(*map(paddle.to_tensor, arrays), np.zeros(images, int), real=real)
 
 
 def pictures(folder: Path, epochs: int = 5, **augment: object) -> BatchPictures:

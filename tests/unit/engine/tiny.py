@@ -91,6 +91,7 @@ def fixed_batch(step: int, start: int, stop: int) -> Batch:
         image_index_B=paddle.arange(start, stop, dtype="int64"),
         scale_B2=paddle.ones([stop - start, 2]),
         offset_B2=paddle.zeros([stop - start, 2]),
+        seeds_B=rng.randint(0, 2**31, IMAGES)[part],
     )
 
 
@@ -107,8 +108,10 @@ def sampled_batches(sampler: TrainSampler, step: int) -> list[Batch]:
         fields = {
             name: paddle.stack([getattr(batch, name)[row] for batch, row in at])
             for name in Arrays._fields
+            if name != "seeds_B"
         }
-        result.append(Batch(**fields))
+        seeds_B = np.array([batch.seeds_B[row] for batch, row in at])
+        result.append(Batch(**fields, seeds_B=seeds_B))
     return result
 
 

@@ -29,12 +29,13 @@ def folder(tmp_path_factory) -> Path:
 
 def test_a_batch_is_what_the_contract_says(folder):
     for batch in loader(folder):
-        images, boxes, labels, mask, index, scale, offset = arrays(batch)
+        images, boxes, labels, mask, index, scale, offset, seeds = arrays(batch)
         count, _, height, width = images.shape
         assert images.dtype == np.uint8 and (height, width) in [(64, 96), (96, 64)]
         assert boxes.shape == (count, 8, 4) and boxes.dtype == np.float32
         assert labels.shape == mask.shape == (count, 8)
-        assert labels.dtype == index.dtype == np.int64
+        assert labels.dtype == index.dtype == seeds.dtype == np.int64
+        assert isinstance(batch.seeds_B, np.ndarray) and len({*seeds.tolist()}) == count
         assert mask.dtype == scale.dtype == offset.dtype == np.float32
         assert (scale == 1).all() and (offset == 0).all() and scale.shape == (count, 2)
         assert set(np.unique(mask)) <= {0.0, 1.0}

@@ -146,18 +146,19 @@ def config_of(folder: Path, case: dict, **changes) -> DataConfig:
     return coco_config(folder, augment=AugmentConfig(**augment), **changes)
 
 
-Sample = tuple[int, str, bytes, bytes]
+Sample = tuple[int, str, bytes, bytes, int]
 
 
 def samples_of(batch: Batch) -> list[Sample]:
-    """Position, digest of the pixels, boxes and labels of each image of a micro-batch."""
-    images, boxes, labels, mask, index, *_ = arrays(batch)
+    """Position, digest of the pixels, boxes, labels and seed of each image of a micro-batch."""
+    images, boxes, labels, mask, index, *_, seeds = arrays(batch)
     return [
         (
             int(index[one]),
             f"{images[one].shape} {hashlib.sha256(images[one].tobytes()).hexdigest()}",
             boxes[one][mask[one] > 0].tobytes(),
             labels[one][mask[one] > 0].tobytes(),
+            int(seeds[one]),
         )
         for one in range(len(index))
         if index[one] >= 0

@@ -216,6 +216,15 @@ def test_a_sample_is_a_function_of_its_key_alone(dataset, name):
         assert others - {first.image_HW3.tobytes()}
 
 
+def test_seed_of_a_sample_is_a_function_of_its_key_alone(dataset):
+    key = SampleKey(3, 1, SIDE, SIDE)
+    keys = [key, *(replace(key, **{name: 2}) for name in ("epoch", "index", "copy"))]
+    of_keys = [samples(dataset, STILL).make(each).seed for each in keys]
+    assert samples(dataset, {**STILL, "mixup": 1.0}).make(key).seed == of_keys[0]
+    of_keys.append(samples(dataset, STILL, seed=1).make(key).seed)
+    assert len({*of_keys}) == 5 and min(of_keys) >= 0
+
+
 def test_steps_are_keys_in_their_documented_order():
     names = [step.__name__ for step in (*GEOMETRY_STEPS, *PIXEL_STEPS)]
     assert set(names) <= set(AugmentConfig.model_fields)
