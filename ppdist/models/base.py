@@ -135,6 +135,14 @@ class ImageModel(nn.Layer):
         """
         return {key: key for key in self.state_dict()}
 
+    def torch_keys(self) -> tuple[dict[str, str | tuple[str, ...]], ...]:
+        """Tables of further implementations in torch: our key -> theirs.
+
+        Several of theirs become one of ours, joined along the outputs, as the query, key and value
+        of an attention whose projections are one matrix.
+        """
+        return ()
+
     def normalize(self, images_B3HW: Tensor) -> Tensor:
         """RGB images 0..255 to float32: (value - mean) / std."""
         images = images_B3HW

@@ -23,10 +23,11 @@ import zipfile
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
 import numpy as np
 import safetensors
+from paddle import nn
 from safetensors.numpy import save_file
 
 from ppdist.common.errors import WeightsError
@@ -554,18 +555,15 @@ def load_weights(
     arrays = read_arrays(path)
     state = model.state_dict()
     shapes = {key: tuple(value.shape) for key, value in state.items()}
-    official = model.official_keys()
-    originals = {
-        f"backbone.{key}": theirs for key, theirs in model.backbone.original_keys().items()
-    }
-    ours = {theirs: key for names in (originals, official) for key, theirs in names.items()}
+    official, linear = model.official_keys(), linear_keys(model)
+    tables = _key_tables(model, official)
     arrays, prefix = _without(_WRAPPED, arrays)
-    matched, ignored = _match(arrays, shapes, ours)
+    matched, ignored = _match(arrays, tables, linear)
     if not matched:
         inner, more = _without(
             _WRAPPED, {key.removeprefix(_PART): value for key, value in arrays.items()}
         )
-        matched, ignored = _match(inner, shapes, ours)
+        matched, ignored = _match(inner, tables, linear)
         prefix += _PART + more
     if not matched:
         raise WeightsError(
@@ -577,11 +575,12 @@ def load_weights(
         )
     _refuse_other_designs(path, ignored, matched, official)
     copied = _init_missing_parts(model, matched, shapes)
-    by_name = None if names is None else _by_name(model, names, matched, shapes)
+    by_name = None if names is None else _by_name(model, names, matched, shapes, linear)
     if by_name is not None:
         for key in by_name.keys:
-            matched[key] = by_name.reordered(as_numbers(matched[key]), state[key].numpy())
-    fresh, reason = _fresh(model, matched, shapes)
+            theirs = as_numbers(matched[key])
+            matched[key] = by_name.reordered(key, theirs, state[key].numpy())
+    fresh, reason = _fresh(model, matched, shapes, linear)
     _require_shapes(path, matched, shapes, fresh)
     loaded = {
         key: _converted(path, key, value, str(state[key].dtype).removeprefix("paddle."))
@@ -645,40 +644,72 @@ def _without(
     return arrays, taken
 
 
+class _KeyTable(NamedTuple):
+    """Names of one implementation: our key -> what of its file makes that entry.
+
+    torch: it keeps the weights of `linear_keys` as torch does, [out, in].
+    """
+
+    names: Mapping[str, str | tuple[str, ...]]
+    torch: bool
+
+    def sources(self, arrays: Mapping[str, np.ndarray]) -> dict[str, tuple[str, ...]]:
+        """Our keys whose entries are all there, and those entries."""
+        parts = {
+            key: (theirs,) if isinstance(theirs, str) else theirs
+            for key, theirs in self.names.items()
+        }
+        return {key: each for key, each in parts.items() if all(name in arrays for name in each)}
+
+
+def _key_tables(model: ImageModel, official: Mapping[str, str]) -> list[_KeyTable]:
+    """The names that a file may use, ours first."""
+    ours = {key: key for key in official}
+    start = "backbone."
+    alone = {key: key.removeprefix(start) for key in official if key.startswith(start)}
+    published = {f"{start}{key}": name for key, name in model.backbone.original_keys().items()}
+    return [
+        _KeyTable(ours, torch=False),
+        _KeyTable(official, torch=official != ours),
+        *(_KeyTable(names, torch=True) for names in model.torch_keys()),
+        _KeyTable(alone, torch=False),  # weights of a classifier
+        _KeyTable(published, torch=True),
+    ]
+
+
 def _match(
-    arrays: Mapping[str, np.ndarray],
-    shapes: Mapping[str, tuple[int, ...]],
-    ours: Mapping[str, str],
+    arrays: Mapping[str, np.ndarray], tables: Sequence[_KeyTable], linear: Collection[str]
 ) -> tuple[dict[str, np.ndarray], list[str]]:
-    """Arrays by model key, and the file keys left over.
+    """Arrays by model key, in our layout, and the file keys left over.
 
-    In model order and our layout.
+    A file has the names of one implementation: that which finds most of our entries.
 
-    A file key is a model key, an original's name of one, or what follows `backbone.` in one
-    (weights of a classifier).
-
-    Args: ours: model key by an original's name of it.
+    Args: tables: of equals the first counts; linear: see `linear_keys`.
     """
-    taken: dict[str, np.ndarray] = {}
-    ignored = []
-    for key, array in arrays.items():
-        if key in shapes:
-            taken[key] = array
-        elif key in ours:
-            taken[ours[key]] = _swap_layout(array)
-        elif f"backbone.{key}" in shapes:
-            taken[f"backbone.{key}"] = array
-        elif not key.endswith(_BATCHES):
-            ignored.append(key)
-    return {key: taken[key] for key in shapes if key in taken}, ignored
+    sources, torch = max(
+        ((table.sources(arrays), table.torch) for table in tables), key=lambda each: len(each[0])
+    )
+    matched = {}
+    for key, names in sources.items():
+        parts = [arrays[name] for name in names]
+        whole = parts[0] if len(parts) == 1 else np.concatenate(parts)
+        matched[key] = whole.T if torch and key in linear else whole
+    used = {name for names in sources.values() for name in names}
+    return matched, [key for key in arrays if key not in used and not key.endswith(_BATCHES)]
 
 
-def _swap_layout(array: np.ndarray) -> np.ndarray:
-    """Transposes linear layers between Paddle and torch.
+def linear_keys(model: ImageModel) -> frozenset[str]:
+    """Keys of weights [in, out], which torch keeps as [out, in].
 
-    [in, out] in Paddle and [out, in] in torch; nothing else is 2-D.
+    They are those of nn.Linear, and what a layer names in `linear_weights` (an attention whose
+    projections are one matrix).  Other matrices, such as embeddings and tables of positions, are
+    alike in both.
     """
-    return array.T if array.ndim == 2 else array
+    found = set()
+    for layer in model.sublayers():
+        own = ("weight",) if isinstance(layer, nn.Linear) else getattr(layer, "linear_weights", ())
+        found |= {id(getattr(layer, name)) for name in own}
+    return frozenset(key for key, value in model.state_dict().items() if id(value) in found)
 
 
 def _refuse_other_designs(
@@ -739,12 +770,13 @@ def _init_missing_parts(
 class _ByName:
     """Which class of the file becomes which of the model.
 
-    keys: of the class layers.
+    keys: of the class layers; linear: of those whose classes are the last axis.
     before: see ImageModel.rows_before_classes.
     pairs: class in the file, class in the model.
     """
 
     keys: tuple[str, ...]
+    linear: Collection[str]
     before: int
     names: ClassNames
     pairs: tuple[tuple[int, int], ...]
@@ -759,9 +791,10 @@ class _ByName:
             return f"{line}, fresh: {_some(fresh)}"
         return f"{line}, in another order" if len(self.names.of_file) == wanted else line
 
-    def reordered(self, theirs: np.ndarray, ours: np.ndarray) -> np.ndarray:
+    def reordered(self, key: str, theirs: np.ndarray, ours: np.ndarray) -> np.ndarray:
         """A class layer's entry: file rows for matching names, else `ours`."""
-        theirs, mixed = _swap_layout(theirs), _swap_layout(ours).copy()
+        swap = key in self.linear
+        theirs, mixed = theirs.T if swap else theirs, (ours.T if swap else ours).copy()
         counts = len(self.names.of_file), len(self.names.of_model)
         theirs_G, mixed_G = (
             rows.reshape(-1, self.before + count, *rows.shape[1:])
@@ -770,7 +803,7 @@ class _ByName:
         mixed_G[:, : self.before] = theirs_G[:, : self.before]
         for source, target in self.pairs:
             mixed_G[:, self.before + target] = theirs_G[:, self.before + source]
-        return _swap_layout(mixed)
+        return mixed.T if swap else mixed
 
 
 def _by_name(
@@ -778,6 +811,7 @@ def _by_name(
     names: ClassNames,
     matched: Mapping[str, np.ndarray],
     shapes: Mapping[str, tuple[int, ...]],
+    linear: Collection[str],
 ) -> _ByName | None:
     """Which class of the file becomes which of the model.
 
@@ -792,9 +826,11 @@ def _by_name(
     of_classes_alone = model.rows_before_classes == 0
     if not keys or (not pairs and len(theirs) != len(ours) and of_classes_alone):
         return None
-    found = _ByName(keys, model.rows_before_classes, names, pairs)
+    found = _ByName(keys, linear, model.rows_before_classes, names, pairs)
     for key in keys:
-        there, here = _rows_first(matched[key].shape), _rows_first(shapes[key])
+        there, here = (
+            _classes_first(shape, key in linear) for shape in (matched[key].shape, shapes[key])
+        )
         groups, odd = divmod(here[0], found.before + len(ours))
         if odd or there != (groups * (found.before + len(theirs)), *here[1:]):
             return None
@@ -808,13 +844,16 @@ def _plain_names(names: Sequence[str]) -> list[str]:
     return [] if numbers or len(set(plain)) < len(plain) else plain
 
 
-def _rows_first(shape: tuple[int, ...]) -> tuple[int, ...]:
+def _classes_first(shape: tuple[int, ...], linear: bool) -> tuple[int, ...]:
     """Shape with the classes first, for linear layers, too."""
-    return shape[::-1] if len(shape) == 2 else shape
+    return shape[::-1] if linear else shape
 
 
 def _fresh(
-    model: ImageModel, matched: Mapping[str, np.ndarray], shapes: Mapping[str, tuple[int, ...]]
+    model: ImageModel,
+    matched: Mapping[str, np.ndarray],
+    shapes: Mapping[str, tuple[int, ...]],
+    linear: Collection[str],
 ) -> tuple[tuple[str, ...], str]:
     """The model keys that may keep their initial values, and why."""
     missing = [key for key in shapes if key not in matched]
@@ -822,8 +861,14 @@ def _fresh(
         absent = sorted({_part(key) for key in missing if key.startswith("backbone.")})
         parts = ["the file holds only a backbone", *(f"without {part}" for part in absent)]
         return tuple(missing), ", ".join(parts)
-    fresh = [key for key in matched if _class_count_differs(model, matched[key].shape, shapes, key)]
-    reasons = [_class_reason(model, fresh[0], matched, shapes)] if fresh else []
+    fresh, reasons = [], list[str]()
+    for key in filter(lambda each: each.startswith(model.class_layers), matched):
+        found, wanted = (
+            _classes_first(shape, key in linear) for shape in (matched[key].shape, shapes[key])
+        )
+        if len(found) == len(wanted) and found[0] != wanted[0] and found[1:] == wanted[1:]:
+            fresh.append(key)
+            reasons = reasons or [_class_reason(model, found[0], wanted[0])]
     training_only = [key for key in shapes if key.startswith(model.training_only)]
     if training_only and not any(key in matched for key in training_only):
         fresh += training_only
@@ -847,26 +892,8 @@ def _part(key: str) -> str:
     return ".".join(key.split(".")[:2])
 
 
-def _class_count_differs(
-    model: ImageModel, found: tuple[int, ...], shapes: Mapping[str, tuple[int, ...]], key: str
-) -> bool:
-    """Whether exactly the class dimension differs."""
-    wanted = shapes[key]
-    if not key.startswith(model.class_layers) or len(found) != len(wanted):
-        return False
-    found, wanted = _rows_first(found), _rows_first(wanted)
-    return found[0] != wanted[0] and found[1:] == wanted[1:]
-
-
-def _class_reason(
-    model: ImageModel,
-    key: str,
-    matched: Mapping[str, np.ndarray],
-    shapes: Mapping[str, tuple[int, ...]],
-) -> str:
-    """Why class layers such as `key` start fresh."""
-    axis = -1 if matched[key].ndim == 2 else 0
-    found, wanted = matched[key].shape[axis], shapes[key][axis]
+def _class_reason(model: ImageModel, found: int, wanted: int) -> str:
+    """Why a class layer of other channels starts fresh."""
     if wanted == model.num_classes:
         return f"class layers, the file knows {found} classes, the model {wanted}"
     return (
@@ -945,11 +972,12 @@ def official_arrays_of(model: ImageModel) -> dict[str, np.ndarray]:
 
     Keys, layout, and where that is a torch model also the counters its strict loading asks for (0).
     """
-    official = model.official_keys()
+    official, linear = model.official_keys(), linear_keys(model)
+    torch = any(theirs != key for key, theirs in official.items())
     result = {}
     for key, value in arrays_of(model).items():
         theirs = official[key]
-        result[theirs] = value if theirs == key else _swap_layout(value)
+        result[theirs] = value.T if torch and key in linear else value
         if theirs != key and theirs.endswith(".running_var"):
             result[theirs.replace("running_var", _BATCHES)] = np.zeros([], np.int64)
     return result
