@@ -189,7 +189,7 @@ def members_of_model(
     model = ready_model(config)
     fetch_on_all_ranks(weights)
     comm.run_on_all_ranks(lambda: load_all_weights(model, weights))
-    written, asked = config.nms.iou_threshold, arguments.view_iou
+    written, asked = config.suppression.iou_threshold, arguments.view_iou
     suppression_iou = view_iou(arguments.method, arguments.iou, asked, written)
     members = []
     for member in fusing.members_of_model(

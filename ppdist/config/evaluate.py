@@ -65,7 +65,7 @@ class NMSConfig(Section):
         ge=0,
         le=1,
         description="of two boxes of one class that overlap more than this, the better stays; "
-        "null: no suppression, the best boxes stay (model.one_to_one: true has it so)",
+        "null: no suppression, the best boxes stay (as of a model that needs none)",
     )
     candidates: int = Field(
         default=1000, ge=1, description="best boxes per class and image that enter the suppression"

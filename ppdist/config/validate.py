@@ -145,8 +145,8 @@ def _of_suppression(config: Any) -> Iterator[str]:
         given = getattr(config.nms, key) not in (default, None)
         if given and config.model.task == "detect" and not config.model.needs_nms:
             yield (
-                f"nms.{key}: has no effect with model.one_to_one: true, which needs no "
-                f"suppression; leave it out"
+                f"nms.{key}: has no effect: this {config.model.name} needs no suppression; leave "
+                "it out"
             )
 
 

@@ -9,9 +9,8 @@ Between our layers, feature maps stay in oneDNN's layout (feature_maps.py) if al
 are declared by `passes_maps`; other layers get them in Paddle's.
 """
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from functools import partial
-from typing import Any
 
 import numpy as np
 import paddle
@@ -22,7 +21,7 @@ from ppdist.cpu.feature_maps import OneDNNMaps
 from ppdist.cpu.layers import OneDNNConv2D, OneDNNConvBNLayer, OneDNNRepConv
 from ppdist.cpu.precision import FLOAT32, Kernels, compute_in
 from ppdist.distributed import paddle_api
-from ppdist.models.base import ImageModel, Targets
+from ppdist.models.base import ImageModel, Targets, tensors_in
 from ppdist.models.feature_maps import is_passing, maps
 from ppdist.models.layers import ConvBNLayer, RepConv
 
@@ -186,7 +185,7 @@ def _check_model(model: nn.Layer, size: int, kernels: Kernels) -> str | None:
     inputs = model.training_inputs(x, Targets.example(x)) if isinstance(model, ImageModel) else (x,)
 
     def scalar() -> Tensor:
-        maps = [out.astype("float32") for out in _tensors(model(*inputs))]
+        maps = [out.astype("float32") for out in tensors_in(model(*inputs))]
         return paddle.add_n([out.square().mean() for out in maps]).reshape([1])
 
     plain, fast = _both_ways(model, scalar, [], kernels)
@@ -206,17 +205,6 @@ def _check_model(model: nn.Layer, size: int, kernels: Kernels) -> str | None:
     if not norm / BFLOAT16_LENGTH_RATIO <= length <= norm * BFLOAT16_LENGTH_RATIO:
         return f"the norm of the gradient of all parameters is {length:.4g}, in eager {norm:.4g}"
     return None
-
-
-def _tensors(outputs: Any) -> Iterator[Tensor]:
-    """The tensors in nested tuples, lists and dicts."""
-    if isinstance(outputs, Tensor):
-        yield outputs
-    elif isinstance(outputs, Mapping):
-        yield from _tensors(list(outputs.values()))
-    elif isinstance(outputs, (tuple, list)):
-        for part in outputs:
-            yield from _tensors(part)
 
 
 _Values = dict[str, np.ndarray]

@@ -464,12 +464,12 @@ def estimate(
     learn = {key: each for key, each in model.named_parameters() if not each.stop_gradient}
     trained = sum(tensor_bytes(each) for key, each in learn.items() if key not in frozen)
     average = weights - still if averaged else 0
-    pixels = max(height * width for height, width in sizes)
-    inputs = 3 * (1 + 2 * _FLOAT)  # uint8, float32, normalised
-    pixel = counted.saved + inputs + _IN_LOSS * counted.outputs
+    size = max(sizes, key=math.prod)
+    inputs = math.prod(size) * 3 * (1 + 2 * _FLOAT)  # uint8, float32, normalised
+    forward = counted.saved.of(size) + inputs + _IN_LOSS * counted.outputs.of(size)
     return Estimate(
         state=2 * weights + (1 + moments) * trained + average,  # those of evaluation, too
-        image=round(_IN_BACKWARD * pixels * pixel),
+        image=round(_IN_BACKWARD * forward),
         kept=2 * (weights + moments * trained + average) + _LIBRARIES,
     )
 

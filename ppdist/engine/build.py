@@ -17,6 +17,7 @@ from ppdist.common.run_log import EarlyLog, RunLog
 from ppdist.common.trackers import TRACKERS
 from ppdist.config import ExperimentConfig, plugins
 from ppdist.config.base import dump_yaml, flattened
+from ppdist.config.evaluate import NMSConfig
 from ppdist.config.train import MicroBatches
 from ppdist.config.validate import config_warnings
 from ppdist.cpu.kernel_check import check_once
@@ -508,12 +509,15 @@ def build_evaluator(
     model: ImageModel,
     max_pictures: int = 0,
     loss: Loss | None = None,
+    nms: NMSConfig | None = None,
 ) -> Evaluator | ClassificationEvaluator:
     """Builds the evaluator of this rank's share of a split.
 
     Every rank builds one.
 
-    Args: loss: the training loss, measured as well; None: not measured.
+    Args:
+        loss: the training loss, measured as well; None: not measured.
+        nms: of a detector; None: that of the configuration.
     """
     loader = EvalLoader(
         dataset,
@@ -532,7 +536,7 @@ def build_evaluator(
     return Evaluator(
         dataset,
         loader,
-        config.suppression,
+        nms or config.suppression,
         max_detections=config.evaluate.max_detections,
         max_pictures=max_pictures,
         loss=measured,

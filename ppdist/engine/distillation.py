@@ -116,8 +116,8 @@ def build_distillation(
     Args:
         config, section: `distill` and `model` of the run.
         seed: of the adapters' first weights.
-    Raises: ConfigError on the rank that sees it, UserError on the others: no such checkpoint, or
-        its model is of another family, other classes or strides.
+    Raises: ConfigError on the rank that sees it, UserError on the others: no such checkpoint, its
+        model is of another family, other classes or strides, or gives no features to compare.
     """
     if config is None:
         return None
@@ -139,9 +139,10 @@ def build_distillation(
     for parameter in teacher.parameters():
         parameter.stop_gradient = True
     if teaching.features:
+        widths = _widths(student), _widths(teacher)
         teacher.distillation = Unchanged()
         paddle.seed(seed)
-        student.distillation = Adapters(_widths(student), _widths(teacher))
+        student.distillation = Adapters(*widths)
         if fast:
             use_onednn_convolutions(student.distillation)
     own = student.distillation
@@ -205,12 +206,20 @@ def _widths(model: Detector) -> list[int]:
     """Channels of the neck's features, level by level.
 
     Measured by a forward pass of a black image.
+    Raises: ConfigError: its outputs have none.
     """
     before, model.distillation, training = model.distillation, Unchanged(), model.training
     model.eval()
     size = model.size_multiple
-    found = model(paddle.zeros([1, 3, size, size])).features
+    found = getattr(model(paddle.zeros([1, 3, size, size])), "features", ())
     model.distillation = before
     if training:
         model.train()
+    if not found:
+        raise ConfigError(
+            "this detector gives no features to compare",
+            code="teacher_unsuitable",
+            where="distill.features",
+            fix="set it to null",
+        )
     return [each.shape[1] for each in found]

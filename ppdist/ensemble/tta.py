@@ -20,7 +20,7 @@ class Mirrored(Detector):
 
     def __init__(self, model: Detector) -> None:
         nothing, one = (0.0, 0.0, 0.0), (1.0, 1.0, 1.0)  # the model within normalises
-        super().__init__(model.num_classes, model.strides, nothing, one)
+        super().__init__(model.num_classes, (), nothing, one, model.size_multiple)
         self.model = model
 
     def normalize(self, images_B3HW: Tensor) -> Tensor:
@@ -78,18 +78,19 @@ def look(
     Args:
         scales: of the input, relative to `model.image_size`.
         flip: add mirrored views.
-        view_iou: IoU of the suppression within a view; None: as the configuration says.
+        view_iou: IoU of the suppression within a view, also of a model that needs none; None: as
+            the configuration says.
     Yields: the name of the view, and rows_R7 as `Evaluator.predict` returns them, on every rank.
     """
     views = [(model, "")] + ([(Mirrored(model), " mirrored")] if flip else [])
     sizes = sizes_of(config.model.image_size, scales, model.size_multiple)
-    nms = config.nms
+    nms = config.suppression
     if view_iou is not None:
         nms = nms.model_copy(update={"iou_threshold": view_iou})
     for size in sizes:
         resized = config.model.model_copy(update={"image_size": size})
-        viewed = config.model_copy(update={"model": resized, "nms": nms})
-        evaluator = build_evaluator(viewed, dataset, model)
+        viewed = config.model_copy(update={"model": resized})
+        evaluator = build_evaluator(viewed, dataset, model, nms=nms)
         assert isinstance(evaluator, Evaluator)  # of detectors
         for seen, name in views:
             yield f"{size[0]}x{size[1]}{name}", evaluator.predict(seen)

@@ -67,11 +67,13 @@ def view_iou(
     Args:
         iou: of the fusion; None: the default.
         asked: set by the user; takes precedence.
-        written: set in the model's configuration; None: it has no suppression.
+        written: what the configuration says; None: there is no suppression.  Of a model that needs
+            none an object has further boxes of low scores, too, which would join its cluster.
     """
-    if asked is not None or method != "wbf" or written is None:
+    if asked is not None or method != "wbf":
         return asked
-    return min(written, max(0.0, round((IOU[method] if iou is None else iou) - VIEW_MARGIN, 6)))
+    most = max(0.0, round((IOU[method] if iou is None else iou) - VIEW_MARGIN, 6))
+    return most if written is None else min(written, most)
 
 
 def weighted_fusion(

@@ -107,11 +107,13 @@ class Loss(nn.Layer):
         raise NotImplementedError
 
     def teacher_mismatch(self, teacher: Any) -> str:
-        """Why a teacher's outputs mean something else; "": they do not.
+        """Why nothing can be learned from a teacher's outputs; "": it can.
 
         A teacher is a detector of the same family, classes and strides. The text says what to do,
         too.
         """
+        if type(self).distil is Loss.distil:
+            return "this detector has no loss for a teacher; leave distill out"
         return ""
 
     def distil(

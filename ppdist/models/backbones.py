@@ -44,6 +44,11 @@ class Backbone(nn.Layer):
         """What its constructor takes beside size and levels for a `model.variant`."""
         return {}
 
+    @property
+    def first_convolution(self) -> nn.Conv2D:
+        """The one that sees the pixels: the first that was made, unless a subclass says other."""
+        return next(layer for layer in self.sublayers() if isinstance(layer, nn.Conv2D))
+
     def original_keys(self) -> dict[str, str]:
         """Our key -> that of its published weights."""
         return {}

@@ -5,7 +5,7 @@ serves the detectors.  `freeze` and its kin mean what `train.freeze` says.
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import lru_cache
 from typing import Any, ClassVar, NamedTuple
 
@@ -20,7 +20,6 @@ from ppdist.models.backbones import Backbone
 from ppdist.models.layers import ConvBNLayer, RepConv
 
 NECK, HEAD = "neck", "head"  # stages behind those of the backbone
-_NECKS = ("neck.", "aux_neck.")
 
 
 class Targets(NamedTuple):
@@ -72,6 +71,8 @@ class ImageModel(nn.Layer):
         num_classes: C.
         size_multiple: height and width of the input are multiples of this, pixels.
         pixel_mean, pixel_std: RGB, in units of 0..255; see `normalize`.
+        neck_keys: state-dict key prefixes of the neck; what is neither there nor in the backbone is
+            the head.
         class_layers: state-dict key prefixes of the layers whose shape depends on C; weights of
             another class count leave exactly these fresh.
         rows_before_classes: how many rows stand before the C rows of classes in each group of rows
@@ -88,6 +89,7 @@ class ImageModel(nn.Layer):
     given_anchors_LA2: np.ndarray | None = None
     fits_anchors: bool = False
     backbone: Backbone
+    neck_keys: tuple[str, ...] = ("neck.",)
     class_layers: tuple[str, ...] = ()
     rows_before_classes: ClassVar[int] = 0
     training_only: tuple[str, ...] = ()
@@ -114,7 +116,7 @@ class ImageModel(nn.Layer):
             PP-YOLOE: backbone.stem, backbone.stages.0, ... neck, head
             YOLOv5:   backbone.stem, backbone.down2,    ... neck, head  (a classifier has no neck)
 
-        Those of the backbone are its `stage_keys`; an auxiliary neck or head belongs to the other.
+        Those of the backbone are its `stage_keys`; those of the neck begin with `neck_keys`.
         """
         rows = {f"backbone.{row[0]}": row for row in self.backbone.stage_keys}
         begins = {f"backbone.{key}.": name for name, row in rows.items() for key in row}
@@ -125,7 +127,7 @@ class ImageModel(nn.Layer):
                 assert len(found) == 1, f"{key} is in {len(found)} stages of the backbone"
                 stages[found[0]].append(key)
             else:
-                stages[NECK if key.startswith(_NECKS) else HEAD].append(key)
+                stages[NECK if key.startswith(self.neck_keys) else HEAD].append(key)
         return {name: keys for name, keys in stages.items() if keys}
 
     def official_keys(self) -> dict[str, str]:
@@ -220,7 +222,7 @@ class ImageModel(nn.Layer):
         The mean is still subtracted before it: the convolution pads the borders with zeros, and
         zero is the mean colour only if the mean was subtracted.
         """
-        first = next(layer for layer in self.sublayers() if isinstance(layer, nn.Conv2D))
+        first = self.backbone.first_convolution
         first.weight.set_value(first.weight / _channels(self.pixel_std))
         self.set_pixel_statistics(self.pixel_mean, [1.0, 1.0, 1.0])
 
@@ -236,7 +238,8 @@ class Detector(ImageModel):
         scores_BNC, boxes_BN4 = model.predict(images_B3HW)
 
     Attributes:
-        strides: pixels per cell of each output level, in the order of the outputs.
+        strides: pixels per cell of each output level, in the order of the outputs; (): outputs are
+            not of cells, and there are as many for any image.
         distillation: takes the neck's features, level by level in the order of the outputs, and
             its tuple becomes `outputs.features`; None: they are not compared with a teacher's.
     """
@@ -250,17 +253,33 @@ class Detector(ImageModel):
         strides: tuple[int, ...],
         pixel_mean: tuple[float, float, float],
         pixel_std: tuple[float, float, float],
+        size_multiple: int | None = None,
     ) -> None:
-        super().__init__(num_classes, max(strides), pixel_mean, pixel_std)
+        """Args: size_multiple: None: the largest stride."""
+        super().__init__(num_classes, size_multiple or max(strides), pixel_mean, pixel_std)
         self.strides = strides
         self.distillation: nn.Layer | None = None
 
     def decode(self, outputs: Any) -> tuple[Tensor, Tensor]:
-        """Raw outputs to scores_BNC in 0..1 and boxes_BN4, xyxy in input pixels, not clipped."""
+        """Raw outputs to scores_BNC in 0..1 and boxes_BN4, xyxy in input pixels, not clipped.
+
+        What it needs of the input, such as its size, is part of the outputs.
+        """
         raise NotImplementedError
 
     def become_teacher(self) -> None:
         """Makes raw outputs those that a student learns from."""
+
+
+def tensors_in(outputs: Any) -> Iterator[Tensor]:
+    """The tensors in nested tuples, lists and dictionaries."""
+    if isinstance(outputs, Tensor):
+        yield outputs
+    elif isinstance(outputs, Mapping):
+        yield from tensors_in(list(outputs.values()))
+    elif isinstance(outputs, tuple | list):
+        for part in outputs:
+            yield from tensors_in(part)
 
 
 def _weight_sizes(model: nn.Layer) -> dict[str, int]:

@@ -273,6 +273,7 @@ class PPYOLOE(Detector):
     """
 
     class_layers = ("yolo_head.pred_cls.", "aux_head.gfl_cls.", "one_to_one_head.pred_cls.")
+    neck_keys = ("neck.", "aux_neck.")
     training_only = ("aux_neck.", "aux_head.")
     init_from = (("one_to_one_head.", "yolo_head."),)
 

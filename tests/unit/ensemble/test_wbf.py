@@ -225,7 +225,8 @@ def test_a_setting_of_another_method_is_refused(settings, code, message) -> None
         ("wbf", 0.9, None, 0.7, 0.7),  # never less strict than the configuration
         ("wbf", 0.05, None, 0.7, 0.0),
         ("wbf", None, 0.7, 0.7, 0.7),  # the user is obeyed
-        ("wbf", None, None, None, None),  # a model without suppression has none here
+        ("wbf", None, None, None, 0.45),  # a model without suppression has low boxes, too
+        ("nms", None, None, None, None),
         ("nms", None, None, 0.7, None),
         ("soft-nms-linear", None, 0.9, 0.7, 0.9),
     ],

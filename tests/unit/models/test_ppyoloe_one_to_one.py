@@ -205,8 +205,8 @@ def test_such_a_model_is_evaluated_without_suppression(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("overrides", "words"),
     [
-        (["model.one_to_one=true", "nms.iou_threshold=0.5"], "which needs no suppression"),
-        (["model.one_to_one=true", "nms.candidates=10"], "which needs no suppression"),
+        (["model.one_to_one=true", "nms.iou_threshold=0.5"], "needs no suppression"),
+        (["model.one_to_one=true", "nms.candidates=10"], "needs no suppression"),
         (["model.body=yolov5", "model.levels=P2-P5"], "yolov5 has the levels P3-P5 or P3-P6"),
         (["model.body=yolov5", "model.auxiliary=true"], "set auxiliary: false"),
     ],
