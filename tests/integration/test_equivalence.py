@@ -50,6 +50,7 @@ TRAINED = {
     ),
     "yolov5": ("yolov5", 0.08, []),
     "yolov5_cls": ("yolov5_cls", 2.0, []),
+    "queries": ("queries", 5.0, []),  # of another package: it learns from targets in its forward
 }
 # Rates: with frozen statistics, which amplify no rounding, and with others, where weights moved by
 # 1e-7 at the start have to leave the losses of all steps within the tolerance.
@@ -60,6 +61,7 @@ RATES = {
     "ppyoloe on yolov5's body": (0.02, 0.0002),
     "yolov5": (0.02, 0.0002),
     "yolov5_cls": (0.003, 0.0005),
+    "queries": (0.003, 0.003),
 }
 # What is set beside.  Local SGD that averages each step is the step itself where updates are linear
 # in gradients that are not clipped; its norm is another, the mean over ranks.  bfloat16 of ranks
@@ -209,6 +211,8 @@ EPOCH = 4  # steps; all their steps: in SLOW
 DEFAULT = [
     Case("yolov5_cls", 1, 2, "frozen", steps=EPOCH),
     *(Case(trained, 2, 2, "frozen", steps=EPOCH) for trained in ("yolov5", "yolov5_cls")),
+    # Of the last step one rank has no image, and of others one no object.
+    *(Case("queries", world, 2, "frozen", images=25, steps=EPOCH) for world in (1, 2)),
     Case("ppyoloe", 2, 2, "frozen", steps=6),
     # Three micro-batches for two ranks, of which the second is faster; in the last step there is
     # one image.

@@ -41,16 +41,18 @@ MODELS = {
     ),
     "yolov5": ("coco", "name: yolov5, size: n, width_multiple: 0.0625", 0.0002, 1),
     "blobs": ("coco", "name: blobs", 0.0002, 1),
+    "queries": ("coco", "name: queries", 0.003, 0),
     "yolov5_cls": ("folder", "name: yolov5_cls, size: n, width_multiple: 0.0625", 0.003, 0),
 }
-FASTEST = "blobs"  # of another package, with eleven convolutions; where a test asks for no model
+OTHERS = ("blobs", "queries")  # of packages of others
+FASTEST = "blobs"  # with eleven convolutions; where a test asks for no model
 
 
 def tiny_config(tmp_path, overrides=(), model="ppyoloe") -> ExperimentConfig:
     """Config of a tiny model on 64 x 64 pixels; folder is scratch."""
-    if model == FASTEST and plugins.registered("detector", FASTEST) is None:
+    if model in OTHERS and plugins.registered("detector", model) is None:
         with mock.patch.object(sys, "path", [*sys.path, str(THIRD_PARTY)]):
-            importlib.import_module(FASTEST).register()
+            importlib.import_module(model).register()
     data_format, described, lr, seed = MODELS[model]
     file = tmp_path / f"tiny-{os.getpid()}.yml"  # ranks share the folder
     file.write_text(
