@@ -7,6 +7,23 @@ from pydantic import Field
 from ppdist.config.base import Section
 
 
+class ParameterGroupConfig(Section):
+    """Weights that are trained otherwise than the rest."""
+
+    match: str = Field(
+        description="State-dict keys: beginnings, whole names between dots, such as backbone; * "
+        "stands for any text, as in *.sampling_offsets.",
+    )
+    lr_factor: float = Field(
+        default=1.0, gt=0, description="Their learning rate / that of the step."
+    )
+    weight_decay_factor: float = Field(
+        default=1.0,
+        ge=0,
+        description="Their decay / weight_decay; what is exempt from decay stays so.",
+    )
+
+
 class OptimizerConfig(Section):
     """How gradients become weights."""
 
@@ -52,6 +69,12 @@ class OptimizerConfig(Section):
         description="Learning rates that fall towards the image, for fine-tuning: x 1 in the head, "
         "x layer_decay in the neck, x layer_decay^2 in the last stage of the backbone, and so on "
         "(arXiv:1801.06146, arXiv:2106.08254); null: the same in all layers.",
+    )
+    groups: tuple[ParameterGroupConfig, ...] = Field(
+        default=(),
+        description="Weights with a rate or decay of their own, such as [{match: backbone, "
+        "lr_factor: 0.1}]; of several groups the first that matches. Rates also fall by "
+        "layer_decay.",
     )
     momentum: float = Field(default=0.9, ge=0, lt=1, description="momentum: its coefficient.")
     nesterov: bool = Field(default=False, description="momentum: look ahead (Nesterov).")

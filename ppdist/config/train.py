@@ -243,8 +243,9 @@ class TrainConfig(Section):
         default=None,
         description="What of the model stays as it is, for fine-tuning: so many stages of the "
         "backbone, counted from the image (the stem is the first), or the beginnings of state-dict "
-        "keys, such as [backbone, neck]. Frozen weights get no gradient and no decay, frozen batch "
-        "norms use their running statistics and leave them alone. null: all is trained.",
+        "keys, such as [backbone, neck], with * for any text. Frozen weights get no gradient and "
+        "no decay, frozen batch norms use their running statistics and leave them alone. null: all "
+        "is trained.",
     )
     amp: AmpConfig = Field(default=AmpConfig(), description="Automatic mixed precision.")
     # The last digits may change, no more than on another machine: the next two, cpu_convolutions.

@@ -76,7 +76,7 @@ from ppdist.models.model_card import ModelCard, card_of, origin, read_card, read
 from ppdist.models.weights import ClassNames, LoadReport, load_weights
 from ppdist.optim.ema import EMA
 from ppdist.optim.grad_sync import build_grad_sync, build_sharding, last_step
-from ppdist.optim.optimizer import build_optimizer, layerwise_lr_decay
+from ppdist.optim.optimizer import build_optimizer, layerwise_lr_decay, parameter_group_lines
 
 _LOST_HOST_SECONDS = 120.0  # NFS gives its locks back after 90
 # The losses of our models, by `model.name`; the models are in ppdist/models/__init__.py.
@@ -239,12 +239,13 @@ def _prepare(
 ) -> tuple[list[str], list[str]]:
     """Loads pretrained weights if the run starts anew.  Collective.
 
-    Returns: log lines, including those on frozen layers and layer-wise learning rates; warnings.
+    Returns: log lines, including those on frozen layers and rates of single layers; warnings.
     """
     if anew:
         comm.run_on_all_ranks(lambda: keep_sources(config, output_dir))
     tuned = freezing(model, config.train.freeze)
-    tuned = [*tuned, *layerwise_lr_decay(model, config.optimizer.layer_decay)]
+    tuned += layerwise_lr_decay(model, config.optimizer.layer_decay)
+    tuned += parameter_group_lines(model, config.optimizer.groups)
     if not (anew and config.model.pretrained):
         return tuned, []
     report, warnings = _load_pretrained(Path(config.model.pretrained), model, train_set.class_names)

@@ -4,8 +4,10 @@ ImageModel and Detector are what trainer, evaluator and export know of a model; 
 serves the detectors.  `freeze` and its kin mean what `train.freeze` says.
 """
 
+import difflib
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from fnmatch import fnmatchcase
 from functools import lru_cache
 from typing import Any, ClassVar, NamedTuple
 
@@ -200,7 +202,7 @@ class ImageModel(nn.Layer):
 
     def parameter_count(self) -> int:
         """Number of weights, frozen ones too."""
-        return sum(_weight_sizes(self).values())
+        return sum(weight_sizes(self).values())
 
     def fuse(self) -> None:
         """Re-parameterises in place for deployment; eval outputs stay the same to rounding."""
@@ -282,7 +284,7 @@ def tensors_in(outputs: Any) -> Iterator[Tensor]:
             yield from tensors_in(part)
 
 
-def _weight_sizes(model: nn.Layer) -> dict[str, int]:
+def weight_sizes(model: nn.Layer) -> dict[str, int]:
     """Numbers in each parameter by key.
 
     Without running statistics, which Paddle counts as such.
@@ -365,8 +367,8 @@ def frozen_keys(model: ImageModel, what: Freeze) -> frozenset[str]:
 
     Args:
         what: so many stages of the backbone, counted from the image (the stem is the first; see
-            `ImageModel.stages`), or the beginnings of keys, whole names between dots, such as
-            `backbone` or `neck.fpn_stages.0`.  None: nothing.
+            `ImageModel.stages`), or patterns of keys (`matching_keys`), such as `backbone` or
+            `neck.fpn_stages.0`.  None: nothing.
     Raises: ConfigError: the backbone has fewer stages, no weight has such a key, or nothing is left
         to train.
     """
@@ -389,7 +391,7 @@ def frozen_keys(model: ImageModel, what: Freeze) -> frozenset[str]:
             )
         frozen = frozenset(key for name in backbone[:what] for key in stages[name])
     else:
-        frozen = frozenset(key for prefix in what for key in _beginning_with(prefix, keys))
+        frozen = frozenset(key for pattern in what for key in _to_freeze(pattern, keys))
     if all(key in frozen for key, each in model.named_parameters() if not each.stop_gradient):
         raise ConfigError(
             "nothing is left to train",
@@ -400,25 +402,41 @@ def frozen_keys(model: ImageModel, what: Freeze) -> frozenset[str]:
     return frozen
 
 
-def _beginning_with(prefix: str, keys: list[str]) -> list[str]:
-    """Raises: ConfigError: none does."""
-    beginning = prefix.rstrip(".")
-    found = [key for key in keys if key == beginning or key.startswith(f"{beginning}.")]
-    if beginning and found:
-        return found
+def matching_keys(pattern: str, keys: Iterable[str]) -> list[str]:
+    """Keys that begin with a pattern, whole names between dots; * is any text."""
+    beginning = pattern.rstrip(".")
+    return [
+        key
+        for key in keys
+        if beginning and any(fnmatchcase(key, each) for each in (beginning, f"{beginning}.*"))
+    ]
+
+
+def expected_keys(pattern: str, keys: Sequence[str]) -> str:
+    """What a pattern that matches no key may have meant."""
+    if "*" in pattern:
+        return f"the nearest are {', '.join(difflib.get_close_matches(pattern, keys, 3, 0.0))}"
     # Possible continuations of the valid part of the key.
-    parts = beginning.split(".")
-    known, after = "", keys
+    parts = pattern.rstrip(".").split(".")
+    known, after = "", list(keys)
     while parts and (inside := [k for k in keys if k.startswith(f"{known}{parts[0]}.")]):
         known += f"{parts.pop(0)}."
         after = inside
-    choices = dict.fromkeys(key.removeprefix(known).split(".")[0] for key in after)
-    raise ConfigError(
-        f"no weight of this model has a key that begins with {prefix!r}; expected "
-        f"{known or 'one of '}{'{' if known else ''}{', '.join(choices)}{'}' if known else ''}",
-        code="freeze_unknown_key",
-        where="train.freeze",
-    )
+    choices = ", ".join(dict.fromkeys(key.removeprefix(known).split(".")[0] for key in after))
+    return f"expected {known}{{{choices}}}" if known else f"expected one of {choices}"
+
+
+def _to_freeze(pattern: str, keys: list[str]) -> list[str]:
+    """Raises: ConfigError: there are none."""
+    found = matching_keys(pattern, keys)
+    if not found:
+        raise ConfigError(
+            f"no weight of this model has a key that begins with {pattern!r}; "
+            f"{expected_keys(pattern, keys)}",
+            code="freeze_unknown_key",
+            where="train.freeze",
+        )
+    return found
 
 
 def freezing(model: ImageModel, what: Freeze) -> list[str]:
@@ -429,7 +447,7 @@ def freezing(model: ImageModel, what: Freeze) -> list[str]:
     keys = frozen_keys(model, what)
     if not keys:
         return []
-    sizes = _weight_sizes(model)
+    sizes = weight_sizes(model)
     frozen = sum(size for key, size in sizes.items() if key in keys)
     whole = [name for name, inside in model.stages.items() if keys >= {*inside}]
     which = f" ({', '.join(whole)})" if whole else ""

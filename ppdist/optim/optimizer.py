@@ -1,19 +1,20 @@
-"""Optimizers, layer-wise learning rates, and state by the model's parameter names."""
+"""Optimizers, parameter groups, and state by the model's parameter names."""
 
 import re
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 import paddle
 from paddle import nn
 
-from ppdist.common.errors import CheckpointError
-from ppdist.config.optimizer import OptimizerConfig
+from ppdist.common.errors import CheckpointError, ConfigError
+from ppdist.config.optimizer import OptimizerConfig, ParameterGroupConfig
 from ppdist.distributed import paddle_api
-from ppdist.models.base import ImageModel
+from ppdist.models.base import ImageModel, expected_keys, matching_keys, weight_sizes
 from ppdist.optim.lr_scheduler import LearningRates
 
-_FACTOR = "layer_factor"  # beside Paddle's own "learning_rate" of a parameter
+_FACTOR = "own_factor"  # beside Paddle's own "learning_rate" of a parameter
 _POWERS = ("beta1_pow_acc", "beta2_pow_acc")  # begin at beta, other accumulators at 0
 _MASTER = re.compile(r"fp32_master_\d+")
 _NORMS = (nn.BatchNorm1D, nn.BatchNorm2D, nn.LayerNorm, nn.GroupNorm)
@@ -25,7 +26,7 @@ def build_optimizer(
     """Optimizer over the trainable parameters of a model.
 
     Weight decay skips scales and shifts of normalisation layers, and with `decay_biases: false`
-    every bias.  With `layer_decay` a weight's rate is a multiple of the common one.
+    every bias.  With `layer_decay` and `groups` a weight's rate is a multiple of the common one.
 
     Args:
         config: with decay, betas and epsilon for the total batch (`ScheduleSetup.scaled`).
@@ -40,17 +41,20 @@ def build_optimizer(
     }
     if not config.decay_biases:
         exempt |= {id(parameter) for parameter in biases(model)}
-    trainable = [p for p in model.parameters() if not p.stop_gradient]
-    decayed = [p for p in trainable if id(p) not in exempt]
-    plain = [p for p in trainable if id(p) in exempt]
-    groups: list[dict] = [
-        {"params": decayed, "weight_decay": config.weight_decay},
-        {"params": plain, "weight_decay": 0.0},
-    ]
-    groups = [group for group in groups if group["params"]]
+    group_of = parameter_groups(model, config.groups)
+    by_decay: dict[float, list[paddle.Tensor]] = {}
+    for key, parameter in model.named_parameters():
+        if not parameter.stop_gradient:
+            factor = 0.0 if id(parameter) in exempt else 1.0
+            if key in group_of:
+                factor *= group_of[key].weight_decay_factor
+            by_decay.setdefault(config.weight_decay * factor, []).append(parameter)
     common: dict[str, Any] = {
         "learning_rate": lr,
-        "parameters": groups,
+        "parameters": [
+            {"params": by_decay[decay], "weight_decay": decay}
+            for decay in sorted(by_decay, reverse=True)
+        ],
         "multi_precision": master_weights,
     }
     optimizer: paddle.optimizer.Optimizer
@@ -74,8 +78,51 @@ def build_optimizer(
     factors = layerwise_lr_factors(model.stages, decay) if decay is not None else {}
     for key, parameter in model.named_parameters():
         factor = factors.get(key, 1.0)
+        if key in group_of:
+            factor *= group_of[key].lr_factor
         parameter.optimize_attr |= {"learning_rate": factor, _FACTOR: factor}
     return optimizer
+
+
+def parameter_groups(
+    model: nn.Layer, groups: Sequence[ParameterGroupConfig]
+) -> dict[str, ParameterGroupConfig]:
+    """The group of each parameter that has one, by its key.
+
+    Raises: ConfigError: a group has none.
+    """
+    keys = [*weight_sizes(model)]
+    found: dict[str, ParameterGroupConfig] = {}
+    for number, group in enumerate(groups):
+        matching = matching_keys(group.match, keys)
+        own = dict.fromkeys((key for key in matching if key not in found), group)
+        if not own:
+            why = "every weight that it matches is in a group before it"
+            if not matching:
+                why = f"no weight of this model; {expected_keys(group.match, keys)}"
+            raise ConfigError(
+                f"{group.match!r}: {why}",
+                code="parameter_group_empty",
+                where=f"optimizer.groups.{number}.match",
+                fix="correct it, or leave the group out; the first group that matches counts",
+            )
+        found |= own
+    return found
+
+
+def parameter_group_lines(model: nn.Layer, groups: Sequence[ParameterGroupConfig]) -> list[str]:
+    """Log lines: how many weights each group has, and how it trains them.
+
+    Raises: ConfigError: see `parameter_groups`.
+    """
+    sizes, counts = weight_sizes(model), dict.fromkeys(map(id, groups), 0)
+    for key, group in parameter_groups(model, groups).items():
+        counts[id(group)] += sizes[key]
+    return [
+        f"parameter group {each.match}: {counts[id(each)]} weights, learning rate x "
+        f"{each.lr_factor:g}, weight decay x {each.weight_decay_factor:g}"
+        for each in groups
+    ]
 
 
 def layerwise_lr_factors(stages: dict[str, list[str]], decay: float) -> dict[str, float]:

@@ -25,7 +25,8 @@ OVERRIDES = (
     "train.batch_size_per_card=4", "train.epochs=2", "log.every_steps=1", "checkpoint.keep=9",
     "checkpoint.every_steps=2", "optimizer.reference_batch_size=8", "data.check_images=none",
 )  # fmt: skip
-TUNED = ("train.freeze=3", "optimizer.layer_decay=0.7")
+GROUPS = "optimizer.groups=[{match: neck, lr_factor: 0.5, weight_decay_factor: 2}]"
+TUNED = ("train.freeze=3", "optimizer.layer_decay=0.7", GROUPS)
 # ten images in batches of four: three steps an epoch, six in all
 
 
@@ -89,6 +90,7 @@ def test_log_names_weights_source_frozen_keys_and_lr(pretrained, tuned):
     assert f"from {pretrained / 'checkpoints' / 'last'}" in text  # no evaluation, so no best
     assert "frozen: " in text and "(backbone.stem, backbone.stages.0, backbone.stages.1)" in text
     assert "backbone.stages.2 x 0.343" in text and "neck x 0.7, head x 1" in text
+    assert "parameter group neck: 215544 weights, learning rate x 0.5, weight decay x 2" in text
 
 
 @pytest.mark.slow
@@ -165,6 +167,12 @@ def test_unknown_part_to_freeze_keeps_checkpoints(shapes, tuned):
     assert sorted(path.name for path in (tuned / "checkpoints").iterdir()) == there
 
 
+def test_an_unknown_parameter_group_ends_the_run_before_a_step(shapes, tmp_path):
+    with raises("parameter_group_empty"):
+        run(shapes, tmp_path / "out", "optimizer.groups=[{match: nek, lr_factor: 0.5}]")
+    assert not (tmp_path / "out").exists()
+
+
 def test_a_run_never_sets_aside_the_one_it_begins_with(shapes, tuned):
     there = sorted(path.name for path in (tuned / "checkpoints").iterdir())
     with raises("out_holds_source"):
@@ -222,7 +230,7 @@ DEALT = {
         ("yolov5", (NORMS,), True),
     ],
     "more": [
-        ("ppyoloe", (FEW, "train.sync_bn=true", "distributed.shard_optimizer=true"), True),
+        ("ppyoloe", (FEW, "train.sync_bn=true", "distributed.shard_optimizer=true", GROUPS), True),
         ("yolov5", (OF_YOLO, "train.sync_bn=true"), True),
     ],
 }
