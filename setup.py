@@ -58,6 +58,7 @@ setup(
         "orjson>=3.10",  # COCO files of hundreds of megabytes
         "pycocotools>=2.0.8",  # mAP
         "safetensors>=0.6",
+        "scipy>=1.11",  # Hungarian matching of RT-DETR and D-FINE
         "rich>=13",
         "visualdl>=2.5.3",
         "matplotlib>=3.8",

@@ -57,6 +57,42 @@ class YOLOv5LossConfig(Section):
     )
 
 
+class RTDETRLossConfig(Section):
+    """Hungarian matching and gains."""
+
+    name: Literal["rtdetr"] = Field(default="rtdetr", description="that of the model")
+    classification: Literal["varifocal", "mal"] = Field(
+        default="varifocal",
+        description="class loss; mal: DEIM's matchability-aware loss (arXiv:2412.04234), which "
+        "takes matched boxes of low quality more seriously",
+    )
+    alpha: float = Field(
+        default=0.75, ge=0, description="varifocal: weight of all that is negative"
+    )
+    gamma: float | None = Field(
+        default=None,
+        gt=0,
+        description="exponent of the score in the weight of what is negative (mal: of the IoU, "
+        "too); null: 2, mal: 1.5",
+    )
+    class_gain: float = Field(default=1.0, ge=0, description="weight of the class loss")
+    l1_gain: float = Field(
+        default=5.0, ge=0, description="weight of the distance of centre and size, in 0..1"
+    )
+    giou_gain: float = Field(default=2.0, ge=0, description="weight of the GIoU loss")
+    fgl_gain: float = Field(
+        default=0.15, ge=0, description="D-FINE: weight of the fine-grained localization loss"
+    )
+    ddf_gain: float = Field(
+        default=1.5,
+        ge=0,
+        description="D-FINE: weight of what layers learn from the last one's distributions",
+    )
+    class_cost: float = Field(default=2.0, ge=0, description="matching: weight of the class")
+    l1_cost: float = Field(default=5.0, ge=0, description="matching: weight of the distance")
+    giou_cost: float = Field(default=2.0, ge=0, description="matching: weight of the GIoU")
+
+
 class ClassificationLossConfig(Section):
     """Cross entropy."""
 

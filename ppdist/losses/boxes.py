@@ -18,6 +18,12 @@ def cxcywh_to_xyxy(boxes: Tensor) -> Tensor:
     return paddle.concat([centre - half, centre + half], axis=-1)
 
 
+def xyxy_to_cxcywh(boxes: Tensor) -> Tensor:
+    """Corners to centre and size, in the same unit."""
+    low, high = boxes[..., :2], boxes[..., 2:]
+    return paddle.concat([(low + high) * 0.5, high - low], axis=-1)
+
+
 def area(boxes: Tensor) -> Tensor:
     """Area [...] of boxes [..., 4]; 0 where a side is negative."""
     x1, y1, x2, y2 = boxes.unbind(-1)
