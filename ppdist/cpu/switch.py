@@ -185,8 +185,8 @@ def _check_model(model: nn.Layer, size: int, kernels: Kernels) -> str | None:
     inputs = model.training_inputs(x, Targets.example(x)) if isinstance(model, ImageModel) else (x,)
 
     def scalar() -> Tensor:
-        maps = [out.astype("float32") for out in tensors_in(model(*inputs))]
-        return paddle.add_n([out.square().mean() for out in maps]).reshape([1])
+        learned = [out for out in tensors_in(model(*inputs)) if not out.stop_gradient]
+        return paddle.add_n([out.astype("float32").square().mean() for out in learned]).reshape([1])
 
     plain, fast = _both_ways(model, scalar, [], kernels)
     value, other = plain.pop("output").item(), fast.pop("output").item()

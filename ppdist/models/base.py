@@ -85,7 +85,7 @@ class ImageModel(nn.Layer):
     """
 
     task: ClassVar[Task]
-    takes_targets: ClassVar[bool] = False
+    takes_targets: bool = False
     needs_nms: bool = False
     needs_anchors: ClassVar[bool] = False
     given_anchors_LA2: np.ndarray | None = None
