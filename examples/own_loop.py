@@ -10,6 +10,7 @@ import argparse
 import paddle
 
 from ppdist.config import load_config
+from ppdist.config.train import MicroBatches
 from ppdist.data.datasets.build import read_split
 from ppdist.data.loading.loader import TrainLoader
 from ppdist.data.loading.sampler import TrainSampler
@@ -28,8 +29,9 @@ def main() -> None:
     batch_size = int(config.train.batch_size_per_card)
     steps_per_epoch = -(-len(train_set.records) // batch_size)
     steps = int(steps_per_epoch * config.train.epochs)
+    whole = MicroBatches(total_batch=batch_size, images=batch_size, spread=False)
     sampler = TrainSampler(
-        len(train_set.records), batch_size, accumulate=1, rank=0, world=1, seed=config.seed,
+        len(train_set.records), whole, rank=0, world=1, seed=config.seed,
         start_step=0, end_step=steps, sizes=[config.model.image_size],
     )  # fmt: skip
     loader = TrainLoader(train_set, config.data, sampler, seed=config.seed)

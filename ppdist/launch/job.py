@@ -170,7 +170,7 @@ class _Job:
             self.memory.awaited |= channel.door.places()
         note = read_json(self.folder / RUN_NOTE)  # None: no rank got so far
         if note and note["shared"]:
-            self.memory.shares_output, self.lease.folder = True, Path(note["output_dir"])
+            self.memory.shared_output = note["output_dir"]
 
     def connect_hosts(self) -> tuple[LaunchPlan, ControlChannel | None]:
         """The plan, and the channel to other hosts if there are any.

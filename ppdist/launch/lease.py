@@ -13,19 +13,16 @@ class Lease:
 
     When a host is switched off, a server of NFS gives the lock back after its own time, 90 s by
     default.
-
-    Attributes:
-        folder: the output_dir; None: not known yet.
     """
 
     def __init__(self) -> None:
-        self.folder: Path | None = None
         self._lock: FileLock | None = None
 
-    def take(self) -> bool:
+    def take(self, output_dir: str) -> bool:
         """Whether this process holds it now."""
-        if self._lock is None and self.folder is not None:
-            lock = FileLock(self.folder / _FILE)
+        folder = Path(output_dir)
+        if self._lock is None and folder.is_dir():  # else it is another host's name for it
+            lock = FileLock(folder / _FILE)
             with suppress(OSError):  # it cannot be reached, or has no locks
                 if lock.try_acquire():
                     self._lock = lock

@@ -7,7 +7,8 @@ one ends because a host was lost, left or came back, those that are there form t
     proposal    the hub proposes a world; its hosts agree, and remember that they did
     world       all have agreed; it begins
 
-Two worlds never train at once.  Where all hosts share output_dir, a hub needs the lease in it.
+Two worlds never train at once.  One of all hosts may always begin.  Where hosts share output_dir,
+the hub of fewer needs the lease in it.
 Elsewhere a world needs more than half of the hosts of the last one, and of each that was proposed
 since and may have begun unheard.  A fleetrun that was started anew remembers neither, so it has no
 vote, unless all of the last world are there and half of them remember.
@@ -50,7 +51,7 @@ class Memory:
     abandoned: list[World] = field(default_factory=list)  # it proposed them; they never begin
     left: frozenset[int] = frozenset()  # of `formed`: said that they go, and remember no more
     awaited: frozenset[int] = frozenset()  # asked to be taken into the next
-    shares_output: bool = False  # output_dir is one for all hosts, so that a lease decides
+    shared_output: str = ""  # an output_dir that all hosts share, so that a lease in it decides
 
     def message(self) -> Message:
         """As it is sent."""
@@ -60,7 +61,7 @@ class Memory:
             "abandoned": [_listed(world) for world in self.abandoned],
             "left": sorted(self.left),
             "awaited": sorted(self.awaited),
-            "shares_output": int(self.shares_output),
+            "shared_output": self.shared_output,
         }
 
     @classmethod
@@ -75,8 +76,10 @@ class Memory:
             return None
         if left is None or awaited is None:
             return None
-        shares = bool(message.get("shares_output"))
-        return cls(formed, proposed, abandoned, left, awaited, shares)
+        shared = message.get("shared_output")
+        if not isinstance(shared, str):
+            return None
+        return cls(formed, proposed, abandoned, left, awaited, shared)
 
     def form(self, world: World) -> None:
         """All hosts of a world have agreed to it."""
@@ -132,7 +135,9 @@ class Present:
         self.proposed = {world for world in every if self._may_have_begun(world)}
         known = (self.formed, *every, *self.abandoned)
         self.next_number = 1 + max(world.number for world in known)
-        self.shares_output = any(each.shares_output for each in memories.values())
+        # A hub that was started anew learns of it from the others.
+        told = (each.shared_output for each in memories.values())
+        self.shared_output = next(filter(None, told), "")
 
     def _may_have_begun(self, world: World) -> bool:
         """Whether a proposed world may train, as far as these hosts can tell."""
@@ -191,7 +196,7 @@ class Gathering:
         now: float,
         send: Callable[[int, Message], None],
         drop: Callable[[int], None],
-        take_lease: Callable[[], bool] = lambda: True,
+        take_lease: Callable[[str], bool] = lambda folder: True,
     ) -> None:
         """
         Args:
@@ -202,7 +207,7 @@ class Gathering:
             now: seconds of any clock that goes on.
             send: a message to a host that was met.
             drop: ends the connection to a host.
-            take_lease: whether this host holds the lease in the common output_dir now.
+            take_lease: whether this host holds the lease in this folder now.
         """
         self._memory, self.place, self._hosts = memory, place, hosts
         self._least, self._rejoin, self._began = min_hosts, rejoin_seconds, now
@@ -308,10 +313,11 @@ class Gathering:
                 return f"waiting up to {self._rejoin:g} s (--rejoin_seconds) for lost hosts"
             if present.absent and waited < _KNOCK_SECONDS:
                 return "waiting for hosts that asked to be taken in"
-        if present.shares_output:
-            return "" if self._take_lease() else "another host holds the lease in output_dir"
         if count == self._hosts:  # nobody is left who could train elsewhere
             return ""
+        if present.shared_output:
+            held = self._take_lease(present.shared_output)
+            return "" if held else f"another host holds the lease in {present.shared_output}"
         lacking = [present.lacks(world) for world in present.proposed]
         return next(filter(None, [present.lacks(present.formed, present.left), *lacking]), "")
 

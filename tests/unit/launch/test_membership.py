@@ -11,6 +11,7 @@ import pytest
 
 from ppdist.launch.membership import Gathering, Knocks, Memory, Message, World
 
+FOLDER = "/runs/x"
 REJOIN, DETECT, STEPS_A_CHECKPOINT = 20.0, 15.0, 4
 
 
@@ -73,7 +74,8 @@ class Simulation:
         for pair in [pair for pair in self.links if place in pair]:
             self.end_link(pair)
 
-        def take_lease() -> bool:
+        def take_lease(folder: str) -> bool:
+            assert folder == FOLDER
             self.lease = self.lease or host
             return self.lease is host
 
@@ -199,7 +201,7 @@ class Simulation:
             self.trains, self.step = hosts, start[1]
             for host in hosts:
                 host.generation = self.generation
-                host.memory.shares_output = self.shared
+                host.memory.shared_output = FOLDER if self.shared else ""
         self.step += 1
         self.made += 1
         if self.step % STEPS_A_CHECKPOINT == 0:
@@ -261,7 +263,7 @@ class Simulation:
         for memory in known:
             for world in {memory.formed, *memory.proposed} & votes.keys():
                 votes[world] += 1
-        told = any(memory.shares_output for memory in known)
+        told = any(memory.shared_output for memory in known)
         enough = all(2 * votes[world] > len(world.places) for world in votes)
         if votes and len(known) >= self.least and (enough or told):
             before = self.made
