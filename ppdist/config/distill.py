@@ -36,12 +36,12 @@ class BoxesConfig(Section):
     weight: float = Field(
         default=1.0,
         gt=0,
-        description="beside the loss of the distributions (YOLOv5: of boxes), which counts 1",
+        description="beside the loss of boxes (PP-YOLOE: of distributions), which counts 1",
     )
     temperature: float | None = Field(
         default=None,
         gt=0,
-        description="divides the logits of both; null: 10; YOLOv5 has no distributions: null",
+        description="PP-YOLOE: divides the logits of both; null: 10",
     )
 
 
@@ -62,7 +62,7 @@ class DistillConfig(Section):
     boxes: BoxesConfig | None = Field(
         default=BoxesConfig(),
         description="boxes: PP-YOLOE by the distributions of sides (LD, arXiv:2102.12252), YOLOv5 "
-        "by GIoU with the teacher's; null: not learned from it",
+        "by GIoU with the teacher's, RT-DETR by L1 and GIoU; null: not learned from it",
     )
 
     @model_validator(mode="after")

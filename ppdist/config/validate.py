@@ -84,10 +84,11 @@ def _of_teacher(config: Any) -> Iterator[str]:
         return
     if config.model.task == "classify":
         yield "distill: teaches detectors, not classifiers; leave it out"
-    if name == "yolov5" and distill.boxes and distill.boxes.temperature is not None:
+    without = name in ("yolov5", "rtdetr")
+    if without and distill.boxes and distill.boxes.temperature is not None:
         yield (
             f"distill.boxes.temperature: {distill.boxes.temperature:g} softens distributions of "
-            f"sides, and model.name: {name} has none; leave it out"
+            f"sides, and model.name: {name} learns none from a teacher; leave it out"
         )
 
 

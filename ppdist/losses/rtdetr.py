@@ -65,7 +65,7 @@ def fine_grained_localization_loss(
         reference_BQ4: the boxes to be moved, cxcywh.
         target_BQ4: where to, cxcywh in the same unit; no gradient.
         bins_R: W, rising.
-    Source: Peng et al. 2024, arXiv:2410.13842, equations 2 to 4 (without the weight).
+    Source: Peng et al. 2024, arXiv:2410.13842, section 4.1 (FGL without its weight).
     """
     target_BQ4 = cxcywh_to_xyxy(target_BQ4)
     centre_BQ2, unit_BQ2 = reference_BQ4[..., :2], reference_BQ4[..., 2:] / scale + 1e-16
@@ -77,7 +77,7 @@ def fine_grained_localization_loss(
         axis=-1,
     )
     distance_BQ4 = (outward_BQ4 - 0.5 * scale).detach()
-    reached = (distance_BQ4.unsqueeze(-1) >= bins_R).astype("int64").sum(-1)
+    reached = paddle.searchsorted(bins_R, distance_BQ4, right=True)
     low_BQ4 = (reached - 1).clip(0, bins_R.shape[0] - 2)
     low_W = paddle.gather(bins_R, low_BQ4.flatten()).reshape(low_BQ4.shape)
     high_W = paddle.gather(bins_R, low_BQ4.flatten() + 1).reshape(low_BQ4.shape)
@@ -181,7 +181,7 @@ class RTDETRLoss(Loss):
         its image counts 1 / (its denoising groups).
 
         Returns: of layers, encoder and preliminary, in this order, [L] each (fgl: of the layers,
-            ddf: of all but the last); the same of the denoising queries, if any.
+            ddf: one for all of them); the same of the denoising queries, if any.
         Sources: Zhao et al. 2023, arXiv:2304.08069, section 4.3; Peng et al. 2024,
             arXiv:2410.13842, section 4.
         """
@@ -265,12 +265,9 @@ class RTDETRLoss(Loss):
         fgl_LB = (fgl_LBQ * iou_LBQ).sum(-1) * share_B
         terms["fgl"] = gains.fgl_gain / boxes * fgl_LB.sum(-1)
         if len(layers) > 1:
-            weight_LBQ = _distillation_weights(iou_LBQ, logits_LBQC[len(layers) - 1], learned)
-            ddf = [
-                localisation_distillation(each, corners[-1], weight_BQ, DDF_TEMPERATURE)
-                for each, weight_BQ in zip(corners[:-1], weight_LBQ)
-            ]
-            terms["ddf"] = gains.ddf_gain / images * paddle.stack(ddf)
+            weight_LBQ = _distillation_weights(iou_LBQ[:-1], logits_LBQC[len(layers) - 1], learned)
+            ddf = localisation_distillation(corners[:-1], corners[-1:], weight_LBQ, DDF_TEMPERATURE)
+            terms["ddf"] = gains.ddf_gain / images * ddf.unsqueeze(0)
         return terms
 
     def _class_loss(
@@ -284,7 +281,7 @@ class RTDETRLoss(Loss):
         p is the score, in weights without gradient; q is the IoU of a positive with its object.
         Everything is taken for negative first; what is positive is then exchanged.
         Sources: Zhang et al. 2020, arXiv:2008.13367, equation 2; Huang et al. 2024,
-        arXiv:2412.04234, equation 3.
+        arXiv:2412.04234, section 3.3.
         """
         mal = self.config.classification == "mal"
         alpha = 1.0 if mal else self.config.alpha
@@ -319,7 +316,8 @@ class RTDETRLoss(Loss):
 
         N are the boxes of the ground truth in the step.  So the teacher may have other queries,
         layers and bins.
-        Source: Chang et al. 2022, arXiv:2211.10156, section 3.1 (its positives).
+        Source: Chang et al. 2022, arXiv:2211.10156 (Hungarian-matching logits distillation, its
+        positives).
         """
         assert global_normalizers is not None, "the step counts"
         gains, terms = self.config, {}
@@ -372,12 +370,9 @@ def _apart(
     pred_LBQ4: Tensor, target: Tensor, matching: Matching, size_4: Tensor
 ) -> tuple[Tensor, Tensor]:
     """|b - b*|_1 in 0..1 and 1 - GIoU of positives, 0 elsewhere: [L, B, Q] each."""
-    there = matching.is_positive_LBQ.unsqueeze(-1) > 0
-    # Others learn nothing, and a gradient of theirs that is not finite would not vanish times 0.
-    pred_LBQ4 = paddle.where(there, pred_LBQ4, target)
-    pixels = (cxcywh_to_xyxy(each * size_4) for each in (pred_LBQ4, target))
-    giou_LBQ = aligned_giou(*pixels)
-    return (pred_LBQ4 - target).abs().sum(-1), (1.0 - giou_LBQ) * matching.is_positive_LBQ
+    l1_LBQ = (pred_LBQ4 - target).abs().sum(-1)
+    giou_LBQ = aligned_giou(*(cxcywh_to_xyxy(each * size_4) for each in (pred_LBQ4, target)))
+    return l1_LBQ * matching.is_positive_LBQ, (1.0 - giou_LBQ) * matching.is_positive_LBQ
 
 
 def _distillation_weights(iou_LBQ: Tensor, teacher_BQC: Tensor, learned: Learned) -> Tensor:
@@ -389,7 +384,7 @@ def _distillation_weights(iou_LBQ: Tensor, teacher_BQC: Tensor, learned: Learned
 
     P and N are the positives and negatives of the image in the union, where denoising queries are
     concerned, too; the score is the last layer's highest.
-    Source: Peng et al. 2024, arXiv:2410.13842, equations 6 and 7.
+    Source: Peng et al. 2024, arXiv:2410.13842, section 4.2.
     """
     positive_LBQ = learned.boxes.is_positive_LBQ
     negative_LBQ = learned.used_BQ - positive_LBQ

@@ -10,7 +10,7 @@ import pytest
 
 from ppdist.config.loss import RTDETRLossConfig
 from ppdist.losses.base import LossOutput
-from ppdist.losses.boxes import aligned_iou, cxcywh_to_xyxy, xyxy_to_cxcywh
+from ppdist.losses.boxes import aligned_giou, aligned_iou, cxcywh_to_xyxy, xyxy_to_cxcywh
 from ppdist.losses.distillation import Teaching, Term
 from ppdist.losses.matcher import Truth, hungarian_matcher, matching_cost
 from ppdist.losses.rtdetr import DDF_TEMPERATURE, RTDETRLoss, fine_grained_localization_loss
@@ -147,9 +147,11 @@ def test_micro_batches_of_any_size_add_up(family, classification, cuts) -> None:
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_padding_of_boxes_does_not_matter(family: str) -> None:
-    outputs = random_outputs(family)
-    few, many = (numbers(criterion(family)(outputs, *truth(n), 0)) for n in (5, 9))
-    assert few == pytest.approx(many, rel=1e-6)
+    outputs, (boxes, labels, mask) = random_outputs(family), truth(9)
+    few = criterion(family)(outputs, *truth(), 0)
+    labels = labels + 99 * (1 - mask).astype("int64")  # anything where padded
+    many = criterion(family)(outputs, boxes, labels, mask, 0)
+    assert numbers(few) == pytest.approx(numbers(many), rel=1e-6)
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -230,12 +232,13 @@ def test_denoising_queries_weigh_positives_by_the_union() -> None:
     *layers, last = (F.log_softmax(x.corners_BQ4R[0] / DDF_TEMPERATURE, -1) for x in kept.layers)
     surest = F.sigmoid(kept.layers[-1].logits_BQC[0]).max(-1).numpy()
     target = found.boxes_BM4[0][kept.target_BD[0]]
-    for at, layer in enumerate(layers):
+    expected = 0.0
+    for scored, layer in zip(kept.layers, layers):
         kl = DDF_TEMPERATURE**2 * (last.exp() * (last - layer)).sum(-1).mean(-1).numpy()
-        iou = aligned_iou(*(cxcywh_to_xyxy(x) for x in (kept.layers[at].boxes_BQ4[0], target)))
+        iou = aligned_iou(*(cxcywh_to_xyxy(x) for x in (scored.boxes_BQ4[0], target)))
         means = (kl * iou.numpy())[is_positive].mean(), (kl * surest)[~is_positive].mean()
-        expected = 1.5 * (share * means[0] + (1 - share) * means[1])
-        assert float(terms["ddf"][at]) == pytest.approx(expected, rel=1e-4)
+        expected += 1.5 * (share * means[0] + (1 - share) * means[1])
+    assert terms["ddf"].item() == pytest.approx(expected, rel=1e-4)
 
 
 TEACHING = Teaching(Term(1.0, 2.0), None, Term(0.5, 1.0))
@@ -247,6 +250,24 @@ def distilled(
     nothing = LossOutput(paddle.zeros([]), paddle.zeros([]), {})
     found = criterion().distil(nothing, outputs, taught, TEACHING, every)
     return found.total, {name: float(x) for name, x in found.parts.items()}
+
+
+def test_a_teacher_sure_of_one_box_teaches_it_one_query() -> None:
+    outputs, taught = random_outputs("dfine"), random_outputs("rtdetr", seed=1)
+    ours, theirs = (mapped(x.layers[-1], lambda x: x.detach()) for x in (outputs, taught))
+    theirs.logits_BQC[:] = -9.0
+    theirs.logits_BQC[1, 3] = paddle.to_tensor([-1.0, 1.0, -9.0])
+    ours.boxes_BQ4[1, 5] = theirs.boxes_BQ4[1, 3] + 0.02
+    ours.logits_BQC[1, 5] = paddle.to_tensor([0.5, 9.0, -9.0])
+    pair = outputs._replace(layers=(ours,)), taught._replace(layers=(theirs,))
+    _, found = distilled(*pair, paddle.to_tensor([9.0, 4.0]))
+    s, t = (1 / (1 + np.exp(-np.array(x) / 2)) for x in ([0.5, 9, -9], [-1, 1, -9.0]))
+    focal = (t - s) ** 2 * -(t * np.log(s) + (1 - t) * np.log(1 - s))
+    box, target = (cxcywh_to_xyxy(x) for x in (ours.boxes_BQ4[1, 5], theirs.boxes_BQ4[1, 3]))
+    apart = 5 * 4 * 0.02 + 2 * (1 - float(aligned_giou(box, target)))
+    score = 1 / (1 + np.exp(-1.0))
+    expected = {"logits": 4 * focal.sum() / 9, "boxes": 0.5 * score * apart / 9}
+    assert found == pytest.approx({f"loss_distill_{k}": x for k, x in expected.items()}, rel=1e-4)
 
 
 def test_the_last_layer_learns_what_its_teacher_is_sure_of() -> None:
