@@ -29,7 +29,7 @@ PHASES = ("start", "step", "evaluate", "save", "end")
 STACKS_SIGNAL = signal.SIGUSR2
 BEAT = struct.Struct("=IHHQQQdd40sQQd")  # as in `Reading`
 _PLACE_BYTES = 40
-WORK = struct.Struct("=QQQQdddd")  # totals of the steps; follows the beat
+WORK = struct.Struct("=QQQQddddd")  # totals of the steps; follows the beat
 _SEAL = struct.Struct("=I")  # behind each of both: the checksum of what was written at once
 _BEAT_BYTES, _WORK_BYTES = BEAT.size + _SEAL.size, WORK.size + _SEAL.size
 _READS, _PAUSE_SECONDS = 5, 0.002  # until the checksum is right
@@ -41,7 +41,7 @@ _PID, _PHASE, _INSIDE, _STEP, _COLLECTIVES, _TIME, _TIMEOUT, _LIMIT, _PLACE = ra
 _SINCE, _MEASURED, _SECONDS = range(9, 12)
 _waited_ns = _entered_ns = _step_began_ns = 0
 _planned_steps = _steps = _bad_steps = _images = 0
-_step_seconds = _own_seconds = _data_seconds = 0.0
+_step_seconds = _own_seconds = _data_seconds = _micro_batches = 0.0
 
 
 @dataclass(frozen=True)
@@ -78,6 +78,7 @@ class Work:
     step_seconds: float
     own_seconds: float  # of it, without waiting for other ranks
     data_seconds: float  # of its own, waiting for images
+    micro_batches: float  # of images, of this rank; of those that are spread, an even share is 1
     loss: float  # of the last step, of all ranks; nan before the first
 
 
@@ -137,15 +138,18 @@ def made(
     step_seconds: float,
     own_seconds: float,
     data_seconds: float,
+    micro_batches: float,
 ) -> None:
     """Adds a step that was made; for the arguments see `Work`."""
-    global _steps, _bad_steps, _images, _step_seconds, _own_seconds, _data_seconds
+    global _steps, _bad_steps, _images
+    global _step_seconds, _own_seconds, _data_seconds, _micro_batches
     _steps += 1
     _bad_steps += bad
     _images += images
     _step_seconds += step_seconds
     _own_seconds += own_seconds
     _data_seconds += data_seconds
+    _micro_batches += micro_batches
     _write_work(loss)
 
 
@@ -266,9 +270,8 @@ def read_work(path: Path) -> Work | None:
     found = _read(path, WORK, _BEAT_BYTES)
     if found is None:
         return None
-    steps, planned, bad, images, wall, own, waited, loss = found
-    known = planned > 0 or steps > 0
-    return Work(planned, steps, bad, images, wall, own, waited, loss) if known else None
+    steps, planned, *others = found
+    return Work(planned, steps, *others) if planned > 0 or steps > 0 else None
 
 
 def _read(path: Path, layout: struct.Struct, offset: int) -> tuple | None:
@@ -303,7 +306,7 @@ def _write_work(loss: float) -> None:
     if _file is not None:
         _file[_BEAT_BYTES:] = sealed(
             WORK, _steps, _planned_steps, _bad_steps, _images,
-            _step_seconds, _own_seconds, _data_seconds, loss,
+            _step_seconds, _own_seconds, _data_seconds, _micro_batches, loss,
         )  # fmt: skip
 
 

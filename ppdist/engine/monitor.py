@@ -64,6 +64,7 @@ class HeartbeatCallback(Callback):
             step_seconds=seconds.wall,
             own_seconds=seconds.compute,
             data_seconds=seconds.data,
+            micro_batches=result.own_micro_batches,
         )
 
 
@@ -120,7 +121,7 @@ class MetricsLogger(Callback):
             "step_seconds": _mean([each.seconds.wall for each in steps]),
         }
         self._log.metrics(record)
-        self._log.metrics({"step": step, **_per_rank([each.seconds for each in steps])})
+        self._log.metrics({"step": step, **_per_rank(steps)})
 
 
 def _mean(values: Sequence[float]) -> float:
@@ -132,20 +133,27 @@ def _images_per_second(steps: Sequence[_Step]) -> float:
     return sum(each.result.images for each in steps) / sum(each.seconds.wall for each in steps)
 
 
-def _per_rank(steps: Sequence[StepSeconds]) -> dict[str, list[float]]:
+def _per_rank(steps: Sequence[_Step]) -> dict[str, list[float]]:
     """Mean seconds of each rank over some steps.  Collective."""
-    own_3 = [
-        _mean([each.wall for each in steps]),
-        _mean([each.compute for each in steps]),
-        _mean([each.data for each in steps]),
-    ]
-    all_W3 = comm.all_gather(paddle.to_tensor(own_3, dtype="float32")).numpy()
-    names = ("rank_step_seconds", "rank_own_seconds", "rank_data_seconds")
+    own = {
+        "rank_step_seconds": _mean([each.seconds.wall for each in steps]),
+        "rank_own_seconds": _mean([each.seconds.compute for each in steps]),
+        "rank_data_seconds": _mean([each.seconds.data for each in steps]),
+        "rank_micro_batch_seconds": _micro_batch_seconds(steps),
+    }
+    all_WN = comm.all_gather(paddle.to_tensor([*own.values()], dtype="float32")).numpy()
     # Sent as float32: further digits are noise.
     return {
-        name: [round(float(value), 6) for value in all_W3[:, column]]
-        for column, name in enumerate(names)
+        name: [round(float(value), 6) for value in all_WN[:, column]]
+        for column, name in enumerate(own)
     }
+
+
+def _micro_batch_seconds(steps: Sequence[_Step]) -> float:
+    """Compute time of a micro-batch of this rank; 0: it had none."""
+    there = [each for each in steps if each.result.own_micro_batches > 0]
+    count = sum(each.result.own_micro_batches for each in there)
+    return sum(each.seconds.compute for each in there) / count if there else 0.0
 
 
 class EpochMeans(Callback):
@@ -375,11 +383,13 @@ def _values(model: nn.Layer) -> dict[str, Any]:
 class StragglerMonitor(Callback):
     """Reports stragglers: ranks that are slow in two successive comparisons.
 
-    Compares every 15 steps.  A rank's compute time is its step time without waits in collectives.
+    Compares every 15 steps.  A rank's compute time is its step time without waits in collectives,
+    for each of its micro-batches: ranks may have more or fewer of them.
     On a GPU it covers the host only (images, kernel launches): a slow card goes undetected.
 
     Attributes:
-        seconds_W: of each rank for a micro-batch, as last compared; empty: not yet.
+        seconds_W: of each rank for a micro-batch, as last compared, 0 where it had none; empty: not
+            yet.
         named: some rank was named after the last step.
     """
 
@@ -387,15 +397,16 @@ class StragglerMonitor(Callback):
         self._log = log
         self.seconds_W: list[float] = []
         self.named = False
-        self._compute: list[float] = []  # seconds a micro-batch, of each step since the last one
+        self._steps: list[_Step] = []  # since the last comparison
         self._slow, self._named = set[int](), set[int]()
 
     def on_step_end(self, step: int, result: StepResult, lr: float, seconds: StepSeconds) -> None:
         self.named = False
-        self._compute.append(seconds.compute / result.own_micro_batches)
-        if len(self._compute) < _WINDOW or comm.world_size() == 1:
+        self._steps.append(_Step(result, seconds))
+        if len(self._steps) < _WINDOW or comm.world_size() == 1:
             return
-        usual, self._compute = median(self._compute), []
+        found = [_micro_batch_seconds([each]) for each in self._steps]
+        usual, self._steps = median([each for each in found if each > 0] or [0.0]), []
         seconds_W = comm.all_gather(paddle.to_tensor([usual], dtype="float32")).numpy().ravel()
         self.seconds_W = [float(each) for each in seconds_W]
         if warning := self.judge(self.seconds_W):
@@ -406,8 +417,10 @@ class StragglerMonitor(Callback):
         """Warning that names each straggler once; usually empty.
 
         The same on every rank.
+
+        Args: seconds_W: of each rank for a micro-batch; 0: it had none.
         """
-        usual = max(median_low(seconds_W), 1e-9)
+        usual = median_low([each for each in seconds_W if each > 0] or [1.0])
         before = self._slow
         self._slow = {rank for rank, own in enumerate(seconds_W) if own / usual > _SLOW}
         found = sorted((self._slow & before) - self._named)

@@ -70,7 +70,7 @@ class StepResult:
     outage: StorageError | None  # why this rank had no images
     own_loss: float  # sum over this rank's images, not normalised
     own_images: list[int]  # positions of the images of this rank, where the step was not applied
-    own_micro_batches: float  # of this rank, padding included; of those it shares, an even share
+    own_micro_batches: float  # of images, of this rank; of one that is spread, an even share is 1
     time_is_up: bool = False  # decided by rank 0; all ranks hold the same weights now
 
 
@@ -278,13 +278,9 @@ class TrainStep:
             outage=outage,
             own_loss=own_loss,
             own_images=[] if applied else _positions(micro_batches),
-            own_micro_batches=len(micro_batches) * self._part(images, tally.images),
+            own_micro_batches=counted(micro_batches, self._spread, tally.images),
             time_is_up=may_end and tally.late > 0,
         )
-
-    def _part(self, own: int, everywhere: float) -> float:
-        """Images of this rank's part of micro-batches that are spread / of an even one."""
-        return own * comm.world_size() / everywhere if self._spread and own else 1.0
 
     def skip(self, step: int) -> None:
         """Skips a step (0-based).  Collective."""
@@ -563,6 +559,18 @@ def _taken(batches: Iterator[Batch], count: int) -> tuple[list[Batch], StorageEr
     except ImagesUnavailable as away:
         return [*taken, *[away.blank] * (count - len(taken))], away
     return taken, None
+
+
+def counted(micro_batches: list[Batch], spread: bool, images: float) -> float:
+    """This rank's micro-batches of images; see `StepResult.own_micro_batches`.
+
+    Args: images: of the step, of all ranks.
+    """
+    real = [batch for batch in micro_batches if batch.real]
+    if not spread or not real:
+        return len(real)
+    own = sum(batch.images_B3HW.shape[0] for batch in real)
+    return len(micro_batches) * own * comm.world_size() / images
 
 
 def _blank_batch(batch: Batch) -> Batch:

@@ -55,6 +55,7 @@ METRICS = {
     "ppdist_rank_waiting": "1 while the rank waits for others in a collective.",
     "ppdist_rank_phase": "1 for what the rank does: start, step, evaluate, save or end.",
     "ppdist_rank_steps_total": "Steps made by this process; the seconds below are of these.",
+    "ppdist_rank_micro_batches_total": "Of these steps; of one that is spread, an even share is 1.",
     "ppdist_rank_step_seconds_total": "Wall time of steps.",
     "ppdist_rank_own_seconds_total": "Of it, without waiting for other ranks.",
     "ppdist_rank_data_seconds_total": "Of its own, waiting for images.",
@@ -162,6 +163,7 @@ class Measures:
             work = heartbeat.read_work(heartbeat.file_of(folder, rank))
             if work is not None:
                 yield "ppdist_rank_steps_total", labels, float(work.steps)
+                yield "ppdist_rank_micro_batches_total", labels, work.micro_batches
                 yield "ppdist_rank_step_seconds_total", labels, work.step_seconds
                 yield "ppdist_rank_own_seconds_total", labels, work.own_seconds
                 yield "ppdist_rank_data_seconds_total", labels, work.data_seconds

@@ -289,21 +289,28 @@ def _waiting(records: Sequence[Numbers]) -> float | None:
 
 
 def slow_ranks(run: Run) -> str:
-    """Ranks that are usually slower than the median; "" for one rank."""
-    seconds_RW = run.rank_seconds("rank_own_seconds")[1][:, 0]
-    if seconds_RW.shape[1] < 2:
+    """Ranks that usually take longer than the median for a micro-batch.
+
+    "": fewer than two have micro-batches.
+    """
+    seconds_RW = run.rank_seconds("rank_micro_batch_seconds")[1][:, 0]
+    if not seconds_RW.size:  # of an earlier version, where all ranks had equally many
+        seconds_RW = run.rank_seconds("rank_own_seconds")[1][:, 0]
+    ranks_K = np.flatnonzero(np.median(seconds_RW, axis=0) > 0) if seconds_RW.size else ()
+    if len(ranks_K) < 2:
         return ""
+    seconds_RK = seconds_RW[:, ranks_K]
     middle_R1 = np.quantile(
-        seconds_RW, 0.5, axis=1, keepdims=True, method="lower"
+        seconds_RK, 0.5, axis=1, keepdims=True, method="lower"
     )  # of two the faster
-    usual_W = np.median(seconds_RW / np.maximum(middle_R1, 1e-12), axis=0).tolist()
+    usual_K = np.median(seconds_RK / np.maximum(middle_R1, 1e-12), axis=0).tolist()
     slow = sorted(
-        ((ratio, rank) for rank, ratio in enumerate(usual_W) if ratio > _SLOW), reverse=True
+        ((ratio, rank) for rank, ratio in zip(ranks_K, usual_K) if ratio > _SLOW), reverse=True
     )
     if not slow:
-        return "All ranks take the same time for their own work of a step, within 10 %."
+        return "All ranks take the same time for their own work of a micro-batch, within 10 %."
     named = ", ".join(f"rank {rank} {ratio:.2f}x" for ratio, rank in slow[:_MOST_RANKS])
-    return f"Own work of a step, against the median rank: {named}."
+    return f"Own work of a micro-batch, against the median rank: {named}."
 
 
 def _happened(run: Run) -> Iterator[str]:

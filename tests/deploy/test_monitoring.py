@@ -223,13 +223,13 @@ def test_prometheus_scrapes_real_run_with_straggler(
     ):
         job.reaches(40, 400)
         deadline = time.monotonic() + 60
-        while len(own := ask("ppdist:rank_own_seconds:rate5m")) < 2:
+        while len(own := ask("ppdist:rank_micro_batch_seconds:rate5m")) < 2:
             assert time.monotonic() < deadline, (tmp_path / "prometheus.log").read_text()
             time.sleep(1)
         assert own["1"] > 2 * own["0"] and own["1"] > 0.5
         waiting = ask('ALERTS{alertname="PpdistStraggler"}')
         assert list(waiting) == ["1"]  # pending: it fires after five minutes
-        record_property("seconds of a step, each rank's own", own)
+        record_property("seconds of a micro-batch, each rank's own", own)
         assert ask('ppdist_run_step{run="demo"}')[""] >= 30
         assert ask("ppdist_run_planned_steps") == {"": 400.0}
         assert ask("ppdist_run_checkpoint_step")[""] >= 24

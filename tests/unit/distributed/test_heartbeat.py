@@ -73,8 +73,8 @@ def test_step_timing_skips_first_after_start_or_eval(folder: Path) -> None:
 def test_step_totals_accumulate_until_process_ends(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    sums = ("_steps", "_bad_steps", "_images", "_step_seconds", "_own_seconds", "_data_seconds")
-    for name in (*sums, "_planned_steps"):
+    sums = ("_step_seconds", "_own_seconds", "_data_seconds", "_micro_batches")
+    for name in (*sums, "_steps", "_bad_steps", "_images", "_planned_steps"):
         monkeypatch.setattr(heartbeat, name, 0)
     place = heartbeat.file_of(folder, 3)
     heartbeat.begin(1.0, 60.0)
@@ -82,12 +82,12 @@ def test_step_totals_accumulate_until_process_ends(
     heartbeat.plan(80)
     first = heartbeat.read_work(place)
     assert first is not None and math.isnan(first.loss) and first.planned_steps == 80
-    seconds = {"step_seconds": 2.0, "own_seconds": 1.5, "data_seconds": 0.25}
-    heartbeat.made(loss=math.nan, images=8, bad=True, **seconds)
-    heartbeat.made(loss=2.5, images=8, bad=False, **seconds)
-    assert heartbeat.read_work(place) == heartbeat.Work(80, 2, 1, 16, 4.0, 3.0, 0.5, 2.5)
+    own = {"step_seconds": 2.0, "own_seconds": 1.5, "data_seconds": 0.25, "micro_batches": 1.5}
+    heartbeat.made(loss=math.nan, images=8, bad=True, **own)
+    heartbeat.made(loss=2.5, images=8, bad=False, **own)
+    assert heartbeat.read_work(place) == heartbeat.Work(80, 2, 1, 16, 4.0, 3.0, 0.5, 3.0, 2.5)
     heartbeat.beat("step", 2)  # does not touch it
-    assert heartbeat.read_work(place) == heartbeat.Work(80, 2, 1, 16, 4.0, 3.0, 0.5, 2.5)
+    assert heartbeat.read_work(place) == heartbeat.Work(80, 2, 1, 16, 4.0, 3.0, 0.5, 3.0, 2.5)
     place.write_bytes(place.read_bytes()[:-8])
     assert heartbeat.read_work(place) is None
 
@@ -101,7 +101,8 @@ heartbeat.begin(1800.0, 60.0)
 end, step = time.monotonic() + 1.5, 0
 while time.monotonic() < end:
     step += 1
-    heartbeat.made(loss=1.0, images=8, bad=False, step_seconds=1, own_seconds=1, data_seconds=1)
+    own = dict(step_seconds=1, own_seconds=1, data_seconds=1, micro_batches=1)
+    heartbeat.made(loss=1.0, images=8, bad=False, **own)
     for _ in range(20):
         heartbeat.beat("step", step)
 """
@@ -186,8 +187,9 @@ def test_a_beat_costs_microseconds(folder: Path, record_property) -> None:
         with heartbeat.Waiting("sum"):
             pass
         heartbeat.made(
-            loss=1.0, images=8, bad=False, step_seconds=0.1, own_seconds=0.1, data_seconds=0.1
-        )
+            loss=1.0, images=8, bad=False, step_seconds=0.1, own_seconds=0.1, data_seconds=0.1,
+            micro_batches=1,
+        )  # fmt: skip
     micros = (time.process_time() - began) / rounds / 4 * 1e6
     record_property("microseconds of CPU a beat", round(micros, 2))
     print(f"{micros:.2f} microseconds of CPU a beat")

@@ -3,17 +3,20 @@
 import time
 from types import SimpleNamespace
 
+import numpy as np
 import paddle
 import pytest
 
 from ppdist.config.train import MicroBatches
 from ppdist.distributed import comm, heartbeat
+from ppdist.engine.callbacks import StepSeconds
 from ppdist.engine.monitor import (
     HeartbeatCallback,
     Stopwatch,
     StragglerMonitor,
     shared_by_speed,
 )
+from ppdist.engine.train_step import counted
 from tests.distributed import run_on_ranks
 from tests.unit.engine.tiny import init_cpu, step_result
 
@@ -54,6 +57,36 @@ def test_brief_or_small_slowness_is_no_straggler(monkeypatch):
     assert pace.judge([1.0, 2.0]) == ""  # it was said
 
 
+def test_ranks_are_compared_by_their_micro_batches(monkeypatch):
+    """Of four, one has three times as many, and two have none: these are no measure."""
+    told = [[], [], [], []]
+    monkeypatch.setattr(comm, "world_size", lambda: 4)
+    for own, counts, seconds in zip(told, (3, 1, 0, 0), (0.6, 0.2, 0.05, 0.05)):
+        monkeypatch.setattr(comm, "all_gather", lambda each, own=own: own.append(each) or each)
+        monitor = StragglerMonitor(None)
+        for step in range(1, 16):
+            timed = StepSeconds(1.0, seconds, 0.0)
+            monitor.on_step_end(step, step_result(own_micro_batches=counts), 0.1, timed)
+    seconds_W = [own[0].item() for own in told]
+    assert seconds_W == pytest.approx([0.2, 0.2, 0.0, 0.0])
+    monitor = StragglerMonitor(None)
+    assert not monitor.judge(seconds_W) and not monitor.judge(seconds_W)
+
+
+# Images of one rank in each micro-batch, 0: a blank one; spread over 2 ranks that have 8 in all.
+COUNTED = [([2, 2], False, 2), ([0], False, 0), ([2, 2], True, 2), ([3, 0], True, 1.5),
+           ([0, 0], True, 0)]  # fmt: skip
+
+
+@pytest.mark.parametrize(("images", "spread", "count"), COUNTED)
+def test_a_blank_image_is_no_micro_batch(images, spread, count, monkeypatch):
+    monkeypatch.setattr(comm, "world_size", lambda: 2)
+    batches = [
+        SimpleNamespace(real=each > 0, images_B3HW=np.zeros((max(1, each), 3))) for each in images
+    ]
+    assert counted(batches, spread, 8.0) == count
+
+
 def test_equally_slow_stragglers_are_named_together(monkeypatch):
     monkeypatch.setattr(comm, "addresses", lambda: [*"aaabbb"])
     pace = StragglerMonitor(None)
@@ -82,6 +115,7 @@ def test_each_step_is_told_to_fleetrun(monkeypatch):
     assert [each["bad"] for each in told] == [False, True, False]  # the last looks for its scale
     for each in told:
         assert (each["loss"], each["images"], each["data_seconds"]) == (2.5, 8, 0.001)
+        assert each["micro_batches"] == 1
         assert 0 < each["own_seconds"] <= each["step_seconds"] - 0.02
 
 

@@ -29,7 +29,7 @@ class Ranks:
         """A rank, of this very process, and its last sign of life."""
         worker.begin_report(self.attempt, rank, rank, os.getpid())
         work = heartbeat.sealed(
-            heartbeat.WORK, step, 80, 1, 8 * step, 2.0 * step, 1.5 * step, 0.5, 3.25
+            heartbeat.WORK, step, 80, 1, 8 * step, 2.0 * step, 1.5 * step, 0.5, 3.0 * step, 3.25
         )
         beat = {"inside": inside, "silent": silent, "work": work}
         write_beat(self.attempt, rank, os.getpid(), phase, step, collectives=9, **beat)

@@ -23,7 +23,7 @@ from tests.unit.launch.hosts import ROOT, hosts_of_a_test, wait_for, write
 from tests.unit.launch.measured import Ranks
 
 pytest.importorskip("prometheus_client")
-SECONDS = {"step_seconds": 2.0, "own_seconds": 1.5, "data_seconds": 0.5}
+SECONDS = {"step_seconds": 2.0, "own_seconds": 1.5, "data_seconds": 0.5, "micro_batches": 2.0}
 
 
 @pytest.fixture

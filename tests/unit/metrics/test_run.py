@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from ppdist.metrics.run import read_run
-from ppdist.report.content import scores_of, show, status_of
+from ppdist.metrics.run import Run, read_run
+from ppdist.report.content import scores_of, show, slow_ranks, status_of
 from tests.unit.report.folders import make_run
 
 
@@ -58,6 +58,23 @@ def test_a_run_shows_the_ranks_it_has_now(tmp_path: Path) -> None:
     text = json.dumps(alone) + "\n" + (run / "metrics.jsonl").read_text(encoding="utf-8")
     (run / "metrics.jsonl").write_text(text, encoding="utf-8")
     assert "rank 1 1.50x" in show(read_run(run)).slow_ranks
+
+
+# Seconds of a step, and of a micro-batch, of each rank; None: a run of an earlier version.
+COMPARED = [
+    ([0.9, 0.3, 0.3], [0.3, 0.3, 0.3], "All ranks take the same time"),
+    ([0.4, 0.4, 0.05], [0.2, 0.4, 0.0], "rank 1 2.00x."),
+    ([0.4, 0.05], [0.2, 0.0], ""),
+    ([0.4, 0.2], None, "rank 0 2.00x."),
+]
+
+
+@pytest.mark.parametrize(("own", "of_micro_batch", "said"), COMPARED)
+def test_ranks_are_compared_by_their_micro_batches(own, of_micro_batch, said) -> None:
+    record = {"step": 1, "rank_step_seconds": own, "rank_own_seconds": own}
+    record |= {} if of_micro_batch is None else {"rank_micro_batch_seconds": of_micro_batch}
+    found = slow_ranks(Run(Path(), ranks=[record]))
+    assert said in found and bool(said) == bool(found)
 
 
 def test_mistakes_of_many_classes_are_named(tmp_path: Path) -> None:

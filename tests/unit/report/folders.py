@@ -100,6 +100,7 @@ def _records(names: list[str], seed: int, lr: float, steps: int, ranks: int) -> 
             "rank_step_seconds": [0.3] * ranks,
             "rank_own_seconds": own,
             "rank_data_seconds": waits,
+            "rank_micro_batch_seconds": [each / 2 for each in own],
         }
         if step % 40 == 0:
             score = (0.6 + 0.02 * seed) * (1 - math.exp(-4 * done))
