@@ -3,7 +3,7 @@
 `train.batch_size_per_card: auto` (`resolve_batch_size`): each rank trains with a few batches in a
 process of its own (`memory_probe`), so whatever ends it ends no run: the kernel's out-of-memory
 killer, a limit, oneDNN without memory for its buffers.  All ranks then take the least.  A run that
-resumes keeps the micro-batches of its checkpoint and looks for nothing.
+goes on keeps its micro-batches and looks for nothing.
 
 The estimate (`require_memory`), before the run touches its folder:
 
@@ -82,7 +82,7 @@ def resolve_batch_size(
     Args:
         records: the training images.
         images: of an epoch over all ranks.
-        start: where the run starts; one that resumes keeps its micro-batches.
+        start: where the run starts; one that goes on keeps its micro-batches.
     Returns: the configuration, the same on every rank; what its steps are made of; lines for the
         log.
     Raises: UserError, on every rank: not even one image fits somewhere, the run could not be built,
@@ -91,12 +91,13 @@ def resolve_batch_size(
     train, world = config.train, comm.world_size()
     whole_set = max_micro_batch(images, world * train.accumulate_steps)
     given = train.batch_size_per_card
-    if start.snapshot is not None:
-        then = start.snapshot.state["batch_size_per_card"]
+    if start.made_of:
+        then = start.made_of["batch_size_per_card"]
         follows = given == "auto" or (given >= whole_set and train.total_batch is None)
         config = _with_batch(config, then, {}) if follows else config
         batches = resumed_micro_batches(start, config.train, follows)
-        said = [f"{given} is {then}, as in the checkpoint"] if follows and given != then else []
+        where = "in the checkpoint" if start.snapshot else "where this job began"
+        said = [f"{given} is {then}, as {where}"] if follows and given != then else []
     elif given == "auto":
         config, batches, said = _searched(config, records, images, whole_set)
     else:
@@ -121,12 +122,12 @@ def _searched(
     deadline = time.monotonic() + _SEARCH_SHARE * config.distributed.timeout_seconds
     trial = trial_of(job_of(config, objects, images), limits, deadline)
     own = comm.run_on_all_ranks(lambda: search(trial, limits, most))
-    told_W = comm.all_gather_object([own.images, own.why])
-    hosts_W = comm.all_gather_object(comm.host())
-    least = min(found for found, _ in told_W)
-    ranks = [rank for rank, (found, _) in enumerate(told_W) if found == least]
+    told_W = comm.all_gather_object([own.images, own.why, comm.host()])
+    least = min(found for found, *_ in told_W)
+    ranks = [rank for rank, (found, *_) in enumerate(told_W) if found == least]
     batch = least if total is None else shared_batch(total, world, least, train.sync_bn)
-    said = f"auto is {batch}: of {comm.ranks_named(ranks, hosts_W)} {told_W[ranks[0]][1]}"
+    named = comm.ranks_named(ranks, [host for *_, host in told_W])
+    said = f"auto is {batch}: of {named} {told_W[ranks[0]][1]}"
     if batch != least:
         said += f"; {batch} suits the {total} images of train.total_batch on {world} ranks"
     config = _with_batch(config, batch, {})

@@ -171,7 +171,7 @@ def build_training(
         )
         memory, short_of = require_memory(expected, schedule.largest_share)
         noticed += dirs.run(lambda: files.hold(output_dir))
-        prepare_output_dir(start, run)
+        prepare_output_dir(start, run, schedule)
         comm.run_on_main(lambda: describe_run(output_dir, dump_yaml(config), command))
     log = comm.run_on_all_ranks(
         lambda: RunLog(

@@ -25,7 +25,7 @@ import paddle
 import ppdist
 from ppdist.common.errors import ConfigError, LaunchError, WeightsError
 from ppdist.common.files import digest_of_file, digest_of_text
-from ppdist.common.process import unknown_paddle
+from ppdist.common.process import MIN_HOSTS_VARIABLE, unknown_paddle
 from ppdist.config import plugins
 from ppdist.config.base import flattened
 from ppdist.config.distributed import PER_HOST_KEYS, DistributedConfig
@@ -184,11 +184,19 @@ def check_precision(config: Any, kernels: Kernels = BFLOAT16) -> None:
 
 
 def check_shares(ranks: DistributedConfig) -> None:
-    """Checks that `distributed.shares` is of this world, and can be measured if it has to.
+    """Checks that `distributed.shares` is of every world, and can be measured if it has to.
 
     Raises: ConfigError: it is not.
     """
     ranks.speeds(comm.world_size())
+    if isinstance(ranks.shares, tuple) and MIN_HOSTS_VARIABLE in os.environ:
+        raise ConfigError(
+            f"these are of {len(ranks.shares)} ranks, and the run is to go on with fewer",
+            code="shares_of_one_world",
+            where="distributed.shares",
+            fix="share evenly (null), by measured times (auto, on CPUs), or start without "
+            "--min_hosts",
+        )
     if ranks.shares == "auto" and device.on_accelerator():
         raise ConfigError(
             "auto measures the compute time of CPU processes; that of cards is not known",

@@ -154,17 +154,24 @@ def capture_state(step: TrainStep, state: TrainState, schedule: ScheduleSetup) -
     scaler = step.scaler.state_dict()
     about = {
         "epoch": state.step / schedule.steps_per_epoch,
-        "total_batch": schedule.total_batch,
-        "batch_size_per_card": schedule.batch_size_per_card,
-        "micro_batch": schedule.batches.images,
-        "sync_bn": schedule.batches.spread,
-        "world": schedule.world,
+        **_made_of(schedule),
         "ema_updates": step.ema.updates if step.ema is not None else 0,
         "scaler": {k: v.tolist() if hasattr(v, "tolist") else v for k, v in scaler.items()},
         "code": digest_of_package(),
     }
     saved = _SavedState(**{**dict(state), **about}).model_dump(mode="json", by_alias=True)
     return Snapshot(state.step, _without_distillation(groups), saved)
+
+
+def _made_of(schedule: ScheduleSetup) -> dict[str, Any]:
+    """What steps are made of; see `resumed_micro_batches`."""
+    return {
+        "total_batch": schedule.total_batch,
+        "batch_size_per_card": schedule.batch_size_per_card,
+        "micro_batch": schedule.batches.images,
+        "sync_bn": schedule.batches.spread,
+        "world": schedule.world,
+    }
 
 
 def restore_state(saved: Snapshot, step: TrainStep) -> tuple[TrainState, str]:
@@ -366,6 +373,12 @@ class Start:
     of_step: list[Change] = field(default_factory=list)  # changed settings, see OnResume.STEP
     notes: list[str] = field(default_factory=list)  # for the log
     warnings: list[str] = field(default_factory=list)
+    begun: dict[str, Any] = field(default_factory=dict)  # see `made_of`; by an attempt of the job
+
+    @property
+    def made_of(self) -> Mapping[str, Any]:
+        """What steps were made of until now, also if nothing was saved; {}: a new job."""
+        return self.begun if self.snapshot is None else self.snapshot.state
 
     @property
     def step(self) -> int | None:
@@ -444,7 +457,8 @@ def find_start(asked: Continuation, dirs: OutputDirs, config: Any) -> Start:
     if head is None:
         if asked.source == AUTO:
             dirs.require_no_other()
-        return Start(asked, job, folder, dirs, generation=generation + dirs.copies)
+        begun = {} if note is None else note.made_of
+        return Start(asked, job, folder, dirs, generation=generation + dirs.copies, begun=begun)
     state = head["state"]
     path = Path(head["path"])
     groups = {
@@ -613,7 +627,7 @@ def _with_micro_batches(state: dict[str, Any], sync_bn: bool) -> dict[str, Any]:
 
 
 def resumed_micro_batches(start: Start, train: TrainConfig, follows: bool) -> MicroBatches:
-    """Micro-batches of a run that resumes: its checkpoint's, on any number of ranks.
+    """Micro-batches of a run that goes on: those it had, on any number of ranks.
 
     Others only where the configuration, compared with that of the checkpoint, asks for them.
 
@@ -623,8 +637,7 @@ def resumed_micro_batches(start: Start, train: TrainConfig, follows: bool) -> Mi
     Raises: CheckpointError: it has others, without `start.asked.changed`; ConfigError: they are not
         to be had.
     """
-    assert start.snapshot is not None
-    state, world = start.snapshot.state, comm.world_size()
+    state, world = start.made_of, comm.world_size()
     then = MicroBatches(state["total_batch"], state["micro_batch"], state["sync_bn"])
     typed = [] if follows else [change.key.rpartition(".")[2] for change in start.of_step]
     total = train.total_batch or then.total_batch
@@ -729,11 +742,11 @@ def validate_resume(
     return now
 
 
-def prepare_output_dir(start: Start, run: Run) -> None:
+def prepare_output_dir(start: Start, run: Run, schedule: ScheduleSetup) -> None:
     """Moves files of other runs out of the run's folder, wherever it writes.  Collective.
 
     An earlier run moves to `old-N` inside it; checkpoints that this run will rewrite move beside
-    their folder.  Then the run's id is recorded with the job.
+    their folder.  Then the run's id and its micro-batches are recorded with the job.
     Raises: CheckpointError: an OS error.
     """
     snapshot, dirs, output_dir = start.snapshot, start.dirs, start.dirs.folder
@@ -765,7 +778,7 @@ def prepare_output_dir(start: Start, run: Run) -> None:
             before = read_note(RUN_NOTE) or {}
             shared = before.get("shared", False) if dirs.shared is None else dirs.shared
             folder = f"{output_dir.absolute()}"
-            note = JobNote(run.id, kept, start.generation, shared, folder)
+            note = JobNote(run.id, kept, start.generation, shared, folder, _made_of(schedule))
             write_note(RUN_NOTE, asdict(note))
         except OSError as error:
             _LOGGER.warning("a restart by fleetrun will start this run from scratch: %s", error)
@@ -776,11 +789,12 @@ def log_start(start: Start, schedule: ScheduleSetup, log: RunLog, record_every: 
 
     Args: record_every: steps between two records of metrics.jsonl.
     """
-    if start.snapshot is None:
-        return
-    log.info(f"resumed from {start.path} after step {start.step}")
+    if start.snapshot is not None:
+        log.info(f"resumed from {start.path} after step {start.step}")
     for note in start.notes:
         log.info(note)
+    if start.snapshot is None:
+        return
     if start.own and comm.is_main() and start.snapshot.step - log.recorded_step >= record_every:
         log.warning(
             f"metrics.jsonl has no record of steps {log.recorded_step + 1} to "
@@ -803,6 +817,8 @@ class JobNote:
         saved: step of its last checkpoint, on hosts that write them; 0: none yet.
         generation: of the attempt.
         shared: all hosts have the same output_dir.
+        made_of: what its steps are made of, which hosts that go before its first checkpoint do not
+            change.
     """
 
     id: str
@@ -810,6 +826,7 @@ class JobNote:
     generation: int = 0
     shared: bool = False
     output_dir: str = ""
+    made_of: dict[str, Any] = field(default_factory=dict)
 
 
 def _note_of_job() -> JobNote | None:

@@ -31,7 +31,7 @@ from ppdist.launch.control_channel import ControlChannel
 from ppdist.launch.lease import Lease
 from ppdist.launch.membership import Memory
 from ppdist.launch.metrics import exporting
-from ppdist.launch.network import claimed, once_known, ranks_port
+from ppdist.launch.network import claimed, once_known, ranks_port, typed_hosts
 from ppdist.launch.options import Options, parse_options
 from ppdist.launch.outcome import Outcome, stopped_before
 from ppdist.launch.rendezvous import own_handshake, rendezvous
@@ -141,7 +141,8 @@ class _Job:
         variables = {JOB_VARIABLE: name_of_job(self.options.token, nonce)}
         variables |= {JOB_DIR_VARIABLE: str(self.folder), **self.restarts.variables}
         variables |= {STARTED_VARIABLE: f"{self.started}"}
-        if self.options.min_hosts is not None:
+        hosts = len(typed_hosts(self.options.ips or ""))
+        if self.options.min_hosts is not None and self.options.min_hosts < hosts:
             variables[MIN_HOSTS_VARIABLE] = f"{self.options.min_hosts}"
         plan = replace(plan, environment=plan.environment | variables)
         restarts = self.restarts.attempt

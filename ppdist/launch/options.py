@@ -270,10 +270,17 @@ def parse_options(arguments: Sequence[str], environment: Mapping[str, str]) -> O
 
 
 def _refuse_without_effect(values: Mapping[str, str], given: Mapping[str, str]) -> None:
-    """Raises: LaunchError: an option of Paddle's would change nothing.
+    """Raises: LaunchError: an option would change nothing.
 
     Args: given: each value as it was given.
     """
+    if "rejoin_seconds" in values and "min_hosts" not in values:
+        raise LaunchError(
+            "it would have no effect: without --min_hosts, --start_timeout is how long hosts wait",
+            code="option_without_effect",
+            where=given["rejoin_seconds"],
+            fix="add --min_hosts N",
+        )
     master, hosts = values.get("master", ""), len(typed_hosts(values.get("ips", ""))) or 1
     holds = {"nnodes": f"{hosts}", "rank": "0", "sort_ip": "false", "elastic_level": "-1"}
     for key, (why, fix) in _WITH_MASTER.items():

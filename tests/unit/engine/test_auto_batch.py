@@ -140,6 +140,18 @@ def test_batch_above_the_set_is_the_set(tmp_path):
     assert auto_batch.resolve_batch_size(settled, [], 41, NEW) == (settled, batches, [])
 
 
+@pytest.mark.parametrize("batch", [3, "auto"])
+def test_hosts_that_go_before_the_first_checkpoint_change_no_step(batch, tmp_path):
+    """Of a job that began on 3 ranks and goes on alone."""
+    config = tiny_config(tmp_path, [f"train.batch_size_per_card={batch}"])
+    begun = {"total_batch": 9, "batch_size_per_card": 3, "micro_batch": 3, "sync_bn": False}
+    start = replace(NEW, job="the run", begun=begun | {"world": 3}, notes=[])
+    settled, batches, _ = auto_batch.resolve_batch_size(config, [], 41, start)
+    assert batches == MicroBatches(9, 3, spread=False)
+    assert settled.train.batch_size_per_card == 3
+    assert [note.partition(";")[0] for note in start.notes] == ["ranks: 3 then, 1 now"]
+
+
 def failing_on_one(argument):
     """What is said where rank 1 cannot look what is free, then where its search fails."""
     comm.init("cpu", DistributedConfig(timeout_seconds=60))

@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 
 from ppdist.common.errors import UserError
+from ppdist.common.process import MIN_HOSTS_VARIABLE
 from ppdist.config.base import flattened
 from ppdist.config.distributed import PER_HOST_KEYS, DistributedConfig
 from ppdist.data.datasets.build import read_split
@@ -372,3 +373,6 @@ def test_shares_of_other_ranks_or_unmeasured_are_refused(monkeypatch):
     check_shares(DistributedConfig(shares=(1.0,)))
     with raises("shares_unmeasured"):
         check_shares(DistributedConfig(shares="auto"))
+    monkeypatch.setenv(MIN_HOSTS_VARIABLE, "1")
+    with raises("shares_of_one_world"):
+        check_shares(DistributedConfig(shares=(1.0,)))

@@ -64,6 +64,7 @@ WITHOUT = "option_without_effect"
     ("typed", "code"),
     [
         ("--nnodes 2", WITHOUT),
+        ("--rejoin_seconds 5 --ips A,B", WITHOUT),
         ("--nnodes 2:3", WITHOUT),
         ("--nnodes 3 --ips A,B", WITHOUT),
         ("--nnodes 2 --ips A,B", None),
@@ -78,7 +79,7 @@ WITHOUT = "option_without_effect"
         *((f"{name} x", "option_refused") for name in _REFUSED),
     ],
 )
-def test_options_of_paddle_without_effect_are_refused(typed: str, code: str | None) -> None:
+def test_options_without_effect_are_refused(typed: str, code: str | None) -> None:
     variables = dict(word.split("=") for word in typed.split() if "=" in word)
     words = [word for word in typed.split() if "=" not in word]
     if code is None:
