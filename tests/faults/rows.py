@@ -22,6 +22,7 @@ KILLS = "tests/unit/engine/test_checkpoint_kills.py::"
 WATCH = "tests/unit/launch/test_watchdog.py::"
 STRANGERS = "tests/unit/launch/test_rendezvous_strangers.py::"
 SUPERVISION = "tests/unit/launch/test_supervisor.py::"
+MEMBERS = "tests/unit/launch/test_cli_membership.py::"
 OUTAGES = "tests/unit/data/loading/test_loader_outages.py::"
 OUTLETS = "tests/unit/common/test_writers_failures.py::"
 ANNOTATIONS = "tests/unit/data/datasets/test_annotation_cache.py::"
@@ -260,4 +261,11 @@ ROWS = (
          STRANGERS + "test_a_host_without_the_token_is_refused",
          STRANGERS + "test_a_line_that_is_not_as_it_was_sent_ends_the_connection",
          "tests/unit/launch/test_rendezvous.py::test_the_first_host_calls_too")),
+    Row(47, "a host is lost with --min_hosts, and comes back", "the others go on from the newest "
+        "checkpoint, and take it in at a later one; each step is made once, with the same images "
+        "and micro-batches; of a divided network one side goes on",
+        (HOSTS + "test_two_of_three_hosts_go_on_and_take_the_third_in_again",
+         MEMBERS + "test_hosts_go_on_without_one_and_take_it_in_again",
+         MEMBERS + "test_one_of_two_goes_on_only_with_the_lease",
+         "tests/unit/launch/test_membership.py::test_random_schedules")),
 )  # fmt: skip
