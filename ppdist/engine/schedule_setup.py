@@ -373,6 +373,16 @@ def advice(config: Any, schedule: ScheduleSetup) -> Iterator[str]:
             f"{schedule.schedule_steps} optimizer steps are too few from random weights; start "
             f"from pretrained weights (--weights, model.pretrained), or raise train.epochs"
         )
+    pieces = schedule.batches.images if schedule.batches.spread else schedule.batches.count
+    if world > 1 and config.distributed.shares is not None and pieces <= world:
+        batch_key = "train.batch_size_per_card"
+        remedy = f"a larger {batch_key}"
+        if not schedule.batches.spread:
+            remedy = f"train.total_batch, and a smaller {batch_key}"
+        yield (
+            f"distributed.shares has no effect, as {world} ranks share "
+            f"{schedule.batches.told(1)}; set {remedy} ({_MORE})"
+        )
     few = batch < _FEW_IMAGES or (batch == _FEW_IMAGES and world > _FEW_CARDS)
     unstable = world > 1 and total >= _UNSTABLE_WITHOUT_SYNC and few
     if detects and unstable and not config.train.sync_bn:

@@ -489,12 +489,12 @@ def _newest_holder(
     dirs: OutputDirs, folder: Path, asked: Continuation, job: str | None
 ) -> tuple[int, int]:
     """The rank whose host has the newest checkpoint, and its generation.  Collective."""
-    source = dirs.folder if asked.source in (None, AUTO) else Path(asked.source)
-    own_run = job is not None or source.resolve() == dirs.folder.resolve()
-    if not (dirs.copies and own_run):
+    if not dirs.copies:
         return 0, 0
+    source = dirs.folder if asked.source in (None, AUTO) else Path(asked.source)
+    own_run = job is not None or source.resolve() == dirs.folder.resolve()  # as this host names it
     found = None
-    if dirs.writes:
+    if dirs.writes and own_run:
         checkpoint = newest_valid(folder)[0] if job is None else _of_job(job, folder)[0]
         if checkpoint is not None:
             found = [checkpoint.state.get("generation", 0), checkpoint.state["step"]]

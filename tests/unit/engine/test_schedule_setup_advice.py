@@ -86,6 +86,10 @@ CASES = {
         PPYOLOE, 32, ["train.batch_size_per_card=4", "optimizer.reference_batch_size=null"],
         "optimizer.reference_batch_size: null on 32 ranks: the learning rate stays 0.01",
     ),
+    "one micro-batch a rank": (
+        PPYOLOE, 8, ["distributed.shares=[2,2,2,2,1,1,1,1]", "train.sync_bn=false"],
+        "distributed.shares has no effect, as 8 ranks share 8 micro-batches of 8 images",
+    ),
     "a run of few steps": (BCCD, 8, [], "420 optimizer steps are too few"),
 }  # fmt: skip
 
