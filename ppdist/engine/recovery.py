@@ -77,7 +77,13 @@ class Recovery:
         noted_W = comm.all_gather_object(read_note(_MICRO_BATCH_FILE))
         known = [most for most in (state.max_micro_batch, *noted_W) if most is not None]
         state.max_micro_batch = min(known, default=None)
-        self._batch_source.parts = parts_of(self._batch_size, state.max_micro_batch)
+        parts = self._batch_source.parts = parts_of(self._batch_size, state.max_micro_batch)
+        if parts > 1:  # with train.sync_bn another number on other ranks
+            self._log.warning(
+                f"a rank ran out of memory before: micro-batches are made in {parts} parts, of at "
+                f"most {state.max_micro_batch} images on a rank, and batch norm normalises over "
+                f"each part"
+            )
 
     def keep(self, snapshot: Snapshot) -> None:
         """Keeps a snapshot for rollback unless taken during bad steps.  Local.

@@ -422,6 +422,8 @@ def test_gpu_rank_failing_alone_leaves_it_to_restart(shapes, tmp_path, monkeypat
     with pytest.raises(MemoryError, match=alone_it_says):
         recovered_parts(shapes, tmp_path, run_out)
     assert recovered_parts(shapes, tmp_path) == 2
+    (log,) = tmp_path.glob("**/train.log")
+    assert "micro-batches are made in 2 parts, of at most 2 images on a rank" in log.read_text()
     monkeypatch.delenv(JOB_DIR_VARIABLE)  # another job, of someone who has read the message
     assert recovered_parts(shapes, tmp_path) == 1
 
