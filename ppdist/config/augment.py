@@ -238,6 +238,11 @@ class AugmentConfig(Section):
         return self.model_copy(update={"combine_epochs": window, **last})
 
     @property
+    def last_stage_epochs(self) -> int:
+        """The last epochs of a run, without strong augmentation; 0: it ends with the run."""
+        return self.plain_epochs or self.close_mosaic_epochs
+
+    @property
     def needs_length(self) -> bool:
         """Whether the length of the run matters."""
         return bool(self.close_mosaic_epochs or self.plain_epochs or self._window_in_shares)

@@ -169,6 +169,14 @@ class EMAConfig(Section):
         "(PP-YOLOE). T: decay * (1 - exp(-t / T)), T in steps at the reference batch size "
         "(YOLOv5: 2000).",
     )
+    restart_decay: float | None = Field(
+        default=None,
+        gt=0,
+        lt=1,
+        description="Where strong augmentation ends (data.augment.plain_epochs, without them "
+        "close_mosaic_epochs), the average starts again from the weights, with this decay and "
+        "ramp_steps. null: one average over the whole run.",
+    )
 
 
 class TrainConfig(Section):

@@ -99,6 +99,12 @@ def _ignored(config: Any) -> Iterator[str]:
             "train.gpu.cudnn_search: true picks the fastest algorithms, train.deterministic: true "
             "reproducible ones; choose one"
         )
+    if train.ema.restart_decay is not None and not augment.last_stage_epochs:
+        yield (
+            f"train.ema.restart_decay: {train.ema.restart_decay:g} takes effect where strong "
+            f"augmentation ends; set data.augment.plain_epochs or close_mosaic_epochs, or leave it "
+            f"out"
+        )
     if train.total_batch is not None and train.accumulate_steps > 1:
         yield (
             f"train.accumulate_steps: {train.accumulate_steps} follows from train.total_batch: "

@@ -434,6 +434,7 @@ def build_schedule_setup(
         optimizer=config.optimizer,
         schedule=config.schedule,
         ema=config.train.ema,
+        augment=config.data.augment,
     )
 
 
@@ -470,7 +471,9 @@ def build_train_step(
         model=model,
         loss=loss,
         optimizer=optimizer,
-        ema=EMA(model, schedule.ema_decay, frozen) if train.ema.enabled else None,
+        ema=EMA(model, schedule.ema_decay, frozen, schedule.ema_restart)
+        if train.ema.enabled
+        else None,
         amp=train.amp,
         clip_norm=train.clip_norm,
         grad_sync=build_grad_sync(config.distributed, trained, optimizer, schedule.total_steps),

@@ -19,13 +19,14 @@ import paddle
 from ppdist.common.child import output_of
 from ppdist.common.errors import ConfigError
 from ppdist.common.files import digest_of_text
+from ppdist.config.augment import AugmentConfig
 from ppdist.config.base import Section, flattened
 from ppdist.config.model import ModelConfig
 from ppdist.config.optimizer import OptimizerConfig, ScheduleConfig
 from ppdist.config.train import EMAConfig, MicroBatches
 from ppdist.distributed import comm, device
 from ppdist.engine.preflight import digests_of_code, versions
-from ppdist.optim.ema import Decay
+from ppdist.optim.ema import Decay, Restart
 from ppdist.optim.lr_scheduler import (
     LEAST_WARMUP_STEPS,
     LRScheduler,
@@ -73,6 +74,7 @@ class ScheduleSetup:
     epoch_scale: float  # epochs of this run / epochs as configured
     phase_scale: float  # epoch_scale x train.phases_factor: phases in epochs / as configured
     ema_decay: Decay
+    ema_restart: Restart | None
     lr_scheduler: LRScheduler
     compensated_warmup: int  # its warm-up steps if schedule.warmup_compensation is auto
     optimizer: OptimizerConfig  # as configured
@@ -170,7 +172,7 @@ class ScheduleSetup:
             yield Fact("betas", betas, "betas", shown, why)
 
     def _of_length(self) -> Iterator[Fact]:
-        schedule, ramp = self.lr_scheduler.config, self.ema_decay.ramp_steps
+        schedule = self.lr_scheduler.config
         warm = self.lr_scheduler.warmup_steps
         written = self.phase_scale / self.epoch_scale
         least, bound = schedule.warmup_least_steps, ""
@@ -186,11 +188,14 @@ class ScheduleSetup:
             f"({warm / self.steps_per_epoch:.2f} epochs)"
         )
         yield Fact("warmup_steps", warm, "warm-up", f"{warm} steps", why)
+        start = self.schedule_steps if self.ema_restart is None else self.ema_restart.step
         limit = self.ema_decay.limit
-        why = f"{self.ema_decay.decay:g} ** {self.batch_ratio:g}, ramp "
-        why += f"of {ramp / self.batch_ratio:g} steps" if ramp else "(1 + t) / (10 + t)"
-        why += f": {self.ema_decay(self.schedule_steps):.4g} at the end"
+        why = self._of_ema(self.ema_decay, start)
         yield Fact("ema_decay", limit, "EMA decay", f"{limit:.6g}", why)
+        if self.ema_restart is not None:
+            why = "strong augmentation ends; from there on decay "
+            why += self._of_ema(self.ema_restart.decay, self.schedule_steps - start)
+            yield Fact("ema_restart", start, "EMA restart", f"before step {start + 1}", why)
         steps, key = self.steps_per_epoch, "steps_per_epoch"
         why = f"{self.dataset_size} images / {self.total_batch}, the last step smaller"
         yield Fact(key, steps, "steps per epoch", f"{steps}", why)
@@ -207,6 +212,12 @@ class ScheduleSetup:
                 f"(train.phases_for_epochs)"
             )
         yield Fact("steps", self.total_steps, "steps", f"{self.total_steps}", why)
+
+    def _of_ema(self, decay: Decay, updates: int) -> str:
+        why = f"{decay.decay:g} ** {self.batch_ratio:g}, ramp "
+        ramp = decay.ramp_steps
+        why += f"of {ramp / self.batch_ratio:g} steps" if ramp else "(1 + t) / (10 + t)"
+        return f"{why}: {decay(max(1, updates)):.4g} at the end"
 
 
 def counted(number: float, what: str, plural: str = "s") -> str:
@@ -225,13 +236,16 @@ def set_up_schedule(
     optimizer: OptimizerConfig,
     schedule: ScheduleConfig,
     ema: EMAConfig,
+    augment: AugmentConfig,
     phases_factor: float = 1.0,
 ) -> ScheduleSetup:
     """Turns epochs and reference values into steps and rates.
 
     Nothing else does.
 
-    Args: phases_factor: `epochs` / those that warm-up and other phases were configured for.
+    Args:
+        augment: as configured.
+        phases_factor: `epochs` / those that warm-up and other phases were configured for.
     Raises: ConfigError: a run without a single step; betas that cannot follow the batch.
     """
     # What a step has, and so what everything is scaled for; a set may be smaller than the batch.
@@ -257,6 +271,12 @@ def set_up_schedule(
         steps = round(images / dataset_size * steps_per_epoch)
         return min(max(steps, schedule.warmup_least_steps), schedule_steps // 2)
 
+    kappa, phase_scale = total_batch / reference, epoch_scale * phases_factor
+    restart = None
+    if ema.restart_decay is not None:
+        last = augment.with_epoch_scale(phase_scale).last_stage_epochs
+        first = max(0, math.ceil(schedule_steps / steps_per_epoch) - last)
+        restart = Restart(first * steps_per_epoch, Decay(ema.restart_decay, kappa, ema.ramp_steps))
     return ScheduleSetup(
         world=world,
         batches=batches,
@@ -267,8 +287,9 @@ def set_up_schedule(
         reference_batch=reference,
         epochs=epochs,
         epoch_scale=epoch_scale,
-        phase_scale=epoch_scale * phases_factor,
-        ema_decay=Decay(ema.decay, total_batch / reference, ema.ramp_steps),
+        phase_scale=phase_scale,
+        ema_decay=Decay(ema.decay, kappa, ema.ramp_steps),
+        ema_restart=restart,
         lr_scheduler=LRScheduler(
             config=schedule,
             peak_lr=scaled.lr,
@@ -276,7 +297,7 @@ def set_up_schedule(
             bias_start_lr=(schedule.warmup_bias_lr or 0.0) * scaled.lr / optimizer.lr,
             warmup_steps=warmup_steps(schedule.warmup_compensation),
             total_steps=schedule_steps,
-            steps_per_epoch=steps_per_epoch * epoch_scale * phases_factor,
+            steps_per_epoch=steps_per_epoch * phase_scale,
         ),
         compensated_warmup=warmup_steps("auto"),
         optimizer=optimizer,

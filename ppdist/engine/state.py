@@ -135,6 +135,7 @@ class _SavedState(TrainState):
     world: int = Field(gt=0)
     bucket_mb: int | None = None  # of earlier versions
     ema_updates: int = 0
+    ema_restarted: int | None = None
     scaler: dict[str, Any]
     code: str | None = None
 
@@ -156,6 +157,7 @@ def capture_state(step: TrainStep, state: TrainState, schedule: ScheduleSetup) -
         "epoch": state.step / schedule.steps_per_epoch,
         **_made_of(schedule),
         "ema_updates": step.ema.updates if step.ema is not None else 0,
+        "ema_restarted": step.ema.restarted if step.ema is not None else None,
         "scaler": {k: v.tolist() if hasattr(v, "tolist") else v for k, v in scaler.items()},
         "code": digest_of_package(),
     }
@@ -209,7 +211,8 @@ def restore_state(saved: Snapshot, step: TrainStep) -> tuple[TrainState, str]:
     load_optimizer_arrays(step.optimizer, step.model, optimizer_state)
     lost = step.grad_sync.load(saved.groups.get("averaging") or {})
     if step.ema is not None:  # without a saved average, start a new one from the weights
-        step.ema.load(groups["ema"] or arrays, state["ema_updates"])
+        restarted = state.get("ema_restarted")
+        step.ema.load(groups["ema"] or arrays, state["ema_updates"], restarted)
     if state["scaler"]:
         step.scaler.load_state_dict(state["scaler"])
     # Older versions did not record evaluations; without this, one would be repeated.

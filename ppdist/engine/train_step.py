@@ -220,6 +220,9 @@ class TrainStep:
         self.optimizer.clear_grad()
         if self._flat_gradients is not None:
             self._flat_gradients.release()
+        equal = self.grad_sync.synchronised(step - 1)  # the ranks' weights
+        if equal and self.ema is not None and self.ema.is_due_to_restart(step):
+            self.ema.restart(self._masters())
         self.loss.prepare(self.model, step)
         heartbeat.at("waiting for its images")
         micro_batches, outage = _taken(batches, len(numbers))

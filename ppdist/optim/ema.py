@@ -3,6 +3,7 @@
 import math
 from collections.abc import Collection
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import paddle
@@ -42,6 +43,13 @@ class Decay:
         return (self.decay * ramp) ** self.kappa
 
 
+class Restart(NamedTuple):
+    """Where an average starts again: before which step, and its decay from there on."""
+
+    step: int
+    decay: Decay
+
+
 class EMA:
     """Float32 average of a state dict's floating entries; the others are copied.
 
@@ -49,13 +57,23 @@ class EMA:
 
     The average starts at the model's own values, so it needs no bias correction.  Every rank holds
     the same average because every rank holds the same model.
+
+    Attributes:
+        updates: since it started.
+        restarted: step before which it started again; None: it has not.
     """
 
     def __init__(
-        self, model: nn.Layer, decay: Decay, constant: Collection[str] = frozenset()
+        self,
+        model: nn.Layer,
+        decay: Decay,
+        constant: Collection[str] = frozenset(),
+        restart: Restart | None = None,
     ) -> None:
         """Args: constant: keys of what never changes (frozen): there is nothing to average."""
-        self.decay = decay
+        self._decay = decay
+        self._restart = restart
+        self.restarted: int | None = None
         self._constant = constant
         self.updates = 0
         self._live = dict(model.state_dict())
@@ -71,6 +89,31 @@ class EMA:
             ([floating[id(each)] for each in bucket], FlatStorage(bucket, aligned=False))
             for bucket in buckets
         ]
+
+    @property
+    def decay(self) -> Decay:
+        """By number of updates; a longer run, which restarts later, has its first one again."""
+        restart = self._restart
+        return restart.decay if restart and restart.step == self.restarted else self._decay
+
+    def is_due_to_restart(self, step: int) -> bool:
+        """Whether it has to start again before a step."""
+        return self._restart is not None and step >= self._restart.step != self.restarted
+
+    @paddle.no_grad()
+    def restart(self, masters: dict[str, paddle.Tensor]) -> None:
+        """Starts again from the model's own values.
+
+        Source: D-FINE (arXiv:2410.13842) and DEIM (arXiv:2412.04234) give it another decay where
+        strong augmentation stops; they go on from their best weights and average.
+
+        Args: masters: see `update`.
+        """
+        assert self._restart is not None
+        for key, average in self.average.items():
+            value = masters[key] if key in masters else self._live[key]
+            paddle.assign(value.astype(average.dtype), average)
+        self.updates, self.restarted = 0, self._restart.step
 
     @paddle.no_grad()
     def update(self, masters: dict[str, paddle.Tensor], steps: int = 1) -> None:
@@ -101,13 +144,15 @@ class EMA:
         # Of a clone: the array of a part of a storage would hold all of it.
         return {key: value.clone().numpy() for key, value in self.average.items()}
 
-    def load(self, arrays: dict[str, np.ndarray], updates: int) -> None:
-        """Continues from a checkpoint's average and number of updates.
+    def load(
+        self, arrays: dict[str, np.ndarray], updates: int, restarted: int | None = None
+    ) -> None:
+        """Continues from a checkpoint's average, `updates` and `restarted`.
 
         What is constant from here on is its own average, whatever it was before; the model has the
         checkpoint's weights already.
         """
-        self.updates = updates
+        self.updates, self.restarted = updates, restarted
         for key, average in self.average.items():
             value = self._live[key] if key in self._constant else paddle.to_tensor(arrays[key])
             paddle.assign(value.astype(average.dtype), average)

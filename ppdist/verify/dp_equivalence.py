@@ -264,7 +264,10 @@ def train_steps(config: ExperimentConfig, steps: int, rounding: Rounding | None 
     average = Average(weights, schedule.ema_decay)
     sketches, averages = [_sketches(step, weights)], []
     batches, results = trainer.batch_source.batches(0, None), []
+    restart = schedule.ema_restart
     for number in range(count):
+        if restart is not None and number == restart.step:
+            average = Average(weights, restart.decay)
         if rounding is not None:
             rounding.move(parameters, before, number)
             before = {key: _array(value) for key, value in parameters.items()}
@@ -276,7 +279,7 @@ def train_steps(config: ExperimentConfig, steps: int, rounding: Rounding | None 
         if results[-1].applied:
             average.update(weights)
         if step.ema is not None:
-            decay = average.decay(number + 1)
+            decay = average.decay(max(1, average.updates))
             averages.append({"off": average.off(step.ema.average), "decay": decay})
     trace = _columns("losses", [result.losses for result in results]) | _columns("sketch", sketches)
     trace |= _columns("average", averages)

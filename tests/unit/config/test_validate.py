@@ -40,6 +40,7 @@ MISFITS = [  # the model, what is set, and where the message begins
         "train.gpu.cudnn_search: ",
     ),
     ("ppyoloe", "optimizer={name: adamw, nesterov: true}", "optimizer.nesterov: "),
+    ("ppyoloe", "train.ema.restart_decay=0.99", "train.ema.restart_decay: "),
 ]
 
 

@@ -9,6 +9,7 @@ from ppdist.config.optimizer import OptimizerConfig, ScheduleConfig
 from ppdist.config.train import EMAConfig, MicroBatches
 from ppdist.engine import build
 from ppdist.engine.schedule_setup import set_up_schedule
+from ppdist.optim.ema import Decay
 from tests.errors import raises
 from tests.unit.engine.tiny import tiny_config
 
@@ -22,6 +23,7 @@ def run(world=1, optimizer=None, schedule=None, batch=8, accumulate=2, **values)
         "epochs_compensation": "none",
         "max_steps": None,
         "ema": EMAConfig(decay=0.99),
+        "augment": AugmentConfig(),
     }
     return set_up_schedule(
         world=world,
@@ -55,6 +57,19 @@ def test_a_warm_up_is_not_shorter_than_asked_for():
         ).lr_scheduler.warmup_steps  # fmt: skip
 
     assert (warmup_steps(0), warmup_steps(100), warmup_steps(10_000)) == (39, 100, 390)
+
+
+def test_the_average_restarts_where_strong_augmentation_ends():
+    ema = EMAConfig(decay=0.99, ramp_steps=100, restart_decay=0.9)
+    plain = AugmentConfig(plain_epochs=2, close_mosaic_epochs=4)
+    one = run(ema=ema, augment=plain)
+    assert one.ema_restart == (8 * 63, Decay(0.9, 1.0, 100))
+    assert ("EMA restart", "before step 505") in [row[:2] for row in one.rows()]
+    four = run(4, ema=ema, augment=AugmentConfig(close_mosaic_epochs=4), phases_factor=0.5)
+    assert four.ema_restart == (8 * 16, Decay(0.9, 4.0, 100))
+    longer = run(ema=ema, augment=AugmentConfig(plain_epochs=20))
+    assert longer.ema_restart is not None and longer.ema_restart.step == 0
+    assert run(augment=plain).ema_restart is None
 
 
 def test_sqrt_rule_scales_decay_and_moments():

@@ -37,6 +37,7 @@ def said(name, world, *overrides):
         optimizer=config.optimizer,
         schedule=config.schedule,
         ema=config.train.ema,
+        augment=config.data.augment,
     )
     return [*advice(config, schedule)]
 

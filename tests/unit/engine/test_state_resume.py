@@ -56,6 +56,21 @@ def five_steps(shapes, tmp_path_factory):
     return folder
 
 
+RESTARTS = ("data.augment.plain_epochs=1", "train.ema.restart_decay=0.5", "train.ema.ramp_steps=2")
+
+
+def test_an_average_that_restarted_resumes_bit_for_bit(shapes, tmp_path):
+    """Of nine steps, the last three are the last stage: on its border, and within."""
+    whole = tmp_path / "whole"
+    run(shapes, whole, *RESTARTS)
+    state = json.loads((whole / "checkpoints/last/state.json").read_text())
+    assert (state["ema_restarted"], state["ema_updates"]) == (6, 3)
+    for stop in (6, 7):
+        run(shapes, tmp_path / f"{stop}", *RESTARTS, f"train.max_steps={stop}")
+        run(shapes, tmp_path / f"{stop}", *RESTARTS, resume=True)
+        assert_same_checkpoint(whole, tmp_path / f"{stop}")
+
+
 @pytest.fixture
 def output(five_steps, tmp_path):
     return shutil.copytree(five_steps, tmp_path / "output", symlinks=True)
