@@ -333,6 +333,16 @@ def test_returned_host_learns_job_has_begun(monkeypatch, job):
     assert module._note_of_job() == module.JobNote("the run", 4)
 
 
+def test_a_job_that_saved_nothing_knows_its_micro_batches(shapes, job, tmp_path, monkeypatch):
+    """Also where it goes on with other hosts."""
+    build(shapes, tmp_path, "train.max_steps=1").log.close()
+    begun = json.loads((job / "run.json").read_text())["made_of"]
+    assert begun["micro_batch"] == begun["batch_size_per_card"] and begun["world"] == 1
+    config = tiny_config(shapes, OVERRIDES, FASTEST)
+    start = module.find_start(Continuation(AUTO), OutputDirs(tmp_path), config)
+    assert start.snapshot is None and start.made_of == begun
+
+
 def test_hosts_name_their_folders_as_they_like(monkeypatch, tmp_path):
     """--resume names the folder of the run on the other host only; both have to ask."""
     monkeypatch.setattr(comm, "all_gather_object", lambda mine: [mine, [2, 40]])
