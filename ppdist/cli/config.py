@@ -64,7 +64,7 @@ def listing() -> str:
     """The shipped configs in 80 columns: recipes with figures, then others."""
     measured, known = measured_runtimes(), _published()
     head = ("name", "pixels", "params M", "AP", "ms", "weights")
-    rows: list[tuple[str, ...]] = []
+    rows: list[tuple[tuple[str, str, int, float], tuple[str, ...]]] = []
     others = []
     short = {name: each for each, name in short_names().items()}
     for name, path in recipes().items():
@@ -79,7 +79,8 @@ def listing() -> str:
                 )
             )
             continue
-        height, width = load_config(path).model.image_size
+        model = load_config(path).model
+        height, width = model.image_size
         found = measured["result"].get(name)
         ms = found["threads 2"]["predictors"]["ONNX Runtime"]["median_ms"] if found else None
         weights = known.get(name, ("-", None, None))
@@ -87,20 +88,18 @@ def listing() -> str:
             "-" if value is None else f"{value:{form}}"
             for value, form in zip((*weights[1:], ms), ("g", ".1f", ".0f"))
         ]
-        rows.append((short[name], f"{height} x {width}", *figures, weights[0]))
+        size = float("inf") if weights[1] is None else weights[1]  # the unknown last
+        rows.append(
+            (
+                (model.name, getattr(model, "variant", ""), height, size),
+                (short[name], f"{height} x {width}", *figures, weights[0]),
+            )
+        )
     table = "".join(
         f"{name:22}  {pixels:11}  {params:>8}  {ap:>4}  {ms:>4}  {weights}\n"
-        for name, pixels, params, ap, ms, weights in [head, *sorted(rows, key=_by_size)]
+        for name, pixels, params, ap, ms, weights in [head, *(row for _, row in sorted(rows))]
     )
     return _LISTING.format(cores=measured["machine"]["cores"], table=table, others="".join(others))
-
-
-def _by_size(row: tuple[str, ...]) -> tuple[str, int, float]:
-    """Family, pixels, and millions of parameters, the unknown last."""
-    name, pixels, params, *_ = row
-    family = re.match(r"yolov5|ppyoloe_[a-z]+", name)
-    size = float("inf") if params == "-" else float(params)
-    return family[0] if family else name, int(pixels.split()[0]), size
 
 
 def _published() -> dict[str, tuple[str, float, float]]:

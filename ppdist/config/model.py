@@ -1,6 +1,7 @@
 """The `model` section: one Section for each family, told apart by `name`."""
 
-from typing import Annotated, ClassVar, Literal
+from collections.abc import Mapping
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BeforeValidator, Field, ValidationInfo, WithJsonSchema, field_validator
 
@@ -56,15 +57,38 @@ Activation = Annotated[
 ]
 
 
+# What PP-YOLOE and YOLOv5 change on few images, measured in docs/dev/few_images.md.  Their recipes
+# for COCO learn next to nothing in the few steps of such a run: SGD is slow to begin, YOLOv5's
+# average is of 2000 steps, and its biases and momentum warm up for as long.
+_FEW_IMAGES: Mapping[str, Any] = {
+    "optimizer.name": "adamw",
+    "optimizer.nesterov": False,
+    "optimizer.lr": 0.002,
+    "optimizer.reference_batch_size": 8,
+    "optimizer.lr_scaling": "sqrt",
+    "optimizer.weight_decay": 0.05,
+    "train.clip_norm": 10.0,
+    "train.ema.decay": 0.998,
+    "train.ema.ramp_steps": None,
+    "schedule.name": "flat_cosine",
+    "schedule.final_factor": 0.02,
+    "schedule.warmup_bias_lr": None,
+    "schedule.warmup_momentum": None,
+}
+
+
 class DetectorConfig(Section):
     """Keys that every detector has; what another package registers adds its own.
 
     Attributes:
         needs_nms: predictions of one object overlap, so they need suppression.
+        few_images: values by key that a recipe for many images takes where a set has few; its
+            warm-up is then a part of the run.  Empty: the recipe as it is.
     """
 
     task: ClassVar[Task] = "detect"
     needs_nms: ClassVar[bool] = True
+    few_images: ClassVar[Mapping[str, Any]] = {}
     name: str = Field(description="detector family")
     num_classes: int = Field(default=80, ge=1, description="object classes C")
     pretrained: Pretrained = None
@@ -77,6 +101,7 @@ class PPYOLOEConfig(Section):
     """Which PP-YOLOE."""
 
     task: ClassVar[Task] = "detect"
+    few_images: ClassVar[Mapping[str, Any]] = _FEW_IMAGES
     name: Literal["ppyoloe"] = Field(default="ppyoloe", description="detector family")
     variant: Literal["crn", "plus"] = Field(
         default="plus",
@@ -144,6 +169,7 @@ class YOLOv5Config(Section):
 
     task: ClassVar[Task] = "detect"
     needs_nms: ClassVar[bool] = True
+    few_images: ClassVar[Mapping[str, Any]] = _FEW_IMAGES
     name: Literal["yolov5"] = Field(default="yolov5", description="detector family")
     size: Literal["n", "s", "m", "l", "x", "n6", "s6", "m6", "l6", "x6"] = Field(
         default="s",
@@ -217,6 +243,7 @@ class RTDETRConfig(Section):
 
     task: ClassVar[Task] = "detect"
     needs_nms: ClassVar[bool] = False
+    few_images: ClassVar[Mapping[str, Any]] = {}
     name: Literal["rtdetr"] = Field(default="rtdetr", description="detector family")
     variant: Literal["rtdetr", "rtdetrv2", "dfine"] = Field(
         default="rtdetr",

@@ -21,6 +21,7 @@ from ppdist.common.process import printable
 from ppdist.config import ExperimentConfig, load_config
 from ppdist.config.base import override_items, parse_plain, parse_tree
 from ppdist.config.data import DataConfig
+from ppdist.config.schema import fitting, sections_in
 from ppdist.config.shipped import find_config, near, recipes, short_names
 from ppdist.config.train import max_micro_batch
 from ppdist.config.yaml import BASE_KEY, Node, Place, Reader, dump, merge, tree_of
@@ -39,25 +40,7 @@ _IMAGES_SEEN_TUNING = 10_000  # docs/dev/recipes.md: weights of another task sav
 _EPOCHS, _EPOCHS_TUNING, _MOST_EPOCHS = 100, 50, 300
 _WARMUP_SHARE = 0.1  # of all steps: the longest least warm-up
 _EVALUATIONS = 20
-# What both families change below _FEW_IMAGES, measured in docs/dev/few_images.md.  The recipes for
-# COCO learn next to nothing in the few steps of such a run: SGD is slow to begin, YOLOv5's average
-# is of 2000 steps, and its biases and momentum warm up for as long.
-_ON_FEW: Mapping[str, Any] = {
-    "optimizer.name": "adamw",
-    "optimizer.nesterov": False,
-    "optimizer.lr": 0.002,
-    "optimizer.reference_batch_size": 8,
-    "optimizer.lr_scaling": "sqrt",
-    "optimizer.weight_decay": 0.05,
-    "train.clip_norm": 10.0,
-    "train.ema.decay": 0.998,
-    "train.ema.ramp_steps": None,
-    "schedule.name": "flat_cosine",
-    "schedule.final_factor": 0.02,
-    "schedule.warmup_bias_lr": None,
-    "schedule.warmup_momentum": None,
-}
-_WARMUP_PHASE = 30  # its warm-up takes one in this many epochs of the run
+_WARMUP_PHASE = 30  # on few images warm-up takes one in this many epochs of the run
 
 
 class Choice(NamedTuple):
@@ -133,8 +116,9 @@ def fit_recipe(
     place = Place(f"--model {options.model}")
     typed = reduce(merge, filter(None, nodes), Node({}, place, place))
     options = _with_typed(options, typed)
+    section = _model_section(options, base)
     choices = [*_data_choices(layout), *_model_choices(layout, options, base)]
-    choices += _run_choices(_train_images(layout), options, base, world)
+    choices += _run_choices(_train_images(layout), options, base, world, section.few_images)
     out = f"output/{layout.name}_{_short(name)}"
     choices.append(Choice("output_dir", out, "the names of data and model"))
     own = merge(tree_of(_nested(choices), place), typed)
@@ -208,15 +192,24 @@ def _data_choices(layout: Layout) -> list[Choice]:
     ]
 
 
-def _model_choices(layout: Layout, options: TrainOptions, base: Node) -> list[Choice]:
-    family = _value(base, "model.name")
-    if family is None or family == "yolov5_cls":
+def _model_section(options: TrainOptions, base: Node) -> Any:
+    """Class of the `model` section of a recipe for boxes.
+
+    Raises: ConfigError: it is for another task.
+    """
+    sections = sections_in(ExperimentConfig.opened(base, []).model_fields["model"].annotation)
+    section: Any = fitting(sections, base.child("model"))[0]
+    if _value(base, "model.name") is None or section.task != "detect":
         raise ConfigError(
             "is a recipe for classifiers, but data given this way has boxes",
             code="model_without_boxes",
             where=f"--model {options.model}",
             fix="choose a detector (ppdist config list), or write a configuration",
         )
+    return section
+
+
+def _model_choices(layout: Layout, options: TrainOptions, base: Node) -> list[Choice]:
     names = ", ".join(layout.class_names[:5]) + (", ..." if len(layout.class_names) > 5 else "")
     choices = [Choice("model.num_classes", len(layout.class_names), f"of the data: {names}")]
     if options.weights is not None:
@@ -239,8 +232,10 @@ def _model_choices(layout: Layout, options: TrainOptions, base: Node) -> list[Ch
     return choices
 
 
-def _run_choices(images: int, options: TrainOptions, base: Node, world: int) -> list[Choice]:
-    few = images < _FEW_IMAGES
+def _run_choices(
+    images: int, options: TrainOptions, base: Node, world: int, on_few: Mapping[str, Any]
+) -> list[Choice]:
+    """Args: on_few: `few_images` of the model."""
     written = _value(base, "train.epochs")
     if not isinstance(written, int | float):
         raise ConfigError(
@@ -263,10 +258,10 @@ def _run_choices(images: int, options: TrainOptions, base: Node, world: int) -> 
     if least > allowed:
         why = f"a tenth of about {steps} steps at most; the recipe's {least} would take more"
         choices.append(Choice("schedule.warmup_least_steps", allowed, why))
-    if few and _value(base, "model.name") in ("ppyoloe", "yolov5"):
+    if images < _FEW_IMAGES and on_few:
         why = f"fewer than {_FEW_IMAGES} images: learns faster than the recipe for COCO"
         told = {"optimizer.name": why, "optimizer.lr": "for 8 images a step"}
-        choices += [Choice(key, value, told.get(key, "")) for key, value in _ON_FEW.items()]
+        choices += [Choice(key, value, told.get(key, "")) for key, value in on_few.items()]
         warmup = round(written / _WARMUP_PHASE, 2)
         why = f"of {written:g}: one in {_WARMUP_PHASE} of the run"
         choices.append(Choice("schedule.warmup_epochs", warmup, why))

@@ -12,7 +12,6 @@ Of a .pt that holds a pickled model (ultralytics' YOLOv5) the card is made from 
 """
 
 import json
-import math
 from collections.abc import Callable, Mapping, Sequence
 from functools import cache
 from pathlib import Path
@@ -26,7 +25,7 @@ from ppdist.common.files import read_file
 from ppdist.config import ExperimentConfig, load_config
 from ppdist.config.base import Section, Task, parse_plain
 from ppdist.config.evaluate import NMSConfig
-from ppdist.config.model import ModelConfig, YOLOv5Config
+from ppdist.config.model import ModelConfig
 from ppdist.config.preprocess import NormalisationSection, ResizeSection, resize_section
 from ppdist.config.shipped import find_config, short_names
 from ppdist.models.base import ImageModel
@@ -38,7 +37,7 @@ from ppdist.models.weights import (
     require_there,
     through_links,
 )
-from ppdist.models.yolov5 import DEPTH_WIDTH
+from ppdist.models.yolov5 import config_of_rows
 from ppdist.models.zoo import PublishedWeights, is_name, local_weights, published, zoo
 
 CARD_FILE = "model_card.json"  # in a checkpoint
@@ -341,7 +340,7 @@ def _of_ultralytics(model: PickledObject, saved: Mapping[str, object]) -> ModelC
     names = _names(state.get("names"))
     section = None
     if model.maker.module == "models.yolo":
-        section = _yolov5(mapping(state.get("yaml")) or {}, len(names), saved.get("opt"))
+        section = config_of_rows(mapping(state.get("yaml")) or {}, len(names), saved.get("opt"))
     return ModelCard(
         model=section.model_dump(mode="json") if section else None,
         class_names=names,
@@ -363,33 +362,6 @@ def _names(value: object) -> tuple[str, ...]:
         return ()
     found = [name for name in value if isinstance(name, str) and len(name) <= _MOST_LETTERS]
     return tuple(found) if len(found) == len(value) else ()
-
-
-def _yolov5(rows: Mapping[str, Any], named: int, opt: object) -> YOLOv5Config | None:
-    """The `model` section of a pickled YOLOv5; None: another model."""
-    head, depth, width = rows.get("head"), rows.get("depth_multiple"), rows.get("width_multiple")
-    try:
-        froms, _, kind = head[-1][:3]  # type: ignore[index]
-        levels = len(froms)
-    except (TypeError, IndexError, ValueError):
-        return None
-    count = named or rows.get("nc")
-    numbers = all(isinstance(each, int | float) and 0 < each < 100 for each in (depth, width))
-    if kind != "Detect" or levels not in (3, 4) or not numbers or type(count) is not int:
-        return None
-    suffix, side, step = ("6", 1280, 64) if levels == 4 else ("", 640, 32)
-    settings = mapping(opt) or mapping(opt.state if isinstance(opt, PickledObject) else None) or {}
-    given = settings.get("imgsz", settings.get("img_size"))
-    given = given[0] if isinstance(given, list) and given else given
-    if type(given) is int and 0 < given <= 8192:
-        side = math.ceil(given / step) * step
-    size = next((name for name, both in DEPTH_WIDTH.items() if both == (depth, width)), None)
-    custom = {} if size else {"depth_multiple": float(depth), "width_multiple": float(width)}  # type: ignore[arg-type]
-    section: dict[str, Any] = {"size": f"{size or 's'}{suffix}", "num_classes": count, **custom}
-    try:
-        return YOLOv5Config.model_validate({**section, "image_size": (side, side)})
-    except ValidationError:
-        return None
 
 
 def require_fit(model: ModelConfig, weights: Path | str) -> None:

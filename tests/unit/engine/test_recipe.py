@@ -6,6 +6,7 @@ import pytest
 
 from ppdist.config import load_config
 from ppdist.config.data import SplitConfig
+from ppdist.config.model import YOLOv5Config
 from ppdist.config.shipped import short_names
 from ppdist.data.datasets.layout import Layout
 from ppdist.engine.build import build_schedule_setup
@@ -126,6 +127,15 @@ def test_training_sizes_follow_the_image_size():
 def test_unfit_model_is_told(model, code, said):
     with raises(code, said):
         fitted(model)
+
+
+def test_a_model_says_what_few_images_change(monkeypatch):
+    monkeypatch.setattr(YOLOv5Config, "few_images", {"optimizer.lr": 0.5})
+    config = fitted().config
+    assert (config.optimizer.lr, config.optimizer.name) == (0.5, "momentum")
+    monkeypatch.setattr(YOLOv5Config, "few_images", {})
+    unchanged = {row[0] for row in fitted().rows}
+    assert not unchanged & {"optimizer.lr", "schedule.warmup_epochs"}
 
 
 def test_recipe_without_epochs_is_told(tmp_path):
