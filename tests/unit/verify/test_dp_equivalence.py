@@ -189,6 +189,19 @@ def test_an_average_moved_twice_is_found_out(
     assert judged(wrong, right) == ("FAIL", ["averaged weights"])
 
 
+RESTARTS = (
+    "train.epochs=2", "train.clip_norm=null", "data.augment.plain_epochs=1",
+    "train.ema.restart_decay=0.04",  # 0.2 for half the reference batch
+)  # fmt: skip
+
+
+def test_an_average_that_restarts_is_expected_to(config_file: Path) -> None:
+    """Two steps an epoch: the second epoch is the last stage."""
+    trace = train_steps(set_up(config_file, *RESTARTS), STEPS)
+    assert trace["average/off"].max() < 1e-6
+    np.testing.assert_allclose(trace["average/decay"], [2 / 11, 3 / 12, 2 / 11, 0.2])
+
+
 @pytest.mark.parametrize("group", ["weights", "statistics"])
 def test_ranks_that_stand_still_are_found_out(group, right) -> None:
     still = dict(right[0])
