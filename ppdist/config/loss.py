@@ -107,4 +107,4 @@ class ClassificationLossConfig(Section):
     )
 
 
-LossConfig = PPYOLOELossConfig | YOLOv5LossConfig | ClassificationLossConfig
+LossConfig = PPYOLOELossConfig | YOLOv5LossConfig | RTDETRLossConfig | ClassificationLossConfig

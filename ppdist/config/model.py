@@ -285,4 +285,4 @@ class RTDETRConfig(Section):
         return size
 
 
-ModelConfig = PPYOLOEConfig | YOLOv5Config | YOLOv5ClsConfig
+ModelConfig = PPYOLOEConfig | YOLOv5Config | RTDETRConfig | YOLOv5ClsConfig

@@ -205,6 +205,10 @@ class OneDNNMaps(FeatureMaps):
     def to_plain(self, x: Tensor) -> Tensor:
         return x if x.ndim == 4 else _Plain.apply(x)
 
+    def for_paddle(self, x: Tensor) -> Tensor:
+        x = self.to_plain(x)
+        return x.astype("float32") if _is_low(x) else x
+
     def share(self, x: Tensor, count: int) -> Sequence[Tensor]:
         """Sums gradients in oneDNN; Paddle's sum takes 6 % of a step."""
         if not _is_low(x) or x.stop_gradient:

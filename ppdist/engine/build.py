@@ -82,6 +82,7 @@ _LOST_HOST_SECONDS = 120.0  # NFS gives its locks back after 90
 # The losses of our models, by `model.name`; the models are in ppdist/models/__init__.py.
 _LOSSES = {
     "ppyoloe": "ppdist.losses.ppyoloe:PPYOLOELoss",
+    "rtdetr": "ppdist.losses.rtdetr:RTDETRLoss",
     "yolov5": "ppdist.losses.yolov5:YOLOv5Loss",
     "yolov5_cls": "ppdist.losses.classification:ClassificationLoss",
 }

@@ -10,6 +10,7 @@ __all__ = ["Detector", "ImageModel", "build_model"]
 # other packages are registered (config/plugins.py).  By name, so that a run imports its own alone.
 MODELS = {
     "ppyoloe": "ppdist.models.ppyoloe:PPYOLOE",
+    "rtdetr": "ppdist.models.rtdetr:RTDETR",
     "yolov5": "ppdist.models.yolov5:YOLOv5",
     "yolov5_cls": "ppdist.models.yolov5:YOLOv5Classifier",
 }

@@ -51,6 +51,10 @@ class FeatureMaps:
         """The feature map in Paddle's layout, [B, C, H, W]."""
         return x
 
+    def for_paddle(self, x: Tensor) -> Tensor:
+        """The feature map as Paddle's operators take it: in its layout, of a type it computes."""
+        return x
+
     def share(self, x: Tensor, count: int) -> Sequence[Tensor]:
         """The map once for each of `count` readers."""
         return [x] * count
@@ -89,6 +93,12 @@ class FeatureMaps:
         if x.dtype == paddle.bfloat16:  # the gradient of a factor sums a whole map
             return (x.astype("float32") * factor_BC11).astype("bfloat16")
         return x * factor_BC11
+
+    def affine(self, x: Tensor, scale_1: Tensor, bias_1: Tensor) -> Tensor:
+        """scale * x + bias for the whole map; both are float32."""
+        if x.dtype == paddle.bfloat16:  # the gradients of both sum a whole map
+            return (x.astype("float32") * scale_1 + bias_1).astype("bfloat16")
+        return x * scale_1 + bias_1
 
 
 maps = FeatureMaps()

@@ -28,6 +28,7 @@ class ConvBNLayer(nn.Layer):
         padding: zeros on each side, pixels; None: (kernel - 1) // 2.
         epsilon: added to the variance; Paddle's default.
         momentum: weight of the old value in the running statistics (torch counts the new one's).
+        groups: of channels that do not see each other; `in_channels` of them: depthwise.
     """
 
     def __init__(
@@ -41,12 +42,13 @@ class ConvBNLayer(nn.Layer):
         padding: int | None = None,
         epsilon: float = 1e-5,
         momentum: float = 0.9,
+        groups: int = 1,
     ) -> None:
         super().__init__()
         if padding is None:
             padding = (kernel - 1) // 2
         self.conv = nn.Conv2D(
-            in_channels, out_channels, kernel, stride, padding=padding, bias_attr=False
+            in_channels, out_channels, kernel, stride, padding, groups=groups, bias_attr=False
         )
         self.bn = nn.BatchNorm2D(out_channels, momentum=momentum, epsilon=epsilon)
         self.follows_model = activation == OF_MODEL

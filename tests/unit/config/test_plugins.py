@@ -106,7 +106,7 @@ def test_messages_know_keys_of_a_plugin(installed: None, tmp_path: Path) -> None
     ]
     file = written(tmp_path, TEXT.replace("name: blobs", "name: blob").replace("s: lines", "s: li"))
     (found,) = problems(file, "model={name: blob}", "data={format: lines}")[-1:]
-    assert found.endswith("ppyoloe, yolov5, yolov5_cls, blobs; did you mean blobs?")
+    assert found.endswith("ppyoloe, yolov5, rtdetr, yolov5_cls, blobs; did you mean blobs?")
     file = written(tmp_path, TEXT.replace("name: blobs, channels: 8", "name: yolov5"))
     (found,) = problems(file, "data.format=linse", "log.trackers=[linez]")[-1:]
     assert found.endswith("swanlab, lines; did you mean lines?")
@@ -143,13 +143,13 @@ def test_plugin_that_fails_is_named_where_it_is_needed(
     first = raised.value.problems[0]
     assert first.code == "plugin_failed" and first.place[1:] == (7, 15)
     assert first.message == (
-        'model.name: "blobs" is unknown, expected one of ppyoloe, yolov5, yolov5_cls; the plugin '
+        'model.name: "blobs" is unknown, expected one of ppyoloe, yolov5, rtdetr, yolov5_cls; the plugin '
         "bad of the installed package ppdist-broken 1.2 fails (ModuleNotFoundError: No module "
         "named 'no_such_module'): repair the package, or switch it off with PPDIST_PLUGINS_OFF=bad"
     )
     plugins.load_installed.cache_clear()
     monkeypatch.setenv(plugins.OFF_VARIABLE, "bad")
-    assert problems(file)[0].endswith("expected one of ppyoloe, yolov5, yolov5_cls")
+    assert problems(file)[0].endswith("expected one of ppyoloe, yolov5, rtdetr, yolov5_cls")
 
 
 def test_broken_plugin_costs_no_run_of_another(

@@ -1,0 +1,217 @@
+"""Attention between all tokens, and to sampled points of feature maps.
+
+Sources: Attention Is All You Need, arXiv:1706.03762; Deformable DETR, arXiv:2010.04159.
+"""
+
+import math
+from functools import lru_cache
+from typing import NamedTuple
+
+import numpy as np
+import paddle
+import paddle.nn.functional as F
+from paddle import Tensor, nn
+
+HEADS = 8  # of every attention in this family
+OFFSET_SCALE = 0.5  # a point one unit away lies half a box from the centre
+HIDDEN = -1e9  # added to the logits of what a query may not see
+
+
+class MultiHeadAttention(nn.Layer):
+    """Self-attention; a position is added to queries and keys, not to values.
+
+        softmax((x + p) Wq ((x + p) Wk)^T / sqrt(d) + bias) x Wv, for each head, then Wo
+
+    The three projections are one matrix [D, 3 D], as torch keeps them.
+    """
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.in_proj = nn.Linear(width, 3 * width)
+        self.out_proj = nn.Linear(width, width)
+        self.width = width
+
+    def start(self) -> None:
+        """As torch does: the three projections as one matrix."""
+        start_xavier(self.in_proj)
+
+    def forward(
+        self, x_BND: Tensor, position_BND: Tensor, bias_B1NN: Tensor | None = None
+    ) -> Tensor:
+        """Returns: [B, N, D].  Args: bias_B1NN: added to the logits, 0 or `HIDDEN`."""
+        weight, bias, both = self.in_proj.weight, self.in_proj.bias, 2 * self.width
+        placed_BND = x_BND + position_BND
+        queries, keys = F.linear(placed_BND, weight[:, :both], bias[:both]).chunk(2, axis=-1)
+        values = F.linear(x_BND, weight[:, both:], bias[both:])
+        queries, keys, values = (_heads(each) for each in (queries, keys, values))
+        scale = (self.width // HEADS) ** -0.5
+        logits_BHNN = paddle.matmul(queries * scale, keys, transpose_y=True)
+        if bias_B1NN is not None:
+            logits_BHNN = logits_BHNN + bias_B1NN
+        mixed_BHND = paddle.matmul(F.softmax(logits_BHNN, axis=-1), values)
+        return self.out_proj(mixed_BHND.transpose([0, 2, 1, 3]).flatten(2))
+
+
+@paddle.no_grad()
+def start_xavier(*layers: nn.Layer) -> None:
+    """Draws weights as Glorot and Bengio 2010.
+
+    From U(-b, b), b = sqrt(6 / (fan in + fan out)).
+    """
+    for layer in layers:
+        shape = layer.weight.shape
+        bound = math.sqrt(6 / (shape[0] + shape[1]))  # of linear layers and 1x1 convolutions
+        layer.weight.set_value(paddle.uniform(shape, "float32", -bound, bound))
+
+
+def _heads(x_BND: Tensor) -> Tensor:
+    """[B, H, N, D / H]."""
+    return x_BND.reshape([0, 0, HEADS, -1]).transpose([0, 2, 1, 3])
+
+
+class Memory(NamedTuple):
+    """Feature maps of several levels as one row of cells.
+
+    cells_BLD: L runs over the levels, fine to coarse, each row by row.
+    size_P2: width and height of the map in which each of the P points lies.
+    start_P: first cell of that map.
+    """
+
+    cells_BLD: Tensor
+    size_P2: Tensor
+    start_P: Tensor
+
+    @classmethod
+    def of(cls, features: list[Tensor], points: tuple[int, ...]) -> "Memory":
+        """Args: features: [B, D, H, W], fine to coarse.  points: sampled in each."""
+        cells_BLD = paddle.concat([x.flatten(2) for x in features], axis=2).transpose([0, 2, 1])
+        if paddle.in_dynamic_mode():
+            sizes = tuple((int(x.shape[3]), int(x.shape[2])) for x in features)
+            return cls(cells_BLD, *_fixed_grid(sizes, points, str(features[0].place)))
+        start, rows = paddle.zeros([1], dtype="float32"), []
+        for x, count in zip(features, points):
+            shape = paddle.shape(x).astype("float32")
+            row_3 = paddle.concat([shape[3:4], shape[2:3], start])
+            rows.append(row_3.unsqueeze(0).expand([count, 3]))
+            start = start + shape[2:3] * shape[3:4]
+        grid_P3 = paddle.concat(rows)
+        return cls(cells_BLD, grid_P3[:, :2], grid_P3[:, 2])
+
+
+@lru_cache(maxsize=64)
+def _fixed_grid(
+    sizes: tuple[tuple[int, int], ...], points: tuple[int, ...], place: str
+) -> tuple[Tensor, Tensor]:
+    starts = np.cumsum([0, *(w * h for w, h in sizes)])[:-1]
+    return (
+        paddle.to_tensor(np.repeat(np.array(sizes, "float32"), points, axis=0)),
+        paddle.to_tensor(np.repeat(starts.astype("float32"), points)),
+    )
+
+
+def sample(memory: Memory, places_BQHP2: Tensor, weights_BQHP: Tensor) -> Tensor:
+    """Bilinear samples of feature maps, weighted and summed over the points.
+
+    Outside a map is zero.  The four cells around each point are gathered in one go: on a CPU half
+    the time of grid_sample, forward and backward, and in ONNX nothing but Gather and MatMul, with
+    any number of points per level.
+
+    Args:
+        places_BQHP2: x, y in 0..1 of the input; the gradient flows here, too.
+        weights_BQHP: of the points.
+    Returns: [B, Q, D]; head h gives the channels from h * D / H.
+    """
+    queries, heads, points = places_BQHP2.shape[1:4]
+    place_XP2 = places_BQHP2.reshape([-1, points, 2]) * memory.size_P2 - 0.5  # X = B * Q * H
+    # On each axis two cells: the one at or before the point, and the next.
+    before_XP2 = paddle.floor(place_XP2)  # its gradient is 0
+    beyond_XP2 = place_XP2 - before_XP2
+    cell_XP22 = paddle.stack([before_XP2, before_XP2 + 1], axis=-1)
+    share_XP22 = paddle.stack([1 - beyond_XP2, beyond_XP2], axis=-1)
+    inside_XP22 = (cell_XP22 >= 0) & (cell_XP22 < memory.size_P2.unsqueeze(-1))
+    share_XP22 = share_XP22 * inside_XP22.astype("float32")
+    # Outside, and where a diverged model has NaN, it is cell 0 with share 0, or NaN.
+    cell_XP22 = paddle.where(inside_XP22, cell_XP22, paddle.zeros_like(cell_XP22))
+    x_XP12, y_XP21 = cell_XP22[:, :, 0].unsqueeze(2), cell_XP22[:, :, 1].unsqueeze(3)
+    row_P11, start_P11 = memory.size_P2[:, :1].unsqueeze(2), memory.start_P.reshape([-1, 1, 1])
+    cell_XP22 = start_P11 + y_XP21 * row_P11 + x_XP12
+    share_XP22 = share_XP22[:, :, 1].unsqueeze(3) * share_XP22[:, :, 0].unsqueeze(2)
+    share_XP22 = share_XP22 * weights_BQHP.reshape([-1, points, 1, 1])
+    # A row of [B * L * H, D / H] for each.
+    cell_BQHK = cell_XP22.astype("int64").reshape([-1, queries, heads, 4 * points])
+    batch, length, width = memory.cells_BLD.shape
+    if not paddle.in_dynamic_mode():
+        batch, length = (paddle.shape(memory.cells_BLD)[axis].astype("int64") for axis in (0, 1))
+    image_B111 = paddle.arange(0, batch, dtype="int64").reshape([-1, 1, 1, 1])
+    head_H1 = paddle.arange(0, heads, dtype="int64").unsqueeze(1)
+    rows_BQHK = (image_B111 * length + cell_BQHK) * heads + head_H1
+    values = memory.cells_BLD.reshape([-1, width // heads])
+    gathered_XKD = paddle.gather(values, rows_BQHK.flatten())
+    gathered_XKD = gathered_XKD.reshape([-1, 4 * points, width // heads])
+    summed_X1D = paddle.matmul(share_XP22.reshape([-1, 1, 4 * points]), gathered_XKD)
+    return summed_X1D.reshape([-1, queries, width])
+
+
+class MSDeformableAttention(nn.Layer):
+    """Attention of each query to points of the feature maps.
+
+    They lie around its box:
+
+        point = centre + offset / (points of its level) * size * OFFSET_SCALE
+        output = sum_p(softmax(weights)_p * value(point_p)), for each head
+
+    Source: arXiv:2010.04159, eq. 3; points by level arXiv:2407.17140 and 2410.13842.
+    """
+
+    def __init__(self, width: int, points: tuple[int, ...], projected: bool) -> None:
+        """
+        Args:
+            points: of each level, fine to coarse.
+            projected: a linear layer before and one behind it; D-FINE has neither.
+        """
+        super().__init__()
+        total = sum(points)
+        self.sampling_offsets = nn.Linear(width, HEADS * total * 2)
+        self.attention_weights = nn.Linear(width, HEADS * total)
+        self.value_proj = self.output_proj = None
+        if projected:
+            self.value_proj = nn.Linear(width, width)
+            self.output_proj = nn.Linear(width, width)
+        self.points, self.points_of_levels = total, points
+        reach = np.repeat([OFFSET_SCALE / count for count in points], points)
+        self.reach = [[float(each)] for each in reach]
+
+    @paddle.no_grad()
+    def start(self) -> None:
+        """Each head looks in its own direction, at all points alike."""
+        for layer in (self.sampling_offsets, self.attention_weights):
+            layer.weight.set_value(paddle.zeros_like(layer.weight))
+        self.sampling_offsets.bias.set_value(_spokes(self.points_of_levels))
+        start_xavier(*(each for each in (self.value_proj, self.output_proj) if each is not None))
+
+    def forward(self, query_BQD: Tensor, boxes_BQ4: Tensor, memory: Memory) -> Tensor:
+        """[B, Q, D].  Args: boxes_BQ4: cx, cy, w, h in 0..1 of the input."""
+        shape = [0, 0, HEADS, self.points]
+        offsets_BQHP2 = self.sampling_offsets(query_BQD).astype("float32").reshape([*shape, 2])
+        weights_BQHP = F.softmax(self.attention_weights(query_BQD).reshape(shape), axis=-1)
+        box_BQ114 = boxes_BQ4.unsqueeze([2, 3])
+        reach_P1 = paddle.to_tensor(self.reach, dtype="float32")
+        offsets_BQHP2 = offsets_BQHP2 * reach_P1 * box_BQ114[:, :, :, :, 2:]
+        places_BQHP2 = box_BQ114[:, :, :, :, :2] + offsets_BQHP2
+        if self.value_proj is None or self.output_proj is None:
+            return sample(memory, places_BQHP2, weights_BQHP)
+        memory = memory._replace(cells_BLD=self.value_proj(memory.cells_BLD))
+        return self.output_proj(sample(memory, places_BQHP2, weights_BQHP))
+
+
+def _spokes(points: tuple[int, ...]) -> np.ndarray:
+    """Offsets at the start, one direction for each head.
+
+    Head h looks in direction 2 pi h / H, point p of a level lies p far.
+    """
+    angle_H = np.arange(HEADS) * (2 * math.pi / HEADS)
+    direction_H2 = np.stack([np.cos(angle_H), np.sin(angle_H)], axis=-1)
+    direction_H2 /= np.abs(direction_H2).max(axis=-1, keepdims=True)
+    distance_P = np.concatenate([np.arange(1, count + 1) for count in points])
+    offsets_HP2 = direction_H2[:, None] * distance_P[:, None]
+    return offsets_HP2.astype("float32").ravel()

@@ -1,0 +1,117 @@
+"""Contrastive denoising: noisy ground truth as queries of a decoder.
+
+A group holds each box of an image twice: nearby, to be found again, and farther off, to be told
+from an object.  A query sees its own group and what the encoder selected, never another group.
+Source: DINO, arXiv:2203.03605, section 3.3; labels and attention mask: DN-DETR, arXiv:2203.01305.
+"""
+
+from typing import NamedTuple
+
+import numpy as np
+import paddle
+from paddle import Tensor
+
+from ppdist.models.attention import HIDDEN
+from ppdist.models.base import Targets
+
+LABEL_NOISE = 0.25  # chance that a query is given a random class (half the original's ratio 0.5)
+_DRAWS = 10  # numbers for each query: label drawn?, label, and for each side how far and where to
+
+
+class NoisyQueries(NamedTuple):
+    """Denoising queries: what the decoder is given, and what each stands for.
+
+    labels_BD: int64, class that it is told; C where the query is not used.
+    boxes_BD4: cx, cy, w, h in 0..1 of the input.
+    group_BD: int64, which group it belongs to; a number of its own where not used.
+    target_BD, positive_BD, negative_BD, groups_B: see `Denoised`.
+    """
+
+    labels_BD: Tensor
+    boxes_BD4: Tensor
+    group_BD: Tensor
+    target_BD: Tensor
+    positive_BD: Tensor
+    negative_BD: Tensor
+    groups_B: Tensor
+
+
+class DenoisingQueries:
+    """Makes denoising queries of targets.
+
+        groups of an image with n boxes: max(1, denoising // n), each n near and n far queries
+
+    Nothing depends on the other images of a micro-batch: groups are counted by image (the originals
+    take the largest of the batch), the noise is drawn from the image's own seed, and queries that
+    an image does not use are hidden.  So many are made that every image with up to `denoising`
+    boxes has room, which is known without looking at the targets.
+    """
+
+    def __init__(self, num_classes: int, denoising: int) -> None:
+        self.num_classes, self.denoising = num_classes, denoising
+
+    @paddle.no_grad()
+    def __call__(self, targets: Targets, size_4: Tensor) -> NoisyQueries:
+        """Args: size_4: width, height, width, height of the input, pixels."""
+        most = targets.boxes_BM4.shape[1]
+        slots = 2 * max(self.denoising, most)
+        count_B1 = targets.mask_BM.astype("int64").sum(axis=1, keepdim=True)
+        at_least_B1 = count_B1.clip(min=1)
+        groups_B1 = (self.denoising // at_least_B1).clip(min=1)
+        slot_D = paddle.arange(slots, dtype="int64")
+        group_BD, place_BD = slot_D // (2 * at_least_B1), slot_D % (2 * at_least_B1)
+        used_BD = slot_D < 2 * groups_B1 * count_B1
+        near_BD = place_BD < at_least_B1
+        target_BD = place_BD % at_least_B1
+        noise_BDK = paddle.to_tensor(_noise(targets.seeds_B, slots))
+
+        own_BD = paddle.take_along_axis(targets.labels_BM.astype("int64"), target_BD, axis=1)
+        other_BD = (noise_BDK[:, :, 1] * self.num_classes).astype("int64")
+        labels_BD = paddle.where(noise_BDK[:, :, 0] < LABEL_NOISE, other_BD, own_BD)
+        labels_BD = paddle.where(used_BD, labels_BD, paddle.full_like(labels_BD, self.num_classes))
+
+        index_BD4 = target_BD.unsqueeze(-1).expand([-1, -1, 4])
+        box_BD4 = paddle.take_along_axis(targets.boxes_BM4 / size_4, index_BD4, axis=1)
+        half_BD2 = (box_BD4[:, :, 2:] - box_BD4[:, :, :2]) / 2
+        # A near box moves each side by less than half its size, a far one by half to all of it.
+        move_BD4 = noise_BDK[:, :, 2:6] + (~near_BD).astype("float32").unsqueeze(-1)
+        sign_BD4 = paddle.where(noise_BDK[:, :, 6:] < 0.5, -1.0, 1.0)
+        box_BD4 = box_BD4 + move_BD4 * sign_BD4 * paddle.concat([half_BD2, half_BD2], axis=-1)
+        low_BD2, high_BD2 = box_BD4.clip(0.0, 1.0).chunk(2, axis=-1)
+        # abs: sides may have changed places (as in D-FINE; RT-DETR shrinks such boxes to nothing)
+        box_BD4 = paddle.concat([(low_BD2 + high_BD2) / 2, (high_BD2 - low_BD2).abs()], axis=-1)
+        return NoisyQueries(
+            labels_BD,
+            box_BD4,
+            paddle.where(used_BD, group_BD, -1 - slot_D),
+            target_BD,
+            (used_BD & near_BD).astype("float32"),
+            (used_BD & ~near_BD).astype("float32"),
+            groups_B1.squeeze(1).astype("float32"),
+        )
+
+
+def _noise(seeds_B: np.ndarray, slots: int) -> np.ndarray:
+    """[B, slots, _DRAWS] in 0..1, float32.
+
+    The numbers of a slot do not depend on how many slots there are.
+    """
+    draws = [np.random.default_rng(int(seed)).random((slots, _DRAWS)) for seed in seeds_B]
+    return np.stack(draws).astype("float32")
+
+
+def attention_bias(group_BD: Tensor, queries: int) -> Tensor:
+    """What is added to attention logits: 0, or HIDDEN.
+
+    [B, 1, D + Q, D + Q].
+
+    Args: queries: Q, those of the encoder, behind the denoising ones.
+    """
+    batch, slots = group_BD.shape
+    same_BDD = (group_BD.unsqueeze(2) == group_BD.unsqueeze(1)).astype("float32")
+    among_BDD = (1 - same_BDD) * HIDDEN
+    seen_BDQ = paddle.zeros([batch, slots, queries])
+    hidden_BQD = paddle.full([batch, queries, slots], HIDDEN)
+    rest_BQQ = paddle.zeros([batch, queries, queries])
+    rows = [paddle.concat(pair, 2) for pair in ((among_BDD, seen_BDQ), (hidden_BQD, rest_BQQ))]
+    return paddle.concat(rows, axis=1).unsqueeze(1)

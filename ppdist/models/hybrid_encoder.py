@@ -1,0 +1,209 @@
+"""The neck of RT-DETR: attention within the coarsest level, fusion across levels.
+
+    features fine to coarse -> 1x1 to one width -> AIFI on the coarsest -> top down -> bottom up
+
+AIFI is attention-based intra-scale feature interaction, CCFF the convolutional cross-scale fusion
+of arXiv:2304.08069, section 4.2.  D-FINE (arXiv:2410.13842) fuses by RepNCSPELAN4 of YOLOv9
+(arXiv:2402.13616) and halves by the SCDown of YOLOv10 (arXiv:2405.14458).
+
+Keys are those of the originals' torch implementations, but for their `norm`, ours `bn`.
+"""
+
+from functools import lru_cache
+
+import numpy as np
+import paddle
+import paddle.nn.functional as F
+from paddle import Tensor, nn
+
+from ppdist.models.attention import MultiHeadAttention
+from ppdist.models.feature_maps import maps, passes_maps
+from ppdist.models.layers import ConvBNLayer, RepConv
+
+TEMPERATURE = 10000.0  # of the position embedding
+
+
+class TransformerEncoderLayer(nn.Layer):
+    """Self-attention, then two linear layers with GELU; layer norm behind each sum."""
+
+    def __init__(self, width: int, inside: int) -> None:
+        super().__init__()
+        self.self_attn = MultiHeadAttention(width)
+        self.linear1 = nn.Linear(width, inside)
+        self.linear2 = nn.Linear(inside, width)
+        self.norm1 = nn.LayerNorm(width)
+        self.norm2 = nn.LayerNorm(width)
+
+    def forward(self, x_BND: Tensor, position_ND: Tensor) -> Tensor:
+        x_BND = self.norm1(x_BND + self.self_attn(x_BND, position_ND))
+        return self.norm2(x_BND + self.linear2(F.gelu(self.linear1(x_BND))))
+
+
+class TransformerEncoder(nn.Layer):
+    """AIFI: transformer layers over the cells of one feature map."""
+
+    def __init__(self, width: int, inside: int, layers: int) -> None:
+        super().__init__()
+        self.layers = nn.LayerList([TransformerEncoderLayer(width, inside) for _ in range(layers)])
+
+    def forward(self, feature_BDHW: Tensor) -> Tensor:
+        position_ND = _positions(feature_BDHW)
+        x_BND = feature_BDHW.flatten(2).transpose([0, 2, 1])
+        for layer in self.layers:
+            x_BND = layer(x_BND, position_ND)
+        shape = feature_BDHW.shape if paddle.in_dynamic_mode() else paddle.shape(feature_BDHW)
+        return x_BND.transpose([0, 2, 1]).reshape(shape)
+
+
+def _positions(feature_BDHW: Tensor) -> Tensor:
+    """Sine and cosine of row and column, [H * W, D].
+
+    A quarter of the channels each: sin(y w), cos(y w), sin(x w), cos(x w), w = T ** (-4 i / D).
+    (The originals count along columns first, which for squares is the same, for other shapes is
+    not where the cells lie.)
+    """
+    width = feature_BDHW.shape[1]
+    if paddle.in_dynamic_mode():
+        height, across = feature_BDHW.shape[2:]
+        return _fixed_positions(height, across, width, str(feature_BDHW.place))
+    shape = paddle.shape(feature_BDHW)
+    rate = paddle.to_tensor(_rates(width).astype("float32"))
+    y = paddle.arange(0, shape[2], dtype="float32").unsqueeze(1) * rate
+    x = paddle.arange(0, shape[3], dtype="float32").unsqueeze(1) * rate
+    rows = paddle.concat([paddle.sin(y), paddle.cos(y)], axis=1).unsqueeze(1)
+    columns = paddle.concat([paddle.sin(x), paddle.cos(x)], axis=1).unsqueeze(0)
+    both = [rows + paddle.zeros_like(columns), columns + paddle.zeros_like(rows)]
+    return paddle.concat(both, axis=2).flatten(0, 1)
+
+
+def _rates(width: int) -> np.ndarray:
+    return TEMPERATURE ** (-np.arange(width // 4) / (width // 4))
+
+
+@lru_cache(maxsize=64)
+def _fixed_positions(height: int, across: int, width: int, place: str) -> Tensor:
+    y, x = (np.arange(count)[:, None] * _rates(width) for count in (height, across))
+    rows = np.concatenate([np.sin(y), np.cos(y)], axis=1)[:, None].repeat(across, 1)
+    columns = np.concatenate([np.sin(x), np.cos(x)], axis=1)[None].repeat(height, 0)
+    both = np.concatenate([rows, columns], axis=2).reshape(-1, width)
+    return paddle.to_tensor(both.astype("float32"))
+
+
+@passes_maps
+class CSPRepLayer(nn.Layer):
+    """Cross-stage partial block of RepConvs.
+
+    Two 1x1 ConvBNLayers side by side, RepConvs behind the first; their sum, widened by a 1x1.
+    """
+
+    def __init__(self, in_channels: int, out_channels: int, inside: int, blocks: int) -> None:
+        super().__init__()
+        self.conv1 = ConvBNLayer(in_channels, inside, 1)
+        self.conv2 = ConvBNLayer(in_channels, inside, 1)
+        self.bottlenecks = nn.Sequential(*[RepConv(inside) for _ in range(blocks)])
+        self.conv3 = None if inside == out_channels else ConvBNLayer(inside, out_channels, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x, beside = maps.share(x, 2)
+        x = maps.add(self.bottlenecks(self.conv1(x)), self.conv2(beside))
+        return x if self.conv3 is None else self.conv3(x)
+
+
+@passes_maps
+class RepNCSPELAN4(nn.Layer):
+    """Efficient layer aggregation of two CSPRepLayers.
+
+    1x1; half of it passes two CSPRepLayers, each with a 3x3; all parts, mixed by a 1x1.
+    """
+
+    def __init__(self, in_channels: int, out_channels: int, inside: int, blocks: int) -> None:
+        super().__init__()
+        half = out_channels
+        self.cv1 = ConvBNLayer(in_channels, 2 * half, 1)
+        self.cv2 = nn.Sequential(
+            CSPRepLayer(half, inside, inside, blocks), ConvBNLayer(inside, inside, 3)
+        )
+        self.cv3 = nn.Sequential(
+            CSPRepLayer(inside, inside, inside, blocks), ConvBNLayer(inside, inside, 3)
+        )
+        self.cv4 = ConvBNLayer(2 * half + 2 * inside, out_channels, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        whole, x = maps.share(self.cv1(x), 2)
+        kept, x = maps.share(self.cv2(maps.for_paddle(x).chunk(2, axis=1)[1]), 2)
+        return self.cv4(maps.concat([whole, kept, self.cv3(x)]))
+
+
+@passes_maps
+class SCDown(nn.Layer):
+    """1x1, then depthwise 3x3 with stride 2; neither is activated."""
+
+    def __init__(self, channels: int) -> None:
+        super().__init__()
+        self.cv1 = ConvBNLayer(channels, channels, 1, activation=None)
+        self.cv2 = ConvBNLayer(channels, channels, 3, 2, None, groups=channels)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.cv2(self.cv1(x))
+
+
+@passes_maps
+class HybridEncoder(nn.Layer):
+    """The neck: features in, as many of one width out.
+
+    Both fine to coarse.
+
+    Args:
+        in_channels: of the features.
+        width: D, channels of all outputs.
+        inside: of AIFI's linear layers.
+        expansion: channels inside a fusion as a multiple of D (D-FINE: of D / 2).
+        blocks: RepConvs of a CSPRepLayer.
+        elan: D-FINE's fusion and halving.
+    """
+
+    def __init__(
+        self,
+        in_channels: tuple[int, ...],
+        width: int,
+        inside: int,
+        expansion: float,
+        blocks: int,
+        elan: bool,
+    ) -> None:
+        super().__init__()
+        steps = range(len(in_channels) - 1)
+
+        def fusion() -> nn.Layer:
+            if elan:
+                return RepNCSPELAN4(2 * width, width, round(expansion * width // 2), blocks)
+            return CSPRepLayer(2 * width, width, int(expansion * width), blocks)
+
+        def lateral() -> ConvBNLayer:
+            return ConvBNLayer(width, width, 1, activation=None if elan else "silu")
+
+        def halving() -> nn.Layer:
+            return nn.Sequential(SCDown(width)) if elan else ConvBNLayer(width, width, 3, 2)
+
+        self.input_proj = nn.LayerList(
+            [ConvBNLayer(channels, width, 1, activation=None) for channels in in_channels]
+        )
+        self.encoder = nn.LayerList([TransformerEncoder(width, inside, 1)])
+        self.lateral_convs = nn.LayerList([lateral() for _ in steps])
+        self.fpn_blocks = nn.LayerList([fusion() for _ in steps])
+        self.downsample_convs = nn.LayerList([halving() for _ in steps])
+        self.pan_blocks = nn.LayerList([fusion() for _ in steps])
+
+    def forward(self, features: list[Tensor]) -> list[Tensor]:
+        projected = [conv(x) for conv, x in zip(self.input_proj, features)]
+        coarse = self.encoder[0](maps.for_paddle(projected.pop()))
+        inner = []  # coarse to fine
+        for lateral, fuse, fine in zip(self.lateral_convs, self.fpn_blocks, projected[::-1]):
+            kept, coarse = maps.share(lateral(coarse), 2)
+            inner.append(kept)
+            coarse = fuse(maps.concat([maps.upsample2x(coarse), fine]))
+        outputs = [coarse]
+        for halve, fuse, coarse in zip(self.downsample_convs, self.pan_blocks, inner[::-1]):
+            kept, fine = maps.share(outputs.pop(), 2)
+            outputs += [kept, fuse(maps.concat([halve(fine), coarse]))]
+        return outputs
