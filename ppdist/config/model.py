@@ -233,7 +233,7 @@ class YOLOv5ClsConfig(Section):
 
 RTDETR_SIZES = {
     "rtdetr": ("r18", "r34", "r50", "r101", "l", "x"),
-    "rtdetrv2": ("r18", "r34", "r50"),
+    "rtdetrv2": ("r18", "r34", "r50", "r101"),
     "dfine": ("n", "s", "m", "l", "x"),
 }
 
@@ -253,7 +253,7 @@ class RTDETRConfig(Section):
     size: Literal["n", "s", "m", "l", "x", "r18", "r34", "r50", "r101"] = Field(
         default="r18",
         description="rtdetr: r18, r34, r50, r101 (ResNet-vd), l, x (HGNetv2); rtdetrv2: r18, r34, "
-        "r50; dfine: n, s, m, l, x",
+        "r50, r101; dfine: n, s, m, l, x",
     )
     num_classes: int = Field(default=80, ge=1, description="object classes C")
     pretrained: Pretrained = None

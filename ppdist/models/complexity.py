@@ -13,7 +13,7 @@ from ppdist.models.base import ImageModel, Targets, tensors_in
 
 # Sides of the images that are counted with, in multiples of the model's: of one where all grows
 # with the pixels; else of two in which there are more places to look at than a model asks for.
-_SIDE, _SIDES = 2, (6, 10)
+_SIDE, _SIDES = 2, (8, 10)
 
 
 class Amount(NamedTuple):
