@@ -35,9 +35,10 @@ RUNTIMES = {
 }  # fmt: skip
 _ON_CPU = {  # what auto tries for each number format, the fastest first
     "float32": ("onnx", "openvino", "paddle"),
-    "int8": ("onnx",),  # OpenVINO's, compiled for each shape, has not been timed beside it
+    "int8": ("openvino", "onnx"),
     "bfloat16": ("openvino",),
 }
+_CHECKED_OPENVINO = {"float32": "openvino", "int8": "openvino_int8"}  # sections of infer.yml
 _MOST_SHAPES = 16  # compiled models that OpenVINO keeps, one for each size of batch
 USUAL_THRESHOLD = 0.25  # confidence threshold, if no evaluation set one
 Backend = Literal["auto", "paddle", "onnx", "openvino", "tensorrt"]
@@ -602,8 +603,8 @@ def chosen_backend(spec: dict[str, Any], backend: str, device: str, kind: str) -
     """The requested backend, or the fastest installed and checked one.
 
     Checked: the export compared its outputs with the model's.  For Paddle and ONNX Runtime it
-    always does; for OpenVINO if infer.yml has a section `openvino`.  Fastest: in the measurements
-    of docs/dev/performance.md, Predicting.
+    always does; for OpenVINO if infer.yml has a section `openvino`, or `openvino_int8`.  Fastest:
+    in the measurements of docs/dev/performance.md, Predicting.
 
     Args:
         spec: the content of infer.yml.
@@ -621,7 +622,8 @@ def chosen_backend(spec: dict[str, Any], backend: str, device: str, kind: str) -
     reasons = []
     for name in candidates:
         reason = _unusable(name, spec, device, kind)
-        is_checked = name != "openvino" or kind != "float32" or spec.get("openvino")
+        section = _CHECKED_OPENVINO.get(kind) if name == "openvino" else None
+        is_checked = section is None or spec.get(section)
         if reason is None and backend == "auto" and not is_checked:
             reason = "was not checked in OpenVINO: export where it is installed, or ask for it"
         if reason is None:

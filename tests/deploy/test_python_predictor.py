@@ -388,11 +388,11 @@ def test_auto_takes_the_fastest_that_was_checked(monkeypatch: pytest.MonkeyPatch
         return predictor.chosen_backend(spec, backend, "cpu", kind)
 
     assert [chosen(kind) for kind in ("float32", "int8", "bfloat16")] == [
-        "onnx", "onnx", "openvino",
+        "onnx", "openvino", "openvino",
     ]  # fmt: skip
     there.remove("onnxruntime")
     assert chosen() == "openvino"
-    spec["openvino"] = None
+    spec["openvino"] = spec["openvino_int8"] = None
     assert chosen() == "paddle"
     assert chosen(backend="openvino") == "openvino"  # unchecked, as it was asked for
     there.remove("paddle")
