@@ -133,7 +133,7 @@ class TrainStep:
     many.
 
     The host reads once from the device, whether to apply and by what to divide, when all but the
-    update is queued; see `_read`.
+    update is queued; see `_read`.  A loss with a Hungarian matching reads in each micro-batch, too.
     """
 
     def __init__(

@@ -18,7 +18,7 @@ import paddle.nn.functional as F
 from paddle import Tensor
 
 from ppdist.config.loss import RTDETRLossConfig
-from ppdist.losses.base import Loss, LossOutput, with_terms
+from ppdist.losses.base import NOMINAL_BATCH, Loss, LossOutput, with_terms
 from ppdist.losses.boxes import aligned_giou, aligned_iou, cxcywh_to_xyxy, xyxy_to_cxcywh
 from ppdist.losses.distillation import (
     Teaching,
@@ -28,7 +28,7 @@ from ppdist.losses.distillation import (
     where_sure,
 )
 from ppdist.losses.matcher import Costs, Matching, Truth, hungarian_matcher, matching_cost
-from ppdist.models.rtdetr import Refined, RTDETROutputs
+from ppdist.models.rtdetr import RTDETR, Refined, RTDETROutputs, weighting
 
 DDF_TEMPERATURE = 5.0  # of the distributions that layers compare
 
@@ -51,7 +51,7 @@ class Learned(NamedTuple):
 
 
 def fine_grained_localization_loss(
-    corners_BQ4R: Tensor, reference_BQ4: Tensor, target_BQ4: Tensor, bins_R: Tensor, scale: float
+    corners_BQ4R: Tensor, reference_BQ4: Tensor, target_BQ4: Tensor, bins_R: Tensor, scale_1: Tensor
 ) -> Tensor:
     """Cross entropy of side distributions, sum over the four sides: [B, Q].
 
@@ -68,7 +68,7 @@ def fine_grained_localization_loss(
     Source: Peng et al. 2024, arXiv:2410.13842, section 4.1 (FGL without its weight).
     """
     target_BQ4 = cxcywh_to_xyxy(target_BQ4)
-    centre_BQ2, unit_BQ2 = reference_BQ4[..., :2], reference_BQ4[..., 2:] / scale + 1e-16
+    centre_BQ2, unit_BQ2 = reference_BQ4[..., :2], reference_BQ4[..., 2:] / scale_1 + 1e-16
     outward_BQ4 = paddle.concat(
         [
             (centre_BQ2 - target_BQ4[..., :2]) / unit_BQ2,
@@ -76,7 +76,7 @@ def fine_grained_localization_loss(
         ],
         axis=-1,
     )
-    distance_BQ4 = (outward_BQ4 - 0.5 * scale).detach()
+    distance_BQ4 = (outward_BQ4 - 0.5 * scale_1).detach()
     reached = paddle.searchsorted(bins_R, distance_BQ4, right=True)
     low_BQ4 = (reached - 1).clip(0, bins_R.shape[0] - 2)
     low_W = paddle.gather(bins_R, low_BQ4.flatten()).reshape(low_BQ4.shape)
@@ -104,20 +104,32 @@ class RTDETRLoss(Loss):
         self,
         config: RTDETRLossConfig,
         *,
-        bins_R: Tensor | None = None,
-        scale: float = 4.0,
+        up_1: Tensor | None = None,
+        reg_scale_1: Tensor | None = None,
     ) -> None:
         """
         Args:
-            bins_R: D-FINE: how far each bin moves a side, in units of a box's side / scale.
-            scale: D-FINE: bins have units this many times smaller than a box's side.
+            up_1, reg_scale_1: D-FINE: of the model's `weighting`; its own tensors, so that values
+                loaded later count here, too.
         """
         super().__init__()
         self.config = config
         self.costs = Costs(config.class_cost, config.l1_cost, config.giou_cost)
         self.gamma = config.gamma or {"varifocal": 2.0, "mal": 1.5}[config.classification]
-        self.bins_R = bins_R
-        self.scale = scale
+        self.up_1, self.reg_scale_1 = up_1, reg_scale_1
+
+    @classmethod
+    def build(
+        cls,
+        config: RTDETRLossConfig,
+        model: RTDETR,
+        steps_per_epoch: float,
+        reference_batch: int = NOMINAL_BATCH,
+    ) -> "RTDETRLoss":
+        """The loss with the model's bins."""
+        if not model.decoder.dfine:
+            return cls(config)
+        return cls(config, up_1=model.decoder.up, reg_scale_1=model.decoder.reg_scale)
 
     @paddle.no_grad()
     def local_normalizers(
@@ -259,8 +271,9 @@ class RTDETRLoss(Loss):
         iou_LBQ = iou_LBQ * learned.boxes.is_positive_LBQ
         corners = paddle.stack([each.corners_BQ4R for each in layers]).astype("float32")
         reference = paddle.stack([each.reference_BQ4 for each in layers]).astype("float32")
+        bins_R = weighting(self.up_1, self.reg_scale_1)
         fgl_LBQ = fine_grained_localization_loss(
-            corners, reference, target, self.bins_R, self.scale
+            corners, reference, target, bins_R, self.reg_scale_1
         )
         fgl_LB = (fgl_LBQ * iou_LBQ).sum(-1) * share_B
         terms["fgl"] = gains.fgl_gain / boxes * fgl_LB.sum(-1)

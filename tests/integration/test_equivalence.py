@@ -50,6 +50,7 @@ TRAINED = {
     ),
     "yolov5": ("yolov5", 0.08, []),
     "yolov5_cls": ("yolov5_cls", 2.0, []),
+    "dfine": ("dfine", 5.0, []),
     "queries": ("queries", 20.0, []),  # of another package: it learns from targets in its forward
 }
 # Rates: with frozen statistics, which amplify no rounding, and with others, where weights moved by
@@ -61,6 +62,7 @@ RATES = {
     "ppyoloe on yolov5's body": (0.02, 0.0002),
     "yolov5": (0.02, 0.0002),
     "yolov5_cls": (0.003, 0.0005),
+    "dfine": (0.00002, 0.000002),
     "queries": (0.003, 0.003),
 }
 # What is set beside.  Local SGD that averages each step is the step itself where updates are linear

@@ -19,9 +19,6 @@ from tests.reference.detr_losses import (
     truth,
 )
 
-# The bins of arXiv:2410.13842, equation 3, for a = 1/2 and c = 1/4, in units of c.
-OUTWARD = [3 ** (at / 15) - 1 for at in range(1, 16)]
-BINS_R = paddle.to_tensor([-4.0, *(-x for x in reversed(OUTWARD)), 0.0, *OUTWARD, 4.0])
 STORED = json.loads(FILE.read_text(encoding="utf-8"))["cases"]
 
 
@@ -72,7 +69,8 @@ def pixels(case: Case) -> list[paddle.Tensor]:
 def test_detr_terms_and_gradients_equal_stored_torch_values(name: str) -> None:
     case, stored = CASES[name], STORED[name]
     found = refined(case)
-    loss = RTDETRLoss(RTDETRLossConfig(classification=case.classification), bins_R=BINS_R)
+    of_bins = {"up_1": paddle.to_tensor([0.5]), "reg_scale_1": paddle.to_tensor([4.0])}
+    loss = RTDETRLoss(RTDETRLossConfig(classification=case.classification), **of_bins)
     terms = dict(zip(("matched", "denoised"), loss.terms(raw(case, found), *pixels(case))))
     for kind, of_kind in terms.items():
         expected = stored["terms"].get(kind, {})

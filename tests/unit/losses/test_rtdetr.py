@@ -14,23 +14,23 @@ from ppdist.losses.boxes import aligned_giou, aligned_iou, cxcywh_to_xyxy, xyxy_
 from ppdist.losses.distillation import Teaching, Term
 from ppdist.losses.matcher import Truth, hungarian_matcher, matching_cost
 from ppdist.losses.rtdetr import DDF_TEMPERATURE, RTDETRLoss, fine_grained_localization_loss
-from ppdist.models.rtdetr import Denoised, Refined, RTDETROutputs
+from ppdist.models.rtdetr import BINS, Denoised, Refined, RTDETROutputs
 
 CLASSES, QUERIES, SIZE = 3, 12, (96, 128)
 REAL = (3, 0, 5, 1)  # boxes of four images
-BINS_R = paddle.to_tensor([-4.0, -1.5, -0.5, 0.0, 0.5, 1.5, 4.0])
+SCALE_1 = paddle.to_tensor([4.0])
 FAMILIES = ("rtdetr", "dfine")
 
 
 def criterion(family: str = "dfine", **keys: Any) -> RTDETRLoss:
-    bins_R = BINS_R if family == "dfine" else None
-    return RTDETRLoss(RTDETRLossConfig.model_validate(keys), bins_R=bins_R, scale=4.0)
+    of_bins = {"up_1": paddle.to_tensor([0.5]), "reg_scale_1": SCALE_1} if family == "dfine" else {}
+    return RTDETRLoss(RTDETRLossConfig.model_validate(keys), **of_bins)
 
 
 def refined(queries: int, in_bins: bool) -> Refined:
     boxes = paddle.uniform([len(REAL), queries, 4], min=0.2, max=0.6)
     logits = paddle.randn([len(REAL), queries, CLASSES])
-    corners = paddle.randn([len(REAL), queries, 4, len(BINS_R)]) if in_bins else None
+    corners = paddle.randn([len(REAL), queries, 4, BINS]) if in_bins else None
     for x in (logits, boxes, corners):
         if x is not None:
             x.stop_gradient = False
@@ -205,12 +205,13 @@ def test_what_evaluation_keeps_has_a_loss() -> None:
     [(-9.0, {0: 1.0}), (-1.5, {1: 1.0}), (0.125, {3: 0.75, 4: 0.25}), (9.0, {6: 1.0})],
 )
 def test_sides_learn_the_two_bins_beside_their_move(move: float, share: dict) -> None:
+    bins_R = paddle.to_tensor([-4.0, -1.5, -0.5, 0.0, 0.5, 1.5, 4.0])
     reference = np.array([0.5, 0.5, 0.4, 0.2])
     half = np.array([0.4, 0.2]) * (0.5 + move / 4)  # all four sides move outwards alike
     target = np.array([0.5, 0.5, *2 * half])
-    corners = np.random.default_rng(0).normal(size=(4, len(BINS_R)))
+    corners = np.random.default_rng(0).normal(size=(4, len(bins_R)))
     given = (paddle.to_tensor(x[None, None], "float32") for x in (corners, reference, target))
-    found = fine_grained_localization_loss(*given, BINS_R, 4.0)
+    found = fine_grained_localization_loss(*given, bins_R, SCALE_1)
     log_p = corners - np.log(np.exp(corners).sum(-1, keepdims=True))
     expected = -sum(weight * log_p[:, at].sum() for at, weight in share.items())
     assert found.item() == pytest.approx(expected, rel=1e-5)
