@@ -145,7 +145,8 @@ def test_plugin_that_fails_is_named_where_it_is_needed(
     assert first.message == (
         'model.name: "blobs" is unknown, expected one of ppyoloe, yolov5, rtdetr, yolov5_cls; the '
         "plugin bad of the installed package ppdist-broken 1.2 fails (ModuleNotFoundError: No "
-        "module named 'no_such_module'): repair the package, or switch it off with PPDIST_PLUGINS_OFF=bad"
+        "module named 'no_such_module'): repair the package, or switch it off with "
+        "PPDIST_PLUGINS_OFF=bad"
     )
     plugins.load_installed.cache_clear()
     monkeypatch.setenv(plugins.OFF_VARIABLE, "bad")
