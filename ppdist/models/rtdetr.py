@@ -280,6 +280,8 @@ class RTDETRDecoder(nn.Layer):
 
     Attributes:
         up, reg_scale: D-FINE: of `weighting`; not trained.
+        deployed_moves_R1: what `weighting` gives, once deployed: ONNX Runtime computes NaN from the
+            converted formula.
     """
 
     def __init__(self, config: RTDETRConfig, size: RTDETRSize, neck: int) -> None:
@@ -310,6 +312,7 @@ class RTDETRDecoder(nn.Layer):
         each = range(size.layers)
         self.dec_score_head = nn.LayerList([nn.Linear(width, classes) for _ in each])
         self.dec_bbox_head = nn.LayerList([MLP(width, width, width, sides) for _ in each])
+        self.deployed_moves_R1: np.ndarray | None = None
         if dfine:
             self.up = self._number(UP)
             self.reg_scale = self._number(size.reg_scale)
@@ -413,7 +416,11 @@ class RTDETRDecoder(nn.Layer):
         Source: arXiv:2410.13842, eq. 1 to 4.
         """
         outputs, preliminary, last = [], None, len(self.decoder.layers) - 1
-        moves_R1 = weighting(self.up, self.reg_scale).unsqueeze(1)
+        fixed_R1 = self.deployed_moves_R1
+        if fixed_R1 is None:
+            moves_R1 = weighting(self.up, self.reg_scale).unsqueeze(1)
+        else:
+            moves_R1 = paddle.to_tensor(fixed_R1)
         reference_BQ4, corners_BQX, before_BQD = boxes_BQ4, None, None
         for i, layer in enumerate(self.decoder.layers):
             position_BQD = self.query_pos_head(boxes_BQ4).clip(-_FARTHEST, _FARTHEST)
@@ -451,8 +458,11 @@ class RTDETRDecoder(nn.Layer):
 
     def keep_predicting(self) -> None:
         """Drops what only training uses, in place."""
-        self.denoising = None
-        del self.denoising_class_embed
+        if self.denoising is not None:
+            self.denoising = None
+            del self.denoising_class_embed
+        if self.dfine:
+            self.deployed_moves_R1 = weighting(self.up, self.reg_scale).unsqueeze(1).numpy()
         last = len(self.dec_score_head) - 1
         for i in range(last):
             self.dec_score_head[i] = nn.Identity()
