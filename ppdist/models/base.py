@@ -6,7 +6,7 @@ serves the detectors.  `freeze` and its kin mean what `train.freeze` says.
 
 import difflib
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from fnmatch import fnmatchcase
 from functools import lru_cache
 from typing import Any, ClassVar, NamedTuple
@@ -53,6 +53,35 @@ class Targets(NamedTuple):
         )
 
 
+class KeyTable(NamedTuple):
+    """Names of one implementation: our key -> what of its file makes that entry.
+
+    names: several of theirs become one of ours, joined along the outputs, as the query, key and
+        value of an attention whose projections are one matrix.
+    torch: it keeps the weights of linear layers as torch does, [out, in].
+    """
+
+    names: Mapping[str, str | tuple[str, ...]]
+    torch: bool = True
+
+    def sources(self, names: Container[str]) -> dict[str, tuple[str, ...]]:
+        """Our keys whose entries are all among these names, and those entries."""
+        parts = {key: (of,) if isinstance(of, str) else of for key, of in self.names.items()}
+        return {key: each for key, each in parts.items() if all(name in names for name in each)}
+
+    def of_backbone(self) -> "KeyTable":
+        """The same for a file with the backbone alone."""
+        start = "backbone."
+        return KeyTable(
+            {
+                key: name.removeprefix(start)
+                for key, name in self.names.items()
+                if isinstance(name, str) and key.startswith(start) and name.startswith(start)
+            },
+            self.torch,
+        )
+
+
 class ImageModel(nn.Layer):
     """Base of all models.
 
@@ -79,6 +108,8 @@ class ImageModel(nn.Layer):
             another class count leave exactly these fresh.
         rows_before_classes: how many rows stand before the C rows of classes in each group of rows
             of a class layer; a group is an anchor.
+        padded_keys: state-dict keys that torch implementations keep with one row more, the last,
+            which stands for no class.
         training_only: state-dict key prefixes of what only training uses; weights may lack it.
         init_from: pairs of state-dict key prefixes: of a part, and of the one of which it starts
             as a copy where weights lack it.  Training continues from it; predictions do not use it.
@@ -94,6 +125,7 @@ class ImageModel(nn.Layer):
     neck_keys: tuple[str, ...] = ("neck.",)
     class_layers: tuple[str, ...] = ()
     rows_before_classes: ClassVar[int] = 0
+    padded_keys: ClassVar[tuple[str, ...]] = ()
     training_only: tuple[str, ...] = ()
     init_from: tuple[tuple[str, str], ...] = ()
 
@@ -139,12 +171,8 @@ class ImageModel(nn.Layer):
         """
         return {key: key for key in self.state_dict()}
 
-    def torch_keys(self) -> tuple[dict[str, str | tuple[str, ...]], ...]:
-        """Tables of further implementations in torch: our key -> theirs.
-
-        Several of theirs become one of ours, joined along the outputs, as the query, key and value
-        of an attention whose projections are one matrix.
-        """
+    def key_tables(self) -> tuple[KeyTable, ...]:
+        """Names of further implementations, beside `official_keys`."""
         return ()
 
     def normalize(self, images_B3HW: Tensor) -> Tensor:

@@ -21,7 +21,7 @@ _DRAWS = 10  # numbers for each query: label drawn?, label, and for each side ho
 class NoisyQueries(NamedTuple):
     """Denoising queries: what the decoder is given, and what each stands for.
 
-    labels_BD: int64, class that it is told; C where the query is not used.
+    labels_BD: int64, class that it is told; 0 where the query is not used.
     boxes_BD4: cx, cy, w, h in 0..1 of the input.
     group_BD: int64, which group it belongs to; a number of its own where not used.
     target_BD, positive_BD, negative_BD, groups_B: see `Denoised`.
@@ -34,6 +34,11 @@ class NoisyQueries(NamedTuple):
     positive_BD: Tensor
     negative_BD: Tensor
     groups_B: Tensor
+
+    @property
+    def used_BD(self) -> Tensor:
+        """float32, 1 where the query is used."""
+        return self.positive_BD + self.negative_BD
 
 
 class DenoisingQueries:
@@ -68,7 +73,7 @@ class DenoisingQueries:
         own_BD = paddle.take_along_axis(targets.labels_BM.astype("int64"), target_BD, axis=1)
         other_BD = (noise_BDK[:, :, 1] * self.num_classes).astype("int64")
         labels_BD = paddle.where(noise_BDK[:, :, 0] < LABEL_NOISE, other_BD, own_BD)
-        labels_BD = paddle.where(used_BD, labels_BD, paddle.full_like(labels_BD, self.num_classes))
+        labels_BD = paddle.where(used_BD, labels_BD, paddle.zeros_like(labels_BD))
 
         index_BD4 = target_BD.unsqueeze(-1).expand([-1, -1, 4])
         box_BD4 = paddle.take_along_axis(targets.boxes_BM4 / size_4, index_BD4, axis=1)

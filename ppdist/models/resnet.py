@@ -82,12 +82,16 @@ class ResNetVd(Backbone):
     Args:
         depth: a row of `STAGE_BLOCKS`.
         first: level of the finest feature; the coarsest is 5.
+
+    Attributes:
+        blocks: of each stage.
     """
 
     finest, coarsest = 2, (5,)
 
     def __init__(self, depth: int, first: int = 3) -> None:
         super().__init__()
+        self.blocks = STAGE_BLOCKS[depth]
         bottleneck = depth >= BOTTLENECK_FROM
         stem = STAGE_CHANNELS[0]
         self.conv1 = nn.Sequential(
@@ -96,7 +100,7 @@ class ResNetVd(Backbone):
             ("conv1_3", ConvBNLayer(stem // 2, stem, 3, activation="relu")),
         )
         before, stages = stem, []
-        for channels, count in zip(STAGE_CHANNELS, STAGE_BLOCKS[depth]):
+        for channels, count in zip(STAGE_CHANNELS, self.blocks):
             blocks = []
             for i in range(count):
                 stride = 2 if i == 0 and channels != stem else 1

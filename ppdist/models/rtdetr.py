@@ -12,7 +12,7 @@ Keys are those of the originals' torch implementations, but for what `official_k
 """
 
 from collections.abc import Callable
-from itertools import pairwise
+from itertools import pairwise, product
 from typing import NamedTuple
 
 import numpy as np
@@ -30,13 +30,14 @@ from ppdist.models.attention import (
     start_xavier,
 )
 from ppdist.models.backbones import Backbone
-from ppdist.models.base import Detector, Targets, anchor_points
+from ppdist.models.base import Detector, KeyTable, Targets, anchor_points
 from ppdist.models.denoising import DenoisingQueries, NoisyQueries, attention_bias
 from ppdist.models.feature_maps import maps, passes_maps
 from ppdist.models.hgnet import HGNetv2
 from ppdist.models.hybrid_encoder import HybridEncoder
 from ppdist.models.layers import ConvBNLayer, start_uniform
 from ppdist.models.resnet import ResNetVd
+from ppdist.models.rtdetr_keys import numbered, paddle_name, torch_name, transformers_names
 
 SIZE_MULTIPLE = 32  # the coarsest stride
 REG_MAX = 32
@@ -297,9 +298,7 @@ class RTDETRDecoder(nn.Layer):
         self.denoising: DenoisingQueries | None = None
         if config.denoising:
             self.denoising = DenoisingQueries(classes, config.denoising)
-            self.denoising_class_embed = nn.Embedding(
-                classes + 1, width, padding_idx=classes, weight_attr=Normal()
-            )
+            self.denoising_class_embed = nn.Embedding(classes, width, weight_attr=Normal())
         self.enc_output = nn.Sequential(
             ("proj", nn.Linear(width, width)), ("norm", nn.LayerNorm(width))
         )
@@ -334,7 +333,7 @@ class RTDETRDecoder(nn.Layer):
         bias_B1QQ, noisy = None, None
         if targets is not None and self.denoising is not None:
             noisy = self.denoising(targets, size_4)
-            embedded_BDD = self.denoising_class_embed(noisy.labels_BD)
+            embedded_BDD = self.denoising_class_embed(noisy.labels_BD) * noisy.used_BD.unsqueeze(-1)
             content_BQD = paddle.concat([embedded_BDD.astype(content_BQD.dtype), content_BQD], 1)
             boxes_BQ4 = paddle.concat([noisy.boxes_BD4, boxes_BQ4], 1)
             bias_B1QQ = attention_bias(noisy.group_BD, selected.content_BQD.shape[1])
@@ -566,6 +565,7 @@ class RTDETR(Detector):
     class_layers = (
         "decoder.enc_score_head.", "decoder.dec_score_head.", "decoder.denoising_class_embed.",
     )  # fmt: skip
+    padded_keys = ("decoder.denoising_class_embed.weight",)
     training_only = ("decoder.denoising_class_embed.",)
 
     def __init__(self, config: RTDETRConfig) -> None:
@@ -592,19 +592,29 @@ class RTDETR(Detector):
 
     def official_keys(self) -> dict[str, str]:
         """Those of the torch implementations of RT-DETR, RT-DETRv2 and D-FINE."""
-        names = {}
-        for key in self.state_dict():
-            name = key.replace(".block.", ".").replace(".in_proj.", ".in_proj_")
-            if not (key.startswith("backbone.") and isinstance(self.backbone, HGNetv2)):
-                name = name.replace(".bn.", ".norm.")
-            if self.variant == "rtdetr":  # it numbers what the others name
-                parts = name.split(".")
-                if name.startswith(("encoder.input_proj.", "decoder.enc_output.")):
-                    place = parts.index("input_proj") + 2 if "input_proj" in parts else 2
-                    parts[place] = {"conv": "0", "proj": "0", "norm": "1"}[parts[place]]
-                name = ".".join(parts)
-            names[key] = name.replace("_mean", "running_mean").replace("_variance", "running_var")
+        names = self._torch_names()
+        if self.variant == "rtdetr":
+            return {key: numbered(name) for key, name in names.items()}
         return names
+
+    def _torch_names(self) -> dict[str, str]:
+        hgnet = isinstance(self.backbone, HGNetv2)
+        return {key: torch_name(key, hgnet) for key in self.state_dict()}
+
+    def key_tables(self) -> tuple[KeyTable, ...]:
+        """Torch's of all versions, PaddleDetection's, those of transformers."""
+        names, dfine = self._torch_names(), self.variant == "dfine"
+        tables = [KeyTable(names), KeyTable({key: numbered(each) for key, each in names.items()})]
+        hgnet = isinstance(self.backbone, HGNetv2)
+        blocks = self.backbone.blocks if isinstance(self.backbone, ResNetVd) else ()
+        tables.append(KeyTable({key: paddle_name(key, hgnet, blocks) for key in names}, False))
+        for version_4, outside in product((False, True), repeat=2):
+            theirs = {
+                key: transformers_names(name, dfine, version_4, outside)
+                for key, name in names.items()
+            }
+            tables.append(KeyTable(theirs))
+        return tuple(tables)
 
     def forward(self, images_B3HW: Tensor, targets: Targets | None = None) -> RTDETROutputs:
         """Raw outputs of normalised images.

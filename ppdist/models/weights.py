@@ -23,7 +23,7 @@ import zipfile
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple, TypeVar
+from typing import TypeVar
 
 import numpy as np
 import safetensors
@@ -32,7 +32,7 @@ from safetensors.numpy import save_file
 
 from ppdist.common.errors import WeightsError
 from ppdist.common.files import digest_of_file, make_parent, open_file, read_file
-from ppdist.models.base import ImageModel
+from ppdist.models.base import ImageModel, KeyTable
 from ppdist.models.unpickle import (
     MAX_BYTES,
     MAX_ENTRIES,
@@ -558,12 +558,12 @@ def load_weights(
     official, linear = model.official_keys(), linear_keys(model)
     tables = _key_tables(model, official)
     arrays, prefix = _without(_WRAPPED, arrays)
-    matched, ignored = _match(arrays, tables, linear)
+    matched, ignored = _match(arrays, tables, linear, model.padded_keys)
     if not matched:
         inner, more = _without(
             _WRAPPED, {key.removeprefix(_PART): value for key, value in arrays.items()}
         )
-        matched, ignored = _match(inner, tables, linear)
+        matched, ignored = _match(inner, tables, linear, model.padded_keys)
         prefix += _PART + more
     if not matched:
         raise WeightsError(
@@ -644,47 +644,29 @@ def _without(
     return arrays, taken
 
 
-class _KeyTable(NamedTuple):
-    """Names of one implementation: our key -> what of its file makes that entry.
-
-    torch: it keeps the weights of `linear_keys` as torch does, [out, in].
-    """
-
-    names: Mapping[str, str | tuple[str, ...]]
-    torch: bool
-
-    def sources(self, arrays: Mapping[str, np.ndarray]) -> dict[str, tuple[str, ...]]:
-        """Our keys whose entries are all there, and those entries."""
-        parts = {
-            key: (theirs,) if isinstance(theirs, str) else theirs
-            for key, theirs in self.names.items()
-        }
-        return {key: each for key, each in parts.items() if all(name in arrays for name in each)}
-
-
-def _key_tables(model: ImageModel, official: Mapping[str, str]) -> list[_KeyTable]:
+def _key_tables(model: ImageModel, official: Mapping[str, str]) -> list[KeyTable]:
     """The names that a file may use, ours first."""
     ours = {key: key for key in official}
-    start = "backbone."
-    alone = {key: key.removeprefix(start) for key in official if key.startswith(start)}
-    published = {f"{start}{key}": name for key, name in model.backbone.original_keys().items()}
-    return [
-        _KeyTable(ours, torch=False),
-        _KeyTable(official, torch=official != ours),
-        *(_KeyTable(names, torch=True) for names in model.torch_keys()),
-        _KeyTable(alone, torch=False),  # weights of a classifier
-        _KeyTable(published, torch=True),
+    tables = [
+        KeyTable(ours, torch=False),
+        KeyTable(official, torch=official != ours),
+        *model.key_tables(),
     ]
+    published = {f"backbone.{key}": name for key, name in model.backbone.original_keys().items()}
+    return [*tables, *(table.of_backbone() for table in tables), KeyTable(published)]
 
 
 def _match(
-    arrays: Mapping[str, np.ndarray], tables: Sequence[_KeyTable], linear: Collection[str]
+    arrays: Mapping[str, np.ndarray],
+    tables: Sequence[KeyTable],
+    linear: Collection[str],
+    padded: Collection[str],
 ) -> tuple[dict[str, np.ndarray], list[str]]:
     """Arrays by model key, in our layout, and the file keys left over.
 
     A file has the names of one implementation: that which finds most of our entries.
 
-    Args: tables: of equals the first counts; linear: see `linear_keys`.
+    Args: tables: of equals the first counts; linear: see `linear_keys`; padded: see `ImageModel`.
     """
     sources, torch = max(
         ((table.sources(arrays), table.torch) for table in tables), key=lambda each: len(each[0])
@@ -693,7 +675,8 @@ def _match(
     for key, names in sources.items():
         parts = [arrays[name] for name in names]
         whole = parts[0] if len(parts) == 1 else np.concatenate(parts)
-        matched[key] = whole.T if torch and key in linear else whole
+        whole = whole.T if torch and key in linear else whole
+        matched[key] = whole[:-1] if torch and key in padded else whole
     used = {name for names in sources.values() for name in names}
     return matched, [key for key in arrays if key not in used and not key.endswith(_BATCHES)]
 
@@ -977,6 +960,7 @@ def official_arrays_of(model: ImageModel) -> dict[str, np.ndarray]:
     result = {}
     for key, value in arrays_of(model).items():
         theirs = official[key]
+        value = np.pad(value, ((0, 1), (0, 0))) if torch and key in model.padded_keys else value
         result[theirs] = value.T if torch and key in linear else value
         if theirs != key and theirs.endswith(".running_var"):
             result[theirs.replace("running_var", _BATCHES)] = np.zeros([], np.int64)

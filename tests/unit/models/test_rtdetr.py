@@ -81,7 +81,7 @@ def test_denoising_queries_are_those_of_the_image_alone() -> None:
     assert float(both.positive_BD[1].sum() + both.negative_BD[1].sum()) == 0
     for ours, other in zip(both[:6], alone[:6]):
         np.testing.assert_array_equal(ours[0, :used].numpy(), other[0, :used].numpy())
-    assert both.labels_BD[0, used:].tolist() == [3] * (20 - used)
+    assert both.labels_BD[0, used:].tolist() == [0] * (20 - used)
 
 
 def test_near_boxes_stay_nearer_than_far_ones() -> None:

@@ -7,7 +7,7 @@ import paddle
 import pytest
 from paddle import nn
 
-from ppdist.models.base import ImageModel
+from ppdist.models.base import ImageModel, KeyTable
 from ppdist.models.weights import (
     ClassNames,
     arrays_of,
@@ -49,14 +49,14 @@ class Net(ImageModel):
         self.table = self.create_parameter([WIDTH, WIDTH])
         self.classify = nn.Linear(WIDTH, num_classes)
 
-    def torch_keys(self):
+    def key_tables(self):
         whole = {key: key for key in self.state_dict()}  # the same names, in torch's layout
         whole["query.weight"] = "query_embed.weight"
         apart = {key: f"model.{key}" for key in self.state_dict()}
         for part in ("weight", "bias"):
             names = (f"model.attention.{name}_proj.{part}" for name in "qkv")
             apart[f"attention.in_proj_{part}"] = tuple(names)
-        return whole, apart
+        return KeyTable(whole), KeyTable(apart)
 
 
 LINEAR = {"attention.in_proj_weight", "attention.out_proj.weight", "classify.weight"}
