@@ -270,6 +270,11 @@ class RTDETRConfig(Section):
         description="training: about so many noisy copies of an image's boxes are queries as well, "
         "and as many that must find nothing; 0: none",
     )
+    activation: Literal["relu", "silu"] = Field(
+        default="relu",
+        description="between the linear layers of the decoder and its heads; silu: DEIM's "
+        "(arXiv:2412.04234), which its published weights need",
+    )
     freeze_norm: bool = Field(
         default=False,
         description="the backbone's batch norms keep the statistics and weights they start with; "

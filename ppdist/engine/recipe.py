@@ -30,7 +30,7 @@ from ppdist.data.datasets.layout import VAL_FRACTION, Layout, find_layout, is_la
 
 FILE = "recipe.yml"  # in output_dir
 ASIDE = "old-*"  # in output_dir: earlier runs
-_COMMON = ("yolov5n", "yolov5s", "ppyoloe_plus_s", "ppyoloe_plus_m")  # recipes to name first
+_COMMON = ("yolov5n", "yolov5s", "ppyoloe_plus_s", "dfine_s")  # recipes to name first
 # With fewer training images a recipe for COCO is changed: 5 % of COCO, half of VOC 2007 + 2012.
 _FEW_IMAGES = 8000
 # Training from scratch saw 12,000 (PP-YOLOE) to 31,000 images (YOLOv5) of the 205 of BCCD until it

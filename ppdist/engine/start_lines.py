@@ -36,7 +36,8 @@ def model_line(config: ExperimentConfig, size: Complexity, anew: bool) -> str:
     For example `yolov5 n, 1.77 M parameters, 0.28 GFLOPs at 160 x 160, from yolov5n_coco`.
     """
     model = config.model
-    name = " ".join(filter(None, (model.name, str(getattr(model, "size", "")))))
+    words = (model.name, *(str(getattr(model, key, "")) for key in ("variant", "size")))
+    name = " ".join(dict.fromkeys(filter(None, words)))  # RT-DETR's first variant has its name
     start = f"from {Path(model.pretrained).name}" if model.pretrained else "from scratch"
     return f"{name}, {size.told(model.image_size)}, {start if anew else 'resumed'}"
 

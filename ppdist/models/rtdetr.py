@@ -170,17 +170,22 @@ class RTDETROutputs(NamedTuple):
     features: tuple[Tensor, ...] = ()
 
 
-class MLP(nn.Layer):
-    """Linear layers with ReLU between them."""
+_Activation = Callable[[Tensor], Tensor]
+ACTIVATIONS: dict[str, _Activation] = {"relu": F.relu, "silu": F.silu}
 
-    def __init__(self, *widths: int) -> None:
+
+class MLP(nn.Layer):
+    """Linear layers with an activation between them."""
+
+    def __init__(self, activation: _Activation, *widths: int) -> None:
         super().__init__()
         self.layers = nn.LayerList([nn.Linear(a, b) for a, b in pairwise(widths)])
+        self.activation = activation
 
     def forward(self, x: Tensor) -> Tensor:
         *inner, last = self.layers
         for layer in inner:
-            x = F.relu(layer(x))
+            x = self.activation(layer(x))
         return last(x)
 
 
@@ -208,10 +213,11 @@ class Gate(nn.Layer):
 
 
 class DecoderLayer(nn.Layer):
-    """Self-attention, attention to the features, two linear layers with ReLU."""
+    """Self-attention, attention to the features, two linear layers."""
 
-    def __init__(self, size: RTDETRSize, dfine: bool) -> None:
+    def __init__(self, size: RTDETRSize, dfine: bool, activation: _Activation) -> None:
         super().__init__()
+        self.activation = activation
         self.self_attn = MultiHeadAttention(size.width)
         self.norm1 = nn.LayerNorm(size.width)
         self.cross_attn = MSDeformableAttention(size.width, size.points, projected=not dfine)
@@ -235,7 +241,7 @@ class DecoderLayer(nn.Layer):
             x_BQD = self.norm2(x_BQD + seen_BQD)
         if self.gateway is not None:
             x_BQD = self.gateway(x_BQD, seen_BQD)
-        return self.norm3(x_BQD + self.linear2(F.relu(self.linear1(x_BQD))))
+        return self.norm3(x_BQD + self.linear2(self.activation(self.linear1(x_BQD))))
 
 
 class LQE(nn.Layer):
@@ -244,9 +250,9 @@ class LQE(nn.Layer):
     Source: arXiv:2410.13842; arXiv:2011.12885, section 3.3.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, activation: _Activation) -> None:
         super().__init__()
-        self.reg_conf = MLP(4 * (_QUALITY_PEAKS + 1), _QUALITY_WIDTH, 1)
+        self.reg_conf = MLP(activation, 4 * (_QUALITY_PEAKS + 1), _QUALITY_WIDTH, 1)
 
     def forward(self, logits_BQC: Tensor, corners_BQ4R: Tensor) -> Tensor:
         peaks, _ = F.softmax(corners_BQ4R, axis=-1).topk(_QUALITY_PEAKS, axis=-1)
@@ -263,10 +269,11 @@ class LQE(nn.Layer):
 class DecoderLayers(nn.Layer):
     """Decoder layers, and D-FINE's quality estimators, one for each."""
 
-    def __init__(self, size: RTDETRSize, dfine: bool) -> None:
+    def __init__(self, size: RTDETRSize, dfine: bool, activation: _Activation) -> None:
         super().__init__()
-        self.layers = nn.LayerList([DecoderLayer(size, dfine) for _ in range(size.layers)])
-        self.lqe_layers = nn.LayerList([LQE() for _ in range(size.layers)] if dfine else [])
+        each = range(size.layers)
+        self.layers = nn.LayerList([DecoderLayer(size, dfine, activation) for _ in each])
+        self.lqe_layers = nn.LayerList([LQE(activation) for _ in each] if dfine else [])
 
 
 class _Selected(NamedTuple):
@@ -303,14 +310,15 @@ class RTDETRDecoder(nn.Layer):
             ("proj", nn.Linear(width, width)), ("norm", nn.LayerNorm(width))
         )
         self.enc_score_head = nn.Linear(width, classes)
-        self.enc_bbox_head = MLP(width, width, width, 4)
-        self.query_pos_head = MLP(4, 2 * width, width)
-        self.decoder = DecoderLayers(size, dfine)
-        self.pre_bbox_head = MLP(width, width, width, 4) if dfine else None
+        act = ACTIVATIONS[config.activation]
+        self.enc_bbox_head = MLP(act, width, width, width, 4)
+        self.query_pos_head = MLP(act, 4, 2 * width, width)
+        self.decoder = DecoderLayers(size, dfine, act)
+        self.pre_bbox_head = MLP(act, width, width, width, 4) if dfine else None
         sides = 4 * BINS if dfine else 4
         each = range(size.layers)
         self.dec_score_head = nn.LayerList([nn.Linear(width, classes) for _ in each])
-        self.dec_bbox_head = nn.LayerList([MLP(width, width, width, sides) for _ in each])
+        self.dec_bbox_head = nn.LayerList([MLP(act, width, width, width, sides) for _ in each])
         self.deployed_moves_R1: np.ndarray | None = None
         if dfine:
             self.up = self._number(UP)

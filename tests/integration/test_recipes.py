@@ -10,10 +10,14 @@ import pytest
 from PIL import Image
 
 from ppdist.config import ExperimentConfig, load_config
+from ppdist.config.shipped import find_config
 from ppdist.config.study import load_study
 from ppdist.data.datasets.build import read_split
 from ppdist.distributed import comm
 from ppdist.engine.build import build_schedule_setup
+from ppdist.models import build_model
+from ppdist.models.base import weight_sizes
+from ppdist.optim.optimizer import parameter_groups
 
 REPOSITORY = Path(__file__).parents[2]
 CONFIGS = REPOSITORY / "configs"
@@ -76,6 +80,52 @@ def test_every_recipe_builds_for_any_number_of_cards(monkeypatch, world):
         assert schedule.lr_scheduler.warmup_steps <= schedule.schedule_steps // 2, path
         for step in (0, schedule.total_steps // 2, schedule.total_steps - 1):
             assert 0 < schedule.lr_scheduler(step) <= schedule.lr_scheduler.peak_lr, path
+
+
+DETRS = [path for path in SHIPPED if path.parent.name in ("rtdetr", "dfine")]
+QUICK = ("dfine_n", "rtdetr_r18", "deim_dfine_s")  # to build
+
+
+@pytest.mark.parametrize(
+    "path",
+    [path if path.name.startswith(QUICK) else pytest.param(path, marks=pytest.mark.slow)
+     for path in DETRS],
+    ids=named,
+)  # fmt: skip
+def test_groups_of_a_recipe_are_of_its_model(path):
+    config = shipped(path)
+    model = build_model(config.model)
+    grouped = parameter_groups(model, config.optimizer.groups)
+    assert all(key.startswith("backbone.") for key in grouped)
+    if config.optimizer.groups:
+        own = {key for key in grouped if key.endswith(".bn.weight")}
+        assert {*grouped} == {key for key in weight_sizes(model) if key.startswith("backbone.")}
+        dense = "deim" in path.name and config.model.size in "sm"
+        assert {grouped[key].lr_factor == 1 for key in own} == {dense}
+
+
+@pytest.mark.parametrize(
+    ("name", "epochs", "last", "rate", "batch", "backbone"),
+    [
+        ("rtdetr_r18", 72, 0, 1e-4, 16, 0.1),
+        ("rtdetrv2_r34", 120, 3, 1e-4, 16, 0.5),
+        ("dfine_n", 160, 12, 8e-4, 128, 0.5),
+        ("dfine_s", 132, 12, 2e-4, 32, 0.5),
+        ("dfine_l", 80, 8, 2.5e-4, 32, 0.05),
+        ("deim_dfine_m", 102, 12, 4e-4, 32, 0.1),
+        ("deim_dfine_x", 58, 8, 5e-4, 32, 0.01),
+    ],
+)
+def test_recipes_are_the_published(name, epochs, last, rate, batch, backbone):
+    config = load_config(find_config(name))
+    optimizer, augment = config.optimizer, config.data.augment
+    assert (config.train.epochs, augment.plain_epochs) == (epochs, last)
+    assert (optimizer.lr, optimizer.reference_batch_size) == (rate, batch)
+    assert optimizer.groups[-1].lr_factor == backbone and config.train.clip_norm == 0.1
+    assert (config.loss.classification == "mal") == (config.model.activation == "silu")
+    windows = {"deim_dfine_m": (4, 49), "deim_dfine_x": (4, 29)}
+    assert augment.mosaic_whole == (name in windows)
+    assert augment.combine_epochs == windows.get(name)
 
 
 @pytest.mark.parametrize(

@@ -58,7 +58,7 @@ def test_every_entry_says_where_from_and_for_what():
     files = [entry.file for entry in zoo().values()]
     assert len({*files}) == len(files), "the name of a file tells which it is"
     for name, entry in zoo().items():
-        assert re.fullmatch(r"https://[\w./-]+\.(pdparams|pt)", entry.url)
+        assert re.fullmatch(r"https://[\w./-]+\.(pdparams|pth?)", entry.url)
         assert entry.sha256 is None or re.fullmatch(r"[0-9a-f]{64}", entry.sha256)
         assert entry.source.home.startswith("https://") and entry.source.licence
         given = [entry.published, entry.metric, entry.protocol]
@@ -71,8 +71,11 @@ def test_every_entry_fits_a_config_and_its_protocol():
     for entry in zoo().values():
         overrides = [*entry.overrides, *(entry.protocol.overrides if entry.protocol else ())]
         config = load_config(find_config(entry.config), overrides)
-        size = re.search(r"_([tsmlx])_|yolov5([nsmlx]6?)", entry.name)
-        assert config.model.size == (size[1] or size[2])
+        size = re.search(r"_(b\d|r\d+|[tnsmlx])_|yolov5([nsmlx]6?)", entry.name)
+        named = size[1] or size[2]
+        assert config.model.size == {"b0": "s", "b2": "m", "b4": "l", "b5": "x"}.get(named, named)
+        if config.model.name == "rtdetr" and "imagenet" not in entry.name:
+            assert config.model.variant == entry.name.partition("_")[0]
         if config.model.name == "ppyoloe":
             plus = "plus" in entry.file or "obj365" in entry.file or "Netb_t" in entry.file
             assert (config.model.variant == "plus") == plus
@@ -81,6 +84,7 @@ def test_every_entry_fits_a_config_and_its_protocol():
 @pytest.mark.parametrize(
     ("name", "metric", "published"),
     [("ppyoloe_plus_s_coco", "mAP", 43.7), ("yolov5s_coco", "mAP", 37.4),
+     ("dfine_s_coco", "mAP", 48.5), ("rtdetr_r18_coco", "mAP", 46.5),
      ("ppyoloe_plus_s_objects365", "mAP50", 18.1), ("yolov5s_cls_imagenet", "top1", 71.5)],
 )  # fmt: skip
 def test_published_figures_are_the_publishers(name, metric, published):
