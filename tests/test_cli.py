@@ -74,16 +74,9 @@ def test_every_config_that_ships_says_what_it_is():
     for name in [*short_names(), *({*recipes()} - {*short_names().values()})]:
         assert re.search(rf"^{name} +\S.+", listed, re.MULTILINE), name
     row = next(line for line in listed.splitlines() if line.startswith("ppyoloe_plus_s "))
-    assert row.split() == [
-        "ppyoloe_plus_s",
-        "640",
-        "x",
-        "640",
-        "7.93",
-        "43.7",
-        "121",
-        "ppyoloe_plus_s_coco",
-    ]
+    *figures, measured, weights = row.split()
+    assert figures == ["ppyoloe_plus_s", "640", "x", "640", "7.93", "43.7"]
+    assert float(measured) > 0 and weights == "ppyoloe_plus_s_coco"
 
 
 def test_copy_of_a_shipped_study_means_the_same(monkeypatch, tmp_path):
