@@ -69,6 +69,7 @@ from ppdist.export.verify import (
     compare_kept,
     compare_raw,
     compare_rows,
+    decided,
     eager_outputs,
     largest_of,
     load_graphs,
@@ -178,12 +179,10 @@ def export_model(
     spec = spec.model_copy(update={"earlier": tuple(sorted(earlier))})
     # The check must not depend on a card's rounding.
     with device.on_cpu(), drafted(directory) as draft:
-        images = check_images(spec.input, samples)
+        eager = deployment_copy(model)
+        images = decided(eager, check_images(spec.input, samples))
         _LOGGER.info("tracing the model; %d batches to compare its files on", len(images))
-        cases = _Cases(
-            [graph_input(batch, spec) for batch in images],
-            eager_outputs(deployment_copy(model), images),
-        )
+        cases = _Cases([graph_input(batch, spec) for batch in images], eager_outputs(eager, images))
         fused = deployed(model, spec.input.normalised is not None)
         scratch = draft / ".raw"
         save_graph(RawModel(fused), scratch, spec.input)
@@ -211,8 +210,8 @@ def export_model(
                     spec = spec.model_copy(update={"openvino_int8": int8})
         shutil.rmtree(scratch)
         if validation is not None and spec.nms is not None:
-            eager = EagerPredictor(deployment_copy(model), spec.nms)
-            sample = take_sample(validation, eager, spec, sampled)
+            predict = EagerPredictor(eager, spec.nms)
+            sample = take_sample(validation, predict, spec, sampled)
             if sample is not None:
                 spec = with_accuracy(draft, spec, sample, needs_openvino)
         require_int8("ONNX Runtime", spec.onnx_int8, int8_loss)

@@ -69,6 +69,12 @@ def _heads(x_BND: Tensor) -> Tensor:
     return x_BND.reshape([0, 0, HEADS, -1]).transpose([0, 2, 1, 3])
 
 
+def length_of(x: Tensor, axis: int) -> int | Tensor:
+    """Size of an axis; of a saved graph where it is free, 0-D int64, as it will be found."""
+    known = x.shape[axis]
+    return known if known >= 0 else paddle.shape(x)[axis].astype("int64")
+
+
 class Memory(NamedTuple):
     """Feature maps of several levels as one row of cells.
 
@@ -121,11 +127,12 @@ def sample(memory: Memory, places_BQHP2: Tensor, weights_BQHP: Tensor) -> Tensor
         weights_BQHP: of the points.
     Returns: [B, Q, D]; head h gives the channels from h * D / H.
     """
-    queries, heads, points = places_BQHP2.shape[1:4]
-    place_XP2 = places_BQHP2.reshape([-1, points, 2]) * memory.size_P2 - 0.5  # X = B * Q * H
-    # On each axis two cells: the one at or before the point, and the next.
-    before_XP2 = paddle.floor(place_XP2)  # its gradient is 0
-    beyond_XP2 = place_XP2 - before_XP2
+    queries, (heads, points) = length_of(places_BQHP2, 1), places_BQHP2.shape[2:4]
+    place_XP2 = places_BQHP2.reshape([-1, points, 2]) * memory.size_P2  # X = B * Q * H
+    # On each axis two cells: the one at or before the point, and the next.  Paddle 3.3's oneDNN
+    # predictor writes the floor of a number over the number itself, which is read no more.
+    before_XP2 = paddle.floor(place_XP2 - 0.5)  # its gradient is 0
+    beyond_XP2 = place_XP2 - (before_XP2 + 0.5)
     cell_XP22 = paddle.stack([before_XP2, before_XP2 + 1], axis=-1)
     share_XP22 = paddle.stack([1 - beyond_XP2, beyond_XP2], axis=-1)
     inside_XP22 = (cell_XP22 >= 0) & (cell_XP22 < memory.size_P2.unsqueeze(-1))
@@ -139,12 +146,12 @@ def sample(memory: Memory, places_BQHP2: Tensor, weights_BQHP: Tensor) -> Tensor
     share_XP22 = share_XP22 * weights_BQHP.reshape([-1, points, 1, 1])
     # A row of [B * L * H, D / H] for each.
     cell_BQHK = cell_XP22.astype("int64").reshape([-1, queries, heads, 4 * points])
-    batch, length, width = memory.cells_BLD.shape
-    if not paddle.in_dynamic_mode():
-        batch, length = (paddle.shape(memory.cells_BLD)[axis].astype("int64") for axis in (0, 1))
+    batch, length = (length_of(memory.cells_BLD, axis) for axis in (0, 1))
+    width = memory.cells_BLD.shape[2]
     image_B111 = paddle.arange(0, batch, dtype="int64").reshape([-1, 1, 1, 1])
     head_H1 = paddle.arange(0, heads, dtype="int64").unsqueeze(1)
-    rows_BQHK = (image_B111 * length + cell_BQHK) * heads + head_H1
+    # Not (a + b) * heads: of integers that predictor forgets the factor behind a sum.
+    rows_BQHK = cell_BQHK * heads + (image_B111 * heads * length + head_H1)
     values = memory.cells_BLD.reshape([-1, width // heads])
     gathered_XKD = paddle.gather(values, rows_BQHK.flatten())
     gathered_XKD = gathered_XKD.reshape([-1, 4 * points, width // heads])

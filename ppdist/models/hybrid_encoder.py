@@ -67,13 +67,14 @@ def _positions(feature_BDHW: Tensor) -> Tensor:
         height, across = feature_BDHW.shape[2:]
         return _fixed_positions(height, across, width, str(feature_BDHW.place))
     shape = paddle.shape(feature_BDHW)
-    rate = paddle.to_tensor(_rates(width).astype("float32"))
-    y = paddle.arange(0, shape[2], dtype="float32").unsqueeze(1) * rate
-    x = paddle.arange(0, shape[3], dtype="float32").unsqueeze(1) * rate
-    rows = paddle.concat([paddle.sin(y), paddle.cos(y)], axis=1).unsqueeze(1)
-    columns = paddle.concat([paddle.sin(x), paddle.cos(x)], axis=1).unsqueeze(0)
-    both = [rows + paddle.zeros_like(columns), columns + paddle.zeros_like(rows)]
-    return paddle.concat(both, axis=2).flatten(0, 1)
+    y, x = (paddle.arange(0, shape[axis], dtype="float32") for axis in (2, 3))
+    place_N2 = paddle.stack([each.flatten() for each in paddle.meshgrid(y, x)], axis=1)
+    rate_2D = np.kron(np.eye(2), np.tile(_rates(width), 2))  # y: w w 0 0, x: 0 0 w w
+    # cos x = sin(x + pi / 2): of sin and cos of one tensor Paddle 3.3's oneDNN predictor
+    # overwrites the first with the second.
+    ahead_D = np.tile(np.repeat([0.0, np.pi / 2], width // 4), 2)
+    rate_2D, ahead_D = (paddle.to_tensor(each.astype("float32")) for each in (rate_2D, ahead_D))
+    return paddle.sin(paddle.matmul(place_N2, rate_2D) + ahead_D)
 
 
 def _rates(width: int) -> np.ndarray:
