@@ -46,6 +46,12 @@ MODELS = {
         0.0001,
         0,
     ),
+    "rtdetr": (
+        "coco",
+        "name: rtdetr, variant: rtdetr, size: r18, queries: 20, denoising: 12",
+        0.0001,
+        0,
+    ),
     "blobs": ("coco", "name: blobs", 0.0002, 1),
     "queries": ("coco", "name: queries", 0.003, 0),
     "yolov5_cls": ("folder", "name: yolov5_cls, size: n, width_multiple: 0.0625", 0.003, 0),
