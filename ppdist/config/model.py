@@ -281,6 +281,11 @@ class RTDETRConfig(Section):
         "published for r50, r101, l and x, and of use only with `pretrained`",
     )
 
+    @property
+    def network(self) -> tuple[str, ...]:
+        """What weights have to be of: those of rtdetr and rtdetrv2 are of one network."""
+        return self.name, "dfine" if self.variant == "dfine" else "rtdetr", self.size
+
     @field_validator("size")
     @classmethod
     def _of_variant(cls, size: str, info: ValidationInfo) -> str:

@@ -410,7 +410,8 @@ def _same_design(one: ModelConfig, other: ModelConfig) -> bool:
 
 def _design(model: ModelConfig) -> tuple[str, ...]:
     keys = ("name", "variant", "size", "body")
-    return tuple(getattr(model, key) for key in keys if hasattr(model, key))
+    own: tuple[str, ...] | None = getattr(model, "network", None)
+    return own or tuple(getattr(model, key) for key in keys if hasattr(model, key))
 
 
 _NO_DATA = "data"  # `data.root` of a config that is made of a card

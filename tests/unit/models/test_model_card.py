@@ -8,7 +8,7 @@ import pytest
 
 from ppdist.config import ExperimentConfig
 from ppdist.config.base import parse_plain, parse_tree
-from ppdist.config.model import PPYOLOEConfig, YOLOv5Config
+from ppdist.config.model import PPYOLOEConfig, RTDETRConfig, YOLOv5Config
 from ppdist.config.yaml import Place, tree_of
 from ppdist.engine.checkpoint import save_checkpoint
 from ppdist.models import build_model
@@ -219,6 +219,11 @@ def test_published_weights_that_may_fit_are_taken(name) -> None:
     require_fit(YOLOv5Config(size="n"), name)
 
 
+def test_both_versions_of_rtdetr_are_one_network() -> None:
+    require_fit(RTDETRConfig(variant="rtdetrv2", size="r50"), "rtdetr_r50_objects365_coco")
+    require_fit(RTDETRConfig(size="r50"), "rtdetrv2_r50_coco")
+
+
 @pytest.mark.parametrize(
     ("model", "name"),
     [
@@ -226,6 +231,7 @@ def test_published_weights_that_may_fit_are_taken(name) -> None:
         (YOLOv5Config(size="n"), "yolov5s_coco"),
         (PPYOLOEConfig(size="m"), "ppyoloe_plus_s_coco"),
         (PPYOLOEConfig(body="yolov5"), "ppyoloe_plus_s_coco"),
+        (RTDETRConfig(variant="dfine", size="l"), "rtdetr_l_coco"),
     ],
 )
 def test_published_weights_of_another_detector_are_refused(model, name) -> None:
