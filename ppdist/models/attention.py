@@ -36,9 +36,9 @@ class MultiHeadAttention(nn.Layer):
         start_xavier(self.in_proj)
 
     def forward(
-        self, x_BND: Tensor, position_BND: Tensor, bias_B1NN: Tensor | None = None
+        self, x_BND: Tensor, position_BND: Tensor, bias_BHNN: Tensor | None = None
     ) -> Tensor:
-        """Returns: [B, N, D].  Args: bias_B1NN: added to the logits, 0 or `HIDDEN`."""
+        """Returns: [B, N, D].  Args: bias_BHNN: added to the logits, 0 or `HIDDEN`."""
         weight, bias, both = self.in_proj.weight, self.in_proj.bias, 2 * self.width
         placed_BND = x_BND + position_BND
         queries, keys = F.linear(placed_BND, weight[:, :both], bias[:both]).chunk(2, axis=-1)
@@ -46,8 +46,8 @@ class MultiHeadAttention(nn.Layer):
         queries, keys, values = (_heads(each) for each in (queries, keys, values))
         scale = (self.width // HEADS) ** -0.5
         logits_BHNN = paddle.matmul(queries * scale, keys, transpose_y=True)
-        if bias_B1NN is not None:
-            logits_BHNN = logits_BHNN + bias_B1NN
+        if bias_BHNN is not None:
+            logits_BHNN = logits_BHNN + bias_BHNN
         mixed_BHND = paddle.matmul(F.softmax(logits_BHNN, axis=-1), values)
         return self.out_proj(mixed_BHND.transpose([0, 2, 1, 3]).flatten(2))
 

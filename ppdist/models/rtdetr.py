@@ -234,9 +234,9 @@ class DecoderLayer(nn.Layer):
         position_BQD: Tensor,
         boxes_BQ4: Tensor,
         memory: Memory,
-        bias_B1QQ: Tensor | None,
+        bias_BHQQ: Tensor | None,
     ) -> Tensor:
-        x_BQD = self.norm1(x_BQD + self.self_attn(x_BQD, position_BQD, bias_B1QQ))
+        x_BQD = self.norm1(x_BQD + self.self_attn(x_BQD, position_BQD, bias_BHQQ))
         seen_BQD = self.cross_attn(x_BQD + position_BQD, boxes_BQ4, memory)
         if self.norm2 is not None:
             x_BQD = self.norm2(x_BQD + seen_BQD)
@@ -284,6 +284,7 @@ class _Selected(NamedTuple):
     refined: Refined
 
 
+@passes_maps
 class RTDETRDecoder(nn.Layer):
     """Query selection, decoder layers and their heads.
 
@@ -333,22 +334,22 @@ class RTDETRDecoder(nn.Layer):
     def forward(
         self, features: list[Tensor], size_4: Tensor, targets: Targets | None
     ) -> RTDETROutputs:
-        features = [maps.for_paddle(x) for x in features]
         if len(self.input_proj):
-            features = [maps.for_paddle(conv(x)) for conv, x in zip(self.input_proj, features)]
+            features = [conv(x) for conv, x in zip(self.input_proj, features)]
+        features = [maps.for_paddle(x) for x in features]
         memory = Memory.of(features, self.points)
         selected = self._select(memory.cells_BLD, features, size_4)
         content_BQD, boxes_BQ4 = selected.content_BQD, _constant(selected.refined.boxes_BQ4)
-        bias_B1QQ, noisy = None, None
+        bias_BHQQ, noisy = None, None
         if targets is not None and self.denoising is not None:
             noisy = self.denoising(targets, size_4)
             embedded_BDD = self.denoising_class_embed(noisy.labels_BD) * noisy.used_BD.unsqueeze(-1)
             content_BQD = paddle.concat([embedded_BDD.astype(content_BQD.dtype), content_BQD], 1)
             boxes_BQ4 = paddle.concat([noisy.boxes_BD4, boxes_BQ4], 1)
-            bias_B1QQ = attention_bias(noisy.group_BD, selected.content_BQD.shape[1])
+            bias_BHQQ = attention_bias(noisy.group_BD, selected.content_BQD.shape[1])
         every = self.training or targets is not None
         refine = self._refine_distributions if self.dfine else self._refine
-        layers, preliminary = refine(content_BQD, boxes_BQ4, memory, bias_B1QQ, every)
+        layers, preliminary = refine(content_BQD, boxes_BQ4, memory, bias_BHQQ, every)
         outputs = RTDETROutputs(layers, selected.refined, size_4, preliminary)
         return outputs if noisy is None else _split(outputs, noisy)
 
@@ -380,7 +381,7 @@ class RTDETRDecoder(nn.Layer):
         x_BQD: Tensor,
         boxes_BQ4: Tensor,
         memory: Memory,
-        bias_B1QQ: Tensor | None,
+        bias_BHQQ: Tensor | None,
         every: bool,
     ) -> tuple[tuple[Refined, ...], None]:
         """RT-DETR: each layer moves the boxes of the one before.
@@ -394,7 +395,7 @@ class RTDETRDecoder(nn.Layer):
         """
         outputs, before_BQ4 = [], boxes_BQ4
         for i, layer in enumerate(self.decoder.layers):
-            x_BQD = layer(x_BQD, self.query_pos_head(boxes_BQ4), boxes_BQ4, memory, bias_B1QQ)
+            x_BQD = layer(x_BQD, self.query_pos_head(boxes_BQ4), boxes_BQ4, memory, bias_BHQQ)
             move_BQ4 = self.dec_bbox_head[i](x_BQD).astype("float32")
             moved_BQ4 = F.sigmoid(move_BQ4 + _inverse_sigmoid(boxes_BQ4))
             if every or i == len(self.decoder.layers) - 1:
@@ -410,7 +411,7 @@ class RTDETRDecoder(nn.Layer):
         x_BQD: Tensor,
         boxes_BQ4: Tensor,
         memory: Memory,
-        bias_B1QQ: Tensor | None,
+        bias_BHQQ: Tensor | None,
         every: bool,
     ) -> tuple[tuple[Refined, ...], Refined | None]:
         """D-FINE: fine-grained distribution refinement.
@@ -432,7 +433,7 @@ class RTDETRDecoder(nn.Layer):
         reference_BQ4, corners_BQX, before_BQD = boxes_BQ4, None, None
         for i, layer in enumerate(self.decoder.layers):
             position_BQD = self.query_pos_head(boxes_BQ4).clip(-_FARTHEST, _FARTHEST)
-            x_BQD = layer(x_BQD, position_BQD, boxes_BQ4, memory, bias_B1QQ)
+            x_BQD = layer(x_BQD, position_BQD, boxes_BQ4, memory, bias_BHQQ)
             logits_BQC = self.dec_score_head[i](x_BQD) if every or i == last else None
             if i == 0 and self.pre_bbox_head is not None:
                 move_BQ4 = self.pre_bbox_head(x_BQD).astype("float32")
