@@ -77,6 +77,12 @@ class ExperimentConfig(Section):
     )
 
     @property
+    def training_sizes(self) -> tuple[tuple[int, int], ...]:
+        """Every (height, width) that an image may have in training."""
+        sizes, own = self.train.multi_scale, self.model.image_size
+        return sizes if sizes and not self.data.augment.plain_epochs else (*sizes, own)
+
+    @property
     def suppression(self) -> NMSConfig:
         """`nms` as it is used.
 

@@ -245,7 +245,8 @@ class TrainConfig(Section):
     multi_scale: tuple[tuple[int, int], ...] = Field(
         default=(),
         description="Training sizes [[H, W], ...] in pixels, multiples of the largest stride; one "
-        "is drawn per step for all ranks. Empty: model.image_size.",
+        "is drawn per step for all ranks. In data.augment.plain_epochs, and empty: "
+        "model.image_size.",
     )
     freeze: Annotated[int, Field(gt=0)] | tuple[str, ...] | None = Field(
         default=None,

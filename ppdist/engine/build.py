@@ -165,7 +165,7 @@ def build_training(
         expected = estimate(
             model,
             size,
-            sizes=config.train.multi_scale or (config.model.image_size,),
+            sizes=config.training_sizes,
             moments=1 if config.optimizer.name == "momentum" else 2,
             averaged=config.train.ema.enabled,
             frozen=frozen,
@@ -504,8 +504,16 @@ def build_batch_source(
     data, pictures = config.data.model_copy(update={"augment": augment}), None
     if plots is not None and comm.is_main() and config.log.images:
         pictures = BatchPictures(plots, train_set.class_names, data, schedule, put)
-    sizes = config.train.multi_scale or (config.model.image_size,)
-    return BatchSource(train_set, data, schedule, sizes=sizes, seed=config.seed, pictures=pictures)
+    size = config.model.image_size
+    return BatchSource(
+        train_set,
+        data,
+        schedule,
+        sizes=config.train.multi_scale or (size,),
+        seed=config.seed,
+        pictures=pictures,
+        plain_size=size,
+    )
 
 
 def build_evaluator(

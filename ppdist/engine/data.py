@@ -99,10 +99,12 @@ class BatchSource:
         sizes: Sequence[tuple[int, int]],
         seed: int,
         pictures: BatchPictures | None = None,
+        plain_size: tuple[int, int] | None = None,
     ) -> None:
         """
         Args:
             sizes: (height, width) choices in pixels of multi-scale training.
+            plain_size: that of `plain_epochs`; None: they have these choices, too.
             seed: of order and augmentation.
             pictures: draws some of the batches; None: none.
         """
@@ -110,6 +112,8 @@ class BatchSource:
         self._sampling = config.sampling
         self.shared = schedule.batches
         self.follows_scores = config.sampling.name == "difficulty"
+        epochs = math.ceil(schedule.schedule_steps / schedule.steps_per_epoch)
+        plain = config.augment.plain_epochs if plain_size is not None else 0
         self._sampler = TrainSampler(
             dataset_size=len(dataset.records),
             batches=schedule.batches,
@@ -120,6 +124,8 @@ class BatchSource:
             end_step=schedule.total_steps,
             sizes=sizes,
             copies_N=copies(dataset, config.sampling, None),
+            last_from=max(0, epochs - plain) * schedule.steps_per_epoch if plain else None,
+            last_size=plain_size or sizes[0],
         )
         self._taken = self._sampler
         self._pictures = pictures
@@ -128,7 +134,7 @@ class BatchSource:
             config,
             self._sampler,
             seed=seed,
-            epochs=math.ceil(schedule.schedule_steps / schedule.steps_per_epoch),
+            epochs=epochs,
             ranks_on_host=comm.local_size(),
         )
 

@@ -95,8 +95,7 @@ def _trials(config: ExperimentConfig, job: Job, meter: Meter) -> Iterator[dict[s
     rates = LearningRates(0.0, 0.0, config.optimizer.momentum)  # weights stay
     trained = [p for p in model.parameters() if not p.stop_gradient]
     sent = sum(4 * p.size for p in trained) if job.several_ranks else 0
-    sizes = list(config.train.multi_scale or (config.model.image_size,))
-    by_area = sorted(sizes, key=lambda size: size[0] * size[1])
+    by_area = sorted({*config.training_sizes}, key=lambda size: size[0] * size[1])
     last = schedule.total_steps - 1  # perhaps with another assigner than the first step
     passes = [(by_area[-1], 0), (by_area[-1], last)]
     if len(by_area) > 1:  # the memory that other sizes leave does not always fit the largest

@@ -246,8 +246,8 @@ class TrainLoader(_Loader):
         """
         kind = ClassifyTrainSamples if config.task == "classify" else TrainSamples
         largest = (
-            max(height for height, _ in sampler.sizes),
-            max(width for _, width in sampler.sizes),
+            max(height for height, _ in sampler.every_size),
+            max(width for _, width in sampler.every_size),
         )
         reductions_N = reductions(dataset, config.augment, largest, config.resize)
         samples = kind(
@@ -261,7 +261,7 @@ class TrainLoader(_Loader):
             cache=open_cache(config.cache, dataset, reductions_N, config.cache_dir),
             storage_seconds=comm.step_storage_seconds(),
         )
-        pixels = max(height * width for height, width in sampler.sizes)
+        pixels = max(height * width for height, width in sampler.every_size)
         batches = sampler.batches
         uneven = batches.speeds is not None  # or may become so
         largest_pass = batches.images if uneven else batches.per_rank(sampler.world)

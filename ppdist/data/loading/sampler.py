@@ -36,8 +36,9 @@ class TrainSampler:
     so many, for ranks that lack the memory for it as a whole.
 
     Every rank builds one, alike but for `rank`.  `sizes`: (height, width) choices in pixels of
-    multi-scale training; one is drawn per step, the same on all ranks.  `copies_N`: how often each
-    image is expected in an epoch, see `copies`; None: once.
+    multi-scale training; one is drawn per step, the same on all ranks; from step `last_from` on it
+    is `last_size`.  `copies_N`: how often each image is expected in an epoch, see `copies`; None:
+    once.
     """
 
     dataset_size: int
@@ -50,7 +51,14 @@ class TrainSampler:
     sizes: Sequence[tuple[int, int]]
     copies_N: np.ndarray | None = None
     parts: int = 1
+    last_from: int | None = None
+    last_size: tuple[int, int] = (0, 0)
     _orders: dict[int, np.ndarray] = field(default_factory=dict, init=False)
+
+    @property
+    def every_size(self) -> tuple[tuple[int, int], ...]:
+        """Whatever `size_of` may give."""
+        return (*self.sizes, *([] if self.last_from is None else [self.last_size]))
 
     @cached_property
     def epoch_size(self) -> int:
@@ -70,6 +78,8 @@ class TrainSampler:
 
     def size_of(self, step: int) -> tuple[int, int]:
         """Height and width of every image of a step, on every rank."""
+        if self.last_from is not None and step >= self.last_from:
+            return self.last_size
         choice = keyed_generator(self.seed, _SIZE, step).integers(len(self.sizes))
         height, width = self.sizes[int(choice)]
         return height, width

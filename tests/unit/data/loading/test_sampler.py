@@ -386,3 +386,10 @@ def test_rectangular_batches_are_equal_on_any_ranks(world):
 def test_largest_inputs_come_first_to_test_memory():
     pixels = [shape[0] * shape[1] for shape, _ in batches_of(IMAGES_HW * 5, 4, 1)]
     assert pixels == sorted(pixels, reverse=True)
+
+
+def test_the_last_steps_have_one_size():
+    one = replace(sampler(20), last_from=6, last_size=(48, 80))
+    assert [one.size_of(step) for step in range(6)] == [sampler(20).size_of(s) for s in range(6)]
+    assert {one.size_of(step) for step in range(6, 20)} == {(48, 80)}
+    assert (48, 80) in one.every_size and (48, 80) not in sampler(20).every_size
