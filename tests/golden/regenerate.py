@@ -25,7 +25,7 @@ FOLDER = Path(__file__).parent
 STEPS = 20
 ATSS_STEPS = 10
 DATASET = 16  # images tiny.py derives from: 2 steps an epoch of 8
-DETECTORS = ("ppyoloe", "yolov5", "dfine")
+DETECTORS = ("ppyoloe", "yolov5", "dfine", "rtdetr")
 
 
 def golden_config(detector: str, folder: Path) -> ExperimentConfig:
@@ -36,7 +36,7 @@ def golden_config(detector: str, folder: Path) -> ExperimentConfig:
     if detector == "ppyoloe":
         overrides += ["optimizer.lr=0.01"]
         overrides += [f"loss.static_assigner_epochs={ATSS_STEPS // steps_per_epoch}"]
-    elif detector == "dfine":
+    elif detector in ("dfine", "rtdetr"):
         overrides += ["optimizer.lr=0.00002"]
     else:  # what its recipe has of its own, and decay enough to be seen
         overrides += ["optimizer.nesterov=true", "optimizer.decay_biases=false"]

@@ -12,12 +12,13 @@ from tests.golden.regenerate import ATSS_STEPS, DETECTORS, FOLDER, STEPS, golden
 # near-ties between predictions decide, and the gradient norms ten times as much.  D-FINE's losses
 # moved by up to 1.3e-4, its gradient norms by 2.4e-3.
 ATSS_TOLERANCE, TAL_TOLERANCE, NORM_FACTOR = 1e-4, 1e-3, 10
+DETRS = ("dfine", "rtdetr")
 HINT = 'if this change is wanted: python -m tests.golden.regenerate --reason "..."'
 
 
 @pytest.mark.parametrize(
     "detector",
-    [pytest.param(each, marks=pytest.mark.slow if each == "dfine" else ()) for each in DETECTORS],
+    [pytest.param(each, marks=pytest.mark.slow if each in DETRS else ()) for each in DETECTORS],
 )
 def test_twenty_losses_of_a_tiny_run_are_the_stored_ones(detector, tmp_path):
     stored = json.loads((FOLDER / f"{detector}.json").read_text(encoding="utf-8"))
@@ -25,7 +26,7 @@ def test_twenty_losses_of_a_tiny_run_are_the_stored_ones(detector, tmp_path):
     losses = golden_losses(detector, tmp_path)
     assert list(losses) == list(stored["losses"])
     tolerance = np.repeat([ATSS_TOLERANCE, TAL_TOLERANCE], [ATSS_STEPS, STEPS - ATSS_STEPS])
-    if detector == "dfine":
+    if detector in DETRS:
         tolerance[:] = TAL_TOLERANCE
     for name, values in losses.items():
         factor = NORM_FACTOR if name == "gradient_norm" else 1
