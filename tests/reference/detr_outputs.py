@@ -26,6 +26,7 @@ SHAPE = (1, 96, 128)  # images, height, width
 SEEDS = {"rtdetr_r18": 6, "dfine_m": 6}
 QUERIES, CLASSES = 30, 5
 STORED = 24  # values of each output
+OUTPUTS = 1e-4  # how far they may be off, of the largest value
 # What is added to another branch: small, or deep models overflow.
 SMALL = re.compile(
     r"branch2b\.conv\.weight|branch2c\.conv|bottlenecks\.\d\.conv2\.conv"
@@ -109,6 +110,18 @@ def stored(name: str, output: np.ndarray) -> dict[str, Any]:
     places = np.linspace(0, output.size - 1, STORED).astype(int)
     values = [output.mean(), output.std(), *output.ravel()[places]]
     return {"shape": list(output.shape), "values": [round(float(x), 6) for x in values]}
+
+
+def named(outputs: Any) -> dict[str, Any]:
+    rows = {"encoder": outputs.encoder, "preliminary": outputs.preliminary}
+    rows |= {str(i): layer for i, layer in enumerate(outputs.layers)}
+    found = {}
+    for row, refined in rows.items():
+        if refined is not None:
+            found |= {f"{row}.logits": refined.logits_BQC, f"{row}.boxes": refined.boxes_BQ4}
+            if refined.corners_BQ4R is not None:
+                found[f"{row}.corners"] = refined.corners_BQ4R
+    return found
 
 
 def part_of(key: str) -> str:

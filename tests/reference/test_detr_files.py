@@ -14,14 +14,15 @@ from ppdist.models.weights import linear_keys, load_weights, write_arrays
 from tests.reference.detr_outputs import (
     CLASSES,
     FILE,
+    OUTPUTS,
     QUERIES,
     image,
+    named,
     original_name,
     stored,
     weight_of,
 )
-from tests.reference.test_detr_outputs import OUTPUTS, named
-from tests.unit.models.test_rtdetr_weights import names_of, version_4
+from tests.unit.models.rtdetr_names import names_of, version_4
 
 THIRD = re.compile(r"(?<=self_attn\.)([qkv])_proj\.(weight|bias)$")
 

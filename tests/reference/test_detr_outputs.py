@@ -8,14 +8,16 @@ import pytest
 
 from ppdist.config.model import RTDETR_SIZES, RTDETRConfig
 from ppdist.distributed import paddle_api
-from ppdist.models.rtdetr import RTDETR, RTDETROutputs
+from ppdist.models.rtdetr import RTDETR
 from ppdist.models.weights import linear_keys
 from tests.reference.detr_outputs import (
     CASES,
     CLASSES,
     FILE,
+    OUTPUTS,
     QUERIES,
     image,
+    named,
     noise,
     stored,
     stored_gradients,
@@ -23,7 +25,7 @@ from tests.reference.detr_outputs import (
 )
 
 STORED = json.loads(FILE.read_text(encoding="utf-8"))["cases"]
-OUTPUTS, GRADIENTS = 1e-4, 1e-3  # of the largest value, and of a part's norm
+GRADIENTS = 1e-3  # of a part's norm
 FAST = ("dfine_n", "rtdetr_r18")
 
 
@@ -44,18 +46,6 @@ def build(name: str) -> RTDETR:
         if isinstance(layer, paddle.nn.BatchNorm2D):
             paddle_api.normalise_by_running(layer)
     return model
-
-
-def named(outputs: RTDETROutputs) -> dict[str, paddle.Tensor]:
-    rows = {"encoder": outputs.encoder, "preliminary": outputs.preliminary}
-    rows |= {str(i): layer for i, layer in enumerate(outputs.layers)}
-    found = {}
-    for row, refined in rows.items():
-        if refined is not None:
-            found |= {f"{row}.logits": refined.logits_BQC, f"{row}.boxes": refined.boxes_BQ4}
-            if refined.corners_BQ4R is not None:
-                found[f"{row}.corners"] = refined.corners_BQ4R
-    return found
 
 
 def test_every_size_has_a_reference() -> None:

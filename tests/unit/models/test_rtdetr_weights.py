@@ -1,12 +1,10 @@
 """Weights of RT-DETR and D-FINE as others keep them: every name, layouts, rows of classes."""
 
-import itertools
 import re
 from pathlib import Path
 
 import numpy as np
 import pytest
-import yaml
 
 from ppdist.config.model import RTDETRConfig
 from ppdist.models.rtdetr import RTDETR
@@ -20,42 +18,16 @@ from ppdist.models.weights import (
     write_arrays,
 )
 from tests.unit.models.kept import built_once
+from tests.unit.models.rtdetr_names import NAMES, names_of, version_4
 
-NAMES = yaml.safe_load(Path(__file__).with_name("rtdetr_names.yml").read_text(encoding="utf-8"))
-# Of transformers 5 to those of 4, which published files have: its conversion_mapping.py, reversed.
-TO_VERSION_4 = (
-    (r"\.o_proj\.", ".out_proj."),
-    (r"\.mlp\.fc", ".fc"),
-    (r"\.mlp\.layers\.0", ".fc1"),
-    (r"\.mlp\.layers\.1", ".fc2"),
-    (r"\.aifi\.", ".encoder."),
-)
 UNUSED = re.compile(r"anchors|valid_mask|points_scale|^decoder\.decoder\.(up|reg_scale)$")
 INSIDE_OUTSIDE = (r"model\.decoder\.", "")
 EMBEDDING = "decoder.denoising_class_embed.weight"
 
 
-def names_of(implementation: str) -> list[str]:
-    """All names that a file of the implementation has."""
-    found = []
-    for line in NAMES[implementation]:
-        for macro, text in sorted(NAMES["macros"].items(), key=lambda each: -len(each[0])):
-            line = line.replace(macro, text)
-        parts = re.split(r"\{([^}]*)\}", line)
-        choices = [[part] if i % 2 == 0 else part.split(",") for i, part in enumerate(parts)]
-        found += ["".join(each) for each in itertools.product(*choices)]
-    return found
-
-
 @built_once
 def built(variant: str, size: str, classes: int = 3) -> RTDETR:
     return RTDETR(RTDETRConfig(variant=variant, size=size, num_classes=classes, queries=12))
-
-
-def version_4(name: str) -> str:
-    for pattern, new in TO_VERSION_4:
-        name = re.sub(pattern, new, name)
-    return name
 
 
 def files_of(implementation: str) -> list[set[str]]:
