@@ -25,7 +25,7 @@ from ppdist.export.export import (
 )
 from ppdist.export.predictor import EagerPredictor
 from ppdist.export.spec import InferenceSpec, describe, validation_set
-from ppdist.export.verify import eager_outputs
+from ppdist.export.verify import decided, eager_outputs
 from ppdist.models.base import ImageModel
 from ppdist.models.weights import load_all_weights
 
@@ -41,6 +41,8 @@ MODELS = {
     "ppyoloe_plus_s_p2": "ppyoloe/ppyoloe_plus_s_p2_300e_coco.yml",
     "ppyoloe_plus_s_p6": "ppyoloe/ppyoloe_plus_s_p6_300e_coco.yml",
     "ppyoloe_plus_t_aux": "ppyoloe/ppyoloe_plus_t_auxhead_300e_coco.yml",
+    "rtdetr_r18": "rtdetr/rtdetr_r18_72e_coco.yml",
+    "dfine_n": "dfine/dfine_n_160e_coco.yml",
     "yolov5s_cls": "yolov5/yolov5s_cls_imagenet.yml",
 }
 UNTRAINED_SIZE = 320  # pixels; enough for every level to have cells, and quick
@@ -76,6 +78,7 @@ def untrained(name: str, config_file: Path, images: Sequence[np.ndarray]) -> Sub
     spec = describe(config, None)
     images_N3HW = np.stack([prepared(image, spec) for image in images])
     enliven(model, images_N3HW[:4])
+    images_N3HW = _decided(model, images_N3HW)
     if spec.nms is not None:
         scores = [outputs[0] for outputs in eager_outputs(model, batches(images_N3HW[:4], 1))]
         nms = spec.nms.model_copy(update={"score_threshold": threshold_for(scores)})
@@ -103,8 +106,14 @@ def trained(
         sample = take_sample(dataset, eager, spec, len(dataset.records))
         records = spread(read_split(config.data, "train").records)
         calibration = Pictures(readable(records, CALIBRATION, warn), spec)
-    images_N3HW = np.stack([prepared(image, spec) for image in images])
+    images_N3HW = _decided(model, np.stack([prepared(image, spec) for image in images]))
     return Subject(name, "trained", model, spec, images_N3HW, sample, calibration)
+
+
+def _decided(model: ImageModel, images_N3HW: np.ndarray) -> np.ndarray:
+    """See `decided`, of an even number of images."""
+    kept = decided(deployment_copy(model), batches(images_N3HW, 1))
+    return np.concatenate(kept[: max(2, len(kept) // 2 * 2)])
 
 
 def require_known(names: Sequence[str]) -> None:
@@ -142,7 +151,7 @@ def enliven(model: ImageModel, images_B3HW: np.ndarray) -> None:
     """
     norms = [layer for layer in model.sublayers() if isinstance(layer, nn.BatchNorm2D)]
     for layer in model.sublayers():
-        if isinstance(layer, nn.Conv2D) and not layer.weight.numpy().any():
+        if isinstance(layer, nn.Conv2D | nn.Linear) and not layer.weight.numpy().any():
             layer.weight.set_value(paddle.randn(layer.weight.shape) * 0.02)
     for layer in norms:
         layer._momentum = 0.0  # the statistics of exactly this batch
