@@ -275,11 +275,6 @@ class RTDETRConfig(Section):
         description="between the linear layers of the decoder and its heads; silu: DEIM's "
         "(arXiv:2412.04234), which its published weights need",
     )
-    freeze_norm: bool = Field(
-        default=False,
-        description="the backbone's batch norms keep the statistics and weights they start with; "
-        "published for r50, r101, l and x, and of use only with `pretrained`",
-    )
 
     @property
     def network(self) -> tuple[str, ...]:

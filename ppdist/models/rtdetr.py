@@ -22,7 +22,6 @@ from paddle import Tensor, nn
 from paddle.nn.initializer import Constant, Normal
 
 from ppdist.config.model import RTDETRConfig
-from ppdist.distributed import paddle_api
 from ppdist.models.attention import (
     Memory,
     MSDeformableAttention,
@@ -592,11 +591,6 @@ class RTDETR(Detector):
         for layer in self.sublayers():
             if isinstance(layer, _STARTED):
                 layer.start()
-        if config.freeze_norm:
-            for layer in self.backbone.sublayers():
-                if isinstance(layer, nn.BatchNorm2D):
-                    paddle_api.normalise_by_running(layer)
-                    layer.weight.stop_gradient = layer.bias.stop_gradient = True
 
     def official_keys(self) -> dict[str, str]:
         """Those of the torch implementations of RT-DETR, RT-DETRv2 and D-FINE."""

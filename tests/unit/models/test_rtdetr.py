@@ -9,7 +9,7 @@ from pydantic import ValidationError
 
 from ppdist.config.model import RTDETR_SIZES, RTDETRConfig
 from ppdist.models.attention import HIDDEN
-from ppdist.models.base import Targets
+from ppdist.models.base import Targets, freeze
 from ppdist.models.complexity import complexity
 from ppdist.models.denoising import DenoisingQueries, attention_bias
 from ppdist.models.rtdetr import BINS, RTDETR, SIZES, weighting
@@ -149,7 +149,8 @@ def test_fused_and_saved_model_predicts_the_same(variant: str, size: str, tmp_pa
 
 
 def test_stages_and_frozen_norms() -> None:
-    model = tiny(freeze_norm=True)
+    model = tiny()
+    freeze(model, ["backbone.*.bn"])
     assert list(model.stages) == [
         "backbone.stem", *(f"backbone.stages.{i}" for i in range(4)), "neck", "head",
     ]  # fmt: skip
