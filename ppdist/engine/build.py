@@ -510,9 +510,9 @@ def build_batch_source(
         data,
         schedule,
         sizes=config.train.multi_scale or (size,),
+        plain_size=size,
         seed=config.seed,
         pictures=pictures,
-        plain_size=size,
     )
 
 

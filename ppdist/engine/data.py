@@ -97,14 +97,14 @@ class BatchSource:
         config: DataConfig,
         schedule: ScheduleSetup,
         sizes: Sequence[tuple[int, int]],
+        plain_size: tuple[int, int],
         seed: int,
         pictures: BatchPictures | None = None,
-        plain_size: tuple[int, int] | None = None,
     ) -> None:
         """
         Args:
             sizes: (height, width) choices in pixels of multi-scale training.
-            plain_size: that of `plain_epochs`; None: they have these choices, too.
+            plain_size: that of `plain_epochs`.
             seed: of order and augmentation.
             pictures: draws some of the batches; None: none.
         """
@@ -112,8 +112,7 @@ class BatchSource:
         self._sampling = config.sampling
         self.shared = schedule.batches
         self.follows_scores = config.sampling.name == "difficulty"
-        epochs = math.ceil(schedule.schedule_steps / schedule.steps_per_epoch)
-        plain = config.augment.plain_epochs if plain_size is not None else 0
+        plain = config.augment.plain_epochs
         self._sampler = TrainSampler(
             dataset_size=len(dataset.records),
             batches=schedule.batches,
@@ -124,8 +123,8 @@ class BatchSource:
             end_step=schedule.total_steps,
             sizes=sizes,
             copies_N=copies(dataset, config.sampling, None),
-            last_from=max(0, epochs - plain) * schedule.steps_per_epoch if plain else None,
-            last_size=plain_size or sizes[0],
+            last_from=schedule.step_of_last(plain) if plain else None,
+            last_size=plain_size,
         )
         self._taken = self._sampler
         self._pictures = pictures
@@ -134,7 +133,7 @@ class BatchSource:
             config,
             self._sampler,
             seed=seed,
-            epochs=epochs,
+            epochs=math.ceil(schedule.schedule_steps / schedule.steps_per_epoch),
             ranks_on_host=comm.local_size(),
         )
 

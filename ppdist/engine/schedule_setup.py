@@ -213,6 +213,10 @@ class ScheduleSetup:
             )
         yield Fact("steps", self.total_steps, "steps", f"{self.total_steps}", why)
 
+    def step_of_last(self, epochs: int) -> int:
+        """The first step of the run's last so many epochs."""
+        return _step_of_last(epochs, self.schedule_steps, self.steps_per_epoch)
+
     def _of_ema(self, decay: Decay, updates: int) -> str:
         why = f"{decay.decay:g} ** {self.batch_ratio:g}, ramp "
         ramp = decay.ramp_steps
@@ -275,8 +279,8 @@ def set_up_schedule(
     restart = None
     if ema.restart_decay is not None:
         last = augment.with_epoch_scale(phase_scale).last_stage_epochs
-        first = max(0, math.ceil(schedule_steps / steps_per_epoch) - last)
-        restart = Restart(first * steps_per_epoch, Decay(ema.restart_decay, kappa, ema.ramp_steps))
+        first = _step_of_last(last, schedule_steps, steps_per_epoch)
+        restart = Restart(first, Decay(ema.restart_decay, kappa, ema.ramp_steps))
     return ScheduleSetup(
         world=world,
         batches=batches,
@@ -303,6 +307,11 @@ def set_up_schedule(
         optimizer=optimizer,
         scaled=scaled,
     )
+
+
+def _step_of_last(epochs: int, steps: int, steps_per_epoch: int) -> int:
+    """The first step of the last so many epochs of a schedule."""
+    return max(0, math.ceil(steps / steps_per_epoch) - epochs) * steps_per_epoch
 
 
 def _epoch_scale(epochs: float, total: int, reference: int, noise_scale: float | None) -> float:
