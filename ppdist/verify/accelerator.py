@@ -38,6 +38,7 @@ from ppdist.config.base import dump_yaml
 from ppdist.config.evaluate import NMSConfig
 from ppdist.data.boxes import box_iou
 from ppdist.data.datasets.synthetic import make_shapes
+from ppdist.data.loading.loader import on_device
 from ppdist.data.types import Arrays, Batch, DetectionSet
 from ppdist.distributed import comm, device, heartbeat, paddle_api
 from ppdist.distributed.store import free_ports
@@ -382,8 +383,7 @@ def losses_and_gradients(
         before = {key: weights[key] for key in trained}
         Rounding(ROUNDINGS["float32"], 0.0).move(trained, before, 0)
     loss = loss_of(config.model.name).build(config.loss, model, steps_per_epoch, reference_batch)
-    tensors = {name: paddle.to_tensor(each) for name, each in arrays.items() if name != "seeds_B"}
-    batch = Batch(**tensors, seeds_B=arrays["seeds_B"])
+    batch = Batch(**on_device(arrays))
     truth = batch.boxes_BM4, batch.labels_BM, batch.mask_BM
     model.train()
     loss.prepare(model, 0)

@@ -32,7 +32,7 @@ import socket
 import struct
 import time
 import weakref
-from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cache
@@ -214,10 +214,16 @@ def _sleep(seconds: float, alive: Callable[[], None], aborted: np.ndarray) -> No
         alive()
 
 
-def _arrays(made: WorkerBatch) -> dict[str, Any]:
-    """Copies a batch to the model's device, all but its seeds; its memory may be reused."""
-    arrays = {} if made.arrays is None else made.arrays._asdict()
+def on_device(arrays: Mapping[str, np.ndarray]) -> dict[str, Any]:
+    """What a `Batch` is made of: its arrays on the model's device, all but its seeds.
+
+    Args: arrays: see `Arrays`; their memory may be reused.
+    """
     return {name: x if name == "seeds_B" else device.put(x) for name, x in arrays.items()}
+
+
+def _arrays(made: WorkerBatch) -> dict[str, Any]:
+    return {} if made.arrays is None else on_device(made.arrays._asdict())
 
 
 class TrainLoader(_Loader):
