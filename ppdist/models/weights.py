@@ -20,7 +20,7 @@ import json
 import math
 import os
 import zipfile
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
@@ -556,14 +556,13 @@ def load_weights(
     state = model.state_dict()
     shapes = {key: tuple(value.shape) for key, value in state.items()}
     official, linear = model.official_keys(), linear_keys(model)
-    tables = _key_tables(model, official)
     arrays, prefix = _without(_WRAPPED, arrays)
-    matched, ignored = _match(arrays, tables, linear, model.padded_keys)
+    matched, ignored = _match(arrays, model, official, linear)
     if not matched:
         inner, more = _without(
             _WRAPPED, {key.removeprefix(_PART): value for key, value in arrays.items()}
         )
-        matched, ignored = _match(inner, tables, linear, model.padded_keys)
+        matched, ignored = _match(inner, model, official, linear)
         prefix += _PART + more
     if not matched:
         raise WeightsError(
@@ -644,39 +643,44 @@ def _without(
     return arrays, taken
 
 
-def _key_tables(model: ImageModel, official: Mapping[str, str]) -> list[KeyTable]:
-    """The names that a file may use, ours first."""
+def _key_tables(model: ImageModel, official: Mapping[str, str]) -> Iterator[KeyTable]:
+    """The names that a file may use, ours first; the others are made where they are asked for."""
     ours = {key: key for key in official}
-    tables = [
-        KeyTable(ours, torch=False),
-        KeyTable(official, torch=official != ours),
-        *model.key_tables(),
-    ]
+    tables = [KeyTable(ours, torch=False), KeyTable(official, torch=official != ours)]
+    yield from tables
+    more = model.key_tables()
+    yield from more
+    yield from (table.of_backbone() for table in (*tables, *more))
     published = {f"backbone.{key}": name for key, name in model.backbone.original_keys().items()}
-    return [*tables, *(table.of_backbone() for table in tables), KeyTable(published)]
+    yield KeyTable(published)
 
 
 def _match(
     arrays: Mapping[str, np.ndarray],
-    tables: Sequence[KeyTable],
+    model: ImageModel,
+    official: Mapping[str, str],
     linear: Collection[str],
-    padded: Collection[str],
 ) -> tuple[dict[str, np.ndarray], list[str]]:
     """Arrays by model key, in our layout, and the file keys left over.
 
-    A file has the names of one implementation: that which finds most of our entries.
+    A file has the names of one implementation: that which finds most of our entries, of equals
+    the first.
 
-    Args: tables: of equals the first counts; linear: see `linear_keys`; padded: see `ImageModel`.
+    Args: official: see `ImageModel.official_keys`; linear: see `linear_keys`.
     """
-    sources, torch = max(
-        ((table.sources(arrays), table.torch) for table in tables), key=lambda each: len(each[0])
-    )
+    sources, torch = dict[str, tuple[str, ...]](), False
+    for table in _key_tables(model, official):
+        found = table.sources(arrays)
+        if len(found) > len(sources):
+            sources, torch = found, table.torch
+        if len(found) == len(official):
+            break
     matched = {}
     for key, names in sources.items():
         parts = [arrays[name] for name in names]
         whole = parts[0] if len(parts) == 1 else np.concatenate(parts)
         whole = whole.T if torch and key in linear else whole
-        matched[key] = whole[:-1] if torch and key in padded else whole
+        matched[key] = whole[:-1] if torch and key in model.padded_keys else whole
     used = {name for names in sources.values() for name in names}
     return matched, [key for key in arrays if key not in used and not key.endswith(_BATCHES)]
 
