@@ -210,17 +210,16 @@ def test_resume_repairs_links_lost_to_kill(shapes, tmp_path):
 def test_second_training_into_same_folder_is_refused(shapes, tmp_path, monkeypatch):
     code = "import sys, time\nfrom pathlib import Path\nfrom ppdist.common.files import hold\n" \
            "hold(Path(sys.argv[1]))\nprint(flush=True)\ntime.sleep(300)"  # fmt: skip
-    other = subprocess.Popen(
+    with subprocess.Popen(
         [sys.executable, "-c", code, f"{tmp_path}"], cwd=ROOT, stdout=subprocess.PIPE
-    )
-    try:
-        assert other.stdout is not None and other.stdout.readline()
-        monkeypatch.setattr(files, "_LOCK_TIMEOUT_SECONDS", 0.0)
-        with raises("output_dir_in_use", str(other.pid)):
-            train(shapes, tmp_path)
-    finally:
-        other.kill()
-        other.wait()
+    ) as other:
+        try:
+            assert other.stdout is not None and other.stdout.readline()
+            monkeypatch.setattr(files, "_LOCK_TIMEOUT_SECONDS", 0.0)
+            with raises("output_dir_in_use", str(other.pid)):
+                train(shapes, tmp_path)
+        finally:
+            other.kill()
     assert {path.name for path in tmp_path.iterdir()} == {"run.lock"}  # nothing was touched
 
 
