@@ -84,11 +84,13 @@ class DetectorConfig(Section):
         needs_nms: predictions of one object overlap, so they need suppression.
         few_images: values by key that a recipe for many images takes where a set has few; its
             warm-up is then a part of the run.  Empty: the recipe as it is.
+        side_distributions: its loss compares them with a teacher's; they have a temperature.
     """
 
     task: ClassVar[Task] = "detect"
     needs_nms: ClassVar[bool] = True
     few_images: ClassVar[Mapping[str, Any]] = {}
+    side_distributions: ClassVar[bool] = True
     name: str = Field(description="detector family")
     num_classes: int = Field(default=80, ge=1, description="object classes C")
     pretrained: Pretrained = None
@@ -102,6 +104,7 @@ class PPYOLOEConfig(Section):
 
     task: ClassVar[Task] = "detect"
     few_images: ClassVar[Mapping[str, Any]] = _FEW_IMAGES
+    side_distributions: ClassVar[bool] = True
     name: Literal["ppyoloe"] = Field(default="ppyoloe", description="detector family")
     variant: Literal["crn", "plus"] = Field(
         default="plus",
@@ -170,6 +173,7 @@ class YOLOv5Config(Section):
     task: ClassVar[Task] = "detect"
     needs_nms: ClassVar[bool] = True
     few_images: ClassVar[Mapping[str, Any]] = _FEW_IMAGES
+    side_distributions: ClassVar[bool] = False
     name: Literal["yolov5"] = Field(default="yolov5", description="detector family")
     size: Literal["n", "s", "m", "l", "x", "n6", "s6", "m6", "l6", "x6"] = Field(
         default="s",
@@ -244,6 +248,7 @@ class RTDETRConfig(Section):
     task: ClassVar[Task] = "detect"
     needs_nms: ClassVar[bool] = False
     few_images: ClassVar[Mapping[str, Any]] = {}
+    side_distributions: ClassVar[bool] = False
     name: Literal["rtdetr"] = Field(default="rtdetr", description="detector family")
     variant: Literal["rtdetr", "rtdetrv2", "dfine"] = Field(
         default="rtdetr",

@@ -79,16 +79,17 @@ def _between_ranks(config: Any) -> Iterator[str]:
 
 
 def _of_teacher(config: Any) -> Iterator[str]:
-    distill, name = config.distill, config.model.name
+    distill, model = config.distill, config.model
     if distill is None:
         return
-    if config.model.task == "classify":
+    if model.task == "classify":
         yield "distill: teaches detectors, not classifiers; leave it out"
-    without = name in ("yolov5", "rtdetr")
-    if without and distill.boxes and distill.boxes.temperature is not None:
+        return
+    softened = distill.boxes and distill.boxes.temperature
+    if softened and not model.side_distributions:
         yield (
-            f"distill.boxes.temperature: {distill.boxes.temperature:g} softens distributions of "
-            f"sides, and model.name: {name} learns none from a teacher; leave it out"
+            f"distill.boxes.temperature: {softened:g} softens distributions of sides, and "
+            f"model.name: {model.name} learns none from a teacher; leave it out"
         )
 
 

@@ -85,9 +85,14 @@ class Distillation:
 class Adapters(nn.Layer):
     """Features of the student at the teacher's widths; the student's sublayer `distillation`."""
 
-    def __init__(self, widths: list[int], targets: list[int]) -> None:
-        """Args: widths, targets: channels of student and teacher, level by level."""
+    def __init__(self, compared: list[int], widths: list[int], targets: list[int]) -> None:
+        """
+        Args:
+            compared: levels of the student, by index.
+            widths, targets: channels of student and teacher in these levels.
+        """
         super().__init__()
+        self.compared = compared
         self.levels = nn.LayerList(
             [
                 # No bias: the loss is a softmax over the cells of a channel and would not see it.
@@ -97,14 +102,21 @@ class Adapters(nn.Layer):
         )
 
     def forward(self, features: list[Tensor]) -> tuple[Tensor, ...]:
-        return tuple(level(x) for level, x in zip(self.levels, features, strict=True))
+        pairs = zip(self.levels, self.compared, strict=True)
+        return tuple(level(features[index]) for level, index in pairs)
 
 
 class Unchanged(nn.Layer):
     """Passes features on unchanged: a teacher's."""
 
+    def __init__(self, compared: list[int] | None = None) -> None:
+        """Args: compared: of these levels alone."""
+        super().__init__()
+        self.compared = compared
+
     def forward(self, features: list[Tensor]) -> tuple[Tensor, ...]:
-        return tuple(features)
+        chosen = range(len(features)) if self.compared is None else self.compared
+        return tuple(features[index] for index in chosen)
 
 
 def build_distillation(
@@ -139,10 +151,16 @@ def build_distillation(
     for parameter in teacher.parameters():
         parameter.stop_gradient = True
     if teaching.features:
-        widths = _widths(student), _widths(teacher)
-        teacher.distillation = Unchanged()
+        ours, theirs = _feature_maps(student), _feature_maps(teacher)
+        cells = [each for each in ours if each in theirs]  # a D-FINE n lacks the finest level
+        if not cells:
+            raise _nothing_to_compare("student and teacher have no features of the same stride")
+        teacher.distillation = Unchanged([[*theirs].index(each) for each in cells])
         paddle.seed(seed)
-        student.distillation = Adapters(*widths)
+        student.distillation = Adapters(
+            [[*ours].index(each) for each in cells],
+            *([of[each] for each in cells] for of in (ours, theirs)),
+        )
         if fast:
             use_onednn_convolutions(student.distillation)
     own = student.distillation
@@ -202,8 +220,8 @@ def _teaching_of(config: DistillConfig) -> Teaching:
 
 
 @paddle.no_grad()
-def _widths(model: Detector) -> list[int]:
-    """Channels of the neck's features, level by level.
+def _feature_maps(model: Detector) -> dict[tuple[int, int], int]:
+    """Channels of the neck's features by (height, width) in cells, level by level.
 
     Measured by a forward pass of a black image.
     Raises: ConfigError: its outputs have none.
@@ -216,10 +234,11 @@ def _widths(model: Detector) -> list[int]:
     if training:
         model.train()
     if not found:
-        raise ConfigError(
-            "this detector gives no features to compare",
-            code="teacher_unsuitable",
-            where="distill.features",
-            fix="set it to null",
-        )
-    return [each.shape[1] for each in found]
+        raise _nothing_to_compare("this detector gives no features to compare")
+    return {(each.shape[2], each.shape[3]): each.shape[1] for each in found}
+
+
+def _nothing_to_compare(what: str) -> ConfigError:
+    return ConfigError(
+        what, code="teacher_unsuitable", where="distill.features", fix="set it to null"
+    )

@@ -10,7 +10,11 @@ from ppdist.engine.checkpoint import save_checkpoint
 from ppdist.models.weights import arrays_of
 from tests.unit.engine.tiny import freeze_statistics, init_cpu, tiny_config
 
-LARGER = {"ppyoloe": "model.width_multiple=0.25", "yolov5": "model.width_multiple=0.125"}
+LARGER = {
+    "ppyoloe": "model.width_multiple=0.25",
+    "yolov5": "model.width_multiple=0.125",
+    "dfine": "model.size=s",  # which has a level more
+}
 ALL = ("distill.logits={}", "distill.features={}", "distill.boxes={}")
 
 
@@ -29,10 +33,12 @@ def write_teacher(
         freeze_statistics(teacher)
     draw = np.random.default_rng(0)
     for key, weights in teacher.named_parameters():
-        if "pred" in key:  # says something else in every cell, and is sure of it here and there
-            bias = -2.0 if "cls" in key or "predict" in key else 0.0
+        # It says something else in every cell, and is sure of it here and there.
+        if "pred" in key or "score_head" in key:
+            bias = -2.0 if any(name in key for name in ("cls", "predict", "score")) else 0.0
             shift = bias if key.endswith("bias") else 0.0
-            width = max(1, int(np.prod(weights.shape[1:]))) ** -0.5
+            inputs = weights.shape[1:] if weights.ndim == 4 else weights.shape[:-1]
+            width = int(np.prod(inputs)) ** -0.5
             weights.set_value((shift + draw.normal(0, width, weights.shape)).astype("float32"))
     state = {"step": 1}
     text = dump_yaml(config) + more

@@ -33,15 +33,26 @@ from tests.unit.engine.tiny import (
     tiny_config,
 )
 
-FAMILIES = ("ppyoloe", "yolov5")
+FAMILIES = ("ppyoloe", "yolov5", pytest.param("dfine", marks=pytest.mark.slow))
 STEPS = 5
 TOLERANCE = 1e-5
 
 
+class Teachers(dict):
+    """Output folders of teachers by family, made where one is asked for."""
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__()
+        self.folder = folder
+
+    def __missing__(self, model: str) -> Path:
+        self[model] = write_teacher(self.folder / model, model=model)
+        return self[model]
+
+
 @pytest.fixture(scope="module")
-def teachers(tmp_path_factory) -> dict[str, Path]:
-    folder = tmp_path_factory.mktemp("teachers")
-    return {model: write_teacher(folder / model, model=model) for model in FAMILIES}
+def teachers(tmp_path_factory) -> Teachers:
+    return Teachers(tmp_path_factory.mktemp("teachers"))
 
 
 @pytest.mark.slow
@@ -110,6 +121,8 @@ def test_steps_train_student_and_keep_teacher(model, teachers, tmp_path):
         pytest.param("ppyoloe", "boxes", 5, marks=pytest.mark.slow),
         pytest.param("yolov5", "logits", 300, marks=pytest.mark.slow),
         pytest.param("yolov5", "boxes", 300, marks=pytest.mark.slow),
+        pytest.param("dfine", "logits", 300, marks=pytest.mark.slow),
+        pytest.param("dfine", "boxes", 300, marks=pytest.mark.slow),
     ],
 )
 def test_the_student_comes_to_say_what_the_teacher_says(model, name, weight, teachers, tmp_path):
@@ -182,10 +195,12 @@ SLOW = {
     "ppyoloe, the second rank without images": ("frozen", "ppyoloe", 0.03, 25, 1),
     "ppyoloe, statistics of all ranks": ("all", "ppyoloe", 0.0002, 29, 1),
 }
+QUERIES = {"dfine": ("frozen", "dfine", 0.0001, 25, 2)}
+EVERY_CASE = CASES | SLOW | QUERIES
 
 
 def train(case: str, teachers: dict[str, str]) -> dict:
-    norm, model, lr, images, micro = (CASES | SLOW)[case]
+    norm, model, lr, images, micro = EVERY_CASE[case]
     micro = micro if comm.world_size() > 1 or norm == "own" else 1
     batch = 2 if norm == "own" else IMAGES // comm.world_size() // micro
     total = batch * micro if norm == "own" else IMAGES
@@ -224,9 +239,10 @@ def train_on_ranks(argument):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("cases", [[*CASES], [*SLOW]])
+@pytest.mark.parametrize("cases", [[*CASES], [*SLOW], [*QUERIES]])
 def test_two_ranks_distill_like_one_rank(cases, teachers, record_property):
-    paths = {model: f"{path}" for model, path in teachers.items()}
+    families = {EVERY_CASE[case][1] for case in cases}
+    paths = {model: f"{teachers[model]}" for model in families}
     argument, target = [cases, paths], "tests.unit.engine.test_distillation:train_on_ranks"
     by_rank = run_on_ranks(2, target, argument, seconds=300)
     init_cpu()
@@ -296,8 +312,9 @@ def test_settings_that_mean_nothing_are_refused(tmp_path):
     nothing = [f"distill.{name}=null" for name in ("logits", "features", "boxes")]
     with raises("bad_value"):
         tiny_config(tmp_path, ["distill.teacher=x", *nothing])
-    with raises("bad_value", "distill.boxes.temperature"):
-        tiny_config(tmp_path, ["distill.teacher=x", "distill.boxes.temperature=5"], "yolov5")
+    for model in ("yolov5", "rtdetr"):
+        with raises("bad_value", "distill.boxes.temperature"):
+            tiny_config(tmp_path, ["distill.teacher=x", "distill.boxes.temperature=5"], model)
     with raises("bad_value"):
         tiny_config(tmp_path, ["distill.teacher=x"], "yolov5_cls")
     assert tiny_config(tmp_path).distill is None
