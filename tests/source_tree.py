@@ -28,3 +28,13 @@ def tree_of(path: Path) -> ast.Module:
 def nodes_of(path: Path) -> tuple[ast.AST, ...]:
     """What ast.walk gives of its tree: half a million nodes of all files, walked through once."""
     return tuple(ast.walk(tree_of(path)))
+
+
+def name_of(node: ast.AST) -> str:
+    """`a.b.c` of names and attributes; of what is not a name, such as a call, `?`."""
+    parts = []
+    while isinstance(node, ast.Attribute):
+        parts.append(node.attr)
+        node = node.value
+    parts.append(node.id if isinstance(node, ast.Name) else "?")
+    return ".".join(reversed(parts))

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.source_tree import REPOSITORY, nodes_of, sources, tree_of
+from tests.source_tree import REPOSITORY, name_of, nodes_of, sources, tree_of
 
 PROGRAMS = ("tools", "benchmarks", "tests", "__main__")
 
@@ -189,7 +189,7 @@ def test_only_distributed_touches_paddle_distributed() -> None:
         names = [*imports_of(path)]
         for node in nodes_of(path):
             if isinstance(node, ast.Attribute):
-                names.append((node.lineno, ast.unparse(node)))
+                names.append((node.lineno, name_of(node)))
         wrong += [
             f"{path.relative_to(REPOSITORY)}:{line}: {name}"
             for line, name in names
@@ -215,8 +215,8 @@ def private_names(path: Path) -> Iterator[tuple[int, str]]:
         if isinstance(node, ast.Attribute):
             if re.match("_[^_]", node.attr):
                 yield node.lineno, node.attr
-            if node.attr in ("base", "core") and ast.unparse(node) in PADDLES_INSIDE:
-                yield node.lineno, ast.unparse(node)
+            if node.attr in ("base", "core") and name_of(node) in PADDLES_INSIDE:
+                yield node.lineno, name_of(node)
 
 
 def given_names(path: Path) -> Iterator[str]:
@@ -228,7 +228,7 @@ def given_names(path: Path) -> Iterator[str]:
             continue
         elif isinstance(node, ast.Name):
             yield node.id
-        elif isinstance(node, ast.Attribute) and ast.unparse(node.value) in ("self", "cls"):
+        elif isinstance(node, ast.Attribute) and name_of(node.value) in ("self", "cls"):
             yield node.attr
 
 

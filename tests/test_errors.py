@@ -4,7 +4,7 @@ import ast
 import json
 import pickle
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import pytest
@@ -12,7 +12,7 @@ import pytest
 from ppdist.common import process
 from ppdist.common.errors import ConfigError, Failure, LaunchError, RankError, UserError, failure_of
 from tests.source_tree import REPOSITORY as ROOT
-from tests.source_tree import sources, tree_of
+from tests.source_tree import nodes_of, sources, tree_of
 from tools.docs import Site, error_table, sites
 
 # Here an error is made of what has its code already: of a file, or of another process.
@@ -59,10 +59,10 @@ def is_error(node: ast.AST) -> bool:
     return name in ("error", "failure", "exception", "problem", "caught", "refused", "e")
 
 
-def decisions(tree: ast.AST) -> Iterator[tuple[int, ast.AST]]:
+def decisions(nodes: Sequence[ast.AST]) -> Iterator[tuple[int, ast.AST]]:
     """Comparisons that look into a text: the line and the function they are in."""
-    found = [node for node in ast.walk(tree) if decides(node)]
-    for function in ast.walk(tree) if found else ():
+    found = [node for node in nodes if decides(node)]
+    for function in nodes if found else ():
         if isinstance(function, ast.FunctionDef):
             inside = set(ast.walk(function))
             yield from ((node.lineno, function) for node in found if node in inside)
@@ -86,7 +86,7 @@ def test_no_program_decides_by_a_sentence() -> None:
     found = {
         f"{path}:{line}"
         for path in sources().values()
-        for line, function in decisions(tree_of(path))
+        for line, function in decisions(nodes_of(path))
         if (str(path.relative_to(ROOT)), function.name) != _FOREIGN
     }
     assert not found
@@ -103,7 +103,7 @@ def test_no_program_decides_by_a_sentence() -> None:
     ],
 )
 def test_a_decision_by_a_sentence_is_found(line: str) -> None:
-    assert list(decisions(ast.parse(f"def decide():\n    {line}")))
+    assert list(decisions(tuple(ast.walk(ast.parse(f"def decide():\n    {line}")))))
 
 
 def test_the_text_is_where_what_and_fix() -> None:

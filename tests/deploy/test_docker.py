@@ -170,6 +170,7 @@ def same_copies(*of_files: list[tuple[str, str]]) -> list[tuple[str, str]]:
     return first
 
 
+@pytest.mark.slow
 def test_a_training_image_builds_our_wheel_from_what_it_has_copied(
     sent: Path, tmp_path: Path
 ) -> None:

@@ -74,6 +74,7 @@ def of_two_models(project: Path) -> list[object]:
     return ["--model", *models, "--factors", 2, 1, "--scales", "1,1.5", "--flip"]
 
 
+@pytest.mark.slow
 def test_models_sizes_and_flips_give_one_coco_result(project: Path, fused: Path) -> None:
     scores = json.loads((fused / "scores.json").read_text())
     views = ["64x64", "64x64 mirrored", "96x96", "96x96 mirrored"]

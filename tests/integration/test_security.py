@@ -2,13 +2,13 @@
 
 import ast
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
 import pytest
 
 from ppdist.common.process import printable
-from tests.source_tree import REPOSITORY, sources, tree_of
+from tests.source_tree import REPOSITORY, name_of, nodes_of, sources
 
 # Names that run what they read, or put files where their content says.
 FORBIDDEN = {
@@ -61,13 +61,12 @@ def dotted(nodes: Iterable[ast.AST]) -> dict[str, str]:
     return names
 
 
-def calls(module: ast.Module) -> Iterator[tuple[ast.Call, str]]:
+def calls(nodes: Sequence[ast.AST]) -> Iterator[tuple[ast.Call, str]]:
     """Every call, with the full name of what is called as far as imports tell."""
-    nodes = tuple(ast.walk(module))
     known = dotted(nodes)
     for node in nodes:
         if isinstance(node, ast.Call):
-            first, _, rest = ast.unparse(node.func).partition(".")
+            first, _, rest = name_of(node.func).partition(".")
             name = known.get(first, first)
             yield node, f"{name}.{rest}" if rest else name
 
@@ -76,7 +75,7 @@ def dangers() -> list[tuple[str, str, str]]:
     """(module, what, file:line)"""
     found = []
     for module, path in sources().items():
-        for node, name in calls(tree_of(path)):
+        for node, name in calls(nodes_of(path)):
             where = f"{path.relative_to(REPOSITORY)}:{node.lineno}"
             owner, _, method = name.rpartition(".")
             foreign = owner and not name.startswith("ppdist.")  # our all_gather_object is JSON
@@ -119,7 +118,9 @@ def test_every_exception_is_still_needed() -> None:
 def test_the_search_finds_what_it_looks_for(line: str, monkeypatch, tmp_path: Path) -> None:
     path = REPOSITORY / "ppdist" / "made_up.py"
     monkeypatch.setattr("tests.integration.test_security.sources", lambda: {"ppdist.made_up": path})
-    monkeypatch.setattr("tests.integration.test_security.tree_of", lambda path: ast.parse(line))
+    monkeypatch.setattr(
+        "tests.integration.test_security.nodes_of", lambda path: tuple(ast.walk(ast.parse(line)))
+    )
     assert dangers()
 
 
@@ -128,9 +129,9 @@ def test_listening_sockets_match_documented_table() -> None:
     found = {
         module
         for module, path in sources().items()
-        for node, name in calls(tree_of(path))
+        for node, name in calls(nodes_of(path))
         if name == "socket.create_server"
-        or (name.endswith(".listen") and "socket" in dotted(ast.walk(tree_of(path))))
+        or (name.endswith(".listen") and "socket" in dotted(nodes_of(path)))
     }
     assert found == {
         "ppdist.launch.connection",

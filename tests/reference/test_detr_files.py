@@ -39,7 +39,7 @@ def value_of(key: str, variant: str, shape: tuple[int, ...]) -> np.ndarray | Non
 
 
 @pytest.mark.parametrize("rename", [str, version_4])
-@pytest.mark.parametrize("name", ["dfine_n", "rtdetr_r18"])
+@pytest.mark.parametrize("name", ["dfine_n", pytest.param("rtdetr_r18", marks=pytest.mark.slow)])
 def test_a_file_of_transformers_computes_the_same(tmp_path: Path, name: str, rename) -> None:
     variant, size = name.split("_")
     model = RTDETR(

@@ -26,7 +26,7 @@ from tests.reference.detr_outputs import (
 
 STORED = json.loads(FILE.read_text(encoding="utf-8"))["cases"]
 GRADIENTS = 1e-3  # of a part's norm
-FAST = ("dfine_n", "rtdetr_r18")
+FAST = ("dfine_n",)
 
 
 def build(name: str) -> RTDETR:

@@ -10,7 +10,6 @@ from pathlib import Path
 
 import pytest
 
-from ppdist.common import files
 from ppdist.common.errors import ConfigError
 from ppdist.common.files import hold, is_held
 from tests.errors import raises
@@ -43,13 +42,12 @@ def holder(tmp_path):
     os.kill(child, signal.SIGKILL)
 
 
-def test_second_training_is_refused_until_first_dies(holder, tmp_path, monkeypatch):
+def test_second_training_is_refused_until_first_dies(holder, tmp_path):
     process, child = holder
-    monkeypatch.setattr(files, "_LOCK_TIMEOUT_SECONDS", 0.2)
     told = rf"another training writes there \(process {process.pid} on host .+ since \d{{4}}-"
     assert is_held(tmp_path / "run") and not is_held(tmp_path)
     with pytest.raises(ConfigError, match=told):
-        hold(tmp_path / "run")
+        hold(tmp_path / "run", seconds=0.2)
     process.send_signal(signal.SIGKILL)
     process.wait()
     assert Path(f"/proc/{child}").exists()  # the copy has not taken the lock over

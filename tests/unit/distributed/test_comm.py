@@ -139,6 +139,7 @@ def test_messages_are_of_so_many_bytes_whatever_the_type():
         assert sizes == [most] * (8 // most)
 
 
+@pytest.mark.slow
 def test_rank_ended_by_another_prints_nothing():
     waiting = (
         "import time; from ppdist.distributed import comm; "

@@ -59,6 +59,7 @@ def five_steps(shapes, tmp_path_factory):
 RESTARTS = ("data.augment.plain_epochs=1", "train.ema.restart_decay=0.5", "train.ema.ramp_steps=2")
 
 
+@pytest.mark.slow
 def test_an_average_that_restarted_resumes_bit_for_bit(shapes, tmp_path):
     """Of nine steps, the last three are the last stage: on its border, and within."""
     whole = tmp_path / "whole"

@@ -33,7 +33,7 @@ def recipe(name: str, folder: Path, *overrides: str) -> ExperimentConfig:
     ("name", "overrides", "limit"),
     [
         ("ppyoloe", (), 300),
-        ("yolov5", (), 300),
+        pytest.param("yolov5", (), 300, marks=pytest.mark.slow),
         pytest.param("yolov5", ("optimizer.layer_decay=0.8",), 300, marks=pytest.mark.slow),
         pytest.param("ppyoloe", ("optimizer.name=adamw",), 550, marks=pytest.mark.slow),
     ],

@@ -103,9 +103,7 @@ RESUMED = {
 @pytest.mark.parametrize(
     "case",
     [
-        each
-        if each in ("the fastest", "a classifier with dropout")
-        else pytest.param(each, marks=pytest.mark.slow)
+        each if each == "the fastest" else pytest.param(each, marks=pytest.mark.slow)
         for each in RESUMED
     ],
 )

@@ -215,7 +215,7 @@ def test_second_training_into_same_folder_is_refused(shapes, tmp_path, monkeypat
     ) as other:
         try:
             assert other.stdout is not None and other.stdout.readline()
-            monkeypatch.setattr(files, "_LOCK_TIMEOUT_SECONDS", 0.0)
+            monkeypatch.setattr(files.hold, "__defaults__", (0.0,))  # seconds to wait
             with raises("output_dir_in_use", str(other.pid)):
                 train(shapes, tmp_path)
         finally:

@@ -63,7 +63,11 @@ def without_nms(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return exported_detector(tmp_path_factory, nms_in_graph=False)
 
 
-@pytest.mark.parametrize("onednn", [True, False], ids=["with oneDNN", "without oneDNN"])
+@pytest.mark.parametrize(
+    "onednn",
+    [True, pytest.param(False, marks=pytest.mark.slow)],
+    ids=["with oneDNN", "without oneDNN"],
+)
 @pytest.mark.parametrize("kind", ["with_nms", pytest.param("without_nms", marks=pytest.mark.slow)])
 def test_the_exported_model_keeps_the_boxes_of_eager(
     model: PPYOLOE, kind: str, onednn: bool, request: pytest.FixtureRequest
@@ -268,7 +272,11 @@ def export_until(directory: Path, stop_at: int, *, kill: bool) -> bool:
 @pytest.mark.parametrize(
     "kill", [True, pytest.param(False, marks=pytest.mark.slow)], ids=["killed", "failed"]
 )
-@pytest.mark.parametrize("earlier", [True, False], ids=["over an earlier", "into a new folder"])
+@pytest.mark.parametrize(
+    "earlier",
+    [pytest.param(True, marks=pytest.mark.slow), False],
+    ids=["over an earlier", "into a new folder"],
+)
 def test_interrupted_export_is_whole_or_absent_for_the_next(
     kill: bool, earlier: bool, tmp_path: Path, with_nms: Path
 ) -> None:

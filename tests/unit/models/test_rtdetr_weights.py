@@ -46,7 +46,16 @@ def files_of(implementation: str) -> list[set[str]]:
     return files
 
 
-@pytest.mark.parametrize("implementation", [name for name in NAMES if name != "macros"])
+@pytest.mark.parametrize(
+    "implementation",
+    [
+        name
+        if name in ("torch_dfine_n", "paddle_rtdetr_r18", "transformers_dfine_n")
+        else pytest.param(name, marks=pytest.mark.slow)
+        for name in NAMES
+        if name != "macros"
+    ],
+)
 def test_every_name_of_a_file_fills_a_weight(implementation: str) -> None:
     _, variant, size = implementation.split("_")
     model = built(variant, size)
@@ -139,7 +148,7 @@ def test_rows_of_classes_are_found_by_name(tmp_path: Path) -> None:
         np.testing.assert_array_equal(after[1], before[1])
 
 
-@pytest.mark.parametrize("table", [TORCH, PADDLE])
+@pytest.mark.parametrize("table", [pytest.param(TORCH, marks=pytest.mark.slow), PADDLE])
 def test_a_classifier_fills_the_backbone(tmp_path: Path, table: int) -> None:
     model = built("rtdetr", "r18")
     wanted = filled(model, 0)

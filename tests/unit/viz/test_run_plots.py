@@ -245,8 +245,10 @@ def test_a_broken_part_costs_its_picture(tmp_path, caplog):
 @pytest.mark.parametrize(
     "text",
     [
-        *(pytest.param(each, marks=pytest.mark.slow) for each in ("", "[]", "{", "\x00")),
-        '{"class_names": 3}',
+        *(
+            pytest.param(each, marks=pytest.mark.slow)
+            for each in ("", "[]", "{", "\x00", '{"class_names": 3}')
+        ),
         "[" * 100_000,
     ],
 )
