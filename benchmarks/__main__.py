@@ -7,6 +7,8 @@ python -m benchmarks WHAT [-c cfg.yml] [-o k=v ...]
            takes by package
   runtimes the same for four models of 640 pixels, with 1 and 2 threads, and the mAP that each
            runtime reaches, on a set that they learn by heart before (--steps); no -c
+  models   CPU time of a prediction by models of several families, with fresh weights and on one
+           thread, beside that of YOLOv5 s; no -c
   coco     seconds of COCO's numbers on a made-up set (--images), beside pycocotools; no -c
   checkpoint
            how long a checkpoint blocks training, what writing it beside the steps takes, and what
@@ -22,7 +24,7 @@ from typing import Any
 
 from benchmarks.checkpoint import measure_saving
 from benchmarks.coco import measure_coco
-from benchmarks.inference import measure_runtimes
+from benchmarks.inference import measure_models, measure_runtimes
 from benchmarks.startup import measure_startup
 from ppdist.benchmark.step import machine
 from ppdist.cli import add_config, script_of
@@ -40,7 +42,9 @@ def parse() -> argparse.Namespace:
     add_config(parser, required=False)
     parser.add_argument("--steps", type=at_least(1), default=200, help="runtimes: learned (200)")
     parser.add_argument(
-        "--repeats", type=at_least(1), help="coco (1), startup (3), checkpoint (5), runtimes (10)"
+        "--repeats",
+        type=at_least(1),
+        help="coco (1), startup (3), checkpoint (5), models, runtimes (10)",
     )
     parser.add_argument(
         "--processes", type=at_least(1), nargs="+", default=[1, 2], help="startup: on so many each"
@@ -98,7 +102,17 @@ def runtimes(arguments: argparse.Namespace, scratch: Path) -> dict[str, Any]:
     return measure_runtimes(scratch, steps=arguments.steps, rounds=arguments.repeats or 10)
 
 
-MEASURES = {"checkpoint": checkpoint, "startup": startup, "coco": coco, "runtimes": runtimes}
+def models(arguments: argparse.Namespace, scratch: Path) -> dict[str, Any]:
+    return measure_models(scratch, rounds=arguments.repeats or 10)
+
+
+MEASURES = {
+    "checkpoint": checkpoint,
+    "startup": startup,
+    "coco": coco,
+    "models": models,
+    "runtimes": runtimes,
+}
 
 if __name__ == "__main__":
     process.run(main)

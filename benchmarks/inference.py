@@ -1,7 +1,8 @@
-"""Milliseconds and mAP of exported models in every CPU runtime, interleaved.
+"""Milliseconds and mAP of exported models in every CPU runtime, and models beside each other.
 
-Each model learns a few drawn images by heart, so that mAP says something; their boxes are labelled
-with 3 of 80 classes, as many as COCO's, so that milliseconds say something, too.
+Interleaved.  `measure_runtimes`: each model learns a few drawn images by heart, so that mAP says
+something; their boxes are labelled with 3 of 80 classes, as many as COCO's, so that milliseconds
+say something, too.
 """
 
 import json
@@ -15,13 +16,14 @@ from ppdist.benchmark.latency import measure_predictors, pictures_of, predictors
 from ppdist.common import process
 from ppdist.config import ExperimentConfig, load_config
 from ppdist.config.base import parse_plain
+from ppdist.config.runtime import Backend
 from ppdist.data.datasets.build import read_split
 from ppdist.data.datasets.synthetic import make_shapes
 from ppdist.distributed import device
 from ppdist.engine.build import build_model
 from ppdist.export.export import Pictures, export_model, precision_on, take_sample
-from ppdist.export.predictor import EagerPredictor
-from ppdist.export.spec import describe
+from ppdist.export.predictor import EagerPredictor, Predictor
+from ppdist.export.spec import InferenceSpec, describe
 from ppdist.models.weights import checkpoint_of, load_weights
 
 MODELS = (  # recipe, learning rate at which it learns the images
@@ -31,9 +33,20 @@ MODELS = (  # recipe, learning rate at which it learns the images
     ("ppyoloe_plus_s_80e_coco", 0.005),
 )
 THREADS = (1, 2)
+# Beside each other, the first being what the others are compared with.
+BESIDE = (
+    "yolov5s_300e_coco",
+    "yolov5n_300e_coco",
+    "ppyoloe_plus_s_80e_coco",
+    "dfine_n_160e_coco",
+    "dfine_s_132e_coco",
+    "rtdetr_r18_72e_coco",
+)
 _CLASSES, _LEARNED_SIZE, _MEASURED_SIZE = 80, 96, 640
 _IMAGES = 8
+_THRESHOLD = 0.25  # as deployed: above it a handful of boxes, not thousands
 _FIRST = "ONNX Runtime"  # what the others are compared with
+_RUNTIMES: tuple[Backend, ...] = ("onnx", "openvino")
 _TOO_SLOW = ("Paddle Inference",)  # without oneDNN
 
 
@@ -53,6 +66,36 @@ def measure_runtimes(scratch: Path, *, steps: int, rounds: int) -> dict[str, Any
     for recipe, lr in MODELS:
         report[recipe] = _measure(_config(recipe, data, steps, lr), scratch / recipe, rounds)
         process.say(f"{recipe}: {json.dumps(report[recipe])}")  # the rest may take an hour
+    return report
+
+
+def measure_models(scratch: Path, *, rounds: int) -> dict[str, Any]:
+    """Times BESIDE with fresh weights on one thread, in ONNX Runtime and OpenVINO.
+
+    Nothing scores enough to be suppressed: what suppression takes of a trained model is not in it.
+
+    Args: rounds: see `measure_predictors`.
+    Returns: the runtimes' versions, and of each runtime what `measure_predictors` does by recipe.
+    """
+    report: dict[str, Any] = {"versions": _versions()}
+    specs = {}
+    with device.on_cpu():
+        for recipe in BESIDE:
+            config = load_config(recipe, ["model.pretrained=null"])
+            spec = _at_size(describe(config, None), _LEARNED_SIZE)
+            exported = export_model(build_model(config), scratch / recipe, spec, ("onnx",))
+            specs[recipe] = exported.spec
+            process.say(f"{recipe}: exported in {exported.seconds:.0f} s")
+        spec = _at_size(spec, _MEASURED_SIZE)
+        for backend in _RUNTIMES:
+            found: dict[str, Predictor] = {}
+            for recipe, each in specs.items():
+                for predict in predictors_of(None, scratch / recipe, each, 1, (backend,)).values():
+                    found.setdefault(recipe, predict)  # the first: float32
+            if found:
+                report[backend] = measure_predictors(
+                    found, spec, pictures_of(None), batch=1, threads=1, rounds=rounds
+                )
     return report
 
 
@@ -81,8 +124,7 @@ def _measure(config: ExperimentConfig, folder: Path, rounds: int) -> dict[str, A
         accuracy = {"eager": sample.mAP}
         for name, predict in predictors_of(None, exported, spec, 1).items():
             accuracy[name] = precision_on(sample, predict, spec)
-        size = (_MEASURED_SIZE, _MEASURED_SIZE)
-        large = spec.model_copy(update={"input": spec.input.model_copy(update={"size": size})})
+        large = _at_size(spec, _MEASURED_SIZE)
         taken = {}
         for threads in THREADS:
             found = predictors_of(None, exported, spec, threads)
@@ -93,6 +135,17 @@ def _measure(config: ExperimentConfig, folder: Path, rounds: int) -> dict[str, A
                 ordered, large, pictures_of(None), batch=1, threads=threads, rounds=rounds
             )
     return {"mAP": accuracy, **taken}
+
+
+def _at_size(spec: InferenceSpec, side: int) -> InferenceSpec:
+    """The spec with square inputs of that side, pixels, and the threshold of a deployed model."""
+    assert spec.nms is not None
+    return spec.model_copy(
+        update={
+            "input": spec.input.model_copy(update={"size": (side, side)}),
+            "nms": spec.nms.model_copy(update={"score_threshold": _THRESHOLD}),
+        }
+    )
 
 
 def _config(recipe: str, data: Path, steps: int, lr: float) -> ExperimentConfig:
@@ -109,7 +162,7 @@ def _config(recipe: str, data: Path, steps: int, lr: float) -> ExperimentConfig:
         "epochs": steps, "batch_size_per_card": 8, "clip_norm": 10.0,
         "ema": {"decay": 0.9},
     }  # fmt: skip
-    tree["nms"]["score_threshold"] = 0.25  # as deployed: above it a handful of boxes, not thousands
+    tree["nms"]["score_threshold"] = _THRESHOLD
     tree["optimizer"] = {"name": "adamw", "lr": lr, "weight_decay": 0.0}
     tree["schedule"] = {"warmup_epochs": 2}
     tree["evaluate"] = {"every_epochs": 1000}
