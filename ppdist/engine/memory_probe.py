@@ -107,8 +107,8 @@ def _trials(config: ExperimentConfig, job: Job, meter: Meter) -> Iterator[dict[s
             result = step(drawn, range(job.micro_batches), number, rates, False, Clock())
             if result.ran_out:
                 raise MemoryError(f"no memory for {batch} images")
-        if kept is None:  # one to roll back to, one being written
-            kept = [capture_state(step, TrainState(), schedule) for _ in range(2)]
+            if kept is None:  # one to roll back to, one being written, beside later steps
+                kept = [capture_state(step, TrainState(), schedule) for _ in range(2)]
         yield {kind: used + sent for kind, used in meter.peak().items()}
 
 

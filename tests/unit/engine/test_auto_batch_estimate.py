@@ -134,6 +134,8 @@ MEASURED = {
     "YOLOv5 n, 320": ("yolov5/yolov5n_300e_coco", 8, (320, 320)),
     "YOLOv5 s, 416": ("yolov5/yolov5s_300e_coco", 4, (416, 416)),
     "YOLOv5 s classifier, 224": ("yolov5/yolov5s_cls_imagenet", 8, (224, 224)),
+    "D-FINE n, 320": ("dfine/dfine_n_160e_coco", 4, (320, 320)),
+    "RT-DETR r18, 320": ("rtdetr/rtdetr_r18_72e_coco", 2, (320, 320)),
 }
 
 
