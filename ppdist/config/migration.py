@@ -208,9 +208,10 @@ def _of_model(value: str) -> str:
     """What `model=yolov5n.pt` is in `ppdist train`."""
     path = PurePath(value)
     name = path.stem if path.suffix in (".pt", ".yaml", ".yml") else value
+    name = name.replace("-", "_")  # rtdetr-l
     if find_config(name) == name:  # none that ships
-        known = "`--model yolov5n`, `--model ppyoloe_plus_s`, ... (ppdist config list)"
-        return f"ppdist trains YOLOv5 and PP-YOLOE: {known}"
+        known = "`--model yolov5n`, `--model dfine_s`, ... (ppdist config list)"
+        return f"ppdist trains YOLOv5, PP-YOLOE, RT-DETR and D-FINE: {known}"
     start = f" --weights {name}_coco" if path.suffix == ".pt" else ""
     return f"write `DATA --model {name}{start}`"
 
@@ -255,7 +256,7 @@ def refuse_file(tree: Node, path: str) -> None:
     lines = [answer_key((name,), keys[name]) for name in theirs]
     raise ConfigError(
         "is a configuration of PaddleDetection, which ppdist does not read:\n  "
-        + "\n  ".join([*lines, "its PP-YOLOE recipes are shipped: `ppdist config list`"]),
+        + "\n  ".join([*lines, "its PP-YOLOE and RT-DETR recipes ship: `ppdist config list`"]),
         code="paddledetection_config",
         where=path,
         fix="copy configs/examples/my_data.yml, or `ppdist train DATA --model ppyoloe_plus_s`",
