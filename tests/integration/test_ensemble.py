@@ -34,6 +34,7 @@ MODELS = {
     "ppyoloe": "ppyoloe, depth_multiple: 0.33, width_multiple: 0.125",
     "yolov5": "yolov5, size: n, width_multiple: 0.0625",
 }
+QUERIES = {"dfine": "rtdetr, variant: dfine, size: n, queries: 20"}
 
 
 @pytest.fixture(scope="module")
@@ -41,13 +42,19 @@ def project(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """data/ of 5 + 5 images, and of each model NAME.yml and three files of fresh weights."""
     folder = tmp_path_factory.mktemp("ensemble")
     make_shapes(folder / "data", train=5, val=5, size=64, seed=0)
-    for name, described in MODELS.items():
-        file = folder / f"{name}.yml"
-        file.write_text(CONFIG.format(folder=folder, name=described), encoding="utf-8")
-        for seed in range(3):
-            model = build_model(load_config(str(file), [f"seed={seed}"]))
-            paddle.save(model.state_dict(), str(folder / f"{name}{seed}.pdparams"))
+    for name in MODELS:
+        write_models(folder, name, 3)
     return folder
+
+
+def write_models(folder: Path, name: str, count: int) -> None:
+    """NAME.yml and so many files of fresh weights."""
+    file = folder / f"{name}.yml"
+    described = (MODELS | QUERIES)[name]
+    file.write_text(CONFIG.format(folder=folder, name=described), encoding="utf-8")
+    for seed in range(count):
+        model = build_model(load_config(str(file), [f"seed={seed}"]))
+        paddle.save(model.state_dict(), str(folder / f"{name}{seed}.pdparams"))
 
 
 def run(*arguments: object) -> None:
@@ -87,6 +94,19 @@ def test_models_sizes_and_flips_give_one_coco_result(project: Path, fused: Path)
     for image in range(1, 6):
         of_image = [entry["score"] for entry in found if entry["image_id"] == image]
         assert 0 < len(of_image) <= 300 and of_image == sorted(of_image, reverse=True)
+
+
+@pytest.mark.slow
+def test_queries_and_cells_are_fused(project: Path) -> None:
+    write_models(project, "dfine", 1)
+    both, out = [pair(project, name) for name in ("yolov5", "dfine")], project / "both"
+    run("fuse", "--model", *both, "--flip", "--scales", "1,1.5", "--out", out)
+    members = json.loads((out / "scores.json").read_text())["members"]
+    assert [member["name"].split("/")[-1] for member in members[4:]] == [
+        f"dfine0.pdparams {view}" for view in ("64x64", "64x64 mirrored", "96x96", "96x96 mirrored")
+    ]
+    found = json.loads((out / "detections.json").read_text())
+    assert {entry["image_id"] for entry in found} == {1, 2, 3, 4, 5}
 
 
 @pytest.mark.slow  # tests/ensemble has two ranks that fuse, without models
