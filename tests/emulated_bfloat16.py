@@ -23,10 +23,12 @@ def rounded(x):
 
 
 class Convolution:
+    kernels = onednn.Convolution
+
     def __init__(self, *shapes_and_settings):
         *settings, dtype, x_dtype, y_dtype = shapes_and_settings
         assert dtype == "bfloat16"
-        self.inner = inner = onednn.Convolution(*settings)
+        self.inner = inner = self.kernels(*settings)
         self.x, self.y, self.has_bias = inner.x, inner.y, inner.has_bias
         shapes = [(tuple(each.shape), each.block) for each in (inner.x_given, inner.y_given)]
         self.w_shape = inner.w_shape
@@ -53,6 +55,10 @@ class Convolution:
     def data_gradient(self, dy, weight):
         dx = self.inner.data_gradient(wide(dy), wide(rounded(weight)))
         return rounded(dx).astype(self.x_given.dtype)
+
+
+class Linear(Convolution):
+    kernels = onednn.Linear
 
 
 class BatchNorm:

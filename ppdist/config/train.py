@@ -287,8 +287,8 @@ class TrainConfig(Section):
     ema: EMAConfig = Field(default=EMAConfig(), description="Averaged weights.")
     cpu_convolutions: Annotated[Literal["auto", "plain"], OnResume.FREE] = Field(
         default="auto",
-        description="On CPU only. auto: oneDNN convolutions when they pass a self-check against "
-        "eager at start-up; plain: Paddle's eager ones.",
+        description="On CPU only. auto: oneDNN computes convolutions, linear layers, layer norm "
+        "and attention when it passes a self-check against eager at start-up; plain: Paddle does.",
     )
 
     @field_validator("freeze", mode="before")

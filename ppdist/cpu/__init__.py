@@ -1,1 +1,1 @@
-"""oneDNN kernels for convolutions: C interface, layers, switch."""
+"""oneDNN kernels: C interface, layers, switch."""

@@ -2,11 +2,12 @@
 
 Every layer takes feature maps in Paddle's layout or in oneDNN's (feature_maps.py).  `ConvBNLayer`
 and `RepConv` output oneDNN's if `keeps_layout` says that every consumer accepts it; any other
-`nn.Conv2D` outputs Paddle's.  Each class only overrides `forward` of its plain base class, so that
+`nn.Conv2D` outputs Paddle's.  Each class only overrides methods of its plain base class, so that
 changing the class of a built layer switches it (switch.py).  Layers without a oneDNN kernel, other
 dtypes and other kinds of batch norm run as before.
 """
 
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -18,6 +19,7 @@ from ppdist.cpu import onednn, precision
 from ppdist.cpu.feature_maps import contiguous, dtype_of, layout_of
 from ppdist.cpu.precision import Kernels
 from ppdist.distributed import paddle_api
+from ppdist.models.attention import HEADS, MultiHeadAttention
 from ppdist.models.feature_maps import maps
 from ppdist.models.layers import ConvBNLayer, RepConv
 
@@ -67,7 +69,7 @@ def _only(gradients: Sequence[Tensor | None], needs: Sequence[bool]) -> tuple[Te
 
 
 class _Convolve(PyLayer):
-    """Convolution with or without bias."""
+    """Convolution or linear layer, with or without bias."""
 
     @staticmethod
     def forward(ctx, x_given, weight, bias, conv, needs):
@@ -95,6 +97,95 @@ class OneDNNConv2D(nn.Conv2D):
             return _paddles_own(super().forward, maps.to_plain(x))
         inputs = (x, self.weight, self.bias)
         return _Convolve.apply(*inputs, conv, _needs(*inputs))
+
+
+def _linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor | None:
+    """x w + b as float32; None: oneDNN does not compute it."""
+    kernels, rows = precision.current(), math.prod(x.shape[:-1])
+    if not kernels.take(dtype_of(x)) or dtype_of(weight) != "float32" or not rows:
+        return None
+    shape, outputs = (rows, x.shape[-1]), weight.shape[1]
+    kernel = kernels.find(
+        "Linear", shape, tuple(weight.shape), bias is not None, kernels.dtype, dtype_of(x),
+        "float32",
+    )  # fmt: skip
+    if kernel is None:
+        return None
+    inputs = (x.reshape(shape), contiguous(weight), bias)
+    return _Convolve.apply(*inputs, kernel, _needs(*inputs)).reshape([*x.shape[:-1], outputs])
+
+
+class OneDNNLinear(nn.Linear):
+    """nn.Linear on oneDNN; outputs float32."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = _linear(x, self.weight, self.bias)
+        return super().forward(x) if y is None else y
+
+
+class _NormalizeRows(PyLayer):
+    @staticmethod
+    def forward(ctx, x, scale_D, shift_D, kernel):
+        x, ctx.needs = contiguous(x), _needs(x, scale_D, shift_D)
+        y, *statistics = kernel.forward(x, scale_D, shift_D)
+        ctx.save_for_backward(scale_D, shift_D)
+        ctx.kept = kernel, x, statistics
+        return y.reshape(x.shape)
+
+    @staticmethod
+    def backward(ctx, dy):
+        kernel, x, statistics = ctx.kept
+        dx, *others = kernel.gradient(x, *ctx.saved_tensor(), *statistics, contiguous(dy))
+        return _only((dx.reshape(x.shape), *others), ctx.needs)
+
+
+class OneDNNLayerNorm(nn.LayerNorm):
+    """nn.LayerNorm of the last axis on oneDNN, in float32."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        affine = self.weight is not None and self.bias is not None
+        if not affine or list(self.weight.shape) != x.shape[-1:] or dtype_of(x) != "float32":
+            return super().forward(x)
+        rows = math.prod(x.shape[:-1])
+        form = (rows, x.shape[-1], paddle_api.epsilon(self))
+        kernel = precision.FLOAT32.find("LayerNorm", *form) if rows else None
+        if kernel is None:
+            return super().forward(x)
+        return _NormalizeRows.apply(x, self.weight, self.bias, kernel)
+
+
+class _Attend(PyLayer):
+    @staticmethod
+    def forward(ctx, q, k, v, bias, kernel):
+        ctx.needs = _needs(q, k, v, bias)
+        q, k, v = (contiguous(each) for each in (q, k, v))
+        y, shares = kernel.forward(q, k, v, bias)
+        ctx.kept = kernel, q, k, v, shares
+        return y
+
+    @staticmethod
+    def backward(ctx, dy):
+        kernel, *inputs = ctx.kept
+        return _only((*kernel.gradient(*inputs, contiguous(dy)), None)[: len(ctx.needs)], ctx.needs)
+
+
+class OneDNNMultiHeadAttention(MultiHeadAttention):
+    """MultiHeadAttention on oneDNN; its products are float32."""
+
+    def project(self, x_BND: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+        y = _linear(x_BND, weight, bias)
+        return super().project(x_BND, weight, bias) if y is None else y
+
+    def attend(
+        self, queries_BND: Tensor, keys_BND: Tensor, values_BND: Tensor, bias_BHNN: Tensor | None
+    ) -> Tensor:
+        each, kernel = (queries_BND, keys_BND, values_BND), None
+        learned = bias_BHNN is not None and not bias_BHNN.stop_gradient
+        if not learned and all(dtype_of(x) == "float32" for x in each) and 0 not in each[0].shape:
+            kernel = precision.FLOAT32.find("Attention", tuple(queries_BND.shape), HEADS)
+        if kernel is None:
+            return super().attend(*each, bias_BHNN)
+        return _Attend.apply(*each, bias_BHNN, kernel)
 
 
 class _Branch:

@@ -35,6 +35,7 @@ _CPU, _IN_ORDER, _ANY = 1, 1, 1
 _DATA_TYPES = {"float32": (3, 4), "bfloat16": (2, 2)}  # oneDNN's number, bytes
 _FORWARD_TRAINING, _FORWARD_INFERENCE, _BACKWARD = 64, 96, 128
 _CONVOLUTION_DIRECT, _POOLING_MAX, _POOLING_MEAN, _NEAREST = 0x1, 0x1FF, 0x3FF, 0x2FFF0
+_SOFTMAX = 0x30000
 _TAGS = {8: (102, b"aBcd8b"), 16: (78, b"aBcd16b")}  # by channels of a block
 BLOCKS = (0, *_TAGS)  # for any number of channels that they divide
 # By the value of `model.activation`: eltwise algorithm, alpha, beta.
@@ -56,6 +57,7 @@ _Q_SRC, _Q_DIFF_SRC, _Q_WEIGHTS, _Q_DIFF_WEIGHTS, _Q_DST, _Q_DIFF_DST, _Q_WORKSP
 _SRC, _DST, _WEIGHTS, _BIAS, _MEAN, _VARIANCE, _A_SCALE, _A_SHIFT = 1, 17, 33, 41, 49, 50, 51, 52
 _D_SRC, _D_DST, _D_WEIGHTS, _D_BIAS, _D_SCALE, _D_SHIFT = 129, 145, 161, 169, 255, 256
 _WORKSPACE, _FIRST_OF_MANY = 64, 1024
+_TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3  # of mallopt
 
 
 class OneDNNError(RuntimeError):
@@ -102,6 +104,7 @@ class Library:
         self.stream = c_void_p()
         self.check(self.c.dnnl_stream_create(byref(self.stream), self.engine, _IN_ORDER), "stream")
         _let_threads_sleep(folder)
+        _keep_memory()
 
     def check(self, status: int, what: str) -> None:
         if status != 0:
@@ -120,6 +123,18 @@ def _let_threads_sleep(folder: Path) -> None:
     """
     for file in folder.glob("libiomp5.so*"):
         ctypes.CDLL(str(file)).kmp_set_blocktime(c_int(1))
+
+
+def _keep_memory() -> None:
+    """Lets the process keep memory that a step frees, for the next step.
+
+    The C library returns blocks above 32 MB, and what lies free on top, to the kernel, which then
+    clears every page again: a tenth of a step of RT-DETR.
+    """
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)  # glibc has it, musl does not
+    if mallopt is not None:
+        for limit in (_TRIM_THRESHOLD, _MMAP_THRESHOLD):
+            mallopt(limit, 2**31 - 1)
 
 
 @cache
@@ -173,6 +188,14 @@ def plain(shape: Sequence[int], dtype: str = "float32") -> Descriptor:
     return layout(tuple(shape), 0, dtype)
 
 
+def _strided(shape: Sequence[int], strides: Sequence[int], dtype: str = "float32") -> Descriptor:
+    handle = _create(
+        "memory_desc_create_with_strides", len(shape), _dims(shape), _DATA_TYPES[dtype][0],
+        _dims(strides),
+    )  # fmt: skip
+    return Descriptor(handle, shape, dtype)
+
+
 @cache
 def layout(shape: tuple[int, ...], block: int, dtype: str = "float32") -> Descriptor:
     """The layout of tensors [B, C / block, H, W, block].
@@ -187,11 +210,7 @@ def layout(shape: tuple[int, ...], block: int, dtype: str = "float32") -> Descri
         for axis in reversed(order):
             strides[axis] = step
             step *= shape[axis]
-        handle = _create(
-            "memory_desc_create_with_strides", len(shape), _dims(shape), _DATA_TYPES[dtype][0],
-            _dims(strides),
-        )  # fmt: skip
-        result = Descriptor(handle, shape, dtype)
+        result = _strided(shape, strides, dtype)
     result.block, result.tensor_shape = block, list(shape)
     if block:
         batch, channels, height, width = shape
@@ -209,6 +228,9 @@ def _tagged(shape: Sequence[int], tag: int, dtype: str = "float32") -> c_void_p:
 def _named(chosen: Descriptor) -> Descriptor:
     """The equal layout from `layout`, if there is one without padding."""
     shape = tuple(chosen.shape)
+    if len(shape) == 2:
+        rows = plain(shape, chosen.dtype)
+        return rows if rows.equals(chosen) else chosen
     if len(shape) != 4:
         return chosen
     blocks = [block for block in _TAGS if shape[1] % block == 0]
@@ -287,86 +309,52 @@ class Reorder:
         return buffer if self.primitive is None else self.primitive(buffer)[0]
 
 
-class Convolution:
-    """The kernels of a convolution of one shape, with reorders.
+class _Weighted:
+    """The kernels of an operation with weights, with reorders.
 
-    Args:
-        x_shape [B, C, H, W]; w_shape [O, C / groups, kh, kw]; stride, padding, dilation [y, x].
-        x_block: layout of x and of its gradient; see `layout`.
-        keeps_layout: whether y and its gradient are in oneDNN's layout, if that has a name; else
-            row-major.
-        dtype: of the kernels; they sum products of bfloat16 in float32, and parameters and their
-            gradients are always float32.
-        x_dtype, y_dtype: dtypes of x and y outside the kernels.
     Attributes:
         x, y: the layouts of the kernel; x_given, y_given: those outside.
-    Raises: OneDNNError: oneDNN has no kernel for it.
+        w_shape: of the parameter.
     """
 
     def __init__(
-        self, x_shape: Sequence[int], w_shape: Sequence[int], stride: Sequence[int],
-        padding: Sequence[int], dilation: Sequence[int], groups: int, has_bias: bool,
-        x_block: int = 0, keeps_layout: bool = False,
-        dtype: str = "float32", x_dtype: str = "float32", y_dtype: str = "float32",
+        self, described: Sequence[c_void_p], inside: Sequence[Descriptor],
+        outside: Sequence[Descriptor], weight: Descriptor, w_shape: Sequence[int],
+        bias: Descriptor | None,
     ) -> None:  # fmt: skip
-        batch, _, *size = x_shape
-        windows = zip(size, padding, dilation, w_shape[2:], stride, strict=True)
-        y_size = [(n + 2 * p - d * (k - 1) - 1) // s + 1 for n, p, d, k, s in windows]
-        y_shape = [batch, w_shape[0], *y_size]
-        grouped = list(w_shape) if groups == 1 else [groups, w_shape[0] // groups, *w_shape[1:]]
-        self.w_shape, self.has_bias = list(w_shape), has_bias
-        bias, w_plain = plain([w_shape[0]]), plain(grouped)
-        x_any, w_any, y_any = (_tagged(s, _ANY, dtype) for s in (x_shape, grouped, y_shape))
-        bias_handle = bias.handle if has_bias else None
-        pads = _dims(padding)
-        window = (_dims(stride), _dims([d - 1 for d in dilation]), pads, pads)
-        direct = _CONVOLUTION_DIRECT
-        forward = _describe(
-            "convolution_forward", _FORWARD_TRAINING, direct, x_any, w_any, bias_handle, y_any,
-            *window,
-        )  # fmt: skip
-        self.x = _layout(forward, _Q_SRC, x_shape, dtype)
-        self.y = _layout(forward, _Q_DST, y_shape, dtype)
-        to_data = None  # in the layouts of the forward kernel, which saves two reorders
-        with suppress(OneDNNError):
-            to_data = _describe(
-                "convolution_backward_data", direct, self.x.handle, w_any, self.y.handle, *window,
-                forward,
-            )  # fmt: skip
-        if to_data is None or not _is_compiled(to_data):  # in those that the kernel prefers
-            to_data = _describe(
-                "convolution_backward_data", direct, x_any, w_any, y_any, *window, forward
-            )
-        to_weight = _describe(
-            "convolution_backward_weights", direct, x_any, _tagged(grouped, _ANY), bias_handle,
-            y_any, *window, forward,
-        )  # fmt: skip
-
-        w_forward = _layout(forward, _Q_WEIGHTS, grouped, dtype)
+        """
+        Args:
+            described: forward, gradient of the data, gradient of the weight.
+            inside, outside: layouts of x and y.
+            weight, bias: layouts of the parameters.
+        """
+        forward, to_data, to_weight = described
+        (self.x, self.y), (self.x_given, self.y_given) = inside, outside
+        self.w_shape, self.has_bias = list(w_shape), bias is not None
+        x_shape, y_shape, dtype = self.x.shape, self.y.shape, self.x.dtype
+        biases = [] if bias is None else [bias]
+        w_forward = _layout(forward, _Q_WEIGHTS, weight.shape, dtype)
         self._forward = _Primitive(
             forward,
-            [(_SRC, self.x), (_WEIGHTS, w_forward)] + [(_BIAS, bias)] * has_bias,
+            [(_SRC, self.x), (_WEIGHTS, w_forward), *((_BIAS, each) for each in biases)],
             [(_DST, self.y)],
         )
-        w_data = _layout(to_data, _Q_WEIGHTS, grouped, dtype)
+        w_data = _layout(to_data, _Q_WEIGHTS, weight.shape, dtype)
         dx = _layout(to_data, _Q_DIFF_SRC, x_shape, dtype)
         dy_data = _layout(to_data, _Q_DIFF_DST, y_shape, dtype)
         self._data = _Primitive(to_data, [(_D_DST, dy_data), (_WEIGHTS, w_data)], [(_D_SRC, dx)])
         x_weight = _layout(to_weight, _Q_SRC, x_shape, dtype)
         dy_weight = _layout(to_weight, _Q_DIFF_DST, y_shape, dtype)
-        dw = _layout(to_weight, _Q_DIFF_WEIGHTS, grouped)
+        dw = _layout(to_weight, _Q_DIFF_WEIGHTS, weight.shape)
         self._weight = _Primitive(
             to_weight,
             [(_SRC, x_weight), (_D_DST, dy_weight)],
-            [(_D_WEIGHTS, dw)] + [(_D_BIAS, bias)] * has_bias,
+            [(_D_WEIGHTS, dw), *((_D_BIAS, each) for each in biases)],
         )
-        self.x_given = layout(tuple(x_shape), x_block, x_dtype)
-        block = self.y.block if keeps_layout else 0
-        self.y_given = layout(tuple(y_shape), block or 0, y_dtype)
         self.x_in = Reorder(self.x_given, self.x)
         self.y_in, self.y_out = Reorder(self.y_given, self.y), Reorder(self.y, self.y_given)
-        self._w_in, self._w_data_in = Reorder(w_plain, w_forward), Reorder(w_plain, w_data)
-        self._dw_out = Reorder(dw, w_plain)
+        self._w_in, self._w_data_in = Reorder(weight, w_forward), Reorder(weight, w_data)
+        self._dw_out = Reorder(dw, weight)
         self._x_to_weight, self._dx_out = Reorder(self.x, x_weight), Reorder(dx, self.x_given)
         self._y_to_weight, self._y_to_data = Reorder(self.y, dy_weight), Reorder(self.y, dy_data)
 
@@ -382,6 +370,99 @@ class Convolution:
     def data_gradient(self, dy: Tensor, weight: Tensor) -> Tensor:
         """Buffer in layout `self.x_given` from one in layout `self.y`."""
         return self._dx_out(self._data(self._y_to_data(dy), self._w_data_in(weight))[0])
+
+
+class Convolution(_Weighted):
+    """The kernels of a convolution of one shape, with reorders.
+
+    Args:
+        x_shape [B, C, H, W]; w_shape [O, C / groups, kh, kw]; stride, padding, dilation [y, x].
+        x_block: layout of x and of its gradient; see `layout`.
+        keeps_layout: whether y and its gradient are in oneDNN's layout, if that has a name; else
+            row-major.
+        dtype: of the kernels; they sum products of bfloat16 in float32, and parameters and their
+            gradients are always float32.
+        x_dtype, y_dtype: dtypes of x and y outside the kernels.
+    Raises: OneDNNError: oneDNN has no kernel for it.
+    """
+
+    def __init__(
+        self, x_shape: Sequence[int], w_shape: Sequence[int], stride: Sequence[int],
+        padding: Sequence[int], dilation: Sequence[int], groups: int, has_bias: bool,
+        x_block: int = 0, keeps_layout: bool = False,
+        dtype: str = "float32", x_dtype: str = "float32", y_dtype: str = "float32",
+    ) -> None:  # fmt: skip
+        batch, _, *size = x_shape
+        windows = zip(size, padding, dilation, w_shape[2:], stride, strict=True)
+        y_size = [(n + 2 * p - d * (k - 1) - 1) // s + 1 for n, p, d, k, s in windows]
+        y_shape = [batch, w_shape[0], *y_size]
+        grouped = list(w_shape) if groups == 1 else [groups, w_shape[0] // groups, *w_shape[1:]]
+        bias = plain([w_shape[0]])
+        x_any, w_any, y_any = (_tagged(s, _ANY, dtype) for s in (x_shape, grouped, y_shape))
+        bias_handle = bias.handle if has_bias else None
+        pads = _dims(padding)
+        window = (_dims(stride), _dims([d - 1 for d in dilation]), pads, pads)
+        direct = _CONVOLUTION_DIRECT
+        forward = _describe(
+            "convolution_forward", _FORWARD_TRAINING, direct, x_any, w_any, bias_handle, y_any,
+            *window,
+        )  # fmt: skip
+        x = _layout(forward, _Q_SRC, x_shape, dtype)
+        y = _layout(forward, _Q_DST, y_shape, dtype)
+        to_data = None  # in the layouts of the forward kernel, which saves two reorders
+        with suppress(OneDNNError):
+            to_data = _describe(
+                "convolution_backward_data", direct, x.handle, w_any, y.handle, *window,
+                forward,
+            )  # fmt: skip
+        if to_data is None or not _is_compiled(to_data):  # in those that the kernel prefers
+            to_data = _describe(
+                "convolution_backward_data", direct, x_any, w_any, y_any, *window, forward
+            )
+        to_weight = _describe(
+            "convolution_backward_weights", direct, x_any, _tagged(grouped, _ANY), bias_handle,
+            y_any, *window, forward,
+        )  # fmt: skip
+        block = y.block if keeps_layout else 0
+        outside = (
+            layout(tuple(x_shape), x_block, x_dtype), layout(tuple(y_shape), block or 0, y_dtype),
+        )  # fmt: skip
+        super().__init__(
+            (forward, to_data, to_weight), (x, y), outside, plain(grouped), w_shape,
+            bias if has_bias else None,
+        )  # fmt: skip
+
+
+class Linear(_Weighted):
+    """The kernels of x w + b, rows of numbers times a matrix.
+
+    Args:
+        x_shape [R, K]; w_shape [K, N], as Paddle keeps it; the others as of `Convolution`.
+    Raises: OneDNNError: oneDNN has no kernel for it.
+    """
+
+    def __init__(
+        self, x_shape: Sequence[int], w_shape: Sequence[int], has_bias: bool,
+        dtype: str = "float32", x_dtype: str = "float32", y_dtype: str = "float32",
+    ) -> None:  # fmt: skip
+        (rows, width), outputs = x_shape, w_shape[1]
+        turned, bias = [outputs, width], plain([outputs])
+        x, y = plain(x_shape, dtype), plain([rows, outputs], dtype)
+        bias_handle = bias.handle if has_bias else None
+        any_weight = _tagged(turned, _ANY, dtype)
+        forward = _describe(
+            "inner_product_forward", _FORWARD_TRAINING, x.handle, any_weight, bias_handle, y.handle
+        )
+        to_data = _describe("inner_product_backward_data", x.handle, any_weight, y.handle, forward)
+        to_weight = _describe(
+            "inner_product_backward_weights", x.handle, _tagged(turned, _ANY), bias_handle,
+            y.handle, forward,
+        )  # fmt: skip
+        super().__init__(
+            (forward, to_data, to_weight), (x, y),
+            (plain(x_shape, x_dtype), plain([rows, outputs], y_dtype)),
+            _strided(turned, [1, outputs]), w_shape, bias if has_bias else None,
+        )  # fmt: skip
 
 
 class BatchNorm:
@@ -421,6 +502,89 @@ class BatchNorm:
     ) -> list[Tensor]:
         """dx, dscale_C, dshift_C of `train`.  Args: in_place: dx may overwrite dy."""
         return self._back(x, scale, mean, variance, dy, into=dy if in_place else None)
+
+
+class LayerNorm:
+    """Normalisation of each row of numbers [R, D]."""
+
+    def __init__(self, rows: int, width: int, epsilon: float) -> None:
+        x, per_row, per_column = plain([rows, width]), plain([rows]), plain([width])
+        form = (per_row.handle, c_float(epsilon), _SCALE | _SHIFT)
+        forward = _describe(
+            "layer_normalization_forward", _FORWARD_TRAINING, x.handle, x.handle, *form
+        )
+        back = _describe(
+            "layer_normalization_backward", _BACKWARD, x.handle, x.handle, x.handle, *form, forward
+        )
+        scale, shift, dscale, dshift = (
+            (argument, per_column) for argument in (_A_SCALE, _A_SHIFT, _D_SCALE, _D_SHIFT)
+        )
+        mean, variance = (_MEAN, per_row), (_VARIANCE, per_row)
+        self._forward = _Primitive(forward, [(_SRC, x), scale, shift], [(_DST, x), mean, variance])
+        self._back = _Primitive(
+            back,
+            [(_SRC, x), scale, shift, mean, variance, (_D_DST, x)],  # oneDNN insists on shift
+            [(_D_SRC, x), dscale, dshift],
+        )
+
+    def forward(self, x: Tensor, scale: Tensor, shift: Tensor) -> list[Tensor]:
+        """y, mean_R, variance_R."""
+        return self._forward(x, scale, shift)
+
+    def gradient(self, x: Tensor, *others: Tensor) -> list[Tensor]:
+        """dx, dscale_D, dshift_D.  Args: others: scale_D, shift_D, mean_R, variance_R, dy."""
+        return self._back(x, *others)
+
+
+class Attention:
+    """softmax(q k^T + bias) v of heads, which lie side by side: float32 [B, N, H * D] each.
+
+    No head is copied out: kernels step over the others.
+    """
+
+    def __init__(self, shape: Sequence[int], heads: int) -> None:
+        """Args: shape: [B, N, H * D]."""
+        batch, tokens, width = shape
+        each, across = width // heads, [batch, heads, tokens, tokens]
+        rows = _strided([batch, heads, tokens, each], [tokens * width, each, width, 1])
+        columns = _strided([batch, heads, each, tokens], [tokens * width, each, 1, width])
+        rows.tensor_shape = list(shape)
+        pairs = plain(across)
+        turned = _strided(across, [heads * tokens**2, tokens**2, 1, tokens])
+        self._of_pairs = _product(rows, columns, pairs)
+        self._mix, self._mix_turned = _product(pairs, rows, rows), _product(turned, rows, rows)
+        forward = _describe(
+            "softmax_forward", _FORWARD_TRAINING, _SOFTMAX, pairs.handle, pairs.handle, 3
+        )
+        back = _describe(
+            "softmax_backward", _SOFTMAX, pairs.handle, pairs.handle, pairs.handle, 3, forward
+        )
+        self._softmax = _Primitive(forward, [(_SRC, pairs)], [(_DST, pairs)])
+        self._softmax_back = _Primitive(back, [(_DST, pairs), (_D_DST, pairs)], [(_D_SRC, pairs)])
+
+    def forward(
+        self, q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None
+    ) -> tuple[Tensor, Tensor]:
+        """The result, and the shares [B, H, N, N] that it was mixed by."""
+        (logits,) = self._of_pairs(q, k)
+        if bias is not None:
+            logits.add_(bias)
+        (shares,) = self._softmax(logits, into=logits)
+        return self._mix(shares, v)[0], shares
+
+    def gradient(
+        self, q: Tensor, k: Tensor, v: Tensor, shares: Tensor, dy: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """dq, dk, dv."""
+        (dshares,) = self._of_pairs(dy, v)
+        (dlogits,) = self._softmax_back(shares, dshares, into=dshares)
+        turned = self._mix_turned
+        return self._mix(dlogits, k)[0], turned(dlogits, q)[0], turned(shares, dy)[0]
+
+
+def _product(a: Descriptor, b: Descriptor, c: Descriptor) -> _Primitive:
+    description = _describe("matmul", a.handle, b.handle, None, c.handle)
+    return _Primitive(description, [(_SRC, a), (_WEIGHTS, b)], [(_DST, c)])
 
 
 class Activation:

@@ -13,7 +13,9 @@ scaling.  The AMP level decides the dtype between layers:
         write it (feature_maps.py), and so do means and the gates computed from them, which use
         float32 in between
 
-Plain convolutions, which predict or feed a gate, output float32 at both levels.
+Plain convolutions, which predict or feed a gate, and linear layers output float32 at both
+levels.
+Layer norm and the products of attention compute in float32.
 """
 
 from collections.abc import Callable, Iterator

@@ -1,4 +1,6 @@
-"""Switches a model's CPU convolutions to oneDNN, and compares the two.
+"""Switches a model's CPU layers to oneDNN, and compares the two.
+
+They are convolutions, linear layers, layer norm and attention.
 
 `use_onednn_convolutions(model)` changes the class of layers inside a built model in place:
 parameters, buffers and state-dict keys stay the same objects; `plain_convolutions(model)` changes
@@ -18,9 +20,17 @@ from paddle import Tensor, nn
 
 from ppdist.cpu import onednn
 from ppdist.cpu.feature_maps import OneDNNMaps
-from ppdist.cpu.layers import OneDNNConv2D, OneDNNConvBNLayer, OneDNNRepConv
+from ppdist.cpu.layers import (
+    OneDNNConv2D,
+    OneDNNConvBNLayer,
+    OneDNNLayerNorm,
+    OneDNNLinear,
+    OneDNNMultiHeadAttention,
+    OneDNNRepConv,
+)
 from ppdist.cpu.precision import FLOAT32, Kernels, compute_in
 from ppdist.distributed import paddle_api
+from ppdist.models.attention import MultiHeadAttention
 from ppdist.models.base import ImageModel, Targets, tensors_in
 from ppdist.models.feature_maps import is_passing, maps
 from ppdist.models.layers import ConvBNLayer, RepConv
@@ -37,12 +47,14 @@ _LAYER_SIZE = 10  # pixels, one layer's input
 
 _FAST: dict[type[nn.Layer], type[nn.Layer]] = {
     nn.Conv2D: OneDNNConv2D, ConvBNLayer: OneDNNConvBNLayer, RepConv: OneDNNRepConv,
+    nn.Linear: OneDNNLinear, nn.LayerNorm: OneDNNLayerNorm,
+    MultiHeadAttention: OneDNNMultiHeadAttention,
 }  # fmt: skip
 _PLAIN = {fast: plain for plain, fast in _FAST.items()}
 
 
 def use_onednn_convolutions(model: nn.Layer) -> int:
-    """Switches a model's convolutions to oneDNN, in place; returns how many.
+    """Switches a model's layers to oneDNN, in place; returns how many convolutions.
 
     Ranks may differ in this: the values agree to rounding.
 
@@ -100,8 +112,9 @@ def _change_classes(model: nn.Layer, classes: dict[type[nn.Layer], type[nn.Layer
 def self_check(model: nn.Layer, size: int = 64, kernels: Kernels = FLOAT32) -> str | None:
     """Compares each kind of convolution, and the model, with eager.
 
-    A kind is kernel, channels, stride, padding, dilation, groups, bias, and what follows it.  For
-    each kind, the check compares output, gradients of input and parameters, and running statistics;
+    A kind is kernel, channels, stride, padding, dilation, groups, bias, and what follows it; linear
+    layers, layer norm and attention are of one kind where their weights are as large.  For each
+    kind, the check compares output, gradients of input and parameters, and running statistics;
     for the model, a scalar of its outputs on two small images and the gradients of all parameters.
     It takes 1-3 s, does not touch paddle's generators, and leaves the model (plain or switched)
     with the values, gradients, mode and classes it had.
@@ -128,39 +141,44 @@ def self_check(model: nn.Layer, size: int = 64, kernels: Kernels = FLOAT32) -> s
             use_onednn_convolutions(model)
 
 
-def _kinds(model: nn.Layer) -> Iterator[tuple[str, nn.Layer, nn.Conv2D]]:
-    """(name, layer, its first convolution), one of each kind."""
+def _kinds(model: nn.Layer) -> Iterator[tuple[str, nn.Layer, nn.Layer, list[int]]]:
+    """(name, layer, its first part with a weight, shape of an input), one of each kind."""
     seen = set()
     for name, layer in model.named_sublayers(include_self=True):
-        if type(layer) is nn.Conv2D:
-            conv, form = layer, ""
-        elif type(layer) is ConvBNLayer:
-            conv, form = layer.conv, f"norm, {layer.activation}"
+        first, form = layer, ""
+        if type(layer) is ConvBNLayer:
+            first, form = layer.conv, f"norm, {layer.activation}"
         elif type(layer) is RepConv and layer.conv is None:
-            conv = layer.conv1.conv
+            first = layer.conv1.conv
             form = f"two branches, {layer.alpha is not None}, {layer.activation}"
-        else:
+        elif type(layer) is MultiHeadAttention:
+            first = layer.in_proj
+        elif type(layer) not in (nn.Conv2D, nn.Linear, nn.LayerNorm) or layer.weight is None:
             continue
-        made = str(paddle_api.conv_settings(conv))
-        kind = (form, tuple(conv.weight.shape), conv.bias is None, made)
+        made, shape = "", [2, _LAYER_SIZE, first.weight.shape[0]]
+        if isinstance(first, nn.Conv2D):
+            settings = paddle_api.conv_settings(first)
+            made = str(settings)
+            shape = [2, first.weight.shape[1] * settings.groups, _LAYER_SIZE, _LAYER_SIZE]
+        kind = (type(layer), form, tuple(first.weight.shape), first.bias is None, made)
         if kind not in seen:
             seen.add(kind)
-            yield name, layer, conv
+            yield name, layer, first, shape
 
 
 def _check_layers(model: nn.Layer, kernels: Kernels) -> str | None:
     rng = np.random.default_rng(0)
-    for name, layer, conv in _kinds(model):
-        channels = conv.weight.shape[1] * paddle_api.conv_settings(conv).groups
-        values = rng.standard_normal((2, channels, _LAYER_SIZE, _LAYER_SIZE))
-        x = paddle.to_tensor(values.astype(np.float32))
+    for name, layer, first, shape in _kinds(model):
+        x = paddle.to_tensor(rng.standard_normal(shape).astype(np.float32))
         x.stop_gradient = False
-        plain, fast = _both_ways(layer, partial(layer, x), [x], kernels)
+        # Attention is given a position, too.
+        inputs = [x, x] if isinstance(layer, MultiHeadAttention) else [x]
+        plain, fast = _both_ways(layer, partial(layer, *inputs), [x], kernels)
         for what, expected in plain.items():
             difference = _difference(fast[what], expected, kernels.dtype)
             if difference is not None:
                 return (
-                    f"{what} of {name} ({type(layer).__name__} {conv.weight.shape}) differs from "
+                    f"{what} of {name} ({type(layer).__name__} {first.weight.shape}) differs from "
                     f"eager by {difference}"
                 )
     return None

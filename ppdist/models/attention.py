@@ -41,15 +41,26 @@ class MultiHeadAttention(nn.Layer):
         """Returns: [B, N, D].  Args: bias_BHNN: added to the logits, 0 or `HIDDEN`."""
         weight, bias, both = self.in_proj.weight, self.in_proj.bias, 2 * self.width
         placed_BND = x_BND + position_BND
-        queries, keys = F.linear(placed_BND, weight[:, :both], bias[:both]).chunk(2, axis=-1)
-        values = F.linear(x_BND, weight[:, both:], bias[both:])
-        queries, keys, values = (_heads(each) for each in (queries, keys, values))
+        placed = self.project(placed_BND, weight[:, :both], bias[:both])
+        queries, keys = placed.chunk(2, axis=-1)
+        values = self.project(x_BND, weight[:, both:], bias[both:])
         scale = (self.width // HEADS) ** -0.5
-        logits_BHNN = paddle.matmul(queries * scale, keys, transpose_y=True)
+        return self.out_proj(self.attend(queries * scale, keys, values, bias_BHNN))
+
+    def project(self, x_BND: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+        """A part of the three projections."""
+        return F.linear(x_BND, weight, bias)
+
+    def attend(
+        self, queries_BND: Tensor, keys_BND: Tensor, values_BND: Tensor, bias_BHNN: Tensor | None
+    ) -> Tensor:
+        """softmax(q k^T + bias) v for each head; [B, N, D]."""
+        queries, keys, values = (_heads(each) for each in (queries_BND, keys_BND, values_BND))
+        logits_BHNN = paddle.matmul(queries, keys, transpose_y=True)
         if bias_BHNN is not None:
             logits_BHNN = logits_BHNN + bias_BHNN
         mixed_BHND = paddle.matmul(F.softmax(logits_BHNN, axis=-1), values)
-        return self.out_proj(mixed_BHND.transpose([0, 2, 1, 3]).flatten(2))
+        return mixed_BHND.transpose([0, 2, 1, 3]).flatten(2)
 
 
 @paddle.no_grad()
@@ -129,34 +140,50 @@ def sample(memory: Memory, places_BQHP2: Tensor, weights_BQHP: Tensor) -> Tensor
     """
     queries, (heads, points) = length_of(places_BQHP2, 1), places_BQHP2.shape[2:4]
     place_XP2 = places_BQHP2.reshape([-1, points, 2]) * memory.size_P2  # X = B * Q * H
-    # On each axis two cells: the one at or before the point, and the next.  Paddle 3.3's oneDNN
-    # predictor writes the floor of a number over the number itself, which is read no more.
-    before_XP2 = paddle.floor(place_XP2 - 0.5)  # its gradient is 0
-    beyond_XP2 = place_XP2 - (before_XP2 + 0.5)
-    cell_XP22 = paddle.stack([before_XP2, before_XP2 + 1], axis=-1)
-    share_XP22 = paddle.stack([1 - beyond_XP2, beyond_XP2], axis=-1)
-    inside_XP22 = (cell_XP22 >= 0) & (cell_XP22 < memory.size_P2.unsqueeze(-1))
-    share_XP22 = share_XP22 * inside_XP22.astype("float32")
-    # Outside, and where a diverged model has NaN, it is cell 0 with share 0, or NaN.
-    cell_XP22 = paddle.where(inside_XP22, cell_XP22, paddle.zeros_like(cell_XP22))
-    x_XP12, y_XP21 = cell_XP22[:, :, 0].unsqueeze(2), cell_XP22[:, :, 1].unsqueeze(3)
-    row_P11, start_P11 = memory.size_P2[:, :1].unsqueeze(2), memory.start_P.reshape([-1, 1, 1])
-    cell_XP22 = start_P11 + y_XP21 * row_P11 + x_XP12
-    share_XP22 = share_XP22[:, :, 1].unsqueeze(3) * share_XP22[:, :, 0].unsqueeze(2)
-    share_XP22 = share_XP22 * weights_BQHP.reshape([-1, points, 1, 1])
+    # Planes, because on a CPU Paddle broadcasts inner axes of 2 twenty times as slowly.
+    (left, right), (above, below) = (
+        _neighbours(place_XP, size_P)
+        for place_XP, size_P in zip(place_XP2.unbind(-1), memory.size_P2.unbind(-1))
+    )
+    cells, shares, weight_XP = [], [], weights_BQHP.reshape([-1, points])
+    for y_XP, y_share_XP in (above, below):
+        first_XP = memory.start_P + y_XP * memory.size_P2[:, 0]
+        y_share_XP = y_share_XP * weight_XP
+        for x_XP, x_share_XP in (left, right):
+            cells.append(first_XP + x_XP)
+            shares.append(x_share_XP * y_share_XP)
     # A row of [B * L * H, D / H] for each.
-    cell_BQHK = cell_XP22.astype("int64").reshape([-1, queries, heads, 4 * points])
+    cell_XK, share_XK = paddle.concat(cells, axis=1), paddle.concat(shares, axis=1)
     batch, length = (length_of(memory.cells_BLD, axis) for axis in (0, 1))
     width = memory.cells_BLD.shape[2]
-    image_B111 = paddle.arange(0, batch, dtype="int64").reshape([-1, 1, 1, 1])
-    head_H1 = paddle.arange(0, heads, dtype="int64").unsqueeze(1)
+    image_B11 = paddle.arange(0, batch, dtype="int64").reshape([-1, 1, 1])
+    zero_Q1 = paddle.zeros([queries, 1], dtype="int64")
+    first_BQH = image_B11 * heads * length + (zero_Q1 + paddle.arange(0, heads, dtype="int64"))
     # Not (a + b) * heads: of integers that predictor forgets the factor behind a sum.
-    rows_BQHK = cell_BQHK * heads + (image_B111 * heads * length + head_H1)
+    rows_XK = cell_XK.astype("int64") * heads + first_BQH.reshape([-1, 1])
     values = memory.cells_BLD.reshape([-1, width // heads])
-    gathered_XKD = paddle.gather(values, rows_BQHK.flatten())
-    gathered_XKD = gathered_XKD.reshape([-1, 4 * points, width // heads])
-    summed_X1D = paddle.matmul(share_XP22.reshape([-1, 1, 4 * points]), gathered_XKD)
+    if paddle.in_dynamic_mode():  # the gradient of `gather` takes twice as long
+        gathered_XKD = F.embedding(rows_XK, values)
+    else:  # of a table of unknown length there is no `embedding`
+        gathered_XKD = paddle.gather(values, rows_XK.flatten())
+        gathered_XKD = gathered_XKD.reshape([-1, 4 * points, width // heads])
+    summed_X1D = paddle.matmul(share_XK.unsqueeze(1), gathered_XKD)
     return summed_X1D.reshape([-1, queries, width])
+
+
+def _neighbours(place_XP: Tensor, size_P: Tensor) -> list[tuple[Tensor, Tensor]]:
+    """The cells at or before a place on one axis, and behind it, and the share of each."""
+    # Paddle 3.3's oneDNN predictor writes the floor of a number over the number itself, which is
+    # read no more.
+    before_XP = paddle.floor(place_XP - 0.5)  # its gradient is 0
+    beyond_XP = place_XP - (before_XP + 0.5)
+    pairs = []
+    for cell_XP, share_XP in ((before_XP, 1 - beyond_XP), (before_XP + 1, beyond_XP)):
+        inside_XP = (cell_XP >= 0) & (cell_XP < size_P)
+        # Outside, and where a diverged model has NaN, it is cell 0 with share 0, or NaN.
+        cell_XP = paddle.where(inside_XP, cell_XP, paddle.zeros_like(cell_XP))
+        pairs.append((cell_XP, share_XP * inside_XP.astype("float32")))
+    return pairs
 
 
 class MSDeformableAttention(nn.Layer):
@@ -186,7 +213,7 @@ class MSDeformableAttention(nn.Layer):
             self.output_proj = nn.Linear(width, width)
         self.points, self.points_of_levels = total, points
         reach = np.repeat([OFFSET_SCALE / count for count in points], points)
-        self.reach = [[float(each)] for each in reach]
+        self.reach = np.tile(reach.repeat(2), HEADS).tolist()
 
     @paddle.no_grad()
     def start(self) -> None:
@@ -199,12 +226,14 @@ class MSDeformableAttention(nn.Layer):
     def forward(self, query_BQD: Tensor, boxes_BQ4: Tensor, memory: Memory) -> Tensor:
         """[B, Q, D].  Args: boxes_BQ4: cx, cy, w, h in 0..1 of the input."""
         shape = [0, 0, HEADS, self.points]
-        offsets_BQHP2 = self.sampling_offsets(query_BQD).astype("float32").reshape([*shape, 2])
+        offsets_BQX = self.sampling_offsets(query_BQD).astype("float32")
         weights_BQHP = F.softmax(self.attention_weights(query_BQD).reshape(shape), axis=-1)
-        box_BQ114 = boxes_BQ4.unsqueeze([2, 3])
-        reach_P1 = paddle.to_tensor(self.reach, dtype="float32")
-        offsets_BQHP2 = offsets_BQHP2 * reach_P1 * box_BQ114[:, :, :, :, 2:]
-        places_BQHP2 = box_BQ114[:, :, :, :, :2] + offsets_BQHP2
+        # Repeated, as sums and products with one for all points take three times as long on a CPU.
+        centre_BQX, size_BQX = (
+            part_BQ2.tile([1, 1, HEADS * self.points]) for part_BQ2 in boxes_BQ4.chunk(2, axis=-1)
+        )
+        reach_X = paddle.to_tensor(self.reach, dtype="float32")
+        places_BQHP2 = (centre_BQX + offsets_BQX * (size_BQX * reach_X)).reshape([*shape, 2])
         if self.value_proj is None or self.output_proj is None:
             return sample(memory, places_BQHP2, weights_BQHP)
         memory = memory._replace(cells_BLD=self.value_proj(memory.cells_BLD))

@@ -22,6 +22,7 @@ from ppdist.cpu.switch import (
 from ppdist.distributed import comm
 from ppdist.distributed.sync_batch_norm import SyncBatchNorm2D
 from ppdist.models import build_model
+from ppdist.models.attention import HEADS, HIDDEN, MultiHeadAttention
 from ppdist.models.layers import (
     ACTIVATIONS,
     SPP,
@@ -57,11 +58,32 @@ LAYERS = {
     },
     "two branches, relu": lambda: with_activation(RepConv(24), "relu"),
 }
+TOKENS = {
+    "linear": lambda: nn.Linear(24, 40),
+    "linear without bias": lambda: nn.Linear(24, 7, bias_attr=False),
+    "layer norm": lambda: nn.LayerNorm(24),
+    "attention": lambda: Attending(24, hides=False),
+    "attention, some hidden": lambda: Attending(24, hides=True),
+}
 UNSUPPORTED = {
     "NHWC": lambda: nn.Conv2D(8, 8, 3, padding=1, data_format="NHWC"),
     "SAME": lambda: nn.Conv2D(8, 8, 3, padding="SAME"),
     "reflect": lambda: nn.Conv2D(8, 8, 3, padding=1, padding_mode="reflect"),
 }
+
+
+class Attending(nn.Layer):
+    """Attention with a position.  Args: hides: every query sees those up to itself."""
+
+    def __init__(self, width, hides):
+        super().__init__()
+        self.inside, self.hides = MultiHeadAttention(width), hides
+
+    def forward(self, x):
+        batch, tokens = x.shape[:2]
+        hidden = paddle.triu(paddle.full([tokens, tokens], HIDDEN), 1)
+        bias = hidden.tile([batch, HEADS, 1, 1]) if self.hides else None
+        return self.inside(x, x.cos(), bias)
 
 
 def with_activation(layer, name):
@@ -115,6 +137,21 @@ def test_values_and_gradients_equal_plain_layer(kind):
     assert use_onednn_convolutions(fast) > 0
     for shape in ((3, 9, 11), (1, 16, 8), (3, 9, 11)):
         x = images(plain, shape=shape)
+        assert_equal(outcome(fast, x), outcome(plain, x))
+        for layer in (plain, fast):
+            layer.clear_gradients()
+
+
+@pytest.mark.parametrize("kind", TOKENS)
+def test_layers_of_tokens_equal_the_plain_ones(kind):
+    plain = TOKENS[kind]()
+    fast = copy.deepcopy(plain)
+    use_onednn_convolutions(fast)
+    assert [type(each) for each in fast.sublayers(include_self=True)] != [
+        type(each) for each in plain.sublayers(include_self=True)
+    ]
+    for shape in ((3, 5, 24), (1, 8, 24)):
+        x = np.random.RandomState(0).standard_normal(shape).astype("float32")
         assert_equal(outcome(fast, x), outcome(plain, x))
         for layer in (plain, fast):
             layer.clear_gradients()
