@@ -203,7 +203,7 @@ class Gathering:
             place: of this host.
             hosts: of --ips.
             min_hosts: fewer never train.
-            rejoin_seconds: how long to wait for a host of the last world.
+            rejoin_seconds: how long to wait for a host of the last world once enough are here.
             now: seconds of any clock that goes on.
             send: a message to a host that was met.
             drop: ends the connection to a host.
@@ -217,6 +217,7 @@ class Gathering:
         self._followers: dict[int, Memory] = {}
         self._proposal: World | None = None
         self._proposed = now
+        self._enough: float | None = None  # since when enough hosts are here for the next world
         self._agreed: set[int] = set()
 
     @property
@@ -291,7 +292,7 @@ class Gathering:
                     self.lose(place)
             return
         present = Present({self.place: self._memory, **self._followers})
-        self.waits_for = self._obstacle(present, now - self._began)
+        self.waits_for = self._obstacle(present, now)
         if not self.waits_for:
             places = frozenset(present.memories)
             world = World(present.next_number, places, present.formed.number)
@@ -301,23 +302,35 @@ class Gathering:
                 self._send(place, {"type": "world", "world": _listed(world)})
             self._begin_if_agreed()
 
-    def _obstacle(self, present: Present, waited: float) -> str:
+    def _obstacle(self, present: Present, now: float) -> str:
         """Why no world may begin yet, or ""."""
-        count = len(present.memories)
-        if count < self._hosts:
-            if not present.formed.number and not present.proposed:
-                return "the first steps need all hosts of --ips"
-            if count < self._least:
-                return f"{count} of at least {self._least} hosts (--min_hosts) are here"
-            if present.lost and waited < self._rejoin:
-                return f"waiting up to {self._rejoin:g} s (--rejoin_seconds) for lost hosts"
-            if present.absent and waited < _KNOCK_SECONDS:
-                return "waiting for hosts that asked to be taken in"
-        if count == self._hosts:  # nobody is left who could train elsewhere
+        if len(present.memories) == self._hosts:  # nobody is left who could train elsewhere
             return ""
+        lacking = self._lacking(present)
+        if lacking:
+            self._enough = None
+            return lacking
+        if self._enough is None:
+            self._enough = now
+        waited = now - self._enough
+        if present.lost and waited < self._rejoin:
+            return f"waiting up to {self._rejoin:g} s (--rejoin_seconds) for lost hosts"
+        if present.absent and waited < _KNOCK_SECONDS:
+            return "waiting for hosts that asked to be taken in"
+        folder = present.shared_output
+        if folder and not self._take_lease(folder):
+            return f"another host holds the lease in {folder}"
+        return ""
+
+    def _lacking(self, present: Present) -> str:
+        """Why too few are here for a world of fewer than all, or ""."""
+        count = len(present.memories)
+        if not present.formed.number and not present.proposed:
+            return "the first steps need all hosts of --ips"
+        if count < self._least:
+            return f"{count} of at least {self._least} hosts (--min_hosts) are here"
         if present.shared_output:
-            held = self._take_lease(present.shared_output)
-            return "" if held else f"another host holds the lease in {present.shared_output}"
+            return ""
         lacking = [present.lacks(world) for world in present.proposed]
         return next(filter(None, [present.lacks(present.formed, present.left), *lacking]), "")
 

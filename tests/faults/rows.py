@@ -267,5 +267,7 @@ ROWS = (
         (HOSTS + "test_two_of_three_hosts_go_on_and_take_the_third_in_again",
          MEMBERS + "test_hosts_go_on_without_one_and_take_it_in_again",
          MEMBERS + "test_one_of_two_goes_on_only_with_the_lease",
+         MEMBERS + "test_of_a_divided_network_only_the_larger_side_goes_on",
+         MEMBERS + "test_neither_half_of_a_divided_network_goes_on",
          "tests/unit/launch/test_membership.py::test_random_schedules")),
 )  # fmt: skip

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from tests.unit.launch.hosts import Host, hosts_of_a_test
-from tests.unit.launch.namespaces import MANAGEMENT, A, B, Cable, ip
+from tests.unit.launch.namespaces import MANAGEMENT, A, B, Cable, Switch, ip
 
 
 @pytest.fixture
@@ -34,6 +34,23 @@ def cable() -> Iterator[Cable]:
         yield Cable(names)
     finally:
         for name in names:
+            subprocess.run(["ip", "netns", "del", name], capture_output=True, check=False)
+
+
+@pytest.fixture
+def switch() -> Iterator[Switch]:
+    """Four hosts."""
+    if shutil.which("ip") is None or os.geteuid() != 0:
+        pytest.skip("network namespaces need root and the program ip (iproute2)")
+    made = Switch(f"ppdist-s{os.getpid()}", [f"ppdist-{place}s{os.getpid()}" for place in range(4)])
+    try:
+        try:
+            made.install()
+        except subprocess.CalledProcessError as error:
+            pytest.skip(f"network namespaces cannot be made here: {error.stderr.strip()}")
+        yield made
+    finally:
+        for name in (*made.namespaces, made.name):
             subprocess.run(["ip", "netns", "del", name], capture_output=True, check=False)
 
 

@@ -1,7 +1,7 @@
-"""Network namespaces joined by a cable that can be pulled: hosts with addresses of their own."""
+"""Network namespaces joined by a cable or a switch: hosts with addresses of their own."""
 
 import subprocess
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from tests.unit.launch.hosts import Ended, Host
@@ -32,6 +32,47 @@ class Cable:
 
     def unblock(self, target: str) -> None:
         ip("-n", self.namespaces[1], "route", "del", "blackhole", target)
+
+
+@dataclass
+class Switch:
+    """Namespaces of hosts, and one with a bridge that joins them."""
+
+    name: str
+    namespaces: Sequence[str]
+
+    @property
+    def addresses(self) -> list[str]:
+        return [f"10.215.7.{place + 1}" for place in range(len(self.namespaces))]
+
+    def prefix(self, place: int) -> Sequence[str]:
+        return ("ip", "netns", "exec", self.namespaces[place])
+
+    def install(self) -> None:
+        ip("netns", "add", self.name)
+        for bridge in ("joined", "apart"):
+            ip("-n", self.name, "link", "add", bridge, "type", "bridge")
+            ip("-n", self.name, "link", "set", bridge, "up")
+        for place, (name, address) in enumerate(zip(self.namespaces, self.addresses)):
+            ip("netns", "add", name)
+            ip("-n", name, "link", "set", "lo", "up")
+            peer = ("peer", "name", "cable", "netns", name)
+            ip("-n", self.name, "link", "add", f"port{place}", "type", "veth", *peer)
+            ip("-n", name, "address", "add", f"{address}/24", "dev", "cable")
+            ip("-n", name, "link", "set", "cable", "up")
+            ip("-n", self.name, "link", "set", f"port{place}", "up")
+        self.heal(range(len(self.namespaces)))
+
+    def divide(self, places: Iterable[int]) -> None:
+        """These hosts reach one another still, and no other."""
+        self._plug(places, "apart")
+
+    def heal(self, places: Iterable[int]) -> None:
+        self._plug(places, "joined")
+
+    def _plug(self, places: Iterable[int], bridge: str) -> None:
+        for place in places:
+            ip("-n", self.name, "link", "set", f"port{place}", "master", bridge)
 
 
 def ended(hosts: Sequence[Host], seconds: float = 100) -> list[Ended]:

@@ -9,6 +9,7 @@ import pytest
 
 from tests.ports import free_port
 from tests.unit.launch.hosts import Host, hosts_of_a_test, wait_for, write
+from tests.unit.launch.namespaces import Switch
 
 pytestmark = pytest.mark.slow
 HOSTS = ("127.0.0.2", "127.0.0.3", "127.0.0.4")
@@ -16,9 +17,9 @@ HOSTS = ("127.0.0.2", "127.0.0.3", "127.0.0.4")
 TRAINS = """
 import json
 from ppdist.common.files import replace_file
-note, own = Path(os.environ["PPDIST_JOB_DIR"]) / "run.json", os.environ["PADDLE_CURRENT_ENDPOINT"]
+note = Path(os.environ["PPDIST_JOB_DIR"]) / "run.json"
 signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(75))
-with open(f"worlds{own.rpartition(':')[0]}", "a") as file:
+with open(f"worlds{os.environ['PLACE']}", "a") as file:
     print(rank, os.environ["PADDLE_TRAINERS_NUM"], os.environ.get("PPDIST_RESTART", 0), file=file)
 shared = Path("shared").exists()
 step = 0
@@ -38,17 +39,26 @@ def start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Start]:
     script, port = write(TRAINS), str(free_port())
     with hosts_of_a_test() as started:
 
-        def start(place: int, *words: str, count: int = 3, name: str = "") -> Host:
-            launch = ["--ips", ",".join(HOSTS[:count]), "--host", HOSTS[place], *words]
-            launch += ["--nproc_per_node", "1", "--start_port", port, "--rejoin_seconds", "1"]
-            return started(name or f"h{place}", *launch, script)
+        def start(
+            place: int, *words: str, count: int = 3, name: str = "", switch: Switch | None = None
+        ) -> Host:
+            hosts, prefix = list(HOSTS[:count]), ()
+            if switch is not None:
+                hosts, prefix = switch.addresses, switch.prefix(place)
+            launch = ["--ips", ",".join(hosts), "--host", hosts[place], *words]
+            launch += ["--nproc_per_node", "1", "--start_port", port]
+            launch += ["--rejoin_seconds", "5" if switch else "1"]
+            variables = {"PLACE": str(place)}
+            return started(
+                name or f"h{place}", *launch, script, prefix=prefix, variables=variables
+            )  # fmt: skip
 
         yield start
 
 
 def worlds(place: int) -> list[str]:
     """Rank, world size and attempt of each world that a host was in."""
-    file = Path(f"worlds{HOSTS[place]}")
+    file = Path(f"worlds{place}")
     return file.read_text().splitlines() if file.exists() else []
 
 
@@ -120,3 +130,35 @@ def test_one_of_two_goes_on_only_with_the_lease(shared: bool, start: Start) -> N
     ended = hosts[1].ended()
     assert ended.code == (0 if shared else 1), ended.errors
     assert shared or "1 of the 2 hosts that trained last are here" in ended.errors
+
+
+def test_of_a_divided_network_only_the_larger_side_goes_on(switch: Switch, start: Start) -> None:
+    """And the host that was cut off, the first, is taken in once the network is whole."""
+    hosts = [start(place, "--min_hosts", "1", switch=switch) for place in range(4)]
+    wait_for_worlds([0, 1, 2, 3], 1)
+    wait_for(lambda: all("all 4 hosts" in host.said for host in hosts))
+    switch.divide([0])
+    wait_for_worlds([1, 2, 3], 2)
+    wait_for(lambda: "1 of the 4 hosts that trained last are here" in hosts[0].said)
+    switch.heal([0])
+    wait_for_worlds([1, 2, 3], 3)
+    wait_for_worlds([0], 2)
+    Path("over").touch()
+    assert [host.ended().code for host in hosts] == [0, 0, 0, 0]
+    assert worlds(0)[1:] == ["0 4 2"]
+    assert worlds(1)[1:] == ["0 3 1", "1 4 2"]
+
+
+def test_neither_half_of_a_divided_network_goes_on(switch: Switch, start: Start) -> None:
+    hosts = [start(place, "--min_hosts", "1", switch=switch) for place in range(4)]
+    wait_for_worlds([0, 1, 2, 3], 1)
+    wait_for(lambda: all("all 4 hosts" in host.said for host in hosts))
+    switch.divide([1, 3])
+    half = "2 of the 4 hosts that trained last are here"
+    wait_for(lambda: half in hosts[0].said and half in hosts[1].said)
+    assert [len(worlds(place)) for place in range(4)] == [1, 1, 1, 1]
+    switch.heal([1, 3])
+    wait_for_worlds([0, 1, 2, 3], 2)
+    Path("over").touch()
+    assert [host.ended().code for host in hosts] == [0, 0, 0, 0]
+    assert [worlds(place)[1] for place in range(4)] == [f"{place} 4 1" for place in range(4)]

@@ -335,3 +335,18 @@ def test_a_world_needs_votes_of_hosts_that_remember(memories: dict[int, Memory],
         hub.hear(place, {"type": "join", **memories[place].message()})
     hub.tick(30.0)
     assert ("world" in [message["type"] for message in said]) == may, hub.waits_for
+
+
+def test_a_hub_cut_off_for_long_gives_late_hosts_their_time() -> None:
+    """Enough were here only after its own waiting; the rest may be a second behind."""
+    said: list[Message] = []
+    hub = Gathering(
+        deepcopy(KNOWS), 0, 5, 1, 10.0, 0.0, lambda _, message: said.append(message), print
+    )
+    for place, now in ((1, 100.0), (2, 101.0)):
+        hub.hear(place, {"type": "join", **KNOWS.message()})
+        hub.tick(now)
+    hub.tick(110.0)
+    assert "world" not in [message["type"] for message in said]
+    hub.tick(111.0)
+    assert "world" in [message["type"] for message in said], hub.waits_for
