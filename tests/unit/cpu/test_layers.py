@@ -250,6 +250,15 @@ def test_self_check_names_layer_with_wrong_gradient(monkeypatch):
     assert reason.startswith("gradient of weight of 0 (Conv2D")
 
 
+@pytest.mark.parametrize(("wrong", "reason"), [({1, 2}, None), ({1, 2, 3}, "on draw 1")])
+def test_what_is_wrong_on_some_images_only_is_rounding(wrong, reason, monkeypatch):
+    def check(model, size, kernels, draw):
+        return f"on draw {draw}" if draw in wrong else None
+
+    monkeypatch.setattr("ppdist.cpu.switch._check_model", check)
+    assert self_check(nn.Sequential(nn.Conv2D(3, 8, 3))) == reason
+
+
 def test_the_self_check_says_that_there_is_no_library(monkeypatch):
     def missing():
         raise OSError("no libdnnl.so in libs")
