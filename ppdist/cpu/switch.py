@@ -111,10 +111,10 @@ def _change_classes(model: nn.Layer, classes: dict[type[nn.Layer], type[nn.Layer
 
 
 def self_check(model: nn.Layer, size: int = 64, kernels: Kernels = FLOAT32) -> str | None:
-    """Compares each kind of convolution, and the model, with eager.
+    """Compares each kind of layer, and the model, with eager.
 
-    A kind is kernel, channels, stride, padding, dilation, groups, bias, and what follows it; linear
-    layers, layer norm and attention are of one kind where their weights are as large.  For each
+    Convolutions are of one kind by kernel, channels, stride, padding, dilation, groups, bias, and
+    what follows; linear layers, layer norm and attention by the shape of their weights.  For each
     kind, the check compares output, gradients of input and parameters, and running statistics;
     for the model, a scalar of its outputs on two small images and the gradients of all parameters,
     which have to agree on one of _DRAWS pairs of images: a wrong kernel is wrong on each.

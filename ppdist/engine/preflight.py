@@ -176,7 +176,7 @@ def check_precision(config: Any, kernels: Kernels = BFLOAT16) -> None:
         )
     elif config.train.cpu_convolutions == "plain":
         raise ConfigError(
-            "plain, but only oneDNN's convolutions compute in bfloat16 on a CPU",
+            "plain, but only oneDNN computes in bfloat16 on a CPU",
             code="amp_needs_onednn",
             where="train.cpu_convolutions",
             fix="set auto, or train.amp.enabled: false",

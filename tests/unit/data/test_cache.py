@@ -189,13 +189,13 @@ def test_killed_writer_leaves_whole_images_or_none(tmp_path):
     dataset = small_set(tmp_path)
     cache = open_cache("ram", dataset, FACTORS)
     expected = [decoded(dataset, index) for index in range(6)]
-    for round_number in range(6):
+    for round_number in range(20):
         child = os.fork()
         if child == 0:
             while True:
                 for index, image_HW3 in enumerate(expected):
                     cache.put(index, image_HW3)
-        time.sleep(0.003 * round_number)
+        time.sleep(0.001 * round_number)
         os.kill(child, signal.SIGKILL)
         os.waitpid(child, 0)
         for index, image_HW3 in enumerate(expected):

@@ -207,7 +207,7 @@ def test_self_check_passes_and_names_wrong_kernel(tmp_path):
 @pytest.mark.parametrize(
     ("model", "name", "count"),
     [
-        ("yolov5", "O2", 3),
+        ("yolov5", "O2", 5),
         *(
             pytest.param(model, name, 20, marks=pytest.mark.slow)
             for model in ("ppyoloe", "yolov5")

@@ -2,6 +2,7 @@ import os
 import shutil
 import subprocess
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -10,48 +11,50 @@ from tests.unit.launch.hosts import Host, hosts_of_a_test
 from tests.unit.launch.namespaces import MANAGEMENT, A, B, Cable, Switch, ip
 
 
-@pytest.fixture
-def cable() -> Iterator[Cable]:
+@contextmanager
+def namespaces_of(*names: str) -> Iterator[None]:
+    """Network namespaces for the body; a test that cannot have them is skipped."""
     if shutil.which("ip") is None or os.geteuid() != 0:
         pytest.skip("network namespaces need root and the program ip (iproute2)")
-    names = (f"ppdist-a{os.getpid()}", f"ppdist-b{os.getpid()}")
     try:
         try:
             for name in names:
                 ip("netns", "add", name)
                 ip("-n", name, "link", "set", "lo", "up")
-            pairs = {"cable0": ("cable1", names[1]), "manage0": ("manage1", names[0])}
-            for end, (other, name) in pairs.items():
-                peer = ("peer", "name", other, "netns", name)
-                ip("-n", names[0], "link", "add", end, "type", "veth", *peer)
+            link = ("link", "add", "probe0", "type", "veth", "peer", "name", "probe1")
+            ip("-n", names[0], *link, "netns", names[-1])
+            ip("-n", names[0], "link", "del", "probe0")
         except subprocess.CalledProcessError as error:
             pytest.skip(f"network namespaces cannot be made here: {error.stderr.strip()}")
-        ip("-n", names[0], "address", "add", f"{MANAGEMENT}/24", "dev", "manage0")
-        ip("-n", names[0], "link", "set", "manage0", "up")
-        for place, address in enumerate((A, B)):
-            ip("-n", names[place], "address", "add", f"{address}/24", "dev", f"cable{place}")
-            ip("-n", names[place], "link", "set", f"cable{place}", "up")
-        yield Cable(names)
+        yield
     finally:
         for name in names:
             subprocess.run(["ip", "netns", "del", name], capture_output=True, check=False)
 
 
 @pytest.fixture
+def cable() -> Iterator[Cable]:
+    names = (f"ppdist-a{os.getpid()}", f"ppdist-b{os.getpid()}")
+    with namespaces_of(*names):
+        pairs = {"cable0": ("cable1", names[1]), "manage0": ("manage1", names[0])}
+        for end, (other, name) in pairs.items():
+            peer = ("peer", "name", other, "netns", name)
+            ip("-n", names[0], "link", "add", end, "type", "veth", *peer)
+        ip("-n", names[0], "address", "add", f"{MANAGEMENT}/24", "dev", "manage0")
+        ip("-n", names[0], "link", "set", "manage0", "up")
+        for place, address in enumerate((A, B)):
+            ip("-n", names[place], "address", "add", f"{address}/24", "dev", f"cable{place}")
+            ip("-n", names[place], "link", "set", f"cable{place}", "up")
+        yield Cable(names)
+
+
+@pytest.fixture
 def switch() -> Iterator[Switch]:
     """Four hosts."""
-    if shutil.which("ip") is None or os.geteuid() != 0:
-        pytest.skip("network namespaces need root and the program ip (iproute2)")
     made = Switch(f"ppdist-s{os.getpid()}", [f"ppdist-{place}s{os.getpid()}" for place in range(4)])
-    try:
-        try:
-            made.install()
-        except subprocess.CalledProcessError as error:
-            pytest.skip(f"network namespaces cannot be made here: {error.stderr.strip()}")
+    with namespaces_of(made.name, *made.namespaces):
+        made.install()
         yield made
-    finally:
-        for name in (*made.namespaces, made.name):
-            subprocess.run(["ip", "netns", "del", name], capture_output=True, check=False)
 
 
 @pytest.fixture

@@ -49,13 +49,11 @@ class Switch:
         return ("ip", "netns", "exec", self.namespaces[place])
 
     def install(self) -> None:
-        ip("netns", "add", self.name)
+        """Joins the namespaces, which are there."""
         for bridge in ("joined", "apart"):
             ip("-n", self.name, "link", "add", bridge, "type", "bridge")
             ip("-n", self.name, "link", "set", bridge, "up")
         for place, (name, address) in enumerate(zip(self.namespaces, self.addresses)):
-            ip("netns", "add", name)
-            ip("-n", name, "link", "set", "lo", "up")
             peer = ("peer", "name", "cable", "netns", name)
             ip("-n", self.name, "link", "add", f"port{place}", "type", "veth", *peer)
             ip("-n", name, "address", "add", f"{address}/24", "dev", "cable")
