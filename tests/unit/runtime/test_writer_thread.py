@@ -127,11 +127,14 @@ def test_a_terminal_that_takes_nothing_stops_neither_steps_nor_the_end(
     )  # fmt: skip
     os.close(theirs)
     file, deadline = tmp_path / "metrics.jsonl", time.monotonic() + 60
-    while not file.exists() or len(read_metrics(file)) < 150:  # more than a megabyte of output
-        assert time.monotonic() < deadline and process.poll() is None, "it waits for the terminal"
-        time.sleep(0.05)
-    process.send_signal(signal.SIGTERM)
-    assert process.wait(20) == 75
+    try:
+        while not file.exists() or len(read_metrics(file)) < 150:  # more than a megabyte of output
+            assert time.monotonic() < deadline and process.poll() is None, "it waits"
+            time.sleep(0.05)
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(20) == 75
+    finally:  # else a failure leaves a process that fills the disk
+        process.kill()
     os.close(ours)
     text = (tmp_path / "train.log").read_text()
     assert text.count("cannot write to stdout; lines only go to train.log") == 1
