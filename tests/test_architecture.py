@@ -372,13 +372,15 @@ def test_unit_tests_mirror_the_package():
     assert not strangers
 
 
-def test_modules_say_in_twelve_words_what_they_are() -> None:
+def test_everything_says_in_twelve_words_what_it_is() -> None:
     long = []
     for name, path in sources().items():
-        first = (ast.get_docstring(tree_of(path)) or "").partition("\n")[0]
-        if name.startswith("ppdist") and len(first.split()) > 12:
-            long.append(f"{name}: {first}")
-    assert not long
+        for node in nodes_of(path) if name.startswith("ppdist") else ():
+            if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef):
+                first = (ast.get_docstring(node) or "").partition("\n")[0].partition("Args:")[0]
+                if len(first.split()) > 12:
+                    long.append(f"{name}: {first}")
+    assert not long, "\n".join(long)
 
 
 def test_no_test_module_imports_another() -> None:

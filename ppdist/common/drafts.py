@@ -21,7 +21,7 @@ def draft_of(path: Path) -> Path:
 
 
 def remove_drafts(folder: Path, names: str) -> None:
-    """Deletes drafts of ended processes; those of running ones, and of other hosts, stay a day.
+    """Deletes drafts of ended processes; all others stay for a day.
 
     Args: names: regular expression of what they are drafts of.
     """

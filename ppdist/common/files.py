@@ -193,7 +193,7 @@ def sync_path(path: Path) -> None:
 
 
 def read_json(path: Path) -> Any:
-    """Content of a JSON file in UTF-8; None: it is not there, or is not JSON."""
+    """Content of a JSON file; None if it is missing or broken."""
     with suppress(OSError, ValueError):
         return json.loads(path.read_text(encoding="utf-8"))
     return None

@@ -239,7 +239,10 @@ class AugmentConfig(Section):
 
     @property
     def last_stage_epochs(self) -> int:
-        """The last epochs of a run, without strong augmentation; 0: it ends with the run."""
+        """The last epochs of a run, which have no strong augmentation.
+
+        0: strong augmentation ends with the run.
+        """
         return self.plain_epochs or self.close_mosaic_epochs
 
     @property

@@ -283,7 +283,7 @@ class RTDETRConfig(Section):
 
     @property
     def network(self) -> tuple[str, ...]:
-        """What weights have to be of: those of rtdetr and rtdetrv2 are of one network."""
+        """The network that weights are of: rtdetr and rtdetrv2 share one."""
         return self.name, "dfine" if self.variant == "dfine" else "rtdetr", self.size
 
     @field_validator("size")

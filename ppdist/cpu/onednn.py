@@ -126,7 +126,7 @@ def _let_threads_sleep(folder: Path) -> None:
 
 
 def _keep_memory() -> None:
-    """Lets the process keep memory that a step frees, for the next step.
+    """Keeps memory that a step frees, for the next step.
 
     The C library returns blocks above 32 MB, and what lies free on top, to the kernel, which then
     clears every page again: a tenth of a step of RT-DETR.
@@ -359,11 +359,11 @@ class _Weighted:
         self._y_to_weight, self._y_to_data = Reorder(self.y, dy_weight), Reorder(self.y, dy_data)
 
     def forward(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        """Buffer in layout `self.y` from a buffer in layout `self.x` and plain parameters."""
+        """A buffer in layout `self.y` of one in layout `self.x`."""
         return self._forward(x, self._w_in(weight), *([] if bias is None else [bias]))[0]
 
     def weight_gradient(self, x: Tensor, dy: Tensor) -> tuple[Tensor, Tensor | None]:
-        """Plain gradients of weight and bias from buffers in the layouts `self.x`, `self.y`."""
+        """Plain gradients of weight and bias, from buffers in our layouts."""
         dw, *d_bias = self._weight(self._x_to_weight(x), self._y_to_weight(dy))
         return self._dw_out(dw).reshape(self.w_shape), d_bias[0] if d_bias else None
 
@@ -434,7 +434,7 @@ class Convolution(_Weighted):
 
 
 class Linear(_Weighted):
-    """The kernels of x w + b, rows of numbers times a matrix.
+    """The kernels of x w + b for rows x.
 
     Args:
         x_shape [R, K]; w_shape [K, N], as Paddle keeps it; the others as of `Convolution`.
@@ -537,7 +537,7 @@ class LayerNorm:
 
 
 class Attention:
-    """softmax(q k^T + bias) v of heads, which lie side by side: float32 [B, N, H * D] each.
+    """softmax(q k^T + bias) v by head: float32 [B, N, H*D].
 
     No head is copied out: kernels step over the others.
     """
@@ -565,7 +565,7 @@ class Attention:
     def forward(
         self, q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None
     ) -> tuple[Tensor, Tensor]:
-        """The result, and the shares [B, H, N, N] that it was mixed by."""
+        """The result, and the shares [B, H, N, N] behind it."""
         (logits,) = self._of_pairs(q, k)
         if bias is not None:
             logits.add_(bias)

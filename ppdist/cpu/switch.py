@@ -2,9 +2,9 @@
 
 They are convolutions, linear layers, layer norm and attention.
 
-`use_onednn_convolutions(model)` changes the class of layers inside a built model in place:
-parameters, buffers and state-dict keys stay the same objects; `plain_convolutions(model)` changes
-it back (before export).  The values are those of the plain layers up to the order of float32 sums;
+`use_onednn(model)` changes the class of layers inside a built model in place: parameters, buffers
+and state-dict keys stay the same objects; `use_plain_layers(model)` changes it back (before
+export).  The values are those of the plain layers up to the order of float32 sums;
 `self_check(model)` compares both on this machine, and training stays eager if they differ.
 
 Between our layers, feature maps stay in oneDNN's layout (feature_maps.py) if all layers around them
@@ -54,7 +54,7 @@ _FAST: dict[type[nn.Layer], type[nn.Layer]] = {
 _PLAIN = {fast: plain for plain, fast in _FAST.items()}
 
 
-def use_onednn_convolutions(model: nn.Layer) -> int:
+def use_onednn(model: nn.Layer) -> int:
     """Switches a model's layers to oneDNN, in place; returns how many convolutions.
 
     Ranks may differ in this: the values agree to rounding.
@@ -70,13 +70,13 @@ def use_onednn_convolutions(model: nn.Layer) -> int:
     return count
 
 
-def plain_convolutions(model: nn.Layer) -> int:
-    """Undoes `use_onednn_convolutions`, in place; returns how many convolutions changed."""
+def use_plain_layers(model: nn.Layer) -> int:
+    """Undoes `use_onednn`, in place; returns how many convolutions changed."""
     return _change_classes(model, _PLAIN)
 
 
 def is_on_onednn(model: nn.Layer) -> bool:
-    """Whether `use_onednn_convolutions` switched a model that has convolutions."""
+    """Whether `use_onednn` switched a model that has convolutions."""
     return any(type(layer) is OneDNNConv2D for layer in model.sublayers(include_self=True))
 
 
@@ -128,7 +128,7 @@ def self_check(model: nn.Layer, size: int = 64, kernels: Kernels = FLOAT32) -> s
     Returns: None if all agree, else the first reason, as text for a log.
     """
     switched, training = is_on_onednn(model), model.training
-    plain_convolutions(model)
+    use_plain_layers(model)
     model.train()
     for layer in model.sublayers():
         if isinstance(layer, nn.Dropout):  # it would drop other values the second time
@@ -144,11 +144,11 @@ def self_check(model: nn.Layer, size: int = 64, kernels: Kernels = FLOAT32) -> s
     finally:
         model.train() if training else model.eval()
         if switched:
-            use_onednn_convolutions(model)
+            use_onednn(model)
 
 
 def _kinds(model: nn.Layer) -> Iterator[tuple[str, nn.Layer, nn.Layer, list[int]]]:
-    """(name, layer, its first part with a weight, shape of an input), one of each kind."""
+    """One of each kind: (name, layer, first part with weights, input shape)."""
     seen = set()
     for name, layer in model.named_sublayers(include_self=True):
         first, form = layer, ""
@@ -247,11 +247,11 @@ def _both_ways(
     results = []
     for fast in (False, True):
         if fast:
-            use_onednn_convolutions(layer)
+            use_onednn(layer)
         try:
             results.append(_measure(layer, call, inputs, kernels if fast else FLOAT32))
         finally:
-            plain_convolutions(layer)
+            use_plain_layers(layer)
             for name, tensor in statistics.items():
                 tensor.set_value(kept_statistics[name])
             for parameter, gradient in kept_gradients:

@@ -75,7 +75,7 @@ def require_agreement(subjects: Mapping[str, Facts]) -> None:
 
 
 def _differing(told_W: Sequence[Any]) -> dict[str, Any]:
-    """Groups of ranks by subjects that differ, and their hosts, if there are any."""
+    """Groups of ranks by subjects that differ, and their hosts."""
     groups = {
         subject: equal_ranks([digests[subject] for digests, _ in told_W])
         for subject in told_W[0][0]

@@ -189,7 +189,7 @@ def barrier() -> None:
 
 
 def gather_on_main(value: Any, work: Callable[[list[Any]], Any]) -> Any:
-    """Runs `work` on rank 0 with what every rank gave; all get the result. Collective.
+    """Runs `work` on rank 0, for all, with every rank's value.  Collective.
 
     No device takes part, so it works before ranks have joined.  A rank makes a few requests at the
     store, however many ranks there are, and rank 0 one for each value that is not None.
@@ -310,7 +310,7 @@ def run_on_all_ranks(work: Callable[[], Any]) -> Any:
 
 
 def _gravest(failures_W: Sequence[Any]) -> dict[str, Any] | None:
-    """The failure that the other ranks hear of: of a bug before a user's mistake."""
+    """The failure that the others hear of: bugs before users' mistakes."""
     failed = [each for each in failures_W if each is not None]
     return min(failed, key=lambda each: each[0])[1] if failed else None
 
@@ -345,7 +345,7 @@ def alarm() -> tuple[Callable[[], None], Callable[[], bool]]:
 
 
 def _send_at_once() -> None:
-    """Disables Nagle's algorithm at the store, once all ranks are connected to it."""
+    """Disables Nagle's algorithm at the store, to which all are connected."""
     global _nagle_disabled
     if not _nagle_disabled:
         disable_nagle()

@@ -135,7 +135,7 @@ def _searched(
 
 
 def shared_batch(total: int, world: int, most: int, spread: bool) -> int:
-    """Largest micro-batch up to `most` into which ranks can share a step's images.
+    """Largest micro-batch up to `most` that divides a step among ranks.
 
     Evenly if that is possible; else the rank with most micro-batches takes an eighth more images
     than its share at most, or as few as can be.

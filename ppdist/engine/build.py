@@ -26,7 +26,7 @@ from ppdist.cpu.switch import (
     is_on_onednn,
     self_check,
     undeclared_layers,
-    use_onednn_convolutions,
+    use_onednn,
 )
 from ppdist.data.checks.statistics import crowding, refit, sizes_in_input
 from ppdist.data.datasets.build import limits
@@ -587,11 +587,11 @@ def speed_up_cpu(config: ExperimentConfig, models: list[ImageModel]) -> str:
     failures = comm.all_reduce_sum(paddle.to_tensor([float(reason is not None)]))
     if failures.item() > 0:
         return (
-            f"oneDNN convolutions failed their self-check ({reason or 'on another rank'}); using "
+            f"oneDNN's layers failed their self-check ({reason or 'on another rank'}); using "
             f"Paddle's plain ones, which are slower"
         )
     for model in models:
-        use_onednn_convolutions(model)
+        use_onednn(model)
     return ""
 
 

@@ -109,7 +109,7 @@ def _total(asked: str, base: float) -> float:
 
 
 def read_note(name: str) -> Any:
-    """Note of an earlier attempt of this job on this host, or None."""
+    """Note of an earlier attempt of this job here, or None."""
     folder = os.environ.get(JOB_DIR_VARIABLE)  # of fleetrun
     return files.read_json(Path(folder) / name) if folder else None
 

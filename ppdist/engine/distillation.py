@@ -18,7 +18,7 @@ from paddle import Tensor, nn
 from ppdist.common.errors import ConfigError
 from ppdist.config.base import parse_config
 from ppdist.config.distill import BoxesConfig, DistillConfig, FeaturesConfig, LogitsConfig, Trained
-from ppdist.cpu.switch import is_on_onednn, self_check, use_onednn_convolutions
+from ppdist.cpu.switch import is_on_onednn, self_check, use_onednn
 from ppdist.distributed import comm
 from ppdist.losses.base import Loss, LossOutput
 from ppdist.losses.distillation import Teaching, Term
@@ -146,7 +146,7 @@ def build_distillation(
     teacher.fuse()
     fast = is_on_onednn(student)
     if fast and self_check(teacher, 2 * teacher.size_multiple) is None:
-        use_onednn_convolutions(teacher)  # on each rank by itself: values agree to rounding
+        use_onednn(teacher)  # on each rank by itself: values agree to rounding
     teacher.eval()
     for parameter in teacher.parameters():
         parameter.stop_gradient = True
@@ -162,7 +162,7 @@ def build_distillation(
             *([of[each] for each in cells] for of in (ours, theirs)),
         )
         if fast:
-            use_onednn_convolutions(student.distillation)
+            use_onednn(student.distillation)
     own = student.distillation
     adapts = own is not None and bool(own.parameters())
     return Distillation(teacher, teaching, source, adapts, about)
@@ -221,7 +221,7 @@ def _teaching_of(config: DistillConfig) -> Teaching:
 
 @paddle.no_grad()
 def _feature_maps(model: Detector) -> dict[tuple[int, int], int]:
-    """Channels of the neck's features by (height, width) in cells, level by level.
+    """Channels of the neck's levels, by (height, width) in cells.
 
     Measured by a forward pass of a black image.
     Raises: ConfigError: its outputs have none.

@@ -41,14 +41,14 @@ class OutputDirs:
         return comm.is_main() or (self.copies and comm.local_rank() == 0)
 
     def run(self, work: Callable[[], Any]) -> Any:
-        """Runs `work` on each rank that writes; all get rank 0's result.  Collective."""
+        """Runs `work` on ranks that write, for rank 0's result.  Collective."""
         if not self.copies:
             return comm.run_on_main(work)
         value = comm.run_on_all_ranks(lambda: work() if self.writes else None)
         return comm.run_on_main(lambda: value)
 
     def require_reachable(self) -> None:
-        """Refuses a run that goes on without lost hosts, if one of them has all checkpoints.
+        """Refuses a run without lost hosts, if those have all checkpoints.
 
         Raises: ConfigError.
         """
@@ -71,7 +71,7 @@ class OutputDirs:
                 replace_file(self.folder / _NOTE, json.dumps(note).encode())
 
     def require_no_other(self) -> None:
-        """Refuses to begin a run anew of which a host knows a checkpoint.  Collective.
+        """Refuses to begin anew where a host knows a checkpoint.  Collective.
 
         Raises: CheckpointError.
         """
@@ -109,7 +109,7 @@ def find_output_dirs(folder: Path, on_every_host: bool) -> OutputDirs:
     own = folder.absolute()
 
     def put() -> tuple[str, str]:
-        """A file in the nearest folder that is there, and where in it ours is."""
+        """A file in the nearest existing folder, and the way to ours."""
         there = next(each for each in (own, *own.parents) if each.is_dir())
         name = f".ppdist-{uuid.uuid4().hex}"
         with suppress(OSError):  # whoever cannot write there says so later

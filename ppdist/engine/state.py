@@ -380,7 +380,7 @@ class Start:
 
     @property
     def made_of(self) -> Mapping[str, Any]:
-        """What steps were made of until now, also if nothing was saved; {}: a new job."""
+        """What steps were made of until now; {}: a new job."""
         return self.begun if self.snapshot is None else self.snapshot.state
 
     @property
@@ -630,7 +630,7 @@ def _with_micro_batches(state: dict[str, Any], sync_bn: bool) -> dict[str, Any]:
 
 
 def resumed_micro_batches(start: Start, train: TrainConfig, follows: bool) -> MicroBatches:
-    """Micro-batches of a run that goes on: those it had, on any number of ranks.
+    """Micro-batches of a run that goes on: those it had.
 
     Others only where the configuration, compared with that of the checkpoint, asks for them.
 
@@ -746,7 +746,7 @@ def validate_resume(
 
 
 def prepare_output_dir(start: Start, run: Run, schedule: ScheduleSetup) -> None:
-    """Moves files of other runs out of the run's folder, wherever it writes.  Collective.
+    """Moves files of other runs out of the run's folder.  Collective.
 
     An earlier run moves to `old-N` inside it; checkpoints that this run will rewrite move beside
     their folder.  Then the run's id and its micro-batches are recorded with the job.

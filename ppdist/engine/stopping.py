@@ -38,9 +38,10 @@ def until_first_step() -> None:
 
 
 def listen(ask: Callable[[], None]) -> None:
-    """Makes SIGTERM, SIGINT, SIGUSR1 and SIGHUP call `ask` in the main thread.  Collective.
+    """Makes stop signals call `ask` in the main thread.  Collective.
 
-    A SIGHUP that is ignored (nohup, ranks of fleetrun) stays ignored.
+    They are SIGTERM, SIGINT, SIGUSR1 and SIGHUP; an ignored SIGHUP (nohup, ranks of fleetrun)
+    stays ignored.
 
     Under fleetrun, a signal to one rank reaches all of them: fleetrun forwards it.  Another signal
     more than two seconds later ends this process, with the shell's code for Ctrl-C, else 1.

@@ -36,7 +36,7 @@ from ppdist.common.errors import DataError, ExportError
 from ppdist.config.evaluate import NMSConfig
 from ppdist.config.export import INT8_LOSS
 from ppdist.config.runtime import RuntimeOptions
-from ppdist.cpu.switch import plain_convolutions
+from ppdist.cpu.switch import use_plain_layers
 from ppdist.data.image import read_image
 from ppdist.data.types import DetectionSet, ImageRecord
 from ppdist.distributed import device
@@ -573,7 +573,7 @@ def deployment_copy(model: Model) -> Model:
     """
     copied = copy.deepcopy(model)
     copied.to(device="cpu")
-    plain_convolutions(copied)
+    use_plain_layers(copied)
     for layer in copied.sublayers():
         if isinstance(layer, nn.BatchNorm2D):
             layer.__class__ = nn.BatchNorm2D  # same attributes; only forward differs

@@ -76,7 +76,7 @@ def export_weights(
 
 
 def lineage_of(weights: Path) -> LineageSection:
-    """The weights, and the run that they are of as far as its files say."""
+    """The weights, and their run as far as its files say."""
     found = checkpoint_of(local_weights(weights)).resolve()
     known = digest(found / "manifest.json" if found.is_dir() else found)
     step = re.fullmatch(r"step-(\d+)", found.name)

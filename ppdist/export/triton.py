@@ -15,7 +15,7 @@ MAX_BATCH = 8  # images, as of deploy/serving
 
 
 def arrange(directory: Path, spec: InferenceSpec) -> InferenceSpec:
-    """Moves the ONNX files to where Triton looks for them, and writes config.pbtxt.
+    """Moves the ONNX files where Triton looks, and writes config.pbtxt.
 
     Returns: the spec with their new places.
     """

@@ -108,7 +108,7 @@ def eager_outputs(model: ImageModel, images: Sequence[np.ndarray]) -> list[Raw]:
 
 
 def decided(model: ImageModel, images: Sequence[np.ndarray]) -> list[np.ndarray]:
-    """The batches_B3HW on which rounding does not decide what a model of queries computes.
+    """The batches_B3HW in which rounding does not choose the queries.
 
     It selects the best cells, and attention makes every query depend on which: where the last one
     is as good as the next, rounding moves all outputs by more than a tolerance.  Such a batch moves

@@ -288,7 +288,7 @@ def wait_for_any(
     seconds: float,
     calling: Iterable[Connection] = (),
 ) -> bool:
-    """Waits for data, or for an answered call, up to `seconds`; whether there is some."""
+    """Whether data or an answered call comes within `seconds`; waits for it."""
     poll = select.poll()
     for each in reading:
         poll.register(each, select.POLLIN)

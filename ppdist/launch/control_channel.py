@@ -228,7 +228,7 @@ class ControlChannel:
         return self._must_stop
 
     def take_in(self, saved_step: Callable[[], int]) -> None:
-        """Ends the world, at a checkpoint, if other hosts ask to be taken in.
+        """Ends the world, at a checkpoint, if hosts ask to join.
 
         Args: saved_step: finds the step of the newest checkpoint.
         """

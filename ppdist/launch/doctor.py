@@ -73,7 +73,7 @@ class Finding:
 
 
 def attempt(subject: str, check: Callable[[], str]) -> Finding:
-    """Runs a check; an error of the user's or of storage becomes a FAIL."""
+    """Runs a check; a user's or storage's error becomes a FAIL."""
     try:
         return Finding(OK, subject, check())
     except (UserError, StorageError) as error:

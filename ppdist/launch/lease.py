@@ -9,7 +9,7 @@ _FILE = "hosts.lock"
 
 
 class Lease:
-    """A lock in the common output_dir, which ends with its process or its host.
+    """A lock in the common output_dir, which ends with its process.
 
     When a host is switched off, a server of NFS gives the lock back after its own time, 90 s by
     default.

@@ -66,7 +66,7 @@ class Memory:
 
     @classmethod
     def read(cls, message: Message, hosts: int) -> "Memory | None":
-        """None: the message holds no memory of a job of so many hosts."""
+        """The memory in a message; None: not of so many hosts."""
         formed = _world(message.get("formed"), hosts)
         proposed, abandoned = (
             _worlds(message.get(key), hosts) for key in ("proposed", "abandoned")
@@ -122,7 +122,7 @@ def _places(value: Any, hosts: int) -> frozenset[int] | None:
 
 
 class Present:
-    """The hosts that follow a hub, and what all of them together remember."""
+    """The hosts that follow a hub, and what together they remember."""
 
     def __init__(self, memories: Mapping[int, Memory]) -> None:
         self.memories = memories
@@ -140,7 +140,7 @@ class Present:
         self.shared_output = next(filter(None, told), "")
 
     def _may_have_begun(self, world: World) -> bool:
-        """Whether a proposed world may train, as far as these hosts can tell."""
+        """Whether a proposed world may train, as these hosts know."""
         if world.number <= self.formed.number or world in self.abandoned:
             return False
         return not any(
@@ -151,7 +151,7 @@ class Present:
 
     @property
     def lost(self) -> frozenset[int]:
-        """Hosts of the last world that are not here and have not left."""
+        """Hosts of the last world that are missing and did not leave."""
         last = max((self.formed, *self.proposed), key=_by_number)
         return last.places - self.left - self.memories.keys()
 
@@ -245,7 +245,7 @@ class Gathering:
             self._drop(place)
 
     def hear(self, place: int, message: Message) -> bool:
-        """A message of a host that was met; False: it is none of these."""
+        """A message of a host that was met; False: of another."""
         kind = message["type"]
         if kind == "join":
             memory = Memory.read(message, self._hosts)
@@ -323,7 +323,7 @@ class Gathering:
         return ""
 
     def _lacking(self, present: Present) -> str:
-        """Why too few are here for a world of fewer than all, or ""."""
+        """Why too few are here for a smaller world, or ""."""
         count = len(present.memories)
         if not present.formed.number and not present.proposed:
             return "the first steps need all hosts of --ips"
@@ -383,7 +383,7 @@ class Gathering:
 
 
 class Knocks:
-    """Hosts that ask the hub of a running world to be taken in."""
+    """Hosts that ask the hub of a running world to join."""
 
     def __init__(self) -> None:
         self._heard: dict[int, float] = {}

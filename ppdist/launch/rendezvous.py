@@ -595,7 +595,7 @@ class _Rendezvous:
             connection.send(message)
 
     def _drop(self, place: int) -> None:
-        """Ends the connection to a host that this one does not follow, or that does not follow."""
+        """Ends the connection to a host that follows another hub."""
         connection = self.links.pop(place, self.meeting)
         self.identities.pop(place, None)
         if connection is not None:
@@ -670,7 +670,7 @@ class _Rendezvous:
 
 
 class Door:
-    """Where the hub of a running world hears of hosts that come back.
+    """Where the hub of a running world hears of returning hosts.
 
     Args: world: addresses of its hosts, by place.
     """

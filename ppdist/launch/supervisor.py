@@ -302,7 +302,7 @@ class _Job:
 
 
 def passed_on(variables: dict[str, str], folder: Path) -> dict[str, str]:
-    """Variables of a rank; those too long for Linux are in a file that Paddle reads, too.
+    """Variables of a rank; a file has those too long for Linux.
 
     Above about 5,000 ranks that is PADDLE_TRAINER_ENDPOINTS.
     """
@@ -316,7 +316,7 @@ def passed_on(variables: dict[str, str], folder: Path) -> dict[str, str]:
 
 
 def _saved_step(job: Path) -> int:
-    """Step of the newest checkpoint that this job has on this host; 0: none.
+    """Step of this job's newest checkpoint on this host; 0: none.
 
     Args: job: its folder.
     """

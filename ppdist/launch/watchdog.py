@@ -279,7 +279,7 @@ def _suspects(
 
 
 def _told(culprits: Sequence[RankStatus], ranks: Sequence[RankStatus], now: float) -> str:
-    """`rank 5 (...) has made no progress for 61 s: stopped (SIGSTOP), ...`"""
+    """`rank 5 has made no progress for 61 s: stopped (SIGSTOP), ...`"""
     texts = []
     for seen in culprits:
         since = now - seen.changed

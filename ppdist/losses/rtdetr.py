@@ -368,13 +368,13 @@ def _prepared(boxes_BM4: Tensor, labels_BM: Tensor, mask_BM: Tensor, size_4: Ten
 
 
 def _stacked(scored: Sequence[Refined]) -> tuple[Tensor, Tensor]:
-    """Logits [L, B, Q, C] and boxes [L, B, Q, 4] of outputs, float32."""
+    """Logits [L, B, Q, C] and boxes [L, B, Q, 4], float32."""
     logits = paddle.stack([each.logits_BQC for each in scored]).astype("float32")
     return logits, paddle.stack([each.boxes_BQ4 for each in scored]).astype("float32")
 
 
 def _taken(values: Tensor, index_LBQ: Tensor) -> Tensor:
-    """[L, B, Q, ...]: what each query's box has of values [B, M, ...]."""
+    """Values [B, M, ...] of each query's box: [L, B, Q, ...]."""
     batch, count = values.shape[:2]
     first_B1 = paddle.arange(batch, dtype="int64").unsqueeze(1) * count
     taken = paddle.gather(values.flatten(0, 1), (index_LBQ + first_B1).flatten())
@@ -384,14 +384,14 @@ def _taken(values: Tensor, index_LBQ: Tensor) -> Tensor:
 def _apart(
     pred_LBQ4: Tensor, target: Tensor, matching: Matching, size_4: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """|b - b*|_1 in 0..1 and 1 - GIoU of positives, 0 elsewhere: [L, B, Q] each."""
+    """L1 distance and 1 - GIoU of positives: [L, B, Q] each."""
     l1_LBQ = (pred_LBQ4 - target).abs().sum(-1)
     giou_LBQ = aligned_giou(*(cxcywh_to_xyxy(each * size_4) for each in (pred_LBQ4, target)))
     return l1_LBQ * matching.is_positive_LBQ, (1.0 - giou_LBQ) * matching.is_positive_LBQ
 
 
 def _distillation_weights(iou_LBQ: Tensor, teacher_BQC: Tensor, learned: Learned) -> Tensor:
-    """What each query's distributions count in the distillation of each layer: [L, B, Q].
+    """Weights of queries in the distillation of each layer: [L, B, Q].
 
         DDF = sum over queries of w * T^2 * mean over sides of KL(last layer, this layer)
         w   = s * IoU / positives    or    (1 - s) * score / negatives
@@ -411,7 +411,7 @@ def _distillation_weights(iou_LBQ: Tensor, teacher_BQC: Tensor, learned: Learned
 
 
 def _sure_of(logits_1BQC: Tensor, boxes_1BQ4: Tensor) -> tuple[Tensor, Truth]:
-    """A teacher's scores [B, Q], 0 where it is not sure, and the objects it is sure of."""
+    """A teacher's scores [B, Q], 0 if unsure, and its sure objects."""
     score_BQ, labels_BQ = F.sigmoid(logits_1BQC[0]).topk(1, axis=-1)
     score_BQ = where_sure(score_BQ.squeeze(-1))
     sure_BQ = (score_BQ > 0).astype("float32")

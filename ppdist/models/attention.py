@@ -81,7 +81,7 @@ def _heads(x_BND: Tensor) -> Tensor:
 
 
 def length_of(x: Tensor, axis: int) -> int | Tensor:
-    """Size of an axis; of a saved graph where it is free, 0-D int64, as it will be found."""
+    """Size of an axis; where a graph leaves it free, 0-D int64."""
     known = x.shape[axis]
     return known if known >= 0 else paddle.shape(x)[axis].astype("int64")
 
@@ -172,7 +172,7 @@ def sample(memory: Memory, places_BQHP2: Tensor, weights_BQHP: Tensor) -> Tensor
 
 
 def _neighbours(place_XP: Tensor, size_P: Tensor) -> list[tuple[Tensor, Tensor]]:
-    """The cells at or before a place on one axis, and behind it, and the share of each."""
+    """The two cells around a place on one axis, and their shares."""
     # Paddle 3.3's oneDNN predictor writes the floor of a number over the number itself, which is
     # read no more.
     before_XP = paddle.floor(place_XP - 0.5)  # its gradient is 0

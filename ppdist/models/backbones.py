@@ -46,7 +46,10 @@ class Backbone(nn.Layer):
 
     @property
     def first_convolution(self) -> nn.Conv2D:
-        """The one that sees the pixels: the first that was made, unless a subclass says other."""
+        """The convolution that sees the pixels: the first that was made.
+
+        A subclass in which it is another says so.
+        """
         return next(layer for layer in self.sublayers() if isinstance(layer, nn.Conv2D))
 
     def original_keys(self) -> dict[str, str]:

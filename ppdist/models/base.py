@@ -25,7 +25,7 @@ NECK, HEAD = "neck", "head"  # stages behind those of the backbone
 
 
 class Targets(NamedTuple):
-    """What a model is given in training that learns from it in its forward pass.
+    """What a model learns from in its forward pass of training.
 
     boxes_BM4, labels_BM, mask_BM, seeds_B: see `Batch`.
     """
@@ -42,7 +42,7 @@ class Targets(NamedTuple):
 
     @classmethod
     def example(cls, images_B3HW: Tensor) -> "Targets":
-        """One object of class 0 in the middle of each image, for a look at the outputs."""
+        """One object of class 0 in the middle of each image."""
         batch, _, height, width = images_B3HW.shape
         box = [width / 4, height / 4, 3 * width / 4, 3 * height / 4]
         return cls(
@@ -54,7 +54,7 @@ class Targets(NamedTuple):
 
 
 class KeyTable(NamedTuple):
-    """Names of one implementation: our key -> what of its file makes that entry.
+    """Names of one implementation: our key -> its entries of a file.
 
     names: several of theirs become one of ours, joined along the outputs, as the query, key and
         value of an attention whose projections are one matrix.
@@ -291,7 +291,9 @@ class Detector(ImageModel):
         self.distillation: nn.Layer | None = None
 
     def decode(self, outputs: Any) -> tuple[Tensor, Tensor]:
-        """Raw outputs to scores_BNC in 0..1 and boxes_BN4, xyxy in input pixels, not clipped.
+        """Outputs to scores_BNC in 0..1 and boxes_BN4, xyxy in input pixels.
+
+        Boxes are not clipped.
 
         What it needs of the input, such as its size, is part of the outputs.
         """
@@ -431,7 +433,7 @@ def frozen_keys(model: ImageModel, what: Freeze) -> frozenset[str]:
 
 
 def matching_keys(pattern: str, keys: Iterable[str]) -> list[str]:
-    """Keys that begin with a pattern, whole names between dots; * is any text."""
+    """Keys that begin with a pattern of names; * is any text."""
     beginning = pattern.rstrip(".")
     return [
         key

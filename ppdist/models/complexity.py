@@ -43,7 +43,7 @@ class Complexity:
     outputs: Amount
 
     def told(self, image_size: tuple[int, int]) -> str:
-        """`1.77 M parameters, 0.28 GFLOPs at 160 x 160`; sizes are (height, width)."""
+        """`1.77 M parameters, 0.28 GFLOPs at 160 x 160`.  Args: image_size: (height, width)."""
         height, width = image_size
         gflops = 1e-9 * self.operations.of(image_size)
         return (
@@ -117,7 +117,7 @@ def _operations(model: ImageModel, images_B3HW: paddle.Tensor) -> int:
 
 
 def _kept(model: ImageModel, images_B3HW: paddle.Tensor) -> tuple[int, int]:
-    """Bytes that a training forward keeps for backward, and those of its outputs."""
+    """Bytes kept for backward in training, and those of the outputs."""
     kept: dict[int, int] = {}  # by address: several layers may keep one tensor
 
     def keep(tensor: paddle.Tensor) -> paddle.Tensor:

@@ -52,7 +52,7 @@ class FeatureMaps:
         return x
 
     def for_paddle(self, x: Tensor) -> Tensor:
-        """The feature map as Paddle's operators take it: in its layout, of a type it computes."""
+        """The feature map in a layout and type that Paddle's operators take."""
         return x
 
     def share(self, x: Tensor, count: int) -> Sequence[Tensor]:

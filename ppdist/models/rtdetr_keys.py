@@ -130,7 +130,7 @@ _WHOLE = re.compile(r"\.in_proj_(weight|bias)$")
 def transformers_names(
     name: str, dfine: bool, version_4: bool, heads_outside: bool
 ) -> str | tuple[str, ...]:
-    """What makes the entry of a torch name; three where it is a whole `in_proj`.
+    """The parts of a torch name's entry: three of an `in_proj`.
 
     Args:
         version_4: published files have the names of version 4.

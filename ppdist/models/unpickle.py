@@ -409,7 +409,7 @@ def _paddle_arrays(value: PickledObject) -> list[tuple[str, object]]:
 
 
 def _unnamed(value: object) -> object:
-    """The array of a tensor that paddle.save met inside another dict: `tuple((name, array))`."""
+    """The array of a tensor that paddle.save nested: `tuple((name, array))`."""
     if isinstance(value, PickledObject) and value.maker in _TUPLES and len(value.args) == 1:
         pair = value.args[0]
         return pair[1] if isinstance(pair, tuple) and len(pair) == 2 else value

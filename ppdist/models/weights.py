@@ -644,7 +644,7 @@ def _without(
 
 
 def _key_tables(model: ImageModel, official: Mapping[str, str]) -> Iterator[KeyTable]:
-    """The names that a file may use, ours first; the others are made where they are asked for."""
+    """The names that a file may use, ours first, made on demand."""
     ours = {key: key for key in official}
     tables = [KeyTable(ours, torch=False), KeyTable(official, torch=official != ours)]
     yield from tables
@@ -661,7 +661,7 @@ def _match(
     official: Mapping[str, str],
     linear: Collection[str],
 ) -> tuple[dict[str, np.ndarray], list[str]]:
-    """Arrays by model key, in our layout, and the file keys left over.
+    """Arrays by model key, in our layout, and leftover file keys.
 
     A file has the names of one implementation: that which finds most of our entries, of equals
     the first.

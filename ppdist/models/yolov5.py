@@ -329,7 +329,7 @@ def original_keys(keys: list[str], rows: tuple[str | None, ...]) -> dict[str, st
 
 
 def config_of_rows(rows: Mapping[str, Any], named: int, opt: object) -> YOLOv5Config | None:
-    """The `model` section of a pickled model of the original; None: not a YOLOv5.
+    """The `model` section of an original pickle; None: not a YOLOv5.
 
     Args: rows: its layers and multiples; named: its class names, 0: it has none; opt: of its
         training, which says the size of images.

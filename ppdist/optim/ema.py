@@ -44,7 +44,7 @@ class Decay:
 
 
 class Restart(NamedTuple):
-    """Where an average starts again: before which step, and its decay from there on."""
+    """Where an average starts again: before which step, with what decay."""
 
     step: int
     decay: Decay
@@ -92,7 +92,10 @@ class EMA:
 
     @property
     def decay(self) -> Decay:
-        """By number of updates; a longer run, which restarts later, has its first one again."""
+        """The decay by number of updates.
+
+        A longer run, which restarts later, has its first one again.
+        """
         restart = self._restart
         return restart.decay if restart and restart.step == self.restarted else self._decay
 

@@ -111,7 +111,7 @@ def parameter_groups(
 
 
 def parameter_group_lines(model: nn.Layer, groups: Sequence[ParameterGroupConfig]) -> list[str]:
-    """Log lines: how many weights each group has, and how it trains them.
+    """Log lines: the weights of each group and how they train.
 
     Raises: ConfigError: see `parameter_groups`.
     """

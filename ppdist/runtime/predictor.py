@@ -567,7 +567,7 @@ def require_described(file: Path, sha256: Mapping[str, str]) -> None:
 
 
 def identity(spec: Mapping[str, Any], file: str) -> dict[str, str]:
-    """Name of a model, which is that of its run, and the SHA-256 of its file.
+    """Name of a model's run, and the SHA-256 of its file.
 
     Args: spec: the content of infer.yml.
     """

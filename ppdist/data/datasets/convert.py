@@ -97,7 +97,7 @@ def targets_of(out: Path, form: Format, images: Images, split: str) -> list[Path
 
 @contextmanager
 def removed_on_failure(targets: Sequence[Path]) -> Iterator[None]:
-    """Deletes these if the block fails: the next run would refuse a folder that holds them."""
+    """Deletes these if the block fails: a next run would refuse them."""
     try:
         yield
     except BaseException:  # an interrupt, too

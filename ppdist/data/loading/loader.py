@@ -215,7 +215,7 @@ def _sleep(seconds: float, alive: Callable[[], None], aborted: np.ndarray) -> No
 
 
 def on_device(arrays: Mapping[str, np.ndarray]) -> dict[str, Any]:
-    """What a `Batch` is made of: its arrays on the model's device, all but its seeds.
+    """The arrays of a `Batch`, without its seeds, on the model's device.
 
     Args: arrays: see `Arrays`; their memory may be reused.
     """

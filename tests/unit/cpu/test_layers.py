@@ -14,10 +14,10 @@ from ppdist.config.model import PPYOLOEConfig
 from ppdist.cpu import layers, onednn, switch
 from ppdist.cpu.precision import FLOAT32, compute_in
 from ppdist.cpu.switch import (
-    plain_convolutions,
     self_check,
     undeclared_layers,
-    use_onednn_convolutions,
+    use_onednn,
+    use_plain_layers,
 )
 from ppdist.distributed import comm
 from ppdist.distributed.sync_batch_norm import SyncBatchNorm2D
@@ -134,7 +134,7 @@ def assert_equal(found, expected, tolerance=2e-5):
 def test_values_and_gradients_equal_plain_layer(kind):
     plain = LAYERS[kind]()
     fast = copy.deepcopy(plain)
-    assert use_onednn_convolutions(fast) > 0
+    assert use_onednn(fast) > 0
     for shape in ((3, 9, 11), (1, 16, 8), (3, 9, 11)):
         x = images(plain, shape=shape)
         assert_equal(outcome(fast, x), outcome(plain, x))
@@ -146,7 +146,7 @@ def test_values_and_gradients_equal_plain_layer(kind):
 def test_layers_of_tokens_equal_the_plain_ones(kind):
     plain = TOKENS[kind]()
     fast = copy.deepcopy(plain)
-    use_onednn_convolutions(fast)
+    use_onednn(fast)
     assert [type(each) for each in fast.sublayers(include_self=True)] != [
         type(each) for each in plain.sublayers(include_self=True)
     ]
@@ -161,7 +161,7 @@ def test_layers_of_tokens_equal_the_plain_ones(kind):
 def test_inputs_strided_or_without_gradient_accepted(kind):
     plain = LAYERS[kind]()
     fast = copy.deepcopy(plain)
-    use_onednn_convolutions(fast)
+    use_onednn(fast)
     x = images(plain)
     assert_equal(outcome(fast, x, needs_dx=False), outcome(plain, x, needs_dx=False))
     turned = paddle.to_tensor(x).transpose([0, 1, 3, 2])
@@ -175,7 +175,7 @@ def test_eval_and_sync_bn_equal_plain_layer(kind):
         if type(layer) is nn.BatchNorm2D and kind == "norm, silu":
             layer.__class__ = SyncBatchNorm2D
     fast = copy.deepcopy(plain)
-    use_onednn_convolutions(fast)
+    use_onednn(fast)
     x = images(plain)
     assert_equal(outcome(fast, x), outcome(plain, x))
     plain.eval()
@@ -192,7 +192,7 @@ def test_eval_and_sync_bn_equal_plain_layer(kind):
 def test_unsupported_convolution_runs_as_before(kind):
     plain = UNSUPPORTED[kind]()
     fast = copy.deepcopy(plain)
-    use_onednn_convolutions(fast)
+    use_onednn(fast)
     assert_equal(outcome(fast, images(plain)), outcome(plain, images(plain)), 0)
 
 
@@ -200,17 +200,17 @@ def test_switch_keeps_parameters_and_can_be_undone():
     model = nn.Sequential(ConvBNLayer(3, 8, 3), RepConv(8), nn.Conv2D(8, 4, 1))
     before = {name: id(p) for name, p in model.named_parameters()}
     classes = [type(layer) for layer in model.sublayers()]
-    assert use_onednn_convolutions(model) == 4
+    assert use_onednn(model) == 4
     assert {name: id(p) for name, p in model.named_parameters()} == before
     assert list(model.state_dict()) == list(plain_model_keys(model))
-    assert use_onednn_convolutions(model) == 0
-    assert plain_convolutions(model) == 4
+    assert use_onednn(model) == 0
+    assert use_plain_layers(model) == 4
     assert [type(layer) for layer in model.sublayers()] == classes
 
 
 def plain_model_keys(model):
     twin = copy.deepcopy(model)
-    plain_convolutions(twin)
+    use_plain_layers(twin)
     return twin.state_dict()
 
 
@@ -275,7 +275,7 @@ def test_a_shape_without_a_kernel_runs_as_before():
 
     plain = ConvBNLayer(3, 8, 3)
     fast = copy.deepcopy(plain)
-    use_onednn_convolutions(fast)
+    use_onednn(fast)
     with compute_in(replace(FLOAT32, made_by=Refusing)):
         assert_equal(outcome(fast, images(plain)), outcome(plain, images(plain)), 0)
 
@@ -303,7 +303,7 @@ class Derived(RepBlock):
 def test_layers_that_cost_a_layout_are_named(inner, expected):
     model = nn.Sequential(inner(), nn.Sequential(RepConv(8)))
     assert undeclared_layers(model) == expected
-    use_onednn_convolutions(model)
+    use_onednn(model)
     assert undeclared_layers(model) == expected
 
 
@@ -318,7 +318,7 @@ def train_on_ranks(argument):
     paddle.seed(5)
     model = nn.Sequential(ConvBNLayer(3, 16, 3), RepConv(16), nn.Conv2D(16, 4, 1))
     if fast:
-        use_onednn_convolutions(model)
+        use_onednn(model)
     wrapped = comm.wrap(model)
     rng = np.random.RandomState(comm.rank())
     batches = [rng.standard_normal((2, 3, 8, 8)).astype("float32") for _ in range(2)]

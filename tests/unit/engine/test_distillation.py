@@ -11,7 +11,7 @@ from safetensors.numpy import load_file
 
 from ppdist.common.errors import ConfigError
 from ppdist.cpu.layers import OneDNNConv2D
-from ppdist.cpu.switch import use_onednn_convolutions
+from ppdist.cpu.switch import use_onednn
 from ppdist.data.loading.sampler import TrainSampler
 from ppdist.distributed import comm
 from ppdist.engine.build import build_model
@@ -148,12 +148,12 @@ def test_a_teacher_on_onednn_says_what_a_plain_one_says(teachers, tmp_path):
     student = build_model(config)
     images = fixed_batch(0, 0, 2).images_B3HW
     said = []
-    for switch in (lambda model: 0, use_onednn_convolutions):
+    for switch in (lambda model: 0, use_onednn):
         switch(student)
         teacher = build_distillation(config.distill, config.model, student, config.seed)
         said.append(teacher.ask(images))
         fast = [type(x) for x in teacher.teacher.sublayers() if isinstance(x, nn.Conv2D)]
-        assert (OneDNNConv2D in fast) == (switch is use_onednn_convolutions)
+        assert (OneDNNConv2D in fast) == (switch is use_onednn)
         student.distillation = None
     plain, fast = ([*each.class_logits, *each.reg_dist, *each.features] for each in said)
     for one, other in zip(plain, fast, strict=True):

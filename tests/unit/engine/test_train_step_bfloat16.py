@@ -54,21 +54,21 @@ def steps(folder, overrides, count, *, model="ppyoloe", frozen=False, parts=((0,
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", LEVELS)
 @pytest.mark.parametrize("model", ["ppyoloe", "yolov5"])
-def test_loss_of_200_steps_within_one_percent(model, name, tmp_path, record_property):
+def test_loss_of_200_steps_within_one_percent(model, tmp_path, record_property):
     """At a rate where rounding stays small: at six times this one, PP-YOLOE in float32 parts from
     itself by 4 to 6 % when its first weights are changed by 2**-9, what bfloat16 rounds to."""
     rate = "optimizer.lr=0.0005"
     _, plain = steps(tmp_path, (*FLOAT32, rate), 200, model=model)
-    step, low = steps(tmp_path, (*level(name), rate), 200, model=model)
-    difference = abs(np.mean(low) / np.mean(plain) - 1)
-    record_property("figure", f"means differ by {difference:.2%}")
-    assert low != plain
-    assert difference < 0.01
-    assert np.mean(low[-20:]) < np.mean(low[:20])
-    assert all(p.dtype == paddle.float32 for p in step.model.parameters())
-    assert all(tensor.dtype == paddle.float32 for tensor in step.ema.average.values())
+    for name in LEVELS:
+        step, low = steps(tmp_path, (*level(name), rate), 200, model=model)
+        difference = abs(np.mean(low) / np.mean(plain) - 1)
+        record_property("figure", f"means of {name} differ by {difference:.2%}")
+        assert low != plain
+        assert difference < 0.01
+        assert np.mean(low[-20:]) < np.mean(low[:20])
+        assert all(p.dtype == paddle.float32 for p in step.model.parameters())
+        assert all(tensor.dtype == paddle.float32 for tensor in step.ema.average.values())
 
 
 @pytest.mark.slow

@@ -17,7 +17,7 @@ import yaml
 from ppdist.common.errors import ExportError
 from ppdist.config.evaluate import NMSConfig
 from ppdist.config.runtime import RuntimeOptions
-from ppdist.cpu.switch import use_onednn_convolutions
+from ppdist.cpu.switch import use_onednn
 from ppdist.distributed.sync_batch_norm import SyncBatchNorm2D
 from ppdist.export.export import (
     ModelWithNMS,
@@ -152,7 +152,7 @@ def test_fixed_shape_graph_gives_same_output(tmp_path: Path, model: PPYOLOE) -> 
 def test_deploy_copy_has_plain_convs_and_eval_norms() -> None:
     model = tiny_model()
     plain = [type(layer) for layer in model.sublayers()]
-    use_onednn_convolutions(model)
+    use_onednn(model)
     for layer in model.sublayers():
         if type(layer) is paddle.nn.BatchNorm2D:
             layer.__class__ = SyncBatchNorm2D

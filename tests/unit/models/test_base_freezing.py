@@ -7,7 +7,7 @@ from paddle import nn
 
 from ppdist.common.errors import ConfigError
 from ppdist.config.model import PPYOLOEConfig, YOLOv5ClsConfig, YOLOv5Config
-from ppdist.cpu.switch import use_onednn_convolutions
+from ppdist.cpu.switch import use_onednn
 from ppdist.distributed.sync_batch_norm import take_sync_batch_norm
 from ppdist.models.base import freeze, freezing, frozen_keys
 from ppdist.models.feature_maps import maps
@@ -144,7 +144,7 @@ def test_frozen_parts_no_gradient_fixed_statistics(what, kind):
     if kind == "synchronised":
         take_sync_batch_norm(model)
     if kind == "onednn":
-        use_onednn_convolutions(model)
+        use_onednn(model)
     model.train()
     scalar(model(model.normalize(images()))).backward()
     for key, parameter in model.named_parameters():
@@ -168,7 +168,7 @@ def test_frozen_onednn_layers_equal_plain_ones():
         model(model.normalize(images()))  # so that running statistics say something
         freeze(model, 4)
         if fast:
-            use_onednn_convolutions(model)
+            use_onednn(model)
         features = model.backbone(model.normalize(images()))
         assert [each.stop_gradient for each in features] == [True, True, False]
         value = scalar(model(model.normalize(images())))

@@ -16,7 +16,7 @@ from ppdist.config.base import parse_config
 from ppdist.config.evaluate import NMSConfig
 from ppdist.config.model import YOLOv5Config
 from ppdist.cpu import onednn
-from ppdist.cpu.switch import self_check, use_onednn_convolutions
+from ppdist.cpu.switch import self_check, use_onednn
 from ppdist.export.export import export_model
 from ppdist.export.spec import InferenceSpec, InputSection
 from ppdist.models import build_model
@@ -231,7 +231,7 @@ def test_convolutions_on_onednn_compute_the_same() -> None:
         pytest.skip(f"no oneDNN in this Paddle: {error}")
     model = build_model(YOLOv5Config(size="n"))
     assert self_check(model) is None
-    assert use_onednn_convolutions(model) == 60
+    assert use_onednn(model) == 60
 
 
 @pytest.mark.slow
