@@ -40,19 +40,19 @@ demo: install
 	@echo "  $(DEMO)/export         the Paddle Inference model and its infer.yml"
 	@echo "  $(VENV)/bin/visualdl --logdir $(DEMO)/vdl --language en --disable-telemetry"
 
-# One process a core and one more, because many tests wait for processes that they have started; each
+# One process a core and $(1) more, because many tests wait for processes that they have started; each
 # takes whole files, in the order of tests/conftest.py.  Compiled files are kept, else every process would compile anew.
-PYTEST := OMP_NUM_THREADS=1 PYTHONDONTWRITEBYTECODE= $(PY) -m pytest -n $(shell expr $$(nproc) + 1) --dist loadfile \
+PYTEST = OMP_NUM_THREADS=1 PYTHONDONTWRITEBYTECODE= $(PY) -m pytest -n $(shell expr $$(nproc) + $(1)) --dist loadfile \
   --no-loadscope-reorder
 
 test: install
-	$(PYTEST) -m "not slow"
+	$(call PYTEST,2) -m "not slow"
 
 # torch writes the .pt files that a few slow tests read; nothing else needs it.
 test-all: install
 	$(PY) -c "import torch" 2>/dev/null || $(PY) -m pip install --quiet --disable-pip-version-check \
 	  torch==2.13.0 --index-url https://download.pytorch.org/whl/cpu || $(PY) -m pip install --quiet torch==2.13.0
-	$(PYTEST)
+	$(call PYTEST,1)
 
 # The page is written also when a test fails: it says so.  Where one did not run it stays as it is.
 faults: install

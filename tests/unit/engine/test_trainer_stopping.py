@@ -146,7 +146,7 @@ def test_reported_exit_code_stays_while_rank_ends(tmp_path) -> None:
 def test_stop_skips_evaluation_until_resume(tmp_path: Path, monkeypatch, record_property) -> None:
     monkeypatch.chdir(tmp_path)
     drawn = [sys.executable, str(ROOT / "tools/data.py"), "synthetic", "--out", "data"]
-    command = [*drawn, "--train", "16", "--val", "1200"]
+    command = [*drawn, "--train", "16", "--val", "600"]
     subprocess.run(command, check=True, env=os.environ | {"PYTHONPATH": str(ROOT)})
     words = ["--nproc_per_node", "2", str(ROOT / "tools/train.py"), "--eval"]
     words += ["-c", str(ROOT / "configs/examples/demo.yml"), "-o", "data.root=data"]
