@@ -39,8 +39,9 @@ def pytest_collection_finish() -> None:
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Folders of long files first, so that no worker waits for another that ends with one."""
-    long = ("integration", "deploy", "export", "engine", "launch", "verify")
-    long += ("faults", "report", "viz")
+    long = (
+        "integration", "deploy", "export", "engine", "launch", "verify", "faults", "report", "viz",
+    )  # fmt: skip
     items.sort(key=lambda item: item.path.parent.name not in long)
 
 

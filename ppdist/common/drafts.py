@@ -21,7 +21,7 @@ def draft_of(path: Path) -> Path:
 
 
 def remove_drafts(folder: Path, names: str) -> None:
-    """Deletes drafts of ended processes; all others stay for a day.
+    """Deletes drafts of this host's ended processes; others after a day.
 
     Args: names: regular expression of what they are drafts of.
     """

@@ -49,11 +49,11 @@ class MicroBatches:
         return -(-self.images // world) if self.spread else self.images
 
     def takers(self, pieces: int, world: int) -> tuple[int, ...]:
-        """Rank of each micro-batch, or image of one that is spread."""
+        """Rank of each micro-batch, or image of a spread one; see `takers`."""
         return takers(pieces, self.speeds or (1.0,) * world)
 
     def shares(self, world: int) -> list[int]:
-        """Micro-batches of each rank in a full step, or its images."""
+        """Each rank's micro-batches in a full step, or images if spread."""
         of_pieces = self.takers(self.images if self.spread else self.count, world)
         return [of_pieces.count(rank) for rank in range(world)]
 
@@ -83,7 +83,7 @@ class MicroBatches:
 
 @lru_cache(maxsize=64)
 def takers(pieces: int, speeds: tuple[float, ...]) -> tuple[int, ...]:
-    """Rank that takes each piece of equal work, to end soonest.
+    """Rank of each equal piece of work, so that all end soonest.
 
     If there are enough, each rank has one.  The others go, one after the other, to the rank that
     would end it first, of several to the lowest:

@@ -359,11 +359,17 @@ class _Weighted:
         self._y_to_weight, self._y_to_data = Reorder(self.y, dy_weight), Reorder(self.y, dy_data)
 
     def forward(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        """A buffer in layout `self.y` of one in layout `self.x`."""
+        """A buffer in layout `self.y` of one in layout `self.x`.
+
+        weight and bias are plain.
+        """
         return self._forward(x, self._w_in(weight), *([] if bias is None else [bias]))[0]
 
     def weight_gradient(self, x: Tensor, dy: Tensor) -> tuple[Tensor, Tensor | None]:
-        """Plain gradients of weight and bias, from buffers in our layouts."""
+        """Plain gradients of weight and bias.
+
+        x and dy are buffers in the layouts `self.x` and `self.y`.
+        """
         dw, *d_bias = self._weight(self._x_to_weight(x), self._y_to_weight(dy))
         return self._dw_out(dw).reshape(self.w_shape), d_bias[0] if d_bias else None
 
@@ -539,7 +545,8 @@ class LayerNorm:
 class Attention:
     """softmax(q k^T + bias) v by head: float32 [B, N, H*D].
 
-    No head is copied out: kernels step over the others.
+    All four have this shape.  Heads lie side by side, and none is copied out: kernels step over the
+    others.
     """
 
     def __init__(self, shape: Sequence[int], heads: int) -> None:

@@ -189,7 +189,7 @@ def barrier() -> None:
 
 
 def gather_on_main(value: Any, work: Callable[[list[Any]], Any]) -> Any:
-    """Runs `work` on rank 0, for all, with every rank's value.  Collective.
+    """All ranks get rank 0's `work` of every rank's value.  Collective.
 
     No device takes part, so it works before ranks have joined.  A rank makes a few requests at the
     store, however many ranks there are, and rank 0 one for each value that is not None.

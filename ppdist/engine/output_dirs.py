@@ -41,7 +41,7 @@ class OutputDirs:
         return comm.is_main() or (self.copies and comm.local_rank() == 0)
 
     def run(self, work: Callable[[], Any]) -> Any:
-        """Runs `work` on ranks that write, for rank 0's result.  Collective."""
+        """Runs `work` on ranks that write; all get rank 0's result.  Collective."""
         if not self.copies:
             return comm.run_on_main(work)
         value = comm.run_on_all_ranks(lambda: work() if self.writes else None)
@@ -109,7 +109,7 @@ def find_output_dirs(folder: Path, on_every_host: bool) -> OutputDirs:
     own = folder.absolute()
 
     def put() -> tuple[str, str]:
-        """A file in the nearest existing folder, and the way to ours."""
+        """A file in the nearest existing folder, and the path to ours."""
         there = next(each for each in (own, *own.parents) if each.is_dir())
         name = f".ppdist-{uuid.uuid4().hex}"
         with suppress(OSError):  # whoever cannot write there says so later

@@ -184,7 +184,7 @@ def check_precision(config: Any, kernels: Kernels = BFLOAT16) -> None:
 
 
 def check_shares(ranks: DistributedConfig) -> None:
-    """Checks that `distributed.shares` fits the world, and can be measured.
+    """Checks that `distributed.shares` fits every world, or can be measured.
 
     Raises: ConfigError: it is not.
     """

@@ -92,7 +92,7 @@ class ScheduleSetup:
 
     @property
     def largest_share(self) -> int:
-        """Most images of a pass on a rank, by the first shares."""
+        """Most images of a pass on a rank, by `distributed.shares` at first."""
         return max(self.batches.shares(self.world)) if self.batches.spread else self.batches.images
 
     @property

@@ -380,7 +380,10 @@ class Start:
 
     @property
     def made_of(self) -> Mapping[str, Any]:
-        """What steps were made of until now; {}: a new job."""
+        """What steps were made of until now; {}: a new job.
+
+        Also known if nothing was saved.
+        """
         return self.begun if self.snapshot is None else self.snapshot.state
 
     @property
@@ -630,7 +633,7 @@ def _with_micro_batches(state: dict[str, Any], sync_bn: bool) -> dict[str, Any]:
 
 
 def resumed_micro_batches(start: Start, train: TrainConfig, follows: bool) -> MicroBatches:
-    """Micro-batches of a run that goes on: those it had.
+    """Micro-batches of a resumed run: those it had, on any ranks.
 
     Others only where the configuration, compared with that of the checkpoint, asks for them.
 
@@ -748,8 +751,9 @@ def validate_resume(
 def prepare_output_dir(start: Start, run: Run, schedule: ScheduleSetup) -> None:
     """Moves files of other runs out of the run's folder.  Collective.
 
-    An earlier run moves to `old-N` inside it; checkpoints that this run will rewrite move beside
-    their folder.  Then the run's id and its micro-batches are recorded with the job.
+    In each folder that it writes to, an earlier run moves to `old-N` inside it; checkpoints that
+    this run will rewrite move beside their folder.  Then the run's id and its micro-batches are
+    recorded with the job.
     Raises: CheckpointError: an OS error.
     """
     snapshot, dirs, output_dir = start.snapshot, start.dirs, start.dirs.folder

@@ -66,7 +66,10 @@ class Memory:
 
     @classmethod
     def read(cls, message: Message, hosts: int) -> "Memory | None":
-        """The memory in a message; None: not of so many hosts."""
+        """The memory in a message, or None.
+
+        None: it holds no memory of a job of so many hosts.
+        """
         formed = _world(message.get("formed"), hosts)
         proposed, abandoned = (
             _worlds(message.get(key), hosts) for key in ("proposed", "abandoned")
@@ -140,7 +143,7 @@ class Present:
         self.shared_output = next(filter(None, told), "")
 
     def _may_have_begun(self, world: World) -> bool:
-        """Whether a proposed world may train, as these hosts know."""
+        """Whether a proposed world may train, as far as these hosts know."""
         if world.number <= self.formed.number or world in self.abandoned:
             return False
         return not any(
@@ -245,7 +248,7 @@ class Gathering:
             self._drop(place)
 
     def hear(self, place: int, message: Message) -> bool:
-        """A message of a host that was met; False: of another."""
+        """Acts on a met host's message; False: the message is invalid."""
         kind = message["type"]
         if kind == "join":
             memory = Memory.read(message, self._hosts)

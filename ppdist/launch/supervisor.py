@@ -302,7 +302,7 @@ class _Job:
 
 
 def passed_on(variables: dict[str, str], folder: Path) -> dict[str, str]:
-    """Variables of a rank; a file has those too long for Linux.
+    """Variables of a rank; Paddle reads too long ones from a file.
 
     Above about 5,000 ranks that is PADDLE_TRAINER_ENDPOINTS.
     """

@@ -55,7 +55,7 @@ class Matching(NamedTuple):
 def matching_cost(
     logits_LBQC: Tensor, boxes_LBQ4: Tensor, size_4: Tensor, truth: Truth, costs: Costs
 ) -> Tensor:
-    """Costs of each box by each query: [L, B, Q, M].
+    """Costs of each box by each query: [L, B, Q, M] float32.
 
         cost = class * (a (1-p)^g * -log p - (1-a) p^g * -log(1-p)) + l1 * |b - b*|_1 - giou * GIoU
 

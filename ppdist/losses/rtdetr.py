@@ -384,7 +384,10 @@ def _taken(values: Tensor, index_LBQ: Tensor) -> Tensor:
 def _apart(
     pred_LBQ4: Tensor, target: Tensor, matching: Matching, size_4: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """L1 distance and 1 - GIoU of positives: [L, B, Q] each."""
+    """L1 distance and 1 - GIoU of positives: [L, B, Q] each.
+
+    Distances are of boxes in 0..1; where no box is matched both are 0.
+    """
     l1_LBQ = (pred_LBQ4 - target).abs().sum(-1)
     giou_LBQ = aligned_giou(*(cxcywh_to_xyxy(each * size_4) for each in (pred_LBQ4, target)))
     return l1_LBQ * matching.is_positive_LBQ, (1.0 - giou_LBQ) * matching.is_positive_LBQ

@@ -172,7 +172,7 @@ def sample(memory: Memory, places_BQHP2: Tensor, weights_BQHP: Tensor) -> Tensor
 
 
 def _neighbours(place_XP: Tensor, size_P: Tensor) -> list[tuple[Tensor, Tensor]]:
-    """The two cells around a place on one axis, and their shares."""
+    """The cells at or before and behind a place, and their shares."""
     # Paddle 3.3's oneDNN predictor writes the floor of a number over the number itself, which is
     # read no more.
     before_XP = paddle.floor(place_XP - 0.5)  # its gradient is 0

@@ -42,7 +42,7 @@ class Targets(NamedTuple):
 
     @classmethod
     def example(cls, images_B3HW: Tensor) -> "Targets":
-        """One object of class 0 in the middle of each image."""
+        """One central object of class 0 an image, to see outputs."""
         batch, _, height, width = images_B3HW.shape
         box = [width / 4, height / 4, 3 * width / 4, 3 * height / 4]
         return cls(
@@ -293,9 +293,8 @@ class Detector(ImageModel):
     def decode(self, outputs: Any) -> tuple[Tensor, Tensor]:
         """Outputs to scores_BNC in 0..1 and boxes_BN4, xyxy in input pixels.
 
-        Boxes are not clipped.
-
-        What it needs of the input, such as its size, is part of the outputs.
+        Boxes are not clipped.  What it needs of the input, such as its size, is part of the
+        outputs.
         """
         raise NotImplementedError
 

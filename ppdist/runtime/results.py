@@ -176,7 +176,7 @@ class Results:
 
 
 def write_table(file: Path, content: Mapping[str, Any]) -> None:
-    """Writes results as CSV: a line per object, or per class.
+    """Writes CSV: a line per object, or per class of an image.
 
     Every CSV of ppdist is this one, so all have the same columns.
 
