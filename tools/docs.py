@@ -1,4 +1,7 @@
-"""Regenerates pages of docs/ and configs/schema.json from the source: tools/docs.py [NAME ...]"""
+"""Regenerates pages of docs/ and configs/schema.json from the source: tools/docs.py [NAME ...]
+
+Of docs/batch.md it regenerates the table between two marks.
+"""
 
 import ast
 import inspect
@@ -10,6 +13,7 @@ import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import redirect_stdout, suppress
 from dataclasses import dataclass
+from itertools import takewhile
 from pathlib import Path
 from typing import Any, Literal, get_args, get_origin
 
@@ -20,9 +24,12 @@ from pydantic_core import PydanticUndefined
 import ppdist
 from ppdist.cli import COMMANDS, main_of
 from ppdist.cli.config import measured_runtimes
-from ppdist.config import ExperimentConfig
+from ppdist.config import ExperimentConfig, load_config
 from ppdist.config.schema import SectionType, sections_in, type_in_words
+from ppdist.config.train import MicroBatches
 from ppdist.config.yaml import BASE_KEY
+from ppdist.engine.build import build_schedule_setup
+from ppdist.engine.schedule_setup import ScheduleSetup
 from ppdist.models.zoo import MIRROR, OFFLINE, PublishedWeights, Source, zoo
 from ppdist.verify.zoo import TOLERANCE, number_or_dash, published_figure
 
@@ -486,6 +493,85 @@ own training with 80 classes. A dash: not measured. [More](dev/performance.md#pr
     return "".join(parts)
 
 
+# --- docs/batch.md, its table of warm-up ----------------------------------------------------------
+
+WARMUP_BATCHES = (1, 2, 4, 8)  # times the reference batch
+TRAINING_IMAGES = {  # by the last folder of data.root; my_data stands for the user's
+    "coco": 117_266,
+    "objects365": 1_742_289,
+    "voc": 16_551,
+    "imagenet": 1_281_167,
+    "bccd": 205,
+    "demo_data": 320,
+    "my_data": 1000,
+}
+_WARMUP_MARKS = "<!-- warm-up, by `make docs` -->\n", "<!-- end of warm-up -->\n"
+
+
+def shipped_recipes() -> list[Path]:
+    """The files of configs/ that train a model, in order."""
+    folders = sorted((REPOSITORY / "configs").glob("*/*.yml"))
+    return [path for path in folders if path.parent.name not in ("_base_", "studies")]
+
+
+def schedules_of(recipe: Path) -> list[ScheduleSetup]:
+    """The schedules of a recipe at `WARMUP_BATCHES` times its reference batch, on one rank."""
+    config = load_config(recipe)
+    images = TRAINING_IMAGES[Path(config.data.root).name]
+    reference = config.optimizer.reference_batch_size
+    assert reference is not None, recipe
+    return [
+        build_schedule_setup(config, images, MicroBatches(times * reference, reference, False))
+        for times in WARMUP_BATCHES
+    ]
+
+
+def warmup_table() -> str:
+    """A row for the recipes of one folder whose warm-up is the same."""
+    names: dict[tuple[str, ...], list[str]] = {}
+    for recipe in shipped_recipes():
+        found = schedules_of(recipe)
+        cells = [
+            f"{found[0].dataset_size:,}",
+            f"{found[0].epochs:g}",
+            f"{found[0].reference_batch}",
+        ]
+        for each in found:
+            warm, rate = each.lr_scheduler.warmup_steps, each.lr_scheduler.peak_lr
+            epochs = f"{warm / each.steps_per_epoch:.2f}".rstrip("0").rstrip(".")
+            cut = "*" if each.warmup_bound.startswith("cut") else ""
+            cells.append(f"{warm}; {epochs}{cut}; {rate:.3g}")
+        names.setdefault((recipe.parent.name, *cells), []).append(recipe.stem)
+    heads = ["recipe", "images", "epochs", "reference batch"]
+    heads += ["at it"] + [f"x {times}" for times in WARMUP_BATCHES[1:]]
+    lines = [f"| {' | '.join(heads)} |", "|---" * len(heads) + "|"]
+    for (_, *cells), stems in names.items():
+        lines.append(f"| {_pattern(stems)} | {' | '.join(cells)} |")
+    return "\n".join(lines) + "\n"
+
+
+def _pattern(names: Sequence[str]) -> str:
+    """`yolov5*_300e_coco` (10) for several names."""
+    if len(names) == 1:
+        return f"`{names[0]}`"
+    first = _common_start(names)
+    last = _common_start([name[len(first) :][::-1] for name in names])[::-1]
+    return f"`{first}*{last}` ({len(names)})"
+
+
+def _common_start(texts: Sequence[str]) -> str:
+    pairs = zip(min(texts), max(texts), strict=False)
+    return "".join(one for one, _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
+
+
+def batch_text() -> str:
+    """docs/batch.md: as it is, with the table of today."""
+    page = (REPOSITORY / "docs/batch.md").read_text(encoding="utf-8")
+    before, _, rest = page.partition(_WARMUP_MARKS[0])
+    _, _, after = rest.partition(_WARMUP_MARKS[1])
+    return f"{before}{_WARMUP_MARKS[0]}\n{warmup_table()}\n{_WARMUP_MARKS[1]}{after}"
+
+
 # --- all of them ----------------------------------------------------------------------------------
 
 PAGES: dict[str, Callable[[], str]] = {
@@ -493,6 +579,7 @@ PAGES: dict[str, Callable[[], str]] = {
     "configs/schema.json": lambda: (
         json.dumps(json_schema(ExperimentConfig), indent=2, ensure_ascii=False) + "\n"
     ),
+    "docs/batch.md": batch_text,
     "docs/errors.md": lambda: error_table(sites(trees())),
     "docs/model_zoo.md": zoo_text,
     "docs/commands.md": commands_text,

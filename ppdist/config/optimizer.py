@@ -102,8 +102,8 @@ class ScheduleConfig(Section):
     )
     warmup_compensation: Literal["auto", "none"] = Field(
         default="auto",
-        description="auto: a total batch above the reference warms up over more images "
-        "(at most 4 epochs, or warmup_epochs); none: warmup_epochs as written.",
+        description="auto: a total batch above the reference warms up over more images (at most a "
+        "fifth of the run beyond warmup_epochs); none: warmup_epochs as written.",
     )
     warmup_least_steps: int = Field(
         default=0, ge=0, description="Shortest warm-up in optimizer steps, however few the images."

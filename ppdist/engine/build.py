@@ -61,6 +61,7 @@ from ppdist.engine.start_lines import (
     data_line,
     device_line,
     evaluate_line,
+    longer_line,
     model_line,
     train_line,
 )
@@ -203,6 +204,8 @@ def build_training(
         log.headline("device", device_line())
         log.headline("memory", memory)
         log.headline("train", train_line(schedule))
+        if longer := longer_line(schedule):
+            log.headline("longer", longer)
         log.headline("evaluate", evaluate_line(config, val_set))
         log.headline("output", f"{output_dir} (train.log says why each number)")
         if anew:

@@ -29,6 +29,7 @@ from ppdist.engine.preflight import digests_of_code, versions
 from ppdist.optim.ema import Decay, Restart
 from ppdist.optim.lr_scheduler import (
     LEAST_WARMUP_STEPS,
+    MOST_WARMUP_GROWTH,
     LRScheduler,
     adam_moments,
     decay_factor,
@@ -76,7 +77,8 @@ class ScheduleSetup:
     ema_decay: Decay
     ema_restart: Restart | None
     lr_scheduler: LRScheduler
-    compensated_warmup: int  # its warm-up steps if schedule.warmup_compensation is auto
+    written_warmup: int  # its warm-up steps if schedule.warmup_compensation is none
+    compensated_warmup: int  # and if it is auto
     optimizer: OptimizerConfig  # as configured
     scaled: OptimizerConfig  # for the total batch of this run
 
@@ -173,21 +175,19 @@ class ScheduleSetup:
 
     def _of_length(self) -> Iterator[Fact]:
         schedule = self.lr_scheduler.config
-        warm = self.lr_scheduler.warmup_steps
+        warm, longer = self.lr_scheduler.warmup_steps, ""
         written = self.phase_scale / self.epoch_scale
-        least, bound = schedule.warmup_least_steps, ""
-        if warm == self.schedule_steps // 2:
-            bound = ", at most half the run"
-        elif warm == least > 0:
-            bound = f", at least {least} steps"
+        if warm > self.written_warmup:
+            longer = f" ({warm / max(1, self.written_warmup):.3g} x as many images)"
+        bound = f", {self.warmup_bound}" if self.warmup_bound else ""
         full, rest = divmod(warm, self.steps_per_epoch)  # the last step of an epoch may be smaller
         why = (
-            f"{schedule.warmup_epochs * written:g} epochs at the reference batch, compensation "
-            f"{schedule.warmup_compensation}{bound}: "
-            f"{full * self.dataset_size + rest * self.total_batch} images "
+            f"{counted(schedule.warmup_epochs * written, 'epoch')} at the reference batch, "
+            f"compensation {schedule.warmup_compensation}{longer}{bound}: "
+            f"{counted(full * self.dataset_size + rest * self.total_batch, 'image')} "
             f"({warm / self.steps_per_epoch:.2f} epochs)"
         )
-        yield Fact("warmup_steps", warm, "warm-up", f"{warm} steps", why)
+        yield Fact("warmup_steps", warm, "warm-up", counted(warm, "step"), why)
         start = self.schedule_steps if self.ema_restart is None else self.ema_restart.step
         limit = self.ema_decay.limit
         why = self._of_ema(self.ema_decay, start)
@@ -197,10 +197,13 @@ class ScheduleSetup:
             why += self._of_ema(self.ema_restart.decay, self.schedule_steps - start)
             yield Fact("ema_restart", start, "EMA restart", f"before step {start + 1}", why)
         steps, key = self.steps_per_epoch, "steps_per_epoch"
-        why = f"{self.dataset_size} images / {self.total_batch}, the last step smaller"
+        why = f"{counted(self.dataset_size, 'image')} / {self.total_batch}"
+        if steps > 1 and self.dataset_size % self.total_batch:
+            why += ", the last step smaller"
         yield Fact(key, steps, "steps per epoch", f"{steps}", why)
-        why = f"{self.total_steps / self.steps_per_epoch:.1f} epochs; {schedule.name} schedule "
-        why += f"over {self.schedule_steps} steps"
+        epochs = round(self.total_steps / self.steps_per_epoch, 1)
+        why = f"{counted(epochs, 'epoch')}; {schedule.name} schedule "
+        why += f"over {counted(self.schedule_steps, 'step')}"
         if self.epoch_scale > 1:
             why += (
                 f", {self.epoch_scale:.4g} x the {self.epochs:g} epochs configured, as are all "
@@ -212,6 +215,20 @@ class ScheduleSetup:
                 f"(train.phases_for_epochs)"
             )
         yield Fact("steps", self.total_steps, "steps", f"{self.total_steps}", why)
+
+    @property
+    def warmup_bound(self) -> str:
+        """Names the rule that bounds warm-up; "": none does."""
+        schedule, warm = self.lr_scheduler.config, self.lr_scheduler.warmup_steps
+        if warm == self.schedule_steps // 2 and (warm or schedule.warmup_epochs):
+            return "cut to half the run"
+        if warm == schedule.warmup_least_steps > 0:
+            return f"at least {counted(warm, 'step')}"
+        epochs = schedule.warmup_epochs * self.phase_scale / self.epoch_scale
+        most = epochs + MOST_WARMUP_GROWTH * self.schedule_steps / self.steps_per_epoch
+        if warm > self.written_warmup and warm >= round(most * self.steps_per_epoch):
+            return f"cut to {MOST_WARMUP_GROWTH:.0%} of the run beyond that"
+        return ""
 
     def step_of_last(self, epochs: int) -> int:
         """The first step of the run's last so many epochs."""
@@ -270,7 +287,9 @@ def set_up_schedule(
     beta2 = scaled.betas[1] if scaled.name == "adamw" else None
 
     def warmup_steps(compensation: str) -> int:
-        images = warmup_images(warmup, dataset_size, total_batch, reference, compensation, beta2)
+        images = warmup_images(
+            warmup, epochs * epoch_scale, dataset_size, total_batch, reference, compensation, beta2
+        )
         # Counted in steps of this run's epochs, whose last step may be smaller than the others.
         steps = round(images / dataset_size * steps_per_epoch)
         return min(max(steps, schedule.warmup_least_steps), schedule_steps // 2)
@@ -303,6 +322,7 @@ def set_up_schedule(
             total_steps=schedule_steps,
             steps_per_epoch=steps_per_epoch * phase_scale,
         ),
+        written_warmup=warmup_steps("none"),
         compensated_warmup=warmup_steps("auto"),
         optimizer=optimizer,
         scaled=scaled,

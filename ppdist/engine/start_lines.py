@@ -67,6 +67,26 @@ def train_line(schedule: ScheduleSetup) -> str:
     )
 
 
+def longer_line(schedule: ScheduleSetup) -> str:
+    """Line about what the total batch lengthens; "": nothing.
+
+    For example `warm-up 4590 steps (10 epochs) instead of 2295, 89 epochs instead of 80: a step has
+    4 times the reference batch`; where a rule cuts the warm-up, it says which.
+    """
+    warm, written = schedule.lr_scheduler.warmup_steps, schedule.written_warmup
+    changes = []
+    if warm > written:
+        epochs = counted(round(warm / schedule.steps_per_epoch, 2), "epoch")
+        bound = f", {schedule.warmup_bound}," if schedule.warmup_bound else ""
+        changes.append(f"warm-up {counted(warm, 'step')} ({epochs}){bound} instead of {written}")
+    if schedule.epoch_scale > 1:
+        epochs = counted(round(schedule.epochs * schedule.epoch_scale, 2), "epoch")
+        changes.append(f"{epochs} instead of {schedule.epochs:g}")
+    if not changes:
+        return ""
+    return f"{', '.join(changes)}: a step has {schedule.batch_ratio:.4g} times the reference batch"
+
+
 def evaluate_line(config: ExperimentConfig, val: DetectionSet | None) -> str:
     """Line about evaluation at the start of a run.
 

@@ -15,9 +15,11 @@ from ppdist.config.study import load_study
 from ppdist.data.datasets.build import read_split
 from ppdist.distributed import comm
 from ppdist.engine.build import build_schedule_setup
+from ppdist.engine.start_lines import longer_line
 from ppdist.models import build_model
 from ppdist.models.base import weight_sizes
 from ppdist.optim.optimizer import parameter_groups
+from tools import docs
 
 REPOSITORY = Path(__file__).parents[2]
 CONFIGS = REPOSITORY / "configs"
@@ -26,7 +28,7 @@ SHIPPED = sorted(
 )
 STUDIES = sorted((CONFIGS / "studies").glob("*.yml"))
 COMMAND = re.compile(r"^#.*?((?:fleetrun|python) .*?tools/(?:train|tune)\.py .*)$", re.MULTILINE)
-IMAGES = {"coco": 117_266, "objects365": 1_742_289, "voc": 16_551, "imagenet": 1_281_167}
+IMAGES = docs.TRAINING_IMAGES
 TEMPLATES = {
     "my_data.yml",
     "fine_tune_yolov5s.yml",
@@ -73,7 +75,7 @@ def test_every_recipe_builds_for_any_number_of_cards(monkeypatch, world):
         config = shipped(path)
         if (config.train.total_batch or math.inf) < world * config.train.images_per_card:
             continue  # a recipe for fewer cards
-        size = IMAGES.get(Path(config.data.root).name, 205)
+        size = IMAGES[Path(config.data.root).name]
         schedule = build_schedule_setup(config, size)
         assert schedule.total_steps > 0, path
         assert 0 < schedule.lr_scheduler.peak_lr < 0.2, path
@@ -161,8 +163,39 @@ def test_four_hosts_lengthen_warm_up_and_epochs(monkeypatch):
     assert (one.total_batch, four.total_batch) == (64, 256)
     assert 2 < four.lr_scheduler.peak_lr / one.lr_scheduler.peak_lr < 4
     assert one.epoch_scale == 1.0 and 1.0 < four.epoch_scale < 1.2
-    images = [each.lr_scheduler.warmup_steps * each.total_batch for each in (one, four)]
-    assert images[1] >= images[0] * 0.99
+    epochs = [each.lr_scheduler.warmup_steps / each.steps_per_epoch for each in (one, four)]
+    assert epochs == pytest.approx([5, 10], rel=1e-3)
+    length = [each.schedule_steps / each.steps_per_epoch for each in (one, four)]
+    assert "from 5 to 10 epochs" in header_of(CONFIGS / "examples" / "coco_four_hosts.yml")
+    assert length == [80, 89]
+    assert longer_line(one) == ""
+    assert longer_line(four) == (
+        "warm-up 4590 steps (10 epochs) instead of 2295, 89 epochs instead of 80: a step has "
+        "4 times the reference batch"
+    )
+
+
+@pytest.mark.parametrize("path", SHIPPED, ids=named)
+def test_warm_up_of_every_recipe_grows_with_its_batch(path):
+    schedules = docs.schedules_of(path)
+    images = [each.lr_scheduler.warmup_steps / each.steps_per_epoch for each in schedules]
+    first, steps = images[0], [each.lr_scheduler.warmup_steps for each in schedules]
+    for schedule, epochs in zip(schedules[1:], images[1:]):
+        growth, bound = schedule.batch_ratio, schedule.warmup_bound
+        assert growth > 1.5 and epochs > 1.3 * first
+        # Less than the square root only where a limit is said.
+        assert bound.startswith("cut") or epochs > 0.98 * growth**0.5 * first
+        assert epochs <= first + 0.2001 * schedule.schedule_steps / schedule.steps_per_epoch or (
+            bound.startswith("at least") or bound == "cut to half the run"
+        )
+    assert images == sorted(images)
+    assert max(steps) < 1.25 * steps[0]  # of small sets, whose epochs end with a smaller step
+
+
+def test_page_of_batches_has_the_warm_up_of_today():
+    page = (REPOSITORY / "docs" / "batch.md").read_text(encoding="utf-8")
+    assert page == docs.batch_text(), "run `make docs`"
+    assert "| `ppyoloe_plus_*_80e_coco` (4) | 117,266 | 80 | 64 | 9165; 5; 0.001 |" in page
 
 
 @pytest.mark.parametrize("path", STUDIES, ids=named)

@@ -59,6 +59,33 @@ def test_a_warm_up_is_not_shorter_than_asked_for():
     assert (warmup_steps(0), warmup_steps(100), warmup_steps(10_000)) == (39, 100, 390)
 
 
+def test_a_warm_up_says_what_a_larger_batch_made_of_it():
+    def told(world, **values):
+        schedule = run(world, schedule={"warmup_epochs": 2}, **values)
+        return schedule.lr_scheduler.warmup_steps, schedule.warmup_bound, why(schedule, "warm-up")
+
+    assert told(1) == (126, "", "2 epochs at the reference batch, compensation auto: 2000 images "
+                       "(2.00 epochs)")  # fmt: skip
+    # 126 steps are few, so 4 times the batch would have 8 epochs; 2 + 10 / 5 are allowed.
+    steps, bound, text = told(4)
+    assert (steps, bound) == (64, "cut to 20% of the run beyond that")
+    assert "compensation auto (2 x as many images), cut to 20% of the run beyond that: 4000" in text
+    assert told(4, epochs=100)[:2] == (128, "")
+    assert told(4, epochs=5)[:2] == (40, "cut to half the run")  # 2 + 1 epochs are 48 steps of 80
+    assert (run(4).written_warmup, run(4).compensated_warmup) == (16, 48)
+
+
+def test_steps_and_epochs_are_counted_as_they_are():
+    short = run(batch=500, accumulate=1, epochs=1, schedule={"warmup_epochs": 0.5})
+    assert ("warm-up", "1 step") in [row[:2] for row in short.rows()]
+    assert why(short, "steps per epoch") == "1000 images / 500"
+    assert why(short, "steps") == "1 epoch; cosine schedule over 2 steps"
+    assert why(run(), "steps per epoch") == "1000 images / 16, the last step smaller"
+    one = run(batch=2000, accumulate=1, epochs=1, schedule={"warmup_epochs": 0})
+    assert why(one, "steps per epoch") == "1000 images / 2000"
+    assert why(one, "steps") == "1 epoch; cosine schedule over 1 step"
+
+
 def test_the_average_restarts_where_strong_augmentation_ends():
     ema = EMAConfig(decay=0.99, ramp_steps=100, restart_decay=0.9)
     plain = AugmentConfig(plain_epochs=2, close_mosaic_epochs=4)
@@ -160,7 +187,7 @@ def test_phases_keep_their_share_of_other_run_length():
         at = written.lr_scheduler(round(share * 630)), short.lr_scheduler(round(share * 252))
         assert at[0] == pytest.approx(at[1], rel=0.01)
     assert why(short, "steps") == (
-        "4.0 epochs; step schedule over 252 steps; phases in epochs are 0.4 x as long as "
+        "4 epochs; step schedule over 252 steps; phases in epochs are 0.4 x as long as "
         "configured (train.phases_for_epochs)"
     )
     assert why(short, "warm-up").startswith("0.8 epochs at the reference batch")

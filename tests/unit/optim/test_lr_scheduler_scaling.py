@@ -67,31 +67,32 @@ def test_adam_betas_forgetting_within_step_refused():
         adam_moments((0.9, 0.999), 1e-8, 16.0)
 
 
-def test_warmup_grows_with_batch_up_to_four_epochs():
-    assert warmup_images(1, COCO, 64, 64, "auto") == COCO
-    assert warmup_images(1, COCO, 256, 64, "auto") == pytest.approx(2 * COCO)
-    assert warmup_images(1, COCO, 64 * 64, 64, "auto") == 4 * COCO
-    assert warmup_images(5, COCO, 256, 64, "auto") == 5 * COCO  # already longer than the cap
-    assert warmup_images(1, COCO, 256, 64, "none") == COCO
-    assert warmup_images(0, COCO, 256, 64, "auto") == 0
-    assert warmup_images(0.03, COCO, 256, 8, "auto") == pytest.approx(4000 * math.sqrt(32))
+def test_warmup_grows_with_batch_by_a_fifth_of_the_run_at_most():
+    assert warmup_images(1, 80, COCO, 64, 64, "auto") == COCO
+    assert warmup_images(1, 80, COCO, 256, 64, "auto") == pytest.approx(2 * COCO)
+    assert warmup_images(5, 80, COCO, 256, 64, "auto") == pytest.approx(10 * COCO)
+    assert warmup_images(5, 20, COCO, 256, 64, "auto") == pytest.approx(9 * COCO)  # 5 + 20 / 5
+    assert warmup_images(1, 80, COCO, 64 * 1024, 64, "auto") == pytest.approx(17 * COCO)
+    assert warmup_images(1, 80, COCO, 256, 64, "none") == COCO
+    assert warmup_images(0, 80, COCO, 256, 64, "auto") == 0
+    assert warmup_images(0.03, 17, COCO, 256, 8, "auto") == pytest.approx(4000 * math.sqrt(32))
 
 
 def test_warmup_steps_never_exceed_reference_or_jump():
     # 200 images at batch 8 are 25 steps, however far that is below 500.
-    assert warmup_images(0.01, 20_000, 16, 8, "auto") == pytest.approx(400)
-    assert warmup_images(0.01, 20_000, 9, 8, "auto") == pytest.approx(225)
+    assert warmup_images(0.01, 80, 20_000, 16, 8, "auto") == pytest.approx(400)
+    assert warmup_images(0.01, 80, 20_000, 9, 8, "auto") == pytest.approx(225)
 
 
 def test_adam_warmup_keeps_second_moment_steps():
     # 20 000 images at batch 8: 2500 steps.  At 32: by sqrt(4) 1250 steps, of the 2000 it needs.
-    assert warmup_images(1, 20_000, 32, 8, "auto") == pytest.approx(40_000)
-    assert warmup_images(1, 20_000, 32, 8, "auto", beta2=0.999) == pytest.approx(64_000)
-    assert warmup_images(1, 20_000, 32, 8, "auto", beta2=0.996) == pytest.approx(40_000)
-    # No more steps than at the reference, and no more than 4 epochs.
-    assert warmup_images(0.2, 20_000, 32, 8, "auto", beta2=0.999) == pytest.approx(16_000)
-    assert warmup_images(1, 20_000, 128, 8, "auto", beta2=0.999) == pytest.approx(80_000)
-    assert warmup_images(1, 20_000, 8, 8, "auto", beta2=0.999) == 20_000
+    assert warmup_images(1, 15, 20_000, 32, 8, "auto") == pytest.approx(40_000)
+    assert warmup_images(1, 15, 20_000, 32, 8, "auto", beta2=0.999) == pytest.approx(64_000)
+    assert warmup_images(1, 15, 20_000, 32, 8, "auto", beta2=0.996) == pytest.approx(40_000)
+    # No more steps than at the reference, and no more than a fifth of 15 epochs beyond the one.
+    assert warmup_images(0.2, 15, 20_000, 32, 8, "auto", beta2=0.999) == pytest.approx(16_000)
+    assert warmup_images(1, 15, 20_000, 128, 8, "auto", beta2=0.999) == pytest.approx(80_000)
+    assert warmup_images(1, 15, 20_000, 8, 8, "auto", beta2=0.999) == 20_000
 
 
 def test_epochs_grow_with_batch_past_noise_scale():
