@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from statistics import fmean, median
 
 EVALUATION, SAVING, IMAGES, TRAINING = "evaluation", "saving", "waiting for images", "training"
+PLOTTING, START_AND_END = "plots", "start and end"
 _KEPT_STEPS = 2000  # steps whose seconds are remembered; the later half counts
 _FEWEST_STEPS = 50  # unless the run is younger, so many count
 _LAST_PARTS = 3  # evaluations, saves: they change as the model learns
@@ -35,10 +36,11 @@ class ETA:
         self._every = {EVALUATION: 0, SAVING: 0}  # optimizer steps; 0: never
         self._evaluation_steps = 0.0  # what one evaluation is taken to cost before it was seen
         self._seconds: dict[str, float] = defaultdict(float)
-        self._between = 0.0  # seconds of evaluations and saves so far
+        self._between = 0.0  # seconds of evaluations, saves and plots so far
+        self._steps_began = 0.0  # seconds outside of these, before the first step
         self._last: tuple[int, float] | None = None  # the last step, and seconds outside of others
         self._steps: deque[float] = deque(maxlen=_KEPT_STEPS)
-        self._parts = {part: deque[float](maxlen=_LAST_PARTS) for part in self._every}
+        self._parts: dict[str, deque[float]] = defaultdict(lambda: deque(maxlen=_LAST_PARTS))
         self._done_at = dict.fromkeys(self._every, 0)  # the step after which it last was done
 
     def expect(
@@ -57,6 +59,10 @@ class ETA:
     def remember(self, evaluation_seconds: float) -> None:
         """What an evaluation took before the run was resumed."""
         self._parts[EVALUATION].append(evaluation_seconds)
+
+    def begin_steps(self) -> None:
+        """Marks where the first step of this process begins."""
+        self._steps_began = self._clock() - self._began - self._between
 
     @contextmanager
     def spending(self, part: str, step: int) -> Iterator[None]:
@@ -115,9 +121,11 @@ class ETA:
         return seconds
 
     def seconds(self) -> dict[str, float]:
-        """Wall seconds since the start by part; `training` is the rest."""
+        """Wall seconds by part; `start and end` is the rest."""
         total = self._clock() - self._began
-        return {TRAINING: total - sum(self._seconds.values()), **self._seconds}
+        steps = self._last[1] - self._steps_began if self._last is not None else 0.0
+        parts = {TRAINING: steps - self._seconds.get(IMAGES, 0.0), **self._seconds}
+        return {**parts, START_AND_END: total - sum(parts.values())}
 
     def _step_seconds(self) -> float:
         recent = list(self._steps)[-max(_FEWEST_STEPS, len(self._steps) // 2) :]

@@ -121,17 +121,43 @@ def run_summary(output_dir: Path, seconds: Mapping[str, float]) -> list[tuple[st
     if len(evaluations) > 1:
         first, *_, last = sorted(evaluations)
         rows.append(("first evaluation", _scores(evaluations[first]), f"step {first} of {last}"))
-    losses = [each for each in found.steps if each["loss"] is not None]
-    if losses:
-        first_loss, last_loss = losses[0], losses[-1]
-        change = f"from {first_loss['loss']:.4g} at step {first_loss['step']}"
-        rows.append(("training loss", f"{last_loss['loss']:.4g}", change))
+    rows += _losses(found)
     rows += _places(output_dir)
     total = sum(seconds.values())
     parts = sorted(seconds.items(), key=lambda item: -item[1])
-    shares = ", ".join(f"{part} {value / max(total, 1e-9):.0%}" for part, value in parts if value)
+    shares = ", ".join(
+        f"{part} {value / total:.0%}" for part, value in parts if value >= 0.005 * total > 0
+    )
     rows.append(("time", duration(total), shares))
     return rows
+
+
+def _losses(found: MetricRecords) -> list[tuple[str, str, str]]:
+    """Row of the first and the last loss of the run.
+
+    They are those of its table of epochs; of the records of steps, where no epoch has ended.
+    """
+    losses = [
+        (each["epoch_end"]["loss"], f"in epoch {each['epoch_end'].get('epoch')}")
+        for each in found.epochs
+        if _is_number(each["epoch_end"].get("loss"))
+    ] or [
+        (each["loss"], f"at step {each['step']}")
+        for each in found.steps
+        if _is_number(each["loss"])
+    ]
+    if not losses:
+        return []
+    (first, began), (last, ended) = losses[0], losses[-1]
+    change = "" if began == ended else f", from {loss_text(first)} {began}"
+    return [("training loss", loss_text(last), f"{ended}{change}")]
+
+
+def loss_text(value: float | None) -> str:
+    """Formats a loss in six characters or fewer; None: ""."""
+    if value is None:
+        return ""
+    return f"{value:.3f}" if abs(value) < 100 else f"{value:.1f}" if value < 1e4 else f"{value:.0e}"
 
 
 def _scores(record: Mapping[str, Any]) -> str:

@@ -287,6 +287,16 @@ class RunLog:
         self._files.put("metrics.jsonl", partial(_begin_metrics, self._metrics_path, step))
         self.writers.rollback(step)
 
+    def forget(self, step: int, key: str) -> None:
+        """Drops the records of a step that have this key, because they are made again."""
+        if not self._records:
+            return
+
+        def is_other(record: dict[str, Any]) -> bool:
+            return record.get("step") != step or key not in record
+
+        self._files.put("metrics.jsonl", partial(_keep_records, self._metrics_path, is_other))
+
     def images(self, tag: str, step: int, images_HW3: list[np.ndarray]) -> None:
         """Adds uint8 RGB images under `tag/0`, `tag/1`, ..."""
         self.writers.images(tag, step, images_HW3)
@@ -297,8 +307,12 @@ class RunLog:
         """Tells the ETA what comes between steps; see `ETA.expect`."""
         self._eta.expect(evaluate_every, save_every, evaluation_images, images_per_step)
 
+    def begin_steps(self) -> None:
+        """Separates the time of the start from that of training."""
+        self._eta.begin_steps()
+
     def spending(self, part: str, step: int) -> AbstractContextManager[None]:
-        """Context of an evaluation or a save between two steps; see `ETA.spending`."""
+        """Context of an evaluation, a save or plots; see `ETA.spending`."""
         if not self._main:
             return nullcontext()
         if part == EVALUATION:
@@ -489,9 +503,14 @@ def _begin_metrics(path: Path, resume_step: int | None) -> list[dict[str, Any]]:
     if resume_step is None:
         path.unlink(missing_ok=True)
         return []
+    return _keep_records(path, lambda record: record.get("step", 0) <= resume_step)
+
+
+def _keep_records(path: Path, keeps: Callable[[dict[str, Any]], bool]) -> list[dict[str, Any]]:
+    """Drops all other records; returns these."""
     if not path.exists():
         return []
-    kept = [record for record in read_metrics(path) if record.get("step", 0) <= resume_step]
+    kept = [record for record in read_metrics(path) if keeps(record)]
     replace_file(path, "".join(json.dumps(record) + "\n" for record in kept).encode(), sync=True)
     return kept
 

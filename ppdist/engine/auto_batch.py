@@ -44,6 +44,7 @@ from ppdist.config.augment import AugmentConfig
 from ppdist.config.train import MicroBatches, max_micro_batch
 from ppdist.data.types import ImageRecord
 from ppdist.distributed import comm, device, heartbeat
+from ppdist.engine.schedule_setup import counted
 from ppdist.engine.state import Start, resumed_micro_batches
 from ppdist.models.base import ImageModel
 from ppdist.models.complexity import Complexity, tensor_bytes
@@ -400,7 +401,7 @@ def require_memory(expected: Estimate, images: int) -> tuple[str, list[str]]:
     lacking = [kind for kind in free if needed[kind] > free[kind]]
     fitting = images_that_fit(expected, images, free) if lacking else images
     warnings = [
-        f"a step of {images} images is estimated to take {shown(needed[kind])} of the "
+        f"a step of {counted(images, 'image')} is estimated to take {shown(needed[kind])} of the "
         f"{kind}, and rank {comm.rank()} (host {comm.host()}) has {shown(free[kind])} left"
         for kind in lacking
     ]
@@ -415,8 +416,8 @@ def require_memory(expected: Estimate, images: int) -> tuple[str, list[str]]:
         )
     told = [f"{each}; {_remedy(fitting)}" for warnings, fitting, _ in found_W for each in warnings]
     kind = CARD if CARD in free else HOST
-    line = f"a step of {images} images takes about {shown(needed[kind])} of {shown(free[kind])}"
-    return f"{line} free", told
+    line = f"a step of {counted(images, 'image')} takes about {shown(needed[kind])}"
+    return f"{line} of {shown(free[kind])} free", told
 
 
 def images_that_fit(expected: Estimate, most: int, free: Bytes) -> int:

@@ -112,7 +112,8 @@ class Callback:
             step: its last one.
             numbers: a row of `Run.history()`: the means of `loss` and its parts over the steps of
                 the epoch, `lr`, `images_per_second`, `seconds`, and results of an evaluation at its
-                end, such as `mAP` and `val_loss`.  Times differ between ranks.
+                end, such as `mAP` and `val_loss`.  Times differ between ranks.  A resumed run has
+                the means of the whole epoch; `partial` is there where its checkpoint lacks sums.
         """
 
     def on_save(self, step: int) -> None:

@@ -15,11 +15,13 @@ from paddle import nn
 
 from ppdist.common.eta import duration
 from ppdist.common.files import write_json
+from ppdist.common.records import loss_text
 from ppdist.common.run_log import RunLog
 from ppdist.config.train import MicroBatches
 from ppdist.distributed import comm, device, heartbeat
 from ppdist.engine.callbacks import Callback, StepSeconds, TrainingRun
 from ppdist.engine.evaluator import ClassificationEvaluator, Evaluator
+from ppdist.engine.step_sums import StepSums, mean
 from ppdist.engine.train_step import StepResult
 from ppdist.engine.visualize import write_validation
 
@@ -88,13 +90,25 @@ class MetricsLogger(Callback):
         self._log = log
         self._every = every
         self._steps_per_epoch = steps_per_epoch
-        self._steps: list[_Step] = []  # since the last record
+        self._sums = StepSums()  # since the last record, before a resume, too
+        self._steps: list[_Step] = []  # of this process since then, for what only this rank knows
         self._recent: deque[_Step] = deque(maxlen=_RECENT)
+
+    def restore(self, saved: StepSums | None, step: int) -> None:
+        """Goes on with sums that a checkpoint of this step has."""
+        self._sums = StepSums.resumed(saved, step, self._every)
+        self._steps.clear()
+        self._recent.clear()
+
+    def sums(self) -> StepSums:
+        """A copy of the sums so far, for a checkpoint."""
+        return self._sums.model_copy(deep=True)
 
     def on_train_begin(self, run: TrainingRun) -> None:
         self._total_steps = run.total_steps
 
     def on_step_end(self, step: int, result: StepResult, lr: float, seconds: StepSeconds) -> None:
+        self._sums.add(result, seconds, lr)
         self._steps.append(_Step(result, seconds))
         self._recent.append(_Step(result, seconds))
         speed = _images_per_second(self._recent)
@@ -104,22 +118,21 @@ class MetricsLogger(Callback):
         if step % self._every == 0 or step == self._total_steps:
             self._write(step, lr)
 
-    def on_rollback(self, step: int) -> None:
-        self._steps.clear()
-        self._recent.clear()
-
     def _write(self, step: int, lr: float) -> None:
-        steps, self._steps = self._steps, []
-        record: dict[str, Any] = {"step": step, "epoch": step / self._steps_per_epoch}
-        for name in steps[0].result.losses:
-            record[name] = _mean([each.result.losses[name] for each in steps])
-        record |= {
+        steps, self._steps, sums = self._steps, [], self._sums
+        record: dict[str, Any] = {
+            "step": step,
+            "epoch": step / self._steps_per_epoch,
+            **sums.mean_losses(),
             "lr": lr,
-            "gradient_norm": _mean([each.result.gradient_norm for each in steps]),
-            "images_per_second": _images_per_second(steps),
-            "data_seconds": _mean([each.seconds.data for each in steps]),
-            "step_seconds": _mean([each.seconds.wall for each in steps]),
+            "gradient_norm": mean(sums.gradient_norm, sums.steps),
+            "images_per_second": sums.images_per_second,
+            "data_seconds": sums.data_seconds / sums.steps,
+            "step_seconds": sums.wall_seconds / sums.steps,
+            **({"partial": True} if sums.partial else {}),
         }
+        if step % self._every == 0:  # else the run ends, and an extended one completes them
+            self._sums = StepSums(after=step)
         self._log.metrics(record)
         self._log.metrics({"step": step, **_per_rank(steps)})
 
@@ -161,59 +174,51 @@ class EpochMeans(Callback):
 
     def __init__(self, steps_per_epoch: int) -> None:
         self._steps_per_epoch = steps_per_epoch
-        self._metrics: Mapping[str, float]
-        self._begin()
+        self.restore(None, 0)
+
+    def restore(self, saved: StepSums | None, step: int) -> None:
+        """Goes on with sums that a checkpoint of this step has."""
+        self._sums = StepSums.resumed(saved, step, self._steps_per_epoch)
+        self._metrics: Mapping[str, float] = {}
+        self._began = time.monotonic() - self._sums.seconds
+
+    def sums(self) -> StepSums:
+        """A copy of the sums so far, for a checkpoint."""
+        seconds = time.monotonic() - self._began
+        return self._sums.model_copy(update={"seconds": seconds}, deep=True)
 
     def on_train_begin(self, run: TrainingRun) -> None:
         self._total_steps = run.total_steps
 
     def on_step_end(self, step: int, result: StepResult, lr: float, seconds: StepSeconds) -> None:
-        self._images += result.images
-        self._data_seconds += seconds.data
-        self._wall_seconds += seconds.wall
-        self._lr = lr
-        if not result.applied:  # its losses may not be finite
-            return
-        self._applied += 1
-        for name, value in result.losses.items():
-            self._losses[name] = self._losses.get(name, 0.0) + value
-
-    def on_rollback(self, step: int) -> None:
-        self._begin()
+        self._sums.add(result, seconds, lr, losses=result.applied)
 
     def on_evaluate_end(self, step: int, metrics: Mapping[str, float], is_best: bool) -> None:
         if self.ends(step):
             self._metrics = metrics
 
     def ends(self, step: int) -> bool:
-        """Whether an epoch with steps, or the run, ends after this step."""
+        """Whether an epoch with steps, or the run, ends after this step, and is not reported."""
         whole = step % self._steps_per_epoch == 0 or step == self._total_steps
-        return whole and self._applied > 0
+        return whole and self._sums.applied > 0 and self._sums.reported != step
 
     def take(self, step: int) -> tuple[int, dict[str, float]]:
         """Number (from 1) and results of the epoch ending at this step."""
-        wall = max(self._wall_seconds, 1e-9)
+        sums = self._sums
         numbers = {
-            **{name: value / self._applied for name, value in self._losses.items()},
-            "lr": self._lr,
-            "images_per_second": self._images / wall,
-            "data_share": self._data_seconds / wall,
+            **sums.mean_losses(),
+            "lr": sums.lr,
+            "images_per_second": sums.images_per_second,
+            "data_share": sums.data_seconds / max(sums.wall_seconds, 1e-9),
             "seconds": time.monotonic() - self._began,
             "memory_gib": _memory(),
             **self._metrics,
+            **({"partial": True} if sums.partial else {}),
         }
-        self._begin()
+        self._metrics, sums.reported = {}, step
+        if step % self._steps_per_epoch == 0:  # else the run ends, and an extended one completes it
+            self._sums, self._began = StepSums(after=step), time.monotonic()
         return -(-step // self._steps_per_epoch), numbers
-
-    def _begin(self) -> None:
-        self._images = 0
-        self._data_seconds = 0.0
-        self._wall_seconds = 0.0
-        self._lr = 0.0
-        self._losses: dict[str, float] = {}  # sums over this many steps:
-        self._applied = 0
-        self._metrics = {}
-        self._began = time.monotonic()
 
 
 class EpochLogger(Callback):
@@ -237,6 +242,7 @@ class EpochLogger(Callback):
 
     def on_train_begin(self, run: TrainingRun) -> None:
         self._epochs = -(-run.total_steps // self._steps_per_epoch)
+        self._done_steps = run.done_steps
         self._found: Mapping[str, float] = {}  # results of the epoch's evaluation
 
     def on_evaluate_end(self, step: int, metrics: Mapping[str, float], is_best: bool) -> None:
@@ -258,7 +264,14 @@ class EpochLogger(Callback):
             f"epoch {epoch} took {duration(numbers['seconds'])}, {numbers['data_share']:.0%} of "
             f"it waiting for images; memory {numbers['memory_gib']:.1f} GiB"
         )
+        if "partial" in numbers:
+            self._log.info(
+                f"epoch {epoch}: its means are those of the steps since the run was resumed, "
+                "because the checkpoint has no sums of the others"
+            )
         own = {name: value for name, value in numbers.items() if name not in self._found}
+        if -(-self._done_steps // self._steps_per_epoch) == epoch:  # the run had ended in it
+            self._log.forget(self._done_steps, "epoch_end")
         self._log.metrics({"step": step, "epoch_end": {"epoch": epoch, **own}})
         self._found = {}
 
@@ -278,9 +291,9 @@ def _columns(
     scores = [_Column(name, _score(numbers.get(name)), 6, 3 + at) for at, name in enumerate(shown)]
     found = [
         _Column("epoch", f"{epoch}/{epochs}", max(5, 2 * len(str(epochs)) + 1), 0),
-        _Column("loss", _loss(numbers["loss"]), 6, 0),
+        _Column("loss", loss_text(numbers["loss"]), 6, 0),
         *(
-            _Column(name.removeprefix("loss_")[:6], _loss(numbers[name]), 6, 5 + at)
+            _Column(name.removeprefix("loss_")[:6], loss_text(numbers[name]), 6, 5 + at)
             for at, name in enumerate(parts)
         ),
         _Column("lr", f"{numbers['lr']:.1e}", 7, 2),
@@ -289,7 +302,7 @@ def _columns(
     if device.on_accelerator():
         found.append(_Column("GPU mem", f"{numbers['memory_gib']:.1f}G", 7, 2))
     if shown:
-        found.append(_Column("val", _loss(numbers.get("val_loss")), 6, 8))
+        found.append(_Column("val", loss_text(numbers.get("val_loss")), 6, 8))
     return [*found, *scores]
 
 
@@ -298,13 +311,6 @@ def _fitted(columns: list[_Column]) -> list[_Column]:
     while sum(each.width + 1 for each in columns) + _ETA_WIDTH > _TABLE_WIDTH:
         columns.remove(max(columns, key=lambda each: each.rank))
     return columns
-
-
-def _loss(value: float | None) -> str:
-    """Formats a loss in six characters or fewer."""
-    if value is None:
-        return ""
-    return f"{value:.3f}" if abs(value) < 100 else f"{value:.1f}" if value < 1e4 else f"{value:.0e}"
 
 
 def _score(value: float | None) -> str:
@@ -341,8 +347,11 @@ class EvaluationLogger(Callback):
     def on_train_begin(self, run: TrainingRun) -> None:
         self._model = run.train_step.model
         self._output_dir = run.output_dir
+        self._done_steps = run.done_steps
 
     def on_evaluate_end(self, step: int, metrics: Mapping[str, float], is_best: bool) -> None:
+        if step == self._done_steps:  # an earlier attempt may have caught up with it, too
+            self._log.forget(step, "eval_seconds")
         self._log.metrics({"step": step, "epoch": step / self._steps_per_epoch, **metrics})
         self._log.images("validation", step, self._evaluator.pictures)
         if self._log.histograms_wanted:

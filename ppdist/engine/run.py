@@ -7,6 +7,7 @@ from pathlib import Path
 from ppdist.common import process
 from ppdist.common.child import run_in_child
 from ppdist.common.errors import ConfigError, DataError
+from ppdist.common.eta import PLOTTING
 from ppdist.common.records import commands
 from ppdist.common.run_log import RunLog
 from ppdist.config import ExperimentConfig, changed, load_config
@@ -133,7 +134,10 @@ def run_training(
         if comm.is_main() and status == 0:  # a stopped run may be killed if it is slow to end
             experiment.log.info(f"drawing {output_dir / 'plots'}")
             experiment.log.flush()  # plots are drawn from its files
-            failed = run_in_child(lambda: _draw(output_dir, experiment, config), _DRAWING_SECONDS)
+            with experiment.log.spending(PLOTTING, experiment.trainer.state.step):
+                failed = run_in_child(
+                    lambda: _draw(output_dir, experiment, config), _DRAWING_SECONDS
+                )
             if failed:
                 experiment.log.warning(
                     f"the training has completed, but drawing {output_dir / 'plots'} failed "

@@ -56,6 +56,7 @@ from ppdist.engine.early_stopping import EarlyStoppingState, LossCurves
 from ppdist.engine.output_dirs import OutputDirs
 from ppdist.engine.preflight import digest_of_package
 from ppdist.engine.schedule_setup import ScheduleSetup, extension_note
+from ppdist.engine.step_sums import StepSums
 from ppdist.engine.train_step import TrainStep
 from ppdist.models.weights import digest_of_weights
 from ppdist.optim.optimizer import filter_optimizer_state, load_optimizer_arrays, optimizer_arrays
@@ -101,6 +102,9 @@ class TrainState(BaseModel, populate_by_name=True):
     # None: not configured, or no evaluation yet.
     early_stopping: EarlyStoppingState | None = Field(default=None, alias="standing")
     losses: LossCurves = Field(default_factory=LossCurves)
+    # Of the epoch, and of the steps since the last record; None: the checkpoint predates them.
+    epoch_sums: StepSums | None = None
+    record_sums: StepSums | None = None
     generation: int = Field(default=0, ge=0)  # see above; 0 without checkpoint.on_every_host
     stop: bool = Field(default=False, exclude=True)  # this process was asked to stop
 

@@ -110,13 +110,14 @@ class Trainer:
         )
         per_epoch, log = self.schedule.steps_per_epoch, self.log
         self.epoch_means = EpochMeans(per_epoch)
+        self.metrics_logger = MetricsLogger(log, config.log.every_steps, per_epoch)
         shown = self.evaluator.headline[:2] if self.evaluator else ()
         self.stragglers = StragglerMonitor(log)
         self.measures_shares = config.distributed.shares == "auto" and comm.world_size() > 1
         self.callbacks = [
             HeartbeatCallback(),
             self.stragglers,
-            MetricsLogger(log, config.log.every_steps, per_epoch),
+            self.metrics_logger,
             self.epoch_means,
             EpochLogger(log, self.epoch_means, per_epoch, shown),
         ]
@@ -154,11 +155,13 @@ class Trainer:
             return self._out_of_time()
         if self._missed_an_evaluation() and not self._evaluate():
             return self._stopped()
-        snapshot = capture_state(self.train_step, state, self.schedule)
+        self._end_epoch()  # which an attempt that lost its images could save, but not report
+        snapshot = self._capture()
         self.recovery.begin(state, snapshot)
         if comm.is_main() and (warning := room_warning(self.folder, snapshot, self.writer.keep)):
             self.log.warning(warning)
         self._seek()
+        self.log.begin_steps()
         while state.step < total and not self._reason_to_end():
             self._warn_of_saving()
             watch = Stopwatch()  # what holds this rank up before its step is its own time, too
@@ -251,7 +254,12 @@ class Trainer:
             done_steps=state.step,
             total_steps=self.schedule.total_steps,
         )
+        self._restore_sums()
         self._each(lambda callback: callback.on_train_begin(run))
+
+    def _restore_sums(self) -> None:
+        self.epoch_means.restore(self.state.epoch_sums, self.state.step)
+        self.metrics_logger.restore(self.state.record_sums, self.state.step)
 
     def _time_is_up_already(self) -> bool:
         """Whether `train.hours` leaves no time for another step.  Collective.
@@ -451,6 +459,7 @@ class Trainer:
         if told:
             self.log.warning(told)
         self._saved_step, self._owes_save = -1, False
+        self._restore_sums()
         self._each(lambda callback: callback.on_rollback(self.state.step))
         self._weights_differ()  # each rank went back to what it had kept itself
         self._seek()
@@ -491,8 +500,9 @@ class Trainer:
                 metrics = self._measure(self.evaluator)
             except EvaluationStopped:
                 return False
-            if metrics is not None:
-                self._learn_from(self.evaluator, metrics)
+            is_best = metrics is not None and self._learn_from(self.evaluator, metrics)
+        if is_best:
+            self._keep_best()
         if self.batch_source.follows_scores and self.state.step < self.schedule.total_steps:
             self._seek()
         return True
@@ -520,8 +530,8 @@ class Trainer:
 
     def _learn_from(
         self, evaluator: Evaluator | ClassificationEvaluator, metrics: dict[str, float]
-    ) -> None:
-        """Acts on an evaluation's metrics; saves and names a new best.  Collective.
+    ) -> bool:
+        """Acts on an evaluation's metrics; returns whether they are the best.  Collective.
 
         Args: metrics: the same on every rank.
         """
@@ -542,13 +552,20 @@ class Trainer:
         is_best = score > state.best
         if is_best:
             state.best, state.best_step = score, state.step
-        # First what was found is recorded: who resumes at this checkpoint does not evaluate again.
         self._each(lambda callback: callback.on_evaluate_end(state.step, metrics, is_best))
-        if is_best:
-            if self._saved_step != state.step:
-                self._save()
-            else:  # Resumed here.  It lacks the score, but who resumes here again evaluates again.
-                self.dirs.run(lambda: self.writer.mend_links(best_step=state.step))
+        return is_best
+
+    def _keep_best(self) -> None:
+        """Saves and names a new best, whose evaluation and epoch are recorded.  Collective.
+
+        Whoever resumes at this checkpoint makes neither again.
+        """
+        step = self.state.step
+        if self._saved_step != step:
+            self._end_epoch()
+            self._save()
+        else:  # Resumed here.  It lacks the score, but who resumes here again evaluates again.
+            self.dirs.run(lambda: self.writer.mend_links(best_step=step))
 
     # Save
 
@@ -567,11 +584,17 @@ class Trainer:
         heartbeat.beat("save", state.step)
         with self.log.spending(SAVING, state.step):
             self.writer.make_room()
-            snapshot = capture_state(self.train_step, state, self.schedule)
+            snapshot = self._capture()
             self.recovery.keep(snapshot)
             self._hand_over(snapshot)
         self._saved_step = state.step
         self._each(lambda callback: callback.on_save(state.step))
+
+    def _capture(self) -> Snapshot:
+        """A copy of everything a run resumes from.  Collective."""
+        self.state.epoch_sums = self.epoch_means.sums()
+        self.state.record_sums = self.metrics_logger.sums()
+        return capture_state(self.train_step, self.state, self.schedule)
 
     def _hand_over(self, snapshot: Snapshot) -> None:
         if self.dirs.writes:

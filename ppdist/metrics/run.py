@@ -387,7 +387,9 @@ def history(output_dir: Path) -> list[dict[str, Any]]:
 
     Works on running trainings, too.  Keys: `epoch`, `step` (its last), the means of `loss` and its
     parts, `lr`, `images_per_second`, `seconds`; and of an evaluation at its end `mAP`, `val_loss`
-    and the like.  An epoch with only training or only evaluation records has only those keys.
+    and the like; `partial`, where the run was resumed in its middle from a checkpoint of an earlier
+    version, so that steps are missing.  An epoch with only training or only evaluation records has
+    only those keys.
     Raises: UserError: it is not the folder of a run.
     """
     file = output_dir / "metrics.jsonl"

@@ -1,7 +1,9 @@
 """A training that is complete stays so, whatever its images and its pictures do."""
 
 import os
+import re
 import signal
+import time
 from pathlib import Path
 
 import pytest
@@ -23,7 +25,11 @@ def train(folder: str) -> int:
     """ppdist train, whose drawing kills its process; its exit code."""
     from ppdist.viz import run_plots
 
-    run_plots.draw_run = lambda folder, **_: os.kill(os.getpid(), signal.SIGSEGV)  # type: ignore
+    def draw(folder: Path, **_: object) -> None:
+        time.sleep(0.5)
+        os.kill(os.getpid(), signal.SIGSEGV)
+
+    run_plots.draw_run = draw  # type: ignore[assignment]
     return exit_code_of("train", "-c", f"{folder}/cfg.yml", "--eval")
 
 
@@ -41,5 +47,6 @@ def test_deadly_images_and_pictures_cost_no_run(tmp_path: Path) -> None:
     assert f"{names[1]}: not a file" in log
     assert "the training has completed, but drawing " in log and "(killed by SIGSEGV)" in log
     assert f"to draw them: ppdist report {tmp_path / 'out'}" in log
+    assert re.search(r"plots \d+%", log), "the table at the end tells their time from training's"
     succeeded(run_tool("report", tmp_path / "out"))
     assert (tmp_path / "out" / "plots" / "worst.jpg").is_file()

@@ -6,7 +6,16 @@ from dataclasses import dataclass
 import numpy as np
 import pytest
 
-from ppdist.common.eta import ETA, EVALUATION, IMAGES, SAVING, TRAINING, duration
+from ppdist.common.eta import (
+    ETA,
+    EVALUATION,
+    IMAGES,
+    PLOTTING,
+    SAVING,
+    START_AND_END,
+    TRAINING,
+    duration,
+)
 
 
 class Clock:
@@ -101,6 +110,10 @@ def test_eta_before_first_evaluation_uses_its_images():
 def test_every_second_is_booked_once():
     clock = Clock()
     meter = ETA(10, clock)
+    clock.now += 4.0  # building the model
+    with meter.spending(EVALUATION, 0):  # which a stop had skipped
+        clock.now += 1.0
+    meter.begin_steps()
     clock.now += 7.0
     meter.stepped(1, 2.0)
     with meter.spending(EVALUATION, 1):
@@ -108,7 +121,20 @@ def test_every_second_is_booked_once():
         with meter.spending(SAVING, 1):
             clock.now += 1.0
         clock.now += 3.0
-    assert meter.seconds() == {TRAINING: 5.0, IMAGES: 2.0, EVALUATION: 6.0, SAVING: 1.0}
+    with meter.spending(PLOTTING, 1):
+        clock.now += 20.0
+    clock.now += 0.5
+    assert meter.seconds() == {
+        TRAINING: 5.0, IMAGES: 2.0, EVALUATION: 7.0, SAVING: 1.0, PLOTTING: 20.0,
+        START_AND_END: 4.5,
+    }  # fmt: skip
+
+
+def test_a_run_with_nothing_left_to_train_trained_for_no_time():
+    clock = Clock()
+    meter = ETA(10, clock)
+    clock.now += 4.0
+    assert meter.seconds() == {TRAINING: 0.0, START_AND_END: 4.0}
 
 
 def test_steps_that_are_made_again_do_not_confuse_it():

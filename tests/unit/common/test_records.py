@@ -60,6 +60,25 @@ def test_run_summary_omits_rolled_back_steps(tmp_path: Path):
     assert run_summary(tmp_path, {})[0][:2] == ("best", "mAP 0.4000")
 
 
+def test_summary_has_the_losses_of_the_table_and_the_time_by_part(tmp_path: Path):
+    def rows(*records, **seconds):
+        text = "".join(json.dumps(record) + "\n" for record in records)
+        (tmp_path / "metrics.jsonl").write_text(text)
+        return {what: (value, why) for what, value, why in run_summary(tmp_path, seconds)}
+
+    steps = [{"step": 16, "loss": 1.41}, {"step": 24, "loss": None}]
+    epochs = [
+        {"step": 8 * epoch, "epoch_end": {"epoch": epoch, "loss": loss}}
+        for epoch, loss in ((1, 1.438), (2, 1.4), (3, 1.2))
+    ]
+    found = rows(*steps, *epochs, training=18.0, plots=19.0, saving=0.01, evaluation=2.0)
+    assert found["training loss"] == ("1.200", "in epoch 3, from 1.438 in epoch 1")
+    assert found["time"] == ("39s", "plots 49%, training 46%, evaluation 5%")
+    assert rows(epochs[0])["training loss"] == ("1.438", "in epoch 1")
+    assert rows(*steps)["training loss"] == ("1.410", "at step 16")
+    assert "training loss" not in rows(steps[1])
+
+
 def test_only_a_checkpoint_has_a_step(tmp_path: Path):
     for name in ("step-00000030", "200", "best.pdparams"):
         (tmp_path / name).mkdir()

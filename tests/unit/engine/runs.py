@@ -1,6 +1,7 @@
 """Runs of a tiny model from a configuration to the end, and what they leave."""
 
 import json
+import math
 from pathlib import Path
 
 import numpy as np
@@ -46,6 +47,33 @@ def run_to_end(data, output_dir, *overrides, **options):
     with experiment.log:
         assert experiment.trainer.fit() == 0
     return experiment
+
+
+def at_step(trainer, number, action, times=1):
+    """Calls `action` when a step (from 0) begins, the first so many times."""
+    inner, done = trainer._step, []
+
+    def step(*arguments):
+        if trainer.state.step == number and len(done) < times:
+            done.append(True)
+            action()
+        return inner(*arguments)
+
+    trainer._step = step
+
+
+def spoil(trainer, steps, times=1, factor=math.nan):
+    """Multiplies the loss of steps (from 0), each so many times."""
+    seen = dict.fromkeys(steps, 0)
+
+    def poisoned(loss, arguments, output):
+        step = arguments[4]
+        if seen.get(step, times) < times:
+            seen[step] += 1
+            return output._replace(total=output.total * factor)
+        return output
+
+    trainer.train_step.loss.register_forward_post_hook(poisoned)
 
 
 def weights(output_dir, group="model", link="last"):

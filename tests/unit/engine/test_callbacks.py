@@ -68,8 +68,8 @@ def test_every_moment_is_called_in_the_order_of_the_loop(shapes, tmp_path):
         ("step begins", 2),
         ("step ends", 2),
         ("evaluated", 2),
-        ("saved", 2),
         ("epoch ends", 2, 2, True),
+        ("saved", 2),
         ("train ends", 2, "total"),
     ]
 

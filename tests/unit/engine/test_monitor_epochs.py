@@ -31,6 +31,9 @@ class Heard:
 
     detail = info
 
+    def forget(self, step, key):
+        self.forgotten = (step, key)
+
     def row(self, header, row):
         self.lines += [header, row]
 
@@ -65,7 +68,7 @@ def test_epoch_row_summarises_its_applied_steps():
     epoch, numbers = means.take(3)
     logger.on_epoch_end(epoch, 3, numbers)
     step(4, made(9.0))
-    means.on_rollback(3)
+    means.restore(None, 3)
     for number in (4, 5, 6):
         step(number, made(1.0))
     evaluated(6, mAP=0.25, val_loss=2.0)

@@ -18,7 +18,7 @@ from ppdist.engine.continuation import Continuation
 from ppdist.engine.recovery import parts_of, trusted
 from tests.distributed import run_on_ranks
 from tests.errors import raises
-from tests.unit.engine.runs import assert_same_checkpoint, records, weights
+from tests.unit.engine.runs import assert_same_checkpoint, at_step, records, spoil, weights
 from tests.unit.engine.tiny import FASTEST, tiny_config
 
 OVERRIDES = (
@@ -50,33 +50,6 @@ def train(
 def alone(*arguments, **named):
     comm.init("cpu", DistributedConfig())
     return train(*arguments, **named)
-
-
-def at_step(trainer, number, action, times=1):
-    """Calls `action` when a step (from 0) begins, the first so many times."""
-    inner, done = trainer._step, []
-
-    def step(*arguments):
-        if trainer.state.step == number and len(done) < times:
-            done.append(True)
-            action()
-        return inner(*arguments)
-
-    trainer._step = step
-
-
-def spoil(trainer, steps, times=1, factor=math.nan):
-    """Multiplies the loss of steps (from 0), each so many times."""
-    seen = dict.fromkeys(steps, 0)
-
-    def poisoned(loss, arguments, output):
-        step = arguments[4]
-        if seen.get(step, times) < times:
-            seen[step] += 1
-            return output._replace(total=output.total * factor)
-        return output
-
-    trainer.train_step.loss.register_forward_post_hook(poisoned)
 
 
 def out_of_memory(trainer, from_images=2, before=True):

@@ -213,6 +213,7 @@ def test_checkpoint_without_optimizer_is_not_resumed(shapes, output):
         lambda state: state["run"].update(images=[]),
         lambda state: state["run"].update(more=1),
         lambda state: state.update(losses={"pairs": 7}),
+        lambda state: state.update(epoch_sums={"losses": {"loss": "1"}}),
     ],
 )
 def test_odd_state_with_right_checksum_is_damaged(change, output):
