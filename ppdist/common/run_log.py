@@ -288,7 +288,10 @@ class RunLog:
         self.writers.rollback(step)
 
     def forget(self, step: int, key: str) -> None:
-        """Drops the records of a step that have this key, because they are made again."""
+        """Drops the records of a step that have this key.
+
+        The run makes them again.
+        """
         if not self._records:
             return
 

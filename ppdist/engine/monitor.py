@@ -198,7 +198,7 @@ class EpochMeans(Callback):
             self._metrics = metrics
 
     def ends(self, step: int) -> bool:
-        """Whether an epoch with steps, or the run, ends after this step, and is not reported."""
+        """Whether an unreported epoch with steps, or the run, ends here."""
         whole = step % self._steps_per_epoch == 0 or step == self._total_steps
         return whole and self._sums.applied > 0 and self._sums.reported != step
 

@@ -1,4 +1,4 @@
-"""Sums over steps, from which the means of an epoch are made; saved with a run."""
+"""Sums over steps, saved with a run, for the means of epochs."""
 
 import math
 from typing import TYPE_CHECKING
@@ -41,9 +41,11 @@ class StepSums(BaseModel):
 
     @classmethod
     def resumed(cls, saved: "StepSums | None", step: int, every: int) -> "StepSums":
-        """Sums of a run that goes on after a step, in groups of `every` steps.
+        """Sums of a run that goes on after a step.
 
-        Args: saved: None: the checkpoint has none.
+        Args:
+            saved: None: the checkpoint has none.
+            every: steps of which means are made together.
         """
         first = step - step % every
         if saved is not None and saved.after == first:

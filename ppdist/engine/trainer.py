@@ -556,9 +556,9 @@ class Trainer:
         return is_best
 
     def _keep_best(self) -> None:
-        """Saves and names a new best, whose evaluation and epoch are recorded.  Collective.
+        """Saves and names a new best.  Collective.
 
-        Whoever resumes at this checkpoint makes neither again.
+        Its evaluation and its epoch are recorded before: who resumes there makes neither again.
         """
         step = self.state.step
         if self._saved_step != step:
