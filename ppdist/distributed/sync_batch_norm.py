@@ -92,11 +92,13 @@ class _Normalize(PyLayer):
     @staticmethod
     def backward(ctx, dy_BCHW):
         normal_BCHW, gamma_C, inverse_C, count = ctx.saved_tensor()
+        if not ctx.counts:  # whatever came of its blank image, others add up what follows
+            dy_BCHW = paddle.zeros_like(dy_BCHW)
         dbeta_C = dy_BCHW.sum([0, 2, 3])
         dgamma_C = (dy_BCHW * normal_BCHW).sum([0, 2, 3])
         sums_2C = comm.all_reduce_sum(paddle.stack([dbeta_C, dgamma_C])) / count
-        if not ctx.counts:  # dy, and so its part of the sums, is 0; y does not depend on x
-            return paddle.zeros_like(dy_BCHW), dgamma_C, dbeta_C
+        if not ctx.counts:  # y does not depend on x
+            return dy_BCHW, dgamma_C, dbeta_C
         mean_dy_1C11, mean_dy_normal_1C11 = sums_2C.reshape([2, 1, -1, 1, 1])
         scale_1C11 = (gamma_C * inverse_C).reshape([1, -1, 1, 1])
         dx_BCHW = scale_1C11 * (dy_BCHW - mean_dy_1C11 - normal_BCHW * mean_dy_normal_1C11)

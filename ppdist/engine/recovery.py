@@ -9,7 +9,7 @@ import math
 import os
 import re
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -32,7 +32,7 @@ from ppdist.engine.train_step import StepResult, TrainStep, loss_scale
 
 MAX_ROLLBACKS = 3  # of a whole run; the last continues at an eighth of the learning rate
 _LR_FACTOR = 0.5  # of each
-_SHOWN = 8  # images in a message
+_SHOWN = 8  # images, or ranks, in a message
 _BAD_STEPS = "bad_steps.jsonl"
 _MICRO_BATCH_FILE = "max_micro_batch.json"  # a note for the next attempt of the job
 _DIGEST_BITS, _PARTS = 64, 4  # 16 bits each, which a float32 holds exactly
@@ -115,20 +115,25 @@ class Recovery:
                 "; float16 does not reach that far: set train.amp.dtype: bfloat16, which needs no "
                 "loss scale"
             )
-        self._log.warning(f"step {step}: {found}: not finite, step skipped on all ranks{hint}")
-        self._record(step, "not finite", result.own_images, result.own_loss)
+        _, terms = self._record(
+            step, "not finite", result.own_images, result.own_loss, result.not_finite
+        )
+        self._log.warning(
+            f"step {step}: {found}: not finite: {terms}; step skipped on all ranks{hint}"
+        )
         if state.bad_steps < self._limit:
             return False
+        listed = comm.run_on_main(self._list_of_images)
         if state.rollbacks >= MAX_ROLLBACKS:
+            remedy = "lower optimizer.lr, set train.clip_norm, or"
+            if math.isfinite(result.losses["loss"]):  # then no step was too long
+                remedy = "look at these images and their boxes, or"
             raise UserError(
                 f"loss or gradient was not finite for {self._limit} steps in a row, up to step "
-                f"{step}, and {MAX_ROLLBACKS} rollbacks, each with half the learning rate, did not "
-                f"help; their images are listed in {self._folder / _BAD_STEPS}",
+                f"{step} ({terms}), and {MAX_ROLLBACKS} rollbacks, each with half the learning "
+                f"rate, did not help; their images are listed in {listed}",
                 code="training_diverged",
-                fix=(
-                    "lower optimizer.lr, set train.clip_norm, or turn train.amp off; earlier "
-                    f"checkpoints are intact{hint}"
-                ),
+                fix=f"{remedy} turn train.amp off; earlier checkpoints are intact{hint}",
             )
         self._roll_back(state)
         state.rollbacks += 1
@@ -137,7 +142,7 @@ class Recovery:
             f"not finite for {self._limit} steps in a row, up to step {step}: rolled back to the "
             f"weights after step {state.step}, with {factor:g} of the learning rate from now "
             f"on (rollback {state.rollbacks} of at most {MAX_ROLLBACKS}); the images of these "
-            f"steps are listed in {self._folder / _BAD_STEPS}"
+            f"steps are listed in {listed}"
         )
         record = _record_of_rollback(state, step, "loss or gradient not finite")
         self._log.metrics({**record, "lr_factor": factor})
@@ -237,38 +242,73 @@ class Recovery:
         step = state.step + 1
         images = self._batch_source.images_of(state.step, state.class_scores)
         self._train_step.skip(state.step)
-        shown = self._record(step, "left out", images, math.nan)
+        shown, _ = self._record(step, "left out", images, math.nan)
         self._log.warning(
             f"step {step} is skipped, because the run ended there twice; its images: {shown}"
         )
 
-    def _record(self, step: int, why: str, images: list[int], loss: float) -> str:
-        """Adds each rank's images to bad_steps.jsonl; returns the first of all.
+    def _record(
+        self, step: int, why: str, images: list[int], loss: float, not_finite: Sequence[str] = ()
+    ) -> tuple[str, str]:
+        """Adds images to bad_steps.jsonl.  Collective.
+
+        Those of the ranks where a term was not finite; where none was by itself, those of all.
 
         Args:
             images: positions in the set, of this rank.
             loss: of this rank, a sum over them.
+            not_finite: see `StepResult`.
+        Returns: the first of the images; the terms, with their ranks.
         """
         own_loss = loss if math.isfinite(loss) else f"{loss}"
-        told_W = comm.all_gather_large_object([own_loss, images])
+        told_W = comm.all_gather_large_object([own_loss, images, not_finite, comm.host()])
         lines = [
             {
                 "time": round(time.time(), 3),
                 "step": step,
                 "rank": rank,
                 "why": why,
+                "not_finite": terms,
                 "loss": loss,
                 "images": [self._batch_source.path(index) for index in indices],
             }
-            for rank, (loss, indices) in enumerate(told_W)
+            for rank, (loss, indices, terms, _) in enumerate(told_W)
         ]
+        lines = [line for line in lines if line["not_finite"]] or lines
         if comm.is_main():
             text = "".join(json.dumps(line) + "\n" for line in lines)
             self._log.put(_BAD_STEPS, partial(append, self._folder / _BAD_STEPS, text.encode()))
         paths = [path for line in lines for path in line["images"]]
-        return ", ".join(paths[:_SHOWN]) + (
+        shown = ", ".join(paths[:_SHOWN]) + (
             f" and {len(paths) - _SHOWN} more" * (len(paths) > _SHOWN)
         )
+        return shown, _terms_by_rank([(terms, host) for *_, terms, host in told_W])
+
+    def _list_of_images(self) -> str:
+        """Where this host has the list.  Local."""
+        several = len({*comm.addresses()}) > 1
+        return f"{self._folder / _BAD_STEPS}" + f" on host {comm.host()}" * several
+
+
+def _terms_by_rank(told_W: Sequence[tuple[Sequence[str], str]]) -> str:
+    """Names terms with their ranks, as in `loss_box on rank 1 (host a)`.
+
+    Args: told_W: terms that were not finite on a rank, and its host.
+    """
+    ranks_of: dict[str, list[int]] = {}
+    for rank, (terms, _) in enumerate(told_W):
+        for term in terms:
+            ranks_of.setdefault(term, []).append(rank)
+    if not ranks_of:
+        return "the norm of the gradient, though each rank's own gradient is finite"
+    if len(told_W) == 1:
+        return ", ".join(ranks_of)
+    hosts_W = [host for _, host in told_W]
+    return "; ".join(
+        f"{term} on {comm.ranks_named(ranks[:_SHOWN], hosts_W)}"
+        + f" and {len(ranks) - _SHOWN} more" * (len(ranks) > _SHOWN)
+        for term, ranks in ranks_of.items()
+    )
 
 
 def _record_of_rollback(state: TrainState, step: int, reason: str) -> dict[str, Any]:

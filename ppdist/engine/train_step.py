@@ -3,7 +3,7 @@
 import math
 import time
 from collections.abc import Container, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
@@ -70,6 +70,7 @@ class StepResult:
     outage: StorageError | None  # why this rank had no images
     own_loss: float  # sum over this rank's images, not normalised
     own_images: list[int]  # positions of the images of this rank, where the step was not applied
+    not_finite: list[str]  # names of terms of this rank that were not finite and stopped the step
     own_micro_batches: float  # of images, of this rank; of one that is spread, an even share is 1
     time_is_up: bool = False  # decided by rank 0; all ranks hold the same weights now
 
@@ -97,7 +98,7 @@ class _Tally(NamedTuple):
     late: float  # 1: rank 0 says that the time is up
     bad_images: float
     short: float  # ranks of too little memory, or without images
-    broken: float  # ranks whose loss is not finite
+    broken: float  # ranks whose loss or running statistics are not finite
     sums: dict[str, float]  # see `add_up`
 
     @classmethod
@@ -240,6 +241,8 @@ class TrainStep:
         real = [batch for batch in micro_batches if batch.real]
         images = sum(batch.images_B3HW.shape[0] for batch in real)
         finite = paddle.isfinite(sums[_LOSS]).astype("float32")
+        if self._statistics is not None:
+            finite *= paddle.isfinite(self._statistics.gather().sum()).astype("float32")
         short = not fitted or outage is not None
         own = images, len(real), stop, time_is_up, len(bad_images), short
         counts = [device.put([float(each) for each in own]), 1.0 - finite, *sums.values()]
@@ -256,11 +259,20 @@ class TrainStep:
             forget_unscaling(self.scaler)
         else:
             norm, applied = self._update(rates, result.divisor, square, tally.broken == 0)
+        searching = not (applied or tally.short or tally.broken) and loss_scale(self.scaler) >= 1.0
+        not_finite: list[str] = []
         if applied:
             self._counted += len(real)
             self._counted_everywhere += tally.micro_batches
         else:
+            if tally.broken:
+                not_finite = self._broken_terms(sums)
             self._undo(before)
+            if not (tally.short or tally.broken or searching):
+                not_finite = self._broken_gradients(
+                    micro_batches, numbers, step, global_normalizers
+                )
+                self._undo(before)
         if not tally.short:
             self._synchronise(step, applied)
         clock.lap("optimizer")
@@ -274,13 +286,13 @@ class TrainStep:
             stop_requested=may_end and tally.stops > 0,
             bad_images=bad_images,
             bad_somewhere=tally.bad_images > 0,
-            searching=not (applied or tally.short or tally.broken)
-            and loss_scale(self.scaler) >= 1.0,
+            searching=searching,
             given_up=tally.short > 0,
             ran_out=not fitted,
             outage=outage,
             own_loss=own_loss,
             own_images=[] if applied else _positions(micro_batches),
+            not_finite=not_finite,
             own_micro_batches=counted(micro_batches, self._spread, tally.images),
             time_is_up=may_end and tally.late > 0,
         )
@@ -378,6 +390,43 @@ class TrainStep:
         device.release_memory()
         return None
 
+    def _broken_terms(self, sums: dict[str, Tensor]) -> list[str]:
+        """Names terms of this rank that are not finite.
+
+        Parts of the loss, or all of it where no part is the cause, and running statistics.
+        """
+        counts = (_NORMALIZER, _SEPARATE + _NORMALIZER)
+        names = [name for name, value in sums.items() if not math.isfinite(value.item())]
+        names = [name.removeprefix(_SEPARATE) for name in names if name not in counts]
+        names = sorted({*names} - {_LOSS}) or names
+        if self._statistics is not None and not paddle.isfinite(self._statistics.gather()).all():
+            names.append("running statistics")
+        return names
+
+    def _broken_gradients(
+        self,
+        micro_batches: list[Batch],
+        numbers: Sequence[int],
+        step: int,
+        global_normalizers: Tensor | None,
+    ) -> list[str]:
+        """Names the gradients that this rank's images make not finite.  Collective.
+
+        After the exchange all ranks hold the same ones, so it computes its own once more.
+        """
+        if self._flat_gradients is not None:
+            self._flat_gradients.release()
+        with comm.local_gradients(self.wrapped):
+            for batch, number in zip(micro_batches, numbers, strict=True):
+                self._draw_anew(step, number)
+                self._forward_backward(batch, step, global_normalizers, Clock())
+        return [
+            f"gradient of {name}"
+            for name, parameter in self.model.named_parameters()
+            if parameter.grad is not None
+            and not bool(paddle.isfinite(parameter.grad.astype("float32")).all())
+        ]
+
     @paddle.no_grad()
     def _undo(self, before: Tensor | None) -> None:
         """Undoes everything of a step that was not applied.
@@ -409,7 +458,7 @@ class TrainStep:
             )
             if count is None:
                 return None
-            counts.append(count * float(batch.real))
+            counts.append(count if batch.real else paddle.zeros_like(count))
         return comm.all_reduce_sum(paddle.add_n(counts))
 
     def _forward_backward(
@@ -433,13 +482,13 @@ class TrainStep:
         )
         if self.distillation is not None:
             output = self.distillation.teach(self.loss, output, outputs, taught, global_normalizers)
-        if not batch.real:  # a rank past the end of an epoch: same graph, same collectives, no say
-            output = blank(output)
         clock.lap("loss")
         self._in_backward = True
-        self.scaler.scale(whole(output) / self.loss_divisor).backward()
+        # A rank past the end of an epoch: the same graph and collectives, but no say.
+        with nullcontext() if batch.real else adding_zeros(self._parameters):
+            self.scaler.scale(whole(output) / self.loss_divisor).backward()
         clock.lap("backward")
-        return output
+        return output if batch.real else blank(output)
 
     def _autocast(self) -> AbstractContextManager[None]:
         """Forward passes of this step inside are in the precision of `amp`."""
@@ -621,13 +670,31 @@ def whole(output: LossOutput) -> Tensor:
 
 
 def blank(output: LossOutput) -> LossOutput:
-    """Same graph and names with no effect on the gradient."""
+    """Zeros under the same names.
+
+    Not products with 0: 0 x NaN is NaN, and a blank image may meet it in evaluation mode.
+    """
     return LossOutput(
-        total=output.total * 0.0,
-        normalizer=output.normalizer * 0.0,
-        parts={name: part * 0.0 for name, part in output.parts.items()},
+        total=paddle.zeros_like(output.total),
+        normalizer=paddle.zeros_like(output.normalizer),
+        parts={name: paddle.zeros_like(part) for name, part in output.parts.items()},
         separate_loss=None if output.separate_loss is None else blank(output.separate_loss),
     )
+
+
+@contextmanager
+def adding_zeros(parameters: Sequence[Tensor]) -> Iterator[None]:
+    """Inside, a backward pass adds zeros to the gradients, whatever arrives there.
+
+    A hook of a leaf sees what one pass brings before it is added to what is there, and before an
+    exchange inside backward takes the sum.
+    """
+    hooks = [parameter.register_hook(paddle.zeros_like) for parameter in parameters]
+    try:
+        yield
+    finally:
+        for hook in hooks:
+            hook.remove()
 
 
 def add_up(sums: dict[str, Tensor], output: LossOutput) -> None:

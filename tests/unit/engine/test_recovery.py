@@ -171,11 +171,9 @@ def test_nan_step_is_skipped_and_several_roll_back(ranks):
     )
     assert "with 0.5 of the learning rate from now on (rollback 1 of at most 3)" in text
     bad = records(folder / "nan", "bad_steps.jsonl")
-    assert [(line["step"], line["rank"]) for line in bad] == [
-        (step, rank) for step in (2, 5, 6, 7) for rank in (0, 1)
-    ]
-    assert all(line["loss"] == "nan" for line in bad if line["rank"] == 1)
-    assert all(math.isfinite(line["loss"]) for line in bad if line["rank"] == 0)
+    named = [(line["step"], line["rank"], line["loss"], line["not_finite"]) for line in bad]
+    assert named == [(step, 1, "nan", ["loss"]) for step in (2, 5, 6, 7)]
+    assert text.count("not finite: loss on rank 1 (host ") == 4
     assert all(Path(path).is_file() for line in bad for path in line["images"])
     assert "held other weights" not in text  # no rank applied what another left out
     # Nothing was saved amid the bad steps, from which a killed run would go on.
@@ -307,12 +305,30 @@ def test_rollback_sets_later_best_aside_and_logs_it(shapes, tmp_path):
 
 @pytest.mark.slow
 def test_vain_rollback_ends_run_and_names_images(shapes, tmp_path):
-    with raises("training_diverged"):
+    with raises("training_diverged") as caught:
         alone(
             shapes, tmp_path, "train.bad_steps_limit=2", before=lambda t: spoil(t, (3, 4), times=9)
         )
+    assert "optimizer.lr" in caught.value.fix
     assert len(records(tmp_path, "bad_steps.jsonl")) == 8
     assert json.loads((tmp_path / "checkpoints/last/state.json").read_text())["step"] == 3
+
+
+def test_a_gradient_that_is_not_finite_does_not_blame_the_rate(shapes, tmp_path, monkeypatch):
+    """The loss is finite: which gradient is not, is said instead."""
+    monkeypatch.setattr(recovery, "MAX_ROLLBACKS", 0)
+    names = []
+
+    def poison(trainer):
+        name, parameter = next(iter(trainer.train_step.model.named_parameters()))
+        names.append(f"gradient of {name}")
+        parameter.register_hook(lambda gradient: gradient * math.nan)
+
+    with raises("training_diverged") as caught:
+        alone(shapes, tmp_path, "train.bad_steps_limit=1", before=poison)
+    assert "optimizer.lr" not in caught.value.fix and names[0] in str(caught.value)
+    (line,) = records(tmp_path, "bad_steps.jsonl")
+    assert line["not_finite"] == names and math.isfinite(line["loss"]) and len(line["images"]) == 4
 
 
 def test_non_finite_images_leave_running_stats_equal(shapes, tmp_path, monkeypatch):

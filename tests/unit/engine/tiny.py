@@ -169,7 +169,8 @@ def step_result(**changes: object) -> StepResult:
     result = StepResult(
         losses={"loss": 2.5}, images=8, gradient_norm=1.0, applied=True,
         stop_requested=False, bad_images={}, bad_somewhere=False, searching=False, given_up=False,
-        ran_out=False, outage=None, own_loss=9.0, own_images=[], own_micro_batches=1,
+        ran_out=False, outage=None, own_loss=9.0, own_images=[], not_finite=[],
+        own_micro_batches=1,
     )  # fmt: skip
     return replace(result, **changes)
 
