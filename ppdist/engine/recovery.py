@@ -291,7 +291,7 @@ class Recovery:
 
 
 def _terms_by_rank(told_W: Sequence[tuple[Sequence[str], str]]) -> str:
-    """Names terms with their ranks, as in `loss_box on rank 1 (host a)`.
+    """Names terms and their ranks: `loss on rank 1 (host a)`.
 
     Args: told_W: terms that were not finite on a rank, and its host.
     """
