@@ -16,9 +16,9 @@ equivalence trains some steps on the user's own configuration and data, on as ma
 starts of it (`fleetrun --ips A,B ppdist verify equivalence -c ...`) or, without a launcher, on 1
 and 2 (--processes) of this machine; then the same on one rank alone, each step from what the ranks
 began it with.  A table shows how far losses, gradient norms and weights are off, beside how far
-rounding alone carries such a step, and how far apart whole runs are (free run).  It says INCONCLUSIVE
-where rounding carries too far to tell right from wrong.  With train.sync_bn the one rank needs memory
-for the images of all ranks on one card.  Nothing is left in output_dir.
+rounding alone carries such a step, and how far apart whole runs are (free run).  It says
+INCONCLUSIVE where rounding carries too far to tell right from wrong.  With train.sync_bn the one
+rank needs memory for the images of all ranks on one card.  Nothing is left in output_dir.
 
 zoo without a word lists published weights by name (docs/model_zoo.md).  With names, files of
 published names or folders of them, each is evaluated as its publisher did, which the line names,

@@ -305,7 +305,8 @@ def train_steps(
         if restart is not None and number == restart.step:
             average = Average(weights, restart.decay)
         if keep is not None:
-            _write_state(keep, capture_state(step, TrainState(step=number), schedule))
+            state = capture_state(step, TrainState(step=number), schedule)
+            comm.run_on_main(partial(_write_state, keep, state))
         if begin is not None and number:
             restore_state(_read_state(begin, number), step)
             step.forget()
@@ -331,13 +332,14 @@ def train_steps(
     return trace
 
 
-def _write_state(folder: Path, found: Snapshot) -> None:
-    if comm.is_main():
-        arrays = {
-            f"{group}/{key}": a for group, of in found.groups.items() for key, a in of.items()
-        }
-        np.savez(folder / f"{found.step}.npz", **arrays)  # type: ignore[arg-type]
-        (folder / f"{found.step}.json").write_text(json.dumps(found.state), encoding="utf-8")
+def _write_state(folder: Path, state: Snapshot) -> None:
+    arrays = {
+        f"{group}/{key}": array
+        for group, arrays_of in state.groups.items()
+        for key, array in arrays_of.items()
+    }
+    np.savez(folder / f"{state.step}.npz", **arrays)  # type: ignore[arg-type]
+    (folder / f"{state.step}.json").write_text(json.dumps(state.state), encoding="utf-8")
 
 
 def _read_state(folder: Path, step: int) -> Snapshot:
@@ -488,7 +490,7 @@ def measure(
 def _most(
     off_by_step: Callable[[Trace, Trace], np.ndarray], moved: Sequence[Trace], alone: Trace
 ) -> np.ndarray:
-    """How far a rounding carries each step: the largest of all draws [S]."""
+    """How far roundings carry each step: the largest of all draws [S]."""
     return np.max([off_by_step(each, alone) for each in moved], axis=0)
 
 
@@ -535,7 +537,9 @@ def norm_off(one: Trace, other: Trace) -> np.ndarray:
 
 
 def updates_off(one: Trace, other: Trace, *, group: str) -> np.ndarray:
-    """|update of one - update of other| / |other| in each step [S].
+    """How far the updates of each step are apart, relative [S].
+
+        |update of one - update of other| / |other|
 
     L2 norms of all arrays of a group.
     """

@@ -160,7 +160,7 @@ def test_only_float16_may_look_for_a_loss_scale() -> None:
 
 def test_equivalence_passes_only_what_tells() -> None:
     row = {"name": "losses", "difference": 1e-7, "step": 1, "rounding": 0.0, "allowed": 1e-5,
-           "telling_steps": 2, "passed": True}  # fmt: skip
+           "telling_steps": 2, "free": None, "passed": True}  # fmt: skip
     report = {
         "measured": [row], "steps": 2, "steps_asked_for": 2, "steps_that_tell": 2, "ranks": 2,
         "sync_bn": True, "ranks_with_other_weights": [], "weights_moved": 1e-3,
