@@ -925,7 +925,8 @@ def _converted(path: Path, key: str, value: np.ndarray, dtype: str) -> np.ndarra
     Raises: WeightsError: they are not weights.
     """
     numbers = as_numbers(value)
-    if dtype.startswith("float") and numbers.dtype.kind != "f":
+    # A constant as Python wrote it is whole (`reg_scale: 4` of D-FINE); weights are many numbers.
+    if dtype.startswith("float") and numbers.dtype.kind != "f" and numbers.size > 1:
         raise WeightsError(
             f"holds {numbers.dtype} numbers, expected floating point",
             code="weights_quantised",

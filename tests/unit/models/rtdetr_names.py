@@ -19,13 +19,20 @@ TO_VERSION_4 = (
 
 def names_of(implementation: str) -> list[str]:
     """All names that a file of the implementation has."""
-    found = []
-    for line in NAMES[implementation]:
+    return [*types_of(implementation)]
+
+
+def types_of(implementation: str) -> dict[str, str]:
+    """The type of numbers of each name that a file of the implementation has."""
+    found = dict[str, str]()
+    for entry in NAMES[implementation]:
+        line, _, kind = entry.partition(" ")
         for macro, text in sorted(NAMES["macros"].items(), key=lambda each: -len(each[0])):
             line = line.replace(macro, text)
         parts = re.split(r"\{([^}]*)\}", line)
         choices = [[part] if i % 2 == 0 else part.split(",") for i, part in enumerate(parts)]
-        found += ["".join(each) for each in itertools.product(*choices)]
+        names = ("".join(each) for each in itertools.product(*choices))
+        found |= dict.fromkeys(names, kind or "float32")
     return found
 
 

@@ -18,7 +18,7 @@ from ppdist.models.weights import (
     write_arrays,
 )
 from tests.unit.models.kept import built_once
-from tests.unit.models.rtdetr_names import NAMES, names_of, version_4
+from tests.unit.models.rtdetr_names import NAMES, names_of, types_of, version_4
 
 UNUSED = re.compile(r"anchors|valid_mask|points_scale|^decoder\.decoder\.(up|reg_scale)$")
 INSIDE_OUTSIDE = (r"model\.decoder\.", "")
@@ -106,9 +106,15 @@ TORCH, PADDLE, TRANSFORMERS, PUBLISHED = 0, 2, 3, 5  # of key_tables
      (PUBLISHED, ".safetensors")],
 )  # fmt: skip
 def test_layouts_of_all_implementations_are_read(tmp_path: Path, table: int, ending: str) -> None:
+    """The original's code writes reg_scale as an integer."""
     model = built("dfine", "n")
     wanted = filled(model, 0)
-    write_arrays(tmp_path / f"w{ending}", as_file(model, wanted, table))
+    wanted["decoder.reg_scale"][:] = 4
+    types = types_of("torch_dfine_n") if table == TORCH else {}
+    assert {"int64", "float32", "bool"} == {*types.values()} or table != TORCH
+    file = as_file(model, wanted, table)
+    file = {key: value.astype(types.get(key, "float32")) for key, value in file.items()}
+    write_arrays(tmp_path / f"w{ending}", file)
     filled(model, 1)
     report = load_weights(model, tmp_path / f"w{ending}")
     assert not report.fresh and not report.ignored
