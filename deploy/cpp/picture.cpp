@@ -18,6 +18,48 @@ float mapped(float value, int start, int length, int extent) {
     return std::clamp((value - start) * scale, 0.0f, static_cast<float>(extent));
 }
 
+// `length` rows, each a mean of `rows` under a triangle, as Pillow's bilinear has them.
+cv::Mat averaged(const cv::Mat& rows, int length) {
+    const double scale = static_cast<double>(rows.rows) / length, reach = std::max(1.0, scale);
+    cv::Mat result(length, rows.cols, rows.type());
+    const int width = rows.cols * rows.channels();
+    std::vector<double> weights;
+    for (int row = 0; row < length; ++row) {
+        const double centre = (row + 0.5) * scale;
+        const int first = std::max(0, static_cast<int>(centre - reach + 0.5));
+        const int last = std::min(rows.rows, static_cast<int>(centre + reach + 0.5));
+        weights.clear();
+        double total = 0;
+        for (int i = first; i < last; ++i) {
+            weights.push_back(std::max(0.0, 1 - std::abs(i - centre + 0.5) * (1 / reach)));
+            total += weights.back();
+        }
+        // Of 22 bits: their sums are exact.
+        for (double& weight : weights) weight = std::floor(weight / total * 4194304 + 0.5) / 4194304;
+        uchar* to = result.ptr<uchar>(row);
+        for (int x = 0; x < width; ++x) {
+            double sum = 0.5;
+            for (int i = first; i < last; ++i) sum += weights[i - first] * rows.ptr<uchar>(i)[x];
+            to[x] = static_cast<uchar>(sum);
+        }
+    }
+    return result;
+}
+
+cv::Mat resized(const cv::Mat& image, const cv::Size& size, Interpolation interpolation) {
+    cv::Mat result;
+    if (interpolation != Interpolation::antialiased) {
+        const bool cubic = interpolation == Interpolation::cubic;
+        cv::resize(image, result, size, 0, 0, cubic ? cv::INTER_CUBIC : cv::INTER_LINEAR);
+        return result;
+    }
+    cv::transpose(image, result);  // columns first, as deploy/python
+    if (result.rows != size.width) result = averaged(result, size.width);
+    cv::Mat upright;
+    cv::transpose(result, upright);
+    return upright.rows == size.height ? upright : averaged(upright, size.height);
+}
+
 }  // namespace
 
 Placement placed(const cv::Size& image, const Spec& spec) {
@@ -44,10 +86,7 @@ Placement placed(const cv::Size& image, const Spec& spec) {
 std::vector<float> input_of(const cv::Mat& image, const Placement& placement, const Spec& spec) {
     cv::Mat part = image(placement.source);
     if (part.size() != placement.target.size()) {
-        cv::Mat resized;
-        cv::resize(part, resized, placement.target.size(), 0, 0,
-                   spec.cubic ? cv::INTER_CUBIC : cv::INTER_LINEAR);
-        part = resized;
+        part = resized(part, placement.target.size(), spec.interpolation);
     }
     std::vector<float> input(size_t{3} * spec.height * spec.width);
     for (int channel = 0; channel < 3; ++channel) {

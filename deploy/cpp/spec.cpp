@@ -16,10 +16,17 @@ bool has(const json& section, const char* key) {
 }
 
 Resize resize_of(const std::string& mode) {
-    if (mode == "stretch") return Resize::stretch;
+    if (mode == "stretch" || mode == "stretch_antialiased") return Resize::stretch;
     if (mode == "letterbox") return Resize::letterbox;
     if (mode == "centre_crop") return Resize::centre_crop;
     throw Error("resize.mode is '" + mode + "': expected stretch, letterbox or centre_crop");
+}
+
+Interpolation interpolation_of(const std::string& name) {
+    if (name == "cubic") return Interpolation::cubic;
+    if (name == "linear") return Interpolation::linear;
+    if (name == "antialiased") return Interpolation::antialiased;
+    throw Error("resize.interpolation is '" + name + "': expected cubic, linear or antialiased");
 }
 
 void require(const json& section, const char* key, const std::string& expected) {
@@ -75,7 +82,7 @@ Spec spec_of(const json& content, const std::filesystem::path& directory, bool i
                                            given.at("std").get<std::array<float, 3>>()};
     }
     spec.resize = resize_of(resize.at("mode"));
-    spec.cubic = resize.at("interpolation") == "cubic";
+    spec.interpolation = interpolation_of(resize.at("interpolation"));
     if (has(resize, "fill")) spec.fill = resize.at("fill").get<std::array<int, 3>>();
     if (!spec.classifies) spec.nms = nms_of(content.at("nms"));
     const char* const best = "best_f1_threshold";

@@ -16,6 +16,7 @@ struct Error : std::runtime_error {
 };
 
 enum class Resize { stretch, letterbox, centre_crop };
+enum class Interpolation { cubic, linear, antialiased };
 
 // The graph takes (x / 255 - mean) / std of red, green and blue.
 struct Normalisation {
@@ -41,7 +42,7 @@ struct Spec {
     int height, width;                 // of the input, pixels
     std::optional<Normalisation> normalisation;  // none: the graph takes 0..255
     Resize resize;
-    bool cubic;                // interpolation; false: linear
+    Interpolation interpolation;
     std::array<int, 3> fill;   // letterbox: red, green and blue beside the image
     std::optional<Nms> nms;    // none: of a classifier
     float threshold;           // lowest score of a box where nobody asks for another

@@ -8,7 +8,7 @@ from ppdist.config.augment import AugmentConfig
 from ppdist.config.base import OnResume, Section, Task
 from ppdist.storage.stores import holds_credentials
 
-Resize = Literal["stretch", "letterbox"]  # `data.resize`
+Resize = Literal["stretch", "stretch_antialiased", "letterbox"]  # `data.resize`
 
 
 class SplitConfig(Section):
@@ -120,6 +120,8 @@ class DataConfig(Section):
         default="stretch",
         description="How an image becomes the input, in training, evaluation and inference. "
         "stretch: height and width each to the input's, cubic in evaluation (PP-YOLOE); "
+        "stretch_antialiased: the same, in evaluation as Pillow's bilinear (torch's RT-DETRv2, "
+        "D-FINE); "
         "letterbox: the shape kept, grey beside it, linear (YOLOv5).",
     )
     bad_images_limit: Annotated[float, OnResume.FREE] = Field(

@@ -22,7 +22,8 @@ class ResizeSection(Section):
 
     mode: Resize | Literal["centre_crop"] = Field(
         default="stretch",
-        description="stretch: height and width are scaled each on its own; no padding. letterbox: "
+        description="stretch, stretch_antialiased: height and width are scaled each on its own; no "
+        "padding. letterbox: "
         "both by scale = min(input_height / image_height, input_width / image_width), to "
         "wide = floor(image_width * scale + 1/2) and tall likewise, with left = (input_width - "
         "wide) // 2 and top likewise pixels of `fill` before them and the rest behind. "
@@ -30,9 +31,10 @@ class ResizeSection(Section):
         "the wide = floor(input_width * scale + 1/2) by tall pixels of the image that begin at "
         "left = (image_width - wide) // 2 and top likewise are resized to the input.",
     )
-    interpolation: Literal["cubic", "linear"] = Field(
+    interpolation: Literal["cubic", "linear", "antialiased"] = Field(
         default="cubic",
-        description="OpenCV INTER_CUBIC or INTER_LINEAR on 8-bit pixels, rounded and clipped.",
+        description="OpenCV INTER_CUBIC or INTER_LINEAR on 8-bit pixels, rounded and clipped; "
+        "antialiased: Pillow's bilinear, which averages all pixels that it reduces.",
     )
     fill: tuple[int, int, int] | None = Field(
         default=None, description="letterbox: colour beside the image, 0..255."
@@ -60,4 +62,6 @@ def resize_section(resize: Resize, task: Task = "detect") -> ResizeSection:
     """The description of `data.resize`; whole images are always cropped."""
     if task == "classify":
         return _CENTRE_CROP
+    if resize == "stretch_antialiased":
+        return STRETCH.model_copy(update={"mode": resize, "interpolation": "antialiased"})
     return STRETCH if resize == "stretch" else _LETTERBOX

@@ -455,10 +455,10 @@ def config_of_weights(
             fix="give -c CONFIG, or -o data.root=FOLDER data.train.annotations=FILE "
             "data.val.annotations=FILE and what else data: needs",
         )
-    letterbox = card.resize is not None and card.resize.mode == "letterbox"
+    mode = card.resize.mode if card.resize else "stretch"
     data: dict[str, Any] = {"root": _NO_DATA, "train": {}, "val": {}}
     data["class_names"] = list(card.class_names)
-    data["resize"] = "letterbox" if letterbox else "stretch"
+    data["resize"] = "stretch" if mode == "centre_crop" else mode
     if card.task == "classify":
         data["format"] = "folder"
     tree: dict[str, Any] = {"data": data, "model": {**card.model, "pretrained": None}}

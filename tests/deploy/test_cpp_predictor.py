@@ -19,6 +19,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
+from ppdist.config.data import Resize
 from ppdist.config.preprocess import resize_section
 from ppdist.data.image import read_image
 from ppdist.export.export import export_model
@@ -116,9 +117,9 @@ def test_cpp_boxes_equal_python_on_twenty_images(
 ) -> None:
     model = tiny_model()
     spec = tiny_spec(normalised=normalisation_of(model) if normalised else None)
-    spec = spec.model_copy(
-        update={"resize": resize_section("letterbox" if normalised else "stretch")}
-    )
+    stretched: Resize = "stretch" if nms_in_graph else "stretch_antialiased"
+    resize = resize_section("letterbox" if normalised else stretched)
+    spec = spec.model_copy(update={"resize": resize})
     export_model(model, tmp_path / "m", spec, formats=("onnx",), nms_in_graph=nms_in_graph)
     lines = lines_of(run("--model", tmp_path / "m", "--source", photos, "--threshold", 0))
     assert len(lines) == 20

@@ -217,7 +217,7 @@ def test_images_without_objects_give_no_rows(exported: Exported) -> None:
         assert [rows_R6.shape for rows_R6 in found] == [(0, 6), (0, 6)]
 
 
-@pytest.mark.parametrize("mode", ["stretch", "letterbox", "centre_crop"])
+@pytest.mark.parametrize("mode", ["stretch", "stretch_antialiased", "letterbox", "centre_crop"])
 def test_input_pixels_equal_those_of_evaluation(
     ready: Any, mode: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -28,6 +28,7 @@ from ppdist.config.augment import AugmentConfig
 from ppdist.config.data import Resize
 from ppdist.data.boxes import box_iou
 from ppdist.data.types import ImageRecord, Sample
+from ppdist.runtime.predictor import antialiased
 
 FILL = (124, 116, 104)  # mean colour of ImageNet, RGB; what lies beside an expanded image
 GREY = preprocess.GREY  # what lies beside a letterboxed one, and between the images of a mosaic
@@ -207,13 +208,15 @@ def resize_for_evaluation(
 ) -> np.ndarray:
     """Resizes the whole image to the input of evaluation and inference.
 
-    Stretched cubic, as PP-YOLOE does, or letterboxed linear, as YOLOv5 does.
+    Stretched cubic, as PP-YOLOE does, stretched as Pillow does, or letterboxed linear, as YOLOv5.
 
     Args:
         size: (height, width) of the input.
         within: of a letterbox; see there.
     """
     height, width = image_HW3.shape[:2]
+    if resize == "stretch_antialiased":
+        return antialiased(image_HW3, (size[1], size[0]))
     interpolation = cv2.INTER_LINEAR if resize == "letterbox" else cv2.INTER_CUBIC
     return render(image_HW3, fitted(width, height, size, resize, within), interpolation)
 
@@ -364,7 +367,7 @@ class GeometryParams(NamedTuple):
         Args: reduced: a part of the image begins and ends at multiples of so many of its pixels.
         """
         assert self.window is not None, "a mosaic has none"
-        if resize == "stretch":
+        if resize != "letterbox":
             return place(self.window, self.width, self.height, self.size, reduced)
         if np.array_equal(self.window, [0, 0, self.width, self.height]):
             return letterbox(self.width, self.height, self.size)  # the very pixels of evaluation

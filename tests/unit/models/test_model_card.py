@@ -39,14 +39,14 @@ ARRAYS = {"a": np.ones([2, 3], "float32")}
 NAMES = ("cat", "dög \u2028?")
 
 
-def experiment(**model: object) -> ExperimentConfig:
-    data = {"root": "r", "train": {}, "val": {}, "resize": "letterbox"}
+def experiment(resize: str = "letterbox", **model: object) -> ExperimentConfig:
+    data = {"root": "r", "train": {}, "val": {}, "resize": resize}
     section = {"name": "yolov5", "size": "n", "width_multiple": 0.0625, "num_classes": 2, **model}
     return parse_plain({"data": data, "model": section}, "test", (), ExperimentConfig)
 
 
-def card() -> ModelCard:
-    config = experiment()
+def card(resize: str = "letterbox") -> ModelCard:
+    config = experiment(resize)
     given = {"licence": "Apache-2.0", "source": "trained from scratch on pets"}
     names = [name.replace("?", "\ud800") for name in NAMES]  # half a character
     return card_of(config, build_model(config.model), names, (3, 9), **given)
@@ -62,10 +62,11 @@ def test_a_card_travels_in_a_weight_file(tmp_path, name) -> None:
     assert found.normalised.std == (1, 1, 1) and found.resize.mode == "letterbox"
 
 
-def test_the_config_of_a_card_is_the_one_of_training(tmp_path) -> None:
-    write_arrays(tmp_path / "w.npz", ARRAYS, {CARD_NOTE: card().text()})
+@pytest.mark.parametrize("resize", ["letterbox", "stretch", "stretch_antialiased"])
+def test_the_config_of_a_card_is_the_one_of_training(tmp_path, resize) -> None:
+    write_arrays(tmp_path / "w.npz", ARRAYS, {CARD_NOTE: card(resize).text()})
     config = config_of_weights(tmp_path / "w.npz", ["data.root=mine"])
-    assert config.model == experiment().model and config.data.resize == "letterbox"
+    assert config.model == experiment().model and config.data.resize == resize
     assert config.data.class_names == NAMES and config.data.root == "mine"
     assert config.loss.name == "yolov5"
 

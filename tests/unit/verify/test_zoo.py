@@ -11,6 +11,7 @@ from ppdist.cli import verify as command
 from ppdist.config import load_config
 from ppdist.config.shipped import find_config
 from ppdist.engine.build import build_model
+from ppdist.models.model_card import config_of_weights
 from ppdist.models.weights import arrays_of, official_arrays_of, write_arrays
 from ppdist.models.zoo import zoo
 from ppdist.verify import zoo as module
@@ -97,6 +98,20 @@ def test_a_protocol_is_the_published_one(overrides):
     ppyoloe = config_of(zoo()["ppyoloe_plus_s_coco"], [])
     assert not ppyoloe.evaluate.rectangular and ppyoloe.data.resize == "stretch"
     assert (ppyoloe.nms.score_threshold, ppyoloe.nms.iou_threshold) == (0.01, 0.7)
+
+
+@pytest.mark.parametrize(
+    ("name", "resize"),
+    [
+        ("rtdetr_r18_coco", "stretch"),  # PaddleDetection's
+        ("rtdetr_r18_objects365_coco", "stretch_antialiased"),
+        ("rtdetrv2_r18_coco", "stretch_antialiased"),
+        ("dfine_s_coco", "stretch_antialiased"),
+    ],
+)
+def test_images_are_resized_as_by_the_original(name, resize):
+    assert config_of(zoo()[name], []).data.resize == resize
+    assert config_of_weights(name).data.resize == resize
 
 
 def run(monkeypatch, *words):

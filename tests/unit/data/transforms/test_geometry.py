@@ -2,6 +2,8 @@
 
 import cv2
 import numpy as np
+import pytest
+from PIL import Image
 
 from ppdist.config.augment import AugmentConfig
 from ppdist.data.transforms import geometry
@@ -133,3 +135,28 @@ def test_evaluation_resizes_cubic_without_ratio():
     image = picture()
     expected = cv2.resize(image, (40, 96), interpolation=cv2.INTER_CUBIC)
     np.testing.assert_array_equal(resize_for_evaluation(image, (96, 40)), expected)
+
+
+def test_antialiased_pixels_are_means_under_a_triangle():
+    image_1W3 = np.repeat(np.array([[0, 90, 0, 60]], np.uint8)[..., None], 3, 2)
+    found = resize_for_evaluation(image_1W3, (1, 2), "stretch_antialiased")
+    expected = (0.75 * 90 / 1.75, (0.25 * 90 + 0.75 * 60) / 1.75)
+    assert found[0, :, 0].tolist() == [round(value) for value in expected]
+
+
+@pytest.mark.parametrize(
+    ("shape", "size", "most"),
+    [
+        ((340, 255), (204, 108), 0),
+        ((71, 205), (262, 239), 0),
+        ((50, 600), (50, 64), 0),
+        ((200, 64), (640, 64), 0),
+        ((332, 120), (251, 281), 1),  # the width grows: Pillow may begin with the height
+    ],
+)
+def test_antialiased_pixels_are_those_of_pillow(shape, size, most):
+    """Source: what torchvision calls for an image of Pillow, in torch's RT-DETRv2 and D-FINE."""
+    image_HW3 = np.random.default_rng(0).integers(0, 256, (*shape, 3), np.uint8)
+    found = resize_for_evaluation(image_HW3, size, "stretch_antialiased")
+    expected = np.asarray(Image.fromarray(image_HW3).resize(size[::-1], Image.Resampling.BILINEAR))
+    assert np.abs(found.astype(int) - expected).max() <= most
