@@ -1021,7 +1021,7 @@ def write_text(path: Path, text: str) -> None:
             file.write(text)
 
 
-_NAME_FILES = ("label_list.txt", "classes.txt", "labels.txt")
+_NAME_FILES = ("label_list.txt", "classes.txt", "labels.txt", "_darknet.labels")
 _NUMBERED = re.compile(r"(\d+)[\s:,=]+(.+)")
 
 

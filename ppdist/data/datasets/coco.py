@@ -115,6 +115,7 @@ def read_index(annotations: Path) -> tuple[list[str], tuple[str, ...]]:
 
     def take(key: str, entries: Sequence[Any]) -> None:
         if key == "images":
+            entries = [_with_name(entry) for entry in entries]
             names.extend(str(e.get("file_name", "")) for e in entries if isinstance(e, dict))
         elif key == "annotations":
             given = (e.get("category_id") for e in entries if isinstance(e, dict))
@@ -325,6 +326,7 @@ class _File:
         def complain(issue: Issue) -> None:
             self._image_issues.append((number, issue))
 
+        entry = _with_name(entry)
         where = f"{self._file}: images[{number}]"
         identity, path, size = None, "", Size(1, 1, False)
         try:
@@ -694,6 +696,12 @@ def _repeats(ids_N: np.ndarray) -> list[tuple[int, int]]:
     first = np.repeat(order[starts], np.diff(np.r_[starts, len(order)]))
     again = order != first
     return sorted(zip(order[again].tolist(), first[again].tolist()))
+
+
+def _with_name(entry: Any) -> Any:
+    """The entry of an image; of LVIS, which has an address alone, with the end of that as name."""
+    url = entry.get("coco_url") if isinstance(entry, dict) and "file_name" not in entry else None
+    return entry | {"file_name": "/".join(url.split("/")[-2:])} if isinstance(url, str) else entry
 
 
 def _check_keys(part: str, number: int, entry: Any, file: Path) -> None:

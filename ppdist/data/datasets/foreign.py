@@ -1,16 +1,17 @@
-"""Annotations of labelme and CVAT, for `data convert` alone.
+"""Annotations of labelme, CVAT, VisDrone, KITTI and BDD100K, for `data convert` alone.
 
     folder -> tool_of -> read_foreign -> RawSet of each split
 
 Boxes, polygons, circles, ellipses and masks become boxes, and polygons outlines; points and lines
-have none.  The split of an image is what its subset (CVAT) or its folder (labelme) is called.
+have none.  The split of an image is what its subset (CVAT), folder (labelme, VisDrone, KITTI) or
+file (BDD100K) is called.
 """
 
 import json
 import math
 import os
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 from xml.etree import ElementTree
@@ -23,6 +24,8 @@ from ppdist.data.datasets.annotations import (
     extent_of,
     files_below,
     find_image,
+    folders_below,
+    own_size,
     read_text,
     size_of,
 )
@@ -30,8 +33,16 @@ from ppdist.data.datasets.coco import whole_number
 from ppdist.data.datasets.layout import foreign_kind, split_of
 from ppdist.data.types import Box, Complain, Issue, RawImage, RawObject, RawSet
 
-_READ = ("labelme", "CVAT")
-_NO_CLASS = ("__ignore__", "_background_")  # of labelme's label lists
+_NOT_OF_TOOL = (Malformed, ValueError, LookupError, TypeError, AttributeError, RecursionError)
+_IGNORED = "__ignore__"
+_NO_CLASS = (_IGNORED, "_background_")  # of labelme's label lists
+_IMAGES_OF = {"annotations": "images", "labels": "images", "label_2": "image_2"}  # folders
+_IMAGE_SUFFIXES = (".jpg", ".png", ".jpeg")
+# github.com/VisDrone/VisDrone2018-DET-toolkit: 0 are ignored regions, 11 is no class of its own.
+_VISDRONE = {
+    0: _IGNORED, 1: "pedestrian", 2: "people", 3: "bicycle", 4: "car", 5: "van", 6: "truck",
+    7: "tricycle", 8: "awning-tricycle", 9: "bus", 10: "motor", 11: _IGNORED,
+}  # fmt: skip
 
 
 class _Shape(NamedTuple):
@@ -50,18 +61,18 @@ class _Shape(NamedTuple):
 class _Annotated(NamedTuple):
     """An image as a tool annotates it.
 
-    path: None: outside the folder, and complained of.
+    path: None: outside the folder, and complained of.  sides: width, height; None: not annotated.
     """
 
     path: Path | None
-    sides: tuple[Any, Any]
+    sides: tuple[Any, Any] | None
     subset: str
     shapes: Sequence[_Shape]
     where: str
 
 
 def tool_of(folder: Path) -> str:
-    """`labelme`, `CVAT`, or "": neither has annotated this folder."""
+    """Tool or data set of which a folder is, such as `labelme`; "": none that is read."""
     return next((tool for _, tool in _files_of_tools(folder)), "")
 
 
@@ -74,8 +85,8 @@ def read_foreign(folder: Path, complain: Complain) -> dict[str, RawSet]:
     found: list[_Annotated] = []
     for file, tool in _files_of_tools(folder):
         try:
-            found += (_of_cvat if tool == "CVAT" else _of_labelme)(file, folder, names, complain)
-        except (Malformed, ValueError, KeyError, TypeError, RecursionError) as error:
+            found += _READERS[tool](file, folder, names, complain)
+        except _NOT_OF_TOOL as error:
             what = f"not an annotation of {tool}: {error}"
             complain(Issue("annotation_unreadable", what, where=str(file)))
     used = {shape.name for each in found for shape in each.shapes}
@@ -94,17 +105,26 @@ def read_foreign(folder: Path, complain: Complain) -> dict[str, RawSet]:
 
 def _files_of_tools(folder: Path) -> Iterator[tuple[Path, str]]:
     """Annotation files below a folder, each with its tool."""
-    for file in files_below(folder):
+    empty, of_lines = list[Path](), ""
+    for file in map(Path, files_below(folder)):
         tool, _ = foreign_kind(file)
-        if tool in _READ:
-            yield Path(file), tool
+        if tool in _READERS:
+            yield file, tool
+            of_lines = tool if file.suffix.lower() == ".txt" else of_lines
+        elif file.suffix.lower() == ".txt" and not file.stat().st_size:
+            empty.append(file)
+    if of_lines:  # they are of images without objects
+        yield from ((file, of_lines) for file in empty)
 
 
 def _image(each: _Annotated, number: int, known: Sequence[str], complain: Complain) -> RawImage:
     assert each.path is not None
-    said = "width {!r:.20}, height {!r:.20}".format(*each.sides)
-    width, height = map(whole_number, each.sides)
-    size = size_of(each.path, width, height, said, each.where, complain)
+    if each.sides is None:
+        size = own_size(each.path)
+    else:
+        said = "width {!r:.20}, height {!r:.20}".format(*each.sides)
+        width, height = map(whole_number, each.sides)
+        size = size_of(each.path, width, height, said, each.where, complain)
     objects: dict[Any, RawObject] = {}
     for place, shape in enumerate(each.shapes):
         if shape.name in _NO_CLASS:
@@ -226,3 +246,93 @@ def _cvat_box(shape: ElementTree.Element) -> tuple[Box | None, tuple[np.ndarray,
         x, y, rx, ry = numbers("cx", "cy", "rx", "ry")
         half_x, half_y = math.hypot(rx * cos, ry * sin), math.hypot(rx * sin, ry * cos)
     return (x - half_x, y - half_y, x + half_x, y + half_y), ()
+
+
+def _of_visdrone(
+    file: Path, folder: Path, names: dict[str, None], complain: Complain
+) -> Iterator[_Annotated]:
+    """Yields the image of a file of VisDrone-DET, of lines
+    `left,top,width,height,score,class,truncation,occlusion`.
+
+    Raises: ValueError, KeyError: the file is of another kind.
+    """
+    names |= dict.fromkeys(name for name in _VISDRONE.values() if name != _IGNORED)
+    shapes = []
+    for where, line in _lines(file, complain):
+        left, top, width, height, _, label, *_ = map(int, line.rstrip(",").split(","))
+        box = float(left), float(top), float(left + width), float(top + height)
+        shapes.append(_Shape(_VISDRONE[label], box, (), where))
+    yield _annotated_beside(file, folder, shapes, complain)
+
+
+def _of_kitti(
+    file: Path, folder: Path, names: dict[str, None], complain: Complain
+) -> Iterator[_Annotated]:
+    """Yields the image of a KITTI file: class, three numbers, x1 y1 x2 y2, and those in 3D.
+
+    Raises: ValueError: the file is of another kind.
+    """
+    shapes = []
+    for where, line in _lines(file, complain):
+        name, _, _, _, *numbers = line.split()
+        x1, y1, x2, y2 = map(float, numbers[:4])
+        name = _IGNORED if name == "DontCare" else name
+        shapes.append(_Shape(name, (x1, y1, x2, y2), (), where))
+    yield _annotated_beside(file, folder, shapes, complain)
+
+
+def _lines(file: Path, complain: Complain) -> Iterator[tuple[str, str]]:
+    """Place and text of each line that is not empty."""
+    for number, line in enumerate(read_text(file, complain).splitlines(), start=1):
+        if line.strip():
+            yield f"{file}:{number}", line.strip()
+
+
+def _annotated_beside(
+    file: Path, folder: Path, shapes: Sequence[_Shape], complain: Complain
+) -> _Annotated:
+    """The image of a text file: annotations/train/a.txt is of images/train/a.jpg."""
+    inside = Path(os.path.relpath(file.parent, folder))
+    place = folder.joinpath(*(_IMAGES_OF.get(part, part) for part in inside.parts))
+    names = [f"{file.stem}{suffix}" for suffix in _IMAGE_SUFFIXES]
+    name = next((name for name in names if (place / name).is_file()), names[0])
+    path = find_image(place, name, str(file), complain)
+    return _Annotated(path, None, str(inside), shapes, str(file))
+
+
+def _of_bdd100k(
+    file: Path, folder: Path, names: dict[str, None], complain: Complain
+) -> Iterator[_Annotated]:
+    """Images of a file of BDD100K (Scalabel); lanes and areas have no box and are left out.
+
+    Raises: one of _NOT_OF_TOOL: the file is of another kind.
+    """
+    content = json.loads(read_text(file, complain))
+    frames = content if isinstance(content, list) else content["frames"]
+    split = split_of(file.stem)
+    holding = [place for place in folders_below(folder) if _holds(place, frames[0]["name"])]
+    of_split = [place for place in holding if split_of(os.path.relpath(place, folder)) == split]
+    place = Path([*of_split, *holding, str(folder)][0])
+    for frame in frames:
+        where = f"{file}: image {frame['name']!r}"
+        shapes = []
+        for number, label in enumerate(frame.get("labels") or (), start=1):
+            if label.get("box2d"):
+                x1, y1, x2, y2 = (float(label["box2d"][key]) for key in ("x1", "y1", "x2", "y2"))
+                shape_where = f"{where}: label {number}"
+                shapes.append(_Shape(str(label["category"]), (x1, y1, x2, y2), (), shape_where))
+        path = find_image(place, frame["name"], where, complain)
+        yield _Annotated(path, None, split, shapes, where)
+
+
+def _holds(place: str, name: str) -> bool:
+    return os.path.isfile(os.path.join(place, name))
+
+
+_READERS: dict[str, Callable[..., Iterator[_Annotated]]] = {
+    "labelme": _of_labelme,
+    "CVAT": _of_cvat,
+    "VisDrone": _of_visdrone,
+    "KITTI": _of_kitti,
+    "BDD100K": _of_bdd100k,
+}

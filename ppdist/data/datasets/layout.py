@@ -273,8 +273,11 @@ def _unused(layout: Layout, kinds: Mapping[str, str]) -> Iterator[tuple[str, str
 _FORMAT_NAMES = {"coco": "COCO", "voc": "Pascal VOC", "yolo": "YOLO"}
 _CONVERT = "convert it: `ppdist data convert {} --to coco --out DIR`"
 _EXPORT = "export it as COCO from that tool"
-# Name, suffix, what all of its files have near their beginning, and the way out.
-_FOREIGN = (
+_TO_COCO = "write it as COCO's JSON (docs/data.md)"
+_FIFTYONE = "export it from FiftyOne with dataset_type=fiftyone.types.COCODetectionDataset"
+_NUMBER = r"-?\d+(\.\d+)?"
+# Name, suffix, what all of its files have near their beginning (a pattern: at it), and the way out.
+_FOREIGN: tuple[tuple[str, str, tuple[str, ...] | re.Pattern[str], str], ...] = (
     ("labelme", ".json", ('"shapes"', '"label"'), _CONVERT),
     ("labelme", ".json", ('"shapes"', '"flags"'), _CONVERT),  # of an image without objects
     ("CVAT", ".xml", ("<annotations", "<image "), _CONVERT),
@@ -285,21 +288,45 @@ _FOREIGN = (
     ("Label Studio", ".json", ("rectanglelabels",), _EXPORT),
     ("Label Studio", ".json", ('"original_width"',), _EXPORT),
     ("CreateML", ".json", ('"coordinates"',), _EXPORT),
-    ("boxes as CSV", ".csv", ("xmin", "ymax"), "write them as COCO's JSON"),
+    ("Datumaro", ".json", ('"categories"', '"items"', '"parent"'), _EXPORT),
+    ("FiftyOne", ".json", ('"samples"', '"_cls"'), _FIFTYONE),
+    ("FiftyOne", ".json", ('"bounding_box"', '"label"'), _FIFTYONE),
+    ("BDD100K", ".json", ('"box2d"',), _CONVERT),
+    ("CrowdHuman", ".odgt", ('"gtboxes"',), _TO_COCO),
+    ("OpenImages", ".csv", ("ImageID", "LabelName", "XMin"), _TO_COCO),
+    ("VGG Image Annotator", ".csv", ("region_shape_attributes",), _EXPORT),
+    ("boxes as CSV", ".csv", ("xmin", "ymax"), _TO_COCO),
     ("TFRecord", ".tfrecord", (), _EXPORT),
-)
+    ("TFRecord", ".tfrec", (), _EXPORT),
+    ("VisDrone", ".txt", re.compile(r"-?\d+(,-?\d+){7},?\s*$", re.MULTILINE), _CONVERT),
+    ("KITTI", ".txt", re.compile(rf"[A-Za-z]\w*( {_NUMBER}){{14,15}}\s*$", re.MULTILINE), _CONVERT),
+    ("DOTA", ".txt", re.compile(rf"imagesource:|gsd:|({_NUMBER} ){{8}}[A-Za-z][\w-]* \d\s*$", re.M),
+     "its boxes are turned: write the upright ones as COCO's JSON (docs/data.md)"),
+    ("WIDER FACE", ".txt", re.compile(r"\S+/\S+\.jpg\s*\n\d+\s*\n(\d+ ){9}\d+"), _TO_COCO),
+    ("YOLOv4 (one file for all images)", ".txt", re.compile(r"\S.*\.\w+ \d+(,\d+){4}( |$)", re.M),
+     "export it as YOLOv5 or COCO, as Roboflow does, with each image"),
+)  # fmt: skip
 _BEGINNING_BYTES = 1 << 16
 _LOOKED_AT = 20  # files of a kind
 
 
 def foreign_kind(file: str | Path) -> tuple[str, str]:
     """Tool that wrote an annotation file, and the remedy, or ""."""
-    suffix = os.path.splitext(file)[1].lower()
-    kinds = [each for each in _FOREIGN if each[1] == suffix]
-    beginning = _beginning(file) if kinds else ""
-    fitting = (each for each in kinds if all(mark in beginning for mark in each[2]))
-    name, _, _, way = next(fitting, ("", "", (), ""))
-    return name, way
+    kinds = [kind for kind in _FOREIGN if kind[1] == _kind_suffix(file)]
+    beginning = _beginning(file).lstrip("\ufeff \r\n") if kinds else ""
+    for name, _, marks, way in kinds:
+        if isinstance(marks, re.Pattern):
+            fits = marks.match(beginning) is not None
+        else:
+            fits = all(mark in beginning for mark in marks)
+        if fits:
+            return name, way
+    return "", ""
+
+
+def _kind_suffix(file: str | Path) -> str:
+    """Suffix in lower case; of a shard, `a.tfrecord-00000-of-00010`, that of the whole."""
+    return os.path.splitext(file)[1].lower().partition("-")[0]
 
 
 def _beginning(file: str | Path) -> str:
@@ -313,7 +340,7 @@ def _refuse_foreign(files: Sequence[str], source: str) -> None:
     Raises: DataError: there are some.
     """
     for suffix in dict.fromkeys(each[1] for each in _FOREIGN):
-        of_kind = [file for file in files if file.lower().endswith(suffix)]
+        of_kind = [file for file in files if _kind_suffix(file) == suffix]
         for file in of_kind[:_LOOKED_AT]:
             name, way = foreign_kind(file)
             if name:
@@ -822,8 +849,10 @@ def _of_yolo(root: Path) -> Layout | None:
     holding = [root / "labels", root / "data", root]
     holding += [place for place in splits["train"] if place.is_dir()]
     label_files = (file for each in holding if each.is_dir() for file in files_below(each))
-    if not any(is_label(Path(file)) for file in label_files):
+    first = next((file for file in label_files if is_label(Path(file))), None)
+    if first is None:
         return None
+    _refuse_foreign([first], str(root))
     chosen = [place for place in splits["train"] if place.is_dir()]
     own = own_names(root, [*(label_folder(each, root) for each in chosen), *chosen])
     further = (class_names(each, ()) for each in holding if each.is_dir())

@@ -1,4 +1,4 @@
-"""labelme and CVAT, read for conversion."""
+"""labelme, CVAT, VisDrone, KITTI and BDD100K, read for conversion."""
 
 import json
 from pathlib import Path
@@ -20,6 +20,7 @@ CVAT = """<?xml version="1.0" encoding="utf-8"?>
 <image id="0" name="000.jpg" width="64" height="48">{}</image>
 <image id="1" name="001.jpg" width="0" height="0"></image></annotations>"""
 RED = 'label="red" occluded="0" z_order="0"'
+KITTI = "{} 0.00 0 -1.57 10.00 20.00 30.50 40.00 1.65 1.67 3.64 -0.65 1.71 46.70 -1.59\n"
 
 
 def labelme(folder: Path, stem: str, *shapes: dict, **changes: object) -> None:
@@ -138,6 +139,11 @@ def test_what_is_converted_reads_back(tmp_path):
         ("a.json", '{"shapes": 7, "label": 1}', "annotation_unreadable"),
         ("a.json", '{"shapes": "label"', "annotation_unreadable"),
         ("a.json", '{"shapes": []}', "objects_missing"),
+        ("a.json", '{"a": "box2d"}', "annotation_unreadable"),
+        ("a.json", '[{"name": "000.jpg", "labels": [{"box2d": {}}, 7]}]', "annotation_unreadable"),
+        ("a.txt", "1,2,3,4,1,12,0,0\n", "annotation_unreadable"),
+        ("a.txt", "1,2,3,4,1,1,0,0\n1,2\n", "annotation_unreadable"),
+        ("a.txt", KITTI.format("Car") + "Car 1\n", "annotation_unreadable"),
     ],
 )
 def test_what_a_tool_cannot_have_written_is_named(tmp_path, name, text, code):
@@ -147,6 +153,59 @@ def test_what_a_tool_cannot_have_written_is_named(tmp_path, name, text, code):
     with pytest.raises(DataError) as caught:
         read_foreign(tmp_path, issues.append)
     assert code in (caught.value.code, *(issue.code for issue in issues))
+
+
+BDD = [
+    {"name": "000.jpg", "labels": [
+        {"category": "car", "box2d": {"x1": 10, "y1": 20, "x2": 30.5, "y2": 40}},
+        {"category": "lane", "poly2d": []}]},
+    {"name": "001.jpg"},
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("tool", "images", "files", "right"),
+    [
+        (
+            "VisDrone",
+            "VisDrone2019-DET-{}/images",
+            {"VisDrone2019-DET-{}/annotations/000.txt": "1,2,3,4,0,0,0,0\n10,20,20,20,1,4,0,0,\n",
+             "VisDrone2019-DET-{}/annotations/001.txt": ""},
+            ("car", (10, 20, 30, 40)),
+        ),
+        (
+            "KITTI",
+            "{}/image_2",
+            {"{}/label_2/000.txt": KITTI.format("Car") + KITTI.format("DontCare"),
+             "{}/label_2/001.txt": ""},
+            ("Car", (10, 20, 30.5, 40)),
+        ),
+        (
+            "BDD100K",
+            "images/100k/{}",
+            {"labels/det_20/det_{}.json": json.dumps(BDD)},
+            ("car", (10, 20, 30.5, 40)),
+        ),
+    ],
+)  # fmt: skip
+def test_boxes_of_public_sets_are_read(tmp_path, tool, images, files, right):
+    for split in ("train", "val"):
+        write_images(tmp_path / images.format(split), 2)
+        for name, text in files.items():
+            file = tmp_path / name.format(split)
+            file.parent.mkdir(parents=True, exist_ok=True)
+            file.write_text(text)
+    assert tool_of(tmp_path) == tool
+    issues: list[Issue] = []
+    raws = read_foreign(tmp_path, issues.append)
+    assert [*raws] == ["train", "val"] and not issues
+    for split, raw in raws.items():
+        labelled, empty = raw.images
+        assert labelled.path == tmp_path / images.format(split) / "000.jpg"
+        assert (labelled.width, labelled.height) == (64, 48)
+        found = [(raw.class_names[thing.label], thing.box) for thing in labelled.objects]
+        assert found == [right]
+        assert (empty.path.name, empty.objects, empty.lost) == ("001.jpg", [], 0)
 
 
 def test_other_folders_are_of_no_tool(tmp_path):

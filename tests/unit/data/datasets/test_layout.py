@@ -433,13 +433,59 @@ def test_labels_of_two_formats_beside_each_other_are_refused(tmp_path):
         ("e.json", '[{"annotations": [{"type": "rectanglelabels"}]}]', "Label Studio"),
         ("via.json", '{"a": {"regions": [{"shape_attributes": {}}]}}', "VGG"),
         ("a.csv", "filename,class,xmin,ymin,xmax,ymax\n", "CSV"),
+        ("annotations/a.txt", "684,8,273,116,0,0,0,0\n406,119,265,70,1,4,0,1\n", "VisDrone"),
+        ("label_2/a.txt", f"Car 0.00 0 -1.57{' 5.00' * 11}\n", "KITTI"),
+        ("label_2/a.txt", f"DontCare -1 -1 -10 1.5 2 3 4{' -1000' * 7}\n", "KITTI"),
+        ("labels/det_20/det_train.json", '[{"name": "a.jpg", "labels": [{"box2d": {}}]}]', "BDD"),
+        ("boxes.csv", "ImageID,Source,LabelName,Confidence,XMin,XMax\n", "OpenImages"),
+        ("via.csv", "filename,region_shape_attributes,region_attributes\n", "VGG"),
+        ("train/_annotations.txt", "a.jpg 1,2,30,40,0 5,6,9,9,1\n", "YOLOv4"),
+        ("a.json", '{"info": {}, "categories": {"label": {"labels": [{"name": "cat", "parent": ""}]'
+         '}}, "items": []}', "Datumaro"),
+        ("samples.json", '{"samples": [{"ground_truth": {"_cls": "Detections"}}]}', "FiftyOne"),
+        ("labels.json", '{"classes": [], "labels": {"a": [{"label": "c", "bounding_box": []}]}}',
+         "FiftyOne"),
+        ("labelTxt/a.txt", "imagesource:GoogleEarth\ngsd:0.1\n", "DOTA"),
+        ("labelTxt/a.txt", "1.0 2 3 2 3.0 4 1 4 small-vehicle 0\n", "DOTA"),
+        ("wider_face_train_bbx_gt.txt", "0--P/a.jpg\n1\n449 330 122 149 0 0 0 0 0 0\n", "WIDER"),
+        ("annotation_train.odgt", '{"ID": "a", "gtboxes": [{"tag": "person"}]}\n', "CrowdHuman"),
+        ("train.tfrecord-00000-of-00010", "", "TFRecord"),
     ],
-)
+)  # fmt: skip
 def test_annotations_of_tools_that_are_not_read_are_named(tmp_path, file, text, said):
     touch(tmp_path, "a.jpg")
     write(tmp_path, file, text)
     told = refused(tmp_path, "format_not_read")
     assert said in told and ("convert" in told or "COCO" in told)
+
+
+def test_labels_of_darknet_are_read_with_its_list_of_classes(tmp_path):
+    touch(tmp_path, "train/a.jpg")
+    write(tmp_path, "train/a.txt", BOX)
+    write(tmp_path, "train/_darknet.labels", "cat\ndog\n")
+    layout = find_layout(str(tmp_path))
+    assert (layout.format, layout.class_names) == ("yolo", NAMES)
+
+
+def test_images_of_lvis_are_found_by_their_addresses(tmp_path):
+    """It has no file_name, and its validation images lie in train2017 and in val2017."""
+    for split, folder in (("train", "train2017"), ("val", "train2017"), ("val", "val2017")):
+        touch(tmp_path, f"{folder}/00000{len(split)}.jpg")
+    for split, folders in (("train", ["train2017"]), ("val", ["train2017", "val2017"])):
+        address = "http://images.cocodataset.org/{}/00000{}.jpg"
+        images = [
+            {"id": n, "coco_url": address.format(folder, len(split)), "width": 64, "height": 48}
+            for n, folder in enumerate(folders)
+        ]
+        objects = [{"id": 1, "image_id": 0, "category_id": 3, "bbox": [1, 2, 30, 40], "area": 9}]
+        categories = [{"id": 7, "name": "dog"}, {"id": 3, "name": "cat"}]
+        content = {"images": images, "annotations": objects, "categories": categories}
+        write(tmp_path, f"annotations/lvis_v1_{split}.json", json.dumps(content))
+    layout = find_layout(str(tmp_path))
+    assert images_of(layout) == {"train2017/000005.jpg": 1}
+    raw = read_raw(DataConfig(**layout.section()), "val", quietly)
+    names = [str(image.path.relative_to(tmp_path)) for image in raw.images]
+    assert names == ["train2017/000003.jpg", "val2017/000003.jpg"]
 
 
 def test_images_alone_are_told_with_the_forms_that_are_read(tmp_path):
