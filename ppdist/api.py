@@ -40,7 +40,9 @@ from ppdist.predict.sources import (
     frames_of,
     is_many,
     is_picture,
+    is_video,
     read_source,
+    readable_frames,
 )
 
 if TYPE_CHECKING:
@@ -179,23 +181,25 @@ class Detector:
             overlap: of these squares, part of their side.
             track: follow objects through the frames of each video, by `Detections.track_ids`
                 (ByteTrack, needs ppdist[track]); the images of an iterator are frames of one.
-        Raises: DataError: an image cannot be read.  Of a folder or pattern such files are skipped
-            with a warning.
+        Raises: DataError: an image, video or stream cannot be read, the last two when the iterator
+            is read.  Of a folder or pattern such files are skipped with a warning, as are damaged
+            frames of a video, whose others keep their numbers.
         """
         from ppdist.predict.model import wanted
 
         choice = wanted(self._model.spec, threshold, classes, _warn)
         predict = self._predict(iou, slice, overlap, batch)
-        if is_picture(source):
-            frames = iter([Frame("", None, as_image(source))])
-        elif isinstance(source, str | Path | int):
+        if isinstance(source, str | Path | int):
             if is_many(source):
                 found = expand([source])
                 live = any(each.is_live for each in found)
-                return self._detect(predict, _frames(found), choice, 1 if live else batch, track)
+                frames = _frames(found, skip=len(found) > 1 or not is_video(source))
+                return self._detect(predict, frames, choice, 1 if live else batch, track)
             frames = iter([Frame(str(source), None, read_source(source))])
+        elif is_picture(source) or not isinstance(source, Iterable):
+            frames = iter([Frame("", None, as_image(source))])
         else:
-            items: Iterable[Any] = source  # type: ignore[assignment]  # what else is left
+            items: Iterable[Any] = source
             frames = (_frame(each, at) for at, each in enumerate(items))
             if not isinstance(source, Iterator):
                 return list(self._detect(predict, frames, choice, batch, track))
@@ -377,10 +381,12 @@ class Detector:
             yield follow(frame, found)
 
 
-def _frames(found: Sequence[Source]) -> Iterator[Frame]:
+def _frames(found: Sequence[Source], skip: bool) -> Iterator[Frame]:
+    """Args: skip: a source that cannot be read is skipped, with a warning."""
+    read = frames_of if skip else readable_frames
     for each in found:
         source = Source(each.place, str(each.place))  # users look for the path they can open
-        yield from frames_of(source, lambda reason: _warn(f"{reason}; skipped"))
+        yield from read(source, lambda reason: _warn(f"{reason}; skipped"))
 
 
 def _frame(given: Any, position: int) -> Frame:

@@ -5,7 +5,7 @@ ppdist data stats DATA [--json F] [--plots DIR]                classes, box size
 ppdist data show DATA [--out F.png] [--eval] [--epoch N]       samples as the model sees them
 ppdist data convert DATA --to coco|voc|yolo --out DIR          the same set in another format
 ppdist data convert DATA --to coco --shards 256MB --out DIR    images in tar shards, for stores
-ppdist data convert FOLDER --to coco --out DIR                 of labelme's JSON or CVAT's XML, too
+ppdist data convert FOLDER --to coco --out DIR                 of labelme, CVAT, KITTI, ..., too
 ppdist data split DATA --parts train=0.8 val=0.2               divide one split, by classes
 ppdist data split DATA --folds 5                               for cross-validation
 ppdist data anchors DATA --model yolov5s                       anchors fitted to the training set

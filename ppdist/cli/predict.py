@@ -149,7 +149,7 @@ def main() -> int:
             if said:
                 print(process.printable(f"{name}: {said}"), flush=True)
     if unreadable:
-        process.warn(f"{len(unreadable)} of {len(sources)} files could not be read")
+        process.warn(f"{len(unreadable)} of {len(sources)} files could not be read, or not whole")
     if not results.images:
         raise errors.DataError(
             "no image or video there could be read",

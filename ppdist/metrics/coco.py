@@ -229,9 +229,9 @@ def write_detections(path: Path, dataset: DetectionSet, detections_R7: np.ndarra
     """Writes detections as a COCO result file: image_id, category_id, bbox xywh, score.
 
     Ids are those of the annotation file (`image_id`, `category_ids`), so any COCO tool can score
-    it; coordinates are original pixels, rounded to 1/1000, scores to 1/100,000.  Rows of a diverged
-    model (not finite, say) are left out, as `evaluate_boxes` does.  The file appears whole or not
-    at all.
+    it; coordinates are original pixels, rounded to 1/1000, and scores whole: rounded ones tie, and
+    another order is another precision.  Rows of a diverged model (not finite, say) are left out, as
+    `evaluate_boxes` does.  The file appears whole or not at all.
 
     Args:
         detections_R7: as in `evaluate_boxes`.
@@ -254,6 +254,7 @@ def _rows_as_json(dataset: DetectionSet, rows_R7: np.ndarray) -> bytes:
 
     Rows of bytes, padded with zero bytes, which no JSON holds and which go at the end.
     """
+    scores = rows_R7[:, 2].astype("S")  # the fewest digits that read back as the same
     rows_R7 = rows_R7.astype(np.float64)
     records = dataset.records
     x_R, y_R = rows_R7[:, 3], rows_R7[:, 4]
@@ -265,8 +266,7 @@ def _rows_as_json(dataset: DetectionSet, rows_R7: np.ndarray) -> bytes:
         b'{"image_id": ', _chosen(lambda place: records[place].image_id, rows_R7[:, 0]),
         b', "category_id": ', _chosen(dataset.category_ids.__getitem__, rows_R7[:, 1]),
         b', "bbox": [', *bbox[1:],
-        b'], "score": ', *_decimal(rows_R7[:, 2], 5),
-        b"}, ",
+        b'], "score": ', scores, b"}, ",
     ]  # fmt: skip
     wide = [
         np.broadcast_to(np.frombuffer(each, np.uint8), (len(rows_R7), len(each)))
@@ -303,6 +303,6 @@ def _decimal(values_R: np.ndarray, places: int) -> tuple[np.ndarray, ...]:
 
 @cache
 def _fractions(places: int) -> np.ndarray:
-    """`.0`, `.00001`, ... `.99999` as Python writes them after the whole part."""
+    """`.0`, `.001`, ... `.999` as Python writes them after the whole part."""
     texts = [f"{rest:0{places}}".rstrip("0") or "0" for rest in range(10**places)]
     return np.array([f".{text}".encode() for text in texts])

@@ -136,7 +136,7 @@ class Detections:
             {
                 "name": one.name,
                 "class_id": one.class_id,
-                "score": round(one.score, 5),
+                "score": runtime.short_score(one.score),
                 "box_xyxy": [round(value, 2) for value in one.box_xyxy],
                 **({} if one.track_id is None else {"track_id": one.track_id}),
             }
@@ -153,7 +153,7 @@ class Detections:
             x1, y1, x2, y2 = one.box_xyxy
             box = [round(value, 2) for value in (x1, y1, x2 - x1, y2 - y1)]
             entry = {"image_id": image_id, "category_id": ids[one.class_id], "bbox": box}
-            entry |= {"score": round(one.score, 5)}
+            entry |= {"score": runtime.short_score(one.score)}
             if one.track_id is not None:
                 entry["track_id"] = one.track_id
             found.append(entry)
@@ -171,7 +171,7 @@ class Detections:
             centre = (x1 + x2) / 2 / width, (y1 + y2) / 2 / height
             sides = (x2 - x1) / width, (y2 - y1) / height
             columns = [f"{part:.6f}" for part in (*centre, *sides)]
-            columns += [f"{one.score:.5f}"] if scores else []
+            columns += [str(runtime.short_score(one.score))] if scores else []
             lines.append(f"{one.class_id} {' '.join(columns)}\n")
         return "".join(lines)
 
@@ -189,7 +189,7 @@ class Detections:
         for one in self:
             item = ElementTree.SubElement(root, "object")
             ElementTree.SubElement(item, "name").text = _xml(one.name)
-            ElementTree.SubElement(item, "score").text = f"{one.score:.5f}"
+            ElementTree.SubElement(item, "score").text = str(runtime.short_score(one.score))
             box = ElementTree.SubElement(item, "bndbox")
             x1, y1, x2, y2 = one.box_xyxy
             left, top = min(round(x1), width - 1), min(round(y1), height - 1)

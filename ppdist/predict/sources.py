@@ -203,12 +203,21 @@ def _free(name: str, taken: set[str]) -> str:
 def frames_of(source: Source, report: Callable[[str], None]) -> Iterator[Frame]:
     """Yields the frames of a source; reports what cannot be read."""
     try:
-        if source.is_video:
-            yield from video_frames(source.place, source.name)
-        else:
-            yield Frame(source.name, None, read_source(source.place))
-    except (DataError, FileError) as error:
+        yield from readable_frames(source, report)
+    except DataError as error:
         report(str(error))
+
+
+def readable_frames(source: Source, report: Callable[[str], None]) -> Iterator[Frame]:
+    """As `frames_of`; reports damaged frames alone.
+
+    Raises: DataError: it cannot be reached or read.
+    """
+    if not source.is_video:
+        yield Frame(source.name, None, read_source(source.place))
+        return
+    with data_errors(source.place):
+        yield from video_frames(source.place, source.name, report)
 
 
 def read_source(place: Path | str | int) -> np.ndarray:
@@ -288,4 +297,8 @@ def as_image(given: Any) -> np.ndarray:
         f"{type(given).__name__} is not an image; expected a path, a URL, uint8 RGB [H, W, 3], a "
         "Pillow image, or the bytes of an image file",
         code="image_array",
+        fix="imread gives None for a file that is not there or no image: check its path, or give "
+        "the path itself"
+        if given is None
+        else "",
     )

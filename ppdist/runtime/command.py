@@ -137,7 +137,7 @@ def run(arguments: argparse.Namespace) -> int:
             said = [f"{objects}{len(said)} frames"]
         say(f"{name}: {said[0]}")
     if unreadable:
-        warn(f"{len(unreadable)} of {len(sources)} files could not be read")
+        warn(f"{len(unreadable)} of {len(sources)} files could not be read, or not whole")
     if not results.images:
         raise PredictorError(f"{arguments.source}: no image or video there could be read")
     written = results.write(arguments.csv)

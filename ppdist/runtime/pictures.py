@@ -19,6 +19,8 @@ from .predictor import PredictorError
 VIDEO_SUFFIXES = (".mp4", ".avi", ".mov", ".mkv", ".webm", ".m4v", ".mpg", ".mpeg")
 KNOWN_SUFFIXES = IMAGE_SUFFIXES + VIDEO_SUFFIXES
 USUAL_RATE = 25.0  # frames a second, if a video or camera names none
+_MOST_LOST = 1000  # damaged frames in a row; at the end of a video each takes 10 us
+_WHOLE = 0.9  # of its time; a video that ends before was cut
 Item = TypeVar("Item")
 
 
@@ -102,7 +104,7 @@ def frames_of(
     for file, name in zip(files, names):
         try:
             if is_video(file):
-                yield from video_frames(file, name)
+                yield from video_frames(file, name, complain)
             else:
                 yield Frame(name, None, read_image(file))
         except PredictorError as error:
@@ -125,24 +127,39 @@ def video_path(file: Path | str) -> str:
         ) from error
 
 
-def video_frames(place: Path | str | int, name: str) -> Iterator[Frame]:
+def video_frames(
+    place: Path | str | int, name: str, complain: Callable[[str], None]
+) -> Iterator[Frame]:
     """Yields the frames of a video, a stream or a numbered camera.
 
+    Args: complain: called once with how many frames of a video are damaged; the others keep their
+        numbers.
     Raises: FileError: not one frame can be read.
     """
     capture = cv2.VideoCapture(place if isinstance(place, int) else video_path(place))
     rate = capture.get(cv2.CAP_PROP_FPS) or USUAL_RATE
+    # A file alone: a camera has no end, and a stream that is lost would be waited for.
+    count = int(capture.get(cv2.CAP_PROP_FRAME_COUNT)) if isinstance(place, Path) else 0
+    where = name if isinstance(place, int) else str(place)
+    good, last, seconds = 0, -1, 0.0
     try:
         for index in itertools.count():
             there, frame_bgr = capture.read()
-            if not there:
+            if there:
+                good, last = good + 1, index
+                seconds = capture.get(cv2.CAP_PROP_POS_MSEC) / 1000
+                yield Frame(name, index, cv2.cvtColor(frame_bgr, cv2.COLOR_BGR2RGB), rate)
+            elif index + 1 >= count or index - last > _MOST_LOST:
                 break
-            yield Frame(name, index, cv2.cvtColor(frame_bgr, cv2.COLOR_BGR2RGB), rate)
     finally:
         capture.release()
-    if not index:
+    # Some containers only estimate how many frames they have.
+    is_cut = 0 < seconds + 1 / rate < _WHOLE * count / rate
+    total = count if is_cut else last + 1
+    if 0 < good < total:
+        complain(f"{where}: {total - good} of {total} frames are damaged")
+    if not good:
         kind = "video" if isinstance(place, Path) else "camera or stream"
-        where = name if isinstance(place, int) else str(place)
         raise FileError(
             f"no frame of this {kind} can be read", code="video_unreadable", where=where
         )

@@ -171,8 +171,13 @@ class Results:
                 "bbox": [round(value, 2) for value in (x1, y1, x2 - x1, y2 - y1)],
                 "area": round((x2 - x1) * (y2 - y1), 2),
                 "iscrowd": 0,
-                "score": round(score, 5),
+                "score": short_score(score),
             }
+
+
+def short_score(score: float) -> float:
+    """Rounds a score to the fewest digits that keep its float32."""
+    return float(str(np.float32(score)))
 
 
 def write_table(file: Path, content: Mapping[str, Any]) -> None:

@@ -151,6 +151,14 @@ def test_a_video_gives_its_frames(detector: Detector, tmp_path: Path) -> None:
     assert [found.frame for found in detector(tmp_path / "film.avi")] == [0, 1, 2]
 
 
+@pytest.mark.parametrize(
+    ("source", "code"), [(None, "image_array"), ("rtsp://127.0.0.1:1/x", "video_unreadable")]
+)
+def test_what_gives_no_image_is_an_error(detector: Detector, source: Any, code: str) -> None:
+    with raises(code):
+        list(detector(source))
+
+
 def test_thresholds_and_slices_are_arguments(project: Path, detector: Detector) -> None:
     image_HW3 = read_image(project / "photos/0.jpg")
     most = detector(image_HW3, threshold=0.3)

@@ -699,7 +699,7 @@ def _repeats(ids_N: np.ndarray) -> list[tuple[int, int]]:
 
 
 def _with_name(entry: Any) -> Any:
-    """The entry of an image; of LVIS, which has an address alone, with the end of that as name."""
+    """Adds the end of its address to an image without name (LVIS)."""
     url = entry.get("coco_url") if isinstance(entry, dict) and "file_name" not in entry else None
     return entry | {"file_name": "/".join(url.split("/")[-2:])} if isinstance(url, str) else entry
 

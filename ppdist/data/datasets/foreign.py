@@ -72,7 +72,7 @@ class _Annotated(NamedTuple):
 
 
 def tool_of(folder: Path) -> str:
-    """Tool or data set of which a folder is, such as `labelme`; "": none that is read."""
+    """Returns the tool or public set of a folder, or ""."""
     return next((tool for _, tool in _files_of_tools(folder)), "")
 
 
@@ -251,8 +251,9 @@ def _cvat_box(shape: ElementTree.Element) -> tuple[Box | None, tuple[np.ndarray,
 def _of_visdrone(
     file: Path, folder: Path, names: dict[str, None], complain: Complain
 ) -> Iterator[_Annotated]:
-    """Yields the image of a file of VisDrone-DET, of lines
-    `left,top,width,height,score,class,truncation,occlusion`.
+    """Yields the image of a file of VisDrone-DET.
+
+    A line is left,top,width,height,score,class,truncation,occlusion.
 
     Raises: ValueError, KeyError: the file is of another kind.
     """
@@ -268,7 +269,9 @@ def _of_visdrone(
 def _of_kitti(
     file: Path, folder: Path, names: dict[str, None], complain: Complain
 ) -> Iterator[_Annotated]:
-    """Yields the image of a KITTI file: class, three numbers, x1 y1 x2 y2, and those in 3D.
+    """Yields the image of a KITTI file.
+
+    A line is a class, three numbers, x1 y1 x2 y2, and what is known in three dimensions.
 
     Raises: ValueError: the file is of another kind.
     """
@@ -303,7 +306,9 @@ def _annotated_beside(
 def _of_bdd100k(
     file: Path, folder: Path, names: dict[str, None], complain: Complain
 ) -> Iterator[_Annotated]:
-    """Images of a file of BDD100K (Scalabel); lanes and areas have no box and are left out.
+    """Yields the images of a file of BDD100K (Scalabel).
+
+    Lanes and areas have no box and are left out.
 
     Raises: one of _NOT_OF_TOOL: the file is of another kind.
     """

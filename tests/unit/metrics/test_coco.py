@@ -250,6 +250,26 @@ def test_written_detections_use_annotation_file_ids(tmp_path):
     assert [p.name for p in path.parent.iterdir()] == ["detections.json"]
 
 
+def test_written_detections_score_the_same(tmp_path):
+    """Scores that differ in the sixth digit must not tie."""
+    dataset, rows_R7 = random_case(11)
+    rows_R7 = rows_R7.astype(np.float32)
+    order_R = np.random.default_rng(0).permutation(len(rows_R7))
+    rows_R7[:, 2] = 0.5 + order_R.astype(np.float32) / 2**24
+    write_detections(tmp_path / "found.json", dataset, rows_R7)
+    place_of = {record.image_id: place for place, record in enumerate(dataset.records)}
+    read_back = []
+    for entry in json.loads((tmp_path / "found.json").read_text()):
+        x, y, width, height = entry["bbox"]
+        where = place_of[entry["image_id"]], dataset.category_ids.index(entry["category_id"])
+        read_back.append([*where, entry["score"], x, y, x + width, y + height])
+    read_R7 = np.array(read_back)
+    np.testing.assert_array_equal(read_R7[:, 2].astype(np.float32), rows_R7[:, 2])
+    assert evaluate_boxes(dataset, read_R7) == pytest.approx(
+        evaluate_boxes(dataset, rows_R7), abs=1e-9
+    )
+
+
 def test_written_detections_have_the_digits_of_python(tmp_path):
     dataset = detection_set(record(42, [[0, 0, 9, 9]], [1]), record(7, [[0, 0, 9, 9]], [0]))
     rng = np.random.default_rng(0)
@@ -261,13 +281,13 @@ def test_written_detections_have_the_digits_of_python(tmp_path):
             "image_id": dataset.records[int(index)].image_id,
             "category_id": dataset.category_ids[int(label)],
             "bbox": [round(value, 3) for value in (x1, y1, x2 - x1, y2 - y1)],
-            "score": round(score, 5),
+            "score": float(str(np.float32(score))),
         }
         for index, label, score, x1, y1, x2, y2 in rows_R7.tolist()
     ]
     diverged = np.float32([[0, 0, np.nan, 1, 1, 2, 2], [0, 0, 0.5, 1, 1, np.inf, 2]])
     write_detections(tmp_path / "found.json", dataset, np.concatenate([rows_R7, diverged]))
     text = (tmp_path / "found.json").read_text()
-    assert text == json.dumps(expected).replace("1e-05", "0.00001")
+    assert text == json.dumps(expected)
     write_detections(tmp_path / "none.json", dataset, rows_R7[:0])
     assert json.loads((tmp_path / "none.json").read_text()) == []

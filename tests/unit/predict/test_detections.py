@@ -45,7 +45,7 @@ def test_coco_yolo_and_voc_say_the_same_box(found: Detections) -> None:
     assert first == {"image_id": 5, "category_id": 7, "bbox": [10, 20, 40, 40], "score": 0.9}
     label, x, y, width, height = found.to_yolo().splitlines()[0].split()
     assert (label, *map(float, (x, y, width, height))) == ("0", 0.3, 0.5, 0.4, 0.5)
-    assert found.to_yolo(scores=True).split()[5] == "0.90000"
+    assert found.to_yolo(scores=True).split()[5] == "0.9"
     root = ElementTree.fromstring(found.to_voc())
     corners = [each.text for each in root.find("object/bndbox")]
     assert corners == ["10", "20", "50", "60"]

@@ -2,6 +2,7 @@
 
 import http.server
 import io
+import re
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -14,7 +15,7 @@ from ppdist.common.errors import DataError
 from ppdist.predict import sources
 from ppdist.predict.sources import Source, as_image, expand, is_many, read_source, root_of
 from tests.errors import raises
-from tests.media import picture
+from tests.media import picture, write_video
 
 
 @pytest.fixture
@@ -118,6 +119,52 @@ def test_a_picture_of_pillow_is_turned_upright() -> None:
 def test_what_is_no_image_is_told(given: object) -> None:
     with raises("image_array"):
         as_image(given)
+
+
+def test_what_imread_gives_for_no_file_is_told_with_the_cause() -> None:
+    with raises("image_array", "imread"):
+        as_image(None)
+
+
+@pytest.mark.parametrize(
+    ("damaged", "cut", "told"),
+    [
+        ((), False, ""),
+        ((7,), False, "1 of 20"),
+        ((7, 8, 15), False, "3 of 20"),
+        ((), True, "of 20"),
+    ],
+)
+def test_a_video_goes_on_after_damaged_frames(tmp_path, damaged, cut, told) -> None:
+    """Frames keep their numbers; the container's index has all of a file that was cut."""
+    write_video(tmp_path / "whole.avi", 20)
+    content = bytearray((tmp_path / "whole.avi").read_bytes())
+    chunks = [match.start() for match in re.finditer(b"00dc", content)]
+    starts = [start for start in chunks if content[start + 8 : start + 10] == b"\xff\xd8"]
+    assert len(starts) == 20
+    for frame in damaged:
+        size = int.from_bytes(content[starts[frame] + 4 : starts[frame] + 8], "little")
+        content[starts[frame] + 8 : starts[frame] + 8 + size] = bytes(size)
+    (tmp_path / "a.avi").write_bytes(content[: starts[12]] if cut else content)
+    reports: list[str] = []
+    film = Source(tmp_path / "a.avi", "a.avi")
+    whole = {
+        f.index: f for f in sources.frames_of(Source(tmp_path / "whole.avi", "w"), pytest.fail)
+    }
+    frames = list(sources.frames_of(film, reports.append))
+    numbers = [frame.index for frame in frames]
+    if not cut:
+        assert numbers == [number for number in range(20) if number not in damaged]
+    assert 0 < len(numbers) <= 20 - len(damaged)
+    for frame in frames:
+        np.testing.assert_array_equal(frame.image_HW3, whole[frame.index].image_HW3)
+    assert len(reports) == bool(told) and all(told in report for report in reports)
+
+
+def test_a_stream_that_cannot_be_reached_is_an_error() -> None:
+    frames = sources.readable_frames(Source("rtsp://127.0.0.1:1/x", "x"), pytest.fail)
+    with raises("video_unreadable"):
+        next(frames)
 
 
 def test_a_camera_that_is_not_there_is_reported() -> None:
