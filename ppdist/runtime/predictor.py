@@ -271,23 +271,31 @@ def antialiased(image_HW3: np.ndarray, size_wh: tuple[int, int]) -> np.ndarray:
 
 
 def _averaged(rows_LK: np.ndarray, length: int) -> np.ndarray:
-    """`length` rows, each a mean of rows_LK (uint8) under a triangle.
+    """`length` rows, each a mean of rows_LK (uint8) under a triangle."""
+    result = np.empty((length, rows_LK.shape[1]), np.uint8)
+    for row, (first, weight_R) in enumerate(_triangles(len(rows_LK), length)):
+        result[row] = weight_R @ rows_LK[first : first + len(weight_R)] + 0.5
+    return result
 
-        weight_i = max(0, 1 - |i + 1/2 - centre| / reach) / sum,  reach = max(1, L / length)
+
+@functools.lru_cache(maxsize=16)
+def _triangles(count: int, length: int) -> list[tuple[int, np.ndarray]]:
+    """First row and weights of each of `length` means of `count` rows.
+
+        weight_i = max(0, 1 - |i + 1/2 - centre| / reach) / sum,  reach = max(1, count / length)
 
     Weights are rounded to 22 bits as in Pillow's Resample.c, so that sums are exact in float64.
     """
-    scale = len(rows_LK) / length
+    scale = count / length
     reach = max(1.0, scale)
-    result = np.empty((length, rows_LK.shape[1]), np.uint8)
+    result = []
     for row in range(length):
         centre = (row + 0.5) * scale
         first = max(0, int(centre - reach + 0.5))
-        last = min(len(rows_LK), int(centre + reach + 0.5))
+        last = min(count, int(centre + reach + 0.5))
         distance_R = np.abs(np.arange(first, last) - centre + 0.5)
         weight_R = np.maximum(0, 1 - distance_R * (1 / reach))
-        weight_R = np.floor(weight_R / weight_R.sum() * 2**22 + 0.5) / 2**22
-        result[row] = weight_R @ rows_LK[first:last] + 0.5
+        result.append((first, np.floor(weight_R / weight_R.sum() * 2**22 + 0.5) / 2**22))
     return result
 
 

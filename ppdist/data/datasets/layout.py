@@ -290,7 +290,7 @@ _FOREIGN: tuple[tuple[str, str, tuple[str, ...] | re.Pattern[str], str], ...] = 
     ("CreateML", ".json", ('"coordinates"',), _EXPORT),
     ("Datumaro", ".json", ('"categories"', '"items"', '"parent"'), _EXPORT),
     ("FiftyOne", ".json", ('"samples"', '"_cls"'), _FIFTYONE),
-    ("FiftyOne", ".json", ('"bounding_box"', '"label"'), _FIFTYONE),
+    ("FiftyOne", ".json", ('"labels"', '"label"', '"bounding_box"'), _FIFTYONE),
     ("BDD100K", ".json", ('"box2d"',), _CONVERT),
     ("CrowdHuman", ".odgt", ('"gtboxes"',), _TO_COCO),
     ("OpenImages", ".csv", ("ImageID", "LabelName", "XMin"), _TO_COCO),
