@@ -93,7 +93,7 @@ def main() -> int:
         step = step_of(Path(arguments.weights))
         analysis = evaluator.analyse(found, step)
         if arguments.json:
-            on = {key: analysis[key] for key in ("images", "left_out")}
+            on = {key: analysis[key] for key in ("images", "left_out", "duplicate_boxes")}
             on |= {"split": arguments.split, "limit": section.limit}
             write_json(arguments.json, {**metrics, **on})
         if arguments.save_detections:
@@ -136,7 +136,7 @@ def show(metrics: Mapping[str, float], analysis: Mapping[str, Any]) -> None:
 
     Args: metrics: -1 where there is no such object, which is shown as a dash.
     """
-    from ppdist.metrics.analysis import class_table
+    from ppdist.metrics.analysis import class_table, duplicates_line
 
     def shown(value: float) -> str:
         if isinstance(value, int):  # a count
@@ -146,6 +146,8 @@ def show(metrics: Mapping[str, float], analysis: Mapping[str, Any]) -> None:
     images, left_out = analysis["images"], len(analysis["left_out"])
     unread = f" of {images + left_out} images: {left_out} could not be read"
     print(f"{images}{unread if left_out else ' images'}")
+    if analysis["duplicate_boxes"]:
+        print(duplicates_line(analysis["duplicate_boxes"]))
     whole = {name: value for name, value in metrics.items() if "/" not in name}  # not of a class
     print_table(["metric", "value"], [(name, shown(value)) for name, value in whole.items()])
     print(class_table(analysis))

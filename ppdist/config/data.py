@@ -116,6 +116,12 @@ class DataConfig(Section):
         description="A box that has no area or leaves the image by more than a pixel. clip: cut "
         "it at the border, drop it when no area is left; drop: drop it; error: stop.",
     )
+    duplicate_boxes: Literal["once", "all"] = Field(
+        default="once",
+        description="Boxes of one image and class with the same four numbers, as an export that "
+        "was merged or appended has them. once: only the first is trained and scored, and a line "
+        "counts the others; all: as the files have them.",
+    )
     resize: Resize = Field(
         default="stretch",
         description="How an image becomes the input, in training, evaluation and inference. "

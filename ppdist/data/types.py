@@ -403,7 +403,8 @@ class DetectionSet:
     message about this set names; notes: one line for each kind of defect corrected;
     limited: a line about `data.*.limit`, empty where none is set; unreadable: position in records
     -> why that image is never to be opened (a check found it), without its path, which may be
-    another on another host.
+    another on another host; duplicates: position in records -> how many boxes of that image were
+    left out because they repeat another of its class.
     """
 
     records: Sequence[ImageRecord]
@@ -413,6 +414,7 @@ class DetectionSet:
     notes: tuple[str, ...] = ()
     limited: str = ""
     unreadable: Mapping[int, str] = field(default_factory=dict)
+    duplicates: Mapping[int, int] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)

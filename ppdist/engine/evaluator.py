@@ -248,9 +248,16 @@ class DatasetEvaluator(ABC, Generic[Found]):
         return self._over_ranks(model, stopped, None)[0]
 
     def measure(self, found: Found) -> dict[str, float]:
-        """Metrics of `predict`'s results; `left_out_images` if some are unreadable.  Local."""
-        metrics, left_out = self._measure(found), len(self._scored.unreadable)
-        return {**metrics, "left_out_images": left_out} if left_out else metrics
+        """Metrics of `predict`'s results.  Local.
+
+        With `left_out_images` if some are unreadable, and `duplicate_boxes` if some do not count.
+        """
+        metrics, scored = self._measure(found), scored_images(self._scored)
+        counts = {
+            "left_out_images": len(scored["left_out"]),
+            "duplicate_boxes": scored["duplicate_boxes"],
+        }
+        return metrics | {name: count for name, count in counts.items() if count}
 
     @abstractmethod
     def _measure(self, found: Found) -> dict[str, float]:

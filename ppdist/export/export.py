@@ -848,7 +848,7 @@ def take_sample(
             continue
         rows.append(_rows_of(len(records), predict, image_HW3, spec))
         records.append(record)
-    taken = replace(dataset, records=records, unreadable={})
+    taken = replace(dataset, records=records, unreadable={}, duplicates={})
     if all(record.crowd_M.all() for record in records):  # also of no objects, or no images
         return None
     return Sample(taken, _precision(taken, rows))

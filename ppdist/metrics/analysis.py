@@ -147,12 +147,17 @@ def analyse(
 
 
 def scored_images(dataset: DetectionSet) -> dict[str, Any]:
-    """`images` and `left_out` of evaluation.json."""
+    """`images`, `left_out` and `duplicate_boxes` of evaluation.json."""
     left_out = [
         {"file": dataset.records[index].path, "why": dataset.unreadable[index]}
         for index in sorted(dataset.unreadable)
     ]
-    return {"images": len(dataset.records) - len(left_out), "left_out": left_out}
+    scored = dataset.duplicates.keys() - dataset.unreadable.keys()
+    return {
+        "images": len(dataset.records) - len(left_out),
+        "left_out": left_out,
+        "duplicate_boxes": sum(dataset.duplicates[index] for index in scored),
+    }
 
 
 def left_out_line(evaluation: Mapping[str, Any]) -> str:
@@ -171,6 +176,11 @@ def left_out_line(evaluation: Mapping[str, Any]) -> str:
         f"{len(left_out)} of {evaluation['images'] + len(left_out)} images could not be read and "
         f"{verb} left out of the score: {'; '.join(named)}"
     )
+
+
+def duplicates_line(count: int) -> str:
+    """How many boxes a score does not count."""
+    return f"{count} boxes repeat another of their image and class: each counts once"
 
 
 def kinds_of(
@@ -485,6 +495,8 @@ def tables(evaluation: dict[str, Any]) -> str:
     """
     left_out = left_out_line(evaluation)
     parts = [f"{left_out}\n"] if left_out else []
+    if repeated := evaluation.get("duplicate_boxes"):
+        parts.append(f"{duplicates_line(repeated)}\n")
     parts.append(_table("metric", evaluation["metrics"].items()))
     if "errors" in evaluation:
         metrics, errors = evaluation["metrics"], evaluation["errors"]

@@ -82,6 +82,7 @@ _PARTS: dict[str, TypeAdapter[Any]] = {
         "step": int,
         "images": int,
         "left_out": list[_LeftOut],
+        "duplicate_boxes": int,
         "class_names": list[str],
         "metrics": dict[str, float | None],
         "per_class": list[dict[str, int | float | str | None]],

@@ -29,8 +29,9 @@ from ppdist.data.datasets.annotations import (
     files_below,
 )
 from ppdist.data.datasets.build import check_same_classes, read_raw, same_sets
+from ppdist.data.datasets.plausibility import first_alike
 from ppdist.data.image import is_image_name
-from ppdist.data.types import Issue, RawImage, RawObject, RawSet, Split
+from ppdist.data.types import Issue, RawColumns, RawImage, RawObject, RawSet, Split
 from ppdist.distributed.progress import Progress
 from ppdist.storage import files as storage
 
@@ -199,9 +200,11 @@ def _of_objects(raw: RawSet) -> Iterator[Issue]:
 
 
 def _of_boxes(raw: RawSet) -> Iterator[Issue]:
+    first_O = first_alike(RawColumns.of(raw, masks=False)).tolist()
+    things = [thing for image in raw.images for thing in image.objects]
+    number = 0
     for image in raw.images:
         path = str(image.path)
-        before: dict[tuple[object, ...], str] = {}
         for entry in image.objects:
             shown = box_text(entry.box)
             problem = box_problem(entry.box, image.width, image.height)
@@ -211,11 +214,11 @@ def _of_boxes(raw: RawSet) -> Iterator[Issue]:
                 inside = f" of {path} ({image.width}x{image.height})"
                 meaning = KINDS[problem].meaning
                 yield Issue(problem, f"{shown}{inside}: {meaning}", path, entry.where)
-            first = before.setdefault((entry.label, entry.crowd, *entry.box), entry.where)
-            if first != entry.where:
-                name = raw.class_names[entry.label]
+            if first_O[number] != number:
+                name, first = raw.class_names[entry.label], things[first_O[number]].where
                 what = f"{shown}, {name!r}, of {path} is a duplicate of {first}"
                 yield Issue("box_duplicate", what, path, entry.where)
+            number += 1
 
 
 def _leakage(train: ValidatedSplit, val: ValidatedSplit) -> Iterator[Issue]:

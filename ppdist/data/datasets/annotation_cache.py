@@ -33,7 +33,7 @@ from ppdist.storage.identity import of_stat
 from ppdist.storage.keyed_cache import KeyedCache, mapped, packed
 
 _LOGGER = logging.getLogger("ppdist.data")
-_VERSION = f"4 {__version__}"  # raise the number when readers find another result in the same files
+_VERSION = f"5 {__version__}"  # raise the number when readers find another result in the same files
 _PLACES = 64  # bytes: where an array may begin
 _SHORT_SECONDS = 0.5  # a set that is read sooner is not worth a file
 _SETTLED_SECONDS = 2.0  # after so long a change of a file changes its times, too
@@ -241,6 +241,7 @@ def _parts(found: Read) -> list[Any]:
             "source": dataset.source,
             "notes": dataset.notes,
             "limited": dataset.limited,
+            "duplicates": [*dataset.duplicates.items()],
             "said": found.said,
             "arrays": places,
         }
@@ -272,5 +273,6 @@ def _opened(view: memoryview, file: str) -> Read:
         source=head["source"],
         notes=tuple(head["notes"]),
         limited=head["limited"],
+        duplicates=dict(head["duplicates"]),
     )
     return Read(dataset, tuple(head["said"]), None)

@@ -21,6 +21,7 @@ import yaml
 
 from ppdist.common.errors import DataError
 from ppdist.common.files import read_file, writing
+from ppdist.data.datasets.plausibility import first_alike
 from ppdist.data.image import image_size, is_image_name
 from ppdist.data.types import (
     Box,
@@ -155,7 +156,12 @@ KINDS: dict[str, Kind] = {
     "box_sticking_out": Kind(
         "warning", "a box leaves its image by over a pixel", "cut (data.bad_boxes)", "cut"
     ),
-    "box_duplicate": Kind("warning", "the same object twice", "both are used", "the first is kept"),
+    "box_duplicate": Kind(
+        "warning",
+        "the same object twice",
+        "counts once (data.duplicate_boxes)",
+        "the first is kept",
+    ),
     # Images.
     "image_missing": Kind("error", "a listed image does not exist", _STOPS, _LEFT_OUT),
     "image_empty": Kind("error", "an empty file", _REPLACED, _LEFT_OUT, _NOT_SCORED),
@@ -315,6 +321,7 @@ def to_detection_set(
     raw: RawSet | RawColumns,
     bad_boxes: str,
     *,
+    duplicates: str = "once",
     masks: bool = False,
     notes: tuple[str, ...] = (),
     whole: bool = False,
@@ -325,6 +332,7 @@ def to_detection_set(
 
     Args:
         bad_boxes: see BoxPolicy.
+        duplicates: `data.duplicate_boxes`.
         masks: keep the outlines of objects, float32 as they are, also where a box was cut.
         notes: corrections made while reading the files.
         whole: keep all images.
@@ -332,9 +340,14 @@ def to_detection_set(
     """
     columns = RawColumns.of(raw, masks=masks) if isinstance(raw, RawSet) else raw
     policy = BoxPolicy(bad_boxes, columns.source)
-    by_image_O = columns.image_O.argsort(kind="stable")
-    good = _good_objects(columns, policy, by_image_O)
     count = len(columns.paths)
+    by_image_O = columns.image_O.argsort(kind="stable")
+    repeats_N = np.zeros(count, np.int64)
+    if duplicates == "once":
+        first_O = first_alike(columns) == np.arange(len(by_image_O))
+        by_image_O = by_image_O[first_O[by_image_O]]
+        repeats_N = np.bincount(columns.image_O[~first_O], minlength=count)
+    good = _good_objects(columns, policy, by_image_O)
     annotated_N = np.bincount(columns.image_O, minlength=count)
     counts_N = np.bincount(columns.image_O[good.numbers_O], minlength=count)
     lost_N = (annotated_N > 0) & (counts_N == 0) & columns.size_known_N
@@ -366,9 +379,17 @@ def to_detection_set(
             fix="check how the boxes were written or exported",
         )
     said = _say_lost(columns, lost, int((annotated_N == 0).sum()))
-    notes = (*notes, *policy.report(), *said)
-    records = Records.of_arrays(arrays)
-    return DetectionSet(records, columns.class_names, columns.category_ids, columns.source, notes)
+    notes = (*notes, *_say_repeats(columns, repeats_N), *policy.report(), *said)
+    repeats_N = repeats_N[kept_N]
+    shown = np.flatnonzero(repeats_N)
+    return DetectionSet(
+        Records.of_arrays(arrays),
+        columns.class_names,
+        columns.category_ids,
+        columns.source,
+        notes,
+        duplicates=dict(zip(shown.tolist(), repeats_N[shown].tolist())),
+    )
 
 
 def absolute_paths(paths: Iterable[str]) -> list[str]:
@@ -387,6 +408,20 @@ def absolute_paths(paths: Iterable[str]) -> list[str]:
                 known[folder] = os.path.join(storage.absolute(folder), "")
             result.append(known[folder] + name)
     return result
+
+
+def _say_repeats(columns: RawColumns, repeats_N: np.ndarray) -> tuple[str, ...]:
+    """Logs and returns a line about boxes that are given twice."""
+    if not repeats_N.any():
+        return ()
+    images = np.flatnonzero(repeats_N)
+    line = (
+        f"{columns.source}: {repeats_N.sum()} of {len(columns.image_O)} boxes repeat another of "
+        f"their image and class, in {len(images)} images, first {columns.paths[images[0]]}: each "
+        f"counts once (data.duplicate_boxes)"
+    )
+    _LOGGER.warning(line)
+    return (line,)
 
 
 def _say_lost(columns: RawColumns, lost: Sequence[str], background: int) -> tuple[str, ...]:

@@ -39,6 +39,7 @@ from ppdist.data.datasets.coco import (
     read_index,
 )
 from ppdist.data.datasets.folder import read_csv, read_folder
+from ppdist.data.datasets.plausibility import check_boxes
 from ppdist.data.datasets.voc import read_voc
 from ppdist.data.datasets.yolo import label_folder, read_yolo
 from ppdist.data.types import (
@@ -115,7 +116,8 @@ def _kept_or_read(
         found = _read_split(config, split, masks, whole)
         return found._replace(dataset=limited(found.dataset, limit, f"data.{split}.limit"))
 
-    fields = {"format", "train", "val", "test", "val_fraction", "class_names", "bad_boxes"}
+    fields = {"format", "train", "val", "test", "val_fraction", "class_names"}
+    fields |= {"bad_boxes", "duplicate_boxes"}
     place = os.path.abspath(config.root), config.root
     settings = [*place, config.model_dump(include=fields), split, masks, whole]
     found, kept = kept_or_read(settings, read, anew=False)
@@ -143,14 +145,16 @@ def read_raw(config: DataConfig, split: Split, complain: Complain) -> RawSet:
 
     Args:
         complain: gets what is wrong with parts of the files; if it returns, they are left out.
-    Raises: DataError: a file is missing or as a whole not of the format.
+    Raises: DataError: a file is missing or as a whole not of the format, or as `check_boxes`.
     """
     _use_storage(config)
     look_anew()
     _check_folder(config, split)
     if config.task == "classify":
         return _raw_of(_classified(config, split, complain))
-    return _raw(config, split, complain, everything=True)
+    raw = _raw(config, split, complain, everything=True)
+    check_boxes(RawColumns.of(raw, masks=False), config.format)
+    return raw
 
 
 def _check_folder(config: DataConfig, split: Split) -> None:
@@ -227,7 +231,16 @@ def _read_split(config: DataConfig, split: Split, masks: bool, whole: bool) -> R
     else:
         raw = _raw(config, split, strictly, everything=masks)
     notes = strictly.report(raw)
-    dataset = to_detection_set(raw, config.bad_boxes, masks=masks, notes=notes, whole=whole)
+    columns = RawColumns.of(raw, masks=masks) if isinstance(raw, RawSet) else raw
+    check_boxes(columns, config.format)
+    dataset = to_detection_set(
+        columns,
+        config.bad_boxes,
+        duplicates=config.duplicate_boxes,
+        masks=masks,
+        notes=notes,
+        whole=whole,
+    )
     beside: set[str] = set()  # folders of files that were read
     if isinstance(raw, RawSet):
         beside.update(os.path.dirname(image.path) for image in raw.images)
@@ -444,7 +457,10 @@ def limited(dataset: DetectionSet, limit: int | None, key: str) -> DetectionSet:
     if absent:
         more = f" and {len(absent) - 5} more" if len(absent) > 5 else ""
         note += f", without any object of {', '.join(absent[:5])}{more}"
-    return replace(dataset, records=few, limited=note)
+    place_of = {index: place for place, index in enumerate(chosen)}
+    shown = dataset.duplicates.keys() & place_of.keys()
+    duplicates = {place_of[index]: dataset.duplicates[index] for index in sorted(shown)}
+    return replace(dataset, records=few, limited=note, duplicates=duplicates)
 
 
 def limits(*sets: DetectionSet | None) -> list[str]:

@@ -4,7 +4,7 @@ import io
 import json
 import math
 import re
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -729,19 +729,21 @@ def classes_of(
     """
     name_of = _names_by_id(entries, file)
     group = _group(entries, used)
+    of_classes = {i: name for i, name in name_of.items() if i != group}
+    if group is not None and name_of[group] in {*known.names} - {*of_classes.values()}:
+        of_classes = name_of
+    elif group is not None:
+        what = f"category {group} {name_of[group]!r} has no objects and groups the others: "
+        complain(Issue("class_group", f"{what}not a class", where=str(file)))
     own: dict[str, int] = {}  # the first id of each name
-    for identity, name in name_of.items():
+    for identity, name in of_classes.items():
         if name in own:
             what = f"categories {own[name]} and {identity} are both called {name!r}: one class"
             complain(Issue("class_names_same", what, where=str(file)))
         own.setdefault(name, identity)
-    if group in own and group not in known.names:
-        number = own.pop(group)
-        what = f"category {number} {group!r} has no objects and groups the others: not a class"
-        complain(Issue("class_group", what, where=str(file)))
     names = known.names or tuple(own)
     number_of = {name: label for label, name in enumerate(names)}
-    label_of = {i: number_of[name] for i, name in name_of.items() if name in number_of}
+    label_of = {i: number_of[name] for i, name in of_classes.items() if name in number_of}
     if known.names:
         if known.names != tuple(own):
             what = f"categories are {listed([*own])}; mapped by name to those of {known.source}"
@@ -758,13 +760,18 @@ def classes_of(
     return Categories(name_of, label_of, names, tuple(ids), known)
 
 
-def _group(entries: Sequence[Mapping[str, Any]], used: Collection[int | None]) -> str:
-    """Unused category that is the supercategory of all others; "": none."""
+def _group(entries: Sequence[Mapping[str, Any]], used: Collection[int | None]) -> int | None:
+    """Unused category that is the supercategory of all others; None: none.
+
+    Returns: its id.
+    """
+    above = Counter(str(entry.get("supercategory")) for entry in entries)
     for entry in entries:
-        others = [each.get("supercategory") for each in entries if each is not entry]
-        if whole_number(entry["id"]) not in used and {*map(str, others)} == {str(entry["name"])}:
-            return str(entry["name"])
-    return ""
+        name = str(entry["name"])
+        others = above[name] - (str(entry.get("supercategory")) == name)
+        if 0 < others == len(entries) - 1 and whole_number(entry["id"]) not in used:
+            return whole_number(entry["id"])
+    return None
 
 
 def _names_by_id(entries: Sequence[Any], file: Path) -> dict[int, str]:

@@ -31,7 +31,8 @@ from ppdist.data.datasets.annotations import (
 )
 from ppdist.data.datasets.coco import whole_number
 from ppdist.data.datasets.layout import foreign_kind, split_of
-from ppdist.data.types import Box, Complain, Issue, RawImage, RawObject, RawSet
+from ppdist.data.datasets.plausibility import check_boxes
+from ppdist.data.types import Box, Complain, Issue, RawColumns, RawImage, RawObject, RawSet
 
 _NOT_OF_TOOL = (Malformed, ValueError, LookupError, TypeError, AttributeError, RecursionError)
 _IGNORED = "__ignore__"
@@ -79,7 +80,7 @@ def tool_of(folder: Path) -> str:
 def read_foreign(folder: Path, complain: Complain) -> dict[str, RawSet]:
     """Splits of a folder that `tool_of` knows; by default everything is train.
 
-    Raises: DataError: it has no object.
+    Raises: DataError: it has no object, or as `check_boxes`.
     """
     names: dict[str, None] = {}
     found: list[_Annotated] = []
@@ -100,7 +101,10 @@ def read_foreign(folder: Path, complain: Complain) -> dict[str, RawSet]:
             name = split if all(splits) else "train"
             images[name].append(_image(each, len(images[name]) + 1, known, complain))
     ids = tuple(range(1, len(known) + 1))
-    return {name: RawSet(of_split, known, ids, str(folder)) for name, of_split in images.items()}
+    splits_read = {n: RawSet(of_split, known, ids, str(folder)) for n, of_split in images.items()}
+    for raw in splits_read.values():
+        check_boxes(RawColumns.of(raw, masks=False), "")
+    return splits_read
 
 
 def _files_of_tools(folder: Path) -> Iterator[tuple[Path, str]]:

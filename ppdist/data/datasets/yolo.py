@@ -263,15 +263,12 @@ def _read_columns(
     """_BOX, _OUTLINE or _NOTHING for each line length of a set.
 
     Args: shape: of points, as a data file says it.
-    Raises: DataError: the boxes are not fractions of images, or the numbers are ambiguous.
+    Raises: DataError: the numbers are ambiguous.
     """
     rows_of: dict[int, list[list[float]]] = defaultdict(list)
     for line in lines:
         rows_of[len(line.numbers)].append(line.numbers)
     tables = {count: np.array(rows, np.float64) for count, rows in rows_of.items()}
-    _check_fractions([table_R[:, :4] for count, table_R in tables.items() if count >= 4], source)
-    if 4 in tables:
-        _check_corners(tables[4], source)
     # Columns after a box are equally many everywhere; outlines vary in length.
     outlines = sum(count >= _FEWEST_OUTLINE and count % 2 == 0 for count in tables) > 1
     found = {}
@@ -310,10 +307,14 @@ def _column_form(
     if count < 4 or not np.isfinite(table_RN).all():
         return (_OUTLINE if count >= _FEWEST_OUTLINE and count % 2 == 0 else _NOTHING), ""
     if count == 5 and _are_scores(further_RN[:, 0]):
+        outside = 1 - _inside(table_RN[:, :4]).mean()
+        if len(table_RN) >= _FEWEST_ALIKE and outside > 0.1 and _inside(table_RN[:, 1:]).all():
+            return _NOTHING, "a score in front of a box: class score cx cy w h"
         return _BOX, f"a score ({further_RN.min():g} to {further_RN.max():g})"
     if count == 5 and _are_numbers(further_RN[:, 0]):
         return _BOX, "a track number"
-    far_R = (np.abs(table_RN) > _FAR).any(1)
+    # In pixels all are far: those are outlines, and refused as boxes in pixels are.
+    far_R = (np.abs(further_RN) > _FAR).any(1) & (np.abs(table_RN[:, :4]) <= _FAR).any(1)
     is_outline = count >= _FEWEST_OUTLINE and count % 2 == 0 and far_R.mean() <= 0.5
     if is_outline and outlines:
         return _OUTLINE, ""
@@ -386,40 +387,6 @@ def _crosses(ring_K2: np.ndarray) -> bool:
 
     parts_KK = side_KK(begin_K2) * side_KK(end_K2) < 0
     return bool((parts_KK & parts_KK.T).any())
-
-
-def _check_fractions(tables: Sequence[np.ndarray], source: str) -> None:
-    """Checks that values are fractions of the image.
-
-    Raises: DataError: most values are pixels, or percents.
-    """
-    rows_R4 = np.concatenate([np.zeros((0, 4)), *tables])
-    largest_R = np.abs(rows_R4).max(1, initial=0)
-    far_R = np.isfinite(largest_R) & (largest_R > _FAR)
-    if far_R.sum() >= _FEWEST_ALIKE and 2 * far_R.sum() > len(rows_R4):
-        raise DataError(
-            f"values up to {largest_R[far_R].max():g}; YOLO labels are fractions of the image",
-            code="labels_no_fractions",
-            where=source,
-            fix="divide cx and w by the width of the image, cy and h by its height",
-        )
-
-
-def _check_corners(table_R4: np.ndarray, source: str) -> None:
-    """Checks that lines are centre and sides, not two corners.
-
-    Raises: DataError: the lines hold two corners.
-    """
-    corners_R = (table_R4[:, 2:] > table_R4[:, :2]).all(1) & (table_R4 <= 1 + _BORDER).all(1)
-    outside = int((~_inside(table_R4)).sum())
-    if len(table_R4) >= _FEWEST_ALIKE and corners_R.all() and 2 * outside > len(table_R4):
-        raise DataError(
-            f"{len(table_R4)} lines fit class x1 y1 x2 y2; read as class cx cy w h, {outside} "
-            f"boxes extend beyond their images",
-            code="labels_ambiguous",
-            where=source,
-            fix="write the centre, width and height of each box as fractions of the image",
-        )
 
 
 def _hint_at_numbers(

@@ -64,7 +64,7 @@ def test_columns_are_read_as_all_lines_have_them(tmp_path, lines, boxes, said):
     config = yolo_set(tmp_path, "")
     text = "".join(f"1 {line}\n" for line in lines)
     (tmp_path / "labels" / "000.txt").write_text(text)
-    dataset = read_split(config, "train", 2)
+    dataset = read_split(config.model_copy(update={"duplicate_boxes": "all"}), "train", 2)
     np.testing.assert_allclose(dataset.records[0].boxes_M4, boxes, rtol=1e-6)
     notes = [note for note in dataset.notes if "data.bad_boxes" not in note]
     assert said in "".join(notes) and bool(said) == bool(notes)
@@ -73,14 +73,16 @@ def test_columns_are_read_as_all_lines_have_them(tmp_path, lines, boxes, said):
 @pytest.mark.parametrize(
     ("lines", "code", "said"),
     [
-        (["100 100 50 20"] * 3, "labels_no_fractions", "values up to 100"),
-        (["100 100 50 20 120 90"] * 3, "labels_no_fractions", "values up to 100"),
-        (["0.5 0.5 0.25 0.5"] + ["51 50 24 634"] * 3, "labels_no_fractions", "values up to 634"),
-        (["0.7 0.7 0.9 0.9"] * 3, "labels_ambiguous", "3 lines fit class x1 y1 x2 y2"),
+        (["100 100 50 20"] * 3, "boxes_far_outside", "up to 125 times"),
+        (["100 100 50 20 120 90"] * 3, "boxes_far_outside", "up to 120 times"),
+        (["0.5 0.5 0.25 0.5"] + ["51 50 24 634"] * 3, "boxes_far_outside", "3 of 4 boxes"),
+        (["0.7 0.7 0.9 0.9"] * 3, "boxes_misread", "3 of 3 boxes leave"),
+        (["0.9 0.7 0.6 0.5 0.4", "0.8 0.3 0.5 0.4 0.5", "0.7 0.8 0.2 0.3 0.3"],
+         "labels_ambiguous", "a score in front of a box"),
         ([CROSSED] * 2, "labels_ambiguous", "outlines or boxes with key points"),
         (["0.5 0.5 0.25 0.5 -30"] * 3, "annotation_line", "has 6 numbers"),
     ],
-)
+)  # fmt: skip
 def test_columns_that_could_be_two_things_are_refused(tmp_path, lines, code, said):
     config = yolo_set(tmp_path, "")
     text = "".join(f"1 {line}\n" for line in lines)

@@ -1,0 +1,158 @@
+"""Plausibility of a split's boxes: their unit, their order, repeats.
+
+What any reader has read is asked here, so a mistake is met alike in every format.
+"""
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import numpy as np
+
+from ppdist.common.errors import DataError
+from ppdist.data.types import RawColumns
+
+_FEWEST_ALIKE = 3  # boxes that show a rule
+_LOOKED_AT = 1 << 18  # boxes, evenly spread: more show no other rule
+_FAR = 2.0  # images: an object that sticks out ends within
+_FRACTION = 2.0  # pixels: where two fractions of an image, added up, end
+_BORDER = 0.02  # of an image, beside a pixel: tools round
+_NEARLY_ALL = 0.98  # of the boxes
+
+
+class _Misreading(NamedTuple):
+    """What the four numbers of a format are mistaken for.
+
+    meant: boxes [P, 4] as read -> as meant.  names: of the numbers, as the format has them and as
+    they are meant.  fix: how to write them.
+    """
+
+    meant: Callable[[np.ndarray], np.ndarray]
+    names: tuple[str, str]
+    fix: str
+
+
+def _corners_in_coco(boxes_P4: np.ndarray) -> np.ndarray:
+    return np.concatenate([boxes_P4[:, :2], boxes_P4[:, 2:] - boxes_P4[:, :2]], axis=1)
+
+
+def _corners_in_yolo(boxes_P4: np.ndarray) -> np.ndarray:
+    low_P2, high_P2 = boxes_P4[:, :2], boxes_P4[:, 2:]
+    return np.concatenate([(low_P2 + high_P2) / 2, high_P2 - low_P2], axis=1)
+
+
+def _sides_in_voc(boxes_P4: np.ndarray) -> np.ndarray:
+    return np.concatenate([boxes_P4[:, :2], boxes_P4[:, 2:] + boxes_P4[:, :2]], axis=1)
+
+
+_MISREADINGS = {
+    "coco": _Misreading(
+        _corners_in_coco,
+        ("[x, y, width, height]", "[x1, y1, x2, y2]"),
+        "write width = x2 - x1 and height = y2 - y1",
+    ),
+    "yolo": _Misreading(
+        _corners_in_yolo,
+        ("class cx cy w h", "class x1 y1 x2 y2"),
+        "write the centre, width and height of each box as fractions of the image",
+    ),
+    "voc": _Misreading(
+        _sides_in_voc,
+        ("xmin, ymin, xmax, ymax", "x, y, width, height"),
+        "write xmax = x + width and ymax = y + height",
+    ),
+}
+
+
+def check_boxes(columns: RawColumns, data_format: str) -> None:
+    """Checks that boxes are in the unit and order of their format.
+
+    One box may be anything; most boxes of a split are not, by chance, in the first pixel, far
+    outside their images, or outside unless their numbers are read in another order.
+
+    Args: data_format: as `data.format` has it; of others no misreading of the order is known.
+    Raises: DataError: most boxes contradict it.
+    """
+    step = -(-len(columns.image_O) // _LOOKED_AT) or 1
+    image_P, boxes_P4 = columns.image_O[::step], columns.boxes_O4[::step]
+    used_P = columns.size_known_N[image_P] & np.isfinite(boxes_P4).all(axis=1)
+    boxes_P4, image_P = boxes_P4[used_P], image_P[used_P]
+    sides_P4 = columns.sizes_N2[image_P][:, [1, 0, 1, 0]]
+    count = len(boxes_P4)
+    if count < _FEWEST_ALIKE:
+        return
+    far_P = (np.abs(boxes_P4) > _FAR * sides_P4).any(axis=1)
+    if _are_most(far_P):
+        times = float((np.abs(boxes_P4) / sides_P4)[far_P].max())
+        given = "pixels where fractions of the image are expected"
+        fix = "divide cx and w by the width of the image, cy and h by its height"
+        if data_format != "yolo":
+            given = "of images of another size, or in another unit than pixels"
+            fix = "write the boxes in pixels of these images"
+        raise DataError(
+            f"{far_P.sum()} of {count} boxes end outside their images by up to {times:.3g} times "
+            f"the size: their numbers are {given}",
+            code="boxes_far_outside",
+            where=columns.source,
+            fix=fix,
+        )
+    # Whole numbers are pixels, however small, and in the smallest images fractions are, too.
+    tiny_P = (boxes_P4 >= -_BORDER).all(axis=1) & (boxes_P4 <= _FRACTION).all(axis=1)
+    tiny_P &= (boxes_P4 != boxes_P4.round()).any(axis=1) & (sides_P4 > 2 * _FRACTION).all(axis=1)
+    if _are_most(tiny_P):
+        raise DataError(
+            f"{tiny_P.sum()} of {count} boxes lie within the first {_FRACTION:g} pixels of their "
+            f"images: their numbers are fractions where pixels are expected",
+            code="boxes_are_fractions",
+            where=columns.source,
+            fix="multiply x and width by the width of the image, y and height by its height",
+        )
+    misreading = _MISREADINGS.get(data_format)
+    if misreading is not None:
+        wrong_P = ~_fit(boxes_P4, sides_P4)
+        fit_P = _fit(misreading.meant(boxes_P4), sides_P4)
+        if _are_most(wrong_P) and fit_P.mean() >= _NEARLY_ALL:
+            usual, meant = misreading.names
+            raise DataError(
+                f"read as {usual}, {wrong_P.sum()} of {count} boxes leave their images or have no "
+                f"size; read as {meant}, {fit_P.sum()} fit",
+                code="boxes_misread",
+                where=columns.source,
+                fix=misreading.fix,
+            )
+
+
+def _are_most(wrong_P: np.ndarray) -> bool:
+    return bool(wrong_P.sum() >= _FEWEST_ALIKE and 2 * wrong_P.sum() > len(wrong_P))
+
+
+def _fit(boxes_P4: np.ndarray, sides_P4: np.ndarray) -> np.ndarray:
+    """Which boxes have an area and lie in their images: [P] bool."""
+    slack_P4 = 1 + _BORDER * sides_P4
+    inside_P4 = (boxes_P4 >= -slack_P4) & (boxes_P4 <= sides_P4 + slack_P4)
+    return np.asarray(inside_P4.all(axis=1) & (boxes_P4[:, 2:] > boxes_P4[:, :2]).all(axis=1))
+
+
+_MIX = np.uint64(0x9E3779B97F4A7C15)  # odd, bits spread evenly: Fibonacci hashing (Knuth, 6.4)
+
+
+def first_alike(columns: RawColumns) -> np.ndarray:
+    """Number of the first object like each: int64 [O].
+
+    Alike are objects of one image and class with the same box, crowds or not.  The number is an
+    object's own where none before is like it.
+    """
+    things = [columns.image_O, columns.labels_O, columns.crowd_O.astype(np.int64)]
+    things += [(side_O + 0.0).view(np.int64) for side_O in columns.boxes_O4.T]  # -0 is 0
+    key_O = np.zeros(len(columns.image_O), np.uint64)
+    for thing_O in things:
+        key_O = (key_O ^ thing_O.astype(np.uint64)) * _MIX
+        key_O ^= key_O >> np.uint64(29)
+    order = key_O.argsort(kind="stable")
+    same = key_O[order[1:]] == key_O[order[:-1]]
+    first_O = np.arange(len(order))
+    if same.any():
+        for thing_O in things:  # nearly always so, where the keys are
+            same &= thing_O[order[1:]] == thing_O[order[:-1]]
+        begin = np.flatnonzero(np.r_[True, ~same])
+        first_O[order] = np.repeat(order[begin], np.diff(np.r_[begin, len(order)]))
+    return first_O

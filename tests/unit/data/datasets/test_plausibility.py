@@ -1,0 +1,198 @@
+"""What no reader notices of its own format: wrong units, a wrong order, boxes given twice."""
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from ppdist.config.data import DataConfig
+from ppdist.data.datasets.annotations import quietly, to_detection_set
+from ppdist.data.datasets.build import limited, read_raw, read_split
+from ppdist.data.datasets.convert import convert
+from ppdist.data.types import RawColumns, RawImage, RawObject, RawSet
+from ppdist.metrics.analysis import scored_images
+from ppdist.metrics.coco import evaluate_boxes
+from tests.errors import raises
+from tests.unit.data.sets import NAMES, coco_config, coco_content, write_coco, write_images
+
+BOXES = [[2, 30, 9, 10], [40, 20, 8, 9], [33, 3, 9, 7], [30, 30, 20, 15]]  # x, y, w, h of 64 x 48
+
+
+def raw_set(boxes: list[list[float]], size: tuple[int, int] = (64, 48)) -> RawSet:
+    """An image with a box of class 0 each, read as x1, y1, x2, y2."""
+    images = [
+        RawImage(
+            Path(f"{n}.jpg"), n, *size, [RawObject(tuple(map(float, box)), 0, f"box {n}")], f"{n}"
+        )
+        for n, box in enumerate(boxes)
+    ]
+    return RawSet(images, NAMES, (1, 2, 3), "set.json")
+
+
+def write_set(root: Path, form: str, raw: RawSet) -> DataConfig:
+    """Both splits in a format, as `data convert` writes them."""
+    names = write_images(root / "images", len(raw.images))
+    for image, name in zip(raw.images, names):
+        image.path = root / "images" / name
+    out = root / form
+    for split in ("train", "val"):
+        convert(raw, form, out, images="copy", split=split)
+    annotations = {
+        "coco": "annotations/instances_{}.json",
+        "voc": "ImageSets/Main/{}.txt",
+        "yolo": "{}.txt",
+    }[form]
+    parts = {
+        split: {
+            "images": "images" if form == "voc" else f"images/{split}",
+            "annotations": annotations.format(split),
+        }
+        for split in ("train", "val")
+    }
+    return DataConfig(format=form, root=str(out), **parts)
+
+
+def misread(form: str, box: list[float]) -> list[float]:
+    """Box x1 y1 x2 y2 that a format makes of numbers that are those of another."""
+    x, y, w, h = box
+    return {
+        "coco": [x, y, x + x + w, y + y + h],  # corners where sides belong
+        "yolo": [x - (x + w) / 2, y - (y + h) / 2, x + (x + w) / 2, y + (y + h) / 2],
+        "voc": [x, y, w, h],  # sides where corners belong
+    }[form]
+
+
+@pytest.mark.parametrize("form", ["coco", "voc", "yolo"])
+@pytest.mark.parametrize(
+    ("change", "code"),
+    [
+        (lambda form, box: misread(form, box), "boxes_misread"),
+        (lambda form, box: [v / side for v, side in zip(box, (64, 48, 64, 48))],
+         "boxes_are_fractions"),
+        (lambda form, box: [v * side for v, side in zip(box, (64, 48, 64, 48))],
+         "boxes_far_outside"),
+    ],
+)  # fmt: skip
+def test_wrong_units_and_orders_are_refused_in_every_format(tmp_path, form, change, code):
+    config = write_set(tmp_path, form, raw_set([change(form, box) for box in BOXES]))
+    with raises(code, config.root):
+        read_split(config, "train", 3)
+    with raises(code, config.root):  # `data check` and `data convert`, too
+        read_raw(config, "train", quietly)
+
+
+@pytest.mark.parametrize(
+    "boxes",
+    [
+        [[0, 0, 1, 1]] * 4,  # whole numbers are pixels
+        [[0, 0, 0.5, 0.5]] * 2,  # too few to show a rule
+        [[0, 0, 0.5, 0.5]] * 2 + [[3, 3, 20, 20]] * 2,
+        [[-4, -4, 68, 52]] * 4,  # objects that fill the image, drawn past its border
+        [[10, 10, 70, 40], [5, 5, 66, 50], [30, 2, 69, 20], [50, 4, 70, 40]],
+        [[0, 0, 2000, 2000]] * 2 + [[3, 3, 20, 20]] * 2,
+    ],
+)
+@pytest.mark.parametrize("form", ["coco", "voc", "yolo"])
+def test_what_is_only_untidy_is_read(form, boxes, tmp_path):
+    config = write_set(tmp_path, form, raw_set(boxes))
+    assert len(read_split(config, "train", 3).records)
+
+
+def test_unread_sizes_show_no_unit(tmp_path):
+    config = write_set(tmp_path, "yolo", raw_set([[2, 30, 9, 40]] * 4))
+    for image in Path(config.root).rglob("*.jpg"):
+        image.write_bytes(b"no image")
+    assert len(read_split(config, "train", 3).records) == 4
+
+
+@pytest.mark.parametrize("form", ["coco", "voc", "yolo"])
+def test_boxes_given_twice_count_once_in_every_format(tmp_path, form):
+    raw = raw_set([[x, y, x + w, y + h] for x, y, w, h in BOXES])
+    for image in raw.images[1:]:
+        image.objects *= 2
+    raw.images[0].objects.append(RawObject(raw.images[0].objects[0].box, 1, "of another class"))
+    config = write_set(tmp_path, form, raw)
+    dataset = read_split(config, "val", 3)
+    assert [len(record.labels_M) for record in dataset.records] == [2, 1, 1, 1]
+    assert dataset.duplicates == {1: 1, 2: 1, 3: 1}
+    assert "3 of 8 boxes repeat" in "".join(dataset.notes)
+    assert scored_images(dataset)["duplicate_boxes"] == 3
+    both = [  # a perfect detector
+        [index, label, 0.9, *box]
+        for index, record in enumerate(dataset.records)
+        for label, box in zip(record.labels_M, record.boxes_M4)
+    ]
+    assert evaluate_boxes(dataset, np.array(both, np.float32))["mAP"] == 1
+    everything = read_split(config.model_copy(update={"duplicate_boxes": "all"}), "val", 3)
+    assert [len(record.labels_M) for record in everything.records] == [2, 2, 2, 2]
+    assert not everything.duplicates and not everything.notes
+
+
+def test_crowds_and_the_like_stay_beside_objects(tmp_path):
+    config = write_coco(tmp_path)
+    content = coco_content(["000.jpg", "001.jpg", "002.jpg", "003.jpg"])
+    box = {"image_id": 1, "category_id": 1, "bbox": [1, 2, 10, 10]}
+    content["annotations"] = [
+        {**box, "id": n, **change}
+        for n, change in enumerate(
+            [{}, {"iscrowd": 1}, {"category_id": 2}, {"image_id": 2}, {"bbox": [1, 2, 10, 10.5]}],
+            1,
+        )
+    ]
+    (tmp_path / "set.json").write_text(json.dumps(content))
+    assert not read_split(config, "train", 3).duplicates
+    content["annotations"] += [
+        {**each, "id": n + 10} for n, each in enumerate(content["annotations"])
+    ]
+    (tmp_path / "set.json").write_text(json.dumps(content))
+    dataset = read_split(config, "train", 3)
+    assert dataset.duplicates == {0: 4, 1: 1}
+    assert dataset.records[0].crowd_M.tolist() == [False, True, False, False]
+
+
+def test_an_image_counts_its_own_duplicates(tmp_path):
+    """Also among the first of a limit, and where an image is left out for its boxes."""
+    raw = raw_set([[70, 70, 80, 80], *([x, y, x + w, y + h] for x, y, w, h in BOXES)])
+    raw.images[0].objects *= 3
+    raw.images[3].objects *= 2
+    dataset = to_detection_set(raw, "clip")
+    assert len(dataset.records) == 4 and dataset.duplicates == {2: 1}
+    for count in range(1, 5):
+        few = limited(dataset, count, "data.val.limit")
+        at = [Path(record.path).name for record in few.records]
+        assert few.duplicates == ({at.index("3.jpg"): 1} if "3.jpg" in at else {})
+    unread = {2: "not an image"}
+    lost = type(dataset)(**{**{f: getattr(dataset, f) for f in dataset.__dataclass_fields__},
+                            "unreadable": unread})  # fmt: skip
+    assert scored_images(lost)["duplicate_boxes"] == 0
+
+
+def test_many_boxes_are_compared_exactly():
+    rng = np.random.default_rng(0)
+    count = 20_000
+    boxes = np.round(rng.uniform(0, 3, (count, 4)) * 2) / 2 + [0, 0, 4, 4]
+    labels, image = rng.integers(0, 3, count), rng.integers(0, 5, count)
+    columns = RawColumns.of(raw_set([[0, 0, 1, 1]] * 5), masks=False)
+    for name, value in {
+        "image_O": image, "boxes_O4": boxes, "labels_O": labels,
+        "crowd_O": np.zeros(count, bool), "area_O": np.full(count, np.nan),
+    }.items():  # fmt: skip
+        setattr(columns, name, value)
+    wanted = {(i, c, *box) for i, c, box in zip(image, labels, map(tuple, boxes.tolist()))}
+    dataset = to_detection_set(columns, "clip")
+    assert sum(len(record.labels_M) for record in dataset.records) == len(wanted)
+    assert sum(dataset.duplicates.values()) == count - len(wanted)
+
+
+def test_a_kept_split_says_its_duplicates_again(tmp_path, monkeypatch):
+    monkeypatch.setattr("ppdist.data.datasets.annotation_cache._SHORT_SECONDS", 0)
+    monkeypatch.setattr("ppdist.data.datasets.annotation_cache._SETTLED_SECONDS", -1e9)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    write_coco(tmp_path)
+    content = json.loads((tmp_path / "set.json").read_text())
+    content["annotations"] *= 2
+    (tmp_path / "set.json").write_text(json.dumps(content))
+    first, again = (read_split(coco_config(tmp_path), "train", 3) for _ in range(2))
+    assert first.duplicates == again.duplicates == {1: 1, 2: 2}
+    assert again.records.file
