@@ -180,7 +180,7 @@ def left_out_line(evaluation: Mapping[str, Any]) -> str:
 
 def duplicates_line(count: int) -> str:
     """How many boxes a score does not count."""
-    return f"{count} boxes repeat another of their image and class: each counts once"
+    return f"{count} duplicates of boxes of the same image and class are not scored"
 
 
 def kinds_of(

@@ -37,6 +37,7 @@ _BY_WRITING = (  # done already: readers leave out what they cannot use, writers
     "class_unknown",
     "outline_malformed",
     "area_invalid",
+    "label_encoded",
     "label_without_image",
     "label_shared",
     "image_unknown",

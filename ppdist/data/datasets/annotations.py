@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import lru_cache
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
+from urllib.parse import unquote
 
 import numpy as np
 import yaml
@@ -126,6 +127,12 @@ KINDS: dict[str, Kind] = {
     ),
     "label_missing": Kind(
         "warning", "an image without a label file", "used as background", "an empty label file"
+    ),
+    "label_encoded": Kind(
+        "warning",
+        "the name of a label file is percent-encoded and that of its image is not, or the reverse",
+        "used with this image",
+        "named as its image",
     ),
     "label_without_image": Kind(
         "warning", "a label file without an image", "not used, nor are its objects", _LEFT_OUT
@@ -416,9 +423,9 @@ def _say_repeats(columns: RawColumns, repeats_N: np.ndarray) -> tuple[str, ...]:
         return ()
     images = np.flatnonzero(repeats_N)
     line = (
-        f"{columns.source}: {repeats_N.sum()} of {len(columns.image_O)} boxes repeat another of "
-        f"their image and class, in {len(images)} images, first {columns.paths[images[0]]}: each "
-        f"counts once (data.duplicate_boxes)"
+        f"{columns.source}: {repeats_N.sum()} duplicates among {len(columns.image_O)} boxes count "
+        f"once (data.duplicate_boxes): same image, class and box, in {len(images)} images, first "
+        f"{columns.paths[images[0]]}"
     )
     _LOGGER.warning(line)
     return (line,)
@@ -786,6 +793,12 @@ def split_of(name: str) -> str:
     return next((SPLIT_WORDS[word] for word in words if word in SPLIT_WORDS), "")
 
 
+def split_of_folders(path: str) -> str:
+    """Split that the deepest of a path's folders indicates; "": none."""
+    deepest_first = reversed(Path(path).parent.parts)
+    return next(filter(None, map(split_of, deepest_first)), "")
+
+
 def find_image(folder: Path, name: str, where: str, complain: Complain) -> Path | None:
     """Finds the image that an annotation file calls `name`.
 
@@ -794,7 +807,8 @@ def find_image(folder: Path, name: str, where: str, complain: Complain) -> Path 
     A name is relative to the folder, or an absolute path of an image.  Where there is no such file,
     it may be there in other bytes: names from an archive made on a Chinese Windows are GBK on disk,
     on a Western one Windows-1252, macOS takes letters and accents apart, and Windows separates
-    folders by a backslash.  Else it is what the end of the name leads to, because tools write paths
+    folders by a backslash.  Label Studio percent-encodes names, which an issue says.  Else it is
+    what the end of the name leads to, because tools write paths
     of their own machines and folders (`data/obj_train_data/a.jpg`, `..\\..\\upload\\a.jpg`), or the
     only file below the folder with its last part; an issue says so.  An image of another split
     never is: a training image that is missing is not the validation's of that name.
@@ -816,7 +830,11 @@ def find_image(folder: Path, name: str, where: str, complain: Complain) -> Path 
         other = Path(os.path.normpath(os.path.join(folder, spelt)))
         if other.is_relative_to(os.path.normpath(folder)) and is_there(other):
             return other
-    elsewhere = _by_its_end(str(folder), forward)
+    elsewhere = (
+        encoded_name(folder, forward)
+        or _by_its_end(str(folder), forward)
+        or _by_its_end(str(folder), unquote(forward))
+    )
     if elsewhere and not _of_another_split(os.path.relpath(elsewhere, folder), forward, where):
         expected = os.path.normpath(os.path.join(folder, forward))
         if elsewhere.casefold() != expected.casefold():  # differing only in case is expected
@@ -841,6 +859,29 @@ def _other_spellings(name: str) -> Iterator[str]:
             continue
 
 
+def encoded_name(folder: str | os.PathLike[str], name: str) -> str:
+    """File below a folder whose name differs in percent-encoding; "": none.
+
+    Either may be encoded, that of the file or the one that is given.
+    """
+    for form in dict.fromkeys((name, unquote(name))):
+        path = os.path.normpath(os.path.join(folder, form))
+        if not _inside(path, os.path.normpath(folder)):  # %2F is a slash
+            continue
+        if form != name and is_there(path):
+            return path
+        place, last = os.path.split(path)
+        if last in (encoded := _encoded_in(place)):
+            return os.path.join(place, encoded[last])
+    return ""
+
+
+@lru_cache(maxsize=64)
+def _encoded_in(folder: str) -> dict[str, str]:
+    """The percent-encoded names in a folder, by what they mean."""
+    return {unquote(name): name for name in _names_in(folder) if "%" in name}
+
+
 def _by_its_end(folder: str, name: str) -> str:
     """Only file at the longest matching end of a path, or ""."""
     parts = [part for part in name.split("/") if part not in ("", os.curdir, os.pardir)]
@@ -848,7 +889,7 @@ def _by_its_end(folder: str, name: str) -> str:
         path = os.path.join(folder, *parts[begin:])
         if is_there(path):
             return path
-    return _only_below(folder).get(parts[-1].casefold(), "") if parts else ""
+    return _only_below(folder).get(unquote(parts[-1]).casefold(), "") if parts else ""
 
 
 def _of_another_split(path: str, name: str, where: str) -> bool:
@@ -856,15 +897,10 @@ def _of_another_split(path: str, name: str, where: str) -> bool:
 
     Its name and the list that names it tell which split was requested.
     """
-
-    def of_folders(file: str) -> str:
-        deepest_first = reversed(Path(file).parent.parts)
-        return next(filter(None, map(split_of, deepest_first)), "")
-
     listing = Path(where)
     is_list = listing.suffix.lower() in (".txt", ".json")
-    asked = {of_folders(name), split_of(listing.stem) if is_list else ""} - {""}
-    return bool(asked) and of_folders(path) not in {*asked, ""}
+    asked = {split_of_folders(name), split_of(listing.stem) if is_list else ""} - {""}
+    return bool(asked) and split_of_folders(path) not in {*asked, ""}
 
 
 def is_there(path: str | os.PathLike[str]) -> bool:
@@ -883,10 +919,10 @@ def _names_in(folder: str) -> frozenset[str]:
 
 @lru_cache(maxsize=4)
 def _only_below(folder: str) -> dict[str, str]:
-    """Maps lower-case names to the only file below a folder, or ""."""
+    """Maps decoded lower-case names to their only file, or ""."""
     found: dict[str, str] = {}
     for file in files_below(folder):
-        name = os.path.basename(file).casefold()
+        name = unquote(os.path.basename(file)).casefold()
         found[name] = "" if name in found else file
     return found
 
@@ -894,6 +930,7 @@ def _only_below(folder: str) -> dict[str, str]:
 def look_anew() -> None:
     """Forgets cached folder listings, since files may have changed."""
     _names_in.cache_clear()
+    _encoded_in.cache_clear()
     _only_below.cache_clear()
 
 

@@ -23,6 +23,7 @@ from ppdist.config.data import DataConfig, SplitConfig
 from ppdist.config.migration import is_data_yaml
 from ppdist.config.yaml import Node, Reader, found, problems_error
 from ppdist.data.datasets.annotations import (
+    KINDS,
     SPLIT_WORDS,
     class_names,
     files_below,
@@ -34,12 +35,14 @@ from ppdist.data.datasets.annotations import (
     quietly,
     read_list,
     split_of,
+    split_of_folders,
 )
 from ppdist.data.datasets.build import read_raw
 from ppdist.data.datasets.coco import read_index
 from ppdist.data.datasets.voc import xml_files
 from ppdist.data.datasets.yolo import is_label, label_folder, own_names
 from ppdist.data.image import is_image_name
+from ppdist.data.types import Issue
 from ppdist.storage.stores import is_remote
 
 _PARTS = ("annotations", "images", "labels", "jpegimages", "imagesets")  # of a set, not around one
@@ -144,7 +147,9 @@ def _found(path: Path, source: str) -> Layout:
         own = layout.root == Path(os.path.abspath(path)).parent
         if not own:
             return layout
-        unused = _unused(layout, _label_kinds(layout.root))
+        kinds = _label_kinds(layout.root)
+        _check_one_format(layout, kinds)
+        unused = _unused(layout, kinds)
         return replace(layout, notes=(*layout.notes, *unused))
     if not path.is_dir():
         beside = [each.name for each in path.parent.glob("*")] if not path.exists() else []
@@ -214,20 +219,68 @@ _LABEL_KINDS: dict[str, tuple[str, Callable[[Path], bool]]] = {
 
 
 def _check_one_format(layout: Layout, kinds: Mapping[str, str]) -> None:
-    """Checks that labels have one format.
+    """Checks that labels of one format have all objects of a split.
+
+    XML and text files of the same images are two forms of one set.
 
     Args: kinds: those of `_label_kinds`.
-    Raises: DataError: XML and text files beside each other annotate one image.
+    Raises: DataError: some images of a split are labelled in XML and others in text files alone.
     """
-    xml = kinds.get("voc")
-    beside = Path(f"{os.path.splitext(xml or '')[0]}.txt")
-    if layout.format != "coco" and xml and beside.is_file() and is_label(beside):
-        raise DataError(
-            f"has both Pascal VOC and YOLO labels: {xml} and {beside.name}",
-            code="split_ambiguous",
-            where=str(layout.root),
-            fix="move the ones that you do not want to another folder",
-        )
+    if layout.format == "coco" or not kinds.keys() >= {"voc", "yolo"}:
+        return
+    of_format: dict[str, dict[tuple[str, str], str]] = {"voc": {}, "yolo": {}}
+    for file in files_below(layout.root):
+        kind, _ = _LABEL_KINDS.get(os.path.splitext(file)[1].lower(), ("", None))
+        if kind in of_format:
+            of_format[kind][_split_and_stem(file, layout.root)] = file
+    used = of_format.pop(layout.format)
+    ((other, labels),) = of_format.items()
+    for part in (layout.train, layout.val, layout.test):
+        lost: list[tuple[str, str]] = []
+        for image in () if part is None else _images_of_split(layout, part):
+            split, stem = _split_and_stem(image, layout.root)
+            places = (split, stem), ("", stem)
+            label = next((labels[place] for place in places if place in labels), None)
+            if label and used.keys().isdisjoint(places) and _has_objects(Path(label)):
+                lost.append((image, label))
+        if lost:
+            image, label = lost[0]
+            raise DataError(
+                f"has both {_FORMAT_NAMES[layout.format]} and {_FORMAT_NAMES[other]} labels, of "
+                f"different images: {len(lost)} images of a split have only the latter, first "
+                f"{_relative(Path(image), layout.root)} with {_relative(Path(label), layout.root)}",
+                code="split_ambiguous",
+                where=str(layout.root),
+                fix="move the images and labels of one format to another folder",
+            )
+
+
+def _images_of_split(layout: Layout, part: SplitConfig) -> Iterator[str]:
+    """Paths of the images that a split may have.
+
+    Those of a Pascal VOC list all need an XML file, so they are left out.
+    """
+    lists = [layout.root / each for each in part.annotation_files]
+    if any(map(Path.is_file, lists)):
+        for listing in lists if layout.format == "yolo" else ():
+            lines = read_list(listing, quietly)
+            yield from (str(layout.root / line.replace("\\", "/")) for line in lines)
+        return
+    for folder in part.image_folders:
+        yield from filter(_is_image, files_below(layout.root / folder))
+
+
+def _split_and_stem(file: str, root: Path) -> tuple[str, str]:
+    """Split that a file's folders indicate, and its name without suffix."""
+    inside = os.path.relpath(file, root)
+    return split_of_folders(inside), os.path.splitext(os.path.basename(inside))[0]
+
+
+def _has_objects(label: Path) -> bool:
+    """Whether an XML or text file labels an object."""
+    if label.suffix.lower() == ".xml":
+        return b"<object" in label.read_bytes()
+    return label.stat().st_size > 0 and is_label(label)
 
 
 def _unused(layout: Layout, kinds: Mapping[str, str]) -> Iterator[tuple[str, str]]:
@@ -534,6 +587,9 @@ def _place(base: Path, entry: Node, keys: Mapping[str, Node], notes: list[tuple[
             if bare != forward and path == tried[-1]:
                 notes.append((f"{text}: read as {bare}", "as Roboflow means it"))
             return path
+    if end := _by_its_end(base, forward):
+        notes.append((f"{text}: not there", f"taken: {end}, where its end leads to"))
+        return end
     if "download" in keys:
         raise DataError(
             f"does not exist (from `{text}`), and `download` is not run: ppdist neither fetches "
@@ -549,6 +605,18 @@ def _place(base: Path, entry: Node, keys: Mapping[str, Node], notes: list[tuple[
         fix="`path` is relative to the data file; train and val are relative to `path`; "
         "without val, a fifth of train is used for validation",
     )
+
+
+def _by_its_end(base: Path, name: str) -> Path | None:
+    """The longest end of another machine's path that is there below `base`.
+
+    It has the last folder or file that says a split, so that no split stands for another.
+    """
+    parts = [part for part in name.split("/") if part not in ("", os.curdir, os.pardir)]
+    of_split = [place for place, part in enumerate(parts) if split_of(part)]
+    last = of_split[-1] if of_split else len(parts) - 1
+    ends = (base.joinpath(*parts[begin:]) for begin in range(last + 1))
+    return next((path for path in ends if path.exists()), None)
 
 
 def _test_places(base: Path, keys: Mapping[str, Node], notes: list[tuple[str, str]]) -> list[Path]:
@@ -755,8 +823,14 @@ def _of_voc(root: Path) -> Layout | None:
     config = DataConfig(
         format="voc", root=str(root), train=parts["train"], val=parts.get("val", parts["train"])
     )
-    raw = read_raw(config, "train", quietly)
+    issues: list[Issue] = []
+    raw = read_raw(config, "train", issues.append)
     if not raw.class_names:
+        for issue in issues:
+            if KINDS[issue.code].severity == "error":
+                more = f" (and {len(issues) - 1} more)" if issues[1:] else ""
+                fix = "correct these files, or export them anew with <bndbox>"
+                raise DataError(f"{issue.what}{more}", code=issue.code, where=issue.where, fix=fix)
         raise DataError(
             f"none of its {len(raw.images)} XML files has an object",
             code="objects_missing",

@@ -10,6 +10,7 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
+from urllib.parse import unquote
 from xml.etree import ElementTree
 
 from ppdist.common.errors import DataError
@@ -156,17 +157,22 @@ def _of_folder(
             where=str(annotations),
             fix="name the folder of the XML files, or a list of images, as data.*.annotations",
         )
-    below: defaultdict[str, list[Path]] = defaultdict(list)  # by name, with and without suffix
+    # By name, with and without suffix; Label Studio percent-encodes some of the names.
+    below: defaultdict[str, list[Path]] = defaultdict(list)
     for image in map(Path, files_below(images)):
         if is_image_name(image.name):
-            below[image.name].append(image)
-            below[image.stem].append(image)
+            below[unquote(image.name)].append(image)
+            below[unquote(image.stem)].append(image)
     start = Path(os.path.abspath(annotations))
     for file in files:
         mirrored = Path(os.path.abspath(images)) / file.relative_to(start).parent
-        beside = [each for each in below[file.stem] if each.parent in (file.parent, mirrored)]
+        alike = below[unquote(file.stem)]
+        beside = [each for each in alike if each.parent in (file.parent, mirrored)]
         beside = beside or _with_suffix(file.parent / file.stem)
-        only = beside or below[file.stem]
+        only = beside or alike
+        if len(only) == 1 and only[0].stem != file.stem:
+            what = f"{file.stem}: not found; using {only[0]}"
+            complain(Issue("image_elsewhere", what, str(only[0]), str(file)))
         yield (
             file,
             only[0] if len(only) == 1 else None,
@@ -189,9 +195,9 @@ def _called(
     Raises: Malformed: there is none, or several.
     """
     name = (tree.findtext("filename") or "").strip().replace("\\", "/").rpartition("/")[2]
-    found = below.get(name, []) if name else []
+    found = below.get(unquote(name), []) if name else []
     if len(found) != 1:
-        several = found or below.get(file.stem, [])
+        several = found or below.get(unquote(file.stem), [])
         what = f"no image below {images} is called {file.stem} or {name or 'as <filename> says'}"
         if several:
             what = f"{len(several)} images may be meant: {', '.join(map(str, several[:3]))}"
@@ -206,11 +212,16 @@ def xml_files(folder: Path) -> Iterator[str]:
 
 def _stem(root: Path, line: str) -> str:
     """Image name in a line, without suffix and VOC's 1, 0, -1."""
+
+    def is_whole(name: str) -> bool:
+        return os.path.isfile(os.path.join(root, "Annotations", f"{name}.xml"))
+
     first, *rest = line.rsplit(maxsplit=1)
-    if rest and rest[0] in ("1", "0", "-1"):
-        whole = os.path.join(root, "Annotations", f"{line}.xml")
-        return line if os.path.isfile(whole) else first
-    return line
+    if rest and rest[0] in ("1", "0", "-1") and not is_whole(line):
+        line = first
+    stem, suffix = os.path.splitext(line)
+    known = suffix.lower() == ".xml" or is_image_name(line)
+    return stem if known and not is_whole(line) else line
 
 
 def _parse(file: Path, complain: Complain) -> ElementTree.Element:
@@ -231,6 +242,8 @@ def _unreadable(where: str) -> Iterator[None]:
         yield
     except (ElementTree.ParseError, ValueError, RecursionError) as error:
         what = f"not a Pascal VOC annotation: {error}"
+        if isinstance(error, ElementTree.ParseError):
+            where = f"{where}:{error.position[0]}"
         raise Malformed(Issue("annotation_unreadable", what, where=where)) from error
 
 
@@ -311,6 +324,10 @@ def _add_objects(
 
 
 def _box(entry: ElementTree.Element, where: str) -> Box:
+    if entry.find("bndbox") is None:
+        other = next((child.tag for child in entry if len(child)), "")
+        shown = f", but <{other}>: only upright boxes are read" if other else ""
+        raise Malformed(Issue("annotation_line", f"has no <bndbox>{shown}", where=where))
     texts = [entry.findtext(f"bndbox/{side}") for side in _SIDES]
     try:
         x1, y1, x2, y2 = (float(text or "") for text in texts)

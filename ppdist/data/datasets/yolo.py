@@ -19,6 +19,7 @@ from ppdist.common.errors import DataError
 from ppdist.data.datasets.annotations import (
     Malformed,
     class_names,
+    encoded_name,
     files_below,
     find_image,
     find_repeats,
@@ -95,6 +96,10 @@ def read_yolo(
             f"{labelled.count(False)} of {len(pairs)} images have no label file: used as background"
         )
         complain(Issue("label_missing", what, where=source))
+    for path, label in pairs:
+        if label.stem != path.stem:  # see `_label_in`
+            what = f"the label file of {path.name}: one of the names is percent-encoded"
+            complain(Issue("label_encoded", what, str(path), str(label)))
     progress, images_read, lines_read = Progress(_LOGGER, f"reading {source}", len(pairs)), [], []
     for position, ((path, label), present) in enumerate(zip(pairs, labelled), start=1):
         image = _image(path, label, position)
@@ -197,7 +202,8 @@ def label_file(image: Path, root: Path) -> Path:
 def _label_in(folder: Path, stem: str) -> Path:
     usual = folder / f"{stem}.txt"
     others = (folder / f"{stem}{suffix}" for suffix in (".TXT", ".Txt"))
-    return next((each for each in (usual, *others) if is_there(each)), usual)
+    there = next((each for each in (usual, *others) if is_there(each)), None)
+    return there or Path(encoded_name(folder, usual.name) or usual)
 
 
 def label_folder(images: Path, root: Path) -> Path:
@@ -405,6 +411,7 @@ class _Classes:
     def __init__(self, root: Path, names: tuple[str, ...], source: str, complain: Complain) -> None:
         self._root = root
         self._names = names
+        self._number_of = {name: number for number, name in enumerate(names)}
         self._source = source
         self._complain = complain
         self._lists: dict[str, tuple[str, tuple[str, ...]]] = {}
@@ -422,10 +429,10 @@ class _Classes:
         if names is self._names:
             return int(label)
         name = names[int(label)]
-        if name not in self._names:
+        if name not in self._number_of:
             what = f"class {label:g} is {name!r} in {where}; expected one of {listed(self._names)}"
             raise Malformed(Issue("class_unknown", what, where=line.where))
-        return self._names.index(name)
+        return self._number_of[name]
 
     def _list_of(self, image: RawImage) -> tuple[str, tuple[str, ...]]:
         place = os.path.dirname(image.where)

@@ -11,7 +11,7 @@ from ppdist.data.types import DetectionSet
 from ppdist.distributed import comm
 from ppdist.engine.evaluator import Evaluator, detect, draw_batch, in_eval_mode
 from ppdist.engine.train_step import Clock
-from ppdist.metrics.analysis import left_out_line
+from ppdist.metrics.analysis import left_out_line, tables
 from ppdist.metrics.coco import METRICS, evaluate_boxes
 from tests.distributed import run_on_ranks
 from tests.errors import raises
@@ -149,6 +149,21 @@ def test_an_image_that_cannot_be_read_is_left_out_of_the_score(ranks, caplog):
     for metrics in found:
         assert {name: metrics[name] for name in expected} == expected
         assert metrics["left_out_images"] == 1
+
+
+def test_boxes_that_are_given_twice_are_counted_beside_the_score():
+    dataset = replace(five_images(), duplicates={1: 2, 2: 1})
+    under_test = Evaluator(dataset, Loader(dataset, list(range(IMAGES))), NMSConfig())
+    metrics = under_test.evaluate(Oracle(dataset))
+    assert metrics["duplicate_boxes"] == 3
+    content = under_test.analyse_last(step=1)
+    assert content["duplicate_boxes"] == 3 and "3 duplicates" in tables(content)
+    plain = evaluator().evaluate(Oracle(five_images()))
+    seconds = {"eval_seconds", "duplicate_boxes"}
+    assert {n: v for n, v in metrics.items() if n not in seconds} == {
+        n: v for n, v in plain.items() if n not in seconds
+    }
+    assert "duplicate_boxes" not in plain
 
 
 def test_a_split_of_which_no_image_can_be_read_is_an_error():

@@ -24,7 +24,7 @@ from tests.unit.data.sets import bccd
 _TWICE = {"image_truncated": 5, "box_duplicate": 2, "image_no_boxes": 2}
 _OF_OTHER_FORMATS = {"annotation_missing", "annotation_unreadable", "encoding"}
 # One a set; test_yolo.py and test_annotations_issues.py have them.
-_OF_WHOLE_SETS = {"image_elsewhere", "label_columns", "label_missing"}
+_OF_WHOLE_SETS = {"image_elsewhere", "label_columns", "label_encoded", "label_missing"}
 _OF_YOLO = {"label_without_image", "label_shared", "image_kind_unread"}
 _OF_CLASSES = {
     "shape_unread",  # of labelme and CVAT alone

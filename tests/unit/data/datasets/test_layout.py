@@ -6,11 +6,13 @@ import sys
 from pathlib import Path
 
 import pytest
+from PIL import Image
 
 from ppdist.config.data import DataConfig
-from ppdist.data.datasets.annotations import quietly
+from ppdist.data.datasets.annotations import find_image, quietly
 from ppdist.data.datasets.build import read_raw
 from ppdist.data.datasets.layout import Layout, find_layout
+from ppdist.data.types import Issue
 from tests.errors import raises
 
 NAMES = ("cat", "dog")
@@ -25,6 +27,11 @@ def touch(root: Path, *names: str) -> None:
 def write(root: Path, name: str, text: str) -> None:
     touch(root, name)
     (root / name).write_text(text)
+
+
+def write_image(file: Path) -> None:
+    file.parent.mkdir(parents=True, exist_ok=True)
+    Image.new("RGB", (64, 48)).save(file)
 
 
 def coco(root: Path, name: str, *images: str) -> None:
@@ -393,6 +400,42 @@ def test_coco_images_are_found_where_other_tools_put_them(tmp_path, image, names
     assert [*images_of(layout)] == [image]
 
 
+@pytest.mark.parametrize("encoded", ["image", "label"])
+@pytest.mark.parametrize("form", ["coco", "voc", "yolo", "list"])
+def test_percent_encoded_names_are_found_and_said(tmp_path, form, encoded):
+    """Label Studio encodes the names that it writes, and not those of the images."""
+    plain, quoted = "my photo (1)", "my%20photo%20%281%29"
+    image, label = (quoted, plain) if encoded == "image" else (plain, quoted)
+    write_image(tmp_path / "images" / f"{image}.jpg")
+    write(tmp_path, "classes.txt", "cat\ndog\n")
+    if form == "coco":
+        coco(tmp_path, "result.json", f"/data/upload/4/{label}.jpg")
+        content = json.loads((tmp_path / "result.json").read_text())
+        content["annotations"] = [{"id": 1, "image_id": 0, "category_id": 3, "bbox": [1, 2, 9, 9]}]
+        write(tmp_path, "result.json", json.dumps(content))
+    elif form == "voc":
+        xml(tmp_path, f"Annotations/{label}.xml")
+    else:
+        write(tmp_path, f"labels/{label}.txt", BOX)
+    if form == "list":
+        write(tmp_path, "train.txt", f"data/obj/{label}.jpg\n")
+    layout = find_layout(str(tmp_path))
+    section = layout.section()
+    config = DataConfig(**{"val": section["train"]} | section)
+    issues: list[Issue] = []
+    (raw,) = read_raw(config, "train", issues.append).images
+    assert raw.path == tmp_path / "images" / f"{image}.jpg" and raw.objects
+    codes = {issue.code for issue in issues} & {"image_elsewhere", "label_encoded"}
+    assert codes and "label_without_image" not in {issue.code for issue in issues}
+
+
+def test_a_percent_encoded_name_leads_nowhere_else(tmp_path):
+    touch(tmp_path, "secret.jpg", "images/a.jpg")
+    for name in ("..%2Fsecret.jpg", "%2e%2e/secret.jpg", "a%00.jpg"):
+        found = find_image(tmp_path / "images", name, "set.json", quietly)
+        assert found is None or not found.exists()
+
+
 def test_what_no_split_has_is_named(tmp_path):
     touch(tmp_path, "images/train/a.jpg", "images/val/b.jpg", "images/extra/c.jpg")
     for text in ("labels/train/a.txt", "labels/val/b.txt"):
@@ -415,13 +458,108 @@ def test_what_no_split_has_is_named(tmp_path):
     assert "COCO labels (annotations/old.json, ...): not used" in said
 
 
-def test_labels_of_two_formats_beside_each_other_are_refused(tmp_path):
-    touch(tmp_path, "a.jpg")
-    write(tmp_path, "a.txt", BOX)
+@pytest.mark.parametrize(
+    ("xml_files", "text_files", "data_yaml", "outcome"),
+    [
+        # Two forms of one set: XML where nothing says otherwise.
+        (["a.xml", "b.xml"], ["a.txt", "b.txt"], False, "voc"),
+        (["a.xml", "b.xml"], ["labels/a.txt", "labels/b.txt"], False, "voc"),
+        (["a.xml", "b.xml"], ["a.txt"], False, "voc"),
+        (["a.xml"], ["a.txt", "b.txt"], True, "yolo"),
+        # An image that only the other labels would be lost, or background.
+        (["a.xml"], ["b.txt"], False, "split_ambiguous"),
+        (["Annotations/a.xml"], ["labels/a.txt", "labels/b.txt"], False, "split_ambiguous"),
+        (["a.xml", "b.xml"], ["a.txt"], True, "split_ambiguous"),
+    ],
+)
+def test_labels_of_two_formats_are_refused_where_they_share_the_images(
+    tmp_path, xml_files, text_files, data_yaml, outcome
+):
+    touch(tmp_path, "a.jpg", "b.jpg")
+    write(tmp_path, "classes.txt", "cat\ndog\n")
+    write(tmp_path, "b.note.txt", "a note of somebody\n")
+    xml(tmp_path, *xml_files)
+    for file in text_files:
+        write(tmp_path, file, BOX)
+    if data_yaml:
+        write(tmp_path, "data.yaml", "train: .\nnames: [cat, dog]\n")
+    if outcome == "split_ambiguous":
+        said = refused(tmp_path, outcome)
+        assert "1 images of a split have only the latter, first b.jpg" in said
+    else:
+        layout = find_layout(str(tmp_path))
+        assert layout.format == outcome and layout.images == 2
+        assert any("labels" in what and "not used" in what for what, _ in layout.notes)
+
+
+def test_images_without_objects_may_have_a_label_of_one_format_alone(tmp_path):
+    touch(tmp_path, "a.jpg", "b.jpg", "b.txt")  # background in YOLO's form
     xml(tmp_path, "a.xml")
-    assert "a.xml and a.txt" in refused(tmp_path, "split_ambiguous")
-    write(tmp_path, "a.txt", "a note of somebody\n")
+    write(tmp_path, "a.txt", BOX)
     assert find_layout(str(tmp_path)).format == "voc"
+    write(tmp_path, "b.txt", "a note of somebody\n")
+    assert find_layout(str(tmp_path)).format == "voc"
+
+
+def test_other_splits_may_have_labels_of_another_format(tmp_path):
+    touch(tmp_path, "train/a.jpg", "val/a.jpg", "val/b.jpg", "train/b.jpg")
+    xml(tmp_path, "train/a.xml", "train/b.xml")
+    write(tmp_path, "val/a.txt", BOX)
+    assert find_layout(str(tmp_path)).format == "voc"
+
+
+@pytest.mark.parametrize(
+    ("train", "val"),
+    [
+        ("/content/pets-3/images/train", "/content/pets-3/images/val"),
+        ("C:\\Users\\me\\pets\\images\\train", "C:\\Users\\me\\pets\\images\\val"),
+        ("pets/images/train", "datasets/pets/images/val"),
+        ("/content/training data/images/train", "../../input/images/val"),
+    ],
+)
+def test_paths_of_another_machine_in_a_data_file_are_matched_by_their_ends(tmp_path, train, val):
+    touch(tmp_path, "images/train/a.jpg", "images/val/b.jpg")
+    write(tmp_path, "data.yaml", f"train: {train}\nval: {val}\nnames: [cat, dog]\n")
+    layout = find_layout(str(tmp_path / "data.yaml"))
+    assert places(layout) == (("images/train", ""), ("images/val", ""))
+    assert (f"{train}: not there") in [what for what, _ in layout.notes]
+
+
+def test_no_split_stands_for_another_by_the_end_of_its_path(tmp_path):
+    touch(tmp_path, "images/a.jpg", "train/images/a.jpg")
+    text = "train: train/images\nval: /content/pets/valid/images\nnames: [cat]\n"
+    write(tmp_path, "data.yaml", text)
+    refused(tmp_path, "split_missing")
+
+
+@pytest.mark.parametrize("suffix", [".jpg", ".JPG", ".xml"])
+def test_voc_lists_may_have_suffixes(tmp_path, suffix):
+    touch(tmp_path, *(f"JPEGImages/{stem}.jpg" for stem in ("a.b", "c", "d.jpg")))  # d.jpg.jpg
+    xml(tmp_path, *(f"Annotations/{stem}.xml" for stem in ("a.b", "c", "d.jpg")))
+    write(tmp_path, "ImageSets/Main/train.txt", f"a.b{suffix}\nd.jpg\n")
+    write(tmp_path, "ImageSets/Main/val.txt", f"c{suffix} 1\n")
+    layout = find_layout(str(tmp_path))
+    assert (layout.format, layout.images) == ("voc", 2)
+    assert [*images_of(layout)] == ["JPEGImages/a.b.jpg", "JPEGImages/d.jpg.jpg"]
+
+
+@pytest.mark.parametrize(
+    ("text", "code", "facts"),
+    [
+        ("<annotation>\n<folder>a & b</folder></annotation>", "annotation_unreadable",
+         ["a.xml:2", "line 2", "1 more"]),
+        ("<annotation><object><name>cat</name><robndbox><cx>1</cx></robndbox></object></annotation>",
+         "annotation_line", ["a.xml: object 1", "<robndbox>"]),
+        ("<annotation><object><bndbox/></object></annotation>", "annotation_line", ["<name>"]),
+        ("<annotation></annotation>", "objects_missing", ["none of its 2 XML files"]),
+    ],
+)  # fmt: skip
+def test_xml_that_gives_no_object_is_named_with_its_cause(tmp_path, text, code, facts):
+    for stem in "ab":
+        touch(tmp_path, f"{stem}.jpg")
+        write(tmp_path, f"{stem}.xml", text)
+    said = refused(tmp_path, code)
+    assert all(fact in said for fact in facts)
 
 
 @pytest.mark.parametrize(

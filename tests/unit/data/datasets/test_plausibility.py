@@ -116,7 +116,7 @@ def test_boxes_given_twice_count_once_in_every_format(tmp_path, form):
     dataset = read_split(config, "val", 3)
     assert [len(record.labels_M) for record in dataset.records] == [2, 1, 1, 1]
     assert dataset.duplicates == {1: 1, 2: 1, 3: 1}
-    assert "3 of 8 boxes repeat" in "".join(dataset.notes)
+    assert "3 duplicates among 8 boxes" in "".join(dataset.notes)
     assert scored_images(dataset)["duplicate_boxes"] == 3
     both = [  # a perfect detector
         [index, label, 0.9, *box]
