@@ -184,11 +184,16 @@ def members_of_model(
     from ppdist.engine.preflight import fetch_on_all_ranks
     from ppdist.ensemble import fuse as fusing
     from ppdist.ensemble.wbf import view_iou
+    from ppdist.models.model_card import names_for
     from ppdist.models.weights import load_all_weights
+
+    def load() -> str:
+        return load_all_weights(model, weights, names_for(weights, dataset.class_names))
 
     model = ready_model(config)
     fetch_on_all_ranks(weights)
-    comm.run_on_all_ranks(lambda: load_all_weights(model, weights))
+    if told := comm.run_on_all_ranks(load):
+        tell(f"{weights}: {told}")
     written, asked = config.suppression.iou_threshold, arguments.view_iou
     suppression_iou = view_iou(arguments.method, arguments.iou, asked, written)
     members = []

@@ -73,8 +73,8 @@ from ppdist.engine.visualize import BatchPictures, Put
 from ppdist.losses.base import Loss
 from ppdist.models.base import ImageModel, freeze, freezing, frozen_keys
 from ppdist.models.complexity import complexity
-from ppdist.models.model_card import ModelCard, card_of, origin, read_card, read_card_or_warn
-from ppdist.models.weights import ClassNames, LoadReport, load_weights
+from ppdist.models.model_card import ModelCard, card_of, names_for, origin, read_card
+from ppdist.models.weights import LoadReport, load_weights
 from ppdist.optim.ema import EMA
 from ppdist.optim.grad_sync import build_grad_sync, build_sharding, last_step
 from ppdist.optim.optimizer import build_optimizer, layerwise_lr_decay, parameter_group_lines
@@ -266,8 +266,7 @@ def _load_pretrained(
 
     def load() -> tuple[LoadReport, list[str]]:
         warnings: list[str] = []
-        card = read_card_or_warn(weights, warnings.append)
-        names = ClassNames(card.class_names, class_names) if card else None
+        names = names_for(weights, class_names, warnings.append)
         return load_weights(model, weights, names), warnings
 
     fetch_on_all_ranks(weights)
@@ -356,7 +355,8 @@ def _build_trainer(
             "and declare them with @passes_maps (docs/adding_a_detector.md)"
         )
     check_low_precision(config, model, slow, kernels)
-    train_step, evaluator = build_train_step(config, schedule, model, kernels), None
+    names = train_set.class_names
+    train_step, evaluator = build_train_step(config, schedule, model, kernels, names), None
     if train_step.distillation is not None:
         log.detail(train_step.distillation.about)
     if val_set is not None:
@@ -447,17 +447,20 @@ def build_train_step(
     schedule: ScheduleSetup,
     model: ImageModel,
     kernels: Kernels = BFLOAT16,
+    class_names: Sequence[str] = (),
 ) -> TrainStep:
     """Combines model, loss, optimizer and EMA into one optimizer step.
 
     Every rank builds one.  On a CPU with `train.amp` the model's parameters stay float32, as
     master weights.
 
-    Args: kernels: the CPU kernels of `train.amp`.
+    Args:
+        kernels: the CPU kernels of `train.amp`.
+        class_names: of class 0, 1, ...; a teacher's are matched to them.
     """
     train = config.train
     frozen = freeze(model, train.freeze)
-    distillation = build_distillation(config.distill, config.model, model, config.seed)
+    distillation = build_distillation(config.distill, config.model, model, config.seed, class_names)
     if train.sync_bn:
         synchronize_batch_norm(model)
     amp_on_cpu = train.amp.enabled and not device.on_accelerator()

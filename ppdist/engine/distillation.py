@@ -9,6 +9,7 @@ part of nothing.  Checkpoints keep the adapters in a file of their own, which ev
 do not read.
 """
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,7 @@ from ppdist.losses.base import Loss, LossOutput
 from ppdist.losses.distillation import Teaching, Term
 from ppdist.models import build_model
 from ppdist.models.base import Detector
+from ppdist.models.model_card import names_for, require_classes_of
 from ppdist.models.weights import checkpoint_of, load_weights
 
 _BOXES_TEMPERATURE = 10.0  # arXiv:2102.12252, table 1
@@ -120,7 +122,11 @@ class Unchanged(nn.Layer):
 
 
 def build_distillation(
-    config: DistillConfig | None, section: Any, student: Detector, seed: int
+    config: DistillConfig | None,
+    section: Any,
+    student: Detector,
+    seed: int,
+    class_names: Sequence[str] = (),
 ) -> Distillation | None:
     """Reads the teacher and gives the student its adapters, in place.  Collective.
 
@@ -128,13 +134,14 @@ def build_distillation(
     Args:
         config, section: `distill` and `model` of the run.
         seed: of the adapters' first weights.
+        class_names: of the student; (): the teacher's classes have the same numbers.
     Raises: ConfigError on the rank that sees it, UserError on the others: no such checkpoint, its
         model is of another family, other classes or strides, or gives no features to compare.
     """
     if config is None:
         return None
     source, teacher = comm.run_on_all_ranks(
-        lambda: read_teacher(Path(config.teacher), section, student)
+        lambda: read_teacher(Path(config.teacher), section, student, class_names)
     )
     teaching = _teaching_of(config)
     size, ratio = teacher.parameter_count(), teacher.parameter_count() / student.parameter_count()
@@ -168,10 +175,14 @@ def build_distillation(
     return Distillation(teacher, teaching, source, adapts, about)
 
 
-def read_teacher(path: Path, section: Any, student: Detector) -> tuple[Path, Detector]:
+def read_teacher(
+    path: Path, section: Any, student: Detector, class_names: Sequence[str] = ()
+) -> tuple[Path, Detector]:
     """Checkpoint that a path means, and its detector with EMA weights.
 
-    Args: section: the student's `model`.
+    Its classes are put into the student's order by their names.
+
+    Args: section: the student's `model`.  class_names: see `build_distillation`.
     Raises: ConfigError: see `build_distillation`.  WeightsError: the checkpoint is damaged.
     """
     source = checkpoint_of(path)
@@ -203,7 +214,9 @@ def read_teacher(path: Path, section: Any, student: Detector) -> tuple[Path, Det
     assert isinstance(teacher, Detector), "the configuration refuses classifiers"
     if teacher.strides != student.strides:
         raise refuse("its levels have the strides", teacher.strides, student.strides)
-    load_weights(teacher, source)
+    fix = "give a teacher of the same classes; their order does not matter"
+    require_classes_of(source, class_names, "the training set", fix)
+    load_weights(teacher, source, names_for(source, class_names))
     teacher.become_teacher()
     return source, teacher
 

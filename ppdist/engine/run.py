@@ -32,8 +32,8 @@ from ppdist.metrics.analysis import class_table
 from ppdist.metrics.run import read_run
 from ppdist.metrics.verdict import verdict_of
 from ppdist.models.base import ImageModel
-from ppdist.models.model_card import read_card_or_warn
-from ppdist.models.weights import ClassNames, load_all_weights, require_there
+from ppdist.models.model_card import names_for
+from ppdist.models.weights import load_all_weights, require_there
 from ppdist.models.zoo import is_name
 from ppdist.viz.run_plots import draw_labels, draw_run
 
@@ -214,9 +214,7 @@ def prepare_evaluation(
     def load() -> tuple[DetectionSet, str]:
         prepare()
         dataset = read_split(config.data, split, config.model.num_classes, annotated=annotated)
-        card = read_card_or_warn(weights, lambda _: None)
-        names = ClassNames(card.class_names, dataset.class_names) if card else None
-        return dataset, load_all_weights(model, weights, names)
+        return dataset, load_all_weights(model, weights, names_for(weights, dataset.class_names))
 
     fetch_on_all_ranks(weights)
     dataset, told = comm.run_on_all_ranks(load)

@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 
+from ppdist.common.class_names import match_classes, require_same_classes
 from ppdist.common.errors import ConfigError, DataError
 from ppdist.common.files import write_json
 from ppdist.config import ExperimentConfig
@@ -189,8 +190,8 @@ def rows_of(saved: Saved, dataset: DetectionSet) -> np.ndarray:
     position_R = _places(saved.image_R, [record.image_id for record in dataset.records])
     label_of = {identity: label for label, identity in enumerate(dataset.category_ids)}
     if saved.classes:
-        number_of = {name: label for label, name in enumerate(dataset.class_names)}
-        label_of = {id: number_of[n] for id, n in saved.classes.items() if n in number_of}
+        places = match_classes([*saved.classes.values()], dataset.class_names)
+        label_of = {id: at for id, at in zip(saved.classes, places) if at is not None}
     label_R = np.array([label_of.get(each, -1) for each in saved.category_R.tolist()], np.int64)
     fix = "use detections of this set ({} are not)"
     unknown = np.flatnonzero(position_R < 0)
@@ -257,16 +258,10 @@ def require_same_images(first: str, one: DetectionSet, second: str, other: Detec
     """Checks that two configurations have the same validation images and classes.
 
     Args: first, second: the configuration files.
-    Raises: DataError: the images, their order or the classes differ.
+    Raises: DataError: the images or their order differ.  ConfigError: the classes do.
     """
-    if one.class_names != other.class_names:
-        raise DataError(
-            f"cannot be fused: the classes are {', '.join(one.class_names)} and "
-            f"{', '.join(other.class_names)}",
-            code="models_of_other_classes",
-            where=f"{first} and {second}",
-            fix="give models of the same classes in the same order",
-        )
+    fix = "give models of the same classes; their order does not matter"
+    require_same_classes(one.class_names, other.class_names, where=second, of_ours=first, fix=fix)
     names = [[_mark(record) for record in dataset.records] for dataset in (one, other)]
     if names[0] != names[1]:
         counts = " and ".join(f"{len(each)} images" for each in names)

@@ -31,6 +31,7 @@ from ppdist.engine.build import build_evaluator, build_schedule_setup
 from ppdist.engine.data import images_of_epoch
 from ppdist.engine.preflight import fetch_on_all_ranks
 from ppdist.models.base import ImageModel, Targets
+from ppdist.models.model_card import names_for, require_classes_of
 from ppdist.models.weights import arrays_of, checkpoint_of, load_all_weights
 
 _NORMS = (nn.BatchNorm1D, nn.BatchNorm2D)
@@ -73,10 +74,11 @@ def average(
         return evaluator.evaluate(model)
 
     tried: list[Tried] = []
+    names = train_set.class_names
     if choose:
-        soup, tried = greedy(model, paths, lambda: evaluate()[metric], renew)
+        soup, tried = greedy(model, paths, lambda: evaluate()[metric], renew, names)
     else:
-        soup = uniform(model, paths)
+        soup = uniform(model, paths, names)
     renew(soup)
     report: dict[str, Any] = {"averaged": [str(path) for path in soup.paths]}
     if len(soup.paths) > 1:
@@ -164,14 +166,24 @@ def begin(model: ImageModel, path: Path, arrays: Mapping[str, np.ndarray]) -> Mo
     return ModelSoup((path,), arrays, sums, frozenset())
 
 
-def read(model: ImageModel, path: Path) -> dict[str, np.ndarray]:
+def read(model: ImageModel, path: Path, class_names: Sequence[str] = ()) -> dict[str, np.ndarray]:
     """Reads all entries of a weight file or checkpoint into the model.
 
     It returns them, too.
-    Collective.  Raises: WeightsError, on every rank: absent, damaged, or of another model.
+    Collective.
+
+    Args: class_names: the order of the classes; (): that of the file.
+    Raises: WeightsError, on every rank: absent, damaged, or of another model.  ConfigError: its
+        classes are others.
     """
+
+    def load() -> None:
+        fix = "leave it out, or give data with the classes that the weights were trained on"
+        require_classes_of(path, class_names, "the training set", fix)
+        load_all_weights(model, path, names_for(path, class_names))
+
     fetch_on_all_ranks(path)
-    comm.run_on_all_ranks(lambda: load_all_weights(model, path))
+    comm.run_on_all_ranks(load)
     return arrays_of(model)
 
 
@@ -181,11 +193,11 @@ def put(model: ImageModel, arrays: Mapping[str, np.ndarray]) -> None:
         value.set_value(arrays[key])
 
 
-def uniform(model: ImageModel, paths: Sequence[Path]) -> ModelSoup:
+def uniform(model: ImageModel, paths: Sequence[Path], class_names: Sequence[str] = ()) -> ModelSoup:
     """All of them.  Collective."""
-    soup = begin(model, paths[0], read(model, paths[0]))
+    soup = begin(model, paths[0], read(model, paths[0], class_names))
     for path in paths[1:]:
-        soup = soup.plus(path, read(model, path))
+        soup = soup.plus(path, read(model, path, class_names))
     return soup
 
 
@@ -206,6 +218,7 @@ def greedy(
     paths: Sequence[Path],
     score: Callable[[], float],
     renew: Callable[[ModelSoup], None],
+    class_names: Sequence[str] = (),
 ) -> tuple[ModelSoup, list[Tried]]:
     """The greedy soup: adds checkpoints by descending score unless they hurt.
 
@@ -219,15 +232,15 @@ def greedy(
     """
     alone = []
     for path in paths:
-        read(model, path)
+        read(model, path, class_names)
         alone.append(score())
     order = sorted(range(len(paths)), key=lambda place: -alone[place])  # of equals the first given
     best = paths[order[0]]
-    soup = begin(model, best, read(model, best))
+    soup = begin(model, best, read(model, best, class_names))
     reached = alone[order[0]]
     tried = [Tried(best, reached, reached, True)]
     for place in order[1:]:
-        longer = soup.plus(paths[place], read(model, paths[place]))
+        longer = soup.plus(paths[place], read(model, paths[place], class_names))
         renew(longer)
         found = score()
         tried.append(Tried(paths[place], alone[place], found, found >= reached))

@@ -20,7 +20,7 @@ from ppdist.export.export import (
 from ppdist.export.spec import InferenceSpec, LineageSection, describe, validation_set
 from ppdist.metrics.run import read_run
 from ppdist.models.base import ImageModel
-from ppdist.models.model_card import normalisation_of, read_card_or_warn
+from ppdist.models.model_card import names_for, normalisation_of, read_card_or_warn
 from ppdist.models.weights import checkpoint_of, load_all_weights
 from ppdist.models.zoo import local_weights
 from ppdist.runtime.predictor import digest
@@ -50,9 +50,11 @@ def export_weights(
         DataError: int8 without a readable training image.  WeightsError: they do not fit.
     """
     card = read_card_or_warn(weights, warn)
-    load_all_weights(model, weights)
     dataset = validation_set(config, warn, card)
     spec = describe(config, dataset, card)
+    names = None if class_names else names_for(weights, spec.class_names)
+    if told := load_all_weights(model, weights, names):
+        warn(f"{weights}: {told}")
     spec = spec.model_copy(update={"lineage": lineage_of(weights)})
     if class_names:
         spec = spec.model_copy(update={"class_names": class_names})

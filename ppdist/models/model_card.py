@@ -5,6 +5,7 @@
                                .safetensors (metadata), .npz and ONNX (metadata_props)
     read_card               a checkpoint, run, export or weight file -> ModelCard
     read_card_or_warn       the same, for callers that can do without
+    names_for               the same, and the names of a model's classes -> ClassNames
     require_fit             the model to train, a name of the zoo: before a download
     config_of_weights       a checkpoint or weight file -> ExperimentConfig (`-w` without -c)
 
@@ -20,6 +21,7 @@ from typing import Any, Literal, TypeVar
 from pydantic import Field, ValidationError
 
 import ppdist
+from ppdist.common.class_names import require_same_classes
 from ppdist.common.errors import WeightsError
 from ppdist.common.files import read_file
 from ppdist.config import ExperimentConfig, load_config
@@ -31,6 +33,7 @@ from ppdist.config.shipped import find_config, short_names
 from ppdist.models.base import ImageModel
 from ppdist.models.unpickle import PickledObject, mapping, read_torch_content, shown
 from ppdist.models.weights import (
+    ClassNames,
     checked_files,
     checkpoint_of,
     read_notes,
@@ -261,6 +264,33 @@ def read_card_or_warn(path: Path | str, warn: Callable[[str], None]) -> ModelCar
     if line:
         warn(line)
     return card
+
+
+def names_for(
+    path: Path | str, class_names: Sequence[str], warn: Callable[[str], None] = lambda _: None
+) -> ClassNames | None:
+    """Names by which `load_weights` finds the classes of a model in weights.
+
+    Args: class_names: of class 0, 1, ... of the model; warn: as in `read_card_or_warn`.
+    Returns: None: the weights have no card.
+    """
+    card = read_card_or_warn(path, warn)
+    return ClassNames(card.class_names, tuple(class_names)) if card else None
+
+
+def require_classes_of(path: Path, class_names: Sequence[str], of_ours: str, fix: str) -> None:
+    """Requires weights to have exactly these classes, in any order.
+
+    Weights that do not name theirs pass.
+
+    Args: path: the weights; of_ours: what has `class_names`.
+    Raises: ConfigError `classes_differ`.
+    """
+    names = names_for(path, class_names)
+    if names is not None:
+        require_same_classes(
+            names.of_model, names.of_file, where=f"{path}", of_ours=of_ours, fix=fix
+        )
 
 
 def _parse(text: bytes, where: Path) -> ModelCard:

@@ -30,6 +30,7 @@ import safetensors
 from paddle import nn
 from safetensors.numpy import save_file
 
+from ppdist.common.class_names import classes_differ, match_classes, tell_apart
 from ppdist.common.errors import WeightsError
 from ppdist.common.files import digest_of_file, make_parent, open_file, read_file
 from ppdist.models.base import ImageModel, KeyTable
@@ -531,6 +532,28 @@ class ClassNames:
     of_file: tuple[str, ...]
     of_model: tuple[str, ...]
 
+    def help(self) -> bool:
+        """Whether they say which class is which, on both sides."""
+        return tell_apart(self.of_file) and tell_apart(self.of_model)
+
+    def renamed(self, path: Path) -> bool:
+        """Whether classes have other names in the file, under the same numbers.
+
+        Raises: ConfigError: classes of the model are not in the file, and others stand elsewhere.
+        """
+        places = match_classes(self.of_model, self.of_file)
+        if not self.help() or None not in places:
+            return False
+        moved = any(place not in (None, number) for number, place in enumerate(places))
+        if not moved and len(self.of_file) == len(self.of_model):
+            return True
+        if all(place is None for place in places):
+            return False  # of another count: layers of classes stay fresh, which is refused
+        raise classes_differ(
+            self.of_model, self.of_file, where=f"{path}", of_ours="the data",
+            fix="use weights that know every class of the data",
+        )  # fmt: skip
+
 
 def load_weights(
     model: ImageModel, path: Path | str, names: ClassNames | None = None
@@ -597,14 +620,14 @@ def load_all_weights(model: ImageModel, path: Path, names: ClassNames | None = N
 
     It is not trained any further.
 
-    Args: names: if none matches, row c is class c, which is reported.
+    Args: names: where some are others and every class that both have keeps its number, the data
+        are taken to have renamed them: row c is class c, which is reported.
     Returns: a line about the names of classes; "": there is nothing to say.
     Raises: WeightsError: also where a layer would keep its random initial values, or start as a
-        copy of another.
+        copy of another.  ConfigError: the weights do not know a class, and are of other ones.
     """
-    known = {*_plain_names(names.of_file)} if names else set()
-    strange = names is not None and known and known.isdisjoint(_plain_names(names.of_model))
-    report = load_weights(model, path, None if strange else names)
+    renamed = names is not None and names.renamed(path)
+    report = load_weights(model, path, None if renamed else names)
     if report.copied:
         raise WeightsError(
             f"{report.copied[0]}: a start for training, not yet trained to predict without "
@@ -621,10 +644,11 @@ def load_all_weights(model: ImageModel, path: Path, names: ClassNames | None = N
             where=str(path),
             fix="give the config these weights were trained with",
         )
-    if names is not None and strange:
+    if names is not None and renamed:
+        pairs = [pair for pair in zip(names.of_file, names.of_model) if pair[0] != pair[1]]
         return (
-            f"no class name of the data is in the weights ({_some(names.of_model)}; "
-            f"{_some(names.of_file)}): matched by order"
+            f"{len(pairs)} of {len(names.of_model)} classes have other names in the weights "
+            f"({_some([f'{theirs} for {ours}' for theirs, ours in pairs])}): matched by order"
         )
     return report.by_name
 
@@ -805,10 +829,11 @@ def _by_name(
     None where names do not help: not known, not those of the class layers, the same in the same
     order; or none agrees and the file has another number, which leaves layers of classes fresh.
     """
-    theirs, ours = _plain_names(names.of_file), _plain_names(names.of_model)
-    if not theirs or len(ours) != model.num_classes or theirs == ours:
+    theirs, ours = names.of_file, names.of_model
+    places = match_classes(ours, theirs)
+    if not names.help() or len(ours) != model.num_classes or places == [*range(len(theirs))]:
         return None
-    pairs = tuple((theirs.index(name), c) for c, name in enumerate(ours) if name in theirs)
+    pairs = tuple((place, number) for number, place in enumerate(places) if place is not None)
     keys = tuple(key for key in matched if key.startswith(model.class_layers))
     of_classes_alone = model.rows_before_classes == 0
     if not keys or (not pairs and len(theirs) != len(ours) and of_classes_alone):
@@ -822,13 +847,6 @@ def _by_name(
         if odd or there != (groups * (found.before + len(theirs)), *here[1:]):
             return None
     return found
-
-
-def _plain_names(names: Sequence[str]) -> list[str]:
-    """Names to compare; [] where they are numbers or not distinct."""
-    plain = [name.strip().casefold() for name in names]
-    numbers = all(name.removeprefix("class").strip().isdecimal() for name in plain)
-    return [] if numbers or len(set(plain)) < len(plain) else plain
 
 
 def _classes_first(shape: tuple[int, ...], linear: bool) -> tuple[int, ...]:

@@ -28,7 +28,7 @@ from ppdist.export.predictor import open_exported
 from ppdist.export.spec import SPEC_FILE, InferenceSpec, describe, read_spec, validation_set
 from ppdist.losses.nms import multiclass_nms
 from ppdist.models.base import ImageModel
-from ppdist.models.model_card import read_card_or_warn
+from ppdist.models.model_card import names_for, read_card_or_warn
 from ppdist.models.weights import load_all_weights
 from ppdist.predict.detections import Detections
 from ppdist.predict.sources import Frame
@@ -115,11 +115,12 @@ def load_weights(
     """
     model = build_model(config)
     card = read_card_or_warn(weights, warn)
-    load_all_weights(model, weights)
-    model.fuse()
     known = card is not None and len(card.class_names) == config.model.num_classes
     dataset = None if names_alone and known else validation_set(config, warn, card)
     spec = describe(config, dataset, card)
+    if told := load_all_weights(model, weights, names_for(weights, spec.class_names)):
+        warn(f"{weights}: {told}")
+    model.fuse()
     return _loaded(spec, EagerGraph(model, spec.nms), spec.nms is not None)
 
 

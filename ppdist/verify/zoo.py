@@ -16,6 +16,7 @@ from ppdist.data.datasets.build import read_split
 from ppdist.distributed import comm
 from ppdist.engine.build import build_evaluator, build_model, speed_up_cpu
 from ppdist.engine.preflight import fetch_on_all_ranks
+from ppdist.models.model_card import names_for
 from ppdist.models.weights import load_all_weights
 from ppdist.models.zoo import (
     PublishedWeights,
@@ -95,10 +96,11 @@ def _measured(entry: PublishedWeights, weights: str, overrides: Sequence[str]) -
     config = config_of(entry, overrides)
     model = build_model(config)
     fetch_on_all_ranks(weights)
-    comm.run_on_all_ranks(lambda: load_all_weights(model, Path(weights)))
     dataset = comm.run_on_all_ranks(
         lambda: read_split(config.data, "val", config.model.num_classes)
     )
+    names = comm.run_on_all_ranks(lambda: names_for(weights, dataset.class_names))
+    comm.run_on_all_ranks(lambda: load_all_weights(model, Path(weights), names))
     evaluator = build_evaluator(config, dataset, model)
     speed_up_cpu(config, [model])
     found: Any = evaluator.predict(model)  # boxes, or a ranking: as the evaluator takes them

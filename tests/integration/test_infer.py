@@ -17,8 +17,10 @@ from ppdist.config import load_config
 from ppdist.config.model import PPYOLOEConfig
 from ppdist.data.datasets.synthetic import make_shapes
 from ppdist.export.spec import describe, read_spec, validation_set
+from ppdist.models.model_card import CARD_NOTE, ModelCard
 from ppdist.models.ppyoloe import PPYOLOE
-from ppdist.models.weights import load_all_weights
+from ppdist.models.weights import load_all_weights, write_arrays
+from ppdist.predict.model import load_weights
 from ppdist.predict.results import require_no_foreign_files, require_own_folder
 from ppdist.predict.sources import Source, expand, frames_of
 from ppdist.runtime.pictures import Frame
@@ -217,6 +219,24 @@ def test_weights_of_another_class_count_are_refused(project: Path) -> None:
     other = PPYOLOE(PPYOLOEConfig(width_multiple=0.125, depth_multiple=0.33, num_classes=5))
     with raises("weights_of_other_config"):
         load_all_weights(other, project / "weights.npz")
+
+
+def test_classes_of_weights_are_those_of_the_data_by_name(project: Path, tmp_path: Path) -> None:
+    config, image = load_config(project / "cfg.yml"), np.zeros((64, 96, 3), np.uint8)
+    found = {}
+    for order in (("circle", "square", "triangle"), ("triangle", "circle", "square")):
+        file, card = tmp_path / f"{order[0]}.npz", ModelCard(class_names=order)
+        arrays = dict(np.load(project / "weights.npz"))
+        arrays["yolo_head.pred_cls.0.bias"] = np.array([2, 1, 0], np.float32)
+        write_arrays(file, arrays, {CARD_NOTE: card.text()})
+        warnings: list[str] = []
+        loaded = load_weights(config, file, warnings.append)
+        (rows_R6,) = loaded.predictor([image])
+        best = loaded.spec.class_names[int(rows_R6[0, 0])]
+        found[order[0]] = (best, [text for text in warnings if "by name" in text])
+    assert found["circle"] == ("circle", [])
+    best, notes = found["triangle"]
+    assert best == "triangle" and len(notes) == 1
 
 
 def test_missing_data_set_numbers_classes_and_warns(project: Path) -> None:

@@ -7,6 +7,7 @@ import numpy as np
 from ppdist.config.base import dump_yaml
 from ppdist.engine.build import build_model
 from ppdist.engine.checkpoint import save_checkpoint
+from ppdist.models.model_card import ModelCard
 from ppdist.models.weights import arrays_of
 from tests.unit.engine.tiny import freeze_statistics, init_cpu, tiny_config
 
@@ -19,11 +20,16 @@ ALL = ("distill.logits={}", "distill.features={}", "distill.boxes={}")
 
 
 def write_teacher(
-    folder: Path, *overrides: str, model: str = "ppyoloe", seen: bool = True, more: str = ""
+    folder: Path,
+    *overrides: str,
+    model: str = "ppyoloe",
+    seen: bool = True,
+    more: str = "",
+    names: tuple[str, ...] = (),
 ) -> Path:
     """The output_dir of a run with one checkpoint, its weights shaped by a few images or none.
 
-    Args: more: lines of its config.yml.
+    Args: more: lines of its config.yml.  names: of its classes; (): it has no model card.
     """
     folder.mkdir(parents=True, exist_ok=True)
     init_cpu()
@@ -41,8 +47,8 @@ def write_teacher(
             width = int(np.prod(inputs)) ** -0.5
             weights.set_value((shift + draw.normal(0, width, weights.shape)).astype("float32"))
     state = {"step": 1}
-    text = dump_yaml(config) + more
-    save_checkpoint(folder / "checkpoints", 1, {"ema": arrays_of(teacher)}, state, text)
+    text, card = dump_yaml(config) + more, ModelCard(class_names=names).text() if names else ""
+    save_checkpoint(folder / "checkpoints", 1, {"ema": arrays_of(teacher)}, state, text, card)
     return folder
 
 

@@ -86,6 +86,32 @@ def test_a_teacher_may_be_of_a_version_with_other_keys(tmp_path):
 
 
 @pytest.mark.parametrize("model", FAMILIES)
+def test_a_teacher_speaks_of_the_students_classes(model, tmp_path):
+    teacher = write_teacher(tmp_path, model=model, seen=False, names=("red", "green", "blue"))
+    config = distilled_config(tmp_path, teacher, model=model)
+    student = build_model(config)
+    before = student.rows_before_classes
+
+    def rows(names):
+        """Of each class in the class layers, by key."""
+        read = read_teacher(teacher, config.model, student, names)[1]
+        return {
+            key: (value.T if value.ndim == 2 and model == "dfine" else value).reshape(
+                -1, before + 3, *value.shape[1:]
+            )[:, before:]
+            for key, value in arrays_of(read).items()
+            if key.startswith(student.class_layers) and value.shape[0] % (before + 3) == 0
+        }
+
+    written, turned = rows(("red", "green", "blue")), rows(("blue", "red", "green"))
+    assert written
+    for key, value in written.items():
+        np.testing.assert_array_equal(turned[key], value[:, [2, 0, 1]])
+    with raises("classes_differ", str(teacher), "red, green, blue", "red, green, pink"):
+        rows(("red", "green", "pink"))
+
+
+@pytest.mark.parametrize("model", FAMILIES)
 def test_steps_train_student_and_keep_teacher(model, teachers, tmp_path):
     init_cpu()
     config = distilled_config(tmp_path, teachers[model], model=model)

@@ -7,6 +7,7 @@ import pytest
 
 from ppdist.engine.build import build_model
 from ppdist.ensemble.model_soup import begin, greedy, put, read, require_different, uniform
+from ppdist.models.model_card import CARD_NOTE, ModelCard
 from ppdist.models.weights import arrays_of, write_arrays
 from tests.errors import raises
 from tests.unit.engine.tiny import tiny_config
@@ -83,6 +84,23 @@ def test_one_file_or_the_same_one_twice_is_refused(tmp_path: Path) -> None:
         require_different([tmp_path / "step-1", tmp_path / "best"])
     with raises("weights_too_few"):
         require_different([tmp_path / "best"])
+
+
+def test_classes_are_averaged_by_name(tmp_path: Path) -> None:
+    model, paths = several(tmp_path, 2, "ppyoloe")
+    first, second = dict(np.load(paths[0])), dict(np.load(paths[1]))
+    names, turned = ("red", "green", "blue"), ("blue", "red", "green")
+    for key, value in second.items():
+        if key.startswith(model.class_layers):
+            second[key] = value[[2, 0, 1]]
+    expected = uniform(model, paths).mean()
+    for path, arrays, order in zip(paths, (first, second), (names, turned)):
+        write_arrays(path, arrays, {CARD_NOTE: ModelCard(class_names=order).text()})
+    found = uniform(model, paths, names).mean()
+    for key, value in expected.items():
+        np.testing.assert_array_equal(found[key], value)
+    with raises("classes_differ", str(paths[0]), "red, green, blue", "red, green, pink"):
+        uniform(model, paths, ("red", "green", "pink"))
 
 
 @pytest.mark.slow

@@ -15,6 +15,7 @@ from ppdist.models.weights import (
     load_weights,
     write_arrays,
 )
+from tests.errors import raises
 from tests.unit.models.kept import built_once
 
 FILE = ("cat", "dog", "bus", "car")
@@ -158,8 +159,11 @@ def test_weights_are_evaluated_by_name_whatever_the_order(build, tmp_path):
     told = load_all_weights(ours, file, ClassNames(FILE, ("bus", "cat", "Dog", "car")))
     assert told == "4 of 4 classes kept by name, in another order"
     again = build(4, 3)
-    strange = ClassNames(FILE, ("a", "b", "c", "d"))
-    assert "matched by order" in load_all_weights(again, file, strange)
-    for key, value in arrays_of(again).items():
-        np.testing.assert_array_equal(value, theirs[key])
+    for renamed in (("a", "b", "c", "d"), ("cat", "dog", "bus", "tram")):
+        assert "matched by order" in load_all_weights(again, file, ClassNames(FILE, renamed))
+        for key, value in arrays_of(again).items():
+            np.testing.assert_array_equal(value, theirs[key])
     assert load_all_weights(again, file, ClassNames(FILE, FILE)) == ""
+    for other in (("dog", "cat", "bus", "tram"), (*FILE, "tram"), ("cat", "tram")):
+        with raises("classes_differ", "cat, dog, bus, car", ", ".join(other)):
+            load_all_weights(build(len(other), 3), file, ClassNames(FILE, other))
