@@ -44,9 +44,14 @@ _REAP_SECONDS = 1.0  # a killed process that waits for a dead disk may never end
 _DEADLY = (signal.SIGSEGV, signal.SIGABRT, signal.SIGBUS, signal.SIGFPE, signal.SIGILL)
 
 
+# In which other launchers say how many copies of a command they started.
+COPIES_VARIABLES = ("WORLD_SIZE", "SLURM_STEP_NUM_TASKS", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE")
+
+
 def own_environment() -> dict[str, str]:
-    """Environment for a program that is not a rank, hidden from fleetrun."""
+    """Environment for a program that no launcher is to see."""
     ours = (
+        *COPIES_VARIABLES,
         EXIT_DIR_VARIABLE, JOB_DIR_VARIABLE, MIN_HOSTS_VARIABLE, RESTART_VARIABLE,
         SKIP_STEP_VARIABLE,
     )  # fmt: skip

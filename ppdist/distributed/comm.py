@@ -18,6 +18,7 @@ import io
 import json
 import math
 import os
+import re
 import signal
 import sys
 import warnings
@@ -31,6 +32,7 @@ from paddle import distributed as pd
 from paddle import nn
 from paddle.distributed import fleet
 
+from ppdist.common.child import COPIES_VARIABLES
 from ppdist.common.errors import (
     CodedError,
     Failure,
@@ -106,24 +108,86 @@ def init(wanted: str, config: DistributedConfig) -> None:
 
 
 def require_own_ranks(environment: Mapping[str, str]) -> None:
-    """Refuses ranks that torchrun or the like has started.
+    """Refuses copies of one command that no launcher of Paddle has started.
 
-    Each would train alone.  Slurm and MPI say the number of their tasks in names of their own, and
-    a cluster that sets WORLD_SIZE for a machine sets no LOCAL_RANK: one process there is one rank.
+    Each would train alone, or wait for ranks that never come.  A cluster that sets WORLD_SIZE for a
+    machine sets no LOCAL_RANK: one process there is one rank.
 
     Raises: LaunchError: it is one.
     """
-    world = environment.get("WORLD_SIZE", "")
-    foreign = {"RANK", "LOCAL_RANK"} <= environment.keys() and world.isdecimal() and int(world) > 1
-    if foreign and "PADDLE_TRAINERS_NUM" not in environment:
+    _refuse_variables_of_a_cluster(environment)
+    if "PADDLE_TRAINERS_NUM" in environment:
+        return
+    for size, (launcher, place, here) in _FOREIGN_LAUNCHERS.items():
+        count = environment.get(size, "")
+        if not count.isdecimal() or int(count) < 2 or not {*place} <= environment.keys():
+            continue
+        if launcher == "srun" and "SLURM_PTY_PORT" in environment:
+            continue  # an interactive shell: those of the other tasks have ended
+        processes = re.match(r"\d*", environment.get(here, ""))[0] or count  # Slurm: 2(x4)
         raise LaunchError(
-            f"another launcher started this process as one of {world}; each would train on its own",
+            f"another launcher started this process as one of {count}; each would work on its own",
             code="foreign_launcher",
-            where=f"WORLD_SIZE={world} RANK={environment['RANK']}",
-            fix="use fleetrun instead of torchrun: `fleetrun --nproc_per_node "
-            f"{environment.get('LOCAL_WORLD_SIZE', world)} ppdist ...`; to run one process, "
-            "unset WORLD_SIZE",
+            where=" ".join(f"{name}={environment[name]}" for name in (size, place[0])),
+            fix=f"use fleetrun instead of {launcher}: `fleetrun --nproc_per_node {processes} "
+            "ppdist ...` (several hosts: docs/clusters.md); for processes that do not belong "
+            f"together: `env -u {size} ppdist ...`",
         )
+
+
+# By the variable of their number: what starts copies of a command, the variables of each copy,
+# and the number of those on one host.  SLURM_NTASKS alone is an interactive job without copies.
+_FOREIGN_LAUNCHERS = dict(
+    zip(
+        COPIES_VARIABLES,
+        (
+            ("torchrun", ("RANK", "LOCAL_RANK"), "LOCAL_WORLD_SIZE"),
+            ("srun", ("SLURM_PROCID",), "SLURM_STEP_TASKS_PER_NODE"),
+            ("mpirun", ("OMPI_COMM_WORLD_RANK",), "OMPI_COMM_WORLD_LOCAL_SIZE"),
+            ("mpirun", ("PMI_RANK",), "MPI_LOCALNRANKS"),
+        ),
+        strict=True,
+    )
+)
+_OF_A_CLUSTER = (
+    *("PADDLE_TRAINERS_NUM", "PADDLE_TRAINER_ID", "PADDLE_TRAINER_ENDPOINTS"),
+    *("PADDLE_CURRENT_ENDPOINT", "PADDLE_NNODES", "PADDLE_MASTER"),
+)
+
+
+def _refuse_variables_of_a_cluster(environment: Mapping[str, str]) -> None:
+    """Refuses variables of a cluster where no launcher has run.
+
+    They are meant for Paddle's launcher.
+
+    Every launcher, and paddle.distributed.spawn, also says where the ranks meet or what they use.
+    """
+    ranks, hosts = (
+        int(value) if (value := environment.get(name, "")).isdecimal() else 1
+        for name in ("PADDLE_TRAINERS_NUM", "PADDLE_NNODES")
+    )
+    if "PADDLE_TRAINERS_NUM" in environment:
+        meets = {"PADDLE_MASTER", "PADDLE_RANK_IN_NODE", "PADDLE_DISTRI_BACKEND"}
+        started = bool(meets & environment.keys())
+        if started or ranks < 2 or any(key.startswith("FLAGS_selected_") for key in environment):
+            return
+    elif hosts < 2:
+        return
+    given = [name for name in _OF_A_CLUSTER if name in environment]
+    endpoints = environment.get("PADDLE_TRAINER_ENDPOINTS", "").split(",")
+    ips = [*dict.fromkeys(each.rpartition(":")[0] or "HOST1,HOST2" for each in endpoints)]
+    if len(ips) == 1 and len(endpoints) > 1:
+        launch = f"`fleetrun --nproc_per_node {ranks} ppdist ...`"
+    else:
+        launch = f"`fleetrun --ips {','.join(ips)} ppdist ...` on every host"
+    raise LaunchError(
+        f"the environment says that this is one of {max(ranks, hosts)} processes or hosts, and no "
+        "launcher started it: it would wait for the others, or train alone",
+        code="environment_of_other_launch",
+        where=" ".join(f"{name}={environment[name]}" for name in given[:3]),
+        fix=f"`unset {' '.join(given)}`; then {launch} for one training, or the "
+        "same command as now for this process alone",
+    )
 
 
 def step_storage_seconds() -> float:

@@ -20,6 +20,9 @@ from tests.errors import raises
 HOST = socket.gethostname()
 
 
+SRUN = {"SLURM_NTASKS": "4", "SLURM_STEP_NUM_TASKS": "4", "SLURM_PROCID": "1"}
+
+
 @pytest.mark.parametrize(
     ("environment", "refused"),
     [
@@ -27,8 +30,14 @@ HOST = socket.gethostname()
         ({"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1"}, False),
         ({"RANK": "1", "WORLD_SIZE": "4"}, False),  # of a machine: fleetrun may follow
         ({"SLURM_NTASKS": "4", "SLURM_PROCID": "1", "SLURM_LOCALID": "1"}, False),
-        ({"OMPI_COMM_WORLD_SIZE": "4", "OMPI_COMM_WORLD_RANK": "1"}, False),
-        ({"RANK": "1", "LOCAL_RANK": "1", "WORLD_SIZE": "4", "PADDLE_TRAINERS_NUM": "2"}, False),
+        (SRUN, True),
+        (SRUN | {"SLURM_STEP_NUM_TASKS": "1"}, False),
+        (SRUN | {"SLURM_PTY_PORT": "39001"}, False),  # srun --pty bash, and ppdist typed there
+        (SRUN | {"PADDLE_TRAINERS_NUM": "1"}, False),  # deploy/slurm: srun starts fleetrun
+        ({"OMPI_COMM_WORLD_SIZE": "4", "OMPI_COMM_WORLD_RANK": "1"}, True),
+        ({"OMPI_COMM_WORLD_SIZE": "1", "OMPI_COMM_WORLD_RANK": "0"}, False),
+        ({"PMI_SIZE": "2", "PMI_RANK": "0"}, True),
+        ({"RANK": "1", "LOCAL_RANK": "1", "WORLD_SIZE": "4", "PADDLE_TRAINERS_NUM": "1"}, False),
     ],
 )
 def test_one_of_several_of_another_launcher_is_refused(environment, refused):
@@ -37,6 +46,29 @@ def test_one_of_several_of_another_launcher_is_refused(environment, refused):
         return
     with raises("foreign_launcher"):
         comm.require_own_ranks(environment)
+
+
+CLUSTER = {
+    "PADDLE_TRAINERS_NUM": "2",
+    "PADDLE_TRAINER_ID": "0",
+    "PADDLE_TRAINER_ENDPOINTS": "10.0.0.1:6071,10.0.0.2:6071",
+    "PADDLE_CURRENT_ENDPOINT": "10.0.0.1:6071",
+}
+
+
+def test_variables_of_a_cluster_without_a_launcher_are_refused():
+    with raises("environment_of_other_launch", "10.0.0.1,10.0.0.2", " ".join(CLUSTER)):
+        comm.require_own_ranks(CLUSTER)
+    with raises("environment_of_other_launch", "unset PADDLE_NNODES PADDLE_MASTER"):
+        comm.require_own_ranks({"PADDLE_NNODES": "2", "PADDLE_MASTER": "job-worker-0:36543"})
+    for started in (
+        {"PADDLE_MASTER": "10.0.0.1:6070"},  # fleetrun, Paddle's own launcher
+        {"PADDLE_RANK_IN_NODE": "0"},
+        {"PADDLE_DISTRI_BACKEND": "gloo"},  # paddle.distributed.spawn
+        {"FLAGS_selected_gpus": "0"},
+        {"PADDLE_TRAINERS_NUM": "1"},
+    ):
+        comm.require_own_ranks(CLUSTER | started)
 
 
 def meet(argument):
