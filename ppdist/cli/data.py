@@ -218,25 +218,25 @@ def looked_at(config: "ExperimentConfig", *, fast: bool, workers: int = 0) -> "R
     rows = []
     for row in report.rows():
         counts = [str(row.counts[split]) for split in report.splits]
-        rows.append([row.kind.severity, row.name, *counts, row.kind.meaning, row.kind.training])
+        rows.append([row.kind.severity, row.name, *counts, row.kind.meaning, row.what_follows])
         more = row.count - len(row.examples)
         print(f"{row.name}:", *row.examples, *([f"and {more} more"] if more else []), sep="\n  ")
     if rows:
-        print_table(["", "kind", *report.splits, "what it is", "training"], rows)
+        print_table(["", "kind", *report.splits, "what it is", "what follows"], rows)
     return report
 
 
 def verdict(config: "ExperimentConfig", report: "Report") -> int:
     """Says whether the splits can be used; the exit code."""
     from ppdist.data.datasets.build import read_split
-    from ppdist.engine.build import crowding_of
+    from ppdist.engine.suitability import findings_of
 
     if report.errors:
         print(f"{report.errors} errors: training stops, or loses images", file=sys.stderr)
         return 2
-    for split in SPLITS:
-        for line in crowding_of(config, read_split(config.data, split, config.model.num_classes)):
-            print(line)
+    sets = [read_split(config.data, split, config.model.num_classes) for split in SPLITS]
+    for finding in findings_of(config, *sets):
+        print(f"warning: {finding.text}")
     looked = "every image decodes" if report.decoded else "only image headers were checked"
     print(f"ok: both splits can be used; {looked}")
     return 0
@@ -297,7 +297,7 @@ def stats(arguments: argparse.Namespace) -> int:
     from ppdist.common.files import make_folder, make_parent, write_json
     from ppdist.data.checks.statistics import class_rows, objects_of, overview, summary
     from ppdist.data.datasets.build import check_same_classes, read_split
-    from ppdist.engine.build import crowding_of
+    from ppdist.engine.suitability import findings_of
 
     config = load(arguments)
     if arguments.json:
@@ -316,7 +316,8 @@ def stats(arguments: argparse.Namespace) -> int:
     }
     for split, dataset in sets.items():
         print(f"{split}: {dataset.source}" + (f" ({dataset.limited})" if dataset.limited else ""))
-        print("".join(f"{line}\n" for line in crowding_of(config, dataset)), end="")
+    for finding in findings_of(config, sets["train"], sets["val"]):
+        print(f"warning: {finding.text}")
     both = zip(*(overview(counts) for counts in report.values()))
     print_table(["", *sets], [[what, train, val] for (what, train), (_, val) in both])
     columns = [f"{what}, {split}" for split in sets for what in ("objects", "images")[not boxes :]]

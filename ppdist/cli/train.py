@@ -63,7 +63,8 @@ def parse() -> argparse.Namespace:
     )  # fmt: skip
     parser.add_argument(
         "--dry-run", action="store_true",
-        help="check the data, show the decisions and write the configuration, without training",
+        help="check everything, show the decisions, write the configuration and say how long it "
+        "will take, without training",
     )  # fmt: skip
     parser.add_argument(
         "--resume", nargs="?", const="", default=None, metavar="RUN|auto",
@@ -195,14 +196,31 @@ def train(arguments: argparse.Namespace, callbacks: Sequence["Callback"] = ()) -
 def _dry_run(plan: "TrainingPlan", output_dir: Path, evaluate: bool) -> int:
     """Makes and checks every decision of a training without training."""
     from ppdist.cli.data import looked_at, verdict
-    from ppdist.engine.build import build_model
+    from ppdist.common.run_log import EarlyLog
+    from ppdist.distributed import comm
+    from ppdist.engine.build import build_model, decide_training
     from ppdist.engine.recipe import ASIDE, FILE, write_recipe
+    from ppdist.engine.rehearsal import rehearse
+    from ppdist.engine.schedule_setup import advice
 
+    comm.init(plan.config.device, plan.config.distributed)
     build_model(plan.config)  # whose sizes may not fit
     if plan.recipe:
         print_table(["decided", "value", "why"], plan.recipe.rows)
         again = write_recipe(plan.recipe, output_dir, {*output_dir.glob(ASIDE)}, evaluate)
     failed = verdict(plan.config, looked_at(plan.config, fast=True))
+    if not failed:  # what the run itself would refuse or warn of
+        with EarlyLog(comm.is_main()):
+            decided = decide_training(
+                plan.config, output_dir=output_dir, evaluate=evaluate, resume=plan.resume,
+                hold=False,
+            )  # fmt: skip
+        told = {finding.text for finding in decided.findings}
+        doubts = [*decided.warnings, *decided.short_of, *advice(decided.config, decided.schedule)]
+        for line in doubts:
+            if line not in told:
+                print(f"warning: {line}")
+        print(decided.memory, rehearse(decided), sep="\n")
     if plan.recipe:
         print(f"wrote {output_dir / FILE}; to train: {again}")
     return failed

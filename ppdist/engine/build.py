@@ -28,7 +28,7 @@ from ppdist.cpu.switch import (
     undeclared_layers,
     use_onednn,
 )
-from ppdist.data.checks.statistics import crowding, refit, sizes_in_input
+from ppdist.data.checks.statistics import refit, sizes_in_input
 from ppdist.data.datasets.build import limits
 from ppdist.data.loading.loader import EvalLoader
 from ppdist.data.types import DetectionSet
@@ -65,14 +65,23 @@ from ppdist.engine.start_lines import (
     model_line,
     train_line,
 )
-from ppdist.engine.state import Start, find_start, log_start, prepare_output_dir, validate_resume
+from ppdist.engine.state import (
+    Run,
+    Start,
+    find_start,
+    log_start,
+    prepare_output_dir,
+    validate_resume,
+)
+from ppdist.engine.suitability import findings_of
 from ppdist.engine.time_budget import TimeBudget
 from ppdist.engine.train_step import TrainStep
 from ppdist.engine.trainer import Trainer, TrainingParts
 from ppdist.engine.visualize import BatchPictures, Put
 from ppdist.losses.base import Loss
+from ppdist.metrics.verdict import Finding
 from ppdist.models.base import ImageModel, freeze, freezing, frozen_keys
-from ppdist.models.complexity import complexity
+from ppdist.models.complexity import Complexity, complexity
 from ppdist.models.model_card import ModelCard, card_of, names_for, origin, read_card
 from ppdist.models.weights import LoadReport, load_weights
 from ppdist.optim.ema import EMA
@@ -109,6 +118,125 @@ class Experiment:
     sets: dict[str, DetectionSet]  # by split: those that the run reads
 
 
+@dataclass
+class Decisions:
+    """A training as it will be, decided and checked.
+
+    Nothing is written yet.
+
+    Attributes:
+        found: lines of the data check.
+        findings: see `ppdist.engine.suitability`.
+        noticed, doubts, short_of: warnings: about the machine, the run, the memory.
+        said: lines for train.log.
+        memory: a line for the terminal.
+    """
+
+    config: ExperimentConfig
+    schedule: ScheduleSetup
+    model: ImageModel
+    train_set: DetectionSet
+    val_set: DetectionSet | None
+    bad_images: Blocklist
+    dirs: OutputDirs
+    budget: TimeBudget | None
+    start: Start
+    run: Run
+    size: Complexity
+    memory: str
+    found: Sequence[str]
+    findings: list[Finding]
+    noticed: list[str]
+    doubts: list[str]
+    short_of: list[str]
+    said: list[str]
+
+    @property
+    def warnings(self) -> list[str]:
+        """Warnings at the start, but those of memory and files."""
+        more = config_warnings(self.config, self.start.snapshot is None)
+        return [*self.noticed, *self.start.warnings, *self.doubts, *more]
+
+
+def decide_training(
+    config: ExperimentConfig,
+    *,
+    output_dir: Path,
+    evaluate: bool,
+    resume: Continuation = ANEW,
+    kernels: Kernels = BFLOAT16,
+    hold: bool = True,
+) -> Decisions:
+    """Decides and checks everything that a run does before it writes.  Collective.
+
+    For the arguments see `build_training`.
+
+    Args: hold: keep others from training in output_dir, if it exists.
+    Raises: as `build_training`.
+    """
+    budget = None if config.train.hours is None else TimeBudget(config.train.hours)
+    comm.run_on_all_ranks(lambda: set_device_options(config.train))
+    noticed = preflight(config, evaluate=evaluate, resume=resume, kernels=kernels)
+    # Create a missing folder only once the run is sure to start.
+    dirs = find_output_dirs(output_dir, config.checkpoint.on_every_host)
+    dirs.require_reachable()
+    # A lost host's lock ends when the server of its files misses it.
+    seconds = {"seconds": _LOST_HOST_SECONDS} if comm.was_restarted() else {}
+    if hold:
+        noticed += dirs.run(
+            lambda: files.hold(output_dir, **seconds) if output_dir.exists() else []
+        )
+    start = find_start(resume, dirs, config)
+    anew = start.snapshot is None
+    if start.job is not None:  # an earlier attempt of this job had read the inputs
+        wait_for_inputs(config, evaluate=evaluate, anew=anew)
+    train_set, val_set, found, pixels = read_sets(config.data, config.model.num_classes, evaluate)
+    bad_images = Blocklist(train_set, config.data.bad_images_limit)
+    images = images_of_epoch(train_set, config.data.sampling)
+    config, batches, said = resolve_batch_size(config, train_set.records, images, start)
+    model = build_model(config)
+    said += [*limits(train_set, val_set)]
+    findings = findings_of(config, train_set, val_set)
+    doubts = [finding.text for finding in findings]
+    told, more = _prepare(config, model, train_set, output_dir, anew)
+    said += told
+    doubts += more
+    schedule = build_schedule_setup(config, images, batches)
+    run = validate_resume(start, schedule, train_set, config, pixels)
+    bad_images.known |= run.bad_images
+    frozen = frozen_keys(model, config.train.freeze)
+    size = comm.run_on_all_ranks(lambda: complexity(model, config.train.amp, frozen))
+    expected = estimate(
+        model,
+        size,
+        sizes=config.training_sizes,
+        moments=1 if config.optimizer.name == "momentum" else 2,
+        averaged=config.train.ema.enabled,
+        frozen=frozen,
+    )
+    memory, short_of = require_memory(expected, schedule.largest_share)
+    return Decisions(
+        config=config,
+        schedule=schedule,
+        model=model,
+        train_set=train_set,
+        val_set=val_set,
+        bad_images=bad_images,
+        dirs=dirs,
+        budget=budget,
+        start=start,
+        run=run,
+        size=size,
+        memory=memory,
+        found=found,
+        findings=findings,
+        noticed=noticed,
+        doubts=doubts,
+        short_of=short_of,
+        said=said,
+    )
+
+
 def build_training(
     config: ExperimentConfig,
     *,
@@ -131,48 +259,13 @@ def build_training(
     """
     early = EarlyLog(comm.is_main())
     with early:
-        budget = None if config.train.hours is None else TimeBudget(config.train.hours)
-        comm.run_on_all_ranks(lambda: set_device_options(config.train))
-        noticed = preflight(config, evaluate=evaluate, resume=resume, kernels=kernels)
-        # Create a missing folder only once the run is sure to start.
-        dirs = find_output_dirs(output_dir, config.checkpoint.on_every_host)
-        dirs.require_reachable()
-        # A lost host's lock ends when the server of its files misses it.
-        seconds = {"seconds": _LOST_HOST_SECONDS} if comm.was_restarted() else {}
-        noticed += dirs.run(
-            lambda: files.hold(output_dir, **seconds) if output_dir.exists() else []
+        decided = decide_training(
+            config, output_dir=output_dir, evaluate=evaluate, resume=resume, kernels=kernels
         )
-        start = find_start(resume, dirs, config)
-        anew = start.snapshot is None
-        if start.job is not None:  # an earlier attempt of this job had read the inputs
-            wait_for_inputs(config, evaluate=evaluate, anew=anew)
-        train_set, val_set, found, pixels = read_sets(
-            config.data, config.model.num_classes, evaluate
-        )
-        bad_images = Blocklist(train_set, config.data.bad_images_limit)
-        images = images_of_epoch(train_set, config.data.sampling)
-        config, batches, said = resolve_batch_size(config, train_set.records, images, start)
-        model = build_model(config)
-        said += [*limits(train_set, val_set)]
-        doubts = crowding_of(config, train_set if val_set is None else val_set)
-        told, more = _prepare(config, model, train_set, output_dir, anew)
-        said += told
-        doubts += more
-        schedule = build_schedule_setup(config, images, batches)
-        run = validate_resume(start, schedule, train_set, config, pixels)
-        bad_images.known |= run.bad_images
-        frozen = frozen_keys(model, config.train.freeze)
-        size = comm.run_on_all_ranks(lambda: complexity(model, config.train.amp, frozen))
-        expected = estimate(
-            model,
-            size,
-            sizes=config.training_sizes,
-            moments=1 if config.optimizer.name == "momentum" else 2,
-            averaged=config.train.ema.enabled,
-            frozen=frozen,
-        )
-        memory, short_of = require_memory(expected, schedule.largest_share)
-        noticed += dirs.run(lambda: files.hold(output_dir))
+        config, schedule, start = decided.config, decided.schedule, decided.start
+        model, train_set, val_set = decided.model, decided.train_set, decided.val_set
+        dirs, run, anew = decided.dirs, decided.run, start.snapshot is None
+        decided.noticed += dirs.run(lambda: files.hold(output_dir))
         prepare_output_dir(start, run, schedule)
         comm.run_on_main(lambda: describe_run(output_dir, dump_yaml(config), command))
     log = comm.run_on_all_ranks(
@@ -193,16 +286,16 @@ def build_training(
     )
     with ExitStack() as undo:
         undo.callback(log.close)
-        for warning in [*noticed, *start.warnings, *found, *doubts, *config_warnings(config, anew)]:
+        for warning in [*decided.found, *decided.warnings]:
             log.warning(warning)
-        for line in said:
+        for line in decided.said:
             log.detail(line)
-        for warning in short_of:
+        for warning in decided.short_of:
             log.warning(warning)
         log.headline("data", data_line(config, train_set, val_set))
-        log.headline("model", model_line(config, size, anew))
+        log.headline("model", model_line(config, decided.size, anew))
         log.headline("device", device_line())
-        log.headline("memory", memory)
+        log.headline("memory", decided.memory)
         log.headline("train", train_line(schedule))
         if longer := longer_line(schedule):
             log.headline("longer", longer)
@@ -213,8 +306,8 @@ def build_training(
         card = _describe_model(config, model, train_set, start)
         both = train_set, val_set
         trainer = _build_trainer(
-            config, schedule, model, both, bad_images, log, dirs, budget, callbacks, card,
-            kernels,
+            config, schedule, model, both, decided.bad_images, log, dirs, decided.budget, callbacks,
+            card, kernels,
         )  # fmt: skip
         if start.snapshot is not None:
             trainer.restore(start.snapshot, start.own, bool(start.rescored))
@@ -223,7 +316,8 @@ def build_training(
         trainer.state.run, trainer.state.generation = run, start.generation
         log_start(start, schedule, log, config.log.every_steps)
         log.table("derived", schedule.rows())
-        log.metrics({"step": start.step or 0, "derived": schedule.record()})
+        codes = {"findings": dict(decided.findings)} if decided.findings else {}
+        log.metrics({"step": start.step or 0, "derived": schedule.record(), **codes})
         scores = ClassificationEvaluator if config.model.task == "classify" else Evaluator
         chosen = hyper_parameters(config.model, config.seed, schedule)
         log.writers.describe(chosen, list(scores.headline[:2]), settings(config))
@@ -560,13 +654,6 @@ def build_evaluator(
         max_pictures=max_pictures,
         loss=measured,
     )
-
-
-def crowding_of(config: ExperimentConfig, dataset: DetectionSet) -> list[str]:
-    """See `ppdist.data.checks.statistics.crowding`; empty for classifiers."""
-    if config.model.task == "classify":
-        return []
-    return crowding(dataset, config.evaluate.max_detections, config.suppression.keep)
 
 
 def speed_up_cpu(config: ExperimentConfig, models: list[ImageModel]) -> str:

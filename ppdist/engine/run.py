@@ -20,7 +20,6 @@ from ppdist.engine.build import (
     build_evaluator,
     build_model,
     build_training,
-    crowding_of,
     speed_up_cpu,
 )
 from ppdist.engine.callbacks import Callback
@@ -28,6 +27,7 @@ from ppdist.engine.continuation import ANEW, Continuation, config_of_run
 from ppdist.engine.evaluator import ClassificationEvaluator, Evaluator
 from ppdist.engine.preflight import fetch_on_all_ranks
 from ppdist.engine.recipe import ASIDE, FILE, Recipe, TrainOptions, fit_recipe, write_recipe
+from ppdist.engine.suitability import findings_of
 from ppdist.metrics.analysis import class_table
 from ppdist.metrics.run import read_run
 from ppdist.metrics.verdict import verdict_of
@@ -220,6 +220,6 @@ def prepare_evaluation(
     dataset, told = comm.run_on_all_ranks(load)
     evaluator = build_evaluator(config, dataset, model, pictures)
     slow = speed_up_cpu(config, [model])
-    crowded = crowding_of(config, dataset)
-    notes = tuple(note for note in (dataset.limited, told, *crowded, slow) if note)
+    doubts = [finding.text for finding in findings_of(config, None, dataset)]
+    notes = tuple(note for note in (dataset.limited, told, *doubts, slow) if note)
     return Evaluation(model, dataset, evaluator, notes)

@@ -115,6 +115,7 @@ class Run:
         evaluations: records of evaluations.
         ranks: records of ranks, as they are in the file.
         derived: what it made of its configuration at start: key -> value as text, and why.
+        findings: code -> what its data and configuration did not suit each other in, at start.
         starts: the step where a process began: more than one after restarts.
         rollbacks: (step from, step to, why).
         bad_images: how many were replaced; 0 where none.
@@ -132,6 +133,7 @@ class Run:
     evaluations: list[Numbers] = field(default_factory=list)
     ranks: list[Mapping[str, Any]] = field(default_factory=list)
     derived: dict[str, tuple[str, str]] = field(default_factory=dict)
+    findings: dict[str, str] = field(default_factory=dict)
     starts: list[float] = field(default_factory=list)
     rollbacks: list[tuple[float, float, str]] = field(default_factory=list)
     bad_images: int = 0
@@ -235,6 +237,9 @@ class Run:
         self.evaluations = [numbers(record) for record in found.evaluations]
         self.ranks, self.finished = found.ranks, found.finished
         self.starts = [record["step"] for record in found.starts]
+        said = found.starts[-1].get("findings") if found.starts else None
+        if isinstance(said, dict):
+            self.findings = {code: f"{text}" for code, text in said.items()}
         for key, item in found.starts[-1]["derived"].items() if found.starts else ():
             if isinstance(item, dict):
                 value = item.get("value")

@@ -32,6 +32,11 @@ _EARLY = 0.6  # a best before this part of the run was not surpassed for long
 _WEAK = 0.5  # times the mean AP of all classes
 _MOST_WEAK = 3  # classes that are named
 _FEW_IMAGES = 20  # of the validation split
+# Findings before a training (engine/suitability.py) that more epochs do not mend.
+DETR_FROM_SCRATCH, TINY_OBJECTS, BEYOND_QUERIES = (
+    "detr_from_scratch", "objects_tiny", "objects_beyond_queries",
+)  # fmt: skip
+_NOT_BY_EPOCHS = (DETR_FROM_SCRATCH, TINY_OBJECTS, BEYOND_QUERIES)
 
 
 class Finding(NamedTuple):
@@ -70,6 +75,7 @@ def verdict(
     fine_tuned: bool = False,
     finished: str = "total",
     run: str = "RUN",
+    findings: Mapping[str, str] | None = None,
 ) -> list[Finding]:
     """What came of a training, the most important first.
 
@@ -80,6 +86,7 @@ def verdict(
         finished: why it ended, as metrics.jsonl says: total, early_stopping, hours or signal; "":
             it has not.
         run: its folder, for commands to copy.
+        findings: what was known before it began, by code (`Run.findings`).
     """
     evaluation = evaluation or {}
     metric = "mAP" if any(_measured(record, "mAP") for record in evaluations) else "top1"
@@ -88,9 +95,19 @@ def verdict(
     if not course.records:
         why = f"not evaluated, so nothing is known about its quality: run `ppdist eval -w {run}`"
         return [Finding("not_evaluated", why), *ended]
+    known = [Finding(code, text) for code, text in (findings or {}).items()]
+    causes = [finding for finding in known if finding.code in _NOT_BY_EPOCHS]
+    level = _level(course, evaluation, fine_tuned, causes)
+    if level.code == "learned":
+        causes = []
     return [
-        _level(course, evaluation, fine_tuned),
-        *_of_course(course, evaluations, steps),
+        level,
+        *causes,
+        *(
+            each
+            for each in _of_course(course, evaluations, steps)
+            if not causes or each.code != "still_rising"
+        ),
         *_weak_classes(course, evaluation),
         *_trust(evaluation),
         *ended,
@@ -106,6 +123,7 @@ def verdict_of(run: Run) -> list[Finding]:
         fine_tuned=run.config.get("model.pretrained") is not None,
         finished=run.finished,
         run=f"{run.folder}",
+        findings=run.findings,
     )
 
 
@@ -120,7 +138,13 @@ def _measured(record: Mapping[str, Any], metric: str) -> bool:
 # Level.
 
 
-def _level(course: _Course, evaluation: Mapping[str, Any], fine_tuned: bool) -> Finding:
+def _level(
+    course: _Course,
+    evaluation: Mapping[str, Any],
+    fine_tuned: bool,
+    causes: Sequence[Finding],
+) -> Finding:
+    """Args: causes: what keeps it from learning, and is said beside it."""
     best = course.records[course.best]
     skill = _skill(best, course.metric, evaluation)
     names = ("mAP", "mAP50") if course.metric == "mAP" else ("top1",)
@@ -134,6 +158,8 @@ def _level(course: _Course, evaluation: Mapping[str, Any], fine_tuned: bool) -> 
             told = len(course.records) >= _FEWEST and not _gain(course)
             look = "check the labels (`ppdist data show`) and try another optimizer.lr"
             todo = look if told else "train longer"
+        if causes:
+            todo = "more epochs are not the remedy"
         return Finding("not_learned", f"not learned yet: {score}{after}; {todo}")
     where = f" ({at})" if at else ""
     if skill < _LEARNED:

@@ -405,11 +405,7 @@ def require_fit(model: ModelConfig, weights: Path | str) -> None:
     theirs = _detector_of(entry)
     if theirs is None or model.task != "detect" or _same_design(theirs, model):
         return
-    fitting = [
-        other.name
-        for other in zoo().values()
-        if (known := _detector_of(other)) is not None and _same_design(known, model)
-    ]
+    fitting = fitting_weights(model)
     yours = f"weights that fit ({', '.join(fitting[:3])})" if fitting else "other weights"
     of_config = {long: short for short, long in short_names().items()}
     one, other = (" ".join(_design(each)) for each in (theirs, model))
@@ -419,6 +415,15 @@ def require_fit(model: ModelConfig, weights: Path | str) -> None:
         where=f"{weights}",
         fix=f"use {yours}, or the model {of_config.get(entry.config, entry.config)}",
     )
+
+
+def fitting_weights(model: ModelConfig) -> list[str]:
+    """Names of published weights of this detector's family and size."""
+    return [
+        other.name
+        for other in zoo().values()
+        if (known := _detector_of(other)) is not None and _same_design(known, model)
+    ]
 
 
 @cache

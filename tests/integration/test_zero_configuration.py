@@ -1,6 +1,7 @@
 """`train DATA --model NAME` in one process: what it decides is what a config by hand says."""
 
 import json
+import re
 import shutil
 import sys
 from pathlib import Path
@@ -144,10 +145,31 @@ def test_dry_run_decides_writes_checks_and_trains_nothing(project, tmp_path, mon
     run(monkeypatch, *words)
     out = capsys.readouterr().out
     assert "model.num_classes" in out and "ok: both splits can be used" in out
+    assert re.search(r"about (\d+h \d\dm|\d+m \d\ds|\d+s) on this machine: \d+ steps", out)
     assert [*map(str, Path("output/yaml_yolov5n").iterdir())] == ["output/yaml_yolov5n/recipe.yml"]
     run(monkeypatch, "-c", "output/yaml_yolov5n/recipe.yml", "--dry-run")
     with raises("image_size_not_multiple", "64 or 96"):
         run(monkeypatch, *words[:3], "--image-size", 65, "--dry-run")
+
+
+@pytest.mark.parametrize(
+    ("items", "code"),
+    [
+        (["model.pretrained=yolov5n_coco"], "weights_offline"),
+        (["model.pretrained=damaged.pt"], "weights_damaged"),
+        (["train.freeze=10"], "freeze_too_many_stages"),
+        (["distill.teacher=nowhere"], "teacher_not_found"),
+    ],
+)
+def test_dry_run_refuses_what_the_run_would(project, tmp_path, monkeypatch, items, code):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("PPDIST_OFFLINE", "1")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    Path("damaged.pt").write_bytes(b"PK\x03\x04 and nothing")
+    words = [project / "yaml/data.yaml", "--model", "yolov5n", "--image-size", 64]
+    for more in (["--dry-run"], []):
+        with raises(code):
+            run(monkeypatch, *words, *more, "-o", *items)
 
 
 def test_a_run_that_fails_on_data_leaves_its_recipe(project, tmp_path, monkeypatch):

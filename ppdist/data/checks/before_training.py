@@ -21,6 +21,7 @@ from ppdist.data.checks.images import (
     ImageCheck,
     ImageFile,
     check_files,
+    duplicates,
     leaks,
     same_list,
 )
@@ -246,15 +247,25 @@ def _outcome(
             if found.problem is not None
         ]
         bad[split] = [(position, problem.text, problem.code) for position, _, problem in problems]
-        for kind, count in Counter(problem.code for _, _, problem in problems).items():
-            first = [f"{path}: {of.text}" for _, path, of in problems if of.code == kind]
+        doubtful = [(problem.code, f"{path}: {problem.text}") for _, path, problem in problems]
+        doubtful += [
+            (kind, path)
+            for path, found in images
+            for kind in found.notes
+            if KINDS[kind].severity == "warning"
+        ]
+        doubtful += [
+            ("image_duplicate", f"{path} and {first}") for path, first in duplicates(images).items()
+        ]
+        for kind, count in Counter(kind for kind, _ in doubtful).items():
+            first_of = [text for code, text in doubtful if code == kind][:_EXAMPLES]
             what = KINDS[kind]
             follows = f"training: {what.training}"
             if split != "train" and what.evaluation:
                 follows = what.evaluation
             lines.append(
                 f"{sets[split].source}: {kind}: {count} of {len(images)} images: {what.meaning}; "
-                f"{follows}; first: {'; '.join(first[:_EXAMPLES])}"
+                f"{follows}; first: {'; '.join(first_of)}"
             )
     if "val" in checked and not same_list(checked["train"], checked["val"]):
         leaking = [*leaks(checked["train"], checked["val"])]
@@ -270,7 +281,7 @@ def _outcome(
 
 
 _PROBED = 8  # images of a folder that are opened to see whether its storage is there
-_VERSION = 6  # of the kept result: raise it when a check of an image finds more
+_VERSION = 7  # of the kept result: raise it when a check of an image finds more
 _STAT_THREADS = 16  # a network disk answers each request late, but many at once
 _STATS_AT_ONCE = 64  # of a thread
 

@@ -62,6 +62,14 @@ class Row:
     def count(self) -> int:
         return sum(self.counts.values())
 
+    @property
+    def what_follows(self) -> str:
+        """What training and evaluation do about it, where they meet it."""
+        training, evaluation = self.kind.training, self.kind.evaluation or self.kind.training
+        if not self.counts.get("val") or training == evaluation:
+            return training
+        return f"{training}; {evaluation}" if self.counts.get("train") else evaluation
+
 
 @dataclass(frozen=True)
 class Report:

@@ -33,6 +33,18 @@ RISES = [1.0, 0.8, 0.6, 0.6, 0.6, 0.6, 0.7, 0.8, 0.9, 1.0, 1.1, 1.2]
 CASES = {
     "no evaluation": (dict(evaluations=[]), ["not_evaluated"]),
     "from scratch, nothing": (dict(evaluations=run([0.001, 0.002, 0.008])), ["not_learned"]),
+    "from scratch, nothing, and known why": (
+        dict(evaluations=run([0.001, 0.002, 0.03]), findings={"detr_from_scratch": "a DETR"}),
+        ["not_learned", "detr_from_scratch"],
+    ),
+    "half learned, and known why": (
+        dict(evaluations=run([0.01, 0.06, 0.13, 0.15]),
+             findings={"objects_tiny": "tiny", "objects_crowded": "many"}),
+        ["partly_learned", "objects_tiny"],
+    ),
+    "learned all the same": (
+        dict(evaluations=run([0.5]), findings={"objects_beyond_queries": "many"}), ["learned"],
+    ),
     "half learned": (
         dict(evaluations=run([0.01, 0.06, 0.13, 0.15])), ["partly_learned", "still_rising"],
     ),
@@ -111,6 +123,9 @@ SENTENCES = {
     ),
     "not learned yet: mAP 0.008, mAP50 0.013 after 5 epochs; check the labels (`ppdist data "
     "show`) and try another optimizer.lr": dict(evaluations=run([0.008] * 5), fine_tuned=True),
+    "not learned yet: mAP 0.008, mAP50 0.013 after 1 epoch; more epochs are not the remedy": dict(
+        evaluations=run([0.008]), findings={"objects_tiny": "tiny"}
+    ),
     "learned: mAP 0.500, mAP50 0.800 (epoch 1)": dict(evaluations=run([0.5])),
     "still rising: mAP +0.040 in the last quarter; more epochs would help": dict(
         evaluations=run([0.1, 0.5, 0.66, 0.70])

@@ -6,6 +6,8 @@ import threading
 import time
 from pathlib import Path
 
+import cv2
+import numpy as np
 import pytest
 
 from ppdist.common.process import RESTART_VARIABLE
@@ -58,6 +60,23 @@ def test_training_learns_of_bad_images_before_it_starts(home, broken, caplog):
     assert all(record.levelno < logging.WARNING for record in caplog.records)
     assert "image_truncated: 1 of 2 images" in warned[0] and text in warned[0]
     assert warned[1].startswith("leakage: 1 of 2 training images are in the validation split too")
+
+
+def test_training_is_told_what_the_check_of_data_knows(home, tmp_path):
+    """Of pixels that are nearly black, and of doubles; of validation its own remedy."""
+    config = write_clean_coco(tmp_path)
+    grey = np.random.default_rng(0).integers(0, 4096, (48, 64), np.uint16)
+    assert cv2.imwrite(str(tmp_path / "images" / "0.png"), grey)
+    (tmp_path / "images" / "1.png").write_bytes((tmp_path / "images" / "0.png").read_bytes())
+    (tmp_path / "images" / "2.jpg").write_bytes(b"no image")
+    train = tmp_path / "train.json"
+    train.write_text(train.read_text().replace(".jpg", ".png"))
+    good = read_split(config, "train")
+    lines = check_before_training(config, good, None, workers=2).lines
+    assert ["dark_sixteen_bit: 2 of 2" in line for line in lines] == [True, False]
+    assert "image_duplicate: 1 of 2" in lines[1] and "both are used" in lines[1]
+    with raises("no_good_image"):
+        _check(config)
 
 
 def test_a_check_is_made_again_only_when_a_file_changed(home, broken, monkeypatch, caplog):

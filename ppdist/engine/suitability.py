@@ -1,0 +1,109 @@
+"""What a run cannot learn or find of its data.
+
+It is known before the first step.
+
+Training, its dry run, evaluation, `ppdist data check` and the verdict at the end say these lines.
+"""
+
+import numpy as np
+
+from ppdist.config import ExperimentConfig
+from ppdist.data.checks.statistics import crowding, objects_of
+from ppdist.data.types import DetectionSet, Records
+from ppdist.metrics.verdict import BEYOND_QUERIES, DETR_FROM_SCRATCH, TINY_OBJECTS, Finding
+from ppdist.models.model_card import fitting_weights
+
+# 205 images of BCCD teach a D-FINE of random weights next to nothing in as many epochs as a YOLOv5
+# needs (docs/dev/few_images.md); published ones saw COCO's 118,000 images 72 to 230 times.
+_FEW_IMAGES = 8000
+_CELL = 8.0  # input pixels, the finest stride of the detectors here
+_MUCH = 0.25  # of the objects: more below a cell is worth a warning
+_LEFT = 0.1  # of the objects may stay below it at the size that is advised
+_MOST_LARGER = 2.0  # times the input: more is advised as tiles
+_STEP = 32  # input sizes are multiples of it
+
+
+def findings_of(
+    config: ExperimentConfig, train: DetectionSet | None, val: DetectionSet | None
+) -> list[Finding]:
+    """What does not suit the data, the most harmful first.
+
+    Args: train, val: the splits that are read; None: not that one.
+    Returns: [] for classifiers.
+    """
+    if config.model.task == "classify":
+        return []
+    found: list[Finding] = []
+    if train is not None:
+        found += _from_scratch(config, train)
+        found += _tiny(config, train)
+    for split, dataset in (("train", train), ("val", val)):
+        found += [] if dataset is None else _beyond_queries(config, split, dataset)
+    counted = val or train
+    if counted is not None:
+        limits = config.evaluate.max_detections, config.suppression.keep
+        found += [Finding("objects_crowded", line) for line in crowding(counted, *limits)]
+    return found
+
+
+def _queries(config: ExperimentConfig) -> int | None:
+    """The most objects that the model finds; None: no such limit."""
+    return getattr(config.model, "queries", None)
+
+
+def _from_scratch(config: ExperimentConfig, train: DetectionSet) -> list[Finding]:
+    images = len(train.records)
+    if _queries(config) is None or config.model.pretrained or images >= _FEW_IMAGES:
+        return []
+    name = next(iter(fitting_weights(config.model)), "FILE")
+    text = (
+        f"a DETR learns next to nothing of {images} images from random weights: start with "
+        f"--weights {name} (with -c: -o model.pretrained={name})"
+    )
+    return [Finding(DETR_FROM_SCRATCH, text)]
+
+
+def _tiny(config: ExperimentConfig, train: DetectionSet) -> list[Finding]:
+    """Objects that are smaller than the cells that look for them."""
+    size = config.model.image_size
+    objects = objects_of(train, size, config.data.resize)
+    alone_M = ~objects.crowd_M & (objects.sizes_N2[objects.image_M] > 0).all(1)
+    side_M = objects.input_M2[alone_M].min(1, initial=np.inf)
+    share = float((side_M < _CELL).mean()) if len(side_M) else 0.0
+    if share < _MUCH:
+        return []
+    larger = _CELL / max(float(np.quantile(side_M, _LEFT)), 1e-3)
+    text = (
+        f"{share:.0%} of the training objects are under {_CELL:g} pixels wide or high in the "
+        f"{size[0]}x{size[1]} input: "
+    )
+    if larger <= _MOST_LARGER:
+        sides = [int(np.ceil(side * larger / _STEP) * _STEP) for side in size]
+        words = f"{sides[0]}" if sides[0] == sides[1] else f"{sides[0]} {sides[1]}"
+        key = ",".join(map(str, sides))
+        text += f"use --image-size {words} (with -c: -o model.image_size=[{key}])"
+    else:
+        width_M2 = objects.boxes_M4[alone_M, 2:] - objects.boxes_M4[alone_M, :2]
+        tile = int(min(size) * np.quantile(width_M2.min(1), _LEFT) / _CELL)
+        text += (
+            f"train on tiles of at most {max(tile, 1)} pixels, cut from the images, and find "
+            f"objects with `ppdist predict --slice {max(tile, 1)}`"
+        )
+    return [Finding(TINY_OBJECTS, text)]
+
+
+def _beyond_queries(config: ExperimentConfig, split: str, dataset: DetectionSet) -> list[Finding]:
+    queries = _queries(config)
+    if queries is None:
+        return []
+    records = Records.of(dataset.records)
+    count_N = np.bincount(records.image_O[~records.crowd_O], minlength=len(records))
+    if not (count_N > queries).any():
+        return []
+    most = int(count_N.max())
+    text = (
+        f"{split}: {int((count_N > queries).sum())} of {len(count_N)} images show up to {most} "
+        f"objects, and the model finds {queries} at most: set "
+        f"-o model.queries={-(-most // 100) * 100}"
+    )
+    return [Finding(BEYOND_QUERIES, text)]
