@@ -209,6 +209,88 @@ def test_only_child_starts_programs() -> None:
     assert not wrong, "\n".join(wrong)
 
 
+# Methods that write a file by its name; `open` and its like are told by their mode.
+WRITES = {
+    *("write_text", "write_bytes", "touch", "imwrite", "VideoWriter", "savez"),
+    *("copy", "copy2", "copyfile", "copytree", "mkstemp", "NamedTemporaryFile", "truncate"),
+}
+OPENS = {"open", "fdopen", "ZipFile", "FileIO"}
+OF_MODULES = {"shutil", "os", "np", "cv2", "io", "tempfile"}  # of those above with common names
+SAVES = {"paddle", "jit", "onnx", "np"}  # their `save` takes a path; so does `save_file`
+# Where a file is written otherwise than by common/files.py or runtime/files.py, and why.
+# `MODULE:FUNCTION`, by why it may.
+OTHER_WRITERS = {
+    "in a folder that this process, or who started it, has just made": {
+        *("benchmark/interleaved.py:pause", "benchmark/interleaved.py:start"),
+        *("benchmark/interleaved.py:wait_for_slice", "cli/doctor.py:be_rank"),
+        *("common/child.py:run_command", "distributed/heartbeat.py:begin"),
+        *("distributed/heartbeat.py:tell_stop", "engine/auto_batch.py:trial"),
+        *("engine/checkpoint.py:_write_durably", "engine/memory_probe.py:_measure"),
+        *("engine/memory_probe.py:main", "export/export.py:_tidy", "export/onnx.py:sign"),
+        *("export/export.py:_write_int8", "export/export.py:_write_onnx"),
+        *("export/export.py:_write_paddle", "export/export.py:save_graph"),
+        *("export/onnx.py:append_nms", "export/onnx.py:quantize_onnx"),
+        *("export/spec.py:write_spec", "export/triton.py:arrange"),
+        *("launch/supervisor.py:passed_on", "launch/supervisor.py:run"),
+        *("launch/supervisor.py:run_job", "launch/watchdog.py:_collect_stacks"),
+        *("launch/worker.py:end_report", "launch/worker.py:stop"),
+        *("verify/accelerator.py:prepare", "verify/dp_equivalence.py:_alone"),
+        "verify/dp_equivalence.py:judge",
+    },
+    "under a new random name": {
+        *("data/datasets/convert.py:_place_images", "engine/output_dirs.py:put"),
+        *("models/unpickle.py:write_pdparams", "models/unpickle.py:write_torch"),
+        *("models/weights.py:_write_npz", "models/weights.py:_write_safetensors"),
+        *("predict/detections.py:show", "storage/keyed_cache.py:put"),
+    },
+    "exclusively: what has the name already is an error, or was deleted just before": {
+        *("data/datasets/annotations.py:write_text", "storage/shards.py:_begin"),
+        *("storage/shards.py:close", "runtime/results.py:write"),
+    },
+    "to what is open already, to /dev/null, to /proc, or with O_NOFOLLOW": {
+        *("common/process.py:flush", "data/cache.py:_in_memory", "data/cache.py:_on_disk"),
+        *("data/cache.py:_of_first_on_host", "data/checks/images.py:_serve"),
+        *("data/datasets/annotation_cache.py:_descriptor", "distributed/shm_allreduce.py:join"),
+        *("launch/cli.py:_open_streams", "runtime/command.py:main"),
+    },
+}
+
+
+def writers_of(path: Path) -> Iterator[tuple[str, int, str]]:
+    """Calls of a module that may write a file by its name: function, line and call."""
+    stack: list[tuple[ast.AST, str]] = [(tree_of(path), "")]
+    while stack:
+        node, function = stack.pop()
+        if isinstance(node, ast.FunctionDef):
+            function = node.name
+        stack += [(child, function) for child in ast.iter_child_nodes(node)]
+        if not isinstance(node, ast.Call):
+            continue
+        of, _, name = name_of(node.func).rpartition(".")
+        words = [ast.unparse(each) for each in (*node.args, *(k.value for k in node.keywords))]
+        mode = next((w for w in words if re.search(r"^'[rwaxbt+]{1,4}'$|O_WRONLY|O_RDWR", w)), "r")
+        opens = name in OPENS and re.search("[wax+]|O_WR|O_RDWR", mode)
+        saves = name == "save_file" or (name == "save" and of.rpartition(".")[2] in SAVES)
+        common = name in ("copy", "truncate") and of not in OF_MODULES
+        if opens or saves or (of and name in WRITES and not common):
+            yield function, node.lineno, ast.unparse(node)[:90]
+
+
+def test_only_files_writes_files() -> None:
+    """Whatever writes a file replaces it, or says here why it need not."""
+    allowed = set[str]().union(*OTHER_WRITERS.values())
+    others: dict[str, list[str]] = {}
+    for name, path in sources().items():
+        if not inside(name, "ppdist") or name in ("ppdist.common.files", "ppdist.runtime.files"):
+            continue
+        for function, line, call in writers_of(path):
+            place = path.relative_to(REPOSITORY / "ppdist").as_posix()
+            others.setdefault(f"{place}:{function}", []).append(f"{place}:{line}: {call}")
+    wrong = [call for place, calls in others.items() if place not in allowed for call in calls]
+    assert not wrong, "\n".join(wrong)
+    assert others.keys() == allowed  # no reason is left over
+
+
 def private_names(path: Path) -> Iterator[tuple[int, str]]:
     """Where a module takes a private attribute of something, or a part of Paddle's inside."""
     for node in nodes_of(path):

@@ -363,12 +363,17 @@ def folder_for(weights: Path, what: str) -> Path:
     """Default output folder: in the weights' run, else named after them.
 
     Args: weights: a run, a checkpoint, a file or a name; or an export in a run.
+    Raises: UserError: the folder in the run, or one below, is a link.
     """
+    from ppdist.common.files import require_no_links
     from ppdist.models.weights import checkpoint_of
 
-    found = checkpoint_of(weights)
+    found, run = checkpoint_of(weights), None
     if (found / "manifest.json").is_file() and found.parent.name == "checkpoints":
-        return found.parent.parent / what
-    if (weights.parent / "checkpoints").is_dir():
-        return weights.parent / what
+        run = found.parent.parent
+    elif (weights.parent / "checkpoints").is_dir():
+        run = weights.parent
+    if run is not None:
+        require_no_links(run / what)
+        return run / what
     return Path("output") / f"{weights.stem}_{what}"

@@ -17,7 +17,7 @@ import yaml
 import ppdist
 from ppdist.cli import add_config, parser_of
 from ppdist.common.errors import ConfigError
-from ppdist.common.files import make_parent, writing
+from ppdist.common.files import write_text
 from ppdist.config import load_config
 from ppdist.config.base import dump_yaml
 from ppdist.config.shipped import find_config, folder, near, recipes, short_names
@@ -156,9 +156,7 @@ def copied(name: str, file: Path | None) -> Path:
         text = text.replace(part, shipped.as_posix())
     text = _OWN_COMMAND.sub(f"ppdist train -c {shlex.quote(str(target))}", text)
     text = text.replace("$schema=../schema.json", f"$schema={folder() / 'schema.json'}")
-    make_parent(target)
-    with writing(target):
-        target.write_text(text, encoding="utf-8")
+    write_text(target, text)
     return target
 
 

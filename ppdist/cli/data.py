@@ -334,7 +334,7 @@ def stats(arguments: argparse.Namespace) -> int:
 
 
 def show(arguments: argparse.Namespace) -> int:
-    from ppdist.common.files import make_parent, writing
+    from ppdist.common.files import make_parent, write_whole
     from ppdist.data.datasets.build import read_split
     from ppdist.engine.build import build_model
     from ppdist.viz.dataset import evaluation_pictures, png, training_pictures
@@ -381,8 +381,7 @@ def show(arguments: argparse.Namespace) -> int:
             epoch=arguments.epoch,
             count=arguments.count,
         )
-    with writing(arguments.out):
-        arguments.out.write_bytes(png(grid(pictures)))
+    write_whole(arguments.out, png(grid(pictures)))
     when = "evaluation" if arguments.eval else f"epoch {arguments.epoch} (of 0 to {epochs - 1})"
     print(f"wrote {len(pictures)} samples of {split}, as in {when}, to {arguments.out}")
     return 0

@@ -21,6 +21,7 @@ from typing import Any, Literal
 from ppdist.cli import add_config, parser_of, script_of
 from ppdist.common import errors
 from ppdist.common.child import start_here
+from ppdist.common.files import write_text
 from ppdist.launch.doctor import (
     FAIL,
     WARN,
@@ -90,7 +91,7 @@ def main() -> int:
     if arguments.json:
         said = [finding.__dict__ for finding in findings]
         text = json.dumps({**report, "findings": said}, indent=1)
-        Path(arguments.json).write_text(f"{text}\n", encoding="utf-8")
+        write_text(Path(arguments.json), f"{text}\n")
     count = {level: sum(found.level == level for found in findings) for level in (FAIL, WARN)}
     print(f"{count[FAIL]} failed, {count[WARN]} warnings")
     return 2 if count[FAIL] else 0

@@ -162,13 +162,12 @@ def write_out(
     split: "SplitConfig",
 ) -> None:
     """Everything there is to say about what `evaluator.predict` found."""
-    from ppdist.common.files import write_json, writing
+    from ppdist.common.files import write_json, write_text
     from ppdist.metrics.analysis import tables
     from ppdist.viz.run_plots import draw_run
 
     write_json(folder / "evaluation.json", analysis)
-    with writing(folder / "tables.txt"):
-        (folder / "tables.txt").write_text(tables(analysis), encoding="utf-8")
+    write_text(folder / "tables.txt", tables(analysis))
     evaluator.save(folder / "detections.json", found)
     root = Path(data.root)
     draw_run(folder, image_folders=[root, *(root / name for name in split.image_folders)])

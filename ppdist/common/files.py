@@ -1,26 +1,39 @@
-"""Files of a run: users' paths, writing whole files, the lock.
+"""Files of a run: users' paths, writing files, the lock.
 
-A path that cannot be written is the user's error.  Two trainings must not write into one folder:
-the second is refused while the first lives.
+A path that cannot be written is the user's error.  All files are written by functions of this
+module (those of `runtime/files.py` are among them): a file is replaced, never opened through a
+link.  Two trainings must not write into one folder: the second is refused while the first lives.
 """
 
 import errno
 import fcntl
 import hashlib
+import io
 import json
+import logging
 import os
 import socket
 import stat
+import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
 from typing import Any, BinaryIO
 
 from ppdist.common.errors import ConfigError, UserError
+from ppdist.runtime.files import draft_of as draft_of
+from ppdist.runtime.files import open_own as open_own
+from ppdist.runtime.files import own_handle as own_handle
+from ppdist.runtime.files import replace_file as replace_file
+from ppdist.runtime.files import replacing as replacing
+from ppdist.runtime.files import sync_path as sync_path
 
+_LOGGER = logging.getLogger("ppdist")
 _BLOCK_BYTES = 1 << 20
+_REPLACED = (stat.S_IFREG, stat.S_IFLNK)
 
 
 @contextmanager
@@ -94,6 +107,31 @@ def make_parent(path: Path) -> None:
         )
 
 
+def require_no_link(folder: Path) -> None:
+    """Refuses a link as a folder of which nobody typed the path.
+
+    A run's folder that came in an archive must not choose where files go.
+
+    Raises: UserError: it is one.
+    """
+    if folder.is_symlink():
+        raise UserError(
+            f"is a link to {os.readlink(folder)}, and a run writes to no place that only a link in "
+            "its folder names",
+            code="folder_is_link",
+            where=f"{folder}",
+            fix="delete the link, or name its folder with --out or output_dir",
+        )
+
+
+def require_no_links(folder: Path) -> None:
+    """Refuses as `require_no_link` does, also for all folders below."""
+    require_no_link(folder)
+    for parent, folders, _ in os.walk(folder):
+        for name in folders:
+            require_no_link(Path(parent, name))
+
+
 def user_cache() -> Path | None:
     """This user's ppdist cache folder; None: the user has no home.
 
@@ -165,33 +203,6 @@ def digest_of_text(text: str) -> str:
     return hashlib.blake2b(text.encode(), digest_size=8).hexdigest()
 
 
-def replace_file(path: Path, content: bytes, *, sync: bool = False) -> None:
-    """Writes a file atomically through a temporary file beside it.
-
-    Args: sync: to disk before the file is replaced, so that it survives a power failure.
-    Raises: OSError: it cannot be written; what was there before stays.
-    """
-    draft = path.with_name(path.name + ".tmp")
-    with open(draft, "wb") as file:
-        file.write(content)
-        if sync:
-            file.flush()
-            os.fsync(file.fileno())
-    draft.replace(path)
-
-
-def sync_path(path: Path) -> None:
-    """Flushes a file, or the names in a folder, to disk.
-
-    Raises: OSError.
-    """
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
-
-
 def read_json(path: Path) -> Any:
     """Content of a JSON file; None if it is missing or broken."""
     with suppress(OSError, ValueError):
@@ -199,28 +210,78 @@ def read_json(path: Path) -> Any:
     return None
 
 
-def write_json(path: Path, content: object, indent: int | None = None) -> None:
+def write_json(
+    path: Path, content: object, indent: int | None = None, *, sync: bool = False
+) -> None:
     """Writes JSON in UTF-8 atomically.
 
     A file name that is not UTF-8 gets JSON's escapes of the characters Python has for its bytes.
 
+    Args: sync: see `replacing`.
     Raises: UserError: it cannot be written.
     """
-    text = json.dumps(content, ensure_ascii=False, indent=indent)
-    write_whole(path, text.encode("utf-8", errors="backslashreplace"))
+    write_text(path, json.dumps(content, ensure_ascii=False, indent=indent), sync=sync)
 
 
-def write_whole(path: Path, data: bytes) -> None:
+def write_text(path: Path, text: str, *, sync: bool = False) -> None:
+    """Writes UTF-8 as `write_whole` does; other characters get escapes."""
+    write_whole(path, text.encode("utf-8", errors="backslashreplace"), sync=sync)
+
+
+def write_whole(path: Path, data: bytes, *, sync: bool = False) -> None:
     """Writes a file atomically; creates its folder if missing.
 
+    Args: sync: see `replacing`.
     Raises: UserError: it cannot be written.
     """
     make_parent(path)
     with writing(path):
-        if path.exists() and not path.is_file():  # /dev/stdout: not to be replaced by a file
+        if _is_device(path):
             path.write_bytes(data)
         else:
-            replace_file(path.resolve(), data)
+            replace_file(path, data, sync=sync)
+
+
+def _is_device(path: Path) -> bool:
+    """Whether a path is no place for a file: /dev/stdout, a pipe."""
+    if path.parent == Path("/dev") or path.parent.resolve().is_relative_to("/proc"):
+        return True
+    return os.path.lexists(path) and stat.S_IFMT(path.lstat().st_mode) not in _REPLACED
+
+
+def append_whole(file: io.FileIO, data: bytes) -> None:
+    """Appends all of `data` to an unbuffered file, or nothing on failure.
+
+    Raises: OSError: the disk is full, or the file was removed.
+    """
+    status = os.fstat(file.fileno())
+    if not status.st_nlink:  # writing would succeed, but the data would be lost
+        raise FileNotFoundError(errno.ENOENT, "it was removed", file.name)
+    size = status.st_size
+    try:
+        while data:  # an unbuffered write may take only a part
+            data = data[file.write(data) :]
+    except OSError:
+        with suppress(OSError):  # a device
+            file.truncate(size)
+        raise
+
+
+def open_appended(path: Path) -> io.FileIO:
+    """An unbuffered file for `append_whole`, as of `open_own`."""
+    return io.FileIO(path, "ab", opener=own_handle)
+
+
+def append(path: Path, data: bytes) -> None:
+    """Appends all of `data` to a file, or nothing; creates the file.
+
+    Raises: OSError.
+    """
+    with open_appended(path) as file:
+        append_whole(file, data)
+
+
+_LOCK_TRIES = 5  # of a file that is replaced at each try
 
 
 class FileLock:
@@ -241,8 +302,23 @@ class FileLock:
         """Makes the file and its folder, or opens it.  Raises: OSError."""
         if self._handle is None:
             self.path.parent.mkdir(parents=True, exist_ok=True)
-            self._handle = os.open(self.path, os.O_RDWR | os.O_CREAT, 0o644)
+            self._handle = own_handle(self.path, os.O_RDWR | os.O_CREAT, 0o644)
         return self._handle
+
+    def is_current(self) -> bool:
+        """Whether the opened file still has its name.
+
+        True where that cannot be told.  Who deletes or replaces it lets another process lock the
+        new one.
+        """
+        assert self._handle is not None
+        try:
+            there = os.stat(self.path, follow_symlinks=False)
+        except FileNotFoundError:
+            return False
+        except OSError:  # its disk is away
+            return True
+        return os.path.samestat(os.fstat(self._handle), there)
 
     def acquire(self) -> bool:
         """Waits for it.  Returns: True."""
@@ -251,11 +327,16 @@ class FileLock:
         return True
 
     def try_acquire(self) -> bool:
-        """Takes the lock if it is free.
+        """Takes the lock if it is free: of the file there now.
 
         Raises: OSError: the file cannot be made, or its file system has no locks.
         """
-        return _lock(self.open(), fcntl.LOCK_EX)
+        for _ in range(_LOCK_TRIES):
+            taken = _lock(self.open(), fcntl.LOCK_EX)
+            if self.is_current():
+                break
+            self.close()
+        return taken and self._handle is not None
 
     def release(self) -> None:
         assert self._handle is not None
@@ -279,6 +360,26 @@ class FileLock:
         os.ftruncate(self.open(), 0)
         os.pwrite(self.open(), content, 0)
 
+    def make(self) -> bool:
+        """Makes and takes the lock's file; False: there is one.
+
+        Raises: OSError.
+        """
+        assert self._handle is None
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        with suppress(FileExistsError):
+            self._handle = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o644)
+            return _lock(self._handle, fcntl.LOCK_EX) and self.is_current()
+        return False
+
+    def read_there(self) -> bytes:
+        """What the file now there says; not for its holder."""
+        try:
+            with open(os.open(self.path, os.O_RDONLY | os.O_NOFOLLOW), "rb") as file:
+                return file.read(4096)
+        except OSError:
+            return b""
+
     def is_taken(self) -> bool:
         """Whether another process holds the lock; not for its holder.
 
@@ -286,7 +387,7 @@ class FileLock:
         """
         assert self._handle is None
         try:
-            handle = os.open(self.path, os.O_RDONLY)
+            handle = os.open(self.path, os.O_RDONLY | os.O_NOFOLLOW)
         except OSError:
             return False
         try:
@@ -320,7 +421,23 @@ def _lock(handle: int, kind: int) -> bool:
 
 _LOCK_FILE = "run.lock"
 _LOCK_TIMEOUT_SECONDS = 5.0  # a run that was killed just now takes a moment to be gone
-_held: dict[Path, FileLock] = {}  # by folder, for the life of this process
+_held: dict[Path, "_Held"] = {}  # by absolute path, for the life of this process
+_looking = threading.Lock()  # records and checkpoints are written by two threads
+OUTPUT_DIR_LOST = "output_dir_lost"  # the code of an error
+
+
+@dataclass
+class _Held:
+    """A folder that this process has locked.
+
+    Attributes:
+        holder: what the file says of this process.
+        lost: set once another process owns the folder.
+    """
+
+    lock: FileLock
+    holder: bytes
+    lost: ConfigError | None = None
 
 
 def hold(output_dir: Path, seconds: float = _LOCK_TIMEOUT_SECONDS) -> list[str]:
@@ -333,10 +450,11 @@ def hold(output_dir: Path, seconds: float = _LOCK_TIMEOUT_SECONDS) -> list[str]:
     Returns: a warning where the file system has no locks, else nothing.
     Raises: ConfigError: another process holds it, or nothing can be written there.
     """
-    folder = output_dir.resolve()
-    if folder in _held:
+    held = _held.get(_key(output_dir))
+    if held is not None and held.lost is None and held.lock.is_current():
         return []
-    lock = FileLock(folder / _LOCK_FILE)
+    _let_go(output_dir)
+    lock = FileLock(output_dir.resolve() / _LOCK_FILE)
     try:
         lock.open()
     except OSError as error:
@@ -363,12 +481,23 @@ def hold(output_dir: Path, seconds: float = _LOCK_TIMEOUT_SECONDS) -> list[str]:
             f"output_dir: {output_dir} is on a file system without locks "
             f"({error.strerror}): nothing keeps a second training from writing there"
         ]
-    _held[folder] = lock
     about = {"pid": os.getpid(), "host": socket.gethostname()}
     about["since"] = time.strftime("%Y-%m-%d %H:%M:%S")
+    held = _held[_key(output_dir)] = _Held(lock, json.dumps(about).encode())
     with suppress(OSError):  # a full disk: the lock holds all the same
-        lock.write(json.dumps(about).encode())
+        lock.write(held.holder)
     return []
+
+
+def _key(output_dir: Path) -> Path:
+    return Path(os.path.abspath(output_dir))  # asks no disk
+
+
+def _let_go(output_dir: Path) -> None:
+    """Forgets a folder whose lock was lost."""
+    held = _held.pop(_key(output_dir), None)
+    if held is not None:
+        held.lock.close()
 
 
 def is_held(output_dir: Path) -> bool:
@@ -376,8 +505,62 @@ def is_held(output_dir: Path) -> bool:
 
     False if the file system cannot tell.
     """
-    # One of this process would be lost by looking.
-    return output_dir.resolve() in _held or FileLock(output_dir / _LOCK_FILE).is_taken()
+    folder = output_dir.resolve()  # a lock of this process would be lost by looking
+    ours = any(held.lock.path.parent == folder for held in _held.values())
+    return ours or FileLock(output_dir / _LOCK_FILE).is_taken()
+
+
+def require_held(output_dir: Path) -> None:
+    """Looks whether a folder that `hold` has locked is still this process's.
+
+    Call it before each write, in the thread that writes: the disk may be slow.  A deleted lock is
+    made and taken again if nobody else was faster.  Nothing happens for other folders.
+
+    Raises: ConfigError: another training owns the folder now.
+    """
+    held = _held.get(_key(output_dir))
+    if held is None:
+        return
+    with _looking:
+        if held.lost is None and not (held.lock.is_current() or _takes_again(held)):
+            held.lost = ConfigError(
+                f"{output_dir}: its contents were deleted or replaced while this training wrote "
+                f"there, and another one has it now ({_described(held.lock.read_there())})",
+                code=OUTPUT_DIR_LOST,
+                where="output_dir",
+                fix="this one has stopped and writes nothing more; give each training its own "
+                "folder: -o output_dir=...",
+            )
+    require_not_lost(output_dir)
+
+
+def require_not_lost(output_dir: Path) -> None:
+    """Raises what `require_held` has raised in another thread; asks no disk."""
+    held = _held.get(_key(output_dir))
+    if held is not None and held.lost is not None:
+        raise held.lost
+
+
+def _takes_again(held: _Held) -> bool:
+    """Takes a deleted lock again; False: another process has one there."""
+    if held.lock.read_there() == held.holder:  # a file system whose numbers of files change
+        return True
+    lock = FileLock(held.lock.path)
+    try:
+        if not lock.make():
+            lock.close()
+            return False
+        lock.write(held.holder)
+    except OSError:  # a disk that is full, or away: what follows will say so
+        return True
+    held.lock.close()
+    held.lock = lock
+    _LOGGER.warning(
+        "%s was deleted while this training runs and has been made again: what else was deleted "
+        "in its folder is lost",
+        lock.path,
+    )
+    return True
 
 
 def _described(content: bytes) -> str:

@@ -29,7 +29,13 @@ from rich.table import Table
 
 from ppdist.common.errors import ConfigError
 from ppdist.common.eta import ETA, EVALUATION, duration
-from ppdist.common.files import replace_file, sync_path
+from ppdist.common.files import (
+    OUTPUT_DIR_LOST,
+    append,
+    replace_file,
+    require_held,
+    sync_path,
+)
 from ppdist.common.process import BARE, DETAIL, NOTE, log_line, printable, say
 from ppdist.common.records import commands, read_metrics, run_summary
 from ppdist.common.trackers import TrackedRun, TrackerProcess, require_tracker
@@ -37,7 +43,6 @@ from ppdist.common.writers import (
     MetricWriters,
     TensorBoardWriter,
     VisualDLWriter,
-    append,
     require_tensorboardx,
 )
 from ppdist.runtime.writer_thread import TERMINAL, Screen, WriterThread
@@ -216,7 +221,16 @@ class RunLog:
         Args: size: bytes that it keeps in memory; with any, as for a picture, it may be dropped.
         """
         if self._main:
-            self._files.put(name, write, size, may_drop=size > 0)
+            self._files.put(name, self._held(write), size, may_drop=size > 0)
+
+    def _held(self, write: Callable[[], object]) -> Callable[[], object]:
+        """What writes unless another training owns the folder by now."""
+
+        def write_if_ours() -> None:
+            require_held(self._output_dir)
+            write()
+
+        return write_if_ours
 
     def table(
         self, title: str, rows: Sequence[tuple[str, str, str]], on_console: bool = False
@@ -248,7 +262,7 @@ class RunLog:
         record = {"time": round(time.time(), 3), **record}
         line = json.dumps({key: _jsonable(value) for key, value in record.items()}) + "\n"
         write = partial(append, self._metrics_path, line.encode())
-        self._files.put("metrics.jsonl", write, len(line))
+        self._files.put("metrics.jsonl", self._held(write), len(line))
         self.writers.metrics(record)
 
     def sync(self, seconds: float = 30.0) -> bool:
@@ -414,7 +428,9 @@ class RunLog:
     def _tell_failures(self) -> None:
         """Warns of failed writes, once per kind."""
         while self._files.failures:
-            self.warn_once(*self._files.failures.popleft())
+            name, error = self._files.failures.popleft()
+            if getattr(error, "code", "") != OUTPUT_DIR_LOST:  # which ends the run
+                self.warn_once(name, error)
         problem: object = self._screen.problem
         if problem is None and TERMINAL.dropped["terminal"] > self._dropped_before:
             problem = "it is blocked"
@@ -635,7 +651,11 @@ class LogFileHandler(logging.Handler):
 
     def emit(self, record: logging.LogRecord) -> None:
         line = f"{self.format(record)}\n".encode("utf-8", "backslashreplace")
-        write = partial(append, self._path, line)
+
+        def write() -> None:
+            require_held(self._path.parent)
+            append(self._path, line)
+
         self._files.put(self._path.name, write, len(line), may_drop=True)
 
 

@@ -32,7 +32,7 @@ import numpy as np
 
 from ppdist.common.child import PIPE, TimeoutExpired, start
 from ppdist.common.errors import ConfigError
-from ppdist.common.files import replace_file
+from ppdist.common.files import open_own, replace_file, require_no_link
 from ppdist.common.writers import Histogram, MetricWriter
 from ppdist.runtime.writer_thread import WriterThread
 
@@ -87,13 +87,15 @@ class TrackerProcess(MetricWriter):
         Args: target: `package.module:Class`, called there as `Class(run)`.
         Raises: OSError: its folder cannot be made, or there is no process for it.
         """
+        for folder in (run.folder.parent, run.folder):
+            require_no_link(folder)
         run.folder.mkdir(parents=True, exist_ok=True)
         self._folder = run.folder
         (run.folder / _ERROR_FILE).unlink(missing_ok=True)
         environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
         # Not by -m: there this module would be another one, with classes of its own.
         command = [sys.executable, "-c", "from ppdist.common.trackers import main; main()"]
-        with (run.folder / _LOG_FILE).open("ab") as output:
+        with open_own(run.folder / _LOG_FILE, "ab") as output:
             # Not tied to this process: it writes what it has when its input ends.
             self._process = start(
                 command, stdin=PIPE, stdout=output, stderr=output, env=environment, ends_by=0
@@ -227,7 +229,7 @@ def _serve(messages: Any, target: str, run: TrackedRun) -> None:
     except Exception as error:
         traceback.print_exc()
         why = without_secrets(f"{type(error).__name__}: {error}")
-        (run.folder / _ERROR_FILE).write_text(why, encoding="utf-8")
+        replace_file(run.folder / _ERROR_FILE, why.encode())
         sys.exit(1)
 
 

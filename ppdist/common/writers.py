@@ -4,14 +4,10 @@ Both, and the trackers, get the same tags, steps and pictures, in the thread tha
 of a run; a writer that fails costs a warning.
 """
 
-import errno
-import io
 import itertools
-import os
 import struct
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from importlib.util import find_spec
@@ -23,7 +19,7 @@ import cv2
 import numpy as np
 
 from ppdist.common.errors import ConfigError
-from ppdist.common.files import replace_file
+from ppdist.common.files import append_whole, open_appended, replace_file, require_no_link
 from ppdist.runtime.writer_thread import WriterThread
 
 _HISTOGRAM_BINS = 50
@@ -290,33 +286,6 @@ def _whole_records(data: bytes, overhead: int) -> Iterator[bytes]:
         position = end
 
 
-def append_whole(file: io.FileIO, data: bytes) -> None:
-    """Appends all of `data` to an unbuffered file, or nothing on failure.
-
-    Raises: OSError: the disk is full, or the file was removed.
-    """
-    status = os.fstat(file.fileno())
-    if not status.st_nlink:  # writing would succeed, but the data would be lost
-        raise FileNotFoundError(errno.ENOENT, "it was removed", file.name)
-    size = status.st_size
-    try:
-        while data:  # an unbuffered write may take only a part
-            data = data[file.write(data) :]
-    except OSError:
-        with suppress(OSError):  # a device
-            file.truncate(size)
-        raise
-
-
-def append(path: Path, data: bytes) -> None:
-    """Appends all of `data` to a file, or nothing; creates the file.
-
-    Raises: OSError.
-    """
-    with io.FileIO(path, "ab") as file:
-        append_whole(file, data)
-
-
 def jpeg(image_HW3: np.ndarray) -> bytes:
     """Of an uint8 RGB image."""
     done, encoded = cv2.imencode(".jpg", image_HW3[:, :, ::-1], [cv2.IMWRITE_JPEG_QUALITY, 90])
@@ -371,6 +340,7 @@ class VisualDLWriter(MetricWriter):
         Raises: OSError: the folder cannot be made or written.
         """
         self._record_type = _visualdl_record_type()
+        require_no_link(folder)
         folder.mkdir(parents=True, exist_ok=True)
         self._path, self._run_name = folder / _RECORD_FILE, run_name
         self._described: list[bytes] = []
@@ -389,7 +359,7 @@ class VisualDLWriter(MetricWriter):
         if not kept:
             kept = [self._frame(0, "meta_data_tag", meta_data={"display_name": self._run_name})]
         replace_file(self._path, b"".join(kept + self._described))
-        self._file = io.FileIO(self._path, "ab")
+        self._file = open_appended(self._path)
 
     def _is_kept(self, frame: bytes, step: int) -> bool:
         """Whether a resumed run keeps a record.
@@ -540,6 +510,7 @@ class TensorBoardWriter(MetricWriter):
 
         self._summary, self._event_pb2 = summary, event_pb2
         self._masked_crc32c = record_writer.masked_crc32c
+        require_no_link(folder)
         folder.mkdir(parents=True, exist_ok=True)
         self._folder = folder
         self._open(keep_until_step)
@@ -561,7 +532,7 @@ class TensorBoardWriter(MetricWriter):
             for number in itertools.count()
         )
         path = next(path for name in names if not (path := self._folder / name).exists())
-        self._file = io.FileIO(path, "ab")
+        self._file = open_appended(path)
         events: list[dict[str, Any]] = [{"file_version": "brain.Event:2"}]
         if keep_until_step is not None:
             start = self._event_pb2.SessionLog.START

@@ -41,9 +41,9 @@ import numpy as np
 import safetensors.numpy
 from safetensors import SafetensorError
 
-from ppdist.common.drafts import draft_of, remove_drafts
-from ppdist.common.errors import CheckpointError, WeightsError
-from ppdist.common.files import is_disk_full, sync_path
+from ppdist.common.drafts import remove_drafts
+from ppdist.common.errors import CheckpointError, ConfigError, WeightsError
+from ppdist.common.files import draft_of, is_disk_full, require_held, sync_path
 from ppdist.common.machine import free_disk
 from ppdist.models.model_card import CARD_FILE, CARD_NOTE, ModelCard
 from ppdist.models.weights import checked_files
@@ -68,6 +68,7 @@ _OF_A_RUN = (
     "train.log",
     "vdl",
 )
+DRAFTS_OF_A_RUN = "|".join(map(re.escape, _OF_A_RUN))  # see `remove_drafts`
 _BLOCK_BYTES = 1 << 20
 _BESIDE_BYTES = 50e6  # logs and pictures of a run: the demo writes 4 MB
 # Pauses before the last checkpoint of a run is retried: a disk may be full for a moment.
@@ -115,7 +116,9 @@ def save_checkpoint(
         groups: name -> arrays; one .safetensors file each.
         state: what JSON can hold.
         model_card: its text, which the weights carry, too; "": none.
-    Raises: CheckpointError: the disk refused (full, read-only); older checkpoints are untouched.
+    Raises:
+        CheckpointError: the disk refused (full, read-only); older checkpoints are untouched.
+        ConfigError: another training has the folder by now (`require_held`).
     """
     final = path_of(folder, step)
     draft = draft_of(final)
@@ -137,8 +140,12 @@ def save_checkpoint(
         manifest = json.dumps({"step": step, "files": files}, indent=1)
         _write_durably(draft / _MANIFEST, [manifest.encode()])
         sync_path(draft)
+        require_held(folder.parent)
         draft.rename(final)
         sync_path(folder)
+    except ConfigError:
+        shutil.rmtree(draft, ignore_errors=True)
+        raise
     except OSError as error:
         shutil.rmtree(draft, ignore_errors=True)
         raise CheckpointError(
@@ -243,7 +250,6 @@ def path_of(folder: Path, step: int) -> Path:
 def point(link: Path, target: Path) -> None:
     """Makes `link` a relative link to a checkpoint beside it, atomically."""
     draft = draft_of(link)
-    draft.unlink(missing_ok=True)
     draft.symlink_to(target.name)
     draft.replace(link)
 
@@ -527,7 +533,7 @@ class CheckpointWriter:
         """
         self._wait()
         for seconds in _RETRY_SECONDS:
-            if not self._refused:
+            if not self._refused or isinstance(self._refused[-1][1], ConfigError):
                 break
             time.sleep(seconds)
             with self._lock:
@@ -567,12 +573,15 @@ class CheckpointWriter:
         failed = f"the checkpoint of step {snapshot.step} was not written"
         try:
             self._save(snapshot)
+        except ConfigError as error:  # another training owns the folder
+            return error
         except CheckpointError as error:
             return CheckpointError(f"{failed}: {error}", code="checkpoint_unwritable")
         except Exception as error:  # out of memory, or our own bug: training must outlive it
             return RuntimeError(f"{failed}: {error!r}")
         try:
             self._told(snapshot.step)
+            require_held(self.folder.parent)  # in which links and old checkpoints are its own
             best_step = snapshot.state["best_step"]
             try:
                 self.mend_links(best_step=best_step)

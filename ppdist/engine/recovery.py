@@ -18,9 +18,9 @@ import numpy as np
 import paddle
 
 from ppdist.common.errors import ConfigError, StorageError, UserError, is_out_of_memory
+from ppdist.common.files import append
 from ppdist.common.process import SKIP_STEP_VARIABLE
 from ppdist.common.run_log import RunLog
-from ppdist.common.writers import append
 from ppdist.distributed import comm, device
 from ppdist.distributed.agreement import equal_ranks
 from ppdist.engine.checkpoint import Snapshot

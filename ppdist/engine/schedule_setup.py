@@ -18,7 +18,7 @@ import paddle
 
 from ppdist.common.child import output_of
 from ppdist.common.errors import ConfigError
-from ppdist.common.files import digest_of_text
+from ppdist.common.files import digest_of_text, replace_file
 from ppdist.config.augment import AugmentConfig
 from ppdist.config.base import Section, flattened
 from ppdist.config.model import ModelConfig
@@ -494,8 +494,8 @@ def describe_run(output_dir: Path, config_yaml: str, command: list[str]) -> None
     text = json.dumps(environment, indent=1)
     try:
         output_dir.mkdir(parents=True, exist_ok=True)
-        (output_dir / "config.yml").write_text(config_yaml, encoding="utf-8")
-        (output_dir / "environment.json").write_text(text, encoding="utf-8")
+        replace_file(output_dir / "config.yml", config_yaml.encode())
+        replace_file(output_dir / "environment.json", text.encode())
     except OSError as error:
         raise ConfigError(
             f"cannot write to {output_dir}: {error}",

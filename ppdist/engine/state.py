@@ -30,8 +30,9 @@ import numpy as np
 import paddle
 from pydantic import BaseModel, Field, field_serializer, field_validator
 
+from ppdist.common.drafts import remove_drafts
 from ppdist.common.errors import CheckpointError, ConfigError, StorageError
-from ppdist.common.files import replace_file
+from ppdist.common.files import replace_file, require_no_link
 from ppdist.common.process import RUN_NOTE
 from ppdist.common.run_log import RunLog
 from ppdist.config.base import OnResume, Section, flattened, on_resume, parse_config
@@ -39,6 +40,7 @@ from ppdist.config.train import MicroBatches, TrainConfig
 from ppdist.data.types import DetectionSet
 from ppdist.distributed import comm
 from ppdist.engine.checkpoint import (
+    DRAFTS_OF_A_RUN,
     Checkpoint,
     Snapshot,
     newest_step,
@@ -777,6 +779,11 @@ def prepare_output_dir(start: Start, run: Run, schedule: ScheduleSetup) -> None:
                 f"the best checkpoint so far ({snapshot.state['best']:.4f}, step {best}) is not in "
                 f"{start.folder}: best appears there once an evaluation scores higher"
             )
+        remove_drafts(output_dir, DRAFTS_OF_A_RUN)
+        for name in ("plots", "vdl", "tensorboard", "trackers"):
+            require_no_link(output_dir / name)
+        if start.folder.is_symlink():
+            said.append(f"{start.folder} is a link: checkpoints go to {start.folder.resolve()}")
         if start.records:
             replace_file(output_dir / _RECORDS, start.records)
         return said

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 from ppdist.common.errors import CheckpointError, StorageError
 from ppdist.common.eta import EVALUATION, SAVING, duration
+from ppdist.common.files import require_held, require_not_lost
 from ppdist.common.process import STOPPED
 from ppdist.common.run_log import RunLog
 from ppdist.config import ExperimentConfig
@@ -445,6 +446,7 @@ class Trainer:
         """
 
         def move_aside() -> str:
+            require_held(self.dirs.folder)
             self.writer.drop_beyond(self.state.step)
             try:
                 aside = set_aside(self.folder, self.state.step)
@@ -602,6 +604,7 @@ class Trainer:
         self.dirs.note_newest(snapshot.step)
 
     def _warn_of_saving(self) -> None:
+        require_not_lost(self.dirs.folder)
         for trouble in self.writer.troubles():
             warn = self.log.warning if comm.is_main() else _LOGGER.warning
             warn(f"{trouble}; training continues and will retry; free disk space")

@@ -31,8 +31,9 @@ from paddle import Tensor, nn
 
 import ppdist
 from ppdist.common.child import run_command
-from ppdist.common.drafts import draft_of, remove_drafts
+from ppdist.common.drafts import remove_drafts
 from ppdist.common.errors import DataError, ExportError
+from ppdist.common.files import draft_of, require_no_link
 from ppdist.config.evaluate import NMSConfig
 from ppdist.config.export import INT8_LOSS
 from ppdist.config.runtime import RuntimeOptions
@@ -516,11 +517,15 @@ def _move_into_place(directory: Path) -> None:
     can load a mixture of two.
     """
     draft = directory / _DRAFT
+    if draft.is_symlink():  # as an archive may hold: nothing is moved from where it leads
+        draft.unlink()
     if (draft / SPEC_FILE).is_file():
         (directory / SPEC_FILE).unlink(missing_ok=True)
         files = [path for path in draft.rglob("*") if path.is_file()]
         for file in sorted(files, key=lambda file: file.name == SPEC_FILE):
             place = directory / file.relative_to(draft)
+            if place.parent != directory:
+                require_no_link(place.parent)
             place.parent.mkdir(exist_ok=True)
             file.replace(place)
     for folder in (*draft.glob("*"), draft):

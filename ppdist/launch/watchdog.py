@@ -22,7 +22,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from ppdist.common.files import replace_file
+from ppdist.common.files import open_own, replace_file
 from ppdist.common.process import STOPPED, boot_seconds, process_stat
 from ppdist.distributed import heartbeat
 from ppdist.distributed.heartbeat import Reading
@@ -210,7 +210,7 @@ class Watch:
             text = path.read_text(encoding="utf-8", errors="replace")
             os.truncate(path, 0)  # it is open for appending
             log = self._log_dir / f"stacks.{rank}"
-            with contextlib.suppress(OSError), log.open("a", encoding="utf-8") as file:
+            with contextlib.suppress(OSError), open_own(log, "a", encoding="utf-8") as file:
                 file.write(f"--- {time.strftime('%F %T')}: rank {rank}: {why}\n{text}\n")
                 files.append(str(log))
         return files

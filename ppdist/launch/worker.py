@@ -17,7 +17,7 @@ import time
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from types import FrameType
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, cast
 
 if __name__ == "__main__":  # by its path: modules beside this file must not hide others
     _own, _root = Path(__file__).resolve().parent, str(Path(__file__).resolve().parents[2])
@@ -26,7 +26,7 @@ if __name__ == "__main__":  # by its path: modules beside this file must not hid
         sys.path.insert(0, _root)
 
 from ppdist.common.child import Process, end_with_parent, start
-from ppdist.common.files import replace_file
+from ppdist.common.files import open_own, replace_file
 from ppdist.common.process import BACKUP_VARIABLE, EXIT_DIR_VARIABLE, boot_seconds
 from ppdist.common.signals import hold_signals, release_signals
 
@@ -180,7 +180,8 @@ def streams(
     folder: Path, local: int, log_dir: Path, job: dict[str, Any]
 ) -> tuple[BinaryIO | int, BinaryIO | int]:
     """stdout and stderr of the script: the terminal or its log."""
-    log = open(log_dir / f"workerlog.{local}", "wb" if job["log_overwrite"] else "ab")  # noqa: SIM115
+    mode = "wb" if job["log_overwrite"] else "ab"
+    log = cast(BinaryIO, open_own(log_dir / f"workerlog.{local}", mode))
     again = f"restart {job['restart']}: " if job["restart"] else ""
     log.write(f"--- {time.strftime('%F %T')}: {again}{' '.join(job['command'])}\n".encode())
     log.flush()

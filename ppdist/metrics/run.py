@@ -5,6 +5,7 @@ version.  Unreadable parts are left out and listed in `Run.problems`; they raise
 """
 
 import csv
+import io
 import json
 import math
 import re
@@ -19,7 +20,7 @@ from pydantic import BaseModel, ConfigDict, TypeAdapter, ValidationError, model_
 
 from ppdist.common import files
 from ppdist.common.errors import ConfigError, UserError
-from ppdist.common.files import writing
+from ppdist.common.files import write_text
 from ppdist.common.records import MetricRecords, read_metrics
 from ppdist.config.base import leaves
 from ppdist.config.yaml import Reader
@@ -425,7 +426,8 @@ def write_history(output_dir: Path, file: Path) -> None:
     """Writes the history as CSV with a header; unknown values are empty."""
     rows = history(output_dir)
     columns = list(dict.fromkeys(key for row in rows for key in row))
-    with writing(file), file.open("w", newline="", encoding="utf-8") as out:
-        writer = csv.DictWriter(out, columns)
-        writer.writeheader()
-        writer.writerows(rows)
+    text = io.StringIO(newline="")
+    writer = csv.DictWriter(text, columns)
+    writer.writeheader()
+    writer.writerows(rows)
+    write_text(file, text.getvalue())

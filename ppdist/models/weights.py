@@ -18,7 +18,6 @@ Entries have our keys or the original implementation's.
 import hashlib
 import json
 import math
-import os
 import zipfile
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -32,7 +31,7 @@ from safetensors.numpy import save_file
 
 from ppdist.common.class_names import classes_differ, match_classes, tell_apart
 from ppdist.common.errors import WeightsError
-from ppdist.common.files import digest_of_file, make_parent, open_file, read_file
+from ppdist.common.files import digest_of_file, draft_of, make_parent, open_file, read_file
 from ppdist.models.base import ImageModel, KeyTable
 from ppdist.models.unpickle import (
     MAX_BYTES,
@@ -374,7 +373,7 @@ def write_arrays(
     """
     check_writable(path)
     writer = _WRITERS[path.suffix.lower()]
-    draft = path.with_name(f".{os.getpid()}.{path.name}")
+    draft = draft_of(path)
     in_order = {key: np.asarray(value, order="C") for key, value in arrays.items()}
     try:
         writer(draft, in_order, notes or {})

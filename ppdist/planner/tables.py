@@ -1,10 +1,11 @@
 """Predictions and fits as tables for people; predictions as a plot."""
 
+import io
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 
-from ppdist.common.files import make_parent, writing
+from ppdist.common.files import make_parent, write_whole
 from ppdist.planner.fit import Fit, left_out
 from ppdist.planner.what_if import PARTS, Job, Prediction, what_ifs
 
@@ -162,5 +163,6 @@ def plot_predictions(predictions: Sequence[Prediction], path: Path) -> None:
         axes.set(title="total training time", ylabel="hours", yscale="log")
         axes.margins(x=0.12, y=0.15)
         axes.legend(loc="lower left")
-    with writing(path):
-        figure.savefig(path, dpi=110, format="png")
+    picture = io.BytesIO()
+    figure.savefig(picture, dpi=110, format="png")
+    write_whole(path, picture.getvalue())

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from ppdist.common.errors import ConfigError, UserError
-from ppdist.common.files import make_parent, write_json, writing
+from ppdist.common.files import write_json, write_text
 from ppdist.export.spec import InferenceSpec
 from ppdist.metrics.classification import best_classes, rank
 from ppdist.predict.detections import Detection, Detections, counted, write_picture
@@ -195,9 +195,7 @@ class Objects(Results):
         return chosen
 
     def _write_text(self, file: Path, text: str) -> None:
-        make_parent(file)
-        with writing(file):
-            file.write_text(text, encoding="utf-8", errors=_NOT_UTF8)
+        write_text(file, text)
 
     def _write_crops(self, frame: Frame, found: Detections) -> None:
         height, width = frame.image_HW3.shape[:2]

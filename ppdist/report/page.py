@@ -21,7 +21,7 @@ from markupsafe import Markup, escape
 from PIL import Image
 
 from ppdist.common.eta import duration
-from ppdist.common.files import make_parent, writing
+from ppdist.common.files import write_text
 from ppdist.common.process import printable
 from ppdist.common.records import visualdl_command
 from ppdist.metrics.run import Run, read_run
@@ -98,9 +98,7 @@ def write_report(folders: Sequence[Path], out: Path) -> list[str]:
         if not run.alone_evaluated:  # ppdist eval leaves no more
             run.problems += [f"{name} is not there" for name in run.missing]
     text = _page_of_one(runs[0]) if len(runs) == 1 else _page_of_several(runs)
-    make_parent(out)
-    with writing(out):
-        out.write_text(text, encoding="utf-8", errors="backslashreplace")
+    write_text(out, text)
     return [f"{run.folder}: {problem}" for run in runs for problem in run.problems]
 
 

@@ -1,6 +1,7 @@
 """Writes results as JSON, CSV and drawn pictures."""
 
 import csv
+import io
 import json
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -12,6 +13,7 @@ import cv2
 import numpy as np
 
 from .decoder import format_of
+from .files import replace_file, replacing
 from .pictures import FileError, Frame, is_video, video_path
 
 # Colours (red, green, blue) that stay distinct in all common colour blindness: Okabe & Ito 2008,
@@ -147,7 +149,7 @@ class Results:
         file = self.out / f"{FILES[task]}.json"
         with writing(file):
             text = json.dumps(content, ensure_ascii=False)
-            file.write_text(text, encoding="utf-8", errors=_NOT_UTF8)
+            replace_file(file, text.encode("utf-8", errors=_NOT_UTF8))
         if as_csv:
             write_table(file.with_suffix(".csv"), content)
         return file
@@ -189,7 +191,7 @@ def write_table(file: Path, content: Mapping[str, Any]) -> None:
     Raises: FileError: the file system fails.
     """
     options: dict[str, Any] = {"encoding": "utf-8", "errors": _NOT_UTF8, "newline": ""}
-    with writing(file), file.open("w", **options) as opened:
+    with writing(file), replacing(file) as draft, io.TextIOWrapper(draft, **options) as opened:
         writer = csv.writer(opened)
         writer.writerow(_COLUMNS["detect" if "annotations" in content else "classify"])
         writer.writerows(_lines(content))
@@ -247,6 +249,7 @@ class Pictures:
         if self._video is None:
             with writing(file):
                 file.parent.mkdir(parents=True, exist_ok=True)
+                file.unlink(missing_ok=True)  # OpenCV would write through a link
             self._film, codec = frame.name, cv2.VideoWriter.fourcc(*"mp4v")
             size = (drawn_HW3.shape[1], drawn_HW3.shape[0])
             self._video = cv2.VideoWriter(video_path(file), codec, frame.rate, size)
@@ -278,7 +281,7 @@ def write_picture(file: Path, image_HW3: np.ndarray) -> None:
         raise FileError("this format cannot hold the image", code="picture_format", where=str(file))
     with writing(file):
         file.parent.mkdir(parents=True, exist_ok=True)
-        file.write_bytes(content.tobytes())
+        replace_file(file, content.tobytes())
 
 
 def picture_names(names: Sequence[str], films: Iterable[str] = ()) -> list[str]:

@@ -22,7 +22,15 @@ from pathlib import Path
 from typing import Any
 
 from ppdist.common.errors import StorageError, UserError
-from ppdist.common.files import FileLock, make_folder, open_file, read_file, replace_file, writing
+from ppdist.common.files import (
+    FileLock,
+    make_folder,
+    open_file,
+    open_own,
+    read_file,
+    replace_file,
+    writing,
+)
 from ppdist.common.machine import free_disk
 from ppdist.storage import stores
 from ppdist.storage.identity import mark_in
@@ -291,7 +299,7 @@ def _copy(answer: Any, part: Path, at: int, total: int, say: Callable[[str], Non
     """
     began, first, told = time.monotonic(), at, time.monotonic()
     with writing(part):
-        written = part.open("ab" if at else "wb", buffering=0)  # a full disk is noticed here
+        written = open_own(part, "ab" if at else "wb", buffering=0)  # a full disk is noticed here
     with written:
         while block := answer.read1(_BLOCK_BYTES):
             left = memoryview(block)

@@ -24,7 +24,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from ppdist.common.files import FileLock, user_cache
+from ppdist.common.files import FileLock, open_own, own_handle, user_cache
 
 _HEAD = struct.Struct("<4sIQ48x")  # mark, CRC-32 of the content, its bytes; arrays stay aligned
 _MARK = b"ppd2"
@@ -105,7 +105,7 @@ class KeyedCache:
             place.parent.mkdir(parents=True, exist_ok=True)
             self._require_room(size)
             try:
-                descriptor = os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW)
+                descriptor = os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW)
                 with open(descriptor, "wb") as file:
                     file.writelines(packed(*parts))
                 draft.replace(place)
@@ -150,7 +150,7 @@ class KeyedCache:
             return 0
 
     def _count(self, added: int) -> None:
-        ledger = os.open(self.folder / "bytes", os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+        ledger = own_handle(self.folder / "bytes", os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
         try:
             os.write(ledger, b"." * -(-added // _BLOCK))
             total = os.fstat(ledger).st_size * _BLOCK
@@ -173,7 +173,9 @@ class KeyedCache:
                 with suppress(OSError):
                     os.unlink(path)
                 total -= size
-            os.truncate(self.folder / "bytes", max(0, total) // _BLOCK)
+            ledger = own_handle(self.folder / "bytes", os.O_WRONLY)
+            os.ftruncate(ledger, max(0, total) // _BLOCK)
+            os.close(ledger)
         finally:
             lock.close()
 
@@ -246,7 +248,7 @@ class Journal:
         try:
             if lines:
                 self._file.parent.mkdir(parents=True, exist_ok=True)
-                with open(self._file, "ab") as file:
+                with open_own(self._file, "ab") as file:
                     file.writelines(lines)
         except OSError as error:
             self._failed(error)

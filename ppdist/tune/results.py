@@ -10,7 +10,7 @@ from statistics import mean, stdev
 from typing import TYPE_CHECKING, Any
 
 from ppdist.common.errors import ConfigError
-from ppdist.common.files import make_folder, replace_file, writing
+from ppdist.common.files import make_folder, replace_file, require_no_link, write_text, writing
 from ppdist.common.writers import VisualDLWriter
 from ppdist.tune.trial import Cell, baseline
 
@@ -127,6 +127,7 @@ def draw(store: "Store") -> list[Path]:
     from ppdist.viz import plots  # slow, and not for a table
 
     folder = store.folder / "plots"
+    require_no_link(folder)
     make_folder(folder)
     found = rows(store)
     figures = {
@@ -331,5 +332,4 @@ def write_into(document: Path, text: str) -> None:
             code="document_marks_missing",
             where=f"--document {document}",
         )
-    with writing(document):
-        document.write_text(f"{head}{BEGIN}\n\n{text}\n\n{END}{tail}", encoding="utf-8")
+    write_text(document, f"{head}{BEGIN}\n\n{text}\n\n{END}{tail}")

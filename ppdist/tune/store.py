@@ -32,7 +32,7 @@ from optuna.trial import FrozenTrial, TrialState
 
 from ppdist.common import files
 from ppdist.common.errors import ConfigError
-from ppdist.common.files import FileLock, make_folder, write_json
+from ppdist.common.files import FileLock, make_folder, open_own, write_json
 from ppdist.config import load_config
 from ppdist.config.study import PrunerConfig, StudyConfig
 from ppdist.tune.trial import Cell, Past, grid
@@ -81,7 +81,7 @@ class JournalLock(StudyLock):
 
     def acquire(self) -> bool:
         super().acquire()
-        with suppress(FileNotFoundError), self._journal.open("rb+") as file:
+        with suppress(FileNotFoundError), open_own(self._journal, "rb+") as file:
             if file.seek(0, os.SEEK_END) > 0:
                 file.seek(-1, os.SEEK_END)
                 if file.read(1) != b"\n":

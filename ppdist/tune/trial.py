@@ -14,7 +14,7 @@ from typing import Any
 
 from ppdist.common.child import Process, start
 from ppdist.common.errors import ConfigError
-from ppdist.common.files import write_json
+from ppdist.common.files import open_own, write_json
 from ppdist.common.process import process_stat
 from ppdist.common.records import MetricRecords, Record, read_metrics
 from ppdist.config.study import StudyConfig, item_of
@@ -133,7 +133,7 @@ class Launcher:
         line += ["-c", config, "--eval", "--resume", "auto"]
         line += ["-o", *overrides, item_of("output_dir", str(folder))]
         environment = {"OMP_NUM_THREADS": str(self.threads), **os.environ}
-        with (folder / "console.log").open("ab") as console:
+        with open_own(folder / "console.log", "ab") as console:
             # When this process is gone, the trial is told to save and end.
             process = start(
                 line,

@@ -14,7 +14,7 @@ import numpy as np
 from PIL import Image, ImageDraw, ImageFont
 
 from ppdist.common.errors import UserError
-from ppdist.common.files import make_parent, writing
+from ppdist.common.files import write_whole
 
 Colour = tuple[int, int, int]  # red, green, blue, 0 to 255
 # Colours that stay apart with any common colour blindness: Okabe & Ito 2008, "Color Universal
@@ -261,9 +261,7 @@ def write_jpeg(path: Path, image_HW3: np.ndarray) -> None:
         )
     image_bgr = cv2.cvtColor(image_HW3, cv2.COLOR_RGB2BGR)
     _, encoded = cv2.imencode(".jpg", image_bgr, [cv2.IMWRITE_JPEG_QUALITY, _JPEG_QUALITY])
-    make_parent(path)
-    with writing(path):
-        path.write_bytes(encoded.tobytes())
+    write_whole(path, encoded.tobytes())
 
 
 def _label_text(label: int, class_names: tuple[str, ...], score: float | None) -> str:

@@ -26,7 +26,7 @@ from matplotlib.text import Text
 from matplotlib.ticker import MaxNLocator
 
 from ppdist.common.errors import DataError
-from ppdist.common.files import make_folder, writing
+from ppdist.common.files import make_folder, write_whole
 from ppdist.data.checks.statistics import Objects, per_class
 from ppdist.data.image import read_image
 from ppdist.metrics.run import Numbers, Run
@@ -66,20 +66,15 @@ _MOST_LETTERS = 40  # of a class's name
 
 def save(path: Path, figure: Figure) -> None:
     """Writes a PNG file.  Raises: UserError: the system refused."""
-    with writing(path):
-        _print(figure, path)
+    write_whole(path, png(figure))
 
 
 def png(figure: Figure) -> bytes:
     """A figure as PNG."""
     content = io.BytesIO()
-    _print(figure, content)
-    return content.getvalue()
-
-
-def _print(figure: Figure, to: Path | io.BytesIO) -> None:
     figure.set_dpi(_DOTS)
-    FigureCanvasAgg(figure).print_png(to)  # `savefig` would draw it twice
+    FigureCanvasAgg(figure).print_png(content)  # `savefig` would draw it twice
+    return content.getvalue()
 
 
 @cache

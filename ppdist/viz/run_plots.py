@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from ppdist.common.files import make_folder
+from ppdist.common.files import make_folder, require_no_link
 from ppdist.config.data import DataConfig
 from ppdist.data.checks.statistics import objects_of
 from ppdist.data.types import DetectionSet
@@ -53,8 +53,9 @@ def draw_run(
     Returns: the files that were written.
     """
     folder, written = output_dir / "plots", list[Path]()
-    try:  # a broken matplotlib is as good as none
-        from ppdist.viz import plots
+    try:
+        require_no_link(folder)
+        from ppdist.viz import plots  # a broken matplotlib is as good as none
 
         there = any((output_dir / name).exists() for name in _DRAWN)
         run = read_run(output_dir) if there else Run(output_dir)
@@ -135,6 +136,7 @@ def draw_labels(
     """
     folder = output_dir / "plots"
     try:
+        require_no_link(folder)
         from ppdist.viz import plots
 
         objects = {

@@ -241,7 +241,7 @@ def _fill_disk(injector: FaultInjector, fault: Fault) -> None:
 def _block_disk(injector: FaultInjector, fault: Fault) -> None:
     """As a hard-mounted network disk whose server is away: no answer, not even an error."""
     until, folder = time.monotonic() + fault.value, f"{injector._output_dir.resolve()}{os.sep}"
-    append, fsync = writers.append_whole, os.fsync
+    append, fsync = files.append_whole, os.fsync
 
     def wait(descriptor: int) -> None:
         if f"{os.readlink(f'/proc/self/fd/{descriptor}')}{os.sep}".startswith(folder):
@@ -255,11 +255,17 @@ def _block_disk(injector: FaultInjector, fault: Fault) -> None:
         wait(descriptor)
         fsync(descriptor)
 
-    vars(writers)["append_whole"], vars(os)["fsync"] = append_late, sync_late
+    _replace_append(append_late)
+    vars(os)["fsync"] = sync_late
+
+
+def _replace_append(append: Callable[[io.FileIO, bytes], None]) -> None:
+    for module in (files, writers):
+        vars(module)["append_whole"] = append
 
 
 def _fill_log(injector: FaultInjector, fault: Fault) -> None:
-    append, left = writers.append_whole, [int(fault.value)]
+    append, left = files.append_whole, [int(fault.value)]
 
     def full(file: io.FileIO, data: bytes) -> None:
         if left[0] > 0:
@@ -267,7 +273,7 @@ def _fill_log(injector: FaultInjector, fault: Fault) -> None:
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), file.name)
         append(file, data)
 
-    vars(writers)["append_whole"] = full
+    _replace_append(full)
 
 
 def _end_terminal(injector: FaultInjector, fault: Fault) -> None:

@@ -30,7 +30,7 @@ import numpy as np
 import yaml
 
 from ppdist.common.errors import ConfigError, DataError, UserError
-from ppdist.common.files import make_folder, make_parent, replace_file, writing
+from ppdist.common.files import draft_of, make_folder, make_parent, replace_file, writing
 from ppdist.config.data import DataConfig
 from ppdist.data.datasets.annotations import (
     class_names,
@@ -470,9 +470,11 @@ def _place_images(
             if images == "link":
                 target.symlink_to(source)
             elif content is None:
-                shutil.copyfile(source, target)
+                draft = draft_of(target)
+                shutil.copyfile(source, draft)
+                draft.replace(target)
             else:
-                target.write_bytes(content)
+                replace_file(target, content)
     if absent:
         lines.append(_absent_line(absent))
 
@@ -765,7 +767,7 @@ def write_parts(
     for file, text in zip(files, texts):
         make_parent(file)
         with writing(file):
-            file.write_text(text, encoding="utf-8")
+            replace_file(file, text.encode())
     return files
 
 

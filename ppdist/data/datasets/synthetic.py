@@ -12,6 +12,7 @@ import cv2
 import numpy as np
 
 from ppdist.common.errors import DataError
+from ppdist.common.files import replace_file
 from ppdist.data.boxes import box_iou
 from ppdist.data.types import keyed_generator
 
@@ -52,7 +53,7 @@ def make_shapes(root: Path, *, train: int, val: int, size: int = 256, seed: int 
             wanted = _absent(root, there, list(wanted))
         for name, content in wanted:
             (root / name).parent.mkdir(parents=True, exist_ok=True)
-            (root / name).write_bytes(content)
+            replace_file(root / name, content)
     except OSError as error:
         raise DataError(
             f"cannot be written: {error.strerror or error}",

@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from ppdist.common.drafts import draft_of, remove_drafts
+from ppdist.common.drafts import remove_drafts
+from ppdist.common.files import draft_of
 
 HOST, DAY = socket.gethostname(), 24 * 3600
 ENDED = 2**22 + 1  # beyond the largest number of a process
@@ -37,5 +38,12 @@ def test_drafts_of_ended_processes_go(name: str, age: float, stays: bool, tmp_pa
     assert draft.exists() == stays
 
 
-def test_a_draft_lies_beside_what_it_becomes() -> None:
-    assert draft_of(Path("a/model")) == Path(f"a/.model.{HOST}.{os.getpid()}")
+def test_a_draft_lies_beside_what_it_becomes(tmp_path: Path) -> None:
+    first, second = (draft_of(tmp_path / "model") for _ in range(2))
+    assert first != second  # nobody can put a link there beforehand
+    assert first.name.startswith(f".model.{HOST}.{os.getpid()}.x") and first.parent == tmp_path
+    draft_of(tmp_path / ("狗" * 80)).touch()  # whose name has room for no more
+    for draft in (first, second):
+        draft.touch()
+    remove_drafts(tmp_path, "model")
+    assert not first.exists() and not second.exists()

@@ -3,15 +3,19 @@
 import errno
 import fcntl
 import os
+import shutil
 import signal
 import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from ppdist.common.errors import ConfigError
-from ppdist.common.files import hold, is_held
+from ppdist.common.files import FileLock, append, hold, is_held, require_held, require_not_lost
+from ppdist.common.run_log import RunLog
+from ppdist.engine.checkpoint import CheckpointWriter, Snapshot
 from tests.errors import raises
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -70,3 +74,92 @@ def test_unwritable_lock_folder_is_user_error(tmp_path):
     (tmp_path / "file").write_text("")
     with raises("folder_unwritable"):
         hold(tmp_path / "file")
+
+
+@pytest.fixture
+def successor(tmp_path):
+    """Starts a process that holds the lock of `tmp_path / "run"`."""
+    started = []
+
+    def start():
+        command = [sys.executable, "-c", HOLDER, f"{tmp_path / 'run'}"]
+        process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE)
+        started.append((process, int(process.stdout.readline())))
+
+    yield start
+    for process, child in started:
+        process.kill()
+        process.wait()
+        os.kill(child, signal.SIGKILL)
+
+
+@pytest.mark.parametrize("how", ["deleted", "replaced"])
+def test_who_lost_a_folder_to_another_training_stops(how, successor, tmp_path):
+    folder = tmp_path / "run"
+    hold(folder)
+    require_held(folder)
+    (folder / "run.lock").unlink()
+    if how == "replaced":
+        (folder / "run.lock").touch()
+    successor()
+    require_not_lost(folder)  # which asks no disk
+    for require in (require_held, require_not_lost, require_held):
+        with raises("output_dir_lost", "another one has it now (process"):
+            require(folder)
+    with raises("output_dir_in_use"):
+        hold(folder, seconds=0)
+
+
+def test_a_deleted_lock_is_taken_again_before_another_comes(tmp_path):
+    folder = tmp_path / "run"
+    hold(folder)
+    shutil.rmtree(folder)
+    require_held(folder)
+    assert is_held(folder)
+    code = HOLDER.replace("hold(Path(sys.argv[1]))", "hold(Path(sys.argv[1]), 0)")
+    ended = subprocess.run(
+        [sys.executable, "-c", code, f"{folder}"], cwd=ROOT, capture_output=True, text=True
+    )
+    assert f"another training writes there (process {os.getpid()} " in ended.stderr
+    require_held(folder)
+
+
+def test_the_lock_is_the_file_that_is_there_now(tmp_path):
+    old, new = FileLock(tmp_path / "lock"), FileLock(tmp_path / "lock")
+    assert old.try_acquire() and old.is_current()
+    os.replace(tmp_path / "lock", tmp_path / "moved")
+    assert not old.is_current()
+    waiting = FileLock(tmp_path / "lock")
+    waiting._handle = os.open(tmp_path / "moved", os.O_RDWR)  # opened before it was moved
+    assert waiting.try_acquire() and waiting.is_current() and not new.make()
+
+
+def test_records_of_a_lost_folder_are_not_written(successor, tmp_path):
+    folder = tmp_path / "run"
+    hold(folder)
+    with RunLog(folder, True, 9, 9, None, visualdl=False) as log:
+        log.metrics({"step": 1, "loss": 1.0})
+        assert log.flush()
+        for path in folder.iterdir():
+            path.unlink()
+        successor()
+        append(folder / "metrics.jsonl", b"of the other\n")
+        log.metrics({"step": 2, "loss": 1.0})
+        log.info("a line")
+        assert log.flush()
+        with raises("output_dir_lost"):
+            require_not_lost(folder)
+    assert (folder / "metrics.jsonl").read_text() == "of the other\n"
+    assert not (folder / "train.log").exists()
+
+
+def test_checkpoints_of_another_training_are_left_alone(successor, tmp_path):
+    folder = tmp_path / "run"
+    hold(folder)
+    writer = CheckpointWriter(folder / "checkpoints", "", keep=1)
+    shutil.rmtree(folder)
+    successor()
+    state = {"best_step": 0, "best_f1_threshold": None}
+    writer.hand_over(Snapshot(5, {"model": {"a": np.zeros(2, np.float32)}}, state))
+    assert writer.finish().code == "output_dir_lost"
+    assert not list((folder / "checkpoints").glob("step-*"))

@@ -166,7 +166,7 @@ def test_full_disk_costs_one_warning_no_torn_record(tmp_path, monkeypatch, capsy
         file = log.writers._writers["VisualDL"]
         file._file.close()
         file._file = FullDisk(file._path, "ab")
-        monkeypatch.setattr("ppdist.common.writers.io.FileIO", FullDisk)
+        monkeypatch.setattr("ppdist.common.files.io.FileIO", FullDisk)
         log.metrics({"step": 2, "loss": 1.0})
         log.metrics({"step": 3, "loss": 1.0})
         log.flush()

@@ -254,7 +254,7 @@ def test_disk_full_mid_line_removes_whole_line(
     with RunLog(tmp_path, True, 9, 3, None, visualdl=False) as log:
         log.metrics({"step": 1})
         log.flush()
-        monkeypatch.setattr("ppdist.common.writers.io.FileIO", Full)
+        monkeypatch.setattr("ppdist.common.files.io.FileIO", Full)
         log.metrics({"step": 2})
     assert (tmp_path / "metrics.jsonl").read_text().count("\n") == 1
     assert len(read_metrics(tmp_path / "metrics.jsonl")) == 1

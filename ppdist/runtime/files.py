@@ -1,0 +1,99 @@
+"""Writing files: a file is replaced, and a link never followed.
+
+    replace_file, replacing   a whole file, by way of a draft beside it
+    open_own                  a file that grows, such as a log
+    draft_of                  the name of a draft, for what has to be written by name
+
+A folder of results may come from somebody else, in an archive that keeps links.  Whoever opened
+`train.log` there for writing would write to whatever file it names.
+"""
+
+import errno
+import os
+import secrets
+import socket
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import IO, Any, BinaryIO
+
+_NAME_BYTES, _NAME_LETTERS = 100, 25  # of a path in its draft's name; a file system allows 255
+_DRAFT_FLAGS = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
+
+
+def draft_of(path: Path) -> Path:
+    """A new name beside `path`, to write or delete it under.
+
+    `.NAME.HOST.PID.RANDOM`: nobody can put a link there beforehand, and whose it was can be seen
+    when the process is gone.
+    """
+    name = path.name
+    if len(os.fsencode(name)) > _NAME_BYTES:
+        name = name[:_NAME_LETTERS]
+    owner = f"{socket.gethostname()}.{os.getpid()}"
+    return path.with_name(f".{name}.{owner}.x{secrets.token_hex(4)}")
+
+
+@contextmanager
+def replacing(path: Path, *, sync: bool = False) -> Iterator[BinaryIO]:
+    """Yields a file that replaces `path` when the block succeeds.
+
+    Args: sync: to disk before the file is replaced, so that it survives a power failure.
+    Raises: OSError: it cannot be written; what was there before stays.
+    """
+    draft = draft_of(path)
+    try:
+        with open(os.open(draft, _DRAFT_FLAGS, 0o666), "wb") as file:
+            yield file
+            if sync:
+                file.flush()
+                os.fsync(file.fileno())
+        draft.replace(path)
+    except BaseException:
+        with suppress(OSError):
+            draft.unlink()
+        raise
+
+
+def replace_file(path: Path, content: bytes, *, sync: bool = False) -> None:
+    """Writes a whole file atomically.
+
+    Args and errors: as of `replacing`.
+    """
+    with replacing(path, sync=sync) as file:
+        file.write(content)
+
+
+def sync_path(path: Path) -> None:
+    """Flushes a file, or the names in a folder, to disk.
+
+    Raises: OSError.
+    """
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+def open_own(path: Path, mode: str, **options: Any) -> IO[Any]:
+    """`open` for writing, of a file that grows; deletes a link there.
+
+    Raises: OSError.
+    """
+    return open(path, mode, opener=own_handle, **options)
+
+
+def own_handle(path: str | Path, flags: int, mode: int = 0o666) -> int:
+    """`os.open` for writing, after deleting a link there.
+
+    Raises: OSError.
+    """
+    flags |= os.O_NOFOLLOW | os.O_CLOEXEC
+    try:
+        return os.open(path, flags, mode)
+    except OSError as error:
+        if error.errno != errno.ELOOP or not os.path.islink(path):
+            raise
+    os.unlink(path)
+    return os.open(path, flags, mode)
