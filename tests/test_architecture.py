@@ -209,6 +209,19 @@ def test_only_child_starts_programs() -> None:
     assert not wrong, "\n".join(wrong)
 
 
+def test_started_pythons_are_told_where_modules_are() -> None:
+    """Only `python` and `python_module` give Python -c or -m; all else is a script by its path."""
+    wrong = [
+        f"{path.relative_to(REPOSITORY)}:{node.lineno}: {ast.unparse(node)}"
+        for module, path in sources().items()
+        for node in nodes_of(path)
+        if isinstance(node, ast.List) and node.elts and name_of(node.elts[0]) == "sys.executable"
+        if inside(module, "ppdist") and module != "ppdist.common.child"
+        if any(isinstance(each, ast.Constant) and each.value != "-u" for each in node.elts[:2])
+    ]
+    assert not wrong, "\n".join(wrong)
+
+
 # Methods that write a file by its name; `open` and its like are told by their mode.
 WRITES = {
     *("write_text", "write_bytes", "touch", "imwrite", "VideoWriter", "savez"),

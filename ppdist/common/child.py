@@ -1,5 +1,6 @@
 """Child processes, which this one starts, watches and outlives.
 
+python           the command line of a Python with this process's modules; python_module: of one
 start            starts a program; start_here: in the session of this process
 run_command      runs a program until it ends or its time is up
 output_of        runs a program and returns what it prints
@@ -46,6 +47,25 @@ _DEADLY = (signal.SIGSEGV, signal.SIGABRT, signal.SIGBUS, signal.SIGFPE, signal.
 
 # In which other launchers say how many copies of a command they started.
 COPIES_VARIABLES = ("WORLD_SIZE", "SLURM_STEP_NUM_TASKS", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE")
+
+
+def python(code: str, *arguments: str) -> list[str]:
+    """Command line of a Python that runs code with this process's modules.
+
+    With -c or -m, Python first looks for modules in the current folder, where a stranger's data set
+    may hold a typing.py.  Here it looks where this process does; in the current folder only after
+    all else, and only if this process does.  Python 3.10 knows neither -P nor PYTHONSAFEPATH, so
+    the code begins by setting the path: `sys` is part of the interpreter, no file hides it.
+    """
+    paths = [path for path in sys.path if path]
+    paths += [os.getcwd()] if "" in sys.path else []
+    return [sys.executable, "-c", f"import sys; sys.path[:] = {paths!r}\n{code}", *arguments]
+
+
+def python_module(name: str, *arguments: str) -> list[str]:
+    """As `python`, of a module with a `__main__` part, which `python -m` would run."""
+    code = f"import runpy; runpy.run_module({name!r}, run_name='__main__', alter_sys=True)"
+    return python(code, *arguments)
 
 
 def own_environment() -> dict[str, str]:

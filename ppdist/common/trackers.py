@@ -30,7 +30,7 @@ from typing import Any
 
 import numpy as np
 
-from ppdist.common.child import PIPE, TimeoutExpired, start
+from ppdist.common.child import PIPE, TimeoutExpired, python, start
 from ppdist.common.errors import ConfigError
 from ppdist.common.files import open_own, replace_file, require_no_link
 from ppdist.common.writers import Histogram, MetricWriter
@@ -92,9 +92,11 @@ class TrackerProcess(MetricWriter):
         run.folder.mkdir(parents=True, exist_ok=True)
         self._folder = run.folder
         (run.folder / _ERROR_FILE).unlink(missing_ok=True)
-        environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
-        # Not by -m: there this module would be another one, with classes of its own.
-        command = [sys.executable, "-c", "from ppdist.common.trackers import main; main()"]
+        # For Pythons that the library starts: none looks into the current folder, from 3.11 on.
+        paths = os.pathsep.join(filter(None, sys.path))
+        environment = os.environ | {"PYTHONPATH": paths, "PYTHONSAFEPATH": "1"}
+        # No `python_module`: there this module would be another one, with classes of its own.
+        command = python("from ppdist.common.trackers import main; main()")
         with open_own(run.folder / _LOG_FILE, "ab") as output:
             # Not tied to this process: it writes what it has when its input ends.
             self._process = start(

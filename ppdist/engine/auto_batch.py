@@ -22,10 +22,8 @@ and the memory of a card.
 
 import json
 import math
-import os
 import resource
 import signal
-import sys
 import tempfile
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -36,7 +34,7 @@ from typing import Any
 import numpy as np
 import paddle
 
-from ppdist.common.child import own_environment, run_command
+from ppdist.common.child import own_environment, python_module, run_command
 from ppdist.common.errors import ConfigError, Failure
 from ppdist.common.machine import available_memory, process_memory
 from ppdist.config import ExperimentConfig, plugins
@@ -339,12 +337,8 @@ def _run_probe(folder: Path, deadline: float) -> str:
     """
     if time.monotonic() > deadline:
         return _LATE
+    command = python_module("ppdist.engine.memory_probe", str(folder))
     environment = own_environment()
-    package = str(Path(__file__).resolve().parents[2])
-    environment["PYTHONPATH"] = os.pathsep.join(
-        filter(None, [package, environment.get("PYTHONPATH", "")])
-    )
-    command = [sys.executable, "-m", "ppdist.engine.memory_probe", str(folder)]
     output, left = folder / "output", deadline - time.monotonic()
     heartbeat.at("looking for its batch")
     try:

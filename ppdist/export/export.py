@@ -14,7 +14,6 @@ import copy
 import logging
 import os
 import shutil
-import sys
 import tempfile
 import time
 import warnings
@@ -30,7 +29,7 @@ import paddle
 from paddle import Tensor, nn
 
 import ppdist
-from ppdist.common.child import run_command
+from ppdist.common.child import python, run_command
 from ppdist.common.drafts import remove_drafts
 from ppdist.common.errors import DataError, ExportError
 from ppdist.common.files import draft_of, require_no_link
@@ -678,7 +677,7 @@ def convert_to_onnx(directory: Path, file: Path, outputs: Sequence[str]) -> None
             code="disk_full",
             fix="make room or choose another --out",
         )
-    command = [sys.executable, "-c", _CONVERT, program, weights, str(file), str(ONNX_OPSET)]
+    command = python(_CONVERT, program, weights, str(file), str(ONNX_OPSET))
     environment = {**os.environ, "CUDA_VISIBLE_DEVICES": ""}
     with tempfile.TemporaryDirectory() as folder:
         log = Path(folder) / "log"

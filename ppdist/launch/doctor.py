@@ -17,7 +17,7 @@ from pathlib import Path
 from statistics import median, median_high, median_low
 from typing import Any
 
-from ppdist.common.child import output_of
+from ppdist.common.child import output_of, python
 from ppdist.common.errors import LaunchError, StorageError, UserError
 from ppdist.common.machine import available_memory, existing_folder, free_disk, kernel_text
 from ppdist.common.process import paddle_numbers, unknown_paddle
@@ -168,7 +168,7 @@ def _check_paddle(cards: Sequence[str]) -> Finding:
         "print('ppdist', paddle.__version__, paddle.version.cuda() if cuda else 'CPU', count)"
     )
     variables = {**os.environ, **({"CUDA_VISIBLE_DEVICES": ",".join(cards)} if cards else {})}
-    ended = output_of([sys.executable, "-c", code], _IMPORT_SECONDS, variables)
+    ended = output_of(python(code), _IMPORT_SECONDS, variables)
     if ended is None:
         return Finding(FAIL, "paddle", f"importing it takes over {_IMPORT_SECONDS} s")
     exit_code, output, errors = ended

@@ -75,7 +75,6 @@ _CLIENT_SECONDS = 10.0  # in which a client has to ask, and to take the answer
 _LOOK_SECONDS = 1.0
 _CARDS_SECONDS = 3.0  # in which a driver answers; Prometheus waits 10 s for all numbers
 _END_SECONDS = 5.0
-_ROOT = Path(__file__).resolve().parents[2]
 
 Sample = tuple[str, dict[str, str], float]  # name, labels, value
 # Of the cards with these labels: name, card, value.
@@ -314,11 +313,10 @@ def exporting(folder: Path, endpoint: tuple[str, int] | None) -> Iterator[None]:
     if endpoint is None:
         yield
         return
-    command = [sys.executable, "-m", "ppdist.launch.metrics", str(folder), *map(str, endpoint)]
+    command = child.python_module("ppdist.launch.metrics", str(folder), *map(str, endpoint))
     process = None
     try:
-        # In that folder, so that nothing where the user is hides a module.
-        process = child.start(command, cwd=_ROOT, stdout=child.DISCARD)
+        process = child.start(command, stdout=child.DISCARD)
     except OSError as error:
         _give_up(f"no process could be started ({error})")
     try:
