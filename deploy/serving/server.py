@@ -290,6 +290,9 @@ def _protocol_of(limits: Limits) -> type[HttpToolsProtocol]:
                 raise ValueError("too many headers")  # uvicorn answers it as a broken request
 
         def on_headers_complete(self) -> None:
+            head = len(self.url) + sum(len(name) + len(value) + 4 for name, value in self.headers)
+            if head > _MOST_HEAD_BYTES:  # they may have come at once
+                raise ValueError("too long headers")
             self.head_bytes = self.chunks = self.body_bytes = 0
             if len(self.pipeline) == _MOST_PIPELINED:
                 raise ValueError("too many requests at once")

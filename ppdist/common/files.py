@@ -205,7 +205,7 @@ def digest_of_text(text: str) -> str:
 
 def read_json(path: Path) -> Any:
     """Content of a JSON file; None if it is missing or broken."""
-    with suppress(OSError, ValueError):
+    with suppress(OSError, ValueError, RecursionError):
         return json.loads(path.read_text(encoding="utf-8"))
     return None
 

@@ -215,7 +215,8 @@ class ControlChannel:
                 self._lose(
                     host,
                     f"no heartbeat for {self._silence:.0f} s: it is switched off or suspended, "
-                    f"or the network between the hosts is down",
+                    "or the network between the hosts is down or loses long packets (MTU: "
+                    f"`ping -M do -s 1472 {host}` must pass both ways)",
                 )
         if time.monotonic() - self._beat > _BEAT_SECONDS:
             self._beat = time.monotonic()

@@ -150,7 +150,7 @@ def read_rows(source: Path) -> list[dict[str, Any]]:
     """
     file = source / "trials.jsonl" if source.is_dir() else source
     try:
-        lines = file.read_text(encoding="utf-8").splitlines()
+        lines = file.read_text(encoding="utf-8", errors="replace").splitlines()
     except OSError as error:
         raise ConfigError(
             f"{error.strerror}; expected the folder of a study in which a trial has ended, or "
@@ -165,7 +165,7 @@ def read_rows(source: Path) -> list[dict[str, Any]]:
             row = {**row, "final": dict(row["final"]), "study": str(row["study"])}
             if absent := [key for key in _NEEDED if key not in row]:
                 raise ValueError(f"{', '.join(absent)} is not in it")
-        except (ValueError, KeyError, TypeError) as error:
+        except (ValueError, KeyError, TypeError, RecursionError) as error:
             raise ConfigError(
                 f"not a row of ppdist tune: {error}",
                 code="not_a_study_row",

@@ -12,6 +12,7 @@ the next process that asks for work continues it.
 import hashlib
 import json
 import os
+import shlex
 import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -32,7 +33,14 @@ from optuna.trial import FrozenTrial, TrialState
 
 from ppdist.common import files
 from ppdist.common.errors import ConfigError
-from ppdist.common.files import FileLock, make_folder, open_own, write_json
+from ppdist.common.files import (
+    FileLock,
+    make_folder,
+    open_own,
+    read_json,
+    sync_path,
+    write_json,
+)
 from ppdist.config import load_config
 from ppdist.config.study import PrunerConfig, StudyConfig
 from ppdist.tune.trial import Cell, Past, grid
@@ -45,6 +53,7 @@ _MAY_CHANGE = {
 }  # fmt: skip
 _SEEDS_APART = 1_000_003  # of the sampler, between two trials
 _NAME = "ppdist"  # of the one study in the journal
+_ENTRY = {"op_code", "worker_id"}  # what each line of it has
 
 
 class StudyLock(FileLock):
@@ -119,7 +128,7 @@ class Store:
     def __init__(self, folder: Path, study: StudyConfig) -> None:
         """Opens the folder, and makes it where there is none.
 
-        Raises: ConfigError: there is another study in it.
+        Raises: ConfigError: there is another study in it, or what is left of one.
         """
         make_folder(folder)
         self.folder, self.config = folder, study
@@ -130,15 +139,23 @@ class Store:
             self._agree()
             journal = folder / "journal.log"
             journal_lock: Any = JournalLock(journal)  # Optuna names no public type
+            with journal_lock:
+                self._require_whole(journal)
             backend = JournalFileBackend(str(journal), journal_lock)
-            self.study = optuna.create_study(
-                storage=JournalStorage(backend),
-                study_name=_NAME,
-                load_if_exists=True,
-                direction="minimize" if study.lower_is_better else "maximize",
-                sampler=optuna.samplers.RandomSampler(0),
-                pruner=_pruner(study.pruner),
-            )
+            try:
+                self.study = optuna.create_study(
+                    storage=JournalStorage(backend),
+                    study_name=_NAME,
+                    load_if_exists=True,
+                    direction="minimize" if study.lower_is_better else "maximize",
+                    sampler=optuna.samplers.RandomSampler(0),
+                    pruner=_pruner(study.pruner),
+                )
+            except (LookupError, ValueError, TypeError, AssertionError, RuntimeError) as error:
+                # Optuna has no error of its own for entries that do not fit each other.
+                raise self._damaged(
+                    journal, f"its lines contradict each other ({type(error).__name__}: {error})"
+                ) from error
         failed = [each.number for each in self.trials() if each.state == TrialState.FAIL]
         self._failed_before = frozenset(failed)
 
@@ -147,7 +164,16 @@ class Store:
         file, now = self.folder / "study.json", self.config.model_dump(mode="json", by_alias=True)
         now["experiment"] = _digest(self.config)
         if file.exists():
-            before = json.loads(file.read_text(encoding="utf-8"))
+            before = read_json(file)
+            if not (isinstance(before, dict) and isinstance(before.get("variants"), dict)):
+                raise ConfigError(
+                    "holds no settings of a study: it was cut off or overwritten, as in a power "
+                    "failure; the trials are kept, in journal.log and trials/",
+                    code="study_damaged",
+                    where=f"{file}",
+                    fix="if the study is the same as before, delete this file and start it again, "
+                    "which goes on; else give it its own folder with --out",
+                )
             keys = {*now, *before} - _MAY_CHANGE
             changed = {key for key in keys if now.get(key) != before.get(key)}
             if "experiment" in changed and now["overrides"] != before["overrides"]:
@@ -166,7 +192,33 @@ class Store:
                     code="study_settings_differ",
                     fix="give this study its own folder with --out",
                 )
-        write_json(file, now, indent=1)
+        write_json(file, now, indent=1, sync=True)
+        sync_path(self.folder)  # the name, too, before there are trials
+
+    def _require_whole(self, journal: Path) -> None:
+        """Raises: ConfigError: a line of the journal is no entry, or all are gone."""
+        number = 0
+        with suppress(FileNotFoundError), journal.open("rb") as file:
+            for number, line in enumerate(file, start=1):
+                try:
+                    entry = json.loads(line)
+                    damaged = not (isinstance(entry, dict) and entry.keys() >= _ENTRY)
+                except (ValueError, RecursionError):
+                    damaged = True
+                if damaged:
+                    raise self._damaged(journal, f"line {number} was cut off or overwritten")
+        if not number and any((self.folder / "trials").glob("*")):
+            raise self._damaged(journal, "it is missing or empty")
+
+    def _damaged(self, journal: Path, what: str) -> ConfigError:
+        return ConfigError(
+            f"{what}, as in a power failure, and later lines depend on it; kept are the runs in "
+            f"{self.folder / 'trials'} and, of trials that ended, trials.jsonl",
+            code="study_damaged",
+            where=f"{journal}",
+            fix=f"`ppdist tune show {shlex.quote(str(self.folder))}` ranks those that ended; begin "
+            "a new study with another --out",
+        )
 
     def trial_folder(self, number: int) -> Path:
         return self.folder / "trials" / f"{number:03d}"

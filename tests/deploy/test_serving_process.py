@@ -324,6 +324,13 @@ BOUNDS = {
     "trailers without end": (chunked(b"/detect", rest=b"0\r\n" + b"a: b\r\n" * 9000), [400]),
     "extensions without end": (chunked(b"/detect", rest=b"1;" + b"a=b;" * 90_000), [400]),
     "long headers": (get(b"/ready", b"a: %b" % (b"b" * 200_000))[:-2], [400]),
+    "70 KB in one header": (get(b"/ready", b"a: %b\r\n" % (b"b" * 70_000)), [400]),
+    "70 KB in 70 headers": (get(b"/ready", b"a: %b\r\n" % (b"b" * 1000) * 70), [400]),
+    "70 KB of address": (get(b"/ready?" + b"b" * 70_000), [400]),
+    "60 KB in one header": (
+        get(b"/ready", b"a: %b\r\nConnection: close\r\n" % (b"b" * 60_000)),
+        [200],
+    ),
     "many headers": (get(b"/ready", b"a: b\r\n" * 200), [400]),
     "a few requests at once": (get(b"/ready") * 7 + CLOSE, [200] * 8),
     "many requests at once": (get(b"/ready") * 400, []),

@@ -229,3 +229,58 @@ def test_a_lock_ends_with_its_process(tmp_path: Path) -> None:
     other.wait()
     assert lock.try_acquire()
     lock.close()
+
+
+def half_a_line(lines: list[bytes]) -> list[bytes]:
+    return [*lines[:4], lines[4][:10] + b"\n", *lines[5:]]
+
+
+DAMAGES = {
+    "whole": (lambda lines: lines, ""),
+    "tail cut off": (lambda lines: [*lines[:-1], lines[-1][:-20]], ""),
+    "tail of NUL": (lambda lines: [*lines, b"\0" * 200], ""),
+    "page of NUL": (lambda lines: [*lines[:4], b"\0" * 300 + b"\n", *lines[4:]], "line 5 "),
+    "half a line": (half_a_line, "line 5 "),
+    "other entry": (lambda lines: [*lines, b'{"op_code":99,"worker_id":""}\n'], "contradict"),
+    "other JSON": (lambda lines: [*lines, b"[1]\n"], "line "),
+    "deep JSON": (lambda lines: [*lines, b"[" * 200000 + b"\n"], "line "),
+    "empty": (lambda lines: [], "missing or empty"),
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_a_torn_journal_is_one_message_with_what_is_kept(damage: str, tmp_path: Path) -> None:
+    study = study_of(tmp_path, GRID)
+    store = Store(tmp_path / "out", study)
+    for value in (0.1, 0.2):
+        number = taken(store).number
+        store.trial_folder(number).mkdir(parents=True, exist_ok=True)
+        store.report(number, {1: value})
+        store.finish(number, TrialState.COMPLETE, value, {})
+    store.close()
+    change, what = DAMAGES[damage]
+    journal = tmp_path / "out" / "journal.log"
+    journal.write_bytes(b"".join(change(journal.read_bytes().splitlines(keepends=True))))
+    if what:
+        for _ in range(2):  # the first changed nothing
+            with raises("study_damaged", what, f"{tmp_path / 'out' / 'trials'}"):
+                Store(tmp_path / "out", study)
+    else:
+        store = Store(tmp_path / "out", study)
+        assert taken(store).number == (1 if damage == "tail cut off" else 2)  # its end was lost
+        store.close()
+
+
+@pytest.mark.parametrize("content", [b"", b"\0" * 300, b"[]", b'{"variants": 3}', b'{"seed": 0'])
+def test_torn_settings_of_a_study_are_one_message(content: bytes, tmp_path: Path) -> None:
+    study = study_of(tmp_path, GRID)
+    store = Store(tmp_path / "out", study)
+    taken(store)
+    store.close()
+    (tmp_path / "out" / "study.json").write_bytes(content)
+    with raises("study_damaged", "journal.log"):
+        Store(tmp_path / "out", study)
+    (tmp_path / "out" / "study.json").unlink()  # as the message says
+    store = Store(tmp_path / "out", study)
+    assert len(store.trials()) == 1
+    store.close()
