@@ -124,8 +124,9 @@ class Parser(argparse.ArgumentParser):
             import argcomplete
 
             argcomplete.autocomplete(self)  # does not return
-        if "=" in "".join(itertools.takewhile(lambda word: word[:1] != "-", sys.argv[1:])):
-            self._answer(())  # `model=yolov5n.pt data=...`, which DATA would take
+        leading = itertools.takewhile(lambda word: word[:1] != "-", sys.argv[1:])
+        if "=" in "".join(leading) or "--source" in sys.argv:
+            self._answer(())  # `model=yolov5n.pt data=...`, which DATA or --source would take
         return super().parse_args(*args, **kwargs)
 
     def error(self, message: str) -> NoReturn:

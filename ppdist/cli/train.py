@@ -12,6 +12,7 @@ labels.  Everything else is decided, shown, and written to the output_dir as a c
 
 import argparse
 import gc
+import re
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -53,7 +54,7 @@ def parse() -> argparse.Namespace:
     fitted.add_argument(
         "--weights", metavar="NAME|FILE", help="start from these, as model.pretrained"
     )
-    fitted.add_argument("--image-size", type=at_least(32), nargs="+", metavar="N",
+    fitted.add_argument("--image-size", type=_side, nargs="+", metavar="N",
                         help="pixels: one number is a square, two are height and width (as the "
                         "recipe)")  # fmt: skip
     parser.add_argument(
@@ -93,7 +94,20 @@ def _epochs(text: str) -> int | str:
 
 
 def _batch(text: str) -> int | str:
+    if text != "auto" and not text.isdecimal():
+        raise argparse.ArgumentTypeError(
+            f"expected a whole number, 1 or more, or auto (what fits into memory), found {text!r}"
+        )
     return text if text == "auto" else at_least(1)(text)
+
+
+def _side(text: str) -> int:
+    if re.fullmatch(r"\d+ ?[,x] ?\d+", text):
+        height, width = re.findall(r"\d+", text)
+        raise argparse.ArgumentTypeError(
+            f"height and width are two words: --image-size {height} {width}"
+        )
+    return at_least(32)(text)
 
 
 _FITTED = {

@@ -87,7 +87,7 @@ class DataConfig(Section):
     test: Annotated[SplitConfig | None, OnResume.FREE] = Field(
         default=None,
         description="A split used neither for training nor for validation; evaluate it with "
-        "`ppdist eval --split test`. null: none.",
+        "`ppdist eval -w RUN --split test`. null: none.",
     )
     val_fraction: float | None = Field(
         default=None,

@@ -12,7 +12,7 @@ from typing import Any
 from pydantic import ValidationError
 from pydantic.fields import FieldInfo
 
-from ppdist.config.migration import answer_key
+from ppdist.config.migration import answer_key, our_key, our_value
 from ppdist.config.schema import (
     SectionType,
     all_keys,
@@ -140,7 +140,7 @@ def _message(detail: Any, path: Path, tree: Node, schema: SectionType) -> str:
     if _is_absent(detail):
         about = (field.description or "").split(". ")[0].rstrip(".")
         return f"{name}: missing, expected {expected}" + (f" ({about})" if about else "")
-    return f"{name}: found {found(node)}, expected {expected}{_hint(node, field.annotation)}"
+    return f"{name}: found {found(node)}, expected {expected}{_hint(name, node, field.annotation)}"
 
 
 def _dotted(path: Path) -> str:
@@ -168,10 +168,12 @@ def _tag_values(section: SectionType, key: Any) -> list[str]:
     return choices(field.annotation) if field is not None else []
 
 
-def _hint(node: Node, annotation: Any) -> str:
+def _hint(name: str, node: Node, annotation: Any) -> str:
     """`; did you mean ...`, or ""."""
     value, words = node.value, type_in_words(annotation)
     if isinstance(value, str):
+        if ours := our_value(name, value):
+            return f"; did you mean {ours}?"
         close = _close(value, choices(annotation))
         if close:
             return close
@@ -202,10 +204,16 @@ def _suggest_key(path: Path, tree: Node, schema: SectionType) -> str:
     for known in all_keys(schema):
         elsewhere.setdefault(known[-1], ".".join(known))
     here = _dotted(path[:-1])
+    below = [".".join(known) for known in all_keys(schema) if known[: len(path) - 1] == path[:-1]]
+    inside = [known for known in below if known.endswith(f".{key}")]
+    if len(path) > 1 and inside:  # data.augment.rotate, of data.augment.affine
+        return f"did you mean {inside[0]}?"
     for names, cutoff in ((siblings, 0.75), ([key], 1.0), (siblings, 0.6), (list(elsewhere), 0.8)):
         for match in difflib.get_close_matches(key.lower(), names, 1, cutoff):
             if names is siblings or match in siblings:
                 return f"did you mean {here + '.' if here else ''}{match}?"
             if match in elsewhere and elsewhere[match] != _dotted(path):
                 return f"did you mean {elsewhere[match]}?"
+    if ours := our_key(key):
+        return f"did you mean {ours}?"
     return f"{here or 'the top level'} knows {', '.join(siblings)}"

@@ -6,9 +6,13 @@ a word of a command           train --img 640, train imgsz=640  -> --image-size 
 a whole file behind -c        data.yaml, a PaddleDetection config, a model's YAML
 """
 
+import os
+import re
+import shlex
 from collections.abc import Container, Mapping, Sequence
 from dataclasses import replace
 from functools import cache
+from itertools import takewhile
 from pathlib import Path, PurePath
 from typing import NamedTuple
 
@@ -18,7 +22,9 @@ from ppdist.common.errors import ConfigError
 from ppdist.config.shipped import find_config
 from ppdist.config.yaml import BASE_KEY, Node
 
-PADDLE, ULTRA, EARLIER = "PaddleDetection", "ultralytics", "earlier versions of ppdist"
+PADDLE, ULTRA, OTHERS = "PaddleDetection", "ultralytics", "other trainers"
+EARLIER = "earlier versions of ppdist"
+_OPTION_OF_FILES = "--source"  # which would take `conf=0.4` for one
 
 
 class Equivalent(NamedTuple):
@@ -26,8 +32,8 @@ class Equivalent(NamedTuple):
 
     key: ours; "": there is none.  note: what to know, or what to do where there is no key.
     option: of `ppdist train DATA`, with {} for the value; "": the key behind -o.
-    values: theirs and ours, where they differ; the key stands for these alone where there is a note
-        for the others.
+    values: theirs and ours, where they differ.  texts: whole answers, by value.
+    instead: the answer to all other values; "": the key stands for these, too.
     """
 
     owner: str
@@ -35,40 +41,65 @@ class Equivalent(NamedTuple):
     note: str = ""
     option: str = ""
     values: Mapping[str, str] = {}
+    texts: Mapping[str, str] = {}
+    instead: str = ""
 
     def in_config(self, value: str, sign: str) -> str:
         """What to write in a file (`: `) or after -o (`=`)."""
-        ours = self._ours(value)
-        return self._told(f"{self.key}{sign}{ours}" if ours else self.key, value)
+        ours = _as_list(self._ours(value))
+        return self._answer(f"{self.key}{sign}{ours}" if ours else self.key, value)
 
     def on_command_line(self, command: str, value: str) -> str:
         """What to write behind `ppdist COMMAND`."""
         ours = self._ours(value)
         if command == "train" and self.option:
-            return self._told(self.option.replace("{}", ours).rstrip(), value)
-        if command != "train" and self.key.startswith(_OF_TRAINING):
+            return self._answer(self.option.replace("{}", _as_words(ours)).rstrip(), value)
+        says_what_to_type = not self.key and "`" in self.note
+        if command != "train" and (self.key.startswith(_OF_TRAINING) or says_what_to_type):
             return "leave it out: it only applies to training"
         if command in _WITHOUT_DATA and self.key.startswith(("data.", "evaluate.")):
             return "leave it out: it only applies to data sets"
         if self.key and command in _WITH_KEYS:
-            return self._told(f"-o {self.key}={ours or '...'}", value)
+            item = f"{self.key}={_as_list(ours) or '...'}"
+            return self._answer(f"-o {shlex.quote(item)}", value)
         if self.note and not self.key and not self.option:
-            return self._told("", value)
+            return self._answer("", value)
         return f"leave it out; `ppdist {command} --help` lists the options"
 
     def _ours(self, value: str) -> str:
         return self.values.get(value.lower(), value)
 
-    def _told(self, written: str, value: str) -> str:
-        known = not self.values or not self.note or value.lower() in self.values
-        if not written or not known:
-            return self.note.replace("{}", value or "0-7")
-        note = "" if self.values else self.note
-        return f"write `{written}`" + (f" ({note})" if note else "")
+    def _answer(self, written: str, value: str) -> str:
+        if text := self.texts.get(value.lower()):
+            return text
+        is_translated = value.lower() in self.values
+        instead = self.instead if written and not is_translated else ""
+        if instead or not written:
+            return (instead or self.note).replace("{}", value or "...")
+        return f"write `{written}`" + (f" ({self.note})" if self.note and not is_translated else "")
+
+
+_SEVERAL = re.compile(r"[\[(]? *(\d+(?: *[,x] *\d+)+) *[\])]?")  # 640,480  [640, 480]  640x480
+
+
+def _numbers(value: str) -> list[str]:
+    several = _SEVERAL.fullmatch(value)
+    return re.split(r" *[,x] *", several[1]) if several else []
+
+
+def _as_words(value: str) -> str:
+    """Several numbers as an option takes them; else the value."""
+    return " ".join(_numbers(value)) or value
+
+
+def _as_list(value: str) -> str:
+    """Several numbers as a key takes them; else the value."""
+    return f"[{','.join(_numbers(value))}]" if _numbers(value) else value
 
 
 _OF_TRAINING = (
     "train.", "optimizer.", "schedule.", "loss.", "checkpoint.", "early_stopping.", "data.augment",
+    "model.pretrained",
 )  # fmt: skip
 _WITH_KEYS = ("train", "eval", "predict", "export", "convert", "data")  # commands with -o
 _WITHOUT_DATA = ("predict", "export", "convert")
@@ -97,7 +128,7 @@ def table() -> Table:
         for name, each in rows.items()
     }
     keys |= {name: Equivalent(EARLIER, note=note) for name, note in _REMOVED.items()}
-    words = {name: each for name, each in keys.items() if each.owner == ULTRA}
+    words = {name: each for name, each in keys.items() if each.owner in (ULTRA, OTHERS)}
     for owner, rows in found["words"].items():
         for name, each in rows.items():
             given = {"key": each} if isinstance(each, str) else each
@@ -126,6 +157,19 @@ def answer_key(path: Sequence[str | int], node: Node) -> str:
     plain = "" if isinstance(value.value, dict | list) else value.text
     told = equivalent.in_config(plain, ": " if node.place.line else "=")
     return f"{key} is a key of {equivalent.owner}; {told}"
+
+
+def our_key(name: str) -> str:
+    """Our key for the last part of another trainer's; "": unknown."""
+    equivalent = table().keys.get(name) or table().words.get(name)
+    return "" if equivalent is None else equivalent.key
+
+
+def our_value(key: str, value: str) -> str:
+    """What other trainers' value of one of our keys is here; "": unknown."""
+    rows = (*table().keys.values(), *table().words.values())
+    ours = (each.values.get(value.lower(), "") for each in rows if each.key == key)
+    return next(filter(None, ours), "")
 
 
 def without_removed_keys(tree: Node) -> Node:
@@ -158,17 +202,17 @@ def refuse_options(command: str, words: Sequence[str], unknown: Container[str]) 
     """
     lines: list[str] = []
     behind_o = False
-    leading = True  # none of our options that take name=value has come
+    leading = True  # none of our options that take name=value has come, or the last takes files
     for at, word in enumerate(words):
-        following = words[at + 1] if at + 1 < len(words) else ""
         name, equals, value = word.partition("=")
         if word.startswith("-"):
-            leading, behind_o = False, word in ("-o", "--override")
-            if not equals and not following.startswith("-"):
-                value = following
+            leading, behind_o = name == _OPTION_OF_FILES, word in ("-o", "--override")
+            if not equals:
+                value = _following(words[at + 1 :])
             foreign = name in unknown
         else:
             foreign = bool(equals) and not behind_o and (leading or word in unknown)
+            foreign = foreign and not os.path.exists(word)
         name = name.lstrip("-").replace("-", "_")
         item = behind_o and bool(equals)
         told = _answer(command, name, value, item=item) if foreign or item else ""
@@ -176,6 +220,14 @@ def refuse_options(command: str, words: Sequence[str], unknown: Container[str]) 
             lines.append(f"{word if equals else f'{word} {value}'.strip()}: {told}")
     if lines:
         raise ConfigError("\n  ".join(lines), code="foreign_option")
+
+
+def _following(words: Sequence[str]) -> str:
+    """The value of an option: the next word, or all numbers that come next."""
+    numbers = [*takewhile(str.isdecimal, words)]
+    if numbers or not words:
+        return ",".join(numbers)
+    return "" if re.match(r"-(?![\d.])", words[0]) else words[0]
 
 
 def _answer(command: str, name: str, value: str, *, item: bool) -> str:

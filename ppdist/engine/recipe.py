@@ -192,6 +192,15 @@ def _data_choices(layout: Layout) -> list[Choice]:
     ]
 
 
+def require_detector(options: TrainOptions) -> None:
+    """Checks a recipe before the data are looked at, which are of its task.
+
+    Raises: ConfigError: no such recipe, or one that is not for boxes.
+    """
+    assert options.model is not None
+    _model_section(options, Reader().read_file(_find(options.model)[1]))
+
+
 def _model_section(options: TrainOptions, base: Node) -> Any:
     """Class of the `model` section of a recipe for boxes.
 
@@ -204,7 +213,9 @@ def _model_section(options: TrainOptions, base: Node) -> Any:
             "is a recipe for classifiers, but data given this way has boxes",
             code="model_without_boxes",
             where=f"--model {options.model}",
-            fix="choose a detector (ppdist config list), or write a configuration",
+            fix="for folders of images, one for each class: `ppdist train -c "
+            f"{options.model} --eval -o data.root=FOLDER model.num_classes=N`; for boxes choose a "
+            "detector (ppdist config list)",
         )
     return section
 

@@ -26,7 +26,15 @@ from ppdist.engine.callbacks import Callback
 from ppdist.engine.continuation import ANEW, Continuation, config_of_run
 from ppdist.engine.evaluator import ClassificationEvaluator, Evaluator
 from ppdist.engine.preflight import fetch_on_all_ranks
-from ppdist.engine.recipe import ASIDE, FILE, Recipe, TrainOptions, fit_recipe, write_recipe
+from ppdist.engine.recipe import (
+    ASIDE,
+    FILE,
+    Recipe,
+    TrainOptions,
+    fit_recipe,
+    require_detector,
+    write_recipe,
+)
 from ppdist.engine.suitability import findings_of
 from ppdist.metrics.analysis import class_table
 from ppdist.metrics.run import read_run
@@ -84,6 +92,7 @@ def plan_training(
             "RUN is the output_dir of a training",
         )
     if data is not None:
+        require_detector(options)
         if options.weights is not None and not is_name(options.weights):
             require_there(Path(options.weights))  # before all labels are read
         recipe = fit_recipe(find_layout(str(data)), options, overrides, comm.world_size())

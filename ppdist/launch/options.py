@@ -163,7 +163,7 @@ _WITH_MASTER = {
     "elastic_level": (_ELASTIC, _RESTARTS),
     "elastic_timeout": (_ELASTIC, _RESTARTS),
 }
-# Paddle's that do not exist here: why, and what to do instead.
+# Other launchers' that do not exist here: why, and what to do instead.
 _REFUSED = {
     "--legacy": "it starts Paddle's old launcher, which leaves its processes running when it is "
     "stopped; leave the option out",
@@ -178,6 +178,11 @@ _REFUSED = {
     "--auto_parallel_config": "ppdist trains with data parallelism only; leave the option out",
     "--auto_cluster_config": "ppdist trains with data parallelism only; leave the option out",
     "--auto_tuner_json": "`ppdist tune` searches settings; leave the option out",
+    # Of torchrun and torch.distributed.launch.
+    "--node_rank": "the number of a host is its place in --ips A,B; leave the option out",
+    "--master_addr": "the first host of --ips A,B is it; leave the option out",
+    "--master_port": "hosts meet on --start_port P; give that",
+    "--rdzv_endpoint": "hosts meet at the first of --ips A,B, on --start_port P; give these",
 }
 # Taken from the environment by the options above, so Paddle's launcher must not see them again:
 # it would let them override the command line.
@@ -371,10 +376,13 @@ def _split(arguments: Sequence[str]) -> tuple[dict[str, str], list[str]]:
     rest = list(arguments)
     while rest and rest[0].startswith("-"):
         name, equals, value = rest.pop(0).partition("=")
+        with_underscores = f"--{name[2:].replace('-', '_')}"  # torchrun takes both
+        if with_underscores in (*_BY_NAME, *_REFUSED):
+            name = with_underscores
         option = _BY_NAME.get(name)
         if name in _REFUSED:
             raise LaunchError(
-                f"fleetrun does not take this option of Paddle's launcher: {_REFUSED[name]}",
+                f"fleetrun does not take this option: {_REFUSED[name]}",
                 code="option_refused",
                 where=name,
             )

@@ -135,6 +135,8 @@ def similar_names(weights: Path | str) -> str:
     """What may have been meant by an unknown name."""
     if _ADDRESS.match(f"{weights}"):
         return "download it, and give the file; addresses of docs/model_zoo.md are known"
+    if entry := published(weights):
+        return f"the published file is downloaded by its name: {entry.name}"
     if Path(weights).suffix or len(Path(weights).parts) > 1:
         return ""
     close = difflib.get_close_matches(f"{weights}", zoo(), 3, 0.5)
@@ -163,7 +165,8 @@ def local_weights(weights: Path | str, alive: Callable[[], None] = lambda: None)
     from_web = mirror.startswith(_WEB)
     file = cache / entry.file
     by_hand = (
-        f"fetch {entry.url} elsewhere and put it into {cache}, or into a folder that {MIRROR} names"
+        f"fetch {entry.url} elsewhere and put it into {cache}, or into a folder that {MIRROR} "
+        f"names, or give the file in place of the name: --weights {entry.file}"
     )
     if mirror and not from_web:
         raise WeightsError(

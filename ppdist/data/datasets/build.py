@@ -10,6 +10,7 @@ agree on their classes, and their images must be on disk.
 import hashlib
 import logging
 import os
+import shlex
 from collections import defaultdict
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
@@ -165,6 +166,8 @@ def _check_folder(config: DataConfig, split: Split) -> None:
                 f"{images} is not a folder",
                 code="image_folder_missing",
                 where=f"data.{split}.images",
+                fix=f"set -o data.{split}.images=FOLDER data.{split}.annotations=FILE, or let "
+                f"`ppdist train {shlex.quote(config.root)} --model NAME` find the files of the set",
             )
 
 
@@ -201,7 +204,8 @@ def _require_few_files(config: DataConfig, split: Split) -> None:
         f"object store",
         code="store_format",
         where=f"data.{split}",
-        fix="convert it on a disk: `ppdist data convert --to coco --shards 256MB`, and upload that",
+        fix="convert it on a disk: `ppdist data convert DATA --to coco --shards "
+        "256MB --out DIR`, and upload that",
     )
 
 
@@ -609,7 +613,7 @@ def check_objects(dataset: DetectionSet) -> None:
             code="objects_missing",
             where=dataset.source,
             fix="check that the annotations belong to these images; to save detections of images "
-            "without annotations, use `ppdist eval --save-detections FILE`",
+            "without annotations, use `ppdist eval -w RUN --save-detections FILE`",
         )
 
 

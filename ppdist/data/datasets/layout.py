@@ -88,6 +88,13 @@ class Layout:
         }  # fmt: skip
 
 
+# Data files that come with its package, by their names without .yaml.
+_OF_ULTRALYTICS = (
+    *("coco", "coco8", "coco128", "voc", "objects365", "lvis", "visdrone", "xview", "sku-110k"),
+    *("argoverse", "globalwheat2020", "open-images-v7"),
+)
+
+
 def is_layout(path: str | Path) -> bool:
     """Whether a path is a data set, not a configuration."""
     path = Path(path)
@@ -157,6 +164,11 @@ def _found(path: Path, source: str) -> Layout:
         what = f"is neither a folder nor a data.yaml (looked in {Path.cwd()})"
         packed = path.is_file() and path.suffix.lower() in _ARCHIVES
         fix = "unpack it, then give the folder" if packed else _KINDS
+        if path.stem.lower() in _OF_ULTRALYTICS:
+            fix = (
+                f"ultralytics brings {path.name} along and fetches its images; ppdist fetches none: "
+                "`ppdist train FOLDER --model yolov5n` takes the folder that has them"
+            )
         fix = f"did you mean {path.with_name(near[0])}?" if near else fix
         raise DataError(what, code="data_not_found", where=source, fix=fix)
     for folder in _nested(path):
@@ -487,7 +499,7 @@ def _one(candidates: Sequence[Path], split: str, folder: Path) -> Path:
 
 
 def _tests_note(present: bool) -> tuple[tuple[str, str], ...]:
-    why = "evaluate it later: `ppdist eval --split test`"
+    why = "evaluate it later: `ppdist eval -w RUN --split test`"
     return (("test split: not used in training", why),) if present else ()
 
 
