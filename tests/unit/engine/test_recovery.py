@@ -264,7 +264,7 @@ def test_run_stopped_amid_bad_steps_resumes_equal(shapes, tmp_path):
 
     def killed(trainer):
         bad(trainer)
-        at_step(trainer, 6, lambda: 1 / 0)
+        at_step(trainer, 6, lambda: (trainer.writer.finish(), 1 / 0))
 
     def stopped(trainer):
         bad(trainer)
