@@ -701,7 +701,9 @@ def _repeats(ids_N: np.ndarray) -> list[tuple[int, int]]:
 def _with_name(entry: Any) -> Any:
     """Adds the end of its address to an image without name (LVIS)."""
     url = entry.get("coco_url") if isinstance(entry, dict) and "file_name" not in entry else None
-    return entry | {"file_name": "/".join(url.split("/")[-2:])} if isinstance(url, str) else entry
+    if not isinstance(url, str) or not url:
+        return entry
+    return entry | {"file_name": "/".join(url.split("/")[-2:])}
 
 
 def _check_keys(part: str, number: int, entry: Any, file: Path) -> None:
