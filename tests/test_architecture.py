@@ -467,17 +467,6 @@ def test_unit_tests_mirror_the_package():
     assert not strangers
 
 
-def test_everything_says_in_twelve_words_what_it_is() -> None:
-    long = []
-    for name, path in sources().items():
-        for node in nodes_of(path) if name.startswith("ppdist") else ():
-            if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef):
-                first = (ast.get_docstring(node) or "").partition("\n")[0].partition("Args:")[0]
-                if len(first.split()) > 12:
-                    long.append(f"{name}: {first}")
-    assert not long, "\n".join(long)
-
-
 def test_no_test_module_imports_another() -> None:
     # As text: to parse all tests takes three seconds.
     imports = re.compile(r"^\s*(?:from|import) +(tests\.(?:\w+\.)*test_\w+)", re.MULTILINE)
