@@ -248,7 +248,7 @@ OTHER_WRITERS = {
         *("launch/supervisor.py:run_job", "launch/watchdog.py:_collect_stacks"),
         *("launch/worker.py:end_report", "launch/worker.py:stop"),
         *("verify/accelerator.py:prepare", "verify/dp_equivalence.py:_alone"),
-        "verify/dp_equivalence.py:judge",
+        *("verify/dp_equivalence.py:judge", "verify/dp_equivalence.py:_write_state"),
     },
     "under a new random name": {
         *("data/datasets/convert.py:_place_images", "engine/output_dirs.py:put"),
