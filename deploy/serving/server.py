@@ -531,6 +531,8 @@ def main() -> int:
             bfloat16=arguments.bfloat16,
         )
         print(f"serving: the model runs in {predictor.runtime}", file=sys.stderr, flush=True)
+        if predictor.doubt:
+            print(f"serving: warning: {predictor.doubt}", file=sys.stderr, flush=True)
         return predictor
 
     return serve(load, limits, arguments.host, arguments.port, token, arguments.access_log)

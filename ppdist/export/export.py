@@ -177,6 +177,7 @@ def export_model(
         names = [TRITON_FILE, *(f"{VERSION}/{name}" for name in names)]
     earlier = _require_free(directory, {SPEC_FILE, *names})
     spec = spec.model_copy(update={"earlier": tuple(sorted(earlier))})
+    refused: dict[str, str] = {}
     # The check must not depend on a card's rounding.
     with device.on_cpu(), drafted(directory) as draft:
         eager = deployment_copy(model)
@@ -195,7 +196,7 @@ def export_model(
             agreement["onnx"] = _write_onnx(scratch, draft, spec, cases, nms_in_graph)
             if find_spec("openvino"):
                 _LOGGER.info("OpenVINO: comparing with the trained model")
-                with _openvino_wanted(needs_openvino):
+                with _openvino_wanted(needs_openvino, refused, "openvino"):
                     found = _in_openvino(scratch, draft, spec, cases, nms_in_graph)
                     called = agreement["onnx"].output_names
                     agreement["openvino"] = replace(found, output_names=called)
@@ -205,7 +206,7 @@ def export_model(
             int8 = _write_int8(scratch, draft, spec, cases, calibration, int8_signed)
             spec = spec.model_copy(update={"onnx_int8": int8})
             if "openvino" in agreement:
-                with _openvino_wanted(needs_openvino):
+                with _openvino_wanted(needs_openvino, refused, "openvino_int8"):
                     int8 = _int8_in_openvino(scratch, draft, spec, cases)
                     spec = spec.model_copy(update={"openvino_int8": int8})
         shutil.rmtree(scratch)
@@ -216,13 +217,14 @@ def export_model(
                 spec = with_accuracy(draft, spec, sample, needs_openvino)
         require_int8("ONNX Runtime", spec.onnx_int8, int8_loss)
         kept = None  # of OpenVINO, where its INT8 is good enough
-        with _openvino_wanted(needs_openvino):
+        with _openvino_wanted(needs_openvino, refused, "openvino_int8"):
             require_int8("OpenVINO", spec.openvino_int8, int8_loss)
             kept = spec.openvino_int8
         digests = {
             file.name: digest(file) for file in sorted(draft.iterdir()) if file.name != SPEC_FILE
         }
-        spec = spec.model_copy(update={"openvino_int8": kept, "sha256": digests})
+        noted = {"openvino_int8": kept, "refused": spec.refused | refused, "sha256": digests}
+        spec = spec.model_copy(update=noted)
         if layout == "triton":
             spec = arrange(draft, spec)
         write_spec(draft, spec)
@@ -294,14 +296,18 @@ def _write_onnx(
 
 
 @contextmanager
-def _openvino_wanted(needed: bool) -> Iterator[None]:
-    """Raises OpenVINO's ExportError if OpenVINO was requested; otherwise warns."""
+def _openvino_wanted(needed: bool, refused: dict[str, str], section: str) -> Iterator[None]:
+    """Raises OpenVINO's ExportError if OpenVINO was requested; otherwise warns.
+
+    Args: refused: gets why a section of infer.yml is left out.
+    """
     try:
         yield
     except ExportError as error:
         if needed:
             raise
-        _LOGGER.warning("skipping OpenVINO: %s", error)
+        refused[section] = error.what
+        _LOGGER.warning("%s: %s; kept for the other runtimes alone", section, error.what)
 
 
 def _in_openvino(
@@ -380,10 +386,11 @@ def require_int8(runtime: str, section: ModelFileSection | None, most: float) ->
         what = f"scores are off by up to {section.max_score_error:.2f}, and may be by {allowed:g}"
     if is_too_much:
         raise ExportError(
-            f"in {runtime} {what}; nothing was kept",
+            f"in {runtime} {what}",
             code="int8_loses",
             where=section.files[0],
-            fix="leave out --int8, give more --calibration images, or allow more with --int8-loss",
+            fix="nothing was kept: leave out --int8, give more --calibration images, or allow more "
+            "with --int8-loss",
         )
 
 
@@ -868,7 +875,10 @@ def precision_on(sample: Sample, predict: Predictor, spec: InferenceSpec) -> flo
 
 
 def with_accuracy(
-    directory: Path, spec: InferenceSpec, sample: Sample, needs_openvino: bool = True
+    directory: Path,
+    spec: InferenceSpec,
+    sample: Sample,
+    needs_openvino: bool = True,
 ) -> InferenceSpec:
     """Adds each exported file's mAP on the sample to the spec.
 
@@ -886,24 +896,25 @@ def with_accuracy(
     }
     sections: dict[str, ModelFileSection | None] = {name: getattr(spec, name) for name in options}
     changed: dict[str, ModelFileSection | None] = {}
+    refused = {**spec.refused}
     for name, section in sections.items():
         if section is None:
             continue
         changed[name] = None
-        with _openvino_wanted(needs_openvino or not name.startswith("openvino")):
+        with _openvino_wanted(needs_openvino or not name.startswith("openvino"), refused, name):
             predict = ExportedPredictor(directory, options[name], spec)
             reached = precision_on(sample, predict, spec)
             count = len(sample.dataset.records)
             if not name.endswith("int8") and abs(reached - sample.mAP) > MAP_TOLERANCE:
                 raise ExportError(
-                    f"mAP {reached:.4f} on {count} validation images, eager {sample.mAP:.4f}; "
-                    "nothing was kept",
+                    f"mAP {reached:.4f} on {count} validation images, eager {sample.mAP:.4f}",
                     code="export_differs",
                     where=str(section.files[0]),
+                    fix="nothing was kept",
                 )
             found = SampleSection(images=count, mAP_eager=sample.mAP, mAP=reached)
             changed[name] = section.model_copy(update={"sample": found})
-    return spec.model_copy(update=changed)
+    return spec.model_copy(update={**changed, "refused": refused})
 
 
 def _rows_of(

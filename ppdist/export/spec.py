@@ -161,7 +161,12 @@ class InferenceSpec(Section):
     openvino_int8: ModelFileSection | None = Field(
         default=None,
         description="Likewise, of the one in 8-bit integers, on the processor that exported; "
-        "`auto` never takes it.",
+        "`auto` takes OpenVINO for it only then.",
+    )
+    refused: dict[str, str] = Field(
+        default_factory=dict,
+        description="Why sections are null that the export tried; what runs such a form all the "
+        "same warns with it.",
     )
     earlier: tuple[str, ...] = Field(
         default=(),

@@ -190,9 +190,9 @@ def compare_raw(
         if found.box is not None:
             differ += f", boxes by up to {found.box:.3g} px (allowed {BOX_TOLERANCE:g})"
         raise ExportError(
-            f"{backend} does not compute what the model computes, it differs in {differ}; "
-            "nothing was kept",
+            f"{backend} does not compute what the model computes, it differs in {differ}",
             code="export_differs",
+            fix="nothing was kept",
         )
     return largest_of(list(each.values()))
 

@@ -39,6 +39,7 @@ from ppdist.runtime.predictor import (
     PredictorError,
     chosen_backend,
     default_threshold,
+    doubt_about,
     lost_below,
     suppress,
 )
@@ -159,6 +160,8 @@ def load_export(
     if xml is not None and options.backend != "openvino":
         raise ConfigError("only OpenVINO runs this", code="options_conflict", where=str(xml))
     form, graph = open_exported(directory, spec, options, xml)
+    if doubt := doubt_about(spec.model_dump(mode="json"), options.backend, precision):
+        _LOGGER.warning("%s: %s", path, doubt)
     where = "on the card" if options.device == "gpu" else f"threads: {threads}"
     _LOGGER.info("%s runs in %s, %s, %s", path, RUNTIMES[options.backend], precision, where)
     return _loaded(spec, graph, form.nms_in_graph)

@@ -107,6 +107,8 @@ def run(arguments: argparse.Namespace) -> int:
         arguments.bfloat16,
     )  # fmt: skip
     say(f"predictor: {predictor.runtime}", sys.stderr)
+    if predictor.doubt:
+        warn(predictor.doubt)
     if arguments.threshold is not None and predictor.spec["task"] == "classify":
         raise PredictorError("--threshold is for boxes, and a classifier has none; leave it out")
     threshold, whence = default_threshold(predictor.spec)

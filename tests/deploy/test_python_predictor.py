@@ -377,6 +377,16 @@ def test_a_runtime_that_there_is_not_is_named(
         Predictor(exported(), **choice)
 
 
+def test_a_forced_runtime_says_what_the_export_found_of_it() -> None:
+    spec: dict[str, Any] = {"openvino": {"files": ["model.onnx"]}, "openvino_int8": None}
+    assert predictor.doubt_about(spec, "openvino", "float32") == ""
+    assert predictor.doubt_about(spec, "onnx", "int8") == ""
+    assert "did not check" in predictor.doubt_about(spec, "openvino", "int8")
+    spec["refused"] = {"openvino_int8": "mAP is 0.08, eager 0.50"}
+    found = predictor.doubt_about(spec, "openvino", "int8")
+    assert "wrong in OpenVINO" in found and "mAP is 0.08, eager 0.50" in found
+
+
 def test_auto_takes_the_fastest_that_was_checked(monkeypatch: pytest.MonkeyPatch) -> None:
     """Its order is that of docs/dev/performance.md."""
     there = {"onnxruntime", "openvino", "paddle"}

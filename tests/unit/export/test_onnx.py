@@ -254,12 +254,14 @@ def test_openvino_is_left_out_or_ends_the_export(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """The first where nobody asked for it: the ONNX file is good in ONNX Runtime."""
-    with export_graph._openvino_wanted(needed=False):
+    refused: dict[str, str] = {}
+    with export_graph._openvino_wanted(False, refused, "openvino"):
         raise ExportError(
             "OpenVINO does not compute what the model computes", code="export_differs"
         )
     assert "OpenVINO does not compute" in caplog.text
-    with raises("export_differs"), export_graph._openvino_wanted(needed=True):
+    assert refused == {"openvino": "OpenVINO does not compute what the model computes"}
+    with raises("export_differs"), export_graph._openvino_wanted(True, {}, "openvino"):
         raise ExportError("the same", code="export_differs")
     monkeypatch.setattr(export_graph, "find_spec", lambda name: None)
     with raises("package_missing"):

@@ -69,20 +69,27 @@ def test_all_convolutions_but_the_last_run_on_integers(exported: Path) -> None:
     assert onnx.TensorProto.INT8 in {tensor.data_type for tensor in graph.initializer}
 
 
-def test_signed_integers_are_those_that_tensorrt_reads(tmp_path: Path, exported: Path) -> None:
-    """Its parser takes zero points of 0 alone, and dequantises 8-bit integers alone."""
+@pytest.fixture(scope="module")
+def signed(exported: Path) -> Path:
+    """The same model with activations in int8."""
     from ppdist.export.onnx import quantize_onnx
 
-    file, images = tmp_path / "signed.onnx", pictures(3)
+    file = exported.parent / "signed.onnx"
     quantize_onnx(exported / "model.onnx", file, list(pictures(6)), tiny_spec(), signed=True)
-    graph = onnx.load(file).graph
+    return file
+
+
+def test_signed_integers_are_those_that_tensorrt_reads(signed: Path, exported: Path) -> None:
+    """Its parser takes zero points of 0 alone, and dequantises 8-bit integers alone."""
+    images = pictures(3)
+    graph = onnx.load(signed).graph
     values = {each.name: onnx.numpy_helper.to_array(each) for each in graph.initializer}
     ends = [node for node in graph.node if node.op_type in ("QuantizeLinear", "DequantizeLinear")]
     zeros = [values[node.input[2]] for node in ends]
     assert len(zeros) > 100 and {zero.dtype for zero in zeros} == {np.dtype(np.int8)}
     assert not any(zero.any() for zero in zeros)
     floats, _ = open_graph([exported / "model.onnx"], INT8)(images)
-    integers, _ = open_graph([file], INT8)(images)
+    integers, _ = open_graph([signed], INT8)(images)
     assert np.abs(floats - integers).mean() < 0.2 * floats.std()
 
 
@@ -235,6 +242,7 @@ def test_openvino_that_was_not_asked_for_fails_no_export(
     assert found.openvino is None
     assert found.onnx is not None and found.onnx.sample is not None
     assert found.onnx.sample.mAP == 0.7
+    assert found.refused["openvino"].startswith("mAP 0.5000 on ")
     with raises("export_differs"):
         export.with_accuracy(tmp_path, spec, sample, needs_openvino=True)
 
@@ -259,6 +267,15 @@ def test_int8_that_loses_more_than_it_may_is_refused(
     else:
         with raises("int8_loses"):
             require_int8("OpenVINO", section, most)
+
+
+@pytest.mark.skipif(not find_spec("openvino"), reason="OpenVINO is not installed")
+def test_signed_activations_are_right_in_openvino(signed: Path) -> None:
+    """Its transformations for low precision get them wrong: mAP 0.08 beside 0.50."""
+    scores, _ = OpenVinoGraph(signed, 1)(pictures(2))
+    right, _ = open_graph([signed], INT8)(pictures(2))
+    assert np.abs(scores - right).max() < 0.3  # 0.64 with them
+    assert np.abs(scores - right).mean() < 0.03  # 0.064
 
 
 @pytest.mark.skipif(not find_spec("openvino"), reason="OpenVINO is not installed")
