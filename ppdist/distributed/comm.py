@@ -124,7 +124,7 @@ def require_own_ranks(environment: Mapping[str, str]) -> None:
             continue
         if launcher == "srun" and "SLURM_PTY_PORT" in environment:
             continue  # an interactive shell: those of the other tasks have ended
-        processes = re.match(r"\d*", environment.get(here, ""))[0] or count  # Slurm: 2(x4)
+        processes = (re.findall(r"^\d+", environment.get(here, "")) or [count])[0]  # Slurm: 2(x4)
         raise LaunchError(
             f"another launcher started this process as one of {count}; each would work on its own",
             code="foreign_launcher",

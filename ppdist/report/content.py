@@ -131,6 +131,9 @@ def _confused(evaluation: Mapping[str, Any]) -> Table | None:
             (true, at, times) for true, row in enumerate(counts) for at, times in enumerate(row)
         ]
     rows = evaluation.get("per_class") or ()
+    of_true = [row.get("objects") or sums for row, sums in zip(rows, of_true)] + of_true[
+        len(rows) :
+    ]
     labels = [*(evaluation.get("class_names") or [row.get("name") for row in rows])]
     if len(of_true) == len(labels) + 1:
         labels.append("background")

@@ -3,6 +3,7 @@
 import csv
 import io
 import json
+import unicodedata
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from errno import EDQUOT, ENOSPC
@@ -332,7 +333,19 @@ def draw_classes(canvas_HW3: np.ndarray, best: list[dict[str, Any]]) -> None:
 
 def _readable(name: str, label: int) -> str:
     """The name, or the label's number: OpenCV draws only ASCII."""
-    return name if name.isascii() else f"#{label}"
+    text = name if name.isascii() else without_emoji(name)
+    return text if text.isascii() and text else f"#{label}"
+
+
+def without_emoji(name: str) -> str:
+    """A class name without symbols, for fonts that lack them."""
+    kept = (
+        letter
+        for letter in name
+        if unicodedata.category(letter) not in ("So", "Sk", "Cf", "Me")
+        and not "\ufe00" <= letter <= "\ufe0f"  # which form a symbol has
+    )
+    return " ".join("".join(kept).split())
 
 
 def _scale(canvas_HW3: np.ndarray) -> float:

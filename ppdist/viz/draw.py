@@ -15,6 +15,7 @@ from PIL import Image, ImageDraw, ImageFont
 
 from ppdist.common.errors import UserError
 from ppdist.common.files import write_whole
+from ppdist.runtime.results import without_emoji
 
 Colour = tuple[int, int, int]  # red, green, blue, 0 to 255
 # Colours that stay apart with any common colour blindness: Okabe & Ito 2008, "Color Universal
@@ -303,8 +304,11 @@ _EUROPEAN_FONTS = ("DejaVuSans.ttf", "arial.ttf")
 
 
 def readable(name: str, label: int) -> str:
-    """The class name, or `#label` if no installed font has its letters."""
-    return name if name.isascii() or _font_of(name) else f"#{label}"
+    """The class name, without emoji if no font has them, or `#label`."""
+    for text in (name, without_emoji(name)):
+        if text and (text.isascii() or _font_of(text)):
+            return text
+    return f"#{label}"
 
 
 def text_size(text: str, scale: float) -> tuple[int, int, int]:

@@ -30,6 +30,7 @@ from ppdist.common.files import make_folder, write_whole
 from ppdist.data.checks.statistics import Objects, per_class
 from ppdist.data.image import read_image
 from ppdist.metrics.run import Numbers, Run
+from ppdist.runtime.results import without_emoji
 from ppdist.viz.draw import (
     BLUE,
     CJK_FONTS,
@@ -88,15 +89,23 @@ def fonts() -> list[str]:
 
 
 def drawable(name: str, label: int, most: int = _MOST_LETTERS) -> str:
-    """The class name, shortened, or `#label` if fonts lack its letters."""
+    """The class name, shortened, as far as fonts have its letters.
+
+    Without emoji, or `#label`, where they do not.
+    """
     name = name if len(name) <= most else f"{name[: most - 3]}..."
-    missing = set(map(ord, name))
+    name = name if _in_fonts(name) else without_emoji(name)
+    if not name or not _in_fonts(name):
+        return f"#{label}"
+    return f" {name}" if name.startswith("_") else name  # legends leave out what begins so
+
+
+def _in_fonts(text: str) -> bool:
+    missing = set(map(ord, text))
     for family in fonts():
         font = font_manager.get_font(font_manager.findfont(family))
         missing -= set(font.get_charmap())
-    if missing:
-        return f"#{label}"
-    return f" {name}" if name.startswith("_") else name  # legends leave out what begins so
+    return not missing
 
 
 def as_written(*texts: Text) -> None:
@@ -547,39 +556,77 @@ def _scale(axes: Axes, values: Sequence[np.ndarray]) -> None:
 
 _BESIDE = 20  # classes; of more, the two matrices stand one below the other
 _MOST_NAMED_ROWS = 100  # classes; of more, neither names nor numbers could be read
-_MOST_DRAWN = 2000  # classes; about as many as the picture has pixels
 _ROW_NAME_LETTERS = 18  # letters
 _LETTERS_ACROSS = 50  # of names that lie below a matrix; if there are more, they stand
 _BACKGROUND = "background"
 
 
 def confusion(evaluation: Mapping[str, Any]) -> Figure | None:
-    """Confusion matrices in percent of true classes and in counts; None: absent."""
+    """Confusion matrices in percent of the true objects and in counts.
+
+    An object that is called several things counts for each, so a row may exceed 100 %; the diagonal
+    is the recall.
+
+    Returns: None: it is absent.
+    """
     found = evaluation.get("confusion")
     size = len(found.get("counts") or found["true_counts"]) if found else 0
-    if not found or not size or size > _MOST_DRAWN:
+    if not found or not size:
         return None
-    counts = np.array(found.get("counts") or np.zeros((size, size)), np.float64)
-    for row, column, count in found.get("cells") or ():
-        counts[row, column] = count
+    cells = np.array(found.get("cells") or [], np.int64).reshape(-1, 3)
+    if whole := found.get("counts"):
+        counts_SS = np.array(whole, np.int64)
+        rows, columns = np.nonzero(counts_SS)
+        cells = np.stack([rows, columns, counts_SS[rows, columns]], axis=1)
+    drawn_S, which = _drawn_classes(cells, size)
+    if not len(drawn_S):
+        return None
+    place_S = np.full(size, -1)
+    place_S[drawn_S] = np.arange(len(drawn_S))
+    places = place_S[cells[:, :2]]
+    inside = (places >= 0).all(1)
+    counts = np.zeros((len(drawn_S), len(drawn_S)))
+    counts[tuple(places[inside].T)] = cells[inside, 2]
+    called = [*evaluation["class_names"]]
     names = [
-        drawable(name, at, _ROW_NAME_LETTERS) for at, name in enumerate(evaluation["class_names"])
+        drawable(called[at], at, _ROW_NAME_LETTERS) if at < len(called) else _BACKGROUND
+        for at in drawn_S.tolist()  # of a classifier there is no background
     ]
-    if size == len(names) + 1:  # of a classifier there is no background
-        names.append(_BACKGROUND)
     beside = len(names) <= _BESIDE
     side = float(np.clip(0.205 * len(names), 3.2, 18)) + 2.4
     title, iou, confidence = "confusion", found.get("iou"), found.get("confidence")
     if iou is not None and confidence is not None:
         title += f" of boxes that meet with IoU {iou:g} or more, confidence {confidence:.3g}"
     width = side if beside else side + 0.6
-    figure, (shares, absolute) = panels(2, 1 + beside, width, side, title=title, grid=False)
-    known = np.maximum(found.get("true_counts") or counts.sum(1), 1)
-    _matrix(shares, 100 * counts / known[:, None], names, Normalize(0, 100))
+    figure, (shares, absolute) = panels(2, 1 + beside, width, side, title=title + which, grid=False)
+    known = np.array(found.get("true_counts") or np.bincount(cells[:, 0], cells[:, 2], size))
+    for at, row in enumerate(evaluation.get("per_class") or ()):
+        known[at] = row.get("objects") or known[at]
+    _matrix(shares, 100 * counts / np.maximum(known[drawn_S], 1)[:, None], names, Normalize(0, 100))
     _matrix(absolute, counts, names, PowerNorm(0.4, 0, max(1.0, counts.max())))
-    shares.set_title("row-normalised, %")
-    absolute.set_title("detections" if _BACKGROUND in names[-1:] else "images")
+    of_boxes = _BACKGROUND in names[-1:]
+    shares.set_title("% of the true objects" if of_boxes else "% of the true images")
+    absolute.set_title("detections" if of_boxes else "images")
     return figure
+
+
+def _drawn_classes(cells_K3: np.ndarray, size: int) -> tuple[np.ndarray, str]:
+    """The rows of a confusion matrix that are drawn, and a note.
+
+    Of more classes than can be named only those with objects or detections, and of more of those
+    the most confused ones.
+    """
+    if size <= _MOST_NAMED_ROWS + 1:
+        return np.arange(size), ""
+    true_K, called_K, count_K = cells_K3.T
+    wrong_K = count_K * (true_K != called_K)
+    present_S = np.zeros(size, bool)
+    present_S[true_K], present_S[called_K] = True, True
+    wrong_S = np.bincount(true_K, wrong_K, size) + np.bincount(called_K, wrong_K, size)
+    order_S = np.lexsort((-wrong_S, ~present_S))[: _MOST_NAMED_ROWS + 1]
+    drawn_S = np.sort(order_S[present_S[order_S]])
+    what = "most confused" if present_S.sum() > len(drawn_S) else "with objects or detections"
+    return drawn_S, f"; {len(drawn_S)} of {size} rows: those {what}"
 
 
 def _matrix(axes: Axes, value: np.ndarray, names: Sequence[str], norm: Normalize) -> None:

@@ -88,7 +88,7 @@ def test_mistakes_of_many_classes_are_named(tmp_path: Path) -> None:
     assert found.problems == [] and found.evaluation
     confused = scores_of(found.evaluation).confused
     assert confused and confused.rows == [
-        ["class 7", "background", 10, 0.25], ["background", "class 9", 4, 0.1],
+        ["class 7", "background", 10, 0.08], ["background", "class 9", 4, 0.1],
     ]  # fmt: skip
     content["confusion"]["cells"] = [[7, 301, 10]]
     (run / "evaluation.json").write_text(json.dumps(content), encoding="utf-8")

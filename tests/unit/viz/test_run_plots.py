@@ -15,7 +15,7 @@ from PIL import Image
 from ppdist.data.types import DetectionSet, ImageRecord
 from ppdist.metrics.analysis import analyse
 from ppdist.metrics.run import Run
-from ppdist.viz import plots
+from ppdist.viz import draw, plots
 from ppdist.viz.run_plots import draw_run, folders_of_images
 
 OF_METRICS = ["results.png", "lr.png", "speed.png"]
@@ -150,7 +150,7 @@ def test_classes_without_room_have_no_names(tmp_path):
     found = detected(tmp_path / "images", 300, images=2)
     run = write(tmp_path, None, found)
     assert names(draw_run(run, image_folders=[tmp_path])) == OF_EVALUATION
-    assert "cells" in found["confusion"] and not plots.confusion(found).axes[0].texts
+    assert "cells" in found["confusion"]
     with Image.open(tmp_path / "plots" / "per_class.png") as image:
         assert image.height < 1000
 
@@ -161,6 +161,51 @@ def test_the_matrix_has_shares_of_rows_and_counts():
     shares, counts = plots.confusion(found).axes
     assert [text.get_text() for text in shares.texts] == ["75", "25", "100"]
     assert [text.get_text() for text in counts.texts] == ["30", "10", "1k"]
+
+
+def test_the_diagonal_of_the_matrix_is_the_recall():
+    """Of 83 objects 38 are found; some of them are called something else, too."""
+    found = {"class_names": ["a", "b"], "per_class": [{"objects": 83}, {"objects": 0}]}
+    found["confusion"] = {"counts": [[38, 27, 43], [0, 0, 0], [0, 5, 0]]}
+    shares = plots.confusion(found).axes[0]
+    assert [text.get_text() for text in shares.texts] == ["46", "33", "52", "100"]
+
+
+@pytest.mark.parametrize(("classes", "drawn"), [(3, 4), (120, 101)])
+def test_of_many_classes_those_that_occur_are_drawn(classes, drawn):
+    """Of 1300; a field of all would be smaller than a pixel."""
+    cells = [[at, at, 5] for at in range(classes)] + [[at, 1300, at] for at in range(1, classes)]
+    counts = [0] * 1301
+    for row, _, count in cells:
+        counts[row] += count
+    found = {
+        "class_names": [f"class {at}" for at in range(1300)],
+        "confusion": {"cells": cells, "true_counts": counts},
+    }
+    figure = plots.confusion(found)
+    labels = [text.get_text() for text in figure.axes[0].get_yticklabels()]
+    assert len(labels) == drawn and labels[-1] == "background"
+    assert labels[0] == ("class 0" if classes == 3 else "class 20")  # the least confused go
+    assert f"{drawn} of 1301 rows" in figure.get_suptitle()
+    assert len(figure.axes[0].texts) > classes / 2
+
+
+@pytest.mark.parametrize(
+    ("name", "shown"),
+    [
+        ("apple \N{RED APPLE}", "apple"),
+        ("\U0001f469\U0001f3fd\u200d\U0001f680 pilot \u2708\ufe0f one", "pilot one"),
+        ("\N{RED APPLE}", "#3"),
+        ("Größe", "Größe"),
+        ("apple", "apple"),
+    ],
+)
+def test_an_emoji_alone_is_left_out_of_a_name(monkeypatch, name, shown):
+    """Where no font has it."""
+    monkeypatch.setattr(draw, "_font_of", lambda text: text.replace(" ", "").isalpha() or None)
+    assert draw.readable(name, 3) == shown
+    monkeypatch.setattr(plots, "_in_fonts", lambda text: text.replace(" ", "").isalpha())
+    assert plots.drawable(name, 3) == shown
 
 
 def test_the_best_evaluation_is_marked():
