@@ -7,16 +7,20 @@ _FOLDER = Path(__file__).resolve().parent
 if Path(sys.path[0]).resolve() == _FOLDER:  # started as a script: our folders are not modules
     sys.path[0] = str(_FOLDER.parent)
 
-from ppdist.common.signals import hold_signals  # noqa: E402
+from ppdist.common.signals import end_interrupted, hear_interrupt, hold_signals  # noqa: E402
 
 
 def main() -> None:
     """Entry of the console script, too."""
     if sys.argv[1:2] in (["train"], ["launch"]):  # before all that is to be imported for them
         hold_signals()
-    from ppdist import cli
+    hear_interrupt()
+    try:
+        from ppdist import cli
 
-    cli.main()
+        cli.main()
+    except KeyboardInterrupt:
+        end_interrupted()
 
 
 if __name__ == "__main__":

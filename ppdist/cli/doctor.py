@@ -62,9 +62,24 @@ def main() -> int:
     arguments = parse()
     if _REPORT in os.environ:
         return be_rank(arguments, Path(os.environ[_REPORT]))
+    findings: list[Finding] = []
+    report: dict[str, Any] = {}
+    try:
+        report = look(arguments, findings)
+    finally:  # after Ctrl-C, too
+        if arguments.json:
+            said = [finding.__dict__ for finding in findings]
+            text = json.dumps({**report, "findings": said}, indent=1)
+            write_text(Path(arguments.json), f"{text}\n")
+    count = {level: sum(found.level == level for found in findings) for level in (FAIL, WARN)}
+    print(f"{count[FAIL]} failed, {count[WARN]} warnings")
+    return 2 if count[FAIL] else 0
+
+
+def look(arguments: argparse.Namespace, findings: list[Finding]) -> dict[str, Any]:
+    """Prints and adds all findings; returns what the processes measured together."""
     machine = this_machine()
     options = launch_options(arguments)
-    findings: list[Finding] = []
 
     def add(finding: Finding) -> None:
         print(finding, flush=True)
@@ -88,13 +103,7 @@ def main() -> int:
         found, report = check_together(arguments, options)
         for finding in found:
             add(finding)
-    if arguments.json:
-        said = [finding.__dict__ for finding in findings]
-        text = json.dumps({**report, "findings": said}, indent=1)
-        write_text(Path(arguments.json), f"{text}\n")
-    count = {level: sum(found.level == level for found in findings) for level in (FAIL, WARN)}
-    print(f"{count[FAIL]} failed, {count[WARN]} warnings")
-    return 2 if count[FAIL] else 0
+    return report
 
 
 def launch_options(arguments: argparse.Namespace) -> Options:

@@ -84,8 +84,7 @@ def main() -> int:
             fix="leave them out",
         )
     comm.init("cpu", config.distributed)  # files are the same, and checked without a card's TF32
-    for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, stop)
+    signal.signal(signal.SIGTERM, stop)  # Ctrl-C does the same
     options = ExportOptions(
         formats=tuple(formats),
         layout=arguments.layout,

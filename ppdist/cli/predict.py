@@ -13,13 +13,13 @@ stream, Ctrl-C ends the recording; what was found is written.
 import argparse
 import itertools
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ppdist.cli import OR_OF_WEIGHTS, add_config, config_of, folder_for, parser_of
 from ppdist.common import errors, process
 from ppdist.common.arguments import at_least
+from ppdist.common.signals import INTERRUPTED, forget_interrupt
 
 if TYPE_CHECKING:
     from ppdist.predict.detections import Detection
@@ -143,11 +143,17 @@ def main() -> int:
     else:
         results = Objects(arguments.out, spec, drawn, formats)
     add, tell = noting(results, choice, arguments.track)
-    with suppress(*([KeyboardInterrupt] if live else [])):
+    stopped = False
+    try:
         for name, pairs in itertools.groupby(found, key=lambda pair: pair[0].name):
             said = tell([add(frame, rows) for frame, rows in pairs])
             if said:
                 print(process.printable(f"{name}: {said}"), flush=True)
+    except KeyboardInterrupt:
+        stopped = not live  # a camera has no other end
+        if stopped and not results.images:
+            raise
+        forget_interrupt()  # and write what was found so far
     if unreadable:
         process.warn(f"{len(unreadable)} of {len(sources)} files could not be read, or not whole")
     if not results.images:
@@ -161,7 +167,7 @@ def main() -> int:
           f"{arguments.out}")  # fmt: skip
     if choice is not None and (hint := results.hint(choice.threshold)):
         print(process.printable(hint))
-    return 0
+    return INTERRUPTED if stopped else 0
 
 
 def noting(

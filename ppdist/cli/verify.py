@@ -153,12 +153,14 @@ def zoo(arguments: argparse.Namespace) -> int:
     device = [item for item in arguments.override if item.startswith("device=")]
     comm.init(device[-1].partition("=")[2] if device else "auto", DistributedConfig())
     rows = []
-    for row in verify_zoo(arguments.weights, arguments.override):
-        rows.append(row)
-        if comm.is_main():
-            print(line(row), flush=True)
-    if comm.is_main() and arguments.json:
-        write_json(arguments.json, [asdict(row) for row in rows], indent=1)
+    try:
+        for row in verify_zoo(arguments.weights, arguments.override):
+            rows.append(row)
+            if comm.is_main():
+                print(line(row), flush=True)
+    finally:  # after Ctrl-C, too
+        if comm.is_main() and arguments.json:
+            write_json(arguments.json, [asdict(row) for row in rows], indent=1)
     passed, failed, not_run = (
         sum(row.verdict == verdict for row in rows) for verdict in (PASS, FAIL, NOT_RUN)
     )

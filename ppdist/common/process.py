@@ -1,7 +1,8 @@
 """Processes: how ours begin and end, and whether others live.
 
 Exit codes: 0 done; 2 the user's input is wrong (one message, no traceback); 1 anything else
-(traceback); 75 stopped by a signal after a clean checkpoint.
+(traceback); 75 stopped by a signal after a clean checkpoint; 130 Ctrl-C in any other command, one
+line.
 """
 
 import io
@@ -25,7 +26,13 @@ from typing import NoReturn, TextIO
 from ppdist.common.errors import Failure, StorageError, UserError, failure_of
 from ppdist.common.files import replace_file
 from ppdist.common.limits import as_limit
-from ppdist.common.signals import STOP_SIGNALS
+from ppdist.common.signals import (
+    INTERRUPTED,
+    STOP_SIGNALS,
+    end_interrupted,
+    hear_interrupt,
+    was_interrupted,
+)
 from ppdist.runtime.writer_thread import TERMINAL, Screen
 
 USER_ERROR, STOPPED = 2, 75  # exit codes
@@ -82,6 +89,7 @@ def run(main: Callable[[], int | None]) -> NoReturn:
         if isinstance(stream, io.TextIOWrapper):  # names of files may hold bytes of any encoding
             stream.reconfigure(errors="backslashreplace")
     quiet_paddle()
+    hear_interrupt()
     code, failure = 0, Failure("", "", "")
     try:
         with _plain_log():
@@ -89,7 +97,10 @@ def run(main: Callable[[], int | None]) -> NoReturn:
     except SystemExit as error:  # argparse and clean stops
         code = error.code if isinstance(error.code, int) else int(error.code is not None)
     except BaseException as error:
-        code, failure = _exit_code_of(error)
+        if was_interrupted() or isinstance(error, KeyboardInterrupt):
+            code = INTERRUPTED  # also where a library made another error of it
+        else:
+            code, failure = _exit_code_of(error)
     message = failure.message
     launched = _report_to_launcher(code, failure)
     if message and code == 1:
@@ -97,6 +108,8 @@ def run(main: Callable[[], int | None]) -> NoReturn:
     if message and code == USER_ERROR and not launched:
         say(f"ppdist: error: {message}")
     written = [_finish(stream) for stream in (sys.stdout, sys.stderr)]
+    if code == INTERRUPTED:  # threads that still work are not waited for
+        end_interrupted()
     if launched:
         # The exit code is set.  While Python shuts down, its handlers are gone, and the SIGTERM
         # with which the launcher ends the other ranks would replace this code.

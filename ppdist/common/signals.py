@@ -1,11 +1,16 @@
-"""Signals that ask a training to stop, held from the first moment.
+"""Signals: those that ask a training to stop, and Ctrl-C in any other command.
 
-Imports next to nothing: what starts a training, or a launcher, holds them before all else.
+Imports next to nothing: what starts a training, or a launcher, holds its signals before all else.
 """
 
+import os
 import signal
+from types import FrameType
+from typing import NoReturn
 
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP)
+INTERRUPTED = 128 + signal.SIGINT  # the exit code after Ctrl-C, as of a shell
+_interrupted = False
 
 
 def hold_signals() -> None:
@@ -16,3 +21,42 @@ def hold_signals() -> None:
 def release_signals() -> None:
     """Delivers the held signals."""
     signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
+
+
+def hear_interrupt() -> None:
+    """Makes Ctrl-C raise KeyboardInterrupt, and a second one end this process at once.
+
+    Not where SIGINT is handled otherwise or ignored, as in the background of a shell.  A forked
+    child ends without a word: its parent has the signal, too.
+    """
+    if signal.getsignal(signal.SIGINT) is not signal.default_int_handler:
+        return
+    process = os.getpid()
+
+    def interrupt(number: int, frame: FrameType | None) -> None:
+        global _interrupted
+        if os.getpid() != process:
+            os._exit(INTERRUPTED)
+        if _interrupted:
+            end_interrupted()
+        _interrupted = True
+        raise KeyboardInterrupt
+
+    signal.signal(signal.SIGINT, interrupt)
+
+
+def forget_interrupt() -> None:
+    """Ctrl-C was heeded: what comes now is another error, or another Ctrl-C."""
+    global _interrupted
+    _interrupted = False
+
+
+def was_interrupted() -> bool:
+    """Whether Ctrl-C has come, whatever error a library has made of it."""
+    return _interrupted
+
+
+def end_interrupted() -> NoReturn:
+    """Ends this process at once, with one line, after Ctrl-C."""
+    os.write(2, b"\nppdist: stopped by Ctrl-C\n")
+    os._exit(INTERRUPTED)

@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 from typing import Protocol
 
 from ppdist.common.process import STOPPED, USER_ERROR, boot_seconds
+from ppdist.common.signals import INTERRUPTED
 from ppdist.launch.connection import (
     Connection,
     Message,
@@ -102,10 +103,14 @@ class HostEnd:
 def verdict(reports: Sequence[HostEnd]) -> HostEnd:
     """The report that decides for all hosts: that of the root cause.
 
-    Wrong input takes precedence, as among the ranks of one host (watchdog.py).
+    A second Ctrl-C takes precedence, then wrong input, as among the ranks of one host
+    (watchdog.py).
     """
     failed = [report for report in reports if report.failed]
-    if failed:
+    twice = [report for report in failed if report.code == INTERRUPTED and report.stopped]
+    if twice:  # a user's second Ctrl-C, of which all else is a consequence
+        decisive = twice[0]
+    elif failed:
         wrong = [each for each in failed if each.code == USER_ERROR and not each.is_consequence]
         decisive = min(
             wrong or failed, key=lambda each: (each.is_consequence, each.is_guess, each.time)
@@ -267,6 +272,9 @@ class ControlChannel:
         while self._verdict is None:
             self.watch(received)
             if at_once(received):
+                if self._is_first:  # nobody else would tell the others
+                    mine = replace(self._reports[self._own], stopped=True)
+                    self._tell(mine.as_message("verdict"))
                 self.close()
                 return outcome
             if self._is_first and len(self._reports) == len(self.hosts):

@@ -11,6 +11,8 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
+from ppdist.common.signals import INTERRUPTED
+
 # A scheduler's notices that this host will be taken away.
 NOTICES = (signal.SIGTERM, signal.SIGUSR1)
 _FILE_SECONDS = 1.0  # between two looks for a file that is a notice
@@ -84,4 +86,4 @@ def at_once(received: Sequence[int]) -> bool:
 
 def code_of(received: Sequence[int]) -> int:
     """Exit code of a run that was killed by a second signal."""
-    return 128 + signal.SIGINT if received[-1] == signal.SIGINT else 1
+    return INTERRUPTED if received[-1] == signal.SIGINT else 1

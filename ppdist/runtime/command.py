@@ -71,6 +71,8 @@ def main() -> int:
         sys.stdout.reconfigure(errors="backslashreplace")
     try:
         return run(parse())
+    except KeyboardInterrupt:
+        return interrupted()
     except PredictorError as error:
         say(f"predictor: error: {error}", sys.stderr)
         return 2
@@ -131,20 +133,32 @@ def run(arguments: argparse.Namespace) -> int:
 
     frames = ahead(frames_of(sources, names, complain), 2 * arguments.batch)
     found_in = predictions(predictor, frames, arguments.batch)
-    for name, pairs in itertools.groupby(found_in, key=lambda pair: pair[0].name):
-        before = len(results.objects)
-        said = [results.add(frame, found) for frame, found in pairs]
-        if len(said) > 1:
-            objects = f"{len(results.objects) - before} objects in " if results.detects else ""
-            said = [f"{objects}{len(said)} frames"]
-        say(f"{name}: {said[0]}")
+    stopped = False
+    try:
+        for name, pairs in itertools.groupby(found_in, key=lambda pair: pair[0].name):
+            before = len(results.objects)
+            said = [results.add(frame, found) for frame, found in pairs]
+            if len(said) > 1:
+                objects = f"{len(results.objects) - before} objects in " if results.detects else ""
+                said = [f"{objects}{len(said)} frames"]
+            say(f"{name}: {said[0]}")
+    except KeyboardInterrupt:  # what was found so far is written
+        if not results.images:
+            raise
+        stopped = True
     if unreadable:
         warn(f"{len(unreadable)} of {len(sources)} files could not be read, or not whole")
     if not results.images:
         raise PredictorError(f"{arguments.source}: no image or video there could be read")
     written = results.write(arguments.csv)
     say(f"{results.total()}; see {written}")
-    return 0
+    return interrupted() if stopped else 0
+
+
+def interrupted() -> int:
+    """Says that Ctrl-C ended it; returns the exit code, as a shell has it."""
+    say("\npredictor: stopped by Ctrl-C", sys.stderr)
+    return 128 + signal.SIGINT
 
 
 def holds_results(out: Path) -> bool:

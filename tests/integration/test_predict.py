@@ -14,6 +14,7 @@ from ppdist.cli import predict
 from ppdist.config import load_config
 from ppdist.models.model_card import CARD_NOTE, card_of
 from ppdist.models.weights import write_arrays
+from ppdist.predict import sources
 from tests.errors import raises
 from tests.media import assert_usable_by_pycocotools, picture, write_video
 from tests.unit.export.tiny import tiny_classifier, tiny_model
@@ -151,6 +152,29 @@ def test_slices_of_a_large_image(run, tmp_path) -> None:
         found = json.loads((tmp_path / out / "detections.json").read_text(encoding="utf-8"))
         counts.append(len(found["annotations"]))
     assert counts[1] > counts[0]
+
+
+def test_ctrl_c_keeps_what_was_found_so_far(run, project, tmp_path, monkeypatch, capsys) -> None:
+    frames_of = sources.frames_of
+
+    def pressed(source, complain):
+        if source.name.endswith("b.png"):
+            raise KeyboardInterrupt
+        yield from frames_of(source, complain)
+
+    monkeypatch.setattr(sources, "frames_of", pressed)
+    monkeypatch.chdir(project)
+    for images, code in (("one", 130), ("one/deep", None)):
+        out = tmp_path / images
+        words = ["predict", "-w", "w.npz", "--source", images, "--out", out, "--batch", 1]
+        monkeypatch.setattr(sys, "argv", [*map(str, words)])
+        if code is None:  # nothing was found yet
+            with pytest.raises(KeyboardInterrupt):
+                predict.main()
+            continue
+        assert predict.main() == code
+        content = json.loads((out / "detections.json").read_text())
+        assert [image["file_name"] for image in content["images"]] == ["a.jpg"]
 
 
 def test_tracks_go_through_a_video(run, tmp_path, capsys) -> None:

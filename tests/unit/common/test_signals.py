@@ -1,5 +1,6 @@
 """Signals that come while a program still imports what it needs."""
 
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -37,3 +38,70 @@ runpy.run_path(script, run_name="__main__")
 def test_signals_are_held_before_the_first_import(module: str, words: list[str]) -> None:
     command = [sys.executable, "-c", UNTIL, module, *words]
     assert subprocess.run(command, cwd=ROOT, timeout=60).returncode == 1
+
+
+# What a command does when Ctrl-C comes -> the lines that it leaves.
+INTERRUPTED = {
+    "it works": ("press()", []),
+    "a library makes another error of it": (
+        "try: press()\n    except BaseException: raise ImportError('initialization failed')",
+        [],
+    ),
+    "it has results": (
+        "try: press()\n    except KeyboardInterrupt: forget_interrupt(); print('so far')\n"
+        "    return INTERRUPTED",
+        ["so far"],
+    ),
+    "it wants to go on, and a second comes": (
+        "try: press()\n    except KeyboardInterrupt: press(); time.sleep(60)",
+        [],
+    ),
+    "a thread works": ("threading.Thread(target=time.sleep, args=(60,)).start(); press()", []),
+    "a child works": (
+        "child = ForkedChild(lambda: time.sleep(60)); time.sleep(0.2); os.kill(child.pid, 2)\n"
+        "    assert os.waitpid(child.pid, 0)[1] == 130 << 8; press()",
+        [],
+    ),
+    "it is imported": ("sys.path.insert(0, sys.argv[1]); import pressing", []),
+}
+COMMAND = """
+import os, sys, threading, time
+from ppdist.common.child import ForkedChild
+from ppdist.common.process import run
+from ppdist.common.signals import INTERRUPTED, forget_interrupt
+
+def press():
+    os.kill(os.getpid(), 2)
+    time.sleep(60)
+
+def main():
+    {}
+
+run(main)
+"""
+
+
+@pytest.mark.parametrize("case", INTERRUPTED)
+def test_ctrl_c_ends_a_command_with_one_line(case: str, tmp_path: Path) -> None:
+    (tmp_path / "pressing.py").write_text("import os; os.kill(os.getpid(), 2); open('never', 'w')")
+    does, leaves = INTERRUPTED[case]
+    ended = subprocess.run(
+        [sys.executable, "-c", COMMAND.format(does), str(tmp_path)],
+        cwd=ROOT, capture_output=True, text=True, timeout=60,
+        # A shell that starts the tests in the background has them ignore it.
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
+    )  # fmt: skip
+    assert ended.returncode == 130, ended.stderr
+    assert ended.stdout.split("\n")[:-1] == leaves
+    assert ended.stderr == "\nppdist: stopped by Ctrl-C\n"
+
+
+@pytest.mark.parametrize("module", ["ppdist.cli", "argparse"])
+def test_ctrl_c_while_a_command_is_imported_is_one_line(module: str) -> None:
+    code = UNTIL.replace("os._exit(", "os.kill(os.getpid(), signal.SIGINT); bool(")
+    ended = subprocess.run(
+        [sys.executable, "-c", code, module, "ppdist/__main__.py", "data", "check"],
+        cwd=ROOT, capture_output=True, text=True, timeout=60,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
+    )  # fmt: skip
+    assert (ended.returncode, ended.stderr) == (130, "\nppdist: stopped by Ctrl-C\n")

@@ -160,6 +160,36 @@ def test_a_signal_on_one_host_stops_all_cleanly(stopped: str) -> None:
             assert said[own] == [f"host {stopped}: got SIGTERM; stopping the ranks here too"]
 
 
+@pytest.mark.parametrize("where", [A, B, C])
+@pytest.mark.parametrize("late", [False, True], ids=["ranks run", "ranks have ended"])
+def test_a_second_interrupt_is_one_code_on_all_hosts(where: str, late: bool) -> None:
+    made, _ = channels([A, B, C])
+
+    def end_of(own: str) -> Callable[[bool], Outcome | None]:
+        def end(must_stop: bool) -> Outcome | None:
+            twice = len(signals) == 2
+            if own != where:  # saves until it has lost its peer
+                return killed_when_asked(must_stop and twice)
+            if late:  # the second comes while it waits for the others
+                return killed_when_asked(bool(signals))
+            said = "SIGINT again"
+            killed = Outcome(130, said, signal.SIGINT, said, True, time=boot_seconds())
+            return killed if twice else None
+
+        return end
+
+    signals: list[int] = []
+    hosts = {own: Host(own, channel, end_of(own)) for own, channel in made.items()}
+    hosts[where].received = signals
+    for _ in range(2):
+        signals.append(signal.SIGINT)
+        time.sleep(0.2)
+    join(hosts)
+    outcomes = [host.outcome for host in hosts.values() if host.outcome is not None]
+    assert {outcome.code for outcome in outcomes} == ({1} if late else {130})
+    assert len(outcomes) == 3
+
+
 @pytest.mark.parametrize("gone", [A, B])
 def test_host_without_fleetrun_ends_others_by_name(gone: str) -> None:
     made, _ = channels([A, B, C])
