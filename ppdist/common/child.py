@@ -63,7 +63,7 @@ def python(code: str, *arguments: str) -> list[str]:
 
 
 def python_module(name: str, *arguments: str) -> list[str]:
-    """As `python`, of a module with a `__main__` part, which `python -m` would run."""
+    """As `python`, of a module that `python -m` would run."""
     code = f"import runpy; runpy.run_module({name!r}, run_name='__main__', alter_sys=True)"
     return python(code, *arguments)
 

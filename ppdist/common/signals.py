@@ -1,4 +1,4 @@
-"""Signals: those that ask a training to stop, and Ctrl-C in any other command.
+"""Signals that ask a training to stop; Ctrl-C in other commands.
 
 Imports next to nothing: what starts a training, or a launcher, holds its signals before all else.
 """
@@ -24,7 +24,7 @@ def release_signals() -> None:
 
 
 def hear_interrupt() -> None:
-    """Makes Ctrl-C raise KeyboardInterrupt, and a second one end this process at once.
+    """Makes Ctrl-C raise KeyboardInterrupt; a second one ends the process.
 
     Not where SIGINT is handled otherwise or ignored, as in the background of a shell.  A forked
     child ends without a word: its parent has the signal, too.

@@ -156,7 +156,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def interrupted() -> int:
-    """Says that Ctrl-C ended it; returns the exit code, as a shell has it."""
+    """Says that Ctrl-C ended it; returns the exit code."""
     say("\npredictor: stopped by Ctrl-C", sys.stderr)
     return 128 + signal.SIGINT
 

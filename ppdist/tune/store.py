@@ -196,7 +196,7 @@ class Store:
         sync_path(self.folder)  # the name, too, before there are trials
 
     def _require_whole(self, journal: Path) -> None:
-        """Raises: ConfigError: a line of the journal is no entry, or all are gone."""
+        """Raises: ConfigError: a line is no entry, or all are gone."""
         number = 0
         with suppress(FileNotFoundError), journal.open("rb") as file:
             for number, line in enumerate(file, start=1):

@@ -7,7 +7,6 @@ from unittest import mock
 
 import numpy as np
 import pytest
-from matplotlib.backends.backend_agg import FigureCanvasAgg
 from PIL import Image
 
 from ppdist.common.errors import UserError
@@ -78,10 +77,10 @@ def figures(splits, names, folder, boxes=True):
     """What was written, by name."""
     found = {}
 
-    def keep(canvas, path):
-        found[path.stem] = canvas.figure
+    def keep(path, figure):
+        found[path.stem] = figure
 
-    with mock.patch.object(FigureCanvasAgg, "print_png", keep):
+    with mock.patch("ppdist.viz.plots.save", keep):
         plot_statistics(splits, names, folder, boxes=boxes)
     return found
 
