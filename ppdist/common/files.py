@@ -423,7 +423,6 @@ _LOCK_FILE = "run.lock"
 _LOCK_TIMEOUT_SECONDS = 5.0  # a run that was killed just now takes a moment to be gone
 _held: dict[Path, "_Held"] = {}  # by absolute path, for the life of this process
 _looking = threading.Lock()  # records and checkpoints are written by two threads
-OUTPUT_DIR_LOST = "output_dir_lost"  # the code of an error
 
 
 @dataclass
@@ -526,7 +525,7 @@ def require_held(output_dir: Path) -> None:
             held.lost = ConfigError(
                 f"{output_dir}: its contents were deleted or replaced while this training wrote "
                 f"there, and another one has it now ({_described(held.lock.read_there())})",
-                code=OUTPUT_DIR_LOST,
+                code="output_dir_lost",
                 where="output_dir",
                 fix="this one has stopped and writes nothing more; give each training its own "
                 "folder: -o output_dir=...",

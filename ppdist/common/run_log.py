@@ -30,7 +30,6 @@ from rich.table import Table
 from ppdist.common.errors import ConfigError
 from ppdist.common.eta import ETA, EVALUATION, duration
 from ppdist.common.files import (
-    OUTPUT_DIR_LOST,
     append,
     replace_file,
     require_held,
@@ -429,7 +428,7 @@ class RunLog:
         """Warns of failed writes, once per kind."""
         while self._files.failures:
             name, error = self._files.failures.popleft()
-            if getattr(error, "code", "") != OUTPUT_DIR_LOST:  # which ends the run
+            if getattr(error, "code", "") != "output_dir_lost":  # which ends the run
                 self.warn_once(name, error)
         problem: object = self._screen.problem
         if problem is None and TERMINAL.dropped["terminal"] > self._dropped_before:
