@@ -1,10 +1,15 @@
 """Package metadata.  Tool settings (ruff, mypy, pytest) live in pyproject.toml."""
 
 import shutil
+import sys
 from pathlib import Path
 
 from setuptools import find_packages, setup
 from setuptools.command.build_py import build_py
+
+# As in ppdist/__init__.py.  pip looks at python_requires only after all dependencies.
+if not (3, 10) <= sys.version_info[:2] <= (3, 13):
+    sys.exit(f"ppdist needs Python 3.10 to 3.13, and this is {sys.version.split()[0]}")
 
 HERE = Path(__file__).parent
 
@@ -39,7 +44,7 @@ setup(
     long_description=(HERE / "README.md").read_text(encoding="utf-8"),
     long_description_content_type="text/markdown",
     license="Apache-2.0",
-    python_requires=">=3.10",
+    python_requires=">=3.10,<3.14",
     cmdclass={"build_py": BuildWithConfigs},
     packages=find_packages(include=["ppdist", "ppdist.*"]),
     package_data={

@@ -8,6 +8,9 @@ import sys
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
+if not (3, 10) <= sys.version_info[:2] <= (3, 13):  # as in setup.py; Paddle has no others
+    sys.exit(f"ppdist needs Python 3.10 to 3.13, and this is {sys.version.split()[0]}")
+
 if TYPE_CHECKING:
     from ppdist.api import Detector, Run, evaluate, export, train
     from ppdist.common.writers import MetricWriter
@@ -60,6 +63,8 @@ def __getattr__(name: str) -> Any:
     if name == "export":
         return importlib.import_module("ppdist.export")
     if name not in _HOMES:
+        if not name.startswith("_"):
+            importlib.import_module("ppdist.config.migration").refuse_name(__name__, name)
         raise AttributeError(f"module 'ppdist' has no attribute {name!r}")
     return getattr(importlib.import_module(_HOMES[name]), name)
 

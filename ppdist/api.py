@@ -27,10 +27,11 @@ import numpy as np
 from PIL import Image
 
 from ppdist.common.errors import ConfigError, DataError, UserError
-from ppdist.common.process import STOP_SIGNALS, quiet_paddle
+from ppdist.common.process import STOP_SIGNALS, require_paddle
 from ppdist.config import ExperimentConfig, changed, load_config
 from ppdist.config.base import Overrides, override_items, parse_plain
 from ppdist.config.export import ExportOptions
+from ppdist.config.migration import answering, refuse_name
 from ppdist.predict.detections import Detections
 from ppdist.predict.sources import (
     Frame,
@@ -97,7 +98,7 @@ class Detector:
         threads: int | None = None,
         precision: Literal["float32", "bfloat16"] = "float32",
     ) -> None:
-        quiet_paddle()
+        require_paddle()
         from ppdist.predict.model import export_folder, load_export, require_task
 
         self.weights = _weights_file(weights)
@@ -151,6 +152,7 @@ class Detector:
         track: bool = ...,
     ) -> Any: ...  # fmt: skip
 
+    @answering("predict")
     def __call__(
         self,
         source: Picture | bytes | Place | int | Iterable[Any],
@@ -211,6 +213,13 @@ class Detector:
 
     predict = __call__  # as others call it
 
+    if not TYPE_CHECKING:  # a type checker says itself that there is no such name
+
+        def __getattr__(self, name: str) -> Any:
+            refuse_name("Detector", name)
+            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+
+    @answering("train")
     def train(
         self,
         data: Config | Mapping[str, Any] | None = None,
@@ -251,6 +260,7 @@ class Detector:
         run = train(config, evaluate=evaluate, callbacks=callbacks)
         return Detector(run, device=self._device)
 
+    @answering("eval")
     def evaluate(self, data: Config | Mapping[str, Any] | None = None) -> dict[str, float]:
         """Measures the weights on the validation split: mAP, mAP50, ...
 
@@ -259,6 +269,7 @@ class Detector:
         """
         return evaluate(self.weights, config=self._with_data(data))
 
+    @answering("export", ExportOptions.model_fields)
     def export(
         self,
         out: Place,
@@ -420,6 +431,7 @@ class Run(_Path):
         return history(Path(self))
 
 
+@answering("train")
 def train(
     config: Config | None = None,
     overrides: Overrides = (),
@@ -466,7 +478,7 @@ def train(
     Raises: UserError: data, weights or configuration are wrong, or a signal has stopped the run
         after a checkpoint (code `training_stopped`).
     """
-    quiet_paddle()
+    require_paddle()
     _require_callbacks(callbacks)
     source = config if data is None else data
     with _signals_given_back():
@@ -514,6 +526,7 @@ def train(
     return Run(folder)
 
 
+@answering("eval")
 def evaluate(
     weights: Place, *, config: Config | None = None, overrides: Overrides = ()
 ) -> dict[str, float]:
@@ -525,7 +538,7 @@ def evaluate(
         overrides: see `train`.
     Raises: UserError: weights, data or configuration are wrong.
     """
-    quiet_paddle()
+    require_paddle()
     file = _weights_file(weights)
     resolved = config_for(file, config, override_items(overrides), needs_data=True)
     from ppdist.distributed import comm
@@ -540,6 +553,7 @@ def evaluate(
         return comm.run_on_main(lambda: ready.evaluator.measure(found))
 
 
+@answering("export", ExportOptions.model_fields)
 def export(
     weights: Place,
     out: Place,
@@ -563,7 +577,7 @@ def export(
     Returns: the folder; `Detector(out)` opens it.
     Raises: ExportError: the model cannot be exported, or a file does not compute what it does.
     """
-    quiet_paddle()
+    require_paddle()
     file = _weights_file(weights)
     resolved = config_for(file, config)
     chosen = parse_plain({**options, "formats": list(formats)}, "export()", (), ExportOptions)

@@ -2,13 +2,24 @@
 
 from __future__ import annotations
 
+import ast
+import copy
+import functools
+import importlib.util
+import inspect
+import pickle
 import re
+import sys
 from collections.abc import Callable, Iterable
 
+import numpy as np
 import pytest
 
+import ppdist
+from ppdist import Detections, Detector, api, evaluate, export, train
 from ppdist.config.migration import table
 from ppdist.models.zoo import zoo
+from tests.errors import raises
 from tests.source_tree import REPOSITORY as ROOT
 from tests.typed import Refused, Typed, answers, check, heads, key_answers, messages, pages
 
@@ -58,3 +69,129 @@ def test_figures_of_models_are_those_of_the_zoo() -> None:
         entry = published[name.removesuffix("_auxhead")]
         assert float(parameters) == entry.parameters
         assert float(mean) == entry.published
+
+
+def test_the_check_notices_what_fails() -> None:
+    for words in (
+        "ppdist trian -c x.yml",
+        "ppdist eval --split test",
+        "ppdist data check D --quick",
+        "ppdist train DATA --model yolo5n",
+        "ppdist train DATA --model yolov5n --weights yolov5_coco",
+        "ppdist train -c yolov5n -o optimizer.name=AdamW",
+        "fleetrun --nproc_per_node 2 ppdist train -c x.yml --evla",
+        "fleetrun --node_rank 1 ppdist train -c x.yml",
+        "train.epoch: 3",
+        "-o train.epochs=-1",
+        "--image-sise 640",
+    ):
+        with pytest.raises(Refused):
+            check(Typed("", words))
+    assert check(Typed("", "fleetrun --nproc_per_node 2 ppdist train -c x.yml --eval")) == 1
+
+
+# --- Python ---
+
+FOUND = Detections(
+    np.zeros((0, 4)), np.zeros(0), np.zeros(0, int), ("a",), np.zeros((4, 4, 3), np.uint8)
+)
+DETECTOR = Detector.__new__(Detector)
+NAMES = {"detector": DETECTOR, "found": FOUND, "Detector": Detector}
+
+
+def answer(call: Callable[[], object]) -> str:
+    with raises("foreign_option") as caught:
+        call()
+    return str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("function", "foreign", "ours"),
+    [
+        (train, {"imgsz": 640}, "image_size=640"),
+        (train, {"imgsz": (640, 480)}, "image_size=(640, 480)"),
+        (train, {"lr0": 0.01}, 'overrides=["optimizer.lr=0.01"]'),
+        (train, {"optimizer": "AdamW"}, 'overrides=["optimizer.name=adamw"]'),
+        (train, {"project": "runs"}, 'output_dir="runs"'),
+        (train, {"num_classes": 3}, ""),
+        (DETECTOR.train, {"imgsz": 640}, 'overrides=["model.image_size=640"]'),
+        (DETECTOR, {"conf": 0.4}, "threshold=0.4"),
+        (DETECTOR.predict, {"conf": 0.4}, "threshold=0.4"),
+        (evaluate, {"conf": 0.4}, 'overrides=["nms.score_threshold=0.4"]'),
+        (export, {"format": "onnx"}, 'formats=["onnx"]'),
+    ],
+)
+def test_python_answers_arguments_as_the_shell_does(
+    function: Callable[..., object], foreign: dict[str, object], ours: str
+) -> None:
+    if not ours:  # of nobody
+        with pytest.raises(TypeError, match="unexpected keyword argument"):
+            function("x", **foreign)
+        return
+    said = answer(lambda: function("x", **foreign))
+    assert f"`{ours}`" in said
+    name = ours.partition("=")[0]
+    called = {DETECTOR: Detector.__call__, export: api.export}.get(function, function)
+    assert name in inspect.signature(called).parameters
+
+
+def test_all_arguments_are_answered_at_once() -> None:
+    said = answer(lambda: train("x", model="yolov5n", imgsz=64, epochs=1, workers=2))
+    assert "`image_size=64`" in said and '`overrides=["data.workers=2"]`' in said
+
+
+@pytest.mark.parametrize("owner", ["ppdist", "Detector", "Detections"])
+def test_python_answers_names_of_other_trainers(owner: str) -> None:
+    thing = {"ppdist": ppdist, "Detector": DETECTOR, "Detections": FOUND}[owner]
+    for name, text in table().python[owner].items():
+        say = (lambda: FOUND[0]) if name == "[0]" else functools.partial(getattr, thing, name)
+        assert text in answer(say)
+        for span in re.findall(r"`([^`]+)`", text):
+            if span.startswith("ppdist "):
+                check(Typed(owner, span))
+            for start, attribute in re.findall(r"\b(detector|found)\.(\w+)", span):
+                assert hasattr(NAMES[start], attribute), span
+            for call in re.findall(r"\b([A-Za-z]\w*)\(", span):
+                known = {*ppdist.__all__, "print", *dir(FOUND), *dir(Detector), "detector"}
+                assert call in known, span
+
+
+def test_objects_stay_what_they_are() -> None:
+    assert not hasattr(FOUND, "boxes") and not hasattr(DETECTOR, "val")
+    assert copy.deepcopy(FOUND).names == pickle.loads(pickle.dumps(FOUND)).names == ("a",)
+    with pytest.raises(AttributeError, match="nothing"):
+        _ = FOUND.nothing
+    with raises("weights_not_found"):  # `nms` and `int8` are ours
+        export("nowhere", "out", nms=False, int8=True)
+
+
+# --- installation ---
+
+
+def test_setup_and_package_want_the_same_pythons() -> None:
+    texts = [(ROOT / name).read_text("utf-8") for name in ("setup.py", "ppdist/__init__.py")]
+    bounds = [re.search(r"not (\(3, \d+\)) <= .* <= \(3, (\d+)\)", text) for text in texts]
+    least, most = next((bound[1], int(bound[2])) for bound in bounds if bound)
+    assert [(bound[1], int(bound[2])) for bound in bounds if bound] == [(least, most)] * 2
+    assert f'python_requires=">=3.10,<3.{most + 1}"' in texts[0] and least == "(3, 10)"
+
+
+@pytest.mark.parametrize("version", [(3, 9, 18), (3, 14, 0)])
+def test_another_python_ends_in_one_line(
+    version: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source = (ROOT / "ppdist/__init__.py").read_text("utf-8")
+    monkeypatch.setattr(sys, "version_info", version)
+    with pytest.raises(SystemExit) as ended:
+        exec(compile(source, "ppdist", "exec"), {"__name__": "ppdist_of_another_python"})
+    assert str(ended.value.code).startswith("ppdist needs Python 3.10 to 3.13")
+    assert "\n" not in str(ended.value.code)
+    ast.parse(source, feature_version=(3, 8))  # so far it must be understood
+
+
+def test_missing_paddle_is_one_message_in_python(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delitem(sys.modules, "paddle", raising=False)
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    for call in (lambda: train("x"), lambda: Detector("x"), lambda: export("x", "y")):
+        with raises("paddle_missing", "pip install 'ppdist[cpu]'"):
+            call()

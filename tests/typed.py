@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import ast
+import contextlib
 import functools
 import importlib
 import re
@@ -43,8 +44,10 @@ DOORS = {"infer": "predict"}  # tools/infer.py is ppdist predict
 OWN_TOOLS = ("docs", "faults")  # not commands of ppdist
 _CODE = re.compile(r"```.*?```|`[^`]+`", re.S)
 _START = re.compile(
-    r"(?:^|(?<=[\s(|;&\"]))(?<!from )(?:python3? )?(?:fleetrun|ppdist|(?:\./)?tools/\w+\.py)(?=\s|$)"
+    r"(?:^|(?<=[\s(|;&\"]))(?<!from )(?:python3? )?"
+    r"(?:fleetrun|ppdist|(?:\./)?tools/\w+\.py)(?=\s|$)"
 )
+_END = re.compile(r"\)?[|;&\"](?=\s|$)|\s\(|\s>|,$|\)$")
 _OPTIONAL = re.compile(r"(?<=\s)\[([^\[\]]*)\]")
 _PLACEHOLDERS = {
     **dict.fromkeys(("N", "K", "G"), "1"),
@@ -183,10 +186,9 @@ def check(typed: Typed, command: str = "") -> int:
     if starts:
         ends = [*starts[1:], len(words)]
         lines = [words[start:end] for start, end in zip(starts, ends)]
-        lines = [re.split(r"\)?[|;&\"](?=\s|$)|\s\(|\s>|,$|\)$", line)[0] for line in _joined(lines)]
-        for line in lines:
-            run(line)
-        return len(lines)
+        for line in _joined(lines):
+            run(_END.split(line)[0])
+        return len(_joined(lines))
     if re.match(r"(?:DATA|CONFIG) -", words):
         run(f"ppdist train {words}")
         return 1
@@ -212,11 +214,12 @@ def _joined(lines: Sequence[str]) -> list[str]:
     """`fleetrun ... ppdist train ...` is one command."""
     joined: list[str] = []
     for line in lines:
-        if joined and re.match(r"(python3? )?fleetrun|ppdist launch|\S*tools/launch", joined[-1]):
-            if not re.search(r"[|;&]", joined[-1]):
-                joined[-1] += line
-                continue
-        joined.append(line)
+        before = joined[-1] if joined else ""
+        launches = re.match(r"(python3? )?fleetrun|ppdist launch|\S*tools/launch", before)
+        if launches and not re.search(r"[|;&]", before):
+            joined[-1] += line
+        else:
+            joined.append(line)
     return joined
 
 
@@ -343,15 +346,16 @@ def _check_arguments(command: str, arguments: argparse.Namespace) -> None:
         if Path(find_config(config)).is_file():
             load_study(Path(find_config(config)), tuple(items))
         return
-    model = given.get("model") or ""
-    if command in ("train", "data") and not re.fullmatch("(NAME|RECIPE|1+)?", str(model)):
-        if model not in short_names() and not Path(find_config(str(model))).is_file():
-            raise Refused(f"--model {model}: no such recipe")
-    for weights in [given.get("weights") or []]:
-        for name in [weights] if isinstance(weights, str | Path) else weights:
-            if re.fullmatch(r"[a-z0-9_]+_(coco|imagenet|objects365)", f"{name}"):
-                if f"{name}" not in zoo():
-                    raise Refused(f"{name}: no such published weights")
+    model = str(given.get("model") or "")
+    is_shown = re.fullmatch("(NAME|RECIPE|1+)?", model)
+    is_recipe = model in short_names() or Path(find_config(model)).is_file()
+    if command in ("train", "data") and not (is_shown or is_recipe):
+        raise Refused(f"--model {model}: no such recipe")
+    weights = given.get("weights") or []
+    for name in map(str, [weights] if isinstance(weights, str | Path) else weights):
+        is_name = re.fullmatch(r"[a-z0-9_]+_(coco|imagenet|objects365)", name)
+        if is_name and name not in zoo():
+            raise Refused(f"{name}: no such published weights")
     bases = [config] if config and Path(find_config(config)).is_file() else []
     if config in short_names() and not bases:
         raise Refused(f"-c {config}: no such configuration")
@@ -424,11 +428,8 @@ def parsers_of(command: str) -> dict[str, argparse.ArgumentParser]:
         return {}
     module = importlib.import_module(f"ppdist.cli.{command}")
     begin: Callable[[], Any] = getattr(module, "parse", module.main)
-    with mock.patch.object(cli.Parser, "parse_args", parse_args):
-        try:
-            begin()
-        except Stop:
-            pass
+    with mock.patch.object(cli.Parser, "parse_args", parse_args), contextlib.suppress(Stop):
+        begin()
     found: dict[str, argparse.ArgumentParser] = {command: held[0]}
     for action in held[0]._actions:
         if isinstance(action, argparse._SubParsersAction):

@@ -129,6 +129,11 @@ _FOREIGN_SIGNS = {
 }
 
 
+def with_code(message: str, code: str) -> str:
+    """Appends its code to a message; a crash has none."""
+    return message if code in ("", CRASH) else f"{message.rstrip()} [{code}]"
+
+
 def is_out_of_memory(error: BaseException) -> bool:
     """Whether less work at a time would have helped."""
     if isinstance(error, MemoryError):  # Paddle's own ResourceExhausted, too

@@ -5,6 +5,7 @@ Exit codes: 0 done; 2 the user's input is wrong (one message, no traceback); 1 a
 line.
 """
 
+import importlib.util
 import io
 import json
 import logging
@@ -23,7 +24,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import NoReturn, TextIO
 
-from ppdist.common.errors import Failure, StorageError, UserError, failure_of
+from ppdist.common.errors import Failure, StorageError, UserError, failure_of, with_code
 from ppdist.common.files import replace_file
 from ppdist.common.limits import as_limit
 from ppdist.common.signals import (
@@ -49,6 +50,10 @@ STARTED_VARIABLE = "PPDIST_STARTED"  # set by our fleetrun: `boot_seconds` when 
 # Set by our fleetrun with --min_hosts: the run goes on without hosts that are lost.
 MIN_HOSTS_VARIABLE = "PPDIST_MIN_HOSTS"
 RUN_NOTE = "run.json"  # in the folder of a job: what one attempt leaves for the next
+PADDLE_REMEDY = (
+    "`pip install 'ppdist[cpu]'`; for a GPU install the paddlepaddle-gpu of Paddle's own index "
+    "(README.md, Quick start)"
+)
 PADDLE_OLDEST, PADDLE_NEWEST = (3, 2, 2), (3, 3)  # whose versions ppdist was run with: README.md
 # Warnings of Paddle's about itself that no user of a tool can act on.
 _PADDLE_NOISE = (
@@ -79,6 +84,26 @@ def quiet_paddle() -> None:
         os.environ.setdefault("GLOG_minloglevel", "2")  # errors; its C++ warnings do not help users
 
 
+def require_paddle() -> None:
+    """Checks that Paddle is installed, and keeps it quiet.
+
+    Called before it is imported.
+
+    Raises: UserError: it is not installed.
+    """
+    quiet_paddle()
+    if "paddle" not in sys.modules and importlib.util.find_spec("paddle") is None:
+        raise _paddle_missing()
+
+
+def _paddle_missing() -> UserError:
+    return UserError(
+        "PaddlePaddle is not installed",
+        code="paddle_missing",
+        fix=PADDLE_REMEDY,
+    )
+
+
 def run(main: Callable[[], int | None]) -> NoReturn:
     """Runs a tool's main and exits with the documented exit code.
 
@@ -104,9 +129,10 @@ def run(main: Callable[[], int | None]) -> NoReturn:
     message = failure.message
     launched = _report_to_launcher(code, failure)
     if message and code == 1:
-        say(message if failure.kind != StorageError.kind else f"ppdist: error: {message}")
+        begin = "ppdist: error: " if failure.kind == StorageError.kind else ""
+        say(f"{begin}{with_code(message, failure.code)}")
     if message and code == USER_ERROR and not launched:
-        say(f"ppdist: error: {message}")
+        say(f"ppdist: error: {with_code(message, failure.code)}")
     written = [_finish(stream) for stream in (sys.stdout, sys.stderr)]
     if code == INTERRUPTED:  # threads that still work are not waited for
         end_interrupted()
@@ -132,11 +158,7 @@ def _exit_code_of(error: BaseException) -> tuple[int, Failure]:
         return 128 + signal.SIGPIPE, Failure("", "", "")  # `| head` has read enough
     found = as_limit(error)
     if isinstance(error, ModuleNotFoundError) and error.name == "paddle":
-        found = UserError(
-            "PaddlePaddle is not installed: pip install 'ppdist[cpu]', or on a GPU machine install "
-            "the paddlepaddle-gpu build for your CUDA (see README.md)",
-            code="paddle_missing",
-        )
+        found = _paddle_missing()
     code = USER_ERROR if isinstance(found, UserError) else 1
     told = isinstance(found, UserError | StorageError)  # by its text, without a traceback
     return code, failure_of(found, "" if told else _traceback())

@@ -171,9 +171,9 @@ def _tag_values(section: SectionType, key: Any) -> list[str]:
 def _hint(name: str, node: Node, annotation: Any) -> str:
     """`; did you mean ...`, or ""."""
     value, words = node.value, type_in_words(annotation)
+    if ours := our_value(name, node.text):
+        return f"; did you mean {ours}?"
     if isinstance(value, str):
-        if ours := our_value(name, value):
-            return f"; did you mean {ours}?"
         close = _close(value, choices(annotation))
         if close:
             return close
@@ -205,7 +205,7 @@ def _suggest_key(path: Path, tree: Node, schema: SectionType) -> str:
         elsewhere.setdefault(known[-1], ".".join(known))
     here = _dotted(path[:-1])
     below = [".".join(known) for known in all_keys(schema) if known[: len(path) - 1] == path[:-1]]
-    inside = [known for known in below if known.endswith(f".{key}")]
+    inside = [known for known in below if known.endswith(f".{key}") and known != _dotted(path)]
     if len(path) > 1 and inside:  # data.augment.rotate, of data.augment.affine
         return f"did you mean {inside[0]}?"
     for names, cutoff in ((siblings, 0.75), ([key], 1.0), (siblings, 0.6), (list(elsewhere), 0.8)):
@@ -214,6 +214,6 @@ def _suggest_key(path: Path, tree: Node, schema: SectionType) -> str:
                 return f"did you mean {here + '.' if here else ''}{match}?"
             if match in elsewhere and elsewhere[match] != _dotted(path):
                 return f"did you mean {elsewhere[match]}?"
-    if ours := our_key(key):
+    if (ours := our_key(key)) and ours != _dotted(path):
         return f"did you mean {ours}?"
     return f"{here or 'the top level'} knows {', '.join(siblings)}"

@@ -3,18 +3,21 @@
 a key of a file or of -o      TrainReader.batch_size=8          -> train.batch_size_per_card=8
 a word of a command           train --img 640, train imgsz=640  -> --image-size 640
                               predict --conf-thres 0.4          -> --threshold 0.4
+a name or argument in Python  train(imgsz=640), found.boxes     -> image_size=640, found.boxes_xyxy
 a whole file behind -c        data.yaml, a PaddleDetection config, a model's YAML
 """
 
+import inspect
+import json
 import os
 import re
 import shlex
-from collections.abc import Container, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from dataclasses import replace
-from functools import cache
+from functools import cache, wraps
 from itertools import takewhile
 from pathlib import Path, PurePath
-from typing import NamedTuple
+from typing import Any, NamedTuple, ParamSpec, TypeVar
 
 import yaml
 
@@ -115,6 +118,7 @@ class Table(NamedTuple):
     keys: Mapping[str, Equivalent]
     words: Mapping[str, Equivalent]
     commands: Mapping[str, Mapping[str, Mapping[str, str]]]  # command -> owner -> word -> text
+    python: Mapping[str, Any]  # place -> name -> text; arguments: command -> name -> text
 
 
 @cache
@@ -133,7 +137,7 @@ def table() -> Table:
         for name, each in rows.items():
             given = {"key": each} if isinstance(each, str) else each
             words[name] = keys[given["same"]] if "same" in given else Equivalent(owner, **given)
-    return Table(keys, words, found["commands"])
+    return Table(keys, words, found["commands"], found["python"])
 
 
 _NOT_RESUMED = (".pt", ".pth", ".pdparams", ".onnx")
@@ -166,7 +170,7 @@ def our_key(name: str) -> str:
 
 
 def our_value(key: str, value: str) -> str:
-    """What other trainers' value of one of our keys is here; "": unknown."""
+    """Our name of another trainer's value of a key; "": unknown."""
     rows = (*table().keys.values(), *table().words.values())
     ours = (each.values.get(value.lower(), "") for each in rows if each.key == key)
     return next(filter(None, ours), "")
@@ -223,7 +227,7 @@ def refuse_options(command: str, words: Sequence[str], unknown: Container[str]) 
 
 
 def _following(words: Sequence[str]) -> str:
-    """The value of an option: the next word, or all numbers that come next."""
+    """The value of an option: the next word, or the next numbers."""
     numbers = [*takewhile(str.isdecimal, words)]
     if numbers or not words:
         return ",".join(numbers)
@@ -243,6 +247,112 @@ def _answer(command: str, name: str, value: str, *, item: bool) -> str:
         return ""
     told = _of_model(value) if command == "train" and name == "model" else ""
     return f"an option of {found.owner}; {told or found.on_command_line(command, value)}"
+
+
+class ForeignName(ConfigError, AttributeError):
+    """An attribute that objects of other trainers have."""
+
+
+class ForeignArgument(ConfigError, TypeError):
+    """An argument or an index that other trainers take."""
+
+
+def refuse_name(owner: str, name: str) -> None:
+    """Refuses what another trainer's class or package has.
+
+    Args: owner: in the section python of migration.yml.  name: or `[0]`.
+    Raises: ConfigError: it is one; from a class an AttributeError, too, of `[0]` a TypeError.
+    """
+    text = table().python[owner].get(name)
+    if text is None:
+        return
+    where = f"{owner}[0]" if name == "[0]" else f"{owner}.{name}"
+    if owner == "ppdist":  # Python would replace an AttributeError by its own
+        raise ConfigError(f"a name of another trainer; {text}", code="foreign_option", where=where)
+    kind = ForeignArgument if name == "[0]" else ForeignName
+    raise kind(f"a name of another trainer; {text}", code="foreign_option", where=where)
+
+
+_Arguments = ParamSpec("_Arguments")
+_Result = TypeVar("_Result")
+_IN_PYTHON = {  # keys that have arguments of their own
+    "train.epochs": "epochs",
+    "train.batch_size_per_card": "batch",
+    "model.pretrained": "weights",
+    "model.image_size": "image_size",
+    "output_dir": "output_dir",
+}
+
+
+def answering(
+    command: str, also: Iterable[str] = ()
+) -> Callable[[Callable[_Arguments, _Result]], Callable[_Arguments, _Result]]:
+    """Makes a function answer arguments of other trainers.
+
+    As the command answers their options.
+
+    Args: command: the one that does the same.  also: names of arguments that it takes as **options.
+    """
+
+    def decorate(function: Callable[_Arguments, _Result]) -> Callable[_Arguments, _Result]:
+        parameters = {*inspect.signature(function).parameters, *also}
+        shown = function.__name__.replace("__call__", "detector")
+
+        @wraps(function)
+        def answered(*args: _Arguments.args, **options: _Arguments.kwargs) -> _Result:
+            lines = []
+            for name, value in options.items():
+                told = "" if name in parameters else _argument(command, name, value, parameters)
+                if told:
+                    lines.append(f"{shown}({name}={value!r}): {told}")
+            if lines:
+                raise ForeignArgument("\n  ".join(lines), code="foreign_option")
+            return function(*args, **options)
+
+        return answered
+
+    return decorate
+
+
+def _argument(command: str, name: str, value: object, parameters: Container[str]) -> str:
+    """What to write for an argument; "": unknown everywhere, or ours."""
+    values = value if isinstance(value, list | tuple) else (value,)
+    text = ",".join(map(str, values))
+    told = table().python["arguments"].get(command, {}).get(name)
+    if told is not None:
+        return f"an argument of ultralytics; {told.replace('{}', text)}"
+    told = _answer(command, name, text, item=False)
+    equivalent = table().words.get(name)
+    key = equivalent.key if equivalent is not None and command == "train" else ""
+    if (
+        equivalent is not None and key and _IN_PYTHON.get(key) not in parameters
+    ):  # nor is there an argument
+        written = equivalent._replace(option="").on_command_line(command, text)
+        told = f"an option of {equivalent.owner}; {written}"
+
+    def in_python(found: re.Match[str]) -> str:
+        option, *words = shlex.split(found[1])
+        key, _, item = words[0].partition("=") if option == "-o" else ("", "", "")
+        ours = _IN_PYTHON.get(key, option[2:].replace("-", "_") if not key else "")
+        if ours in parameters:
+            return f"`{ours}={_literal([item] if key else words)}`"
+        if key and "overrides" in parameters:
+            return f"`overrides=[{json.dumps(f'{key}={item}')}]`"
+        if key and command == "predict":
+            load = f"load_config(CONFIG, [{json.dumps(f'{key}={item}')}])"
+            return f"`Detector(weights, config={load})`"
+        return f"`ppdist {command} ... {found[1]}`"
+
+    return re.sub(r"`(--?[a-z][^`]*)`", in_python, told)
+
+
+def _literal(words: Sequence[str]) -> str:
+    """Words of a command line as Python has them."""
+    plain = [
+        word if re.fullmatch(r"-?[\d.]+(e-?\d+)?|\[.*\]", word) else json.dumps(word)
+        for word in words
+    ]
+    return plain[0] if len(plain) == 1 else f"({', '.join(plain)})"
 
 
 def refuse_weights(value: str) -> None:

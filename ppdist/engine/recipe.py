@@ -193,7 +193,7 @@ def _data_choices(layout: Layout) -> list[Choice]:
 
 
 def require_detector(options: TrainOptions) -> None:
-    """Checks a recipe before the data are looked at, which are of its task.
+    """Checks that a recipe is for boxes, before data are read.
 
     Raises: ConfigError: no such recipe, or one that is not for boxes.
     """

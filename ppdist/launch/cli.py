@@ -42,12 +42,12 @@ def main() -> int:
     hold_signals()
     _open_streams()
     from ppdist.common import limits
-    from ppdist.common.errors import UserError
+    from ppdist.common.errors import UserError, with_code
 
     try:
         limits.require_limits(limits.LEAST_FILES)
     except UserError as error:  # what follows may not even be imported
-        print(f"ppdist: error: {error}", file=sys.stderr)
+        print(f"ppdist: error: {with_code(str(error), error.code)}", file=sys.stderr)
         return 2
     from ppdist.common.process import USER_ERROR
     from ppdist.launch import console, options, supervisor, topology
@@ -64,7 +64,7 @@ def main() -> int:
             look, run = topology.this_machine, supervisor.run_job
             return fleetrun(arguments, os.environ, look, run, received)
         except UserError as error:
-            console.say(f"error: {error}", name="ppdist")
+            console.say(f"error: {with_code(str(error), error.code)}", name="ppdist")
             return USER_ERROR
         finally:
             console.finish()

@@ -13,7 +13,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TypeVar
 
-from ppdist.common.errors import LaunchError, UserError
+from ppdist.common.errors import LaunchError, UserError, with_code
 from ppdist.common.files import read_json
 from ppdist.common.process import (
     JOB_DIR_VARIABLE,
@@ -157,7 +157,9 @@ class _Job:
                 raise
             # The others wait for this host already.
             code = 1 if restarts else USER_ERROR  # it has worked before
-            outcome = channel.finish(Outcome(code, f"error: {error}"), [])
+            outcome = channel.finish(
+                Outcome(code, f"error: {with_code(str(error), error.code)}"), []
+            )
         if channel is not None:
             self.remember(channel)
         say_end(outcome)

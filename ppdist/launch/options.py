@@ -127,7 +127,12 @@ _OURS = (
         "SECONDS",
         f"how long to wait until all hosts have started (default {START_SECONDS})",
     ),
-    Option(("--log_dir",), "DIR", "where workerlog.N goes (default: log)", ("PADDLE_LOG_DIR",)),
+    Option(
+        ("--log_dir",),
+        "DIR",
+        "where workerlog.N and rank-N.json (how each ended) go (default: log)",
+        ("PADDLE_LOG_DIR",),
+    ),
     Option(
         ("--log_overwrite",),
         "BOOL",

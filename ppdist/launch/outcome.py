@@ -280,7 +280,7 @@ def _of_failed(
         said = hang.message
         return Outcome(1, said, stopped, said, False, hang.time, hang.step, is_guess=guess)
     if first.exit_code == USER_ERROR and first.message:
-        said = f"error: {first.message}"
+        said = f"error: {errors.with_code(first.message, first.failure.code)}"
         return _failure(first, USER_ERROR, said, said, stopped)
     if first.exit_code == USER_ERROR:
         said, told = (_said(attempt, first, here) for here in (True, False))
@@ -314,9 +314,10 @@ def _said(attempt: Attempt, end: RankEnd, here: bool) -> str:
     """The rank's last output, unless it is on this terminal."""
     code = end.process_code
     cut = code is not None and code < 0  # killed, perhaps in the middle of its message
-    if end.local == 0 and not (cut and end.message):
-        return "" if here else end.message.rstrip()
-    return end.message.rstrip() or _tail(attempt.log(end.local), attempt.offsets.get(end.local, 0))
+    message = errors.with_code(end.message, end.failure.code).rstrip() if end.message else ""
+    if end.local == 0 and not (cut and message):
+        return "" if here else message
+    return message or _tail(attempt.log(end.local), attempt.offsets.get(end.local, 0))
 
 
 def _tail(path: Path, offset: int = 0) -> str:

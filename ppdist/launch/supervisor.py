@@ -24,7 +24,7 @@ from typing import BinaryIO
 
 from ppdist.common import child
 from ppdist.common.errors import LaunchError
-from ppdist.common.files import read_json
+from ppdist.common.files import read_json, replace_file
 from ppdist.common.process import (
     BACKUP_VARIABLE,
     EXIT_DIR_VARIABLE,
@@ -90,6 +90,8 @@ def run_job(
         raise LaunchError(
             f"{error.strerror}", code="folder_unwritable", where=f"--log_dir {options.log_dir}"
         ) from error
+    for rank in plan.ranks:  # what an earlier job left
+        (log_dir / f"rank-{rank['PADDLE_TRAINER_ID']}.json").unlink(missing_ok=True)
     afresh = options.log_overwrite and restarts == 0
     python = [sys.executable, "-u"] if options.script.endswith(".py") else []
     orders = {
@@ -113,8 +115,16 @@ def run_job(
         attempt = replace(attempt, offsets=sizes)
     job = _Job(attempt, plan, channel, received)
     outcome = job.run()
+    show_reports(folder, log_dir)
     outcome = outcome if channel is None else channel.finish(outcome, received)
     return replace(outcome, message="") if outcome.message == job.said else outcome
+
+
+def show_reports(folder: Path, log_dir: Path) -> None:
+    """Copies how each rank ended, with its error's code, beside the logs."""
+    for report in folder.glob("rank-*.json"):
+        with suppress(OSError):  # a full disk must not hide how the job ended
+            replace_file(log_dir / report.name, report.read_bytes())
 
 
 class _Job:

@@ -20,6 +20,7 @@ from ppdist.common.process import (
     JOB_DIR_VARIABLE,
     JOB_VARIABLE,
     MIN_HOSTS_VARIABLE,
+    PADDLE_REMEDY,
     RESTART_VARIABLE,
     SKIP_STEP_VARIABLE,
     STARTED_VARIABLE,
@@ -241,9 +242,9 @@ def _clean(environment: Mapping[str, str]) -> dict[str, str]:
 def _check_paddle_and_script(options: Options, machine: Machine) -> None:
     if machine.build == "none":
         raise LaunchError(
-            "PaddlePaddle is not installed in this Python: pip install 'ppdist[cpu]', or on a GPU "
-            "machine the paddlepaddle-gpu build for your CUDA (see README.md)",
+            "PaddlePaddle is not installed in this Python",
             code="paddle_missing",
+            fix=PADDLE_REMEDY,
         )
     script = options.script
     if script.isdigit():

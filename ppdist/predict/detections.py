@@ -18,13 +18,14 @@ from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 from PIL import Image, ImageShow
 
 from ppdist.common.errors import ConfigError
 from ppdist.common.files import make_parent
+from ppdist.config.migration import refuse_name
 from ppdist.predict.sources import data_errors
 from ppdist.runtime import results as runtime
 from ppdist.viz.draw import PALETTE, draw_boxes, draw_labelled, readable
@@ -81,6 +82,15 @@ class Detections:
         rows = zip(self.boxes_xyxy.tolist(), self.scores.tolist(), self.class_ids.tolist(), tracks)
         for (x1, y1, x2, y2), score, label, track in rows:
             yield Detection((x1, y1, x2, y2), score, label, self.names[label], track)
+
+    if not TYPE_CHECKING:  # a type checker says itself that there is no such name
+
+        def __getattr__(self, name: str) -> Any:
+            refuse_name("Detections", name)
+            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+
+        def __getitem__(self, index: Any) -> Any:
+            refuse_name("Detections", "[0]")
 
     def __str__(self) -> str:
         """Such as "4 person, 1 bus"; the commonest class first."""

@@ -219,7 +219,7 @@ def test_the_command_ends_with_one_message(tmp_path: Path) -> None:
     assert done.returncode == 2
     assert done.stderr.strip() == (
         "ppdist: error: --model cfg.yml: expected CONFIG:WEIGHTS, such as "
-        "cfg.yml:output/cfg/checkpoints/best"
+        "cfg.yml:output/cfg/checkpoints/best [option_invalid]"
     )
 
 

@@ -106,7 +106,7 @@ def test_invalid_command_line_is_one_message_exit_2(project: Path) -> None:
     done = run_tool("infer", "--source", project / "photos", "--out", project / "x")
     assert done.returncode == 2
     assert done.stderr.strip().splitlines()[-1] == (
-        "ppdist: error: give -w WEIGHTS, or --model DIR (an export)"
+        "ppdist: error: give -w WEIGHTS, or --model DIR (an export) [option_missing]"
     )
     done = run_tool("export", "-c", project / "cfg.yml", "-w", "none.npz", "--out",
                     project / "x", "--format", "paddle,tflite")  # fmt: skip

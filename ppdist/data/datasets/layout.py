@@ -166,8 +166,8 @@ def _found(path: Path, source: str) -> Layout:
         fix = "unpack it, then give the folder" if packed else _KINDS
         if path.stem.lower() in _OF_ULTRALYTICS:
             fix = (
-                f"ultralytics brings {path.name} along and fetches its images; ppdist fetches none: "
-                "`ppdist train FOLDER --model yolov5n` takes the folder that has them"
+                f"{path.name} comes with ultralytics, which fetches its images; ppdist fetches "
+                "none: `ppdist train FOLDER --model yolov5n` takes the folder that has them"
             )
         fix = f"did you mean {path.with_name(near[0])}?" if near else fix
         raise DataError(what, code="data_not_found", where=source, fix=fix)

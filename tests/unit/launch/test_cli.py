@@ -3,6 +3,7 @@
 Only the tests of collectives load Paddle in the ranks; the others need none there.
 """
 
+import json
 import os
 import pty
 import re
@@ -124,7 +125,9 @@ def test_invalid_input_on_one_rank_exits_2_once() -> None:
     )
     ended = fleetrun("--nproc_per_node", "2", write(code))
     assert ended.returncode == 2
-    assert ended.stderr.count("ppdist: error: a.json: no images\n") == 1
+    assert ended.stderr.count("ppdist: error: a.json: no images [no_images]\n") == 1
+    said = json.loads(Path("log/rank-1.json").read_text(encoding="utf-8"))
+    assert (said["exit_code"], said["kind"], said["code"]) == (2, "data", "no_images")
     assert "Traceback" not in ended.stdout + ended.stderr
 
 
@@ -234,7 +237,7 @@ def test_cards_that_are_not_there_exit_2(program: list[str]) -> None:
     assert ended.returncode == 2
     assert ended.stderr == (
         "ppdist: error: cards 0,1 were requested, but this machine has no visible GPU; to train on "
-        "its CPU, type: fleetrun --nproc_per_node 2 t.py -c a.yml\n"
+        "its CPU, type: fleetrun --nproc_per_node 2 t.py -c a.yml [no_cards]\n"
     )
 
 

@@ -65,9 +65,12 @@ run(main)
 """
     first, second = [host.ended() for host in both(start, port, write(WAITS_FOR_ALL + code))]
     assert (first.code, second.code) == (2, 2)
-    assert f"ppdist: host {B}: error: a.json: no images\n" in first.errors
-    assert "ppdist: error: a.json: no images\n" in second.errors
-    assert f"fleetrun: host {B}: error: a.json: no images; stopping the ranks here" in first.errors
+    assert f"ppdist: host {B}: error: a.json: no images [no_images]\n" in first.errors
+    assert "ppdist: error: a.json: no images [no_images]\n" in second.errors
+    assert (
+        f"fleetrun: host {B}: error: a.json: no images [no_images]; stopping the ranks here"
+        in first.errors
+    )
 
 
 @pytest.mark.slow

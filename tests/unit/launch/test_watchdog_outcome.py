@@ -56,17 +56,17 @@ def test_all_done_is_0_and_all_stopped_is_75(tmp_path: Path) -> None:
 
 def test_wrong_input_wins_over_what_killed_its_peers(tmp_path: Path) -> None:
     outcome = ended(tmp_path, (1, 3.0, 1, GLOO), (2, 2.0, 2, wrong("no such file")), (TERM, 4.0))
-    assert outcome == Outcome(2, "error: no such file")
+    assert outcome == Outcome(2, "error: no such file [any]")
 
 
 def test_wrong_input_wins_over_an_earlier_crash(tmp_path: Path) -> None:
     outcome = ended(tmp_path, (1, 1.0, 1, crash("boom")), (2, 9.0, 2, wrong("no such file")))
-    assert outcome == Outcome(2, "error: no such file")
+    assert outcome == Outcome(2, "error: no such file [any]")
 
 
 def test_the_same_message_of_every_rank_is_said_once(tmp_path: Path) -> None:
     outcome = ended(tmp_path, (2, 1.0, 2, wrong("unknown key")), (2, 1.1, 2, wrong("unknown key")))
-    assert outcome == Outcome(2, "error: unknown key")
+    assert outcome == Outcome(2, "error: unknown key [any]")
 
 
 def test_ranks_told_of_a_failure_do_not_change_it(tmp_path: Path) -> None:
@@ -140,7 +140,7 @@ def test_a_rank_that_gave_up_on_the_store_says_so(
         "(Connection refused, tried for 300 s): nothing listens there: see in its log what keeps"
     )
     gone = (2, 1.0, 2, failure_of(LaunchError(said, code="store_unreachable")))
-    assert ended(tmp_path, (TERM, 9.0), gone) == Outcome(2, f"error: {said}")
+    assert ended(tmp_path, (TERM, 9.0), gone) == Outcome(2, f"error: {said} [store_unreachable]")
     outcome = ended(tmp_path, (-signal.SIGSEGV, 1.5), gone)
     assert outcome.message.startswith("rank 0 failed first: it was killed by SIGSEGV")
 

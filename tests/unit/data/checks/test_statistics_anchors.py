@@ -161,5 +161,5 @@ def test_the_tool_refuses_a_model_without_anchors(made: Path) -> None:
     )
     assert done.returncode == 2
     assert done.stderr.strip().endswith(
-        "ppdist: error: model.name: ppyoloe has no anchors; only yolov5 has"
+        "ppdist: error: model.name: ppyoloe has no anchors; only yolov5 has [model_without_anchors]"
     )
