@@ -12,6 +12,7 @@ Stable are the names of `ppdist.__all__` with what their docstrings say, and the
 configurations; everything below may move.  docs/python.md is made of these docstrings.
 """
 
+import inspect
 import json
 import signal
 import sys
@@ -681,4 +682,14 @@ def _signals_given_back() -> Iterator[None]:
 
 
 def _warn(text: str) -> None:
-    warnings.warn(text, stacklevel=2)
+    """Warns at the caller's line, in a notebook on stdout.
+
+    A notebook shows stderr in red.
+    """
+    if "ipykernel" in sys.modules:
+        print(f"ppdist: warning: {text}")
+        return
+    frame, level = inspect.currentframe(), 1
+    while frame is not None and f"{frame.f_globals.get('__name__')}.".startswith("ppdist."):
+        frame, level = frame.f_back, level + 1
+    warnings.warn(text, stacklevel=level)

@@ -17,6 +17,7 @@ import pytest
 
 import ppdist
 from ppdist import Detections, Detector, api, evaluate, export, train
+from ppdist.cli.config import listing
 from ppdist.config.migration import table
 from ppdist.models.zoo import zoo
 from tests.errors import raises
@@ -58,6 +59,14 @@ def test_keys_of_other_trainers_are_those_that_messages_name(page: str) -> None:
     named = {theirs: key for theirs, key in rows if theirs in ours}
     assert len(named) > 5
     assert named == {theirs: ours[theirs] for theirs in named}
+
+
+def test_times_of_models_are_those_of_config_list() -> None:
+    text = (ROOT / "docs/which_model.md").read_text("utf-8")
+    rows = re.findall(r"^\| `(\w+)` \|(?: [\d.]* ?\|){3} (\d+) \|", text, re.M)
+    listed = {line.split()[0]: line.split() for line in listing().splitlines() if line.strip()}
+    assert len(rows) > 3
+    assert dict(rows) == {name: listed[name][-2] for name, _ in rows}
 
 
 def test_figures_of_models_are_those_of_the_zoo() -> None:

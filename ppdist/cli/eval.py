@@ -67,7 +67,8 @@ def main() -> int:
         for folder in (arguments.out, arguments.vdl):
             if folder and comm.is_main():
                 make_folder(folder)
-        read_card_or_warn(arguments.weights, process.warn if comm.is_main() else lambda _: None)
+        warn = process.warn if comm.is_main() else lambda _: None
+        read_card_or_warn(arguments.weights, warn, derives=False)
 
     ready = prepare_evaluation(
         config, Path(arguments.weights), split=arguments.split,

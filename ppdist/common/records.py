@@ -182,13 +182,14 @@ def visualdl_command(folder: Path) -> str:
     return f"visualdl --logdir {shlex.quote(str(folder))} --language en --disable-telemetry"
 
 
-def commands(output_dir: Path) -> list[str]:
-    """What shows the run, ready to be copied."""
-    found = [f"ppdist report {shlex.quote(str(output_dir))}"]
+def commands(output_dir: Path) -> list[tuple[str, str]]:
+    """What shows the run: its name, and a command to copy."""
+    found = [("report", f"ppdist report {shlex.quote(str(output_dir))}")]
     if (output_dir / "vdl").exists():
-        found.append(visualdl_command(output_dir / "vdl"))
+        found.append(("curves", visualdl_command(output_dir / "vdl")))
     if (output_dir / "tensorboard").exists():
-        found.append(f"tensorboard --logdir {shlex.quote(str(output_dir / 'tensorboard'))}")
+        folder = shlex.quote(str(output_dir / "tensorboard"))
+        found.append(("curves", f"tensorboard --logdir {folder}"))
     return found
 
 

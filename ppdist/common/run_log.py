@@ -386,10 +386,12 @@ class RunLog:
         """Seconds that a step, an evaluation and a save may take."""
         return self._eta.closing()
 
-    def run_summary(self, outcome: Sequence[str] = ()) -> None:
+    def run_summary(
+        self, outcome: Sequence[str] = (), following: Sequence[tuple[str, str]] = ()
+    ) -> None:
         """Logs the final table: results, files, and where the time went.
 
-        Args: outcome: lines about what the run learned.
+        Args: outcome: lines about what the run learned.  following: what for, and a command.
         """
         if self._main:
             self._end_bar()
@@ -398,8 +400,8 @@ class RunLog:
             self.table(f"{self._output_dir}", rows, on_console=True)
             for line in outcome:
                 _LOGGER.info(line, extra=BARE)
-            for command in commands(self._output_dir):  # a table would wrap them
-                self.info(f"view it with: {command}")
+            for name, command in (*commands(self._output_dir), *following):
+                self.headline(name, command)  # a table would wrap them
 
     def limit_close(self, seconds: float = 0.0) -> None:
         """Limits how long `close` waits after a request to stop."""
@@ -480,7 +482,7 @@ class RunLog:
         withheld, self._to_console.opening = self._to_console.opening.withheld, None
         if withheld:
             where = self._output_dir / "train.log"
-            text = f"{withheld} more warning{'s' * (withheld > 1)}; full text: {where}"
+            text = f"{withheld} more message{'s' * (withheld > 1)}; full text: {where}"
             self._console.print(text, style="yellow", markup=False, highlight=False, soft_wrap=True)
 
     def _start_tracker(self, target: str, config: Any, resume_step: int | None) -> TrackerProcess:

@@ -1,5 +1,6 @@
 """Runs: one training, or one evaluation of weights, from its config."""
 
+import shlex
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -150,11 +151,11 @@ def run_training(
             if failed:
                 experiment.log.warning(
                     f"the training has completed, but drawing {output_dir / 'plots'} failed "
-                    f"({failed}); to draw them: {commands(output_dir)[0]}"
+                    f"({failed}); to draw them: {commands(output_dir)[0][1]}"
                 )
         try:
             if comm.is_main():
-                experiment.log.run_summary(outcome(output_dir))
+                experiment.log.run_summary(outcome(output_dir), following(output_dir, config))
         except Exception as error:  # a table must not fail the run
             experiment.log.warn_once("the summary", error)
         return status
@@ -166,6 +167,17 @@ def outcome(output_dir: Path) -> list[str]:
     if run.evaluation and len(run.evaluation["per_class"]) > 1:
         lines = class_table(run.evaluation, most=_MOST_CLASSES).splitlines()
     return [*lines, *(finding.text for finding in verdict_of(run))]
+
+
+def following(output_dir: Path, config: ExperimentConfig) -> list[tuple[str, str]]:
+    """What users do next with a run: what for, and a command."""
+    run = shlex.quote(str(output_dir))
+    test = config.data.test is not None
+    return [
+        ("predict", f"ppdist predict -w {run} --source IMAGES"),
+        *([("test", f"ppdist eval -w {run} --split test")] if test else []),
+        ("export", f"ppdist export -w {run}"),
+    ]
 
 
 def _tell(recipe: Recipe, log: RunLog, output_dir: Path, before: set[Path], evaluate: bool) -> None:

@@ -321,6 +321,8 @@ class Trainer:
             self.log.info(
                 f"best: {self.folder / 'best'}, step {state.best_step}, "
                 f"{self.best_metric} {state.best:.4f}"
+                + " (0.1 mAP50 + 0.9 mAP)"
+                * (self.best_metric == "fitness")
             )
 
     def _saves_before_end(self) -> bool:

@@ -37,6 +37,7 @@ from ppdist.models.weights import (
     checked_files,
     checkpoint_of,
     read_notes,
+    require_known_ending,
     require_there,
     through_links,
 )
@@ -246,11 +247,12 @@ def _of_zoo(entry: PublishedWeights | None, card: ModelCard | None) -> ModelCard
     return (card or ModelCard()).model_copy(update=known)
 
 
-def read_card_or_warn(path: Path | str, warn: Callable[[str], None]) -> ModelCard | None:
+def read_card_or_warn(
+    path: Path | str, warn: Callable[[str], None], *, derives: bool = True
+) -> ModelCard | None:
     """As `read_card`; what is wrong becomes a warning.
 
-    Warns of an invalid card, and of a licence that extends to derived weights.
-
+    Args: derives: something is made from these weights: warns of a licence that extends to it.
     Raises: WeightsError: no such file, or damaged.
     """
     try:
@@ -260,7 +262,7 @@ def read_card_or_warn(path: Path | str, warn: Callable[[str], None]) -> ModelCar
             raise
         warn(f"{error}")
         return None
-    line = licence_warning(path, card)
+    line = licence_warning(path, card) if derives else ""
     if line:
         warn(line)
     return card
@@ -328,7 +330,10 @@ def _guarded(path: Path, read: Callable[[], T]) -> T:
         raise
     except Exception as error:
         raise WeightsError(
-            f"damaged: {type(error).__name__}", code="weights_damaged", where=str(path)
+            f"damaged or not a {path.suffix} file ({type(error).__name__})",
+            code="weights_damaged",
+            where=str(path),
+            fix="fetch it again",
         ) from error
 
 
@@ -476,6 +481,7 @@ def config_of_weights(
         return load_config(find_config(entry.config), [*entry.overrides, *overrides])
     card = _of_zoo(entry, None) if entry else read_card(path)
     if card is None or card.model is None:
+        require_known_ending(path)
         raise WeightsError(
             "these weights do not record their model",
             code="weights_without_card",

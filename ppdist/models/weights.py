@@ -74,21 +74,30 @@ def read_arrays(path: Path) -> dict[str, np.ndarray]:
     require_there(path)
     if path.is_dir():
         return through_links(checkpoint_of(path), _read_folder)
+    require_known_ending(path)
     ending = path.suffix.lower()
-    reader = _READERS.get(ending)
-    if reader is None:
-        raise WeightsError(
-            f"cannot read weights from {ending or 'a file without an ending'}; expected "
-            f"{', '.join(_READERS)} or a checkpoint directory",
-            code="weights_format",
-            where=str(path),
-        )
+    reader = _READERS[ending]
 
     def read() -> dict[str, np.ndarray]:
         _refuse_known_mistakes(path, ending)
         return reader(path)
 
     return _parsed(path, read)
+
+
+def require_known_ending(path: Path) -> None:
+    """Checks that weights are read from files of this ending.
+
+    Raises: WeightsError: they are not.
+    """
+    ending = path.suffix.lower()
+    if ending not in _READERS and not path.is_dir():
+        raise WeightsError(
+            f"cannot read weights from {ending or 'a file without an ending'}; expected "
+            f"{', '.join(_READERS)} or a checkpoint directory",
+            code="weights_format",
+            where=str(path),
+        )
 
 
 def _parsed(path: Path, read: Callable[[], dict[str, np.ndarray]]) -> dict[str, np.ndarray]:

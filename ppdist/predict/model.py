@@ -110,12 +110,12 @@ def load_weights(
 
     Args:
         weights: see `models.weights.load_weights`.
-        warn: told where class names are made up, and of a licence that reaches further.
+        warn: told where class names are made up.
         names_alone: where the weights name their classes, data are not looked at.
     Raises: WeightsError: they do not fit; ConfigError: names do not fit the model.
     """
     model = build_model(config)
-    card = read_card_or_warn(weights, warn)
+    card = read_card_or_warn(weights, warn, derives=False)
     known = card is not None and len(card.class_names) == config.model.num_classes
     dataset = None if names_alone and known else validation_set(config, warn, card)
     spec = describe(config, dataset, card)

@@ -223,7 +223,7 @@ def test_the_console_is_short_before_the_first_step(tmp_path, capsys):
     lines = capsys.readouterr().out.splitlines()
     assert len(lines[0]) == 160 and lines[0].endswith(" ..."), "two lines of 80 columns"
     assert [line[-1] for line in lines[1:5]] == ["0", "1", "2", "3"]
-    assert lines[5] == "model     yolov5 n" and lines[6].startswith("4 more warnings")
+    assert lines[5] == "model     yolov5 n" and lines[6].startswith("4 more messages")
     assert lines[-1].endswith("long " * 60), "later ones are whole"
     text = (tmp_path / "train.log").read_text()
     assert all(each in text for each in ("boxes " * 60, "details", "warning 7", "yolov5 n"))
