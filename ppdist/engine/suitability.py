@@ -79,15 +79,16 @@ def _tiny(config: ExperimentConfig, train: DetectionSet) -> list[Finding]:
     )
     if larger <= _MOST_LARGER:
         sides = [int(np.ceil(side * larger / _STEP) * _STEP) for side in size]
-        words = f"{sides[0]}" if sides[0] == sides[1] else f"{sides[0]} {sides[1]}"
-        key = ",".join(map(str, sides))
-        text += f"use --image-size {words} (with -c: -o model.image_size=[{key}])"
+        square = sides[0] == sides[1]
+        words = f"{sides[0]}" if square else f"{sides[0]} {sides[1]}"
+        value = f"{sides[0]}" if square else f"[{sides[0]},{sides[1]}]"
+        text += f"use --image-size {words} (with -c: `-o model.image_size={value}`)"
     else:
-        width_M2 = objects.boxes_M4[alone_M, 2:] - objects.boxes_M4[alone_M, :2]
-        tile = int(min(size) * np.quantile(width_M2.min(1), _LEFT) / _CELL)
+        side_M2 = objects.boxes_M4[alone_M, 2:] - objects.boxes_M4[alone_M, :2]
+        tile = int(min(size) * np.quantile(side_M2.min(1), _LEFT) / _CELL)
         text += (
-            f"train on tiles of at most {max(tile, 1)} pixels, cut from the images, and find "
-            f"objects with `ppdist predict --slice {max(tile, 1)}`"
+            f"train on tiles of at most {max(tile, _STEP)} pixels, cut from the images, and "
+            "predict with --slice of as many"
         )
     return [Finding(TINY_OBJECTS, text)]
 
