@@ -20,6 +20,7 @@ _PASSED_ON = {
     "ppdist/common/errors.py",
     "ppdist/config/yaml.py",
     "ppdist/data/datasets/annotations.py",
+    "ppdist/data/datasets/layout.py",
     "ppdist/data/image.py",
     "ppdist/data/loading/loader.py",
     "ppdist/data/transforms/pipeline.py",

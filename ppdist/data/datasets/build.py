@@ -160,14 +160,19 @@ def read_raw(config: DataConfig, split: Split, complain: Complain) -> RawSet:
 
 def _check_folder(config: DataConfig, split: Split) -> None:
     _, folders = _places(config, split)
+    keys = f"-o data.{split}.images=FOLDER"
+    if config.task == "classify":
+        fix = f"set {keys} to a folder that holds one folder of images per class"
+    else:
+        command = f"`ppdist train {shlex.quote(config.root)} --model NAME`"
+        fix = f"set {keys} data.{split}.annotations=FILE, or let {command} find the files"
     for images in folders:
         if not (storage.is_remote(images) or images.is_dir()):
             raise DataError(
                 f"{images} is not a folder",
                 code="image_folder_missing",
                 where=f"data.{split}.images",
-                fix=f"set -o data.{split}.images=FOLDER data.{split}.annotations=FILE, or let "
-                f"`ppdist train {shlex.quote(config.root)} --model NAME` find the files of the set",
+                fix=fix,
             )
 
 

@@ -123,7 +123,7 @@ def test_a_folder_without_classified_images_is_an_error(tmp_path, files, message
     write(tmp_path, *files)
     with pytest.raises(DataError) as error:
         read_split(folder_config(tmp_path), "train")
-    assert str(error.value) == message.format(tmp_path, tmp_path)
+    assert str(error.value).startswith(message.format(tmp_path, tmp_path))
 
 
 def test_class_count_unlike_model_says_remedy(tmp_path):
