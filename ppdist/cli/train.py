@@ -52,8 +52,9 @@ def parse() -> argparse.Namespace:
                         "train.batch_size_per_card, or auto; the rate follows the total of all "
                         "cards (as the recipe)")  # fmt: skip
     fitted.add_argument(
-        "--weights", metavar="NAME|FILE", help="start from these, as model.pretrained"
-    )
+        "--weights", metavar="NAME|FILE", help="start from these, as model.pretrained",
+        type=lambda text: text or None,  # '' of YOLOv5: from scratch
+    )  # fmt: skip
     fitted.add_argument("--image-size", type=_side, nargs="+", metavar="N",
                         help="pixels: one number is a square, two are height and width (as the "
                         "recipe)")  # fmt: skip

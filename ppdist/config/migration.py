@@ -371,6 +371,11 @@ def _of_model(value: str) -> str:
     path = PurePath(value)
     name = path.stem if path.suffix in (".pt", ".yaml", ".yml") else value
     name = name.replace("-", "_")  # rtdetr-l
+    if find_config(f"{name}_imagenet") != f"{name}_imagenet":
+        return (
+            f"write `ppdist train -c {name}_imagenet --eval -o data.root=FOLDER "
+            "model.num_classes=N`, of folders of images, one for each class"
+        )
     if find_config(name) == name:  # none that ships
         known = "`--model yolov5n`, `--model dfine_s`, ... (ppdist config list)"
         return f"ppdist trains YOLOv5, PP-YOLOE, RT-DETR and D-FINE: {known}"

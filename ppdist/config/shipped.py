@@ -56,4 +56,6 @@ def find_config(path: str) -> str:
 def near(path: str) -> list[str]:
     """Names of shipped configs similar to this, best first."""
     word = Path(path).name.removesuffix(".yml")
-    return difflib.get_close_matches(word, [*short_names(), *recipes()], n=3)
+    names = [*short_names(), *recipes()]
+    longer = [name for name in names if name.startswith(f"{word}_")]
+    return [*dict.fromkeys([*longer, *difflib.get_close_matches(word, names, n=3)])][:3]

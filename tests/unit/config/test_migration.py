@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from ppdist.cli import main_of
+from ppdist.cli.train import parse
 from ppdist.common.errors import ConfigError
 from ppdist.config import ExperimentConfig, load_config
 from ppdist.config.migration import refuse_options, table
@@ -115,6 +116,18 @@ def test_file_of_another_trainer_is_one_message(tmp_path, text, code, said):
         ("d.yaml --gpus 0,1", "write `fleetrun --selected_gpus 0,1 ppdist train ...`"),
         ("d.yaml --use_gpu", "write `-o device=gpu`"),
         ("d.yaml lr0=0.01", "write `-o optimizer.lr=0.01`"),
+        ("d.yaml imgsz=640,480", "write `--image-size 640 480`"),
+        ("d.yaml --imgsz 640 480", "write `--image-size 640 480`"),
+        ("d.yaml batch=-1", "write `--batch auto`"),
+        ("d.yaml --batch-size -1", "write `--batch auto`"),
+        ("d.yaml optimizer=AdamW", "write `-o optimizer.name=adamw`"),
+        ("d.yaml optimizer=SGD", "write `-o optimizer.name=momentum`"),
+        ("d.yaml freeze=10", "write `-o 'train.freeze=[backbone]'`"),
+        ("d.yaml --lr 0.1", "an option of other trainers; write `-o optimizer.lr=0.1`"),
+        ("d.yaml --node_rank 1", "`fleetrun --ips A,B ppdist ...`"),
+        ("d.yaml --master_addr a", "`fleetrun --ips A,B ppdist ...`"),
+        ("d.yaml --max_iter 9", "write `-o train.max_steps=9`"),
+        ("model=yolov5s-cls.pt", "`ppdist train -c yolov5s_cls_imagenet --eval -o data.root="),
     ],
 )  # fmt: skip
 def test_foreign_option_is_answered(words, said):
@@ -132,6 +145,7 @@ def test_foreign_option_is_answered(words, said):
         ("predict -w a.pt --source x --device 0", "the first of CUDA_VISIBLE_DEVICES"),
         ("predict -c x.yml --infer_img=a.jpg", "write `--source a.jpg`"),
         ("predict -c x.yml -o weights=a.pdparams use_gpu=true", "write `-w a.pdparams`"),
+        ("predict -w a.pt --source x --augment", "`ppdist ensemble fuse --model RUN/config.yml:"),
         ("predict -w a.pt --source x --imgsz 640", "write `-o model.image_size=640`"),
         ("eval --data coco.yaml -w a.pt", "write `ppdist eval coco.yaml -w WEIGHTS`"),
         ("eval -w a --iou 0.6", "write `-o nms.iou_threshold=0.6`"),
@@ -174,6 +188,51 @@ def test_weights_are_not_resumed(monkeypatch):
     monkeypatch.setattr(sys, "argv", ["ppdist-train", "-c", "x.yml", "--resume", "last.pt"])
     with raises("foreign_option"):
         main_of("train")()
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ("--batch -1", "or auto"),
+        ("--image-size 640,480", "--image-size 640 480"),
+        ("--model yolov5n --optimiser x", "unrecognized"),
+    ],
+)
+def test_our_options_name_the_form_that_works(words, said, monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["ppdist train", "data", *words.split()])
+    with pytest.raises(SystemExit) as ended:
+        main_of("train")()
+    assert ended.value.code == 2 and said in capsys.readouterr().err
+
+
+def test_no_weights_are_from_scratch(monkeypatch):
+    monkeypatch.setattr(sys, "argv", ["ppdist train", "d", "--model", "yolov5n", "--weights", ""])
+    assert parse().weights is None
+
+
+@pytest.mark.parametrize(
+    ("item", "ours"),
+    [
+        ("optimizer.name=sgd", "momentum"),
+        ("optimizer.name=AdamW", "adamw"),
+        ("train.batch_size_per_card=-1", "auto"),
+        ("data.augment.rotate=10", "data.augment.affine.rotate"),
+        ("train.iterations=100", "train.max_steps"),
+        ("train.epoch=100", "train.epochs"),
+        ("epoch=100", "train.epochs"),
+    ],
+)
+def test_a_wrong_value_or_key_names_ours(tmp_path, item, ours):
+    assert f"did you mean {ours}?" in str(refused(config(tmp_path, OURS), item))
+
+
+def test_files_of_other_trainers_are_no_sources(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    words = ["-w", "a.pt", "--source", "photos", "conf=0.4", "max_det=10"]
+    with raises("foreign_option", "`--threshold 0.4`", "`-o nms.keep=10`"):
+        refuse_options("predict", words, ())
+    (tmp_path / "conf=0.4").touch()  # a picture of that name
+    refuse_options("predict", words[:-1], ())
 
 
 def test_our_own_words_pass():

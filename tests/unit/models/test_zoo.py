@@ -193,6 +193,20 @@ def stand_in(folder, model):
     return (folder / FILE).read_bytes()
 
 
+def test_a_file_that_is_not_here_is_answered_with_its_name(tmp_path):
+    with raises("weights_not_found", "its name: yolov5s_coco"):
+        load_weights(build_model(YOLOv5Config(num_classes=80)), tmp_path / "yolov5s.pt")
+
+
+@pytest.mark.parametrize(
+    ("name", "code"), [("README.md", "weights_format"), ("fake.pt", "weights_damaged")]
+)
+def test_what_is_no_file_of_weights_is_said_at_once(tmp_path, name, code):
+    (tmp_path / name).write_bytes(b"hello" * 100)
+    with raises(code, name):
+        config_of_weights(tmp_path / name, ())
+
+
 def test_weights_load_by_name_and_name_their_licence(server, tmp_path):
     trained = tiny_model()
     server.files[f"/{FILE}"] = stand_in(tmp_path, trained)

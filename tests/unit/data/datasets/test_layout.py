@@ -681,6 +681,8 @@ def test_name_beside_a_wrong_one_is_told(tmp_path):
 
 def test_what_is_no_data_set_is_told(tmp_path):
     assert "is neither a folder nor a data.yaml" in refused(tmp_path / "gone", "data_not_found")
+    for name in ("coco.yaml", "coco128.yaml", "VOC.yaml"):
+        assert "comes with ultralytics" in refused(tmp_path / name, "data_not_found")
     touch(tmp_path, "set.zip")
     assert "unpack it" in refused(tmp_path / "set.zip", "data_not_found")
     (tmp_path / "set.zip").unlink()
