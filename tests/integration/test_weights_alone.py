@@ -56,12 +56,13 @@ def call(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
 def test_a_checkpoint_is_evaluated_by_its_own_config(trained, call) -> None:
     alone, warned = call(eval, "-w", trained)
     given, _ = call(eval, "-c", trained / "cfg.yml", "-w", trained)
-    assert "mAP" in alone and alone == given and warned.count(AGPL) == 1
+    assert "mAP" in alone and alone == given and AGPL not in warned
 
 
 def test_a_converted_file_predicts_with_its_card(trained, call, tmp_path) -> None:
     file = tmp_path / "w.safetensors"
-    call(convert, "-w", trained, "--out", file)
+    _, warned = call(convert, "-w", trained, "--out", file)
+    assert warned.count(AGPL) == 1  # where something is made of them
     found = read_card(file)
     assert (found.class_names, found.licence) == (NAMES, AGPL)
     assert found.source == "fine-tuned from there" and read_arrays(file).keys()
@@ -70,7 +71,7 @@ def test_a_converted_file_predicts_with_its_card(trained, call, tmp_path) -> Non
         out = tmp_path / f"of-{weights.name}"
         source = trained / "data" / "images"
         _, warned = call(predict, "-w", weights, "--source", source, "--out", out)
-        assert "made up" not in warned and AGPL in warned
+        assert "made up" not in warned and AGPL not in warned
         results.append(json.loads((out / "detections.json").read_text()))
     assert results[0] == results[1]
     kinds = [(each["id"], each["name"]) for each in results[0]["categories"]]
