@@ -88,6 +88,7 @@ def start(
     ends_by: int = signal.SIGKILL,
     ignored: Collection[int] = (),
     default: Collection[int] = (),
+    held: Collection[int] = (),
     **settings: Any,
 ) -> Process:
     """Starts a program that ends with this process.
@@ -98,6 +99,7 @@ def start(
         ends_by: the signal that it gets when this process ends; 0: none.
         ignored: signals that it ignores.
         default: signals that end it although this process handles or holds them.
+        held: signals that it holds until it releases them.
         settings: of subprocess.Popen.
     Raises: OSError: it cannot be started.
     """
@@ -110,17 +112,23 @@ def start(
         end_with_this()
         if default:
             release_signals()
+        signal.pthread_sigmask(signal.SIG_BLOCK, held)
 
     # Without a call in the child, Python neither copies this process's page tables for it nor runs
     # any of its code beside the locks of its threads.
-    call = prepare if ends_by or ignored or default else None
+    call = prepare if ends_by or ignored or default or held else None
     settings = {"stdin": DISCARD, "start_new_session": True, **settings}
     return Process(command, preexec_fn=call, **settings)
 
 
 def start_here(command: Sequence[str], **settings: Any) -> Process:
-    """Starts a program that gets SIGTERM when this process ends."""
-    return start(command, ends_by=signal.SIGTERM, stdin=None, start_new_session=False, **settings)
+    """Starts a program that gets SIGTERM when this process ends.
+
+    Ctrl-C, which reaches it, too, waits until it listens: a Python that still starts would print a
+    traceback.
+    """
+    alike = {"stdin": None, "start_new_session": False, **settings}
+    return start(command, ends_by=signal.SIGTERM, held=(signal.SIGINT,), **alike)
 
 
 def output_of(

@@ -223,6 +223,20 @@ def test_second_training_into_same_folder_is_refused(shapes, tmp_path, monkeypat
     assert {path.name for path in tmp_path.iterdir()} == {"run.lock"}  # nothing was touched
 
 
+def test_only_checkpoints_may_be_a_linked_folder_of_a_run(shapes, tmp_path):
+    folder, disk = tmp_path / "run", tmp_path / "disk"
+    for each in (folder, disk):
+        each.mkdir()
+    for name in ("checkpoints", "plots"):
+        (folder / name).symlink_to(disk)
+    with raises("folder_is_link", f"{folder / 'plots'}"):
+        build(shapes, folder)
+    (folder / "plots").unlink()
+    build(shapes, folder).log.close()
+    said = (folder / "train.log").read_text()
+    assert said.count(f"{folder / 'checkpoints'} is a link: checkpoints go to {disk}") == 1
+
+
 @pytest.mark.slow
 def test_checkpoint_cost_is_measured_in_parts(shapes, tmp_path):
     init_cpu()
