@@ -18,7 +18,7 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import islice
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -436,6 +436,7 @@ class _Held:
 
     lock: FileLock
     holder: bytes
+    process: int = field(default_factory=os.getpid)  # a forked child holds nothing
     lost: ConfigError | None = None
 
 
@@ -518,7 +519,7 @@ def require_held(output_dir: Path) -> None:
     Raises: ConfigError: another training owns the folder now.
     """
     held = _held.get(_key(output_dir))
-    if held is None:
+    if held is None or held.process != os.getpid():
         return
     with _looking:
         if held.lost is None and not (held.lock.is_current() or _takes_again(held)):
