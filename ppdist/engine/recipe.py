@@ -39,6 +39,8 @@ _IMAGES_SEEN = 30_000
 _IMAGES_SEEN_TUNING = 10_000  # docs/dev/recipes.md: weights of another task save two thirds
 _EPOCHS, _EPOCHS_TUNING, _MOST_EPOCHS = 100, 50, 300
 _WARMUP_SHARE = 0.1  # of all steps: the longest least warm-up
+# From weights layers near the image move less: docs/dev/few_images.md, "From weights".
+_LAYER_DECAY_TUNING = 0.8
 _EVALUATIONS = 20
 _WARMUP_PHASE = 30  # on few images warm-up takes one in this many epochs of the run
 
@@ -272,6 +274,9 @@ def _run_choices(
     if images < _FEW_IMAGES and on_few:
         why = f"fewer than {_FEW_IMAGES} images: learns faster than the recipe for COCO"
         told = {"optimizer.name": why, "optimizer.lr": "for 8 images a step"}
+        if tuning:
+            on_few = {"optimizer.layer_decay": _LAYER_DECAY_TUNING, **on_few}
+            told["optimizer.layer_decay"] = "layers near the image keep what the weights know"
         choices += [Choice(key, value, told.get(key, "")) for key, value in on_few.items()]
         warmup = round(written / _WARMUP_PHASE, 2)
         why = f"of {written:g}: one in {_WARMUP_PHASE} of the run"

@@ -94,6 +94,17 @@ def test_few_images_are_learned_with_adamw(model, weights):
     assert many.config.train.ema == published.train.ema
 
 
+@pytest.mark.parametrize("model", ["yolov5n", "ppyoloe_plus_s"])
+def test_layers_near_the_image_move_less_from_weights(model):
+    tuned = fitted(model, weights="a.pt")
+    assert tuned.config.optimizer.layer_decay == 0.8
+    assert "optimizer.layer_decay" in {key for key, _, _ in tuned.rows}
+    assert fitted(model).config.optimizer.layer_decay is None
+    assert fitted(model, 8000, weights="a.pt").config.optimizer.layer_decay is None
+    typed = ("optimizer.layer_decay=null",)
+    assert fitted(model, weights="a.pt", overrides=typed).config.optimizer.layer_decay is None
+
+
 def test_batch_is_per_card_and_never_above_the_set():
     assert fitted(batch=32).config.train.batch_size_per_card == 32
     assert fitted(batch="auto").config.train.batch_size_per_card == "auto"
@@ -134,8 +145,8 @@ def test_a_model_says_what_few_images_change(monkeypatch):
     config = fitted().config
     assert (config.optimizer.lr, config.optimizer.name) == (0.5, "momentum")
     monkeypatch.setattr(YOLOv5Config, "few_images", {})
-    unchanged = {row[0] for row in fitted().rows}
-    assert not unchanged & {"optimizer.lr", "schedule.warmup_epochs"}
+    unchanged = {row[0] for row in fitted(weights="a.pt").rows}
+    assert not unchanged & {"optimizer.lr", "optimizer.layer_decay", "schedule.warmup_epochs"}
 
 
 def test_recipe_without_epochs_is_told(tmp_path):
