@@ -394,7 +394,10 @@ class Detector:
 
 
 def _frames(found: Sequence[Source], skip: bool) -> Iterator[Frame]:
-    """Args: skip: a source that cannot be read is skipped, with a warning."""
+    """Yields the frames of sources, with warnings of damaged ones.
+
+    Args: skip: a source that cannot be read is skipped with a warning, not an error.
+    """
     read = frames_of if skip else readable_frames
     for each in found:
         source = Source(each.place, str(each.place))  # users look for the path they can open
@@ -682,9 +685,9 @@ def _signals_given_back() -> Iterator[None]:
 
 
 def _warn(text: str) -> None:
-    """Warns at the caller's line, in a notebook on stdout.
+    """Warns at the line of the user's code.
 
-    A notebook shows stderr in red.
+    In a notebook it prints to stdout instead, because notebooks show stderr in red.
     """
     if "ipykernel" in sys.modules:
         print(f"ppdist: warning: {text}")

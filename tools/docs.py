@@ -510,13 +510,13 @@ _WARMUP_MARKS = "<!-- warm-up, by `make docs` -->\n", "<!-- end of warm-up -->\n
 
 
 def shipped_recipes() -> list[Path]:
-    """The files of configs/ that train a model, in order."""
+    """Lists the files of configs/ that train a model, in order."""
     folders = sorted((REPOSITORY / "configs").glob("*/*.yml"))
     return [path for path in folders if path.parent.name not in ("_base_", "studies")]
 
 
 def schedules_of(recipe: Path) -> list[ScheduleSetup]:
-    """The schedules of a recipe at `WARMUP_BATCHES` times its reference batch, on one rank."""
+    """Computes a recipe's schedules at `WARMUP_BATCHES` times its reference batch, on one rank."""
     config = load_config(recipe)
     images = TRAINING_IMAGES[Path(config.data.root).name]
     reference = config.optimizer.reference_batch_size
@@ -528,19 +528,19 @@ def schedules_of(recipe: Path) -> list[ScheduleSetup]:
 
 
 def warmup_table() -> str:
-    """A row for the recipes of one folder whose warm-up is the same."""
+    """Writes a table with a row for the recipes of one folder that have the same warm-up."""
     names: dict[tuple[str, ...], list[str]] = {}
     for recipe in shipped_recipes():
-        found = schedules_of(recipe)
+        schedules = schedules_of(recipe)
         cells = [
-            f"{found[0].dataset_size:,}",
-            f"{found[0].epochs:g}",
-            f"{found[0].reference_batch}",
+            f"{schedules[0].dataset_size:,}",
+            f"{schedules[0].epochs:g}",
+            f"{schedules[0].reference_batch}",
         ]
-        for each in found:
-            warm, rate = each.lr_scheduler.warmup_steps, each.lr_scheduler.peak_lr
-            epochs = f"{warm / each.steps_per_epoch:.2f}".rstrip("0").rstrip(".")
-            cut = "*" if each.warmup_bound.startswith("cut") else ""
+        for schedule in schedules:
+            warm, rate = schedule.lr_scheduler.warmup_steps, schedule.lr_scheduler.peak_lr
+            epochs = f"{warm / schedule.steps_per_epoch:.2f}".rstrip("0").rstrip(".")
+            cut = "*" if schedule.warmup_bound.startswith("cut") else ""
             cells.append(f"{warm}; {epochs}{cut}; {rate:.3g}")
         names.setdefault((recipe.parent.name, *cells), []).append(recipe.stem)
     heads = ["recipe", "images", "epochs", "reference batch"]
@@ -552,7 +552,7 @@ def warmup_table() -> str:
 
 
 def _pattern(names: Sequence[str]) -> str:
-    """`yolov5*_300e_coco` (10) for several names."""
+    """Abbreviates several names as in `yolov5*_300e_coco` (10)."""
     if len(names) == 1:
         return f"`{names[0]}`"
     first = _common_start(names)
@@ -566,7 +566,7 @@ def _common_start(texts: Sequence[str]) -> str:
 
 
 def batch_text() -> str:
-    """docs/batch.md: as it is, with the table of today."""
+    """Returns docs/batch.md with its table computed anew."""
     page = (REPOSITORY / "docs/batch.md").read_text(encoding="utf-8")
     before, _, rest = page.partition(_WARMUP_MARKS[0])
     _, _, after = rest.partition(_WARMUP_MARKS[1])

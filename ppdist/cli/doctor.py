@@ -68,16 +68,22 @@ def main() -> int:
         report = look(arguments, findings)
     finally:  # after Ctrl-C, too
         if arguments.json:
-            said = [finding.__dict__ for finding in findings]
-            text = json.dumps({**report, "findings": said}, indent=1)
+            rows = [finding.__dict__ for finding in findings]
+            text = json.dumps({**report, "findings": rows}, indent=1)
             write_text(Path(arguments.json), f"{text}\n")
-    count = {level: sum(found.level == level for found in findings) for level in (FAIL, WARN)}
+    count = {level: sum(finding.level == level for finding in findings) for level in (FAIL, WARN)}
     print(f"{count[FAIL]} failed, {count[WARN]} warnings")
     return 2 if count[FAIL] else 0
 
 
 def look(arguments: argparse.Namespace, findings: list[Finding]) -> dict[str, Any]:
-    """Prints and adds all findings; returns what the processes measured together."""
+    """Checks this machine and, with several processes, what they do together.
+
+    Prints each finding and appends it to `findings` at once, so that an interrupted check keeps
+    those so far.
+
+    Returns: what the processes measured together, for --json; {} where they were not started.
+    """
     machine = this_machine()
     options = launch_options(arguments)
 

@@ -192,8 +192,8 @@ def members_of_model(
 
     model = ready_model(config)
     fetch_on_all_ranks(weights)
-    if told := comm.run_on_all_ranks(load):
-        tell(f"{weights}: {told}")
+    if class_note := comm.run_on_all_ranks(load):
+        tell(f"{weights}: {class_note}")
     written, asked = config.suppression.iou_threshold, arguments.view_iou
     suppression_iou = view_iou(arguments.method, arguments.iou, asked, written)
     members = []

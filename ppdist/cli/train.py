@@ -226,16 +226,17 @@ def _dry_run(plan: "TrainingPlan", output_dir: Path, evaluate: bool) -> int:
     failed = verdict(plan.config, looked_at(plan.config, fast=True))
     if not failed:  # what the run itself would refuse or warn of
         with EarlyLog(comm.is_main()):
-            decided = decide_training(
+            decisions = decide_training(
                 plan.config, output_dir=output_dir, evaluate=evaluate, resume=plan.resume,
                 hold=False,
             )  # fmt: skip
-        told = {finding.text for finding in decided.findings}
-        doubts = [*decided.warnings, *decided.short_of, *advice(decided.config, decided.schedule)]
-        for line in doubts:
-            if line not in told:
-                print(f"warning: {line}")
-        print(decided.memory, rehearse(decided), sep="\n")
+        printed = {finding.text for finding in decisions.findings}  # by `verdict`
+        warnings = [*decisions.warnings, *decisions.memory_warnings]
+        warnings += advice(decisions.config, decisions.schedule)
+        for warning in warnings:
+            if warning not in printed:
+                print(f"warning: {warning}")
+        print(decisions.memory, rehearse(decisions), sep="\n")
     if plan.recipe:
         print(f"wrote {output_dir / FILE}; to train: {again}")
     return failed

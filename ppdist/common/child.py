@@ -45,17 +45,19 @@ _REAP_SECONDS = 1.0  # a killed process that waits for a dead disk may never end
 _DEADLY = (signal.SIGSEGV, signal.SIGABRT, signal.SIGBUS, signal.SIGFPE, signal.SIGILL)
 
 
-# In which other launchers say how many copies of a command they started.
+# Other launchers set these to the number of copies of a command that they started.
 COPIES_VARIABLES = ("WORLD_SIZE", "SLURM_STEP_NUM_TASKS", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE")
 
 
 def python(code: str, *arguments: str) -> list[str]:
-    """Command line of a Python that runs code with this process's modules.
+    """Returns the command line of a Python that runs `code` with this process's modules.
 
     With -c or -m, Python first looks for modules in the current folder, where a stranger's data set
-    may hold a typing.py.  Here it looks where this process does; in the current folder only after
-    all else, and only if this process does.  Python 3.10 knows neither -P nor PYTHONSAFEPATH, so
-    the code begins by setting the path: `sys` is part of the interpreter, no file hides it.
+    may hold a typing.py.  This one looks where this process does, and in the current folder last,
+    if this process looks there at all.  Python 3.10 knows neither -P nor PYTHONSAFEPATH, so the
+    code begins by setting the path: `sys` is part of the interpreter, no file hides it.
+
+    Args: code: Python source.  arguments: of the program, `sys.argv[1:]`.
     """
     paths = [path for path in sys.path if path]
     paths += [os.getcwd()] if "" in sys.path else []
@@ -63,13 +65,13 @@ def python(code: str, *arguments: str) -> list[str]:
 
 
 def python_module(name: str, *arguments: str) -> list[str]:
-    """As `python`, of a module that `python -m` would run."""
+    """Returns a command line as `python` does, for a module that `python -m` would run."""
     code = f"import runpy; runpy.run_module({name!r}, run_name='__main__', alter_sys=True)"
     return python(code, *arguments)
 
 
 def own_environment() -> dict[str, str]:
-    """Environment for a program that no launcher is to see."""
+    """Returns the environment for a program that must not take itself for a rank of a launcher."""
     ours = (
         *COPIES_VARIABLES,
         EXIT_DIR_VARIABLE, JOB_DIR_VARIABLE, MIN_HOSTS_VARIABLE, RESTART_VARIABLE,

@@ -11,46 +11,54 @@ _MOST_SHOWN = 100  # names of a list in a message; COCO has 80
 
 
 def tell_apart(names: Sequence[str]) -> bool:
-    """Whether names say which class is which.
+    """Returns True if names say which class is which.
 
-    They do not where there are none, one stands twice, or all are numbers.
+    They do not if there are none, if one occurs twice, or if all are numbers (`class 3`, too).
     """
     plain = [_plain(name) for name in names]
     numbers = all(name.removeprefix("class").strip().isdecimal() for name in plain)
     return not numbers and len(set(plain)) == len(plain)
 
 
-def match_classes(ours: Sequence[str], theirs: Sequence[str]) -> list[int | None]:
-    """Where classes of our names stand in another list; None: nowhere.
+def match_classes(names: Sequence[str], other_names: Sequence[str]) -> list[int | None]:
+    """Finds the number of each class in another list of classes.
 
-    Case and spaces around a name do not count.
+    Case and spaces around a name do not count; of equal names the first counts.
+
+    Returns: for each of `names` its index in `other_names`, or None.
     """
-    places = {_plain(name): place for place, name in reversed([*enumerate(theirs)])}
-    return [places.get(_plain(name)) for name in ours]
+    places = {_plain(name): place for place, name in reversed([*enumerate(other_names)])}
+    return [places.get(_plain(name)) for name in names]
 
 
 def require_same_classes(
-    ours: Sequence[str], theirs: Sequence[str], *, where: str, of_ours: str, fix: str
+    names: Sequence[str], other_names: Sequence[str], *, where: str, owner: str, fix: str
 ) -> None:
     """Checks that two lists have the same names, in any order.
 
     Lists that do not tell their classes apart pass: they can only be matched by number.
 
-    Args: where: what has their names; of_ours: what has ours.
+    Args:
+        where: what has `other_names`, such as a file; the message begins with it.
+        owner: what has `names`, in words.
+        fix: what to do.
     Raises: ConfigError `classes_differ`, with both lists.
     """
-    if not (tell_apart(ours) and tell_apart(theirs)):
+    if not (tell_apart(names) and tell_apart(other_names)):
         return
-    if len(ours) != len(theirs) or None in match_classes(ours, theirs):
-        raise classes_differ(ours, theirs, where=where, of_ours=of_ours, fix=fix)
+    if len(names) != len(other_names) or None in match_classes(names, other_names):
+        raise classes_differ(names, other_names, where=where, owner=owner, fix=fix)
 
 
 def classes_differ(
-    ours: Sequence[str], theirs: Sequence[str], *, where: str, of_ours: str, fix: str
+    names: Sequence[str], other_names: Sequence[str], *, where: str, owner: str, fix: str
 ) -> ConfigError:
-    """The error of two lists of classes that cannot be matched."""
+    """Builds the error for two lists of classes that cannot be matched.
+
+    Args: see `require_same_classes`.
+    """
     return ConfigError(
-        f"its classes are {_listed(theirs)}; those of {of_ours} are {_listed(ours)}",
+        f"its classes are {_listed(other_names)}; those of {owner} are {_listed(names)}",
         code="classes_differ",
         where=where,
         fix=fix,

@@ -108,11 +108,11 @@ def make_parent(path: Path) -> None:
 
 
 def require_no_link(folder: Path) -> None:
-    """Refuses a link as a folder of which nobody typed the path.
+    """Refuses a link in place of a folder whose path no user typed.
 
     A run's folder that came in an archive must not choose where files go.
 
-    Raises: UserError: it is one.
+    Raises: UserError `folder_is_link`.
     """
     if folder.is_symlink():
         raise UserError(
@@ -125,7 +125,7 @@ def require_no_link(folder: Path) -> None:
 
 
 def require_no_links(folder: Path) -> None:
-    """Refuses as `require_no_link` does, also for all folders below."""
+    """Refuses links in place of a folder and all folders below, as `require_no_link` does."""
     require_no_link(folder)
     for parent, folders, _ in os.walk(folder):
         for name in folders:
@@ -224,7 +224,10 @@ def write_json(
 
 
 def write_text(path: Path, text: str, *, sync: bool = False) -> None:
-    """Writes UTF-8 as `write_whole` does; other characters get escapes."""
+    """Writes text in UTF-8 as `write_whole` does.
+
+    Characters that UTF-8 cannot hold, of file names in other encodings, become escapes.
+    """
     write_whole(path, text.encode("utf-8", errors="backslashreplace"), sync=sync)
 
 
@@ -243,7 +246,7 @@ def write_whole(path: Path, data: bytes, *, sync: bool = False) -> None:
 
 
 def _is_device(path: Path) -> bool:
-    """Whether a path is no place for a file: /dev/stdout, a pipe."""
+    """Returns True if a path cannot be replaced by a file: /dev/stdout, a pipe, a folder."""
     if path.parent == Path("/dev") or path.parent.resolve().is_relative_to("/proc"):
         return True
     return os.path.lexists(path) and stat.S_IFMT(path.lstat().st_mode) not in _REPLACED
@@ -268,7 +271,7 @@ def append_whole(file: io.FileIO, data: bytes) -> None:
 
 
 def open_appended(path: Path) -> io.FileIO:
-    """An unbuffered file for `append_whole`, as of `open_own`."""
+    """Opens an unbuffered file for `append_whole`; deletes a link there, as `open_own` does."""
     return io.FileIO(path, "ab", opener=own_handle)
 
 
@@ -306,19 +309,18 @@ class FileLock:
         return self._handle
 
     def is_current(self) -> bool:
-        """Whether the opened file still has its name.
+        """Returns True if the opened file still has its name, or if that cannot be told.
 
-        True where that cannot be told.  Who deletes or replaces it lets another process lock the
-        new one.
+        If it was deleted or replaced, another process can lock a new file of this name.
         """
         assert self._handle is not None
         try:
-            there = os.stat(self.path, follow_symlinks=False)
+            status = os.stat(self.path, follow_symlinks=False)
         except FileNotFoundError:
             return False
         except OSError:  # its disk is away
             return True
-        return os.path.samestat(os.fstat(self._handle), there)
+        return os.path.samestat(os.fstat(self._handle), status)
 
     def acquire(self) -> bool:
         """Waits for it.  Returns: True."""
@@ -327,16 +329,16 @@ class FileLock:
         return True
 
     def try_acquire(self) -> bool:
-        """Takes the lock if it is free: of the file there now.
+        """Takes the lock of the file that has the name now, if it is free.
 
         Raises: OSError: the file cannot be made, or its file system has no locks.
         """
         for _ in range(_LOCK_TRIES):
-            taken = _lock(self.open(), fcntl.LOCK_EX)
+            is_locked = _lock(self.open(), fcntl.LOCK_EX)
             if self.is_current():
                 break
             self.close()
-        return taken and self._handle is not None
+        return is_locked and self._handle is not None
 
     def release(self) -> None:
         assert self._handle is not None
@@ -361,7 +363,7 @@ class FileLock:
         os.pwrite(self.open(), content, 0)
 
     def make(self) -> bool:
-        """Makes and takes the lock's file; False: there is one.
+        """Creates the lock's file and locks it; False: there is a file of this name.
 
         Raises: OSError.
         """
@@ -373,7 +375,10 @@ class FileLock:
         return False
 
     def read_there(self) -> bytes:
-        """What the file now there says; not for its holder."""
+        """Reads the file that has the name now, b"" if there is none; not for its holder.
+
+        Closing a file ends all locks that this process has on it.
+        """
         try:
             with open(os.open(self.path, os.O_RDONLY | os.O_NOFOLLOW), "rb") as file:
                 return file.read(4096)
@@ -422,7 +427,7 @@ def _lock(handle: int, kind: int) -> bool:
 _LOCK_FILE = "run.lock"
 _LOCK_TIMEOUT_SECONDS = 5.0  # a run that was killed just now takes a moment to be gone
 _held: dict[Path, "_Held"] = {}  # by absolute path, for the life of this process
-_looking = threading.Lock()  # records and checkpoints are written by two threads
+_check_lock = threading.Lock()  # records and checkpoints are written by two threads
 
 
 @dataclass
@@ -430,7 +435,7 @@ class _Held:
     """A folder that this process has locked.
 
     Attributes:
-        holder: what the file says of this process.
+        holder: what the lock's file says of this process.
         lost: set once another process owns the folder.
     """
 
@@ -453,7 +458,7 @@ def hold(output_dir: Path, seconds: float = _LOCK_TIMEOUT_SECONDS) -> list[str]:
     held = _held.get(_key(output_dir))
     if held is not None and held.lost is None and held.lock.is_current():
         return []
-    _let_go(output_dir)
+    _forget(output_dir)
     lock = FileLock(output_dir.resolve() / _LOCK_FILE)
     try:
         lock.open()
@@ -493,8 +498,8 @@ def _key(output_dir: Path) -> Path:
     return Path(os.path.abspath(output_dir))  # asks no disk
 
 
-def _let_go(output_dir: Path) -> None:
-    """Forgets a folder whose lock was lost."""
+def _forget(output_dir: Path) -> None:
+    """Forgets a folder whose lock was lost, so that it can be locked again."""
     held = _held.pop(_key(output_dir), None)
     if held is not None:
         held.lock.close()
@@ -506,23 +511,24 @@ def is_held(output_dir: Path) -> bool:
     False if the file system cannot tell.
     """
     folder = output_dir.resolve()  # a lock of this process would be lost by looking
-    ours = any(held.lock.path.parent == folder for held in _held.values())
-    return ours or FileLock(output_dir / _LOCK_FILE).is_taken()
+    is_ours = any(held.lock.path.parent == folder for held in _held.values())
+    return is_ours or FileLock(output_dir / _LOCK_FILE).is_taken()
 
 
 def require_held(output_dir: Path) -> None:
-    """Looks whether a folder that `hold` has locked is still this process's.
+    """Checks that a folder that `hold` has locked still belongs to this process.
 
-    Call it before each write, in the thread that writes: the disk may be slow.  A deleted lock is
-    made and taken again if nobody else was faster.  Nothing happens for other folders.
+    Call it before each write, in the thread that writes, because the disk may be slow.  A deleted
+    lock is made and taken again unless another process was faster.  Folders that this process has
+    not locked pass.
 
-    Raises: ConfigError: another training owns the folder now.
+    Raises: ConfigError `output_dir_lost`: another training owns the folder now.
     """
     held = _held.get(_key(output_dir))
     if held is None or held.process != os.getpid():
         return
-    with _looking:
-        if held.lost is None and not (held.lock.is_current() or _takes_again(held)):
+    with _check_lock:
+        if held.lost is None and not (held.lock.is_current() or _retake(held)):
             held.lost = ConfigError(
                 f"{output_dir}: its contents were deleted or replaced while this training wrote "
                 f"there, and another one has it now ({_described(held.lock.read_there())})",
@@ -535,15 +541,17 @@ def require_held(output_dir: Path) -> None:
 
 
 def require_not_lost(output_dir: Path) -> None:
-    """Raises what `require_held` has raised in another thread; asks no disk."""
+    """Raises the error that `require_held` raised in another thread; does not access the disk."""
     held = _held.get(_key(output_dir))
     if held is not None and held.lost is not None:
         raise held.lost
 
 
-def _takes_again(held: _Held) -> bool:
-    """Takes a deleted lock again; False: another process has one there."""
-    if held.lock.read_there() == held.holder:  # a file system whose numbers of files change
+def _retake(held: _Held) -> bool:
+    """Takes a deleted lock again; False: another process has made one."""
+    if (
+        held.lock.read_there() == held.holder
+    ):  # the same file: some network file systems renumber files
         return True
     lock = FileLock(held.lock.path)
     try:

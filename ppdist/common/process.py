@@ -85,11 +85,9 @@ def quiet_paddle() -> None:
 
 
 def require_paddle() -> None:
-    """Checks that Paddle is installed, and keeps it quiet.
+    """Checks that Paddle is installed, and silences its messages; call it before importing Paddle.
 
-    Called before it is imported.
-
-    Raises: UserError: it is not installed.
+    Raises: UserError `paddle_missing`.
     """
     quiet_paddle()
     if "paddle" not in sys.modules and importlib.util.find_spec("paddle") is None:

@@ -132,25 +132,25 @@ def run_summary(output_dir: Path, seconds: Mapping[str, float]) -> list[tuple[st
     return rows
 
 
-def _losses(found: MetricRecords) -> list[tuple[str, str, str]]:
-    """Row of the first and the last loss of the run.
+def _losses(records: MetricRecords) -> list[tuple[str, str, str]]:
+    """Returns the row of the first and the last loss of the run; []: it has none.
 
-    They are those of its table of epochs; of the records of steps, where no epoch has ended.
+    They are those of its table of epochs, or of the records of steps if no epoch has ended.
     """
     losses = [
-        (each["epoch_end"]["loss"], f"in epoch {each['epoch_end'].get('epoch')}")
-        for each in found.epochs
-        if _is_number(each["epoch_end"].get("loss"))
+        (record["epoch_end"]["loss"], f"in epoch {record['epoch_end'].get('epoch')}")
+        for record in records.epochs
+        if _is_number(record["epoch_end"].get("loss"))
     ] or [
-        (each["loss"], f"at step {each['step']}")
-        for each in found.steps
-        if _is_number(each["loss"])
+        (record["loss"], f"at step {record['step']}")
+        for record in records.steps
+        if _is_number(record["loss"])
     ]
     if not losses:
         return []
-    (first, began), (last, ended) = losses[0], losses[-1]
-    change = "" if began == ended else f", from {loss_text(first)} {began}"
-    return [("training loss", loss_text(last), f"{ended}{change}")]
+    (first, begin), (last, end) = losses[0], losses[-1]
+    change = "" if begin == end else f", from {loss_text(first)} {begin}"
+    return [("training loss", loss_text(last), f"{end}{change}")]
 
 
 def loss_text(value: float | None) -> str:
@@ -183,14 +183,14 @@ def visualdl_command(folder: Path) -> str:
 
 
 def commands(output_dir: Path) -> list[tuple[str, str]]:
-    """What shows the run: its name, and a command to copy."""
-    found = [("report", f"ppdist report {shlex.quote(str(output_dir))}")]
+    """Lists what shows the run: (name, command to copy) pairs."""
+    rows = [("report", f"ppdist report {shlex.quote(str(output_dir))}")]
     if (output_dir / "vdl").exists():
-        found.append(("curves", visualdl_command(output_dir / "vdl")))
+        rows.append(("curves", visualdl_command(output_dir / "vdl")))
     if (output_dir / "tensorboard").exists():
         folder = shlex.quote(str(output_dir / "tensorboard"))
-        found.append(("curves", f"tensorboard --logdir {folder}"))
-    return found
+        rows.append(("curves", f"tensorboard --logdir {folder}"))
+    return rows
 
 
 def step_of(checkpoint: Path) -> int | None:

@@ -220,16 +220,16 @@ class RunLog:
         Args: size: bytes that it keeps in memory; with any, as for a picture, it may be dropped.
         """
         if self._main:
-            self._files.put(name, self._held(write), size, may_drop=size > 0)
+            self._files.put(name, self._guarded(write), size, may_drop=size > 0)
 
-    def _held(self, write: Callable[[], object]) -> Callable[[], object]:
-        """What writes unless another training owns the folder by now."""
+    def _guarded(self, write: Callable[[], object]) -> Callable[[], object]:
+        """Makes `write` raise instead if another training owns the folder by then."""
 
-        def write_if_ours() -> None:
+        def write_if_held() -> None:
             require_held(self._output_dir)
             write()
 
-        return write_if_ours
+        return write_if_held
 
     def table(
         self, title: str, rows: Sequence[tuple[str, str, str]], on_console: bool = False
@@ -261,7 +261,7 @@ class RunLog:
         record = {"time": round(time.time(), 3), **record}
         line = json.dumps({key: _jsonable(value) for key, value in record.items()}) + "\n"
         write = partial(append, self._metrics_path, line.encode())
-        self._files.put("metrics.jsonl", self._held(write), len(line))
+        self._files.put("metrics.jsonl", self._guarded(write), len(line))
         self.writers.metrics(record)
 
     def sync(self, seconds: float = 30.0) -> bool:
@@ -301,10 +301,7 @@ class RunLog:
         self.writers.rollback(step)
 
     def forget(self, step: int, key: str) -> None:
-        """Drops the records of a step that have this key.
-
-        The run makes them again.
-        """
+        """Drops the records of a step that have this key, because the run makes them again."""
         if not self._records:
             return
 
@@ -391,7 +388,9 @@ class RunLog:
     ) -> None:
         """Logs the final table: results, files, and where the time went.
 
-        Args: outcome: lines about what the run learned.  following: what for, and a command.
+        Args:
+            outcome: lines about what the run learned.
+            following: what users do next: (purpose, command to copy) pairs.
         """
         if self._main:
             self._end_bar()
@@ -526,11 +525,11 @@ def _begin_metrics(path: Path, resume_step: int | None) -> list[dict[str, Any]]:
     return _keep_records(path, lambda record: record.get("step", 0) <= resume_step)
 
 
-def _keep_records(path: Path, keeps: Callable[[dict[str, Any]], bool]) -> list[dict[str, Any]]:
-    """Drops all other records; returns these."""
+def _keep_records(path: Path, is_kept: Callable[[dict[str, Any]], bool]) -> list[dict[str, Any]]:
+    """Drops all records but those that `is_kept` accepts; returns these."""
     if not path.exists():
         return []
-    kept = [record for record in read_metrics(path) if keeps(record)]
+    kept = [record for record in read_metrics(path) if is_kept(record)]
     replace_file(path, "".join(json.dumps(record) + "\n" for record in kept).encode(), sync=True)
     return kept
 

@@ -26,7 +26,7 @@ def release_signals() -> None:
 def hear_interrupt() -> None:
     """Makes Ctrl-C raise KeyboardInterrupt; a second one ends the process.
 
-    Not where SIGINT is handled otherwise or ignored, as in the background of a shell.  A forked
+    Does nothing where SIGINT is handled otherwise, or ignored as in a shell's background.  A forked
     child ends without a word: its parent has the signal, too.
     """
     if signal.getsignal(signal.SIGINT) is not signal.default_int_handler:
@@ -46,13 +46,13 @@ def hear_interrupt() -> None:
 
 
 def forget_interrupt() -> None:
-    """Ctrl-C was heeded: what comes now is another error, or another Ctrl-C."""
+    """Forgets a Ctrl-C that was handled: a later error or Ctrl-C is another one."""
     global _interrupted
     _interrupted = False
 
 
 def was_interrupted() -> bool:
-    """Whether Ctrl-C has come, whatever error a library has made of it."""
+    """Returns True after Ctrl-C, whatever error a library has made of it."""
     return _interrupted
 
 

@@ -171,8 +171,8 @@ def _tag_values(section: SectionType, key: Any) -> list[str]:
 def _hint(name: str, node: Node, annotation: Any) -> str:
     """`; did you mean ...`, or ""."""
     value, words = node.value, type_in_words(annotation)
-    if ours := our_value(name, node.text):
-        return f"; did you mean {ours}?"
+    if equivalent := our_value(name, node.text):
+        return f"; did you mean {equivalent}?"
     if isinstance(value, str):
         close = _close(value, choices(annotation))
         if close:
@@ -204,16 +204,16 @@ def _suggest_key(path: Path, tree: Node, schema: SectionType) -> str:
     for known in all_keys(schema):
         elsewhere.setdefault(known[-1], ".".join(known))
     here = _dotted(path[:-1])
-    below = [".".join(known) for known in all_keys(schema) if known[: len(path) - 1] == path[:-1]]
-    inside = [known for known in below if known.endswith(f".{key}") and known != _dotted(path)]
-    if len(path) > 1 and inside:  # data.augment.rotate, of data.augment.affine
-        return f"did you mean {inside[0]}?"
+    below = [".".join(parts) for parts in all_keys(schema) if parts[: len(path) - 1] == path[:-1]]
+    nested = [name for name in below if name.endswith(f".{key}") and name != _dotted(path)]
+    if len(path) > 1 and nested:  # data.augment.rotate, of data.augment.affine
+        return f"did you mean {nested[0]}?"
     for names, cutoff in ((siblings, 0.75), ([key], 1.0), (siblings, 0.6), (list(elsewhere), 0.8)):
         for match in difflib.get_close_matches(key.lower(), names, 1, cutoff):
             if names is siblings or match in siblings:
                 return f"did you mean {here + '.' if here else ''}{match}?"
             if match in elsewhere and elsewhere[match] != _dotted(path):
                 return f"did you mean {elsewhere[match]}?"
-    if (ours := our_key(key)) and ours != _dotted(path):
-        return f"did you mean {ours}?"
+    if (equivalent := our_key(key)) and equivalent != _dotted(path):
+        return f"did you mean {equivalent}?"
     return f"{here or 'the top level'} knows {', '.join(siblings)}"

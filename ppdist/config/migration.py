@@ -91,12 +91,12 @@ def _numbers(value: str) -> list[str]:
 
 
 def _as_words(value: str) -> str:
-    """Several numbers as an option takes them; else the value."""
+    """Writes several numbers as an option takes them, `640 480`; returns other values as is."""
     return " ".join(_numbers(value)) or value
 
 
 def _as_list(value: str) -> str:
-    """Several numbers as a key takes them; else the value."""
+    """Writes several numbers as a key takes them, `[640,480]`; returns other values as is."""
     return f"[{','.join(_numbers(value))}]" if _numbers(value) else value
 
 
@@ -164,16 +164,16 @@ def answer_key(path: Sequence[str | int], node: Node) -> str:
 
 
 def our_key(name: str) -> str:
-    """Our key for the last part of another trainer's; "": unknown."""
+    """Returns our key for a key or an option of another trainer; "": unknown."""
     equivalent = table().keys.get(name) or table().words.get(name)
     return "" if equivalent is None else equivalent.key
 
 
 def our_value(key: str, value: str) -> str:
-    """Our name of another trainer's value of a key; "": unknown."""
+    """Returns our name for another trainer's value of one of our keys; "": unknown."""
     rows = (*table().keys.values(), *table().words.values())
-    ours = (each.values.get(value.lower(), "") for each in rows if each.key == key)
-    return next(filter(None, ours), "")
+    names = (row.values.get(value.lower(), "") for row in rows if row.key == key)
+    return next(filter(None, names), "")
 
 
 def without_removed_keys(tree: Node) -> Node:
@@ -227,7 +227,7 @@ def refuse_options(command: str, words: Sequence[str], unknown: Container[str]) 
 
 
 def _following(words: Sequence[str]) -> str:
-    """The value of an option: the next word, or the next numbers."""
+    """Returns the value of an option: the next word, or the next numbers with commas."""
     numbers = [*takewhile(str.isdecimal, words)]
     if numbers or not words:
         return ",".join(numbers)
@@ -258,10 +258,13 @@ class ForeignArgument(ConfigError, TypeError):
 
 
 def refuse_name(owner: str, name: str) -> None:
-    """Refuses what another trainer's class or package has.
+    """Refuses a name that another trainer's class or package has, and names ours.
 
-    Args: owner: in the section python of migration.yml.  name: or `[0]`.
-    Raises: ConfigError: it is one; from a class an AttributeError, too, of `[0]` a TypeError.
+    Args:
+        owner: ppdist, Detector or Detections: a part of `python` in migration.yml.
+        name: an attribute, or `[0]` for an index.
+    Raises: ConfigError `foreign_option`; from a class it is also an AttributeError, for `[0]` a
+        TypeError.
     """
     text = table().python[owner].get(name)
     if text is None:
@@ -287,24 +290,26 @@ _IN_PYTHON = {  # keys that have arguments of their own
 def answering(
     command: str, also: Iterable[str] = ()
 ) -> Callable[[Callable[_Arguments, _Result]], Callable[_Arguments, _Result]]:
-    """Makes a function answer arguments of other trainers.
+    """Decorates a function to answer arguments of other trainers, as a command answers options.
 
-    As the command answers their options.
-
-    Args: command: the one that does the same.  also: names of arguments that it takes as **options.
+    Args:
+        command: the one of `ppdist` that does the same.
+        also: names of arguments that the function takes as **options.
+    Raises: ConfigError `foreign_option`, from calls, which is also a TypeError.
     """
 
     def decorate(function: Callable[_Arguments, _Result]) -> Callable[_Arguments, _Result]:
         parameters = {*inspect.signature(function).parameters, *also}
-        shown = function.__name__.replace("__call__", "detector")
+        call = function.__name__.replace("__call__", "detector")
 
         @wraps(function)
         def answered(*args: _Arguments.args, **options: _Arguments.kwargs) -> _Result:
             lines = []
             for name, value in options.items():
-                told = "" if name in parameters else _argument(command, name, value, parameters)
-                if told:
-                    lines.append(f"{shown}({name}={value!r}): {told}")
+                is_ours = name in parameters
+                answer = "" if is_ours else _argument(command, name, value, parameters)
+                if answer:
+                    lines.append(f"{call}({name}={value!r}): {answer}")
             if lines:
                 raise ForeignArgument("\n  ".join(lines), code="foreign_option")
             return function(*args, **options)
@@ -315,39 +320,37 @@ def answering(
 
 
 def _argument(command: str, name: str, value: object, parameters: Container[str]) -> str:
-    """What to write for an argument; "": unknown everywhere, or ours."""
+    """Says what to write in Python instead of an argument; "": no trainer knows it."""
     values = value if isinstance(value, list | tuple) else (value,)
     text = ",".join(map(str, values))
-    told = table().python["arguments"].get(command, {}).get(name)
-    if told is not None:
-        return f"an argument of ultralytics; {told.replace('{}', text)}"
-    told = _answer(command, name, text, item=False)
+    answer = table().python["arguments"].get(command, {}).get(name)
+    if answer is not None:
+        return f"an argument of ultralytics; {answer.replace('{}', text)}"
+    answer = _answer(command, name, text, item=False)
     equivalent = table().words.get(name)
     key = equivalent.key if equivalent is not None and command == "train" else ""
-    if (
-        equivalent is not None and key and _IN_PYTHON.get(key) not in parameters
-    ):  # nor is there an argument
-        written = equivalent._replace(option="").on_command_line(command, text)
-        told = f"an option of {equivalent.owner}; {written}"
+    if equivalent is not None and key and _IN_PYTHON.get(key) not in parameters:
+        override = equivalent._replace(option="").on_command_line(command, text)
+        answer = f"an option of {equivalent.owner}; {override}"
 
-    def in_python(found: re.Match[str]) -> str:
-        option, *words = shlex.split(found[1])
+    def in_python(match: re.Match[str]) -> str:
+        option, *words = shlex.split(match[1])
         key, _, item = words[0].partition("=") if option == "-o" else ("", "", "")
-        ours = _IN_PYTHON.get(key, option[2:].replace("-", "_") if not key else "")
-        if ours in parameters:
-            return f"`{ours}={_literal([item] if key else words)}`"
+        argument = _IN_PYTHON.get(key, option[2:].replace("-", "_") if not key else "")
+        if argument in parameters:
+            return f"`{argument}={_literal([item] if key else words)}`"
         if key and "overrides" in parameters:
             return f"`overrides=[{json.dumps(f'{key}={item}')}]`"
         if key and command == "predict":
             load = f"load_config(CONFIG, [{json.dumps(f'{key}={item}')}])"
             return f"`Detector(weights, config={load})`"
-        return f"`ppdist {command} ... {found[1]}`"
+        return f"`ppdist {command} ... {match[1]}`"
 
-    return re.sub(r"`(--?[a-z][^`]*)`", in_python, told)
+    return re.sub(r"`(--?[a-z][^`]*)`", in_python, answer)
 
 
 def _literal(words: Sequence[str]) -> str:
-    """Words of a command line as Python has them."""
+    """Writes words of a command line as Python literals."""
     plain = [
         word if re.fullmatch(r"-?[\d.]+(e-?\d+)?|\[.*\]", word) else json.dumps(word)
         for word in words

@@ -57,5 +57,5 @@ def near(path: str) -> list[str]:
     """Names of shipped configs similar to this, best first."""
     word = Path(path).name.removesuffix(".yml")
     names = [*short_names(), *recipes()]
-    longer = [name for name in names if name.startswith(f"{word}_")]
-    return [*dict.fromkeys([*longer, *difflib.get_close_matches(word, names, n=3)])][:3]
+    extended = [name for name in names if name.startswith(f"{word}_")]
+    return [*dict.fromkeys([*extended, *difflib.get_close_matches(word, names, n=3)])][:3]

@@ -118,25 +118,28 @@ def require_own_ranks(environment: Mapping[str, str]) -> None:
     _refuse_variables_of_a_cluster(environment)
     if "PADDLE_TRAINERS_NUM" in environment:
         return
-    for size, (launcher, place, here) in _FOREIGN_LAUNCHERS.items():
+    for size, (launcher, rank_variables, on_host) in _FOREIGN_LAUNCHERS.items():
         count = environment.get(size, "")
-        if not count.isdecimal() or int(count) < 2 or not {*place} <= environment.keys():
+        if not count.isdecimal() or int(count) < 2 or not {*rank_variables} <= environment.keys():
             continue
         if launcher == "srun" and "SLURM_PTY_PORT" in environment:
             continue  # an interactive shell: those of the other tasks have ended
-        processes = (re.findall(r"^\d+", environment.get(here, "")) or [count])[0]  # Slurm: 2(x4)
+        processes = (re.findall(r"^\d+", environment.get(on_host, "")) or [count])[
+            0
+        ]  # Slurm: 2(x4)
         raise LaunchError(
             f"another launcher started this process as one of {count}; each would work on its own",
             code="foreign_launcher",
-            where=" ".join(f"{name}={environment[name]}" for name in (size, place[0])),
+            where=" ".join(f"{name}={environment[name]}" for name in (size, rank_variables[0])),
             fix=f"use fleetrun instead of {launcher}: `fleetrun --nproc_per_node {processes} "
             "ppdist ...` (several hosts: docs/clusters.md); for processes that do not belong "
             f"together: `env -u {size} ppdist ...`",
         )
 
 
-# By the variable of their number: what starts copies of a command, the variables of each copy,
-# and the number of those on one host.  SLURM_NTASKS alone is an interactive job without copies.
+# Variable with the number of copies of a command: what starts them, the variables that each copy
+# has, and the one with their number on a host.  SLURM_NTASKS alone is an interactive job without
+# copies.
 _FOREIGN_LAUNCHERS = dict(
     zip(
         COPIES_VARIABLES,
@@ -156,26 +159,31 @@ _OF_A_CLUSTER = (
 
 
 def _refuse_variables_of_a_cluster(environment: Mapping[str, str]) -> None:
-    """Refuses variables of a cluster where no launcher has run.
+    """Refuses variables that a cluster sets for Paddle's launcher where no launcher has run.
 
-    They are meant for Paddle's launcher.
+    Every launcher, and paddle.distributed.spawn, also sets variables that say where the ranks meet
+    or which cards they use.
 
-    Every launcher, and paddle.distributed.spawn, also says where the ranks meet or what they use.
+    Raises: LaunchError `environment_of_other_launch`.
     """
     ranks, hosts = (
         int(value) if (value := environment.get(name, "")).isdecimal() else 1
         for name in ("PADDLE_TRAINERS_NUM", "PADDLE_NNODES")
     )
     if "PADDLE_TRAINERS_NUM" in environment:
-        meets = {"PADDLE_MASTER", "PADDLE_RANK_IN_NODE", "PADDLE_DISTRI_BACKEND"}
-        started = bool(meets & environment.keys())
-        if started or ranks < 2 or any(key.startswith("FLAGS_selected_") for key in environment):
+        of_launchers = {"PADDLE_MASTER", "PADDLE_RANK_IN_NODE", "PADDLE_DISTRI_BACKEND"}
+        is_launched = bool(of_launchers & environment.keys())
+        if (
+            is_launched
+            or ranks < 2
+            or any(key.startswith("FLAGS_selected_") for key in environment)
+        ):
             return
     elif hosts < 2:
         return
-    given = [name for name in _OF_A_CLUSTER if name in environment]
+    variables = [name for name in _OF_A_CLUSTER if name in environment]
     endpoints = environment.get("PADDLE_TRAINER_ENDPOINTS", "").split(",")
-    ips = [*dict.fromkeys(each.rpartition(":")[0] or "HOST1,HOST2" for each in endpoints)]
+    ips = [*dict.fromkeys(item.rpartition(":")[0] or "HOST1,HOST2" for item in endpoints)]
     if len(ips) == 1 and len(endpoints) > 1:
         launch = f"`fleetrun --nproc_per_node {ranks} ppdist ...`"
     else:
@@ -184,8 +192,8 @@ def _refuse_variables_of_a_cluster(environment: Mapping[str, str]) -> None:
         f"the environment says that this is one of {max(ranks, hosts)} processes or hosts, and no "
         "launcher started it: it would wait for the others, or train alone",
         code="environment_of_other_launch",
-        where=" ".join(f"{name}={environment[name]}" for name in given[:3]),
-        fix=f"`unset {' '.join(given)}`; then {launch} for one training, or the "
+        where=" ".join(f"{name}={environment[name]}" for name in variables[:3]),
+        fix=f"`unset {' '.join(variables)}`; then {launch} for one training, or the "
         "same command as now for this process alone",
     )
 

@@ -92,7 +92,7 @@ class _Normalize(PyLayer):
     @staticmethod
     def backward(ctx, dy_BCHW):
         normal_BCHW, gamma_C, inverse_C, count = ctx.saved_tensor()
-        if not ctx.counts:  # whatever came of its blank image, others add up what follows
+        if not ctx.counts:  # a blank image may yield NaN, which the sums below would spread
             dy_BCHW = paddle.zeros_like(dy_BCHW)
         dbeta_C = dy_BCHW.sum([0, 2, 3])
         dgamma_C = (dy_BCHW * normal_BCHW).sum([0, 2, 3])

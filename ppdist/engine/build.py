@@ -120,16 +120,17 @@ class Experiment:
 
 @dataclass
 class Decisions:
-    """A training as it will be, decided and checked.
-
-    Nothing is written yet.
+    """Everything that is decided and checked about a training before it writes anything.
 
     Attributes:
-        found: lines of the data check.
-        findings: see `ppdist.engine.suitability`.
-        noticed, doubts, short_of: warnings: about the machine, the run, the memory.
-        said: lines for train.log.
-        memory: a line for the terminal.
+        size: parameters and GFLOPs of the model.
+        memory: what a step takes and what is free, a line for the terminal.
+        memory_warnings: where it may be too little.
+        data_warnings: what the check of the images found.
+        findings: see `ppdist.engine.suitability`; their texts are among `run_warnings`.
+        machine_warnings: of the preflight and the lock of the output folder.
+        run_warnings: about model, data and configuration.
+        log_lines: details for train.log.
     """
 
     config: ExperimentConfig
@@ -144,18 +145,18 @@ class Decisions:
     run: Run
     size: Complexity
     memory: str
-    found: Sequence[str]
+    memory_warnings: list[str]
+    data_warnings: Sequence[str]
     findings: list[Finding]
-    noticed: list[str]
-    doubts: list[str]
-    short_of: list[str]
-    said: list[str]
+    machine_warnings: list[str]
+    run_warnings: list[str]
+    log_lines: list[str]
 
     @property
     def warnings(self) -> list[str]:
-        """Warnings at the start, but those of memory and files."""
-        more = config_warnings(self.config, self.start.snapshot is None)
-        return [*self.noticed, *self.start.warnings, *self.doubts, *more]
+        """Warnings at the start of the run, except those about images and memory."""
+        of_config = config_warnings(self.config, self.start.snapshot is None)
+        return [*self.machine_warnings, *self.start.warnings, *self.run_warnings, *of_config]
 
 
 def decide_training(
@@ -169,38 +170,40 @@ def decide_training(
 ) -> Decisions:
     """Decides and checks everything that a run does before it writes.  Collective.
 
-    For the arguments see `build_training`.
-
-    Args: hold: keep others from training in output_dir, if it exists.
-    Raises: as `build_training`.
+    Args:
+        hold: keep others from training in output_dir, if it exists.
+        config, output_dir, evaluate, resume, kernels: see `build_training`.
+    Raises: UserError: invalid data, weights, checkpoint or configuration.
     """
     budget = None if config.train.hours is None else TimeBudget(config.train.hours)
     comm.run_on_all_ranks(lambda: set_device_options(config.train))
-    noticed = preflight(config, evaluate=evaluate, resume=resume, kernels=kernels)
+    machine_warnings = preflight(config, evaluate=evaluate, resume=resume, kernels=kernels)
     # Create a missing folder only once the run is sure to start.
     dirs = find_output_dirs(output_dir, config.checkpoint.on_every_host)
     dirs.require_reachable()
     # A lost host's lock ends when the server of its files misses it.
     seconds = {"seconds": _LOST_HOST_SECONDS} if comm.was_restarted() else {}
     if hold:
-        noticed += dirs.run(
+        machine_warnings += dirs.run(
             lambda: files.hold(output_dir, **seconds) if output_dir.exists() else []
         )
     start = find_start(resume, dirs, config)
     anew = start.snapshot is None
     if start.job is not None:  # an earlier attempt of this job had read the inputs
         wait_for_inputs(config, evaluate=evaluate, anew=anew)
-    train_set, val_set, found, pixels = read_sets(config.data, config.model.num_classes, evaluate)
+    train_set, val_set, data_warnings, pixels = read_sets(
+        config.data, config.model.num_classes, evaluate
+    )
     bad_images = Blocklist(train_set, config.data.bad_images_limit)
     images = images_of_epoch(train_set, config.data.sampling)
-    config, batches, said = resolve_batch_size(config, train_set.records, images, start)
+    config, batches, log_lines = resolve_batch_size(config, train_set.records, images, start)
     model = build_model(config)
-    said += [*limits(train_set, val_set)]
+    log_lines += [*limits(train_set, val_set)]
     findings = findings_of(config, train_set, val_set)
-    doubts = [finding.text for finding in findings]
-    told, more = _prepare(config, model, train_set, output_dir, anew)
-    said += told
-    doubts += more
+    run_warnings = [finding.text for finding in findings]
+    more_lines, more_warnings = _prepare(config, model, train_set, output_dir, anew)
+    log_lines += more_lines
+    run_warnings += more_warnings
     schedule = build_schedule_setup(config, images, batches)
     run = validate_resume(start, schedule, train_set, config, pixels)
     bad_images.known |= run.bad_images
@@ -214,7 +217,7 @@ def decide_training(
         averaged=config.train.ema.enabled,
         frozen=frozen,
     )
-    memory, short_of = require_memory(expected, schedule.largest_share)
+    memory, memory_warnings = require_memory(expected, schedule.largest_share)
     return Decisions(
         config=config,
         schedule=schedule,
@@ -228,12 +231,12 @@ def decide_training(
         run=run,
         size=size,
         memory=memory,
-        found=found,
+        memory_warnings=memory_warnings,
+        data_warnings=data_warnings,
         findings=findings,
-        noticed=noticed,
-        doubts=doubts,
-        short_of=short_of,
-        said=said,
+        machine_warnings=machine_warnings,
+        run_warnings=run_warnings,
+        log_lines=log_lines,
     )
 
 
@@ -259,13 +262,13 @@ def build_training(
     """
     early = EarlyLog(comm.is_main())
     with early:
-        decided = decide_training(
+        decisions = decide_training(
             config, output_dir=output_dir, evaluate=evaluate, resume=resume, kernels=kernels
         )
-        config, schedule, start = decided.config, decided.schedule, decided.start
-        model, train_set, val_set = decided.model, decided.train_set, decided.val_set
-        dirs, run, anew = decided.dirs, decided.run, start.snapshot is None
-        decided.noticed += dirs.run(lambda: files.hold(output_dir))
+        config, schedule, start = decisions.config, decisions.schedule, decisions.start
+        model, train_set, val_set = decisions.model, decisions.train_set, decisions.val_set
+        dirs, run, anew = decisions.dirs, decisions.run, start.snapshot is None
+        decisions.machine_warnings += dirs.run(lambda: files.hold(output_dir))
         prepare_output_dir(start, run, schedule)
         comm.run_on_main(lambda: describe_run(output_dir, dump_yaml(config), command))
     log = comm.run_on_all_ranks(
@@ -286,19 +289,19 @@ def build_training(
     )
     with ExitStack() as undo:
         undo.callback(log.close)
-        for warning in [*decided.found, *decided.warnings]:
+        for warning in [*decisions.data_warnings, *decisions.warnings]:
             log.warning(warning)
-        for line in decided.said:
+        for line in decisions.log_lines:
             log.detail(line)
-        for warning in decided.short_of:
+        for warning in decisions.memory_warnings:
             log.warning(warning)
         log.headline("data", data_line(config, train_set, val_set))
-        log.headline("model", model_line(config, decided.size, anew))
+        log.headline("model", model_line(config, decisions.size, anew))
         log.headline("device", device_line())
-        log.headline("memory", decided.memory)
+        log.headline("memory", decisions.memory)
         log.headline("train", train_line(schedule))
-        if longer := longer_line(schedule):
-            log.headline("longer", longer)
+        if line := longer_line(schedule):
+            log.headline("longer", line)
         log.headline("evaluate", evaluate_line(config, val_set))
         log.headline("output", f"{output_dir} (train.log says why each number)")
         if anew:
@@ -306,8 +309,8 @@ def build_training(
         card = _describe_model(config, model, train_set, start)
         both = train_set, val_set
         trainer = _build_trainer(
-            config, schedule, model, both, decided.bad_images, log, dirs, decided.budget, callbacks,
-            card, kernels,
+            config, schedule, model, both, decisions.bad_images, log, dirs, decisions.budget,
+            callbacks, card, kernels,
         )  # fmt: skip
         if start.snapshot is not None:
             trainer.restore(start.snapshot, start.own, bool(start.rescored))
@@ -316,7 +319,7 @@ def build_training(
         trainer.state.run, trainer.state.generation = run, start.generation
         log_start(start, schedule, log, config.log.every_steps)
         log.table("derived", schedule.rows())
-        codes = {"findings": dict(decided.findings)} if decided.findings else {}
+        codes = {"findings": dict(decisions.findings)} if decisions.findings else {}
         log.metrics({"step": start.step or 0, "derived": schedule.record(), **codes})
         scores = ClassificationEvaluator if config.model.task == "classify" else Evaluator
         chosen = hyper_parameters(config.model, config.seed, schedule)

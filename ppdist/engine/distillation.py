@@ -178,7 +178,7 @@ def build_distillation(
 def read_teacher(
     path: Path, section: Any, student: Detector, class_names: Sequence[str] = ()
 ) -> tuple[Path, Detector]:
-    """Checkpoint that a path means, and its detector with EMA weights.
+    """Finds the checkpoint that a path means, and builds its detector with EMA weights.
 
     Its classes are put into the student's order by their names.
 

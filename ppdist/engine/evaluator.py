@@ -248,9 +248,10 @@ class DatasetEvaluator(ABC, Generic[Found]):
         return self._over_ranks(model, stopped, None)[0]
 
     def measure(self, found: Found) -> dict[str, float]:
-        """Metrics of `predict`'s results.  Local.
+        """Computes the metrics of `predict`'s results.  Local.
 
-        With `left_out_images` if some are unreadable, and `duplicate_boxes` if some do not count.
+        They include `left_out_images` if images are unreadable, and `duplicate_boxes` if boxes
+        repeat others and do not count.
         """
         metrics, scored = self._measure(found), scored_images(self._scored)
         counts = {

@@ -95,13 +95,13 @@ class MetricsLogger(Callback):
         self._recent: deque[_Step] = deque(maxlen=_RECENT)
 
     def restore(self, saved: StepSums | None, step: int) -> None:
-        """Goes on with sums that a checkpoint of this step has."""
+        """Continues the sums that the checkpoint of this step holds; None: it has none."""
         self._sums = StepSums.resumed(saved, step, self._every)
         self._steps.clear()
         self._recent.clear()
 
     def sums(self) -> StepSums:
-        """A copy of the sums so far, for a checkpoint."""
+        """Returns a copy of the sums so far, for a checkpoint."""
         return self._sums.model_copy(deep=True)
 
     def on_train_begin(self, run: TrainingRun) -> None:
@@ -177,13 +177,13 @@ class EpochMeans(Callback):
         self.restore(None, 0)
 
     def restore(self, saved: StepSums | None, step: int) -> None:
-        """Goes on with sums that a checkpoint of this step has."""
+        """Continues the sums that the checkpoint of this step holds; None: it has none."""
         self._sums = StepSums.resumed(saved, step, self._steps_per_epoch)
         self._metrics: Mapping[str, float] = {}
         self._began = time.monotonic() - self._sums.seconds
 
     def sums(self) -> StepSums:
-        """A copy of the sums so far, for a checkpoint."""
+        """Returns a copy of the sums so far, for a checkpoint."""
         seconds = time.monotonic() - self._began
         return self._sums.model_copy(update={"seconds": seconds}, deep=True)
 
@@ -198,7 +198,7 @@ class EpochMeans(Callback):
             self._metrics = metrics
 
     def ends(self, step: int) -> bool:
-        """Whether an unreported epoch with steps, or the run, ends here."""
+        """Returns True if an epoch, or the run, ends with this step and is still to be reported."""
         whole = step % self._steps_per_epoch == 0 or step == self._total_steps
         return whole and self._sums.applied > 0 and self._sums.reported != step
 

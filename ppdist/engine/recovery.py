@@ -123,7 +123,7 @@ class Recovery:
         )
         if state.bad_steps < self._limit:
             return False
-        listed = comm.run_on_main(self._list_of_images)
+        list_file = comm.run_on_main(self._list_of_images)
         if state.rollbacks >= MAX_ROLLBACKS:
             remedy = "lower optimizer.lr, set train.clip_norm, or"
             if math.isfinite(result.losses["loss"]):  # then no step was too long
@@ -131,7 +131,7 @@ class Recovery:
             raise UserError(
                 f"loss or gradient was not finite for {self._limit} steps in a row, up to step "
                 f"{step} ({terms}), and {MAX_ROLLBACKS} rollbacks, each with half the learning "
-                f"rate, did not help; their images are listed in {listed}",
+                f"rate, did not help; their images are listed in {list_file}",
                 code="training_diverged",
                 fix=f"{remedy} turn train.amp off; earlier checkpoints are intact{hint}",
             )
@@ -142,7 +142,7 @@ class Recovery:
             f"not finite for {self._limit} steps in a row, up to step {step}: rolled back to the "
             f"weights after step {state.step}, with {factor:g} of the learning rate from now "
             f"on (rollback {state.rollbacks} of at most {MAX_ROLLBACKS}); the images of these "
-            f"steps are listed in {listed}"
+            f"steps are listed in {list_file}"
         )
         record = _record_of_rollback(state, step, "loss or gradient not finite")
         self._log.metrics({**record, "lr_factor": factor})
@@ -248,17 +248,19 @@ class Recovery:
         )
 
     def _record(
-        self, step: int, why: str, images: list[int], loss: float, not_finite: Sequence[str] = ()
+        self, step: int, reason: str, images: list[int], loss: float, not_finite: Sequence[str] = ()
     ) -> tuple[str, str]:
-        """Adds images to bad_steps.jsonl.  Collective.
+        """Adds the images of a step to bad_steps.jsonl.  Collective.
 
-        Those of the ranks where a term was not finite; where none was by itself, those of all.
+        They are those of the ranks where a term was not finite; if no rank has such a term, those
+        of all ranks.
 
         Args:
+            reason: what was wrong with the step.
             images: positions in the set, of this rank.
             loss: of this rank, a sum over them.
             not_finite: see `StepResult`.
-        Returns: the first of the images; the terms, with their ranks.
+        Returns: the first images and the terms with their ranks, both as text for a message.
         """
         own_loss = loss if math.isfinite(loss) else f"{loss}"
         told_W = comm.all_gather_large_object([own_loss, images, not_finite, comm.host()])
@@ -267,7 +269,7 @@ class Recovery:
                 "time": round(time.time(), 3),
                 "step": step,
                 "rank": rank,
-                "why": why,
+                "why": reason,
                 "not_finite": terms,
                 "loss": loss,
                 "images": [self._batch_source.path(index) for index in indices],
@@ -279,31 +281,31 @@ class Recovery:
             text = "".join(json.dumps(line) + "\n" for line in lines)
             self._log.put(_BAD_STEPS, partial(append, self._folder / _BAD_STEPS, text.encode()))
         paths = [path for line in lines for path in line["images"]]
-        shown = ", ".join(paths[:_SHOWN]) + (
+        first_images = ", ".join(paths[:_SHOWN]) + (
             f" and {len(paths) - _SHOWN} more" * (len(paths) > _SHOWN)
         )
-        return shown, _terms_by_rank([(terms, host) for *_, terms, host in told_W])
+        return first_images, _terms_by_rank([(terms, host) for *_, terms, host in told_W])
 
     def _list_of_images(self) -> str:
-        """Where this host has the list.  Local."""
+        """Returns the path of bad_steps.jsonl, with the host if there are several.  Local."""
         several = len({*comm.addresses()}) > 1
         return f"{self._folder / _BAD_STEPS}" + f" on host {comm.host()}" * several
 
 
-def _terms_by_rank(told_W: Sequence[tuple[Sequence[str], str]]) -> str:
+def _terms_by_rank(terms_W: Sequence[tuple[Sequence[str], str]]) -> str:
     """Names terms and their ranks: `loss on rank 1 (host a)`.
 
-    Args: told_W: terms that were not finite on a rank, and its host.
+    Args: terms_W: for each rank its terms that were not finite, and its host.
     """
     ranks_of: dict[str, list[int]] = {}
-    for rank, (terms, _) in enumerate(told_W):
+    for rank, (terms, _) in enumerate(terms_W):
         for term in terms:
             ranks_of.setdefault(term, []).append(rank)
     if not ranks_of:
         return "the norm of the gradient, though each rank's own gradient is finite"
-    if len(told_W) == 1:
+    if len(terms_W) == 1:
         return ", ".join(ranks_of)
-    hosts_W = [host for _, host in told_W]
+    hosts_W = [host for _, host in terms_W]
     return "; ".join(
         f"{term} on {comm.ranks_named(ranks[:_SHOWN], hosts_W)}"
         + f" and {len(ranks) - _SHOWN} more" * (len(ranks) > _SHOWN)

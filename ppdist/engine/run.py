@@ -170,7 +170,7 @@ def outcome(output_dir: Path) -> list[str]:
 
 
 def following(output_dir: Path, config: ExperimentConfig) -> list[tuple[str, str]]:
-    """What users do next with a run: what for, and a command."""
+    """Lists what users do next with a run: (purpose, command to copy) pairs."""
     run = shlex.quote(str(output_dir))
     test = config.data.test is not None
     return [
@@ -241,6 +241,6 @@ def prepare_evaluation(
     dataset, told = comm.run_on_all_ranks(load)
     evaluator = build_evaluator(config, dataset, model, pictures)
     slow = speed_up_cpu(config, [model])
-    doubts = [finding.text for finding in findings_of(config, None, dataset)]
-    notes = tuple(note for note in (dataset.limited, told, *doubts, slow) if note)
+    warnings = [finding.text for finding in findings_of(config, None, dataset)]
+    notes = tuple(note for note in (dataset.limited, told, *warnings, slow) if note)
     return Evaluation(model, dataset, evaluator, notes)

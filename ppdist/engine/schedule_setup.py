@@ -175,15 +175,15 @@ class ScheduleSetup:
 
     def _of_length(self) -> Iterator[Fact]:
         schedule = self.lr_scheduler.config
-        warm, longer = self.lr_scheduler.warmup_steps, ""
+        warm, growth = self.lr_scheduler.warmup_steps, ""
         written = self.phase_scale / self.epoch_scale
         if warm > self.written_warmup:
-            longer = f" ({warm / max(1, self.written_warmup):.3g} x as many images)"
+            growth = f" ({warm / max(1, self.written_warmup):.3g} x as many images)"
         bound = f", {self.warmup_bound}" if self.warmup_bound else ""
         full, rest = divmod(warm, self.steps_per_epoch)  # the last step of an epoch may be smaller
         why = (
             f"{counted(schedule.warmup_epochs * written, 'epoch')} at the reference batch, "
-            f"compensation {schedule.warmup_compensation}{longer}{bound}: "
+            f"compensation {schedule.warmup_compensation}{growth}{bound}: "
             f"{counted(full * self.dataset_size + rest * self.total_batch, 'image')} "
             f"({warm / self.steps_per_epoch:.2f} epochs)"
         )

@@ -68,7 +68,7 @@ def train_line(schedule: ScheduleSetup) -> str:
 
 
 def longer_line(schedule: ScheduleSetup) -> str:
-    """Line about what the total batch lengthens; "": nothing.
+    """Says what the total batch lengthens, warm-up or epochs; "": nothing.
 
     For example `warm-up 4590 steps (10 epochs) instead of 2295, 89 epochs instead of 80: a step has
     4 times the reference batch`; where a rule cuts the warm-up, it says which.

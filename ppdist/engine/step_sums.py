@@ -1,4 +1,4 @@
-"""Sums over steps, saved with a run, for the means of epochs."""
+"""Sums over steps for the means of epochs and records; checkpoints hold them."""
 
 import math
 from typing import TYPE_CHECKING
@@ -11,19 +11,20 @@ if TYPE_CHECKING:
 
 
 class StepSums(BaseModel):
-    """Sums over the steps since one of them, in float64.
+    """Sums over the steps since a report, in float64.
 
     Attributes:
-        after: the step before the first of them.
-        steps: computed; `applied` of them changed the weights.
-        losses, gradient_norm: None: some value was not finite.
+        after: the step before the first one that is summed.
+        steps: how many are summed.
+        applied: how many of them have their losses in `losses`.
+        losses, gradient_norm: sums; None: some value was not finite.
         images: of all ranks.
         wall_seconds, data_seconds: as in StepSeconds, of the rank that saved.
-        seconds: on its clock, with what came between the steps.
+        seconds: wall time since `after`, including what came between the steps.
         lr: of the last step.
         reported: the step after which means were reported although more steps belong to them; 0:
             none.  A run ended there, and was extended.
-        partial: steps are missing, because a checkpoint came without sums, or of other epochs.
+        partial: steps are missing: a checkpoint had no sums, or sums of epochs of another length.
     """
 
     after: int = Field(default=0, ge=0)
@@ -41,11 +42,11 @@ class StepSums(BaseModel):
 
     @classmethod
     def resumed(cls, saved: "StepSums | None", step: int, every: int) -> "StepSums":
-        """Sums of a run that goes on after a step.
+        """Returns the sums with which a run goes on after `step`.
 
         Args:
-            saved: None: the checkpoint has none.
-            every: steps of which means are made together.
+            saved: those of its checkpoint; None: it has none.
+            every: how many steps have a mean together.
         """
         first = step - step % every
         if saved is not None and saved.after == first:
@@ -55,7 +56,10 @@ class StepSums(BaseModel):
     def add(
         self, result: "StepResult", seconds: "StepSeconds", lr: float, *, losses: bool = True
     ) -> None:
-        """Adds a step.  Args: losses: False: without its losses, which may not be finite."""
+        """Adds a step.
+
+        Args: losses: False: leave out its losses, which may not be finite.
+        """
         self.steps += 1
         self.images += result.images
         self.wall_seconds += seconds.wall
@@ -68,17 +72,17 @@ class StepSums(BaseModel):
                 self.losses[name] = _plus(self.losses.get(name, 0.0), value)
 
     def mean_losses(self) -> dict[str, float]:
-        """Means by name; NaN where a value was not finite."""
+        """Returns the mean of each loss by its name; NaN if a value was not finite."""
         return {name: mean(total, self.applied) for name, total in self.losses.items()}
 
     @property
     def images_per_second(self) -> float:
-        """Of all ranks, while they made steps."""
+        """Images of all ranks per second of the steps' wall time."""
         return self.images / max(self.wall_seconds, 1e-9)
 
 
 def mean(total: float | None, count: int) -> float:
-    """A mean; NaN where a value was not finite."""
+    """Divides a sum by its count; NaN for None, a sum with a value that was not finite."""
     return math.nan if total is None else total / count
 
 

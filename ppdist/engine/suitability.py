@@ -1,8 +1,6 @@
-"""What a run cannot learn or find of its data.
+"""Finds before the first step where data and configuration do not suit each other.
 
-It is known before the first step.
-
-Training, its dry run, evaluation, `ppdist data check` and the verdict at the end say these lines.
+Training, its dry run, evaluation, `ppdist data check` and the verdict at the end show these lines.
 """
 
 import numpy as np
@@ -17,37 +15,37 @@ from ppdist.models.model_card import fitting_weights
 # needs (docs/dev/few_images.md); published ones saw COCO's 118,000 images 72 to 230 times.
 _FEW_IMAGES = 8000
 _CELL = 8.0  # input pixels, the finest stride of the detectors here
-_MUCH = 0.25  # of the objects: more below a cell is worth a warning
-_LEFT = 0.1  # of the objects may stay below it at the size that is advised
-_MOST_LARGER = 2.0  # times the input: more is advised as tiles
+_TINY_SHARE = 0.25  # of the objects: more below a cell is worth a warning
+_SHARE_LEFT = 0.1  # of the objects may stay below it at the size that is advised
+_MOST_FACTOR = 2.0  # times the input: beyond that tiles cost less
 _STEP = 32  # input sizes are multiples of it
 
 
 def findings_of(
     config: ExperimentConfig, train: DetectionSet | None, val: DetectionSet | None
 ) -> list[Finding]:
-    """What does not suit the data, the most harmful first.
+    """Finds what of a configuration does not suit the data, the most harmful first.
 
     Args: train, val: the splits that are read; None: not that one.
-    Returns: [] for classifiers.
+    Returns: one sentence each, with its code and the remedy; [] for classifiers.
     """
     if config.model.task == "classify":
         return []
-    found: list[Finding] = []
+    findings: list[Finding] = []
     if train is not None:
-        found += _from_scratch(config, train)
-        found += _tiny(config, train)
+        findings += _from_scratch(config, train)
+        findings += _tiny(config, train)
     for split, dataset in (("train", train), ("val", val)):
-        found += [] if dataset is None else _beyond_queries(config, split, dataset)
-    counted = val or train
-    if counted is not None:
+        findings += [] if dataset is None else _beyond_queries(config, split, dataset)
+    scored = val or train
+    if scored is not None:
         limits = config.evaluate.max_detections, config.suppression.keep
-        found += [Finding("objects_crowded", line) for line in crowding(counted, *limits)]
-    return found
+        findings += [Finding("objects_crowded", line) for line in crowding(scored, *limits)]
+    return findings
 
 
 def _queries(config: ExperimentConfig) -> int | None:
-    """The most objects that the model finds; None: no such limit."""
+    """Returns the most objects that the model can find in an image; None: no limit."""
     return getattr(config.model, "queries", None)
 
 
@@ -64,28 +62,28 @@ def _from_scratch(config: ExperimentConfig, train: DetectionSet) -> list[Finding
 
 
 def _tiny(config: ExperimentConfig, train: DetectionSet) -> list[Finding]:
-    """Objects that are smaller than the cells that look for them."""
+    """Warns if many objects are smaller than the finest cells that look for them."""
     size = config.model.image_size
     objects = objects_of(train, size, config.data.resize)
-    alone_M = ~objects.crowd_M & (objects.sizes_N2[objects.image_M] > 0).all(1)
-    side_M = objects.input_M2[alone_M].min(1, initial=np.inf)
+    usable_M = ~objects.crowd_M & (objects.sizes_N2[objects.image_M] > 0).all(1)
+    side_M = objects.input_M2[usable_M].min(1, initial=np.inf)
     share = float((side_M < _CELL).mean()) if len(side_M) else 0.0
-    if share < _MUCH:
+    if share < _TINY_SHARE:
         return []
-    larger = _CELL / max(float(np.quantile(side_M, _LEFT)), 1e-3)
+    factor = _CELL / max(float(np.quantile(side_M, _SHARE_LEFT)), 1e-3)
     text = (
         f"{share:.0%} of the training objects are under {_CELL:g} pixels wide or high in the "
         f"{size[0]}x{size[1]} input: "
     )
-    if larger <= _MOST_LARGER:
-        sides = [int(np.ceil(side * larger / _STEP) * _STEP) for side in size]
+    if factor <= _MOST_FACTOR:
+        sides = [int(np.ceil(side * factor / _STEP) * _STEP) for side in size]
         square = sides[0] == sides[1]
         words = f"{sides[0]}" if square else f"{sides[0]} {sides[1]}"
         value = f"{sides[0]}" if square else f"[{sides[0]},{sides[1]}]"
         text += f"use --image-size {words} (with -c: `-o model.image_size={value}`)"
     else:
-        side_M2 = objects.boxes_M4[alone_M, 2:] - objects.boxes_M4[alone_M, :2]
-        tile = int(min(size) * np.quantile(side_M2.min(1), _LEFT) / _CELL)
+        side_M2 = objects.boxes_M4[usable_M, 2:] - objects.boxes_M4[usable_M, :2]
+        tile = int(min(size) * np.quantile(side_M2.min(1), _SHARE_LEFT) / _CELL)
         text += (
             f"train on tiles of at most {max(tile, _STEP)} pixels, cut from the images, and "
             "predict with --slice of as many"
@@ -101,10 +99,10 @@ def _beyond_queries(config: ExperimentConfig, split: str, dataset: DetectionSet)
     count_N = np.bincount(records.image_O[~records.crowd_O], minlength=len(records))
     if not (count_N > queries).any():
         return []
-    most = int(count_N.max())
+    largest = int(count_N.max())
     text = (
-        f"{split}: {int((count_N > queries).sum())} of {len(count_N)} images show up to {most} "
+        f"{split}: {int((count_N > queries).sum())} of {len(count_N)} images show up to {largest} "
         f"objects, and the model finds {queries} at most: set "
-        f"-o model.queries={-(-most // 100) * 100}"
+        f"-o model.queries={-(-largest // 100) * 100}"
     )
     return [Finding(BEYOND_QUERIES, text)]

@@ -391,9 +391,10 @@ class TrainStep:
         return None
 
     def _broken_terms(self, sums: dict[str, Tensor]) -> list[str]:
-        """Names terms of this rank that are not finite.
+        """Names the terms of this rank that are not finite.
 
-        Parts of the loss, or all of it where no part is the cause, and running statistics.
+        They are parts of the loss, or the whole loss if no part is the cause, and running
+        statistics.
         """
         counts = (_NORMALIZER, _SEPARATE + _NORMALIZER)
         names = [name for name, value in sums.items() if not math.isfinite(value.item())]
@@ -412,7 +413,7 @@ class TrainStep:
     ) -> list[str]:
         """Names the gradients that this rank's images make not finite.  Collective.
 
-        After the exchange all ranks hold the same ones, so it computes its own once more.
+        After the exchange all ranks hold the same gradients, so this rank computes its own again.
         """
         if self._flat_gradients is not None:
             self._flat_gradients.release()
@@ -670,9 +671,10 @@ def whole(output: LossOutput) -> Tensor:
 
 
 def blank(output: LossOutput) -> LossOutput:
-    """Zeros under the same names.
+    """Returns zeros under the same names.
 
-    Not products with 0: 0 x NaN is NaN, and a blank image may meet it in evaluation mode.
+    They are no products with 0: 0 x NaN is NaN, and a blank image may produce it in evaluation
+    mode.
     """
     return LossOutput(
         total=paddle.zeros_like(output.total),
@@ -684,10 +686,10 @@ def blank(output: LossOutput) -> LossOutput:
 
 @contextmanager
 def adding_zeros(parameters: Sequence[Tensor]) -> Iterator[None]:
-    """Inside, a backward pass adds zeros to the gradients, whatever arrives there.
+    """Context in which a backward pass adds zeros to the gradients, whatever it computes.
 
-    A hook of a leaf sees what one pass brings before it is added to what is there, and before an
-    exchange inside backward takes the sum.
+    The hook of a leaf sees the gradient of one pass before it is added to earlier ones, and before
+    an exchange inside the backward pass takes the sum.
     """
     hooks = [parameter.register_hook(paddle.zeros_like) for parameter in parameters]
     try:

@@ -562,7 +562,8 @@ class Trainer:
     def _keep_best(self) -> None:
         """Saves and names a new best.  Collective.
 
-        Its evaluation and its epoch are recorded before: who resumes there makes neither again.
+        Its evaluation and its epoch are recorded before it is saved, because a run that resumes
+        there repeats neither.
         """
         step = self.state.step
         if self._saved_step != step:
@@ -595,7 +596,7 @@ class Trainer:
         self._each(lambda callback: callback.on_save(state.step))
 
     def _capture(self) -> Snapshot:
-        """A copy of everything a run resumes from.  Collective."""
+        """Copies everything a run resumes from.  Collective."""
         self.state.epoch_sums = self.epoch_means.sums()
         self.state.record_sums = self.metrics_logger.sums()
         return capture_state(self.train_step, self.state, self.schedule)

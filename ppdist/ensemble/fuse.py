@@ -261,7 +261,7 @@ def require_same_images(first: str, one: DetectionSet, second: str, other: Detec
     Raises: DataError: the images or their order differ.  ConfigError: the classes do.
     """
     fix = "give models of the same classes; their order does not matter"
-    require_same_classes(one.class_names, other.class_names, where=second, of_ours=first, fix=fix)
+    require_same_classes(one.class_names, other.class_names, where=second, owner=first, fix=fix)
     names = [[_mark(record) for record in dataset.records] for dataset in (one, other)]
     if names[0] != names[1]:
         counts = " and ".join(f"{len(each)} images" for each in names)

@@ -167,14 +167,13 @@ def begin(model: ImageModel, path: Path, arrays: Mapping[str, np.ndarray]) -> Mo
 
 
 def read(model: ImageModel, path: Path, class_names: Sequence[str] = ()) -> dict[str, np.ndarray]:
-    """Reads all entries of a weight file or checkpoint into the model.
+    """Reads all entries of a weight file or checkpoint into the model, and returns them.
 
-    It returns them, too.
     Collective.
 
-    Args: class_names: the order of the classes; (): that of the file.
-    Raises: WeightsError, on every rank: absent, damaged, or of another model.  ConfigError: its
-        classes are others.
+    Args: class_names: of class 0, 1, ... of the model; (): those of the file.
+    Raises: WeightsError, on every rank: absent, damaged, or of another model.  ConfigError
+        `classes_differ`.
     """
 
     def load() -> None:

@@ -223,8 +223,8 @@ def export_model(
         digests = {
             file.name: digest(file) for file in sorted(draft.iterdir()) if file.name != SPEC_FILE
         }
-        noted = {"openvino_int8": kept, "refused": spec.refused | refused, "sha256": digests}
-        spec = spec.model_copy(update=noted)
+        update = {"openvino_int8": kept, "refused": spec.refused | refused, "sha256": digests}
+        spec = spec.model_copy(update=update)
         if layout == "triton":
             spec = arrange(draft, spec)
         write_spec(draft, spec)
@@ -299,7 +299,9 @@ def _write_onnx(
 def _openvino_wanted(needed: bool, refused: dict[str, str], section: str) -> Iterator[None]:
     """Raises OpenVINO's ExportError if OpenVINO was requested; otherwise warns.
 
-    Args: refused: gets why a section of infer.yml is left out.
+    Args:
+        refused: gets the reason under `section`, for infer.yml.
+        section: the part of infer.yml that is then left out.
     """
     try:
         yield

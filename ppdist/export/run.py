@@ -53,8 +53,8 @@ def export_weights(
     dataset = validation_set(config, warn, card)
     spec = describe(config, dataset, card)
     names = None if class_names else names_for(weights, spec.class_names)
-    if told := load_all_weights(model, weights, names):
-        warn(f"{weights}: {told}")
+    if class_note := load_all_weights(model, weights, names):
+        warn(f"{weights}: {class_note}")
     spec = spec.model_copy(update={"lineage": lineage_of(weights)})
     if class_names:
         spec = spec.model_copy(update={"class_names": class_names})

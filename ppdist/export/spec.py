@@ -165,8 +165,8 @@ class InferenceSpec(Section):
     )
     refused: dict[str, str] = Field(
         default_factory=dict,
-        description="Why sections are null that the export tried; what runs such a form all the "
-        "same warns with it.",
+        description="By section: why it is null although the export tried it. A program that runs "
+        "the file all the same warns with this reason.",
     )
     earlier: tuple[str, ...] = Field(
         default=(),

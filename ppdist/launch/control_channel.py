@@ -107,9 +107,9 @@ def verdict(reports: Sequence[HostEnd]) -> HostEnd:
     (watchdog.py).
     """
     failed = [report for report in reports if report.failed]
-    twice = [report for report in failed if report.code == INTERRUPTED and report.stopped]
-    if twice:  # a user's second Ctrl-C, of which all else is a consequence
-        decisive = twice[0]
+    interrupted = [report for report in failed if report.code == INTERRUPTED and report.stopped]
+    if interrupted:  # by a user's second Ctrl-C, of which all else is a consequence
+        decisive = interrupted[0]
     elif failed:
         wrong = [each for each in failed if each.code == USER_ERROR and not each.is_consequence]
         decisive = min(
@@ -273,8 +273,8 @@ class ControlChannel:
             self.watch(received)
             if at_once(received):
                 if self._is_first:  # nobody else would tell the others
-                    mine = replace(self._reports[self._own], stopped=True)
-                    self._tell(mine.as_message("verdict"))
+                    local_report = replace(self._reports[self._own], stopped=True)
+                    self._tell(local_report.as_message("verdict"))
                 self.close()
                 return outcome
             if self._is_first and len(self._reports) == len(self.hosts):

@@ -90,7 +90,7 @@ def run_job(
         raise LaunchError(
             f"{error.strerror}", code="folder_unwritable", where=f"--log_dir {options.log_dir}"
         ) from error
-    for rank in plan.ranks:  # what an earlier job left
+    for rank in plan.ranks:  # an earlier job may have left its own
         (log_dir / f"rank-{rank['PADDLE_TRAINER_ID']}.json").unlink(missing_ok=True)
     afresh = options.log_overwrite and restarts == 0
     python = [sys.executable, "-u"] if options.script.endswith(".py") else []
@@ -121,7 +121,7 @@ def run_job(
 
 
 def show_reports(folder: Path, log_dir: Path) -> None:
-    """Copies how each rank ended, with its error's code, beside the logs."""
+    """Copies the reports of how each rank ended, with its error's code, beside the logs."""
     for report in folder.glob("rank-*.json"):
         with suppress(OSError):  # a full disk must not hide how the job ended
             replace_file(log_dir / report.name, report.read_bytes())

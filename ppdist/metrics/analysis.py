@@ -147,7 +147,7 @@ def analyse(
 
 
 def scored_images(dataset: DetectionSet) -> dict[str, Any]:
-    """`images`, `left_out` and `duplicate_boxes` of evaluation.json."""
+    """Returns `images`, `left_out` and `duplicate_boxes` of evaluation.json."""
     left_out = [
         {"file": dataset.records[index].path, "why": dataset.unreadable[index]}
         for index in sorted(dataset.unreadable)
@@ -179,7 +179,7 @@ def left_out_line(evaluation: Mapping[str, Any]) -> str:
 
 
 def duplicates_line(count: int) -> str:
-    """How many boxes a score does not count."""
+    """Says how many boxes a score does not count because they repeat another."""
     return f"{count} duplicates of boxes of the same image and class are not scored"
 
 

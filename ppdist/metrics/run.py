@@ -116,7 +116,7 @@ class Run:
         evaluations: records of evaluations.
         ranks: records of ranks, as they are in the file.
         derived: what it made of its configuration at start: key -> value as text, and why.
-        findings: code -> what its data and configuration did not suit each other in, at start.
+        findings: code -> where data and configuration did not suit each other, as said at start.
         starts: the step where a process began: more than one after restarts.
         rollbacks: (step from, step to, why).
         bad_images: how many were replaced; 0 where none.
@@ -238,9 +238,9 @@ class Run:
         self.evaluations = [numbers(record) for record in found.evaluations]
         self.ranks, self.finished = found.ranks, found.finished
         self.starts = [record["step"] for record in found.starts]
-        said = found.starts[-1].get("findings") if found.starts else None
-        if isinstance(said, dict):
-            self.findings = {code: f"{text}" for code, text in said.items()}
+        findings = found.starts[-1].get("findings") if found.starts else None
+        if isinstance(findings, dict):
+            self.findings = {code: f"{text}" for code, text in findings.items()}
         for key, item in found.starts[-1]["derived"].items() if found.starts else ():
             if isinstance(item, dict):
                 value = item.get("value")

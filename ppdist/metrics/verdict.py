@@ -95,8 +95,9 @@ def verdict(
     if not course.records:
         why = f"not evaluated, so nothing is known about its quality: run `ppdist eval -w {run}`"
         return [Finding("not_evaluated", why), *ended]
-    known = [Finding(code, text) for code, text in (findings or {}).items()]
-    causes = [finding for finding in known if finding.code in _NOT_BY_EPOCHS]
+    causes = [
+        Finding(code, text) for code, text in (findings or {}).items() if code in _NOT_BY_EPOCHS
+    ]
     level = _level(course, evaluation, fine_tuned, causes)
     if level.code == "learned":
         causes = []
@@ -104,9 +105,9 @@ def verdict(
         level,
         *causes,
         *(
-            each
-            for each in _of_course(course, evaluations, steps)
-            if not causes or each.code != "still_rising"
+            finding
+            for finding in _of_course(course, evaluations, steps)
+            if not causes or finding.code != "still_rising"
         ),
         *_weak_classes(course, evaluation),
         *_trust(evaluation),
@@ -144,7 +145,10 @@ def _level(
     fine_tuned: bool,
     causes: Sequence[Finding],
 ) -> Finding:
-    """Args: causes: what keeps it from learning, and is said beside it."""
+    """Says how much the model has learned.
+
+    Args: causes: findings that keep it from learning; the caller lists them beside this one.
+    """
     best = course.records[course.best]
     skill = _skill(best, course.metric, evaluation)
     names = ("mAP", "mAP50") if course.metric == "mAP" else ("top1",)

@@ -250,9 +250,9 @@ def _of_zoo(entry: PublishedWeights | None, card: ModelCard | None) -> ModelCard
 def read_card_or_warn(
     path: Path | str, warn: Callable[[str], None], *, derives: bool = True
 ) -> ModelCard | None:
-    """As `read_card`; what is wrong becomes a warning.
+    """Reads a card as `read_card` does; an invalid card becomes a warning.
 
-    Args: derives: something is made from these weights: warns of a licence that extends to it.
+    Args: derives: something is made from these weights; warns if their licence extends to it.
     Raises: WeightsError: no such file, or damaged.
     """
     try:
@@ -271,7 +271,7 @@ def read_card_or_warn(
 def names_for(
     path: Path | str, class_names: Sequence[str], warn: Callable[[str], None] = lambda _: None
 ) -> ClassNames | None:
-    """Names by which `load_weights` finds the classes of a model in weights.
+    """Reads the class names of weights, by which `load_weights` matches those of a model.
 
     Args: class_names: of class 0, 1, ... of the model; warn: as in `read_card_or_warn`.
     Returns: None: the weights have no card.
@@ -280,19 +280,17 @@ def names_for(
     return ClassNames(card.class_names, tuple(class_names)) if card else None
 
 
-def require_classes_of(path: Path, class_names: Sequence[str], of_ours: str, fix: str) -> None:
+def require_classes_of(path: Path, class_names: Sequence[str], owner: str, fix: str) -> None:
     """Requires weights to have exactly these classes, in any order.
 
     Weights that do not name theirs pass.
 
-    Args: path: the weights; of_ours: what has `class_names`.
+    Args: path: the weights; owner: what has `class_names`, in words; fix: what to do.
     Raises: ConfigError `classes_differ`.
     """
     names = names_for(path, class_names)
     if names is not None:
-        require_same_classes(
-            names.of_model, names.of_file, where=f"{path}", of_ours=of_ours, fix=fix
-        )
+        require_same_classes(names.of_model, names.of_file, where=f"{path}", owner=owner, fix=fix)
 
 
 def _parse(text: bytes, where: Path) -> ModelCard:
@@ -423,11 +421,11 @@ def require_fit(model: ModelConfig, weights: Path | str) -> None:
 
 
 def fitting_weights(model: ModelConfig) -> list[str]:
-    """Names of published weights of this detector's family and size."""
+    """Lists the names of published weights of this detector's family and size."""
     return [
-        other.name
-        for other in zoo().values()
-        if (known := _detector_of(other)) is not None and _same_design(known, model)
+        entry.name
+        for entry in zoo().values()
+        if (detector := _detector_of(entry)) is not None and _same_design(detector, model)
     ]
 
 

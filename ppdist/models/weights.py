@@ -86,9 +86,9 @@ def read_arrays(path: Path) -> dict[str, np.ndarray]:
 
 
 def require_known_ending(path: Path) -> None:
-    """Checks that weights are read from files of this ending.
+    """Checks that `path` is a folder, or ends as one of the readable weight formats.
 
-    Raises: WeightsError: they are not.
+    Raises: WeightsError `weights_format`: neither.
     """
     ending = path.suffix.lower()
     if ending not in _READERS and not path.is_dir():
@@ -540,25 +540,26 @@ class ClassNames:
     of_file: tuple[str, ...]
     of_model: tuple[str, ...]
 
-    def help(self) -> bool:
-        """Whether they say which class is which, on both sides."""
+    def tell_apart(self) -> bool:
+        """Returns True if they say which class is which, in file and model."""
         return tell_apart(self.of_file) and tell_apart(self.of_model)
 
-    def renamed(self, path: Path) -> bool:
-        """Whether classes have other names in the file, under the same numbers.
+    def are_renamed(self, path: Path) -> bool:
+        """Returns True if the file has other names for the same classes, in the same order.
 
-        Raises: ConfigError: classes of the model are not in the file, and others stand elsewhere.
+        Raises: ConfigError: the file lacks classes of the model, and cannot just have other names
+            for them: it has another number of classes, or some of them in another place.
         """
         places = match_classes(self.of_model, self.of_file)
-        if not self.help() or None not in places:
+        if not self.tell_apart() or None not in places:
             return False
-        moved = any(place not in (None, number) for number, place in enumerate(places))
-        if not moved and len(self.of_file) == len(self.of_model):
+        is_reordered = any(place not in (None, number) for number, place in enumerate(places))
+        if not is_reordered and len(self.of_file) == len(self.of_model):
             return True
         if all(place is None for place in places):
             return False  # of another count: layers of classes stay fresh, which is refused
         raise classes_differ(
-            self.of_model, self.of_file, where=f"{path}", of_ours="the data",
+            self.of_model, self.of_file, where=f"{path}", owner="the data",
             fix="use weights that know every class of the data",
         )  # fmt: skip
 
@@ -628,13 +629,13 @@ def load_all_weights(model: ImageModel, path: Path, names: ClassNames | None = N
 
     It is not trained any further.
 
-    Args: names: where some are others and every class that both have keeps its number, the data
-        are taken to have renamed them: row c is class c, which is reported.
+    Args: names: if some differ, and every class that both sides have keeps its number, the data are
+        taken to have renamed the others: row c is class c, which is reported.
     Returns: a line about the names of classes; "": there is nothing to say.
     Raises: WeightsError: also where a layer would keep its random initial values, or start as a
-        copy of another.  ConfigError: the weights do not know a class, and are of other ones.
+        copy of another.  ConfigError: see `ClassNames.are_renamed`.
     """
-    renamed = names is not None and names.renamed(path)
+    renamed = names is not None and names.are_renamed(path)
     report = load_weights(model, path, None if renamed else names)
     if report.copied:
         raise WeightsError(
@@ -656,7 +657,8 @@ def load_all_weights(model: ImageModel, path: Path, names: ClassNames | None = N
         pairs = [pair for pair in zip(names.of_file, names.of_model) if pair[0] != pair[1]]
         return (
             f"{len(pairs)} of {len(names.of_model)} classes have other names in the weights "
-            f"({_some([f'{theirs} for {ours}' for theirs, ours in pairs])}): matched by order"
+            f"({_some([f'{in_file} for {in_model}' for in_file, in_model in pairs])}): "
+            "matched by order"
         )
     return report.by_name
 
@@ -837,22 +839,26 @@ def _by_name(
     None where names do not help: not known, not those of the class layers, the same in the same
     order; or none agrees and the file has another number, which leaves layers of classes fresh.
     """
-    theirs, ours = names.of_file, names.of_model
-    places = match_classes(ours, theirs)
-    if not names.help() or len(ours) != model.num_classes or places == [*range(len(theirs))]:
+    in_file, in_model = names.of_file, names.of_model
+    places = match_classes(in_model, in_file)
+    if (
+        not names.tell_apart()
+        or len(in_model) != model.num_classes
+        or places == [*range(len(in_file))]
+    ):
         return None
     pairs = tuple((place, number) for number, place in enumerate(places) if place is not None)
     keys = tuple(key for key in matched if key.startswith(model.class_layers))
     of_classes_alone = model.rows_before_classes == 0
-    if not keys or (not pairs and len(theirs) != len(ours) and of_classes_alone):
+    if not keys or (not pairs and len(in_file) != len(in_model) and of_classes_alone):
         return None
     found = _ByName(keys, linear, model.rows_before_classes, names, pairs)
     for key in keys:
         there, here = (
             _classes_first(shape, key in linear) for shape in (matched[key].shape, shapes[key])
         )
-        groups, odd = divmod(here[0], found.before + len(ours))
-        if odd or there != (groups * (found.before + len(theirs)), *here[1:]):
+        groups, odd = divmod(here[0], found.before + len(in_model))
+        if odd or there != (groups * (found.before + len(in_file)), *here[1:]):
             return None
     return found
 

@@ -119,8 +119,8 @@ def load_weights(
     known = card is not None and len(card.class_names) == config.model.num_classes
     dataset = None if names_alone and known else validation_set(config, warn, card)
     spec = describe(config, dataset, card)
-    if told := load_all_weights(model, weights, names_for(weights, spec.class_names)):
-        warn(f"{weights}: {told}")
+    if class_note := load_all_weights(model, weights, names_for(weights, spec.class_names)):
+        warn(f"{weights}: {class_note}")
     model.fuse()
     return _loaded(spec, EagerGraph(model, spec.nms), spec.nms is not None)
 

@@ -209,9 +209,9 @@ def frames_of(source: Source, report: Callable[[str], None]) -> Iterator[Frame]:
 
 
 def readable_frames(source: Source, report: Callable[[str], None]) -> Iterator[Frame]:
-    """As `frames_of`; reports damaged frames alone.
+    """Yields the frames of a source, as `frames_of` does; reports damaged frames only.
 
-    Raises: DataError: it cannot be reached or read.
+    Raises: DataError: the source cannot be reached or read.
     """
     if not source.is_video:
         yield Frame(source.name, None, read_source(source.place))
@@ -297,8 +297,8 @@ def as_image(given: Any) -> np.ndarray:
         f"{type(given).__name__} is not an image; expected a path, a URL, uint8 RGB [H, W, 3], a "
         "Pillow image, or the bytes of an image file",
         code="image_array",
-        fix="imread gives None for a file that is not there or no image: check its path, or give "
-        "the path itself"
+        fix="imread returns None for a file that is missing or no image: check its path, or "
+        "give the path itself"
         if given is None
         else "",
     )

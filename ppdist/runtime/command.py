@@ -156,7 +156,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def interrupted() -> int:
-    """Says that Ctrl-C ended it; returns the exit code."""
+    """Prints that Ctrl-C ended the program; returns the exit code."""
     say("\npredictor: stopped by Ctrl-C", sys.stderr)
     return 128 + signal.SIGINT
 

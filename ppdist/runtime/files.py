@@ -22,10 +22,10 @@ _DRAFT_FLAGS = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEX
 
 
 def draft_of(path: Path) -> Path:
-    """A new name beside `path`, to write or delete it under.
+    """Returns a new name beside `path`, under which to write or delete it.
 
-    `.NAME.HOST.PID.RANDOM`: nobody can put a link there beforehand, and whose it was can be seen
-    when the process is gone.
+    It is `.NAME.HOST.PID.RANDOM`: nobody can put a link there beforehand, and a later process can
+    tell whose it was (`common.drafts.remove_drafts`).
     """
     name = path.name
     if len(os.fsencode(name)) > _NAME_BYTES:
@@ -77,7 +77,7 @@ def sync_path(path: Path) -> None:
 
 
 def open_own(path: Path, mode: str, **options: Any) -> IO[Any]:
-    """`open` for writing, of a file that grows; deletes a link there.
+    """Opens a file that grows for writing, as `open` does; deletes a link in its place.
 
     Raises: OSError.
     """
@@ -85,7 +85,7 @@ def open_own(path: Path, mode: str, **options: Any) -> IO[Any]:
 
 
 def own_handle(path: str | Path, flags: int, mode: int = 0o666) -> int:
-    """`os.open` for writing, after deleting a link there.
+    """Opens a file for writing, as `os.open` does; deletes a link in its place.
 
     Raises: OSError.
     """

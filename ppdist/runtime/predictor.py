@@ -273,7 +273,7 @@ def antialiased(image_HW3: np.ndarray, size_wh: tuple[int, int]) -> np.ndarray:
 
 
 def _averaged(rows_LK: np.ndarray, length: int) -> np.ndarray:
-    """`length` rows, each a mean of rows_LK (uint8) under a triangle."""
+    """Computes `length` rows, each a mean of rows_LK (uint8) weighted by a triangle."""
     result = np.empty((length, rows_LK.shape[1]), np.uint8)
     for row, (first, weight_R) in enumerate(_triangles(len(rows_LK), length)):
         result[row] = weight_R @ rows_LK[first : first + len(weight_R)] + 0.5
@@ -282,7 +282,7 @@ def _averaged(rows_LK: np.ndarray, length: int) -> np.ndarray:
 
 @functools.lru_cache(maxsize=16)
 def _triangles(count: int, length: int) -> list[tuple[int, np.ndarray]]:
-    """First row and weights of each of `length` means of `count` rows.
+    """Returns the first row and the weights of each of `length` means of `count` rows.
 
         weight_i = max(0, 1 - |i + 1/2 - centre| / reach) / sum,  reach = max(1, count / length)
 
@@ -514,7 +514,7 @@ class OpenVinoGraph:
 
 
 def _has_signed_activations(model: Any) -> bool:
-    """Whether an openvino.Model rounds activations to int8."""
+    """Returns True if an openvino.Model rounds activations to int8."""
     return any(
         operation.get_type_name() == "Convert"
         and operation.output(0).get_element_type().get_type_name() == "i8"
@@ -694,10 +694,10 @@ def chosen_backend(spec: dict[str, Any], backend: str, device: str, kind: str) -
 
 
 def doubt_about(spec: Mapping[str, Any], backend: str, kind: str) -> str:
-    """Warning where the export did not find a runtime right.
+    """Warns where the export did not confirm that a runtime computes the model right.
 
     Args: spec: the content of infer.yml.  backend, kind: as in `chosen_backend`.
-    Returns: "": it did.
+    Returns: the warning; "": the export confirmed it, or the backend needs no such check.
     """
     section = _CHECKED_OPENVINO.get(kind) if backend == "openvino" else None
     if section is None or spec.get(section):

@@ -338,14 +338,14 @@ def _readable(name: str, label: int) -> str:
 
 
 def without_emoji(name: str) -> str:
-    """A class name without symbols, for fonts that lack them."""
-    kept = (
+    """Removes emoji and other symbols from a class name, for fonts that lack them."""
+    letters = (
         letter
         for letter in name
         if unicodedata.category(letter) not in ("So", "Sk", "Cf", "Me")
         and not "\ufe00" <= letter <= "\ufe0f"  # which form a symbol has
     )
-    return " ".join("".join(kept).split())
+    return " ".join("".join(letters).split())
 
 
 def _scale(canvas_HW3: np.ndarray) -> float:

@@ -196,7 +196,10 @@ class Store:
         sync_path(self.folder)  # the name, too, before there are trials
 
     def _require_whole(self, journal: Path) -> None:
-        """Raises: ConfigError: a line is no entry, or all are gone."""
+        """Checks that every line of the journal is an entry, and that it has some if trials exist.
+
+        Raises: ConfigError `study_damaged`.
+        """
         number = 0
         with suppress(FileNotFoundError), journal.open("rb") as file:
             for number, line in enumerate(file, start=1):

@@ -167,20 +167,23 @@ def judge(config: ExperimentConfig, folder: Path) -> None:
         ranks = dict(file)
     batches = config.train.micro_batches(1)
     with redirect_stdout(io.StringIO()):  # the ranks have said all of it
-        found = compare_alone(config, ranks, folder)
+        comparison = compare_alone(config, ranks, folder)
     report = {
         **job,
         "micro_batches": {"count": batches.count, "images": batches.images},
         "sync_bn": batches.spread,
     }
-    report |= found
+    report |= comparison
     (folder / "report.json").write_text(json.dumps(report), encoding="utf-8")
 
 
 def compare_alone(config: ExperimentConfig, ranks: Trace, folder: Path) -> Report:
-    """Trains on one rank, and compares; see `compare`.
+    """Trains on one rank and compares; draws further roundings while something is too far off.
 
-    Args: folder: has what the steps of the ranks began with.
+    Args:
+        ranks: the trace of the ranks.
+        folder: has what the steps of the ranks began with.
+    Returns: see `compare`.
     """
     steps, tolerance = len(ranks["norm/gradient"]), tolerance_of(config)
     free = train_steps(config, steps)
@@ -280,8 +283,8 @@ def train_steps(
         steps: it takes fewer if the run is shorter.
         rounding: is done to the weights before every step.  With synchronised statistics one rank
             then computes batch norm as ranks do, not as it would.
-        keep: a folder that gets, from rank 0, what each step begins with.
-        begin: such a folder: with what is there each step but the first begins.
+        keep: a folder in which rank 0 saves what each step begins with.
+        begin: such a folder; each step but the first begins with what is saved there.
     """
     with tempfile.TemporaryDirectory() as folder:
         experiment = build_training(
@@ -298,7 +301,7 @@ def train_steps(
     parameters = {k: v for k, v in step.model.named_parameters() if not v.stop_gradient}
     weights = before = _weights(step)
     average = Average(weights, schedule.ema_decay)
-    befores, afters, averages = [], [], []
+    sketches_before, sketches_after, averages = [], [], []
     batches, results = trainer.batch_source.batches(0, None), []
     restart = schedule.ema_restart
     for number in range(count):
@@ -313,19 +316,19 @@ def train_steps(
         if rounding is not None:
             rounding.move(parameters, before, number)
             before = {key: _array(value) for key, value in parameters.items()}
-        befores.append(_sketches(step, _weights(step)))
+        sketches_before.append(_sketches(step, _weights(step)))
         rates = schedule.lr_scheduler.rates(number)
         numbers = trainer.batch_source.numbers(number)
         results.append(step(batches, numbers, number, rates, False, Clock()))
         weights = _weights(step)
-        afters.append(_sketches(step, weights))
+        sketches_after.append(_sketches(step, weights))
         if results[-1].applied:
             average.update(weights)
         if step.ema is not None and begin is None:  # else the weights do not follow one another
             decay = average.decay(max(1, average.updates))
             averages.append({"off": average.off(step.ema.average), "decay": decay})
     trace = _columns("losses", [result.losses for result in results])
-    trace |= _columns("before", befores) | _columns("after", afters)
+    trace |= _columns("before", sketches_before) | _columns("after", sketches_after)
     trace |= _columns("average", averages)
     trace["norm/gradient"] = np.array([result.gradient_norm for result in results])
     trace["digest"] = _digest(step)
@@ -420,7 +423,8 @@ class Measurement:
         step: counted from 1.
         rounding: how far a rounding of the weights carries this step of one rank.
         allowed: of `difference`.
-        free: largest difference of the runs whose steps follow one another; None: the same.
+        free: largest difference between runs whose steps follow one another; None: of averaged
+            weights, whose `difference` is that already.
         telling_steps: where so little is allowed that a wrong step would be found out.
     """
 
@@ -449,7 +453,7 @@ def compare(
     """
     found = measure(ranks, alone, moved, free, tolerance=tolerance)
     # A step tells right from wrong if one of the two does.
-    rounding_S = np.minimum(*(_most(off, moved, alone) for off in (losses_off, norm_off)))
+    rounding_S = np.minimum(*(_largest(off, moved, alone) for off in (losses_off, norm_off)))
     tells_S = _ROUNDINGS_ALLOWED * rounding_S <= _BLIND
     return {
         "tolerance": tolerance,
@@ -465,7 +469,7 @@ def measure(
     """The rows of `compare`."""
     found = []
     for name, off_by_step in (("losses", losses_off), ("gradient norm", norm_off)):
-        rounding_S = _most(off_by_step, moved, alone)
+        rounding_S = _largest(off_by_step, moved, alone)
         allowed_S = np.maximum(tolerance, _ROUNDINGS_ALLOWED * rounding_S)
         off_S = off_by_step(ranks, alone)
         row = _worst(name, off_S, rounding_S, allowed_S, np.full(len(off_S), _BLIND))
@@ -475,7 +479,7 @@ def measure(
         if not moved_S.any():  # a model without statistics has none that move
             continue
         off_by_step = partial(updates_off, group=group)
-        rounding_S = _most(off_by_step, moved, alone)
+        rounding_S = _largest(off_by_step, moved, alone)
         allowed_S = np.maximum(tolerance * moved_S, _ROUNDINGS_ALLOWED * rounding_S)
         allowed_S = np.maximum(allowed_S, ROUNDINGS["float32"])
         off_S = off_by_step(ranks, alone)
@@ -487,11 +491,11 @@ def measure(
     return found
 
 
-def _most(
+def _largest(
     off_by_step: Callable[[Trace, Trace], np.ndarray], moved: Sequence[Trace], alone: Trace
 ) -> np.ndarray:
-    """How far roundings carry each step: the largest of all draws [S]."""
-    return np.max([off_by_step(each, alone) for each in moved], axis=0)
+    """Returns how far roundings carry each step, the largest of all draws [S]."""
+    return np.max([off_by_step(trace, alone) for trace in moved], axis=0)
 
 
 def _averages(ranks: Trace, alone: Trace) -> Measurement:
@@ -537,7 +541,7 @@ def norm_off(one: Trace, other: Trace) -> np.ndarray:
 
 
 def updates_off(one: Trace, other: Trace, *, group: str) -> np.ndarray:
-    """How far the updates of each step are apart, relative [S].
+    """Measures how far apart the updates of each step are, relative to what they lead to [S].
 
         |update of one - update of other| / |other|
 
@@ -548,7 +552,7 @@ def updates_off(one: Trace, other: Trace, *, group: str) -> np.ndarray:
 
 
 def _relative(trace: Trace, group: str, rows: np.ndarray) -> np.ndarray:
-    """|after - rows| / |after| of each step [S], after it."""
+    """Computes |after - rows| / |after| for each step [S]; L2 norms over all arrays."""
     after = trace[f"after/{group}"]
     size_S = np.maximum(np.linalg.norm(after, axis=1), 1e-12)
     return _finite(np.linalg.norm(after - rows, axis=1) / size_S)

@@ -304,7 +304,7 @@ _EUROPEAN_FONTS = ("DejaVuSans.ttf", "arial.ttf")
 
 
 def readable(name: str, label: int) -> str:
-    """The class name, without emoji if no font has them, or `#label`."""
+    """Returns the class name, without emoji if no font has them, or `#label`."""
     for text in (name, without_emoji(name)):
         if text and (text.isascii() or _font_of(text)):
             return text

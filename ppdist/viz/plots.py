@@ -89,10 +89,7 @@ def fonts() -> list[str]:
 
 
 def drawable(name: str, label: int, most: int = _MOST_LETTERS) -> str:
-    """The class name, shortened, as far as fonts have its letters.
-
-    Without emoji, or `#label`, where they do not.
-    """
+    """Returns the class name, shortened; without emoji, or `#label`, if fonts lack its letters."""
     name = name if len(name) <= most else f"{name[: most - 3]}..."
     name = name if _in_fonts(name) else without_emoji(name)
     if not name or not _in_fonts(name):
@@ -562,20 +559,20 @@ _BACKGROUND = "background"
 
 
 def confusion(evaluation: Mapping[str, Any]) -> Figure | None:
-    """Confusion matrices in percent of the true objects and in counts.
+    """Draws the confusion matrices in percent of the true objects and in counts.
 
-    An object that is called several things counts for each, so a row may exceed 100 %; the diagonal
-    is the recall.
+    The diagonal is the recall.  An object with detections of several classes counts for each, so a
+    row may exceed 100 %.
 
-    Returns: None: it is absent.
+    Returns: None: there is no confusion, or no object and no detection in it.
     """
     found = evaluation.get("confusion")
     size = len(found.get("counts") or found["true_counts"]) if found else 0
     if not found or not size:
         return None
     cells = np.array(found.get("cells") or [], np.int64).reshape(-1, 3)
-    if whole := found.get("counts"):
-        counts_SS = np.array(whole, np.int64)
+    if matrix := found.get("counts"):
+        counts_SS = np.array(matrix, np.int64)
         rows, columns = np.nonzero(counts_SS)
         cells = np.stack([rows, columns, counts_SS[rows, columns]], axis=1)
     drawn_S, which = _drawn_classes(cells, size)
@@ -587,9 +584,9 @@ def confusion(evaluation: Mapping[str, Any]) -> Figure | None:
     inside = (places >= 0).all(1)
     counts = np.zeros((len(drawn_S), len(drawn_S)))
     counts[tuple(places[inside].T)] = cells[inside, 2]
-    called = [*evaluation["class_names"]]
+    class_names = [*evaluation["class_names"]]
     names = [
-        drawable(called[at], at, _ROW_NAME_LETTERS) if at < len(called) else _BACKGROUND
+        drawable(class_names[at], at, _ROW_NAME_LETTERS) if at < len(class_names) else _BACKGROUND
         for at in drawn_S.tolist()  # of a classifier there is no background
     ]
     beside = len(names) <= _BESIDE
@@ -599,10 +596,12 @@ def confusion(evaluation: Mapping[str, Any]) -> Figure | None:
         title += f" of boxes that meet with IoU {iou:g} or more, confidence {confidence:.3g}"
     width = side if beside else side + 0.6
     figure, (shares, absolute) = panels(2, 1 + beside, width, side, title=title + which, grid=False)
-    known = np.array(found.get("true_counts") or np.bincount(cells[:, 0], cells[:, 2], size))
+    true_S = np.array(found.get("true_counts") or np.bincount(cells[:, 0], cells[:, 2], size))
     for at, row in enumerate(evaluation.get("per_class") or ()):
-        known[at] = row.get("objects") or known[at]
-    _matrix(shares, 100 * counts / np.maximum(known[drawn_S], 1)[:, None], names, Normalize(0, 100))
+        true_S[at] = row.get("objects") or true_S[at]
+    _matrix(
+        shares, 100 * counts / np.maximum(true_S[drawn_S], 1)[:, None], names, Normalize(0, 100)
+    )
     _matrix(absolute, counts, names, PowerNorm(0.4, 0, max(1.0, counts.max())))
     of_boxes = _BACKGROUND in names[-1:]
     shares.set_title("% of the true objects" if of_boxes else "% of the true images")
@@ -611,10 +610,10 @@ def confusion(evaluation: Mapping[str, Any]) -> Figure | None:
 
 
 def _drawn_classes(cells_K3: np.ndarray, size: int) -> tuple[np.ndarray, str]:
-    """The rows of a confusion matrix that are drawn, and a note.
+    """Chooses the rows of a confusion matrix that are drawn; returns them, and a note.
 
-    Of more classes than can be named only those with objects or detections, and of more of those
-    the most confused ones.
+    If there are more classes than can be named, they are those with objects or detections; if there
+    are more of these, too, the most confused ones.
     """
     if size <= _MOST_NAMED_ROWS + 1:
         return np.arange(size), ""

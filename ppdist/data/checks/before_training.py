@@ -247,25 +247,25 @@ def _outcome(
             if found.problem is not None
         ]
         bad[split] = [(position, problem.text, problem.code) for position, _, problem in problems]
-        doubtful = [(problem.code, f"{path}: {problem.text}") for _, path, problem in problems]
-        doubtful += [
+        doubts = [(problem.code, f"{path}: {problem.text}") for _, path, problem in problems]
+        doubts += [
             (kind, path)
-            for path, found in images
-            for kind in found.notes
+            for path, image in images
+            for kind in image.notes
             if KINDS[kind].severity == "warning"
         ]
-        doubtful += [
+        doubts += [
             ("image_duplicate", f"{path} and {first}") for path, first in duplicates(images).items()
         ]
-        for kind, count in Counter(kind for kind, _ in doubtful).items():
-            first_of = [text for code, text in doubtful if code == kind][:_EXAMPLES]
+        for kind, count in Counter(kind for kind, _ in doubts).items():
+            examples = [text for code, text in doubts if code == kind][:_EXAMPLES]
             what = KINDS[kind]
             follows = f"training: {what.training}"
             if split != "train" and what.evaluation:
                 follows = what.evaluation
             lines.append(
                 f"{sets[split].source}: {kind}: {count} of {len(images)} images: {what.meaning}; "
-                f"{follows}; first: {'; '.join(first_of)}"
+                f"{follows}; first: {'; '.join(examples)}"
             )
     if "val" in checked and not same_list(checked["train"], checked["val"]):
         leaking = [*leaks(checked["train"], checked["val"])]

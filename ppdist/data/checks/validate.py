@@ -64,7 +64,7 @@ class Row:
 
     @property
     def what_follows(self) -> str:
-        """What training and evaluation do about it, where they meet it."""
+        """What training and evaluation do about it, of those whose split has it."""
         training, evaluation = self.kind.training, self.kind.evaluation or self.kind.training
         if not self.counts.get("val") or training == evaluation:
             return training
@@ -209,7 +209,7 @@ def _of_objects(raw: RawSet) -> Iterator[Issue]:
 
 def _of_boxes(raw: RawSet) -> Iterator[Issue]:
     first_O = first_alike(RawColumns.of(raw, masks=False)).tolist()
-    things = [thing for image in raw.images for thing in image.objects]
+    objects = [entry for image in raw.images for entry in image.objects]
     number = 0
     for image in raw.images:
         path = str(image.path)
@@ -223,7 +223,7 @@ def _of_boxes(raw: RawSet) -> Iterator[Issue]:
                 meaning = KINDS[problem].meaning
                 yield Issue(problem, f"{shown}{inside}: {meaning}", path, entry.where)
             if first_O[number] != number:
-                name, first = raw.class_names[entry.label], things[first_O[number]].where
+                name, first = raw.class_names[entry.label], objects[first_O[number]].where
                 what = f"{shown}, {name!r}, of {path} is a duplicate of {first}"
                 yield Issue("box_duplicate", what, path, entry.where)
             number += 1

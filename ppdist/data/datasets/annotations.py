@@ -388,14 +388,14 @@ def to_detection_set(
     said = _say_lost(columns, lost, int((annotated_N == 0).sum()))
     notes = (*notes, *_say_repeats(columns, repeats_N), *policy.report(), *said)
     repeats_N = repeats_N[kept_N]
-    shown = np.flatnonzero(repeats_N)
+    repeated = np.flatnonzero(repeats_N)
     return DetectionSet(
         Records.of_arrays(arrays),
         columns.class_names,
         columns.category_ids,
         columns.source,
         notes,
-        duplicates=dict(zip(shown.tolist(), repeats_N[shown].tolist())),
+        duplicates=dict(zip(repeated.tolist(), repeats_N[repeated].tolist())),
     )
 
 
@@ -418,7 +418,7 @@ def absolute_paths(paths: Iterable[str]) -> list[str]:
 
 
 def _say_repeats(columns: RawColumns, repeats_N: np.ndarray) -> tuple[str, ...]:
-    """Logs and returns a line about boxes that are given twice."""
+    """Logs and returns a line about boxes that repeat another one; (): there are none."""
     if not repeats_N.any():
         return ()
     images = np.flatnonzero(repeats_N)
@@ -794,7 +794,7 @@ def split_of(name: str) -> str:
 
 
 def split_of_folders(path: str) -> str:
-    """Split that the deepest of a path's folders indicates; "": none."""
+    """Returns the split that the deepest of a path's folders indicates; "": none."""
     deepest_first = reversed(Path(path).parent.parts)
     return next(filter(None, map(split_of, deepest_first)), "")
 
@@ -807,11 +807,11 @@ def find_image(folder: Path, name: str, where: str, complain: Complain) -> Path 
     A name is relative to the folder, or an absolute path of an image.  Where there is no such file,
     it may be there in other bytes: names from an archive made on a Chinese Windows are GBK on disk,
     on a Western one Windows-1252, macOS takes letters and accents apart, and Windows separates
-    folders by a backslash.  Label Studio percent-encodes names, which an issue says.  Else it is
-    what the end of the name leads to, because tools write paths
-    of their own machines and folders (`data/obj_train_data/a.jpg`, `..\\..\\upload\\a.jpg`), or the
-    only file below the folder with its last part; an issue says so.  An image of another split
-    never is: a training image that is missing is not the validation's of that name.
+    folders by a backslash.  Label Studio percent-encodes names.  Else it is what the end of the
+    name leads to, because tools write paths of their own machines and folders
+    (`data/obj_train_data/a.jpg`, `..\\..\\upload\\a.jpg`), or the only file below the folder with
+    its last part.  In these three cases an issue says so.  An image of another split never is: a
+    training image that is missing is not the validation's of that name.
     """
     path, outside = None, None
     try:
@@ -860,9 +860,9 @@ def _other_spellings(name: str) -> Iterator[str]:
 
 
 def encoded_name(folder: str | os.PathLike[str], name: str) -> str:
-    """File below a folder whose name differs in percent-encoding; "": none.
+    """Finds the file below a folder whose name differs in percent-encoding; "": none.
 
-    Either may be encoded, that of the file or the one that is given.
+    Either the name of the file or `name` may be encoded.
     """
     for form in dict.fromkeys((name, unquote(name))):
         path = os.path.normpath(os.path.join(folder, form))
@@ -878,7 +878,7 @@ def encoded_name(folder: str | os.PathLike[str], name: str) -> str:
 
 @lru_cache(maxsize=64)
 def _encoded_in(folder: str) -> dict[str, str]:
-    """The percent-encoded names in a folder, by what they mean."""
+    """Maps the decoded form of percent-encoded names in a folder to these names."""
     return {unquote(name): name for name in _names_in(folder) if "%" in name}
 
 
@@ -899,8 +899,8 @@ def _of_another_split(path: str, name: str, where: str) -> bool:
     """
     listing = Path(where)
     is_list = listing.suffix.lower() in (".txt", ".json")
-    asked = {split_of_folders(name), split_of(listing.stem) if is_list else ""} - {""}
-    return bool(asked) and split_of_folders(path) not in {*asked, ""}
+    requested = {split_of_folders(name), split_of(listing.stem) if is_list else ""} - {""}
+    return bool(requested) and split_of_folders(path) not in {*requested, ""}
 
 
 def is_there(path: str | os.PathLike[str]) -> bool:

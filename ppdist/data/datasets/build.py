@@ -467,8 +467,8 @@ def limited(dataset: DetectionSet, limit: int | None, key: str) -> DetectionSet:
         more = f" and {len(absent) - 5} more" if len(absent) > 5 else ""
         note += f", without any object of {', '.join(absent[:5])}{more}"
     place_of = {index: place for place, index in enumerate(chosen)}
-    shown = dataset.duplicates.keys() & place_of.keys()
-    duplicates = {place_of[index]: dataset.duplicates[index] for index in sorted(shown)}
+    indices = sorted(dataset.duplicates.keys() & place_of.keys())
+    duplicates = {place_of[index]: dataset.duplicates[index] for index in indices}
     return replace(dataset, records=few, limited=note, duplicates=duplicates)
 
 

@@ -699,7 +699,7 @@ def _repeats(ids_N: np.ndarray) -> list[tuple[int, int]]:
 
 
 def _with_name(entry: Any) -> Any:
-    """Adds the end of its address to an image without name (LVIS)."""
+    """Names an image without `file_name` by the end of its address, as LVIS means it."""
     url = entry.get("coco_url") if isinstance(entry, dict) and "file_name" not in entry else None
     if not isinstance(url, str) or not url:
         return entry
@@ -763,15 +763,12 @@ def classes_of(
 
 
 def _group(entries: Sequence[Mapping[str, Any]], used: Collection[int | None]) -> int | None:
-    """Unused category that is the supercategory of all others; None: none.
-
-    Returns: its id.
-    """
-    above = Counter(str(entry.get("supercategory")) for entry in entries)
+    """Returns the id of the unused category that is the supercategory of all others, or None."""
+    child_counts = Counter(str(entry.get("supercategory")) for entry in entries)
     for entry in entries:
         name = str(entry["name"])
-        others = above[name] - (str(entry.get("supercategory")) == name)
-        if 0 < others == len(entries) - 1 and whole_number(entry["id"]) not in used:
+        children = child_counts[name] - (str(entry.get("supercategory")) == name)
+        if 0 < children == len(entries) - 1 and whole_number(entry["id"]) not in used:
             return whole_number(entry["id"])
     return None
 

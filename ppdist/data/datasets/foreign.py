@@ -62,7 +62,8 @@ class _Shape(NamedTuple):
 class _Annotated(NamedTuple):
     """An image as a tool annotates it.
 
-    path: None: outside the folder, and complained of.  sides: width, height; None: not annotated.
+    path: None: outside the folder, and an issue says so.
+    sides: width and height in pixels as annotated; None: not annotated.
     """
 
     path: Path | None
@@ -73,7 +74,7 @@ class _Annotated(NamedTuple):
 
 
 def tool_of(folder: Path) -> str:
-    """Returns the tool or public set of a folder, or ""."""
+    """Returns the tool or public data set whose annotations a folder holds; "": none of these."""
     return next((tool for _, tool in _files_of_tools(folder)), "")
 
 
@@ -126,9 +127,9 @@ def _image(each: _Annotated, number: int, known: Sequence[str], complain: Compla
     if each.sides is None:
         size = own_size(each.path)
     else:
-        said = "width {!r:.20}, height {!r:.20}".format(*each.sides)
+        annotated = "width {!r:.20}, height {!r:.20}".format(*each.sides)
         width, height = map(whole_number, each.sides)
-        size = size_of(each.path, width, height, said, each.where, complain)
+        size = size_of(each.path, width, height, annotated, each.where, complain)
     objects: dict[Any, RawObject] = {}
     for place, shape in enumerate(each.shapes):
         if shape.name in _NO_CLASS:
@@ -275,7 +276,7 @@ def _of_kitti(
 ) -> Iterator[_Annotated]:
     """Yields the image of a KITTI file.
 
-    A line is a class, three numbers, x1 y1 x2 y2, and what is known in three dimensions.
+    A line is a class, three numbers, x1 y1 x2 y2, and a box in three dimensions.
 
     Raises: ValueError: the file is of another kind.
     """
@@ -289,7 +290,7 @@ def _of_kitti(
 
 
 def _lines(file: Path, complain: Complain) -> Iterator[tuple[str, str]]:
-    """Place and text of each line that is not empty."""
+    """Yields the place, `file:line`, and the text of each line that is not empty."""
     for number, line in enumerate(read_text(file, complain).splitlines(), start=1):
         if line.strip():
             yield f"{file}:{number}", line.strip()
@@ -298,7 +299,7 @@ def _lines(file: Path, complain: Complain) -> Iterator[tuple[str, str]]:
 def _annotated_beside(
     file: Path, folder: Path, shapes: Sequence[_Shape], complain: Complain
 ) -> _Annotated:
-    """The image of a text file: annotations/train/a.txt is of images/train/a.jpg."""
+    """Finds the image of a text file: annotations/train/a.txt is of images/train/a.jpg."""
     inside = Path(os.path.relpath(file.parent, folder))
     place = folder.joinpath(*(_IMAGES_OF.get(part, part) for part in inside.parts))
     names = [f"{file.stem}{suffix}" for suffix in _IMAGE_SUFFIXES]

@@ -88,7 +88,7 @@ class Layout:
         }  # fmt: skip
 
 
-# Data files that come with its package, by their names without .yaml.
+# Names without .yaml of the data files in the package of ultralytics.
 _OF_ULTRALYTICS = (
     *("coco", "coco8", "coco128", "voc", "objects365", "lvis", "visdrone", "xview", "sku-110k"),
     *("argoverse", "globalwheat2020", "open-images-v7"),
@@ -231,9 +231,9 @@ _LABEL_KINDS: dict[str, tuple[str, Callable[[Path], bool]]] = {
 
 
 def _check_one_format(layout: Layout, kinds: Mapping[str, str]) -> None:
-    """Checks that labels of one format have all objects of a split.
+    """Checks that the labels of the chosen format have all objects of a split.
 
-    XML and text files of the same images are two forms of one set.
+    XML and text files of the same images are two forms of one set, of which one is read.
 
     Args: kinds: those of `_label_kinds`.
     Raises: DataError: some images of a split are labelled in XML and others in text files alone.
@@ -245,21 +245,21 @@ def _check_one_format(layout: Layout, kinds: Mapping[str, str]) -> None:
         kind, _ = _LABEL_KINDS.get(os.path.splitext(file)[1].lower(), ("", None))
         if kind in of_format:
             of_format[kind][_split_and_stem(file, layout.root)] = file
-    used = of_format.pop(layout.format)
+    chosen = of_format.pop(layout.format)
     ((other, labels),) = of_format.items()
     for part in (layout.train, layout.val, layout.test):
-        lost: list[tuple[str, str]] = []
+        ignored: list[tuple[str, str]] = []
         for image in () if part is None else _images_of_split(layout, part):
             split, stem = _split_and_stem(image, layout.root)
             places = (split, stem), ("", stem)
             label = next((labels[place] for place in places if place in labels), None)
-            if label and used.keys().isdisjoint(places) and _has_objects(Path(label)):
-                lost.append((image, label))
-        if lost:
-            image, label = lost[0]
+            if label and chosen.keys().isdisjoint(places) and _has_objects(Path(label)):
+                ignored.append((image, label))
+        if ignored:
+            image, label = ignored[0]
             raise DataError(
                 f"has both {_FORMAT_NAMES[layout.format]} and {_FORMAT_NAMES[other]} labels, of "
-                f"different images: {len(lost)} images of a split have only the latter, first "
+                f"different images: {len(ignored)} images of a split have only the latter, first "
                 f"{_relative(Path(image), layout.root)} with {_relative(Path(label), layout.root)}",
                 code="split_ambiguous",
                 where=str(layout.root),
@@ -268,9 +268,9 @@ def _check_one_format(layout: Layout, kinds: Mapping[str, str]) -> None:
 
 
 def _images_of_split(layout: Layout, part: SplitConfig) -> Iterator[str]:
-    """Paths of the images that a split may have.
+    """Yields the paths of the images that a split may have.
 
-    Those of a Pascal VOC list all need an XML file, so they are left out.
+    Images of a Pascal VOC list are left out, because all of them need an XML file.
     """
     lists = [layout.root / each for each in part.annotation_files]
     if any(map(Path.is_file, lists)):
@@ -283,13 +283,13 @@ def _images_of_split(layout: Layout, part: SplitConfig) -> Iterator[str]:
 
 
 def _split_and_stem(file: str, root: Path) -> tuple[str, str]:
-    """Split that a file's folders indicate, and its name without suffix."""
+    """Returns the split that a file's folders indicate, and its name without suffix."""
     inside = os.path.relpath(file, root)
     return split_of_folders(inside), os.path.splitext(os.path.basename(inside))[0]
 
 
 def _has_objects(label: Path) -> bool:
-    """Whether an XML or text file labels an object."""
+    """Returns True if an XML or text file labels an object."""
     if label.suffix.lower() == ".xml":
         return b"<object" in label.read_bytes()
     return label.stat().st_size > 0 and is_label(label)
@@ -390,7 +390,7 @@ def foreign_kind(file: str | Path) -> tuple[str, str]:
 
 
 def _kind_suffix(file: str | Path) -> str:
-    """Suffix in lower case; of a shard, `a.tfrecord-00000-of-00010`, that of the whole."""
+    """Returns the suffix in lower case; .tfrecord for the shard `a.tfrecord-00000-of-00010`."""
     return os.path.splitext(file)[1].lower().partition("-")[0]
 
 
@@ -499,8 +499,8 @@ def _one(candidates: Sequence[Path], split: str, folder: Path) -> Path:
 
 
 def _tests_note(present: bool) -> tuple[tuple[str, str], ...]:
-    why = "evaluate it later: `ppdist eval -w RUN --split test`"
-    return (("test split: not used in training", why),) if present else ()
+    reason = "evaluate it later: `ppdist eval -w RUN --split test`"
+    return (("test split: not used in training", reason),) if present else ()
 
 
 def _relative(path: Path, root: Path) -> str:
@@ -600,7 +600,7 @@ def _place(base: Path, entry: Node, keys: Mapping[str, Node], notes: list[tuple[
                 notes.append((f"{text}: read as {bare}", "as Roboflow means it"))
             return path
     if end := _by_its_end(base, forward):
-        notes.append((f"{text}: not there", f"taken: {end}, where its end leads to"))
+        notes.append((f"{text}: not there", f"using {end}, to which the end of the path leads"))
         return end
     if "download" in keys:
         raise DataError(
@@ -620,9 +620,9 @@ def _place(base: Path, entry: Node, keys: Mapping[str, Node], notes: list[tuple[
 
 
 def _by_its_end(base: Path, name: str) -> Path | None:
-    """The longest end of another machine's path that is there below `base`.
+    """Finds the longest end of another machine's path that exists below `base`.
 
-    It has the last folder or file that says a split, so that no split stands for another.
+    It keeps the last part that names a split, so that no split stands for another.
     """
     parts = [part for part in name.split("/") if part not in ("", os.curdir, os.pardir)]
     of_split = [place for place, part in enumerate(parts) if split_of(part)]
@@ -935,10 +935,10 @@ def _of_yolo(root: Path) -> Layout | None:
     holding = [root / "labels", root / "data", root]
     holding += [place for place in splits["train"] if place.is_dir()]
     label_files = (file for each in holding if each.is_dir() for file in files_below(each))
-    first = next((file for file in label_files if is_label(Path(file))), None)
-    if first is None:
+    first_label = next((file for file in label_files if is_label(Path(file))), None)
+    if first_label is None:
         return None
-    _refuse_foreign([first], str(root))
+    _refuse_foreign([first_label], str(root))
     chosen = [place for place in splits["train"] if place.is_dir()]
     own = own_names(root, [*(label_folder(each, root) for each in chosen), *chosen])
     further = (class_names(each, ()) for each in holding if each.is_dir())

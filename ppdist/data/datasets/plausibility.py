@@ -1,6 +1,6 @@
-"""Plausibility of a split's boxes: their unit, their order, repeats.
+"""Checks whether the boxes of a split are plausible: their unit, their order, repeats.
 
-What any reader has read is asked here, so a mistake is met alike in every format.
+It checks what the readers of all formats return, so every format refuses the same mistakes.
 """
 
 from collections.abc import Callable
@@ -20,13 +20,14 @@ _NEARLY_ALL = 0.98  # of the boxes
 
 
 class _Misreading(NamedTuple):
-    """What the four numbers of a format are mistaken for.
+    """A mistake in the order of a format's four numbers.
 
-    meant: boxes [P, 4] as read -> as meant.  names: of the numbers, as the format has them and as
-    they are meant.  fix: how to write them.
+    reread: boxes [P, 4], xyxy, as read -> as they were meant.
+    names: of the four numbers, as the format has them and as they were meant.
+    fix: how to write them.
     """
 
-    meant: Callable[[np.ndarray], np.ndarray]
+    reread: Callable[[np.ndarray], np.ndarray]
     names: tuple[str, str]
     fix: str
 
@@ -66,11 +67,11 @@ _MISREADINGS = {
 def check_boxes(columns: RawColumns, data_format: str) -> None:
     """Checks that boxes are in the unit and order of their format.
 
-    One box may be anything; most boxes of a split are not, by chance, in the first pixel, far
-    outside their images, or outside unless their numbers are read in another order.
+    A single box may be anywhere.  But it is no chance if most boxes of a split are within the first
+    pixels, far outside their images, or inside only if their numbers are read in another order.
 
-    Args: data_format: as `data.format` has it; of others no misreading of the order is known.
-    Raises: DataError: most boxes contradict it.
+    Args: data_format: `data.format`; for any other text the order is not checked.
+    Raises: DataError `boxes_far_outside`, `boxes_are_fractions` or `boxes_misread`.
     """
     step = -(-len(columns.image_O) // _LOOKED_AT) or 1
     image_P, boxes_P4 = columns.image_O[::step], columns.boxes_O4[::step]
@@ -83,14 +84,14 @@ def check_boxes(columns: RawColumns, data_format: str) -> None:
     far_P = (np.abs(boxes_P4) > _FAR * sides_P4).any(axis=1)
     if _are_most(far_P):
         times = float((np.abs(boxes_P4) / sides_P4)[far_P].max())
-        given = "pixels where fractions of the image are expected"
+        numbers = "pixels where fractions of the image are expected"
         fix = "divide cx and w by the width of the image, cy and h by its height"
         if data_format != "yolo":
-            given = "of images of another size, or in another unit than pixels"
+            numbers = "of images of another size, or in another unit than pixels"
             fix = "write the boxes in pixels of these images"
         raise DataError(
             f"{far_P.sum()} of {count} boxes end outside their images by up to {times:.3g} times "
-            f"the size: their numbers are {given}",
+            f"the size: their numbers are {numbers}",
             code="boxes_far_outside",
             where=columns.source,
             fix=fix,
@@ -109,12 +110,12 @@ def check_boxes(columns: RawColumns, data_format: str) -> None:
     misreading = _MISREADINGS.get(data_format)
     if misreading is not None:
         wrong_P = ~_fit(boxes_P4, sides_P4)
-        fit_P = _fit(misreading.meant(boxes_P4), sides_P4)
+        fit_P = _fit(misreading.reread(boxes_P4), sides_P4)
         if _are_most(wrong_P) and fit_P.mean() >= _NEARLY_ALL:
-            usual, meant = misreading.names
+            expected, actual = misreading.names
             raise DataError(
-                f"read as {usual}, {wrong_P.sum()} of {count} boxes leave their images or have no "
-                f"size; read as {meant}, {fit_P.sum()} fit",
+                f"read as {expected}, {wrong_P.sum()} of {count} boxes leave their images or have "
+                f"no size; read as {actual}, {fit_P.sum()} fit",
                 code="boxes_misread",
                 where=columns.source,
                 fix=misreading.fix,
@@ -126,7 +127,7 @@ def _are_most(wrong_P: np.ndarray) -> bool:
 
 
 def _fit(boxes_P4: np.ndarray, sides_P4: np.ndarray) -> np.ndarray:
-    """Which boxes have an area and lie in their images: [P] bool."""
+    """Tells which boxes have an area and lie in their images: [P] bool."""
     slack_P4 = 1 + _BORDER * sides_P4
     inside_P4 = (boxes_P4 >= -slack_P4) & (boxes_P4 <= sides_P4 + slack_P4)
     return np.asarray(inside_P4.all(axis=1) & (boxes_P4[:, 2:] > boxes_P4[:, :2]).all(axis=1))
@@ -136,23 +137,23 @@ _MIX = np.uint64(0x9E3779B97F4A7C15)  # odd, bits spread evenly: Fibonacci hashi
 
 
 def first_alike(columns: RawColumns) -> np.ndarray:
-    """Number of the first object like each: int64 [O].
+    """Finds for each object the first one that equals it: int64 [O].
 
-    Alike are objects of one image and class with the same box, crowds or not.  The number is an
-    object's own where none before is like it.
+    Objects are equal if image, class, box and crowd flag are.  An object without an equal one
+    before it has its own number.
     """
-    things = [columns.image_O, columns.labels_O, columns.crowd_O.astype(np.int64)]
-    things += [(side_O + 0.0).view(np.int64) for side_O in columns.boxes_O4.T]  # -0 is 0
+    fields = [columns.image_O, columns.labels_O, columns.crowd_O.astype(np.int64)]
+    fields += [(side_O + 0.0).view(np.int64) for side_O in columns.boxes_O4.T]  # -0 is 0
     key_O = np.zeros(len(columns.image_O), np.uint64)
-    for thing_O in things:
-        key_O = (key_O ^ thing_O.astype(np.uint64)) * _MIX
+    for field_O in fields:
+        key_O = (key_O ^ field_O.astype(np.uint64)) * _MIX
         key_O ^= key_O >> np.uint64(29)
     order = key_O.argsort(kind="stable")
     same = key_O[order[1:]] == key_O[order[:-1]]
     first_O = np.arange(len(order))
     if same.any():
-        for thing_O in things:  # nearly always so, where the keys are
-            same &= thing_O[order[1:]] == thing_O[order[:-1]]
+        for field_O in fields:  # equal keys are nearly always of equal objects
+            same &= field_O[order[1:]] == field_O[order[:-1]]
         begin = np.flatnonzero(np.r_[True, ~same])
         first_O[order] = np.repeat(order[begin], np.diff(np.r_[begin, len(order)]))
     return first_O

@@ -166,10 +166,10 @@ def _of_folder(
     start = Path(os.path.abspath(annotations))
     for file in files:
         mirrored = Path(os.path.abspath(images)) / file.relative_to(start).parent
-        alike = below[unquote(file.stem)]
-        beside = [each for each in alike if each.parent in (file.parent, mirrored)]
+        candidates = below[unquote(file.stem)]
+        beside = [each for each in candidates if each.parent in (file.parent, mirrored)]
         beside = beside or _with_suffix(file.parent / file.stem)
-        only = beside or alike
+        only = beside or candidates
         if len(only) == 1 and only[0].stem != file.stem:
             what = f"{file.stem}: not found; using {only[0]}"
             complain(Issue("image_elsewhere", what, str(only[0]), str(file)))
@@ -220,8 +220,8 @@ def _stem(root: Path, line: str) -> str:
     if rest and rest[0] in ("1", "0", "-1") and not is_whole(line):
         line = first
     stem, suffix = os.path.splitext(line)
-    known = suffix.lower() == ".xml" or is_image_name(line)
-    return stem if known and not is_whole(line) else line
+    is_file_name = suffix.lower() == ".xml" or is_image_name(line)
+    return stem if is_file_name and not is_whole(line) else line
 
 
 def _parse(file: Path, complain: Complain) -> ElementTree.Element:
@@ -326,8 +326,8 @@ def _add_objects(
 def _box(entry: ElementTree.Element, where: str) -> Box:
     if entry.find("bndbox") is None:
         other = next((child.tag for child in entry if len(child)), "")
-        shown = f", but <{other}>: only upright boxes are read" if other else ""
-        raise Malformed(Issue("annotation_line", f"has no <bndbox>{shown}", where=where))
+        instead = f", but <{other}>: only upright boxes are read" if other else ""
+        raise Malformed(Issue("annotation_line", f"has no <bndbox>{instead}", where=where))
     texts = [entry.findtext(f"bndbox/{side}") for side in _SIDES]
     try:
         x1, y1, x2, y2 = (float(text or "") for text in texts)

@@ -202,8 +202,8 @@ def label_file(image: Path, root: Path) -> Path:
 def _label_in(folder: Path, stem: str) -> Path:
     usual = folder / f"{stem}.txt"
     others = (folder / f"{stem}{suffix}" for suffix in (".TXT", ".Txt"))
-    there = next((each for each in (usual, *others) if is_there(each)), None)
-    return there or Path(encoded_name(folder, usual.name) or usual)
+    label = next((path for path in (usual, *others) if is_there(path)), None)
+    return label or Path(encoded_name(folder, usual.name) or usual)
 
 
 def label_folder(images: Path, root: Path) -> Path:

@@ -30,7 +30,7 @@ def test_numbers_and_repeated_names_do_not_tell_apart(names, apart):
 
 
 def test_other_classes_are_refused_with_both_lists():
-    place = {"where": "w.npz", "of_ours": "the data", "fix": "give others"}
+    place = {"where": "w.npz", "owner": "the data", "fix": "give others"}
     for theirs in (("dog", "cat"), ("class 0", "class 1"), ()):
         require_same_classes(("cat", "dog"), theirs, **place)
     for theirs in (("cat",), ("cat", "bus"), ("cat", "dog", "bus")):
