@@ -251,7 +251,7 @@ OTHER_WRITERS = {
         *("verify/dp_equivalence.py:judge", "verify/dp_equivalence.py:_write_state"),
     },
     "under a new random name": {
-        *("data/datasets/convert.py:_place_images", "engine/output_dirs.py:put"),
+        "engine/output_dirs.py:put",
         *("models/unpickle.py:write_pdparams", "models/unpickle.py:write_torch"),
         *("models/weights.py:_write_npz", "models/weights.py:_write_safetensors"),
         *("predict/detections.py:show", "storage/keyed_cache.py:put"),

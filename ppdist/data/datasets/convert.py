@@ -30,7 +30,7 @@ import numpy as np
 import yaml
 
 from ppdist.common.errors import ConfigError, DataError, UserError
-from ppdist.common.files import draft_of, make_folder, make_parent, replace_file, writing
+from ppdist.common.files import make_folder, make_parent, replace_file, replacing, writing
 from ppdist.config.data import DataConfig
 from ppdist.data.datasets.annotations import (
     class_names,
@@ -470,9 +470,8 @@ def _place_images(
             if images == "link":
                 target.symlink_to(source)
             elif content is None:
-                draft = draft_of(target)
-                shutil.copyfile(source, draft)
-                draft.replace(target)
+                with open(source, "rb") as image, replacing(target) as file:
+                    shutil.copyfileobj(image, file)
             else:
                 replace_file(target, content)
     if absent:

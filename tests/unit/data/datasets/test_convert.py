@@ -6,6 +6,7 @@ import os
 import random
 from dataclasses import replace
 from pathlib import Path
+from typing import BinaryIO
 
 import numpy as np
 import pytest
@@ -232,16 +233,16 @@ def test_nothing_that_is_there_is_overwritten(tmp_path):
 def test_a_conversion_that_ended_early_can_be_repeated(form, stopped_by, tmp_path, monkeypatch):
     raw = plain_set(tmp_path, 3)
     with monkeypatch.context() as patch:
-        reads = iter([b"", stopped_by])
+        outcomes = iter([None, stopped_by])
 
-        def copy(source: str, target: Path) -> None:
-            if isinstance(found := next(reads), BaseException):
-                raise found
-            target.write_bytes(found)
+        def copy(source: BinaryIO, target: BinaryIO) -> None:
+            if (outcome := next(outcomes)) is not None:
+                raise outcome
 
-        patch.setattr("shutil.copyfile", copy)
+        patch.setattr("shutil.copyfileobj", copy)
         with pytest.raises(type(stopped_by)):
             convert(raw, form, tmp_path / "out", images="copy", split="train")
+    assert not [*tmp_path.rglob(".*")]  # no draft is left
     assert convert(raw, form, tmp_path / "out", images="copy", split="train") == []
 
 
