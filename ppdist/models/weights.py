@@ -556,8 +556,6 @@ class ClassNames:
         is_reordered = any(place not in (None, number) for number, place in enumerate(places))
         if not is_reordered and len(self.of_file) == len(self.of_model):
             return True
-        if all(place is None for place in places):
-            return False  # of another count: layers of classes stay fresh, which is refused
         raise classes_differ(
             self.of_model, self.of_file, where=f"{path}", owner="the data",
             fix="use weights that know every class of the data",
