@@ -21,7 +21,7 @@ from pydantic import BaseModel, ConfigDict, TypeAdapter, ValidationError, model_
 from ppdist.common import files
 from ppdist.common.errors import ConfigError, UserError
 from ppdist.common.files import write_text
-from ppdist.common.records import MetricRecords, read_metrics
+from ppdist.common.records import MetricRecords, read_metrics, step_of
 from ppdist.config.base import leaves
 from ppdist.config.yaml import Reader
 
@@ -174,9 +174,16 @@ class Run:
 
     @property
     def best(self) -> Numbers | None:
-        """The evaluation with the best `metric`, the first of equals."""
+        """The evaluation of checkpoints/best.
+
+        Where that is not there: the one with the best `metric`, the first of equals.
+        """
         name = self.metric
         measured = [record for record in self.measured if name in record]
+        kept = step_of(self.folder / "checkpoints" / "best")
+        for record in reversed(measured):
+            if kept is not None and record.get("step") == kept:
+                return record
         sign = 1 if name in _LOWER_IS_BETTER else -1
         return min(measured, key=lambda record: sign * record[name], default=None)
 

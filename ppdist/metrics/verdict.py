@@ -51,6 +51,7 @@ class _Course(NamedTuple):
 
     metric: str
     records: Sequence[Mapping[str, Any]]
+    kept: Mapping[str, Any] | None = None  # the record of checkpoints/best
 
     @property
     def values(self) -> list[float]:
@@ -58,7 +59,9 @@ class _Course(NamedTuple):
 
     @property
     def best(self) -> int:
-        """Position of the best, the first of equals."""
+        """Position of what is kept; else of the best, the first of equals."""
+        if self.kept in self.records:
+            return self.records.index(self.kept)
         return max(range(len(self.records)), key=lambda at: self.values[at])
 
     def epoch(self, at: int) -> str:
@@ -76,6 +79,7 @@ def verdict(
     finished: str = "total",
     run: str = "RUN",
     findings: Mapping[str, str] | None = None,
+    best: Mapping[str, Any] | None = None,
 ) -> list[Finding]:
     """What came of a training, the most important first.
 
@@ -87,10 +91,11 @@ def verdict(
             it has not.
         run: its folder, for commands to copy.
         findings: what was known before it began, by code (`Run.findings`).
+        best: that of `evaluations` whose weights are checkpoints/best; None: by mAP or top1.
     """
     evaluation = evaluation or {}
     metric = "mAP" if any(_measured(record, "mAP") for record in evaluations) else "top1"
-    course = _Course(metric, [record for record in evaluations if _measured(record, metric)])
+    course = _Course(metric, [record for record in evaluations if _measured(record, metric)], best)
     ended = [Finding(f"ended_by_{finished}", _ENDS[finished])] if finished in _ENDS else []
     if not course.records:
         why = f"not evaluated, so nothing is known about its quality: run `ppdist eval -w {run}`"
@@ -125,6 +130,7 @@ def verdict_of(run: Run) -> list[Finding]:
         finished=run.finished,
         run=f"{run.folder}",
         findings=run.findings,
+        best=run.best,
     )
 
 
@@ -190,17 +196,18 @@ def _of_course(
     pairs = loss_pairs(evaluations, steps)
     found = over_fitting([(train, val) for train, val, _ in pairs])
     values, name = course.values, course.metric
-    best = f"{name} was best ({values[course.best]:.3f}) in {course.epoch(course.best)}"
+    score, at = f"{name} {values[course.best]:.3f}", course.epoch(course.best)
     if found is not None:
         epoch = pairs[found.lowest][2]
         yield Finding(
             "over_fitting",
             f"over-fitting from epoch {epoch} on: the validation loss rises from "
-            f"{found.val_then:.3g} to {found.val_now:.3g} while the training loss falls; {best}; "
-            f"use more images, stronger data.augment or a smaller model",
+            f"{found.val_then:.3g} to {found.val_now:.3g} while the training loss falls; best: "
+            f"{score} ({at}); use more images, stronger data.augment or a smaller model",
         )
     elif (fall := _fall(values)) is not None:
-        yield Finding("fell", f"{best} and fell to {fall:.3f} by the end; use checkpoints/best")
+        text = f"{score} in {at} fell to {fall:.3f} by the end; use checkpoints/best"
+        yield Finding("fell", text)
     elif (gain := _gain(course)) > 0:
         yield Finding(
             "still_rising",

@@ -130,7 +130,7 @@ SENTENCES = {
     "still rising: mAP +0.040 in the last quarter; more epochs would help": dict(
         evaluations=run([0.1, 0.5, 0.66, 0.70])
     ),
-    "mAP was best (0.520) in epoch 3 and fell to 0.400 by the end; use checkpoints/best": dict(
+    "mAP 0.520 in epoch 3 fell to 0.400 by the end; use checkpoints/best": dict(
         evaluations=run([0.3, 0.5, 0.52, 0.5, 0.4, 0.4, 0.3])
     ),
     "a weak class: king (AP 0.10, 12 objects); the mean is 0.40": dict(
@@ -168,3 +168,17 @@ def test_verdict_reads_the_files_of_a_run(tmp_path):
     codes = ["learned", "still_rising", "weak_classes", "ended_by_hours"]
     assert [finding.code for finding in found] == codes
     assert found[-1].text == "train.hours ran out before the last step; --resume continues"
+
+
+def test_verdict_names_the_evaluation_of_the_best_checkpoint(tmp_path):
+    """Chosen by fitness, checkpoints/best need not be the evaluation with the best mAP."""
+    records = run([0.500, 0.490, 0.480])
+    for record, fitness in zip(records, [0.50, 0.51, 0.49], strict=True):
+        record |= {"fitness": fitness, "eval_seconds": 1.0}
+    text = "".join(json.dumps(record) + "\n" for record in records)
+    (tmp_path / "metrics.jsonl").write_text(text)
+    (tmp_path / "config.yml").write_text("evaluate: {metric: fitness}\n")
+    assert verdict_of(read_run(tmp_path))[0].text.endswith("(epoch 2)")
+    (tmp_path / "checkpoints" / "step-00000030").mkdir(parents=True)
+    (tmp_path / "checkpoints" / "best").symlink_to("step-00000030")  # what the trainer kept
+    assert verdict_of(read_run(tmp_path))[0].text == "learned: mAP 0.480, mAP50 0.768 (epoch 3)"
