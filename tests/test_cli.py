@@ -180,5 +180,8 @@ def test_what_is_one_process_refuses_several_ranks(command, monkeypatch):
     if command == "train":
         cli.require_one_process(command)
         return
+    with raises("environment_of_other_launch", "unset PADDLE_TRAINERS_NUM"):  # left over
+        cli.require_one_process(command)
+    monkeypatch.setenv("PADDLE_RANK_IN_NODE", "0")  # as every launcher of Paddle sets it
     with raises("one_process_only"):
         cli.require_one_process(command)

@@ -62,9 +62,15 @@ def run(command: str) -> NoReturn:
 
 
 def require_one_process(command: str) -> None:
-    """Raises: ConfigError: fleetrun started several processes of a single-process command."""
+    """Checks that a single-process command is one.
+
+    Raises: ConfigError: fleetrun started several.  LaunchError: none did, but variables say so.
+    """
     ranks = process.launched_ranks()
     if command in _ONE_PROCESS and ranks > 1:
+        from ppdist.distributed.comm import require_own_ranks  # imports Paddle
+
+        require_own_ranks(os.environ)
         raise errors.ConfigError(
             f"ppdist {command} runs as one process, but fleetrun started {ranks}",
             code="one_process_only",
