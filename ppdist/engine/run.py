@@ -155,7 +155,10 @@ def run_training(
                 )
         try:
             if comm.is_main():
-                experiment.log.run_summary(outcome(output_dir), following(output_dir, config))
+                todo = following(output_dir, config)
+                if experiment.trainer.has_steps_left:
+                    todo = [("continue", continuing(output_dir, evaluate)), *todo]
+                experiment.log.run_summary(outcome(output_dir), todo)
         except Exception as error:  # a table must not fail the run
             experiment.log.warn_once("the summary", error)
         return status
@@ -178,6 +181,16 @@ def following(output_dir: Path, config: ExperimentConfig) -> list[tuple[str, str
         *([("test", f"ppdist eval -w {run} --split test")] if test else []),
         ("export", f"ppdist export -w {run}"),
     ]
+
+
+def continuing(output_dir: Path, evaluate: bool) -> str:
+    """The command that continues a run from its newest checkpoint."""
+    words = ["ppdist", "train", "--resume", str(output_dir), *([] if evaluate else ["--no-eval"])]
+    if comm.world_size() == 1:
+        return shlex.join(words)
+    if comm.world_size() > comm.local_size():
+        return f"{shlex.join(words)}, by the same fleetrun as before on every host"
+    return shlex.join(["fleetrun", "--nproc_per_node", f"{comm.world_size()}", *words])
 
 
 def _tell(recipe: Recipe, log: RunLog, output_dir: Path, before: set[Path], evaluate: bool) -> None:

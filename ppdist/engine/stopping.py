@@ -27,8 +27,11 @@ def until_first_step() -> None:
     def end(number: int, frame: Any) -> None:
         if os.getpid() != own:  # a forked child that checks images
             os._exit(128 + number)
-        said = f"stopped by {signal.Signals(number).name} before the first step: nothing is lost"
-        say(f"\nppdist: {said}")
+        name = signal.Signals(number).name
+        say(
+            f"\nppdist: stopped by {name} before the first step: nothing is lost, and no "
+            "checkpoint was written; to train, type the same command again"
+        )
         os._exit(STOPPED)
 
     for number in STOP_SIGNALS:

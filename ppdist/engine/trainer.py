@@ -149,6 +149,11 @@ class Trainer:
                 raise
         return self._stopped()
 
+    @property
+    def has_steps_left(self) -> bool:
+        """Whether a resumed run would go on: a signal or `train.hours` ended this one."""
+        return self.state.step < self.schedule.total_steps and not self._reason_to_end()
+
     def _fit(self) -> int:
         state, total = self.state, self.schedule.total_steps
         self._begin()

@@ -1,7 +1,14 @@
 """What a training is made of, before it begins."""
 
+import shlex
+import sys
+from pathlib import Path
+
+import pytest
+
+from ppdist.cli.train import goes_on, parse
 from ppdist.engine.recipe import TrainOptions
-from ppdist.engine.run import plan_training
+from ppdist.engine.run import continuing, plan_training
 from tests.errors import raises
 
 
@@ -10,3 +17,19 @@ def test_absent_weights_are_told_before_the_data_are_read(tmp_path):
     with raises("weights_not_found") as caught:
         plan_training(data=tmp_path / "set", config=None, options=options, overrides=[])
     assert "yolov5n_coco" in (caught.value.fix or "")
+
+
+@pytest.mark.parametrize("evaluate", [True, False])
+def test_the_command_that_continues_is_one_of_train(evaluate, monkeypatch):
+    words = shlex.split(continuing(Path("output/a b"), evaluate))
+    assert words[:2] == ["ppdist", "train"]
+    monkeypatch.setattr(sys, "argv", words[1:])
+    arguments = parse()
+    assert goes_on(arguments) and arguments.resume == "output/a b"
+    assert arguments.eval in ((None, True) if evaluate else (False,))
+    monkeypatch.setenv("PADDLE_TRAINERS_NUM", "2")
+    monkeypatch.setenv("PADDLE_LOCAL_SIZE", "2")
+    ranks = shlex.split(continuing(Path("output/a b"), evaluate))
+    assert ranks == ["fleetrun", "--nproc_per_node", "2", *words]
+    monkeypatch.setenv("PADDLE_LOCAL_SIZE", "1")
+    assert "on every host" in continuing(Path("output/a b"), evaluate)

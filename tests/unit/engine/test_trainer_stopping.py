@@ -124,6 +124,7 @@ def test_signal_before_first_step_exits_75(number, no_nohup) -> None:
     )
     assert (ended.returncode, ended.stdout) == (75, ""), ended.stderr
     assert f"stopped by {number.name} before the first step: nothing is lost" in ended.stderr
+    assert "no checkpoint was written; to train, type the same command again" in ended.stderr
     assert "Aborted" not in ended.stderr and "FatalError" not in ended.stderr
 
 
