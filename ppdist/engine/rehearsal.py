@@ -16,7 +16,7 @@ def rehearse(decisions: Decisions, kernels: Kernels = BFLOAT16) -> str:
 
     The model's running statistics change all the same: train with another one.
 
-    Returns: a line for the user; "": not known.
+    Returns: how long the run will take, or why that is not known, for the user.
     Raises: UserError: the run would refuse its teacher.
     """
     config, schedule = decisions.config, decisions.schedule
@@ -29,21 +29,22 @@ def rehearse(decisions: Decisions, kernels: Kernels = BFLOAT16) -> str:
     rates = LearningRates(0.0, 0.0, config.optimizer.momentum)
     eta, clock = ETA(schedule.total_steps), Clock()
     _expect(eta, decisions)
+    begun = decisions.start.step or 0  # steps that the run to resume has made
     batches = source.batches(0, None)
     done = 0
     for number in range(min(_MOST_STEPS, schedule.total_steps)):
-        if step(batches, source.numbers(number), number, rates, False, Clock()).ran_out:
-            return ""  # the run would go on with fewer images at a time
+        if step(batches, source.numbers(number), number, rates, False, Clock()).given_up:
+            return "time not known: a step had too little memory, or no images"  # on some rank
         clock.lap("steps")
         done = number + 1
         eta.stepped(done, 0.0)
         if done > _LEAST_STEPS and comm.run_on_main(lambda: clock.seconds["steps"] > _SECONDS):
             break
-    seconds = eta.left(0)
+    seconds = eta.left(begun)
     if seconds is None:
-        return ""
+        return "time not known: the run has one step, and the first step of a run is not typical"
     return (
-        f"about {duration(seconds)} on this machine: {schedule.total_steps} steps and the "
+        f"about {duration(seconds)} on this machine: {schedule.total_steps - begun} steps and the "
         f"evaluations, by {done} steps that were tried"
     )
 
