@@ -214,7 +214,7 @@ def _dry_run(plan: "TrainingPlan", output_dir: Path, evaluate: bool) -> int:
     from ppdist.common.run_log import EarlyLog
     from ppdist.distributed import comm
     from ppdist.engine.build import build_model, decide_training
-    from ppdist.engine.recipe import ASIDE, FILE, write_recipe
+    from ppdist.engine.recipe import ASIDE, FILE, file_of_plan, write_recipe
     from ppdist.engine.rehearsal import rehearse
     from ppdist.engine.schedule_setup import advice
 
@@ -222,7 +222,8 @@ def _dry_run(plan: "TrainingPlan", output_dir: Path, evaluate: bool) -> int:
     build_model(plan.config)  # whose sizes may not fit
     if plan.recipe:
         print_table(["decided", "value", "why"], plan.recipe.rows)
-        again = write_recipe(plan.recipe, output_dir, {*output_dir.glob(ASIDE)}, evaluate)
+        name = file_of_plan(plan.recipe, output_dir)
+        again = write_recipe(plan.recipe, output_dir, {*output_dir.glob(ASIDE)}, evaluate, name)
     failed = verdict(plan.config, looked_at(plan.config, fast=True))
     if not failed:  # what the run itself would refuse or warn of
         with EarlyLog(comm.is_main()):
@@ -238,7 +239,9 @@ def _dry_run(plan: "TrainingPlan", output_dir: Path, evaluate: bool) -> int:
                 print(f"warning: {warning}")
         print(decisions.memory, rehearse(decisions), sep="\n")
     if plan.recipe:
-        print(f"wrote {output_dir / FILE}; to train: {again}")
+        if name != FILE:
+            print(f"{output_dir / FILE} stays: it is of the run that was made there")
+        print(f"wrote {output_dir / name}; to train: {again}")
     return failed
 
 

@@ -29,6 +29,7 @@ from ppdist.data.datasets.build import read_split
 from ppdist.data.datasets.layout import VAL_FRACTION, Layout, find_layout, is_layout
 
 FILE = "recipe.yml"  # in output_dir
+_FILE_OF_PLAN = "recipe-dry-run.yml"  # there, beside the one of a run
 ASIDE = "old-*"  # in output_dir: earlier runs
 _COMMON = ("yolov5n", "yolov5s", "ppyoloe_plus_s", "dfine_s")  # recipes to name first
 # With fewer training images a recipe for COCO is changed: 5 % of COCO, half of VOC 2007 + 2012.
@@ -355,22 +356,35 @@ def _data_section(data: str | Path | ExperimentConfig | Mapping[str, Any]) -> Ma
     return load_config(data).data.model_dump(mode="json")
 
 
-def write_recipe(recipe: Recipe, output_dir: Path, before: set[Path], evaluate: bool) -> str:
+def file_of_plan(recipe: Recipe, output_dir: Path) -> str:
+    """Name in output_dir for a recipe that is not trained now.
+
+    The one of a run that was made there stays, as the command of that run names it.
+    """
+    file = output_dir / FILE
+    if not ((output_dir / "metrics.jsonl").exists() and file.exists()):
+        return FILE
+    return FILE if file.read_bytes() == recipe.text.encode() else _FILE_OF_PLAN
+
+
+def write_recipe(
+    recipe: Recipe, output_dir: Path, before: set[Path], evaluate: bool, name: str = FILE
+) -> str:
     """Writes the configuration beside its run; returns the training command.
 
     An earlier one moves with its run if that was moved aside; otherwise an edited one is kept here.
 
-    Args: before: the earlier runs in output_dir when this one started.
+    Args: before: the earlier runs in output_dir when this one started.  name: of the file there.
     """
-    file = output_dir / FILE
+    file = output_dir / name
     content = recipe.text.encode()
     make_folder(output_dir)
     with writing(file):
         if file.exists():
             for moved in {*output_dir.glob(ASIDE)} - before:
-                file.replace(moved / FILE)
+                file.replace(moved / name)
         if file.exists() and file.read_bytes() != content:  # perhaps edited by hand
-            file.replace(_unused(file.with_name(f"{FILE}.old")))
+            file.replace(_unused(file.with_name(f"{name}.old")))
         replace_file(file, content)
     return shlex.join(["ppdist", "train", "-c", str(file), *(["--eval"] if evaluate else [])])
 

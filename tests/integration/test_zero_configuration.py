@@ -152,6 +152,28 @@ def test_dry_run_decides_writes_checks_and_trains_nothing(project, tmp_path, mon
         run(monkeypatch, *words[:3], "--image-size", 65, "--dry-run")
 
 
+def test_dry_run_leaves_the_recipe_of_a_run(project, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    out = Path("output/yaml_yolov5n")
+    words = [project / "yaml/data.yaml", "--model", "yolov5n", "--image-size", 64, "--dry-run"]
+    out.mkdir(parents=True)
+    (out / "metrics.jsonl").write_text("{}\n")  # a run was made here
+    (out / "recipe.yml").write_text("seed: 1\n")
+    run(monkeypatch, *words, "-o", "train.max_steps=1")
+    told = capsys.readouterr().out
+    assert (out / "recipe.yml").read_text() == "seed: 1\n"
+    assert {each.name for each in out.iterdir()} == {
+        "metrics.jsonl", "recipe.yml", "recipe-dry-run.yml",
+    }  # fmt: skip
+    assert (
+        told.count(f"{out / 'recipe-dry-run.yml'}") == 2 and f"{out / 'recipe.yml'} stays" in told
+    )
+    assert "time not known: the run has one step" in told
+    (out / "recipe-dry-run.yml").rename(out / "recipe.yml")
+    run(monkeypatch, *words, "-o", "train.max_steps=1")  # the same again
+    assert not (out / "recipe-dry-run.yml").exists()
+
+
 @pytest.mark.parametrize(
     ("items", "code"),
     [
