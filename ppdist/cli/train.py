@@ -218,13 +218,19 @@ def _dry_run(plan: "TrainingPlan", output_dir: Path, evaluate: bool) -> int:
     from ppdist.engine.rehearsal import rehearse
     from ppdist.engine.schedule_setup import advice
 
-    comm.init(plan.config.device, plan.config.distributed)
-    build_model(plan.config)  # whose sizes may not fit
-    if plan.recipe:
+    def write_plan() -> tuple[str, str]:
+        if plan.recipe is None:
+            return "", ""
         print_table(["decided", "value", "why"], plan.recipe.rows)
         name = file_of_plan(plan.recipe, output_dir)
-        again = write_recipe(plan.recipe, output_dir, {*output_dir.glob(ASIDE)}, evaluate, name)
-    failed = verdict(plan.config, looked_at(plan.config, fast=True))
+        earlier = {*output_dir.glob(ASIDE)}
+        return name, write_recipe(plan.recipe, output_dir, earlier, evaluate, name)
+
+    comm.init(plan.config.device, plan.config.distributed)
+    build_model(plan.config)  # whose sizes may not fit
+    name, again = comm.run_on_main(write_plan)
+    failed = comm.run_on_main(lambda: verdict(plan.config, looked_at(plan.config, fast=True)))
+    lines: list[str] = []
     if not failed:  # what the run itself would refuse or warn of
         with EarlyLog(comm.is_main()):
             decisions = decide_training(
@@ -234,14 +240,14 @@ def _dry_run(plan: "TrainingPlan", output_dir: Path, evaluate: bool) -> int:
         printed = {finding.text for finding in decisions.findings}  # by `verdict`
         warnings = [*decisions.warnings, *decisions.memory_warnings]
         warnings += advice(decisions.config, decisions.schedule)
-        for warning in warnings:
-            if warning not in printed:
-                print(f"warning: {warning}")
-        print(decisions.memory, rehearse(decisions), sep="\n")
-    if plan.recipe:
+        lines += [f"warning: {warning}" for warning in warnings if warning not in printed]
+        lines += [decisions.memory, rehearse(decisions)]
+    if name:
         if name != FILE:
-            print(f"{output_dir / FILE} stays: it is of the run that was made there")
-        print(f"wrote {output_dir / name}; to train: {again}")
+            lines.append(f"{output_dir / FILE} stays: it is of the run that was made there")
+        lines.append(f"wrote {output_dir / name}; to train: {again}")
+    if comm.is_main():
+        print(*lines, sep="\n")
     return failed
 
 

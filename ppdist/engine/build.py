@@ -79,7 +79,7 @@ from ppdist.engine.train_step import TrainStep
 from ppdist.engine.trainer import Trainer, TrainingParts
 from ppdist.engine.visualize import BatchPictures, Put
 from ppdist.losses.base import Loss
-from ppdist.metrics.verdict import Finding
+from ppdist.metrics.verdict import DETR_FROM_SCRATCH, Finding
 from ppdist.models.base import ImageModel, freeze, freezing, frozen_keys
 from ppdist.models.complexity import Complexity, complexity
 from ppdist.models.model_card import ModelCard, card_of, names_for, origin, read_card
@@ -200,6 +200,8 @@ def decide_training(
     model = build_model(config)
     log_lines += [*limits(train_set, val_set)]
     findings = findings_of(config, train_set, val_set)
+    if not anew:  # its checkpoint has weights
+        findings = [finding for finding in findings if finding.code != DETR_FROM_SCRATCH]
     run_warnings = [finding.text for finding in findings]
     more_lines, more_warnings = _prepare(config, model, train_set, output_dir, anew)
     log_lines += more_lines
