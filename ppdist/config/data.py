@@ -118,9 +118,9 @@ class DataConfig(Section):
     )
     duplicate_boxes: Literal["once", "all"] = Field(
         default="once",
-        description="Boxes of one image and class with the same four numbers, as an export that "
-        "was merged or appended has them. once: only the first is trained and scored, and a line "
-        "counts the others; all: as the files have them.",
+        description="Boxes of one image and class whose four numbers are equal as written, as an "
+        "export that was merged or appended has them. once: only the first is trained and scored, "
+        "and a line counts the others; all: as the files have them.",
     )
     resize: Resize = Field(
         default="stretch",

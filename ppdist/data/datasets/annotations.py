@@ -37,7 +37,7 @@ from ppdist.data.types import (
     packed_outlines,
     packed_paths,
 )
-from ppdist.runtime.decoder import UNREAD_SUFFIXES
+from ppdist.runtime.decoder import IMAGE_SUFFIXES, UNREAD_SUFFIXES
 from ppdist.storage import files as storage
 
 Severity = Literal["error", "warning", "note"]
@@ -830,11 +830,7 @@ def find_image(folder: Path, name: str, where: str, complain: Complain) -> Path 
         other = Path(os.path.normpath(os.path.join(folder, spelt)))
         if other.is_relative_to(os.path.normpath(folder)) and is_there(other):
             return other
-    elsewhere = (
-        encoded_name(folder, forward)
-        or _by_its_end(str(folder), forward)
-        or _by_its_end(str(folder), unquote(forward))
-    )
+    elsewhere = encoded_name(folder, forward) or _by_its_end(str(folder), forward)
     if elsewhere and not _of_another_split(os.path.relpath(elsewhere, folder), forward, where):
         expected = os.path.normpath(os.path.join(folder, forward))
         if elsewhere.casefold() != expected.casefold():  # differing only in case is expected
@@ -879,17 +875,29 @@ def encoded_name(folder: str | os.PathLike[str], name: str) -> str:
 @lru_cache(maxsize=64)
 def _encoded_in(folder: str) -> dict[str, str]:
     """Maps the decoded form of percent-encoded names in a folder to these names."""
-    return {unquote(name): name for name in _names_in(folder) if "%" in name}
+    return {unquote(name): name for name in sorted(_names_in(folder)) if "%" in name}
+
+
+def has_image(folder: str | os.PathLike[str], stem: str) -> bool:
+    """Returns True if a folder has an image of exactly this name, whatever its suffix.
+
+    A label of this name belongs to it, and to none whose name differs in percent-encoding.
+    """
+    suffixes = (form for suffix in IMAGE_SUFFIXES for form in (suffix, suffix.upper()))
+    return any(is_there(os.path.join(folder, f"{stem}{suffix}")) for suffix in suffixes)
 
 
 def _by_its_end(folder: str, name: str) -> str:
-    """Only file at the longest matching end of a path, or ""."""
-    parts = [part for part in name.split("/") if part not in ("", os.curdir, os.pardir)]
-    for begin in range(1, len(parts) - 1):
-        path = os.path.join(folder, *parts[begin:])
-        if is_there(path):
-            return path
-    return _only_below(folder).get(unquote(parts[-1]).casefold(), "") if parts else ""
+    """Only file at the longest matching end of a path, or ""; as it stands, then decoded."""
+    for form in dict.fromkeys((name, unquote(name))):
+        parts = [part for part in form.split("/") if part not in ("", os.curdir, os.pardir)]
+        for begin in range(1, len(parts) - 1):
+            path = os.path.join(folder, *parts[begin:])
+            if is_there(path):
+                return path
+        if parts and (last := parts[-1].casefold()) in (only := _only_below(folder)):
+            return only[last]
+    return ""
 
 
 def _of_another_split(path: str, name: str, where: str) -> bool:
@@ -919,12 +927,14 @@ def _names_in(folder: str) -> frozenset[str]:
 
 @lru_cache(maxsize=4)
 def _only_below(folder: str) -> dict[str, str]:
-    """Maps decoded lower-case names to their only file, or ""."""
-    found: dict[str, str] = {}
+    """Maps lower-case names to their only file, or ""; a decoded one only if no file has it."""
+    exact: dict[str, str] = {}
+    decoded: dict[str, str] = {}
     for file in files_below(folder):
-        name = unquote(os.path.basename(file)).casefold()
-        found[name] = "" if name in found else file
-    return found
+        name = os.path.basename(file)
+        for files, form in ((exact, name.casefold()), (decoded, unquote(name).casefold())):
+            files[form] = "" if form in files else file
+    return decoded | exact
 
 
 def look_anew() -> None:

@@ -14,7 +14,7 @@ from ppdist.data.types import RawColumns
 _FEWEST_ALIKE = 3  # boxes that show a rule
 _LOOKED_AT = 1 << 18  # boxes, evenly spread: more show no other rule
 _FAR = 2.0  # images: an object that sticks out ends within
-_FRACTION = 2.0  # pixels: where two fractions of an image, added up, end
+_FRACTION_SIDE = 32  # pixels: in smaller images a true box may lie in the first pixel
 _BORDER = 0.02  # of an image, beside a pixel: tools round
 _NEARLY_ALL = 0.98  # of the boxes
 
@@ -23,11 +23,14 @@ class _Misreading(NamedTuple):
     """A mistake in the order of a format's four numbers.
 
     reread: boxes [P, 4], xyxy, as read -> as they were meant.
+    shows: boxes and sides of their images [P, 4] -> which are no boxes as read, and unlikely to be
+        so for another reason.
     names: of the four numbers, as the format has them and as they were meant.
     fix: how to write them.
     """
 
     reread: Callable[[np.ndarray], np.ndarray]
+    shows: Callable[[np.ndarray, np.ndarray], np.ndarray]
     names: tuple[str, str]
     fix: str
 
@@ -45,19 +48,37 @@ def _sides_in_voc(boxes_P4: np.ndarray) -> np.ndarray:
     return np.concatenate([boxes_P4[:, :2], boxes_P4[:, 2:] + boxes_P4[:, :2]], axis=1)
 
 
+def _unfit(boxes_P4: np.ndarray, sides_P4: np.ndarray) -> np.ndarray:
+    return ~_fit(boxes_P4, sides_P4)
+
+
+def _swapped_past_middle(boxes_P4: np.ndarray, sides_P4: np.ndarray) -> np.ndarray:
+    """Which boxes end before they begin, and begin in their image's second half: [P] bool.
+
+    Sides instead of corners look like this.  So do corners in another order; but those, added up,
+    rarely end in the image.  In the first half both would, and equal corners mean no side at all.
+    """
+    first_P2 = boxes_P4[:, :2]
+    past_P2 = (boxes_P4[:, 2:] < first_P2) & (2 * first_P2 > sides_P4[:, :2])
+    return np.asarray(past_P2.any(axis=1))
+
+
 _MISREADINGS = {
     "coco": _Misreading(
         _corners_in_coco,
+        _unfit,
         ("[x, y, width, height]", "[x1, y1, x2, y2]"),
         "write width = x2 - x1 and height = y2 - y1",
     ),
     "yolo": _Misreading(
         _corners_in_yolo,
+        _unfit,
         ("class cx cy w h", "class x1 y1 x2 y2"),
         "write the centre, width and height of each box as fractions of the image",
     ),
     "voc": _Misreading(
         _sides_in_voc,
+        _swapped_past_middle,
         ("xmin, ymin, xmax, ymax", "x, y, width, height"),
         "write xmax = x + width and ymax = y + height",
     ),
@@ -96,26 +117,27 @@ def check_boxes(columns: RawColumns, data_format: str) -> None:
             where=columns.source,
             fix=fix,
         )
-    # Whole numbers are pixels, however small, and in the smallest images fractions are, too.
-    tiny_P = (boxes_P4 >= -_BORDER).all(axis=1) & (boxes_P4 <= _FRACTION).all(axis=1)
-    tiny_P &= (boxes_P4 != boxes_P4.round()).any(axis=1) & (sides_P4 > 2 * _FRACTION).all(axis=1)
-    if _are_most(tiny_P):
+    # Whole numbers may be pixels, however small, or an image as a whole.
+    numbers_P4 = _corners_in_coco(boxes_P4) if data_format == "coco" else boxes_P4
+    unit_P = ((numbers_P4 >= -_BORDER) & (numbers_P4 <= 1 + _BORDER)).all(axis=1)
+    unit_P &= (sides_P4 >= _FRACTION_SIDE).all(axis=1)
+    if unit_P.mean() >= _NEARLY_ALL and _are_most((boxes_P4 != boxes_P4.round()).any(axis=1)):
         raise DataError(
-            f"{tiny_P.sum()} of {count} boxes lie within the first {_FRACTION:g} pixels of their "
-            f"images: their numbers are fractions where pixels are expected",
+            f"the numbers of {unit_P.sum()} of {count} boxes are 0 to 1: fractions of their images "
+            f"where pixels are expected",
             code="boxes_are_fractions",
             where=columns.source,
             fix="multiply x and width by the width of the image, y and height by its height",
         )
     misreading = _MISREADINGS.get(data_format)
     if misreading is not None:
-        wrong_P = ~_fit(boxes_P4, sides_P4)
+        wrong_P = misreading.shows(boxes_P4, sides_P4)
         fit_P = _fit(misreading.reread(boxes_P4), sides_P4)
         if _are_most(wrong_P) and fit_P.mean() >= _NEARLY_ALL:
             expected, actual = misreading.names
             raise DataError(
-                f"read as {expected}, {wrong_P.sum()} of {count} boxes leave their images or have "
-                f"no size; read as {actual}, {fit_P.sum()} fit",
+                f"read as {expected}, {wrong_P.sum()} of {count} boxes leave their images or end "
+                f"before they begin; read as {actual}, {fit_P.sum()} fit",
                 code="boxes_misread",
                 where=columns.source,
                 fix=misreading.fix,

@@ -21,6 +21,7 @@ from ppdist.data.datasets.annotations import (
     files_below,
     find_image,
     find_repeats,
+    has_image,
     is_there,
     outlines_in,
     quietly,
@@ -138,7 +139,14 @@ def _of_list(
         else:
             stem = _stem(root, line)
             suffix = ".XML" if is_there(root / "Annotations" / f"{stem}.XML") else ".xml"
-            file = find_image(root / "Annotations", f"{stem}{suffix}", str(image_list), complain)
+            folder, usual = root / "Annotations", Path(f"{stem}{suffix}")
+            issues: list[Issue] = []
+            file = find_image(folder, str(usual), str(image_list), issues.append)
+            renamed = file is not None and file.stem != usual.stem
+            if file is not None and renamed and has_image(images / usual.parent, file.stem):
+                file, issues = folder / usual, []  # that file is of another image
+            for issue in issues:
+                complain(issue)
         if file is None or (paired and path is None):
             yield None
             continue
@@ -157,26 +165,36 @@ def _of_folder(
             where=str(annotations),
             fix="name the folder of the XML files, or a list of images, as data.*.annotations",
         )
-    # By name, with and without suffix; Label Studio percent-encodes some of the names.
+    # By name, with and without suffix.  Label Studio percent-encodes some of the names: those are
+    # looked for last, and an image is not that of another file where it has one of its own name.
     below: defaultdict[str, list[Path]] = defaultdict(list)
+    decoded: defaultdict[str, list[Path]] = defaultdict(list)
+    stems = {file.stem for file in files}
     for image in map(Path, files_below(images)):
         if is_image_name(image.name):
-            below[unquote(image.name)].append(image)
-            below[unquote(image.stem)].append(image)
+            for name in (image.name, image.stem):
+                below[name].append(image)
+                if image.stem not in stems:
+                    decoded[unquote(name)].append(image)
+
     start = Path(os.path.abspath(annotations))
     for file in files:
-        mirrored = Path(os.path.abspath(images)) / file.relative_to(start).parent
-        candidates = below[unquote(file.stem)]
-        beside = [each for each in candidates if each.parent in (file.parent, mirrored)]
-        beside = beside or _with_suffix(file.parent / file.stem)
-        only = beside or candidates
+        places = file.parent, Path(os.path.abspath(images)) / file.relative_to(start).parent
+        exact, meant = below.get(file.stem, []), decoded.get(unquote(file.stem), [])
+        only = (
+            [each for each in exact if each.parent in places]
+            or _with_suffix(file.parent / file.stem)
+            or exact
+            or [each for each in meant if each.parent in places]
+            or meant
+        )
         if len(only) == 1 and only[0].stem != file.stem:
             what = f"{file.stem}: not found; using {only[0]}"
             complain(Issue("image_elsewhere", what, str(only[0]), str(file)))
         yield (
             file,
             only[0] if len(only) == 1 else None,
-            partial(_called, below=below, images=images, file=file),
+            partial(_called, below=below, decoded=decoded, images=images, file=file),
         )
 
 
@@ -188,16 +206,25 @@ def _with_suffix(stem: Path) -> list[Path]:
 
 
 def _called(
-    tree: ElementTree.Element, *, below: Mapping[str, list[Path]], images: Path, file: Path
+    tree: ElementTree.Element,
+    *,
+    below: Mapping[str, list[Path]],
+    decoded: Mapping[str, list[Path]],
+    images: Path,
+    file: Path,
 ) -> Path:
     """Image that <filename> means.
 
     Raises: Malformed: there is none, or several.
     """
     name = (tree.findtext("filename") or "").strip().replace("\\", "/").rpartition("/")[2]
-    found = below.get(unquote(name), []) if name else []
+
+    def called(text: str) -> list[Path]:
+        return below.get(text) or decoded.get(unquote(text), [])
+
+    found = called(name) if name else []
     if len(found) != 1:
-        several = found or below.get(unquote(file.stem), [])
+        several = found or called(file.stem)
         what = f"no image below {images} is called {file.stem} or {name or 'as <filename> says'}"
         if several:
             what = f"{len(several)} images may be meant: {', '.join(map(str, several[:3]))}"

@@ -23,6 +23,7 @@ from ppdist.data.datasets.annotations import (
     files_below,
     find_image,
     find_repeats,
+    has_image,
     is_name_list,
     is_there,
     listed,
@@ -152,7 +153,7 @@ def _in_folder(
     def label_of(name: Path) -> Path:
         if annotations is None:
             return label_file(images / name, root)
-        return _label_in(annotations / name.parent, name.stem)
+        return _label_in(annotations / name.parent, images / name)
 
     labels = [label_of(name) for name in (*below, *unread)]
     known = {os.path.abspath(label) for label in labels}
@@ -194,16 +195,18 @@ def _is_number(word: str) -> bool:
 def label_file(image: Path, root: Path) -> Path:
     """Where the objects of an image are, or are expected."""
     folder = label_folder(image.parent, root)
-    label = _label_in(folder, image.stem)
-    beside = _label_in(image.parent, image.stem)
+    label = _label_in(folder, image)
+    beside = _label_in(image.parent, image)
     return beside if not is_there(folder) and is_there(beside) else label
 
 
-def _label_in(folder: Path, stem: str) -> Path:
-    usual = folder / f"{stem}.txt"
-    others = (folder / f"{stem}{suffix}" for suffix in (".TXT", ".Txt"))
+def _label_in(folder: Path, image: Path) -> Path:
+    usual = folder / f"{image.stem}.txt"
+    others = (folder / f"{image.stem}{suffix}" for suffix in (".TXT", ".Txt"))
     label = next((path for path in (usual, *others) if is_there(path)), None)
-    return label or Path(encoded_name(folder, usual.name) or usual)
+    if label is None and (encoded := encoded_name(folder, usual.name)):
+        label = None if has_image(image.parent, Path(encoded).stem) else Path(encoded)
+    return label or usual
 
 
 def label_folder(images: Path, root: Path) -> Path:

@@ -429,6 +429,47 @@ def test_percent_encoded_names_are_found_and_said(tmp_path, form, encoded):
     assert codes and "label_without_image" not in {issue.code for issue in issues}
 
 
+TWINS = ("100%", "a%20b", "a b")
+
+
+@pytest.mark.parametrize("unlabelled", [None, *TWINS])
+@pytest.mark.parametrize("form", ["folder", "list", "yolo"])
+def test_a_label_belongs_to_the_image_of_its_exact_name(tmp_path, form, unlabelled):
+    write(tmp_path, "classes.txt", "cat\ndog\n")
+    for stem in TWINS:
+        write_image(tmp_path / "images" / f"{stem}.jpg")
+    labelled = [stem for stem in TWINS if stem != unlabelled]
+    for stem in labelled:
+        if form == "yolo":
+            write(tmp_path, f"labels/{stem}.txt", BOX)
+        else:
+            xml(tmp_path, f"Annotations/{stem}.xml")
+    parts = {"images": "images"}
+    if form != "yolo":
+        parts["annotations"] = "Annotations" if form == "folder" else "train.txt"
+    write(tmp_path, "train.txt", "".join(f"{stem}\n" for stem in TWINS))
+    config = DataConfig(
+        format="yolo" if form == "yolo" else "voc", root=str(tmp_path), train=parts, val=parts
+    )
+    issues: list[Issue] = []
+    images = read_raw(config, "train", issues.append).images
+    assert {image.path.stem: Path(image.where).stem for image in images if image.objects} == {
+        stem: stem for stem in labelled
+    }
+    usual = {"annotation_missing"} if form == "list" else {"label_missing"}
+    usual = usual if unlabelled and form != "folder" else set()
+    assert {issue.code for issue in issues} == usual
+
+
+@pytest.mark.parametrize("name", ["a%20b.jpg", "a b.jpg"])
+def test_a_name_in_a_subfolder_is_the_exact_one_first(tmp_path, name):
+    touch(tmp_path, "s/a%20b.jpg", "t/a b.jpg", "u/c.jpg", "v/c.jpg", "w/%63.jpg")
+    found = find_image(tmp_path, f"C:\\upload\\{name}", "set.json", quietly)
+    assert found is not None and found.name == name
+    several = find_image(tmp_path, "C:\\upload\\c.jpg", "set.json", quietly)
+    assert several is None or not several.exists()  # a decoded one would be no better
+
+
 def test_a_percent_encoded_name_leads_nowhere_else(tmp_path):
     touch(tmp_path, "secret.jpg", "images/a.jpg")
     for name in ("..%2Fsecret.jpg", "%2e%2e/secret.jpg", "a%00.jpg"):

@@ -10,12 +10,14 @@ from ppdist.config.data import DataConfig
 from ppdist.data.datasets.annotations import quietly, to_detection_set
 from ppdist.data.datasets.build import limited, read_raw, read_split
 from ppdist.data.datasets.convert import convert
+from ppdist.data.datasets.plausibility import check_boxes
 from ppdist.data.types import RawColumns, RawImage, RawObject, RawSet
 from ppdist.metrics.analysis import scored_images
 from ppdist.metrics.coco import evaluate_boxes
 from tests.errors import raises
 from tests.unit.data.sets import NAMES, coco_config, coco_content, write_coco, write_images
 
+FRAME = (64, 48, 64, 48)
 BOXES = [[2, 30, 9, 10], [40, 20, 8, 9], [33, 3, 9, 7], [30, 30, 20, 15]]  # x, y, w, h of 64 x 48
 
 
@@ -28,6 +30,11 @@ def raw_set(boxes: list[list[float]], size: tuple[int, int] = (64, 48)) -> RawSe
         for n, box in enumerate(boxes)
     ]
     return RawSet(images, NAMES, (1, 2, 3), "set.json")
+
+
+def checked(raw: RawSet, form: str = "coco") -> RawSet:
+    check_boxes(RawColumns.of(raw, masks=False), form)
+    return raw
 
 
 def write_set(root: Path, form: str, raw: RawSet) -> DataConfig:
@@ -53,6 +60,11 @@ def write_set(root: Path, form: str, raw: RawSet) -> DataConfig:
     return DataConfig(format=form, root=str(out), **parts)
 
 
+def corners(box: list[float]) -> list[float]:
+    x, y, w, h = box
+    return [x, y, x + w, y + h]
+
+
 def misread(form: str, box: list[float]) -> list[float]:
     """Box x1 y1 x2 y2 that a format makes of numbers that are those of another."""
     x, y, w, h = box
@@ -68,9 +80,9 @@ def misread(form: str, box: list[float]) -> list[float]:
     ("change", "code"),
     [
         (lambda form, box: misread(form, box), "boxes_misread"),
-        (lambda form, box: [v / side for v, side in zip(box, (64, 48, 64, 48))],
+        (lambda form, box: [v / side for v, side in zip(corners(box), FRAME)],
          "boxes_are_fractions"),
-        (lambda form, box: [v * side for v, side in zip(box, (64, 48, 64, 48))],
+        (lambda form, box: [v * side for v, side in zip(box, FRAME)],
          "boxes_far_outside"),
     ],
 )  # fmt: skip
@@ -88,6 +100,8 @@ def test_wrong_units_and_orders_are_refused_in_every_format(tmp_path, form, chan
         [[0, 0, 1, 1]] * 4,  # whole numbers are pixels
         [[0, 0, 0.5, 0.5]] * 2,  # too few to show a rule
         [[0, 0, 0.5, 0.5]] * 2 + [[3, 3, 20, 20]] * 2,
+        [[0, 0, 0.5, 0.5]] * 8 + [[3, 3, 20, 20]] * 2,  # not nearly all
+        [[20, 20, 20, 20]] * 4 + [[3, 3, 20, 20]],  # points: without area, not sides
         [[-4, -4, 68, 52]] * 4,  # objects that fill the image, drawn past its border
         [[10, 10, 70, 40], [5, 5, 66, 50], [30, 2, 69, 20], [50, 4, 70, 40]],
         [[0, 0, 2000, 2000]] * 2 + [[3, 3, 20, 20]] * 2,
@@ -97,6 +111,31 @@ def test_wrong_units_and_orders_are_refused_in_every_format(tmp_path, form, chan
 def test_what_is_only_untidy_is_read(form, boxes, tmp_path):
     config = write_set(tmp_path, form, raw_set(boxes))
     assert len(read_split(config, "train", 3).records)
+
+
+def test_true_boxes_of_tiny_images_are_no_fractions(tmp_path):
+    for size in (5, 16):
+        dataset = to_detection_set(checked(raw_set([[0.5, 0.5, 1, 1]] * 4, (size, size))), "clip")
+        assert [record.boxes_M4.tolist() for record in dataset.records] == [[[0.5, 0.5, 1, 1]]] * 4
+
+
+def test_fractions_of_corners_in_coco_are_fractions():
+    boxes = [[v / side for v, side in zip(corners(box), FRAME)] for box in BOXES]
+    as_sides = [[x1, y1, x1 + x2, y1 + y2] for x1, y1, x2, y2 in boxes]
+    with raises("boxes_are_fractions", "set.json"):
+        checked(raw_set(as_sides), "coco")
+
+
+def test_swapped_corners_are_put_in_order(tmp_path):
+    boxes = [[30, 20, 20, 10], [28, 22, 3, 9], [30, 23, 8, 20]]  # all in the first half
+    boxes += [[x2, y2, x1, y1] for x1, y1, x2, y2 in map(corners, BOXES)]
+    for given in (boxes, boxes[:3]):
+        dataset = read_split(
+            write_set(tmp_path / str(len(given)), "voc", raw_set(given)), "train", 3
+        )
+        boxes_M4 = np.concatenate([record.boxes_M4 for record in dataset.records])
+        ordered = [[min(a, c), min(b, d), max(a, c), max(b, d)] for a, b, c, d in given]
+        assert boxes_M4.tolist() == ordered
 
 
 def test_unread_sizes_show_no_unit(tmp_path):
