@@ -19,8 +19,10 @@ With DATA and -c also -o KEY=VALUE ...
 
 import argparse
 import math
+import shlex
 import sys
 from collections.abc import Iterable
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -251,8 +253,19 @@ def write_fixed(arguments: argparse.Namespace, data_format: Any, report: "Report
     cleaned = clean_copy(report, data_format, arguments.fix, images=files)
     for line in cleaned.lines:
         print(f"fixed: {line}")
-    print(f"wrote {arguments.fix}; to use it:")
+    say_wrote(arguments.fix)
     print(snippet(cleaned.raws, data_format, arguments.fix, images=files), end="")
+
+
+def say_wrote(out: Path) -> None:
+    """Says how to train on a folder just written; its `data:` section follows."""
+    from ppdist.data.datasets.layout import find_layout
+
+    print(f"wrote {out}")
+    with suppress(errors.UserError):  # images elsewhere or in shards: by the section alone
+        find_layout(str(out))
+        print(f"to train: `ppdist train {shlex.quote(str(out))} --model yolov5n`")
+    print("in a configuration, to use it:")
 
 
 def convert(arguments: argparse.Namespace) -> int:
@@ -288,7 +301,7 @@ def convert(arguments: argparse.Namespace) -> int:
             objects = sum(len(image.objects) for image in raw.images)
             print(f"{split}: {raw.source}: {len(raw.images)} images, {objects} objects")
             print("".join(f"  lost or changed: {line}\n" for line in lines), end="")
-    print(f"wrote {arguments.out}; to use it:")
+    say_wrote(arguments.out)
     print(snippet(raws, kind, arguments.out, images=files), end="")
     return 0
 
@@ -495,7 +508,8 @@ def synthetic(arguments: argparse.Namespace) -> int:
     )
     print(
         f"wrote {arguments.train} + {arguments.val} images of {', '.join(CLASS_NAMES)} to "
-        f"{arguments.out}; use it with data.root={arguments.out} data.format=coco"
+        f"{arguments.out}; to train: `ppdist train {shlex.quote(str(arguments.out))} "
+        "--model yolov5n`"
     )
     return 0
 

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
+from ppdist.config import load_config
 from tests.forked import run_here
 from tests.unit.data.sets import write_images
 
@@ -218,6 +219,9 @@ def test_convert_there_and_back_gives_the_same_boxes(made, tmp_path, form):
     )
     assert len(first) == len(second)
     assert np.allclose(first, second, atol=1e-9)
+    settings = done.stdout.partition("to use it:\n")[2]
+    (tmp_path / "cfg.yml").write_text(f"{settings}model: {{name: ppyoloe, num_classes: 3}}\n")
+    assert load_config(tmp_path / "cfg.yml").data.val_fraction, "of one split a part validates"
     assert (tmp_path / "coco" / "images" / "train").is_dir()
 
 
@@ -225,6 +229,7 @@ def test_convert_prints_settings_that_can_be_used(made, tmp_path):
     done = run_here(
         "data", "convert", "--to", "yolo", "--out", tmp_path / "yolo", "-c", made / "cfg.yml"
     )
+    assert f"`ppdist train {tmp_path / 'yolo'} --model yolov5n`" in done.stdout
     _, _, settings = done.stdout.partition("to use it:\n")
     (tmp_path / "cfg.yml").write_text(f"{settings}model: {{name: ppyoloe, num_classes: 3}}\n")
     assert run_here("data", "check", "-c", tmp_path / "cfg.yml", "--fast").returncode == 0

@@ -41,6 +41,7 @@ from ppdist.data.datasets.annotations import (
 )
 from ppdist.data.datasets.build import read_raw
 from ppdist.data.datasets.coco import coco_content, write_coco
+from ppdist.data.datasets.layout import VAL_FRACTION
 from ppdist.data.datasets.voc import write_voc
 from ppdist.data.datasets.yolo import write_yolo
 from ppdist.data.image import ImageHeader, read_header
@@ -163,6 +164,8 @@ def snippet(raws: Mapping[str, RawSet], form: Format, out: Path, *, images: Imag
         if images == "none":
             folder = storage.absolute(_common_folder(raw))
         data[split] = {"images": folder, "annotations": _annotation_file(form, split)}
+    if {*raws} == {"train"}:
+        data["val_fraction"] = VAL_FRACTION
     return yaml.safe_dump({"data": data}, sort_keys=False, allow_unicode=True)
 
 
