@@ -12,6 +12,7 @@ import io
 import json
 import logging
 import math
+import re
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -571,13 +572,21 @@ class Opening:
         most = _WARNING_LINES * self._width
         text = " ".join(text.split())
         if len(text) > most:
-            text = f"{text[: most - 4]} ..."
+            text = _cut(text, most)
         lines = math.ceil(len(text) / self._width)
         if lines > self._left:
             self.withheld += 1
             return ""
         self._left -= lines
         return text
+
+
+def _cut(text: str, most: int) -> str:
+    """The beginning of a message, in whole words, and the page or command that it ends with."""
+    end = re.search(r" (`[^`]+`|\S*/\S+)$", text)
+    tail = " ..." + (end[0] if end and len(end[0]) < most // 2 else "")
+    head = text[: most - len(tail) + 1]
+    return f"{(head.rpartition(' ')[0] or head[:-1]).rstrip(',;:')}{tail}"
 
 
 class EarlyLog:

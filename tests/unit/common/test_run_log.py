@@ -16,7 +16,7 @@ import pytest
 from ppdist.common.errors import ConfigError
 from ppdist.common.process import DETAIL
 from ppdist.common.records import read_metrics
-from ppdist.common.run_log import EarlyLog, RunLog
+from ppdist.common.run_log import EarlyLog, Opening, RunLog
 from tests.errors import raises
 
 
@@ -221,12 +221,19 @@ def test_the_console_is_short_before_the_first_step(tmp_path, capsys):
         log.progress(1, {})
         log.warning("long " * 60)
     lines = capsys.readouterr().out.splitlines()
-    assert len(lines[0]) == 160 and lines[0].endswith(" ..."), "two lines of 80 columns"
+    assert 154 < len(lines[0]) <= 160, "two lines of 80 columns"
+    assert lines[0].endswith("boxes ...")
     assert [line[-1] for line in lines[1:5]] == ["0", "1", "2", "3"]
     assert lines[5] == "model     yolov5 n" and lines[6].startswith("4 more messages")
     assert lines[-1].endswith("long " * 60), "later ones are whole"
     text = (tmp_path / "train.log").read_text()
     assert all(each in text for each in ("boxes " * 60, "details", "warning 7", "yolov5 n"))
+
+
+@pytest.mark.parametrize("end", ["docs/finetuning.md", "`ppdist data check x`"])
+def test_a_cut_warning_keeps_the_page_or_command_at_its_end(end):
+    short = Opening(80).short(f"{'boxes ' * 60}: {end}")
+    assert 150 < len(short) <= 160 and short.endswith(f"boxes ... {end}")
 
 
 def test_what_was_cut_is_told_where_no_run_begins(capsys):
