@@ -407,8 +407,8 @@ def advice(config: Any, schedule: ScheduleSetup) -> Iterator[str]:
         )
     if detects and ratio >= _MUCH_LARGER and schedule.epoch_scale == 1:
         yield (
-            f"{ratio:g} times the reference batch in {schedule.epochs:g} epochs: large batches "
-            f"need more epochs for the same mAP; raise train.epochs, or set "
+            f"{ratio:g} times the reference batch in {counted(schedule.epochs, 'epoch')}: large "
+            f"batches need more epochs for the same mAP; raise train.epochs, or set "
             f"optimizer.noise_scale={_NOISE_SCALE} train.epochs_compensation=auto ({_MORE})"
         )
     if noise is not None and total > noise / 2:
@@ -420,7 +420,8 @@ def advice(config: Any, schedule: ScheduleSetup) -> Iterator[str]:
     # Weights that have learned score after one epoch: 0.92 mAP50 in 9 steps of a set of one class.
     if schedule.schedule_steps < LEAST_WARMUP_STEPS and config.model.pretrained is None:
         yield (
-            f"{schedule.schedule_steps} optimizer steps are too few from random weights; start "
+            f"{counted(schedule.schedule_steps, 'optimizer step')} "
+            f"{'is' if schedule.schedule_steps == 1 else 'are'} too few from random weights; start "
             f"from pretrained weights (--weights, model.pretrained), or raise train.epochs"
         )
     pieces = schedule.batches.images if schedule.batches.spread else schedule.batches.count

@@ -558,7 +558,8 @@ def class_table(evaluation: Mapping[str, Any], most: int | None = None) -> str:
     ]
     text = _table("class", lines, [CLASS_HEADINGS[key] for key in keys])
     if left_out:
-        text += f"{left_out} more classes not shown; these are the weakest with objects\n"
+        more = "class" if left_out == 1 else "classes"
+        text += f"{left_out} more {more} not shown; these are the weakest with objects\n"
     threshold = metrics.get("best_f1_threshold")
     if threshold is not None and metrics.get("f1"):
         text += f"P and R at IoU 0.5: confidence {threshold:.3f} (best mean F1) and 0.25\n"

@@ -92,6 +92,7 @@ CASES = {
         "distributed.shares has no effect, as 8 ranks share 8 micro-batches of 8 images",
     ),
     "a run of few steps": (BCCD, 8, [], "420 optimizer steps are too few"),
+    "a run of one": (BCCD, 8, ["train.epochs=0.1"], "1 optimizer step is too few"),
 }  # fmt: skip
 
 
