@@ -64,7 +64,11 @@ def __getattr__(name: str) -> Any:
         return importlib.import_module("ppdist.export")
     if name not in _HOMES:
         if not name.startswith("_"):
-            importlib.import_module("ppdist.config.migration").refuse_name(__name__, name)
+            # `from ppdist import YOLO` asks here first, and turns an AttributeError into its own.
+            asking = importlib.import_module("inspect").currentframe().f_back
+            imports = asking.f_code.co_name == "_handle_fromlist"
+            migration = importlib.import_module("ppdist.config.migration")
+            migration.refuse_name(__name__, name, imports=imports)
         raise AttributeError(f"module 'ppdist' has no attribute {name!r}")
     return getattr(importlib.import_module(_HOMES[name]), name)
 

@@ -160,6 +160,15 @@ def test_help_needs_no_paddle():
     assert all(text.startswith("usage: ") for text in shown)
 
 
+@pytest.mark.parametrize("theirs", ["detect train", "yolo train", "yolo detect train"])
+def test_commands_of_ultralytics_are_ours_a_word_later(theirs, monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["ppdist", *theirs.split(), "data=x"])
+    with pytest.raises(SystemExit) as ended:
+        cli.main()
+    assert ended.value.code == 2
+    assert capsys.readouterr().err.endswith("did you mean ppdist train?\n")
+
+
 def test_unknown_command_is_told_the_near_one(tmp_path):
     words = [sys.executable, str(ROOT / "ppdist" / "__main__.py")]
     done = subprocess.run(

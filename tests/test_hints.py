@@ -122,6 +122,8 @@ def answer(call: Callable[[], object]) -> str:
         (train, {"lr0": 0.01}, 'overrides=["optimizer.lr=0.01"]'),
         (train, {"optimizer": "AdamW"}, 'overrides=["optimizer.name=adamw"]'),
         (train, {"project": "runs"}, 'output_dir="runs"'),
+        (train, {"name": "a", "project": "runs"}, 'output_dir="runs/a"'),
+        (train, {"model": "yolov5n.pt"}, 'model="yolov5n", weights="yolov5n_coco"'),
         (train, {"num_classes": 3}, ""),
         (DETECTOR.train, {"imgsz": 640}, 'overrides=["model.image_size=640"]'),
         (DETECTOR, {"conf": 0.4}, "threshold=0.4"),
@@ -144,8 +146,15 @@ def test_python_answers_arguments_as_the_shell_does(
     assert name in inspect.signature(called).parameters
 
 
+def test_absent_data_are_answered_as_the_shell_does() -> None:
+    with raises("data_not_found", "neither a folder nor a data.yaml"):
+        train("nope.yaml", model="yolov5n")
+
+
 def test_all_arguments_are_answered_at_once() -> None:
     said = answer(lambda: train("x", model="yolov5n", imgsz=64, epochs=1, workers=2))
+    weights = answer(lambda: train("x", model="yolov5n.pt", imgsz=64))
+    assert "`image_size=64`" in weights and 'weights="yolov5n_coco"`' in weights
     assert "`image_size=64`" in said and '`overrides=["data.workers=2"]`' in said
 
 
@@ -167,6 +176,8 @@ def test_python_answers_names_of_other_trainers(owner: str) -> None:
 
 def test_objects_stay_what_they_are() -> None:
     assert not hasattr(FOUND, "boxes") and not hasattr(DETECTOR, "val")
+    assert not hasattr(ppdist, "YOLO")
+    assert "Detector(" in answer(lambda: exec("from ppdist import YOLO"))
     assert copy.deepcopy(FOUND).names == pickle.loads(pickle.dumps(FOUND)).names == ("a",)
     with pytest.raises(AttributeError, match="nothing"):
         _ = FOUND.nothing

@@ -13,6 +13,7 @@ import itertools
 import os
 import platform
 import re
+import shlex
 import sys
 from collections.abc import Callable, Container, Iterable, Sequence
 from contextlib import suppress
@@ -47,6 +48,7 @@ COMMANDS = {
 _ONE_PROCESS = {"predict", "export", "convert", "data", "config", "report", "plan", "completion"}
 # What other trainers call them.
 _MEANT = {"val": ["eval"], "infer": ["predict"], "detect": ["predict"], "test": ["eval"]}
+_THEIRS = ("yolo", "detect", "classify")
 CLONE = Path(__file__).resolve().parents[2]
 _PROGRAM = "ppdist {}"  # what --help calls a command that no script of tools/ has started
 
@@ -102,7 +104,13 @@ def main() -> NoReturn:
         print(version())
         sys.exit(0)
     if words[0] not in COMMANDS:
-        near = [*_MEANT.get(words[0], []), *difflib.get_close_matches(words[0], COMMANDS)]
+        # `yolo detect train data=...` of ultralytics: the command is a word or two later.
+        meant = next((word for word in words[1:3] if words[0] in _THEIRS and word in COMMANDS), "")
+        near = [
+            *filter(None, [meant]),
+            *_MEANT.get(words[0], []),
+            *difflib.get_close_matches(words[0], COMMANDS),
+        ]
         hint = f"did you mean ppdist {near[0]}?" if near else f"expected {', '.join(COMMANDS)}"
         process.say(f"ppdist: error: there is no command {words[0]!r}; {hint}")
         sys.exit(2)
@@ -281,6 +289,16 @@ def require_one_source(arguments: argparse.Namespace, command: str, model: str =
     if bool(arguments.data) == bool(arguments.config):
         both = " and ".join(filter(None, (arguments.data, arguments.config)))
         more = f" --model {model}" if model else ""
+        if both and "=" in arguments.data and not os.path.exists(arguments.data):
+            from ppdist.config.migration import refuse_options
+
+            refuse_options(command.split()[0], sys.argv[1:], (arguments.data,))
+            raise errors.ConfigError(
+                "a key of the configuration goes behind -o",
+                code="options_conflict",
+                where=arguments.data,
+                fix=f"write `-o {shlex.quote(arguments.data)}`",
+            )
         raise errors.ConfigError(
             f"expected either DATA or -c, found {f'both ({both})' if both else 'neither'}",
             code="options_conflict" if both else "option_missing",

@@ -13,6 +13,7 @@ labels.  Everything else is decided, shown, and written to the output_dir as a c
 import argparse
 import gc
 import re
+import shlex
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -112,11 +113,11 @@ def _side(text: str) -> int:
 
 
 _FITTED = {
-    "model": "choose it by -c NAME",
-    "epochs": "-o train.epochs=N",
-    "batch": "-o train.batch_size_per_card=N",
-    "weights": "-o model.pretrained=FILE",
-    "image_size": "-o model.image_size=N",
+    "model": "choose it by -c {}",
+    "epochs": "-o train.epochs={}",
+    "batch": "-o train.batch_size_per_card={}",
+    "weights": "-o model.pretrained={}",
+    "image_size": "-o model.image_size={}",
 }
 
 
@@ -146,7 +147,7 @@ def _check_source(arguments: argparse.Namespace) -> None:
             f"{_options(given)} needs DATA; it does not work with -c",
             code="options_conflict",
             where=f"train -c {arguments.config}",
-            fix="; ".join(_FITTED[name] for name in given),
+            fix="; ".join(_FITTED[name].format(_typed(getattr(arguments, name))) for name in given),
         )
     if arguments.image_size and len(arguments.image_size) > 2:
         raise ConfigError(
@@ -154,6 +155,11 @@ def _check_source(arguments: argparse.Namespace) -> None:
             code="bad_value",
             where="--image-size",
         )
+
+
+def _typed(value: object) -> str:
+    """A value of an option as the key of a configuration takes it."""
+    return f"[{','.join(map(str, value))}]" if isinstance(value, list) else shlex.quote(f"{value}")
 
 
 def _options(names: Sequence[str]) -> str:

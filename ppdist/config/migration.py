@@ -196,6 +196,15 @@ def _without_null(tree: Node, path: Sequence[str]) -> Node:
     return replace(tree, value={**tree.value, path[0]: _without_null(child, path[1:])})
 
 
+class _Word(NamedTuple):
+    """A word of a command line, with its value; is_item: it stands behind -o."""
+
+    typed: str
+    name: str
+    value: str
+    is_item: bool
+
+
 def refuse_options(command: str, words: Sequence[str], unknown: Container[str]) -> None:
     """Refuses other trainers' words on our command line.
 
@@ -204,7 +213,7 @@ def refuse_options(command: str, words: Sequence[str], unknown: Container[str]) 
         unknown: options, with their dashes, that it lacks.
     Raises: ConfigError: there are some; it says what to write for each.
     """
-    lines: list[str] = []
+    asked: list[_Word] = []
     behind_o = False
     leading = True  # none of our options that take name=value has come, or the last takes files
     for at, word in enumerate(words):
@@ -213,17 +222,33 @@ def refuse_options(command: str, words: Sequence[str], unknown: Container[str]) 
             leading, behind_o = name == _OPTION_OF_FILES, word in ("-o", "--override")
             if not equals:
                 value = _following(words[at + 1 :])
-            foreign = name in unknown
+            foreign = name in unknown or is_weights_as_model(command, name[2:], value)
         else:
             foreign = bool(equals) and not behind_o and (leading or word in unknown)
             foreign = foreign and not os.path.exists(word)
         name = name.lstrip("-").replace("-", "_")
         item = behind_o and bool(equals)
-        told = _answer(command, name, value, item=item) if foreign or item else ""
-        if told:
-            lines.append(f"{word if equals else f'{word} {value}'.strip()}: {told}")
+        if foreign or item:
+            typed = word if equals else f"{word} {value}".strip()
+            asked.append(_Word(typed, name, value, item))
+    lines = [
+        f"{each.typed}: {answer}"
+        for each in _one_folder(asked)
+        if (answer := _answer(command, each.name, each.value, item=each.is_item))
+    ]
     if lines:
         raise ConfigError("\n  ".join(lines), code="foreign_option")
+
+
+def _one_folder(words: list[_Word]) -> list[_Word]:
+    """Joins `project` and `name` of ultralytics, which are two parts of one folder."""
+    parts = {word.name: word for word in words if not word.is_item}
+    if not {"project", "name"} <= {*parts}:
+        return words
+    project, name = parts["project"], parts["name"]
+    folder = f"{project.value}/{name.value}"
+    joined = _Word(f"{project.typed} {name.typed}", "project", folder, False)
+    return [joined, *(word for word in words if word not in (project, name))]
 
 
 def _following(words: Sequence[str]) -> str:
@@ -257,22 +282,22 @@ class ForeignArgument(ConfigError, TypeError):
     """An argument or an index that other trainers take."""
 
 
-def refuse_name(owner: str, name: str) -> None:
+def refuse_name(owner: str, name: str, *, imports: bool = False) -> None:
     """Refuses a name that another trainer's class or package has, and names ours.
 
     Args:
         owner: ppdist, Detector or Detections: a part of `python` in migration.yml.
         name: an attribute, or `[0]` for an index.
-    Raises: ConfigError `foreign_option`; from a class it is also an AttributeError, for `[0]` a
+        imports: by `from owner import name`, where Python hides the text of an AttributeError.
+    Raises: ConfigError `foreign_option`; unless imported it is also an AttributeError, for `[0]` a
         TypeError.
     """
     text = table().python[owner].get(name)
     if text is None:
         return
     where = f"{owner}[0]" if name == "[0]" else f"{owner}.{name}"
-    if owner == "ppdist":  # Python would replace an AttributeError by its own
-        raise ConfigError(f"a name of another trainer; {text}", code="foreign_option", where=where)
-    kind = ForeignArgument if name == "[0]" else ForeignName
+    kind: type[ConfigError] = ForeignArgument if name == "[0]" else ForeignName
+    kind = ConfigError if imports else kind
     raise kind(f"a name of another trainer; {text}", code="foreign_option", where=where)
 
 
@@ -305,9 +330,12 @@ def answering(
         @wraps(function)
         def answered(*args: _Arguments.args, **options: _Arguments.kwargs) -> _Result:
             lines = []
-            for name, value in options.items():
-                is_ours = name in parameters
-                answer = "" if is_ours else _argument(command, name, value, parameters)
+            given: dict[str, object] = {**options}
+            if {"project", "name"} <= {*given} - parameters:
+                given["project"] = f"{given['project']}/{given.pop('name')}"
+            for name, value in given.items():
+                foreign = name not in parameters or is_weights_as_model(command, name, value)
+                answer = _argument(command, name, value, parameters) if foreign else ""
                 if answer:
                     lines.append(f"{call}({name}={value!r}): {answer}")
             if lines:
@@ -334,7 +362,12 @@ def _argument(command: str, name: str, value: object, parameters: Container[str]
         answer = f"an option of {equivalent.owner}; {override}"
 
     def in_python(match: re.Match[str]) -> str:
-        option, *words = shlex.split(match[1])
+        if match[1]:  # `DATA --model NAME --weights NAME`
+            pairs = [*re.findall(r"--(\w+) (\S+)", match[2])]
+            written = ", ".join(f"{option}={_literal([value])}" for option, value in pairs)
+            are_arguments = all(option in parameters for option, _ in pairs)
+            return f"`{written}`" if are_arguments else match[0]
+        option, *words = shlex.split(match[2])
         key, _, item = words[0].partition("=") if option == "-o" else ("", "", "")
         argument = _IN_PYTHON.get(key, option[2:].replace("-", "_") if not key else "")
         if argument in parameters:
@@ -344,9 +377,9 @@ def _argument(command: str, name: str, value: object, parameters: Container[str]
         if key and command == "predict":
             load = f"load_config(CONFIG, [{json.dumps(f'{key}={item}')}])"
             return f"`Detector(weights, config={load})`"
-        return f"`ppdist {command} ... {match[1]}`"
+        return f"`ppdist {command} ... {match[2]}`"
 
-    return re.sub(r"`(--?[a-z][^`]*)`", in_python, answer)
+    return re.sub(r"`(DATA )?(--?[a-z][^`]*)`", in_python, answer)
 
 
 def _literal(words: Sequence[str]) -> str:
@@ -367,6 +400,11 @@ def refuse_weights(value: str) -> None:
             where=f"--resume {value}",
             fix=f"to start from these weights, use `--weights {value}`",
         )
+
+
+def is_weights_as_model(command: str, name: str, value: object) -> bool:
+    """Whether it is ultralytics' `yolov5n.pt`, model and weights in one, where a recipe goes."""
+    return (command, name) == ("train", "model") and f"{value}".endswith(".pt")
 
 
 def _of_model(value: str) -> str:

@@ -15,18 +15,20 @@ from itertools import chain, count
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
-from ppdist.common.errors import ConfigError
+from ppdist.common.errors import ConfigError, WeightsError
 from ppdist.common.files import make_folder, replace_file, writing
 from ppdist.common.process import printable
 from ppdist.config import ExperimentConfig, load_config
 from ppdist.config.base import override_items, parse_plain, parse_tree
 from ppdist.config.data import DataConfig
+from ppdist.config.migration import is_weights_as_model, refuse_options
 from ppdist.config.schema import fitting, sections_in
 from ppdist.config.shipped import find_config, near, recipes, short_names
 from ppdist.config.train import max_micro_batch
 from ppdist.config.yaml import BASE_KEY, Node, Place, Reader, dump, merge, tree_of
 from ppdist.data.datasets.build import read_split
 from ppdist.data.datasets.layout import VAL_FRACTION, Layout, find_layout, is_layout
+from ppdist.models.zoo import is_name, published, zoo
 
 FILE = "recipe.yml"  # in output_dir
 _FILE_OF_PLAN = "recipe-dry-run.yml"  # there, beside the one of a run
@@ -83,10 +85,35 @@ class TrainOptions:
     image_size: tuple[int, int] | None = None
     output_dir: str | None = None
 
+    def __post_init__(self) -> None:
+        """Raises: ConfigError: a value of Python that the command line refuses, too."""
+        size, wrong = self.image_size, ""
+        if self.batch not in (None, "auto") and not _is_whole(self.batch, 1):
+            wrong, expected = (
+                "batch",
+                'a whole number, 1 or more, or "auto" (what fits into memory)',
+            )
+        elif isinstance(self.epochs, int | float) and not self.epochs > 0:
+            wrong, expected = "epochs", "a number above 0"
+        elif size is not None and (
+            isinstance(size, str) or len(size) != 2 or not all(_is_whole(each, 32) for each in size)
+        ):
+            wrong, expected = "image_size", "one whole number, 32 or more, or (height, width)"
+        if wrong:
+            raise ConfigError(
+                f"expected {expected}",
+                code="option_invalid",
+                where=f"{wrong}={getattr(self, wrong)!r}",
+            )
+
     def items(self, *names: str) -> list[str]:
         """Options as -o items: those of these names, or all keys."""
         values = {_KEYS[name]: getattr(self, name) for name in names or _KEYS}
         return override_items({key: each for key, each in values.items() if each is not None})
+
+
+def _is_whole(value: object, least: int) -> bool:
+    return type(value) is int and value >= least
 
 
 _KEYS = {
@@ -113,6 +140,8 @@ def fit_recipe(
     assert options.model is not None
     name, file = _find(options.model)
     overrides = [*options.items("output_dir"), *overrides]
+    if options.weights:
+        _require_weights_of(_short(name), options.weights)
     reader = Reader()
     base = reader.read_file(file)
     nodes = [reader.read_override(item) for item in overrides]
@@ -167,6 +196,8 @@ def _find(model: str) -> tuple[str, str]:
     if file == model and model.endswith((".yml", ".yaml")) and os.path.isfile(model):
         return os.path.abspath(model), model
     close = near(model)
+    if is_weights_as_model("train", "model", model):
+        refuse_options("train", [f"model={model}"], ())
     raise ConfigError(
         ("no such file" if model.endswith((".yml", ".yaml")) else "no recipe is called so")
         + (f"; did you mean {close[0]}?" if close else ""),
@@ -179,6 +210,20 @@ def _find(model: str) -> tuple[str, str]:
 def _short(name: str) -> str:
     shorts = {long: short for short, long in short_names().items()}
     return shorts.get(name, Path(name).stem)
+
+
+def _require_weights_of(name: str, weights: str) -> None:
+    """Raises: WeightsError: absent, and called as published ones of another recipe."""
+    entry, ours = published(weights), f"{name}_coco"
+    # A name of the zoo says itself what it is of.
+    absent = not os.path.exists(weights) and not is_name(weights)
+    if entry and absent and entry.name != ours and ours in zoo():
+        raise WeightsError(
+            f"no such file; those published under that name ({entry.name}) do not fit {name}",
+            code="weights_not_found",
+            where=weights,
+            fix=f"write `--weights {ours}`",
+        )
 
 
 def _train_images(layout: Layout) -> int:
@@ -270,7 +315,10 @@ def _run_choices(
     least = _value(base, "schedule.warmup_least_steps") or 0
     allowed = math.floor(_WARMUP_SHARE * steps)
     if least > allowed:
-        why = f"a tenth of about {steps} steps at most; the recipe's {least} would take more"
+        why = (
+            f"a tenth of about {steps} step{'s' * (steps != 1)} at most; "
+            f"the recipe's {least} would take more"
+        )
         choices.append(Choice("schedule.warmup_least_steps", allowed, why))
     if images < _FEW_IMAGES and on_few:
         why = f"fewer than {_FEW_IMAGES} images: learns faster than the recipe for COCO"
@@ -283,7 +331,8 @@ def _run_choices(
         why = f"of {written:g}: one in {_WARMUP_PHASE} of the run"
         choices.append(Choice("schedule.warmup_epochs", warmup, why))
     every = max(1, math.ceil(epochs / _EVALUATIONS))
-    choices.append(Choice("evaluate.every_epochs", every, f"about {_EVALUATIONS} in the run"))
+    evaluations = f"{'about ' * (every > 1)}{math.ceil(epochs / every)} in the run"
+    choices.append(Choice("evaluate.every_epochs", every, evaluations))
     return [*choices, Choice("checkpoint.every_epochs", every, "as often as --eval evaluates")]
 
 

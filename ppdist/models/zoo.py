@@ -28,6 +28,7 @@ from ppdist.storage.download import download, sha256_of
 MIRROR, OFFLINE = "PPDIST_WEIGHTS", "PPDIST_OFFLINE"
 _WEB = ("http://", "https://")
 _ADDRESS = re.compile(r"^https?:/+")
+_OTHER_YOLO = re.compile(r"yolo-?((?!v5)(?:v\d+|\d+|x))")  # yolov8n.pt, yolo11n.pt
 _MOST_NOTE = 1 << 16
 
 
@@ -137,6 +138,12 @@ def similar_names(weights: Path | str) -> str:
         return "download it, and give the file; addresses of docs/model_zoo.md are known"
     if entry := published(weights):
         return f"the published file is downloaded by its name: {entry.name}"
+    other = _OTHER_YOLO.match(Path(weights).name)
+    if other:
+        return (
+            f"YOLO{other[1]} is not supported: ppdist has YOLOv5, PP-YOLOE, RT-DETR and D-FINE; "
+            "`ppdist verify zoo` lists their weights"
+        )
     if Path(weights).suffix or len(Path(weights).parts) > 1:
         return ""
     close = difflib.get_close_matches(f"{weights}", zoo(), 3, 0.5)

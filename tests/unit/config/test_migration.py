@@ -127,6 +127,10 @@ def test_file_of_another_trainer_is_one_message(tmp_path, text, code, said):
         ("d.yaml --node_rank 1", "`fleetrun --ips A,B ppdist ...`"),
         ("d.yaml --master_addr a", "`fleetrun --ips A,B ppdist ...`"),
         ("d.yaml --max_iter 9", "write `-o train.max_steps=9`"),
+        ("d.yaml --project runs --name a", "write `-o output_dir=runs/a`"),
+        ("d.yaml name=a lr0=1 project=runs", "write `-o output_dir=runs/a`"),
+        ("d.yaml --model yolov5n.pt", "write `DATA --model yolov5n --weights yolov5n_coco`"),
+        ("d.yaml --amp", "an option of PaddleDetection and ultralytics; write `-o train.amp.en"),
         ("model=yolov5s-cls.pt", "`ppdist train -c yolov5s_cls_imagenet --eval -o data.root="),
     ],
 )  # fmt: skip
@@ -150,6 +154,8 @@ def test_foreign_option_is_answered(words, said):
         ("eval --data coco.yaml -w a.pt", "write `ppdist eval coco.yaml -w WEIGHTS`"),
         ("eval -w a --iou 0.6", "write `-o nms.iou_threshold=0.6`"),
         ("eval -w a --gpus 0,1", "write `fleetrun --selected_gpus 0,1 ppdist eval ...`"),
+        ("eval -w a --project runs --name a", "write `--out runs/a`"),
+        ("train -c x.yml max_iter=100", "write `-o train.max_steps=100`"),
         ("eval -w a --classwise", "leave it out: classes are always shown"),
         ("export model=a.pt format=onnx", "write `-w a.pt`"),
         ("export -w a.pt --include onnx", "write `--format onnx`"),
@@ -203,6 +209,20 @@ def test_our_options_name_the_form_that_works(words, said, monkeypatch, capsys):
     with pytest.raises(SystemExit) as ended:
         main_of("train")()
     assert ended.value.code == 2 and said in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("words", "code", "said"),
+    [
+        ("-c yolov5n --epochs 3 --image-size 64 96", "options_conflict",
+         "-o train.epochs=3; -o model.image_size=[64,96]"),
+        ("-c yolov5n train.epochs=3", "options_conflict", "write `-o train.epochs=3`"),
+    ],
+)  # fmt: skip
+def test_options_beside_a_configuration_become_its_keys(words, code, said, monkeypatch):
+    monkeypatch.setattr(sys, "argv", ["ppdist train", *words.split()])
+    with raises(code, said):
+        parse()
 
 
 def test_no_weights_are_from_scratch(monkeypatch):

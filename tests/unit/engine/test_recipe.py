@@ -131,6 +131,7 @@ def test_training_sizes_follow_the_image_size():
             "model_unknown",
             "--model yolov8n: no recipe is called so; did you mean",
         ),
+        ("yolov5n.pt", "foreign_option", "`DATA --model yolov5n --weights yolov5n_coco`"),
         ("gone.yml", "model_unknown", "no such file; expected yolov5n, "),
         ("yolov5s_cls_imagenet", "model_without_boxes", "choose a detector"),
     ],
@@ -147,6 +148,31 @@ def test_a_model_says_what_few_images_change(monkeypatch):
     monkeypatch.setattr(YOLOv5Config, "few_images", {})
     unchanged = {row[0] for row in fitted(weights="a.pt").rows}
     assert not unchanged & {"optimizer.lr", "optimizer.layer_decay", "schedule.warmup_epochs"}
+
+
+@pytest.mark.parametrize(
+    ("option", "value"),
+    [("batch", -1), ("batch", 2.5), ("epochs", 0), ("image_size", "64"), ("image_size", (64,))],
+)
+def test_a_wrong_option_of_python_is_one_problem(option, value):
+    with raises("option_invalid") as caught:
+        fitted(**{option: value})
+    assert caught.value.where == f"{option}={value!r}"
+    assert option != "batch" or '"auto"' in caught.value.what
+
+
+def test_absent_weights_are_those_of_the_model():
+    with raises("weights_not_found", "write `--weights yolov5n_coco`"):
+        fitted(weights="yolov5s.pt")
+    assert fitted(weights="yolov5n.pt").config.model.pretrained == "yolov5n.pt"
+
+
+def test_a_short_run_is_told_in_its_own_numbers():
+    rows = {key: why for key, _, why in fitted(images=8, epochs=1).rows}
+    assert rows["evaluate.every_epochs"] == "1 in the run"
+    assert rows["schedule.warmup_least_steps"].startswith("a tenth of about 1 step at most")
+    whys = {key: why for key, _, why in fitted(epochs=60).rows}
+    assert whys["evaluate.every_epochs"] == "about 20 in the run"
 
 
 def test_recipe_without_epochs_is_told(tmp_path):

@@ -18,7 +18,7 @@ from ppdist.models import build_model
 from ppdist.models import zoo as module
 from ppdist.models.model_card import config_of_weights, licence_warning, read_card
 from ppdist.models.weights import load_weights, official_arrays_of, write_arrays
-from ppdist.models.zoo import local_weights, zoo
+from ppdist.models.zoo import local_weights, similar_names, zoo
 from ppdist.storage import retry
 from tests.errors import raises
 from tests.file_server import serving
@@ -196,6 +196,15 @@ def stand_in(folder, model):
 def test_a_file_that_is_not_here_is_answered_with_its_name(tmp_path):
     with raises("weights_not_found", "its name: yolov5s_coco"):
         load_weights(build_model(YOLOv5Config(num_classes=80)), tmp_path / "yolov5s.pt")
+
+
+@pytest.mark.parametrize(
+    ("name", "theirs"),
+    [("yolov8n.pt", "YOLOv8"), ("yolo11n.pt", "YOLO11"), ("best.pt", ""), ("yolov5nu.pt", "")],
+)
+def test_weights_of_another_yolo_are_answered(tmp_path, name, theirs):
+    answer = similar_names(tmp_path / name)
+    assert (f"{theirs} is not supported" in answer) if theirs else not answer
 
 
 @pytest.mark.parametrize(
