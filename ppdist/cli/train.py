@@ -147,7 +147,8 @@ def _check_source(arguments: argparse.Namespace) -> None:
             f"{_options(given)} needs DATA; it does not work with -c",
             code="options_conflict",
             where=f"train -c {arguments.config}",
-            fix="; ".join(_FITTED[name].format(_typed(getattr(arguments, name))) for name in given),
+            fix="instead: "
+            + "; ".join(_FITTED[name].format(_typed(getattr(arguments, name))) for name in given),
         )
     if arguments.image_size and len(arguments.image_size) > 2:
         raise ConfigError(

@@ -140,8 +140,6 @@ def fit_recipe(
     assert options.model is not None
     name, file = _find(options.model)
     overrides = [*options.items("output_dir"), *overrides]
-    if options.weights:
-        _require_weights_of(_short(name), options.weights)
     reader = Reader()
     base = reader.read_file(file)
     nodes = [reader.read_override(item) for item in overrides]
@@ -243,10 +241,14 @@ def _data_choices(layout: Layout) -> list[Choice]:
 def require_detector(options: TrainOptions) -> None:
     """Checks that a recipe is for boxes, before data are read.
 
-    Raises: ConfigError: no such recipe, or one that is not for boxes.
+    Raises: ConfigError: no such recipe, or one that is not for boxes; WeightsError: absent weights
+        that are called as those of another recipe.
     """
     assert options.model is not None
-    _model_section(options, Reader().read_file(_find(options.model)[1]))
+    name, file = _find(options.model)
+    _model_section(options, Reader().read_file(file))
+    if options.weights:
+        _require_weights_of(_short(name), options.weights)
 
 
 def _model_section(options: TrainOptions, base: Node) -> Any:

@@ -10,7 +10,7 @@ from ppdist.config.model import YOLOv5Config
 from ppdist.config.shipped import short_names
 from ppdist.data.datasets.layout import Layout
 from ppdist.engine.build import build_schedule_setup
-from ppdist.engine.recipe import Recipe, TrainOptions, fit_recipe
+from ppdist.engine.recipe import Recipe, TrainOptions, fit_recipe, require_detector
 from tests.errors import raises
 
 
@@ -163,8 +163,9 @@ def test_a_wrong_option_of_python_is_one_problem(option, value):
 
 def test_absent_weights_are_those_of_the_model():
     with raises("weights_not_found", "write `--weights yolov5n_coco`"):
-        fitted(weights="yolov5s.pt")
-    assert fitted(weights="yolov5n.pt").config.model.pretrained == "yolov5n.pt"
+        require_detector(TrainOptions("yolov5n", weights="yolov5s.pt"))
+    for weights in ("yolov5n.pt", "yolov5s_coco", "mine.pt"):
+        require_detector(TrainOptions("yolov5n", weights=weights))
 
 
 def test_a_short_run_is_told_in_its_own_numbers():
