@@ -491,7 +491,9 @@ def train(
         from ppdist.engine.recipe import TrainOptions
         from ppdist.engine.run import plan_training, run_training
 
-        is_data = isinstance(source, str | Path) and (model is not None or is_layout(source))
+        is_data = isinstance(source, str | Path) and (
+            is_layout(source) or (model is not None and not Path(source).exists())
+        )
         goes_on = source is None and resume not in (None, AUTO)
         if not goes_on and (source is None or is_data != (model is not None)):
             missing = "model" if is_data else "data"
