@@ -18,13 +18,14 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
 from typing import Any, BinaryIO
 
 from ppdist.common.errors import ConfigError, UserError
 from ppdist.runtime.files import draft_of as draft_of
+from ppdist.runtime.files import linkless_handle
 from ppdist.runtime.files import open_own as open_own
 from ppdist.runtime.files import own_handle as own_handle
 from ppdist.runtime.files import replace_file as replace_file
@@ -240,7 +241,9 @@ def write_whole(path: Path, data: bytes, *, sync: bool = False) -> None:
     make_parent(path)
     with writing(path):
         if _is_device(path):
-            path.write_bytes(data)
+            with open(path, "wb", opener=_open_at_once) as file:  # a pipe that somebody reads
+                os.set_blocking(file.fileno(), True)
+                file.write(data)
         else:
             replace_file(path, data, sync=sync)
 
@@ -285,16 +288,17 @@ def append(path: Path, data: bytes) -> None:
 
 
 _LOCK_TRIES = 5  # of a file that is replaced at each try
+_LOOKING = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK
 
 
 class FileLock:
     """A lock between processes on a file; it ends with its process.
 
     It does so however the process ends.  The file stays and means nothing by itself, so none has
-    to find out whether the holder of a stale one still lives.  The lock is one of POSIX rather than
-    flock's: that would pass to processes that this one forks, such as the loader's workers, which
-    may outlive a killed rank for a moment.  Such a lock ends when its process closes the file
-    anywhere, so it must be opened by this class alone: one process, one thread, one object a file.
+    to find out whether the holder of a stale one still lives.  The lock is flock's: one of POSIX
+    would end when its process closes the file anywhere, as a copy of its folder does.  Processes
+    that this one forks, such as the loader's workers, close their copies of it at once, because
+    they may outlive a killed rank for a moment.
     """
 
     def __init__(self, path: Path) -> None:
@@ -305,7 +309,8 @@ class FileLock:
         """Makes the file and its folder, or opens it.  Raises: OSError."""
         if self._handle is None:
             self.path.parent.mkdir(parents=True, exist_ok=True)
-            self._handle = own_handle(self.path, os.O_RDWR | os.O_CREAT, 0o644)
+            self._handle = linkless_handle(self.path, os.O_RDWR | os.O_CREAT, 0o644)
+            _opened.add(self)
         return self._handle
 
     def is_current(self) -> bool:
@@ -336,23 +341,22 @@ class FileLock:
         for _ in range(_LOCK_TRIES):
             is_locked = _lock(self.open(), fcntl.LOCK_EX)
             if self.is_current():
-                break
+                if not (is_locked and os.fstat(self.open()).st_nlink > 1):
+                    return is_locked
+                os.unlink(self.path)  # `cp -al` gave it a second name, whose content must stay
             self.close()
-        return is_locked and self._handle is not None
+        return False
 
     def release(self) -> None:
-        assert self._handle is not None
-        fcntl.lockf(self._handle, fcntl.LOCK_UN)
+        if self._handle is not None:  # in a forked child it is
+            fcntl.flock(self._handle, fcntl.LOCK_UN)
 
     def close(self) -> None:
         """Gives it back, if it was taken."""
         if self._handle is not None:
+            _opened.discard(self)
             os.close(self._handle)
             self._handle = None
-
-    def read(self) -> bytes:
-        """What the file says, of its holder or of the last one."""
-        return os.pread(self.open(), 4096, 0)
 
     def write(self, content: bytes) -> None:
         """Writes what others read when they find the lock taken.
@@ -362,37 +366,21 @@ class FileLock:
         os.ftruncate(self.open(), 0)
         os.pwrite(self.open(), content, 0)
 
-    def make(self) -> bool:
-        """Creates the lock's file and locks it; False: there is a file of this name.
-
-        Raises: OSError.
-        """
-        assert self._handle is None
-        self.path.parent.mkdir(parents=True, exist_ok=True)
-        with suppress(FileExistsError):
-            self._handle = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o644)
-            return _lock(self._handle, fcntl.LOCK_EX) and self.is_current()
-        return False
-
     def read_there(self) -> bytes:
-        """Reads the file that has the name now, b"" if there is none; not for its holder.
-
-        Closing a file ends all locks that this process has on it.
-        """
+        """Reads the file that has the name now; b"": it is empty, or there is none."""
         try:
-            with open(os.open(self.path, os.O_RDONLY | os.O_NOFOLLOW), "rb") as file:
+            with open(os.open(self.path, _LOOKING), "rb") as file:
                 return file.read(4096)
         except OSError:
             return b""
 
     def is_taken(self) -> bool:
-        """Whether another process holds the lock; not for its holder.
+        """Whether somebody holds the lock.
 
         False if the file system cannot tell.
         """
-        assert self._handle is None
         try:
-            handle = os.open(self.path, os.O_RDONLY | os.O_NOFOLLOW)
+            handle = os.open(self.path, _LOOKING)
         except OSError:
             return False
         try:
@@ -416,7 +404,7 @@ def _lock(handle: int, kind: int) -> bool:
     Raises: OSError: the file system has no locks.
     """
     try:
-        fcntl.lockf(handle, kind | fcntl.LOCK_NB)
+        fcntl.flock(handle, kind | fcntl.LOCK_NB)
     except OSError as error:
         if error.errno in (errno.EACCES, errno.EAGAIN):
             return False
@@ -424,7 +412,20 @@ def _lock(handle: int, kind: int) -> bool:
     return True
 
 
+_opened: set[FileLock] = set()
+
+
+def _forget_locks() -> None:
+    """Closes the locks in a forked child, which holds none of its parent's."""
+    for lock in [*_opened]:
+        lock.close()
+    _held.clear()
+
+
+os.register_at_fork(after_in_child=_forget_locks)
+
 _LOCK_FILE = "run.lock"
+_LINKED = "checkpoints"  # the one folder of a run that may be a link
 _LOCK_TIMEOUT_SECONDS = 5.0  # a run that was killed just now takes a moment to be gone
 _held: dict[Path, "_Held"] = {}  # by absolute path, for the life of this process
 _check_lock = threading.Lock()  # records and checkpoints are written by two threads
@@ -441,39 +442,49 @@ class _Held:
 
     lock: FileLock
     holder: bytes
-    process: int = field(default_factory=os.getpid)  # a forked child holds nothing
     lost: ConfigError | None = None
 
 
 def hold(output_dir: Path, seconds: float = _LOCK_TIMEOUT_SECONDS) -> list[str]:
     """Locks `output_dir` until this process ends; only ranks that write there.
 
-    The lock ends however the process ends.
+    So is the folder of its checkpoints, if that is a link.  The lock ends however the process ends.
 
     Args: seconds: how long to wait for it.
 
     Returns: a warning where the file system has no locks, else nothing.
     Raises: ConfigError: another process holds it, or nothing can be written there.
     """
-    held = _held.get(_key(output_dir))
+    warnings = _hold(output_dir, output_dir, seconds)
+    linked = output_dir / _LINKED
+    if linked.is_symlink():
+        place = linked.resolve()  # perhaps of another run, which has a lock
+        of_run = place.name == _LINKED and (place.parent / _LOCK_FILE).exists()
+        warnings += _hold(linked, place.parent if of_run else linked, seconds)
+    return warnings
+
+
+def _hold(folder: Path, place: Path, seconds: float) -> list[str]:
+    """Locks `folder` by the file in `place`; as `hold`."""
+    held = _held.get(_key(folder))
     if held is not None and held.lost is None and held.lock.is_current():
         return []
-    _forget(output_dir)
-    lock = FileLock(output_dir.resolve() / _LOCK_FILE)
+    _forget(folder)
+    lock = FileLock(_key(place) / _LOCK_FILE)
     try:
         lock.open()
     except OSError as error:
         raise ConfigError(
-            f"cannot write to {output_dir}: {error}", code="folder_unwritable", where="output_dir"
+            f"cannot write to {folder}: {error}", code="folder_unwritable", where="output_dir"
         ) from error
     deadline = time.monotonic() + seconds
     try:
         while not lock.try_acquire():
             if time.monotonic() > deadline:
-                holder = _described(lock.read())
+                holder = _described(lock.read_there())
                 lock.close()
                 raise ConfigError(
-                    f"{output_dir}: another training writes there ({holder})",
+                    f"{folder}: another training writes there ({holder})",
                     code="output_dir_in_use",
                     where="output_dir",
                     fix="wait for it or stop it, or give this one its own folder: "
@@ -483,26 +494,32 @@ def hold(output_dir: Path, seconds: float = _LOCK_TIMEOUT_SECONDS) -> list[str]:
     except OSError as error:
         lock.close()
         return [
-            f"output_dir: {output_dir} is on a file system without locks "
+            f"output_dir: {folder} is on a file system without locks "
             f"({error.strerror}): nothing keeps a second training from writing there"
         ]
     about = {"pid": os.getpid(), "host": socket.gethostname()}
     about["since"] = time.strftime("%Y-%m-%d %H:%M:%S")
-    held = _held[_key(output_dir)] = _Held(lock, json.dumps(about).encode())
+    held = _held[_key(folder)] = _Held(lock, json.dumps(about).encode())
     with suppress(OSError):  # a full disk: the lock holds all the same
         lock.write(held.holder)
     return []
 
 
-def _key(output_dir: Path) -> Path:
-    return Path(os.path.abspath(output_dir))  # asks no disk
+def _key(folder: Path) -> Path:
+    return Path(os.path.abspath(folder))  # asks no disk
 
 
-def _forget(output_dir: Path) -> None:
-    """Forgets a folder whose lock was lost, so that it can be locked again."""
-    held = _held.pop(_key(output_dir), None)
+def _forget(folder: Path) -> None:
+    """Forgets a folder whose lock was lost."""
+    held = _held.pop(_key(folder), None)
     if held is not None:
         held.lock.close()
+
+
+def release(output_dir: Path) -> None:
+    """Gives back what `hold` has locked, before the folder is deleted."""
+    for folder in (output_dir, output_dir / _LINKED):
+        _forget(folder)
 
 
 def is_held(output_dir: Path) -> bool:
@@ -510,9 +527,7 @@ def is_held(output_dir: Path) -> bool:
 
     False if the file system cannot tell.
     """
-    folder = output_dir.resolve()  # a lock of this process would be lost by looking
-    is_ours = any(held.lock.path.parent == folder for held in _held.values())
-    return is_ours or FileLock(output_dir / _LOCK_FILE).is_taken()
+    return FileLock(output_dir / _LOCK_FILE).is_taken()
 
 
 def require_held(output_dir: Path) -> None:
@@ -524,42 +539,47 @@ def require_held(output_dir: Path) -> None:
 
     Raises: ConfigError `output_dir_lost`: another training owns the folder now.
     """
-    held = _held.get(_key(output_dir))
-    if held is None or held.process != os.getpid():
-        return
-    with _check_lock:
-        if held.lost is None and not (held.lock.is_current() or _retake(held)):
-            held.lost = ConfigError(
-                f"{output_dir}: its contents were deleted or replaced while this training wrote "
-                f"there, and another one has it now ({_described(held.lock.read_there())})",
-                code="output_dir_lost",
-                where="output_dir",
-                fix="this one has stopped and writes nothing more; give each training its own "
-                "folder: -o output_dir=...",
-            )
+    for held in _held_in(output_dir):
+        with _check_lock:
+            if held.lost is None and not (held.lock.is_current() or _retake(held)):
+                held.lost = ConfigError(
+                    f"{held.lock.path.parent}: its contents were deleted or replaced while this "
+                    "training wrote there, and another one has it now "
+                    f"({_described(held.lock.read_there())})",
+                    code="output_dir_lost",
+                    where="output_dir",
+                    fix="this one has stopped and writes nothing more; give each training its own "
+                    "folder: -o output_dir=...",
+                )
     require_not_lost(output_dir)
 
 
 def require_not_lost(output_dir: Path) -> None:
     """Raises the error that `require_held` raised in another thread; does not access the disk."""
-    held = _held.get(_key(output_dir))
-    if held is not None and held.lost is not None:
-        raise held.lost
+    for held in _held_in(output_dir):
+        if held.lost is not None:
+            raise held.lost
+
+
+def _held_in(output_dir: Path) -> list[_Held]:
+    """Lists what this process holds of a run: its folder, and that of linked checkpoints."""
+    key = _key(output_dir)
+    return [_held[folder] for folder in (key, key / _LINKED) if folder in _held]
 
 
 def _retake(held: _Held) -> bool:
-    """Takes a deleted lock again; False: another process has made one."""
-    if (
-        held.lock.read_there() == held.holder
-    ):  # the same file: some network file systems renumber files
-        return True
+    """Takes a deleted or copied lock again; False: another process has one there."""
+    there = held.lock.read_there()
+    if there not in (b"", held.holder):  # of one that runs, or has ended since
+        return False
     lock = FileLock(held.lock.path)
     try:
-        if not lock.make():
+        if not lock.try_acquire():
             lock.close()
-            return False
+            return there == held.holder  # a file system whose numbers of files change
         lock.write(held.holder)
     except OSError:  # a disk that is full, or away: what follows will say so
+        lock.close()
         return True
     held.lock.close()
     held.lock = lock

@@ -8,16 +8,18 @@ A folder of results may come from somebody else, in an archive that keeps links.
 `train.log` there for writing would write to whatever file it names.
 """
 
-import errno
 import os
 import secrets
+import shutil
 import socket
+import stat
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import IO, Any, BinaryIO
 
 _NAME_BYTES, _NAME_LETTERS = 100, 25  # of a path in its draft's name; a file system allows 255
+_NO_FILES = (stat.S_IFLNK, stat.S_IFIFO, stat.S_IFSOCK)  # a pipe would block its writer
 _DRAFT_FLAGS = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
 
 
@@ -77,7 +79,7 @@ def sync_path(path: Path) -> None:
 
 
 def open_own(path: Path, mode: str, **options: Any) -> IO[Any]:
-    """Opens a file that grows for writing, as `open` does; deletes a link in its place.
+    """Opens a file that grows for writing, as `open` does; see `own_handle`.
 
     Raises: OSError.
     """
@@ -85,15 +87,33 @@ def open_own(path: Path, mode: str, **options: Any) -> IO[Any]:
 
 
 def own_handle(path: str | Path, flags: int, mode: int = 0o666) -> int:
-    """Opens a file for writing, as `os.open` does; deletes a link in its place.
+    """Opens a file that has no other name for writing, as `os.open` does.
+
+    A link or a pipe there is deleted.  Of a file with more names, as `cp -al` makes, this one gets
+    a copy of its own: the other keeps its content.
 
     Raises: OSError.
     """
-    flags |= os.O_NOFOLLOW | os.O_CLOEXEC
-    try:
-        return os.open(path, flags, mode)
-    except OSError as error:
-        if error.errno != errno.ELOOP or not os.path.islink(path):
-            raise
-    os.unlink(path)
-    return os.open(path, flags, mode)
+    with suppress(FileNotFoundError):
+        there = os.lstat(path)
+        if stat.S_ISREG(there.st_mode) and there.st_nlink > 1:
+            with replacing(Path(path)) as copy:
+                if not flags & os.O_TRUNC:
+                    _copy(path, copy)
+    return linkless_handle(path, flags, mode)
+
+
+def linkless_handle(path: str | Path, flags: int, mode: int = 0o666) -> int:
+    """`os.open` for writing, after deleting a link or a pipe there.
+
+    Raises: OSError.
+    """
+    with suppress(FileNotFoundError):
+        if stat.S_IFMT(os.lstat(path).st_mode) in _NO_FILES:
+            os.unlink(path)
+    return os.open(path, flags | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK, mode)
+
+
+def _copy(path: str | Path, copy: BinaryIO) -> None:
+    with open(os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK), "rb") as file:
+        shutil.copyfileobj(file, copy)

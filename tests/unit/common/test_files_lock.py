@@ -65,7 +65,7 @@ def test_a_file_system_without_locks_is_a_warning(tmp_path, monkeypatch):
     def refuse(*_):
         raise OSError(errno.ENOLCK, "No locks available")
 
-    monkeypatch.setattr(fcntl, "lockf", refuse)
+    monkeypatch.setattr(fcntl, "flock", refuse)
     (warning,) = hold(tmp_path / "run")
     assert "No locks available" in warning and "second training" in warning
 
@@ -131,7 +131,7 @@ def test_the_lock_is_the_file_that_is_there_now(tmp_path):
     assert not old.is_current()
     waiting = FileLock(tmp_path / "lock")
     waiting._handle = os.open(tmp_path / "moved", os.O_RDWR)  # opened before it was moved
-    assert waiting.try_acquire() and waiting.is_current() and not new.make()
+    assert waiting.try_acquire() and waiting.is_current() and not new.try_acquire()
 
 
 def test_records_of_a_lost_folder_are_not_written(successor, tmp_path):
