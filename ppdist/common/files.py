@@ -204,10 +204,24 @@ def digest_of_text(text: str) -> str:
     return hashlib.blake2b(text.encode(), digest_size=8).hexdigest()
 
 
+def bytes_of(path: Path) -> bytes:
+    """All bytes of a file of ours.  Raises: OSError: as `open_file`."""
+    with open_file(path) as file:
+        return file.read()
+
+
+def text_of(path: Path, errors: str = "strict") -> str:
+    """The UTF-8 text of a file of ours.
+
+    Raises: OSError: as `open_file`.  UnicodeDecodeError: with `errors` "strict".
+    """
+    return bytes_of(path).decode("utf-8", errors)
+
+
 def read_json(path: Path) -> Any:
     """Content of a JSON file; None if it is missing or broken."""
     with suppress(OSError, ValueError, RecursionError):
-        return json.loads(path.read_text(encoding="utf-8"))
+        return json.loads(text_of(path))
     return None
 
 
@@ -514,12 +528,6 @@ def _forget(folder: Path) -> None:
     held = _held.pop(_key(folder), None)
     if held is not None:
         held.lock.close()
-
-
-def release(output_dir: Path) -> None:
-    """Gives back what `hold` has locked, before the folder is deleted."""
-    for folder in (output_dir, output_dir / _LINKED):
-        _forget(folder)
 
 
 def is_held(output_dir: Path) -> bool:

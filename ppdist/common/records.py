@@ -13,14 +13,18 @@ from pathlib import Path
 from typing import Any
 
 from ppdist.common.eta import duration
+from ppdist.common.files import text_of
 
 Record = Mapping[str, Any]
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:
-    """The records of a metrics.jsonl, without lines that a crash truncated."""
+    """The records of a metrics.jsonl, without lines that a crash truncated.
+
+    Raises: OSError: as `open_file`.
+    """
     records = []
-    for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
+    for line in text_of(path, "replace").splitlines():
         try:
             record = json.loads(line)
         except (ValueError, RecursionError):  # also of too many digits, and too deep

@@ -216,11 +216,11 @@ class RunLog:
             self.warning(f"{what} cannot be written, continuing without it: {said}")
 
     def put(self, name: str, write: Callable[[], object], size: int = 0) -> None:
-        """Writes another file in the background; warns once of failures.
+        """Writes another file in the background, until `close`; warns once of failures.
 
         Args: size: bytes that it keeps in memory; with any, as for a picture, it may be dropped.
         """
-        if self._main:
+        if self._is_open:  # batches may be drawn after it
             self._files.put(name, self._guarded(write), size, may_drop=size > 0)
 
     def _guarded(self, write: Callable[[], object]) -> Callable[[], object]:

@@ -32,7 +32,7 @@ import numpy as np
 
 from ppdist.common.child import PIPE, TimeoutExpired, python, start
 from ppdist.common.errors import ConfigError
-from ppdist.common.files import open_own, replace_file, require_no_link
+from ppdist.common.files import open_own, replace_file, require_no_link, text_of
 from ppdist.common.writers import Histogram, MetricWriter
 from ppdist.runtime.writer_thread import WriterThread
 
@@ -65,7 +65,7 @@ class TrackedRun:
         if self.resume_step is None:
             return None
         try:
-            return str(json.loads((self.folder / _ID_FILE).read_text(encoding="utf-8"))["id"])
+            return str(json.loads(text_of(self.folder / _ID_FILE))["id"])
         except (OSError, ValueError, KeyError, TypeError):
             return None
 

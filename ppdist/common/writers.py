@@ -19,7 +19,7 @@ import cv2
 import numpy as np
 
 from ppdist.common.errors import ConfigError
-from ppdist.common.files import append_whole, open_appended, replace_file, require_no_link
+from ppdist.common.files import append_whole, bytes_of, open_appended, replace_file, require_no_link
 from ppdist.runtime.writer_thread import WriterThread
 
 _HISTOGRAM_BINS = 50
@@ -354,7 +354,7 @@ class VisualDLWriter(MetricWriter):
     def _open(self, keep_until_step: int | None) -> None:
         kept = []
         if keep_until_step is not None and self._path.exists():
-            frames = _whole_records(self._path.read_bytes(), _LENGTH.size)
+            frames = _whole_records(bytes_of(self._path), _LENGTH.size)
             kept = [frame for frame in frames if self._is_kept(frame, keep_until_step)]
         if not kept:
             kept = [self._frame(0, "meta_data_tag", meta_data={"display_name": self._run_name})]
@@ -542,7 +542,7 @@ class TensorBoardWriter(MetricWriter):
     def _cut(self, file: Path, step: int) -> None:
         """Removes events after a step, and events truncated by a crash."""
         event_of = self._event_pb2.Event.FromString
-        records = _whole_records(file.read_bytes(), _EVENT_OVERHEAD)
+        records = _whole_records(bytes_of(file), _EVENT_OVERHEAD)
         kept = [each for each in records if event_of(each[12:-4]).step <= step]
         replace_file(file, b"".join(kept))
 

@@ -311,13 +311,18 @@ def set_aside(folder: Path, step: int) -> Path | None:
     damaged.  Left in place they would pass for the newest ones of this run: `prune` would keep
     them and delete its own, and `newest_valid` would resume from them.
 
-    Returns: where they are now, a new directory beside `folder`; None: there were none.
+    Returns: where they are now, a new directory beside `folder`, or in it if it is a link; None:
+        there were none.
     Raises: CheckpointError: the disk refused.
     """
     found = [path for path in _steps(folder) if _step_of(path) > step]
     if not found:
         return None
-    aside = _first_unused(folder.with_name(f"{folder.name}-old"))
+    # Of a linked folder within it: beside the link is another disk.
+    linked = folder.is_symlink()
+    aside = _first_unused(
+        folder.resolve() / "old" if linked else folder.with_name(f"{folder.name}-old")
+    )
     moved = {path.name for path in found}
     links = {
         link: link.readlink().name
@@ -344,7 +349,8 @@ def set_aside(folder: Path, step: int) -> Path | None:
 def set_run_aside(output_dir: Path) -> Path | None:
     """Moves the files of an earlier run to `old-N` in its folder.
 
-    Only rank 0 calls it.  Files that no run writes stay where they are.
+    Only rank 0 calls it.  Files that no run writes stay where they are.  Checkpoints in a linked
+    folder stay on its disk, and `old-N` gets a link to them.
 
     Returns: their new place; None: there was no earlier run, or it had not trained a step.
     Raises: CheckpointError: the disk refused.
@@ -358,8 +364,12 @@ def set_run_aside(output_dir: Path) -> Path | None:
         old = _first_unused(output_dir / "old")
         old.mkdir()
         for name in _OF_A_RUN:
-            if os.path.lexists(output_dir / name):
-                (output_dir / name).rename(old / name)
+            path = output_dir / name
+            if name == "checkpoints" and path.is_symlink():  # the new run follows it, too
+                if (aside := set_aside(path, -1)) is not None:
+                    (old / name).symlink_to(aside)
+            elif os.path.lexists(path):
+                path.rename(old / name)
     except OSError as error:
         raise CheckpointError(
             f"failed to move the earlier run: {error}",

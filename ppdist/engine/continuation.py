@@ -70,7 +70,7 @@ def config_of_run(
     planned = parse_config(file, [*own, *overrides], ExperimentConfig)
     if epochs is None:
         return planned, False
-    state = json.loads((checkpoint / "state.json").read_text(encoding="utf-8"))
+    state = json.loads(files.text_of(checkpoint / "state.json"))
     done = float(state["epoch"])
     total = _total(epochs, done if _stopped_early(output_dir) else planned.train.epochs)
     if total <= done:

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 from ppdist.common.errors import ConfigError, WeightsError
-from ppdist.common.files import make_folder, replace_file, writing
+from ppdist.common.files import bytes_of, make_folder, replace_file, writing
 from ppdist.common.process import printable
 from ppdist.config import ExperimentConfig, load_config
 from ppdist.config.base import override_items, parse_plain, parse_tree
@@ -434,7 +434,7 @@ def write_recipe(
         if file.exists():
             for moved in {*output_dir.glob(ASIDE)} - before:
                 file.replace(moved / name)
-        if file.exists() and file.read_bytes() != content:  # perhaps edited by hand
+        if file.exists() and bytes_of(file) != content:  # perhaps edited by hand
             file.replace(_unused(file.with_name(f"{name}.old")))
         replace_file(file, content)
     return shlex.join(["ppdist", "train", "-c", str(file), *(["--eval"] if evaluate else [])])

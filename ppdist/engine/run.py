@@ -119,6 +119,8 @@ def run_training(
     Raises: UserError: invalid data, weights, checkpoint or configuration.
     """
     config, recipe = plan.config, plan.recipe
+    if (place := output_dir.resolve()) != output_dir.absolute():
+        output_dir = place  # for all: a link may be pointed elsewhere while the run writes
     comm.init(config.device, config.distributed)
     heartbeat.tell_run(output_dir)
     before = {*output_dir.glob(ASIDE)}

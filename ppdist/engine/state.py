@@ -32,7 +32,7 @@ from pydantic import BaseModel, Field, field_serializer, field_validator
 
 from ppdist.common.drafts import remove_drafts
 from ppdist.common.errors import CheckpointError, ConfigError, StorageError
-from ppdist.common.files import replace_file, require_no_link
+from ppdist.common.files import bytes_of, replace_file, require_no_link
 from ppdist.common.process import RUN_NOTE
 from ppdist.common.run_log import RunLog
 from ppdist.config.base import OnResume, Section, flattened, on_resume, parse_config
@@ -446,7 +446,7 @@ def find_start(asked: Continuation, dirs: OutputDirs, config: Any) -> Start:
         records = b""
         if dirs.copies and dirs.shared is not None:
             with suppress(OSError):
-                records = held[_RECORDS] = (output_dir / _RECORDS).read_bytes()
+                records = held[_RECORDS] = bytes_of(output_dir / _RECORDS)
         flipped = any(change.key == "train.sync_bn" for change in differing.learned)
         state = _with_micro_batches(found.state, config.train.sync_bn != flipped)
         return {

@@ -10,7 +10,14 @@ from statistics import mean, stdev
 from typing import TYPE_CHECKING, Any
 
 from ppdist.common.errors import ConfigError
-from ppdist.common.files import make_folder, replace_file, require_no_link, write_text, writing
+from ppdist.common.files import (
+    make_folder,
+    replace_file,
+    require_no_link,
+    text_of,
+    write_text,
+    writing,
+)
 from ppdist.common.writers import VisualDLWriter
 from ppdist.tune.trial import Cell, baseline
 
@@ -150,7 +157,7 @@ def read_rows(source: Path) -> list[dict[str, Any]]:
     """
     file = source / "trials.jsonl" if source.is_dir() else source
     try:
-        lines = file.read_text(encoding="utf-8", errors="replace").splitlines()
+        lines = text_of(file, "replace").splitlines()
     except OSError as error:
         raise ConfigError(
             f"{error.strerror}; expected the folder of a study in which a trial has ended, or "
@@ -319,7 +326,7 @@ def write_into(document: Path, text: str) -> None:
     Raises: ConfigError: it has no markers.
     """
     try:
-        before = document.read_text(encoding="utf-8")
+        before = text_of(document)
     except OSError as error:
         raise ConfigError(
             str(error.strerror), code="file_unreadable", where=f"--document {document}"

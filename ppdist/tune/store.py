@@ -119,6 +119,15 @@ class Waiting:
     """Nothing to do yet: a training whose owner died is still running."""
 
 
+def _is_entry(line: bytes) -> bool:
+    """Whether a line of the journal is whole."""
+    try:
+        entry = json.loads(line)
+    except (ValueError, RecursionError):
+        return False
+    return isinstance(entry, dict) and entry.keys() >= _ENTRY
+
+
 class Store:
     """A process's view of a study; close it at the end.
 
@@ -201,15 +210,15 @@ class Store:
         Raises: ConfigError `study_damaged`.
         """
         number = 0
-        with suppress(FileNotFoundError), journal.open("rb") as file:
-            for number, line in enumerate(file, start=1):
-                try:
-                    entry = json.loads(line)
-                    damaged = not (isinstance(entry, dict) and entry.keys() >= _ENTRY)
-                except (ValueError, RecursionError):
-                    damaged = True
-                if damaged:
-                    raise self._damaged(journal, f"line {number} was cut off or overwritten")
+        try:
+            with files.open_file(journal) as file:
+                for number, line in enumerate(file, start=1):
+                    if not _is_entry(line):
+                        raise self._damaged(journal, f"line {number} was cut off or overwritten")
+        except FileNotFoundError:
+            pass
+        except OSError as error:
+            raise self._damaged(journal, f"it cannot be read ({error.strerror})") from error
         if not number and any((self.folder / "trials").glob("*")):
             raise self._damaged(journal, "it is missing or empty")
 

@@ -14,7 +14,7 @@ from typing import Any
 
 from ppdist.common.child import Process, start
 from ppdist.common.errors import ConfigError
-from ppdist.common.files import open_own, write_json
+from ppdist.common.files import open_file, open_own, text_of, write_json
 from ppdist.common.process import process_stat
 from ppdist.common.records import MetricRecords, Record, read_metrics
 from ppdist.config.study import StudyConfig, item_of
@@ -175,7 +175,7 @@ class Job:
     def said(self) -> str:
         """The end of what it wrote to the terminal."""
         try:
-            with (self.folder / "console.log").open("rb") as file:
+            with open_file(self.folder / "console.log") as file:
                 file.seek(max(0, file.seek(0, os.SEEK_END) - _TAIL_BYTES))
                 text = file.read().decode("utf-8", "replace")
         except OSError:
@@ -198,7 +198,7 @@ class Past:
     @classmethod
     def of(cls, folder: Path) -> "Past":
         try:
-            return cls(**json.loads((folder / "tune.json").read_text(encoding="utf-8")))
+            return cls(**json.loads(text_of(folder / "tune.json")))
         except (OSError, ValueError, TypeError):
             return cls()
 

@@ -163,3 +163,78 @@ def test_checkpoints_of_another_training_are_left_alone(successor, tmp_path):
     writer.hand_over(Snapshot(5, {"model": {"a": np.zeros(2, np.float32)}}, state))
     assert writer.finish().code == "output_dir_lost"
     assert not list((folder / "checkpoints").glob("step-*"))
+
+
+def is_refused(folder: Path) -> bool:
+    """Whether another process that would train in the folder is refused."""
+    code = HOLDER.partition("child =")[0].replace(
+        "hold(Path(sys.argv[1]))", "hold(Path(sys.argv[1]), 0)"
+    )
+    ended = subprocess.run([sys.executable, "-c", code, f"{folder}"], cwd=ROOT, capture_output=True)
+    assert ended.returncode == 0 or b"another training writes there" in ended.stderr
+    return ended.returncode != 0
+
+
+def test_reading_or_copying_a_folder_keeps_its_lock(tmp_path):
+    folder = tmp_path / "run"
+    hold(folder)
+    (folder / "run.lock").read_text()
+    shutil.copytree(folder, tmp_path / "copy")
+    assert is_held(folder) and is_refused(folder)
+
+
+def test_a_lock_replaced_by_its_copy_is_taken_again(tmp_path):
+    folder = tmp_path / "run"
+    hold(folder)
+    shutil.copy(folder / "run.lock", folder / "copy")
+    os.replace(folder / "copy", folder / "run.lock")
+    assert not is_held(folder)
+    require_held(folder)
+    assert is_held(folder) and is_refused(folder)
+
+
+def test_the_lock_of_a_retargeted_folder_is_where_it_leads_now(successor, tmp_path):
+    for name in ("a", "run"):
+        (tmp_path / name).mkdir()
+    link = tmp_path / "link"
+    link.symlink_to("a")
+    hold(link)
+    link.unlink()
+    link.symlink_to("run")
+    successor()  # trains in run
+    with raises("output_dir_lost"):
+        require_held(link)
+
+
+@pytest.mark.parametrize("target", ["disk", "other/checkpoints"])
+def test_a_linked_folder_of_checkpoints_has_one_training(target, tmp_path):
+    runs = [tmp_path / "run", tmp_path / "other"]
+    (tmp_path / target).mkdir(parents=True)
+    for run in runs:
+        run.mkdir(exist_ok=True)
+        (run / "run.lock").touch()
+        if not (run / "checkpoints").exists():
+            (run / "checkpoints").symlink_to(tmp_path / target)
+    hold(runs[0])
+    assert is_refused(runs[1])
+    hold(runs[0])  # its own
+    require_held(runs[0])
+
+
+def test_a_second_name_of_a_lock_keeps_its_content(tmp_path):
+    folder, copy = tmp_path / "run", tmp_path / "copy"
+    folder.mkdir()
+    copy.write_text("precious")
+    os.link(copy, folder / "run.lock")
+    hold(folder)
+    assert copy.read_text() == "precious" and is_refused(folder)
+    os.link(folder / "run.lock", tmp_path / "later")  # of a run that goes on
+    require_held(folder)
+    assert is_refused(folder)
+
+
+def test_a_pipe_in_the_place_of_a_lock_blocks_nobody(tmp_path):
+    os.mkfifo(tmp_path / "run.lock")
+    assert not is_held(tmp_path)
+    hold(tmp_path)
+    assert is_refused(tmp_path)
