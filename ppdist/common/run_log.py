@@ -298,7 +298,7 @@ class RunLog:
         """Drops records and points after a step, because they are made again."""
         if not self._records:
             return
-        self._files.put("metrics.jsonl", partial(_begin_metrics, self._metrics_path, step))
+        self.put("metrics.jsonl", partial(_begin_metrics, self._metrics_path, step))
         self.writers.rollback(step)
 
     def forget(self, step: int, key: str) -> None:
@@ -309,7 +309,7 @@ class RunLog:
         def is_other(record: dict[str, Any]) -> bool:
             return record.get("step") != step or key not in record
 
-        self._files.put("metrics.jsonl", partial(_keep_records, self._metrics_path, is_other))
+        self.put("metrics.jsonl", partial(_keep_records, self._metrics_path, is_other))
 
     def images(self, tag: str, step: int, images_HW3: list[np.ndarray]) -> None:
         """Adds uint8 RGB images under `tag/0`, `tag/1`, ..."""

@@ -291,7 +291,9 @@ def _delete(paths: Sequence[Path], folder: Path, best_step: int) -> bool:
     """Deletes checkpoints other than the best and those that links name.
 
     Returns: whether there were any.
+    Raises: ConfigError: another training has the folder by now (`require_held`).
     """
+    require_held(folder.parent)
     links = [folder / name for name in ("best", "last")]
     kept = {link.resolve() for link in links if link.is_symlink()}
     old = [path for path in paths if path.resolve() not in kept and _step_of(path) != best_step]
@@ -591,7 +593,6 @@ class CheckpointWriter:
             return RuntimeError(f"{failed}: {error!r}")
         try:
             self._told(snapshot.step)
-            require_held(self.folder.parent)  # in which links and old checkpoints are its own
             best_step = snapshot.state["best_step"]
             try:
                 self.mend_links(best_step=best_step)
@@ -603,7 +604,11 @@ class CheckpointWriter:
         return None
 
     def mend_links(self, *, last_step: int = 0, best_step: int = 0) -> None:
-        """Points `last` and `best` at checkpoints of these steps."""
+        """Points `last` and `best` at checkpoints of these steps.
+
+        Raises: ConfigError: another training has the folder by now (`require_held`).
+        """
+        require_held(self.folder.parent)
         point_at_step(self.folder / "last", last_step)
         point_at_step(self.folder / "best", best_step)
 
