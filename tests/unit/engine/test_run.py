@@ -7,9 +7,12 @@ from pathlib import Path
 import pytest
 
 from ppdist.cli.train import goes_on, parse
+from ppdist.engine import run
+from ppdist.engine.continuation import ANEW
 from ppdist.engine.recipe import TrainOptions
-from ppdist.engine.run import continuing, plan_training
+from ppdist.engine.run import TrainingPlan, continuing, plan_training, run_training
 from tests.errors import raises
+from tests.unit.engine.tiny import tiny_config
 
 
 def test_absent_weights_are_told_before_the_data_are_read(tmp_path):
@@ -33,3 +36,20 @@ def test_the_command_that_continues_is_one_of_train(evaluate, monkeypatch):
     assert ranks == ["fleetrun", "--nproc_per_node", "2", *words]
     monkeypatch.setenv("PADDLE_LOCAL_SIZE", "1")
     assert "on every host" in continuing(Path("output/a b"), evaluate)
+
+
+@pytest.mark.parametrize("name, place", [("link/run", "disk/run"), ("plain", "plain")])
+def test_a_run_writes_where_its_link_led_at_the_start(name, place, tmp_path, monkeypatch):
+    class Started(Exception):
+        pass
+
+    def build(config, *, output_dir, **_):
+        raise Started(output_dir)
+
+    (tmp_path / "disk").mkdir()
+    (tmp_path / "link").symlink_to("disk")
+    monkeypatch.setattr(run, "build_training", build)
+    plan = TrainingPlan(tiny_config(tmp_path), ANEW)
+    with pytest.raises(Started) as started:
+        run_training(plan, tmp_path / name, evaluate=False, command=[])
+    assert started.value.args == (tmp_path / place,)
