@@ -92,15 +92,22 @@ def test_a_teacher_speaks_of_the_students_classes(model, tmp_path):
     student = build_model(config)
     before = student.rows_before_classes
 
+    def by_class(value):
+        """Puts the classes first, also of a linear layer's weights."""
+        return value.T if value.ndim == 2 and value.shape[1] == before + 3 else value
+
     def rows(names):
         """Of each class in the class layers, by key."""
         read = read_teacher(teacher, config.model, student, names)[1]
-        return {
-            key: (value.T if value.ndim == 2 and model == "dfine" else value).reshape(
-                -1, before + 3, *value.shape[1:]
-            )[:, before:]
+        arrays = {
+            key: by_class(value)
             for key, value in arrays_of(read).items()
-            if key.startswith(student.class_layers) and value.shape[0] % (before + 3) == 0
+            if key.startswith(student.class_layers)
+        }
+        return {
+            key: value.reshape(-1, before + 3, *value.shape[1:])[:, before:]
+            for key, value in arrays.items()
+            if value.shape[0] % (before + 3) == 0
         }
 
     written, turned = rows(("red", "green", "blue")), rows(("blue", "red", "green"))
