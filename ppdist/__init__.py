@@ -3,7 +3,7 @@
 The names of `__all__` are imported when they are asked for, so `import ppdist` costs nothing.
 """
 
-import importlib
+import importlib.util
 import sys
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
@@ -63,7 +63,8 @@ def __getattr__(name: str) -> Any:
     if name == "export":
         return importlib.import_module("ppdist.export")
     if name not in _HOMES:
-        if not name.startswith("_"):
+        # `from ppdist import cli` asks here before it imports that module: no habit of others.
+        if not name.startswith("_") and importlib.util.find_spec(f"{__name__}.{name}") is None:
             # `from ppdist import YOLO` asks here first, and turns an AttributeError into its own.
             asking = importlib.import_module("inspect").currentframe().f_back
             imports = asking.f_code.co_name == "_handle_fromlist"

@@ -189,16 +189,3 @@ def test_doctor_prints_one_line_per_check(project: Path) -> None:
     assert re.fullmatch(rf"{failed} failed, \d+ warnings", summary)
     assert done.returncode == (2 if failed else 0)
     assert any("data.train: 4 images" in line for line in lines)
-
-
-@pytest.mark.slow  # the fast part of it: tests/reference/test_parity_originals.py
-def test_every_reference_of_the_original_is_met(shared_dir: Path, tmp_path: Path) -> None:
-    file = tmp_path / "parity.json"
-    shown = succeeded(
-        run_tool("verify", "parity", "--reference", shared_dir / "parity", "--json", file)
-    )
-    assert "PASS: 16 models" in shown
-    rows = json.loads(file.read_text())
-    assert all(error <= tolerance for *_, error, tolerance in rows)
-    compared = {name for name, group, *_ in rows if group == "losses"}
-    assert compared == {"ppyoloe_s", "ppyoloe_plus_s", "yolov5n", "yolov5s_cls"}

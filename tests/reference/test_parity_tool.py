@@ -145,3 +145,14 @@ def test_json_file_is_tried_before_the_comparison(stored, run_tool) -> None:
     file = next(stored.glob("*.npz"))
     done = run_tool(stored, "--json", str(file / "all.json"))
     assert done.code == 2 and not done.out and f"{file}: " in done.err
+
+
+@pytest.mark.slow  # the fast part of it: test_parity_originals.py
+def test_every_reference_of_the_original_is_met(shared_dir, tmp_path, run_tool) -> None:
+    file = tmp_path / "parity.json"
+    done = run_tool(shared_dir / "parity", "--json", str(file))
+    assert done.code == 0 and "PASS: 16 models" in done.out
+    rows = json.loads(file.read_text())
+    assert all(error <= tolerance for *_, error, tolerance in rows)
+    compared = {name for name, group, *_ in rows if group == "losses"}
+    assert compared == {"ppyoloe_s", "ppyoloe_plus_s", "yolov5n", "yolov5s_cls"}
