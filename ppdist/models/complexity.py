@@ -118,17 +118,18 @@ def _operations(model: ImageModel, images_B3HW: paddle.Tensor) -> int:
 
 def _kept(model: ImageModel, images_B3HW: paddle.Tensor) -> tuple[int, int]:
     """Bytes kept for backward in training, and those of the outputs."""
-    kept: dict[int, int] = {}  # by address: several layers may keep one tensor
+    # By address, because several layers may keep one tensor; the graph itself keeps none, because
+    # Paddle 3.3 never frees what a hook returned.
+    kept: dict[int, paddle.Tensor] = {}
 
-    def keep(tensor: paddle.Tensor) -> paddle.Tensor:
-        kept[tensor.data_ptr()] = tensor_bytes(tensor)
-        return tensor
+    def keep(tensor: paddle.Tensor) -> None:
+        kept[tensor.data_ptr()] = tensor
 
     inputs = model.training_inputs(images_B3HW, Targets.example(images_B3HW))
-    with paddle.autograd.saved_tensors_hooks(keep, lambda tensor: tensor):
+    with paddle.autograd.saved_tensors_hooks(keep, lambda nothing: nothing):
         outputs = model(*inputs)
     weights = {tensor.data_ptr() for tensor in model.state_dict().values()}
-    saved = sum(size for address, size in kept.items() if address not in weights)
+    saved = sum(tensor_bytes(kept[address]) for address in kept.keys() - weights)
     return saved, sum(map(tensor_bytes, tensors_in(outputs)))
 
 
