@@ -18,6 +18,7 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 
 from ppdist.config.errors import numbers_for_text, problems_of
 from ppdist.config.migration import refuse_file
+from ppdist.config.removed import is_stored, without_removed
 from ppdist.config.shipped import find_config
 from ppdist.config.yaml import Node, Place, Problem, Reader, dump, merge, problems_error
 
@@ -86,7 +87,8 @@ def parse_config(
     reader = Reader()
     file = find_config(str(path))
     refuse_file(Reader().read_alone(file), file)  # before the files that it names are opened
-    return _parsed(reader.read_file(file), reader, file, overrides, schema, defaults)
+    tree = reader.read_file(file)
+    return _parsed(tree, reader, file, overrides, schema, defaults, stored=is_stored(file))
 
 
 def parse_plain(
@@ -95,14 +97,16 @@ def parse_plain(
     overrides: Sequence[str],
     schema: type[SectionT],
     defaults: Mapping[str, str] | None = None,
+    *,
+    stored: bool = False,
 ) -> SectionT:
     """As `parse_config`, of plain data instead of a file.
 
-    Args: source: where it came from, for messages.
+    Args: source: where it came from, for messages.  stored: see `without_removed`.
     """
     reader = Reader()
     node = reader.read_text(dump(dict(tree)), source)
-    return _parsed(node, reader, source, overrides, schema, defaults)
+    return _parsed(node, reader, source, overrides, schema, defaults, stored=stored)
 
 
 def _parsed(
@@ -112,6 +116,8 @@ def _parsed(
     overrides: Sequence[str],
     schema: type[SectionT],
     defaults: Mapping[str, str] | None,
+    *,
+    stored: bool,
 ) -> SectionT:
     for item in overrides:
         node = reader.read_override(item)
@@ -119,18 +125,22 @@ def _parsed(
             tree = merge(tree, node)
     place = Place(source, 1, 1)
     given = {key: Node(value, place, place, value) for key, value in (defaults or {}).items()}
-    return parse_tree(merge(Node(given, place, place), tree), schema, reader.problems)
+    tree = merge(Node(given, place, place), tree)
+    return parse_tree(tree, schema, reader.problems, stored=stored)
 
 
-def parse_tree(tree: Node, schema: type[SectionT], problems: Sequence[Problem]) -> SectionT:
+def parse_tree(
+    tree: Node, schema: type[SectionT], problems: Sequence[Problem], *, stored: bool = False
+) -> SectionT:
     """Builds the Section described by files and -o items.
 
-    Args: problems: found in reading them.
+    Args: problems: found in reading them.  stored: see `without_removed`.
     Raises: ConfigError: as `parse_config`.
     """
     found = [*problems]
     opened = cast(type[SectionT], schema.opened(tree, found))
-    return _check(schema.completed(tree), opened, found)
+    tree = without_removed(schema.completed(tree), opened, found, stored=stored)
+    return _check(tree, opened, found)
 
 
 def _check(tree: Node, schema: type[SectionT], problems: list[Problem]) -> SectionT:

@@ -22,11 +22,11 @@ from ppdist.config.distributed import DistributedConfig
 from ppdist.config.errors import CrossKeyErrors
 from ppdist.config.evaluate import COCO_DETECTIONS, EvaluateConfig, NMSConfig
 from ppdist.config.loss import LossConfig, PPYOLOELossConfig
-from ppdist.config.migration import without_removed_keys
 from ppdist.config.model import ModelConfig
 from ppdist.config.optimizer import OptimizerConfig, ScheduleConfig
 from ppdist.config.output import CheckpointConfig, LogConfig
 from ppdist.config.plugins import find_names, names_of, open_section
+from ppdist.config.removed import without_removed
 from ppdist.config.shipped import find_config
 from ppdist.config.train import EarlyStoppingConfig, TrainConfig
 from ppdist.config.validate import cross_key_errors
@@ -108,7 +108,7 @@ class ExperimentConfig(Section):
         `loss.name` is the model's, a tracker may be its name alone, and `data.val_fraction` says
         what `data.val` is.
         """
-        tree = _named_trackers(without_removed_keys(tree))
+        tree = _named_trackers(tree)
         model, data = tree.child("model"), tree.child("data")
         name = model.child("name") if model is not None else None
         if name is not None and name.value in names_of("detector"):
@@ -152,15 +152,17 @@ def _named_trackers(tree: Node) -> Node:
 def experiment_of(tree: Mapping[str, Any]) -> ExperimentConfig:
     """The configuration that plain data describe, as `model_dump` gives them.
 
+    Those of an earlier version have keys that are gone: see `without_removed`.
     Raises: pydantic.ValidationError: they do not; ConfigError: a plugin that they need fails.
     """
     problems: list[Problem] = []
     nodes = tree_of(dict(tree), Place("the configuration"))
     schema = ExperimentConfig.opened(nodes, problems)
+    opened = cast(type[ExperimentConfig], schema)
+    nodes = without_removed(nodes, opened, problems, stored=True)
     if problems:
         raise problems_error(problems)
-    opened = cast(type[ExperimentConfig], schema)
-    return opened.model_validate_json(json.dumps(tree), strict=True)
+    return opened.model_validate_json(json.dumps(nodes.plain()), strict=True)
 
 
 def load_config(path: str | Path, overrides: Overrides = ()) -> ExperimentConfig:

@@ -1,4 +1,4 @@
-"""Keys and options of other trainers and earlier versions, and their replacements.
+"""Keys and options of other trainers, and their replacements.
 
 a key of a file or of -o      TrainReader.batch_size=8          -> train.batch_size_per_card=8
 a word of a command           train --img 640, train imgsz=640  -> --image-size 640
@@ -13,7 +13,6 @@ import os
 import re
 import shlex
 from collections.abc import Callable, Container, Iterable, Mapping, Sequence
-from dataclasses import replace
 from functools import cache, wraps
 from itertools import takewhile
 from pathlib import Path, PurePath
@@ -26,7 +25,6 @@ from ppdist.config.shipped import find_config
 from ppdist.config.yaml import BASE_KEY, Node
 
 PADDLE, ULTRA, OTHERS = "PaddleDetection", "ultralytics", "other trainers"
-EARLIER = "earlier versions of ppdist"
 _OPTION_OF_FILES = "--source"  # which would take `conf=0.4` for one
 
 
@@ -106,10 +104,6 @@ _OF_TRAINING = (
 )  # fmt: skip
 _WITH_KEYS = ("train", "eval", "predict", "export", "convert", "data")  # commands with -o
 _WITHOUT_DATA = ("predict", "export", "convert")
-_REMOVED = {  # keys of earlier versions
-    "checkpoint.fallback_dir": "leave it out, and put output_dir on a disk with room for "
-    "checkpoint.keep + 2 checkpoints",
-}
 
 
 class Table(NamedTuple):
@@ -131,7 +125,6 @@ def table() -> Table:
         for owner, rows in found["keys"].items()
         for name, each in rows.items()
     }
-    keys |= {name: Equivalent(EARLIER, note=note) for name, note in _REMOVED.items()}
     words = {name: each for name, each in keys.items() if each.owner in (ULTRA, OTHERS)}
     for owner, rows in found["words"].items():
         for name, each in rows.items():
@@ -174,26 +167,6 @@ def our_value(key: str, value: str) -> str:
     rows = (*table().keys.values(), *table().words.values())
     names = (row.values.get(value.lower(), "") for row in rows if row.key == key)
     return next(filter(None, names), "")
-
-
-def without_removed_keys(tree: Node) -> Node:
-    """The tree without removed keys that are null.
-
-    The config.yml of an earlier run has every key.
-    """
-    for name in _REMOVED:
-        tree = _without_null(tree, name.split("."))
-    return tree
-
-
-def _without_null(tree: Node, path: Sequence[str]) -> Node:
-    child = tree.child(path[0])
-    if child is None or not isinstance(tree.value, dict):
-        return tree
-    others = {key: each for key, each in tree.value.items() if key != path[0]}
-    if len(path) == 1:
-        return replace(tree, value=others) if child.value is None else tree
-    return replace(tree, value={**tree.value, path[0]: _without_null(child, path[1:])})
 
 
 class _Word(NamedTuple):

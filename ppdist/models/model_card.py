@@ -504,4 +504,5 @@ def config_of_weights(
     if card.nms is not None:
         tree["nms"] = card.nms.model_dump(mode="json")
     defaults = {"output_dir": f"output/{path.stem}"}
-    return parse_plain(tree, f"{path}: model card", overrides, ExperimentConfig, defaults)
+    source = f"{path}: model card"
+    return parse_plain(tree, source, overrides, ExperimentConfig, defaults, stored=True)

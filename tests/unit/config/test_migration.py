@@ -38,13 +38,6 @@ def test_every_equivalent_is_a_key_or_a_note():
         assert {*named} - {"train.py"} <= known, name
 
 
-def test_key_that_is_gone_is_refused_unless_null(tmp_path):
-    error = refused(config(tmp_path, OURS), "checkpoint.fallback_dir=/spare")
-    assert error.code == "foreign_key"
-    written = config(tmp_path, OURS + "checkpoint: {fallback_dir: null, keep: 5}\n")
-    assert load_config(written).checkpoint.keep == 5
-
-
 @pytest.mark.parametrize(
     ("item", "said"),
     [

@@ -1,0 +1,172 @@
+"""Keys and values of earlier versions that are gone, and what to do instead.
+
+    REMOVED["distributed.window"] = Removed(8, "leave it out: the window is 8 everywhere")
+    REMOVED["train.rate"] = Removed(0.1, "it is called optimizer.lr now", renamed="optimizer.lr")
+    GONE_VALUES["data.cache", "tape"] = GoneValue("none", "use a faster disk")
+
+A row counts where the schema of the file no longer knows the key (for that model, loss or tracker),
+and whichever way a configuration comes: a file, -o, a run's folder, a checkpoint, a model card, an
+export.  What has the old default is dropped silently.  Another value that somebody types is an
+error, which says what to do; one that an earlier version stored is a warning, and the run goes on.
+Removed options of a command stand in migration.yml, below `commands`.
+"""
+
+import logging
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from functools import cache
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from ppdist.config.schema import SectionType, field_at
+from ppdist.config.yaml import Node, Problem, found, merge, tree_of
+
+_LOGGER = logging.getLogger("ppdist.config")
+
+
+class Removed(NamedTuple):
+    """A key, or a whole section, that is gone.
+
+    default: its old one, as JSON has it; of a section a mapping of its keys.
+    hint: what to do instead, as half a sentence: `use x`, `leave it out: ...`.
+    renamed: the key that has the same meaning now; it gets the value, whatever it is.
+    """
+
+    default: Any
+    hint: str
+    renamed: str = ""
+
+
+class GoneValue(NamedTuple):
+    """A value that a key no longer takes.
+
+    now: what a stored configuration gets instead; DROPPED: the key, or the item of the list, goes.
+    hint: as of `Removed`.
+    """
+
+    now: Any
+    hint: str
+
+
+DROPPED = object()
+
+REMOVED: Mapping[str, Removed] = {  # by key path; `*` stands for each item of a list
+    "checkpoint.fallback_dir": Removed(
+        None, "put output_dir on a disk with room for checkpoint.keep + 2 checkpoints"
+    ),
+}
+GONE_VALUES: Mapping[tuple[str, Any], GoneValue] = {}  # by key path and value
+
+_OF_RUNS = ("manifest.json", "environment.json")  # lie beside the config.yml of checkpoint and run
+_OF_EXPORTS = "infer.yml"
+
+
+def is_stored(file: str) -> bool:
+    """Whether ppdist wrote the file into a run, a checkpoint or an export."""
+    path = Path(file)
+    return path.name == _OF_EXPORTS or (
+        path.name == "config.yml" and any((path.parent / name).is_file() for name in _OF_RUNS)
+    )
+
+
+def without_removed(
+    tree: Node, schema: SectionType, problems: list[Problem], *, stored: bool
+) -> Node:
+    """Returns the tree without removed keys and values.
+
+    Args:
+        problems: gets one for each that somebody typed and that is not the old default.
+        stored: ppdist wrote the tree; what -o adds to it is typed all the same.
+    """
+    for name, row in REMOVED.items():
+        for path, node in _nodes_at(tree, name.split(".")):
+            if field_at(schema, path, tree) is not None or _is_ignored(schema, path):
+                continue
+            tree = _with(tree, path, None)
+            if row.renamed:
+                tree = merge(_nested(row.renamed.split("."), node), tree)
+            elif not _equals(node.plain(), row.default):
+                _answer(path, node, row.hint, problems, stored=stored)
+    for (name, value), gone in GONE_VALUES.items():
+        for path, node in reversed([*_nodes_at(tree, name.split("."))]):
+            if not _equals(node.plain(), value) or _is_ignored(schema, path):
+                continue
+            _answer(path, node, gone.hint, problems, stored=stored)
+            if gone.now is DROPPED:
+                tree = _with(tree, _dropped(path), None)
+            else:
+                tree = _with(tree, path, replace(tree_of(gone.now, node.place), text=node.text))
+    return tree
+
+
+def _nodes_at(
+    tree: Node, parts: Sequence[str], above: tuple[str | int, ...] = ()
+) -> list[tuple[tuple[str | int, ...], Node]]:
+    """Returns the paths, with their nodes, that a key path with `*` stands for."""
+    if not parts:
+        return [(above, tree)]
+    head, *rest = parts
+    if head == "*":
+        items = tree.value if isinstance(tree.value, list) else []
+        return [row for at, item in enumerate(items) for row in _nodes_at(item, rest, (*above, at))]
+    child = tree.child(head)
+    return [] if child is None else _nodes_at(child, rest, (*above, head))
+
+
+def _is_ignored(schema: SectionType, path: Sequence[str | int]) -> bool:
+    return schema.model_config.get("extra") == "ignore" and path[0] not in schema.model_fields
+
+
+def _with(tree: Node, path: Sequence[str | int], new: Node | None) -> Node:
+    """Returns the tree with another node at a path; None: with none."""
+    head, *rest = path
+    child = tree.child(head)
+    assert child is not None
+    changed = _with(child, rest, new) if rest else new
+    if isinstance(tree.value, list):
+        items: list[Node | None] = [*tree.value]
+        items[int(head)] = changed
+        return replace(tree, value=[item for item in items if item is not None])
+    assert isinstance(tree.value, dict)
+    keys = {**tree.value, str(head): changed}
+    return replace(tree, value={key: node for key, node in keys.items() if node is not None})
+
+
+def _dropped(path: tuple[str | int, ...]) -> tuple[str | int, ...]:
+    """Returns the path up to its last list item, which goes whole, or the whole path."""
+    last = max((at for at, part in enumerate(path) if isinstance(part, int)), default=None)
+    return path if last is None else path[: last + 1]
+
+
+def _nested(parts: Sequence[str], node: Node) -> Node:
+    for part in reversed(parts):
+        node = Node({part: node}, node.place, node.key_place)
+    return node
+
+
+def _equals(value: Any, default: Any) -> bool:
+    """Compares with a default; of a section what is there counts."""
+    if isinstance(value, dict) and isinstance(default, dict):
+        return all(key in default and _equals(value[key], default[key]) for key in value)
+    is_flag = isinstance(value, bool) or isinstance(default, bool)
+    return bool(value == default) and (not is_flag or type(value) is type(default))
+
+
+def _answer(
+    path: Sequence[str | int], node: Node, hint: str, problems: list[Problem], *, stored: bool
+) -> None:
+    key = ".".join(map(str, path))
+    if not stored or node.place.source.startswith("-o "):
+        problems.append(
+            Problem(
+                node.key_place, f"{key}: found {found(node)}, which is gone; {hint}", "removed_key"
+            )
+        )
+    else:
+        _warn_once(f"{node.key_place}: {key}: {found(node)} no longer counts; {hint}")
+
+
+@cache
+def _warn_once(line: str) -> None:
+    """Warns once in a process, which may read a configuration several times."""
+    _LOGGER.warning("%s", line)
