@@ -559,14 +559,13 @@ def require_held(output_dir: Path) -> None:
                     fix="this one has stopped and writes nothing more; give each training its own "
                     "folder: -o output_dir=...",
                 )
-    require_not_lost(output_dir)
-
-
-def require_not_lost(output_dir: Path) -> None:
-    """Raises the error that `require_held` raised in another thread; does not access the disk."""
-    for held in _held_in(output_dir):
         if held.lost is not None:
             raise held.lost
+
+
+def is_lost(output_dir: Path) -> bool:
+    """Whether `require_held` has raised, in whatever thread; does not access the disk."""
+    return any(held.lost is not None for held in _held_in(output_dir))
 
 
 def _held_in(output_dir: Path) -> list[_Held]:

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from ppdist.common.errors import CheckpointError, StorageError
 from ppdist.common.eta import EVALUATION, SAVING, duration
-from ppdist.common.files import require_held, require_not_lost
+from ppdist.common.files import is_lost, require_held
 from ppdist.common.process import STOPPED
 from ppdist.common.run_log import RunLog
 from ppdist.config import ExperimentConfig
@@ -136,7 +136,8 @@ class Trainer:
         """Trains to the end or a signal.  Collective.
 
         Returns: 0; 75 after a signal and a clean checkpoint.
-        Raises: UserError: loss or gradient stayed not finite, see `train.bad_steps_limit`.
+        Raises: UserError: loss or gradient stayed not finite, see `train.bad_steps_limit`, or
+            another training has the folder by now.
             StorageError: images stay unavailable; what was learned is saved, and a restart resumes.
         """
         try:
@@ -612,7 +613,8 @@ class Trainer:
         self.dirs.note_newest(snapshot.step)
 
     def _warn_of_saving(self) -> None:
-        require_not_lost(self.dirs.folder)
+        if is_lost(self.dirs.folder) and not self.state.stop:
+            self._ask_to_stop()  # other ranks cannot see it; `_write_the_last` raises on all
         for trouble in self.writer.troubles():
             warn = self.log.warning if comm.is_main() else _LOGGER.warning
             warn(f"{trouble}; training continues and will retry; free disk space")
@@ -620,13 +622,15 @@ class Trainer:
     def _finish_saving(self) -> None:
         """Waits until the last checkpoint is on disk.  Collective.
 
-        Raises: CheckpointError, on every rank: the disk did not take the newest or the best one.
+        Raises: on every rank, CheckpointError: the disk did not take the newest or the best one;
+            ConfigError: another training has the folder by now.
         """
         heartbeat.beat("save", self.state.step)
         with self.log.spending(SAVING, self.state.step):
             self.dirs.run(self._write_the_last)
 
     def _write_the_last(self) -> None:
+        require_held(self.dirs.folder)
         trouble = self.writer.finish()
         for each in dict.fromkeys(self.writer.troubles()):
             if each != f"{trouble}":

@@ -12,9 +12,10 @@ import pytest
 
 from benchmarks.checkpoint import measure_saving
 from ppdist.common import files
-from ppdist.common.errors import CheckpointError
+from ppdist.common.errors import CheckpointError, ConfigError
 from ppdist.distributed import comm
 from ppdist.engine import checkpoint
+from ppdist.engine.callbacks import Callback
 from ppdist.engine.checkpoint import newest_valid, point, read_checkpoint, unpacked
 from ppdist.engine.early_stopping import EarlyStoppingState
 from ppdist.engine.monitor import Stopwatch
@@ -191,6 +192,40 @@ def test_refused_last_checkpoint_fails_every_rank(shapes, tmp_path):
     assert [each[:2] for each in told] == [["checkpoint_lost", None], ["checkpoint_lost", 0]]
     assert all("step 2 was not written" in text for *_, text in told)
     assert final(tmp_path).state["step"] == 1
+
+
+class Lose(Callback):
+    """Before step 2, another training has the folder of the rank that writes."""
+
+    def __init__(self, folder):
+        self._lock = folder / "run.lock"
+
+    def on_step_begin(self, step):
+        if step == 2 and comm.is_main():
+            self._lock.unlink()
+            self._lock.write_text("of another")
+            with raises("output_dir_lost"):
+                files.require_held(self._lock.parent)
+
+
+def lost_by_the_rank_that_writes(argument):
+    output = Path(argument["output"])
+    settings = [f"checkpoint.on_every_host={argument['copies']}", "checkpoint.every_steps=100"]
+    callbacks = [Lose(output)]
+    try:
+        train(Path(argument["shapes"]), output, *settings, callbacks=callbacks)
+    except ConfigError as error:
+        return [error.code, error.from_rank]
+    return []
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("copies", [False, True])
+def test_a_folder_lost_by_one_rank_ends_every_rank(copies, shapes, tmp_path):
+    argument = {"shapes": str(shapes), "output": str(tmp_path / "run"), "copies": copies}
+    told = run_on_ranks(2, f"{HERE}:lost_by_the_rank_that_writes", argument, seconds=240)
+    assert told == [["output_dir_lost", None], ["output_dir_lost", 0]]
+    assert not list((tmp_path / "run").glob("checkpoints/step-*"))
 
 
 @pytest.mark.slow
