@@ -375,10 +375,11 @@ class FileLock:
     def write(self, content: bytes) -> None:
         """Writes what others read when they find the lock taken.
 
-        Raises: OSError.
+        A full disk takes nothing, and the lock holds all the same.
         """
-        os.ftruncate(self.open(), 0)
-        os.pwrite(self.open(), content, 0)
+        with suppress(OSError):
+            os.ftruncate(self.open(), 0)
+            os.pwrite(self.open(), content, 0)
 
     def read_there(self) -> bytes:
         """Reads the file that has the name now; b"": it is empty, or there is none."""
@@ -514,8 +515,7 @@ def _hold(folder: Path, place: Path, seconds: float) -> list[str]:
     about = {"pid": os.getpid(), "host": socket.gethostname()}
     about["since"] = time.strftime("%Y-%m-%d %H:%M:%S")
     held = _held[_key(folder)] = _Held(lock, json.dumps(about).encode())
-    with suppress(OSError):  # a full disk: the lock holds all the same
-        lock.write(held.holder)
+    lock.write(held.holder)
     return []
 
 
@@ -584,12 +584,12 @@ def _retake(held: _Held) -> bool:
         if not lock.try_acquire():
             lock.close()
             return there == held.holder  # a file system whose numbers of files change
-        lock.write(held.holder)
     except OSError:  # a disk that is full, or away: what follows will say so
         lock.close()
         return True
     held.lock.close()
     held.lock = lock
+    lock.write(held.holder)
     _LOGGER.warning(
         "%s was deleted while this training runs and has been made again: what else was deleted "
         "in its folder is lost",

@@ -125,6 +125,20 @@ def test_a_deleted_lock_is_taken_again_before_another_comes(tmp_path):
     require_held(folder)
 
 
+def test_a_full_disk_costs_no_lock(tmp_path, monkeypatch):
+    def refuse(*_):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    folder = tmp_path / "run"
+    monkeypatch.setattr(os, "pwrite", refuse)
+    hold(folder)
+    for _ in range(2):
+        assert is_held(folder) and is_refused(folder)
+        (folder / "run.lock").unlink()
+        require_held(folder)
+    assert is_held(folder) and is_refused(folder)
+
+
 def test_the_lock_is_the_file_that_is_there_now(tmp_path):
     old, new = FileLock(tmp_path / "lock"), FileLock(tmp_path / "lock")
     assert old.try_acquire() and old.is_current()
