@@ -14,8 +14,8 @@ def main() -> None:
     """Entry of the console script, too."""
     if sys.argv[1:2] in (["train"], ["launch"]):  # before all that is to be imported for them
         hold_signals()
-    hear_interrupt()
     try:
+        hear_interrupt()
         from ppdist import cli
 
         cli.main()

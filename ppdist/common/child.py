@@ -126,8 +126,8 @@ def start(
 def start_here(command: Sequence[str], **settings: Any) -> Process:
     """Starts a program that gets SIGTERM when this process ends.
 
-    Ctrl-C, which reaches it, too, waits until it listens: a Python that still starts would print a
-    traceback.
+    Ctrl-C, which reaches it, too, waits until it listens (`hear_interrupt`, or `release_signals` of
+    a launcher): a Python that still starts would print a traceback.
     """
     alike = {"stdin": None, "start_new_session": False, **settings}
     return start(command, ends_by=signal.SIGTERM, held=(signal.SIGINT,), **alike)

@@ -112,9 +112,9 @@ def run(main: Callable[[], int | None]) -> NoReturn:
         if isinstance(stream, io.TextIOWrapper):  # names of files may hold bytes of any encoding
             stream.reconfigure(errors="backslashreplace")
     quiet_paddle()
-    hear_interrupt()
     code, failure = 0, Failure("", "", "")
     try:
+        hear_interrupt()
         with _plain_log():
             code = main() or 0
     except SystemExit as error:  # argparse and clean stops

@@ -11,21 +11,27 @@ from typing import NoReturn
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP)
 INTERRUPTED = 128 + signal.SIGINT  # the exit code after Ctrl-C, as of a shell
 _interrupted = False
+_held = False
 
 
 def hold_signals() -> None:
     """Holds these signals until `release_signals`."""
+    global _held
+    _held = True
     signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
 
 
 def release_signals() -> None:
     """Delivers the held signals."""
+    global _held
+    _held = False
     signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
 
 
 def hear_interrupt() -> None:
     """Makes Ctrl-C raise KeyboardInterrupt; a second one ends the process.
 
+    One that `child.start_here` holds comes now, but none that this process holds itself.
     Does nothing where SIGINT is handled otherwise, or ignored as in a shell's background.  A forked
     child ends without a word: its parent has the signal, too.
     """
@@ -43,6 +49,8 @@ def hear_interrupt() -> None:
         raise KeyboardInterrupt
 
     signal.signal(signal.SIGINT, interrupt)
+    if not _held:
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, (signal.SIGINT,))
 
 
 def forget_interrupt() -> None:

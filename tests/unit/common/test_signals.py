@@ -7,6 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from ppdist.common.child import PIPE, start_here
+
 ROOT = Path(__file__).resolve().parents[3]
 # Runs a program up to the import of a module, and ends as the signals are held by then.
 UNTIL = """
@@ -94,6 +96,24 @@ def test_ctrl_c_ends_a_command_with_one_line(case: str, tmp_path: Path) -> None:
     assert ended.returncode == 130, ended.stderr
     assert ended.stdout.split("\n")[:-1] == leaves
     assert ended.stderr == "\nppdist: stopped by Ctrl-C\n"
+
+
+@pytest.mark.parametrize("early", [False, True], ids=["while it works", "before it listens"])
+def test_ctrl_c_ends_a_child_of_ours_that_is_no_launcher(early: bool) -> None:
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    script = COMMAND.format("print('works', flush=True); time.sleep(60)")
+    if early:
+        script = f"import os, signal; os.kill(os.getpid(), signal.SIGINT)\n{script}"
+    command = [sys.executable, "-c", script]
+    try:
+        child = start_here(command, cwd=ROOT, stdout=PIPE, stderr=PIPE, text=True)
+    finally:
+        signal.signal(signal.SIGINT, before)
+    assert child.stdout is not None and child.stdout.readline() == ("" if early else "works\n")
+    if not early:
+        child.send_signal(signal.SIGINT)
+    errors = child.communicate(timeout=60)[1]
+    assert (child.returncode, errors) == (130, "\nppdist: stopped by Ctrl-C\n")
 
 
 @pytest.mark.parametrize("module", ["ppdist.cli", "argparse"])
