@@ -912,7 +912,8 @@ def with_accuracy(
                     f"mAP {reached:.4f} on {count} validation images, eager {sample.mAP:.4f}",
                     code="export_differs",
                     where=str(section.files[0]),
-                    fix="nothing was kept",
+                    fix="nothing was kept: export to another --format, or use the weights "
+                    "themselves: ppdist predict -w WEIGHTS",
                 )
             found = SampleSection(images=count, mAP_eager=sample.mAP, mAP=reached)
             changed[name] = section.model_copy(update={"sample": found})

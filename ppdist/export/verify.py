@@ -192,7 +192,8 @@ def compare_raw(
         raise ExportError(
             f"{backend} does not compute what the model computes, it differs in {differ}",
             code="export_differs",
-            fix="nothing was kept",
+            fix="nothing was kept: export to another --format, or use the weights themselves: "
+            "ppdist predict -w WEIGHTS",
         )
     return largest_of(list(each.values()))
 
