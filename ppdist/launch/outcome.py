@@ -256,7 +256,8 @@ def not_started(attempt: Attempt, what: str) -> Outcome:
 
 def stopped_before(number: int, what: str) -> Outcome:
     """Outcome of a signal before the first step: nothing is lost."""
-    return Outcome(STOPPED, f"stopped by {signal.Signals(number).name} before {what}", number)
+    said = f"stopped by {signal.Signals(number).name} before {what}: it wrote no checkpoint"
+    return Outcome(STOPPED, said, number)
 
 
 def first_cause(attempt: Attempt, ends: Sequence[RankEnd]) -> Outcome | None:

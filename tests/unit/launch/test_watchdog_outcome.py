@@ -114,13 +114,14 @@ def say(folder: Path, rank: int, phase: str, steps: int) -> None:
 def test_stopped_before_the_first_step_is_75(
     tmp_path: Path,
 ) -> None:
-    before = "stopped by SIGINT before any rank began"
+    before = "stopped by SIGINT before any rank began: it wrote no checkpoint"
     assert ended(tmp_path, stopped=signal.SIGINT) == Outcome(75, before, signal.SIGINT)
     for rank, phase in enumerate(("start", "step", "step")):
         say(tmp_path, rank, phase, 0)
     outcome = ended(tmp_path, (TERM, 1.0), (1, 1.1, 1, GLOO), (75, 1.2), stopped=signal.SIGTERM)
     assert outcome.code == 75 and outcome.is_final
-    assert outcome.message == "stopped by SIGTERM before the first step of this attempt"
+    before = "stopped by SIGTERM before the first step of this attempt: it wrote no checkpoint"
+    assert outcome.message == before
     say(tmp_path, 1, "step", 1)
     outcome = ended(tmp_path, (TERM, 1.0), (1, 1.1, 1, GLOO), (75, 1.2), stopped=signal.SIGTERM)
     assert outcome.code == 1
