@@ -299,7 +299,7 @@ class RunLog:
         if not self._records:
             return
         self.put("metrics.jsonl", partial(_begin_metrics, self._metrics_path, step))
-        self.writers.rollback(step)
+        self.writers.rollback(step, self._guarded)
 
     def forget(self, step: int, key: str) -> None:
         """Drops the records of a step that have this key, because the run makes them again."""

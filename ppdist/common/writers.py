@@ -250,9 +250,14 @@ class MetricWriters:
         tags.append("train/loss")
         self._each(lambda writer: writer.describe(hyper_parameters, tags, texts))
 
-    def rollback(self, step: int) -> None:
-        """Drops the points after a step, because they are made again."""
-        self._each(lambda writer: writer.rollback(step))
+    def rollback(
+        self, step: int, guarded: Callable[[Callable[[], object]], Callable[[], object]]
+    ) -> None:
+        """Drops the points after a step, because they are made again.
+
+        Args: guarded: adds what is to be checked before files are replaced.
+        """
+        self._each(lambda writer: guarded(partial(writer.rollback, step))())
 
     def close(self) -> None:
         """Closes all writers in parallel; the second call does nothing.
@@ -263,7 +268,7 @@ class MetricWriters:
         self._each(lambda writer: writer.close())
         self._writers = {}
 
-    def _each(self, write: Callable[[MetricWriter], None], size: int = 0) -> None:
+    def _each(self, write: Callable[[MetricWriter], object], size: int = 0) -> None:
         """Args: size: bytes kept in the queue; droppable if above 0."""
         for program, writer in self._writers.items():
             self._thread.put(program, partial(write, writer), size, may_drop=size > 0)

@@ -152,18 +152,22 @@ def test_the_lock_is_the_file_that_is_there_now(tmp_path):
 def test_records_of_a_lost_folder_are_not_written(successor, tmp_path):
     folder = tmp_path / "run"
     hold(folder)
-    with RunLog(folder, True, 9, 9, None, visualdl=False) as log:
+    points = folder / "vdl" / "vdlrecords.ppdist.log"
+    with RunLog(folder, True, 9, 9, None) as log:
         log.metrics({"step": 1, "loss": 1.0})
         assert log.flush()
-        for path in folder.iterdir():
+        for path in [*folder.rglob("*.*")]:
             path.unlink()
         successor()
-        append(folder / "metrics.jsonl", b"of the other\n")
+        for file in (folder / "metrics.jsonl", points):
+            append(file, b"of the other\n")
         log.metrics({"step": 2, "loss": 1.0})
         log.info("a line")
+        log.rollback(1)
         assert log.flush()
         assert is_lost(folder)
-    assert (folder / "metrics.jsonl").read_text() == "of the other\n"
+    for file in (folder / "metrics.jsonl", points):
+        assert file.read_text() == "of the other\n"
     assert not (folder / "train.log").exists()
 
 

@@ -80,6 +80,20 @@ def test_full_disk_tears_no_line_warns_per_writer(small_disk, capsys, record_pro
     record_property("figure", "0 half lines, said once")
 
 
+def test_a_writer_that_cannot_go_back_costs_a_line(tmp_path, capsys, monkeypatch) -> None:
+    def refuse(self, keep_until_step):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with RunLog(tmp_path, True, 9, 3, None) as log:
+        log.metrics({"step": 2})
+        monkeypatch.setattr(VisualDLWriter, "_open", refuse)
+        log.rollback(1)
+        log.metrics({"step": 2, "loss": 0.5})
+    out, err = capsys.readouterr()
+    assert out.count("VisualDL cannot be written, continuing without it") == 1 and not err
+    assert read_metrics(tmp_path / "metrics.jsonl")[-1]["loss"] == 0.5
+
+
 def test_read_only_disk_fails_start_not_running_job(small_disk, tmp_path, capsys) -> None:
     run = small_disk / "run"
     remount = ["mount", "-o", "remount,ro", str(small_disk)]
