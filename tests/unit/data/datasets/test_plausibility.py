@@ -113,6 +113,43 @@ def test_what_is_only_untidy_is_read(form, boxes, tmp_path):
     assert len(read_split(config, "train", 3).records)
 
 
+def drawn(count: int, part: float) -> np.ndarray:
+    """Boxes of up to this part of an image of 640 x 480, xyxy: [P, 4]."""
+    rng = np.random.default_rng(0)
+    sides_P2 = rng.uniform(0.02, part, (count, 2)) * (640, 480)
+    first_P2 = rng.uniform(0, 1, (count, 2)) * ((640, 480) - sides_P2)
+    return np.concatenate([first_P2, first_P2 + sides_P2], axis=1)
+
+
+def as_centres(boxes_P4: np.ndarray) -> np.ndarray:
+    """What a reader of centres makes of first corners."""
+    half_P2 = (boxes_P4[:, 2:] - boxes_P4[:, :2]) / 2
+    return boxes_P4 - np.concatenate([half_P2, half_P2], axis=1)
+
+
+@pytest.mark.parametrize("part", [0.06, 0.3, 0.9])
+def test_first_corners_where_yolo_has_centres_are_refused(part, tmp_path):
+    boxes_P4 = drawn(400, part)
+    checked(raw_set(boxes_P4.tolist(), (640, 480)), "yolo")
+    with raises("boxes_misread", "class x1 y1 w h"):
+        checked(raw_set(as_centres(boxes_P4).tolist(), (640, 480)), "yolo")
+    config = write_set(tmp_path, "yolo", raw_set((as_centres(drawn(40, 0.9)) / 10).tolist()))
+    with raises("boxes_misread", config.root):
+        read_split(config, "train", 3)
+
+
+@pytest.mark.parametrize("part", [0.06, 0.3, 0.9])
+def test_objects_that_stick_out_are_no_first_corners(part):
+    boxes_P4 = drawn(400, part)
+    sides_P2 = boxes_P4[:, 2:] - boxes_P4[:, :2]
+    apart_P4 = (
+        np.random.default_rng(1).uniform(-0.3, 0.3, boxes_P4.shape) * np.c_[sides_P2, sides_P2]
+    )
+    checked(raw_set((boxes_P4 + apart_P4).tolist(), (640, 480)), "yolo")  # on all sides
+    few_P4 = np.concatenate([as_centres(drawn(9, 0.9)), boxes_P4])  # too few to show a rule
+    checked(raw_set(few_P4.tolist(), (640, 480)), "yolo")
+
+
 def test_true_boxes_of_tiny_images_are_no_fractions(tmp_path):
     for size in (5, 16):
         dataset = to_detection_set(checked(raw_set([[0.5, 0.5, 1, 1]] * 4, (size, size))), "clip")
