@@ -94,7 +94,8 @@ def main() -> int:
         step = step_of(Path(arguments.weights))
         analysis = evaluator.analyse(found, step)
         if arguments.json:
-            on = {key: analysis[key] for key in ("images", "left_out", "duplicate_boxes")}
+            keys = {"images", "left_out", "duplicate_boxes"}  # the last of a detector
+            on = {key: value for key, value in analysis.items() if key in keys}
             on |= {"split": arguments.split, "limit": section.limit}
             write_json(arguments.json, {**metrics, **on})
         if arguments.save_detections:
@@ -147,8 +148,8 @@ def show(metrics: Mapping[str, float], analysis: Mapping[str, Any]) -> None:
     images, left_out = analysis["images"], len(analysis["left_out"])
     unread = f" of {images + left_out} images: {left_out} could not be read"
     print(f"{images}{unread if left_out else ' images'}")
-    if analysis["duplicate_boxes"]:
-        print(duplicates_line(analysis["duplicate_boxes"]))
+    if repeated := analysis.get("duplicate_boxes"):
+        print(duplicates_line(repeated))
     whole = {name: value for name, value in metrics.items() if "/" not in name}  # not of a class
     print_table(["metric", "value"], [(name, shown(value)) for name, value in whole.items()])
     print(class_table(analysis))

@@ -33,7 +33,7 @@ from ppdist.distributed.progress import Progress
 from ppdist.engine.train_step import Clock
 from ppdist.losses.base import Loss
 from ppdist.losses.nms import multiclass_nms
-from ppdist.metrics.analysis import analyse, left_out_line, scored_images
+from ppdist.metrics.analysis import analyse, count_duplicates, left_out_line, scored_images
 from ppdist.metrics.classification import (
     BEST,
     Ranking,
@@ -253,10 +253,10 @@ class DatasetEvaluator(ABC, Generic[Found]):
         They include `left_out_images` if images are unreadable, and `duplicate_boxes` if boxes
         repeat others and do not count.
         """
-        metrics, scored = self._measure(found), scored_images(self._scored)
+        metrics = self._measure(found)
         counts = {
-            "left_out_images": len(scored["left_out"]),
-            "duplicate_boxes": scored["duplicate_boxes"],
+            "left_out_images": len(scored_images(self._scored)["left_out"]),
+            "duplicate_boxes": count_duplicates(self._scored),
         }
         return metrics | {name: count for name, count in counts.items() if count}
 

@@ -119,6 +119,7 @@ def analyse(
     content = {
         "step": step,
         **scored_images(dataset),
+        "duplicate_boxes": count_duplicates(dataset),
         "class_names": list(dataset.class_names),
         "metrics": {
             **{name: _or_none(value) for name, value in coco.items()},
@@ -147,17 +148,18 @@ def analyse(
 
 
 def scored_images(dataset: DetectionSet) -> dict[str, Any]:
-    """Returns `images`, `left_out` and `duplicate_boxes` of evaluation.json."""
+    """Returns `images` and `left_out` of evaluation.json."""
     left_out = [
         {"file": dataset.records[index].path, "why": dataset.unreadable[index]}
         for index in sorted(dataset.unreadable)
     ]
+    return {"images": len(dataset.records) - len(left_out), "left_out": left_out}
+
+
+def count_duplicates(dataset: DetectionSet) -> int:
+    """Returns how many boxes of the scored images do not count because they repeat another."""
     scored = dataset.duplicates.keys() - dataset.unreadable.keys()
-    return {
-        "images": len(dataset.records) - len(left_out),
-        "left_out": left_out,
-        "duplicate_boxes": sum(dataset.duplicates[index] for index in scored),
-    }
+    return sum(dataset.duplicates[index] for index in scored)
 
 
 def left_out_line(evaluation: Mapping[str, Any]) -> str:

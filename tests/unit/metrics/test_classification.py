@@ -85,6 +85,7 @@ def test_analysis_counts_classes_and_confusions():
     content = analyse_classes(dataset, ranking_of(probabilities, [0, 0, 1, 1, 1]), step=3)
     assert json.loads(json.dumps(content, allow_nan=False)) == content
     assert content["step"] == 3 and content["images"] == 5
+    assert "duplicate_boxes" not in content  # which a classifier has none of
     assert content["metrics"] == {"top1": 0.4, "top5": 0.8}
     assert content["confusion"]["counts"] == [[1, 1, 0], [0, 1, 1], [0, 0, 0]]
     cat, dog, bird = content["per_class"]

@@ -12,7 +12,7 @@ from ppdist.data.datasets.build import limited, read_raw, read_split
 from ppdist.data.datasets.convert import convert
 from ppdist.data.datasets.plausibility import check_boxes
 from ppdist.data.types import RawColumns, RawImage, RawObject, RawSet
-from ppdist.metrics.analysis import scored_images
+from ppdist.metrics.analysis import count_duplicates
 from ppdist.metrics.coco import evaluate_boxes
 from tests.errors import raises
 from tests.unit.data.sets import NAMES, coco_config, coco_content, write_coco, write_images
@@ -193,7 +193,7 @@ def test_boxes_given_twice_count_once_in_every_format(tmp_path, form):
     assert [len(record.labels_M) for record in dataset.records] == [2, 1, 1, 1]
     assert dataset.duplicates == {1: 1, 2: 1, 3: 1}
     assert "3 duplicates among 8 boxes" in "".join(dataset.notes)
-    assert scored_images(dataset)["duplicate_boxes"] == 3
+    assert count_duplicates(dataset) == 3
     both = [  # a perfect detector
         [index, label, 0.9, *box]
         for index, record in enumerate(dataset.records)
@@ -241,7 +241,7 @@ def test_an_image_counts_its_own_duplicates(tmp_path):
     unread = {2: "not an image"}
     lost = type(dataset)(**{**{f: getattr(dataset, f) for f in dataset.__dataclass_fields__},
                             "unreadable": unread})  # fmt: skip
-    assert scored_images(lost)["duplicate_boxes"] == 0
+    assert count_duplicates(lost) == 0
 
 
 def test_many_boxes_are_compared_exactly():
