@@ -830,7 +830,7 @@ def find_image(folder: Path, name: str, where: str, complain: Complain) -> Path 
         other = Path(os.path.normpath(os.path.join(folder, spelt)))
         if other.is_relative_to(os.path.normpath(folder)) and is_there(other):
             return other
-    elsewhere = encoded_name(folder, forward) or _by_its_end(str(folder), forward)
+    elsewhere = encoded_name(folder, forward) or _image_by_its_end(str(folder), forward)
     if elsewhere and not _of_another_split(os.path.relpath(elsewhere, folder), forward, where):
         expected = os.path.normpath(os.path.join(folder, forward))
         if elsewhere.casefold() != expected.casefold():  # differing only in case is expected
@@ -887,7 +887,7 @@ def has_image(folder: str | os.PathLike[str], stem: str) -> bool:
     return any(is_there(os.path.join(folder, f"{stem}{suffix}")) for suffix in suffixes)
 
 
-def _by_its_end(folder: str, name: str) -> str:
+def _image_by_its_end(folder: str, name: str) -> str:
     """Only file at the longest matching end of a path, or ""; as it stands, then decoded."""
     for form in dict.fromkeys((name, unquote(name))):
         parts = [part for part in form.split("/") if part not in ("", os.curdir, os.pardir)]

@@ -599,7 +599,7 @@ def _place(base: Path, entry: Node, keys: Mapping[str, Node], notes: list[tuple[
             if bare != forward and path == tried[-1]:
                 notes.append((f"{text}: read as {bare}", "as Roboflow means it"))
             return path
-    if end := _by_its_end(base, forward):
+    if end := _split_by_its_end(base, forward):
         notes.append((f"{text}: not there", f"using {end}, to which the end of the path leads"))
         return end
     if "download" in keys:
@@ -619,7 +619,7 @@ def _place(base: Path, entry: Node, keys: Mapping[str, Node], notes: list[tuple[
     )
 
 
-def _by_its_end(base: Path, name: str) -> Path | None:
+def _split_by_its_end(base: Path, name: str) -> Path | None:
     """Finds the longest end of another machine's path that exists below `base`.
 
     It keeps the last part that names a split, so that no split stands for another.
