@@ -18,11 +18,12 @@ With DATA and -c also -o KEY=VALUE ...
 """
 
 import argparse
+import logging
 import math
 import shlex
 import sys
-from collections.abc import Iterable
-from contextlib import suppress
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -217,14 +218,13 @@ def looked_at(config: "ExperimentConfig", *, fast: bool, workers: int = 0) -> "R
     report = validate(config.data, decode=not fast, workers=workers)
     for split, validated in report.splits.items():
         print(f"{split}: {validated.raw.source}: {len(validated.raw.images)} images")
-    rows = []
     for row in report.rows():
-        counts = [str(row.counts[split]) for split in report.splits]
-        rows.append([row.kind.severity, row.name, *counts, row.kind.meaning, row.what_follows])
+        counts = ", ".join(f"{count} in {split}" for split, count in row.counts.items())
+        meaning = row.kind.meaning
+        print(f"{row.kind.severity}: {row.name}: {counts}: {meaning}; {row.what_follows}")
         more = row.count - len(row.examples)
-        print(f"{row.name}:", *row.examples, *([f"and {more} more"] if more else []), sep="\n  ")
-    if rows:
-        print_table(["", "kind", *report.splits, "what it is", "what follows"], rows)
+        for example in (*row.examples, *([f"and {more} more"] if more else [])):
+            print(f"  {example.removesuffix(f': {meaning}')}")
     return report
 
 
@@ -236,12 +236,23 @@ def verdict(config: "ExperimentConfig", report: "Report") -> int:
     if report.errors:
         print(f"{report.errors} errors: training stops, or loses images", file=sys.stderr)
         return 2
-    sets = [read_split(config.data, split, config.model.num_classes) for split in SPLITS]
+    with _unlogged("ppdist.data"):  # `looked_at` has named all that reading warns of
+        sets = [read_split(config.data, split, config.model.num_classes) for split in SPLITS]
     for finding in findings_of(config, *sets):
         print(f"warning: {finding.text}")
     looked = "every image decodes" if report.decoded else "only image headers were checked"
     print(f"ok: both splits can be used; {looked}")
     return 0
+
+
+@contextmanager
+def _unlogged(name: str) -> Iterator[None]:
+    logger = logging.getLogger(name)
+    logger.disabled = True
+    try:
+        yield
+    finally:
+        logger.disabled = False
 
 
 def write_fixed(arguments: argparse.Namespace, data_format: Any, report: "Report") -> None:

@@ -167,11 +167,20 @@ def test_check_lists_issues_with_count_and_example(dirty, tmp_path):
     assert counts["box_swapped"] == {"train": 1}
     assert counts["class_unused"] == {"train": 1}
     for text in (
-        "image_truncated:\n  ",
+        "error: image_truncated: 1 in val: ",
         f"{dirty}/images/val/00001.jpg",
         "no object of class 'square'",
     ):
-        assert text in done.stdout
+        assert done.stdout.count(text) == 1
+
+
+def test_check_says_each_problem_once(dirty):
+    shutil.copy(dirty / "images/val/00000.jpg", dirty / "images/val/00001.jpg")
+    done = run_here("data", "check", "-c", dirty / "cfg.yml")
+    assert done.returncode == 0, done.stderr
+    for fact in ("box_swapped", "corners the wrong way round", "put in order (data.bad_boxes)"):
+        assert done.stdout.count(fact) == 1
+    assert "order" not in done.stderr and "instances_train.json" not in done.stderr
 
 
 def test_check_writes_clean_copy_without_issues(dirty, tmp_path):
