@@ -75,21 +75,28 @@ def test_folder_away_for_a_while_changes_no_batch(folder, workers, caplog):
 @pytest.mark.parametrize("number", [errno.ESTALE, errno.EIO, errno.ETIMEDOUT])
 def test_errors_of_a_network_disk_are_waited_out(folder, number, monkeypatch, caplog):
     whole = list(loader(folder))
-    opened, sick = files._open_at_once, folder / "sick"
+    opened, sick, refused = files._open_at_once, folder / "sick", folder / "refused"
 
     def refusing(path, flags):
         if sick.exists():
+            refused.touch()
             raise OSError(number, "of a network disk", path)
         return opened(path, flags)
+
+    def mend():
+        while not refused.exists():  # a worker may take long to start
+            time.sleep(0.01)
+        time.sleep(0.5)
+        sick.unlink()
 
     monkeypatch.setattr(files, "_open_at_once", refusing)
     one = loader(folder, workers=1)
     sick.touch()
-    timer = threading.Timer(0.5, sick.unlink)
-    timer.start()
+    mending = threading.Thread(target=mend, daemon=True)
+    mending.start()
     with caplog.at_level(logging.WARNING, "ppdist"):
         batches = list(one)
-    timer.join()
+    mending.join(10)
     assert_equal(batches, whole)
     assert len(outages_in(caplog)) == 1
 
