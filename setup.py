@@ -79,12 +79,11 @@ setup(
             "tensorboardX>=2.6.4",
             "tensorboard>=2.16",
         ],  # log.tensorboard, and its viewer
-        "wandb": ["wandb>=0.20"],  # log.trackers, as the next three
+        "wandb": ["wandb>=0.20"],  # log.trackers, as the next two
         "mlflow": ["mlflow-skinny>=3"],
-        "clearml": ["clearml>=2"],
         "swanlab": ["swanlab>=0.10"],
         "stores": ["fsspec>=2024.6", "s3fs>=2024.6"],  # data in s3://, gs://, http://, ...
-        "monitoring": ["prometheus-client>=0.20", "nvidia-ml-py>=12.535"],  # --metrics_port
+        "monitoring": ["prometheus-client>=0.20"],  # --metrics_port
         "jpeg": ["simplejpeg>=1.9"],  # decodes JPEGs to the same pixels in less time
         "docs": ["mkdocs-material>=9.5"],  # make site
         "track": ["trackers>=2.6"],  # ppdist predict --track; brings supervision and opencv-python

@@ -247,8 +247,7 @@ OTHER_WRITERS = {
         *("launch/supervisor.py:passed_on", "launch/supervisor.py:run"),
         *("launch/supervisor.py:run_job", "launch/watchdog.py:_collect_stacks"),
         *("launch/worker.py:end_report", "launch/worker.py:stop"),
-        *("verify/accelerator.py:prepare", "verify/dp_equivalence.py:_alone"),
-        *("verify/dp_equivalence.py:judge", "verify/dp_equivalence.py:_write_state"),
+        *("verify/dp_equivalence.py:compare_alone", "verify/dp_equivalence.py:judge"),
     },
     "under a new random name": {
         "engine/output_dirs.py:put",

@@ -1,4 +1,4 @@
-"""Writes an HTML report of one run, or a comparison of several: python tools/report.py --help"""
+"""Writes an HTML report of one run: python tools/report.py --help"""
 
 from ppdist import cli
 

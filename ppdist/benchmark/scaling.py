@@ -8,7 +8,7 @@ import json
 import os
 import sys
 import tempfile
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -213,14 +213,12 @@ def launch(
     count: int,
     *,
     environment: Mapping[str, str],
-    verdicts: Collection[int] = (0,),
 ) -> Any:
     """Runs a tool on `count` processes through fleetrun; returns its report.
 
     Args:
         launcher: command of fleetrun without its options.
         script: the command of the tool, which writes its report where --json says.
-        verdicts: exit codes with which it does.
     Raises: LaunchError: it ended without; what it said went to our stderr.
     """
     with tempfile.TemporaryDirectory() as folder:
@@ -228,7 +226,7 @@ def launch(
         command = [*launcher, *_cards(count), "--log_dir", f"{folder}/log", *script]
         command += ["--json", str(file)]
         code = start_here(command, stdout=DISCARD, env=environment).wait()
-        if code not in verdicts or not file.exists():
+        if code or not file.exists():
             raise LaunchError(
                 f"the run on {count} processes ended with exit code {code}: {' '.join(command)}",
                 code="run_failed",

@@ -36,7 +36,7 @@ COMMANDS = {
     "data": "check, count, show, convert and split data sets",
     "config": "list, show and copy configurations",
     "doctor": "check hosts, cluster and data before a run",
-    "report": "write one run, or several, as an HTML page",
+    "report": "write a run as an HTML page",
     "tune": "search hyper-parameters, run studies",
     "ensemble": "fuse detections, average weights",
     "plan": "predict time, cost and bottleneck of a training",

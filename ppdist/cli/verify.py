@@ -4,21 +4,20 @@
   ppdist verify equivalence -c cfg.yml [-o k=v ...]      many ranks train like one
   ppdist verify zoo [NAME | FILE | DIR ...] [-o k=v ...] published weights: list, or their AP
 
-accelerator checks an installation with cards; it takes less than 30 minutes, on those
-that fleetrun gives it (`fleetrun --selected_gpus 0-7 ppdist verify accelerator`) or on one.  Its
-parts: kernels against numpy, losses and gradients of a batch against the CPU, training in float32,
-AMP in bfloat16 and float16 against that, N cards like one with a partial last step, images a second
-on 1, 2, 4, ... cards, peaks of memory, and a resumed run against one that was not interrupted.
-Each says PASS, FAIL, or NOT RUN and why.  Without -c it trains a small model on images that it
-makes.  --out gets accelerator.json, accelerator.md and the logs; exit code 1 when a part failed.
+accelerator answers "do my cards train right?" on the cards that fleetrun gives it (`fleetrun
+--selected_gpus 0-7 ppdist verify accelerator`) or on one.  equivalence: some steps on all cards and
+on one alone; of one card, on it and on the CPU.  speed: images a second on all cards and on one.
+resume: a run that is resumed in its middle, and one that was not interrupted.  Each says PASS,
+FAIL, or NOT RUN and why.  Without -c it trains a small model on images that it makes.  --out gets
+accelerator.json; exit code 1 when a part failed.
 
 equivalence trains some steps on the user's own configuration and data, on as many ranks as fleetrun
-starts of it (`fleetrun --ips A,B ppdist verify equivalence -c ...`) or, without a launcher, on 1
-and 2 (--processes) of this machine; then the same on one rank alone, each step from what the ranks
-began it with.  A table shows how far losses, gradient norms and weights are off, beside how far
-rounding alone carries such a step, and how far apart whole runs are (free run).  It says
-INCONCLUSIVE where rounding carries too far to tell right from wrong.  With train.sync_bn the one
-rank needs memory for the images of all ranks on one card.  Nothing is left in output_dir.
+starts of it (`fleetrun --nproc_per_node 2 ppdist verify equivalence -c ...`); then the same on one
+rank alone, each step from what the ranks began it with.  A table shows how far losses, gradient
+norms and weights are off, beside how far rounding alone carries such a step, and how far apart
+whole runs are (free run).  It says INCONCLUSIVE where rounding carries too far to tell right from
+wrong.  With train.sync_bn the one rank needs memory for the images of all ranks on one card.
+Nothing is left in output_dir.
 
 zoo without a word lists published weights by name (docs/model_zoo.md).  With names, files of
 published names or folders of them, each is evaluated as its publisher did, which the line names,
@@ -30,13 +29,11 @@ when a file or a configuration cannot be understood.
 """
 
 import argparse
-import os
 import sys
 from pathlib import Path
 
 from ppdist.cli import add_config, parser_of, script_of
-from ppdist.common import process
-from ppdist.common.arguments import at_least, time_in
+from ppdist.common.arguments import at_least
 
 
 def parse() -> argparse.Namespace:
@@ -46,26 +43,19 @@ def parse() -> argparse.Namespace:
     add_config(accelerator, required=False)
     accelerator.add_argument(
         "--out", type=Path, default=Path("output/accelerator"), metavar="DIR",
-        help="for the JSON, the page and the logs (output/accelerator)",
+        help="for the JSON, and while it runs for what runs leave (output/accelerator)",
     )  # fmt: skip
     accelerator.add_argument(
-        "--steps", type=at_least(1), default=200, help="of each training (200)"
+        "--steps", type=at_least(2), default=20, help="that measure speed, and of each run (20)"
     )
     accelerator.add_argument(
         "--efficiency", type=float, default=0.8, metavar="PART",
         help="of N times the rate of one card, the least that N cards may reach (0.8)",
     )  # fmt: skip
-    accelerator.add_argument(
-        "--minutes", type=time_in("minutes"), default=30, help="what is left then is not done (30)"
-    )
     accelerator.set_defaults(json=None)
     equivalence = commands.add_parser("equivalence", help="many ranks train like one")
     add_config(equivalence, required=True)
     equivalence.add_argument("--steps", type=at_least(1), default=20, help="to train (20)")
-    equivalence.add_argument(
-        "--processes", type=at_least(1), nargs="+", default=[1, 2], metavar="N",
-        help="without a launcher: one after the other on so many ranks of this machine (1 2)",
-    )  # fmt: skip
     equivalence.add_argument("--alone", type=Path, help=argparse.SUPPRESS)
     zoo = commands.add_parser("zoo", help="published weights: list, or AP beside the published one")
     zoo.add_argument("weights", nargs="*", metavar="WEIGHTS", help="names, files, folders of files")
@@ -88,19 +78,21 @@ def main() -> int:
 
 
 def accelerator(arguments: argparse.Namespace) -> int:
-    from ppdist.verify.accelerator import Options, failed, verify_accelerator
+    from ppdist.verify.accelerator import failed, verify_accelerator
 
     report = verify_accelerator(
         arguments.config,
         arguments.override,
         arguments.out,
         lambda name: [sys.executable, *script_of(name)],
-        Options(arguments.steps, arguments.efficiency, arguments.minutes),
+        steps=arguments.steps,
+        efficiency=arguments.efficiency,
     )
     return 1 if failed(report) else 0
 
 
 def equivalence(arguments: argparse.Namespace) -> int:
+    from ppdist.common.errors import ConfigError
     from ppdist.common.files import write_json
     from ppdist.config import load_config
     from ppdist.distributed import comm
@@ -112,28 +104,25 @@ def equivalence(arguments: argparse.Namespace) -> int:
     if arguments.alone:
         dp_equivalence.judge(config, arguments.alone)
         return 0
-    dp_equivalence.require_comparable(config)
+    comm.init(config.device, config.distributed)
+    if comm.world_size() == 1:
+        raise ConfigError(
+            "one rank trains like one rank: there is nothing to compare",
+            code="needs_ranks",
+            where="ppdist verify equivalence",
+            fix="start it on several: `fleetrun --nproc_per_node 2 ppdist verify equivalence ...`; "
+            "one card and its CPU: `ppdist verify accelerator -c ...`",
+        )
     script = [*script_of("verify"), "equivalence", "-c", arguments.config]
     script += ["--steps", str(arguments.steps)]
     if arguments.override:
         script += ["-o", *arguments.override]
-    reports = []
-    launched = comm.world_size() > 1 or process.EXIT_DIR_VARIABLE in os.environ
-    if launched:
-        comm.init(config.device, config.distributed)
-        reports.append(
-            dp_equivalence.verify_ranks(config, arguments.steps, [sys.executable, *script])
-        )
-    else:
-        launcher = [sys.executable, *script_of("launch")]
-        for count in arguments.processes:
-            reports.append(dp_equivalence.verify_on(launcher, script, count))
-            print("\n".join(lines(reports[-1])), flush=True)
-    if launched and comm.is_main():
-        print("\n".join(lines(reports[0])), flush=True)
-    if arguments.json and comm.is_main():
-        write_json(arguments.json, reports, indent=1)
-    return 0 if all(verdict(report) == "PASS" for report in reports) else 1
+    report = dp_equivalence.verify_ranks(config, arguments.steps, [sys.executable, *script])
+    if comm.is_main():
+        print("\n".join(lines(report)), flush=True)
+        if arguments.json:
+            write_json(arguments.json, [report], indent=1)
+    return 0 if verdict(report) == "PASS" else 1
 
 
 def zoo(arguments: argparse.Namespace) -> int:

@@ -38,13 +38,8 @@ from ppdist.common.files import (
 )
 from ppdist.common.process import BARE, DETAIL, NOTE, log_line, printable, say
 from ppdist.common.records import commands, read_metrics, run_summary
-from ppdist.common.trackers import TrackedRun, TrackerProcess, require_tracker
-from ppdist.common.writers import (
-    MetricWriters,
-    TensorBoardWriter,
-    VisualDLWriter,
-    require_tensorboardx,
-)
+from ppdist.common.trackers import TRACKERS, TrackedRun, TrackerProcess, require_tracker
+from ppdist.common.writers import MetricWriters, VisualDLWriter
 from ppdist.runtime.writer_thread import TERMINAL, Screen, WriterThread
 
 _LOGGER = logging.getLogger("ppdist")
@@ -135,7 +130,7 @@ class RunLog:
         self._dropped_before = TERMINAL.dropped["terminal"]
         self._told = time.monotonic()  # last line on a console without a terminal
         if tensorboard:
-            require_tensorboardx()
+            require_tracker("tensorboard")
         for _, tracker in trackers:
             require_tracker(tracker.name)
         kept = self._begin_records(resume_step)
@@ -148,12 +143,13 @@ class RunLog:
             vdl = partial(VisualDLWriter, output_dir / "vdl", output_dir.name, resume_step)
             self.writers.open("VisualDL", vdl)
         if tensorboard:
-            folder = output_dir / "tensorboard"
-            self.writers.open("TensorBoard", partial(TensorBoardWriter, folder, resume_step))
+            run = TrackedRun(None, output_dir / "tensorboard", output_dir.name, resume_step)
+            target = TRACKERS["tensorboard"]
+            self.writers.open("TensorBoard", partial(self._start_tracker, target, run))
         for target, tracker in trackers:
-            self.writers.open(
-                tracker.name, partial(self._start_tracker, target, tracker, resume_step)
-            )
+            folder, called = output_dir / "trackers" / tracker.name, tracker.run or output_dir.name
+            run = TrackedRun(tracker, folder, called, resume_step)
+            self.writers.open(tracker.name, partial(self._start_tracker, target, run))
 
     def _begin_records(self, resume_step: int | None) -> list[dict[str, Any]]:
         """Makes output_dir; returns the records in it that stay."""
@@ -485,9 +481,7 @@ class RunLog:
             text = f"{withheld} more message{'s' * (withheld > 1)}; full text: {where}"
             self._console.print(text, style="yellow", markup=False, highlight=False, soft_wrap=True)
 
-    def _start_tracker(self, target: str, config: Any, resume_step: int | None) -> TrackerProcess:
-        folder = self._output_dir / "trackers" / config.name
-        run = TrackedRun(config, folder, config.run or self._output_dir.name, resume_step)
+    def _start_tracker(self, target: str, run: TrackedRun) -> TrackerProcess:
         self._trackers.append(process := TrackerProcess(target, run))
         return process
 

@@ -1,4 +1,4 @@
-"""Experiment trackers: Weights & Biases, MLflow, ClearML, SwanLab.
+"""Experiment trackers: TensorBoard, Weights & Biases, MLflow, SwanLab.
 
     TrackerProcess   a MetricWriter that hands everything to one of the others in its own process
     TRACKERS         the others, by `log.trackers.name`
@@ -33,7 +33,7 @@ import numpy as np
 from ppdist.common.child import PIPE, TimeoutExpired, python, start
 from ppdist.common.errors import ConfigError
 from ppdist.common.files import open_own, replace_file, require_no_link, text_of
-from ppdist.common.writers import Histogram, MetricWriter
+from ppdist.common.writers import Histogram, MetricWriter, PRCurve
 from ppdist.runtime.writer_thread import WriterThread
 
 _MOST_BYTES = 1 << 26  # that wait for a tracker; some hundred images
@@ -49,8 +49,9 @@ class TrackedRun:
     """What a tracker's writer gets of the run.
 
     Attributes:
-        config: its section of `log.trackers`.
-        folder: output_dir/trackers/NAME, its own; it exists.
+        config: its section of `log.trackers`; None: TensorBoard, which has none.
+        folder: output_dir/trackers/NAME, its own; it exists.  TensorBoard's is
+            output_dir/tensorboard.
         name: how the run is called.
         resume_step: the step that this run continues from; None: a new run.
     """
@@ -285,12 +286,83 @@ def _masked_output() -> Iterator[None]:
 
 def require_tracker(name: str) -> None:
     """Raises: ConfigError: the package of one of TRACKERS is not installed."""
-    if name in TRACKERS and find_spec(name) is None:
+    package = "tensorboardX" if name == "tensorboard" else name
+    if name in TRACKERS and find_spec(package) is None:
+        key = "log.tensorboard: true" if name == "tensorboard" else "log.trackers"
         raise ConfigError(
-            f"log.trackers names {name}, and its package is not installed",
+            f"{key} needs the package {package}, which is not installed",
             code="package_missing",
-            fix=f"pip install 'ppdist[{name}]', or take {name} out of log.trackers",
+            where=f"{name}",
+            fix=f"pip install 'ppdist[{name}]', or leave it out",
         )
+
+
+# The page writes k / (K - 1) beside the k-th point.
+_TENSORBOARD_THRESHOLDS_K = np.linspace(0, 1, 101)
+
+
+class TensorBoardWriter(MetricWriter):
+    """TensorBoard, by tensorboardX.
+
+    Where a run is resumed or rolled back a new file begins, which says from which step on earlier
+    points do not count; TensorBoard hides them, all but precision-recall curves.
+    """
+
+    def __init__(self, run: TrackedRun) -> None:
+        self._folder = run.folder
+        self._open(run.resume_step)
+
+    def _open(self, last_step: int | None) -> None:
+        from tensorboardX import SummaryWriter
+
+        first = None if last_step is None else last_step + 1
+        self._writer: Any = SummaryWriter(
+            str(self._folder), purge_step=first, flush_secs=10, filename_suffix=f".{first or 0}"
+        )
+
+    def rollback(self, step: int) -> None:
+        self._writer.close()
+        self._open(step)
+
+    def add_scalars(self, step: int, values: Mapping[str, float]) -> None:
+        for tag, value in values.items():
+            self._writer.add_scalar(tag, value, step)
+
+    def add_images(self, step: int, tag: str, images_HW3: list[np.ndarray]) -> None:
+        for number, image_HW3 in enumerate(images_HW3):
+            self._writer.add_image(f"{tag}/{number}", image_HW3, step, dataformats="HWC")
+
+    def add_histograms(self, step: int, values: Mapping[str, Histogram]) -> None:
+        for tag, each in values.items():
+            self._writer.add_histogram_raw(
+                tag, float(each.edges_K1[0]), float(each.edges_K1[-1]), float(each.counts_K.sum()),
+                each.total, each.total_of_squares, each.edges_K1[1:].tolist(),
+                each.counts_K.tolist(), step,
+            )  # fmt: skip
+
+    def add_pr_curves(self, step: int, curves: Mapping[str, PRCurve]) -> None:
+        """A box that is rightly not found has no meaning, so TN is 0."""
+        for tag, curve in curves.items():
+            at = curve.at(_TENSORBOARD_THRESHOLDS_K)
+            self._writer.add_pr_curve_raw(
+                tag, at.true_positives_K, at.false_positives_K, np.zeros_like(at.precision_K),
+                at.false_negatives_K, at.precision_K, at.recall_K, step, len(at.precision_K),
+            )  # fmt: skip
+
+    def describe(
+        self, hyper_parameters: Mapping[str, Any], metrics: list[str], texts: Mapping[str, str]
+    ) -> None:
+        from tensorboardX import summary
+
+        # `add_hparams` would begin another run; its third part would mark this one as ended.
+        made = summary.hparams(dict(hyper_parameters), dict.fromkeys(metrics, 0.0))
+        for part in made[:2]:
+            self._writer.file_writer.add_summary(part, 0)
+        for name, text in texts.items():  # indented by four it is taken as it is, not as Markdown
+            self._writer.add_text(f"config/{name}", f"    {text}", 0)
+
+    def close(self) -> None:
+        self._writer.close()
 
 
 class WandbWriter(MetricWriter):
@@ -394,59 +466,6 @@ class MLflowWriter(MetricWriter):
         self._client.set_terminated(self._id)
 
 
-class ClearMLWriter(MetricWriter):
-    """ClearML; nothing of this process is recorded but what it is given.
-
-    Resuming continues the same task; offline, where tasks cannot be continued, a new one.
-    """
-
-    def __init__(self, run: TrackedRun) -> None:
-        os.environ.setdefault("CLEARML_CACHE_DIR", str(run.folder.resolve()))
-        from clearml import Task
-
-        if run.config.offline:
-            Task.set_offline(True)
-        identity = None if Task.is_offline() else run.remembered_id()
-        self._task: Any = Task.init(
-            project_name=run.config.project,
-            task_name=run.name,
-            reuse_last_task_id=False,
-            continue_last_task=identity or False,
-            auto_connect_arg_parser=False,
-            # Of this process there is nothing to connect, and to look through a repository takes
-            # longer than `close` may.
-            auto_connect_frameworks={"detect_repository": False},
-            auto_resource_monitoring=False,
-            auto_connect_streams=False,
-        )
-        self._task.set_initial_iteration(0)  # ours continue from where they were
-        run.remember_id(self._task.id)
-        self._logger: Any = self._task.get_logger()
-
-    def add_scalars(self, step: int, values: Mapping[str, float]) -> None:
-        for tag, value in values.items():
-            group, _, name = tag.partition("/")
-            self._logger.report_scalar(group, name or group, value, step)
-
-    def add_images(self, step: int, tag: str, images_HW3: list[np.ndarray]) -> None:
-        for number, image_HW3 in enumerate(images_HW3):
-            self._logger.report_image(tag, f"{number}", step, image=image_HW3)
-
-    def add_histograms(self, step: int, values: Mapping[str, Histogram]) -> None:
-        for tag, each in values.items():
-            labels = [f"{edge:.3g}" for edge in each.edges_K1[:-1]]
-            self._logger.report_histogram(tag, tag, each.counts_K, step, xlabels=labels)
-
-    def describe(
-        self, hyper_parameters: Mapping[str, Any], metrics: list[str], texts: Mapping[str, str]
-    ) -> None:
-        self._task.connect(dict(hyper_parameters), name="ppdist")
-        self._task.connect(dict(texts), name="config")
-
-    def close(self) -> None:
-        self._task.close()  # release 2.1.12: 12 s offline
-
-
 class SwanLabWriter(MetricWriter):
     """SwanLab.  Resuming continues the same run online; offline it begins another one."""
 
@@ -488,9 +507,9 @@ def _plain(tag: str) -> str:
 TRACKERS = {
     name: f"{WandbWriter.__module__}:{writer.__name__}"
     for name, writer in {
+        "tensorboard": TensorBoardWriter,
         "wandb": WandbWriter,
         "mlflow": MLflowWriter,
-        "clearml": ClearMLWriter,
         "swanlab": SwanLabWriter,
     }.items()
 }

@@ -1,10 +1,9 @@
-"""Metric writers: a run's numbers and pictures for VisualDL and TensorBoard.
+"""Metric writers: a run's numbers and pictures for VisualDL and for trackers (trackers.py).
 
-Both, and the trackers, get the same tags, steps and pictures, in the thread that writes the files
-of a run; a writer that fails costs a warning.
+All get the same tags, steps and pictures, in the thread that writes the files of a run; a writer
+that fails costs a warning.
 """
 
-import itertools
 import struct
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -18,12 +17,11 @@ from typing import Any, NamedTuple
 import cv2
 import numpy as np
 
-from ppdist.common.errors import ConfigError
 from ppdist.common.files import append_whole, bytes_of, open_appended, replace_file, require_no_link
 from ppdist.runtime.writer_thread import WriterThread
 
 _HISTOGRAM_BINS = 50
-_FLOAT32_MAX = float(np.finfo(np.float32).max)  # both programs keep a point as float32
+_FLOAT32_MAX = float(np.finfo(np.float32).max)  # viewers keep a point as float32
 
 
 class Counts(NamedTuple):
@@ -274,17 +272,14 @@ class MetricWriters:
             self._thread.put(program, partial(write, writer), size, may_drop=size > 0)
 
 
-_LENGTH = struct.Struct("<Q")  # before each record, in the files of both programs
+_LENGTH = struct.Struct("<Q")  # before each record
 
 
-def _whole_records(data: bytes, overhead: int) -> Iterator[bytes]:
-    """Splits data into records, without a last one that a crash truncated.
-
-    Args: overhead: bytes of a record beyond its content; they begin with the content's length.
-    """
+def _whole_records(data: bytes) -> Iterator[bytes]:
+    """Splits data into records, without a last one that a crash truncated."""
     position = 0
-    while position + overhead <= len(data):
-        end = position + overhead + _LENGTH.unpack_from(data, position)[0]
+    while position + _LENGTH.size <= len(data):
+        end = position + _LENGTH.size + _LENGTH.unpack_from(data, position)[0]
         if end > len(data):
             return
         yield data[position:end]
@@ -359,7 +354,7 @@ class VisualDLWriter(MetricWriter):
     def _open(self, keep_until_step: int | None) -> None:
         kept = []
         if keep_until_step is not None and self._path.exists():
-            frames = _whole_records(bytes_of(self._path), _LENGTH.size)
+            frames = _whole_records(bytes_of(self._path))
             kept = [frame for frame in frames if self._is_kept(frame, keep_until_step)]
         if not kept:
             kept = [self._frame(0, "meta_data_tag", meta_data={"display_name": self._run_name})]
@@ -466,171 +461,3 @@ def _info(name: str, value: Any) -> dict[str, Any]:
     if isinstance(value, (int, float)):
         return {"name": name, "float_value": value}
     return {"name": name, "string_value": str(value)}
-
-
-_EVENTS_PREFIX, _EVENTS_SUFFIX = "events.out.tfevents.", ".ppdist"
-_EVENT_OVERHEAD = 16  # bytes of a length and two checksums
-# The page writes k / (K - 1) beside the k-th point.
-_TENSORBOARD_THRESHOLDS_K = np.linspace(0, 1, 101)
-
-
-def require_tensorboardx() -> None:
-    """Raises: ConfigError: it is not installed."""
-    try:
-        import tensorboardX  # noqa: F401
-    except ImportError as error:
-        raise ConfigError(
-            "log.tensorboard: true needs the package tensorboardX, which cannot be imported here "
-            f"({error}): pip install 'ppdist[tensorboard]', or set log.tensorboard: false",
-            code="package_missing",
-        ) from error
-
-
-class TensorBoardWriter(MetricWriter):
-    """Appends to TensorBoard event files of a folder.
-
-    tensorboardX makes an event's content.  Its SummaryWriter is not used: seen in release 2.6.5, a
-    thread of it takes what is to be written out of a queue of ten; when a write fails the thread
-    ends, and the eleventh point waits forever, so a full disk would stop a training.
-
-    A file is a row of `uint64 length, uint32 masked crc32c of it, protobuf message Event, uint32
-    masked crc32c of that`, little-endian.  Where a run is resumed or rolled back, later events are
-    taken out of its files, and a new file begins with an event that says from which step on earlier
-    points do not count: a TensorBoard that has read them already drops them then, all but
-    precision-recall curves.
-
-    Source: github.com/tensorflow/tensorboard 2.21, backend/event_processing/event_accumulator.py.
-    """
-
-    def __init__(self, folder: Path, keep_until_step: int | None) -> None:
-        """Begins a file.
-
-        Args:
-            folder: made when it is missing.
-            keep_until_step: points after this step are dropped; None drops every earlier point.
-        Raises: OSError: the folder cannot be made or written.
-        """
-        from tensorboardX import record_writer, summary
-        from tensorboardX.proto import event_pb2
-
-        self._summary, self._event_pb2 = summary, event_pb2
-        self._masked_crc32c = record_writer.masked_crc32c
-        require_no_link(folder)
-        folder.mkdir(parents=True, exist_ok=True)
-        self._folder = folder
-        self._open(keep_until_step)
-
-    def rollback(self, step: int) -> None:
-        """Drops the points after a step."""
-        self._file.close()
-        self._open(step)
-
-    def _open(self, keep_until_step: int | None) -> None:
-        for file in self._folder.glob(f"{_EVENTS_PREFIX}*{_EVENTS_SUFFIX}"):
-            if keep_until_step is None:
-                file.unlink()
-            else:
-                self._cut(file, keep_until_step)
-        # TensorBoard reads them in the order of their names.
-        names = (
-            f"{_EVENTS_PREFIX}{time.time():.0f}.{number:04d}{_EVENTS_SUFFIX}"
-            for number in itertools.count()
-        )
-        path = next(path for name in names if not (path := self._folder / name).exists())
-        self._file = open_appended(path)
-        events: list[dict[str, Any]] = [{"file_version": "brain.Event:2"}]
-        if keep_until_step is not None:
-            start = self._event_pb2.SessionLog.START
-            events.append({"step": keep_until_step + 1, "session_log": {"status": start}})
-        self._write(events)
-
-    def _cut(self, file: Path, step: int) -> None:
-        """Removes events after a step, and events truncated by a crash."""
-        event_of = self._event_pb2.Event.FromString
-        records = _whole_records(bytes_of(file), _EVENT_OVERHEAD)
-        kept = [each for each in records if event_of(each[12:-4]).step <= step]
-        replace_file(file, b"".join(kept))
-
-    def describe(
-        self, hyper_parameters: Mapping[str, Any], metrics: list[str], texts: Mapping[str, str]
-    ) -> None:
-        """Says what run this is; see `VisualDLWriter.describe`."""
-        # The third would mark the run as ended, which is unknown here.
-        experiment, session, _ = self._summary.hparams(
-            dict(hyper_parameters), dict.fromkeys(metrics, 0.0)
-        )
-        # Indented by four a text is taken as it is, else as Markdown.
-        shown = (self._summary.text(f"config/{name}", f"    {x}") for name, x in texts.items())
-        self._add(0, [experiment, session, *shown])
-
-    def add_scalars(self, step: int, values: Mapping[str, float]) -> None:
-        """Adds one point to each tag's curve."""
-        points = [{"tag": tag, "simple_value": value} for tag, value in values.items()]
-        self._add(step, [{"value": points}])
-
-    def add_images(self, step: int, tag: str, images_HW3: list[np.ndarray]) -> None:
-        """Adds images as JPEG under `tag/0`, `tag/1` and so on.
-
-        uint8 RGB; sizes may differ.
-        """
-        shown = []
-        for index, image_HW3 in enumerate(images_HW3):
-            height, width, channels = image_HW3.shape
-            size = {"height": height, "width": width, "colorspace": channels}
-            image = {**size, "encoded_image_string": jpeg(image_HW3)}
-            shown.append({"value": [{"tag": f"{tag}/{index}", "image": image}]})
-        self._add(step, shown)
-
-    def add_histograms(self, step: int, values: Mapping[str, Histogram]) -> None:
-        """Adds one row to each tag's picture."""
-        shown = (
-            self._summary.histogram_raw(
-                tag,
-                min=float(each.edges_K1[0]),
-                max=float(each.edges_K1[-1]),
-                num=float(each.counts_K.sum()),
-                sum=each.total,
-                sum_squares=each.total_of_squares,
-                bucket_limits=each.edges_K1[1:].tolist(),
-                bucket_counts=each.counts_K.tolist(),
-            )
-            for tag, each in values.items()
-        )
-        self._add(step, shown)
-
-    def add_pr_curves(self, step: int, curves: Mapping[str, PRCurve]) -> None:
-        """Adds precision-recall curves.
-
-        A box that is rightly not found has no meaning, so TN is 0.
-        """
-        shown = []
-        for tag, curve in curves.items():
-            at = curve.at(_TENSORBOARD_THRESHOLDS_K)
-            shown.append(
-                self._summary.pr_curve_raw(
-                    tag,
-                    at.true_positives_K,
-                    at.false_positives_K,
-                    np.zeros(len(_TENSORBOARD_THRESHOLDS_K)),
-                    at.false_negatives_K,
-                    at.precision_K,
-                    at.recall_K,
-                    num_thresholds=len(_TENSORBOARD_THRESHOLDS_K),
-                )
-            )
-        self._add(step, shown)
-
-    def close(self) -> None:
-        self._file.close()
-
-    def _add(self, step: int, summaries: Iterable[Any]) -> None:
-        self._write([{"step": step, "summary": each} for each in summaries])
-
-    def _write(self, events: Iterable[dict[str, Any]]) -> None:
-        made = (self._event_pb2.Event(wall_time=time.time(), **each) for each in events)
-        append_whole(self._file, b"".join(self._frame(each.SerializeToString()) for each in made))
-
-    def _frame(self, event: bytes) -> bytes:
-        length = _LENGTH.pack(len(event))
-        checks = [struct.pack("<I", self._masked_crc32c(part)) for part in (length, event)]
-        return length + checks[0] + event + checks[1]

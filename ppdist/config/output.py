@@ -71,17 +71,6 @@ class MLflowConfig(TrackerConfig):
         return address
 
 
-class ClearMLConfig(TrackerConfig):
-    """ClearML; `pip install 'ppdist[clearml]'`."""
-
-    name: Literal["clearml"] = Field(default="clearml", description="the tracker")
-    offline: bool = Field(
-        default=False,
-        description="only write to output_dir/trackers/clearml, for `Task.import_offline_session`; "
-        "false: as CLEARML_OFFLINE_MODE says, else send",
-    )
-
-
 class SwanLabConfig(TrackerConfig):
     """SwanLab; `pip install 'ppdist[swanlab]'`."""
 
@@ -93,7 +82,7 @@ class SwanLabConfig(TrackerConfig):
     )
 
 
-ShippedTracker = WandbConfig | MLflowConfig | ClearMLConfig | SwanLabConfig
+ShippedTracker = WandbConfig | MLflowConfig | SwanLabConfig
 
 
 class LogConfig(Section):
@@ -127,5 +116,5 @@ class LogConfig(Section):
         default=4,
         ge=0,
         description="How many validation images with true and predicted boxes each evaluation "
-        "adds to VisualDL and TensorBoard.",
+        "adds to VisualDL, TensorBoard and trackers.",
     )

@@ -46,7 +46,6 @@ from ppdist.distributed import device, heartbeat, paddle_api
 from ppdist.distributed.agreement import require_agreement
 from ppdist.distributed.shm_allreduce import MESSAGE_MB, SharedMemoryAllReduce, join
 from ppdist.distributed.store import addresses as addresses
-from ppdist.distributed.store import alarm as alarm
 from ppdist.distributed.store import alive as alive
 from ppdist.distributed.store import all_gather_object as all_gather_object
 from ppdist.distributed.store import announce_arrival as announce_arrival

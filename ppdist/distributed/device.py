@@ -134,11 +134,6 @@ def on_cpu() -> Iterator[None]:
         paddle.set_device(card)
 
 
-def has_half(dtype: str) -> bool:
-    """Whether Paddle says that this rank's device computes in `bfloat16` or `float16`."""
-    return bool(getattr(paddle.amp, f"is_{dtype}_supported")())
-
-
 def release_memory() -> None:
     """Gives cached memory of the card back; on the CPU see `comm.keep_freed_memory`."""
     if on_accelerator():

@@ -19,7 +19,6 @@ import math
 import os
 import socket
 import struct
-import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -330,18 +329,6 @@ def announce_arrival() -> Callable[[], str]:
     key = f"ppdist/announced/{next(_barriers)}"
     _arrive(key, _HERE)
     return lambda: _absent(key)
-
-
-def alarm() -> tuple[Callable[[], None], Callable[[], bool]]:
-    """An alarm that any rank can raise; never blocks. Collective.
-
-    Returns: raises it; whether some rank has.
-    """
-    if world_size() == 1:
-        raised = threading.Event()
-        return raised.set, raised.is_set
-    key = f"ppdist/alarm/{next(_barriers)}"
-    return lambda: _store().add(key, 1), lambda: _store().add(key, 0) > 0
 
 
 def _send_at_once() -> None:

@@ -5,8 +5,8 @@ in fleetrun's private folder, and on rank 0's host the files of the run.  Nothin
 rank, so no scrape can delay one.  docs/monitoring.md explains each number.
 
 Who answers is a process of its own beside the ranks, which fleetrun starts and ends.  It only
-reads, so neither a port that is taken, nor a package that is missing, nor a driver that hangs
-reaches the job.  It lives as long as fleetrun: restarts of the ranks are numbers to it.
+reads, so neither a port that is taken nor a package that is missing reaches the job.  It lives as
+long as fleetrun: restarts of the ranks are numbers to it.  Cards are measured by dcgm-exporter.
 """
 
 import json
@@ -17,7 +17,7 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from socketserver import ThreadingMixIn
@@ -59,11 +59,6 @@ METRICS = {
     "ppdist_rank_step_seconds_total": "Wall time of steps.",
     "ppdist_rank_own_seconds_total": "Of it, without waiting for other ranks.",
     "ppdist_rank_data_seconds_total": "Of its own, waiting for images.",
-    "ppdist_gpu_memory_used_bytes": "Memory in use on the card, by whatever program.",
-    "ppdist_gpu_memory_total_bytes": "Memory of the card.",
-    "ppdist_gpu_utilisation_ratio": "Part of the time in which the card worked, 0..1.",
-    "ppdist_gpu_temperature_celsius": "Temperature of the card.",
-    "ppdist_gpu_power_watts": "Power that the card draws.",
 }
 # Of an evaluation; those of single classes would be a series each.
 EVALUATED = (
@@ -73,25 +68,21 @@ _TAIL_BYTES = 4 << 20  # read of a metrics.jsonl: some ten thousand steps
 _CHECKPOINT, _MANIFEST = re.compile(r"step-(\d+)"), "manifest.json"
 _CLIENT_SECONDS = 10.0  # in which a client has to ask, and to take the answer
 _LOOK_SECONDS = 1.0
-_CARDS_SECONDS = 3.0  # in which a driver answers; Prometheus waits 10 s for all numbers
 _END_SECONDS = 5.0
 
 Sample = tuple[str, dict[str, str], float]  # name, labels, value
-# Of the cards with these labels: name, card, value.
-CardsReader = Callable[[Sequence[str]], Iterable[tuple[str, str, float]]]
 
 
 class Measures:
     """Of the ranks of one host, over all attempts of a job."""
 
-    def __init__(self, folder: Path, cards: CardsReader, say: Callable[[str], None]) -> None:
+    def __init__(self, folder: Path, say: Callable[[str], None]) -> None:
         """
         Args:
             folder: the private one of fleetrun; an attempt has one in it, named by its number.
-            cards: reads the GPUs of these labels.
             say: for what cannot be read, each kind once.
         """
-        self._folder, self._cards, self._say = folder, cards, say
+        self._folder, self._say = folder, say
         self._run: dict[str, Any] = {}  # as heartbeat.tell_run has said
         self._evaluation: dict[str, Any] = {}  # the last one that was seen
         self._said: set[str] = set()
@@ -131,8 +122,6 @@ class Measures:
         yield "ppdist_host_ranks", {}, float(orders.get("processes", 0))
         if self._run:
             yield "ppdist_run_ranks", {}, float(self._run["world"])
-        for name, card, value in self._cards(orders.get("cards", ())):
-            yield name, {"gpu": card}, value
 
     def _of_ranks(self, folder: Path) -> Iterator[Sample]:
         up = {
@@ -231,77 +220,6 @@ def last_evaluation(path: Path) -> dict[str, Any]:
     return {}
 
 
-def read_cards(labels: Sequence[str]) -> Iterator[tuple[str, str, float]]:
-    """Name, card and value of all that NVIDIA's driver tells.
-
-    Args: labels: physical ids, as nvidia-smi shows them, or UUIDs.
-    """
-    if not labels:
-        return
-    try:
-        import pynvml
-    except ImportError:
-        return
-    with suppress(pynvml.NVMLError):
-        pynvml.nvmlInit()
-        for label in labels:
-            with suppress(pynvml.NVMLError):
-                yield from _of_card(pynvml, label)
-
-
-class Cards:
-    """`read_cards` in a thread: a driver may hang."""
-
-    def __init__(self, say: Callable[[str], None], read: CardsReader = read_cards) -> None:
-        self._say, self._read = say, read
-        self._asking: threading.Thread | None = None  # one at a time: it may hang for ever
-        self._found: list[tuple[str, str, float]] = []
-        self._error: Exception | None = None
-        self._said = False
-
-    def __call__(self, labels: Sequence[str]) -> list[tuple[str, str, float]]:
-        """Nothing while the driver does not answer; warns once."""
-        if not labels:
-            return []
-        if self._asking is None or not self._asking.is_alive():
-            self._asking = threading.Thread(target=self._ask, args=(labels,), daemon=True)
-            self._asking.start()
-            self._asking.join(_CARDS_SECONDS)
-        if self._asking.is_alive():
-            if not self._said:
-                self._said = True
-                self._say("the cards' driver does not answer; until it does they have no numbers")
-            return []
-        if self._error is not None:
-            raise self._error
-        return self._found
-
-    def _ask(self, labels: Sequence[str]) -> None:
-        self._error = None
-        try:
-            self._found = list(self._read(labels))
-        except Exception as error:
-            self._error = error
-
-
-def _of_card(nvml: Any, label: str) -> Iterator[tuple[str, str, float]]:
-    by_number = label.isdigit()
-    find = nvml.nvmlDeviceGetHandleByIndex if by_number else nvml.nvmlDeviceGetHandleByUUID
-    card = find(int(label) if by_number else label)
-    asked: dict[str, Callable[[], float]] = {
-        "memory_used_bytes": lambda: nvml.nvmlDeviceGetMemoryInfo(card).used,
-        "memory_total_bytes": lambda: nvml.nvmlDeviceGetMemoryInfo(card).total,
-        "utilisation_ratio": lambda: nvml.nvmlDeviceGetUtilizationRates(card).gpu / 100,
-        "temperature_celsius": lambda: nvml.nvmlDeviceGetTemperature(
-            card, nvml.NVML_TEMPERATURE_GPU
-        ),
-        "power_watts": lambda: nvml.nvmlDeviceGetPowerUsage(card) / 1000,
-    }
-    for name, ask in asked.items():
-        with suppress(nvml.NVMLError):  # a slice of a card, for one, has no temperature
-            yield f"ppdist_gpu_{name}", label, float(ask())
-
-
 @contextmanager
 def exporting(folder: Path, endpoint: tuple[str, int] | None) -> Iterator[None]:
     """Serves Prometheus while the block runs, or warns once.
@@ -324,7 +242,7 @@ def exporting(folder: Path, endpoint: tuple[str, int] | None) -> Iterator[None]:
     finally:
         if process is not None:
             process.kill()
-            with suppress(child.TimeoutExpired):  # a driver that hangs may hold it
+            with suppress(child.TimeoutExpired):  # a disk that hangs may hold it
                 process.wait(_END_SECONDS)
 
 
@@ -338,7 +256,7 @@ def main(arguments: Sequence[str]) -> int:
         signal.signal(number, signal.SIG_IGN)
     parent = os.getppid()
     try:
-        server = open_server(address, port, Measures(folder, Cards(_say), _say))
+        server = open_server(address, port, Measures(folder, _say))
     except (ImportError, OSError, OverflowError) as error:
         why = f"{address}:{port} cannot be opened ({error}): choose another one"
         if isinstance(error, ImportError):

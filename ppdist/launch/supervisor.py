@@ -100,7 +100,6 @@ def run_job(
         "log_overwrite": afresh,
         "restart": restarts,
         "processes": plan.processes,
-        "cards": plan.gpus,
     }
     with private_files(folder):
         (folder / "job.json").write_text(json.dumps(orders), encoding="utf-8")

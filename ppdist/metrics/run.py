@@ -188,11 +188,6 @@ class Run:
         return min(measured, key=lambda record: sign * record[name], default=None)
 
     @property
-    def last(self) -> Numbers | None:
-        """The last evaluation with a `metric`."""
-        return next((each for each in reversed(self.measured) if self.metric in each), None)
-
-    @property
     def measured(self) -> list[Numbers]:
         """Its evaluations; where no training tells of any, the one of evaluation.json."""
         if self.evaluations or self.evaluation is None:

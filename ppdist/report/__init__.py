@@ -1,5 +1,5 @@
-"""Report: one HTML page about one run or several.
+"""Report: one HTML page about one run.
 
-content   what is shown of runs, which ppdist.metrics.run reads
+content   what is shown of the run, which ppdist.metrics.run reads
 page      the HTML, with the plots that ppdist/viz draws
 """

@@ -1,17 +1,9 @@
-"""What the page shows: of an evaluation, of one run, of several.
-
-Runs that differ in nothing but the seed are one group; its numbers are means, with the standard
-deviation over its runs as their spread.
-"""
+"""What the page shows of an evaluation, and of a run."""
 
 import json
-import re
 import statistics
-from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import takewhile
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -59,7 +51,6 @@ class Table:
     rows: list[list[Any]]
     bars: int | None = None
     full: float = 1.0
-    note: str = ""
 
 
 @dataclass
@@ -160,7 +151,7 @@ def _errors(found: Mapping[str, Any] | None) -> Table | None:
     return Table(columns, rows, bars=3, full=full or 1.0)
 
 
-# One run.
+# A run.
 
 _PLACES = (("step", ".0f"), ("epoch", ".1f"))
 _SLOW = 1.1  # times the median
@@ -177,8 +168,8 @@ class Tile:
 
 
 @dataclass
-class OneRun:
-    """The page of one run; what is empty is not shown."""
+class Page:
+    """The page of a run; what is empty is not shown."""
 
     run: Run
     status: tuple[str, str]  # a word, and a sentence
@@ -189,9 +180,9 @@ class OneRun:
     happened: list[str] = field(default_factory=list)
 
 
-def show(run: Run) -> OneRun:
-    """Works out everything the page of one run shows."""
-    page = OneRun(run, status_of(run), verdict_on(run), list(_tiles(run)))
+def show(run: Run) -> Page:
+    """Works out everything the page of a run shows."""
+    page = Page(run, status_of(run), verdict_on(run), list(_tiles(run)))
     page.slow_ranks = slow_ranks(run)
     page.happened = list(_happened(run))
     page.scores = scores_of(run.evaluation) if run.evaluation else None
@@ -323,196 +314,6 @@ def _happened(run: Run) -> Iterator[str]:
         yield f"Rolled back from step {came:.0f} to step {went:.0f}: {why}."
     if run.bad_images:
         yield f"{run.bad_images} images could not be used and were substituted by others."
-
-
-# Several runs.
-
-# Keys that do not change the experiment: paths, logging, and seeds.
-_SAME_EXPERIMENT = ("seed", "output_dir", "log.")
-_NOT_COMPARED = ("output_dir", "log.")
-_DERIVED = ("ranks", "total_batch", "lr", "steps", "steps_per_epoch", "warmup_steps")
-_SOFTWARE = ("paddle", "ppdist", "code", "python", "cpus", "cards_on_this_host", "platform")
-_BETWEEN = " | "  # several values of one group
-_MOST_COMPARED_CLASSES = 100
-_SEED_AT_END = re.compile(r"[-_. ]*(?:s|seed)?[-_. ]*$", re.IGNORECASE)
-
-
-@dataclass(frozen=True)
-class Group:
-    """Runs of one experiment."""
-
-    name: str
-    runs: list[Run]
-
-
-@dataclass(frozen=True)
-class SeveralRuns:
-    """The page of several runs."""
-
-    groups: list[Group]
-    summary: Table
-    each: Table | None  # run by run, where a group has several
-    differing: Table | None
-    classes: Table | None
-    note: str
-
-
-def compare(runs: Sequence[Run]) -> SeveralRuns:
-    """Computes everything the page of several runs shows.
-
-    The first run is the baseline of speed.  Gives each run a unique name.
-    """
-    for run, name in zip(runs, distinct([run.folder for run in runs])):
-        run.name = name
-    groups = grouped(runs)
-    several = any(len(group.runs) > 1 for group in groups)
-    note = "± is the standard deviation over the runs of a group." if several else ""
-    one_each = [Group(run.name, [run]) for group in groups for run in group.runs]
-    return SeveralRuns(
-        groups=groups,
-        summary=_summary(groups),
-        each=_summary(one_each) if several else None,
-        differing=_differing(groups),
-        classes=_classes_of_best(groups),
-        note=note,
-    )
-
-
-def distinct(folders: Sequence[Path]) -> list[str]:
-    """The shortest ends of paths that tell them apart."""
-    parts = [folder.resolve().parts for folder in folders]
-    longest = max(map(len, parts))
-    names = [part[-1] for part in parts]
-    for length in range(2, longest + 1):
-        common = {name for name, count in Counter(names).items() if count > 1}
-        names = [
-            str(Path(*part[-length:])) if name in common else name
-            for name, part in zip(names, parts)
-        ]
-    return names
-
-
-def grouped(runs: Sequence[Run]) -> list[Group]:
-    """Groups runs that differ only in the seed, in the given order."""
-    found: dict[str, list[Run]] = {}
-    for run in runs:
-        settings = {
-            key: value for key, value in run.config.items() if not key.startswith(_SAME_EXPERIMENT)
-        }
-        derived = [run.derived_value(key) for key in _DERIVED]
-        # A run without a configuration is like no other.
-        own = "" if run.config else f"{run.folder.resolve()}"
-        key = json.dumps([settings, derived, own], sort_keys=True, default=str)
-        found.setdefault(key, []).append(run)
-    members = list(found.values())
-    return [Group(name, runs) for name, runs in zip(_names(members), members)]
-
-
-def _names(groups: Sequence[Sequence[Run]]) -> list[str]:
-    names = []
-    for runs in groups:
-        letters = takewhile(lambda each: len(set(each)) == 1, zip(*(run.name for run in runs)))
-        common = "".join(each[0] for each in letters)
-        stripped = _SEED_AT_END.sub("", common) if len(runs) > 1 else common
-        names.append(stripped or runs[0].name)
-    repeated = {name for name, count in Counter(names).items() if count > 1}
-    return [
-        f"{name} ({place + 1})" if name in repeated else name for place, name in enumerate(names)
-    ]
-
-
-def _mean(values: Iterable[float | None]) -> float | None:
-    known = [value for value in values if value is not None]
-    return statistics.fmean(known) if known else None
-
-
-def _spread(values: Iterable[float | None], places: int = 4) -> str | None:
-    """`0.561`, or `0.561 ± 0.004` of several."""
-    known = [value for value in values if value is not None]
-    if not known:
-        return None
-    mean = f"{statistics.fmean(known):.{places}f}"
-    return f"{mean} ± {statistics.stdev(known):.{places}f}" if len(known) > 1 else mean
-
-
-def _summary(groups: Sequence[Group]) -> Table:
-    """A row per group; columns without any value are left out."""
-    metrics = {run.metric for group in groups for run in group.runs if run.metric}
-    metric = next(iter(metrics)) if len(metrics) == 1 else "own metric"
-    scores = [key for key in ("mAP", "mAP50", "mAP75", "f1", "val_loss", "top5") if key != metric]
-    first = _mean(map(speed_of, groups[0].runs))
-    rows = []
-    for group in groups:
-        runs = group.runs
-        best, last = [run.best or {} for run in runs], [run.last or {} for run in runs]
-        speed, seconds = _mean(map(speed_of, runs)), _mean(map(seconds_of, runs))
-        rows.append({
-            "": group.name,
-            "runs": len(runs),
-            "state": ", ".join(sorted({status_of(run)[0] for run in runs})),
-            f"best {metric}": _spread(each.get(run.metric) for each, run in zip(best, runs)),
-            f"last {metric}": _spread(each.get(run.metric) for each, run in zip(last, runs)),
-            **{key: _spread(each.get(key) for each in best) for key in scores},
-            "steps": ", ".join(map(str, sorted({run.steps for run in runs}))),
-            "images a second": _spread(map(speed_of, runs), 1),
-            "speed": f"{speed / first:.2f}x" if speed and first else None,
-            "time": None if seconds is None else duration(seconds),
-        })  # fmt: skip
-    shown = [name for name in rows[0] if any(row[name] is not None for row in rows)]
-    if all(len(group.runs) == 1 for group in groups):
-        shown.remove("runs")
-    note = f"Other scores are those of the evaluation with the best {metric}." if metrics else ""
-    note += f" Speed: images a second against {groups[0].name}." if first else ""
-    return Table(shown, [[row[name] for name in shown] for row in rows], note=note.strip())
-
-
-def _differing(groups: Sequence[Group]) -> Table | None:
-    """Keys of config, schedule and software that differ between groups."""
-    configured = dict.fromkeys(
-        key
-        for group in groups
-        for run in group.runs
-        for key in run.config
-        if not key.startswith(_NOT_COMPARED)
-    )
-    sources: list[tuple[str, Iterable[str], Callable[[Run], Mapping[str, Any]]]] = [
-        ("", configured, lambda run: run.config),
-        (" (derived)", _DERIVED, lambda run: {key: said for key, (said, _) in run.derived.items()}),
-        (" (environment)", _SOFTWARE, lambda run: run.environment),
-    ]
-    rows = []
-    for suffix, keys, facts_of in sources:
-        for key in keys:
-            said = [
-                _BETWEEN.join(
-                    dict.fromkeys(written(facts_of(run).get(key, "–")) for run in group.runs)
-                )
-                for group in groups
-            ]
-            if len(set(said)) > 1 or _BETWEEN in said[0]:
-                rows.append([key + suffix, *said])
-    return Table(["key", *(group.name for group in groups)], rows) if rows else None
-
-
-def _classes_of_best(groups: Sequence[Group]) -> Table | None:
-    """AP of each class at the best evaluation."""
-    names = dict.fromkeys(
-        key
-        for group in groups
-        for run in group.runs
-        for key in (run.best or {})
-        if key.startswith("AP/")
-    )
-    if not names or len(names) > _MOST_COMPARED_CLASSES:
-        return None
-    rows = [
-        [
-            key.removeprefix("AP/"),
-            *(_spread((run.best or {}).get(key) for run in group.runs) for group in groups),
-        ]
-        for key in names
-    ]
-    return Table(["class", *(group.name for group in groups)], rows)
 
 
 # The configuration, beside the defaults.

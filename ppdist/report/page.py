@@ -11,7 +11,6 @@ import io
 import re
 import shlex
 import time
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -25,7 +24,7 @@ from ppdist.common.files import write_text
 from ppdist.common.process import printable
 from ppdist.common.records import visualdl_command
 from ppdist.metrics.run import Run, read_run
-from ppdist.report.content import compare, settings_of, show, written
+from ppdist.report.content import settings_of, show, written
 
 _HERE = Path(__file__).parent
 _MOST_PICTURE_BYTES = 1_500_000  # of a file that is taken as it is
@@ -48,9 +47,6 @@ _PICTURES = {
     "scores": {
         "pr_curve.png": "precision over recall",
         "f1_curve.png": "F1 over confidence",
-        "p_curve.png": "precision over confidence",
-        "r_curve.png": "recall over confidence",
-        "calibration.png": "calibration",
     },
     "confusion": {"confusion.png": "confusion of the classes"},
     "data": {
@@ -86,27 +82,24 @@ class Embedded:
     address: Markup  # data:image/...
 
 
-def write_report(folders: Sequence[Path], out: Path) -> list[str]:
-    """Writes the page about one run, or about how several differ.
+def write_report(folder: Path, out: Path) -> list[str]:
+    """Writes the page about one run.
 
     Returns: what could not be read and is therefore missing, one line each.
-    Raises: UserError: a folder holds no run; the page cannot be written.
+    Raises: UserError: the folder holds no run; the page cannot be written.
     """
-    distinct = list({folder.resolve(): folder for folder in folders}.values())
-    runs = [read_run(folder) for folder in distinct]
-    for run in runs:
-        if not run.alone_evaluated:  # ppdist eval leaves no more
-            run.problems += [f"{name} is not there" for name in run.missing]
-    text = _page_of_one(runs[0]) if len(runs) == 1 else _page_of_several(runs)
-    write_text(out, text)
-    return [f"{run.folder}: {problem}" for run in runs for problem in run.problems]
+    run = read_run(folder)
+    if not run.alone_evaluated:  # ppdist eval leaves no more
+        run.problems += [f"{name} is not there" for name in run.missing]
+    write_text(out, _page_of(run))
+    return [f"{run.folder}: {problem}" for problem in run.problems]
 
 
-def _page_of_one(run: Run) -> str:
+def _page_of(run: Run) -> str:
     settings, why_none = settings_of(run.config_tree)
     pictures = {place: _pictures(run, place) for place in _PICTURES}
     return _render(
-        "one.html",
+        "run.html",
         title=f"{run.name} · run",
         page=show(run),
         settings=settings,
@@ -119,27 +112,6 @@ def _page_of_one(run: Run) -> str:
         files=[(name, what) for name, what in _FILES.items() if (run.folder / name).exists()],
         commands=_commands(run),
         pictures=pictures,
-    )
-
-
-def _page_of_several(runs: list[Run]) -> str:
-    page = compare(runs)
-    curves = []
-    try:
-        from ppdist.viz import plots
-
-        figure = plots.compared({group.name: group.runs for group in page.groups})
-        if figure is not None:
-            curves = [Embedded("", "curves of all runs", _embedded("png", plots.png(figure)))]
-    except Exception as error:  # a broken matplotlib is as good as none
-        runs[0].problems.append(f"the curves cannot be drawn: {error}")
-    return _render(
-        "several.html",
-        title=f"{len(runs)} runs compared",
-        page=page,
-        runs=runs,
-        curves=curves,
-        pictures={run.name: found[0] for run in runs if (found := _pictures(run, "val"))},
     )
 
 

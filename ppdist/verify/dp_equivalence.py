@@ -25,7 +25,6 @@ of the ranks, for that is what differs; and the run alone needs the images of al
 import hashlib
 import io
 import json
-import os
 import sys
 import tempfile
 import zlib
@@ -39,14 +38,13 @@ from typing import Any
 import numpy as np
 import paddle
 
-from ppdist.benchmark.scaling import launch
 from ppdist.common.child import own_environment, start_here
 from ppdist.common.errors import ConfigError, LaunchError
 from ppdist.config import ExperimentConfig
-from ppdist.distributed import comm, device
+from ppdist.distributed import comm, device, paddle_api
 from ppdist.distributed.sync_batch_norm import take_sync_batch_norm
 from ppdist.engine.build import build_training
-from ppdist.engine.checkpoint import Snapshot
+from ppdist.engine.checkpoint import Snapshot, path_of, read_checkpoint, save_checkpoint, unpacked
 from ppdist.engine.state import TrainState, capture_state, restore_state
 from ppdist.engine.train_step import Clock, TrainStep
 from ppdist.optim.ema import Decay
@@ -62,6 +60,7 @@ Trace = dict[str, np.ndarray]
 # By the lowest precision that numbers of a step pass through; relative.  Those below float32 are
 # a few of its roundings: not run on a GPU.
 TOLERANCES = {"float32": 1e-5, "float16": 5e-3, "bfloat16": 2e-2}
+_TOLERANCE_OF_CPU = 1e-3  # of a card held against the CPU, whose kernels are others; likewise
 _ROUNDINGS_ALLOWED = 10.0  # times what a moved run is off by
 _DRAWS = 4  # of roundings, where the ranks are further off than the ones before allow
 _SOME_ROUNDINGS = 1e-6  # of float32, relative: how close two averages can be at all
@@ -104,27 +103,27 @@ def require_comparable(config: ExperimentConfig) -> None:
         )
 
 
-def alone_overrides(config: ExperimentConfig, world: int) -> list[str]:
-    """What makes one rank train as `world` ranks would."""
-    batches = config.train.micro_batches(world)
-    return [
-        f"train.total_batch={batches.total_batch}",
-        f"train.batch_size_per_card={batches.images}",
-        "train.accumulate_steps=1",
-        "distributed.shares=null",
-    ]
-
-
-def verify_ranks(config: ExperimentConfig, steps: int, command: Sequence[str]) -> Report:
+def verify_ranks(
+    config: ExperimentConfig, steps: int, command: Sequence[str], *, on_cpu: bool = False
+) -> Report:
     """Trains on all ranks, then on rank 0 alone, and compares.  Collective.
 
     Args:
         command: runs `judge` in a process of its own, when the overrides for one rank and then
             `--alone FOLDER` are put behind it.
+        on_cpu: that process is to compute on the CPU.
     Returns: what `judge` found, and which ranks do not hold rank 0's weights.
     Raises: ConfigError: many ranks differ from one by design; LaunchError: the process failed.
     """
     require_comparable(config)
+    world = comm.world_size()
+    batches = config.train.micro_batches(world)
+    alone = [  # one rank then trains as many would
+        f"train.total_batch={batches.total_batch}",
+        f"train.batch_size_per_card={batches.images}",
+        *("train.accumulate_steps=1", "distributed.shares=null"),
+        *(["device=cpu"] if on_cpu else []),
+    ]
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         with redirect_stdout(sys.stderr):
@@ -132,81 +131,63 @@ def verify_ranks(config: ExperimentConfig, steps: int, command: Sequence[str]) -
         device.release_memory()  # the process alone needs the same card
         digests = comm.all_gather_large_object(ranks["digest"].tobytes().hex())
         odd = [rank for rank, found in enumerate(digests) if found != digests[0]]
-        world = comm.world_size()
-        behind = [*command, "-o", *alone_overrides(config, world)]
-        taken = len(ranks["norm/gradient"])
-        job = {"ranks": world, "steps": taken, "steps_asked_for": steps}
-        report = comm.run_on_main(lambda: _alone(behind, ranks, job, folder))
+        job = {
+            **{"ranks": world, "steps": len(ranks["norm/gradient"]), "steps_asked_for": steps},
+            "tolerance": max(tolerance_of(config), _TOLERANCE_OF_CPU if on_cpu else 0.0),
+        }
+
+        def compare_alone() -> Report:
+            np.savez(folder / "ranks.npz", **ranks)  # type: ignore[arg-type]
+            (folder / "job.json").write_text(json.dumps(job), encoding="utf-8")
+            run_alone([*command, "-o", *alone, "--alone", f"{folder}"])
+            return json.loads((folder / "report.json").read_text(encoding="utf-8"))
+
+        report = comm.run_on_main(compare_alone)
     return {**report, "ranks_with_other_weights": odd}
 
 
-def _alone(command: Sequence[str], ranks: Trace, job: Report, folder: Path) -> Report:
-    np.savez(folder / "ranks.npz", **ranks)  # type: ignore[arg-type]
-    (folder / "job.json").write_text(json.dumps(job), encoding="utf-8")
-    whole = [*command, "--alone", f"{folder}"]
-    code = start_here(whole, stdout=sys.stderr, env=own_environment()).wait()
+def run_alone(command: Sequence[str]) -> None:
+    """Runs a command of ours on this rank's card, as one rank.
+
+    Raises: LaunchError: it failed; what it said is in our stderr.
+    """
+    code = start_here(command, stdout=sys.stderr, env=own_environment()).wait()
     if code:
         raise LaunchError(
             f"the run of one rank ended with exit code {code}, what it said is "
-            f"above: {' '.join(whole)}",
+            f"above: {' '.join(command)}",
             code="run_failed",
         )
-    return json.loads((folder / "report.json").read_text(encoding="utf-8"))
 
 
 def judge(config: ExperimentConfig, folder: Path) -> None:
     """Repeats the ranks' training on one rank; writes a report.
 
-    The folder holds the trace of the ranks and what their steps began with, and gets the report.
-
-    Args: config: with `alone_overrides`.
+    Args:
+        config: with what makes one rank train as many.
+        folder: has the trace of the ranks and what their steps began with, and gets the report.
     """
     comm.init(config.device, config.distributed)
     job = json.loads((folder / "job.json").read_text(encoding="utf-8"))
     with np.load(folder / "ranks.npz") as file:
         ranks = dict(file)
     batches = config.train.micro_batches(1)
-    with redirect_stdout(io.StringIO()):  # the ranks have said all of it
-        comparison = compare_alone(config, ranks, folder)
     report = {
         **job,
         "micro_batches": {"count": batches.count, "images": batches.images},
         "sync_bn": batches.spread,
     }
-    report |= comparison
+    with redirect_stdout(io.StringIO()):  # the ranks have said all of it
+        free = train_steps(config, job["steps"])
+        alone = train_steps(config, job["steps"], begin=folder)
+        moved: list[Trace] = []
+        for draw in range(_DRAWS):  # further ones while something is too far off
+            rounding = Rounding.of(config, draw)
+            moved.append(train_steps(config, job["steps"], rounding, begin=folder))
+            report |= compare(ranks, alone, moved, free, tolerance=job["tolerance"])
+            if all(measured["passed"] for measured in report["measured"]):
+                break
     (folder / "report.json").write_text(json.dumps(report), encoding="utf-8")
-
-
-def compare_alone(config: ExperimentConfig, ranks: Trace, folder: Path) -> Report:
-    """Trains on one rank and compares; draws further roundings while something is too far off.
-
-    Args:
-        ranks: the trace of the ranks.
-        folder: has what the steps of the ranks began with.
-    Returns: see `compare`.
-    """
-    steps, tolerance = len(ranks["norm/gradient"]), tolerance_of(config)
-    free = train_steps(config, steps)
-    alone = train_steps(config, steps, begin=folder)
-    moved: list[Trace] = []
-    for draw in range(_DRAWS):
-        moved.append(train_steps(config, steps, Rounding.of(config, draw), begin=folder))
-        report = compare(ranks, alone, moved, free, tolerance=tolerance)
-        if all(measured["passed"] for measured in report["measured"]):
-            break
-    return report
-
-
-def verify_on(launcher: Sequence[str], script: Sequence[str], count: int) -> Report:
-    """Verifies on `count` ranks of this machine, through fleetrun.
-
-    Args:
-        launcher: command of fleetrun without its options.
-        script: the command of `verify_ranks` on a rank, without --json; it ends with 1 when they
-            differ.
-    Raises: LaunchError: the run ended without a report.
-    """
-    return launch(launcher, script, count, environment=os.environ, verdicts=(0, 1))[0]
 
 
 # What a run leaves: its trace.
@@ -269,6 +250,7 @@ class Average:
         return (off / max(size, 1e-24)) ** 0.5
 
 
+@paddle_api.whole_float32()  # TF32 keeps 10 bits: what float32 may be off by would tell nothing
 def train_steps(
     config: ExperimentConfig,
     steps: int,
@@ -283,7 +265,7 @@ def train_steps(
         steps: it takes fewer if the run is shorter.
         rounding: is done to the weights before every step.  With synchronised statistics one rank
             then computes batch norm as ranks do, not as it would.
-        keep: a folder in which rank 0 saves what each step begins with.
+        keep: a folder in which rank 0 saves what each step begins with, as a checkpoint.
         begin: such a folder; each step but the first begins with what is saved there.
     """
     with tempfile.TemporaryDirectory() as folder:
@@ -336,23 +318,17 @@ def train_steps(
 
 
 def _write_state(folder: Path, state: Snapshot) -> None:
-    arrays = {
-        f"{group}/{key}": array
-        for group, arrays_of in state.groups.items()
-        for key, array in arrays_of.items()
-    }
-    np.savez(folder / f"{state.step}.npz", **arrays)  # type: ignore[arg-type]
-    (folder / f"{state.step}.json").write_text(json.dumps(state.state), encoding="utf-8")
+    save_checkpoint(folder, state.step, state.groups, state.state, config_yaml="")
 
 
 def _read_state(folder: Path, step: int) -> Snapshot:
-    groups: dict[str, dict[str, np.ndarray]] = {}
-    with np.load(folder / f"{step}.npz") as file:
-        for name in file.files:
-            group, _, key = name.partition("/")
-            groups.setdefault(group, {})[key] = file[name]
-    state = json.loads((folder / f"{step}.json").read_text(encoding="utf-8"))
-    return Snapshot(step, groups, state)
+    checkpoint = read_checkpoint(path_of(folder, step))
+    groups = {
+        file.stem: unpacked(checkpoint.files[file.name], file)
+        for file in map(Path, checkpoint.files)
+        if file.suffix == ".safetensors"
+    }
+    return Snapshot(step, groups, checkpoint.state)
 
 
 def _columns(group: str, rows: list[dict]) -> Trace:

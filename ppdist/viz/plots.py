@@ -164,8 +164,6 @@ _CURVE_NAME_LETTERS = 24  # letters
 # of `per_class` beside their names.
 CLASS_CURVES = {
     "pr_curve": ("recall_R", "precision_CR", "mean_precision_R", "AP50"),
-    "p_curve": ("confidence_T", "precision_CT", "mean_precision_T", "precision"),
-    "r_curve": ("confidence_T", "recall_CT", "mean_recall_T", "recall"),
     "f1_curve": ("confidence_T", "f1_CT", "mean_f1_T", "f1"),
 }
 
@@ -461,59 +459,6 @@ def _ranks(axes: Axes, seconds_3W: np.ndarray) -> None:
     legend(axes, loc="upper left")
 
 
-# Panels that compare runs: what they show, and whether evaluations know it, else steps.
-_COMPARED = {
-    "loss": ("training loss", False),
-    "val_loss": ("validation loss", True),
-    "mAP": ("mAP", True),
-    "mAP50": ("mAP50", True),
-    "f1": ("f1", True),
-    "top1": ("top1", True),
-    "lr": ("learning rate", False),
-    "gradient_norm": ("norm of the gradient", False),
-    "images_per_second": ("images per second", False),
-}
-
-
-def compared(groups: Mapping[str, Sequence[Run]]) -> Figure | None:
-    """Losses, scores, rate and speed of several runs over one another.
-
-    Args: groups: name -> its runs, which share a look.
-    """
-    runs = [(name, run) for name, group in groups.items() for run in group]
-    unit = "epoch" if all(_unit(run) == "epoch" for _, run in runs) else "step"
-    looks = dict(zip(groups, cycle([(colour, dash) for dash in DASHES for colour in COLOURS])))
-    metrics = {run.metric: (run.metric, True) for _, run in runs if run.metric}
-    drawn = {}
-    for key, (title, evaluated) in (_COMPARED | metrics | _COMPARED).items():
-        found = [(name, run, run.evaluations if evaluated else run.train) for name, run in runs]
-        if found := [each for each in found if _has(each[2], key)]:
-            drawn[key] = title, evaluated, found
-    if not drawn:
-        return None
-    across = min(len(drawn), 3)
-    figure, shown = panels(len(drawn), across, 5, 3.3, 0.5, xlabel=unit)
-    handles: dict[str, Any] = {}
-    for axes, (key, (title, evaluated, found)) in zip(shown, drawn.items()):
-        curves = []
-        for name, run, records in found:
-            value_R, step_R = column(records, key), column(records, "step")
-            curves.append(value_R)
-            if len(value_R) > _FEW:
-                value_R = _smooth(value_R, len(value_R) // _FEW + 2)
-            at_R = _places(run, step_R) if unit == "epoch" else step_R
-            colour, dash = looks[name]
-            (handles[name],) = axes.plot(at_R, value_R, alpha=0.8, color=colour, linestyle=dash)
-        if not evaluated or key.startswith("val_"):
-            _scale(axes, curves)
-        axes.set_title(title)
-    names = [drawable(name, number) for number, name in enumerate(handles)]
-    columns = min(len(names), 2 * across)
-    said = figure.legend([*handles.values()], names, loc="outside upper left", ncols=columns)
-    as_written(*said.get_texts())
-    return figure
-
-
 def _curve(
     axes: Axes, at_R: np.ndarray, value_R: np.ndarray, label: str, colour: str = COLOURS[0]
 ) -> None:
@@ -654,100 +599,6 @@ def _short(value: float) -> str:
     if value < 999.5:
         return f"{max(1.0, value):.0f}"
     return f"{value / 1e3:.0f}k" if value < 999.5e3 else f"{value / 1e6:.0f}M"
-
-
-# Scores, calibration, error types.
-
-_MOST_SCORE_BARS = 100
-# What is drawn of a class: a bar, and where there is one a point.
-_DETECTED, _CLASSIFIED = ("AP", "AP50"), ("top1", "top5")
-
-
-def per_class_scores(evaluation: Mapping[str, Any]) -> Figure | None:
-    """A bar for each class that has objects, the best above."""
-    bar, point = _DETECTED if any("AP" in row for row in evaluation["per_class"]) else _CLASSIFIED
-    rows = [
-        (drawable(str(row["name"]), label), row)
-        for label, row in enumerate(evaluation["per_class"])
-        if row.get(bar) is not None
-    ]
-    if not rows:
-        return None
-    rows.sort(key=lambda named: -named[1][bar])
-    score_C = np.array([row[bar] for _, row in rows])
-    title = f"{bar} of each class; mean {score_C.mean():.3f}"
-    if len(rows) > _MOST_SCORE_BARS:
-        figure, (axes,) = panels(1, 1, 8, 5)
-        axes.plot(score_C, ".", color=COLOURS[0], markersize=3)
-        axes.axhline(score_C.mean(), color="0.3", linewidth=0.8, linestyle="--")
-        axes.set(xlabel="classes, sorted by AP", ylabel=bar, ylim=(0, 1), title=title)
-        return figure
-    figure, (axes,) = panels(1, 1, 8.5, 0.24 * len(rows), 1.4, grid=False)
-    places = np.arange(len(rows))
-    axes.barh(places, score_C, 0.75, color=COLOURS[0], label=bar)
-    point_C = np.array([row.get(point) for _, row in rows], np.float64)  # None: NaN
-    axes.plot(point_C, places, "D", color=COLOURS[1], markersize=4.5, label=point)
-    for place, (_, row) in enumerate(rows):
-        count = row.get("objects", row.get("images"))
-        text = f"{row[bar]:.3f}" + (f"  of {count}" if count is not None else "")
-        axes.text(1.01, place, text, va="center", fontsize=8)
-    axes.set_yticks(places, [name for name, _ in rows], fontsize=8)
-    as_written(*axes.get_yticklabels())
-    axes.axvline(score_C.mean(), color="0.3", linewidth=0.8, linestyle="--")
-    axes.set(xlim=(0, 1), ylim=(len(rows) - 0.5, -0.5))
-    axes.set_title(title, pad=24)
-    legend(axes, loc="lower center", bbox_to_anchor=(0.5, 1), ncols=2, frameon=False)
-    axes.grid(axis="x", alpha=0.25)
-    return figure
-
-
-def calibration(evaluation: Mapping[str, Any]) -> Figure | None:
-    """How often detections of a confidence are right, and their number."""
-    found = evaluation.get("calibration")
-    if not found or not sum(found["count"]):
-        return None
-    edges, precision_B, confidence_B, count_B = (
-        np.array(found[name], np.float64) for name in ("edges", "precision", "confidence", "count")
-    )  # null: NaN
-    figure = Figure(figsize=(6, 6.6), layout="constrained")
-    above, below = figure.subplots(2, 1, sharex=True, height_ratios=(3, 1))
-    widths_B = np.diff(edges)
-    above.bar(
-        edges[:-1], precision_B, 0.96 * widths_B, align="edge", color=COLOURS[5], label="precision"
-    )
-    above.plot([0, 1], [0, 1], "--", color="0.4", linewidth=1, label="perfect calibration")
-    above.plot(confidence_B, precision_B, "o-", color=COLOURS[0], markersize=4, linewidth=1)
-    above.set(ylabel="precision", xlim=(0, 1), ylim=(0, 1))
-    error = found.get("expected_error")
-    least = found.get("expected_error_from")
-    said = "" if error is None else f"; expected calibration error {error:.3f}"
-    said += "" if error is None or least is None else f" from confidence {least:.2f} on"
-    above.set_title(f"calibration{said}")
-    above.legend(loc="upper left")
-    below.bar(edges[:-1], count_B, 0.96 * widths_B, align="edge", color="0.5")
-    below.set(xlabel="confidence", ylabel="detections", yscale="log", ylim=(0.7, None))
-    for axes in (above, below):
-        axes.grid(alpha=0.25)
-    return figure
-
-
-def errors(evaluation: Mapping[str, Any]) -> Figure | None:
-    """How many of each kind, and what AP50 would gain without them."""
-    found = evaluation.get("errors")
-    if not found:
-        return None
-    gains = {kind: gain for kind, gain in found["AP50_gain"].items() if gain is not None}
-    figure, (left, right) = panels(2, 2, 5.5, 3.8, grid=False)
-    for axes, values, text in ((left, found["counts"], "{:.0f}"), (right, gains, "+{:.3f}")):
-        colours = [COLOURS[2] if kind == "correct" else COLOURS[3] for kind in values]
-        bars = axes.barh([*values], list(values.values()), 0.7, color=colours)
-        axes.bar_label(bars, [text.format(value) for value in values.values()], padding=3)
-        axes.invert_yaxis()
-        axes.set_xlim(0, 1.18 * max(1e-9, *values.values()) if values else 1)
-        axes.grid(axis="x", alpha=0.25)
-    left.set(title="detections and objects by error type", xlabel="number")
-    right.set(title="AP50 gain without each error type", xlabel="AP50")
-    return figure
 
 
 # What objects the sets hold.

@@ -1,8 +1,7 @@
 """Plots at the end of a run, from its files.
 
 metrics.jsonl    -> results.png, lr.png, speed.png
-evaluation.json  -> confusion, pr_curve, p_curve, r_curve, f1_curve, per_class, calibration, errors,
-                    worst.jpg, best.jpg
+evaluation.json  -> confusion, pr_curve, f1_curve, worst.jpg, best.jpg
 the data set     -> classes, boxes, positions, images
 
 Nothing here raises, also where matplotlib is missing or broken: it is imported when needed.
@@ -100,9 +99,6 @@ def _pictures(
         pictures["confusion.png"] = partial(plots.confusion, found)
         for name in plots.CLASS_CURVES:
             pictures[f"{name}.png"] = partial(plots.class_curves, found, name)
-        pictures["per_class.png"] = partial(plots.per_class_scores, found)
-        pictures["calibration.png"] = partial(plots.calibration, found)
-        pictures["errors.png"] = partial(plots.errors, found)
         for name in ("worst", "best"):
             entries, names = found.get(name) or [], found.get("class_names") or []
             pictures[f"{name}.jpg"] = partial(plots.mosaic, entries, names, image_folders)

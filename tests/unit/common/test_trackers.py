@@ -17,10 +17,11 @@ from ppdist.common.records import read_metrics
 from ppdist.common.run_log import RunLog
 from ppdist.common.trackers import TRACKERS, TrackedRun, TrackerProcess
 from ppdist.common.writers import MetricWriter, MetricWriters, scalar_points
-from ppdist.config import output
+from ppdist.config import load_config, output
 from ppdist.config.base import Section, parse_config
 from ppdist.runtime.writer_thread import WriterThread
 from tests.errors import raises
+from tests.unit.common.analysis import ANALYSIS
 
 HERE = "tests.unit.common.test_trackers"
 
@@ -197,6 +198,42 @@ def records_in(file: Path) -> Iterator[bytes]:
             parts = []
 
 
+def test_tensorboard_gets_all_and_hides_what_is_made_again(tmp_path: Path, capsys) -> None:
+    pytest.importorskip("tensorboardX")
+    from tensorboardX.proto.event_pb2 import Event
+
+    for resume_step, steps in ((None, range(10, 40, 10)), (20, range(30, 50, 10))):
+        with RunLog(tmp_path, True, 100, 10, resume_step, visualdl=False, tensorboard=True) as log:
+            log.writers.describe({"lr": 0.01, "model": "n"}, ["mAP"], {"run": f"{resume_step}"})
+            for step in steps:
+                log.metrics({"step": step, "mAP": step / 100, "eval_seconds": 1.0})
+                log.images("val", step, [np.full((8, 8, 3), 120, np.uint8)])
+                log.writers.pr_curves(step, ANALYSIS)
+                log.writers.histograms(step, {"weights/head": np.arange(100.0) - 50})
+    assert "cannot be written" not in capsys.readouterr().out
+    files = sorted((tmp_path / "tensorboard").glob("*tfevents*"))
+    events = [[Event.FromString(data) for data in events_in(file)] for file in files]
+    assert len(files) == 2
+    assert [event.step for event in events[1] if event.HasField("session_log")] == [21]
+    values = {value.tag: value for event in events[0] for value in event.summary.value}
+    assert values["eval/mAP"].simple_value == pytest.approx(0.3)
+    assert values["val/0"].image.width == 8
+    histogram = values["weights/head"].histo
+    assert sum(histogram.bucket) == histogram.num == 100 and histogram.sum == -50
+    tensor = np.array(values["PR/RBC"].tensor.float_val).reshape(6, -1)
+    assert tensor[:, 50] == pytest.approx([12, 3, 0, 8, 0.8, 0.6])
+    assert {"_hparams_/experiment", "_hparams_/session_start_info"} <= values.keys()
+
+
+def events_in(file: Path) -> Iterator[bytes]:
+    """Records of `uint64 length, checksum, message Event, checksum`."""
+    data = file.read_bytes()
+    while data:
+        (length,) = struct.unpack_from("<Q", data)
+        yield data[12 : 12 + length]
+        data = data[16 + length :]
+
+
 @pytest.mark.slow
 def test_wandb_offline_has_the_points_of_the_run(tmp_path: Path) -> None:
     require("wandb")
@@ -243,27 +280,6 @@ def test_mlflow_has_the_points_of_the_run(tmp_path: Path, monkeypatch) -> None:
     assert points == wanted and len(points) == 12
     assert run.info.status == "FINISHED" and run.data.params["model"] == "yolov5 n"
     assert [*folder.rglob("*.png")]
-
-
-@pytest.mark.slow
-def test_clearml_offline_has_the_points_of_the_run(tmp_path: Path) -> None:
-    require("clearml")
-    for resume in (False, True):
-        leave(tmp_path, output.ClearMLConfig(offline=True), resume)
-    files = (tmp_path / "trackers" / "clearml").rglob("metrics.jsonl")
-    events = [
-        event
-        for file in files
-        for line in file.read_text().splitlines()
-        for event in json.loads(line)
-    ]
-    points = {
-        (f"{event['metric']}/{event['variant']}", event["iter"], event["value"])
-        for event in events
-        if event["type"] == "training_stats_scalar"
-    }
-    assert points == points_of(tmp_path) and len(points) == 12
-    assert {"plot", "training_debug_image"} <= {event["type"] for event in events}
 
 
 @pytest.mark.slow
@@ -328,3 +344,10 @@ def test_login_in_an_address_is_refused_and_not_shown(tmp_path: Path) -> None:
         parse_config(file, (), output.LogConfig)
     assert "tracking_uri" in f"{refused.value}" and "p4ss" not in f"{refused.value}"
     output.MLflowConfig(tracking_uri="http://host:5000/a@b")
+
+
+def test_a_tracker_of_earlier_versions_is_left_out_and_said(tmp_path: Path, caplog) -> None:
+    overrides = ["data.root=x", "log.trackers=[{name: clearml, offline: true}, wandb]"]
+    config = load_config("demo", overrides)
+    assert [tracker.name for tracker in config.log.trackers] == ["wandb"]
+    assert "clearml" in caplog.text

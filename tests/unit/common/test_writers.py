@@ -1,8 +1,7 @@
-"""The files of VisualDL and TensorBoard, read back by the readers of the two programs' own kind."""
+"""The files of VisualDL, read back by its own reader."""
 
 import contextlib
 import io
-import struct
 from pathlib import Path
 
 import numpy as np
@@ -15,8 +14,8 @@ from tests.unit.common.analysis import ANALYSIS
 PARAMETERS = {"lr": 0.01, "ranks": 2, "model": "yolov5 n"}
 
 
-def write(folder: Path, resume_step: int | None, steps: range, **config) -> None:
-    with RunLog(folder, True, 100, 10, resume_step, **config) as log:
+def write(folder: Path, resume_step: int | None, steps: range) -> None:
+    with RunLog(folder, True, 100, 10, resume_step) as log:
         log.writers.describe(PARAMETERS, ["mAP", "eval_seconds"], {"run": f"seed={resume_step}"})
         for step in steps:
             log.metrics({"step": step, "mAP": step / 100, "eval_seconds": 1.0})
@@ -69,74 +68,6 @@ def test_visualdl_keeps_hparams_after_rollback(tmp_path):
     assert len(visualdl_records(tmp_path, "hyper_parameters", "hparam")) == 1
     points = visualdl_records(tmp_path, "scalar", "train/loss")
     assert [(each.id, each.value) for each in points] == [(10, 1.0), (20, 2.0)]
-
-
-def events(folder: Path) -> list:
-    """All events in the order in which TensorBoard reads them, checksums compared."""
-    from tensorboardX.proto.event_pb2 import Event
-    from tensorboardX.record_writer import masked_crc32c
-
-    found: list = []
-    for file in sorted((folder / "tensorboard").iterdir()):
-        data = file.read_bytes()
-        while data:
-            (length,) = struct.unpack_from("<Q", data)
-            body = data[12 : 12 + length]
-            assert struct.unpack_from("<I", data, 8) == (masked_crc32c(data[:8]),)
-            assert struct.unpack_from("<I", data, 12 + length) == (masked_crc32c(body),)
-            found.append(Event.FromString(body))
-            data = data[16 + length :]
-    return found
-
-
-def test_tensorboard_gets_the_same_and_nothing_twice(tmp_path):
-    pytest.importorskip("tensorboardX")
-    write(tmp_path, None, range(10, 40, 10), tensorboard=True)
-    (first,) = (tmp_path / "tensorboard").iterdir()
-    with open(first, "ab") as torn:
-        torn.write(b"\x40\0\0\0\0\0\0\0half an event")
-    write(tmp_path, 20, range(30, 50, 10), tensorboard=True)
-    assert [each.step for each in events(tmp_path) if each.HasField("session_log")] == [21]
-    by_tag: dict[str, list] = {}
-    for event in events(tmp_path):
-        for value in event.summary.value:
-            by_tag.setdefault(value.tag, []).append((event.step, value))
-    for tag in ("eval/mAP", "validation/0", "PR/RBC", "weights/head"):
-        assert [step for step, _ in by_tag[tag]] == [10, 20, 30, 40], tag
-    assert by_tag["eval/mAP"][0][1].simple_value == pytest.approx(0.1)
-    assert by_tag["validation/0"][0][1].image.encoded_image_string.startswith(b"\xff\xd8")
-    histo = by_tag["weights/head"][0][1].histo
-    assert sum(histo.bucket) == histo.num == 100 and histo.sum == -50
-    tensor = np.array(by_tag["PR/RBC"][0][1].tensor.float_val).reshape(6, -1)
-    assert tensor[:, 50] == pytest.approx([12, 3, 0, 8, 0.8, 0.6])
-    assert "_hparams_/experiment" in by_tag and "_hparams_/session_start_info" in by_tag
-
-
-def test_new_run_restarts_tensorboard_keeps_others(tmp_path):
-    pytest.importorskip("tensorboardX")
-    write(tmp_path, None, range(10, 20, 10), tensorboard=True)
-    other = tmp_path / "tensorboard" / "events.out.tfevents.1.mine"
-    other.write_bytes(b"")
-    write(tmp_path, None, range(20, 30, 10), tensorboard=True)
-    assert {event.step for event in events(tmp_path)} == {0, 20}
-    assert other.exists()
-
-
-def test_full_disk_costs_tensorboard_one_warning(tmp_path, capsys):
-    pytest.importorskip("tensorboardX")
-
-    class FullDisk(io.FileIO):
-        def write(self, data):
-            raise OSError(28, "No space left on device")
-
-    with RunLog(tmp_path, True, 100, 10, None, tensorboard=True) as log:
-        file = log.writers._writers["TensorBoard"]
-        path = file._file.name
-        file._file.close()
-        file._file = FullDisk(path, "ab")
-        for step in range(50):  # more than the queue of tensorboardX's own writer holds
-            log.metrics({"step": step, "loss": 1.0})
-    assert capsys.readouterr().out.count("TensorBoard cannot be written") == 1
 
 
 def test_a_spread_leaves_out_what_is_not_finite():

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from ppdist.distributed import heartbeat
 from ppdist.launch import worker
-from ppdist.launch.metrics import Measures, read_cards
+from ppdist.launch.metrics import Measures
 from tests.unit.launch.beats import write_beat
 
 
@@ -17,10 +17,10 @@ class Ranks:
         self.folder = folder
         self.begin(0)
 
-    def begin(self, attempt: int, cards: tuple[str, ...] = ()) -> None:
+    def begin(self, attempt: int) -> None:
         self.attempt = self.folder / str(attempt)
         self.attempt.mkdir()
-        orders = {"processes": 2, "cards": cards}
+        orders = {"processes": 2}
         (self.attempt / "job.json").write_text(json.dumps(orders))
 
     def say(
@@ -41,7 +41,7 @@ class Ranks:
     def read(self) -> dict[str, float]:
         """`name{label=value,...}` -> value, without the labels that all have."""
         said: list[str] = []
-        found = Measures(self.folder, read_cards, said.append).samples()
+        found = Measures(self.folder, said.append).samples()
         assert not said, said
         return {key(name, labels): value for name, labels, value in found}
 

@@ -3,11 +3,7 @@
 import json
 import os
 import re
-import sys
-import threading
 import time
-import types
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -15,7 +11,7 @@ import pytest
 from ppdist.distributed import heartbeat
 from ppdist.launch import metrics, worker
 from ppdist.launch.metrics import METRICS, Measures, last_evaluation, newest_checkpoint
-from tests.unit.launch.hosts import ROOT, wait_for
+from tests.unit.launch.hosts import ROOT
 from tests.unit.launch.measured import Ranks
 
 
@@ -62,7 +58,7 @@ def test_ended_rank_is_down_without_other_metrics(ranks: Ranks) -> None:
 
 def test_restarts_and_hangs_count_over_attempts(ranks: Ranks, tmp_path: Path) -> None:
     ranks.tell_run(tmp_path / "output" / "demo")
-    first = Measures(ranks.folder, metrics.read_cards, pytest.fail)
+    first = Measures(ranks.folder, pytest.fail)
     assert {labels["run"] for _, labels, _ in first.samples()} == {"demo"}
     (ranks.attempt / "watch.json").write_text("{}")
     ranks.begin(1)
@@ -74,7 +70,7 @@ def test_restarts_and_hangs_count_over_attempts(ranks: Ranks, tmp_path: Path) ->
 
 
 def test_before_any_rank_began_the_host_has_numbers(tmp_path: Path) -> None:
-    found = Measures(tmp_path, metrics.read_cards, pytest.fail).samples()
+    found = Measures(tmp_path, pytest.fail).samples()
     assert {name for name, _, _ in found} == {
         "ppdist_host_ranks", "ppdist_host_restarts_total", "ppdist_host_stalls_total",
     }  # fmt: skip
@@ -133,7 +129,7 @@ def test_what_cannot_be_read_is_left_out_and_said_once(ranks: Ranks) -> None:
     ranks.say(0, "step", 20)
     (ranks.attempt / "job.json").write_text("{")
     said: list[str] = []
-    broken = Measures(ranks.folder, metrics.read_cards, said.append)
+    broken = Measures(ranks.folder, said.append)
     for _ in range(2):
         names = {name for name, _, _ in broken.samples()}
     assert "ppdist_rank_up" in names and "ppdist_host_ranks" not in names
@@ -145,105 +141,13 @@ def test_what_the_ranks_told_of_the_run_may_be_broken(ranks: Ranks, told: str) -
     ranks.say(0, "step", 20)
     heartbeat.run_of(ranks.attempt, 0).write_bytes(told.encode("latin-1"))
     said: list[str] = []
-    broken = Measures(ranks.folder, metrics.read_cards, said.append)
+    broken = Measures(ranks.folder, said.append)
     for _ in range(2):
         names = {name for name, _, _ in broken.samples()}
     assert {"ppdist_rank_up", "ppdist_host_ranks", "ppdist_run_step"} <= names
     assert len(said) == 1 and said[0].startswith("some numbers cannot be read: ")
 
 
-class Trouble(Exception):
-    """As pynvml.NVMLError."""
-
-
-def fake_nvml(broken: bool = False) -> types.ModuleType:
-    """Two cards; the second is a slice that has no temperature and no power."""
-    module = types.ModuleType("pynvml")
-
-    def init() -> None:
-        if broken:
-            raise Trouble("Driver Not Loaded")
-
-    def not_of_a_slice(value: int):
-        def ask(card: object, *more: object) -> int:
-            if card == "MIG-7":
-                raise Trouble("Not Supported")
-            return value
-
-        return ask
-
-    module.__dict__.update(
-        NVMLError=Trouble,
-        NVML_TEMPERATURE_GPU=0,
-        nvmlInit=init,
-        nvmlDeviceGetHandleByIndex=lambda index: index,
-        nvmlDeviceGetHandleByUUID=lambda name: name,
-        nvmlDeviceGetMemoryInfo=lambda card: types.SimpleNamespace(used=2 << 30, total=80 << 30),
-        nvmlDeviceGetUtilizationRates=lambda card: types.SimpleNamespace(gpu=93, memory=40),
-        nvmlDeviceGetTemperature=not_of_a_slice(71),
-        nvmlDeviceGetPowerUsage=not_of_a_slice(312_500),
-    )
-    return module
-
-
-def test_gpu_metrics_omit_what_card_cannot_report(
-    ranks: Ranks, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setitem(sys.modules, "pynvml", fake_nvml())
-    ranks.begin(1, cards=("3", "MIG-7"))
-    found = {name: value for name, value in ranks.read().items() if "gpu" in name}
-    assert found == {
-        "ppdist_gpu_memory_used_bytes{gpu=3}": 2 << 30,
-        "ppdist_gpu_memory_total_bytes{gpu=3}": 80 << 30,
-        "ppdist_gpu_utilisation_ratio{gpu=3}": 0.93,
-        "ppdist_gpu_temperature_celsius{gpu=3}": 71,
-        "ppdist_gpu_power_watts{gpu=3}": 312.5,
-        "ppdist_gpu_memory_used_bytes{gpu=MIG-7}": 2 << 30,
-        "ppdist_gpu_memory_total_bytes{gpu=MIG-7}": 80 << 30,
-        "ppdist_gpu_utilisation_ratio{gpu=MIG-7}": 0.93,
-    }
-    monkeypatch.setitem(sys.modules, "pynvml", fake_nvml(broken=True))
-    assert not [name for name in ranks.read() if "gpu" in name]
-    monkeypatch.setitem(sys.modules, "pynvml", None)  # not installed
-    assert not [name for name in ranks.read() if "gpu" in name]
-
-
-def test_a_driver_that_hangs_costs_the_cards_and_no_more(
-    ranks: Ranks, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(metrics, "_CARDS_SECONDS", 0.2)
-    ranks.begin(1, cards=("0",))
-    ranks.say(0, "step", 20)
-    answers, asked_of_it, said = threading.Event(), [], []
-
-    def read(labels: list[str]) -> Iterator[tuple[str, str, float]]:
-        asked_of_it.append(labels)
-        answers.wait(60)
-        yield "ppdist_gpu_power_watts", "0", 312.5
-
-    cards = metrics.Cards(said.append, read)
-    whole = Measures(ranks.folder, cards, said.append)
-    for _ in range(20):
-        names = {name for name, _, _ in whole.samples()}
-        assert "ppdist_rank_step" in names and "ppdist_gpu_power_watts" not in names
-    assert len(asked_of_it) == 1 and len(said) == 1 and "driver does not answer" in said[0]
-    answers.set()
-    wait_for(lambda: "ppdist_gpu_power_watts" in {name for name, _, _ in whole.samples()}, 20)
-
-
-def test_cards_that_cannot_be_read_are_said_once(ranks: Ranks) -> None:
-    ranks.begin(1, cards=("0",))
-    said: list[str] = []
-
-    def read(labels: list[str]) -> list[tuple[str, str, float]]:
-        raise AttributeError("nvmlInit")
-
-    whole = Measures(ranks.folder, metrics.Cards(said.append, read), said.append)
-    for _ in range(2):
-        assert "ppdist_host_ranks" in {name for name, _, _ in whole.samples()}
-    assert said == ["some numbers cannot be read: AttributeError('nvmlInit')"]
-
-
 def test_every_number_is_explained() -> None:
     page = (ROOT / "docs" / "monitoring.md").read_text(encoding="utf-8")
-    assert set(re.findall(r"`(ppdist_(?:run|host|rank|gpu)_\w+)`", page)) == set(METRICS)
+    assert set(re.findall(r"`(ppdist_(?:run|host|rank)_\w+)`", page)) == set(METRICS)

@@ -47,16 +47,18 @@ def config_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_config(folder, CONFIG)
 
 
-def verify(config_file: Path, *more: object):
+def verify(config_file: Path, ranks: int, *more: object):
     report = config_file.parent / "report.json"
     report.unlink(missing_ok=True)
-    arguments = ["-c", config_file, "--steps", STEPS, "--json", report, *more]
-    return run_tool("verify", "equivalence", *arguments, cwd=config_file.parent), report
+    launcher = "--nproc_per_node", ranks, "--log_dir", config_file.parent / "log"
+    command = ROOT / "tools" / "verify.py", "equivalence", "-c", config_file, "--steps", STEPS
+    arguments = (*launcher, *command, "--json", report, *more)
+    return run_tool("launch", *arguments, cwd=config_file.parent), report
 
 
 @pytest.mark.slow
 def test_two_ranks_train_like_one(config_file: Path) -> None:
-    done, file = verify(config_file, "--processes", 2)
+    done, file = verify(config_file, 2)
     assert "PASS" in succeeded(done).splitlines()[-1]
     (report,) = json.loads(file.read_text(encoding="utf-8"))
     assert report["ranks"] == 2 and report["steps"] == STEPS
@@ -72,14 +74,14 @@ def test_two_ranks_train_like_one(config_file: Path) -> None:
     assert measured["losses"]["difference"] <= 1e-5
     assert report["ranks_with_other_weights"] == []
     assert {path.name for path in config_file.parent.iterdir()} <= {
-        "data", "cfg.yml", "report.json"
+        "data", "cfg.yml", "report.json", "log"
     }  # fmt: skip
 
 
 @pytest.mark.slow
 def test_steps_with_fewer_images_than_ranks_pass(config_file: Path) -> None:
     """Six images, then one: two of three ranks have none."""
-    done, file = verify(config_file, "--processes", 3, "-o", *SYNCHRONISED)
+    done, file = verify(config_file, 3, "-o", *SYNCHRONISED)
     (report,) = json.loads(file.read_text(encoding="utf-8"))
     assert "PASS" in succeeded(done).splitlines()[-1]
     assert report["steps"] == STEPS and report["ranks_with_other_weights"] == []
@@ -167,7 +169,7 @@ def test_a_rounding_that_training_amplifies_passes(tmp_path: Path) -> None:
     """AdamW and batch norm over few cells: the runs part, and each step is equal all the same."""
     make_shapes(tmp_path / "data", train=7, val=1, size=96, seed=0)
     adamw = CONFIG.replace("{lr: 0.003", "{name: adamw, lr: 0.003")
-    done, file = verify(write_config(tmp_path, adamw), "--processes", 3, "-o", *SYNCHRONISED)
+    done, file = verify(write_config(tmp_path, adamw), 3, "-o", *SYNCHRONISED)
     assert "PASS" in succeeded(done).splitlines()[-1]
     (report,) = json.loads(file.read_text(encoding="utf-8"))
     losses = next(each for each in report["measured"] if each["name"] == "losses")

@@ -19,10 +19,7 @@ from ppdist.viz import draw, plots
 from ppdist.viz.run_plots import draw_run, folders_of_images
 
 OF_METRICS = ["results.png", "lr.png", "speed.png"]
-OF_EVALUATION = [
-    "confusion.png", "pr_curve.png", "p_curve.png", "r_curve.png", "f1_curve.png", "per_class.png",
-    "calibration.png", "errors.png", "worst.jpg", "best.jpg",
-]  # fmt: skip
+OF_EVALUATION = ["confusion.png", "pr_curve.png", "f1_curve.png", "worst.jpg", "best.jpg"]
 NAMES = ("cat", "_$odd$ <name>", "红细胞", *(f"class {number}" for number in range(3, 500)))
 
 
@@ -140,7 +137,7 @@ def test_a_classifier_has_no_background(tmp_path):
     found |= {"per_class": rows, "confusion": {"counts": np.full((3, 3), 5).tolist()}}
     records = [{**each, "top1": 0.5, "top5": 1.0} for each in trained(40) if "mAP" in each]
     paths = draw_run(write(tmp_path, [*trained(40), *records], found))
-    assert names(paths) == [*OF_METRICS, "confusion.png", "per_class.png"]
+    assert names(paths) == [*OF_METRICS, "confusion.png"]
     labels = [text.get_text() for text in plots.confusion(found).axes[0].get_xticklabels()]
     assert len(labels) == 3
 
@@ -151,8 +148,6 @@ def test_classes_without_room_have_no_names(tmp_path):
     run = write(tmp_path, None, found)
     assert names(draw_run(run, image_folders=[tmp_path])) == OF_EVALUATION
     assert "cells" in found["confusion"]
-    with Image.open(tmp_path / "plots" / "per_class.png") as image:
-        assert image.height < 1000
 
 
 def test_the_matrix_has_shares_of_rows_and_counts():
@@ -279,12 +274,12 @@ def test_odd_lines_of_metrics_cost_no_other_picture(tmp_path, lines, caplog):
 
 
 def test_a_broken_part_costs_its_picture(tmp_path, caplog):
-    found = {**detected(tmp_path, 2), "confusion": {"counts": "many"}, "errors": 7, "worst": [3]}
+    found = {**detected(tmp_path, 2), "confusion": {"counts": "many"}, "worst": [3]}
     paths = draw_run(write(tmp_path, None, found), image_folders=[tmp_path])
-    missing = {"confusion.png", "errors.png", "worst.jpg"}
+    missing = {"confusion.png", "worst.jpg"}
     assert set(names(paths)) == set(OF_EVALUATION) - missing
     (warning,) = caplog.records
-    assert all(name in warning.getMessage() for name in ("confusion", "errors", "worst"))
+    assert all(name in warning.getMessage() for name in ("confusion", "worst"))
 
 
 @pytest.mark.parametrize(
@@ -374,8 +369,5 @@ def test_curves_of_many_classes_are_one_bundle(tmp_path):
 
 
 def test_a_set_without_detections_is_drawn(tmp_path):
-    found = detected(tmp_path, 2)
     nothing = analyse(DetectionSet([], NAMES[:2], (0, 1), "none"), np.zeros((0, 7), np.float32))
-    assert plots.calibration(nothing) is None and plots.per_class_scores(nothing) is None
-    assert plots.errors(found) is not None
     draw_run(write(tmp_path, None, nothing))
