@@ -1,7 +1,6 @@
 """ExperimentConfig, the tree of all Sections, and load_config."""
 
 import json
-import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -133,28 +132,16 @@ class ExperimentConfig(Section):
         return self
 
 
-_LOGGER = logging.getLogger("ppdist.config")
-_REMOVED_TRACKERS = ("clearml",)
-
-
 def _named_trackers(tree: Node) -> Node:
-    """`log.trackers: [wandb]` as `[{name: wandb}]`, without those that earlier versions had."""
+    """`log.trackers: [wandb]` as `[{name: wandb}]`."""
     log = tree.child("log")
     trackers = log.child("trackers") if log is not None else None
     if log is None or trackers is None or not isinstance(trackers.value, list):
         return tree
-    items = []
-    for item in trackers.value:
-        if isinstance(item.value, str):
-            item = Node({"name": item}, item.place, item.key_place)
-        name = item.child("name")
-        if name is not None and name.value in _REMOVED_TRACKERS:
-            _LOGGER.warning(
-                f"{item.place}: log.trackers: {name.value} is no longer written to; take it out, "
-                "or name wandb, mlflow, swanlab, or a tracker of your own (docs/extend.md)"
-            )
-        else:
-            items.append(item)
+    items = [
+        Node({"name": item}, item.place, item.key_place) if isinstance(item.value, str) else item
+        for item in trackers.value
+    ]
     listed = replace(trackers, value=items)
     assert isinstance(tree.value, dict) and isinstance(log.value, dict)
     return replace(

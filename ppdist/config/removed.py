@@ -55,7 +55,11 @@ REMOVED: Mapping[str, Removed] = {  # by key path; `*` stands for each item of a
         None, "put output_dir on a disk with room for checkpoint.keep + 2 checkpoints"
     ),
 }
-GONE_VALUES: Mapping[tuple[str, Any], GoneValue] = {}  # by key path and value
+GONE_VALUES: Mapping[tuple[str, Any], GoneValue] = {  # by key path and value
+    ("log.trackers.*.name", "clearml"): GoneValue(
+        DROPPED, "name wandb, mlflow or swanlab, or a tracker of your own (docs/extend.md)"
+    ),
+}
 
 _OF_RUNS = ("manifest.json", "environment.json")  # lie beside the config.yml of checkpoint and run
 _OF_EXPORTS = "infer.yml"

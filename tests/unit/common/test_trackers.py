@@ -19,6 +19,7 @@ from ppdist.common.trackers import TRACKERS, TrackedRun, TrackerProcess
 from ppdist.common.writers import MetricWriter, MetricWriters, scalar_points
 from ppdist.config import load_config, output
 from ppdist.config.base import Section, parse_config
+from ppdist.config.experiment import experiment_of
 from ppdist.runtime.writer_thread import WriterThread
 from tests.errors import raises
 from tests.unit.common.analysis import ANALYSIS
@@ -347,7 +348,11 @@ def test_login_in_an_address_is_refused_and_not_shown(tmp_path: Path) -> None:
 
 
 def test_a_tracker_of_earlier_versions_is_left_out_and_said(tmp_path: Path, caplog) -> None:
-    overrides = ["data.root=x", "log.trackers=[{name: clearml, offline: true}, wandb]"]
-    config = load_config("demo", overrides)
+    trackers = [{"name": "clearml", "offline": True, "project": "x"}, {"name": "wandb"}]
+    tree = load_config("demo").model_dump(mode="json")
+    tree["log"]["trackers"] = trackers
+    config = experiment_of(tree)
     assert [tracker.name for tracker in config.log.trackers] == ["wandb"]
     assert "clearml" in caplog.text
+    with raises("removed_key", "wandb"):
+        load_config("demo", ["log.trackers=[clearml]"])
