@@ -26,8 +26,6 @@ def make_run(
     folder: Path,
     *,
     names: list[str] = NAMES,
-    seed: int = 0,
-    lr: float = 0.01,
     steps: int = 400,
     ranks: int = 2,
     evaluation: bool = True,
@@ -36,8 +34,7 @@ def make_run(
     """Writes what a training of `steps` steps, 20 an epoch, would leave; returns the folder."""
     folder.mkdir(parents=True, exist_ok=True)
     config = json.loads(json.dumps(CONFIG))
-    config["output_dir"], config["seed"], config["optimizer"]["lr"] = str(folder), seed, lr
-    config["model"]["num_classes"] = len(names)
+    config["output_dir"], config["model"]["num_classes"] = str(folder), len(names)
     (folder / "config.yml").write_text(json.dumps(config), encoding="utf-8")  # JSON is YAML
     environment = {
         "command": ["tools/train.py", "-c", "x.yml"],
@@ -47,7 +44,7 @@ def make_run(
         "cpus": 2,
     }
     (folder / "environment.json").write_text(json.dumps(environment), encoding="utf-8")
-    records = list(_records(names, seed, lr, steps, ranks))
+    records = list(_records(names, steps, ranks))
     text = "".join(json.dumps(record) + "\n" for record in records)
     (folder / "metrics.jsonl").write_text(text, encoding="utf-8")
     (folder / "train.log").write_text(
@@ -58,20 +55,20 @@ def make_run(
         encoding="utf-8",
     )
     if evaluation:
-        text = json.dumps(make_evaluation(names, seed))
+        text = json.dumps(make_evaluation(names))
         (folder / "evaluation.json").write_text(text, encoding="utf-8")
     if pictures:
         make_pictures(folder / "plots")
     return folder
 
 
-def _records(names: list[str], seed: int, lr: float, steps: int, ranks: int) -> Any:
-    rng = np.random.default_rng(seed)
+def _records(names: list[str], steps: int, ranks: int) -> Any:
+    rng = np.random.default_rng(0)
     now = 1_767_607_200.0
     derived = {
         "ranks": {"value": ranks, "why": "processes that fleetrun started"},
         "total_batch": {"value": 8 * ranks, "why": f"{ranks} ranks x 8 images x 1 micro-steps"},
-        "lr": {"value": lr, "why": f"{lr:g}, linear scaling by 1"},
+        "lr": {"value": 0.01, "why": "0.01, linear scaling by 1"},
         "steps": {"value": steps, "why": "20 epochs"},
     }
     yield {"time": now, "step": 0, "derived": derived}
@@ -86,7 +83,7 @@ def _records(names: list[str], seed: int, lr: float, steps: int, ranks: int) -> 
             "epoch": step / 20,
             "loss": sum(parts.values()) * (30 if step == 20 else 1),
             **parts,
-            "lr": lr * min(1, step / 60) * (1 - 0.95 * done),
+            "lr": 0.01 * min(1, step / 60) * (1 - 0.95 * done),
             "gradient_norm": 3 * noise,
             "images_per_second": 40 * ranks * noise,
             "data_seconds": 0.01 * noise,
@@ -103,7 +100,7 @@ def _records(names: list[str], seed: int, lr: float, steps: int, ranks: int) -> 
             "rank_micro_batch_seconds": [each / 2 for each in own],
         }
         if step % 40 == 0:
-            score = (0.6 + 0.02 * seed) * (1 - math.exp(-4 * done))
+            score = 0.6 * (1 - math.exp(-4 * done))
             yield {
                 "time": now + step + 3,
                 "step": step,
@@ -129,9 +126,9 @@ def _records(names: list[str], seed: int, lr: float, steps: int, ranks: int) -> 
     yield {"time": now + steps + 5, "step": steps, "finished": "total"}
 
 
-def make_evaluation(names: list[str], seed: int = 0) -> dict[str, Any]:
+def make_evaluation(names: list[str]) -> dict[str, Any]:
     """evaluation.json with every part."""
-    rng = np.random.default_rng(seed)
+    rng = np.random.default_rng(0)
     count = len(names)
     confidence_T = np.linspace(0, 1, 101)
     recall_R = np.linspace(0, 1, 101)

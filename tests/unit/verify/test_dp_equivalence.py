@@ -27,7 +27,7 @@ from ppdist.verify.dp_equivalence import (
 )
 from tests.distributed import run_on_ranks
 from tests.errors import raises
-from tests.forked import ROOT, run_tool, succeeded
+from tests.forked import ROOT, exit_code_of, run_tool, succeeded
 from tests.project import write_config
 
 STEPS = 5
@@ -300,6 +300,11 @@ def test_nan_loss_only_on_ranks_fails() -> None:
     ranks = trace([1.0, float("nan")])
     losses, *_ = measure(ranks, alone, [alone], alone, tolerance=1e-5)
     assert not losses.passed
+
+
+def test_one_rank_has_nothing_to_compare(config_file: Path, capsys) -> None:
+    assert exit_code_of("verify", "equivalence", "-c", config_file) == 2
+    assert "[needs_ranks]" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
