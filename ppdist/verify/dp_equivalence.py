@@ -38,7 +38,7 @@ from typing import Any
 import numpy as np
 import paddle
 
-from ppdist.common.child import own_environment, start_here
+from ppdist.common.child import DISCARD, own_environment, start_here
 from ppdist.common.errors import ConfigError, LaunchError
 from ppdist.config import ExperimentConfig
 from ppdist.distributed import comm, device, paddle_api
@@ -151,7 +151,7 @@ def run_alone(command: Sequence[str]) -> None:
 
     Raises: LaunchError: it failed; what it said is in our stderr.
     """
-    code = start_here(command, stdout=sys.stderr, env=own_environment()).wait()
+    code = start_here(command, stdout=DISCARD, env=own_environment()).wait()
     if code:
         raise LaunchError(
             f"the run of one rank ended with exit code {code}, what it said is "
