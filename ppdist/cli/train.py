@@ -245,10 +245,9 @@ def _dry_run(plan: "TrainingPlan", output_dir: Path, evaluate: bool) -> int:
                 hold=False,
             )  # fmt: skip
         printed = {finding.text for finding in decisions.findings}  # by `verdict`
-        warnings = [*decisions.warnings, *decisions.memory_warnings]
-        warnings += advice(decisions.config, decisions.schedule)
+        warnings = [*decisions.warnings, *advice(decisions.config, decisions.schedule)]
         lines += [f"warning: {warning}" for warning in warnings if warning not in printed]
-        lines += [decisions.memory, rehearse(decisions)]
+        lines.append(rehearse(decisions))
     if name:
         if name != FILE:
             lines.append(f"{output_dir / FILE} stays: it is of the run that was made there")

@@ -1,19 +1,10 @@
-"""Auto batch: the largest micro-batch that memory allows, and an estimate.
+"""Auto batch: the largest micro-batch that memory allows, by trial.
 
 `train.batch_size_per_card: auto` (`resolve_batch_size`): each rank trains with a few batches in a
 process of its own (`memory_probe`), so whatever ends it ends no run: the kernel's out-of-memory
 killer, a limit, oneDNN without memory for its buffers.  All ranks then take the least.  A run that
-goes on keeps its micro-batches and looks for nothing.
-
-The estimate (`require_memory`), before the run touches its folder:
-
-    weights and statistics, their gradients, the optimizer's moments, the EMA
-    + for each image of a micro-batch: the image, what forward keeps for backward, what the loss
-      computes with
-    + on the host: what a rank keeps to roll back to, and what is being written
-
-What forward keeps is counted, not guessed (ppdist/models/complexity.py).  The rest are constants
-that were fitted to measured steps; docs/dev/memory_estimate.md says how far off it was on others.
+goes on keeps its micro-batches and looks for nothing.  Behind it stands the step, which goes on in
+smaller micro-batches where memory runs out later (`recovery`).
 
 Three kinds of memory run out separately, and each is counted by itself, in bytes: the memory of the
 host, which its ranks share; the address space of a process (`ulimit -v`), where that is limited;
@@ -26,7 +17,7 @@ import resource
 import signal
 import tempfile
 import time
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -42,10 +33,7 @@ from ppdist.config.augment import AugmentConfig
 from ppdist.config.train import MicroBatches, max_micro_batch
 from ppdist.data.types import ImageRecord
 from ppdist.distributed import comm, device, heartbeat
-from ppdist.engine.schedule_setup import counted
 from ppdist.engine.state import Start, resumed_micro_batches
-from ppdist.models.base import ImageModel
-from ppdist.models.complexity import Complexity, tensor_bytes
 
 HOST, ADDRESSES, CARD = "memory of the host", "address space (ulimit -v)", "memory of the card"
 Bytes = Mapping[str, int]  # by kind
@@ -54,8 +42,6 @@ Outcome = tuple[dict[int, dict[str, int]], str]
 MISTAKE, NO_MEMORY = 2, 3  # exit codes of `memory_probe`
 _DRAWS = 10_000  # of images that are combined to one
 _SEARCH_SHARE = 0.5  # of distributed.timeout_seconds
-_LADDER = (1, 2, 4)  # a line through two of them is long enough
-_TRIALS = 4  # of larger batches, at most
 _WORTH_A_TRIAL = 8  # not for less than an eighth more
 _TAIL = 600  # characters of the end of its output
 _SMALLER = "lower model.image_size (or train.multi_scale), take a smaller model, or give a number"
@@ -63,13 +49,6 @@ _LATE = (
     "training with it took longer than half of distributed.timeout_seconds; give a number, or "
     "raise that"
 )
-# Of the estimate:
-_FLOAT = 4  # bytes
-_IN_LOSS = 4  # times the outputs: decoded, scored, and gradients of both
-_IN_BACKWARD = 1.2  # times activations: gradients on their way, and gaps that the heap leaves
-_HOPELESS = 2.0  # times what is free: the estimate was never off by so much
-_ROOM = 0.9  # of what is free, for a batch that is recommended
-_LIBRARIES = 60 << 20  # what oneDNN and its like take with the first step
 
 
 def resolve_batch_size(
@@ -227,45 +206,46 @@ class SearchResult:
 
 
 def search(trial: Callable[[Sequence[int]], Outcome], limits: Bytes, most: int) -> SearchResult:
-    """The largest batch up to `most` that trains within its limits.
+    """The largest batch up to `most` that trains within its limits, by trial.
 
-    Small batches give a line, the line a prediction, and a process that starts with the predicted
-    batch, as the run will, tests it.  Its result corrects the line; a process that died halves the
-    distance.
+    One process doubles the batch as long as that should fit.  Then the gap is halved, each time by
+    a process that begins with its batch, as the run will.  No trial is made that the last two say
+    would pass a limit: on a host it might end others.
 
     Args:
-        trial: trains with batches, in ascending order, in one process.
+        trial: trains with batches, in ascending order, in one process; it stops before one that
+            should not fit.
         limits: what may be taken, by kind.
     Raises: ConfigError: not even one image fits, or training fails altogether; and what `trial`
         raises.
     """
-    measured, why = trial([batch for batch in _LADDER if batch <= most])
-    good = {batch: used for batch, used in measured.items() if fits(used, limits)}
-    if not good:
+    doubled = doublings(most)
+    measured, why = trial(doubled)
+    fitting = [batch for batch, used in measured.items() if fits(used, limits)]
+    if not fitting:
         took = f"it takes {tightest(measured[1], limits)}; {_SMALLER}" if measured else why
         raise ConfigError(
             f"auto: not even one image fits: {took}",
             code="no_image_fits",
             where="train.batch_size_per_card",
         )
-    bad = most + 1
-    if why:  # it died, though the line had predicted that it fits
-        bad = min((batch for batch in _LADDER if batch > max(measured)), default=bad)
-    for _ in range(_TRIALS):
-        batch = min(largest_batch(measured, limits, most), bad - 1)
-        if batch < max(good) + max(1, max(good) // _WORTH_A_TRIAL):
-            break
-        found, why = trial([batch])
-        measured |= found
-        if batch in found and fits(found[batch], limits):
-            good |= found
-            continue
-        bad = batch
-        if batch not in found:
-            bad = min(bad, (max(good) + batch) // 2 + 1)
-    images = max(good)
-    limit = "" if images < most else f", and more than {most} are of no use"
-    return SearchResult(images, f"{images} take {tightest(good[images], limits)}{limit}")
+    low = max(fitting)
+    high = next((batch for batch in doubled if batch > low), low)  # does not fit, as far as known
+    while high - low > max(1, low // _WORTH_A_TRIAL):
+        middle = (low + high) // 2
+        if largest_batch(measured, limits, middle) == middle:
+            measured |= trial([middle])[0]
+            if middle in measured and fits(measured[middle], limits):
+                low = middle
+                continue
+        high = middle
+    limit = "" if low < most else f", and more than {most} are of no use"
+    return SearchResult(low, f"{low} take {tightest(measured[low], limits)}{limit}")
+
+
+def doublings(most: int) -> list[int]:
+    """1, 2, 4, ... up to `most`, which is the last."""
+    return [*(1 << power for power in range((most - 1).bit_length())), most]
 
 
 def fits(used: Bytes, limits: Bytes) -> bool:
@@ -360,114 +340,6 @@ def _why_it_ended(code: int, folder: Path, output: Path) -> str:
     if code < 0 or code == NO_MEMORY:  # limits end a process by signals, too
         return f"{words}; {_SMALLER}"
     return f"{words}; if memory is not the cause, give a number: training then says more"
-
-
-# Estimate
-
-
-@dataclass(frozen=True)
-class Estimate:
-    """Bytes that training takes of a rank, by purpose."""
-
-    state: int  # on the device: weights, their gradients, moments, EMA
-    image: int  # on the device, for each image of a micro-batch, itself included
-    kept: int  # on the host: the snapshot to roll back to and the one being written
-
-    def needs(self, images: int, free: Bytes) -> Bytes:
-        """Bytes that a micro-batch needs of each kind of memory in `free`.
-
-        Without a card the host holds everything.
-        """
-        step = self.state + images * self.image
-        host = self.kept if CARD in free else self.kept + step
-        return {kind: step if kind == CARD else host for kind in free}
-
-
-def require_memory(expected: Estimate, images: int) -> tuple[str, list[str]]:
-    """Compares the memory a step needs with free memory.  Collective.
-
-    Args: expected: of this rank; images: of a micro-batch.
-    Returns: a line for the terminal, of this rank; warnings of all ranks with too little.
-    Raises: ConfigError, on every rank: some rank has less than half.
-    """
-    free = free_memory(comm.local_size())
-    needed = expected.needs(images, free)
-    lacking = [kind for kind in free if needed[kind] > free[kind]]
-    fitting = images_that_fit(expected, images, free) if lacking else images
-    warnings = [
-        f"a step of {counted(images, 'image')} is estimated to take {shown(needed[kind])} of the "
-        f"{kind}, and rank {comm.rank()} (host {comm.host()}) has {shown(free[kind])} left"
-        for kind in lacking
-    ]
-    hopeless = any(needed[kind] > _HOPELESS * free[kind] for kind in lacking)
-    found_W = comm.all_gather_object([warnings, fitting, hopeless])
-    if any(hopeless for *_, hopeless in found_W):
-        raise ConfigError(
-            next(warnings[0] for warnings, _, hopeless in found_W if hopeless),
-            code="batch_exceeds_memory",
-            where="train.batch_size_per_card",
-            fix=_remedy(min(fitting for _, fitting, _ in found_W)),
-        )
-    told = [f"{each}; {_remedy(fitting)}" for warnings, fitting, _ in found_W for each in warnings]
-    kind = CARD if CARD in free else HOST
-    line = f"a step of {counted(images, 'image')} takes about {shown(needed[kind])}"
-    return f"{line} of {shown(free[kind])} free", told
-
-
-def images_that_fit(expected: Estimate, most: int, free: Bytes) -> int:
-    """Largest micro-batch up to `most` that fits with some room left.
-
-    0: none fits.  From 8 on it is a power of two.
-
-    Args: free: bytes that this rank may still take, by kind.
-    """
-    points = {images: expected.needs(images, free) for images in {1, most}}
-    limits = {kind: int(_ROOM * there) for kind, there in free.items()}
-    most = largest_batch(points, limits, most)
-    return most if most < 8 else 1 << (most.bit_length() - 1)
-
-
-def _remedy(images: int) -> str:
-    """Advice for a micro-batch that does not fit.
-
-    Args: images: of the largest batch that fits.
-    """
-    if not images:
-        return "not even one image fits: use a smaller --image-size or --model"
-    return f"use --batch {images} or --batch auto (with -c: train.batch_size_per_card)"
-
-
-def estimate(
-    model: ImageModel,
-    counted: Complexity,
-    *,
-    sizes: Sequence[tuple[int, int]],
-    moments: int,
-    averaged: bool,
-    frozen: Collection[str] = (),
-) -> Estimate:
-    """The memory of a step.
-
-    Args:
-        counted: of the model, with the same frozen parts.
-        sizes: (height, width) in pixels that training uses; the largest counts.
-        moments: values that the optimizer keeps for each weight (momentum 1, AdamW 2).
-        averaged: there is an EMA.
-        frozen: state-dict keys of what will not be trained.
-    """
-    state = {key: tensor_bytes(tensor) for key, tensor in model.state_dict().items()}
-    weights, still = sum(state.values()), sum(state[key] for key in frozen)
-    learn = {key: each for key, each in model.named_parameters() if not each.stop_gradient}
-    trained = sum(tensor_bytes(each) for key, each in learn.items() if key not in frozen)
-    average = weights - still if averaged else 0
-    size = max(sizes, key=math.prod)
-    inputs = math.prod(size) * 3 * (1 + 2 * _FLOAT)  # uint8, float32, normalised
-    forward = counted.saved.of(size) + inputs + _IN_LOSS * counted.outputs.of(size)
-    return Estimate(
-        state=2 * weights + (1 + moments) * trained + average,  # those of evaluation, too
-        image=round(_IN_BACKWARD * forward),
-        kept=2 * (weights + moments * trained + average) + _LIBRARIES,
-    )
 
 
 # Memory there is, and memory taken

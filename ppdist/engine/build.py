@@ -35,7 +35,7 @@ from ppdist.data.types import DetectionSet
 from ppdist.distributed import comm, device, paddle_api
 from ppdist.distributed.device_options import set_device_options
 from ppdist.distributed.sync_batch_norm import synchronize_batch_norm
-from ppdist.engine.auto_batch import estimate, require_memory, resolve_batch_size
+from ppdist.engine.auto_batch import resolve_batch_size
 from ppdist.engine.callbacks import Callback
 from ppdist.engine.continuation import ANEW, Continuation
 from ppdist.engine.data import BatchSource, Blocklist, images_of_epoch, read_sets
@@ -80,7 +80,7 @@ from ppdist.engine.trainer import Trainer, TrainingParts
 from ppdist.engine.visualize import BatchPictures, Put
 from ppdist.losses.base import Loss
 from ppdist.metrics.verdict import DETR_FROM_SCRATCH, Finding
-from ppdist.models.base import ImageModel, freeze, freezing, frozen_keys
+from ppdist.models.base import ImageModel, freeze, freezing
 from ppdist.models.complexity import Complexity, complexity
 from ppdist.models.model_card import ModelCard, card_of, names_for, origin, read_card
 from ppdist.models.weights import LoadReport, load_weights
@@ -124,8 +124,6 @@ class Decisions:
 
     Attributes:
         size: parameters and GFLOPs of the model.
-        memory: what a step takes and what is free, a line for the terminal.
-        memory_warnings: where it may be too little.
         data_warnings: what the check of the images found.
         findings: see `ppdist.engine.suitability`; their texts are among `run_warnings`.
         machine_warnings: of the preflight and the lock of the output folder.
@@ -144,8 +142,6 @@ class Decisions:
     start: Start
     run: Run
     size: Complexity
-    memory: str
-    memory_warnings: list[str]
     data_warnings: Sequence[str]
     findings: list[Finding]
     machine_warnings: list[str]
@@ -154,7 +150,7 @@ class Decisions:
 
     @property
     def warnings(self) -> list[str]:
-        """Warnings at the start of the run, except those about images and memory."""
+        """Warnings at the start of the run, except those about images."""
         of_config = config_warnings(self.config, self.start.snapshot is None)
         return [*self.machine_warnings, *self.start.warnings, *self.run_warnings, *of_config]
 
@@ -209,17 +205,7 @@ def decide_training(
     schedule = build_schedule_setup(config, images, batches)
     run = validate_resume(start, schedule, train_set, config, pixels)
     bad_images.known |= run.bad_images
-    frozen = frozen_keys(model, config.train.freeze)
-    size = comm.run_on_all_ranks(lambda: complexity(model, config.train.amp, frozen))
-    expected = estimate(
-        model,
-        size,
-        sizes=config.training_sizes,
-        moments=1 if config.optimizer.name == "momentum" else 2,
-        averaged=config.train.ema.enabled,
-        frozen=frozen,
-    )
-    memory, memory_warnings = require_memory(expected, schedule.largest_share)
+    size = comm.run_on_all_ranks(lambda: complexity(model))
     return Decisions(
         config=config,
         schedule=schedule,
@@ -232,8 +218,6 @@ def decide_training(
         start=start,
         run=run,
         size=size,
-        memory=memory,
-        memory_warnings=memory_warnings,
         data_warnings=data_warnings,
         findings=findings,
         machine_warnings=machine_warnings,
@@ -295,12 +279,9 @@ def build_training(
             log.warning(warning)
         for line in decisions.log_lines:
             log.detail(line)
-        for warning in decisions.memory_warnings:
-            log.warning(warning)
         log.headline("data", data_line(config, train_set, val_set))
         log.headline("model", model_line(config, decisions.size, anew))
         log.headline("device", device_line())
-        log.headline("memory", decisions.memory)
         log.headline("train", train_line(schedule))
         if line := longer_line(schedule):
             log.headline("longer", line)

@@ -16,6 +16,7 @@ from ppdist.engine.auto_batch import (
     CARD,
     HOST,
     NO_MEMORY,
+    doublings,
     fits,
     largest_batch,
     search,
@@ -28,15 +29,22 @@ GIB = 1 << 30
 
 
 class Made:
-    """Trainings that take what a function says, and die above a limit."""
+    """Trainings that take what a function says, and die above a number of images.
 
-    def __init__(self, takes, dies_above=None):
-        self.takes, self.dies_above, self.asked = takes, dies_above, []
+    As the process does, it stops before a batch that should not fit.
+    """
+
+    def __init__(self, takes, limits, dies_above=None):
+        self.takes, self.limits, self.dies_above = takes, limits, dies_above
+        self.asked, self.tried = [], []
 
     def __call__(self, batches):
         self.asked.append(list(batches))
         found = {}
         for batch in batches:
+            if found and largest_batch(found, self.limits, batch) < batch:
+                break
+            self.tried.append(batch)
             if self.dies_above is not None and batch > self.dies_above:
                 return found, "it ended with SIGKILL; buy memory"
             found[batch] = {HOST: self.takes(batch)}
@@ -47,45 +55,50 @@ def line(batch):
     return 100 + 10 * batch
 
 
-def test_predicted_batch_is_trained_before_use():
-    made = Made(line)
-    assert search(made, {HOST: 500}, 64).images == 40
-    assert made.asked == [[1, 2, 4], [40]]
+def test_batch_doubles_then_the_gap_is_halved():
+    made = Made(line, {HOST: 450})
+    assert search(made, {HOST: 450}, 64).images == 32  # 36 is not worth a trial
+    assert made.tried == [1, 2, 4, 8, 16, 32]
+    made = Made(line, {HOST: 540})
+    assert search(made, {HOST: 540}, 64).images == 44
+    assert made.tried == [1, 2, 4, 8, 16, 32, 40, 44]
+    assert made.asked[1:] == [[40], [44]]  # each in a process that begins with it
 
 
 def test_no_more_is_tried_than_is_of_use():
-    made = Made(line)
-    found = search(made, {HOST: 500}, 16)
-    assert found.images == 16
-    assert found.why.endswith(", and more than 16 are of no use")
-    assert made.asked == [[1, 2, 4], [16]]
-    assert search(Made(line), {HOST: 500}, 3).images == 3
+    made = Made(line, {HOST: 500})
+    found = search(made, {HOST: 500}, 12)
+    assert found.images == 12
+    assert found.why.endswith(", and more than 12 are of no use")
+    assert made.asked == [[1, 2, 4, 8, 12]]
+    assert [doublings(most) for most in (1, 2, 3, 8)] == [[1], [1, 2], [1, 2, 3], [1, 2, 4, 8]]
 
 
-def test_batch_above_prediction_refits_memory_line():
-    made = Made(lambda batch: line(batch) + (batch > 4) * batch**2)
-    found = search(made, {HOST: 500}, 64)
-    assert 12 <= found.images <= 15  # 15 take 475, 16 take 516
-    assert made.asked[1] == [40]
+def test_no_trial_is_made_that_the_last_two_say_would_not_fit():
+    for limit in range(141, 1000, 7):
+        for takes in (line, lambda batch: 100 + (40 if batch <= 4 else 10) * batch):
+            made = Made(takes, {HOST: limit})
+            images = search(made, {HOST: limit}, 64).images
+            assert all(takes(batch) <= limit for batch in made.tried)
+            assert images == max(made.tried)
 
 
-def test_oversized_small_batches_do_not_lower_limit():
-    """Images of other shapes leave gaps in the heap of the process that tries several batches."""
-    made = Made(lambda batch: 100 + (40 if batch <= 4 else 10) * batch)
-    assert search(made, {HOST: 500}, 64).images == 40
+def test_memory_that_grows_faster_than_a_line_is_measured():
+    made = Made(lambda batch: line(batch) + (batch > 4) * batch**2, {HOST: 500})
+    assert search(made, {HOST: 500}, 64).images == 15  # 15 take 475, 16 take 516
+    assert made.tried == [1, 2, 4, 8, 16, 12, 14, 15]
 
 
 def test_a_process_that_dies_halves_the_distance():
-    made = Made(line, dies_above=20)
-    found = search(made, {HOST: 10**6}, 64)
-    assert 12 <= found.images <= 20
-    assert all(batch <= 64 for (batch,) in made.asked[1:])
+    made = Made(line, {HOST: 10**6}, dies_above=20)
+    assert search(made, {HOST: 10**6}, 64).images == 20
+    assert made.asked == [[1, 2, 4, 8, 16, 32, 64], [24], [20], [22]]
 
 
 def test_death_in_small_batches_keeps_earlier_ones():
-    made = Made(line, dies_above=2)
+    made = Made(line, {HOST: 10**6}, dies_above=2)
     assert search(made, {HOST: 10**6}, 64).images == 2
-    assert made.asked == [[1, 2, 4], [3]]
+    assert made.asked[1:] == [[3]]
 
 
 def test_every_kind_of_memory_limits():
@@ -99,9 +112,9 @@ def test_every_kind_of_memory_limits():
 
 def test_not_even_one_image_is_an_error_with_the_numbers():
     with raises("no_image_fits", "it takes 2 GiB", "1 GiB"):
-        search(Made(lambda batch: GIB * (1 + batch)), {HOST: GIB}, 8)
+        search(Made(lambda batch: GIB * (1 + batch), {HOST: GIB}), {HOST: GIB}, 8)
     with raises("no_image_fits", "SIGKILL; buy"):
-        search(Made(line, dies_above=0), {HOST: GIB}, 8)
+        search(Made(line, {HOST: GIB}, dies_above=0), {HOST: GIB}, 8)
 
 
 def test_a_line_needs_two_batches_and_one_promises_less():

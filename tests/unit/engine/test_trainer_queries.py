@@ -86,10 +86,8 @@ def test_what_grows_with_the_image_and_what_does_not_is_counted(tmp_path) -> Non
     counted, size = complexity(model), (640, 320)
     images = model.normalize(paddle.zeros([1, 3, *size], dtype="uint8"))
     model.eval()
-    saved, outputs = counting._kept(model, images)
     assert counted.operations.of(size) == pytest.approx(counting._operations(model, images))
-    assert counted.saved.of(size) == pytest.approx(saved, rel=0.01)
-    assert counted.outputs == (outputs, 0) and counted.operations.fixed > 0
+    assert counted.operations.fixed > 0
 
 
 def test_onednn_is_checked_with_targets(tmp_path) -> None:
