@@ -1,55 +1,57 @@
-"""Cache of decoded images, for all workers and ranks of a host.
+"""Caches of decoded images, for all workers and ranks of a host.
 
-    ram    a file in memory that has no name (memfd_create): it does not count against /dev/shm, and
-           is gone with the last process that has it open, however that one ends
-    disk   a sparse file, named by the content identity of its images, also for later runs
+    ram    memory without a name (memfd_create): it does not count against /dev/shm, and is gone
+           with the last process that has it open, however that one ends
+    disk   a file for each image, also for later runs
 
-Both are one file, and one code: a table of N checksums, then the pixels of each image at a place
-that follows from the sizes in the annotations.  Images are read through a mapping that cannot be
-written to, and written with `pwrite`, where a full disk is an error and not a signal; where a
-signal ends a reader (SIGBUS: its disk is away), the loader gives the cache up.  The checksum goes
-in after the pixels, and each process compares it at its first look at an image: what a killed
-process or a power cut left half written counts as absent.  Two that write the same image at once
-write the same bytes, so no lock is needed.
+A cache changes no pixel, and what is wrong with it is never an error: an image that is not there is
+decoded.  Two processes that keep the same image at once write the same bytes, so no lock is needed.
 """
 
 import hashlib
 import logging
 import mmap
 import os
-import tempfile
-import zlib
 from collections.abc import Callable
-from contextlib import suppress
 from pathlib import Path
-from typing import Literal, NamedTuple
+from typing import Literal, NamedTuple, Protocol
 
 import cv2
 import numpy as np
 
-from ppdist.common.errors import StorageError
 from ppdist.common.files import user_cache
 from ppdist.common.machine import available_memory
 from ppdist.data.types import DetectionSet, Records
 from ppdist.distributed import comm
+from ppdist.runtime.files import replacing
 from ppdist.storage import files as storage
-from ppdist.storage.retry import is_outage, unavailable
 
 _LOGGER = logging.getLogger("ppdist.data")
-_FORMAT = "ppdist image cache 2"
-_NAME = "images-{}.cache"
-_WRITTEN = 1 << 32  # set in a table entry, so that a checksum of 0 is told from no image
+_FORMAT = f"ppdist image 1, OpenCV {cv2.__version__}"
 _SHARE = 0.75  # of the memory or disk that is free at the start: training needs the rest
 _SPARE = 2 << 30  # bytes to leave free in any case
 _STEP = 256 << 20  # bytes reserved before looking again how much is left
 _GIB = 2**30
 
 
+class ImageCache(Protocol):
+    """Decoded images of a set by position, as a rank and its workers see them."""
+
+    def get(self, index: int) -> np.ndarray | None:
+        """Cached image, uint8 RGB [H, W, 3], read-only; None: not there (yet)."""
+
+    def put(self, index: int, image_HW3: np.ndarray) -> None:
+        """Keeps an image that `get` has just not found, if there is room for it.
+
+        Raises: ValueError: its size is not that of its record, reduced.
+        """
+
+
 class Layout(NamedTuple):
-    """Where each image lies in the file.
+    """Where each image lies in memory: behind N bytes that say which images are there.
 
     sizes_N2: int64 (height, width) of the reduced image, 0 where not known: such are never kept.
-    places_N: int64 byte at which its pixels begin; bytes: of the whole file.
+    places_N: int64 byte at which its pixels begin; bytes: of the whole.
     """
 
     sizes_N2: np.ndarray
@@ -57,28 +59,27 @@ class Layout(NamedTuple):
     bytes: int
 
     @classmethod
-    def of(cls, sizes_N2: np.ndarray, reductions_N: np.ndarray) -> "Layout":
-        """Layout of the file for images of these sizes.
-
-        Args: sizes_N2: of the originals; reductions_N: 1, 2, 4 or 8, see read_image.
-        """
-        reduced_N2 = -(-sizes_N2.astype(np.int64) // reductions_N.astype(np.int64)[:, None])
-        ends = np.cumsum([8 * len(reduced_N2), *(3 * reduced_N2.prod(axis=1)).tolist()])
-        return cls(reduced_N2, ends[:-1], int(ends[-1]))
+    def of(cls, sizes_N2: np.ndarray) -> "Layout":
+        """Layout of images of these sizes."""
+        ends = np.cumsum([len(sizes_N2), *(3 * sizes_N2.prod(axis=1)).tolist()])
+        return cls(sizes_N2, ends[:-1], int(ends[-1]))
 
     def fitting(self, size: int) -> int:
-        """Number of images, from the first, within `size` bytes of the file."""
+        """Number of images, from the first, within `size` bytes."""
         return int(np.searchsorted([*self.places_N[1:], self.bytes], size, side="right"))
 
 
-class ImageCache:
-    """Images of a set by position, for a rank and its workers."""
+class MemoryCache:
+    """Images in memory that the ranks of a host share.
+
+    Pixels are written with `pwrite`, before the byte that says that they are there: what a killed
+    process left half written counts as absent.
+    """
 
     def __init__(self, descriptor: int, layout: Layout, kept: int) -> None:
         """
         Args:
-            descriptor: of a file of `layout.bytes` bytes, open for reading and writing; the
-                cache closes it.
+            descriptor: of `layout.bytes` bytes, open for reading and writing; closed by the cache.
             kept: so many images, from the first on, may be written.
         Raises: OSError: it cannot be mapped.
         """
@@ -86,85 +87,186 @@ class ImageCache:
         self._layout = layout
         self._kept = kept
         self._memory = mmap.mmap(descriptor, layout.bytes, prot=mmap.PROT_READ)
-        self._table_N = np.frombuffer(self._memory, np.int64, len(layout.places_N))
-        self._compared_N = np.zeros(len(layout.places_N), bool)  # each worker gets its own
-        # All workers see that writing failed for one of them, or reading.
-        self._failed, self._lost = mmap.mmap(-1, 1), mmap.mmap(-1, 1)
+        self._is_there_N = np.frombuffer(self._memory, np.uint8, len(layout.places_N))
 
     def __del__(self) -> None:
         os.close(self._descriptor)
 
     def get(self, index: int) -> np.ndarray | None:
-        """Cached image, uint8 RGB [H, W, 3], read-only; None: not there (yet).
-
-        Its pixels are those that were put.
-        """
-        if self._lost[0]:
-            return None
-        entry = int(self._table_N[index])
-        if not entry:
+        """See `ImageCache`."""
+        if not self._is_there_N[index]:
             return None
         height, width = self._layout.sizes_N2[index].tolist()
-        place, size = int(self._layout.places_N[index]), 3 * height * width
-        pixels = np.frombuffer(self._memory, np.uint8, size, place)
-        if not self._compared_N[index]:
-            if entry != _checksum(pixels):
-                return None
-            self._compared_N[index] = True
+        place = int(self._layout.places_N[index])
+        pixels = np.frombuffer(self._memory, np.uint8, 3 * height * width, place)
         return pixels.reshape(height, width, 3)
 
-    def give_up(self) -> bool:
-        """Stops reading and writing the cache; returns whether it was in use.
+    def put(self, index: int, image_HW3: np.ndarray) -> None:
+        """See `ImageCache`."""
+        size_2 = self._layout.sizes_N2[index]
+        if index >= self._kept or not size_2.all():
+            return
+        pixels = _pixels_of(index, image_HW3, size_2)
+        place = int(self._layout.places_N[index])
+        while pixels:
+            written = os.pwrite(self._descriptor, pixels, place)
+            pixels, place = pixels[written:], place + written
+        os.pwrite(self._descriptor, b"\1", index)
 
-        Logs one line.
+
+class DiskCache:
+    """Images as files of their pixels, `FOLDER/3f/3f9c...`, on a disk of this host.
+
+    A name is a digest of the image's path and content identity (bytes, mtime, ctime) and of its
+    reduction, so a file never holds another image; identity.py says why mtime alone is not enough.
+    A file is written aside and renamed.  One that a power cut left shorter counts as absent.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        records: Records,
+        reductions_N: np.ndarray,
+        sizes_N2: np.ndarray,
+        least_free: int,
+    ) -> None:
         """
-        lost, self._lost[0], self._failed[0] = self._lost[0], 1, 1
-        if not lost:
-            _warn(
-                "reading it failed (SIGBUS: its disk is unavailable, or the file was cut); images "
-                "are decoded each time from now on"
-            )
-        return not lost
+        Args:
+            sizes_N2: of the reduced images, 0 where not known: such are never kept.
+            least_free: bytes of the disk that stay free.
+        """
+        self._folder = folder
+        self._records = records
+        self._reductions_N = reductions_N
+        self._sizes_N2 = sizes_N2
+        self._least_free = least_free
+        self._absent: tuple[int, Path] | None = None  # what `get` did not find last
+        self._full = mmap.mmap(-1, 1)  # all workers see that one of them found no room
+
+    def get(self, index: int) -> np.ndarray | None:
+        """See `ImageCache`."""
+        place = self._place(index)
+        self._absent = None if place is None else (index, place)
+        if place is None:
+            return None
+        try:
+            pixels = np.fromfile(place, np.uint8)
+        except OSError:  # not there, or its disk is away
+            return None
+        height, width = self._sizes_N2[index].tolist()
+        if pixels.size != 3 * height * width:
+            return None
+        pixels.flags.writeable = False
+        return pixels.reshape(height, width, 3)
 
     def put(self, index: int, image_HW3: np.ndarray) -> None:
-        """Keeps an image, if there is room for it.
+        """See `ImageCache`.
 
-        On a full disk a rank logs one line, and it and its workers stop writing.
-
-        Raises: ValueError: its size is not that of its record, reduced.
+        Where the disk is full a rank logs one line, and it and its workers stop writing.
         """
-        size = tuple(self._layout.sizes_N2[index].tolist())
-        if index >= self._kept or self._failed[0] or not all(size):
+        # The name is of the file before it was read: it may have been replaced meanwhile.
+        if self._full[0] or self._absent is None or self._absent[0] != index:
             return
-        if image_HW3.shape != (*size, 3) or image_HW3.dtype != np.uint8:
-            raise ValueError(f"image {index}: {image_HW3.shape} {image_HW3.dtype}: expected {size}")
-        pixels = np.ascontiguousarray(image_HW3).reshape(-1)
+        pixels, place = _pixels_of(index, image_HW3, self._sizes_N2[index]), self._absent[1]
         try:
-            self._write(pixels.data, int(self._layout.places_N[index]))
-            entry = np.array([_checksum(pixels)], np.int64)
-            self._write(entry.data.cast("B"), 8 * index)
+            if _free(self._folder) < self._least_free + len(pixels):
+                raise OSError(f"{self._least_free / _GIB:.2f} GiB of its disk stay free")
+            place.parent.mkdir(parents=True, exist_ok=True)
+            with replacing(place) as file:
+                file.write(pixels)
         except OSError as error:
-            said, self._failed[0] = self._failed[0], 1
-            if not said:
+            full, self._full[0] = self._full[0], 1
+            if not full:
                 _warn(
-                    f"no more images are kept, because writing one failed "
-                    f"({error.strerror or error}); the others are decoded each time"
+                    f"no more images are kept in {self._folder} ({error.strerror or error}); the "
+                    f"others are decoded each time"
                 )
 
-    def _write(self, content: memoryview, place: int) -> None:
-        while content:
-            written = os.pwrite(self._descriptor, content, place)
-            content, place = content[written:], place + written
+    def _place(self, index: int) -> Path | None:
+        """File of an image; None: it cannot be kept, or its own file is not there."""
+        if not self._sizes_N2[index].all():
+            return None
+        path = self._records.path(index)
+        try:
+            identity = storage.identity_of(path)
+        except OSError:
+            return None
+        if not identity.mark:  # its changes would not be noticed
+            return None
+        key = f"{_FORMAT}\0{self._reductions_N[index]} {identity.bytes} {identity.mark}\0"
+        content = key.encode() + os.fsencode(os.path.abspath(path))
+        name = hashlib.blake2b(content, digest_size=16).hexdigest()
+        return self._folder / name[:2] / name
 
 
-def _checksum(pixels: np.ndarray) -> int:
-    return _WRITTEN | zlib.crc32(pixels.data)
+def _pixels_of(index: int, image_HW3: np.ndarray, size_2: np.ndarray) -> memoryview:
+    """Bytes of an image.  Raises: ValueError: it has another size."""
+    if image_HW3.shape != (*size_2.tolist(), 3) or image_HW3.dtype != np.uint8:
+        found = f"{image_HW3.shape} {image_HW3.dtype}"
+        raise ValueError(f"image {index}: {found}: expected {size_2.tolist()}")
+    return np.ascontiguousarray(image_HW3).reshape(-1).data
+
+
+def open_cache(
+    kind: Literal["none", "ram", "disk"],
+    dataset: DetectionSet,
+    reductions_N: np.ndarray,
+    folder: str | Path | None = None,
+) -> ImageCache | None:
+    """Opens the cache of this host's ranks; logs its capacity.  Collective if kind is `ram`.
+
+    Where memory or disk do not suffice for all images, the first that fit are kept, or none.
+
+    Args:
+        reductions_N: how far each image is reduced when it is decoded: 1, 2, 4, 8.
+        folder: of `disk`; None: ppdist in $XDG_CACHE_HOME or ~/.cache.
+    Returns: None where nothing can be kept.
+    """
+    if kind == "none":
+        return None
+    records = Records.of(dataset.records)
+    reduced_N2 = -(-records.sizes_N2.astype(np.int64) // reductions_N.astype(np.int64)[:, None])
+    if not reduced_N2.any():
+        _warn("the annotations give no image sizes, so no image can be kept")
+        return None
+    try:
+        if kind == "disk":
+            place, least_free = _folder_on_disk(folder)
+            return DiskCache(place, records, reductions_N, reduced_N2, least_free)
+        layout = Layout.of(reduced_N2)
+        opened = _of_first_on_host(lambda: _made_or_nothing(layout))
+        return MemoryCache(opened.descriptor, layout, opened.kept) if opened.kept else None
+    except OSError as error:
+        where = f"{error.filename}: " if error.filename else ""
+        _warn(f"training continues without it: {where}{error.strerror or error}")
+        return None
+
+
+def _folder_on_disk(folder: str | Path | None) -> tuple[Path, int]:
+    """Folder of the images, and the bytes of its disk that stay free.
+
+    Raises: OSError: it is not there and cannot be made.
+    """
+    parent = user_cache() if folder is None else Path(folder)
+    if parent is None:
+        raise OSError("this user has no home folder; set data.cache_dir")
+    place = parent / "images"
+    place.mkdir(parents=True, exist_ok=True)
+    free = _free(place)
+    room = _room(free)
+    _say(f"disk: up to {room / _GIB:.2f} GiB more in {place}; delete it when no run needs it")
+    return place, free - room
+
+
+def _free(folder: Path) -> int:
+    disk = os.statvfs(folder)
+    return disk.f_bavail * disk.f_frsize
 
 
 class _Opened(NamedTuple):
-    """An opened cache file.
+    """Memory of a cache.
 
-    descriptor: of the file, -1: none; kept: how many images it has room for.
+    descriptor: of it, -1: none; kept: how many images it has room for.
     """
 
     descriptor: int
@@ -174,77 +276,17 @@ class _Opened(NamedTuple):
 _NOTHING = _Opened(-1, 0)
 
 
-def open_cache(
-    kind: Literal["none", "ram", "disk"],
-    dataset: DetectionSet,
-    reductions_N: np.ndarray,
-    folder: str | Path | None = None,
-) -> ImageCache | None:
-    """Opens the cache of this host's ranks; logs its capacity.  Collective.
-
-    Reserves the space now: where memory or disk do not suffice for all images, the first that fit
-    are kept, or none.  That is never an error, and changes no pixel.  Not collective if kind is
-    `none`.
-
-    Args:
-        reductions_N: how far each image is reduced when it is decoded: 1, 2, 4, 8.
-        folder: of the file on disk; None: ppdist in $XDG_CACHE_HOME or ~/.cache.
-    Returns: None where nothing can be kept.
-    """
-    if kind == "none":
-        return None
-    records = Records.of(dataset.records)
-    layout = Layout.of(records.sizes_N2, reductions_N)
-
-    def begin() -> _Opened:
-        if layout.bytes == 8 * len(records):
-            _warn("the annotations give no image sizes, so no image can be kept")
-            return _NOTHING
-        if kind == "ram":
-            return _made_or_nothing(lambda: _in_memory(layout), 0.0)
-        # An earlier attempt of the job had it.
-        seconds = comm.storage_seconds() if comm.was_restarted() else 0.0
-        return _made_or_nothing(
-            lambda: _on_disk(layout, _folder(folder), _name_of(records, reductions_N)), seconds
-        )
-
-    opened = _of_first_on_host(begin)
-    if not opened.kept:
-        return None
+def _made_or_nothing(layout: Layout) -> _Opened:
+    """Takes the memory of a cache; nothing, with a warning, where that fails."""
     try:
-        return ImageCache(opened.descriptor, layout, opened.kept)
+        return _in_memory(layout)
     except OSError as error:
-        why = error.strerror or error
-        _warn(f"training continues without it, because it cannot be mapped: {why}")
-        return None
-
-
-def _made_or_nothing(make: Callable[[], _Opened], seconds: float) -> _Opened:
-    """Makes the cache, or nothing with a warning if that fails.
-
-    Args: seconds: how long to wait for unavailable storage.
-    """
-
-    def once() -> _Opened:
-        try:
-            return make()
-        except OSError as error:
-            where = f"{error.filename}: " if error.filename else ""
-            why = f"{where}{error.strerror or error}"
-            if is_outage(error) and seconds:
-                raise unavailable(why, "data.cache") from error
-            _warn(f"training continues without it, because it cannot be created: {why}")
-            return _NOTHING
-
-    try:
-        return comm.once_there(once, seconds)
-    except StorageError as error:
-        _warn(f"training continues without it, because it cannot be created: {error.what}")
+        _warn(f"training continues without it: {error.strerror or error}")
         return _NOTHING
 
 
 def _of_first_on_host(begin: Callable[[], _Opened]) -> _Opened:
-    """Runs `begin` on each host's first rank; the others open its file.
+    """Runs `begin` on each host's first rank; the others open its memory.
 
     They reach it through the first rank's entry in /proc, which needs no name and no permission but
     that of the same user.  Where /proc does not let them, each begins its own.
@@ -311,46 +353,7 @@ def _in_memory(layout: Layout) -> _Opened:
             most, kept = reserved, layout.fitting(reserved)
             break
         reserved += step
-    _say(f"ram: {_extent(layout, kept, most, 'memory')}")
-    return _opened_or_closed(descriptor, kept)
-
-
-def _on_disk(layout: Layout, folder: Path, name: str) -> _Opened:
-    """Opens the sparse file on disk, made where it does not exist.
-
-    Args: name: "": it has none, and is gone with this run.
-    """
-    folder.mkdir(parents=True, exist_ok=True)
-    if name:
-        descriptor = os.open(folder / name, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o666)
-    else:
-        descriptor, draft = tempfile.mkstemp(dir=folder)
-        os.unlink(draft)
-    os.truncate(descriptor, layout.bytes)
-    disk, written = os.statvfs(folder), os.fstat(descriptor).st_blocks * 512
-    most = _room(disk.f_bavail * disk.f_frsize) + written
-    kept = layout.fitting(most)
-    place = folder / name if name else f"{folder}, for this run: its server tells no changes"
-    _say(
-        f"disk: {_extent(layout, kept, most, 'disk')} in {place}, {written / _GIB:.2f} GiB by now"
-        + _others(folder, name)
-    )
-    return _opened_or_closed(descriptor, kept)
-
-
-def _others(folder: Path, name: str) -> str:
-    """Warns about unused cache files, which nobody deletes."""
-    sizes: list[int] = []
-    with suppress(OSError):  # one is deleted meanwhile, or the folder cannot be listed
-        others = [other for other in folder.glob(_NAME.format("*")) if other.name != name]
-        sizes.extend(os.stat(other).st_blocks * 512 for other in others)
-    if not sizes:
-        return ""
-    caches = "1 other cache is" if len(sizes) == 1 else f"{len(sizes)} other caches are"
-    return f"; {caches} there, {sum(sizes) / _GIB:.2f} GiB: delete those that no run needs"
-
-
-def _opened_or_closed(descriptor: int, kept: int) -> _Opened:
+    _say(f"ram: {_extent(layout, kept, most)}")
     if kept:
         return _Opened(descriptor, kept)
     os.close(descriptor)
@@ -362,48 +365,14 @@ def _room(free: int) -> int:
     return max(0, min(int(_SHARE * free), free - _SPARE))
 
 
-def _extent(layout: Layout, kept: int, most: int, what: str) -> str:
+def _extent(layout: Layout, kept: int, most: int) -> str:
     total = len(layout.places_N)
     if kept == total:
         return f"room for all {total} images, {layout.bytes / _GIB:.2f} GiB"
     return (
         f"room for {kept} of {total} images, because {layout.bytes / _GIB:.2f} GiB are needed and "
-        f"{most / _GIB:.2f} GiB of {what} can be spared; the others are decoded each time"
+        f"{most / _GIB:.2f} GiB of memory can be spared; the others are decoded each time"
     )
-
-
-def _folder(folder: str | Path | None) -> Path:
-    """Parent folder of the cache file.
-
-    Raises: OSError: none is given, and the user has none.
-    """
-    parent = user_cache() if folder is None else Path(folder)
-    if parent is None:
-        raise OSError("this user has no home folder; set data.cache_dir")
-    return parent
-
-
-def _name_of(records: Records, reductions_N: np.ndarray) -> str:
-    """Cache file name, a digest of all that the content depends on.
-
-    That is the files, their sizes, and how they are decoded.
-
-    Returns: "": changes of some image cannot be detected.
-    """
-    summary = hashlib.blake2b(f"{_FORMAT} {cv2.__version__}".encode(), digest_size=10)
-    for index in range(len(records)):
-        path = records.path(index)
-        try:
-            identity = storage.identity_of(path)
-            if not identity.mark:
-                return ""
-            version = " ".join(map(str, identity))
-        except OSError:
-            version = "absent"
-        summary.update(os.fsencode(path) + b"\0" + version.encode() + b"\0")
-    summary.update(records.sizes_N2.tobytes())
-    summary.update(reductions_N.astype(np.uint8).tobytes())
-    return _NAME.format(summary.hexdigest())
 
 
 def _say(text: str) -> None:

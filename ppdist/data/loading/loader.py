@@ -242,7 +242,7 @@ class TrainLoader(_Loader):
         epochs: int | None = None,
         ranks_on_host: int = 1,
     ) -> None:
-        """With data.cache, every rank must build one at the same time.
+        """With data.cache: ram, every rank must build one at the same time.
 
         Args:
             sampler: of this rank; its `dataset_size` is that of `dataset`.
@@ -617,8 +617,7 @@ class WorkerPool:
         where = "" if index == NOTHING else f" while reading {self._samples.path(index)}"
         place = self._workers.index(worker)
         lost = [task for task, _ in worker.tasks.values() if task.number in self._wanted]
-        cache_failed = code == signal.SIGBUS and self._samples.give_up_cache()
-        if lost and not cache_failed:
+        if lost:
             self._blame(lost[0], index, HUNG if hung else code, how)
         _LOGGER.warning(
             f"worker {place + 1} of {len(self._workers)}, which prepares images, {how}{where}; "

@@ -126,13 +126,6 @@ class Samples:
     def __len__(self) -> int:
         return len(self._dataset.records)
 
-    def give_up_cache(self) -> bool:
-        """Gives up the cache after a process died while reading.
-
-        Returns: whether that may have been the cache's fault.
-        """
-        return self._cache is not None and self._cache.give_up()
-
     def path(self, index: int) -> str:
         """Path of the image of a record."""
         return self._dataset.records[index].path
