@@ -202,8 +202,8 @@ class DiskCache:
 def _pixels_of(index: int, image_HW3: np.ndarray, size_2: np.ndarray) -> memoryview:
     """Bytes of an image.  Raises: ValueError: it has another size."""
     if image_HW3.shape != (*size_2.tolist(), 3) or image_HW3.dtype != np.uint8:
-        found = f"{image_HW3.shape} {image_HW3.dtype}"
-        raise ValueError(f"image {index}: {found}: expected {size_2.tolist()}")
+        content = f"{image_HW3.shape} {image_HW3.dtype}"
+        raise ValueError(f"image {index}: {content}: expected {size_2.tolist()}")
     return np.ascontiguousarray(image_HW3).reshape(-1).data
 
 

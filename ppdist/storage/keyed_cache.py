@@ -7,7 +7,6 @@ under another name, then renamed, and carries a checksum: a damaged one counts a
 failing disk is not an error: the cache then keeps nothing more.
 
     FOLDER/3f/3f9c...   64 bytes (mark, checksum, length), content
-    FOLDER/3f/3f9c...j  journal of unfinished work, one line with checksum at a time
     FOLDER/bytes        grows by one byte per 4 KiB written: its length is the size of the cache,
                         without a lock; a process that finds it too long recounts and deletes
 """
@@ -24,7 +23,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from ppdist.common.files import FileLock, open_own, own_handle, user_cache
+from ppdist.common.files import FileLock, own_handle, user_cache
 
 _HEAD = struct.Struct("<4sIQ48x")  # mark, CRC-32 of the content, its bytes; arrays stay aligned
 _MARK = b"ppd2"
@@ -32,7 +31,6 @@ _BLOCK = 4096
 _KEPT_SHARE = 0.9  # of the limit, after deleting old entries
 _SPARE = 1 << 30  # bytes of the disk that always stay free
 _FRESH_SECONDS = 60.0  # an entry used this recently is not marked again
-_JOURNAL_SECONDS = 10.0  # of work that a kill may lose
 
 
 def _quiet(_: str) -> None:
@@ -118,11 +116,6 @@ class KeyedCache:
             self._give_up(error)
             return False
         return True
-
-    def journal(self, key: str) -> "Journal":
-        """Journal of the work that computes the content of this key."""
-        place = self.place(key)
-        return Journal(place.with_name(f"{place.name}j"), self._give_up)
 
     def _give_up(self, error: OSError) -> None:
         said, self._failed[0] = self._failed[0], 1
@@ -214,46 +207,3 @@ def mapped(descriptor: int, *, whole: bool = False) -> memoryview:
 def _free(folder: Path) -> int:
     disk = os.statvfs(folder)
     return disk.f_bavail * disk.f_frsize
-
-
-class Journal:
-    """Lines of unfinished work, from which a later process continues.
-
-    They are appended every few seconds; a line that a kill cut short is ignored.
-    """
-
-    def __init__(self, file: Path, failed: Callable[[OSError], object]) -> None:
-        self._file, self._failed = file, failed
-        self._lines: list[bytes] = []
-        self._written = time.monotonic()
-
-    def lines(self) -> Iterator[str]:
-        """The valid lines on disk."""
-        with suppress(OSError), open(self._file, "rb") as file:
-            for line in file:
-                checksum, _, text = line.rstrip(b"\n").partition(b" ")
-                if checksum == b"%08x" % zlib.crc32(text):
-                    yield text.decode("utf-8")
-
-    def add(self, line: str) -> None:
-        """Adds a line, which reaches the disk some seconds later."""
-        text = line.encode("utf-8")
-        self._lines.append(b"\n%08x %b" % (zlib.crc32(text), text))  # \n ends a truncated one
-        if time.monotonic() - self._written >= _JOURNAL_SECONDS:
-            self.write()
-
-    def write(self) -> None:
-        """Appends the lines that are not on disk yet."""
-        lines, self._lines, self._written = self._lines, [], time.monotonic()
-        try:
-            if lines:
-                self._file.parent.mkdir(parents=True, exist_ok=True)
-                with open_own(self._file, "ab") as file:
-                    file.writelines(lines)
-        except OSError as error:
-            self._failed(error)
-
-    def remove(self) -> None:
-        """Deletes the journal, once the result is stored."""
-        with suppress(OSError):
-            self._file.unlink(missing_ok=True)

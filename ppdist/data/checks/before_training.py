@@ -7,7 +7,6 @@ import os
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from typing import Any, NamedTuple, overload
 
@@ -22,6 +21,7 @@ from ppdist.data.checks.images import (
     ImageFile,
     check_files,
     duplicates,
+    in_threads,
     leaks,
     same_list,
 )
@@ -29,10 +29,9 @@ from ppdist.data.datasets.annotations import KINDS
 from ppdist.data.types import DetectionSet, Records
 from ppdist.distributed import comm
 from ppdist.distributed.progress import Progress
-from ppdist.runtime.decoder import Damage
 from ppdist.storage import files as storage
 from ppdist.storage.files import can_be_read
-from ppdist.storage.keyed_cache import Journal, KeyedCache
+from ppdist.storage.keyed_cache import KeyedCache
 from ppdist.storage.retry import unavailable
 
 _LOGGER = logging.getLogger("ppdist.data")
@@ -111,26 +110,13 @@ def _remembered(sets: Mapping[str, DetectionSet], *, decode: bool, workers: int)
     known = None if stored is None else json.loads(stored)
     again = " (unchanged since the last check)" if known else ""
     if known is None:
-        journal = None if kept is None else kept.journal(name)
-        earlier = _read_journal(journal)
-        checks = {
-            split: _Check(each, keys[split], earlier, journal, decode=decode, workers=workers)
-            for split, each in records.items()
+        checked = {
+            split: _checked(each, decode=decode, workers=workers) for split, each in records.items()
         }
-        if done := sum(check.known for check in checks.values()):
-            again = f" ({done} of them known from an interrupted check)"
-        try:
-            checked = {split: check.run() for split, check in checks.items()}
-            if comm.was_restarted():
-                checked = {split: check.once_there() for split, check in checks.items()}
-        finally:
-            if journal is not None:
-                journal.write()
         known = _outcome(sets, checked)
         passing = any(found.passing for images in checked.values() for _, found in images)
-        if kept is not None and journal is not None and certain and not passing:
+        if kept is not None and certain and not passing:
             kept.put(key, json.dumps(known).encode())
-            journal.remove()
     count = sum(map(len, records.values()))
     seconds, what = time.monotonic() - started, "pixels" if decode else "headers"
     if not decode and any(storage.is_remote(d.records[0].path) for d in sets.values() if d.records):
@@ -140,76 +126,40 @@ def _remembered(sets: Mapping[str, DetectionSet], *, decode: bool, workers: int)
     return known
 
 
-class _Check:
-    """Check of the images of one split, before training.
+def _checked(records: Records, *, decode: bool, workers: int) -> CheckedImages:
+    """Checks the images of a split.
 
-    Attributes: known: how many were checked at an earlier start.
+    Those of a job that was started anew were there before: where some are away, they are checked
+    again once their storage is back.
+
+    Raises: StorageError: it stays away.
     """
 
-    def __init__(
-        self,
-        records: Records,
-        keys_N: np.ndarray,
-        earlier: Mapping[int, ImageCheck],
-        journal: Journal | None,
-        *,
-        decode: bool,
-        workers: int,
-    ) -> None:
-        self._records, self._keys_N, self._journal = records, keys_N, journal
-        self._decode, self._workers = decode, workers
-        self._checks_N = [earlier.get(key) for key in keys_N.tolist()]
-        self.known = sum(found is not None for found in self._checks_N)
+    def check(positions: Sequence[int]) -> list[ImageCheck]:
+        progress = Progress(_LOGGER, "data check", len(positions))
+        files = _Files(records, positions)
+        return check_files(files, decode=decode, workers=workers, done=progress.add)
 
-    def run(self) -> CheckedImages:
-        """Checks all images that are not known already."""
-        left = [at for at, found in enumerate(self._checks_N) if found is None]
-        progress = Progress(_LOGGER, "data check", len(left))
+    checks = check(range(len(records)))
+    failed = [at for at, result in enumerate(checks) if result.passing]
+    if failed and comm.was_restarted():
+        comm.once_there(lambda: _require_storage(records, failed))
+        for at, result in zip(failed, check(failed)):
+            checks[at] = result
+    return [(records.path(at), result) for at, result in enumerate(checks)]
 
-        def told(number: int, found: ImageCheck) -> None:
-            progress.add()
-            key = int(self._keys_N[left[number]])
-            if self._journal is not None and key != _UNKNOWN and not found.passing:
-                problem = found.problem or ()
-                self._journal.add(json.dumps([key, found.digest, found.notes, *problem]))
 
-        files = _Files(self._records, left)
-        checks = check_files(files, decode=self._decode, workers=self._workers, told=told)
-        for at, found in zip(left, checks):
-            self._checks_N[at] = found
-        return [
-            (self._records.path(at), found)
-            for at, found in enumerate(self._checks_N)
-            if found is not None
-        ]
-
-    def once_there(self) -> CheckedImages:
-        """Rechecks unreadable files once storage returns.
-
-        For a job that was started anew: its images were there before.
-
-        Raises: StorageError: it stays away.
-        """
-        failed = [at for at, found in enumerate(self._checks_N) if found and found.passing]
-        path = self._records.path
-        folder_of = [os.path.dirname(path(at)) for at in range(len(self._records))]
-
-        def look() -> None:
-            """Raises: StorageError: no file beside a failed one can be read."""
-            for folder in dict.fromkeys(folder_of[at] for at in failed):
-                inside = [path(at) for at, place in enumerate(folder_of) if place == folder]
-                if not inside[1:]:  # it is alone there: any others of the set, or the folder
-                    others = [path(at) for at in range(min(len(folder_of), _PROBED))]
-                    inside = others if others[1:] else [folder]
-                if not any(map(can_be_read, inside[:_PROBED])):
-                    why = "cannot be read, though an earlier attempt of this job has read it"
-                    raise unavailable(why, inside[0])
-
-        if failed:
-            comm.once_there(look)
-            for at in failed:
-                self._checks_N[at] = None
-        return self.run()
+def _require_storage(records: Records, failed: Sequence[int]) -> None:
+    """Raises: StorageError: no file beside a failed one can be read."""
+    folder_of = [os.path.dirname(records.path(at)) for at in range(len(records))]
+    for folder in dict.fromkeys(folder_of[at] for at in failed):
+        inside = [records.path(at) for at, place in enumerate(folder_of) if place == folder]
+        if not inside[1:]:  # it is alone there: any others of the set, or the folder
+            others = [records.path(at) for at in range(min(len(folder_of), _PROBED))]
+            inside = others if others[1:] else [folder]
+        if not any(map(can_be_read, inside[:_PROBED])):
+            why = "cannot be read, though an earlier attempt of this job has read it"
+            raise unavailable(why, inside[0])
 
 
 class _Files(Sequence[ImageFile]):
@@ -282,27 +232,11 @@ def _outcome(
 
 _PROBED = 8  # images of a folder that are opened to see whether its storage is there
 _VERSION = 7  # of the kept result: raise it when a check of an image finds more
-_STAT_THREADS = 16  # a network disk answers each request late, but many at once
-_STATS_AT_ONCE = 64  # of a thread
 
 
 def look_at_all(look: Callable[[int], int], count: int, progress: Progress) -> np.ndarray:
-    """Collects look(0), look(1), ..., each int64, with threads.
-
-    Threads help where a disk answers requests late.
-    """
-    found_N = np.zeros(count, np.int64)
-    at_once = min(max(count // (8 * _STAT_THREADS), 1), _STATS_AT_ONCE)
-
-    def look_at_some(begin: int) -> int:
-        some = range(begin, min(count, begin + at_once))
-        found_N[begin : some.stop] = [*map(look, some)]
-        return len(some)
-
-    with ThreadPoolExecutor(_STAT_THREADS) as pool:
-        for done in pool.map(look_at_some, range(0, count, at_once)):
-            progress.add(done)
-    return found_N
+    """Collects look(0), look(1), ..., each int64, with threads."""
+    return np.fromiter(in_threads(look, count, progress.add), np.int64, count)
 
 
 _UNKNOWN = 0  # key of an image whose changes cannot be detected
@@ -333,12 +267,3 @@ def _keys(records: Records, decode: bool) -> np.ndarray:
 
     progress = Progress(_LOGGER, "data check: what has changed", len(records))
     return look_at_all(key, len(records), progress)
-
-
-def _read_journal(journal: Journal | None) -> dict[int, ImageCheck]:
-    """Image checks by key from an earlier start that was interrupted."""
-    found = {}
-    for line in () if journal is None else journal.lines():
-        key, digest, notes, *problem = json.loads(line)
-        found[key] = ImageCheck(Damage(*problem) if problem else None, tuple(notes), digest)
-    return found

@@ -1,7 +1,8 @@
 """What each image file is, and which are equal.
 
-Images are checked in child processes: a decoder that crashes or hangs takes no rank with it,
-and its file is named.
+Headers are read by threads.  Pixels are decoded in child processes: a decoder that crashes or hangs
+takes no rank with it, and its file is named.  What no header tells, such as a damaged picture, the
+loader's workers find in training.
 """
 
 import hashlib
@@ -12,11 +13,12 @@ import time
 import warnings
 from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from functools import partial
 from multiprocessing.connection import Connection, Pipe, wait
 from pathlib import Path
-from typing import Any, BinaryIO, NamedTuple
+from typing import Any, BinaryIO, NamedTuple, TypeVar
 
 import cv2
 import numpy as np
@@ -25,7 +27,7 @@ from PIL import Image, TiffImagePlugin
 from ppdist.common.child import ForkedChild
 from ppdist.common.errors import DataError, StorageError
 from ppdist.data.image import read_header, read_image
-from ppdist.runtime.decoder import FORMATS, Damage, damage, is_dark
+from ppdist.runtime.decoder import FORMATS, Damage, damage, is_dark, tiff_of, unread_pixels
 from ppdist.storage import files as storage
 from ppdist.storage.files import open_file
 from ppdist.storage.retry import with_retries
@@ -61,31 +63,56 @@ CheckedImages = Sequence[tuple[str, ImageCheck]]  # the path of each listed imag
 
 
 def check_files(
-    files: Sequence[ImageFile],
-    *,
-    decode: bool,
-    workers: int,
-    told: Callable[[int, ImageCheck], object],
+    files: Sequence[ImageFile], *, decode: bool, workers: int, done: Callable[[int], object]
 ) -> list[ImageCheck]:
-    """As `check_images`, but images in stores are not opened for their headers.
+    """An ImageCheck of each file, in their order.
 
-    A header is half of the way to such an image: the store's listing has to do.
+    Args:
+        decode: all pixels, as `check_images`; else headers.  An image in a store is not opened for
+            its header, which is half of the way to it: the store's listing has to do.
+        workers: child processes that decode, at least 1.
+        done: called with the number of files that have been checked since the last call.
+    Raises: StorageError: a store stays away.
     """
-    if decode or not any(storage.is_remote(file.path) for file in files):
-        return check_images(files, decode=decode, workers=workers, told=told)
-    near = [at for at, file in enumerate(files) if not storage.is_remote(file.path)]
-    opened = check_images(
-        [files[at] for at in near],
-        decode=decode,
-        workers=workers,
-        told=lambda number, found: told(near[number], found),
-    )
-    checks = dict(zip(near, opened))
-    for at, file in enumerate(files):
-        if at not in checks:
-            checks[at] = check_listed(file.path)
-            told(at, checks[at])
-    return [checks[at] for at in range(len(files))]
+    if decode:
+        return check_images(files, workers=workers, done=done)
+
+    def check_header(at: int) -> ImageCheck:
+        file = files[at]
+        if storage.is_remote(file.path):
+            return check_listed(file.path)
+        return check_image(file.path, file.size, decode=False)
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # Pillow's, of odd files
+        checks = [*in_threads(check_header, len(files), done)]
+    deep = [at for at, check in enumerate(checks) if "sixteen_bit" in check.notes][:_MOST_DEEP]
+    decoded = check_images([files[at] for at in deep], workers=workers)
+    for at, check in zip(deep, decoded):  # what they use of 16 bits, only pixels tell
+        checks[at] = check._replace(digest=checks[at].digest)
+    return checks
+
+
+T = TypeVar("T")
+_MOST_DEEP = 64  # images of 16 bits that are decoded beside the headers
+_THREADS = 16  # a network disk answers each request late, but many at once
+_MOST_AT_ONCE = 64  # files of a thread at a time
+
+
+def in_threads(look: Callable[[int], T], count: int, done: Callable[[int], object]) -> Iterator[T]:
+    """Yields look(0), look(1), ..., in order, looked at by threads.
+
+    Args: done: called with the number of those that have been looked at since the last call.
+    """
+    at_once = min(max(count // (8 * _THREADS), 1), _MOST_AT_ONCE)
+
+    def look_at_some(begin: int) -> list[T]:
+        return [*map(look, range(begin, min(count, begin + at_once)))]
+
+    with ThreadPoolExecutor(_THREADS) as pool:
+        for some in pool.map(look_at_some, range(0, count, at_once)):
+            done(len(some))
+            yield from some
 
 
 def check_listed(path: str) -> ImageCheck:
@@ -175,33 +202,31 @@ _TRIES = 2  # a child that dies once may have been another's victim (out of memo
 def check_images(
     files: Sequence[ImageFile],
     *,
-    decode: bool,
     workers: int,
     timeout: float = 60.0,
-    told: Callable[[int, ImageCheck], object] = lambda at, found: None,
+    done: Callable[[int], object] = lambda count: None,
 ) -> list[ImageCheck]:
-    """An ImageCheck of each file, in their order.
+    """An ImageCheck of each file, decoded, in their order.
 
     It comes however many children crash or hang over it.
 
     Args:
-        decode: see `check_image`.
         workers: child processes, at least 1.
         timeout: seconds after which a child that is at one file counts as hung.
-        told: hears of each file that a child has checked; not of those that it was given up at.
+        done: see `check_files`.
     Raises: StorageError: a store stays away.
     """
     checks: list[ImageCheck | None] = [None] * len(files)
     waiting = deque(range(len(files)))
     crashes: Counter[int] = Counter()
-    children = [_Child(files, decode) for _ in range(min(max(workers, 1), -(-len(files) // 8)))]
+    children = [_Child(files) for _ in range(min(max(workers, 1), -(-len(files) // 8)))]
     try:
         while any(child.busy for child in children) or waiting:
             for child in children:
                 child.give(waiting)
             for position, found in _answers(children, timeout):
                 checks[position] = found
-                told(position, found)
+                done(1)
             for number, child in enumerate(children):
                 if child.ended is None:
                     continue
@@ -213,7 +238,7 @@ def check_images(
                 else:
                     waiting.appendleft(position)
                 child.stop()
-                children[number] = _Child(files, decode)
+                children[number] = _Child(files)
     finally:
         for child in children:
             child.stop()
@@ -223,13 +248,13 @@ def check_images(
 class _Child:
     """A process that checks files, and gives an answer for each."""
 
-    def __init__(self, files: Sequence[ImageFile], decode: bool) -> None:
+    def __init__(self, files: Sequence[ImageFile]) -> None:
         self.pipe, theirs = Pipe()
         self.busy: deque[int] = deque()
         self.since = time.monotonic()
         self.ended: Damage | None = None
         parent = os.getpid()
-        self._process = ForkedChild(lambda: _serve(theirs, files, decode, parent))
+        self._process = ForkedChild(lambda: _serve(theirs, files, parent))
         theirs.close()
 
     def give(self, waiting: deque[int]) -> None:
@@ -283,12 +308,7 @@ def _answers(children: list[_Child], timeout: float) -> Iterator[tuple[int, Imag
             child.ended = Damage("image_hangs_decoder", f"not decoded after {timeout:g} s")
 
 
-def _serve(
-    pipe: "Connection[Any, Any]",
-    files: Sequence[ImageFile],
-    decode: bool,
-    parent: int,
-) -> None:
+def _serve(pipe: "Connection[Any, Any]", files: Sequence[ImageFile], parent: int) -> None:
     """Main loop of a child, until its parent is gone.
 
     It also stops within an image, which may never end.
@@ -309,7 +329,7 @@ def _serve(
             continue
         for position in pipe.recv():
             file = files[position]
-            check = partial(check_image, file.path, file.size, decode=decode)
+            check = partial(check_image, file.path, file.size, decode=True)
             found: ImageCheck | StorageError
             try:
                 found = with_retries(check, pause=pause)
@@ -325,13 +345,12 @@ _ENDS = {b"\xff\xd8": b"\xff\xd9", b"\x89P": b"IEND"}  # of a JPEG, of a PNG
 def check_image(path: str, size: tuple[int, int] | None, *, decode: bool) -> ImageCheck:
     """Checks one image file.
 
-    A decoder may crash or hang on it: `check_images` calls this in a child process.
     Storage that is away says nothing of it.
 
     Args:
         size: (width, height) that the annotation says; None: not known.
-        decode: all of its pixels; else its header and its end (0.1 to 0.4 ms), and
-            all of it where these say that it cannot be used: the decoder has the last word.
+        decode: all of its pixels; a decoder may crash or hang on it, so `check_images` calls this
+            in a child process.  Else its header and its end (0.1 to 0.4 ms).
     Raises: StorageError: its store stays away.
     """
     try:
@@ -361,39 +380,55 @@ def _check_content(
             file.seek(0)
             whole, head, tail = True, file.read(), b""
     digest = hashlib.blake2b(b"%d " % length + head + tail, digest_size=16)
-    found = damage(head, length) if whole or head[:2] not in _ENDS else None
-    if found is not None:
-        return ImageCheck(found, digest=digest.hexdigest())
-    header = _header(file, path, length)
-    doubtful = header is None or header.cut_short or (size and size not in header.sizes)
+    problem = damage(head, length) if whole or head[:2] not in _ENDS else None
+    if problem is not None:
+        return ImageCheck(problem, digest=digest.hexdigest())
+    header = _header(file, path)
     notes = header.notes if header else ()
-    deep = "sixteen_bit" in notes  # what they use of it, only pixels tell
-    if decode or doubtful or deep:
-        found, image_HW3 = _decoded(path, size)
-        if deep and image_HW3 is not None and is_dark(image_HW3):
+    if decode:
+        problem, image_HW3 = _decoded(path, size)
+        if "sixteen_bit" in notes and image_HW3 is not None and is_dark(image_HW3):
             notes = (*notes, "dark_sixteen_bit")
-    return ImageCheck(found, notes, digest.hexdigest())
+    elif header is None:
+        problem = _not_read(file, path)
+    elif size and size not in header.sizes:
+        (width, height), (says_width, says_height) = header.sizes[-1], size
+        text = f"the image is {width}x{height} but its annotation says {says_width}x{says_height}"
+        problem = Damage("size_mismatch", text)
+    return ImageCheck(problem, notes, digest.hexdigest())
+
+
+def _not_read(file: BinaryIO, path: str) -> Damage | None:
+    """Why OpenCV surely does not read a file whose header is not understood; None: it may."""
+
+    def read(at: int, count: int) -> bytes:
+        file.seek(at)
+        return file.read(count)
+
+    tiff = tiff_of(read)  # its header may lie at its end
+    if tiff is not None and (kind := unread_pixels(tiff)):
+        return Damage("pixel_kind", f"a TIFF of {kind}")
+    if os.path.isfile(path) and not cv2.haveImageReader(path):
+        return Damage("image_unreadable", "not an image, or damaged")
+    return None
 
 
 # Of formats, by their names in Pillow; an MPO is a JPEG with more pictures behind it.
 _SUFFIXES = {**FORMATS, "MPO": FORMATS["JPEG"]}
-# Tags of TIFF: bits of each channel; where strips and tiles of pixels begin, and their bytes.
-_BITS_PER_SAMPLE, _BEGINNINGS, _BYTES = 258, (273, 324), (279, 325)
+_BITS_PER_SAMPLE = 258  # tag of TIFF: bits of each channel
 
 
 class _Header(NamedTuple):
     """Checks an image without decoding it.
 
-    sizes: each (width, height) for which training surely takes the image, if it can decode it.
-    cut_short: pixels should lie beyond the end of the file.
+    sizes: each (width, height) for which training takes the image, if it can decode it.
     """
 
     sizes: tuple[tuple[int, int], ...]
-    cut_short: bool
     notes: tuple[str, ...]
 
 
-def _header(file: BinaryIO, path: str, length: int) -> _Header | None:
+def _header(file: BinaryIO, path: str) -> _Header | None:
     """Header of an image; None: not understood (OpenCV may understand it)."""
     frame = read_header(path)
     try:
@@ -413,18 +448,13 @@ def _header(file: BinaryIO, path: str, length: int) -> _Header | None:
                 "sixteen_bit": sixteen or 16 in bits or mode.startswith("I;16"),
                 "cmyk": mode == "CMYK",
             }
-            cut_short = any(
-                begin + count > length
-                for begins, counts in zip(_BEGINNINGS, _BYTES)
-                for begin, count in zip(tags.get(begins, ()), tags.get(counts, ()))
-            )
     except Exception:  # Pillow's own bugs on damaged files are of many types
         return None
     if frame is None:
         return None
     # OpenCV turns a TIFF even when asked not to.
     sizes = (frame.upright,) if tags else (frame.upright, frame.stored)
-    return _Header(sizes, cut_short, tuple(kind for kind, found in notes.items() if found))
+    return _Header(sizes, tuple(kind for kind, found in notes.items() if found))
 
 
 # What libjpeg and libtiff print when they make up pixels; "extraneous bytes" does no harm.

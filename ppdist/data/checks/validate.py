@@ -137,7 +137,7 @@ def validate(config: DataConfig, *, decode: bool, workers: int) -> Report:
 
     Args:
         decode: all pixels of each image (some 3 ms of a core at 640 x 480), else its header.
-        workers: child processes that check images.
+        workers: child processes that decode images.
     Raises: DataError: a split as a whole cannot be read.
     """
     splits: dict[str, ValidatedSplit] = {}
@@ -170,7 +170,7 @@ def _checked(images: Sequence[RawImage], *, decode: bool, workers: int) -> Check
         for image in images
     ]
     progress = Progress(_LOGGER, "data check", len(files))
-    checks = check_files(files, decode=decode, workers=workers, told=lambda *_: progress.add())
+    checks = check_files(files, decode=decode, workers=workers, done=progress.add)
     return [(file.path, found) for file, found in zip(files, checks)]
 
 

@@ -235,9 +235,8 @@ def test_few_of_16_bits_are_warned_of(tmp_path, suffix):
     ):
         file = tmp_path / f"{name}.{suffix}"
         assert cv2.imwrite(str(file), array)
-        for decode in (False, True):
-            notes = check_image(str(file), (64, 48), decode=decode).notes
-            assert ("dark_sixteen_bit" in notes) == (name == "dark")
+        notes = check_image(str(file), (64, 48), decode=True).notes
+        assert ("dark_sixteen_bit" in notes) == (name == "dark")
 
 
 @pytest.mark.parametrize("suffix", [".jfif", ".jpe", ".mpo", ".JFIF"])

@@ -77,10 +77,6 @@ def test_folder_that_cannot_be_written_is_done_without(tmp_path):
     said: list[str] = []
     cache = KeyedCache(tmp_path / "file", 1 << 20, said.append)
     assert not cache.put("a", b"content") and cache.get("a") is None and len(said) == 1
-    journal = cache.journal("b")
-    journal.add("line")
-    journal.write()
-    assert not [*journal.lines()] and len(said) == 1
 
 
 def test_parts_are_one_content_also_mapped(tmp_path):
@@ -98,19 +94,3 @@ def test_links_are_not_followed(tmp_path):
     cache.place("a").rename(tmp_path / "elsewhere")
     cache.place("a").symlink_to(tmp_path / "elsewhere")
     assert cache.get("a") is None
-
-
-@pytest.mark.parametrize("harm", [b"\n00000000 not so", b"\n", b"\n\xff\n", b"\n0c2f6ee1 cut sho"])
-def test_journal_gives_whole_lines_back(tmp_path, harm):
-    journal = KeyedCache(tmp_path, 1 << 20).journal("a")
-    journal.add("one")
-    journal.write()
-    (file,) = entries(KeyedCache(tmp_path, 1))
-    with file.open("ab") as end:
-        end.write(harm)
-    journal.add("zwö")
-    journal.write()
-    again = KeyedCache(tmp_path, 1 << 20).journal("a")
-    assert [*again.lines()] == ["one", "zwö"]
-    again.remove()
-    assert not [*journal.lines()]

@@ -12,13 +12,12 @@ import pytest
 
 from ppdist.common.process import RESTART_VARIABLE
 from ppdist.config.data import DataConfig
-from ppdist.data.checks import images
+from ppdist.data.checks import before_training
 from ppdist.data.checks.before_training import check_before_training, look_at_all
 from ppdist.data.checks.images import ImageCheck
 from ppdist.data.datasets.build import read_split
 from ppdist.distributed import progress, store
 from ppdist.runtime.decoder import Damage
-from ppdist.storage import keyed_cache
 from tests.errors import raises
 from tests.unit.data.corpus import config, write_clean_coco
 
@@ -82,9 +81,9 @@ def test_training_is_told_what_the_check_of_data_knows(home, tmp_path):
 def test_a_check_is_made_again_only_when_a_file_changed(home, broken, monkeypatch, caplog):
     first = _check(broken)
     checks = []
-    original = images.check_images
+    original = before_training.check_files
     monkeypatch.setattr(
-        images, "check_images", lambda *a, **k: checks.append(1) or original(*a, **k)
+        before_training, "check_files", lambda *a, **k: checks.append(1) or original(*a, **k)
     )
     caplog.set_level(logging.INFO, "ppdist.data")
     again = _check(broken)
@@ -133,7 +132,7 @@ def test_what_may_pass_is_not_remembered(home, broken, monkeypatch):
         bad = Damage("image_unreadable", "Permission denied")
         return [*good, ImageCheck(bad, passing=True)]
 
-    monkeypatch.setattr(images, "check_images", denied)
+    monkeypatch.setattr(before_training, "check_files", denied)
     with raises("no_good_image"):  # the one image of validation
         _check(broken)
     monkeypatch.undo()
@@ -179,42 +178,6 @@ def test_check_of_a_restart_waits_for_its_images(home, broken, tmp_path, monkeyp
     monkeypatch.setattr(time, "sleep", lambda seconds: pytest.fail("nothing is away"))
     with raises("no_good_image"):  # the only one of its split
         check_before_training(broken, train, val, workers=1)
-
-
-def _checks_of(monkeypatch, most=99):
-    """The files that are checked from now on, of which one more than `most` ends the process."""
-    checked = []
-    check_image = images.check_image
-
-    def check(path, size, *, decode):
-        if len(checked) == most:
-            raise KeyboardInterrupt
-        checked.append(os.path.basename(path))
-        return check_image(path, size, decode=decode)
-
-    def check_images(files, *, decode, workers, told):
-        found = []
-        for at, file in enumerate(files):
-            found.append(check(file.path, file.size, decode=decode))
-            told(at, found[-1])
-        return found
-
-    monkeypatch.setattr(images, "check_images", check_images)
-    return checked
-
-
-def test_an_interrupted_check_goes_on(home, broken, monkeypatch, caplog):
-    monkeypatch.setattr(keyed_cache, "_JOURNAL_SECONDS", 0.0)
-    first = _checks_of(monkeypatch, most=2)
-    with pytest.raises(KeyboardInterrupt):
-        _check(broken)
-    caplog.set_level(logging.INFO, "ppdist.data")
-    rest = _checks_of(monkeypatch)
-    train, val, *_ = _check(broken)
-    assert (first, rest) == (["0.jpg", "1.jpg"], ["2.jpg"])
-    assert [*train.unreadable] == [1] and val.unreadable == {}
-    assert "2 of them known from an interrupted check" in caplog.text
-    assert not [*home.rglob("*j")]
 
 
 def test_a_check_says_how_far_it_is(home, broken, monkeypatch, caplog):

@@ -13,7 +13,13 @@ from PIL import ImageFile as PillowFile
 from ppdist.common.errors import DataError
 from ppdist.common.process import is_alive
 from ppdist.data.checks import images as module
-from ppdist.data.checks.images import ImageCheck, ImageFile, check_image, check_images
+from ppdist.data.checks.images import (
+    ImageCheck,
+    ImageFile,
+    check_files,
+    check_image,
+    check_images,
+)
 from ppdist.data.image import read_header, read_image
 from ppdist.runtime.decoder import damage
 from ppdist.storage.retry import unavailable, with_retries
@@ -38,13 +44,17 @@ def kinds(folder) -> dict[str, str]:
     return write_images(folder)
 
 
+def checked(files, decode):
+    return check_files(files, decode=decode, workers=2, done=lambda count: None)
+
+
 @pytest.mark.parametrize("decode", [True, False])
 def test_each_defect_of_a_file_is_found_and_nothing_else(folder, kinds, decode):
     files = []
     for name in kinds:
         size = (50, 50) if name == "other_size.jpg" else SIZE
         files.append(ImageFile(str(folder / name), size))
-    checks = dict(zip(kinds, check_images(files, decode=decode, workers=2)))
+    checks = dict(zip(kinds, checked(files, decode)))
     assert checks["copy.jpg"].digest == checks["good0.jpg"].digest != checks["good1.jpg"].digest
     for name, kind in kinds.items():
         problem = checks[name].problem
@@ -75,9 +85,9 @@ def test_damage_amid_a_jpeg_is_found_by_decoding_alone(tmp_path):
     file = tmp_path / "a.jpg"
     Image.fromarray(picture(0, (320, 240))).save(file, quality=90)
     file.write_bytes(hollow_jpeg(file.read_bytes()))
-    (found,) = check_images([ImageFile(str(file), None)], decode=False, workers=1)
+    (found,) = checked([ImageFile(str(file), None)], False)
     assert found.problem is None
-    (found,) = check_images([ImageFile(str(file), None)], decode=True, workers=1)
+    (found,) = checked([ImageFile(str(file), None)], True)
     assert found.problem.code == "image_unreadable" and "filled in" in found.problem.text
 
 
@@ -99,6 +109,7 @@ def test_a_large_file_is_judged_by_its_head_and_end(tmp_path):
 
 @pytest.mark.parametrize("suffix", ["bmp", "webp", "tif"])
 def test_truncated_large_file_of_any_format_is_found(tmp_path, suffix):
+    """Of a TIFF, whose pixels may lie anywhere, when it is decoded."""
     noise = np.random.RandomState(0).randint(0, 256, (300, 400, 3)).astype(np.uint8)
     file = tmp_path / f"a.{suffix}"
     Image.fromarray(noise).save(file, **({"quality": 98} if suffix == "webp" else {}))
@@ -107,8 +118,28 @@ def test_truncated_large_file_of_any_format_is_found(tmp_path, suffix):
     for length in (len(whole) - 2, 80_000):
         assert length > 74_000
         file.write_bytes(whole[:length])
-        code = check_image(str(file), (400, 300), decode=False).problem.code
-        assert code == ("image_unreadable" if suffix == "tif" else "image_truncated"), length
+        problem = check_image(str(file), (400, 300), decode=suffix == "tif").problem
+        code = "image_unreadable" if suffix == "tif" else "image_truncated"
+        assert problem.code == code, length
+
+
+def test_what_a_header_does_not_tell_is_left_to_the_workers(tmp_path):
+    """Of a file that begins as an image."""
+    (tmp_path / "a.tif").write_bytes(b"II*\0" + bytes(40))
+    found = check_image(str(tmp_path / "a.tif"), SIZE, decode=False)
+    assert found.problem is None and found.digest
+    assert check_image(str(tmp_path / "a.tif"), SIZE, decode=True).problem is not None
+
+
+def test_a_few_of_16_bits_are_decoded_beside_the_headers(tmp_path, monkeypatch):
+    monkeypatch.setattr(module, "_MOST_DEEP", 2)
+    files = [ImageFile(str(tmp_path / f"{number}.png"), SIZE) for number in range(3)]
+    for file in files:
+        cv2.imwrite(file.path, picture(25).astype(np.uint16) * 16)
+    checks = checked(files, False)
+    assert ["dark_sixteen_bit" in found.notes for found in checks] == [True, True, False]
+    alone = check_image(files[0].path, SIZE, decode=False)
+    assert [found.digest for found in checks] == [alone.digest] * 3
 
 
 def test_a_look_at_a_header_decodes_no_pixel(tmp_path, monkeypatch):
@@ -167,7 +198,7 @@ def test_file_killing_or_hanging_child_is_named(tmp_path, monkeypatch):
     names = [f"{number}" for number in range(100)]
     names[7], names[40], names[41], names[99] = "segv1", "segv2", "hang", "once"
     files = [ImageFile(str(tmp_path / name), None) for name in names]
-    checks = check_images(files, decode=True, workers=3, timeout=1.0)
+    checks = check_images(files, workers=3, timeout=1.0)
     assert len(checks) == 100
     for name, file, found in zip(names, files, checks):
         if "segv" in name:
@@ -192,7 +223,7 @@ def test_child_that_waits_for_a_store_is_not_hung(tmp_path, monkeypatch):
     # As a request of a store does, in the child alone.
     monkeypatch.setattr(module, "check_image", lambda *a, **k: with_retries(lambda: read(*a, **k)))
     path = str(tmp_path / "a.jpg")
-    found = check_images([ImageFile(path, None)], decode=True, workers=1, timeout=0.7)
+    found = check_images([ImageFile(path, None)], workers=1, timeout=0.7)
     assert found == [ImageCheck(digest=path)]
 
 
@@ -201,7 +232,7 @@ def test_a_child_amid_an_image_ends_with_its_parent(tmp_path, monkeypatch):
     files = [ImageFile(str(tmp_path / "child"), None)]
     parent = os.fork()
     if parent == 0:
-        check_images(files, decode=True, workers=1)
+        check_images(files, workers=1)
         os._exit(0)
     child = 0
     for _ in range(600):
@@ -229,7 +260,7 @@ def test_pipes_and_devices_are_named_at_once(tmp_path):
     (tmp_path / "zero.png").symlink_to("/dev/zero")
     files = [ImageFile(str(tmp_path / name), None) for name in ("pipe.png", "zero.png")]
     for decode in (False, True):
-        checks = check_images(files, decode=decode, workers=1, timeout=30.0)
+        checks = checked(files, decode)
         assert [found.problem for found in checks] == [("image_unreadable", "not a file")] * 2
     assert [read_header(file.path) for file in files] == [None, None]
 
@@ -240,12 +271,12 @@ def test_a_check_leaves_no_process_behind(folder, kinds):
             return set(file.read().split())
 
     before = children()
-    check_images([ImageFile(str(folder / name), None) for name in kinds], decode=True, workers=3)
+    check_images([ImageFile(str(folder / name), None) for name in kinds], workers=3)
     assert children() <= before
 
 
 def test_no_file_gives_no_check():
-    assert check_images([], decode=True, workers=2) == []
+    assert checked([], True) == checked([], False) == []
 
 
 def test_intact_file_of_any_writer_is_not_damaged(tmp_path):

@@ -46,7 +46,7 @@ def test_damaged_images_never_kill_or_hang_decoder(tmp_path, suffix, count):
         file = tmp_path / f"{seed}.{suffix}"
         file.write_bytes(mutated(originals[seed % len(originals)], rng))
         files.append(ImageFile(str(file), None))
-    checks = check_images(files, decode=True, workers=2, timeout=10.0)
+    checks = check_images(files, workers=2, timeout=10.0)
     kinds_found = {found.problem.code for found in checks if found.problem}
     assert len(checks) == count
     assert kinds_found <= {"image_truncated", "image_unreadable", "image_empty"}
