@@ -208,9 +208,10 @@ class SearchResult:
 def search(trial: Callable[[Sequence[int]], Outcome], limits: Bytes, most: int) -> SearchResult:
     """The largest batch up to `most` that trains within its limits, by trial.
 
-    One process doubles the batch as long as that should fit.  Then the gap is halved, each time by
-    a process that begins with its batch, as the run will.  No trial is made that the last two say
-    would pass a limit: on a host it might end others.
+    One process doubles the batch as long as that should fit.  Further ones, each of which begins
+    with its batch, as the run will, go on to the largest that should fit; once one fails, they
+    halve the gap.  No trial is made that the last two say would pass a limit: on a host it might
+    end others.
 
     Args:
         trial: trains with batches, in ascending order, in one process; it stops before one that
@@ -229,16 +230,21 @@ def search(trial: Callable[[Sequence[int]], Outcome], limits: Bytes, most: int) 
             code="no_image_fits",
             where="train.batch_size_per_card",
         )
-    low = max(fitting)
-    high = next((batch for batch in doubled if batch > low), low)  # does not fit, as far as known
-    while high - low > max(1, low // _WORTH_A_TRIAL):
-        middle = (low + high) // 2
-        if largest_batch(measured, limits, middle) == middle:
-            measured |= trial([middle])[0]
-            if middle in measured and fits(measured[middle], limits):
-                low = middle
-                continue
-        high = middle
+    low, bad = max(fitting), most + 1
+    if why or len(fitting) < len(measured):
+        bad = min((batch for batch in doubled if batch > low), default=bad)
+    while True:
+        top = min(largest_batch(measured, limits, most), bad - 1)
+        if top - low < max(1, low // _WORTH_A_TRIAL):
+            break
+        # What the first process took is too much where the sizes before left gaps in its heap, so
+        # what it says of larger batches is said anew after each trial.
+        batch = min(2 * low, top) if bad > most else (low + top + 1) // 2
+        measured |= trial([batch])[0]
+        if batch in measured and fits(measured[batch], limits):
+            low = batch
+        else:
+            bad = batch
     limit = "" if low < most else f", and more than {most} are of no use"
     return SearchResult(low, f"{low} take {tightest(measured[low], limits)}{limit}")
 

@@ -55,14 +55,24 @@ def line(batch):
     return 100 + 10 * batch
 
 
-def test_batch_doubles_then_the_gap_is_halved():
+def test_batch_doubles_up_to_what_the_last_two_say_fits():
     made = Made(line, {HOST: 450})
-    assert search(made, {HOST: 450}, 64).images == 32  # 36 is not worth a trial
+    assert search(made, {HOST: 450}, 64).images == 32  # 35 are not worth a trial
     assert made.tried == [1, 2, 4, 8, 16, 32]
     made = Made(line, {HOST: 540})
     assert search(made, {HOST: 540}, 64).images == 44
-    assert made.tried == [1, 2, 4, 8, 16, 32, 40, 44]
-    assert made.asked[1:] == [[40], [44]]  # each in a process that begins with it
+    assert made.asked[1:] == [[44]]  # in a process that begins with it
+
+
+def test_gaps_in_the_first_process_do_not_lower_the_batch():
+    """Images of other shapes leave gaps in the heap of the process that tries several batches."""
+
+    def trial(batches):
+        each = 10 if len(batches) == 1 else 60
+        return {batch: {HOST: 100 + each * batch} for batch in batches if each * batch <= 400}, ""
+
+    assert search(trial, {HOST: 500}, 64).images == 40
+    assert search(trial, {HOST: 10_000}, 24).images == 24
 
 
 def test_no_more_is_tried_than_is_of_use():
