@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from ppdist.common.errors import ConfigError
-from ppdist.planner.what_if import Cluster, Job, Link, slowest_of, step_time
+from ppdist.planner.predict import Cluster, Job, Link, network_seconds, slowest_of
 
 _GRID, _ZOOMS = 41, 4  # jitter is found to 1e-6
 _ROUNDS, _SETTLED = 100, 1e-9  # seconds
@@ -29,7 +29,7 @@ class Row:
     cards: int
     batch: int  # images of a card
     seconds: float
-    known: float = 0.0  # of them on the network and in SyncBN
+    known: float = 0.0  # of them on the network
 
 
 @dataclass(frozen=True)
@@ -71,19 +71,18 @@ def fit(rows: Sequence[Row], jitter: float | None = None, parallel: float | None
     """
     apart = [row.known + (parallel or 0.0) * (row.cards > 1) for row in rows]
     if not rows or any(row.seconds <= off or row.batch < 1 for row, off in zip(rows, apart)):
-        found = ", ".join(
+        listed = ", ".join(
             f"{row.cards}x{row.batch}={1000 * row.seconds:g} ms (of these {1000 * off:.4g} ms)"
             for row, off in zip(rows, apart)
         )
         raise ConfigError(
             "the step cannot be fitted: expected rows of cards, batch per card and seconds "
-            "above those of the network, SyncBN and the fixed cost of several cards, found "
-            f"{found or 'none'}; are links, --parameters and --parallel-ms those of these rows?",
+            "above those of the network and the fixed cost of several cards, found "
+            f"{listed or 'none'}; are links and --parameters those of these rows?",
             code="rows_do_not_fit",
         )
-    told = identifiable(rows)
     given = {"jitter": jitter, "parallel": parallel}
-    names = tuple(name for name in told if given.get(name) is None)
+    names = tuple(name for name in identifiable(rows) if given.get(name) is None)
     rest = [replace(row, known=off) for row, off in zip(rows, apart)]
     jitter = jitter or 0.0
     low, high = 0.0, 1.0
@@ -103,25 +102,25 @@ def fit_in_model(
     jitter: float | None = None,
     parallel: float | None = None,
 ) -> Fit:
-    """`fit` without the time the model gives to network and SyncBN.
+    """`fit` without the time the model gives to the network.
 
     So `step_time` of a row is the row.  How much of the network the backward pass hides depends on
     what is fitted: repeated until it converges.  It does: a step shorter by x hides less than x,
     and so is charged that much more.
 
     Args:
-        job: its gradients, overlap and SyncBN are those of the rows.
+        job: its gradients and overlap are those of the rows.
         cluster: the links; rows fill one of its hosts after another.
     Raises: ConfigError: as `fit`; a row is faster than its all-reduce could be.
     """
     rows = [replace(row, known=0.0) for row in rows]
     for _ in range(_ROUNDS):
-        found = fit(rows, jitter, parallel)
-        known = [_communicating(row, found, job, cluster) for row in rows]
+        fitted = fit(rows, jitter, parallel)
+        known = [_communicating(row, fitted, job, cluster) for row in rows]
         if max(abs(new - row.known) for new, row in zip(known, rows)) < _SETTLED:
             break
         rows = [replace(row, known=new) for new, row in zip(known, rows)]
-    return found
+    return fitted
 
 
 def fit_at_most(
@@ -136,22 +135,20 @@ def fit_at_most(
         fits.append(fit_in_model(rows, job, cluster, float(tried), parallel))
         if fits[-1].worst < _EXACT:
             return fits[-1]
-    least = min(found.worst for found in fits)
-    return next(found for found in fits if found.worst < least + _EXACT)
+    least = min(fitted.worst for fitted in fits)
+    return next(fitted for fitted in fits if fitted.worst < least + _EXACT)
 
 
-def _communicating(row: Row, found: Fit, job: Job, cluster: Cluster) -> float:
-    """Modelled seconds of the row on the network and in SyncBN."""
+def _communicating(row: Row, fitted: Fit, job: Job, cluster: Cluster) -> float:
+    """Modelled seconds of the row on the network; rows fill one host after another."""
     hosts = min(cluster.hosts, math.ceil(row.cards / cluster.cards))
     of_row = replace(
         job,
-        fixed_seconds=found.fixed_seconds,
-        image_seconds=found.image_seconds,
+        fixed_seconds=fitted.fixed_seconds,
+        image_seconds=fitted.image_seconds,
         batch=row.batch,
-        accumulate=1,
     )
-    step = step_time(of_row, replace(cluster, hosts=hosts, cards=math.ceil(row.cards / hosts)))
-    return step.network + step.sync_bn
+    return network_seconds(of_row, replace(cluster, hosts=hosts, cards=-(-row.cards // hosts)))
 
 
 def identifiable(rows: Sequence[Row]) -> tuple[str, ...]:
@@ -218,62 +215,39 @@ class Measured:
 
     rows: list[Row] = field(default_factory=list)
     card_input: float | None = None  # images a second of the loader of one card
-    evaluation_rate: float | None = None  # images a second of one card
-    scoring_seconds: float = 0.0
     parameters: float | None = None
-    hides_network: bool = True  # False: on CPU, where nothing overlaps
-
-    def inside(self, gradient_bytes: int) -> Link | None:
-        """The effective link of a ring on one host, from measured all-reduces.
-
-        It is that of the most ranks; latency is in its bandwidth.  None: not measured (on GPUs it
-        is not told apart from the step).
-
-        Args: gradient_bytes: of each parameter, in those measurements.
-        """
-        reduced = [row for row in self.rows if row.known]
-        if not reduced or not self.parameters:
-            return None
-        row = max(reduced, key=lambda row: row.cards)
-        sent = 2 * (row.cards - 1) / row.cards * gradient_bytes * self.parameters
-        return Link(0.0, sent / row.known)
+    on_cpu: bool = False  # where the backward pass hides nothing of the network
 
 
 def read_benchmarks(paths: Sequence[Path]) -> Measured:
-    """Reads reports of `ppdist benchmark train|scaling|loader|eval`, in any number.
+    """Reads reports of `ppdist benchmark train|scaling|loader`, in any number.
 
     Raises: ConfigError: a file is none of these.
     """
     measured = Measured()
     for path in paths:
         report = _read(path)
-        what = report.get("what")
+        kind = report.get("what")
+        if kind not in ("train", "scaling", "loader"):
+            raise ConfigError(
+                f"found {kind!r}, expected train, scaling or loader: a file of "
+                "ppdist benchmark train --json FILE",
+                code="not_a_benchmark",
+                where=f"{path}: what",
+            )
         try:
             result, machine = report["result"], report["machine"]
-            if what == "train":
+            if kind == "train":
                 _add_row(measured, result, machine, int(machine["ranks"]), None)
-            elif what == "scaling":
+            elif kind == "scaling":
                 for count in (key for key in result if key.isdecimal()):
                     rate = float(result[count]["images_per_second"])
                     _add_row(measured, result[count]["last_round"], machine, int(count), rate)
-            elif what == "loader":
-                measured.card_input = float(result["images_per_second"]) / int(machine["ranks"])
-            elif what == "eval":
-                finding, ranks = float(result["seconds_of_detection"]), int(machine["ranks"])
-                measured.evaluation_rate = int(result["images"]) / finding / ranks
-                measured.scoring_seconds = max(0.0, float(result["seconds"]) - finding)
             else:
-                raise ConfigError(
-                    f"found {what!r}, expected train, scaling, loader or eval: a file of "
-                    "ppdist benchmark train --json FILE",
-                    code="not_a_benchmark",
-                    where=f"{path}: what",
-                )
+                measured.card_input = float(result["images_per_second"]) / int(machine["ranks"])
         except (KeyError, TypeError, ValueError, StopIteration, ZeroDivisionError) as error:
-            if isinstance(error, ConfigError):
-                raise
             raise ConfigError(
-                f"is not a report of ppdist benchmark {what}: {error!r}",
+                f"is not a report of ppdist benchmark {kind}: {error!r}",
                 code="not_a_benchmark",
                 where=str(path),
                 fix="write it again with this version",
@@ -291,12 +265,9 @@ def _add_row(measured: Measured, result: Any, machine: Any, ranks: int, rate: fl
     variant = next(iter(result["variants"].values()))
     images = float(variant["images_per_step"])
     seconds = images / rate if rate else float(variant["step_seconds"])
-    on_cpu = machine["device"] == "cpu"
-    # On CPU the gradients are summed after the backward pass, so their time is in the step whole.
-    known = float(result.get("gradient_all_reduce_seconds", 0.0)) if on_cpu else 0.0
     seconds -= float(variant["seconds"]["data"])
-    measured.rows.append(Row(ranks, round(images / ranks), seconds, known))
-    measured.hides_network = not on_cpu
+    measured.rows.append(Row(ranks, round(images / ranks), seconds))
+    measured.on_cpu = machine["device"] == "cpu"
     if "parameters" in result:
         measured.parameters = float(result["parameters"])
 

@@ -6,59 +6,91 @@ import sys
 from pathlib import Path
 
 import pytest
-from PIL import Image
 
 from tests.forked import run_here
 
 TOOL = Path(__file__).resolve().parents[2] / "tools" / "plan.py"
 WHOLE = ["--cards", "4x8", "--link-gbits", "25", "--rows", "1x8=250", "--parameters", "52.2",
-         "--images", "118287", "--epochs", "80", "--reference-batch", "64",
-         "--critical-batch", "1830", "--eval-images", "5000", "--eval-rate", "60"]  # fmt: skip
+         "--images", "118287", "--epochs", "80"]  # fmt: skip
+SLOW = ["--parameters", "50", "--inside-gbytes", "2"]
+
+
+@pytest.fixture
+def ask(tmp_path):
+    """Calls `ppdist plan predict`; returns its JSON report, with step milliseconds by cards."""
+
+    def answer(*words):
+        file = tmp_path / "plan.json"
+        done = run_here("plan", "predict", *words, "--json", file)
+        assert done.returncode == 0, done.stderr
+        report = json.loads(file.read_text())
+        report["ms"] = {
+            each["cluster"]["hosts"] * each["cluster"]["cards"]: 1000 * each["step_seconds"]
+            for each in report["predictions"]
+        }
+        return report
+
+    return answer
 
 
 @pytest.mark.slow
-def test_planner_runs_without_paddle(tmp_path):
+def test_planner_runs_without_paddle():
     block = "import runpy, sys; sys.modules['paddle'] = None; sys.argv = sys.argv[1:]; "
     code = block + "runpy.run_path(sys.argv[0], run_name='__main__')"
-    arguments = ["predict", *WHOLE, "--plot", str(tmp_path / "plan.png")]
     done = subprocess.run(
-        [sys.executable, "-c", code, str(TOOL), *arguments],
+        [sys.executable, "-c", code, str(TOOL), "predict", *WHOLE],
         capture_output=True, text=True, check=False, timeout=60,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
-    with Image.open(tmp_path / "plan.png") as image:
-        assert image.width > 1000 and len(image.convert("RGB").getcolors(1 << 24)) > 20
 
 
-def test_plan_names_hours_limit_help_and_assumptions(tmp_path):
-    file = tmp_path / "plan.json"
-    done = run_here("plan", "predict", *WHOLE, "--json", file)
-    assert done.returncode == 0
-    assert "4 x 8 cards: 3.6 h, " in done.stdout and " GPU-hours. Of these:" in done.stdout
-    assert "Limit on 4 x 8 cards: waiting for the slowest card. What would help:" in done.stdout
-    assert (
-        "bfloat16 gradients" in done.stdout
-        and "more epochs, which a large batch needs" in done.stdout
-    )
-    assert "jitter 9.6 %, as fitted to YOLOv5l on A100" in done.stdout
-    assert "Not in these numbers:\n  - accuracy\n  - waiting for images" in done.stdout
-    report = json.loads(file.read_text())
-    assert [found["cluster"]["hosts"] for found in report["predictions"]] == [1, 1, 1, 1, 2, 4]
+def test_plan_names_hours_limit_and_assumptions(ask):
+    report = ask(*WHOLE)
+    assert [each["cluster"]["hosts"] for each in report["predictions"]] == [1, 1, 1, 1, 2, 4]
     last = report["predictions"][-1]
     assert last["limit"] == "stragglers" and last["total_batch"] == 256
-    assert last["gpu_hours"] == pytest.approx(32 * last["hours"])
-    assert report["what_ifs"][0]["hours"] < last["hours"] and len(report["assumed"]) == 6
+    assert last["gpu_hours"] == pytest.approx(32 * last["hours"]) == pytest.approx(102.9, abs=0.1)
+    assert len(report["assumed"]) == 5
 
 
-def test_no_images_and_epochs_predicts_speed_only(tmp_path):
-    plot = tmp_path / "speed.png"
-    done = run_here("plan", "predict", "--cards", "2", "--rows", "1x8=250",
-                       "2x8=280", "--parameters", "8", "--inside-gbytes", "10", "--inside-us", "3",
-                       "--overlap", "0.9", "--jitter", "0", "--plot", plot)  # fmt: skip
-    assert done.returncode == 0 and "GPU-hours" not in done.stdout and "img/s" in done.stdout
-    assert "Assumed" not in done.stdout
-    assert "  - hours: --images and --epochs\n" in done.stdout
-    assert plot.stat().st_size > 10_000
+@pytest.mark.parametrize("more", [[], SLOW])
+@pytest.mark.parametrize("rows", [{1: 300}, {1: 250, 2: 290}, {1: 250, 2: 255}, {8: 300}])
+def test_a_row_that_is_asked_for_comes_back(rows, more, ask):
+    words = [f"{cards}x8={ms}" for cards, ms in rows.items()]
+    report = ask("--rows", *words, "--cards", 8, *more)
+    for cards, ms in rows.items():
+        assert report["ms"][cards] == pytest.approx(ms, rel=1e-6)
+
+
+def test_an_assumed_jitter_gives_way_to_rows(ask):
+    report = ask("--rows", "1x8=250", "2x8=255", "--cards", 2)
+    assert 0.03 < report["job"]["jitter"] < 0.0355
+    assert "the rows leave room for 3.4 % only" in "\n".join(report["assumed"])
+
+
+def report_of(folder, ranks, device="cpu"):
+    """A report of ppdist benchmark scaling: 590 ms alone, 637 ms on several."""
+    result = {}
+    for count in ranks:
+        seconds = 0.59 if count == 1 else 0.637
+        variant = {"images_per_step": 4 * count, "step_seconds": seconds, "seconds": {"data": 0.0}}
+        result[str(count)] = {
+            "images_per_second": 4 * count / seconds,
+            "last_round": {"parameters": 7.9e6, "variants": {"base": variant}},
+        }
+    path = folder / "scaling.json"
+    machine = {"ranks": max(ranks), "device": device}
+    path.write_text(json.dumps({"what": "scaling", "machine": machine, "result": result}))
+    return path
+
+
+def test_ranks_of_a_cpu_are_those_that_were_measured(tmp_path, ask):
+    report = ask("--benchmark", report_of(tmp_path, (1, 2)), "--cards", 2)
+    assert report["ms"][2] == pytest.approx(637)
+    assert report["job"]["overlap"] == 0
+    alone = report_of(tmp_path, (1,))
+    assert run_here("plan", "predict", "--benchmark", alone, "--cards", 2).returncode == 2
+    ask("--benchmark", report_of(tmp_path, (1,), "gpu:0"), "--cards", 2)
 
 
 def test_fit_prints_parameters_and_residuals():
@@ -67,7 +99,6 @@ def test_fit_prints_parameters_and_residuals():
     assert done.returncode == 0
     assert "3 parameters (image, parallel, jitter) from 4 rows" in done.stdout
     assert "10.569 ms an image, jitter 9.6 %, data parallel 12.1 ms" in done.stdout
-    assert len(done.stdout.splitlines()) == 7
 
 
 @pytest.mark.parametrize(
@@ -76,13 +107,18 @@ def test_fit_prints_parameters_and_residuals():
         (["--cards", "8"], "no step was measured; give --benchmark FILE (ppdist benchmark train"),
         (["--cards", "4x8", "--rows", "1x8=250"],
          "--cards 4x8: how fast is the link between the hosts? Give --link-gbits, or --doctor"),
+        (["--cards", "1", "--rows", "1x8=250", "1x16=470"],
+         "the rows have 8, 16 images a card: which is asked for? Give --batch"),
+        (["--cards", "8", "--rows", "8x8=300", "--parameters", "500", "--inside-gbytes", "1"],
+         "the step cannot be fitted"),
         (["--cards", "4by8"], "expected HOSTSxCARDS such as 4x8, or a number of cards, found"),
         (["--cards", "8", "--rows", "8=250"],
          "expected CARDSxBATCH=MILLISECONDS such as 1x16=169, found '8=250'"),
-        (["--cards", "8", "--jitter", "-1"], "--jitter: expected a number, 0 or more, found '-1'"),
-        (["--cards", "8", "--epochs", "0"], "--epochs: expected a number above 0, found 0"),
+        (["--cards", "8", "--epochs", "0"], "--epochs: expected a number above 0, found '0'"),
         (["--cards", "8", "--rows", "1x8=250", "--json", "/dev/null/x"],
          "/dev/null: cannot be written to: it is a file"),
+        (["--cards", "8", "--rows", "1x8=250", "--host-mtbf", "24"],
+         "--host-mtbf 24: an option of earlier versions of ppdist; leave it out"),
     ],
 )  # fmt: skip
 def test_what_is_wrong_is_said_in_one_line(arguments, message):

@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 
 from ppdist.planner.fit import Row, fit, left_out, read_benchmarks, read_links
-from ppdist.planner.what_if import Link, slowest_of
+from ppdist.planner.predict import Link, slowest_of
 from tests.errors import raises
 
 
@@ -75,32 +75,25 @@ def write(folder, name, what, result, ranks=1, device="cpu"):
 def test_benchmark_files_become_rows_and_rates(tmp_path):
     paths = [
         write(tmp_path, "one", "train", trained(0.5, 8, data=0.1, parameters=7_900_000)),
-        write(tmp_path, "two", "train", trained(0.6, 16, gradient_all_reduce_seconds=0.05), 2),
+        write(tmp_path, "two", "train", trained(0.6, 16), 2),
         write(tmp_path, "both", "scaling", {
             "1": {"images_per_second": 20.0, "last_round": trained(0.5, 8)},
             "2": {"images_per_second": 32.0, "last_round": trained(0.6, 16)},
             "machine_limit": 0.99,
         }),
         write(tmp_path, "loader", "loader", {"images_per_second": 90.0}),
-        write(tmp_path, "eval", "eval", {"images": 100, "seconds_of_detection": 5.0,
-                                         "seconds": 6.0}, ranks=2),
     ]  # fmt: skip
     found = read_benchmarks(paths)
-    assert found.rows == [
-        Row(1, 8, 0.4), Row(2, 8, 0.6, 0.05), Row(1, 8, 0.4), Row(2, 8, 0.5),
-    ]  # fmt: skip
+    assert found.rows == [Row(1, 8, 0.4), Row(2, 8, 0.6), Row(1, 8, 0.4), Row(2, 8, 0.5)]
     assert found.parameters == 7_900_000 and found.card_input == 90
-    assert found.evaluation_rate == 10 and found.scoring_seconds == 1
-    assert not found.hides_network
-    gpu = write(
-        tmp_path, "gpu", "train", trained(0.5, 8, gradient_all_reduce_seconds=0.1), 2, "gpu:0"
-    )
-    assert read_benchmarks([gpu]).rows == [Row(2, 4, 0.5)] and read_benchmarks([gpu]).hides_network
+    assert found.on_cpu
+    gpu = write(tmp_path, "gpu", "train", trained(0.5, 8), 2, "gpu:0")
+    assert read_benchmarks([gpu]).rows == [Row(2, 4, 0.5)] and not read_benchmarks([gpu]).on_cpu
 
 
 def test_files_that_are_no_benchmark_are_named(tmp_path):
-    wrong = write(tmp_path, "infer", "infer", {})
-    with raises("not_a_benchmark", "infer.json", "'infer'"):
+    wrong = write(tmp_path, "eval", "eval", {})
+    with raises("not_a_benchmark", "eval.json", "'eval'"):
         read_benchmarks([wrong])
     torn = write(tmp_path, "torn", "train", {"variants": {}})
     with raises("not_a_benchmark", "torn.json"):

@@ -1,0 +1,231 @@
+"""The speed of a training on N cards, by a model.
+
+A step on N cards takes
+
+    T(N) = max(T_in, (t0 + b t1) (1 + sigma c(N))) + delta [N > 1] + exposed
+
+b images of a card; t0, t1: fixed and per image; sigma c(N): the slowest of N cards; delta: what
+being one of several costs on any number of them; exposed: the part of the gradients' all-reduce
+that the backward pass does not hide.  A step waits for the loader or the arithmetic, whichever is
+longer, and for the rest after either.
+"""
+
+import math
+from dataclasses import asdict, dataclass, fields, replace
+from functools import cache
+from statistics import NormalDist
+
+_BACKWARD = 2 / 3  # of the arithmetic: two matrix products a layer there, one forward
+# Bytes of the last bucket, which nothing is left to hide: last_comm_group_size_MB of Paddle's
+# DataParallel is 1.
+_LAST_BUCKET = 1 << 20
+_LIMIT = 0.05  # of the step: what takes less does not limit
+
+
+@dataclass(frozen=True)
+class Link:
+    """Between two cards, or two hosts."""
+
+    latency_seconds: float  # of one hop, however small the message
+    bytes_per_second: float  # each way
+
+
+ANY_LINK = Link(0.0, math.inf)  # of a cluster whose links play no part
+
+
+@dataclass(frozen=True)
+class Cluster:
+    """Equal hosts with equally many cards."""
+
+    hosts: int
+    cards: int  # of each host
+    inside: Link  # between the cards of one host
+    across: Link  # between hosts; all cards of a host share it
+
+    @property
+    def size(self) -> int:
+        """Cards in all."""
+        return self.hosts * self.cards
+
+    def __str__(self) -> str:
+        return f"{self.hosts} x {self.cards}" if self.hosts > 1 else f"{self.cards}"
+
+
+# Network: the latency-bandwidth model.
+
+
+def ring_seconds(ranks: int, size: float, link: Link) -> float:
+    """Seconds of a ring all-reduce of `size` bytes.
+
+    Every rank sends its share 2 (n - 1) times: 2 (n - 1) latency + 2 (n - 1) / n size / bandwidth.
+    The second term is the least that any algorithm of messages between pairs can take
+    (NVIDIA/nccl-tests, doc/PERFORMANCE.md).
+    """
+    return 2 * (ranks - 1) * (link.latency_seconds + size / ranks / link.bytes_per_second)
+
+
+def tree_seconds(ranks: int, size: float, link: Link) -> float:
+    """Seconds of a tree all-reduce, up and down.
+
+    2 log2(n) latency + 2 size / bandwidth.
+    """
+    if ranks == 1:
+        return 0.0
+    return 2 * math.log2(ranks) * link.latency_seconds + 2 * size / link.bytes_per_second
+
+
+def all_reduce_seconds(size: float, cluster: Cluster) -> float:
+    """Seconds of an all-reduce of `size` bytes by the fastest algorithm, as NCCL chooses.
+
+    On several hosts a flat ring goes at the pace of the slower link.  In two levels (summed over
+    the cards of a host, then over hosts, then handed back to the cards) only 2 (M - 1) / M of the
+    size crosses between M hosts, whether one card of each sends all of it or each of them its part.
+    """
+    inside, across = cluster.inside, cluster.across
+    within = min(f(cluster.cards, size, inside) for f in (ring_seconds, tree_seconds))
+    if cluster.hosts == 1:
+        return within
+    between = min(f(cluster.hosts, size, across) for f in (ring_seconds, tree_seconds))
+    slower = Link(
+        max(inside.latency_seconds, across.latency_seconds),
+        min(inside.bytes_per_second, across.bytes_per_second),
+    )
+    flat = ring_seconds(cluster.size, size, across if cluster.cards == 1 else slower)
+    return min(flat, within + between)
+
+
+# Step
+
+
+@dataclass(frozen=True)
+class Job:
+    """One training: measured on one card, predicted on N."""
+
+    fixed_seconds: float  # t0 of a step on one card, however few its images
+    image_seconds: float  # t1
+    batch: int  # images of a card
+    jitter: float = 0.0  # sigma: standard deviation of a step's arithmetic / its mean
+    parallel_seconds: float = 0.0  # delta
+    parameters: float = 0.0  # whose float32 gradients are summed over cards
+    overlap: float = 0.9  # part of the backward pass behind which they can hide
+    card_input: float | None = None  # images a second that the loader of one card reads
+    images: int = 0  # of the training set
+    epochs: float = 0.0
+
+
+@dataclass(frozen=True)
+class StepTime:
+    """Seconds of a step by cause; they add up."""
+
+    compute: float
+    stragglers: float
+    input: float
+    parallel: float
+    network: float
+
+    @property
+    def seconds(self) -> float:
+        return sum(getattr(self, field.name) for field in fields(self))
+
+    @property
+    def limit(self) -> str:
+        """Where most of the step goes, apart from the arithmetic, if worth naming."""
+        lost = {name: seconds for name, seconds in asdict(self).items() if name != "compute"}
+        worst = max(lost, key=lambda name: lost[name])
+        return worst if lost[worst] > _LIMIT * self.seconds else "compute"
+
+
+@cache
+def slowest_of(count: int) -> float:
+    """c(N): expected maximum of N standard normal variables.
+
+    It is how many standard deviations the slowest of N equal cards lies above the mean: 0.56 of 2,
+    1.42 of 8, 2.07 of 32.
+
+        c(N) = integral of 1 - Phi(x)^N over x > 0  -  integral of Phi(x)^N over x < 0
+    """
+    if count == 1:
+        return 0.0
+    width, phi = 0.01, NormalDist().cdf
+    # Trapezoids: of the value at 0, half a step.
+    above = sum(1 - phi(width * i) ** count for i in range(1, 1000))
+    below = sum(phi(-width * i) ** count for i in range(1, 1000))
+    return width * (above - below + (1 - 2 * 0.5**count) / 2)
+
+
+def network_seconds(job: Job, cluster: Cluster) -> float:
+    """Seconds of the gradients' all-reduce that the backward pass cannot hide.
+
+    max(last bucket, all-reduce - overlap * backward); Li et al. 2020, arXiv:2006.15704.
+    """
+    if cluster.size == 1 or not job.parameters:
+        return 0.0
+    size = 4 * job.parameters
+    backward = _BACKWARD * (job.fixed_seconds + job.batch * job.image_seconds)
+    return max(
+        all_reduce_seconds(min(size, _LAST_BUCKET), cluster),
+        all_reduce_seconds(size, cluster) - job.overlap * backward,
+    )
+
+
+def step_time(job: Job, cluster: Cluster) -> StepTime:
+    """Predicts a step by the model at the top of this file."""
+    compute = job.fixed_seconds + job.batch * job.image_seconds
+    stragglers = job.jitter * compute * slowest_of(cluster.size)
+    reading = job.batch / job.card_input if job.card_input else 0.0
+    return StepTime(
+        compute=compute,
+        stragglers=stragglers,
+        input=max(0.0, reading - compute - stragglers),
+        parallel=job.parallel_seconds if cluster.size > 1 else 0.0,
+        network=network_seconds(job, cluster),
+    )
+
+
+# Training
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """Of one job on one cluster."""
+
+    cluster: Cluster
+    total_batch: int
+    step: StepTime
+    images_per_second: float  # of all cards
+    efficiency: float  # images a second / (cards * those of one card)
+    hours: float  # of its steps alone; 0: the job names no images or epochs
+
+    @property
+    def gpu_hours(self) -> float:
+        return self.hours * self.cluster.size
+
+
+def predict(job: Job, cluster: Cluster) -> Prediction:
+    """Predicts the steps of a training."""
+    total_batch = cluster.size * job.batch
+    step = step_time(job, cluster)
+    alone = step_time(job, replace(cluster, hosts=1, cards=1))
+    return Prediction(
+        cluster=cluster,
+        total_batch=total_batch,
+        step=step,
+        images_per_second=total_batch / step.seconds,
+        efficiency=alone.seconds / step.seconds,
+        hours=job.epochs * math.ceil(job.images / total_batch) * step.seconds / 3600,
+    )
+
+
+def clusters_up_to(cluster: Cluster) -> list[Cluster]:
+    """Clusters of 1, 2, 4, ... cards up to the requested one.
+
+    Cards of one host first, then 2, 4, ... hosts.
+    """
+
+    def doubling(last: int) -> list[int]:
+        return [*(1 << i for i in range(last.bit_length()) if 1 << i < last), last]
+
+    return [
+        *(replace(cluster, hosts=1, cards=n) for n in doubling(cluster.cards)),
+        *(replace(cluster, hosts=n) for n in doubling(cluster.hosts) if n > 1),
+    ]
