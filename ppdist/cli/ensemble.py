@@ -2,9 +2,9 @@
 
 ppdist ensemble fuse|average ...
 
-fuse: the boxes of several models, input sizes and mirrored images, or of saved detections, become
-one set of boxes.  average: checkpoints of one architecture become one set of weights.  Both are
-sharded over the ranks of fleetrun; the results are the same on any number of ranks.
+fuse: the boxes of several models, input sizes and mirrored images become one set of boxes.
+average: checkpoints of one architecture become one set of weights.  Both are sharded over the
+ranks of fleetrun; the results are the same on any number of ranks.
 """
 
 import argparse
@@ -15,9 +15,7 @@ from typing import TYPE_CHECKING
 from ppdist.cli import add_config, parser_of
 from ppdist.common import errors, process
 from ppdist.common.arguments import at_least, share
-from ppdist.config.distributed import DistributedConfig
-from ppdist.config.evaluate import COCO_DETECTIONS
-from ppdist.ensemble.wbf import IOU, METHODS, SIGMA, VIEW_MARGIN
+from ppdist.ensemble.wbf import IOU, VIEW_MARGIN
 
 if TYPE_CHECKING:
     from ppdist.config import ExperimentConfig
@@ -31,39 +29,31 @@ IMAGES = 2048
 def parse() -> argparse.Namespace:
     parser = parser_of("ensemble", __doc__)
     commands = parser.add_subparsers(dest="command", required=True, metavar="fuse|average")
-    add_fuse(commands.add_parser("fuse", help="boxes of several models, sizes or files as one set"))
+    add_fuse(commands.add_parser("fuse", help="boxes of several models and sizes as one set"))
     add_average(commands.add_parser("average", help="checkpoints of one architecture as one"))
     return parser.parse_args()
 
 
 def add_fuse(parser: argparse.ArgumentParser) -> None:
     # fmt: off
-    parser.add_argument("--model", nargs="+", action="extend", default=[],
+    parser.add_argument("--model", required=True, nargs="+", action="extend",
                         metavar="CONFIG:WEIGHTS",
                         help="a YAML file and weights (a file, a checkpoint, a run)")
-    parser.add_argument("--detections", nargs="+", action="extend", default=[], type=Path,
-                        metavar="FILE", help="saved detections (COCO results), as members")
-    add_config(parser, required=False, override="overrides of keys of all YAML files",
-               config="without --model: YAML file whose validation set the files are of, for "
-               "scores")
+    parser.add_argument("-o", "--override", nargs="+", action="extend", default=[],
+                        metavar="KEY=VALUE", help="overrides of keys of all YAML files")
     parser.add_argument("--factors", nargs="+", type=float, metavar="F",
-                        help="how much each file, and each view of a model, counts, models first, "
-                        "then files (1)")
+                        help="how much each view of a model counts, a number for each model (1)")
     parser.add_argument("--scales", type=scales, default=(1.0,), metavar="S,S,...",
                         help="input sizes beside model.image_size, such as 0.83,1,1.2 (1)")
     parser.add_argument("--flip", action="store_true", help="look at mirrored images, too")
-    parser.add_argument("--method", choices=METHODS, default="wbf",
-                        help="how boxes are fused (wbf)")
-    parser.add_argument("--iou", type=share, help="overlap above which boxes are taken for one "
-                        f"(wbf {IOU['wbf']}, nms {IOU['nms']}, soft-nms-linear "
-                        f"{IOU['soft-nms-linear']})")
-    parser.add_argument("--sigma", type=float, help=f"of soft-nms-gaussian ({SIGMA})")
+    parser.add_argument("--iou", type=share, default=IOU,
+                        help=f"overlap above which boxes are taken for one ({IOU})")
     parser.add_argument("--view-iou", type=share, metavar="IOU", help="of the suppression within "
-                        "a view; 1: none (nms.iou_threshold; wbf: at most --iou - "
+                        "a view; 1: none (nms.iou_threshold, at most --iou - "
                         f"{VIEW_MARGIN})")
     parser.add_argument("--keep", type=at_least(1), default=300, help="boxes of an image (300)")
     parser.add_argument("--out", required=True, type=Path, metavar="DIR",
-                        help="gets detections.json and, where truth is known, scores.json")
+                        help="gets detections.json and scores.json")
     # fmt: on
 
 
@@ -105,69 +95,30 @@ def main() -> int:
 
 def fuse(arguments: argparse.Namespace) -> None:
     models = [split_model(text) for text in arguments.model]
-    factors = factors_of(arguments, len(models) + len(arguments.detections))
-    if models and arguments.config:
-        raise errors.ConfigError(
-            "-c is for --detections alone: the set is that of the models", code="options_conflict"
-        )
-    viewed = arguments.flip or arguments.scales != (1.0,) or arguments.view_iou is not None
-    if not models and viewed:
-        raise errors.ConfigError(
-            "--flip, --scales and --view-iou are for --model",
-            code="options_conflict",
-            fix="leave them out",
-        )
-    written = (arguments.out / "detections.json").resolve()
-    if any(written == Path(file).resolve() for file in arguments.detections):
-        raise errors.ConfigError(
-            "its detections.json is one of --detections and would be replaced",
-            code="out_holds_source",
-            where=f"--out {arguments.out}",
-            fix="choose another folder",
-        )
+    factors = factors_of(arguments, len(models))
     from ppdist.common.files import make_folder
     from ppdist.config import load_config
-    from ppdist.data.datasets.annotations import listed
     from ppdist.data.datasets.build import limits
     from ppdist.distributed import comm
     from ppdist.ensemble import fuse as fusing
-    from ppdist.ensemble.wbf import fuse_class
 
     out = arguments.out
-    fuses = fuse_class(arguments.method, arguments.iou, arguments.sigma)
-    files = [config for config, _ in models] or [arguments.config] * bool(arguments.config)
+    files = [config for config, _ in models]
     configs = [load_config(file, arguments.override) for file in files]
-    if configs:
-        comm.init(configs[0].device, configs[0].distributed)
-    else:
-        comm.init("cpu", DistributedConfig())
+    comm.init(configs[0].device, configs[0].distributed)
     comm.run_on_main(lambda: make_folder(out))  # not only when the work is done
-    dataset, saved = comm.run_on_all_ranks(
-        lambda: fusing.read_all(files, configs, arguments.detections)
-    )
+    dataset = comm.run_on_all_ranks(lambda: fusing.read_common_set(files, configs))
     for line in limits(dataset):
         tell(line)
-    truth, of_files = bool(configs), factors[len(models) :]
-    most = max((config.evaluate.max_detections for config in configs), default=COCO_DETECTIONS)
-    from_files = [
-        fusing.member_of_file(each, factor, dataset, truth, most)
-        for each, factor in zip(saved, of_files)
-    ]
-    del saved  # boxes of all images; members keep those of their rank
+    most = max(config.evaluate.max_detections for config in configs)
     members = []
     for config, (_, weights), factor in zip(configs, models, factors):
         members += members_of_model(config, weights, factor, dataset, arguments)
-    members += from_files
-    fused_R7 = fusing.fuse_members(members, fuses, arguments.keep)
+    fused_R7 = fusing.fuse_members(members, arguments.iou, arguments.keep)
 
     def write() -> None:
-        scores = fusing.write_fused(out, dataset, members, fused_R7, most)
-        if scores:
-            print(json.dumps(scores, indent=1))
+        print(json.dumps(fusing.write_fused(out, dataset, members, fused_R7, most), indent=1))
         tell(f"{len(fused_R7)} boxes of {len(members)} members in {out / 'detections.json'}")
-        if not configs:  # which no file says otherwise
-            pairs = zip(dataset.category_ids, dataset.class_names)
-            tell(f"category ids there: {listed([f'{number} {name}' for number, name in pairs])}")
 
     comm.run_on_main(write)
 
@@ -195,7 +146,7 @@ def members_of_model(
     if class_note := comm.run_on_all_ranks(load):
         tell(f"{weights}: {class_note}")
     written, asked = config.suppression.iou_threshold, arguments.view_iou
-    suppression_iou = view_iou(arguments.method, arguments.iou, asked, written)
+    suppression_iou = view_iou(arguments.iou, asked, written)
     members = []
     for member in fusing.members_of_model(
         config, model, str(weights), factor, dataset,
@@ -217,15 +168,11 @@ def split_model(text: str) -> tuple[str, Path]:
     return config, Path(weights)
 
 
-def factors_of(arguments: argparse.Namespace, members: int) -> list[float]:
-    if not members:
+def factors_of(arguments: argparse.Namespace, models: int) -> list[float]:
+    factors = arguments.factors or [1.0] * models
+    if len(factors) != models or not all(0 < factor < float("inf") for factor in factors):
         raise errors.ConfigError(
-            "give --model CONFIG:WEIGHTS or --detections FILE, or several", code="option_missing"
-        )
-    factors = arguments.factors or [1.0] * members
-    if len(factors) != members or not all(0 < factor < float("inf") for factor in factors):
-        raise errors.ConfigError(
-            f"expected a number above 0 for each of the {members} models and files",
+            f"expected a number above 0 for each of the {models} models",
             code="option_invalid",
             where=f"--factors {' '.join(f'{factor:g}' for factor in factors)}",
         )

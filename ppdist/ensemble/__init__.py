@@ -1,5 +1,5 @@
 """Ensembles: several models' boxes fused, or their weights averaged.
 
-fuse         boxes of members, by wbf (and its relatives), of several views of a model (tta)
+fuse         boxes of models, each in one or several views (tta), by weighted fusion (wbf)
 model_soup   weights, with new statistics of batch norm
 """

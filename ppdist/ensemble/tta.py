@@ -69,7 +69,7 @@ def look(
     dataset: DetectionSet,
     scales: Sequence[float],
     flip: bool,
-    view_iou: float | None,
+    view_iou: float,
 ) -> Iterator[tuple[str, np.ndarray]]:
     """Yields the detections of each view of the whole set.
 
@@ -78,15 +78,12 @@ def look(
     Args:
         scales: of the input, relative to `model.image_size`.
         flip: add mirrored views.
-        view_iou: IoU of the suppression within a view, also of a model that needs none; None: as
-            the configuration says.
+        view_iou: IoU of the suppression within a view, also of a model that needs none.
     Yields: the name of the view, and rows_R7 as `Evaluator.predict` returns them, on every rank.
     """
     views = [(model, "")] + ([(Mirrored(model), " mirrored")] if flip else [])
     sizes = sizes_of(config.model.image_size, scales, model.size_multiple)
-    nms = config.suppression
-    if view_iou is not None:
-        nms = nms.model_copy(update={"iou_threshold": view_iou})
+    nms = config.suppression.model_copy(update={"iou_threshold": view_iou})
     for size in sizes:
         resized = config.model.model_copy(update={"image_size": size})
         viewed = config.model_copy(update={"model": resized})

@@ -117,22 +117,6 @@ def test_two_ranks_write_the_bytes_of_one_process(project: Path, fused: Path) ->
         assert (out / name).read_bytes() == (fused / name).read_bytes(), name
 
 
-def test_saved_detections_fuse_with_or_without_truth(project: Path, fused: Path) -> None:
-    file, out = fused / "detections.json", project / "saved"
-    alike = ["--method", "nms", "--iou", 1, "--out", out]  # leaves what there is
-    config = project / "yolov5.yml"
-    run("fuse", "--detections", file, "-c", config, *alike)
-    assert json.loads((out / "detections.json").read_text()) == json.loads(file.read_text())
-    scores = json.loads((out / "scores.json").read_text())
-    assert scores["fused"]["mAP"] == scores["members"][0]["mAP"]
-    alone = project / "alone"
-    both = ["--detections", file, file, "--method", "wbf", "--iou", 1, "--out", alone]
-    run("fuse", *both)
-    entries = json.loads((alone / "detections.json").read_text())
-    assert not (alone / "scores.json").exists()
-    assert len(entries) == min(300 * 5, 2 * len(json.loads(file.read_text())))
-
-
 def average(project: Path, *more: object) -> list[object]:
     weights = [project / f"ppyoloe{seed}.pdparams" for seed in range(3)]
     return ["average", "-c", project / "ppyoloe.yml", "--weights", *weights, *more]
@@ -184,33 +168,21 @@ def test_the_greedy_soup_says_what_it_tried(project: Path, capsys) -> None:
 @pytest.mark.parametrize(
     ("arguments", "code", "message"),
     [
-        (["fuse"], "option_missing",
-         "give --model CONFIG:WEIGHTS or --detections FILE, or several"),
-        (["fuse", "--model", "a.yml:b", "--factors", "1", "2"], "option_invalid",
-         "--factors 1 2: expected a number above 0 for each of the 1 models and files"),
-        (["fuse", "--model", "a.yml:b", "--sigma", "1"], "options_conflict",
-         "--sigma is for soft-nms-gaussian; wbf takes --iou"),
-        (["fuse", "--model", "a.yml:b", "--method", "soft-nms-gaussian", "--iou", "0.5"],
-         "options_conflict", "--iou: has no effect with soft-nms-gaussian; give --sigma"),
-        (["fuse", "--detections", "a.json", "--flip"], "options_conflict",
-         "--flip, --scales and --view-iou are for --model; leave them out"),
-        (["fuse", "--model", "a.yml:b", "-c", "a.yml"], "options_conflict",
-         "-c is for --detections alone: the set is that of the models"),
+        (["--model", "a.yml:b", "--factors", "1", "2"], "option_invalid",
+         "--factors 1 2: expected a number above 0 for each of the 1 models"),
+        (["--model", "a.yml:b", "--method", "nms"], "foreign_option",
+         "--method nms: an option of earlier versions of ppdist; leave it out: boxes are fused by "
+         "wbf"),
+        (["--detections", "a.json"], "foreign_option",
+         "--detections a.json: an option of earlier versions of ppdist; write `--model "
+         "CONFIG:WEIGHTS` of the models that found them"),
     ],
 )  # fmt: skip
 def test_what_does_not_go_together_is_one_message(arguments, code, message, tmp_path: Path) -> None:
     with pytest.raises(ConfigError) as error:
-        run(*arguments, "--out", tmp_path / "out")
+        run("fuse", *arguments, "--out", tmp_path / "out")
     assert (error.value.code, str(error.value)) == (code, message)
     assert not (tmp_path / "out").exists()
-
-
-def test_detections_that_are_read_are_not_replaced(tmp_path: Path) -> None:
-    file = tmp_path / "detections.json"
-    file.write_text("[]", encoding="utf-8")
-    with raises("out_holds_source"):
-        run("fuse", "--detections", "a.json", file, "--out", tmp_path / "more" / "..")
-    assert file.read_text(encoding="utf-8") == "[]"
 
 
 @pytest.mark.slow
