@@ -1,4 +1,4 @@
-"""Runs hyper-parameter searches and ablation studies: python tools/tune.py --help"""
+"""Runs hyper-parameter searches and studies with several seeds: python tools/tune.py --help"""
 
 from ppdist import cli
 

@@ -1,11 +1,9 @@
-"""Runs hyper-parameter searches and ablation studies:
+"""Runs hyper-parameter searches and studies with several seeds:
 
 ppdist tune run -c configs/studies/x.yml --out DIR [--workers 2] [-o key=value ...]
     makes the trials that are left; stopped or killed, the same command continues.  The same command
     in another terminal, or on another machine that shares DIR, takes its part
-ppdist tune show DIR                     what came out so far, the best first
-ppdist tune table DIR|FILE.jsonl ...     the table of variants; --document FILE.md
-                                                  puts it between the markers there
+ppdist tune show DIR                     the table of settings, the best first
 """
 
 import argparse
@@ -14,7 +12,7 @@ import sys
 import time
 from pathlib import Path
 
-from ppdist.cli import add_config, parser_of, script_of
+from ppdist.cli import add_config, parser_of, print_table, script_of
 from ppdist.common import errors, process
 from ppdist.common.arguments import at_least, time_in
 
@@ -36,12 +34,15 @@ def parse() -> argparse.Namespace:
         "--budget", type=time_in("minutes"), metavar="MIN", help="stop after this many minutes"
     )
     run.add_argument("--retry_failed", action="store_true", help="again what has failed before")
-    show = commands.add_parser("show", help="what came out so far")
+    show = commands.add_parser("show", help="the table of settings, the best first")
     show.add_argument("folder", type=Path, metavar="DIR", help="folder of a study")
-    table = commands.add_parser("table", help="the table of variants")
-    table.add_argument("sources", nargs="+", type=Path, metavar="DIR|FILE",
-                       help="folders of studies, or their trials.jsonl")  # fmt: skip
-    table.add_argument("--document", type=Path, help="put it there, between the markers")
+    if sys.argv[1:2] == ["table"]:
+        raise errors.ConfigError(
+            "the tables of variants are gone",
+            code="option_invalid",
+            where="ppdist tune table",
+            fix="`ppdist tune show DIR` has a line for each variant",
+        )
     arguments = parser.parse_args()
     if arguments.command == "run" and arguments.cards:
         if arguments.workers or arguments.nproc_per_node:
@@ -60,7 +61,7 @@ def run(arguments: argparse.Namespace) -> int:
     from ppdist.common.machine import available_cores
     from ppdist.config.study import load_study
     from ppdist.launch.signals import signals_noted
-    from ppdist.tune.results import draw, export
+    from ppdist.tune.results import export
     from ppdist.tune.search import Search
     from ppdist.tune.store import Store
     from ppdist.tune.trial import Launcher
@@ -96,8 +97,6 @@ def run(arguments: argparse.Namespace) -> int:
         finally:
             store.close()
     export(store)
-    for path in draw(store):
-        say(f"wrote {path}")
     if code:
         say("stopped early; run the same command to continue")
     return code
@@ -130,21 +129,20 @@ def dealt_cards(workers: int, processes: int) -> list[list[str]]:
 def show(arguments: argparse.Namespace) -> int:
     from ppdist.tune.results import ranking, read_rows
 
-    print(ranking(read_rows(arguments.folder)))
+    rows = read_rows(arguments.folder)
+    if not rows:
+        print("no trial has ended yet")
+        return 0
+    states = [row["state"] for row in rows]
+    counts = ", ".join(f"{states.count(name)} {name}" for name in dict.fromkeys(states))
+    print(f"{rows[0]['study']}: {counts}")
+    settings, metric = ranking(rows), rows[0]["metric"]
+    heads = ["setting", "trials", "state", "epochs", "minutes", f"{metric}, last", "best"]
+    print_table(heads, [setting.cells() for setting in settings])
+    best = settings[0]
+    if best.is_complete:
+        print(f"best: {best.name}" + (f": -o {' '.join(best.overrides)}" if best.overrides else ""))
     return 0
 
 
-def table(arguments: argparse.Namespace) -> int:
-    from ppdist.tune.results import ablations, read_rows, write_into
-
-    rows = [row for source in arguments.sources for row in read_rows(source)]
-    text = ablations(rows)
-    if arguments.document:
-        write_into(arguments.document, text)
-        print(f"wrote {len(rows)} trials into {arguments.document}")
-    else:
-        print(text)
-    return 0
-
-
-COMMANDS = {"run": run, "show": show, "table": table}
+COMMANDS = {"run": run, "show": show}

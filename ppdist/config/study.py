@@ -129,11 +129,7 @@ class StudyConfig(Section):
     )
     space: dict[str, Dimension] = Field(default={}, description="Keys of the experiment.")
     variants: dict[str, tuple[str, ...]] = Field(
-        default={}, description="Name -> overrides; the first is what the others are compared with."
-    )
-    baselines: dict[str, str] = Field(
-        default={},
-        description="Variant -> the one that it is compared with instead of the first.",
+        default={}, description="Name -> overrides that are tried together."
     )
     seeds: tuple[int, ...] = Field(default=(), description="Of training; empty: the config's own.")
     workers: int = Field(default=1, gt=0, description="Trials at a time on one machine.")
@@ -153,13 +149,10 @@ class StudyConfig(Section):
         if self.sampler == "grid":
             if not (self.variants or self.space or self.seeds):
                 raise ValueError("sampler: grid: needs variants, space or seeds")
-            for name in (*self.baselines, *self.baselines.values()):
-                if name not in self.variants:
-                    raise ValueError(f"baselines: {name} is not a variant of this study")
             return self
         if not self.space or not self.trials:
             raise ValueError(f"sampler: {self.sampler}: needs space, and trials: how many")
-        if self.variants or self.baselines or self.seeds:
+        if self.variants or self.seeds:
             raise ValueError(
                 f"variants and seeds go with sampler: grid, not {self.sampler}, whose trials are "
                 "all different"

@@ -163,15 +163,12 @@ class Search:
     def _finish(
         self, claim: Claim, state: TrialState, curve: Curve, minutes: float, why: str = ""
     ) -> None:
-        study = self.store.config
         value = curve.evaluations[-1][curve.metric] if curve.evaluations else None
         result: dict[str, Any] = {
-            "workers": study.workers,  # of now: another session may have others
-            "processes": study.processes,
             "minutes": round(minutes, 2),
             "epochs": curve.points()[-1][0] if curve.evaluations else 0,
             "final": curve.final(),
-            "best": curve.best(study.lower_is_better),
+            "best": curve.best(self.store.config.lower_is_better),
             "curve": curve.points(),
             "why": why,
         }

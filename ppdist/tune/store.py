@@ -47,9 +47,10 @@ from ppdist.tune.trial import Cell, Past, grid
 
 # What may change between two starts: more to do, and how fast; variants are compared one by one.
 _MAY_CHANGE = {
-    "name", "trials", "variants", "baselines", "seeds", "workers",
+    "name", "trials", "variants", "seeds", "workers",
     "config", "overrides",  # which `experiment` stands for
-    "costs_like", "calibration_epochs",  # of earlier versions, which minutes_per_trial stands for
+    # Of earlier versions; minutes_per_trial stands for the last two.
+    "baselines", "costs_like", "calibration_epochs",
 }  # fmt: skip
 _SEEDS_APART = 1_000_003  # of the sampler, between two trials
 _NAME = "ppdist"  # of the one study in the journal

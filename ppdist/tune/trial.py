@@ -86,18 +86,6 @@ def grid(study: StudyConfig) -> list[Cell]:
     ]
 
 
-def baseline(study: StudyConfig, cell: Cell) -> str:
-    """The baseline setting of a cell; "" if there is none.
-
-    The first of a grid, unless `baselines` names another variant.
-    """
-    if study.sampler != "grid":
-        return ""
-    if cell.variant in study.baselines:
-        return Cell(study.baselines[cell.variant], params=cell.params).setting
-    return grid(study)[0].setting
-
-
 def _short(value: Any) -> str:
     return f"{value:.4g}" if isinstance(value, float) else json.dumps(value).strip('"')
 

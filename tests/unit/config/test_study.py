@@ -6,7 +6,7 @@ import pytest
 
 from ppdist.common.errors import ConfigError
 from ppdist.config.study import Dimension, load_study
-from ppdist.tune.trial import Cell, baseline, grid
+from ppdist.tune.trial import Cell, grid
 from tests.unit.tune.studies import GRID, SEARCH, study_of, write_study
 
 
@@ -60,7 +60,6 @@ def test_cli_overrides_precede_those_of_variants(tmp_path: Path) -> None:
             "space:\n  train.epochs: {from: 0, to: 4, step: 2}",
             "study.yml:3:3: space.train.epochs: -o train.epochs=0: train.epochs: found 0",
         ),
-        (GRID + "baselines: {fast: plane}", "baselines: plane is not a variant of this study"),
         ("space: {optimizer.lr: {from: 2, to: 1}}", "from: 2 is greater than to: 1"),
         ("space: {optimizer.lr: {from: 0, to: 1, log: true}}", "log: needs from > 0"),
         ("space: {optimizer.lr: {log: true}}", "expected {from: A, to: B} or {choices: [...]}"),
@@ -75,16 +74,6 @@ def test_what_is_wrong_is_said_with_its_place(tmp_path: Path, text: str, said: s
     with pytest.raises(ConfigError) as error:
         study_of(tmp_path, text)
     assert said in str(error.value)
-
-
-def test_variant_baseline_is_first_or_named_one(tmp_path: Path) -> None:
-    text = GRID + "baselines: {fast: fast}\nspace: {train.clip_norm: {choices: [null, 5.0]}}"
-    study = study_of(tmp_path, text)
-    assert [baseline(study, cell) for cell in grid(study)[:4]] == [
-        "plain: train.clip_norm=null", "plain: train.clip_norm=null",
-        "fast: train.clip_norm=null", "fast: train.clip_norm=5",
-    ]  # fmt: skip
-    assert baseline(study_of(tmp_path, SEARCH), Cell()) == ""
 
 
 def test_the_name_of_a_pruner_is_short_for_its_section(tmp_path: Path) -> None:

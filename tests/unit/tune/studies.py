@@ -60,9 +60,8 @@ def row(variant: str, seed: int, value: float, **more: Any) -> dict[str, Any]:
     """A row of trials.jsonl."""
     return {
         "study": "cells", "config": "configs/x.yml", "overrides": ["train.epochs=4"],
-        "metric": "mAP", "lower_is_better": False, "minutes_per_trial": 4, "workers": 2,
-        "processes": 1, "trial": seed, "state": "complete", "setting": variant, "variant": variant,
-        "base": "plain", "params": {}, "seed": seed,
+        "metric": "mAP", "lower_is_better": False, "trial": seed, "state": "complete",
+        "setting": variant, "variant": variant, "params": {}, "seed": seed,
         "variant_overrides": [] if variant == "plain" else ["a.b=1"],
         "minutes": 4.0, "epochs": 9.5, "final": {"mAP": value}, "best": {"mAP": value + 0.01},
         "curve": [[9.5, value]], "why": "", **more,

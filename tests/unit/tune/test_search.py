@@ -12,7 +12,6 @@ import pytest
 from optuna.trial import TrialState
 
 from ppdist.common.records import read_metrics
-from ppdist.tune import results
 from ppdist.tune.results import read_rows
 from ppdist.tune.store import Claim, Store, Waiting
 from ppdist.tune.trial import write_past
@@ -87,7 +86,6 @@ def test_a_grid_is_made_once_and_exported(tmp_path: Path) -> None:
     assert fast["curve"][0] == [1.0, pytest.approx(0.0006)] and fast["state"] == "complete"
     assert starts(tmp_path / "out") == [1, 1, 1, 1]
     assert "trial 003 (fast, seed 1) complete, mAP 0.0021, 0.0 min" in said
-    assert len(list((tmp_path / "out" / "vdl").iterdir())) == 4
 
 
 @pytest.mark.slow
@@ -258,22 +256,10 @@ def test_no_training_outlives_an_error_of_the_search(
         assert not lives(int(file.read_text(encoding="utf-8")))
 
 
-def test_rows_say_with_how_many_workers_they_were_made(tmp_path: Path) -> None:
-    study = study_of(tmp_path, GRID)
-    for workers, most in ((2, 1), (1, None)):
-        store = Store(tmp_path / "out", study.model_copy(update={"workers": workers}))
-        assert search_in(store)[0].run(most) == 0
-        store.close()
-    assert [row["workers"] for row in read_rows(tmp_path / "out")] == [2, 1, 1, 1]
-
-
 @pytest.mark.slow
-def test_a_search_draws_its_curves_and_what_decided(tmp_path: Path) -> None:
+def test_a_search_draws_a_setting_for_each_trial(tmp_path: Path) -> None:
     store = Store(tmp_path / "out", study_of(tmp_path, SEARCH.replace("6", "20")))
     assert search_in(store, workers=2)[0].run() == 0
-    found = results.importances(store)
-    assert max(found, key=lambda key: found[key]) == "optimizer.lr"  # the score is the rate
-    assert [path.name for path in results.draw(store)] == ["curves.png", "importance.png"]
     store.close()
     params = [json.dumps(row["params"]) for row in read_rows(tmp_path / "out")]
     assert len(set(params)) == 20
