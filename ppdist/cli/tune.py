@@ -76,12 +76,10 @@ def run(arguments: argparse.Namespace) -> int:
     else:
         places = [["--nproc_per_node", str(processes)]] * workers
     study = study.model_copy(update={"workers": workers, "processes": processes})
-    cores = int(available_cores())
     launcher = Launcher(
         command=[sys.executable, *script_of("launch")],
         script=script_of("train"),
-        cores=cores,
-        threads=max(1, cores // (workers * processes)),
+        threads=max(1, int(available_cores()) // (workers * processes)),
     )
     with signals_noted() as received:
         budget = arguments.budget

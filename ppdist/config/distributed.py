@@ -66,13 +66,12 @@ class DistributedConfig(Section):
         "signal's stop wait for such a step; the EMA moves there; train.clip_norm looks at the "
         "root mean square of the ranks' own norms. null: gradients are averaged in every step.",
     )
-    shares: Annotated[Literal["auto"] | tuple[_Speed, ...] | None, OnResume.FREE] = Field(
+    shares: Annotated[tuple[_Speed, ...] | None, OnResume.FREE] = Field(
         default=None,
         description="How ranks share the micro-batches of a step, or with train.sync_bn the images "
         "of each, so that slower cards get fewer; which rank takes which does not change training. "
-        "[2, 2, 1]: by these relative speeds, one for each rank. auto: evenly at first, then by "
-        "measured compute times, changed where an epoch ends or a straggler was found, if that "
-        "saves 5 % of them; on CPUs only. null: evenly.",
+        "[2, 2, 1]: by these relative speeds, one for each rank; the warning of a straggler has "
+        "them for CPUs. null: evenly.",
     )
     shard_optimizer: Annotated[bool, OnResume.FREE] = Field(
         default=False,
@@ -107,16 +106,12 @@ class DistributedConfig(Section):
     )
 
     def speeds(self, world: int) -> tuple[float, ...] | None:
-        """Relative speeds by which so many ranks share micro-batches at first.
-
-        None: they are equal, and stay so.
+        """Relative speeds by which so many ranks share micro-batches; None: they are equal.
 
         Raises: ConfigError: `shares` is of another number of ranks.
         """
         if self.shares is None:
             return None
-        if self.shares == "auto":
-            return (1.0,) * world
         if len(self.shares) != world:
             raise ConfigError(
                 f"{len(self.shares)} relative speeds, but this run has {world} ranks",

@@ -54,8 +54,12 @@ REMOVED: Mapping[str, Removed] = {  # by key path; `*` stands for each item of a
     "checkpoint.fallback_dir": Removed(
         None, "put output_dir on a disk with room for checkpoint.keep + 2 checkpoints"
     ),
+    "baselines": Removed({}, "leave it out: `ppdist tune show` has one table of all settings"),
 }
 GONE_VALUES: Mapping[tuple[str, Any], GoneValue] = {  # by key path and value
+    ("distributed.shares", "auto"): GoneValue(
+        None, "ranks share evenly; give the list that the warning of a straggler has"
+    ),
     ("log.trackers.*.name", "clearml"): GoneValue(
         DROPPED, "name wandb, mlflow or swanlab, or a tracker of your own (docs/extend.md)"
     ),

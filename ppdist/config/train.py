@@ -2,7 +2,6 @@
 
 import heapq
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Annotated, Literal
@@ -56,15 +55,6 @@ class MicroBatches:
         """Each rank's micro-batches in a full step, or images if spread."""
         of_pieces = self.takers(self.images if self.spread else self.count, world)
         return [of_pieces.count(rank) for rank in range(world)]
-
-    def compute_seconds(self, seconds_W: Sequence[float]) -> float:
-        """Compute time of the rank that ends a full step last.
-
-        Args: seconds_W: of each rank for a micro-batch; for an even share of one that is spread.
-        """
-        world = len(seconds_W)
-        piece = self.count * world / self.images if self.spread else 1.0
-        return max(n * piece * each for n, each in zip(self.shares(world), seconds_W))
 
     def told(self, world: int) -> str:
         """`3 micro-batches of 2 images, at most 2 a rank`."""

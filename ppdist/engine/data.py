@@ -110,7 +110,6 @@ class BatchSource:
         """
         self._dataset = dataset
         self._sampling = config.sampling
-        self.shared = schedule.batches
         self.follows_scores = config.sampling.name == "difficulty"
         plain = config.augment.plain_epochs
         self._sampler = TrainSampler(
@@ -167,9 +166,7 @@ class BatchSource:
         return self._dataset.records[index].path
 
     def _plan(self, first_step: int, scores: ClassScores | None) -> TrainSampler:
-        sampler = replace(
-            self._sampler, start_step=first_step, parts=self.parts, batches=self.shared
-        )
+        sampler = replace(self._sampler, start_step=first_step, parts=self.parts)
         if self.follows_scores and scores is not None:
             copies_N = copies(self._dataset, self._sampling, difficulty(scores).tolist())
             sampler = replace(sampler, copies_N=copies_N)

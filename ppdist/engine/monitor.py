@@ -1,11 +1,11 @@
 """Built-in callbacks: metrics, epoch lines, evaluations, heartbeat, stragglers."""
 
 import logging
+import os
 import resource
 import time
 from collections import deque
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from functools import partial
 from statistics import median, median_low
 from typing import Any, NamedTuple
@@ -15,9 +15,9 @@ from paddle import nn
 
 from ppdist.common.eta import duration
 from ppdist.common.files import write_json
+from ppdist.common.process import MIN_HOSTS_VARIABLE
 from ppdist.common.records import loss_text
 from ppdist.common.run_log import RunLog
-from ppdist.config.train import MicroBatches
 from ppdist.distributed import comm, device, heartbeat
 from ppdist.engine.callbacks import Callback, StepSeconds, TrainingRun
 from ppdist.engine.evaluator import ClassificationEvaluator, Evaluator
@@ -30,7 +30,7 @@ _GIB = 1 << 30
 _RECENT = 20  # steps averaged for the speed on the console
 _WINDOW = 15  # steps per comparison of ranks
 _SLOW = 1.43  # times as long as the others: a score of 0.7
-_SAVES = 0.05  # of a step's compute time, at least, where ranks share anew
+_MOST_SPEEDS = 16  # in a readable line
 _TABLE_WIDTH, _ETA_WIDTH = 80, 7  # columns
 
 
@@ -395,31 +395,21 @@ class StragglerMonitor(Callback):
     Compares every 15 steps.  A rank's compute time is its step time without waits in collectives,
     for each of its micro-batches: ranks may have more or fewer of them.
     On a GPU it covers the host only (images, kernel launches): a slow card goes undetected.
-
-    Attributes:
-        seconds_W: of each rank for a micro-batch, as last compared, 0 where it had none; empty: not
-            yet.
-        named: some rank was named after the last step.
     """
 
     def __init__(self, log: RunLog) -> None:
         self._log = log
-        self.seconds_W: list[float] = []
-        self.named = False
         self._steps: list[_Step] = []  # since the last comparison
         self._slow, self._named = set[int](), set[int]()
 
     def on_step_end(self, step: int, result: StepResult, lr: float, seconds: StepSeconds) -> None:
-        self.named = False
         self._steps.append(_Step(result, seconds))
         if len(self._steps) < _WINDOW or comm.world_size() == 1:
             return
         found = [_micro_batch_seconds([each]) for each in self._steps]
         usual, self._steps = median([each for each in found if each > 0] or [0.0]), []
         seconds_W = comm.all_gather(paddle.to_tensor([usual], dtype="float32")).numpy().ravel()
-        self.seconds_W = [float(each) for each in seconds_W]
-        if warning := self.judge(self.seconds_W):
-            self.named = True
+        if warning := self.judge([float(each) for each in seconds_W]):
             self._log.warning(warning)
 
     def judge(self, seconds_W: list[float]) -> str:
@@ -441,22 +431,22 @@ class StragglerMonitor(Callback):
             f"straggler: {comm.ranks_named(found, comm.addresses())}, with a compute time of "
             f"{longest:.3g} s per micro-batch, {longest / usual:.1f} times that of the others "
             f"({usual:.3g} s), which wait for it; check its host for other programs, throttling "
-            f"by heat, and slow storage"
+            f"by heat, and slow storage{_advice(seconds_W)}"
         )
 
 
-def shared_by_speed(batches: MicroBatches, seconds_W: Sequence[float]) -> MicroBatches | None:
-    """Micro-batches shared by measured speeds; None: that saves too little.
+def _advice(seconds_W: Sequence[float]) -> str:
+    """The `distributed.shares` by which equally long steps would come of these times.
 
-    None also where no times are known, or some rank has no micro-batch whose time could be known.
-
-    Args: seconds_W: of each rank for a micro-batch; see `MicroBatches.compute_seconds`.
+    "" where the times do not say it (of cards, or of a rank that had no micro-batch), or where
+    the number of ranks may change, which such a list does not survive.
     """
-    if not seconds_W or min(*batches.shares(len(seconds_W)), *seconds_W) <= 0:
-        return None
+    unknown = device.on_accelerator() or min(seconds_W) <= 0 or len(seconds_W) > _MOST_SPEEDS
+    if unknown or MIN_HOSTS_VARIABLE in os.environ:
+        return ""
     fastest = min(seconds_W)
-    found = replace(
-        batches, speeds=tuple(max(0.001, round(fastest / each, 3)) for each in seconds_W)
+    speeds = ", ".join(f"{max(0.01, fastest / seconds):.2g}" for seconds in seconds_W)
+    return (
+        f"; if it is slower by nature, `distributed.shares: [{speeds}]` gives it fewer of a step's "
+        "micro-batches"
     )
-    before, after = batches.compute_seconds(seconds_W), found.compute_seconds(seconds_W)
-    return found if after < (1 - _SAVES) * before else None

@@ -184,26 +184,17 @@ def check_precision(config: Any, kernels: Kernels = BFLOAT16) -> None:
 
 
 def check_shares(ranks: DistributedConfig) -> None:
-    """Checks that `distributed.shares` fits every world, or can be measured.
+    """Checks that `distributed.shares` fits every world of the run.
 
-    Raises: ConfigError: it is not.
+    Raises: ConfigError: it does not.
     """
     ranks.speeds(comm.world_size())
-    if isinstance(ranks.shares, tuple) and MIN_HOSTS_VARIABLE in os.environ:
+    if ranks.shares is not None and MIN_HOSTS_VARIABLE in os.environ:
         raise ConfigError(
             f"these are of {len(ranks.shares)} ranks, and the run is to go on with fewer",
             code="shares_of_one_world",
             where="distributed.shares",
-            fix="share evenly (null), by measured times (auto, on CPUs), or start without "
-            "--min_hosts",
-        )
-    if ranks.shares == "auto" and device.on_accelerator():
-        raise ConfigError(
-            "auto measures the compute time of CPU processes; that of cards is not known",
-            code="shares_unmeasured",
-            where="distributed.shares",
-            fix="give relative speeds, such as the images per second of `ppdist benchmark train`"
-            " on each card alone: [90, 90, 45]",
+            fix="share evenly (null), or start without --min_hosts",
         )
 
 

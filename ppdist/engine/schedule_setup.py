@@ -94,7 +94,7 @@ class ScheduleSetup:
 
     @property
     def largest_share(self) -> int:
-        """Most images of a pass on a rank, by `distributed.shares` at first."""
+        """Most images of a pass on a rank, by `distributed.shares`."""
         return max(self.batches.shares(self.world)) if self.batches.spread else self.batches.images
 
     @property

@@ -37,7 +37,6 @@ from ppdist.engine.monitor import (
     MetricsLogger,
     Stopwatch,
     StragglerMonitor,
-    shared_by_speed,
 )
 from ppdist.engine.output_dirs import OutputDirs
 from ppdist.engine.recovery import Recovery, check_replica_consistency, lr_factor
@@ -113,11 +112,9 @@ class Trainer:
         self.epoch_means = EpochMeans(per_epoch)
         self.metrics_logger = MetricsLogger(log, config.log.every_steps, per_epoch)
         shown = self.evaluator.headline[:2] if self.evaluator else ()
-        self.stragglers = StragglerMonitor(log)
-        self.measures_shares = config.distributed.shares == "auto" and comm.world_size() > 1
         self.callbacks = [
             HeartbeatCallback(),
-            self.stragglers,
+            StragglerMonitor(log),
             self.metrics_logger,
             self.epoch_means,
             EpochLogger(log, self.epoch_means, per_epoch, shown),
@@ -192,9 +189,6 @@ class Trainer:
             if (ended or late or self._due(self.evaluate_every)) and not stopping:
                 stopping = not self._evaluate()
             self._end_epoch()
-            epoch_ended = state.step % self.schedule.steps_per_epoch == 0
-            if self.measures_shares and not ended and (epoch_ended or self.stragglers.named):
-                self._share_by_speed()
             if stopping:
                 return self._stopped()
             if late:
@@ -403,30 +397,6 @@ class Trainer:
             return None
         state.step = step
         return result
-
-    def _share_by_speed(self) -> None:
-        """Shares micro-batches anew if that saves time, see `distributed.shares`.
-
-        The same on every rank, because all hold the same times.
-        """
-        source, seconds_W = self.batch_source, self.stragglers.seconds_W
-        found = shared_by_speed(source.shared, seconds_W)
-        if found is None:
-            return
-        world, before = comm.world_size(), source.shared
-        source.shared = found
-        was, becomes = (each.compute_seconds(seconds_W) for each in (before, found))
-        now, then = (each.shares(world) for each in (found, before))
-        by_rank = f", by rank {now} instead of {then}" if world <= 16 else ""  # in a readable line
-        self.log.info(
-            f"distributed.shares: auto: from step {self.state.step + 1} on {found.told(world)}"
-            f"{by_rank}, because a micro-batch takes {min(seconds_W):.3g} to {max(seconds_W):.3g} "
-            f"s; the slowest rank then computes {becomes:.3g} instead of {was:.3g} s a step"
-        )
-        record = {"shares": now, "shares_before": then}
-        times = {"rank_micro_batch_seconds": [round(each, 6) for each in seconds_W]}
-        self.log.metrics({"step": self.state.step, **record, **times})
-        self._seek()
 
     def _skip_step(self) -> None:
         """Skips a step and its batches."""

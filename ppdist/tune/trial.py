@@ -100,13 +100,11 @@ class Launcher:
     Attributes:
         command: of fleetrun.
         script: words that start a training on a rank.
-        cores: that there are for all trials at a time.
         threads: of each process on a CPU, where OMP_NUM_THREADS does not say.
     """
 
     command: Sequence[str]
     script: Sequence[str]
-    cores: int
     threads: int
 
     def start(

@@ -7,14 +7,13 @@ import numpy as np
 import paddle
 import pytest
 
-from ppdist.config.train import MicroBatches
+from ppdist.common.process import MIN_HOSTS_VARIABLE
 from ppdist.distributed import comm, heartbeat
 from ppdist.engine.callbacks import StepSeconds
 from ppdist.engine.monitor import (
     HeartbeatCallback,
     Stopwatch,
     StragglerMonitor,
-    shared_by_speed,
 )
 from ppdist.engine.train_step import counted
 from tests.distributed import run_on_ranks
@@ -119,23 +118,21 @@ def test_each_step_is_told_to_fleetrun(monkeypatch):
         assert 0 < each["own_seconds"] <= each["step_seconds"] - 0.02
 
 
-# (micro-batches, spread, speeds until now, seconds of each rank for a micro-batch, shares then)
-TIMES = [
-    (8, False, None, [0.1, 0.2], [6, 2]),
-    (8, False, None, [0.1, 0.11], None),  # 4 and 4 are the best
-    (80, False, None, [0.1, 0.108], None),  # 42 and 38 would save 4 %
-    (80, False, None, [0.1, 0.12], [44, 36]),
-    (8, False, (1.0, 0.5), [0.1, 0.2], None),  # they are so already
-    (8, False, (1.0, 0.5), [0.1, 0.1], [4, 4]),  # the slow one has recovered
-    (2, False, None, [0.1, 0.2], None),
-    (1, False, None, [0.1, 0.2], None),  # what the second needs is not known
-    (8, False, None, [], None),
-    (8, True, None, [0.1, 0.2], [6, 2]),
-]
-
-
-@pytest.mark.parametrize(("count", "spread", "speeds", "seconds_W", "shares"), TIMES)
-def test_measured_times_change_shares_where_that_saves(count, spread, speeds, seconds_W, shares):
-    batches = MicroBatches(count, count if spread else 1, spread, speeds)
-    found = shared_by_speed(batches, seconds_W)
-    assert (found and found.shares(2)) == shares
+@pytest.mark.parametrize(
+    ("seconds_W", "hosts", "speeds"),
+    [
+        ([0.1, 0.1, 0.2], None, "distributed.shares: [1, 1, 0.5]"),
+        ([0.1, 0.0, 0.2], None, ""),  # what the second needs is not known
+        ([0.1, 0.1, 0.2], "1", ""),  # a list is of one number of ranks
+        ([0.1] * 16 + [0.2], None, ""),
+    ],
+)
+def test_a_straggler_has_the_shares_that_fit_it(seconds_W, hosts, speeds, monkeypatch):
+    monkeypatch.setattr(comm, "addresses", lambda: ["a"] * len(seconds_W))
+    if hosts:
+        monkeypatch.setenv(MIN_HOSTS_VARIABLE, hosts)
+    monitor = StragglerMonitor(None)
+    assert monitor.judge(seconds_W) == ""
+    warning = monitor.judge(seconds_W)
+    assert "straggler: rank" in warning
+    assert speeds in warning if speeds else "distributed.shares" not in warning

@@ -32,7 +32,7 @@ space:
   model.size: {choices: [s, m]}
 """
 FAKE = str(Path(__file__).with_name("fake_train.py"))
-LAUNCHER = Launcher([sys.executable, FAKE], ["train.py"], 2, 1)
+LAUNCHER = Launcher([sys.executable, FAKE], ["train.py"], 1)
 
 
 def write_study(folder: Path, text: str) -> Path:
