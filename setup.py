@@ -60,7 +60,7 @@ setup(
         "opencv-python-headless>=4.11",
         "pyyaml>=6.0",
         "pydantic>=2.6",
-        "orjson>=3.10",  # COCO files of hundreds of megabytes
+        "msgspec>=0.20",  # COCO files of hundreds of megabytes
         "pycocotools>=2.0.8",  # mAP
         "safetensors>=0.6",
         "scipy>=1.11",  # Hungarian matching of RT-DETR and D-FINE

@@ -3,6 +3,7 @@
 readers (coco, voc, yolo) -> RawSet, `complain` of KINDS -> to_detection_set -> DetectionSet
 """
 
+import codecs
 import contextlib
 import logging
 import math
@@ -21,7 +22,7 @@ import numpy as np
 import yaml
 
 from ppdist.common.errors import DataError
-from ppdist.common.files import read_file, writing
+from ppdist.common.files import writing
 from ppdist.data.datasets.plausibility import first_alike
 from ppdist.data.image import image_size, is_image_name
 from ppdist.data.types import (
@@ -739,12 +740,12 @@ def own_size(path: Path) -> Size:
     return Size(1, 1, False) if found is None else Size(*found, True)
 
 
-_LARGEST_AREA = 1e300  # JSON has whole numbers that no float can hold
+LARGEST_AREA = 1e300  # JSON has whole numbers that no float can hold
 
 
 def area_in(value: Any) -> float | None:
     """An area as in the files; None: not a finite number."""
-    good = isinstance(value, int | float) and abs(value) < _LARGEST_AREA
+    good = isinstance(value, int | float) and abs(value) < LARGEST_AREA
     return float(value) if good else None
 
 
@@ -1025,6 +1026,7 @@ def unread_image(path: str | Path) -> str:
 
 
 MOST_TEXT = 1 << 34  # 16 GiB; the JSON of two million images has six
+_PIECE = 1 << 18  # bytes that are decoded at a time
 _XML_ENCODING = re.compile(rb"""<\?xml[^>]{1,60}encoding=["']([\w.-]{1,20})["']""")
 
 
@@ -1037,20 +1039,43 @@ def read_text(path: Path, complain: Complain | None = None) -> str:
     Args: complain: gets `encoding` and `line_ends`; without it only UTF-8 is read.
     Raises: DataError: absent, unreadable, or in another encoding.
     """
-    try:
-        content = read_file(path, MOST_TEXT)
-    except OSError as error:
-        raise DataError(
-            error.strerror or str(error), code="file_unreadable", where=str(path)
-        ) from error
-    if complain is not None and b"\r\n" in content:
-        complain(Issue("line_ends", "lines end as on Windows", where=str(path)))
+    content = _content(path, complain)
     try:
         return content.decode("utf-8-sig")
     except UnicodeDecodeError as error:
         if complain is None:
             raise DataError(f"not UTF-8 text: {error}", code="not_utf8", where=str(path)) from error
-        problem = error
+        return _guessed(path, content, complain, error)
+
+
+def read_utf8(path: Path, complain: Complain) -> bytes:
+    """As `read_text`, in UTF-8; of a large file that has it the only copy in memory."""
+    content = _content(path, complain)
+    decoder = codecs.getincrementaldecoder("utf-8")()
+    try:
+        for begin in range(0, len(content), _PIECE):
+            decoder.decode(content[begin : begin + _PIECE])
+        decoder.decode(b"", final=True)
+    except UnicodeDecodeError as error:
+        return _guessed(path, content, complain, error).encode()
+    return content.removeprefix(codecs.BOM_UTF8)
+
+
+def _content(path: Path, complain: Complain | None) -> bytes:
+    try:
+        content = storage.read_file(path, MOST_TEXT)
+    except OSError as error:
+        raise DataError(
+            error.strerror or str(error), code="file_unreadable", where=str(path)
+        ) from error
+    # Two bytes take twenty times as long to look for as one.
+    if complain is not None and b"\r" in content and b"\r\n" in content:
+        complain(Issue("line_ends", "lines end as on Windows", where=str(path)))
+    return content
+
+
+def _guessed(path: Path, content: bytes, complain: Complain, problem: UnicodeDecodeError) -> str:
+    """Text that is not UTF-8.  Raises: DataError: its encoding is none that is read."""
     declared = _XML_ENCODING.match(content)
     if declared:
         encoding = declared[1].decode()

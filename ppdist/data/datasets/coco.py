@@ -1,22 +1,29 @@
-"""COCO detection JSON (cocodataset.org/#format-data)."""
+"""COCO detection JSON (cocodataset.org/#format-data).
 
-import io
+    file -> its bytes -> `msgspec.Raw` of each entry -> schema -> columns
+                                  does not fit the schema -> a dictionary, looked at key by key
+
+An entry costs a microsecond as long as it is as almost all are; outlines are passed over where
+nobody wants them.  One that is not is read on its own, so that a message can name it.
+"""
+
 import json
+import logging
 import math
 import re
-from collections import Counter, defaultdict
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from array import array
+from collections import Counter
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
-from itertools import chain
-from operator import itemgetter
 from pathlib import Path
-from typing import Any, BinaryIO, Literal, NamedTuple
+from typing import Annotated, Any, Literal, NamedTuple
 
+import msgspec
 import numpy as np
 
 from ppdist.common.errors import DataError
 from ppdist.data.datasets.annotations import (
+    LARGEST_AREA,
     Malformed,
     Size,
     area_in,
@@ -27,14 +34,15 @@ from ppdist.data.datasets.annotations import (
     listed,
     outlines_in,
     quietly,
-    read_text,
+    read_utf8,
     size_of,
     write_text,
 )
-from ppdist.data.datasets.json_stream import NotJson, scanning
 from ppdist.data.types import Box, Complain, Issue, RawColumns, RawImage, RawObject, RawSet
+from ppdist.distributed.progress import Progress
 from ppdist.storage import files as storage
 
+_LOGGER = logging.getLogger("ppdist.data")
 NEEDED = {
     "images": ("id", "file_name"),
     "annotations": ("image_id", "category_id"),
@@ -102,7 +110,7 @@ def read_coco_columns(
 
     Args: masks: outlines, too.
     """
-    return _read(images, annotations, complain, known, "outlines" if masks else "boxes").columns
+    return _read(images, annotations, complain, known, "outlines" if masks else "boxes").columns()
 
 
 def read_index(annotations: Path) -> tuple[list[str], tuple[str, ...]]:
@@ -110,186 +118,222 @@ def read_index(annotations: Path) -> tuple[list[str], tuple[str, ...]]:
 
     Raises: DataError: the file as a whole is not COCO.
     """
-    names: list[str] = []
-    used: set[float] = set()
-
-    def take(key: str, entries: Sequence[Any]) -> None:
-        if key == "images":
-            entries = [_with_name(entry) for entry in entries]
-            names.extend(str(e.get("file_name", "")) for e in entries if isinstance(e, dict))
-        elif key == "annotations":
-            given = (e.get("category_id") for e in entries if isinstance(e, dict))
-            used.update(each for each in given if isinstance(each, int | float))
-
-    for text in _texts(annotations, quietly):
-        names.clear()
-        used.clear()
-        with suppress(UnicodeDecodeError):
-            content = _scan(annotations, text, quietly, take)
-            break
-    whole = {*map(whole_number, used)}
-    return names, classes_of(content["categories"], whole, annotations, quietly).names
+    parts = _parts(annotations, quietly)
+    images = [_with_name(_value(entry)) for entry in parts["images"]]
+    names = [str(entry.get("file_name", "")) for entry in images if isinstance(entry, dict)]
+    categories = [*map(_value, parts["categories"])]
+    used = _used_categories(parts["annotations"])
+    return names, classes_of(categories, used, annotations, quietly).names
 
 
-def _texts(file: Path, complain: Complain) -> Iterator[BinaryIO | None]:
-    """None, the file itself; then, if not UTF-8, its guessed text.
+# --- the file as JSON -----------------------------------------------------------------------------
 
-    Raises: DataError: its encoding is none that is read.
+_raws_by_key = msgspec.json.Decoder(dict[str, msgspec.Raw]).decode
+_raws = msgspec.json.Decoder(list[msgspec.Raw]).decode
+_MOST_DIGITS = 4000
+
+
+def _parts(file: Path, complain: Complain, optional: str = "") -> dict[str, Any]:
+    """Reads what a file has at its top level.
+
+    Args: optional: a list that may be absent.
+    Returns: key -> value, of the lists of NEEDED a list of entries, each for `_value`.
+    Raises: DataError: the file as a whole is not COCO.
     """
-    yield None
-    yield io.BytesIO(read_text(file, complain).encode("utf-8"))
-
-
-def _scan(
-    file: Path,
-    text: BinaryIO | None,
-    complain: Complain,
-    take: Callable[[str, Sequence[Any]], object],
-    optional: str = "",
-    further: dict[str, Any] | None = None,
-) -> dict[str, list[Any]]:
-    """Passes the images and annotations of a file on, in pieces.
-
-    Args:
-        text: read in place of the file.
-        take: gets the key and some next entries.
-        optional: a list that may be absent.
-        further: gets everything outside the three lists.
-    Returns: the three lists; of those that were passed on, empty ones.
-    Raises: DataError: the file as a whole is not COCO.  UnicodeDecodeError: not UTF-8.
-    """
-    found: dict[str, list[Any]] = {}
-    kinds: dict[str, bool] = {}  # of each key, whether it has a list
-    previous = ""
+    content = read_utf8(file, complain)
     try:
-        with scanning(file, text) as scanner:
-            for key, value, is_list in scanner.items():
-                if key in NEEDED and key in kinds and key != previous:
-                    raise _not_coco(file, f"it has {key!r} twice")
-                kinds[key], previous = is_list, key
-                if key in NEEDED and is_list:
-                    found.setdefault(key, [])
-                    if key == "categories":
-                        found[key] += value
-                    elif value:
-                        take(key, value)
-                elif further is not None:
-                    further[key] = [*further.get(key, ()), *value] if is_list else value
-            if scanner.windows:
-                complain(Issue("line_ends", "lines end as on Windows", where=str(file)))
-    except NotJson as error:
-        found_kind = _kind_of_another(file) if not kinds else ""
-        if found_kind:
-            raise _not_coco(file, f"expected an object, found a {found_kind}") from error
-        raise DataError(f"not JSON: {error}", code="not_json", where=str(file)) from error
+        parts: dict[str, Any] = _raws_by_key(content)
+    except (msgspec.DecodeError, RecursionError):
+        parts = _parsed_by_python(file, content)
+    if any(content.count(b'"%b"' % key.encode()) > 1 for key in NEEDED):
+        _require_once(file, content)
+    for key in NEEDED:
+        if key == optional and key not in parts and "categories" in parts:
+            parts[key] = []
+        if isinstance(parts.get(key), msgspec.Raw):
+            with suppress(msgspec.ValidationError):  # no list
+                parts[key] = _raws(parts[key])
+        if not isinstance(parts.get(key), list):
+            has = ", ".join([*parts][:8]) or "nothing"
+            raise _not_coco(file, f"it has no list {key!r} (it has: {has})")
+    return parts
+
+
+def _parsed_by_python(file: Path, content: bytes) -> dict[str, Any]:
+    """Parses what msgspec refuses: NaN, infinity, half a surrogate pair.
+
+    It takes ten times the memory.
+    Raises: DataError: it is no JSON object.
+    """
+    try:
+        parts = json.loads(content.decode(), parse_int=_whole)
+    except json.JSONDecodeError as error:
+        what = f"not JSON: {error.msg}: line {error.lineno} column {error.colno}"
+        raise DataError(what, code="not_json", where=str(file)) from error
     except RecursionError as error:
         raise DataError("not JSON: nested too deeply", code="not_json", where=str(file)) from error
-    except OSError as error:
-        what = error.strerror or str(error)
-        raise DataError(what, code="file_unreadable", where=str(file)) from error
-    for part in NEEDED:
-        if part == optional and part not in kinds and "categories" in found:
-            found[part] = []
-        if part not in found:
-            has = ", ".join([*kinds][:8]) or "nothing"
-            raise _not_coco(file, f"it has no list {part!r} (it has: {has})")
-    return found
+    if not isinstance(parts, dict):
+        raise _not_coco(file, f"expected an object, found a {type(parts).__name__}")
+    return parts
 
 
-def _kind_of_another(file: Path) -> str:
-    """What JSON file this is that begins with no object; "": none."""
+def _require_once(file: Path, content: bytes) -> None:
+    """Refuses a file with two lists of one name, of which parsers take the last."""
+    keys = json.loads(content, object_pairs_hook=lambda pairs: [key for key, _ in pairs])
+    twice = [key for key in NEEDED if keys.count(key) > 1]
+    if twice:
+        raise _not_coco(file, f"it has {twice[0]!r} twice")
+
+
+def _value(entry: Any) -> Any:
+    """An entry or other value as a Python object."""
+    if not isinstance(entry, msgspec.Raw):
+        return entry
     try:
-        content = json.loads(read_text(file, quietly))
-    except (ValueError, RecursionError):
-        return ""
-    return "" if isinstance(content, dict) else type(content).__name__
+        return msgspec.json.decode(entry)
+    except msgspec.DecodeError:  # a number that no float holds
+        return json.loads(bytes(entry), parse_int=_whole)
+
+
+def _whole(digits: str) -> int | float:
+    """An integer; infinite beyond 4000 digits, because Python refuses more than 4300."""
+    return int(digits) if len(digits) <= _MOST_DIGITS else float(digits)
 
 
 def _not_coco(file: Path, why: str) -> DataError:
     return DataError(f"not COCO detection JSON: {why}", code="not_coco", where=str(file))
 
 
+# --- images and objects ---------------------------------------------------------------------------
+
+_Whole = Annotated[int, msgspec.Meta(ge=1 - 2**63, le=2**63 - 1)]  # as `whole_number`
+_Side = Annotated[int, msgspec.Meta(ge=1, le=2**31 - 1)]
+_Area = Annotated[float, msgspec.Meta(gt=-LARGEST_AREA, lt=LARGEST_AREA)]
+
+
+class _Image(msgspec.Struct, gc=False):
+    """An image as nearly all files have it."""
+
+    id: _Whole
+    file_name: str
+    height: _Side
+    width: _Side
+
+
+class _Annotation(msgspec.Struct, gc=False):
+    """An object as nearly all files have it."""
+
+    image_id: _Whole
+    category_id: _Whole
+    bbox: tuple[float, float, float, float]
+    id: _Whole | None = None
+    iscrowd: bool | int | None = None
+    area: _Area | None = None
+    segmentation: msgspec.Raw = msgspec.Raw(b"null")
+
+
+_image = msgspec.json.Decoder(_Image).decode
+_annotation = msgspec.json.Decoder(_Annotation).decode
+# What an entry raises that is not as nearly all are, or a Python object already.
+_UNUSUAL = (msgspec.DecodeError, TypeError, KeyError, RecursionError)
+_PLAIN_NAME = re.compile(r"(?:[^./\\\0:][^/\\\0:]*/)*[^./\\\0:][^/\\\0:]*")
+_AT_ONCE = 10_000  # entries between two signs of life
+_UNUSED = -1  # position of an image that is listed and cannot be used
+
 _Keep = Literal["boxes", "outlines", "everything"]
+
+
+class _Object(msgspec.Struct, gc=False):
+    """A good object.
+
+    place: position of its image, or _UNUSED.  identity: its id; other_id: one that is no whole
+    number.  outline: its `segmentation`.  extra: other keys.
+    """
+
+    place: int
+    label: int
+    box: Box
+    crowd: bool
+    area: float | None
+    identity: int | None
+    outline: Any
+    other_id: Any = None
+    extra: Mapping[str, Any] | None = None
 
 
 def _read(
     folder: Path, file: Path, complain: Complain, known: KnownClasses, keep: _Keep
 ) -> "_File":
-    for text in _texts(file, complain):
-        found = _File(folder, file, keep)
-        with suppress(UnicodeDecodeError):
-            content = _scan(file, text, complain, found.take, "annotations", found.further)
-            break
-    found.finish(content["categories"], known, complain)
+    parts = _parts(file, complain, "annotations")
+    categories, annotations = [*map(_value, parts["categories"])], parts["annotations"]
+    classes = classes_of(categories, _used_categories(annotations), file, complain, known)
+    found = _File(folder, file, keep, classes, complain)
+    found.add_images(parts["images"])
+    found.add_objects(annotations)
+    if keep == "everything":
+        found.extra = {key: _value(parts[key]) for key in parts if key not in NEEDED}
+        found.class_extras = _class_extras(categories, classes)
     return found
 
 
-@dataclass
-class _Odd:
-    """An annotation that is not as others are.
-
-    image_id, category_id: as given.  keys: it lacks some.  box: what is wrong with it.
-    """
-
-    image_id: Any
-    category_id: Any
-    keys: Issue | None = None
-    box: str = ""
-
-
 class _File:
-    """Columns of images and objects of a COCO file, piece by piece.
+    """Good images and objects of a COCO file, in columns; it complains of the others.
 
-    A piece whose entries look like almost all others becomes columns at once.  Otherwise its
-    entries are looked at one by one, and what is wrong with one is noted until all images and
-    classes are known.
-
-    Attributes: columns: of what is good, once all is read.  further: what else the file has.
+    Attributes: extra, class_extras: see RawSet.
     """
 
-    columns: RawColumns
-
-    def __init__(self, folder: Path, file: Path, keep: _Keep) -> None:
+    def __init__(
+        self, folder: Path, file: Path, keep: _Keep, classes: Categories, complain: Complain
+    ) -> None:
         self._folder, self._file, self._keep = folder, file, keep
+        self._classes, self._complain = classes, complain
+        self.extra: Mapping[str, Any] = {}
+        self.class_extras: tuple[Mapping[str, Any], ...] = ()
         self._inside = ""  # what is in front of a plain name
-        self.further: dict[str, Any] = {}
-        self._image_columns: defaultdict[str, list[np.ndarray]] = defaultdict(list)
-        self._image_count = 0
-        self._paths: list[str] = []  # "": left out
+        self._place_of: dict[int, int] = {}  # id -> position of the image, or _UNUSED
+        self._paths: list[str] = []
+        self._image_ids, self._sizes, self._numbers = array("q"), array("q"), array("q")
+        self._size_known = array("b")
         self._image_extras: list[Mapping[str, Any]] = []
-        self._image_issues: list[tuple[int, Issue]] = []  # by number
-        self._object_columns: defaultdict[str, list[np.ndarray]] = defaultdict(list)
-        self._count = 0
-        self._used: set[int | None] = set()  # ids of categories
-        # By number, of few objects: ids that are not int, and the problem.
-        self._texts: dict[int, Any] = {}
-        self._odd: dict[int, _Odd] = {}
-        self._odd_areas: dict[int, str] = {}
-        self._odd_outlines: list[int] = []
+        self._lost: Counter[int] = Counter()  # by position
+        self._places, self._labels, self._crowds = array("q"), array("q"), array("b")
+        self._boxes, self._areas = array("d"), array("d")
+        # Ids; of an object without one, its number.  Other ids than int are few.
+        self._ids, self._has_id = array("q"), array("b")
+        self._odd_ids: dict[int, Any] = {}
         self._outlines: list[tuple[np.ndarray, ...]] = []
         self._extras: list[Mapping[str, Any]] = []
 
-    def take(self, key: str, entries: Sequence[Any]) -> None:
-        """Adds the next entries of the images or annotations."""
-        if key == "images":
-            numbered = enumerate(entries, self._image_count)
-            found = [row for number, entry in numbered if (row := self._image(entry, number))]
-            self._image_count += len(entries)
-            _add(self._image_columns, _columns_of(_IMAGE_COLUMNS, found))
-            return
-        try:
-            columns = _usual_objects(entries)
-            self._used.update(np.unique(columns["category_ids"]).tolist())
-        except _UNUSUAL:
-            rows = [self._object(entry, n) for n, entry in enumerate(entries, self._count)]
-            columns = _columns_of(_OBJECT_COLUMNS, rows)
-        _add(self._object_columns, columns)
-        if self._keep != "boxes":
-            for number, entry in enumerate(entries, self._count):
-                self._keep_more(number, entry if isinstance(entry, dict) else {})
-        self._count += len(entries)
+    def add_images(self, entries: Sequence[Any]) -> None:
+        """Adds the images; two of them with one id are the first."""
+        first: dict[int, int] = {}  # number of the entry, by id
+        paths: set[str] = set()
+        for number, entry in enumerate(entries):
+            row = self._usual_image(entry) or self._unusual_image(entry, number)
+            if row is None:
+                continue
+            identity, path, size = row
+            if (before := first.setdefault(identity, number)) != number:
+                what = f"images[{number}] has the same id as images[{before}]: {identity}"
+                self._complain(Issue("image_id_duplicate", what, where=str(self._file)))
+                continue
+            self._place_of[identity] = len(self._paths) if path else _UNUSED
+            if not path:
+                continue
+            where = f"{self._file}: images[{number}]"
+            if path in paths:
+                what = f"{Path(path).name} is listed a second time"
+                self._complain(Issue("image_listed_twice", what, path, where))
+            paths.add(path)
+            self._paths.append(path)
+            self._image_ids.append(identity)
+            self._sizes.extend((size.height, size.width))
+            self._size_known.append(size.known)
+            if self._keep == "everything":
+                self._numbers.append(number)
+                self._image_extras.append(_further(_value(entry), _IMAGE_KEYS))
 
-    def _path(self, name: str, number: int) -> str:
+    def _path(self, name: str) -> str:
         """Path of an image; "": not found, which it reports."""
         if name.isascii() and _PLAIN_NAME.fullmatch(name):
             if not self._inside:
@@ -298,35 +342,20 @@ class _File:
             path = self._inside + name
             if storage.is_remote(path) or is_there(path):
                 return path
-        found = find_image(
-            self._folder, name, str(self._file), lambda i: self._image_issues.append((number, i))
-        )
+        found = find_image(self._folder, name, str(self._file), self._complain)
         return "" if found is None else str(found)
 
-    def _image(self, entry: Any, number: int) -> tuple[Any, ...] | None:
-        """Row of _IMAGE_COLUMNS; None without an id, which it reports."""
+    def _usual_image(self, entry: Any) -> tuple[int, str, Size] | None:
+        """Id, path and size of an image that fits the schema; else None."""
         try:
-            identity, name, height, width = _OF_IMAGE(entry)
-        except (KeyError, TypeError):
-            return self._unusual_image(entry, number)
-        if (
-            {type(identity), type(height), type(width)} != {int}
-            or type(name) is not str
-            or not (0 < height < 2**31 and 0 < width < 2**31 and abs(identity) < 2**63)
-        ):
-            return self._unusual_image(entry, number)
-        self._paths.append(self._path(name, number))
-        if self._keep == "everything":
-            self._image_extras.append(_further(entry, _IMAGE_KEYS))
-        return identity, height, width, True, number
+            image = _image(entry)
+        except _UNUSUAL:
+            return None
+        return image.id, self._path(image.file_name), Size(image.width, image.height, True)
 
-    def _unusual_image(self, entry: Any, number: int) -> tuple[Any, ...] | None:
-        """As `_image`; what is wrong with it is noted."""
-
-        def complain(issue: Issue) -> None:
-            self._image_issues.append((number, issue))
-
-        entry = _with_name(entry)
+    def _unusual_image(self, entry: Any, number: int) -> tuple[int, str, Size] | None:
+        """Id, path and size of an image, looked at key by key; None without an id."""
+        entry = _with_name(_value(entry))
         where = f"{self._file}: images[{number}]"
         identity, path, size = None, "", Size(1, 1, False)
         try:
@@ -339,363 +368,189 @@ class _File:
             if not isinstance(name, str):
                 what = f"file_name {name!r}: expected a name"
                 raise Malformed(Issue("annotation_line", what, where=where))
-            path = self._path(name, number)
+            path = self._path(name)
             if path:
                 sides = entry.get("width"), entry.get("height")
                 width, height = map(whole_number, sides)
                 said = f"width {sides[0]!r:.20}, height {sides[1]!r:.20}"
-                size = size_of(Path(path), width, height, said, where, complain)
+                size = size_of(Path(path), width, height, said, where, self._complain)
         except Malformed as wrong:
-            complain(wrong.issue)
-        if identity is None:
-            return None
-        self._paths.append(path)
-        if self._keep == "everything":
-            self._image_extras.append(_further(entry, _IMAGE_KEYS))
-        return identity, size.height, size.width, size.known, number
+            self._complain(wrong.issue)
+        return None if identity is None else (identity, path, size)
 
-    def _object(self, entry: Any, number: int) -> tuple[Any, ...]:
-        """A row of _OBJECT_COLUMNS; what is wrong with it is noted."""
-        known: dict[str, Any] = entry if isinstance(entry, dict) else {}
-        odd = _Odd(known.get("image_id"), known.get("category_id"))
+    def add_objects(self, entries: Sequence[Any]) -> None:
+        """Adds the objects of the images."""
+        progress = Progress(_LOGGER, f"reading {self._file}", len(entries), "objects")
+        for number, entry in enumerate(entries):
+            if number % _AT_ONCE == 0:
+                progress.add(_AT_ONCE if number else 0)
+            thing = None if self._keep == "everything" else self._usual_object(entry)
+            thing = thing or self._unusual_object(entry, number)
+            if thing is None or thing.place == _UNUSED:
+                continue
+            if thing.other_id is not None:
+                self._odd_ids[len(self._ids)] = thing.other_id
+            self._ids.append(number if thing.identity is None else thing.identity)
+            self._has_id.append(thing.identity is not None)
+            self._places.append(thing.place)
+            self._labels.append(thing.label)
+            self._boxes.extend(thing.box)
+            self._crowds.append(thing.crowd)
+            self._areas.append(math.nan if thing.area is None else thing.area)
+            if self._keep != "boxes":
+                self._add_outline(thing)
+        rows = np.flatnonzero(np.asarray(self._has_id))
+        for row in rows[_repeated(np.asarray(self._ids)[rows])].tolist():
+            what = "an annotation before it has the same id"
+            path = self._paths[self._places[row]]
+            self._complain(Issue("annotation_id_duplicate", what, path, self._where(row)))
+
+    def _usual_object(self, entry: Any) -> _Object | None:
+        """An annotation that fits the schema, of an image and a class of the file; else None."""
+        try:
+            thing = _annotation(entry)
+            place, label = self._place_of[thing.image_id], self._classes.label_of[thing.category_id]
+        except _UNUSUAL:
+            return None
+        x, y, width, height = thing.bbox
+        if not (x or y or width or height):  # the outline may tell
+            return None
+        return _Object(
+            place,
+            label,
+            (x, y, x + width, y + height),
+            bool(thing.iscrowd),
+            thing.area,
+            thing.id,
+            thing.segmentation,
+        )
+
+    def _unusual_object(self, entry: Any, number: int) -> _Object | None:
+        """An annotation, looked at key by key; None, with an issue: it cannot be used."""
+        entry = _value(entry)
+        given: Mapping[str, Any] = entry if isinstance(entry, dict) else _NOTHING
+        image_id, category_id = given.get("image_id"), given.get("category_id")
+        place = self._place_of.get(whole_number(image_id))
+        path = "" if place in (None, _UNUSED) else self._paths[place]
+        name = f"{self._file}: annotation {given.get('id', f'number {number}')}"
+        where = f"{name} of image {Path(path).name!r}" if path else name
+        label = self._classes.label_of.get(whole_number(category_id))
         try:
             _check_keys("annotations", number, entry, self._file)
+            if place is None:
+                what = f"image_id {image_id} is not among the file's images"
+                if isinstance(image_id, str):
+                    what = f"image_id {image_id!r}{_as_text(image_id)}: expected a whole number"
+                raise Malformed(Issue("image_unknown", what, where=where))
+            if label is None:
+                what = _unknown_class(category_id, whole_number(category_id), self._classes)
+                raise Malformed(Issue("class_unknown", what, path, name))
+            box = _box(given)
+            if isinstance(box, str):
+                raise Malformed(Issue("annotation_line", box, path, where))
         except Malformed as wrong:
-            odd.keys = wrong.issue
-        image_id, category_id = whole_number(odd.image_id), whole_number(odd.category_id)
-        box = _box(known)
-        if isinstance(box, str):
-            odd.box, box = box, (0.0, 0.0, 0.0, 0.0)
-        if odd.keys or odd.box or image_id is None or category_id is None:
-            self._odd[number] = odd
-        self._used.add(category_id)
-        identity, given = whole_number(known.get("id")), known.get("area")
-        if "id" in known and type(known["id"]) is not int:
-            self._texts[number] = known["id"]
-        area = area_in(given)
-        if given is not None and area is None:
-            self._odd_areas[number] = f"area {given!r:.80}: expected a number"
-        crowd = is_crowd(known.get("iscrowd"))
-        ids = image_id or 0, category_id or 0, identity or 0
-        return *ids, identity is not None, box, math.nan if area is None else area, crowd
+            self._complain(wrong.issue)
+            self._lost[_UNUSED if place is None else place] += 1
+            return None
+        area = area_in(given.get("area"))
+        if area is None and given.get("area") is not None and path:
+            what = f"area {given['area']!r:.80}: expected a number"
+            self._complain(Issue("area_invalid", what, path, where))
+        identity = whole_number(given.get("id"))
+        return _Object(
+            place,
+            label,
+            box,
+            is_crowd(given.get("iscrowd")),
+            area,
+            identity,
+            given.get("segmentation"),
+            given.get("id") if identity is None else None,
+            _further(given, _OBJECT_KEYS) if self._keep == "everything" else None,
+        )
 
-    def _keep_more(self, number: int, entry: Mapping[str, Any]) -> None:
-        """Keeps the outline, and what else an annotation has."""
-        given = entry.get("segmentation")
+    def _add_outline(self, thing: _Object) -> None:
+        """Adds outline and further keys of the last object."""
+        given = _value(thing.outline)
         is_mask = isinstance(given, dict)
         outlines = () if is_mask else outlines_in([] if given is None else given)
         if outlines is None:
-            self._odd_outlines.append(number)
+            what = "segmentation: expected lists of x1, y1, x2, y2, ..."
+            where = self._where(len(self._ids) - 1)
+            self._complain(Issue("outline_malformed", what, self._paths[thing.place], where))
         self._outlines.append(outlines or ())
-        if self._keep == "everything":
-            extra = _further(entry, _OBJECT_KEYS)
-            self._extras.append(extra | {"segmentation": given} if is_mask else extra)
+        extra = thing.extra or _NOTHING
+        self._extras.append({**extra, "segmentation": given} if is_mask else extra)
 
-    def finish(self, categories: Sequence[Any], known: KnownClasses, complain: Complain) -> None:
-        """Says what is wrong, and makes the columns of what is good.
+    def _where(self, row: int) -> str:
+        """Names an object."""
+        usual = self._ids[row] if self._has_id[row] else f"number {self._ids[row]}"
+        name = Path(self._paths[self._places[row]]).name
+        return f"{self._file}: annotation {self._odd_ids.get(row, usual)} of image {name!r}"
 
-        Raises: DataError: a category is malformed.
-        """
-        file = self._file
-        classes = classes_of(categories, self._used, file, complain, known)
-        images = _whole(self._image_columns, _IMAGE_COLUMNS)
-        objects = _whole(self._object_columns, _OBJECT_COLUMNS)
-
-        first_N = np.ones(len(self._paths), bool)  # of those with one id the first
-        for at, before in _repeats(images["ids"]):
-            first_N[at] = False
-            number, earlier = (int(images["numbers"][each]) for each in (at, before))
-            what = f"images[{number}] has the same id as images[{earlier}]: {images['ids'][at]}"
-            self._image_issues.append((number, Issue("image_id_duplicate", what, where=str(file))))
-        for _, issue in sorted(self._image_issues, key=itemgetter(0)):
-            complain(issue)
-
-        image_O = _positions(images["ids"], np.flatnonzero(first_N), objects["image_ids"])
-        labels = {identity: label for identity, label in classes.label_of.items()}
-        ids_K, label_K = np.array([*labels], np.int64), np.array([*labels.values()], np.int64)
-        class_O = _positions(ids_K, np.arange(len(ids_K)), objects["category_ids"])
-        for number, odd in self._odd.items():  # 0 replaces what is no number
-            if whole_number(odd.image_id) is None:
-                image_O[number] = -1
-            if whole_number(odd.category_id) is None:
-                class_O[number] = -1
-        good_N = first_N & np.array([path != "" for path in self._paths], bool)
-        shown_O = np.array([False]) if not len(good_N) else good_N[image_O]
-        shown_O = (image_O >= 0) & shown_O  # in an image that is used
-
-        def path_of(number: int) -> str:
-            return self._paths[image_O[number]] if shown_O[number] else ""
-
-        def where(number: int, of_image: bool = True) -> str:
-            usual = objects["ids"][number] if objects["has_id"][number] else f"number {number}"
-            text = f"{file}: annotation {self._texts.get(number, usual)}"
-            name = Path(path_of(number)).name if of_image else ""
-            return f"{text} of image {name!r}" if name else text
-
-        def malformed(number: int) -> Issue:
-            odd = self._odd.get(number)
-            given = (
-                (int(objects["image_ids"][number]), int(objects["category_ids"][number]))
-                if odd is None
-                else (odd.image_id, odd.category_id)
-            )
-            if odd is not None and odd.keys is not None:
-                return odd.keys
-            if image_O[number] < 0:
-                what = f"image_id {given[0]} is not among the file's images"
-                if isinstance(given[0], str):
-                    what = f"image_id {given[0]!r}{_as_text(given[0])}: expected a whole number"
-                return Issue("image_unknown", what, where=where(number))
-            if class_O[number] < 0:
-                what = _unknown_class(given[1], whole_number(given[1]), classes)
-                return Issue("class_unknown", what, path_of(number), where(number, of_image=False))
-            return Issue("annotation_line", odd.box if odd else "", path_of(number), where(number))
-
-        bad_O = (image_O < 0) | (class_O < 0)
-        bad_O[[*self._odd]] = True
-        issues = [(number, malformed(number)) for number in np.flatnonzero(bad_O).tolist()]
-        whole_O = np.flatnonzero(objects["has_id"] & ~bad_O)
-        what = "an annotation before it has the same id"
-        for at, _ in _repeats(objects["ids"][whole_O]):
-            number = int(whole_O[at])
-            issues.append(
-                (number, Issue("annotation_id_duplicate", what, path_of(number), where(number)))
-            )
-        kept_O = shown_O & ~bad_O
-        wrong = [*(("area_invalid", *each) for each in self._odd_areas.items())]
-        what = "segmentation: expected lists of x1, y1, x2, y2, ..."
-        wrong += [("outline_malformed", number, what) for number in self._odd_outlines]
-        for code, number, what in wrong:
-            if kept_O[number]:
-                issues.append((number, Issue(code, what, path_of(number), where(number))))
-        for _, issue in sorted(issues, key=itemgetter(0)):
-            complain(issue)
-
-        numbers = np.flatnonzero(kept_O)
-        kept_N = np.flatnonzero(good_N)
-        self._good_N, self._kept_O = kept_N, numbers
-        self._lost_N = np.bincount(image_O[bad_O & shown_O], minlength=len(good_N))[kept_N]
-        paths = [self._paths[at] for at in kept_N.tolist()]
-        seen: set[str] = set()
-        for path, number in zip(paths, images["numbers"][kept_N].tolist()):
-            if path in seen:
-                what = f"{Path(path).name} is listed a second time"
-                complain(Issue("image_listed_twice", what, path, f"{file}: images[{number}]"))
-            seen.add(path)
-        whole = len(numbers) == self._count
-        columns = objects if whole else {name: each[numbers] for name, each in objects.items()}
-        place_N = np.cumsum(good_N) - 1
-        self._numbers_N = images["numbers"][kept_N]
-        self.columns = RawColumns(
-            paths=paths,
-            image_ids_N=images["ids"][kept_N],
-            sizes_N2=np.stack([images["heights"], images["widths"]], axis=1)[kept_N],
-            size_known_N=images["size_known"][kept_N],
-            image_O=place_N[image_O[numbers]],
-            boxes_O4=columns["boxes"],
-            labels_O=label_K[class_O[numbers]],
-            crowd_O=columns["crowds"],
-            area_O=columns["areas"],
-            where=lambda number: where(int(numbers[number])),
-            outlines=[self._outlines[n] for n in numbers.tolist()] if self._outlines else None,
-            class_names=classes.names,
-            category_ids=classes.ids,
-            source=str(file),
+    def columns(self) -> RawColumns:
+        """Everything in columns; nothing may be added after."""
+        return RawColumns(
+            paths=self._paths,
+            image_ids_N=np.asarray(self._image_ids),
+            sizes_N2=np.asarray(self._sizes).reshape(-1, 2),
+            size_known_N=np.asarray(self._size_known).astype(bool),
+            image_O=np.asarray(self._places),
+            boxes_O4=np.asarray(self._boxes).reshape(-1, 4),
+            labels_O=np.asarray(self._labels),
+            crowd_O=np.asarray(self._crowds).astype(bool),
+            area_O=np.asarray(self._areas),
+            where=self._where,
+            outlines=None if self._keep == "boxes" else self._outlines,
+            class_names=self._classes.names,
+            category_ids=self._classes.ids,
+            source=str(self._file),
         )
-        self._class_extras = _class_extras(categories, classes)
 
     def as_set(self) -> RawSet:
         """Set with a Python object for each image and box."""
-        columns = self.columns
-        identities, sizes = columns.image_ids_N.tolist(), columns.sizes_N2.tolist()
-        lost, known = self._lost_N.tolist(), columns.size_known_N.tolist()
+        columns = self.columns()
         images = [
             RawImage(
                 path=Path(path),
-                image_id=identities[place],
-                width=sizes[place][1],
-                height=sizes[place][0],
+                image_id=self._image_ids[place],
+                width=self._sizes[2 * place + 1],
+                height=self._sizes[2 * place],
                 objects=[],
-                where=f"{self._file}: images[{self._numbers_N[place]}]",
-                extra=self._image_extras[at],
-                size_known=known[place],
-                lost=lost[place],
+                where=f"{self._file}: images[{self._numbers[place]}]",
+                extra=self._image_extras[place],
+                size_known=bool(self._size_known[place]),
+                lost=self._lost[place],
             )
-            for place, (path, at) in enumerate(zip(columns.paths, self._good_N.tolist()))
+            for place, path in enumerate(self._paths)
         ]
-        boxes, areas = columns.boxes_O4.tolist(), columns.area_O.tolist()
-        labels, crowds = columns.labels_O.tolist(), columns.crowd_O.tolist()
-        for place, number in enumerate(self._kept_O.tolist()):
+        for row, box in enumerate(columns.boxes_O4.tolist()):
             thing = RawObject(
-                box=tuple(boxes[place]),
-                label=labels[place],
-                where=columns.where(place),
-                crowd=crowds[place],
-                area=None if math.isnan(areas[place]) else areas[place],
-                polygons=self._outlines[number],
-                extra=self._extras[number],
+                box=tuple(box),
+                label=self._labels[row],
+                where=self._where(row),
+                crowd=bool(self._crowds[row]),
+                area=None if math.isnan(self._areas[row]) else self._areas[row],
+                polygons=self._outlines[row],
+                extra=self._extras[row],
             )
-            images[columns.image_O[place]].objects.append(thing)
+            images[self._places[row]].objects.append(thing)
         return RawSet(
             images,
             columns.class_names,
             columns.category_ids,
             columns.source,
-            extra=self.further,
-            class_extras=self._class_extras,
+            extra=self.extra,
+            class_extras=self.class_extras,
         )
 
 
-# --- columns --------------------------------------------------------------------------------------
-
-# What an entry that is not as others are raises; DataError is a ValueError.
-_UNUSUAL = (ValueError, KeyError, TypeError, OverflowError)
-_OF_IMAGE = itemgetter("id", "file_name", "height", "width")
-_NEEDED_OF_OBJECT = itemgetter("image_id", "category_id", "bbox")
-_FURTHER = ("iscrowd", "area", "id")
-_OF_OBJECT = itemgetter("image_id", "category_id", "bbox", *_FURTHER)
-_PLAIN_NAME = re.compile(r"(?:[^./\\\0:][^/\\\0:]*/)*[^./\\\0:][^/\\\0:]*")
-_NUMBERS = {int, float}
-_TRUSTED_AREA = 1e299  # below it a float says as well as its whole number what area_in finds
-_LEAST = np.iinfo(np.int64).min  # `whole_number` takes none whose sign cannot be changed
-_IMAGE_COLUMNS = {
-    "ids": np.zeros(0, np.int64),
-    "heights": np.zeros(0, np.int64),
-    "widths": np.zeros(0, np.int64),
-    "size_known": np.zeros(0, bool),
-    "numbers": np.zeros(0, np.int64),
-}
-_OBJECT_COLUMNS = {
-    "image_ids": np.zeros(0, np.int64),
-    "category_ids": np.zeros(0, np.int64),
-    "ids": np.zeros(0, np.int64),
-    "has_id": np.zeros(0, bool),
-    "boxes": np.zeros((0, 4)),
-    "areas": np.zeros(0),
-    "crowds": np.zeros(0, bool),
-}
-
-
-def _usual_objects(entries: Sequence[Any]) -> dict[str, np.ndarray]:
-    """Columns of objects.
-
-    Raises: _UNUSUAL.
-    """
-    count = len(entries)
-    try:
-        image_ids, category_ids, boxes, crowds, areas, ids = zip(*map(_OF_OBJECT, entries))
-    except KeyError:  # of those that an annotation may lack
-        image_ids, category_ids, boxes = zip(*map(_NEEDED_OF_OBJECT, entries))
-        crowds, areas, ids = (tuple(each.get(key) for each in entries) for key in _FURTHER)
-    has_id = {*map(type, ids)} == {int}
-    if not has_id and any("id" in entry for entry in entries):
-        raise TypeError("expected ids of all or none")
-    if str in map(type, crowds):
-        raise TypeError("expected 0 or 1")
-    return {
-        "image_ids": _whole_numbers(image_ids),
-        "category_ids": _whole_numbers(category_ids),
-        "ids": _whole_numbers(ids) if has_id else np.zeros(count, np.int64),
-        "has_id": np.full(count, has_id),
-        "boxes": _boxes(boxes),
-        "areas": _areas(areas),
-        "crowds": np.fromiter(map(bool, crowds), bool, count),
-    }
-
-
-def _areas(areas: Sequence[Any]) -> np.ndarray:
-    """Areas, float64, NaN for none.
-
-    Raises: _UNUSUAL: `area_in` must look at each.
-    """
-    kinds = {*map(type, areas)}
-    if kinds == {type(None)}:
-        return np.full(len(areas), np.nan)
-    if not kinds <= _NUMBERS:
-        raise TypeError("expected numbers")
-    area_P = np.fromiter(areas, np.float64, len(areas))
-    if not (np.abs(area_P) < _TRUSTED_AREA).all():
-        raise ValueError("expected finite numbers")
-    return area_P
-
-
-def _boxes(boxes: Sequence[Any]) -> np.ndarray:
-    """Boxes, [P, 4] float64, xyxy.
-
-    Raises: _UNUSUAL: not four numbers.
-    """
-    if {*map(type, boxes)} != {list} or {*map(len, boxes)} != {4}:
-        raise ValueError("expected lists of four")
-    numbers = [*chain.from_iterable(boxes)]
-    if not {*map(type, numbers)} <= _NUMBERS:
-        numbers = [float(number) for number in numbers]
-    boxes_P4 = np.fromiter(numbers, np.float64, len(numbers)).reshape(-1, 4)
-    if not boxes_P4.any(axis=1).all():
-        raise ValueError("a box that the outline may tell")
-    boxes_P4[:, 2:] += boxes_P4[:, :2]
-    return boxes_P4
-
-
-def _whole_numbers(values: Sequence[Any]) -> np.ndarray:
-    """Values as int64.
-
-    Raises: _UNUSUAL: one is none, see `whole_number`.
-    """
-    if {*map(type, values)} != {int}:
-        values = [whole_number(value) for value in values]
-        if None in values:
-            raise ValueError("expected whole numbers")
-    numbers = np.fromiter(values, np.int64, len(values))
-    if (numbers == _LEAST).any():
-        raise OverflowError
-    return numbers
-
-
-def _columns_of(
-    kinds: Mapping[str, np.ndarray], rows: Sequence[Sequence[Any]]
-) -> dict[str, np.ndarray]:
-    """The columns of rows."""
-    columns = zip(*rows) if rows else [()] * len(kinds)
-    return {
-        name: np.array(column, empty.dtype).reshape(-1, *empty.shape[1:])
-        for (name, empty), column in zip(kinds.items(), columns)
-    }
-
-
-def _add(columns: dict[str, list[np.ndarray]], piece: Mapping[str, np.ndarray]) -> None:
-    for name, column in piece.items():
-        columns[name].append(column)
-
-
-def _whole(
-    columns: dict[str, list[np.ndarray]], kinds: Mapping[str, np.ndarray]
-) -> dict[str, np.ndarray]:
-    """Whole columns, whose pieces are given up."""
-    return {name: np.concatenate([empty, *columns.pop(name, [])]) for name, empty in kinds.items()}
-
-
-def _positions(known_N: np.ndarray, places_K: np.ndarray, wanted_O: np.ndarray) -> np.ndarray:
-    """Position in `known_N` of each wanted value; -1: absent.
-
-    Args: places_K: only these positions of known_N count; they hold no value twice.
-    """
-    if not len(places_K):
-        return np.full(len(wanted_O), -1)
-    order_K = places_K[known_N[places_K].argsort()]
-    sorted_K = known_N[order_K]
-    place_O = np.minimum(np.searchsorted(sorted_K, wanted_O), len(sorted_K) - 1)
-    return np.where(sorted_K[place_O] == wanted_O, order_K[place_O], -1)
-
-
-def _repeats(ids_N: np.ndarray) -> list[tuple[int, int]]:
-    """(position, that of the first) of each id that was there before."""
+def _repeated(ids_N: np.ndarray) -> np.ndarray:
+    """Positions of ids that are there before."""
     if (ids_N[1:] > ids_N[:-1]).all():
-        return []
-    order = ids_N.argsort(kind="stable")
-    starts = np.flatnonzero(np.r_[True, ids_N[order[1:]] != ids_N[order[:-1]]])
-    first = np.repeat(order[starts], np.diff(np.r_[starts, len(order)]))
-    again = order != first
-    return sorted(zip(order[again].tolist(), first[again].tolist()))
+        return np.zeros(0, np.int64)
+    _, first = np.unique(ids_N, return_index=True)
+    return np.setdiff1d(np.arange(len(ids_N)), first)
 
 
 def _with_name(entry: Any) -> Any:
@@ -714,9 +569,22 @@ def _check_keys(part: str, number: int, entry: Any, file: Path) -> None:
         raise Malformed(Issue("annotation_line", what, where=str(file)))
 
 
+# --- classes --------------------------------------------------------------------------------------
+
+
+def _used_categories(annotations: Sequence[Any]) -> Callable[[], Collection[int | None]]:
+    """A look at which categories have objects; few files need it."""
+
+    def used() -> Collection[int | None]:
+        entries = filter(lambda value: isinstance(value, dict), map(_value, annotations))
+        return {whole_number(entry.get("category_id")) for entry in entries}
+
+    return used
+
+
 def classes_of(
     entries: Sequence[Any],
-    used: Collection[int | None],
+    used: Callable[[], Collection[int | None]],
     file: Path,
     complain: Complain,
     known: KnownClasses = OWN_CLASSES,
@@ -724,7 +592,7 @@ def classes_of(
     """Maps categories to classes: merges equal names, drops a mere group.
 
     Args:
-        used: ids that annotations have.
+        used: finds the ids that annotations have.
         known: the classes; categories are those of the same name.  Without it, all names in the
             order of their ids.
     Raises: DataError: an entry is malformed.
@@ -762,13 +630,15 @@ def classes_of(
     return Categories(name_of, label_of, names, tuple(ids), known)
 
 
-def _group(entries: Sequence[Mapping[str, Any]], used: Collection[int | None]) -> int | None:
+def _group(
+    entries: Sequence[Mapping[str, Any]], used: Callable[[], Collection[int | None]]
+) -> int | None:
     """Returns the id of the unused category that is the supercategory of all others, or None."""
     child_counts = Counter(str(entry.get("supercategory")) for entry in entries)
     for entry in entries:
         name = str(entry["name"])
         children = child_counts[name] - (str(entry.get("supercategory")) == name)
-        if 0 < children == len(entries) - 1 and whole_number(entry["id"]) not in used:
+        if 0 < children == len(entries) - 1 and whole_number(entry["id"]) not in used():
             return whole_number(entry["id"])
     return None
 
