@@ -3,7 +3,7 @@
 ppdist data check DATA [--fast] [--json F] [--fix DIR]         what is wrong with both splits?
 ppdist data stats DATA [--json F] [--plots DIR]                classes, box sizes, positions
 ppdist data show DATA [--out F.png] [--eval] [--epoch N]       samples as the model sees them
-ppdist data convert DATA --to coco|voc|yolo --out DIR          the same set in another format
+ppdist data convert DATA --to coco|yolo --out DIR              the same set in another format
 ppdist data convert DATA --to coco --shards 256MB --out DIR    images in tar shards, for stores
 ppdist data convert FOLDER --to coco --out DIR                 of labelme, CVAT, KITTI, ..., too
 ppdist data split DATA --parts train=0.8 val=0.2               divide one split, by classes
@@ -73,7 +73,7 @@ def parse() -> argparse.Namespace:
     for command, recipe in ((stats, RECIPE), (show, RECIPE), (anchors, "yolov5s")):
         add_data(command, recipe=recipe)
     convert = commands.add_parser("convert", help="write the set in another format")
-    convert.add_argument("--to", required=True, choices=("coco", "voc", "yolo"),
+    convert.add_argument("--to", required=True, type=_written, choices=("coco", "yolo"),
                          help="the format to write")  # fmt: skip
     convert.add_argument("--out", type=Path, required=True, metavar="DIR", help="data.root to be")
     convert.add_argument("--shards", type=byte_count, metavar="SIZE",
@@ -255,17 +255,30 @@ def _unlogged(name: str) -> Iterator[None]:
         logger.disabled = False
 
 
-def write_fixed(arguments: argparse.Namespace, data_format: Any, report: "Report") -> None:
-    """Writes the clean copy and says what was done."""
+def _written(word: str) -> str:
+    """A format that `convert` writes."""
+    if word == "voc":
+        raise argparse.ArgumentTypeError(
+            "Pascal VOC is read, but no longer written: use coco, which keeps everything; "
+            "`ppdist predict --format voc` still writes detections so"
+        )
+    return word
+
+
+def write_fixed(arguments: argparse.Namespace, data_format: str, report: "Report") -> None:
+    """Writes the clean copy, as COCO unless the set is YOLO, and says what was done."""
     from ppdist.data.checks.clean_copy import clean_copy
-    from ppdist.data.datasets.convert import snippet
+    from ppdist.data.datasets.convert import Format, snippet
 
     files = arguments.image_files
-    cleaned = clean_copy(report, data_format, arguments.fix, images=files)
+    written: Format = "yolo" if data_format == "yolo" else "coco"
+    if written != data_format:
+        print(f"fixed: data.format {data_format} is not written: the copy is {written.upper()}")
+    cleaned = clean_copy(report, written, arguments.fix, images=files)
     for line in cleaned.lines:
         print(f"fixed: {line}")
     say_wrote(arguments.fix)
-    print(snippet(cleaned.raws, data_format, arguments.fix, images=files), end="")
+    print(snippet(cleaned.raws, written, arguments.fix, images=files), end="")
 
 
 def say_wrote(out: Path) -> None:

@@ -13,8 +13,11 @@ import pytest
 from PIL import Image
 
 from ppdist.config import load_config
+from ppdist.data.datasets.annotations import quietly
+from ppdist.data.datasets.build import read_raw
 from tests.forked import run_here
-from tests.unit.data.sets import write_images
+from tests.unit.data.datasets.small import voc_set
+from tests.unit.data.sets import write_images, write_voc
 
 TOOL = str(Path(__file__).resolve().parents[2] / "tools" / "data.py")
 
@@ -112,11 +115,12 @@ REFUSED = [  # a command, and what its message names
     (f"{PARTS} a=0.5 a=0.5", "of different names"),
     (f"{PARTS} ../a=0.5 b=0.5", "--parts ../a=0.5: "),
     (f"{PARTS} a=x b=0.5", "--parts a=x: "),
+    ("convert --to voc --out x -c {cfg}", "no longer written: use coco"),
     ("synthetic --out x --size 63", "found '63'"),
     ("synthetic --out x --val 0", "--val: "),
     *(
         (f"{command} {options}", named)
-        for command in ("convert --to voc --out x", "split --parts a=0.5 b=0.5")
+        for command in ("convert --to yolo --out x", "split --parts a=0.5 b=0.5")
         for options, named in (
             ("", "DATA or -c, found neither"),
             ("-c {cfg} --format coco", "--format conflicts with "),
@@ -197,15 +201,27 @@ def test_check_writes_clean_copy_without_issues(dirty, tmp_path):
         assert kind in done.stdout and kind not in again.stdout
 
 
-@pytest.mark.parametrize("form", ["voc", "yolo"])
-def test_convert_there_and_back_gives_the_same_boxes(made, tmp_path, form):
+def test_clean_copy_of_a_voc_set_is_coco_and_says_so(tmp_path):
+    (tmp_path / "in").mkdir()
+    voc_set(tmp_path / "in", {"a": "train", "b": "val"}, {"a": ["cat"], "b": ["cat"]})
+    (tmp_path / "cfg.yml").write_text(
+        f"data: {{format: voc, root: {tmp_path}/in, train: {{annotations: train.txt}},"
+        f" val: {{annotations: val.txt}}}}\nmodel: {{name: ppyoloe, num_classes: 1}}\n"
+    )
+    done = run_here("data", "check", "-c", tmp_path / "cfg.yml", "--fix", tmp_path / "out")
+    assert done.returncode == 0, done.stderr
+    assert "data.format voc is not written: the copy is COCO" in done.stdout
+    content = json.loads((tmp_path / "out" / "annotations" / "instances_train.json").read_text())
+    assert [entry["bbox"] for entry in content["annotations"]] == [[1, 2, 29, 38]]
+
+
+def test_convert_there_and_back_gives_the_same_boxes(made, tmp_path):
     done = run_here(
-        "data", "convert", "--to", form, "--out", tmp_path / form, "-c", made / "cfg.yml"
+        "data", "convert", "--to", "yolo", "--out", tmp_path / "yolo", "-c", made / "cfg.yml"
     )
     assert done.returncode == 0, done.stderr
     assert f"train: {made}/annotations/instances_train.json: 6 images" in done.stdout
-    lists = {"voc": "ImageSets/Main/train.txt", "yolo": "train.txt"}
-    back = ["--format", form, "--root", tmp_path / form, "--annotations", lists[form]]
+    back = ["--format", "yolo", "--root", tmp_path / "yolo", "--annotations", "train.txt"]
     done = run_here(
         "data",
         "convert",
@@ -342,9 +358,12 @@ def test_split_divides_and_its_settings_can_be_used(made, tmp_path):
 def test_split_divides_all_images_whatever_the_limit(made, tmp_path, form):
     source = ["-c", made / "cfg.yml"]
     if form == "voc":
-        done = run_here("data", "convert", "--to", "voc", "--out", tmp_path / "voc", *source)
-        data = done.stdout.partition("to use it:\n")[2]
-        (tmp_path / "voc.yml").write_text(f"{data}model: {{name: ppyoloe, num_classes: 3}}\n")
+        write_voc(read_raw(load_config(made / "cfg.yml").data, "train", quietly), tmp_path, "train")
+        (tmp_path / "voc.yml").write_text(
+            f"data: {{format: voc, root: {tmp_path}, train: {{annotations: ImageSets/Main/train.txt"
+            f"}}, val: {{annotations: ImageSets/Main/train.txt}}}}\n"
+            f"model: {{name: ppyoloe, num_classes: 3}}\n"
+        )
         source = ["-c", tmp_path / "voc.yml"]
     parts = ["--parts", "a=0.5", "b=0.5", "--out", tmp_path / "parts"]
     done = run_here("data", "split", *source, *parts, "-o", "data.train.limit=4")

@@ -8,7 +8,10 @@ from pathlib import Path
 
 import pytest
 
+from ppdist.data.datasets.annotations import quietly
+from ppdist.data.datasets.coco import read_coco
 from tests.forked import run_tool, succeeded
+from tests.unit.data.sets import write_voc
 from tests.wheel import PIP, built_wheel
 
 pytestmark = pytest.mark.slow
@@ -54,8 +57,10 @@ def _yolo(shapes: Path, folder: Path) -> Path:
 
 
 def _voc(shapes: Path, folder: Path) -> Path:
-    _converted(shapes, folder, "voc")
-    succeeded(_run("rm", "-rf", folder / "ImageSets", folder=folder))
+    for split in ("train", "val"):
+        file = shapes / "annotations" / f"instances_{split}.json"
+        write_voc(read_coco(shapes / "images", file, quietly), folder / split, split)
+        succeeded(_run("rm", "-rf", folder / split / "ImageSets", folder=folder))
     return folder
 
 

@@ -2,7 +2,6 @@
 
     OUT/images/SPLIT/...                    copies of the images, or links to them, or tar shards
     coco  OUT/annotations/instances_SPLIT.json
-    voc   OUT/ImageSets/Main/SPLIT.txt      OUT/Annotations/SPLIT/....xml   OUT/label_list.txt
     yolo  OUT/SPLIT.txt                     OUT/labels/SPLIT/....txt        OUT/data.yaml
 
     images -> groups of one content -> parts (`divide`) -> files of the set's own format (`write`)
@@ -42,7 +41,6 @@ from ppdist.data.datasets.annotations import (
 from ppdist.data.datasets.build import read_raw
 from ppdist.data.datasets.coco import coco_content, write_coco
 from ppdist.data.datasets.layout import VAL_FRACTION
-from ppdist.data.datasets.voc import write_voc
 from ppdist.data.datasets.yolo import write_yolo
 from ppdist.data.image import ImageHeader, read_header
 from ppdist.data.types import Box, DetectionSet, RawImage, RawSet, keyed_generator
@@ -50,7 +48,7 @@ from ppdist.runtime.decoder import MOST_BYTES
 from ppdist.storage import files as storage
 from ppdist.storage.shards import ShardWriter, place_in_shard
 
-Format = Literal["coco", "voc", "yolo"]
+Format = Literal["coco", "yolo"]
 Images = Literal["copy", "link", "none"]
 
 
@@ -91,7 +89,7 @@ def convert(
 def targets_of(out: Path, form: Format, images: Images, split: str) -> list[Path]:
     """Files and folders that `convert` writes for one split alone."""
     targets = [_annotation_file(form, split)]
-    targets += {"coco": [], "voc": [f"Annotations/{split}"], "yolo": [f"labels/{split}"]}[form]
+    targets += [f"labels/{split}"] if form == "yolo" else []
     targets += [f"images/{split}"] if images != "none" else []
     return [out / target for target in targets]
 
@@ -118,34 +116,26 @@ def _write(
     lines: list[str] = []
     folder = _common_folder(raw)
     raw = _finite(_sized(raw, lines), lines)
-    if form != "coco":
-        raw = _once(raw, lines)
     if form == "yolo":
-        raw = _as_files_are(raw, lines)
-    names = _new_names(raw, folder, lines, by_key=form != "coco" or shard_bytes is not None)
+        raw = _as_files_are(_once(raw, lines), lines)
+    names = _new_names(raw, folder, lines, by_key=form == "yolo" or shard_bytes is not None)
     make_folder(out)
-    if form != "coco":
-        _write_classes(raw, form, out, split)
-        _say_what_is_lost(raw, form, lines)
+    if form == "yolo":
+        _write_classes(raw, out, split)
+        _say_what_is_lost(raw, lines)
     file = out / _annotation_file(form, split)
     if shard_bytes is not None:
         content, more = _sharded(raw, names, out / "images" / split, split, shard_bytes)
         write_coco(file, content)
         return lines + more
     if images == "none":
-        written = [os.path.relpath(storage.absolute(image.path), folder) for image in raw.images]
-        _check_names_stay(form, written)
+        names = [os.path.relpath(storage.absolute(image.path), folder) for image in raw.images]
     else:
         _place_images(raw, names, out / "images" / split, images, lines)
-        written = [f"{split}/{name}" for name in names] if form == "voc" else names
     if form == "coco":
-        content, more = coco_content(raw, written)
+        content, more = coco_content(raw, names)
         write_coco(file, content)
         lines += more
-    elif form == "voc":
-        place = _place_of_xml(out, split, folder) if images == "none" else split
-        stems = [f"{place}/{os.path.splitext(name)[0]}" for name in names]
-        lines += write_voc(file, out / "Annotations", raw, written, stems)
     else:
         listed = [f"./images/{split}/{name}" for name in names]
         lines += write_yolo(file, out / "labels" / split, raw, names, listed)
@@ -160,7 +150,7 @@ def snippet(raws: Mapping[str, RawSet], form: Format, out: Path, *, images: Imag
     """
     data: dict[str, object] = {"format": form, "root": os.path.abspath(out)}
     for split, raw in raws.items():
-        folder = "images" if form == "voc" else f"images/{split}"
+        folder = f"images/{split}"
         if images == "none":
             folder = storage.absolute(_common_folder(raw))
         data[split] = {"images": folder, "annotations": _annotation_file(form, split)}
@@ -171,14 +161,10 @@ def snippet(raws: Mapping[str, RawSet], form: Format, out: Path, *, images: Imag
 
 def _annotation_file(form: Format, split: str) -> str:
     """Path below OUT that `data.*.annotations` names."""
-    return {
-        "coco": f"annotations/instances_{split}.json",
-        "voc": f"ImageSets/Main/{split}.txt",
-        "yolo": f"{split}.txt",
-    }[form]
+    return f"annotations/instances_{split}.json" if form == "coco" else f"{split}.txt"
 
 
-# Ends of lines to Python, or nothing that XML may contain.
+# Ends of lines to Python, or nothing that a text file may contain.
 _NO_NAME = re.compile("[\x00-\x1f\x7f\x85\u2028\u2029\ufffe\uffff\ud800-\udfff]")
 
 
@@ -212,8 +198,11 @@ def _check(raw: RawSet, form: Format, out: Path, images: Images, split: str) -> 
                 where=str(target),
                 fix="choose a new folder",
             )
-    if form == "coco":
-        return
+    if form == "yolo":
+        _check_class_names(raw)
+
+
+def _check_class_names(raw: RawSet) -> None:
     twice = [name for name, count in Counter(raw.class_names).items() if count > 1]
     if twice:
         raise DataError(
@@ -225,7 +214,7 @@ def _check(raw: RawSet, form: Format, out: Path, images: Images, split: str) -> 
     if strange or "" in raw.class_names:
         first = strange[0] if strange else ""
         raise DataError(
-            f"class {first!r}: {form} files cannot hold this name",
+            f"class {first!r}: yolo files cannot hold this name",
             code="class_name_unwritable",
             where=raw.source,
         )
@@ -384,7 +373,7 @@ def _new_names(raw: RawSet, folder: str, lines: list[str], *, by_key: bool) -> l
 
 
 def _clean(name: str) -> str:
-    """Name valid in UTF-8, XML and lists, with labels YOLO can find."""
+    """Name valid in UTF-8 and lists, with labels YOLO can find."""
     content = os.fsencode(name)
     for encoding in ("utf-8", "gb18030"):
         try:
@@ -404,7 +393,7 @@ def _named(part: str) -> str:
     return "_" if bare in ("", ".", "..") else bare
 
 
-def _write_classes(raw: RawSet, form: Format, out: Path, split: str) -> None:
+def _write_classes(raw: RawSet, out: Path, split: str) -> None:
     known = class_names(out, ())
     if known and known != raw.class_names:
         raise DataError(
@@ -414,16 +403,13 @@ def _write_classes(raw: RawSet, form: Format, out: Path, split: str) -> None:
             where=str(out),
             fix="choose a new folder",
         )
-    if form == "voc" and not known:
-        write_text(out / "label_list.txt", "".join(f"{name}\n" for name in raw.class_names))
-    elif form == "yolo":
-        there = [each for each in ("train", "val") if (out / f"{each}.txt").exists()]
-        file, before = out / "data.yaml", _data_yaml(raw, there)
-        if not known:
-            write_text(file, _data_yaml(raw, [split]))
-        elif file.is_file() and file.read_text(encoding="utf-8") == before:  # of another split
-            with writing(file):
-                replace_file(file, _data_yaml(raw, [*there, split]).encode())
+    there = [each for each in ("train", "val") if (out / f"{each}.txt").exists()]
+    file, before = out / "data.yaml", _data_yaml(raw, there)
+    if not known:
+        write_text(file, _data_yaml(raw, [split]))
+    elif file.is_file() and file.read_text(encoding="utf-8") == before:  # of another split
+        with writing(file):
+            replace_file(file, _data_yaml(raw, [*there, split]).encode())
 
 
 def _data_yaml(raw: RawSet, splits: Sequence[str]) -> str:
@@ -433,7 +419,7 @@ def _data_yaml(raw: RawSet, splits: Sequence[str]) -> str:
     return yaml.safe_dump(content, sort_keys=False, allow_unicode=True)
 
 
-def _say_what_is_lost(raw: RawSet, form: Format, lines: list[str]) -> None:
+def _say_what_is_lost(raw: RawSet, lines: list[str]) -> None:
     if raw.extra:
         lines.append(f"{', '.join(map(str, raw.extra))}: of the whole set, left out")
     of_classes = dict.fromkeys(str(key) for extra in raw.class_extras for key in extra)
@@ -442,18 +428,8 @@ def _say_what_is_lost(raw: RawSet, form: Format, lines: list[str]) -> None:
     if raw.category_ids != tuple(range(1, len(raw.category_ids) + 1)):
         lines.append(f"category ids: become 1 to {len(raw.category_ids)}")
     ids = [image.image_id for image in raw.images]
-    if form == "yolo" and ids != list(range(1, len(ids) + 1)):
+    if ids != list(range(1, len(ids) + 1)):
         lines.append(f"image ids: become 1 to {len(ids)}")
-
-
-def _check_names_stay(form: Format, names: Sequence[str]) -> None:
-    strange = [name for name in names if _NO_NAME.search(name) or name != name.strip()]
-    if form == "voc" and strange:
-        raise DataError(
-            f"XML cannot hold the file name {strange[0]!r}",
-            code="file_name_unwritable",
-            fix="use --image-files copy",
-        )
 
 
 def _place_images(
@@ -549,14 +525,6 @@ def _shard_names(names: Sequence[str]) -> list[str]:
         taken.add(key)
         result[name] = key + suffix
     return [result[name] for name in names]
-
-
-def _place_of_xml(out: Path, split: str, folder: str) -> str:
-    """Folder below Annotations that readers take for no image folder."""
-    place = split
-    while os.path.lexists(os.path.join(folder, place)) or (out / "Annotations" / place).exists():
-        place += "_"
-    return place
 
 
 _NAME = re.compile(r"[\w-]+")

@@ -5,7 +5,7 @@ import json
 import os
 import re
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence, Set
+from collections.abc import Callable, Iterator, Mapping, Set
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -28,7 +28,6 @@ from ppdist.data.datasets.annotations import (
     read_list,
     read_text_of_image,
     size_of,
-    write_text,
 )
 from ppdist.data.image import is_image_name
 from ppdist.data.types import Box, Complain, Issue, RawImage, RawObject, RawSet
@@ -62,7 +61,7 @@ def read_voc(
     images/a/b.jpg, or else the only one below `images` that is called so or as <filename> says.
     Corners are used as they stand: xmax is an edge, not the last pixel.  Objects marked difficult
     are treated like COCO's crowds: not learned, ignored in evaluation.  All other tags are in
-    `extra`; what `write_voc` added for sets of other formats becomes again what it was.
+    `extra`; ppdist once wrote areas and outlines into tags of its own, which are read.
 
     Args:
         images: the folder of the images.
@@ -91,7 +90,6 @@ def read_voc(
         image.lost += len(image.objects) - len(known_objects)
         image.objects = known_objects
     kept = [image for image, _ in found]
-    _take_ids(kept)
     find_repeats(kept, complain)
     return RawSet(kept, known, tuple(range(1, len(known) + 1)), str(annotations))
 
@@ -366,7 +364,7 @@ def _box(entry: ElementTree.Element, where: str) -> Box:
 
 
 def _take_foreign(thing: RawObject, image: RawImage, complain: Complain) -> None:
-    """What VOC has no place for, and `write_voc` wrote as JSON."""
+    """Takes the area and outline that ppdist wrote as JSON when it still wrote VOC."""
     extra = dict(thing.extra)
     thing.area = area_in(extra.get("area"))
     if thing.area is not None:
@@ -396,95 +394,3 @@ def _children(element: ElementTree.Element, known: Set[str]) -> dict[str, Any]:
             value = _children(child, set())
         found.setdefault(child.tag, []).append(value)
     return {tag: values[0] if len(values) == 1 else values for tag, values in found.items()}
-
-
-def _take_ids(images: Sequence[RawImage]) -> None:
-    """Restores image ids kept by `write_voc`, if all images have one."""
-    ids = [image.extra.get("image_id") for image in images]
-    if all(type(one) is int and abs(one) < 2**63 for one in ids) and len(set(ids)) == len(ids):
-        for image in images:
-            image.image_id = image.extra["image_id"]
-            image.extra = {key: value for key, value in image.extra.items() if key != "image_id"}
-
-
-def write_voc(
-    image_list: Path, annotations: Path, raw: RawSet, names: Sequence[str], stems: Sequence[str]
-) -> list[str]:
-    """Writes a list and XML files that `read_voc` reads back.
-
-    What VOC has no tag for (ids, areas, outlines) gets one of its own, which others ignore; values
-    that are not text are JSON there.
-
-    Args:
-        annotations: the folder of the XML files.
-        names: of the images, relative to their folder.
-        stems: what the list and the XML files call them.
-    Returns: what XML could not hold, a line for each kind.
-    Raises: UserError: a file cannot be written, or is there already.
-    """
-    lost: set[str] = set()
-    for image, name, stem in zip(raw.images, names, stems):
-        tree = ElementTree.Element("annotation")
-        ElementTree.SubElement(tree, "filename").text = name
-        size = ElementTree.SubElement(tree, "size")
-        for side, value in (("width", image.width), ("height", image.height)):
-            ElementTree.SubElement(size, side).text = str(value)
-        extra = dict(image.extra)
-        if isinstance(extra.get("size"), dict):
-            lost |= _append(size, extra.pop("size"))
-        lost |= _append(tree, {"image_id": image.image_id, **extra}, _IMAGE_TAGS)
-        for thing in image.objects:
-            entry = ElementTree.SubElement(tree, "object")
-            lost |= _append_object(entry, thing, raw.class_names[thing.label])
-        ElementTree.indent(tree, "\t")
-        text = ElementTree.tostring(tree, encoding="unicode")
-        write_text(annotations / f"{stem}.xml", f"{text}\n")
-    write_text(image_list, "".join(f"{stem}\n" for stem in stems))
-    return [f"{', '.join(sorted(lost)[:5])}: no names of XML tags, left out"] if lost else []
-
-
-def _append_object(entry: ElementTree.Element, thing: RawObject, name: str) -> set[str]:
-    ElementTree.SubElement(entry, "name").text = name
-    ElementTree.SubElement(entry, "difficult").text = str(int(thing.crowd))
-    box = ElementTree.SubElement(entry, "bndbox")
-    for side, value in zip(_SIDES, thing.box):
-        text = str(int(value)) if value.is_integer() else repr(value)
-        ElementTree.SubElement(box, side).text = text
-    extra = dict(thing.extra)
-    if thing.area is not None:
-        extra["area"] = thing.area
-    if thing.polygons:
-        extra["segmentation"] = [part_K2.reshape(-1).tolist() for part_K2 in thing.polygons]
-    return _append(entry, extra, _OBJECT_TAGS)
-
-
-def _append(
-    parent: ElementTree.Element, extra: Mapping[str, Any], taken: Set[str] = frozenset()
-) -> set[str]:
-    """Adds tags for `extra`, inverse to `_children`.
-
-    Returns: the keys that no tag can be called.
-    """
-    lost = set()
-    for key, value in extra.items():
-        if not _TAG.match(key) or key in taken:
-            lost.add(key)
-            continue
-        several = isinstance(value, list) and len(value) > 1 and all(map(_is_xml, value))
-        for one in value if several else [value]:
-            child = ElementTree.SubElement(parent, key)
-            if not _is_xml(one):
-                child.set("type", "json")
-                child.text = json.dumps(one)
-            elif isinstance(one, str):
-                child.text = one
-            else:
-                _append(child, one)
-    return lost
-
-
-def _is_xml(value: Any) -> bool:
-    """Whether a value is one that `_children` gives for plain tags."""
-    if isinstance(value, dict):
-        return bool(value) and all(map(_TAG.match, value))
-    return isinstance(value, str) and not _NO_XML.search(value)

@@ -1,6 +1,7 @@
 """Small sets on disk for the tests of this folder."""
 
 import json
+import shutil
 from pathlib import Path
 
 import numpy as np
@@ -10,6 +11,7 @@ from ppdist.config.data import DataConfig, SplitConfig
 from ppdist.data.datasets.annotations import quietly
 from ppdist.data.datasets.build import read_raw
 from ppdist.data.datasets.convert import convert
+from ppdist.data.types import RawSet
 
 NAMES = ("RBC", "WBC", "Platelets")
 
@@ -78,6 +80,27 @@ def sharded(root: Path, out: Path, shard_bytes: int = 12_000) -> DataConfig:
     (out / "images").rmdir()
     (out / "shards").rename(out / "images")
     return coco_config(out)
+
+
+def write_voc(raw: RawSet, root: Path, split: str) -> None:
+    """A split as Pascal VOC has it: images/, Annotations/, ImageSets/Main/SPLIT.txt, names."""
+    for folder in ("images", "Annotations", "ImageSets/Main"):
+        (root / folder).mkdir(parents=True, exist_ok=True)
+    for image in raw.images:
+        shutil.copyfile(image.path, root / "images" / image.path.name)
+        things = "".join(
+            f"<object><name>{raw.class_names[thing.label]}</name><bndbox><xmin>{thing.box[0]!r}"
+            f"</xmin><ymin>{thing.box[1]!r}</ymin><xmax>{thing.box[2]!r}</xmax>"
+            f"<ymax>{thing.box[3]!r}</ymax></bndbox></object>"
+            for thing in image.objects
+        )
+        (root / "Annotations" / f"{image.path.stem}.xml").write_text(
+            f"<annotation><filename>{image.path.name}</filename><size><width>{image.width}</width>"
+            f"<height>{image.height}</height></size>{things}</annotation>"
+        )
+    stems = [f"{image.path.stem}\n" for image in raw.images]
+    (root / "ImageSets" / "Main" / f"{split}.txt").write_text("".join(stems))
+    (root / "label_list.txt").write_text("\n".join(raw.class_names))
 
 
 def bccd(shared: Path, form: str = "coco", **changes: object) -> DataConfig:

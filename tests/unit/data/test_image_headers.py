@@ -123,7 +123,7 @@ def test_boxes_and_outlines_turn_with_the_pixels(tmp_path, orientation):
     assert found.box == (x2, y2, x1, y1)
 
 
-@pytest.mark.parametrize("form", ["coco", "voc", "yolo"])
+@pytest.mark.parametrize("form", ["coco", "yolo"])
 def test_stored_frame_boxes_survive_every_format(tmp_path, form):
     images = [
         annotated_as_stored(write_turned(tmp_path / f"{orientation}.png", orientation))

@@ -202,7 +202,7 @@ def test_command_writes_shards_and_says_how_to_use_them(tmp_path):
     write_coco(tmp_path / "in", 5)
     source = ("--format", "coco", "--root", tmp_path / "in", "--annotations", "set.json")
     words = ("convert", "--out", tmp_path / "out", *source, "--shards")
-    for wrong in (("1MB", "--to", "voc"), ("1MB", "--to", "coco", "--image-files", "link")):
+    for wrong in (("1MB", "--to", "yolo"), ("1MB", "--to", "coco", "--image-files", "link")):
         refused = run_here("data", *words, *wrong)
         assert refused.returncode == 2 and "--shards goes with --to coco" in refused.stderr
     assert "such as 256MB" in run_here("data", *words, "many", "--to", "coco").stderr

@@ -45,9 +45,8 @@ def _names(settings: DataConfig, split: str) -> list[str]:
     "write, form",
     [
         (write_dirty_coco, "coco"),
-        (write_dirty_coco, "voc"),
         (write_dirty_coco, "yolo"),
-        (write_dirty_voc, "voc"),
+        (write_dirty_voc, "coco"),
         (write_dirty_yolo, "yolo"),
         (write_dirty_yolo, "coco"),
     ],
@@ -142,7 +141,7 @@ def test_list_of_both_splits_stays_so_when_recleaned(tmp_path):
         assert not any("leakage" in line for line in cleaned.lines)
 
 
-@pytest.mark.parametrize("form, images", [("coco", "none"), ("voc", "none"), ("yolo", "link")])
+@pytest.mark.parametrize("form, images", [("coco", "none"), ("yolo", "link")])
 def test_what_was_written_is_what_the_settings_read(tmp_path, form, images):
     """Without the images that were left out, the folder that all of them share is another one."""
     root = tmp_path / "set"
@@ -188,9 +187,9 @@ def test_a_copy_that_fails_half_way_leaves_nothing(tmp_path, monkeypatch):
 
     monkeypatch.setattr(module, "convert", full)
     with raises("disk_full", "No space left"):
-        clean_copy(report, "voc", out, images="copy")
+        clean_copy(report, "coco", out, images="copy")
     assert [*out.iterdir()] == []
     monkeypatch.undo()
-    assert clean_copy(report, "voc", out, images="copy").raws.keys() == {"train", "val"}
+    assert clean_copy(report, "coco", out, images="copy").raws.keys() == {"train", "val"}
     with raises("folder_not_empty"):
-        clean_copy(report, "voc", out, images="copy")
+        clean_copy(report, "coco", out, images="copy")

@@ -14,7 +14,7 @@ from ppdist.config.data import DataConfig
 from ppdist.data.datasets import annotation_cache
 from ppdist.data.datasets.annotations import quietly
 from ppdist.data.datasets.build import read_raw, read_split
-from ppdist.data.datasets.convert import Format, convert
+from ppdist.data.datasets.convert import convert
 from ppdist.data.types import DetectionSet, Records
 from tests.errors import raises
 from tests.unit.data.sets import (
@@ -23,6 +23,7 @@ from tests.unit.data.sets import (
     write_coco,
     write_images,
     write_json,
+    write_voc,
 )
 
 
@@ -49,11 +50,14 @@ def is_kept(dataset: DetectionSet, again: DetectionSet) -> bool:
     return bool(second.file)
 
 
-def in_format(root: Path, form: Format) -> DataConfig:
+def in_format(root: Path, form: str) -> DataConfig:
     """A set of that format below root, whose splits are the same."""
     raw = read_raw(write_coco(root / "coco", 4), "train", quietly)
     for split in ("train", "val"):
-        convert(raw, form, root / form, images="copy", split=split)
+        if form == "yolo":
+            convert(raw, "yolo", root / "yolo", images="copy", split=split)
+        else:
+            write_voc(raw, root / "voc", split)
     parts: dict[str, dict[str, str]] = {
         split: {"images": f"images/{split}"}
         if form == "yolo"
@@ -132,7 +136,7 @@ def test_changed_content_is_read_again_even_with_its_old_times(cache: Path, tmp_
 
 
 @pytest.mark.parametrize("form", ["voc", "yolo"])
-def test_one_changed_file_of_many_is_noticed(cache: Path, tmp_path: Path, form: Format) -> None:
+def test_one_changed_file_of_many_is_noticed(cache: Path, tmp_path: Path, form: str) -> None:
     config = in_format(tmp_path, form)
     first, again = read_twice(config)
     assert is_kept(first, again)

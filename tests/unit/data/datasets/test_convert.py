@@ -20,7 +20,7 @@ from ppdist.storage.retry import unavailable
 from tests.errors import raises
 from tests.unit.data.sets import NAMES, bccd, write_images
 
-FORMATS = ("coco", "voc", "yolo")
+FORMATS = ("coco", "yolo")
 SIZE = (64, 48)
 
 
@@ -125,12 +125,10 @@ def rich_set(root: Path) -> RawSet:
     return RawSet(images, ("cat", "dog"), (5, 90), "rich set")
 
 
-@pytest.mark.parametrize("form", ["coco", "voc"])
-def test_ids_areas_outlines_and_extras_survive(tmp_path, form):
+def test_ids_areas_outlines_and_extras_survive(tmp_path):
     raw = rich_set(tmp_path)
-    lost = () if form == "coco" else ("category ids: become 1 to 2",)
-    found = read_converted(raw, form, tmp_path / "out", lost=lost)
-    assert_equal_sets(found, raw if form == "coco" else replace(raw, category_ids=(1, 2)))
+    found = read_converted(raw, "coco", tmp_path / "out")
+    assert_equal_sets(found, raw)
     for ours, theirs in zip(found.images, raw.images):
         assert ours.extra == theirs.extra
         for our, their in zip(ours.objects, theirs.objects):
@@ -186,9 +184,8 @@ def test_coco_numbers_survive_as_written(tmp_path):
 
 def test_images_are_copied_linked_or_left_where_they_are(tmp_path):
     raw = plain_set(tmp_path, 3)
-    for form in ("coco", "voc"):
-        assert_equal_sets(read_converted(raw, form, tmp_path / form, images="none"), raw)
-        assert not (tmp_path / form / "images").exists()
+    assert_equal_sets(read_converted(raw, "coco", tmp_path / "coco", images="none"), raw)
+    assert not (tmp_path / "coco" / "images").exists()
     linked = read_converted(raw, "yolo", tmp_path / "yolo", images="link")
     assert [image.path.readlink() for image in linked.images] == [i.path for i in raw.images]
     with raises("images_needed"):
@@ -204,7 +201,6 @@ def test_same_names_are_separated_and_become_utf8(tmp_path):
         image.path = image.path.rename(target)
     for form, count, second in (
         ("coco", 2, "x.png"),
-        ("voc", 3, "x_2.png"),
         ("yolo", 3, "x_2.png"),
     ):
         lines = convert(raw, form, tmp_path / form, images="copy", split="train")
@@ -250,23 +246,23 @@ def test_what_cannot_be_written_is_refused_or_said(tmp_path):
     raw = plain_set(tmp_path, 3)
     twice = replace(raw, class_names=("a", "b", "a"))
     with raises("class_name_duplicate", "'a'"):
-        convert(twice, "voc", tmp_path / "out", images="copy", split="train")
+        convert(twice, "yolo", tmp_path / "out", images="copy", split="train")
     strange = replace(raw, class_names=("a", " b", "c"))
-    with raises("class_name_unwritable", "b': voc"):
-        convert(strange, "voc", tmp_path / "out", images="copy", split="train")
+    with raises("class_name_unwritable", "b': yolo"):
+        convert(strange, "yolo", tmp_path / "out", images="copy", split="train")
     raw.images[2].objects[0].box = (1.0, math.nan, 3.0, 4.0)
     raw.images[2].path.unlink()
     raw.images.append(replace(raw.images[1], image_id=9))
-    lines = convert(raw, "voc", tmp_path / "out", images="copy", split="train")
+    lines = convert(raw, "yolo", tmp_path / "out", images="copy", split="train")
     assert lines == [
         "1 objects: box is not finite, left out",
         "1 images: listed more than once, their objects merged",
         f"1 images: do not exist or cannot be read, first {raw.images[2].path}; only their "
         f"annotations were written",
     ]
-    assert (tmp_path / "out" / "ImageSets" / "Main" / "train.txt").read_text() == (
-        "train/part 0/bild0 ü\ntrain/part 1/bild0 ü\ntrain/part 0/bild1 ü\n"
-    )
+    listed = ("part 0/bild0 ü.jpg", "part 1/bild0 ü.jpg", "part 0/bild1 ü.jpg")
+    expected = "".join(f"./images/train/{name}\n" for name in listed)
+    assert (tmp_path / "out" / "train.txt").read_text() == expected
 
 
 def test_image_of_boxes_not_finite_becomes_no_background(tmp_path):
@@ -299,9 +295,8 @@ def test_coco_info_and_class_fields_survive(tmp_path):
     assert content["categories"][0] == {"supercategory": "colour", "id": 1, "name": "red"}
 
 
-@pytest.mark.parametrize("form", ["voc", "yolo"])
-def test_fields_lost_in_other_formats_are_reported(tmp_path, form):
-    assert convert(described_set(tmp_path), form, tmp_path / "out", images="copy", split="a") == [
+def test_fields_lost_in_other_formats_are_reported(tmp_path):
+    assert convert(described_set(tmp_path), "yolo", tmp_path / "out", images="copy", split="a") == [
         "info, licenses: of the whole set, left out",
         "supercategory, keypoints, skeleton: of classes, left out",
     ]
@@ -328,28 +323,17 @@ def test_numbers_that_json_has_not_are_not_written(tmp_path):
     assert entry["score"] is None and entry["scores"] == [1.5, None]
 
 
-def test_voc_files_of_unmoved_images_name_no_other(tmp_path):
-    raw = plain_set(tmp_path, 2)
-    folder = tmp_path / "flat"
-    for image, name in zip(raw.images, ("a.jpg", "train/a.jpg")):
-        (folder / name).parent.mkdir(parents=True, exist_ok=True)
-        image.path = image.path.rename(folder / name)
-    found = read_converted(raw, "voc", tmp_path / "out", images="none")
-    assert [image.path for image in found.images] == [image.path for image in raw.images]
-    assert_equal_sets(found, raw)
-
-
 @pytest.fixture(scope="module")
 def own(shared_dir) -> dict[str, RawSet]:
     """The validation split of the real set, from its own file of each format."""
     return {
         form: read_raw(bccd(shared_dir, form, class_names=NAMES), "val", complain)
-        for form in FORMATS
+        for form in ("coco", "voc", "yolo")
     }
 
 
 @pytest.mark.parametrize("second", FORMATS)
-@pytest.mark.parametrize("first", FORMATS)
+@pytest.mark.parametrize("first", ["coco", "voc", "yolo"])
 def test_the_real_set_says_the_same_in_all_formats(tmp_path, own, first, second):
     """Its own file of a format is what converting another one to that format gives."""
     raw, expected = own[first], own[second]

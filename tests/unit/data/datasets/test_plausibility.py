@@ -15,7 +15,14 @@ from ppdist.data.types import RawColumns, RawImage, RawObject, RawSet
 from ppdist.metrics.analysis import count_duplicates
 from ppdist.metrics.coco import evaluate_boxes
 from tests.errors import raises
-from tests.unit.data.sets import NAMES, coco_config, coco_content, write_coco, write_images
+from tests.unit.data.sets import (
+    NAMES,
+    coco_config,
+    coco_content,
+    write_coco,
+    write_images,
+    write_voc,
+)
 
 FRAME = (64, 48, 64, 48)
 BOXES = [[2, 30, 9, 10], [40, 20, 8, 9], [33, 3, 9, 7], [30, 30, 20, 15]]  # x, y, w, h of 64 x 48
@@ -38,13 +45,16 @@ def checked(raw: RawSet, form: str = "coco") -> RawSet:
 
 
 def write_set(root: Path, form: str, raw: RawSet) -> DataConfig:
-    """Both splits in a format, as `data convert` writes them."""
+    """Both splits in a format."""
     names = write_images(root / "images", len(raw.images))
     for image, name in zip(raw.images, names):
         image.path = root / "images" / name
     out = root / form
     for split in ("train", "val"):
-        convert(raw, form, out, images="copy", split=split)
+        if form == "voc":
+            write_voc(raw, out, split)
+        else:
+            convert(raw, form, out, images="copy", split=split)
     annotations = {
         "coco": "annotations/instances_{}.json",
         "voc": "ImageSets/Main/{}.txt",
