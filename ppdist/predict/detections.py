@@ -188,7 +188,7 @@ class Detections:
     def to_voc(self) -> str:
         """As Pascal VOC's XML, corners rounded to whole pixels; `score` beside them.
 
-        Corners are edges, as `data.format: voc` reads them and `data convert --to voc` writes them.
+        Corners are edges, as `data.format: voc` reads them.
         """
         height, width, depth = self.image.shape
         root = ElementTree.Element("annotation")

@@ -179,7 +179,9 @@ def _parsed_by_python(file: Path, content: bytes) -> dict[str, Any]:
 
 def _require_once(file: Path, content: bytes) -> None:
     """Refuses a file with two lists of one name, of which parsers take the last."""
-    keys = json.loads(content, object_pairs_hook=lambda pairs: [key for key, _ in pairs])
+    keys = json.loads(  # parse_int: Python refuses int of more than 4300 digits
+        content, parse_int=float, object_pairs_hook=lambda pairs: [key for key, _ in pairs]
+    )
     twice = [key for key in NEEDED if keys.count(key) > 1]
     if twice:
         raise _not_coco(file, f"it has {twice[0]!r} twice")
@@ -430,11 +432,12 @@ class _File:
         entry = _value(entry)
         given: Mapping[str, Any] = entry if isinstance(entry, dict) else _NOTHING
         image_id, category_id = given.get("image_id"), given.get("category_id")
-        place = self._place_of.get(whole_number(image_id))
-        path = "" if place in (None, _UNUSED) else self._paths[place]
+        image, category = whole_number(image_id), whole_number(category_id)
+        place = None if image is None else self._place_of.get(image)
+        label = None if category is None else self._classes.label_of.get(category)
+        path = "" if place is None or place == _UNUSED else self._paths[place]
         name = f"{self._file}: annotation {given.get('id', f'number {number}')}"
         where = f"{name} of image {Path(path).name!r}" if path else name
-        label = self._classes.label_of.get(whole_number(category_id))
         try:
             _check_keys("annotations", number, entry, self._file)
             if place is None:
@@ -443,7 +446,7 @@ class _File:
                     what = f"image_id {image_id!r}{_as_text(image_id)}: expected a whole number"
                 raise Malformed(Issue("image_unknown", what, where=where))
             if label is None:
-                what = _unknown_class(category_id, whole_number(category_id), self._classes)
+                what = _unknown_class(category_id, category, self._classes)
                 raise Malformed(Issue("class_unknown", what, path, name))
             box = _box(given)
             if isinstance(box, str):
