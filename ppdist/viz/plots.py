@@ -9,7 +9,6 @@ import os
 import re
 from collections.abc import Mapping, Sequence
 from functools import cache
-from itertools import cycle
 from pathlib import Path
 from typing import Any
 
