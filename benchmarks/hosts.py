@@ -20,8 +20,9 @@ from multiprocessing.connection import Connection
 from typing import Any
 
 from ppdist.distributed import paddle_api, store
+from ppdist.launch.handshake import Handshake
 from ppdist.launch.outcome import Outcome
-from ppdist.launch.rendezvous import Handshake, rendezvous
+from ppdist.launch.rendezvous import Hub, rendezvous
 
 _PROCESSES = 4  # that hold the others
 _WATCH_SECONDS = 10.0  # in which every host is watched once they have met
@@ -89,7 +90,8 @@ def _be_hosts(places: Sequence[int], count: int, port: int, out: Connection) -> 
         )  # fmt: skip
         said: list[str] = []
         began, worked = time.monotonic(), time.process_time()
-        channel = rendezvous(mine, port, 600.0, said.append)
+        hub = None if place else Hub(mine, port, said.append)
+        channel = rendezvous(mine, port, 600.0, said.append, hub=hub)
         met, worked_then = time.monotonic(), time.process_time()
         while time.monotonic() - met < _WATCH_SECONDS:
             channel.watch([])

@@ -190,9 +190,27 @@ def test_a_rank_leaves_why_it_ended(
     said = json.loads((tmp_path / "rank-1.json").read_text(encoding="utf-8"))
     assert ended.value.code == said.pop("exit_code") == exit_code and said.pop("rank") == 1
     assert 0 <= process.boot_seconds() - said.pop("time") < 60
+    assert said.pop("printed")
     left = Failure(**said)
     assert (left.kind, left.code) == failure
     assert left.message.startswith("Traceback") == (exit_code == 1)
+
+
+@pytest.mark.parametrize("code", ["lost_rank", "rank_failed"])
+def test_of_a_lost_host_fleetrun_speaks_where_the_job_goes_on(
+    code: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+) -> None:
+    monkeypatch.setenv(process.EXIT_DIR_VARIABLE, str(tmp_path))
+    monkeypatch.setenv(process.MIN_HOSTS_VARIABLE, "1")
+    monkeypatch.setattr(process, "STOP_SIGNALS", ())
+
+    def main() -> None:
+        raise RankError("y", code=code)
+
+    with pytest.raises(SystemExit):
+        process.run(main)
+    said = json.loads((tmp_path / "rank-0.json").read_text(encoding="utf-8"))
+    assert said["printed"] == ("Traceback" in capsys.readouterr().err) == (code != "lost_rank")
 
 
 def test_the_page_of_codes_is_up_to_date(found: list[Site]) -> None:

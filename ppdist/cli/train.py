@@ -78,6 +78,8 @@ def parse() -> argparse.Namespace:
         "--resume-changed", action="store_true",
         help="with --resume: continue although settings changed that change what is learned",
     )  # fmt: skip
+    # What a fleetrun asks that comes back to its job, before it joins.
+    parser.add_argument("--digests", type=Path, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.resume_changed and arguments.resume is None:
         parser.error("--resume-changed goes with --resume")
@@ -200,6 +202,12 @@ def train(arguments: argparse.Namespace, callbacks: Sequence["Callback"] = ()) -
     if arguments.resume == "":  # its own
         plan = replace(plan, resume=replace(plan.resume, source=output_dir))
     evaluate = not arguments.config if arguments.eval is None else arguments.eval
+    if arguments.digests:
+        from ppdist.engine.digests import write_digests
+
+        fitted = plan.recipe is not None
+        write_digests(arguments.digests, plan.config, evaluate=evaluate, fitted=fitted)
+        return 0
     if arguments.dry_run:
         return _dry_run(plan, output_dir, evaluate)
 

@@ -24,7 +24,14 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import NoReturn, TextIO
 
-from ppdist.common.errors import Failure, StorageError, UserError, failure_of, with_code
+from ppdist.common.errors import (
+    LOST_RANK,
+    Failure,
+    StorageError,
+    UserError,
+    failure_of,
+    with_code,
+)
 from ppdist.common.files import replace_file
 from ppdist.common.limits import as_limit
 from ppdist.common.signals import (
@@ -50,6 +57,8 @@ STARTED_VARIABLE = "PPDIST_STARTED"  # set by our fleetrun: `boot_seconds` when 
 # Set by our fleetrun with --min_hosts: the run goes on without hosts that are lost.
 MIN_HOSTS_VARIABLE = "PPDIST_MIN_HOSTS"
 RUN_NOTE = "run.json"  # in the folder of a job: what one attempt leaves for the next
+CHANGE_NOTE = "change.json"  # there, too: this attempt is stopped because hosts go or come
+DIGESTS_NOTE = "digests.json"  # there, too: what rank 0 trains with (engine/digests.py)
 PADDLE_REMEDY = (
     "`pip install 'ppdist[cpu]'`; for a GPU install the paddlepaddle-gpu of Paddle's own index "
     "(README.md, Quick start)"
@@ -125,8 +134,9 @@ def run(main: Callable[[], int | None]) -> NoReturn:
         else:
             code, failure = _exit_code_of(error)
     message = failure.message
-    launched = _report_to_launcher(code, failure)
-    if message and code == 1:
+    printed = not _is_left_to_fleetrun(failure)
+    launched = _report_to_launcher(code, failure, printed)
+    if message and code == 1 and (printed or not launched):
         begin = "ppdist: error: " if failure.kind == StorageError.kind else ""
         say(f"{begin}{with_code(message, failure.code)}")
     if message and code == USER_ERROR and not launched:
@@ -297,11 +307,21 @@ def launched_ranks() -> int:
     return int(os.environ.get("PADDLE_TRAINERS_NUM", "1"))
 
 
-def _report_to_launcher(exit_code: int, failure: Failure) -> bool:
+def _is_left_to_fleetrun(failure: Failure) -> bool:
+    """Whether this rank, on the terminal, lost another in a job that goes on without lost hosts.
+
+    fleetrun says which host was lost; if none was, it prints the failure.
+    """
+    on_terminal = os.environ.get("PADDLE_LOCAL_RANK", "0") == "0"
+    return on_terminal and MIN_HOSTS_VARIABLE in os.environ and failure.code == LOST_RANK
+
+
+def _report_to_launcher(exit_code: int, failure: Failure, printed: bool) -> bool:
     folder, rank = launcher_folder(), launched_rank()
     if folder is None:
         return False
     report = {"rank": rank, "exit_code": exit_code, "time": boot_seconds(), **asdict(failure)}
+    report["printed"] = printed
     try:
         replace_file(folder / f"rank-{rank}.json", json.dumps(report).encode())
     except OSError:  # a full disk: it must not hide why the run ended

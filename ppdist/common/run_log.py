@@ -75,7 +75,6 @@ class RunLog:
         trackers: Sequence[tuple[str, Any]] = (),
         histograms: bool = False,
         early: "EarlyLog | None" = None,
-        records: bool = False,
     ) -> None:
         """Opens the files of the run.
 
@@ -92,7 +91,6 @@ class RunLog:
             histograms: evaluations also write histograms of weights and gradients.
             early: earlier messages: train.log gets them, too, and their limit on console lines
                 holds until the first step.
-            records: also without `main`, keep metrics.jsonl.
         Raises: ConfigError: output_dir cannot be made or written, or a package is missing.
         """
         self._main = main
@@ -119,12 +117,9 @@ class RunLog:
         self._streams_before = sys.stdout, sys.stderr
         self._screen = Screen(sys.stdout)
         self._metrics_path = output_dir / "metrics.jsonl"
-        self._records = main or records
         if not main:
             _LOGGER.setLevel(logging.WARNING)
             self._take_streams()
-            if records:
-                self._begin_records(resume_step)
             return
         self._console = _console_on(self._screen)
         self._dropped_before = TERMINAL.dropped["terminal"]
@@ -251,7 +246,7 @@ class RunLog:
                 into the line.  `time` (seconds since 1970) is added.  Non-finite numbers become
                 null, because JSON has none.
         """
-        if not self._records:
+        if not self._main:
             return
         if self._main:
             self._tell_failures()
@@ -268,7 +263,7 @@ class RunLog:
         Args: seconds: the timeout.
         Returns: False: the disk failed, or was too slow.
         """
-        if not self._records:
+        if not self._main:
             return True
         synced = []
 
@@ -292,14 +287,14 @@ class RunLog:
 
     def rollback(self, step: int) -> None:
         """Drops records and points after a step, because they are made again."""
-        if not self._records:
+        if not self._main:
             return
         self.put("metrics.jsonl", partial(_begin_metrics, self._metrics_path, step))
         self.writers.rollback(step, self._guarded)
 
     def forget(self, step: int, key: str) -> None:
         """Drops the records of a step that have this key, because the run makes them again."""
-        if not self._records:
+        if not self._main:
             return
 
         def is_other(record: dict[str, Any]) -> bool:
@@ -416,8 +411,6 @@ class RunLog:
             self.flush(_STOPPED_SECONDS if written else 0.0)
             _LOGGER.handlers = self._handlers_before
             self._is_open = False
-        elif self._records:
-            self._files.flush(self._close_seconds)
         sys.stdout, sys.stderr = self._streams_before
         _LOGGER.setLevel(self._level_before)
         _LOGGER.propagate = self._propagate_before

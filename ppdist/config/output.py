@@ -19,12 +19,6 @@ class CheckpointConfig(Section):
     keep: int = Field(
         default=3, gt=0, description="How many of the newest stay; best and last always do."
     )
-    on_every_host: bool = Field(
-        default=False,
-        description="Where hosts do not share output_dir, the first rank of each writes its own "
-        "checkpoints and metrics.jsonl, so that a run survives the loss of any host "
-        "(fleetrun --min_hosts). false: only rank 0 writes.",
-    )
 
 
 class TrackerConfig(Section):

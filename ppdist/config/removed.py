@@ -55,6 +55,11 @@ REMOVED: Mapping[str, Removed] = {  # by key path; `*` stands for each item of a
         None, "put output_dir on a disk with room for checkpoint.keep + 2 checkpoints"
     ),
     "baselines": Removed({}, "leave it out: `ppdist tune show` has one table of all settings"),
+    "checkpoint.on_every_host": Removed(
+        False,
+        "leave it out: the first host of --ips has the checkpoints; put output_dir on storage that "
+        "all hosts have, so that a job goes on without that host, too",
+    ),
 }
 GONE_VALUES: Mapping[tuple[str, Any], GoneValue] = {  # by key path and value
     ("distributed.shares", "auto"): GoneValue(

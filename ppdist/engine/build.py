@@ -39,6 +39,7 @@ from ppdist.engine.auto_batch import resolve_batch_size
 from ppdist.engine.callbacks import Callback
 from ppdist.engine.continuation import ANEW, Continuation
 from ppdist.engine.data import BatchSource, Blocklist, images_of_epoch, read_sets
+from ppdist.engine.digests import note_digests
 from ppdist.engine.distillation import build_distillation
 from ppdist.engine.evaluator import ClassificationEvaluator, Evaluator, ValidationLoss
 from ppdist.engine.output_dirs import OutputDirs, find_output_dirs
@@ -175,12 +176,11 @@ def decide_training(
     comm.run_on_all_ranks(lambda: set_device_options(config.train))
     machine_warnings = preflight(config, evaluate=evaluate, resume=resume, kernels=kernels)
     # Create a missing folder only once the run is sure to start.
-    dirs = find_output_dirs(output_dir, config.checkpoint.on_every_host)
-    dirs.require_reachable()
+    dirs = find_output_dirs(output_dir)
     # A lost host's lock ends when the server of its files misses it.
     seconds = {"seconds": _LOST_HOST_SECONDS} if comm.was_restarted() else {}
     if hold:
-        machine_warnings += dirs.run(
+        machine_warnings += comm.run_on_main(
             lambda: files.hold(output_dir, **seconds) if output_dir.exists() else []
         )
     start = find_start(resume, dirs, config)
@@ -246,7 +246,7 @@ def build_training(
         kernels: the CPU kernels of `train.amp`.
     Raises: UserError: invalid data, weights, checkpoint or configuration.
     """
-    early = EarlyLog(comm.is_main())
+    early, given = EarlyLog(comm.is_main()), config
     with early:
         decisions = decide_training(
             config, output_dir=output_dir, evaluate=evaluate, resume=resume, kernels=kernels
@@ -254,9 +254,10 @@ def build_training(
         config, schedule, start = decisions.config, decisions.schedule, decisions.start
         model, train_set, val_set = decisions.model, decisions.train_set, decisions.val_set
         dirs, run, anew = decisions.dirs, decisions.run, start.snapshot is None
-        decisions.machine_warnings += dirs.run(lambda: files.hold(output_dir))
+        decisions.machine_warnings += comm.run_on_main(lambda: files.hold(output_dir))
         prepare_output_dir(start, run, schedule)
         comm.run_on_main(lambda: describe_run(output_dir, dump_yaml(config), command))
+        comm.run_on_main(lambda: note_digests(given, train_set, val_set))
     log = comm.run_on_all_ranks(
         lambda: RunLog(
             output_dir,
@@ -270,7 +271,6 @@ def build_training(
             trackers=[(_writer_of(each.name), each) for each in config.log.trackers],
             histograms=config.log.histograms,
             early=early,
-            records=dirs.writes,
         )
     )
     with ExitStack() as undo:
@@ -299,7 +299,7 @@ def build_training(
             trainer.restore(start.snapshot, start.own, bool(start.rescored))
         if trainer.train_step.distillation is not None:  # now that anchors are known
             trainer.train_step.distillation.check(trainer.train_step.loss)
-        trainer.state.run, trainer.state.generation = run, start.generation
+        trainer.state.run = run
         log_start(start, schedule, log, config.log.every_steps)
         log.table("derived", schedule.rows())
         codes = {"findings": dict(decisions.findings)} if decisions.findings else {}

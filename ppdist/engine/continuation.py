@@ -11,7 +11,7 @@ from typing import Any
 
 from ppdist.common import files
 from ppdist.common.errors import CheckpointError, ConfigError
-from ppdist.common.process import JOB_DIR_VARIABLE
+from ppdist.common.process import CHANGE_NOTE, JOB_DIR_VARIABLE
 from ppdist.common.records import MetricRecords, read_metrics
 from ppdist.config import ExperimentConfig
 from ppdist.config.base import parse_config
@@ -106,6 +106,14 @@ def _total(asked: str, base: float) -> float:
     if comm.local_rank() == 0:  # each host has a folder of its own
         write_note(_NOTE_FILE, total)
     return total
+
+
+def hosts_change() -> bool:
+    """Whether fleetrun stops this attempt only because hosts go or come.
+
+    Known on rank 0's host.
+    """
+    return bool(read_note(CHANGE_NOTE))
 
 
 def read_note(name: str) -> Any:

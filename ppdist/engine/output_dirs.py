@@ -1,22 +1,17 @@
 """output_dir on several hosts: one that all share, or one each.
 
-With one each, only rank 0's host has checkpoints, unless `checkpoint.on_every_host` makes the first
-rank of each host write its own.  What other hosts know of a run, they note, so that `--resume auto`
-never takes a lost host for a new run.
+With one each, only rank 0's host has checkpoints.  What other hosts know of a run, they note, so
+that `--resume auto` never takes a lost host for a new run.
 """
 
 import json
-import os
 import uuid
-from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
-from ppdist.common.errors import CheckpointError, ConfigError
+from ppdist.common.errors import CheckpointError
 from ppdist.common.files import read_json, replace_file
-from ppdist.common.process import MIN_HOSTS_VARIABLE
 from ppdist.distributed import comm
 
 _NOTE = "elsewhere.json"  # in output_dir: which host has the newest checkpoint
@@ -28,43 +23,14 @@ class OutputDirs:
 
     Attributes:
         shared: all hosts have the same output_dir; None: there is one host.
-        copies: the first rank of each host writes checkpoints, into a folder of its own.
     """
 
     folder: Path
     shared: bool | None = None
-    copies: bool = False
-
-    @property
-    def writes(self) -> bool:
-        """Whether this rank writes checkpoints."""
-        return comm.is_main() or (self.copies and comm.local_rank() == 0)
-
-    def run(self, work: Callable[[], Any]) -> Any:
-        """Runs `work` on ranks that write; all get rank 0's result.  Collective."""
-        if not self.copies:
-            return comm.run_on_main(work)
-        value = comm.run_on_all_ranks(lambda: work() if self.writes else None)
-        return comm.run_on_main(lambda: value)
-
-    def require_reachable(self) -> None:
-        """Refuses a run without lost hosts, if those have all checkpoints.
-
-        Raises: ConfigError.
-        """
-        if MIN_HOSTS_VARIABLE in os.environ and self.shared is False and not self.copies:
-            raise ConfigError(
-                "the hosts do not share output_dir, so without rank 0's host none could go on: it "
-                "alone has the checkpoints",
-                code="checkpoints_on_one_host",
-                where="fleetrun --min_hosts",
-                fix="set checkpoint.on_every_host: true, or an output_dir on storage that all "
-                "hosts have",
-            )
 
     def note_newest(self, step: int) -> None:
         """Notes, on hosts that have no checkpoints, that another has one.  Local."""
-        if self.shared is False and not self.copies and comm.local_rank() == 0 and not self.writes:
+        if self.shared is False and comm.local_rank() == 0 and not comm.is_main():
             note = {"step": step, "host": comm.addresses()[0]}
             with suppress(OSError):  # it is only for who loses that host
                 self.folder.mkdir(parents=True, exist_ok=True)
@@ -99,13 +65,10 @@ class OutputDirs:
                 (self.folder / _NOTE).unlink(missing_ok=True)
 
 
-def find_output_dirs(folder: Path, on_every_host: bool) -> OutputDirs:
-    """Whether the hosts share an output_dir.  Collective.
-
-    Args: on_every_host: `checkpoint.on_every_host`.
-    """
+def find_output_dirs(folder: Path) -> OutputDirs:
+    """Whether the hosts share an output_dir.  Collective."""
     if comm.world_size() == comm.local_size():
-        return OutputDirs(folder, copies=on_every_host)
+        return OutputDirs(folder)
     own = folder.absolute()
 
     def put() -> tuple[str, str]:
@@ -122,5 +85,4 @@ def find_output_dirs(folder: Path, on_every_host: bool) -> OutputDirs:
     if comm.is_main():
         with suppress(OSError):
             probes[0].unlink()
-    shared = all(seen_W)
-    return OutputDirs(folder, shared, on_every_host and not shared)
+    return OutputDirs(folder, all(seen_W))

@@ -25,7 +25,7 @@ import paddle
 import ppdist
 from ppdist.common.errors import ConfigError, LaunchError, WeightsError
 from ppdist.common.files import digest_of_file, digest_of_text
-from ppdist.common.process import MIN_HOSTS_VARIABLE, unknown_paddle
+from ppdist.common.process import MIN_HOSTS_VARIABLE, RUN_NOTE, unknown_paddle
 from ppdist.config import plugins
 from ppdist.config.base import flattened
 from ppdist.config.distributed import PER_HOST_KEYS, DistributedConfig
@@ -33,7 +33,7 @@ from ppdist.cpu.precision import BFLOAT16, Kernels
 from ppdist.distributed import comm, device
 from ppdist.distributed.agreement import Facts, require_agreement
 from ppdist.distributed.store import interfaces
-from ppdist.engine.continuation import ANEW, AUTO, Continuation
+from ppdist.engine.continuation import ANEW, AUTO, Continuation, read_note
 from ppdist.models.model_card import require_fit
 from ppdist.models.weights import checkpoint_of, digest_of_weights
 from ppdist.models.zoo import entry_of, is_name, local_weights
@@ -95,14 +95,13 @@ def preflight(
     return [unknown] if unknown else []
 
 
-def wait_for_inputs(config: Any, *, evaluate: bool, anew: bool) -> None:
-    """Waits for storage that an earlier attempt of the job read.  Collective.
+def inputs_of(config: Any, *, evaluate: bool, anew: bool = False) -> list[Path]:
+    """Files and folders that a run reads.
 
     Args:
         config: ExperimentConfig.
         evaluate: the validation set is read, too.
         anew: there is no checkpoint, so pretrained weights are read.
-    Raises: StorageError, on every rank: it stays unavailable on some host.
     """
     splits = [config.data.train, config.data.val][: 1 + evaluate]
     paths = [
@@ -114,6 +113,19 @@ def wait_for_inputs(config: Any, *, evaluate: bool, anew: bool) -> None:
         paths.append(Path(config.model.pretrained))
     if config.distill is not None:
         paths.append(Path(config.distill.teacher))
+    return paths
+
+
+def wait_for_inputs(config: Any, *, evaluate: bool, anew: bool) -> None:
+    """Waits for storage that an earlier attempt of the job read.  Collective.
+
+    A host that took part in none makes nobody wait.
+
+    Args: as of `inputs_of`.
+    Raises: StorageError, on every rank: it stays unavailable on some host.
+    """
+    paths = inputs_of(config, evaluate=evaluate, anew=anew)
+    seconds = None if read_note(RUN_NOTE) else 0.0
 
     def look() -> None:
         for path in paths:
@@ -124,7 +136,7 @@ def wait_for_inputs(config: Any, *, evaluate: bool, anew: bool) -> None:
                 why = "cannot be read, though an earlier attempt of this job has read it"
                 raise unavailable(why, f"{path}")
 
-    comm.run_on_all_ranks(lambda: comm.once_there(look))
+    comm.run_on_all_ranks(lambda: comm.once_there(look, seconds))
 
 
 def check_precision(config: Any, kernels: Kernels = BFLOAT16) -> None:

@@ -24,7 +24,7 @@ from ppdist.engine.build import (
     speed_up_cpu,
 )
 from ppdist.engine.callbacks import Callback
-from ppdist.engine.continuation import ANEW, Continuation, config_of_run
+from ppdist.engine.continuation import ANEW, Continuation, config_of_run, hosts_change
 from ppdist.engine.evaluator import ClassificationEvaluator, Evaluator
 from ppdist.engine.preflight import fetch_on_all_ranks
 from ppdist.engine.recipe import (
@@ -156,7 +156,7 @@ def run_training(
                     f"({failed}); to draw them: {commands(output_dir)[0][1]}"
                 )
         try:
-            if comm.is_main():
+            if comm.is_main() and not hosts_change():
                 todo = following(output_dir, config)
                 if experiment.trainer.has_steps_left:
                     todo = [("continue", continuing(output_dir, evaluate)), *todo]

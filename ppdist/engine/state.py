@@ -4,10 +4,7 @@
     --resume: find_start -> validate_resume -> prepare_output_dir -> restore_state
 
 Only rank 0 reads and writes checkpoints, and broadcasts what it has read.  So output_dir need not
-be on a shared file system, and `--resume` refers to rank 0's host.  With `checkpoint.on_every_host`
-every host writes its own, and a run resumes from the newest of any.  Which that is says first the
-generation, how often the run was resumed: steps that a lost host had saved alone, after those from
-which the others went on, are of an earlier one.
+be on a shared file system, and `--resume` refers to rank 0's host, the first of --ips.
 
 A run has a random id, kept in its checkpoints.  Once its checkpoint folder holds no other run's,
 every host records the id with the job (see `process.JOB_DIR_VARIABLE`).  So an attempt restarted by
@@ -21,7 +18,6 @@ import logging
 import math
 import uuid
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -32,7 +28,7 @@ from pydantic import BaseModel, Field, field_serializer, field_validator
 
 from ppdist.common.drafts import remove_drafts
 from ppdist.common.errors import CheckpointError, ConfigError, StorageError
-from ppdist.common.files import bytes_of, replace_file, require_no_link
+from ppdist.common.files import require_no_link
 from ppdist.common.process import RUN_NOTE
 from ppdist.common.run_log import RunLog
 from ppdist.config.base import OnResume, Section, flattened, on_resume, parse_config
@@ -67,7 +63,6 @@ from ppdist.storage.retry import unavailable
 _LOGGER = logging.getLogger("ppdist")
 _CHUNK = 16 << 20  # bytes per message: gloo times out after 30 s
 _OWN = "distillation."  # key prefix of the student's sublayer used only by distillation
-_RECORDS = "metrics.jsonl"
 _Groups = dict[str, dict[str, np.ndarray]]
 
 
@@ -107,7 +102,6 @@ class TrainState(BaseModel, populate_by_name=True):
     # Of the epoch, and of the steps since the last record; None: the checkpoint predates them.
     epoch_sums: StepSums | None = None
     record_sums: StepSums | None = None
-    generation: int = Field(default=0, ge=0)  # see above; 0 without checkpoint.on_every_host
     stop: bool = Field(default=False, exclude=True)  # this process was asked to stop
 
     @field_validator("best", mode="before")
@@ -126,7 +120,7 @@ class TrainState(BaseModel, populate_by_name=True):
         self.bad_steps = 0
 
 
-_KEPT_IN_ROLLBACK = {"rollbacks", "max_micro_batch", "run", "generation", "stop"}
+_KEPT_IN_ROLLBACK = {"rollbacks", "max_micro_batch", "run", "stop"}
 
 
 class _SavedState(TrainState):
@@ -376,8 +370,6 @@ class Start:
     snapshot: Snapshot | None = None  # None: a new run
     path: Path | None = None  # of the checkpoint, on rank 0's host
     own: bool = False  # it lies in `folder`
-    generation: int = 0  # of this attempt
-    records: bytes = b""  # metrics.jsonl of the host with the checkpoint, if hosts have copies
     rescored: str = ""  # changed settings that make the best score so far incomparable
     of_step: list[Change] = field(default_factory=list)  # changed settings, see OnResume.STEP
     notes: list[str] = field(default_factory=list)  # for the log
@@ -416,9 +408,6 @@ def find_start(asked: Continuation, dirs: OutputDirs, config: Any) -> Start:
     note = _note_of_job()
     job = None if note is None else note.id
     folder = output_dir / "checkpoints"
-    holder, generation = _newest_holder(dirs, folder, asked, job)
-    if note is not None:
-        generation = max(generation, note.generation)
 
     def look() -> dict[str, Any] | None:
         found, skipped = _of_job(job, folder)
@@ -443,50 +432,36 @@ def find_start(asked: Continuation, dirs: OutputDirs, config: Any) -> Start:
         for name, data in found.files.items():
             if name.endswith(".safetensors"):
                 held[Path(name).stem] = data
-        records = b""
-        if dirs.copies and dirs.shared is not None:
-            with suppress(OSError):
-                records = held[_RECORDS] = bytes_of(output_dir / _RECORDS)
         flipped = any(change.key == "train.sync_bn" for change in differing.learned)
         state = _with_micro_batches(found.state, config.train.sync_bn != flipped)
         return {
             "path": f"{found.path}",
             "state": state | ({"standing": None} if asked.extends else {}),
             "own": found.path.resolve().parent == folder.resolve(),
-            "sizes": {name: len(data) for name, data in held.items() if name != _RECORDS},
-            "records": len(records),
+            "sizes": {name: len(data) for name, data in held.items()},
             "rescored": _listed(differing.scores),
             "of_step": differing.step,
             "notes": notes,
             "warnings": [*(f"skipped checkpoint {reason}" for reason in skipped), *warnings],
         }
 
-    if holder == 0:
-        head = comm.run_on_main(look)
-    else:
-        own = comm.run_on_all_ranks(lambda: look() if comm.rank() == holder else None)
-        head = comm.all_gather_object(own)[holder]
+    head = comm.run_on_main(look)
     if head is None:
         if asked.source == AUTO:
             dirs.require_no_other()
         begun = {} if note is None else note.made_of
-        return Start(asked, job, folder, dirs, generation=generation + dirs.copies, begun=begun)
+        return Start(asked, job, folder, dirs, begun=begun)
     state = head["state"]
     path = Path(head["path"])
     groups = {
-        name: unpacked(
-            _broadcast_file(held.pop(name, b""), size, holder), path / f"{name}.safetensors"
-        )
+        name: unpacked(_broadcast_file(held.pop(name, b""), size), path / f"{name}.safetensors")
         for name, size in head["sizes"].items()
     }
-    records = _broadcast_file(held.pop(_RECORDS, b""), head["records"], holder)
     return Start(
         asked=asked,
         job=job,
         folder=folder,
         dirs=dirs,
-        generation=generation + dirs.copies,
-        records=records,
         snapshot=Snapshot(state["step"], groups, state),
         path=path,
         own=head["own"],
@@ -495,25 +470,6 @@ def find_start(asked: Continuation, dirs: OutputDirs, config: Any) -> Start:
         notes=head["notes"],
         warnings=head["warnings"],
     )
-
-
-def _newest_holder(
-    dirs: OutputDirs, folder: Path, asked: Continuation, job: str | None
-) -> tuple[int, int]:
-    """The rank whose host has the newest checkpoint, and its generation.  Collective."""
-    if not dirs.copies:
-        return 0, 0
-    source = dirs.folder if asked.source in (None, AUTO) else Path(asked.source)
-    own_run = job is not None or source.resolve() == dirs.folder.resolve()  # as this host names it
-    found = None
-    if dirs.writes and own_run:
-        checkpoint = newest_valid(folder)[0] if job is None else _of_job(job, folder)[0]
-        if checkpoint is not None:
-            found = [checkpoint.state.get("generation", 0), checkpoint.state["step"]]
-    found_W = comm.all_gather_object(found)
-    there = [(*each, -rank) for rank, each in enumerate(found_W) if each is not None]
-    generation, _, rank = max(there, default=(0, 0, 0))
-    return -rank, generation
 
 
 def _asked_for(asked: Path) -> tuple[Checkpoint, list[str]]:
@@ -613,18 +569,18 @@ def _listed(found: Sequence[Change]) -> str:
     return "; ".join(map(str, found))
 
 
-def _broadcast_file(data: bytes, size: int, source: int) -> bytes:
-    """Broadcasts the content of a file from a rank.  Collective."""
+def _broadcast_file(data: bytes, size: int) -> bytes:
+    """Broadcasts the content of a file from rank 0.  Collective."""
     if comm.world_size() > 1:
         comm.barrier()  # ranks may still unpack the previous file, and gloo waits only 30 s
         parts = []
         for first in range(0, size, _CHUNK):
             part = np.zeros(min(_CHUNK, size - first), np.uint8)
-            if comm.rank() == source:
+            if comm.is_main():
                 part[:] = np.frombuffer(data, np.uint8, len(part), first)
             tensor = paddle.to_tensor(part)
-            comm.broadcast_tensors([tensor], source)
-            if comm.rank() != source:
+            comm.broadcast_tensors([tensor], 0)
+            if not comm.is_main():
                 parts.append(tensor.numpy().tobytes())
         data = data or b"".join(parts)
     return data
@@ -784,20 +740,14 @@ def prepare_output_dir(start: Start, run: Run, schedule: ScheduleSetup) -> None:
             require_no_link(output_dir / name)
         if start.folder.is_symlink():
             said.append(f"{start.folder} is a link: checkpoints go to {start.folder.resolve()}")
-        if start.records:
-            replace_file(output_dir / _RECORDS, start.records)
         return said
 
-    start.warnings += dirs.run(clear)
+    start.warnings += comm.run_on_main(clear)
     if snapshot is None:
         dirs.forget()
     if comm.local_rank() == 0:  # each host has a folder of its own
         try:
-            before = read_note(RUN_NOTE) or {}
-            shared = before.get("shared", False) if dirs.shared is None else dirs.shared
-            folder = f"{output_dir.absolute()}"
-            note = JobNote(run.id, kept, start.generation, shared, folder, _made_of(schedule))
-            write_note(RUN_NOTE, asdict(note))
+            write_note(RUN_NOTE, asdict(JobNote(run.id, kept, _made_of(schedule))))
         except OSError as error:
             _LOGGER.warning("a restart by fleetrun will start this run from scratch: %s", error)
 
@@ -832,33 +782,30 @@ class JobNote:
 
     Attributes:
         id: of the job's run.
-        saved: step of its last checkpoint, on hosts that write them; 0: none yet.
-        generation: of the attempt.
-        shared: all hosts have the same output_dir.
+        saved: step of its last checkpoint, on rank 0's host; elsewhere that from which the attempt
+            began; 0: none yet.
         made_of: what its steps are made of, which hosts that go before its first checkpoint do not
             change.
     """
 
     id: str
     saved: int = 0
-    generation: int = 0
-    shared: bool = False
-    output_dir: str = ""
     made_of: dict[str, Any] = field(default_factory=dict)
 
 
 def _note_of_job() -> JobNote | None:
-    """The newest record of this job on any host.  Collective.
+    """The record of this job on rank 0's host, else the newest of any other.  Collective.
 
     None: no attempt got that far, or there is no fleetrun.
     """
     own = None if comm.local_rank() else read_note(RUN_NOTE)
-    notes = [JobNote(**each) for each in comm.all_gather_object(own) if each]
-    return max(notes, key=lambda note: (note.generation, note.saved), default=None)
+    notes_W = [each and JobNote(**each) for each in comm.all_gather_object(own)]
+    others = (note for note in notes_W if note)  # whose fleetrun was not started anew
+    return notes_W[0] or max(others, key=lambda note: note.saved, default=None)
 
 
 def note_saved(step: int) -> None:
-    """Records for the job that a checkpoint is saved, where it is.
+    """Records for the job, on rank 0's host, that a checkpoint is saved.
 
     Raises: OSError: the record cannot be replaced.
     """

@@ -22,10 +22,10 @@ from ppdist.engine.callbacks import Callback, TrainingRun
 from ppdist.engine.checkpoint import (
     CheckpointWriter,
     newest_step,
-    path_of,
     room_warning,
     set_aside,
 )
+from ppdist.engine.continuation import hosts_change
 from ppdist.engine.data import BatchSource, Blocklist
 from ppdist.engine.early_stopping import EarlyStopping, LossCurves
 from ppdist.engine.evaluator import ClassificationEvaluator, EvaluationStopped, Evaluator
@@ -219,9 +219,7 @@ class Trainer:
             self.state.early_stopping = None
         if own:
             self._saved_step = self.state.step
-            self.dirs.run(self._mend_links)
-            if self.dirs.copies and not path_of(self.folder, saved.step).is_dir():
-                self._hand_over(saved)  # this host had none
+            comm.run_on_main(self._mend_links)
 
     # Begin and end
 
@@ -290,9 +288,13 @@ class Trainer:
     def _stopped(self) -> int:
         self._end("signal")
         self.log.limit_close()
-        self.log.warning(
-            f"stopped by a signal after step {self.state.step}; --resume continues from there"
-        )
+        step = self.state.step
+        if hosts_change():
+            self.log.info(f"hosts go or come after step {step}; the job goes on from there")
+        else:
+            self.log.warning(
+                f"stopped by a signal after step {step}; --resume continues from there"
+            )
         return STOPPED
 
     def _out_of_time(self) -> int:
@@ -435,7 +437,7 @@ class Trainer:
             moved = f"checkpoints beyond step {self.state.step} are now in {aside}"
             return moved if aside else ""
 
-        told = self.dirs.run(move_aside)
+        told = comm.run_on_main(move_aside)
         if told:
             self.log.warning(told)
         self._saved_step, self._owes_save = -1, False
@@ -546,7 +548,7 @@ class Trainer:
             self._end_epoch()
             self._save()
         else:  # Resumed here.  It lacks the score, but who resumes here again evaluates again.
-            self.dirs.run(lambda: self.writer.mend_links(best_step=step))
+            comm.run_on_main(lambda: self.writer.mend_links(best_step=step))
 
     # Save
 
@@ -567,7 +569,9 @@ class Trainer:
             self.writer.make_room()
             snapshot = self._capture()
             self.recovery.keep(snapshot)
-            self._hand_over(snapshot)
+            if comm.is_main():
+                self.writer.hand_over(snapshot)
+            self.dirs.note_newest(snapshot.step)
         self._saved_step = state.step
         self._each(lambda callback: callback.on_save(state.step))
 
@@ -576,11 +580,6 @@ class Trainer:
         self.state.epoch_sums = self.epoch_means.sums()
         self.state.record_sums = self.metrics_logger.sums()
         return capture_state(self.train_step, self.state, self.schedule)
-
-    def _hand_over(self, snapshot: Snapshot) -> None:
-        if self.dirs.writes:
-            self.writer.hand_over(snapshot)
-        self.dirs.note_newest(snapshot.step)
 
     def _warn_of_saving(self) -> None:
         if is_lost(self.dirs.folder) and not self.state.stop:
@@ -597,7 +596,7 @@ class Trainer:
         """
         heartbeat.beat("save", self.state.step)
         with self.log.spending(SAVING, self.state.step):
-            self.dirs.run(self._write_the_last)
+            comm.run_on_main(self._write_the_last)
 
     def _write_the_last(self) -> None:
         require_held(self.dirs.folder)

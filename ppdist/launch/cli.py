@@ -7,9 +7,8 @@
     topology         the ranks of this host, and the variables of each
       cards          which there are, which were asked for
       network        hosts, interfaces, ports
-    rendezvous       hosts find each other and compare
-      membership     which of them train together
-      lease          who may, where they share output_dir
+    rendezvous       hosts call the first, which compares and says who trains
+      handshake      what must agree
       connection     authentic lines between two of them
     control_channel  hosts tell one another how they end
     supervisor       the processes of this host's ranks

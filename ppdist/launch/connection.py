@@ -4,7 +4,7 @@ Before anything else is read, both ends prove that they know the same token, by 
 random number from each, as multiprocessing.connection does.  Each later line has a MAC over its
 number and direction, so none can be changed, repeated, omitted or reflected.
 
-    called -> caller   ppdist NONCE     or: busy, ending
+    called -> caller   ppdist NONCE
     caller -> called   NONCE PROOF
     called -> caller   PROOF            or: refused
     both ways          MAC {"type": ..., ...}
@@ -39,8 +39,6 @@ _CONNECT_SECONDS = 5.0
 _BACKLOG = 4096  # connections waiting for accept; Linux has its own limit, often this one
 
 _REFUSED = b"refused"
-RUNNING, ENDING = "a run is in progress there", "the run there is ending"
-_ANSWERS = {b"busy": RUNNING, b"ending": ENDING}  # of a fleetrun whose run has begun
 OTHER_TOKEN = f"wrong job token: set the same {TOKEN_VARIABLE} on every host"
 SILENT = (
     "it takes the call and says nothing: fleetrun there is stopped (Ctrl-Z), a firewall or a proxy "
@@ -218,7 +216,7 @@ class Connection:
         elif self._nonces is None:
             found = re.fullmatch(rb"ppdist ([0-9a-f]{32})", line)
             if not found:
-                return _ANSWERS.get(line, OTHER_PROGRAM)
+                return OTHER_PROGRAM
             self._nonces = (self._nonce, found[1])
             self._write(self._nonce + b" " + self._proof(b"caller"))
             return ""
@@ -270,17 +268,6 @@ def open_listener(address: str, port: int) -> socket.socket:
         listener.close()
         raise
     return listener
-
-
-def send_away(listener: socket.socket, most: int, ending: bool) -> None:
-    """Tells up to `most` callers that the run is in progress."""
-    line = b"ending\n" if ending else b"busy\n"
-    with contextlib.suppress(OSError):  # BlockingIOError: no caller waits
-        for _ in range(most):
-            caller, _ = listener.accept()
-            with caller, contextlib.suppress(OSError):
-                caller.setblocking(False)
-                caller.send(line)
 
 
 def wait_for_any(

@@ -1,14 +1,13 @@
 """Control channel between the hosts of a run.
 
-Each host has one connection to the first.  Over it, every host reports that it is alive, when it is
-stopped and how its ranks ended.  If ranks fail on one host, the others stop theirs at once; in the
-end all exit with one code and name one culprit.
+Each host has one connection to the first, the hub.  Over it, every host reports that it is alive,
+when it is stopped and how its ranks ended.  If ranks fail on one host, the others stop theirs at
+once; in the end all exit with one code and name one culprit.
 """
 
 import signal
-import socket
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Protocol
 
@@ -18,19 +17,17 @@ from ppdist.launch.connection import (
     Connection,
     Message,
     integer_of,
-    send_away,
     text_of,
     wait_for_any,
 )
+from ppdist.launch.network import listed
 from ppdist.launch.outcome import Outcome
 from ppdist.launch.signals import at_once, is_notice
 
 _POLL_SECONDS = 0.1
 _BEAT_SECONDS = 5.0
 _SILENCE_SECONDS = 60.0  # after which a host counts as lost; gloo's own limit, 30 s, comes first
-_QUIET_SECONDS = 3 * _BEAT_SECONDS  # after which a host may be gone, and its successor calls
 _NOTE_SECONDS = 10.0
-_SENT_AWAY = 32  # callers per check
 _CLOSE_SECONDS = 3.0
 _NO_CAUSE = (
     "Root cause unknown, every host lost a peer: a rank made no progress, or the network between "
@@ -121,19 +118,12 @@ def verdict(reports: Sequence[HostEnd]) -> HostEnd:
     return replace(decisive, stopped=any(report.stopped for report in reports))
 
 
-class Door(Protocol):
-    """Where hosts ask to be taken in: see rendezvous.py."""
+class Hub(Protocol):
+    """Where hosts wait to be taken in: see rendezvous.py."""
 
-    def look(self) -> None: ...
-    def close(self) -> None: ...
-    def places(self) -> frozenset[int]:
-        """Hosts that asked just now, by their place in --ips."""
-
-    def waiting(self) -> list[str]:
-        """The same, as a user knows them."""
-
-    def replaced(self) -> list[str]:
-        """Addresses of hosts of this world whose fleetrun was started anew."""
+    def watch(self) -> None: ...
+    def waiting(self) -> list[str]: ...
+    def end_world(self, lost: Collection[str], left: Collection[str]) -> None: ...
 
 
 class ControlChannel:
@@ -142,9 +132,8 @@ class ControlChannel:
     Attributes:
         hosts: addresses of all hosts, each as the host itself gives it.
         stopped_by: SIGTERM when another host was stopped by a signal, else None.
+        hosts_change: it is stopped because a host leaves or is taken in; the job goes on.
         cause_known: whether a host reported why its ranks failed, not only that they lost others.
-        door: of the first host, where others ask to be taken in; None: nobody may.
-        left: hosts that said at the end that they go for good.
     """
 
     def __init__(
@@ -152,7 +141,6 @@ class ControlChannel:
         own: str,
         hosts: Sequence[str],
         peers: Mapping[str, Connection],
-        listener: socket.socket | None,
         say: Callable[[str], None],
         silence: float = _SILENCE_SECONDS,
         *,
@@ -161,31 +149,30 @@ class ControlChannel:
         skip: tuple[int, ...] = (),
         nonce: str = "",
         is_elastic: bool = False,
-        door: Door | None = None,
+        hub: Hub | None = None,
     ) -> None:
         """
         Args:
             own: address of this host, one of `hosts`.
             peers: connections by address.
-            listener: of the first host, which turns late callers away.
             silence: seconds after which a silent host counts as lost.
             attempt, changes, skip: number of worlds before, how many ended because hosts went or
                 came, and the skipped steps, as agreed in the handshake.
             nonce: random text from the first host, for the name of the job.
             is_elastic: the run goes on without hosts that are lost.
-            door: of the first host, where others ask to be taken in.
+            hub: of the job, on the first host.
         """
         self.attempt, self.changes, self.skip, self.nonce = attempt, changes, skip, nonce
-        self._is_elastic, self.door = is_elastic, door
-        self.left: list[str] = []
+        self._is_elastic, self._hub = is_elastic, hub
+        self._left: list[str] = []  # said at the end that they go for good
         self._saved: int | None = None  # the step that was saved when a host first asked
         self._makes_room = False  # it ends so that other hosts can join
         self._lost: set[str] = set()
         self._own, self.hosts, self._peers = own, tuple(hosts), dict(peers)
         self._is_first = own == hosts[0]
-        self._listener, self._say, self._silence = listener, say, silence
+        self._say, self._silence = say, silence
         self.stopped_by: int | None = None
-        self.cause_known = False
+        self.cause_known = self.hosts_change = False
         self._stopping = self._must_stop = self._told_signal = False
         self._reports: dict[str, HostEnd] = {}  # on the first host: of all that have ended
         self._verdict: HostEnd | None = None
@@ -202,12 +189,9 @@ class ControlChannel:
         if received and not self._told_signal:
             self._told_signal = True
             name = signal.Signals(received[0]).name
-            self._tell(_stop(self._own, f"got {name}", by_signal=True))
-        if self.door is not None:
-            self.door.look()
-            for host in self.door.replaced():
-                if host in self._peers:
-                    self._lose(host, "its fleetrun was started anew")
+            self._tell(_stop(self._own, f"got {name}", True, leaves=self._leaves(received)))
+        if self._hub is not None:
+            self._hub.watch()
         for host, peer in self._peers.items():
             for message in peer.receive():
                 self._hear(host, message)
@@ -226,11 +210,6 @@ class ControlChannel:
         if time.monotonic() - self._beat > _BEAT_SECONDS:
             self._beat = time.monotonic()
             self._tell({"type": "beat"})
-        if self._listener is not None:
-            ending = self._stopping or any(
-                time.monotonic() - peer.heard > _QUIET_SECONDS for peer in self._peers.values()
-            )
-            send_away(self._listener, _SENT_AWAY, ending)
         return self._must_stop
 
     def take_in(self, saved_step: Callable[[], int]) -> None:
@@ -238,7 +217,7 @@ class ControlChannel:
 
         Args: saved_step: finds the step of the newest checkpoint.
         """
-        waiting = self.door.waiting() if self.door is not None else []
+        waiting = self._hub.waiting() if self._hub is not None and self._is_elastic else []
         if not waiting or self._stopping:
             self._saved = None
         elif self._saved is None:
@@ -247,7 +226,7 @@ class ControlChannel:
         elif saved_step() > self._saved:
             why = f"takes in host {', '.join(waiting)}"
             self._say(f"{why}: stopping all ranks after their step")
-            self._makes_room = self._must_stop = True
+            self._makes_room = self.hosts_change = True
             self._obey(_stop(self._own, why, by_signal=True), self._own)
             self._must_stop = True
 
@@ -285,7 +264,7 @@ class ControlChannel:
                 self._say("the ranks of this host have ended; waiting for other hosts")
             self._wait()
         if self._is_first:
-            self._tell(self._verdict.as_message("verdict") | {"left": self.left})
+            self._tell(self._verdict.as_message("verdict"))
         self.close()
         ended = _as_seen_by(self._own, outcome, self._verdict)
         if self._verdict.goes_on and not received:
@@ -301,14 +280,16 @@ class ControlChannel:
         """The verdict, and whether the run goes on with other hosts."""
         reports = list(self._reports.values())
         found = verdict(reports)
-        self.left = [each.host for each in reports if each.leaves]
+        self._left = [each.host for each in reports if each.leaves]
         if not self._is_elastic or found.code == 0:
             return found
         if any(each.stopped and not each.leaves for each in reports):
             return found  # a user has stopped the whole run
-        changed = self._makes_room or self.left or found.host in self._lost
+        changed = self._makes_room or self._left or found.host in self._lost
         if not changed or found.code == USER_ERROR:
             return found
+        if found.host in self._lost:
+            found = replace(found, host=listed(sorted(self._lost)))
         return replace(found, stopped=False, goes_on=True)
 
     def _report(self, outcome: Outcome, received: Sequence[int]) -> None:
@@ -326,24 +307,26 @@ class ControlChannel:
             step=outcome.step,
             stopped=stopped,
             is_guess=outcome.is_guess,
-            leaves=self._is_elastic and stopped and is_notice(received),
+            leaves=self._leaves(received),
         )
         if self._is_first:
             self._end(replace(mine, time=mine.time - age))
         else:
             self._tell(mine.as_message("ended", age))
 
+    def _leaves(self, received: Sequence[int]) -> bool:
+        """Whether this host alone shall stop."""
+        return self._is_elastic and not self._is_first and is_notice(received)
+
     def _hear(self, host: str, message: Message) -> None:
         if message["type"] == "stop":
             why = text_of(message, "why", 300)
-            by_signal, known = bool(message.get("signal")), bool(message.get("known"))
-            self._obey(_stop(text_of(message, "host", 300), why, by_signal, known), host)
+            by_signal, known, leaves = (bool(message.get(k)) for k in ("signal", "known", "leaves"))
+            self._obey(_stop(text_of(message, "host", 300), why, by_signal, known, leaves), host)
         elif message["type"] == "ended" and self._is_first and host not in self._reports:
             self._end(HostEnd.read(message, host))
         elif message["type"] == "verdict" and not self._is_first:
             self._verdict = HostEnd.read(message, text_of(message, "host", 300))
-            left = message.get("left")
-            self.left = [host for host in self.hosts if isinstance(left, list) and host in left]
 
     def _end(self, report: HostEnd) -> None:
         """Records on the first host how one host ended."""
@@ -372,6 +355,8 @@ class ControlChannel:
         self._stopping, self._must_stop, self.cause_known = True, of_another, bool(stop["known"])
         if stop["signal"]:
             self.stopped_by = signal.SIGTERM
+        if stop["leaves"]:
+            self.hosts_change = True
         if of_another:
             self._say(f"host {stop['host']}: {stop['why']}; stopping the ranks here too")
         if self._is_first:
@@ -397,10 +382,8 @@ class ControlChannel:
             self._wait()
         for peer in self._peers.values():
             peer.close()
-        if self._listener is not None:
-            self._listener.close()
-        if self.door is not None:
-            self.door.close()
+        if self._hub is not None:
+            self._hub.end_world(self._lost, self._left)
 
 
 def _as_seen_by(own: str, outcome: Outcome, decisive: HostEnd) -> Outcome:
@@ -416,10 +399,14 @@ def _as_seen_by(own: str, outcome: Outcome, decisive: HostEnd) -> Outcome:
     )
 
 
-def _stop(origin: str, why: str, by_signal: bool = False, known: bool = False) -> Message:
+def _stop(
+    origin: str, why: str, by_signal: bool = False, known: bool = False, leaves: bool = False
+) -> Message:
     """Message that stops the ranks of all hosts.
 
-    Args: known: whether `why` is the cause, not its consequence on another host.
+    Args:
+        known: whether `why` is the cause, not its consequence on another host.
+        leaves: the host alone goes, and the others go on.
     """
-    signals, knows = int(by_signal), int(known)
-    return {"type": "stop", "host": origin, "why": why, "signal": signals, "known": knows}
+    flags = {"signal": int(by_signal), "known": int(known), "leaves": int(leaves)}
+    return {"type": "stop", "host": origin, "why": why, **flags}

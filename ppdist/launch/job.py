@@ -5,6 +5,7 @@ import hmac
 import os
 import secrets
 import signal
+import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
@@ -16,11 +17,11 @@ from typing import TypeVar
 from ppdist.common.errors import LaunchError, UserError, with_code
 from ppdist.common.files import read_json
 from ppdist.common.process import (
+    DIGESTS_NOTE,
     JOB_DIR_VARIABLE,
     JOB_VARIABLE,
     MIN_HOSTS_VARIABLE,
     RESTART_VARIABLE,
-    RUN_NOTE,
     SKIP_STEP_VARIABLE,
     STARTED_VARIABLE,
     USER_ERROR,
@@ -28,13 +29,12 @@ from ppdist.common.process import (
 )
 from ppdist.launch.console import say, say_end
 from ppdist.launch.control_channel import ControlChannel
-from ppdist.launch.lease import Lease
-from ppdist.launch.membership import Memory
+from ppdist.launch.handshake import own_handshake
 from ppdist.launch.metrics import exporting
 from ppdist.launch.network import claimed, once_known, ranks_port, typed_hosts
 from ppdist.launch.options import Options, parse_options
-from ppdist.launch.outcome import Outcome, stopped_before
-from ppdist.launch.rendezvous import own_handshake, rendezvous
+from ppdist.launch.outcome import Outcome, read_ends, stopped_before
+from ppdist.launch.rendezvous import Hub, rendezvous
 from ppdist.launch.signals import Stopped, noting_file
 from ppdist.launch.supervisor import private_files, private_folder
 from ppdist.launch.topology import LaunchPlan, Machine, make_plan, metrics_endpoint
@@ -77,6 +77,7 @@ def fleetrun(
             return stopped_before_begin(received).code
         beside.enter_context(exporting(folder, endpoint))
         beside.enter_context(noting_file(options.preemption_file, say))
+        beside.callback(job.close)
         outcome = job.attempt()
         while not outcome.is_final and (
             outcome.goes_on or job.restarts.failures < options.max_restart
@@ -91,6 +92,8 @@ def fleetrun(
                 outcome = job.attempt()
             except LaunchError as error:  # the command was right; a host or a port is missing now
                 say(f"error: {error}")
+                if outcome.goes_on:  # the hub, or too many hosts, did not come back in time
+                    return outcome.code
                 outcome = Outcome(outcome.code, "")
     return outcome.code
 
@@ -110,7 +113,7 @@ class _Job:
         self.options, self.environment, self.machine = options, environment, machine
         self.run, self.folder, self.received = run, folder, received
         self.restarts = Restarts()
-        self.memory, self.lease = Memory(), Lease()
+        self.hub: Hub | None = None  # of the job, on its first host
         self.started = boot_seconds()
 
     def attempt(self) -> Outcome:
@@ -152,6 +155,8 @@ class _Job:
                 folder.mkdir()
             with claimed(plan.ports, len(plan.hosts)):
                 outcome = self.run(self.options, plan, channel, folder, restarts, self.received)
+            if self.hub is not None:
+                self.hub.count_comings(not all(end.made_no_step for end in read_ends(folder)))
         except UserError as error:
             if channel is None:
                 raise
@@ -160,20 +165,13 @@ class _Job:
             outcome = channel.finish(
                 Outcome(code, f"error: {with_code(str(error), error.code)}"), []
             )
-        if channel is not None:
-            self.remember(channel)
         say_end(outcome)
         return outcome
 
-    def remember(self, channel: ControlChannel) -> None:
-        """What the next world depends on."""
-        place_of = dict(zip(channel.hosts, sorted(self.memory.formed.places)))
-        self.memory.left |= {place_of[host] for host in channel.left}
-        if channel.door is not None:
-            self.memory.awaited |= channel.door.places()
-        note = read_json(self.folder / RUN_NOTE)  # None: no rank got so far
-        if note and note["shared"]:
-            self.memory.shared_output = note["output_dir"]
+    def close(self) -> None:
+        """The job is over."""
+        if self.hub is not None:
+            self.hub.close()
 
     def connect_hosts(self) -> tuple[LaunchPlan, ControlChannel | None]:
         """The plan, and the channel to other hosts if there are any.
@@ -185,19 +183,30 @@ class _Job:
             return plan, None
         self.say_plan(plan)
         restarts, port = self.restarts, plan.rendezvous_port
+        mine = own_handshake(self.options, plan, restarts.attempt, restarts.changes, restarts.skip)
+        if mine.is_first and self.hub is None:
+            note = self.folder / DIGESTS_NOTE
+            self.hub = Hub(mine, port, say, self.options.token, lambda: read_json(note))
         channel = rendezvous(
-            own_handshake(self.options, plan, restarts.attempt, restarts.changes, restarts.skip),
+            mine,
             port,
             self.options.start_timeout,
             say,
             self.received,
             self.options.token,
             self.machine.network.resolve,
-            self.memory,
-            self.lease,
+            self.hub,
+            self.digest_command(),
         )
         ports = (port, ranks_port(port, len(plan.hosts))) if channel.hosts[0] == plan.host else ()
         return replace(plan, hosts=channel.hosts, ports=ports), channel
+
+    def digest_command(self) -> tuple[str, ...]:
+        """The command that writes what this host would train with; (): not a training of ours."""
+        if not self.options.trains:
+            return ()
+        command = (sys.executable, "-u", self.options.script, *self.options.script_arguments)
+        return (*command, "--digests", f"{self.folder / 'own-digests.json'}")
 
     def plan(self) -> LaunchPlan:
         return make_plan(self.options, self.environment, self.machine)

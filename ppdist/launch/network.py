@@ -61,15 +61,12 @@ class Network:
                 return False
         return True
 
-    def is_free(self, port: int, address: str = "") -> bool:
-        """Whether no program uses the port, and no job has claimed it.
-
-        Args: address: where; "": any address of this machine.
-        """
+    def is_free(self, port: int) -> bool:
+        """Whether no program uses the port, and no job has claimed it."""
         with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
             probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             try:
-                probe.bind((address, port))
+                probe.bind(("", port))
                 with claimed((port,), 1):
                     return True
             except (OSError, LaunchError):
@@ -315,7 +312,6 @@ def choose_port(
     hosts: int,
     first: bool,
     network: Network,
-    own: str = "",
     metrics_port: int | None = None,
 ) -> int:
     """The first port of this run.
@@ -326,8 +322,8 @@ def choose_port(
 
     Args:
         wanted: the requested port, or None.
-        first: whether this host has rank 0: only there the ports must be reachable.
-        own: this host's address.
+        first: whether this host has rank 0: only there the ports must be reachable.  That of the
+            rendezvous is opened, and stays open, as long as the job lives.
         metrics_port: never given to ranks, because it may be opened later.
     Raises: LaunchError: a port is taken, or there is no free range.
     """
@@ -353,8 +349,6 @@ def choose_port(
     taken = []
     if first:
         taken = [port for port in range(ranks, ranks + count) if not network.is_free(port)]
-        if ranks != start and not network.is_free(start, own if network.is_local(own) else ""):
-            taken.insert(0, start)
     if taken:
         raise port_in_use(taken[0], hosts)
     return start

@@ -100,8 +100,9 @@ _OURS = (
     Option(
         ("--min_hosts",),
         "N",
-        "with --ips: go on without hosts that are lost or leave, while N are there; those that "
-        "come back are taken in at the next checkpoint (docs/distributed.md; default: all)",
+        "with --ips: go on without other hosts than the first that are lost or leave, while N are "
+        "there; those that come back are taken in at the next checkpoint (docs/distributed.md; "
+        "default: all)",
     ),
     Option(
         ("--rejoin_seconds",),
@@ -224,6 +225,13 @@ class Options:
     def shown_script(self) -> str:
         """The script as a user types it."""
         return "ppdist" if self.script == _OWN_COMMANDS else self.script
+
+    @property
+    def trains(self) -> bool:
+        """Whether the script is `ppdist train`."""
+        if self.script == _OWN_COMMANDS:
+            return self.script_arguments[:1] == ("train",)
+        return Path(self.script).parts[-2:] == ("tools", "train.py")
 
     @property
     def needs_paddle(self) -> bool:

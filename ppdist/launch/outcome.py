@@ -77,6 +77,7 @@ class RankEnd:
     process_code: int | None = None  # exit code of the process; None: still running
     began: bool = True  # whether the script began, not only its watcher
     seconds: float | None = None  # that the script ran; None: unknown
+    printed: bool = True  # its failure, where it writes
 
     @property
     def message(self) -> str:
@@ -179,6 +180,7 @@ def read_ends(folder: Path) -> list[RankEnd]:
                     end,
                     exit_code=said["exit_code"],
                     failure=errors.Failure(*failure),
+                    printed=said["printed"],
                     # The rank reports when it fails, and exits only after its teardown.
                     time=said["time"],
                 )
@@ -316,7 +318,7 @@ def _said(attempt: Attempt, end: RankEnd, here: bool) -> str:
     code = end.process_code
     cut = code is not None and code < 0  # killed, perhaps in the middle of its message
     message = errors.with_code(end.message, end.failure.code).rstrip() if end.message else ""
-    if end.local == 0 and not (cut and message):
+    if end.local == 0 and end.printed and not (cut and message):
         return "" if here else message
     return message or _tail(attempt.log(end.local), attempt.offsets.get(end.local, 0))
 

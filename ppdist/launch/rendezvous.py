@@ -1,14 +1,15 @@
 """Rendezvous of a run's hosts: they find each other and compare.
 
-    handshake    what each host was started with, and what must agree
-    rendezvous   all hosts listen on the start port; the first calls the others, they call it
-    door         where the first of a running world hears of hosts that come back
+    hub          the first host of --ips, always: it listens, compares, says who trains
+    caller       every other host, which calls the hub
 
-Which of them train together is decided in membership.py.
+Hosts that train together are a world.  The first world needs all hosts of --ips.  Where one ends
+because a host was lost, left or came back, those that are there form the next; with --min_hosts
+fewer may.  As there is one hub, two worlds never train at once.
 
-So two runs of rank 0, ranks that would wait for ever or that would train different things are one
-message on every host instead.  Each host says its own address: names of --ips may be known late, or
-mean another address elsewhere, and the first host tells all where everybody is.
+So ranks that would wait for ever or that would train different things are one message on every host
+instead.  Each host says its own address: names of --ips may be known late, or mean another address
+elsewhere, and the hub tells all where everybody is.
 
 Who belongs to a job says a token that its user may give (connection.py).  Without one nothing is
 promised against strangers (docs/security.md).
@@ -16,22 +17,21 @@ promised against strangers (docs/security.md).
 
 import contextlib
 import errno
-import secrets
 import socket
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, fields
-from itertools import takewhile
-from pathlib import PurePath
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, NoReturn
 
+from ppdist.common import child
 from ppdist.common.errors import Failure, LaunchError
+from ppdist.common.files import read_json
 from ppdist.common.limits import allow_files
 from ppdist.launch.connection import (
     OTHER_PROGRAM,
     OTHER_TOKEN,
-    RUNNING,
     Connection,
     Message,
     integer_of,
@@ -40,210 +40,30 @@ from ppdist.launch.connection import (
     wait_for_any,
 )
 from ppdist.launch.control_channel import ControlChannel
-from ppdist.launch.lease import Lease
-from ppdist.launch.membership import Gathering, Knocks, Memory
-from ppdist.launch.network import MOST_HOSTS, listed, port_in_use, typed_hosts
-from ppdist.launch.options import MOST_RESTARTS, MOST_SECONDS, Options
+from ppdist.launch.handshake import Handshake, differences, read_handshake, steps_of, words_of
+from ppdist.launch.network import listed, port_in_use
+from ppdist.launch.options import MOST_RESTARTS
 from ppdist.launch.signals import Stopped, is_notice
-from ppdist.launch.topology import LaunchPlan, installed_version
-
-_LIST_LIMIT, _WORD_LIMIT = MOST_HOSTS, 4096
-
-
-@dataclass(frozen=True)
-class Handshake:
-    """One host's view of the run."""
-
-    host: str  # which of `hosts` it is
-    hosts: tuple[str, ...]  # addresses
-    processes: int  # on this host
-    device: str  # cpu, gpu or another kind of card
-    script: str
-    arguments: tuple[str, ...]
-    ppdist: str  # versions
-    paddle: str
-    names: tuple[str, ...] = ()  # of the hosts, as they were typed
-    max_restart: int = 0
-    min_hosts: int = 0  # 0: all of them
-    rejoin_seconds: int = 0
-    attempt: int = 0  # how many worlds of the run this host has seen end
-    changes: int = 0  # how many of them because a host went or came
-    skip: tuple[int, ...] = ()  # steps that failed twice and are left out
-    identity: str = ""  # of this fleetrun, drawn at random
-
-    def message(self) -> Message:
-        """As it is sent."""
-        return {"type": "handshake"} | {
-            each.name: getattr(self, each.name) for each in fields(self)
-        }
-
-    @property
-    def place(self) -> int:
-        """Of the host in --ips, from 0."""
-        return self.hosts.index(self.host)
-
-    @property
-    def is_first(self) -> bool:
-        return self.place == 0
-
-    @property
-    def is_elastic(self) -> bool:
-        """Whether the run goes on without hosts that are lost."""
-        return 0 < self.min_hosts < len(self.hosts)
-
-    @property
-    def has_names(self) -> bool:
-        """Whether hosts were named: names may get other addresses."""
-        return self.names not in ((), self.hosts)
-
-    def same_names(self, theirs: "Handshake") -> bool:
-        """Whether the same hosts were typed; names may mean other addresses there."""
-        return theirs.names == self.names != ()
-
-
-def own_handshake(
-    options: Options, plan: LaunchPlan, attempt: int, changes: int, skip: tuple[int, ...]
-) -> Handshake:
-    """What this host says."""
-    return Handshake(
-        host=plan.host,
-        hosts=plan.hosts,
-        processes=plan.processes,
-        device=plan.device,
-        script=options.script,
-        arguments=options.script_arguments,
-        ppdist=installed_version("ppdist"),
-        paddle=installed_version("paddlepaddle-gpu") or installed_version("paddlepaddle"),
-        names=tuple(typed_hosts(options.ips or "")),
-        max_restart=options.max_restart,
-        min_hosts=options.min_hosts or 0,
-        rejoin_seconds=options.rejoin_seconds,
-        attempt=attempt,
-        changes=changes,
-        skip=skip,
-        identity=secrets.token_hex(16),
-    )
-
-
-def read_handshake(message: Message) -> Handshake | None:
-    """None: the message holds no handshake."""
-    if message["type"] != "handshake":
-        return None
-    values: dict[str, Any] = {
-        "processes": integer_of(message, "processes", 1, 4096),
-        "max_restart": integer_of(message, "max_restart", 0, MOST_RESTARTS),
-        "min_hosts": integer_of(message, "min_hosts", 0, _LIST_LIMIT),
-        "rejoin_seconds": integer_of(message, "rejoin_seconds", 0, MOST_SECONDS),
-        "attempt": integer_of(message, "attempt", 0, MOST_RESTARTS),
-        "changes": integer_of(message, "changes", 0, MOST_RESTARTS),
-        "skip": _steps(message),
-        **{key: _words(message, key) for key in ("hosts", "arguments", "names")},
-    }
-    if None in values.values() or len(values["names"]) not in (0, len(values["hosts"])):
-        return None
-    for each in fields(Handshake):
-        if each.name not in values:
-            values[each.name] = text_of(message, each.name, _WORD_LIMIT)
-    return Handshake(**values) if values["host"] in values["hosts"] else None
-
-
-def _words(message: Message, key: str) -> tuple[str, ...] | None:
-    """A list of texts in a message, or None."""
-    words = message.get(key)
-    if not isinstance(words, list) or len(words) > _LIST_LIMIT:
-        return None
-    if not all(isinstance(word, str) and len(word) <= _WORD_LIMIT for word in words):
-        return None
-    return tuple(words)
-
-
-def _steps(message: Message) -> tuple[int, ...] | None:
-    """The steps to leave out in a message, or None."""
-    steps = message.get("skip")
-    if not isinstance(steps, list) or len(steps) > _LIST_LIMIT:
-        return None
-    if not all(type(step) is int and 0 < step < 10**12 for step in steps):
-        return None
-    return tuple(steps)
-
-
-def differences(mine: Handshake, theirs: Handshake) -> list[str]:
-    """What keeps two hosts from training together, with both sides."""
-    found = []
-
-    def differ(what: str, own: str, other: str, remedy: str) -> None:
-        if own != other:
-            found.append(f"{what}: {mine.host} has {own}, {theirs.host} has {other}; {remedy}")
-
-    if not mine.same_names(theirs):
-        remedy = "type the same hosts in the same order everywhere (rank 0's host stands first)"
-        differ("--ips", ",".join(mine.hosts), ",".join(theirs.hosts), remedy)
-    remedy = "ranks are numbered by it: give the same --nproc_per_node or number of cards"
-    differ("processes on a host", str(mine.processes), str(theirs.processes), remedy)
-    remedy = "gloo and NCCL cannot talk to each other: use cards on all hosts, or on none"
-    differ("device", mine.device, theirs.device, remedy)
-    remedy = "start the same script on every host"
-    differ("script", PurePath(mine.script).name, PurePath(theirs.script).name, remedy)
-    for own, other in _different_words(mine.arguments, theirs.arguments):
-        has_path = ("/" in own or "/" in other) and "=" not in own + other
-        same_file = has_path and PurePath(own).name == PurePath(other).name != ""
-        if not same_file:
-            remedy = "start every host with the same command"
-            differ("arguments of the script", own or "none", other or "none", remedy)
-    remedy = "hosts restart together: give the same --max_restart on every host"
-    differ("restarts", str(mine.max_restart), str(theirs.max_restart), remedy)
-    remedy = "hosts must agree on when to go on without one: give the same options on every host"
-    differ("--min_hosts", str(mine.min_hosts), str(theirs.min_hosts), remedy)
-    differ("--rejoin_seconds", str(mine.rejoin_seconds), str(theirs.rejoin_seconds), remedy)
-    remedy = "install the same version on every host"
-    differ("ppdist", mine.ppdist or "none", theirs.ppdist or "none", remedy)
-    differ("paddle", mine.paddle or "none", theirs.paddle or "none", remedy)
-    return found
-
-
-def _different_words(mine: Sequence[str], theirs: Sequence[str]) -> list[tuple[str, str]]:
-    own, other = _of_the_run(mine), _of_the_run(theirs)
-    if len(own) == len(other):
-        return [pair for pair in zip(own, other) if pair[0] != pair[1]]
-    # One has more: what both have in the same order at the beginning and the end says nothing.
-    start = _same(own, other)
-    end = _same(own[start:][::-1], other[start:][::-1])
-    return [(" ".join(own[start : len(own) - end]), " ".join(other[start : len(other) - end]))]
-
-
-def _same(own: Sequence[str], other: Sequence[str]) -> int:
-    """How many words are the same from the beginning on."""
-    return len(list(takewhile(lambda pair: pair[0] == pair[1], zip(own, other))))
-
-
-def _of_the_run(words: Sequence[str]) -> list[str]:
-    """The arguments without those that set where something lies on this host."""
-    # Here, because reading Sections would take half of the time and memory of fleetrun's start.
-    from ppdist.config.distributed import PER_HOST_KEYS
-
-    kept = [word for word in words if word.partition("=")[0] not in PER_HOST_KEYS]
-    alone = len(kept) < len(words)  # an -o may have lost all its values
-    return [
-        word
-        for word, following in zip(kept, [*kept[1:], "-"])
-        if not (alone and word == "-o" and following.startswith("-"))
-    ]
-
 
 _POLL_SECONDS = 0.1
 _REPORT_SECONDS = 10.0  # between two lines that say who is missing
 _LOOK_UP_SECONDS = 5.0  # between two questions for the address behind a name
-_CALL_SECONDS = 1.0  # between two calls of one host
+_CALL_SECONDS = 1.0  # between two calls of the hub
+_BEAT_SECONDS = 5.0  # between two signs of life of a host that waits
+_QUIET_SECONDS = 3 * _BEAT_SECONDS  # after which a host may be gone, and its successor calls
 _HANDSHAKE_SECONDS = 10.0  # for an answer of who has taken the call, or who has called
 _TIMEOUT_SECONDS = 60.0
+_RETURN_SECONDS = 10.0  # in which hosts of the last world call again
 _CALLERS = 64  # of unknown addresses, that have not said who they are
-# Calls in a row that meet a run in progress, until this host gives up: a call a second, for longer
-# than the others need to miss the host that this one may have come back as, and for as long as a
-# name may be cached that was another run's host.
-_BUSY_CALLS = 30
+# Calls in a row that meet another fleetrun as this host, until this one gives up: a call a second,
+# for longer than the hub needs to notice that the other one is gone.
+_TAKEN_CALLS = 30
 _OTHER_FILES = 64  # of fleetrun, but connections
-LATER = "the others train; this host is taken in at their next checkpoint"
 _MOST_REFUSED = 20  # lines about callers that were refused
+_COMINGS = 3  # and goings without a step, after which a host is held off
+_HOLD_SECONDS, _LONGEST_HOLD = 30.0, 3600.0  # at first, then twice as long each time
+_NOT_CALLED = "not called yet: is fleetrun started there, with the same --ips in the same order?"
+_LATER = "the others train; this host is taken in at their next checkpoint"
 
 
 def rendezvous(
@@ -254,8 +74,8 @@ def rendezvous(
     received: Sequence[int] = (),
     token: str = "",
     resolve: Callable[[str], str | None] = lambda name: None,
-    memory: Memory | None = None,
-    lease: Lease | None = None,
+    hub: "Hub | None" = None,
+    compare: Sequence[str] = (),
 ) -> ControlChannel:
     """Waits for the hosts of the next world and connects them.
 
@@ -263,28 +83,398 @@ def rendezvous(
     over from the others how often the run was restarted, and which steps are left out.
 
     Args:
-        port: of every host.
+        port: of the hub.
         seconds: how long to wait.
         say: prints a line for the user.
         received: signals so far; with one the waiting ends.
         token: of the job; hosts that do not know it are refused.
         resolve: the address behind a name of --ips by now, or None.
-        memory: of earlier worlds; gets the next.
-        lease: of the job, for hosts that share output_dir.
+        hub: of the job, on its first host.
+        compare: the command that writes this host's digests into the file that is its last word,
+            asked for by a hub whose job has trained without this fleetrun; (): there is none.
     Raises: LaunchError: a host does not come in time, or was started with something else.  Stopped.
     """
-    memory, lease = memory or Memory(), lease or Lease()
-    hosts = _Rendezvous(mine, port, say, token, resolve, memory, lease)
+    if hub is not None:
+        return hub.gather(mine, seconds, received)
+    caller = _Caller(mine, port, say, token, resolve, compare)
     try:
-        hosts.wait(seconds, received)
-        return hosts.channel()
+        return caller.wait(seconds, received)
     except BaseException:
-        hosts.leave()
+        caller.leave()
         raise
 
 
-class _Rendezvous:
-    """Hosts are counted by their place in --ips."""
+@dataclass
+class _Guest:
+    """A host that has called the hub and was started alike.
+
+    Attributes:
+        proven: it holds what the others train with, as far as that is compared.
+    """
+
+    connection: Connection
+    handshake: Handshake
+    proven: bool = True
+
+
+class Hub:
+    """The first host of --ips: it listens, compares and says who trains.
+
+    It listens for as long as the job lives.  Who calls while others train stays connected, and is
+    taken into the next world.  Hosts are counted by their place in --ips.
+    """
+
+    def __init__(
+        self,
+        mine: Handshake,
+        port: int,
+        say: Callable[[str], None],
+        token: str = "",
+        digests: Callable[[], Any] = lambda: None,
+    ) -> None:
+        """
+        Args: digests: of what the job trains with, by part; None: not known.
+        Raises: LaunchError: the port is in use, or too few files may be open.
+        """
+        allow_files(len(mine.hosts) + _CALLERS + _OTHER_FILES)
+        self._mine, self._port, self._say, self._token = mine, port, say, token
+        self._listener = _listen(mine, port)
+        self._callers: list[Connection] = []  # that have not said who they are
+        self._guests: dict[int, _Guest] = {}
+        self._world: dict[int, _Guest] = {}  # the other hosts that train now
+        self._returning: frozenset[int] = frozenset()  # of the last world, that call again
+        self._lost: frozenset[int] = frozenset()  # of the last world, or of one before this hub
+        self._attempt, self._changes, self._skip = 0, 0, set[int]()
+        self._tried: dict[int, str] = {}  # what came of a host's last call
+        self._refused: set[str] = set()  # what was said of callers
+        self._told = 0.0  # when guests last heard why they wait
+        self._begun = False  # a world
+        self._digests = digests
+        self._invited: frozenset[int] = frozenset()  # the last world ended to take them in
+        self._comings: Counter[int] = Counter()  # of a host, that led to no step
+        self._held: dict[int, float] = {}  # until when a host is not taken in
+
+    def gather(
+        self, mine: Handshake, seconds: float, received: Sequence[int] = ()
+    ) -> ControlChannel:
+        """Waits until a world may begin, and begins it; as `rendezvous`."""
+        self._mine = mine
+        self._attempt, self._changes = mine.attempt, mine.changes
+        self._skip |= {*mine.skip}
+        begin = reported = time.monotonic()
+        enough: float | None = None  # since when enough hosts are here
+        while True:
+            if received:
+                if self._attempt:  # at the very start it is being typed again
+                    self._tell_guests({"type": "stopped"})
+                raise Stopped
+            waiting = [*self._callers, *(guest.connection for guest in self._guests.values())]
+            open_ones = [each for each in waiting if each.closed is None]
+            wait_for_any([*open_ones, self._listener], _POLL_SECONDS)
+            self._look()
+            now = time.monotonic()
+            lacking = self._lacking()
+            enough = None if lacking else enough or now
+            if enough is not None:
+                lacking = self._awaits(now - enough)
+                if not lacking:
+                    return self._begin()
+            if now - begin > seconds:
+                what = f"gave up after {seconds:g} s (--start_timeout): {self._missing(lacking)}"
+                self._fail(LaunchError(what, code="hosts_missing"))
+            if now - reported >= _REPORT_SECONDS:
+                reported = now
+                text = f"{self._missing(lacking)} ({now - begin:.0f} s)"
+                self._say(text)
+                self._tell_guests({"type": "waiting", "text": f"host {mine.host}: {text}"})
+
+    def watch(self) -> None:
+        """Hears hosts that call while others train; never blocks."""
+        self._look()
+        if time.monotonic() - self._told > _REPORT_SECONDS:
+            self._told = time.monotonic()
+            self._tell_guests({"type": "waiting", "text": _LATER})
+
+    def waiting(self) -> list[str]:
+        """Hosts that wait to be taken in, as typed or by address."""
+        names = self._mine.names or self._mine.hosts
+        return [names[place] for place in sorted(self._ready())]
+
+    def end_world(self, lost: Collection[str], left: Collection[str]) -> None:
+        """The hosts that train stop; those that stay call again.
+
+        Args: addresses of hosts that are gone: without a word, and after one.
+        """
+        of_place = {place: guest.handshake.host for place, guest in self._world.items()}
+        self._lost = frozenset(place for place, host in of_place.items() if host in lost)
+        gone = self._lost | {place for place, host in of_place.items() if host in left}
+        self._returning = frozenset(of_place.keys() - gone)
+        self._invited = frozenset(self._ready())
+        self._world = {}
+
+    def count_comings(self, stepped: bool) -> None:
+        """Holds off hosts that come and go, after a world has ended.
+
+        Args: stepped: that world made a step.
+        """
+        if stepped:
+            for place in self._returning | self._lost:
+                self._comings.pop(place, None)
+        elif self._mine.is_elastic:
+            for place in self._lost:
+                self._hold_off(place)
+
+    def close(self) -> None:
+        """The job is over; at the very start it is being typed again, and the others wait."""
+        if self._begun:
+            self._tell_guests({"type": "over"})
+        for connection in (*self._callers, *(each.connection for each in self._guests.values())):
+            connection.close()
+        self._listener.close()
+
+    # Who trains
+
+    def _lacking(self) -> str:
+        """Why too few hosts are here, or ""."""
+        count, least = 1 + len(self._ready()), self._mine.min_hosts
+        if count == len(self._mine.hosts):
+            return ""
+        if not (self._mine.is_elastic and self._attempt):
+            return "the first steps need all hosts of --ips"
+        return f"at least {least} are needed (--min_hosts)" if count < least else ""
+
+    def _awaits(self, waited: float) -> str:
+        """Why more hosts may come, or "".
+
+        Args: waited: seconds since enough are here.
+        """
+        here = self._ready().keys()
+        if waited < _RETURN_SECONDS and (self._returning | self._invited) - here:
+            return "hosts of the last steps are on their way"
+        seconds, held = self._mine.rejoin_seconds, filter(self._is_held, self._lost)
+        if waited < seconds and self._lost - here - {*held}:
+            return f"waiting up to {seconds:g} s (--rejoin_seconds) for lost hosts"
+        return ""
+
+    def _ready(self) -> dict[int, _Guest]:
+        """Guests that may train, in order."""
+        return {
+            place: guest
+            for place, guest in sorted(self._guests.items())
+            if guest.proven and not self._is_held(place)
+        }
+
+    def _is_held(self, place: int) -> bool:
+        return self._held.get(place, 0.0) > time.monotonic()
+
+    def _hold_off(self, place: int) -> None:
+        """Counts that a host came and went without a step; after several it has to wait."""
+        self._comings[place] += 1
+        more = self._comings[place] - _COMINGS
+        if more >= 0:
+            seconds = min(_LONGEST_HOLD, _HOLD_SECONDS * 2.0 ** min(more, 10))
+            self._held[place] = time.monotonic() + seconds
+            times = f"came and went {self._comings[place]} times without a step"
+            self._say(
+                f"host {self._mine.hosts[place]} {times}: it is held off for {seconds:g} s, then "
+                "for twice as long"
+            )
+
+    def _begin(self) -> ControlChannel:
+        mine, self._world = self._mine, self._ready()
+        for place in self._world:
+            del self._guests[place]
+        for place in self._invited - self._world.keys():
+            self._hold_off(place)
+        self._invited, self._begun = frozenset(), True
+        hosts = [mine.host, *(guest.handshake.host for guest in self._world.values())]
+        begin = {
+            "type": "begin",
+            "hosts": hosts,
+            "attempt": self._attempt,
+            "changes": self._changes,
+            "skip": sorted(self._skip),
+            "nonce": mine.identity,
+        }
+        for guest in self._world.values():
+            guest.connection.send(begin)
+        self._say(_connected(hosts, mine))
+        return _channel(
+            mine, begin, {each.handshake.host: each.connection for each in self._world.values()},
+            self._say, self,
+        )  # fmt: skip
+
+    def _missing(self, lacking: str) -> str:
+        here, names = {self._mine.place, *self._ready()}, self._mine.hosts
+        whose: dict[str, list[str]] = {}  # by what came of the calls
+        for place in range(len(names)):
+            if place not in here:
+                whose.setdefault(self._tried.get(place, _NOT_CALLED), []).append(names[place])
+        each = "; ".join(f"{listed(hosts)} ({why})" for why, hosts in whose.items())
+        count = sum(map(len, whose.values()))
+        text = f"still waiting for {count} of {len(names)} hosts on port {self._port}: {each}"
+        return f"{text}; {lacking}" if self._mine.is_elastic else text
+
+    # Who calls
+
+    def _look(self) -> None:
+        self._take_calls()
+        for caller in list(self._callers):
+            self._hear_caller(caller)
+        for place, guest in list(self._guests.items()):
+            for message in guest.connection.receive():
+                self._hear_guest(place, message)
+            if time.monotonic() - guest.connection.heard > _TIMEOUT_SECONDS:
+                guest.connection.close("no answer")
+            if guest.connection.closed is not None:
+                del self._guests[place]
+                self._tried[place] = "it disconnected"
+                if not self._mine.is_elastic:
+                    self._say(f"host {guest.handshake.host} disconnected before the run began")
+
+    def _take_calls(self) -> None:
+        """Accepts callers; of unknown ones only the newest stay."""
+        with contextlib.suppress(OSError):  # BlockingIOError: no connection
+            for _ in range(_CALLERS):
+                self._callers.append(Connection(self._listener.accept()[0], self._token))
+        hosts = set(self._mine.hosts)
+        known = [each for each in self._callers if each.peer in hosts]
+        strangers = [each for each in self._callers if each.peer not in hosts]
+        for each in (*known[: -_CALLERS - len(hosts)], *strangers[:-_CALLERS]):
+            each.close()
+
+    def _hear_caller(self, caller: Connection) -> None:
+        messages = caller.receive()
+        over = caller.closed or ""
+        if not messages and time.monotonic() - caller.opened > _HANDSHAKE_SECONDS:
+            over = caller.silence
+        if messages:
+            self._callers.remove(caller)
+            place = self._answer(caller, messages[0])
+            if place is not None:
+                for message in messages[1:]:
+                    self._hear_guest(place, message)
+        elif over:
+            self._callers.remove(caller)
+            caller.close()
+            if over == OTHER_TOKEN:
+                self._report_refused(f"rejected a call from {caller.peer}: {OTHER_TOKEN}")
+            if caller.peer in self._mine.hosts:
+                self._tried[self._mine.hosts.index(caller.peer)] = over
+
+    def _answer(self, caller: Connection, message: Message) -> int | None:
+        """The place of a caller that is a guest from now on; None: it is sent away.
+
+        Raises: LaunchError: it belongs to this run, and was started with something else.
+        """
+        theirs = read_handshake(message)
+        if theirs is None:
+            caller.close(OTHER_PROGRAM)
+            return None
+        mine, found = self._mine, differences(self._mine, theirs)
+        if theirs.host not in mine.hosts and not mine.same_names(theirs):
+            self._report_refused(f"rejected {theirs.host[:60]}: it is not among --ips of this host")
+            text = f"it is not among --ips {listed(mine.hosts)} there"
+            _refuse(caller, f"host {mine.host} refused this one, {theirs.host}: {text}")
+            return None
+        if found:
+            self._refuse_different(caller, theirs, found)
+            return None
+        there = self._world.get(theirs.place, self._guests.get(theirs.place))
+        if theirs.is_first or (there is not None and there.connection.closed is None):
+            quiet = there is not None and _is_quiet(there.connection)
+            self._report_refused(
+                f"a second fleetrun says that it is host {theirs.host}; it has to wait until the "
+                "first is gone"
+            )
+            caller.send({"type": "taken", "quiet": int(quiet)})
+            caller.close()
+            return None
+        # One that has trained in this job holds what the others do.
+        begun = bool(self._world or self._attempt) and not theirs.attempt
+        proven = not (begun and mine.is_elastic and self._digests())
+        self._guests[theirs.place] = _Guest(caller, theirs, proven)
+        if not self._world:  # else it is of the job before, or has missed worlds
+            self._attempt = max(self._attempt, theirs.attempt)
+            self._changes = max(self._changes, theirs.changes)
+            self._skip |= set(theirs.skip)
+            if not self._mine.attempt and theirs.attempt:  # this hub knows of no world yet
+                self._lost = frozenset(range(1, len(mine.hosts)))
+        caller.send({"type": "joined"})
+        if not proven:
+            caller.send({"type": "prove"})
+        if self._is_held(theirs.place):
+            left = f"{self._held[theirs.place] - time.monotonic():.0f} s"
+            text = f"this host came and went without a step, and is held off for {left}"
+            caller.send({"type": "waiting", "text": f"host {mine.host}: {text}"})
+        return theirs.place
+
+    def _refuse_different(
+        self, caller: Connection, theirs: Handshake, found: Sequence[str]
+    ) -> None:
+        """Refuses a host that was started with something else.
+
+        Raises: LaunchError: no step was made yet, so the command is wrong somewhere.
+        """
+        lines = "\n".join(found)
+        _refuse(caller, f"this host was started differently.\n{lines}", "hosts_differ")
+        # Without a token anybody may say so, and must not end the run.
+        known = self._token or caller.peer == theirs.host
+        if known and not self._world and not self._attempt:
+            what = f"host {theirs.host} was started differently.\n{lines}"
+            self._fail(LaunchError(what, code="hosts_differ"))
+        self._report_refused(f"rejected a call from {caller.peer}: {found[0]}")
+
+    def _hear_guest(self, place: int, message: Message) -> None:
+        if message["type"] == "left":
+            self._returning -= {place}
+            self._lost -= {place}
+        elif message["type"] == "stopped" and not self._world:
+            self._tell_guests({"type": "stopped"})
+            raise Stopped
+        elif message["type"] == "digests":
+            self._compare(self._guests[place], message.get("digests"))
+
+    def _compare(self, guest: _Guest, theirs: Any) -> None:
+        """Refuses a host alone that does not hold what the others train with.
+
+        Args: theirs: its digests, of the kinds of parts that it knows.
+        """
+        ours = self._digests() or {}
+        if not isinstance(theirs, dict):
+            return guest.connection.close(OTHER_PROGRAM)
+        kinds = {name.partition(" ")[0] for name in theirs}
+        differing = sorted(
+            name
+            for name in ours.keys() | theirs.keys()
+            if name.partition(" ")[0] in kinds and ours.get(name) != theirs.get(name)
+        )
+        guest.proven = not differing
+        if differing:
+            text = f"it differs from the hosts that train in {listed(differing)}"
+            host = guest.handshake.host
+            self._report_refused(f"refused host {host}, and goes on without it: {text}")
+            what = f"host {self._mine.host} refused this one, {host}: {text}"
+            _refuse(guest.connection, what, "hosts_differ")
+
+    def _report_refused(self, text: str) -> None:
+        """Says it once; it calls every second and may be a stranger."""
+        if text not in self._refused and len(self._refused) < _MOST_REFUSED:
+            self._refused.add(text)
+            self._say(text)
+
+    def _fail(self, error: LaunchError) -> NoReturn:
+        """Raises: this error, which the guests get as well."""
+        self._tell_guests({"type": "refused", "text": str(error), "code": error.code})
+        raise error
+
+    def _tell_guests(self, message: Message) -> None:
+        for guest in self._guests.values():
+            guest.connection.send(message)
+
+
+class _Caller:
+    """Any other host, until the hub begins a world with it."""
 
     def __init__(
         self,
@@ -293,449 +483,225 @@ class _Rendezvous:
         say: Callable[[str], None],
         token: str,
         resolve: Callable[[str], str | None],
-        memory: Memory,
-        lease: Lease,
+        compare: Sequence[str],
     ) -> None:
-        self.mine, self.port, self.say, self.token = mine, port, say, token
-        self.resolve, self.looked_up = resolve, dict.fromkeys(range(len(mine.hosts)), 0.0)
-        self.hosts = list(mine.hosts)  # addresses, as far as known
-        self.memory, self.lease = memory, lease
-        self.links: dict[int, Connection] = {}  # to the hub, or of the hub to those that follow it
-        self.identities: dict[int, str] = {}
-        self.callers: list[Connection] = []  # that have not yet joined
-        self.calls: dict[int, Connection] = {}  # begun here, of hosts that have not yet joined
-        self.met: dict[Connection, Handshake] = {}  # started alike, and not yet joined
-        self.meeting: Connection | None = None  # one of them, while it is met
-        self.tried: dict[int, str] = {}  # what came of the last call
-        self.called: dict[int, float] = {}
-        self.busy: Counter[int] = Counter()  # calls in a row that met a run in progress
-        self.refused: set[str] = set()  # what was said of callers
-        # The most that any host has seen.
-        self.attempt, self.changes, self.skip = mine.attempt, mine.changes, set(mine.skip)
-        if mine.is_first or mine.is_elastic:  # who calls while it is called has two connections
-            allow_files(2 * len(mine.hosts) + _CALLERS + _OTHER_FILES)
-        self.listener = _listen(mine, port)
-        self.since = time.monotonic()  # the latest news that the waiting is worth it
-        self.gathering = Gathering(
-            memory, mine.place, len(mine.hosts), mine.min_hosts or len(mine.hosts),
-            mine.rejoin_seconds, self.since, self._send, self._drop, lease.take,
-        )  # fmt: skip
+        self._compare = compare
+        self._child: child.Process | None = None  # runs `compare`
+        self._mine, self._port, self._say, self._token = mine, port, say, token
+        self._resolve, self._looked_up = resolve, 0.0
+        self._hub = mine.hosts[0]  # its address, as far as known
+        self._connection: Connection | None = None
+        self._called = self._beat = 0.0
+        self._joined = False
+        self._tried, self._said = "no answer yet", ""
+        self._taken = 0  # calls in a row that met another fleetrun as this host
 
-    @property
-    def is_hub(self) -> bool:
-        return self.gathering.hub == self.mine.place
-
-    @property
-    def missing(self) -> list[int]:
-        """Hosts that this one would like to reach."""
-        return self.gathering.wanted(time.monotonic())
-
-    def wait(self, seconds: float, received: Sequence[int]) -> None:
-        begin = reported = time.monotonic()
-        while self.gathering.world is None:
+    def wait(self, seconds: float, received: Sequence[int]) -> ControlChannel:
+        """Calls the hub until it begins a world; as `rendezvous`."""
+        begin = since = reported = time.monotonic()
+        while True:
             if received:
                 self._stop(received)
-            self._call_missing()
-            self._pause()
-            self._take_calls()
-            for caller in list(self.callers):
-                self._hear(caller)
-            for place, call in list(self.calls.items()):
-                self._hear(call, place)
-            self._hear_joined()
+            connection = self._connection or self._call()
+            if connection is None or connection.closed is not None:  # there is no way to the hub
+                time.sleep(_POLL_SECONDS)
+            else:
+                calling = [connection] if connection.connecting else []
+                wait_for_any([] if calling else [connection], _POLL_SECONDS, calling)
+            if connection is not None:
+                for message in connection.receive():
+                    channel = self._obey(connection, message)
+                    if channel is not None:
+                        return channel
+                self._look_after(connection)
+            self._hear_child()
             now = time.monotonic()
-            self.gathering.tick(now)
-            if not self.is_hub:
-                self.lease.release()
-            if self.gathering.world is not None:
-                return
-            # Who has joined leaves it to the hub, which knows who is missing.
-            timeout = seconds + _TIMEOUT_SECONDS * (not self.is_hub)
-            if now - self.since > timeout:
-                what = f"gave up after {seconds:g} s (--start_timeout): {self._missing_hosts()}"
-                self._fail(LaunchError(what, code="hosts_missing"))
+            if self._joined:  # the hub knows who is missing, and for how long
+                since = now
+                continue
+            text = f"still waiting for 1 of {len(self._mine.hosts)} hosts on port {self._port}: "
+            text += f"{self._hub} ({self._tried})"
+            if now - since > seconds:
+                raise LaunchError(
+                    f"gave up after {seconds:g} s (--start_timeout): {text}", code="hosts_missing"
+                )
             if now - reported >= _REPORT_SECONDS:
                 reported = now
-                text = f"{self._missing_hosts()} ({now - begin:.0f} s)"
-                if self.is_hub or self.missing:
-                    self.say(text)
-                if self.is_hub:
-                    waiting = f"host {self.mine.host}: {text}"
-                    self._tell_joined({"type": "waiting", "text": waiting})
-
-    def channel(self) -> ControlChannel:
-        world, own = self.gathering.world, self.mine.place
-        assert world is not None
-        self._close_pending()
-        places, door = sorted(world.places), None
-        if not self.is_hub and self.listener is not None:
-            self.listener.close()
-            self.listener = None
-        if self.mine.is_elastic and self.listener is not None:
-            there = {place: self.hosts[place] for place in places}
-            door = Door(self.listener, self.mine, self.token, there)
-        known = self.identities | {own: self.mine.identity}
-        absent = [self.hosts[each] for each in range(len(self.hosts)) if each not in places]
-        all_of = f"all {len(places)}" if not absent else f"{len(places)} of {len(self.hosts)}"
-        without = f", without {', '.join(absent)}" if absent else ""
-        self.say(f"{all_of} hosts are connected{without}")
-        return ControlChannel(
-            self.mine.host,
-            [self.hosts[place] for place in places],
-            {self.hosts[place]: link for place, link in self.links.items() if place in places},
-            None if door else self.listener,
-            self.say,
-            attempt=self.attempt,
-            changes=self.changes,
-            skip=tuple(sorted(self.skip)),
-            nonce=known[self.gathering.hub],
-            is_elastic=self.mine.is_elastic,
-            door=door,
-        )
+                self._say(f"{text} ({now - begin:.0f} s)")
 
     def leave(self) -> None:
-        self._close_pending()
-        for connection in self.links.values():
-            connection.close()
-        if self.listener is not None:
-            self.listener.close()
-
-    def _close_pending(self) -> None:
-        for connection in (*self.callers, *self.calls.values()):
-            connection.close()
+        if self._connection is not None:
+            self._connection.close()
+        if self._child is not None:
+            self._child.kill()
+            self._child.wait()
 
     def _stop(self, received: Sequence[int]) -> NoReturn:
         """Raises Stopped; before a restart, stops the other hosts, too.
 
         At the very start they keep waiting: the command is being typed again.
         """
-        if self.mine.is_elastic and is_notice(received):
-            self._tell_joined({"type": "left"})
-        elif self.attempt:
-            self._tell_joined({"type": "stopped"})
+        if self._connection is not None and self._joined:
+            if self._mine.is_elastic and is_notice(received):
+                self._connection.send({"type": "left"})
+            elif self._mine.attempt:
+                self._connection.send({"type": "stopped"})
         raise Stopped
 
-    def _call_missing(self) -> None:
+    def _call(self) -> Connection | None:
+        """A new connection to the hub; None: it was called just now."""
         now = time.monotonic()
-        for place in self.missing:
-            if place in self.calls or now - self.called.get(place, -_CALL_SECONDS) < _CALL_SECONDS:
-                continue
-            self.called[place] = now
-            if self.mine.has_names and now - self.looked_up[place] >= _LOOK_UP_SECONDS:
-                self.looked_up[place] = now
-                self.hosts[place] = self.resolve(self.mine.names[place]) or self.hosts[place]
-            address, own = self.hosts[place], self.mine.host
-            call = self.calls[place] = Connection.call(address, self.port, own, self.token)
-            call.send(self.mine.message())
+        if now - self._called < _CALL_SECONDS:
+            return None
+        self._called = now
+        if self._mine.has_names and now - self._looked_up >= _LOOK_UP_SECONDS:
+            self._looked_up = now
+            self._hub = self._resolve(self._mine.names[0]) or self._hub
+        self._connection = Connection.call(self._hub, self._port, self._mine.host, self._token)
+        self._connection.send(self._mine.message())
+        return self._connection
 
-    def _pause(self) -> None:
-        others = (*self.callers, *self.links.values(), *self.calls.values())
-        open_ones = [each for each in others if each.closed is None]
-        calling = [each for each in open_ones if each.connecting]
-        reading = [each for each in open_ones if not each.connecting]
-        listening = [] if self.listener is None else [self.listener]
-        wait_for_any([*reading, *listening], _POLL_SECONDS, calling)
-
-    def _take_calls(self) -> None:
-        """Accepts callers; of unknown ones only the newest stay."""
-        if self.listener is None:
-            return
-        with contextlib.suppress(OSError):  # BlockingIOError: no connection
-            for _ in range(_CALLERS):
-                self.callers.append(Connection(self.listener.accept()[0], self.token))
-        hosts = set(self.hosts)
-        known = [each for each in self.callers if each.peer in hosts]
-        strangers = [each for each in self.callers if each.peer not in hosts]
-        for each in (*known[: -_CALLERS - len(hosts)], *strangers[:-_CALLERS]):
-            each.close()
-
-    def _hear(self, connection: Connection, place: int | None = None) -> None:
-        """Reads lines of a host that has not joined.
-
-        Args: place: that was called.
-        """
-        over = ""
-        for message in connection.receive():
-            if self._has_joined(connection):
-                self._obey(self.met[connection].place, message)
-            elif not over:
-                over = self._answer(connection, place, message)
-        joined = self._has_joined(connection)
-        if not over and not joined:
-            since = connection.opened if place is None else connection.heard
-            late = time.monotonic() - since > _HANDSHAKE_SECONDS and not connection.connecting
-            over = connection.closed or (connection.silence if late else "")
-            if not over:
-                return
-        self.met.pop(connection, None)
-        if not joined:
+    def _look_after(self, connection: Connection) -> None:
+        """Notices its end, and says that this host still waits."""
+        now, over = time.monotonic(), connection.closed
+        silent = 0.0 if connection.connecting else now - connection.heard
+        if silent > (_TIMEOUT_SECONDS if self._joined else _HANDSHAKE_SECONDS):
+            over = over or ("no answer" if self._joined else connection.silence)
+        elif self._joined and now - self._beat > _BEAT_SECONDS:
+            self._beat = now
+            connection.send({"type": "beat"})
+        if over:
             connection.close()
-        if place is not None:
-            del self.calls[place]
-            self.tried[place] = over
-            self.busy[place] = self.busy[place] + 1 if over == RUNNING and not joined else 0
-            if self.busy[place] >= _BUSY_CALLS:
-                error = LaunchError(
-                    "a run is in progress there, and all of its hosts are connected",
-                    code="run_in_progress",
-                    where=f"{self.hosts[place]}:{self.port}",
-                    fix="wait for its end, or give another --start_port P on every host",
-                )
-                self._fail(error)
-            return
-        self.callers.remove(connection)
-        if over == OTHER_TOKEN:
-            self._report_refused(f"rejected a call from {connection.peer}: {OTHER_TOKEN}")
+            self._connection, self._joined, self._tried = None, False, over
 
-    def _answer(self, connection: Connection, place: int | None, message: Message) -> str:
-        """Handles a message of the handshake; returns why it failed, or ""."""
-        theirs = read_handshake(message)
-        if theirs is not None:
-            return self._compare(connection, place, theirs)
-        if message["type"] == "later" and place is not None and self.mine.is_elastic:
-            self.since = time.monotonic()
-            return LATER
-        if message["type"] == "refused" and place is not None:
-            text = text_of(message, "text")
-            if not self.mine.has_names:  # else another run may have the address that a name had
-                what = f"host {self.hosts[place]} refused this one, {self.mine.host}: {text}"
-                self._fail(LaunchError(what, code="host_refused"))
-            return f"it refuses this one: {text}"
-        if connection in self.met:
-            return self._join(self.met[connection], connection, message)
-        return OTHER_PROGRAM
+    def _obey(self, connection: Connection, message: Message) -> ControlChannel | None:
+        """What the hub says; the channel once a world begins with this host.
 
-    def _compare(self, connection: Connection, place: int | None, theirs: Handshake) -> str:
-        """Compares, and meets a host that may join; returns as `_answer`.
-
-        Raises: LaunchError: it belongs to this run, and was started with something else.
+        Raises: LaunchError.  Stopped.
         """
-        if theirs.identity == self.mine.identity:
-            return "it is this host itself"
-        found = differences(self.mine, theirs)
-        refusal = self._refusal(theirs, agrees=not found)
-        known = self.token or place is not None or connection.peer == theirs.host
-        if found and not refusal and not known:  # anybody may say so, and must not end the run
-            self._report_refused(f"rejected a call from {connection.peer}: {found[0]}")
-            refusal = f"it was started differently from host {self.mine.host}"
-        if refusal:
-            connection.send({"type": "refused", "text": refusal})
-            return "it is not part of this run"
-        if place is None:
-            connection.send(self.mine.message())
-        if found:
-            connection.close()
-            lines = "\n".join(found)
-            what = f"host {theirs.host} was started differently.\n{lines}"
-            self._fail(LaunchError(what, code="hosts_differ"))
-        if theirs.place in self.links:
-            return "it has joined by another connection"
-        self.met[connection] = theirs
-        self.meeting = connection
-        self.gathering.meet(theirs.place)
-        self.meeting = None
-        return ""
-
-    def _refusal(self, theirs: Handshake, agrees: bool) -> str:
-        """Why a host is not part of this run, or ""."""
-        if theirs.host not in self.mine.hosts and not self.mine.same_names(theirs):
-            self._report_refused(f"rejected {theirs.host[:60]}: it is not among --ips of this host")
-            return f"it is not among --ips {listed(self.mine.hosts)} there"
-        before = self.identities.get(theirs.place)
-        if self.mine.is_elastic and agrees and before not in (None, theirs.identity):
-            self._drop(theirs.place)  # it was started again, and its power was gone before
-            self.gathering.lose(theirs.place)
-        known = self.identities | {self.mine.place: self.mine.identity}
-        taken = [self.hosts[place] for place in known if known[place] != theirs.identity]
-        same_place = agrees and known.get(theirs.place, theirs.identity) != theirs.identity
-        if same_place or theirs.host in taken:
-            self._report_refused(f"rejected a second fleetrun that says it is host {theirs.host}")
-            return (
-                f"another fleetrun is host {theirs.host} of this run already: it was started "
-                f"twice, or --host is wrong on one of the two"
-            )
-        return ""
-
-    def _report_refused(self, text: str) -> None:
-        """Says it once; it calls every second and may be a stranger."""
-        if text not in self.refused and len(self.refused) < _MOST_REFUSED:
-            self.refused.add(text)
-            self.say(text)
-
-    def _join(self, theirs: Handshake, connection: Connection, message: Message) -> str:
-        """Handles what a host says that was met; returns as `_answer`."""
-        place = theirs.place
-        if message["type"] == "join":
-            if place in self.links:
-                return "it has joined by another connection"
-        elif message["type"] not in ("joined", "moved"):
-            return OTHER_PROGRAM
-        self.links[place], self.identities[place] = connection, theirs.identity
-        self.hosts[place] = theirs.host
-        self.attempt = max(self.attempt, theirs.attempt)
-        self.changes = max(self.changes, theirs.changes)
-        self.skip |= set(theirs.skip)
-        return "" if self.gathering.hear(place, message) else OTHER_PROGRAM
-
-    def _has_joined(self, connection: Connection) -> bool:
-        theirs = self.met.get(connection)
-        return theirs is not None and self.links.get(theirs.place) is connection
-
-    def _send(self, place: int, message: Message) -> None:
-        """Sends a message of the gathering."""
-        if message["type"] == "begin":
-            message = message | {
-                "attempt": self.attempt,
-                "changes": self.changes,
-                "skip": sorted(self.skip),
-                "hosts": self.hosts,
-            }
-        connection = self.links.get(place, self.meeting)
-        if connection is not None:
-            connection.send(message)
-
-    def _drop(self, place: int) -> None:
-        """Ends the connection to a host that follows another hub."""
-        connection = self.links.pop(place, self.meeting)
-        self.identities.pop(place, None)
-        if connection is not None:
-            connection.close("it follows another host")
-
-    def _hear_joined(self) -> None:
-        now = time.monotonic()
-        for place, connection in list(self.links.items()):
-            for message in connection.receive():
-                if self.links.get(place) is connection:
-                    self._obey(place, message)
-            silent = place == self.gathering.hub and now - connection.heard > _TIMEOUT_SECONDS
-            if self.mine.is_elastic and silent and connection.closed is None:
-                connection.close("no answer")
-            if connection.closed is not None and self.links.get(place) is connection:
-                if self.gathering.world is None:
-                    del self.links[place], self.identities[place]
-                    self.tried[place] = "it disconnected"
-                    if not self.mine.is_elastic:  # else it may follow another host now
-                        self.say(f"host {self.hosts[place]} disconnected before the run began")
-                self.gathering.lose(place)
-
-    def _obey(self, place: int, message: Message) -> None:
-        """Obeys the hub, or a host that stops."""
-        of_hub = place == self.gathering.hub
-        if message["type"] == "stopped":
-            if self.is_hub:
-                self._tell_joined({"type": "stopped"})
+        kind, text = message["type"], text_of(message, "text")
+        if kind == "joined":
+            self._joined, self._taken = True, 0
+        elif kind == "prove":
+            self._prove(connection)
+        elif kind == "taken":
+            self._meet_another(quiet=bool(message.get("quiet")))
+        elif kind == "waiting" and text != self._said:
+            self._said = text
+            self._say(text)
+        elif kind == "stopped":
             raise Stopped
-        if message["type"] == "left":
-            self.memory.left |= {place}
-        elif message["type"] == "waiting" and of_hub:
-            self.say(text_of(message, "text"))
-        elif message["type"] == "refused" and of_hub:
-            text, code = text_of(message, "text"), text_of(message, "code", 100)
-            raise Failure(LaunchError.kind, code, f"host {self.hosts[place]}: {text}").error()
-        else:
-            if message["type"] == "begin" and of_hub:
-                self.attempt = integer_of(message, "attempt", 0, MOST_RESTARTS) or 0
-                self.changes = integer_of(message, "changes", 0, MOST_RESTARTS) or 0
-                self.skip = set(_steps(message) or ())
-                hosts = _words(message, "hosts") or ()
-                self.hosts = list(hosts) if len(hosts) == len(self.hosts) else self.hosts
-            self.gathering.hear(place, message)
+        elif kind == "over":
+            raise LaunchError(
+                "the job ended while this host waited to be taken in",
+                code="job_over",
+                where=f"{self._hub}:{self._port}",
+                fix="start the same command on all hosts to go on with it (--resume auto)",
+            )
+        elif kind == "refused":
+            code = text_of(message, "code", 100)
+            if code != "host_refused":
+                raise Failure(LaunchError.kind, code, text).error()
+            if not self._mine.has_names:
+                raise LaunchError(text, code="host_refused")
+            connection.close(text)  # a name may have the address that is another run's hub by now
+        elif kind == "begin" and self._joined:
+            hosts = words_of(message, "hosts") or ()
+            if hosts[1:] and self._mine.host in hosts:
+                self._say(_connected(hosts, self._mine))
+                return _channel(self._mine, message, {hosts[0]: connection}, self._say)
+            connection.close(OTHER_PROGRAM)
+        return None
 
-    def _missing_hosts(self) -> str:
-        hub = self.gathering.hub
-        if not self.is_hub:
-            return f"waiting for host {self.hosts[hub]} to say that all are there"
-        here, places = {self.mine.place, *self.gathering.followers}, range(len(self.hosts))
-        if not (self.mine.is_first or self.mine.is_elastic):  # it can only join the first
-            places = range(1)
-        missing = [place for place in places if place not in here]
-        whose: dict[str, list[str]] = {}  # by what came of the calls
-        for place in missing:
-            why = self.tried.get(place, "no answer yet")
-            whose.setdefault(why, []).append(self.hosts[place])
-        each = [f"{listed(hosts)} ({why})" for why, hosts in whose.items()]
-        of_all = f"{len(missing)} of {len(self.hosts)} hosts on port {self.port}"
-        text = f"still waiting for {of_all}: {'; '.join(each)}"
-        return f"{text}; {self.gathering.waits_for}" if self.mine.is_elastic else text
+    def _prove(self, connection: Connection) -> None:
+        """Begins to find what this host would train with."""
+        if not self._compare:  # a script of others: ranks compare themselves as they start
+            connection.send({"type": "digests", "digests": {}})
+        elif self._child is None:
+            self._say("comparing configuration, code and data with those of the hosts that train")
+            self._child = child.start(self._compare, env=child.own_environment())
 
-    def _fail(self, error: LaunchError) -> NoReturn:
-        """Raises: this error, which the hosts that have joined get as well."""
-        if self.is_hub:
-            self._tell_joined({"type": "refused", "text": str(error), "code": error.code})
-        raise error
+    def _hear_child(self) -> None:
+        """Sends the digests once they are there.
 
-    def _tell_joined(self, message: Message) -> None:
-        for connection in self.links.values():
-            connection.send(message)
-
-
-class Door:
-    """Where the hub of a running world hears of returning hosts.
-
-    Args: world: addresses of its hosts, by place.
-    """
-
-    def __init__(
-        self, listener: socket.socket, mine: Handshake, token: str, world: Mapping[int, str]
-    ) -> None:
-        self._listener, self._mine, self._token, self._world = listener, mine, token, world
-        self._callers: list[Connection] = []
-        self._knocks = Knocks()
-
-    def look(self) -> None:
-        """Answers whoever calls."""
-        with contextlib.suppress(OSError):  # BlockingIOError: no connection
-            for _ in range(_CALLERS):
-                self._callers.append(Connection(self._listener.accept()[0], self._token))
-        now = time.monotonic()
-        for caller in list(self._callers):
-            for message in caller.receive()[:1]:
-                self._answer(caller, message, now)
-            if caller.closed is None and now - caller.opened > _HANDSHAKE_SECONDS:
-                caller.close()
-            if caller.closed is not None:
-                self._callers.remove(caller)
-
-    def waiting(self) -> list[str]:
-        """Hosts that ask to be taken in, as typed or by address."""
-        names = self._mine.names or self._mine.hosts
-        return [names[place] for place in sorted(self.places())]
-
-    def replaced(self) -> list[str]:
-        """Addresses of hosts of this world whose fleetrun was started anew."""
-        return [self._world[place] for place in self.places() & self._world.keys()]
-
-    def places(self) -> frozenset[int]:
-        """Of hosts that asked just now."""
-        return self._knocks.waiting(time.monotonic())
-
-    def close(self) -> None:
-        for caller in self._callers:
-            caller.close()
-        self._listener.close()
-
-    def _answer(self, caller: Connection, message: Message, now: float) -> None:
-        theirs = read_handshake(message)
-        if theirs is None:
-            caller.close()
+        Raises: LaunchError: this host cannot read what it would train with.
+        """
+        if self._child is None or self._child.poll() is None:
             return
-        found = differences(self._mine, theirs)
-        if found:
-            caller.send({"type": "refused", "text": found[0]})
-        else:
-            caller.send({"type": "later"})
-            self._knocks.hear(theirs.place, now)
-        caller.close()
+        code, self._child = self._child.returncode, None
+        if code:
+            raise LaunchError(
+                "what this host would train with cannot be read here (see above)",
+                code="host_not_ready",
+                where=f"host {self._mine.host}",
+                fix="mend that and start it again; the others go on without it",
+            )
+        if self._connection is not None and self._joined:
+            found = read_json(Path(self._compare[-1]))
+            self._connection.send({"type": "digests", "digests": found})
+
+    def _meet_another(self, quiet: bool) -> None:
+        """Another fleetrun is this host already.
+
+        Args: quiet: it may be one whose power was lost.
+        """
+        self._taken = 0 if quiet else self._taken + 1
+        if self._taken >= _TAKEN_CALLS:
+            raise LaunchError(
+                f"another fleetrun is host {self._mine.host} of this run already: it was started "
+                "twice, or --host is wrong on one of the two",
+                code="run_in_progress",
+                where=f"{self._hub}:{self._port}",
+                fix="wait for its end, or give another --start_port P on every host",
+            )
 
 
-def _listen(mine: Handshake, port: int) -> socket.socket | None:
-    """Where the others call; None where they need not and cannot."""
+def _connected(hosts: Sequence[str], mine: Handshake) -> str:
+    """`2 of 3 hosts are connected, without 10.0.0.3`"""
+    count, of_all = len(hosts), len(mine.hosts)
+    if count == of_all:
+        return f"all {count} hosts are connected"
+    absent = [host for host in mine.hosts if host not in hosts]
+    return f"{count} of {of_all} hosts are connected, without {listed(absent)}"
+
+
+def _channel(
+    mine: Handshake,
+    begin: Message,
+    peers: Mapping[str, Connection],
+    say: Callable[[str], None],
+    hub: Hub | None = None,
+) -> ControlChannel:
+    """The channel of a world, from the message with which the hub begins it."""
+    return ControlChannel(
+        mine.host,
+        words_of(begin, "hosts") or (),
+        peers,
+        say,
+        attempt=integer_of(begin, "attempt", 0, MOST_RESTARTS) or 0,
+        changes=integer_of(begin, "changes", 0, MOST_RESTARTS) or 0,
+        skip=steps_of(begin) or (),
+        nonce=text_of(begin, "nonce", 100),
+        is_elastic=mine.is_elastic,
+        hub=hub,
+    )
+
+
+def _refuse(caller: Connection, text: str, code: str = "host_refused") -> None:
+    caller.send({"type": "refused", "text": text, "code": code})
+    caller.close()
+
+
+def _is_quiet(connection: Connection) -> bool:
+    return time.monotonic() - connection.heard > _QUIET_SECONDS
+
+
+def _listen(mine: Handshake, port: int) -> socket.socket:
+    """Where the others call.  Raises: LaunchError: the port is in use."""
     for address in (mine.host, ""):  # an address of --host may be one that only others see
         try:
             return open_listener(address, port)
         except OSError as error:
             if error.errno != errno.EADDRNOTAVAIL:
                 break
-    if mine.is_first or mine.is_elastic:
-        raise port_in_use(port, len(mine.hosts))
-    return None
+    raise port_in_use(port, len(mine.hosts))

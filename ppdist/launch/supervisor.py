@@ -27,6 +27,7 @@ from ppdist.common.errors import LaunchError
 from ppdist.common.files import read_json, replace_file
 from ppdist.common.process import (
     BACKUP_VARIABLE,
+    CHANGE_NOTE,
     EXIT_DIR_VARIABLE,
     RUN_NOTE,
     STOPPED,
@@ -101,6 +102,7 @@ def run_job(
         "restart": restarts,
         "processes": plan.processes,
     }
+    (folder.parent / CHANGE_NOTE).unlink(missing_ok=True)
     with private_files(folder):
         (folder / "job.json").write_text(json.dumps(orders), encoding="utf-8")
         # Ranks that could not say how they ended would count as ranks that never began.
@@ -210,7 +212,7 @@ class _Job:
         """What has happened since the last look, and what follows from it."""
         others_stop = others_failed = others_wait = False
         if self._channel is not None:
-            if self._channel.door is not None and not self._stop_sent:
+            if not self._stop_sent:
                 self._channel.take_in(lambda: _saved_step(self._folder.parent))
             others_stop = self._channel.watch(self._received)
             others_failed = others_stop and self._channel.stopped_by is None
@@ -287,6 +289,8 @@ class _Job:
                 self._received.append(number)
         if self._received or others_stop or self._left:
             self._stop_sent = True
+            if self._channel is not None and self._channel.hosts_change:
+                replace_file(self._folder.parent / CHANGE_NOTE, b"true")
             self._ask()
 
     def _ask(self) -> None:

@@ -172,10 +172,8 @@ def make_plan(options: Options, environment: Mapping[str, str], machine: Machine
         place = {"--master": options.master}
     else:
         hosts, own = _with_hosts(options, variables, machine.network)
-        # With --min_hosts the first host may come back, while another has its ports.
-        has_ports = own == hosts[0] and options.min_hosts is None
         port = choose_port(
-            options.start_port, processes, len(hosts), has_ports, machine.network, own,
+            options.start_port, processes, len(hosts), own == hosts[0], machine.network,
             options.metrics_port,
         )  # fmt: skip
         first_port = ranks_port(port, len(hosts))

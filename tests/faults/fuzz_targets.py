@@ -38,7 +38,7 @@ from ppdist.engine.checkpoint import save_checkpoint
 from ppdist.export.spec import describe, read_spec, write_spec
 from ppdist.launch.connection import OTHER_PROGRAM, OTHER_TOKEN, Connection
 from ppdist.launch.control_channel import HostEnd
-from ppdist.launch.rendezvous import Handshake, differences, read_handshake
+from ppdist.launch.handshake import Handshake, differences, read_handshake
 from ppdist.models.weights import read_arrays, write_arrays
 from ppdist.runtime.decoder import PNG, png_chunks
 from tests.deploy.python_folder import predictor

@@ -257,15 +257,14 @@ ROWS = (
         "with a token or without; with one nobody else joins or ends the run",
         (STRANGERS + "test_a_flood_of_strangers_prevents_no_start",
          STRANGERS + "test_a_host_without_the_token_is_refused",
-         STRANGERS + "test_a_line_that_is_not_as_it_was_sent_ends_the_connection",
-         "tests/unit/launch/test_rendezvous.py::test_the_first_host_calls_too")),
+         STRANGERS + "test_a_line_that_is_not_as_it_was_sent_ends_the_connection")),
     Row(47, "a host is lost with --min_hosts, and comes back", "the others go on from the newest "
         "checkpoint, and take it in at a later one; each step is made once, with the same images "
-        "and micro-batches; of a divided network one side goes on",
+        "and micro-batches; the first host is waited for; of a divided network its side goes on",
         (HOSTS + "test_two_of_three_hosts_go_on_and_take_the_third_in_again",
          MEMBERS + "test_hosts_go_on_without_one_and_take_it_in_again",
-         MEMBERS + "test_one_of_two_goes_on_only_with_the_lease",
-         MEMBERS + "test_of_a_divided_network_only_the_larger_side_goes_on",
-         MEMBERS + "test_neither_half_of_a_divided_network_goes_on",
-         "tests/unit/launch/test_membership.py::test_random_schedules")),
+         MEMBERS + "test_two_hosts_lost_together_are_both_named",
+         MEMBERS + "test_a_lost_hub_is_waited_for",
+         MEMBERS + "test_a_hub_that_stays_away_ends_the_others_with_one_code",
+         MEMBERS + "test_of_a_divided_network_the_side_of_the_hub_goes_on")),
 )  # fmt: skip

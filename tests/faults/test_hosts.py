@@ -38,7 +38,7 @@ def test_a_host_that_comes_back_joins_the_next_attempt(
     assert first_difference(undisturbed, first.output_dir) == ""
 
 
-ELASTIC = ["train.total_batch=8", "train.sync_bn=false", "checkpoint.on_every_host=true"]
+ELASTIC = ["train.total_batch=8", "train.sync_bn=false"]
 TWICE = ["data.train.annotations=annotations/instances_train.json", "train.epochs=18"]
 
 
@@ -54,7 +54,7 @@ def losses(folder: Path) -> dict[int, float]:
 def test_two_of_three_hosts_go_on_and_take_the_third_in_again(
     lost: int, scenario: FaultScenario, record_property
 ) -> None:
-    """Each with an output_dir of its own; total batch and micro-batch stay."""
+    """The first writes the checkpoints, and is waited for; total batch and micro-batch stay."""
     port = str(free_port())
     overrides = [*ELASTIC, *TWICE]
 
@@ -73,21 +73,20 @@ def test_two_of_three_hosts_go_on_and_take_the_third_in_again(
         jobs[0].reaches(6)
         died = time.time()
         jobs[lost].kill_all()
-        leader = jobs[1 if lost == 0 else 0]
-        seen = len(leader.steps)
-        deadline = time.monotonic() + 300
-        while len(leader.steps) == seen:
-            assert time.monotonic() < deadline and leader.process.poll() is None, leader.text
-            time.sleep(0.05)
-        record_property("figure", f"goes on {time.time() - died:.1f} s after the host died")
+        if lost != 0:
+            seen = len(jobs[0].steps)
+            deadline = time.monotonic() + 300
+            while len(jobs[0].steps) == seen:
+                assert time.monotonic() < deadline and jobs[0].process.poll() is None, jobs[0].text
+                time.sleep(0.05)
+            record_property("figure", f"goes on {time.time() - died:.1f} s after the host died")
         jobs[lost] = ended.enter_context(host(lost, "b"))
         assert [job.wait() for job in jobs] == [0, 0, 0], "\n\n".join(job.text for job in jobs)
     assert "all 3 hosts are connected" in jobs[lost].text
+    assert "Traceback" not in "".join(job.text for job in jobs)
     expected, found = losses(alone.output_dir), losses(jobs[0].output_dir)
     assert found.keys() == expected.keys()
     # Ranks add micro-batches in another order; later the assigner turns rounding into choices.
     worst = max(abs(found[step] / expected[step] - 1) for step in range(1, 8))
     record_property("figure", f"losses of steps before and after differ by {worst:.0e} at most")
     assert worst < 1e-5
-    for copy in jobs[1:]:
-        assert first_difference(jobs[0].output_dir, copy.output_dir) == ""

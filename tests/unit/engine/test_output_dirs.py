@@ -5,7 +5,6 @@ from pathlib import Path
 
 import pytest
 
-from ppdist.common.process import MIN_HOSTS_VARIABLE
 from ppdist.distributed import comm
 from ppdist.engine import output_dirs as module
 from ppdist.engine.output_dirs import OutputDirs, find_output_dirs
@@ -22,8 +21,7 @@ def second_host(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_on_one_host_nothing_is_asked(tmp_path: Path) -> None:
-    assert find_output_dirs(tmp_path, True) == OutputDirs(tmp_path, None, True)
-    assert OutputDirs(tmp_path).writes
+    assert find_output_dirs(tmp_path) == OutputDirs(tmp_path)
 
 
 @pytest.mark.parametrize("together", [True, False])
@@ -41,7 +39,7 @@ def test_a_file_of_rank_0_tells_whether_hosts_share_a_folder(
 
     monkeypatch.setattr(comm, "run_on_main", put)
     monkeypatch.setattr(comm, "all_gather_object", lambda value: [True, value])
-    assert find_output_dirs(own, True) == OutputDirs(own, together, not together)
+    assert find_output_dirs(own) == OutputDirs(own, together)
     assert not own.exists()
 
 
@@ -56,26 +54,10 @@ def test_hosts_note_where_the_checkpoints_are(second_host: None, tmp_path: Path)
 
 
 def test_who_has_checkpoints_notes_nothing(second_host: None, tmp_path: Path) -> None:
-    for dirs in (
-        OutputDirs(tmp_path, shared=True),
-        OutputDirs(tmp_path, shared=False, copies=True),
-    ):
-        dirs.note_newest(40)
+    OutputDirs(tmp_path, shared=True).note_newest(40)
     assert [*tmp_path.iterdir()] == []
 
 
 def test_a_note_that_is_torn_says_nothing(second_host: None, tmp_path: Path) -> None:
     (tmp_path / module._NOTE).write_text(json.dumps({"step": 40})[:5])
     OutputDirs(tmp_path, shared=False).require_no_other()
-
-
-def test_min_hosts_needs_checkpoints_that_stay(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    alone = OutputDirs(tmp_path, shared=False)
-    alone.require_reachable()
-    monkeypatch.setenv(MIN_HOSTS_VARIABLE, "2")
-    with raises("checkpoints_on_one_host"):
-        alone.require_reachable()
-    OutputDirs(tmp_path, shared=True).require_reachable()
-    OutputDirs(tmp_path, shared=False, copies=True).require_reachable()

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from ppdist.common.errors import UserError
-from ppdist.common.process import MIN_HOSTS_VARIABLE
+from ppdist.common.process import JOB_DIR_VARIABLE, MIN_HOSTS_VARIABLE, RUN_NOTE
 from ppdist.config.base import flattened
 from ppdist.config.distributed import PER_HOST_KEYS, DistributedConfig
 from ppdist.data.datasets.build import read_split
@@ -23,6 +23,7 @@ from ppdist.distributed import comm, device, store
 from ppdist.distributed.agreement import require_agreement
 from ppdist.engine import data
 from ppdist.engine import preflight as module
+from ppdist.engine.continuation import write_note
 from ppdist.engine.data import require_same_data
 from ppdist.engine.preflight import check_shares, flat_config, preflight, within
 from ppdist.storage import retry
@@ -328,10 +329,10 @@ def test_a_restart_waits_for_what_was_read_before(tmp_path, monkeypatch, caplog)
     annotations, away = tmp_path / "annotations", tmp_path / "away"
     module.wait_for_inputs(config, evaluate=True, anew=False)  # a checkpoint has its own weights
     annotations.rename(away)
-    monkeypatch.setattr(store, "_timeout", 0.02)
-    with raises("storage_unreachable", "instances_train"):
+    with raises("storage_unreachable", "instances_train"):  # this host has never read it
         module.wait_for_inputs(config, evaluate=True, anew=False)
-    monkeypatch.setattr(store, "_timeout", 1800.0)
+    monkeypatch.setenv(JOB_DIR_VARIABLE, str(tmp_path))
+    write_note(RUN_NOTE, {"id": "the run"})
 
     def mount(seconds: float) -> None:
         if away.exists():

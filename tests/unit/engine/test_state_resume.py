@@ -345,13 +345,6 @@ def test_a_job_that_saved_nothing_knows_its_micro_batches(shapes, job, tmp_path,
     assert start.snapshot is None and start.made_of == begun
 
 
-def test_hosts_name_their_folders_as_they_like(monkeypatch, tmp_path):
-    """--resume names the folder of the run on the other host only; both have to ask."""
-    monkeypatch.setattr(comm, "all_gather_object", lambda mine: [mine, [2, 40]])
-    dirs, asked = OutputDirs(tmp_path, shared=False, copies=True), Continuation(tmp_path / "other")
-    assert module._newest_holder(dirs, tmp_path, asked, None) == (1, 2)
-
-
 @pytest.mark.slow
 def test_checkpoints_that_are_away_are_waited_for(shapes, job, tmp_path, monkeypatch):
     """Before, a job whose file system was not mounted yet began again at step 1."""

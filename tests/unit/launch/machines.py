@@ -21,7 +21,7 @@ class FakeNetwork(Network):
     def is_local(self, address: str) -> bool:
         return address in self.addresses.values() or address.startswith("127.")
 
-    def is_free(self, port: int, address: str = "") -> bool:
+    def is_free(self, port: int) -> bool:
         return port not in self.taken
 
     def interfaces(self) -> dict[str, str]:

@@ -98,8 +98,8 @@ def test_a_signal_in_the_pause_ends_the_job_with_75(monkeypatch: pytest.MonkeyPa
 def test_signal_to_one_host_in_pause_ends_all_hosts(stopped: int) -> None:
     one, other = connected()
     lines = [
-        ControlChannel(A, (A, B), {B: one}, None, print),
-        ControlChannel(B, (A, B), {A: other}, None, print),
+        ControlChannel(A, (A, B), {B: one}, print),
+        ControlChannel(B, (A, B), {A: other}, print),
     ]
     received: list[list[int]] = [[], []]
     codes: dict[int, int] = {}
@@ -121,7 +121,7 @@ def test_signal_to_one_host_in_pause_ends_all_hosts(stopped: int) -> None:
 
 def test_other_host_failure_in_pause_is_no_signal() -> None:
     one, other = connected()
-    line = ControlChannel(A, (A, B), {B: one}, None, print)
+    line = ControlChannel(A, (A, B), {B: one}, print)
     other.send({"type": "ended", "host": B, "code": 1, "message": "no room", "age_ms": 0})
     other.receive()  # and proves what it must before
     line.watch([])

@@ -9,12 +9,11 @@ from collections.abc import Callable, Sequence
 import pytest
 
 from ppdist.common.process import boot_seconds
-from ppdist.launch.connection import ENDING, RUNNING, Connection, open_listener
+from ppdist.launch.connection import Connection
 from ppdist.launch.control_channel import ControlChannel, HostEnd, verdict
 from ppdist.launch.outcome import Outcome
 from tests.unit.launch.hosts import wait_for
 
-LOCAL = "127.0.0.2"
 A, B, C = "10.9.0.1", "10.9.0.2", "10.9.0.3"
 GLOO = "rank 0 failed first: it ended with exit code 1\ngloo/transport/tcp/pair.cc TIMEOUT"
 
@@ -48,10 +47,10 @@ def channels(
     for host in hosts[1:]:
         one, other = socket.socketpair()
         near[host], far[host] = Connection(one), Connection(other, calls=True)
-    made = {hosts[0]: ControlChannel(hosts[0], hosts, near, None, said[hosts[0]].append, silence)}
+    made = {hosts[0]: ControlChannel(hosts[0], hosts, near, said[hosts[0]].append, silence)}
     for host, connection in far.items():
         peers = {hosts[0]: connection}
-        made[host] = ControlChannel(host, hosts, peers, None, said[host].append, silence)
+        made[host] = ControlChannel(host, hosts, peers, said[host].append, silence)
     return made, said
 
 
@@ -245,16 +244,3 @@ def test_nonsense_on_the_line_counts_as_a_lost_host() -> None:
         channel.watch([])
     made[B]._peers[A]._write(b"nonsense")
     assert made[A].watch([]) and made[A]._reports[B].code == 1
-
-
-@pytest.mark.parametrize(("failed", "said"), [(False, RUNNING), (True, ENDING)])
-def test_callers_during_a_run_are_told_so_at_once(failed: bool, said: str) -> None:
-    with open_listener(LOCAL, 0) as listener:
-        channel = ControlChannel(LOCAL, (LOCAL, B), {}, listener, print)
-        if failed:
-            channel.tell_failure(Outcome(1, "rank 0 failed first", told="rank 0 failed first"))
-        calls = [Connection.call(*listener.getsockname()) for _ in range(10)]
-        for _ in range(3):
-            channel.watch([])
-        assert all(call.receive() == [] and call.closed for call in calls)
-        assert {call.closed for call in calls} == {said}

@@ -48,16 +48,6 @@ def test_a_host_that_starts_late_is_waited_for(cabled) -> None:
     assert len(waiting) >= 2 and all(f" on port 6070: {B} (" in line for line in waiting)
 
 
-def test_two_hosts_in_the_wrong_order_are_refused(cable: Cable, cabled) -> None:
-    script = write("")
-    first = cabled(A, script)
-    with hosts_of_a_test() as starter:
-        other = starter("other", "--ips", f"{B},{A}", script, prefix=cable.prefix(B))
-        for end in ended([first, other]):
-            assert end.code == 2 and "--ips: " in end.errors
-            assert f"{A},{B}" in end.errors and f"{B},{A}" in end.errors
-
-
 def test_a_host_that_is_not_in_the_list_is_refused(cable: Cable, cabled) -> None:
     with hosts_of_a_test() as starter:
         words = ("--ips", f"{A},10.213.7.9", write(""))

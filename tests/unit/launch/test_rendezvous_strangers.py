@@ -117,26 +117,6 @@ def test_what_was_said_elsewhere_or_the_other_way_is_void() -> None:
         assert end.receive() == [] and end.closed is not None
 
 
-def pass_on(one: socket.socket, other: socket.socket) -> None:
-    with suppress(OSError):
-        while piece := one.recv(65536):
-            other.sendall(piece)
-        other.shutdown(socket.SHUT_WR)
-
-
-def test_what_a_host_says_ends_nothing_if_passed_back() -> None:
-    """A stranger at the address of another host connects the first one with itself."""
-    port = free_port()
-    with socket.create_server((B, port)) as server:
-        (first,) = started(Host(host(A), port, 1.5, token=TOKEN))
-        caller, _ = server.accept()
-        with caller, socket.create_connection((A, port)) as back:
-            for ways in ((caller, back), (back, caller)):
-                threading.Thread(target=pass_on, args=ways, daemon=True).start()
-            first.end()
-    assert "gave up after 1.5 s" in first.error and "connection closed by peer" in first.error
-
-
 def test_another_command_from_elsewhere_ends_no_run(monkeypatch: pytest.MonkeyPatch) -> None:
     """Without a token anybody may say that a host of the run has it."""
     port = free_port()

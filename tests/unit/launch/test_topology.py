@@ -256,7 +256,7 @@ def test_one_host_takes_free_ports_for_two_runs() -> None:
     assert set(hosts) == {"127.0.0.1"}
 
 
-@pytest.mark.parametrize("taken", [7000, 7001, 7002])
+@pytest.mark.parametrize("taken", [7001, 7002])
 @pytest.mark.parametrize(("own", "refused"), [(A, True), (B, False)])
 def test_taken_port_refused_on_listening_host(own: str, refused: bool, taken: int) -> None:
     command = f"--ips={A},{B} --start_port 7000 --nproc_per_node 2"

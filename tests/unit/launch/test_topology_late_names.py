@@ -119,7 +119,7 @@ def test_ranks_get_the_addresses_that_hosts_say_of_themselves(tmp_path, monkeypa
     """The name of the other one still was that of a pod which is gone."""
     (tmp_path / "t.py").write_text("")
     monkeypatch.chdir(tmp_path)
-    channel = ControlChannel(A, (A, B), {}, None, print)
+    channel = ControlChannel(A, (A, B), {}, print)
     monkeypatch.setattr(front, "rendezvous", lambda *words: channel)
     plans: list[LaunchPlan] = []
 

@@ -289,6 +289,7 @@ def fail(ranks: Ranks, rank: int, code: str) -> None:
     worker.end_report(ranks.folder, rank, rank, 1)
     failure = Failure("crash" if code == "crash" else "rank", code, "Traceback: boom")
     said = {"rank": rank, "exit_code": 1, "time": boot_seconds(), **asdict(failure)}
+    said["printed"] = True
     (ranks.folder / f"rank-{rank}.json").write_text(json.dumps(said))
 
 

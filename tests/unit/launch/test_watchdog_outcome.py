@@ -32,10 +32,13 @@ def ended(
     stopped: int | None = None,
     launcher: int = 0,
     ran: float | None = None,
+    printed: bool = True,
 ) -> Outcome:
     """Each rank: (exit code, time) or (exit code, time, reported exit code, Failure).
 
-    Args: ran: seconds for which each script did; None: nobody knows.
+    Args:
+        ran: seconds for which each script did; None: nobody knows.
+        printed: each rank has printed its failure.
     """
     for rank, (code, time, *report) in enumerate(ranks):
         state = {"rank": rank, "local": rank, "pid": 1, "code": code, "time": time, "seconds": ran}
@@ -43,6 +46,7 @@ def ended(
         if report:
             path = folder / f"rank-{rank}.json"
             said = {"rank": rank, "exit_code": report[0], "time": time, **asdict(report[1])}
+            said["printed"] = printed
             path.write_text(json.dumps(said))
     (folder / "launcher.log").write_text("noise\nTraceback (most recent call last):\nlast words\n")
     return judge(Attempt(folder, folder), launcher, stopped)
@@ -88,6 +92,15 @@ def test_a_crash_after_a_good_report_is_a_failure(tmp_path: Path) -> None:
 
 def test_a_lost_peer_alone_is_said_to_be_no_cause(tmp_path: Path) -> None:
     assert "no rank of this host says why" in ended(tmp_path, (1, 1.0, 1, GLOO)).message
+
+
+@pytest.mark.parametrize("printed", [True, False])
+def test_a_lost_peer_is_told_here_unless_the_rank_has_told_it(
+    printed: bool, tmp_path: Path
+) -> None:
+    """Of a job that goes on without lost hosts fleetrun says which host it was."""
+    outcome = ended(tmp_path, (1, 1.0, 1, GLOO), printed=printed)
+    assert (GLOO.message in outcome.message) == (not printed) and GLOO.message in outcome.told
 
 
 def test_stopped_before_saving_is_1(tmp_path: Path) -> None:

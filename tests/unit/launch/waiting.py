@@ -8,7 +8,8 @@ from dataclasses import dataclass, field, replace
 from ppdist.common.errors import LaunchError
 from ppdist.launch import rendezvous
 from ppdist.launch.control_channel import ControlChannel
-from ppdist.launch.rendezvous import Handshake
+from ppdist.launch.handshake import Handshake
+from ppdist.launch.rendezvous import Hub
 
 A, B, C = "127.0.0.2", "127.0.0.3", "127.0.0.4"
 TRAIN = Handshake(
@@ -37,6 +38,8 @@ class Host:
     received: list[int] = field(default_factory=list)
     token: str = ""
     resolve: Callable[[str], str | None] = lambda name: None
+    hub: Hub | None = None  # of the first host
+    compare: Sequence[str] = ()
 
     def start(self) -> None:
         self.thread = threading.Thread(target=self._meet, daemon=True)
@@ -44,9 +47,11 @@ class Host:
 
     def _meet(self) -> None:
         try:
+            if self.handshake.is_first and self.hub is None:
+                self.hub = Hub(self.handshake, self.port, self.said.append, self.token)
             self.channel = rendezvous.rendezvous(
                 self.handshake, self.port, self.seconds, self.said.append, self.received,
-                self.token, self.resolve,
+                self.token, self.resolve, self.hub, self.compare,
             )  # fmt: skip
         except LaunchError as error:
             self.error, self.code = str(error), error.code
@@ -58,6 +63,8 @@ class Host:
         assert not self.thread.is_alive(), f"{self.handshake.host} hangs: {self.said}"
         if self.channel is not None:
             self.channel.close()
+        if self.hub is not None:
+            self.hub.close()
 
 
 def host(own: str, hosts: Sequence[str] = (A, B), **changes) -> Handshake:

@@ -1,0 +1,62 @@
+"""Digests of what a host trains with, which fleetrun compares before a host that comes back joins.
+
+Rank 0 notes those of its run with the job.  The host that comes back makes its own in a child
+(`ppdist train ... --digests FILE`), before others stop for it, and without joining them.
+"""
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+from ppdist.common.files import digest_of_text, replace_file
+from ppdist.common.process import DIGESTS_NOTE, MIN_HOSTS_VARIABLE
+from ppdist.data.datasets.build import read_split
+from ppdist.data.types import DetectionSet
+from ppdist.engine.continuation import write_note
+from ppdist.engine.data import fingerprint
+from ppdist.engine.preflight import digests_of_code, flat_config, inputs_of, versions
+from ppdist.storage import files as storage
+from ppdist.storage import stores
+from ppdist.storage.retry import unavailable
+
+Digests = dict[str, str]  # by part, such as `config data.root`
+
+
+def note_digests(config: Any, train_set: DetectionSet, val_set: DetectionSet | None) -> None:
+    """Notes the digests of a run that goes on without lost hosts, on rank 0's host.
+
+    Args: config: as it was given, before anything was resolved.
+    """
+    if MIN_HOSTS_VARIABLE in os.environ:
+        write_note(DIGESTS_NOTE, _digests(config, train_set, val_set))
+
+
+def write_digests(file: Path, config: Any, *, evaluate: bool, fitted: bool) -> None:
+    """Writes the digests of this host.
+
+    Args:
+        evaluate: the validation set is read, too.
+        fitted: the configuration depends on the number of ranks, so it is left out.
+    Raises: UserError: the data cannot be read; StorageError: an input is not there.
+    """
+    for path in inputs_of(config, evaluate=evaluate):
+        if not stores.is_remote(path) and not storage.can_be_read(path):
+            raise unavailable("cannot be read on this host", f"{path}")
+    classes, masks = config.model.num_classes, config.data.augment.copy_paste > 0
+    train_set = read_split(config.data, "train", classes, masks=masks)
+    val_set = read_split(config.data, "val", classes) if evaluate else None
+    found = _digests(config, train_set, val_set)
+    kept = {name: value for name, value in found.items() if not (fitted and name[:7] == "config ")}
+    replace_file(file, json.dumps(kept).encode())
+
+
+def _digests(config: Any, train_set: DetectionSet, val_set: DetectionSet | None) -> Digests:
+    parts = {"version": versions(), "code": digests_of_code(), "config": flat_config(config)}
+    facts = {
+        f"{part} {name}": value for part, each in parts.items() for name, value in each.items()
+    }
+    for name, dataset in (("data.train", train_set), ("data.val", val_set)):
+        if dataset is not None:
+            facts[f"data {name}"] = fingerprint(dataset, config.data.root)
+    return {name: digest_of_text(value) for name, value in facts.items()}
