@@ -119,6 +119,7 @@ def _ours(size: str, dtype: str, scratch: Path) -> tuple[list[str], Any]:
     from ppdist.distributed import comm
     from ppdist.engine.build import build_training
     from ppdist.engine.train_step import Clock
+    from ppdist.models.yolov5 import P5_ANCHORS
 
     make_shapes(scratch / "data", train=4 * _BATCH, val=1, size=_SIDE, seed=0)
     images = {"images": "images", "annotations": "annotations/instances_train.json"}
@@ -126,7 +127,8 @@ def _ours(size: str, dtype: str, scratch: Path) -> tuple[list[str], Any]:
     overrides = [
         "data.format=coco", f"data.root={scratch / 'data'}", "data.workers=0",
         f"data.train={json.dumps(images)}", f"model.num_classes={_CLASSES}",
-        f"model.image_size=[{_SIDE},{_SIDE}]", "model.auto_anchor=false", "train.multi_scale=[]",
+        f"model.image_size=[{_SIDE},{_SIDE}]",
+        f"model.anchors={json.dumps(P5_ANCHORS)}", "train.multi_scale=[]",
         f"train.batch_size_per_card={_BATCH}", "log.visualdl=false", amp,
     ]  # fmt: skip
     config = load_config(_RECIPE.format(size=size), overrides)

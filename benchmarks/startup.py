@@ -18,7 +18,6 @@ from typing import Any, NoReturn
 Report = dict[str, Any]
 # Functions by the part of the start that they are, as `ppdist.engine.build` knows them.
 _STEPS = {
-    "set_device_options": "checks",
     "preflight": "checks",
     "find_start": "checks",
     "read_sets": "data",

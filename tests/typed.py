@@ -25,6 +25,7 @@ from ppdist.common.errors import CodedError, ConfigError
 from ppdist.config import ExperimentConfig
 from ppdist.config.base import parse_tree
 from ppdist.config.migration import answer_key, refuse_options, table
+from ppdist.config.removed import REMOVED
 from ppdist.config.schema import all_keys
 from ppdist.config.shipped import find_config, short_names
 from ppdist.config.study import load_study
@@ -164,7 +165,8 @@ def messages() -> Iterator[Typed]:
         for option in _OPTION.findall(plain):
             yield Typed(place, option)
         for key in _DOTTED.findall(plain):
-            yield Typed(place, key)
+            if key not in REMOVED or not place.startswith("ppdist/config/removed.py:"):
+                yield Typed(place, key)
         for command in re.findall(r"ppdist [a-z]+(?= |\)|;|$|,)", plain):
             if command.split()[1] in cli.COMMANDS or "(ppdist" in plain:
                 yield Typed(place, command)

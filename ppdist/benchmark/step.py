@@ -42,11 +42,8 @@ from ppdist.models.base import Detector
 from ppdist.optim.grad_sync import AllReduceSync
 
 Report = dict[str, Any]
-# Of ranks, where they join; of Paddle's flags, where a run is built.
-_SETTLED_ONCE = (
-    *("device", "distributed.bucket_mb", "distributed.timeout_seconds"),
-    *("train.deterministic", "train.gpu"),
-)
+# Where ranks join.
+_SETTLED_ONCE = ("device", "distributed.bucket_mb", "distributed.timeout_seconds")
 PARTS = ("data", "teacher", "forward", "loss", "backward", "optimizer", "communication")
 
 

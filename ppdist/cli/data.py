@@ -506,9 +506,8 @@ def anchors(arguments: argparse.Namespace) -> int:
     print("to use the fitted ones:\nmodel:\n  anchors:")
     for fitted_A2 in found.anchors_LA2:
         print(f"    - [{', '.join(f'[{sides(fitted)}]' for fitted in fitted_A2)}]")
-    if config.model.anchors or not config.model.auto_anchor:
-        why = "model.anchors" if config.model.anchors else "model.auto_anchor: false"
-        print(f"training would keep the present anchors ({why})")
+    if config.model.anchors:
+        print("training would keep the present anchors (model.anchors)")
     else:
         print(
             f"training would find: {refit(wh_N2, before_LA2, threshold=threshold, seed=seed).told}"

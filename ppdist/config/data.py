@@ -36,7 +36,7 @@ class SplitConfig(Section):
         description="Use so many of the images instead of all (checking, converting and splitting "
         "the files still see all): the same ones whatever `seed` is, those of a smaller limit "
         "among those of a larger one, and with an object of every class where so few suffice for "
-        "that. null: all.",
+        "that. For a first try, or a learning curve, on a large set. null: all.",
     )
 
     @property
@@ -58,14 +58,17 @@ class SamplingConfig(Section):
     name: Literal["shuffle", "balanced", "difficulty"] = Field(
         default="shuffle",
         description="shuffle: each once, in random order. balanced: images of rare classes more "
-        "often. difficulty: images of classes that are rare or score low more often; needs --eval.",
+        "often. difficulty: images of classes that are rare or score low more often; needs "
+        "--eval. For sets whose rare classes "
+        "are missed.",
     )
     balance_threshold: float = Field(
         default=0.001,
         gt=0,
         le=1,
         description="balanced: a class that fewer than this share of images show counts as rare; "
-        "its images come sqrt(threshold / share) times (LVIS: 0.001).",
+        "its images come sqrt(threshold / share) times (LVIS: 0.001). Raise it where rare classes "
+        "of a small set stay missed.",
     )
 
 
@@ -109,12 +112,14 @@ class DataConfig(Section):
         default="skip",
         description="What to do with an image that cannot be decoded. skip: training uses the next "
         "good one instead, evaluation leaves it out of the score, and a warning names it. error: "
-        "stop.",
+        "stop, for a set that must be whole.",
     )
     bad_boxes: Literal["clip", "drop", "error"] = Field(
         default="clip",
         description="A box that has no area or leaves the image by more than a pixel. clip: cut "
-        "it at the border, drop it when no area is left; drop: drop it; error: stop.",
+        "it at the border, drop it when no area is left; drop: drop it; error: stop. For labels "
+        "whose "
+        "tool leaves such boxes on purpose, or must not.",
     )
     duplicate_boxes: Literal["once", "all"] = Field(
         default="once",
@@ -135,7 +140,8 @@ class DataConfig(Section):
         ge=0,
         le=1,
         description="Share of the training images that may turn out bad (one may always) before "
-        "the run stops on all ranks with their list.",
+        "the run stops on all ranks with their list. Raise it where a set is known to have more "
+        "(too_many_bad_images) and `ppdist data check --fix` is no choice.",
     )
     check_images: Annotated[Literal["none", "header", "decode"], OnResume.FREE] = Field(
         default="header",
@@ -158,7 +164,8 @@ class DataConfig(Section):
         default=60.0,
         gt=0,
         description="A worker that is busy with one image for longer counts as hung: it is "
-        "replaced, and its batches are rebuilt.",
+        "replaced, and its batches are rebuilt. Raise it for huge images, or storage that stalls "
+        "for longer.",
     )
     cache: Annotated[Literal["none", "ram", "disk"], OnResume.FREE] = Field(
         default="none",

@@ -14,9 +14,11 @@ class LogitsConfig(Section):
     """Class scores (YOLOv5: objectness and classes)."""
 
     weight: float = Field(
-        default=1.0, gt=0, description="beside the classes' own loss, which counts 1"
+        default=1.0,
+        gt=0,
+        description="beside the classes' own loss, which counts 1; raise it while the student is "
+        "far from a good teacher, lower it where the teacher is wrong",
     )
-    temperature: float = Field(default=1.0, gt=0, description="divides the logits of both")
 
 
 class FeaturesConfig(Section):
@@ -27,7 +29,6 @@ class FeaturesConfig(Section):
         gt=0,
         description="beside the boxes' own loss, which counts 1",
     )
-    temperature: float = Field(default=4.0, gt=0, description="divides the features of both")
 
 
 class BoxesConfig(Section):
@@ -37,11 +38,6 @@ class BoxesConfig(Section):
         default=1.0,
         gt=0,
         description="beside the loss of boxes (PP-YOLOE: of distributions), which counts 1",
-    )
-    temperature: float | None = Field(
-        default=None,
-        gt=0,
-        description="PP-YOLOE: divides the logits of both; null: 10",
     )
 
 

@@ -87,7 +87,8 @@ class DistributedConfig(Section):
         "the data check, an evaluation), on one host without GPUs at every sum, in NCCL "
         "(PADDLE_PG_TIMEOUT; not run on a GPU). (gloo, which sums between hosts, gives up after "
         "30 s, which cannot be configured in Paddle.) Storage that is away is waited for half as "
-        "long; between hosts and within a step 15 s with gloo, else hang_seconds.",
+        "long; between hosts and within a step 15 s with gloo, else hang_seconds. Raise it where "
+        "one rank has minutes of work alone (timeouts at an evaluation or the data check).",
     )
     hang_seconds: Annotated[float | None, OnResume.FREE] = Field(
         default=60.0,
@@ -95,14 +96,15 @@ class DistributedConfig(Section):
         description="fleetrun names a rank that makes no progress and ends the run: within a step "
         "after this many seconds, or ten times its 99th percentile if that is longer; in the first "
         "step after a start or an evaluation after ten times as many (at least 60); elsewhere "
-        "after timeout_seconds. null: never.",
+        "after timeout_seconds. null: never, to stop in a debugger.",
     )
     check_weights_every: Annotated[int, OnResume.FREE] = Field(
         default=100,
         ge=0,
         description="Every so many steps the ranks compare their weights. One whose differ from "
         "those of most is named and gets theirs; where none can tell which are right, as of two "
-        "ranks, all go back to the last checkpoint. 0: never.",
+        "ranks, all go back to the last checkpoint. Lower it where memory or a card is suspected. "
+        "0: never.",
     )
 
     def speeds(self, world: int) -> tuple[float, ...] | None:

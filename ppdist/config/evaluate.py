@@ -42,7 +42,8 @@ class EvaluateConfig(Section):
     rectangular: Annotated[bool, OnResume.SCORES] = Field(
         default=False,
         description="With data.resize: letterbox, make each input no larger than its image needs "
-        "(sides in multiples of the largest stride), images of one shape together; faster.",
+        "(sides in multiples of the largest stride), images of one shape together; faster, and how "
+        "ultralytics evaluates.",
     )
     rectangular_pad: Annotated[float, OnResume.SCORES] = Field(
         default=0.0,

@@ -40,13 +40,16 @@ class ExperimentConfig(Section):
         default=None, description="Where the run writes; null: output/<name of the config file>."
     )
     seed: int = Field(
-        default=0, ge=0, description="Fixes initial weights, sample order and augmentation."
+        default=0,
+        ge=0,
+        description="Fixes initial weights, sample order and augmentation. Change it to see how "
+        "far a result moves by chance.",
     )
     device: Annotated[str, OnResume.FREE] = Field(
         default="auto",
         pattern=r"^[a-z][a-z0-9_]*$",
         description="auto: an accelerator where the installed Paddle can use one, else the CPU; or "
-        "Paddle's word for a kind: cpu, gpu, xpu, npu, ...",
+        "Paddle's word for a kind: cpu, gpu, xpu, npu, ... Set it where auto takes the wrong one.",
     )
     data: DataConfig
     model: Annotated[ModelConfig, Field(discriminator="name")] = Field(

@@ -34,7 +34,11 @@ ImageSize = Annotated[
 ]
 DepthMultiple = Annotated[
     float | None,
-    Field(gt=0, description="blocks per stage as a multiple of size l; null: from size"),
+    Field(
+        gt=0,
+        description="blocks per stage as a multiple of size l, for a network between the sizes; "
+        "null: from size",
+    ),
 ]
 WidthMultiple = Annotated[
     float | None, Field(gt=0, description="channels as a multiple of size l; null: from size")
@@ -84,13 +88,11 @@ class DetectorConfig(Section):
         needs_nms: predictions of one object overlap, so they need suppression.
         few_images: values by key that a recipe for many images takes where a set has few; its
             warm-up is then a part of the run.  Empty: the recipe as it is.
-        side_distributions: its loss compares them with a teacher's; they have a temperature.
     """
 
     task: ClassVar[Task] = "detect"
     needs_nms: ClassVar[bool] = True
     few_images: ClassVar[Mapping[str, Any]] = {}
-    side_distributions: ClassVar[bool] = True
     name: str = Field(description="detector family")
     num_classes: int = Field(default=80, ge=1, description="object classes C")
     pretrained: Pretrained = None
@@ -104,7 +106,6 @@ class PPYOLOEConfig(Section):
 
     task: ClassVar[Task] = "detect"
     few_images: ClassVar[Mapping[str, Any]] = _FEW_IMAGES
-    side_distributions: ClassVar[bool] = True
     name: Literal["ppyoloe"] = Field(default="ppyoloe", description="detector family")
     variant: Literal["crn", "plus"] = Field(
         default="plus",
@@ -135,7 +136,8 @@ class PPYOLOEConfig(Section):
         default=False,
         description="a second head learns one prediction for each object, from features that it "
         "does not change; it alone predicts after training, without suppression: of `nms` only "
-        "score_threshold, keep and multi_label count (YOLOv10)",
+        "score_threshold, keep and multi_label count (YOLOv10). For devices where suppression is "
+        "slow or missing",
     )
     activation: Activation = "silu"
     num_classes: int = Field(default=80, ge=1, description="object classes C")
@@ -173,7 +175,6 @@ class YOLOv5Config(Section):
     task: ClassVar[Task] = "detect"
     needs_nms: ClassVar[bool] = True
     few_images: ClassVar[Mapping[str, Any]] = _FEW_IMAGES
-    side_distributions: ClassVar[bool] = False
     name: Literal["yolov5"] = Field(default="yolov5", description="detector family")
     size: Literal["n", "s", "m", "l", "x", "n6", "s6", "m6", "l6", "x6"] = Field(
         default="s",
@@ -192,13 +193,9 @@ class YOLOv5Config(Section):
     )
     anchors: tuple[tuple[_Anchor, _Anchor, _Anchor], ...] | None = Field(
         default=None,
-        description="three [width, height] per level, fine to coarse, in input pixels; null: the "
-        "published ones",
-    )
-    auto_anchor: Annotated[bool, OnResume.FREE] = Field(
-        default=True,
-        description="fit new anchors to the training set before training when fewer than 98 % of "
-        "its boxes could be matched by the present ones (best possible recall); `anchors` stay",
+        description="three [width, height] per level, fine to coarse, in input pixels; these stay. "
+        "null: the published ones, or, where fewer than 98 % of the training set's boxes could be "
+        "matched by them (best possible recall), new ones fitted to the set before training",
     )
 
     @field_validator("anchors")
@@ -231,7 +228,11 @@ class YOLOv5ClsConfig(Section):
         description="input [height, width] in pixels, multiples of 32; one number: a square",
     )
     dropout: float = Field(
-        default=0.0, ge=0, lt=1, description="chance to drop a feature before the last layer, 0..1"
+        default=0.0,
+        ge=0,
+        lt=1,
+        description="chance to drop a feature before the last layer, 0..1; for few images, whose "
+        "validation loss rises while the training loss falls",
     )
 
 
@@ -248,7 +249,6 @@ class RTDETRConfig(Section):
     task: ClassVar[Task] = "detect"
     needs_nms: ClassVar[bool] = False
     few_images: ClassVar[Mapping[str, Any]] = {}
-    side_distributions: ClassVar[bool] = False
     name: Literal["rtdetr"] = Field(default="rtdetr", description="detector family")
     variant: Literal["rtdetr", "rtdetrv2", "dfine"] = Field(
         default="rtdetr",
@@ -267,13 +267,19 @@ class RTDETRConfig(Section):
         description="input [height, width] in pixels, multiples of 32; one number: a square",
     )
     queries: int = Field(
-        default=300, ge=1, description="boxes that the decoder refines: the most objects it finds"
+        default=300,
+        ge=1,
+        description="boxes that the decoder refines: the most objects it finds. Raise it for "
+        "images "
+        "with more than 300 objects",
     )
     denoising: int = Field(
         default=100,
         ge=0,
         description="training: about so many noisy copies of an image's boxes are queries as well, "
-        "and as many that must find nothing; 0: none",
+        "and as many that must find nothing; 0: none. Lower it where training runs out of memory "
+        "on "
+        "images with many boxes",
     )
     activation: Literal["relu", "silu"] = Field(
         default="relu",

@@ -50,14 +50,9 @@ class OptimizerConfig(Section):
     weight_decay: float = Field(
         default=5e-4,
         ge=0,
-        description="L2 coefficient (momentum) or decoupled decay (adamw); "
-        "normalisation layers are exempt.",
-    )
-    weight_decay_scaling: Literal["auto", "none"] = Field(
-        default="auto",
-        description="auto: x r / lr's own factor (r: total / reference batch), so that lr "
-        "x weight_decay stays the same per image: as written with linear and no noise_scale, x "
-        "sqrt(r) with sqrt, more with a noise_scale; none, or lr_scaling none: as written.",
+        description="L2 coefficient (momentum) or decoupled decay (adamw); normalisation layers "
+        "are exempt. It follows the total batch so that lr x weight_decay stays the same per "
+        "image, unless lr_scaling is none.",
     )
     decay_biases: bool = Field(
         default=True, description="Whether biases decay (PP-YOLOE: yes, YOLOv5: no)."
@@ -83,11 +78,6 @@ class OptimizerConfig(Section):
     )
     epsilon: float = Field(
         default=1e-8, gt=0, description="adamw: added to the root of the second moment."
-    )
-    betas_scaling: Literal["auto", "none"] = Field(
-        default="none",
-        description="auto: with lr_scaling sqrt, betas and epsilon follow the total batch so that "
-        "the moments span the same images (arXiv:2205.10287); none: as written.",
     )
 
 

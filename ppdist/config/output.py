@@ -14,10 +14,15 @@ class CheckpointConfig(Section):
         default=1.0, ge=0, description="Write one every N epochs; 0: only at the end."
     )
     every_steps: int | None = Field(
-        default=None, gt=0, description="Write one every N optimizer steps instead."
+        default=None,
+        gt=0,
+        description="Write one every N optimizer steps instead; for epochs of hours.",
     )
     keep: int = Field(
-        default=3, gt=0, description="How many of the newest stay; best and last always do."
+        default=3,
+        gt=0,
+        description="How many of the newest stay; best and last always do. Lower it where "
+        "the disk is small, raise it to average checkpoints (`ppdist ensemble average`).",
     )
 
 

@@ -30,11 +30,13 @@ class Removed(NamedTuple):
     default: its old one, as JSON has it; of a section a mapping of its keys.
     hint: what to do instead, as half a sentence: `use x`, `leave it out: ...`.
     renamed: the key that has the same meaning now; it gets the value, whatever it is.
+    others: values that meant the same.
     """
 
     default: Any
     hint: str
     renamed: str = ""
+    others: tuple[Any, ...] = ()
 
 
 class GoneValue(NamedTuple):
@@ -50,6 +52,9 @@ class GoneValue(NamedTuple):
 
 DROPPED = object()
 
+_PUBLISHED = "leave it out: it is what the published recipes of all sizes have"
+_TEMPERATURE = "leave it out: it is the one of the method's paper; change the weight beside it"
+
 REMOVED: Mapping[str, Removed] = {  # by key path; `*` stands for each item of a list
     "checkpoint.fallback_dir": Removed(
         None, "put output_dir on a disk with room for checkpoint.keep + 2 checkpoints"
@@ -60,6 +65,37 @@ REMOVED: Mapping[str, Removed] = {  # by key path; `*` stands for each item of a
         "leave it out: the first host of --ips has the checkpoints; put output_dir on storage that "
         "all hosts have, so that a job goes on without that host, too",
     ),
+    "distill.boxes.temperature": Removed(None, _TEMPERATURE, others=(10.0,)),
+    "distill.features.temperature": Removed(4.0, _TEMPERATURE),
+    "distill.logits.temperature": Removed(1.0, _TEMPERATURE),
+    "optimizer.betas_scaling": Removed("none", "write the betas of your batch"),
+    "optimizer.weight_decay_scaling": Removed(
+        "auto", "leave it out, or set optimizer.lr_scaling: none and scale both yourself"
+    ),
+    "train.deterministic": Removed(
+        False,
+        "leave it out and set FLAGS_cudnn_deterministic=1 FLAGS_embedding_deterministic=1 in the "
+        "environment",
+    ),
+    "train.gpu": Removed(
+        {"cudnn_search": False, "layout_autotune": False, "tf32": None},
+        "leave it out and set what you measured in the environment: "
+        "FLAGS_cudnn_exhaustive_search=1, NVIDIA_TF32_OVERRIDE=0",
+    ),
+    "early_stopping.min_delta": Removed(0.0, "raise early_stopping.patience instead"),
+    "model.auto_anchor": Removed(True, "give model.anchors, which stay"),
+    "loss.alpha": Removed(0.75, _PUBLISHED),
+    "loss.atss_topk": Removed(9, _PUBLISHED),
+    "loss.class_cost": Removed(2.0, _PUBLISHED),
+    "loss.ddf_gain": Removed(1.5, _PUBLISHED),
+    "loss.fgl_gain": Removed(0.15, _PUBLISHED),
+    "loss.gamma": Removed(None, _PUBLISHED),
+    "loss.giou_cost": Removed(2.0, _PUBLISHED),
+    "loss.giou_gain": Removed(2.0, _PUBLISHED),
+    "loss.l1_cost": Removed(5.0, _PUBLISHED),
+    "loss.l1_gain": Removed(5.0, _PUBLISHED),
+    "loss.tal_alpha": Removed(1.0, _PUBLISHED),
+    "loss.tal_beta": Removed(6.0, _PUBLISHED),
 }
 GONE_VALUES: Mapping[tuple[str, Any], GoneValue] = {  # by key path and value
     ("distributed.shares", "auto"): GoneValue(
@@ -98,7 +134,7 @@ def without_removed(
             tree = _with(tree, path, None)
             if row.renamed:
                 tree = merge(_nested(row.renamed.split("."), node), tree)
-            elif not _equals(node.plain(), row.default):
+            elif not any(_equals(node.plain(), each) for each in (row.default, *row.others)):
                 _answer(path, node, row.hint, problems, stored=stored)
     for (name, value), gone in GONE_VALUES.items():
         for path, node in reversed([*_nodes_at(tree, name.split("."))]):

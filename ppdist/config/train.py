@@ -113,38 +113,21 @@ class AmpConfig(Section):
     level: Literal["O1", "O2"] = Field(
         default="O1",
         description="O1: chosen operators, on a CPU convolutions with their batch norm and "
-        "activation; O2: the whole model, on a CPU also what is between those layers. Weights are "
+        "activation; O2: the whole model, on a CPU also what is between those layers, for more "
+        "speed where O1 learns as "
+        "well. Weights are "
         "updated in float32 in both.",
-    )
-
-
-class GPUConfig(Section):
-    """How NVIDIA cards compute; refused on CPU, never run on GPUs."""
-
-    cudnn_search: bool = Field(
-        default=False,
-        description="cuDNN measures all its algorithms for every new shape of a convolution and "
-        "takes the fastest (FLAGS_cudnn_exhaustive_search). The first step of each shape takes "
-        "longer, and train.multi_scale brings many. Not run on a GPU.",
-    )
-    layout_autotune: bool = Field(
-        default=False,
-        description="Paddle keeps feature maps channels-last (NHWC) where it finds that faster "
-        "(paddle.incubate.autotune). It turns views off, so that slices are copies. Not run on a "
-        "GPU.",
-    )
-    tf32: bool | None = Field(
-        default=None,
-        description="Whether float32 products and convolutions may round their inputs to TF32 (10 "
-        "bits), from Ampere on. false: nowhere; true: both; null: as Paddle has it, which in 3.3 "
-        "is convolutions only. Not run on a GPU.",
     )
 
 
 class EMAConfig(Section):
     """Averaging of weights over steps."""
 
-    enabled: bool = Field(default=True, description="Evaluate and keep averaged weights.")
+    enabled: bool = Field(
+        default=True,
+        description="Evaluate and keep averaged weights. false for runs of few "
+        "steps, whose average lags.",
+    )
     decay: float = Field(
         default=0.9998,
         gt=0,
@@ -176,7 +159,8 @@ class TrainConfig(Section):
     max_steps: Annotated[int | None, OnResume.FREE] = Field(
         default=None,
         gt=0,
-        description="Stop after this many optimizer steps; the schedule still spans epochs.",
+        description="Stop after this many optimizer steps; the schedule still spans epochs. "
+        "For a trial, or a run in parts.",
     )
     hours: Annotated[float | None, OnResume.FREE] = Field(
         default=None,
@@ -247,18 +231,6 @@ class TrainConfig(Section):
         "is trained.",
     )
     amp: AmpConfig = Field(default=AmpConfig(), description="Automatic mixed precision.")
-    # The last digits may change, no more than on another machine: the next two, cpu_convolutions.
-    deterministic: Annotated[bool, OnResume.FREE] = Field(
-        default=False,
-        description="On GPUs, of several algorithms one that always adds in the same order "
-        "(FLAGS_cudnn_deterministic, FLAGS_embedding_deterministic); slower. Without it two runs, "
-        "or an interrupted and an uninterrupted one, may differ in the last bits there. On CPU "
-        "they are equal anyway. Not run on a GPU: operators that these flags do not reach, and "
-        "NCCL's choice of algorithm, may still differ.",
-    )
-    gpu: Annotated[GPUConfig, OnResume.FREE] = Field(
-        default=GPUConfig(), description="How NVIDIA's cards compute."
-    )
     sync_bn: bool = Field(
         default=False,
         description="Batch-norm statistics over all ranks instead of each its own: a micro-batch "
@@ -272,13 +244,16 @@ class TrainConfig(Section):
         gt=0,
         description="After so many steps in a row whose loss or gradient was not finite, the run "
         "goes back to the weights it had when it was last saved, with half the learning rate; "
-        "three times at most.",
+        "three times at most. Raise it where single bad steps are known and harmless.",
     )
     ema: EMAConfig = Field(default=EMAConfig(), description="Averaged weights.")
+    # The last digits may change, no more than on another machine.
     cpu_convolutions: Annotated[Literal["auto", "plain"], OnResume.FREE] = Field(
         default="auto",
         description="On CPU only. auto: oneDNN computes convolutions, linear layers, layer norm "
-        "and attention when it passes a self-check against eager at start-up; plain: Paddle does.",
+        "and attention when it passes a self-check against eager at start-up; plain: Paddle does, "
+        "to "
+        "find out whether oneDNN is what is wrong.",
     )
 
     @field_validator("freeze", mode="before")
@@ -343,17 +318,12 @@ class EarlyStoppingConfig(Section):
 
     metric: Literal["mAP", "mAP50", "fitness", "f1", "top1", "top5", "val_loss"] | None = Field(
         default=None,
-        description="What has to get better; val_loss: lower is better. null: evaluate.metric.",
+        description="What has to get better; val_loss: lower is better, for sets so small that mAP "
+        "jumps. null: evaluate.metric.",
     )
     patience: int = Field(
         default=20,
         ge=1,
         description="Training ends after so many evaluations in a row (one in "
         "evaluate.every_epochs) that were not better than the best before them.",
-    )
-    min_delta: float = Field(
-        default=0.0,
-        ge=0,
-        description="A value is better when it is better by more than this, in units of the "
-        "metric (mAP and its kin lie in 0..1).",
     )

@@ -80,26 +80,12 @@ def _between_ranks(config: Any) -> Iterator[str]:
 
 def _of_teacher(config: Any) -> Iterator[str]:
     distill, model = config.distill, config.model
-    if distill is None:
-        return
-    if model.task == "classify":
+    if distill is not None and model.task == "classify":
         yield "distill: teaches detectors, not classifiers; leave it out"
-        return
-    softened = distill.boxes and distill.boxes.temperature
-    if softened and not model.side_distributions:
-        yield (
-            f"distill.boxes.temperature: {softened:g} softens distributions of sides, and "
-            f"model.name: {model.name} learns none from a teacher; leave it out"
-        )
 
 
 def _ignored(config: Any) -> Iterator[str]:
     augment, train = config.data.augment, config.train
-    if train.deterministic and train.gpu.cudnn_search:
-        yield (
-            "train.gpu.cudnn_search: true picks the fastest algorithms, train.deterministic: true "
-            "reproducible ones; choose one"
-        )
     if train.ema.restart_decay is not None and not augment.last_stage_epochs:
         yield (
             f"train.ema.restart_decay: {train.ema.restart_decay:g} takes effect where strong "
@@ -170,26 +156,11 @@ def _of_scaling(config: Any) -> Iterator[str]:
             "optimizer.noise_scale: has no effect with optimizer.lr_scaling: none without "
             "train.epochs_compensation: auto; set one of the three differently"
         )
-    if optimizer.betas_scaling == "auto" and optimizer.name != "adamw":
+    if optimizer.noise_scale is not None and optimizer.reference_batch_size is None:
         yield (
-            f"optimizer.betas_scaling: auto: has no effect with optimizer.name: {optimizer.name}; "
-            f"set it to none"
+            "optimizer.noise_scale: needs optimizer.reference_batch_size, the total batch that "
+            "the values were tuned for"
         )
-    elif optimizer.betas_scaling == "auto" and optimizer.lr_scaling != "sqrt":
-        yield (
-            "optimizer.betas_scaling: auto: belongs to the square-root rule; set "
-            "optimizer.lr_scaling: sqrt too"
-        )
-    needs_reference = {
-        "optimizer.noise_scale": optimizer.noise_scale is not None,
-        "optimizer.betas_scaling: auto": optimizer.betas_scaling == "auto",
-    }
-    for key, given in needs_reference.items():
-        if given and optimizer.reference_batch_size is None:
-            yield (
-                f"{key}: needs optimizer.reference_batch_size, the total batch that the values "
-                f"were tuned for"
-            )
 
 
 def config_warnings(config: Any, begins: bool) -> Iterator[str]:

@@ -265,21 +265,10 @@ def whole_float32() -> Iterator[None]:
     """
     names = [name for name in _TF32_SWITCHES if hasattr(core, f"get_{name}")]
     before = {name: getattr(core, f"get_{name}")() for name in names}
-    set_tf32(False)
+    for name in names:
+        getattr(core, f"set_{name}")(False)
     try:
         yield
     finally:
         for name, value in before.items():
             getattr(core, f"set_{name}")(value)
-
-
-def set_tf32(allow: bool) -> bool:
-    """Allows or forbids TF32 on NVIDIA's cards.
-
-    Returns: False: this Paddle has no such switches.
-    """
-    switches = [getattr(core, f"set_{name}", None) for name in _TF32_SWITCHES]
-    for switch in switches:
-        if switch is not None:
-            switch(allow)
-    return None not in switches

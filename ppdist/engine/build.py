@@ -33,7 +33,6 @@ from ppdist.data.datasets.build import limits
 from ppdist.data.loading.loader import EvalLoader
 from ppdist.data.types import DetectionSet
 from ppdist.distributed import comm, device, paddle_api
-from ppdist.distributed.device_options import set_device_options
 from ppdist.distributed.sync_batch_norm import synchronize_batch_norm
 from ppdist.engine.auto_batch import resolve_batch_size
 from ppdist.engine.callbacks import Callback
@@ -173,7 +172,6 @@ def decide_training(
     Raises: UserError: invalid data, weights, checkpoint or configuration.
     """
     budget = None if config.train.hours is None else TimeBudget(config.train.hours)
-    comm.run_on_all_ranks(lambda: set_device_options(config.train))
     machine_warnings = preflight(config, evaluate=evaluate, resume=resume, kernels=kernels)
     # Create a missing folder only once the run is sure to start.
     dirs = find_output_dirs(output_dir)

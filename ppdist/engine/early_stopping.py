@@ -33,7 +33,6 @@ class EarlyStopping:
         """Args: metric: by which the best checkpoint is chosen."""
         self._metric = config.metric or metric
         self._patience = config.patience
-        self._min_delta = config.min_delta
 
     def updated(
         self, state: EarlyStoppingState | None, step: int, metrics: Mapping[str, float]
@@ -48,9 +47,7 @@ class EarlyStopping:
             state = EarlyStoppingState(self._metric)
         value = metrics[self._metric]
         sign = -1.0 if self._metric in _LOWER_IS_BETTER else 1.0
-        better = math.isfinite(value) and (
-            state.best is None or sign * (value - state.best) > self._min_delta
-        )
+        better = math.isfinite(value) and (state.best is None or sign * (value - state.best) > 0)
         if better:
             return EarlyStoppingState(self._metric, value, step)
         return replace(state, in_vain=state.in_vain + 1)
@@ -59,11 +56,10 @@ class EarlyStopping:
         """Why to stop here, in words; "": there is no reason."""
         if state is None or state.metric != self._metric or state.in_vain < self._patience:
             return ""
-        by = f" by more than {self._min_delta:g}" if self._min_delta else ""
         if state.best is None:
             return f"{self._metric} was not finite in {state.in_vain} evaluations"
         return (
-            f"{self._metric} has not improved{by} on the {state.best:.4f} of step "
+            f"{self._metric} has not improved on the {state.best:.4f} of step "
             f"{state.best_step} in {state.in_vain} evaluations (early_stopping.patience: "
             f"{self._patience})"
         )

@@ -31,7 +31,6 @@ from ppdist.optim.lr_scheduler import (
     LEAST_WARMUP_STEPS,
     MOST_WARMUP_GROWTH,
     LRScheduler,
-    adam_moments,
     decay_factor,
     effective_batch_ratio,
     epochs_factor,
@@ -159,7 +158,7 @@ class ScheduleSetup:
             factor = after.weight_decay / before.weight_decay
             why += f" x {factor:g}: learning rate x decay per image stays the same"
         else:
-            why += f", scaling {before.weight_decay_scaling}"
+            why += ", as written"
         decay = after.weight_decay
         yield Fact("weight_decay", decay, "weight decay", f"{decay:g}", why)
         if before.name == "momentum":
@@ -168,10 +167,7 @@ class ScheduleSetup:
         else:
             betas = [float(f"{beta:.6g}") for beta in after.betas]
             shown = f"{betas[0]:g}, {betas[1]:g}; epsilon {after.epsilon:.3g}"
-            why = f"{before.betas[0]:g}, {before.betas[1]:g}, scaling {before.betas_scaling}"
-            if before.betas_scaling == "auto":
-                why += f": 1 - beta x {ratio:g}, epsilon {before.epsilon:g} / sqrt({ratio:g})"
-            yield Fact("betas", betas, "betas", shown, why)
+            yield Fact("betas", betas, "betas", shown, "as written")
 
     def _of_length(self) -> Iterator[Fact]:
         schedule = self.lr_scheduler.config
@@ -353,19 +349,9 @@ def _scaled(config: OptimizerConfig, total_batch: int, reference_batch: int) -> 
     effective = effective_batch_ratio(total_batch, reference_batch, config.noise_scale)
     factor = rate_factor(effective, config.lr_scaling)
     decay = config.weight_decay
-    if config.weight_decay_scaling == "auto" and config.lr_scaling != "none":
+    if config.lr_scaling != "none":
         decay *= decay_factor(ratio, factor)
-    betas, epsilon = config.betas, config.epsilon
-    if config.name == "adamw" and config.betas_scaling == "auto":
-        betas, epsilon = adam_moments(betas, epsilon, ratio)
-    return config.model_copy(
-        update={
-            "lr": config.lr * factor,
-            "weight_decay": decay,
-            "betas": betas,
-            "epsilon": epsilon,
-        }
-    )
+    return config.model_copy(update={"lr": config.lr * factor, "weight_decay": decay})
 
 
 def advice(config: Any, schedule: ScheduleSetup) -> Iterator[str]:

@@ -31,6 +31,9 @@ from ppdist.models.base import anchor_points
 from ppdist.models.ppyoloe import BINS, PPYOLOE, PPYOLOEOutputs, decode_boxes
 
 VARIFOCAL_ALPHA = 0.75  # weight of all that is negative
+# Of the published recipes of all sizes (PaddleDetection, ppyoloe_crn.yml and ppyoloe_plus_crn.yml):
+ATSS_TOPK = 9  # cells named per object and level
+TAL_ALPHA, TAL_BETA = 1.0, 6.0  # exponents of the class score and of the IoU
 
 
 def distribution_focal_loss(logits_BS4R: Tensor, target_BS4: Tensor) -> Tensor:
@@ -295,7 +298,7 @@ class PPYOLOELoss(Loss):
                 self.strides,
                 guide.points_N2,
                 guide.stride_N1,
-                topk=self.config.atss_topk,
+                topk=ATSS_TOPK,
             )
             _, _, _, pred_BS4 = _decode_slots(predictions, slots.anchor_BS)
             return score_by_iou(slots, take_boxes(truth.boxes_BM4, slots.box_BS), pred_BS4)
@@ -310,8 +313,8 @@ class PPYOLOELoss(Loss):
             guide.points_N2,
             *truth,
             topk=topk,
-            alpha=self.config.tal_alpha,
-            beta=self.config.tal_beta,
+            alpha=TAL_ALPHA,
+            beta=TAL_BETA,
             reach_N1=None if radius is None else guide.stride_N1 * radius,
         )
 

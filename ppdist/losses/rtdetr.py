@@ -31,6 +31,11 @@ from ppdist.losses.matcher import Costs, Matching, Truth, hungarian_matcher, mat
 from ppdist.models.rtdetr import RTDETR, Refined, RTDETROutputs, weighting
 
 DDF_TEMPERATURE = 5.0  # of the distributions that layers compare
+# Of the published recipes of RT-DETR, RT-DETRv2, D-FINE and DEIM, all sizes.
+NEGATIVE_ALPHA = 0.75  # varifocal: weight of all that is negative
+GAMMA = {"varifocal": 2.0, "mal": 1.5}  # exponent of the score (mal: of the IoU, too)
+L1_GAIN, GIOU_GAIN = 5.0, 2.0  # weights of the distance of centre and size, in 0..1, and of GIoU
+FGL_GAIN, DDF_GAIN = 0.15, 1.5  # D-FINE: of the localization loss, and of the last layer's lesson
 
 
 class Learned(NamedTuple):
@@ -114,8 +119,8 @@ class RTDETRLoss(Loss):
         """
         super().__init__()
         self.config = config
-        self.costs = Costs(config.class_cost, config.l1_cost, config.giou_cost)
-        self.gamma = config.gamma or {"varifocal": 2.0, "mal": 1.5}[config.classification]
+        self.costs = Costs(classes=2.0, l1=5.0, giou=2.0)  # of the same recipes
+        self.gamma = GAMMA[config.classification]
         self.up_1, self.reg_scale_1 = up_1, reg_scale_1
 
     @classmethod
@@ -182,10 +187,10 @@ class RTDETRLoss(Loss):
         """The terms of each output, gains included; arguments as of `forward`.
 
             cls  = class_gain / N * sum of the varifocal or matchability-aware loss
-            l1   = l1_gain / N * sum over positives of |b - b*|_1
-            giou = giou_gain / N * sum over positives of 1 - GIoU
-            fgl  = fgl_gain / N * sum over positives of IoU * FGL
-            ddf  = ddf_gain / I * sum over images of DDF
+            l1   = L1_GAIN / N * sum over positives of |b - b*|_1
+            giou = GIOU_GAIN / N * sum over positives of 1 - GIoU
+            fgl  = FGL_GAIN / N * sum over positives of IoU * FGL
+            ddf  = DDF_GAIN / I * sum over images of DDF
 
         N and I are boxes and images of the step.  Positives are what an output's own matching says,
         with D-FINE's distributions those of the union of all outputs, except in cls; an image of n
@@ -248,7 +253,7 @@ class RTDETRLoss(Loss):
 
         Args: divisors_2: boxes and images of the step.
         """
-        gains, (boxes, images) = self.config, divisors_2.unbind(0)
+        boxes, images = divisors_2.unbind(0)
         logits_LBQC, pred_LBQ4 = _stacked(scored)
         pixels_LBQ4 = cxcywh_to_xyxy(pred_LBQ4 * size_4)
 
@@ -260,9 +265,9 @@ class RTDETRLoss(Loss):
         l1_LBQ, giou_LBQ = _apart(pred_LBQ4, target, learned.boxes, size_4)
         share_B = learned.box_share_B
         terms = {
-            "cls": gains.class_gain / boxes * (cls_LB * learned.class_share_B).sum(-1),
-            "l1": gains.l1_gain / boxes * (l1_LBQ.sum(-1) * share_B).sum(-1),
-            "giou": gains.giou_gain / boxes * (giou_LBQ.sum(-1) * share_B).sum(-1),
+            "cls": self.config.class_gain / boxes * (cls_LB * learned.class_share_B).sum(-1),
+            "l1": L1_GAIN / boxes * (l1_LBQ.sum(-1) * share_B).sum(-1),
+            "giou": GIOU_GAIN / boxes * (giou_LBQ.sum(-1) * share_B).sum(-1),
         }
         layers = [each for each in scored if each.corners_BQ4R is not None]
         if not layers:
@@ -276,11 +281,11 @@ class RTDETRLoss(Loss):
             corners, reference, target, bins_R, self.reg_scale_1
         )
         fgl_LB = (fgl_LBQ * iou_LBQ).sum(-1) * share_B
-        terms["fgl"] = gains.fgl_gain / boxes * fgl_LB.sum(-1)
+        terms["fgl"] = FGL_GAIN / boxes * fgl_LB.sum(-1)
         if len(layers) > 1:
             weight_LBQ = _distillation_weights(iou_LBQ[:-1], logits_LBQC[len(layers) - 1], learned)
             ddf = localisation_distillation(corners[:-1], corners[-1:], weight_LBQ, DDF_TEMPERATURE)
-            terms["ddf"] = gains.ddf_gain / images * ddf.unsqueeze(0)
+            terms["ddf"] = DDF_GAIN / images * ddf.unsqueeze(0)
         return terms
 
     def _class_loss(
@@ -297,7 +302,7 @@ class RTDETRLoss(Loss):
         arXiv:2412.04234, section 3.3.
         """
         mal = self.config.classification == "mal"
-        alpha = 1.0 if mal else self.config.alpha
+        alpha = 1.0 if mal else NEGATIVE_ALPHA
 
         def negative(logits: Tensor) -> Tensor:
             bce = F.softplus(logits)
@@ -325,9 +330,9 @@ class RTDETRLoss(Loss):
         student's query learns from the teacher's query that it is matched with:
 
             logits   = class_gain / N * sum over pairs of the quality focal loss
-            boxes    = 1 / N * sum over pairs of score * (l1_gain * |b - b*|_1
-                                                         + giou_gain * (1 - GIoU))
-            features = giou_gain * mean over images
+            boxes    = 1 / N * sum over pairs of score * (L1_GAIN * |b - b*|_1
+                                                         + GIOU_GAIN * (1 - GIoU))
+            features = GIOU_GAIN * mean over images
 
         N are the boxes of the ground truth in the step.  So the teacher may have other queries,
         layers and bins.
@@ -335,7 +340,7 @@ class RTDETRLoss(Loss):
         positives).
         """
         assert global_normalizers is not None, "the step counts"
-        gains, terms = self.config, {}
+        class_gain, terms = self.config.class_gain, {}
         with paddle.amp.auto_cast(enable=False):
             boxes, images = global_normalizers.clip(min=1.0).unbind(0)
             ours, theirs = outputs.layers[-1:], taught.layers[-1:]
@@ -348,16 +353,16 @@ class RTDETRLoss(Loss):
                 known_BQC = _taken(theirs[0].logits_BQC.astype("float32"), matching.box_LBQ)[0]
                 pair = logits_1BQC[0] * there_BQ1, known_BQC * there_BQ1  # equal: no loss
                 loss = quality_distillation(*pair, term.temperature)
-                terms["logits"] = term.weight * gains.class_gain / boxes * loss
+                terms["logits"] = term.weight * class_gain / boxes * loss
             if term := teaching.boxes:
                 target_1BQ4 = _taken(truth.boxes_BM4, matching.box_LBQ)
                 l1, giou = _apart(pred_1BQ4, target_1BQ4, matching, outputs.size_4)
-                loss = gains.l1_gain * l1 + gains.giou_gain * giou
+                loss = L1_GAIN * l1 + GIOU_GAIN * giou
                 score_1BQ = _taken(score_BM.unsqueeze(-1), matching.box_LBQ).squeeze(-1)
                 terms["boxes"] = term.weight / boxes * (loss * score_1BQ).sum()
             if term := teaching.features:
                 loss = features_distillation(outputs.features, taught.features, term.temperature)
-                terms["features"] = term.weight * gains.giou_gain / images * loss.sum()
+                terms["features"] = term.weight * GIOU_GAIN / images * loss.sum()
             return with_terms(output, terms)
 
 

@@ -159,7 +159,7 @@ class YOLOv5(Detector):
         set_activation(self, config.activation)
         self._start_predictors()
         self.given_anchors_LA2 = np.array(config.anchors) if config.anchors else None
-        self.fits_anchors = config.auto_anchor and not config.anchors
+        self.fits_anchors = not config.anchors
         published = P6_ANCHORS if four_levels else P5_ANCHORS
         self.set_anchors(np.array(config.anchors or published))
 

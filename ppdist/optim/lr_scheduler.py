@@ -2,7 +2,7 @@
 
 Plain arithmetic in O(1) per step, so resuming needs only the step number.  If the total batch
 differs from the reference batch, for which a configuration's values were tuned, learning rate,
-decay, moments, warm-up and length are scaled by:
+decay, warm-up and length are scaled by:
 
     kappa = total batch / reference batch
 """
@@ -11,7 +11,6 @@ import math
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from ppdist.common.errors import ConfigError
 from ppdist.config.optimizer import ScheduleConfig
 
 # The shortest warm-up of MLPerf's Mask R-CNN entries (mlcommons training results 3.0 to 4.1: 500 to
@@ -132,34 +131,6 @@ def decay_factor(kappa: float, lr_factor: float) -> float:
     for L2 with batch norm van Laarhoven 2017, arXiv:1706.05350 (only lr * decay matters).
     """
     return kappa / lr_factor
-
-
-def adam_moments(
-    betas: tuple[float, float], epsilon: float, kappa: float
-) -> tuple[tuple[float, float], float]:
-    """Betas and epsilon of Adam for another batch.
-
-        1 - beta' = kappa * (1 - beta) for both,   epsilon' = epsilon / sqrt(kappa)
-
-    Completes the square-root rule.  epsilon scales with the gradient noise, which falls by
-    sqrt(kappa).  Past kappa * (1 - beta) = 1 a moment would have to forget within less than a step:
-    the rule is undefined there, so this raises instead of clipping beta to 0.
-    Source: Malladi et al. 2022, arXiv:2205.10287, the square root scaling rule for Adam.
-
-    Raises: ConfigError: kappa is that large.
-    """
-    fastest = max(1 - beta for beta in betas)
-    if kappa * fastest >= 1:
-        raise ConfigError(
-            f"auto: the total batch is {kappa:g} times optimizer.reference_batch_size, but betas "
-            f"{list(betas)} allow less than {1 / fastest:g} times: 1 - beta grows with the batch "
-            "and must stay below 1",
-            code="betas_not_scalable",
-            where="optimizer.betas_scaling",
-            fix="use fewer cards, a smaller batch, or optimizer.betas_scaling: none",
-        )
-    first, second = (1 - kappa * (1 - beta) for beta in betas)
-    return (first, second), epsilon / math.sqrt(kappa)
 
 
 def warmup_images(

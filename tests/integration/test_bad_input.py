@@ -43,7 +43,6 @@ CASES = [  # one of each layer: the file of keys, the options, the weights, the 
     (["model.num_classes=4"], None, ("has 3 categories", "num_classes: 3")),
     (["model.pretrained=nowhere.pdparams"], None, ("nowhere.pdparams",)),
     (["data.root=nowhere"], None, ("nowhere is not a folder", "data.root")),
-    (["device=cpu", "train.gpu.tf32=false"], None, ("train.gpu.tf32",)),
     ([], lambda content: content.pop("categories"), ("instances_train.json", "categories")),
     ([], lambda content: content["annotations"][0].update(category_id=9), ("category_id 9",)),
 ]

@@ -387,7 +387,7 @@ def fit_anchors(
             f"{len(wh_N2)} boxes of at least {SMALLEST:g} pixels in the input are too few to fit "
             f"{wanted} anchors to",
             code="too_few_boxes",
-            fix="set model.auto_anchor: false, or give model.anchors",
+            fix="give model.anchors, which stay",
         )
     rng = np.random.Generator(np.random.Philox(seed))
     sample = rng.permutation(len(wh_N2))[:_MOST_BOXES]

@@ -54,14 +54,14 @@ FIXED: dict[str, dict[str, Any]] = {
         "exclude_nms": False,
         "exclude_post_process": False,
     },
-    "atss": {"force_gt_matching": False, "sm_use": False},
-    "tal": {"eps": 1e-9},
+    "atss": {"force_gt_matching": False, "sm_use": False, "topk": 9},
+    "tal": {"eps": 1e-9, "alpha": 1.0, "beta": 6.0},
     "nms": {"normalized": True, "nms_eta": 1.0},
 }
 TAKEN: dict[str, dict[str, type]] = {
     "head": {"loss_weight.class": float, "loss_weight.iou": float, "loss_weight.dfl": float},
-    "atss": {"topk": int},
-    "tal": {"topk": int, "alpha": float, "beta": float},
+    "atss": {},
+    "tal": {"topk": int},
     "nms": {"score_threshold": float, "nms_threshold": float, "nms_top_k": int, "keep_top_k": int},
 }
 # Without a part in what is compared.
@@ -246,15 +246,12 @@ def _settings(values: Values) -> dict[str, Any]:
 
 
 def _criterion(config: dict[str, Any], phase: str) -> PPYOLOELoss:
-    weight, atss, tal = config["head"]["loss_weight"], config["atss"], config["tal"]
+    weight = config["head"]["loss_weight"]
     settings = PPYOLOELossConfig(
         class_gain=weight["class"],
         box_gain=weight["iou"],
         dfl_gain=weight["dfl"],
-        atss_topk=atss["topk"],
-        tal_topk=tal["topk"],
-        tal_alpha=tal["alpha"],
-        tal_beta=tal["beta"],
+        tal_topk=config["tal"]["topk"],
     )
     static_steps = 1 if phase == "atss" else 0
     return PPYOLOELoss(settings, num_classes=config["num_classes"], static_steps=static_steps)

@@ -111,8 +111,8 @@ def test_table_names_nothing_that_is_there():
 
 @pytest.mark.parametrize("name", [name for name in REMOVED if "*" not in name])
 def test_old_default_of_a_removed_key_goes_silently(tmp_path, caplog, name):
-    if name.startswith(("model.", "loss.")):
-        pytest.skip("of a model that only the stored runs name")
+    if name.startswith(("model.", "loss.", "distill.", "early_stopping.")):
+        pytest.skip("of a section that only the stored runs have")
     config = typed(tmp_path, "").model_dump(mode="json")
     section = config
     *above, key = name.split(".")

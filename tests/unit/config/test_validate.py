@@ -30,15 +30,8 @@ MISFITS = [  # the model, what is set, and where the message begins
         "optimizer={reference_batch_size: null, noise_scale: 500}",
         "optimizer.noise_scale: ",
     ),
-    ("ppyoloe", "optimizer={betas_scaling: auto}", "optimizer.betas_scaling: "),
-    ("ppyoloe", "optimizer={name: adamw, betas_scaling: auto}", "optimizer.betas_scaling: "),
     ("ppyoloe", "distributed={sync_every: 4, shard_optimizer: true}", "distributed.sync_every: "),
     ("ppyoloe", "distributed={sync_every: 4, shares: [1, 2]}", "distributed.sync_every: "),
-    (
-        "ppyoloe",
-        "train={deterministic: true, gpu: {cudnn_search: true}}",
-        "train.gpu.cudnn_search: ",
-    ),
     ("ppyoloe", "optimizer={name: adamw, nesterov: true}", "optimizer.nesterov: "),
     ("ppyoloe", "train.ema.restart_decay=0.99", "train.ema.restart_decay: "),
 ]

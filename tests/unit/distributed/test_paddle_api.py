@@ -1,7 +1,5 @@
 """What Paddle keeps to itself does what ppdist uses it for."""
 
-from types import SimpleNamespace
-
 import paddle
 import pytest
 from paddle import nn
@@ -58,15 +56,3 @@ def test_groups_are_made_at_the_store_given(monkeypatch: pytest.MonkeyPatch) -> 
     with paddle_api.groups_at("another"):
         assert collective._default_store == "another"
     assert collective._default_store == "usual"
-
-
-def test_tf32_is_two_switches_where_there_are_any(monkeypatch: pytest.MonkeyPatch) -> None:
-    turned: list[tuple[str, bool]] = []
-    both = {
-        f"set_{library}_switch": lambda on, library=library: turned.append((library, on))
-        for library in ("cublas", "cudnn")
-    }
-    monkeypatch.setattr(paddle_api, "core", SimpleNamespace(**both))
-    assert paddle_api.set_tf32(False) and turned == [("cublas", False), ("cudnn", False)]
-    monkeypatch.setattr(paddle_api, "core", SimpleNamespace())
-    assert not paddle_api.set_tf32(False)

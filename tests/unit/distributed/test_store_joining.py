@@ -6,11 +6,12 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+import paddle
 import pytest
 
 from ppdist.common.errors import LaunchError
 from ppdist.distributed import store
-from ppdist.distributed.store import require_connectivity, wait_for_store
+from ppdist.distributed.store import require_connectivity, set_timeout, wait_for_store
 from tests.errors import raises
 
 A, B = "127.0.0.2", "127.0.0.3"
@@ -107,3 +108,12 @@ def test_a_store_that_opens_later_is_waited_for() -> None:
     finally:
         timer.join()
         opened[0].close()
+
+
+def test_nccl_waits_as_long_as_we_do(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PADDLE_PG_TIMEOUT", "1")  # so that it is as before after the test
+    try:
+        set_timeout(12.5)
+        assert paddle.distributed.ParallelEnv().pg_timeout == 12500
+    finally:
+        set_timeout(1800.0)

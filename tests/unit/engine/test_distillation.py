@@ -345,9 +345,6 @@ def test_settings_that_mean_nothing_are_refused(tmp_path):
     nothing = [f"distill.{name}=null" for name in ("logits", "features", "boxes")]
     with raises("bad_value"):
         tiny_config(tmp_path, ["distill.teacher=x", *nothing])
-    for model in ("yolov5", "rtdetr"):
-        with raises("bad_value", "distill.boxes.temperature"):
-            tiny_config(tmp_path, ["distill.teacher=x", "distill.boxes.temperature=5"], model)
     with raises("bad_value"):
         tiny_config(tmp_path, ["distill.teacher=x"], "yolov5_cls")
     assert tiny_config(tmp_path).distill is None

@@ -10,7 +10,6 @@ from ppdist.config.train import EMAConfig, MicroBatches
 from ppdist.engine import build
 from ppdist.engine.schedule_setup import set_up_schedule
 from ppdist.optim.ema import Decay
-from tests.errors import raises
 from tests.unit.engine.tiny import tiny_config
 
 
@@ -99,22 +98,15 @@ def test_the_average_restarts_where_strong_augmentation_ends():
     assert run(augment=plain).ema_restart is None
 
 
-def test_sqrt_rule_scales_decay_and_moments():
+def test_sqrt_rule_scales_decay():
     adam = {"name": "adamw", "lr_scaling": "sqrt", "weight_decay": 0.05}
-    scaled = run(8, adam | {"betas_scaling": "auto"}).scaled
+    scaled = run(8, adam).scaled
     assert scaled.lr == pytest.approx(0.01 * math.sqrt(8))
     assert scaled.weight_decay == pytest.approx(0.05 * math.sqrt(8))
-    assert scaled.betas == pytest.approx((0.2, 0.992))
-    assert scaled.epsilon == pytest.approx(1e-8 / math.sqrt(8))
-
-    kept = run(8, adam | {"weight_decay_scaling": "none"}).scaled
-    assert (kept.weight_decay, kept.betas, kept.epsilon) == (0.05, (0.9, 0.999), 1e-8)
+    assert (scaled.betas, scaled.epsilon) == ((0.9, 0.999), 1e-8)
     # Whoever sets the rate for a batch by hand sets the decay too.
     by_hand = run(8, adam | {"lr_scaling": "none"})
     assert by_hand.scaled == by_hand.optimizer
-
-    with raises("betas_not_scalable", "optimizer.betas_scaling: auto"):
-        run(16, adam | {"betas_scaling": "auto"})
 
 
 def test_rate_is_for_the_images_that_a_step_has():
@@ -231,7 +223,7 @@ def test_schedule_setup_reaches_optimizer_and_loss(tmp_path, monkeypatch):
         tmp_path,
         [
             "optimizer={name: adamw, lr: 0.01, lr_scaling: sqrt, weight_decay: 0.05, "
-            "betas_scaling: auto, reference_batch_size: 2, noise_scale: 8}",
+            "epsilon: 1.0e-9, reference_batch_size: 2, noise_scale: 8}",
             "train.epochs_compensation=auto",
             "loss.static_assigner_epochs=3",
             "data.augment={mosaic: 1.0, close_mosaic_epochs: 5}",
@@ -242,8 +234,7 @@ def test_schedule_setup_reaches_optimizer_and_loss(tmp_path, monkeypatch):
     )  # batch 8: E = 10 * (1 + 1) / (1 + 1 / 4) = 16
     step = build.build_train_step(config, schedule, build.build_model(config))
     adam = step.optimizer
-    assert (adam._beta1, adam._beta2) == pytest.approx((0.6, 0.996))
-    assert adam._epsilon == pytest.approx(5e-9)
+    assert adam._epsilon == pytest.approx(1e-9)
     rate = math.sqrt(4 * 1.25 / 2)  # kappa 4 counts as 2.5
     assert adam.get_lr() == pytest.approx(0.01 * rate)
     decays = [group["weight_decay"] for group in adam._param_groups]
@@ -254,17 +245,14 @@ def test_schedule_setup_reaches_optimizer_and_loss(tmp_path, monkeypatch):
 
 
 def test_the_record_says_all_that_the_table_says():
-    adam = {"name": "adamw", "lr_scaling": "sqrt", "betas_scaling": "auto", "noise_scale": 1000}
+    adam = {"name": "adamw", "lr_scaling": "sqrt", "noise_scale": 1000}
     for schedule in (run(4), run(4, adam), run(4, {"noise_scale": 64}, epochs_compensation="auto")):
         record = schedule.record()
         assert [entry["why"] for entry in record.values()] == [row[2] for row in schedule.rows()]
         assert record["total_batch"]["value"] == 64
         assert record["lr"]["value"] == schedule.lr_scheduler.peak_lr
-    assert run(4, adam).record()["betas"]["value"] == [0.6, 0.996]
-    assert why(run(4, adam), "betas") == (
-        "0.9, 0.999, scaling auto: 1 - beta x 4, epsilon 1e-08 / sqrt(4)"
-    )
-    assert why(run(4), "weight decay") == "0.0005, scaling auto"
+    assert run(4, adam).record()["betas"]["value"] == [0.9, 0.999]
+    assert why(run(4), "weight decay") == "0.0005, as written"
     assert why(run(4, {"reference_batch_size": None}), "batch / reference").endswith(
         "null: nothing is scaled"
     )

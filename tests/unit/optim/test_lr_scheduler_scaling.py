@@ -5,14 +5,12 @@ import math
 import pytest
 
 from ppdist.optim.lr_scheduler import (
-    adam_moments,
     decay_factor,
     effective_batch_ratio,
     epochs_factor,
     rate_factor,
     warmup_images,
 )
-from tests.errors import raises
 
 COCO = 118_287
 
@@ -49,22 +47,6 @@ def test_rate_times_decay_of_an_epoch_stays_the_same(rule, noise_scale, expected
     rate = rate_factor(effective_batch_ratio(256, 64, noise_scale), rule)
     assert decay_factor(4.0, rate) == pytest.approx(expected)
     assert rate * decay_factor(4.0, rate) * (1 / 4) == pytest.approx(1.0)  # a quarter of the steps
-
-
-def test_moments_of_adam_span_the_same_images():
-    betas, epsilon = adam_moments((0.9, 0.999), 1e-8, 4.0)
-    assert betas == pytest.approx((0.6, 0.996))
-    assert epsilon == pytest.approx(5e-9)
-    assert adam_moments((0.9, 0.999), 1e-8, 0.5)[0] == pytest.approx((0.95, 0.9995))
-    betas, _ = adam_moments((0.9, 0.999), 1e-8, 8.0)
-    assert betas == pytest.approx((0.2, 0.992))
-
-
-def test_adam_betas_forgetting_within_step_refused():
-    with raises(
-        "betas_not_scalable", "is 16 times", "allow less than 10 times", "betas_scaling: none"
-    ):
-        adam_moments((0.9, 0.999), 1e-8, 16.0)
 
 
 def test_warmup_grows_with_batch_by_a_fifth_of_the_run_at_most():
