@@ -260,7 +260,7 @@ def _written(word: str) -> str:
     if word == "voc":
         raise argparse.ArgumentTypeError(
             "Pascal VOC is read, but no longer written: use coco, which keeps everything; "
-            "`ppdist predict --format voc` still writes detections so"
+            "`ppdist predict --source IMAGES --format voc` still writes detections so"
         )
     return word
 

@@ -447,6 +447,6 @@ def _advice(seconds_W: Sequence[float]) -> str:
     fastest = min(seconds_W)
     speeds = ", ".join(f"{max(0.01, fastest / seconds):.2g}" for seconds in seconds_W)
     return (
-        f"; if it is slower by nature, `distributed.shares: [{speeds}]` gives it fewer of a step's "
-        "micro-batches"
+        f"; if it is slower by nature, set `distributed.shares` to [{speeds}]: it gets fewer of a "
+        "step's micro-batches"
     )

@@ -112,6 +112,18 @@ def test_disk_cache_serves_next_run_until_an_image_changes(tmp_path):
     assert again.get(5) is None and again.get(4) is not None
 
 
+def test_links_in_the_place_of_images_are_replaced_not_followed(tmp_path):
+    dataset, folder = small_set(tmp_path), tmp_path / "cache"
+    (tmp_path / "target").write_bytes(b"precious")
+    fill(open_cache("disk", dataset, FACTORS, folder), dataset)
+    for file in files_in(folder):
+        file.unlink()
+        file.symlink_to(tmp_path / "target")
+    fill(open_cache("disk", dataset, FACTORS, folder), dataset)
+    assert (tmp_path / "target").read_bytes() == b"precious"
+    assert len(files_in(folder)) == 6 and not any(file.is_symlink() for file in files_in(folder))
+
+
 def test_replaced_image_of_equal_size_and_time_is_decoded_anew(tmp_path):
     """As `tar x`, `rsync -t` and `cp -p` leave it."""
     dataset, folder = small_set(tmp_path), tmp_path / "cache"

@@ -16,7 +16,6 @@ import pytest
 from PIL import Image
 
 from ppdist.common.errors import DataError
-from ppdist.data import cache as image_cache
 from ppdist.data.image import read_image
 from ppdist.runtime.decoder import MOST_PIXELS, damage
 from tests.errors import raises
@@ -153,15 +152,6 @@ def test_what_is_no_file_is_not_waited_for(tmp_path: Path) -> None:
         with pytest.raises(DataError, match=says) as caught:
             read_image(tmp_path / f"{name}.jpg")
         assert caught.value.code == "image_unreadable"
-
-
-def test_image_cache_does_not_follow_foreign_link(tmp_path: Path) -> None:
-    (tmp_path / "target").write_bytes(b"precious")
-    (tmp_path / "images.cache").symlink_to(tmp_path / "target")
-    layout = image_cache.Layout.of(np.array([[4, 4]]), np.array([1]))
-    with pytest.raises(OSError, match="Too many levels of symbolic links"):
-        image_cache._on_disk(layout, tmp_path, "images.cache")
-    assert (tmp_path / "target").read_bytes() == b"precious"
 
 
 def test_a_worker_of_small_memory_survives_a_bomb(tmp_path: Path) -> None:
