@@ -121,7 +121,7 @@ def test_each_step_is_told_to_fleetrun(monkeypatch):
 @pytest.mark.parametrize(
     ("seconds_W", "hosts", "speeds"),
     [
-        ([0.1, 0.1, 0.2], None, "distributed.shares: [1, 1, 0.5]"),
+        ([0.1, 0.1, 0.2], None, "`distributed.shares` to [1, 1, 0.5]"),
         ([0.1, 0.0, 0.2], None, ""),  # what the second needs is not known
         ([0.1, 0.1, 0.2], "1", ""),  # a list is of one number of ranks
         ([0.1] * 16 + [0.2], None, ""),
