@@ -1,18 +1,15 @@
-"""An annotation format of one's own: a CSV file of boxes, registered and trained on.
+"""An annotation format of one's own: a CSV file of boxes, named in the configuration.
 
-    python examples/own_dataset.py -c mine.yml        # with data: {format: boxes_csv, ...}
+    PYTHONPATH=examples ppdist train -c mine.yml
 
-A package of yours does the same by an entry point, and then every command knows the format:
-docs/extend.md.
+with `data: {format: "own_dataset:BoxesCsvConfig", ...}` in mine.yml.  An installed package of yours
+needs no PYTHONPATH: docs/extend.md.
 """
 
 import csv
 from pathlib import Path
-from typing import Literal
+from typing import ClassVar
 
-from pydantic import Field
-
-from ppdist import register_dataset
 from ppdist.config.data import DataConfig
 from ppdist.data.types import Complain, RawImage, RawObject, RawSet, Split
 
@@ -20,7 +17,7 @@ from ppdist.data.types import Complain, RawImage, RawObject, RawSet, Split
 class BoxesCsvConfig(DataConfig):
     """A file of lines `image,width,height,class,left,top,right,bottom` in pixels."""
 
-    format: Literal["boxes_csv"] = Field(default="boxes_csv", description="annotation format")
+    reader: ClassVar[str] = "own_dataset:read"
 
 
 def read(config: BoxesCsvConfig, split: Split, complain: Complain) -> RawSet:
@@ -42,16 +39,3 @@ def read(config: BoxesCsvConfig, split: Split, complain: Complain) -> RawSet:
             images[name].objects.append(RawObject((left, top, right, bottom), index, where))
     ids = tuple(range(1, len(config.class_names) + 1))
     return RawSet([*images.values()], config.class_names, ids, str(file))
-
-
-def register() -> None:
-    """Also what an entry point of the group `ppdist.plugins` names."""
-    register_dataset(config=BoxesCsvConfig, reader="own_dataset:read")
-
-
-if __name__ == "__main__":
-    from ppdist.cli.train import main
-    from ppdist.common import process
-
-    register()
-    process.run(main)

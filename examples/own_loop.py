@@ -37,7 +37,7 @@ def main() -> None:
     loader = TrainLoader(train_set, config.data, sampler, seed=config.seed)
 
     model = build_model(config)
-    criterion = loss_of(config.model.name).build(config.loss, model, steps_per_epoch)
+    criterion = loss_of(config.model).build(config.loss, model, steps_per_epoch)
     rate = paddle.optimizer.lr.CosineAnnealingDecay(config.optimizer.lr, steps)
     optimizer = paddle.optimizer.AdamW(rate, parameters=model.parameters(), weight_decay=0.05)
 

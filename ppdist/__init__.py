@@ -15,12 +15,6 @@ if TYPE_CHECKING:
     from ppdist.api import Detector, Run, evaluate, export, train
     from ppdist.common.writers import MetricWriter
     from ppdist.config import load_config
-    from ppdist.config.plugins import (
-        register_backbone,
-        register_dataset,
-        register_detector,
-        register_tracker,
-    )
     from ppdist.engine.callbacks import Callback
     from ppdist.predict.detections import Detections
 
@@ -35,10 +29,6 @@ __all__ = [
     "evaluate",
     "export",
     "load_config",
-    "register_backbone",
-    "register_dataset",
-    "register_detector",
-    "register_tracker",
     "train",
 ]
 _HOMES = {
@@ -49,10 +39,6 @@ _HOMES = {
     "Run": "ppdist.api",
     "evaluate": "ppdist.api",
     "load_config": "ppdist.config",
-    "register_backbone": "ppdist.config.plugins",
-    "register_dataset": "ppdist.config.plugins",
-    "register_detector": "ppdist.config.plugins",
-    "register_tracker": "ppdist.config.plugins",
     "train": "ppdist.api",
 }  # `export` is below: the folder of that name is called like the function
 

@@ -67,19 +67,6 @@ def signals_as_before() -> Iterator[None]:
     signal.pthread_sigmask(signal.SIG_SETMASK, held)
 
 
-@pytest.fixture(scope="module", autouse=True)
-def registered_as_before() -> Iterator[None]:
-    """What one file registers, messages about the configurations of another would name."""
-    from ppdist.config import plugins
-
-    before = {**plugins._registered}
-    yield
-    if plugins._registered != before:
-        plugins._registered.clear()
-        plugins._registered.update(before)
-        plugins._opened.cache_clear()
-
-
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
     """Counts what tests/distributed.py ran once more, so that a real fault cannot hide there."""
     found = [each.message for each in terminalreporter.stats.get("warnings", ())]

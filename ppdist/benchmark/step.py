@@ -266,7 +266,7 @@ def measure_evaluation(
     """
     require_detector(config, "evaluation")
     schedule = build_schedule_setup(config, len(dataset.records))
-    loss = loss_of(config.model.name).build(
+    loss = loss_of(config.model).build(
         config.loss, model, schedule.steps_per_written_epoch, schedule.reference_batch
     )
     speed_up_cpu(config, [model])

@@ -244,6 +244,20 @@ def add_config(
         "-o", "--override", nargs="+", action="extend", default=[],
         metavar="KEY=VALUE", help=override,
     )  # fmt: skip
+    parser.add_argument(
+        "--trust-plugins", action=_TrustPlugins, nargs=0,
+        help="import the packages that the configuration of a run, a checkpoint or an export names "
+        "(package.module:Name), too",
+    )  # fmt: skip
+
+
+class _TrustPlugins(argparse.Action):
+    """Says so to this process and those that it starts."""
+
+    def __call__(self, *_: Any) -> None:
+        from ppdist.config.plugins import TRUST_VARIABLE
+
+        os.environ[TRUST_VARIABLE] = "1"
 
 
 # Whose input and augmentation DATA is looked at with, where no --model says another.

@@ -56,11 +56,10 @@ class Section(BaseModel):
     )
 
     @classmethod
-    def opened(cls, tree: Node, problems: list[Problem]) -> type["Section"]:
-        """This Section with the plugin parts that the tree names.
-
-        Args: problems: gets those of plugins that the tree needs.
-        """
+    def opened(
+        cls, tree: Node, problems: list[Problem], *, stored: bool = False
+    ) -> type["Section"]:
+        """This Section with the plugin parts that the tree names; see `open_section`."""
         return cls
 
     @classmethod
@@ -138,7 +137,7 @@ def parse_tree(
     Raises: ConfigError: as `parse_config`.
     """
     found = [*problems]
-    opened = cast(type[SectionT], schema.opened(tree, found))
+    opened = cast(type[SectionT], schema.opened(tree, found, stored=stored))
     tree = without_removed(schema.completed(tree), opened, found, stored=stored)
     return _check(tree, opened, found)
 

@@ -1,6 +1,6 @@
 """The `data` section: images and annotations, and how they reach the model."""
 
-from typing import Annotated, Literal
+from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field, model_validator
 
@@ -73,8 +73,13 @@ class SamplingConfig(Section):
 
 
 class DataConfig(Section):
-    """Images and boxes, and how they reach the model."""
+    """Images and boxes, and how they reach the model.
 
+    Attributes:
+        reader: of another package's format, `package.module:function` (docs/extend.md).
+    """
+
+    reader: ClassVar[str] = ""
     format: Literal["coco", "voc", "yolo", "folder", "csv"] = Field(
         default="coco",
         description="Boxes: COCO JSON, Pascal VOC XML, YOLO text files. Classes of whole images, "

@@ -6,7 +6,7 @@ from pydantic import ConfigDict, Field, model_validator
 
 from ppdist.config.base import OnResume, Section
 from ppdist.config.model import ModelConfig
-from ppdist.config.plugins import find_names, open_section
+from ppdist.config.plugins import open_section
 from ppdist.config.yaml import Node, Problem
 
 
@@ -27,7 +27,7 @@ class FeaturesConfig(Section):
     weight: float = Field(
         default=1.0,
         gt=0,
-        description="beside the boxes' own loss, which counts 1",
+        description="beside the boxes' own loss, which counts 1; lower it where boxes get worse",
     )
 
 
@@ -37,7 +37,9 @@ class BoxesConfig(Section):
     weight: float = Field(
         default=1.0,
         gt=0,
-        description="beside the loss of boxes (PP-YOLOE: of distributions), which counts 1",
+        description="beside the loss of boxes (PP-YOLOE: of distributions), which counts 1; lower "
+        "it "
+        "where boxes get worse than without a teacher",
     )
 
 
@@ -82,7 +84,6 @@ class Trained(Section):
     model: Annotated[ModelConfig, Field(discriminator="name")]
 
     @classmethod
-    def opened(cls, tree: Node, problems: list[Problem]) -> type[Section]:
+    def opened(cls, tree: Node, problems: list[Problem], *, stored: bool = False) -> type[Section]:
         """With the detectors of plugins."""
-        problems += find_names(tree)
-        return open_section(cls, tree)
+        return open_section(cls, tree, problems, stored=stored)

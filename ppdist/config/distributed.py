@@ -37,9 +37,10 @@ class DistributedConfig(Section):
     )
     gradient_dtype: Literal["float32", "bfloat16", "float16"] = Field(
         default="float32",
-        description="How gradients travel between ranks; biases and normalisation layers always as "
-        "float32. bfloat16: half the bytes, sent after backward. float16: the same with more "
-        "digits, on GPUs only (gloo sums it to infinity).",
+        description="How gradients travel between ranks, for links on which steps wait "
+        "(docs/distributed.md#slow-links); biases and normalisation layers always as float32. "
+        "bfloat16: half the bytes, sent after backward. float16: the same with more digits, on "
+        "GPUs only (gloo sums it to infinity).",
     )
     gradient_rank: int | None = Field(
         default=None,

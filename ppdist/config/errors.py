@@ -135,12 +135,22 @@ def _message(detail: Any, path: Path, tree: Node, schema: SectionType) -> str:
     if kind == "union_tag_invalid":
         allowed = [tag.strip(" '") for tag in detail["ctx"]["expected_tags"].split(",")]
         hint = _close(str(node.value), allowed)
-        return f"{name}: found {found(node)}, expected one of {', '.join(allowed)}{hint}"
+        own = _own_part(name)
+        return f"{name}: found {found(node)}, expected one of {', '.join(allowed)}{own}{hint}"
     expected = _expected(field, path, tree)
     if _is_absent(detail):
         about = (field.description or "").split(". ")[0].rstrip(".")
         return f"{name}: missing, expected {expected}" + (f" ({about})" if about else "")
-    return f"{name}: found {found(node)}, expected {expected}{_hint(name, node, field.annotation)}"
+    hint = _hint(name, node, field.annotation)
+    return f"{name}: found {found(node)}, expected {expected}{_own_part(name)}{hint}"
+
+
+def _own_part(name: str) -> str:
+    """How a part of another package is named, where one may be; earlier versions registered it."""
+    of_tracker = name.startswith("log.trackers[") and name.endswith("].name")
+    if not of_tracker and name not in ("model.name", "model.body", "data.format"):
+        return ""
+    return ", or package.module:Name of another package (docs/extend.md)"
 
 
 def _dotted(path: Path) -> str:

@@ -4,7 +4,7 @@ import json
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Annotated, Any, cast
+from typing import Annotated, Any, cast, get_args
 
 from pydantic import Field, model_validator
 
@@ -25,7 +25,7 @@ from ppdist.config.loss import LossConfig, PPYOLOELossConfig
 from ppdist.config.model import ModelConfig
 from ppdist.config.optimizer import OptimizerConfig, ScheduleConfig
 from ppdist.config.output import CheckpointConfig, LogConfig
-from ppdist.config.plugins import find_names, names_of, open_section
+from ppdist.config.plugins import is_plugin, open_section
 from ppdist.config.removed import without_removed
 from ppdist.config.shipped import find_config
 from ppdist.config.train import EarlyStoppingConfig, TrainConfig
@@ -99,10 +99,9 @@ class ExperimentConfig(Section):
         return self.nms.model_copy(update=changes) if changes else self.nms
 
     @classmethod
-    def opened(cls, tree: Node, problems: list[Problem]) -> type[Section]:
+    def opened(cls, tree: Node, problems: list[Problem], *, stored: bool = False) -> type[Section]:
         """With the detectors, formats, backbones and trackers of plugins."""
-        problems += find_names(tree)
-        return open_section(cls, tree)
+        return open_section(cls, tree, problems, stored=stored)
 
     @classmethod
     def completed(cls, tree: Node) -> Node:
@@ -114,7 +113,7 @@ class ExperimentConfig(Section):
         tree = _named_trackers(tree)
         model, data = tree.child("model"), tree.child("data")
         name = model.child("name") if model is not None else None
-        if name is not None and name.value in names_of("detector"):
+        if name is not None and (name.value in _DETECTORS or is_plugin(name.value)):
             implied = Node({"name": name}, name.place, name.key_place)
             tree = merge(Node({"loss": implied}, tree.place, tree.key_place), tree)
         train = data.child("train") if data is not None else None
@@ -135,6 +134,9 @@ class ExperimentConfig(Section):
         return self
 
 
+_DETECTORS = [section.model_fields["name"].default for section in get_args(ModelConfig)]
+
+
 def _named_trackers(tree: Node) -> Node:
     """`log.trackers: [wandb]` as `[{name: wandb}]`."""
     log = tree.child("log")
@@ -152,15 +154,16 @@ def _named_trackers(tree: Node) -> Node:
     )
 
 
-def experiment_of(tree: Mapping[str, Any]) -> ExperimentConfig:
+def experiment_of(tree: Mapping[str, Any], *, trusted: bool = False) -> ExperimentConfig:
     """The configuration that plain data describe, as `model_dump` gives them.
 
     Those of an earlier version have keys that are gone: see `without_removed`.
+    Args: trusted: plugins that they name are imported; see config/plugins.py.
     Raises: pydantic.ValidationError: they do not; ConfigError: a plugin that they need fails.
     """
     problems: list[Problem] = []
     nodes = tree_of(dict(tree), Place("the configuration"))
-    schema = ExperimentConfig.opened(nodes, problems)
+    schema = ExperimentConfig.opened(nodes, problems, stored=not trusted)
     opened = cast(type[ExperimentConfig], schema)
     nodes = without_removed(nodes, opened, problems, stored=True)
     if problems:

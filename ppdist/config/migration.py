@@ -271,7 +271,8 @@ def refuse_name(owner: str, name: str, *, imports: bool = False) -> None:
     where = f"{owner}[0]" if name == "[0]" else f"{owner}.{name}"
     kind: type[ConfigError] = ForeignArgument if name == "[0]" else ForeignName
     kind = ConfigError if imports else kind
-    raise kind(f"a name of another trainer; {text}", code="foreign_option", where=where)
+    owner_of_name = "" if text.startswith("of earlier") else "of another trainer; "
+    raise kind(f"a name {owner_of_name}{text}", code="foreign_option", where=where)
 
 
 _Arguments = ParamSpec("_Arguments")

@@ -82,18 +82,23 @@ _FEW_IMAGES: Mapping[str, Any] = {
 
 
 class DetectorConfig(Section):
-    """Keys that every detector has; what another package registers adds its own.
+    """Keys that every detector has; that of another package adds its own (docs/extend.md).
 
     Attributes:
+        model, loss: of another package's, `package.module:Class` of a `Detector` and of a `Loss`.
+        loss_config: keys of its loss.
         needs_nms: predictions of one object overlap, so they need suppression.
         few_images: values by key that a recipe for many images takes where a set has few; its
             warm-up is then a part of the run.  Empty: the recipe as it is.
     """
 
+    model: ClassVar[str] = ""
+    loss: ClassVar[str] = ""
+    loss_config: ClassVar[type[Section]] = Section
     task: ClassVar[Task] = "detect"
     needs_nms: ClassVar[bool] = True
     few_images: ClassVar[Mapping[str, Any]] = {}
-    name: str = Field(description="detector family")
+    name: str = Field(default="", description="detector family")
     num_classes: int = Field(default=80, ge=1, description="object classes C")
     pretrained: Pretrained = None
     image_size: ImageSize = Field(

@@ -15,7 +15,10 @@ class ParameterGroupConfig(Section):
         "stands for any text, as in *.sampling_offsets.",
     )
     lr_factor: float = Field(
-        default=1.0, gt=0, description="Their learning rate / that of the step."
+        default=1.0,
+        gt=0,
+        description="Their learning rate / that of the step; below 1 where what was "
+        "pretrained is forgotten.",
     )
     weight_decay_factor: float = Field(
         default=1.0,
@@ -93,7 +96,8 @@ class ScheduleConfig(Section):
     warmup_compensation: Literal["auto", "none"] = Field(
         default="auto",
         description="auto: a total batch above the reference warms up over more images (at most a "
-        "fifth of the run beyond warmup_epochs); none: warmup_epochs as written.",
+        "fifth of the run beyond warmup_epochs); none: warmup_epochs as written, for one that was "
+        "tuned at this batch.",
     )
     warmup_least_steps: int = Field(
         default=0, ge=0, description="Shortest warm-up in optimizer steps, however few the images."

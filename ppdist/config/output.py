@@ -1,6 +1,6 @@
 """The `checkpoint` and `log` sections: what a run writes, and how often."""
 
-from typing import Annotated, Literal
+from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field, field_validator
 
@@ -27,9 +27,14 @@ class CheckpointConfig(Section):
 
 
 class TrackerConfig(Section):
-    """Keys of every experiment tracker; plugins add their own."""
+    """Keys of every experiment tracker; that of another package adds its own (docs/extend.md).
 
-    name: str = Field(description="the tracker")
+    Attributes:
+        writer: of another package's, `package.module:Class` of a `MetricWriter`.
+    """
+
+    writer: ClassVar[str] = ""
+    name: str = Field(default="", description="the tracker")
     project: str = Field(default="ppdist", description="the project in which the run is shown")
     run: str | None = Field(
         default=None, description="how the run is called there; null: the name of output_dir"

@@ -1,24 +1,26 @@
-"""Plugins: models, formats, backbones and trackers of other packages, by name.
+"""Plugins: models, formats, backbones and trackers of other packages, by `package.module:Name`.
 
-    register_detector, register_dataset, register_backbone, register_tracker
-    open_section     a Section that knows the registered names beside our own
-    find_names       looks for the packages that bring what a configuration names
+    model.name         a DetectorConfig, which names its model and its loss
+    model.body         a Backbone, of PP-YOLOE
+    data.format        a DataConfig, which names its reader
+    log.trackers       a TrackerConfig, which names its writer
 
-An installed package has an entry point of the group `ppdist.plugins`: a function without arguments
-that registers its parts.  Packages are looked for only when a configuration names something that
-neither we nor an earlier registration know, so without plugins nothing is read and nothing costs.
+A Section lies in a module without Paddle, because configurations are read without it.  It names as
+text, `package.module:Name`, what computes, which is imported when a run builds it.  A package is
+found where it is installed or on PYTHONPATH, never through the current folder.
 
-Sections are registered as classes, because configurations are read without Paddle.  What computes
-is registered as text, `package.module:Name`, and imported when a run builds it.
+What a user names is imported.  What a stored configuration names (of a run, a checkpoint or an
+export, which may come from a stranger) is imported only where the user's own configuration or -o
+names it, too, or --trust-plugins is given.
 """
 
 import importlib
-import logging
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+import sys
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from functools import cache, reduce
-from typing import Annotated, Any, Literal, NamedTuple, TypeVar, get_args, get_origin
+from typing import Annotated, Any, Literal, TypeVar, cast, get_args
 
 from pydantic import Field, create_model
 from pydantic.fields import FieldInfo
@@ -26,106 +28,40 @@ from pydantic.fields import FieldInfo
 from ppdist.common.errors import ConfigError
 from ppdist.config.base import OnResume, Section
 from ppdist.config.data import DataConfig
-from ppdist.config.loss import LossConfig
-from ppdist.config.model import DetectorConfig, ModelConfig, PPYOLOEConfig
+from ppdist.config.model import DetectorConfig, PPYOLOEConfig
 from ppdist.config.output import LogConfig, ShippedTracker, TrackerConfig
 from ppdist.config.schema import choices
 from ppdist.config.yaml import Node, Problem
 
-GROUP = "ppdist.plugins"  # of entry points
-OFF_VARIABLE = "PPDIST_PLUGINS_OFF"  # names of entry points that are left alone, by commas; or all
-_LOGGER = logging.getLogger("ppdist.config")
+TRUST_VARIABLE = "PPDIST_TRUST_PLUGINS"  # 1: as --trust-plugins; processes of a job inherit it
 SectionT = TypeVar("SectionT", bound=Section)
 
-
-@dataclass(frozen=True)
-class Registration:
-    """One registered part.
-
-    kind: "detector", "dataset", "backbone" or "tracker".
-    name: as a configuration has it.
-    target: `package.module:Name` of what computes: model, reader, backbone or writer.
-    section: its keys; None for a backbone.
-    loss_target, loss_section: of a detector.
-    """
-
-    kind: str
-    name: str
-    target: str
-    section: type[Section] | None = None
-    loss_target: str = ""
-    loss_section: type[Section] | None = None
+_BASES: Mapping[str, type[Section]] = {
+    "model.name": DetectorConfig,
+    "data.format": DataConfig,
+    "log.trackers": TrackerConfig,
+}
+_NAMES = {DetectorConfig: ("model", "loss"), DataConfig: ("reader",), TrackerConfig: ("writer",)}
+_named_by_user: set[str] = set()  # `package.module:Name`, of this process
+_opened_packages: set[str] = set()
 
 
-_registered: dict[tuple[str, str], Registration] = {}  # by kind and name
+def is_plugin(name: object) -> bool:
+    """Whether a name is that of another package's part."""
+    return isinstance(name, str) and ":" in name
 
 
-def register_detector(
-    *, config: type[DetectorConfig], model: str, loss_config: type[Section], loss: str
-) -> None:
-    """Makes a detector usable as `model: {name: ...}`.
-
-    Args:
-        config: its keys; `name: Literal["x"] = "x"` says how it is called.
-        model: `package.module:Class`, a `ppdist.models.base.Detector` that takes a `config`.
-        loss_config: keys of its loss, with the same `name`.
-        loss: `package.module:Class`, a `ppdist.losses.base.Loss`.
-    Raises: ConfigError: the name is taken, or one of these is not what it should be.
-    """
-    name = _name_of(config, "name", DetectorConfig)
-    if _name_of(loss_config, "name", Section) != name:
-        raise _invalid(name, f"{loss_config.__name__}.name differs from {config.__name__}.name")
-    _register(Registration("detector", name, model, config, loss, loss_config))
-
-
-def register_dataset(*, config: type[DataConfig], reader: str) -> None:
-    """Makes an annotation format of boxes usable as `data: {format: ...}`.
-
-    Args:
-        config: the keys of `data` with its own beside them; `format: Literal["x"] = "x"` says how
-            the format is called.
-        reader: `package.module:function`, called as `function(config, split, complain)` with split
-            "train" or "val"; it returns a `ppdist.data.types.RawSet` and hands what is wrong with
-            parts of the files to `complain`.
-    Raises: ConfigError: as of `register_detector`.
-    """
-    _register(Registration("dataset", _name_of(config, "format", DataConfig), reader, config))
-
-
-def register_backbone(name: str, backbone: str) -> None:
-    """Makes a backbone usable as `model: {name: ppyoloe, body: ...}`.
-
-    Args: backbone: `package.module:Class`, a `ppdist.models.backbones.Backbone`.
-    Raises: ConfigError: as of `register_detector`.
-    """
-    _register(Registration("backbone", name, backbone))
-
-
-def register_tracker(*, config: type[TrackerConfig], writer: str) -> None:
-    """Makes an experiment tracker usable in `log.trackers`.
-
-    Args:
-        config: its keys; `name: Literal["x"] = "x"` says how it is called.
-        writer: `package.module:Class`, a `ppdist.common.writers.MetricWriter` that takes a
-            `ppdist.common.trackers.TrackedRun`.
-    Raises: ConfigError: as of `register_detector`.
-    """
-    _register(Registration("tracker", _name_of(config, "name", TrackerConfig), writer, config))
-
-
-def registered(kind: str, name: str) -> Registration | None:
-    """What was registered by this name; None: nothing was."""
-    return _registered.get((kind, name))
-
-
-def names_of(kind: str) -> list[str]:
-    """Names of this kind: ours, then those that were registered."""
-    return [*_OUR_NAMES[kind](), *(each.name for each in _registered.values() if each.kind == kind)]
+def forget() -> None:
+    """Forgets what was named and imported so far, as in a new process."""
+    _named_by_user.clear()
+    _opened_packages.clear()
+    _section.cache_clear()
+    _opened.cache_clear()
 
 
 def packages() -> list[str]:
-    """Top-level names of the packages whose parts are registered."""
-    return sorted({each.target.replace(":", ".").split(".")[0] for each in _registered.values()})
+    """Top-level names of the packages whose parts were named."""
+    return sorted(_opened_packages)
 
 
 def load(target: str) -> Any:
@@ -136,211 +72,157 @@ def load(target: str) -> Any:
     module, _, name = target.partition(":")
     package = module.partition(".")[0]
     try:
-        return reduce(getattr, name.split("."), importlib.import_module(module))
+        with _without_current_folder():
+            return reduce(getattr, name.split("."), importlib.import_module(module))
     except (Exception, SystemExit) as error:  # another's code runs when it is imported
         if package == __name__.partition(".")[0]:
             raise
         raise ConfigError(
-            f"registered as {target}, cannot be imported: {type(error).__name__}: {error}",
+            f"{target} cannot be imported: {type(error).__name__}: {error}",
             code="plugin_failed",
             where=f"plugin {package}",
-            fix="repair or reinstall that package",
+            fix="install or repair that package, or put its folder on PYTHONPATH",
         ) from error
 
 
-def _register(new: Registration) -> None:
-    for target in filter(None, (new.target, new.loss_target)):
-        if not all(target.partition(":")):
-            raise _invalid(new.name, f"{target!r} is not of the form package.module:Name")
-    if not new.target or (new.kind == "detector" and not new.loss_target):
-        raise _invalid(new.name, "what computes is missing")
-    known = _registered.get((new.kind, new.name))
-    if known is None and new.name in _OUR_NAMES[new.kind]():
-        raise _taken(new, "ppdist itself")
-    if known not in (None, new):
-        raise _taken(new, f"registered as {known.target}" if known else "")
-    _registered[new.kind, new.name] = new
-    _opened.cache_clear()
+@contextmanager
+def _without_current_folder() -> Iterator[None]:
+    """Hides the current folder where Python put it first, as `python -m` and `python` do."""
+    first = None if sys.flags.safe_path else sys.path[0]
+    listed = [*filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))]
+    if first is None or os.path.realpath(first) != os.path.realpath("") or first in listed:
+        yield
+        return
+    del sys.path[0]
+    try:
+        yield
+    finally:
+        sys.path.insert(0, first)
 
 
-def _name_of(section: Any, key: str, base: type[Section]) -> str:
-    """The one value that a plugin's Section allows for its tag."""
-    shown = getattr(section, "__name__", section)
-    if not (isinstance(section, type) and issubclass(section, base)):
-        raise _invalid(shown, f"it is not a subclass of {base.__module__}.{base.__name__}")
-    field = section.model_fields.get(key)
-    allowed = choices(field.annotation) if field is not None else []
-    if len(allowed) != 1 or get_origin(field and field.annotation) is not Literal:
-        raise _invalid(shown, f'it needs `{key}: Literal["..."]` with its one name')
-    return allowed[0]
+# --- Sections -------------------------------------------------------------------------------------
 
 
-def _invalid(name: object, why: str) -> ConfigError:
-    return ConfigError(
-        f"cannot be registered: {why}",
-        code="plugin_invalid",
-        where=f"plugin part {name}",
-        fix="docs/extend.md shows each kind",
-    )
+def open_section(
+    schema: type[SectionT], tree: Node, problems: list[Problem], *, stored: bool = False
+) -> type[SectionT]:
+    """The Section with the parts of other packages that the tree names.
 
-
-def _taken(new: Registration, by: str) -> ConfigError:
-    return ConfigError(
-        f"the name of the {new.kind} {new.name} is taken ({by})",
-        code="plugin_name_taken",
-        where=f"plugin part {new.target}",
-        fix=f"give it another name, or switch one of them off with {OFF_VARIABLE}",
-    )
-
-
-# --- registrations in another process -------------------------------------------------------------
-
-
-def registrations() -> list[dict[str, Any]]:
-    """All registrations as JSON, for a child process."""
-
-    def text(section: type[Section] | None) -> str:
-        return f"{section.__module__}:{section.__qualname__}" if section else ""
-
-    return [
-        asdict(each) | {"section": text(each.section), "loss_section": text(each.loss_section)}
-        for each in _registered.values()
-    ]
-
-
-def register_again(found: Sequence[Mapping[str, Any]]) -> None:
-    """Repeats in a new process what another one had registered.
-
-    Raises: ConfigError: a Section cannot be imported, such as one defined in a script.
+    Args:
+        problems: gets those of parts that cannot be used.
+        stored: ppdist wrote the tree; what -o adds is the user's all the same.
     """
-    for each in found:
-        keys = ("section", "loss_section")
-        sections = {key: load(each[key]) if each[key] else None for key in keys}
-        _register(Registration(**{**each, **sections}))
-
-
-# --- installed packages ---------------------------------------------------------------------------
-
-
-class Broken(NamedTuple):
-    """An entry point whose function could not be called."""
-
-    plugin: str
-    package: str
-    why: str
-
-    def __str__(self) -> str:
-        return (
-            f"the plugin {self.plugin} of the installed package {self.package} fails ({self.why}): "
-            f"repair the package, or switch it off with {OFF_VARIABLE}={self.plugin}"
-        )
-
-
-@cache
-def load_installed() -> tuple[Broken, ...]:
-    """Calls the function of each installed plugin, once in a process.
-
-    Returns: those that fail.
-    """
-    from importlib import metadata  # 10 ms, which runs without plugins need not wait for
-
-    off = {name.strip() for name in os.environ.get(OFF_VARIABLE, "").split(",")}
-    broken = []
-    for point in metadata.entry_points(group=GROUP):
-        if off & {"all", point.name}:
+    parts: dict[str, list[str]] = {}
+    for key, place, node in _named(tree):
+        if not is_plugin(node.value):
             continue
+        target = str(node.value)
         try:
-            point.load()()
-        except (Exception, SystemExit) as error:  # another's code
-            package = f"{point.dist.name} {point.dist.version}" if point.dist else point.value
-            broken.append(Broken(point.name, package, f"{type(error).__name__}: {error}"))
-    return tuple(broken)
-
-
-def find_names(tree: Node) -> list[Problem]:
-    """Loads the installed plugins if the tree names something unknown.
-
-    Returns: a problem for each name that is still unknown while a plugin, which may bring it, is
-    broken.  That a name is unknown otherwise is for the check of the Section to say.
-    """
-    if not any(True for _ in _unknown(tree)):
-        return []
-    broken = load_installed()
-    unknown = list(_unknown(tree))
-    if not unknown:
-        for each in broken:
-            _LOGGER.warning("%s", each)
-        return []
-    return [
-        Problem(
-            node.place,
-            f'{key}: "{node.value}" is unknown, expected one of {", ".join(names_of(kind))}; '
-            + "; ".join(map(str, broken)),
-            "plugin_failed",
-        )
-        for kind, key, node in unknown
-        if broken
-    ]
-
-
-def _unknown(tree: Node) -> Iterator[tuple[str, str, Node]]:
-    """(kind, key, value) of each unregistered name in the tree."""
-    for kind, key, node in _named(tree):
-        if isinstance(node.value, str) and node.value not in names_of(kind):
-            yield kind, key, node
+            _require_trusted(target, stored and not node.place.source.startswith("-o "))
+            if key == "model.body":
+                _opened_packages.add(target.partition(".")[0].partition(":")[0])
+            else:
+                _section(key, target)
+            parts.setdefault(key, []).append(target)
+        except ConfigError as error:
+            message = f"{place}: {error.what}" + (f"; {error.fix}" if error.fix else "")
+            problems.append(Problem(node.place, message, error.code))
+    if not parts:
+        return schema
+    return cast(type[SectionT], _opened(schema, tuple((k, tuple(v)) for k, v in parts.items())))
 
 
 def _named(tree: Node) -> Iterator[tuple[str, str, Node]]:
+    """(key of a kind, key path, value) of each name that may be of another package."""
     nothing = Node({}, tree.place, tree.place)
     model, data, log = (tree.child(key) or nothing for key in ("model", "data", "log"))
-    name, body, data_format = model.child("name"), model.child("body"), data.child("format")
-    if name is not None:
-        yield "detector", "model.name", name
-    if name is not None and name.value == PPYOLOEConfig.model_fields["name"].default and body:
-        yield "backbone", "model.body", body
-    if data_format is not None:
-        yield "dataset", "data.format", data_format
+    for section, key in ((model, "model.name"), (model, "model.body"), (data, "data.format")):
+        node = section.child(key.partition(".")[2])
+        if node is not None:
+            yield key, key, node
     trackers = log.child("trackers")
-    if trackers is None or not isinstance(trackers.value, list):
-        return
-    for number, item in enumerate(trackers.value):
+    items = trackers.value if trackers is not None else None
+    for number, item in enumerate(items if isinstance(items, list) else ()):
         node = item if isinstance(item.value, str) else item.child("name")
         if node is not None:
-            yield "tracker", f"log.trackers[{number}].name", node
+            yield "log.trackers", f"log.trackers[{number}].name", node
 
 
-# --- Sections that know the registered names ------------------------------------------------------
-
-
-def open_section(schema: type[SectionT], tree: Node) -> type[SectionT]:
-    """The Section with registered names added to its unions.
-
-    Args: tree: what will be read as it; the keys of `data` depend on the format that it names.
-    """
-    if not _registered:
-        return schema
-    data = tree.child("data")
-    node = data.child("format") if data is not None else None
-    return _opened(schema, node.value if node is not None and isinstance(node.value, str) else "")
+def _require_trusted(target: str, stored: bool) -> None:
+    if not stored:
+        _named_by_user.add(target)
+    elif target not in _named_by_user and os.environ.get(TRUST_VARIABLE) != "1":
+        raise ConfigError(
+            f"{target} is code of another package, which this stored configuration names",
+            code="plugin_untrusted",
+            fix="if you trust it, add --trust-plugins, or name it in your own configuration or -o",
+        )
 
 
 @cache
-def _opened(schema: type[Any], data_format: str) -> type[Any]:
-    own = {
-        "model": lambda: _union(ModelConfig, "detector", swapped=_with_backbones()),
-        "loss": lambda: _union(LossConfig, "detector", loss=True),
-        "data": lambda: _data(data_format),
-        "log": _log,
-    }
+def _section(key: str, target: str) -> type[Section]:
+    """The Section of a part, called by its target.
+
+    Raises: ConfigError: it cannot be imported, or is none.
+    """
+    base = _BASES[key]
+    section = load(target)
+    _opened_packages.add(target.partition(":")[0].partition(".")[0])
+    if not (isinstance(section, type) and issubclass(section, base)):
+        raise _invalid(target, f"is not a subclass of {base.__module__}.{base.__name__}")
+    for attribute in _NAMES[cast(Any, base)]:
+        if not all(getattr(section, attribute, "").partition(":")):
+            raise _invalid(target, f'needs `{attribute}: ClassVar[str] = "package.module:Name"`')
+    return _called(section, key.rpartition(".")[2], target)
+
+
+def _invalid(target: str, what: str) -> ConfigError:
+    return ConfigError(
+        f"{target} {what}", code="plugin_invalid", fix="docs/extend.md shows each kind"
+    )
+
+
+def _called(section: type[Section], key: str, target: str) -> type[Section]:
+    """The Section whose tag is the target."""
+    tag = "name" if key == "trackers" else key
+    field = Field(default=target, description="the part of another package")
+    return _derived(section, {tag: (Literal.__getitem__(target), field)})
+
+
+@cache
+def _opened(schema: type[Any], parts: tuple[tuple[str, tuple[str, ...]], ...]) -> type[Any]:
     fields: dict[str, Any] = {}
-    for key, build in own.items():
-        field = schema.model_fields.get(key)
-        if field is not None:
-            annotation = build()
-            note = next((each for each in field.metadata if isinstance(each, OnResume)), None)
-            noted = annotation if note is None else Annotated[annotation, note]
-            fields[key] = noted, _of_type(annotation, field)
-    return _derived(schema, fields)
+    for key, targets in parts:
+        if key == "model.name":
+            section = _section(key, targets[0])
+            loss = cast(type[DetectorConfig], section).loss_config
+            fields |= {"model": section, "loss": _called(loss, "name", targets[0])}
+        elif key == "model.body" and "model" not in fields:
+            body = PPYOLOEConfig.model_fields["body"]
+            names = Literal.__getitem__((*choices(body.annotation), targets[0]))
+            fields["model"] = _derived(PPYOLOEConfig, {"body": (names, _of_type(names, body))})
+        elif key == "data.format":
+            fields["data"] = _section(key, targets[0])
+        elif key == "log.trackers":
+            fields["log"] = _log(targets)
+    used = {key: annotation for key, annotation in fields.items() if key in schema.model_fields}
+    return _derived(schema, {key: _noted(schema, key, each) for key, each in used.items()})
+
+
+def _log(targets: tuple[str, ...]) -> type[Section]:
+    members = [*get_args(ShippedTracker), *(_section("log.trackers", each) for each in targets)]
+    one = Annotated[reduce(lambda left, right: left | right, members), Field(discriminator="name")]
+    trackers = tuple[one, ...]  # type: ignore[valid-type]
+    field = LogConfig.model_fields["trackers"]
+    return _derived(LogConfig, {"trackers": (trackers, _of_type(trackers, field))})
+
+
+def _noted(schema: type[Any], key: str, annotation: Any) -> tuple[Any, Any]:
+    """Type and field of a key with its note of what a resumed run may change."""
+    field = schema.model_fields[key]
+    note = next((each for each in field.metadata if isinstance(each, OnResume)), None)
+    noted = annotation if note is None else Annotated[annotation, note]
+    return noted, _of_type(annotation, field)
 
 
 def _derived(schema: type[Any], fields: Mapping[str, Any]) -> type[Any]:
@@ -360,67 +242,3 @@ def _of_type(annotation: Any, field: FieldInfo) -> Any:
     if isinstance(default, Section) and isinstance(annotation, type):
         default = annotation()
     return Field(default=default, **given)
-
-
-def _members(kind: str, loss: bool = False) -> list[type[Section]]:
-    found = [each for each in _registered.values() if each.kind == kind]
-    sections = [each.loss_section if loss else each.section for each in found]
-    return [section for section in sections if section is not None]
-
-
-def _union(
-    ours: Any,
-    kind: str,
-    loss: bool = False,
-    swapped: Mapping[type[Section], type[Section]] | None = None,
-) -> Any:
-    members = [(swapped or {}).get(each, each) for each in get_args(ours)]
-    union = reduce(lambda left, right: left | right, [*members, *_members(kind, loss)])
-    return Annotated[union, Field(discriminator="name")]
-
-
-def _with_backbones() -> dict[type[Section], type[Section]]:
-    if all(each.kind != "backbone" for each in _registered.values()):
-        return {}
-    body = PPYOLOEConfig.model_fields["body"]
-    annotation = _literal(names_of("backbone"))
-    return {
-        PPYOLOEConfig: _derived(PPYOLOEConfig, {"body": (annotation, _of_type(annotation, body))})
-    }
-
-
-def _data(data_format: str) -> type[Section]:
-    found = registered("dataset", data_format)
-    if found is not None and found.section is not None:
-        return found.section
-    if all(each.kind != "dataset" for each in _registered.values()):
-        return DataConfig
-    known = DataConfig.model_fields["format"]
-    annotation = _literal(names_of("dataset"))
-    return _derived(DataConfig, {"format": (annotation, _of_type(annotation, known))})
-
-
-def _log() -> type[Section]:
-    if not _members("tracker"):
-        return LogConfig
-    one = _union(ShippedTracker, "tracker")
-    field = LogConfig.model_fields["trackers"]
-    trackers = tuple[one, ...]  # type: ignore[valid-type]
-    return _derived(LogConfig, {"trackers": (trackers, _of_type(trackers, field))})
-
-
-def _literal(names: Sequence[str]) -> Any:
-    """The type of one of these texts."""
-    return Literal.__getitem__(tuple(names))
-
-
-def _tags(union: Any) -> list[str]:
-    return [str(each.model_fields["name"].default) for each in get_args(union)]
-
-
-_OUR_NAMES: dict[str, Callable[[], list[str]]] = {
-    "detector": lambda: _tags(ModelConfig),
-    "dataset": lambda: choices(DataConfig.model_fields["format"].annotation),
-    "backbone": lambda: choices(PPYOLOEConfig.model_fields["body"].annotation),
-    "tracker": lambda: _tags(ShippedTracker),
-}

@@ -102,7 +102,8 @@ class AmpConfig(Section):
 
     enabled: bool = Field(
         default=False,
-        description="Compute in a lower precision. A CPU needs avx512_bf16 or amx_bf16 among the "
+        description="Compute in a lower precision, where steps are slow or memory is short. A CPU "
+        "needs avx512_bf16 or amx_bf16 among the "
         "flags of /proc/cpuinfo; without, the run ends with a message.",
     )
     dtype: Literal["float16", "bfloat16"] = Field(
@@ -165,7 +166,8 @@ class TrainConfig(Section):
     hours: Annotated[float | None, OnResume.FREE] = Field(
         default=None,
         gt=0,
-        description="Wall clock of one start of the command, restarts by fleetrun included: the "
+        description="For a queue or a session of fixed hours: wall clock of one start of the "
+        "command, restarts by fleetrun included: the "
         "run ends cleanly before it is over, with an evaluation and a checkpoint, wherever it is; "
         "--resume continues, for as many hours again. A restart that finds no time left makes no "
         "step. Trackers are waited for within it. The schedule still spans epochs: choose "
@@ -325,5 +327,6 @@ class EarlyStoppingConfig(Section):
         default=20,
         ge=1,
         description="Training ends after so many evaluations in a row (one in "
-        "evaluate.every_epochs) that were not better than the best before them.",
+        "evaluate.every_epochs) that were not better than the best before them. Lower it where a "
+        "run goes on for long in vain.",
     )

@@ -28,7 +28,7 @@ import paddle
 from ppdist.common.child import own_environment, python_module, run_command
 from ppdist.common.errors import ConfigError, Failure
 from ppdist.common.machine import available_memory, process_memory
-from ppdist.config import ExperimentConfig, plugins
+from ppdist.config import ExperimentConfig
 from ppdist.config.augment import AugmentConfig
 from ppdist.config.train import MicroBatches, max_micro_batch
 from ppdist.data.types import ImageRecord
@@ -186,7 +186,6 @@ def job_of(config: ExperimentConfig, objects: int, images: int) -> dict[str, Any
     changes = {"device": device.kind(), "distributed": alone}
     return {
         "config": trial_config.model_copy(update=changes).model_dump(mode="json"),
-        "registered": plugins.registrations(),
         "micro_batches": several,
         "objects": objects,
         "images": images,

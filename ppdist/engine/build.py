@@ -18,6 +18,7 @@ from ppdist.common.trackers import TRACKERS
 from ppdist.config import ExperimentConfig, plugins
 from ppdist.config.base import dump_yaml, flattened
 from ppdist.config.evaluate import NMSConfig
+from ppdist.config.model import DetectorConfig, ModelConfig
 from ppdist.config.train import MicroBatches
 from ppdist.config.validate import config_warnings
 from ppdist.cpu.kernel_check import check_once
@@ -98,13 +99,13 @@ _LOSSES = {
 }
 
 
-def loss_of(name: str) -> type[Loss]:
-    """The loss of a model, ours or a plugin's, by `model.name`.
+def loss_of(model: ModelConfig | DetectorConfig) -> type[Loss]:
+    """The loss of a model, ours or a plugin's, by its section.
 
     Raises: ConfigError: it is a plugin's and cannot be imported.
     """
-    found = plugins.registered("detector", name)
-    loss: type[Loss] = plugins.load(found.loss_target if found else _LOSSES[name])
+    target = model.loss if isinstance(model, DetectorConfig) else _LOSSES[model.name]
+    loss: type[Loss] = plugins.load(target)
     return loss
 
 
@@ -266,7 +267,7 @@ def build_training(
             every_steps=config.log.every_steps,
             visualdl=config.log.visualdl,
             tensorboard=config.log.tensorboard,
-            trackers=[(_writer_of(each.name), each) for each in config.log.trackers],
+            trackers=[(each.writer or TRACKERS[each.name], each) for each in config.log.trackers],
             histograms=config.log.histograms,
             early=early,
         )
@@ -458,12 +459,6 @@ def _build_trainer(
     return Trainer(config, parts)
 
 
-def _writer_of(tracker: str) -> str:
-    """`package.module:Class` of the writer of a tracker, ours or a plugin's."""
-    found = plugins.registered("tracker", tracker)
-    return TRACKERS[tracker] if found is None else found.target
-
-
 def build_model(config: ExperimentConfig) -> ImageModel:
     """Builds a model with fresh weights, the same on every rank.
 
@@ -545,7 +540,7 @@ def build_train_step(
     low_precision = train.amp.enabled and train.amp.level == "O2" and not amp_on_cpu
     if low_precision:
         model = paddle.amp.decorate(models=model, level="O2", dtype=train.amp.dtype)
-    loss = loss_of(config.model.name).build(
+    loss = loss_of(config.model).build(
         config.loss, model, schedule.steps_per_written_epoch, schedule.reference_batch
     )
     optimizer = build_optimizer(

@@ -265,7 +265,7 @@ def digest_of_package() -> str:
 
 
 def _digests_of_plugins() -> Facts:
-    """Digests of files of other packages or modules with registered parts."""
+    """Digests of files of other packages or modules whose parts are named."""
     return {
         f"{name}/{path.relative_to(place).as_posix()}" if place != path else path.name: (
             digest_of_file(path)

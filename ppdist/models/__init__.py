@@ -6,8 +6,9 @@ from ppdist.models.base import Detector, ImageModel
 
 __all__ = ["Detector", "ImageModel", "build_model"]
 
-# Our models, by `model.name`; its Section in config/model.py says the rest.  Models of
-# other packages are registered (config/plugins.py).  By name, so that a run imports its own alone.
+# Our models, by `model.name`; its Section in config/model.py says the rest.  Those of other
+# packages are named by their Section (config/plugins.py).  By name, so that a run imports its own
+# alone.
 MODELS = {
     "ppyoloe": "ppdist.models.ppyoloe:PPYOLOE",
     "rtdetr": "ppdist.models.rtdetr:RTDETR",
@@ -23,6 +24,6 @@ def build_model(config: ModelConfig | DetectorConfig) -> ImageModel:
 
     Raises: ConfigError: it is a plugin's, whose model cannot be imported.
     """
-    found = plugins.registered("detector", config.name)
-    model: ImageModel = plugins.load(found.target if found else MODELS[config.name])(config)
+    target = config.model if isinstance(config, DetectorConfig) else MODELS[config.name]
+    model: ImageModel = plugins.load(target)(config)
     return model

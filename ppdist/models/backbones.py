@@ -186,8 +186,8 @@ class CSPDarknet(Backbone):
         return features[self.first - 1 :]
 
 
-# Our backbones, by their name in `model.body`.  Other packages add theirs by
-# `register_backbone` (config/plugins.py).
+# Our backbones, by their name in `model.body`.  Those of other packages are named
+# `package.module:Class` there (config/plugins.py).
 BACKBONES: dict[str, type[Backbone]] = {"csprepresnet": CSPRepResNet, "yolov5": CSPDarknet}
 
 
@@ -204,15 +204,14 @@ def build_backbone(
     """A backbone with fresh weights.
 
     Args:
-        name: a row of `BACKBONES`, or a registered one.
+        name: a row of `BACKBONES`, or `package.module:Class` of another package.
         depth, width: blocks per stage and channels as multiples of size l.
         first, last: levels of the finest and the coarsest feature.
         variant: `model.variant`; see `Backbone.options_of`.
         options: more of the class's own.
     Raises: ConfigError: the backbone has no such levels, or is a plugin's and cannot be imported.
     """
-    found = plugins.registered("backbone", name)
-    row: type[Backbone] = BACKBONES[name] if found is None else plugins.load(found.target)
+    row: type[Backbone] = plugins.load(name) if plugins.is_plugin(name) else BACKBONES[name]
     if first < row.finest or last not in row.coarsest:
         ends = " or ".join(f"P{level}" for level in row.coarsest)
         raise ConfigError(

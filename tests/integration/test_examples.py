@@ -67,12 +67,12 @@ def test_own_format_is_trained_on(data, tmp_path):
     part = f"{{images: {data}/images, annotations: {tmp_path}/boxes.csv}}"
     classes = f"[{', '.join(names.values())}]"
     (tmp_path / "mine.yml").write_text(
-        "_BASE_: demo\ndata:\n  format: boxes_csv\n"
+        "_BASE_: demo\ndata:\n  format: own_dataset:BoxesCsvConfig\n"
         f"  class_names: {classes}\n  train: {part}\n  val: {part}\n  root: /\n",
         encoding="utf-8",
     )
-    script = str(ROOT / "examples" / "own_dataset.py")
-    run(sys.executable, script, "-c", "mine.yml", "-o", "output_dir=out", *SMALL, folder=tmp_path)
+    words = ("-c", "mine.yml", "-o", f"output_dir={tmp_path / 'out'}", *SMALL)
+    succeeded(run_tool("train", *words, cwd=tmp_path, packages=ROOT / "examples"))
     assert (tmp_path / "out" / "checkpoints" / "last").exists()
 
 

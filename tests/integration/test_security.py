@@ -33,9 +33,12 @@ ALLOWED = {
     ("ppdist", "importlib.import_module"): "a name of its own table",
     ("ppdist.runtime.predictor", "importlib.import_module"): "one of two runtimes",
     ("ppdist.predict.sources", "urllib.request.urlopen"): "http(s) as typed, an image, bounded",
-    ("ppdist.common.trackers", "importlib.import_module"): "of our table, or registered",
+    ("ppdist.common.trackers", "importlib.import_module"): "of our table, or named by the user",
     ("ppdist.common.trackers", "pickle.load"): "from the run that started it, over its stdin",
-    ("ppdist.config.plugins", "importlib.import_module"): "what installed packages registered",
+    (
+        "ppdist.config.plugins",
+        "importlib.import_module",
+    ): "what the user names; never of the current folder",
     ("ppdist.common.writers", "runpy.run_path"): "a file of the installed package VisualDL",
     ("ppdist.data.loading.loader", "pickle.loads"): "from its own children, over a socket pair",
     (

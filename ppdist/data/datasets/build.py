@@ -202,7 +202,7 @@ def _require_few_files(config: DataConfig, split: Split) -> None:
 
     Raises: DataError: the format is one of them.
     """
-    if config.format in _OF_STORES or plugins.registered("dataset", config.format) is not None:
+    if config.format in _OF_STORES or config.reader:
         return
     raise DataError(
         f"data.format {config.format} reads many small files or lists folders, which is slow in an "
@@ -265,7 +265,7 @@ def _sources(config: DataConfig, split: Split, beside: Collection[str]) -> Sourc
     Args: beside: folders of files that were read, which may lie anywhere.
     Returns: None: unknown: a plugin reads it, or it is not on disk.
     """
-    if plugins.registered("dataset", config.format) is not None:
+    if config.reader:
         return None
     root, folders = _places(config, split)
     if storage.is_remote(root) or storage.is_in_shard(root):
@@ -306,11 +306,10 @@ def _columns(config: DataConfig, split: Split, complain: Complain, masks: bool) 
 
 
 def _raw(config: DataConfig, split: Split, complain: Complain, *, everything: bool) -> RawSet:
-    registered = plugins.registered("dataset", config.format)
-    if registered is None:
-        raw = _raw_of_ours(config, split, complain, everything=everything)
+    if config.reader:
+        raw = plugins.load(config.reader)(config, split, complain)
     else:
-        raw = plugins.load(registered.target)(config, split, complain)
+        raw = _raw_of_ours(config, split, complain, everything=everything)
     find_alike(raw.class_names, raw.source, complain)
     kept = _in_part(config, split, [str(image.path) for image in raw.images])
     return replace(raw, images=[each for each, keep in zip(raw.images, kept) if keep])

@@ -10,7 +10,7 @@ import numpy as np
 import paddle
 from paddle import nn
 
-from ppdist.config import ExperimentConfig, plugins
+from ppdist.config import ExperimentConfig
 from ppdist.config.base import parse_config
 from ppdist.config.distributed import DistributedConfig
 from ppdist.cpu.precision import BFLOAT16, Kernels
@@ -52,19 +52,19 @@ MODELS = {
         0.0001,
         0,
     ),
-    "blobs": ("coco", "name: blobs", 0.0002, 1),
-    "queries": ("coco", "name: queries", 0.003, 0),
+    "blobs": ("coco", "name: blobs.keys:BlobsConfig", 0.0002, 1),
+    "queries": ("coco", "name: queries:QueriesConfig", 0.003, 0),
     "yolov5_cls": ("folder", "name: yolov5_cls, size: n, width_multiple: 0.0625", 0.003, 0),
 }
-OTHERS = ("blobs", "queries")  # of packages of others
+OTHERS = {"blobs": "blobs.keys", "queries": "queries"}  # of packages of others: their modules
 FASTEST = "blobs"  # with eleven convolutions; where a test asks for no model
 
 
 def tiny_config(tmp_path, overrides=(), model="ppyoloe") -> ExperimentConfig:
     """Config of a tiny model on 64 x 64 pixels; folder is scratch."""
-    if model in OTHERS and plugins.registered("detector", model) is None:
+    if model in OTHERS:
         with mock.patch.object(sys, "path", [*sys.path, str(THIRD_PARTY)]):
-            importlib.import_module(model).register()
+            importlib.import_module(OTHERS[model])
     data_format, described, lr, seed = MODELS[model]
     file = tmp_path / f"tiny-{os.getpid()}.yml"  # ranks share the folder
     file.write_text(
