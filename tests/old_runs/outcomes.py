@@ -5,7 +5,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-BEST = 12  # detections that are compared
+BEST = 12  # detections that are stored
 VALIDATION = {"classifier": "patterns/val"}  # others: shapes
 ALL = ("-o", "nms.score_threshold=0.0001")  # they have learned little
 
@@ -30,7 +30,7 @@ def outcomes(name: str, command: Callable[..., None]) -> dict[str, Any]:
 
 
 def detections(command: Callable[..., None], model: tuple[str, ...], source: str) -> list[Any]:
-    """The surest of all images: [image, class, score, box]; of a classifier without the box."""
+    """Those of all images, the surest first: [image, class, score, box]; a classifier has no box."""
     out = Path(f"{model[1]}_{model[0].strip('-')}")
     threshold = () if source.startswith("patterns") else ("--threshold", 0.0001)
     command("predict", *model, "--source", source, "--out", out, "--no-pictures", *threshold)
@@ -48,7 +48,7 @@ def detections(command: Callable[..., None], model: tuple[str, ...], source: str
             [names[one["image_id"]], one["category_id"], one["score"], one["bbox"]]
             for one in content["annotations"]
         ]
-    return sorted(rows, key=lambda row: -row[2])[:BEST]
+    return sorted(rows, key=lambda row: -row[2])
 
 
 def resumed_losses(command: Callable[..., None], name: str) -> list[float]:
