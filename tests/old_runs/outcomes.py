@@ -30,7 +30,7 @@ def outcomes(name: str, command: Callable[..., None]) -> dict[str, Any]:
 
 
 def detections(command: Callable[..., None], model: tuple[str, ...], source: str) -> list[Any]:
-    """Those of all images, the surest first: [image, class, score, box]; a classifier has no box."""
+    """All rows, the surest first: [image, class, score, box]; of a classifier without the box."""
     out = Path(f"{model[1]}_{model[0].strip('-')}")
     threshold = () if source.startswith("patterns") else ("--threshold", 0.0001)
     command("predict", *model, "--source", source, "--out", out, "--no-pictures", *threshold)
