@@ -88,7 +88,7 @@ def load(target: str) -> Any:
 @contextmanager
 def _without_current_folder() -> Iterator[None]:
     """Hides the current folder where Python put it first, as `python -m` and `python` do."""
-    first = None if sys.flags.safe_path else sys.path[0]
+    first = None if getattr(sys.flags, "safe_path", False) else sys.path[0]
     listed = [*filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))]
     if first is None or os.path.realpath(first) != os.path.realpath("") or first in listed:
         yield
@@ -211,7 +211,9 @@ def _opened(schema: type[Any], parts: tuple[tuple[str, tuple[str, ...]], ...]) -
 
 def _log(targets: tuple[str, ...]) -> type[Section]:
     members = [*get_args(ShippedTracker), *(_section("log.trackers", each) for each in targets)]
-    one = Annotated[reduce(lambda left, right: left | right, members), Field(discriminator="name")]
+    one: Any = Annotated[
+        reduce(lambda left, right: left | right, members), Field(discriminator="name")
+    ]
     trackers = tuple[one, ...]  # type: ignore[valid-type]
     field = LogConfig.model_fields["trackers"]
     return _derived(LogConfig, {"trackers": (trackers, _of_type(trackers, field))})

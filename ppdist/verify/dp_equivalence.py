@@ -385,7 +385,7 @@ def _digest(step: TrainStep) -> np.ndarray:
 
 def tolerance_of(config: ExperimentConfig) -> float:
     """Allowed difference of ranks at the lowest configured precision."""
-    names = [config.distributed.gradient_dtype]
+    names: list[str] = [config.distributed.gradient_dtype]
     names += [config.train.amp.dtype] if config.train.amp.enabled else []
     return max(TOLERANCES[name] for name in names)
 
