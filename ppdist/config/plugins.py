@@ -173,7 +173,18 @@ def _section(key: str, target: str) -> type[Section]:
     for attribute in _NAMES[cast(Any, base)]:
         if not all(getattr(section, attribute, "").partition(":")):
             raise _invalid(target, f'needs `{attribute}: ClassVar[str] = "package.module:Name"`')
-    return _called(section, key.rpartition(".")[2], target)
+    called = _called(section, key.rpartition(".")[2], target)
+
+    def reduced(self: Section) -> tuple[Any, ...]:  # no module has the class by its name
+        return _read_again, (key, target, self.model_dump_json())
+
+    called.__reduce__ = reduced  # type: ignore[assignment]
+    return called
+
+
+def _read_again(key: str, target: str, text: str) -> Section:
+    """The Section that another process of this run sends."""
+    return _section(key, target).model_validate_json(text)
 
 
 def _invalid(target: str, what: str) -> ConfigError:

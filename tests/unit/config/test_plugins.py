@@ -1,5 +1,6 @@
 """Parts of other packages: named in YAML, found safely, and the exact line where one is wrong."""
 
+import pickle
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -67,6 +68,7 @@ def test_named_package_adds_its_keys(found: None, tmp_path: Path) -> None:
     assert config.data.delimiter == ";" and config.data.task == "detect"
     assert [each.name for each in config.log.trackers] == ["wandb", LINES]
     assert config.log.trackers[1].digits == 3
+    assert pickle.loads(pickle.dumps(config.log.trackers[1])) == config.log.trackers[1]
     assert plugins.packages() == ["blobs"]
     assert "blobs.model" not in sys.modules  # what computes is imported when it is built
     # What a checkpoint holds is read back, also as plain data and as that of a teacher.
