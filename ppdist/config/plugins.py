@@ -225,7 +225,7 @@ def _log(targets: tuple[str, ...]) -> type[Section]:
     one: Any = Annotated[
         reduce(lambda left, right: left | right, members), Field(discriminator="name")
     ]
-    trackers = tuple[one, ...]  # type: ignore[valid-type]
+    trackers = tuple[one, ...]
     field = LogConfig.model_fields["trackers"]
     return _derived(LogConfig, {"trackers": (trackers, _of_type(trackers, field))})
 
