@@ -229,9 +229,10 @@ class Options:
     @property
     def trains(self) -> bool:
         """Whether the script is `ppdist train`."""
-        if self.script == _OWN_COMMANDS:
+        script = Path(self.script).absolute()
+        if self.script == _OWN_COMMANDS or script.name == "ppdist":  # typed with its path
             return self.script_arguments[:1] == ("train",)
-        return Path(self.script).parts[-2:] == ("tools", "train.py")
+        return script.parts[-2:] == ("tools", "train.py")
 
     @property
     def needs_paddle(self) -> bool:

@@ -51,6 +51,20 @@ def test_everything_after_the_script_is_the_scripts() -> None:
     assert options.script_arguments == tuple(words)
 
 
+@pytest.mark.parametrize(
+    ("script", "trains"),
+    [
+        ("ppdist train -c cfg.yml", True),
+        ("/opt/venv/bin/ppdist train -c cfg.yml", True),
+        ("tools/train.py -c cfg.yml", True),
+        ("/opt/venv/bin/ppdist eval -c cfg.yml", False),
+        ("train.py train", False),
+    ],
+)
+def test_a_training_is_known_however_its_script_is_typed(script: str, trains: bool) -> None:
+    assert parse_options(script.split(), {}).trains == trains
+
+
 def test_options_of_paddles_launcher_pass_through_with_master() -> None:
     typed = ["--master", "etcd://a:2379", "--elastic_level=1", "--nnodes", "2:4", "t.py"]
     options = parse_options(typed, {"PADDLE_ELASTIC_TIMEOUT": "30"})
