@@ -33,7 +33,7 @@ from ppdist.launch.handshake import own_handshake
 from ppdist.launch.metrics import exporting
 from ppdist.launch.network import claimed, once_known, ranks_port, typed_hosts
 from ppdist.launch.options import Options, parse_options
-from ppdist.launch.outcome import Outcome, read_ends, stopped_before
+from ppdist.launch.outcome import Outcome, RankEnd, read_ends, stopped_before
 from ppdist.launch.rendezvous import Hub, rendezvous
 from ppdist.launch.signals import Stopped, noting_file
 from ppdist.launch.supervisor import private_files, private_folder
@@ -84,7 +84,7 @@ def fleetrun(
         ):
             if outcome.goes_on:
                 job.restarts.change_hosts()
-                say("the hosts that are there go on from the newest checkpoint of this job")
+                say(f"{job.way_to_hub}the hosts that are there go on from the newest checkpoint")
             else:
                 job.restarts.learn(outcome)
                 say(job.restarts.announcement(options.max_restart))
@@ -156,7 +156,7 @@ class _Job:
             with claimed(plan.ports, len(plan.hosts)):
                 outcome = self.run(self.options, plan, channel, folder, restarts, self.received)
             if self.hub is not None:
-                self.hub.count_comings(not all(end.made_no_step for end in read_ends(folder)))
+                self.hub.count_comings(any(map(self.stepped, read_ends(folder))))
         except UserError as error:
             if channel is None:
                 raise
@@ -167,6 +167,20 @@ class _Job:
             )
         say_end(outcome)
         return outcome
+
+    @property
+    def way_to_hub(self) -> str:
+        """How this host goes on with the others, or "" on the hub."""
+        if self.hub is not None:
+            return ""
+        first, *_ = typed_hosts(self.options.ips or "")
+        seconds = f"{self.options.start_timeout:g} s (--start_timeout)"
+        return f"calling the hub of the job, {first}, for up to {seconds}; "
+
+    def stepped(self, end: RankEnd) -> bool:
+        """Whether a rank made a step; of a script of others: whether it may have."""
+        # `ppdist train` writes heartbeats before its first step, and may load for long.
+        return not end.made_no_step and (end.reading is not None or not self.options.trains)
 
     def close(self) -> None:
         """The job is over."""
