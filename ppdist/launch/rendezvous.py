@@ -258,11 +258,10 @@ class Hub:
 
     def _ready(self) -> dict[int, _Guest]:
         """Guests that may train, in order."""
-        return {
-            place: guest
-            for place, guest in sorted(self._guests.items())
-            if guest.proven and not self._is_held(place)
-        }
+        proven = {place: guest for place, guest in sorted(self._guests.items()) if guest.proven}
+        free = {place: guest for place, guest in proven.items() if not self._is_held(place)}
+        # Where too few are free nobody trains, whom one that comes and goes could disturb.
+        return free if self._world or 1 + len(free) >= self._mine.min_hosts else proven
 
     def _is_held(self, place: int) -> bool:
         return self._held.get(place, 0.0) > time.monotonic()
@@ -414,12 +413,17 @@ class Hub:
     ) -> None:
         """Refuses a host that was started with something else.
 
-        Raises: LaunchError: no step was made yet, so the command is wrong somewhere.
+        Raises: LaunchError: no step was made yet, so the command is wrong somewhere; or this hub
+            has come back with another command than that of hosts that wait for it.
         """
         lines = "\n".join(found)
-        _refuse(caller, f"this host was started differently.\n{lines}", "hosts_differ")
         # Without a token anybody may say so, and must not end the run.
         known = self._token or caller.peer == theirs.host
+        if known and theirs.attempt and not self._attempt:
+            caller.close()  # it goes on waiting for the right command
+            what = f"host {theirs.host} waits for this one, which was started differently.\n{lines}"
+            raise LaunchError(what, code="hosts_differ")
+        _refuse(caller, f"this host was started differently.\n{lines}", "hosts_differ")
         if known and not self._world and not self._attempt:
             what = f"host {theirs.host} was started differently.\n{lines}"
             self._fail(LaunchError(what, code="hosts_differ"))
@@ -520,7 +524,7 @@ class _Caller:
                 since = now
                 continue
             text = f"still waiting for 1 of {len(self._mine.hosts)} hosts on port {self._port}: "
-            text += f"{self._hub} ({self._tried})"
+            text += f"{self._hub}, the first of --ips here ({self._tried})"
             if now - since > seconds:
                 raise LaunchError(
                     f"gave up after {seconds:g} s (--start_timeout): {text}", code="hosts_missing"

@@ -19,14 +19,15 @@ WRITES = "import pathlib, sys; pathlib.Path(sys.argv[2]).write_text(sys.argv[1])
 class Job:
     """An elastic job of three hosts, in which all have trained."""
 
-    def __init__(self, digests: dict[str, str] | None = None) -> None:
+    def __init__(self, digests: dict[str, str] | None = None, least: int = 1) -> None:
         self.said: list[str] = []
+        self.least = least
         self.port, self.hosts = free_port(), (A, B, C)
         self.hub = Hub(self.elastic(A), self.port, self.said.append, digests=lambda: digests)
         self.world = self.meet(A, B, C)
 
     def elastic(self, own: str, attempt: int = 0):
-        options = {"min_hosts": 1, "rejoin_seconds": 1}
+        options = {"min_hosts": self.least, "rejoin_seconds": 1}
         return host(own, (A, B, C), attempt=attempt, changes=attempt, **options)
 
     def begin(self, own: str, attempt: int = 0, compare: tuple[str, ...] = ()) -> Host:
@@ -130,3 +131,36 @@ def test_a_host_that_comes_and_goes_is_held_off(monkeypatch: pytest.MonkeyPatch)
     assert sum("held off for 4 s" in line for line in job.said) == 1
     back.end()
     job.hub.close()
+
+
+def test_a_host_that_is_held_off_comes_where_too_few_are_there(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(rendezvous, "_RETURN_SECONDS", 0.5)
+    job = Job(least=2)
+    for attempt in (1, 2, 3):
+        job.lose(C, stepped=False)
+        if attempt < 3:
+            job.world = job.meet(A, B, C, attempt=attempt)
+    assert any("held off" in line for line in job.said)
+    job.world = job.meet(A, C, attempt=3)  # B is gone by now
+    assert job.world[0].channel.hosts == (A, C)
+    job.hub.close()
+
+
+def test_a_hub_that_comes_back_with_another_command_ends_alone() -> None:
+    port, hosts = free_port(), (A, B, C)
+    waits = Host(host(B, hosts, attempt=1, changes=1, min_hosts=2), port)
+    waits.start()
+    wrong = Host(host(A, hosts, min_hosts=2, rejoin_seconds=9), port)
+    wrong.start()
+    wrong.thread.join(20)
+    assert wrong.code == "hosts_differ" and waits.thread.is_alive()
+    wrong.hub.close()
+    right = Host(host(A, hosts, min_hosts=2), port)
+    right.start()
+    for each in (right, waits):
+        each.thread.join(20)
+        assert each.error == "" and each.channel.hosts == (A, B)
+    right.end()
+    waits.end()

@@ -60,7 +60,9 @@ def test_a_blocked_way_is_named_until_it_is_open(cable: Cable, cabled) -> None:
     script = write(ALL_REDUCE)
     cable.block(A)
     hosts = [cabled(A, script), cabled(B, script)]
-    wait_for(lambda: f"on port 6070: {A} (no route to host" in hosts[1].said, 30)
+    wait_for(
+        lambda: f"on port 6070: {A}, the first of --ips here (no route to host" in hosts[1].said, 30
+    )
     wait_for(lambda: f"on port 6070: {B} (" in hosts[0].said, 30)
     cable.unblock(A)
     assert [end.code for end in ended(hosts)] == [0, 0], hosts[0].said + hosts[1].said
