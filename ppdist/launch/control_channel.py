@@ -123,7 +123,10 @@ class Hub(Protocol):
 
     def watch(self) -> None: ...
     def waiting(self) -> list[str]: ...
-    def end_world(self, lost: Collection[str], left: Collection[str]) -> None: ...
+    def newcomers(self) -> list[str]: ...
+    def end_world(
+        self, lost: Collection[str], left: Collection[str], turned_away: Collection[str] = ()
+    ) -> None: ...
 
 
 class ControlChannel:
@@ -165,6 +168,7 @@ class ControlChannel:
         self.attempt, self.changes, self.skip, self.nonce = attempt, changes, skip, nonce
         self._is_elastic, self._hub = is_elastic, hub
         self._left: list[str] = []  # said at the end that they go for good
+        self._turned_away: list[str] = []  # came last, and what they train with is wrong
         self._saved: int | None = None  # the step that was saved when a host first asked
         self._makes_room = False  # it ends so that other hosts can join
         self._lost: set[str] = set()
@@ -264,7 +268,7 @@ class ControlChannel:
                 self._say("the ranks of this host have ended; waiting for other hosts")
             self._wait()
         if self._is_first:
-            self._tell(self._verdict.as_message("verdict"))
+            self._tell_verdict(self._verdict)
         self.close()
         ended = _as_seen_by(self._own, outcome, self._verdict)
         if self._verdict.goes_on and not received:
@@ -285,12 +289,26 @@ class ControlChannel:
             return found
         if any(each.stopped and not each.leaves for each in reports):
             return found  # a user has stopped the whole run
+        newcomers = self._hub.newcomers() if self._hub is not None else []
+        if found.code == USER_ERROR and newcomers:
+            # The others have trained without them. Were they not the cause, it shows at once.
+            self._turned_away = newcomers
+            self._say(f"goes on without host {', '.join(newcomers)}, taken in just now")
+            return replace(found, code=1, stopped=False, goes_on=True)
         changed = self._makes_room or self._left or found.host in self._lost
         if not changed or found.code == USER_ERROR:
             return found
         if found.host in self._lost:
             found = replace(found, host=listed(sorted(self._lost)))
         return replace(found, stopped=False, goes_on=True)
+
+    def _tell_verdict(self, found: HostEnd) -> None:
+        for host, peer in self._peers.items():
+            if peer.closed is None and host in self._turned_away:
+                ends = replace(found, code=USER_ERROR, goes_on=False)
+                peer.send(ends.as_message("verdict"))
+            elif peer.closed is None:
+                peer.send(found.as_message("verdict"))
 
     def _report(self, outcome: Outcome, received: Sequence[int]) -> None:
         stopped = bool(received)
@@ -383,7 +401,7 @@ class ControlChannel:
         for peer in self._peers.values():
             peer.close()
         if self._hub is not None:
-            self._hub.end_world(self._lost, self._left)
+            self._hub.end_world(self._lost, self._left, self._turned_away)
 
 
 def _as_seen_by(own: str, outcome: Outcome, decisive: HostEnd) -> Outcome:

@@ -144,6 +144,7 @@ class Hub:
         self._world: dict[int, _Guest] = {}  # the other hosts that train now
         self._returning: frozenset[int] = frozenset()  # of the last world, that call again
         self._lost: frozenset[int] = frozenset()  # of the last world, or of one before this hub
+        self._turned_away: frozenset[int] = frozenset()  # of the last world
         self._attempt, self._changes, self._skip = 0, 0, set[int]()
         self._tried: dict[int, str] = {}  # what came of a host's last call
         self._refused: set[str] = set()  # what was said of callers
@@ -200,14 +201,25 @@ class Hub:
         names = self._mine.names or self._mine.hosts
         return [names[place] for place in sorted(self._ready())]
 
-    def end_world(self, lost: Collection[str], left: Collection[str]) -> None:
+    def newcomers(self) -> list[str]:
+        """Addresses of hosts that train now, whose fleetrun has not trained in this job before."""
+        trained = self._attempt > 0
+        hosts = [guest.handshake for guest in self._world.values()]
+        return [each.host for each in hosts if trained and not each.attempt]
+
+    def end_world(
+        self, lost: Collection[str], left: Collection[str], turned_away: Collection[str] = ()
+    ) -> None:
         """The hosts that train stop; those that stay call again.
 
-        Args: addresses of hosts that are gone: without a word, and after one.
+        Args: addresses of hosts that are gone: without a word, after one, and sent away.
         """
         of_place = {place: guest.handshake.host for place, guest in self._world.items()}
         self._lost = frozenset(place for place, host in of_place.items() if host in lost)
-        gone = self._lost | {place for place, host in of_place.items() if host in left}
+        gone = {place for place, host in of_place.items() if host in {*lost, *left, *turned_away}}
+        self._turned_away = frozenset(
+            place for place, host in of_place.items() if host in turned_away
+        )
         self._returning = frozenset(of_place.keys() - gone)
         self._invited = frozenset(self._ready())
         self._world = {}
@@ -221,7 +233,7 @@ class Hub:
             for place in self._returning | self._lost:
                 self._comings.pop(place, None)
         elif self._mine.is_elastic:
-            for place in self._lost:
+            for place in self._lost | self._turned_away:
                 self._hold_off(place)
 
     def close(self) -> None:

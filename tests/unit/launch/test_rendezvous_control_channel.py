@@ -39,18 +39,38 @@ class Host:
         self.outcome = self.channel.finish(outcome, self.received)
 
 
+class Taking:
+    """A hub that has just taken in a host."""
+
+    def __init__(self, newcomer: str) -> None:
+        self.newcomer, self.turned_away = newcomer, ()
+
+    def watch(self) -> None:
+        pass
+
+    def newcomers(self) -> list[str]:
+        return [self.newcomer]
+
+    def end_world(self, lost, left, turned_away=()) -> None:
+        self.turned_away = tuple(turned_away)
+
+
 def channels(
-    hosts: Sequence[str], silence: float = 60.0
+    hosts: Sequence[str], silence: float = 60.0, hub: Taking | None = None
 ) -> tuple[dict[str, ControlChannel], dict[str, list]]:
     said: dict[str, list[str]] = {host: [] for host in hosts}
     near, far = {}, {}
     for host in hosts[1:]:
         one, other = socket.socketpair()
         near[host], far[host] = Connection(one), Connection(other, calls=True)
-    made = {hosts[0]: ControlChannel(hosts[0], hosts, near, said[hosts[0]].append, silence)}
+    elastic = {"is_elastic": hub is not None}
+    first = ControlChannel(
+        hosts[0], hosts, near, said[hosts[0]].append, silence, hub=hub, **elastic
+    )
+    made = {hosts[0]: first}
     for host, connection in far.items():
         peers = {hosts[0]: connection}
-        made[host] = ControlChannel(host, hosts, peers, said[host].append, silence)
+        made[host] = ControlChannel(host, hosts, peers, said[host].append, silence, **elastic)
     return made, said
 
 
@@ -244,3 +264,18 @@ def test_nonsense_on_the_line_counts_as_a_lost_host() -> None:
         channel.watch([])
     made[B]._peers[A]._write(b"nonsense")
     assert made[A].watch([]) and made[A]._reports[B].code == 1
+
+
+def test_wrong_input_beside_a_host_taken_in_just_now_ends_that_host_alone() -> None:
+    hub = Taking(C)
+    made, said = channels((A, B, C), hub=hub)
+    wrong = Outcome(2, "error: images differ", told="error: images differ")
+    hosts = {
+        own: Host(own, channel, lambda must_stop, own=own: wrong if must_stop or own == C else None)
+        for own, channel in made.items()
+    }
+    join(hosts)
+    ends = {own: (host.outcome.code, host.outcome.goes_on) for own, host in hosts.items()}
+    assert ends == {A: (1, True), B: (1, True), C: (2, False)}
+    assert hub.turned_away == (C,)
+    assert any(f"goes on without host {C}" in line for line in said[A])
