@@ -24,6 +24,7 @@ from ppdist.common.process import (
     RESTART_VARIABLE,
     SKIP_STEP_VARIABLE,
     STARTED_VARIABLE,
+    STOPPED,
     USER_ERROR,
     boot_seconds,
 )
@@ -95,6 +96,7 @@ def fleetrun(
                 if outcome.goes_on:  # the hub, or too many hosts, did not come back in time
                     return outcome.code
                 outcome = Outcome(outcome.code, "")
+        job.stopped = outcome.code == STOPPED
     return outcome.code
 
 
@@ -114,6 +116,7 @@ class _Job:
         self.run, self.folder, self.received = run, folder, received
         self.restarts = Restarts()
         self.hub: Hub | None = None  # of the job, on its first host
+        self.stopped = False  # it ended by a signal, and everything is saved
         self.started = boot_seconds()
 
     def attempt(self) -> Outcome:
@@ -185,7 +188,7 @@ class _Job:
     def close(self) -> None:
         """The job is over."""
         if self.hub is not None:
-            self.hub.close()
+            self.hub.close(self.stopped)
 
     def connect_hosts(self) -> tuple[LaunchPlan, ControlChannel | None]:
         """The plan, and the channel to other hosts if there are any.

@@ -236,10 +236,13 @@ class Hub:
             for place in self._lost | self._turned_away:
                 self._hold_off(place)
 
-    def close(self) -> None:
-        """The job is over; at the very start it is being typed again, and the others wait."""
+    def close(self, stopped: bool = False) -> None:
+        """The job is over; at the very start it is being typed again, and the others wait.
+
+        Args: stopped: by a signal, which then holds for hosts that wait to be taken in, too.
+        """
         if self._begun:
-            self._tell_guests({"type": "over"})
+            self._tell_guests({"type": "stopped" if stopped else "over"})
         for connection in (*self._callers, *(each.connection for each in self._guests.values())):
             connection.close()
         self._listener.close()

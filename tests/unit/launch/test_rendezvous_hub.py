@@ -164,3 +164,15 @@ def test_a_hub_that_comes_back_with_another_command_ends_alone() -> None:
         assert each.error == "" and each.channel.hosts == (A, B)
     right.end()
     waits.end()
+
+
+@pytest.mark.parametrize("stopped", [True, False])
+def test_a_host_that_waits_to_be_taken_in_ends_as_the_job_does(stopped: bool) -> None:
+    job = Job()
+    job.lose(C, stepped=True)
+    job.world = job.meet(A, B, attempt=1)
+    back = job.begin(C)
+    wait_for(lambda: job.hub.watch() or job.hub.waiting() == [C], 20)
+    job.hub.close(stopped)
+    back.thread.join(20)
+    assert (back.error == "stopped", back.code) == (stopped, "" if stopped else "job_over")
