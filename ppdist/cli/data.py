@@ -483,7 +483,7 @@ def anchors(arguments: argparse.Namespace) -> int:
     model = build_model(config)
     if config.model.pretrained and not config.model.anchors:
         load_weights(model, config.model.pretrained)
-    before_LA2, threshold = model.anchors_LA2, config.loss.anchor_threshold
+    before_LA2, threshold = model.anchors_LA2, model.anchor_threshold
     seed = config.seed if arguments.seed is None else arguments.seed
     dataset = read_split(config.data, "train", config.model.num_classes)
     size = config.model.image_size

@@ -73,7 +73,6 @@ class RunLog:
         visualdl: bool = True,
         tensorboard: bool = False,
         trackers: Sequence[tuple[str, Any]] = (),
-        histograms: bool = False,
         early: "EarlyLog | None" = None,
     ) -> None:
         """Opens the files of the run.
@@ -88,14 +87,12 @@ class RunLog:
             every_steps: steps between two progress lines.
             visualdl, tensorboard: also write their files.
             trackers: for each tracker, `package.module:Class` of its writer, and its section.
-            histograms: evaluations also write histograms of weights and gradients.
             early: earlier messages: train.log gets them, too, and their limit on console lines
                 holds until the first step.
         Raises: ConfigError: output_dir cannot be made or written, or a package is missing.
         """
         self._main = main
         self._output_dir = output_dir
-        self.histograms_wanted = main and histograms
         self._total_steps = total_steps
         self._steps_per_epoch = max(1, steps_per_epoch)
         self._every_steps = every_steps
@@ -142,7 +139,7 @@ class RunLog:
             target = TRACKERS["tensorboard"]
             self.writers.open("TensorBoard", partial(self._start_tracker, target, run))
         for target, tracker in trackers:
-            folder, called = output_dir / "trackers" / tracker.name, tracker.run or output_dir.name
+            folder, called = output_dir / "trackers" / tracker.name, output_dir.name
             run = TrackedRun(tracker, folder, called, resume_step)
             self.writers.open(tracker.name, partial(self._start_tracker, target, run))
 

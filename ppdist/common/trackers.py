@@ -33,7 +33,7 @@ import numpy as np
 from ppdist.common.child import PIPE, TimeoutExpired, python, start
 from ppdist.common.errors import ConfigError
 from ppdist.common.files import open_own, replace_file, require_no_link, text_of
-from ppdist.common.writers import Histogram, MetricWriter, PRCurve
+from ppdist.common.writers import MetricWriter, PRCurve
 from ppdist.runtime.writer_thread import WriterThread
 
 _MOST_BYTES = 1 << 26  # that wait for a tracker; some hundred images
@@ -116,9 +116,6 @@ class TrackerProcess(MetricWriter):
 
     def add_images(self, step: int, tag: str, images_HW3: list[np.ndarray]) -> None:
         self._put(("add_images", (step, tag, images_HW3)))
-
-    def add_histograms(self, step: int, values: Mapping[str, Histogram]) -> None:
-        self._put(("add_histograms", (step, dict(values))))
 
     def add_pr_curves(self, step: int, curves: Mapping[str, Any]) -> None:
         self._put(("add_pr_curves", (step, dict(curves))))
@@ -332,14 +329,6 @@ class TensorBoardWriter(MetricWriter):
         for number, image_HW3 in enumerate(images_HW3):
             self._writer.add_image(f"{tag}/{number}", image_HW3, step, dataformats="HWC")
 
-    def add_histograms(self, step: int, values: Mapping[str, Histogram]) -> None:
-        for tag, each in values.items():
-            self._writer.add_histogram_raw(
-                tag, float(each.edges_K1[0]), float(each.edges_K1[-1]), float(each.counts_K.sum()),
-                each.total, each.total_of_squares, each.edges_K1[1:].tolist(),
-                each.counts_K.tolist(), step,
-            )  # fmt: skip
-
     def add_pr_curves(self, step: int, curves: Mapping[str, PRCurve]) -> None:
         """A box that is rightly not found has no meaning, so TN is 0."""
         for tag, curve in curves.items():
@@ -382,7 +371,6 @@ class WandbWriter(MetricWriter):
             id=run.remembered_id(),
             resume="allow",
             dir=str(run.folder),
-            mode="offline" if run.config.offline else None,
             settings=wandb.Settings(console="off"),
         )
         run.remember_id(self._run.id)
@@ -394,13 +382,6 @@ class WandbWriter(MetricWriter):
 
     def add_images(self, step: int, tag: str, images_HW3: list[np.ndarray]) -> None:
         self._run.log({"step": step, tag: [self._wandb.Image(each) for each in images_HW3]})
-
-    def add_histograms(self, step: int, values: Mapping[str, Histogram]) -> None:
-        made = {
-            tag: self._wandb.Histogram(np_histogram=(each.counts_K, each.edges_K1))
-            for tag, each in values.items()
-        }
-        self._run.log({"step": step, **made})
 
     def describe(
         self, hyper_parameters: Mapping[str, Any], metrics: list[str], texts: Mapping[str, str]
@@ -420,7 +401,7 @@ class MLflowWriter(MetricWriter):
         from mlflow.entities import Metric, Param
 
         self._metric, self._param = Metric, Param
-        where = run.config.tracking_uri or os.environ.get("MLFLOW_TRACKING_URI")
+        where = os.environ.get("MLFLOW_TRACKING_URI")
         if not where:
             where = (run.folder / "mlruns").resolve().as_uri()
             # MLflow 3.7 and later want to be asked before they write to a folder.
@@ -473,13 +454,12 @@ class SwanLabWriter(MetricWriter):
         import swanlab
 
         self._swanlab = swanlab
-        offline = run.config.offline or os.environ.get("SWANLAB_MODE") in ("offline", "local")
+        offline = os.environ.get("SWANLAB_MODE") in ("offline", "local")
         identity = None if offline else run.remembered_id()
         begun = swanlab.init(
             project=run.config.project,
             name=run.name,
             log_dir=str(run.folder),
-            mode="offline" if run.config.offline else None,
             **({"id": identity, "resume": "allow"} if identity else {}),
         )
         run.remember_id(str(begun.id))

@@ -20,7 +20,6 @@ import numpy as np
 from ppdist.common.files import append_whole, bytes_of, open_appended, replace_file, require_no_link
 from ppdist.runtime.writer_thread import WriterThread
 
-_HISTOGRAM_BINS = 50
 _FLOAT32_MAX = float(np.finfo(np.float32).max)  # viewers keep a point as float32
 
 
@@ -60,15 +59,6 @@ class PRCurve:
         return Counts(precision_K, recall_K, found_K, wrong_K, self.objects - found_K)
 
 
-class Histogram(NamedTuple):
-    """How often values lie between two edges, and their sums."""
-
-    counts_K: np.ndarray
-    edges_K1: np.ndarray
-    total: float
-    total_of_squares: float
-
-
 class MetricWriter:
     """Base of all writers: a run's numbers and pictures for one program.
 
@@ -80,9 +70,6 @@ class MetricWriter:
 
     def add_images(self, step: int, tag: str, images_HW3: list[np.ndarray]) -> None:
         """uint8 RGB images; sizes may differ."""
-
-    def add_histograms(self, step: int, values: Mapping[str, Histogram]) -> None:
-        """How values are spread, by tag."""
 
     def add_pr_curves(self, step: int, curves: Mapping[str, PRCurve]) -> None:
         """Precision over recall, by tag."""
@@ -179,20 +166,6 @@ def pr_curves(analysis: Mapping[str, Any]) -> dict[str, PRCurve]:
     return found
 
 
-def histogram(values: np.ndarray) -> Histogram | None:
-    """Of the finite values of an array; None where there are none."""
-    values_N = values.astype(np.float64).ravel()
-    values_N = values_N[np.isfinite(values_N)]
-    if not len(values_N):
-        return None
-    low, high = float(values_N.min()), float(values_N.max())
-    # numpy refuses bins narrower than the digits of a number are apart.
-    high = max(high, low + 1e-6 * abs(low), low + 1e-30)
-    counts_K, edges_K1 = np.histogram(values_N, _HISTOGRAM_BINS, (low, high))
-    squares = float(np.dot(values_N, values_N))
-    return Histogram(counts_K, edges_K1, float(values_N.sum()), squares)
-
-
 class MetricWriters:
     """Passes everything to all writers in a thread; failures only warn."""
 
@@ -222,16 +195,6 @@ class MetricWriters:
         """The precision-recall curves of the classes in an evaluation.json."""
         curves = pr_curves(analysis)
         self._each(lambda writer: writer.add_pr_curves(step, curves))
-
-    def histograms(self, step: int, arrays: Mapping[str, np.ndarray]) -> None:
-        """Histograms of arrays by tag, without values that are not finite."""
-
-        def add(writer: MetricWriter) -> None:
-            found = {tag: histogram(array) for tag, array in arrays.items()}
-            values = {tag: each for tag, each in found.items() if each is not None}
-            writer.add_histograms(step, values)
-
-        self._each(add, sum(array.nbytes for array in arrays.values()))
 
     def describe(
         self, hyper_parameters: Mapping[str, Any], metrics: list[str], texts: Mapping[str, str]
@@ -412,16 +375,6 @@ class VisualDLWriter(MetricWriter):
             (
                 (f"{tag}/{index}", {"image": {"encoded_image_string": jpeg(image_HW3)}})
                 for index, image_HW3 in enumerate(images_HW3)
-            ),
-        )
-
-    def add_histograms(self, step: int, values: Mapping[str, Histogram]) -> None:
-        """Adds one row to each tag's picture."""
-        self._add(
-            step,
-            (
-                (tag, {"histogram": {"hist": each.counts_K, "bin_edges": each.edges_K1}})
-                for tag, each in values.items()
             ),
         )
 

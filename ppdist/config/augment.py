@@ -1,7 +1,7 @@
 """The `data.augment:` section: how training images are changed at random."""
 
 import math
-from typing import Annotated, Literal
+from typing import Annotated
 
 from pydantic import Field, field_validator
 
@@ -97,18 +97,13 @@ class AugmentConfig(Section):
         default=0.0,
         ge=0,
         le=1,
-        description="Chance that several images, all but one of them drawn at random, share the "
-        "input (YOLOv5: 1); such images are neither expanded nor cropped.",
-    )
-    mosaic_images: Literal[4, 9] = Field(
-        default=4,
-        description="mosaic: 4 images that meet in a random point; 9, two thirds as large, in "
-        "three rows around a random middle.",
+        description="Chance that four images, three of them drawn at random, meet in a random "
+        "point of the input (YOLOv5: 1); such images are neither expanded nor cropped.",
     )
     mosaic_whole: bool = Field(
         default=False,
-        description="mosaic: each image whole in a cell of its own, 2 x 2 or 3 x 3 of them fill "
-        "the input (Dense O2O), before affine; false: at full size, cut by the input's edges.",
+        description="mosaic: each image whole in a cell of its own, 2 x 2 of them fill the input "
+        "(Dense O2O), before affine; false: at full size, cut by the input's edges.",
     )
     mixup: float = Field(
         default=0.0,

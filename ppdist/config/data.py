@@ -95,7 +95,8 @@ class DataConfig(Section):
     test: Annotated[SplitConfig | None, OnResume.FREE] = Field(
         default=None,
         description="A split used neither for training nor for validation; evaluate it with "
-        "`ppdist eval -w RUN --split test`. null: none.",
+        "`ppdist eval -w RUN --split test`, for a last score of what was chosen by data.val. "
+        "null: none.",
     )
     val_fraction: float | None = Field(
         default=None,
@@ -140,25 +141,11 @@ class DataConfig(Section):
         "D-FINE); "
         "letterbox: the shape kept, grey beside it, linear (YOLOv5).",
     )
-    bad_images_limit: Annotated[float, OnResume.FREE] = Field(
-        default=0.001,
-        ge=0,
-        le=1,
-        description="Share of the training images that may turn out bad (one may always) before "
-        "the run stops on all ranks with their list. Raise it where a set is known to have more "
-        "(too_many_bad_images) and `ppdist data check --fix` is no choice.",
-    )
     check_images: Annotated[Literal["none", "header", "decode"], OnResume.FREE] = Field(
         default="header",
         description="What is looked at in every image before training. header: that it is there, "
         "not empty, not cut short, as large as annotated; decode: all of its pixels, in processes "
         "of their own (minutes); none: nothing. The result is kept for as long as no file changes.",
-    )
-    compare_images: Annotated[Literal["some", "all"], OnResume.FREE] = Field(
-        default="some",
-        description="How hosts compare their image files before training, beside the size of each. "
-        "some: the content of 64 of each set; all: of every one, which reads the whole set on each "
-        "host (raise distributed.timeout_seconds where that takes longer).",
     )
     workers: Annotated[int | Literal["auto"], OnResume.FREE] = Field(
         default="auto",
@@ -188,7 +175,8 @@ class DataConfig(Section):
         ge=0,
         description="Where images lie in an object store: so many GiB of them are kept in "
         "data.cache_dir as they came, the least recently used go first; shared by the workers and "
-        "ranks of a host. 0: none are kept.",
+        "ranks of a host. Raise it where a set is larger and later epochs wait for images. 0: none "
+        "are kept.",
     )
     sampling: SamplingConfig = Field(
         default=SamplingConfig(), description="How often each training image comes in an epoch."

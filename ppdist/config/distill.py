@@ -49,7 +49,8 @@ class DistillConfig(Section):
     # FREE: the weights themselves are compared.
     teacher: Annotated[str, OnResume.FREE] = Field(
         description="a checkpoint folder of a run of the same model family, classes and strides, "
-        "any size, or the output_dir of that run (its best, else its last)"
+        "any size, or the output_dir of that run (its best, else its last); for a small model that "
+        "has to come nearer to a large one"
     )
     logits: LogitsConfig | None = Field(
         default=LogitsConfig(), description="class scores; null: not learned from it"

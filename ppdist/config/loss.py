@@ -22,9 +22,23 @@ class PPYOLOELossConfig(Section):
         description="weight of the varifocal loss; 3 helped on few images, where boxes are right "
         "and scores low (docs/dev/few_images.md)",
     )
-    box_gain: float = Field(default=2.5, ge=0, description="weight of the GIoU loss")
-    dfl_gain: float = Field(default=0.5, ge=0, description="weight of the distribution loss")
-    tal_topk: int = Field(default=13, ge=1, description="TAL: predictions named per object")
+    box_gain: float = Field(
+        default=2.5,
+        ge=0,
+        description="weight of the GIoU loss; raise it where mAP50 is good and mAP low: "
+        "boxes are loose",
+    )
+    dfl_gain: float = Field(
+        default=0.5,
+        ge=0,
+        description="weight of the distribution loss; change it with box_gain",
+    )
+    tal_topk: int = Field(
+        default=13,
+        ge=1,
+        description="TAL: predictions named per object; lower it where close objects take each "
+        "other's",
+    )
     tal_radius: float | None = Field(
         default=None,
         gt=0,
@@ -42,9 +56,16 @@ class YOLOv5LossConfig(Section):
     """Matching and gains."""
 
     name: Literal["yolov5"] = Field(default="yolov5", description="that of the model")
-    box_gain: float = Field(default=0.05, ge=0, description="weight of 1 - CIoU, for 3 levels")
+    box_gain: float = Field(
+        default=0.05,
+        ge=0,
+        description="weight of 1 - CIoU, for 3 levels; raise it where mAP50 is good and mAP low",
+    )
     object_gain: float = Field(
-        default=1.0, ge=0, description="weight of the objectness, at 640 pixels and for 3 levels"
+        default=1.0,
+        ge=0,
+        description="weight of the objectness, at 640 pixels and for 3 levels; raise it where "
+        "objects are missed though their boxes would fit",
     )
     class_gain: float = Field(
         default=0.5,
@@ -52,13 +73,6 @@ class YOLOv5LossConfig(Section):
         description="weight of the classes, for 80 of them and 3 levels; raise it where boxes are "
         "right "
         "and classes are not",
-    )
-    anchor_threshold: float = Field(
-        default=4.0,
-        gt=1,
-        description="an anchor learns a box when no side of one is this many times the other's; "
-        "raise it for "
-        "boxes of extreme shapes that no anchor learns (`ppdist data anchors`)",
     )
     label_smoothing: float = Field(
         default=0.0, ge=0, lt=1, description="part of a class label spread over yes and no alike"

@@ -198,9 +198,11 @@ class YOLOv5Config(Section):
     )
     anchors: tuple[tuple[_Anchor, _Anchor, _Anchor], ...] | None = Field(
         default=None,
-        description="three [width, height] per level, fine to coarse, in input pixels; these stay. "
-        "null: the published ones, or, where fewer than 98 % of the training set's boxes could be "
-        "matched by them (best possible recall), new ones fitted to the set before training",
+        description="three [width, height] per level, fine to coarse, in input pixels; these stay, "
+        "such as those of an earlier run to compare with. null: the published ones, or, where "
+        "fewer than 98 % of the boxes of the training set could be matched by them (best possible "
+        "recall), "
+        "new ones fitted to the set before training",
     )
 
     @field_validator("anchors")

@@ -23,7 +23,8 @@ class ParameterGroupConfig(Section):
     weight_decay_factor: float = Field(
         default=1.0,
         ge=0,
-        description="Their decay / weight_decay; what is exempt from decay stays so.",
+        description="Their decay / weight_decay; what is exempt from decay stays so. 0 for "
+        "layers that a recipe keeps from decay, such as biases.",
     )
 
 
@@ -80,7 +81,10 @@ class OptimizerConfig(Section):
         default=(0.9, 0.999), description="adamw: decay of the first and second moments."
     )
     epsilon: float = Field(
-        default=1e-8, gt=0, description="adamw: added to the root of the second moment."
+        default=1e-8,
+        gt=0,
+        description="adamw: added to the root of the second moment; raise it where the "
+        "loss jumps after steps of tiny gradients.",
     )
 
 
@@ -88,7 +92,8 @@ class ScheduleConfig(Section):
     """How the learning rate moves over a run."""
 
     name: Literal["cosine", "flat_cosine", "linear", "step"] = Field(
-        default="cosine", description="Shape of the decay after warm-up."
+        default="cosine",
+        description="Shape of the decay after warm-up; flat_cosine: the peak for the first half.",
     )
     warmup_epochs: float = Field(
         default=5.0, ge=0, description="Linear warm-up at the reference batch size, in epochs."
@@ -118,15 +123,11 @@ class ScheduleConfig(Section):
     final_factor: float = Field(
         default=0.01, ge=0, le=1, description="Last learning rate / scaled learning rate."
     )
-    flat_fraction: float = Field(
-        default=0.5,
-        ge=0,
-        lt=1,
-        description="flat_cosine: part of the steps after warm-up, before the decay.",
-    )
     step_epochs: tuple[float, ...] = Field(
         default=(),
         description="step: epochs at which the rate is multiplied by step_factor; they move with "
-        "train.epochs_compensation.",
+        "train.epochs_compensation. For recipes of earlier papers, which drop the rate.",
     )
-    step_factor: float = Field(default=0.1, gt=0, lt=1, description="step: the multiplier.")
+    step_factor: float = Field(
+        default=0.1, gt=0, lt=1, description="step: the multiplier, as the recipe has it."
+    )

@@ -2,7 +2,7 @@
 
 from typing import Annotated, ClassVar, Literal
 
-from pydantic import Field, field_validator
+from pydantic import Field
 
 from ppdist.config.base import Section
 
@@ -35,55 +35,31 @@ class TrackerConfig(Section):
 
     writer: ClassVar[str] = ""
     name: str = Field(default="", description="the tracker")
-    project: str = Field(default="ppdist", description="the project in which the run is shown")
-    run: str | None = Field(
-        default=None, description="how the run is called there; null: the name of output_dir"
+    project: str = Field(
+        default="ppdist",
+        description="the project in which the run is shown, of a team that has several",
     )
 
 
 class WandbConfig(TrackerConfig):
-    """Weights & Biases; `pip install 'ppdist[wandb]'`."""
+    """Weights & Biases; `pip install 'ppdist[wandb]'`; WANDB_MODE=offline sends nothing."""
 
     name: Literal["wandb"] = Field(default="wandb", description="the tracker")
-    offline: bool = Field(
-        default=False,
-        description="only write to output_dir/trackers/wandb, for `wandb sync`; false: as "
-        "WANDB_MODE says, else send",
-    )
 
 
 class MLflowConfig(TrackerConfig):
-    """MLflow; `pip install 'ppdist[mlflow]'`; `project` is its experiment."""
+    """MLflow; `pip install 'ppdist[mlflow]'`; `project` is its experiment.
+
+    MLFLOW_TRACKING_URI says where to; without it: the folder output_dir/trackers/mlflow/mlruns.
+    """
 
     name: Literal["mlflow"] = Field(default="mlflow", description="the tracker")
-    tracking_uri: str | None = Field(
-        default=None,
-        description="server or folder, without a login, which MLFLOW_TRACKING_USERNAME and "
-        "MLFLOW_TRACKING_PASSWORD say; null: MLFLOW_TRACKING_URI, else the folder "
-        "output_dir/trackers/mlflow/mlruns",
-    )
-
-    @field_validator("tracking_uri")
-    @classmethod
-    def _without_login(cls, address: str | None) -> str | None:
-        """The configuration is written to files, and into each checkpoint."""
-        if address and "@" in address.partition("://")[2].partition("/")[0]:
-            raise ValueError(
-                "it holds a login, and would be written to config.yml and each checkpoint: give "
-                "it in MLFLOW_TRACKING_USERNAME and MLFLOW_TRACKING_PASSWORD instead"
-            )
-        return address
 
 
 class SwanLabConfig(TrackerConfig):
-    """SwanLab; `pip install 'ppdist[swanlab]'`."""
+    """SwanLab; `pip install 'ppdist[swanlab]'`; SWANLAB_MODE=offline sends nothing."""
 
     name: Literal["swanlab"] = Field(default="swanlab", description="the tracker")
-    offline: bool = Field(
-        default=False,
-        description="only write to output_dir/trackers/swanlab, for `swanlab sync`; false: as "
-        "SWANLAB_MODE says, else send",
-    )
 
 
 ShippedTracker = WandbConfig | MLflowConfig | SwanLabConfig
@@ -95,30 +71,28 @@ class LogConfig(Section):
     every_steps: int = Field(
         default=20,
         ge=1,
-        description="Optimizer steps between two lines of the log and of metrics.jsonl.",
+        description="Optimizer steps between two lines of the log and of metrics.jsonl. 1 to see "
+        "where a loss jumps; raise it where metrics.jsonl of a long run grows too large.",
     )
     visualdl: bool = Field(
         default=True,
-        description="Write curves, images and hyper-parameters for VisualDL to output_dir/vdl.",
+        description="Write curves, images and hyper-parameters for VisualDL to output_dir/vdl. "
+        "false where nobody looks at them.",
     )
     tensorboard: bool = Field(
         default=False,
-        description="Write the same for TensorBoard to output_dir/tensorboard; needs "
+        description="Write the same for TensorBoard, where you compare runs there, to "
+        "output_dir/tensorboard; needs "
         "`pip install 'ppdist[tensorboard]'`.",
     )
     trackers: tuple[Annotated[ShippedTracker, Field(discriminator="name")], ...] = Field(
         default=(),
         description="Experiment trackers that get the same numbers and images: names, or sections "
-        "of a `name` and its keys, such as [wandb] or [{name: mlflow, tracking_uri: ...}].",
-    )
-    histograms: bool = Field(
-        default=False,
-        description="With each evaluation also how the values of all weights and of their last "
-        "gradients are spread.",
+        "of a `name` and its keys, such as [wandb] or [{name: mlflow, project: bccd}].",
     )
     images: int = Field(
         default=4,
         ge=0,
         description="How many validation images with true and predicted boxes each evaluation "
-        "adds to VisualDL, TensorBoard and trackers.",
+        "adds to VisualDL, TensorBoard and trackers. Lower it where a tracker's uploads are slow.",
     )

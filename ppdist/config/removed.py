@@ -82,9 +82,29 @@ REMOVED: Mapping[str, Removed] = {  # by key path; `*` stands for each item of a
         "leave it out and set what you measured in the environment: "
         "FLAGS_cudnn_exhaustive_search=1, NVIDIA_TF32_OVERRIDE=0",
     ),
+    "data.bad_images_limit": Removed(
+        0.001, "leave it out; `ppdist data check --fix` writes a set without bad images"
+    ),
+    "data.compare_images": Removed("some", "leave it out; compare copies of the set by sha256sum"),
+    "train.auto_batch_memory": Removed(0.8, "leave it out, or give batch_size_per_card a number"),
+    "data.augment.mosaic_images": Removed(4, "leave it out: a mosaic has four images"),
+    "log.histograms": Removed(
+        False, "leave it out; the numbers of each evaluation are in metrics.jsonl"
+    ),
+    "log.trackers.*.offline": Removed(
+        False, "leave it out and set WANDB_MODE=offline or SWANLAB_MODE=offline in the environment"
+    ),
+    "log.trackers.*.run": Removed(None, "leave it out: a run is called as the folder output_dir"),
+    "log.trackers.*.tracking_uri": Removed(
+        None, "leave it out and set MLFLOW_TRACKING_URI in the environment"
+    ),
+    "schedule.flat_fraction": Removed(0.5, "leave it out: the rate falls in the second half"),
     "early_stopping.min_delta": Removed(0.0, "raise early_stopping.patience instead"),
     "model.auto_anchor": Removed(True, "give model.anchors, which stay"),
     "loss.alpha": Removed(0.75, _PUBLISHED),
+    "loss.anchor_threshold": Removed(
+        4.0, "leave it out; give model.anchors that suit the set (`ppdist data anchors`)"
+    ),
     "loss.atss_topk": Removed(9, _PUBLISHED),
     "loss.class_cost": Removed(2.0, _PUBLISHED),
     "loss.ddf_gain": Removed(1.5, _PUBLISHED),

@@ -206,17 +206,11 @@ class TrainConfig(Section):
         "ranks share its micro-batches, not all of them equally many if that does not work out. "
         "null: ranks x batch_size_per_card x accumulate_steps where the run begins.",
     )
-    auto_batch_memory: Annotated[float, OnResume.FREE] = Field(
-        default=0.8,
-        gt=0,
-        le=1,
-        description="With batch_size_per_card: auto, the share of the free memory that training "
-        "may take; loaders and evaluation take of the rest.",
-    )
     auto_batch_most: Annotated[int, OnResume.FREE] = Field(
         default=64,
         gt=0,
-        description="The most that batch_size_per_card: auto takes, however much would fit.",
+        description="The most that batch_size_per_card: auto takes, however much would fit. "
+        "Lower it where large batches learn worse on your set.",
     )
     multi_scale: tuple[tuple[int, int], ...] = Field(
         default=(),

@@ -31,6 +31,7 @@ from ppdist.common.machine import available_memory, process_memory
 from ppdist.config import ExperimentConfig
 from ppdist.config.augment import AugmentConfig
 from ppdist.config.train import MicroBatches, max_micro_batch
+from ppdist.data.transforms.mix import MOSAIC_IMAGES
 from ppdist.data.types import ImageRecord
 from ppdist.distributed import comm, device, heartbeat
 from ppdist.engine.state import Start, resumed_micro_batches
@@ -41,6 +42,7 @@ Bytes = Mapping[str, int]  # by kind
 Outcome = tuple[dict[int, dict[str, int]], str]
 MISTAKE, NO_MEMORY = 2, 3  # exit codes of `memory_probe`
 _DRAWS = 10_000  # of images that are combined to one
+_MEMORY_SHARE = 0.8  # of what is free; loaders and evaluation take of the rest
 _SEARCH_SHARE = 0.5  # of distributed.timeout_seconds
 _WORTH_A_TRIAL = 8  # not for less than an eighth more
 _TAIL = 600  # characters of the end of its output
@@ -96,7 +98,7 @@ def _searched(
     most = min(train.auto_batch_most, whole_set if total is None else math.ceil(total / world))
     objects = max_objects([len(record.labels_M) for record in records], config.data.augment)
     # A barrier, too: all ranks look before the first process takes some of it.
-    limits = comm.run_on_all_ranks(lambda: _limits(train.auto_batch_memory))
+    limits = comm.run_on_all_ranks(_limits)
     deadline = time.monotonic() + _SEARCH_SHARE * config.distributed.timeout_seconds
     trial = trial_of(job_of(config, objects, images), limits, deadline)
     own = comm.run_on_all_ranks(lambda: search(trial, limits, most))
@@ -148,7 +150,7 @@ def max_objects(objects_N: Sequence[int], augment: AugmentConfig) -> int:
 
     Estimated from many random draws.
     """
-    composed: int = augment.mosaic_images if augment.mosaic else 1
+    composed = MOSAIC_IMAGES if augment.mosaic else 1
     partners = (augment.mixup > 0) + (augment.cutmix > 0)
     images = composed * (1 + partners) + (augment.copy_paste > 0)
     counts_N = np.array(objects_N, np.int64)
@@ -156,7 +158,7 @@ def max_objects(objects_N: Sequence[int], augment: AugmentConfig) -> int:
     return int(max(1, drawn, counts_N.max()))
 
 
-def _limits(share: float) -> dict[str, int]:
+def _limits() -> dict[str, int]:
     """What training may take on this rank, by kind.
 
     Raises: ConfigError: the card does not say how much it has free.
@@ -169,7 +171,7 @@ def _limits(share: float) -> dict[str, int]:
             where="train.batch_size_per_card",
             fix="give a number, or install Paddle 3.3",
         )
-    return {kind: int(limit * share) for kind, limit in free.items()}
+    return {kind: int(limit * _MEMORY_SHARE) for kind, limit in free.items()}
 
 
 def job_of(config: ExperimentConfig, objects: int, images: int) -> dict[str, Any]:

@@ -16,7 +16,7 @@ from ppdist.common.machine import available_cores, given_threads
 from ppdist.common.run_log import EarlyLog, RunLog
 from ppdist.common.trackers import TRACKERS
 from ppdist.config import ExperimentConfig, plugins
-from ppdist.config.base import dump_yaml, flattened
+from ppdist.config.base import dump_yaml
 from ppdist.config.evaluate import NMSConfig
 from ppdist.config.model import DetectorConfig, ModelConfig
 from ppdist.config.train import MicroBatches
@@ -189,7 +189,7 @@ def decide_training(
     train_set, val_set, data_warnings, pixels = read_sets(
         config.data, config.model.num_classes, evaluate
     )
-    bad_images = Blocklist(train_set, config.data.bad_images_limit)
+    bad_images = Blocklist(train_set)
     images = images_of_epoch(train_set, config.data.sampling)
     config, batches, log_lines = resolve_batch_size(config, train_set.records, images, start)
     model = build_model(config)
@@ -268,7 +268,6 @@ def build_training(
             visualdl=config.log.visualdl,
             tensorboard=config.log.tensorboard,
             trackers=[(each.writer or TRACKERS[each.name], each) for each in config.log.trackers],
-            histograms=config.log.histograms,
             early=early,
         )
     )
@@ -391,7 +390,7 @@ def _fit_anchors(
     """
     if not (model.needs_anchors and model.fits_anchors):
         return
-    before_LA2, threshold = model.anchors_LA2, flattened(config.loss)["anchor_threshold"]
+    before_LA2, threshold = model.anchors_LA2, model.anchor_threshold
 
     def fit() -> dict[str, Any]:
         wh_N2 = sizes_in_input(train_set, config.model.image_size, config.data.resize)

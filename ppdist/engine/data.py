@@ -33,6 +33,8 @@ from ppdist.storage import files as storage
 _LOGGER = logging.getLogger("ppdist.data")
 _COMPARED_IMAGES = 64  # per set, by content; the others by file size
 _PATHS_AT_ONCE = 10_000  # per chunk: a list of millions would take hundreds of megabytes
+# Of the training images, that may turn out bad: more are no accident, but a copy that broke off.
+BAD_SHARE = 0.001
 _SHOWN = 20  # images of the blocklist in a message
 ClassScores = Sequence[float | None]  # AP of each class; None if the set has no object of it
 
@@ -180,16 +182,14 @@ class Blocklist:
         known: position in the set's records -> why.
     """
 
-    def __init__(self, dataset: DetectionSet, limit: float) -> None:
+    def __init__(self, dataset: DetectionSet) -> None:
         """
         Args:
             dataset: the training set; images already found unreadable count.
-            limit: `data.bad_images_limit`; one bad image is always allowed.
         Raises: DataError: there are too many already.
         """
         self.known = dict(dataset.unreadable)
         self._dataset = dataset
-        self._limit = limit
         self._stop_at_too_many()
 
     def add(self, found: Mapping[int, str]) -> list[str]:
@@ -211,7 +211,7 @@ class Blocklist:
 
     def _stop_at_too_many(self) -> None:
         images = len(self._dataset.records)
-        allowed = max(1, math.floor(self._limit * images))
+        allowed = max(1, math.floor(BAD_SHARE * images))
         if len(self.known) <= allowed:
             return
         shown = [f"  {self._line(index)}" for index in sorted(self.known)[:_SHOWN]]
@@ -219,14 +219,11 @@ class Blocklist:
             shown.append(f"  and {len(self.known) - _SHOWN} more")
         lines = "\n".join(shown)
         raise DataError(
-            f"{len(self.known)} of {images} images cannot be used, more than "
-            f"data.bad_images_limit: {self._limit:g} allows ({allowed})",
+            f"{len(self.known)} of {images} images cannot be used, more than one in a "
+            f"thousand ({allowed})",
             code="too_many_bad_images",
             where=f"{self._dataset.source}",
-            fix=(
-                "`ppdist data check` lists them, its --fix writes a set without them; or raise "
-                f"the limit:\n{lines}"
-            ),
+            fix=(f"`ppdist data check` lists them, its --fix writes a set without them:\n{lines}"),
         )
 
 
@@ -242,8 +239,7 @@ def require_same_data(dataset: DetectionSet, config: DataConfig) -> None:
     top = os.path.join(storage.absolute(config.root), "")
     differs = _other_records(dataset, records, config.root, top)
     if differs is None:
-        count = len(records) if config.compare_images == "all" else _COMPARED_IMAGES
-        differs = _other_images(records, top, count)
+        differs = _other_images(records, top, _COMPARED_IMAGES)
     if differs is None:
         return
     other, what = differs

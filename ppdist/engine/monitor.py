@@ -11,7 +11,6 @@ from statistics import median, median_low
 from typing import Any, NamedTuple
 
 import paddle
-from paddle import nn
 
 from ppdist.common.eta import duration
 from ppdist.common.files import write_json
@@ -345,7 +344,6 @@ class EvaluationLogger(Callback):
         self._steps_per_epoch = steps_per_epoch
 
     def on_train_begin(self, run: TrainingRun) -> None:
-        self._model = run.train_step.model
         self._output_dir = run.output_dir
         self._done_steps = run.done_steps
 
@@ -354,8 +352,6 @@ class EvaluationLogger(Callback):
             self._log.forget(step, "eval_seconds")
         self._log.metrics({"step": step, "epoch": step / self._steps_per_epoch, **metrics})
         self._log.images("validation", step, self._evaluator.pictures)
-        if self._log.histograms_wanted:
-            self._log.writers.histograms(step, _values(self._model))
         pictures = self._evaluator.pictures
         self._log.put(
             "plots/val_batch_*.jpg",
@@ -374,19 +370,6 @@ class EvaluationLogger(Callback):
         except Exception as error:
             _LOGGER.debug("evaluation.json", exc_info=True)
             self._log.warn_once("evaluation.json", error)
-
-
-def _values(model: nn.Layer) -> dict[str, Any]:
-    """Weights and gradients by tag.
-
-    Gradients are those of the last step, averaged over the ranks and clipped.
-    """
-    found = {}
-    for key, parameter in model.named_parameters():
-        found[f"weights/{key}"] = parameter.astype("float32").numpy()
-        if parameter.grad is not None:
-            found[f"gradients/{key}"] = parameter.grad.astype("float32").numpy()
-    return found
 
 
 class StragglerMonitor(Callback):

@@ -180,7 +180,8 @@ class YOLOv5Loss(Loss):
             strides: pixels per cell of each level, rising, in the order of the outputs.
             anchors_LA2: width, height in cells of their level; the model's own buffer, so that
                 anchors set or loaded later count here too.
-            threshold, label_smoothing: see YOLOv5LossConfig.
+            threshold: `anchor_threshold` of the model.
+            label_smoothing: see YOLOv5LossConfig.
             reference_batch: images of a step that the learning rate was tuned for.
         """
         super().__init__()
@@ -212,7 +213,7 @@ class YOLOv5Loss(Loss):
             num_classes=model.num_classes,
             strides=model.strides,
             anchors_LA2=model.head.anchors,
-            threshold=config.anchor_threshold,
+            threshold=model.anchor_threshold,
             label_smoothing=config.label_smoothing,
             reference_batch=reference_batch,
         )

@@ -94,8 +94,8 @@ class ImageModel(nn.Layer):
         takes_targets: a training forward is `model(images_B3HW, targets)`; see `training_inputs`.
         needs_nms: predictions of one object overlap, so they need suppression.
         needs_anchors: boxes are predicted as multiples of anchors, which fit a training set; then
-            the model has the next two, `anchors_LA2` and `set_anchors`, and its loss the key
-            `anchor_threshold`.
+            the model has the next three, `anchors_LA2` and `set_anchors`.
+        anchor_threshold: an anchor learns a box when no side of one is this many times the other's.
         given_anchors_LA2: they stay whatever a weight file has; None: not given.
         fits_anchors: others may be fitted to the training set.
         backbone: the layers that see the image first.
@@ -119,6 +119,7 @@ class ImageModel(nn.Layer):
     takes_targets: bool = False
     needs_nms: bool = False
     needs_anchors: ClassVar[bool] = False
+    anchor_threshold: ClassVar[float] = 4.0  # YOLOv5's in all its published recipes
     given_anchors_LA2: np.ndarray | None = None
     fits_anchors: bool = False
     backbone: Backbone

@@ -19,6 +19,7 @@ LEAST_WARMUP_STEPS = 500
 # The most that a larger batch adds to a warm-up, as a share of the run.  The longest published:
 # MLPerf's Mask R-CNN at 32 times the batch, from 0.03 to 3.9 of 17.1 epochs, is 0.23 of the run.
 MOST_WARMUP_GROWTH = 0.2
+_FLAT = 0.5  # of the steps after warm-up: DEIM's flat_cosine
 
 
 class LearningRates(NamedTuple):
@@ -73,7 +74,7 @@ class LRScheduler:
         if config.name == "linear":
             return 1 - (1 - config.final_factor) * progress
         if config.name == "flat_cosine":
-            progress = max(0.0, progress - config.flat_fraction) / (1 - config.flat_fraction)
+            progress = max(0.0, progress - _FLAT) / (1 - _FLAT)
         return config.final_factor + (1 - config.final_factor) * (
             0.5 * (1 + math.cos(math.pi * progress))
         )

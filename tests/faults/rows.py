@@ -153,7 +153,7 @@ ROWS = (
                            STOPPING + "test_nothing_outlives_a_fleetrun_that_was_killed",
                            SUPERVISION + "test_whichever_process_is_killed_nothing_is_left")),
     Row(32, "hosts differ in versions, configuration or data (annotations, the size of every "
-        "image file, the content of 64 of each set, or of all: data.compare_images)",
+        "image file, the content of 64 of each set)",
         "refused before the first step, with the difference",
         ("tests/unit/engine/test_preflight.py::"
          "test_each_difference_is_refused_on_every_rank",

@@ -377,7 +377,7 @@ def fit_anchors(
     Args:
         wh_N2: box sizes, input pixels; see `sizes_in_input`.
         before_LA2: the present anchors, input pixels.
-        threshold: `loss.anchor_threshold`.
+        threshold: `anchor_threshold` of the model.
     Raises: DataError: fewer boxes than anchors.
     """
     levels, per_level, _ = before_LA2.shape

@@ -60,7 +60,7 @@ class Kind(NamedTuple):
 
 
 _STOPS = "stops with this message"
-_REPLACED = "another image in its place, counted against data.bad_images_limit"
+_REPLACED = "another image in its place, of which one in a thousand may be"
 _NOT_SCORED = "left out of the score"
 _BAD_BOX = "left out (data.bad_boxes)"
 _LEFT_OUT = "left out"

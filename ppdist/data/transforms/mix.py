@@ -129,7 +129,7 @@ def _fill(mask_HW: np.ndarray, outline_K2: np.ndarray) -> None:
 
 # --- mosaic --------------------------------------------------------------------------------------
 
-_NINTH = 2 / 3  # of the input's sides: three of them fill the canvas
+MOSAIC_IMAGES = 4
 
 
 class Slot(NamedTuple):
@@ -164,29 +164,24 @@ class Layout(NamedTuple):
     slots: list[Slot]
 
 
-def random_layout(
-    images: int, whole: bool, size: tuple[int, int], rng: np.random.Generator
-) -> Layout:
-    """Random layout of 4 or 9 images for the input.
+def random_layout(whole: bool, size: tuple[int, int], rng: np.random.Generator) -> Layout:
+    """Random layout of four images for the input.
 
     Args:
         size: (height, width) of the input.
         whole: in a grid, for which nothing is drawn.
     """
-    if whole:
-        return in_a_grid(images, size)
-    return around_a_point(size, rng) if images == 4 else in_three_rows(size, rng)
+    return in_a_grid(size) if whole else around_a_point(size, rng)
 
 
-def in_a_grid(images: int, size: tuple[int, int]) -> Layout:
-    """Mosaic of cells that fill the input, an image in each."""
-    across = math.isqrt(images)
+def in_a_grid(size: tuple[int, int]) -> Layout:
+    """Mosaic of 2 x 2 cells that fill the input, an image in each."""
     slots = [
-        Slot((column + 0.5) * size[1] / across, (row + 0.5) * size[0] / across, 0.5, 0.5)
-        for row in range(across)
-        for column in range(across)
+        Slot((column + 0.5) * size[1] / 2, (row + 0.5) * size[0] / 2, 0.5, 0.5)
+        for row in range(2)
+        for column in range(2)
     ]
-    return Layout(size, (size[0] // across, size[1] // across), slots)
+    return Layout(size, (size[0] // 2, size[1] // 2), slots)
 
 
 def around_a_point(size: tuple[int, int], rng: np.random.Generator) -> Layout:
@@ -196,25 +191,4 @@ def around_a_point(size: tuple[int, int], rng: np.random.Generator) -> Layout:
     """
     y, x = rng.uniform(0.5, 1.5, 2) * size
     slots = [Slot(x, y, *before) for before in ((1, 1), (0, 1), (1, 0), (0, 0))]
-    return Layout(_twice(size), size, slots)
-
-
-def in_three_rows(size: tuple[int, int], rng: np.random.Generator) -> Layout:
-    """Mosaic of nine cells, each image as near the middle as possible.
-
-    The middle of them lies up to half a cell beside that of the canvas, so that a view of half the
-    canvas sees nothing but cells.
-    """
-    cell = round(size[0] * _NINTH), round(size[1] * _NINTH)
-    sides = np.array(cell, np.float64)
-    middle = np.array(size, np.float64) + rng.uniform(-0.5, 0.5, 2) * sides
-    rows, columns = (
-        [(low - side / 2, 1.0), (low, 0.5), (low + side / 2, 0.0)]
-        for low, side in zip(middle.tolist(), sides.tolist())
-    )
-    slots = [Slot(x, y, before_x, before_y) for y, before_y in rows for x, before_x in columns]
-    return Layout(_twice(size), cell, slots)
-
-
-def _twice(size: tuple[int, int]) -> tuple[int, int]:
-    return 2 * size[0], 2 * size[1]
+    return Layout((2 * size[0], 2 * size[1]), size, slots)

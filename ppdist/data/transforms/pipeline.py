@@ -42,6 +42,7 @@ from ppdist.data.transforms.geometry import (
     turned_sides,
 )
 from ppdist.data.transforms.mix import (
+    MOSAIC_IMAGES,
     PasteSource,
     Slot,
     copy_paste,
@@ -420,11 +421,10 @@ class TrainSamples(Samples):
     def _mosaic(
         self, index: int, size: tuple[int, int], augment: AugmentConfig, rng: np.random.Generator
     ) -> Sample:
-        """Several images, seen through a random view; the first is `index`."""
-        images = augment.mosaic_images
-        others = rng.integers(len(self._dataset.records), size=images - 1)
-        order = rng.permutation(images)
-        layout = random_layout(images, augment.mosaic_whole, size, rng)
+        """Four images, seen through a random view; the first is `index`."""
+        others = rng.integers(len(self._dataset.records), size=MOSAIC_IMAGES - 1)
+        order = rng.permutation(MOSAIC_IMAGES)
+        layout = random_layout(augment.mosaic_whole, size, rng)
         height, width = layout.canvas
         params = random_geometry(GeometryParams(width, height, size), augment, rng)
         view_33 = params.view_33

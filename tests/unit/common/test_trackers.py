@@ -18,7 +18,7 @@ from ppdist.common.run_log import RunLog
 from ppdist.common.trackers import TRACKERS, TrackedRun, TrackerProcess
 from ppdist.common.writers import MetricWriter, MetricWriters, scalar_points
 from ppdist.config import load_config, output
-from ppdist.config.base import Section, parse_config
+from ppdist.config.base import Section
 from ppdist.config.experiment import experiment_of
 from ppdist.runtime.writer_thread import WriterThread
 from tests.errors import raises
@@ -162,7 +162,6 @@ def leave(folder: Path, config: Section, resume: bool) -> None:
         for record in RESUMED if resume else RECORDS:
             log.metrics(record)
         log.images("val", step or 40, [np.zeros((8, 8, 3), np.uint8)])
-        log.writers.histograms(40, {"weights/a": np.arange(9.0)})
     assert "cannot be written" not in (folder / "train.log").read_text()
 
 
@@ -210,7 +209,6 @@ def test_tensorboard_gets_all_and_hides_what_is_made_again(tmp_path: Path, capsy
                 log.metrics({"step": step, "mAP": step / 100, "eval_seconds": 1.0})
                 log.images("val", step, [np.full((8, 8, 3), 120, np.uint8)])
                 log.writers.pr_curves(step, ANALYSIS)
-                log.writers.histograms(step, {"weights/head": np.arange(100.0) - 50})
     assert "cannot be written" not in capsys.readouterr().out
     files = sorted((tmp_path / "tensorboard").glob("*tfevents*"))
     events = [[Event.FromString(data) for data in events_in(file)] for file in files]
@@ -219,8 +217,6 @@ def test_tensorboard_gets_all_and_hides_what_is_made_again(tmp_path: Path, capsy
     values = {value.tag: value for event in events[0] for value in event.summary.value}
     assert values["eval/mAP"].simple_value == pytest.approx(0.3)
     assert values["val/0"].image.width == 8
-    histogram = values["weights/head"].histo
-    assert sum(histogram.bucket) == histogram.num == 100 and histogram.sum == -50
     tensor = np.array(values["PR/RBC"].tensor.float_val).reshape(6, -1)
     assert tensor[:, 50] == pytest.approx([12, 3, 0, 8, 0.8, 0.6])
     assert {"_hparams_/experiment", "_hparams_/session_start_info"} <= values.keys()
@@ -236,12 +232,13 @@ def events_in(file: Path) -> Iterator[bytes]:
 
 
 @pytest.mark.slow
-def test_wandb_offline_has_the_points_of_the_run(tmp_path: Path) -> None:
+def test_wandb_offline_has_the_points_of_the_run(tmp_path: Path, monkeypatch) -> None:
     require("wandb")
+    monkeypatch.setenv("WANDB_MODE", "offline")
     from wandb.proto import wandb_internal_pb2
 
     for resume in (False, True):
-        leave(tmp_path, output.WandbConfig(offline=True), resume)
+        leave(tmp_path, output.WandbConfig(), resume)
     files = sorted((tmp_path / "trackers" / "wandb").rglob("*.wandb"))
     points = set()
     for data in (data for file in files for data in records_in(file)):
@@ -284,12 +281,13 @@ def test_mlflow_has_the_points_of_the_run(tmp_path: Path, monkeypatch) -> None:
 
 
 @pytest.mark.slow
-def test_swanlab_offline_has_the_points_of_the_run(tmp_path: Path) -> None:
+def test_swanlab_offline_has_the_points_of_the_run(tmp_path: Path, monkeypatch) -> None:
     require("swanlab")
+    monkeypatch.setenv("SWANLAB_MODE", "offline")
     from swanlab.proto.swanlab.record.v1.record_pb2 import Record
 
     for resume in (False, True):
-        leave(tmp_path, output.SwanLabConfig(offline=True), resume)
+        leave(tmp_path, output.SwanLabConfig(), resume)
     files = sorted((tmp_path / "trackers" / "swanlab").rglob("*.swanlab"))
     found = [Record.FromString(data) for file in files for data in records_in(file)]
     scalars = [each.scalar for each in found if each.HasField("scalar")]
@@ -336,15 +334,6 @@ def test_no_file_of_a_tracker_shows_a_secret(tmp_path: Path, monkeypatch) -> Non
     log = (tmp_path / "noting" / "log.txt").read_text()
     assert "key *** at https://***@host/x" in log and "Traceback" in log
     assert "ConnectionError: https://***@host/x: the server is gone" in f"{caught.value}"
-
-
-def test_login_in_an_address_is_refused_and_not_shown(tmp_path: Path) -> None:
-    file = tmp_path / "log.yml"
-    file.write_text('trackers: [{name: mlflow, tracking_uri: "https://me:p4ss@host/x"}]')
-    with raises("bad_value") as refused:
-        parse_config(file, (), output.LogConfig)
-    assert "tracking_uri" in f"{refused.value}" and "p4ss" not in f"{refused.value}"
-    output.MLflowConfig(tracking_uri="http://host:5000/a@b")
 
 
 def test_a_tracker_of_earlier_versions_is_left_out_and_said(tmp_path: Path, caplog) -> None:

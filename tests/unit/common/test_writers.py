@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from ppdist.common.run_log import RunLog
-from ppdist.common.writers import histogram, pr_curves
+from ppdist.common.writers import pr_curves
 from tests.unit.common.analysis import ANALYSIS
 
 PARAMETERS = {"lr": 0.01, "ranks": 2, "model": "yolov5 n"}
@@ -21,7 +21,6 @@ def write(folder: Path, resume_step: int | None, steps: range) -> None:
             log.metrics({"step": step, "mAP": step / 100, "eval_seconds": 1.0})
             log.images("validation", step, [np.full((8, 8, 3), 120, np.uint8)])
             log.writers.pr_curves(step, ANALYSIS)
-            log.writers.histograms(step, {"weights/head": np.arange(100.0) - 50})
 
 
 def visualdl_records(folder: Path, kind: str, tag: str) -> list:
@@ -44,11 +43,6 @@ def test_visualdl_reads_pr_curves_and_hparams(tmp_path):
     assert len(curve.TP) == len(curve.TN) == len(curve.precision) == 100
     assert not visualdl_records(tmp_path, "pr_curve", "PR/none"), "a class without objects"
 
-    spreads = visualdl_records(tmp_path, "histogram", "weights/head")
-    assert [each.id for each in spreads] == steps
-    assert sum(spreads[0].histogram.hist) == 100
-    assert spreads[0].histogram.bin_edges[0] == -50 and spreads[0].histogram.bin_edges[-1] == 49
-
     (run,) = visualdl_records(tmp_path, "hyper_parameters", "hparam")
     told = {info.name: info for info in run.hparam.hparamInfos}
     assert told["lr"].float_value == 0.01 and told["ranks"].float_value == 2.0
@@ -68,14 +62,6 @@ def test_visualdl_keeps_hparams_after_rollback(tmp_path):
     assert len(visualdl_records(tmp_path, "hyper_parameters", "hparam")) == 1
     points = visualdl_records(tmp_path, "scalar", "train/loss")
     assert [(each.id, each.value) for each in points] == [(10, 1.0), (20, 2.0)]
-
-
-def test_a_spread_leaves_out_what_is_not_finite():
-    assert histogram(np.array([np.nan, np.inf])) is None
-    for same in (0.0, 1.0, -3e-20, 1e30):
-        assert histogram(np.array([same, np.nextafter(np.float32(same), 2)])).counts_K.sum() == 2
-    found = histogram(np.array([1.0, np.nan, 3.0]))
-    assert found.counts_K.sum() == 2 and found.total == 4.0 and found.total_of_squares == 10.0
 
 
 def test_an_evaluation_without_curves_has_none():

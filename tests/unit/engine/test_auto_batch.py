@@ -100,7 +100,8 @@ def under_limits(argument):
         limit = process_memory()["VmSize"] + (argument["MiB"][comm.rank()] << 20)
         resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
         auto_batch.free_memory = free_memory
-        return free_memory(ranks_on_host)
+        free = free_memory(ranks_on_host)  # less, so that the real limit stays far
+        return {kind: share * 3 // 4 for kind, share in free.items()}
 
     auto_batch.free_memory = limited
     try:
@@ -123,7 +124,7 @@ def on_two(shapes, output, megabytes, *overrides):
 
 @pytest.mark.slow
 def test_ranks_train_with_smallest_fitting_batch(shapes, tmp_path):
-    more = ("model.image_size=[384,384]", "train.sync_bn=true", "train.auto_batch_memory=0.6")
+    more = ("model.image_size=[384,384]", "train.sync_bn=true")
     wide, narrow = on_two(shapes, tmp_path, [8192, 640], *more)
     assert wide == narrow == [1, 2, 2], f"{wide}, {narrow}"
     assert "address space (ulimit -v)" in (tmp_path / "train.log").read_text()

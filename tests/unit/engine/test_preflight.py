@@ -21,7 +21,6 @@ from ppdist.data.datasets.build import read_split
 from ppdist.data.datasets.synthetic import make_shapes
 from ppdist.distributed import comm, device, store
 from ppdist.distributed.agreement import require_agreement
-from ppdist.engine import data
 from ppdist.engine import preflight as module
 from ppdist.engine.continuation import write_note
 from ppdist.engine.data import require_same_data
@@ -165,14 +164,12 @@ def differing_runs(folder: Path) -> dict[str, str]:
 
 
 def differing_data(folder: Path) -> dict[str, str]:
-    def look(name: str, how: str = "some") -> None:
+    def look(name: str) -> None:
         root = folder / (name if comm.rank() else "same")
-        config = tiny_config(folder, [f"data.root={root}", f"data.compare_images={how}"])
+        config = tiny_config(folder, [f"data.root={root}"])
         require_same_data(read_split(config.data, "train", 3), config.data)
 
-    texts = {f"data: {name}": attempt(partial(look, name)) for name in ("same", *CHANGES)}
-    data._COMPARED_IMAGES = 1  # of four, the first; the third has other pixels
-    return texts | {how: attempt(partial(look, "pixels", how)) for how in ("some", "all")}
+    return {f"data: {name}": attempt(partial(look, name)) for name in ("same", *CHANGES)}
 
 
 def write_changed_data(folder: Path) -> None:
@@ -259,12 +256,6 @@ def test_images_that_differ_are_named(told: list[dict[str, str]]) -> None:
         assert ".jpg: same size, but different content; put the same files" in pixels
         size = int(longer.partition(".jpg: ")[2].split()[0])
         assert f".jpg: {size} bytes and {size + 1} bytes; put" in longer
-
-
-def test_pixels_of_every_image_are_compared_on_request(told: list[dict[str, str]]) -> None:
-    for texts in told:
-        assert texts["some"].startswith("agreed")
-        assert ".jpg: same size, but different content; put the same" in texts["all"]
 
 
 def test_rank_missing_from_first_allreduce_is_named(told: list[dict[str, str]]) -> None:

@@ -12,7 +12,7 @@ import pytest
 from ppdist.engine import train_step
 from ppdist.engine.state import _array, copy_into
 from ppdist.models.model_card import read_card
-from ppdist.models.yolov5 import P5_ANCHORS
+from ppdist.models.yolov5 import P5_ANCHORS, YOLOv5
 from tests.distributed import run_on_ranks
 from tests.errors import raises
 from tests.unit.data.classified import write_patterns
@@ -93,8 +93,7 @@ RESUMED = {
         ["data.resize=letterbox", "data.augment.mosaic=1", "data.augment.close_mosaic_epochs=1",
          "data.augment.mixup=0.5", "data.augment.affine={scale: 0.5, translate: 0.1}",
          "schedule={warmup_epochs: 3, warmup_bias_lr: 0.1, warmup_momentum: 0.8}",
-         "optimizer={nesterov: true, decay_biases: false}", "train.ema.ramp_steps=100",
-         "loss.anchor_threshold=1.2"],  # fits anchors of its own, which a resumed run must not
+         "optimizer={nesterov: true, decay_biases: false}", "train.ema.ramp_steps=100"],
     ),
     "a classifier with dropout": ("yolov5_cls", 2, ["model.dropout=0.3"]),
 }  # fmt: skip
@@ -107,7 +106,9 @@ RESUMED = {
         for each in RESUMED
     ],
 )
-def test_resumed_run_ends_bit_for_bit_equal(case, shapes, tmp_path):
+def test_resumed_run_ends_bit_for_bit_equal(case, shapes, tmp_path, monkeypatch):
+    # The first run fits anchors of its own, which a resumed one must not.
+    monkeypatch.setattr(YOLOv5, "anchor_threshold", 1.2)
     model, epochs, overrides = RESUMED[case]
     data, overrides = shapes, [*overrides, f"train.epochs={epochs}"]
     if model == "yolov5_cls":
@@ -153,20 +154,20 @@ def test_resume_uses_metrics_of_last_whole_epoch(shapes, tmp_path):
     assert_same_run(whole, parts)
 
 
-def test_fitted_anchors_are_part_of_checkpoint(shapes, tmp_path):
+def test_fitted_anchors_are_part_of_checkpoint(shapes, tmp_path, monkeypatch):
+    monkeypatch.setattr(YOLOv5, "anchor_threshold", 1.2)
     before = {"anchors": None}
 
     def note(trainer):
         before["anchors"] = trainer.train_step.model.anchors_LA2
 
-    overrides = ["loss.anchor_threshold=1.2", "train.max_steps=1"]
-    run(shapes, tmp_path, *overrides, model="yolov5", before=note)
+    run(shapes, tmp_path, "train.max_steps=1", model="yolov5", before=note)
     saved = weights(tmp_path)["head.anchors"] * np.float32([8, 16, 32])[:, None, None]
     np.testing.assert_array_equal(saved, before["anchors"])
     assert np.abs(saved - np.array(P5_ANCHORS)).max() > 1
     assert "anchors fitted to them" in (tmp_path / "train.log").read_text()
     given = "model.anchors=[[[4,4],[5,5],[6,6]],[[8,8],[9,9],[10,10]],[[12,12],[14,14],[16,16]]]"
-    run(shapes, tmp_path / "given", *overrides, given, model="yolov5", before=note)
+    run(shapes, tmp_path / "given", "train.max_steps=1", given, model="yolov5", before=note)
     assert before["anchors"][0, 0].tolist() == [4, 4]  # what the user gave stays
 
 

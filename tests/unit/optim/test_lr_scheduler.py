@@ -35,7 +35,7 @@ def test_cosine_and_linear_end_at_the_final_factor():
         assert rate(10) == pytest.approx(0.1)
     assert schedule(name="cosine", final_factor=0.0)(60) == pytest.approx(0.05)
     assert schedule(name="linear", final_factor=0.0)(60) == pytest.approx(0.05)
-    assert schedule(name="flat_cosine", flat_fraction=0.5)(60) == pytest.approx(0.1)
+    assert schedule(name="flat_cosine")(60) == pytest.approx(0.1)
 
 
 def test_step_schedule_drops_at_its_epochs():

@@ -9,6 +9,7 @@ import yaml
 from ppdist.data.checks import statistics
 from ppdist.data.datasets.build import read_split
 from ppdist.data.types import DetectionSet, ImageRecord
+from ppdist.models.yolov5 import YOLOv5
 from tests.errors import raises
 from tests.forked import run_here
 from tests.unit.data.sets import bccd
@@ -135,7 +136,9 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return root
 
 
-def test_the_tool_prints_anchors_that_can_be_pasted(made: Path) -> None:
+def test_the_tool_prints_anchors_that_can_be_pasted(
+    made: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     config = made / "cfg.yml"
     done = run_here("data", "anchors", "-c", config, "--generations", 50)
     assert done.returncode == 0, done.stderr
@@ -151,7 +154,8 @@ def test_the_tool_prints_anchors_that_can_be_pasted(made: Path) -> None:
     row = next(line for line in again.stdout.splitlines() if "best possible recall" in line)
     assert row.count("1.0000") == 2
     assert "training would keep the present anchors (model.anchors)" in again.stdout
-    fitted = run_here("data", "anchors", "-c", config, "-o", "loss.anchor_threshold=1.5")
+    monkeypatch.setattr(YOLOv5, "anchor_threshold", 1.5)
+    fitted = run_here("data", "anchors", "-c", config)
     assert "of anchors fitted to them: " in fitted.stdout.splitlines()[-1]
 
 

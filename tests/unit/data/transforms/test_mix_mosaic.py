@@ -13,7 +13,7 @@ from ppdist.data.datasets.build import read_split
 from ppdist.data.loading.loader import TrainLoader
 from ppdist.data.loading.sampler import TrainSampler
 from ppdist.data.transforms.geometry import GREY
-from ppdist.data.transforms.mix import Slot, around_a_point, in_three_rows, mixup
+from ppdist.data.transforms.mix import Slot, around_a_point, mixup
 from ppdist.data.types import Sample, SampleKey, keyed_generator
 from tests.unit.data.loaders import arrays, assert_equal
 from tests.unit.data.sets import coco_config, write_coco
@@ -84,18 +84,6 @@ def test_expand_crop_combine_with_affine_letterbox(blocks):
                 assert block.mean() > 150
 
 
-def test_nine_tile_mosaic_boxes_match_their_blocks(blocks):
-    augment = {**STILL, "mosaic": 1.0, "mosaic_images": 9, "flip": 0.5}
-    checked = several = 0
-    for affine, turned in (({"scale": 0.3}, False), ({"scale": 0.3, "rotate": 20}, True)):
-        under_test = samples(blocks, {**augment, "affine": affine})
-        for index in range(6):
-            sample = under_test.make(SampleKey(0, index, 192, 192))
-            checked += check_blocks(sample, turned)
-            several += len(sample.labels_M) > 9
-    assert checked > 60 and several > 2
-
-
 def test_a_mosaic_shows_several_images_at_once(blocks):
     under_test = samples(blocks, {**STILL, "mosaic": 1.0, "affine": {"scale": 0.5}})
     made = [under_test.make(SampleKey(0, index, 128, 128)) for index in range(12)]
@@ -119,25 +107,6 @@ def test_tiles_touch_the_point_and_each_other_only():
     points = np.array([slots[0][:2] for slots in slots_K4])
     assert (points >= [40, 30]).all() and (points <= [120, 90]).all()
     assert np.ptp(points[:, 0]) > 75 and np.ptp(points[:, 1]) > 55
-
-
-def test_nine_tiles_surround_centre_without_overlap():
-    height, width = 64, 80
-    middles = []
-    for key in range(100):
-        canvas, cell, slots = in_three_rows((96, 120), keyed_generator(0, key))
-        assert (canvas, cell) == ((192, 240), (height, width))
-        full = np.array([slot.tile(height, width) for slot in slots])
-        small = np.array([slot.tile(height // 2, width // 4) for slot in slots])
-        middles.append(full[4, :2] + [width / 2, height / 2])
-        for number, (row, column) in enumerate(np.ndindex(3, 3)):
-            cell = full[4] + np.tile([(column - 1) * width, (row - 1) * height], 2)
-            np.testing.assert_allclose(full[number], cell)
-            assert (small[number, :2] >= cell[:2] - 1e-9).all()
-            assert (small[number, 2:] <= cell[2:] + 1e-9).all()
-        assert small[3, 2] == full[4, 0] and small[1, 3] == full[4, 1], "near the middle one"
-    assert (np.abs(np.array(middles) - [120, 96]) <= [40, 32]).all()
-    assert (np.ptp(middles, 0) > [70, 56]).all()
 
 
 def test_beside_the_images_there_is_grey(folder):
@@ -199,7 +168,6 @@ def test_every_part_that_is_switched_on_is_seen(folder):
     for part in (
         {},
         {"mosaic": 1.0},
-        {"mosaic": 1.0, "mosaic_images": 9},
         {"mixup": 1.0},
         {"hsv": (0.1, 0.7, 0.4)},
         *({"affine": {name: 0.5}} for name in ("scale", "translate")),

@@ -38,45 +38,41 @@ def flat(tmp_path_factory) -> Path:
     return root
 
 
-@pytest.mark.parametrize("images", [4, 9])
-def test_whole_mosaic_cells_tile_input_exactly(images):
-    across = int(images**0.5)
+def test_whole_mosaic_cells_tile_input_exactly():
     for size in ((96, 120), (64, 64), (320, 256), (100, 70)):
-        layout = in_a_grid(images, size)
-        assert layout.canvas == size and len(layout.slots) == images
+        layout = in_a_grid(size)
+        assert layout.canvas == size and len(layout.slots) == 4
         cells = [slot.tile(*layout.cell) for slot in layout.slots]
         seen_HW = np.zeros(size, int)
-        for number, (row, column) in enumerate(np.ndindex(across, across)):
+        for number, (row, column) in enumerate(np.ndindex(2, 2)):
             x1, y1, x2, y2 = cells[number]
             sides = x2 - x1, y2 - y1
-            assert sides == pytest.approx((size[1] // across, size[0] // across))
-            assert size[1] * column / across <= x1 and x2 <= size[1] * (column + 1) / across
-            assert size[0] * row / across <= y1 and y2 <= size[0] * (row + 1) / across
+            assert sides == pytest.approx((size[1] // 2, size[0] // 2))
+            assert size[1] * column / 2 <= x1 and x2 <= size[1] * (column + 1) / 2
+            assert size[0] * row / 2 <= y1 and y2 <= size[0] * (row + 1) / 2
             seen_HW[round(y1) : round(y2), round(x1) : round(x2)] += 1
-        assert seen_HW.max() == 1 and seen_HW.mean() > 0.93  # thirds leave a seam of a pixel
+        assert seen_HW.max() == 1 and seen_HW.mean() > 0.93
 
 
 def test_whole_mosaic_grid_draws_no_random_numbers():
     rng = keyed_generator(0, 1)
-    random_layout(4, True, (64, 96), rng)
+    random_layout(True, (64, 96), rng)
     assert rng.random() == keyed_generator(0, 1).random()
-    random_point = random_layout(4, False, (64, 96), keyed_generator(0, 1))
+    random_point = random_layout(False, (64, 96), keyed_generator(0, 1))
     y, x = keyed_generator(0, 1).uniform(0.5, 1.5, 2) * (64, 96)
     assert random_point.canvas == (128, 192) and random_point.cell == (64, 96)
     assert all(slot[:2] == (x, y) for slot in random_point.slots)
 
 
 @pytest.mark.parametrize("resize", ["stretch", "letterbox"])
-@pytest.mark.parametrize("images", [4, 9])
-def test_each_image_is_shown_whole_in_a_cell_of_its_own(flat, resize, images):
-    under_test = samples(flat, {**WHOLE, "mosaic_images": images, "flip": 0.5}, resize)
-    across = int(images**0.5)
+def test_each_image_is_shown_whole_in_a_cell_of_its_own(flat, resize):
+    under_test = samples(flat, {**WHOLE, "flip": 0.5}, resize)
     height, width = 96, 144
-    cell = np.array([width // across, height // across])
+    cell = np.array([width // 2, height // 2])
     sides = {0: (80, 40), 1: (40, 80), 2: (60, 60), 3: (120, 30)}
     for index in range(4):
         sample = under_test.make(SampleKey(0, index, height, width))
-        assert sample.index == index and len(sample.boxes_M4) == images
+        assert sample.index == index and len(sample.boxes_M4) == 4
         for x1, y1, x2, y2 in sample.boxes_M4:
             middle = int((y1 + y2) / 2), int((x1 + x2) / 2)
             shown = (int(sample.image_HW3[middle][0]) - 40) / 50
@@ -92,10 +88,9 @@ def test_each_image_is_shown_whole_in_a_cell_of_its_own(flat, resize, images):
         assert grey == 0 if resize == "stretch" else 0.1 < grey < 0.7
 
 
-@pytest.mark.parametrize("images", [4, 9])
 @pytest.mark.parametrize("affine", [{}, {"scale": 0.3, "translate": 0.1}, {"rotate": 10}])
-def test_whole_mosaic_boxes_match_their_blocks(blocks, images, affine):
-    augment = {**WHOLE, "mosaic_images": images, "flip": 0.5, "affine": affine}
+def test_whole_mosaic_boxes_match_their_blocks(blocks, affine):
+    augment = {**WHOLE, "flip": 0.5, "affine": affine}
     under_test = samples(blocks, augment)
     checked = sum(
         check_blocks(under_test.make(SampleKey(0, index, 192, 192)), "rotate" in affine)
