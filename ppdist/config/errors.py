@@ -118,7 +118,7 @@ def _code(detail: Any, path: Path, tree: Node) -> str:
 
 def _message(detail: Any, path: Path, tree: Node, schema: SectionType) -> str:
     kind = detail["type"]
-    name = _dotted(path)
+    name = dotted(path)
     node = _nearest(tree, path)
     if kind == "extra_forbidden" and (answer := answer_key(path, node)):
         return answer
@@ -153,7 +153,8 @@ def _own_part(name: str) -> str:
     return ", or package.module:Name of another package (docs/extend.md)"
 
 
-def _dotted(path: Path) -> str:
+def dotted(path: Sequence[str | int]) -> str:
+    """Writes a key path as text: `log.trackers[0].name`."""
     text = ""
     for part in path:
         text += f"[{part}]" if isinstance(part, int) else f".{part}"
@@ -170,7 +171,7 @@ def _expected(field: FieldInfo, path: Path, tree: Node) -> str:
         return words
     while isinstance(path[-1], int):
         path = path[:-1]
-    return f"{words} for {_dotted(path)}"
+    return f"{words} for {dotted(path)}"
 
 
 def _tag_values(section: SectionType, key: Any) -> list[str]:
@@ -213,17 +214,17 @@ def _suggest_key(path: Path, tree: Node, schema: SectionType) -> str:
     elsewhere: dict[str, str] = {}  # the last part of each key path -> the whole of the first
     for known in all_keys(schema):
         elsewhere.setdefault(known[-1], ".".join(known))
-    here = _dotted(path[:-1])
+    here = dotted(path[:-1])
     below = [".".join(parts) for parts in all_keys(schema) if parts[: len(path) - 1] == path[:-1]]
-    nested = [name for name in below if name.endswith(f".{key}") and name != _dotted(path)]
+    nested = [name for name in below if name.endswith(f".{key}") and name != dotted(path)]
     if len(path) > 1 and nested:  # data.augment.rotate, of data.augment.affine
         return f"did you mean {nested[0]}?"
     for names, cutoff in ((siblings, 0.75), ([key], 1.0), (siblings, 0.6), (list(elsewhere), 0.8)):
         for match in difflib.get_close_matches(key.lower(), names, 1, cutoff):
             if names is siblings or match in siblings:
                 return f"did you mean {here + '.' if here else ''}{match}?"
-            if match in elsewhere and elsewhere[match] != _dotted(path):
+            if match in elsewhere and elsewhere[match] != dotted(path):
                 return f"did you mean {elsewhere[match]}?"
-    if (equivalent := our_key(key)) and equivalent != _dotted(path):
+    if (equivalent := our_key(key)) and equivalent != dotted(path):
         return f"did you mean {equivalent}?"
     return f"{here or 'the top level'} knows {', '.join(siblings)}"

@@ -18,6 +18,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from ppdist.config.errors import dotted
 from ppdist.config.schema import SectionType, field_at
 from ppdist.config.yaml import Node, Problem, found, merge, tree_of
 
@@ -154,7 +155,7 @@ def without_removed(
             tree = _with(tree, path, None)
             if row.renamed:
                 tree = merge(_nested(row.renamed.split("."), node), tree)
-            elif not any(_equals(node.plain(), each) for each in (row.default, *row.others)):
+            elif not any(_equals(node.plain(), old) for old in (row.default, *row.others)):
                 _answer(path, node, row.hint, problems, stored=stored)
     for (name, value), gone in GONE_VALUES.items():
         for path, node in reversed([*_nodes_at(tree, name.split("."))]):
@@ -224,7 +225,7 @@ def _equals(value: Any, default: Any) -> bool:
 def _answer(
     path: Sequence[str | int], node: Node, hint: str, problems: list[Problem], *, stored: bool
 ) -> None:
-    key = ".".join(map(str, path))
+    key = dotted(path)
     if not stored or node.place.source.startswith("-o "):
         problems.append(
             Problem(

@@ -92,11 +92,6 @@ class ScheduleSetup:
         return self.batches.per_rank(self.world)
 
     @property
-    def largest_share(self) -> int:
-        """Most images of a pass on a rank, by `distributed.shares`."""
-        return max(self.batches.shares(self.world)) if self.batches.spread else self.batches.images
-
-    @property
     def step_images(self) -> int:
         """Images of a full step: the total batch or a smaller set."""
         return min(self.total_batch, self.dataset_size)

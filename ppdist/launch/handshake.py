@@ -149,7 +149,7 @@ def differences(mine: Handshake, theirs: Handshake) -> list[str]:
     differ("device", mine.device, theirs.device, remedy)
     remedy = "start the same script on every host"
     differ("script", PurePath(mine.script).name, PurePath(theirs.script).name, remedy)
-    for own, other in _differentwords_of(mine.arguments, theirs.arguments):
+    for own, other in _different_words(mine.arguments, theirs.arguments):
         has_path = ("/" in own or "/" in other) and "=" not in own + other
         same_file = has_path and PurePath(own).name == PurePath(other).name != ""
         if not same_file:
@@ -166,7 +166,7 @@ def differences(mine: Handshake, theirs: Handshake) -> list[str]:
     return found
 
 
-def _differentwords_of(mine: Sequence[str], theirs: Sequence[str]) -> list[tuple[str, str]]:
+def _different_words(mine: Sequence[str], theirs: Sequence[str]) -> list[tuple[str, str]]:
     own, other = _of_the_run(mine), _of_the_run(theirs)
     if len(own) == len(other):
         return [pair for pair in zip(own, other) if pair[0] != pair[1]]

@@ -41,7 +41,6 @@ _PAIR = re.compile(  # names may have blanks in them
     rf"(.+?(?:{'|'.join(map(re.escape, IMAGE_SUFFIXES))})|\S+)\s+(.+\.xml)", re.IGNORECASE
 )
 _TAG = re.compile(r"[^\W\d][\w.-]*\Z")
-_NO_XML = re.compile("[^\t\n\x20-\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]")  # \r would become \n
 
 
 def read_voc(

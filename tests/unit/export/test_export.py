@@ -234,13 +234,6 @@ def test_a_strangers_file_of_a_needed_name_is_not_replaced(
 NAMES = ("infer.yml", "model.json", "model.pdiparams")
 
 
-def export_names(directory: Path) -> None:
-    """An export of three files that name themselves, infer.yml included."""
-    with drafted(directory) as draft:
-        for name in NAMES:
-            (draft / name).write_text(name, encoding="utf-8")
-
-
 def export_until(directory: Path, stop_at: int, *, kill: bool) -> bool:
     """Exports in a forked process; whether that came to its end before step `stop_at`."""
     pid = os.fork()

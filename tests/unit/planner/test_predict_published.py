@@ -1,4 +1,4 @@
-"""The model against published trainings; docs/dev/planning.md tells what comes of it.
+"""The model against published trainings; docs/planning.md has what comes of it.
 
 A row whose value went into a parameter is reproduced, any other is predicted.
 """
