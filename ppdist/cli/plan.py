@@ -129,7 +129,7 @@ def main() -> int:
 
 def run_predict(arguments: argparse.Namespace) -> dict[str, Any]:
     job, cluster, assumed = question(arguments)
-    predictions = [predict(job, each) for each in clusters_up_to(cluster)]
+    predictions = [predict(job, smaller) for smaller in clusters_up_to(cluster)]
     heads = ["cards", "batch", "step ms", "limit", "img/s", "efficiency", "hours", "GPU-hours"]
     print_table(heads, map(columns, predictions))
     answer = predictions[-1]
@@ -198,7 +198,7 @@ def run_fit(arguments: argparse.Namespace) -> dict[str, Any]:
 
 
 def rows_of(measured: Measured, rows: Sequence[Row]) -> list[Row]:
-    """All measured rows.  Raises: ConfigError: there are none."""
+    """Returns all measured rows.  Raises: ConfigError: there are none."""
     if not measured.rows and not rows:
         raise ConfigError(
             "no step was measured",
@@ -213,7 +213,7 @@ def rows_of(measured: Measured, rows: Sequence[Row]) -> list[Row]:
 
 
 def question(arguments: argparse.Namespace) -> tuple[Job, Cluster, list[str]]:
-    """The training, the cluster, and what was assumed.
+    """Returns the training, the cluster, and what was assumed.
 
     Raises: ConfigError: nothing was measured, or what cannot be assumed is missing.
     """

@@ -59,7 +59,7 @@ class Section(BaseModel):
     def opened(
         cls, tree: Node, problems: list[Problem], *, stored: bool = False
     ) -> type["Section"]:
-        """This Section with the plugin parts that the tree names; see `open_section`."""
+        """Returns this Section with the plugin parts that the tree names; see `open_section`."""
         return cls
 
     @classmethod

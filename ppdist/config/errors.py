@@ -135,18 +135,18 @@ def _message(detail: Any, path: Path, tree: Node, schema: SectionType) -> str:
     if kind == "union_tag_invalid":
         allowed = [tag.strip(" '") for tag in detail["ctx"]["expected_tags"].split(",")]
         hint = _close(str(node.value), allowed)
-        own = _own_part(name)
-        return f"{name}: found {found(node)}, expected one of {', '.join(allowed)}{own}{hint}"
+        foreign = _foreign_part(name)
+        return f"{name}: found {found(node)}, expected one of {', '.join(allowed)}{foreign}{hint}"
     expected = _expected(field, path, tree)
     if _is_absent(detail):
         about = (field.description or "").split(". ")[0].rstrip(".")
         return f"{name}: missing, expected {expected}" + (f" ({about})" if about else "")
     hint = _hint(name, node, field.annotation)
-    return f"{name}: found {found(node)}, expected {expected}{_own_part(name)}{hint}"
+    return f"{name}: found {found(node)}, expected {expected}{_foreign_part(name)}{hint}"
 
 
-def _own_part(name: str) -> str:
-    """How a part of another package is named, where one may be; earlier versions registered it."""
+def _foreign_part(name: str) -> str:
+    """Says how a part of another package is named, where one may be."""
     of_tracker = name.startswith("log.trackers[") and name.endswith("].name")
     if not of_tracker and name not in ("model.name", "model.body", "data.format"):
         return ""

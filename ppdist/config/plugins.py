@@ -60,12 +60,12 @@ def forget() -> None:
 
 
 def packages() -> list[str]:
-    """Top-level names of the packages whose parts were named."""
+    """Lists the top-level names of the packages whose parts were named."""
     return sorted(_opened_packages)
 
 
 def load(target: str) -> Any:
-    """What `package.module:Name` names.
+    """Imports what `package.module:Name` names.
 
     Raises: ConfigError: it is not of ppdist, and cannot be imported.
     """
@@ -106,7 +106,7 @@ def _without_current_folder() -> Iterator[None]:
 def open_section(
     schema: type[SectionT], tree: Node, problems: list[Problem], *, stored: bool = False
 ) -> type[SectionT]:
-    """The Section with the parts of other packages that the tree names.
+    """Makes the Section with the parts of other packages that the tree names.
 
     Args:
         problems: gets those of parts that cannot be used.
@@ -133,7 +133,7 @@ def open_section(
 
 
 def _named(tree: Node) -> Iterator[tuple[str, str, Node]]:
-    """(key of a kind, key path, value) of each name that may be of another package."""
+    """Yields (key of a kind, key path, value) of names that may be of another package."""
     nothing = Node({}, tree.place, tree.place)
     model, data, log = (tree.child(key) or nothing for key in ("model", "data", "log"))
     for section, key in ((model, "model.name"), (model, "model.body"), (data, "data.format")):
@@ -161,7 +161,7 @@ def _require_trusted(target: str, stored: bool) -> None:
 
 @cache
 def _section(key: str, target: str) -> type[Section]:
-    """The Section of a part, called by its target.
+    """Imports the Section of a part, and calls it by its target.
 
     Raises: ConfigError: it cannot be imported, or is none.
     """
@@ -183,18 +183,18 @@ def _section(key: str, target: str) -> type[Section]:
 
 
 def _read_again(key: str, target: str, text: str) -> Section:
-    """The Section that another process of this run sends."""
+    """Reads the Section that another process of this run sends."""
     return _section(key, target).model_validate_json(text)
 
 
-def _invalid(target: str, what: str) -> ConfigError:
+def _invalid(target: str, fault: str) -> ConfigError:
     return ConfigError(
-        f"{target} {what}", code="plugin_invalid", fix="docs/extend.md shows each kind"
+        f"{target} {fault}", code="plugin_invalid", fix="docs/extend.md shows each kind"
     )
 
 
 def _called(section: type[Section], key: str, target: str) -> type[Section]:
-    """The Section whose tag is the target."""
+    """Makes the Section whose tag is the target."""
     tag = "name" if key == "trackers" else key
     field = Field(default=target, description="the part of another package")
     return _derived(section, {tag: (Literal.__getitem__(target), field)})
@@ -217,23 +217,23 @@ def _opened(schema: type[Any], parts: tuple[tuple[str, tuple[str, ...]], ...]) -
         elif key == "log.trackers":
             fields["log"] = _log(targets)
     used = {key: annotation for key, annotation in fields.items() if key in schema.model_fields}
-    return _derived(schema, {key: _noted(schema, key, each) for key, each in used.items()})
+    return _derived(schema, {key: _noted(schema, key, section) for key, section in used.items()})
 
 
 def _log(targets: tuple[str, ...]) -> type[Section]:
-    members = [*get_args(ShippedTracker), *(_section("log.trackers", each) for each in targets)]
-    one: Any = Annotated[
+    members = [*get_args(ShippedTracker), *(_section("log.trackers", target) for target in targets)]
+    tracker: Any = Annotated[
         reduce(lambda left, right: left | right, members), Field(discriminator="name")
     ]
-    trackers = tuple[one, ...]
+    trackers = tuple[tracker, ...]
     field = LogConfig.model_fields["trackers"]
     return _derived(LogConfig, {"trackers": (trackers, _of_type(trackers, field))})
 
 
 def _noted(schema: type[Any], key: str, annotation: Any) -> tuple[Any, Any]:
-    """Type and field of a key with its note of what a resumed run may change."""
+    """Returns type and field of a key with its note of what a resumed run may change."""
     field = schema.model_fields[key]
-    note = next((each for each in field.metadata if isinstance(each, OnResume)), None)
+    note = next((item for item in field.metadata if isinstance(item, OnResume)), None)
     noted = annotation if note is None else Annotated[annotation, note]
     return noted, _of_type(annotation, field)
 
@@ -244,7 +244,7 @@ def _derived(schema: type[Any], fields: Mapping[str, Any]) -> type[Any]:
 
 
 def _of_type(annotation: Any, field: FieldInfo) -> Any:
-    """Default and description of a field, for one of another type.
+    """Copies default and description of a field to one of another type.
 
     A Section that is the default becomes one of that type: another would be refused.
     """

@@ -222,17 +222,17 @@ def search(trial: Callable[[Sequence[int]], Outcome], limits: Bytes, most: int) 
         raises.
     """
     doubled = doublings(most)
-    measured, why = trial(doubled)
+    measured, reason = trial(doubled)
     fitting = [batch for batch, used in measured.items() if fits(used, limits)]
     if not fitting:
-        took = f"it takes {tightest(measured[1], limits)}; {_SMALLER}" if measured else why
+        took = f"it takes {tightest(measured[1], limits)}; {_SMALLER}" if measured else reason
         raise ConfigError(
             f"auto: not even one image fits: {took}",
             code="no_image_fits",
             where="train.batch_size_per_card",
         )
     low, bad = max(fitting), most + 1
-    if why or len(fitting) < len(measured):
+    if reason or len(fitting) < len(measured):
         bad = min((batch for batch in doubled if batch > low), default=bad)
     while True:
         top = min(largest_batch(measured, limits, most), bad - 1)

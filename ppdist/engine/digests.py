@@ -46,15 +46,16 @@ def write_digests(file: Path, config: Any, *, evaluate: bool, fitted: bool) -> N
     classes, masks = config.model.num_classes, config.data.augment.copy_paste > 0
     train_set = read_split(config.data, "train", classes, masks=masks)
     val_set = read_split(config.data, "val", classes) if evaluate else None
-    found = _digests(config, train_set, val_set)
-    kept = {name: value for name, value in found.items() if not (fitted and name[:7] == "config ")}
-    replace_file(file, json.dumps(kept).encode())
+    digests = _digests(config, train_set, val_set)
+    if fitted:
+        digests = {name: digests[name] for name in digests if not name.startswith("config ")}
+    replace_file(file, json.dumps(digests).encode())
 
 
 def _digests(config: Any, train_set: DetectionSet, val_set: DetectionSet | None) -> Digests:
     parts = {"version": versions(), "code": digests_of_code(), "config": flat_config(config)}
     facts = {
-        f"{part} {name}": value for part, each in parts.items() for name, value in each.items()
+        f"{part} {name}": value for part, items in parts.items() for name, value in items.items()
     }
     for name, dataset in (("data.train", train_set), ("data.val", val_set)):
         if dataset is not None:

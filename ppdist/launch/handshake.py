@@ -37,14 +37,14 @@ class Handshake:
     identity: str = ""  # of this fleetrun, drawn at random
 
     def message(self) -> Message:
-        """As it is sent."""
+        """Returns the message that another host reads with `read_handshake`."""
         return {"type": "handshake"} | {
-            each.name: getattr(self, each.name) for each in fields(self)
+            field.name: getattr(self, field.name) for field in fields(self)
         }
 
     @property
     def place(self) -> int:
-        """Of the host in --ips, from 0."""
+        """Place of the host in --ips, from 0."""
         return self.hosts.index(self.host)
 
     @property
@@ -69,7 +69,7 @@ class Handshake:
 def own_handshake(
     options: Options, plan: LaunchPlan, attempt: int, changes: int, skip: tuple[int, ...]
 ) -> Handshake:
-    """What this host says."""
+    """Makes the handshake of this host."""
     return Handshake(
         host=plan.host,
         hosts=plan.hosts,
@@ -91,7 +91,7 @@ def own_handshake(
 
 
 def read_handshake(message: Message) -> Handshake | None:
-    """None: the message holds no handshake."""
+    """Reads a handshake from a message; None: it holds none."""
     if message["type"] != "handshake":
         return None
     values: dict[str, Any] = {
@@ -106,14 +106,14 @@ def read_handshake(message: Message) -> Handshake | None:
     }
     if None in values.values() or len(values["names"]) not in (0, len(values["hosts"])):
         return None
-    for each in fields(Handshake):
-        if each.name not in values:
-            values[each.name] = text_of(message, each.name, _WORD_LIMIT)
+    for field in fields(Handshake):
+        if field.name not in values:
+            values[field.name] = text_of(message, field.name, _WORD_LIMIT)
     return Handshake(**values) if values["host"] in values["hosts"] else None
 
 
 def words_of(message: Message, key: str) -> tuple[str, ...] | None:
-    """A list of texts in a message, or None."""
+    """Reads a list of texts from a message; None: it holds none."""
     words = message.get(key)
     if not isinstance(words, list) or len(words) > _LIST_LIMIT:
         return None
@@ -123,7 +123,7 @@ def words_of(message: Message, key: str) -> tuple[str, ...] | None:
 
 
 def steps_of(message: Message) -> tuple[int, ...] | None:
-    """The steps to leave out in a message, or None."""
+    """Reads the steps to leave out from a message; None: it holds none."""
     steps = message.get("skip")
     if not isinstance(steps, list) or len(steps) > _LIST_LIMIT:
         return None
@@ -133,56 +133,57 @@ def steps_of(message: Message) -> tuple[int, ...] | None:
 
 
 def differences(mine: Handshake, theirs: Handshake) -> list[str]:
-    """What keeps two hosts from training together, with both sides."""
-    found = []
+    """Lists what keeps two hosts from training together, with both sides."""
+    lines = []
 
-    def differ(what: str, own: str, other: str, remedy: str) -> None:
-        if own != other:
-            found.append(f"{what}: {mine.host} has {own}, {theirs.host} has {other}; {remedy}")
+    def compare(part: str, here: str, there: str, remedy: str) -> None:
+        if here != there:
+            lines.append(f"{part}: {mine.host} has {here}, {theirs.host} has {there}; {remedy}")
 
     if not mine.same_names(theirs):
         remedy = "type the same hosts in the same order everywhere (rank 0's host stands first)"
-        differ("--ips", ",".join(mine.hosts), ",".join(theirs.hosts), remedy)
+        compare("--ips", ",".join(mine.hosts), ",".join(theirs.hosts), remedy)
     remedy = "ranks are numbered by it: give the same --nproc_per_node or number of cards"
-    differ("processes on a host", str(mine.processes), str(theirs.processes), remedy)
+    compare("processes on a host", str(mine.processes), str(theirs.processes), remedy)
     remedy = "gloo and NCCL cannot talk to each other: use cards on all hosts, or on none"
-    differ("device", mine.device, theirs.device, remedy)
+    compare("device", mine.device, theirs.device, remedy)
     remedy = "start the same script on every host"
-    differ("script", PurePath(mine.script).name, PurePath(theirs.script).name, remedy)
-    for own, other in _different_words(mine.arguments, theirs.arguments):
-        has_path = ("/" in own or "/" in other) and "=" not in own + other
-        same_file = has_path and PurePath(own).name == PurePath(other).name != ""
+    compare("script", PurePath(mine.script).name, PurePath(theirs.script).name, remedy)
+    for here, there in _different_words(mine.arguments, theirs.arguments):
+        has_path = ("/" in here or "/" in there) and "=" not in here + there
+        same_file = has_path and PurePath(here).name == PurePath(there).name != ""
         if not same_file:
             remedy = "start every host with the same command"
-            differ("arguments of the script", own or "none", other or "none", remedy)
+            compare("arguments of the script", here or "none", there or "none", remedy)
     remedy = "hosts restart together: give the same --max_restart on every host"
-    differ("restarts", str(mine.max_restart), str(theirs.max_restart), remedy)
+    compare("restarts", str(mine.max_restart), str(theirs.max_restart), remedy)
     remedy = "hosts must agree on when to go on without one: give the same options on every host"
-    differ("--min_hosts", str(mine.min_hosts), str(theirs.min_hosts), remedy)
-    differ("--rejoin_seconds", str(mine.rejoin_seconds), str(theirs.rejoin_seconds), remedy)
+    compare("--min_hosts", str(mine.min_hosts), str(theirs.min_hosts), remedy)
+    compare("--rejoin_seconds", str(mine.rejoin_seconds), str(theirs.rejoin_seconds), remedy)
     remedy = "install the same version on every host"
-    differ("ppdist", mine.ppdist or "none", theirs.ppdist or "none", remedy)
-    differ("paddle", mine.paddle or "none", theirs.paddle or "none", remedy)
-    return found
+    compare("ppdist", mine.ppdist or "none", theirs.ppdist or "none", remedy)
+    compare("paddle", mine.paddle or "none", theirs.paddle or "none", remedy)
+    return lines
 
 
 def _different_words(mine: Sequence[str], theirs: Sequence[str]) -> list[tuple[str, str]]:
-    own, other = _of_the_run(mine), _of_the_run(theirs)
-    if len(own) == len(other):
-        return [pair for pair in zip(own, other) if pair[0] != pair[1]]
+    """Pairs the words that differ, here and there."""
+    here, there = _without_places(mine), _without_places(theirs)
+    if len(here) == len(there):
+        return [pair for pair in zip(here, there) if pair[0] != pair[1]]
     # One has more: what both have in the same order at the beginning and the end says nothing.
-    start = _same(own, other)
-    end = _same(own[start:][::-1], other[start:][::-1])
-    return [(" ".join(own[start : len(own) - end]), " ".join(other[start : len(other) - end]))]
+    start = _count_common(here, there)
+    end = _count_common(here[start:][::-1], there[start:][::-1])
+    return [(" ".join(here[start : len(here) - end]), " ".join(there[start : len(there) - end]))]
 
 
-def _same(own: Sequence[str], other: Sequence[str]) -> int:
-    """How many words are the same from the beginning on."""
-    return len(list(takewhile(lambda pair: pair[0] == pair[1], zip(own, other))))
+def _count_common(here: Sequence[str], there: Sequence[str]) -> int:
+    """Counts the words that are the same from the beginning on."""
+    return len(list(takewhile(lambda pair: pair[0] == pair[1], zip(here, there))))
 
 
-def _of_the_run(words: Sequence[str]) -> list[str]:
-    """The arguments without those that set where something lies on this host."""
+def _without_places(words: Sequence[str]) -> list[str]:
+    """Leaves out the arguments that set where something lies on this host."""
     # Here, because reading Sections would take half of the time and memory of fleetrun's start.
     from ppdist.config.distributed import PER_HOST_KEYS
 

@@ -24,7 +24,7 @@ _LIMIT = 0.05  # of the step: what takes less does not limit
 
 @dataclass(frozen=True)
 class Link:
-    """Between two cards, or two hosts."""
+    """A link between two cards, or two hosts."""
 
     latency_seconds: float  # of one hop, however small the message
     bytes_per_second: float  # each way
@@ -55,7 +55,7 @@ class Cluster:
 
 
 def ring_seconds(ranks: int, size: float, link: Link) -> float:
-    """Seconds of a ring all-reduce of `size` bytes.
+    """Predicts the seconds of a ring all-reduce of `size` bytes.
 
     Every rank sends its share 2 (n - 1) times: 2 (n - 1) latency + 2 (n - 1) / n size / bandwidth.
     The second term is the least that any algorithm of messages between pairs can take
@@ -65,7 +65,7 @@ def ring_seconds(ranks: int, size: float, link: Link) -> float:
 
 
 def tree_seconds(ranks: int, size: float, link: Link) -> float:
-    """Seconds of a tree all-reduce, up and down.
+    """Predicts the seconds of a tree all-reduce, up and down.
 
     2 log2(n) latency + 2 size / bandwidth.
     """
@@ -75,7 +75,7 @@ def tree_seconds(ranks: int, size: float, link: Link) -> float:
 
 
 def all_reduce_seconds(size: float, cluster: Cluster) -> float:
-    """Seconds of an all-reduce of `size` bytes by the fastest algorithm, as NCCL chooses.
+    """Predicts the seconds of an all-reduce of `size` bytes by the fastest algorithm, as NCCL does.
 
     On several hosts a flat ring goes at the pace of the slower link.  In two levels (summed over
     the cards of a host, then over hosts, then handed back to the cards) only 2 (M - 1) / M of the
@@ -137,7 +137,7 @@ class StepTime:
 
 @cache
 def slowest_of(count: int) -> float:
-    """c(N): expected maximum of N standard normal variables.
+    """Computes c(N), the expected maximum of N standard normal variables.
 
     It is how many standard deviations the slowest of N equal cards lies above the mean: 0.56 of 2,
     1.42 of 8, 2.07 of 32.
@@ -154,7 +154,7 @@ def slowest_of(count: int) -> float:
 
 
 def network_seconds(job: Job, cluster: Cluster) -> float:
-    """Seconds of the gradients' all-reduce that the backward pass cannot hide.
+    """Predicts the seconds of the gradients' all-reduce that the backward pass cannot hide.
 
     max(last bucket, all-reduce - overlap * backward); Li et al. 2020, arXiv:2006.15704.
     """
@@ -187,7 +187,7 @@ def step_time(job: Job, cluster: Cluster) -> StepTime:
 
 @dataclass(frozen=True)
 class Prediction:
-    """Of one job on one cluster."""
+    """Speed and hours of one job on one cluster."""
 
     cluster: Cluster
     total_batch: int
@@ -217,7 +217,7 @@ def predict(job: Job, cluster: Cluster) -> Prediction:
 
 
 def clusters_up_to(cluster: Cluster) -> list[Cluster]:
-    """Clusters of 1, 2, 4, ... cards up to the requested one.
+    """Lists clusters of 1, 2, 4, ... cards up to the requested one.
 
     Cards of one host first, then 2, 4, ... hosts.
     """

@@ -99,16 +99,16 @@ class Setting:
 
     @property
     def overrides(self) -> list[str]:
-        """What it changes, as `-o` takes it."""
+        """Keys that it changes, as `-o` takes them."""
         items = [f"{key}={json.dumps(value)}" for key, value in self.trials[0]["params"].items()]
         return [*self.trials[0]["variant_overrides"], *items]
 
     def values(self, which: str) -> list[float]:
-        """The metric of each trial that counts, of its `final` or `best` evaluation."""
+        """Lists the metric of the trials that count, of their `final` or `best` evaluation."""
         return [row[which][row["metric"]] for row in self.counted]
 
     def cells(self) -> list[str]:
-        """Its line of the table; numbers are means, of the last value with its deviation."""
+        """Writes its line of the table; numbers are means, of the last value with its deviation."""
         states = [row["state"] for row in self.trials]
         reasons = dict.fromkeys(row["why"] for row in self.trials if row.get("why"))
         state = ", ".join(f"{states.count(name)} {name}" for name in dict.fromkeys(states))
@@ -126,7 +126,7 @@ class Setting:
 
 
 def ranking(rows: Sequence[Row]) -> list[Setting]:
-    """Settings, the best first: by the mean of the last values; those without any at the end."""
+    """Ranks settings by the mean of their last values, the best first, those without any last."""
     trials: dict[str, list[Row]] = {}
     for row in rows:
         trials.setdefault(row["setting"], []).append(row)

@@ -85,11 +85,11 @@ class Proof:
     efficiency: float
 
     def config(self, *more: str) -> ExperimentConfig:
-        """Collective."""
+        """Loads the configuration.  Collective."""
         return comm.run_on_all_ranks(lambda: load_config(self.source, [*self.overrides, *more]))
 
     def words(self, command: str, kind: str, *more: str) -> list[str]:
-        """The command line of one of our commands, with this configuration."""
+        """Writes the command line of one of our commands, with this configuration."""
         given = ["-o", *self.overrides, *more] if self.overrides or more else []
         return [*self.command(command), kind, "-c", self.source, *given]
 
@@ -176,7 +176,7 @@ def equivalence(proof: Proof) -> Result:
 
 
 def judge_equivalence(report: Report) -> Result:
-    """Args: report: of `dp_equivalence.verify_ranks`."""
+    """Judges the equivalence.  Args: report: of `dp_equivalence.verify_ranks`."""
     verdict = dp_equivalence.verdict(report)
     result = Result({"report": report})
     if verdict == FAIL:
@@ -219,7 +219,10 @@ def speed(proof: Proof) -> Result:
 
 
 def judge_speed(rates: Mapping[int, float], least: float, on_cards: bool) -> Result:
-    """Args: rates: images per second of all ranks, by the number of ranks; with that of 1."""
+    """Judges the speed.
+
+    Args: rates: images per second of all ranks, by the number of ranks; with that of 1.
+    """
     world = max(rates)
     share = rates[world] / rates[1] / world
     result = Result({"images_per_second": dict(rates), "efficiency": share})
@@ -279,7 +282,7 @@ def _checkpoint(folder: Path) -> Checkpoint:
 
 
 def off_by(one: Checkpoint, other: Checkpoint) -> float:
-    """L2 norm of the difference of two checkpoints by that of the other; 0: they are equal."""
+    """Divides the L2 norm of two checkpoints' difference by that of the other; 0: equal."""
     if one.keys() != other.keys() or not one:
         raise ValueError(f"the checkpoints hold {len(one)} and {len(other)} tensors")
     wide = {key: array.astype(np.float64) for key, array in other.items()}
@@ -290,7 +293,10 @@ def off_by(one: Checkpoint, other: Checkpoint) -> float:
 
 
 def judge_resume(resumed: float, noise: float) -> Result:
-    """Args: noise: `off_by` of two uninterrupted runs; not measured where `resumed` is 0."""
+    """Judges the resume.
+
+    Args: noise: `off_by` of two uninterrupted runs; not measured where `resumed` is 0.
+    """
     result = Result({"resumed_off_by": resumed, "uninterrupted_off_by": noise})
     if resumed > _NOISE_ALLOWED * noise:
         result.problems.append(f"off by {resumed:.1e}; two uninterrupted runs by {noise:.1e}")
@@ -305,7 +311,7 @@ PARTS: dict[str, Callable[[Proof], Result]] = {
 
 
 def line(name: str, result: Result) -> str:
-    """`PASS     resume`, with what went wrong or the reason, and what was measured below."""
+    """Writes `PASS     resume`, with what went wrong or the reason, and the figures below."""
     reason = "; ".join(result.problems) or result.not_run
     rates = result.measured.get("images_per_second", {})
     below = [f"{rate:.1f} images a second on {ranks}" for ranks, rate in sorted(rates.items())]

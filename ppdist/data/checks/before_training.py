@@ -111,7 +111,8 @@ def _remembered(sets: Mapping[str, DetectionSet], *, decode: bool, workers: int)
     again = " (unchanged since the last check)" if known else ""
     if known is None:
         checked = {
-            split: _checked(each, decode=decode, workers=workers) for split, each in records.items()
+            split: _checked(images, decode=decode, workers=workers)
+            for split, images in records.items()
         }
         known = _outcome(sets, checked)
         passing = any(found.passing for images in checked.values() for _, found in images)

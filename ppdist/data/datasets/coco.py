@@ -266,16 +266,17 @@ class _Object(msgspec.Struct, gc=False):
 def _read(
     folder: Path, file: Path, complain: Complain, known: KnownClasses, keep: _Keep
 ) -> "_File":
+    """Reads images and objects of a COCO file."""
     parts = _parts(file, complain, "annotations")
     categories, annotations = [*map(_value, parts["categories"])], parts["annotations"]
     classes = classes_of(categories, _used_categories(annotations), file, complain, known)
-    found = _File(folder, file, keep, classes, complain)
-    found.add_images(parts["images"])
-    found.add_objects(annotations)
+    content = _File(folder, file, keep, classes, complain)
+    content.add_images(parts["images"])
+    content.add_objects(annotations)
     if keep == "everything":
-        found.extra = {key: _value(parts[key]) for key in parts if key not in NEEDED}
-        found.class_extras = _class_extras(categories, classes)
-    return found
+        content.extra = {key: _value(parts[key]) for key in parts if key not in NEEDED}
+        content.class_extras = _class_extras(categories, classes)
+    return content
 
 
 class _File:
@@ -344,8 +345,8 @@ class _File:
             path = self._inside + name
             if storage.is_remote(path) or is_there(path):
                 return path
-        found = find_image(self._folder, name, str(self._file), self._complain)
-        return "" if found is None else str(found)
+        image = find_image(self._folder, name, str(self._file), self._complain)
+        return "" if image is None else str(image)
 
     def _usual_image(self, entry: Any) -> tuple[int, str, Size] | None:
         """Id, path and size of an image that fits the schema; else None."""
@@ -374,8 +375,8 @@ class _File:
             if path:
                 sides = entry.get("width"), entry.get("height")
                 width, height = map(whole_number, sides)
-                said = f"width {sides[0]!r:.20}, height {sides[1]!r:.20}"
-                size = size_of(Path(path), width, height, said, where, self._complain)
+                typed = f"width {sides[0]!r:.20}, height {sides[1]!r:.20}"
+                size = size_of(Path(path), width, height, typed, where, self._complain)
         except Malformed as wrong:
             self._complain(wrong.issue)
         return None if identity is None else (identity, path, size)

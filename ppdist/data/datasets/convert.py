@@ -403,13 +403,13 @@ def _write_classes(raw: RawSet, out: Path, split: str) -> None:
             where=str(out),
             fix="choose a new folder",
         )
-    there = [each for each in ("train", "val") if (out / f"{each}.txt").exists()]
-    file, before = out / "data.yaml", _data_yaml(raw, there)
+    splits = [name for name in ("train", "val") if (out / f"{name}.txt").exists()]
+    file, before = out / "data.yaml", _data_yaml(raw, splits)
     if not known:
         write_text(file, _data_yaml(raw, [split]))
     elif file.is_file() and file.read_text(encoding="utf-8") == before:  # of another split
         with writing(file):
-            replace_file(file, _data_yaml(raw, [*there, split]).encode())
+            replace_file(file, _data_yaml(raw, [*splits, split]).encode())
 
 
 def _data_yaml(raw: RawSet, splits: Sequence[str]) -> str:
