@@ -292,6 +292,7 @@ def test_rollback_sets_later_best_aside_and_logs_it(shapes, tmp_path):
             return {**inner(*arguments), "mAP": float(trainer.state.step)}
 
         trainer.evaluator.evaluate = evaluate
+        at_step(trainer, 6, trainer.writer.finish)  # what still waits to be written is dropped
 
     short = ("train.max_steps=8", "checkpoint.every_steps=5")
     alone(shapes, tmp_path, *short, before=rising, evaluate=True)
