@@ -70,7 +70,7 @@ def load(target: str) -> Any:
     Raises: ConfigError: it is not of ppdist, and cannot be imported.
     """
     module, _, name = target.partition(":")
-    package = module.partition(".")[0]
+    package = _package_of(target)
     try:
         with _without_current_folder():
             return reduce(getattr, name.split("."), importlib.import_module(module))
@@ -83,6 +83,11 @@ def load(target: str) -> Any:
             where=f"plugin {package}",
             fix="install or repair that package, or put its folder on PYTHONPATH",
         ) from error
+
+
+def _package_of(target: str) -> str:
+    """Returns the top-level name of the package that `package.module:Name` is of."""
+    return target.partition(":")[0].partition(".")[0]
 
 
 @contextmanager
@@ -120,7 +125,7 @@ def open_section(
         try:
             _require_trusted(target, stored and not node.place.source.startswith("-o "))
             if key == "model.body":
-                _opened_packages.add(target.partition(".")[0].partition(":")[0])
+                _opened_packages.add(_package_of(target))
             else:
                 _section(key, target)
             parts.setdefault(key, []).append(target)
@@ -167,7 +172,7 @@ def _section(key: str, target: str) -> type[Section]:
     """
     base = _BASES[key]
     section = load(target)
-    _opened_packages.add(target.partition(":")[0].partition(".")[0])
+    _opened_packages.add(_package_of(target))
     if not (isinstance(section, type) and issubclass(section, base)):
         raise _invalid(target, f"is not a subclass of {base.__module__}.{base.__name__}")
     for attribute in _NAMES[cast(Any, base)]:

@@ -8,10 +8,10 @@ A cache changes no pixel, and what is wrong with it is never an error: an image 
 decoded.  Two processes that keep the same image at once write the same bytes, so no lock is needed.
 """
 
-import hashlib
 import logging
 import mmap
 import os
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Literal, NamedTuple, Protocol
@@ -25,6 +25,7 @@ from ppdist.data.types import DetectionSet, Records
 from ppdist.distributed import comm
 from ppdist.runtime.files import replacing
 from ppdist.storage import files as storage
+from ppdist.storage.keyed_cache import place_of
 
 _LOGGER = logging.getLogger("ppdist.data")
 _FORMAT = f"ppdist image 1, OpenCV {cv2.__version__}"
@@ -169,7 +170,7 @@ class DiskCache:
             return
         pixels, place = _pixels_of(index, image_HW3, self._sizes_N2[index]), self._absent[1]
         try:
-            if _free(self._folder) < self._least_free + len(pixels):
+            if shutil.disk_usage(self._folder).free < self._least_free + len(pixels):
                 raise OSError(f"{self._least_free / _GIB:.2f} GiB of its disk stay free")
             place.parent.mkdir(parents=True, exist_ok=True)
             with replacing(place) as file:
@@ -194,9 +195,7 @@ class DiskCache:
         if not identity.mark:  # its changes would not be noticed
             return None
         key = f"{_FORMAT}\0{self._reductions_N[index]} {identity.bytes} {identity.mark}\0"
-        content = key.encode() + os.fsencode(os.path.abspath(path))
-        name = hashlib.blake2b(content, digest_size=16).hexdigest()
-        return self._folder / name[:2] / name
+        return place_of(self._folder, key + os.path.abspath(path))
 
 
 def _pixels_of(index: int, image_HW3: np.ndarray, size_2: np.ndarray) -> memoryview:
@@ -252,15 +251,10 @@ def _folder_on_disk(folder: str | Path | None) -> tuple[Path, int]:
         raise OSError("this user has no home folder; set data.cache_dir")
     place = parent / "images"
     place.mkdir(parents=True, exist_ok=True)
-    free = _free(place)
+    free = shutil.disk_usage(place).free
     room = _room(free)
     _say(f"disk: up to {room / _GIB:.2f} GiB more in {place}; delete it when no run needs it")
     return place, free - room
-
-
-def _free(folder: Path) -> int:
-    disk = os.statvfs(folder)
-    return disk.f_bavail * disk.f_frsize
 
 
 class _Opened(NamedTuple):

@@ -124,8 +124,7 @@ class KeyedCache:
 
     def place(self, key: str) -> Path:
         """The file of an entry."""
-        name = hashlib.blake2b(os.fsencode(key), digest_size=16).hexdigest()
-        return self.folder / name[:2] / name
+        return place_of(self.folder, key)
 
     def _require_room(self, needed: int) -> None:
         """Deletes old entries of a full disk.  Raises: OSError: still full."""
@@ -181,6 +180,12 @@ class KeyedCache:
                 with suppress(OSError):
                     state = entry.stat()
                     yield state.st_mtime, -(-state.st_size // _BLOCK) * _BLOCK, entry.path
+
+
+def place_of(folder: Path, key: str) -> Path:
+    """Names the file of a key: `FOLDER/3f/3f9c...`."""
+    name = hashlib.blake2b(os.fsencode(key), digest_size=16).hexdigest()
+    return folder / name[:2] / name
 
 
 def packed(*parts: Any) -> Sequence[Any]:

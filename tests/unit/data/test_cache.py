@@ -3,6 +3,7 @@
 import gc
 import logging
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -10,6 +11,7 @@ import time
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import cv2
 import numpy as np
@@ -236,7 +238,7 @@ def test_the_rest_of_the_disk_stays_free_for_all_workers(tmp_path, monkeypatch):
         if worker == 0:
             with warned.open("a", encoding="utf-8") as file:
                 cache_module._warn = lambda text: file.write(f"{text}\n")
-                cache_module._free = lambda folder: cache_module._SPARE
+                shutil.disk_usage = lambda folder: SimpleNamespace(free=cache_module._SPARE)
                 fill(cache, dataset)
             os._exit(0)
         assert os.waitpid(worker, 0)[1] == 0
