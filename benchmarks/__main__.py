@@ -31,7 +31,7 @@ from ppdist.cli import add_config, script_of
 from ppdist.common import process
 from ppdist.common.arguments import at_least
 from ppdist.common.files import make_parent, write_json
-from ppdist.config import load_config
+from ppdist.config.experiment import load_config
 from ppdist.distributed import comm
 
 

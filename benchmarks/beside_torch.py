@@ -114,7 +114,7 @@ def _serve(name: str, size: str, dtype: str, scratch: Path) -> None:
 def _ours(size: str, dtype: str, scratch: Path) -> tuple[list[str], Any]:
     import paddle
 
-    from ppdist.config import load_config
+    from ppdist.config.experiment import load_config
     from ppdist.data.datasets.synthetic import make_shapes
     from ppdist.distributed import comm
     from ppdist.engine.build import build_training

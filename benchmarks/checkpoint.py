@@ -15,7 +15,7 @@ from ppdist.engine.state import capture_state
 from ppdist.engine.train_step import Clock
 
 if TYPE_CHECKING:
-    from ppdist.config import ExperimentConfig
+    from ppdist.config.experiment import ExperimentConfig
 
 Report = dict[str, Any]
 

@@ -14,8 +14,8 @@ from typing import Any
 from ppdist.api import train
 from ppdist.benchmark.latency import measure_predictors, pictures_of, predictors_of
 from ppdist.common import process
-from ppdist.config import ExperimentConfig, load_config
-from ppdist.config.base import parse_plain
+from ppdist.config.experiment import ExperimentConfig, load_config
+from ppdist.config.parse import parse_plain
 from ppdist.config.runtime import Backend
 from ppdist.data.datasets.build import read_split
 from ppdist.data.datasets.synthetic import make_shapes

@@ -21,8 +21,8 @@ from pathlib import Path
 from statistics import median
 from typing import Any, NamedTuple
 
-from ppdist.config import load_config
 from ppdist.config.data import DataConfig, SplitConfig
+from ppdist.config.experiment import load_config
 from ppdist.config.train import MicroBatches
 from ppdist.data.datasets.annotations import quietly
 from ppdist.data.datasets.build import read_raw, read_split

@@ -9,7 +9,7 @@ import argparse
 
 import paddle
 
-from ppdist.config import load_config
+from ppdist.config.experiment import load_config
 from ppdist.config.train import MicroBatches
 from ppdist.data.datasets.build import read_split
 from ppdist.data.loading.loader import TrainLoader

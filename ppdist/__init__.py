@@ -14,7 +14,7 @@ if not (3, 10) <= sys.version_info[:2] <= (3, 13):  # as in setup.py; Paddle has
 if TYPE_CHECKING:
     from ppdist.api import Detector, Run, evaluate, export, train
     from ppdist.common.writers import MetricWriter
-    from ppdist.config import load_config
+    from ppdist.config.experiment import load_config
     from ppdist.engine.callbacks import Callback
     from ppdist.predict.detections import Detections
 
@@ -38,7 +38,7 @@ _HOMES = {
     "MetricWriter": "ppdist.common.writers",
     "Run": "ppdist.api",
     "evaluate": "ppdist.api",
-    "load_config": "ppdist.config",
+    "load_config": "ppdist.config.experiment",
     "train": "ppdist.api",
 }  # `export` is below: the folder of that name is called like the function
 

@@ -29,10 +29,10 @@ from PIL import Image
 
 from ppdist.common.errors import ConfigError, DataError, UserError
 from ppdist.common.process import STOP_SIGNALS, require_paddle
-from ppdist.config import ExperimentConfig, changed, load_config
-from ppdist.config.base import Overrides, override_items, parse_plain
+from ppdist.config.experiment import ExperimentConfig, changed, load_config
 from ppdist.config.export import ExportOptions
 from ppdist.config.migration import answering, refuse_name
+from ppdist.config.parse import Overrides, override_items, parse_plain
 from ppdist.predict.detections import Detections
 from ppdist.predict.sources import (
     Frame,

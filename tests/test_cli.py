@@ -11,7 +11,7 @@ import pytest
 
 from ppdist import cli
 from ppdist.cli import config
-from ppdist.config import load_config
+from ppdist.config.experiment import load_config
 from ppdist.config.shipped import recipes, short_names
 from ppdist.config.study import load_study
 from tests.errors import raises

@@ -22,9 +22,9 @@ from unittest import mock
 
 from ppdist import cli
 from ppdist.common.errors import CodedError, ConfigError
-from ppdist.config import ExperimentConfig
-from ppdist.config.base import parse_tree
+from ppdist.config.experiment import ExperimentConfig
 from ppdist.config.migration import answer_key, refuse_options, table
+from ppdist.config.parse import parse_tree
 from ppdist.config.removed import REMOVED
 from ppdist.config.schema import all_keys
 from ppdist.config.shipped import find_config, short_names

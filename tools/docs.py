@@ -24,7 +24,7 @@ from pydantic_core import PydanticUndefined
 import ppdist
 from ppdist.cli import COMMANDS, main_of
 from ppdist.cli.config import measured_runtimes
-from ppdist.config import ExperimentConfig, load_config
+from ppdist.config.experiment import ExperimentConfig, load_config
 from ppdist.config.schema import SectionType, sections_in, type_in_words
 from ppdist.config.train import MicroBatches
 from ppdist.config.yaml import BASE_KEY

@@ -24,7 +24,7 @@ import paddle
 
 from ppdist.benchmark.interleaved import wait_for_slice
 from ppdist.common.errors import ConfigError
-from ppdist.config import ExperimentConfig
+from ppdist.config.experiment import ExperimentConfig
 from ppdist.data.types import Batch, DetectionSet
 from ppdist.distributed import comm, device, store
 from ppdist.engine.build import (

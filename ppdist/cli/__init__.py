@@ -24,7 +24,7 @@ from ppdist import __version__
 from ppdist.common import errors, process
 
 if TYPE_CHECKING:
-    from ppdist.config import ExperimentConfig
+    from ppdist.config.experiment import ExperimentConfig
 
 COMMANDS = {
     "train": "train a detector or a classifier",
@@ -326,7 +326,7 @@ def experiment_of(arguments: argparse.Namespace, command: str) -> "ExperimentCon
 
     Args: arguments: of `add_data`.  command: as users type it, for messages.
     """
-    from ppdist.config import load_config
+    from ppdist.config.experiment import load_config
 
     require_one_source(arguments, command)
     model: str | None = getattr(arguments, "model", None)
@@ -354,7 +354,7 @@ def config_of(arguments: argparse.Namespace, *, needs_data: bool = False) -> "Ex
 
     Args: needs_data: see `config_of_weights`.
     """
-    from ppdist.config import load_config
+    from ppdist.config.experiment import load_config
 
     if arguments.config:
         return load_config(arguments.config, arguments.override)

@@ -33,7 +33,7 @@ from ppdist.common import errors, process
 from ppdist.common.arguments import at_least, time_in
 
 if TYPE_CHECKING:
-    from ppdist.config import ExperimentConfig
+    from ppdist.config.experiment import ExperimentConfig
 
 
 def parse() -> argparse.Namespace:
@@ -138,7 +138,7 @@ def synthetic_data(arguments: argparse.Namespace, root: Path) -> list[str]:
 
 
 def load(arguments: argparse.Namespace, *more: str) -> "ExperimentConfig":
-    from ppdist.config import load_config
+    from ppdist.config.experiment import load_config
 
     return load_config(arguments.config, [*arguments.override, *more])
 

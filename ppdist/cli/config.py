@@ -18,8 +18,8 @@ import ppdist
 from ppdist.cli import add_config, parser_of
 from ppdist.common.errors import ConfigError
 from ppdist.common.files import write_text
-from ppdist.config import load_config
-from ppdist.config.base import dump_yaml
+from ppdist.config.experiment import load_config
+from ppdist.config.parse import dump_yaml
 from ppdist.config.shipped import find_config, folder, near, recipes, short_names
 
 _EXPERIMENT = re.compile(r"^config: *(\S+\.yml)$", re.MULTILINE)

@@ -30,11 +30,11 @@ from typing import TYPE_CHECKING, Any, Literal
 from ppdist.cli import RECIPE, add_data, experiment_of, parser_of, print_table
 from ppdist.common import errors, process
 from ppdist.common.arguments import at_least, byte_count
-from ppdist.storage.stores import is_remote
+from ppdist.storage.addresses import is_remote
 
 if TYPE_CHECKING:
-    from ppdist.config import ExperimentConfig
     from ppdist.config.data import DataConfig
+    from ppdist.config.experiment import ExperimentConfig
     from ppdist.data.checks.validate import Report
 
 SPLITS: tuple[Literal["train", "val"], ...] = ("train", "val")

@@ -124,7 +124,7 @@ def launch_options(arguments: argparse.Namespace) -> Options:
 
 
 def check_experiment(path: str, overrides: list[str], writes: bool) -> Iterator[Finding]:
-    from ppdist.config import load_config
+    from ppdist.config.experiment import load_config
     from ppdist.data.datasets.build import check_same_classes, read_split
 
     try:
@@ -180,7 +180,7 @@ def check_together(
 
 def be_rank(arguments: argparse.Namespace, report_file: Path) -> int:
     """What each of the processes does."""
-    from ppdist.config import load_config
+    from ppdist.config.experiment import load_config
     from ppdist.verify.cluster import check_ranks, compare_hosts, measure_cluster
 
     config = load_config(arguments.config, arguments.override) if arguments.config else None

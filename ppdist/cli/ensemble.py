@@ -18,7 +18,7 @@ from ppdist.common.arguments import at_least, share
 from ppdist.ensemble.wbf import IOU, VIEW_MARGIN
 
 if TYPE_CHECKING:
-    from ppdist.config import ExperimentConfig
+    from ppdist.config.experiment import ExperimentConfig
     from ppdist.data.types import DetectionSet
     from ppdist.ensemble.fuse import Member
     from ppdist.models.base import ImageModel
@@ -97,7 +97,7 @@ def fuse(arguments: argparse.Namespace) -> None:
     models = [split_model(text) for text in arguments.model]
     factors = factors_of(arguments, len(models))
     from ppdist.common.files import make_folder
-    from ppdist.config import load_config
+    from ppdist.config.experiment import load_config
     from ppdist.data.datasets.build import limits
     from ppdist.distributed import comm
     from ppdist.ensemble import fuse as fusing
@@ -181,7 +181,7 @@ def factors_of(arguments: argparse.Namespace, models: int) -> list[float]:
 
 def average(arguments: argparse.Namespace) -> None:
     from ppdist.common.files import make_parent, write_json
-    from ppdist.config import load_config
+    from ppdist.config.experiment import load_config
     from ppdist.data.datasets.build import limits
     from ppdist.distributed import comm
     from ppdist.engine.data import read_sets

@@ -19,8 +19,8 @@ from ppdist.common import errors, process
 if TYPE_CHECKING:
     import numpy as np
 
-    from ppdist.config import ExperimentConfig
     from ppdist.config.data import DataConfig, SplitConfig
+    from ppdist.config.experiment import ExperimentConfig
     from ppdist.engine.evaluator import ClassificationEvaluator, Evaluator
 
 
@@ -117,7 +117,7 @@ def config_for(arguments: argparse.Namespace) -> "ExperimentConfig":
     """The configuration of -c or the weights, with DATA and -o."""
     if not arguments.data:
         return config_of(arguments, needs_data=True)
-    from ppdist.config import changed, load_config
+    from ppdist.config.experiment import changed, load_config
     from ppdist.engine.recipe import with_data
     from ppdist.models.model_card import config_of_weights
 

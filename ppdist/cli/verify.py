@@ -94,7 +94,7 @@ def accelerator(arguments: argparse.Namespace) -> int:
 def equivalence(arguments: argparse.Namespace) -> int:
     from ppdist.common.errors import ConfigError
     from ppdist.common.files import write_json
-    from ppdist.config import load_config
+    from ppdist.config.experiment import load_config
     from ppdist.distributed import comm
     from ppdist.verify import dp_equivalence
     from ppdist.verify.dp_equivalence import lines, verdict

@@ -5,7 +5,7 @@ from typing import Annotated
 
 from pydantic import Field, field_validator
 
-from ppdist.config.base import Section
+from ppdist.config.section import Section
 
 Gain = Annotated[float, Field(ge=0, le=1)]
 HueGain = Annotated[float, Field(ge=0, le=0.4)]

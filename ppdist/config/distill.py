@@ -4,9 +4,10 @@ from typing import Annotated
 
 from pydantic import ConfigDict, Field, model_validator
 
-from ppdist.config.base import OnResume, Section
 from ppdist.config.model import ModelConfig
+from ppdist.config.parse import Document
 from ppdist.config.plugins import open_section
+from ppdist.config.section import OnResume, Section
 from ppdist.config.yaml import Node, Problem
 
 
@@ -74,7 +75,7 @@ class DistillConfig(Section):
         return self
 
 
-class Trained(Section):
+class Trained(Document):
     """The model section of a teacher's run.
 
     Its other keys may be those of another version.

@@ -5,7 +5,7 @@ from typing import Annotated, Literal
 from pydantic import BeforeValidator, Field
 
 from ppdist.common.errors import ConfigError
-from ppdist.config.base import OnResume, Section
+from ppdist.config.section import OnResume, Section
 
 # What the hosts of one run may each set as they like: where things lie, not what is computed.
 PER_HOST_KEYS = (

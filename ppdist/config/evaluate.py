@@ -4,7 +4,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from ppdist.config.base import OnResume, Section
+from ppdist.config.section import OnResume, Section
 
 # Names of metrics for the log, by task; the first says by default what is best.
 DETECTION_METRICS = ("mAP", "mAP50", "fitness")

@@ -8,14 +8,7 @@ from typing import Annotated, Any, cast, get_args
 
 from pydantic import Field, model_validator
 
-from ppdist.config.base import (
-    OnResume,
-    Overrides,
-    Section,
-    override_items,
-    parse_config,
-    parse_plain,
-)
+from ppdist.common.plugin import is_plugin
 from ppdist.config.data import DataConfig
 from ppdist.config.distill import DistillConfig
 from ppdist.config.distributed import DistributedConfig
@@ -25,15 +18,17 @@ from ppdist.config.loss import LossConfig, PPYOLOELossConfig
 from ppdist.config.model import ModelConfig
 from ppdist.config.optimizer import OptimizerConfig, ScheduleConfig
 from ppdist.config.output import CheckpointConfig, LogConfig
-from ppdist.config.plugins import is_plugin, open_section
+from ppdist.config.parse import Document, Overrides, override_items, parse_config, parse_plain
+from ppdist.config.plugins import open_section
 from ppdist.config.removed import without_removed
+from ppdist.config.section import OnResume, Section
 from ppdist.config.shipped import find_config
 from ppdist.config.train import EarlyStoppingConfig, TrainConfig
 from ppdist.config.validate import cross_key_errors
 from ppdist.config.yaml import Node, Place, Problem, merge, problems_error, tree_of
 
 
-class ExperimentConfig(Section):
+class ExperimentConfig(Document):
     """One experiment: what a YAML file of configs/ describes."""
 
     output_dir: Annotated[str | None, OnResume.FREE] = Field(

@@ -4,7 +4,7 @@ from typing import Literal
 
 from pydantic import Field, model_validator
 
-from ppdist.config.base import Section
+from ppdist.config.section import Section
 
 CALIBRATION = 64  # images
 INT8_LOSS = 0.02  # mAP

@@ -4,7 +4,7 @@ from typing import Literal
 
 from pydantic import Field
 
-from ppdist.config.base import Section
+from ppdist.config.section import Section
 
 
 class PPYOLOELossConfig(Section):

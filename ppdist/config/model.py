@@ -5,7 +5,7 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BeforeValidator, Field, ValidationInfo, WithJsonSchema, field_validator
 
-from ppdist.config.base import OnResume, Section, Task
+from ppdist.config.section import OnResume, Section, Task
 
 YOLOV5_LEVELS = ("P3-P5", "P3-P6")  # of those of PP-YOLOE: YOLOv5 has nothing finer than stride 8
 _Side = Annotated[float, Field(gt=0)]

@@ -4,7 +4,7 @@ from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field
 
-from ppdist.config.base import Section
+from ppdist.config.section import Section
 
 
 class CheckpointConfig(Section):

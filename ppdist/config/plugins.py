@@ -14,11 +14,8 @@ export, which may come from a stranger) is imported only where the user's own co
 names it, too, or --trust-plugins is given.
 """
 
-import importlib
 import os
-import sys
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
 from functools import cache, reduce
 from typing import Annotated, Any, Literal, TypeVar, cast, get_args
 
@@ -26,11 +23,12 @@ from pydantic import Field, create_model
 from pydantic.fields import FieldInfo
 
 from ppdist.common.errors import ConfigError
-from ppdist.config.base import OnResume, Section
+from ppdist.common.plugin import is_plugin, load, package_of
 from ppdist.config.data import DataConfig
 from ppdist.config.model import DetectorConfig, PPYOLOEConfig
 from ppdist.config.output import LogConfig, ShippedTracker, TrackerConfig
 from ppdist.config.schema import choices
+from ppdist.config.section import OnResume, Section
 from ppdist.config.yaml import Node, Problem
 
 TRUST_VARIABLE = "PPDIST_TRUST_PLUGINS"  # 1: as --trust-plugins; processes of a job inherit it
@@ -46,11 +44,6 @@ _named_by_user: set[str] = set()  # `package.module:Name`, of this process
 _opened_packages: set[str] = set()
 
 
-def is_plugin(name: object) -> bool:
-    """Whether a name is that of another package's part."""
-    return isinstance(name, str) and ":" in name
-
-
 def forget() -> None:
     """Forgets what was named and imported so far, as in a new process."""
     _named_by_user.clear()
@@ -62,47 +55,6 @@ def forget() -> None:
 def packages() -> list[str]:
     """Lists the top-level names of the packages whose parts were named."""
     return sorted(_opened_packages)
-
-
-def load(target: str) -> Any:
-    """Imports what `package.module:Name` names.
-
-    Raises: ConfigError: it is not of ppdist, and cannot be imported.
-    """
-    module, _, name = target.partition(":")
-    package = _package_of(target)
-    try:
-        with _without_current_folder():
-            return reduce(getattr, name.split("."), importlib.import_module(module))
-    except (Exception, SystemExit) as error:  # another's code runs when it is imported
-        if package == __name__.partition(".")[0]:
-            raise
-        raise ConfigError(
-            f"{target} cannot be imported: {type(error).__name__}: {error}",
-            code="plugin_failed",
-            where=f"plugin {package}",
-            fix="install or repair that package, or put its folder on PYTHONPATH",
-        ) from error
-
-
-def _package_of(target: str) -> str:
-    """Returns the top-level name of the package that `package.module:Name` is of."""
-    return target.partition(":")[0].partition(".")[0]
-
-
-@contextmanager
-def _without_current_folder() -> Iterator[None]:
-    """Hides the current folder where Python put it first, as `python -m` and `python` do."""
-    first = None if getattr(sys.flags, "safe_path", False) else sys.path[0]
-    listed = [*filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))]
-    if first is None or os.path.realpath(first) != os.path.realpath("") or first in listed:
-        yield
-        return
-    del sys.path[0]
-    try:
-        yield
-    finally:
-        sys.path.insert(0, first)
 
 
 # --- Sections -------------------------------------------------------------------------------------
@@ -125,7 +77,7 @@ def open_section(
         try:
             _require_trusted(target, stored and not node.place.source.startswith("-o "))
             if key == "model.body":
-                _opened_packages.add(_package_of(target))
+                _opened_packages.add(package_of(target))
             else:
                 _section(key, target)
             parts.setdefault(key, []).append(target)
@@ -172,7 +124,7 @@ def _section(key: str, target: str) -> type[Section]:
     """
     base = _BASES[key]
     section = load(target)
-    _opened_packages.add(_package_of(target))
+    _opened_packages.add(package_of(target))
     if not (isinstance(section, type) and issubclass(section, base)):
         raise _invalid(target, f"is not a subclass of {base.__module__}.{base.__name__}")
     for attribute in _NAMES[cast(Any, base)]:

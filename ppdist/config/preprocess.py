@@ -4,8 +4,8 @@ from typing import Literal
 
 from pydantic import Field
 
-from ppdist.config.base import Section, Task
 from ppdist.config.data import Resize
+from ppdist.config.section import Section, Task
 
 GREY = (114, 114, 114)  # what lies beside a letterboxed image
 

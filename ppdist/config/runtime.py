@@ -4,7 +4,7 @@ from typing import Literal
 
 from pydantic import Field, model_validator
 
-from ppdist.config.base import Section
+from ppdist.config.section import Section
 
 Backend = Literal["paddle", "onnx", "openvino", "tensorrt"]
 

@@ -23,8 +23,9 @@ from typing import Any, Literal
 from pydantic import Field, model_validator
 
 from ppdist.common.errors import ConfigError
-from ppdist.config.base import Section, parse_config
 from ppdist.config.experiment import load_config
+from ppdist.config.parse import Document, parse_config
+from ppdist.config.section import Section
 from ppdist.config.shipped import find_config
 from ppdist.config.yaml import Node, Place, Problem, Reader, problems_error
 
@@ -107,7 +108,7 @@ class PrunerConfig(Section):
     )
 
 
-class StudyConfig(Section):
+class StudyConfig(Document):
     """A study: what a YAML file of configs/studies/ describes."""
 
     name: str | None = Field(default=None, description="In tables; null: the name of the file.")

@@ -9,7 +9,7 @@ from typing import Annotated, Literal
 from pydantic import Field, field_validator
 
 from ppdist.common.errors import ConfigError
-from ppdist.config.base import OnResume, Section
+from ppdist.config.section import OnResume, Section
 
 _BatchSize = Annotated[int, Field(gt=0)] | Literal["auto"]
 

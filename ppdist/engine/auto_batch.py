@@ -28,8 +28,8 @@ import paddle
 from ppdist.common.child import own_environment, python_module, run_command
 from ppdist.common.errors import ConfigError, Failure
 from ppdist.common.machine import available_memory, process_memory
-from ppdist.config import ExperimentConfig
 from ppdist.config.augment import AugmentConfig
+from ppdist.config.experiment import ExperimentConfig
 from ppdist.config.train import MicroBatches, max_micro_batch
 from ppdist.data.transforms.mix import MOSAIC_IMAGES
 from ppdist.data.types import ImageRecord

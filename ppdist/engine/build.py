@@ -9,16 +9,15 @@ from typing import Any
 import numpy as np
 import paddle
 
-from ppdist import models
-from ppdist.common import files
+from ppdist.common import files, plugin
 from ppdist.common.errors import ConfigError, UserError
 from ppdist.common.machine import available_cores, given_threads
 from ppdist.common.run_log import EarlyLog, RunLog
 from ppdist.common.trackers import TRACKERS
-from ppdist.config import ExperimentConfig, plugins
-from ppdist.config.base import dump_yaml
 from ppdist.config.evaluate import NMSConfig
+from ppdist.config.experiment import ExperimentConfig
 from ppdist.config.model import DetectorConfig, ModelConfig
+from ppdist.config.parse import dump_yaml
 from ppdist.config.train import MicroBatches
 from ppdist.config.validate import config_warnings
 from ppdist.cpu.kernel_check import check_once
@@ -81,6 +80,7 @@ from ppdist.engine.trainer import Trainer, TrainingParts
 from ppdist.engine.visualize import BatchPictures, Put
 from ppdist.losses.base import Loss
 from ppdist.metrics.verdict import DETR_FROM_SCRATCH, Finding
+from ppdist.models import build as models
 from ppdist.models.base import ImageModel, freeze, freezing
 from ppdist.models.complexity import Complexity, complexity
 from ppdist.models.model_card import ModelCard, card_of, names_for, origin, read_card
@@ -90,7 +90,7 @@ from ppdist.optim.grad_sync import build_grad_sync, build_sharding, last_step
 from ppdist.optim.optimizer import build_optimizer, layerwise_lr_decay, parameter_group_lines
 
 _LOST_HOST_SECONDS = 120.0  # NFS gives its locks back after 90
-# The losses of our models, by `model.name`; the models are in ppdist/models/__init__.py.
+# The losses of our models, by `model.name`; the models are in ppdist/models/build.py.
 _LOSSES = {
     "ppyoloe": "ppdist.losses.ppyoloe:PPYOLOELoss",
     "rtdetr": "ppdist.losses.rtdetr:RTDETRLoss",
@@ -105,7 +105,7 @@ def loss_of(model: ModelConfig | DetectorConfig) -> type[Loss]:
     Raises: ConfigError: it is a plugin's and cannot be imported.
     """
     target = model.loss if isinstance(model, DetectorConfig) else _LOSSES[model.name]
-    loss: type[Loss] = plugins.load(target)
+    loss: type[Loss] = plugin.load(target)
     return loss
 
 

@@ -13,8 +13,8 @@ from ppdist.common import files
 from ppdist.common.errors import CheckpointError, ConfigError
 from ppdist.common.process import CHANGE_NOTE, JOB_DIR_VARIABLE
 from ppdist.common.records import MetricRecords, read_metrics
-from ppdist.config import ExperimentConfig
-from ppdist.config.base import parse_config
+from ppdist.config.experiment import ExperimentConfig
+from ppdist.config.parse import parse_config
 from ppdist.distributed import comm
 
 AUTO = "auto"  # the word after --resume; a folder of this name is ./auto

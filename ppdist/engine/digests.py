@@ -16,8 +16,8 @@ from ppdist.data.types import DetectionSet
 from ppdist.engine.continuation import write_note
 from ppdist.engine.data import fingerprint
 from ppdist.engine.preflight import digests_of_code, flat_config, inputs_of, versions
+from ppdist.storage import addresses
 from ppdist.storage import files as storage
-from ppdist.storage import stores
 from ppdist.storage.retry import unavailable
 
 Digests = dict[str, str]  # by part, such as `config data.root`
@@ -41,7 +41,7 @@ def write_digests(file: Path, config: Any, *, evaluate: bool, fitted: bool) -> N
     Raises: UserError: the data cannot be read; StorageError: an input is not there.
     """
     for path in inputs_of(config, evaluate=evaluate):
-        if not stores.is_remote(path) and not storage.can_be_read(path):
+        if not addresses.is_remote(path) and not storage.can_be_read(path):
             raise unavailable("cannot be read on this host", f"{path}")
     classes, masks = config.model.num_classes, config.data.augment.copy_paste > 0
     train_set = read_split(config.data, "train", classes, masks=masks)

@@ -17,14 +17,14 @@ import paddle
 from paddle import Tensor, nn
 
 from ppdist.common.errors import ConfigError
-from ppdist.config.base import parse_config
 from ppdist.config.distill import BoxesConfig, DistillConfig, FeaturesConfig, LogitsConfig, Trained
+from ppdist.config.parse import parse_config
 from ppdist.cpu.switch import is_on_onednn, self_check, use_onednn
 from ppdist.distributed import comm
 from ppdist.losses.base import Loss, LossOutput
 from ppdist.losses.distillation import Teaching, Term
-from ppdist.models import build_model
 from ppdist.models.base import Detector
+from ppdist.models.build import build_model
 from ppdist.models.model_card import names_for, require_classes_of
 from ppdist.models.weights import checkpoint_of, load_weights
 

@@ -21,8 +21,7 @@ import numpy as np
 import paddle
 
 from ppdist.common.errors import UserError, failure_of, is_out_of_memory
-from ppdist.config import ExperimentConfig
-from ppdist.config.experiment import experiment_of
+from ppdist.config.experiment import ExperimentConfig, experiment_of
 from ppdist.data.types import Batch
 from ppdist.distributed import comm
 from ppdist.distributed.sync_batch_norm import take_sync_batch_norm

@@ -27,8 +27,8 @@ from ppdist.common.errors import ConfigError, LaunchError, WeightsError
 from ppdist.common.files import digest_of_file, digest_of_text
 from ppdist.common.process import MIN_HOSTS_VARIABLE, RUN_NOTE, unknown_paddle
 from ppdist.config import plugins
-from ppdist.config.base import flattened
 from ppdist.config.distributed import PER_HOST_KEYS, DistributedConfig
+from ppdist.config.parse import flattened
 from ppdist.cpu.precision import BFLOAT16, Kernels
 from ppdist.distributed import comm, device
 from ppdist.distributed.agreement import Facts, require_agreement
@@ -37,8 +37,8 @@ from ppdist.engine.continuation import ANEW, AUTO, Continuation, read_note
 from ppdist.models.model_card import require_fit
 from ppdist.models.weights import checkpoint_of, digest_of_weights
 from ppdist.models.zoo import entry_of, is_name, local_weights
+from ppdist.storage import addresses, stores
 from ppdist.storage import files as storage
-from ppdist.storage import stores
 from ppdist.storage.download import sha256_of
 from ppdist.storage.retry import unavailable
 
@@ -129,7 +129,7 @@ def wait_for_inputs(config: Any, *, evaluate: bool, anew: bool) -> None:
 
     def look() -> None:
         for path in paths:
-            if stores.is_remote(path):
+            if addresses.is_remote(path):
                 with suppress(OSError):  # an answer suffices: not every store has folders
                     stores.identity_of(path)
             elif not storage.can_be_read(path):

@@ -18,10 +18,10 @@ from typing import Any, Literal, NamedTuple
 from ppdist.common.errors import ConfigError, WeightsError
 from ppdist.common.files import bytes_of, make_folder, replace_file, writing
 from ppdist.common.process import printable
-from ppdist.config import ExperimentConfig, load_config
-from ppdist.config.base import override_items, parse_plain, parse_tree
 from ppdist.config.data import DataConfig
+from ppdist.config.experiment import ExperimentConfig, load_config
 from ppdist.config.migration import is_weights_as_model, refuse_options
+from ppdist.config.parse import override_items, parse_plain, parse_tree
 from ppdist.config.schema import fitting, sections_in
 from ppdist.config.shipped import find_config, near, recipes, short_names
 from ppdist.config.train import max_micro_batch

@@ -11,7 +11,7 @@ from ppdist.common.errors import ConfigError, DataError
 from ppdist.common.eta import PLOTTING
 from ppdist.common.records import commands
 from ppdist.common.run_log import RunLog
-from ppdist.config import ExperimentConfig, changed, load_config
+from ppdist.config.experiment import ExperimentConfig, changed, load_config
 from ppdist.data.datasets.build import read_split
 from ppdist.data.datasets.layout import find_layout
 from ppdist.data.types import DetectionSet, Split

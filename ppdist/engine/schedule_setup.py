@@ -20,9 +20,10 @@ from ppdist.common.child import output_of
 from ppdist.common.errors import ConfigError
 from ppdist.common.files import digest_of_text, replace_file
 from ppdist.config.augment import AugmentConfig
-from ppdist.config.base import Section, flattened
 from ppdist.config.model import ModelConfig
 from ppdist.config.optimizer import OptimizerConfig, ScheduleConfig
+from ppdist.config.parse import flattened
+from ppdist.config.section import Section
 from ppdist.config.train import EMAConfig, MicroBatches
 from ppdist.distributed import comm, device
 from ppdist.engine.preflight import digests_of_code, versions

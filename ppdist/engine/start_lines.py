@@ -6,7 +6,7 @@ from pathlib import Path
 import paddle
 
 from ppdist.common.machine import available_cores
-from ppdist.config import ExperimentConfig
+from ppdist.config.experiment import ExperimentConfig
 from ppdist.data.types import DetectionSet
 from ppdist.distributed import comm, device
 from ppdist.engine.schedule_setup import ScheduleSetup, counted

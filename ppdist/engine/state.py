@@ -31,7 +31,8 @@ from ppdist.common.errors import CheckpointError, ConfigError, StorageError
 from ppdist.common.files import require_no_link
 from ppdist.common.process import RUN_NOTE
 from ppdist.common.run_log import RunLog
-from ppdist.config.base import OnResume, Section, flattened, on_resume, parse_config
+from ppdist.config.parse import flattened, on_resume, parse_config
+from ppdist.config.section import OnResume, Section
 from ppdist.config.train import MicroBatches, TrainConfig
 from ppdist.data.types import DetectionSet
 from ppdist.distributed import comm

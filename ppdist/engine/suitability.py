@@ -5,7 +5,7 @@ Training, its dry run, evaluation, `ppdist data check` and the verdict at the en
 
 import numpy as np
 
-from ppdist.config import ExperimentConfig
+from ppdist.config.experiment import ExperimentConfig
 from ppdist.data.checks.statistics import crowding, objects_of
 from ppdist.data.types import DetectionSet, Records
 from ppdist.metrics.verdict import BEYOND_QUERIES, DETR_FROM_SCRATCH, TINY_OBJECTS, Finding

@@ -14,8 +14,8 @@ from ppdist.common.eta import EVALUATION, SAVING, duration
 from ppdist.common.files import is_lost, require_held
 from ppdist.common.process import STOPPED
 from ppdist.common.run_log import RunLog
-from ppdist.config import ExperimentConfig
-from ppdist.config.base import dump_yaml
+from ppdist.config.experiment import ExperimentConfig
+from ppdist.config.parse import dump_yaml
 from ppdist.data.types import Batch
 from ppdist.distributed import comm, heartbeat
 from ppdist.engine.callbacks import Callback, TrainingRun

@@ -13,7 +13,7 @@ import numpy as np
 from ppdist.common.class_names import require_same_classes
 from ppdist.common.errors import ConfigError, DataError
 from ppdist.common.files import write_json
-from ppdist.config import ExperimentConfig
+from ppdist.config.experiment import ExperimentConfig
 from ppdist.data.datasets.build import read_split
 from ppdist.data.types import DetectionSet, ImageRecord
 from ppdist.distributed import comm, heartbeat

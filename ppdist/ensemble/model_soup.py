@@ -20,7 +20,7 @@ import paddle
 from paddle import nn
 
 from ppdist.common.errors import ConfigError, WeightsError
-from ppdist.config import ExperimentConfig
+from ppdist.config.experiment import ExperimentConfig
 from ppdist.config.train import MicroBatches
 from ppdist.data.loading.loader import TrainLoader
 from ppdist.data.loading.sampler import TrainSampler, copies

@@ -8,7 +8,7 @@ import paddle
 from paddle import Tensor
 
 from ppdist.common.errors import ConfigError
-from ppdist.config import ExperimentConfig
+from ppdist.config.experiment import ExperimentConfig
 from ppdist.data.types import DetectionSet
 from ppdist.engine.build import build_evaluator
 from ppdist.engine.evaluator import Evaluator

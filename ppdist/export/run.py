@@ -6,7 +6,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from ppdist.common.errors import DataError, UserError
-from ppdist.config import ExperimentConfig
+from ppdist.config.experiment import ExperimentConfig
 from ppdist.config.export import ExportOptions
 from ppdist.data.datasets.build import read_split
 from ppdist.export.export import (

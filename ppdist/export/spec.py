@@ -16,20 +16,21 @@ from pydantic import Field, model_validator
 
 import ppdist
 from ppdist.common.errors import ConfigError, ExportError, StorageError, UserError
-from ppdist.config.base import Section, parse_config
 from ppdist.config.evaluate import NMSConfig
+from ppdist.config.parse import parse_config
 from ppdist.config.preprocess import (
     STRETCH,
     NormalisationSection,
     ResizeSection,
     resize_section,
 )
+from ppdist.config.section import Section
 from ppdist.data.datasets.build import read_annotations
 from ppdist.data.types import DetectionSet
 from ppdist.models.model_card import ModelCard, section_of
 
 if TYPE_CHECKING:
-    from ppdist.config import ExperimentConfig
+    from ppdist.config.experiment import ExperimentConfig
 
 
 SPEC_FILE = "infer.yml"

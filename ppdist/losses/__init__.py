@@ -1,1 +1,0 @@
-"""Losses, target assignment, boxes and their suppression."""

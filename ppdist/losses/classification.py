@@ -7,7 +7,6 @@ from paddle import Tensor
 
 from ppdist.config.loss import ClassificationLossConfig
 from ppdist.losses.base import NOMINAL_BATCH, Loss, LossOutput
-from ppdist.models.base import ImageModel
 
 
 class ClassificationLoss(Loss):
@@ -28,7 +27,7 @@ class ClassificationLoss(Loss):
     def build(
         cls,
         config: ClassificationLossConfig,
-        model: ImageModel,
+        model: Any,
         steps_per_epoch: float,
         reference_batch: int = NOMINAL_BATCH,
     ) -> "ClassificationLoss":

@@ -3,7 +3,7 @@
 Targets are assigned by ATSS in the first epochs, later by TAL.
 """
 
-from typing import NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import paddle
 import paddle.nn.functional as F
@@ -27,8 +27,7 @@ from ppdist.losses.distillation import (
     quality_distillation,
     where_sure,
 )
-from ppdist.models.base import anchor_points
-from ppdist.models.ppyoloe import BINS, PPYOLOE, PPYOLOEOutputs, decode_boxes
+from ppdist.models.outputs import PPYOLOEOutputs, anchor_points, decode_boxes
 
 VARIFOCAL_ALPHA = 0.75  # weight of all that is negative
 # Of the published recipes of all sizes (PaddleDetection, ppyoloe_crn.yml and ppyoloe_plus_crn.yml):
@@ -109,10 +108,19 @@ class Predictions(NamedTuple):
     """Raw outputs of all levels, float32, and their cells."""
 
     logits_BCN: Tensor
-    reg_dist_BN4R: Tensor  # logits over R = BINS lengths of each side
+    reg_dist_BN4R: Tensor  # logits over R lengths of each side
     points_N2: Tensor
     stride_N1: Tensor
     sizes: list[tuple[int, int]]  # of the levels, (height, width) in cells
+
+
+class PPYOLOEModel(Protocol):
+    """What the loss asks of its model; see `ppdist.models.ppyoloe.PPYOLOE`."""
+
+    num_classes: int
+    strides: tuple[int, ...]
+    one_to_one_head: Any
+    detach_auxiliary: bool
 
 
 class PPYOLOELoss(Loss):
@@ -152,7 +160,7 @@ class PPYOLOELoss(Loss):
     def build(
         cls,
         config: PPYOLOELossConfig,
-        model: PPYOLOE,
+        model: PPYOLOEModel,
         steps_per_epoch: float,
         reference_batch: int = NOMINAL_BATCH,
     ) -> "PPYOLOELoss":
@@ -165,7 +173,7 @@ class PPYOLOELoss(Loss):
             one_to_one=model.one_to_one_head is not None,
         )
 
-    def prepare(self, model: PPYOLOE, step: int) -> None:
+    def prepare(self, model: PPYOLOEModel, step: int) -> None:
         """Cuts the auxiliary head off once it has helped enough.
 
         Called before the forward passes of an optimizer step, on every rank: from then on its
@@ -359,7 +367,9 @@ def _side_by_side(
             paddle.concat([x.flatten(2) for x in maps], axis=2).astype("float32")
             for maps in (class_logits, reg_dist)
         )
-        reg_dist_BN4R = reg_dist_BXN.transpose([0, 2, 1]).reshape([0, 0, 4, BINS])
+        reg_dist_BN4R = reg_dist_BXN.transpose([0, 2, 1]).reshape(
+            [0, 0, 4, reg_dist_BXN.shape[1] // 4]
+        )
         return Predictions(logits_BCN, reg_dist_BN4R, points_N2, stride_N1, sizes)
 
     predictions = joined(outputs.class_logits, outputs.reg_dist)
@@ -381,7 +391,7 @@ def _decode_slots(
     first_B1 = paddle.arange(batch, dtype="int64").unsqueeze(1) * count
     rows = (first_B1 + anchor_BS).flatten()
     chosen = paddle.gather(predictions.reg_dist_BN4R.flatten(0, 1), rows)
-    reg_dist_BS4R = chosen.reshape([batch, -1, 4, BINS])
+    reg_dist_BS4R = chosen.reshape([batch, -1, *chosen.shape[1:]])
     cells = anchor_BS.flatten()
     points_BS2 = paddle.gather(predictions.points_N2, cells).reshape([batch, -1, 2])
     stride_BS1 = paddle.gather(predictions.stride_N1, cells).reshape([batch, -1, 1])

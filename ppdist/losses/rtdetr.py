@@ -11,7 +11,7 @@ Letters: B images, Q queries (denoising ones, too), M padded boxes, C classes, R
 """
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import paddle
 import paddle.nn.functional as F
@@ -28,7 +28,7 @@ from ppdist.losses.distillation import (
     where_sure,
 )
 from ppdist.losses.matcher import Costs, Matching, Truth, hungarian_matcher, matching_cost
-from ppdist.models.rtdetr import RTDETR, Refined, RTDETROutputs, weighting
+from ppdist.models.outputs import Refined, RTDETROutputs, weighting
 
 DDF_TEMPERATURE = 5.0  # of the distributions that layers compare
 # Of the published recipes of RT-DETR, RT-DETRv2, D-FINE and DEIM, all sizes.
@@ -95,6 +95,12 @@ def fine_grained_localization_loss(
     return -((1 - high_share_BQ4) * low + high_share_BQ4 * high).sum(-1)
 
 
+class RTDETRModel(Protocol):
+    """What the loss asks of its model; see `ppdist.models.rtdetr.RTDETR`."""
+
+    decoder: Any  # `dfine`, and if so `up` and `reg_scale`, [1] each
+
+
 class RTDETRLoss(Loss):
     """Scores the queries of all layers against padded ground truth.
 
@@ -127,7 +133,7 @@ class RTDETRLoss(Loss):
     def build(
         cls,
         config: RTDETRLossConfig,
-        model: RTDETR,
+        model: RTDETRModel,
         steps_per_epoch: float,
         reference_batch: int = NOMINAL_BATCH,
     ) -> "RTDETRLoss":

@@ -7,7 +7,7 @@ depends on values, and nothing waits for the host.
 Letters: B images, M padded boxes, A anchors per level, S = 3 * M slots.
 """
 
-from typing import NamedTuple
+from typing import Any, ClassVar, NamedTuple, Protocol
 
 import paddle
 import paddle.nn.functional as F
@@ -23,7 +23,7 @@ from ppdist.losses.distillation import (
     where_sure,
     yes_or_no_distillation,
 )
-from ppdist.models.yolov5 import YOLOv5, YOLOv5Outputs
+from ppdist.models.outputs import YOLOv5Outputs
 
 CELLS = 3  # an object falls to its own cell and to one neighbour in x and one in y
 LEVEL_WEIGHTS = {3: (4.0, 1.0, 0.4), 4: (4.0, 1.0, 0.25, 0.06)}  # of objectness, strides rising
@@ -154,6 +154,16 @@ class Gains(NamedTuple):
     classes: float
 
 
+class YOLOv5Model(Protocol):
+    """What the loss asks of its model; see `ppdist.models.yolov5.YOLOv5`."""
+
+    num_classes: int
+    strides: tuple[int, ...]
+    image_size: tuple[int, int]
+    anchor_threshold: ClassVar[float]
+    head: Any  # its `anchors` [L, A, 2]: width, height in cells of their level
+
+
 class YOLOv5Loss(Loss):
     """Scores raw outputs against padded ground truth.
 
@@ -197,7 +207,7 @@ class YOLOv5Loss(Loss):
     def build(
         cls,
         config: YOLOv5LossConfig,
-        model: YOLOv5,
+        model: YOLOv5Model,
         steps_per_epoch: float,
         reference_batch: int = NOMINAL_BATCH,
     ) -> "YOLOv5Loss":
@@ -304,7 +314,7 @@ class YOLOv5Loss(Loss):
                 parts={name: part.detach() for name, part in parts.items()},
             )
 
-    def teacher_mismatch(self, teacher: YOLOv5) -> str:
+    def teacher_mismatch(self, teacher: YOLOv5Model) -> str:
         """See `Loss.teacher_mismatch`: anchors say what a logit of a size means."""
         ours, theirs = (each.astype("float32") for each in (self.anchors_LA2, teacher.head.anchors))
         if bool(paddle.allclose(ours, theirs, rtol=1e-3)):

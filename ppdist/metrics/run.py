@@ -22,7 +22,7 @@ from ppdist.common import files
 from ppdist.common.errors import ConfigError, UserError
 from ppdist.common.files import write_text
 from ppdist.common.records import MetricRecords, read_metrics, step_of
-from ppdist.config.base import leaves
+from ppdist.config.parse import leaves
 from ppdist.config.yaml import Reader
 
 Numbers = dict[str, float]  # of a record of metrics.jsonl: those that are finite

@@ -13,8 +13,8 @@ from typing import Any, ClassVar
 
 from paddle import Tensor, nn
 
+from ppdist.common import plugin
 from ppdist.common.errors import ConfigError
-from ppdist.config import plugins
 from ppdist.models.feature_maps import maps, passes_maps
 from ppdist.models.layers import C3, SPPF, ConvBNLayer, EffectiveSELayer, RepBlock, yolov5_conv
 
@@ -211,7 +211,7 @@ def build_backbone(
         options: more of the class's own.
     Raises: ConfigError: the backbone has no such levels, or is a plugin's and cannot be imported.
     """
-    row: type[Backbone] = plugins.load(name) if plugins.is_plugin(name) else BACKBONES[name]
+    row: type[Backbone] = plugin.load(name) if plugin.is_plugin(name) else BACKBONES[name]
     if first < row.finest or last not in row.coarsest:
         ends = " or ".join(f"P{level}" for level in row.coarsest)
         raise ConfigError(

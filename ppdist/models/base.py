@@ -8,7 +8,6 @@ import difflib
 import math
 from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from fnmatch import fnmatchcase
-from functools import lru_cache
 from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
@@ -16,7 +15,7 @@ import paddle
 from paddle import Tensor, nn
 
 from ppdist.common.errors import ConfigError
-from ppdist.config.base import Task
+from ppdist.config.section import Task
 from ppdist.distributed import paddle_api
 from ppdist.models.backbones import Backbone
 from ppdist.models.layers import ConvBNLayer, RepConv
@@ -328,41 +327,6 @@ def weight_sizes(model: nn.Layer) -> dict[str, int]:
 
 def _channels(values: list[float]) -> Tensor:
     return paddle.to_tensor(values, dtype="float32").reshape([1, 3, 1, 1])
-
-
-def anchor_points(features: tuple[Tensor, ...], strides: tuple[int, ...]) -> tuple[Tensor, Tensor]:
-    """Cell centres points_N2 (x, y) and stride_N1 of all levels, float32 pixels.
-
-    Made once per set of level sizes; in a static graph computed from the run-time sizes.
-    """
-    if paddle.in_dynamic_mode():
-        sizes = tuple((int(f.shape[2]), int(f.shape[3])) for f in features)
-        return _fixed_points(sizes, strides, str(features[0].place))
-    points, stride = [], []
-    for feature, step in zip(features, strides):
-        shape = paddle.shape(feature)
-        y = (paddle.arange(0, shape[2], dtype="float32") + 0.5) * step
-        x = (paddle.arange(0, shape[3], dtype="float32") + 0.5) * step
-        grid_y, grid_x = paddle.meshgrid(y, x)
-        level = paddle.stack([grid_x.flatten(), grid_y.flatten()], axis=1)
-        points.append(level)
-        stride.append(paddle.full_like(level[:, :1], float(step)))
-    return paddle.concat(points), paddle.concat(stride)
-
-
-@lru_cache(maxsize=64)
-def _fixed_points(
-    sizes: tuple[tuple[int, int], ...], strides: tuple[int, ...], place: str
-) -> tuple[Tensor, Tensor]:
-    points, stride = [], []
-    for (height, width), step in zip(sizes, strides):
-        y, x = np.meshgrid(np.arange(height), np.arange(width), indexing="ij")
-        points.append((np.stack([x.ravel(), y.ravel()], axis=1) + 0.5) * step)
-        stride.append(np.full((height * width, 1), step))
-    return (
-        paddle.to_tensor(np.concatenate(points).astype("float32")),
-        paddle.to_tensor(np.concatenate(stride).astype("float32")),
-    )
 
 
 _NORMS = (nn.BatchNorm1D, nn.BatchNorm2D)

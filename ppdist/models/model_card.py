@@ -13,6 +13,7 @@ Of a .pt that holds a pickled model (ultralytics' YOLOv5) the card is made from 
 """
 
 import json
+import math
 from collections.abc import Callable, Mapping, Sequence
 from functools import cache
 from pathlib import Path
@@ -24,11 +25,12 @@ import ppdist
 from ppdist.common.class_names import require_same_classes
 from ppdist.common.errors import WeightsError
 from ppdist.common.files import read_file
-from ppdist.config import ExperimentConfig, load_config
-from ppdist.config.base import Section, Task, parse_plain
 from ppdist.config.evaluate import NMSConfig
-from ppdist.config.model import ModelConfig
+from ppdist.config.experiment import ExperimentConfig, load_config
+from ppdist.config.model import ModelConfig, YOLOv5Config
+from ppdist.config.parse import parse_plain
 from ppdist.config.preprocess import NormalisationSection, ResizeSection, resize_section
+from ppdist.config.section import Section, Task
 from ppdist.config.shipped import find_config, short_names
 from ppdist.models.base import ImageModel
 from ppdist.models.unpickle import PickledObject, mapping, read_torch_content, shown
@@ -41,7 +43,7 @@ from ppdist.models.weights import (
     require_there,
     through_links,
 )
-from ppdist.models.yolov5 import config_of_rows
+from ppdist.models.yolov5 import DEPTH_WIDTH
 from ppdist.models.zoo import PublishedWeights, is_name, local_weights, published, zoo
 
 CARD_FILE = "model_card.json"  # in a checkpoint
@@ -385,6 +387,37 @@ def _of_ultralytics(model: PickledObject, saved: Mapping[str, object]) -> ModelC
         source="made by ultralytics' software",
         made_with=shown(str(model.maker)),
     )
+
+
+def config_of_rows(rows: Mapping[str, Any], named: int, opt: object) -> YOLOv5Config | None:
+    """The `model` section of an original pickle; None: not a YOLOv5.
+
+    Args: rows: its layers and multiples; named: its class names, 0: it has none; opt: of its
+        training, which says the size of images.
+    """
+    head, depth, width = rows.get("head"), rows.get("depth_multiple"), rows.get("width_multiple")
+    try:
+        froms, _, kind = head[-1][:3]  # type: ignore[index]
+        levels = len(froms)
+    except (TypeError, IndexError, ValueError):
+        return None
+    count = named or rows.get("nc")
+    numbers = all(isinstance(each, int | float) and 0 < each < 100 for each in (depth, width))
+    if kind != "Detect" or levels not in (3, 4) or not numbers or type(count) is not int:
+        return None
+    suffix, side, step = ("6", 1280, 64) if levels == 4 else ("", 640, 32)
+    settings = mapping(opt) or mapping(opt.state if isinstance(opt, PickledObject) else None) or {}
+    given = settings.get("imgsz", settings.get("img_size"))
+    given = given[0] if isinstance(given, list) and given else given
+    if type(given) is int and 0 < given <= 8192:
+        side = math.ceil(given / step) * step
+    size = next((name for name, both in DEPTH_WIDTH.items() if both == (depth, width)), None)
+    custom = {} if size else {"depth_multiple": float(depth), "width_multiple": float(width)}  # type: ignore[arg-type]
+    section: dict[str, Any] = {"size": f"{size or 's'}{suffix}", "num_classes": count, **custom}
+    try:
+        return YOLOv5Config.model_validate({**section, "image_size": (side, side)})
+    except ValidationError:
+        return None
 
 
 def _names(value: object) -> tuple[str, ...]:

@@ -9,7 +9,6 @@ Attribute names are the official state-dict keys, so published weights load unch
 """
 
 import math
-from typing import NamedTuple
 
 import numpy as np
 import paddle
@@ -19,7 +18,7 @@ from paddle.nn.initializer import Constant, Normal
 
 from ppdist.config.model import PPYOLOEConfig
 from ppdist.models.backbones import build_backbone, scaled_repeats, scaled_width
-from ppdist.models.base import Detector, anchor_points
+from ppdist.models.base import Detector
 from ppdist.models.feature_maps import maps, passes_maps
 from ppdist.models.layers import (
     SPP,
@@ -29,6 +28,7 @@ from ppdist.models.layers import (
     set_activation,
     start_uniform,
 )
+from ppdist.models.outputs import PPYOLOEOutputs, anchor_points, decode_boxes
 from ppdist.models.yolov5 import NECK_REPEATS as YOLOV5_NECK_REPEATS
 from ppdist.models.yolov5 import YOLOv5Neck
 
@@ -45,28 +45,6 @@ NECK_CHANNELS = {5: (768, 384, 192, 64), 6: (768, 576, 384, 192, 64)}
 NECK_BLOCKS = 3  # of each stage, at depth 1
 EVEN_NECK_CHANNELS = 384  # of every level where one auxiliary head reads them all
 BINS = 17  # R: a side is 0..16 strides long, a distribution over 17 integers (DFL)
-
-
-class PPYOLOEOutputs(NamedTuple):
-    """Raw outputs per level, strides falling (32, 16, 8).
-
-    With a one-to-one head the first two are its outputs wherever no gradient can come back.
-
-    class_logits: [B, C, H, W] each; reg_dist: [B, 4 * BINS, H, W] each, logits of distributions,
-        channel side * BINS + bin, sides left, top, right, bottom.
-    aux_class_logits, aux_reg_dist: the same of the auxiliary head; empty without one, and
-        wherever no gradient can come back.
-    one_class_logits, one_reg_dist: the same of the one-to-one head.
-    features: of the neck, see `Detector.distillation`; empty without.
-    """
-
-    class_logits: tuple[Tensor, ...]
-    reg_dist: tuple[Tensor, ...]
-    aux_class_logits: tuple[Tensor, ...] = ()
-    aux_reg_dist: tuple[Tensor, ...] = ()
-    one_class_logits: tuple[Tensor, ...] = ()
-    one_reg_dist: tuple[Tensor, ...] = ()
-    features: tuple[Tensor, ...] = ()
 
 
 @passes_maps
@@ -380,19 +358,6 @@ class PPYOLOE(Detector):
         reg_dist_BN4R = reg_dist_BXN.astype("float32").transpose([0, 2, 1]).reshape([0, 0, 4, BINS])
         points_N2, stride_N1 = anchor_points(outputs.class_logits, self.strides)
         return scores_BNC, decode_boxes(reg_dist_BN4R, points_N2, stride_N1)
-
-
-def decode_boxes(reg_dist_BN4R: Tensor, points_N2: Tensor, stride_N1: Tensor) -> Tensor:
-    """Side distributions (logits) to boxes [B, N, 4], xyxy.
-
-    Over BINS; in the points' pixels.
-
-    side = stride * sum_r(r * softmax(logits)_r), measured outwards from the point.
-    """
-    # A column, not a vector: ONNX Runtime then computes one product instead of N small ones.
-    bins_R1 = paddle.arange(BINS, dtype=reg_dist_BN4R.dtype).unsqueeze(1)
-    sides_BN4 = F.softmax(reg_dist_BN4R, axis=-1).matmul(bins_R1).squeeze(-1) * stride_N1
-    return paddle.concat([points_N2 - sides_BN4[:, :, :2], points_N2 + sides_BN4[:, :, 2:]], -1)
 
 
 def _normal(deviation: float) -> ParamAttr:

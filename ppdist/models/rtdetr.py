@@ -30,18 +30,17 @@ from ppdist.models.attention import (
     start_xavier,
 )
 from ppdist.models.backbones import Backbone
-from ppdist.models.base import Detector, KeyTable, Targets, anchor_points
+from ppdist.models.base import Detector, KeyTable, Targets
 from ppdist.models.denoising import DenoisingQueries, NoisyQueries, attention_bias
 from ppdist.models.feature_maps import maps, passes_maps
 from ppdist.models.hgnet import HGNetv2
 from ppdist.models.hybrid_encoder import HybridEncoder
 from ppdist.models.layers import ConvBNLayer, start_uniform
+from ppdist.models.outputs import BINS, Denoised, Refined, RTDETROutputs, anchor_points, weighting
 from ppdist.models.resnet import ResNetVd
 from ppdist.models.rtdetr_keys import numbered, paddle_name, torch_name, transformers_names
 
 SIZE_MULTIPLE = 32  # the coarsest stride
-REG_MAX = 32
-BINS = REG_MAX + 1  # R of a distribution over the moves of a side
 UP = 0.5  # the farthest move but one, in sizes of the box; the last bins move twice as far
 _QUALITY_PEAKS, _QUALITY_WIDTH = 4, 64  # of the location quality estimator
 _ANCHOR = 0.05  # width and height of a query's first box at the finest level, of the input
@@ -114,60 +113,6 @@ SIZES = {
         ),
     },
 }  # fmt: skip
-
-
-class Refined(NamedTuple):
-    """What one decoder layer, or the encoder, says of its queries.
-
-    logits_BQC: class logits.
-    boxes_BQ4: centre x, centre y, width, height in 0..1 of the input.
-    corners_BQ4R: D-FINE: logits of the distributions over the moves of the four sides, order left,
-        top, right, bottom; None elsewhere.
-    reference_BQ4: D-FINE: the boxes that these distributions move (cx, cy, w, h in 0..1, detached);
-        None elsewhere.
-    """
-
-    logits_BQC: Tensor
-    boxes_BQ4: Tensor
-    corners_BQ4R: Tensor | None = None
-    reference_BQ4: Tensor | None = None
-
-
-class Denoised(NamedTuple):
-    """What becomes of the denoising queries, and what each stands for.
-
-    layers, preliminary: as in `RTDETROutputs`, with D queries in the place of Q.
-    target_BD: int64, row of the image's boxes; meaningless where unused.
-    positive_BD: float32, 1 where the query is to find its target.
-    negative_BD: float32, 1 where the query is to find nothing.  Both 0: not used.
-    groups_B: float32, denoising groups of each image, at least 1.
-    """
-
-    layers: tuple[Refined, ...]
-    preliminary: Refined | None
-    target_BD: Tensor
-    positive_BD: Tensor
-    negative_BD: Tensor
-    groups_B: Tensor
-
-
-class RTDETROutputs(NamedTuple):
-    """Raw outputs.
-
-    layers: of the decoder; the last one predicts.
-    encoder: of query selection.
-    size_4: float32, width, height, width, height of the input in pixels.
-    preliminary: D-FINE: the first layer's boxes before distributions refine them, and its logits.
-    denoised: in training with targets and `model.denoising`.
-    features: of the neck, see `Detector.distillation`; empty without.
-    """
-
-    layers: tuple[Refined, ...]
-    encoder: Refined
-    size_4: Tensor
-    preliminary: Refined | None = None
-    denoised: Denoised | None = None
-    features: tuple[Tensor, ...] = ()
 
 
 _Activation = Callable[[Tensor], Tensor]
@@ -501,25 +446,6 @@ def _inverse_sigmoid(x: Tensor) -> Tensor:
     """The logit; of 0 and 1, that of _EPSILON from there."""
     x = x.clip(0.0, 1.0)
     return paddle.log(x.clip(min=_EPSILON) / (1 - x).clip(min=_EPSILON))
-
-
-def weighting(up_1: Tensor, reg_scale_1: Tensor) -> Tensor:
-    """How far each bin moves a side, [R].
-
-    Fine around 0, coarse far off.
-
-        W(n) = sign(m) * ((a + 1)**(2 |m| / (N - 2)) - 1),  m = n - N / 2,  a = up * reg_scale
-        W(0) = -2 a,  W(N) = 2 a
-
-    in sizes of the box / reg_scale; N = REG_MAX.
-    Source: arXiv:2410.13842, eq. 2.
-    """
-    limit = up_1.abs() * reg_scale_1.abs()
-    step_R = paddle.arange(BINS, dtype="float32") - REG_MAX // 2
-    exponent_R = step_R.abs() * (2 / (REG_MAX - 2))
-    size_R = paddle.exp(exponent_R * paddle.log(limit + 1)) - 1
-    ends_R = (step_R.abs() == REG_MAX // 2).astype("float32")
-    return paddle.sign(step_R) * (size_R * (1 - ends_R) + 2 * limit * ends_R)
 
 
 def move_sides(boxes_BQ4: Tensor, moves_BQ4: Tensor, reg_scale_1: Tensor) -> Tensor:

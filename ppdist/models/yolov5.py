@@ -4,24 +4,20 @@
     images -> CSPDarknet -> stride 32 -> ClassifierHead -> logits_BC
 
 A level is named by the power of two of its stride: level 3 has stride 8.  Module names are ours;
-`original_keys`, at the end, maps the state dict to that of the original, and `config_of_rows` says
-which model one of its pickles is.
+`original_keys`, at the end, maps the state dict to that of the original.
 Sources: CSPNet arXiv:1911.11929, PANet arXiv:1803.01534; pooling: SPP arXiv:1406.4729, chained.
 """
 
 import math
-from collections.abc import Mapping
-from typing import Any, NamedTuple
 
 import numpy as np
 import paddle
 import paddle.nn.functional as F
 from paddle import Tensor, nn
-from pydantic import ValidationError
 
 from ppdist.config.model import YOLOv5ClsConfig, YOLOv5Config
 from ppdist.models.backbones import build_backbone, scaled_repeats
-from ppdist.models.base import Detector, ImageModel, anchor_points
+from ppdist.models.base import Detector, ImageModel
 from ppdist.models.feature_maps import maps, passes_maps
 from ppdist.models.layers import (
     C3,
@@ -30,7 +26,7 @@ from ppdist.models.layers import (
     start_uniform,
     yolov5_conv,
 )
-from ppdist.models.unpickle import PickledObject, mapping
+from ppdist.models.outputs import YOLOv5Outputs, anchor_points
 
 DEPTH_WIDTH = {
     "n": (0.33, 0.25),
@@ -53,18 +49,6 @@ P6_ANCHORS = (
     ((140, 301), (303, 264), (238, 542)),
     ((436, 615), (739, 380), (925, 792)),
 )
-
-
-class YOLOv5Outputs(NamedTuple):
-    """Raw outputs, the same in training and evaluation.
-
-    logits: [B, A * (5 + C), H, W] per level, strides rising; channel a * (5 + C) + k, with k:
-        x, y, w, h, objectness, classes.
-    features: of the neck, see `Detector.distillation`; empty without.
-    """
-
-    logits: tuple[Tensor, ...]
-    features: tuple[Tensor, ...] = ()
 
 
 @passes_maps
@@ -326,34 +310,3 @@ def original_keys(keys: list[str], rows: tuple[str | None, ...]) -> dict[str, st
         names = [_PARTS.get(part, part) for part in inside]
         result[key] = ".".join(["model", str(row_of[module]), *names])
     return result
-
-
-def config_of_rows(rows: Mapping[str, Any], named: int, opt: object) -> YOLOv5Config | None:
-    """The `model` section of an original pickle; None: not a YOLOv5.
-
-    Args: rows: its layers and multiples; named: its class names, 0: it has none; opt: of its
-        training, which says the size of images.
-    """
-    head, depth, width = rows.get("head"), rows.get("depth_multiple"), rows.get("width_multiple")
-    try:
-        froms, _, kind = head[-1][:3]  # type: ignore[index]
-        levels = len(froms)
-    except (TypeError, IndexError, ValueError):
-        return None
-    count = named or rows.get("nc")
-    numbers = all(isinstance(each, int | float) and 0 < each < 100 for each in (depth, width))
-    if kind != "Detect" or levels not in (3, 4) or not numbers or type(count) is not int:
-        return None
-    suffix, side, step = ("6", 1280, 64) if levels == 4 else ("", 640, 32)
-    settings = mapping(opt) or mapping(opt.state if isinstance(opt, PickledObject) else None) or {}
-    given = settings.get("imgsz", settings.get("img_size"))
-    given = given[0] if isinstance(given, list) and given else given
-    if type(given) is int and 0 < given <= 8192:
-        side = math.ceil(given / step) * step
-    size = next((name for name, both in DEPTH_WIDTH.items() if both == (depth, width)), None)
-    custom = {} if size else {"depth_multiple": float(depth), "width_multiple": float(width)}  # type: ignore[arg-type]
-    section: dict[str, Any] = {"size": f"{size or 's'}{suffix}", "num_classes": count, **custom}
-    try:
-        return YOLOv5Config.model_validate({**section, "image_size": (side, side)})
-    except ValidationError:
-        return None

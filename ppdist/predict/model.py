@@ -19,8 +19,8 @@ import numpy as np
 import paddle
 
 from ppdist.common.errors import ConfigError, ExportError
-from ppdist.config import ExperimentConfig
 from ppdist.config.evaluate import NMSConfig
+from ppdist.config.experiment import ExperimentConfig
 from ppdist.config.runtime import Backend, RuntimeOptions
 from ppdist.distributed import device
 from ppdist.engine.build import build_model

@@ -12,8 +12,8 @@ from pydantic_core import PydanticUndefined
 
 from ppdist.common.errors import ConfigError
 from ppdist.common.eta import duration
-from ppdist.config.base import leaves
 from ppdist.config.experiment import experiment_of
+from ppdist.config.parse import leaves
 from ppdist.metrics.analysis import CLASS_HEADINGS
 from ppdist.metrics.run import Numbers, Run
 from ppdist.metrics.verdict import Finding, verdict_of

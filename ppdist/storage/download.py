@@ -32,7 +32,7 @@ from ppdist.common.files import (
     writing,
 )
 from ppdist.common.machine import free_disk
-from ppdist.storage import stores
+from ppdist.storage import addresses, stores
 from ppdist.storage.identity import mark_in
 from ppdist.storage.retry import unavailable, with_retries
 
@@ -121,7 +121,7 @@ def local_copy(path: str | os.PathLike[str]) -> Path:
 
     Raises: UserError: it cannot be fetched or written.  StorageError.
     """
-    url = stores.url_of(path)
+    url = addresses.url_of(path)
     try:
         found = stores.identity_of(url)
     except OSError as error:
@@ -318,7 +318,7 @@ def _copy(answer: Any, part: Path, at: int, total: int, say: Callable[[str], Non
 
 def _opened(url: str, headers: Mapping[str, str], timeout: float) -> Any:
     """The answer to a request for a file, a context manager."""
-    if stores.is_remote(url) and not url.startswith("http"):
+    if addresses.is_remote(url) and not url.startswith("http"):
         return nullcontext(_OfStore(url, headers))
     if not url.startswith(("http://", "https://")):
         raise UserError("expected http:// or https://", code="server_refused", where=url)

@@ -13,7 +13,8 @@ from pathlib import Path
 from typing import BinaryIO
 
 from ppdist.common import files
-from ppdist.storage import download, stores
+from ppdist.storage import addresses, download, stores
+from ppdist.storage.addresses import is_remote as is_remote
 from ppdist.storage.identity import Identity, of_stat
 from ppdist.storage.shards import (
     find_member,
@@ -24,7 +25,6 @@ from ppdist.storage.shards import (
     place_in_shard,
     read_member,
 )
-from ppdist.storage.stores import is_remote as is_remote
 
 _GIB = 1 << 30
 _LONGEST_REQUEST_SECONDS = 20.0
@@ -44,13 +44,13 @@ def folder_of(root: str, name: str = "") -> Path:
     """A folder, or what is relative to it; an address stays one."""
     if is_remote(name) or name.startswith("file:/"):
         root, name = name, ""
-    place = stores.url_of(root) if root.startswith("file:/") else root
+    place = addresses.url_of(root) if root.startswith("file:/") else root
     return Path(place, name)
 
 
 def absolute(path: str | os.PathLike[str]) -> str:
     """An absolute path, or the address of a file in a store."""
-    return stores.url_of(path)
+    return addresses.url_of(path)
 
 
 def is_in_shard(path: str | os.PathLike[str]) -> bool:
@@ -70,7 +70,7 @@ def open_file(path: str | Path) -> BinaryIO:
             if place is None:
                 raise
             return open_member(place)
-    text = stores.url_of(text)
+    text = addresses.url_of(text)
     place = place_in_shard(text)
     if place is not None:
         return open_member(place)
@@ -134,7 +134,7 @@ def identity_of(path: str) -> Identity:
             place = place_in_shard(path)
             if place is None:
                 raise
-    path = stores.url_of(path)
+    path = addresses.url_of(path)
     place = place or place_in_shard(path)
     if place is not None:
         shard, member = os.path.join(place.folder, place.shard), find_member(place)

@@ -22,7 +22,7 @@ from typing import Any, BinaryIO, NamedTuple
 import numpy as np
 
 from ppdist.common.files import open_file, read_file, too_large, writing
-from ppdist.storage import stores
+from ppdist.storage import addresses, stores
 from ppdist.storage.download import local_copy
 
 INDEX_FILE = "index.csv"
@@ -105,14 +105,14 @@ def place_in_shard(path: str) -> Place | None:
     while (at := path.find(f"{_SUFFIX}/", begin)) >= 0:
         begin = at + len(_SUFFIX)
         shard, name = path[:begin], path[begin + 1 :]
-        if stores.is_remote(path) or os.path.isfile(shard):
+        if addresses.is_remote(path) or os.path.isfile(shard):
             return Place(*os.path.split(shard), name)
     return None
 
 
 def is_shard(path: str) -> bool:
     """Whether a folder is in truth a tar file."""
-    return path.endswith(_SUFFIX) and (stores.is_remote(path) or os.path.isfile(path))
+    return path.endswith(_SUFFIX) and (addresses.is_remote(path) or os.path.isfile(path))
 
 
 _indexes: dict[str, ShardIndex] = {}  # by folder; workers inherit those of their rank
@@ -126,8 +126,8 @@ def index_of(folder: str) -> ShardIndex:
     found = _indexes.get(folder)
     if found is None:
         file = os.path.join(folder, INDEX_FILE)
-        local = local_copy(file) if stores.is_remote(folder) else Path(file)
-        found = _indexes[folder] = ShardIndex(read_file(local, _MOST_INDEX), stores.url_of(file))
+        local = local_copy(file) if addresses.is_remote(folder) else Path(file)
+        found = _indexes[folder] = ShardIndex(read_file(local, _MOST_INDEX), addresses.url_of(file))
     return found
 
 
@@ -154,7 +154,7 @@ def open_member(place: Place) -> BinaryIO:
     """
     member = find_member(place)
     shard = os.path.join(place.folder, place.shard)
-    if stores.is_remote(shard):
+    if addresses.is_remote(shard):
         return io.BytesIO(read_member(place, member.size))
     file = open_file(shard)
     try:
@@ -176,7 +176,7 @@ def read_member(place: Place, most_bytes: int) -> bytes:
     if member.size > most_bytes:
         raise too_large(member.size, most_bytes, os.path.join(*place))
     begin, length = member.offset - _HEADER_BYTES, _HEADER_BYTES + member.size
-    if stores.is_remote(shard):
+    if addresses.is_remote(shard):
         content = stores.fetch(shard, begin, length)
     else:
         with open_file(shard) as file:

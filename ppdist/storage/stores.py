@@ -21,13 +21,12 @@ from typing import Any, TypeVar
 
 from ppdist.common.errors import StorageError, UserError
 from ppdist.common.files import user_cache
+from ppdist.storage.addresses import url_of
 from ppdist.storage.identity import Identity, mark_in
 from ppdist.storage.keyed_cache import KeyedCache
 from ppdist.storage.retry import unavailable, with_retries
 
 _LOGGER = logging.getLogger("ppdist.data")
-_REMOTE = re.compile(r"([a-z][a-z0-9+.-]+):/{1,2}(?=[^/])")
-_CREDENTIALS = re.compile(r"//[^/]*@|[?&](X-|sig=|token=|key=|Signature|AWSAccessKeyId)", re.I)
 _LISTING_SECONDS = 300.0
 _PASSING_STATUS = (408, 425, 429)
 _T = TypeVar("_T")
@@ -81,26 +80,6 @@ def use(folder: str | None, cache_bytes: int, seconds: float) -> None:
 
 def _say_uncached(why: str) -> None:
     _LOGGER.warning("data.store_cache_gib: %s; files that are not kept are fetched each time", why)
-
-
-def is_remote(path: str | os.PathLike[str]) -> bool:
-    """Whether a path is in a store."""
-    found = _REMOTE.match(os.fspath(path))
-    return found is not None and found[1] != "file"
-
-
-def url_of(path: str | os.PathLike[str]) -> str:
-    """URL of a path in a store; of a local one, absolute."""
-    text = os.fspath(path)
-    if text.startswith("file:/"):
-        return "/" + text[len("file:") :].lstrip("/")
-    found = _REMOTE.match(text)
-    return os.path.abspath(text) if found is None else f"{found[1]}://{text[found.end() :]}"
-
-
-def holds_credentials(path: str) -> bool:
-    """Whether an address contains a user or a signature."""
-    return is_remote(path) and _CREDENTIALS.search(url_of(path)) is not None
 
 
 def identity_of(path: str | os.PathLike[str]) -> Identity:

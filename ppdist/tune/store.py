@@ -41,7 +41,7 @@ from ppdist.common.files import (
     sync_path,
     write_json,
 )
-from ppdist.config import load_config
+from ppdist.config.experiment import load_config
 from ppdist.config.study import PrunerConfig, StudyConfig
 from ppdist.tune.trial import Cell, Past, grid
 

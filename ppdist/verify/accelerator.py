@@ -33,7 +33,7 @@ from ppdist.benchmark.step import machine, measure_training
 from ppdist.common.errors import ConfigError, LaunchError
 from ppdist.common.files import make_folder, write_json
 from ppdist.common.process import JOB_DIR_VARIABLE
-from ppdist.config import ExperimentConfig, load_config
+from ppdist.config.experiment import ExperimentConfig, load_config
 from ppdist.data.datasets.synthetic import make_shapes
 from ppdist.distributed import comm, device
 from ppdist.engine.build import build_training

@@ -14,8 +14,8 @@ from typing import Any
 
 import paddle
 
-from ppdist.config import ExperimentConfig
 from ppdist.config.distributed import DistributedConfig
+from ppdist.config.experiment import ExperimentConfig
 from ppdist.data.datasets.build import read_split
 from ppdist.distributed import comm, device
 from ppdist.distributed.agreement import differences, require_agreement

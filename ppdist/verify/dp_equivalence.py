@@ -40,7 +40,7 @@ import paddle
 
 from ppdist.common.child import DISCARD, own_environment, start_here
 from ppdist.common.errors import ConfigError, LaunchError
-from ppdist.config import ExperimentConfig
+from ppdist.config.experiment import ExperimentConfig
 from ppdist.distributed import comm, device, paddle_api
 from ppdist.distributed.sync_batch_norm import take_sync_batch_norm
 from ppdist.engine.build import build_training

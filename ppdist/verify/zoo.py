@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from ppdist.common.errors import UserError
-from ppdist.config import ExperimentConfig, load_config
+from ppdist.config.experiment import ExperimentConfig, load_config
 from ppdist.config.shipped import find_config
 from ppdist.data.datasets.build import read_split
 from ppdist.distributed import comm

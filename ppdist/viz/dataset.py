@@ -8,8 +8,8 @@ from itertools import islice
 import cv2
 import numpy as np
 
-from ppdist.config.base import Task
 from ppdist.config.data import DataConfig
+from ppdist.config.section import Task
 from ppdist.config.train import MicroBatches
 from ppdist.data.loading.loader import EvalLoader, TrainLoader
 from ppdist.data.loading.sampler import TrainSampler, copies

@@ -27,9 +27,9 @@ from PIL import Image
 
 from ppdist.common.errors import DataError
 from ppdist.common.files import digest_of_file
-from ppdist.config.base import dump_yaml
 from ppdist.config.data import DataConfig, SplitConfig
 from ppdist.config.experiment import ExperimentConfig, load_config
+from ppdist.config.parse import dump_yaml
 from ppdist.data.checks.images import check_image
 from ppdist.data.datasets.annotations import to_detection_set
 from ppdist.data.datasets.build import read_raw, read_split

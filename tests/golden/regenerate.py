@@ -16,7 +16,7 @@ from pathlib import Path
 import numpy as np
 import paddle
 
-from ppdist.config import ExperimentConfig
+from ppdist.config.experiment import ExperimentConfig
 from ppdist.engine.build import build_schedule_setup
 from ppdist.engine.train_step import Clock
 from tests.unit.engine.tiny import IMAGES, build_step, fixed_batch, init_cpu, tiny_config

@@ -17,7 +17,7 @@ from PIL import Image
 import ppdist
 from ppdist import Detections, Detector, load_config
 from ppdist.common.errors import ConfigError
-from ppdist.config import ExperimentConfig
+from ppdist.config.experiment import ExperimentConfig
 from ppdist.data.datasets.synthetic import make_shapes
 from ppdist.data.image import read_image
 from ppdist.engine.recipe import with_data

@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
-from ppdist.config import load_config
+from ppdist.config.experiment import load_config
 from ppdist.data.datasets.synthetic import make_shapes
-from ppdist.models import build_model
+from ppdist.models.build import build_model
 from tests.forked import run_here
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -6,9 +6,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from ppdist.config import load_config
+from ppdist.config.experiment import load_config
 from ppdist.engine.checkpoint import save_checkpoint
-from ppdist.models import build_model
+from ppdist.models.build import build_model
 from ppdist.models.model_card import read_card
 from ppdist.models.weights import (
     arrays_of,

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from ppdist.config import load_config
+from ppdist.config.experiment import load_config
 from ppdist.data.datasets.annotations import quietly
 from ppdist.data.datasets.build import read_raw
 from tests.forked import run_here

@@ -7,7 +7,7 @@ import paddle
 import pytest
 from visualdl import LogReader
 
-from ppdist.config import load_config
+from ppdist.config.experiment import load_config
 from ppdist.data.datasets.synthetic import make_shapes
 from ppdist.engine.build import build_model
 from ppdist.metrics.coco import METRICS

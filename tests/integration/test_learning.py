@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from ppdist.config import load_config
+from ppdist.config.experiment import load_config
 from ppdist.data.datasets.synthetic import make_shapes
 from ppdist.distributed import comm
 from ppdist.engine.build import build_training

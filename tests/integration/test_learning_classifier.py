@@ -4,8 +4,8 @@ import json
 
 import pytest
 
-from ppdist.config import ExperimentConfig
-from ppdist.config.base import parse_config
+from ppdist.config.experiment import ExperimentConfig
+from ppdist.config.parse import parse_config
 from ppdist.distributed import comm
 from ppdist.engine.build import build_training
 from tests.errors import raises

@@ -7,10 +7,10 @@ import paddle
 import pytest
 from PIL import Image
 
-from ppdist.config import load_config
 from ppdist.config.augment import AugmentConfig
 from ppdist.config.data import DataConfig, SplitConfig
 from ppdist.config.evaluate import NMSConfig
+from ppdist.config.experiment import load_config
 from ppdist.data.datasets.build import read_split
 from ppdist.data.loading.loader import EvalLoader
 from ppdist.data.transforms.geometry import (

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from ppdist.cli import predict
-from ppdist.config import load_config
+from ppdist.config.experiment import load_config
 from ppdist.models.model_card import CARD_NOTE, card_of
 from ppdist.models.weights import write_arrays
 from ppdist.predict import sources

@@ -9,15 +9,15 @@ from pathlib import Path
 import pytest
 from PIL import Image
 
-from ppdist.config import ExperimentConfig, load_config
+from ppdist.config.experiment import ExperimentConfig, load_config
 from ppdist.config.shipped import find_config
 from ppdist.config.study import load_study
 from ppdist.data.datasets.build import read_split
 from ppdist.distributed import comm
 from ppdist.engine.build import build_schedule_setup
 from ppdist.engine.start_lines import longer_line
-from ppdist.models import build_model
 from ppdist.models.base import weight_sizes
+from ppdist.models.build import build_model
 from ppdist.optim.optimizer import parameter_groups
 from tools import docs
 

@@ -11,7 +11,7 @@ import pytest
 from pycocotools.coco import COCO
 from pycocotools.cocoeval import COCOeval
 
-from ppdist.config import load_config
+from ppdist.config.experiment import load_config
 from ppdist.metrics.coco import METRICS
 from tests.distributed import run_on_ranks
 from tests.forked import exit_code_of, run_on_two_ranks, run_tool, succeeded

@@ -7,12 +7,12 @@ from pathlib import Path
 import pytest
 
 from ppdist.cli import convert, eval, export, predict
-from ppdist.config import load_config
-from ppdist.config.base import dump_yaml
+from ppdist.config.experiment import load_config
+from ppdist.config.parse import dump_yaml
 from ppdist.data.datasets.synthetic import make_shapes
 from ppdist.engine.checkpoint import save_checkpoint
 from ppdist.export.spec import read_spec
-from ppdist.models import build_model
+from ppdist.models.build import build_model
 from ppdist.models.model_card import AGPL, card_of, read_card
 from ppdist.models.weights import arrays_of, read_arrays
 from tests.errors import raises

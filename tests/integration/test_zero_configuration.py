@@ -14,7 +14,7 @@ import yaml
 from ppdist.cli import eval as cli_eval
 from ppdist.cli import train
 from ppdist.common.errors import ConfigError
-from ppdist.config import load_config
+from ppdist.config.experiment import load_config
 from ppdist.engine import run as engine_run
 from ppdist.engine.recipe import Recipe, write_recipe
 from ppdist.models import model_card

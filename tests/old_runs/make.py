@@ -19,9 +19,9 @@ import numpy as np
 import paddle
 
 import ppdist
-from ppdist.config import load_config
+from ppdist.config.experiment import load_config
 from ppdist.data.datasets.synthetic import make_shapes
-from ppdist.models import build_model
+from ppdist.models.build import build_model
 from tests.old_runs.outcomes import BEST, outcomes
 from tests.unit.data.classified import write_patterns
 

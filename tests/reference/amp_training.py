@@ -12,9 +12,9 @@ import json
 import time
 from pathlib import Path
 
-from ppdist.config import ExperimentConfig
-from ppdist.config.base import parse_config
 from ppdist.config.distributed import DistributedConfig
+from ppdist.config.experiment import ExperimentConfig
+from ppdist.config.parse import parse_config
 from ppdist.cpu.precision import BFLOAT16
 from ppdist.distributed import comm
 from ppdist.engine.build import build_training

@@ -9,7 +9,7 @@ import paddle
 from paddle import nn
 
 from ppdist.common.errors import ConfigError, DataError
-from ppdist.config import load_config
+from ppdist.config.experiment import load_config
 from ppdist.data.datasets.build import read_split
 from ppdist.data.datasets.synthetic import scene
 from ppdist.data.image import is_image_name, read_image

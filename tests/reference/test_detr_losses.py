@@ -7,7 +7,7 @@ import pytest
 
 from ppdist.config.loss import RTDETRLossConfig
 from ppdist.losses.rtdetr import RTDETRLoss
-from ppdist.models.rtdetr import Denoised, Refined, RTDETROutputs
+from ppdist.models.outputs import Denoised, Refined, RTDETROutputs
 from tests.reference.detr_losses import (
     CASES,
     FILE,

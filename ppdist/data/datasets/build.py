@@ -18,8 +18,8 @@ from pathlib import Path
 
 import numpy as np
 
+from ppdist.common import plugin
 from ppdist.common.errors import DataError
-from ppdist.config import plugins
 from ppdist.config.data import DataConfig, SplitConfig
 from ppdist.data.datasets.annotation_cache import Read, Sources, kept_or_read
 from ppdist.data.datasets.annotations import (
@@ -307,7 +307,7 @@ def _columns(config: DataConfig, split: Split, complain: Complain, masks: bool) 
 
 def _raw(config: DataConfig, split: Split, complain: Complain, *, everything: bool) -> RawSet:
     if config.reader:
-        raw = plugins.load(config.reader)(config, split, complain)
+        raw = plugin.load(config.reader)(config, split, complain)
     else:
         raw = _raw_of_ours(config, split, complain, everything=everything)
     find_alike(raw.class_names, raw.source, complain)

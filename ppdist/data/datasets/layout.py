@@ -43,7 +43,7 @@ from ppdist.data.datasets.voc import xml_files
 from ppdist.data.datasets.yolo import is_label, label_folder, own_names
 from ppdist.data.image import is_image_name
 from ppdist.data.types import Issue
-from ppdist.storage.stores import is_remote
+from ppdist.storage.addresses import is_remote
 
 _PARTS = ("annotations", "images", "labels", "jpegimages", "imagesets")  # of a set, not around one
 _DEEPEST = 4  # folders in one another, each alone

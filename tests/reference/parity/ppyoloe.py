@@ -13,7 +13,8 @@ from ppdist.config.loss import PPYOLOELossConfig
 from ppdist.config.model import PPYOLOEConfig
 from ppdist.losses.nms import multiclass_nms
 from ppdist.losses.ppyoloe import PPYOLOELoss
-from ppdist.models.ppyoloe import PPYOLOE, PPYOLOEOutputs
+from ppdist.models.outputs import PPYOLOEOutputs
+from ppdist.models.ppyoloe import PPYOLOE
 from tests.reference.parity.measure import (
     Measurement,
     apart,

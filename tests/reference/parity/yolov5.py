@@ -12,7 +12,8 @@ from ppdist.config.model import YOLOv5Config
 from ppdist.losses.base import NOMINAL_BATCH
 from ppdist.losses.nms import multiclass_nms
 from ppdist.losses.yolov5 import Gains, Matches, YOLOv5Loss
-from ppdist.models.yolov5 import ANCHORS_PER_CELL, YOLOv5, YOLOv5Outputs
+from ppdist.models.outputs import YOLOv5Outputs
+from ppdist.models.yolov5 import ANCHORS_PER_CELL, YOLOv5
 from tests.reference.parity.measure import (
     Measurement,
     apart,

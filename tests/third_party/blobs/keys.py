@@ -4,10 +4,10 @@ from typing import ClassVar
 
 from pydantic import Field
 
-from ppdist.config.base import Section
 from ppdist.config.data import DataConfig
 from ppdist.config.model import DetectorConfig
 from ppdist.config.output import TrackerConfig
+from ppdist.config.section import Section
 
 
 class BlobsLossConfig(Section):

@@ -7,7 +7,7 @@ from paddle import Tensor
 from blobs.keys import BlobsLossConfig
 from blobs.model import Blobs, BlobsOutputs, boxes_of, by_cell
 from ppdist.losses.base import NOMINAL_BATCH, Loss, LossOutput
-from ppdist.models.base import anchor_points
+from ppdist.models.outputs import anchor_points
 
 
 class BlobsLoss(Loss):

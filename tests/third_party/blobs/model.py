@@ -9,9 +9,10 @@ from paddle import Tensor, nn
 
 from blobs.keys import BlobsConfig
 from ppdist.models.backbones import Backbone
-from ppdist.models.base import Detector, anchor_points
+from ppdist.models.base import Detector
 from ppdist.models.feature_maps import passes_maps
 from ppdist.models.layers import ConvBNLayer
+from ppdist.models.outputs import anchor_points
 
 
 class BlobsOutputs(NamedTuple):

@@ -7,8 +7,8 @@ from typing import ClassVar
 
 from pydantic import Field
 
-from ppdist.config.base import Section
 from ppdist.config.model import DetectorConfig
+from ppdist.config.section import Section
 
 
 class QueriesLossConfig(Section):

@@ -17,9 +17,9 @@ from ppdist.common.records import read_metrics
 from ppdist.common.run_log import RunLog
 from ppdist.common.trackers import TRACKERS, TrackedRun, TrackerProcess
 from ppdist.common.writers import MetricWriter, MetricWriters, scalar_points
-from ppdist.config import load_config, output
-from ppdist.config.base import Section
-from ppdist.config.experiment import experiment_of
+from ppdist.config import output
+from ppdist.config.experiment import experiment_of, load_config
+from ppdist.config.section import Section
 from ppdist.runtime.writer_thread import WriterThread
 from tests.errors import raises
 from tests.unit.common.analysis import ANALYSIS

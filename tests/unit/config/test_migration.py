@@ -9,7 +9,7 @@ import pytest
 from ppdist.cli import main_of
 from ppdist.cli.train import parse
 from ppdist.common.errors import ConfigError
-from ppdist.config import ExperimentConfig, load_config
+from ppdist.config.experiment import ExperimentConfig, load_config
 from ppdist.config.migration import refuse_options, table
 from ppdist.config.schema import all_keys
 from tests.errors import raises

@@ -7,12 +7,13 @@ from pathlib import Path
 
 import pytest
 
-from ppdist.config import ExperimentConfig, load_config, plugins
-from ppdist.config.base import dump_yaml, parse_config
+from ppdist.common import plugin
+from ppdist.config import plugins
 from ppdist.config.distill import Trained
-from ppdist.config.experiment import experiment_of
+from ppdist.config.experiment import ExperimentConfig, experiment_of, load_config
 from ppdist.config.model import PPYOLOEConfig
 from ppdist.config.output import LogConfig
+from ppdist.config.parse import dump_yaml, parse_config
 from ppdist.config.yaml import InvalidConfig
 from tests.errors import raises
 from tests.forked import THIRD_PARTY
@@ -120,7 +121,7 @@ def test_part_that_fails_is_named_where_it_stands(found: None, tmp_path: Path) -
     assert codes[f"{file}:8:15"] == "plugin_failed"
     assert codes["-o data.format=blobs.keys:BlobsConfig"] == "plugin_invalid"
     with pytest.raises(ModuleNotFoundError):  # our own bug is no other package's
-        plugins.load("ppdist.no_such:Model")
+        plugin.load("ppdist.no_such:Model")
 
 
 def test_stored_configuration_imports_nothing_by_itself(
@@ -148,5 +149,5 @@ def test_current_folder_holds_no_package(tmp_path: Path, monkeypatch: pytest.Mon
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", ["", *sys.path])
     with raises("plugin_failed", "No module named 'blobs'"):
-        plugins.load("blobs:Section")
+        plugin.load("blobs:Section")
     assert sys.path[0] == ""

@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from ppdist.config import load_config, removed
-from ppdist.config.experiment import ExperimentConfig, experiment_of
+from ppdist.config import removed
+from ppdist.config.experiment import ExperimentConfig, experiment_of, load_config
 from ppdist.config.removed import DROPPED, GONE_VALUES, REMOVED, GoneValue, Removed
 from ppdist.config.schema import all_keys
 from tests.errors import raises

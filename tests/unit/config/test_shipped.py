@@ -4,7 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from ppdist.config import load_config, shipped
+from ppdist.config import shipped
+from ppdist.config.experiment import load_config
 from tests.errors import raises
 
 

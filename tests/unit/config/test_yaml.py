@@ -13,8 +13,9 @@ import yaml
 from pydantic import Field, ValidationError, model_validator
 
 from ppdist.common.errors import ConfigError
-from ppdist.config import ExperimentConfig, load_config
-from ppdist.config.base import Section, dump_yaml, parse_config
+from ppdist.config.experiment import ExperimentConfig, load_config
+from ppdist.config.parse import dump_yaml, parse_config
+from ppdist.config.section import Section
 from ppdist.config.yaml import InvalidConfig
 from tests.errors import raises
 from tools.docs import config_text, json_schema

@@ -21,8 +21,8 @@ from ppdist.cpu.switch import (
 )
 from ppdist.distributed import comm
 from ppdist.distributed.sync_batch_norm import SyncBatchNorm2D
-from ppdist.models import build_model
 from ppdist.models.attention import HEADS, HIDDEN, MultiHeadAttention
+from ppdist.models.build import build_model
 from ppdist.models.layers import (
     ACTIVATIONS,
     SPP,

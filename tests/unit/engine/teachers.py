@@ -4,7 +4,7 @@ from pathlib import Path
 
 import numpy as np
 
-from ppdist.config.base import dump_yaml
+from ppdist.config.parse import dump_yaml
 from ppdist.engine.build import build_model
 from ppdist.engine.checkpoint import save_checkpoint
 from ppdist.models.model_card import ModelCard

@@ -5,7 +5,7 @@ import json
 import pytest
 
 from ppdist.common.process import JOB_DIR_VARIABLE
-from ppdist.config.base import dump_yaml
+from ppdist.config.parse import dump_yaml
 from ppdist.engine.continuation import config_of_run
 from ppdist.metrics.run import history, write_history
 from tests.errors import raises

@@ -8,7 +8,7 @@ import pytest
 from safetensors.numpy import load_file
 
 from ppdist.common.errors import UserError
-from ppdist.config import load_config
+from ppdist.config.experiment import load_config
 from ppdist.cpu.layers import OneDNNConv2D
 from ppdist.cpu.switch import self_check
 from ppdist.distributed import comm

@@ -9,8 +9,8 @@ from statistics import median
 import numpy as np
 import pytest
 
-from ppdist.config import ExperimentConfig
-from ppdist.config.base import parse_config
+from ppdist.config.experiment import ExperimentConfig
+from ppdist.config.parse import parse_config
 from ppdist.config.train import EarlyStoppingConfig
 from ppdist.distributed import comm
 from ppdist.engine.early_stopping import EarlyStopping, EarlyStoppingState, LossCurves

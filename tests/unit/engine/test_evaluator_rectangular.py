@@ -7,7 +7,7 @@ import paddle
 import pytest
 from PIL import Image
 
-from ppdist.config import load_config
+from ppdist.config.experiment import load_config
 from ppdist.data.datasets.build import read_split
 from ppdist.engine.build import build_evaluator, build_model
 from tests.distributed import run_on_ranks

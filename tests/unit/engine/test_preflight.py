@@ -15,8 +15,8 @@ import pytest
 
 from ppdist.common.errors import UserError
 from ppdist.common.process import JOB_DIR_VARIABLE, MIN_HOSTS_VARIABLE, RUN_NOTE
-from ppdist.config.base import flattened
 from ppdist.config.distributed import PER_HOST_KEYS, DistributedConfig
+from ppdist.config.parse import flattened
 from ppdist.data.datasets.build import read_split
 from ppdist.data.datasets.synthetic import make_shapes
 from ppdist.distributed import comm, device, store

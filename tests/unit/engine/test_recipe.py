@@ -4,8 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from ppdist.config import load_config
 from ppdist.config.data import SplitConfig
+from ppdist.config.experiment import load_config
 from ppdist.config.model import YOLOv5Config
 from ppdist.config.shipped import short_names
 from ppdist.data.datasets.layout import Layout

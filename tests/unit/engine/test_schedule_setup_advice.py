@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from ppdist.config import load_config
+from ppdist.config.experiment import load_config
 from ppdist.engine.schedule_setup import advice, set_up_schedule
 
 CONFIGS = Path(__file__).parents[3] / "configs"

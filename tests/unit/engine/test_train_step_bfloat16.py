@@ -231,8 +231,8 @@ def test_processor_steps_faster_in_bfloat16(model, tmp_path, record_property):
 
     0.57 to 0.60 of float32's were measured on one Xeon with AMX, on another 0.73 for PP-YOLOE.
     """
-    from ppdist.config import ExperimentConfig
-    from ppdist.config.base import parse_config
+    from ppdist.config.experiment import ExperimentConfig
+    from ppdist.config.parse import parse_config
 
     init_cpu()
     file = tmp_path / "s.yml"

@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from ppdist.config import ExperimentConfig
-from ppdist.config.base import parse_config
+from ppdist.config.experiment import ExperimentConfig
+from ppdist.config.parse import parse_config
 from ppdist.distributed import comm
 from tests.distributed import run_on_ranks
 from tests.source_tree import REPOSITORY

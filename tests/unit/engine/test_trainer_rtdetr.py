@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from ppdist.cli import train
-from ppdist.config import load_config
+from ppdist.config.experiment import load_config
 from ppdist.engine import run as engine_run
 from ppdist.models.weights import read_arrays
 from tests.emulated_bfloat16 import EMULATED

@@ -10,9 +10,9 @@ import numpy as np
 import paddle
 from paddle import nn
 
-from ppdist.config import ExperimentConfig
-from ppdist.config.base import parse_config
 from ppdist.config.distributed import DistributedConfig
+from ppdist.config.experiment import ExperimentConfig
+from ppdist.config.parse import parse_config
 from ppdist.cpu.precision import BFLOAT16, Kernels
 from ppdist.data.loading.sampler import TrainSampler
 from ppdist.data.types import Arrays, Batch

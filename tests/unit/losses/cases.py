@@ -3,7 +3,7 @@
 import numpy as np
 import paddle
 
-from ppdist.models.ppyoloe import PPYOLOEOutputs
+from ppdist.models.outputs import PPYOLOEOutputs
 
 CLASSES, STATIC = 3, 10
 ATSS, TAL = 0, STATIC  # a step of each phase

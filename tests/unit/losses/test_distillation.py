@@ -20,8 +20,7 @@ from ppdist.losses.distillation import (
 )
 from ppdist.losses.ppyoloe import PPYOLOELoss
 from ppdist.losses.yolov5 import LEVEL_WEIGHTS, Gains, YOLOv5Loss
-from ppdist.models.ppyoloe import PPYOLOEOutputs
-from ppdist.models.yolov5 import YOLOv5Outputs
+from ppdist.models.outputs import PPYOLOEOutputs, YOLOv5Outputs
 
 CLASSES = 3
 ALL = Teaching(Term(2.0, 1.5), Term(3.0, 2.0), Term(0.5, 10.0))

@@ -6,7 +6,7 @@ import pytest
 
 from ppdist.config.loss import PPYOLOELossConfig
 from ppdist.losses.ppyoloe import PPYOLOELoss, distribution_focal_loss, varifocal_loss
-from ppdist.models.ppyoloe import PPYOLOEOutputs
+from ppdist.models.outputs import PPYOLOEOutputs
 from tests.unit.losses.cases import ATSS, CLASSES, STATIC, TAL, random_outputs, truth
 from tests.unit.losses.slopes import assert_value_and_slopes
 

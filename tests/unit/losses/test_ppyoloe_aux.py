@@ -7,7 +7,8 @@ import pytest
 from ppdist.config.loss import PPYOLOELossConfig
 from ppdist.config.model import PPYOLOEConfig
 from ppdist.losses.ppyoloe import PPYOLOELoss
-from ppdist.models.ppyoloe import PPYOLOE, PPYOLOEOutputs
+from ppdist.models.outputs import PPYOLOEOutputs
+from ppdist.models.ppyoloe import PPYOLOE
 from tests.unit.losses.cases import ATSS, STATIC, TAL, random_outputs, truth
 
 CLASSES = 3

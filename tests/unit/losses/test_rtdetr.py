@@ -14,7 +14,7 @@ from ppdist.losses.boxes import aligned_giou, aligned_iou, cxcywh_to_xyxy, xyxy_
 from ppdist.losses.distillation import Teaching, Term
 from ppdist.losses.matcher import Truth, hungarian_matcher, matching_cost
 from ppdist.losses.rtdetr import DDF_TEMPERATURE, RTDETRLoss, fine_grained_localization_loss
-from ppdist.models.rtdetr import BINS, Denoised, Refined, RTDETROutputs
+from ppdist.models.outputs import BINS, Denoised, Refined, RTDETROutputs
 
 CLASSES, QUERIES, SIZE = 3, 12, (96, 128)
 REAL = (3, 0, 5, 1)  # boxes of four images

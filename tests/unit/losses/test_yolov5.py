@@ -12,7 +12,8 @@ from ppdist.config.loss import YOLOv5LossConfig
 from ppdist.config.model import YOLOv5Config
 from ppdist.losses.base import LossOutput
 from ppdist.losses.yolov5 import Gains, YOLOv5Loss, match_anchors
-from ppdist.models.yolov5 import YOLOv5, YOLOv5Outputs
+from ppdist.models.outputs import YOLOv5Outputs
+from ppdist.models.yolov5 import YOLOv5
 from tests.reference.parity.reference import read_formulas, set_weights
 
 CLASSES, SIZE, STRIDES = 3, (64, 96), (8, 16, 32)

@@ -6,7 +6,7 @@ import paddle.nn.functional as F
 import pytest
 
 from ppdist.config.model import PPYOLOEConfig, YOLOv5ClsConfig, YOLOv5Config
-from ppdist.models import build_model
+from ppdist.models.build import build_model
 from ppdist.models.feature_maps import maps
 from ppdist.models.layers import (
     ACTIVATIONS,

@@ -6,12 +6,12 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from ppdist.config import ExperimentConfig
-from ppdist.config.base import parse_plain, parse_tree
+from ppdist.config.experiment import ExperimentConfig
 from ppdist.config.model import PPYOLOEConfig, RTDETRConfig, YOLOv5Config
+from ppdist.config.parse import parse_plain, parse_tree
 from ppdist.config.yaml import Place, tree_of
 from ppdist.engine.checkpoint import save_checkpoint
-from ppdist.models import build_model
+from ppdist.models.build import build_model
 from ppdist.models.model_card import (
     AGPL,
     CARD_NOTE,

@@ -8,7 +8,7 @@ import pytest
 
 from ppdist.config.model import PPYOLOEConfig
 from ppdist.cpu.switch import self_check
-from ppdist.models import build_model
+from ppdist.models.build import build_model
 from ppdist.models.weights import arrays_of, load_weights
 from tests.unit.models.tiny import loss_of, shake, static_outputs, tiny
 

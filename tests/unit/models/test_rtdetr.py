@@ -12,7 +12,8 @@ from ppdist.models.attention import HIDDEN
 from ppdist.models.base import Targets, freeze
 from ppdist.models.complexity import complexity
 from ppdist.models.denoising import DenoisingQueries, attention_bias
-from ppdist.models.rtdetr import BINS, RTDETR, SIZES, weighting
+from ppdist.models.outputs import BINS, weighting
+from ppdist.models.rtdetr import RTDETR, SIZES
 from tests.unit.models.saved_graph import Decoded, saved_graph
 
 # Published: millions of parameters and GFLOPs at 640 x 640, rounded as in the repositories.

@@ -13,8 +13,8 @@ import pytest
 from safetensors.numpy import save_file
 
 from ppdist.config.model import PPYOLOEConfig
-from ppdist.models import build_model
 from ppdist.models import weights as weights_module
+from ppdist.models.build import build_model
 from ppdist.models.ppyoloe import PPYOLOE
 from ppdist.models.weights import (
     arrays_of,

@@ -5,8 +5,8 @@ import paddle
 import pytest
 
 from ppdist.config.model import PPYOLOEConfig, YOLOv5ClsConfig, YOLOv5Config
-from ppdist.models import build_model
 from ppdist.models.base import ImageModel
+from ppdist.models.build import build_model
 from ppdist.models.weights import (
     ClassNames,
     LoadReport,

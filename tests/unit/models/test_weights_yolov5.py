@@ -8,7 +8,7 @@ import paddle
 import pytest
 
 from ppdist.config.model import YOLOv5ClsConfig, YOLOv5Config
-from ppdist.models import build_model
+from ppdist.models.build import build_model
 from ppdist.models.weights import (
     arrays_of,
     load_weights,

@@ -12,16 +12,17 @@ import pytest
 from pydantic import ValidationError
 
 from ppdist.common.errors import ConfigError
-from ppdist.config.base import parse_config
 from ppdist.config.evaluate import NMSConfig
 from ppdist.config.model import YOLOv5Config
+from ppdist.config.parse import parse_config
 from ppdist.cpu import onednn
 from ppdist.cpu.switch import self_check, use_onednn
 from ppdist.export.export import export_model
 from ppdist.export.spec import InferenceSpec, InputSection
-from ppdist.models import build_model
+from ppdist.models.build import build_model
 from ppdist.models.layers import ConvBNLayer
-from ppdist.models.yolov5 import P5_ANCHORS, YOLOv5, YOLOv5Outputs
+from ppdist.models.outputs import YOLOv5Outputs
+from ppdist.models.yolov5 import P5_ANCHORS, YOLOv5
 from tests.reference.parity.reference import read_formulas, set_weights
 from tests.unit.models.saved_graph import Decoded, saved_graph
 

@@ -10,7 +10,7 @@ import pytest
 from ppdist.config.model import YOLOv5ClsConfig, YOLOv5Config
 from ppdist.cpu import onednn
 from ppdist.cpu.switch import self_check
-from ppdist.models import build_model
+from ppdist.models.build import build_model
 from ppdist.models.yolov5 import YOLOv5Classifier
 from tests.reference.parity.reference import read_formulas, set_weights
 from tests.unit.models.saved_graph import saved_graph

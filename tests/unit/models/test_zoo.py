@@ -11,11 +11,11 @@ import paddle
 import pytest
 
 from ppdist.common.errors import UserError
-from ppdist.config import load_config
+from ppdist.config.experiment import load_config
 from ppdist.config.model import YOLOv5Config
 from ppdist.config.shipped import find_config
-from ppdist.models import build_model
 from ppdist.models import zoo as module
+from ppdist.models.build import build_model
 from ppdist.models.model_card import config_of_weights, licence_warning, read_card
 from ppdist.models.weights import load_weights, official_arrays_of, write_arrays
 from ppdist.models.zoo import local_weights, similar_names, zoo

@@ -8,7 +8,7 @@ import paddle
 from ppdist.config.loss import PPYOLOELossConfig
 from ppdist.config.model import PPYOLOEConfig
 from ppdist.losses.ppyoloe import PPYOLOELoss
-from ppdist.models import build_model
+from ppdist.models.build import build_model
 from ppdist.models.ppyoloe import PPYOLOE
 from tests.unit.models.saved_graph import Decoded, saved_graph
 

@@ -14,8 +14,8 @@ import cv2
 import numpy as np
 import pytest
 
-from ppdist.config import load_config
-from ppdist.config.base import dump_yaml
+from ppdist.config.experiment import load_config
+from ppdist.config.parse import dump_yaml
 from ppdist.metrics.run import read_run
 from ppdist.report import page
 from ppdist.report.content import settings_of

@@ -22,8 +22,8 @@ from ppdist.data.image import read_image
 from ppdist.data.transforms import pipeline
 from ppdist.data.types import ImagesUnavailable
 from ppdist.distributed import store as timeouts
+from ppdist.storage import addresses, retry, stores
 from ppdist.storage import files as storage
-from ppdist.storage import retry, stores
 from tests.errors import raises
 from tests.unit.data.loaders import assert_equal, loader, loader_of, warnings_in
 from tests.unit.data.sets import coco_config, sharded, write_coco
@@ -72,7 +72,7 @@ class Sick:
 
         def ask(path, what, seconds=None, **arguments):
             key = (str(path), *arguments.values())
-            of_image = what == "cat_file" and stores.url_of(path).endswith((".jpg", ".tar"))
+            of_image = what == "cat_file" and addresses.url_of(path).endswith((".jpg", ".tar"))
             if of_image and only in str(path) and not self.well.is_set():
                 self.asked[key] += 1
                 if self.asked[key] <= times:

@@ -6,7 +6,7 @@ import sys
 import pytest
 
 from ppdist.common.errors import StorageError
-from ppdist.storage import download, retry, stores
+from ppdist.storage import addresses, download, retry, stores
 from ppdist.storage.download import local_copy
 from tests.errors import raises
 from tests.file_server import serving
@@ -56,13 +56,13 @@ def use(monkeypatch, tmp_path):
 
 def test_addresses_survive_path_and_local_ones_stay_local(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    assert stores.url_of("s3:/bucket/a.jpg") == stores.url_of("s3://bucket/a.jpg")
-    assert stores.url_of("s3:/bucket/a.jpg") == "s3://bucket/a.jpg"
-    assert stores.url_of("file:///data/a.jpg") == "/data/a.jpg"
-    assert stores.url_of("a.jpg") == f"{tmp_path}/a.jpg"
-    assert stores.is_remote("memory://a") and stores.is_remote("https:/host/a")
+    assert addresses.url_of("s3:/bucket/a.jpg") == addresses.url_of("s3://bucket/a.jpg")
+    assert addresses.url_of("s3:/bucket/a.jpg") == "s3://bucket/a.jpg"
+    assert addresses.url_of("file:///data/a.jpg") == "/data/a.jpg"
+    assert addresses.url_of("a.jpg") == f"{tmp_path}/a.jpg"
+    assert addresses.is_remote("memory://a") and addresses.is_remote("https:/host/a")
     for local in ("/data/s3:/a", "data/a", "file:///data", "c:/data", "s3:", "s3://"):
-        assert not stores.is_remote(local), local
+        assert not addresses.is_remote(local), local
 
 
 def test_addresses_with_credentials_are_known():
@@ -71,9 +71,9 @@ def test_addresses_with_credentials_are_known():
         "https://host/a?X-Amz-Signature=1",
         "https://host/a?sv=1&sig=2",
     ):
-        assert stores.holds_credentials(address), address
-    assert not stores.holds_credentials("s3://bucket/a@2x.jpg")
-    assert not stores.holds_credentials("/data/user@host")
+        assert addresses.holds_credentials(address), address
+    assert not addresses.holds_credentials("s3://bucket/a@2x.jpg")
+    assert not addresses.holds_credentials("/data/user@host")
 
 
 def test_every_failed_head_is_what_it_was(use):

@@ -8,7 +8,7 @@ from typing import NamedTuple
 import numpy as np
 import pytest
 
-from ppdist.config import load_config
+from ppdist.config.experiment import load_config
 from ppdist.data.datasets.synthetic import make_shapes
 from ppdist.distributed import comm, sync_batch_norm
 from ppdist.engine.train_step import TrainStep

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from ppdist.cli import verify as command
-from ppdist.config import load_config
+from ppdist.config.experiment import load_config
 from ppdist.config.shipped import find_config
 from ppdist.engine.build import build_model
 from ppdist.models.model_card import config_of_weights

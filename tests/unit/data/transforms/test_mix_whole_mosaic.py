@@ -9,7 +9,8 @@ from PIL import Image
 
 from ppdist.common.errors import ConfigError
 from ppdist.config.augment import AugmentConfig
-from ppdist.config.base import Section, parse_config
+from ppdist.config.parse import parse_config
+from ppdist.config.section import Section
 from ppdist.data.transforms.geometry import GREY
 from ppdist.data.transforms.mix import in_a_grid, random_layout
 from ppdist.data.types import SampleKey, keyed_generator

@@ -11,8 +11,8 @@ import pytest
 from PIL import Image
 from pydantic import ValidationError
 
-from ppdist.config import load_config
 from ppdist.config.augment import AugmentConfig
+from ppdist.config.experiment import load_config
 from ppdist.data.image import read_image
 from ppdist.data.transforms import pipeline
 from ppdist.data.transforms.color import PIXEL_STEPS, hsv

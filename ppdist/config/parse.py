@@ -1,4 +1,4 @@
-"""Section: a frozen, typed, closed configuration, read from YAML.
+"""Reads YAML and plain data as Sections.
 
     base files (`_BASE_`) <- file <- -o overrides        mappings merge, everything else replaces
     -> checked as one tree against a Section             every problem is reported, each on a line
@@ -10,55 +10,28 @@ configs/schema.json are generated from the same classes (schema.py).
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
-from enum import Enum
 from pathlib import Path
-from typing import Any, Literal, TypeAlias, TypeVar, cast
+from typing import Any, TypeAlias, cast
 
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import ValidationError
 
 from ppdist.config.errors import numbers_for_text, problems_of
 from ppdist.config.migration import refuse_file
 from ppdist.config.removed import is_stored, without_removed
+from ppdist.config.section import OnResume, Section, SectionT
 from ppdist.config.shipped import find_config
 from ppdist.config.yaml import Node, Place, Problem, Reader, dump, merge, problems_error
 
 # What changes a configuration: items of -o, or values by key, `{"train": {"epochs": 3}}` or
 # `{"train.epochs": 3}`.
 Overrides: TypeAlias = Sequence[str] | Mapping[str, Any]
-Task = Literal["detect", "classify"]  # boxes with classes, or one class for each image
 
 
-class OnResume(Enum):
-    """Effect of a changed key on a resumed run; in `Annotated`.
-
-    A key, or the section it is in, without a note affects training from there on (rates, phases,
-    order of images, losses): a run resumes with another value only when it is told to.
-    """
-
-    FREE = "what is learned does not change"
-    STEP = "what counts is the micro-batches that come of all of these; see MicroBatches"
-    SCORES = "the same weights score otherwise: the best so far cannot be compared"
-    EVALUATIONS = "as FREE, but where the order of images follows the scores"
-
-
-class Section(BaseModel):
-    """Base of configuration parts: immutable, closed to undeclared keys.
-
-    Give every field `Field(description=...)` with its unit: it becomes the documentation.
-    """
-
-    model_config = ConfigDict(
-        frozen=True,
-        extra="forbid",
-        validate_default=True,
-        allow_inf_nan=False,
-        protected_namespaces=(),
-    )
+class Document(Section):
+    """A Section that is a whole file, or the part of one that is read alone."""
 
     @classmethod
-    def opened(
-        cls, tree: Node, problems: list[Problem], *, stored: bool = False
-    ) -> type["Section"]:
+    def opened(cls, tree: Node, problems: list[Problem], *, stored: bool = False) -> type[Section]:
         """Returns this Section with the plugin parts that the tree names; see `open_section`."""
         return cls
 
@@ -66,9 +39,6 @@ class Section(BaseModel):
     def completed(cls, tree: Node) -> Node:
         """Adds implied keys to the tree before it is checked."""
         return tree
-
-
-SectionT = TypeVar("SectionT", bound=Section)
 
 
 def parse_config(
@@ -137,8 +107,11 @@ def parse_tree(
     Raises: ConfigError: as `parse_config`.
     """
     found = [*problems]
-    opened = cast(type[SectionT], schema.opened(tree, found, stored=stored))
-    tree = without_removed(schema.completed(tree), opened, found, stored=stored)
+    opened = schema
+    if issubclass(schema, Document):
+        opened = cast(type[SectionT], schema.opened(tree, found, stored=stored))
+        tree = schema.completed(tree)
+    tree = without_removed(tree, opened, found, stored=stored)
     return _check(tree, opened, found)
 
 
