@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from ppdist.common import process
+from ppdist.common import job, process
 from ppdist.common.errors import ConfigError, Failure, LaunchError, RankError, UserError, failure_of
 from tests.source_tree import REPOSITORY as ROOT
 from tests.source_tree import nodes_of, sources, tree_of
@@ -178,7 +178,7 @@ def test_a_rank_leaves_why_it_ended(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setenv(process.EXIT_DIR_VARIABLE, str(tmp_path))
+    monkeypatch.setenv(job.EXIT_DIR_VARIABLE, str(tmp_path))
     monkeypatch.setenv("PADDLE_TRAINER_ID", "1")
     monkeypatch.setattr(process, "STOP_SIGNALS", ())
 
@@ -200,8 +200,8 @@ def test_a_rank_leaves_why_it_ended(
 def test_of_a_lost_host_fleetrun_speaks_where_the_job_goes_on(
     code: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
 ) -> None:
-    monkeypatch.setenv(process.EXIT_DIR_VARIABLE, str(tmp_path))
-    monkeypatch.setenv(process.MIN_HOSTS_VARIABLE, "1")
+    monkeypatch.setenv(job.EXIT_DIR_VARIABLE, str(tmp_path))
+    monkeypatch.setenv(job.MIN_HOSTS_VARIABLE, "1")
     monkeypatch.setattr(process, "STOP_SIGNALS", ())
 
     def main() -> None:

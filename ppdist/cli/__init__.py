@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from ppdist import __version__
-from ppdist.common import errors, process
+from ppdist.common import errors, job, process
 
 if TYPE_CHECKING:
     from ppdist.config.experiment import ExperimentConfig
@@ -68,7 +68,7 @@ def require_one_process(command: str) -> None:
 
     Raises: ConfigError: fleetrun started several.  LaunchError: none did, but variables say so.
     """
-    ranks = process.launched_ranks()
+    ranks = job.launched_ranks()
     if command in _ONE_PROCESS and ranks > 1:
         from ppdist.distributed.comm import require_own_ranks  # imports Paddle
 

@@ -30,8 +30,9 @@ from ppdist.cli import (
 )
 from ppdist.common.arguments import at_least
 from ppdist.common.errors import ConfigError
+from ppdist.common.job import launched_rank
 from ppdist.common.limits import require_limits
-from ppdist.common.process import launched_rank, say
+from ppdist.common.process import say
 from ppdist.common.signals import hold_signals
 
 if TYPE_CHECKING:

@@ -29,7 +29,7 @@ from subprocess import Popen as Process
 from subprocess import TimeoutExpired as TimeoutExpired
 from typing import Any
 
-from ppdist.common.process import (
+from ppdist.common.job import (
     EXIT_DIR_VARIABLE,
     JOB_DIR_VARIABLE,
     MIN_HOSTS_VARIABLE,

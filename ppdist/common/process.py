@@ -33,6 +33,7 @@ from ppdist.common.errors import (
     with_code,
 )
 from ppdist.common.files import replace_file
+from ppdist.common.job import MIN_HOSTS_VARIABLE, launched_rank, launcher_folder
 from ppdist.common.limits import as_limit
 from ppdist.common.signals import (
     INTERRUPTED,
@@ -45,20 +46,6 @@ from ppdist.runtime.writer_thread import TERMINAL, Screen
 
 USER_ERROR, STOPPED = 2, 75  # exit codes
 
-EXIT_DIR_VARIABLE = "PPDIST_EXIT_DIR"  # set by our fleetrun: where each rank leaves why it ended
-# Set by our fleetrun: a folder of this host that stays from one attempt of a job to the next.
-JOB_DIR_VARIABLE = "PPDIST_JOB_DIR"
-JOB_VARIABLE = "PPDIST_JOB"  # set by our fleetrun: the name of this attempt, for its ranks alone
-# Set by our fleetrun where it starts a job anew: how many times it has; and the number, from 1, of
-# a step at which the job ended twice and which is to be left out.
-RESTART_VARIABLE, SKIP_STEP_VARIABLE = "PPDIST_RESTART", "PPDIST_SKIP_STEP"
-BACKUP_VARIABLE = "PADDLE_BACKUP_ENV_PATH"  # Paddle's: a JSON file of variables that are too long
-STARTED_VARIABLE = "PPDIST_STARTED"  # set by our fleetrun: `boot_seconds` when it began
-# Set by our fleetrun with --min_hosts: the run goes on without hosts that are lost.
-MIN_HOSTS_VARIABLE = "PPDIST_MIN_HOSTS"
-RUN_NOTE = "run.json"  # in the folder of a job: what one attempt leaves for the next
-CHANGE_NOTE = "change.json"  # there, too: this attempt is stopped because hosts go or come
-DIGESTS_NOTE = "digests.json"  # there, too: what rank 0 trains with (engine/digests.py)
 PADDLE_REMEDY = (
     "`pip install 'ppdist[cpu]'`; for a GPU install the paddlepaddle-gpu of Paddle's own index "
     "(README.md, Quick start)"
@@ -289,22 +276,6 @@ def _finish(stream: TextIO | None) -> bool:
 
     TERMINAL.put("terminal", flush)
     return TERMINAL.flush()
-
-
-def launcher_folder() -> Path | None:
-    """Where fleetrun reads its ranks' reports; None without fleetrun."""
-    folder = os.environ.get(EXIT_DIR_VARIABLE)
-    return Path(folder) if folder and Path(folder).is_dir() else None
-
-
-def launched_rank() -> int:
-    """Rank assigned by Paddle's launcher; 0 without one."""
-    return int(os.environ.get("PADDLE_TRAINER_ID", "0"))
-
-
-def launched_ranks() -> int:
-    """Number of processes started by Paddle's launcher; 1 without one."""
-    return int(os.environ.get("PADDLE_TRAINERS_NUM", "1"))
 
 
 def _is_left_to_fleetrun(failure: Failure) -> bool:

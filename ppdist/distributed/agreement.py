@@ -11,7 +11,8 @@ from typing import Any
 
 from ppdist.common.errors import ConfigError
 from ppdist.common.files import digest_of_text
-from ppdist.distributed.store import all_gather_object, gather_on_main, host, rank, ranks_named
+from ppdist.distributed.ranks import host, rank, ranks_named
+from ppdist.distributed.store import all_gather_object, gather_on_main
 
 Facts = dict[str, str]  # of one rank about one subject: name -> value as a text
 _REMEDIES = {

@@ -44,20 +44,28 @@ from ppdist.common.errors import (
 from ppdist.config.distributed import DistributedConfig
 from ppdist.distributed import device, heartbeat, paddle_api
 from ppdist.distributed.agreement import require_agreement
-from ppdist.distributed.shm_allreduce import MESSAGE_MB, SharedMemoryAllReduce, join
-from ppdist.distributed.store import addresses as addresses
+from ppdist.distributed.collectives import all_gather as all_gather
+from ppdist.distributed.collectives import all_reduce_sum as all_reduce_sum
+from ppdist.distributed.collectives import broadcast_tensors as broadcast_tensors
+from ppdist.distributed.collectives import buckets as buckets
+from ppdist.distributed.collectives import mean_tensors as mean_tensors
+from ppdist.distributed.collectives import routes
+from ppdist.distributed.collectives import sum_tensors as sum_tensors
+from ppdist.distributed.ranks import addresses as addresses
+from ppdist.distributed.ranks import host as host
+from ppdist.distributed.ranks import is_main as is_main
+from ppdist.distributed.ranks import local_rank as local_rank
+from ppdist.distributed.ranks import local_size as local_size
+from ppdist.distributed.ranks import rank as rank
+from ppdist.distributed.ranks import ranks_named as ranks_named
+from ppdist.distributed.ranks import world_size as world_size
+from ppdist.distributed.shm_allreduce import MESSAGE_MB, join
 from ppdist.distributed.store import alive as alive
 from ppdist.distributed.store import all_gather_object as all_gather_object
 from ppdist.distributed.store import announce_arrival as announce_arrival
 from ppdist.distributed.store import barrier as barrier
 from ppdist.distributed.store import gather_on_main as gather_on_main
-from ppdist.distributed.store import host as host
-from ppdist.distributed.store import is_main as is_main
-from ppdist.distributed.store import local_rank as local_rank
-from ppdist.distributed.store import local_size as local_size
 from ppdist.distributed.store import once_there as once_there
-from ppdist.distributed.store import rank as rank
-from ppdist.distributed.store import ranks_named as ranks_named
 from ppdist.distributed.store import (
     require_connectivity,
     separate_store,
@@ -67,13 +75,9 @@ from ppdist.distributed.store import run_on_all_ranks as run_on_all_ranks
 from ppdist.distributed.store import run_on_main as run_on_main
 from ppdist.distributed.store import storage_seconds as storage_seconds
 from ppdist.distributed.store import was_restarted as was_restarted
-from ppdist.distributed.store import world_size as world_size
 
 _GLOO_SECONDS = 30.0  # after which it gives up, whatever is configured
 _hang_seconds = math.inf
-_bucket_mb = 25
-_host: SharedMemoryAllReduce | None = None  # on CPU, where a host has several ranks
-_leaders: Any = None  # the group of the first ranks of all hosts, where there are several
 
 
 def init(wanted: str, config: DistributedConfig) -> None:
@@ -83,7 +87,7 @@ def init(wanted: str, config: DistributedConfig) -> None:
     Raises: ConfigError: the device cannot be used, or ranks would join in different ways.
         LaunchError: hosts do not reach one another, or see `require_own_ranks`.
     """
-    global _bucket_mb, _hang_seconds
+    global _hang_seconds
     require_own_ranks(os.environ)
     _hang_seconds = math.inf if config.hang_seconds is None else config.hang_seconds
     heartbeat.begin(config.timeout_seconds, config.hang_seconds)
@@ -100,10 +104,10 @@ def init(wanted: str, config: DistributedConfig) -> None:
         _join()
         if kind == device.CPU:
             _share_memory(config)
-        _bucket_mb = config.bucket_mb
-        paddle_api.set_fleet_bucket(_bucket_mb)
-        if _host is not None:
-            _host.message_bytes = min(_bucket_mb << 20, _host.longest)
+        routes.bucket_mb = config.bucket_mb
+        paddle_api.set_fleet_bucket(config.bucket_mb)
+        if routes.memory is not None:
+            routes.memory.message_bytes = min(config.bucket_mb << 20, routes.memory.longest)
 
 
 def require_own_ranks(environment: Mapping[str, str]) -> None:
@@ -245,9 +249,8 @@ def _one_communicator() -> Iterator[None]:
 
 def _share_memory(config: DistributedConfig) -> None:
     """Lets the ranks of each host sum in memory. Collective."""
-    global _host, _leaders
     firsts_W = all_gather_object(rank() - local_rank())
-    _host = join(
+    routes.memory = join(
         all_gather_object,
         rank=rank(),
         firsts_W=firsts_W,
@@ -255,8 +258,8 @@ def _share_memory(config: DistributedConfig) -> None:
         timeout_seconds=config.timeout_seconds,
     )
     leaders = sorted(set(firsts_W))
-    if _host is not None and len(leaders) > 1:
-        _leaders = _new_group(leaders)
+    if routes.memory is not None and len(leaders) > 1:
+        routes.leaders = _new_group(leaders)
 
 
 def _new_group(members: list[int]) -> Any:
@@ -311,106 +314,6 @@ def wrap_optimizer(optimizer: paddle.optimizer.Optimizer) -> Any:
 def local_gradients(model: nn.Layer) -> contextlib.AbstractContextManager[None]:
     """Inside, backward adds to this rank's gradients, without communication."""
     return model.no_sync() if world_size() > 1 else contextlib.nullcontext()
-
-
-def all_reduce_sum(tensor: paddle.Tensor) -> paddle.Tensor:
-    """Sums a tensor over ranks, in place, and returns it.  Collective."""
-    if world_size() > 1 and not _sum_in_memory([tensor]):
-        with heartbeat.Waiting(f"all_reduce of {tensor.size} values"):
-            pd.all_reduce(tensor, op=pd.ReduceOp.SUM)
-    return tensor
-
-
-def _sum_in_memory(tensors: Sequence[paddle.Tensor], factor: float = 1.0) -> bool:
-    """Sums through memory in hosts, through sockets between them.
-
-    Returns: False: there is no such memory, or it is not for these; they are as they were.
-    """
-    if _host is None or (tensors and tensors[0].dtype != paddle.float32):
-        return False
-
-    def across(part_F: np.ndarray) -> None:
-        tensor = paddle.to_tensor(part_F)
-        pd.all_reduce(tensor, op=pd.ReduceOp.SUM, group=_leaders)
-        part_F[:] = tensor.numpy()
-
-    dense = [each if each.is_contiguous() else each.contiguous() for each in tensors]
-    places = [(each.data_ptr(), math.prod(each.shape)) for each in dense]  # .size takes 3 us
-    with heartbeat.Waiting(f"sum of {sum(count for _, count in places)} values"):
-        _host.sum(places, None if _leaders is None else across, factor)
-    for tensor, summed in zip(tensors, dense):
-        if summed is not tensor:
-            paddle.assign(summed, tensor)
-    return True
-
-
-def sum_tensors(tensors: Sequence[paddle.Tensor]) -> None:
-    """Sums tensors of one type over ranks, in place. Collective.
-
-    Every rank gives tensors of the same shapes in the same order; they travel in few messages.
-    """
-    if world_size() > 1 and not _sum_in_memory(tensors):
-        _in_messages(tensors, all_reduce_sum)
-
-
-def mean_tensors(tensors: Sequence[paddle.Tensor]) -> None:
-    """Averages float32 tensors over ranks, in place; see `sum_tensors`."""
-    if world_size() == 1 or _sum_in_memory(tensors, 1.0 / world_size()):
-        return
-    sum_tensors(tensors)
-    for tensor in tensors:
-        tensor.scale_(1.0 / world_size())
-
-
-def broadcast_tensors(tensors: Sequence[paddle.Tensor], source: int) -> None:
-    """Overwrites tensors of one type by one rank's. Collective.
-
-    Every rank gives tensors of the same shapes in the same order; they travel in few messages.
-    """
-    if world_size() > 1:
-        with heartbeat.Waiting(f"broadcast from rank {source}"):
-            _in_messages(tensors, lambda flat: pd.broadcast(flat, src=source))
-
-
-def _in_messages(tensors: Sequence[paddle.Tensor], work: Callable[[paddle.Tensor], Any]) -> None:
-    """Applies `work` to several tensors in few messages, in place."""
-    for bucket in buckets(tensors, _bucket_mb << 20):
-        flat = paddle.concat([tensor.flatten() for tensor in bucket])
-        work(flat)
-        for tensor, part in zip(bucket, paddle.split(flat, [each.size for each in bucket])):
-            paddle.assign(part.reshape(tensor.shape), tensor)
-
-
-def buckets(tensors: Sequence[paddle.Tensor], size: int) -> Iterator[list[paddle.Tensor]]:
-    """Runs of tensors of at most `size` bytes each."""
-    message: list[paddle.Tensor] = []
-    held = 0
-    for tensor in tensors:
-        needed = tensor.element_size() * tensor.size  # asked for once: it takes 20 microseconds
-        if message and held + needed > size:
-            yield message
-            message, held = [], 0
-        message.append(tensor)
-        held += needed
-    if message:
-        yield message
-
-
-def all_gather(tensor: paddle.Tensor) -> paddle.Tensor:
-    """Stacks a tensor of every rank: [W, *shape]. Collective."""
-    if world_size() == 1:
-        return tensor.unsqueeze(0)
-    tensor = tensor.contiguous()
-    short = _host is not None and 4 * tensor.size <= _host.message_bytes
-    if _host is not None and short and _leaders is None and tensor.dtype == paddle.float32:
-        stacked = paddle.empty([world_size(), *tensor.shape])
-        with heartbeat.Waiting(f"gather of {tensor.size} values"):
-            _host.gather((tensor.data_ptr(), tensor.size), stacked.data_ptr())
-        return stacked
-    parts: list[paddle.Tensor] = []
-    with heartbeat.Waiting(f"all_gather of {tensor.size} values"):
-        pd.all_gather(parts, tensor)
-    return paddle.stack(parts)
 
 
 def all_gather_rows(rows_RK: np.ndarray) -> np.ndarray:

@@ -13,7 +13,7 @@ import paddle
 from paddle import distributed as pd
 
 from ppdist.common.errors import ConfigError
-from ppdist.distributed.store import host, rank, world_size
+from ppdist.distributed.ranks import host, rank, world_size
 
 CPU = "cpu"
 BACKEND = "PADDLE_DISTRI_BACKEND"  # set by the launcher to gloo for processes without a card

@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ppdist.common.files import replace_file
-from ppdist.common.process import launched_rank, launched_ranks, launcher_folder
+from ppdist.common.job import launched_rank, launched_ranks, launcher_folder
 
 PHASES = ("start", "step", "evaluate", "save", "end")
 # Every rank under fleetrun answers it with the stacks of its threads, written in C, so that also

@@ -10,7 +10,6 @@ this process has sent, by the kernel.
 """
 
 import contextlib
-import functools
 import hashlib
 import itertools
 import json
@@ -35,8 +34,16 @@ from ppdist.common.errors import (
     UserError,
     failure_of,
 )
-from ppdist.common.process import BACKUP_VARIABLE, JOB_VARIABLE, RESTART_VARIABLE
+from ppdist.common.job import JOB_VARIABLE, RESTART_VARIABLE
 from ppdist.distributed import heartbeat, paddle_api
+from ppdist.distributed.ranks import (
+    addresses,
+    host,
+    is_main,
+    rank,
+    ranks_named,
+    world_size,
+)
 from ppdist.storage.retry import with_retries
 
 _T = TypeVar("_T")
@@ -56,76 +63,6 @@ _timeout = 1800.0
 _reached = False  # the store, by this process
 _nagle_disabled = False  # its connections
 _signed = -math.inf  # when this rank last gave a sign of life at the store
-
-
-def rank() -> int:
-    """This process's rank in [0, world_size)."""
-    return int(os.environ.get("PADDLE_TRAINER_ID", "0"))
-
-
-def world_size() -> int:
-    """Number of ranks of the run; 1 without a launcher."""
-    return int(os.environ.get("PADDLE_TRAINERS_NUM", "1"))
-
-
-def local_size() -> int:
-    """Number of ranks on this host; 1 without a launcher."""
-    return int(os.environ.get("PADDLE_LOCAL_SIZE", "1"))
-
-
-def local_rank() -> int:
-    """Rank within this host; 0 without a launcher."""
-    return int(os.environ.get("PADDLE_LOCAL_RANK", "0"))
-
-
-def is_main() -> bool:
-    """True on rank 0.  Never put a collective behind it: see `run_on_main`."""
-    return rank() == 0
-
-
-def host() -> str:
-    """This host's name, for messages."""
-    own = os.environ.get("PADDLE_CURRENT_ENDPOINT", "").rpartition(":")[0]
-    several = len(set(addresses())) > 1
-    return f"{socket.gethostname()} {own}" if several else socket.gethostname()
-
-
-def addresses() -> list[str]:
-    """Address of each rank's host; [""] without a launcher."""
-    endpoints, file = os.environ.get(_ENDPOINTS), os.environ.get(BACKUP_VARIABLE)
-    if endpoints is None:
-        endpoints = _variables_of(file).get(_ENDPOINTS, "") if file else ""
-    return [endpoint.rpartition(":")[0] for endpoint in endpoints.split(",")]
-
-
-@functools.cache
-def _variables_of(file: str) -> dict[str, str]:
-    """Variables that Paddle reads from a file where they are too long."""
-    return json.loads(Path(file).read_text(encoding="utf-8"))
-
-
-def ranks_named(ranks: Sequence[int], hosts_W: Sequence[str]) -> str:
-    """`ranks 0-1 (host a) and rank 4 (host b)`
-
-    Args: hosts_W: name of the host of each rank.
-    """
-    of_host: dict[str, list[int]] = {}
-    for each in ranks:
-        of_host.setdefault(hosts_W[each], []).append(each)
-    return " and ".join(
-        f"rank{'s' * (len(own) > 1)} {_ranges(own)} (host {name})" for name, own in of_host.items()
-    )
-
-
-def _ranges(numbers: Sequence[int]) -> str:
-    """`0-3, 6` for ascending numbers."""
-    runs: list[list[int]] = []
-    for number in numbers:
-        if runs and runs[-1][-1] == number - 1:
-            runs[-1].append(number)
-        else:
-            runs.append([number])
-    return ", ".join(f"{run[0]}-{run[-1]}" if run[1:] else f"{run[0]}" for run in runs)
 
 
 def set_timeout(seconds: float) -> None:

@@ -11,7 +11,7 @@ from typing import Any
 
 from ppdist.common import files
 from ppdist.common.errors import CheckpointError, ConfigError
-from ppdist.common.process import CHANGE_NOTE, JOB_DIR_VARIABLE
+from ppdist.common.job import CHANGE_NOTE, JOB_DIR_VARIABLE
 from ppdist.common.records import MetricRecords, read_metrics
 from ppdist.config.experiment import ExperimentConfig
 from ppdist.config.parse import parse_config

@@ -14,7 +14,7 @@ import paddle
 
 from ppdist.common.eta import duration
 from ppdist.common.files import write_json
-from ppdist.common.process import MIN_HOSTS_VARIABLE
+from ppdist.common.job import MIN_HOSTS_VARIABLE
 from ppdist.common.records import loss_text
 from ppdist.common.run_log import RunLog
 from ppdist.distributed import comm, device, heartbeat

@@ -25,7 +25,8 @@ import paddle
 import ppdist
 from ppdist.common.errors import ConfigError, LaunchError, WeightsError
 from ppdist.common.files import digest_of_file, digest_of_text
-from ppdist.common.process import MIN_HOSTS_VARIABLE, RUN_NOTE, unknown_paddle
+from ppdist.common.job import MIN_HOSTS_VARIABLE, RUN_NOTE
+from ppdist.common.process import unknown_paddle
 from ppdist.config import plugins
 from ppdist.config.distributed import PER_HOST_KEYS, DistributedConfig
 from ppdist.config.parse import flattened

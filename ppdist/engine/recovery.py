@@ -19,7 +19,7 @@ import paddle
 
 from ppdist.common.errors import ConfigError, StorageError, UserError, is_out_of_memory
 from ppdist.common.files import append
-from ppdist.common.process import SKIP_STEP_VARIABLE
+from ppdist.common.job import SKIP_STEP_VARIABLE
 from ppdist.common.run_log import RunLog
 from ppdist.distributed import comm, device
 from ppdist.distributed.agreement import equal_ranks

@@ -7,7 +7,7 @@ Only rank 0 reads and writes checkpoints, and broadcasts what it has read.  So o
 be on a shared file system, and `--resume` refers to rank 0's host, the first of --ips.
 
 A run has a random id, kept in its checkpoints.  Once its checkpoint folder holds no other run's,
-every host records the id with the job (see `process.JOB_DIR_VARIABLE`).  So an attempt restarted by
+every host records the id with the job (see `job.JOB_DIR_VARIABLE`).  So an attempt restarted by
 fleetrun can tell its own job's checkpoints from those of an earlier run in the same output_dir.
 Rank 0's host also records the last saved step, so that the run does not start over if the file
 system of its checkpoints is briefly unavailable.
@@ -29,7 +29,7 @@ from pydantic import BaseModel, Field, field_serializer, field_validator
 from ppdist.common.drafts import remove_drafts
 from ppdist.common.errors import CheckpointError, ConfigError, StorageError
 from ppdist.common.files import require_no_link
-from ppdist.common.process import RUN_NOTE
+from ppdist.common.job import RUN_NOTE
 from ppdist.common.run_log import RunLog
 from ppdist.config.parse import flattened, on_resume, parse_config
 from ppdist.config.section import OnResume, Section

@@ -4,7 +4,8 @@ import os
 import time
 from collections.abc import Callable
 
-from ppdist.common.process import STARTED_VARIABLE, boot_seconds
+from ppdist.common.job import STARTED_VARIABLE
+from ppdist.common.process import boot_seconds
 
 _MARGIN = 1.2  # what comes at the end may take this many times what it took before
 # For what comes after the last checkpoint: pictures, trackers.

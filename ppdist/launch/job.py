@@ -16,7 +16,7 @@ from typing import TypeVar
 
 from ppdist.common.errors import LaunchError, UserError, with_code
 from ppdist.common.files import read_json
-from ppdist.common.process import (
+from ppdist.common.job import (
     DIGESTS_NOTE,
     JOB_DIR_VARIABLE,
     JOB_VARIABLE,
@@ -24,10 +24,8 @@ from ppdist.common.process import (
     RESTART_VARIABLE,
     SKIP_STEP_VARIABLE,
     STARTED_VARIABLE,
-    STOPPED,
-    USER_ERROR,
-    boot_seconds,
 )
+from ppdist.common.process import STOPPED, USER_ERROR, boot_seconds
 from ppdist.launch.console import say, say_end
 from ppdist.launch.control_channel import ControlChannel
 from ppdist.launch.handshake import own_handshake

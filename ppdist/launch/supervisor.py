@@ -25,15 +25,8 @@ from typing import BinaryIO
 from ppdist.common import child
 from ppdist.common.errors import LaunchError
 from ppdist.common.files import read_json, replace_file
-from ppdist.common.process import (
-    BACKUP_VARIABLE,
-    CHANGE_NOTE,
-    EXIT_DIR_VARIABLE,
-    RUN_NOTE,
-    STOPPED,
-    boot_seconds,
-    is_alive,
-)
+from ppdist.common.job import BACKUP_VARIABLE, CHANGE_NOTE, EXIT_DIR_VARIABLE, RUN_NOTE
+from ppdist.common.process import STOPPED, boot_seconds, is_alive
 from ppdist.launch import paddle_launcher, worker
 from ppdist.launch.connection import wait_for_any
 from ppdist.launch.console import say, say_end

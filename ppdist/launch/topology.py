@@ -15,16 +15,16 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from ppdist.common.errors import LaunchError
-from ppdist.common.process import (
+from ppdist.common.job import (
     EXIT_DIR_VARIABLE,
     JOB_DIR_VARIABLE,
     JOB_VARIABLE,
     MIN_HOSTS_VARIABLE,
-    PADDLE_REMEDY,
     RESTART_VARIABLE,
     SKIP_STEP_VARIABLE,
     STARTED_VARIABLE,
 )
+from ppdist.common.process import PADDLE_REMEDY
 from ppdist.launch.cards import Card, expand_ids, listed_ids, machine_cards, visible_labels
 from ppdist.launch.network import (
     Network,

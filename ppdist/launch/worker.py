@@ -27,7 +27,8 @@ if __name__ == "__main__":  # by its path: modules beside this file must not hid
 
 from ppdist.common.child import Process, end_with_parent, start
 from ppdist.common.files import open_own, replace_file
-from ppdist.common.process import BACKUP_VARIABLE, EXIT_DIR_VARIABLE, boot_seconds
+from ppdist.common.job import BACKUP_VARIABLE, EXIT_DIR_VARIABLE
+from ppdist.common.process import boot_seconds
 from ppdist.common.signals import hold_signals, release_signals
 
 CPU_VARIABLE = "PPDIST_CPU"  # set for ranks that shall see no card

@@ -32,7 +32,7 @@ from safetensors.numpy import load_file
 from ppdist.benchmark.step import machine, measure_training
 from ppdist.common.errors import ConfigError, LaunchError
 from ppdist.common.files import make_folder, write_json
-from ppdist.common.process import JOB_DIR_VARIABLE
+from ppdist.common.job import JOB_DIR_VARIABLE
 from ppdist.config.experiment import ExperimentConfig, load_config
 from ppdist.data.datasets.synthetic import make_shapes
 from ppdist.distributed import comm, device

@@ -22,7 +22,8 @@ import paddle
 
 from ppdist.common import files, writers
 from ppdist.common.errors import ConfigError
-from ppdist.common.process import RESTART_VARIABLE, say
+from ppdist.common.job import RESTART_VARIABLE
+from ppdist.common.process import say
 from ppdist.data.image import is_image_name
 from ppdist.distributed import comm
 from ppdist.engine.callbacks import Callback, TrainingRun

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from ppdist.cli import train
 from ppdist.common import process, run_log
-from ppdist.common.process import launched_rank
+from ppdist.common.job import launched_rank
 from ppdist.common.signals import hold_signals
 
 

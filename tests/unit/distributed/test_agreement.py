@@ -1,7 +1,7 @@
 """What is not the same on all ranks, in groups and in words."""
 
 from ppdist.distributed.agreement import differences, equal_ranks
-from ppdist.distributed.store import ranks_named
+from ppdist.distributed.ranks import ranks_named
 
 
 def test_equal_ranks_are_grouped_by_their_first() -> None:

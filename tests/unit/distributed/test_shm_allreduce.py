@@ -12,7 +12,7 @@ import pytest
 
 from ppdist.common.errors import RankError, failure_of
 from ppdist.config.distributed import DistributedConfig
-from ppdist.distributed import comm, heartbeat
+from ppdist.distributed import collectives, comm, heartbeat
 from ppdist.distributed.shm_allreduce import SharedMemoryAllReduce, _messages, _pieces, _share
 from ppdist.launch.outcome import RankEnd
 from tests.distributed import run_on_ranks
@@ -21,7 +21,7 @@ from tests.distributed import run_on_ranks
 def sums(argument):
     """Sums of tensors of odd sizes that do not fit one message, against the sum by sockets."""
     comm.init("cpu", DistributedConfig(bucket_mb=1))
-    assert (comm._host is not None) == argument["memory"]
+    assert (collectives.routes.memory is not None) == argument["memory"]
     draw = np.random.default_rng(comm.rank())
     shapes = [(3,), (700, 1001), (1,), (5, 7), (400_000,)]
     ours = [paddle.to_tensor(draw.normal(size=shape).astype("float32")) for shape in shapes]
@@ -75,7 +75,7 @@ def late(argument):
     time.sleep(2.0 * me)
     said.append(comm.all_reduce_sum(one).tolist())
     said.append(heard[0] < 1.5)
-    comm._host._timeout = 60.0 if me else 0.5
+    collectives.routes.memory._timeout = 60.0 if me else 0.5
     comm.barrier()
     time.sleep(2.0 * me)
     for _ in range(2):  # rank 0 meets a rank that is late, then rank 1 one that has ended
@@ -144,7 +144,9 @@ def apart(argument):
     for name in argument:
         comm.barrier()
         heartbeat.beat("step", 7)
-        comm._host._counters[8 * comm.rank()] = comm._host._arrivals = 100 * len(said)
+        collectives.routes.memory._counters[8 * comm.rank()] = (
+            collectives.routes.memory._arrivals
+        ) = 100 * len(said)
         comm.barrier()
         try:
             if name == "left out" and comm.rank() == 1:
@@ -182,7 +184,10 @@ def refuse(argument):
     if comm.rank() == 0:
         os.memfd_create = lambda name: os.open("/", os.O_RDONLY)  # nothing can be reserved there
     comm.init("cpu", DistributedConfig())
-    return [comm._host is None, comm.all_reduce_sum(paddle.to_tensor([1.0])).tolist()]
+    return [
+        collectives.routes.memory is None,
+        comm.all_reduce_sum(paddle.to_tensor([1.0])).tolist(),
+    ]
 
 
 def test_unshareable_memory_falls_back_to_sockets():

@@ -81,7 +81,7 @@ def work_long(_):
         return time.monotonic() - began
 
     said = [store.run_on_main(lambda: work(True))]
-    if store.is_main():
+    if comm.is_main():
         work(True)
     store.barrier()
     began = time.monotonic()

@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from ppdist.common.process import JOB_DIR_VARIABLE
+from ppdist.common.job import JOB_DIR_VARIABLE
 from ppdist.config.parse import dump_yaml
 from ppdist.engine.continuation import config_of_run
 from ppdist.metrics.run import history, write_history

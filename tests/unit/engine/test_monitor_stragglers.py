@@ -7,7 +7,7 @@ import numpy as np
 import paddle
 import pytest
 
-from ppdist.common.process import MIN_HOSTS_VARIABLE
+from ppdist.common.job import MIN_HOSTS_VARIABLE
 from ppdist.distributed import comm, heartbeat
 from ppdist.engine.callbacks import StepSeconds
 from ppdist.engine.monitor import (

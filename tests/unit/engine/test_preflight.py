@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from ppdist.common.errors import UserError
-from ppdist.common.process import JOB_DIR_VARIABLE, MIN_HOSTS_VARIABLE, RUN_NOTE
+from ppdist.common.job import JOB_DIR_VARIABLE, MIN_HOSTS_VARIABLE, RUN_NOTE
 from ppdist.config.distributed import PER_HOST_KEYS, DistributedConfig
 from ppdist.config.parse import flattened
 from ppdist.data.datasets.build import read_split

@@ -9,7 +9,7 @@ import paddle
 import pytest
 
 from ppdist.common.errors import is_out_of_memory
-from ppdist.common.process import JOB_DIR_VARIABLE, SKIP_STEP_VARIABLE
+from ppdist.common.job import JOB_DIR_VARIABLE, SKIP_STEP_VARIABLE
 from ppdist.config.distributed import DistributedConfig
 from ppdist.distributed import comm
 from ppdist.engine import recovery

@@ -9,7 +9,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from ppdist.common.process import JOB_DIR_VARIABLE
+from ppdist.common.job import JOB_DIR_VARIABLE
 from ppdist.common.run_log import RunLog
 from ppdist.config.experiment import load_config
 from ppdist.config.train import MicroBatches

@@ -5,7 +5,7 @@ import time
 import pytest
 
 from ppdist.common.eta import ETA, EVALUATION, SAVING
-from ppdist.common.process import STARTED_VARIABLE
+from ppdist.common.job import STARTED_VARIABLE
 from ppdist.data.datasets.synthetic import make_shapes
 from ppdist.distributed import comm
 from ppdist.engine import build

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from paddle.distributed import backup_env
 
-from ppdist.distributed import store
+from ppdist.distributed import ranks as of_this_run
 from ppdist.launch.options import parse_options
 from ppdist.launch.supervisor import passed_on
 from ppdist.launch.topology import make_plan
@@ -66,7 +66,7 @@ def test_endpoints_of_8000_ranks_reach_paddle_and_us(tmp_path: Path, monkeypatch
     monkeypatch.setattr(backup_env, "g_backup_envs", None)
     of_paddle = backup_env.getenv_or_backup("PADDLE_TRAINER_ENDPOINTS")
     assert of_paddle == ranks[7]["PADDLE_TRAINER_ENDPOINTS"] and len(of_paddle) > 128 * 1024
-    assert store.addresses()[::8] == hosts and store.world_size() == 8000
+    assert of_this_run.addresses()[::8] == hosts and of_this_run.world_size() == 8000
     assert passed_on({"A": "b"}, tmp_path) == {"A": "b"}
 
 

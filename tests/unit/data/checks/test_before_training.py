@@ -10,7 +10,7 @@ import cv2
 import numpy as np
 import pytest
 
-from ppdist.common.process import RESTART_VARIABLE
+from ppdist.common.job import RESTART_VARIABLE
 from ppdist.config.data import DataConfig
 from ppdist.data.checks import before_training
 from ppdist.data.checks.before_training import check_before_training, look_at_all

@@ -1,0 +1,136 @@
+"""Collectives of tensors and arrays over all ranks.
+
+They go through memory in a host and through gloo's sockets, or the accelerator's library, between
+hosts.  Every rank calls each with tensors of the same shapes, in the same order.
+"""
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import paddle
+from paddle import distributed as pd
+
+from ppdist.distributed import heartbeat
+from ppdist.distributed.ranks import world_size
+
+
+@dataclass
+class Routes:
+    """What messages go through; `comm.init` sets it.
+
+    Attributes:
+        memory: a `SharedMemoryAllReduce`, on CPUs where a host has several ranks.
+        leaders: group of the first ranks of all hosts, where there are several.
+        bucket_mb: size of the messages that `sum_tensors` makes, MiB.
+    """
+
+    memory: Any = None
+    leaders: Any = None
+    bucket_mb: int = 25
+
+
+routes = Routes()
+
+
+def all_reduce_sum(tensor: paddle.Tensor) -> paddle.Tensor:
+    """Sums a tensor over ranks, in place, and returns it.  Collective."""
+    if world_size() > 1 and not _sum_in_memory([tensor]):
+        with heartbeat.Waiting(f"all_reduce of {tensor.size} values"):
+            pd.all_reduce(tensor, op=pd.ReduceOp.SUM)
+    return tensor
+
+
+def _sum_in_memory(tensors: Sequence[paddle.Tensor], factor: float = 1.0) -> bool:
+    """Sums through memory in hosts, through sockets between them.
+
+    Returns: False: there is no such memory, or it is not for these; they are as they were.
+    """
+    if routes.memory is None or (tensors and tensors[0].dtype != paddle.float32):
+        return False
+
+    def across(part_F: np.ndarray) -> None:
+        tensor = paddle.to_tensor(part_F)
+        pd.all_reduce(tensor, op=pd.ReduceOp.SUM, group=routes.leaders)
+        part_F[:] = tensor.numpy()
+
+    dense = [each if each.is_contiguous() else each.contiguous() for each in tensors]
+    places = [(each.data_ptr(), math.prod(each.shape)) for each in dense]  # .size takes 3 us
+    with heartbeat.Waiting(f"sum of {sum(count for _, count in places)} values"):
+        routes.memory.sum(places, None if routes.leaders is None else across, factor)
+    for tensor, summed in zip(tensors, dense):
+        if summed is not tensor:
+            paddle.assign(summed, tensor)
+    return True
+
+
+def sum_tensors(tensors: Sequence[paddle.Tensor]) -> None:
+    """Sums tensors of one type over ranks, in place. Collective.
+
+    Every rank gives tensors of the same shapes in the same order; they travel in few messages.
+    """
+    if world_size() > 1 and not _sum_in_memory(tensors):
+        _in_messages(tensors, all_reduce_sum)
+
+
+def mean_tensors(tensors: Sequence[paddle.Tensor]) -> None:
+    """Averages float32 tensors over ranks, in place; see `sum_tensors`."""
+    if world_size() == 1 or _sum_in_memory(tensors, 1.0 / world_size()):
+        return
+    sum_tensors(tensors)
+    for tensor in tensors:
+        tensor.scale_(1.0 / world_size())
+
+
+def broadcast_tensors(tensors: Sequence[paddle.Tensor], source: int) -> None:
+    """Overwrites tensors of one type by one rank's. Collective.
+
+    Every rank gives tensors of the same shapes in the same order; they travel in few messages.
+    """
+    if world_size() > 1:
+        with heartbeat.Waiting(f"broadcast from rank {source}"):
+            _in_messages(tensors, lambda flat: pd.broadcast(flat, src=source))
+
+
+def _in_messages(tensors: Sequence[paddle.Tensor], work: Callable[[paddle.Tensor], Any]) -> None:
+    """Applies `work` to several tensors in few messages, in place."""
+    for bucket in buckets(tensors, routes.bucket_mb << 20):
+        flat = paddle.concat([tensor.flatten() for tensor in bucket])
+        work(flat)
+        for tensor, part in zip(bucket, paddle.split(flat, [each.size for each in bucket])):
+            paddle.assign(part.reshape(tensor.shape), tensor)
+
+
+def buckets(tensors: Sequence[paddle.Tensor], size: int) -> Iterator[list[paddle.Tensor]]:
+    """Runs of tensors of at most `size` bytes each."""
+    message: list[paddle.Tensor] = []
+    held = 0
+    for tensor in tensors:
+        needed = tensor.element_size() * tensor.size  # asked for once: it takes 20 microseconds
+        if message and held + needed > size:
+            yield message
+            message, held = [], 0
+        message.append(tensor)
+        held += needed
+    if message:
+        yield message
+
+
+def all_gather(tensor: paddle.Tensor) -> paddle.Tensor:
+    """Stacks a tensor of every rank: [W, *shape]. Collective."""
+    if world_size() == 1:
+        return tensor.unsqueeze(0)
+    tensor = tensor.contiguous()
+    short = routes.memory is not None and 4 * tensor.size <= routes.memory.message_bytes
+    alone = routes.leaders is None and tensor.dtype == paddle.float32
+    if routes.memory is not None and short and alone:
+        stacked = paddle.empty([world_size(), *tensor.shape])
+        with heartbeat.Waiting(f"gather of {tensor.size} values"):
+            routes.memory.gather((tensor.data_ptr(), tensor.size), stacked.data_ptr())
+        return stacked
+    parts: list[paddle.Tensor] = []
+    with heartbeat.Waiting(f"all_gather of {tensor.size} values"):
+        pd.all_gather(parts, tensor)
+    return paddle.stack(parts)
