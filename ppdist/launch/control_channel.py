@@ -34,6 +34,7 @@ _NO_CAUSE = (
     "the hosts broke (firewall, interface, cable); see the logs of all hosts, and ppdist doctor "
     "--ips"
 )
+_SENT_AWAY = "No step was made since this host came: it ends alone, and the others go on."
 _MESSAGE_LIMIT = 12_000  # characters sent to other hosts
 
 
@@ -49,8 +50,9 @@ class HostEnd:
     step: int | None = None  # that failed, from 1
     stopped: bool = False  # a signal asked the run to stop
     is_guess: bool = False  # a probable cause: a host that knows one decides
-    leaves: bool = False  # it alone shall stop
+    leaves: bool = False  # it alone shall stop; of a verdict: whom it reaches
     goes_on: bool = False  # of a verdict: other hosts make the next world
+    made_step: bool = True
 
     @classmethod
     def read(cls, message: Message, host: str) -> "HostEnd":
@@ -67,6 +69,7 @@ class HostEnd:
             is_guess=bool(message.get("guess")),
             leaves=bool(message.get("leaves")),
             goes_on=bool(message.get("goes_on")),
+            made_step=bool(message.get("made_step", 1)),
         )
 
     def as_message(self, kind: str, age: float = 0.0) -> Message:
@@ -86,6 +89,7 @@ class HostEnd:
             "guess": int(self.is_guess),
             "leaves": int(self.leaves),
             "goes_on": int(self.goes_on),
+            "made_step": int(self.made_step),
         }
 
     @property
@@ -168,7 +172,7 @@ class ControlChannel:
         self.attempt, self.changes, self.skip, self.nonce = attempt, changes, skip, nonce
         self._is_elastic, self._hub = is_elastic, hub
         self._left: list[str] = []  # said at the end that they go for good
-        self._turned_away: list[str] = []  # came last, and what they train with is wrong
+        self._turned_away: list[str] = []  # came last, and no step was made with them
         self._saved: int | None = None  # the step that was saved when a host first asked
         self._makes_room = False  # it ends so that other hosts can join
         self._lost: set[str] = set()
@@ -267,16 +271,21 @@ class ControlChannel:
                 noted = True
                 self._say("the ranks of this host have ended; waiting for other hosts")
             self._wait()
+        decisive = self._verdict
         if self._is_first:
-            self._tell_verdict(self._verdict)
+            self._tell_verdict(decisive)
+            decisive = self._verdict_for(self._own, decisive)
         self.close()
-        ended = _as_seen_by(self._own, outcome, self._verdict)
-        if self._verdict.goes_on and not received:
+        ended = _as_seen_by(self._own, outcome, decisive)
+        if decisive.goes_on and not received:
             return replace(ended, goes_on=True)
-        if self._verdict.stopped and ended.stopped is None:
+        if decisive.leaves and decisive.failed:
+            message = f"{ended.message}\n{_SENT_AWAY}".lstrip()
+            return replace(ended, message=message, is_sent_away=True)
+        if decisive.stopped and ended.stopped is None:
             ended = replace(ended, stopped=signal.SIGTERM)
-        stopped = self._verdict.stopped or bool(received)
-        if stopped or not (self._verdict.failed and self._verdict.is_consequence):
+        stopped = decisive.stopped or bool(received)
+        if stopped or not (decisive.failed and decisive.is_consequence):
             return ended
         return replace(ended, message=f"{ended.message}\n{_NO_CAUSE}")
 
@@ -290,11 +299,11 @@ class ControlChannel:
         if any(each.stopped and not each.leaves for each in reports):
             return found  # a user has stopped the whole run
         newcomers = self._hub.newcomers() if self._hub is not None else []
-        if found.code == USER_ERROR and newcomers:
-            # The others have trained without them. Were they not the cause, it shows at once.
-            self._turned_away = newcomers
-            self._say(f"goes on without host {', '.join(newcomers)}, taken in just now")
-            return replace(found, code=1, stopped=False, goes_on=True)
+        self._turned_away = _blamed(found, newcomers)
+        if self._turned_away:
+            hosts = ", ".join(self._turned_away)
+            self._say(f"goes on without host {hosts}, which came last: no step was made with it")
+            return replace(found, stopped=False, goes_on=True)
         changed = self._makes_room or self._left or found.host in self._lost
         if not changed or found.code == USER_ERROR:
             return found
@@ -304,11 +313,14 @@ class ControlChannel:
 
     def _tell_verdict(self, found: HostEnd) -> None:
         for host, peer in self._peers.items():
-            if peer.closed is None and host in self._turned_away:
-                ends = replace(found, code=USER_ERROR, goes_on=False)
-                peer.send(ends.as_message("verdict"))
-            elif peer.closed is None:
-                peer.send(found.as_message("verdict"))
+            if peer.closed is None:
+                peer.send(self._verdict_for(host, found).as_message("verdict"))
+
+    def _verdict_for(self, host: str, found: HostEnd) -> HostEnd:
+        if host in self._turned_away:
+            return replace(found, goes_on=False, leaves=True)
+        # A host that goes on and finds no hub did nothing wrong.
+        return replace(found, code=1) if self._turned_away else found
 
     def _report(self, outcome: Outcome, received: Sequence[int]) -> None:
         stopped = bool(received)
@@ -326,6 +338,7 @@ class ControlChannel:
             stopped=stopped,
             is_guess=outcome.is_guess,
             leaves=self._leaves(received),
+            made_step=outcome.made_step,
         )
         if self._is_first:
             self._end(replace(mine, time=mine.time - age))
@@ -402,6 +415,20 @@ class ControlChannel:
             peer.close()
         if self._hub is not None:
             self._hub.end_world(self._lost, self._left, self._turned_away)
+
+
+def _blamed(found: HostEnd, newcomers: Sequence[str]) -> list[str]:
+    """Hosts that came last and with which no step was made: the others have trained without them.
+
+    Args:
+        found: the report that decides.
+        newcomers: hosts that had not trained in this job before; the hub may be one.
+    """
+    if found.made_step or found.code in (0, STOPPED):
+        return []
+    if found.code == USER_ERROR:  # any host may be first to say so, as of data that differ
+        return list(newcomers)
+    return [host for host in newcomers if host == found.host and found.knows_cause]
 
 
 def _as_seen_by(own: str, outcome: Outcome, decisive: HostEnd) -> Outcome:

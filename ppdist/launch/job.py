@@ -32,7 +32,7 @@ from ppdist.launch.handshake import own_handshake
 from ppdist.launch.metrics import exporting
 from ppdist.launch.network import claimed, once_known, ranks_port, typed_hosts
 from ppdist.launch.options import Options, parse_options
-from ppdist.launch.outcome import Outcome, RankEnd, read_ends, stopped_before
+from ppdist.launch.outcome import Outcome, stopped_before
 from ppdist.launch.rendezvous import Hub, rendezvous
 from ppdist.launch.signals import Stopped, noting_file
 from ppdist.launch.supervisor import private_files, private_folder
@@ -94,7 +94,7 @@ def fleetrun(
                 if outcome.goes_on:  # the hub, or too many hosts, did not come back in time
                     return outcome.code
                 outcome = Outcome(outcome.code, "")
-        job.stopped = outcome.code == STOPPED
+        job.stopped, job.is_sent_away = outcome.code == STOPPED, outcome.is_sent_away
     return outcome.code
 
 
@@ -115,6 +115,7 @@ class _Job:
         self.restarts = Restarts()
         self.hub: Hub | None = None  # of the job, on its first host
         self.stopped = False  # it ended by a signal, and everything is saved
+        self.is_sent_away = False  # this host alone
         self.started = boot_seconds()
 
     def attempt(self) -> Outcome:
@@ -157,15 +158,14 @@ class _Job:
             with claimed(plan.ports, len(plan.hosts)):
                 outcome = self.run(self.options, plan, channel, folder, restarts, self.received)
             if self.hub is not None:
-                self.hub.count_comings(any(map(self.stepped, read_ends(folder))))
+                self.hub.count_comings(outcome.made_step)
         except UserError as error:
             if channel is None:
                 raise
             # The others wait for this host already.
             code = 1 if restarts else USER_ERROR  # it has worked before
-            outcome = channel.finish(
-                Outcome(code, f"error: {with_code(str(error), error.code)}"), []
-            )
+            said = f"error: {with_code(str(error), error.code)}"
+            outcome = channel.finish(Outcome(code, said, made_step=False), [])
         say_end(outcome)
         return outcome
 
@@ -178,15 +178,10 @@ class _Job:
         seconds = f"{self.options.start_timeout:g} s (--start_timeout)"
         return f"calling the hub of the job, {first}, for up to {seconds}; "
 
-    def stepped(self, end: RankEnd) -> bool:
-        """Whether a rank made a step; of a script of others: whether it may have."""
-        # `ppdist train` writes heartbeats before its first step, and may load for long.
-        return not end.made_no_step and (end.reading is not None or not self.options.trains)
-
     def close(self) -> None:
-        """The job is over."""
+        """This fleetrun ends."""
         if self.hub is not None:
-            self.hub.close(self.stopped)
+            self.hub.close(self.stopped, self.is_sent_away)
 
     def connect_hosts(self) -> tuple[LaunchPlan, ControlChannel | None]:
         """The plan, and the channel to other hosts if there are any.

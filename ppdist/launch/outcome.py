@@ -205,6 +205,8 @@ class Outcome:
     is_guess: bool = field(default=False, compare=False)
     # Its hosts went or came, and those that are there make the next world.
     goes_on: bool = field(default=False, compare=False)
+    is_sent_away: bool = field(default=False, compare=False)  # this host alone: the others go on
+    made_step: bool = field(default=True, compare=False)  # in this attempt, as far as known
 
     @property
     def knows_cause(self) -> bool:
@@ -215,7 +217,8 @@ class Outcome:
         """Whether a restart would be wrong or useless."""
         if self.goes_on:
             return False
-        return self.code in (0, USER_ERROR, STOPPED) or self.stopped is not None
+        over = self.is_sent_away or self.stopped is not None
+        return over or self.code in (0, USER_ERROR, STOPPED)
 
 
 def judge(attempt: Attempt, launcher_code: int, stopped: int | None) -> Outcome:
@@ -244,6 +247,15 @@ def judge(attempt: Attempt, launcher_code: int, stopped: int | None) -> Outcome:
         return Outcome(STOPPED, "", stopped)
     outcome = _of_failed(attempt, ends, failed, stopped)
     return replace(outcome, reached=max(end.reached for end in ends))
+
+
+def made_step(ends: Sequence[RankEnd], trains: bool) -> bool:
+    """Whether a rank made a step in this attempt; of a script of others: whether it may have.
+
+    Args: trains: the script is `ppdist train`, which writes heartbeats before its first step, and
+        may load for long.
+    """
+    return any(not end.made_no_step and (end.reading is not None or not trains) for end in ends)
 
 
 def failed_now(said: str) -> Outcome:

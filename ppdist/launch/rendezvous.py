@@ -8,8 +8,11 @@ because a host was lost, left or came back, those that are there form the next; 
 fewer may.  As there is one hub, two worlds never train at once.
 
 So ranks that would wait for ever or that would train different things are one message on every host
-instead.  Each host says its own address: names of --ips may be known late, or mean another address
-elsewhere, and the hub tells all where everybody is.
+instead.  Before the first steps every host listens and calls another, the hub the second one: where
+--ips begin with different hosts, who is called says so.
+
+Each host says its own address: names of --ips may be known late, or mean another address elsewhere,
+and the hub tells all where everybody is.
 
 Who belongs to a job says a token that its user may give (connection.py).  Without one nothing is
 promised against strangers (docs/security.md).
@@ -102,6 +105,8 @@ def rendezvous(
     except BaseException:
         caller.leave()
         raise
+    finally:
+        caller.end_answering()
 
 
 @dataclass
@@ -150,6 +155,7 @@ class Hub:
         self._refused: set[str] = set()  # what was said of callers
         self._told = 0.0  # when guests last heard why they wait
         self._begun = False  # a world
+        self._second: Connection | None = None  # to the second host, which may take itself for this
         self._digests = digests
         self._invited: frozenset[int] = frozenset()  # the last world ended to take them in
         self._comings: Counter[int] = Counter()  # of a host, that led to no step
@@ -173,6 +179,7 @@ class Hub:
             open_ones = [each for each in waiting if each.closed is None]
             wait_for_any([*open_ones, self._listener], _POLL_SECONDS)
             self._look()
+            self._ask_second()
             now = time.monotonic()
             lacking = self._lacking()
             enough = None if lacking else enough or now
@@ -194,7 +201,8 @@ class Hub:
         self._look()
         if time.monotonic() - self._told > _REPORT_SECONDS:
             self._told = time.monotonic()
-            self._tell_guests({"type": "waiting", "text": _LATER})
+            for guest in self._ready().values():  # others have heard what keeps them out
+                guest.connection.send({"type": "waiting", "text": _LATER})
 
     def waiting(self) -> list[str]:
         """Hosts that wait to be taken in, as typed or by address."""
@@ -202,9 +210,12 @@ class Hub:
         return [names[place] for place in sorted(self._ready())]
 
     def newcomers(self) -> list[str]:
-        """Addresses of hosts that train now, whose fleetrun has not trained in this job before."""
+        """Addresses of hosts that train now, whose fleetrun has not trained in this job before.
+
+        This one is among them where it has come back to hosts that waited for it.
+        """
         trained = self._attempt > 0
-        hosts = [guest.handshake for guest in self._world.values()]
+        hosts = [self._mine, *(guest.handshake for guest in self._world.values())]
         return [each.host for each in hosts if trained and not each.attempt]
 
     def end_world(
@@ -236,13 +247,16 @@ class Hub:
             for place in self._lost | self._turned_away:
                 self._hold_off(place)
 
-    def close(self, stopped: bool = False) -> None:
+    def close(self, stopped: bool = False, is_sent_away: bool = False) -> None:
         """The job is over; at the very start it is being typed again, and the others wait.
 
-        Args: stopped: by a signal, which then holds for hosts that wait to be taken in, too.
+        Args:
+            stopped: by a signal, which then holds for hosts that wait to be taken in, too.
+            is_sent_away: this host ends alone, and the others wait for its return.
         """
-        if self._begun:
+        if self._begun and not is_sent_away:
             self._tell_guests({"type": "stopped" if stopped else "over"})
+        self._end_asking()
         for connection in (*self._callers, *(each.connection for each in self._guests.values())):
             connection.close()
         self._listener.close()
@@ -328,6 +342,33 @@ class Hub:
         count = sum(map(len, whose.values()))
         text = f"still waiting for {count} of {len(names)} hosts on port {self._port}: {each}"
         return f"{text}; {lacking}" if self._mine.is_elastic else text
+
+    # Who takes another for the hub
+
+    def _ask_second(self) -> None:
+        """Calls the second host before the first steps: who is called compares --ips.
+
+        Raises: LaunchError: it was started with something else.
+        """
+        if self._begun or self._attempt or 1 in self._guests:
+            return self._end_asking()
+        second, now = self._second, time.monotonic()
+        if second is None or now - second.opened > _HANDSHAKE_SECONDS:
+            self._end_asking()
+            mine = self._mine
+            self._second = Connection.call(mine.hosts[1], self._port, mine.host, self._token)
+            self._second.send(mine.message())
+            return
+        for message in second.receive():
+            if message.get("code") == "hosts_differ":
+                self._fail(LaunchError(text_of(message, "text"), code="hosts_differ"))
+        if second.closed is not None and now - second.opened > _CALL_SECONDS:
+            self._second = None
+
+    def _end_asking(self) -> None:
+        if self._second is not None:
+            self._second.close()
+            self._second = None
 
     # Who calls
 
@@ -514,6 +555,12 @@ class _Caller:
         self._joined = False
         self._tried, self._said = "no answer yet", ""
         self._taken = 0  # calls in a row that met another fleetrun as this host
+        self._listener: socket.socket | None = None
+        self._callers: list[Connection] = []  # that may take this host for the hub
+        self._answered: set[str] = set()  # what was said of them
+        if not mine.attempt:
+            with contextlib.suppress(OSError):  # the port is in use here, or the address not local
+                self._listener = open_listener(mine.host, port)
 
     def wait(self, seconds: float, received: Sequence[int]) -> ControlChannel:
         """Calls the hub until it begins a world; as `rendezvous`."""
@@ -534,6 +581,7 @@ class _Caller:
                         return channel
                 self._look_after(connection)
             self._hear_child()
+            self._answer_calls()
             now = time.monotonic()
             if self._joined:  # the hub knows who is missing, and for how long
                 since = now
@@ -547,6 +595,32 @@ class _Caller:
             if now - reported >= _REPORT_SECONDS:
                 reported = now
                 self._say(f"{text} ({now - begin:.0f} s)")
+
+    def _answer_calls(self) -> None:
+        """Refuses hosts that were started with something else; the hub calls, too."""
+        if self._listener is None:
+            return
+        with contextlib.suppress(OSError):  # BlockingIOError: no connection
+            self._callers.append(Connection(self._listener.accept()[0], self._token))
+        for caller in list(self._callers):
+            messages = caller.receive()
+            theirs = read_handshake(messages[0]) if messages else None
+            found = "\n".join(differences(self._mine, theirs)) if theirs is not None else ""
+            if found:
+                _refuse(caller, f"this host was started differently.\n{found}", "hosts_differ")
+                if found not in self._answered and len(self._answered) < _MOST_REFUSED:
+                    self._answered.add(found)
+                    self._say(f"rejected a call from {caller.peer}: {found}")
+            old = time.monotonic() - caller.opened > _HANDSHAKE_SECONDS
+            if messages or old or caller.closed is not None or len(self._callers) > _CALLERS:
+                self._callers.remove(caller)
+                caller.close()
+
+    def end_answering(self) -> None:
+        for caller in self._callers:
+            caller.close()
+        if self._listener is not None:
+            self._listener.close()
 
     def leave(self) -> None:
         if self._connection is not None:

@@ -39,6 +39,7 @@ from ppdist.launch.outcome import (
     failed_now,
     first_cause,
     judge,
+    made_step,
     not_started,
     read_ends,
 )
@@ -109,6 +110,7 @@ def run_job(
         attempt = replace(attempt, offsets=sizes)
     job = _Job(attempt, plan, channel, received)
     outcome = job.run()
+    outcome = replace(outcome, made_step=made_step(read_ends(folder), options.trains))
     show_reports(folder, log_dir)
     outcome = outcome if channel is None else channel.finish(outcome, received)
     return replace(outcome, message="") if outcome.message == job.said else outcome

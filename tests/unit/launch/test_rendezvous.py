@@ -116,9 +116,22 @@ def test_at_the_start_others_wait_for_a_command_typed_anew(again: str) -> None:
     assert [each.error for each in hosts] == ["", "stopped", ""]
 
 
-def test_two_hosts_claiming_first_say_what_to_compare() -> None:
-    for each in met(host(A, (A, B)), host(B, (B, A)), seconds=1):
-        assert each.code == "hosts_missing" and "same --ips in the same order" in each.error
+def test_two_hosts_that_begin_ips_with_themselves_both_say_so() -> None:
+    for each in met(host(A, (A, B)), host(B, (B, A))):
+        assert each.code == "hosts_differ" and "--ips: " in each.error
+
+
+@pytest.mark.parametrize("wrong", [(B, A, C), (C, B, A)], ids=["calls another", "is hub itself"])
+def test_a_host_that_begins_ips_with_another_ends_at_once(wrong: tuple[str, ...]) -> None:
+    port = free_port()
+    second, third = Host(host(B, (A, B, C)), port), Host(host(C, wrong), port)
+    for each in (second, third):
+        each.start()
+    third.end()
+    assert third.code == "hosts_differ" and f"{A},{B},{C}" in third.error
+    second.received.append(signal.SIGINT)  # it goes on waiting for the right command
+    second.end()
+    assert second.error == "stopped" and "--ips: " in "".join(second.said)
 
 
 def test_another_order_on_one_host_reaches_all() -> None:

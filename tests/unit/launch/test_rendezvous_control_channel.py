@@ -5,6 +5,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 import pytest
 
@@ -266,16 +267,20 @@ def test_nonsense_on_the_line_counts_as_a_lost_host() -> None:
     assert made[A].watch([]) and made[A]._reports[B].code == 1
 
 
-def test_wrong_input_beside_a_host_taken_in_just_now_ends_that_host_alone() -> None:
+@pytest.mark.parametrize("code", [2, 1])
+def test_a_host_taken_in_just_now_that_fails_before_a_step_ends_alone(code: int) -> None:
     hub = Taking(C)
     made, said = channels((A, B, C), hub=hub)
-    wrong = Outcome(2, "error: images differ", told="error: images differ")
-    hosts = {
-        own: Host(own, channel, lambda must_stop, own=own: wrong if must_stop or own == C else None)
-        for own, channel in made.items()
-    }
+    wrong = Outcome(code, "error: images differ", told="error: images differ", made_step=False)
+
+    def ends_of(own: str):
+        end = replace(wrong, is_consequence=own != C)
+        return lambda must_stop: end if must_stop or own == C else None
+
+    hosts = {own: Host(own, channel, ends_of(own)) for own, channel in made.items()}
     join(hosts)
     ends = {own: (host.outcome.code, host.outcome.goes_on) for own, host in hosts.items()}
-    assert ends == {A: (1, True), B: (1, True), C: (2, False)}
+    assert ends == {A: (1, True), B: (1, True), C: (code, False)}
+    assert hosts[C].outcome.is_final
     assert hub.turned_away == (C,)
     assert any(f"goes on without host {C}" in line for line in said[A])

@@ -124,6 +124,7 @@ def test_a_host_that_comes_and_goes_is_held_off(monkeypatch: pytest.MonkeyPatch)
     assert job.world[0].channel.hosts == (A, B)
     assert job.hub.waiting() == []
     wait_for(lambda: job.hub.watch() or job.hub.waiting() == [C], 20)
+    assert not any("taken in at their next checkpoint" in line for line in back.said)
     job.lose(stepped=True)
     job.world = job.meet(A, B, attempt=4)
     assert job.world[0].channel.hosts == (A, B, C)
