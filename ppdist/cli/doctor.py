@@ -4,7 +4,7 @@ ppdist doctor [--ips A,B] [-c cfg.yml [-o k=v ...]]
 
 One line each: OK, WARN (it may work) or FAIL (it will not), with what to do.  Where there is more
 than one process it then starts them as fleetrun would, compares their code, configuration and data,
-and measures every rank and every link between them.  With several hosts, type it on each.
+and measures an all-reduce by message size.  With several hosts, type it on each.
 Exits 2 on a FAIL.
 """
 
@@ -30,7 +30,6 @@ from ppdist.launch.doctor import (
     check_host,
     check_writable,
     facts,
-    judge_hosts,
     judge_speed,
     table,
 )
@@ -175,7 +174,7 @@ def check_together(
     found = f"{report['world']} processes on {hosts} host{'s' * (hosts > 1)} agree, and can sum"
     findings = [Finding("OK", "together", found)]
     findings += [Finding(WARN, "room", warning) for warning in report["warnings"]]
-    return [*findings, *judge_hosts(report), *judge_speed(report)], report
+    return [*findings, *judge_speed(report)], report
 
 
 def be_rank(arguments: argparse.Namespace, report_file: Path) -> int:

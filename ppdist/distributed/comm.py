@@ -341,25 +341,6 @@ def all_gather_large_object(value: Any) -> list[Any]:
     return [json.loads(text) for text in bytes_R1.tobytes().decode().splitlines()]
 
 
-def open_link(first: int, second: int) -> Any:
-    """What `send` and `receive` between two ranks go through.  Collective.
-
-    gloo numbers the messages of a group, and expects the same numbers on all of its ranks: a third
-    rank that did not take part would never again be understood.
-    """
-    return _new_group([first, second])
-
-
-def send(tensor: paddle.Tensor, to: int, link: Any) -> None:
-    """Sends a float32 tensor to another rank, which calls `receive` meanwhile."""
-    pd.send(tensor, to, group=link)
-
-
-def receive(tensor: paddle.Tensor, sender: int, link: Any) -> None:
-    """Overwrites a float32 tensor by what `sender` sends."""
-    pd.recv(tensor, sender, group=link)
-
-
 T = TypeVar("T")
 
 

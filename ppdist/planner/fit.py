@@ -285,7 +285,8 @@ def read_links(path: Path) -> tuple[Link | None, Link | None]:
         ring = Link(float(report["latency_seconds"]), float(report["bandwidth_bytes_per_second"]))
         if len(set(report["hosts"])) == 1:
             return ring, None
-        within = [link for link in report["links"] if len(set(link["hosts"])) == 1]
+        links = report.get("links", [])  # of earlier versions
+        within = [link for link in links if len(set(link["hosts"])) == 1]
         if not within:
             return None, ring
         inside = Link(
@@ -296,7 +297,7 @@ def read_links(path: Path) -> tuple[Link | None, Link | None]:
     except (KeyError, TypeError, ValueError) as error:
         raise ConfigError(
             f"is not a report of ppdist doctor --json FILE on two ranks or more: {error!r}; "
-            "expected hosts, links, latency_seconds and bandwidth_bytes_per_second",
+            "expected hosts, latency_seconds and bandwidth_bytes_per_second",
             code="not_a_doctor_report",
             where=str(path),
         ) from error

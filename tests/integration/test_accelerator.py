@@ -113,7 +113,7 @@ def branches(argument: dict) -> dict:
     found: dict[str, Any] = {"branches": {name: _train(name) for name in BRANCHES}}
     found["replicas"] = _checked_replicas()
     if kind == plugin.KIND:
-        found |= {"counts": _counted(), "refused": _refused(), "linked": _linked()}
+        found |= {"counts": _counted(), "refused": _refused()}
     return found
 
 
@@ -167,19 +167,6 @@ def _checked_replicas() -> list:
         weight.set_value(bits.view("float32"))
     found.append(check_replica_consistency(train_step))
     return [*found, check_replica_consistency(train_step)]
-
-
-def _linked() -> list[float]:
-    """What the other card sent over a link of the two."""
-    link = comm.open_link(0, 1)
-    sent, received = paddle.full([3], comm.rank() + 1.0), paddle.zeros([3])
-    if comm.rank() == 0:
-        comm.send(sent, 1, link)
-        comm.receive(received, 1, link)
-    else:
-        comm.receive(received, 0, link)
-        comm.send(sent, 0, link)
-    return received.tolist()
 
 
 def _counted() -> dict:
@@ -280,10 +267,6 @@ def test_a_flipped_bit_on_one_card_is_found(on_cards, on_cpus):
         equal, (text, sure), repaired = card["replicas"]
         assert equal == repaired == ["", True]
         assert "first first.weight" in text and not sure  # of two nobody can tell
-
-
-def test_two_cards_send_to_each_other(on_cards):
-    assert [card["linked"] for card in on_cards] == [[2.0] * 3, [1.0] * 3]
 
 
 @pytest.mark.slow

@@ -26,15 +26,13 @@ def test_two_processes_are_compared_and_measured(tmp_path: Path) -> None:
     done = run_tool("doctor", "--nproc_per_node", 2, "-c", "cfg.yml", "--json", file, cwd=tmp_path)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "OK    together: 2 processes on 1 host agree, and can sum" in done.stdout
-    assert "links within hosts: 1, " in done.stdout
     report = json.loads(file.read_text())
     assert report["sizes"][0]["bytes"] == 1024 and len(report["sizes"]) > 4
     for row in report["sizes"]:  # with two ranks 2 (n-1)/n is 1
         assert row["bus_bytes_per_second"] == pytest.approx(row["bytes"] / row["seconds"])
     assert report["latency_seconds"] == pytest.approx(report["sizes"][0]["seconds"] / 2)
     assert report["bandwidth_bytes_per_second"] == report["sizes"][-1]["bus_bytes_per_second"]
-    assert [link["ranks"] for link in report["links"]] == [[0, 1]]
-    assert [rank["host"] for rank in report["ranks"]] == [socket.gethostname()] * 2
+    assert report["hosts"] == [socket.gethostname()] * 2
     assert {"level": "OK", "subject": "config", "found": "cfg.yml", "remedy": ""} in report[
         "findings"
     ]
@@ -45,19 +43,6 @@ def test_one_process_or_quick_measures_nothing(tmp_path: Path) -> None:
     for arguments in ((), ("--quick", "--nproc_per_node", 2)):
         done = run_tool("doctor", *arguments, cwd=tmp_path)
         assert done.returncode == 0 and "together" not in done.stdout
-
-
-@pytest.mark.slow
-def test_three_ranks_measure_every_pair(tmp_path: Path) -> None:
-    """gloo numbers messages per group: pairs in the group of all would wait for each other."""
-    file = tmp_path / "report.json"
-    done = run_tool("doctor", "--nproc_per_node", 3, "--json", file, cwd=tmp_path)
-    assert done.returncode == 0, done.stdout + done.stderr
-    report = json.loads(file.read_text())
-    assert [link["ranks"] for link in report["links"]] == [[0, 1], [0, 2], [1, 2]]
-    for row in report["sizes"]:
-        bus = 4 / 3 * row["bytes"] / row["seconds"]
-        assert row["bus_bytes_per_second"] == pytest.approx(bus)
 
 
 @pytest.mark.slow

@@ -189,28 +189,6 @@ def test_rank_ended_by_another_prints_nothing():
         assert rank.stdout.read() + rank.stderr.read() == ""
 
 
-def open_links(argument):
-    comm.init("cpu", DistributedConfig())
-    began = time.monotonic()
-    links = [comm.open_link(1, 2) for _ in range(6)]
-    took = time.monotonic() - began
-    value = paddle.to_tensor([float(comm.rank())])
-    for link in links:
-        if comm.rank() == 1:
-            comm.send(value, 2, link)
-        elif comm.rank() == 2:
-            comm.receive(value, 1, link)
-    return [value.tolist(), took]
-
-
-@pytest.mark.slow
-def test_one_link_after_the_other_is_opened_at_once():
-    """Paddle's store gave the second group the closed ports of the first, in 5 of 6 runs."""
-    found = run_on_ranks(3, "tests.unit.distributed.test_comm:open_links")
-    assert [value for value, _ in found] == [[0.0], [1.0], [1.0]]
-    assert max(took for _, took in found) < 18  # a caller that comes too early waits 3 s each
-
-
 def test_storage_is_waited_for_as_long_as_others_bear(monkeypatch):
     assert comm.storage_seconds() == comm.step_storage_seconds() == 900.0
     monkeypatch.setenv("PADDLE_TRAINERS_NUM", "4")

@@ -1,13 +1,10 @@
-"""Driver and link, on machines whose /proc and /sys are made up; hosts compared."""
+"""Driver and link, on machines whose /proc and /sys are made up."""
 
 from pathlib import Path
 
 import pytest
 
-from ppdist.config.distributed import DistributedConfig
 from ppdist.launch import doctor
-from ppdist.launch.doctor import OK, WARN, judge_hosts
-from tests.distributed import run_on_ranks
 from tests.errors import raises
 from tests.unit.launch.machines import machine
 
@@ -66,39 +63,6 @@ def test_hosts_are_compared_by_what_they_have(root: Path, tmp_path: Path) -> Non
         "speed": "25 Gb/s",
     }
     assert doctor.facts(machine(), {}, tmp_path / "nowhere") == {"cores": "8"}
-
-
-def compared(argument: str) -> dict[str, object]:
-    """On two ranks that take themselves for hosts; the clock of the second is 600 s ahead."""
-    from ppdist.distributed import comm
-    from ppdist.verify import cluster
-
-    comm.init("cpu", DistributedConfig())
-    rank, real = comm.rank(), cluster.time.time
-    cluster.time.time = lambda: real() + 600 * rank
-    comm.host = lambda: "ab"[rank]
-    return cluster.compare_hosts({"cores": "8", "MTU": ("9000", "1500")[rank]})
-
-
-@pytest.mark.slow
-def test_hosts_learn_of_another_mtu_and_a_wrong_clock() -> None:
-    first, second = run_on_ranks(2, "tests.unit.launch.test_doctor_equipment:compared", "")
-    assert first["differences"] == second["differences"] and len(first["differences"]) == 1
-    findings = list(judge_hosts(first))
-    assert [(finding.level, finding.subject) for finding in findings] == [
-        (WARN, "hosts differ"),
-        (WARN, "clocks"),
-    ]
-    assert findings[0].found.startswith("MTU: 9000 on rank 0 (host a); 1500 on rank 1 (host b)")
-    assert "host b is 600.0 s ahead of the first one" in findings[1].found
-
-
-def test_equal_hosts_or_one_host_give_no_finding() -> None:
-    clocks = [{"host": "a", "seconds": 0.0}, {"host": "b", "seconds": -0.004}]
-    findings = list(judge_hosts({"differences": [], "clocks": clocks}))
-    assert [finding.level for finding in findings] == [OK, OK]
-    assert findings[1].found == "within 4 ms of one another"
-    assert not list(judge_hosts({"differences": [], "clocks": clocks[:1]}))
 
 
 def test_an_output_folder_is_named_with_its_file_system(
