@@ -86,7 +86,6 @@ def _be_hosts(places: Sequence[int], count: int, port: int, out: Connection) -> 
         mine = Handshake(
             host=hosts[place], hosts=hosts, processes=8, device="cpu", script="train.py",
             arguments=("-c", "x.yml"), ppdist="1", paddle="3", names=hosts,
-            identity=f"host {place}",
         )  # fmt: skip
         said: list[str] = []
         began, worked = time.monotonic(), time.process_time()

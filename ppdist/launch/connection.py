@@ -145,8 +145,11 @@ class Connection:
         self._flush()
         return self._messages()
 
-    def close(self, why: str = "closed") -> None:
-        """Closes the connection; data sent before still arrives."""
+    def close(self, why: str = "") -> None:
+        """Closes the connection; data sent before still arrives.
+
+        Args: why: more telling than that the other end closed it, too.
+        """
         if self.closed is None:
             self._flush()
             # If unread bytes are left at closing, the system also drops what was sent.
@@ -155,7 +158,8 @@ class Connection:
                 for _ in range(_MOST_PIECES):  # the peer may never stop sending
                     if not self._socket.recv(_RECEIVE_BYTES):
                         break
-            self._end(why)
+            self._end("closed")
+        self.closed = why or self.closed
 
     def _finish_connecting(self) -> None:
         code = self._socket.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)

@@ -119,7 +119,8 @@ def verdict(reports: Sequence[HostEnd]) -> HostEnd:
     else:
         decisive = max(reports, key=lambda report: report.code == STOPPED)
     # Every host must know, or some would restart a run that others have left.
-    return replace(decisive, stopped=any(report.stopped for report in reports))
+    stopped = any(report.stopped for report in reports)
+    return replace(decisive, stopped=stopped, leaves=False)
 
 
 class Hub(Protocol):

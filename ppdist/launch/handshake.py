@@ -1,6 +1,5 @@
 """Handshake: what a host of a run was started with, and what must agree with the others."""
 
-import secrets
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from itertools import takewhile
@@ -34,7 +33,6 @@ class Handshake:
     attempt: int = 0  # how many worlds of the run this host has seen end
     changes: int = 0  # how many of them because a host went or came
     skip: tuple[int, ...] = ()  # steps that failed twice and are left out
-    identity: str = ""  # of this fleetrun, drawn at random
 
     def message(self) -> Message:
         """Returns the message that another host reads with `read_handshake`."""
@@ -61,6 +59,10 @@ class Handshake:
         """Whether hosts were named: names may get other addresses."""
         return self.names not in ((), self.hosts)
 
+    def same_hub(self, theirs: "Handshake") -> bool:
+        """Whether --ips begin with the same host there."""
+        return theirs.hosts[0] == self.hosts[0] or theirs.names[:1] == self.names[:1] != ()
+
     def same_names(self, theirs: "Handshake") -> bool:
         """Whether the same hosts were typed; names may mean other addresses there."""
         return theirs.names == self.names != ()
@@ -86,7 +88,6 @@ def own_handshake(
         attempt=attempt,
         changes=changes,
         skip=skip,
-        identity=secrets.token_hex(16),
     )
 
 

@@ -30,11 +30,11 @@ from ppdist.launch.console import say, say_end
 from ppdist.launch.control_channel import ControlChannel
 from ppdist.launch.handshake import own_handshake
 from ppdist.launch.metrics import exporting
-from ppdist.launch.network import claimed, once_known, ranks_port, typed_hosts
+from ppdist.launch.network import once_known, typed_hosts
 from ppdist.launch.options import Options, parse_options
 from ppdist.launch.outcome import Outcome, stopped_before
 from ppdist.launch.rendezvous import Hub, rendezvous
-from ppdist.launch.signals import Stopped, noting_file
+from ppdist.launch.signals import Stopped
 from ppdist.launch.supervisor import private_files, private_folder
 from ppdist.launch.topology import LaunchPlan, Machine, make_plan, metrics_endpoint
 
@@ -75,7 +75,6 @@ def fleetrun(
         except Stopped:
             return stopped_before_begin(received).code
         beside.enter_context(exporting(folder, endpoint))
-        beside.enter_context(noting_file(options.preemption_file, say))
         beside.callback(job.close)
         outcome = job.attempt()
         while not outcome.is_final and (
@@ -155,8 +154,7 @@ class _Job:
         try:
             with private_files(folder):
                 folder.mkdir()
-            with claimed(plan.ports, len(plan.hosts)):
-                outcome = self.run(self.options, plan, channel, folder, restarts, self.received)
+            outcome = self.run(self.options, plan, channel, folder, restarts, self.received)
             if self.hub is not None:
                 self.hub.count_comings(outcome.made_step)
         except UserError as error:
@@ -208,8 +206,7 @@ class _Job:
             self.hub,
             self.digest_command(),
         )
-        ports = (port, ranks_port(port, len(plan.hosts))) if channel.hosts[0] == plan.host else ()
-        return replace(plan, hosts=channel.hosts, ports=ports), channel
+        return replace(plan, hosts=channel.hosts), channel
 
     def digest_command(self) -> tuple[str, ...]:
         """The command that writes what this host would train with; (): not a training of ours."""

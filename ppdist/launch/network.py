@@ -4,16 +4,13 @@ Schedulers publish host names late and move them to other addresses, so names ar
 they resolve.
 """
 
-import contextlib
 import fcntl
 import random
 import re
 import socket
 import struct
-import sys
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from typing import TypeVar
 
 from ppdist.common.errors import LaunchError
@@ -44,14 +41,6 @@ class Network:
         except (OSError, UnicodeError):
             return None
 
-    def has_ipv6_only(self, name: str) -> bool:
-        """Whether a host name is known, but by no IPv4 address."""
-        try:
-            found = socket.getaddrinfo(name, None, type=socket.SOCK_STREAM)
-        except (OSError, UnicodeError):
-            return False
-        return {family for family, *_ in found} == {socket.AF_INET6}
-
     def is_local(self, address: str) -> bool:
         """Whether this machine holds the address."""
         with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
@@ -62,15 +51,14 @@ class Network:
         return True
 
     def is_free(self, port: int) -> bool:
-        """Whether no program uses the port, and no job has claimed it."""
+        """Whether no program uses the port."""
         with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
             probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             try:
                 probe.bind(("", port))
-                with claimed((port,), 1):
-                    return True
-            except (OSError, LaunchError):
+            except OSError:
                 return False
+        return True
 
     def interfaces(self) -> dict[str, str]:
         """Interface -> its first IPv4 address, "" where it has none."""
@@ -135,16 +123,9 @@ def resolve_hosts(ips: str, network: Network) -> list[str]:
                 where=f"--ips: {name}",
             )
         address = network.resolve(name)
-        if address is None and network.has_ipv6_only(name):
-            raise LaunchError(
-                f"{name} has IPv6 addresses only; Paddle's ranks reach one another by IPv4",
-                code="ips_invalid",
-                where="--ips",
-                fix="give the hosts IPv4 addresses too, private ones are enough, and list those",
-            )
         if address is None:
             raise NotYetKnown(
-                f"the name {name} is not known on this machine",
+                f"the name {name} has no IPv4 address on this machine",
                 code="host_name_unknown",
                 where="--ips",
                 fix="give its IPv4 address, or add it to /etc/hosts on every host",
@@ -263,10 +244,7 @@ def socket_variables(address: str, network: Network) -> dict[str, str]:
 
 
 def check_interfaces(environment: Mapping[str, str], address: str | None, network: Network) -> None:
-    """Rejects interfaces that gloo or NCCL cannot use.
-
-    gloo takes one name.  NCCL takes a list of prefixes, of whole names after `=`, or of exclusions
-    after `^`; it may use another network than gloo.
+    """Rejects an interface that gloo cannot use; NCCL says so of its own.
 
     Args:
         address: of this host in the run; None: any.
@@ -290,20 +268,6 @@ def check_interfaces(environment: Mapping[str, str], address: str | None, networ
             "network",
             code="interface_wrong",
         )
-    wanted = environment.get("NCCL_SOCKET_IFNAME", "")
-    if wanted and not any(nccl_takes(wanted, name) for name in held):
-        raise LaunchError(
-            f"NCCL_SOCKET_IFNAME={wanted} fits no interface of this machine: {here}{instead}",
-            code="interface_wrong",
-        )
-
-
-def nccl_takes(wanted: str, name: str) -> bool:
-    """Whether a value of NCCL_SOCKET_IFNAME selects an interface, by NCCL's documentation."""
-    without = wanted.startswith("^")
-    whole = wanted.removeprefix("^").startswith("=")
-    words = [word for word in wanted.lstrip("^=").split(",") if word]
-    return without != any(name == word if whole else name.startswith(word) for word in words)
 
 
 def choose_port(
@@ -387,24 +351,3 @@ def port_in_use(port: int, hosts: int) -> LaunchError:
             "who has it"
         ),
     )
-
-
-@contextmanager
-def claimed(ports: Iterable[int], hosts: int) -> Iterator[None]:
-    """Reserves ports among the jobs of this machine.
-
-    Rank 0 opens its port seconds after the plan is made; of two jobs started together the second
-    would die in Paddle.  An abstract socket name marks a port as claimed: it is in the port's
-    network namespace, visible to all users, and disappears with this process.
-
-    Args: hosts: number of hosts of the run, for the message.
-    Raises: LaunchError: another job claimed a port first.
-    """
-    with contextlib.ExitStack() as held:
-        for port in ports if sys.platform == "linux" else ():
-            mark = held.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_STREAM))
-            try:
-                mark.bind(f"\0ppdist-port-{port}")
-            except OSError as error:
-                raise port_in_use(port, hosts) from error
-        yield

@@ -109,12 +109,6 @@ _OURS = (
         "SECONDS",
         f"with --min_hosts: how long to wait for a lost host (default {REJOIN_SECONDS})",
     ),
-    Option(
-        ("--preemption_file",),
-        "FILE",
-        "a notice that this host will be taken away: once FILE is there, it stops like after "
-        "SIGTERM, with a checkpoint",
-    ),
     Option(("--host",), "A", "this host in --ips, where it cannot be detected", ("POD_IP",)),
     Option(
         ("--start_port",),
@@ -133,12 +127,6 @@ _OURS = (
         "DIR",
         "where workerlog.N and rank-N.json (how each ended) go (default: log)",
         ("PADDLE_LOG_DIR",),
-    ),
-    Option(
-        ("--log_overwrite",),
-        "BOOL",
-        "start workerlog.N afresh instead of appending",
-        ("PADDLE_LOG_OVERWRITE",),
     ),
     Option(
         ("--metrics_port",),
@@ -183,6 +171,9 @@ _REFUSED = {
     "--enable_gpu_log": "cards are watched by --metrics_port (docs/monitoring.md); leave it out",
     "--auto_parallel_config": "ppdist trains with data parallelism only; leave the option out",
     "--auto_cluster_config": "ppdist trains with data parallelism only; leave the option out",
+    "--log_overwrite": "workerlog.N is appended to; give another --log_dir, or delete it before",
+    "--preemption_file": "send SIGUSR1 to fleetrun once the file is there: "
+    "`until [ -e FILE ]; do sleep 1; done; kill -USR1 PID`",
     "--auto_tuner_json": "`ppdist tune` searches settings; leave the option out",
     # Of torchrun and torch.distributed.launch.
     "--node_rank": "the number of a host is its place in --ips A,B; leave the option out",
@@ -215,9 +206,7 @@ class Options:
     max_restart: int = 0
     min_hosts: int | None = None  # None: all
     rejoin_seconds: int = REJOIN_SECONDS
-    preemption_file: str | None = None
     log_dir: str = "log"
-    log_overwrite: bool = False
     token: str = field(default="", repr=False)  # of the job; "": none was given
     passed: Mapping[str, str] = field(default_factory=dict)  # Paddle's own, by key
 
@@ -280,9 +269,7 @@ def parse_options(arguments: Sequence[str], environment: Mapping[str, str]) -> O
         max_restart=_integer(values, "max_restart", 0, MOST_RESTARTS) or 0,
         min_hosts=_integer(values, "min_hosts", 1, 4096),
         rejoin_seconds=REJOIN_SECONDS if rejoin is None else rejoin,
-        preemption_file=values.get("preemption_file"),
         log_dir=values.get("log_dir", "log"),
-        log_overwrite=_boolean(values, "log_overwrite"),
         token=token,
         passed={key: value for key, value in values.items() if key not in taken},
     )

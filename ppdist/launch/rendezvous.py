@@ -20,6 +20,7 @@ promised against strangers (docs/security.md).
 
 import contextlib
 import errno
+import secrets
 import socket
 import time
 from collections import Counter
@@ -53,19 +54,19 @@ _REPORT_SECONDS = 10.0  # between two lines that say who is missing
 _LOOK_UP_SECONDS = 5.0  # between two questions for the address behind a name
 _CALL_SECONDS = 1.0  # between two calls of the hub
 _BEAT_SECONDS = 5.0  # between two signs of life of a host that waits
-_QUIET_SECONDS = 3 * _BEAT_SECONDS  # after which a host may be gone, and its successor calls
 _HANDSHAKE_SECONDS = 10.0  # for an answer of who has taken the call, or who has called
 _TIMEOUT_SECONDS = 60.0
 _RETURN_SECONDS = 10.0  # in which hosts of the last world call again
 _CALLERS = 64  # of unknown addresses, that have not said who they are
-# Calls in a row that meet another fleetrun as this host, until this one gives up: a call a second,
-# for longer than the hub needs to notice that the other one is gone.
-_TAKEN_CALLS = 30
 _OTHER_FILES = 64  # of fleetrun, but connections
 _MOST_REFUSED = 20  # lines about callers that were refused
 _COMINGS = 3  # and goings without a step, after which a host is held off
 _HOLD_SECONDS, _LONGEST_HOLD = 30.0, 3600.0  # at first, then twice as long each time
 _NOT_CALLED = "not called yet: is fleetrun started there, with the same --ips in the same order?"
+_TAKEN = (
+    "another fleetrun is this host already; where it was started twice, or --host is wrong on one "
+    "of the two, end this one"
+)
 _LATER = "the others train; this host is taken in at their next checkpoint"
 
 
@@ -322,7 +323,7 @@ class Hub:
             "attempt": self._attempt,
             "changes": self._changes,
             "skip": sorted(self._skip),
-            "nonce": mine.identity,
+            "nonce": secrets.token_hex(16),
         }
         for guest in self._world.values():
             guest.connection.send(begin)
@@ -346,9 +347,9 @@ class Hub:
     # Who takes another for the hub
 
     def _ask_second(self) -> None:
-        """Calls the second host before the first steps: who is called compares --ips.
+        """Calls the second host before the first steps: it knows whether this is its hub, too.
 
-        Raises: LaunchError: it was started with something else.
+        Raises: LaunchError: it is not.
         """
         if self._begun or self._attempt or 1 in self._guests:
             return self._end_asking()
@@ -437,12 +438,11 @@ class Hub:
             return None
         there = self._world.get(theirs.place, self._guests.get(theirs.place))
         if theirs.is_first or (there is not None and there.connection.closed is None):
-            quiet = there is not None and _is_quiet(there.connection)
             self._report_refused(
                 f"a second fleetrun says that it is host {theirs.host}; it has to wait until the "
                 "first is gone"
             )
-            caller.send({"type": "taken", "quiet": int(quiet)})
+            caller.send({"type": "taken"})
             caller.close()
             return None
         # One that has trained in this job holds what the others do.
@@ -554,7 +554,6 @@ class _Caller:
         self._called = self._beat = 0.0
         self._joined = False
         self._tried, self._said = "no answer yet", ""
-        self._taken = 0  # calls in a row that met another fleetrun as this host
         self._listener: socket.socket | None = None
         self._callers: list[Connection] = []  # that may take this host for the hub
         self._answered: set[str] = set()  # what was said of them
@@ -597,7 +596,7 @@ class _Caller:
                 self._say(f"{text} ({now - begin:.0f} s)")
 
     def _answer_calls(self) -> None:
-        """Refuses hosts that were started with something else; the hub calls, too."""
+        """Refuses hosts whose --ips begin with another one; of others the hub is the judge."""
         if self._listener is None:
             return
         with contextlib.suppress(OSError):  # BlockingIOError: no connection
@@ -605,8 +604,8 @@ class _Caller:
         for caller in list(self._callers):
             messages = caller.receive()
             theirs = read_handshake(messages[0]) if messages else None
-            found = "\n".join(differences(self._mine, theirs)) if theirs is not None else ""
-            if found:
+            if theirs is not None and not self._mine.same_hub(theirs):
+                found = "\n".join(differences(self._mine, theirs))
                 _refuse(caller, f"this host was started differently.\n{found}", "hosts_differ")
                 if found not in self._answered and len(self._answered) < _MOST_REFUSED:
                     self._answered.add(found)
@@ -674,11 +673,11 @@ class _Caller:
         """
         kind, text = message["type"], text_of(message, "text")
         if kind == "joined":
-            self._joined, self._taken = True, 0
+            self._joined = True
         elif kind == "prove":
             self._prove(connection)
         elif kind == "taken":
-            self._meet_another(quiet=bool(message.get("quiet")))
+            connection.close(_TAKEN)  # it may be this host before its power was lost
         elif kind == "waiting" and text != self._said:
             self._said = text
             self._say(text)
@@ -733,21 +732,6 @@ class _Caller:
             found = read_json(Path(self._compare[-1]))
             self._connection.send({"type": "digests", "digests": found})
 
-    def _meet_another(self, quiet: bool) -> None:
-        """Another fleetrun is this host already.
-
-        Args: quiet: it may be one whose power was lost.
-        """
-        self._taken = 0 if quiet else self._taken + 1
-        if self._taken >= _TAKEN_CALLS:
-            raise LaunchError(
-                f"another fleetrun is host {self._mine.host} of this run already: it was started "
-                "twice, or --host is wrong on one of the two",
-                code="run_in_progress",
-                where=f"{self._hub}:{self._port}",
-                fix="wait for its end, or give another --start_port P on every host",
-            )
-
 
 def _connected(hosts: Sequence[str], mine: Handshake) -> str:
     """`2 of 3 hosts are connected, without 10.0.0.3`"""
@@ -783,10 +767,6 @@ def _channel(
 def _refuse(caller: Connection, text: str, code: str = "host_refused") -> None:
     caller.send({"type": "refused", "text": text, "code": code})
     caller.close()
-
-
-def _is_quiet(connection: Connection) -> bool:
-    return time.monotonic() - connection.heard > _QUIET_SECONDS
 
 
 def _listen(mine: Handshake, port: int) -> socket.socket:

@@ -4,18 +4,15 @@ SIGTERM and SIGUSR1 come from schedulers, SIGINT from Ctrl-C, SIGHUP from a term
 the first lets the ranks finish their step, a second does not.
 """
 
-import os
 import signal
-import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 from ppdist.common.signals import INTERRUPTED
 
 # A scheduler's notices that this host will be taken away.
 NOTICES = (signal.SIGTERM, signal.SIGUSR1)
-_FILE_SECONDS = 1.0  # between two looks for a file that is a notice
 _SAME_REQUEST_SECONDS = 1.0  # systemd sends SIGTERM and SIGHUP, a closed terminal SIGHUP twice
 
 
@@ -49,29 +46,6 @@ def signals_noted() -> Iterator[list[int]]:
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
-
-
-@contextmanager
-def noting_file(path: str | None, say: Callable[[str], None]) -> Iterator[None]:
-    """Inside, a file that appears is taken for SIGUSR1.
-
-    It is looked at beside all else: its disk may be away.
-    """
-    over = threading.Event()
-
-    def look() -> None:
-        while not over.wait(_FILE_SECONDS):
-            if os.path.exists(path or ""):
-                say(f"{path} is there: this host will be taken away")
-                os.kill(os.getpid(), signal.SIGUSR1)
-                return
-
-    if path is not None:
-        threading.Thread(target=look, name="preemption file", daemon=True).start()
-    try:
-        yield
-    finally:
-        over.set()
 
 
 def is_notice(received: Sequence[int]) -> bool:

@@ -87,12 +87,10 @@ def run_job(
         ) from error
     for rank in plan.ranks:  # an earlier job may have left its own
         (log_dir / f"rank-{rank['PADDLE_TRAINER_ID']}.json").unlink(missing_ok=True)
-    afresh = options.log_overwrite and restarts == 0
     python = [sys.executable, "-u"] if options.script.endswith(".py") else []
     orders = {
         "command": [*python, options.script, *options.script_arguments],
         "log_dir": str(log_dir),
-        "log_overwrite": afresh,
         "restart": restarts,
         "processes": plan.processes,
     }
@@ -104,10 +102,9 @@ def run_job(
         room.write_bytes(bytes(_RESERVED_BYTES * (1 + plan.processes)))
         room.unlink()
     attempt = Attempt(folder, log_dir)
-    if not afresh:
-        logs = {local: attempt.log(local) for local in range(plan.processes)}
-        sizes = {local: log.stat().st_size for local, log in logs.items() if log.is_file()}
-        attempt = replace(attempt, offsets=sizes)
+    logs = {local: attempt.log(local) for local in range(plan.processes)}
+    sizes = {local: log.stat().st_size for local, log in logs.items() if log.is_file()}
+    attempt = replace(attempt, offsets=sizes)
     job = _Job(attempt, plan, channel, received)
     outcome = job.run()
     outcome = replace(outcome, made_step=made_step(read_ends(folder), options.trains))

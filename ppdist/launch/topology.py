@@ -96,7 +96,6 @@ class LaunchPlan:
     description: str  # one line for the user
     note: str  # what it says of cards that are not used
     gpus: tuple[str, ...] = ()  # by physical id, in the order of local ranks
-    ports: tuple[int, ...] = ()  # that rank 0's host opens, of those fleetrun knows
 
     @property
     def ranks(self) -> tuple[dict[str, str], ...]:
@@ -201,9 +200,6 @@ def make_plan(options: Options, environment: Mapping[str, str], machine: Machine
             fix="name two or more with --ips, and give at most their number",
         )
     plural = "process" if processes == 1 else "processes"
-    ports: tuple[int, ...] = ()
-    if port is not None and own == hosts[0]:
-        ports = tuple(sorted({port, ranks_port(port, len(hosts))}))
     return LaunchPlan(
         device=device,
         processes=processes,
@@ -217,7 +213,6 @@ def make_plan(options: Options, environment: Mapping[str, str], machine: Machine
         description="; ".join(filter(None, (f"{where}{processes} {plural} on {what}", note))),
         note=note,
         gpus=tuple(labels) if device == "gpu" else (),
-        ports=ports,
     )
 
 

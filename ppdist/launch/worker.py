@@ -181,8 +181,7 @@ def streams(
     folder: Path, local: int, log_dir: Path, job: dict[str, Any]
 ) -> tuple[BinaryIO | int, BinaryIO | int]:
     """stdout and stderr of the script: the terminal or its log."""
-    mode = "wb" if job["log_overwrite"] else "ab"
-    log = cast(BinaryIO, open_own(log_dir / f"workerlog.{local}", mode))
+    log = cast(BinaryIO, open_own(log_dir / f"workerlog.{local}", "ab"))
     again = f"restart {job['restart']}: " if job["restart"] else ""
     log.write(f"--- {time.strftime('%F %T')}: {again}{' '.join(job['command'])}\n".encode())
     log.flush()

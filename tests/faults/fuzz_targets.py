@@ -821,7 +821,7 @@ def messages() -> list[bytes]:
     hello = Handshake(
         host="10.0.0.2", hosts=hosts, processes=2, device="cpu", script="train.py",
         arguments=("-c", "a.yml"), ppdist="1.0", paddle="3.3", names=hosts,
-        max_restart=1, skip=(7, 9), identity="d" * 32,
+        max_restart=1, skip=(7, 9),
     )  # fmt: skip
     end = HostEnd("10.0.0.2", 1, "rank 1 failed", False, 0.0, 7).as_message("ended", 2.0)
     stop = {"type": "stop", "host": "10.0.0.2", "why": "lost", "signal": 0, "known": 1}

@@ -149,7 +149,8 @@ ROWS = (
     Row(30, "the network is divided", "both sides end, and say who is lost",
         (NAMESPACES + "test_pulled_cable_ends_both_hosts_by_name",)),
     Row(31, "a port is taken; processes of an earlier job", "a message that says so; nothing "
-        "outlives a job", (NAMESPACES + "test_port_of_other_program_named_on_both_hosts",
+        "outlives a job", ("tests/unit/launch/test_cli_hosts.py::"
+                           "test_a_port_that_another_program_has_is_named",
                            STOPPING + "test_nothing_outlives_a_fleetrun_that_was_killed",
                            SUPERVISION + "test_whichever_process_is_killed_nothing_is_left")),
     Row(32, "hosts differ in versions, configuration or data (annotations, the size of every "

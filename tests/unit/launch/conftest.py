@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from tests.unit.launch.hosts import Host, hosts_of_a_test
-from tests.unit.launch.namespaces import MANAGEMENT, A, B, Cable, Switch, ip
+from tests.unit.launch.namespaces import A, B, Cable, Switch, ip
 
 
 @contextmanager
@@ -36,12 +36,8 @@ def namespaces_of(*names: str) -> Iterator[None]:
 def cable() -> Iterator[Cable]:
     names = (f"ppdist-a{os.getpid()}", f"ppdist-b{os.getpid()}")
     with namespaces_of(*names):
-        pairs = {"cable0": ("cable1", names[1]), "manage0": ("manage1", names[0])}
-        for end, (other, name) in pairs.items():
-            peer = ("peer", "name", other, "netns", name)
-            ip("-n", names[0], "link", "add", end, "type", "veth", *peer)
-        ip("-n", names[0], "address", "add", f"{MANAGEMENT}/24", "dev", "manage0")
-        ip("-n", names[0], "link", "set", "manage0", "up")
+        peer = ("peer", "name", "cable1", "netns", names[1])
+        ip("-n", names[0], "link", "add", "cable0", "type", "veth", *peer)
         for place, address in enumerate((A, B)):
             ip("-n", names[place], "address", "add", f"{address}/24", "dev", f"cable{place}")
             ip("-n", names[place], "link", "set", f"cable{place}", "up")

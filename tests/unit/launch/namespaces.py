@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from tests.unit.launch.hosts import Ended, Host
 
 A, B = "10.213.7.1", "10.213.7.2"
-MANAGEMENT = "10.214.7.1"  # a second network of the first host
 
 
 def ip(*words: str) -> None:
@@ -25,13 +24,6 @@ class Cable:
 
     def pull(self) -> None:
         ip("-n", self.namespaces[1], "link", "set", "cable1", "down")
-
-    def block(self, target: str) -> None:
-        """B finds no way to the target any more."""
-        ip("-n", self.namespaces[1], "route", "add", "blackhole", target)
-
-    def unblock(self, target: str) -> None:
-        ip("-n", self.namespaces[1], "route", "del", "blackhole", target)
 
 
 @dataclass

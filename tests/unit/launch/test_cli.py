@@ -19,7 +19,7 @@ import pytest
 from ppdist.launch.options import STALE_VARIABLES
 from tests.accelerator import plugin
 from tests.ports import free_port
-from tests.unit.launch.hosts import ALL_REDUCE, FLEETRUN, ROOT, SAVES_AT_SIGTERM, wait_for, write
+from tests.unit.launch.hosts import ALL_REDUCE, FLEETRUN, ROOT, write
 
 TIMEOUT = 90.0  # seconds; a hang is a failed test
 
@@ -64,13 +64,6 @@ def fleetrun(*words: str) -> subprocess.CompletedProcess:
             logs = [f"{path}: {path.read_text()}" for path in Path("log").glob("workerlog*")]
             pytest.fail(f"fleetrun hangs\n{output}\n{errors}\n" + "\n".join(logs))
     return subprocess.CompletedProcess(process.args, process.returncode, output, errors)
-
-
-def alive(pid: int) -> bool:
-    try:
-        return ") Z " not in Path(f"/proc/{pid}/stat").read_text()
-    except FileNotFoundError:
-        return False
 
 
 @pytest.mark.parametrize(
@@ -141,54 +134,6 @@ def test_an_exception_is_shown_once_with_its_rank() -> None:
 
 
 @pytest.mark.slow
-def test_a_killed_rank_is_named_and_a_restart_follows() -> None:
-    code = """
-first = not Path("again").exists()
-print("attempt", 1 if first else 2, flush=True)
-Path(f"up{rank}").touch()
-if first and rank == 1:
-    while not Path("up0").exists(): time.sleep(0.02)
-    Path("again").touch()
-    os.kill(os.getpid(), signal.SIGKILL)
-if first:
-    while not Path("again").exists(): time.sleep(0.02)
-    time.sleep(0.3)
-    run(lambda: 1 / 0 if rank < 0 else sys.exit("gloo/transport/tcp/pair.cc: Connection closed"))
-"""
-    ended = fleetrun("--nproc_per_node", "2", "--max_restart", "1", write(code))
-    assert ended.returncode == 0, ended.stderr
-    assert "rank 1 failed first: it was killed by SIGKILL" in ended.stderr
-    assert "restart 1 of 1 in 1 s, from the newest checkpoint of this job" in ended.stderr
-    assert ended.stdout.split("\n")[:2] == ["attempt 1", "attempt 2"]
-
-
-@pytest.mark.slow
-def test_sigterm_lets_every_rank_save_and_exits_75() -> None:
-    with started("--nproc_per_node", "2", write(SAVES_AT_SIGTERM)) as process:
-        wait_for(lambda: Path("ready0").exists() and Path("ready1").exists())
-        process.terminate()
-        output, errors = process.communicate(timeout=TIMEOUT)
-    assert process.returncode == 75, errors
-    assert output == "saved\n" and "saved" in Path("log/workerlog.1").read_text()
-
-
-@pytest.mark.slow
-def test_killing_fleetrun_leaves_no_process_behind() -> None:
-    code = """
-Path(f"pid{rank}").write_text(f"{os.getpid()} {os.getppid()}")
-os.rename(f"pid{rank}", f"pids{rank}")
-time.sleep(120)
-"""
-    with started("--nproc_per_node", "2", write(code), stdout=None, stderr=None) as process:
-        wait_for(lambda: Path("pids0").exists() and Path("pids1").exists())
-        pids = [int(pid) for rank in "01" for pid in Path(f"pids{rank}").read_text().split()]
-        assert len(set(pids)) == 4 and all(alive(pid) for pid in pids)
-        process.kill()
-        process.wait()
-        wait_for(lambda: not any(alive(pid) for pid in pids), 15)
-
-
-@pytest.mark.slow
 def test_rank_0_writes_to_terminal_directly() -> None:
     code = """
 print("terminal", sys.stdout.isatty(), sys.stderr.isatty())
@@ -244,15 +189,3 @@ def test_cards_that_are_not_there_exit_2(program: list[str]) -> None:
 def test_fleetrun_starts_without_importing_paddle() -> None:
     code = "import sys, ppdist.launch.cli; assert 'paddle' not in sys.modules"
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
-
-
-def test_of_two_jobs_on_one_port_the_second_is_refused() -> None:
-    script = write("Path('up').touch()\nwhile not Path('go').exists(): time.sleep(0.05)\n")
-    words = ("--start_port", str(free_port()), script)
-    with started("--log_dir", "first", *words) as first:
-        wait_for(lambda: Path("up").exists())  # nothing listens on the port as yet
-        second = fleetrun("--log_dir", "second", *words)
-        Path("go").touch()
-        assert (first.wait(TIMEOUT), second.returncode) == (0, 2)
-    assert "is in use on this machine, by another job or program" in second.stderr
-    assert second.stderr.count("\n") == 1

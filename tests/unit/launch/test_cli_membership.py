@@ -169,15 +169,10 @@ def test_a_hub_with_too_few_waits_and_ends(start: Start) -> None:
     assert ended.code == 1 and len(worlds(0)) == 1
 
 
-@pytest.mark.parametrize("notice", ["SIGUSR1", "file"])
-def test_a_host_with_a_notice_leaves_and_the_others_go_on(notice: str, start: Start) -> None:
-    options = ["--min_hosts", "1"]
-    hosts = [start(place, *options, "--preemption_file", f"gone{place}") for place in range(3)]
+def test_a_host_with_a_notice_leaves_and_the_others_go_on(start: Start) -> None:
+    hosts = [start(place, "--min_hosts", "1") for place in range(3)]
     wait_for_worlds([0, 1, 2], 1)
-    if notice == "file":
-        Path("gone2").touch()
-    else:
-        hosts[2].process.send_signal(signal.SIGUSR1)
+    hosts[2].process.send_signal(signal.SIGUSR1)
     assert hosts[2].ended().code == 75
     wait_for_worlds([0, 1], 2)
     hosts[1].process.terminate()

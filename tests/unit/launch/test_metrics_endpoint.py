@@ -101,19 +101,6 @@ def test_files_in_cwd_are_not_imported_as_modules(
     assert not Path("ran").exists()
 
 
-def test_one_that_cannot_be_ended_holds_nobody_up(
-    ranks: Ranks, port: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def wait(process: subprocess.Popen, seconds: float | None = None) -> int:
-        assert seconds is not None
-        raise subprocess.TimeoutExpired("exporter", seconds)
-
-    with metrics.exporting(ranks.folder, ("127.0.0.1", port)):
-        monkeypatch.setattr(subprocess.Popen, "wait", wait)
-    monkeypatch.undo()
-    wait_for(lambda: not children_that_export(ranks.folder), 20)
-
-
 def test_signals_for_the_whole_job_leave_it_answering(ranks: Ranks, port: int) -> None:
     ranks.say(0, "step", 20)
     with metrics.exporting(ranks.folder, ("127.0.0.1", port)):
@@ -240,14 +227,3 @@ def test_it_lives_over_a_restart_and_counts_it(
         wait_for(lambda: 'rank="1",run="demo"} 4.0' in ask(port))
         Path("go-second").touch()
         assert host.ended().code == 0, host.said
-
-
-@pytest.mark.slow
-def test_a_port_that_is_taken_leaves_the_job_alone(
-    tmp_path: Path, port: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    with socket.create_server(("127.0.0.1", port)), hosts_of_a_test() as start:
-        ended = start("a", "--metrics_port", str(port), write("time.sleep(3)")).ended()
-    assert ended.code == 0
-    assert ended.errors.count("Address already in use") == 1, ended.errors

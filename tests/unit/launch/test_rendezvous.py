@@ -147,31 +147,19 @@ def test_a_host_not_in_the_list_is_refused() -> None:
     assert ": 127.0.0.3 (not called yet" in first.error
 
 
-def test_a_second_fleetrun_for_one_host_gives_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(rendezvous, "_TAKEN_CALLS", 2)
-    hosts = met(*(host(own, (A, B, C)) for own in (A, B, B)), host(C, (A, B, C)), pause=1.2)
-    assert [each.code for each in hosts] == ["", "", "run_in_progress", ""]
-
-
-@pytest.mark.parametrize("quiet", [False, True])
-def test_a_host_that_calls_a_complete_run_gives_up(
-    quiet: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Where the other one is quiet, it may be this host before its power was lost."""
-    monkeypatch.setattr(rendezvous, "_TAKEN_CALLS", 2)
+def test_a_second_fleetrun_for_one_host_waits_and_says_so() -> None:
     port = free_port()
     running = met_at(port, host(A), host(B))
     channel = running[0].channel
     assert channel is not None
-    late = Host(host(B), port, seconds=2.5 if quiet else 10)
+    late = Host(host(B), port, seconds=2)
     late.start()
     while late.thread.is_alive():
-        channel._peers[B].heard = time.monotonic() - 100 * quiet
         channel._hub.watch()
         time.sleep(0.05)
     for each in reversed(running):
         each.end()
-    assert late.code == ("hosts_missing" if quiet else "run_in_progress")
+    assert late.code == "hosts_missing" and "another fleetrun is this host" in late.error
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,5 @@
 """What ranks, or Paddle's launcher, are given on a made-up machine."""
 
-import socket
 from dataclasses import replace
 from pathlib import Path
 
@@ -15,11 +14,9 @@ from ppdist.launch.cards import (
     parse_nvidia_smi,
     visible_labels,
 )
-from ppdist.launch.network import Network, choose_port, claimed, resolve_hosts
 from ppdist.launch.options import parse_options
 from ppdist.launch.topology import LaunchPlan, Machine, make_plan
 from tests.errors import raises
-from tests.ports import free_port
 from tests.unit.launch.machines import A, B, machine
 
 
@@ -172,9 +169,6 @@ REFUSED = [
     (IPS, {}, {"GLOO_SOCKET_IFNAME": "sit0"}, "interface_wrong", "IFNAME=sit0"),
     (IPS, {}, {"GLOO_SOCKET_IFNAME": "lo"}, "interface_wrong", "holds 127.0.0.1"),
     ("", {}, {"GLOO_SOCKET_IFNAME": "eth9"}, "interface_wrong", "IFNAME=eth9"),
-    (IPS, {}, {"NCCL_SOCKET_IFNAME": "ib"}, "interface_wrong", "IFNAME=ib "),
-    (IPS, {}, {"NCCL_SOCKET_IFNAME": "=eth"}, "interface_wrong", "IFNAME==eth "),
-    (IPS, {}, {"NCCL_SOCKET_IFNAME": "^eth,lo,sit"}, "interface_wrong", "IFNAME=^eth,lo,sit "),
     ("--ips=10.1.1.1,10.1.1.2", {}, {}, "ips_without_this_host", "10.1.1.1, 10.1.1.2"),
     (f"--ips={A},{A}", {}, {}, "ips_repeated", f"{A} and {A}"),
     (f"--ips={A},node-a", {}, {}, "ips_repeated", f"node-a and {A}"),
@@ -231,11 +225,10 @@ def test_host_names_are_resolved_with_any_spaces() -> None:
     assert (made.hosts, made.host) == ((A, B), B)
 
 
-@pytest.mark.parametrize("nccl", ["eth", "=eth1", "ib,eth1", "^lo", "^=lo,docker0", "=lo"])
-def test_interfaces_that_the_user_chose_are_kept(nccl: str) -> None:
-    made = plan(f"--ips={A},{B}", machine(), GLOO_SOCKET_IFNAME="eth1", NCCL_SOCKET_IFNAME=nccl)
+def test_interfaces_that_the_user_chose_are_kept() -> None:
+    made = plan(f"--ips={A},{B}", machine(), GLOO_SOCKET_IFNAME="eth1", NCCL_SOCKET_IFNAME="^lo")
     assert made.environment["GLOO_SOCKET_IFNAME"] == "eth1"
-    assert made.environment["NCCL_SOCKET_IFNAME"] == nccl
+    assert made.environment["NCCL_SOCKET_IFNAME"] == "^lo"
 
 
 def test_on_one_host_any_interface_that_exists_will_do() -> None:
@@ -286,14 +279,6 @@ def test_master_gets_host_address_and_paddle_options() -> None:
     assert given(made, "--nnodes") == "2" and given(made, "--rank") == "1"
     assert given(made, "--ips") is None and made.ranks == ()
     assert made.environment["GLOO_SOCKET_IFNAME"] == "eth1"
-
-
-def test_a_host_with_ipv6_alone_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    found = [(socket.AF_INET6, socket.SOCK_STREAM, 6, "", ("fd00::1", 0, 0, 0))]
-    monkeypatch.setattr(socket, "getaddrinfo", lambda *where, **how: found)
-    monkeypatch.setattr(Network, "resolve", lambda network, name: None)
-    with raises("ips_invalid", "pod-0 has IPv6 addresses only"):
-        resolve_hosts("pod-0,pod-1", Network())
 
 
 def test_paddles_launcher_starts_ranks_with_master_only() -> None:
@@ -412,21 +397,3 @@ def test_the_plan_leaves_the_machine_as_it_is() -> None:
     on = machine(cards=2)
     assert make_plan(parse_options(["t.py"], {}), {}, on).processes == 2
     assert replace(on) == on
-
-
-def test_a_port_of_another_job_is_refused_before_it_listens() -> None:
-    port, network = free_port(), Network()
-    with claimed((port,), 1):
-        with raises("port_in_use", "FLAGS_START_PORT"):
-            choose_port(port, 2, 1, True, network)
-        with raises("port_in_use"), claimed((port,), 1):
-            pass
-    assert choose_port(port, 2, 1, True, network) == port
-
-
-def test_the_first_host_claims_what_its_ranks_open() -> None:
-    hosts = f"--ips {A},{B} --start_port 7000 --nproc_per_node 2"
-    assert plan(hosts, machine()).ports == (7000, 7001)
-    assert plan(hosts, machine(own=B)).ports == ()
-    assert plan("--nproc_per_node 2 --start_port 7000", machine()).ports == (7000,)
-    assert plan(f"--master {A}:7000 --nnodes 2 --rank 0", machine()).ports == ()

@@ -63,8 +63,8 @@ def waited(ips: str, own: str | None, network: Network, seconds: float = 5.0) ->
 def test_a_name_is_waited_for_and_that_is_said_at_once() -> None:
     (said,) = waited("pod-0,pod-1", None, Names(pod_0=[A], pod_1=[None, None, B]))
     assert said == (
-        "--ips: the name pod-1 is not known on this machine; give its IPv4 address, or add it to "
-        "/etc/hosts on every host; waiting for that to change (0 s)"
+        "--ips: the name pod-1 has no IPv4 address on this machine; give its IPv4 address, or add "
+        "it to /etc/hosts on every host; waiting for that to change (0 s)"
     )
 
 
@@ -74,7 +74,7 @@ def test_an_old_name_is_waited_for() -> None:
 
 
 def test_name_never_resolved_is_error_in_the_end() -> None:
-    with raises("ips_not_settled", "pod-1 is not known", "0.05"):
+    with raises("ips_not_settled", "pod-1 has no IPv4 address", "0.05"):
         waited("pod-0,pod-1", None, Names(pod_0=[A]), 0.05)
 
 
@@ -161,7 +161,7 @@ def test_a_pod_with_a_new_address_joins_the_next_attempt(
     with hosts_of_a_test() as start:
         enter = {address: cable.prefix(address) for address in (first_address, second_address)}
         first = start("0", *words, prefix=enter[netns.A], variables={"POD_IP": first_address})
-        wait_for(lambda: "the name pod-1 is not known" in first.said)
+        wait_for(lambda: "the name pod-1 has no IPv4 address" in first.said)
         hosts_files[0].write_text(both)
         second = start("1", *words, prefix=enter[netns.B], variables={"POD_IP": second_address})
         wait_for(lambda: Path("ready0").exists() and Path("ready1").exists())

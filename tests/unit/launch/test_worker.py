@@ -24,7 +24,7 @@ sys.exit(worker.main())
 
 def test_a_signal_amid_the_start_reaches_the_script(tmp_path: Path) -> None:
     script = [sys.executable, "-c", "import time; time.sleep(50)"]
-    orders = {"command": script, "log_dir": str(tmp_path), "log_overwrite": True, "restart": 0}
+    orders = {"command": script, "log_dir": str(tmp_path), "restart": 0}
     (tmp_path / "job.json").write_text(json.dumps(orders))
     variables = {"PPDIST_EXIT_DIR": str(tmp_path), "PADDLE_TRAINER_ID": "1"}
     variables |= {"PADDLE_LOCAL_RANK": "1", "PYTHONPATH": os.pathsep.join(sys.path)}
