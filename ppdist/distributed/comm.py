@@ -259,15 +259,8 @@ def _share_memory(config: DistributedConfig) -> None:
     )
     leaders = sorted(set(firsts_W))
     if routes.memory is not None and len(leaders) > 1:
-        routes.leaders = _new_group(leaders)
-
-
-def _new_group(members: list[int]) -> Any:
-    """A group of some of the ranks.  Collective."""
-    if device.on_accelerator():
-        return pd.new_group(members)
-    with separate_store(members):
-        return pd.new_group(members)
+        with separate_store(leaders):
+            routes.leaders = pd.new_group(leaders)
 
 
 _M_TRIM_THRESHOLD, _M_TOP_PAD, _M_MMAP_MAX = -1, -2, -4

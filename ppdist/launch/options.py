@@ -139,23 +139,18 @@ _OURS = (
 _PADDLES = (
     Option(("--nnodes",), "N", "hosts of the run; with --master"),
     Option(("--rank",), "N", "number of this host; with --master"),
-    Option(("--sort_ip",), "BOOL", variables=("PADDLE_SORT_IP",)),
     Option(("--job_id",), "NAME", variables=("PADDLE_JOB_ID",)),
-    Option(("--log_level",), "LEVEL", variables=("PADDLE_LOG_LEVEL",)),
-    Option(("--elastic_level",), "N", variables=("PADDLE_ELASTIC_LEVEL",)),
-    Option(("--elastic_timeout",), "SECONDS", variables=("PADDLE_ELASTIC_TIMEOUT",)),
 )
 _BY_NAME = {name: option for option in _OURS + _PADDLES for name in option.names}
-_ELASTIC = "Paddle changes the number of hosts only with --master etcd://"
-_RESTARTS = "leave it out; --max_restart K restarts a failed run from its newest checkpoint"
+_ELASTIC = (
+    "--ips A,B --min_hosts N goes on without hosts that are lost; with etcd start Paddle's own "
+    "launcher, python -m paddle.distributed.launch"
+)
 _NO_SERVERS = "ppdist has no parameter servers: all ranks train"
 # Paddle's, by key, that change something only with --master: why not else, and what to type.
 _WITH_MASTER = {
     "nnodes": ("without --master each host would train for itself", "name the hosts: --ips A,B"),
     "rank": ("without --master the number of a host is its place in --ips", "leave it out"),
-    "sort_ip": ("without --master hosts are in the order of --ips", "list them as wanted"),
-    "elastic_level": (_ELASTIC, _RESTARTS),
-    "elastic_timeout": (_ELASTIC, _RESTARTS),
 }
 # Other launchers' that do not exist here: why, and what to do instead.
 _REFUSED = {
@@ -174,6 +169,10 @@ _REFUSED = {
     "--log_overwrite": "workerlog.N is appended to; give another --log_dir, or delete it before",
     "--preemption_file": "send SIGUSR1 to fleetrun once the file is there: "
     "`until [ -e FILE ]; do sleep 1; done; kill -USR1 PID`",
+    "--elastic_level": _ELASTIC,
+    "--elastic_timeout": _ELASTIC,
+    "--sort_ip": "hosts are in the order of --ips: list them as wanted",
+    "--log_level": "it is of Paddle's launcher, which is kept silent; leave it out",
     "--auto_tuner_json": "`ppdist tune` searches settings; leave the option out",
     # Of torchrun and torch.distributed.launch.
     "--node_rank": "the number of a host is its place in --ips A,B; leave the option out",
@@ -287,21 +286,15 @@ def _refuse_without_effect(values: Mapping[str, str], given: Mapping[str, str]) 
             where=given["rejoin_seconds"],
             fix="add --min_hosts N",
         )
-    master, hosts = values.get("master", ""), len(typed_hosts(values.get("ips", ""))) or 1
-    holds = {"nnodes": f"{hosts}", "rank": "0", "sort_ip": "false", "elastic_level": "-1"}
-    for key, (why, fix) in _WITH_MASTER.items():
-        value = values.get(key)
-        if key == "sort_ip":
-            value = f"{_boolean(values, key)}".lower()
-        if value is None or value == holds.get(key):
-            continue
-        elastic = why == _ELASTIC or ":" in value
-        if not master or (elastic and not master.startswith("etcd://")):
+    hosts = len(typed_hosts(values.get("ips", ""))) or 1
+    for key, holds in (("nnodes", f"{hosts}"), ("rank", "0")):
+        if values.get(key, holds) != holds and "master" not in values:
+            why, fix = _WITH_MASTER[key]
             raise LaunchError(
-                f"it would have no effect: {_ELASTIC if elastic else why}",
+                f"it would have no effect: {why}",
                 code="option_without_effect",
                 where=given[key],
-                fix=fix if not master else _RESTARTS,
+                fix=fix,
             )
 
 
@@ -470,10 +463,3 @@ def _endpoint(values: Mapping[str, str], key: str) -> tuple[str, int | None]:
             where=f"--{key} {text}",
         )
     return (found[1] or "").strip("[]"), int(found[2])
-
-
-def _boolean(values: Mapping[str, str], key: str) -> bool:
-    text = values.get(key, "0").lower()
-    if text not in ("0", "1", "true", "false", "yes", "no", "on", "off"):
-        raise LaunchError("expected 1 or 0", code="option_invalid", where=f"--{key} {text}")
-    return text in ("1", "true", "yes", "on")

@@ -66,9 +66,9 @@ def test_a_training_is_known_however_its_script_is_typed(script: str, trains: bo
 
 
 def test_options_of_paddles_launcher_pass_through_with_master() -> None:
-    typed = ["--master", "etcd://a:2379", "--elastic_level=1", "--nnodes", "2:4", "t.py"]
-    options = parse_options(typed, {"PADDLE_ELASTIC_TIMEOUT": "30"})
-    assert options.passed == {"elastic_level": "1", "nnodes": "2:4", "elastic_timeout": "30"}
+    typed = ["--master", "a:2379", "--nnodes", "2", "t.py"]
+    options = parse_options(typed, {"PADDLE_JOB_ID": "x"})
+    assert options.passed == {"nnodes": "2", "job_id": "x"}
 
 
 WITHOUT = "option_without_effect"
@@ -82,14 +82,9 @@ WITHOUT = "option_without_effect"
         ("--nnodes 2:3", WITHOUT),
         ("--nnodes 3 --ips A,B", WITHOUT),
         ("--nnodes 2 --ips A,B", None),
-        ("--nnodes 1 --rank 0 --sort_ip no --elastic_level -1 --job_id x", None),
+        ("--nnodes 1 --rank 0 --job_id x", None),
         ("--rank 1", WITHOUT),
-        ("--rank 1 --nnodes 2 --sort_ip 1 --master A:7000", None),
-        ("--sort_ip 1 --ips A,B", WITHOUT),
-        ("--elastic_level 1", WITHOUT),
-        ("--elastic_timeout 30 --master A:7000", WITHOUT),
-        ("--nnodes 2:3 --master A:7000", WITHOUT),
-        ("PADDLE_ELASTIC_LEVEL=1", WITHOUT),
+        ("--rank 1 --nnodes 2 --master A:7000", None),
         *((f"{name} x", "option_refused") for name in _REFUSED),
     ],
 )

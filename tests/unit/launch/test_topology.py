@@ -282,7 +282,7 @@ def test_master_gets_host_address_and_paddle_options() -> None:
 
 
 def test_paddles_launcher_starts_ranks_with_master_only() -> None:
-    assert plan("--job_id x --nnodes 1", machine(), PADDLE_LOG_LEVEL="DEBUG").ranks
+    assert plan("--job_id x --nnodes 1", machine()).ranks
     master = f"--master {B}:33000"
     made = plan(f"{master} --nnodes 2 --start_port 7000 --nproc_per_node 2", machine())
     assert made.ranks == () and given(made, "--host") == A
