@@ -288,7 +288,7 @@ OTHER_WRITERS = {
         *("export/export.py:_write_paddle", "export/export.py:save_graph"),
         *("export/onnx.py:append_nms", "export/onnx.py:quantize_onnx"),
         *("export/spec.py:write_spec", "export/triton.py:arrange"),
-        *("launch/supervisor.py:passed_on", "launch/supervisor.py:run"),
+        "launch/supervisor.py:run",
         *("launch/supervisor.py:run_job", "launch/watchdog.py:_collect_stacks"),
         *("launch/worker.py:end_report", "launch/worker.py:stop"),
         *("verify/dp_equivalence.py:compare_alone", "verify/dp_equivalence.py:judge"),

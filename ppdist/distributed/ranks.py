@@ -3,16 +3,9 @@
 Everything here is read from the variables that the launcher sets; nothing communicates.
 """
 
-import functools
-import json
 import os
 import socket
 from collections.abc import Sequence
-from pathlib import Path
-
-from ppdist.common.job import BACKUP_VARIABLE
-
-_ENDPOINTS = "PADDLE_TRAINER_ENDPOINTS"
 
 
 def rank() -> int:
@@ -49,16 +42,8 @@ def host() -> str:
 
 def addresses() -> list[str]:
     """Address of each rank's host; [""] without a launcher."""
-    endpoints, file = os.environ.get(_ENDPOINTS), os.environ.get(BACKUP_VARIABLE)
-    if endpoints is None:
-        endpoints = _variables_of(file).get(_ENDPOINTS, "") if file else ""
-    return [endpoint.rpartition(":")[0] for endpoint in endpoints.split(",")]
-
-
-@functools.cache
-def _variables_of(file: str) -> dict[str, str]:
-    """Variables that Paddle reads from a file where they are too long."""
-    return json.loads(Path(file).read_text(encoding="utf-8"))
+    endpoints = os.environ.get("PADDLE_TRAINER_ENDPOINTS", "").split(",")
+    return [endpoint.rpartition(":")[0] for endpoint in endpoints]
 
 
 def ranks_named(ranks: Sequence[int], hosts_W: Sequence[str]) -> str:

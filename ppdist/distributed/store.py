@@ -55,7 +55,6 @@ _REQUEST_SECONDS = 0.0001  # of the store's time that a rank takes for a look
 _LINGER_SECONDS = 10.0  # rank 0 holds the store: at most so long it stays for the others to read it
 _SIGN_SECONDS = 5.0  # between two signs of life at the store, and two looks for them
 _SIGNS = "ppdist/alive"
-_ENDPOINTS = "PADDLE_TRAINER_ENDPOINTS"
 _barriers = itertools.count()  # every rank counts the same barriers, so the numbers agree
 _HERE, _GAVE = 1, 3  # without a value, with one
 _RANKS_OF_A_KEY = 31  # two bits each of what the store counts in, int64

@@ -599,13 +599,15 @@ class _Caller:
         """Refuses hosts whose --ips begin with another one; of others the hub is the judge."""
         if self._listener is None:
             return
+        mine = self._mine
         with contextlib.suppress(OSError):  # BlockingIOError: no connection
             self._callers.append(Connection(self._listener.accept()[0], self._token))
         for caller in list(self._callers):
             messages = caller.receive()
             theirs = read_handshake(messages[0]) if messages else None
-            if theirs is not None and not self._mine.same_hub(theirs):
-                found = "\n".join(differences(self._mine, theirs))
+            # One of another run may have an address that a name had here before.
+            if theirs is not None and theirs.host in mine.hosts and not mine.same_hub(theirs):
+                found = "\n".join(differences(mine, theirs))
                 _refuse(caller, f"this host was started differently.\n{found}", "hosts_differ")
                 if found not in self._answered and len(self._answered) < _MOST_REFUSED:
                     self._answered.add(found)

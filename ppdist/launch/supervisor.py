@@ -25,7 +25,7 @@ from typing import BinaryIO
 from ppdist.common import child
 from ppdist.common.errors import LaunchError
 from ppdist.common.files import read_json, replace_file
-from ppdist.common.job import BACKUP_VARIABLE, CHANGE_NOTE, EXIT_DIR_VARIABLE, RUN_NOTE
+from ppdist.common.job import CHANGE_NOTE, EXIT_DIR_VARIABLE, RUN_NOTE
 from ppdist.common.process import STOPPED, boot_seconds, is_alive
 from ppdist.launch import paddle_launcher, worker
 from ppdist.launch.connection import wait_for_any
@@ -53,7 +53,6 @@ _TERM_SECONDS = 1.0  # before ranks get SIGTERM
 _KILL_SECONDS = 10.0  # a killed process that waits for a dead disk may take for ever to end
 _KILL_POLL_SECONDS = 0.02
 _RESERVED_BYTES = 16 * 1024  # of a rank: its reports, heartbeat, stacks, in pages
-_LONGEST_VARIABLE = 100_000  # characters; Linux passes 128 KiB on, with its name
 _PATH_LIMIT = 100  # a socket's path holds at most 108 bytes
 
 
@@ -182,9 +181,8 @@ class _Job:
             words = [word for option in options.items() for word in option]
             command = [sys.executable, paddle_launcher.__file__, *words, worker.__file__]
         environment = self._plan.environment | {EXIT_DIR_VARIABLE: str(self._folder)}
-        for each in ranks or ({},):
+        for variables in ranks or ({},):
             try:
-                variables = passed_on(each, self._folder)
                 process = child.start(
                     command,
                     stdout=output,
@@ -304,20 +302,6 @@ class _Job:
         if unkillable:
             ids = ", ".join(str(pid) for pid in unkillable)
             say(f"processes {ids} were killed but do not exit: blocked by a disk or a driver")
-
-
-def passed_on(variables: dict[str, str], folder: Path) -> dict[str, str]:
-    """Variables of a rank; Paddle reads too long ones from a file.
-
-    Above about 5,000 ranks that is PADDLE_TRAINER_ENDPOINTS.
-    """
-    long = {name: text for name, text in variables.items() if len(text) > _LONGEST_VARIABLE}
-    if not long:
-        return variables
-    file = folder / "environment.json"
-    file.write_text(json.dumps(long), encoding="utf-8")
-    kept = {name: text for name, text in variables.items() if name not in long}
-    return kept | {BACKUP_VARIABLE: str(file)}
 
 
 def _saved_step(job: Path) -> int:

@@ -107,8 +107,6 @@ def forget_environment(folder: Path) -> None:
 
     The folder stays behind where fleetrun is killed.
     """
-    if "PADDLE_TRAINER_ENDPOINTS" not in os.environ:  # too long to be passed on otherwise
-        return
     for pattern in ("envlog.*", "backup_env.*.json", "*.log"):
         for path in (folder / "paddle").glob(pattern):
             path.unlink(missing_ok=True)
@@ -205,8 +203,7 @@ def environment(log_dir: str) -> dict[str, str]:
     """The environment of the script."""
     variables = dict(os.environ)
     variables["PADDLE_LOG_DIR"] = log_dir
-    if "PADDLE_TRAINER_ENDPOINTS" in variables:
-        variables.pop(BACKUP_VARIABLE, None)  # what forget_environment has removed
+    variables.pop(BACKUP_VARIABLE, None)  # what forget_environment has removed
     if variables.pop(CPU_VARIABLE, None):
         for name in ("FLAGS_selected_gpus", "FLAGS_selected_cpus"):
             variables.pop(name, None)

@@ -333,3 +333,15 @@ def test_unresponsive_host_error_says_what_to_check(monkeypatch) -> None:
         for each in filling:
             each.close()
     assert call.closed == "no answer: a firewall, a wrong address, or the host is down"
+
+
+def test_a_call_of_another_run_is_no_difference() -> None:
+    """Its hub may have an address of a pod that is gone."""
+    port = free_port()
+    second, other = Host(host(B, (A, B)), port), Host(host(C, (C, B)), port, seconds=1.5)
+    for each in (second, other):
+        each.start()
+    other.end()
+    assert other.code == "hosts_missing"
+    second.received.append(signal.SIGINT)
+    second.end()

@@ -7,15 +7,12 @@ import sys
 from pathlib import Path
 
 import pytest
-from paddle.distributed import backup_env
 
-from ppdist.distributed import ranks as of_this_run
 from ppdist.launch.options import parse_options
-from ppdist.launch.supervisor import passed_on
 from ppdist.launch.topology import make_plan
 from tests.ports import free_port
 from tests.unit.launch.hosts import hosts_of_a_test
-from tests.unit.launch.machines import A, B, machine, planned
+from tests.unit.launch.machines import A, B, machine
 
 SCRIPT = """
 import json, os
@@ -52,22 +49,6 @@ def shown() -> list[dict[str, str]]:
 def comparable(variables: dict[str, str]) -> dict[str, str]:
     kept = variables.keys() - APART
     return {name: variables[name] for name in kept if not name.startswith((*OURS, "_"))}
-
-
-def test_endpoints_of_8000_ranks_reach_paddle_and_us(tmp_path: Path, monkeypatch) -> None:
-    hosts = [A, *(f"10.100.{number // 250}.{number % 250}" for number in range(999))]
-    ranks = planned(f"--ips={','.join(hosts)} --nproc_per_node 8", machine()).ranks
-    variables = passed_on(ranks[7], tmp_path)
-    subprocess.run(["true"], env=variables, check=True)  # E2BIG with all of them
-    for name in ranks[7]:
-        monkeypatch.delenv(name, raising=False)
-    for name, value in variables.items():
-        monkeypatch.setenv(name, value)
-    monkeypatch.setattr(backup_env, "g_backup_envs", None)
-    of_paddle = backup_env.getenv_or_backup("PADDLE_TRAINER_ENDPOINTS")
-    assert of_paddle == ranks[7]["PADDLE_TRAINER_ENDPOINTS"] and len(of_paddle) > 128 * 1024
-    assert of_this_run.addresses()[::8] == hosts and of_this_run.world_size() == 8000
-    assert passed_on({"A": "b"}, tmp_path) == {"A": "b"}
 
 
 def of_paddle(
