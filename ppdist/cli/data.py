@@ -55,7 +55,7 @@ def parse() -> argparse.Namespace:
                        help="processes (0: one per core)")  # fmt: skip
     stats = commands.add_parser("stats", help="count both splits")
     stats.add_argument("--json", type=Path, metavar="FILE", help="write the counts here")
-    stats.add_argument("--plots", type=Path, metavar="DIR", help="write plots (PNG) there")
+    stats.add_argument("--plots", type=Path, metavar="DIR", help="write classes.png there")
     show = commands.add_parser("show", help="draw samples as the model sees them")
     show.add_argument("--out", type=Path, default=Path("samples.png"), metavar="FILE",
                       help="the PNG file (samples.png)")  # fmt: skip
@@ -362,11 +362,11 @@ def stats(arguments: argparse.Namespace) -> int:
     if arguments.json:
         write_json(arguments.json, report, indent=1)
     if arguments.plots:
-        from ppdist.viz.plots import plot_statistics
+        from ppdist.viz.plots import plot_classes
 
-        names = sets["train"].class_names
-        for path in plot_statistics(objects, names, arguments.plots, boxes=boxes):
-            print(f"wrote {path}")
+        path = arguments.plots / "classes.png"
+        plot_classes(objects, sets["train"].class_names, path, boxes=boxes)
+        print(f"wrote {path}")
     return 0
 
 

@@ -4,11 +4,10 @@ import json
 import statistics
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
-from pydantic import BaseModel, ValidationError
-from pydantic_core import PydanticUndefined
+from pydantic import ValidationError
 
 from ppdist.common.errors import ConfigError
 from ppdist.common.eta import duration
@@ -22,7 +21,6 @@ from ppdist.runtime.predictor import USUAL_THRESHOLD
 # An evaluation.
 
 _MOST_PAIRS = 15
-_MOST_PICTURES = 12
 _SIZES = {  # keys of `metrics` -> which objects, and their area
     ("mAP", "AR100"): ("all sizes", ""),
     ("mAP_small", "AR_small"): ("small", "below 32² pixels"),
@@ -62,9 +60,6 @@ class Scores:
     classes: Table | None
     confused: Table | None
     errors: Table | None
-    folder: str  # of the images below, where it is one
-    worst: list[dict[str, Any]]
-    best: list[dict[str, Any]]
 
 
 def scores_of(found: Mapping[str, Any]) -> Scores:
@@ -75,13 +70,6 @@ def scores_of(found: Mapping[str, Any]) -> Scores:
     metrics = {name: share(value) for name, value in (found.get("metrics") or {}).items()}
     values = [[*about, *map(metrics.get, keys)] for keys, about in _SIZES.items()]
     sizes = [row for row in values if row[2:] != [None, None]]
-    pictures = {name: (found.get(name) or [])[:_MOST_PICTURES] for name in ("worst", "best")}
-    folders = {each["file"].rpartition("/")[0] for both in pictures.values() for each in both}
-    folder = folders.pop() if len(folders) == 1 else ""
-    start = len(folder) + 1 if folder else 0
-    worst, best = (
-        [{**each, "file": each["file"][start:]} for each in both] for both in pictures.values()
-    )
     return Scores(
         sizes=Table(["objects", "area", "AP", "AR"], sizes, bars=2) if len(sizes) > 1 else None,
         metrics=Table(["metric", "value"], [list(row) for row in metrics.items()])
@@ -90,9 +78,6 @@ def scores_of(found: Mapping[str, Any]) -> Scores:
         classes=_classes(found.get("per_class") or ()),
         confused=_confused(found),
         errors=_errors(found.get("errors")),
-        folder=folder,
-        worst=worst,
-        best=best,
     )
 
 
@@ -319,14 +304,6 @@ def _happened(run: Run) -> Iterator[str]:
 # The configuration, beside the defaults.
 
 
-class Setting(NamedTuple):
-    """A key, its value and default as YAML; "" without default."""
-
-    key: str
-    value: str
-    default: str
-
-
 def written(value: object) -> str:
     """A value on one line, nearly as YAML has it."""
     if isinstance(value, str):
@@ -334,10 +311,11 @@ def written(value: object) -> str:
     return json.dumps(value, ensure_ascii=False, default=str)
 
 
-def settings_of(tree: Mapping[str, Any]) -> tuple[list[Setting], str]:
+def settings_of(tree: Mapping[str, Any]) -> tuple[list[tuple[str, str]], str]:
     """Compares a configuration with the defaults of this version.
 
-    Returns: the keys that differ, in the order of the file; and "", or why none could be compared.
+    Returns: the keys that differ with their values, in the order of the file; and "", or why none
+        could be compared.
     """
     if not tree:
         return [], "there is no configuration"
@@ -350,19 +328,4 @@ def settings_of(tree: Mapping[str, Any]) -> tuple[list[Setting], str]:
         where = ".".join(str(part) for part in first["loc"])
         return [], f"another version wrote it: {where}: {first['msg']}"
     differing = dict(leaves(config.model_dump(mode="json", exclude_defaults=True)))
-    return [
-        Setting(key, written(value), _default(config, key.split(".")))
-        for key, value in leaves(tree)
-        if key in differing
-    ], ""
-
-
-def _default(config: BaseModel, path: list[str]) -> str:
-    section: Any = config
-    for part in path[:-1]:
-        section = getattr(section, part, None)
-    field = type(section).model_fields.get(path[-1]) if isinstance(section, BaseModel) else None
-    value = PydanticUndefined if field is None else field.get_default(call_default_factory=True)
-    if value is PydanticUndefined:
-        return ""
-    return written(value.model_dump(mode="json") if isinstance(value, BaseModel) else value)
+    return [(key, written(value)) for key, value in leaves(tree) if key in differing], ""

@@ -22,7 +22,6 @@ from PIL import Image
 from ppdist.common.eta import duration
 from ppdist.common.files import write_text
 from ppdist.common.process import printable
-from ppdist.common.records import visualdl_command
 from ppdist.metrics.run import Run, read_run
 from ppdist.report.content import settings_of, show, written
 
@@ -39,38 +38,12 @@ _PICTURES = {
     },
     "val": {"val_batch_*.jpg": "validation images, truth beside prediction"},
     "worst": {"worst.jpg": "the worst images", "best.jpg": "the best images"},
-    "curves": {
-        "results.png": "losses and scores",
-        "speed.png": "images a second, and where the time of a step goes",
-        "lr.png": "learning rate and gradients",
-    },
-    "scores": {
-        "pr_curve.png": "precision over recall",
-        "f1_curve.png": "F1 over confidence",
-    },
+    "curves": {"results.png": "losses and scores"},
+    "scores": {"pr_curve.png": "precision over recall"},
     "confusion": {"confusion.png": "confusion of the classes"},
-    "data": {
-        "classes.png": "objects of each class",
-        "boxes.png": "sizes and shapes of boxes",
-        "positions.png": "where boxes lie",
-        "images.png": "objects in an image, sizes of images",
-    },
+    "data": {"classes.png": "objects of each class"},
 }
 _MOST_PER_PATTERN = 3
-_FILES = {
-    "checkpoints/best": "the weights with the best score",
-    "checkpoints/last": "the newest weights; --resume continues from here",
-    "config.yml": "the whole configuration",
-    "environment.json": "software, machine, command",
-    "metrics.jsonl": "every number, one record a line",
-    "evaluation.json": "the evaluation in detail",
-    "train.log": "what the run said",
-    "bad_steps.jsonl": "steps that were not finite or left out, with their images",
-    "tables.txt": "the tables as text",
-    "detections.json": "every detection, as COCO has it",
-    "plots": "pictures",
-    "vdl": "curves for VisualDL",
-}
 
 
 @dataclass(frozen=True)
@@ -109,24 +82,8 @@ def _page_of(run: Run) -> str:
             (key, shlex.join(map(str, value)) if isinstance(value, list) else written(value))
             for key, value in run.environment.items()
         ],
-        files=[(name, what) for name, what in _FILES.items() if (run.folder / name).exists()],
-        commands=_commands(run),
         pictures=pictures,
     )
-
-
-def _commands(run: Run) -> list[tuple[str, str]]:
-    folder = shlex.quote(str(run.folder))
-    commands = []
-    if (run.folder / "vdl").is_dir():
-        commands.append(("all curves", visualdl_command(run.folder / "vdl")))
-    if (run.folder / "checkpoints" / "best").exists():
-        weights = f"-c {folder}/config.yml -w {folder}/checkpoints/best"
-        commands.append(("evaluate the best weights", f"ppdist eval {weights}"))
-        commands.append(
-            ("look at predictions", f"ppdist predict {weights} --source IMAGES --out DIR")
-        )
-    return commands
 
 
 def _pictures(run: Run, place: str) -> list[Embedded]:

@@ -76,9 +76,7 @@ def draw_boxes(
 def draw_labelled(
     image_HW3: np.ndarray, boxes_N4: np.ndarray, texts: Sequence[str], colours: Sequence[Colour]
 ) -> np.ndarray:
-    """Draws boxes on a copy of the image; labels hide little.
-
-    Each label is placed where it hides least.
+    """Draws boxes on a copy of the image, each with its label above it, at the edge within it.
 
     An image of fewer than 480 pixels across and down is enlarged by a whole factor.  A box that is
     not finite is left out; parts outside the image are cut off.
@@ -100,16 +98,13 @@ def draw_labelled(
     for index in drawn:
         x1, y1, x2, y2 = shown_N4[index].astype(int).tolist()
         cv2.rectangle(canvas, (x1, y1), (x2, y2), colours[index], thickness)
-    corners: dict[int, tuple[int, int]] = {}
-    plates: list[tuple[int, int, int, int]] = []  # xyxy
-    for index in reversed(drawn):  # the surest choose first
-        others_M4 = shown_N4[[each for each in drawn if each != index]]
-        size = _plate_size(canvas, texts[index])
-        left, top = _place(shown_N4[index], size, others_M4, np.array(plates), (width, height))
-        corners[index] = left, top
-        plates.append((left, top, left + size[0], top + size[1]))
     for index in drawn:
-        _draw_plate(canvas, corners[index], texts[index], colours[index])
+        text = texts[index]
+        x1, y1, _, _ = shown_N4[index].astype(int).tolist()
+        plate_width, plate_height = _plate_size(canvas, text)
+        left = max(0, min(x1, width - plate_width))
+        top = y1 - plate_height if y1 >= plate_height else y1
+        _draw_plate(canvas, (left, top), text, colours[index])
     return canvas
 
 
@@ -122,52 +117,6 @@ def _enlarged(image_HW3: np.ndarray) -> tuple[np.ndarray, int]:
     height, width = image_HW3.shape[:2]
     size = zoom * width, zoom * height
     return cv2.resize(image_HW3, size, interpolation=cv2.INTER_CUBIC), zoom
-
-
-def _place(
-    box_4: np.ndarray,
-    plate: tuple[int, int],
-    others_M4: np.ndarray,
-    plates_P4: np.ndarray,
-    size: tuple[int, int],
-) -> tuple[int, int]:
-    """The corner where the label of a box hides least.
-
-    Hiding labels is worse than hiding objects; the corner is at or in the box.
-
-    Args:
-        plate: width and height of the label.
-        others_M4: the other boxes, xyxy.
-        plates_P4: labels that are placed, xyxy.
-        size: width and height of the picture, which the label does not leave.
-    """
-    (x1, y1, x2, y2), (w, h) = box_4.tolist(), plate
-    corners_K2 = np.array(
-        [
-            (x1, y1 - h), (x2 - w, y1 - h), (x1, y2 + 1), (x2 - w, y2 + 1),  # above, below
-            (x2 + 1, y1), (x1 - w, y1), (x2 + 1, y2 - h), (x1 - w, y2 - h),  # beside
-            (x1, y1), (x2 - w, y1), (x1, y2 - h), (x2 - w, y2 - h),  # in it
-        ]
-    )  # fmt: skip
-    corners_K2 = np.clip(corners_K2, 0, np.maximum(0, np.array(size) - plate))
-    candidates_K4 = np.concatenate([corners_K2, corners_K2 + plate], axis=1)
-    hidden_K = (
-        100 * _covered(candidates_K4, plates_P4)
-        + _covered(candidates_K4, others_M4)
-        + _covered(candidates_K4, box_4[None])
-        + np.arange(len(corners_K2)) * 0.01 * w * h
-    )
-    left, top = corners_K2[np.argmin(hidden_K)].astype(int).tolist()
-    return left, top
-
-
-def _covered(boxes_K4: np.ndarray, others_M4: np.ndarray) -> np.ndarray:
-    """Summed overlap area of each box with the others, in pixels [K]."""
-    if not len(others_M4):
-        return np.zeros(len(boxes_K4))
-    low_KM2 = np.maximum(boxes_K4[:, None, :2], others_M4[None, :, :2])
-    high_KM2 = np.minimum(boxes_K4[:, None, 2:], others_M4[None, :, 2:])
-    return np.clip(high_KM2 - low_KM2, 0, None).prod(axis=2).sum(axis=1)
 
 
 def draw_classes(

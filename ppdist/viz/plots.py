@@ -20,7 +20,7 @@ from matplotlib.axis import XAxis, YAxis
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.colors import Normalize, PowerNorm
 from matplotlib.figure import Figure
-from matplotlib.scale import LogScale, SymmetricalLogScale
+from matplotlib.scale import SymmetricalLogScale
 from matplotlib.text import Text
 from matplotlib.ticker import MaxNLocator
 
@@ -128,7 +128,6 @@ def panels(
     xlabel: str = "",
     title: str = "",
     grid: bool = True,
-    sharex: bool = False,
 ) -> tuple[Figure, list[Axes]]:
     """A new figure, and its axes row by row.
 
@@ -141,7 +140,7 @@ def panels(
     across = min(count, across)
     down = -(-count // across)
     figure = Figure(figsize=(across * width, down * height + besides), layout="constrained")
-    axes = list(np.ravel(figure.subplots(down, across, sharex=sharex, squeeze=False)))
+    axes = list(np.ravel(figure.subplots(down, across, squeeze=False)))
     for each in axes[count:]:
         each.set_visible(False)
     for each in axes[:count]:
@@ -159,30 +158,21 @@ _MOST_NAMED_CURVES = 16  # classes with a line and a name of their own
 _CURVE_NAME_LETTERS = 24  # letters
 
 
-# Name of a plot -> of `curves`: what lies across, the curves of classes, their mean; and the score
-# of `per_class` beside their names.
-CLASS_CURVES = {
-    "pr_curve": ("recall_R", "precision_CR", "mean_precision_R", "AP50"),
-    "f1_curve": ("confidence_T", "f1_CT", "mean_f1_T", "f1"),
-}
-
-
-def class_curves(evaluation: Mapping[str, Any], plot: str) -> Figure | None:
-    """A curve per class and a thick mean; None: no such curves.
-
-    Args: plot: of `CLASS_CURVES`.
-    """
+def pr_curve(evaluation: Mapping[str, Any]) -> Figure | None:
+    """Precision over recall: a curve per class and a thick mean; None: no such curves."""
     curves, metrics = evaluation.get("curves") or {}, evaluation.get("metrics") or {}
-    across, each, mean, score = CLASS_CURVES[plot]
-    if not curves.get(each):
+    if not curves.get("precision_CR"):
         return None
-    at_X, value_CX, mean_X = (np.array(curves[key], np.float64) for key in (across, each, mean))
+    recall_R, precision_CR, mean_R = (
+        np.array(curves[key], np.float64)
+        for key in ("recall_R", "precision_CR", "mean_precision_R")
+    )
     figure, (axes,) = panels(1, 1, 9, 5.6)
-    known_C = np.isfinite(value_CX).any(1)
+    known_C = np.isfinite(precision_CR).any(1)
     indices = np.flatnonzero(known_C).tolist()
     looks = [curves["curve_classes"][index] for index in indices]
     if len(indices) > _MOST_NAMED_CURVES:
-        axes.plot(at_X, value_CX[known_C].T, color="0.7", linewidth=0.6, alpha=0.7)
+        axes.plot(recall_R, precision_CR[known_C].T, color="0.7", linewidth=0.6, alpha=0.7)
         axes.plot([], [], color="0.7", label=f"{len(indices)} classes")
         looks = []
     elif max(looks, default=0) >= len(CLASS_COLOURS) * len(DASHES):  # few of very many classes
@@ -190,22 +180,18 @@ def class_curves(evaluation: Mapping[str, Any], plot: str) -> Figure | None:
     for index, look in zip(indices, looks):
         label = curves["curve_classes"][index]
         name = drawable(evaluation["class_names"][label], label, _CURVE_NAME_LETTERS)
-        value = evaluation["per_class"][label].get(score)
+        value = evaluation["per_class"][label].get("AP50")
         axes.plot(
-            at_X, value_CX[index], DASHES[look // len(CLASS_COLOURS)], linewidth=1.4,
+            recall_R, precision_CR[index], DASHES[look // len(CLASS_COLOURS)], linewidth=1.4,
             color=CLASS_COLOURS[look % len(CLASS_COLOURS)],
             label=name if value is None else f"{name} {value:.3f}",
         )  # fmt: skip
-    if np.isfinite(mean_X).any():
-        value = metrics.get({"AP50": "mAP50"}.get(score, score))
+    if np.isfinite(mean_R).any():
+        value = metrics.get("mAP50")
         label = "mean" if value is None else f"mean {value:.3f}"
-        axes.plot(at_X, mean_X, color="black", linewidth=3, label=label)
-        confidence = metrics.get("best_f1_threshold")
-        if score != "AP50" and confidence is not None:
-            label = f"confidence {confidence:.3f}:\nthe best mean F1"
-            axes.axvline(confidence, color="black", linewidth=0.8, linestyle=":", label=label)
-    x, y = (name.split("_")[0].replace("f1", "F1") for name in (across, each))
-    axes.set(xlabel=x, ylabel=y, xlim=(0, 1), ylim=(0, 1.01), title=f"{y} over {x}, IoU 0.5")
+        axes.plot(recall_R, mean_R, color="black", linewidth=3, label=label)
+    axes.set(xlabel="recall", ylabel="precision", title="precision over recall, IoU 0.5")
+    axes.set(xlim=(0, 1), ylim=(0, 1.01))
     legend(axes, loc="upper left", bbox_to_anchor=(1.01, 1), borderaxespad=0)
     return figure
 
@@ -305,8 +291,6 @@ _RULING = ("mAP", "top1")  # first scores of the panel in which the best evaluat
 _SPREAD = 20  # times as much: a linear axis would show the beginning of a curve and a flat rest
 _LOW = 0.3  # a best score below it would lie at the bottom of an axis that ends at 1
 _FEW = 60  # records that are drawn as they are; of more, their running mean, too
-_MOST_RANKS = 64  # whose numbers stand below their bars
-_RANK_SECONDS = ("rank_step_seconds", "rank_own_seconds", "rank_data_seconds")
 
 
 def column(records: Sequence[Numbers], name: str) -> np.ndarray:
@@ -374,88 +358,6 @@ def results(run: Run, title: str) -> Figure | None:
         axes.set_title(what)
         legend(axes, fontsize=8)
     return figure
-
-
-def rate(run: Run, title: str) -> Figure | None:
-    """Learning rate with warm-up, gradient norm, and momentum if recorded."""
-    names = {"lr": "learning rate", "momentum": "momentum", "gradient_norm": "norm of the gradient"}
-    names = {name: said for name, said in names.items() if _has(run.train, name)}
-    if "lr" not in names:
-        return None
-    figure, shown = panels(len(names), 1, 8, 3, 1, title=title, sharex=True)
-    step_R = column(run.train, "step")
-    at_R = _places(run, step_R)
-    for axes, (name, said) in zip(shown, names.items()):
-        value_R = column(run.train, name)
-        if name == "gradient_norm":
-            _curve(axes, at_R, value_R, "")
-        else:
-            axes.plot(at_R, value_R, color=COLOURS[0])
-        _scale(axes, [value_R])
-        axes.set_title(said)
-    warm = run.derived_count("warmup_steps") or 0
-    if warm and step_R[-1] > 0:
-        shown[0].set_title(f"learning rate; warm-up: {warm} steps (shaded)")
-        end = min(warm / step_R[-1], 1) * at_R[-1]
-        shown[0].axvspan(0, end, color=COLOURS[1], alpha=0.2, linewidth=0)
-    shown[-1].set_xlabel(_unit(run))
-    return figure
-
-
-def speed(run: Run, title: str) -> Figure | None:
-    """Images per second and the parts of the step time.
-
-    Plots both over the run and by rank.
-    """
-    if not _has(run.train, "images_per_second"):
-        return None
-    rank_step_R, seconds_R3W = run.rank_seconds(*_RANK_SECONDS)
-    count = 2 + bool(seconds_R3W.size)
-    figure, (images, step, *by_rank) = panels(count, count, 5.3, 4.2, title=title)
-    at_R = _places(run, column(run.train, "step"))
-    images_R = column(run.train, "images_per_second")
-    _curve(images, at_R, images_R, "")
-    middle = np.nanmedian(images_R)
-    images.axhline(middle, color="0.4", linewidth=0.8, linestyle="--")
-    images.text(
-        0.98, 0.03, f"median {middle:.3g}", transform=images.transAxes, ha="right", color="0.3"
-    )
-    images.set_title("images per second, all ranks")
-    names = {"step_seconds": "whole step", "data_seconds": "waiting for images"}
-    for colour, (name, label) in zip(COLOURS, names.items()):
-        _curve(step, at_R, column(run.train, name), f"{label}, rank 0", colour)
-    step.set_title("step time, s")
-    for axes in by_rank:
-        own_RW = seconds_R3W[:, 1]  # without the time spent waiting for others
-        step.fill_between(
-            _places(run, rank_step_R), own_RW.min(1), own_RW.max(1), color=COLOURS[2], alpha=0.35,
-            linewidth=1, label="compute seconds, fastest to slowest rank",
-        )  # fmt: skip
-        _ranks(axes, np.median(seconds_R3W, axis=0))
-    legend(step)
-    for axes in (images, step):
-        axes.set_xlabel(_unit(run))
-        axes.set_ylim(bottom=0)
-    return figure
-
-
-def _ranks(axes: Axes, seconds_3W: np.ndarray) -> None:
-    """A bar for each rank: data below, then computing, then waiting."""
-    step_W, own_W, data_W = seconds_3W
-    ranks_W, below_W = np.arange(len(step_W)), np.zeros(len(step_W))
-    for label, part_W, colour in (
-        ("waiting for images", data_W, COLOURS[1]),
-        ("computing", np.maximum(own_W - data_W, 0), COLOURS[2]),
-        ("waiting for other ranks", np.maximum(step_W - own_W, 0), COLOURS[6]),
-    ):
-        axes.bar(ranks_W, part_W, 0.85, bottom=below_W, color=colour, label=label)
-        below_W = below_W + part_W
-    axes.grid(False)
-    axes.set(title="step time by rank, s", xlabel="rank", xlim=(-0.6, len(step_W) - 0.4))
-    axes.set_ylim(0, 1.35 * max(below_W.max(), 1e-9))  # room for the legend
-    if len(step_W) <= _MOST_RANKS:
-        axes.set_xticks(ranks_W[:: -(-len(step_W) // 16)])
-    legend(axes, loc="upper left")
 
 
 def _curve(
@@ -604,34 +506,20 @@ def _short(value: float) -> str:
 
 _MOST_COUNT_BARS = 80
 _UNEVEN = 30  # times as many: a bar of the least could not be seen on a linear axis
-_MOST_TICKS = 8
-_MOST_WRITTEN = 12  # powers of two up to 4096 are written out
-_MOST_FIELDS = 40  # across and down of a map of positions
 
 
-def plot_statistics(
-    splits: Mapping[str, Objects], class_names: Sequence[str], folder: Path, *, boxes: bool = True
-) -> list[Path]:
-    """Writes classes.png, boxes.png, positions.png and images.png; returns their paths.
+def plot_classes(
+    splits: Mapping[str, Objects], class_names: Sequence[str], path: Path, *, boxes: bool = True
+) -> None:
+    """Writes a PNG of how many objects and images each class has.
 
     Args:
         splits: name of each split -> its objects; two at most, of the same classes.
-        boxes: False for classified images, of which there is classes.png alone.
-    Raises: UserError: the folder cannot be written to.
+        boxes: False for classified images.
+    Raises: UserError: it cannot be written.
     """
-    make_folder(folder)
-    figures = {"classes": _classes(splits, class_names, boxes)}
-    if boxes:
-        figures |= {
-            "boxes": _boxes(splits),
-            "positions": _positions(splits),
-            "images": _images(splits),
-        }
-    paths = []
-    for name, figure in figures.items():
-        paths.append(folder / f"{name}.png")
-        save(paths[-1], figure)
-    return paths
+    make_folder(path.parent)
+    save(path, _classes(splits, class_names, boxes))
 
 
 def _classes(splits: Mapping[str, Objects], class_names: Sequence[str], boxes: bool) -> Figure:
@@ -683,119 +571,3 @@ def _count_axis(axis: XAxis | YAxis, series: Mapping[str, np.ndarray]) -> None:
         axis.axes.set(**{f"{name}lim": (0, most * 8 / 7)})
         axis.set_major_locator(MaxNLocator("auto", integer=True))
         axis.set_label_text("number")
-
-
-def _boxes(splits: Mapping[str, Objects]) -> Figure:
-    """Sizes in the input, and shapes; crowds do not count."""
-    figure, (plane, sides, shapes) = panels(3, 3, 5, 4.6, grid=False)
-    alone = {name: ~objects.crowd_M for name, objects in splits.items()}
-    first, objects = next(iter(splits.items()))
-    input_M2 = np.maximum(objects.input_M2[alone[first]], 0.1)
-    low, high = (input_M2.min(), input_M2.max()) if len(input_M2) else (1, 1)
-    bins = np.geomspace(low / 1.1, high * 1.1, 50)
-    counts, _, _ = np.histogram2d(input_M2[:, 0], input_M2[:, 1], bins=[bins, bins])
-    found = np.ma.masked_equal(counts.T, 0)
-    mesh = plane.pcolormesh(bins, bins, found, norm=PowerNorm(0.5, 0, max(1, counts.max())))
-    plane.set(title=f"box sizes, {first}")
-    plane.set(xlabel="width in the input, pixels", ylabel="height in the input, pixels")
-    for axis in (plane.xaxis, plane.yaxis):
-        _powers_of_two(axis, bins)
-    figure.colorbar(mesh, ax=plane, label="boxes")
-    _size_histograms(
-        sides,
-        {name: np.sqrt(o.input_M2[alone[name]].prod(1)) for name, o in splits.items()},
-        "side in the input, pixels",
-        "side = square root of the area",
-    )
-    _size_histograms(
-        shapes,
-        {name: o.shapes_M[alone[name]] for name, o in splits.items()},
-        "width / height in the original",
-        "shapes",
-    )
-    shapes.axvline(1, color="0.5", linewidth=0.8, zorder=0)
-    return figure
-
-
-def _size_histograms(axes: Axes, series: Mapping[str, np.ndarray], xlabel: str, title: str) -> None:
-    """Histograms on one logarithmic axis, each as shares of its own values."""
-    positive = {name: np.maximum(values, 1e-3) for name, values in series.items()}
-    everything = np.concatenate(list(positive.values()))
-    low, high = (everything.min(), everything.max()) if len(everything) else (1, 1)
-    bins = np.geomspace(low / 1.05, high * 1.05, 50)
-    _shares(axes, positive, bins, "boxes")
-    axes.set(xlabel=xlabel, title=title)
-    _powers_of_two(axes.xaxis, bins)
-
-
-def _shares(axes: Axes, series: Mapping[str, np.ndarray], bins: np.ndarray, what: str) -> None:
-    """Outlined histograms, each as shares of its own values."""
-    for colour, (name, values) in zip(COLOURS, series.items()):
-        weights = np.full(len(values), 100 / max(1, len(values)))
-        axes.hist(
-            values, bins.tolist(), weights=weights, histtype="step", color=colour, linewidth=1.6,
-            label=name,
-        )  # fmt: skip
-    axes.set_ylabel(f"{what}, %")
-    axes.set_ylim(bottom=0)
-    axes.legend()
-
-
-def _powers_of_two(axis: XAxis | YAxis, bins: np.ndarray) -> None:
-    """A base-2 logarithmic axis between powers of two, as for strides."""
-    name = axis.axis_name
-    low, high = np.floor(np.log2(bins[0])), np.ceil(np.log2(bins[-1]))
-    axis.axes.set(**{f"{name}scale": LogScale(None, base=2), f"{name}lim": (2**low, 2**high)})
-    step = int(np.ceil((high - low) / _MOST_TICKS))
-    axis.set_ticks(2.0 ** np.arange(low, high + 1, step), minor=False)
-    axis.set_major_formatter(lambda value, _: _power(round(np.log2(value))))
-
-
-def _power(exponent: int) -> str:
-    if abs(exponent) > _MOST_WRITTEN:
-        return f"$2^{{{exponent}}}$"
-    return f"{2**exponent}" if exponent >= 0 else f"1/{2**-exponent}"
-
-
-def _positions(splits: Mapping[str, Objects]) -> Figure:
-    """Where the box centres lie."""
-    figure, shown = panels(len(splits), len(splits), 6, 5, grid=False)
-    for axes, (name, objects) in zip(shown, splits.items()):
-        centres_M2 = objects.centres_M2[~objects.crowd_M]
-        # About eight boxes a field, or chance would be all there is to see.
-        fields = int(np.clip(np.sqrt(len(centres_M2) / 8), 5, _MOST_FIELDS))
-        counts, _, _ = np.histogram2d(
-            centres_M2[:, 1], centres_M2[:, 0], bins=fields, range=((0, 1), (0, 1))
-        )
-        image = axes.imshow(
-            counts, extent=(0, 1, 1, 0), cmap="magma", vmin=0, vmax=max(1, counts.max())
-        )
-        axes.set(title=f"box centres, {name}", xlabel="x / width", ylabel="y / height")
-        figure.colorbar(image, ax=axes, label="boxes", shrink=0.8)
-    return figure
-
-
-def _images(splits: Mapping[str, Objects]) -> Figure:
-    """How many objects images have, and how large they are."""
-    figure, (objects_axes, sizes_axes) = panels(2, 2, 6, 4.6, grid=False)
-    counts = {name: objects.per_image_N for name, objects in splits.items()}
-    most = int(max(count_N.max(initial=1) for count_N in counts.values()))
-    step = -(-(most + 1) // _MOST_COUNT_BARS)
-    _shares(objects_axes, counts, np.arange(0, most + 1 + step, step) - 0.5, "images")
-    objects_axes.set(xlabel="objects per image", title="objects per image")
-    objects_axes.locator_params(integer=True)
-    for colour, marker, (name, objects) in zip(COLOURS, "os", splits.items()):
-        sizes_S2, count_S = np.unique(objects.sizes_N2, axis=0, return_counts=True)
-        area_S = 12 + 500 * count_S / count_S.sum()
-        sizes_axes.scatter(
-            sizes_S2[:, 0], sizes_S2[:, 1], area_S, marker=marker, facecolor="none",
-            edgecolor=colour, label=name,
-        )  # fmt: skip
-    sizes_axes.set(
-        xlabel="width, pixels", ylabel="height, pixels", title="image sizes, area by frequency"
-    )
-    widest, highest = np.max([objects.sizes_N2.max(0) for objects in splits.values()], axis=0)
-    sizes_axes.set(xlim=(0, 1.1 * widest), ylim=(0, 1.1 * highest))
-    for handle in filter(None, sizes_axes.legend().legend_handles):
-        handle.set(sizes=[40])
-    return figure

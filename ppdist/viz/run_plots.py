@@ -1,8 +1,8 @@
 """Plots at the end of a run, from its files.
 
-metrics.jsonl    -> results.png, lr.png, speed.png
-evaluation.json  -> confusion, pr_curve, f1_curve, worst.jpg, best.jpg
-the data set     -> classes, boxes, positions, images
+metrics.jsonl    -> results.png
+evaluation.json  -> confusion, pr_curve, worst.jpg, best.jpg
+the data set     -> classes
 
 Nothing here raises, also where matplotlib is missing or broken: it is imported when needed.
 """
@@ -90,15 +90,11 @@ def _pictures(
 
     ended = _ENDS.get(run.finished, run.finished)
     title = run.name + (f" ({ended})" if ended else "")
-    figures = {"results": plots.results, "lr": plots.rate, "speed": plots.speed}
-    pictures: dict[str, Any] = {
-        f"{name}.png": partial(draw, run, title) for name, draw in figures.items()
-    }
+    pictures: dict[str, Any] = {"results.png": partial(plots.results, run, title)}
     found = run.evaluation
     if found is not None:
         pictures["confusion.png"] = partial(plots.confusion, found)
-        for name in plots.CLASS_CURVES:
-            pictures[f"{name}.png"] = partial(plots.class_curves, found, name)
+        pictures["pr_curve.png"] = partial(plots.pr_curve, found)
         for name in ("worst", "best"):
             entries, names = found.get(name) or [], found.get("class_names") or []
             pictures[f"{name}.jpg"] = partial(plots.mosaic, entries, names, image_folders)
@@ -139,7 +135,9 @@ def draw_labels(
             split: objects_of(each, image_size, config.resize) for split, each in sets.items()
         }
         names = next(iter(sets.values())).class_names
-        return plots.plot_statistics(objects, names, folder, boxes=config.task == "detect")
+        picture = folder / "classes.png"
+        plots.plot_classes(objects, names, picture, boxes=config.task == "detect")
+        return [picture]
     except Exception as error:
         _LOGGER.warning(f"{folder}: could not draw the objects of the sets: {error}")
         return []

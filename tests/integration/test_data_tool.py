@@ -308,8 +308,8 @@ def test_stats_plots(made, tmp_path):
     done = run_here("data", "stats", "-c", made / "cfg.yml", "--plots", tmp_path / "plots")
     assert done.returncode == 0, done.stderr
     names = sorted(path.name for path in (tmp_path / "plots").iterdir())
-    assert names == ["boxes.png", "classes.png", "images.png", "positions.png"]
-    assert f"wrote {tmp_path / 'plots' / 'boxes.png'}" in done.stdout
+    assert names == ["classes.png"]
+    assert f"wrote {tmp_path / 'plots' / 'classes.png'}" in done.stdout
 
 
 def test_show_draws_training_and_evaluation_inputs(made, tmp_path):

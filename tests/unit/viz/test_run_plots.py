@@ -18,8 +18,8 @@ from ppdist.metrics.run import Run
 from ppdist.viz import draw, plots
 from ppdist.viz.run_plots import draw_run, folders_of_images
 
-OF_METRICS = ["results.png", "lr.png", "speed.png"]
-OF_EVALUATION = ["confusion.png", "pr_curve.png", "f1_curve.png", "worst.jpg", "best.jpg"]
+OF_METRICS = ["results.png"]
+OF_EVALUATION = ["confusion.png", "pr_curve.png", "worst.jpg", "best.jpg"]
 NAMES = ("cat", "_$odd$ <name>", "红细胞", *(f"class {number}" for number in range(3, 500)))
 
 
@@ -30,7 +30,7 @@ def no_warning():
         yield
 
 
-def trained(steps: int, ranks: int = 0) -> list[dict]:
+def trained(steps: int) -> list[dict]:
     """Records of a run of ten steps an epoch, evaluated after each."""
     records: list[dict] = [{"step": 0, "derived": {"warmup_steps": {"value": 20, "why": "so"}}}]
     for step in range(2, steps + 1, 2):
@@ -39,11 +39,6 @@ def trained(steps: int, ranks: int = 0) -> list[dict]:
         record |= {"lr": 0.01 * min(1, step / 20), "gradient_norm": 5.0}
         record |= {"images_per_second": 40.0, "data_seconds": 0.01, "step_seconds": 0.4}
         records.append(record)
-        if ranks:
-            of_ranks = {"step_seconds": 0.4, "own_seconds": 0.3, "data_seconds": 0.01}
-            records.append(
-                {"step": step, **{f"rank_{name}": [v] * ranks for name, v in of_ranks.items()}}
-            )
         if step % 10 == 0:
             score = step / steps / 2
             record = {"step": step, "epoch": step / 10, "mAP": score, "mAP50": 1.5 * score}
@@ -101,7 +96,7 @@ def names(paths: list[Path]) -> list[str]:
     "classes", [1, *(pytest.param(n, marks=pytest.mark.slow) for n in (3, 80))]
 )
 def test_every_picture_of_a_run_shows_something(tmp_path, classes):
-    run = write(tmp_path / "$run_", trained(400, ranks=2), detected(tmp_path / "images", classes))
+    run = write(tmp_path / "$run_", trained(400), detected(tmp_path / "images", classes))
     paths = draw_run(run, image_folders=[tmp_path])
     assert names(paths) == OF_METRICS + OF_EVALUATION
     assert {path.parent for path in paths} == {run / "plots"}
@@ -229,29 +224,11 @@ def test_the_best_is_by_the_configured_metric(tmp_path, metric, label, at):
     assert panel.lines[-1].get_xdata() == [at]
 
 
-def test_seconds_of_ranks_are_told_apart():
-    records = [*trained(40, ranks=4), *trained(20, ranks=2)]
-    slow = {"rank_step_seconds": [0.5, 0.5], "rank_own_seconds": [0.2, 0.5]}
-    records = [
-        {**each, **slow} if len(each.get("rank_own_seconds", [])) == 2 else each for each in records
-    ]
-    bars = plots.speed(run_of(records), "run").axes[2].patches
-    heights = [round(bar.get_height(), 3) for bar in bars]
-    assert heights == [0.01, 0.01, 0.19, 0.49, 0.3, 0.0], "images, computing, waiting for others"
-
-
-def test_warm_up_ends_where_the_derived_record_says():
-    axes = plots.rate(run_of(trained(100)), "run").axes[0]
-    assert axes.get_title() == "learning rate; warm-up: 20 steps (shaded)"
-    assert axes.patches[0].get_width() == pytest.approx(2.0)
-
-
 ODD_LINES = [
     "null\n[1, 2]\n3",
     '{"loss": 1, "lr": 2}',
     '{"step": "x", "loss": 1, "lr": 1}',
     '{"step": 1, "epoch": null, "loss": null, "lr": null, "gradient_norm": "much"}',
-    '{"step": 1, "rank_step_seconds": [1], "rank_own_seconds": [], "rank_data_seconds": 3}',
     '{"step": 1, "mAP": null, "epoch": 1}\n{"step": 2, "top1": [], "finished": {}}',
     '{"step": 1, "derived": []}\n{"step": 1, "derived": {"warmup_steps": 3}}\n\x00\xff',
     '{"step": 3, "los',
@@ -362,10 +339,8 @@ def test_long_images_have_tiles_of_bounded_size(tmp_path):
 
 def test_curves_of_many_classes_are_one_bundle(tmp_path):
     for classes, shown in ((3, 4), (60, 2)):
-        figure = plots.class_curves(detected(tmp_path, classes), "pr_curve")
+        figure = plots.pr_curve(detected(tmp_path, classes))
         assert len(figure.axes[0].get_legend().get_texts()) == shown
-    confidence = plots.class_curves(detected(tmp_path, 3), "f1_curve").axes[0].get_legend()
-    assert "the best mean F1" in confidence.get_texts()[-1].get_text()
 
 
 def test_a_set_without_detections_is_drawn(tmp_path):
