@@ -16,7 +16,6 @@ from typing import Any
 import numpy as np
 
 from ppdist.common.errors import DataError
-from ppdist.config.data import Resize
 from ppdist.config.runtime import Backend, RuntimeOptions
 from ppdist.data.datasets.synthetic import scene
 from ppdist.data.image import read_image
@@ -27,17 +26,14 @@ from ppdist.export.predictor import (
     EagerPredictor,
     ExportedPredictor,
     Predictor,
-    detect,
     prepare,
 )
 from ppdist.export.spec import InferenceSpec
-from ppdist.export.verify import unexplained_rows
 from ppdist.models.base import Detector
 from ppdist.runtime.predictor import has_bfloat16
 
 Report = dict[str, Any]
 IMAGES = 20  # at most: they are kept in memory
-FEWER_BITS = ("bfloat16", "int8")
 _CALLS = 3  # of a predictor in a round, after one that does not count
 _PAUSE_SECONDS = 0.3  # before them: threads of the predictor before wait awake for a while
 
@@ -137,101 +133,55 @@ def measure_predictors(
         threads: of the eager model, too.
         rounds: of calls; every round has other images.
     Returns: for each predictor `median_ms` and `p95_ms` of all calls that count, `first_ms` (it
-        compiles), `cpu_ms`, the median over rounds of what all its threads take for a call, and
-        `images_per_second`; against the first: `ratio`, the median over rounds of its time as a
-        part of the first's, with the middle half of them as `ratio_quartiles`, and `cpu_ratio`,
-        likewise; `boxes` of all rounds and how many of both have no equal
-        among the other's (`boxes_differing`; within the tolerances of an export's check, so not
-        of forms in fewer bits).
-        Beside them, of one image: `prepare_ms`, and `detect_other_ms`, what finding the objects of
-        an image takes outside the call: preparing it and mapping boxes back.
+        compiles), `images_per_second`, and `ratio`: the median over rounds of its time as a part of
+        the first's.
     """
     paddle_api.set_num_threads(threads)
     size, mode = spec.input.size, spec.resize.mode
-    assert mode != "centre_crop" and spec.nms is not None
-    started = time.perf_counter()
+    assert mode != "centre_crop"
     prepared = [prepare(picture, size, mode) for picture in pictures]
-    prepare_ms = _since(started) / len(pictures)
     measured = [_Calls(predict) for predict in predictors.values()]
     for number in range(rounds):
         chosen = [(number * batch + i) % len(prepared) for i in range(batch)]
         images = np.stack([prepared[index] for index in chosen])
         for each in measured if number % 2 == 0 else reversed(measured):
             each.take(images)
-    first = measured[0]
     report: Report = {}
     for name, each in zip(predictors, measured):
-        report[name] = each.report(batch)
-        ratios = [ours / base for ours, base in zip(each.rounds, first.rounds)]
-        report[name]["ratio"] = median(ratios)
-        report[name]["ratio_quartiles"] = np.quantile(ratios, [0.25, 0.75]).tolist()
-        report[name]["cpu_ratio"] = median(ours / base for ours, base in zip(each.cpu, first.cpu))
-        if not name.endswith(FEWER_BITS):
-            pairs = zip(each.found, first.found)
-            differing = sum(unexplained_rows(*pair, spec.nms) for pair in pairs)
-            report[name]["boxes_differing"] = differing
+        ratios = [ours / base for ours, base in zip(each.rounds, measured[0].rounds)]
+        report[name] = {
+            "median_ms": median(each.calls),
+            "p95_ms": float(np.quantile(each.calls, 0.95)),
+            "first_ms": each.first,
+            "images_per_second": 1000 * batch / median(each.calls),
+            "ratio": median(ratios),
+        }
     return {
         "batch": batch,
         "image_size": list(size),
         "threads": threads,
         "pictures": len(pictures),
         "predictors": report,
-        "prepare_ms": prepare_ms,
-        "detect_other_ms": _besides(pictures, size, mode),
     }
 
 
 @dataclass
 class _Calls:
-    """One predictor, what its calls took in milliseconds, and what they found."""
+    """One predictor, and what its calls took in milliseconds."""
 
     predict: Predictor
     first: float = math.nan
     calls: list[float] = field(default_factory=list)
     rounds: list[float] = field(default_factory=list)
-    cpu: list[float] = field(default_factory=list)
-    found: list[np.ndarray] = field(default_factory=list)
 
     def take(self, images_B3HW: np.ndarray) -> None:
         time.sleep(_PAUSE_SECONDS)
         milliseconds: list[float] = []
-        cpu: list[float] = []
         for _ in range(1 + _CALLS):
-            cpu_started, started = time.process_time(), time.perf_counter()
-            rows = self.predict(images_B3HW)
-            milliseconds.append(_since(started))
-            cpu.append(1000 * (time.process_time() - cpu_started))
+            started = time.perf_counter()
+            self.predict(images_B3HW)
+            milliseconds.append(1000 * (time.perf_counter() - started))
         if not self.calls:
             self.first = milliseconds[0]
         self.calls += milliseconds[1:]
         self.rounds.append(median(milliseconds[1:]))
-        self.cpu.append(median(cpu[1:]))
-        self.found += rows
-
-    def report(self, batch: int) -> Report:
-        middle = median(self.calls)
-        return {
-            "median_ms": middle,
-            "p95_ms": float(np.quantile(self.calls, 0.95)),
-            "first_ms": self.first,
-            "cpu_ms": median(self.cpu),
-            "images_per_second": 1000 * batch / middle,
-            "boxes": sum(map(len, self.found)),
-        }
-
-
-def _besides(pictures: Sequence[np.ndarray], size: tuple[int, int], mode: Resize) -> float:
-    """Milliseconds of `detect` for an image of 100 boxes, without the prediction."""
-    rows_R6 = np.tile(np.array([0, 0.5, 8, 8, 24, 24], np.float32), (100, 1))
-
-    def predict(images_B3HW: np.ndarray) -> list[np.ndarray]:
-        return [rows_R6]
-
-    started = time.perf_counter()
-    for picture in pictures:
-        detect(predict, picture, size, mode)
-    return _since(started) / len(pictures)
-
-
-def _since(started: float) -> float:
-    return 1000 * (time.perf_counter() - started)

@@ -1,14 +1,13 @@
-"""Speed and memory of the data loader, with and without its cache.
+"""Speed of the data loader.
 
-On a machine that others use too, one measurement after the other compares two moments rather than
-two programs.  So everything is measured interleaved, in short pieces, and CPU time is shown beside
-the clock's: what a worker gets done in a second of its own does not depend on its neighbours.
+CPU time is shown beside the clock's: what a worker gets done in a second of its own does not
+depend on others that use the machine.
 """
 
 import os
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, closing
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -20,10 +19,8 @@ from ppdist.data.loading.sampler import TrainSampler
 from ppdist.data.types import Batch, DetectionSet
 
 Report = dict[str, Any]
-_ROUNDS = 4
 _ENDLESS = 2**31
 _TICKS = os.sysconf("SC_CLK_TCK")
-_MIB = 2**20
 
 
 def measure_loading(
@@ -33,39 +30,19 @@ def measure_loading(
     image_size: tuple[int, int],
     batch_size: int,
     seconds: float,
-    epochs: int = 0,
 ) -> Report:
     """Speed of the training loader alone, nothing else being computed.
 
     Args:
         image_size: (height, width) of the input in pixels.
-        seconds: of measuring for each of: the loader, and the same without cache where data.cache
-            is set (its first epoch is not counted).
-        epochs: measured afterwards, with the memory of all workers after each.
-    Returns: of the loader, and of it `without_cache`, images_per_second over all workers, per
-        worker and per second of CPU, the workers' and this process's; `workers` (0: this process);
-        `memory`, see `memory_of`, as lists over epochs.
+        seconds: of measuring, after an epoch that fills the cache and warms up all code.
+    Returns: images_per_second over all workers, per worker and per second of CPU, the workers' and
+        this process's; `workers` (0: this process).
     """
-    variants = {"with": config}
-    if config.cache != "none":
-        variants["without_cache"] = config.model_copy(update={"cache": "none"})
-    with ExitStack() as stack:
-        running = {
-            name: stack.enter_context(closing(Loading(dataset, one, image_size, batch_size)))
-            for name, one in variants.items()
-        }
-        running["with"].one_epoch()  # fills the caches and warms up all code
-        for _ in range(_ROUNDS):
-            for one in running.values():
-                one.measure(seconds / _ROUNDS)
-        ours = running["with"]
-        report = ours.report()
-        if "without_cache" in running:
-            report["without_cache"] = running["without_cache"].report()
-        if epochs:
-            rows = [ours.one_epoch() for _ in range(epochs)]
-            report["memory"] = {key: [round(row[key], 1) for row in rows] for key in rows[0]}
-    return report
+    with closing(Loading(dataset, config, image_size, batch_size)) as loading:
+        loading.one_epoch()
+        loading.measure(seconds)
+        return loading.report()
 
 
 class Timed:
@@ -137,12 +114,11 @@ class Loading(Timed):
     def _next(self) -> int:
         return int(next(self._batches).images_B3HW.shape[0])
 
-    def one_epoch(self) -> Report:
-        """Runs a number of images; returns the memory still in use."""
+    def one_epoch(self) -> None:
+        """Reads as many images as the set has."""
         images = 0
         while images < self._size:
             images += self._next()
-        return memory_of(self._workers or [os.getpid()])
 
     def report(self) -> Report:
         return {
@@ -152,22 +128,6 @@ class Loading(Timed):
             "workers": len(self._workers),
             "images": self.images,
         }
-
-
-def memory_of(processes: Sequence[int]) -> Report:
-    """Total memory of processes in MB: `rss`, `pss` and `own`.
-
-    `rss` counts what they share in each; `pss` counts it once among all that share it; `own` is
-    what each has for itself.
-    """
-    totals = dict.fromkeys(("rss", "pss", "own"), 0.0)
-    for process in processes:
-        rows = Path(f"/proc/{process}/smaps_rollup").read_text(encoding="ascii").splitlines()[1:]
-        kib = {name: int(rest.split()[0]) for name, _, rest in (r.partition(":") for r in rows)}
-        totals["rss"] += kib["Rss"]
-        totals["pss"] += kib["Pss"]
-        totals["own"] += kib["Private_Clean"] + kib["Private_Dirty"]
-    return {f"{name}_mb": kib * 1024 / _MIB for name, kib in totals.items()}
 
 
 def children() -> set[int]:

@@ -1,22 +1,16 @@
-"""Measures training, loading, evaluation and inference speed; JSON on stdout.
+"""Measures training, loading and inference speed; JSON on stdout.
 
 ppdist benchmark WHAT -c cfg.yml [-o k=v ...]
 
   train    img/s, the step split into its parts and, under fleetrun, what a rank sends over TCP in
-           a step (nothing between ranks of one CPU host: they share memory).  `--vs k=v ...` adds
-           a second variant whose steps alternate with the first's in the same process
-  loader   img/s of the training loader, over all workers and per worker, with and without
-           data.cache, interleaved;
-           `--epochs N` adds the memory of all workers after each of N epochs
-  eval     seconds and img/s of evaluating the validation split, and where they go;
-           `--processes 1 2` does it through fleetrun on so many, interleaved, and compares
+           a step (nothing between ranks of one CPU host: they share memory)
+  loader   img/s of the training loader, over all workers and per worker
   infer    milliseconds of one call, interleaved on validation images, drawn ones where none are at
            hand: eager, and exported in Paddle Inference with and without oneDNN, in ONNX
            Runtime and in OpenVINO (`--backend` names some of them); `--model DIR` measures that
            export instead of one made here, beside eager with -c and -w
-  scaling  `train` through fleetrun on 1 and 2 (--processes) processes, and as many apart,
-           interleaved in slices of 5 s (--seconds): efficiency, what the machine allows, exposed
-           and hidden communication
+  scaling  `train` through fleetrun on 1 and 2 (--processes) processes in turn: img/s, speed-up,
+           efficiency
 
 `--synthetic` draws a small data set instead of reading `data.root` (model.num_classes becomes 3).
 """
@@ -40,49 +34,46 @@ def parse() -> argparse.Namespace:
     parser = parser_of("benchmark", __doc__)
     parser.add_argument("what", choices=sorted(MEASURES), help="what to measure")
     add_config(parser, required=False)
-    parser.add_argument("-w", "--weights", help="weights for eval and infer; none: fresh ones")
+    parser.add_argument("-w", "--weights", help="infer: weights; none: fresh ones")
     parser.add_argument("--model", type=Path, metavar="DIR", help="infer: an exported model")
     parser.add_argument("--backend", nargs="+", default=[], metavar="NAME",
                         choices=("paddle", "onnx", "openvino"),
                         help="infer: what runs the export (default: all)")  # fmt: skip
-    parser.add_argument("--vs", nargs="+", action="extend", default=[], metavar="KEY=VALUE",
-                        help="train: further overrides that make the second variant")  # fmt: skip
     parser.add_argument("--synthetic", type=at_least(1), nargs="?", const=64, metavar="IMAGES",
                         help="measure on data it draws itself (default: 64 images)")  # fmt: skip
-    parser.add_argument("--steps", type=at_least(1), help="train, scaling (10): measured")
+    parser.add_argument(
+        "--steps", type=at_least(1), default=10, help="train, scaling: measured (10)"
+    )
     parser.add_argument(
         "--warmup", type=at_least(0), default=2, help="steps before that, not counted"
     )
     parser.add_argument(
-        "--seconds",
-        type=time_in("seconds"),
-        help="loader: how long, each way (10); scaling: of a time slice (5)",
+        "--seconds", type=time_in("seconds"), default=10, help="loader: how long (10)"
     )
     parser.add_argument(
-        "--epochs", type=at_least(0), default=0, help="loader: so many for its memory"
-    )
-    parser.add_argument(
-        "--repeats",
-        type=at_least(1),
-        help="eval (3), infer, scaling (5): how often",
+        "--repeats", type=at_least(1), default=5, help="infer, scaling: how often (5)"
     )
     parser.add_argument("--batch", type=at_least(1), default=1, help="infer: images in one call")
     parser.add_argument(
         "--threads", type=at_least(1), default=1, help="infer: CPU threads of a prediction"
     )
     parser.add_argument(
-        "--processes",
-        type=at_least(1),
-        nargs="+",
-        help="scaling (1 2), eval: on so many each",
+        "--processes", type=at_least(1), nargs="+", default=[1, 2], help="scaling: numbers (1 2)"
     )
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the JSON here as well")
+    if sys.argv[1:2] == ["eval"]:
+        raise errors.ConfigError(
+            "evaluations are measured by training and `ppdist eval`",
+            code="option_invalid",
+            where="ppdist benchmark eval",
+            fix="metrics.jsonl has `eval_seconds` of each; write `time ppdist eval -w WEIGHTS`",
+        )
     arguments = parser.parse_args()
     if not arguments.config and not (arguments.what == "infer" and arguments.model):
         parser.error("the following arguments are required: -c/--config")
     if not arguments.config and (arguments.weights or arguments.override or arguments.synthetic):
         parser.error("-w, -o and --synthetic go with -c/--config")
-    processes = arguments.processes or []
+    processes = arguments.processes
     if len(set(processes)) < len(processes):
         parser.error(f"--processes {' '.join(map(str, processes))}: give each number once")
     return arguments
@@ -101,7 +92,7 @@ def main() -> int:
                 *arguments.override,
             ]
         report = {"what": arguments.what, "config": arguments.config}
-        report |= {"overrides": arguments.override, "vs": arguments.vs}
+        report["overrides"] = arguments.override
         report["result"] = MEASURES[arguments.what](arguments, Path(scratch))
         from ppdist.benchmark.step import machine
         from ppdist.distributed import comm
@@ -154,11 +145,8 @@ def join_ranks(arguments: argparse.Namespace) -> "ExperimentConfig":
 def train(arguments: argparse.Namespace, scratch: Path) -> dict[str, Any]:
     from ppdist.benchmark.step import measure_training
 
-    variants = {"base": join_ranks(arguments)}
-    if arguments.vs:
-        variants[" ".join(arguments.vs)] = load(arguments, *arguments.vs)
     return measure_training(
-        variants, steps=arguments.steps or 10, warmup=arguments.warmup, scratch=scratch
+        join_ranks(arguments), steps=arguments.steps, warmup=arguments.warmup, scratch=scratch
     )
 
 
@@ -173,27 +161,8 @@ def loader(arguments: argparse.Namespace, scratch: Path) -> dict[str, Any]:
         config.data,
         image_size=config.model.image_size,
         batch_size=config.train.images_per_card,
-        seconds=arguments.seconds or 10,
-        epochs=arguments.epochs,
+        seconds=arguments.seconds,
     )
-
-
-def evaluation(arguments: argparse.Namespace, scratch: Path) -> dict[str, Any]:
-    from ppdist.benchmark.scaling import compare_counts
-    from ppdist.benchmark.step import measure_evaluation
-    from ppdist.data.datasets.build import read_split
-
-    if arguments.processes:
-        launcher = [sys.executable, *script_of("launch")]
-        script = [*script_of("benchmark"), "eval", "-c", arguments.config, "--repeats", "1"]
-        script += ["-w", arguments.weights] if arguments.weights else []
-        script += ["-o", *arguments.override] if arguments.override else []
-        rounds = arguments.repeats or 3
-        return compare_counts(launcher, script, counts=arguments.processes, rounds=rounds)
-    config = join_ranks(arguments)
-    dataset = read_split(config.data, "val", config.model.num_classes)
-    model = build(config, arguments.weights)
-    return measure_evaluation(config, dataset, model, arguments.repeats or 3)
 
 
 def inference(arguments: argparse.Namespace, scratch: Path) -> dict[str, Any]:
@@ -226,7 +195,7 @@ def inference(arguments: argparse.Namespace, scratch: Path) -> dict[str, Any]:
         pictures_of(dataset),
         batch=arguments.batch,
         threads=arguments.threads,
-        rounds=arguments.repeats or 5,
+        rounds=arguments.repeats,
     )
 
 
@@ -245,18 +214,10 @@ def scaling(arguments: argparse.Namespace, scratch: Path) -> dict[str, Any]:
 
     launcher = [sys.executable, *script_of("launch")]
     script = [*script_of("benchmark"), "train", "-c", arguments.config]
-    script += ["--steps", str(arguments.steps or 10), "--warmup", str(arguments.warmup)]
+    script += ["--steps", str(arguments.steps), "--warmup", str(arguments.warmup)]
     if arguments.override:
         script += ["-o", *arguments.override]
-    return measure_scaling(
-        launcher,
-        script,
-        counts=arguments.processes or [1, 2],
-        rounds=arguments.repeats or 5,
-        slice_seconds=arguments.seconds or 5,
-    )
+    return measure_scaling(launcher, script, counts=arguments.processes, rounds=arguments.repeats)
 
 
-MEASURES = {
-    "train": train, "loader": loader, "eval": evaluation, "infer": inference, "scaling": scaling,
-}  # fmt: skip
+MEASURES = {"train": train, "loader": loader, "infer": inference, "scaling": scaling}

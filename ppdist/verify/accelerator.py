@@ -194,8 +194,7 @@ def speed(proof: Proof) -> Result:
     """Measures images a second on all ranks, then on one card.  Collective."""
     warmup = max(1, proof.steps // 4)
     config, scratch = proof.config(), proof.work / "speed"
-    all_ranks = measure_training({"": config}, steps=proof.steps, warmup=warmup, scratch=scratch)
-    training = all_ranks["variants"][""]
+    training = measure_training(config, steps=proof.steps, warmup=warmup, scratch=scratch)
     rates = {comm.world_size(): training["images_per_second"]}
     if comm.world_size() > 1:
         file = proof.work / "alone.json"
@@ -205,7 +204,7 @@ def speed(proof: Proof) -> Result:
         def measure_alone() -> float:
             dp_equivalence.run_alone(words)
             report = json.loads(file.read_text(encoding="utf-8"))
-            return next(iter(report["result"]["variants"].values()))["images_per_second"]
+            return report["result"]["images_per_second"]
 
         device.release_memory()  # the process beside rank 0 needs the same card
         rates[1] = comm.run_on_main(measure_alone)

@@ -255,9 +255,6 @@ def test_predictors_are_interleaved_against_first(monkeypatch: pytest.MonkeyPatc
     assert found["slow"]["median_ms"] == pytest.approx(80)
     assert found["slow"]["images_per_second"] == pytest.approx(25)
     assert [found[name]["ratio"] for name in predictors] == (pytest.approx([1, 0.25, 0.5, 0.75]))
-    differing = [found[name].get("boxes_differing") for name in predictors]
-    assert differing == [0, 0, 16, None]  # fewer bits have no tolerance
-    assert found["fast"]["boxes"] == 8
     assert (report["batch"], report["image_size"], report["pictures"]) == (2, list(SIZE), 3)
 
 
@@ -278,9 +275,7 @@ def test_every_form_of_an_export_is_measured(model: PPYOLOE, exported: Path) -> 
         predictors, spec, pictures_of(None)[:2], batch=1, threads=1, rounds=2
     )
     for name, found in report["predictors"].items():
-        assert 0 < found["median_ms"] <= found["p95_ms"] and found["boxes"] > 0
-        assert name.endswith("bfloat16") or found["boxes_differing"] == 0
-    assert report["prepare_ms"] > 0 and report["detect_other_ms"] > 0
+        assert 0 < found["median_ms"] <= found["p95_ms"], name
 
 
 def test_pictures_are_those_that_can_be_read(tmp_path: Path) -> None:

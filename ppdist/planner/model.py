@@ -5,7 +5,7 @@ A step on N cards takes
     T(N) = max(T_in, (t0 + b t1) (1 + sigma c(N))) + delta [N > 1] + exposed
 
 b images of a card; t0, t1: fixed and per image; sigma c(N): the slowest of N cards; delta: what
-being one of several costs on any number of them; exposed: the part of the gradients' all-reduce
+being one of several on a host costs; exposed: the part of the gradients' all-reduce between hosts
 that the backward pass does not hide.  A step waits for the loader or the arithmetic, whichever is
 longer, and for the rest after either.
 """
@@ -24,13 +24,13 @@ _LIMIT = 0.05  # of the step: what takes less does not limit
 
 @dataclass(frozen=True)
 class Link:
-    """A link between two cards, or two hosts."""
+    """A link between two hosts."""
 
     latency_seconds: float  # of one hop, however small the message
     bytes_per_second: float  # each way
 
 
-ANY_LINK = Link(0.0, math.inf)  # of a cluster whose links play no part
+ANY_LINK = Link(0.0, math.inf)  # of one host
 
 
 @dataclass(frozen=True)
@@ -39,8 +39,7 @@ class Cluster:
 
     hosts: int
     cards: int  # of each host
-    inside: Link  # between the cards of one host
-    across: Link  # between hosts; all cards of a host share it
+    across: Link = ANY_LINK  # between hosts; all cards of a host share it
 
     @property
     def size(self) -> int:
@@ -51,47 +50,16 @@ class Cluster:
         return f"{self.hosts} x {self.cards}" if self.hosts > 1 else f"{self.cards}"
 
 
-# Network: the latency-bandwidth model.
-
-
-def ring_seconds(ranks: int, size: float, link: Link) -> float:
-    """Predicts the seconds of a ring all-reduce of `size` bytes.
-
-    Every rank sends its share 2 (n - 1) times: 2 (n - 1) latency + 2 (n - 1) / n size / bandwidth.
-    The second term is the least that any algorithm of messages between pairs can take
-    (NVIDIA/nccl-tests, doc/PERFORMANCE.md).
-    """
-    return 2 * (ranks - 1) * (link.latency_seconds + size / ranks / link.bytes_per_second)
-
-
-def tree_seconds(ranks: int, size: float, link: Link) -> float:
-    """Predicts the seconds of a tree all-reduce, up and down.
-
-    2 log2(n) latency + 2 size / bandwidth.
-    """
-    if ranks == 1:
-        return 0.0
-    return 2 * math.log2(ranks) * link.latency_seconds + 2 * size / link.bytes_per_second
-
-
 def all_reduce_seconds(size: float, cluster: Cluster) -> float:
-    """Predicts the seconds of an all-reduce of `size` bytes by the fastest algorithm, as NCCL does.
+    """Predicts the seconds in which `size` bytes are summed over hosts by a ring.
 
-    On several hosts a flat ring goes at the pace of the slower link.  In two levels (summed over
-    the cards of a host, then over hosts, then handed back to the cards) only 2 (M - 1) / M of the
-    size crosses between M hosts, whether one card of each sends all of it or each of them its part.
+    Every host sends its share 2 (M - 1) times: 2 (M - 1) latency + 2 (M - 1) / M size / bandwidth,
+    whether one card of each sends all of it or each of them its part.  The second term is the
+    least that any algorithm of messages between pairs can take (NVIDIA/nccl-tests,
+    doc/PERFORMANCE.md).  What the cards of one host take is in `parallel_seconds`.
     """
-    inside, across = cluster.inside, cluster.across
-    within = min(f(cluster.cards, size, inside) for f in (ring_seconds, tree_seconds))
-    if cluster.hosts == 1:
-        return within
-    between = min(f(cluster.hosts, size, across) for f in (ring_seconds, tree_seconds))
-    slower = Link(
-        max(inside.latency_seconds, across.latency_seconds),
-        min(inside.bytes_per_second, across.bytes_per_second),
-    )
-    flat = ring_seconds(cluster.size, size, across if cluster.cards == 1 else slower)
-    return min(flat, within + between)
+    hosts, link = cluster.hosts, cluster.across
+    return 2 * (hosts - 1) * (link.latency_seconds + size / hosts / link.bytes_per_second)
 
 
 # Step
@@ -106,7 +74,7 @@ class Job:
     batch: int  # images of a card
     jitter: float = 0.0  # sigma: standard deviation of a step's arithmetic / its mean
     parallel_seconds: float = 0.0  # delta
-    parameters: float = 0.0  # whose float32 gradients are summed over cards
+    parameters: float = 0.0  # whose float32 gradients are summed
     overlap: float = 0.9  # part of the backward pass behind which they can hide
     card_input: float | None = None  # images a second that the loader of one card reads
     images: int = 0  # of the training set
@@ -158,7 +126,7 @@ def network_seconds(job: Job, cluster: Cluster) -> float:
 
     max(last bucket, all-reduce - overlap * backward); Li et al. 2020, arXiv:2006.15704.
     """
-    if cluster.size == 1 or not job.parameters:
+    if cluster.hosts == 1:
         return 0.0
     size = 4 * job.parameters
     backward = _BACKWARD * (job.fixed_seconds + job.batch * job.image_seconds)
@@ -205,7 +173,7 @@ def predict(job: Job, cluster: Cluster) -> Prediction:
     """Predicts the steps of a training."""
     total_batch = cluster.size * job.batch
     step = step_time(job, cluster)
-    alone = step_time(job, replace(cluster, hosts=1, cards=1))
+    alone = step_time(job, Cluster(1, 1))
     return Prediction(
         cluster=cluster,
         total_batch=total_batch,
