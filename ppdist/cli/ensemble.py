@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 from ppdist.cli import add_config, parser_of
 from ppdist.common import errors, process
 from ppdist.common.arguments import at_least, share
-from ppdist.ensemble.wbf import IOU, VIEW_MARGIN
+from ppdist.ensemble.wbf import IOU
 
 if TYPE_CHECKING:
     from ppdist.config.experiment import ExperimentConfig
@@ -41,16 +41,11 @@ def add_fuse(parser: argparse.ArgumentParser) -> None:
                         help="a YAML file and weights (a file, a checkpoint, a run)")
     parser.add_argument("-o", "--override", nargs="+", action="extend", default=[],
                         metavar="KEY=VALUE", help="overrides of keys of all YAML files")
-    parser.add_argument("--factors", nargs="+", type=float, metavar="F",
-                        help="how much each view of a model counts, a number for each model (1)")
     parser.add_argument("--scales", type=scales, default=(1.0,), metavar="S,S,...",
                         help="input sizes beside model.image_size, such as 0.83,1,1.2 (1)")
     parser.add_argument("--flip", action="store_true", help="look at mirrored images, too")
     parser.add_argument("--iou", type=share, default=IOU,
                         help=f"overlap above which boxes are taken for one ({IOU})")
-    parser.add_argument("--view-iou", type=share, metavar="IOU", help="of the suppression within "
-                        "a view; 1: none (nms.iou_threshold, at most --iou - "
-                        f"{VIEW_MARGIN})")
     parser.add_argument("--keep", type=at_least(1), default=300, help="boxes of an image (300)")
     parser.add_argument("--out", required=True, type=Path, metavar="DIR",
                         help="gets detections.json and scores.json")
@@ -62,15 +57,11 @@ def add_average(parser: argparse.ArgumentParser) -> None:
     # fmt: off
     parser.add_argument("--weights", required=True, nargs="+", action="extend", type=Path,
                         metavar="PATH", help="checkpoints, runs or weight files, two or more")
-    parser.add_argument("--greedy", action="store_true",
-                        help="leave out what lowers the score on the validation set")
-    parser.add_argument("--eval", action="store_true", help="score the average, too")
     parser.add_argument("--images", type=at_least(1), default=IMAGES, metavar="N",
                         help="training images for the statistics of batch norm, an epoch at most "
                         f"({IMAGES})")
     parser.add_argument("--out", required=True, type=Path, metavar="FILE",
                         help="weight file to write (.pdparams, .safetensors, ...)")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write the report here, too")
     # fmt: on
 
 
@@ -95,7 +86,6 @@ def main() -> int:
 
 def fuse(arguments: argparse.Namespace) -> None:
     models = [split_model(text) for text in arguments.model]
-    factors = factors_of(arguments, len(models))
     from ppdist.common.files import make_folder
     from ppdist.config.experiment import load_config
     from ppdist.data.datasets.build import limits
@@ -112,8 +102,8 @@ def fuse(arguments: argparse.Namespace) -> None:
         tell(line)
     most = max(config.evaluate.max_detections for config in configs)
     members = []
-    for config, (_, weights), factor in zip(configs, models, factors):
-        members += members_of_model(config, weights, factor, dataset, arguments)
+    for config, (_, weights) in zip(configs, models):
+        members += members_of_model(config, weights, dataset, arguments)
     fused_R7 = fusing.fuse_members(members, arguments.iou, arguments.keep)
 
     def write() -> None:
@@ -126,7 +116,6 @@ def fuse(arguments: argparse.Namespace) -> None:
 def members_of_model(
     config: "ExperimentConfig",
     weights: Path,
-    factor: float,
     dataset: "DetectionSet",
     arguments: argparse.Namespace,
 ) -> "list[Member]":
@@ -145,11 +134,10 @@ def members_of_model(
     fetch_on_all_ranks(weights)
     if class_note := comm.run_on_all_ranks(load):
         tell(f"{weights}: {class_note}")
-    written, asked = config.suppression.iou_threshold, arguments.view_iou
-    suppression_iou = view_iou(arguments.iou, asked, written)
+    suppression_iou = view_iou(arguments.iou, config.suppression.iou_threshold)
     members = []
     for member in fusing.members_of_model(
-        config, model, str(weights), factor, dataset,
+        config, model, str(weights), dataset,
         scales=arguments.scales, flip=arguments.flip, suppression_iou=suppression_iou,
     ):  # fmt: skip
         tell(f"{member.name}: {member.boxes} boxes")
@@ -168,23 +156,10 @@ def split_model(text: str) -> tuple[str, Path]:
     return config, Path(weights)
 
 
-def factors_of(arguments: argparse.Namespace, models: int) -> list[float]:
-    factors = arguments.factors or [1.0] * models
-    if len(factors) != models or not all(0 < factor < float("inf") for factor in factors):
-        raise errors.ConfigError(
-            f"expected a number above 0 for each of the {models} models",
-            code="option_invalid",
-            where=f"--factors {' '.join(f'{factor:g}' for factor in factors)}",
-        )
-    return factors
-
-
 def average(arguments: argparse.Namespace) -> None:
-    from ppdist.common.files import make_parent, write_json
-    from ppdist.config.experiment import load_config
-    from ppdist.data.datasets.build import limits
+    from ppdist.config import load_config
+    from ppdist.data.datasets.build import limits, read_split
     from ppdist.distributed import comm
-    from ppdist.engine.data import read_sets
     from ppdist.ensemble import model_soup
     from ppdist.models.model_card import CARD_NOTE, average_of, card_of
     from ppdist.models.weights import arrays_of, check_writable, write_arrays
@@ -192,34 +167,28 @@ def average(arguments: argparse.Namespace) -> None:
     config = load_config(arguments.config, arguments.override)
     model_soup.require_different(arguments.weights)
     comm.init(config.device, config.distributed)
-
-    def look_ahead() -> None:
-        check_writable(arguments.out)
-        if arguments.json:
-            make_parent(arguments.json)
-
-    comm.run_on_main(look_ahead)
+    comm.run_on_main(lambda: check_writable(arguments.out))
     model = ready_model(config)
-    scored = arguments.greedy or arguments.eval
-    sets = read_sets(config.data, config.model.num_classes, scored)
-    for line in limits(sets.train, sets.val):
+    train_set = comm.run_on_all_ranks(
+        lambda: read_split(config.data, "train", config.model.num_classes)
+    )
+    for line in limits(train_set):
         tell(line)
-    report = model_soup.average(
-        config, model, arguments.weights,
-        train_set=sets.train, val_set=sets.val, images=arguments.images, choose=arguments.greedy,
-    )  # fmt: skip
+    images = model_soup.average(
+        config, model, arguments.weights, train_set=train_set, images=arguments.images
+    )
 
     def write() -> None:
-        licence, source = average_of([Path(path) for path in report["averaged"]], process.warn)
+        licence, source = average_of(arguments.weights, process.warn)
         card = card_of(
-            config, model, sets.train.class_names, sets.train.category_ids,
+            config, model, train_set.class_names, train_set.category_ids,
             licence=licence, source=source,
         )  # fmt: skip
         write_arrays(arguments.out, arrays_of(model), {CARD_NOTE: card.text()})
-        if arguments.json:
-            write_json(arguments.json, report, indent=1)
-        print(json.dumps(report, indent=1))
-        tell(f"the average of {len(report['averaged'])} is in {arguments.out}")
+        tell(
+            f"the average of {len(arguments.weights)}, with statistics of {images} images, is in "
+            f"{arguments.out}"
+        )
 
     comm.run_on_main(write)
 

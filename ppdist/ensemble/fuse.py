@@ -78,20 +78,17 @@ class Member:
     """One view of a model; see `member_of`.
 
     rows_R7: float32 (index of the image, class, score, x1, y1, x2, y2), pixels of the original
-    image, of this rank's images.  weight: relative to the other members, above 0.  boxes: number
+    image, of this rank's images.  boxes: number
     found in all images.  scores: its metrics.
     """
 
     name: str
     rows_R7: np.ndarray
-    weight: float
     boxes: int
     scores: dict[str, float]
 
 
-def member_of(
-    name: str, rows_R7: np.ndarray, weight: float, dataset: DetectionSet, most: int
-) -> Member:
+def member_of(name: str, rows_R7: np.ndarray, dataset: DetectionSet, most: int) -> Member:
     """Scores a member and keeps the rows of this rank's images.  Collective.
 
     Args:
@@ -106,14 +103,13 @@ def member_of(
     scores = comm.run_on_main(score)
     mine_R = rows_R7[:, 0].astype(np.int64) % comm.world_size() == comm.rank()
     mine_R &= np.isfinite(rows_R7).all(1)  # a model that diverged
-    return Member(name, rows_R7[mine_R], weight, len(rows_R7), scores)
+    return Member(name, rows_R7[mine_R], len(rows_R7), scores)
 
 
 def members_of_model(
     config: ExperimentConfig,
     model: ImageModel,
     name: str,
-    weight: float,
     dataset: DetectionSet,
     *,
     scales: Sequence[float],
@@ -126,13 +122,12 @@ def members_of_model(
 
     Args:
         dataset: has ground-truth boxes.
-        weight: of each view.
         scales, flip: see `ppdist.ensemble.tta.look`; suppression_iou: its `view_iou`.
     """
     assert isinstance(model, Detector)  # `read_common_set` refuses classifiers
     most = config.evaluate.max_detections
     for view, rows_R7 in look(config, model, dataset, scales, flip, suppression_iou):
-        yield member_of(f"{name} {view}", rows_R7, weight, dataset, most)
+        yield member_of(f"{name} {view}", rows_R7, dataset, most)
 
 
 def fuse_members(members: Sequence[Member], iou: float, keep: int) -> np.ndarray:
@@ -152,35 +147,25 @@ def fuse_members(members: Sequence[Member], iou: float, keep: int) -> np.ndarray
 
 def _fuse_share(members: Sequence[Member], iou: float, keep: int) -> np.ndarray:
     """Fuses this rank's images."""
-    largest = max(member.weight for member in members)
-    weights_M = np.array([member.weight / largest for member in members])
     rows_R7 = np.concatenate([member.rows_R7 for member in members])
-    weight_R = np.repeat(weights_M, [len(member.rows_R7) for member in members])
-    order_R = np.argsort(rows_R7[:, 0], kind="stable")
-    rows_R7, weight_R = rows_R7[order_R], weight_R[order_R]
+    rows_R7 = rows_R7[np.argsort(rows_R7[:, 0], kind="stable")]
     first_R = np.flatnonzero(np.diff(rows_R7[:, 0], prepend=-1))
     fused = [np.zeros((0, 7), np.float32)]
     for begin, end in zip(first_R, [*first_R[1:], len(rows_R7)]):
         heartbeat.alive()
-        part = slice(begin, end)
-        fused.append(fuse_image(rows_R7[part], weight_R[part], float(weights_M.sum()), iou)[:keep])
+        fused.append(fuse_image(rows_R7[begin:end], len(members), iou)[:keep])
     return np.concatenate(fused)
 
 
-def fuse_image(rows_R7: np.ndarray, weight_R: np.ndarray, total: float, iou: float) -> np.ndarray:
+def fuse_image(rows_R7: np.ndarray, members: int, iou: float) -> np.ndarray:
     """Fuses the rows of one image class by class, best first.
 
     On ties the lower class is first.
-
-    Args: weight_R: of the member of each row, at most 1; total: sum of those of all members.
     """
     found = []
     for label in np.unique(rows_R7[:, 1]):
-        of_class = rows_R7[:, 1] == label
-        rows_S7 = rows_R7[of_class].astype(np.float64)
-        boxes_K4, scores_K = weighted_fusion(
-            rows_S7[:, 3:], rows_S7[:, 2], weight_R[of_class], total, iou
-        )
+        rows_S7 = rows_R7[rows_R7[:, 1] == label].astype(np.float64)
+        boxes_K4, scores_K = weighted_fusion(rows_S7[:, 3:], rows_S7[:, 2], members, iou)
         same_K2 = np.broadcast_to([rows_R7[0, 0], label], (len(scores_K), 2))
         found.append(np.concatenate([same_K2, scores_K[:, None], boxes_K4], axis=1))
     rows_K7 = np.concatenate(found).astype(np.float32)

@@ -10,10 +10,8 @@ section 3.2).
 """
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
 
 import numpy as np
 import paddle
@@ -27,7 +25,7 @@ from ppdist.data.loading.sampler import TrainSampler, copies
 from ppdist.data.types import Batch, DetectionSet, SampleKey
 from ppdist.distributed import comm, heartbeat, paddle_api
 from ppdist.distributed.comm import evaluate_on_all_ranks
-from ppdist.engine.build import build_evaluator, build_schedule_setup
+from ppdist.engine.build import build_schedule_setup
 from ppdist.engine.data import images_of_epoch
 from ppdist.engine.preflight import fetch_on_all_ranks
 from ppdist.models.base import ImageModel, Targets
@@ -43,49 +41,22 @@ def average(
     paths: Sequence[Path],
     *,
     train_set: DetectionSet,
-    val_set: DetectionSet | None,
     images: int,
-    choose: bool,
-) -> dict[str, Any]:
+) -> int:
     """Loads averaged weights into the model, equal on every rank.
 
     Collective.
 
-    Args:
-        val_set: the average is scored on it; None: it is not.
-        images: of the training set for the statistics of batch norm, at most.
-        choose: leave out what lowers `evaluate.metric` (the greedy soup); needs a val_set.
-    Returns: JSON-serialisable: `averaged`; of several `statistics_images`; with `choose` `tried`;
-        with a val_set `metrics`.
+    Args: images: of the training set for the statistics of batch norm, at most.
+    Returns: how many images these are of.
     Raises: WeightsError: a file is damaged or of another model.  ConfigError: the batch of the
         training is not known.  See `renew_statistics` for others.
     """
     epoch = LastEpoch(config, train_set, images)
-    evaluator = None if val_set is None else build_evaluator(config, val_set, model)
-    metric = config.evaluate.metric or ("top1" if model.task == "classify" else "mAP")
-
-    def renew(soup: ModelSoup) -> None:
-        put(model, soup.mean())
-        if len(soup.paths) > 1:  # one alone has its own
-            renew_statistics(model, epoch, frozenset(soup.first) - soup.differs)
-
-    def evaluate() -> dict[str, float]:
-        assert evaluator is not None
-        return evaluator.evaluate(model)
-
-    tried: list[Tried] = []
-    names = train_set.class_names
-    if choose:
-        soup, tried = greedy(model, paths, lambda: evaluate()[metric], renew, names)
-    else:
-        soup = uniform(model, paths, names)
-    renew(soup)
-    report: dict[str, Any] = {"averaged": [str(path) for path in soup.paths]}
-    if len(soup.paths) > 1:
-        report["statistics_images"] = epoch.images
-    if tried:
-        report["tried"] = [{**each._asdict(), "path": str(each.path)} for each in tried]
-    return report if evaluator is None else {**report, "metrics": evaluate()}
+    mean, same = mean_of(model, paths, train_set.class_names)
+    put(model, mean)
+    renew_statistics(model, epoch, same)
+    return epoch.images
 
 
 def require_different(paths: Sequence[Path]) -> None:
@@ -111,31 +82,28 @@ def require_different(paths: Sequence[Path]) -> None:
             )
 
 
-@dataclass(frozen=True)
-class ModelSoup:
-    """The sum of some checkpoints' entries.
+def mean_of(
+    model: ImageModel, paths: Sequence[Path], class_names: Sequence[str] = ()
+) -> tuple[dict[str, np.ndarray], frozenset[str]]:
+    """Averages the entries of checkpoints, in the dtypes of the first.  Collective.
 
     Entries that are learned or counted (parameters, running statistics) are averaged; constants
-    (anchors) have to be the same in all.
+    (anchors) have to be the same in all.  The average of equal numbers is exactly that number.
 
-    first: the entries of the first.  sums: float64, of what is averaged.  differs: keys of what is
-    not the same in all.
+    Args: class_names: see `read`.
+    Returns: all entries, and the keys of those that are equal in all checkpoints.
+    Raises: WeightsError: constants of one are not those of the first.
     """
-
-    paths: tuple[Path, ...]
-    first: Mapping[str, np.ndarray]
-    sums: Mapping[str, np.ndarray]
-    differs: frozenset[str]
-
-    def plus(self, path: Path, arrays: Mapping[str, np.ndarray]) -> "ModelSoup":
-        """The soup with one more checkpoint.
-
-        Raises: WeightsError: its constants are not those of the first.
-        """
-        other = {key for key, value in arrays.items() if not np.array_equal(value, self.first[key])}
-        for key in sorted(other - set(self.sums)):
+    first = read(model, paths[0], class_names)
+    averaged = {key for key, _ in model.named_parameters()}  # Paddle counts running statistics
+    sums = {key: value.astype(np.float64) for key, value in first.items() if key in averaged}
+    differs: set[str] = set()
+    for path in paths[1:]:
+        arrays = read(model, path, class_names)
+        other = {key for key, value in arrays.items() if not np.array_equal(value, first[key])}
+        for key in sorted(other - set(sums)):
             raise WeightsError(
-                f"{key} differs from that of {self.paths[0]} and cannot be averaged",
+                f"{key} differs from that of {paths[0]} and cannot be averaged",
                 code="weights_not_alike",
                 where=str(path),
                 fix=(
@@ -143,27 +111,11 @@ class ModelSoup:
                     "(YOLOv5: with the same model.anchors)"
                 ),
             )
-        return ModelSoup(
-            (*self.paths, path),
-            self.first,
-            {key: total + arrays[key] for key, total in self.sums.items()},
-            self.differs | other,
-        )
-
-    def mean(self) -> dict[str, np.ndarray]:
-        """The average, in the dtypes of the first checkpoint.
-
-        The average of equal numbers is exactly that number.
-        """
-        means = {key: total / len(self.paths) for key, total in self.sums.items()}
-        return {key: means.get(key, value).astype(value.dtype) for key, value in self.first.items()}
-
-
-def begin(model: ImageModel, path: Path, arrays: Mapping[str, np.ndarray]) -> ModelSoup:
-    """A soup of one checkpoint."""
-    averaged = {key for key, _ in model.named_parameters()}  # Paddle counts running statistics
-    sums = {key: value.astype(np.float64) for key, value in arrays.items() if key in averaged}
-    return ModelSoup((path,), arrays, sums, frozenset())
+        sums = {key: total + arrays[key] for key, total in sums.items()}
+        differs |= other
+    means = {key: total / len(paths) for key, total in sums.items()}
+    mean = {key: means.get(key, value).astype(value.dtype) for key, value in first.items()}
+    return mean, frozenset(first) - differs
 
 
 def read(model: ImageModel, path: Path, class_names: Sequence[str] = ()) -> dict[str, np.ndarray]:
@@ -190,62 +142,6 @@ def put(model: ImageModel, arrays: Mapping[str, np.ndarray]) -> None:
     """Gives a model the entries that `arrays_of` made of one like it."""
     for key, value in model.state_dict().items():
         value.set_value(arrays[key])
-
-
-def uniform(model: ImageModel, paths: Sequence[Path], class_names: Sequence[str] = ()) -> ModelSoup:
-    """All of them.  Collective."""
-    soup = begin(model, paths[0], read(model, paths[0], class_names))
-    for path in paths[1:]:
-        soup = soup.plus(path, read(model, path, class_names))
-    return soup
-
-
-class Tried(NamedTuple):
-    """What the greedy recipe decided about a checkpoint.
-
-    alone: its own score; together: that of the soup with it; taken: it stayed in.
-    """
-
-    path: Path
-    alone: float
-    together: float
-    taken: bool
-
-
-def greedy(
-    model: ImageModel,
-    paths: Sequence[Path],
-    score: Callable[[], float],
-    renew: Callable[[ModelSoup], None],
-    class_names: Sequence[str] = (),
-) -> tuple[ModelSoup, list[Tried]]:
-    """The greedy soup: adds checkpoints by descending score unless they hurt.
-
-    It starts with the best checkpoint.  Collective.
-
-    Args:
-        score: of the current model, larger is better; the same on every rank.
-        renew: puts a soup of several into the model and recomputes its running statistics.
-    Returns: the soup, which the model may not hold; and what was tried, the best first.
-    Source: arXiv:2203.05482, recipe 1.
-    """
-    alone = []
-    for path in paths:
-        read(model, path, class_names)
-        alone.append(score())
-    order = sorted(range(len(paths)), key=lambda place: -alone[place])  # of equals the first given
-    best = paths[order[0]]
-    soup = begin(model, best, read(model, best, class_names))
-    reached = alone[order[0]]
-    tried = [Tried(best, reached, reached, True)]
-    for place in order[1:]:
-        longer = soup.plus(paths[place], read(model, paths[place], class_names))
-        renew(longer)
-        found = score()
-        tried.append(Tried(paths[place], alone[place], found, found >= reached))
-        if found >= reached:
-            soup, reached = longer, found
-    return soup, tried
 
 
 # Running statistics of batch norm.

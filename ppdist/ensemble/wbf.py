@@ -11,64 +11,56 @@ IOU = 0.55  # of the paper
 VIEW_MARGIN = 0.1
 
 
-def view_iou(iou: float, asked: float | None, written: float | None) -> float:
+def view_iou(iou: float, written: float | None) -> float:
     """IoU of the suppression within a view.
 
     Args:
         iou: of the fusion.
-        asked: set by the user; takes precedence.
         written: what the configuration says; None: there is no suppression.  Of a model that needs
             none an object has further boxes of low scores, too, which would join its cluster.
     """
-    if asked is not None:
-        return asked
     most = max(0.0, round(iou - VIEW_MARGIN, 6))
     return most if written is None else min(written, most)
 
 
 def weighted_fusion(
-    boxes_R4: np.ndarray, scores_R: np.ndarray, weight_R: np.ndarray, total: float, iou: float
+    boxes_R4: np.ndarray, scores_R: np.ndarray, members: int, iou: float
 ) -> tuple[np.ndarray, np.ndarray]:
     """Weighted boxes fusion of one class: boxes that overlap become their mean.
 
-    Boxes are taken by falling weight x score.  Each joins the cluster whose running mean overlaps
-    it most, if by more than `iou`, else starts one.  For a cluster of boxes b_i with weights w_i:
+    Boxes are taken by falling score.  Each joins the cluster whose running mean overlaps it most,
+    if by more than `iou`, else starts one.  For a cluster of T boxes b_i, of N members:
 
-        box   = sum(w_i score_i b_i) / sum(w_i score_i)
-        score = sum(w_i score_i) / sum(w_i) * min(sum(w_i), total) / total
+        box   = sum(score_i b_i) / sum(score_i)
+        score = mean(score_i) * min(T, N) / N
 
-    so boxes that few members found score lower.  With equal weights this is the paper's
-    mean(score_i) * min(T, N) / N; with others its implementation divides by T in place of
-    sum(w_i), which is the same unless one member has several boxes in a cluster, where it can
-    exceed 1.
+    so boxes that few members found score lower.
 
     Args:
         boxes_R4: float64, xyxy, any one unit; R may be 0.
         scores_R: float64, 0..1.
-        weight_R: float64, of the member that found each box, in (0, 1].
-        total: sum of the weights of all members, whether they found something or not.
+        members: all there are, whether they found something or not.
         iou: the paper's threshold (0.55 there).
     Returns: boxes_K4 and scores_K, float64, best first, ties in input order.
     Source: Solovyev, Wang, Gabruseva 2021, arXiv:1910.13302, section 3.
     """
-    order_R = np.argsort(-(scores_R * weight_R), kind="stable")
-    mass_R = (scores_R * weight_R)[order_R]
-    weight_R, boxes_R4 = weight_R[order_R], boxes_R4[order_R]
+    order_R = np.argsort(-scores_R, kind="stable")
+    scores_R, boxes_R4 = scores_R[order_R], boxes_R4[order_R]
     sums_K4 = np.zeros_like(boxes_R4)
     mean_K4 = np.zeros_like(boxes_R4)
-    mass_K, weight_K = np.zeros(len(boxes_R4)), np.zeros(len(boxes_R4))
+    mass_K, found_K = np.zeros(len(boxes_R4)), np.zeros(len(boxes_R4))
     count = 0
-    for box, mass, weight in zip(boxes_R4, mass_R, weight_R):
+    for box, score in zip(boxes_R4, scores_R):
         overlap_K = box_iou(box[None], mean_K4[:count])[0]
         best = int(overlap_K.argmax()) if count else 0
         if not count or overlap_K[best] <= iou:
             best, count = count, count + 1
-        mass_K[best] += mass
-        weight_K[best] += weight
-        sums_K4[best] += mass * box
+        mass_K[best] += score
+        found_K[best] += 1
+        sums_K4[best] += score * box
         # A cluster whose scores are all 0 has no weighted mean: use the box.
         mean_K4[best] = sums_K4[best] / mass_K[best] if mass_K[best] > 0 else box
-    found_K = weight_K[:count]
-    scores_K = mass_K[:count] / found_K * np.minimum(found_K, total) / total
+    found_K = found_K[:count]
+    scores_K = mass_K[:count] / found_K * np.minimum(found_K, members) / members
     order_K = np.argsort(-scores_K, kind="stable")
     return mean_K4[:count][order_K], scores_K[order_K]

@@ -25,8 +25,8 @@ from tests.unit.engine.oracle import five_images
 IOU, MOST = 0.55, 100
 
 
-def member(name: str, rows_R7: np.ndarray, weight: float = 1.0) -> Member:
-    return member_of(name, rows_R7, weight, five_images(), MOST)
+def member(name: str, rows_R7: np.ndarray) -> Member:
+    return member_of(name, rows_R7, five_images(), MOST)
 
 
 def some_members(images: int = 5, count: int = 3) -> list[Member]:
@@ -46,7 +46,7 @@ def some_members(images: int = 5, count: int = 3) -> list[Member]:
             axis=1,
         ).astype(np.float32)
         order_R = np.argsort(rows_R7[:, 0], kind="stable")
-        members.append(member(f"member {place}", rows_R7[order_R], 1.0 + place))
+        members.append(member(f"member {place}", rows_R7[order_R]))
     return members
 
 
@@ -95,29 +95,21 @@ def test_each_image_and_class_is_fused_alone() -> None:
     members = some_members()
     fused_R7 = fuse_members(members, IOU, 300)
     assert (np.diff(fused_R7[:, 0]) >= 0).all() and 1 not in fused_R7[:, 0]
-    weights = np.array([1, 2, 3]) / 3
     for image in (0, 2, 3, 4):
         of_image_R7 = fused_R7[fused_R7[:, 0] == image]
         assert (np.diff(of_image_R7[:, 2]) <= 0).all()
         for label in (0, 1):
             found = of_image_R7[of_image_R7[:, 1] == label]
-            rows, weight = [], []
-            for each, one in zip(members, weights):
-                mine = each.rows_R7
-                mine = mine[(mine[:, 0] == image) & (mine[:, 1] == label)].astype(np.float64)
-                rows.append(mine)
-                weight += [one] * len(mine)
-            rows_R7 = np.concatenate(rows)
-            boxes_K4, scores_K = weighted_fusion(
-                rows_R7[:, 3:], rows_R7[:, 2], np.array(weight), 2.0, IOU
-            )
+            rows_R7 = np.concatenate([each.rows_R7 for each in members]).astype(np.float64)
+            rows_R7 = rows_R7[(rows_R7[:, 0] == image) & (rows_R7[:, 1] == label)]
+            boxes_K4, scores_K = weighted_fusion(rows_R7[:, 3:], rows_R7[:, 2], 3, IOU)
             np.testing.assert_array_equal(found[:, 2], scores_K.astype(np.float32))
             np.testing.assert_array_equal(found[:, 3:], boxes_K4.astype(np.float32))
 
 
 def test_one_member_alone_keeps_its_scores() -> None:
     rows_R7 = np.array([[0, 0, 0.9, 0, 0, 9, 9], [0, 1, 0.8, 0, 0, 9, 9]], np.float32)
-    fused_R7 = fuse_members([member("alone", rows_R7, 5.0)], IOU, 300)
+    fused_R7 = fuse_members([member("alone", rows_R7)], IOU, 300)
     np.testing.assert_array_equal(fused_R7, rows_R7)
 
 
@@ -130,7 +122,7 @@ def test_keep_limits_the_boxes_of_an_image() -> None:
         np.testing.assert_array_equal(of_kept, of_all[:3])
     broken_R7 = np.full((1, 7), np.nan, np.float32)
     broken_R7[0, 0] = 2
-    broken = member("nan", broken_R7, 3.0)
+    broken = member("nan", broken_R7)
     assert broken.boxes == 1
     with_it_R7 = fuse_members([*members, broken], IOU, 300)
     np.testing.assert_array_equal(with_it_R7[:, 0], all_R7[:, 0])

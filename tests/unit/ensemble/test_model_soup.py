@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from ppdist.engine.build import build_model
-from ppdist.ensemble.model_soup import begin, greedy, put, read, require_different, uniform
+from ppdist.ensemble.model_soup import mean_of, put, read, require_different
 from ppdist.models.model_card import CARD_NOTE, ModelCard
 from ppdist.models.weights import arrays_of, write_arrays
 from tests.errors import raises
@@ -33,7 +33,7 @@ def several(tmp_path: Path, count: int, model: str = "yolov5"):
 def test_weights_are_averaged_constants_kept(name, tmp_path: Path) -> None:
     model, paths = several(tmp_path, 3, name)
     before = arrays_of(model)
-    put(model, uniform(model, paths).mean())
+    put(model, mean_of(model, paths)[0])
     files = [dict(np.load(path)) for path in paths]
     changed = set()
     for key, value in arrays_of(model).items():
@@ -48,18 +48,18 @@ def test_weights_are_averaged_constants_kept(name, tmp_path: Path) -> None:
 
 def test_the_mean_of_equals_is_the_same(tmp_path: Path) -> None:
     model, (path,) = several(tmp_path, 1)
+    mean, same = mean_of(model, [path] * 3)
     arrays = read(model, path)
-    soup = begin(model, path, arrays).plus(path, arrays).plus(path, arrays)
-    assert soup.differs == frozenset() and len(soup.paths) == 3
-    assert all((value == arrays[key]).all() for key, value in soup.mean().items())
+    assert same == arrays.keys()
+    assert all((value == arrays[key]).all() for key, value in mean.items())
 
 
-def test_what_differs_is_known_by_key(tmp_path: Path) -> None:
+def test_what_is_the_same_is_known_by_key(tmp_path: Path) -> None:
     model, (path,) = several(tmp_path, 1)
     arrays = read(model, path)
     key = next(key for key in arrays if key.endswith("._mean"))
-    other = {**arrays, key: arrays[key] + 1}
-    assert begin(model, path, arrays).plus(path, other).differs == {key}
+    write_arrays(tmp_path / "other.npz", {**arrays, key: arrays[key] + 1})
+    assert mean_of(model, [path, tmp_path / "other.npz"])[1] == arrays.keys() - {key}
 
 
 def test_other_anchors_are_refused(tmp_path: Path) -> None:
@@ -67,14 +67,14 @@ def test_other_anchors_are_refused(tmp_path: Path) -> None:
     arrays = dict(np.load(second))
     write_arrays(second, {**arrays, "head.anchors": arrays["head.anchors"] * 2})
     with raises("weights_not_alike", str(second), "head.anchors"):
-        uniform(model, [first, second])
+        mean_of(model, [first, second])
 
 
 def test_weights_of_another_architecture_are_refused(tmp_path: Path) -> None:
     model, (path,) = several(tmp_path, 1)
     write_arrays(tmp_path / "other.npz", {"a": np.zeros(3, np.float32)})
     with raises("weights_of_other_architecture"):
-        uniform(model, [path, tmp_path / "other.npz"])
+        mean_of(model, [path, tmp_path / "other.npz"])
 
 
 def test_one_file_or_the_same_one_twice_is_refused(tmp_path: Path) -> None:
@@ -93,44 +93,11 @@ def test_classes_are_averaged_by_name(tmp_path: Path) -> None:
     for key, value in second.items():
         if key.startswith(model.class_layers):
             second[key] = value[[2, 0, 1]]
-    expected = uniform(model, paths).mean()
+    expected = mean_of(model, paths)[0]
     for path, arrays, order in zip(paths, (first, second), (names, turned)):
         write_arrays(path, arrays, {CARD_NOTE: ModelCard(class_names=order).text()})
-    found = uniform(model, paths, names).mean()
+    found = mean_of(model, paths, names)[0]
     for key, value in expected.items():
         np.testing.assert_array_equal(found[key], value)
     with raises("classes_differ", str(paths[0]), "red, green, blue", "red, green, pink"):
-        uniform(model, paths, ("red", "green", "pink"))
-
-
-@pytest.mark.slow
-def test_the_greedy_soup_leaves_out_the_worse(tmp_path: Path) -> None:
-    model, paths = several(tmp_path, 4)
-    key = next(key for key, value in model.named_parameters() if not value.stop_gradient)
-    # Each file is a point; the score is how near the mean of the points taken is to 10.
-    for path, point in zip(paths, [16.0, 7.0, 12.0, 30.0]):
-        arrays = dict(np.load(path))
-        write_arrays(path, {**arrays, key: np.full_like(arrays[key], point)})
-    renewed = []
-
-    def score() -> float:
-        return -abs(float(model.state_dict()[key].numpy().flat[0]) - 10)
-
-    def renew(soup) -> None:
-        renewed.append([path.name for path in soup.paths])
-        put(model, soup.mean())
-
-    soup, tried = greedy(model, paths, score, renew)
-    # 12 alone scores -2; with 7 (9.5): -0.5, taken; with 16 (11.67): -1.67, left; with 30: left.
-    assert [path.name for path in soup.paths] == ["2.npz", "1.npz"]
-    assert [each.taken for each in tried] == [True, True, False, False]
-    assert [each.alone for each in tried] == [-2, -3, -6, -20]
-    assert [each.together for each in tried] == pytest.approx([-2, -0.5, -5 / 3, -19 / 3])
-    assert renewed == [["2.npz", "1.npz"], ["2.npz", "1.npz", "0.npz"], ["2.npz", "1.npz", "3.npz"]]
-    assert soup.mean()[key].flat[0] == 9.5
-
-
-def test_what_changes_nothing_is_taken(tmp_path: Path) -> None:
-    model, paths = several(tmp_path, 3)
-    soup, tried = greedy(model, paths, lambda: 0.5, lambda soup: None)
-    assert list(soup.paths) == paths and all(each.taken for each in tried)
+        mean_of(model, paths, ("red", "green", "pink"))
