@@ -14,9 +14,9 @@ accelerator.json; exit code 1 when a part failed.
 equivalence trains some steps on the user's own configuration and data, on as many ranks as fleetrun
 starts of it (`fleetrun --nproc_per_node 2 ppdist verify equivalence -c ...`); then the same on one
 rank alone, each step from what the ranks began it with.  A table shows how far losses, gradient
-norms and weights are off, beside how far rounding alone carries such a step, and how far apart
-whole runs are (free run).  It says INCONCLUSIVE where rounding carries too far to tell right from
-wrong.  With train.sync_bn the one rank needs memory for the images of all ranks on one card.
+norms and weights are off, beside how far rounding alone carries such a step.  It says INCONCLUSIVE
+where rounding carries too far to tell right from wrong.  With train.sync_bn the one rank needs
+memory for the images of all ranks on one card.
 Nothing is left in output_dir.
 
 zoo without a word lists published weights by name (docs/model_zoo.md).  With names, files of

@@ -11,11 +11,7 @@ ranks began it: what is compared is one step, and nothing adds up.  How far a ro
 step depends on the network; so the process makes each once more with every weight moved by one
 rounding, and the ranks may be off by the tolerance or by a few times that.  One rounding is but one
 example: where the ranks are further off, it draws others before it says so.  Where a rounding does
-as much as what is measured, a step proves nothing, and what no step proves does not pass.  Averaged
-weights are held against the formula of the EMA, applied to the weights beside them.
-
-The process also trains the steps freely, from the same start: how far apart these runs are is shown
-for information.
+as much as what is measured, a step proves nothing, and what no step proves does not pass.
 
 Every step of the run is compared, also the last of an epoch, which has fewer images, of which some
 ranks may have none.  With synchronised statistics the moved run computes batch norm by the program
@@ -30,7 +26,7 @@ import tempfile
 import zlib
 from collections.abc import Callable, Sequence
 from contextlib import redirect_stdout
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -47,13 +43,11 @@ from ppdist.engine.build import build_training
 from ppdist.engine.checkpoint import Snapshot, path_of, read_checkpoint, save_checkpoint, unpacked
 from ppdist.engine.state import TrainState, capture_state, restore_state
 from ppdist.engine.train_step import Clock, TrainStep
-from ppdist.optim.ema import Decay
 
 Report = dict[str, Any]
 # What training leaves, float64; S steps:
 #   losses/NAME, norm/gradient                  [S]
 #   before/GROUP, after/GROUP                   [S, parts]      sketches of weights, statistics
-#   average/off, average/decay                  [S]             see Average; none without EMA
 #   digest                                      of all that it ends with, bit for bit
 Trace = dict[str, np.ndarray]
 
@@ -63,7 +57,6 @@ TOLERANCES = {"float32": 1e-5, "float16": 5e-3, "bfloat16": 2e-2}
 _TOLERANCE_OF_CPU = 1e-3  # of a card held against the CPU, whose kernels are others; likewise
 _ROUNDINGS_ALLOWED = 10.0  # times what a moved run is off by
 _DRAWS = 4  # of roundings, where the ranks are further off than the ones before allow
-_SOME_ROUNDINGS = 1e-6  # of float32, relative: how close two averages can be at all
 _NOT_FINITE = 1e9  # a difference that is not a number, in a form that JSON can hold
 # A step where more is allowed proves nothing: of a loss or a norm; of what training moved.
 _BLIND, _BLIND_OF_MOVED = 0.05, 0.1
@@ -178,13 +171,12 @@ def judge(config: ExperimentConfig, folder: Path) -> None:
         "sync_bn": batches.spread,
     }
     with redirect_stdout(io.StringIO()):  # the ranks have said all of it
-        free = train_steps(config, job["steps"])
         alone = train_steps(config, job["steps"], begin=folder)
         moved: list[Trace] = []
         for draw in range(_DRAWS):  # further ones while something is too far off
             rounding = Rounding.of(config, draw)
             moved.append(train_steps(config, job["steps"], rounding, begin=folder))
-            report |= compare(ranks, alone, moved, free, tolerance=job["tolerance"])
+            report |= compare(ranks, alone, moved, tolerance=job["tolerance"])
             if all(measured["passed"] for measured in report["measured"]):
                 break
     (folder / "report.json").write_text(json.dumps(report), encoding="utf-8")
@@ -222,34 +214,6 @@ class Rounding:
             weight.set_value(paddle.to_tensor(moved).astype(weight.dtype))
 
 
-class Average:
-    """The expected EMA, recomputed from the weights of the same run.
-
-    No chaos comes between the two, so a wrong average stands out however far training amplifies a
-    rounding.
-    """
-
-    def __init__(self, weights: dict[str, np.ndarray], decay: Decay) -> None:
-        self.decay = decay
-        self.updates = 0
-        self.expected = weights
-
-    def update(self, weights: dict[str, np.ndarray]) -> None:
-        self.updates += 1
-        keep = self.decay(self.updates)
-        self.expected = {
-            key: value + np.float32(1 - keep) * (weights[key] - value)
-            for key, value in self.expected.items()
-        }
-
-    def off(self, found: dict[str, paddle.Tensor]) -> float:
-        """|found - expected| / |expected|."""
-        pairs = [(_array(found[key]), value) for key, value in self.expected.items()]
-        off = sum(float(np.square(a.astype(np.float64) - b).sum()) for a, b in pairs)
-        size = sum(float(np.square(b.astype(np.float64)).sum()) for _, b in pairs)
-        return (off / max(size, 1e-24)) ** 0.5
-
-
 @paddle_api.whole_float32()  # TF32 keeps 10 bits: what float32 may be off by would tell nothing
 def train_steps(
     config: ExperimentConfig,
@@ -281,14 +245,10 @@ def train_steps(
         take_sync_batch_norm(step.model)
     count = min(steps, schedule.total_steps)
     parameters = {k: v for k, v in step.model.named_parameters() if not v.stop_gradient}
-    weights = before = _weights(step)
-    average = Average(weights, schedule.ema_decay)
-    sketches_before, sketches_after, averages = [], [], []
+    before = _weights(step)
+    sketches_before, sketches_after = [], []
     batches, results = trainer.batch_source.batches(0, None), []
-    restart = schedule.ema_restart
     for number in range(count):
-        if restart is not None and number == restart.step:
-            average = Average(weights, restart.decay)
         if keep is not None:
             state = capture_state(step, TrainState(step=number), schedule)
             comm.run_on_main(partial(_write_state, keep, state))
@@ -302,16 +262,9 @@ def train_steps(
         rates = schedule.lr_scheduler.rates(number)
         numbers = trainer.batch_source.numbers(number)
         results.append(step(batches, numbers, number, rates, False, Clock()))
-        weights = _weights(step)
-        sketches_after.append(_sketches(step, weights))
-        if results[-1].applied:
-            average.update(weights)
-        if step.ema is not None and begin is None:  # else the weights do not follow one another
-            decay = average.decay(max(1, average.updates))
-            averages.append({"off": average.off(step.ema.average), "decay": decay})
+        sketches_after.append(_sketches(step, _weights(step)))
     trace = _columns("losses", [result.losses for result in results])
     trace |= _columns("before", sketches_before) | _columns("after", sketches_after)
-    trace |= _columns("average", averages)
     trace["norm/gradient"] = np.array([result.gradient_norm for result in results])
     trace["digest"] = _digest(step)
     return trace
@@ -399,8 +352,6 @@ class Measurement:
         step: counted from 1.
         rounding: how far a rounding of the weights carries this step of one rank.
         allowed: of `difference`.
-        free: largest difference between runs whose steps follow one another; None: of averaged
-            weights, whose `difference` is that already.
         telling_steps: where so little is allowed that a wrong step would be found out.
     """
 
@@ -410,24 +361,20 @@ class Measurement:
     rounding: float
     allowed: float
     telling_steps: int
-    free: float | None
 
     @property
     def passed(self) -> bool:
         return self.difference <= self.allowed
 
 
-def compare(
-    ranks: Trace, alone: Trace, moved: Sequence[Trace], free: Trace, *, tolerance: float
-) -> Report:
+def compare(ranks: Trace, alone: Trace, moved: Sequence[Trace], *, tolerance: float) -> Report:
     """Measures the ranks against one rank, and how much that proves.
 
     Args:
         alone: one rank, whose steps begin with what those of the ranks began with.
         moved: the same, perturbed by roundings.
-        free: one rank, whose steps follow one another.
     """
-    found = measure(ranks, alone, moved, free, tolerance=tolerance)
+    found = measure(ranks, alone, moved, tolerance=tolerance)
     # A step tells right from wrong if one of the two does.
     rounding_S = np.minimum(*(_largest(off, moved, alone) for off in (losses_off, norm_off)))
     tells_S = _ROUNDINGS_ALLOWED * rounding_S <= _BLIND
@@ -440,7 +387,7 @@ def compare(
 
 
 def measure(
-    ranks: Trace, alone: Trace, moved: Sequence[Trace], free: Trace, *, tolerance: float
+    ranks: Trace, alone: Trace, moved: Sequence[Trace], *, tolerance: float
 ) -> list[Measurement]:
     """The rows of `compare`."""
     found = []
@@ -448,8 +395,7 @@ def measure(
         rounding_S = _largest(off_by_step, moved, alone)
         allowed_S = np.maximum(tolerance, _ROUNDINGS_ALLOWED * rounding_S)
         off_S = off_by_step(ranks, alone)
-        row = _worst(name, off_S, rounding_S, allowed_S, np.full(len(off_S), _BLIND))
-        found.append(replace(row, free=float(off_by_step(ranks, free).max())))
+        found.append(_worst(name, off_S, rounding_S, allowed_S, np.full(len(off_S), _BLIND)))
     for group in ("weights", "statistics"):
         moved_S = _relative(alone, group, alone[f"before/{group}"])
         if not moved_S.any():  # a model without statistics has none that move
@@ -459,11 +405,7 @@ def measure(
         allowed_S = np.maximum(tolerance * moved_S, _ROUNDINGS_ALLOWED * rounding_S)
         allowed_S = np.maximum(allowed_S, ROUNDINGS["float32"])
         off_S = off_by_step(ranks, alone)
-        row = _worst(group, off_S, rounding_S, allowed_S, _BLIND_OF_MOVED * moved_S)
-        apart_S = _relative(free, group, ranks[f"after/{group}"])
-        found.append(replace(row, free=float(apart_S.max())))
-    if "average/off" in free:
-        found.append(_averages(ranks, free))
+        found.append(_worst(group, off_S, rounding_S, allowed_S, _BLIND_OF_MOVED * moved_S))
     return found
 
 
@@ -474,27 +416,13 @@ def _largest(
     return np.max([off_by_step(trace, alone) for trace in moved], axis=0)
 
 
-def _averages(ranks: Trace, alone: Trace) -> Measurement:
-    """Compares the EMA of the ranks with what their weights imply.
-
-    The weights are compared already, so what rounding made of them excuses nothing here.
-    """
-    expected_S = alone["average/decay"]
-    # A wrong decay is wrong weights of the average, by about as much.
-    off_S = ranks["average/off"] + np.abs(ranks["average/decay"] - expected_S)
-    off_S = _finite(off_S)
-    allowed_S = np.full(len(off_S), _SOME_ROUNDINGS)
-    limit_S = _BLIND_OF_MOVED * _relative(alone, "weights", alone["before/weights"][:1])
-    return _worst("averaged weights", off_S, alone["average/off"], allowed_S, limit_S)
-
-
 def _worst(
     name: str, off_S: np.ndarray, rounding_S: np.ndarray, allowed_S: np.ndarray, limit_S: np.ndarray
 ) -> Measurement:
     """Args: limit_S: a step where more is allowed proves nothing."""
     at = int(np.argmax(off_S / allowed_S))
     row = float(off_S[at]), at + 1, float(rounding_S[at]), float(allowed_S[at])
-    return Measurement(name, *row, int((allowed_S <= limit_S).sum()), None)
+    return Measurement(name, *row, int((allowed_S <= limit_S).sum()))
 
 
 def _finite(off_S: np.ndarray) -> np.ndarray:
@@ -553,12 +481,11 @@ def lines(report: Report) -> list[str]:
     made = f"{of['count']} micro-batch(es) of {of['images']} images"
     result = [
         f"{report['ranks']} rank(s) against 1 rank, {steps} steps of {made}",
-        f"  {'each step alone':<18}{'off by':>9}{'step':>6}{'by rounding':>13}{'allowed':>9}"
-        f"{'free run':>11}",
+        f"  {'each step alone':<18}{'off by':>9}{'step':>6}{'by rounding':>13}{'allowed':>9}",
     ]
     for m in report["measured"]:
         row = f"  {m['name']:<18}{m['difference']:>9.1e}{m['step']:>6}{m['rounding']:>13.1e}"
-        row += f"{m['allowed']:>9.1e}" + ("" if m["free"] is None else f"{m['free']:>11.1e}")
+        row += f"{m['allowed']:>9.1e}"
         mark = "" if m["telling_steps"] else "  proves nothing"
         result.append(f"{row}{mark if m['passed'] else '  TOO FAR OFF'}")
     result.append(f"  training moved the weights by {report['weights_moved']:.1e}")

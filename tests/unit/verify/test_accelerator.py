@@ -34,7 +34,7 @@ def cards(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_equivalence_passes_only_what_tells() -> None:
     row = {"name": "losses", "difference": 1e-7, "step": 1, "rounding": 0.0, "allowed": 1e-5,
-           "telling_steps": 2, "free": None, "passed": True}  # fmt: skip
+           "telling_steps": 2, "passed": True}  # fmt: skip
     report = {"measured": [row], "steps": 2, "steps_that_tell": 2, "ranks_with_other_weights": []}
     assert judge_equivalence(report).verdict == PASS
     assert judge_equivalence(report | {"measured": [row | {"telling_steps": 0}]}).not_run
