@@ -14,10 +14,8 @@ from ppdist.tune.store import Claim, Store, Waiting
 from ppdist.tune.trial import Curve, Job, Launcher, Past, write_past
 
 CLEAN_STOP = 75
-_WRONG_INPUT = 2
 _READ_EVERY = 6  # looks: metrics.jsonl is read less often than processes are looked at
 _NOTE_SECONDS = 10.0  # between two notes of how long a trial took so far
-_MOST_CRASHES = 3  # of a training; it continues from its newest checkpoint
 _MOST_FAILURES = 3  # in a row, before anything went well: the next would fail, too
 
 
@@ -27,7 +25,6 @@ class _Running:
 
     claim: Claim
     job: Job
-    crashes: int
     minutes_before: float
     hopeless: bool = False
     said: set[int] = field(default_factory=set)  # epochs
@@ -71,8 +68,6 @@ class Search:
         """
         with ExitStack() as undo:
             undo.callback(self._abandon)
-            for trial in self.store.unwanted():
-                self.say(f"trial {trial.number:03d} is ignored: it is no longer in the study")
             begun = 0
             while True:
                 stop = self.asked_to_stop()
@@ -83,13 +78,7 @@ class Search:
                     claim = self.store.claim(
                         begin=most is None or begun < most, retry_failed=self.retry_failed
                     )
-                    if isinstance(claim, Claim) and claim.hopeless:
-                        # Decided by a process that was killed before it could tell.
-                        folder = self.store.trial_folder(claim.number)
-                        curve = Curve.of(folder, self.store.config.metric)
-                        self._finish(claim, TrialState.PRUNED, curve, Past.of(folder).minutes)
-                        waiting = True  # the place is free for another
-                    elif isinstance(claim, Claim):
+                    if isinstance(claim, Claim):
                         begun += not claim.again
                         self._start(place, claim)
                     else:
@@ -105,7 +94,7 @@ class Search:
         folder = self.store.trial_folder(claim.number)
         past = Past.of(folder)
         job = self.launcher.start(folder, self.places[place], study.config, cell.overrides(study))
-        self._running[place] = _Running(claim, job, past.crashes, past.minutes)
+        self._running[place] = _Running(claim, job, past.minutes)
         self._note(self._running[place])
         how = "continues" if claim.again else "starts"
         self.say(f"trial {claim.number:03d} ({cell.label}) {how} in {folder}")
@@ -124,7 +113,6 @@ class Search:
         values = curve.values()
         if self.store.report(number, values) and code is None and not running.hopeless:
             running.hopeless = True
-            self.store.give_up(number)
             self.say(f"trial {number:03d} is pruned at epoch {max(values)}: stopping")
         for epoch in sorted(values.keys() - running.said):
             running.said.add(epoch)
@@ -140,7 +128,6 @@ class Search:
 
     def _ended(self, running: _Running, code: int, curve: Curve, stop: bool) -> None:
         claim, number = running.claim, running.claim.number
-        running.crashes += code != 0 and not (stop or running.hopeless)
         self._note(running)
         if code == 0 and not curve.evaluations:
             why = "it ended without an evaluation"
@@ -152,13 +139,9 @@ class Search:
         elif stop:
             self.store.leave(number)
             self.say(f"trial {number:03d} was stopped; run the same command to continue it")
-        elif (code == _WRONG_INPUT and not claim.again) or running.crashes >= _MOST_CRASHES:
-            # What was right at its beginning, and is wrong now, may be an orphan in the way.
+        else:
             why = f"exit code {code}: {running.job.said()}"
             self._finish(claim, TrialState.FAIL, curve, running.minutes, why)
-        else:
-            self.say(f"trial {number:03d} ended with exit code {code}: continuing it")
-            self.store.leave(number)  # and claimed again in the next round
 
     def _finish(
         self, claim: Claim, state: TrialState, curve: Curve, minutes: float, why: str = ""
@@ -194,7 +177,7 @@ class Search:
 
     def _note(self, running: _Running) -> None:
         running.noted = running.minutes
-        write_past(running.job, running.crashes, running.noted)
+        write_past(running.job, running.noted)
 
     def _abandon(self) -> None:
         """Ends our trainings on any exit; they save and can be continued."""

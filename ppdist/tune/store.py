@@ -107,13 +107,11 @@ class Claim:
     Attributes:
         number: names its folder.
         again: another process, or this one before, has begun it.
-        hopeless: it has only to be told as pruned.
     """
 
     number: int
     cell: Cell
     again: bool
-    hopeless: bool = False
 
 
 class Waiting:
@@ -268,7 +266,7 @@ class Store:
     def _adopt(self, trial: FrozenTrial) -> Claim | Waiting | None:
         lock = StudyLock(self.trial_folder(trial.number) / "tune.lock")
         cell = self.cell_of(trial)
-        if (cell is not None and not self._wants(cell)) or not lock.try_acquire():
+        if not lock.try_acquire():
             lock.close()
             return None
         if cell is None:
@@ -280,19 +278,7 @@ class Store:
             lock.close()
             return Waiting()
         self._mine[trial.number] = lock
-        return Claim(trial.number, cell, True, hopeless="hopeless" in trial.user_attrs)
-
-    def _wants(self, cell: Cell) -> bool:
-        """Whether the study, as it is now, has such a trial."""
-        if self.config.sampler != "grid":
-            return True
-        return cell.key() in {each.key() for each in grid(self.config)}
-
-    def unwanted(self) -> list[FrozenTrial]:
-        """Unfinished trials that the study as it is now no longer contains."""
-        running = [each for each in self.trials() if each.state == TrialState.RUNNING]
-        cells = [(each, self.cell_of(each)) for each in running]
-        return [each for each, cell in cells if cell is not None and not self._wants(cell)]
+        return Claim(trial.number, cell, True)
 
     def _begin(self, trials: Sequence[FrozenTrial], retry_failed: bool) -> Claim | None:
         """A trial of its own, under the lock of the study."""
@@ -343,13 +329,6 @@ class Store:
             trial.report(values[epoch], epoch)
             hopeless = trial.should_prune() or hopeless
         return hopeless
-
-    def give_up(self, number: int) -> None:
-        """Records that a trial is pruned, before its training ends.
-
-        The record outlives this process.
-        """
-        self._trial(number).set_user_attr("hopeless", True)
 
     def finish(
         self, number: int, state: TrialState, value: float | None, result: dict[str, Any]

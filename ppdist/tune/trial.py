@@ -8,7 +8,7 @@ import socket
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +20,7 @@ from ppdist.common.records import MetricRecords, Record, read_metrics
 from ppdist.config.study import StudyConfig, item_of
 
 _TAIL_BYTES = 4000
+_RESTARTS = "2"  # of a training that crashes; it continues from its newest checkpoint
 
 
 # Cells of a study: a setting and a seed each.
@@ -115,7 +116,8 @@ class Launcher:
         Args: placing: options of fleetrun: which cards, or how many processes.
         """
         folder.mkdir(parents=True, exist_ok=True)
-        line = [*self.command, *placing, "--log_dir", str(folder / "log"), *self.script]
+        line = [*self.command, *placing, "--max_restart", _RESTARTS]
+        line += ["--log_dir", str(folder / "log"), *self.script]
         line += ["-c", config, "--eval", "--resume", "auto"]
         line += ["-o", *overrides, item_of("output_dir", str(folder))]
         environment = {"OMP_NUM_THREADS": str(self.threads), **os.environ}
@@ -175,7 +177,6 @@ class Job:
 class Past:
     """What tune.json of a trial says of the processes that ran it."""
 
-    crashes: int = 0
     minutes: float = 0.0
     host: str = ""
     pid: int = 0
@@ -184,8 +185,9 @@ class Past:
     @classmethod
     def of(cls, folder: Path) -> "Past":
         try:
-            return cls(**json.loads(text_of(folder / "tune.json")))
-        except (OSError, ValueError, TypeError):
+            content = json.loads(text_of(folder / "tune.json"))
+            return cls(**{each.name: content[each.name] for each in fields(cls)})
+        except (OSError, ValueError, TypeError, KeyError):
             return cls()
 
     def end(self) -> bool:
@@ -203,10 +205,10 @@ class Past:
         return True
 
 
-def write_past(job: Job, crashes: int, minutes: float) -> None:
+def write_past(job: Job, minutes: float) -> None:
     """Writes tune.json."""
     pid = job.process.pid
-    past = Past(crashes, round(minutes, 3), socket.gethostname(), pid, _started(pid))
+    past = Past(round(minutes, 3), socket.gethostname(), pid, _started(pid))
     write_json(job.folder / "tune.json", asdict(past))
 
 
