@@ -30,7 +30,6 @@ from ppdist.data.types import Batch, DetectionSet, SampleKey
 from ppdist.distributed import comm
 from ppdist.distributed.comm import evaluate_on_all_ranks
 from ppdist.distributed.progress import Progress
-from ppdist.engine.train_step import Clock
 from ppdist.losses.base import Loss
 from ppdist.losses.nms import multiclass_nms
 from ppdist.metrics.analysis import analyse, count_duplicates, left_out_line, scored_images
@@ -168,9 +167,6 @@ class DatasetEvaluator(ABC, Generic[Found]):
         images: in the whole set.
         pictures: after an evaluation, the first images of this rank's share: ground truth on the
             left, predictions on the right, for `RunLog.images`.
-        clock: after an evaluation, this rank's seconds by part: `images` (waiting for them),
-            `forward`, `boxes` (decoding, NMS), `rows` (boxes to pixels of the original, pictures),
-            `loss`, `ranks` (waiting for the others), `metrics`.
     """
 
     headline: tuple[str, ...]
@@ -194,7 +190,6 @@ class DatasetEvaluator(ABC, Generic[Found]):
         """
         self.images = len(dataset.records)
         self.pictures: list[np.ndarray] = []
-        self.clock = Clock()
         self._dataset = self._scored = dataset  # the latter: minus unreadable images
         self._loader = loader
         self._told = set(dataset.unreadable)  # already reported by the check
@@ -217,7 +212,7 @@ class DatasetEvaluator(ABC, Generic[Found]):
             `eval_seconds` (rank 0's wall time).
         Raises: EvaluationStopped, on all ranks: one was asked to stop.  EvaluationFailed.
         """
-        began, self.clock = time.monotonic(), Clock()
+        began = time.monotonic()
         if self._loss is not None:
             self._loss.begin(step)
         found, losses = self._over_ranks(model, stopped, self._loss)
@@ -226,13 +221,9 @@ class DatasetEvaluator(ABC, Generic[Found]):
             if not comm.is_main():
                 return {}
             self._last = found
-            metrics = self.measure(found)
-            self.clock.lap("metrics")
-            return {**metrics, **losses, "eval_seconds": time.monotonic() - began}
+            return {**self.measure(found), **losses, "eval_seconds": time.monotonic() - began}
 
-        metrics = evaluate_on_all_ranks(measure, say=lambda metrics: metrics).said_W[0]
-        self.clock.lap("ranks")
-        return metrics
+        return evaluate_on_all_ranks(measure, say=lambda metrics: metrics).said_W[0]
 
     def abort_waits(self) -> None:
         """Stops waiting for unavailable images because the run ends soon.  Local."""
@@ -292,7 +283,6 @@ class DatasetEvaluator(ABC, Generic[Found]):
             say=lambda share: (share.unreadable, {} if loss is None else loss.sums),
         )
         rows_RX = comm.all_gather_rows(share.value.rows_RX)
-        self.clock.lap("ranks")
         rows_RX = rows_RX[np.argsort(rows_RX[:, 0], kind="stable")]
         if _STOPPED in rows_RX[:1, 0]:
             raise EvaluationStopped
@@ -332,16 +322,13 @@ class DatasetEvaluator(ABC, Generic[Found]):
         progress = Progress(_LOGGER, "evaluation", share)
         with in_eval_mode(model):
             for batch in self._loader:
-                self.clock.lap("images")
                 unreadable |= batch.bad_images
                 images = int((batch.image_index_B.numpy() >= 0).sum())
                 if images:
                     outputs, rows_RX = self._rows_of(model, batch)
                     rows.append(rows_RX)
-                    self.clock.lap("rows")
                     if loss is not None:
                         loss.add(outputs, batch)
-                        self.clock.lap("loss")
                 progress.add(images + len(batch.bad_images))
                 if stopped():
                     rows.append(np.full((1, nothing.shape[1]), _STOPPED, nothing.dtype))
@@ -436,7 +423,7 @@ class Evaluator(DatasetEvaluator[np.ndarray]):
 
         Otherwise images without detections would be missing.
         """
-        outputs, rows_R6, count_B = detect(model, batch.images_B3HW, self._nms, self.clock)
+        outputs, rows_R6, count_B = detect(model, batch.images_B3HW, self._nms)
         wanted = self._max_pictures - len(self.pictures)
         self.pictures += draw_batch(batch, rows_R6, count_B, self._dataset.class_names, wanted)
         indices_B = batch.image_index_B.numpy()
@@ -467,24 +454,19 @@ class Evaluator(DatasetEvaluator[np.ndarray]):
 
 
 def detect(
-    model: Detector, images_B3HW: paddle.Tensor, nms: NMSConfig, clock: Clock
+    model: Detector, images_B3HW: paddle.Tensor, nms: NMSConfig
 ) -> tuple[Any, np.ndarray, np.ndarray]:
     """Detections of one batch by a model in eval mode.
 
-    Args:
-        images_B3HW: uint8 RGB.
-        clock: gets `forward` and `boxes`.
+    Args: images_B3HW: uint8 RGB.
     Returns: raw outputs of the model; float32 [R, 6] rows (class, score, x1, y1, x2, y2) in input
         pixels, image after image; and int64 [B], how many rows each image has.
     """
     with paddle.no_grad():
         outputs = model(model.normalize(images_B3HW))
-        clock.lap("forward")
         scores_BNC, boxes_BN4 = model.decode(outputs)
         rows_R6, count_B = multiclass_nms(scores_BNC, boxes_BN4, nms)
-        found = outputs, rows_R6.numpy(), count_B.numpy().astype(np.int64)
-        clock.lap("boxes")
-    return found
+        return outputs, rows_R6.numpy(), count_B.numpy().astype(np.int64)
 
 
 def draw_batch(
@@ -549,7 +531,6 @@ class ClassificationEvaluator(DatasetEvaluator[Ranking]):
     def _rows_of(self, model: ImageModel, batch: Batch) -> tuple[Any, np.ndarray]:
         """Columns: position, rank of the true class, top classes, their scores."""
         outputs, probabilities_BC = classify(model, batch.images_B3HW)
-        self.clock.lap("forward")
         index_B, label_B = batch.image_index_B.numpy(), batch.labels_BM[:, 0].numpy()
         real_B = index_B >= 0
         found = rank(probabilities_BC[real_B], label_B[real_B], index_B[real_B])

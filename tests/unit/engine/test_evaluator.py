@@ -10,7 +10,6 @@ from ppdist.config.evaluate import NMSConfig
 from ppdist.data.types import DetectionSet
 from ppdist.distributed import comm
 from ppdist.engine.evaluator import Evaluator, detect, draw_batch, in_eval_mode
-from ppdist.engine.train_step import Clock
 from ppdist.metrics.analysis import left_out_line, tables
 from ppdist.metrics.coco import METRICS, evaluate_boxes
 from tests.distributed import run_on_ranks
@@ -231,7 +230,7 @@ def test_images_show_truth_and_boxes_up_to_limit():
 def test_padding_is_not_drawn():
     dataset = five_images()
     (batch,) = Loader(dataset, [3])
-    _, rows_R6, count_B = detect(Oracle(dataset), batch.images_B3HW, NMSConfig(), Clock())
+    _, rows_R6, count_B = detect(Oracle(dataset), batch.images_B3HW, NMSConfig())
     assert len(draw_batch(batch, rows_R6, count_B, dataset.class_names, 10)) == 1
 
 
