@@ -144,8 +144,7 @@ def read_benchmarks(paths: Sequence[Path]) -> Measured:
                 measured.card_input = float(result["images_per_second"]) / int(machine["ranks"])
         except (KeyError, TypeError, ValueError, ZeroDivisionError) as error:
             raise ConfigError(
-                "is not a report of this version's `ppdist benchmark train|scaling|loader --json "
-                f"FILE`: {error!r}",
+                f"is no report of this version's benchmark of train, scaling or loader: {error!r}",
                 code="not_a_benchmark",
                 where=str(path),
             ) from error
