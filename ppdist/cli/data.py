@@ -12,34 +12,27 @@ ppdist data anchors DATA --model yolov5s                       anchors fitted to
 ppdist data synthetic --out DIR [--train N] [--val N]          a small made-up set, COCO format
 
 DATA: a data.yaml (ultralytics, Roboflow), or a folder with COCO's JSON, Pascal VOC's XML or YOLO's
-labels, as of `ppdist train DATA`; or -c cfg.yml in its place.  convert and split also take
---format F --root DIR --annotations FILE [--images DIR] [--names A B ...].
-With DATA and -c also -o KEY=VALUE ...
+labels, as of `ppdist train DATA`; or -c cfg.yml in its place; both also with -o KEY=VALUE ...
 """
 
 import argparse
-import logging
 import math
 import shlex
 import sys
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Iterable
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from ppdist.cli import RECIPE, add_data, experiment_of, parser_of, print_table
 from ppdist.common import errors, process
 from ppdist.common.arguments import at_least, byte_count
-from ppdist.storage.addresses import is_remote
 
 if TYPE_CHECKING:
-    from ppdist.config.data import DataConfig
-    from ppdist.config.experiment import ExperimentConfig
+    from ppdist.config import ExperimentConfig
     from ppdist.data.checks.validate import Report
 
 SPLITS: tuple[Literal["train", "val"], ...] = ("train", "val")
-_FORMATS = ("coco", "voc", "yolo", "csv", "folder")
-_WITH_FORMAT = ("root", "images", "annotations", "names")
 _MOST_CLASSES = 100  # that a table lists
 
 
@@ -90,7 +83,7 @@ def parse() -> argparse.Namespace:
     split.add_argument("--out", type=Path, metavar="DIR",
                        help="folder of the new files (that of the annotations)")  # fmt: skip
     for command in (convert, split):
-        add_source(command)
+        add_data(command)
     synthetic = commands.add_parser("synthetic", help="make textured shapes with known boxes")
     synthetic.add_argument("--out", type=Path, required=True, metavar="DIR", help="data.root to be")
     for name, least, default, what in (
@@ -105,20 +98,6 @@ def parse() -> argparse.Namespace:
     return parser.parse_args()
 
 
-def add_source(parser: argparse.ArgumentParser) -> None:
-    """Adds DATA, -c and -o, or --format and its options, for `source_of`."""
-    add_data(parser)
-    parser.add_argument(
-        "--format", choices=_FORMATS, help="format of data that neither DATA nor -c describes"
-    )
-    parser.add_argument("--root", metavar="DIR", help="what the paths are relative to (.)")
-    parser.add_argument("--images", metavar="DIR", help="folder of the images (images)")
-    parser.add_argument(
-        "--annotations", metavar="PATH", help="file, list or folder (voc, yolo: beside the images)"
-    )
-    parser.add_argument("--names", nargs="+", metavar="NAME", help="of the classes, in order")
-
-
 def main() -> int:
     arguments = parse()
     return COMMANDS[arguments.command](arguments)
@@ -126,55 +105,6 @@ def main() -> int:
 
 def load(arguments: argparse.Namespace) -> "ExperimentConfig":
     return experiment_of(arguments, f"data {arguments.command}")
-
-
-def source_of(arguments: argparse.Namespace) -> "DataConfig":
-    """The data of DATA, -c or --format (then val is train).
-
-    Raises: ConfigError: it says several, none, or too little.
-    """
-    from ppdist.config.data import DataConfig, SplitConfig
-
-    given = arguments.data or arguments.config
-    words = [f"--{name}" for name in _WITH_FORMAT if getattr(arguments, name) is not None]
-    if given and (arguments.format or words):
-        raise errors.ConfigError(
-            f"{', '.join(['--format'] if arguments.format else words)} conflicts with {given}: "
-            "both name the data",
-            code="options_conflict",
-            fix=f"give only one of them, or override {given} with -o data.root=PATH ...",
-        )
-    if not arguments.format:
-        if words:
-            raise errors.ConfigError(f"{', '.join(words)} needs --format",
-                                     code="option_missing")  # fmt: skip
-        return load(arguments).data
-    if arguments.override:
-        raise errors.ConfigError(
-            f"-o {' '.join(arguments.override)} needs DATA or -c; with --format, --root, --images, "
-            "--annotations and --names describe the data",
-            code="options_conflict",
-        )
-    if not arguments.annotations and arguments.format in ("coco", "csv"):
-        raise errors.ConfigError(
-            f"--annotations is missing: format {arguments.format} needs it", code="option_missing"
-        )
-    root = "." if arguments.root is None else arguments.root
-    if not (is_remote(root) or Path(root).is_dir()):
-        raise errors.ConfigError(
-            "is not a folder", code="folder_not_found", where=f"--root {root}", fix="set --root DIR"
-        )
-    part = SplitConfig(
-        images="images" if arguments.images is None else arguments.images,
-        annotations=arguments.annotations or "",
-    )
-    return DataConfig(
-        format=arguments.format,
-        root=root,
-        train=part,
-        val=part,
-        class_names=tuple(arguments.names or ()),
-    )
 
 
 def check(arguments: argparse.Namespace) -> int:
@@ -230,29 +160,21 @@ def looked_at(config: "ExperimentConfig", *, fast: bool, workers: int = 0) -> "R
 
 def verdict(config: "ExperimentConfig", report: "Report") -> int:
     """Says whether the splits can be used; the exit code."""
-    from ppdist.data.datasets.build import read_split
+    from ppdist.data.datasets.build import set_of_raw
     from ppdist.engine.suitability import findings_of
 
     if report.errors:
         print(f"{report.errors} errors: training stops, or loses images", file=sys.stderr)
         return 2
-    with _unlogged("ppdist.data"):  # `looked_at` has named all that reading warns of
-        sets = [read_split(config.data, split, config.model.num_classes) for split in SPLITS]
+    sets = [
+        set_of_raw(config.data, split, report.splits[split].raw, config.model.num_classes)
+        for split in SPLITS
+    ]
     for finding in findings_of(config, *sets):
         print(f"warning: {finding.text}")
     looked = "every image decodes" if report.decoded else "only image headers were checked"
     print(f"ok: both splits can be used; {looked}")
     return 0
-
-
-@contextmanager
-def _unlogged(name: str) -> Iterator[None]:
-    logger = logging.getLogger(name)
-    logger.disabled = True
-    try:
-        yield
-    finally:
-        logger.disabled = False
 
 
 def _written(word: str) -> str:
@@ -312,8 +234,8 @@ def convert(arguments: argparse.Namespace) -> int:
     if arguments.data and tool_of(Path(arguments.data)):
         raws = read_foreign(Path(arguments.data), strictly)
     else:
-        config, splits = source_of(arguments), SPLITS[:1] if arguments.format else SPLITS
-        raws = {split: read_raw(config, split, strictly) for split in splits}
+        config = load(arguments).data
+        raws = {split: read_raw(config, split, strictly) for split in SPLITS}
     strictly.report(*raws.values())
     written: list[Path] = []
     with removed_on_failure(written):
@@ -394,7 +316,7 @@ def show(arguments: argparse.Namespace) -> int:
         )
     make_parent(arguments.out)
     split = SPLITS[arguments.eval]
-    masks = not arguments.eval and config.data.augment.copy_paste > 0
+    masks = not arguments.eval and config.data.augment.needs_outlines
     dataset = read_split(config.data, split, config.model.num_classes, masks=masks)
     if arguments.eval:
         pictures = evaluation_pictures(
@@ -443,7 +365,7 @@ def split(arguments: argparse.Namespace) -> int:
     else:
         shares = shares_of(arguments.parts)
         wanted = {name: {part} for part, name in enumerate(shares)}
-    config = source_of(arguments).model_copy(update={"val_fraction": None})  # all of it
+    config = load(arguments).data.model_copy(update={"val_fraction": None})  # all of it
     dataset = read_split(config, "train", whole=True)
     group_N = groups_of_one_content([record.path for record in dataset.records])
     classes = [record.labels_M[~record.crowd_M] for record in dataset.records]

@@ -241,6 +241,11 @@ class AugmentConfig(Section):
         return self.plain_epochs or self.close_mosaic_epochs
 
     @property
+    def needs_outlines(self) -> bool:
+        """Whether the training set is read with the outlines of its objects."""
+        return self.copy_paste > 0
+
+    @property
     def needs_length(self) -> bool:
         """Whether the length of the run matters."""
         return bool(self.close_mosaic_epochs or self.plain_epochs or self._window_in_shares)

@@ -19,11 +19,10 @@ from typing import Literal, NamedTuple, Protocol
 import cv2
 import numpy as np
 
-from ppdist.common.files import user_cache
+from ppdist.common.files import replacing, user_cache
 from ppdist.common.machine import available_memory
 from ppdist.data.types import DetectionSet, Records
 from ppdist.distributed import comm
-from ppdist.runtime.files import replacing
 from ppdist.storage import files as storage
 from ppdist.storage.keyed_cache import place_of
 

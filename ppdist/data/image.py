@@ -11,6 +11,7 @@ file before a decoder sees it.
 import os
 import struct
 import zlib
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
 
@@ -28,9 +29,10 @@ from ppdist.runtime.decoder import (
     MOST_PIXELS,
     PNG,
     WEBP,
-    bmp_masks,
     damage,
     decode,
+    has_sixteen_bits,
+    is_dark,
     tiff_of,
     unread_pixels,
 )
@@ -42,8 +44,17 @@ def is_image_name(name: str) -> bool:
     return name.lower().endswith(IMAGE_SUFFIXES) and not name.startswith(".")
 
 
+DARK = (
+    "an image with 16 bits per channel uses 14 of them or fewer (perhaps 12); only the upper 8 are "
+    "read, so it looks nearly black; scale its values so that white is near 65535"
+)
+
+
 def read_image(
-    path: str | Path, size: tuple[int, int] | None = None, reduced: int = 1
+    path: str | Path,
+    size: tuple[int, int] | None = None,
+    reduced: int = 1,
+    note_dark: Callable[[], None] = lambda: None,
 ) -> np.ndarray:
     """Reads an image upright by EXIF, as uint8 RGB [H, W, 3].
 
@@ -54,6 +65,7 @@ def read_image(
         size: the (height, width) it must have; an image that has it without being turned stays.
         reduced: 2, 4, 8: a half, quarter or eighth of each side, rounded up.  A JPEG is decoded so,
             which is three times as fast and averages the pixels left out.
+        note_dark: called where DARK holds, which no header tells.
     Raises: DataError: absent, unreadable, damaged, cut short, of more than MOST_PIXELS, or of
         another size (within `reduced` pixels).
     """
@@ -75,6 +87,8 @@ def read_image(
             code="size_mismatch",
             where=str(path),
         )
+    if has_sixteen_bits(content) and is_dark(image_HW3):
+        note_dark()
     if reduced > 1:
         height, width = _reduced_size((height, width), reduced)
         image_HW3 = cv2.resize(image_HW3, (width, height), interpolation=cv2.INTER_AREA)
@@ -302,9 +316,6 @@ def _header_of_png(file: BinaryIO) -> ImageHeader:
 def _header_by_pillow(file: BinaryIO) -> ImageHeader:
     file.seek(0)
     start = file.read(66)
-    if start.startswith(BMP) and bmp_masks(start):  # Pillow knows few
-        width, height = struct.unpack_from("<ii", start, 18)
-        return ImageHeader(width, abs(height), 1)
     if tiff := tiff_of(lambda at, count: _read_at(file, at, count)):
         if unread_pixels(tiff):
             raise ValueError("a TIFF that is not read")

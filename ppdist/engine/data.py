@@ -45,25 +45,9 @@ def read_sets(config: DataConfig, num_classes: int, evaluate: bool) -> Checked:
     Args: evaluate: read the validation set, too.
     Raises: UserError, on every rank: they cannot be read or used.
     """
-    if config.sampling.name == "difficulty" and not evaluate:
-        raise ConfigError(
-            "difficulty needs the scores of evaluations",
-            code="evaluation_missing",
-            where="data.sampling.name",
-            fix="start with --eval, or set it to balanced",
-        )
-
-    def read() -> Sequence[DetectionSet | None]:
-        masks = config.augment.copy_paste > 0
-        train_set = read_split(config, "train", num_classes, masks=masks)
-        require_outlines(train_set, config.augment)
-        if not evaluate:
-            return train_set, None
-        val_set = read_split(config, "val", num_classes)
-        check_same_classes(train_set, val_set)
-        return train_set, val_set
-
-    train_set, val_set = read_on_host(read, storage.absolute(config.root))
+    train_set, val_set = read_on_host(
+        lambda: read_unshared(config, num_classes, evaluate), storage.absolute(config.root)
+    )
     assert train_set is not None
     for dataset in (train_set, val_set):
         if dataset is not None:
@@ -73,6 +57,31 @@ def read_sets(config: DataConfig, num_classes: int, evaluate: bool) -> Checked:
     checked = check_before_training(config, train_set, val_set, workers=2 * cores)
     same = same_sets(config) if evaluate else ""
     return checked._replace(lines=(*checked.lines, same)) if same else checked
+
+
+def read_unshared(
+    config: DataConfig, num_classes: int, evaluate: bool
+) -> tuple[DetectionSet, DetectionSet | None]:
+    """Reads the training and validation sets on this process alone; images are not checked.
+
+    Args: evaluate: read the validation set, too.
+    Raises: UserError: they cannot be read or used.
+    """
+    if config.sampling.name == "difficulty" and not evaluate:
+        raise ConfigError(
+            "difficulty needs the scores of evaluations",
+            code="evaluation_missing",
+            where="data.sampling.name",
+            fix="start with --eval, or set it to balanced",
+        )
+    masks = config.augment.needs_outlines
+    train_set = read_split(config, "train", num_classes, masks=masks)
+    require_outlines(train_set, config.augment)
+    if not evaluate:
+        return train_set, None
+    val_set = read_split(config, "val", num_classes)
+    check_same_classes(train_set, val_set)
+    return train_set, val_set
 
 
 def images_of_epoch(dataset: DetectionSet, config: SamplingConfig) -> int:

@@ -10,11 +10,10 @@ from pathlib import Path
 from typing import Any
 
 from ppdist.common.files import digest_of_text, replace_file
-from ppdist.common.job import DIGESTS_NOTE, MIN_HOSTS_VARIABLE
-from ppdist.data.datasets.build import read_split
+from ppdist.common.process import DIGESTS_NOTE, MIN_HOSTS_VARIABLE
 from ppdist.data.types import DetectionSet
 from ppdist.engine.continuation import write_note
-from ppdist.engine.data import fingerprint
+from ppdist.engine.data import fingerprint, read_unshared
 from ppdist.engine.preflight import digests_of_code, flat_config, inputs_of, versions
 from ppdist.storage import addresses
 from ppdist.storage import files as storage
@@ -43,9 +42,7 @@ def write_digests(file: Path, config: Any, *, evaluate: bool, fitted: bool) -> N
     for path in inputs_of(config, evaluate=evaluate):
         if not addresses.is_remote(path) and not storage.can_be_read(path):
             raise unavailable("cannot be read on this host", f"{path}")
-    classes, masks = config.model.num_classes, config.data.augment.copy_paste > 0
-    train_set = read_split(config.data, "train", classes, masks=masks)
-    val_set = read_split(config.data, "val", classes) if evaluate else None
+    train_set, val_set = read_unshared(config.data, config.model.num_classes, evaluate)
     digests = _digests(config, train_set, val_set)
     if fitted:
         digests = {name: digests[name] for name in digests if not name.startswith("config ")}

@@ -24,8 +24,7 @@ from ppdist.distributed import comm
 from ppdist.losses.base import Loss, LossOutput
 from ppdist.losses.distillation import Teaching, Term
 from ppdist.models.base import Detector
-from ppdist.models.build import build_model
-from ppdist.models.model_card import names_for, require_classes_of
+from ppdist.models.model_card import require_classes_of
 from ppdist.models.weights import checkpoint_of, load_weights
 
 # Of class scores none (arXiv:2006.04388), of features arXiv:2011.13256, of boxes arXiv:2102.12252,
@@ -217,8 +216,8 @@ def read_teacher(
     if teacher.strides != student.strides:
         raise refuse("its levels have the strides", teacher.strides, student.strides)
     fix = "give a teacher of the same classes; their order does not matter"
-    require_classes_of(source, class_names, "the training set", fix)
-    load_weights(teacher, source, names_for(source, class_names))
+    names = require_classes_of(source, class_names, "the training set", fix)
+    load_weights(teacher, source, names)
     teacher.become_teacher()
     return source, teacher
 

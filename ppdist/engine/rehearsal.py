@@ -28,7 +28,9 @@ def rehearse(decisions: Decisions, kernels: Kernels = BFLOAT16) -> str:
     source = build_batch_source(config, decisions.train_set, schedule)
     rates = LearningRates(0.0, 0.0, config.optimizer.momentum)
     eta, clock = ETA(schedule.total_steps), Clock()
-    _expect(eta, decisions)
+    images = 0 if decisions.val_set is None else len(decisions.val_set.records)
+    evaluate_every = schedule.interval(config.evaluate.every_epochs) if images else 0
+    eta.expect(evaluate_every, 0, images, schedule.total_batch)
     begun = decisions.start.step or 0  # steps that the run to resume has made
     batches = source.batches(0, None)
     done = 0
@@ -47,10 +49,3 @@ def rehearse(decisions: Decisions, kernels: Kernels = BFLOAT16) -> str:
         f"about {duration(seconds)} on this machine: {schedule.total_steps - begun} steps and the "
         f"evaluations, by {done} steps that were tried"
     )
-
-
-def _expect(eta: ETA, decisions: Decisions) -> None:
-    """Tells the ETA which evaluations the trainer makes between steps."""
-    every = decisions.config.evaluate.every_epochs * decisions.schedule.steps_per_epoch
-    images = 0 if decisions.val_set is None else len(decisions.val_set.records)
-    eta.expect(max(1, round(every)) if images else 0, 0, images, decisions.schedule.total_batch)

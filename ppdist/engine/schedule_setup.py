@@ -222,6 +222,10 @@ class ScheduleSetup:
             return f"cut to {MOST_WARMUP_GROWTH:.0%} of the run beyond that"
         return ""
 
+    def interval(self, epochs: float) -> int:
+        """Steps between what happens every so many epochs, one at least."""
+        return max(1, round(epochs * self.steps_per_epoch))
+
     def step_of_last(self, epochs: int) -> int:
         """The first step of the run's last so many epochs."""
         return _step_of_last(epochs, self.schedule_steps, self.steps_per_epoch)

@@ -225,11 +225,11 @@ class Trainer:
 
     def _set_intervals(self, config: ExperimentConfig) -> None:
         """Sets save, evaluation and check intervals in optimizer steps."""
-        per_epoch, grad_sync = self.schedule.steps_per_epoch, self.train_step.grad_sync
+        grad_sync = self.train_step.grad_sync
         save_every = config.checkpoint.every_steps or 0
         if config.checkpoint.every_steps is None and config.checkpoint.every_epochs > 0:
-            save_every = max(1, round(config.checkpoint.every_epochs * per_epoch))
-        evaluate_every = max(1, round(config.evaluate.every_epochs * per_epoch))
+            save_every = self.schedule.interval(config.checkpoint.every_epochs)
+        evaluate_every = self.schedule.interval(config.evaluate.every_epochs)
         self.save_every = grad_sync.next_synchronised(save_every)
         self.evaluate_every = grad_sync.next_synchronised(evaluate_every)
         self.check_every = grad_sync.next_synchronised(config.distributed.check_weights_every)

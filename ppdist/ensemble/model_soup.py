@@ -29,7 +29,7 @@ from ppdist.engine.build import build_schedule_setup
 from ppdist.engine.data import images_of_epoch
 from ppdist.engine.preflight import fetch_on_all_ranks
 from ppdist.models.base import ImageModel, Targets
-from ppdist.models.model_card import names_for, require_classes_of
+from ppdist.models.model_card import require_classes_of
 from ppdist.models.weights import arrays_of, checkpoint_of, load_all_weights
 
 _NORMS = (nn.BatchNorm1D, nn.BatchNorm2D)
@@ -130,8 +130,8 @@ def read(model: ImageModel, path: Path, class_names: Sequence[str] = ()) -> dict
 
     def load() -> None:
         fix = "leave it out, or give data with the classes that the weights were trained on"
-        require_classes_of(path, class_names, "the training set", fix)
-        load_all_weights(model, path, names_for(path, class_names))
+        names = require_classes_of(path, class_names, "the training set", fix)
+        load_all_weights(model, path, names)
 
     fetch_on_all_ranks(path)
     comm.run_on_all_ranks(load)

@@ -282,17 +282,21 @@ def names_for(
     return ClassNames(card.class_names, tuple(class_names)) if card else None
 
 
-def require_classes_of(path: Path, class_names: Sequence[str], owner: str, fix: str) -> None:
+def require_classes_of(
+    path: Path, class_names: Sequence[str], owner: str, fix: str
+) -> ClassNames | None:
     """Requires weights to have exactly these classes, in any order.
 
     Weights that do not name theirs pass.
 
     Args: path: the weights; owner: what has `class_names`, in words; fix: what to do.
+    Returns: the names of both, as `names_for`.
     Raises: ConfigError `classes_differ`.
     """
     names = names_for(path, class_names)
     if names is not None:
         require_same_classes(names.of_model, names.of_file, where=f"{path}", owner=owner, fix=fix)
+    return names
 
 
 def _parse(text: bytes, where: Path) -> ModelCard:

@@ -232,7 +232,7 @@ def _outcome(
 
 
 _PROBED = 8  # images of a folder that are opened to see whether its storage is there
-_VERSION = 7  # of the kept result: raise it when a check of an image finds more
+_VERSION = 8  # of the kept result: raise it when a check of an image finds other things
 
 
 def look_at_all(look: Callable[[int], int], count: int, progress: Progress) -> np.ndarray:

@@ -1,8 +1,8 @@
 """What each image file is, and which are equal.
 
 Headers are read by threads.  Pixels are decoded in child processes: a decoder that crashes or hangs
-takes no rank with it, and its file is named.  What no header tells, such as a damaged picture, the
-loader's workers find in training.
+takes no rank with it, and its file is named.  What no header tells, such as a damaged picture or
+one that uses few of its 16 bits, the loader's workers find in training.
 """
 
 import hashlib
@@ -85,16 +85,10 @@ def check_files(
 
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # Pillow's, of odd files
-        checks = [*in_threads(check_header, len(files), done)]
-    deep = [at for at, check in enumerate(checks) if "sixteen_bit" in check.notes][:_MOST_DEEP]
-    decoded = check_images([files[at] for at in deep], workers=workers)
-    for at, check in zip(deep, decoded):  # what they use of 16 bits, only pixels tell
-        checks[at] = check._replace(digest=checks[at].digest)
-    return checks
+        return [*in_threads(check_header, len(files), done)]
 
 
 T = TypeVar("T")
-_MOST_DEEP = 64  # images of 16 bits that are decoded beside the headers
 _THREADS = 16  # a network disk answers each request late, but many at once
 _MOST_AT_ONCE = 64  # files of a thread at a time
 

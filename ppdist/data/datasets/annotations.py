@@ -342,7 +342,7 @@ def to_detection_set(
         bad_boxes: see BoxPolicy.
         duplicates: `data.duplicate_boxes`.
         masks: keep the outlines of objects, float32 as they are, also where a box was cut.
-        notes: corrections made while reading the files.
+        notes: corrections made while reading the files, before those made here.
         whole: keep all images.
     Raises: DataError: a bad box where the policy is `error`, not one good box in images with boxes.
     """
@@ -419,7 +419,7 @@ def absolute_paths(paths: Iterable[str]) -> list[str]:
 
 
 def _say_repeats(columns: RawColumns, repeats_N: np.ndarray) -> tuple[str, ...]:
-    """Logs and returns a line about boxes that repeat another one; (): there are none."""
+    """A line about boxes that repeat another one; (): there are none."""
     if not repeats_N.any():
         return ()
     images = np.flatnonzero(repeats_N)
@@ -428,12 +428,11 @@ def _say_repeats(columns: RawColumns, repeats_N: np.ndarray) -> tuple[str, ...]:
         f"once (data.duplicate_boxes): same image, class and box, in {len(images)} images, first "
         f"{columns.paths[images[0]]}"
     )
-    _LOGGER.warning(line)
     return (line,)
 
 
 def _say_lost(columns: RawColumns, lost: Sequence[str], background: int) -> tuple[str, ...]:
-    """Logs and returns a line about images without a good box."""
+    """A line about images without a good box."""
     if not lost:
         return ()
     count = len(columns.paths)
@@ -442,7 +441,6 @@ def _say_lost(columns: RawColumns, lost: Sequence[str], background: int) -> tupl
         f"their boxes can be used: {listed(lost, 3)} ({background} images are annotated to show "
         f"no object, and stay as background)"
     )
-    _LOGGER.warning(line)
     return (line,)
 
 
@@ -569,15 +567,13 @@ class BoxPolicy:
         return f"{done} of {self._boxes} boxes"
 
     def report(self) -> tuple[str, ...]:
-        """Logs and returns one line for the split; empty if all good.
+        """One line for the split; empty if all good.
 
         All good: every box could be used as it is.
         """
         if not self._counts:
             return ()
-        line = f"{self._source}: {self.done} (data.bad_boxes: {self._policy})"
-        _LOGGER.warning(line)
-        return (line,)
+        return (f"{self._source}: {self.done} (data.bad_boxes: {self._policy})",)
 
 
 _ROUNDING = 1.0  # pixels by which a box may stick out without a word: formats round and count

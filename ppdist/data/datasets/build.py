@@ -39,7 +39,7 @@ from ppdist.data.datasets.coco import (
     read_coco_columns,
     read_index,
 )
-from ppdist.data.datasets.folder import read_csv, read_folder
+from ppdist.data.datasets.folder import classified_set, read_csv, read_folder
 from ppdist.data.datasets.plausibility import check_boxes
 from ppdist.data.datasets.voc import read_voc
 from ppdist.data.datasets.yolo import label_folder, read_yolo
@@ -158,6 +158,22 @@ def read_raw(config: DataConfig, split: Split, complain: Complain) -> RawSet:
     return raw
 
 
+def set_of_raw(config: DataConfig, split: Split, raw: RawSet, num_classes: int) -> DetectionSet:
+    """What training uses of a split that `read_raw` read, checked as `read_split` does.
+
+    Raises: DataError: boxes wrong, classes that do not fit.
+    """
+    if config.task == "classify":
+        labels = [(str(image.path), image.objects[0].label) for image in raw.images]
+        dataset = classified_set(labels, raw.class_names, raw.source)
+    else:
+        dataset = to_detection_set(raw, config.bad_boxes, duplicates=config.duplicate_boxes)
+    dataset = limited(dataset, _section(config, split).limit, f"data.{split}.limit")
+    check_classes(dataset, num_classes)
+    check_objects(dataset)
+    return dataset
+
+
 def _check_folder(config: DataConfig, split: Split) -> None:
     _, folders = _places(config, split)
     keys = f"-o data.{split}.images=FOLDER"
@@ -250,6 +266,8 @@ def _read_split(config: DataConfig, split: Split, masks: bool, whole: bool) -> R
         notes=notes,
         whole=whole,
     )
+    for line in dataset.notes[len(notes) :]:
+        _LOGGER.warning(line)
     beside: set[str] = set()  # folders of files that were read
     if isinstance(raw, RawSet):
         beside.update(os.path.dirname(image.path) for image in raw.images)

@@ -72,7 +72,7 @@ def read_folder(
     if others:
         kinds = ", ".join(f"{count} {suffix}" for suffix, count in others.most_common(_SHOWN))
         notes = (f"{images}: {others.total()} files are not images and left out ({kinds})",)
-    return _set_of(found, known, images, notes)
+    return classified_set(found, known, images, notes)
 
 
 def _class_folders(images: Path) -> list[str]:
@@ -145,7 +145,7 @@ def read_csv(
                 where=where,
             )
         found.append((str(inside_folder(images, name, where)), label))
-    return _set_of(found, known, table)
+    return classified_set(found, known, table)
 
 
 def _rows(table: Path) -> list[tuple[int, str, str]]:
@@ -211,10 +211,10 @@ def _names_in(labels: Sequence[str], table: Path) -> tuple[str, ...]:
     return tuple(map(str, range(largest + 1)))
 
 
-def _set_of(
+def classified_set(
     found: Sequence[tuple[str, int]],
     names: tuple[str, ...],
-    source: Path,
+    source: str | Path,
     notes: tuple[str, ...] = (),
 ) -> DetectionSet:
     """Set of these images.

@@ -24,7 +24,7 @@ from ppdist.common.errors import DataError, StorageError
 from ppdist.config.augment import AugmentConfig
 from ppdist.config.data import Resize
 from ppdist.data.cache import ImageCache
-from ppdist.data.image import read_image, reduction
+from ppdist.data.image import DARK, read_image, reduction
 from ppdist.data.transforms.color import augment_pixels, random_colours
 from ppdist.data.transforms.geometry import (
     GeometryParams,
@@ -283,10 +283,14 @@ class Samples:
             return cached_HW3
         record = self._record(index)
         size = (record.height, record.width) if record.height else None  # 0: not known
-        image_HW3 = read_image(record.path, size, int(self._reductions_N[index]))
+        image_HW3 = read_image(record.path, size, int(self._reductions_N[index]), self._note_dark)
         if self._cache is not None:
             self._cache.put(index, image_HW3)
         return image_HW3
+
+    def _note_dark(self) -> None:
+        """Adds a line about images that look nearly black, the same for all of the set."""
+        self._problems.append(f"{self._dataset.source}: {DARK}; `ppdist data check` lists them")
 
 
 def _blocked(ended: int) -> tuple[str, str]:
@@ -507,7 +511,7 @@ def require_outlines(dataset: DetectionSet, augment: AugmentConfig) -> None:
 
     Raises: DataError: the set, read with masks, has no outline.
     """
-    if augment.copy_paste and not any(any(record.polygons_M) for record in dataset.records):
+    if augment.needs_outlines and not any(any(record.polygons_M) for record in dataset.records):
         raise DataError(
             f"data.augment.copy_paste: {augment.copy_paste:g} needs object outlines, but the "
             f"annotations have none",

@@ -62,18 +62,17 @@ def test_training_learns_of_bad_images_before_it_starts(home, broken, caplog):
 
 
 def test_training_is_told_what_the_check_of_data_knows(home, tmp_path):
-    """Of pixels that are nearly black, and of doubles; of validation its own remedy."""
+    """Of doubles, and where no image is good."""
     config = write_clean_coco(tmp_path)
-    grey = np.random.default_rng(0).integers(0, 4096, (48, 64), np.uint16)
+    grey = np.random.default_rng(0).integers(0, 256, (48, 64), np.uint8)
     assert cv2.imwrite(str(tmp_path / "images" / "0.png"), grey)
     (tmp_path / "images" / "1.png").write_bytes((tmp_path / "images" / "0.png").read_bytes())
     (tmp_path / "images" / "2.jpg").write_bytes(b"no image")
     train = tmp_path / "train.json"
     train.write_text(train.read_text().replace(".jpg", ".png"))
     good = read_split(config, "train")
-    lines = check_before_training(config, good, None, workers=2).lines
-    assert ["dark_sixteen_bit: 2 of 2" in line for line in lines] == [True, False]
-    assert "image_duplicate: 1 of 2" in lines[1] and "both are used" in lines[1]
+    (line,) = check_before_training(config, good, None, workers=2).lines
+    assert "image_duplicate: 1 of 2" in line and "both are used" in line
     with raises("no_good_image"):
         _check(config)
 

@@ -131,17 +131,6 @@ def test_what_a_header_does_not_tell_is_left_to_the_workers(tmp_path):
     assert check_image(str(tmp_path / "a.tif"), SIZE, decode=True).problem is not None
 
 
-def test_a_few_of_16_bits_are_decoded_beside_the_headers(tmp_path, monkeypatch):
-    monkeypatch.setattr(module, "_MOST_DEEP", 2)
-    files = [ImageFile(str(tmp_path / f"{number}.png"), SIZE) for number in range(3)]
-    for file in files:
-        cv2.imwrite(file.path, picture(25).astype(np.uint16) * 16)
-    checks = checked(files, False)
-    assert ["dark_sixteen_bit" in found.notes for found in checks] == [True, True, False]
-    alone = check_image(files[0].path, SIZE, decode=False)
-    assert [found.digest for found in checks] == [alone.digest] * 3
-
-
 def test_a_look_at_a_header_decodes_no_pixel(tmp_path, monkeypatch):
     def decoded(*arguments, **options):
         raise AssertionError("decoded")

@@ -5,12 +5,13 @@ import logging
 import time
 from pathlib import Path
 
+import cv2
 import numpy as np
 import pytest
 
 from ppdist.common.errors import DataError
 from ppdist.config.augment import AugmentConfig
-from ppdist.data.image import read_image
+from ppdist.data.image import DARK, read_image
 from ppdist.data.transforms.pipeline import TrainSamples
 from ppdist.data.types import SampleKey
 from tests.errors import raises
@@ -228,3 +229,14 @@ def test_no_worker_outlives_its_loader(folder):
     next(batches)
     del batches
     assert_no_workers_left()
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_few_of_16_bits_are_named_once_a_set(tmp_path, workers, caplog):
+    write_coco(tmp_path, 4)
+    for file in sorted((tmp_path / "images").iterdir())[:2]:
+        content = cv2.imencode(".png", np.full((48, 64), 900, np.uint16))[1]
+        file.write_bytes(content.tobytes())
+    with caplog.at_level(logging.WARNING, "ppdist"):
+        assert len(list(loader(tmp_path, workers=workers))) == len(loader(tmp_path))
+    assert [DARK in line for line in warnings_in(caplog)] == [True]
