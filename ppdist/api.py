@@ -69,17 +69,16 @@ class Detector:
     OpenVINO they wait for each other; ONNX Runtime computes several calls at once.
 
     Args:
-        weights: a checkpoint, a run's output_dir (its best), an export's folder, its ONNX file or
-            an .xml that OpenVINO made of it,
+        weights: a checkpoint, a run's output_dir (its best), an export's folder, its ONNX file,
             a .pt of YOLOv5, .pdparams, .safetensors or .npz, or the name of published weights
             (docs/model_zoo.md), which are downloaded.
         config: of the weights, a file or the name of a shipped one, where they do not say which
             model they are of (.pdparams).
         device: auto (an accelerator where Paddle has one), cpu, gpu, ...; also of training and
             evaluation.
-        backend: of an export: paddle, onnx, openvino, or tensorrt (through ONNX Runtime on a card;
-            never run by us); None: on the CPU the fastest that is installed and that the export
-            was checked in (docs/deploy.md), on a card Paddle Inference.
+        backend: of an export: paddle, onnx or openvino; None: on the CPU the fastest that is
+            installed and that the export was checked in (docs/deploy.md), on a card Paddle
+            Inference.
         threads: CPU threads of an export (1); of weights OMP_NUM_THREADS decides.
         precision: of an export in OpenVINO: bfloat16 is faster and less exact, on processors that
             compute in it.
@@ -95,7 +94,7 @@ class Detector:
         *,
         config: Config | None = None,
         device: str = "auto",
-        backend: Literal["paddle", "onnx", "openvino", "tensorrt"] | None = None,
+        backend: Literal["paddle", "onnx", "openvino"] | None = None,
         threads: int | None = None,
         precision: Literal["float32", "bfloat16"] = "float32",
     ) -> None:
@@ -384,8 +383,8 @@ class Detector:
         track: bool,
     ) -> Iterator[Detections]:
         from ppdist.predict.model import detections
+        from ppdist.predict.sources import predictions
         from ppdist.predict.tracking import following
-        from ppdist.runtime.pictures import predictions
 
         follow = following(choice.threshold) if track else lambda frame, found: found
         for frame, rows_R6 in predictions(predict, frames, batch):
@@ -577,9 +576,7 @@ def export(
         formats: paddle (Paddle Inference), onnx, openvino (the ONNX model, which must compute the
             same in OpenVINO).
         options: nms=False (end with scores and boxes of all predictions), fixed_batch, fixed_size,
-            normalised_input, int8 (True, False or "signed"), layout ("triton": formats=["onnx"]
-            alone), calibration and accuracy (numbers of images:
-            accuracy=100 measures mAP before and after).
+            normalised_input, int8, int8_loss, calibration (number of images).
     Returns: the folder; `Detector(out)` opens it.
     Raises: ExportError: the model cannot be exported, or a file does not compute what it does.
     """

@@ -274,7 +274,7 @@ WRITES = {
 OPENS = {"open", "fdopen", "ZipFile", "FileIO"}
 OF_MODULES = {"shutil", "os", "np", "cv2", "io", "tempfile"}  # of those above with common names
 SAVES = {"paddle", "jit", "onnx", "np"}  # their `save` takes a path; so does `save_file`
-# Where a file is written otherwise than by common/files.py or runtime/files.py, and why.
+# Where a file is written otherwise than by common/files.py, and why.
 # `MODULE:FUNCTION`, by why it may.
 OTHER_WRITERS = {
     "in a folder that this process, or who started it, has just made": {
@@ -285,8 +285,7 @@ OTHER_WRITERS = {
         *("export/export.py:_write_int8", "export/export.py:_write_onnx"),
         *("export/export.py:_write_paddle", "export/export.py:save_graph"),
         *("export/onnx.py:append_nms", "export/onnx.py:quantize_onnx"),
-        *("export/spec.py:write_spec", "export/triton.py:arrange"),
-        "launch/supervisor.py:run",
+        *("export/spec.py:write_spec", "launch/supervisor.py:run"),
         *("launch/supervisor.py:run_job", "launch/watchdog.py:_collect_stacks"),
         *("launch/worker.py:end_report", "launch/worker.py:stop"),
         *("verify/dp_equivalence.py:compare_alone", "verify/dp_equivalence.py:judge"),
@@ -299,13 +298,13 @@ OTHER_WRITERS = {
     },
     "exclusively: what has the name already is an error, or was deleted just before": {
         *("data/datasets/annotations.py:write_text", "storage/shards.py:_begin"),
-        *("storage/shards.py:close", "runtime/results.py:write"),
+        *("storage/shards.py:close", "predict/results.py:write"),
     },
     "to what is open already, to /dev/null, to /proc, or with O_NOFOLLOW": {
         *("common/process.py:flush", "data/cache.py:_in_memory"),
         *("data/cache.py:_of_first_on_host", "data/checks/images.py:_serve"),
         *("data/datasets/annotation_cache.py:_descriptor", "distributed/shm_allreduce.py:join"),
-        *("launch/cli.py:_open_streams", "runtime/command.py:main"),
+        "launch/cli.py:_open_streams",
     },
 }
 
@@ -335,7 +334,7 @@ def test_only_files_writes_files() -> None:
     allowed = set[str]().union(*OTHER_WRITERS.values())
     others: dict[str, list[str]] = {}
     for name, path in sources().items():
-        if not inside(name, "ppdist") or name in ("ppdist.common.files", "ppdist.runtime.files"):
+        if not inside(name, "ppdist") or name == "ppdist.common.files":
             continue
         for function, line, call in writers_of(path):
             place = path.relative_to(REPOSITORY / "ppdist").as_posix()

@@ -1,11 +1,13 @@
-"""Runs an export without ppdist: python predictor.py --model DIR --source IMAGES --out DIR"""
+"""Runs an export without ppdist: `from predictor import Predictor` (README.md)."""
 
 import sys
 
-from ppdist_runtime.command import main
 from ppdist_runtime.predictor import Predictor, PredictorError
 
 __all__ = ["Predictor", "PredictorError"]
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(
+        "predictor.py is no longer a command: `ppdist predict --model DIR --source IMAGES` writes "
+        "boxes and pictures; without ppdist, call Predictor as README.md shows"
+    )

@@ -2,14 +2,12 @@
 
     curl --data-binary @image.jpg http://127.0.0.1:8000/detect
 
-POST /detect gives boxes as JSON, GET / a page to drop an image on; /health, /ready and /metrics are
-for whoever runs it.  README.md beside this file has the whole story.
+POST /detect gives boxes as JSON, GET /docs a page to try it; /health, /ready and /metrics are for
+whoever runs it.  README.md beside this file has the whole story.
 """
 
 import argparse
 import asyncio
-import base64
-import hashlib
 import hmac
 import math
 import os
@@ -36,7 +34,7 @@ if __name__ == "__main__":
 import uvicorn  # noqa: E402
 from fastapi import FastAPI, Request  # noqa: E402
 from fastapi.openapi.docs import get_swagger_ui_html  # noqa: E402
-from fastapi.responses import HTMLResponse, JSONResponse, PlainTextResponse  # noqa: E402
+from fastapi.responses import HTMLResponse, JSONResponse, PlainTextResponse, RedirectResponse  # noqa: E402
 from prometheus_client import generate_latest  # noqa: E402
 from starlette.exceptions import HTTPException  # noqa: E402
 from starlette.requests import ClientDisconnect  # noqa: E402
@@ -131,7 +129,6 @@ def make_app(
         log: takes the line of each request; must not block.
     """
     app = FastAPI(title="ppdist serving", description=_DESCRIPTION, docs_url=None, redoc_url=None)
-    page, page_headers = _page()
 
     def require_token(request: Request) -> None:
         kind, _, given = request.headers.get("authorization", "").partition(" ")
@@ -185,9 +182,9 @@ def make_app(
             generate_latest(service.counts.registry), media_type="text/plain; version=0.0.4"
         )
 
-    @app.get("/", summary="A page: drop an image, see its boxes")
-    async def index() -> HTMLResponse:
-        return HTMLResponse(page, headers=page_headers)
+    @app.get("/", include_in_schema=False)
+    async def index() -> RedirectResponse:
+        return RedirectResponse("docs")
 
     _describe_errors(app)
     return AccessLog(app, log)
@@ -229,27 +226,6 @@ def _describe_errors(app: FastAPI) -> None:
     @app.exception_handler(Exception)
     async def other(request: Request, error: Exception) -> JSONResponse:
         return JSONResponse({"error": "the server failed; its log says more"}, 500)
-
-
-def _page() -> tuple[str, dict[str, str]]:
-    """The page, and headers that allow only its own script and style."""
-    text = (HERE / "page.html").read_text(encoding="utf-8")
-
-    def hashes(tag: str) -> str:
-        inside = re.findall(f"<{tag}>(.*?)</{tag}>", text, re.DOTALL)
-        digests = (hashlib.sha256(part.encode()).digest() for part in inside)
-        return " ".join(f"'sha256-{base64.b64encode(digest).decode()}'" for digest in digests)
-
-    policy = (
-        f"default-src 'none'; script-src {hashes('script')}; style-src {hashes('style')}; "
-        "img-src blob: data:; connect-src 'self'; base-uri 'none'; form-action 'none'; "
-        "frame-ancestors 'none'"
-    )
-    return text, {
-        "Content-Security-Policy": policy,
-        "Referrer-Policy": "no-referrer",
-        "Cache-Control": "no-cache",
-    }
 
 
 def _protocol_of(limits: Limits) -> type[HttpToolsProtocol]:
@@ -449,9 +425,8 @@ def parse() -> argparse.Namespace:
     )
     add = parser.add_argument
     add("--model", required=True, type=Path, metavar="DIR", help="what `ppdist export` made")
-    add("--backend", choices=("auto", "onnx", "openvino", "paddle", "tensorrt"), default="auto",
-        help="default: the fastest that is installed and that the export was checked in; tensorrt: "
-        "through ONNX Runtime on a card, never run by us")  # fmt: skip
+    add("--backend", choices=("auto", "onnx", "openvino", "paddle"), default="auto",
+        help="default: the fastest installed one that the export was checked in")  # fmt: skip
     add("--device", choices=("cpu", "gpu"), default="cpu")
     add("--int8", action="store_true", help="the quantised ONNX model of the export")
     add("--bfloat16", action="store_true",

@@ -2,14 +2,12 @@
 
 ppdist export -w RUN [--format paddle,onnx] [--out DIR]
 ppdist export [-c cfg.yml] -w WEIGHTS [--out DIR]
-ppdist export -w RUN --layout triton --out REPOSITORY/NAME
 
 Without -c the configuration is the one in the checkpoint or its model card.
 DIR is RUN/export, of other weights output/NAME_export.  It gets model.json and model.pdiparams
 (Paddle Inference), model.onnx where asked, and infer.yml, which says how to prepare an image and
 read the outputs (of a classifier: probabilities).  Nothing is kept that does not compute what the
-model computes.  Other formats are made of model.onnx: docs/deploy.md.  --layout triton writes a
-model for Triton's repository instead: DIR/config.pbtxt, DIR/1/model.onnx, DIR/infer.yml.
+model computes.  Other formats are made of model.onnx: docs/deploy.md.
 """
 
 import argparse
@@ -32,15 +30,11 @@ def parse() -> argparse.Namespace:
     parser.add_argument("-w", "--weights", required=True, help="weight file or checkpoint")
     parser.add_argument("--out", type=Path, metavar="DIR",
                         help="output folder (RUN/export, or output/NAME_export)")  # fmt: skip
-    parser.add_argument("--format", metavar="LIST",
-                        help="comma-separated: paddle, onnx, openvino (default: paddle, of "
-                        "--layout triton onnx); onnx is "
+    parser.add_argument("--format", metavar="LIST", default="paddle",
+                        help="comma-separated: paddle, onnx, openvino (default: paddle); onnx is "
                         "also tested in OpenVINO if that is installed; openvino writes the same "
                         "file and fails if OpenVINO's results differ; for other formats see "
                         "docs/deploy.md")  # fmt: skip
-    parser.add_argument("--layout", choices=("flat", "triton"), default="flat",
-                        help="triton: the ONNX model for NVIDIA's Triton, which calls it what DIR "
-                        "is called")  # fmt: skip
     parser.add_argument("--without-nms", action="store_true",
                         help="end with scores and boxes of all predictions")  # fmt: skip
     parser.add_argument("--fixed-batch", action="store_true", help="the graph takes one image only")
@@ -49,18 +43,15 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--normalised-input", action="store_true",
                         help="the graph takes (x / 255 - mean) / std instead of pixels x; "
                         "infer.yml has the numbers")  # fmt: skip
-    parser.add_argument("--int8", nargs="?", choices=("signed",), const=True, default=False,
+    parser.add_argument("--int8", action="store_true",
                         help="the ONNX model in 8-bit integers, too; needs the training "
-                        "images; signed: the form TensorRT reads, slower on CPUs")  # fmt: skip
+                        "images")  # fmt: skip
     parser.add_argument("--calibration", type=at_least(1), metavar="N",
                         help="training images that tell --int8 what numbers occur "
                         f"({CALIBRATION})")  # fmt: skip
     parser.add_argument("--int8-loss", type=share, metavar="X",
                         help="mAP that --int8 may lose; an export that loses more is not kept "
                         f"({INT8_LOSS:g})")  # fmt: skip
-    parser.add_argument("--accuracy", type=at_least(0), metavar="N",
-                        help="validation images that tell mAP before and after, for infer.yml "
-                        "(100 with --int8, else none; 0: none)")  # fmt: skip
     parser.add_argument("--class-names", type=Path, metavar="FILE",
                         help="one name a line, where the data set is not at hand")  # fmt: skip
     return parser.parse_args()
@@ -75,19 +66,16 @@ def main() -> int:
 
     formats = formats_of(arguments)
     config = config_of(arguments)
-    if config.model.task == "classify" and (
-        arguments.without_nms or arguments.accuracy is not None
-    ):
+    if config.model.task == "classify" and arguments.without_nms:
         raise errors.ConfigError(
-            "--without-nms and --accuracy only apply to detectors",
+            "--without-nms only applies to detectors",
             code="options_conflict",
-            fix="leave them out",
+            fix="leave it out",
         )
     comm.init("cpu", config.distributed)  # files are the same, and checked without a card's TF32
     signal.signal(signal.SIGTERM, stop)  # Ctrl-C does the same
     options = ExportOptions(
         formats=tuple(formats),
-        layout=arguments.layout,
         nms=not arguments.without_nms,
         fixed_batch=arguments.fixed_batch,
         fixed_size=arguments.fixed_size,
@@ -95,7 +83,6 @@ def main() -> int:
         int8=arguments.int8,
         calibration=arguments.calibration or CALIBRATION,
         int8_loss=INT8_LOSS if arguments.int8_loss is None else arguments.int8_loss,
-        accuracy=arguments.accuracy,
     )
     names = read_names(arguments.class_names) if arguments.class_names else ()
     out = arguments.out or folder_for(Path(arguments.weights), "export")
@@ -131,9 +118,7 @@ ROADS: dict[tuple[str, ...], tuple[str, str]] = {
 def formats_of(arguments: argparse.Namespace) -> "list[Format]":
     from ppdist.export.export import FORMATS
 
-    is_triton = arguments.layout == "triton"
-    listed = arguments.format or ("onnx" if is_triton else "paddle")
-    wanted = [word.strip() for word in listed.split(",")]
+    wanted = [word.strip() for word in arguments.format.split(",")]
     unknown = [word for word in wanted if word not in FORMATS]
     road = next((each for names, each in ROADS.items() if {*unknown} & {*names}), None)
     if road:
@@ -149,18 +134,6 @@ def formats_of(arguments: argparse.Namespace) -> "list[Format]":
             f"{unknown[0]!r}: expected one of {', '.join(FORMATS)}",
             code="option_invalid",
             where="--format",
-        )
-    if is_triton and "paddle" in wanted:
-        raise errors.ConfigError(
-            "--layout triton holds the ONNX model alone",
-            code="options_conflict",
-            fix="leave --format out, or export twice",
-        )
-    if is_triton and arguments.out is None:
-        raise errors.ConfigError(
-            "--layout triton needs --out: Triton calls the model what its folder is called",
-            code="option_missing",
-            fix="add --out REPOSITORY/NAME",
         )
     if arguments.int8 and not {"onnx", "openvino"} & {*wanted}:
         raise errors.ConfigError(

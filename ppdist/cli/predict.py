@@ -39,10 +39,9 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--model", type=Path, metavar="DIR",
                         help="an exported model, or the one file of it that is to run, instead of "
                         "-c and -w")  # fmt: skip
-    parser.add_argument("--backend", choices=["paddle", "onnx", "openvino", "tensorrt"],
+    parser.add_argument("--backend", type=_backend, choices=["paddle", "onnx", "openvino"],
                         help="what runs --model (default: on the CPU the fastest that is installed "
-                        "and that the export was checked in); tensorrt: through ONNX Runtime on a "
-                        "card, never run by us")  # fmt: skip
+                        "and that the export was checked in)")  # fmt: skip
     parser.add_argument("--bfloat16", action="store_true",
                         help="--model: OpenVINO computes in it, faster and less exact, where the "
                         "processor can")  # fmt: skip
@@ -81,6 +80,15 @@ def parse() -> argparse.Namespace:
     return parser.parse_args()
 
 
+def _backend(word: str) -> str:
+    """A runtime for exports."""
+    if word == "tensorrt":
+        raise argparse.ArgumentTypeError(
+            "tensorrt is no longer run: give model.onnx to `trtexec` (docs/deploy.md)"
+        )
+    return word
+
+
 def main() -> int:
     arguments = parse()
     formats = formats_of(arguments)
@@ -95,13 +103,13 @@ def main() -> int:
         TABLE,
         Classes,
         Objects,
+        Pictures,
+        picture_names,
         require_no_foreign_files,
         require_own_folder,
     )
-    from ppdist.predict.sources import expand, frames_of, root_of
+    from ppdist.predict.sources import expand, frames_of, predictions, root_of
     from ppdist.predict.tracking import require_tracker
-    from ppdist.runtime.pictures import predictions
-    from ppdist.runtime.results import Pictures, picture_names
 
     for root in map(root_of, arguments.source):
         if root is not None:

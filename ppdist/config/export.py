@@ -19,10 +19,6 @@ class ExportOptions(Section):
         description="paddle: Paddle Inference; onnx: ONNX, tried in OpenVINO where that is "
         "installed; openvino: ONNX, which must compute the same in OpenVINO",
     )
-    layout: Literal["flat", "triton"] = Field(
-        default="flat",
-        description="triton: the ONNX model as a model of a Triton repository, with config.pbtxt",
-    )
     nms: bool = Field(
         default=True, description="of a detector: the graph ends with its suppression"
     )
@@ -33,10 +29,9 @@ class ExportOptions(Section):
         description="the graph takes (x / 255 - mean) / std instead of pixels x; infer.yml has the "
         "numbers",
     )
-    int8: bool | Literal["signed"] = Field(
+    int8: bool = Field(
         default=False,
-        description="the ONNX model in 8-bit integers, too; needs the training images; signed: the "
-        "form that TensorRT reads",
+        description="the ONNX model in 8-bit integers, too; needs the training images",
     )
     calibration: int = Field(
         default=CALIBRATION,
@@ -49,17 +44,9 @@ class ExportOptions(Section):
         le=1,
         description="mAP that int8 may lose against eager; an export that loses more is not kept",
     )
-    accuracy: int | None = Field(
-        default=None,
-        ge=0,
-        description="validation images that tell mAP before and after, for infer.yml; null: 100 "
-        "with int8, else none; 0: none",
-    )
 
     @model_validator(mode="after")
     def _exist_together(self) -> "ExportOptions":
         if self.int8 and not {"onnx", "openvino"} & {*self.formats}:
             raise ValueError("int8 is a form of the ONNX model: add onnx to formats")
-        if self.layout == "triton" and "paddle" in self.formats:
-            raise ValueError("layout triton holds the ONNX model alone: set formats to onnx")
         return self

@@ -60,6 +60,11 @@ REMOVED: Mapping[str, Removed] = {  # by key path; `*` stands for each item of a
     "checkpoint.fallback_dir": Removed(
         None, "put output_dir on a disk with room for checkpoint.keep + 2 checkpoints"
     ),
+    "accuracy": Removed(
+        None,
+        "leave it out: float files equal the model; with int8 mAP is measured before and after",
+        others=(0,),
+    ),
     "baselines": Removed({}, "leave it out: `ppdist tune show` has one table of all settings"),
     "checkpoint.on_every_host": Removed(
         False,
@@ -69,6 +74,9 @@ REMOVED: Mapping[str, Removed] = {  # by key path; `*` stands for each item of a
     "distill.boxes.temperature": Removed(None, _TEMPERATURE, others=(10.0,)),
     "distill.features.temperature": Removed(4.0, _TEMPERATURE),
     "distill.logits.temperature": Removed(1.0, _TEMPERATURE),
+    "layout": Removed(
+        "flat", "leave it out, and lay the files out as docs/deploy.md, Triton, shows"
+    ),
     "optimizer.betas_scaling": Removed("none", "write the betas of your batch"),
     "optimizer.weight_decay_scaling": Removed(
         "auto", "leave it out, or set optimizer.lr_scaling: none and scale both yourself"
@@ -121,6 +129,9 @@ REMOVED: Mapping[str, Removed] = {  # by key path; `*` stands for each item of a
 GONE_VALUES: Mapping[tuple[str, Any], GoneValue] = {  # by key path and value
     ("distributed.shares", "auto"): GoneValue(
         None, "ranks share evenly; give the list that the warning of a straggler has"
+    ),
+    ("int8", "signed"): GoneValue(
+        True, "set true; for TensorRT export onnx and let trtexec calibrate it (docs/deploy.md)"
     ),
     ("log.trackers.*.name", "clearml"): GoneValue(
         DROPPED, "name wandb, mlflow or swanlab, or a tracker of your own (docs/extend.md)"

@@ -51,7 +51,6 @@ from ppdist.export.predictor import (
 )
 from ppdist.export.spec import (
     SPEC_FILE,
-    TRITON_FILE,
     InferenceSpec,
     InputSection,
     ModelFileSection,
@@ -61,7 +60,6 @@ from ppdist.export.spec import (
     read_spec,
     write_spec,
 )
-from ppdist.export.triton import VERSION, arrange
 from ppdist.export.verify import (
     PLAIN,
     Agreement,
@@ -130,10 +128,7 @@ def export_model(
     samples: Sequence[np.ndarray] = (),
     calibration: Sequence[np.ndarray] = (),
     validation: DetectionSet | None = None,
-    sampled: int = SAMPLE_IMAGES,
     int8_loss: float = INT8_LOSS,
-    int8_signed: bool = False,
-    layout: Literal["flat", "triton"] = "flat",
 ) -> ExportReport:
     """Writes `directory` with the model in each format, and infer.yml.
 
@@ -152,12 +147,10 @@ def export_model(
         samples: pictures_3HW, float32 RGB 0..255, of the size in `spec`.
         calibration: likewise, of the training split; with any the ONNX model is written in 8-bit
             integers, too.
-        validation: `sampled` of its images give mAP before and after export, for infer.yml; None:
+        validation: SAMPLE_IMAGES of it give mAP before and after quantisation, for infer.yml; None:
             it is not measured.
         int8_loss: see `ExportOptions`; without `validation`, raw scores may be off by this or
             INT8_SCORE, whichever is more.
-        int8_signed: see `quantize_onnx`.
-        layout: triton: of the ONNX model alone; see ppdist/export/triton.py.
 
     Raises: ExportError: the model cannot be exported, or a file does not compute what it does.
     """
@@ -173,8 +166,6 @@ def export_model(
         require_onnx(int8=bool(calibration))
     names = [name for format in formats for name in _FILES[format]]
     names += _INT8_FILES if "onnx" in formats and calibration else []
-    if layout == "triton":
-        names = [TRITON_FILE, *(f"{VERSION}/{name}" for name in names)]
     earlier = _require_free(directory, {SPEC_FILE, *names})
     spec = spec.model_copy(update={"earlier": tuple(sorted(earlier))})
     refused: dict[str, str] = {}
@@ -203,16 +194,16 @@ def export_model(
         spec = _complete(spec, agreement, nms_in_graph)
         if "onnx" in formats and calibration:
             _LOGGER.info("ONNX in 8-bit integers: calibrating")
-            int8 = _write_int8(scratch, draft, spec, cases, calibration, int8_signed)
+            int8 = _write_int8(scratch, draft, spec, cases, calibration)
             spec = spec.model_copy(update={"onnx_int8": int8})
             if "openvino" in agreement:
                 with _openvino_wanted(needs_openvino, refused, "openvino_int8"):
                     int8 = _int8_in_openvino(scratch, draft, spec, cases)
                     spec = spec.model_copy(update={"openvino_int8": int8})
         shutil.rmtree(scratch)
-        if validation is not None and spec.nms is not None:
+        if spec.onnx_int8 is not None and validation is not None and spec.nms is not None:
             predict = EagerPredictor(eager, spec.nms)
-            sample = take_sample(validation, predict, spec, sampled)
+            sample = take_sample(validation, predict, spec)
             if sample is not None:
                 spec = with_accuracy(draft, spec, sample, needs_openvino)
         require_int8("ONNX Runtime", spec.onnx_int8, int8_loss)
@@ -225,8 +216,6 @@ def export_model(
         }
         update = {"openvino_int8": kept, "refused": spec.refused | refused, "sha256": digests}
         spec = spec.model_copy(update=update)
-        if layout == "triton":
-            spec = arrange(draft, spec)
         write_spec(draft, spec)
         size = sum(file.stat().st_size for file in draft.rglob("*") if file.is_file()) / 1e6
     return ExportReport(directory, spec, agreement, size, time.monotonic() - start)
@@ -348,17 +337,16 @@ def _write_int8(
     spec: InferenceSpec,
     cases: _Cases,
     calibration: Sequence[np.ndarray],
-    signed: bool,
 ) -> ModelFileSection:
     """Writes the ONNX model in 8-bit integers.
 
-    Args: scratch: holds it in float32 without suppression.  signed: see `quantize_onnx`.
+    Args: scratch: holds it in float32 without suppression.
     """
     from ppdist.export.onnx import append_nms, quantize_onnx, sign
 
     assert spec.onnx is not None
     raw_file, file = scratch / "model_int8.onnx", draft / "model_int8.onnx"
-    quantize_onnx(scratch / "model.onnx", raw_file, calibration, spec, signed)
+    quantize_onnx(scratch / "model.onnx", raw_file, calibration, spec)
     sign(raw_file, {CARD_NOTE: card_of_spec(spec).text()})
     raw = load_onnx(raw_file)
     off = measure_raw(raw, cases.images, cases.expected)
@@ -821,8 +809,6 @@ def readable(
 
 # --- mAP before and after ------------------------------------------------------------------------
 
-# A score at a threshold may fall on the other side; on few images one box is much.
-MAP_TOLERANCE = 0.01
 # Of any raw score, where no mAP tells what it costs.  Sound files were off by 0.05 to 0.25, a wrong
 # one by 0.33 to 0.54.
 INT8_SCORE = 0.3
@@ -882,18 +868,14 @@ def with_accuracy(
     sample: Sample,
     needs_openvino: bool = True,
 ) -> InferenceSpec:
-    """Adds each exported file's mAP on the sample to the spec.
+    """Adds the mAP of the quantised file on the sample to the spec.
 
     Args:
         directory: holds the files that the spec names.
         needs_openvino: False: what fails in OpenVINO is left out of the spec.
-    Raises: ExportError: a file that must compute what the model computes has a different mAP.
     """
     options = {
-        "paddle": RuntimeOptions(),
-        "onnx": RuntimeOptions(backend="onnx"),
         "onnx_int8": RuntimeOptions(backend="onnx", precision="int8"),
-        "openvino": RuntimeOptions(backend="openvino"),
         "openvino_int8": RuntimeOptions(backend="openvino", precision="int8"),
     }
     sections: dict[str, ModelFileSection | None] = {name: getattr(spec, name) for name in options}
@@ -907,14 +889,6 @@ def with_accuracy(
             predict = ExportedPredictor(directory, options[name], spec)
             reached = precision_on(sample, predict, spec)
             count = len(sample.dataset.records)
-            if not name.endswith("int8") and abs(reached - sample.mAP) > MAP_TOLERANCE:
-                raise ExportError(
-                    f"mAP {reached:.4f} on {count} validation images, eager {sample.mAP:.4f}",
-                    code="export_differs",
-                    where=str(section.files[0]),
-                    fix="nothing was kept: export to another --format, or use the weights "
-                    "themselves: ppdist predict -w WEIGHTS",
-                )
             found = SampleSection(images=count, mAP_eager=sample.mAP, mAP=reached)
             changed[name] = section.model_copy(update={"sample": found})
     return spec.model_copy(update={**changed, "refused": refused})

@@ -11,7 +11,7 @@ file), so no Compress, and no TopK over all images, whose length is not known be
     model.onnx + calibration pictures -> ranges of the activations -> model_int8.onnx
 
 Quantised convolutions run on integers: weights int8 with a scale for each output channel, their
-inputs and outputs uint8, or int8 where asked, with one for each tensor.  The last convolution of
+inputs and outputs uint8, with one for each tensor.  The last convolution of
 each branch stays float32, and so does what follows: one tensor holds logits of box and class, whose
 ranges 256 steps would not serve, and boxes reach over hundreds of pixels.
 docs/dev/export_matrix.md has what was tried.
@@ -249,7 +249,6 @@ def quantize_onnx(
     target: Path,
     pictures: Sequence[np.ndarray],
     spec: InferenceSpec,
-    signed: bool = False,
 ) -> None:
     """Writes the model of `source` in 8-bit integers.
 
@@ -257,18 +256,12 @@ def quantize_onnx(
         source: a float32 model with one input, images_B3HW.
         pictures: float32 RGB [3, H, W], 0..255, of the training split; each is read once.
         spec: how the input takes them.
-        signed: activations in int8 with zero points of 0, and biases in float32: what TensorRT
-            reads.  In ONNX Runtime it takes about twice the time.
     Raises: ExportError: ONNX Runtime cannot calibrate or quantise this model.
     """
     import onnx
     from onnxruntime import quantization
 
     kinds = quantization.QuantType
-    # One picture at a time: all activations of all pictures would not fit in memory.
-    options = {"CalibStridedMinMax": 1}
-    if signed:
-        options |= {"ActivationSymmetric": True, "QuantizeBias": False}
     try:
         with tempfile.TemporaryDirectory(prefix="ppdist-int8-") as folder, _quietly():
             model = onnx.load(source)
@@ -283,10 +276,11 @@ def quantize_onnx(
                 op_types_to_quantize=["Conv"],
                 nodes_to_exclude=last_convolutions(model.graph),
                 per_channel=True,
-                activation_type=kinds.QInt8 if signed else kinds.QUInt8,
+                activation_type=kinds.QUInt8,
                 weight_type=kinds.QInt8,
                 calibrate_method=quantization.CalibrationMethod.MinMax,
-                extra_options=options,
+                # One picture at a time: all activations of all pictures would not fit in memory.
+                extra_options={"CalibStridedMinMax": 1},
             )
     except UserError:  # a picture
         raise

@@ -55,7 +55,6 @@ def open_graph(files: Sequence[Path], options: RuntimeOptions) -> Graph:
                 threads=options.threads,
                 onednn=options.onednn,
                 precision=options.precision,
-                gpu_memory_mb=options.gpu_memory_mb,
             )
         if backend == "openvino":
             graph = OpenVinoGraph(files[0], options.threads, half)
@@ -64,14 +63,13 @@ def open_graph(files: Sequence[Path], options: RuntimeOptions) -> Graph:
             return graph
         import onnxruntime
 
-        providers = onnx_providers(backend, options.device, options.precision == "float16")
-        wanted, there = providers[0][0], onnxruntime.get_available_providers()
+        providers = onnx_providers(options.device)
+        wanted, there = providers[0], onnxruntime.get_available_providers()
         if wanted not in there:
-            needs = " and TensorRT's libraries" if backend == "tensorrt" else ""
             raise ExportError(
                 f"this ONNX Runtime has no {wanted}, only {', '.join(there)}",
                 code="package_build",
-                fix=f"for a card, install onnxruntime-gpu in place of onnxruntime{needs}",
+                fix="for a card, install onnxruntime-gpu in place of onnxruntime",
             )
         return OnnxGraph(files[0], options.threads, providers, options.spinning)
     except ImportError as error:
@@ -148,17 +146,11 @@ class ExportedPredictor:
 
 
 def open_exported(
-    directory: Path,
-    spec: InferenceSpec,
-    options: RuntimeOptions,
-    file: Path | None = None,
+    directory: Path, spec: InferenceSpec, options: RuntimeOptions
 ) -> tuple[ModelFileSection, Graph]:
     """Opens the file of an export that runs with these options.
 
-    Args:
-        spec: the description of the export.
-        file: OpenVINO's own form of the ONNX model, which the description does not name; None: one
-            that it names.
+    Args: spec: the description of the export.
     Returns: the description of that file, and its loaded graph.
     Raises: ExportError: it is not there, or the runtime refuses it.
     """
@@ -176,7 +168,7 @@ def open_exported(
             fix=f"export with {remedy}",
         )
     files = [directory / name for name in form.files]
-    for each in files if file is None else ():
+    for each in files:
         if not each.is_file():
             raise ExportError(
                 f"this file, which {SPEC_FILE} lists, is missing",
@@ -188,7 +180,7 @@ def open_exported(
             require_described(each, spec.sha256)
         except PredictorError as error:
             raise ExportError(str(error), code="export_altered") from error
-    return form, open_graph(files if file is None else [file], options)
+    return form, open_graph(files, options)
 
 
 def graph_input(images_B3HW: np.ndarray, spec: InferenceSpec) -> np.ndarray:

@@ -10,7 +10,6 @@ from ppdist.config.experiment import ExperimentConfig
 from ppdist.config.export import ExportOptions
 from ppdist.data.datasets.build import read_split
 from ppdist.export.export import (
-    SAMPLE_IMAGES,
     ExportReport,
     Pictures,
     export_model,
@@ -67,13 +66,9 @@ def export_weights(
     records = readable(dataset.records, SAMPLES, warn) if dataset else []
     samples = list(Pictures(records, spec))
     calibration = _calibration(config, options.calibration, spec, warn) if options.int8 else ()
-    sampled = options.accuracy
-    if sampled is None:
-        sampled = SAMPLE_IMAGES if options.int8 else 0
     return export_model(
-        model, out, spec, options.formats, options.nms, samples, calibration,
-        dataset if sampled else None, sampled, options.int8_loss, options.int8 == "signed",
-        options.layout,
+        model, out, spec, options.formats, options.nms, samples, calibration, dataset,
+        options.int8_loss,
     )  # fmt: skip
 
 

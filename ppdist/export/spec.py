@@ -34,7 +34,6 @@ if TYPE_CHECKING:
 
 
 SPEC_FILE = "infer.yml"
-TRITON_FILE = "config.pbtxt"
 
 
 class InputSection(Section):
@@ -126,7 +125,9 @@ class InferenceSpec(Section):
         "another file; take the entry out if you changed a file on purpose.",
     )
     layout: Literal["flat", "triton"] = Field(
-        default="flat", description="triton: a model of a Triton repository, with config.pbtxt."
+        default="flat",
+        description="triton: an earlier version made a model of a Triton repository, with "
+        "config.pbtxt.",
     )
     input: InputSection = Field(description="The input.")
     resize: ResizeSection = Field(default=STRETCH, description="Image to input.")
@@ -178,7 +179,7 @@ class InferenceSpec(Section):
     def file_names(self) -> set[str]:
         """Every file that exports wrote to its folder, infer.yml itself included."""
         written = [part.files for part in (self.paddle, self.onnx, self.onnx_int8) if part]
-        config = {TRITON_FILE} if self.layout == "triton" else set()
+        config = {"config.pbtxt"} if self.layout == "triton" else set()
         return {SPEC_FILE, *config, *self.earlier, *(name for names in written for name in names)}
 
     @model_validator(mode="after")

@@ -20,14 +20,14 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+import cv2
 import numpy as np
 from PIL import Image, ImageShow
 
-from ppdist.common.errors import ConfigError
-from ppdist.common.files import make_parent
+from ppdist.common.errors import ConfigError, DataError
+from ppdist.common.files import make_parent, replace_file, writing
 from ppdist.config.migration import refuse_name
-from ppdist.predict.sources import data_errors
-from ppdist.runtime import results as runtime
+from ppdist.runtime.decoder import format_of
 from ppdist.viz.draw import PALETTE, draw_boxes, draw_labelled, readable
 
 _DISPLAYS = ("DISPLAY", "WAYLAND_DISPLAY")  # what a desktop sets
@@ -146,7 +146,7 @@ class Detections:
             {
                 "name": one.name,
                 "class_id": one.class_id,
-                "score": runtime.short_score(one.score),
+                "score": short_score(one.score),
                 "box_xyxy": [round(value, 2) for value in one.box_xyxy],
                 **({} if one.track_id is None else {"track_id": one.track_id}),
             }
@@ -163,7 +163,7 @@ class Detections:
             x1, y1, x2, y2 = one.box_xyxy
             box = [round(value, 2) for value in (x1, y1, x2 - x1, y2 - y1)]
             entry = {"image_id": image_id, "category_id": ids[one.class_id], "bbox": box}
-            entry |= {"score": runtime.short_score(one.score)}
+            entry |= {"score": short_score(one.score)}
             if one.track_id is not None:
                 entry["track_id"] = one.track_id
             found.append(entry)
@@ -181,7 +181,7 @@ class Detections:
             centre = (x1 + x2) / 2 / width, (y1 + y2) / 2 / height
             sides = (x2 - x1) / width, (y2 - y1) / height
             columns = [f"{part:.6f}" for part in (*centre, *sides)]
-            columns += [str(runtime.short_score(one.score))] if scores else []
+            columns += [str(short_score(one.score))] if scores else []
             lines.append(f"{one.class_id} {' '.join(columns)}\n")
         return "".join(lines)
 
@@ -199,7 +199,7 @@ class Detections:
         for one in self:
             item = ElementTree.SubElement(root, "object")
             ElementTree.SubElement(item, "name").text = _xml(one.name)
-            ElementTree.SubElement(item, "score").text = str(runtime.short_score(one.score))
+            ElementTree.SubElement(item, "score").text = str(short_score(one.score))
             box = ElementTree.SubElement(item, "bndbox")
             x1, y1, x2, y2 = one.box_xyxy
             left, top = min(round(x1), width - 1), min(round(y1), height - 1)
@@ -244,6 +244,11 @@ def _has_desktop() -> bool:
     return sys.platform == "darwin" or any(os.environ.get(each) for each in _DISPLAYS)
 
 
+def short_score(score: float) -> float:
+    """Rounds a score to the fewest digits that keep its float32."""
+    return float(str(np.float32(score)))
+
+
 def counted(names: Iterable[str]) -> str:
     """Counts such as "4 person, 1 bus"; "nothing" of none."""
     return ", ".join(f"{n} {name}" for name, n in Counter(names).most_common()) or "nothing"
@@ -255,8 +260,16 @@ def write_picture(path: Path, image_HW3: np.ndarray) -> None:
     Raises: DataError: OpenCV writes no such format; UserError: it cannot be written.
     """
     make_parent(path)
-    with data_errors(path):
-        runtime.write_picture(path, image_HW3)
+    try:
+        # cv2.imwrite crashes on a name that is not UTF-8.
+        image_bgr = cv2.cvtColor(image_HW3, cv2.COLOR_RGB2BGR)
+        done, content = cv2.imencode(format_of(path.suffix), image_bgr)
+    except cv2.error:
+        done = False
+    if not done:
+        raise DataError("this format cannot hold the image", code="picture_format", where=str(path))
+    with writing(path):
+        replace_file(path, content.tobytes())
 
 
 def _draw_tracks(found: Detections) -> np.ndarray:

@@ -135,8 +135,7 @@ def load_export(
     """An exported model; the log says what runs it.
 
     Args:
-        path: of its folder; or of a file there, which is then run: Paddle's, .onnx, _int8.onnx, or
-            an .xml that OpenVINO made of the ONNX model.
+        path: of its folder; or of a file there, which is then run: Paddle's, .onnx, _int8.onnx.
         backend: None: on a card Paddle, else the fastest here that the export was checked in
             (`runtime.predictor.chosen_backend`).
         threads: CPU threads of one prediction.
@@ -145,11 +144,15 @@ def load_export(
     """
     directory = path if path.is_dir() else path.parent
     suffix = "" if path.is_dir() else path.suffix.lower()
-    xml = path if suffix == ".xml" else None
+    if suffix == ".xml":
+        raise ConfigError(
+            "this form of OpenVINO is not read",
+            code="options_conflict",
+            where=str(path),
+            fix="give its folder: OpenVINO reads model.onnx as it is",
+        )
     if path.name.endswith("_int8.onnx"):
         precision = "int8"
-    elif xml is not None:
-        backend = backend or "openvino"
     elif suffix in (".pdiparams", ".pdmodel", ".json"):
         backend = backend or "paddle"
     if not path.exists():
@@ -157,9 +160,7 @@ def load_export(
     spec = read_spec(directory)
     able = spec.model_copy(update={"paddle": None}) if suffix == ".onnx" else spec
     options = runtime_of(able, backend, threads, precision, wanted_device)
-    if xml is not None and options.backend != "openvino":
-        raise ConfigError("only OpenVINO runs this", code="options_conflict", where=str(xml))
-    form, graph = open_exported(directory, spec, options, xml)
+    form, graph = open_exported(directory, spec, options)
     if doubt := doubt_about(spec.model_dump(mode="json"), options.backend, precision):
         _LOGGER.warning("%s: %s", path, doubt)
     where = "on the card" if options.device == "gpu" else f"threads: {threads}"
@@ -184,7 +185,6 @@ def runtime_of(
         except PredictorError as error:
             raise ExportError(str(error), code="export_lacks_format") from None
         backend = cast(Backend, chosen)
-    on_card = backend == "tensorrt" or (card and backend == "paddle")
     able = {"float32": get_args(Backend), "bfloat16": ("openvino",), "int8": ("onnx", "openvino")}
     if backend not in able[precision]:
         raise ConfigError(
@@ -193,7 +193,7 @@ def runtime_of(
         )
     return RuntimeOptions(
         backend=backend,
-        device="gpu" if on_card else "cpu",
+        device="gpu" if card and backend == "paddle" else "cpu",
         precision=precision,
         threads=threads,
     )

@@ -1,23 +1,23 @@
 """Result files: JSON, labels, tables, crops, and pictures with boxes drawn."""
 
+import csv
+import io
 import json
 import math
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import cv2
 import numpy as np
 
-from ppdist.common.errors import ConfigError, UserError
-from ppdist.common.files import write_json, write_text
+from ppdist.common.errors import ConfigError, DataError
+from ppdist.common.files import replacing, write_json, write_text, writing
 from ppdist.export.spec import InferenceSpec
 from ppdist.metrics.classification import best_classes, rank
 from ppdist.predict.detections import Detection, Detections, counted, write_picture
-from ppdist.predict.sources import data_errors
-from ppdist.runtime import results as runtime
-from ppdist.runtime.pictures import Frame
-from ppdist.runtime.results import Pictures
+from ppdist.predict.sources import Frame, data_errors, is_video, video_path
 from ppdist.viz.draw import draw_classes
 
 FOLDERS = {"yolo": "labels", "voc": "annotations", "crops": "crops"}  # below the results
@@ -25,20 +25,53 @@ FILES = {"detect": "detections.json", "classify": "classes.json"}  # by task
 TABLE = "detections.csv"
 _MADE_BY = "found by ppdist predict"  # how a later run knows its own results
 _NOT_UTF8 = "backslashreplace"  # of names: to JSON the same name
+_COLUMNS = ("file_name", "frame", "class", "score", "x1", "y1", "x2", "y2", "track_id")
 
 
 def require_own_folder(out: Path, source: Path) -> None:
-    """As that of `ppdist.runtime.results`; raises ConfigError."""
-    with data_errors(out, ConfigError):
-        # A shell gives thousands of files, and reading the results takes a second.
-        ours = source.is_dir() and bool(own_results(out))
-        runtime.require_own_folder(out, source, ours)
+    """Refuses an `out` whose files would be overwritten or mistaken for results.
+
+    Raises: ConfigError: pictures would overwrite those of `source`, or files already in it would be
+        mistaken for results and skipped.
+    """
+    with data_errors(out):
+        folder = (source if source.is_dir() else source.parent).resolve()
+        above = folder.parents if source.is_dir() else ()
+        overwrites = out.resolve() in (folder, *above)
+        inside = source.is_dir() and folder in out.resolve().parents
+        filled = inside and out.is_dir() and any(out.iterdir())
+    if overwrites:
+        raise ConfigError(
+            "the pictures of --source are there, or below, and could be overwritten",
+            code="out_holds_source",
+            where=f"--out {out}",
+            fix="choose another folder",
+        )
+    if filled and not own_results(out):
+        raise ConfigError(
+            "is inside --source and holds files that this program did not write",
+            code="out_not_ours",
+            where=f"--out {out}",
+            fix="choose another folder, or empty it",
+        )
 
 
 def require_no_foreign_files(out: Path, names: Iterable[str]) -> None:
-    """As that of `ppdist.runtime.results`; raises ConfigError."""
-    with data_errors(out, ConfigError):
-        runtime.require_no_foreign_files(out, names, own_results)
+    """Refuses names that already exist in `out` and that no earlier run wrote.
+
+    Raises: ConfigError.
+    """
+    with data_errors(out):
+        there = [name for name in names if (out / name).exists()]
+    own = own_results(out) if there else ()
+    taken = [name for name in there if name not in own]
+    if taken:
+        raise ConfigError(
+            f"the file (one of {len(taken)}) exists, and this program did not write it",
+            code="out_not_ours",
+            where=str(out / taken[0]),
+            fix="choose another --out, or move that file",
+        )
 
 
 def own_results(out: Path) -> set[str]:
@@ -52,6 +85,80 @@ def own_results(out: Path) -> set[str]:
         except (OSError, ValueError, LookupError, TypeError, RecursionError):
             continue  # absent, or somebody else's
     return own
+
+
+class Pictures:
+    """Writes pictures: an image under its name, a video as one file.
+
+    Creates nothing until the first picture.
+
+    Args:
+        out: where they go.
+        names: name of a source -> that of its picture, see `picture_names`; others are not written.
+    """
+
+    def __init__(self, out: Path, names: dict[str, str]) -> None:
+        self._out, self._names = out, names
+        self._video: cv2.VideoWriter | None = None
+        self._film = ""  # the name of the source whose video is open
+
+    @property
+    def files(self) -> Iterable[str]:
+        """Names of the pictures, relative to the folder."""
+        return self._names.values()
+
+    def wants(self, frame: Frame) -> bool:
+        """Whether to write a picture of this frame."""
+        return frame.name in self._names
+
+    def write(self, frame: Frame, drawn_HW3: np.ndarray) -> None:
+        """Writes one picture, or the next frame of a video.
+
+        Args: drawn_HW3: uint8 RGB; all frames of a video have one size.
+        Raises: UserError: the file system or OpenCV fails.
+        """
+        if frame.name != self._film:
+            self.close()
+        file = self._out / self._names[frame.name]
+        if frame.index is None:
+            write_picture(file, drawn_HW3)
+            return
+        if self._video is None:
+            with writing(file):
+                file.parent.mkdir(parents=True, exist_ok=True)
+                file.unlink(missing_ok=True)  # OpenCV would write through a link
+            self._film, codec = frame.name, cv2.VideoWriter.fourcc(*"mp4v")
+            size = (drawn_HW3.shape[1], drawn_HW3.shape[0])
+            self._video = cv2.VideoWriter(video_path(file), codec, frame.rate, size)
+            if not self._video.isOpened():
+                raise DataError(
+                    "this OpenCV cannot write videos", code="video_unwritable", where=str(file)
+                )
+        self._video.write(cv2.cvtColor(drawn_HW3, cv2.COLOR_RGB2BGR))
+
+    def close(self) -> None:
+        """Closes the open video."""
+        if self._video is not None:
+            self._video.release()
+        self._video, self._film = None, ""
+
+
+def picture_names(names: Sequence[str], films: Iterable[str] = ()) -> list[str]:
+    """A unique picture name for each source; videos become .mp4.
+
+    Args: films: those of `names` that are videos, whatever their suffix.
+    """
+    taken, films = set(names), set(films)
+    result = []
+    for name in names:
+        chosen = name
+        if (is_video(name) or name in films) and not name.endswith(".mp4"):
+            chosen = str(Path(name).with_suffix(".mp4"))
+            while chosen in taken:
+                name = chosen = f"{name}.mp4"
+            taken.add(chosen)
+        result.append(chosen)
+    return result
 
 
 class Results:
@@ -124,8 +231,7 @@ class Objects(Results):
             rest = {"area": round((x2 - x1) * (y2 - y1), 2), "iscrowd": 0}
             self._annotations.append({"id": len(self._annotations) + 1, **entry, **rest})
         if self.pictures.wants(frame):
-            with data_errors(self.out):
-                self.pictures.write(frame, found.plot())
+            self.pictures.write(frame, found.plot())
         if "yolo" in self._formats:
             self._write_text(self._file(frame, "yolo", ".txt"), found.to_yolo(scores=True))
         if "voc" in self._formats:
@@ -162,8 +268,7 @@ class Objects(Results):
 
     def write(self) -> Path:
         if "csv" in self._formats:
-            with data_errors(self.out, UserError):
-                runtime.write_table(self.out / TABLE, self.content())
+            write_table(self.out / TABLE, self.content())
         if "yolo" in self._formats:
             names = "".join(f"{name}\n" for name in self.spec.class_names)
             self._write_text(self.out / FOLDERS["yolo"] / "classes.txt", names)
@@ -235,8 +340,7 @@ class Classes(Results):
         image["best"] = best_classes(labels_K, scores_K, names)
         if self.pictures.wants(frame):
             drawn = draw_classes(frame.image_HW3, labels_K, names, scores_K)
-            with data_errors(self.out):
-                self.pictures.write(frame, drawn)
+            self.pictures.write(frame, drawn)
         return image
 
     def said(self, images: Sequence[dict[str, Any]]) -> str:
@@ -249,3 +353,26 @@ class Classes(Results):
 
     def total(self) -> str:
         return f"the class of {len(self.images)} image{'s' * (len(self.images) != 1)}"
+
+
+def write_table(file: Path, content: Mapping[str, Any]) -> None:
+    """Writes CSV: a line per object.
+
+    Args: content: of the JSON file of a detector.
+    Raises: UserError: the file system fails.
+    """
+    options: dict[str, Any] = {"encoding": "utf-8", "errors": _NOT_UTF8, "newline": ""}
+    with writing(file), replacing(file) as draft, io.TextIOWrapper(draft, **options) as opened:
+        writer = csv.writer(opened)
+        writer.writerow(_COLUMNS)
+        writer.writerows(_lines(content))
+
+
+def _lines(content: Mapping[str, Any]) -> Iterator[tuple[Any, ...]]:
+    names = {category["id"]: category["name"] for category in content["categories"]}
+    images = {image["id"]: image for image in content["images"]}
+    for one in content["annotations"]:
+        image, (left, top, width, height) = images[one["image_id"]], one["bbox"]
+        box = (left, top, round(left + width, 2), round(top + height, 2))
+        found = names[one["category_id"]], one["score"], *box, one.get("track_id", "")
+        yield image["file_name"], image.get("frame", ""), *found

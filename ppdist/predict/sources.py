@@ -8,6 +8,7 @@ as_image          what Python holds (numpy, Pillow) -> uint8 RGB
 import functools
 import glob
 import http.client
+import itertools
 import logging
 import os
 import sys
@@ -19,28 +20,41 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import cv2
 import numpy as np
 from PIL import Image
 
-from ppdist.common.errors import DataError, UserError
-from ppdist.data.image import decode_image, of_array, of_pillow, read_content
-from ppdist.runtime.decoder import has_sixteen_bits, is_dark
-from ppdist.runtime.pictures import (
-    KNOWN_SUFFIXES,
-    VIDEO_SUFFIXES,
-    FileError,
-    Frame,
-    find_sources,
-    is_source,
-    video_frames,
+from ppdist.common.errors import DataError
+from ppdist.data.image import DARK, decode_image, of_array, of_pillow, read_content
+from ppdist.runtime.decoder import (
+    IMAGE_SUFFIXES,
+    has_sixteen_bits,
+    is_dark,
+    unread_kind,
+    unread_kinds,
 )
 
 STDIN = "-"
+VIDEO_SUFFIXES = (".mp4", ".avi", ".mov", ".mkv", ".webm", ".m4v", ".mpg", ".mpeg")
+KNOWN_SUFFIXES = IMAGE_SUFFIXES + VIDEO_SUFFIXES
+USUAL_RATE = 25.0  # frames a second, if a video or camera names none
+_MOST_LOST = 1000  # damaged frames in a row; at the end of a video each takes 10 us
+_WHOLE = 0.9  # of its time; a video that ends before was cut
 _LOGGER = logging.getLogger("ppdist")
 _LIVE = ("rtsp://", "rtsps://", "rtmp://", "rtp://", "udp://", "tcp://")
 _WEB = ("http://", "https://")
 _MOST_BYTES = 1 << 28  # of an image that is not on this disk
 _TIMEOUT_SECONDS = 30.0
+
+
+@dataclass(frozen=True)
+class Frame:
+    """One picture to look at."""
+
+    name: str  # of its source; the frames of a video share it
+    index: int | None  # frame number in a video from 0; None: an image
+    image_HW3: np.ndarray  # uint8 RGB
+    rate: float = 0.0  # frames a second of the video; of an image 0
 
 
 @dataclass(frozen=True)
@@ -130,12 +144,10 @@ def root_of(word: Path | str | int) -> Path | None:
 
 
 @contextmanager
-def data_errors(word: Path | str | int, kind: type[UserError] = DataError) -> Iterator[None]:
-    """Turns FileError into our own `kind`, and the system's into DataError."""
+def data_errors(word: Path | str | int) -> Iterator[None]:
+    """Turns the system's errors into DataError."""
     try:
         yield
-    except FileError as error:
-        raise kind(error.what, code=error.code, where=error.where, fix=error.fix) from error
     except OSError as error:
         what, where = error.strerror or str(error), str(error.filename or word)
         raise DataError(what, code="folder_unreadable", where=where) from error
@@ -169,8 +181,54 @@ def _expand(word: Path | str | int, leave_out: Path | None) -> list[Source]:
         return [Source(each, str(Path(*each.parts[plain:]))) for each in chosen]
     path = Path(word)
     root = path if path.is_dir() else path.parent
-    found = find_sources(path, leave_out, _LOGGER.warning)
+    found = find_sources(path, leave_out)
     return [Source(file, str(file.relative_to(root))) for file in found]
+
+
+def find_sources(source: Path, leave_out: Path | None) -> list[Path]:
+    """Images and videos at a path, below a folder in name order.
+
+    Args: leave_out: a folder whose files do not count (where results are written).
+    Raises: DataError: the path does not exist, or there is nothing to look at.
+    """
+    shown = " ".join(sorted(KNOWN_SUFFIXES))
+    if source.is_file():
+        if source.suffix.lower() not in KNOWN_SUFFIXES:
+            kind = unread_kind(source.name)
+            raise DataError(
+                f"{kind} is not supported" if kind else "neither an image nor a video",
+                code="not_a_picture",
+                where=str(source),
+                fix=f"convert it to one of {shown}",
+            )
+        return [source]
+    if not source.is_dir():
+        raise DataError(
+            "no such image, folder or video", code="source_not_found", where=str(source)
+        )
+    files = [
+        file
+        for file in sorted(source.rglob("*"))
+        # Files that programs keep for themselves: ._a.jpg of macOS, .ipynb_checkpoints/a.jpg.
+        if not any(part.startswith(".") for part in file.relative_to(source).parts)
+    ]
+    if unread := unread_kinds(file.name for file in files):
+        _LOGGER.warning("%s: %s", source, unread)
+    found = [file for file in files if is_source(file, leave_out)]
+    if not found:
+        raise DataError(
+            f"no image or video in this folder ({shown})", code="no_images", where=str(source)
+        )
+    return found
+
+
+def is_source(file: Path, leave_out: Path | None) -> bool:
+    """Whether a file is an image or video outside `leave_out`."""
+    return (
+        file.suffix.lower() in KNOWN_SUFFIXES
+        and file.is_file()
+        and (leave_out is None or leave_out.resolve() not in file.resolve().parents)
+    )
 
 
 def _is_pattern(word: Path | str | int) -> bool:
@@ -216,8 +274,71 @@ def readable_frames(source: Source, report: Callable[[str], None]) -> Iterator[F
     if not source.is_video:
         yield Frame(source.name, None, read_source(source.place))
         return
-    with data_errors(source.place):
-        yield from video_frames(source.place, source.name, report)
+    yield from video_frames(source.place, source.name, report)
+
+
+def video_path(file: Path | str) -> str:
+    """Path for OpenCV's videos, which crash on one not UTF-8.
+
+    Raises: DataError: it is not UTF-8.
+    """
+    try:
+        return str(file).encode().decode()
+    except UnicodeEncodeError as error:
+        raise DataError(
+            "OpenCV needs a UTF-8 path for a video",
+            code="path_not_utf8",
+            where=str(file),
+            fix="rename it",
+        ) from error
+
+
+def video_frames(
+    place: Path | str | int, name: str, complain: Callable[[str], None]
+) -> Iterator[Frame]:
+    """Yields the frames of a video, a stream or a numbered camera.
+
+    Args: complain: called once with how many frames of a video are damaged; the others keep their
+        numbers.
+    Raises: DataError: not one frame can be read.
+    """
+    capture = cv2.VideoCapture(place if isinstance(place, int) else video_path(place))
+    rate = capture.get(cv2.CAP_PROP_FPS) or USUAL_RATE
+    # A file alone: a camera has no end, and a stream that is lost would be waited for.
+    count = int(capture.get(cv2.CAP_PROP_FRAME_COUNT)) if isinstance(place, Path) else 0
+    where = name if isinstance(place, int) else str(place)
+    good, last, seconds = 0, -1, 0.0
+    try:
+        for index in itertools.count():
+            there, frame_bgr = capture.read()
+            if there:
+                good, last = good + 1, index
+                seconds = capture.get(cv2.CAP_PROP_POS_MSEC) / 1000
+                yield Frame(name, index, cv2.cvtColor(frame_bgr, cv2.COLOR_BGR2RGB), rate)
+            elif index + 1 >= count or index - last > _MOST_LOST:
+                break
+    finally:
+        capture.release()
+    # Some containers only estimate how many frames they have.
+    is_cut = 0 < seconds + 1 / rate < _WHOLE * count / rate
+    total = count if is_cut else last + 1
+    if 0 < good < total:
+        complain(f"{where}: {total - good} of {total} frames are damaged")
+    if not good:
+        kind = "video" if isinstance(place, Path) else "camera or stream"
+        raise DataError(
+            f"no frame of this {kind} can be read", code="video_unreadable", where=where
+        )
+
+
+def predictions(
+    predict: Callable[[Sequence[np.ndarray]], list[np.ndarray]],
+    frames: Iterator[Frame],
+    batch: int,
+) -> Iterator[tuple[Frame, np.ndarray]]:
+    """Yields each frame with its predictions, computed in batches."""
+    while group := list(itertools.islice(frames, batch)):
+        yield from zip(group, predict([frame.image_HW3 for frame in group]))
 
 
 def read_source(place: Path | str | int) -> np.ndarray:
@@ -237,16 +358,11 @@ def read_source(place: Path | str | int) -> np.ndarray:
 def _lit(image_HW3: np.ndarray, of_16_bits: bool) -> np.ndarray:
     """The image; warns of 16 bits of which few are used."""
     if of_16_bits and is_dark(image_HW3):
-        _warn_of_dark()
+        _warn_once(DARK)
     return image_HW3
 
 
-@functools.cache  # once
-def _warn_of_dark() -> None:
-    _LOGGER.warning(
-        "an image with 16 bits per channel uses 14 of them or fewer (perhaps 12); only the upper 8 "
-        "are read, so it looks nearly black; scale its values so that white is near 65535"
-    )
+_warn_once = functools.cache(_LOGGER.warning)
 
 
 def _download(address: str) -> bytes:

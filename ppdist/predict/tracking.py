@@ -12,7 +12,7 @@ import numpy as np
 
 from ppdist.common.errors import ConfigError
 from ppdist.predict.detections import Detections
-from ppdist.runtime.pictures import USUAL_RATE, Frame
+from ppdist.predict.sources import USUAL_RATE, Frame
 
 _SURE = 0.5  # score of a box that begins a track, at most; see Tracker
 

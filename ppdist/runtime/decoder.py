@@ -4,8 +4,8 @@ A decoder trusts its input.  OpenCV 5.0 crashes on animated PNGs of 700 bytes wi
 not fit.  It allocates 4 GB, or crashes, for a PNG of 100 bytes with a chunk that claims them.  It
 paints the missing part of a JPEG grey, and it unpacks an all-white PNG of 107 KB to 900 million
 pixels, 5 GB at its peak.  So callers call `damage` first, and `decode` passes on only what pixels
-need.  Depending on its version, OpenCV ignores the masks of a BMP or refuses it: such BMPs are read
-here.
+need.  Depending on its version, OpenCV ignores the masks of a BMP or refuses it: such BMPs are
+refused.
 
 Every image is decoded this way: in training, the tools, `deploy/python` and `deploy/serving`.
 
@@ -88,7 +88,6 @@ _MASKS_AT = 54
 # three empty ones of 32 bits for the usual ones.
 _USUAL_MASKS = ((0xFF0000, 0xFF00, 0xFF), (0, 0, 0))
 _USUAL_MASKS_16 = ((0x7C00, 0x3E0, 0x1F), (0xF800, 0x7E0, 0x1F))
-_BMP_ROWS = 64  # unpacked at once
 _TIFF_WHOLE = {3: "H", 4: "I", 16: "Q"}  # integer types
 _MOST_TIFF_ENTRIES = 1000
 # Tags of a TIFF -> the names that `Tiff` has for their first values.
@@ -120,8 +119,6 @@ def decode(content: bytes, reduced: int = 1, upright: bool = True) -> np.ndarray
     """
     if content.startswith(PNG):
         content = _still(content)
-    if content.startswith(BMP) and (masks := bmp_masks(content)):
-        return _masked_bmp(content, masks)
     if simplejpeg is not None and content.startswith(JPEG):
         image_HW3 = _by_simplejpeg(content, reduced, upright)
         if image_HW3 is not None:
@@ -245,8 +242,8 @@ def unread_kinds(names: Iterable[str]) -> str:
     return f"left out: {kinds}: unsupported; convert to JPEG or PNG" if found else ""
 
 
-def bmp_masks(content: bytes) -> tuple[int, int, int] | None:
-    """Masks of red, green and blue that OpenCV does not read."""
+def _unread_masks(content: bytes) -> tuple[int, int, int] | None:
+    """Returns masks of red, green and blue that OpenCV ignores, or refuses, by its version."""
     if len(content) < _MASKS_AT + 12:
         return None
     header, _, _, _, bits, compression = struct.unpack_from("<IiiHHI", content, 14)
@@ -255,30 +252,6 @@ def bmp_masks(content: bytes) -> tuple[int, int, int] | None:
     masks = struct.unpack_from("<III", content, _MASKS_AT)
     usual = _USUAL_MASKS if bits == 32 else _USUAL_MASKS_16 if header == 40 else ()
     return None if compression == 3 and masks in usual else masks
-
-
-def _masked_bmp(content: bytes, masks: tuple[int, int, int]) -> np.ndarray | None:
-    """Decodes a BMP by its masks; None: they make no sense."""
-    (start,) = struct.unpack_from("<I", content, 10)
-    width, signed_height, _, bits = struct.unpack_from("<iiHH", content, 18)
-    if not all(_is_mask(mask, bits) for mask in masks):
-        return None
-    height, stride = abs(signed_height), (width * bits + 31) // 32 * 4
-    rows = np.frombuffer(content, np.uint8, height * stride, start).reshape(height, stride)
-    pixels_HW = rows[:, : width * bits // 8].view(f"<u{bits // 8}")
-    if signed_height > 0:  # the lowest row comes first
-        pixels_HW = pixels_HW[::-1]
-    image_HW3 = np.empty((height, width, 3), np.uint8)
-    for first in range(0, height, _BMP_ROWS):
-        some_HW = pixels_HW[first : first + _BMP_ROWS].astype(np.uint64)
-        for channel, mask in enumerate(masks):
-            shift = (mask & -mask).bit_length() - 1
-            most = mask >> shift
-            values_HW = (some_HW >> np.uint64(shift)) & np.uint64(most)
-            if most != 255:
-                values_HW = (values_HW * np.uint64(255) + np.uint64(most // 2)) // np.uint64(most)
-            image_HW3[first : first + _BMP_ROWS, :, channel] = values_HW
-    return image_HW3
 
 
 class Damage(NamedTuple):
@@ -424,17 +397,10 @@ def _bmp_damage(content: bytes, length: int) -> Damage | None:
     needed = start + (width * bits + 31) // 32 * 4 * abs(height)
     if needed > length:
         return _cut_short("BMP")
-    masks = bmp_masks(content)
-    if masks and not all(_is_mask(mask, bits) for mask in masks):
+    if masks := _unread_masks(content):
         shown = ", ".join(f"{mask:#x}" for mask in masks)
-        return Damage("image_unreadable", f"the BMP's masks of colours make no sense: {shown}")
+        return Damage("pixel_kind", f"a BMP of unusual masks of colours ({shown}): save it as PNG")
     return None
-
-
-def _is_mask(mask: int, bits: int) -> bool:
-    """Whether a mask is one run of bits, within a pixel."""
-    ones = mask >> ((mask & -mask).bit_length() - 1) if mask else 0
-    return mask >> bits == 0 and ones != 0 and ones & (ones + 1) == 0
 
 
 def _webp_damage(content: bytes, length: int) -> Damage | None:

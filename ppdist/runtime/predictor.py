@@ -27,11 +27,10 @@ import numpy as np
 SPEC_FILE = "infer.yml"
 _INTERPOLATIONS = {"cubic": cv2.INTER_CUBIC, "linear": cv2.INTER_LINEAR}
 _PACKAGES = {
-    "openvino": "openvino", "onnx": "onnxruntime", "tensorrt": "onnxruntime", "paddle": "paddle"
+    "openvino": "openvino", "onnx": "onnxruntime", "paddle": "paddle"
 }  # fmt: skip
 RUNTIMES = {
-    "openvino": "OpenVINO", "onnx": "ONNX Runtime", "tensorrt": "TensorRT through ONNX Runtime",
-    "paddle": "Paddle Inference",
+    "openvino": "OpenVINO", "onnx": "ONNX Runtime", "paddle": "Paddle Inference",
 }  # fmt: skip
 _ON_CPU = {  # what auto tries for each number format, the fastest first
     "float32": ("onnx", "openvino", "paddle"),
@@ -39,9 +38,10 @@ _ON_CPU = {  # what auto tries for each number format, the fastest first
     "bfloat16": ("openvino",),
 }
 _CHECKED_OPENVINO = {"float32": "openvino", "int8": "openvino_int8"}  # sections of infer.yml
+_GPU_MEMORY_MB = 256  # that Paddle reserves at the start
 _MOST_SHAPES = 16  # compiled models that OpenVINO keeps, one for each size of batch
 USUAL_THRESHOLD = 0.25  # confidence threshold, if no evaluation set one
-Backend = Literal["auto", "paddle", "onnx", "openvino", "tensorrt"]
+Backend = Literal["auto", "paddle", "onnx", "openvino"]
 
 
 class PredictorError(ValueError):
@@ -64,10 +64,9 @@ class Predictor:
     inputs; ONNX Runtime runs several at once.
 
     Args:
-        directory: folder with infer.yml and the files it names; or an .xml in it that OpenVINO made
-            from the ONNX model.
+        directory: folder with infer.yml and the files it names.
         backend: auto takes the fastest that is installed and that the export was checked in, see
-            `chosen_backend`; we have never run tensorrt (ONNX Runtime on a card).
+            `chosen_backend`.
         threads: CPU threads of one prediction.
         device: gpu needs a CUDA build of the package (onnxruntime-gpu, paddlepaddle-gpu).
         int8: the quantised ONNX model of the export instead of the float32 one.
@@ -76,7 +75,7 @@ class Predictor:
 
     Attributes:
         spec: the content of infer.yml.
-        backend: what runs the model: onnx, openvino, paddle or tensorrt; "" for `of_graph`.
+        backend: what runs the model: onnx, openvino or paddle; "" for `of_graph`.
         runtime: description of backend, number format and threads.
         doubt: why what runs it may be wrong, for the user; "": the export checked it.
         class_names: names of class 0, 1, ...
@@ -94,9 +93,7 @@ class Predictor:
     ) -> None:
         if threads < 1:
             raise PredictorError(f"threads {threads}: expected 1 or more")
-        directory, file = Path(directory), None
-        if directory.suffix.lower() == ".xml" and backend in ("auto", "openvino"):
-            directory, file, backend = directory.parent, directory, "openvino"
+        directory = Path(directory)
         self.spec = read_spec(directory)
         kind = "bfloat16" if bfloat16 else "int8" if int8 else "float32"
         if bfloat16 and int8:
@@ -107,7 +104,7 @@ class Predictor:
             raise PredictorError(f"{directory}: {error}") from None
         self.class_names: tuple[str, ...] = tuple(self.spec["class_names"])
         part = self.spec[_part(self.backend, int8)]
-        files = [directory / name for name in part["files"]] if file is None else [file]
+        files = [directory / name for name in part["files"]]
         for each in files:
             if not each.is_file():
                 raise PredictorError(f"{each}: named by {SPEC_FILE} but not there; export again")
@@ -122,7 +119,7 @@ class Predictor:
                 )
             self._graph = OpenVinoGraph(files[0], threads, bfloat16)
         else:
-            self._graph = OnnxGraph(files[0], threads, onnx_providers(self.backend, device))
+            self._graph = OnnxGraph(files[0], threads, onnx_providers(device))
         where = "on the card" if device == "gpu" else f"threads: {threads}"
         self.runtime = f"{RUNTIMES[self.backend]}, {kind}, {where}"
         self.doubt = doubt_about(self.spec, self.backend, kind)
@@ -370,16 +367,9 @@ def _kept(
     return kept
 
 
-def onnx_providers(
-    backend: str, device: str, float16: bool = False
-) -> list[tuple[str, dict[str, Any]]]:
-    """Kernels for ONNX Runtime with their options, the preferred ones first."""
-    providers: list[tuple[str, dict[str, Any]]] = [("CPUExecutionProvider", {})]
-    if device == "gpu":  # also of TensorRT, for what it has no kernel for
-        providers.insert(0, ("CUDAExecutionProvider", {}))
-    if backend == "tensorrt":
-        providers.insert(0, ("TensorrtExecutionProvider", {"trt_fp16_enable": float16}))
-    return providers
+def onnx_providers(device: str) -> list[str]:
+    """Kernels for ONNX Runtime, the preferred ones first."""
+    return [*["CUDAExecutionProvider"] * (device == "gpu"), "CPUExecutionProvider"]
 
 
 class OnnxGraph:
@@ -395,7 +385,7 @@ class OnnxGraph:
         self,
         file: Path,
         threads: int,
-        providers: Sequence[tuple[str, dict[str, Any]]],
+        providers: Sequence[str],
         spinning: bool = True,
     ) -> None:
         import onnxruntime
@@ -412,7 +402,7 @@ class OnnxGraph:
             )
         except Exception as error:  # its exceptions have no narrower common base
             raise PredictorError(f"{file}: ONNX Runtime cannot load it: {error}") from error
-        if providers[0][0] not in self._session.get_providers():  # it would fall back to the CPU
+        if providers[0] not in self._session.get_providers():  # it would fall back to the CPU
             raise PredictorError("device gpu: ONNX Runtime finds no usable card; see its message")
         self._name = self._session.get_inputs()[0].name
         self.output_names = tuple(output.name for output in self._session.get_outputs())
@@ -461,7 +451,7 @@ def has_bfloat16() -> bool:
 
 
 class OpenVinoGraph:
-    """An ONNX file, or OpenVINO's own XML, in OpenVINO on the CPU.
+    """An ONNX file in OpenVINO on the CPU.
 
     It is compiled for each shape of input that it gets: with free sizes OpenVINO (2026.4) takes up
     to twice the time, and the scores of quantised graphs are wrong by 0.3 to 0.5.
@@ -529,8 +519,7 @@ class PaddleGraph:
     kernels of every image size it has met.
 
     Args:
-        precision: float32; bfloat16 with oneDNN; float16 on a card.
-        gpu_memory_mb: what Paddle reserves on the card at the start, MiB.
+        precision: float32; bfloat16 with oneDNN.
     Raises: PredictorError: it cannot load them.
     """
 
@@ -543,7 +532,6 @@ class PaddleGraph:
         threads: int = 1,
         onednn: bool = True,
         precision: str = "float32",
-        gpu_memory_mb: int = 256,
     ) -> None:
         from paddle import inference
 
@@ -551,9 +539,7 @@ class PaddleGraph:
             config = inference.Config(str(program), str(weights))
             config.disable_glog_info()
             if device == "gpu":
-                kinds = inference.PrecisionType
-                kind = kinds.Half if precision == "float16" else kinds.Float32
-                config.enable_use_gpu(gpu_memory_mb, 0, kind)  # card 0
+                config.enable_use_gpu(_GPU_MEMORY_MB, 0, inference.PrecisionType.Float32)  # card 0
             else:
                 config.disable_gpu()
                 config.set_cpu_math_library_num_threads(threads)
@@ -715,14 +701,12 @@ def _part(backend: str, int8: bool) -> str:
 
 def _unusable(name: str, spec: dict[str, Any], device: str, kind: str) -> str | None:
     """Why a backend cannot run an export; None: it can."""
-    if kind == "int8" and name in ("paddle", "tensorrt"):
+    if kind == "int8" and name == "paddle":
         return "an int8 model runs in ONNX Runtime or OpenVINO only"
     if kind == "bfloat16" and name != "openvino":
         return "bfloat16 is for OpenVINO"
     if name == "openvino" and device == "gpu":
         return "OpenVINO runs on the CPU only"
-    if name == "tensorrt" and device == "cpu":
-        return "TensorRT needs device gpu"
     if not spec.get(_part(name, kind == "int8")):
         form = "paddle" if name == "paddle" else "onnx"
         wanted, more = ("int8", " --int8") if kind == "int8" else (form, "")
@@ -732,8 +716,7 @@ def _unusable(name: str, spec: dict[str, Any], device: str, kind: str) -> str | 
         wheel = "paddlepaddle" if package == "paddle" else package
         return f"its {name} model needs {package}, which is not installed: pip install {wheel}"
     if device == "gpu" and not _has_gpu(name):
-        built = "without TensorRT" if name == "tensorrt" else "for the CPU"
-        return f"device gpu: the {package} that is installed is a build {built}"
+        return f"device gpu: the {package} that is installed is a build for the CPU"
     return None
 
 
@@ -741,7 +724,7 @@ def _has_gpu(name: str) -> bool:
     module = importlib.import_module(_PACKAGES[name])
     if name == "paddle":
         return bool(module.is_compiled_with_cuda())
-    return onnx_providers(name, "gpu")[0][0] in module.get_available_providers()
+    return onnx_providers("gpu")[0] in module.get_available_providers()
 
 
 def _require_image(image_HW3: np.ndarray, position: int) -> None:

@@ -4,6 +4,7 @@ Also holds what images and plots share: the palette and the fonts with Chinese l
 """
 
 import math
+import unicodedata
 from collections.abc import Sequence
 from contextlib import suppress
 from functools import cache
@@ -15,7 +16,6 @@ from PIL import Image, ImageDraw, ImageFont
 
 from ppdist.common.errors import UserError
 from ppdist.common.files import write_whole
-from ppdist.runtime.results import without_emoji
 
 Colour = tuple[int, int, int]  # red, green, blue, 0 to 255
 # Colours that stay apart with any common colour blindness: Okabe & Ito 2008, "Color Universal
@@ -258,6 +258,17 @@ def readable(name: str, label: int) -> str:
         if text and (text.isascii() or _font_of(text)):
             return text
     return f"#{label}"
+
+
+def without_emoji(name: str) -> str:
+    """Removes emoji and other symbols from a class name, for fonts that lack them."""
+    letters = (
+        letter
+        for letter in name
+        if unicodedata.category(letter) not in ("So", "Sk", "Cf", "Me")
+        and not "\ufe00" <= letter <= "\ufe0f"  # which form a symbol has
+    )
+    return " ".join("".join(letters).split())
 
 
 def text_size(text: str, scale: float) -> tuple[int, int, int]:

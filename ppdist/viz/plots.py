@@ -29,7 +29,6 @@ from ppdist.common.files import make_folder, write_whole
 from ppdist.data.checks.statistics import Objects, per_class
 from ppdist.data.image import read_image
 from ppdist.metrics.run import Numbers, Run
-from ppdist.runtime.results import without_emoji
 from ppdist.viz.draw import (
     BLUE,
     CJK_FONTS,
@@ -46,6 +45,7 @@ from ppdist.viz.draw import (
     grid,
     installed,
     readable,
+    without_emoji,
 )
 
 # Those of the palette that can be seen on white.

@@ -10,7 +10,6 @@ import cv2
 import numpy as np
 
 SERVING = Path(__file__).resolve().parents[2] / "deploy" / "serving"
-EVIL = "<img src=x onerror=\"document.title='owned'\">"
 GREY, RED = (114, 114, 114), (255, 0, 0)
 BOX = (30, 20, 70, 50)  # xyxy of the red rectangle
 
@@ -19,7 +18,7 @@ class FakeModel:
     """Finds the red rectangle of an image (class 0, 0.9), and always a faint one (class 1, 0.3)."""
 
     def __init__(self, task: str = "detect", seconds: float = 0.0) -> None:
-        names = ["thing", EVIL]
+        names = ["thing", "faint"]
         size = {"size": [64, 96]}
         self.spec: dict[str, Any] = {
             "task": task, "input": size, "class_names": names, "category_ids": [1, 7],

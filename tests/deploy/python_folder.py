@@ -10,14 +10,7 @@ REPOSITORY = Path(__file__).resolve().parents[2]
 FOLDER = REPOSITORY / "deploy" / "python"
 RUNTIME = REPOSITORY / "ppdist" / "runtime"  # what FOLDER links to
 sys.path.insert(0, str(FOLDER))
-predictor: Any
-pictures: Any
-results: Any
-command: Any
-predictor, pictures, results, command = (
-    importlib.import_module(f"ppdist_runtime.{name}")
-    for name in ("predictor", "pictures", "results", "command")
-)
+predictor: Any = importlib.import_module("ppdist_runtime.predictor")
 Predictor, PredictorError = predictor.Predictor, predictor.PredictorError
 
 

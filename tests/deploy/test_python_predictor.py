@@ -1,4 +1,4 @@
-"""deploy/python alone finds in images and videos what ppdist finds."""
+"""deploy/python alone finds in images what ppdist finds."""
 
 import ast
 import importlib.util
@@ -20,7 +20,6 @@ import paddle
 import pytest
 
 from ppdist import Detector
-from ppdist.common.errors import ConfigError
 from ppdist.config.evaluate import NMSConfig
 from ppdist.config.preprocess import resize_section
 from ppdist.data.image import read_image
@@ -42,9 +41,7 @@ from tests.deploy.python_folder import (
     RUNTIME,
     Predictor,
     PredictorError,
-    pictures,
     predictor,
-    results,
     run_file,
 )
 from tests.errors import raises
@@ -177,18 +174,6 @@ def test_letterbox_boxes_map_back_to_image() -> None:
     (found,) = predict.finish((rows_R6, np.array([2])), [(120, 60)])
     want = [[0, 0.9, 0, 0, 60, 120], [1, 0.5, 15, 30, 45, 90]]
     np.testing.assert_allclose(found, want, atol=1e-4)
-
-
-def test_results_hold_corner_and_sides_as_coco_does(tmp_path: Path) -> None:
-    spec = {"task": "detect", "class_names": ["red", "green"], "category_ids": [7, 9]}
-    frame = pictures.Frame("a.jpg", None, picture(120, 60))
-    found = results.Results(tmp_path, spec, 0.3, {})
-    found.add(frame, np.array([[1, 0.5, 15, 30, 45, 90], [0, 0.2, 0, 0, 9, 9]], np.float32))
-    content = json.loads(found.write(as_csv=True).read_text())
-    (one,) = content["annotations"]
-    assert (one["bbox"], one["area"], one["category_id"]) == ([15, 30, 30, 60], 1800, 9)
-    lines = (tmp_path / "detections.csv").read_text().splitlines()
-    assert lines[1:] == ["a.jpg,,green,0.5,15.0,30.0,45.0,90.0,"]
 
 
 @pytest.mark.parametrize(
@@ -363,8 +348,7 @@ def test_export_without_requested_model_is_named(tmp_path: Path) -> None:
         ({"backend": "tflite"}, "backend 'tflite': expected auto, openvino, onnx, "),
         ({"device": "tpu"}, "device 'tpu': expected cpu or gpu"),
         ({"backend": "paddle", "int8": True}, "an int8 model runs in ONNX Runtime or"),
-        ({"backend": "tensorrt"}, "TensorRT needs device gpu"),
-        ({"backend": "tensorrt", "device": "gpu"}, "is a build without TensorRT"),
+        ({"backend": "tensorrt"}, "backend 'tensorrt': expected auto"),
         ({"backend": "openvino", "device": "gpu"}, "OpenVINO runs on the CPU only"),
         ({"backend": "onnx", "bfloat16": True}, "bfloat16 is for OpenVINO"),
         ({"int8": True, "bfloat16": True}, "int8 and bfloat16: choose one"),
@@ -429,24 +413,12 @@ def test_signals_are_heard_after_models_of_openvino_end(exported: Exported) -> N
 
 @pytest.mark.slow
 @needs_openvino
-def test_what_runs_the_model_is_told_and_xml_is_run(exported: Exported, tmp_path: Path) -> None:
-    openvino = predictor.import_openvino()
+def test_what_runs_the_model_is_told(exported: Exported) -> None:
     folder = exported()
     assert Predictor(folder, threads=2).runtime == "ONNX Runtime, float32, threads: 2"
-    found = Predictor(folder, "openvino")
-    assert found.runtime == "OpenVINO, float32, threads: 1"
-    (tmp_path / "infer.yml").write_bytes((folder / "infer.yml").read_bytes())
-    read = predictor.openvino_core().read_model(folder / "model.onnx")
-    openvino.save_model(read, tmp_path / "own.xml", compress_to_fp16=False)
-    images = [picture(64, 96), picture(33, 50)]
-    for got_R6, expected_R6 in zip(Predictor(tmp_path / "own.xml")(images), found(images)):
-        assert_same_rows(got_R6, expected_R6)
-    detected = Detector(tmp_path / "own.xml")(images[0], threshold=0.0)
-    assert len(detected) == len(found(images[:1])[0]) > 0
-    with pytest.raises(ConfigError, match="only OpenVINO runs this"):
-        Detector(tmp_path / "own.xml", backend="onnx")
-    with pytest.raises(PredictorError, match=r"gone\.xml"):
-        Predictor(tmp_path / "gone.xml")
+    assert Predictor(folder, "openvino").runtime == "OpenVINO, float32, threads: 1"
+    with raises("options_conflict"):
+        Detector(folder / "own.xml")
 
 
 def test_a_package_that_is_not_installed_is_named(
@@ -485,7 +457,7 @@ def test_its_modules_import_each_other_in_no_circle() -> None:
     beside = {file.stem: file for file in RUNTIME.glob("*.py")}
     order = TopologicalSorter({name: imported(file) & set(beside) for name, file in beside.items()})
     found = list(order.static_order())
-    assert found[-1] == "__main__"
+    assert set(found) == set(beside)
 
 
 def test_only_numpy_opencv_and_runtime_are_imported() -> None:
@@ -534,13 +506,12 @@ def test_its_wheel_runs_without_ppdist(exported: Exported, tmp_path: Path) -> No
     code = (
         "import sys\n"
         "for name in ('paddle', 'ppdist', 'yaml', 'pydantic', 'PIL'): sys.modules[name] = None\n"
-        "from ppdist_runtime.command import main\n"
-        f"sys.argv += ['--model', {str(exported())!r}, '--source', '../a.png', '--out', 'out']\n"
-        "sys.exit(main())\n"
+        "import cv2\n"
+        "from ppdist_runtime.predictor import Predictor\n"
+        f"print(Predictor({str(exported())!r})([cv2.imread('../a.png')])[0].shape[1])\n"
     )
     done = run_file("-c", code, cwd=tmp_path / "installed")
-    assert done.returncode == 0, done.stderr
-    assert (tmp_path / "installed" / "out" / "detections.json").is_file()
+    assert (done.returncode, done.stdout) == (0, "6\n"), done.stderr
 
 
 @needs_onnx
@@ -558,4 +529,4 @@ def test_blood_cells_are_found_as_by_eager(
         eager = EagerPredictor(deployment_copy(model), NMS)
         for file in files:
             expected_R6 = detect(eager, read_image(file), SIZE, resize)
-            assert_same_rows(predict([pictures.read_image(file)])[0], expected_R6)
+            assert_same_rows(predict([read_image(file)])[0], expected_R6)

@@ -1,4 +1,4 @@
-"""The HTTP service of deploy/serving as a process: sockets, signals, the page, the soak script."""
+"""The HTTP service of deploy/serving as a process: sockets, signals."""
 
 import http.client
 import json
@@ -18,8 +18,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from tests.deploy.browser import CHROMIUM, Browser
-from tests.deploy.fake_model import EVIL, SERVING, encoded, picture
+from tests.deploy.fake_model import SERVING, encoded, picture
 from tests.ports import free_port
 
 for package in ("fastapi", "httptools", "python_multipart", "prometheus_client", "uvicorn"):
@@ -416,7 +415,7 @@ def test_client_that_never_reads_is_closed(hasty):
     deadline = time.monotonic() + WAIT
     with connection, pytest.raises(ConnectionError):
         while time.monotonic() < deadline:
-            connection.sendall(get(b"/") * 4)
+            connection.sendall(get(b"/openapi.json") * 4)
             time.sleep(0.02)
 
 
@@ -509,191 +508,9 @@ def test_served_export_gives_boxes_of_predictor(tmp_path_factory):
         assert one["box"] == pytest.approx(row[2:].tolist(), abs=0.05)
 
 
-@pytest.mark.slow
-def test_soak_counts_answers_refusals_and_memory(port, tmp_path):
-    (tmp_path / "a.png").write_bytes(PNG)
-    (tmp_path / "b.jpg").write_bytes(encoded(picture(seed=1), ".jpg"))
-    command = [sys.executable, SERVING / "soak.py", "--url", f"http://127.0.0.1:{port}",
-               "--images", tmp_path, "--minutes", "0.05", "--broken", "0.3"]  # fmt: skip
-    ended = subprocess.run(command, capture_output=True, text=True, timeout=WAIT, check=False)
-    assert ended.returncode == 0, ended.stdout + ended.stderr
-    seen = json.loads(ended.stdout)
-    assert seen["errors"] == {} and seen["objects"] == seen["answered"] > 0
-    assert seen["broken_refused"] > 0
-
-
-@pytest.mark.slow
-def test_the_histogram_tells_what_clients_measure(tmp_path):
-    (tmp_path / "a.png").write_bytes(PNG)
-    number = free_port()
-    command = [sys.executable, SERVING / "soak.py", "--url", f"http://127.0.0.1:{number}",
-               "--images", tmp_path, "--clients", "12", "--minutes", "0.1"]  # fmt: skip
-    with fake(number, 0.1):
-        ended = subprocess.run(command, capture_output=True, text=True, timeout=WAIT, check=False)
-    assert ended.returncode == 0, ended.stdout + ended.stderr
-    seen = json.loads(ended.stdout)["latency"]
-    assert seen["200"]["agrees"] and seen["200"]["count"] > 20, seen
-    assert len(seen) > 1 and all(row["count"] == row["server_count"] for row in seen.values())
-
-
-@pytest.mark.slow
-def test_the_soak_script_fails_where_nobody_answers(tmp_path):
-    (tmp_path / "a.png").write_bytes(PNG)
-    command = [sys.executable, SERVING / "soak.py", "--url", f"http://127.0.0.1:{free_port()}",
-               "--images", tmp_path, "--minutes", "0.01"]  # fmt: skip
-    ended = subprocess.run(command, capture_output=True, text=True, timeout=WAIT, check=False)
-    assert ended.returncode == 1
-    assert json.loads(ended.stdout)["errors"]["no answer: ConnectionRefusedError"] > 0
-
-
-def test_soak_reports_wrong_boxes_and_bad_answers():
-    import soak
-
-    thing = {"class": "thing", "score": 0.9, "box": [1.0, 2.0, 30.0, 40.0]}
-    faint = {**thing, "score": 0.501}
-    answers = [[thing], [thing, faint], [{**thing, "score": 0.9004, "box": [1.2, 2, 30, 40]}],
-               [], [{**thing, "class": "other"}], [{**thing, "box": [1, 2, 30, 44]}],
-               [thing, {**thing, "box": [50, 50, 60, 60]}]]  # fmt: skip
-    assert [soak.alike([thing], answer) for answer in answers] == [True] * 3 + [False] * 4
-    seen = soak.Seen()
-    for content in (json.dumps({"objects": [thing]}), json.dumps({"objects": []}), "no JSON", "{}"):
-        soak.note(b"image", content.encode(), seen)
-    assert seen.objects == 1 and seen.errors == {
-        "image: not the answer it got at first": 1,
-        "image: an answer that cannot be read: JSONDecodeError": 1,
-        "image: an answer that cannot be read: KeyError": 1,
-    }
-
-
 def test_what_the_server_needs_is_the_same_in_both_lists():
     lines = (SERVING / "requirements.txt").read_text().splitlines()
     needed = {line for line in lines if line and line[0] not in "#-"}
     extras = re.search(r'"serving": \[(.*?)\]', (REPOSITORY / "setup.py").read_text(), re.DOTALL)
     assert extras is not None
     assert set(re.findall(r'"(.+?)"', extras[1])) == needed
-
-
-needs_chromium = pytest.mark.skipif(CHROMIUM is None, reason="needs chromium")
-
-
-@pytest.fixture(scope="module")
-def browser(tmp_path_factory) -> Iterator[Browser]:
-    opened = Browser(tmp_path_factory.mktemp("profile"))
-    try:
-        yield opened
-    finally:
-        opened.close()
-
-
-BOXES = "[...document.querySelectorAll('.box')]"
-
-
-def choose_image(port, browser, folder):
-    """Opens the page and gives it an image; returns when its box is there."""
-    file = folder / "a.png"
-    file.write_bytes(PNG)
-    browser.open(f"http://127.0.0.1:{port}/")
-    browser.choose_file("#file", file)
-    browser.wait_for(f"{BOXES}.length === 1")
-
-
-@needs_chromium
-def test_page_draws_boxes_of_chosen_image_in_place(port, browser, tmp_path):
-    choose_image(port, browser, tmp_path)
-    place = browser.run(
-        f"(() => {{ const of = (e) => e.getBoundingClientRect(); const box = of({BOXES}[0]);"
-        "const image = of(document.getElementById('image')); const scale = image.width / 120;"
-        "return [box.left - image.left, box.top - image.top, box.right - image.left,"
-        "box.bottom - image.top].map((side) => side / scale); })()"
-    )
-    assert place == pytest.approx([30, 20, 70, 50], abs=0.2)
-    assert browser.run("document.querySelector('#rows').innerText").split()[:2] == [
-        "thing",
-        "0.900",
-    ]
-    assert browser.run("document.getElementById('status').textContent").startswith(
-        "a.png: 120 × 80 pixels, answered in "
-    )
-
-
-@needs_chromium
-def test_class_names_stay_text_and_slider_shows_more(port, browser, tmp_path):
-    choose_image(port, browser, tmp_path)
-    # By keyboard: the slider goes down until the faint box of 0.3 is there, too.
-    browser.run("document.getElementById('threshold').focus()")
-    for _ in range(4):
-        browser.press("ArrowLeft", 37)
-    browser.wait_for(f"{BOXES}.length === 2")
-    assert browser.run("document.getElementById('shown-threshold').textContent") == "0.30"
-    names = browser.run("[...document.querySelectorAll('#rows tr')].map((row) => row.innerText)")
-    assert EVIL in names[1]
-    assert browser.run("document.title") == "Find objects"
-    assert browser.run("document.querySelectorAll('main img').length") == 1
-    # Tab leads to the rows, and the row in focus marks its box; the surest is last, so on top.
-    browser.press("Tab", 9)
-    assert browser.run(f"{BOXES}.map((box) => box.classList.contains('chosen'))") == [False, True]
-
-
-@needs_chromium
-def test_dropped_image_is_read_non_image_is_named(port, browser):
-    browser.open(f"http://127.0.0.1:{port}/")
-    drop = (
-        "(async () => { const carried = new DataTransfer();"
-        "carried.items.add(new File([%s], '<b>x</b>'));"
-        "document.body.dispatchEvent(new DragEvent('drop', {dataTransfer: carried, bubbles: true,"
-        "cancelable: true})); })()"
-    )
-    browser.run(drop % "'just text'")
-    browser.wait_for("document.getElementById('error').textContent !== ''")
-    assert browser.run("document.getElementById('error').textContent") == (
-        "<b>x</b>: this is no image; send a JPEG, PNG, WebP or BMP image"
-    )
-    assert browser.run("document.getElementById('result').hidden")
-    browser.run(drop % f"new Uint8Array({list(PNG)})")
-    browser.wait_for(f"{BOXES}.length === 1")
-    assert browser.run("document.getElementById('error').textContent") == ""
-
-
-@needs_chromium
-def test_late_answer_is_not_shown_for_another_file(port, browser, tmp_path):
-    (tmp_path / "a.png").write_bytes(PNG)
-    (tmp_path / "b.png").write_bytes(b"just text")
-    browser.open(f"http://127.0.0.1:{port}/")
-    browser.run("HTMLImageElement.prototype.decode = () => new Promise((go) => window.go = go)")
-    browser.choose_file("#file", tmp_path / "a.png")
-    browser.wait_for("Boolean(window.go)")
-    browser.choose_file("#file", tmp_path / "b.png")
-    browser.wait_for("document.getElementById('error').textContent.startsWith('b.png')")
-    browser.run("new Promise((done) => { window.go(); setTimeout(done); })")
-    assert browser.run("document.getElementById('result').hidden")
-    assert browser.run("document.getElementById('status').textContent") == ""
-
-
-@pytest.mark.slow
-@needs_chromium
-def test_the_page_asks_for_the_token_and_goes_on(browser, tmp_path):
-    number = free_port()
-    file = tmp_path / "a.png"
-    file.write_bytes(PNG)
-    with fake(number, 0.0, "s3cret"):
-        browser.open(f"http://127.0.0.1:{number}/")
-        browser.choose_file("#file", file)
-        browser.wait_for("document.activeElement.id === 'token'")
-        browser.send("Input.insertText", text="s3cret")
-        browser.run("document.querySelector('#token-row button').click()")
-        browser.wait_for(f"{BOXES}.length === 1")
-        assert browser.run("document.getElementById('token-row').hidden")
-
-
-@needs_chromium
-def test_page_theme_follows_system_or_button(port, browser):
-    browser.open(f"http://127.0.0.1:{port}/")
-    background = "getComputedStyle(document.body).backgroundColor"
-    colours = {}
-    for scheme in ("light", "dark"):
-        feature = {"name": "prefers-color-scheme", "value": scheme}
-        browser.send("Emulation.setEmulatedMedia", features=[feature])
-        colours[scheme] = browser.run(background)
-    assert colours["light"] != colours["dark"]
-    browser.run("document.getElementById('theme').click()")
-    assert browser.run(background) == colours["light"]

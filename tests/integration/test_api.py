@@ -242,7 +242,7 @@ def test_a_detector_trains_on_and_exports(
     assert better.names == ("circle", "square", "triangle")
     assert Detector(tmp_path / "run").names == better.names
     assert "mAP" in better.evaluate()
-    exported = Detector(better.export(tmp_path / "exported", accuracy=0, fixed_batch=True))
+    exported = Detector(better.export(tmp_path / "exported", fixed_batch=True))
     files = sorted((project / "photos").iterdir())
     for one, other in zip(exported(files, threshold=0.05), better(files, threshold=0.05)):
         assert np.allclose(one.boxes_xyxy, other.boxes_xyxy, atol=0.1)

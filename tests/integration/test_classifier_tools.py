@@ -131,9 +131,8 @@ def test_what_only_boxes_have_is_refused(project: Path, exported: Path, tmp_path
     message = "--threshold only applies to detectors; leave it out"
     assert message in refused("infer", *eager, *looking)
     assert message in refused("infer", "--model", exported, "--out", tmp_path / "out", *looking)
-    message = "--without-nms and --accuracy only apply to detectors"
+    message = "--without-nms only applies to detectors"
     assert message in refused("export", *eager, "--without-nms")
-    assert message in refused("export", *eager, "--accuracy", 5)
     assert not (tmp_path / "out").exists()
 
 

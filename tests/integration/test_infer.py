@@ -21,10 +21,13 @@ from ppdist.models.model_card import CARD_NOTE, ModelCard
 from ppdist.models.ppyoloe import PPYOLOE
 from ppdist.models.weights import load_all_weights, write_arrays
 from ppdist.predict.model import load_weights
-from ppdist.predict.results import require_no_foreign_files, require_own_folder
-from ppdist.predict.sources import Source, expand, frames_of
-from ppdist.runtime.pictures import Frame
-from ppdist.runtime.results import Pictures, picture_names
+from ppdist.predict.results import (
+    Pictures,
+    picture_names,
+    require_no_foreign_files,
+    require_own_folder,
+)
+from ppdist.predict.sources import Frame, Source, expand, frames_of
 from tests.errors import raises
 from tests.forked import run_tool
 from tests.media import assert_usable_by_pycocotools, write_video

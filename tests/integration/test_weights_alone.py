@@ -101,7 +101,7 @@ def test_weights_without_a_card_need_a_config(trained, call, tmp_path) -> None:
 
 @pytest.mark.slow
 def test_an_export_keeps_names_licence_and_network(trained, call, tmp_path) -> None:
-    call(export, "-w", trained, "--out", tmp_path / "out", "--accuracy", "0")
+    call(export, "-w", trained, "--out", tmp_path / "out")
     spec = read_spec(tmp_path / "out")
     assert spec.licence == AGPL and spec.network["name"] == "yolov5"
     found = read_card(tmp_path / "out")

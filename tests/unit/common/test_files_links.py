@@ -14,13 +14,15 @@ from ppdist.common.records import read_metrics
 from ppdist.common.run_log import RunLog
 from ppdist.common.writers import VisualDLWriter
 from ppdist.engine.checkpoint import save_checkpoint, set_aside, set_run_aside
-from ppdist.runtime.results import write_picture, write_table
+from ppdist.predict.detections import write_picture
+from ppdist.predict.results import write_table
 from ppdist.tune.results import read_rows
 from ppdist.viz.draw import write_jpeg
 from ppdist.viz.run_plots import draw_run
 from tests.errors import raises
 
 IMAGE_HW3 = np.zeros((8, 8, 3), np.uint8)
+EMPTY: dict[str, list[dict]] = {"images": [], "categories": [], "annotations": []}
 WRITERS: dict[str, Callable[[Path], object]] = {
     "replace_file": lambda path: files.replace_file(path, b"new"),
     "write_whole": lambda path: files.write_whole(path, b"new"),
@@ -30,7 +32,7 @@ WRITERS: dict[str, Callable[[Path], object]] = {
     "lock": lambda path: files.FileLock(path).write(b"new"),
     "write_jpeg": lambda path: write_jpeg(path, IMAGE_HW3),
     "write_picture": lambda path: write_picture(path, IMAGE_HW3),
-    "write_table": lambda path: write_table(path, {"images": [], "categories": []}),
+    "write_table": lambda path: write_table(path, EMPTY),
 }
 
 

@@ -15,8 +15,8 @@ from tests.errors import raises
 from tests.forked import ROOT
 
 
-def asked(form: str | None, **options: object) -> argparse.Namespace:
-    usual = {"int8": False, "calibration": None, "int8_loss": None, "layout": "flat", "out": None}
+def asked(form: str, **options: object) -> argparse.Namespace:
+    usual = {"int8": False, "calibration": None, "int8_loss": None, "out": None}
     return argparse.Namespace(format=form, weights="run", **{**usual, **options})
 
 
@@ -37,19 +37,6 @@ def test_every_road_stands_in_the_table_for_users() -> None:
 def test_an_unknown_format_is_still_unknown() -> None:
     with raises("option_invalid"):
         formats_of(asked("onnxx"))
-
-
-@pytest.mark.parametrize(
-    ("form", "out", "code"),
-    [(None, None, "option_missing"), ("onnx,paddle", "models/cells", "options_conflict")],
-)
-def test_a_layout_for_triton_needs_a_name_and_onnx(
-    form: str | None, out: str | None, code: str
-) -> None:
-    with raises(code):
-        formats_of(asked(form, layout="triton", out=out))
-    assert formats_of(asked(None, layout="triton", out="models/cells")) == ["onnx"]
-    assert formats_of(asked(None)) == ["paddle"]
 
 
 def test_an_export_names_its_weights_and_their_run(tmp_path: Path) -> None:

@@ -81,11 +81,8 @@ def test_every_runtime_keeps_the_boxes_of_eager(
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"backend": "tensorrt"}, "backend tensorrt needs device gpu"),
         ({"backend": "openvino", "device": "gpu"}, "backend openvino needs device cpu"),
         ({"precision": "int8"}, "precision int8 does not go here: .*quantised ONNX file"),
-        ({"precision": "float16"}, "precision float16 does not go here"),
-        ({"precision": "float16", "backend": "onnx", "device": "gpu"}, "of Paddle or TensorRT"),
         ({"precision": "bfloat16", "onednn": False}, "bfloat16: OpenVINO, or Paddle with"),
         ({"threads": 0}, "greater than or equal to 1"),
         ({"memory_optim": True}, "Extra inputs are not permitted"),
@@ -108,7 +105,7 @@ def test_each_option_arrives_at_paddle_inference(monkeypatch: pytest.MonkeyPatch
             return lambda *values: calls.append((name, *values))
 
     predictor = SimpleNamespace(get_input_names=lambda: ["x"], get_output_names=lambda: ["y"])
-    kinds = SimpleNamespace(Half="half", Float32="single")
+    kinds = SimpleNamespace(Float32="single")
     inference = SimpleNamespace(
         Config=Config, create_predictor=lambda config: predictor, PrecisionType=kinds
     )
@@ -124,16 +121,11 @@ def test_each_option_arrives_at_paddle_inference(monkeypatch: pytest.MonkeyPatch
     assert set_by(threads=3, onednn=False) == [*cpu, ("disable_onednn",)]
     assert set_by(precision="bfloat16")[-1] == ("enable_onednn_bfloat16",)
     assert set_by(device="gpu") == [("enable_use_gpu", 256, 0, "single")]
-    half = set_by(device="gpu", precision="float16", gpu_memory_mb=900)
-    assert half == [("enable_use_gpu", 900, 0, "half")]
 
 
 def test_onnx_runtime_gets_best_kernels_first() -> None:
-    cpu, card = ("CPUExecutionProvider", {}), ("CUDAExecutionProvider", {})
-    assert onnx_providers("onnx", "cpu") == [cpu]
-    assert onnx_providers("onnx", "gpu") == [card, cpu]
-    half = ("TensorrtExecutionProvider", {"trt_fp16_enable": True})
-    assert onnx_providers("tensorrt", "gpu", float16=True) == [half, card, cpu]
+    assert onnx_providers("cpu") == ["CPUExecutionProvider"]
+    assert onnx_providers("gpu") == ["CUDAExecutionProvider", "CPUExecutionProvider"]
 
 
 def test_onnx_runtime_reports_no_gpu_or_broken_file(tmp_path: Path) -> None:
@@ -144,12 +136,6 @@ def test_onnx_runtime_reports_no_gpu_or_broken_file(tmp_path: Path) -> None:
         open_graph([file], RuntimeOptions(backend="onnx"))
     with raises("package_build", "CUDAExecutionProvider"):
         open_graph([file], RuntimeOptions(backend="onnx", device="gpu"))
-
-
-def test_without_tensorrt_what_it_needs_is_named() -> None:
-    pytest.importorskip("onnxruntime")
-    with raises("package_build", "TensorrtExecutionProvider", "TensorRT's lib"):
-        open_graph([Path("model.onnx")], RuntimeOptions(backend="tensorrt", device="gpu"))
 
 
 def needs_openvino() -> Any:

@@ -8,9 +8,8 @@ import numpy as np
 import pytest
 
 from ppdist.predict.detections import Detections
-from ppdist.predict.results import Objects, below, folder_name, own_results
-from ppdist.runtime.pictures import Frame
-from ppdist.runtime.results import Pictures
+from ppdist.predict.results import Objects, Pictures, below, folder_name, own_results
+from ppdist.predict.sources import Frame
 from tests.unit.export.tiny import tiny_spec
 
 IMAGE = np.zeros((120, 60, 3), np.uint8)
