@@ -107,7 +107,8 @@ REFUSED = [  # a command, and what its message names
     ("show -c {cfg} --out {tmp}/x.jpg", "--out {tmp}/x.jpg: "),
     ("show -c {cfg} --out {tmp}/x.png -o data.augment.copy_paste=0.5", "copy_paste: 0.5"),
     ("split --parts a=1 --seed -1", "--seed: "),
-    ("split {made} --out {tmp} --parts a=0.6 b=0.36 c=0.04", "leave none for c"),
+    ("split -c {cfg} -o data.train.annotations=annotations/instances_val.json --out {tmp} "
+     "--parts a=0.4 b=0.3 c=0.2 d=0.1", "leave none for d"),
     (f"{PARTS} train=0.8 val=0.3", "--parts train=0.8 val=0.3"),
     (f"{PARTS} train=1", "--parts train=1: "),
     (f"{PARTS} a=0.5 a=0.5", "of different names"),
@@ -121,7 +122,7 @@ REFUSED = [  # a command, and what its message names
         for command in ("convert --to yolo --out x", "split --parts a=0.5 b=0.5")
         for options, named in (
             ("", "DATA or -c, found neither"),
-            ("-c {cfg} --format coco", "--format coco: give the folder"),
+            ("-c {cfg} --format coco", "--format coco: an option of earlier versions"),
         )
     ),
 ]  # fmt: skip
