@@ -133,7 +133,7 @@ def decode(content: bytes, reduced: int = 1, upright: bool = True) -> np.ndarray
 
 def _by_simplejpeg(jpeg: bytes, reduced: int, upright: bool) -> np.ndarray | None:
     """Decodes a usual, upright, undamaged JPEG; None: left to OpenCV."""
-    size = _usual_size(jpeg, upright)
+    size = usual_jpeg(jpeg, upright)
     if size is None:
         return None
     try:
@@ -149,10 +149,10 @@ def _by_simplejpeg(jpeg: bytes, reduced: int, upright: bool) -> np.ndarray | Non
     return image_HW3
 
 
-def _usual_size(jpeg: bytes, upright: bool) -> tuple[int, int] | None:
-    """(height, width) of a usual, upright JPEG; None: unsure.
+def usual_jpeg(jpeg: bytes, upright: bool) -> tuple[int, int, int] | None:
+    """(height, width, channels) of a usual, upright JPEG; None: unsure.
 
-    Walks the segments as `_jpeg_damage` does.
+    Walks the segments as `_jpeg_damage` does, up to the pixels.
     """
     size, position, marker, exifs = None, 2, 0, 0
     while marker != _SCAN:
@@ -167,7 +167,7 @@ def _usual_size(jpeg: bytes, upright: bool) -> tuple[int, int] | None:
             bits, height, width, channels = struct.unpack_from(">BHHB", jpeg, position + 2)
             if bits != 8 or channels not in (1, 3) or not (height and width):
                 return None
-            size = height, width
+            size = height, width, channels
         elif marker == _APP1 and upright and jpeg[position + 8 : position + 10] in (b"II", b"MM"):
             exifs += 1
             if exifs > 1 or not _is_upright(jpeg[position + 8 : end]):

@@ -27,7 +27,16 @@ from PIL import Image, TiffImagePlugin
 from ppdist.common.child import ForkedChild
 from ppdist.common.errors import DataError, StorageError
 from ppdist.data.image import read_header, read_image
-from ppdist.runtime.decoder import FORMATS, Damage, damage, is_dark, tiff_of, unread_pixels
+from ppdist.runtime.decoder import (
+    FORMATS,
+    JPEG,
+    Damage,
+    damage,
+    is_dark,
+    tiff_of,
+    unread_pixels,
+    usual_jpeg,
+)
 from ppdist.storage import files as storage
 from ppdist.storage.files import open_file
 from ppdist.storage.retry import with_retries
@@ -49,6 +58,7 @@ class ImageCheck(NamedTuple):
     problem: why the image cannot be used; None: it can.
     notes: kinds of what is unusual.
     digest: equal for two files of the same content (decoded: surely; else: head, tail and length).
+    certain: only for those, as it is of all bytes.
     passing: the problem may be gone the next time without a change to the file: no permission, no
         memory, a decoder that was killed.
     """
@@ -57,6 +67,7 @@ class ImageCheck(NamedTuple):
     notes: tuple[str, ...] = ()
     digest: str = ""
     passing: bool = False
+    certain: bool = False
 
 
 CheckedImages = Sequence[tuple[str, ImageCheck]]  # the path of each listed image, and what it is
@@ -174,7 +185,8 @@ def _same_content(images: CheckedImages) -> list[list[int]]:
     for digest, positions in alike.items():
         if len({images[position][0] for position in positions}) > 1:
             for position in positions:
-                groups[digest, _hash(images[position][0])].append(position)
+                path, check = images[position]
+                groups[digest, b"" if check.certain else _hash(path)].append(position)
     return [group for group in groups.values() if len({images[p][0] for p in group}) > 1]
 
 
@@ -376,8 +388,8 @@ def _check_content(
     digest = hashlib.blake2b(b"%d " % length + head + tail, digest_size=16)
     problem = damage(head, length) if whole or head[:2] not in _ENDS else None
     if problem is not None:
-        return ImageCheck(problem, digest=digest.hexdigest())
-    header = _header(file, path)
+        return ImageCheck(problem, digest=digest.hexdigest(), certain=whole)
+    header = _header_of_jpeg(head, path) or _header(file, path)
     notes = header.notes if header else ()
     if decode:
         problem, image_HW3 = _decoded(path, size)
@@ -389,7 +401,7 @@ def _check_content(
         (width, height), (says_width, says_height) = header.sizes[-1], size
         text = f"the image is {width}x{height} but its annotation says {says_width}x{says_height}"
         problem = Damage("size_mismatch", text)
-    return ImageCheck(problem, notes, digest.hexdigest())
+    return ImageCheck(problem, notes, digest.hexdigest(), certain=whole)
 
 
 def _not_read(file: BinaryIO, path: str) -> Damage | None:
@@ -420,6 +432,16 @@ class _Header(NamedTuple):
 
     sizes: tuple[tuple[int, int], ...]
     notes: tuple[str, ...]
+
+
+def _header_of_jpeg(head: bytes, path: str) -> _Header | None:
+    """As `_header`, of the first bytes of a usual JPEG, in a sixth of the time; None: none."""
+    usual = usual_jpeg(head, upright=True) if head.startswith(JPEG) else None
+    if usual is None:
+        return None
+    height, width, channels = usual
+    notes = [] if Path(path).suffix.lower() in FORMATS["JPEG"] else ["wrong_extension"]
+    return _Header(((width, height),) * 2, (*notes, *["grey"][channels - 1 :]))
 
 
 def _header(file: BinaryIO, path: str) -> _Header | None:
