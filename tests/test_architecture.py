@@ -301,9 +301,9 @@ OTHER_WRITERS = {
         *("storage/shards.py:close", "predict/results.py:write"),
     },
     "to what is open already, to /dev/null, to /proc, or with O_NOFOLLOW": {
-        *("common/process.py:flush", "data/cache.py:_in_memory"),
-        *("data/cache.py:_of_first_on_host", "data/checks/images.py:_serve"),
-        *("data/datasets/annotation_cache.py:_descriptor", "distributed/shm_allreduce.py:join"),
+        *("common/process.py:flush", "data/cache.py:_take_memory"),
+        *("data/cache.py:_memory_of_host", "data/checks/images.py:_serve"),
+        "distributed/shm_allreduce.py:join",
         "launch/cli.py:_open_streams",
     },
 }

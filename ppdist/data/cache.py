@@ -12,9 +12,8 @@ import logging
 import mmap
 import os
 import shutil
-from collections.abc import Callable
 from pathlib import Path
-from typing import Literal, NamedTuple, Protocol
+from typing import Literal
 
 import cv2
 import numpy as np
@@ -34,84 +33,58 @@ _STEP = 256 << 20  # bytes reserved before looking again how much is left
 _GIB = 2**30
 
 
-class ImageCache(Protocol):
-    """Decoded images of a set by position, as a rank and its workers see them."""
+class MemoryCache:
+    """Images of a set, by position, in memory that the ranks of a host share.
+
+    First a byte for each image that says whether it is there, then the images.  Pixels are written
+    before that byte: what a killed process left half written counts as absent.
+    """
+
+    def __init__(self, descriptor: int, sizes_N2: np.ndarray, kept: int) -> None:
+        """
+        Args:
+            descriptor: of memory of `places_of(sizes_N2)`, open for reading and writing; closed by
+                the cache.
+            sizes_N2: (height, width) of the images, 0 where not known: such are never kept.
+            kept: so many images, from the first on, may be written.
+        Raises: OSError: it cannot be mapped.
+        """
+        self._descriptor, self._sizes_N2, self._kept = descriptor, sizes_N2, kept
+        self._places_N1 = places_of(sizes_N2)
+        self._memory = mmap.mmap(descriptor, int(self._places_N1[-1]), prot=mmap.PROT_READ)
+        self._is_there_N = np.frombuffer(self._memory, np.uint8, len(sizes_N2))
+
+    def __del__(self) -> None:
+        os.close(self._descriptor)
 
     def get(self, index: int) -> np.ndarray | None:
         """Cached image, uint8 RGB [H, W, 3], read-only; None: not there (yet)."""
+        if not self._is_there_N[index]:
+            return None
+        height, width = self._sizes_N2[index].tolist()
+        place = int(self._places_N1[index])
+        pixels = np.frombuffer(self._memory, np.uint8, 3 * height * width, place)
+        return pixels.reshape(height, width, 3)
 
     def put(self, index: int, image_HW3: np.ndarray) -> None:
         """Keeps an image that `get` has just not found, if there is room for it.
 
         Raises: ValueError: its size is not that of its record, reduced.
         """
-
-
-class Layout(NamedTuple):
-    """Where each image lies in memory: behind N bytes that say which images are there.
-
-    sizes_N2: int64 (height, width) of the reduced image, 0 where not known: such are never kept.
-    places_N: int64 byte at which its pixels begin; bytes: of the whole.
-    """
-
-    sizes_N2: np.ndarray
-    places_N: np.ndarray
-    bytes: int
-
-    @classmethod
-    def of(cls, sizes_N2: np.ndarray) -> "Layout":
-        """Layout of images of these sizes."""
-        ends = np.cumsum([len(sizes_N2), *(3 * sizes_N2.prod(axis=1)).tolist()])
-        return cls(sizes_N2, ends[:-1], int(ends[-1]))
-
-    def fitting(self, size: int) -> int:
-        """Number of images, from the first, within `size` bytes."""
-        return int(np.searchsorted([*self.places_N[1:], self.bytes], size, side="right"))
-
-
-class MemoryCache:
-    """Images in memory that the ranks of a host share.
-
-    Pixels are written with `pwrite`, before the byte that says that they are there: what a killed
-    process left half written counts as absent.
-    """
-
-    def __init__(self, descriptor: int, layout: Layout, kept: int) -> None:
-        """
-        Args:
-            descriptor: of `layout.bytes` bytes, open for reading and writing; closed by the cache.
-            kept: so many images, from the first on, may be written.
-        Raises: OSError: it cannot be mapped.
-        """
-        self._descriptor = descriptor
-        self._layout = layout
-        self._kept = kept
-        self._memory = mmap.mmap(descriptor, layout.bytes, prot=mmap.PROT_READ)
-        self._is_there_N = np.frombuffer(self._memory, np.uint8, len(layout.places_N))
-
-    def __del__(self) -> None:
-        os.close(self._descriptor)
-
-    def get(self, index: int) -> np.ndarray | None:
-        """See `ImageCache`."""
-        if not self._is_there_N[index]:
-            return None
-        height, width = self._layout.sizes_N2[index].tolist()
-        place = int(self._layout.places_N[index])
-        pixels = np.frombuffer(self._memory, np.uint8, 3 * height * width, place)
-        return pixels.reshape(height, width, 3)
-
-    def put(self, index: int, image_HW3: np.ndarray) -> None:
-        """See `ImageCache`."""
-        size_2 = self._layout.sizes_N2[index]
+        size_2 = self._sizes_N2[index]
         if index >= self._kept or not size_2.all():
             return
         pixels = _pixels_of(index, image_HW3, size_2)
-        place = int(self._layout.places_N[index])
+        place = int(self._places_N1[index])
         while pixels:
             written = os.pwrite(self._descriptor, pixels, place)
             pixels, place = pixels[written:], place + written
         os.pwrite(self._descriptor, b"\1", index)
+
+
+def places_of(sizes_N2: np.ndarray) -> np.ndarray:
+    """Where each image begins behind N bytes, and at last the end of all: int64 [N + 1]."""
+    return np.cumsum([len(sizes_N2), *(3 * sizes_N2.prod(axis=1)).tolist()])
 
 
 class DiskCache:
@@ -144,7 +117,7 @@ class DiskCache:
         self._full = mmap.mmap(-1, 1)  # all workers see that one of them found no room
 
     def get(self, index: int) -> np.ndarray | None:
-        """See `ImageCache`."""
+        """As `MemoryCache.get`."""
         place = self._place(index)
         self._absent = None if place is None else (index, place)
         if place is None:
@@ -160,7 +133,7 @@ class DiskCache:
         return pixels.reshape(height, width, 3)
 
     def put(self, index: int, image_HW3: np.ndarray) -> None:
-        """See `ImageCache`.
+        """As `MemoryCache.put`.
 
         Where the disk is full a rank logs one line, and it and its workers stop writing.
         """
@@ -205,6 +178,9 @@ def _pixels_of(index: int, image_HW3: np.ndarray, size_2: np.ndarray) -> memoryv
     return np.ascontiguousarray(image_HW3).reshape(-1).data
 
 
+ImageCache = MemoryCache | DiskCache
+
+
 def open_cache(
     kind: Literal["none", "ram", "disk"],
     dataset: DetectionSet,
@@ -231,13 +207,10 @@ def open_cache(
         if kind == "disk":
             place, least_free = _folder_on_disk(folder)
             return DiskCache(place, records, reductions_N, reduced_N2, least_free)
-        layout = Layout.of(reduced_N2)
-        opened = _of_first_on_host(lambda: _made_or_nothing(layout))
-        return MemoryCache(opened.descriptor, layout, opened.kept) if opened.kept else None
     except OSError as error:
-        where = f"{error.filename}: " if error.filename else ""
-        _warn(f"training continues without it: {where}{error.strerror or error}")
+        _warn_without(error)
         return None
+    return _memory_of_host(reduced_N2)
 
 
 def _folder_on_disk(folder: str | Path | None) -> tuple[Path, int]:
@@ -256,47 +229,26 @@ def _folder_on_disk(folder: str | Path | None) -> tuple[Path, int]:
     return place, free - room
 
 
-class _Opened(NamedTuple):
-    """Memory of a cache.
-
-    descriptor: of it, -1: none; kept: how many images it has room for.
-    """
-
-    descriptor: int
-    kept: int
-
-
-_NOTHING = _Opened(-1, 0)
-
-
-def _made_or_nothing(layout: Layout) -> _Opened:
-    """Takes the memory of a cache; nothing, with a warning, where that fails."""
-    try:
-        return _in_memory(layout)
-    except OSError as error:
-        _warn(f"training continues without it: {error.strerror or error}")
-        return _NOTHING
-
-
-def _of_first_on_host(begin: Callable[[], _Opened]) -> _Opened:
-    """Runs `begin` on each host's first rank; the others open its memory.
+def _memory_of_host(sizes_N2: np.ndarray) -> MemoryCache | None:
+    """Memory that the first rank of this host takes, and the others open.  Collective.
 
     They reach it through the first rank's entry in /proc, which needs no name and no permission but
-    that of the same user.  Where /proc does not let them, each begins its own.
+    that of the same user.
     """
-    if comm.world_size() == 1:
-        return begin()
-    first = first_on_host()
-    own = comm.run_on_all_ranks(begin if first == comm.rank() else lambda: _NOTHING)
+    rank = comm.rank()
+    cache: MemoryCache | None = None
+    first = first_on_host() if comm.world_size() > 1 else rank
+    own = comm.run_on_all_ranks(lambda: _take_memory(sizes_N2) if rank == first else (-1, 0))
     process, descriptor, kept = comm.all_gather_large_object([os.getpid(), *own])[first]
-    if first != comm.rank() and kept:
+    if kept:
         try:
-            own = _Opened(os.open(f"/proc/{process}/fd/{descriptor}", os.O_RDWR), kept)
+            if rank != first:
+                descriptor = os.open(f"/proc/{process}/fd/{descriptor}", os.O_RDWR)
+            cache = MemoryCache(descriptor, sizes_N2, kept)
         except OSError as error:
-            _warn(f"not shared with rank {first}, this rank makes its own ({error.strerror})")
-            own = begin()
+            _warn_without(error)
     comm.barrier()  # the first keeps it open until the others have it
-    return own
+    return cache
 
 
 def first_on_host(place: str = "") -> int:
@@ -324,48 +276,45 @@ def _host() -> str:
         return f"rank {comm.rank()}"
 
 
-def _in_memory(layout: Layout) -> _Opened:
-    """Preallocates the cache in memory, for as many images as fit.
+def _take_memory(sizes_N2: np.ndarray) -> tuple[int, int]:
+    """Takes memory for as many images as fit; returns its descriptor and their number.
 
     It looks at what is left before every step, because a container that takes more than its limit
     does not see an allocation fail: a process in it is killed.
+
+    Returns: -1, 0, and a line says why: there is none.
     """
-    most = _room(available_memory())
-    kept = layout.fitting(most)
-    needed = int(layout.places_N[kept]) if kept < len(layout.places_N) else layout.bytes
-    descriptor = os.memfd_create("ppdist-images")
-    os.truncate(descriptor, layout.bytes)
-    reserved = 0
-    while kept and reserved < needed:
-        step = min(_STEP, needed - reserved)
-        try:
+    places_N1, room = places_of(sizes_N2), _room(available_memory())
+    kept, count = int(np.searchsorted(places_N1[1:], room, side="right")), len(sizes_N2)
+    wanted, needed = int(places_N1[kept]), int(places_N1[-1])
+    _say(
+        f"ram: room for {kept} of {count} images: {needed / _GIB:.2f} GiB are needed and "
+        f"{room / _GIB:.2f} GiB of memory can be spared; the others are decoded each time"
+        if kept < count
+        else f"ram: room for all {count} images, {needed / _GIB:.2f} GiB"
+    )
+    if not kept:
+        return -1, 0
+    descriptor = -1
+    try:
+        descriptor = os.memfd_create("ppdist-images")
+        os.truncate(descriptor, needed)
+        for begin in range(0, wanted, _STEP):
+            step = min(_STEP, wanted - begin)
             if available_memory() < step + _SPARE:
-                raise MemoryError
-            os.posix_fallocate(descriptor, reserved, step)
-        except (OSError, MemoryError):  # somebody else took it in the meantime
-            most, kept = reserved, layout.fitting(reserved)
-            break
-        reserved += step
-    _say(f"ram: {_extent(layout, kept, most)}")
-    if kept:
-        return _Opened(descriptor, kept)
-    os.close(descriptor)
-    return _NOTHING
+                raise OSError("something else takes the memory at the same time")
+            os.posix_fallocate(descriptor, begin, step)
+    except OSError as error:
+        _warn_without(error)
+        if descriptor >= 0:
+            os.close(descriptor)
+        return -1, 0
+    return descriptor, kept
 
 
 def _room(free: int) -> int:
     """Bytes a cache may take of the free ones."""
     return max(0, min(int(_SHARE * free), free - _SPARE))
-
-
-def _extent(layout: Layout, kept: int, most: int) -> str:
-    total = len(layout.places_N)
-    if kept == total:
-        return f"room for all {total} images, {layout.bytes / _GIB:.2f} GiB"
-    return (
-        f"room for {kept} of {total} images, because {layout.bytes / _GIB:.2f} GiB are needed and "
-        f"{most / _GIB:.2f} GiB of memory can be spared; the others are decoded each time"
-    )
 
 
 def _say(text: str) -> None:
@@ -374,3 +323,8 @@ def _say(text: str) -> None:
 
 def _warn(text: str) -> None:
     _LOGGER.warning("data.cache: %s", text)
+
+
+def _warn_without(error: OSError) -> None:
+    where = f"{error.filename}: " if error.filename else ""
+    _warn(f"training continues without it: {where}{error.strerror or error}")

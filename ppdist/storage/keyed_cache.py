@@ -69,7 +69,8 @@ class KeyedCache:
     def map(self, key: str) -> memoryview | None:
         """Like `get`, but maps the file into memory instead of reading it."""
         try:
-            view = mapped(self.open(key), whole=True)
+            with open(self.open(key), "rb") as file:
+                view = memoryview(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ))
         except (OSError, ValueError):  # an empty file cannot be mapped
             return None
         return self._checked(key, view, lambda view: view)
@@ -105,7 +106,7 @@ class KeyedCache:
             try:
                 descriptor = os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW)
                 with open(descriptor, "wb") as file:
-                    file.writelines(packed(*parts))
+                    file.writelines([_head_of(parts), *parts])
                 draft.replace(place)
             except OSError:
                 with suppress(OSError):
@@ -188,25 +189,11 @@ def place_of(folder: Path, key: str) -> Path:
     return folder / name[:2] / name
 
 
-def packed(*parts: Any) -> Sequence[Any]:
-    """Content of an entry's file: the header, then the parts."""
+def _head_of(parts: Sequence[Any]) -> bytes:
     checksum = 0
     for part in parts:
         checksum = zlib.crc32(part, checksum)
-    return [_HEAD.pack(_MARK, checksum, sum(map(len, parts))), *parts]
-
-
-def mapped(descriptor: int, *, whole: bool = False) -> memoryview:
-    """Memory map of an entry's content, unchecked; closes the descriptor.
-
-    Args: whole: include the header.
-    Raises: OSError, ValueError: it cannot be mapped.
-    """
-    try:
-        view = memoryview(mmap.mmap(descriptor, 0, access=mmap.ACCESS_READ))
-    finally:
-        os.close(descriptor)
-    return view if whole else view[_HEAD.size :]
+    return _HEAD.pack(_MARK, checksum, sum(map(len, parts)))
 
 
 def _free(folder: Path) -> int:

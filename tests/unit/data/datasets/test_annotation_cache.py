@@ -1,6 +1,5 @@
 """Annotations kept for the next start: the same set, or read again where anything has changed."""
 
-import errno
 import json
 import logging
 import os
@@ -11,11 +10,14 @@ import numpy as np
 import pytest
 
 from ppdist.config.data import DataConfig
+from ppdist.config.distributed import DistributedConfig
 from ppdist.data.datasets import annotation_cache
 from ppdist.data.datasets.annotations import quietly
 from ppdist.data.datasets.build import read_raw, read_split
 from ppdist.data.datasets.convert import convert
 from ppdist.data.types import DetectionSet, Records
+from ppdist.distributed import comm
+from tests.distributed import run_on_ranks
 from tests.errors import raises
 from tests.unit.data.sets import (
     coco_config,
@@ -199,45 +201,24 @@ def test_cache_that_cannot_be_written_is_done_without(
     assert line.startswith(f"annotations are not kept for the next start: {cache}/annotations: ")
 
 
-def of_first_rank(
-    monkeypatch: pytest.MonkeyPatch, told: list[object], own: DetectionSet
-) -> DetectionSet | None:
-    """What rank 1 has after reading: what rank 0 told it of, or its own."""
-    comm = annotation_cache.comm
-    monkeypatch.setattr(comm, "rank", lambda: 1)
-    monkeypatch.setattr(comm, "world_size", lambda: 2)
-    monkeypatch.setattr(comm, "run_on_all_ranks", lambda work: work())
-    monkeypatch.setattr(comm, "all_gather_object", lambda value: [told, value])
-    monkeypatch.setattr(annotation_cache, "first_on_host", lambda root: 0)
-    (taken,) = annotation_cache.read_on_host(lambda: [own], "root")
-    return taken
+def of_ranks(root: str) -> list[str]:
+    """The files that a rank has its set from: with the root of the others, and with its own."""
+    comm.init("cpu", DistributedConfig())
+    annotation_cache._SHORT_SECONDS, annotation_cache._SETTLED_SECONDS = 0.0, -60.0
+    os.environ["XDG_CACHE_HOME"] = f"{root}/cache"
+    config, files = coco_config(Path(root)), []
+    for place in (root, f"{root} of rank {comm.rank()}"):
+        (dataset,) = annotation_cache.read_on_host(lambda: [read_split(config, "train")], place)
+        assert dataset is not None
+        files.append(Records.of(dataset.records).file)
+    return files
 
 
-def test_ranks_of_a_host_map_what_one_has_read(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    dataset = read_split(write_coco(tmp_path / "set"), "train")
-    descriptor = annotation_cache._descriptor(dataset)
-    assert descriptor is not None and descriptor >= 0
-    other = replace(dataset, source="read again")
-    taken = of_first_rank(monkeypatch, [os.getpid(), [descriptor]], other)
-    os.close(descriptor)
-    assert taken is not None and taken.source == dataset.source
-    assert not is_kept(dataset, taken)  # equal, and in no file
-
-
-def test_rank_that_cannot_map_them_reads_them_itself(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    def refused(name: str) -> int:
-        raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
-
-    dataset = read_split(write_coco(tmp_path / "set"), "train")
-    monkeypatch.setattr(os, "memfd_create", refused)
-    caplog.set_level(logging.WARNING, "ppdist.data")
-    told = [os.getpid(), [annotation_cache._descriptor(dataset)]]
-    assert of_first_rank(monkeypatch, told, dataset) is dataset
-    assert len(caplog.messages) == 2 and all("not shared" in line for line in caplog.messages)
+def test_ranks_of_a_host_map_what_one_has_read(tmp_path: Path) -> None:
+    write_coco(tmp_path)
+    one, other = run_on_ranks(2, f"{__name__}:of_ranks", str(tmp_path))
+    assert one == other and all(one)
+    assert len([*tmp_path.glob("cache/ppdist/annotations/??/*")]) == 2  # it, and its sources
 
 
 def test_check_that_fails_on_what_was_kept_looks_anew(cache: Path, tmp_path: Path) -> None:
