@@ -54,7 +54,6 @@ setup(
         "ppdist.models": ["zoo.yml", "runtimes.json"],
     },
     install_requires=[
-        "argcomplete>=3.3",  # ppdist completion
         "numpy>=1.26",
         "pillow>=10.3",
         "opencv-python-headless>=4.11",
@@ -78,7 +77,7 @@ setup(
         "tensorboard": [
             "tensorboardX>=2.6.4",
             "tensorboard>=2.16",
-        ],  # log.tensorboard, and its viewer
+        ],  # log.trackers: [tensorboard], and its viewer
         "wandb": ["wandb>=0.20"],  # log.trackers, as the next two
         "mlflow": ["mlflow-skinny>=3"],
         "swanlab": ["swanlab>=0.10"],

@@ -227,14 +227,15 @@ class Detector:
         epochs: float | None = None,
         batch: int | None = None,
         output_dir: Place | None = None,
-        recipe: str | None = None,
         overrides: Overrides = (),
         evaluate: bool = True,
         callbacks: Sequence["Callback"] = (),
     ) -> "Detector":
         """Fine-tunes these weights in this process; the detector stays unchanged.
 
-        Classes whose names agree keep what they know.  On several cards use `fleetrun`.
+        Classes whose names agree keep what they know.  The settings are those of the weights' own
+        training; `ppdist.train(data, model=RECIPE, weights=...)` takes a recipe's, fitted to the
+        data.  On several cards use `fleetrun`.
 
         Args:
             data: a data.yaml (ultralytics, Roboflow) or a folder with COCO's JSON, Pascal VOC's XML
@@ -243,9 +244,6 @@ class Detector:
             batch: images on this card.
             output_dir: of the run; None: `output/<name of the data>`, or the first of
                 `...-2`, `...-3` that is free.
-            recipe: a shipped one whose learning rate and the like are fitted to a data.yaml or a
-                folder, as `ppdist train DATA --model RECIPE` does; None: the settings of the
-                weights' own training.
             overrides: more keys of the configuration: "optimizer.lr=0.001", or a mapping.
             evaluate: on the validation split, and keep the best.
             callbacks: see `ppdist.Callback`.
@@ -253,10 +251,7 @@ class Detector:
         Raises: UserError: data or configuration are wrong, or the run was stopped.
         """
         items = override_items(overrides)
-        if recipe is None:
-            config = self._fine_tuning(data, epochs, batch, output_dir, items)
-        else:
-            config = self._fitted(recipe, data, epochs, batch, output_dir, items)
+        config = self._fine_tuning(data, epochs, batch, output_dir, items)
         run = train(config, evaluate=evaluate, callbacks=callbacks)
         return Detector(run, device=self._device)
 
@@ -321,38 +316,6 @@ class Detector:
         items += [] if epochs is None else [f"train.epochs={epochs:g}"]
         items += [] if batch is None else [f"train.batch_size_per_card={batch}"]
         return changed(config, [*items, *overrides])
-
-    def _fitted(
-        self,
-        recipe: str,
-        data: Config | Mapping[str, Any] | None,
-        epochs: float | None,
-        batch: int | None,
-        output_dir: Place | None,
-        overrides: Sequence[str],
-    ) -> ExperimentConfig:
-        from ppdist.data.datasets.layout import find_layout, is_layout
-        from ppdist.distributed import comm
-        from ppdist.engine.recipe import TrainOptions, fit_recipe
-
-        if not isinstance(data, str | Path) or not is_layout(data):
-            raise ConfigError(
-                "a recipe is fitted to a data.yaml or a folder",
-                code="options_conflict",
-                where=f"recipe={recipe!r}",
-                fix="give data= as one, or leave recipe out",
-            )
-        self._own_config()  # of an export there is none
-        size = self._model.spec.input.size
-        out = None if output_dir is None else str(output_dir)
-        options = TrainOptions(recipe, epochs, batch, str(self.weights), size, out)
-        items = [] if self._device == "auto" else [_item("device", self._device)]
-        layout = find_layout(str(data))
-        config = fit_recipe(layout, options, [*items, *overrides], comm.world_size()).config
-        if output_dir is not None or any(item.startswith("output_dir=") for item in overrides):
-            return config
-        assert config.output_dir is not None  # a recipe has one
-        return changed(config, [_item("output_dir", _free_folder(config.output_dir))])
 
     def _predict(
         self, iou: float | None, slice: int | None, overlap: float, batch: int

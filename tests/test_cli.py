@@ -103,26 +103,6 @@ def test_copy_of_a_shipped_config_means_the_same(name, monkeypatch, tmp_path):
         config.copied(name + "n", None)
 
 
-@pytest.mark.parametrize(
-    ("typed", "expected"),
-    [
-        ("ppdist tr", {"train"}),
-        ("ppdist train --resume-", {"--resume-changed"}),
-        ("ppdist export -c ppyoloe_plus_s_p", {"ppyoloe_plus_s_p2", "ppyoloe_plus_s_p6"}),
-        ("ppdist config s", {"show"}),
-    ],
-)
-def test_shell_completes_commands_options_and_names(typed, expected, tmp_path):
-    asked = {"_ARGCOMPLETE": "1", "COMP_LINE": typed, "COMP_POINT": str(len(typed))}
-    out = tmp_path / "answer"
-    subprocess.run(
-        [sys.executable, "-m", "ppdist"],
-        env={**os.environ, **asked, "_ARGCOMPLETE_STDOUT_FILENAME": str(out)},
-        timeout=60, check=True,
-    )  # fmt: skip
-    assert expected <= set(out.read_text(encoding="utf-8").replace(" ", "").split("\013"))
-
-
 def test_unknown_command_is_told_ours(monkeypatch, capsys):
     monkeypatch.setattr(sys, "argv", ["ppdist", "infer"])
     with pytest.raises(SystemExit) as ended:

@@ -42,12 +42,13 @@ COMMANDS = {
     "plan": "predict time, cost and bottleneck of a training",
     "benchmark": "measure training, loading, evaluation and inference speed",
     "verify": "verify cards, equivalence, parity, metrics and exports",
-    "completion": "print what makes bash or zsh complete these commands",
 }
 # They write one result each, and would write it several times at once under fleetrun.
-_ONE_PROCESS = {"predict", "export", "convert", "data", "config", "report", "plan", "completion"}
+_ONE_PROCESS = {"predict", "export", "convert", "data", "config", "report", "plan"}
 # What other trainers call them.
 _MEANT = {"val": ["eval"], "infer": ["predict"], "detect": ["predict"], "test": ["eval"]}
+# Those of earlier versions: what to do instead.
+_GONE = {"completion": 'leave `eval "$(ppdist completion ...)"` out of what your shell reads'}
 _THEIRS = ("yolo", "detect", "classify")
 CLONE = Path(__file__).resolve().parents[2]
 _PROGRAM = "ppdist {}"  # what --help calls a command that no script of tools/ has started
@@ -93,8 +94,6 @@ def main_of(command: str) -> Callable[[], int | None]:
 def main() -> NoReturn:
     """Runs the command that the first word of the command line names."""
     words = sys.argv[1:]
-    if "_ARGCOMPLETE" in os.environ:  # a shell asks what may follow
-        words = _typed_so_far()
     if not words or words[0] in ("-h", "--help"):
         print("usage: ppdist COMMAND ...   (COMMAND --help says more)\n")
         print(*(f"  {name:10} {what}" for name, what in COMMANDS.items()), sep="\n")
@@ -112,6 +111,7 @@ def main() -> NoReturn:
             *difflib.get_close_matches(words[0], COMMANDS),
         ]
         hint = f"did you mean ppdist {near[0]}?" if near else f"expected {', '.join(COMMANDS)}"
+        hint = _GONE.get(words[0], hint)
         process.say(f"ppdist: error: there is no command {words[0]!r}; {hint}")
         sys.exit(2)
     sys.argv = [_PROGRAM.format(words[0]), *words[1:]]
@@ -121,8 +121,7 @@ def main() -> NoReturn:
 class Parser(argparse.ArgumentParser):
     """A parser without abbreviations that recognises options of other trainers.
 
-    No option is guessed from its beginning: `--conf 0.1` of another trainer is not --config.  It
-    also answers a shell that asks what may follow (`ppdist completion`).
+    No option is guessed from its beginning: `--conf 0.1` of another trainer is not --config.
     """
 
     def __init__(self, *args: Any, command: str = "", **kwargs: Any) -> None:
@@ -134,10 +133,6 @@ class Parser(argparse.ArgumentParser):
         return super().add_subparsers(**{"parser_class": below, **kwargs})
 
     def parse_args(self, *args: Any, **kwargs: Any) -> Any:
-        if "_ARGCOMPLETE" in os.environ:
-            import argcomplete
-
-            argcomplete.autocomplete(self)  # does not return
         leading = itertools.takewhile(lambda word: word[:1] != "-", sys.argv[1:])
         if "=" in "".join(leading) or "--source" in sys.argv:
             self._answer(())  # `model=yolov5n.pt data=...`, which DATA or --source would take
@@ -182,29 +177,6 @@ def parser_of(command: str, text: str | None) -> Parser:
     return Parser(command=command, description=text, formatter_class=form)
 
 
-def _typed_so_far() -> list[str]:
-    """The command line to complete; exits when no command is typed yet.
-
-    What follows a command is completed by its own parser (`Parser`), which
-    _ARGCOMPLETE tells that its options begin one word later.
-    """
-    import argcomplete
-
-    _, _, _, words, _ = argcomplete.lexers.split_line(
-        os.environ["COMP_LINE"], int(os.environ["COMP_POINT"])
-    )
-    if len(words) > 1 and words[1] in COMMANDS:
-        if words[1] == "launch":  # its options are not argparse's
-            sys.exit(1)
-        os.environ["_ARGCOMPLETE"] = "2"
-        return words[1:]
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--version", action="store_true")
-    parser.add_argument("command", choices=list(COMMANDS))
-    argcomplete.autocomplete(parser)  # does not return
-    raise AssertionError
-
-
 def version() -> str:
     """`ppdist 0.1.0, paddlepaddle 3.3.1, Python 3.11.7`; imports no Paddle."""
     found = [f"ppdist {__version__}"]
@@ -212,15 +184,6 @@ def version() -> str:
         with suppress(importlib.metadata.PackageNotFoundError):
             found.append(f"{name} {importlib.metadata.version(name)}")
     return ", ".join([*found, f"Python {platform.python_version()}"])
-
-
-def _configs(prefix: str, **_: Any) -> Iterable[str]:
-    """Files of the user's, and names of shipped configs."""
-    import argcomplete
-
-    from ppdist.config.shipped import recipes, short_names
-
-    return [*argcomplete.FilesCompleter()(prefix), *short_names(), *recipes()]
 
 
 # `config` of add_config where weights bring their configuration along.
@@ -238,8 +201,7 @@ def add_config(
     override: str = "overrides of config keys, e.g. -o train.epochs=10 data.root=datasets/mine",
 ) -> None:
     """-c and -o, with these texts in --help."""
-    option = parser.add_argument("-c", "--config", required=required, help=config)
-    option.completer = _configs  # type: ignore[attr-defined]  # argcomplete's
+    parser.add_argument("-c", "--config", required=required, help=config)
     parser.add_argument(
         "-o", "--override", nargs="+", action="extend", default=[],
         metavar="KEY=VALUE", help=override,
@@ -281,17 +243,11 @@ def add_data(
 
 
 def add_model(parser: Any, what: str) -> None:
-    """Adds --model, with completion of shipped names.
+    """Adds --model.
 
     Args: parser: or a group of its options.
     """
-    parser.add_argument("--model", metavar="NAME", help=what).completer = _models  # argcomplete's
-
-
-def _models(**_: Any) -> list[str]:
-    from ppdist.config.shipped import short_names
-
-    return [*short_names()]
+    parser.add_argument("--model", metavar="NAME", help=what)
 
 
 def require_one_source(arguments: argparse.Namespace, command: str, model: str = "") -> None:

@@ -17,8 +17,7 @@ from ppdist.cli import OR_OF_WEIGHTS, add_data, config_of, parser_of, print_tabl
 from ppdist.common import errors, process
 
 if TYPE_CHECKING:
-    import numpy as np
-
+    from ppdist.config import ExperimentConfig
     from ppdist.config.data import DataConfig, SplitConfig
     from ppdist.config.experiment import ExperimentConfig
     from ppdist.engine.evaluator import ClassificationEvaluator, Evaluator
@@ -37,11 +36,7 @@ def parse() -> argparse.Namespace:
                         help="write COCO results here; of a classifier: the best five classes "
                         "of each image")  # fmt: skip
     parser.add_argument("--out", type=Path, metavar="DIR",
-                        help="write evaluation.json, tables.txt, detections.json and plots/ "
-                        "here")  # fmt: skip
-    parser.add_argument("--vdl", type=Path, metavar="DIR",
-                        help="write metrics, curves and images for VisualDL here, at the step of "
-                        "the checkpoint; later steps there are dropped")  # fmt: skip
+                        help="write evaluation.json, detections.json and plots/ here")  # fmt: skip
     parser.add_argument("--at-least", metavar="METRIC=VALUE",
                         help="exit 2 when the metric is below the value")  # fmt: skip
     return parser.parse_args()
@@ -64,15 +59,13 @@ def main() -> int:
         for file in (arguments.json, arguments.save_detections):
             if file and comm.is_main():
                 make_parent(file)  # not only when the work is done
-        for folder in (arguments.out, arguments.vdl):
-            if folder and comm.is_main():
-                make_folder(folder)
+        if arguments.out and comm.is_main():
+            make_folder(arguments.out)
         warn = process.warn if comm.is_main() else lambda _: None
         read_card_or_warn(arguments.weights, warn, derives=False)
 
     ready = prepare_evaluation(
-        config, Path(arguments.weights), split=arguments.split,
-        pictures=config.log.images if arguments.vdl else 0, prepare=prepare,
+        config, Path(arguments.weights), split=arguments.split, prepare=prepare,
         annotated=not arguments.save_detections or bool(bound),
     )  # fmt: skip
     evaluator = ready.evaluator
@@ -102,8 +95,6 @@ def main() -> int:
             evaluator.save(arguments.save_detections, found)
         if arguments.out:
             write_out(arguments.out, analysis, evaluator, found, config.data, section)
-        if arguments.vdl:
-            write_vdl(arguments.vdl, metrics, analysis, evaluator.pictures)
         show(metrics, analysis)
         return metrics
 
@@ -164,36 +155,14 @@ def write_out(
     split: "SplitConfig",
 ) -> None:
     """Everything there is to say about what `evaluator.predict` found."""
-    from ppdist.common.files import write_json, write_text
-    from ppdist.metrics.analysis import tables
+    from ppdist.common.files import write_json
     from ppdist.viz.run_plots import draw_run
 
     write_json(folder / "evaluation.json", analysis)
-    write_text(folder / "tables.txt", tables(analysis))
     evaluator.save(folder / "detections.json", found)
     root = Path(data.root)
     draw_run(folder, image_folders=[root, *(root / name for name in split.image_folders)])
     process.say(f"ppdist: wrote {folder}")
-
-
-def write_vdl(
-    folder: Path,
-    metrics: dict[str, float],
-    analysis: dict[str, Any],
-    pictures: "list[np.ndarray]",
-) -> None:
-    """Adds the evaluation of a checkpoint to a VisualDL folder."""
-    from ppdist.common.files import writing
-    from ppdist.common.writers import VisualDLWriter, pr_curves, scalar_points
-
-    step = analysis["step"] or 0
-    with writing(folder):
-        file = VisualDLWriter(folder, folder.name, step - 1)
-        # Its presence marks an evaluation; it was not measured here.
-        file.add_scalars(step, scalar_points({**metrics, "eval_seconds": float("nan")}))
-        file.add_pr_curves(step, pr_curves(analysis))
-        file.add_images(step, "validation", pictures)
-        file.close()
 
 
 def read_bound(at_least: str | None) -> tuple[str, float] | None:

@@ -191,8 +191,8 @@ def commands(output_dir: Path) -> list[tuple[str, str]]:
     rows = [("report", f"ppdist report {shlex.quote(str(output_dir))}")]
     if (output_dir / "vdl").exists():
         rows.append(("curves", visualdl_command(output_dir / "vdl")))
-    if (output_dir / "tensorboard").exists():
-        folder = shlex.quote(str(output_dir / "tensorboard"))
+    if (output_dir / "trackers/tensorboard").exists():
+        folder = shlex.quote(str(output_dir / "trackers/tensorboard"))
         rows.append(("curves", f"tensorboard --logdir {folder}"))
     return rows
 

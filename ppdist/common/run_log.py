@@ -38,7 +38,7 @@ from ppdist.common.files import (
 )
 from ppdist.common.process import BARE, DETAIL, NOTE, log_line, printable, say
 from ppdist.common.records import commands, read_metrics, run_summary
-from ppdist.common.trackers import TRACKERS, TrackedRun, TrackerProcess, require_tracker
+from ppdist.common.trackers import TrackedRun, TrackerProcess, require_tracker
 from ppdist.common.writers import MetricWriters, VisualDLWriter
 from ppdist.runtime.writer_thread import TERMINAL, Screen, WriterThread
 
@@ -71,7 +71,6 @@ class RunLog:
         *,
         every_steps: int = 20,
         visualdl: bool = True,
-        tensorboard: bool = False,
         trackers: Sequence[tuple[str, Any]] = (),
         early: "EarlyLog | None" = None,
     ) -> None:
@@ -85,7 +84,7 @@ class RunLog:
             resume_step: last finished step of the restored checkpoint.  Lines and points after it
                 are dropped, because the run writes them again.  None: a new run.
             every_steps: steps between two progress lines.
-            visualdl, tensorboard: also write their files.
+            visualdl: also write its file.
             trackers: for each tracker, `package.module:Class` of its writer, and its section.
             early: earlier messages: train.log gets them, too, and their limit on console lines
                 holds until the first step.
@@ -121,8 +120,6 @@ class RunLog:
         self._console = _console_on(self._screen)
         self._dropped_before = TERMINAL.dropped["terminal"]
         self._told = time.monotonic()  # last line on a console without a terminal
-        if tensorboard:
-            require_tracker("tensorboard")
         for _, tracker in trackers:
             require_tracker(tracker.name)
         kept = self._begin_records(resume_step)
@@ -134,10 +131,6 @@ class RunLog:
         if visualdl:
             vdl = partial(VisualDLWriter, output_dir / "vdl", output_dir.name, resume_step)
             self.writers.open("VisualDL", vdl)
-        if tensorboard:
-            run = TrackedRun(None, output_dir / "tensorboard", output_dir.name, resume_step)
-            target = TRACKERS["tensorboard"]
-            self.writers.open("TensorBoard", partial(self._start_tracker, target, run))
         for target, tracker in trackers:
             folder, called = output_dir / "trackers" / tracker.name, output_dir.name
             run = TrackedRun(tracker, folder, called, resume_step)

@@ -33,7 +33,7 @@ import numpy as np
 from ppdist.common.child import PIPE, TimeoutExpired, python, start
 from ppdist.common.errors import ConfigError
 from ppdist.common.files import open_own, replace_file, require_no_link, text_of
-from ppdist.common.writers import MetricWriter, PRCurve
+from ppdist.common.writers import MetricWriter
 from ppdist.runtime.writer_thread import WriterThread
 
 _MOST_BYTES = 1 << 26  # that wait for a tracker; some hundred images
@@ -41,6 +41,7 @@ _HUNG_SECONDS = 300.0  # without a read after which a tracker counts as blocked
 _CLOSE_SECONDS = 60.0  # for the rest at the end of a run
 _STOPPED_SECONDS = 5.0  # the same, where a signal ends the run: who sent it waits some 30
 _LAST_WORDS_SECONDS = 1.0
+_PROJECT = "ppdist"  # in which runs are shown, unless the tracker's own variable says another
 _ERROR_FILE, _LOG_FILE, _ID_FILE = "error.txt", "log.txt", "run.json"
 
 
@@ -49,9 +50,8 @@ class TrackedRun:
     """What a tracker's writer gets of the run.
 
     Attributes:
-        config: its section of `log.trackers`; None: TensorBoard, which has none.
-        folder: output_dir/trackers/NAME, its own; it exists.  TensorBoard's is
-            output_dir/tensorboard.
+        config: its section of `log.trackers`.
+        folder: output_dir/trackers/NAME, its own; it exists.
         name: how the run is called.
         resume_step: the step that this run continues from; None: a new run.
     """
@@ -116,9 +116,6 @@ class TrackerProcess(MetricWriter):
 
     def add_images(self, step: int, tag: str, images_HW3: list[np.ndarray]) -> None:
         self._put(("add_images", (step, tag, images_HW3)))
-
-    def add_pr_curves(self, step: int, curves: Mapping[str, Any]) -> None:
-        self._put(("add_pr_curves", (step, dict(curves))))
 
     def describe(
         self, hyper_parameters: Mapping[str, Any], metrics: list[str], texts: Mapping[str, str]
@@ -285,24 +282,19 @@ def require_tracker(name: str) -> None:
     """Raises: ConfigError: the package of one of TRACKERS is not installed."""
     package = "tensorboardX" if name == "tensorboard" else name
     if name in TRACKERS and find_spec(package) is None:
-        key = "log.tensorboard: true" if name == "tensorboard" else "log.trackers"
         raise ConfigError(
-            f"{key} needs the package {package}, which is not installed",
+            f"log.trackers needs the package {package}, which is not installed",
             code="package_missing",
             where=f"{name}",
             fix=f"pip install 'ppdist[{name}]', or leave it out",
         )
 
 
-# The page writes k / (K - 1) beside the k-th point.
-_TENSORBOARD_THRESHOLDS_K = np.linspace(0, 1, 101)
-
-
 class TensorBoardWriter(MetricWriter):
     """TensorBoard, by tensorboardX.
 
     Where a run is resumed or rolled back a new file begins, which says from which step on earlier
-    points do not count; TensorBoard hides them, all but precision-recall curves.
+    points do not count; TensorBoard hides them.
     """
 
     def __init__(self, run: TrackedRun) -> None:
@@ -328,15 +320,6 @@ class TensorBoardWriter(MetricWriter):
     def add_images(self, step: int, tag: str, images_HW3: list[np.ndarray]) -> None:
         for number, image_HW3 in enumerate(images_HW3):
             self._writer.add_image(f"{tag}/{number}", image_HW3, step, dataformats="HWC")
-
-    def add_pr_curves(self, step: int, curves: Mapping[str, PRCurve]) -> None:
-        """A box that is rightly not found has no meaning, so TN is 0."""
-        for tag, curve in curves.items():
-            at = curve.at(_TENSORBOARD_THRESHOLDS_K)
-            self._writer.add_pr_curve_raw(
-                tag, at.true_positives_K, at.false_positives_K, np.zeros_like(at.precision_K),
-                at.false_negatives_K, at.precision_K, at.recall_K, step, len(at.precision_K),
-            )  # fmt: skip
 
     def describe(
         self, hyper_parameters: Mapping[str, Any], metrics: list[str], texts: Mapping[str, str]
@@ -366,7 +349,7 @@ class WandbWriter(MetricWriter):
 
         self._wandb = wandb
         self._run: Any = wandb.init(
-            project=run.config.project,
+            project=os.environ.get("WANDB_PROJECT", _PROJECT),
             name=run.name,
             id=run.remembered_id(),
             resume="allow",
@@ -409,11 +392,10 @@ class MLflowWriter(MetricWriter):
         self._client = mlflow.MlflowClient(tracking_uri=where)
         identity = run.remembered_id()
         if identity is None:
-            found = self._client.get_experiment_by_name(run.config.project)
+            name = os.environ.get("MLFLOW_EXPERIMENT_NAME", _PROJECT)
+            found = self._client.get_experiment_by_name(name)
             experiment = (
-                self._client.create_experiment(run.config.project)
-                if found is None
-                else found.experiment_id
+                self._client.create_experiment(name) if found is None else found.experiment_id
             )
             identity = self._client.create_run(experiment, run_name=run.name).info.run_id
             run.remember_id(identity)
@@ -457,7 +439,7 @@ class SwanLabWriter(MetricWriter):
         offline = os.environ.get("SWANLAB_MODE") in ("offline", "local")
         identity = None if offline else run.remembered_id()
         begun = swanlab.init(
-            project=run.config.project,
+            project=os.environ.get("SWANLAB_PROJ_NAME", _PROJECT),
             name=run.name,
             log_dir=str(run.folder),
             **({"id": identity, "resume": "allow"} if identity else {}),

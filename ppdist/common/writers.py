@@ -7,12 +7,11 @@ that fails costs a warning.
 import struct
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from runpy import run_path
-from typing import Any, NamedTuple
+from typing import Any
 
 import cv2
 import numpy as np
@@ -21,42 +20,6 @@ from ppdist.common.files import append_whole, bytes_of, open_appended, replace_f
 from ppdist.runtime.writer_thread import WriterThread
 
 _FLOAT32_MAX = float(np.finfo(np.float32).max)  # viewers keep a point as float32
-
-
-class Counts(NamedTuple):
-    """A precision-recall curve at K confidence thresholds."""
-
-    precision_K: np.ndarray
-    recall_K: np.ndarray
-    true_positives_K: np.ndarray  # whole numbers, like the next two
-    false_positives_K: np.ndarray
-    false_negatives_K: np.ndarray
-
-
-@dataclass(frozen=True)
-class PRCurve:
-    """Precision and recall of a class over T ascending confidence thresholds.
-
-    NaN: not defined.
-    """
-
-    confidence_T: np.ndarray
-    precision_T: np.ndarray
-    recall_T: np.ndarray
-    objects: int
-
-    def at(self, confidence_K: np.ndarray) -> Counts:
-        """Sampled at other thresholds, linearly between those that it has.
-
-        Where nothing is found any more the recall is 0 and the precision, undefined, counts as 1:
-        the end at which curves are drawn to begin.
-        """
-        recall_K = np.interp(confidence_K, self.confidence_T, np.nan_to_num(self.recall_T))
-        precision_T = np.nan_to_num(self.precision_T, nan=1.0)
-        precision_K = np.interp(confidence_K, self.confidence_T, precision_T)
-        found_K = np.rint(recall_K * self.objects)
-        wrong_K = np.rint(found_K * (1 / np.maximum(precision_K, 1e-9) - 1))
-        return Counts(precision_K, recall_K, found_K, wrong_K, self.objects - found_K)
 
 
 class MetricWriter:
@@ -70,9 +33,6 @@ class MetricWriter:
 
     def add_images(self, step: int, tag: str, images_HW3: list[np.ndarray]) -> None:
         """uint8 RGB images; sizes may differ."""
-
-    def add_pr_curves(self, step: int, curves: Mapping[str, PRCurve]) -> None:
-        """Precision over recall, by tag."""
 
     def describe(
         self, hyper_parameters: Mapping[str, Any], metrics: list[str], texts: Mapping[str, str]
@@ -140,32 +100,6 @@ def _speed_tag(key: str) -> str:
     return f"speed/{key}" if key.endswith(speeds) else ""
 
 
-def pr_curves(analysis: Mapping[str, Any]) -> dict[str, PRCurve]:
-    """Precision-recall curves of an evaluation.json by tag.
-
-    A class without objects has none.
-    """
-    curves = analysis.get("curves")
-    if not curves:  # a classifier has none
-        return {}
-    confidence_T = np.array(curves["confidence_T"], dtype=float)
-    # With very many classes only some have curves, and behind these is the mean of all.
-    classes = curves.get("curve_classes", range(len(analysis["class_names"])))
-    found = {}
-    rows = zip(classes, curves["precision_CT"], curves["recall_CT"])
-    for index, precision_T, recall_T in rows:
-        objects = analysis["per_class"][index]["objects"]
-        if not objects or recall_T is None or precision_T is None:
-            continue
-        found[f"PR/{analysis['class_names'][index]}"] = PRCurve(
-            confidence_T,
-            np.array(precision_T, dtype=float),  # null becomes NaN
-            np.array(recall_T, dtype=float),
-            objects,
-        )
-    return found
-
-
 class MetricWriters:
     """Passes everything to all writers in a thread; failures only warn."""
 
@@ -190,11 +124,6 @@ class MetricWriters:
         """uint8 RGB images under `tag/0`, `tag/1`, ...; sizes may differ."""
         size = sum(image_HW3.nbytes for image_HW3 in images_HW3)
         self._each(lambda writer: writer.add_images(step, tag, images_HW3), size)
-
-    def pr_curves(self, step: int, analysis: Mapping[str, Any]) -> None:
-        """The precision-recall curves of the classes in an evaluation.json."""
-        curves = pr_curves(analysis)
-        self._each(lambda writer: writer.add_pr_curves(step, curves))
 
     def describe(
         self, hyper_parameters: Mapping[str, Any], metrics: list[str], texts: Mapping[str, str]
@@ -259,8 +188,6 @@ def jpeg(image_HW3: np.ndarray) -> bytes:
 
 _RECORD_FILE = "vdlrecords.ppdist.log"  # VisualDL reads files with `vdlrecords` in the name
 _HPARAM_TAG, _CONFIG_TAG = "hparam", "config/"  # the first name is VisualDL's
-# The page writes k/K beside the k-th point of a curve, whatever its thresholds were.
-_VISUALDL_THRESHOLDS_K = np.arange(1, 101) / 100
 
 
 def _visualdl_record_type() -> Any:
@@ -378,13 +305,6 @@ class VisualDLWriter(MetricWriter):
             ),
         )
 
-    def add_pr_curves(self, step: int, curves: Mapping[str, PRCurve]) -> None:
-        """Adds precision-recall curves.
-
-        A box that is rightly not found has no meaning, so TN is 0.
-        """
-        self._add(step, ((tag, {"pr_curve": _pr_curve(each)}) for tag, each in curves.items()))
-
     def close(self) -> None:
         self._file.close()
 
@@ -392,18 +312,6 @@ class VisualDLWriter(MetricWriter):
         append_whole(
             self._file, b"".join(self._frame(step, tag, **content) for tag, content in contents)
         )
-
-
-def _pr_curve(curve: PRCurve) -> dict[str, np.ndarray]:
-    at = curve.at(_VISUALDL_THRESHOLDS_K)
-    return {
-        "TP": at.true_positives_K.astype(int),
-        "FP": at.false_positives_K.astype(int),
-        "TN": np.zeros(len(_VISUALDL_THRESHOLDS_K), int),
-        "FN": at.false_negatives_K.astype(int),
-        "precision": at.precision_K,
-        "recall": at.recall_K,
-    }
 
 
 def _info(name: str, value: Any) -> dict[str, Any]:

@@ -145,7 +145,8 @@ class DataConfig(Section):
         default="header",
         description="What is looked at in every image before training. header: that it is there, "
         "not empty, not cut short, as large as annotated; decode: all of its pixels, in processes "
-        "of their own (minutes); none: nothing. The result is kept for as long as no file changes.",
+        "of their own (minutes), where training met damaged ones; none: nothing, where even the "
+        "headers of a set take minutes. The result is kept for as long as no file changes.",
     )
     workers: Annotated[int | Literal["auto"], OnResume.FREE] = Field(
         default="auto",
@@ -167,8 +168,8 @@ class DataConfig(Section):
     )
     cache_dir: Annotated[str | None, OnResume.FREE] = Field(
         default=None,
-        description="Folder of data.cache: disk, and of what is fetched from an object store. "
-        "null: ppdist in $XDG_CACHE_HOME or ~/.cache.",
+        description="Folder of data.cache: disk, and of what is fetched from an object store; for "
+        "a home folder that is small or on a network. null: ppdist in $XDG_CACHE_HOME or ~/.cache.",
     )
     store_cache_gib: float = Field(
         default=20.0,

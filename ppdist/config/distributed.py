@@ -33,7 +33,7 @@ class DistributedConfig(Section):
         gt=0,
         description="Gradients are all-reduced in messages of this many MiB, on GPUs while "
         "backward runs; without GPUs, where a host has several ranks, of 8 at most, between the "
-        "hosts too.",
+        "hosts too. Raise it where a link has a long delay, lower it where memory is short.",
     )
     gradient_dtype: Literal["float32", "bfloat16", "float16"] = Field(
         default="float32",
@@ -78,7 +78,8 @@ class DistributedConfig(Section):
         default=False,
         description="Each rank updates its share of the parameters and sends them to the others, "
         "so it holds 1 / ranks of the optimizer state (ZeRO stage 1, arXiv:1910.02054). The same "
-        "weights bit for bit, for one more transfer of all weights per step.",
+        "weights bit for bit, for one more transfer of all weights per step: for a large model "
+        "whose optimizer does not fit.",
     )
     timeout_seconds: Annotated[float, OnResume.FREE] = Field(
         default=1800.0,
@@ -97,7 +98,8 @@ class DistributedConfig(Section):
         description="fleetrun names a rank that makes no progress and ends the run: within a step "
         "after this many seconds, or ten times its 99th percentile if that is longer; in the first "
         "step after a start or an evaluation after ten times as many (at least 60); elsewhere "
-        "after timeout_seconds. null: never, to stop in a debugger.",
+        "after timeout_seconds. Raise it where a step rightly stalls for longer (a busy disk). "
+        "null: never, to stop in a debugger.",
     )
     check_weights_every: Annotated[int, OnResume.FREE] = Field(
         default=100,

@@ -327,7 +327,8 @@ def _argument(command: str, name: str, value: object, parameters: Container[str]
     text = ",".join(map(str, values))
     answer = table().python["arguments"].get(command, {}).get(name)
     if answer is not None:
-        return f"an argument of ultralytics; {answer.replace('{}', text)}"
+        owner = "" if answer.startswith("of earlier") else "of ultralytics; "
+        return f"an argument {owner}{answer.replace('{}', text)}"
     answer = _answer(command, name, text, item=False)
     equivalent = table().words.get(name)
     key = equivalent.key if equivalent is not None and command == "train" else ""

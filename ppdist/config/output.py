@@ -1,6 +1,6 @@
 """The `checkpoint` and `log` sections: what a run writes, and how often."""
 
-from typing import Annotated, ClassVar, Literal
+from typing import ClassVar, Literal
 
 from pydantic import Field
 
@@ -27,7 +27,7 @@ class CheckpointConfig(Section):
 
 
 class TrackerConfig(Section):
-    """Keys of every experiment tracker; that of another package adds its own (docs/extend.md).
+    """Key of every experiment tracker; that of another package adds its own (docs/extend.md).
 
     Attributes:
         writer: of another package's, `package.module:Class` of a `MetricWriter`.
@@ -35,34 +35,19 @@ class TrackerConfig(Section):
 
     writer: ClassVar[str] = ""
     name: str = Field(default="", description="the tracker")
-    project: str = Field(
-        default="ppdist",
-        description="the project in which the run is shown, of a team that has several",
-    )
 
 
-class WandbConfig(TrackerConfig):
-    """Weights & Biases; `pip install 'ppdist[wandb]'`; WANDB_MODE=offline sends nothing."""
+class ShippedTracker(TrackerConfig):
+    """TensorBoard, Weights & Biases, MLflow or SwanLab; `pip install 'ppdist[NAME]'`.
 
-    name: Literal["wandb"] = Field(default="wandb", description="the tracker")
-
-
-class MLflowConfig(TrackerConfig):
-    """MLflow; `pip install 'ppdist[mlflow]'`; `project` is its experiment.
-
-    MLFLOW_TRACKING_URI says where to; without it: the folder output_dir/trackers/mlflow/mlruns.
+    Their own variables say the rest: WANDB_PROJECT, WANDB_MODE=offline; MLFLOW_EXPERIMENT_NAME,
+    MLFLOW_TRACKING_URI (without it: the folder output_dir/trackers/mlflow/mlruns);
+    SWANLAB_PROJ_NAME, SWANLAB_MODE=offline.
     """
 
-    name: Literal["mlflow"] = Field(default="mlflow", description="the tracker")
-
-
-class SwanLabConfig(TrackerConfig):
-    """SwanLab; `pip install 'ppdist[swanlab]'`; SWANLAB_MODE=offline sends nothing."""
-
-    name: Literal["swanlab"] = Field(default="swanlab", description="the tracker")
-
-
-ShippedTracker = WandbConfig | MLflowConfig | SwanLabConfig
+    name: Literal["tensorboard", "wandb", "mlflow", "swanlab"] = Field(
+        default="tensorboard", description="the tracker"
+    )
 
 
 class LogConfig(Section):
@@ -79,20 +64,15 @@ class LogConfig(Section):
         description="Write curves, images and hyper-parameters for VisualDL to output_dir/vdl. "
         "false where nobody looks at them.",
     )
-    tensorboard: bool = Field(
-        default=False,
-        description="Write the same for TensorBoard, where you compare runs there, to "
-        "output_dir/tensorboard; needs "
-        "`pip install 'ppdist[tensorboard]'`.",
-    )
-    trackers: tuple[Annotated[ShippedTracker, Field(discriminator="name")], ...] = Field(
+    trackers: tuple[ShippedTracker, ...] = Field(
         default=(),
-        description="Experiment trackers that get the same numbers and images: names, or sections "
-        "of a `name` and its keys, such as [wandb] or [{name: mlflow, project: bccd}].",
+        description="Experiment trackers that get the same numbers and images, where you compare "
+        "runs there: names, such as [tensorboard, wandb]; one of another package is a section of "
+        "its `name` and its keys.",
     )
     images: int = Field(
         default=4,
         ge=0,
         description="How many validation images with true and predicted boxes each evaluation "
-        "adds to VisualDL, TensorBoard and trackers. Lower it where a tracker's uploads are slow.",
+        "adds to VisualDL and trackers. Lower it where a tracker's uploads are slow.",
     )

@@ -17,7 +17,7 @@ names it, too, or --trust-plugins is given.
 import os
 from collections.abc import Iterator, Mapping
 from functools import cache, reduce
-from typing import Annotated, Any, Literal, TypeVar, cast, get_args
+from typing import Annotated, Any, Literal, TypeVar, cast
 
 from pydantic import Field, create_model
 from pydantic.fields import FieldInfo
@@ -178,7 +178,7 @@ def _opened(schema: type[Any], parts: tuple[tuple[str, tuple[str, ...]], ...]) -
 
 
 def _log(targets: tuple[str, ...]) -> type[Section]:
-    members = [*get_args(ShippedTracker), *(_section("log.trackers", target) for target in targets)]
+    members = [ShippedTracker, *(_section("log.trackers", target) for target in targets)]
     tracker: Any = Annotated[
         reduce(lambda left, right: left | right, members), Field(discriminator="name")
     ]

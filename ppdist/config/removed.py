@@ -100,6 +100,12 @@ REMOVED: Mapping[str, Removed] = {  # by key path; `*` stands for each item of a
     "log.histograms": Removed(
         False, "leave it out; the numbers of each evaluation are in metrics.jsonl"
     ),
+    "log.tensorboard": Removed(False, "add it to the list: log.trackers: [tensorboard]"),
+    "log.trackers.*.project": Removed(
+        "ppdist",
+        "leave it out and set WANDB_PROJECT, MLFLOW_EXPERIMENT_NAME or SWANLAB_PROJ_NAME in the "
+        "environment",
+    ),
     "log.trackers.*.offline": Removed(
         False, "leave it out and set WANDB_MODE=offline or SWANLAB_MODE=offline in the environment"
     ),
@@ -134,7 +140,8 @@ GONE_VALUES: Mapping[tuple[str, Any], GoneValue] = {  # by key path and value
         True, "set true; for TensorRT export onnx and let trtexec calibrate it (docs/deploy.md)"
     ),
     ("log.trackers.*.name", "clearml"): GoneValue(
-        DROPPED, "name wandb, mlflow or swanlab, or a tracker of your own (docs/extend.md)"
+        DROPPED,
+        "name tensorboard, wandb, mlflow or swanlab, or a tracker of your own (docs/extend.md)",
     ),
 }
 

@@ -266,7 +266,6 @@ def build_training(
             start.step,
             every_steps=config.log.every_steps,
             visualdl=config.log.visualdl,
-            tensorboard=config.log.tensorboard,
             trackers=[(each.writer or TRACKERS[each.name], each) for each in config.log.trackers],
             early=early,
         )

@@ -364,7 +364,6 @@ class EvaluationLogger(Callback):
     def _analyse(self, step: int) -> None:
         try:
             analysis = self._evaluator.analyse_last(step)
-            self._log.writers.pr_curves(step, analysis)
             write = partial(write_json, self._output_dir / "evaluation.json", analysis)
             self._log.put("evaluation.json", write)
         except Exception as error:

@@ -16,7 +16,7 @@ import numpy as np
 from ppdist.common.process import printable
 from ppdist.config.evaluate import COCO_DETECTIONS
 from ppdist.data.types import DetectionSet
-from ppdist.metrics.coco import SIZES, CocoArrays, coco_arrays, fitness
+from ppdist.metrics.coco import CocoArrays, coco_arrays, fitness
 from ppdist.metrics.matching import (
     CONFIDENCE_T,
     CROWD,
@@ -28,7 +28,6 @@ from ppdist.metrics.matching import (
     GroundTruth,
     Pairs,
     best_step,
-    calibration,
     coco_average_precision,
     count_by_confidence,
     found_of,
@@ -137,7 +136,6 @@ def analyse(
                 *confused(truth, found, kind_F, about_F, sure_F, classes), classes + 1
             ),
         },
-        "calibration": _rounded(calibration(found, match_F, confidence)),
         "errors": {
             "counts": count_kinds(truth, kind_F, about_F, sure_F),
             "AP50_gain": gains(truth, found, kind_F, about_F, classes),
@@ -487,32 +485,6 @@ def plain(content: Any) -> Any:
     if isinstance(content, np.generic):
         content = content.item()
     return None if isinstance(content, float) and not np.isfinite(content) else content
-
-
-def tables(evaluation: dict[str, Any]) -> str:
-    """All tables that it has content for, one below the other.
-
-    Args:
-        evaluation: what `analyse` or `analyse_classes` gave.
-    """
-    left_out = left_out_line(evaluation)
-    parts = [f"{left_out}\n"] if left_out else []
-    if repeated := evaluation.get("duplicate_boxes"):
-        parts.append(f"{duplicates_line(repeated)}\n")
-    parts.append(_table("metric", evaluation["metrics"].items()))
-    if "errors" in evaluation:
-        metrics, errors = evaluation["metrics"], evaluation["errors"]
-        sizes = {"all": ("mAP", "AR100")} | {size: (f"mAP_{size}", f"AR_{size}") for size in SIZES}
-        scores = [(size, [metrics[key] for key in keys]) for size, keys in sizes.items()]
-        parts.append(_table("size", scores, ("mAP", "AR")))
-        count = f"count at {evaluation['confusion']['confidence']:.3f}"
-        gain = errors["AP50_gain"]
-        kinds = [(kind, [number, gain.get(kind)]) for kind, number in errors["counts"].items()]
-        parts.append(_table("kind", kinds, (count, "mAP50 gained without")))
-    rows = evaluation["per_class"]
-    columns = [key for key in rows[0] if key != "name"] if rows else []
-    values = ((row["name"], [row[column] for column in columns]) for row in rows)
-    return "\n".join([*parts, _table("class", values, columns)])
 
 
 # Of a class: key of `per_class` -> heading, in the order in which tables have them.

@@ -1,14 +1,14 @@
 """Which detection found which object, by COCO's and VOC's rules.
 
-From that: precision, recall and F1 by confidence, average precision by recall, and calibration, at
-one IoU.  Flat arrays over a whole set; a detection on a crowd counts nowhere.
+From that: precision, recall and F1 by confidence, average precision by recall, at one IoU.  Flat
+arrays over a whole set; a detection on a crowd counts nowhere.
 
 G objects, F detections, P pairs of both, N images, C classes, T confidences, R recalls.
 """
 
 import warnings
 from collections.abc import Iterator
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
@@ -23,7 +23,6 @@ CROWD = -2
 CONFIDENCE_T = np.arange(1001) / 1000
 RECALL_R = np.linspace(0.0, 1.0, 101)  # as COCO
 _PAIRS_AT_ONCE = 1 << 21  # bounds the memory of a set with crowded images
-_BINS = 10
 
 
 class GroundTruth(NamedTuple):
@@ -435,41 +434,3 @@ def _best_precision(right_F: np.ndarray, objects: int) -> tuple[np.ndarray, np.n
     precision_F = hits_F / np.arange(1, len(right_F) + 1)
     envelope_F = np.maximum.accumulate(precision_F[::-1])[::-1]
     return np.append(envelope_F, 0.0), hits_F / objects
-
-
-def calibration(found: Detections, match_F: np.ndarray, least: float) -> dict[str, Any]:
-    """Precision by confidence, in ten bins of equal width.
-
-    An evaluation keeps detections of nearly no confidence, hundreds an image, which are rightly
-    unsure.  A mean over all of them says how these are calibrated; a user of the model sees
-    none of them.  So the expected error is over those of at least the confidence that is used.
-
-    Args: least: `best_f1_threshold`.
-    Returns: `edges` of the bins; of each its mean `confidence`, its `precision` (None in an empty
-        bin) and its `count`; `expected_error`: the mean over detections from `expected_error_from`
-        on of the difference between confidence and precision of those of their bin, None where
-        there are none.
-    Source: Guo et al. 2017, arXiv:1706.04599, over detections instead of images.
-    """
-    counted_F = match_F != CROWD
-    score_F, right_F = found.score_F[counted_F], match_F[counted_F] >= 0
-    confidence_B, precision_B, count_B = _in_bins(score_F, right_F)
-    used_F = score_F >= least
-    used_confidence_B, used_precision_B, used_B = _in_bins(score_F[used_F], right_F[used_F])
-    off_B = np.nan_to_num(np.abs(used_confidence_B - used_precision_B)) * used_B
-    return {
-        "edges": np.arange(_BINS + 1) / _BINS,
-        "confidence": confidence_B,
-        "precision": precision_B,
-        "count": count_B,
-        "expected_error": float(off_B.sum() / used_B.sum()) if used_B.any() else None,
-        "expected_error_from": least,
-    }
-
-
-def _in_bins(score_F: np.ndarray, right_F: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Mean confidence, precision and number of the detections of each bin."""
-    bin_F = np.minimum((score_F * _BINS).astype(np.int64), _BINS - 1).clip(0)
-    count_B = np.bincount(bin_F, minlength=_BINS)
-    confidence_B = _part(np.bincount(bin_F, score_F, minlength=_BINS), count_B)
-    return confidence_B, _part(np.bincount(bin_F, right_F, minlength=_BINS), count_B), count_B

@@ -376,7 +376,7 @@ _YAML_WORDS = (
 _ITEMS = (
     "train.epochs=3", "model.image_size=[320,320]", "data.root=/tmp", "optimizer.base_lr=0.1",
     "model.size=s", "loss.box=1", "data.augment.mosaic=0.5", "distill=null",
-    "nms.iou_threshold=0.5", "train.multi_scale=[]", "log.tensorboard=true",
+    "nms.iou_threshold=0.5", "train.multi_scale=[]", "log.trackers=[tensorboard]",
 )  # fmt: skip
 
 

@@ -17,6 +17,7 @@ from ppdist.common.errors import ConfigError
 from ppdist.common.process import DETAIL
 from ppdist.common.records import read_metrics
 from ppdist.common.run_log import EarlyLog, Opening, RunLog
+from ppdist.config.output import ShippedTracker
 from tests.errors import raises
 
 
@@ -309,7 +310,7 @@ def test_visualdl_off_writes_no_folder(tmp_path, monkeypatch):
 def test_missing_tensorboardx_is_reported_at_once(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "tensorboardX", None)
     with raises("package_missing"):
-        open_log(tmp_path, tensorboard=True)
+        open_log(tmp_path, trackers=[("", ShippedTracker())])
 
 
 def test_run_summary_names_best_last_and_paths(tmp_path, capsys):

@@ -15,7 +15,6 @@ import pytest
 
 from ppdist.common.run_log import RunLog
 from tests.ports import free_port
-from tests.unit.common.analysis import ANALYSIS
 
 pytestmark = pytest.mark.slow
 STEPS = range(10, 110, 10)
@@ -31,7 +30,6 @@ def address(tmp_path_factory) -> Iterator[str]:
             for step in steps:
                 log.metrics({"step": step, "loss": 100.0 / step, "lr": 0.01})
             log.metrics({"step": steps[-1], "mAP": 0.5, "AP/RBC": 0.4, "eval_seconds": 1.0})
-            log.writers.pr_curves(steps[-1], ANALYSIS)
             log.images("val", steps[-1], [np.full((64, 64, 3), 120, np.uint8)])
     port = free_port()
     program = [sys.executable, "-c", "from visualdl.server.app import main; main()"]
@@ -79,9 +77,6 @@ def test_the_server_gives_what_the_other_pages_show(address):
             "data"
         ]
 
-    (curve,) = get("pr-curve/list", "PR/RBC")
-    step, precision, recall = curve[1:4]
-    assert step == 100 and precision[49] == pytest.approx(0.8) and recall[49] == pytest.approx(0.6)
     (row,) = get("hparams/list")
     assert row["hparams"] == {"lr": 0.01, "total_batch": 16.0}
     assert row["metrics"] == {"eval/mAP": 0.5, "train/loss": pytest.approx(1.0)}
@@ -96,7 +91,6 @@ def test_page_answers_client_without_language(address):
     [
         ("scalar", ["eval_per_class", "train", "tiny_run"]),
         ("sample/image", ["val/0"]),
-        ("pr-curve", ["PR", "tiny_run"]),
         ("hyper-parameter", ["total_batch", "eval/mAP"]),
     ],
 )

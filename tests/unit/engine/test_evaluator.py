@@ -10,7 +10,8 @@ from ppdist.config.evaluate import NMSConfig
 from ppdist.data.types import DetectionSet
 from ppdist.distributed import comm
 from ppdist.engine.evaluator import Evaluator, detect, draw_batch, in_eval_mode
-from ppdist.metrics.analysis import left_out_line, tables
+from ppdist.engine.train_step import Clock
+from ppdist.metrics.analysis import left_out_line
 from ppdist.metrics.coco import METRICS, evaluate_boxes
 from tests.distributed import run_on_ranks
 from tests.errors import raises
@@ -156,7 +157,7 @@ def test_boxes_that_are_given_twice_are_counted_beside_the_score():
     metrics = under_test.evaluate(Oracle(dataset))
     assert metrics["duplicate_boxes"] == 3
     content = under_test.analyse_last(step=1)
-    assert content["duplicate_boxes"] == 3 and "3 duplicates" in tables(content)
+    assert content["duplicate_boxes"] == 3
     plain = evaluator().evaluate(Oracle(five_images()))
     seconds = {"eval_seconds", "duplicate_boxes"}
     assert {n: v for n, v in metrics.items() if n not in seconds} == {

@@ -115,7 +115,7 @@ def without_tensorboardx(argument):
     sys.modules["tensorboardX"] = None
     shapes, folder = argument
     with pytest.raises(UserError) as caught:
-        build_run(shapes, folder, BATCH, "log.tensorboard=true", model=FASTEST)
+        build_run(shapes, folder, BATCH, "log.trackers=[tensorboard]", model=FASTEST)
     return str(caught.value)
 
 
@@ -138,7 +138,7 @@ def test_each_epoch_and_the_end_of_a_run_are_told(run):
         assert text in table
 
 
-def test_pages_get_curves_and_settings_of_a_run(run):
+def test_pages_get_scores_and_settings_of_a_run(run):
     from visualdl import LogReader
 
     folder, _ = run
@@ -146,7 +146,7 @@ def test_pages_get_curves_and_settings_of_a_run(run):
         reader = LogReader(file_path=str(folder / "vdl/vdlrecords.ppdist.log"))
     evaluated = [each["step"] for each in read_metrics(folder / "metrics.jsonl") if "mAP" in each]
     assert evaluated == [3, 6, 9]
-    assert all(each.id in evaluated for each in reader.get_data("pr_curve", "PR/square"))
+    assert [each.id for each in reader.get_data("scalar", "eval/mAP")] == evaluated
     (record,) = reader.get_data("hyper_parameters", "hparam")
     hparam = record.hparam
     assert len(hparam.hparamInfos) + len(hparam.metricInfos) <= 10, "VisualDL hangs with more"

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from ppdist.data.types import DetectionSet
-from ppdist.metrics.analysis import tables
+from ppdist.metrics.analysis import class_table
 from ppdist.metrics.classification import Ranking, accuracy, analyse_classes, rank, write_ranking
 from tests.unit.data.classified import classified_set
 from tests.unit.metrics.cases import detection_set, record
@@ -92,4 +92,4 @@ def test_analysis_counts_classes_and_confusions():
     assert cat == {"name": "cat", "images": 2, "top1": 0.5, "top5": 1.0, "precision": 1.0}
     assert dog["top1"] == pytest.approx(1 / 3) and dog["precision"] == 0.5
     assert (bird["images"], bird["top1"], bird["precision"]) == (0, None, 0.0)
-    assert "top1" in tables(content) and "bird" in tables(content)
+    assert "top1" in class_table(content) and "bird" in class_table(content)

@@ -1,4 +1,4 @@
-"""Curves, the best confidence, VOC's average precision and calibration, against plain loops."""
+"""Curves, the best confidence, VOC's average precision, against plain loops."""
 
 import numpy as np
 import pytest
@@ -6,10 +6,8 @@ import pytest
 from ppdist.metrics.coco import coco_arrays
 from ppdist.metrics.matching import (
     CONFIDENCE_T,
-    CROWD,
     NOBODY,
     best_step,
-    calibration,
     coco_average_precision,
     count_by_confidence,
     found_of,
@@ -126,39 +124,5 @@ def test_voc_ap_11_point_and_area_worked_example():
     assert area == pytest.approx(0.25 * 1 + 0.25 * 2 / 3)
 
 
-def test_calibration_bins_what_a_loop_bins():
-    dataset, rows_R7 = random_case(2)
-    _, found, match_F = matched(dataset, rows_R7)
-    report = calibration(found, match_F, 0.0)
-    off = 0.0
-    for place in range(10):
-        low, high = place / 10, (place + 1) / 10
-        inside = (found.score_F >= low) & (found.score_F < high) & (match_F != CROWD)
-        assert report["count"][place] == inside.sum() > 0
-        right = (match_F[inside] >= 0).mean()
-        assert report["precision"][place] == pytest.approx(right)
-        assert report["confidence"][place] == pytest.approx(found.score_F[inside].mean())
-        off += abs(right - found.score_F[inside].mean()) * inside.sum()
-    assert report["expected_error"] == pytest.approx(off / (match_F != CROWD).sum())
-
-
-def test_calibration_error_is_over_detections_that_are_used():
-    dataset = detection_set(record(1, [[10, 10, 60, 60]], [0]))
-    used = [[0, 0, 0.9, 10, 10, 60, 60], [0, 0, 0.8, 200, 200, 250, 250]]
-    unsure = [[0, 0, 0.01, 300 + at, 300, 400, 400] for at in range(90)]
-    _, found, match_F = matched(dataset, np.array(used + unsure))
-    report = calibration(found, match_F, 0.5)
-    assert report["expected_error"] == pytest.approx((0.1 + 0.8) / 2) and sum(report["count"]) == 92
-    assert report["expected_error_from"] == 0.5
-    assert calibration(found, match_F, 0.95)["expected_error"] is None
-
-
-def test_calibration_score_one_belongs_to_last_bin():
-    box = [10, 10, 60, 60]
-    dataset = detection_set(record(1, [box], [0]))
-    _, found, match_F = matched(dataset, np.array([[0, 0, 1.0, *box]]))
-    report = calibration(found, match_F, 0.0)
-    assert report["count"].tolist() == [0] * 9 + [1] and report["expected_error"] == 0
-    _, found, match_F = matched(dataset, np.zeros((0, 7)))
-    assert calibration(found, match_F, 0.0)["expected_error"] is None
+def test_confidences_are_thousandths():
     assert CONFIDENCE_T[[0, 216, 1000]].tolist() == [0.0, 0.216, 1.0]

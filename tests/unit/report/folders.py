@@ -162,7 +162,6 @@ def make_evaluation(names: list[str]) -> dict[str, Any]:
     metrics = {"mAP": 0.561, "mAP50": 0.85, "mAP75": 0.63, "mAP_small": None, "mAP_medium": 0.43}
     metrics |= {"mAP_large": 0.69, "AR100": 0.66, "AR_small": None, "AR_medium": 0.58}
     metrics |= {"AR_large": 0.78, "fitness": 0.59, "precision": 0.8, "recall": 0.75, "f1": 0.77}
-    bins = np.linspace(0.05, 0.95, 10)
     return {
         "step": 400,
         "images": 120,
@@ -183,13 +182,6 @@ def make_evaluation(names: list[str]) -> dict[str, Any]:
             "precision_CR": precision_CR.round(4).tolist(),
         },
         "confusion": {"iou": 0.5, "confidence": 0.35, "counts": counts.tolist()},
-        "calibration": {
-            "edges": np.linspace(0, 1, 11).tolist(),
-            "confidence": bins.tolist(),
-            "precision": (bins**1.3).tolist(),
-            "count": [50] * 10,
-            "expected_error": 0.06,
-        },
         "errors": {
             "counts": {"correct": 900, "localisation": 80, "class": 20, "duplicate": 15}
             | {"background": 60, "missed": 110},

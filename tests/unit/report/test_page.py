@@ -138,7 +138,6 @@ DAMAGES: dict[str, dict[str, str]] = {
     "an evaluation of other kinds": {
         "evaluation.json": '{"step": "x", "metrics": 3, "per_class": [{"name": 5}], "images": null,'
         '"curves": {"confidence_T": [0]}, "confusion": {"counts": [[1], [2, 3]]}, "errors": [],'
-        '"calibration": {"edges": [], "confidence": [1], "precision": [], "count": []},'
         '"worst": [{}], "class_names": [1]}'
     },
     "an evaluation of nothing": {
@@ -146,8 +145,7 @@ DAMAGES: dict[str, dict[str, str]] = {
         '"per_class": [], "curves": {"confidence_T": [], "precision_CT": [], "recall_CT": [], '
         '"f1_CT": [], "recall_R": [], "precision_CR": [], "curve_classes": [], "mean_f1_T": [], '
         '"mean_recall_T": [], "mean_precision_T": [], "mean_precision_R": []}, '
-        '"confusion": {"counts": []}, '
-        '"calibration": {"edges": [], "confidence": [], "precision": [], "count": []}}'
+        '"confusion": {"counts": []}}'
     },
     "an evaluation with nulls": {
         "evaluation.json": '{"class_names": ["a", "b"], "per_class": [{"name": "a", "AP": null}, '
