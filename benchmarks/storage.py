@@ -58,8 +58,8 @@ def measure_storage(
         found: dict[str, list[Rate]] = {}
         for number in range(rounds + 1):  # the first fills caches of the system and of imports
             for name, root in places.items():
-                cache_dir = f"{scratch}/cache-{number}"
-                one = plain.model_copy(update={"root": root, "cache_dir": cache_dir})
+                os.environ["XDG_CACHE_HOME"] = f"{scratch}/cache-{number}"
+                one = plain.model_copy(update={"root": root})
                 for heat in ("",) if not root.startswith("s3:") else (" cold", " warm"):
                     rate = _rate(one, size, batches)
                     if number:

@@ -29,7 +29,7 @@ from ppdist.common import errors, process
 from ppdist.common.arguments import at_least, byte_count
 
 if TYPE_CHECKING:
-    from ppdist.config import ExperimentConfig
+    from ppdist.config.experiment import ExperimentConfig
     from ppdist.data.checks.validate import Report
 
 SPLITS: tuple[Literal["train", "val"], ...] = ("train", "val")

@@ -157,7 +157,7 @@ def split_model(text: str) -> tuple[str, Path]:
 
 
 def average(arguments: argparse.Namespace) -> None:
-    from ppdist.config import load_config
+    from ppdist.config.experiment import load_config
     from ppdist.data.datasets.build import limits, read_split
     from ppdist.distributed import comm
     from ppdist.ensemble import model_soup

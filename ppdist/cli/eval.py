@@ -17,7 +17,6 @@ from ppdist.cli import OR_OF_WEIGHTS, add_data, config_of, parser_of, print_tabl
 from ppdist.common import errors, process
 
 if TYPE_CHECKING:
-    from ppdist.config import ExperimentConfig
     from ppdist.config.data import DataConfig, SplitConfig
     from ppdist.config.experiment import ExperimentConfig
     from ppdist.engine.evaluator import ClassificationEvaluator, Evaluator

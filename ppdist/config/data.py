@@ -164,20 +164,15 @@ class DataConfig(Section):
         default="none",
         description="Where decoded training images are kept after the first time, uint8, reduced "
         "to what the input size needs; shared by the workers and ranks of a host. disk: in "
-        "data.cache_dir, also for later runs.",
-    )
-    cache_dir: Annotated[str | None, OnResume.FREE] = Field(
-        default=None,
-        description="Folder of data.cache: disk, and of what is fetched from an object store; for "
-        "a home folder that is small or on a network. null: ppdist in $XDG_CACHE_HOME or ~/.cache.",
+        "ppdist/images of $XDG_CACHE_HOME (~/.cache), also for later runs.",
     )
     store_cache_gib: float = Field(
         default=20.0,
         ge=0,
         description="Where images lie in an object store: so many GiB of them are kept in "
-        "data.cache_dir as they came, the least recently used go first; shared by the workers and "
-        "ranks of a host. Raise it where a set is larger and later epochs wait for images. 0: none "
-        "are kept.",
+        "ppdist/stores of $XDG_CACHE_HOME (~/.cache) as they came, the least recently used go "
+        "first; shared by the workers and ranks of a host. Raise it where a set is larger and "
+        "later epochs wait for images. 0: none are kept.",
     )
     sampling: SamplingConfig = Field(
         default=SamplingConfig(), description="How often each training image comes in an epoch."

@@ -11,7 +11,6 @@ from ppdist.config.section import OnResume, Section
 PER_HOST_KEYS = (
     "output_dir",  # only rank 0 writes
     "data.root",  # the data themselves are compared: ppdist.engine.data
-    "data.cache_dir",
     "data.workers",
     "data.worker_timeout_seconds",
     "model.pretrained",  # the content of the file is compared: preflight.flat_config

@@ -178,7 +178,7 @@ def _opened(schema: type[Any], parts: tuple[tuple[str, tuple[str, ...]], ...]) -
 
 
 def _log(targets: tuple[str, ...]) -> type[Section]:
-    members = [ShippedTracker, *(_section("log.trackers", target) for target in targets)]
+    members: list[Any] = [ShippedTracker, *(_section("log.trackers", target) for target in targets)]
     tracker: Any = Annotated[
         reduce(lambda left, right: left | right, members), Field(discriminator="name")
     ]

@@ -96,6 +96,9 @@ REMOVED: Mapping[str, Removed] = {  # by key path; `*` stands for each item of a
     ),
     "data.compare_images": Removed("some", "leave it out; compare copies of the set by sha256sum"),
     "train.auto_batch_memory": Removed(0.8, "leave it out, or give batch_size_per_card a number"),
+    "data.cache_dir": Removed(
+        None, "leave it out and set XDG_CACHE_HOME in the environment: its folder ppdist"
+    ),
     "data.augment.mosaic_images": Removed(4, "leave it out: a mosaic has four images"),
     "log.histograms": Removed(
         False, "leave it out; the numbers of each evaluation are in metrics.jsonl"

@@ -220,7 +220,7 @@ def _folder_on_disk(folder: str | Path | None) -> tuple[Path, int]:
     """
     parent = user_cache() if folder is None else Path(folder)
     if parent is None:
-        raise OSError("this user has no home folder; set data.cache_dir")
+        raise OSError("this user has no home folder; set XDG_CACHE_HOME")
     place = parent / "images"
     place.mkdir(parents=True, exist_ok=True)
     free = shutil.disk_usage(place).free

@@ -30,14 +30,14 @@ _GIB = 1 << 30
 _LONGEST_REQUEST_SECONDS = 20.0
 
 
-def use(cache_dir: str | None, store_cache_gib: float, worker_timeout_seconds: float) -> None:
+def use(store_cache_gib: float, worker_timeout_seconds: float) -> None:
     """Configures access to stores for this process and its forks.
 
     See the keys of `data`.
     """
     # A worker says that it lives between requests; one takes twice its time at most.
     seconds = min(_LONGEST_REQUEST_SECONDS, worker_timeout_seconds / 3)
-    stores.use(cache_dir, int(store_cache_gib * _GIB), seconds)
+    stores.use(None, int(store_cache_gib * _GIB), seconds)
 
 
 def folder_of(root: str, name: str = "") -> Path:

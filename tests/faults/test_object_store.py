@@ -48,8 +48,8 @@ def test_training_on_a_sick_store_equals_one_on_files(
         folder = tmp_path / "s"
     root = upload(store, folder, form)
     store.faults = [503, "cut", "reset", 1.0, 503, 500]
-    overrides = [f"data.root={root}", f"data.workers={workers}", f"data.cache_dir={tmp_path}/c"]
-    variables = environment(store)
+    overrides = [f"data.root={root}", f"data.workers={workers}"]
+    variables = {**environment(store), "XDG_CACHE_HOME": f"{tmp_path}/c"}
     name = f"store-{form}-{workers}"
     with scenario.job(name, overrides=[*overrides, *changes], variables=variables) as job:
         assert job.wait() == 0, job.text

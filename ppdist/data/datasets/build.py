@@ -136,7 +136,7 @@ def _kept_or_read(
 
 
 def _use_storage(config: DataConfig) -> None:
-    storage.use(config.cache_dir, config.store_cache_gib, config.worker_timeout_seconds)
+    storage.use(config.store_cache_gib, config.worker_timeout_seconds)
 
 
 def read_raw(config: DataConfig, split: Split, complain: Complain) -> RawSet:

@@ -264,7 +264,7 @@ class TrainLoader(_Loader):
             resize=config.resize,
             epochs=epochs,
             reductions_N=reductions_N,
-            cache=open_cache(config.cache, dataset, reductions_N, config.cache_dir),
+            cache=open_cache(config.cache, dataset, reductions_N),
             storage_seconds=comm.step_storage_seconds(),
         )
         pixels = max(height * width for height, width in sampler.every_size)

@@ -174,7 +174,7 @@ def test_missing_home_folder_disables_cache(tmp_path, monkeypatch, caplog):
     assert open_cache("disk", small_set(tmp_path), FACTORS, None) is None
     assert caplog.messages[-1] == (
         "data.cache: training continues without it: this user has no home folder; set "
-        "data.cache_dir"
+        "XDG_CACHE_HOME"
     )
 
 

@@ -10,7 +10,6 @@ from ppdist.config.evaluate import NMSConfig
 from ppdist.data.types import DetectionSet
 from ppdist.distributed import comm
 from ppdist.engine.evaluator import Evaluator, detect, draw_batch, in_eval_mode
-from ppdist.engine.train_step import Clock
 from ppdist.metrics.analysis import left_out_line
 from ppdist.metrics.coco import METRICS, evaluate_boxes
 from tests.distributed import run_on_ranks

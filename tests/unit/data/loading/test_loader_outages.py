@@ -157,9 +157,10 @@ def test_evaluation_waits_for_its_images(folder, caplog):
     assert len(outages_in(caplog)) == 1
 
 
-def test_cache_whose_disk_is_away_changes_nothing(folder, tmp_path):
+def test_cache_whose_disk_is_away_changes_nothing(folder, tmp_path, monkeypatch):
     whole, place = list(loader(folder)), tmp_path / "cache"
-    options = {"workers": 1, "cache": "disk", "cache_dir": f"{place}"}
+    monkeypatch.setenv("XDG_CACHE_HOME", f"{place}")
+    options = {"workers": 1, "cache": "disk"}
     assert_equal(loader(folder, **options), whole)
     batches = []
     for number, batch in enumerate(loader(folder, **options)):

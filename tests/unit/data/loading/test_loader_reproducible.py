@@ -274,9 +274,10 @@ def decoded(monkeypatch) -> Counter[str]:
 
 
 @pytest.mark.parametrize(("name", "cache"), together("ram", "disk"))
-def test_caches_change_no_byte(folder, name, cache, tmp_path, decoded):
+def test_caches_change_no_byte(folder, name, cache, tmp_path, decoded, monkeypatch):
     expected = reference(folder, name)
-    config = config_of(folder, CASES[name], cache=cache, cache_dir=str(tmp_path))
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    config = config_of(folder, CASES[name], cache=cache)
     decoded.clear()
     assert stream(config) == expected
     assert set(decoded.values()) == {1}, "an image that is kept was decoded again"
@@ -288,10 +289,11 @@ def test_caches_change_no_byte(folder, name, cache, tmp_path, decoded):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("sampling", ["balanced", "difficulty"])
-def test_repeated_images_keep_stream_reproducible(folder, sampling, tmp_path):
+def test_repeated_images_keep_stream_reproducible(folder, sampling, tmp_path, monkeypatch):
     often = SamplingConfig(name=sampling, balance_threshold=0.9)
     alone = stream(config_of(folder, TOGETHER, sampling=often))
-    changes = {"cache": "disk", "cache_dir": str(tmp_path), "sampling": often}
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    changes = {"cache": "disk", "sampling": often}
     config = config_of(folder, TOGETHER, **changes)
     assert stream(config, world=4) == alone
     config = config_of(folder, TOGETHER, workers=2, **changes)
