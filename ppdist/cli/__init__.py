@@ -48,7 +48,7 @@ _ONE_PROCESS = {"predict", "export", "convert", "data", "config", "report", "pla
 # What other trainers call them.
 _MEANT = {"val": ["eval"], "infer": ["predict"], "detect": ["predict"], "test": ["eval"]}
 # Those of earlier versions: what to do instead.
-_GONE = {"completion": 'leave `eval "$(ppdist completion ...)"` out of what your shell reads'}
+_GONE = {"completion": "leave its line out of what your shell reads at its start"}
 _THEIRS = ("yolo", "detect", "classify")
 CLONE = Path(__file__).resolve().parents[2]
 _PROGRAM = "ppdist {}"  # what --help calls a command that no script of tools/ has started
