@@ -15,14 +15,13 @@ from ppdist.metrics import coco
 from ppdist.metrics.analysis import analyse
 from ppdist.metrics.coco import (
     METRICS,
-    OPERATING_POINTS,
     by_hotcoco,
     by_pycocotools,
     evaluate_boxes,
     metric_names,
     write_detections,
 )
-from ppdist.metrics.matching import found_of, truth_of
+from ppdist.metrics.matching import OPERATING_POINTS, found_of, truth_of
 from tests.unit.metrics.cases import NAMES, detection_set, odd_case, random_case, record
 
 
