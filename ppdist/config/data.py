@@ -164,15 +164,15 @@ class DataConfig(Section):
         default="none",
         description="Where decoded training images are kept after the first time, uint8, reduced "
         "to what the input size needs; shared by the workers and ranks of a host. disk: in "
-        "ppdist/images of $XDG_CACHE_HOME (~/.cache), also for later runs.",
+        "$XDG_CACHE_HOME/ppdist/images (~/.cache/ppdist/images), also for later runs.",
     )
     store_cache_gib: float = Field(
         default=20.0,
         ge=0,
         description="Where images lie in an object store: so many GiB of them are kept in "
-        "ppdist/stores of $XDG_CACHE_HOME (~/.cache) as they came, the least recently used go "
-        "first; shared by the workers and ranks of a host. Raise it where a set is larger and "
-        "later epochs wait for images. 0: none are kept.",
+        "$XDG_CACHE_HOME/ppdist/stores (~/.cache/ppdist/stores) as they came, the least recently "
+        "used go first; shared by the workers and ranks of a host. Raise it where a set is larger "
+        "and later epochs wait for images. 0: none are kept.",
     )
     sampling: SamplingConfig = Field(
         default=SamplingConfig(), description="How often each training image comes in an epoch."
