@@ -40,10 +40,10 @@ class FaultInjector(Callback):
 
     def __init__(self, planned: Sequence[Fault]) -> None:
         """Args: planned: of all ranks, the same on every rank."""
-        self._planned = planned
-        self._pending: list[Fault] = []
-        self._pause_seconds = 0.0  # before each step
-        self._hooks: list[list[Any]] = []  # for how many more steps each stays, and itself
+        self.planned = planned
+        self.pending: list[Fault] = []
+        self.pause_seconds = 0.0  # before each step
+        self.hooks: list[list[Any]] = []  # for how many more steps each stays, and itself
         for fault in planned:  # before the data are read
             if fault.kind == "slow-stat" and fault.rank == comm.rank():
                 _slow_stat(fault.value)
@@ -53,55 +53,55 @@ class FaultInjector(Callback):
 
         Raises: ConfigError: a fault is of a rank that there is not; on every rank.
         """
-        self._train_step = run.train_step
-        self._evaluated_model = run.evaluated_model
-        self._output_dir = output_dir = run.output_dir
-        for fault in self._planned:
+        self.train_step = run.train_step
+        self.evaluated_model = run.evaluated_model
+        self.output_dir = output_dir = run.output_dir
+        for fault in self.planned:
             if fault.rank >= comm.world_size():
                 raise ConfigError(
                     f"there is no rank {fault.rank}: ranks are 0 to {comm.world_size() - 1}",
                     code="fault_invalid",
                     where=f"{faults.VARIABLE}: {fault}",
                 )
-        self._pending = [fault for fault in self._planned if fault.rank == comm.rank()]
-        if not self._pending:
+        self.pending = [fault for fault in self.planned if fault.rank == comm.rank()]
+        if not self.pending:
             return
         output_dir.mkdir(parents=True, exist_ok=True)
         if run.done_steps == 0 and not os.environ.get(RESTART_VARIABLE):
             faults.struck_file(output_dir, comm.rank()).unlink(missing_ok=True)
         # By what they say, and equal ones one by one: PPDIST_FAULT may be another one by now.
         for struck in faults.struck(output_dir, comm.rank()):
-            same = [fault for fault in self._pending if str(fault) == struck["fault"]]
+            same = [fault for fault in self.pending if str(fault) == struck["fault"]]
             if same:
-                self._pending.remove(same[0])
-        if any(fault.kind.startswith("storage-") for fault in self._pending):
-            self._prepare_storage()
+                self.pending.remove(same[0])
+        if any(fault.kind.startswith("storage-") for fault in self.pending):
+            self.prepare_storage()
 
     def on_step_begin(self, step: int) -> None:
-        for entry in self._hooks:  # steps as they are made: after a rollback some are made again
+        for entry in self.hooks:  # steps as they are made: after a rollback some are made again
             entry[0] -= 1
             if entry[0] == 0:
                 entry[1].remove()
-        for fault in [fault for fault in self._pending if fault.step == step]:
+        for fault in [fault for fault in self.pending if fault.step == step]:
             if fault.kind != "poison":  # which strikes again and again
-                self._pending.remove(fault)
-                faults.write_down(self._output_dir, fault)
+                self.pending.remove(fault)
+                faults.write_down(self.output_dir, fault)
             say(f"fault on purpose: {fault}")
-            _ACTIONS[fault.kind](self, fault)
-        if self._pause_seconds:
-            time.sleep(self._pause_seconds)
+            ACTIONS[fault.kind](self, fault)
+        if self.pause_seconds:
+            time.sleep(self.pause_seconds)
 
-    def _slow(self, fault: Fault) -> None:
-        self._pause_seconds += fault.value
+    def slow(self, fault: Fault) -> None:
+        self.pause_seconds += fault.value
 
-    def _prepare_storage(self) -> None:
+    def prepare_storage(self) -> None:
         """Before data workers are forked: they share until when images fail or block."""
-        self._away_until = np.frombuffer(mmap.mmap(-1, 16), np.float64)
+        self.away_until = np.frombuffer(mmap.mmap(-1, 16), np.float64)
         opened: Callable[[str, int], int] = vars(files)["_open_at_once"]
 
         def away(path: str, flags: int) -> int:
             if is_image_name(os.path.basename(path)):
-                fails, blocks = self._away_until - time.monotonic()
+                fails, blocks = self.away_until - time.monotonic()
                 time.sleep(max(0.0, blocks))
                 if fails > 0:
                     raise OSError(errno.ESTALE, os.strerror(errno.ESTALE), path)
@@ -109,26 +109,26 @@ class FaultInjector(Callback):
 
         vars(files)["_open_at_once"] = away
 
-    def _storage(self, fault: Fault) -> None:
-        self._away_until[int(fault.kind == "storage-blocks")] = time.monotonic() + fault.value
+    def storage(self, fault: Fault) -> None:
+        self.away_until[int(fault.kind == "storage-blocks")] = time.monotonic() + fault.value
 
-    def _nan(self, fault: Fault) -> None:
+    def nan(self, fault: Fault) -> None:
         def poisoned(loss: Any, arguments: Any, output: Any) -> Any:
-            return output._replace(total=output.total * math.nan)
+            return type(output)(output.total * math.nan, *output[1:])
 
-        loss: Any = self._train_step.loss
+        loss: Any = self.train_step.loss
         hook = loss.register_forward_post_hook(poisoned)
-        self._hooks.append([int(fault.value), hook])
+        self.hooks.append([int(fault.value), hook])
 
-    def _oom(self, fault: Fault) -> None:
+    def oom(self, fault: Fault) -> None:
         error = MemoryError(f"ResourceExhaustedError: out of memory on purpose: {fault}")
-        self._raise_in_forward(self._train_step.model, error)
+        self.raise_in_forward(self.train_step.model, error)
 
-    def _eval_error(self, fault: Fault) -> None:
+    def eval_error(self, fault: Fault) -> None:
         error = RuntimeError(f"fault on purpose: {fault}")
-        self._raise_in_forward(self._evaluated_model, error)
+        self.raise_in_forward(self.evaluated_model, error)
 
-    def _raise_in_forward(self, model: paddle.nn.Layer, error: Exception) -> None:
+    def raise_in_forward(self, model: paddle.nn.Layer, error: Exception) -> None:
         """In the next one; only once."""
 
         def fail(*_: Any) -> None:
@@ -137,14 +137,14 @@ class FaultInjector(Callback):
 
         hook = model.register_forward_pre_hook(fail)
 
-    def _poison(self, fault: Fault) -> None:
+    def poison(self, fault: Fault) -> None:
         """A step whose batches are skipped computes nothing and lives."""
-        hook = self._train_step.model.register_forward_pre_hook(lambda *_: _kill())
-        self._hooks.append([1, hook])
+        hook = self.train_step.model.register_forward_pre_hook(lambda *_: _kill())
+        self.hooks.append([1, hook])
 
     @paddle.no_grad()
-    def _flip(self, fault: Fault) -> None:
-        weights = self._train_step.model.parameters()
+    def flip(self, fault: Fault) -> None:
+        weights = self.train_step.model.parameters()
         largest = max(weights, key=lambda weight: weight.size)
         array = np.array(largest.astype("float32").numpy())
         array.view(np.int32).ravel()[0] ^= _MANTISSA_BIT
@@ -241,7 +241,7 @@ def _fill_disk(injector: FaultInjector, fault: Fault) -> None:
 
 def _block_disk(injector: FaultInjector, fault: Fault) -> None:
     """As a hard-mounted network disk whose server is away: no answer, not even an error."""
-    until, folder = time.monotonic() + fault.value, f"{injector._output_dir.resolve()}{os.sep}"
+    until, folder = time.monotonic() + fault.value, f"{injector.output_dir.resolve()}{os.sep}"
     append, fsync = files.append_whole, os.fsync
 
     def wait(descriptor: int) -> None:
@@ -299,7 +299,7 @@ def _block_terminal(injector: FaultInjector, fault: Fault) -> None:
     vars(os)["write"] = write_late
 
 
-_ACTIONS: dict[str, Callable[[FaultInjector, Fault], None]] = {
+ACTIONS: dict[str, Callable[[FaultInjector, Fault], None]] = {
     "kill": _signal(signal.SIGKILL),
     "stop": _signal(signal.SIGSTOP),
     "segv": _read_nothing,
@@ -309,13 +309,13 @@ _ACTIONS: dict[str, Callable[[FaultInjector, Fault], None]] = {
     "exit0": _exit,
     "hang": _hang,
     "hang-gil": _hang_with_lock,
-    "slow": FaultInjector._slow,
+    "slow": FaultInjector.slow,
     "clock": lambda injector, fault: clock.move(fault.value),
-    "nan": FaultInjector._nan,
-    "oom": FaultInjector._oom,
-    "flip": FaultInjector._flip,
+    "nan": FaultInjector.nan,
+    "oom": FaultInjector.oom,
+    "flip": FaultInjector.flip,
     "skip-collective": _skip_sum,
-    "poison": FaultInjector._poison,
+    "poison": FaultInjector.poison,
     "loader-kill": _to_a_worker(signal.SIGKILL),
     "loader-hang": _to_a_worker(signal.SIGSTOP),
     "disk-full": _fill_disk,
@@ -323,8 +323,8 @@ _ACTIONS: dict[str, Callable[[FaultInjector, Fault], None]] = {
     "log-full": _fill_log,
     "terminal-error": _end_terminal,
     "terminal-blocks": _block_terminal,
-    "storage-error": FaultInjector._storage,
-    "storage-blocks": FaultInjector._storage,
+    "storage-error": FaultInjector.storage,
+    "storage-blocks": FaultInjector.storage,
     "slow-stat": lambda injector, fault: None,  # since the start
-    "eval-error": FaultInjector._eval_error,
+    "eval-error": FaultInjector.eval_error,
 }

@@ -115,7 +115,7 @@ def object_store() -> Iterator[FaultProxy]:
 
     server = ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)
     server.start()
-    port = server._server.server_port
+    _, port = server.get_host_and_port()
     proxy = FaultProxy(port)
     threading.Thread(target=proxy.serve_forever, daemon=True).start()
     _put(port, f"/{BUCKET}", b"")

@@ -9,7 +9,6 @@ CHECKPOINTS = "tests/faults/test_checkpoints.py::"
 STORAGE = "tests/faults/test_storage.py::"
 HOSTS = "tests/faults/test_hosts.py::"
 ENDS = JOBS + "test_job_survives_failed_or_hung_rank"
-STRUCK = JOBS + "test_three_faults_leave_a_stopped_run_equal"
 QUICK = JOBS + "test_stop_and_three_faults_leave_weights_equal"
 NAMED = JOBS + "test_a_rank_that_hangs_is_named_with_its_step"
 BEARS = JOBS + "test_what_one_rank_can_bear_needs_no_restart"
@@ -43,8 +42,7 @@ ROWS = (
     Row(1, "SIGKILL of one rank", "the others are stopped, the job goes on from its newest "
         "checkpoint and ends with the same weights, bit for bit",
         (ENDS + "[kill]", JOBS + "test_killed_rank_0_leaves_weights_equal",
-         JOBS + "test_repeated_kills_leave_equal_weights",
-         STRUCK, QUICK)),
+         QUICK)),
     Row(2, "Python exception on one rank", "its traceback, with rank and step; a restart if asked "
         "for", (JOBS + "test_exception_shows_rank_and_step_at_once",
                 ENDS + "[exception]", SUPERVISION
@@ -55,7 +53,8 @@ ROWS = (
         (STOPPING + "test_signal_ends_job_with_75_and_loses_no_step",
          SUPERVISION + "test_signal_to_one_process_stops_ranks_cleanly",
          "tests/unit/engine/test_trainer_stopping.py::"
-         "test_stop_skips_evaluation_until_resume")),
+         "test_stop_on_one_rank_ends_evaluation_on_all",
+         "tests/integration/test_resume.py::test_interrupted_run_equals_the_whole")),
     Row(5, "SIGTERM, and SIGKILL 2 s later", "goes on from the newest checkpoint",
         (STOPPING + "test_two_seconds_of_grace_are_enough",)),
     Row(6, "a host is lost with all its ranks", "the others wait for it, with a new attempt",
@@ -111,7 +110,7 @@ ROWS = (
         "a row back to the last snapshot with half the rate",
         (AGREEMENT + "test_a_loss_that_is_not_finite_costs_one_step",
          AGREEMENT + "test_non_finite_losses_roll_back_with_half_lr",
-         RECOVERY + "test_rollback_equals_resume_with_half_lr")),
+         RECOVERY + "test_going_back_is_resuming_for_all_that_ranks_keep")),
     Row(22, "the loss scale collapses (float16)", "it is halved at each overflow and is part of "
         "checkpoints",
         ("tests/unit/engine/test_train_step_amp.py::"
@@ -140,9 +139,8 @@ ROWS = (
         (CHECKPOINTS + "test_the_newest_whole_checkpoint_is_found[lose_the_links-9]",
          "tests/unit/common/test_files_lock.py::test_second_training_is_refused_until_first_dies")),
     Row(28, "slow storage", "checkpoints are written in the background",
-        (SAVING + "test_slow_storage_does_not_stall_training",
-         "tests/unit/engine/test_checkpoint_writer.py::"
-         "test_slow_storage_saves_newest_without_blocking")),
+        ("tests/unit/engine/test_checkpoint_writer.py::"
+         "test_slow_storage_saves_newest_without_blocking",)),
     Row(29, "the network is away for up to 20 s", "no restart",
         ("tests/unit/launch/test_watchdog_hosts.py::"
          "test_a_network_away_for_20_seconds_is_survived",)),
@@ -165,10 +163,8 @@ ROWS = (
     Row(34, "resumed on another number of ranks", "the same images in the same steps",
         ("tests/unit/engine/test_state_resume_ledger.py::"
          "test_rank_change_mid_epoch_uses_each_sample_once",
-         "tests/unit/engine/test_state_resume_ranks.py::"
-         "test_run_that_changes_its_ranks_equals_one_that_does_not",
-         "tests/unit/engine/test_train_step_local_sgd.py::"
-         "test_sharded_checkpoint_resumes_on_any_ranks")),
+         "tests/integration/test_resume.py::"
+         "test_more_interrupted_runs_equal_the_whole")),
     Row(35, "an evaluation fails on one rank", "training is unaffected, it is evaluated again",
         (JOBS + "test_evaluation_failure_on_one_rank_keeps_state",
          RECOVERY + "test_training_skips_evaluation_that_fails_twice")),
@@ -187,7 +183,7 @@ ROWS = (
     Row(38, "the same step kills a rank again and again", "after two crashes its batches are left "
         "out once",
         (AGREEMENT + "test_a_batch_that_kills_a_rank_twice_is_left_out",
-         RECOVERY + "test_skipped_step_opens_no_image_keeps_weights")),
+         RECOVERY + "test_skipped_step_keeps_weights")),
     Row(39, "an image of which the decoder dies; pictures at the end that crash or hang",
         "its still picture is read; a warning, and the training stays complete",
         ("tests/faults/test_fuzz.py::test_changed_files_are_read_or_refused[images]",

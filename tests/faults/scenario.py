@@ -82,8 +82,8 @@ class Job:
             text=True,
             errors="replace",
         )
-        self._reader = threading.Thread(target=self._read, daemon=True)
-        self._reader.start()
+        self.reader = threading.Thread(target=self.read, daemon=True)
+        self.reader.start()
 
     @property
     def text(self) -> str:
@@ -101,7 +101,7 @@ class Job:
             code = self.process.wait(seconds)
         except subprocess.TimeoutExpired as error:
             raise TimeoutError(f"not at its end after {seconds:g} s:\n{self.text}") from error
-        self._reader.join(_END_SECONDS)
+        self.reader.join(_END_SECONDS)
         return code
 
     def reaches(self, step: int, seconds: float = TIMEOUT_SECONDS) -> None:
@@ -151,7 +151,7 @@ class Job:
         begun = [line.time for line in self.lines if _ATTEMPT in line.text]
         for moment in begun[1:]:
             before = [fault for fault in struck if fault["time"] < moment]
-            first = self._step_after(moment)
+            first = self.step_after(moment)
             if before and first is not None:
                 when, step = first
                 at = int(str(before[-1]["fault"]).rpartition("step")[2])
@@ -179,12 +179,12 @@ class Job:
                 os.kill(process, signal.SIGKILL)
         self.process.wait()
 
-    def _read(self) -> None:
+    def read(self) -> None:
         assert self.process.stdout is not None
         for line in self.process.stdout:
             self.lines.append(Line(time.time(), line.rstrip("\n")))
 
-    def _step_after(self, moment: float) -> tuple[float, int] | None:
+    def step_after(self, moment: float) -> tuple[float, int] | None:
         for line in self.lines:
             match = _STEP.search(line.text)
             if match and line.time > moment:

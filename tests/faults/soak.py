@@ -76,9 +76,9 @@ class _Report:
     """What came of the jobs so far."""
 
     def __init__(self) -> None:
-        self._struck, self._survived = 0, 0
-        self._recoveries: list[dict[str, Any]] = []
-        self._failures: list[str] = []
+        self.strikes, self.survived = 0, 0
+        self.recovered: list[dict[str, Any]] = []
+        self.failures: list[str] = []
 
     def add(
         self,
@@ -92,7 +92,7 @@ class _Report:
         try:
             job = scenario.run(name, text, launch=launch, overrides=overrides, seconds=_JOB_SECONDS)
         except TimeoutError as error:
-            self._failures.append(f"{text}: {error}")
+            self.failures.append(f"{text}: {error}")
             return
         code, struck = job.process.returncode, len(job.struck())
         differs = "" if code else first_difference(scenario.folder / "undisturbed", job.output_dir)
@@ -103,25 +103,25 @@ class _Report:
         ]
         said = ", ".join(part for part in wrong if part)
         print(f"{name}: {text}: {said or 'as undisturbed'}", file=sys.stderr, flush=True)
-        self._struck += struck
-        self._survived += 0 if said else struck
-        self._recoveries += job.recoveries()
+        self.strikes += struck
+        self.survived += 0 if said else struck
+        self.recovered += job.recoveries()
         if said:
             job.output_dir.with_suffix(".txt").write_text(job.text, encoding="utf-8")
-            self._failures.append(f"{text}: {said}; see {job.output_dir}.txt")
+            self.failures.append(f"{text}: {said}; see {job.output_dir}.txt")
 
     def summary(self) -> dict[str, Any]:
         """For JSON; without a restart there is no time of one."""
-        seconds = [each["seconds"] for each in self._recoveries]
-        lost = [each["steps_lost"] for each in self._recoveries]
+        seconds = [each["seconds"] for each in self.recovered]
+        lost = [each["steps_lost"] for each in self.recovered]
         times = {
             "recovery_seconds_median": round(statistics.median(seconds), 1),
             "recovery_seconds_worst": round(max(seconds), 1),
             "steps_lost_median": statistics.median(lost),
             "steps_lost_worst": max(lost),
         } if seconds else {}  # fmt: skip
-        counts = {"struck": self._struck, "survived": self._survived, "restarts": len(seconds)}
-        return {**counts, **times, "failures": self._failures}
+        counts = {"struck": self.strikes, "survived": self.survived, "restarts": len(seconds)}
+        return {**counts, **times, "failures": self.failures}
 
 
 def machine() -> str:

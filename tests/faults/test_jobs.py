@@ -29,19 +29,6 @@ def stop_after(step: int, job: Job) -> None:
 
 
 @pytest.mark.slow
-def test_three_faults_leave_a_stopped_run_equal(scenario: FaultScenario, record_property) -> None:
-    """Where it was stopped, a run has the weights of one that went on after faults."""
-    short = ["data.workers=1", "train.epochs=3", "checkpoint.every_steps=1", "checkpoint.keep=12"]
-    with scenario.job("stopped", "slow=0.3@rank1:step6", overrides=short) as stopped:
-        stop_after(6, stopped)
-    fault = "loader-kill@rank0:step2,disk-full=1@rank0:step3,kill@rank1:step6"
-    struck = scenario.survive("struck", fault, 1, overrides=short)
-    assert first_difference(stopped.output_dir, struck.output_dir, step=stopped.steps[-1]) == ""
-    assert struck.processes() == {}
-    recovered(struck, record_property)
-
-
-@pytest.mark.slow
 def test_stop_and_three_faults_leave_weights_equal(
     scenario: FaultScenario, undisturbed: Path, record_property
 ) -> None:
@@ -93,13 +80,6 @@ def test_killed_rank_0_leaves_weights_equal(
     job = scenario.survive("ends-0", "kill@rank0:step10", 1)
     assert first_difference(undisturbed, job.output_dir) == ""
     recovered(job, record_property)
-
-
-@pytest.mark.slow
-def test_repeated_kills_leave_equal_weights(scenario: FaultScenario, undisturbed: Path) -> None:
-    fault = "kill@rank1:step1,kill@rank0:step6,kill@rank1:step15,kill@rank0:step24"
-    job = scenario.survive("again", fault, 4)
-    assert first_difference(undisturbed, job.output_dir) == ""
 
 
 HARMLESS = {

@@ -49,7 +49,7 @@ def left(tmp_path):
     def of(text: str, done_steps: int) -> list[str]:
         struck = injector.FaultInjector(parse_faults(text))
         struck.on_train_begin(TrainingRun(None, None, tmp_path, done_steps, 24))
-        return [str(fault) for fault in struck._pending]
+        return [str(fault) for fault in struck.pending]
 
     return of
 
@@ -97,5 +97,5 @@ def test_clock_jump_moves_the_process_and_no_recorded_fault(tmp_path) -> None:
 
 
 def test_every_kind_has_something_that_does_it() -> None:
-    assert set(injector._ACTIONS) == set(faults.KINDS)
+    assert set(injector.ACTIONS) == set(faults.KINDS)
     assert all(str(Fault(kind, 0, 1, 2.0)).startswith(kind) for kind in faults.KINDS)

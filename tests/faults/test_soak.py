@@ -17,7 +17,7 @@ class Ended:
         self.process = self
         self.returncode = code
 
-    struck, recoveries, _step_after = Job.struck, Job.recoveries, Job._step_after
+    struck, recoveries, step_after = Job.struck, Job.recoveries, Job.step_after
 
 
 def strike(output_dir, text, time):

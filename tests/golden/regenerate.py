@@ -18,8 +18,7 @@ import paddle
 
 from ppdist.config.experiment import ExperimentConfig
 from ppdist.engine.build import build_schedule_setup
-from ppdist.engine.train_step import Clock
-from tests.unit.engine.tiny import IMAGES, build_step, fixed_batch, init_cpu, tiny_config
+from tests.unit.engine.tiny import IMAGES, build_step, fixed_batch, init_cpu, take_step, tiny_config
 
 FOLDER = Path(__file__).parent
 STEPS = 20
@@ -53,8 +52,8 @@ def golden_losses(detector: str, folder: Path) -> dict[str, list[float]]:
     schedule = build_schedule_setup(config, DATASET).lr_scheduler
     losses: dict[str, list[float]] = {}
     for step in range(STEPS):
-        batches = iter([fixed_batch(step, 0, IMAGES)])
-        result = train_step(batches, range(1), step, schedule.rates(step), False, Clock())
+        batches = [fixed_batch(step, 0, IMAGES)]
+        result = take_step(train_step, batches, step, schedule.rates(step))
         assert result.applied
         for name, value in {**result.losses, "gradient_norm": result.gradient_norm}.items():
             losses.setdefault(name, []).append(value)

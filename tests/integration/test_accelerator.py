@@ -18,9 +18,9 @@ from ppdist.config.optimizer import OptimizerConfig
 from ppdist.config.train import AmpConfig
 from ppdist.data.datasets.synthetic import make_shapes
 from ppdist.distributed import comm, device
-from ppdist.distributed.sync_batch_norm import synchronize_batch_norm
+from ppdist.distributed.sync_batch_norm import SyncBatchNorm2D, synchronize_batch_norm
 from ppdist.engine.recovery import check_replica_consistency
-from ppdist.engine.train_step import Clock, StepResult, TrainStep
+from ppdist.engine.train_step import StepResult, TrainStep
 from ppdist.losses.base import Loss, LossOutput
 from ppdist.models.base import ImageModel
 from ppdist.optim.ema import EMA
@@ -31,7 +31,7 @@ from tests.accelerator import plugin
 from tests.distributed import run_on_ranks
 from tests.once import for_all_workers
 from tests.unit.engine.runs import assert_same_checkpoint, records, run_to_end
-from tests.unit.engine.tiny import FASTEST, blank_batch, fixed_batch
+from tests.unit.engine.tiny import FASTEST, blank_batch, fixed_batch, take_step
 
 # How the ranks make one step of their gradients: each takes two micro-batches, of which the last
 # rank's second is blank in the third step.
@@ -151,9 +151,11 @@ def _take(train_step: TrainStep, step: int) -> None:
     halves = [fixed_batch(step, start + at, start + at + 2) for at in (0, 2)]
     batches = halves
     if step == 2 and comm.rank():  # one micro-batch less, or none of the images of one
-        batches = [halves[0], blank_batch()] if train_step._spread else halves[:1]
+        layers = train_step.model.sublayers()
+        spread = any(isinstance(layer, SyncBatchNorm2D) for layer in layers)
+        batches = [halves[0], blank_batch()] if spread else halves[:1]
     rates = LearningRates(0.1, 0.1, 0.9)
-    assert train_step(iter(batches), range(len(batches)), step, rates, False, Clock()).applied
+    assert take_step(train_step, batches, step, rates).applied
 
 
 def _checked_replicas() -> list:

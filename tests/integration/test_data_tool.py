@@ -1,12 +1,10 @@
 """tools/data.py as a user runs it."""
 
-import argparse
 import json
 import shutil
 import subprocess
 import sys
 from pathlib import Path
-from unittest import mock
 
 import numpy as np
 import pytest
@@ -238,20 +236,6 @@ def test_convert_prints_settings_that_can_be_used(made, tmp_path):
     _, _, settings = done.stdout.partition("to use it:\n")
     (tmp_path / "cfg.yml").write_text(f"{settings}model: {{name: ppyoloe, num_classes: 3}}\n")
     assert run_here("data", "check", "-c", tmp_path / "cfg.yml", "--fast").returncode == 0
-
-
-@pytest.mark.parametrize(
-    "command", ["check", "stats", "show", "anchors", "convert", "split", "synthetic"]
-)
-def test_every_option_is_explained(command):
-    parsers = []
-    with mock.patch.object(
-        argparse.ArgumentParser, "print_help", lambda self: parsers.append(self)
-    ):
-        assert run_here("data", command, "--help").returncode == 0
-    actions = parsers[0]._actions
-    assert len(actions) > 3
-    assert not [action.dest for action in actions if not action.help]
 
 
 def test_synthetic_data_never_replaces_other_data(made, tmp_path):

@@ -16,10 +16,17 @@ import pytest
 
 from ppdist.data.loading.sampler import TrainSampler
 from ppdist.distributed import comm
-from ppdist.engine.train_step import Clock
 from tests.distributed import run_on_ranks
 from tests.emulated_bfloat16 import EMULATED
-from tests.unit.engine.tiny import IMAGES, build_step, init_cpu, sampled_batches, tiny_config
+from tests.unit.engine.teachers import ALL, write_teacher
+from tests.unit.engine.tiny import (
+    IMAGES,
+    build_step,
+    init_cpu,
+    sampled_batches,
+    take_step,
+    tiny_config,
+)
 
 STEPS = 12
 TOLERANCE = 1e-5
@@ -77,8 +84,11 @@ BESIDE = {
     "dropout": ["model.dropout=0.5"],
     "sharded": ["distributed.shard_optimizer=true"],
     "local SGD": ["distributed.sync_every=1", "train.clip_norm=null"],
+    "frozen parts": ["train.freeze=3", "optimizer.layer_decay=0.7"],
+    "a teacher": ALL,
 }
 FAMILIES = ("ppyoloe", "yolov5", "yolov5_cls")
+TAUGHT = ("ppyoloe", "yolov5", "dfine")
 
 
 @dataclass(frozen=True)
@@ -122,8 +132,11 @@ def train(case: Case) -> dict:
         *BESIDE[case.beside],
     ]
     with tempfile.TemporaryDirectory() as folder:
+        if case.beside == "a teacher":
+            teacher = write_teacher(Path(folder) / "teacher", model=model)
+            overrides.append(f"distill.teacher={teacher}")
         config = tiny_config(Path(folder), overrides, model)
-    step, rates = build_step(config, case.norm == "frozen", case.images, EMULATED)
+        step, rates = build_step(config, case.norm == "frozen", case.images, EMULATED)
     batches = config.train.micro_batches(case.world)
     assert (batches.total_batch, batches.images) == (case.total, case.micro)
     batches = replace(batches, speeds=tuple(case.speeds) if case.speeds else None)
@@ -137,14 +150,15 @@ def train(case: Case) -> dict:
         taken = sampled_batches(sampler, number)
         numbers = sampler.numbers(number)
         assert len(taken) == len(numbers)
-        results.append(step(iter(taken), numbers, number, rates, False, Clock()))
+        results.append(take_step(step, taken, number, rates, numbers))
     assert all(result.applied for result in results)
     weights = weights_of(step.model)
     state = {key: value.numpy() for key, value in step.model.state_dict().items()}
     averages = step.ema.state()
     arrays = {"weights": weights, "averages": {key: averages[key] for key in weights}}
     arrays["statistics"] = {key: state[key] for key in state if key not in weights}
-    digest = hashlib.blake2b(b"".join(value.tobytes() for value in state.values())).hexdigest()
+    held = [*state.values(), *averages.values()]
+    digest = hashlib.blake2b(b"".join(value.tobytes() for value in held)).hexdigest()
     return {
         "lr": rates.lr,
         "losses": [result.losses["loss"] for result in results],
@@ -251,6 +265,9 @@ SLOW = [
     ),
     *(Case("yolov5_cls", world, 2, "own", total=6, beside="dropout") for world in (2, 4)),
     Case("yolov5_cls", 2, 2, "own", steps=6, beside="dropout", speeds=(1.0, 3.0)),
+    *(Case(trained, 2, 8, "all", steps=5, beside="frozen parts") for trained in FAMILIES[:2]),
+    *(Case(trained, 2, 4, "frozen", images=25, steps=5, beside="a teacher") for trained in TAUGHT),
+    Case("yolov5", 2, 2, "own", total=6, steps=5, beside="a teacher"),
     Case("yolov5", 2, 2, "own", total=6, images=25, steps=5),
     Case("ppyoloe", 3, 1, "frozen", steps=6, speeds=(1.0, 4.0, 2.0)),
     Case("yolov5", 3, 8, "all", steps=6, speeds=(3.0, 1.0, 1.0)),

@@ -13,13 +13,11 @@ import pytest
 from ppdist.cli import predict
 from ppdist.common.errors import ConfigError, DataError, UserError
 from ppdist.common.process import printable
-from ppdist.config.experiment import load_config
-from ppdist.config.model import PPYOLOEConfig
+from ppdist.config import load_config
 from ppdist.data.datasets.synthetic import make_shapes
 from ppdist.export.spec import describe, read_spec, validation_set
 from ppdist.models.model_card import CARD_NOTE, ModelCard
-from ppdist.models.ppyoloe import PPYOLOE
-from ppdist.models.weights import load_all_weights, write_arrays
+from ppdist.models.weights import write_arrays
 from ppdist.predict.model import load_weights
 from ppdist.predict.results import (
     Pictures,
@@ -216,12 +214,6 @@ def test_a_strangers_picture_is_not_replaced(tmp_path: Path) -> None:
     (out / "two.jpg").touch()  # put there since
     with raises("out_not_ours", "two.jpg"):
         require_no_foreign_files(out, ["more/one.jpg", "two.jpg"])
-
-
-def test_weights_of_another_class_count_are_refused(project: Path) -> None:
-    other = PPYOLOE(PPYOLOEConfig(width_multiple=0.125, depth_multiple=0.33, num_classes=5))
-    with raises("weights_of_other_config"):
-        load_all_weights(other, project / "weights.npz")
 
 
 def test_classes_of_weights_are_those_of_the_data_by_name(project: Path, tmp_path: Path) -> None:

@@ -15,7 +15,7 @@ from ppdist.config.study import load_study
 from ppdist.data.datasets.build import read_split
 from ppdist.distributed import comm
 from ppdist.engine.build import build_schedule_setup
-from ppdist.engine.start_lines import longer_line
+from ppdist.models import build_model
 from ppdist.models.base import weight_sizes
 from ppdist.models.build import build_model
 from ppdist.optim.optimizer import parameter_groups
@@ -153,51 +153,6 @@ def test_one_and_eight_cards_make_the_same_steps(monkeypatch, recipe, world, exp
     assert found == pytest.approx(expected)
 
 
-def test_four_hosts_lengthen_warm_up_and_epochs(monkeypatch):
-    config = load_config(CONFIGS / "examples" / "coco_four_hosts.yml")
-    found = {}
-    for world in (8, 32):
-        monkeypatch.setattr(comm, "world_size", lambda world=world: world)
-        found[world] = build_schedule_setup(config, IMAGES["coco"])
-    one, four = found[8], found[32]
-    assert (one.total_batch, four.total_batch) == (64, 256)
-    assert 2 < four.lr_scheduler.peak_lr / one.lr_scheduler.peak_lr < 4
-    assert one.epoch_scale == 1.0 and 1.0 < four.epoch_scale < 1.2
-    epochs = [each.lr_scheduler.warmup_steps / each.steps_per_epoch for each in (one, four)]
-    assert epochs == pytest.approx([5, 10], rel=1e-3)
-    length = [each.schedule_steps / each.steps_per_epoch for each in (one, four)]
-    assert "from 5 to 10 epochs" in header_of(CONFIGS / "examples" / "coco_four_hosts.yml")
-    assert length == [80, 89]
-    assert longer_line(one) == ""
-    assert longer_line(four) == (
-        "warm-up 4590 steps (10 epochs) instead of 2295, 89 epochs instead of 80: a step has "
-        "4 times the reference batch"
-    )
-
-
-@pytest.mark.parametrize("path", SHIPPED, ids=named)
-def test_warm_up_of_every_recipe_grows_with_its_batch(path):
-    schedules = docs.schedules_of(path)
-    images = [each.lr_scheduler.warmup_steps / each.steps_per_epoch for each in schedules]
-    first, steps = images[0], [each.lr_scheduler.warmup_steps for each in schedules]
-    for schedule, epochs in zip(schedules[1:], images[1:]):
-        growth, bound = schedule.batch_ratio, schedule.warmup_bound
-        assert growth > 1.5 and epochs > 1.3 * first
-        # Less than the square root only where a limit is said.
-        assert bound.startswith("cut") or epochs > 0.98 * growth**0.5 * first
-        assert epochs <= first + 0.2001 * schedule.schedule_steps / schedule.steps_per_epoch or (
-            bound.startswith("at least") or bound == "cut to half the run"
-        )
-    assert images == sorted(images)
-    assert max(steps) < 1.25 * steps[0]  # of small sets, whose epochs end with a smaller step
-
-
-def test_page_of_batches_has_the_warm_up_of_today():
-    page = (REPOSITORY / "docs" / "batch.md").read_text(encoding="utf-8")
-    assert page == docs.batch_text(), "run `make docs`"
-    assert "| `ppyoloe_plus_*_80e_coco` (4) | 117,266 | 80 | 64 | 9165; 5; 0.001 |" in page
-
-
 @pytest.mark.parametrize("path", STUDIES, ids=named)
 def test_every_study_names_known_keys_and_values(path, monkeypatch):
     monkeypatch.chdir(REPOSITORY)
@@ -214,18 +169,6 @@ def test_the_switches_are_each_one_change_of_the_base(monkeypatch):
     for name, items in study.variants.items():
         if name != "plain":
             assert load_config(study.config, (*study.overrides, *items)) != base, name
-
-
-def test_other_run_length_keeps_template_shape():
-    file = CONFIGS / "examples" / "my_data.yml"
-    shares = []
-    for epochs in (60, 12, 300):
-        schedule = build_schedule_setup(load_config(file, [f"train.epochs={epochs}"]), 4000)
-        static = 20 * schedule.steps_per_written_epoch
-        steps = schedule.lr_scheduler.warmup_steps, static
-        shares.append([each / schedule.schedule_steps for each in steps])
-    for other in shares[1:]:
-        assert other == pytest.approx(shares[0], rel=0.01)
 
 
 def test_the_lists_of_voc_are_made_as_its_file_says(tmp_path):

@@ -11,7 +11,6 @@ from ppdist.data.datasets.synthetic import make_shapes
 from ppdist.distributed import comm
 from ppdist.engine.build import build_training
 from ppdist.engine.callbacks import Callback
-from ppdist.engine.train_step import TrainStep
 from tests.distributed import run_on_ranks
 from tests.unit.engine.tiny import FASTEST, init_cpu, tiny_config
 
@@ -21,8 +20,13 @@ SLOWER = 0.1  # seconds a micro-batch
 
 class Recorder(Callback):
     def __init__(self) -> None:
+        """Each micro-batch takes longer on rank 1."""
         self.losses: list[float] = []
         self.seconds: list[float] = []
+
+    def on_train_begin(self, run):
+        if comm.rank() == 1:
+            run.train_step.model.register_forward_pre_hook(lambda *_: time.sleep(SLOWER))
 
     def on_step_end(self, step, result, lr, seconds):
         self.losses.append(result.losses["loss"])
@@ -30,17 +34,9 @@ class Recorder(Callback):
 
 
 def train(argument):
-    """Steps of six micro-batches, each of which takes longer on rank 1."""
+    """Makes steps of six micro-batches."""
     init_cpu()
     folder, recorder = Path(argument["folder"]), Recorder()
-    if comm.rank() == 1:
-        forward_backward = TrainStep._forward_backward
-
-        def slow(*words):
-            time.sleep(SLOWER)
-            return forward_backward(*words)
-
-        TrainStep._forward_backward = slow
     overrides = [
         f"distributed.shares={argument['shares']}",
         "train.total_batch=6",

@@ -8,12 +8,12 @@ from ppdist.common.writers import MetricWriter
 
 class Lines(MetricWriter):
     def __init__(self, run: TrackedRun) -> None:
-        self._digits = run.config.digits
-        self._file = (run.folder / "points.txt").open("a", encoding="utf-8")
+        self.shown_digits = run.config.digits
+        self.file = (run.folder / "points.txt").open("a", encoding="utf-8")
 
     def add_scalars(self, step: int, values: Mapping[str, float]) -> None:
         for tag, value in values.items():
-            print(step, tag, f"{value:.{self._digits}g}", file=self._file)
+            print(step, tag, f"{value:.{self.shown_digits}g}", file=self.file)
 
     def close(self) -> None:
-        self._file.close()
+        self.file.close()

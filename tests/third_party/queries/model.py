@@ -76,7 +76,7 @@ class Queries(Detector):
         tokens_BND = paddle.concat(tokens, axis=1)
         height, width = paddle.shape(images_B3HW)[2], paddle.shape(images_B3HW)[3]
         size_4 = paddle.stack([width, height, width, height]).astype("float32")
-        found_BQD = self._look(tokens_BND, self.queries.weight.unsqueeze(0))
+        found_BQD = self.look(tokens_BND, self.queries.weight.unsqueeze(0))
         outputs = {
             "logits_BQC": self.classes(found_BQD),
             "boxes_BQ4": F.sigmoid(self.boxes(found_BQD)),
@@ -89,10 +89,10 @@ class Queries(Detector):
             ]
             shifted_BM4 = targets.boxes_BM4 / size_4 + paddle.to_tensor(np.stack(noise), "float32")
             query_BMD = self.places(shifted_BM4) + self.labels(targets.labels_BM)
-            outputs["denoised_BM4"] = F.sigmoid(self.boxes(self._look(tokens_BND, query_BMD)))
+            outputs["denoised_BM4"] = F.sigmoid(self.boxes(self.look(tokens_BND, query_BMD)))
         return outputs
 
-    def _look(self, tokens_BND: Tensor, queries_BQD: Tensor) -> Tensor:
+    def look(self, tokens_BND: Tensor, queries_BQD: Tensor) -> Tensor:
         share_BQN = F.softmax(self.attends(queries_BQD) @ tokens_BND.transpose([0, 2, 1]), -1)
         return queries_BQD + share_BQN @ tokens_BND
 

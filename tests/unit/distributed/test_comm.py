@@ -105,7 +105,7 @@ def test_collectives_and_meetings_agree_on_two_ranks():
     assert first["objects"] == second["objects"] == objects
     assert first["slow"] == second["slow"] == {"from": 0}
     assert first["failure"] == "ZeroDivisionError: division by zero"
-    assert second["failure"] == f"RankError: rank 0 (host {HOST}) failed: division by zero"
+    assert second["failure"].startswith(f"RankError: rank 0 (host {HOST})")
 
 
 def fail_alone(argument):

@@ -59,15 +59,6 @@ def test_training_paused_in_barrier_continues():
     )
 
 
-def test_connections_that_close_meanwhile_do_no_harm():
-    listener = socket.create_server(("127.0.0.1", 0))
-    with listener, socket.create_connection(listener.getsockname()) as connection:
-        for each in store._connections():
-            assert each.fileno() >= 0
-        store.disable_nagle()
-        assert connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY)
-
-
 def work_long(_):
     """Rank 0 works for three times the timeout and shows life, then as long without a sign."""
     store.set_timeout(0.5)

@@ -6,6 +6,7 @@ from paddle import nn
 
 from ppdist.config.distributed import DistributedConfig
 from ppdist.distributed import comm
+from ppdist.distributed.paddle_api import running_statistics
 from ppdist.distributed.sync_batch_norm import synchronize_batch_norm
 from tests.distributed import run_on_ranks
 
@@ -42,8 +43,8 @@ def normalised(share):
         "y": y.tolist(),
         "dx": x.grad.tolist(),
         "dparameters": [comm.all_reduce_sum(g).tolist() for g in gradients],
-        "mean": layer[0]._mean.tolist(),
-        "variance": layer[0]._variance.tolist(),
+        "mean": running_statistics(layer[0])[0].tolist(),
+        "variance": running_statistics(layer[0])[1].tolist(),
         "keys": sorted(layer.state_dict()),
     }
 

@@ -52,11 +52,11 @@ class StepCounts:
 class _CountingClock(Clock):
     def __init__(self, counts: StepCounts) -> None:
         super().__init__()
-        self._counts = counts
+        self.counts = counts
 
     def lap(self, part: str) -> None:
         super().lap(part)
-        self._counts.operators.setdefault(part, Counter()).update(_dispatched())
+        self.counts.operators.setdefault(part, Counter()).update(_dispatched())
 
 
 def count_step(

@@ -11,6 +11,7 @@ from ppdist.config.distributed import DistributedConfig
 from ppdist.cpu.precision import BFLOAT16
 from ppdist.distributed import comm
 from ppdist.engine.build import build_training
+from ppdist.engine.callbacks import Callback
 from ppdist.engine.continuation import Continuation
 from tests.unit.engine.tiny import tiny_config
 
@@ -51,15 +52,19 @@ def run_to_end(data, output_dir, *overrides, **options):
 
 def at_step(trainer, number, action, times=1):
     """Calls `action` when a step (from 0) begins, the first so many times."""
-    inner, done = trainer._step, []
+    trainer.callbacks.append(AtStep(number, action, times))
 
-    def step(*arguments):
-        if trainer.state.step == number and len(done) < times:
-            done.append(True)
-            action()
-        return inner(*arguments)
 
-    trainer._step = step
+class AtStep(Callback):
+    """Does something when a step (from 0) begins, the first so many times."""
+
+    def __init__(self, number, action, times):
+        self.number, self.action, self.times = number, action, times
+
+    def on_step_begin(self, step):
+        if step - 1 == self.number and self.times:
+            self.times -= 1
+            self.action()
 
 
 def spoil(trainer, steps, times=1, factor=math.nan):
@@ -70,7 +75,7 @@ def spoil(trainer, steps, times=1, factor=math.nan):
         step = arguments[4]
         if seen.get(step, times) < times:
             seen[step] += 1
-            return output._replace(total=output.total * factor)
+            return type(output)(output.total * factor, *output[1:])
         return output
 
     trainer.train_step.loss.register_forward_post_hook(poisoned)

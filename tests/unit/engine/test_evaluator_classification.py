@@ -33,7 +33,7 @@ def evaluator(indices=(0, 1, 2, 3, 4), **options) -> ClassificationEvaluator:
 
 
 def on_ranks(argument):
-    """What both evaluations of each case say; the error of an image that two ranks see."""
+    """What both evaluations of each case say."""
     init_cpu()
     uneven = list(range(5))[comm.rank() :: comm.world_size()]
     found = {}
@@ -42,9 +42,7 @@ def on_ranks(argument):
         result = under_test.evaluate(Lookup())
         ranking = under_test.predict(Lookup())
         found[case] = {"result": result, "ranking": [value.tolist() for value in ranking]}
-    with pytest.raises(RuntimeError) as error:
-        evaluator([0, *uneven] if comm.rank() else uneven).evaluate(Lookup())
-    return {**found, "twice": str(error.value)}
+    return found
 
 
 @pytest.fixture(scope="module")
@@ -73,24 +71,6 @@ def test_two_ranks_equal_one_even_with_empty_rank(case, two_ranks):
     assert first == second
     assert (first["result"]["top1"], first["result"]["top5"]) == (0.2, 1.0)
     assert first["ranking"] == [value.tolist() for value in alone]
-
-
-def test_an_image_seen_by_two_ranks_is_an_error_on_both(two_ranks):
-    assert all("first /images/0.jpg (2 times)" in rank["twice"] for rank in two_ranks)
-
-
-def test_an_image_left_out_is_an_error_that_names_it():
-    message = r"each of the 5 images once; 1 were not, first /images/4.jpg \(0 times\)"
-    with pytest.raises(RuntimeError, match=message):
-        evaluator([0, 1, 2, 3]).evaluate(Lookup())
-
-
-def test_evaluation_restores_classifier_mode():
-    model = Lookup()
-    before = model.norm._mean.numpy().copy()
-    evaluator().evaluate(model)
-    assert model.modes == [False] * 3 and model.norm.training
-    assert (model.norm._mean.numpy() == before).all()
 
 
 def test_images_are_limited_redrawn_and_omit_padding():

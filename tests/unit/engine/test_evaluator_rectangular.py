@@ -3,7 +3,6 @@
 from pathlib import Path
 
 import numpy as np
-import paddle
 import pytest
 from PIL import Image
 
@@ -73,21 +72,3 @@ def test_two_ranks_evaluate_padded_inputs_like_one(folder):
     shapes = {(height, width) for _, _, height, width in alone["shapes"]}
     # 96 and 72 become ceil(3.5) and ceil(2.75) strides of 32, and so on.
     assert shapes == {(96, 128), (128, 96), (128, 128), (64, 128)}
-
-
-def test_padding_moves_no_box_in_the_image(folder):
-    """What is found may differ at the edges, where it is in original pixels may not."""
-    file = f"{write_set(folder)}"
-    config = load_config(file, [*KEYS, "evaluate.rectangular_pad=0.5"])
-    dataset = read_split(config.data, "val", 3)
-    paddle.set_device("cpu")
-    loader = build_evaluator(config, dataset, build_model(config))._loader
-    for batch in loader:
-        real_BM = batch.mask_BM.numpy() > 0
-        for position, index in enumerate(batch.image_index_B.numpy()):
-            top_left = np.tile(batch.offset_B2[position].numpy()[::-1], 2)
-            scale = np.tile(batch.scale_B2[position].numpy()[::-1], 2)
-            boxes_M4 = batch.boxes_BM4[position].numpy()[real_BM[position]]
-            np.testing.assert_allclose(
-                (boxes_M4 - top_left) / scale, dataset.records[int(index)].boxes_M4, atol=1e-3
-            )

@@ -1,12 +1,10 @@
 """Which hosts write a run's files, and what they know of each other's."""
 
-import json
 from pathlib import Path
 
 import pytest
 
 from ppdist.distributed import comm
-from ppdist.engine import output_dirs as module
 from ppdist.engine.output_dirs import OutputDirs, find_output_dirs
 from tests.errors import raises
 
@@ -56,8 +54,3 @@ def test_hosts_note_where_the_checkpoints_are(second_host: None, tmp_path: Path)
 def test_who_has_checkpoints_notes_nothing(second_host: None, tmp_path: Path) -> None:
     OutputDirs(tmp_path, shared=True).note_newest(40)
     assert [*tmp_path.iterdir()] == []
-
-
-def test_a_note_that_is_torn_says_nothing(second_host: None, tmp_path: Path) -> None:
-    (tmp_path / module._NOTE).write_text(json.dumps({"step": 40})[:5])
-    OutputDirs(tmp_path, shared=False).require_no_other()

@@ -4,13 +4,11 @@ import hashlib
 import json
 import math
 
-import pytest
-
 from ppdist.common.records import MetricRecords
 from ppdist.engine.callbacks import StepSeconds
 from ppdist.engine.step_sums import StepSums
 from ppdist.metrics.run import history
-from tests.unit.engine.runs import at_step, build_run, records, spoil
+from tests.unit.engine.runs import build_run, records, spoil
 from tests.unit.engine.tiny import FASTEST, step_result
 
 # ten images in batches of four: three steps an epoch
@@ -29,20 +27,6 @@ def train(data, folder, *overrides, before=lambda trainer: None, resume=False, *
         return experiment.trainer.fit()
 
 
-class Killed(Exception):
-    """Ends a run where it is, as kill -9 would, once its last checkpoint is on disk."""
-
-
-def kill(trainer):
-    trainer.writer.finish()
-    raise Killed
-
-
-def killed_at(step):
-    """A change of a trainer: the process ends before this step (from 0)."""
-    return lambda trainer: at_step(trainer, step, lambda: kill(trainer))
-
-
 def epochs_of(folder):
     """Rows of the history without times."""
     return [{k: v for k, v in row.items() if k not in TIMES} for row in history(folder)]
@@ -51,24 +35,6 @@ def epochs_of(folder):
 def numbers_of(folder, kind):
     found = getattr(MetricRecords.of(records(folder)), kind)
     return [{k: v for k, v in record.items() if k not in SPEEDS} for record in found]
-
-
-def test_a_resume_amid_an_epoch_has_the_numbers_of_the_whole(shapes, tmp_path):
-    every = "log.every_steps=4"
-    assert train(shapes, tmp_path / "whole", every) == 0
-    with pytest.raises(Killed):
-        train(shapes, tmp_path / "parts", every, before=killed_at(2))
-    with pytest.raises(Killed):
-        train(shapes, tmp_path / "parts", every, resume=True, before=killed_at(7))
-    assert train(shapes, tmp_path / "parts", every, resume=True) == 0
-    whole, parts = epochs_of(tmp_path / "whole"), epochs_of(tmp_path / "parts")
-    assert parts == whole and [row["epoch"] for row in whole] == [1, 2, 3]  # not a bit apart
-    steps = numbers_of(tmp_path / "whole", "steps")
-    assert numbers_of(tmp_path / "parts", "steps") == steps
-    assert [record["step"] for record in steps] == [4, 8, 9]
-    assert len(numbers_of(tmp_path / "parts", "epochs")) == 3
-    seconds = [row["seconds"] for row in history(tmp_path / "parts")]
-    assert all(0 < each < 60 for each in seconds)
 
 
 def test_a_rollback_amid_an_epoch_leaves_nothing_of_what_it_undid(shapes, tmp_path):
@@ -82,19 +48,6 @@ def test_a_rollback_amid_an_epoch_leaves_nothing_of_what_it_undid(shapes, tmp_pa
     means = [(losses[at] + losses[at + 1] + losses[at + 2]) / 3 for at in (0, 3, 6)]
     assert [row["loss"] for row in epochs_of(tmp_path)] == means
     assert [record["step"] for record in numbers_of(tmp_path, "epochs")] == [3, 6, 9]
-
-
-def test_an_extended_run_has_whole_epochs_once(shapes, tmp_path):
-    assert train(shapes, tmp_path / "whole") == 0
-    assert train(shapes, tmp_path / "parts", "train.max_steps=5") == 0
-    assert [row["epoch"] for row in epochs_of(tmp_path / "parts")] == [1, 2]
-    assert train(shapes, tmp_path / "parts", "train.max_steps=5", resume=True) == 0  # nothing left
-    assert train(shapes, tmp_path / "parts", resume=True) == 0
-    assert epochs_of(tmp_path / "parts") == epochs_of(tmp_path / "whole")
-    ends = numbers_of(tmp_path / "parts", "epochs")
-    assert [(record["step"], record["epoch_end"]["epoch"]) for record in ends] == [
-        (3, 1), (6, 2), (9, 3),
-    ]  # fmt: skip
 
 
 def without_sums(folder):
@@ -116,36 +69,6 @@ def test_a_checkpoint_without_sums_marks_its_epoch_as_partial(shapes, tmp_path):
     assert train(shapes, tmp_path, resume=True) == 0
     assert [row.get("partial") for row in history(tmp_path)] == [None, True, None]
     assert "epoch 2: its means are those of the steps since" in (tmp_path / "train.log").read_text()
-
-
-def test_an_evaluation_that_is_made_again_is_recorded_once(shapes, tmp_path):
-    """A stop at an epoch's end, a resume that catches up, a kill, another resume."""
-
-    def stop_in_step(number):
-        return lambda trainer: at_step(trainer, number, trainer._ask_to_stop)
-
-    rare = ("checkpoint.every_steps=9",)
-    assert train(shapes, tmp_path, *rare, evaluate=True, before=stop_in_step(2)) == 75
-    assert numbers_of(tmp_path, "evaluations") == []
-    with pytest.raises(Killed):
-        train(shapes, tmp_path, *rare, evaluate=True, resume=True, before=killed_at(4))
-    assert [record["step"] for record in numbers_of(tmp_path, "evaluations")] == [3]
-    assert train(shapes, tmp_path, *rare, evaluate=True, resume=True) == 0
-    assert [record["step"] for record in numbers_of(tmp_path, "evaluations")] == [3, 6, 9]
-    assert [record["step"] for record in numbers_of(tmp_path, "epochs")] == [3, 6, 9]
-
-
-def test_the_epoch_of_a_best_checkpoint_is_reported_before_it(shapes, tmp_path):
-    """Whoever resumes there makes none of its steps again."""
-
-    def best_then_killed(trainer):
-        inner = trainer._evaluate
-        trainer._evaluate = lambda: (inner(), kill(trainer))
-
-    with pytest.raises(Killed):
-        train(shapes, tmp_path, evaluate=True, before=best_then_killed)
-    assert train(shapes, tmp_path, evaluate=True, resume=True) == 0
-    assert [record["step"] for record in numbers_of(tmp_path, "epochs")] == [3, 6, 9]
 
 
 def test_sums_of_other_groups_are_left_out():

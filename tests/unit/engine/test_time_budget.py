@@ -99,17 +99,3 @@ def test_all_ranks_end_after_the_same_step_and_resume(tmp_path) -> None:
     options = ("train.epochs=9", "evaluate.every_epochs=9", "train.max_steps=4")
     run_to_end(tmp_path / "data", tmp_path / "out", *options, model=FASTEST, resume=True)
     assert records(tmp_path / "out")[-1]["finished"] == "total"
-
-
-@pytest.mark.slow
-def test_restart_without_time_makes_no_step(tmp_path, monkeypatch) -> None:
-    make_shapes(tmp_path / "data", train=8, val=2, size=64, seed=0)
-    options = ("train.epochs=9", "train.batch_size_per_card=4")
-    run_to_end(tmp_path / "data", tmp_path / "out", *options, "train.max_steps=1", model=FASTEST)
-    monkeypatch.setattr(build.TimeBudget, "is_over", lambda self, closing: True)
-    run_to_end(
-        tmp_path / "data", tmp_path / "out", *options, "train.hours=5", model=FASTEST, resume=True
-    )
-    assert records(tmp_path / "out")[-1] | {"time": 0} == {
-        "time": 0, "step": 1, "finished": "hours",
-    }  # fmt: skip

@@ -10,15 +10,16 @@ from paddle import nn
 from ppdist.config.optimizer import OptimizerConfig
 from ppdist.config.train import AmpConfig
 from ppdist.data.types import Batch
-from ppdist.engine.train_step import Clock, TrainStep
+from ppdist.engine.train_step import TrainStep
 from ppdist.losses.base import Loss, LossOutput
 from ppdist.models.base import ImageModel, Targets
 from ppdist.optim.grad_sync import AllReduceSync
 from ppdist.optim.lr_scheduler import LearningRates
 from ppdist.optim.optimizer import build_optimizer
-from tests.unit.engine.tiny import init_cpu
+from tests.unit.engine.tiny import init_cpu, take_step
 
 LR, MOMENTUM, CLIP = 0.1, 0.9, 0.5
+TARGETS = ("boxes_BM4", "labels_BM", "mask_BM", "seeds_B")
 
 
 class Plane(ImageModel):
@@ -87,8 +88,8 @@ def test_clipped_momentum_steps_equal_numpy(clip):
         velocity = MOMENTUM * velocity + gradient
         weight, bias = weight - LR * velocity[:3], bias - LR * velocity[3]
         rates = LearningRates(lr=LR, bias_lr=LR, momentum=MOMENTUM)
-        batches = iter([batch_of(x_B3) for x_B3 in micro_batches])
-        result = step(batches, range(len(micro_batches)), number, rates, False, Clock())
+        batches = [batch_of(x_B3) for x_B3 in micro_batches]
+        result = take_step(step, batches, number, rates)
         assert result.applied and result.images == 5
         assert result.losses["loss"] == pytest.approx((y_N**2).mean() / 2, rel=1e-5)
         assert result.gradient_norm == pytest.approx(norm, rel=1e-5)  # before clipping
@@ -112,10 +113,13 @@ def test_a_model_that_takes_targets_gets_them_of_each_batch():
     step = step_of(Asks(np.ones(3, "float32"), 0.5), OptimizerConfig())
     real = batch_of(np.ones((2, 3), "float32"))
     rates = LearningRates(lr=LR, bias_lr=LR, momentum=MOMENTUM)
-    result = step(iter([real, replace(real, real=False)]), range(2), 0, rates, False, Clock())
+    result = take_step(step, [real, replace(real, real=False)], 0, rates)
     assert result.applied and [training for training, _ in asked] == [True, False]
     for _, targets in asked:
-        assert all(getattr(targets, name) is getattr(real, name) for name in Targets._fields)
+        assert all(
+            getattr(targets, name) is getattr(real, name)
+            for name in ("boxes_BM4", "labels_BM", "mask_BM", "seeds_B")
+        )
 
 
 def test_a_weight_that_loses_its_gradient_stays():
@@ -139,8 +143,8 @@ def test_a_weight_that_loses_its_gradient_stays():
 
     def weights_after_a_step():
         before = [p.numpy() for p in model.parameters()]
-        batches = iter([batch_of(np.ones((2, 3), "float32"))])
-        assert step(batches, range(1), 0, rates, False, Clock()).applied
+        batches = [batch_of(np.ones((2, 3), "float32"))]
+        assert take_step(step, batches, 0, rates).applied
         return [not np.array_equal(a, b.numpy()) for a, b in zip(before, model.parameters())]
 
     assert weights_after_a_step() == [True] * 4

@@ -8,14 +8,14 @@ from paddle import nn
 from ppdist.config.train import AmpConfig
 from ppdist.data.types import Batch
 from ppdist.distributed import comm
-from ppdist.engine.train_step import Clock, TrainStep
+from ppdist.engine.train_step import TrainStep
 from ppdist.losses.base import Loss, LossOutput
 from ppdist.models.base import ImageModel
 from ppdist.optim.grad_sync import DuringBackward
 from ppdist.optim.lr_scheduler import LearningRates
 from tests.distributed import run_on_ranks
 from tests.unit.engine.amp import enable_scaling
-from tests.unit.engine.tiny import init_cpu
+from tests.unit.engine.tiny import init_cpu, take_step
 
 RATES = LearningRates(lr=0.1, bias_lr=0.1, momentum=0.9)
 
@@ -94,7 +94,7 @@ def test_overflow_halves_loss_scale(record_property):
     paddle.amp.auto_cast(enable=False, dtype="float16").__enter__()  # what scale() looks at
     scales = []
     for number, value in enumerate((2.0, float("inf"), float("inf"), 4.0)):
-        result = step(iter([batch(value)]), range(1), number, RATES, False, Clock())
+        result = take_step(step, [batch(value)], number, RATES)
         assert result.applied == (value < 5)
         scales.append(step.scaler._scale.item())
     assert scales == [1024.0, 512.0, 256.0, 256.0]
@@ -111,7 +111,7 @@ def test_high_loss_scale_is_no_fault_until_below_one():
     def searching(value, scale):
         state = step.scaler.state_dict()
         step.scaler.load_state_dict({**state, "scale": np.array([scale], "float32")})
-        result = step(iter([batch(value)]), range(1), 0, RATES, False, Clock())
+        result = take_step(step, [batch(value)], 0, RATES)
         assert not result.applied
         return result.searching
 
@@ -126,8 +126,8 @@ def accumulate(argument):
     step, optimizer = build()
     rank = comm.rank()
     for number in range(2):
-        micro = iter([batch(1.0 + rank), batch(3.0 + rank)])
-        step(micro, range(2), number, RATES, False, Clock())
+        micro = [batch(1.0 + rank), batch(3.0 + rank)]
+        take_step(step, micro, number, RATES)
     return optimizer.gradients
 
 

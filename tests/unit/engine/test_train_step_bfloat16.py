@@ -9,18 +9,16 @@ import paddle
 import pytest
 
 from ppdist.common.errors import ConfigError
-from ppdist.cpu.precision import BFLOAT16, current, missing_bfloat16
+from ppdist.cpu.precision import BFLOAT16, missing_bfloat16
 from ppdist.distributed import comm
 from ppdist.engine import build
 from ppdist.engine.preflight import check_precision
-from ppdist.engine.train_step import Clock
 from ppdist.models.layers import ConvBNLayer
 from ppdist.optim.ema import EMA
 from tests.distributed import run_on_ranks
 from tests.emulated_bfloat16 import EMULATED
 from tests.errors import raises
-from tests.unit.engine.runs import assert_same_checkpoint, run_to_end, weights
-from tests.unit.engine.tiny import IMAGES, build_step, fixed_batch, init_cpu, tiny_config
+from tests.unit.engine.tiny import IMAGES, build_step, fixed_batch, init_cpu, take_step, tiny_config
 
 ON = (
     "train.cpu_convolutions=auto",
@@ -46,8 +44,8 @@ def steps(folder, overrides, count, *, model="ppyoloe", frozen=False, parts=((0,
     step, rates = build_step(config, frozen, kernels=kernels)
     losses = []
     for number in range(count):
-        batches = iter([fixed_batch(number, *part) for part in parts])
-        result = step(batches, range(len(parts)), number, rates, False, Clock())
+        batches = [fixed_batch(number, *part) for part in parts]
+        result = take_step(step, batches, number, rates)
         assert result.applied
         losses.append(result.losses["loss"])
     return step, losses
@@ -71,54 +69,6 @@ def test_loss_of_200_steps_within_one_percent(model, tmp_path, record_property):
         assert all(tensor.dtype == paddle.float32 for tensor in step.ema.average.values())
 
 
-@pytest.mark.slow
-def test_parts_of_a_batch_accumulate_to_the_whole(tmp_path):
-    whole, expected = steps(tmp_path, ON, 3, frozen=True)
-    parts, found = steps(tmp_path, ON, 3, frozen=True, parts=((0, 4), (4, IMAGES)))
-    assert found == pytest.approx(expected, rel=2e-3)
-    assert_near(parts.model, whole.model.state_dict())
-
-
-def two_ranks(folder):
-    init_cpu()
-    part = (0, 4) if comm.rank() == 0 else (4, IMAGES)
-    step, losses = steps(
-        folder, (*ON, "train.batch_size_per_card=4"), 3, frozen=True, parts=(part,)
-    )
-    return losses, {name: value.tolist() for name, value in step.model.state_dict().items()}
-
-
-@pytest.mark.slow
-def test_two_ranks_step_like_one(tmp_path):
-    (losses, first), (others, second) = run_on_ranks(
-        2, "tests.unit.engine.test_train_step_bfloat16:two_ranks", str(tmp_path)
-    )
-    assert losses == others and first == second
-    one, expected = steps(tmp_path, ON, 3, frozen=True)
-    assert losses == pytest.approx(expected, rel=2e-3)
-    assert_near(one.model, {name: paddle.to_tensor(value) for name, value in first.items()})
-
-
-def assert_near(model, state):
-    """After three steps: to a part of what these changed."""
-    for name, tensor in model.state_dict().items():
-        np.testing.assert_allclose(
-            tensor.numpy().ravel(), state[name].numpy().ravel(), atol=2e-3, err_msg=name
-        )
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", LEVELS)
-def test_resumed_run_ends_bit_for_bit_equal(name, shapes, tmp_path):
-    overrides = (*level(name), "train.epochs=2", "train.batch_size_per_card=4")
-    whole, parts = tmp_path / "whole", tmp_path / "parts"
-    run_to_end(shapes, whole, *overrides, kernels=EMULATED)
-    run_to_end(shapes, parts, *overrides, "train.max_steps=3", kernels=EMULATED)
-    run_to_end(shapes, parts, *overrides, kernels=EMULATED, resume=True)
-    assert_same_checkpoint(whole, parts)
-    assert {array.dtype for array in weights(whole).values()} == {np.dtype("float32")}
-
-
 def test_ema_follows_float32_masters(tmp_path):
     step, _ = steps(tmp_path, (*level("O2"), "train.ema.enabled=true"), 1, model="yolov5")
     assert isinstance(step.ema, EMA)
@@ -130,14 +80,6 @@ def test_ema_follows_float32_masters(tmp_path):
     np.testing.assert_allclose(averaged, share * moved, atol=1e-7)
     low = paddle.to_tensor(averaged).astype("bfloat16").astype("float32")
     assert 0 < share < 1 and not np.array_equal(low.numpy(), averaged)  # nothing was rounded
-
-
-def test_scope_ends_with_the_forward_pass(tmp_path):
-    step, _ = steps(tmp_path, ON, 0, model="yolov5")
-    assert step.kernels == EMULATED.at("O1")
-    with step._autocast():
-        assert current() is step.kernels
-    assert current().dtype == "float32"  # evaluation
 
 
 @pytest.mark.parametrize(
@@ -250,7 +192,7 @@ def test_processor_steps_faster_in_bfloat16(model, tmp_path, record_property):
     for number in range(8):
         for name, (step, rates) in built.items():
             began = time.process_time()
-            step(iter([batch]), range(1), number, rates, False, Clock())
+            take_step(step, [batch], number, rates)
             seconds[name].append(time.process_time() - began)
     ratio = np.median(np.array(seconds["bfloat16"][2:]) / np.array(seconds["float32"][2:]))
     record_property("figure", f"{ratio:.2f} of float32's CPU seconds")

@@ -12,8 +12,9 @@ import pytest
 from ppdist.config.distributed import DistributedConfig
 from ppdist.data.datasets.synthetic import make_shapes
 from ppdist.distributed import comm
+from ppdist.distributed.paddle_api import running_statistics
 from ppdist.engine.build import build_training
-from ppdist.engine.train_step import Clock, TrainStep
+from ppdist.engine.train_step import TrainStep
 from ppdist.losses.base import LossOutput
 from ppdist.optim.grad_sync import DuringBackward
 from ppdist.optim.lr_scheduler import LearningRates
@@ -26,6 +27,7 @@ from tests.unit.engine.tiny import (
     fixed_batch,
     init_cpu,
     norms_of,
+    take_step,
     tiny_config,
 )
 
@@ -45,7 +47,7 @@ def spoil(output: LossOutput) -> LossOutput:
 
 
 def train_with_blank(step: TrainStep):
-    return step(iter([fixed_batch(0, 0, 2), blank_batch()]), range(2), 0, STANDING, False, Clock())
+    return take_step(step, [fixed_batch(0, 0, 2), blank_batch()], 0, STANDING)
 
 
 @pytest.mark.parametrize("model", FAMILIES)
@@ -67,8 +69,9 @@ def test_activations_beyond_minus_100_of_a_blank_image_add_nothing(tmp_path):
     step, _ = build_step(tiny_config(tmp_path, [], "yolov5"), frozen=False)
     with paddle.no_grad():
         for norm in norms_of(step.model):
-            norm._mean.set_value(norm._mean + 1000.0)
-    alone = step(iter([blank_batch()]), range(1), 0, STANDING, False, Clock())
+            mean, _ = running_statistics(norm)
+            mean.set_value(mean + 1000.0)
+    alone = take_step(step, [blank_batch()], 0, STANDING)
     assert alone.applied and alone.gradient_norm == 0.0 and not any(alone.losses.values())
     assert math.isfinite(train_with_blank(step).gradient_norm)
 
@@ -81,7 +84,7 @@ def test_a_gradient_that_is_not_finite_is_named(tmp_path):
         (name, p) for name, p in step.model.named_parameters() if not p.stop_gradient
     )
     parameter.register_hook(lambda gradient: gradient * math.inf)
-    result = step(iter([fixed_batch(0, 0, 2)]), range(1), 0, STANDING, False, Clock())
+    result = take_step(step, [fixed_batch(0, 0, 2)], 0, STANDING)
     assert not result.applied and math.isfinite(result.losses["loss"])
     assert result.not_finite == [f"gradient of {name}"]
     for key, value in step.model.state_dict().items():
@@ -92,12 +95,13 @@ def test_statistics_that_are_not_finite_stop_a_step(tmp_path):
     init_cpu()
     step, _ = build_step(tiny_config(tmp_path, [], FASTEST), frozen=False)
     norm = norms_of(step.model)[0]
+    _, variance = running_statistics(norm)
     norm.register_forward_post_hook(
-        lambda norm, inputs, output: norm._variance.set_value(norm._variance * math.inf)
+        lambda norm, inputs, output: variance.set_value(variance * math.inf)
     )
-    result = step(iter([fixed_batch(0, 0, 2)]), range(1), 0, STANDING, False, Clock())
+    result = take_step(step, [fixed_batch(0, 0, 2)], 0, STANDING)
     assert not result.applied and result.not_finite == ["running statistics"]
-    assert np.isfinite(norm._variance.numpy()).all()
+    assert np.isfinite(variance.numpy()).all()
 
 
 # Two ranks, of which the second has no image; how batch norm and the exchange work.
@@ -120,7 +124,7 @@ def digest_after_steps(way: str, spoiled: bool) -> str:
         step.loss.register_forward_post_hook(lambda loss, inputs, output: spoil(output))
     for number in range(2):
         batch = blank_batch() if comm.rank() else fixed_batch(number, 0, 4)
-        result = step(iter([batch]), [comm.rank()], number, rates, False, Clock())
+        result = take_step(step, [batch], number, rates, [comm.rank()])
         assert result.applied and result.images == 4 and result.gradient_norm > 0
     values = [value.numpy().tobytes() for value in step.model.state_dict().values()]
     return hashlib.blake2b(b"".join(values)).hexdigest()

@@ -8,6 +8,7 @@ import pytest
 from ppdist.config.experiment import ExperimentConfig
 from ppdist.config.parse import parse_config
 from ppdist.distributed import comm
+from ppdist.optim.lr_scheduler import LearningRates
 from tests.distributed import run_on_ranks
 from tests.source_tree import REPOSITORY
 from tests.unit.engine.counters import count_step
@@ -41,7 +42,7 @@ def recipe(name: str, folder: Path, *overrides: str) -> ExperimentConfig:
 def test_bookkeeping_operators_of_a_step(name, overrides, limit, tmp_path, record_property):
     init_cpu()
     step, rates = build_step(recipe(name, tmp_path, *overrides), frozen=False)
-    rates = rates._replace(bias_lr=2 * rates.lr)  # as in the warm-up
+    rates = LearningRates(rates.lr, 2 * rates.lr, rates.momentum)  # as in the warm-up
     for number in range(2):  # the first makes state
         result, counts = count_step(step, [fixed_batch(number, 0, 2)], number, rates)
     assert result.applied

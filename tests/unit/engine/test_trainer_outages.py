@@ -1,6 +1,8 @@
 """Images whose storage stays away: what was learned is saved, as it was before the lost step."""
 
+import os
 import shutil
+import signal
 import time
 from pathlib import Path
 
@@ -20,11 +22,11 @@ class TakeAway(Callback):
     """Takes a folder away before a step, as a storage that does not come back."""
 
     def __init__(self, folder: Path, step: int) -> None:
-        self._folder, self._step = folder, step
+        self.folder, self.step = folder, step
 
     def on_step_begin(self, step: int) -> None:
-        if step == self._step:
-            self._folder.rename(self._folder.with_name("away"))
+        if step == self.step:
+            self.folder.rename(self.folder.with_name("away"))
 
 
 @pytest.fixture(autouse=True)
@@ -55,7 +57,7 @@ def test_a_stop_does_not_wait_for_storage(shapes, tmp_path, monkeypatch):
     callbacks = [TakeAway(data / "images", 2)]
     experiment = build_run(data, output, *own, model=FASTEST, callbacks=callbacks)
     with experiment.log:
-        monkeypatch.setattr(time, "sleep", lambda seconds: experiment.trainer._ask_to_stop())
+        monkeypatch.setattr(time, "sleep", lambda seconds: os.kill(os.getpid(), signal.SIGTERM))
         assert experiment.trainer.fit() == STOPPED
     assert (output / "checkpoints" / "last").resolve().name == "step-00000001"
 
@@ -74,7 +76,7 @@ def test_a_stop_amid_an_evaluation_does_not_wait_for_storage(shapes, tmp_path, m
 
     monkeypatch.setattr(experiment.trainer.evaluator, "evaluate", evaluate_without_images)
     with experiment.log:
-        monkeypatch.setattr(time, "sleep", lambda seconds: experiment.trainer._ask_to_stop())
+        monkeypatch.setattr(time, "sleep", lambda seconds: os.kill(os.getpid(), signal.SIGTERM))
         assert experiment.trainer.fit() == STOPPED
     assert (output / "checkpoints" / "last").resolve().name == "step-00000001"
 

@@ -3,6 +3,7 @@
 import importlib
 import os
 import sys
+from collections.abc import Sequence
 from dataclasses import replace
 from unittest import mock
 
@@ -15,14 +16,18 @@ from ppdist.config.experiment import ExperimentConfig
 from ppdist.config.parse import parse_config
 from ppdist.cpu.precision import BFLOAT16, Kernels
 from ppdist.data.loading.sampler import TrainSampler
-from ppdist.data.types import Arrays, Batch
+from ppdist.data.types import Batch
 from ppdist.distributed import comm
+from ppdist.distributed.paddle_api import normalise_by_running
 from ppdist.engine.build import build_model, build_schedule_setup, build_train_step, speed_up_cpu
-from ppdist.engine.train_step import StepResult, TrainStep
+from ppdist.engine.train_step import Clock, StepResult, TrainStep
 from ppdist.models.base import ImageModel
 from ppdist.optim.lr_scheduler import LearningRates
 from tests.forked import THIRD_PARTY
 
+ARRAYS = (
+    "images_B3HW", "boxes_BM4", "labels_BM", "mask_BM", "image_index_B", "scale_B2", "offset_B2",
+)  # fmt: skip
 SIZE = 64
 IMAGES = 8
 CONVOLUTIONS = "plain"  # on so few pixels oneDNN's take a third longer, and prove equal first
@@ -120,9 +125,7 @@ def sampled_batches(sampler: TrainSampler, step: int) -> list[Batch]:
             continue
         at = [(pool[index // IMAGES], index % IMAGES) for index in index_B]
         fields = {
-            name: paddle.stack([getattr(batch, name)[row] for batch, row in at])
-            for name in Arrays._fields
-            if name != "seeds_B"
+            name: paddle.stack([getattr(batch, name)[row] for batch, row in at]) for name in ARRAYS
         }
         seeds_B = np.array([batch.seeds_B[row] for batch, row in at])
         result.append(Batch(**fields, seeds_B=seeds_B))
@@ -142,7 +145,7 @@ def freeze_statistics(model: ImageModel) -> None:
         for _ in range(15):
             model(model.normalize(fixed_batch(0, 0, IMAGES).images_B3HW))
     for layer in norms_of(model):
-        layer._use_global_stats = True
+        normalise_by_running(layer)
 
 
 def norms_of(model: ImageModel) -> list[nn.BatchNorm2D]:
@@ -162,6 +165,21 @@ def build_step(
     return build_train_step(config, schedule, model, kernels), LearningRates(
         peak, peak, config.optimizer.momentum
     )
+
+
+def take_step(
+    step: TrainStep,
+    batches: Sequence[Batch],
+    number: int,
+    rates: LearningRates,
+    numbers: Sequence[int] | None = None,
+) -> StepResult:
+    """Makes one optimizer step, the one place of the tests that calls it.
+
+    Args: numbers: of the micro-batches in the step; None: they are all.
+    """
+    numbers = range(len(batches)) if numbers is None else numbers
+    return step(iter(batches), numbers, number, rates, False, Clock())
 
 
 def step_result(**changes: object) -> StepResult:

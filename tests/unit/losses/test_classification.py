@@ -69,17 +69,6 @@ def test_logits_of_low_precision_are_computed_in_float32():
     assert np.isfinite(float(output.total))
 
 
-def test_two_halves_add_up_to_the_whole():
-    whole = loss_of(paddle.to_tensor(LOGITS_BC), LABEL_B, 0.1)
-    halves = [
-        loss_of(paddle.to_tensor(LOGITS_BC[part]), LABEL_B[part], 0.1)
-        for part in (slice(0, 1), slice(1, 5))
-    ]
-    for field in ("total", "normalizer"):
-        added = sum(float(getattr(half, field)) for half in halves)
-        assert added == pytest.approx(float(getattr(whole, field)), rel=1e-6)
-
-
 def test_original_classifier_gives_same_gradients(shared_dir):
     folder = shared_dir / "parity"
     formulas = read_formulas(folder)

@@ -49,27 +49,6 @@ def test_images_without_objects_reach_aux_outputs(step: int) -> None:
         assert x.grad is not None and not x.grad.numpy().any()
 
 
-@pytest.mark.parametrize("step", [ATSS, TAL])
-def test_two_halves_of_a_batch_add_up_to_the_batch(step: int) -> None:
-    arrays, outputs = truth((5, 1)), with_auxiliary()
-    whole = criterion()(outputs, *tensors(arrays), step)
-    whole.total.backward()
-    sums = np.zeros(6)
-    for i in range(2):
-        half = PPYOLOEOutputs(*[tuple(x.detach()[i : i + 1] for x in maps) for maps in outputs])
-        for x in sum(half, ()):
-            x.stop_gradient = False
-        part = criterion()(half, *tensors([a[i : i + 1] for a in arrays]), step)
-        part.total.backward()
-        sums += [float(v) for v in (part.total, part.normalizer, *part.parts.values())]
-        for mine, theirs in zip(sum(half, ()), sum(outputs, ())):
-            np.testing.assert_allclose(
-                mine.grad.numpy(), theirs.grad.numpy()[i : i + 1], rtol=1e-4, atol=1e-6
-            )
-    got = [float(v) for v in (whole.total, whole.normalizer, *whole.parts.values())]
-    np.testing.assert_allclose(got, sums, rtol=1e-5)
-
-
 def test_aux_head_assigns_once_tal_has_taken_over() -> None:
     outputs, real = with_auxiliary(), tensors(truth())
     guided = criterion().assign(outputs, *real, TAL)

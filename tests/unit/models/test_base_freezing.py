@@ -3,12 +3,10 @@
 import numpy as np
 import paddle
 import pytest
-from paddle import nn
 
 from ppdist.common.errors import ConfigError
 from ppdist.config.model import PPYOLOEConfig, YOLOv5ClsConfig, YOLOv5Config
 from ppdist.cpu.switch import use_onednn
-from ppdist.distributed.sync_batch_norm import take_sync_batch_norm
 from ppdist.models.base import freeze, freezing, frozen_keys
 from ppdist.models.feature_maps import maps
 from ppdist.models.ppyoloe import PPYOLOE
@@ -133,31 +131,6 @@ def scalar(outputs) -> paddle.Tensor:
     return paddle.add_n([each.square().mean() for each in flat])
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("kind", ["plain", "synchronised", "onednn"])
-@pytest.mark.parametrize("what", [3, ["neck"]])
-def test_frozen_parts_no_gradient_fixed_statistics(what, kind):
-    paddle.seed(1)
-    model = ppyoloe()
-    before = {key: value.numpy().copy() for key, value in model.state_dict().items()}
-    frozen = freeze(model, what)
-    if kind == "synchronised":
-        take_sync_batch_norm(model)
-    if kind == "onednn":
-        use_onednn(model)
-    model.train()
-    scalar(model(model.normalize(images()))).backward()
-    for key, parameter in model.named_parameters():
-        if key in frozen:
-            assert parameter.stop_gradient and parameter.grad is None, key
-    after = model.state_dict()
-    moved = {key for key in before if not np.array_equal(before[key], after[key].numpy())}
-    statistics = {key for key in before if key.endswith(("._mean", "._variance"))}
-    assert moved == statistics - frozen
-    trained = {key for key, p in model.named_parameters() if not p.stop_gradient}
-    assert trained and all(not key.startswith(tuple(frozen)) for key in trained)
-
-
 def test_frozen_onednn_layers_equal_plain_ones():
     """They take the way of evaluation there, where no gradient is wanted."""
     found = {}
@@ -184,28 +157,3 @@ def test_frozen_onednn_layers_equal_plain_ones():
     assert found[True][1] == pytest.approx(found[False][1], rel=1e-4)
     off = np.linalg.norm(found[True][2] - found[False][2]) / np.linalg.norm(found[False][2])
     assert off < 2e-3
-
-
-@pytest.mark.slow
-def test_unfrozen_gradients_equal_fixed_statistics():
-    """Frozen weights behind others still hand the gradient on."""
-    gradients = {}
-    for frozen in (False, True):
-        paddle.seed(2)
-        model = ppyoloe()
-        for layer in model.sublayers():
-            if isinstance(layer, nn.BatchNorm2D):
-                layer._use_global_stats = True
-        if frozen:
-            freeze(model, ["neck"])
-        model.train()
-        scalar(model(model.normalize(images()))).backward()
-        gradients[frozen] = {
-            key: each.grad.numpy()
-            for key, each in model.named_parameters()
-            if each.grad is not None and not key.startswith("neck.")
-        }
-    assert any(key.startswith("backbone.") for key in gradients[True])
-    assert gradients[True].keys() == gradients[False].keys()
-    for key, expected in gradients[False].items():
-        np.testing.assert_array_equal(gradients[True][key], expected)

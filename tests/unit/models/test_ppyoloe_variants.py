@@ -10,7 +10,7 @@ from ppdist.config.model import PPYOLOEConfig
 from ppdist.cpu.switch import self_check
 from ppdist.models.build import build_model
 from ppdist.models.weights import arrays_of, load_weights
-from tests.unit.models.tiny import loss_of, shake, static_outputs, tiny
+from tests.unit.models.tiny import loss_of, shake, tiny
 
 LEVELS = {"P3-P5": (32, 16, 8), "P2-P5": (32, 16, 8, 4),
           "P3-P6": (64, 32, 16, 8), "P2-P6": (64, 32, 16, 8, 4)}  # fmt: skip
@@ -60,19 +60,6 @@ def test_aux_head_gives_no_outputs_without_gradient() -> None:
         assert np.array_equal(x.numpy(), y.numpy())
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("training", [True, False])  # False: a rank's blank image
-@pytest.mark.parametrize("detached", [False, True])
-def test_every_weight_gets_a_gradient(training: bool, detached: bool) -> None:
-    model = tiny(auxiliary=True)
-    shake(model)
-    model.train() if training else model.eval()
-    model.detach_auxiliary = detached
-    loss_of(model).backward()
-    missing = [k for k, p in model.named_parameters() if not p.stop_gradient and p.grad is None]
-    assert not missing
-
-
 def test_detaching_keeps_aux_gradient_to_aux_head() -> None:
     for detached in (False, True):
         model = tiny(auxiliary=True)
@@ -98,15 +85,6 @@ def test_fusing_drops_aux_head_and_keeps_outputs() -> None:
     model.fuse()  # again: nothing to do
 
 
-@pytest.mark.slow
-def test_saved_graph_holds_nothing_of_aux_head(tmp_path: Path) -> None:
-    model = tiny(levels="P2-P6", auxiliary=True, width_multiple=0.05)
-    shake(model)
-    image = paddle.randn([2, 3, 64, 128])
-    for got, want in zip(static_outputs(model, tmp_path, image), model.decode(model(image))):
-        np.testing.assert_allclose(got, want.numpy(), atol=1e-3, rtol=1e-5)
-
-
 def test_weights_without_aux_head_leave_it_fresh(
     tmp_path: Path,
 ) -> None:
@@ -123,15 +101,6 @@ def test_weights_without_aux_head_leave_it_fresh(
     for key, value in arrays_of(model).items():
         expected = deployed[key] if key in deployed else start[key]
         assert np.array_equal(value, expected), key
-
-
-def test_other_class_count_leaves_aux_classes_fresh(tmp_path: Path) -> None:
-    other = tiny(auxiliary=True, num_classes=5)
-    np.savez(tmp_path / "five.npz", **arrays_of(other))
-    report = load_weights(tiny(auxiliary=True), tmp_path / "five.npz")
-    assert {key.rpartition(".")[0] for key in report.fresh} == {
-        "aux_head.gfl_cls", *(f"yolo_head.pred_cls.{level}" for level in range(3))
-    }  # fmt: skip
 
 
 @pytest.mark.slow
@@ -176,15 +145,6 @@ def test_any_multiples_give_trainable_fusable_model(depth: float, width: float) 
         model.fuse()
         for got, want in zip(model.decode(model(image)), before):
             np.testing.assert_allclose(got.numpy(), want, atol=1e-2, rtol=1e-4)
-
-
-@pytest.mark.slow
-def test_odd_channels_export(tmp_path: Path) -> None:
-    model, image = tiny(width_multiple=0.023), paddle.randn([1, 3, 64, 32])
-    assert model.neck.out_channels == [18, 9, 4]
-    shake(model)
-    for got, want in zip(static_outputs(model, tmp_path, image), model.decode(model(image))):
-        np.testing.assert_allclose(got, want.numpy(), atol=1e-3, rtol=1e-5)
 
 
 def test_fast_cpu_convolutions_agree_with_aux_head() -> None:

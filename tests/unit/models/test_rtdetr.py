@@ -8,6 +8,7 @@ import pytest
 from pydantic import ValidationError
 
 from ppdist.config.model import RTDETR_SIZES, RTDETRConfig
+from ppdist.distributed.paddle_api import running_statistics
 from ppdist.models.attention import HIDDEN
 from ppdist.models.base import Targets, freeze
 from ppdist.models.complexity import complexity
@@ -157,11 +158,14 @@ def test_stages_and_frozen_norms() -> None:
     assert list(model.stages) == [
         "backbone.stem", *(f"backbone.stages.{i}" for i in range(4)), "neck", "head",
     ]  # fmt: skip
-    before = model.backbone.stem.stem4.block.bn._mean.numpy().copy()
+    norm = model.backbone.stem.stem4.block.bn
+    before = running_statistics(norm)[0].numpy().copy()
     model.train()
     model(paddle.rand([1, 3, 64, 64]))
-    np.testing.assert_array_equal(model.backbone.stem.stem4.block.bn._mean.numpy(), before)
-    assert model.backbone.stem.stem4.block.bn.weight.stop_gradient
+    np.testing.assert_array_equal(
+        running_statistics(model.backbone.stem.stem4.block.bn)[0].numpy(), before
+    )
+    assert norm.weight.stop_gradient
 
 
 def test_weighting_is_fine_at_the_middle_and_symmetric() -> None:

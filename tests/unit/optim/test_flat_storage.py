@@ -5,10 +5,10 @@ import paddle
 import pytest
 from paddle import nn
 
-from ppdist.engine.train_step import Clock
+from ppdist.distributed.paddle_api import share_buffer
 from ppdist.optim.ema import EMA, Decay
 from ppdist.optim.flat_storage import FlatGradients, FlatStorage
-from tests.unit.engine.tiny import build_step, fixed_batch, init_cpu, tiny_config
+from tests.unit.engine.tiny import build_step, fixed_batch, init_cpu, take_step, tiny_config
 
 SHAPES = ([3, 5], [1], [16], [2, 4, 3, 3])
 
@@ -19,7 +19,7 @@ def tensors():
 
 def leave(tensor, value):
     """As an operator does that runs where this accelerator has no kernel."""
-    paddle.full(tensor.shape, value)._share_buffer_to(tensor)
+    share_buffer(paddle.full(tensor.shape, value), tensor)
 
 
 def test_what_is_done_to_the_storage_is_done_to_all():
@@ -78,10 +78,10 @@ def test_training_leaves_all_tensors_in_their_storage(tmp_path, monkeypatch):
     monkeypatch.setattr(FlatStorage, "_lay_out", moved)
     poison = {"by": 1.0}
     step.loss.register_forward_post_hook(
-        lambda loss, given, output: output._replace(total=output.total * poison["by"])
+        lambda loss, given, output: type(output)(output.total * poison["by"], *output[1:])
     )
     for number, poison["by"] in enumerate((1.0, float("nan"), 1.0)):  # the second is undone
-        result = step(iter([fixed_batch(number, 0, 8)]), range(1), number, rates, False, Clock())
+        result = take_step(step, [fixed_batch(number, 0, 8)], number, rates)
         assert result.applied == (number != 1)
 
 
@@ -115,7 +115,7 @@ def test_flat_gradients_of_an_operator_that_moved_them(monkeypatch):
     scale = paddle.Tensor.scale_
 
     def elsewhere(tensor, factor):
-        (tensor * 1.0)._share_buffer_to(tensor)
+        share_buffer(tensor * 1.0, tensor)
         return scale(tensor, factor)
 
     monkeypatch.setattr(paddle.Tensor, "scale_", elsewhere)

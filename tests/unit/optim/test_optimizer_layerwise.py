@@ -99,27 +99,3 @@ def test_momentum_moves_stages_and_biases_by_own_lr():
             velocity[key] = 0.9 * velocity[key] + gradient
             weights[key] -= factor(key) * (rates.bias_lr if bias else rates.lr) * velocity[key]
             np.testing.assert_allclose(parameter.numpy(), weights[key], rtol=1e-5, atol=1e-6)
-
-
-def test_adamw_moves_and_decays_stages_by_own_lr():
-    """Against Loshchilov and Hutter 2017, arXiv:1711.05101, algorithm 2, written in numpy."""
-    model = Net()
-    config = OptimizerConfig(
-        name="adamw", weight_decay=0.1, layer_decay=DECAY, betas=(0.9, 0.99), epsilon=1e-6
-    )
-    optimizer = build_optimizer(model, config, 0.1, False)
-    weights = {key: p.numpy().astype("float64") for key, p in model.named_parameters()}
-    first, second = dict.fromkeys(weights, 0.0), dict.fromkeys(weights, 0.0)
-    for step in range(1, 5):
-        rate = 0.02 * step
-        gradients = gradients_of(model, step)
-        set_rates(optimizer, biases(model), LearningRates(rate, rate, 0.9))
-        optimizer.step()
-        for key, parameter in model.named_parameters():
-            own, gradient = factor(key) * rate, gradients[key]
-            first[key] = 0.9 * first[key] + 0.1 * gradient
-            second[key] = 0.99 * second[key] + 0.01 * gradient**2
-            weights[key] *= 1 - own * 0.1
-            root = np.sqrt(second[key] / (1 - 0.99**step)) + 1e-6
-            weights[key] -= own * first[key] / (1 - 0.9**step) / root
-            np.testing.assert_allclose(parameter.numpy(), weights[key], rtol=1e-4, atol=1e-5)
