@@ -40,7 +40,7 @@ def refusals(typed: Iterable[Typed]) -> tuple[int, list[str]]:
 
 @pytest.mark.parametrize(
     ("texts", "least"),
-    [(pages, 1000), (heads, 100), (messages, 1000), (answers, 300), (key_answers, 50)],
+    [(pages, 1000), (heads, 50), (messages, 1000), (answers, 300), (key_answers, 50)],
 )
 def test_what_a_text_types_works(
     texts: Callable[[], Iterable[Typed]], least: int, record_property: Callable[[str, object], None]

@@ -1,6 +1,6 @@
 """What our texts tell a reader to type: commands, options and keys, and whether they work.
 
-Texts are pages, heads of configurations, docstrings of commands, messages in the source, and the
+Texts are pages, heads of configurations, messages in the source, and the
 answers to other trainers' words.  A command runs to the point where work would begin: with the
 real parser, the real schema, the names of recipes and of published weights.
 """
@@ -113,7 +113,7 @@ def pages() -> Iterator[Typed]:
 
 
 def heads() -> Iterator[Typed]:
-    """Comments of configurations and examples, and docstrings of commands."""
+    """Comments of configurations and examples."""
     files = [*(REPOSITORY / "configs").rglob("*.yml"), *(REPOSITORY / "examples").glob("*.*")]
     for path in sorted(files):
         lines = path.read_text(encoding="utf-8").splitlines()
@@ -121,11 +121,6 @@ def heads() -> Iterator[Typed]:
         for line in comments.replace("\\\n", " ").splitlines():
             if _START.match(line) and " -" in line:
                 yield Typed(path.relative_to(REPOSITORY).as_posix(), _without_remark(line))
-    for path in sorted((REPOSITORY / "ppdist/cli").glob("*.py")):
-        text = ast.get_docstring(ast.parse(path.read_text(encoding="utf-8"))) or ""
-        for line in text.splitlines():
-            if re.match(r"(ppdist|fleetrun) ", line):
-                yield Typed(f"ppdist/cli/{path.name}", _without_remark(line))
 
 
 def _without_remark(line: str) -> str:

@@ -161,8 +161,8 @@ ROWS = (
         (BEARS + "[clock=600@rank1:step3]", BEARS + "[clock=-600@rank0:step3]",
          "tests/unit/engine/test_time_budget.py::test_no_jump_of_the_wall_clock_ends_a_run")),
     Row(34, "resumed on another number of ranks", "the same images in the same steps",
-        ("tests/unit/engine/test_state_resume_ledger.py::"
-         "test_rank_change_mid_epoch_uses_each_sample_once",
+        ("tests/unit/data/loading/test_loader_reproducible.py::"
+         "test_ranks_resume_and_cache_change_no_byte",
          "tests/integration/test_resume.py::"
          "test_more_interrupted_runs_equal_the_whole")),
     Row(35, "an evaluation fails on one rank", "training is unaffected, it is evaluated again",

@@ -67,13 +67,13 @@ def test_wrong_input_is_one_message_and_exit_2(config, convert, tmp_path) -> Non
     model = build_model(load_config(config).model)
     write_arrays(tmp_path / "w.npz", arrays_of(model))
     code, said = convert(tmp_path / "w.npz", tmp_path / "w.onnx")
-    assert code == 2 and "w.onnx: cannot write this ending; expected .pdparams, .pt, " in said
+    assert code == 2 and "[weights_format]" in said
     code, said = convert(tmp_path / "absent.pt", tmp_path / "w.onnx")
-    assert code == 2 and "cannot write this ending" in said  # before anything is read
+    assert code == 2 and "[weights_format]" in said  # before anything is read
     code, said = convert(tmp_path / "absent.pt", tmp_path / "w.pt")
-    assert code == 2 and "absent.pt: no such weight file" in said
+    assert code == 2 and "[weights_not_found]" in said
     code, said = convert(tmp_path / "w.npz", tmp_path / "w.pt", "-o", "model.num_classes=4")
-    assert code == 2 and "holds no values for 6 tensors (head.predict3.weight, ...)" in said
+    assert code == 2 and "[weights_of_other_config]" in said
     assert not (tmp_path / "w.pt").exists()
 
 

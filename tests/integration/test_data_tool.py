@@ -246,7 +246,7 @@ def test_synthetic_data_never_replaces_other_data(made, tmp_path):
     file.write_text("mine")
     done = run_here("data", "synthetic", "--out", tmp_path / "data", *sizes)
     assert done.returncode == 2 and file.read_text() == "mine"
-    assert "holds 1 files that these arguments do not make, such as annotations/" in done.stderr
+    assert "[folder_not_empty]" in done.stderr
 
 
 def test_stats_shows_both_splits_and_writes_counts(made, tmp_path):
@@ -358,4 +358,4 @@ def test_class_only_set_is_counted_shown_and_split(tmp_path):
     assert rows[0] == "path,label"
     assert sorted(row.split(",")[1] for row in rows[1:]) == ["cat", "cat", "dog", "dog"]
     done = run_here("data", "check", *config, "--fix", tmp_path / "clean")
-    assert done.returncode == 2 and "--fix: data.format folder has no boxes to fix" in done.stderr
+    assert done.returncode == 2 and "[no_boxes_to_fix]" in done.stderr

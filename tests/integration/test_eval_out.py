@@ -70,4 +70,4 @@ def test_file_in_place_of_folder_is_refused_early(tmp_path: Path) -> None:
     done = run_here("eval", "-c", tmp_path / "cfg.yml", "-w", "no.pdparams", "--out",
                     tmp_path / "out")  # fmt: skip
     assert done.returncode == 2
-    assert "out: cannot be written to: it is a file; expected a folder" in done.stderr
+    assert "[folder_expected]" in done.stderr

@@ -106,13 +106,11 @@ def assert_same_findings(got: dict[str, Any], expected: dict[str, Any]) -> None:
 def test_invalid_command_line_is_one_message_exit_2(project: Path) -> None:
     done = run_tool("infer", "--source", project / "photos", "--out", project / "x")
     assert done.returncode == 2
-    assert done.stderr.strip().splitlines()[-1] == (
-        "ppdist: error: give -w WEIGHTS, or --model DIR (an export) [option_missing]"
-    )
+    assert done.stderr.strip().endswith("[option_missing]")
     done = run_tool("export", "-c", project / "cfg.yml", "-w", "none.npz", "--out",
                     project / "x", "--format", "paddle,tflite")  # fmt: skip
     assert done.returncode == 2
-    assert "--format: ppdist does not write 'tflite'" in done.stderr
+    assert "[format_of_others]" in done.stderr
     assert "Traceback" not in done.stderr and not (project / "x").exists()
 
 

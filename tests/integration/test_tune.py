@@ -61,7 +61,7 @@ def test_a_study_is_made_and_shown(project: Path) -> None:
     assert [len(row["curve"]) for row in rows] == [2, 2]
     assert "study: 2 complete" in succeeded(run_tool("tune", "show", out))
     again = run_tool("tune", "run", "-c", project / "study.yml", "--out", out)
-    assert again.returncode == 2 and "holds a study with other values of overrides" in again.stderr
+    assert again.returncode == 2 and "[study_settings_differ]" in again.stderr
 
 
 def test_the_table_has_the_best_setting_first(tmp_path: Path) -> None:
@@ -92,7 +92,7 @@ def test_messages_of_the_command_line(tmp_path: Path, options: list[str], said: 
 
 def test_a_folder_without_a_study_is_named(tmp_path: Path) -> None:
     done = run_tool("tune", "show", tmp_path / "nowhere")
-    assert done.returncode == 2 and "expected the folder of a study" in done.stderr
+    assert done.returncode == 2 and "[study_not_found]" in done.stderr
 
 
 @pytest.mark.slow

@@ -244,17 +244,6 @@ def test_nms_free_teacher_teaches_by_other_head(teachers, tmp_path):
     assert {"loss_distill_logits", "loss_distill_boxes", "loss_one_to_one"} <= set(result.losses)
 
 
-def test_a_yolov5_with_anchors_of_its_own_is_refused(teachers, tmp_path):
-    init_cpu()
-    step, _ = build_step(
-        distilled_config(tmp_path, teachers["yolov5"], model="yolov5"), frozen=False
-    )
-    step.distillation.check(step.loss)
-    step.model.set_anchors(np.full((3, 3, 2), 20.0))
-    with raises("teacher_unsuitable", "student's", "model.anch"):
-        step.distillation.check(step.loss)
-
-
 def test_settings_that_mean_nothing_are_refused(tmp_path):
     nothing = [f"distill.{name}=null" for name in TERMS]
     with raises("bad_value"):

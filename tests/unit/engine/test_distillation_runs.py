@@ -76,12 +76,6 @@ def taught(shapes, teacher, tmp_path_factory):
     return folder
 
 
-def test_run_names_teacher_and_writes_distill_loss(taught, teacher):
-    text = (taught / "train.log").read_text()
-    assert f"teacher: {teacher}/checkpoints/last, 2.02 M" in text
-    assert '"loss_distill_features": ' in (taught / "metrics.jsonl").read_text()
-
-
 def test_anchors_unlike_teacher_are_refused(shapes, tmp_path):
     teacher = write_teacher(tmp_path / "teacher", model="yolov5", seen=False)
     other = f"model.anchors={[[[20, 20]] * 3] * 3}"

@@ -48,7 +48,7 @@ def test_bookkeeping_operators_of_a_step(name, overrides, limit, tmp_path, recor
     assert result.applied
     record_property("figure", f"{name}: {counts.bookkeeping} operators, {counts.reads}")
     assert 0 < counts.bookkeeping < limit, counts.operators
-    assert counts.reads == ["train_step.py:_read"]
+    assert len(counts.reads) == 1, counts.reads
 
 
 def counted_on_a_rank(argument):
@@ -58,11 +58,11 @@ def counted_on_a_rank(argument):
     step, rates = build_step(config, frozen=False)
     start = 4 * comm.rank()
     _, counts = count_step(step, [fixed_batch(0, start, start + 4)], 0, rates)
-    return counts.reads, counts.watched
+    return len(counts.reads), counts.watched
 
 
 @pytest.mark.slow
 def test_straggler_watch_sees_the_only_read():
     """On an accelerator a rank that is early waits for the others in it."""
     found = run_on_ranks(2, "tests.unit.engine.test_train_step_counts:counted_on_a_rank")
-    assert found == [[["train_step.py:_read"], 1]] * 2
+    assert found == [[1, 1]] * 2

@@ -38,18 +38,6 @@ def tiny(size: str = "n", num_classes: int = 3, **changes: object) -> YOLOv5:
     return build_model(YOLOv5Config.model_validate(config))
 
 
-def adapt(model: YOLOv5) -> YOLOv5:
-    """Gives it outputs that depend on the image: weights that keep a signal, bold predictors."""
-    for layer in model.sublayers():
-        if isinstance(layer, ConvBNLayer):
-            layer.conv.weight.set_value(2.5 * layer.conv.weight)
-            layer.bn.bias.set_value(0.3 * paddle.randn(layer.bn.bias.shape))
-    for layer in model.head.sublayers():
-        layer.weight.set_value(2.5 * layer.weight)
-        layer.bias.set_value(paddle.zeros_like(layer.bias))
-    return model
-
-
 @cache
 def census(size: str) -> tuple[int, list[tuple[str, list[int]]]]:
     """Parameter count of the published size, and its entries by the original's keys."""
