@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from ppdist.common.files import digest_of_text, replace_file
-from ppdist.common.process import DIGESTS_NOTE, MIN_HOSTS_VARIABLE
+from ppdist.common.job import DIGESTS_NOTE, MIN_HOSTS_VARIABLE
 from ppdist.data.types import DetectionSet
 from ppdist.engine.continuation import write_note
 from ppdist.engine.data import fingerprint, read_unshared

@@ -24,6 +24,7 @@ from ppdist.distributed import comm
 from ppdist.losses.base import Loss, LossOutput
 from ppdist.losses.distillation import Teaching, Term
 from ppdist.models.base import Detector
+from ppdist.models.build import build_model
 from ppdist.models.model_card import require_classes_of
 from ppdist.models.weights import checkpoint_of, load_weights
 

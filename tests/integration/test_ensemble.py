@@ -10,7 +10,7 @@ import pytest
 
 from ppdist.cli import ensemble
 from ppdist.common.errors import ConfigError
-from ppdist.config import load_config
+from ppdist.config.experiment import load_config
 from ppdist.data.datasets.synthetic import make_shapes
 from ppdist.engine.build import build_model
 from ppdist.models.model_card import read_card

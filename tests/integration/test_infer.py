@@ -13,7 +13,7 @@ import pytest
 from ppdist.cli import predict
 from ppdist.common.errors import ConfigError, DataError, UserError
 from ppdist.common.process import printable
-from ppdist.config import load_config
+from ppdist.config.experiment import load_config
 from ppdist.data.datasets.synthetic import make_shapes
 from ppdist.export.spec import describe, read_spec, validation_set
 from ppdist.models.model_card import CARD_NOTE, ModelCard

@@ -15,7 +15,6 @@ from ppdist.config.study import load_study
 from ppdist.data.datasets.build import read_split
 from ppdist.distributed import comm
 from ppdist.engine.build import build_schedule_setup
-from ppdist.models import build_model
 from ppdist.models.base import weight_sizes
 from ppdist.models.build import build_model
 from ppdist.optim.optimizer import parameter_groups

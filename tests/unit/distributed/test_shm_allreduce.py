@@ -12,7 +12,7 @@ import pytest
 
 from ppdist.common.errors import RankError, failure_of
 from ppdist.config.distributed import DistributedConfig
-from ppdist.distributed import comm, heartbeat
+from ppdist.distributed import collectives, comm, heartbeat
 from ppdist.distributed.shm_allreduce import SharedMemoryAllReduce
 from ppdist.launch.outcome import RankEnd
 from tests.distributed import run_on_ranks

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from ppdist.common.errors import UserError
-from ppdist.common.process import JOB_DIR_VARIABLE
+from ppdist.common.job import JOB_DIR_VARIABLE
 from ppdist.common.run_log import RunLog
 from ppdist.config.distributed import DistributedConfig
 from ppdist.config.experiment import load_config

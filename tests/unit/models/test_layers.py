@@ -7,7 +7,7 @@ import pytest
 
 from ppdist.config.model import PPYOLOEConfig, YOLOv5ClsConfig, YOLOv5Config
 from ppdist.distributed.paddle_api import running_statistics
-from ppdist.models import build_model
+from ppdist.models.build import build_model
 from ppdist.models.feature_maps import maps
 from ppdist.models.layers import (
     ACTIVATIONS,

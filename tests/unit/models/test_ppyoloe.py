@@ -6,9 +6,8 @@ import pytest
 
 from ppdist.common.errors import UserError
 from ppdist.config.model import PPYOLOEConfig
-from ppdist.models import build_model
-from ppdist.models.base import anchor_points
-from ppdist.models.ppyoloe import decode_boxes
+from ppdist.models.build import build_model
+from ppdist.models.outputs import anchor_points, decode_boxes
 from tests.unit.models.tiny import shake, tiny
 
 DEPLOY = {"s": 7_926_277, "m": 23_427_509, "l": 52_198_941, "x": 98_424_061}

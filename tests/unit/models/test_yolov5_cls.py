@@ -11,7 +11,7 @@ from ppdist.config.model import YOLOv5ClsConfig, YOLOv5Config
 from ppdist.cpu import onednn
 from ppdist.cpu.switch import self_check
 from ppdist.distributed.paddle_api import epsilon, momentum, normalise_by_running
-from ppdist.models import build_model
+from ppdist.models.build import build_model
 from ppdist.models.yolov5 import YOLOv5Classifier
 from tests.reference.parity.reference import read_formulas, set_weights
 
