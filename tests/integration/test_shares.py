@@ -64,7 +64,7 @@ def test_the_list_of_a_stragglers_warning_shortens_the_step(tmp_path, record_pro
 
     even = run("even", "null")
     log = (tmp_path / "even" / "train.log").read_text(encoding="utf-8")
-    shares = re.search(r"`distributed.shares: (\[1, [\d.]+\])`", " ".join(log.split()))[1]
+    shares = re.search(r"`distributed.shares` to (\[1, [\d.]+\])", " ".join(log.split()))[1]
     apart = run("apart", shares.replace(" ", ""))
     before, after = (float(np.median(each["seconds"][1:])) for each in (even, apart))
     record_property("figure", f"{shares}: a step takes {before:.2f} s, then {after:.2f} s")
