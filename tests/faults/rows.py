@@ -238,7 +238,7 @@ ROWS = (
             "test_changed_content_is_read_again_even_with_its_old_times",
             "test_one_changed_file_of_many_is_noticed",
             "test_cache_that_cannot_be_written_is_done_without",
-            "test_rank_that_cannot_map_them_reads_them_itself")))),
+            "test_ranks_of_a_host_map_what_one_has_read")))),
     Row(45, "a blocked or lost terminal (Ctrl-S, a sleeping laptop); a disk of output_dir "
         "that answers nothing for a while", "no step waits; lines of a terminal may be missing, "
         "which is said; a signal still ends the run with 75",

@@ -36,7 +36,7 @@ ALLOWED = {
     ("ppdist.common.trackers", "importlib.import_module"): "of our table, or named by the user",
     ("ppdist.common.trackers", "pickle.load"): "from the run that started it, over its stdin",
     (
-        "ppdist.config.plugins",
+        "ppdist.common.plugin",
         "importlib.import_module",
     ): "what the user names; never of the current folder",
     ("ppdist.common.writers", "runpy.run_path"): "a file of the installed package VisualDL",
