@@ -118,7 +118,7 @@ def _ours(size: str, dtype: str, scratch: Path) -> tuple[list[str], Any]:
     from ppdist.data.datasets.synthetic import make_shapes
     from ppdist.distributed import comm
     from ppdist.engine.build import build_training
-    from ppdist.engine.train_step import Clock
+    from ppdist.engine.clock import Clock
     from ppdist.models.yolov5 import P5_ANCHORS
 
     make_shapes(scratch / "data", train=4 * _BATCH, val=1, size=_SIDE, seed=0)
@@ -139,7 +139,9 @@ def _ours(size: str, dtype: str, scratch: Path) -> tuple[list[str], Any]:
     experiment.log.close()
     trainer = experiment.trainer
     step, rates = trainer.train_step, trainer.schedule.lr_scheduler.rates(0)
-    batch = next(iter(trainer.batch_source.batches(0, None)))
+    micro_batches = [*next(trainer.batch_source.steps(0, None))]
+    batch = micro_batches[0]
+    micro_batches = [batch] * len(micro_batches)
     state = {key: value.numpy() for key, value in step.model.state_dict().items()}
     np.savez(scratch / "weights.npz", **state)
     inputs = step.model.normalize(batch.images_B3HW)
@@ -151,8 +153,7 @@ def _ours(size: str, dtype: str, scratch: Path) -> tuple[list[str], Any]:
 
     def once() -> None:
         # The first step's rates, so that weights stay what both began with.
-        numbers = trainer.batch_source.numbers(0)
-        step(iter([batch] * len(numbers)), numbers, 0, rates, False, Clock())
+        step(micro_batches, 0, rates, Clock())
 
     return files, once
 

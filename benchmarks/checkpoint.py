@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ppdist.distributed import comm
 from ppdist.engine.build import build_training
+from ppdist.engine.clock import Clock
 from ppdist.engine.state import capture_state
-from ppdist.engine.train_step import Clock
 
 if TYPE_CHECKING:
     from ppdist.config.experiment import ExperimentConfig
@@ -42,13 +42,12 @@ def measure_saving(config: "ExperimentConfig", *, saves: int, scratch: Path) -> 
         )
         experiment.log.close()
     trainer = experiment.trainer
-    batches = trainer.batch_source.batches(0, None)
-    schedule, state, writer = trainer.schedule, trainer.state, trainer.writer
+    steps = trainer.batch_source.steps(0, None)
+    schedule, state, writer = trainer.schedule, trainer.state, trainer.saving.writer
 
     def step() -> None:
         rates = schedule.lr_scheduler.rates(state.step)
-        numbers = trainer.batch_source.numbers(state.step)
-        trainer.train_step(batches, numbers, state.step, rates, False, Clock(synchronize=True))
+        trainer.train_step(next(steps), state.step, rates, Clock(synchronize=True))
         state.step += 1
 
     def save() -> None:
@@ -68,7 +67,7 @@ def measure_saving(config: "ExperimentConfig", *, saves: int, scratch: Path) -> 
         step()
         save()
         rounds.append((*beside, _timed(write)))
-    bytes_written = comm.run_on_main(lambda: _bytes_of(trainer.folder / "last"))
+    bytes_written = comm.run_on_main(lambda: _bytes_of(trainer.saving.folder / "last"))
     return {**_figures(rounds), "bytes": bytes_written, "saves": saves}
 
 

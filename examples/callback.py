@@ -14,7 +14,7 @@ from ppdist.cli.train import parse, train
 from ppdist.common import process
 from ppdist.distributed import comm
 from ppdist.engine.callbacks import Callback, StepSeconds, TrainingRun
-from ppdist.engine.train_step import StepResult
+from ppdist.engine.step_policy import StepResult
 
 
 class SlowestSteps(Callback):

@@ -63,6 +63,11 @@ def test_page_of_python_is_up_to_date():
     assert page == docs.python_text(), "run `make docs`"
 
 
+def test_page_of_the_architecture_has_the_step_as_it_is():
+    page = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
+    assert page == docs.architecture_text(), "run `make docs`"
+
+
 def test_page_of_published_weights_is_up_to_date():
     page = (ROOT / "docs" / "model_zoo.md").read_text(encoding="utf-8")
     assert page == docs.zoo_text(), "run `make docs`"

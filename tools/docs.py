@@ -1,6 +1,6 @@
 """Regenerates pages of docs/ and configs/schema.json from the source: tools/docs.py [NAME ...]
 
-Of docs/batch.md it regenerates the table between two marks.
+Of docs/batch.md it regenerates the table between two marks, of docs/architecture.md the step.
 """
 
 import ast
@@ -10,6 +10,7 @@ import json
 import os
 import re
 import sys
+import textwrap
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import redirect_stdout, suppress
 from dataclasses import dataclass
@@ -30,6 +31,7 @@ from ppdist.config.train import MicroBatches
 from ppdist.config.yaml import BASE_KEY
 from ppdist.engine.build import build_schedule_setup
 from ppdist.engine.schedule_setup import ScheduleSetup
+from ppdist.engine.train_step import TrainStep
 from ppdist.models.zoo import MIRROR, OFFLINE, PublishedWeights, Source, zoo
 from ppdist.verify.zoo import TOLERANCE, number_or_dash, published_figure
 
@@ -568,9 +570,26 @@ def _common_start(texts: Sequence[str]) -> str:
 def batch_text() -> str:
     """Returns docs/batch.md with its table computed anew."""
     page = (REPOSITORY / "docs/batch.md").read_text(encoding="utf-8")
-    before, _, rest = page.partition(_WARMUP_MARKS[0])
-    _, _, after = rest.partition(_WARMUP_MARKS[1])
-    return f"{before}{_WARMUP_MARKS[0]}\n{warmup_table()}\n{_WARMUP_MARKS[1]}{after}"
+    return between(page, _WARMUP_MARKS, warmup_table())
+
+
+def between(page: str, marks: tuple[str, str], text: str) -> str:
+    """Returns a page with the text between two marks replaced."""
+    before, _, rest = page.partition(marks[0])
+    _, _, after = rest.partition(marks[1])
+    return f"{before}{marks[0]}\n{text}\n{marks[1]}{after}"
+
+
+# --- docs/architecture.md, its step ---------------------------------------------------------------
+
+_STEP_MARKS = "<!-- the step, by `make docs` -->\n", "<!-- end of the step -->\n"
+
+
+def architecture_text() -> str:
+    """Returns docs/architecture.md with `TrainStep.__call__` as it is now."""
+    page = (REPOSITORY / "docs/architecture.md").read_text(encoding="utf-8")
+    source = inspect.getsource(TrainStep.__call__)
+    return between(page, _STEP_MARKS, f"```python\n{textwrap.dedent(source)}```\n")
 
 
 # --- all of them ----------------------------------------------------------------------------------
@@ -580,6 +599,7 @@ PAGES: dict[str, Callable[[], str]] = {
     "configs/schema.json": lambda: (
         json.dumps(json_schema(ExperimentConfig), indent=2, ensure_ascii=False) + "\n"
     ),
+    "docs/architecture.md": architecture_text,
     "docs/batch.md": batch_text,
     "docs/errors.md": lambda: error_table(sites(trees())),
     "docs/model_zoo.md": zoo_text,

@@ -20,9 +20,11 @@ from ppdist.common.errors import ConfigError
 from ppdist.config.experiment import ExperimentConfig
 from ppdist.data.types import Batch
 from ppdist.distributed import comm, device, store
-from ppdist.engine.build import build_training
+from ppdist.engine.build import (
+    build_training,
+)
+from ppdist.engine.clock import Clock
 from ppdist.engine.data import BatchSource
-from ppdist.engine.train_step import Clock
 from ppdist.engine.trainer import Trainer
 
 Report = dict[str, Any]
@@ -68,7 +70,7 @@ def measure_training(config: ExperimentConfig, *, steps: int, warmup: int, scrat
         experiment.log.close()
     trainer = experiment.trainer
     batches = _endless(trainer.batch_source)
-    made = [measure_step(trainer, batches, number) for number in range(warmup + steps)]
+    made = [measure_step(trainer, next(batches), number) for number in range(warmup + steps)]
     rows = made[warmup:]
     images, wall = fmean(row["images"] for row in rows), fmean(row["wall"] for row in rows)
     sent = [row["sent"] for row in rows if row["sent"] is not None]
@@ -93,14 +95,16 @@ def measure_training(config: ExperimentConfig, *, steps: int, warmup: int, scrat
 def measure_step(trainer: Trainer, batches: Iterator[Batch], number: int) -> Report:
     """Times one optimizer step; synchronises a GPU after every part.
 
-    Args: number: of the step; those that the run does not have are its first ones again.
+    Args:
+        batches: of this step.
+        number: of the step; those that the run does not have are its first ones again.
     """
     schedule = trainer.schedule
     number %= schedule.total_steps
-    rates, numbers = schedule.lr_scheduler.rates(number), trainer.batch_source.numbers(number)
+    rates = schedule.lr_scheduler.rates(number)
     clock, sent = Clock(synchronize=True), store.sent_bytes()
     wall, cpu = time.perf_counter(), time.process_time()
-    result = trainer.train_step(batches, numbers, number, rates, False, clock)
+    result = trainer.train_step(batches, number, rates, clock)
     wall, cpu = time.perf_counter() - wall, time.process_time() - cpu
     after = store.sent_bytes()
     return {
@@ -114,10 +118,10 @@ def measure_step(trainer: Trainer, batches: Iterator[Batch], number: int) -> Rep
     }
 
 
-def _endless(batch_source: BatchSource) -> Iterator[Batch]:
+def _endless(batch_source: BatchSource) -> Iterator[Iterator[Batch]]:
     """The batches of the run, repeated if more steps are measured."""
     while True:
-        yield from batch_source.batches(0, None)
+        yield from batch_source.steps(0, None)
 
 
 def require_detector(config: ExperimentConfig, what: str) -> None:

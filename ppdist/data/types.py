@@ -513,6 +513,10 @@ class Batch:
         where there are too few images or micro-batches for all.
     bad_images: position in DetectionSet.records -> why, of the images met here that could not be
         used; the path, which may differ between hosts, is not part of why.
+    missing: why the images of this rank stay away, which the blank one stands for; None: they are
+        here, or there is none for it.
+    number: of the micro-batch in its step, the same on any number of ranks.
+    share: of the micro-batch that is this rank's: 1 for all of it, or for an even share.
     """
 
     images_B3HW: Tensor
@@ -525,6 +529,13 @@ class Batch:
     seeds_B: np.ndarray
     real: bool = True
     bad_images: Mapping[int, str] = field(default_factory=dict)
+    missing: StorageError | None = None
+    number: int = 0
+    share: float = 1.0
+
+    def positions(self) -> list[int]:
+        """Positions of its images in DetectionSet.records, on the host."""
+        return [int(index) for index in self.image_index_B.numpy().ravel() if index >= 0]
 
 
 class ImagesUnavailable(StorageError):

@@ -4,6 +4,7 @@ They go through memory in a host and through gloo's sockets, or the accelerator'
 hosts.  Every rank calls each with tensors of the same shapes, in the same order.
 """
 
+import contextlib
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -41,6 +42,17 @@ def all_reduce_sum(tensor: paddle.Tensor) -> paddle.Tensor:
         with heartbeat.Waiting(f"all_reduce of {tensor.size} values"):
             pd.all_reduce(tensor, op=pd.ReduceOp.SUM)
     return tensor
+
+
+def read(values: paddle.Tensor) -> list[float]:
+    """Copies the sums of a step to the host, which waits here for the device.
+
+    So it waits for the other ranks, too: on an accelerator a collective is only queued, and it is
+    here that an early rank waits for the late ones, and that a hung rank is noticed.
+    """
+    meets = world_size() > 1
+    with heartbeat.Waiting("the sums of a step") if meets else contextlib.nullcontext():
+        return [float(value) for value in values.numpy()]
 
 
 def _sum_in_memory(tensors: Sequence[paddle.Tensor], factor: float = 1.0) -> bool:

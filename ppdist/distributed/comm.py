@@ -49,6 +49,7 @@ from ppdist.distributed.collectives import all_reduce_sum as all_reduce_sum
 from ppdist.distributed.collectives import broadcast_tensors as broadcast_tensors
 from ppdist.distributed.collectives import buckets as buckets
 from ppdist.distributed.collectives import mean_tensors as mean_tensors
+from ppdist.distributed.collectives import read as read
 from ppdist.distributed.collectives import routes
 from ppdist.distributed.collectives import sum_tensors as sum_tensors
 from ppdist.distributed.ranks import addresses as addresses

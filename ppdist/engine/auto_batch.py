@@ -4,7 +4,7 @@
 process of its own (`memory_probe`), so whatever ends it ends no run: the kernel's out-of-memory
 killer, a limit, oneDNN without memory for its buffers.  All ranks then take the least.  A run that
 goes on keeps its micro-batches and looks for nothing.  Behind it stands the step, which goes on in
-smaller micro-batches where memory runs out later (`recovery`).
+smaller micro-batches where memory runs out later (policies/memory.py).
 
 Three kinds of memory run out separately, and each is counted by itself, in bytes: the memory of the
 host, which its ranks share; the address space of a process (`ulimit -v`), where that is limited;

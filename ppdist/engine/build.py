@@ -1,10 +1,11 @@
 """Builds experiments: the one place where data, models, losses and optim meet."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import paddle
@@ -18,10 +19,10 @@ from ppdist.config.evaluate import NMSConfig
 from ppdist.config.experiment import ExperimentConfig
 from ppdist.config.model import DetectorConfig, ModelConfig
 from ppdist.config.parse import dump_yaml
-from ppdist.config.train import MicroBatches
+from ppdist.config.train import AmpConfig, MicroBatches
 from ppdist.config.validate import config_warnings
 from ppdist.cpu.kernel_check import check_once
-from ppdist.cpu.precision import BFLOAT16, Kernels
+from ppdist.cpu.precision import BFLOAT16, Kernels, compute_in
 from ppdist.cpu.switch import (
     is_on_onednn,
     self_check,
@@ -35,13 +36,34 @@ from ppdist.data.types import DetectionSet
 from ppdist.distributed import comm, device, paddle_api
 from ppdist.distributed.sync_batch_norm import synchronize_batch_norm
 from ppdist.engine.auto_batch import resolve_batch_size
+from ppdist.engine.bad_steps import BadSteps
 from ppdist.engine.callbacks import Callback
+from ppdist.engine.checkpoint import CheckpointWriter
 from ppdist.engine.continuation import ANEW, Continuation
 from ppdist.engine.data import BatchSource, Blocklist, images_of_epoch, read_sets
 from ppdist.engine.digests import note_digests
-from ppdist.engine.distillation import build_distillation
+from ppdist.engine.distillation import DistilledLoss, build_distillation
+from ppdist.engine.evaluation import Evaluations
 from ppdist.engine.evaluator import ClassificationEvaluator, Evaluator, ValidationLoss
+from ppdist.engine.messages import About, Messages
+from ppdist.engine.monitor import (
+    EpochMeans,
+    HeartbeatCallback,
+    MetricsLogger,
+    StragglerMonitor,
+    loggers,
+)
 from ppdist.engine.output_dirs import OutputDirs, find_output_dirs
+from ppdist.engine.policies.average import AveragedWeights
+from ppdist.engine.policies.bad_images import BadImages
+from ppdist.engine.policies.memory import SmallerMicroBatches, StandIn
+from ppdist.engine.policies.outage import Outage
+from ppdist.engine.policies.replicas import ReplicaCheck
+from ppdist.engine.policies.rollback import Rollback
+from ppdist.engine.policies.skipped_steps import SkippedSteps
+from ppdist.engine.policies.stop import Stop
+from ppdist.engine.policies.time_limit import TimeLimit
+from ppdist.engine.precision import Precision
 from ppdist.engine.preflight import (
     digests_of_code,
     fetch_on_all_ranks,
@@ -49,6 +71,8 @@ from ppdist.engine.preflight import (
     preflight,
     wait_for_inputs,
 )
+from ppdist.engine.run_policy import RunPolicy
+from ppdist.engine.saving import Saving
 from ppdist.engine.schedule_setup import (
     ScheduleSetup,
     advice,
@@ -70,12 +94,15 @@ from ppdist.engine.state import (
     Start,
     find_start,
     log_start,
+    note_saved,
     prepare_output_dir,
     validate_resume,
 )
+from ppdist.engine.step_policy import StepPolicy
+from ppdist.engine.stopping import StopRequest
 from ppdist.engine.suitability import findings_of
 from ppdist.engine.time_budget import TimeBudget
-from ppdist.engine.train_step import TrainStep
+from ppdist.engine.train_step import StepSettings, TrainStep
 from ppdist.engine.trainer import Trainer, TrainingParts
 from ppdist.engine.visualize import BatchPictures, Put
 from ppdist.losses.base import Loss
@@ -86,8 +113,9 @@ from ppdist.models.complexity import Complexity, complexity
 from ppdist.models.model_card import ModelCard, card_of, names_for, origin, read_card
 from ppdist.models.weights import LoadReport, load_weights
 from ppdist.optim.ema import EMA
-from ppdist.optim.grad_sync import build_grad_sync, build_sharding, last_step
+from ppdist.optim.exchange import Exchange, build_exchange, last_step
 from ppdist.optim.optimizer import build_optimizer, layerwise_lr_decay, parameter_group_lines
+from ppdist.optim.updater import ShardedUpdater, Updater
 
 _LOST_HOST_SECONDS = 120.0  # NFS gives its locks back after 90
 # The losses of our models, by `model.name`; the models are in ppdist/models/build.py.
@@ -119,41 +147,48 @@ class Experiment:
     sets: dict[str, DetectionSet]  # by split: those that the run reads
 
 
+@dataclass(frozen=True)
+class TrainingData:
+    """The images of a run.
+
+    Attributes:
+        images: samples of an epoch over all ranks.
+        pixels: see `Run`.
+    """
+
+    train_set: DetectionSet
+    val_set: DetectionSet | None
+    bad_images: Blocklist
+    images: int
+    pixels: str
+
+
 @dataclass
 class Decisions:
     """Everything that is decided and checked about a training before it writes anything.
 
     Attributes:
         size: parameters and GFLOPs of the model.
-        data_warnings: what the check of the images found.
-        findings: see `ppdist.engine.suitability`; their texts are among `run_warnings`.
-        machine_warnings: of the preflight and the lock of the output folder.
-        run_warnings: about model, data and configuration.
-        log_lines: details for train.log.
+        findings: see `ppdist.engine.suitability`; their texts are among the messages.
+        messages: warnings and details of all parts.
     """
 
     config: ExperimentConfig
-    schedule: ScheduleSetup
+    data: TrainingData
     model: ImageModel
-    train_set: DetectionSet
-    val_set: DetectionSet | None
-    bad_images: Blocklist
+    size: Complexity
+    schedule: ScheduleSetup
     dirs: OutputDirs
     budget: TimeBudget | None
     start: Start
     run: Run
-    size: Complexity
-    data_warnings: Sequence[str]
     findings: list[Finding]
-    machine_warnings: list[str]
-    run_warnings: list[str]
-    log_lines: list[str]
+    messages: Messages
 
     @property
     def warnings(self) -> list[str]:
         """Warnings at the start of the run, except those about images."""
-        of_config = config_warnings(self.config, self.start.snapshot is None)
-        return [*self.machine_warnings, *self.start.warnings, *self.run_warnings, *of_config]
+        return self.messages.warnings(About.MACHINE)
 
 
 def decide_training(
@@ -173,56 +208,68 @@ def decide_training(
     Raises: UserError: invalid data, weights, checkpoint or configuration.
     """
     budget = None if config.train.hours is None else TimeBudget(config.train.hours)
-    machine_warnings = preflight(config, evaluate=evaluate, resume=resume, kernels=kernels)
-    # Create a missing folder only once the run is sure to start.
-    dirs = find_output_dirs(output_dir)
-    # A lost host's lock ends when the server of its files misses it.
-    seconds = {"seconds": _LOST_HOST_SECONDS} if comm.was_restarted() else {}
+    messages = Messages()
+    messages.warn(
+        About.MACHINE, preflight(config, evaluate=evaluate, resume=resume, kernels=kernels)
+    )
+    dirs = find_output_dirs(output_dir)  # a missing one is made once the run is sure to start
     if hold:
-        machine_warnings += comm.run_on_main(
-            lambda: files.hold(output_dir, **seconds) if output_dir.exists() else []
-        )
+        messages.warn(About.MACHINE, comm.run_on_main(lambda: _hold(output_dir)))
     start = find_start(resume, dirs, config)
     anew = start.snapshot is None
     if start.job is not None:  # an earlier attempt of this job had read the inputs
         wait_for_inputs(config, evaluate=evaluate, anew=anew)
-    train_set, val_set, data_warnings, pixels = read_sets(
-        config.data, config.model.num_classes, evaluate
-    )
-    bad_images = Blocklist(train_set)
-    images = images_of_epoch(train_set, config.data.sampling)
-    config, batches, log_lines = resolve_batch_size(config, train_set.records, images, start)
+
+    data = _read_data(config, evaluate, messages)
+
+    records = data.train_set.records
+    config, batches, lines = resolve_batch_size(config, records, data.images, start)
+    messages.detail(lines)
     model = build_model(config)
-    log_lines += [*limits(train_set, val_set)]
-    findings = findings_of(config, train_set, val_set)
+    messages.detail(limits(data.train_set, data.val_set))
+    findings = findings_of(config, data.train_set, data.val_set)
     if not anew:  # its checkpoint has weights
         findings = [finding for finding in findings if finding.code != DETR_FROM_SCRATCH]
-    run_warnings = [finding.text for finding in findings]
-    more_lines, more_warnings = _prepare(config, model, train_set, output_dir, anew)
-    log_lines += more_lines
-    run_warnings += more_warnings
-    schedule = build_schedule_setup(config, images, batches)
-    run = validate_resume(start, schedule, train_set, config, pixels)
-    bad_images.known |= run.bad_images
+    messages.warn(About.RUN, [finding.text for finding in findings])
+    _prepare(config, model, data.train_set, output_dir, anew, messages)
+
+    schedule = build_schedule_setup(config, data.images, batches)
+    run = validate_resume(start, schedule, data.train_set, config, data.pixels)
+    data.bad_images.known |= run.bad_images
     size = comm.run_on_all_ranks(lambda: complexity(model))
+    messages.warn(About.START, start.warnings)
+    messages.warn(About.RUN, config_warnings(config, anew))
     return Decisions(
         config=config,
-        schedule=schedule,
+        data=data,
         model=model,
-        train_set=train_set,
-        val_set=val_set,
-        bad_images=bad_images,
+        size=size,
+        schedule=schedule,
         dirs=dirs,
         budget=budget,
         start=start,
         run=run,
-        size=size,
-        data_warnings=data_warnings,
         findings=findings,
-        machine_warnings=machine_warnings,
-        run_warnings=run_warnings,
-        log_lines=log_lines,
+        messages=messages,
     )
+
+
+def _hold(output_dir: Path) -> list[str]:
+    """Keeps others from training in a folder, if it exists; returns warnings.
+
+    A lost host's lock ends when the server of its files misses it.
+    """
+    seconds = {"seconds": _LOST_HOST_SECONDS} if comm.was_restarted() else {}
+    return files.hold(output_dir, **seconds) if output_dir.exists() else []
+
+
+def _read_data(config: ExperimentConfig, evaluate: bool, messages: Messages) -> TrainingData:
+    train_set, val_set, warnings, pixels = read_sets(
+        config.data, config.model.num_classes, evaluate
+    )
+    messages.warn(About.IMAGES, warnings)
+    images = images_of_epoch(train_set, config.data.sampling)
+    return TrainingData(train_set, val_set, Blocklist(train_set), images, pixels)
 
 
 def build_training(
@@ -245,70 +292,89 @@ def build_training(
         kernels: the CPU kernels of `train.amp`.
     Raises: UserError: invalid data, weights, checkpoint or configuration.
     """
-    early, given = EarlyLog(comm.is_main()), config
+    early = EarlyLog(comm.is_main())
     with early:
         decisions = decide_training(
             config, output_dir=output_dir, evaluate=evaluate, resume=resume, kernels=kernels
         )
-        config, schedule, start = decisions.config, decisions.schedule, decisions.start
-        model, train_set, val_set = decisions.model, decisions.train_set, decisions.val_set
-        dirs, run, anew = decisions.dirs, decisions.run, start.snapshot is None
-        decisions.machine_warnings += comm.run_on_main(lambda: files.hold(output_dir))
-        prepare_output_dir(start, run, schedule)
-        comm.run_on_main(lambda: describe_run(output_dir, dump_yaml(config), command))
-        comm.run_on_main(lambda: note_digests(given, train_set, val_set))
-    log = comm.run_on_all_ranks(
-        lambda: RunLog(
-            output_dir,
-            comm.is_main(),
-            schedule.total_steps,
-            schedule.steps_per_epoch,
-            start.step,
-            every_steps=config.log.every_steps,
-            visualdl=config.log.visualdl,
-            trackers=[(each.writer or TRACKERS[each.name], each) for each in config.log.trackers],
-            early=early,
-        )
-    )
+        _take_folder(decisions, output_dir, command, given=config)
+    log = comm.run_on_all_ranks(lambda: _open_log(decisions, output_dir, early))
     with ExitStack() as undo:
         undo.callback(log.close)
-        for warning in [*decisions.data_warnings, *decisions.warnings]:
-            log.warning(warning)
-        for line in decisions.log_lines:
-            log.detail(line)
-        log.headline("data", data_line(config, train_set, val_set))
-        log.headline("model", model_line(config, decisions.size, anew))
-        log.headline("device", device_line())
-        log.headline("train", train_line(schedule))
-        if line := longer_line(schedule):
-            log.headline("longer", line)
-        log.headline("evaluate", evaluate_line(config, val_set))
-        log.headline("output", f"{output_dir} (train.log says why each number)")
-        if anew:
-            _fit_anchors(config, model, train_set, log)
-        card = _describe_model(config, model, train_set, start)
-        both = train_set, val_set
-        trainer = _build_trainer(
-            config, schedule, model, both, decisions.bad_images, log, dirs, decisions.budget,
-            callbacks, card, kernels,
-        )  # fmt: skip
+        _announce(decisions, output_dir, log)
+        start, data, model = decisions.start, decisions.data, decisions.model
+        if start.snapshot is None:
+            _fit_anchors(decisions.config, model, data.train_set, log)
+        card = _describe_model(decisions.config, model, data.train_set, start)
+        trainer = _build_trainer(decisions, log, callbacks, card, kernels)
         if start.snapshot is not None:
             trainer.restore(start.snapshot, start.own, bool(start.rescored))
-        if trainer.train_step.distillation is not None:  # now that anchors are known
-            trainer.train_step.distillation.check(trainer.train_step.loss)
-        trainer.state.run = run
-        log_start(start, schedule, log, config.log.every_steps)
-        log.table("derived", schedule.rows())
-        codes = {"findings": dict(decisions.findings)} if decisions.findings else {}
-        log.metrics({"step": start.step or 0, "derived": schedule.record(), **codes})
-        scores = ClassificationEvaluator if config.model.task == "classify" else Evaluator
-        chosen = hyper_parameters(config.model, config.seed, schedule)
-        log.writers.describe(chosen, list(scores.headline[:2]), settings(config))
-        for warning in advice(config, schedule):
-            log.warning(warning)
+        trainer.train_step.loss.begin()  # now that anchors are known
+        trainer.state.run = decisions.run
+        _record_start(decisions, log)
         undo.pop_all()
-    sets = {"train": train_set} | ({} if val_set is None else {"val": val_set})
+    sets = {"train": data.train_set} | ({} if data.val_set is None else {"val": data.val_set})
     return Experiment(trainer=trainer, log=log, output_dir=output_dir, sets=sets)
+
+
+def _take_folder(
+    decisions: Decisions, output_dir: Path, command: list[str], given: ExperimentConfig
+) -> None:
+    """Makes a folder that of this run.  Collective.
+
+    Args: given: its configuration as typed.
+    """
+    data, messages = decisions.data, decisions.messages
+    messages.warn(About.MACHINE, comm.run_on_main(lambda: files.hold(output_dir)))
+    moved = prepare_output_dir(decisions.start, decisions.run, decisions.schedule)
+    messages.warn(About.START, moved)
+    text = dump_yaml(decisions.config)
+    comm.run_on_main(lambda: describe_run(output_dir, text, command))
+    comm.run_on_main(lambda: note_digests(given, data.train_set, data.val_set))
+
+
+def _open_log(decisions: Decisions, output_dir: Path, early: EarlyLog) -> RunLog:
+    config, schedule = decisions.config.log, decisions.schedule
+    return RunLog(
+        output_dir,
+        comm.is_main(),
+        schedule.total_steps,
+        schedule.steps_per_epoch,
+        decisions.start.step,
+        every_steps=config.every_steps,
+        visualdl=config.visualdl,
+        trackers=[(row.writer or TRACKERS[row.name], row) for row in config.trackers],
+        early=early,
+    )
+
+
+def _announce(decisions: Decisions, output_dir: Path, log: RunLog) -> None:
+    """Writes what the run is about to do."""
+    config, data, schedule = decisions.config, decisions.data, decisions.schedule
+    decisions.messages.write(log)
+    log.headline("data", data_line(config, data.train_set, data.val_set))
+    anew = decisions.start.snapshot is None
+    log.headline("model", model_line(config, decisions.size, anew))
+    log.headline("device", device_line())
+    log.headline("train", train_line(schedule))
+    if line := longer_line(schedule):
+        log.headline("longer", line)
+    log.headline("evaluate", evaluate_line(config, data.val_set))
+    log.headline("output", f"{output_dir} (train.log says why each number)")
+
+
+def _record_start(decisions: Decisions, log: RunLog) -> None:
+    """Writes where the run begins, and with what numbers."""
+    config, schedule, start = decisions.config, decisions.schedule, decisions.start
+    log_start(start, schedule, log, config.log.every_steps)
+    log.table("derived", schedule.rows())
+    codes = {"findings": dict(decisions.findings)} if decisions.findings else {}
+    log.metrics({"step": start.step or 0, "derived": schedule.record(), **codes})
+    scores = ClassificationEvaluator if config.model.task == "classify" else Evaluator
+    chosen = hyper_parameters(config.model, config.seed, schedule)
+    log.writers.describe(chosen, list(scores.headline[:2]), settings(config))
+    for warning in advice(config, schedule):
+        log.warning(warning)
 
 
 def _prepare(
@@ -317,20 +383,23 @@ def _prepare(
     train_set: DetectionSet,
     output_dir: Path,
     anew: bool,
-) -> tuple[list[str], list[str]]:
+    messages: Messages,
+) -> None:
     """Loads pretrained weights if the run starts anew.  Collective.
 
-    Returns: log lines, including those on frozen layers and rates of single layers; warnings.
+    Details tell of frozen layers and rates of single layers, too.
     """
     if anew:
         comm.run_on_all_ranks(lambda: keep_sources(config, output_dir))
     tuned = freezing(model, config.train.freeze)
     tuned += layerwise_lr_decay(model, config.optimizer.layer_decay)
     tuned += parameter_group_lines(model, config.optimizer.groups)
-    if not (anew and config.model.pretrained):
-        return tuned, []
-    report, warnings = _load_pretrained(Path(config.model.pretrained), model, train_set.class_names)
-    return [f"{report}", *tuned], warnings
+    if anew and config.model.pretrained:
+        weights = Path(config.model.pretrained)
+        report, warnings = _load_pretrained(weights, model, train_set.class_names)
+        messages.detail([f"{report}"])
+        messages.warn(About.RUN, warnings)
+    messages.detail(tuned)
 
 
 def _load_pretrained(
@@ -404,14 +473,8 @@ def _fit_anchors(
 
 
 def _build_trainer(
-    config: ExperimentConfig,
-    schedule: ScheduleSetup,
-    model: ImageModel,
-    both: tuple[DetectionSet, DetectionSet | None],
-    bad_images: Blocklist,
+    decisions: Decisions,
     log: RunLog,
-    dirs: OutputDirs,
-    budget: TimeBudget | None,
     callbacks: Sequence[Callback],
     model_card: ModelCard,
     kernels: Kernels,
@@ -420,9 +483,71 @@ def _build_trainer(
 
     Every rank builds one.
     """
-    train_set, val_set = both
+    config, schedule, model = decisions.config, decisions.schedule, decisions.model
+    train_set, val_set, dirs = decisions.data.train_set, decisions.data.val_set, decisions.dirs
     evaluated_model = model if val_set is None else build_model(config)
-    slow = speed_up_cpu(config, [model, evaluated_model])
+    _speed_up(config, [model, evaluated_model], kernels, log)
+
+    source = build_batch_source(config, train_set, schedule, dirs.folder / "plots", log.put)
+    policies = build_policies(decisions, source, log)
+    names = train_set.class_names
+    train_step = build_train_step(config, schedule, model, kernels, names, policies.of_step)
+    if isinstance(train_step.loss, DistilledLoss):
+        log.detail(train_step.loss.distillation.about)
+
+    evaluator = None
+    if val_set is not None:
+        pictures = config.log.images if comm.is_main() else 0  # no other rank shows them
+        measured = train_step.loss.without_teacher
+        evaluator = build_evaluator(config, val_set, model, pictures, measured)
+    save_every, evaluate_every = intervals(config, schedule, train_step.exchange)
+    log.expect(
+        evaluate_every if evaluator else 0,
+        save_every or schedule.total_steps,
+        evaluator.images if evaluator else 0,
+        schedule.total_batch,
+    )
+    writer = CheckpointWriter(
+        dirs.folder / "checkpoints", dump_yaml(config), config.checkpoint.keep, note_saved,
+        model_card, log.sync,
+    )  # fmt: skip
+    means = EpochMeans(schedule.steps_per_epoch)
+    metrics_logger = MetricsLogger(log, config.log.every_steps, schedule.steps_per_epoch)
+    parts = TrainingParts(
+        train_step=train_step,
+        batch_source=source,
+        policies=policies.of_run(train_step),
+        stop=policies.stop,
+        bad_images=decisions.data.bad_images,
+        schedule=schedule,
+        evaluations=Evaluations(
+            evaluator, evaluated_model, config.evaluate.metric, evaluate_every,
+            config.early_stopping, log,
+        ),
+        saving=Saving(writer, save_every, schedule.total_steps, dirs, log),
+        log=log,
+        epoch_means=means,
+        metrics_logger=metrics_logger,
+        callbacks=[
+            HeartbeatCallback(),
+            StragglerMonitor(log),
+            metrics_logger,
+            means,
+            *loggers(log, means, schedule.steps_per_epoch, evaluator),
+            *callbacks,
+        ],
+    )  # fmt: skip
+    return Trainer(parts)
+
+
+def _speed_up(
+    config: ExperimentConfig, models: list[ImageModel], kernels: Kernels, log: RunLog
+) -> None:
+    """Has CPUs compute fast, and in the configured precision.  Collective.
+
+    Raises: ConfigError, on every rank: see `check_low_precision`.
+    """
+    model, slow = models[0], speed_up_cpu(config, models)
     if slow:
         log.warning(slow)
     elif is_on_onednn(model) and (undeclared := undeclared_layers(model)):
@@ -432,29 +557,54 @@ def _build_trainer(
             "and declare them with @passes_maps (docs/adding_a_detector.md)"
         )
     check_low_precision(config, model, slow, kernels)
-    names = train_set.class_names
-    train_step, evaluator = build_train_step(config, schedule, model, kernels, names), None
-    if train_step.distillation is not None:
-        log.detail(train_step.distillation.about)
-    if val_set is not None:
-        pictures = config.log.images if comm.is_main() else 0  # no other rank shows them
-        evaluator = build_evaluator(config, val_set, model, pictures, train_step.loss)
-    parts = TrainingParts(
-        train_step=train_step,
-        batch_source=build_batch_source(
-            config, train_set, schedule, dirs.folder / "plots", log.put
-        ),
-        bad_images=bad_images,
-        schedule=schedule,
-        evaluator=evaluator,
-        evaluated_model=evaluated_model,
-        model_card=model_card,
-        log=log,
-        dirs=dirs,
-        budget=budget,
-        callbacks=callbacks,
-    )
-    return Trainer(config, parts)
+
+
+class Policies(NamedTuple):
+    """What may change a training and is not its mathematics.
+
+    of_step: besides the average of the weights, see `build_train_step`.
+    of_run: makes those of the run for its step.
+    stop: a request of this process.
+    """
+
+    of_step: list[StepPolicy]
+    of_run: Callable[[TrainStep], list[RunPolicy]]
+    stop: StopRequest
+
+
+def build_policies(decisions: Decisions, source: BatchSource, log: RunLog) -> Policies:
+    """The policies of a training, in the order in which they are asked."""
+    config, schedule = decisions.config, decisions.schedule
+    stop, stand_in = StopRequest(), StandIn()
+    ends: list[Stop | TimeLimit] = [Stop(stop)]
+    if decisions.budget is not None:
+        ends.append(TimeLimit(decisions.budget, schedule, log))
+
+    def of_run(train_step: TrainStep) -> list[RunPolicy]:
+        bad_steps = BadSteps(decisions.dirs.folder, source, log)
+        rollback = Rollback(train_step, config.train.bad_steps_limit, bad_steps, log)
+        check_every = config.distributed.check_weights_every
+        return [
+            SkippedSteps(train_step, source, bad_steps, log),
+            SmallerMicroBatches(stand_in, source, schedule.batch_size_per_card, log),
+            rollback,
+            ReplicaCheck(train_step, check_every, rollback.once, log),
+            *ends,
+        ]
+
+    blocklist = BadImages(decisions.data.bad_images, log)
+    return Policies([*ends, blocklist, stand_in, Outage()], of_run, stop)
+
+
+def intervals(
+    config: ExperimentConfig, schedule: ScheduleSetup, exchange: Exchange
+) -> tuple[int, int]:
+    """Optimizer steps between checkpoints (0: only the best and the last) and evaluations."""
+    save_every = config.checkpoint.every_steps or 0
+    if config.checkpoint.every_steps is None and config.checkpoint.every_epochs > 0:
+        save_every = schedule.interval(config.checkpoint.every_epochs)
+    evaluate_every = schedule.interval(config.evaluate.every_epochs)
+    return exchange.next_synchronised(save_every), exchange.next_synchronised(evaluate_every)
 
 
 def build_model(config: ExperimentConfig) -> ImageModel:
@@ -519,6 +669,7 @@ def build_train_step(
     model: ImageModel,
     kernels: Kernels = BFLOAT16,
     class_names: Sequence[str] = (),
+    policies: Sequence[StepPolicy] = (),
 ) -> TrainStep:
     """Combines model, loss, optimizer and EMA into one optimizer step.
 
@@ -528,40 +679,62 @@ def build_train_step(
     Args:
         kernels: the CPU kernels of `train.amp`.
         class_names: of class 0, 1, ...; a teacher's are matched to them.
+        policies: besides the average of the weights, which comes first.
     """
     train = config.train
     frozen = freeze(model, train.freeze)
     distillation = build_distillation(config.distill, config.model, model, config.seed, class_names)
     if train.sync_bn:
         synchronize_batch_norm(model)
-    amp_on_cpu = train.amp.enabled and not device.on_accelerator()
-    low_precision = train.amp.enabled and train.amp.level == "O2" and not amp_on_cpu
+    low_precision = train.amp.enabled and train.amp.level == "O2" and device.on_accelerator()
     if low_precision:
         model = paddle.amp.decorate(models=model, level="O2", dtype=train.amp.dtype)
     loss = loss_of(config.model).build(
         config.loss, model, schedule.steps_per_written_epoch, schedule.reference_batch
     )
+    if distillation is not None:
+        loss = DistilledLoss(loss, distillation)
     optimizer = build_optimizer(
         model, schedule.scaled, schedule.lr_scheduler.peak_lr, master_weights=low_precision
     )
-    trained = {key: each for key, each in model.named_parameters() if not each.stop_gradient}
+    trained = {key: p for key, p in model.named_parameters() if not p.stop_gradient}
+    sharded = config.distributed.shard_optimizer and comm.world_size() > 1
+    updater = ShardedUpdater(optimizer, model, trained) if sharded else Updater(optimizer, model)
+    if train.ema.enabled:
+        ema = EMA(model, schedule.ema_decay, frozen, schedule.ema_restart)
+        policies = [AveragedWeights(ema, updater), *policies]
     return TrainStep(
-        model=model,
-        loss=loss,
-        optimizer=optimizer,
-        ema=EMA(model, schedule.ema_decay, frozen, schedule.ema_restart)
-        if train.ema.enabled
-        else None,
-        amp=train.amp,
-        clip_norm=train.clip_norm,
-        grad_sync=build_grad_sync(config.distributed, trained, optimizer, schedule.total_steps),
-        sharding=build_sharding(config.distributed, trained),
-        loss_divisor=float(schedule.batch_size_per_card),
-        spread=schedule.batches.spread,
-        seed=config.seed,
-        distillation=distillation,
-        kernels=kernels.at(train.amp.level) if amp_on_cpu else None,
+        model,
+        loss,
+        updater,
+        build_exchange(config.distributed, trained, optimizer, schedule.total_steps),
+        build_precision(train.amp, kernels),
+        policies,
+        StepSettings(
+            seed=config.seed,
+            clip_norm=train.clip_norm,
+            loss_divisor=float(schedule.batch_size_per_card),
+            spread=schedule.batches.spread,
+        ),
     )
+
+
+def build_precision(amp: AmpConfig, kernels: Kernels) -> Precision:
+    """What a step computes in.
+
+    Args: kernels: of a CPU, where Paddle's autocast does nothing.
+    """
+    if not amp.enabled:
+        return Precision()
+    if not device.on_accelerator():
+        return Precision(partial(compute_in, kernels.at(amp.level)))
+    autocast = partial(paddle.amp.auto_cast, dtype=amp.dtype, level=amp.level)
+    return Precision(autocast, scales=amp.dtype == "float16")
+
+
+def trial_policies() -> list[StepPolicy]:
+    """Policies of steps that are only tried: no rank waits for one that has no memory or images."""
+    return [StandIn(), Outage()]
 
 
 def build_batch_source(

@@ -9,7 +9,8 @@ from typing import Any, NamedTuple
 from paddle import nn
 
 from ppdist.common.errors import ConfigError
-from ppdist.engine.train_step import StepResult, TrainStep
+from ppdist.engine.step_policy import StepResult
+from ppdist.engine.train_step import TrainStep
 
 
 @dataclass(frozen=True)

@@ -22,8 +22,8 @@ from ppdist.data.datasets.build import check_same_classes, read_split, same_sets
 from ppdist.data.loading.loader import TrainLoader
 from ppdist.data.loading.sampler import TrainSampler, copies, difficulty, epoch_size
 from ppdist.data.transforms.pipeline import require_outlines
-from ppdist.data.types import Batch, DetectionSet, ImageRecord, Records
-from ppdist.distributed import comm
+from ppdist.data.types import Batch, DetectionSet, ImageRecord, ImagesUnavailable, Records
+from ppdist.distributed import comm, heartbeat
 from ppdist.distributed.agreement import equal_ranks
 from ppdist.distributed.progress import Progress
 from ppdist.engine.schedule_setup import ScheduleSetup
@@ -96,8 +96,7 @@ class BatchSource:
     All ranks build one at the same time: those of a host share a cache.
     Attributes:
         follows_scores: the order of images depends on the scores of the last evaluation.
-        parts: number of splits of a micro-batch, from the next `batches` on; see TrainSampler.
-        shared: how ranks share micro-batches, likewise.
+        parts: number of splits of a micro-batch, from the next `steps` on; see TrainSampler.
     """
 
     parts = 1
@@ -136,7 +135,6 @@ class BatchSource:
             last_from=schedule.step_of_last(plain) if plain else None,
             last_size=plain_size,
         )
-        self._taken = self._sampler
         self._pictures = pictures
         self._loader = TrainLoader(
             dataset,
@@ -147,21 +145,18 @@ class BatchSource:
             ranks_on_host=comm.local_size(),
         )
 
-    def batches(self, first_step: int, scores: ClassScores | None) -> Iterator[Batch]:
-        """Micro-batches from a step to the end of the run.
+    def steps(self, first_step: int, scores: ClassScores | None) -> Iterator[Iterator[Batch]]:
+        """Micro-batches of each step, from a step to the end of the run.
 
-        Ends earlier iterators.
+        Those of a step are to be taken before the next.  Ends earlier iterators.
 
         Args: scores: of the last evaluation; None: none yet.
         """
-        self._taken = self._loader.plan = self._plan(first_step, scores)
-        if self._pictures is None:
-            return iter(self._loader)
-        return self._pictures.watching(iter(self._loader), self._taken)
-
-    def numbers(self, step: int) -> Sequence[int]:
-        """This rank's micro-batches of a step, as `batches` last yields them."""
-        return self._taken.numbers(step)
+        plan = self._loader.plan = self._plan(first_step, scores)
+        batches: Iterator[Batch] = iter(self._loader)
+        if self._pictures is not None:
+            batches = self._pictures.watching(batches, plan)
+        return (_of_step(batches, plan, step) for step in range(first_step, plan.end_step))
 
     def abort_waits(self) -> None:
         """Stops waiting for unavailable images because the run ends soon."""
@@ -182,6 +177,20 @@ class BatchSource:
             copies_N = copies(self._dataset, self._sampling, difficulty(scores).tolist())
             sampler = replace(sampler, copies_N=copies_N)
         return sampler
+
+
+def _of_step(batches: Iterator[Batch], plan: TrainSampler, step: int) -> Iterator[Batch]:
+    """This rank's micro-batches of a step; blank ones from where its images stay away."""
+    missing: Batch | None = None
+    for number, share in zip(plan.numbers(step), plan.shares(step), strict=True):
+        if missing is None:
+            heartbeat.at("waiting for its images")
+            try:
+                batch = next(batches)
+            except ImagesUnavailable as away:
+                batch = missing = replace(away.blank, missing=away)
+            heartbeat.at("")
+        yield replace(batch, number=number, share=share)
 
 
 class Blocklist:

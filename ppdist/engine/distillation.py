@@ -10,6 +10,7 @@ do not read.
 """
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -33,57 +34,79 @@ from ppdist.models.weights import checkpoint_of, load_weights
 _LOGITS_TEMPERATURE, _FEATURES_TEMPERATURE, _BOXES_TEMPERATURE = 1.0, 4.0, 10.0
 
 
+@dataclass(frozen=True)
 class Distillation:
-    """The teacher of a training step.  Local: nothing here communicates."""
+    """A teacher and what it teaches.
 
-    def __init__(
-        self, teacher: Detector, teaching: Teaching, source: Path, adapts: bool, about: str
-    ) -> None:
-        """
-        Args:
-            teacher: frozen, in eval mode.
-            source: its checkpoint, for messages.
-            adapts: the student has adapters that learn.
-            about: a line for the log.
-        """
-        self.teacher = teacher
-        self.teaching = teaching
-        self.source = source
-        self.adapts = adapts
-        self.about = about
+    Attributes:
+        teacher: frozen, in eval mode.
+        source: its checkpoint, for messages.
+        about: a line for the log.
+    """
 
-    def check(self, loss: Loss) -> None:
+    teacher: Detector
+    teaching: Teaching
+    source: Path
+    about: str
+
+
+class DistilledLoss(Loss):
+    """A loss and the part of a teacher.  Local: nothing here communicates.
+
+    The teacher runs before the student's forward: it keeps little, the student much.
+    """
+
+    def __init__(self, loss: Loss, distillation: Distillation) -> None:
+        super().__init__()
+        self._loss = loss
+        self.distillation = distillation
+        self.separate_keys = loss.separate_keys
+        self._taught: Any = None  # the teacher's outputs for the micro-batch
+
+    @property
+    def without_teacher(self) -> Loss:
+        return self._loss
+
+    def prepare(self, model: Any, step: int) -> None:
+        self._loss.prepare(model, step)
+
+    def begin(self) -> None:
         """Checks that the outputs of teacher and student are comparable.
-
-        The student must have its anchors.
 
         Raises: ConfigError, on every rank: they are not comparable.
         """
-        if problem := loss.teacher_mismatch(self.teacher):
+        if problem := self._loss.teacher_mismatch(self.distillation.teacher):
             raise ConfigError(
                 problem,
                 code="teacher_unsuitable",
-                where=f"distill.teacher: {self.source}",
+                where=f"distill.teacher: {self.distillation.source}",
             )
 
     @paddle.no_grad()
-    def ask(self, images_B3HW: Tensor) -> Any:
-        """Raw outputs of the teacher for images 0..255.
+    def before_forward(self, images_B3HW: Tensor) -> None:
+        """Asks the teacher, which normalises images in its own way."""
+        teacher = self.distillation.teacher
+        self._taught = teacher(teacher.normalize(images_B3HW))
 
-        The teacher normalises them in its own way.
-        """
-        return self.teacher(self.teacher.normalize(images_B3HW))
+    def local_normalizers(
+        self, boxes_BM4: Tensor, labels_BM: Tensor, mask_BM: Tensor, size: tuple[int, int]
+    ) -> Tensor | None:
+        return self._loss.local_normalizers(boxes_BM4, labels_BM, mask_BM, size)
 
-    def teach(
+    def forward(
         self,
-        loss: Loss,
-        output: LossOutput,
         outputs: Any,
-        taught: Any,
-        global_normalizers: Tensor | None,
+        boxes_BM4: Tensor,
+        labels_BM: Tensor,
+        mask_BM: Tensor,
+        step: int,
+        global_normalizers: Tensor | None = None,
     ) -> LossOutput:
         """The loss of a micro-batch with the teacher's part; see `Loss.distil`."""
-        return loss.distil(output, outputs, taught, self.teaching, global_normalizers)
+        output = self._loss(outputs, boxes_BM4, labels_BM, mask_BM, step, global_normalizers)
+        taught, self._taught = self._taught, None
+        teaching = self.distillation.teaching
+        return self._loss.distil(output, outputs, taught, teaching, global_normalizers)
 
 
 class Adapters(nn.Layer):
@@ -172,9 +195,7 @@ def build_distillation(
         )
         if fast:
             use_onednn(student.distillation)
-    own = student.distillation
-    adapts = own is not None and bool(own.parameters())
-    return Distillation(teacher, teaching, source, adapts, about)
+    return Distillation(teacher, teaching, source, about)
 
 
 def read_teacher(

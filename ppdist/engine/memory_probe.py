@@ -14,6 +14,7 @@ import json
 import sys
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
+from itertools import count, islice
 from pathlib import Path
 from typing import Any
 
@@ -27,8 +28,8 @@ from ppdist.distributed import comm
 from ppdist.distributed.sync_batch_norm import take_sync_batch_norm
 from ppdist.engine.auto_batch import MISTAKE, NO_MEMORY, Meter, largest_batch
 from ppdist.engine.build import build_model, build_schedule_setup, build_train_step, speed_up_cpu
+from ppdist.engine.clock import Clock
 from ppdist.engine.state import TrainState, capture_state
-from ppdist.engine.train_step import Clock
 from ppdist.optim.lr_scheduler import LearningRates
 
 
@@ -101,9 +102,7 @@ def _trials(config: ExperimentConfig, job: Job, meter: Meter) -> Iterator[dict[s
     for batch in job.batches:
         for size, number in passes:
             drawn = _batches(batch, job.objects, size, config.model.num_classes)
-            result = step(drawn, range(job.micro_batches), number, rates, False, Clock())
-            if result.ran_out:
-                raise MemoryError(f"no memory for {batch} images")
+            step(islice(drawn, job.micro_batches), number, rates, Clock())
             if kept is None:  # one to roll back to, one being written, beside later steps
                 kept = [capture_state(step, TrainState(), schedule) for _ in range(2)]
         yield {kind: used + sent for kind, used in meter.peak().items()}
@@ -116,7 +115,7 @@ def _batches(batch: int, objects: int, size: tuple[int, int], classes: int) -> I
     corner_BM2 = draw.uniform(0, 0.5, (batch, objects, 2))
     side_BM2 = draw.uniform(0.02, 0.5, (batch, objects, 2))
     boxes_BM4 = np.concatenate([corner_BM2, corner_BM2 + side_BM2], 2) * ([width, height] * 2)
-    while True:
+    for number in count():
         yield Batch(
             images_B3HW=paddle.to_tensor(draw.integers(0, 256, (batch, 3, *size), np.uint8)),
             boxes_BM4=paddle.to_tensor(boxes_BM4.astype("float32")),
@@ -126,6 +125,7 @@ def _batches(batch: int, objects: int, size: tuple[int, int], classes: int) -> I
             scale_B2=paddle.ones([batch, 2]),
             offset_B2=paddle.zeros([batch, 2]),
             seeds_B=np.arange(batch),
+            number=number,
         )
 
 

@@ -20,8 +20,8 @@ from ppdist.common.run_log import RunLog
 from ppdist.distributed import comm, device, heartbeat
 from ppdist.engine.callbacks import Callback, StepSeconds, TrainingRun
 from ppdist.engine.evaluator import ClassificationEvaluator, Evaluator
+from ppdist.engine.step_policy import StepResult
 from ppdist.engine.step_sums import StepSums, mean
-from ppdist.engine.train_step import StepResult
 from ppdist.engine.visualize import write_validation
 
 _LOGGER = logging.getLogger("ppdist.engine")
@@ -61,7 +61,7 @@ class HeartbeatCallback(Callback):
         heartbeat.made(
             loss=result.losses["loss"],
             images=result.images,
-            bad=not result.applied and not result.searching,
+            bad=not result.finite and not result.searching,
             step_seconds=seconds.wall,
             own_seconds=seconds.compute,
             data_seconds=seconds.data,
@@ -369,6 +369,21 @@ class EvaluationLogger(Callback):
         except Exception as error:
             _LOGGER.debug("evaluation.json", exc_info=True)
             self._log.warn_once("evaluation.json", error)
+
+
+def loggers(
+    log: RunLog,
+    means: EpochMeans,
+    steps_per_epoch: int,
+    evaluator: Evaluator | ClassificationEvaluator | None,
+) -> list[Callback]:
+    """Callbacks that report epochs and evaluations; evaluator: None: nothing is evaluated."""
+    if evaluator is None:
+        return [EpochLogger(log, means, steps_per_epoch)]
+    return [
+        EpochLogger(log, means, steps_per_epoch, evaluator.headline[:2]),
+        EvaluationLogger(log, evaluator, steps_per_epoch),
+    ]
 
 
 class StragglerMonitor(Callback):

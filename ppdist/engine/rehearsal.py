@@ -1,10 +1,20 @@
 """Trial steps of a planned training, from which its time is estimated."""
 
+from itertools import islice
+
+from ppdist.common.errors import StorageError
 from ppdist.common.eta import ETA, duration
 from ppdist.cpu.precision import BFLOAT16, Kernels
 from ppdist.distributed import comm
-from ppdist.engine.build import Decisions, build_batch_source, build_train_step, speed_up_cpu
-from ppdist.engine.train_step import Clock
+from ppdist.engine.build import (
+    Decisions,
+    build_batch_source,
+    build_train_step,
+    speed_up_cpu,
+    trial_policies,
+)
+from ppdist.engine.clock import Clock
+from ppdist.engine.step_policy import Verdict
 from ppdist.optim.lr_scheduler import LearningRates
 
 _MOST_STEPS, _LEAST_STEPS = 10, 2  # the ETA leaves out the first, which allocates and compiles
@@ -21,21 +31,24 @@ def rehearse(decisions: Decisions, kernels: Kernels = BFLOAT16) -> str:
     """
     config, schedule = decisions.config, decisions.schedule
     speed_up_cpu(config, [decisions.model])
-    names = decisions.train_set.class_names
-    step = build_train_step(config, schedule, decisions.model, kernels, names)
-    if step.distillation is not None:
-        step.distillation.check(step.loss)
-    source = build_batch_source(config, decisions.train_set, schedule)
+    names = decisions.data.train_set.class_names
+    source = build_batch_source(config, decisions.data.train_set, schedule)
+    step = build_train_step(config, schedule, decisions.model, kernels, names, trial_policies())
+    step.loss.begin()
     rates = LearningRates(0.0, 0.0, config.optimizer.momentum)
     eta, clock = ETA(schedule.total_steps), Clock()
-    images = 0 if decisions.val_set is None else len(decisions.val_set.records)
+    val_set = decisions.data.val_set
+    images = 0 if val_set is None else len(val_set.records)
     evaluate_every = schedule.interval(config.evaluate.every_epochs) if images else 0
     eta.expect(evaluate_every, 0, images, schedule.total_batch)
     begun = decisions.start.step or 0  # steps that the run to resume has made
-    batches = source.batches(0, None)
     done = 0
-    for number in range(min(_MOST_STEPS, schedule.total_steps)):
-        if step(batches, source.numbers(number), number, rates, False, Clock()).given_up:
+    for number, batches in enumerate(islice(source.steps(0, None), _MOST_STEPS)):
+        try:
+            given_up = step(batches, number, rates, Clock()).verdict is Verdict.REPEAT
+        except StorageError:  # on all ranks
+            given_up = True
+        if given_up:
             return "time not known: a step had too little memory, or no images"  # on some rank
         clock.lap("steps")
         done = number + 1

@@ -50,7 +50,6 @@ from ppdist.engine.checkpoint import (
 )
 from ppdist.engine.continuation import AUTO, Continuation, read_note, write_note
 from ppdist.engine.data import fingerprint
-from ppdist.engine.distillation import Distillation
 from ppdist.engine.early_stopping import EarlyStoppingState, LossCurves
 from ppdist.engine.output_dirs import OutputDirs
 from ppdist.engine.preflight import digest_of_package
@@ -58,11 +57,11 @@ from ppdist.engine.schedule_setup import ScheduleSetup, extension_note
 from ppdist.engine.step_sums import StepSums
 from ppdist.engine.train_step import TrainStep
 from ppdist.models.weights import digest_of_weights
-from ppdist.optim.optimizer import filter_optimizer_state, load_optimizer_arrays, optimizer_arrays
 from ppdist.storage.retry import unavailable
 
 _LOGGER = logging.getLogger("ppdist")
 _CHUNK = 16 << 20  # bytes per message: gloo times out after 30 s
+_LR_FACTOR = 0.5  # of each rollback
 _OWN = "distillation."  # key prefix of the student's sublayer used only by distillation
 _Groups = dict[str, dict[str, np.ndarray]]
 
@@ -93,7 +92,7 @@ class TrainState(BaseModel, populate_by_name=True):
     class_scores: list[float | None] | None = None  # from the last evaluation
     best_f1_threshold: float | None = Field(default=None, ge=0, le=1)  # ditto
     run: Run | None = None  # None: the checkpoint predates run ids
-    # Each halves the learning rate; see engine/recovery.py.
+    # Each halves the learning rate; see `lr_factor`.
     rollbacks: int = Field(default=0, alias="returns")
     # Images; set once a rank ran out of memory for a whole micro-batch.
     max_micro_batch: int | None = Field(default=None, gt=0, alias="most_images")
@@ -103,7 +102,11 @@ class TrainState(BaseModel, populate_by_name=True):
     # Of the epoch, and of the steps since the last record; None: the checkpoint predates them.
     epoch_sums: StepSums | None = None
     record_sums: StepSums | None = None
-    stop: bool = Field(default=False, exclude=True)  # this process was asked to stop
+
+    @property
+    def lr_factor(self) -> float:
+        """Factor of the learning rate after the rollbacks so far."""
+        return _LR_FACTOR**self.rollbacks
 
     @field_validator("best", mode="before")
     @classmethod
@@ -121,7 +124,7 @@ class TrainState(BaseModel, populate_by_name=True):
         self.bad_steps = 0
 
 
-_KEPT_IN_ROLLBACK = {"rollbacks", "max_micro_batch", "run", "stop"}
+_KEPT_IN_ROLLBACK = {"rollbacks", "max_micro_batch", "run"}
 
 
 class _SavedState(TrainState):
@@ -143,25 +146,23 @@ class _SavedState(TrainState):
 
 def capture_state(step: TrainStep, state: TrainState, schedule: ScheduleSetup) -> Snapshot:
     """A copy of everything a run resumes from.  Collective."""
-    optimizer = optimizer_arrays(step.optimizer, step.model)
     groups = {
         "model": {key: _array(value) for key, value in step.model.state_dict().items()},
-        "optimizer": optimizer if step.sharding is None else step.sharding.full_state(optimizer),
+        "optimizer": step.optimizer.state(),
     }
-    residuals = step.grad_sync.state()
+    residuals = step.exchange.state()
     if residuals:
         groups["averaging"] = residuals
-    if step.ema is not None:
-        groups["ema"] = step.ema.state()
-    scaler = step.scaler.state_dict()
     about = {
         "epoch": state.step / schedule.steps_per_epoch,
         **_made_of(schedule),
-        "ema_updates": step.ema.updates if step.ema is not None else 0,
-        "ema_restarted": step.ema.restarted if step.ema is not None else None,
-        "scaler": {k: v.tolist() if hasattr(v, "tolist") else v for k, v in scaler.items()},
+        "scaler": step.precision.state(),
         "code": digest_of_package(),
     }
+    for policy in step.policies:
+        arrays, facts = policy.state()
+        groups |= arrays
+        about |= facts
     saved = _SavedState(**{**dict(state), **about}).model_dump(mode="json", by_alias=True)
     return Snapshot(state.step, _without_distillation(groups), saved)
 
@@ -185,7 +186,8 @@ def restore_state(saved: Snapshot, step: TrainStep) -> tuple[TrainState, str]:
     Raises: CheckpointError: its model has other shapes, or it is incomplete.
     """
     state = saved.state
-    groups = _with_distillation(saved, step.distillation)
+    adapters = getattr(step.model, "distillation", None)
+    groups = _with_distillation(saved, adapters is not None and bool(adapters.parameters()))
     arrays = groups["model"] or {}
     live = {key: list(value.shape) for key, value in step.model.state_dict().items()}
     there = {key: list(value.shape) for key, value in arrays.items()}
@@ -206,16 +208,12 @@ def restore_state(saved: Snapshot, step: TrainStep) -> tuple[TrainState, str]:
             fix="start a new run with its weights: model.pretrained=PATH",
         )
     copy_into(step.model.state_dict(), arrays)
-    optimizer_state, begun = filter_optimizer_state(step.optimizer, step.model, optimizer_state)
-    if step.sharding is not None:
-        optimizer_state = step.sharding.local_state(optimizer_state)
-    load_optimizer_arrays(step.optimizer, step.model, optimizer_state)
-    lost = step.grad_sync.load(saved.groups.get("averaging") or {})
-    if step.ema is not None:  # without a saved average, start a new one from the weights
-        restarted = state.get("ema_restarted")
-        step.ema.load(groups["ema"] or arrays, state["ema_updates"], restarted)
-    if state["scaler"]:
-        step.scaler.load_state_dict(state["scaler"])
+    begun = step.optimizer.load(optimizer_state)
+    lost = step.exchange.load(saved.groups.get("averaging") or {})
+    for policy in step.policies:
+        policy.load(groups, state)
+    step.precision.load(state["scaler"])
+    step.statistics.forget()
     # Older versions did not record evaluations; without this, one would be repeated.
     restored = _SavedState.model_validate({"evaluated_step": saved.step} | state)
     return restored, "; ".join(filter(None, [begun, lost]))
@@ -237,15 +235,14 @@ def _without_distillation(groups: _Groups) -> _Groups:
     return groups | kept | ({"distillation": own} if own else {})
 
 
-def _with_distillation(
-    saved: Snapshot, distillation: Distillation | None
-) -> dict[str, dict[str, np.ndarray] | None]:
+def _with_distillation(saved: Snapshot, adapts: bool) -> dict[str, dict[str, np.ndarray] | None]:
     """Undoes `_without_distillation`; without a teacher, omits its group.
 
+    Args: adapts: the model has adapters that learn.
     Raises: CheckpointError: the checkpoint lacks the adapters of the current teacher.
     """
     groups = {name: saved.groups.get(name) for name in ("model", "optimizer", "ema")}
-    if distillation is None or not distillation.adapts:
+    if not adapts:
         return groups
     own = saved.groups.get("distillation")
     if own is None:
@@ -711,12 +708,13 @@ def validate_resume(
     return now
 
 
-def prepare_output_dir(start: Start, run: Run, schedule: ScheduleSetup) -> None:
+def prepare_output_dir(start: Start, run: Run, schedule: ScheduleSetup) -> list[str]:
     """Moves files of other runs out of the run's folder.  Collective.
 
     In each folder that it writes to, an earlier run moves to `old-N` inside it; checkpoints that
     this run will rewrite move beside their folder.  Then the run's id and its micro-batches are
     recorded with the job.
+    Returns: warnings.
     Raises: CheckpointError: an OS error.
     """
     snapshot, dirs, output_dir = start.snapshot, start.dirs, start.dirs.folder
@@ -743,7 +741,7 @@ def prepare_output_dir(start: Start, run: Run, schedule: ScheduleSetup) -> None:
             said.append(f"{start.folder} is a link: checkpoints go to {start.folder.resolve()}")
         return said
 
-    start.warnings += comm.run_on_main(clear)
+    warnings: list[str] = comm.run_on_main(clear)
     if snapshot is None:
         dirs.forget()
     if comm.local_rank() == 0:  # each host has a folder of its own
@@ -751,6 +749,7 @@ def prepare_output_dir(start: Start, run: Run, schedule: ScheduleSetup) -> None:
             write_note(RUN_NOTE, asdict(JobNote(run.id, kept, _made_of(schedule))))
         except OSError as error:
             _LOGGER.warning("a restart by fleetrun will start this run from scratch: %s", error)
+    return warnings
 
 
 def log_start(start: Start, schedule: ScheduleSetup, log: RunLog, record_every: int) -> None:

@@ -7,7 +7,7 @@ from pydantic import BaseModel, Field
 
 if TYPE_CHECKING:
     from ppdist.engine.callbacks import StepSeconds
-    from ppdist.engine.train_step import StepResult
+    from ppdist.engine.step_policy import StepResult
 
 
 class StepSums(BaseModel):

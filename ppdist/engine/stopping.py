@@ -14,6 +14,16 @@ from ppdist.distributed import comm, heartbeat
 _SAME_REQUEST_SECONDS = 2.0
 
 
+class StopRequest:
+    """Whether this process was asked to stop.
+
+    Attributes:
+        made: it was; every rank hears of it in the next step's sum.
+    """
+
+    made = False
+
+
 def until_first_step() -> None:
     """Lets a signal end this process until `listen`.
 

@@ -71,6 +71,20 @@ class Loss(nn.Layer):
         Called before the forward passes of a step.
         """
 
+    def begin(self) -> None:
+        """Called before the first step, once the model has its weights and anchors."""
+
+    def before_forward(self, images_B3HW: Tensor) -> None:
+        """Called before the model sees a micro-batch, in the precision of the step.
+
+        Args: images_B3HW: uint8 RGB.
+        """
+
+    @property
+    def without_teacher(self) -> "Loss":
+        """What the ground truth alone says, for a validation."""
+        return self
+
     def local_normalizers(
         self, boxes_BM4: Tensor, labels_BM: Tensor, mask_BM: Tensor, size: tuple[int, int]
     ) -> Tensor | None:

@@ -1,7 +1,7 @@
 """Exponential moving average of a model's weights and statistics."""
 
 import math
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -148,7 +148,7 @@ class EMA:
         return {key: value.clone().numpy() for key, value in self.average.items()}
 
     def load(
-        self, arrays: dict[str, np.ndarray], updates: int, restarted: int | None = None
+        self, arrays: Mapping[str, np.ndarray], updates: int, restarted: int | None = None
     ) -> None:
         """Continues from a checkpoint's average, `updates` and `restarted`.
 

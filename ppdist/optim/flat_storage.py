@@ -111,6 +111,11 @@ class FlatGradients:
         ]
         self._order = paddle.to_tensor(sorted(range(len(order)), key=order.__getitem__))
 
+    def are_of(self, parameters: Sequence[paddle.Tensor]) -> bool:
+        """Whether these very parameters have a gradient."""
+        same = all(ours is other for ours, other in zip(self.parameters, parameters))
+        return same and len(self.parameters) == len(parameters)
+
     def release(self) -> None:
         """Holds nothing any more, so that backward has the memory."""
         self._flats.clear()

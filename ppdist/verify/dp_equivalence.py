@@ -41,8 +41,9 @@ from ppdist.distributed import comm, device, paddle_api
 from ppdist.distributed.sync_batch_norm import take_sync_batch_norm
 from ppdist.engine.build import build_training
 from ppdist.engine.checkpoint import Snapshot, path_of, read_checkpoint, save_checkpoint, unpacked
+from ppdist.engine.clock import Clock
 from ppdist.engine.state import TrainState, capture_state, restore_state
-from ppdist.engine.train_step import Clock, TrainStep
+from ppdist.engine.train_step import TrainStep
 
 Report = dict[str, Any]
 # What training leaves, float64; S steps:
@@ -247,21 +248,19 @@ def train_steps(
     parameters = {k: v for k, v in step.model.named_parameters() if not v.stop_gradient}
     before = _weights(step)
     sketches_before, sketches_after = [], []
-    batches, results = trainer.batch_source.batches(0, None), []
+    steps_of_batches, results = trainer.batch_source.steps(0, None), []
     for number in range(count):
         if keep is not None:
             state = capture_state(step, TrainState(step=number), schedule)
             comm.run_on_main(partial(_write_state, keep, state))
         if begin is not None and number:
             restore_state(_read_state(begin, number), step)
-            step.forget()
         if rounding is not None:
             rounding.move(parameters, before, number)
             before = {key: _array(value) for key, value in parameters.items()}
         sketches_before.append(_sketches(step, _weights(step)))
         rates = schedule.lr_scheduler.rates(number)
-        numbers = trainer.batch_source.numbers(number)
-        results.append(step(batches, numbers, number, rates, False, Clock()))
+        results.append(step(next(steps_of_batches), number, rates, Clock()))
         sketches_after.append(_sketches(step, _weights(step)))
     trace = _columns("losses", [result.losses for result in results])
     trace |= _columns("before", sketches_before) | _columns("after", sketches_after)
@@ -295,7 +294,7 @@ def _array(tensor: paddle.Tensor) -> np.ndarray:
 
 def _weights(step: TrainStep) -> dict[str, np.ndarray]:
     """What is trained: of parameters in a lower precision their float32 masters."""
-    masters = step._masters()
+    masters = step.optimizer.masters()
     named = step.model.named_parameters()
     return {key: _array(masters.get(key, p)) for key, p in named if not p.stop_gradient}
 
@@ -327,8 +326,8 @@ def sketch(arrays: dict[str, np.ndarray]) -> np.ndarray:
 
 def _digest(step: TrainStep) -> np.ndarray:
     digest = hashlib.blake2b(digest_size=16)
-    averages = {} if step.ema is None else step.ema.average
-    for tensor in [*step.model.state_dict().values(), *averages.values()]:
+    averages = [tensor for policy in step.policies for tensor in policy.averaged().values()]
+    for tensor in [*step.model.state_dict().values(), *averages]:
         digest.update(np.ascontiguousarray(_array(tensor)).tobytes())
     return np.frombuffer(digest.digest(), np.uint8)
 

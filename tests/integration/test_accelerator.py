@@ -15,23 +15,26 @@ from paddle import nn
 from ppdist.common.errors import ConfigError
 from ppdist.config.distributed import DistributedConfig
 from ppdist.config.optimizer import OptimizerConfig
-from ppdist.config.train import AmpConfig
 from ppdist.data.datasets.synthetic import make_shapes
 from ppdist.distributed import comm, device
-from ppdist.distributed.sync_batch_norm import SyncBatchNorm2D, synchronize_batch_norm
-from ppdist.engine.recovery import check_replica_consistency
-from ppdist.engine.train_step import StepResult, TrainStep
+from ppdist.distributed.sync_batch_norm import synchronize_batch_norm
+from ppdist.engine.policies.average import AveragedWeights
+from ppdist.engine.policies.replicas import check_replica_consistency
+from ppdist.engine.precision import Precision
+from ppdist.engine.step_policy import StepResult
+from ppdist.engine.train_step import StepSettings, TrainStep
 from ppdist.losses.base import Loss, LossOutput
 from ppdist.models.base import ImageModel
 from ppdist.optim.ema import EMA
-from ppdist.optim.grad_sync import build_grad_sync, build_sharding
+from ppdist.optim.exchange import build_exchange
 from ppdist.optim.lr_scheduler import LearningRates
-from ppdist.optim.optimizer import build_optimizer, optimizer_arrays
+from ppdist.optim.optimizer import build_optimizer
+from ppdist.optim.updater import ShardedUpdater, Updater
 from tests.accelerator import plugin
 from tests.distributed import run_on_ranks
 from tests.once import for_all_workers
 from tests.unit.engine.runs import assert_same_checkpoint, records, run_to_end
-from tests.unit.engine.tiny import FASTEST, blank_batch, fixed_batch, take_step
+from tests.unit.engine.tiny import FASTEST, blank_batch, ema_of, fixed_batch, take_step
 
 # How the ranks make one step of their gradients: each takes two micro-batches, of which the last
 # rank's second is blank in the third step.
@@ -123,8 +126,8 @@ def _train(branch: str) -> dict[str, int]:
     for step in range(STEPS):
         _take(train_step, step)
     arrays = {f"model/{key}": each.numpy() for key, each in train_step.model.state_dict().items()}
-    arrays |= {f"average/{key}": each.numpy() for key, each in train_step.ema.average.items()}
-    arrays |= optimizer_arrays(train_step.optimizer, train_step.model)
+    arrays |= {f"average/{key}": each.numpy() for key, each in ema_of(train_step).average.items()}
+    arrays |= train_step.optimizer.state()
     return {key: zlib.crc32(np.ascontiguousarray(each)) for key, each in arrays.items()}
 
 
@@ -137,12 +140,13 @@ def _train_step(branch: str) -> TrainStep:
     name = "adamw" if config.shard_optimizer else "momentum"
     optimizer = build_optimizer(model, OptimizerConfig(name=name), 0.1, False)
     trained = {key: each for key, each in model.named_parameters() if not each.stop_gradient}
+    updater = Updater(optimizer, model)
+    if config.shard_optimizer:
+        updater = ShardedUpdater(optimizer, model, trained)
     return TrainStep(
-        model=model, loss=Sum(), optimizer=optimizer, ema=EMA(model, lambda step: 0.5, {}),
-        amp=AmpConfig(), clip_norm=1.0,
-        grad_sync=build_grad_sync(config, trained, optimizer, STEPS),
-        sharding=build_sharding(config, trained),
-        loss_divisor=4.0, spread=together, seed=0,
+        model, Sum(), updater, build_exchange(config, trained, optimizer, STEPS),
+        Precision(), [AveragedWeights(EMA(model, lambda step: 0.5, {}), updater)],
+        StepSettings(seed=0, clip_norm=1.0, loss_divisor=4.0, spread=together),
     )  # fmt: skip
 
 
@@ -151,9 +155,7 @@ def _take(train_step: TrainStep, step: int) -> None:
     halves = [fixed_batch(step, start + at, start + at + 2) for at in (0, 2)]
     batches = halves
     if step == 2 and comm.rank():  # one micro-batch less, or none of the images of one
-        layers = train_step.model.sublayers()
-        spread = any(isinstance(layer, SyncBatchNorm2D) for layer in layers)
-        batches = [halves[0], blank_batch()] if spread else halves[:1]
+        batches = [halves[0], blank_batch()] if train_step.statistics.spread else halves[:1]
     rates = LearningRates(0.1, 0.1, 0.9)
     assert take_step(train_step, batches, step, rates).applied
 

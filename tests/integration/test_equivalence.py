@@ -22,6 +22,7 @@ from tests.unit.engine.teachers import ALL, write_teacher
 from tests.unit.engine.tiny import (
     IMAGES,
     build_step,
+    ema_of,
     init_cpu,
     sampled_batches,
     take_step,
@@ -154,7 +155,7 @@ def train(case: Case) -> dict:
     assert all(result.applied for result in results)
     weights = weights_of(step.model)
     state = {key: value.numpy() for key, value in step.model.state_dict().items()}
-    averages = step.ema.state()
+    averages = ema_of(step).state()
     arrays = {"weights": weights, "averages": {key: averages[key] for key in weights}}
     arrays["statistics"] = {key: state[key] for key in state if key not in weights}
     held = [*state.values(), *averages.values()]

@@ -233,7 +233,7 @@ def attempt(shapes: Path, output: Path, row: dict, event: str, resume: bool) -> 
         kernels=EMULATED,
     )
     if row["settings"] == list(BY_CLASS):  # what so short a run learns is 0 for every class
-        evaluator, state = experiment.trainer.evaluator, experiment.trainer.state
+        evaluator, state = experiment.trainer.evaluations.evaluator, experiment.trainer.state
         evaluator.class_scores = lambda metrics: [state.step / 20, 0.9, None]
     try:
         with experiment.log:
@@ -244,7 +244,7 @@ def attempt(shapes: Path, output: Path, row: dict, event: str, resume: bool) -> 
         assert (code, kind) in ((0, "end"), (0, ""), (STOPPED, "term"))
     trainer = experiment.trainer
     digest = hashlib.blake2b()
-    for model in (trainer.train_step.model, trainer.evaluated_model):
+    for model in (trainer.train_step.model, trainer.evaluations.model):
         for value in model.state_dict().values():
             digest.update(value.numpy().tobytes())
     return digest.hexdigest()

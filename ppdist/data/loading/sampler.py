@@ -93,13 +93,27 @@ class TrainSampler:
 
         A rank that keeps the others company has one beyond the last.
         """
-        total = self.batches.total_batch
-        images = min(total, self.epoch_size - step % self.steps_per_epoch * total)
+        images = self._images(step)
         whole = min(self.batches.count * self.parts, images)
         if self.batches.spread:
             return range(whole)
         takers = self.batches.takers(whole, self.world)
         return [at for at, rank in enumerate(takers) if rank == self.rank] or [whole + self.rank]
+
+    def shares(self, step: int) -> list[float]:
+        """What this rank has of each of its micro-batches; see `Batch.share`."""
+        numbers = self.numbers(step)
+        if not self.batches.spread:
+            return [1.0] * len(numbers)
+        whole, rest = divmod(self._images(step), len(numbers))
+        sizes = [whole + (number < rest) for number in numbers]
+        takers = [self.batches.takers(size, self.world) for size in sizes]
+        return [ranks.count(self.rank) * self.world / len(ranks) for ranks in takers]
+
+    def _images(self, step: int) -> int:
+        """Images of one optimizer step over all ranks."""
+        total = self.batches.total_batch
+        return min(total, self.epoch_size - step % self.steps_per_epoch * total)
 
     def micro_batches(self, step: int) -> list[list[SampleKey]]:
         """This rank's keys of one optimizer step, one list per micro-batch."""

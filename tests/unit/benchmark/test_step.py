@@ -27,21 +27,21 @@ def test_a_training_is_measured_by_part():
 
 
 def test_more_steps_than_the_run_has_begin_anew():
-    batch_source = SimpleNamespace(
-        batches=lambda first, scores: iter(["a", "b"]), numbers=lambda step: [0]
-    )
+    batch_source = SimpleNamespace(steps=lambda first, scores: iter(["a", "b"]))
     done = SimpleNamespace(losses={"loss": 1.0}, images=4, applied=True)
     seen = []
 
-    def train_step(batches, numbers, number, *_):
-        seen.append((next(batches), number))
+    def train_step(batches, number, *_):
+        seen.append((batches, number))
         return done
 
     rates = SimpleNamespace(rates=lambda number: None)
     schedule = SimpleNamespace(lr_scheduler=rates, total_steps=2)
     trainer = SimpleNamespace(schedule=schedule, train_step=train_step, batch_source=batch_source)
     batches = _endless(batch_source)
-    assert [measure_step(trainer, batches, number)["images"] for number in range(5)] == [4] * 5
+    assert [measure_step(trainer, next(batches), number)["images"] for number in range(5)] == [
+        4
+    ] * 5
     assert seen == [("a", 0), ("b", 1), ("a", 0), ("b", 1), ("a", 0)]
 
 

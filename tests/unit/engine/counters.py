@@ -13,9 +13,12 @@ import pytest
 
 from ppdist.data.types import Batch
 from ppdist.distributed import heartbeat
-from ppdist.engine.train_step import Clock, StepResult, TrainStep
+from ppdist.engine.clock import Clock
+from ppdist.engine.step_policy import StepResult
+from ppdist.engine.train_step import TrainStep
 from ppdist.optim.lr_scheduler import LearningRates
 from tests.source_tree import REPOSITORY
+from tests.unit.engine.tiny import numbered
 
 _PACKAGE = REPOSITORY / "ppdist"  # the folder of the clone may be named like it
 _LIST = paddle.base.core  # Paddle's own list of the operators it has dispatched
@@ -76,7 +79,7 @@ def count_step(
     with pytest.MonkeyPatch.context() as patch, _listing():
         patch.setattr(step.loss, "local_normalizers", apart)
         _watch_reads(patch, counts)
-        result = step(iter(batches), range(len(batches)), number, rates, False, clock)
+        result = step(numbered(batches), number, rates, clock)
         clock.lap("rest")
     return result, counts
 

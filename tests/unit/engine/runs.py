@@ -50,21 +50,21 @@ def run_to_end(data, output_dir, *overrides, **options):
     return experiment
 
 
-def at_step(trainer, number, action, times=1):
-    """Calls `action` when a step (from 0) begins, the first so many times."""
-    trainer.callbacks.append(AtStep(number, action, times))
-
-
 class AtStep(Callback):
-    """Does something when a step (from 0) begins, the first so many times."""
+    """Calls `action` when a step (from 0) begins, the first so many times."""
 
-    def __init__(self, number, action, times):
-        self.number, self.action, self.times = number, action, times
+    def __init__(self, number, action, times=1):
+        self._number, self._action, self._left = number, action, times
 
     def on_step_begin(self, step):
-        if step - 1 == self.number and self.times:
-            self.times -= 1
-            self.action()
+        if step == self._number + 1 and self._left:
+            self._left -= 1
+            self._action()
+
+
+def at_step(trainer, number, action, times=1):
+    """Adds an AtStep."""
+    trainer.callbacks.append(AtStep(number, action, times))
 
 
 def spoil(trainer, steps, times=1, factor=math.nan):

@@ -116,7 +116,7 @@ def test_steps_train_student_and_keep_teacher(model, teachers, tmp_path):
     init_cpu()
     config = distilled_config(tmp_path, teachers[model], model=model)
     step, rates = build_step(config, frozen=False)
-    teacher = step.distillation.teacher
+    teacher = step.loss.distillation.teacher
     before = arrays_of(teacher)
     kept = load_file(teachers[model] / "checkpoints" / "last" / "ema.safetensors")
     start = arrays_of(step.model)
@@ -236,7 +236,7 @@ def test_nms_free_teacher_teaches_by_other_head(teachers, tmp_path):
     student = ["model.one_to_one=true"]
     teacher = write_teacher(tmp_path / "teacher", *student, seen=False)
     step, rates = build_step(distilled_config(tmp_path, teacher, *student), frozen=False)
-    head = arrays_of(step.distillation.teacher)["yolo_head.pred_cls.0.weight"]
+    head = arrays_of(step.loss.distillation.teacher)["yolo_head.pred_cls.0.weight"]
     ema = load_file(teacher / "checkpoints" / "last" / "ema.safetensors")
     assert (head == ema["yolo_head.pred_cls.0.weight"]).all()
     assert (head != ema["one_to_one_head.pred_cls.0.weight"]).any()

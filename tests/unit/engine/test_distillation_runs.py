@@ -68,7 +68,7 @@ def taught(shapes, teacher, tmp_path_factory):
     """The output_dir of a run of four steps."""
     folder = tmp_path_factory.mktemp("taught")
     experiment = run(shapes, folder, *teach(teacher))
-    layers = experiment.trainer.train_step.distillation.teacher.sublayers()
+    layers = experiment.trainer.train_step.loss.distillation.teacher.sublayers()
     fast = any(
         type(layer) is OneDNNConv2D for layer in experiment.trainer.train_step.model.sublayers()
     )
@@ -124,7 +124,7 @@ def test_student_evaluates_and_exports_no_adapter(shapes, teacher, tmp_path):
     lesson = (*teach(teacher), "train.max_steps=3")
     experiment = run(shapes, tmp_path / "run", *lesson, evaluate=True)
     average = load_file(tmp_path / "run" / "checkpoints" / "last" / "ema.safetensors")
-    evaluated = arrays_of(experiment.trainer.evaluated_model)
+    evaluated = arrays_of(experiment.trainer.evaluations.model)
     assert evaluated.keys() == average.keys()
     assert all(np.array_equal(evaluated[key], average[key]) for key in average)
     assert '"mAP": ' in (tmp_path / "run" / "metrics.jsonl").read_text()

@@ -116,13 +116,13 @@ def trained(data, output, *overrides, resume=None, before=lambda trainer: None, 
         model=FASTEST, evaluate=True, resume=resume, callbacks=callbacks,
     )  # fmt: skip
     trainer = experiment.trainer
-    inner = trainer.evaluator.evaluate
+    inner = trainer.evaluations.evaluator.evaluate
 
     def evaluate(*arguments):
         epochs = trainer.state.step / trainer.schedule.steps_per_epoch
         return {**inner(*arguments), "mAP": SCORES[epochs]}
 
-    trainer.evaluator.evaluate = evaluate
+    trainer.evaluations.evaluator.evaluate = evaluate
     with experiment.log:
         before(trainer)
         return trainer.fit(), trainer

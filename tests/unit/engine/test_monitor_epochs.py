@@ -12,7 +12,7 @@ from ppdist.common.errors import UserError
 from ppdist.common.records import read_metrics
 from ppdist.engine.callbacks import StepSeconds, TrainingRun
 from ppdist.engine.monitor import EpochLogger, EpochMeans
-from ppdist.engine.train_step import StepResult
+from ppdist.engine.step_policy import StepResult, Verdict
 from tests.distributed import run_on_ranks
 from tests.unit.engine.runs import build_run
 from tests.unit.engine.tiny import FASTEST, step_result
@@ -45,7 +45,8 @@ class Heard:
 
 
 def made(loss: float, applied: bool = True) -> StepResult:
-    return step_result(losses={"loss": loss, "loss_box": loss / 2}, applied=applied)
+    verdict = Verdict.APPLY if applied else Verdict.SKIP
+    return step_result(losses={"loss": loss, "loss_box": loss / 2}, verdict=verdict)
 
 
 def test_epoch_row_summarises_its_applied_steps():

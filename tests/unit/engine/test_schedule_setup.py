@@ -198,7 +198,7 @@ def test_schedule_setup_reaches_optimizer_and_loss(tmp_path, monkeypatch):
     )  # batch 8: E = 10 * (1 + 1) / (1 + 1 / 4) = 16
     step = build.build_train_step(config, schedule, build.build_model(config))
     rate = math.sqrt(4 * 1.25 / 2)  # kappa 4 counts as 2.5
-    assert step.optimizer.get_lr() == pytest.approx(0.01 * rate)
+    assert step.optimizer.optimizer.get_lr() == pytest.approx(0.01 * rate)
     assert schedule.scaled.weight_decay == pytest.approx(0.05 * 4 / rate)
     assert step.loss.static_steps == round(3 * 1.6 * 8)  # 3 of 10 epochs, of 8 steps each
     monkeypatch.setattr(build, "BatchSource", lambda dataset, data, *_, **__: data)

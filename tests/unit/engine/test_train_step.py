@@ -1,5 +1,6 @@
 """One optimizer step against the same step computed by hand in numpy."""
 
+from collections.abc import Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -8,14 +9,17 @@ import pytest
 from paddle import nn
 
 from ppdist.config.optimizer import OptimizerConfig
-from ppdist.config.train import AmpConfig
 from ppdist.data.types import Batch
-from ppdist.engine.train_step import TrainStep
+from ppdist.engine.clock import Clock
+from ppdist.engine.precision import Precision
+from ppdist.engine.step_policy import StepPolicy, Verdict
+from ppdist.engine.train_step import StepSettings, TrainStep
 from ppdist.losses.base import Loss, LossOutput
 from ppdist.models.base import ImageModel, Targets
-from ppdist.optim.grad_sync import AllReduceSync
+from ppdist.optim.exchange import Exchange
 from ppdist.optim.lr_scheduler import LearningRates
 from ppdist.optim.optimizer import build_optimizer
+from ppdist.optim.updater import Updater
 from tests.unit.engine.tiny import init_cpu, take_step
 
 LR, MOMENTUM, CLIP = 0.1, 0.9, 0.5
@@ -52,20 +56,16 @@ def batch_of(x_B3: np.ndarray) -> Batch:
     return Batch(images, boxes, *rest, seeds_B=np.arange(len(x_B3)))
 
 
-def step_of(model: Plane, config: OptimizerConfig, clip: float | None = None) -> TrainStep:
-    return TrainStep(
-        model=model,
-        loss=HalfSquares(),
-        optimizer=build_optimizer(model, config, LR, False),
-        ema=None,
-        amp=AmpConfig(),
-        clip_norm=clip,
-        grad_sync=AllReduceSync(),
-        sharding=None,
-        loss_divisor=1.0,
-        spread=False,
-        seed=0,
-    )
+def step_of(
+    model: Plane,
+    config: OptimizerConfig,
+    clip: float | None = None,
+    policies: Sequence[StepPolicy] = (),
+) -> TrainStep:
+    optimizer = Updater(build_optimizer(model, config, LR, False), model)
+    settings = StepSettings(seed=0, clip_norm=clip)
+    precision = Precision()
+    return TrainStep(model, HalfSquares(), optimizer, Exchange(), precision, policies, settings)
 
 
 @pytest.mark.parametrize("clip", [None, CLIP])
@@ -97,6 +97,28 @@ def test_clipped_momentum_steps_equal_numpy(clip):
         np.testing.assert_allclose(model.linear.bias.numpy(), [bias], rtol=1e-5)
         norms.append(norm)
     assert max(norms) > CLIP and min(norms) != CLIP  # clipping had something to do
+
+
+class SkipSecond(StepPolicy):
+    """Skips every second step, whatever it would have taught."""
+
+    def before_step(self, step, synchronised):
+        self._skips = step % 2 == 1
+
+    def verdict(self, totals):
+        return Verdict.SKIP if self._skips else Verdict.APPLY
+
+
+def test_a_policy_can_skip_a_step():
+    init_cpu()
+    model = Plane(np.ones(3, "float32"), 0.5)
+    step = step_of(model, OptimizerConfig(), policies=[SkipSecond()])
+    rates, weights = LearningRates(lr=LR, bias_lr=LR, momentum=MOMENTUM), []
+    for number in range(3):
+        result = step([batch_of(np.ones((2, 3), "float32"))], number, rates, Clock())
+        assert (result.applied, result.finite) == (number != 1, True)
+        weights.append(model.linear.weight.numpy())
+    assert np.array_equal(weights[0], weights[1]) and not np.array_equal(weights[1], weights[2])
 
 
 def test_a_model_that_takes_targets_gets_them_of_each_batch():

@@ -5,14 +5,15 @@ import paddle
 import pytest
 from paddle import nn
 
-from ppdist.config.train import AmpConfig
 from ppdist.data.types import Batch
 from ppdist.distributed import comm
-from ppdist.engine.train_step import TrainStep
+from ppdist.engine.precision import Precision
+from ppdist.engine.train_step import StepSettings, TrainStep
 from ppdist.losses.base import Loss, LossOutput
 from ppdist.models.base import ImageModel
-from ppdist.optim.grad_sync import DuringBackward
+from ppdist.optim.exchange import DuringBackward
 from ppdist.optim.lr_scheduler import LearningRates
+from ppdist.optim.updater import Updater
 from tests.distributed import run_on_ranks
 from tests.unit.engine.amp import enable_scaling
 from tests.unit.engine.tiny import init_cpu, take_step
@@ -72,31 +73,22 @@ def build() -> tuple[TrainStep, RecordingOptimizer]:
     model = Scale()
     optimizer = RecordingOptimizer(model.w)
     step = TrainStep(
-        model=model,
-        loss=Total(),
-        optimizer=optimizer,
-        ema=None,
-        amp=AmpConfig(dtype="float16"),
-        clip_norm=None,
-        grad_sync=DuringBackward(),  # as on GPUs
-        sharding=None,
-        loss_divisor=1.0,
-        spread=False,
-        seed=0,
-    )
+        model, Total(), Updater(optimizer, model), DuringBackward(),  # as on GPUs
+        Precision(), [], StepSettings(seed=0),
+    )  # fmt: skip
     return step, optimizer
 
 
 def test_overflow_halves_loss_scale(record_property):
     init_cpu()
     step, optimizer = build()
-    enable_scaling(step.scaler)
+    enable_scaling(step.precision.scaler)
     paddle.amp.auto_cast(enable=False, dtype="float16").__enter__()  # what scale() looks at
     scales = []
     for number, value in enumerate((2.0, float("inf"), float("inf"), 4.0)):
         result = take_step(step, [batch(value)], number, RATES)
         assert result.applied == (value < 5)
-        scales.append(step.scaler._scale.item())
+        scales.append(step.precision.scaler._scale.item())
     assert scales == [1024.0, 512.0, 256.0, 256.0]
     record_property("figure", "1024 to 256 by two overflows")
     assert optimizer.gradients == pytest.approx([2.0, 4.0])  # unscaled
@@ -105,12 +97,12 @@ def test_overflow_halves_loss_scale(record_property):
 def test_high_loss_scale_is_no_fault_until_below_one():
     init_cpu()
     step, _ = build()
-    enable_scaling(step.scaler)
+    enable_scaling(step.precision.scaler)
     paddle.amp.auto_cast(enable=False, dtype="float16").__enter__()
 
     def searching(value, scale):
-        state = step.scaler.state_dict()
-        step.scaler.load_state_dict({**state, "scale": np.array([scale], "float32")})
+        state = step.precision.scaler.state_dict()
+        step.precision.scaler.load_state_dict({**state, "scale": np.array([scale], "float32")})
         result = take_step(step, [batch(value)], 0, RATES)
         assert not result.applied
         return result.searching

@@ -14,11 +14,18 @@ from ppdist.distributed import comm
 from ppdist.engine import build
 from ppdist.engine.preflight import check_precision
 from ppdist.models.layers import ConvBNLayer
-from ppdist.optim.ema import EMA
 from tests.distributed import run_on_ranks
 from tests.emulated_bfloat16 import EMULATED
 from tests.errors import raises
-from tests.unit.engine.tiny import IMAGES, build_step, fixed_batch, init_cpu, take_step, tiny_config
+from tests.unit.engine.tiny import (
+    IMAGES,
+    build_step,
+    ema_of,
+    fixed_batch,
+    init_cpu,
+    take_step,
+    tiny_config,
+)
 
 ON = (
     "train.cpu_convolutions=auto",
@@ -66,16 +73,15 @@ def test_loss_of_200_steps_within_one_percent(model, tmp_path, record_property):
         assert difference < 0.01
         assert np.mean(low[-20:]) < np.mean(low[:20])
         assert all(p.dtype == paddle.float32 for p in step.model.parameters())
-        assert all(tensor.dtype == paddle.float32 for tensor in step.ema.average.values())
+        assert all(tensor.dtype == paddle.float32 for tensor in ema_of(step).average.values())
 
 
 def test_ema_follows_float32_masters(tmp_path):
     step, _ = steps(tmp_path, (*level("O2"), "train.ema.enabled=true"), 1, model="yolov5")
-    assert isinstance(step.ema, EMA)
     fresh = build.build_model(tiny_config(tmp_path, (), "yolov5")).state_dict()
     name = "backbone.stem.conv.weight"
     moved = step.model.state_dict()[name].numpy() - fresh[name].numpy()
-    averaged = step.ema.average[name].numpy() - fresh[name].numpy()
+    averaged = ema_of(step).average[name].numpy() - fresh[name].numpy()
     share = averaged.ravel() @ moved.ravel() / (moved.ravel() @ moved.ravel())
     np.testing.assert_allclose(averaged, share * moved, atol=1e-7)
     low = paddle.to_tensor(averaged).astype("bfloat16").astype("float32")

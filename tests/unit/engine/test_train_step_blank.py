@@ -16,7 +16,7 @@ from ppdist.distributed.paddle_api import running_statistics
 from ppdist.engine.build import build_training
 from ppdist.engine.train_step import TrainStep
 from ppdist.losses.base import LossOutput
-from ppdist.optim.grad_sync import DuringBackward
+from ppdist.optim.exchange import DuringBackward
 from ppdist.optim.lr_scheduler import LearningRates
 from tests.distributed import run_on_ranks
 from tests.unit.engine.runs import records
@@ -59,7 +59,7 @@ def test_a_blank_image_that_is_not_finite_adds_nothing(model, tmp_path):
         lambda loss, inputs, output: output if step.model.training else spoil(output)
     )
     result = train_with_blank(step)
-    assert result.applied and result.not_finite == []
+    assert result.applied and result.own_not_finite == []
     assert result.losses == expected.losses and result.gradient_norm == expected.gradient_norm
 
 
@@ -86,7 +86,7 @@ def test_a_gradient_that_is_not_finite_is_named(tmp_path):
     parameter.register_hook(lambda gradient: gradient * math.inf)
     result = take_step(step, [fixed_batch(0, 0, 2)], 0, STANDING)
     assert not result.applied and math.isfinite(result.losses["loss"])
-    assert result.not_finite == [f"gradient of {name}"]
+    assert result.own_not_finite == [f"gradient of {name}"]
     for key, value in step.model.state_dict().items():
         np.testing.assert_array_equal(value.numpy(), before[key])
 
@@ -100,7 +100,7 @@ def test_statistics_that_are_not_finite_stop_a_step(tmp_path):
         lambda norm, inputs, output: variance.set_value(variance * math.inf)
     )
     result = take_step(step, [fixed_batch(0, 0, 2)], 0, STANDING)
-    assert not result.applied and result.not_finite == ["running statistics"]
+    assert not result.applied and result.own_not_finite == ["running statistics"]
     assert np.isfinite(variance.numpy()).all()
 
 
@@ -119,7 +119,7 @@ def digest_after_steps(way: str, spoiled: bool) -> str:
         config = tiny_config(Path(folder), overrides, FASTEST)
     step, rates = build_step(config, frozen=False)
     if during_backward:
-        step.grad_sync = DuringBackward()
+        step.exchange = DuringBackward()
     if spoiled and comm.rank() == 1:
         step.loss.register_forward_post_hook(lambda loss, inputs, output: spoil(output))
     for number in range(2):

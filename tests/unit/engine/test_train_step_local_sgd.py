@@ -8,9 +8,8 @@ import numpy as np
 import pytest
 
 from ppdist.distributed import comm
-from ppdist.optim.optimizer import optimizer_arrays
 from tests.distributed import run_on_ranks
-from tests.unit.engine.tiny import build_step, fixed_batch, init_cpu, take_step, tiny_config
+from tests.unit.engine.tiny import build_step, ema_of, fixed_batch, init_cpu, take_step, tiny_config
 
 HERE = "tests.unit.engine.test_train_step_local_sgd"
 PARTS = ((0, 4), (4, 8))  # 11 objects and 1
@@ -45,8 +44,8 @@ def train(overrides, steps, poisoned=()):
             "loss": result.losses["loss"],
             "norm": result.gradient_norm,
             "applied": result.applied,
-            "synchronised": train_step.grad_sync.synchronised(step),
-            "ema_updates": train_step.ema.updates,
+            "synchronised": train_step.exchange.synchronised(step),
+            "ema_updates": ema_of(train_step).updates,
             **{part: digest(arrays) for part, arrays in state.items()},
         }
         history.append(said)
@@ -56,8 +55,8 @@ def train(overrides, steps, poisoned=()):
 def state_of(train_step):
     groups = {
         "model": train_step.model.state_dict(),
-        "ema": train_step.ema.average,
-        "optimizer": optimizer_arrays(train_step.optimizer, train_step.model),
+        "ema": ema_of(train_step).average,
+        "optimizer": train_step.optimizer.state(),
     }
     return {
         name: {key: np.array(value) for key, value in group.items()}

@@ -68,13 +68,15 @@ def test_a_stop_amid_an_evaluation_does_not_wait_for_storage(shapes, tmp_path, m
     data, output = Path(shutil.copytree(shapes, tmp_path / "data")), tmp_path / "output"
     own = ["train.batch_size_per_card=4", "train.max_steps=1"]
     experiment = build_run(data, output, *own, model=FASTEST, evaluate=True)
-    evaluate = experiment.trainer.evaluator.evaluate
+    evaluate = experiment.trainer.evaluations.evaluator.evaluate
 
     def evaluate_without_images(*arguments):
         (data / "images").rename(data / "away")
         return evaluate(*arguments)
 
-    monkeypatch.setattr(experiment.trainer.evaluator, "evaluate", evaluate_without_images)
+    monkeypatch.setattr(
+        experiment.trainer.evaluations.evaluator, "evaluate", evaluate_without_images
+    )
     with experiment.log:
         monkeypatch.setattr(time, "sleep", lambda seconds: os.kill(os.getpid(), signal.SIGTERM))
         assert experiment.trainer.fit() == STOPPED

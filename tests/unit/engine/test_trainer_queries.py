@@ -14,7 +14,7 @@ from ppdist.config.evaluate import NMSConfig
 from ppdist.config.runtime import RuntimeOptions
 from ppdist.cpu.switch import self_check
 from ppdist.engine.build import build_model
-from ppdist.engine.distillation import build_distillation
+from ppdist.engine.distillation import DistilledLoss, build_distillation
 from ppdist.ensemble import tta
 from ppdist.export.export import deployment_copy, export_model
 from ppdist.export.predictor import EagerPredictor, ExportedPredictor
@@ -94,7 +94,7 @@ def test_a_teacher_is_refused_where_its_outputs_cannot_be_compared(trained, tmp_
     distillation = build_distillation(config.distill, config.model, student, 0)
     loss = __import__("queries.model").model.QueriesLoss()
     with raises("teacher_unsuitable", "this detector has no loss for a teacher"):
-        distillation.check(loss)
+        DistilledLoss(loss, distillation).begin()
     features = tiny_config(tmp_path, [f"distill={{teacher: {trained}, features: {{}}}}"], "queries")
     with raises("teacher_unsuitable", "this detector gives no features to compare"):
         build_distillation(features.distill, features.model, student, 0)

@@ -17,7 +17,6 @@ from ppdist.engine.callbacks import Callback
 from ppdist.engine.checkpoint import newest_valid, path_of, point, read_checkpoint, unpacked
 from ppdist.engine.early_stopping import EarlyStoppingState
 from ppdist.engine.state import capture_state, restore_state
-from ppdist.engine.train_step import loss_scale, lower_scale
 from tests.distributed import run_on_ranks
 from tests.errors import raises
 from tests.faults.fault import parse_faults
@@ -192,6 +191,15 @@ def test_checkpoint_cost_is_measured_in_parts(shapes, tmp_path):
     assert report["bytes"] > 100_000 and report["saves"] == 2
 
 
+def test_what_a_rollback_undoes_is_saved_again(shapes, tmp_path):
+    experiment = build(shapes, tmp_path)
+    with experiment.log:
+        saving = experiment.trainer.saving
+        saving.saved_step = 3
+        saving.go_back(experiment.trainer.state)  # to step 0: step 3 will be another one
+        assert saving.saved_step == -1
+
+
 def test_rollback_and_resume_undo_everything_learned(shapes, tmp_path):
     experiment = build(shapes, tmp_path)
     with experiment.log:
@@ -199,13 +207,13 @@ def test_rollback_and_resume_undo_everything_learned(shapes, tmp_path):
         state = trainer.state
         state.early_stopping = EarlyStoppingState("mAP", 0.5, 3, 1)
         state.losses.trained(2.0)
-        scaler = trainer.train_step.scaler
+        scaler = trainer.train_step.precision.scaler
         enable_scaling(scaler)
         snapshot = capture_state(trainer.train_step, state, trainer.schedule)
-        lower_scale(scaler)
-        assert loss_scale(scaler) == 512.0
+        trainer.train_step.precision.reject(lowers_scale=True)
+        assert trainer.train_step.precision.loss_scale == 512.0
         restored, _ = restore_state(snapshot, trainer.train_step)
-        assert loss_scale(scaler) == 1024.0
+        assert trainer.train_step.precision.loss_scale == 1024.0
         state.early_stopping = EarlyStoppingState("mAP", 0.9, 6, 0)
         state.losses.trained(99.0)
         state.roll_back_to(restored)

@@ -3,7 +3,7 @@
 import importlib
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from unittest import mock
 
@@ -20,8 +20,12 @@ from ppdist.data.types import Batch
 from ppdist.distributed import comm
 from ppdist.distributed.paddle_api import normalise_by_running
 from ppdist.engine.build import build_model, build_schedule_setup, build_train_step, speed_up_cpu
-from ppdist.engine.train_step import Clock, StepResult, TrainStep
+from ppdist.engine.clock import Clock
+from ppdist.engine.policies.average import AveragedWeights
+from ppdist.engine.step_policy import StepResult, Verdict
+from ppdist.engine.train_step import TrainStep
 from ppdist.models.base import ImageModel
+from ppdist.optim.ema import EMA
 from ppdist.optim.lr_scheduler import LearningRates
 from tests.forked import THIRD_PARTY
 
@@ -118,18 +122,28 @@ def sampled_batches(sampler: TrainSampler, step: int) -> list[Batch]:
     """This rank's micro-batches of a step, of the 32 images of four `fixed_batch`es."""
     pool = [fixed_batch(group, 0, IMAGES) for group in range(4)]
     result = []
-    for keys in sampler.micro_batches(step):
+    for number, keys in zip(sampler.numbers(step), sampler.micro_batches(step), strict=True):
         index_B = [key.index for key in keys]
         if index_B[0] < 0:
-            result.append(blank_batch())
+            result.append(replace(blank_batch(), number=number))
             continue
         at = [(pool[index // IMAGES], index % IMAGES) for index in index_B]
         fields = {
             name: paddle.stack([getattr(batch, name)[row] for batch, row in at]) for name in ARRAYS
         }
         seeds_B = np.array([batch.seeds_B[row] for batch, row in at])
-        result.append(Batch(**fields, seeds_B=seeds_B))
+        result.append(Batch(**fields, seeds_B=seeds_B, number=number))
     return result
+
+
+def numbered(batches: Iterable[Batch]) -> list[Batch]:
+    """Micro-batches of a step, numbered as they come."""
+    return [replace(batch, number=number) for number, batch in enumerate(batches)]
+
+
+def ema_of(step: TrainStep) -> EMA:
+    """The average that a step moves."""
+    return next(policy.ema for policy in step.policies if isinstance(policy, AveragedWeights))
 
 
 def blank_batch() -> Batch:
@@ -174,21 +188,24 @@ def take_step(
     rates: LearningRates,
     numbers: Sequence[int] | None = None,
 ) -> StepResult:
-    """Makes one optimizer step, the one place of the tests that calls it.
+    """Makes one optimizer step of micro-batches.
 
     Args: numbers: of the micro-batches in the step; None: they are all.
     """
-    numbers = range(len(batches)) if numbers is None else numbers
-    return step(iter(batches), numbers, number, rates, False, Clock())
+    if numbers is None:
+        taken = numbered(batches)
+    else:
+        pairs = zip(batches, numbers, strict=True)
+        taken = [replace(batch, number=number) for batch, number in pairs]
+    return step(taken, number, rates, Clock())
 
 
 def step_result(**changes: object) -> StepResult:
     """What a step says that went well."""
     result = StepResult(
-        losses={"loss": 2.5}, images=8, gradient_norm=1.0, applied=True,
-        stop_requested=False, bad_images={}, bad_somewhere=False, searching=False, given_up=False,
-        ran_out=False, outage=None, own_loss=9.0, own_images=[], not_finite=[],
-        own_micro_batches=1,
+        losses={"loss": 2.5}, images=8, gradient_norm=1.0, verdict=Verdict.APPLY, finite=True,
+        totals={}, searching=False, synchronised=True, own_loss=9.0, own_images=[],
+        own_micro_batches=1, own_not_finite=[],
     )  # fmt: skip
     return replace(result, **changes)
 

@@ -9,7 +9,7 @@ import pytest
 from ppdist.common.errors import ConfigError
 from ppdist.config.evaluate import NMSConfig
 from ppdist.config.loss import PPYOLOELossConfig
-from ppdist.engine.train_step import normalise_losses
+from ppdist.engine.loss_sums import LossSums
 from ppdist.losses.ppyoloe import PPYOLOELoss
 from ppdist.models.ppyoloe import PPYOLOE
 from ppdist.models.weights import arrays_of, load_all_weights, load_weights
@@ -116,10 +116,16 @@ def test_its_loss_is_divided_by_its_own_soft_labels() -> None:
         "normalizer": 8.0, "loss": 30.0, "loss_cls": 4.0,
         "separate normalizer": 2.0, "separate loss": 6.0, "separate loss_one_to_one": 6.0,
     }  # fmt: skip
-    found = normalise_losses(sums)
+    found = normalised(sums)
     assert found.losses == {"loss": 24 / 8 + 6 / 2, "loss_cls": 0.5, "loss_one_to_one": 3.0}
-    assert (found.divisor, found.separate) == (8.0, 4.0)
-    assert normalise_losses({"normalizer": 0.0, "loss": 3.0}) == ({"loss": 3.0}, 1.0, 1.0)
+    assert found.divisor == 8.0
+    assert normalised({"normalizer": 0.0, "loss": 3.0}) == ({"loss": 3.0}, 1.0)
+
+
+def normalised(sums):
+    of_step = LossSums()
+    of_step.terms = dict.fromkeys(sums)
+    return of_step.normalise([*sums.values()])
 
 
 @pytest.mark.slow

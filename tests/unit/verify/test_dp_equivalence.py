@@ -11,6 +11,7 @@ import pytest
 from ppdist.config.experiment import load_config
 from ppdist.data.datasets.synthetic import make_shapes
 from ppdist.distributed import comm, sync_batch_norm
+from ppdist.engine.gradients import Gradients
 from ppdist.engine.train_step import TrainStep
 from ppdist.verify import dp_equivalence
 from ppdist.verify.dp_equivalence import (
@@ -93,8 +94,8 @@ def train_too_fast(argument) -> dict:
     """As `verify_ranks`, with gradients of the ranks two per cent too large."""
     update = TrainStep._update
 
-    def wrong(step, rates, divisor, square, finite):
-        return update(step, rates, divisor / 1.02, square, finite)
+    def wrong(step, factor, norm, rates):
+        return update(step, 1.02 * factor, norm, rates)
 
     TrainStep._update = wrong
     return verified_here(argument)
@@ -132,18 +133,18 @@ def test_gradients_two_per_cent_off_are_found_out(config_file: Path) -> None:
 
 def divide_by_local_normalizers(argument) -> dict:
     """As `verify_ranks`, with the mean over ranks of what each divides by its own objects."""
-    gradients = TrainStep._gradients
+    average = Gradients.average
 
-    def wrong(step, *arguments):
-        sums, fitted = gradients(step, *arguments)
-        own = sums["normalizer"].clip(min=1.0)
-        mean = comm.all_reduce_sum(sums["normalizer"].clone()) / comm.world_size()
-        for parameter in step.model.parameters():
+    def wrong(gradients, exchange, sums, *rest):
+        local = sums.terms["normalizer"]
+        own = local.clip(min=1.0)
+        mean = comm.all_reduce_sum(local.clone()) / comm.world_size()
+        for parameter in gradients.parameters:
             if parameter.grad is not None:
                 parameter.grad.scale_((mean / own).item())
-        return sums, fitted
+        return average(gradients, exchange, sums, *rest)
 
-    TrainStep._gradients = wrong
+    Gradients.average = wrong
     return verified_here(argument)
 
 
@@ -212,8 +213,8 @@ def test_gradients_five_per_cent_off_are_found_out(
 ) -> None:
     update = TrainStep._update
 
-    def wrong(step, rates, divisor, square, finite):
-        return update(step, rates, divisor / 1.05, square, finite)
+    def wrong(step, factor, norm, rates):
+        return update(step, 1.05 * factor, norm, rates)
 
     monkeypatch.setattr(TrainStep, "_update", wrong)
     verdict, rows = judged_mutant(config_file, right)

@@ -393,3 +393,21 @@ def test_the_last_steps_have_one_size():
     assert [one.size_of(step) for step in range(6)] == [sampler(20).size_of(s) for s in range(6)]
     assert {one.size_of(step) for step in range(6, 20)} == {(48, 80)}
     assert (48, 80) in one.every_size and (48, 80) not in sampler(20).every_size
+
+
+@pytest.mark.parametrize(
+    ("images", "spread", "shares"),
+    [
+        (8, False, [[1.0, 1.0], [1.0, 1.0]]),  # two whole micro-batches each
+        (8, True, [[1.0] * 4, [1.0] * 4]),  # of two images, of which each rank has one
+        (7, True, [[1.0, 1.0, 1.0, 2.0], [1.0, 1.0, 1.0, 0.0]]),  # the last has one image
+    ],
+)
+def test_shares_of_micro_batches(images, spread, shares):
+    batches = MicroBatches(total_batch=8, images=2, spread=spread)
+    for rank in range(2):
+        sampler = TrainSampler(
+            images, batches, rank, 2, seed=0, start_step=0, end_step=1, sizes=[(32, 32)]
+        )
+        assert sampler.shares(0) == shares[rank]
+        assert len(sampler.micro_batches(0)) == len(shares[rank])

@@ -11,14 +11,14 @@ from ppdist.common.errors import ConfigError
 from ppdist.distributed import comm
 from ppdist.distributed.store import sent_bytes
 from ppdist.engine.preflight import check_precision
-from ppdist.optim.grad_sync import (
-    AllReduceSync,
+from ppdist.optim.exchange import (
+    Exchange,
     LowPrecision,
     PowerSGD,
     TopKSparsify,
     float16_scale,
-    share_out,
 )
+from ppdist.optim.updater import share_out
 from tests.distributed import run_on_ranks
 from tests.errors import raises
 from tests.unit.engine.tiny import (
@@ -49,14 +49,14 @@ def drawn(step, rank, shapes=SHAPES):
     return [paddle.to_tensor(rng.standard_normal(shape).astype("float32")) for shape in shapes]
 
 
-def averaged(grad_sync, step, rank, factor=FACTOR):
+def averaged(exchange, step, rank, factor=FACTOR):
     gradients = drawn(step, rank)
-    grad_sync.gradients(gradients, factor)
+    exchange.average(gradients, lambda: factor)
     return [gradient.numpy() for gradient in gradients]
 
 
-def rest_of(grad_sync):
-    return [rest.numpy().ravel() for rest in grad_sync.rest]
+def rest_of(exchange):
+    return [rest.numpy().ravel() for rest in exchange.rest]
 
 
 LARGE = ([512, 128, 3, 3], [64], [256, 1024])
@@ -67,11 +67,11 @@ def bytes_of_modes():
     """Bytes that this rank sends in a step, per mode."""
     found, large = {}, drawn(0, comm.rank(), LARGE)
 
-    def exchange(grad_sync):
-        grad_sync.gradients([gradient.clone() for gradient in large], 1.0)
+    def exchange(way):
+        way.average([gradient.clone() for gradient in large], lambda: 1.0)
 
     modes = (
-        {"float32": lambda parameters: AllReduceSync()}
+        {"float32": lambda parameters: Exchange()}
         | MODES
         | {
             "low rank": lambda parameters: PowerSGD(parameters, 4),
@@ -79,11 +79,11 @@ def bytes_of_modes():
         }
     )
     for name, build in modes.items():
-        grad_sync = build(parameters(LARGE))
-        exchange(grad_sync)  # opens connections
+        way = build(parameters(LARGE))
+        exchange(way)  # opens connections
         sent = [sent_bytes()]
         for _ in range(5):
-            exchange(grad_sync)
+            exchange(way)
             sent.append(sent_bytes())
         found[name] = int(np.diff(sent).min())  # a busy kernel sends some again: more, never less
     return found
@@ -115,11 +115,11 @@ def all_modes(folder):
     rank = comm.rank()
     results = {"bytes": bytes_of_modes(), "training steps": training_steps(Path(folder))}
     for name, build in MODES.items():
-        grad_sync = build(parameters())
-        steps = [averaged(grad_sync, step, rank) for step in (0, 1)]
-        state = grad_sync.state()
-        kept = [] if isinstance(grad_sync, LowPrecision) else rest_of(grad_sync)
-        steps.append(averaged(grad_sync, 2, rank))
+        exchange = build(parameters())
+        steps = [averaged(exchange, step, rank) for step in (0, 1)]
+        state = exchange.state()
+        kept = [] if isinstance(exchange, LowPrecision) else rest_of(exchange)
+        steps.append(averaged(exchange, 2, rank))
         results[name] = {
             "steps": [[each.ravel().tolist() for each in step] for step in steps],
             "kept": [each.tolist() for each in kept],
@@ -131,7 +131,7 @@ def all_modes(folder):
     gradients = drawn(1, rank)
     if rank == 1:
         gradients[0][0, 0, 0, 0] = float("inf")
-    spoiled.gradients(gradients, FACTOR)
+    spoiled.average(gradients, lambda: FACTOR)
     results["one not finite"] = {
         "nan everywhere": all(bool(paddle.isnan(each).all()) for each in gradients),
         "kept as before": all(map(np.array_equal, before, rest_of(spoiled))),
@@ -145,9 +145,9 @@ def all_modes(folder):
 
 def of_four_ranks(build):
     """What four ranks had kept, in all, and what these two take of it."""
-    grad_sync = build(parameters())
-    averaged(grad_sync, 0, comm.rank())
-    of_two = grad_sync.state()
+    exchange = build(parameters())
+    averaged(exchange, 0, comm.rank())
+    of_two = exchange.state()
     rests = [key for key in of_two if "/rest/" in key]
     of_four = of_two | {key: np.concatenate([of_two[key], 3 * of_two[key]]) for key in rests}
     resumed = build(parameters())
@@ -159,7 +159,7 @@ def of_four_ranks(build):
 @pytest.fixture(scope="module")
 def ranks(tmp_path_factory):
     folder = str(tmp_path_factory.mktemp("ranks"))
-    return run_on_ranks(2, "tests.unit.optim.test_grad_sync:all_modes", folder)
+    return run_on_ranks(2, "tests.unit.optim.test_exchange:all_modes", folder)
 
 
 def exact(step, world=2):
@@ -213,14 +213,14 @@ def test_resume_on_two_of_four_ranks_keeps_residuals(ranks, mode):
 
 def test_unusable_checkpoint_residuals_reported():
     state = TopKSparsify(parameters(), 0.05).state()
-    assert AllReduceSync().load({}) == TopKSparsify(parameters(), 0.05).load(state) == ""
+    assert Exchange().load({}) == TopKSparsify(parameters(), 0.05).load(state) == ""
     warning = (
         "what ranks had kept of gradients to send it later (in the checkpoint: "
         "topk/rest/layer0.weight and 2 more) is left out, because this run does not compress them "
         "so; resume on several ranks and with the same distributed.gradient_rank or topk_fraction "
         "to use it"
     )
-    assert AllReduceSync().load(state) == PowerSGD(parameters(), 2).load(state) == warning
+    assert Exchange().load(state) == PowerSGD(parameters(), 2).load(state) == warning
 
 
 def test_other_powersgd_rank_reuses_shared_state():
@@ -248,33 +248,33 @@ def test_powersgd_of_two_ranks_equals_one_with_mean(ranks):
     one = PowerSGD(parameters(), 2)
     for step in range(3):
         gradients = [paddle.to_tensor(each) for each in exact(step)]
-        one.gradients(gradients, FACTOR)
+        one.average(gradients, lambda: FACTOR)
         for found, alone in zip(ranks[0]["low rank"]["steps"][step], gradients):
             assert np.float32(found) == pytest.approx(alone.numpy().ravel(), abs=1e-4)
 
 
 def test_a_gradient_of_rank_one_passes_whole():
-    grad_sync = PowerSGD(parameters([[16, 12]]), 1)
+    exchange = PowerSGD(parameters([[16, 12]]), 1)
     matrix = paddle.outer(paddle.arange(16, dtype="float32"), paddle.arange(12, dtype="float32"))
     gradients = [matrix.clone()]
-    grad_sync.gradients(gradients, 1.0)
+    exchange.average(gradients, lambda: 1.0)
     assert gradients[0].numpy() == pytest.approx(matrix.numpy(), abs=1e-3)
-    assert np.abs(grad_sync.rest[0].numpy()).max() < 1e-3
+    assert np.abs(exchange.rest[0].numpy()).max() < 1e-3
 
 
 def test_top_k_sends_the_largest():
-    grad_sync = TopKSparsify(parameters([[2, 5]]), 0.3)
+    exchange = TopKSparsify(parameters([[2, 5]]), 0.3)
     gradients = [paddle.to_tensor([[1.0, -9.0, 2.0, 3.0, 0.0], [4.0, 8.0, -2.0, 1.0, -7.0]])]
-    grad_sync.gradients(gradients, 0.5)
+    exchange.average(gradients, lambda: 0.5)
     assert gradients[0].tolist() == [[0, -9, 0, 0, 0], [0, 8, 0, 0, -7]]
-    assert grad_sync.rest[0].tolist() == [[0.5, 0, 1, 1.5, 0], [2, 0, -1, 0.5, 0]]
+    assert exchange.rest[0].tolist() == [[0.5, 0, 1, 1.5, 0], [2, 0, -1, 0.5, 0]]
 
 
 @pytest.mark.parametrize("size", [1e-15, 1e-6, 1.0, 1e6, 1e15])
 def test_float16_loses_no_gradient_to_its_range(size):
     gradients = [each * size for each in drawn(0, 0)]
     before = [each.numpy() for each in gradients]
-    LowPrecision("float16").gradients(gradients, 1.0)
+    LowPrecision("float16").average(gradients, lambda: 1.0)
     for found, given in zip(gradients, before):
         assert found.numpy() == pytest.approx(given, abs=1e-3 * float(np.abs(given).max()))
 

@@ -13,10 +13,12 @@ from ppdist.common.job import JOB_DIR_VARIABLE, SKIP_STEP_VARIABLE
 from ppdist.config.distributed import DistributedConfig
 from ppdist.distributed import comm
 from ppdist.distributed.paddle_api import normalise_by_running, running_statistics
-from ppdist.engine import recovery
 from ppdist.engine.build import build_training
 from ppdist.engine.continuation import Continuation
-from ppdist.engine.recovery import parts_of, trusted
+from ppdist.engine.policies import rollback
+from ppdist.engine.policies.memory import parts_of
+from ppdist.engine.policies.replicas import trusted
+from ppdist.engine.precision import Precision
 from tests.distributed import run_on_ranks
 from tests.errors import raises
 from tests.unit.engine.runs import assert_same_checkpoint, at_step, records, spoil, weights
@@ -63,14 +65,14 @@ def out_of_memory(trainer, from_images=2, before=True):
 
     if before:
         return model.register_forward_pre_hook(fail)
-    inner = step.scaler.scale
+    inner = step.precision.scale
 
     def scale(loss):
         if model.seen >= from_images:
             raise MemoryError("(ResourceExhausted) Fail to alloc memory")
         return inner(loss)
 
-    step.scaler.scale = scale
+    step.precision.scale = scale
     return model.register_forward_pre_hook(
         lambda layer, inputs: setattr(layer, "seen", inputs[0].shape[0] if layer.training else 0)
     )
@@ -89,7 +91,7 @@ def flip(trainer):
     mean = next(
         running_statistics(x)[0] for x in model.sublayers() if isinstance(x, paddle.nn.BatchNorm2D)
     )
-    velocity = next(iter(trainer.train_step.optimizer.state_dict().values()))
+    velocity = next(iter(trainer.train_step.optimizer.optimizer.state_dict().values()))
     for tensor in (model.parameters()[3], mean, velocity):
         array = np.array(tensor.numpy())
         array.view(np.int32).ravel()[0] ^= 1 << 22
@@ -138,15 +140,17 @@ def two_ranks(argument):
 def break_evaluations(trainer):
     """That after step 2 once, on rank 1; that after step 4 twice, on rank 0."""
     if comm.rank() == 1:
-        hook = trainer.evaluated_model.register_forward_pre_hook(lambda *_: (hook.remove(), 1 / 0))
+        hook = trainer.evaluations.model.register_forward_pre_hook(
+            lambda *_: (hook.remove(), 1 / 0)
+        )
         return
-    inner = trainer.evaluator.measure
+    inner = trainer.evaluations.evaluator.measure
 
     def measure(found):
         assert trainer.state.step != 4
         return inner(found)
 
-    trainer.evaluator.measure = measure
+    trainer.evaluations.evaluator.measure = measure
 
 
 @pytest.fixture(scope="module")
@@ -154,7 +158,7 @@ def ranks(shapes, tmp_path_factory):
     folder = tmp_path_factory.mktemp("ranks")
     argument = {"shapes": str(shapes), "folder": str(folder)}
     first, second = run_on_ranks(
-        2, "tests.unit.engine.test_recovery:two_ranks", argument, seconds=600
+        2, "tests.unit.engine.test_run_policy:two_ranks", argument, seconds=600
     )
     assert first == second  # not a bit apart, after everything
     return folder, first
@@ -238,13 +242,15 @@ def test_training_skips_evaluation_that_fails_twice(ranks):
 def test_rollback_sets_later_best_aside_and_logs_it(shapes, tmp_path):
     def rising(trainer):
         spoil(trainer, (5, 6, 7))
-        inner = trainer.evaluator.evaluate
+        inner = trainer.evaluations.evaluator.evaluate
 
         def evaluate(*arguments):
             return {**inner(*arguments), "mAP": float(trainer.state.step)}
 
-        trainer.evaluator.evaluate = evaluate
-        at_step(trainer, 6, trainer.writer.finish)  # what still waits to be written is dropped
+        trainer.evaluations.evaluator.evaluate = evaluate
+        at_step(
+            trainer, 6, trainer.saving.writer.finish
+        )  # what still waits to be written is dropped
 
     short = ("train.max_steps=8", "checkpoint.every_steps=5")
     alone(shapes, tmp_path, *short, before=rising, evaluate=True)
@@ -267,7 +273,7 @@ def test_vain_rollback_ends_run_and_names_images(shapes, tmp_path):
 
 def test_a_gradient_that_is_not_finite_does_not_blame_the_rate(shapes, tmp_path, monkeypatch):
     """The loss is finite: which gradient is not, is said instead."""
-    monkeypatch.setattr(recovery, "MAX_ROLLBACKS", 0)
+    monkeypatch.setattr(rollback, "MAX_ROLLBACKS", 0)
     names = []
 
     def poison(trainer):
@@ -283,7 +289,7 @@ def test_a_gradient_that_is_not_finite_does_not_blame_the_rate(shapes, tmp_path,
 
 
 def test_non_finite_images_leave_running_stats_equal(shapes, tmp_path, monkeypatch):
-    monkeypatch.setattr(recovery, "loss_scale", lambda scaler: 0.5)
+    monkeypatch.setattr(Precision, "loss_scale", 0.5)
 
     def poison(trainer):
         inner = trainer.train_step.model.normalize
@@ -409,7 +415,7 @@ def halve(trainer):
 @pytest.mark.slow
 def test_going_back_is_resuming_for_all_that_ranks_keep(shapes, tmp_path):
     argument = {"shapes": str(shapes), "folder": str(tmp_path)}
-    run_on_ranks(2, "tests.unit.engine.test_recovery:go_back_in_every_way", argument, seconds=900)
+    run_on_ranks(2, "tests.unit.engine.test_run_policy:go_back_in_every_way", argument, seconds=900)
     for name in WAYS:
         assert_same_checkpoint(tmp_path / name / "back", tmp_path / name / "resumed")
         assert_same_checkpoint(tmp_path / name / "start", tmp_path / name / "halved")

@@ -2,14 +2,14 @@
 
 A step calls it between backward and update.  It hands over gradients of sums and the factor that
 makes them the gradient of the mean loss (see engine/train_step.py).  Whatever happens to them here,
-every rank ends with the same ones, or says by `synchronised` that it does not.
+every rank ends with the same ones, or says by `finish` that it does not.
 
-    AllReduceSync, DuringBackward   the mean, exact
-    LowPrecision                    fewer bytes on the wire: bfloat16 or float16
-    PowerSGD, TopKSparsify          fewer still: lower rank, or only the largest entries
-    LocalSGD                        ranks step by themselves between exchanges, for slow links
-    Sharding                        beside them: each rank keeps optimizer state of the parameters
-                                    it updates
+    Exchange, DuringBackward   the mean, exact
+    LowPrecision               fewer bytes on the wire: bfloat16 or float16
+    PowerSGD, TopKSparsify     fewer still: lower rank, or only the largest entries
+    LocalSGD                   ranks step by themselves between exchanges, for slow links
+
+Beside them a `ShardedUpdater` keeps on each rank the optimizer state of the parameters it updates.
 
 What PowerSGD and TopKSparsify do not send, each rank keeps and adds to its next gradient (error
 feedback), so nothing is lost but delayed.  Biases and everything of normalisation layers (one axis)
@@ -17,9 +17,8 @@ is averaged in float32: it is little and what it says is precise.  LowPrecision,
 and TopKSparsify were not run on a GPU.
 """
 
-import contextlib
 import math
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Literal
 
 import numpy as np
@@ -30,41 +29,43 @@ from ppdist.config.distributed import DistributedConfig
 from ppdist.distributed import comm, device
 
 
-class AllReduceSync:
+class Exchange:
     """Mean over ranks after backward, in float32 and exact.
 
     Attributes:
-        during_backward: the wrapped model's own backward communicates, so `gradients` need not.
+        during_backward: the wrapped model's own backward communicates, so `average` need not.
         every: steps after which, at the latest, all ranks hold the same weights.
-        needs_factor: `gradients` looks at its factor, for which the host has to wait.
     """
 
     during_backward = False
     every = 1
-    needs_factor = False
 
-    def gradients(self, gradients: Sequence[paddle.Tensor], factor: float) -> None:
+    def average(self, gradients: Sequence[paddle.Tensor], factor: Callable[[], float]) -> None:
         """Replaces this rank's gradients by their mean over ranks, in place.  Collective.
 
         Args:
             gradients: float32, in the same order on every rank.
-            factor: what they will be multiplied by afterwards: gradient * factor is that of the
-                mean loss, whatever the number of objects or the loss scale of this step.  nan:
-                no rank will apply this step, or `needs_factor` is False.
+            factor: gives what they will be multiplied by afterwards, for which the host has to
+                wait: gradient * factor is that of the mean loss, whatever the number of objects or
+                the loss scale of this step.  nan: no rank will apply this step.
         """
         comm.mean_tensors(gradients)
 
-    def norm_square(self, own: paddle.Tensor) -> paddle.Tensor:
-        """Square of the gradient norm that all ranks agree on, [1].
+    def norm_square(self, local: paddle.Tensor) -> paddle.Tensor:
+        """Square of the gradient norm that all ranks agree on, [1].  Collective.
 
-        From this rank's own.
+        Averaged gradients have the same norm everywhere.
 
-        Collective.  Averaged gradients have the same norm everywhere.
+        Args: local: the square of this rank's norm.
         """
-        return own
+        return local
 
-    def updated(self, step: int) -> None:
-        """Notes that a step (0-based) was updated, or left out."""
+    def finish(self, step: int) -> bool:
+        """Ends a step (0-based) that was updated, or left out.  Collective.
+
+        Returns: whether all ranks hold the same weights now.
+        """
+        return self.synchronised(step)
 
     def state(self) -> dict[str, np.ndarray]:
         """What a resumed run needs, of all ranks. Collective.
@@ -86,7 +87,7 @@ class AllReduceSync:
         return lost(arrays)
 
     def synchronised(self, step: int) -> bool:
-        """Whether all ranks hold the same weights after `updated(step)`."""
+        """Whether all ranks hold the same weights after `finish(step)`."""
         return True
 
     def next_synchronised(self, steps: int) -> int:
@@ -106,19 +107,19 @@ def lost(entries: Collection[str]) -> str:
     )
 
 
-class DuringBackward(AllReduceSync):
+class DuringBackward(Exchange):
     """Mean by Paddle's DataParallel, bucket by bucket, overlapped with backward (NCCL)."""
 
     during_backward = True
 
-    def gradients(self, gradients: Sequence[paddle.Tensor], factor: float) -> None:
+    def average(self, gradients: Sequence[paddle.Tensor], factor: Callable[[], float]) -> None:
         """Nothing is left to do."""
 
 
 _SAFE_FLOAT16 = 32768.0  # the largest power of two below its maximum, 65504
 
 
-class LowPrecision(AllReduceSync):
+class LowPrecision(Exchange):
     """Sends gradients in half the bytes: cast, sum, cast back.
 
     Every entry is rounded when cast, and again at each of the ranks that its sum passes:
@@ -128,14 +129,14 @@ class LowPrecision(AllReduceSync):
     def __init__(self, dtype: Literal["bfloat16", "float16"]) -> None:
         self.dtype = dtype
 
-    def gradients(self, gradients: Sequence[paddle.Tensor], factor: float) -> None:
-        """See `AllReduceSync`."""
-        super().gradients([each for each in gradients if each.ndim < 2], factor)
-        large = [each for each in gradients if each.ndim >= 2]
+    def average(self, gradients: Sequence[paddle.Tensor], factor: Callable[[], float]) -> None:
+        """See `Exchange`."""
+        super().average([gradient for gradient in gradients if gradient.ndim < 2], factor)
+        large = [gradient for gradient in gradients if gradient.ndim >= 2]
         scale = 1.0 / comm.world_size()
         if self.dtype == "float16":
             scale = float16_scale(_square_of_all_ranks(gradients))
-        low = [(each * scale).astype(self.dtype) for each in large]
+        low = [(gradient * scale).astype(self.dtype) for gradient in large]
         comm.sum_tensors(low)
         for gradient, total in zip(large, low):
             back = total.astype("float32") * (1.0 / (scale * comm.world_size()))
@@ -160,11 +161,11 @@ def float16_scale(square: float) -> float:
 
 def _square_of_all_ranks(gradients: Sequence[paddle.Tensor]) -> float:
     """Sum over ranks of the squared norm of their gradients.  Collective."""
-    squares = [paddle.dot(each.flatten(), each.flatten()) for each in gradients]
+    squares = [paddle.dot(gradient.flatten(), gradient.flatten()) for gradient in gradients]
     return comm.all_reduce_sum(paddle.stack(squares).sum().reshape([1])).item()
 
 
-class _Feedback(AllReduceSync):
+class _Feedback(Exchange):
     """Error feedback around what a subclass sends of large gradients.
 
     Attributes:
@@ -173,13 +174,12 @@ class _Feedback(AllReduceSync):
             over ranks is what the weights have not seen yet.
     """
 
-    needs_factor = True
     name: str  # of the arrays in a checkpoint
 
     def __init__(self, parameters: Mapping[str, paddle.Tensor], compressed: Sequence[bool]) -> None:
         """
         Args:
-            parameters: by state-dict key, whose gradients `gradients` will get in this order.
+            parameters: by state-dict key, whose gradients `average` will get in this order.
             compressed: which of them have a part in this.
         """
         self._compressed = compressed
@@ -187,24 +187,25 @@ class _Feedback(AllReduceSync):
         self.keys = list(chosen)
         self.rest = [paddle.zeros([p.shape[0], p.size // p.shape[0]]) for p in chosen.values()]
 
-    def gradients(self, gradients: Sequence[paddle.Tensor], factor: float) -> None:
-        """See `AllReduceSync`.
+    def average(self, gradients: Sequence[paddle.Tensor], factor: Callable[[], float]) -> None:
+        """See `Exchange`.
 
         All ranks look first whether those of all are finite: one that is not would stay in the
         rest, and spoil every later step.
         """
         assert len(gradients) == len(self._compressed), "a parameter has no gradient"
-        if not math.isfinite(_square_of_all_ranks(gradients) * factor * factor):
+        multiple = factor()
+        if not math.isfinite(_square_of_all_ranks(gradients) * multiple * multiple):
             for gradient in gradients:
                 gradient.scale_(math.nan)
             return
         chosen = list(zip(gradients, self._compressed))
-        super().gradients([gradient for gradient, yes in chosen if not yes], factor)
+        super().average([gradient for gradient, yes in chosen if not yes], factor)
         large = [gradient for gradient, yes in chosen if yes]
         for gradient, rest in zip(large, self.rest):
-            rest.add_(gradient.reshape(rest.shape) * (factor / comm.world_size()))
+            rest.add_(gradient.reshape(rest.shape) * (multiple / comm.world_size()))
         for gradient, mean in zip(large, self._exchange()):
-            paddle.assign((mean / factor).reshape(gradient.shape), gradient)
+            paddle.assign((mean / multiple).reshape(gradient.shape), gradient)
 
     def _exchange(self) -> Iterator[paddle.Tensor]:
         """Sends some of each rest; yields the sum of what ranks sent."""
@@ -215,7 +216,7 @@ class _Feedback(AllReduceSync):
         comm.barrier()  # ranks may be minutes apart, but a collective of gloo has 30 s:
         # one by one, too, because links are slow where this is used.
         gathered = [comm.all_gather(rest).numpy() for rest in self.rest]
-        return {f"{self.name}/rest/{key}": each for key, each in zip(self.keys, gathered)}
+        return {f"{self.name}/rest/{key}": rest for key, rest in zip(self.keys, gathered)}
 
     def load(self, arrays: dict[str, np.ndarray]) -> str:
         """Restores the rest; other numbers of ranks share its sum equally.
@@ -240,7 +241,7 @@ class _Feedback(AllReduceSync):
                 mine = saved_WNK.sum(0) / comm.world_size()
             paddle.assign(paddle.to_tensor(mine.astype("float32")), rest)
         taken = {f"{self.name}/rest/{key}" for key in self.keys}
-        return lost([each for each in arrays if "/rest/" in each and each not in taken])
+        return lost([entry for entry in arrays if "/rest/" in entry and entry not in taken])
 
 
 class PowerSGD(_Feedback):
@@ -283,7 +284,7 @@ class PowerSGD(_Feedback):
         comm.sum_tensors(products)
         bases = [paddle.linalg.qr(product)[0] for product in products]
         own = [paddle.matmul(m, p, transpose_x=True) for m, p in zip(self.rest, bases)]
-        self._q = [each.clone() for each in own]
+        self._q = [q.clone() for q in own]
         comm.sum_tensors(self._q)
         for rest, p, mine, q in zip(self.rest, bases, own, self._q):
             rest.subtract_(paddle.matmul(p, mine, transpose_y=True))
@@ -321,7 +322,7 @@ class TopKSparsify(_Feedback):
         Args:
             fraction: of the entries of each gradient, at least one of each.
         """
-        super().__init__(parameters, [each.ndim > 1 for each in parameters.values()])
+        super().__init__(parameters, [parameter.ndim > 1 for parameter in parameters.values()])
         self.fraction = fraction
 
     def _exchange(self) -> Iterator[paddle.Tensor]:
@@ -335,7 +336,7 @@ class TopKSparsify(_Feedback):
                 paddle.scatter(flat, at, paddle.zeros([at.size])).reshape(rest.shape), rest
             )
             start += flat.size
-        message = paddle.concat([*positions, *(each.view("int32") for each in values)])
+        message = paddle.concat([*positions, *(value.view("int32") for value in values)])
         count, total = message.size // 2, paddle.zeros([start])
         # Rank by rank, each without a position twice: the same order of sums on every rank.
         for sent in comm.all_gather(message):
@@ -352,7 +353,7 @@ def _largest(values_N: paddle.Tensor, count: int) -> paddle.Tensor:
     return paddle.to_tensor(np.argpartition(np.abs(values_N.numpy()), -count)[-count:])
 
 
-class LocalSGD(AllReduceSync):
+class LocalSGD(Exchange):
     """Ranks apply their own gradients, and average weights every few steps.
 
         w_r <- w_r - lr * update(g_r)           each step, on each rank r
@@ -391,27 +392,29 @@ class LocalSGD(AllReduceSync):
         self._optimizer = optimizer
         self._last = last
 
-    def gradients(self, gradients: Sequence[paddle.Tensor], factor: float) -> None:
+    def average(self, gradients: Sequence[paddle.Tensor], factor: Callable[[], float]) -> None:
         """They stay this rank's own."""
 
-    def norm_square(self, own: paddle.Tensor) -> paddle.Tensor:
+    def norm_square(self, local: paddle.Tensor) -> paddle.Tensor:
         """The mean square of all ranks' norms.  Collective.
 
         Not finite if one is not, and the same everywhere: all ranks clip alike, so none has more
         say than another, and all apply their gradients or none does.  It exceeds the norm of the
         averaged gradient, by sqrt(ranks) where the ranks' gradients have nothing in common.
         """
-        return comm.all_reduce_sum(own) / comm.world_size()
+        return comm.all_reduce_sum(local) / comm.world_size()
 
     def synchronised(self, step: int) -> bool:
         """Whether weights and moments are equal on all ranks after a step."""
         return (step + 1) % self.every == 0 or step + 1 == self._last
 
     @paddle.no_grad()
-    def updated(self, step: int) -> None:
+    def finish(self, step: int) -> bool:
         """Averages weights and moments if this step is to be synchronised.  Collective."""
-        if self.synchronised(step):
+        synchronised = self.synchronised(step)
+        if synchronised:
             comm.mean_tensors([*self._parameters, *_moments(self._optimizer)])
+        return synchronised
 
 
 def _moments(optimizer: paddle.optimizer.Optimizer) -> list[paddle.Tensor]:
@@ -427,106 +430,12 @@ def _moments(optimizer: paddle.optimizer.Optimizer) -> list[paddle.Tensor]:
     ]
 
 
-class Sharding:
-    """Each rank updates its share of the parameters.
-
-    The state of the optimizer (momentum: one float32 for each weight, AdamW: two) is made where it
-    is used, so a rank holds 1 / ranks of it.  Weights, gradients and the norm for clipping stay
-    whole on every rank, an update looks at one parameter only, and so the weights are bit for bit
-    those without shares.  Price: after each step every weight travels once more.
-
-    Not Paddle's own: DygraphShardingOptimizer does the same, but asks for its
-    HybridParallelOptimizer and model wrapper, which fold clipping and loss scaling into the update.
-    Not run on a GPU.
-    Source: Rajbhandari et al. 2020 (ZeRO), arXiv:1910.02054, stage 1 (P_os), with an all-reduce of
-    gradients where theirs scatters: gloo has no reduce-scatter in Paddle.
-    """
-
-    def __init__(self, parameters: dict[str, paddle.Tensor]) -> None:
-        """
-        Args:
-            parameters: what the optimizer trains, float32, by state-dict key; in the same order on
-                every rank.
-        """
-        sizes = [parameter.size for parameter in parameters.values()]
-        owners = share_out(sizes, comm.world_size())
-        self._owner = dict(zip(parameters, owners))
-        self._shares: list[list[paddle.Tensor]] = [[] for _ in range(comm.world_size())]
-        for parameter, owner in zip(parameters.values(), owners):
-            self._shares[owner].append(parameter)
-
-    @contextlib.contextmanager
-    def only_mine(self) -> Iterator[None]:
-        """Inside, the optimizer updates this rank's share only.
-
-        Paddle's optimizers pass over what stops the gradient; the gradients themselves stay.
-        """
-        mine = self._shares[comm.rank()]
-        others = [each for share in self._shares if share is not mine for each in share]
-        for parameter in others:
-            parameter.stop_gradient = True
-        try:
-            yield
-        finally:
-            for parameter in others:
-                parameter.stop_gradient = False
-
-    @paddle.no_grad()
-    def exchange(self) -> None:
-        """Gives all ranks the weights that each has updated.  Collective."""
-        for owner, share in enumerate(self._shares):
-            comm.broadcast_tensors(share, owner)
-
-    def full_state(self, arrays: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
-        """The optimizer state of all ranks, on rank 0.
-
-        The others get back their own.
-
-        Collective; they may be minutes apart.
-        Args: arrays: this rank's, float32, as `optimizer_arrays` names them.
-        """
-        everything = {} if comm.is_main() else dict(arrays)
-        shapes_W = comm.all_gather_large_object({key: array.shape for key, array in arrays.items()})
-        for owner, shapes in enumerate(shapes_W):
-            if owner == comm.rank():
-                tensors = [paddle.to_tensor(arrays[key]) for key in shapes]
-            else:
-                tensors = [paddle.zeros(shape, "float32") for shape in shapes.values()]
-            comm.broadcast_tensors(tensors, owner)
-            if comm.is_main():  # the others need the memory that they were to save
-                everything |= {key: tensor.numpy() for key, tensor in zip(shapes, tensors)}
-        return everything
-
-    def local_state(self, arrays: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
-        """This rank's share of the whole state.
-
-        What belongs to no parameter stays, to be named.
-        """
-        rank = comm.rank()
-        return {
-            entry: array
-            for entry, array in arrays.items()
-            if self._owner.get(entry.rpartition("/")[0], rank) == rank
-        }
-
-
-def share_out(sizes: Sequence[int], ranks: int) -> list[int]:
-    """The rank of each parameter."""
-    loads = [0] * ranks
-    owners = [0] * len(sizes)
-    for at in sorted(range(len(sizes)), key=lambda at: -sizes[at]):
-        owner = loads.index(min(loads))
-        owners[at] = owner
-        loads[owner] += sizes[at]
-    return owners
-
-
-def build_grad_sync(
+def build_exchange(
     config: DistributedConfig,
     parameters: dict[str, paddle.Tensor],
     optimizer: paddle.optimizer.Optimizer,
     steps: int,
-) -> AllReduceSync:
+) -> Exchange:
     """The gradient exchange of a configuration and a device.
 
     Args:
@@ -544,16 +453,7 @@ def build_grad_sync(
     if config.topk_fraction is not None:
         return TopKSparsify(parameters, config.topk_fraction)
     # gloo overlaps nothing with backward, so nothing is lost by coming after it.
-    return DuringBackward() if device.on_accelerator() else AllReduceSync()
-
-
-def build_sharding(
-    config: DistributedConfig, parameters: dict[str, paddle.Tensor]
-) -> Sharding | None:
-    """Shares of the optimizer's state; None: no sharding."""
-    if not config.shard_optimizer or comm.world_size() == 1:
-        return None
-    return Sharding(parameters)
+    return DuringBackward() if device.on_accelerator() else Exchange()
 
 
 def _multiple_from(steps: int, every: int) -> int:

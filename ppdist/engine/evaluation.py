@@ -1,0 +1,119 @@
+"""Evaluations of a run: measured on averaged weights, and what follows from them."""
+
+import logging
+import math
+import traceback
+from pathlib import Path
+
+from ppdist.common.run_log import RunLog
+from ppdist.config.train import EarlyStoppingConfig
+from ppdist.distributed import comm, heartbeat
+from ppdist.engine.early_stopping import EarlyStopping
+from ppdist.engine.evaluator import ClassificationEvaluator, Evaluator
+from ppdist.engine.state import TrainState, copy_into
+from ppdist.engine.step_policy import weights_to_evaluate
+from ppdist.engine.stopping import StopRequest
+from ppdist.engine.train_step import TrainStep
+from ppdist.models.base import ImageModel
+
+_LOGGER = logging.getLogger("ppdist.engine")
+
+
+class Evaluations:
+    """When a run is evaluated, on what, and what it does about the results.
+
+    Attributes:
+        evaluator: of this rank's share of the validation set; None: the run is not evaluated.
+        model: a second model that takes the averaged weights; any where there is no evaluator.
+        every: steps from one to the next.
+        early_stopping: None: the run goes to its last step.
+    """
+
+    def __init__(
+        self,
+        evaluator: Evaluator | ClassificationEvaluator | None,
+        model: ImageModel,
+        metric: str | None,
+        every: int,
+        stopping: EarlyStoppingConfig | None,
+        log: RunLog,
+    ) -> None:
+        """Args: metric: its highest value is the best; None: the evaluator's first."""
+        self.evaluator = evaluator
+        self.model = model
+        self.every = every
+        self._log = log
+        self.early_stopping = None
+        if evaluator is not None:
+            self._metric = metric or evaluator.headline[0]
+            self.early_stopping = EarlyStopping(stopping, self._metric) if stopping else None
+
+    def is_due(self, step: int) -> bool:
+        """Whether the step is one after which the run is evaluated; the last is, in any case."""
+        return step % self.every == 0
+
+    def abort_waits(self) -> None:
+        """Stops waiting for unavailable images because the run ends soon."""
+        if self.evaluator is not None:
+            self.evaluator.abort_waits()
+
+    def reason_to_end(self, state: TrainState) -> str:
+        """Reason to end before the last step, the same on every rank; "": there is none."""
+        rule = self.early_stopping
+        return "" if rule is None else rule.reason(state.early_stopping)
+
+    def log_best(self, state: TrainState, best: Path) -> None:
+        """Names the best checkpoint, if there is one."""
+        if self.evaluator is not None and best.exists():
+            formula = " (0.1 mAP50 + 0.9 mAP)" * (self._metric == "fitness")
+            score = f"{self._metric} {state.best:.4f}{formula}"
+            self._log.info(f"best: {best}, step {state.best_step}, {score}")
+
+    def measure(
+        self, train_step: TrainStep, step: int, stop: StopRequest
+    ) -> dict[str, float] | None:
+        """Evaluates, once more if that fails; None: both failed.  Collective.
+
+        Training continues whatever fails here: evaluation has its own model.
+        Raises: EvaluationStopped, on every rank: one was asked to stop.
+        """
+        assert self.evaluator is not None, "there is nothing to measure"
+        heartbeat.beat("evaluate", step)
+        for consequence in ("retrying", "skipping this evaluation"):
+            weights = weights_to_evaluate(train_step.model, train_step.policies)
+            copy_into(self.model.state_dict(), weights)
+            try:
+                return self.evaluator.evaluate(self.model, lambda: stop.made, step)
+            except comm.EvaluationFailed as error:
+                if error.__cause__ is not None:  # on this rank; others than rank 0 have their log
+                    trace = "".join(traceback.format_exception(error.__cause__))
+                    _LOGGER.warning(f"the evaluation failed on this rank:\n{trace}")
+                self._log.warning(
+                    f"the evaluation after step {step} failed, {consequence}: {error}"
+                )
+        return None
+
+    def learn(self, state: TrainState, metrics: dict[str, float]) -> bool:
+        """Notes in `state` what an evaluation says; returns whether it is the best.
+
+        Args: metrics: the same on every rank.
+        """
+        assert self.evaluator is not None, "there is nothing to learn from"
+        state.evaluated_step = state.step
+        # Without any hit a threshold is as good as another; a classifier has none.
+        has_threshold = metrics.get("f1", 0.0) > 0
+        state.best_f1_threshold = metrics["best_f1_threshold"] if has_threshold else None
+        if self.is_due(state.step):
+            # Not at an end in mid-epoch: a resumed or longer run has no evaluation there.
+            state.class_scores = self.evaluator.class_scores(metrics)
+            if self.early_stopping:
+                state.early_stopping = self.early_stopping.updated(
+                    state.early_stopping, state.step, metrics
+                )
+            if warning := state.losses.evaluated(metrics.get("val_loss", math.nan)):
+                self._log.warning(warning)
+        score = metrics[self._metric]
+        is_best = score > state.best
+        if is_best:
+            state.best, state.best_step = score, state.step
+        return is_best

@@ -1,0 +1,99 @@
+"""Gradients of a step, from backward to the update."""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+import paddle
+from paddle import Tensor, nn
+
+from ppdist.engine.loss_sums import LossSums, SeparateDivisor
+from ppdist.engine.precision import Precision
+from ppdist.optim.exchange import Exchange
+from ppdist.optim.flat_storage import FlatGradients
+from ppdist.optim.lr_scheduler import LearningRates
+from ppdist.optim.updater import Updater
+
+
+class Gradients:
+    """What backward has added up in the parameters of a model.
+
+    Attributes:
+        parameters: those that are trained.
+    """
+
+    def __init__(
+        self,
+        model: nn.Layer,
+        separate_keys: tuple[str, ...],
+        optimizer: Updater,
+        precision: Precision,
+    ) -> None:
+        """Args: separate_keys: see `Loss`."""
+        self._model = model
+        self.parameters = [p for p in model.parameters() if not p.stop_gradient]
+        self._separate = SeparateDivisor(model, separate_keys)
+        self._optimizer = optimizer
+        self._precision = precision
+        self._flat: FlatGradients | None = None  # of the last step
+
+    def drop(self) -> None:
+        """Gives their memory to the next backward."""
+        self._optimizer.clear_gradients()
+        if self._flat is not None:
+            self._flat.release()
+
+    @paddle.no_grad()
+    def average(
+        self, exchange: Exchange, sums: LossSums, totals: Tensor, factor: Callable[[], float]
+    ) -> Tensor:
+        """Makes those of all ranks one, in float32.  Collective.
+
+        Args:
+            totals: `sums` over all ranks, at the end of a tensor on the device.
+            factor: gives what they will be multiplied by, to an exchange that asks.
+        Returns: the square of their norm, [1].
+        """
+        self._precision.widen(self.parameters)
+        self._separate.apply(sums, totals)
+        trained = [p for p in self.parameters if p.grad is not None]
+        exchange.average([p.grad for p in trained], factor)
+        self._precision.unscale(self._optimizer)
+        if self._flat is None or not self._flat.are_of(trained):
+            self._flat = FlatGradients(trained)
+            self._optimizer.forget_lists()
+        self._flat.collect()
+        return exchange.norm_square(self._flat.square())
+
+    @paddle.no_grad()
+    def apply(self, factor: float, rates: LearningRates) -> None:
+        """Updates the weights by the gradients times `factor`.
+
+        Collective where the optimizer is sharded.
+        """
+        assert self._flat is not None, "they were not averaged"
+        self._flat.scale_(factor)
+        self._optimizer.set_rates(rates)
+        self._precision.update(self._optimizer)
+
+    def not_finite(self) -> list[str]:
+        """Names those that are not finite, to be named in a message."""
+        return [
+            f"gradient of {name}"
+            for name, parameter in self._model.named_parameters()
+            if parameter.grad is not None
+            and not bool(paddle.isfinite(parameter.grad.astype("float32")).all())
+        ]
+
+    @contextmanager
+    def adding_zeros(self) -> Iterator[None]:
+        """Context in which a backward pass adds zeros, whatever it computes.
+
+        The hook of a leaf sees the gradient of one pass before it is added to earlier ones, and
+        before an exchange inside the backward pass takes the sum.
+        """
+        hooks = [parameter.register_hook(paddle.zeros_like) for parameter in self.parameters]
+        try:
+            yield
+        finally:
+            for hook in hooks:
+                hook.remove()

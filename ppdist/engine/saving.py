@@ -1,0 +1,146 @@
+"""Saving: the checkpoints of a run on disk.  Rank 0 writes them, while all ranks train on."""
+
+import logging
+from collections.abc import Callable
+
+from ppdist.common.errors import CheckpointError
+from ppdist.common.eta import SAVING
+from ppdist.common.files import is_lost, require_held
+from ppdist.common.run_log import RunLog
+from ppdist.distributed import comm, heartbeat
+from ppdist.engine.checkpoint import (
+    CheckpointWriter,
+    Snapshot,
+    newest_step,
+    room_warning,
+    set_aside,
+)
+from ppdist.engine.output_dirs import OutputDirs
+from ppdist.engine.state import TrainState, note_saved
+
+_LOGGER = logging.getLogger("ppdist.engine")
+
+
+class Saving:
+    """When and where a run saves.
+
+    Attributes:
+        output_dir: of the run.
+        folder: of the checkpoints.
+        saved_step: of the last one; -1: none of this process.
+    """
+
+    def __init__(
+        self, writer: CheckpointWriter, every: int, last: int, dirs: OutputDirs, log: RunLog
+    ) -> None:
+        """
+        Args:
+            every: steps from one to the next; 0: only the best and the last.
+            last: the last step of the run.
+        """
+        self.output_dir, self.folder = dirs.folder, dirs.folder / "checkpoints"
+        self.writer = writer
+        self.saved_step = -1
+        self._every, self._last = every, last
+        self._owed = False  # one was due
+        self._dirs = dirs
+        self._log = log
+
+    def is_due(self, state: TrainState) -> bool:
+        """Whether to save now; what is due amid bad steps is owed until they are over."""
+        ended = state.step == self._last
+        self._owed |= ended or (self._every > 0 and state.step % self._every == 0)
+        return self._owed and (ended or not state.bad_steps)
+
+    def save(self, step: int, capture: Callable[[], Snapshot]) -> Snapshot | None:
+        """Takes a snapshot, which rank 0 writes while training continues.
+
+        No rank waits for it.  Returns: None: this step is saved already.
+        """
+        self._owed = False
+        if self.saved_step == step:
+            return None
+        heartbeat.beat("save", step)
+        with self._log.spending(SAVING, step):
+            self.writer.make_room()
+            snapshot = capture()
+            if comm.is_main():
+                self.writer.hand_over(snapshot)
+            self._dirs.note_newest(step)
+        self.saved_step = step
+        return snapshot
+
+    def resume(self, state: TrainState) -> None:
+        """Goes on in the folder in which the run lies already.  Collective."""
+        self.saved_step = state.step
+        comm.run_on_main(lambda: self._mend_links(state))
+
+    def mend_best(self, step: int) -> None:
+        """Names a checkpoint that is there the best.  Collective."""
+        comm.run_on_main(lambda: self.writer.mend_links(best_step=step))
+
+    def go_back(self, state: TrainState) -> None:
+        """Moves aside checkpoints beyond the step of a rollback.  Collective.
+
+        The run makes them again.
+        """
+
+        def move_aside() -> str:
+            require_held(self._dirs.folder)
+            self.writer.drop_beyond(state.step)
+            try:
+                aside = set_aside(self.folder, state.step)
+                self._mend_links(state)
+                note_saved(newest_step(self.folder))  # a restart would wait for one that was moved
+            except (CheckpointError, OSError, ValueError) as error:
+                return f"{error}; they hold steps that this run makes again"
+            moved = f"checkpoints beyond step {state.step} are now in {aside}"
+            return moved if aside else ""
+
+        message = comm.run_on_main(move_aside)
+        if message:
+            self._log.warning(message)
+        self.saved_step, self._owed = -1, False
+
+    def warn_of_room(self, snapshot: Snapshot) -> None:
+        """Warns where the disk has no room for what will be kept."""
+        if comm.is_main() and (warning := room_warning(self.folder, snapshot, self.writer.keep)):
+            self._log.warning(warning)
+
+    def warn_of_troubles(self) -> None:
+        """Names writes that have failed since the last time."""
+        for trouble in self.writer.troubles():
+            warn = self._log.warning if comm.is_main() else _LOGGER.warning
+            warn(f"{trouble}; training continues and will retry; free disk space")
+
+    def is_lost(self) -> bool:
+        """Whether another training has the folder by now; other ranks cannot see it."""
+        return is_lost(self._dirs.folder)
+
+    def finish(self, step: int) -> None:
+        """Waits until the last checkpoint is on disk.  Collective.
+
+        Raises: on every rank, CheckpointError: the disk did not take the newest or the best one;
+            ConfigError: another training has the folder by now.
+        """
+        heartbeat.beat("save", step)
+        with self._log.spending(SAVING, step):
+            comm.run_on_main(self._write_the_last)
+
+    def _write_the_last(self) -> None:
+        require_held(self._dirs.folder)
+        trouble = self.writer.finish()
+        for line in dict.fromkeys(self.writer.troubles()):
+            if line != f"{trouble}":
+                self._log.warning(f"at the end of the run: {line}")
+        if isinstance(trouble, CheckpointError):
+            raise CheckpointError(
+                f"{trouble}; the steps since the newest one in {self.folder} are lost",
+                code="checkpoint_lost",
+                fix="free disk space (or make it writable) and rerun with --resume to repeat them",
+            )
+        if trouble is not None:
+            raise trouble
+
+    def _mend_links(self, state: TrainState) -> None:
+        self.writer.mend_links(last_step=state.step, best_step=state.best_step)
