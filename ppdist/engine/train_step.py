@@ -55,9 +55,8 @@ class TrainStep:
     parameters that a term with a normalizer of its own trains, and nothing else, have that divisor.
 
     Collective: every rank calls the step with at least one micro-batch, if need be a blank one, and
-    reaches the same collectives; each is marked where it is called.  What ranks must decide alike
-    they decide by sums over all of them.  So a loss that is not finite on one rank is `broken` on
-    all: they skip the step, which then leaves no trace.
+    reaches the same collectives, marked below.  Ranks decide alike, by sums over all of them: a
+    loss that is not finite on one rank is `broken` on all, and all skip the step without a trace.
     """
 
     def __init__(

@@ -92,19 +92,13 @@ class Trainer:
         """
         try:
             following = self._begin()
-            while following is Next.CONTINUE and self.has_steps_left:
+            while following <= Next.EVALUATE and self.has_steps_left:
                 following = self._make_step()
-                if following in (Next.REPEAT, Next.ROLLED_BACK):
-                    following = Next.CONTINUE
-                    continue
-                evaluates = following in (Next.EVALUATE, Next.OUT_OF_TIME)
-                if evaluates and not self._evaluate():
+                if following in (Next.EVALUATE, Next.OUT_OF_TIME) and not self._evaluate():
                     following = Next.SAVE_AND_STOP
                 self._end_epoch()
-                if following in (Next.CONTINUE, Next.EVALUATE):
-                    following = Next.CONTINUE
-                    if self.saving.is_due(self.state):
-                        self._save()
+                if following <= Next.EVALUATE and self.saving.is_due(self.state):
+                    self._save()
             return self._end(following)
         except StorageError:  # on all ranks
             saved = self._saves_before_end()
@@ -250,8 +244,20 @@ class Trainer:
         self._steps = self.batch_source.steps(self.state.step, self.state.class_scores)
 
     def _make_step(self) -> Next:
-        """Makes the next step, or leaves it out; returns what follows it.  Collective."""
-        state, total = self.state, self.schedule.total_steps
+        """Makes the next step until it need not be repeated; returns what follows.  Collective."""
+        state, following = self.state, Next.REPEAT
+        while following >= Next.REPEAT:
+            following = self._try_step()
+        ended = state.step == self.schedule.total_steps
+        if ended or state.bad_steps:  # amid bad steps no run stops and nothing is saved
+            following = Next.CONTINUE
+        if ended or self.evaluations.is_due(state.step):
+            following = max(following, Next.EVALUATE)
+        return following
+
+    def _try_step(self) -> Next:
+        """Makes the next step, or leaves it out; returns what policies say.  Collective."""
+        state = self.state
         if self.saving.is_lost() and not self.stop.made:
             self._ask_to_stop()  # other ranks cannot see it; `Saving.finish` raises on all
         self.saving.warn_of_troubles()
@@ -268,11 +274,6 @@ class Trainer:
         state.step += 1
         if left_out:
             self._seek()
-        ended = state.step == total
-        if ended or state.bad_steps:  # amid bad steps no run stops and nothing is saved
-            following = Next.CONTINUE
-        if ended or self.evaluations.is_due(state.step):
-            following = max(following, Next.EVALUATE)
         return following
 
     def _train_step(self, watch: Stopwatch) -> StepResult:

@@ -18,7 +18,6 @@ from ppdist.optim.exchange import (
     TopKSparsify,
     float16_scale,
 )
-from ppdist.optim.updater import share_out
 from tests.distributed import run_on_ranks
 from tests.errors import raises
 from tests.unit.engine.tiny import (
@@ -277,11 +276,6 @@ def test_float16_loses_no_gradient_to_its_range(size):
     LowPrecision("float16").average(gradients, lambda: 1.0)
     for found, given in zip(gradients, before):
         assert found.numpy() == pytest.approx(given, abs=1e-3 * float(np.abs(given).max()))
-
-
-def test_share_out_balances_parameter_sizes():
-    assert share_out([1, 5, 2, 2, 4], 2) == [1, 0, 1, 0, 1]
-    assert share_out([3], 3) == [0]
 
 
 def test_float16_scale_worked_out_by_hand(monkeypatch):
